@@ -1,0 +1,32 @@
+"""The words that a kernel may use to speak with its peers, in plain Triton.
+
+Names and meanings follow Triton-distributed's primitives (https://arxiv.org/abs/2504.19442); where its compiler hides a
+context, stock Triton takes it as an explicit argument, ``ctx``. Each word has three realisations, chosen at compile
+time: inline PTX for NVIDIA, Triton's atomics for AMD, and the interpreter. ``docs/primitives.md`` is the tutorial.
+"""
+
+from tdkernels.lang._context import (
+    data_at,
+    epoch,
+    finish,
+    flag_at,
+    keep_signal,
+    num_ranks,
+    rank,
+    ready_at,
+    signal_at,
+    symm_at,
+    symm_base,
+)
+from tdkernels.lang._copy import put
+from tdkernels.lang._jit import jit
+from tdkernels.lang._math import dot, from_float32, to_float32
+from tdkernels.lang._memory import add_release, clock_ns, fence_before_tma_load, load_acquire, store_release
+from tdkernels.lang._signal import consume_token, notify, wait, wait_plan
+from tdkernels.lang._target import target
+
+__all__ = [
+    "add_release", "clock_ns", "consume_token", "data_at", "dot", "epoch", "fence_before_tma_load", "finish", "flag_at",
+    "from_float32", "jit", "keep_signal", "load_acquire", "notify", "num_ranks", "put", "rank", "ready_at", "signal_at",
+    "store_release", "symm_at", "symm_base", "target", "to_float32", "wait", "wait_plan",
+]  # fmt: skip

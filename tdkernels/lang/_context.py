@@ -1,0 +1,111 @@
+"""What a kernel knows of its group: a small table of 64-bit words that the host fills and passes as ``ctx``.
+
+Stock Triton has no hidden context to look ranks up in, so ``ctx`` is an explicit first argument of every word here.
+The order of the words is shared with ``tdkernels.symm``, which writes them.
+"""
+
+import triton.language as tl
+
+from tdkernels.lang._jit import jit
+
+# Indices into the table; the base addresses of all ranks follow from CTX_BASES on.
+CTX_RANK = tl.constexpr(0)
+CTX_NUM_RANKS = tl.constexpr(1)
+CTX_TIMEOUT_NS = tl.constexpr(2)
+CTX_STATE = tl.constexpr(3)  # address of this rank's private words: epoch, finished programs, failed
+CTX_RECORD = tl.constexpr(4)  # address of the error record, which the host can read
+CTX_HALF_SIGNALS = tl.constexpr(5)  # how many signals a half holds
+CTX_DATA = tl.constexpr(6)  # offset of the data area in a symmetric buffer
+CTX_HALF_DATA = tl.constexpr(7)  # bytes of one half of the data area
+CTX_BASES = tl.constexpr(8)
+
+# A symmetric buffer begins with one "ready" word for each rank; two halves of signals and two of data follow.
+MAX_RANKS = tl.constexpr(128)
+
+STATE_EPOCH = tl.constexpr(0)
+STATE_FINISHED = tl.constexpr(1)
+STATE_FAILED = tl.constexpr(2)
+STATE_SIGNAL = tl.constexpr(3)  # the signal value of the running call, for transports that copy it
+STATE_FLAGS = tl.constexpr(16)  # from here on: flags between programs of this rank
+
+
+@jit
+def rank(ctx):
+    """This process's rank in the group."""
+    return tl.load(ctx + CTX_RANK).to(tl.int32)
+
+
+@jit
+def num_ranks(ctx):
+    """The group's size W."""
+    return tl.load(ctx + CTX_NUM_RANKS).to(tl.int32)
+
+
+@jit
+def symm_base(ctx, peer):
+    """The address (int64) at which this rank reaches the symmetric buffer of ``peer``."""
+    return tl.load(ctx + CTX_BASES + peer)
+
+
+@jit
+def symm_at(ctx, ptr, peer):
+    """Where ``peer`` keeps what this rank keeps at ``ptr``; ``ptr`` points into this rank's symmetric buffer."""
+    offset = ptr.to(tl.int64) - symm_base(ctx, rank(ctx))
+    return (symm_base(ctx, peer) + offset).to(ptr.dtype)
+
+
+@jit
+def ready_at(ctx, peer):
+    """Our own copy of the word by which ``peer`` says that it has come to a barrier."""
+    return symm_base(ctx, rank(ctx)).to(tl.pointer_type(tl.int64)) + peer
+
+
+@jit
+def signal_at(ctx, half, index):
+    """Pointer to signal number ``index`` of a half (0 or 1), in our own symmetric buffer."""
+    first = symm_base(ctx, rank(ctx)).to(tl.pointer_type(tl.int64)) + MAX_RANKS
+    return first + half * tl.load(ctx + CTX_HALF_SIGNALS) + index
+
+
+@jit
+def data_at(ctx, half, peer):
+    """Address (int64) of a half of the data area in the symmetric buffer of ``peer``."""
+    return symm_base(ctx, peer) + tl.load(ctx + CTX_DATA) + half * tl.load(ctx + CTX_HALF_DATA)
+
+
+@jit
+def _state(ctx):
+    return tl.load(ctx + CTX_STATE).to(tl.pointer_type(tl.int64))
+
+
+@jit
+def flag_at(ctx, index):
+    """Pointer to private word number ``index``, for signals between programs of this rank."""
+    return _state(ctx) + STATE_FLAGS + index
+
+
+@jit
+def epoch(ctx):
+    """How many collective kernels have finished on this workspace: the running one is number ``epoch + 1``."""
+    return tl.load(_state(ctx) + STATE_EPOCH)
+
+
+@jit
+def keep_signal(ctx, signal):
+    """Leave the value of this call's signals where the copy engine can take it from."""
+    tl.store(_state(ctx) + STATE_SIGNAL, signal)
+
+
+@jit
+def finish(ctx):
+    """Advance the epoch when the last program of the launch comes here; the last statement of a collective kernel.
+
+    Done on the device so that a replayed CUDA graph counts on. Every program read the epoch before it came here, and
+    the next launch on this workspace is ordered after this one by the stream, so nobody reads a word that changes.
+    """
+    state = _state(ctx)
+    tl.debug_barrier()
+    before = tl.atomic_add(state + STATE_FINISHED, tl.full((), 1, tl.int64), sem="acq_rel", scope="gpu")
+    if before == tl.num_programs(0) - 1:
+        tl.store(state + STATE_FINISHED, tl.full((), 0, tl.int64))
+        tl.store(state + STATE_EPOCH, tl.load(state + STATE_EPOCH) + 1)

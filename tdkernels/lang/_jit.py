@@ -1,0 +1,45 @@
+"""One decorator, two executions: a kernel compiles for GPU tensors and is interpreted for CPU tensors.
+
+Stock ``triton.jit`` decides once, at decoration, by the environment variable ``TRITON_INTERPRET``. Here the launch
+decides, by where its tensors live, so that importing the library needs no environment variable and one process can run
+a kernel on the CPU and compile the same kernel for a GPU.
+"""
+
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction
+
+
+class Kernel(JITFunction):
+    """A JIT function that can also be interpreted; what a kernel calls must be one too."""
+
+    def __init__(self, fn, **options):
+        super().__init__(fn, **options)
+        self._interpreted = InterpretedFunction(fn)
+
+    def __call__(self, *args, **kwargs):
+        """A device function called by an interpreted kernel, whose launch has already patched ``triton.language``."""
+        return self._interpreted.rewrite()(*args, **kwargs)
+
+    def run(self, *args, grid, warmup, **kwargs):
+        if _on_cpu(args) or _on_cpu(kwargs.values()):
+            return self._interpreted.run(*args, grid=grid, warmup=warmup, **kwargs)
+        return super().run(*args, grid=grid, warmup=warmup, **kwargs)
+
+
+def _on_cpu(args):
+    for arg in args:
+        device = getattr(arg, "device", None)
+        if device is not None:
+            return device.type == "cpu"
+    return False
+
+
+def jit(fn=None, **options):
+    """Make a kernel or a device function of ``fn``; the options are those of ``triton.jit``.
+
+    Inside, use ``tl.full`` and ``//`` rather than ``tl.zeros`` and ``tl.cdiv``: what ``triton.language`` itself
+    decorates with ``triton.jit`` exists for the compiler only.
+    """
+    if fn is None:
+        return lambda f: Kernel(f, **options)
+    return Kernel(fn, **options)

@@ -1,0 +1,90 @@
+"""Loads, stores and fences whose memory order is spelled out, once for each target.
+
+On NVIDIA every thread of a program executes the inline PTX, so after ``load_acquire`` each of them has acquired for
+itself and no barrier is needed. Elsewhere Triton's atomics do the same job: one thread performs them and the result is
+handed to the others.
+"""
+
+import triton.language as tl
+
+from tdkernels.lang._jit import jit
+from tdkernels.lang._target import interpreter_clock_ns, target
+
+
+@jit
+def load_acquire(ptr, SCOPE: tl.constexpr = "sys"):
+    """Read one 64-bit word; what was written before its release is visible to the loads that follow."""
+    if target() == "cuda":
+        if SCOPE == "sys":
+            return tl.inline_asm_elementwise(
+                "ld.acquire.sys.global.b64 $0, [$1];", "=l,l,~{memory}", [ptr], tl.int64, is_pure=False, pack=1
+            )
+        else:
+            return tl.inline_asm_elementwise(
+                "ld.acquire.gpu.global.b64 $0, [$1];", "=l,l,~{memory}", [ptr], tl.int64, is_pure=False, pack=1
+            )
+    else:
+        return tl.atomic_add(ptr, tl.full((), 0, tl.int64), sem="acquire", scope=SCOPE)
+
+
+@jit
+def store_release(ptr, value, SCOPE: tl.constexpr = "sys"):
+    """Write one 64-bit word after everything that the whole program has stored so far."""
+    tl.debug_barrier()
+    if target() == "cuda":
+        # One thread publishes for all: the barrier orders the others' stores before it, and release is cumulative.
+        if SCOPE == "sys":
+            tl.inline_asm_elementwise(
+                """{
+                .reg .pred first; .reg .b32 t;
+                mov.u32 t, %tid.x; setp.eq.u32 first, t, 0;
+                @first st.release.sys.global.b64 [$1], $2;
+                mov.b32 $0, 0;
+                }""",
+                "=r,l,l,~{memory}", [ptr, value], tl.int32, is_pure=False, pack=1,
+            )  # fmt: skip
+        else:
+            tl.inline_asm_elementwise(
+                """{
+                .reg .pred first; .reg .b32 t;
+                mov.u32 t, %tid.x; setp.eq.u32 first, t, 0;
+                @first st.release.gpu.global.b64 [$1], $2;
+                mov.b32 $0, 0;
+                }""",
+                "=r,l,l,~{memory}", [ptr, value], tl.int32, is_pure=False, pack=1,
+            )  # fmt: skip
+    else:
+        tl.atomic_xchg(ptr, value, sem="release", scope=SCOPE)
+
+
+@jit
+def add_release(ptr, value, SCOPE: tl.constexpr = "sys"):
+    """Add to one 64-bit word after everything that the whole program has stored so far."""
+    tl.debug_barrier()
+    tl.atomic_add(ptr, value, sem="release", scope=SCOPE)
+
+
+@jit
+def fence_before_tma_load():
+    """Order an acquire before loads of the bulk copy engine, which reads through another proxy (NVIDIA sm_90 on)."""
+    if target() == "cuda":
+        tl.inline_asm_elementwise(
+            "fence.proxy.async.global; mov.b32 $0, 0;", "=r,~{memory}", [], tl.int32, is_pure=False, pack=1
+        )
+
+
+@jit
+def clock_ns():
+    """Nanoseconds on a clock that all programs of this rank share."""
+    if target() == "cuda":
+        return tl.inline_asm_elementwise(
+            "mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1
+        )
+    elif target() == "hip":
+        # A constant 100 MHz counter, whatever the core clock does.
+        ticks = tl.inline_asm_elementwise(
+            "s_memrealtime $0\ns_waitcnt lgkmcnt(0)", "=s", [], dtype=tl.int64, is_pure=False, pack=1
+        )
+        return ticks * 10
+    else:
+        return interpreter_clock_ns()

@@ -1,0 +1,169 @@
+"""Signals: 64-bit words that only grow. ``notify`` raises one at a peer, ``wait`` waits for one of our own.
+
+A wait is bounded. When the peer does not come it gives up, leaves a record that the host turns into a
+``PeerTimeoutError``, and every other wait of this rank gives up with it, so that a kernel always ends.
+"""
+
+import triton.language as tl
+
+from tdkernels.lang._context import CTX_RECORD, CTX_TIMEOUT_NS, STATE_FAILED, _state, symm_at
+from tdkernels.lang._jit import jit
+from tdkernels.lang._memory import add_release, clock_ns, fence_before_tma_load, load_acquire, store_release
+from tdkernels.lang._target import interpreter_yield, target
+
+# The record's first word says what happened; then peer, address of the signal, expected and seen value.
+RECORD_TIMEOUT = tl.constexpr(1)
+RECORD_PLAN_TIMEOUT = tl.constexpr(2)
+RECORD_PLAN_MISMATCH = tl.constexpr(3)
+
+
+@jit
+def wait(ctx, signal_ptr, expected, peer, SCOPE: tl.constexpr = "sys", FOR_TMA: tl.constexpr = False):
+    """Wait until the word at ``signal_ptr`` in our own memory is at least ``expected``; ``peer`` is who raises it.
+
+    Acquire at ``SCOPE`` ("sys", or "gpu" for a producer on the same GPU). ``FOR_TMA``: what follows is read through a
+    tensor descriptor. Returns the value seen, to be passed to ``consume_token``.
+    """
+    seen = _spin(ctx, signal_ptr, expected, SCOPE)
+    _record_if(ctx, seen < expected, RECORD_TIMEOUT, peer, signal_ptr, expected, seen)
+    if FOR_TMA:
+        fence_before_tma_load()
+    return seen
+
+
+@jit
+def consume_token(value, token):
+    """``value``, tied to the wait that returned ``token``: a load through it cannot be moved before that wait."""
+    if target() == "cuda":
+        return tl.inline_asm_elementwise(
+            "mov.b64 $0, $1;", "=l,l,l", [value.to(tl.int64), token], tl.int64, is_pure=False, pack=1
+        ).to(value.dtype)
+    else:
+        return value
+
+
+@jit
+def notify(ctx, signal_ptr, peer, value, OP: tl.constexpr = "set", SCOPE: tl.constexpr = "sys"):
+    """Raise the signal that ``peer`` keeps where we keep ``signal_ptr``, after all that this program has stored.
+
+    Release at ``SCOPE`` after the whole program's stores. ``OP``: "set" (one producer a word) or "add" (many).
+    """
+    remote = symm_at(ctx, signal_ptr, peer)
+    if OP == "set":
+        store_release(remote, value, SCOPE)
+    else:
+        add_release(remote, value, SCOPE)
+
+
+@jit
+def wait_plan(ctx, signal_ptr, expected, peer, SCOPE: tl.constexpr = "sys", FOR_TMA: tl.constexpr = False):
+    """``wait`` for a signal of an operator, ``epoch << 8 | plan``, and refuse a peer that follows another plan.
+
+    The same epoch with another plan means that the peer made this call with another shape or config: its data must not
+    be used, and the record says so.
+    """
+    start = (expected >> 8) << 8
+    seen = _spin(ctx, signal_ptr, start, SCOPE)
+    _record_if(ctx, seen < start, RECORD_PLAN_TIMEOUT, peer, signal_ptr, expected, seen)
+    mismatch = (seen != expected) & ((seen >> 8) == (expected >> 8))
+    _record_if(ctx, mismatch, RECORD_PLAN_MISMATCH, peer, signal_ptr, expected, seen)
+    if FOR_TMA:
+        fence_before_tma_load()
+    return seen
+
+
+@jit
+def _spin(ctx, signal_ptr, expected, SCOPE: tl.constexpr):
+    timeout_ns = tl.load(ctx + CTX_TIMEOUT_NS)
+    failed_ptr = _state(ctx) + STATE_FAILED
+    if target() == "cuda":
+        return _spin_ptx(signal_ptr, expected, timeout_ns, failed_ptr)
+    else:
+        seen = load_acquire(signal_ptr, SCOPE)
+        deadline = clock_ns() + timeout_ns
+        waiting = seen < expected
+        while waiting:
+            if target() == "interpreter":
+                interpreter_yield()
+            seen = load_acquire(signal_ptr, SCOPE)
+            gave_up = (clock_ns() > deadline) | (tl.load(failed_ptr, volatile=True) != 0)
+            waiting = (seen < expected) & (gave_up == 0)
+        return seen
+
+
+@jit
+def _spin_ptx(signal_ptr, expected, timeout_ns, failed_ptr):
+    # Each thread spins for itself: no barrier, no shared memory, and each has acquired what it goes on to read. The
+    # scope is always sys: on a word that is in our own memory it costs the same as gpu.
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .pred p; .reg .b64 start, now, failed;
+        ld.acquire.sys.global.b64 $0, [$1];
+        setp.ge.s64 p, $0, $2;
+        @p bra REACHED;
+        mov.u64 start, %globaltimer;
+        SPIN:
+        nanosleep.u32 32;
+        ld.acquire.sys.global.b64 $0, [$1];
+        setp.ge.s64 p, $0, $2;
+        @p bra REACHED;
+        ld.relaxed.gpu.global.b64 failed, [$4];
+        setp.ne.s64 p, failed, 0;
+        @p bra REACHED;
+        mov.u64 now, %globaltimer;
+        sub.s64 now, now, start;
+        setp.lt.s64 p, now, $3;
+        @p bra SPIN;
+        REACHED:
+        }""",
+        "=&l,l,l,l,l,~{memory}",
+        [signal_ptr, expected, timeout_ns, failed_ptr],
+        tl.int64,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@jit
+def _record_if(ctx, condition, kind, peer, signal_ptr, expected, seen):
+    """Let the first program for which ``condition`` holds leave a record, and mark this rank as failed."""
+    failed_ptr = _state(ctx) + STATE_FAILED
+    record_ptr = tl.load(ctx + CTX_RECORD)
+    where = signal_ptr.to(tl.int64)
+    peer = peer + tl.full((), 0, tl.int64)
+    if target() == "cuda":
+        # Per thread and without a barrier: threads of a program may have seen different values of the signal.
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred p; .reg .b64 before, kind;
+            setp.eq.s32 p, $1, 0;
+            @p bra FINE;
+            atom.acq_rel.gpu.global.cas.b64 before, [$2], 0, 1;
+            setp.ne.s64 p, before, 0;
+            @p bra FINE;
+            st.relaxed.sys.global.b64 [$3+8], $5;
+            st.relaxed.sys.global.b64 [$3+16], $6;
+            st.relaxed.sys.global.b64 [$3+24], $7;
+            st.relaxed.sys.global.b64 [$3+32], $8;
+            cvt.s64.s32 kind, $4;
+            st.release.sys.global.b64 [$3], kind;
+            FINE:
+            mov.b32 $0, 0;
+            }""",
+            "=r,r,l,l,r,l,l,l,l,~{memory}",
+            [condition.to(tl.int32), failed_ptr, record_ptr, kind, peer, where, expected, seen],
+            tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    elif condition:
+        before = tl.atomic_cas(
+            failed_ptr, tl.full((), 0, tl.int64), tl.full((), 1, tl.int64), sem="acq_rel", scope="gpu"
+        )
+        if before == 0:
+            words = record_ptr.to(tl.pointer_type(tl.int64))
+            tl.store(words + 1, peer)
+            tl.store(words + 2, where)
+            tl.store(words + 3, expected)
+            tl.store(words + 4, seen)
+            store_release(words, tl.full((), 0, tl.int64) + kind, "sys")

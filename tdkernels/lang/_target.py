@@ -1,0 +1,31 @@
+"""What a kernel is being built for, known at compile time, and what only the interpreter can do."""
+
+import time
+
+import triton.language as tl
+
+
+def _builtin(fn):
+    """Let the compiler call ``fn`` itself while it builds a kernel (as it does with the functions of tl)."""
+    fn.__triton_builtin__ = True
+    return fn
+
+
+@_builtin
+def target(_semantic=None):
+    """``"cuda"``, ``"hip"`` or ``"interpreter"``: an ``if`` on it keeps the other branches out of the kernel."""
+    if _semantic is None:
+        return "interpreter"
+    return tl.constexpr(_semantic.builder.options.backend_name)
+
+
+@_builtin
+def interpreter_clock_ns(_semantic=None):
+    """Nanoseconds on this machine's monotonic clock; interpreter only."""
+    return time.monotonic_ns()
+
+
+@_builtin
+def interpreter_yield(_semantic=None):
+    """Let another rank have the core: there may be fewer cores than ranks; interpreter only."""
+    time.sleep(0.0002)

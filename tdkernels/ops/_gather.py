@@ -1,0 +1,136 @@
+"""A gather that runs beside other work: every rank's shard ends up, whole, in one buffer of every rank.
+
+It is opened by ``begin``, which waits until all ranks have come to this call; fed by ``push`` (a few programs), by
+``copy`` (the copy engine) or by AG-GEMM's own kernel; and ended by ``wait``. In between the caller launches what it
+wants to overlap. Unlike the forward operators, which alternate between two halves, it has one buffer at a fixed
+address, so that cuBLAS can read it: that is what the barrier in ``begin`` is for.
+"""
+
+import torch
+
+from tdkernels.ops._device import side_stream
+from tdkernels.ops._gather_kernels import await_kernel, begin_kernel, notify_kernel, push_kernel
+from tdkernels.ops._operands import rows_contiguous
+from tdkernels.symm import get_workspace
+
+_SLOT_ROWS = 8  # shards begin at multiples of this many rows, so that every slot is aligned for 16-byte copies
+_COPY_WORDS = 4096
+_CHUNK_ROWS = 256
+_PUSH_PROGRAMS = 8  # as many saturate what programs reach over NVLink
+
+
+def slot_rows_of(rows):
+    return -(-rows // _SLOT_ROWS) * _SLOT_ROWS
+
+
+class Gather:
+    """One call's gather of ``x`` [rows, K], in chunks of ``chunk_rows`` rows; every rank makes the same one.
+
+    Args:     operator, fields: as for Workspace.prepare; x: contiguous, 16-byte aligned
+    """
+
+    def __init__(self, operator, fields, x, group, chunk_rows):
+        self.x = x
+        self.rows, self.width = x.shape
+        self.chunk_rows = chunk_rows
+        self.num_chunks = -(-self.rows // chunk_rows)
+        self.slot_rows = slot_rows_of(self.rows)
+        self.row_bytes = self.width * x.element_size()
+        self.slot_bytes = self.slot_rows * self.row_bytes
+        self.workspace = get_workspace(group, x.device, "gather")
+        self.world_size = self.workspace.world_size
+        self.plan = self.workspace.prepare(
+            operator, fields, self.world_size * self.slot_bytes, self.world_size * self.num_chunks
+        )
+        self._joined = True
+
+    @classmethod
+    def start(cls, operator, x, group):
+        """Begin a gather of x and push it beside what the caller launches next."""
+        x = rows_contiguous(x)
+        fields = {"rows": x.shape[0], "width": x.shape[1], "dtype": str(x.dtype)}
+        gather = cls(operator, fields, x, group, _CHUNK_ROWS)
+        gather.begin()
+        gather.push(2 if x.device.type == "cpu" else _PUSH_PROGRAMS)
+        return gather
+
+    def begin(self):
+        """Wait, on the device, until every peer has come to this call."""
+        self.workspace.before_launch()
+        begin_kernel[(1,)](self.workspace.ctx, self.plan, num_warps=1)
+        self.workspace.after_launch()
+
+    def push(self, num_programs):
+        """Send our shard by ``num_programs`` programs beside the current stream."""
+
+        def launch():
+            push_kernel[(num_programs,)](
+                self.workspace.ctx, self.x, self.rows * self.row_bytes, self.chunk_rows * self.row_bytes,
+                self.num_chunks, self.slot_bytes, self.plan, COPY_WORDS=_COPY_WORDS, num_warps=16,
+            )  # fmt: skip
+
+        self._beside(launch)
+
+    def copy(self):
+        """Send our shard by the copy engine, which takes no multiprocessor, beside the current stream."""
+        self._beside(self._copy_to_all)
+
+    def wait(self, first_step=1, last_step=None):
+        """Make the current stream wait for the shards of the ranks ``first_step`` … ``last_step`` - 1 below ours."""
+        if last_step is None:
+            last_step = self.world_size
+        await_kernel[(1,)](self.workspace.ctx, self.num_chunks, first_step, last_step, self.plan, num_warps=1)
+        self.workspace.after_launch()
+
+    def join(self):
+        """Make the current stream wait until our own shard has been sent (and x may change)."""
+        if not self._joined:
+            torch.cuda.current_stream(self.x.device).wait_stream(side_stream(self.x.device))
+            self._joined = True
+
+    @property
+    def storage(self):
+        """The buffer as [W, slot_rows, K]; the rows past a shard's last hold anything."""
+        workspace = self.workspace
+        data = workspace.buffer.tensor(workspace.rank)[workspace.data_offset :][: self.world_size * self.slot_bytes]
+        return data.view(self.x.dtype).view(self.world_size, self.slot_rows, self.width)
+
+    @property
+    def gathered(self):
+        """What was gathered, [W, rows, K], valid between ``wait`` and the next launch of a gather."""
+        return self.storage[:, : self.rows]
+
+    def _beside(self, enqueue):
+        if self.x.device.type == "cpu":
+            enqueue()
+            return
+        side = side_stream(self.x.device)
+        side.wait_stream(torch.cuda.current_stream(self.x.device))
+        with torch.cuda.stream(side):
+            enqueue()
+        self._joined = False
+
+    def _copy_to_all(self):
+        own = self.workspace.rank
+        shard = self.x.view(torch.uint8).view(-1)
+        for step in range(1, self.world_size + 1):
+            peer = (own + step) % self.world_size
+            for chunk in range(self.num_chunks):
+                start = chunk * self.chunk_rows * self.row_bytes
+                stop = min(start + self.chunk_rows * self.row_bytes, self.rows * self.row_bytes)
+                self._slot_on(peer)[start:stop].copy_(shard[start:stop], non_blocking=True)
+                if peer != own:
+                    self._announce(peer, chunk)
+
+    def _slot_on(self, peer):
+        first = self.workspace.data_offset + self.workspace.rank * self.slot_bytes
+        return self.workspace.buffer.tensor(peer)[first : first + self.slot_bytes]
+
+    def _announce(self, peer, chunk):
+        workspace = self.workspace
+        if self.x.device.type == "cpu":
+            notify_kernel[(1,)](workspace.ctx, self.num_chunks, chunk, peer, self.plan)
+        else:
+            # A kernel might never find room beside tiles that wait for it; a copy always does.
+            index = workspace.rank * self.num_chunks + chunk
+            workspace.signal_word(peer, index).copy_(workspace.signal_value(), non_blocking=True)

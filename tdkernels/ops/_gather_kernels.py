@@ -1,0 +1,90 @@
+"""Kernels that gather shards: pushing ours to all peers, opening a gather and waiting for its end.
+
+Signal number ``source * num_chunks + chunk`` of a half is raised by ``source`` when that chunk of its shard stands in
+our memory.
+"""
+
+import triton.language as tl
+
+from tdkernels import lang as td
+
+
+@td.jit
+def push_shard(
+    ctx, shard, half, signal, shard_bytes, chunk_bytes, num_chunks, slot_bytes, worker, num_workers,
+    COPY_OWN: tl.constexpr, COPY_WORDS: tl.constexpr,
+):  # fmt: skip
+    """Push our shard to all peers, chunk by chunk, and raise a signal for each; one of ``num_workers`` programs.
+
+    Chunks go round the peers so that all of them can begin early, each rank beginning with the next higher one so that
+    no link is used twice at a time.
+    """
+    me = td.rank(ctx)
+    others = td.num_ranks(ctx) - 1
+    slot = me.to(tl.int64) * slot_bytes
+    chunk_bytes = tl.cast(chunk_bytes, tl.int64)
+    for item in range(worker, num_chunks * others, num_workers):
+        chunk = item // others
+        peer = (me + 1 + item % others) % (others + 1)
+        start = chunk * chunk_bytes
+        dst = td.data_at(ctx, half, peer) + slot + start
+        td.put(dst, shard + start, tl.minimum(chunk_bytes, shard_bytes - start), COPY_WORDS)
+        # waiter: the peer's tiles of this chunk
+        td.notify(ctx, td.signal_at(ctx, half, me * num_chunks + chunk), peer, signal)
+    if COPY_OWN:
+        for chunk in range(worker, num_chunks, num_workers):
+            start = chunk * chunk_bytes
+            dst = td.data_at(ctx, half, me) + slot + start
+            td.put(dst, shard + start, tl.minimum(chunk_bytes, shard_bytes - start), COPY_WORDS)
+
+
+@td.jit
+def begin_kernel(ctx, plan):
+    """Open a call that gathers into one fixed half: return when every peer's stream has come to the same call.
+
+    Then everybody has finished reading what the call before gathered. Advances the epoch at once, since the pushes of
+    this call are launches of their own.
+    """
+    me = td.rank(ctx)
+    ranks = td.num_ranks(ctx)
+    signal = ((td.epoch(ctx) + 1) << 8) | plan
+    td.keep_signal(ctx, signal)
+    for step in range(1, ranks):
+        # waiter: the peer's begin_kernel
+        td.notify(ctx, td.ready_at(ctx, me), (me + step) % ranks, signal)
+    for step in range(1, ranks):
+        peer = (me + step) % ranks
+        td.wait_plan(ctx, td.ready_at(ctx, peer), signal, peer)  # producer: the peer's begin_kernel
+    td.finish(ctx)
+
+
+@td.jit
+def push_kernel(
+    ctx, x_ptr, shard_bytes, chunk_bytes, num_chunks, slot_bytes, plan, COPY_WORDS: tl.constexpr
+):
+    """Push a shard into everybody's fixed half, our own included, after ``begin_kernel``; waits for nothing."""
+    signal = (td.epoch(ctx) << 8) | plan
+    push_shard(
+        ctx, x_ptr.to(tl.int64), 0, signal, shard_bytes, chunk_bytes, num_chunks, slot_bytes,
+        tl.program_id(0), tl.num_programs(0), COPY_OWN=True, COPY_WORDS=COPY_WORDS,
+    )  # fmt: skip
+
+
+@td.jit
+def notify_kernel(ctx, num_chunks, chunk, peer, plan):
+    """Announce a chunk that the host has copied to a peer (CPU ranks; GPUs copy the signal itself)."""
+    signal = (td.epoch(ctx) << 8) | plan
+    td.notify(ctx, td.signal_at(ctx, 0, td.rank(ctx) * num_chunks + chunk), peer, signal)
+
+
+@td.jit
+def await_kernel(ctx, num_chunks, first_step, last_step, plan):
+    """Return when the shards of the ranks ``first_step`` to ``last_step`` (excluded) below ours have arrived."""
+    me = td.rank(ctx)
+    ranks = td.num_ranks(ctx)
+    signal = (td.epoch(ctx) << 8) | plan
+    for step in range(first_step, last_step):
+        source = (me + ranks - step) % ranks
+        for chunk in range(num_chunks):
+            # producer: push_kernel, or the copy engine, of the source
+            td.wait_plan(ctx, td.signal_at(ctx, 0, source * num_chunks + chunk), signal, source)

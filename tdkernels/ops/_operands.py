@@ -1,0 +1,109 @@
+"""Checks and layouts of what a user passes to a dense operator, before anything is launched."""
+
+import torch
+from torch.distributed import distributed_c10d as c10d
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tdkernels.ops._device import has_tma
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def check_operands(operator, x, weight, bias):
+    """Raise TypeError or ValueError, naming the argument and its shape, unless x @ weight.T + bias makes sense."""
+    for name, tensor in (("x", x), ("weight", weight), ("bias", bias)):
+        if tensor is None and name == "bias":
+            continue
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{operator}: {name} must be a torch.Tensor, not {type(tensor).__name__}")
+        if tensor.dtype not in DTYPES:
+            raise TypeError(f"{operator}: {name} is {tensor.dtype}; bfloat16, float16 and float32 are supported")
+        if tensor.dtype != x.dtype:
+            raise TypeError(f"{operator}: x is {x.dtype} but {name} is {tensor.dtype}")
+        if tensor.device != x.device:
+            raise ValueError(f"{operator}: x is on {x.device} but {name} is on {tensor.device}")
+    if x.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"{operator}: x is on {x.device}; cpu and cuda (NVIDIA, AMD) are supported")
+    if x.dim() < 2:
+        raise ValueError(f"{operator}: x must have at least 2 dimensions [rows, K], its shape is {_shape(x)}")
+    if weight.dim() != 2:
+        raise ValueError(f"{operator}: weight must have 2 dimensions [N, K], its shape is {_shape(weight)}")
+    if x.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"{operator}: the last dimension of x {_shape(x)} and of weight {_shape(weight)} must be the same K"
+        )
+    if weight.shape[0] == 0 or weight.shape[1] == 0:
+        raise ValueError(f"{operator}: weight {_shape(weight)} has an empty dimension")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(
+            f"{operator}: bias {_shape(bias)} must have one element for each row of weight {_shape(weight)}"
+        )
+
+
+def _shape(tensor):
+    return list(tensor.shape)
+
+
+def group_by_name(name):
+    """The process group that an operator was called with, inside the torch.library op."""
+    return c10d._resolve_process_group(name)
+
+
+def world_size_by_name(name):
+    return group_by_name(name).size()
+
+
+def autocast(tensor, dtype):
+    """``tensor`` in autocast's dtype; differentiable."""
+    return tensor.to(dtype) if tensor is not None and tensor.is_floating_point() else tensor
+
+
+def apply_autocast(x, *others):
+    """The operands as ``torch.matmul`` would take them under ``torch.autocast``."""
+    if isinstance(x, torch.Tensor) and torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        return tuple(autocast(tensor, dtype) for tensor in (x, *others))
+    return (x, *others)
+
+
+def rows_contiguous(x):
+    """x with contiguous rows that begin at a multiple of 16 bytes, as pushes and tensor descriptors need."""
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
+def weight_layout(weight):
+    """The weight and whether its columns (True) or its rows (False) are contiguous; copied only if neither is."""
+    if weight.stride(1) == 1:
+        return weight, False
+    if weight.stride(0) == 1:
+        return weight, True
+    return weight.contiguous(), False
+
+
+def tma_fits(x, weight):
+    """Whether tensor descriptors can be made for both operands on this device."""
+    size = x.element_size()
+    stride = max(weight.stride())
+    aligned = x.shape[1] * size % 16 == 0 and stride * size % 16 == 0 and weight.data_ptr() % 16 == 0
+    # The descriptor takes the shared-memory layout that wgmma wants for 16-bit types only.
+    return has_tma(x.device) and aligned and size == 2 and min(weight.shape) > 1
+
+
+def rows_descriptor(x, planes, rows, plane_stride, block_m, block_k):
+    """Descriptor of [planes, rows, K] over the storage that begins at x."""
+    k = x.shape[-1]
+    return TensorDescriptor(x, [planes, rows, k], [plane_stride, k, 1], [1, block_m, block_k])
+
+
+def weight_descriptor(weight, is_kn, block_n, block_k):
+    if is_kn:
+        return TensorDescriptor(weight.t(), list(weight.t().shape), [weight.stride(1), 1], [block_k, block_n])
+    return TensorDescriptor(weight, list(weight.shape), [weight.stride(0), 1], [block_n, block_k])
+
+
+def dot_precision(dtype):
+    """How tl.dot multiplies: fp32 as exactly as torch.matmul does under its current setting."""
+    if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
+        return "tf32"
+    return "ieee" if dtype == torch.float32 else "tf32"

@@ -1,0 +1,70 @@
+"""The tile of a dense operator's product: part of every config, and its default for a device."""
+
+from dataclasses import dataclass
+
+import torch
+
+from tdkernels.ops import _device
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """One program computes block_m x block_n outputs in steps of block_k, with group_m tile rows walked together."""
+
+    block_m: int = 128
+    block_n: int = 256
+    block_k: int = 64
+    group_m: int = 8
+    num_warps: int = 8
+    num_stages: int = 4
+
+    def illegal(self, device, dtype):
+        """Why no program can have this tile on a device with a dtype; None when one can."""
+        for name in ("block_m", "block_n", "block_k"):
+            size = getattr(self, name)
+            if size < 16 or size & (size - 1):
+                return f"{name} must be a power of two of at least 16, not {size}"
+        if self.num_warps not in (1, 2, 4, 8, 16):
+            return f"num_warps must be 1, 2, 4, 8 or 16, not {self.num_warps}"
+        if self.group_m < 1 or self.num_stages < 1:
+            return f"group_m and num_stages must be at least 1, not {self.group_m} and {self.num_stages}"
+        needed = self.shared_memory_bytes(dtype)
+        available = _device.shared_memory_bytes(device)
+        if needed > available:
+            return f"the stages need {needed} bytes of shared memory, {device} has {available}"
+        return None
+
+    def shared_memory_bytes(self, dtype):
+        """What the stages of the main loop take; the epilogue reuses it."""
+        return self.num_stages * (self.block_m + self.block_n) * self.block_k * dtype.itemsize
+
+    def constants(self):
+        """The tile as a kernel's constexpr arguments."""
+        return {
+            "BLOCK_M": self.block_m,
+            "BLOCK_N": self.block_n,
+            "BLOCK_K": self.block_k,
+            "GROUP_M": self.group_m,
+        }
+
+    def options(self):
+        """The tile as launch options."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+
+
+def default_tiles(rows, n, dtype, device):
+    """A sensible tile for a product of which a rank sees ``rows`` rows of a shard and ``n`` columns."""
+    if device.type == "cpu":
+        return Tiles(64, 64, 64, num_warps=1, num_stages=1)
+    if dtype == torch.float32:
+        # Exact fp32 has no tensor cores: small tiles keep the accumulators in registers.
+        return Tiles(64, 64, 32, num_warps=4, num_stages=2)
+    if torch.version.hip:
+        return Tiles(128, 128, 64, num_warps=8, num_stages=2)
+    if _device.capability(device) < (9, 0):
+        return Tiles(128, 128, 64, num_warps=8, num_stages=3)
+    if rows <= 64:
+        return Tiles(64, 128, 64, num_warps=4, num_stages=5)
+    if n <= 128:
+        return Tiles(128, 128, 64, num_warps=8, num_stages=5)
+    return Tiles(128, 256, 64, num_warps=8, num_stages=4)

@@ -1,0 +1,143 @@
+"""AG-GEMM: y = all_gather(x) @ weight.T, the gather hidden behind the product.
+
+    x [M / W, K] on each rank, weight [N / W, K] (columns of the full weight)  ->  y [M, N / W]
+
+Schedule (``ag_gemm_kernel``). A few programs push our shard to all peers in chunks of rows and raise one signal for
+each chunk at each peer. Every other program computes one tile of y: first those of our own shard, which need nothing
+from anybody, then those of the peers' chunks in the order in which they arrive, each after a wait for its chunk's
+signal. Call t uses half t mod 2 of the workspace: no rank can finish call t + 1 before all have begun it, hence when a
+peer pushes call t + 2 nobody reads call t any more, and there is no barrier.
+
+With ``transport="copy_engine"`` the host enqueues one copy a chunk on a second stream instead, and all multiprocessors
+compute; a barrier opens the call.
+
+Backward. dx = reduce_scatter(dy @ weight) is a GEMM-RS; dweight = dy.T @ all_gather(x) gathers x again, while that
+GEMM-RS runs (or, without it, while the shards that have come are being multiplied). Only shards are saved.
+
+Example:
+    y = tdkernels.ag_gemm(x, weight)            # instead of all_gather_into_tensor(full, x); y = full @ weight.T
+"""
+
+import torch
+import torch.nn.functional as F
+
+from tdkernels.ops import _operands
+from tdkernels.ops import ag_gemm_kernel as kernel
+from tdkernels.ops import gemm_rs_kernel as dual
+from tdkernels.ops._collectives import all_gather_rows, reduce_scatter_rows
+from tdkernels.ops._config import check_config, from_text, to_text
+from tdkernels.ops._gather import Gather
+from tdkernels.ops._gradients import gathered_weight_gradient
+from tdkernels.ops.ag_gemm_kernel import AgGemmConfig
+from tdkernels.symm import resolve_group
+from tdkernels.symm.group import group_state
+
+
+def ag_gemm_ref(x, weight, bias=None, *, group=None):
+    """The specification of ``ag_gemm``, in plain torch.distributed."""
+    return F.linear(all_gather_rows(x, group), weight, bias)
+
+
+# ---- torch.library: what torch.compile sees ----
+
+
+def _forward(x, weight, bias, group, config):
+    group = _operands.group_by_name(group)
+    config = from_text(AgGemmConfig, config)
+    if group.size() == 1:
+        return F.linear(x, weight, bias)
+    if x.shape[0] and config.method == "fused":
+        return kernel.launch(x, weight, bias, group, config)[0]
+    group_state(group).agree_once("ag_gemm", kernel.plan_fields(x, weight, config))
+    return ag_gemm_ref(x, weight, bias, group=group) if x.shape[0] else x.new_empty(0, weight.shape[0])
+
+
+def _backward(dy, x, weight, need_dx, need_dweight, group, config):
+    group = _operands.group_by_name(group)
+    dx = dweight = x.new_empty(0)
+    if group.size() == 1 or x.shape[0] == 0:
+        dx = dy @ weight if need_dx else dx
+        dweight = dy.t() @ x if need_dweight else dweight
+    elif from_text(AgGemmConfig, config).method == "torch":
+        dx = reduce_scatter_rows(dy @ weight, group) if need_dx else dx
+        dweight = dy.t() @ all_gather_rows(x, group) if need_dweight else dweight
+    else:
+        # x travels while the GEMM-RS computes and sends dx; then all of it is here for dweight.
+        gather = Gather.start("ag_gemm backward", x, group) if need_dweight else None
+        if need_dx:
+            dx = dual.launch(dy, weight.t(), None, group, dual.default_config_for(dy, weight.t(), group.size()))
+        if need_dweight:
+            dweight = gathered_weight_gradient(gather, dy, gathered_on_left=False, overlapped=need_dx)
+    return dx, dweight
+
+
+_library = torch.library.Library("tdkernels", "FRAGMENT")
+_library.define("ag_gemm(Tensor x, Tensor weight, Tensor? bias, str group, str config) -> Tensor")
+_library.define(
+    "ag_gemm_backward(Tensor dy, Tensor x, Tensor weight, bool need_dx, bool need_dweight, str group, str config)"
+    " -> (Tensor, Tensor)"
+)
+_library.impl("ag_gemm", _forward, "CompositeExplicitAutograd")
+_library.impl("ag_gemm_backward", _backward, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("tdkernels::ag_gemm", lib=_library)
+def _(x, weight, bias, group, config):
+    return x.new_empty(_operands.world_size_by_name(group) * x.shape[0], weight.shape[0])
+
+
+@torch.library.register_fake("tdkernels::ag_gemm_backward", lib=_library)
+def _(dy, x, weight, need_dx, need_dweight, group, config):
+    return x.new_empty(x.shape if need_dx else (0,)), x.new_empty(weight.shape if need_dweight else (0,))
+
+
+class _AgGemm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, group, config):
+        ctx.save_for_backward(x, weight)
+        ctx.group, ctx.config = group, config
+        return torch.ops.tdkernels.ag_gemm(x, weight, bias, group, config)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        need_dx, need_dweight, need_dbias, _, _ = ctx.needs_input_grad
+        dx = dweight = dbias = None
+        if need_dx or need_dweight:
+            dx, dweight = torch.ops.tdkernels.ag_gemm_backward(
+                dy, x, weight, need_dx, need_dweight, ctx.group, ctx.config
+            )
+        if need_dbias:
+            dbias = dy.sum(0, dtype=torch.float32).to(dy.dtype)
+        return dx if need_dx else None, dweight if need_dweight else None, dbias, None, None
+
+
+def ag_gemm(x, weight, bias=None, *, group=None, config=None):
+    """Gather x along its rows while multiplying it by weight.
+
+    Args:     x: [M / W, K] bf16, fp16 or fp32; further leading dimensions are flattened and restored, so that
+              [B, S, K] gives [W * B, S, N / W] with rank r's rows r-th
+              weight: [N / W, K], the layout of torch.nn.Linear, this rank's rows of the full weight; same dtype
+              bias: [N / W] or None
+              group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the world (W ranks)
+              config: AgGemmConfig, the same on all ranks; None takes the default for the shape
+    Returns:  y: [M, N / W], dtype of x, accumulated in fp32
+    Gradient: dx = reduce_scatter(dy @ weight); dweight = dy.T @ all_gather(x); dbias = dy.sum(0), each [as its input]
+    Raises:   TypeError or ValueError for operands that do not fit, with their shapes, before anything is launched;
+              ValueError on every rank when the ranks disagree; PeerTimeoutError when a peer does not come (on a GPU at
+              the next call or at tdkernels.synchronize())
+    Contract: collective over group; host sync: no (the first call with a shape agrees with the peers and allocates);
+              CUDA graph: yes, after one call outside; the caller owns the output
+    Source:   the overlap of gather and tiles by signals: FLUX (https://arxiv.org/abs/2406.06858), Triton-distributed
+              (https://arxiv.org/abs/2504.19442)
+    """
+    group = resolve_group(group)
+    x, weight, bias = _operands.apply_autocast(x, weight, bias)
+    _operands.check_operands("ag_gemm", x, weight, bias)
+    rows = x.shape[:-1].numel()
+    x_rows = x.reshape(rows, x.shape[-1])
+    if config is None:
+        config = kernel.default_config_for(x_rows, weight)
+    check_config("ag_gemm", config, AgGemmConfig, x)
+    y = _AgGemm.apply(x_rows, weight, bias, group.group_name, to_text(config))
+    return y.view(group.size() * x.shape[0], *x.shape[1:-1], weight.shape[0])

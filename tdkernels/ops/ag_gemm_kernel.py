@@ -1,0 +1,211 @@
+"""The kernel behind AG-GEMM: some programs push our shard to all peers, the others multiply what has arrived.
+
+Signal number ``source * num_chunks + chunk`` of a half is raised by ``source`` when that chunk of its shard stands in
+our memory; the waiters are the tiles made of its rows.
+"""
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+import triton.language as tl
+
+from tdkernels import lang as td
+from tdkernels.ops import _device, _operands
+from tdkernels.ops._config import to_text
+from tdkernels.ops._gather import Gather, slot_rows_of
+from tdkernels.ops._gather_kernels import push_shard
+from tdkernels.ops._gemm import gemm_tile, swizzle
+from tdkernels.ops._tiles import Tiles, default_tiles
+from tdkernels.symm import get_workspace
+
+_COPY_WORDS = 4096
+
+
+@dataclass(frozen=True)
+class AgGemmConfig:
+    """How ``ag_gemm`` runs.
+
+    method:          "fused", or "torch": a plain all-gather, then a plain GEMM
+    tiles:           the tile of the product, see ``Tiles``
+    transport:       "push" (by programs) or "copy_engine"
+    num_comm_sms:    programs that push; push only
+    chunk_tiles:     tile rows that travel together under one signal
+    """
+
+    method: str = "fused"
+    tiles: Tiles = Tiles()
+    transport: str = "push"
+    num_comm_sms: int = 8
+    chunk_tiles: int = 1
+
+    def illegal(self, device, dtype):
+        """Why this config cannot run on a device with a dtype; None when it can."""
+        if self.method not in ("fused", "torch"):
+            return f'method must be "fused" or "torch", not {self.method!r}'
+        if self.transport not in ("push", "copy_engine"):
+            return f'transport must be "push" or "copy_engine", not {self.transport!r}'
+        if not 1 <= self.num_comm_sms < _device.num_sms(device):
+            return f"num_comm_sms must be from 1 to {_device.num_sms(device) - 1}, not {self.num_comm_sms}"
+        if self.chunk_tiles < 1:
+            return f"chunk_tiles must be at least 1, not {self.chunk_tiles}"
+        return self.tiles.illegal(device, dtype)
+
+
+def default_config_for(x, weight):
+    """The config for operands [M / W, K] and [N / W, K] of a shape that nobody has tuned."""
+    tiles = default_tiles(x.shape[0], weight.shape[0], x.dtype, x.device)
+    return AgGemmConfig(tiles=tiles, num_comm_sms=2 if x.device.type == "cpu" else 16)
+
+
+@td.jit
+def _tile_by_arrival(tile, me, ranks, tiles_m, tiles_n, GROUP_M: tl.constexpr, CHUNK_TILES: tl.constexpr):
+    """Which shard, tile row and tile column: own shard first, then chunk by chunk as the sources push them."""
+    own_tiles = tiles_m * tiles_n
+    source = me
+    pid_m, pid_n = swizzle(tile, tiles_m, tiles_n, GROUP_M)
+    if tile >= own_tiles:
+        remote = tile - own_tiles
+        per_chunk = CHUNK_TILES * tiles_n
+        chunk = remote // (per_chunk * (ranks - 1))
+        step = remote % (per_chunk * (ranks - 1)) // per_chunk + 1
+        source = (me + ranks - step) % ranks
+        within = remote % per_chunk
+        pid_m = chunk * CHUNK_TILES + within % CHUNK_TILES
+        pid_n = within // CHUNK_TILES
+    return source, pid_m, pid_n
+
+
+@td.jit
+def ag_gemm_kernel(
+    ctx, x_ptr, x_desc, gathered_desc, w_ptr, w_desc, bias_ptr, y_ptr,
+    M_shard, N, K, stride_wn, stride_wk, slot_rows, plan,
+    NUM_COMM: tl.constexpr, CHUNK_TILES: tl.constexpr, COPY_WORDS: tl.constexpr, FIXED_HALF: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    ELEM_BYTES: tl.constexpr, HAS_BIAS: tl.constexpr, USE_TMA: tl.constexpr, W_IS_KN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Programs 0 … NUM_COMM - 1 push our shard to the peers; each later one computes one tile, in order of arrival.
+
+    FIXED_HALF: a ``begin_kernel`` has opened the call; the gathered rows, our own included, stay in half 0 for the
+    launches that follow. NUM_COMM may be 0 then, when somebody else pushes.
+    """
+    pid = tl.program_id(0)
+    me = td.rank(ctx)
+    ranks = td.num_ranks(ctx)
+    if FIXED_HALF:
+        epoch = td.epoch(ctx)
+        half = tl.full((), 0, tl.int32)
+    else:
+        epoch = td.epoch(ctx) + 1
+        half = (epoch % 2).to(tl.int32)
+    signal = (epoch << 8) | plan
+    tiles_m = (M_shard + BLOCK_M - 1) // BLOCK_M
+    tiles_n = (N + BLOCK_N - 1) // BLOCK_N
+    num_chunks = (tiles_m + CHUNK_TILES - 1) // CHUNK_TILES
+    row_bytes = K.to(tl.int64) * ELEM_BYTES
+    slot_bytes = slot_rows * row_bytes
+
+    if pid < NUM_COMM:
+        push_shard(
+            ctx, x_ptr.to(tl.int64), half, signal, M_shard * row_bytes, CHUNK_TILES * BLOCK_M * row_bytes,
+            num_chunks, slot_bytes, pid, NUM_COMM, COPY_OWN=FIXED_HALF, COPY_WORDS=COPY_WORDS,
+        )  # fmt: skip
+    else:
+        source, pid_m, pid_n = _tile_by_arrival(pid - NUM_COMM, me, ranks, tiles_m, tiles_n, GROUP_M, CHUNK_TILES)
+        if pid_m < tiles_m:  # the last chunk of a shard may have fewer tile rows
+            row = pid_m * BLOCK_M
+            col = pid_n * BLOCK_N
+            if source == me:
+                acc = gemm_tile(
+                    x_ptr, x_desc, 0, row, M_shard, w_ptr, w_desc, col, stride_wn, stride_wk, N, K,
+                    BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, W_IS_KN, PRECISION,
+                )  # fmt: skip
+            else:
+                # producer: push_shard of the source, or the copy engine
+                signal_ptr = td.signal_at(ctx, half, source * num_chunks + pid_m // CHUNK_TILES)
+                seen = td.wait_plan(ctx, signal_ptr, signal, source, FOR_TMA=USE_TMA)
+                slot = td.data_at(ctx, half, me) + source.to(tl.int64) * slot_bytes
+                slot_ptr = td.consume_token(slot, seen).to(x_ptr.dtype)
+                acc = gemm_tile(
+                    slot_ptr, gathered_desc, half, row + source * slot_rows * USE_TMA, M_shard,
+                    w_ptr, w_desc, col, stride_wn, stride_wk, N, K,
+                    BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, W_IS_KN, PRECISION,
+                )  # fmt: skip
+            offs_m = row + tl.arange(0, BLOCK_M)
+            offs_n = col + tl.arange(0, BLOCK_N)
+            if HAS_BIAS:
+                acc += td.to_float32(tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0))[None, :]
+            y_rows = source.to(tl.int64) * M_shard + offs_m
+            mask = (offs_m < M_shard)[:, None] & (offs_n < N)[None, :]
+            y = td.from_float32(acc, y_ptr.dtype.element_ty)
+            tl.store(y_ptr + y_rows[:, None] * N + offs_n[None, :], y, mask=mask)
+    if not FIXED_HALF:
+        td.finish(ctx)
+
+
+def plan_fields(x, weight, config):
+    """What must be the same on all ranks."""
+    return {
+        "M/W": x.shape[0],
+        "K": x.shape[1],
+        "N/W": weight.shape[0],
+        "dtype": str(x.dtype),
+        "config": to_text(config),
+    }
+
+
+def launch(x, weight, bias, group, config, keep_gathered=False):
+    """Launch the fused operator on 2-D operands; returns y and, if kept, the Gather that holds all_gather(x)."""
+    x = _operands.rows_contiguous(x)
+    weight, is_kn = _operands.weight_layout(weight)
+    rows, k = x.shape
+    n = weight.shape[0]
+    world_size = dist.get_world_size(group)
+    tiles = config.tiles
+    chunk_rows = config.chunk_tiles * tiles.block_m
+    num_chunks = -(-rows // chunk_rows)
+    slot_rows = slot_rows_of(rows)
+    y = x.new_empty(world_size * rows, n)
+
+    gather = None
+    num_comm = config.num_comm_sms
+    if keep_gathered or config.transport == "copy_engine":
+        gather = Gather("ag_gemm", plan_fields(x, weight, config), x, group, chunk_rows)
+        workspace, plan, half_bytes = gather.workspace, gather.plan, 0
+        gather.begin()
+        if config.transport == "copy_engine":
+            gather.copy()
+            num_comm = 0
+    else:
+        workspace = get_workspace(group, x.device, "ag_gemm")
+        slot_bytes = slot_rows * k * x.element_size()
+        plan = workspace.prepare(
+            "ag_gemm", plan_fields(x, weight, config), world_size * slot_bytes, world_size * num_chunks
+        )
+        half_bytes = workspace.half_bytes
+        workspace.before_launch()
+
+    use_tma = _operands.tma_fits(x, weight)
+    x_desc = gathered_desc = w_desc = None
+    if use_tma:
+        stride = half_bytes // x.element_size() if half_bytes else world_size * slot_rows * k
+        data = workspace.buffer.tensor(workspace.rank)[workspace.data_offset :].view(x.dtype).view(-1)
+        x_desc = _operands.rows_descriptor(x, 1, rows, rows * k, tiles.block_m, tiles.block_k)
+        gathered_desc = _operands.rows_descriptor(
+            data.as_strided((1, k), (k, 1)), 2 if half_bytes else 1, world_size * slot_rows, stride,
+            tiles.block_m, tiles.block_k,
+        )  # fmt: skip
+        w_desc = _operands.weight_descriptor(weight, is_kn, tiles.block_n, tiles.block_k)
+    tiles_m, tiles_n = -(-rows // tiles.block_m), -(-n // tiles.block_n)
+    remote = (world_size - 1) * num_chunks * config.chunk_tiles * tiles_n
+    ag_gemm_kernel[(num_comm + tiles_m * tiles_n + remote,)](
+        workspace.ctx, x, x_desc, gathered_desc, weight, w_desc, bias, y,
+        rows, n, k, weight.stride(0), weight.stride(1), slot_rows, plan,
+        NUM_COMM=num_comm, CHUNK_TILES=config.chunk_tiles, COPY_WORDS=_COPY_WORDS, FIXED_HALF=gather is not None,
+        **tiles.constants(), ELEM_BYTES=x.element_size(), HAS_BIAS=bias is not None, USE_TMA=use_tma, W_IS_KN=is_kn,
+        PRECISION=_operands.dot_precision(x.dtype), **tiles.options(),
+    )  # fmt: skip
+    workspace.after_launch()
+    if gather is not None:
+        gather.join()
+    return y, gather

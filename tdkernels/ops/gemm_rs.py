@@ -1,0 +1,150 @@
+"""GEMM-RS: z = reduce_scatter(x @ weight.T), the reduction hidden behind the product.
+
+    x [M, K / W] on each rank, weight [N, K / W] (columns of the full one)  ->  z [M / W, N]
+
+Schedule (``gemm_rs_kernel``). A rank computes the partial tiles of the rows of rank + 1 first, then those of rank + 2
+and so on, and stages them in its own memory. Programs strewn between them forward finished groups of tiles to the rank
+that owns the rows and raise one signal for each group there. Its own rows come last: each of their tiles waits, in its
+epilogue, for the peers' partials of that tile, and adds all partials in fp32 in rank order, so that the result does not
+depend on timing. Partials travel in the dtype of x, as those of a plain reduce-scatter do. Call t uses half t mod 2 of
+the workspace; as with ag_gemm no rank can finish call t + 1 before all have begun it, so there is no barrier.
+
+Backward. dx = all_gather(dz) @ weight is an AG-GEMM, which leaves all_gather(dz) behind for dweight and dbias.
+
+Example:
+    z = tdkernels.gemm_rs(x, weight)            # instead of partial = x @ weight.T; reduce_scatter_tensor(z, partial)
+"""
+
+import torch
+import torch.nn.functional as F
+
+from tdkernels.ops import _operands
+from tdkernels.ops import ag_gemm_kernel as dual
+from tdkernels.ops import gemm_rs_kernel as kernel
+from tdkernels.ops._collectives import all_gather_rows, reduce_scatter_rows
+from tdkernels.ops._config import check_config, from_text, to_text
+from tdkernels.ops._gather import Gather
+from tdkernels.ops._gradients import gathered_weight_gradient
+from tdkernels.ops.gemm_rs_kernel import GemmRsConfig
+from tdkernels.symm import resolve_group
+from tdkernels.symm.group import group_state
+
+
+def gemm_rs_ref(x, weight, bias=None, *, group=None):
+    """The specification of ``gemm_rs``, in plain torch.distributed."""
+    z = reduce_scatter_rows(F.linear(x, weight), group)
+    return z if bias is None else z + bias
+
+
+# ---- torch.library: what torch.compile sees ----
+
+
+def _forward(x, weight, bias, group, config):
+    group = _operands.group_by_name(group)
+    config = from_text(GemmRsConfig, config)
+    if group.size() == 1:
+        return F.linear(x, weight, bias)
+    if x.shape[0] and config.method == "fused":
+        return kernel.launch(x, weight, bias, group, config)
+    group_state(group).agree_once("gemm_rs", kernel.plan_fields(x, weight, config))
+    return gemm_rs_ref(x, weight, bias, group=group) if x.shape[0] else x.new_empty(0, weight.shape[0])
+
+
+def _backward(dz, x, weight, need_dx, need_dweight, need_dbias, group, config):
+    group = _operands.group_by_name(group)
+    dx = dweight = dbias = x.new_empty(0)
+    if group.size() == 1 or x.shape[0] == 0 or from_text(GemmRsConfig, config).method == "torch":
+        full = all_gather_rows(dz, group) if group.size() > 1 and x.shape[0] else dz
+        dx = full @ weight if need_dx else dx
+        dweight = full.t() @ x if need_dweight else dweight
+    elif need_dx:
+        # The AG-GEMM leaves what it gathers where the weight gradient can read it.
+        choice = dual.default_config_for(dz, weight.t())
+        dx, gather = dual.launch(dz, weight.t(), None, group, choice, keep_gathered=need_dweight or need_dbias)
+        full = gather.gathered.reshape(x.shape[0], dz.shape[1]) if gather is not None else None
+        dweight = full.t() @ x if need_dweight else dweight
+    else:
+        gather = Gather.start("gemm_rs backward", dz, group)
+        if need_dweight:
+            dweight = gathered_weight_gradient(gather, x, gathered_on_left=True, overlapped=False)
+        else:
+            gather.wait()
+            gather.join()
+        full = gather.gathered.reshape(x.shape[0], dz.shape[1])
+    if need_dbias:
+        dbias = full.sum(0, dtype=torch.float32).to(dz.dtype)
+    return dx, dweight, dbias
+
+
+_library = torch.library.Library("tdkernels", "FRAGMENT")
+_library.define("gemm_rs(Tensor x, Tensor weight, Tensor? bias, str group, str config) -> Tensor")
+_library.define(
+    "gemm_rs_backward(Tensor dz, Tensor x, Tensor weight, bool need_dx, bool need_dweight, bool need_dbias, "
+    "str group, str config) -> (Tensor, Tensor, Tensor)"
+)
+_library.impl("gemm_rs", _forward, "CompositeExplicitAutograd")
+_library.impl("gemm_rs_backward", _backward, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("tdkernels::gemm_rs", lib=_library)
+def _(x, weight, bias, group, config):
+    return x.new_empty(x.shape[0] // _operands.world_size_by_name(group), weight.shape[0])
+
+
+@torch.library.register_fake("tdkernels::gemm_rs_backward", lib=_library)
+def _(dz, x, weight, need_dx, need_dweight, need_dbias, group, config):
+    return (
+        x.new_empty(x.shape if need_dx else (0,)),
+        x.new_empty(weight.shape if need_dweight else (0,)),
+        x.new_empty(weight.shape[:1] if need_dbias else (0,)),
+    )
+
+
+class _GemmRs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, group, config):
+        ctx.save_for_backward(x, weight)
+        ctx.group, ctx.config = group, config
+        return torch.ops.tdkernels.gemm_rs(x, weight, bias, group, config)
+
+    @staticmethod
+    def backward(ctx, dz):
+        x, weight = ctx.saved_tensors
+        need = ctx.needs_input_grad[:3]
+        grads = torch.ops.tdkernels.gemm_rs_backward(dz, x, weight, *need, ctx.group, ctx.config)
+        return *(grad if needed else None for grad, needed in zip(grads, need, strict=True)), None, None
+
+
+def gemm_rs(x, weight, bias=None, *, group=None, config=None):
+    """Multiply x by weight and scatter the sum over ranks along the rows.
+
+    Args:     x: [M, K / W] bf16, fp16 or fp32, M divisible by W; further leading dimensions are flattened and restored:
+              [B, S, K / W] gives [B / W, S, N], rank r's rows being r-th
+              weight: [N, K / W], the layout of torch.nn.Linear, this rank's columns of the full weight; same dtype
+              bias: [N], the same on all ranks, or None; added once, after the sum
+              group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the world (W ranks)
+              config: GemmRsConfig, the same on all ranks; None takes the default for the shape
+    Returns:  z: [M / W, N], dtype of x, summed in fp32 in rank order
+    Gradient: dx = all_gather(dz) @ weight; dweight = all_gather(dz).T @ x; dbias = all_gather(dz).sum(0), complete on
+              every rank
+    Raises:   TypeError or ValueError for operands that do not fit, with their shapes, before anything is launched;
+              ValueError on every rank when the ranks disagree; PeerTimeoutError when a peer does not come (on a GPU at
+              the next call or at tdkernels.synchronize())
+    Contract: collective over group; host sync: no (the first call with a shape agrees with the peers and allocates);
+              CUDA graph: yes, after one call outside; the caller owns the output
+    Source:   reduction in the epilogue of the owner's tiles: FLUX (https://arxiv.org/abs/2406.06858)
+    """
+    group = resolve_group(group)
+    x, weight, bias = _operands.apply_autocast(x, weight, bias)
+    _operands.check_operands("gemm_rs", x, weight, bias)
+    world_size = group.size()
+    if x.shape[0] % world_size:
+        raise ValueError(
+            f"gemm_rs: the first dimension of x {list(x.shape)} must be divisible by the group's {world_size} ranks"
+        )
+    x_rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    if config is None:
+        config = kernel.default_config_for(x_rows, weight, world_size)
+    check_config("gemm_rs", config, GemmRsConfig, x)
+    z = _GemmRs.apply(x_rows, weight, bias, group.group_name, to_text(config))
+    return z.view(x.shape[0] // world_size, *x.shape[1:-1], weight.shape[0])

@@ -1,0 +1,73 @@
+"""The interface of symmetric memory and the choice of its backend."""
+
+from abc import ABC, abstractmethod
+
+import torch
+
+from tdkernels.symm.group import group_state, resolve_group
+
+
+class SymmetricBuffer(ABC):
+    """``nbytes`` bytes on every rank of a group, each rank's part readable and writable by all the others.
+
+    Made by ``allocate``. ``rank``, ``world_size``, ``device`` and ``nbytes`` are plain attributes.
+    """
+
+    def __init__(self, state, nbytes, device):
+        self._state = state
+        self.rank, self.world_size = state.rank, state.world_size
+        self.nbytes, self.device = nbytes, device
+
+    @property
+    @abstractmethod
+    def addresses(self):
+        """Where this process reaches each rank's part: a list of W integers."""
+
+    @abstractmethod
+    def tensor(self, peer):
+        """The part of rank ``peer`` as a uint8 tensor of [nbytes]; a copy to it is a transfer."""
+
+    @abstractmethod
+    def close(self):
+        """Give the memory back; local. No rank may use it any more."""
+
+    def address_table(self):
+        """The addresses as an int64 tensor of [W] on the device, for a kernel."""
+        return torch.tensor(self.addresses, dtype=torch.int64, device=self.device)
+
+    def barrier(self):
+        """Return when every rank has come here and its device has done all the work enqueued before; collective."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self._state.barrier("SymmetricBuffer.barrier")
+
+
+def allocate(nbytes, group=None, device=None):
+    """Allocate zeroed symmetric memory; collective over the group.
+
+    Args:     nbytes: bytes on each rank, the same on all; group: as for the operators; device: where; None means the
+              current GPU when there is one, the CPU otherwise
+    Returns:  SymmetricBuffer
+    Raises:   ValueError when the ranks disagree on nbytes or on the kind of device; PeerTimeoutError
+    """
+    state = group_state(resolve_group(group))
+    if device is None:
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
+    device = torch.device(device)
+    if not isinstance(nbytes, int) or nbytes <= 0:
+        raise ValueError(f"nbytes must be a positive integer, not {nbytes!r}")
+    state.agree("symm.allocate", {"nbytes": nbytes, "device": device.type})
+    return make_buffer(state, nbytes, device)
+
+
+def make_buffer(state, nbytes, device):
+    """As ``allocate``, after the ranks have agreed."""
+    if device.type == "cpu":
+        from tdkernels.symm.shm import ShmBuffer
+
+        return ShmBuffer(state, nbytes, device)
+    if device.type == "cuda":  # ROCm's devices are called cuda too
+        from tdkernels.symm.p2p import P2PBuffer
+
+        return P2PBuffer(state, nbytes, device)
+    raise ValueError(f"there is no symmetric memory for device type {device.type!r}; use cpu or cuda")

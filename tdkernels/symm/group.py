@@ -1,0 +1,136 @@
+"""A process group as the library sees it: who is in it, and how its ranks agree before they launch anything."""
+
+import json
+import time
+import weakref
+from collections import defaultdict
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from tdkernels.errors import PeerTimeoutError
+from tdkernels.symm.timeout import get_timeout
+
+
+def resolve_group(group=None):
+    """The ProcessGroup meant by ``group``: a ProcessGroup, a one-dimensional DeviceMesh, or None for the world.
+
+    Raises:   ValueError when there is no such group, it was destroyed, or this rank is not in it; TypeError otherwise
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise ValueError("group: torch.distributed is not initialized; call torch.distributed.init_process_group first")
+    if group is None:
+        return c10d._get_default_group()
+    if isinstance(group, dist.DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(f"group: a DeviceMesh must have one dimension, this one has {group.ndim}: {group}")
+        group = group.get_group()
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(f"group: rank {dist.get_rank()} is not a member of it")
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"group: expected a ProcessGroup, a DeviceMesh or None, not {type(group).__name__}")
+    if group not in c10d._world.pg_map:
+        raise ValueError("group: this process group was destroyed")
+    return group
+
+
+class GroupState:
+    """What is kept for one process group, for as long as it lives: its store, agreed plans and workspaces."""
+
+    def __init__(self, group):
+        self.name = group.group_name
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+        self.workspaces = {}
+        self._store = c10d._get_process_group_store(group)
+        self._turn = 0
+        self._agreed = set()
+        self._broken = None
+
+    def agree_once(self, operator, fields):
+        """``agree``, unless all ranks have agreed on just this before; costs a look-up then."""
+        key = (operator, *fields.items())
+        if key not in self._agreed:
+            self.agree(operator, fields)
+            self._agreed.add(key)
+
+    def agree(self, operator, fields):
+        """Return when every rank has come here with the same operator and fields; collective.
+
+        Goes through the group's store, so it needs no GPU and no collective that could hang itself.
+
+        Raises:   ValueError on every rank when they differ; PeerTimeoutError when a rank does not come in time
+        """
+        texts = self.exchange(operator, json.dumps({"operator": operator, **fields}))
+        if any(text != texts[0] for text in texts):
+            raise ValueError(f"{operator}: the ranks disagree: " + _differences([json.loads(text) for text in texts]))
+
+    def exchange(self, operator, text):
+        """All ranks' texts, in rank order; collective and bounded by the timeout."""
+        if self._broken is not None:
+            raise RuntimeError("the ranks of this group lost step; destroy it and make a new one") from self._broken
+        turn, self._turn = self._turn, self._turn + 1
+        self._store.set(self._key(turn, self.rank), text)
+        deadline = time.monotonic() + get_timeout()
+        texts = [self._get(operator, turn, peer, deadline) for peer in range(self.world_size)]
+        if turn > 0:
+            # Everyone has posted this turn, so everyone has read the one before.
+            self._store.delete_key(self._key(turn - 1, self.rank))
+        return texts
+
+    def barrier(self, operator):
+        """Return when every rank has come here."""
+        self.exchange(operator, "")
+
+    def _get(self, operator, turn, peer, deadline):
+        key = self._key(turn, peer)
+        remaining = max(deadline - time.monotonic(), 0.001)
+        try:
+            self._store.wait([key], timedelta(seconds=remaining))
+            return self._store.get(key).decode()
+        except RuntimeError as error:  # what a store raises when the time is up, and when its server is gone
+            self._broken = PeerTimeoutError(operator, self.rank, peer, "agreement", turn + 1, turn, get_timeout())
+            raise self._broken from error
+
+    def _key(self, turn, peer):
+        return f"tdkernels/{turn}/{peer}"
+
+    def close(self):
+        for workspace in self.workspaces.values():
+            workspace.close()
+        self.workspaces.clear()
+
+
+def _differences(plans):
+    """Name each field that differs, with the ranks that hold each value."""
+    lines = []
+    for name in dict.fromkeys(name for plan in plans for name in plan):
+        ranks_by_value = defaultdict(list)
+        for rank, plan in enumerate(plans):
+            ranks_by_value[json.dumps(plan.get(name, "absent"))].append(rank)
+        if len(ranks_by_value) > 1:
+            held = ", ".join(f"{value} on rank{'s' * (len(r) > 1)} {_join(r)}" for value, r in ranks_by_value.items())
+            lines.append(f"{name} is {held}")
+    return "; ".join(lines)
+
+
+def _join(ranks):
+    return ", ".join(str(rank) for rank in ranks)
+
+
+_states = weakref.WeakKeyDictionary()
+
+
+def group_state(group):
+    """The state kept for a (resolved) process group; made on first use, freed with the group."""
+    state = _states.get(group)
+    if state is None:
+        state = _states[group] = GroupState(group)
+        # At exit the operating system and the driver clean up; their order with ours is not known then.
+        weakref.finalize(group, state.close).atexit = False
+    return state
+
+
+def live_states():
+    return list(_states.values())

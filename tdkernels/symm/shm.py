@@ -1,0 +1,79 @@
+"""Symmetric memory between CPU processes of one host: anonymous POSIX shared memory.
+
+Each rank makes a memory file without a name (``memfd_create``) and maps those of its peers through
+``/proc/<pid>/fd``. As it never has a name in /dev/shm, nothing can be left behind, however a process ends, and the size
+of /dev/shm (64 MB in many containers) is no limit.
+"""
+
+import json
+import mmap
+import os
+import secrets
+
+import torch
+
+from tdkernels.symm.buffer import SymmetricBuffer
+
+_NONCE_BYTES = 16
+
+
+class ShmBuffer(SymmetricBuffer):
+    def __init__(self, state, nbytes, device):
+        super().__init__(state, nbytes, device)
+        fd = os.memfd_create("tdkernels", os.MFD_CLOEXEC)
+        try:
+            own = _create(fd, nbytes)
+            nonce = own[-_NONCE_BYTES:]
+            offer = {"host": _host(), "pid": os.getpid(), "fd": fd, "nonce": bytes(nonce).hex()}
+            offers = [json.loads(text) for text in state.exchange("symm.allocate", json.dumps(offer))]
+            try:
+                self._maps = [own if r == self.rank else _open(o, nbytes, r) for r, o in enumerate(offers)]
+                failure = ""
+            except OSError as error:
+                failure = f"rank {self.rank}: {error}"
+            # Nobody closes its file before everybody has opened it, and all fail if one does.
+            failures = [text for text in state.exchange("symm.allocate", failure) if text]
+        finally:
+            os.close(fd)
+        if failures:
+            raise RuntimeError("cannot share memory between the ranks: " + "; ".join(failures))
+        self._tensors = [torch.frombuffer(m, dtype=torch.uint8, count=nbytes) for m in self._maps]
+
+    @property
+    def addresses(self):
+        return [tensor.data_ptr() for tensor in self._tensors]
+
+    def tensor(self, peer):
+        return self._tensors[peer]
+
+    def close(self):
+        # A mapping goes when the last tensor that looks into it goes; its owner may still hold one.
+        self._tensors, self._maps = [], []
+
+
+def _create(fd, nbytes):
+    os.ftruncate(fd, nbytes + _NONCE_BYTES)
+    mapping = mmap.mmap(fd, nbytes + _NONCE_BYTES)
+    mapping[-_NONCE_BYTES:] = secrets.token_bytes(_NONCE_BYTES)
+    return mapping
+
+
+def _open(offer, nbytes, peer):
+    if offer["host"] != _host():
+        raise OSError(f"rank {peer} runs on another host; CPU ranks must share one")
+    path = f"/proc/{offer['pid']}/fd/{offer['fd']}"
+    fd = os.open(path, os.O_RDWR)
+    try:
+        mapping = mmap.mmap(fd, nbytes + _NONCE_BYTES)
+    except ValueError as error:  # shorter than it should be: not the file that was offered
+        raise OSError(f"{path} is not rank {peer}'s memory: {error}") from None
+    finally:
+        os.close(fd)
+    if bytes(mapping[-_NONCE_BYTES:]).hex() != offer["nonce"]:
+        raise OSError(f"{path} is not rank {peer}'s memory; do the ranks run in different containers?")
+    return mapping
+
+
+def _host():
+    with open("/proc/sys/kernel/random/boot_id") as f:
+        return f.read().strip()

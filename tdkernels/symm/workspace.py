@@ -1,0 +1,215 @@
+"""Symmetric memory made ready for one family of collective kernels: signals, an epoch, and two halves of data.
+
+What a symmetric buffer holds, in this order (``lang._context`` reads it):
+
+    ready words [128]   one 64-bit word for each peer: "I have come to this barrier"
+    signals     [2, half_signals]   64-bit words that only grow
+    data        [2, half_bytes]
+
+A kernel uses the half of its epoch's parity. The sizes of the halves belong to the buffer, not to the call, so that two
+calls of different shapes never overlap. Beside it, private to the rank: the epoch, the number of finished programs and
+the failed flag (the state), and the record that a wait leaves when it gives up.
+"""
+
+import torch
+
+from tdkernels.errors import PeerTimeoutError, PlanMismatchError
+from tdkernels.lang import _context as words
+from tdkernels.lang import _signal as records
+from tdkernels.symm.buffer import make_buffer
+from tdkernels.symm.group import group_state, live_states
+from tdkernels.symm.timeout import get_timeout
+
+_WORD = 8
+_ALIGN = 256
+_RECORD_WORDS = 8
+_MAX_PLANS = 256  # a plan's number is the low byte of a signal
+
+
+def _round_up(n, multiple):
+    return -(-n // multiple) * multiple
+
+
+class Workspace:
+    """One buffer of one group on one device, for the launches of one family of kernels.
+
+    Attributes: ``ctx`` is the table that goes to a kernel as its first argument, ``buffer`` the symmetric memory.
+    """
+
+    def __init__(self, state, device, name):
+        self.group = state
+        self.device = device
+        self.name = name
+        self.rank, self.world_size = state.rank, state.world_size
+        if self.world_size > words.MAX_RANKS.value:
+            raise ValueError(f"group: {self.world_size} ranks, at most {words.MAX_RANKS.value} are supported")
+        self.buffer = None
+        self.half_bytes = self.half_signals = self.num_flags = 0
+        self._plans = {}  # fields of a plan -> its number
+        self._operators = []  # number of a plan -> the operator's name
+        self._retired = []
+        self._captured = False
+        self._broken = None
+        self._last_stream = self._last_event = None
+
+    # ---- before the first launch of a plan ----
+
+    def prepare(self, operator, fields, half_bytes, half_signals, num_flags=0):
+        """Agree with all ranks on a plan, make room for it, and return its number; collective the first time.
+
+        Args:     operator: name, for errors; fields: dict of what must be the same on all ranks; half_bytes,
+                  half_signals: what the kernel needs in a half; num_flags: private words that it needs
+        Raises:   ValueError when the ranks disagree; PeerTimeoutError; RuntimeError while a CUDA graph is captured
+        """
+        self.check()
+        key = (operator, *fields.items())
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._new_plan(operator, fields, half_bytes, half_signals, num_flags)
+            self._plans[key] = plan
+        return plan
+
+    def _new_plan(self, operator, fields, half_bytes, half_signals, num_flags):
+        if self._capturing():
+            raise RuntimeError(
+                f"{operator}: the first call with a shape or config allocates and compiles, which a CUDA graph cannot "
+                f"capture; make the call once before capture ({fields})"
+            )
+        self.group.agree(operator, fields)
+        if half_bytes > self.half_bytes or half_signals > self.half_signals or num_flags > self.num_flags:
+            # Twice what is asked for would spare growing again, but the data is too large to waste.
+            half_bytes = max(_round_up(half_bytes, _ALIGN), self.half_bytes)
+            half_signals = max(_round_up(half_signals, 128), self.half_signals)
+            self._allocate(half_bytes, half_signals, max(_round_up(num_flags, 128), self.num_flags))
+        self._operators.append(operator)
+        return (len(self._operators) - 1) % _MAX_PLANS
+
+    def _allocate(self, half_bytes, half_signals, num_flags):
+        """Replace the buffer; all ranks come here together, since they grow by the same agreed plans."""
+        if self.buffer is not None:
+            self.buffer.barrier()  # nobody may still be writing into the old one
+            if self._captured:
+                self._retired.append((self.buffer, self.ctx, self.state, self.record))  # a graph may be replayed on it
+            else:
+                self.buffer.close()
+        data_offset = _round_up((words.MAX_RANKS.value + 2 * half_signals) * _WORD, _ALIGN)
+        self.buffer = make_buffer(self.group, data_offset + 2 * half_bytes, self.device)
+        self.half_bytes, self.half_signals, self.num_flags = half_bytes, half_signals, num_flags
+        self.data_offset = data_offset
+        self._captured = False
+        self.state = torch.zeros(words.STATE_FLAGS.value + num_flags, dtype=torch.int64, device=self.device)
+        self.record = torch.zeros(_RECORD_WORDS, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        self._record_view = self.record.numpy()
+        self._timeout_s = get_timeout()
+        table = [0] * (words.CTX_BASES.value + self.world_size)
+        table[words.CTX_RANK.value] = self.rank
+        table[words.CTX_NUM_RANKS.value] = self.world_size
+        table[words.CTX_TIMEOUT_NS.value] = int(self._timeout_s * 1e9)
+        table[words.CTX_STATE.value] = self.state.data_ptr()
+        table[words.CTX_RECORD.value] = self.record.data_ptr()
+        table[words.CTX_HALF_SIGNALS.value] = half_signals
+        table[words.CTX_DATA.value] = data_offset
+        table[words.CTX_HALF_DATA.value] = half_bytes
+        table[words.CTX_BASES.value :] = self.buffer.addresses
+        self.ctx = torch.tensor(table, dtype=torch.int64, device=self.device)
+
+    # ---- for transports that copy a signal instead of raising it from a kernel ----
+
+    def signal_word(self, peer, index):
+        """Signal number ``index`` of half 0 in the memory of ``peer``, as eight bytes."""
+        first = (words.MAX_RANKS.value + index) * _WORD
+        return self.buffer.tensor(peer)[first : first + _WORD]
+
+    def signal_value(self):
+        """The eight bytes that ``lang.keep_signal`` has left."""
+        return self.state[words.STATE_SIGNAL.value : words.STATE_SIGNAL.value + 1].view(torch.uint8)
+
+    # ---- around each launch ----
+
+    def before_launch(self):
+        """Bring the timeout up to date and order this launch after those on other streams."""
+        capturing = self._capturing()
+        if self._timeout_s != get_timeout() and not capturing:
+            self._timeout_s = get_timeout()
+            self.ctx[words.CTX_TIMEOUT_NS.value] = int(self._timeout_s * 1e9)
+        if self.device.type == "cuda":
+            self._captured |= capturing
+            stream = torch.cuda.current_stream(self.device)
+            if self._last_event is not None and not capturing and stream != self._last_stream:
+                stream.wait_event(self._last_event)
+
+    def after_launch(self):
+        """Remember where the launch went. On the CPU it has ended: raise what it recorded."""
+        if self.device.type == "cpu":
+            self.check()
+        elif not self._capturing():
+            self._last_stream = torch.cuda.current_stream(self.device)
+            if self._last_event is None:
+                self._last_event = torch.cuda.Event()
+            self._last_event.record(self._last_stream)
+
+    def _capturing(self):
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    # ---- what went wrong ----
+
+    def check(self):
+        """Raise the error that a kernel has recorded, if any, now and at every later call."""
+        if self._broken is None and self.buffer is not None:
+            self._broken = self._read_record(self.buffer, self._record_view)
+            for buffer, *_, record in self._retired:
+                self._broken = self._broken or self._read_record(buffer, record.numpy())
+        if self._broken is not None:
+            raise self._broken
+
+    def _read_record(self, buffer, record):
+        kind, peer, address, expected, seen = (int(word) for word in record[:5])
+        if kind == 0:
+            return None
+        signal = (address - buffer.addresses[self.rank]) // _WORD
+        if kind == records.RECORD_TIMEOUT.value:
+            return PeerTimeoutError(self.name, self.rank, peer, signal, expected, seen, self._timeout_s)
+        operator = self._operator(expected % _MAX_PLANS)
+        if kind == records.RECORD_PLAN_TIMEOUT.value:
+            epochs = expected // _MAX_PLANS, seen // _MAX_PLANS
+            return PeerTimeoutError(operator, self.rank, peer, signal, *epochs, self._timeout_s)
+        return PlanMismatchError(
+            f"{operator}: rank {peer} made call {expected // _MAX_PLANS} with another shape, dtype or config than rank "
+            f"{self.rank}: {self._describe(seen % _MAX_PLANS)} there, {self._describe(expected % _MAX_PLANS)} here"
+        )
+
+    def _operator(self, plan):
+        return self._operators[plan] if plan < len(self._operators) else self.name
+
+    def _describe(self, plan):
+        for (operator, *fields), number in self._plans.items():
+            if number == plan:
+                return f"{operator}({', '.join(f'{name}={value}' for name, value in fields)})"
+        return f"plan {plan}"
+
+    def close(self):
+        """Give the memory back; local, when the group goes."""
+        if self.buffer is not None:
+            self.buffer.close()
+        self.buffer, self._retired = None, []
+
+
+def get_workspace(group, device, name):
+    """The workspace ``name`` of a resolved group on a device; made on first use, kept with the group."""
+    state = group_state(group)
+    key = (name, device)
+    if key not in state.workspaces:
+        state.workspaces[key] = Workspace(state, device, name)
+    return state.workspaces[key]
+
+
+def synchronize():
+    """Wait for the current GPU to finish and raise the first error that a kernel of any live group has recorded.
+
+    Raises:   PeerTimeoutError, PlanMismatchError
+    """
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    for state in live_states():
+        for workspace in state.workspaces.values():
+            workspace.check()

@@ -1,0 +1,42 @@
+"""The rule that a green suite has run something on several ranks, and the end of the ranks that tests share."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests import ranks
+
+
+def pytest_report_header(config):
+    return f"ranks run on: {ranks.DEVICE} (TDKERNELS_TEST_DEVICE)"
+
+
+def _whole_suite(config) -> bool:
+    """Was everything asked for? Who picks a file or a test does not mean to test several ranks; CI always does."""
+    option = config.option
+    if option.collectonly:
+        return False
+    if os.environ.get("CI"):
+        return True
+    suite = {config.rootpath, *(config.rootpath / path for path in config.getini("testpaths"))}
+    narrowed = option.keyword or option.markexpr or option.deselect or option.ignore or getattr(option, "lf", False)
+    return not narrowed and all(Path(arg).resolve() in suite for arg in config.args)
+
+
+def _nothing_ran_on_ranks(config) -> bool:
+    return ranks.multi_rank_runs == 0 and _whole_suite(config)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session, exitstatus):
+    ranks.close_all()
+    if exitstatus == pytest.ExitCode.OK and _nothing_ran_on_ranks(session.config):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if _nothing_ran_on_ranks(config):
+        terminalreporter.section("FAILED: no test ran on two ranks or more", red=True)
+        terminalreporter.line("All of them were skipped or are missing, so this run says nothing about the operators.")
+        terminalreporter.line(f"Ranks ran on: {ranks.DEVICE}. TDKERNELS_TEST_DEVICE=cpu runs them without GPUs.")

@@ -1,0 +1,65 @@
+"""Run a function on several ranks, from a test.
+
+    def gathers(x):                       # of the module, for it travels by name
+        x = x.to(device())
+        ...
+        assert torch.equal(y, expected)   # an assert in a rank fails the test, with the rank's traceback
+
+    def test_gathers():
+        on_ranks(4, gathers, torch.ones(3))
+
+The ranks are kept from test to test, since starting them takes seconds. Where they run is TDKERNELS_TEST_DEVICE: cpu,
+cuda (a test that needs more GPUs than there are is skipped) or auto, the default (such a test runs on the CPU).
+"""
+
+import os
+
+import pytest
+
+from tdkernels.launch import RankPool, pick_device, rank_device
+
+DEVICE = os.environ.get("TDKERNELS_TEST_DEVICE") or "auto"
+
+# Less than pytest's own timeout, so that a hang is reported by the pool, which can say which rank hung and where.
+TIMEOUT_S = 240.0
+
+# How often two ranks or more ran something. conftest.py fails a whole suite in which none did.
+multi_rank_runs = 0
+
+_pools: dict[int, RankPool] = {}
+
+
+def device():
+    """In a rank: its torch.device."""
+    return rank_device()
+
+
+def on_ranks(world_size, fn, /, *args, **kwargs) -> list:
+    """Call fn(*args, **kwargs) on ranks shared with other tests; the results in rank order, or launch.RankError."""
+    _count(world_size)
+    pool = _pools.get(world_size)
+    if pool is None or not pool.usable:
+        pool = _pools[world_size] = RankPool(world_size, DEVICE, timeout_s=TIMEOUT_S)
+    return pool.run(fn, *args, **kwargs)
+
+
+def fresh_ranks(world_size, *, timeout_s=TIMEOUT_S, grace_s=20.0) -> RankPool:
+    """A pool of the test's own, for a `with`: where a test kills ranks, or sets environment variables for them."""
+    _count(world_size)
+    return RankPool(world_size, DEVICE, timeout_s=timeout_s, grace_s=grace_s)
+
+
+def close_all() -> None:
+    while _pools:
+        _pools.popitem()[1].close()
+
+
+def _count(world_size: int) -> None:
+    global multi_rank_runs
+    try:
+        pick_device(DEVICE, world_size)
+    except ValueError as err:
+        if DEVICE != "cuda":  # a wrong value of the variable is no reason to skip
+            raise
+        pytest.skip(str(err))
+    multi_rank_runs += world_size >= 2

@@ -1,0 +1,412 @@
+"""RankPool, and the layer over it that the other tests use.
+
+These start pools with device="cpu" wherever they test the pool and not the ranks' GPUs, and count for nothing under the
+rule of conftest.py: they run no operator.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tdkernels.launch import RankError, RankPool, pick_device, rank_device, run_ranks
+from tests import ranks
+
+REPO = Path(__file__).parent.parent
+
+
+def running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def gone(pids, within_s=10.0):
+    deadline = time.monotonic() + within_s
+    while any(map(running, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not any(map(running, pids))
+
+
+# ---- what the ranks run ----
+
+
+def who(a, *, b):
+    return dist.get_rank(), dist.get_world_size(), os.getpid(), a, b
+
+
+def where():
+    env = {name: os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+    return str(rank_device()), torch.get_num_threads(), os.environ.get("NCCL_NVLS_ENABLE"), env
+
+
+def all_reduced(x):
+    x = x * (dist.get_rank() + 1)
+    dist.all_reduce(x)
+    return x
+
+
+def raise_on(bad, error):
+    if dist.get_rank() in bad:
+        raise error
+    return dist.get_rank()
+
+
+class NeedsTwo(Exception):
+    def __init__(self, one, two):
+        super().__init__(f"{one} and {two}")
+
+
+def raise_what_does_not_pickle():
+    raise NeedsTwo("this", "that")
+
+
+def return_what_does_not_pickle():
+    return lambda: None
+
+
+def raise_instead_of_a_collective():
+    if dist.get_rank() == 1:
+        raise KeyError("not in the mood")
+    dist.barrier()
+
+
+def raise_after_starting_a_collective():
+    if dist.get_rank() == 1:
+        raise KeyError("not in the mood")
+    dist.all_reduce(torch.ones(2), async_op=True)
+
+
+def die(bad, how):
+    if dist.get_rank() == bad:
+        how(os.getpid())
+    return dist.get_rank()
+
+
+def by_sigkill(pid):
+    os.kill(pid, signal.SIGKILL)
+
+
+def by_exit(pid):
+    os._exit(3)
+
+
+def fork_and_die(bad, flag):
+    """The child holds the rank's end of the pipe open for as long as the file is there."""
+    if dist.get_rank() == bad:
+        if os.fork() == 0:
+            deadline = time.monotonic() + 60
+            while flag.exists() and time.monotonic() < deadline:
+                time.sleep(0.1)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def sleep_on(bad, seconds):
+    if dist.get_rank() == bad:
+        time.sleep(seconds)
+    return dist.get_rank()
+
+
+def print_and_exit(text):
+    print(text)
+    sys.exit(text)
+
+
+# ---- a pool that stays whole ----
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with pytest.MonkeyPatch.context() as env:
+        env.setenv("NCCL_NVLS_ENABLE", "0")
+        env.setenv("RANK", "7")  # as if the caller were a rank of torchrun
+        with RankPool(2, "cpu", timeout_s=60) as pool:
+            yield pool
+
+
+def test_results_come_in_rank_order(pool):
+    assert pool.run(who, 1, b=[2]) == [(0, 2, pool.pids[0], 1, [2]), (1, 2, pool.pids[1], 1, [2])]
+
+
+def test_ranks_stay_from_run_to_run(pool):
+    assert pool.run(who, None, b=None) == pool.run(who, None, b=None)
+
+
+def test_tensors_travel_by_value_and_the_group_works(pool):
+    x = torch.arange(5.0)
+    for y in pool.run(all_reduced, x):
+        assert torch.equal(y, 3 * x)
+    assert torch.equal(x, torch.arange(5.0))
+
+
+def test_large_arguments_and_results(pool):
+    x = torch.randn(1 << 20)
+    assert all(torch.equal(y, 3 * x) for y in pool.run(all_reduced, x))
+
+
+def test_environment_is_inherited_but_for_the_words_of_torchrun(pool):
+    for rank, (device, threads, nvls, env) in enumerate(pool.run(where)):
+        assert (device, threads, nvls) == ("cpu", 1, "0")
+        assert env == {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+
+
+def test_exception_keeps_rank_type_and_traceback(pool):
+    with pytest.raises(RankError) as info:
+        pool.run(raise_on, [1], ValueError("odd shape"))
+    error = info.value
+    assert error.rank == 1
+    assert error.exceptions[0] is None and error.results == [0, None]
+    assert type(error.exceptions[1]) is ValueError and error.exceptions[1].args == ("odd shape",)
+    assert error.__cause__ is error.exceptions[1]
+    assert "[rank 1] Traceback" in str(error) and "in raise_on" in str(error) and "odd shape" in str(error)
+    assert pool.run(raise_on, [], None) == [0, 1]
+
+
+def test_one_traceback_for_ranks_that_fail_alike(pool):
+    with pytest.raises(RankError, match=r"(?s)2 of 2 ranks failed.*\[rank 0, 1\] Traceback") as info:
+        pool.run(raise_on, [0, 1], ValueError("odd shape"))
+    assert str(info.value).count("Traceback") == 1
+    assert [type(e) for e in info.value.exceptions] == [ValueError, ValueError]
+
+
+def test_exception_that_does_not_pickle(pool):
+    with pytest.raises(RankError, match="NeedsTwo: this and that") as info:
+        pool.run(raise_what_does_not_pickle)
+    assert type(info.value.exceptions[0]) is RuntimeError and "NeedsTwo" in str(info.value.exceptions[0])
+    assert pool.run(raise_on, [], None) == [0, 1]
+
+
+def test_result_that_does_not_pickle(pool):
+    with pytest.raises(RankError, match="lambda"):
+        pool.run(return_what_does_not_pickle)
+    assert pool.run(raise_on, [], None) == [0, 1]
+
+
+def test_exit_is_an_exception_like_any_other(pool):
+    with pytest.raises(RankError) as info:
+        pool.run(print_and_exit, "enough")
+    assert [type(e) for e in info.value.exceptions] == [SystemExit, SystemExit]
+    assert pool.usable
+
+
+def test_function_without_a_name_is_refused_before_anything_runs(pool):
+    with pytest.raises(Exception, match="pickle|local object"):
+        pool.run(lambda: None)
+    assert pool.run(raise_on, [], None) == [0, 1]
+
+
+def test_two_pools_at_once(pool):
+    assert run_ranks(1, who, 5, b=6, device="cpu")[0][3:] == (5, 6)
+    assert pool.run(raise_on, [], None) == [0, 1]
+
+
+# ---- a pool that breaks, each in its own way ----
+
+
+@pytest.fixture
+def start():
+    pools = []
+
+    def start(*args, **kwargs):
+        pools.append(RankPool(*args, **kwargs))
+        return pools[-1]
+
+    yield start
+    for pool in pools:
+        pool.close()
+        assert gone(pool.pids), "a rank outlived its pool"
+
+
+def assert_unusable(pool, why):
+    assert not pool.usable
+    assert gone(pool.pids)
+    with pytest.raises(RuntimeError, match=f"cannot be used any more: .*{why}"):
+        pool.run(who, 1, b=2)
+
+
+@pytest.mark.parametrize("how, words", [(by_sigkill, "was killed by SIGKILL"), (by_exit, "exited with code 3")])
+def test_dead_rank(start, how, words):
+    pool = start(2, "cpu", timeout_s=60)
+    began = time.monotonic()
+    with pytest.raises(RankError, match=words) as info:
+        pool.run(die, 1, how)
+    assert time.monotonic() - began < 15
+    assert info.value.rank == 1
+    assert type(info.value.exceptions[1]) is ChildProcessError
+    assert info.value.exceptions[0] is None and info.value.results == [0, None]  # a survivor's result is kept
+    assert_unusable(pool, words)
+
+
+def test_rank_that_died_between_two_runs(start):
+    pool = start(2, "cpu", timeout_s=60)
+    os.kill(pool.pids[0], signal.SIGKILL)
+    with pytest.raises(RankError, match="rank 0 .*SIGKILL"):
+        pool.run(raise_on, [], None)
+    assert_unusable(pool, "SIGKILL")
+
+
+def test_dead_rank_whose_pipe_stays_open(start, tmp_path):
+    pool = start(2, "cpu", timeout_s=60)
+    flag = tmp_path / "flag"
+    flag.touch()
+    began = time.monotonic()
+    with pytest.raises(RankError, match="SIGKILL"):
+        pool.run(fork_and_die, 0, flag)
+    assert time.monotonic() - began < 15
+    flag.unlink()
+
+
+def test_timeout(start, capfd):
+    pool = start(2, "cpu", timeout_s=1.5)
+    with pytest.raises(RankError, match=r"rank 1 had not returned within 1\.5 s") as info:
+        pool.run(sleep_on, 1, 600)
+    assert info.value.rank == 1 and info.value.results == [0, None]
+    assert type(info.value.exceptions[1]) is TimeoutError
+    assert "in sleep_on" in capfd.readouterr().err  # where it hung
+    assert_unusable(pool, "rank 1 had not returned")
+
+
+def test_rank_left_waiting_by_one_that_raised(start):
+    pool = start(2, "cpu", timeout_s=60, grace_s=1)
+    began = time.monotonic()
+    with pytest.raises(RankError, match="not in the mood") as info:
+        pool.run(raise_instead_of_a_collective)
+    assert time.monotonic() - began < 15
+    assert info.value.rank == 1  # the cause, not the one that waited
+    assert [type(e) for e in info.value.exceptions] == [TimeoutError, KeyError]
+    assert_unusable(pool, "after rank 1 failed")
+
+
+def test_ranks_out_of_step_are_not_used_again(start):
+    pool = start(2, "cpu", timeout_s=60)
+    with pytest.raises(RankError, match="not in the mood"):
+        pool.run(raise_after_starting_a_collective)
+    assert_unusable(pool, "out of step")
+
+
+def test_interrupted_run(start):
+    pool = start(1, "cpu", timeout_s=60)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    left = signal.alarm(0)  # pytest-timeout's
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        with pytest.raises(KeyboardInterrupt):
+            pool.run(sleep_on, 0, 600)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        signal.alarm(left)
+    assert_unusable(pool, "KeyboardInterrupt")
+
+
+def test_close_leaves_nothing_and_may_be_repeated():
+    with RankPool(2, "cpu", timeout_s=60) as pool:
+        assert all(map(running, pool.pids))
+    assert_unusable(pool, "it is closed")
+    pool.close()
+    descriptors = len(os.listdir("/proc/self/fd"))
+    with RankPool(1, "cpu"):
+        pass
+    del pool
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
+
+
+def test_ranks_die_with_the_process_that_started_them(tmp_path):
+    script = tmp_path / "parent.py"
+    script.write_text(
+        "import time\n"
+        "from tdkernels.launch import RankPool\n"
+        "if __name__ == '__main__':\n"
+        "    pool = RankPool(2, 'cpu')\n"
+        "    print(*pool.pids, flush=True)\n"
+        "    pool.run(time.sleep, 600)\n"
+    )
+    env = {**os.environ, "PYTHONPATH": str(REPO)}
+    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True, env=env) as parent:
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(pids) == 2 and all(map(running, pids))
+        time.sleep(0.3)  # into the run
+        parent.kill()
+    assert gone(pids)
+
+
+def test_bad_arguments():
+    with pytest.raises(ValueError, match="at least 1"):
+        RankPool(0)
+    with pytest.raises(ValueError, match="'tpu'"):
+        RankPool(1, "tpu")
+    with pytest.raises(ValueError, match="10000 ranks need 10000 GPUs"):
+        RankPool(10000, "cuda")
+    assert pick_device("auto", 10000) == "cpu"
+    with pytest.raises(RuntimeError, match="not one of its ranks"):
+        rank_device()
+
+
+# ---- tests/ranks.py and tests/conftest.py ----
+
+
+def my_device():
+    x = torch.ones(1, device=ranks.device())
+    dist.all_reduce(x)
+    return x.item(), x.device.type
+
+
+def test_on_ranks_keeps_its_pool_until_it_breaks(monkeypatch):
+    monkeypatch.setattr(ranks, "multi_rank_runs", 0)
+    monkeypatch.setattr(ranks, "_pools", {})
+    try:
+        first = ranks.on_ranks(2, who, 1, b=2)
+        assert ranks.multi_rank_runs == 1
+        assert ranks.on_ranks(2, who, 1, b=2) == first
+        assert ranks.on_ranks(2, my_device) == [(2.0, pick_device(ranks.DEVICE, 2))] * 2
+        with pytest.raises(RankError):
+            ranks.on_ranks(2, die, 0, by_exit)
+        assert ranks.on_ranks(2, who, 1, b=2) != first
+    finally:
+        ranks.close_all()
+
+
+def test_too_few_gpus_is_a_skip_that_counts_for_nothing(monkeypatch):
+    monkeypatch.setattr(ranks, "multi_rank_runs", 0)
+    monkeypatch.setattr(ranks, "DEVICE", "cuda")
+    with pytest.raises(pytest.skip.Exception, match="10000 GPUs"):
+        ranks.on_ranks(10000, who)
+    assert ranks.multi_rank_runs == 0
+
+
+@pytest.mark.parametrize(
+    "world_size, args, ci, passes",
+    [
+        (1, [], "", False),
+        (2, [], "", True),
+        (0, ["tests"], "", False),
+        (0, ["tests/test_one.py"], "", True),  # whoever picks a file does not ask for everything
+        (0, ["-k", "one"], "true", False),  # CI does
+    ],
+)
+def test_suite_without_several_ranks_fails(tmp_path, world_size, args, ci, passes):
+    (tmp_path / "tests").mkdir()
+    for name in ("__init__.py", "conftest.py", "ranks.py"):
+        shutil.copy(REPO / "tests" / name, tmp_path / "tests")
+    (tmp_path / "pytest.ini").write_text("[pytest]\ntestpaths = tests\n")
+    (tmp_path / "tests" / "test_one.py").write_text(
+        f"from tests.ranks import on_ranks\ndef test_one():\n    {world_size} and on_ranks({world_size}, print)\n"
+    )
+    env = {**os.environ, "PYTHONPATH": str(REPO), "CI": ci, "TDKERNELS_TEST_DEVICE": "cpu"}
+    command = [sys.executable, "-m", "pytest", "-q", *args]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert (done.returncode == 0) == passes, done.stdout + done.stderr
+    assert ("no test ran on two ranks or more" in done.stdout) != passes
+    assert "1 passed" in done.stdout
