@@ -16,18 +16,18 @@ def swizzle(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
 
 @td.jit
 def gemm_tile(
+    acc,
     a_ptr, a_desc, a_plane, a_row, a_rows,  # A: [a_rows, K] row-major; the descriptor is [planes, rows, K]
     b_ptr, b_desc, b_col, stride_bn, stride_bk,  # B: [N, K] by its strides; the descriptor is contiguous in one of them
-    N, K,
+    N, K, stride_am,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     USE_TMA: tl.constexpr, B_IS_KN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A[a_row : +BLOCK_M] @ B[b_col : +BLOCK_N].T, fp32 [BLOCK_M, BLOCK_N].
+    """acc + A[a_row : +BLOCK_M] @ B[b_col : +BLOCK_N].T over the first K columns, fp32 [BLOCK_M, BLOCK_N].
 
     Rows past ``a_rows`` and columns past ``N`` hold anything: each depends on its own operands only, and the caller
     does not store them.
     """
-    acc = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
     if USE_TMA:
         for k in range(0, K, BLOCK_K):
             a = a_desc.load([a_plane, a_row, k]).reshape(BLOCK_M, BLOCK_K)
@@ -40,7 +40,7 @@ def gemm_tile(
         offs_m = a_row + tl.arange(0, BLOCK_M)
         offs_n = b_col + tl.arange(0, BLOCK_N)
         offs_k = tl.arange(0, BLOCK_K)
-        a_ptrs = a_ptr + offs_m[:, None].to(tl.int64) * K + offs_k[None, :]
+        a_ptrs = a_ptr + offs_m[:, None].to(tl.int64) * stride_am + offs_k[None, :]
         b_ptrs = b_ptr + offs_n[None, :].to(tl.int64) * stride_bn + offs_k[:, None].to(tl.int64) * stride_bk
         mask_m = offs_m[:, None] < a_rows
         mask_n = offs_n[None, :] < N

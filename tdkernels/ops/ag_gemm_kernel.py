@@ -115,22 +115,24 @@ def ag_gemm_kernel(
         if pid_m < tiles_m:  # the last chunk of a shard may have fewer tile rows
             row = pid_m * BLOCK_M
             col = pid_n * BLOCK_N
-            if source == me:
-                acc = gemm_tile(
-                    x_ptr, x_desc, 0, row, M_shard, w_ptr, w_desc, col, stride_wn, stride_wk, N, K,
-                    BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, W_IS_KN, PRECISION,
-                )  # fmt: skip
-            else:
+            # Two loops, one after the other, of which one is empty: in two branches each would get its own shared memory.
+            own_k = tl.where(source == me, K, 0)
+            acc = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
+            acc = gemm_tile(
+                acc, x_ptr, x_desc, 0, row, M_shard, w_ptr, w_desc, col, stride_wn, stride_wk, N, own_k, K,
+                BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, W_IS_KN, PRECISION,
+            )  # fmt: skip
+            slot = td.data_at(ctx, half, me) + source.to(tl.int64) * slot_bytes
+            if source != me:
                 # producer: push_shard of the source, or the copy engine
                 signal_ptr = td.signal_at(ctx, half, source * num_chunks + pid_m // CHUNK_TILES)
                 seen = td.wait_plan(ctx, signal_ptr, signal, source, FOR_TMA=USE_TMA)
-                slot = td.data_at(ctx, half, me) + source.to(tl.int64) * slot_bytes
-                slot_ptr = td.consume_token(slot, seen).to(x_ptr.dtype)
-                acc = gemm_tile(
-                    slot_ptr, gathered_desc, half, row + source * slot_rows * USE_TMA, M_shard,
-                    w_ptr, w_desc, col, stride_wn, stride_wk, N, K,
-                    BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, W_IS_KN, PRECISION,
-                )  # fmt: skip
+                slot = td.consume_token(slot, seen)
+            acc = gemm_tile(
+                acc, slot.to(x_ptr.dtype), gathered_desc, half, row + source * slot_rows * USE_TMA, M_shard,
+                w_ptr, w_desc, col, stride_wn, stride_wk, N, K - own_k, K,
+                BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, W_IS_KN, PRECISION,
+            )  # fmt: skip
             offs_m = row + tl.arange(0, BLOCK_M)
             offs_n = col + tl.arange(0, BLOCK_N)
             if HAS_BIAS:

@@ -140,8 +140,8 @@ def gemm_rs_kernel(
             col = pid_n * BLOCK_N
             owner = (me + 1 + period // items) % ranks
             acc = gemm_tile(
-                x_ptr, x_desc, 0, owner * M_shard + row, ranks * M_shard,
-                w_ptr, w_desc, col, stride_wn, stride_wk, N, K,
+                tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32), x_ptr, x_desc, 0, owner * M_shard + row, ranks * M_shard,
+                w_ptr, w_desc, col, stride_wn, stride_wk, N, K, K,
                 BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, W_IS_KN, PRECISION,
             )  # fmt: skip
             if owner != me:
