@@ -28,7 +28,7 @@ def from_float32(x, DTYPE: tl.constexpr):
 
 
 @jit
-def dot(a, b, acc, PRECISION: tl.constexpr = "tf32"):
+def dot(a, b, acc, PRECISION: tl.constexpr):
     """``tl.dot(a, b, acc)`` with an fp32 accumulator."""
     if target() == "interpreter":
         return tl.dot(to_float32(a), to_float32(b), acc, input_precision=PRECISION)

@@ -10,9 +10,12 @@ import triton.language as tl
 from tdkernels.lang._jit import jit
 from tdkernels.lang._target import interpreter_clock_ns, target
 
+# As a default value: triton 3.6 does not make constants of plain strings there.
+SYS = tl.constexpr("sys")
+
 
 @jit
-def load_acquire(ptr, SCOPE: tl.constexpr = "sys"):
+def load_acquire(ptr, SCOPE: tl.constexpr = SYS):
     """Read one 64-bit word; what was written before its release is visible to the loads that follow."""
     if target() == "cuda":
         if SCOPE == "sys":
@@ -28,7 +31,7 @@ def load_acquire(ptr, SCOPE: tl.constexpr = "sys"):
 
 
 @jit
-def store_release(ptr, value, SCOPE: tl.constexpr = "sys"):
+def store_release(ptr, value, SCOPE: tl.constexpr = SYS):
     """Write one 64-bit word after everything that the whole program has stored so far."""
     tl.debug_barrier()
     if target() == "cuda":
@@ -58,7 +61,7 @@ def store_release(ptr, value, SCOPE: tl.constexpr = "sys"):
 
 
 @jit
-def add_release(ptr, value, SCOPE: tl.constexpr = "sys"):
+def add_release(ptr, value, SCOPE: tl.constexpr = SYS):
     """Add to one 64-bit word after everything that the whole program has stored so far."""
     tl.debug_barrier()
     tl.atomic_add(ptr, value, sem="release", scope=SCOPE)

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from tdkernels.lang._context import CTX_RECORD, CTX_TIMEOUT_NS, STATE_FAILED, _state, symm_at
 from tdkernels.lang._jit import jit
-from tdkernels.lang._memory import add_release, clock_ns, fence_before_tma_load, load_acquire, store_release
+from tdkernels.lang._memory import SYS, add_release, clock_ns, fence_before_tma_load, load_acquire, store_release
 from tdkernels.lang._target import interpreter_yield, target
 
 # The record's first word says what happened; then peer, address of the signal, expected and seen value.
@@ -16,9 +16,11 @@ RECORD_TIMEOUT = tl.constexpr(1)
 RECORD_PLAN_TIMEOUT = tl.constexpr(2)
 RECORD_PLAN_MISMATCH = tl.constexpr(3)
 
+SET = tl.constexpr("set")
+
 
 @jit
-def wait(ctx, signal_ptr, expected, peer, SCOPE: tl.constexpr = "sys", FOR_TMA: tl.constexpr = False):
+def wait(ctx, signal_ptr, expected, peer, SCOPE: tl.constexpr = SYS, FOR_TMA: tl.constexpr = False):
     """Wait until the word at ``signal_ptr`` in our own memory is at least ``expected``; ``peer`` is who raises it.
 
     Acquire at ``SCOPE`` ("sys", or "gpu" for a producer on the same GPU). ``FOR_TMA``: what follows is read through a
@@ -43,7 +45,7 @@ def consume_token(value, token):
 
 
 @jit
-def notify(ctx, signal_ptr, peer, value, OP: tl.constexpr = "set", SCOPE: tl.constexpr = "sys"):
+def notify(ctx, signal_ptr, peer, value, OP: tl.constexpr = SET, SCOPE: tl.constexpr = SYS):
     """Raise the signal that ``peer`` keeps where we keep ``signal_ptr``, after all that this program has stored.
 
     Release at ``SCOPE`` after the whole program's stores. ``OP``: "set" (one producer a word) or "add" (many).
@@ -56,7 +58,7 @@ def notify(ctx, signal_ptr, peer, value, OP: tl.constexpr = "set", SCOPE: tl.con
 
 
 @jit
-def wait_plan(ctx, signal_ptr, expected, peer, SCOPE: tl.constexpr = "sys", FOR_TMA: tl.constexpr = False):
+def wait_plan(ctx, signal_ptr, expected, peer, SCOPE: tl.constexpr = SYS, FOR_TMA: tl.constexpr = False):
     """``wait`` for a signal of an operator, ``epoch << 8 | plan``, and refuse a peer that follows another plan.
 
     The same epoch with another plan means that the peer made this call with another shape or config: its data must not

@@ -103,7 +103,7 @@ def weight_descriptor(weight, is_kn, block_n, block_k):
 
 
 def dot_precision(dtype):
-    """How tl.dot multiplies: fp32 as exactly as torch.matmul does under its current setting."""
-    if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
+    """How tl.dot multiplies fp32: as exactly as torch.matmul does under its current setting."""
+    if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest" and not torch.version.hip:
         return "tf32"
-    return "ieee" if dtype == torch.float32 else "tf32"
+    return "ieee"

@@ -115,7 +115,7 @@ def ag_gemm_kernel(
         if pid_m < tiles_m:  # the last chunk of a shard may have fewer tile rows
             row = pid_m * BLOCK_M
             col = pid_n * BLOCK_N
-            # Two loops, one after the other, of which one is empty: in two branches each would get its own shared memory.
+            # Two loops in a row, of which one is empty: in two branches each would get shared memory of its own.
             own_k = tl.where(source == me, K, 0)
             acc = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
             acc = gemm_tile(

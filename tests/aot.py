@@ -1,0 +1,42 @@
+"""Compile a kernel for a GPU that is not there, with just the specialisation that a launch would give it."""
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import create_function_from_signature
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_89": GPUTarget("cuda", 89, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+    "gfx950": GPUTarget("hip", "gfx950", 64),
+}
+
+# What one program may have, in bytes; a kernel that needs more compiles but cannot be launched.
+SHARED_MEMORY = {"sm_80": 166912, "sm_89": 101376, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536, "gfx950": 163840}
+
+
+def compile_for(kernel, args, kwargs, arch):
+    """The compiled kernel (``.asm``, ``.metadata``) for a launch ``kernel[grid](*args, **kwargs)`` on ``arch``."""
+    target = TARGETS[arch]
+    backend = make_backend(target)
+    kwargs = {"debug": False, **kwargs}
+    binder = create_function_from_signature(kernel.signature, kernel.params, backend)
+    bound, specialization, options = binder(*args, **kwargs)
+    options, signature, constants, attributes = kernel._pack_args(backend, kwargs, bound, specialization, options)
+    source = ASTSource(kernel, signature, constants, attributes)
+    return triton.compile(source, target=target, options=options.__dict__)
+
+
+def pointer(dtype):
+    """Something that specialises like an aligned tensor on the GPU."""
+    return torch.empty(64, dtype=dtype)
+
+
+def descriptor(dtype, shape, block):
+    """Something that specialises like a host-made tensor descriptor."""
+    return TensorDescriptor(torch.empty(shape, dtype=dtype), list(shape), list(torch.empty(shape).stride()), block)

@@ -1,0 +1,133 @@
+"""Every kernel compiles for every GPU that we speak of, within its shared memory, on a machine without any."""
+
+import inspect
+import pkgutil
+from dataclasses import replace
+from importlib import import_module
+
+import pytest
+import torch
+
+import tdkernels.ops
+from tdkernels.lang._jit import Kernel
+from tdkernels.ops import _gather_kernels as gather
+from tdkernels.ops._tiles import Tiles
+from tdkernels.ops.ag_gemm_kernel import ag_gemm_kernel
+from tdkernels.ops.gemm_rs_kernel import gemm_rs_kernel
+from tests.aot import SHARED_MEMORY, TARGETS, compile_for, descriptor, pointer
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+ROWS, N, K = 2048, 8192, 7168
+PLAN = 3
+
+
+def tiles_for(arch, dtype):
+    """The tiles that ``default_tiles`` gives large shapes; it cannot be asked about a device that is not there."""
+    if dtype == FP32:
+        return Tiles(64, 64, 32, num_warps=4, num_stages=2)
+    if arch.startswith("gfx"):
+        return Tiles(128, 128, 64, num_warps=8, num_stages=2)
+    return Tiles() if arch in ("sm_90", "sm_100") else Tiles(128, 128, 64, num_warps=8, num_stages=3)
+
+
+def uses_tma(arch, dtype):
+    return arch in ("sm_90", "sm_100") and dtype != FP32
+
+
+def compile_gemm(kernel, arch, dtype, *, w_is_kn=False, bias=False, tiles=None, **constants):
+    """Compile one of the two product kernels as its launcher would launch it on a large shape."""
+    tiles = tiles or tiles_for(arch, dtype)
+    tma = uses_tma(arch, dtype)
+    rows_desc = descriptor(dtype, (1, 256, 512), [1, tiles.block_m, tiles.block_k]) if tma else None
+    weight_block = [tiles.block_k, tiles.block_n] if w_is_kn else [tiles.block_n, tiles.block_k]
+    weight_desc = descriptor(dtype, (512, 512), weight_block) if tma else None
+    strides = (1, N) if w_is_kn else (K, 1)
+    x = weight = output = pointer(dtype)
+    bias = pointer(dtype) if bias else None
+    ctx = pointer(torch.int64)
+    if kernel is ag_gemm_kernel:
+        args = [ctx, x, rows_desc, rows_desc, weight, weight_desc, bias, output, ROWS, N, K, *strides, ROWS, PLAN]
+        constants = {"NUM_COMM": 16, "CHUNK_TILES": 1, "FIXED_HALF": False, **constants}
+    else:
+        stage = pointer(dtype)
+        args = [ctx, x, rows_desc, weight, weight_desc, bias, output, stage, ROWS, N, K, *strides, 33, PLAN]
+        constants = {"ITEM_TILES": 4, "SPLIT": 2 if tiles.block_n >= 128 else 1, **constants}
+    kwargs = {
+        **constants, **tiles.constants(), **tiles.options(), "COPY_WORDS": 4096, "ELEM_BYTES": dtype.itemsize,
+        "HAS_BIAS": bias is not None, "USE_TMA": tma, "W_IS_KN": w_is_kn, "PRECISION": "ieee",
+    }  # fmt: skip
+    compiled = compile_for(kernel, args, kwargs, arch)
+    assert compiled.metadata.shared <= SHARED_MEMORY[arch]
+    return compiled
+
+
+def small_launches():
+    """Each small kernel with the arguments of a launch."""
+    ctx, x = pointer(torch.int64), pointer(BF16)
+    return {
+        gather.begin_kernel: ([ctx, PLAN], {"num_warps": 1}),
+        gather.push_kernel: ([ctx, x, 1 << 24, 1 << 20, 16, 1 << 24, PLAN], {"COPY_WORDS": 4096, "num_warps": 16}),
+        gather.notify_kernel: ([ctx, 16, 0, 1, PLAN], {}),
+        gather.await_kernel: ([ctx, 16, 1, 4, PLAN], {"num_warps": 1}),
+    }
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+@pytest.mark.parametrize("kernel", [ag_gemm_kernel, gemm_rs_kernel], ids=lambda k: k.__name__)
+def test_products_compile(kernel, dtype, arch):
+    compile_gemm(kernel, arch, dtype, bias=dtype == FP16, w_is_kn=dtype == BF16)
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+def test_small_kernels_compile(arch):
+    for kernel, (args, kwargs) in small_launches().items():
+        compiled = compile_for(kernel, args, kwargs, arch)
+        assert compiled.metadata.shared <= SHARED_MEMORY[arch]
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+def test_ag_gemm_compiles_for_a_gather_that_stays(arch):
+    compile_gemm(ag_gemm_kernel, arch, BF16, FIXED_HALF=True)
+    compile_gemm(ag_gemm_kernel, arch, BF16, FIXED_HALF=True, NUM_COMM=0)
+
+
+@pytest.mark.parametrize("kernel", [ag_gemm_kernel, gemm_rs_kernel], ids=lambda k: k.__name__)
+@pytest.mark.parametrize("w_is_kn", [False, True])
+def test_main_loop_on_hopper_uses_wgmma_and_tma(kernel, w_is_kn):
+    ptx = compile_gemm(kernel, "sm_90", BF16, w_is_kn=w_is_kn).asm["ptx"]
+    assert "wgmma.mma_async" in ptx
+    assert "cp.async.bulk.tensor" in ptx
+    assert "mma.sync" not in ptx
+    # Operands that travel through registers would show this in the main loop; the epilogue may use it.
+    assert ptx.find("ldmatrix", 0, ptx.rindex("wgmma.mma_async")) == -1
+
+
+def test_a_wait_before_tma_loads_fences_their_proxy():
+    ptx = compile_gemm(ag_gemm_kernel, "sm_90", BF16).asm["ptx"]
+    acquire = ptx.index("ld.acquire.sys")
+    fence = ptx.index("fence.proxy.async.global", acquire)
+    assert ptx.find("cp.async.bulk.tensor", fence) > fence
+
+
+def test_signals_are_released_and_acquired_at_system_scope():
+    for kernel in (ag_gemm_kernel, gemm_rs_kernel):
+        ptx = compile_gemm(kernel, "sm_90", BF16).asm["ptx"]
+        release = ptx.index("st.release.sys.global.b64")
+        assert "bar.sync" in ptx[max(release - 1500, 0) : release]  # all threads' stores come first
+        assert "ld.acquire.sys.global.b64" in ptx
+
+
+def test_a_deeper_tile_than_the_chip_has_memory_is_refused():
+    deep = replace(Tiles(), num_stages=5)
+    assert deep.shared_memory_bytes(BF16) > SHARED_MEMORY["sm_90"]
+
+
+def test_every_kernel_is_compiled_here():
+    """Whoever adds a kernel adds it above. Device functions count through the kernels that call them."""
+    compiled = {ag_gemm_kernel, gemm_rs_kernel, *small_launches()}
+    found = set()
+    for module in pkgutil.iter_modules(tdkernels.ops.__path__):
+        members = inspect.getmembers(import_module(f"tdkernels.ops.{module.name}"))
+        found |= {value for name, value in members if isinstance(value, Kernel) and name.endswith("_kernel")}
+    assert found == compiled
