@@ -34,23 +34,24 @@ def uses_tma(arch, dtype):
     return arch in ("sm_90", "sm_100") and dtype != FP32
 
 
-def compile_gemm(kernel, arch, dtype, *, w_is_kn=False, bias=False, tiles=None, **constants):
-    """Compile one of the two product kernels as its launcher would launch it on a large shape."""
-    tiles = tiles or tiles_for(arch, dtype)
-    tma = uses_tma(arch, dtype)
+def compile_gemm(kernel, arch, dtype, *, w_is_kn=False, bias=False, shape=(ROWS, N, K), **constants):
+    """Compile one of the two product kernels as its launcher would launch it, by default on a large shape."""
+    rows, n, k = shape
+    tiles = tiles_for(arch, dtype)
+    tma = uses_tma(arch, dtype) and k % 8 == 0
     rows_desc = descriptor(dtype, (1, 256, 512), [1, tiles.block_m, tiles.block_k]) if tma else None
     weight_block = [tiles.block_k, tiles.block_n] if w_is_kn else [tiles.block_n, tiles.block_k]
     weight_desc = descriptor(dtype, (512, 512), weight_block) if tma else None
-    strides = (1, N) if w_is_kn else (K, 1)
+    strides = (1, n) if w_is_kn else (k, 1)
     x = weight = output = pointer(dtype)
     bias = pointer(dtype) if bias else None
     ctx = pointer(torch.int64)
     if kernel is ag_gemm_kernel:
-        args = [ctx, x, rows_desc, rows_desc, weight, weight_desc, bias, output, ROWS, N, K, *strides, ROWS, PLAN]
+        args = [ctx, x, rows_desc, rows_desc, weight, weight_desc, bias, output, rows, n, k, *strides, rows, PLAN]
         constants = {"NUM_COMM": 16, "CHUNK_TILES": 1, "FIXED_HALF": False, **constants}
     else:
         stage = pointer(dtype)
-        args = [ctx, x, rows_desc, weight, weight_desc, bias, output, stage, ROWS, N, K, *strides, 33, PLAN]
+        args = [ctx, x, rows_desc, weight, weight_desc, bias, output, stage, rows, n, k, *strides, 33, PLAN]
         constants = {"ITEM_TILES": 4, "SPLIT": 2 if tiles.block_n >= 128 else 1, **constants}
     kwargs = {
         **constants, **tiles.constants(), **tiles.options(), "COPY_WORDS": 4096, "ELEM_BYTES": dtype.itemsize,
@@ -62,13 +63,14 @@ def compile_gemm(kernel, arch, dtype, *, w_is_kn=False, bias=False, tiles=None, 
 
 
 def small_launches():
-    """Each small kernel with the arguments of a launch."""
+    """Each small kernel with the arguments of two launches, one of them with as many arguments of 1 as can be."""
     ctx, x = pointer(torch.int64), pointer(BF16)
+    push = {"COPY_WORDS": 4096, "num_warps": 16}
     return {
-        gather.begin_kernel: ([ctx, PLAN], {"num_warps": 1}),
-        gather.push_kernel: ([ctx, x, 1 << 24, 1 << 20, 16, 1 << 24, PLAN], {"COPY_WORDS": 4096, "num_warps": 16}),
-        gather.notify_kernel: ([ctx, 16, 0, 1, PLAN], {}),
-        gather.await_kernel: ([ctx, 16, 1, 4, PLAN], {"num_warps": 1}),
+        gather.begin_kernel: [([ctx, PLAN], {"num_warps": 1}), ([ctx, 1], {"num_warps": 1})],
+        gather.push_kernel: [([ctx, x, 1 << 24, 1 << 20, 16, 1 << 24, PLAN], push), ([ctx, x, 2, 2, 1, 16, 1], push)],
+        gather.notify_kernel: [([ctx, 16, 0, 2, PLAN], {}), ([ctx, 1, 0, 1, 1], {})],
+        gather.await_kernel: [([ctx, 16, 1, 4, PLAN], {"num_warps": 1}), ([ctx, 1, 1, 2, 1], {"num_warps": 1})],
     }
 
 
@@ -79,11 +81,19 @@ def test_products_compile(kernel, dtype, arch):
     compile_gemm(kernel, arch, dtype, bias=dtype == FP16, w_is_kn=dtype == BF16)
 
 
+@pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
+@pytest.mark.parametrize("kernel", [ag_gemm_kernel, gemm_rs_kernel], ids=lambda k: k.__name__)
+def test_a_size_of_one_compiles(kernel, arch):
+    """The compiler turns an argument of 1 into a constant, which has not all the methods of a value."""
+    for shape in ((1, 1, 1), (ROWS, 1, K), (1, N, 3)):
+        compile_gemm(kernel, arch, BF16, shape=shape)
+
+
 @pytest.mark.parametrize("arch", TARGETS)
 def test_small_kernels_compile(arch):
-    for kernel, (args, kwargs) in small_launches().items():
-        compiled = compile_for(kernel, args, kwargs, arch)
-        assert compiled.metadata.shared <= SHARED_MEMORY[arch]
+    for kernel, launches in small_launches().items():
+        for args, kwargs in launches:
+            assert compile_for(kernel, args, kwargs, arch).metadata.shared <= SHARED_MEMORY[arch]
 
 
 @pytest.mark.parametrize("arch", TARGETS)
@@ -113,7 +123,7 @@ def test_a_wait_before_tma_loads_fences_their_proxy():
 def test_signals_are_released_and_acquired_at_system_scope():
     for kernel in (ag_gemm_kernel, gemm_rs_kernel):
         ptx = compile_gemm(kernel, "sm_90", BF16).asm["ptx"]
-        release = ptx.index("st.release.sys.global.b64")
+        release = ptx.index("@first st.release.sys.global.b64")
         assert "bar.sync" in ptx[max(release - 1500, 0) : release]  # all threads' stores come first
         assert "ld.acquire.sys.global.b64" in ptx
 

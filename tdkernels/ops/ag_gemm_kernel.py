@@ -102,7 +102,7 @@ def ag_gemm_kernel(
     tiles_m = (M_shard + BLOCK_M - 1) // BLOCK_M
     tiles_n = (N + BLOCK_N - 1) // BLOCK_N
     num_chunks = (tiles_m + CHUNK_TILES - 1) // CHUNK_TILES
-    row_bytes = K.to(tl.int64) * ELEM_BYTES
+    row_bytes = tl.cast(K, tl.int64) * ELEM_BYTES
     slot_bytes = slot_rows * row_bytes
 
     if pid < NUM_COMM:
