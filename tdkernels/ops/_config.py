@@ -1,25 +1,31 @@
 """Configs as text: what goes through torch.library, into the agreement of the ranks and, later, on disk."""
 
-import dataclasses
 import functools
-import json
+from dataclasses import asdict, fields
 
 from tdkernels.ops._tiles import Tiles
 
 
-@functools.cache
 def to_text(config):
-    return json.dumps(dataclasses.asdict(config))
+    """``name=value`` pairs; no more than string formatting, so that torch.compile can trace it."""
+    values = asdict(config)
+    values.update(values.pop("tiles"))
+    return " ".join([f"{name}={value}" for name, value in values.items()])
 
 
 @functools.cache
 def from_text(cls, text):
-    fields = json.loads(text)
-    return cls(**{**fields, "tiles": Tiles(**fields["tiles"])})
+    """The config that ``to_text`` has written."""
+    pairs = dict(pair.split("=") for pair in text.split())
+    values = {name: int(value) if value.isdigit() else value for name, value in pairs.items()}
+    tiles = Tiles(**{field.name: values.pop(field.name) for field in fields(Tiles)})
+    return cls(tiles=tiles, **values)
 
 
 def check_config(operator, config, cls, x):
-    """Raise unless ``config`` is a ``cls`` that can run on the device of x, in its dtype."""
+    """Raise unless ``config`` is None or a ``cls`` that can run on the device of x, in its dtype."""
+    if config is None:
+        return
     if not isinstance(config, cls):
         raise TypeError(f"{operator}: config must be a {cls.__name__} or None, not {type(config).__name__}")
     reason = config.illegal(x.device, x.dtype)

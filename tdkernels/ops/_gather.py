@@ -3,7 +3,7 @@
 It is opened by ``begin``, which waits until all ranks have come to this call; fed by ``push`` (a few programs), by
 ``copy`` (the copy engine) or by AG-GEMM's own kernel; and ended by ``wait``. In between the caller launches what it
 wants to overlap. Unlike the forward operators, which alternate between two halves, it has one buffer at a fixed
-address, so that cuBLAS can read it: that is what the barrier in ``begin`` is for.
+address, so that cuBLAS can read it: that is what the barrier in ``begin`` is for. ``close`` ends the reading.
 """
 
 import torch
@@ -42,7 +42,7 @@ class Gather:
         self.plan = self.workspace.prepare(
             operator, fields, self.world_size * self.slot_bytes, self.world_size * self.num_chunks
         )
-        self._joined = True
+        self._pushing = False
 
     @classmethod
     def start(cls, operator, x, group):
@@ -58,7 +58,8 @@ class Gather:
         """Wait, on the device, until every peer has come to this call."""
         self.workspace.before_launch()
         begin_kernel[(1,)](self.workspace.ctx, self.plan, num_warps=1)
-        self.workspace.after_launch()
+        if self.x.device.type == "cpu":
+            self.workspace.check()
 
     def push(self, num_programs):
         """Send our shard by ``num_programs`` programs beside the current stream."""
@@ -80,13 +81,15 @@ class Gather:
         if last_step is None:
             last_step = self.world_size
         await_kernel[(1,)](self.workspace.ctx, self.num_chunks, first_step, last_step, self.plan, num_warps=1)
-        self.workspace.after_launch()
+        if self.x.device.type == "cpu":
+            self.workspace.check()
 
-    def join(self):
-        """Make the current stream wait until our own shard has been sent (and x may change)."""
-        if not self._joined:
+    def close(self):
+        """Say that ``gathered`` has been read for the last time; x may change after it, in stream order."""
+        if self._pushing:
             torch.cuda.current_stream(self.x.device).wait_stream(side_stream(self.x.device))
-            self._joined = True
+            self._pushing = False
+        self.workspace.after_launch()
 
     @property
     def storage(self):
@@ -97,7 +100,7 @@ class Gather:
 
     @property
     def gathered(self):
-        """What was gathered, [W, rows, K], valid between ``wait`` and the next launch of a gather."""
+        """What was gathered, [W, rows, K], valid between ``wait`` and ``close``."""
         return self.storage[:, : self.rows]
 
     def _beside(self, enqueue):
@@ -108,7 +111,7 @@ class Gather:
         side.wait_stream(torch.cuda.current_stream(self.x.device))
         with torch.cuda.stream(side):
             enqueue()
-        self._joined = False
+        self._pushing = True
 
     def _copy_to_all(self):
         own = self.workspace.rank

@@ -13,7 +13,6 @@ def gathered_weight_gradient(gather, local, *, gathered_on_left, overlapped):
     """
     if overlapped:
         gather.wait()
-        gather.join()
         full = gather.gathered.reshape(-1, gather.width)
         return full.t() @ local if gathered_on_left else local.t() @ full
     locals_by_rank = local.view(gather.world_size, gather.rows, local.shape[1])
@@ -29,7 +28,6 @@ def gathered_weight_gradient(gather, local, *, gathered_on_left, overlapped):
         left, right = (shard, locals_by_rank[source]) if gathered_on_left else (locals_by_rank[source], shard)
         product = _matmul_fp32(left.t(), right)
         total = product if total is None else total.add_(product)
-    gather.join()
     return total.to(local.dtype)
 
 

@@ -74,9 +74,10 @@ def rows_contiguous(x):
 
 def weight_layout(weight):
     """The weight and whether its columns (True) or its rows (False) are contiguous; copied only if neither is."""
-    if weight.stride(1) == 1:
+    n, k = weight.shape
+    if weight.stride(1) == 1 and weight.stride(0) >= k:
         return weight, False
-    if weight.stride(0) == 1:
+    if weight.stride(0) == 1 and weight.stride(1) >= n:
         return weight, True
     return weight.contiguous(), False
 

@@ -43,22 +43,26 @@ def ag_gemm_ref(x, weight, bias=None, *, group=None):
 
 def _forward(x, weight, bias, group, config):
     group = _operands.group_by_name(group)
-    config = from_text(AgGemmConfig, config)
     if group.size() == 1:
         return F.linear(x, weight, bias)
+    config = from_text(AgGemmConfig, config) if config else kernel.default_config_for(x, weight)
     if x.shape[0] and config.method == "fused":
         return kernel.launch(x, weight, bias, group, config)[0]
     group_state(group).agree_once("ag_gemm", kernel.plan_fields(x, weight, config))
     return ag_gemm_ref(x, weight, bias, group=group) if x.shape[0] else x.new_empty(0, weight.shape[0])
 
 
+def _method(config):
+    return from_text(AgGemmConfig, config).method if config else "fused"
+
+
 def _backward(dy, x, weight, need_dx, need_dweight, group, config):
     group = _operands.group_by_name(group)
-    dx = dweight = x.new_empty(0)
+    dx, dweight = x.new_empty(0), x.new_empty(0)
     if group.size() == 1 or x.shape[0] == 0:
         dx = dy @ weight if need_dx else dx
         dweight = dy.t() @ x if need_dweight else dweight
-    elif from_text(AgGemmConfig, config).method == "torch":
+    elif _method(config) == "torch":
         dx = reduce_scatter_rows(dy @ weight, group) if need_dx else dx
         dweight = dy.t() @ all_gather_rows(x, group) if need_dweight else dweight
     else:
@@ -68,6 +72,7 @@ def _backward(dy, x, weight, need_dx, need_dweight, group, config):
             dx = dual.launch(dy, weight.t(), None, group, dual.default_config_for(dy, weight.t(), group.size()))
         if need_dweight:
             dweight = gathered_weight_gradient(gather, dy, gathered_on_left=False, overlapped=need_dx)
+            gather.close()
     return dx, dweight
 
 
@@ -136,8 +141,6 @@ def ag_gemm(x, weight, bias=None, *, group=None, config=None):
     _operands.check_operands("ag_gemm", x, weight, bias)
     rows = x.shape[:-1].numel()
     x_rows = x.reshape(rows, x.shape[-1])
-    if config is None:
-        config = kernel.default_config_for(x_rows, weight)
     check_config("ag_gemm", config, AgGemmConfig, x)
-    y = _AgGemm.apply(x_rows, weight, bias, group.group_name, to_text(config))
+    y = _AgGemm.apply(x_rows, weight, bias, group.group_name, "" if config is None else to_text(config))
     return y.view(group.size() * x.shape[0], *x.shape[1:-1], weight.shape[0])

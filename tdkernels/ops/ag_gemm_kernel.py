@@ -157,7 +157,7 @@ def plan_fields(x, weight, config):
 
 
 def launch(x, weight, bias, group, config, keep_gathered=False):
-    """Launch the fused operator on 2-D operands; returns y and, if kept, the Gather that holds all_gather(x)."""
+    """Launch the fused operator on 2-D operands; returns y and, if kept, the Gather of x, to be closed."""
     x = _operands.rows_contiguous(x)
     weight, is_kn = _operands.weight_layout(weight)
     rows, k = x.shape
@@ -207,7 +207,8 @@ def launch(x, weight, bias, group, config, keep_gathered=False):
         **tiles.constants(), ELEM_BYTES=x.element_size(), HAS_BIAS=bias is not None, USE_TMA=use_tma, W_IS_KN=is_kn,
         PRECISION=_operands.dot_precision(x.dtype), **tiles.options(),
     )  # fmt: skip
-    workspace.after_launch()
-    if gather is not None:
-        gather.join()
+    if gather is None:
+        workspace.after_launch()
+    elif not keep_gathered:
+        gather.close()
     return y, gather

@@ -41,19 +41,24 @@ def gemm_rs_ref(x, weight, bias=None, *, group=None):
 
 def _forward(x, weight, bias, group, config):
     group = _operands.group_by_name(group)
-    config = from_text(GemmRsConfig, config)
     if group.size() == 1:
         return F.linear(x, weight, bias)
+    config = from_text(GemmRsConfig, config) if config else kernel.default_config_for(x, weight, group.size())
     if x.shape[0] and config.method == "fused":
         return kernel.launch(x, weight, bias, group, config)
     group_state(group).agree_once("gemm_rs", kernel.plan_fields(x, weight, config))
     return gemm_rs_ref(x, weight, bias, group=group) if x.shape[0] else x.new_empty(0, weight.shape[0])
 
 
+def _method(config):
+    return from_text(GemmRsConfig, config).method if config else "fused"
+
+
 def _backward(dz, x, weight, need_dx, need_dweight, need_dbias, group, config):
     group = _operands.group_by_name(group)
-    dx = dweight = dbias = x.new_empty(0)
-    if group.size() == 1 or x.shape[0] == 0 or from_text(GemmRsConfig, config).method == "torch":
+    dx, dweight, dbias = x.new_empty(0), x.new_empty(0), x.new_empty(0)
+    full = gather = None
+    if group.size() == 1 or x.shape[0] == 0 or _method(config) == "torch":
         full = all_gather_rows(dz, group) if group.size() > 1 and x.shape[0] else dz
         dx = full @ weight if need_dx else dx
         dweight = full.t() @ x if need_dweight else dweight
@@ -61,7 +66,8 @@ def _backward(dz, x, weight, need_dx, need_dweight, need_dbias, group, config):
         # The AG-GEMM leaves what it gathers where the weight gradient can read it.
         choice = dual.default_config_for(dz, weight.t())
         dx, gather = dual.launch(dz, weight.t(), None, group, choice, keep_gathered=need_dweight or need_dbias)
-        full = gather.gathered.reshape(x.shape[0], dz.shape[1]) if gather is not None else None
+        if gather is not None:
+            full = gather.gathered.reshape(x.shape[0], dz.shape[1])
         dweight = full.t() @ x if need_dweight else dweight
     else:
         gather = Gather.start("gemm_rs backward", dz, group)
@@ -69,10 +75,11 @@ def _backward(dz, x, weight, need_dx, need_dweight, need_dbias, group, config):
             dweight = gathered_weight_gradient(gather, x, gathered_on_left=True, overlapped=False)
         else:
             gather.wait()
-            gather.join()
         full = gather.gathered.reshape(x.shape[0], dz.shape[1])
     if need_dbias:
         dbias = full.sum(0, dtype=torch.float32).to(dz.dtype)
+    if gather is not None:
+        gather.close()
     return dx, dweight, dbias
 
 
@@ -143,8 +150,6 @@ def gemm_rs(x, weight, bias=None, *, group=None, config=None):
             f"gemm_rs: the first dimension of x {list(x.shape)} must be divisible by the group's {world_size} ranks"
         )
     x_rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
-    if config is None:
-        config = kernel.default_config_for(x_rows, weight, world_size)
     check_config("gemm_rs", config, GemmRsConfig, x)
-    z = _GemmRs.apply(x_rows, weight, bias, group.group_name, to_text(config))
+    z = _GemmRs.apply(x_rows, weight, bias, group.group_name, "" if config is None else to_text(config))
     return z.view(x.shape[0] // world_size, *x.shape[1:-1], weight.shape[0])

@@ -46,7 +46,6 @@ class Workspace:
         self.buffer = None
         self.half_bytes = self.half_signals = self.num_flags = 0
         self._plans = {}  # fields of a plan -> its number
-        self._operators = []  # number of a plan -> the operator's name
         self._retired = []
         self._captured = False
         self._broken = None
@@ -81,8 +80,7 @@ class Workspace:
             half_bytes = max(_round_up(half_bytes, _ALIGN), self.half_bytes)
             half_signals = max(_round_up(half_signals, 128), self.half_signals)
             self._allocate(half_bytes, half_signals, max(_round_up(num_flags, 128), self.num_flags))
-        self._operators.append(operator)
-        return (len(self._operators) - 1) % _MAX_PLANS
+        return len(self._plans) % _MAX_PLANS
 
     def _allocate(self, half_bytes, half_signals, num_flags):
         """Replace the buffer; all ranks come here together, since they grow by the same agreed plans."""
@@ -179,13 +177,18 @@ class Workspace:
         )
 
     def _operator(self, plan):
-        return self._operators[plan] if plan < len(self._operators) else self.name
+        return self._plan_key(plan)[0]
 
     def _describe(self, plan):
-        for (operator, *fields), number in self._plans.items():
+        operator, *fields = self._plan_key(plan)
+        return f"{operator}({', '.join(f'{name}={value}' for name, value in fields)})"
+
+    def _plan_key(self, plan):
+        """The key of the plan with this number; numbers are used again after 256, so the youngest is meant."""
+        for key, number in reversed(self._plans.items()):
             if number == plan:
-                return f"{operator}({', '.join(f'{name}={value}' for name, value in fields)})"
-        return f"plan {plan}"
+                return key
+        return (self.name,)
 
     def close(self):
         """Give the memory back; local, when the group goes."""

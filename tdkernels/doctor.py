@@ -1,0 +1,405 @@
+"""``python -m tdkernels doctor``: what works on this machine, what does not and why, and what to do about it.
+
+Each check is a function that returns one ``Check``. The first ones look; the self-test runs the operators on ranks.
+"""
+
+import contextlib
+import dataclasses
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+import triton
+
+import tdkernels
+from tdkernels.launch import RankError, rank_device, run_ranks
+from tdkernels.symm import get_timeout
+
+_TOOL_TIMEOUT_S = 10.0  # nvidia-smi can hang where a driver is sick
+_RANKS_TIMEOUT_S = 240.0
+_MIN_TORCH, _MIN_TRITON = (2, 11), (3, 6)
+_MULTICAST_OFF = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """What one check found.
+
+    status:  "ok"; "warning" when everything works, but not as well as it could; "problem" when something does not work
+    found:   what there is and, unless ok, what does not work and why
+    advice:  what to do about it, or ""
+    """
+
+    name: str
+    status: str
+    found: str
+    advice: str = ""
+
+
+# ---- Software ----
+
+
+def check_python():
+    return Check("Python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+
+
+def check_torch(version=torch.__version__):
+    if _numbers(version) < _MIN_TORCH:
+        return Check("torch", "problem", f"{version}: the operators need {_dots(_MIN_TORCH)} or newer", "Upgrade torch.")
+    return Check("torch", "ok", version)
+
+
+def check_triton(version=triton.__version__):
+    if _numbers(version) < _MIN_TRITON:
+        found = f"{version}: the kernels need {_dots(_MIN_TRITON)} or newer"
+        return Check("triton", "problem", found, "Install the triton that belongs to a torch ≥ 2.11.")
+    return Check("triton", "ok", version)
+
+
+def check_numpy(version=None, triton_version=triton.__version__):
+    """Only Triton's interpreter, and so only CPU ranks, need numpy."""
+    if version is None:
+        if importlib.util.find_spec("numpy") is None:
+            found = "not installed: CPU ranks do not work, since Triton's interpreter needs it"
+            return Check("numpy", "problem", found, "pip install numpy")
+        version = importlib.metadata.version("numpy")
+    if _numbers(triton_version) < (3, 7) and _numbers(version) >= (2, 4):
+        found = f"{version}: CPU ranks do not work, since the interpreter of triton {triton_version} fails with numpy ≥ 2.4"
+        return Check("numpy", "problem", found, 'pip install "numpy<2.4", or a torch that goes with triton ≥ 3.7')
+    return Check("numpy", "ok", f"{version}, fits Triton's interpreter")
+
+
+def check_compiler(gpus=None):
+    """Triton builds the code that launches a kernel with the C compiler of the machine."""
+    gpus = torch.cuda.device_count() if gpus is None else gpus
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or shutil.which("cc")
+    if compiler:
+        return Check("C compiler", "ok", compiler)
+    if gpus:
+        found = "none: no kernel runs on the GPUs, since Triton compiles what launches it"
+        return Check("C compiler", "problem", found, "Install gcc or clang, or name one in CC.")
+    return Check("C compiler", "ok", "none; only GPUs need one")
+
+
+# ---- GPUs ----
+
+
+def check_gpus():
+    count = torch.cuda.device_count()
+    if count == 0:
+        if shutil.which("nvidia-smi") or shutil.which("rocm-smi"):
+            found = "torch sees none, yet there is a driver's tool: the operators run on CPU ranks only"
+            return Check("GPUs", "warning", found, _why_no_gpu())
+        return Check("GPUs", "ok", "none: the operators run on CPU ranks, through Triton's interpreter, to try and test them")
+    devices = [torch.cuda.get_device_properties(i) for i in range(count)]
+    lines = [
+        f"{i}: {d.name}, capability {d.major}.{d.minor}, {d.total_memory / 2**30:.0f} GiB" for i, d in enumerate(devices)
+    ]
+    lines.append(f"driver {_driver_version() or 'unknown'}, {_runtime()}")
+    if not torch.version.hip and min((d.major, d.minor) for d in devices) < (8, 0):
+        found = "\n".join([*lines, "bfloat16 does not work on capability below 8.0"])
+        return Check("GPUs", "warning", found, "Use float16 or float32 there.")
+    if count == 1:
+        lines.append("with one GPU there is nothing to overlap: several ranks run on the CPU")
+    return Check("GPUs", "ok", "\n".join(lines))
+
+
+def check_links():
+    """Whether each GPU reaches the memory of every other one, and over what."""
+    count = torch.cuda.device_count()
+    if count < 2:
+        return Check("links", "ok", "nothing to link: fewer than two GPUs")
+    reach = [[i == j or torch.cuda.can_device_access_peer(i, j) for j in range(count)] for i in range(count)]
+    return links_from(reach, _link_kinds())
+
+
+def links_from(reach, kinds):
+    """The check made of the matrix of peer access and the kinds of link (a text, or "")."""
+    count = len(reach)
+    kinds = f"; links: {kinds}" if kinds else "; kind of link unknown"
+    if all(map(all, reach)):
+        return Check("links", "ok", f"each of the {count} GPUs reaches the memory of all others{kinds}")
+    rows = [f"{i}: " + " ".join("yes" if reached else "NO " for reached in row) for i, row in enumerate(reach)]
+    found = f"some GPUs do not reach each other's memory, and a group that contains such a pair does not work{kinds}"
+    advice = "Use groups of GPUs that reach each other (CUDA_VISIBLE_DEVICES); look at virtualisation, IOMMU and ACS."
+    return Check("links", "problem", "\n".join([found, *rows]), advice)
+
+
+# ---- Symmetric memory ----
+
+
+def check_cpu_memory():
+    """Do what symm/shm.py does, with one process; the self-test does it with two."""
+    name = "symmetric memory, CPU ranks"
+    try:
+        fd = os.memfd_create("tdkernels-doctor", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, 4096)
+            os.close(os.open(f"/proc/self/fd/{fd}", os.O_RDWR))
+        finally:
+            os.close(fd)
+        Path("/proc/sys/kernel/random/boot_id").read_text()
+    except (AttributeError, OSError) as error:
+        found = f"CPU ranks do not work, since they cannot share memory: {_describe(error)}"
+        return Check(name, "problem", found, "It takes Linux, with memfd_create and /proc.")
+    return Check(name, "ok", "memfd_create and /proc work")
+
+
+def check_gpu_memory():
+    name = "symmetric memory, GPUs"
+    gpus = torch.cuda.device_count()
+    try:
+        with contextlib.suppress(AttributeError):
+            importlib.import_module("torch.distributed._symmetric_memory")
+    except ImportError as error:
+        status = "problem" if gpus >= 2 else "warning"
+        found = f"GPU ranks do not work, since torch's symmetric memory does not import: {_describe(error)}"
+        return Check(name, status, found, "Install an official build of torch for your GPUs.")
+    return Check(name, "ok", "torch.distributed._symmetric_memory (p2p, GPUs of one host)")
+
+
+def check_nvshmem():
+    packages = ("nvshmem4py-cu13", "nvshmem4py-cu12", "nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12")
+    versions = [f"{name} {version}" for name in packages if (version := _version_of(name))]
+    if importlib.util.find_spec("nvshmem") is None:
+        versions.append("nvshmem4py does not import")
+    return Check("NVSHMEM", "ok", "; ".join(versions) + "; not needed on one host")
+
+
+def check_multicast():
+    """Reads the environment and nothing else: to ask the driver would mean to make a multicast object."""
+    states = []
+    for variable, off in _MULTICAST_OFF.items():
+        value = os.environ.get(variable)
+        states.append(f"{variable} is {'not set' if value is None else value}{' (off)' if value == off else ''}")
+    return Check("NVLink multicast", "ok", "tdkernels does not use it; " + ", ".join(states))
+
+
+# ---- Settings ----
+
+
+def check_timeout():
+    try:
+        return Check("timeout", "ok", f"a rank waits {get_timeout():g} s for its peers")
+    except ValueError as error:
+        return Check("timeout", "problem", f"no operator works: {error}", "Unset TDKERNELS_TIMEOUT_S, or correct it.")
+
+
+def check_cache():
+    folder = os.environ.get("TDKERNELS_CACHE_DIR")
+    try:
+        if not folder:
+            import platformdirs
+
+            folder = platformdirs.user_cache_dir("tdkernels")
+        os.makedirs(folder, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except ImportError:
+        found = "results of tuning cannot be kept: platformdirs, which knows where, is not installed"
+        return Check("cache", "warning", found, "pip install platformdirs, or name a folder in TDKERNELS_CACHE_DIR.")
+    except OSError as error:
+        found = f"results of tuning cannot be kept in {folder}: {_describe(error)}"
+        return Check("cache", "warning", found, "Name a folder that can be written in TDKERNELS_CACHE_DIR.")
+    return Check("cache", "ok", f"{folder} can be written")
+
+
+# ---- Self-test ----
+
+
+def check_operators(world_size, device):
+    """Run both operators, forward and backward, on ranks."""
+    name = f"self-test, {world_size} {'GPUs' if device == 'cuda' else 'CPU ranks'}"
+    try:
+        reports = run_ranks(world_size, _try_operators, device=device, timeout_s=_RANKS_TIMEOUT_S)
+    except (RankError, RuntimeError, OSError) as error:
+        advice = "The rows above may say why. If they are all ok, please report this with the output of --json."
+        return Check(name, "problem", f"the operators do not work here:\n{error}", advice)
+    wrong = {(op, what) for errors in reports for (op, what), (error, allowed) in errors.items() if not error <= allowed}
+    worst = max(error for errors in reports for error, _ in errors.values())
+    if wrong:
+        found = "wrong results: " + ", ".join(f"{what} of {op}" for op, what in sorted(wrong)) + f"; largest error {worst}"
+        return Check(name, "problem", found, "Do not use the operators here; please report this with the output of --json.")
+    return Check(name, "ok", f"ag_gemm and gemm_rs, with all gradients, are right; largest relative error {worst:.1e}")
+
+
+def _try_operators():
+    """On a rank: (operator, output or gradient) -> (largest error relative to the largest value, what is allowed)."""
+    dist, device = torch.distributed, rank_device()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    dtype, allowed = (torch.bfloat16, 3e-2) if device.type == "cuda" else (torch.float32, 1e-5)
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        dtype = torch.float16
+    m, n, k = 96 * world_size, 80 * world_size, 64 * world_size
+    generator = torch.Generator().manual_seed(0)
+    x, weight, bias, dy = (
+        torch.randn(shape, generator=generator).to(device, dtype) for shape in ((m, k), (n, k), (n,), (m, n))
+    )
+    # Which dimension of x, weight, bias, dy and of the output is dealt out to the ranks; None: all ranks hold all of it.
+    dealt = {tdkernels.ag_gemm: (0, 0, 0, 1), tdkernels.gemm_rs: (1, 1, None, 0)}
+    errors = {}
+    for operator, dims in dealt.items():
+        parts = [_part(t, dim, rank, world_size) for t, dim in zip((x, weight, bias, dy), dims)]
+        ours = _output_and_gradients(operator, *parts)
+        exact = _output_and_gradients(F.linear, *(t.double() for t in (x, weight, bias, dy)))
+        for (name, value), wanted, dim in zip(ours.items(), exact.values(), (dims[3], *dims[:3])):
+            error = (value - _part(wanted, dim, rank, world_size)).abs().max() / wanted.abs().max()
+            errors[operator.__name__, name] = error.item(), allowed
+    tdkernels.synchronize()
+    return errors
+
+
+def _part(tensor, dim, rank, world_size):
+    return tensor if dim is None else tensor.chunk(world_size, dim)[rank]
+
+
+def _output_and_gradients(operator, x, weight, bias, dy):
+    x, weight, bias = (t.detach().requires_grad_() for t in (x, weight, bias))
+    y = operator(x, weight, bias)
+    y.backward(dy)
+    return {"output": y.detach(), "dx": x.grad, "dweight": weight.grad, "dbias": bias.grad}
+
+
+# ---- All together ----
+
+LOOKS = (
+    check_python, check_torch, check_triton, check_numpy, check_compiler, check_gpus, check_links, check_cpu_memory,
+    check_gpu_memory, check_nvshmem, check_multicast, check_timeout, check_cache,
+)  # fmt: skip
+
+
+def examine(self_test=True):
+    """Make all checks, one after the other."""
+    for look in LOOKS:
+        yield _guarded(look)
+    if self_test:
+        yield _guarded(check_operators, 2, "cpu")
+        if torch.cuda.device_count() >= 2:
+            yield _guarded(check_operators, torch.cuda.device_count(), "cuda")
+
+
+def _guarded(check, *args):
+    """The check, or a problem that says that it failed itself: the others still have to be made."""
+    try:
+        return check(*args)
+    except Exception as error:
+        return Check(check.__name__, "problem", f"this check failed: {_describe(error)}", "Please report this.")
+
+
+def main(self_test=True, as_json=False):
+    """Make all checks and print them; the exit code, 1 if there is a problem."""
+    if as_json:
+        checks = list(examine(self_test))
+        print(json.dumps([dataclasses.asdict(check) for check in checks], indent=2))
+    else:
+        checks = _print_table(examine(self_test))
+    return int(any(check.status == "problem" for check in checks))
+
+
+def _print_table(checks):
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console, styles = Console(), {"ok": "green", "warning": "yellow", "problem": "bold red"}
+    table = Table("check", "status", "found", show_lines=False)
+    with console.status("Looking around …") if console.is_terminal else contextlib.nullcontext():
+        checks = list(checks)
+    for check in checks:
+        # Text, not str: "[rank 0]" in a traceback is no markup.
+        found = Text(check.found)
+        if check.advice:
+            found.append(f"\n→ {check.advice}", style="bold")
+        table.add_row(check.name, Text(check.status, styles[check.status]), found)
+    console.print(table)
+    counts = [f"{n} {s}{'s' * (n > 1)}" for s in ("problem", "warning") if (n := sum(c.status == s for c in checks))]
+    console.print(", ".join(counts) or "All is well.")
+    return checks
+
+
+# ---- What the checks ask ----
+
+
+def _numbers(version):
+    """(major, minor) of a version such as "2.11.0a0+git1234"."""
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+
+
+def _dots(version):
+    return ".".join(map(str, version))
+
+
+def _describe(error):
+    return f"{type(error).__name__}: {error}"
+
+
+def _version_of(package):
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _runtime():
+    return f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
+
+
+def _why_no_gpu():
+    if not (torch.version.cuda or torch.version.hip):
+        return "This torch is built for CPUs: install one that is built for your GPUs."
+    return "See why torch.cuda.init() fails: the driver may be too old, or CUDA_VISIBLE_DEVICES may hide the GPUs."
+
+
+def _output_of(*command):
+    """What a tool prints; "" when it is absent, fails or hangs."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TOOL_TIMEOUT_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout
+
+
+def _driver_version():
+    lines = _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()
+    return lines[0].strip() if lines else ""
+
+
+def _link_kinds():
+    """Kinds of link between GPUs of this host, such as "NV18": from nvidia-smi's matrix, else from NVML."""
+    topology = _output_of("nvidia-smi", "topo", "-m")
+    return kinds_in_topology(topology) or _nvlinks_by_nvml()
+
+
+def kinds_in_topology(topology):
+    kinds = set()
+    for line in re.sub(r"\x1b\[[0-9;]*m", "", topology).splitlines():
+        cells = line.split()
+        if cells and re.fullmatch(r"GPU\d+", cells[0]):
+            kinds.update(cell for cell in cells[1:] if re.fullmatch(r"NV\d+|PIX|PXB|PHB|NODE|SYS", cell))
+    return ", ".join(sorted(kinds))
+
+
+def _nvlinks_by_nvml():
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        gpu = pynvml.nvmlDeviceGetHandleByIndex(0)
+    except Exception:  # pynvml has an error class of its own, which may not be there
+        return ""
+    active = 0
+    for link in range(pynvml.NVML_NVLINK_MAX_LINKS):
+        try:
+            active += pynvml.nvmlDeviceGetNvLinkState(gpu, link)
+        except Exception:
+            break
+    return f"{active} NVLinks on GPU 0" if active else "no NVLink"
