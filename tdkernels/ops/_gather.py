@@ -37,7 +37,7 @@ class Gather:
         self.slot_rows = slot_rows_of(self.rows)
         self.row_bytes = self.width * x.element_size()
         self.slot_bytes = self.slot_rows * self.row_bytes
-        self.workspace = get_workspace(group, x.device, "gather")
+        self.workspace = get_workspace(group, x.device, "gather", halves=1)
         self.world_size = self.workspace.world_size
         self.plan = self.workspace.prepare(
             operator, fields, self.world_size * self.slot_bytes, self.world_size * self.num_chunks

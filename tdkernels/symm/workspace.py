@@ -4,7 +4,7 @@ What a symmetric buffer holds, in this order (``lang._context`` reads it):
 
     ready words [128]   one 64-bit word for each peer: "I have come to this barrier"
     signals     [2, half_signals]   64-bit words that only grow
-    data        [2, half_bytes]
+    data        [halves, half_bytes]   two, or one for what gathers behind a barrier into a fixed place
 
 A kernel uses the half of its epoch's parity. The sizes of the halves belong to the buffer, not to the call, so that two
 calls of different shapes never overlap. Beside it, private to the rank: the epoch, the number of finished programs and
@@ -36,10 +36,11 @@ class Workspace:
     Attributes: ``ctx`` is the table that goes to a kernel as its first argument, ``buffer`` the symmetric memory.
     """
 
-    def __init__(self, state, device, name):
+    def __init__(self, state, device, name, halves=2):
         self.group = state
         self.device = device
         self.name = name
+        self.halves = halves
         self.rank, self.world_size = state.rank, state.world_size
         if self.world_size > words.MAX_RANKS.value:
             raise ValueError(f"group: {self.world_size} ranks, at most {words.MAX_RANKS.value} are supported")
@@ -91,7 +92,7 @@ class Workspace:
             else:
                 self.buffer.close()
         data_offset = _round_up((words.MAX_RANKS.value + 2 * half_signals) * _WORD, _ALIGN)
-        self.buffer = make_buffer(self.group, data_offset + 2 * half_bytes, self.device)
+        self.buffer = make_buffer(self.group, data_offset + self.halves * half_bytes, self.device)
         self.half_bytes, self.half_signals, self.num_flags = half_bytes, half_signals, num_flags
         self.data_offset = data_offset
         self._captured = False
@@ -197,12 +198,12 @@ class Workspace:
         self.buffer, self._retired = None, []
 
 
-def get_workspace(group, device, name):
+def get_workspace(group, device, name, halves=2):
     """The workspace ``name`` of a resolved group on a device; made on first use, kept with the group."""
     state = group_state(group)
     key = (name, device)
     if key not in state.workspaces:
-        state.workspaces[key] = Workspace(state, device, name)
+        state.workspaces[key] = Workspace(state, device, name, halves)
     return state.workspaces[key]
 
 
