@@ -17,11 +17,11 @@ import tempfile
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 import triton
 
 import tdkernels
-from tdkernels.launch import RankError, rank_device, run_ranks
+from tdkernels._self_test import try_operators
+from tdkernels.launch import RankError, run_ranks
 from tdkernels.symm import get_timeout
 
 _TOOL_TIMEOUT_S = 10.0  # nvidia-smi can hang where a driver is sick
@@ -37,12 +37,14 @@ class Check:
     status:  "ok"; "warning" when everything works, but not as well as it could; "problem" when something does not work
     found:   what there is and, unless ok, what does not work and why
     advice:  what to do about it, or ""
+    details: a traceback, say, or ""
     """
 
     name: str
     status: str
     found: str
     advice: str = ""
+    details: str = ""
 
 
 # ---- Software ----
@@ -54,14 +56,15 @@ def check_python():
 
 def check_torch(version=torch.__version__):
     if _numbers(version) < _MIN_TORCH:
-        return Check("torch", "problem", f"{version}: the operators need {_dots(_MIN_TORCH)} or newer", "Upgrade torch.")
+        found = f"{version}: the operators need {_dots(_MIN_TORCH)} or newer"
+        return Check("torch", "problem", found, "Upgrade torch.")
     return Check("torch", "ok", version)
 
 
 def check_triton(version=triton.__version__):
     if _numbers(version) < _MIN_TRITON:
         found = f"{version}: the kernels need {_dots(_MIN_TRITON)} or newer"
-        return Check("triton", "problem", found, "Install the triton that belongs to a torch ≥ 2.11.")
+        return Check("triton", "problem", found, f"Install the triton that goes with a torch ≥ {_dots(_MIN_TORCH)}.")
     return Check("triton", "ok", version)
 
 
@@ -73,7 +76,7 @@ def check_numpy(version=None, triton_version=triton.__version__):
             return Check("numpy", "problem", found, "pip install numpy")
         version = importlib.metadata.version("numpy")
     if _numbers(triton_version) < (3, 7) and _numbers(version) >= (2, 4):
-        found = f"{version}: CPU ranks do not work, since the interpreter of triton {triton_version} fails with numpy ≥ 2.4"
+        found = f"{version}: CPU ranks do not work: the interpreter of triton {triton_version} fails with numpy ≥ 2.4"
         return Check("numpy", "problem", found, 'pip install "numpy<2.4", or a torch that goes with triton ≥ 3.7')
     return Check("numpy", "ok", f"{version}, fits Triton's interpreter")
 
@@ -99,11 +102,11 @@ def check_gpus():
         if shutil.which("nvidia-smi") or shutil.which("rocm-smi"):
             found = "torch sees none, yet there is a driver's tool: the operators run on CPU ranks only"
             return Check("GPUs", "warning", found, _why_no_gpu())
-        return Check("GPUs", "ok", "none: the operators run on CPU ranks, through Triton's interpreter, to try and test them")
+        return Check("GPUs", "ok", "none: the operators run on CPU ranks, in Triton's interpreter (slow)")
     devices = [torch.cuda.get_device_properties(i) for i in range(count)]
-    lines = [
-        f"{i}: {d.name}, capability {d.major}.{d.minor}, {d.total_memory / 2**30:.0f} GiB" for i, d in enumerate(devices)
-    ]
+    lines = []
+    for i, d in enumerate(devices):
+        lines.append(f"{i}: {d.name}, capability {d.major}.{d.minor}, {d.total_memory / 2**30:.0f} GiB")
     lines.append(f"driver {_driver_version() or 'unknown'}, {_runtime()}")
     if not torch.version.hip and min((d.major, d.minor) for d in devices) < (8, 0):
         found = "\n".join([*lines, "bfloat16 does not work on capability below 8.0"])
@@ -158,12 +161,10 @@ def check_gpu_memory():
     name = "symmetric memory, GPUs"
     gpus = torch.cuda.device_count()
     try:
-        with contextlib.suppress(AttributeError):
-            importlib.import_module("torch.distributed._symmetric_memory")
-    except ImportError as error:
-        status = "problem" if gpus >= 2 else "warning"
+        importlib.import_module("torch.distributed._symmetric_memory")
+    except Exception as error:
         found = f"GPU ranks do not work, since torch's symmetric memory does not import: {_describe(error)}"
-        return Check(name, status, found, "Install an official build of torch for your GPUs.")
+        return Check(name, "problem" if gpus else "warning", found, "Install an official build of torch.")
     return Check(name, "ok", "torch.distributed._symmetric_memory (p2p, GPUs of one host)")
 
 
@@ -220,53 +221,17 @@ def check_operators(world_size, device):
     """Run both operators, forward and backward, on ranks."""
     name = f"self-test, {world_size} {'GPUs' if device == 'cuda' else 'CPU ranks'}"
     try:
-        reports = run_ranks(world_size, _try_operators, device=device, timeout_s=_RANKS_TIMEOUT_S)
-    except (RankError, RuntimeError, OSError) as error:
-        advice = "The rows above may say why. If they are all ok, please report this with the output of --json."
-        return Check(name, "problem", f"the operators do not work here:\n{error}", advice)
-    wrong = {(op, what) for errors in reports for (op, what), (error, allowed) in errors.items() if not error <= allowed}
-    worst = max(error for errors in reports for error, _ in errors.values())
+        reports = run_ranks(world_size, try_operators, device=device, timeout_s=_RANKS_TIMEOUT_S)
+    except RankError as error:
+        found = f"the operators do not work here: {_describe(error.exceptions[error.rank])}"
+        return Check(name, "problem", found, "Look at the other rows and at the traceback.", str(error))
+    errors = [(error, allowed, what) for report in reports for what, (error, allowed) in report.items()]
+    wrong = sorted({what for error, allowed, what in errors if not error <= allowed})  # a NaN is wrong
     if wrong:
-        found = "wrong results: " + ", ".join(f"{what} of {op}" for op, what in sorted(wrong)) + f"; largest error {worst}"
-        return Check(name, "problem", found, "Do not use the operators here; please report this with the output of --json.")
-    return Check(name, "ok", f"ag_gemm and gemm_rs, with all gradients, are right; largest relative error {worst:.1e}")
-
-
-def _try_operators():
-    """On a rank: (operator, output or gradient) -> (largest error relative to the largest value, what is allowed)."""
-    dist, device = torch.distributed, rank_device()
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    dtype, allowed = (torch.bfloat16, 3e-2) if device.type == "cuda" else (torch.float32, 1e-5)
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
-        dtype = torch.float16
-    m, n, k = 96 * world_size, 80 * world_size, 64 * world_size
-    generator = torch.Generator().manual_seed(0)
-    x, weight, bias, dy = (
-        torch.randn(shape, generator=generator).to(device, dtype) for shape in ((m, k), (n, k), (n,), (m, n))
-    )
-    # Which dimension of x, weight, bias, dy and of the output is dealt out to the ranks; None: all ranks hold all of it.
-    dealt = {tdkernels.ag_gemm: (0, 0, 0, 1), tdkernels.gemm_rs: (1, 1, None, 0)}
-    errors = {}
-    for operator, dims in dealt.items():
-        parts = [_part(t, dim, rank, world_size) for t, dim in zip((x, weight, bias, dy), dims)]
-        ours = _output_and_gradients(operator, *parts)
-        exact = _output_and_gradients(F.linear, *(t.double() for t in (x, weight, bias, dy)))
-        for (name, value), wanted, dim in zip(ours.items(), exact.values(), (dims[3], *dims[:3])):
-            error = (value - _part(wanted, dim, rank, world_size)).abs().max() / wanted.abs().max()
-            errors[operator.__name__, name] = error.item(), allowed
-    tdkernels.synchronize()
-    return errors
-
-
-def _part(tensor, dim, rank, world_size):
-    return tensor if dim is None else tensor.chunk(world_size, dim)[rank]
-
-
-def _output_and_gradients(operator, x, weight, bias, dy):
-    x, weight, bias = (t.detach().requires_grad_() for t in (x, weight, bias))
-    y = operator(x, weight, bias)
-    y.backward(dy)
-    return {"output": y.detach(), "dx": x.grad, "dweight": weight.grad, "dbias": bias.grad}
+        details = "\n".join(f"{what}: error {error:.1e}, {allowed:g} allowed" for error, allowed, what in errors)
+        advice = "Do not use the operators here, and please report this."
+        return Check(name, "problem", f"wrong results: {', '.join(wrong)}", advice, details)
+    return Check(name, "ok", f"ag_gemm and gemm_rs and their gradients are right; largest error {max(errors)[0]:.1e}")
 
 
 # ---- All together ----
@@ -299,7 +264,8 @@ def main(self_test=True, as_json=False):
     """Make all checks and print them; the exit code, 1 if there is a problem."""
     if as_json:
         checks = list(examine(self_test))
-        print(json.dumps([dataclasses.asdict(check) for check in checks], indent=2))
+        report = {"tdkernels": tdkernels.__version__, "checks": [dataclasses.asdict(check) for check in checks]}
+        print(json.dumps(report, indent=2))
     else:
         checks = _print_table(examine(self_test))
     return int(any(check.status == "problem" for check in checks))
@@ -311,16 +277,19 @@ def _print_table(checks):
     from rich.text import Text
 
     console, styles = Console(), {"ok": "green", "warning": "yellow", "problem": "bold red"}
-    table = Table("check", "status", "found", show_lines=False)
+    table = Table("check", "status", "found")
     with console.status("Looking around …") if console.is_terminal else contextlib.nullcontext():
         checks = list(checks)
     for check in checks:
-        # Text, not str: "[rank 0]" in a traceback is no markup.
+        # Text, not str: "[rank 0]" in a message is no markup.
         found = Text(check.found)
         if check.advice:
             found.append(f"\n→ {check.advice}", style="bold")
         table.add_row(check.name, Text(check.status, styles[check.status]), found)
     console.print(table)
+    for check in checks:
+        if check.details:
+            console.print(Text(f"{check.name}:\n{check.details}\n"))
     counts = [f"{n} {s}{'s' * (n > 1)}" for s in ("problem", "warning") if (n := sum(c.status == s for c in checks))]
     console.print(", ".join(counts) or "All is well.")
     return checks
@@ -375,17 +344,15 @@ def _driver_version():
 
 def _link_kinds():
     """Kinds of link between GPUs of this host, such as "NV18": from nvidia-smi's matrix, else from NVML."""
-    topology = _output_of("nvidia-smi", "topo", "-m")
-    return kinds_in_topology(topology) or _nvlinks_by_nvml()
+    return kinds_in_topology(_output_of("nvidia-smi", "topo", "-m")) or _nvlinks_by_nvml()
 
 
 def kinds_in_topology(topology):
-    kinds = set()
-    for line in re.sub(r"\x1b\[[0-9;]*m", "", topology).splitlines():
-        cells = line.split()
-        if cells and re.fullmatch(r"GPU\d+", cells[0]):
-            kinds.update(cell for cell in cells[1:] if re.fullmatch(r"NV\d+|PIX|PXB|PHB|NODE|SYS", cell))
-    return ", ".join(sorted(kinds))
+    """The entries of nvidia-smi's matrix that are in a row and in a column of a GPU."""
+    lines = [line.split() for line in re.sub(r"\x1b\[[0-9;]*m", "", topology).splitlines()]
+    lines = [cells for cells in lines if cells and re.fullmatch(r"GPU\d+", cells[0])]
+    gpus = len(lines) - 1  # the first of these lines is the heading
+    return ", ".join(sorted({cell for cells in lines[1:] for cell in cells[1 : 1 + gpus] if cell != "X"}))
 
 
 def _nvlinks_by_nvml():

@@ -1,7 +1,7 @@
 """A gather that runs beside other work: every rank's shard ends up, whole, in one buffer of every rank.
 
 It is opened by ``begin``, which waits until all ranks have come to this call; fed by ``push`` (a few programs), by
-``copy`` (the copy engine) or by AG-GEMM's own kernel; and ended by ``wait``. In between the caller launches what it
+``copy`` (the copy engine) or by AG-GEMM's own kernel; and ended by ``finish``. In between the caller launches what it
 wants to overlap. Unlike the forward operators, which alternate between two halves, it has one buffer at a fixed
 address, so that cuBLAS can read it: that is what the barrier in ``begin`` is for. ``close`` ends the reading.
 """
@@ -76,20 +76,30 @@ class Gather:
         """Send our shard by the copy engine, which takes no multiprocessor, beside the current stream."""
         self._beside(self._copy_to_all)
 
-    def wait(self, first_step=1, last_step=None):
-        """Make the current stream wait for the shards of the ranks ``first_step`` … ``last_step`` - 1 below ours."""
-        if last_step is None:
-            last_step = self.world_size
+    def wait(self, step):
+        """Make the current stream wait for the shard of the rank ``step`` below ours; ours itself is in x."""
+        self._await(step, step + 1)
+
+    def finish(self):
+        """Make the current stream wait for all shards, the copy of our own included: ``gathered`` is whole then."""
+        self._join()
+        self._await(1, self.world_size)
+
+    def close(self):
+        """Say that ``gathered`` has been read for the last time; x may change after it, in stream order."""
+        self._join()
+        self.workspace.after_launch()
+
+    def _await(self, first_step, last_step):
         await_kernel[(1,)](self.workspace.ctx, self.num_chunks, first_step, last_step, self.plan, num_warps=1)
         if self.x.device.type == "cpu":
             self.workspace.check()
 
-    def close(self):
-        """Say that ``gathered`` has been read for the last time; x may change after it, in stream order."""
+    def _join(self):
+        """Make the current stream wait until our own shard has been sent and copied."""
         if self._pushing:
             torch.cuda.current_stream(self.x.device).wait_stream(side_stream(self.x.device))
             self._pushing = False
-        self.workspace.after_launch()
 
     @property
     def storage(self):
@@ -100,7 +110,7 @@ class Gather:
 
     @property
     def gathered(self):
-        """What was gathered, [W, rows, K], valid between ``wait`` and ``close``."""
+        """What was gathered, [W, rows, K]: the shards waited for, or all between ``finish`` and ``close``."""
         return self.storage[:, : self.rows]
 
     def _beside(self, enqueue):

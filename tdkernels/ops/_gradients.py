@@ -12,7 +12,7 @@ def gathered_weight_gradient(gather, local, *, gathered_on_left, overlapped):
     Returns:  [P, Q] (gathered on the left) or [Q, P], accumulated in fp32
     """
     if overlapped:
-        gather.wait()
+        gather.finish()
         full = gather.gathered.reshape(-1, gather.width)
         return full.t() @ local if gathered_on_left else local.t() @ full
     locals_by_rank = local.view(gather.world_size, gather.rows, local.shape[1])
@@ -23,7 +23,7 @@ def gathered_weight_gradient(gather, local, *, gathered_on_left, overlapped):
         if step == 0:
             shard = gather.x
         else:
-            gather.wait(step, step + 1)
+            gather.wait(step)
             shard = gather.gathered[source]
         left, right = (shard, locals_by_rank[source]) if gathered_on_left else (locals_by_rank[source], shard)
         product = _matmul_fp32(left.t(), right)

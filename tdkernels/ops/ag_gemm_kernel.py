@@ -19,6 +19,8 @@ from tdkernels.ops._tiles import Tiles, default_tiles
 from tdkernels.symm import get_workspace
 
 _COPY_WORDS = 4096
+# From here on one copy a peer is faster than programs that push: it takes no multiprocessor (4 H200).
+_LARGE_SHARD_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,11 @@ class AgGemmConfig:
 def default_config_for(x, weight):
     """The config for operands [M / W, K] and [N / W, K] of a shape that nobody has tuned."""
     tiles = default_tiles(x.shape[0], weight.shape[0], x.dtype, x.device)
-    return AgGemmConfig(tiles=tiles, num_comm_sms=2 if x.device.type == "cpu" else 16)
+    if x.device.type == "cpu":
+        return AgGemmConfig(tiles=tiles, num_comm_sms=2)
+    if x.numel() * x.element_size() >= _LARGE_SHARD_BYTES:
+        return AgGemmConfig(tiles=tiles, transport="copy_engine", chunk_tiles=-(-x.shape[0] // tiles.block_m))
+    return AgGemmConfig(tiles=tiles, num_comm_sms=24)
 
 
 @td.jit

@@ -67,14 +67,14 @@ def _backward(dz, x, weight, need_dx, need_dweight, need_dbias, group, config):
         choice = dual.default_config_for(dz, weight.t())
         dx, gather = dual.launch(dz, weight.t(), None, group, choice, keep_gathered=need_dweight or need_dbias)
         if gather is not None:
+            gather.finish()
             full = gather.gathered.reshape(x.shape[0], dz.shape[1])
         dweight = full.t() @ x if need_dweight else dweight
     else:
         gather = Gather.start("gemm_rs backward", dz, group)
         if need_dweight:
             dweight = gathered_weight_gradient(gather, x, gathered_on_left=True, overlapped=False)
-        else:
-            gather.wait()
+        gather.finish()
         full = gather.gathered.reshape(x.shape[0], dz.shape[1])
     if need_dbias:
         dbias = full.sum(0, dtype=torch.float32).to(dz.dtype)

@@ -1,0 +1,199 @@
+"""What every benchmark needs on its ranks: a check of what is about to be timed, interleaved timing, the link rate.
+
+Times of different minutes do not compare, since clocks and the power limit move them by several per cent. So all
+methods of a shape take turns: in each round each of them runs a burst of calls. A rank's time is its median over the
+rounds, and the slowest rank's time counts.
+"""
+
+import os
+import statistics
+import subprocess
+import time
+
+import torch
+import torch.distributed as dist
+
+from tdkernels.launch import rank_device
+
+# NVLink multicast is off in every measurement. Ranks inherit this from the process that imports us and starts them.
+os.environ.update(NCCL_NVLS_ENABLE="0", TORCH_SYMM_MEM_DISABLE_MULTICAST="1", NVSHMEM_DISABLE_NVLS="1")
+
+_LEAD_CALLS = 2  # before the clock starts: they bring the ranks into step and let the host run ahead
+_LINK_MIB = (128, 256)
+
+
+def machine():
+    """The device, its driver and the versions, as every row says them."""
+    import triton
+
+    on_gpu = rank_device().type == "cuda"
+    return {
+        "gpu": torch.cuda.get_device_name() if on_gpu else "cpu",
+        "num_gpus": dist.get_world_size(),
+        "driver": _driver() if on_gpu else None,
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if on_gpu else None,
+        "multicast": "off",
+    }
+
+
+def _driver():
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return answer.splitlines()[0].strip() if answer.strip() else "unknown"
+
+
+# ---- The ranks agree. ----
+
+
+def _reduced(values, op):
+    """Per entry the largest (MAX) or smallest (MIN) over all ranks."""
+    values = torch.tensor(values, dtype=torch.float64, device=rank_device())
+    dist.all_reduce(values, op=op)
+    return values.tolist()
+
+
+def slowest(values):
+    return _reduced(values, dist.ReduceOp.MAX)
+
+
+def _synchronize():
+    if rank_device().type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _barrier():
+    dist.barrier()
+    _synchronize()
+
+
+# ---- Checks ----
+
+
+def why_it_fails(call, inputs):
+    """None if one call works on every rank; else what this rank says about it, or that another one failed."""
+    reason = None
+    try:
+        call(inputs)
+        _synchronize()
+    except Exception as err:
+        reason = f"{type(err).__name__}: {err}".splitlines()[0][:200]
+    failed = slowest([reason is not None])[0]
+    return reason or ("failed on another rank" if failed else None)
+
+
+def errors(outputs, exact):
+    """Relative Frobenius errors, one an output, of the rank that is furthest off; infinite for NaN."""
+    found = []
+    for output, wanted in zip(_as_tuple(outputs), _as_tuple(exact), strict=True):
+        error = ((output - wanted).norm() / wanted.norm()).item() if output.shape == wanted.shape else float("inf")
+        found.append(error if error == error else float("inf"))
+    return slowest(found)
+
+
+def why_it_is_wrong(call, references):
+    """None if the call is at most twice as far off as plain torch; references: (inputs, exact outputs, its errors)."""
+    for inputs, exact, allowed in references:
+        got = errors(call(inputs), exact)
+        if any(error > 2 * plain for error, plain in zip(got, allowed, strict=True)):
+            return f"wrong: relative errors {got}, those of torch + NCCL {allowed}"
+    return None
+
+
+def _as_tuple(outputs):
+    return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+# ---- Times ----
+
+
+def time_methods(methods, input_sets, rounds, burst_ms):
+    """Per name of ``methods``: ms of a call, ms the host takes to launch it, and calls in a burst.
+
+    Args:     methods: {name: call}, where call(inputs) is one call on one of ``input_sets``, which take turns
+              burst_ms: about how long a burst lasts; 0: one call
+    """
+    bursts = {name: _calls_for(call, input_sets, burst_ms) for name, call in methods.items()}
+    times = {name: [] for name in methods}
+    names = list(methods)
+    for round_ in range(rounds):
+        first = round_ % len(names)
+        for name in names[first:] + names[:first]:
+            times[name].append(_burst(methods[name], input_sets, bursts[name]))
+    found = {}
+    for name in names:
+        device_ms, host_ms = slowest([statistics.median(column) for column in zip(*times[name], strict=True)])
+        found[name] = {"ms": device_ms, "host_ms": host_ms, "burst": bursts[name]}
+    return found
+
+
+def _calls_for(call, input_sets, burst_ms):
+    """How many calls fill a burst; the same on all ranks. One if a burst has no length."""
+    if not burst_ms:
+        return 1
+    _burst(call, input_sets, 1)
+    estimate_ms = slowest(_burst(call, input_sets, 3))[0]
+    return max(3, min(200, round(burst_ms / estimate_ms)))
+
+
+def _burst(call, input_sets, calls):
+    """ms on the device and ms on the host, per call."""
+    _barrier()
+    for i in range(_LEAD_CALLS):
+        call(input_sets[i % len(input_sets)])
+    begin, end = _Stamp(), _Stamp()
+    begin.record()
+    host_begin = time.perf_counter()
+    for i in range(_LEAD_CALLS, _LEAD_CALLS + calls):
+        call(input_sets[i % len(input_sets)])
+    host_end = time.perf_counter()
+    end.record()
+    _synchronize()
+    return begin.elapsed_ms(end) / calls, (host_end - host_begin) * 1e3 / calls
+
+
+class _Stamp:
+    """A CUDA event, or the clock where there is no GPU."""
+
+    def __init__(self):
+        self._event = torch.cuda.Event(enable_timing=True) if rank_device().type == "cuda" else None
+
+    def record(self):
+        if self._event is None:
+            self._seconds = time.perf_counter()
+        else:
+            self._event.record()
+
+    def elapsed_ms(self, later):
+        if self._event is None:
+            return (later._seconds - self._seconds) * 1e3
+        return self._event.elapsed_time(later._event)
+
+
+def link_rate(rounds=5):
+    """GB/s that each GPU sends while it receives as much, by copy engines round a ring; None without GPUs.
+
+    The best of a few sizes, for the slowest rank. No operator moves data faster than this.
+    """
+    device = rank_device()
+    if device.type != "cuda":
+        return None
+    import torch.distributed._symmetric_memory as symm_mem
+
+    nbytes = max(_LINK_MIB) << 20
+    landing = symm_mem.empty(nbytes, dtype=torch.uint8, device=device)
+    handle = symm_mem.rendezvous(landing, dist.group.WORLD.group_name)
+    following = handle.get_buffer((handle.rank + 1) % handle.world_size, (nbytes,), torch.uint8)
+    source = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    best = 0.0
+    for mib in _LINK_MIB:
+        size = mib << 20
+        pair = (following[:size], source[:size])
+        times = [_burst(lambda p: p[0].copy_(p[1], non_blocking=True), [pair], 8)[0] for _ in range(rounds)]
+        best = max(best, size / slowest([statistics.median(times)])[0] / 1e6)
+    _barrier()  # nobody frees what a peer still writes to
+    return best

@@ -1,0 +1,136 @@
+"""What the dense operators have to give, from the unsharded computation, and how near to it is near enough.
+
+    case = Case("ag_gemm", torch.bfloat16, rows=37, n=29, k=51, bias=True)
+    case.check(case.run())                # forward and every gradient, by name
+
+Every rank makes the same full operands from the seed and keeps its own part of them.
+"""
+
+import math
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import tdkernels
+from tests.ranks import device
+
+GRADIENTS = {"x": "dx", "weight": "dweight", "bias": "dbias"}
+
+
+class Case:
+    """A rank's part of one problem, on the rank's device.
+
+    Args:     operator: "ag_gemm" or "gemm_rs"
+              rows, n, k: the weight of a rank is [n, k]; ag_gemm's x is [rows, k], gemm_rs's output is [rows, n]
+              exact: draw from -1, 0 and 1, so that every sum is exact in every dtype and `check` asks for equality
+              rank, world_size: in the group that the operator is called with; None means the world
+
+    x, weight, bias and dy are this rank's operands and its part of the gradient of the output; a test may replace them
+    by tensors of the same values. `expected` and `low` hold this rank's part of the results, by name: in fp64, and as
+    plain torch computes them in the dtype on the device.
+    """
+
+    def __init__(
+        self, operator, dtype, rows, n, k, *, bias=True, seed=0, exact=False, rank=None, world_size=None
+    ):  # fmt: skip
+        self.rank = dist.get_rank() if rank is None else rank
+        self.world_size = dist.get_world_size() if world_size is None else world_size
+        self.operator, self.dtype, self.exact = operator, dtype, exact
+        self.title = f"{operator} {dtype} rows={rows} n={n} k={k} rank {self.rank} of {self.world_size}"
+        m = self.world_size * rows
+        full_n, full_k = (self.world_size * n, k) if operator == "ag_gemm" else (n, self.world_size * k)
+        generator = torch.Generator().manual_seed(seed)
+
+        def draw(*shape, scale=1.0):
+            if exact:
+                return torch.randint(-1, 2, shape, generator=generator).double()
+            return (torch.randn(shape, generator=generator) * scale).to(dtype).double()
+
+        x, weight, dy = draw(m, full_k), draw(full_n, full_k, scale=full_k**-0.5), draw(m, full_n)
+        operands = {"x": x, "weight": weight}
+        if bias:
+            operands["bias"] = draw(full_n)
+
+        self.expected = self._own(_unsharded(operands, dy))
+        to_device = {"device": device(), "dtype": dtype}
+        low = _unsharded({name: full.to(**to_device) for name, full in operands.items()}, dy.to(**to_device))
+        self.low = self._own(low)
+        # A copy, so that it is a tensor of its own and not a view of the full one.
+        own = self._own({**operands, "dy": dy})
+        own = {name: part.to(**to_device).clone(memory_format=torch.contiguous_format) for name, part in own.items()}
+        self.x, self.weight = own["x"].requires_grad_(), own["weight"].requires_grad_()
+        self.bias = own["bias"].requires_grad_() if bias else None
+        self.dy = own["dy"]
+
+    def _own(self, full):
+        """This rank's part of the named full tensors."""
+        # Which dimension is divided between the ranks; None: every rank has all of it.
+        if self.operator == "ag_gemm":
+            dims = {"x": 0, "weight": 0, "bias": 0, "dy": 1, "output": 1}
+        else:
+            dims = {"x": 1, "weight": 1, "bias": None, "dy": 0, "output": 0}
+        dims |= {gradient: dims[name] for name, gradient in GRADIENTS.items()}
+        return {
+            name: t if dims[name] is None else t.tensor_split(self.world_size, dims[name])[self.rank]
+            for name, t in full.items()
+        }
+
+    def call(self, **options):
+        return getattr(tdkernels, self.operator)(self.x, self.weight, self.bias, **options)
+
+    def run(self, **options):
+        """Forward and backward; the results by name: "output" and the gradients of what requires one."""
+        for operand in (self.x, self.weight, self.bias):
+            if operand is not None:
+                operand.grad = None
+        output = self.call(**options)
+        if output.requires_grad:
+            output.backward(self.dy.view(output.shape))
+        return {"output": output.detach(), **self.gradients()}
+
+    def gradients(self):
+        """The gradients that the operands have, by name."""
+        operands = {name: getattr(self, name) for name in GRADIENTS}
+        return {GRADIENTS[n]: t.grad for n, t in operands.items() if t is not None and t.grad is not None}
+
+    def check(self, results):
+        """Raise AssertionError unless each of the named results is near enough to what is expected."""
+        tdkernels.synchronize()  # an error that a kernel has recorded says more than its wrong result
+        for name, got in results.items():
+            title = f"{name} of {self.title}"
+            got = got.reshape(self.expected[name].shape)
+            if self.exact:
+                assert got.dtype == self.dtype, f"{title}: {got.dtype}"
+                wrong = (got.cpu().double() != self.expected[name]).sum().item()  # a NaN is unequal too
+                assert wrong == 0, f"{title}: {wrong} of {got.numel()} elements are wrong"
+            else:
+                assert_close(title, got, self.expected[name], self.low[name])
+
+
+def _unsharded(operands, dy):
+    """Output and gradients of F.linear on full operands, by name."""
+    operands = {name: operand.detach().clone().requires_grad_() for name, operand in operands.items()}
+    output = F.linear(operands["x"], operands["weight"], operands.get("bias"))
+    output.backward(dy)
+    return {"output": output.detach(), **{GRADIENTS[name]: operand.grad for name, operand in operands.items()}}
+
+
+def relative_error(value, exact):
+    """Frobenius norm of the difference over that of ``exact``, in fp64; NaN or infinite where ``value`` is."""
+    difference = (value.detach().cpu().double() - exact).norm().item()
+    scale = exact.norm().item()
+    if scale == 0.0:  # empty, or nothing but zeros
+        return 0.0 if difference == 0.0 else math.inf
+    return difference / scale
+
+
+def assert_close(name, got, exact, low):
+    """Raise AssertionError unless ``got`` is at most twice as far from ``exact`` (fp64) as plain torch's ``low``."""
+    assert got.shape == exact.shape, f"{name}: shape {list(got.shape)}, not {list(exact.shape)}"
+    assert got.dtype == low.dtype, f"{name}: {got.dtype}, not {low.dtype}"
+    # A tiny output can be exact by luck in plain torch, so that one counts as no better than a rounding, u = eps / 2.
+    bound = 2 * max(relative_error(low, exact), torch.finfo(low.dtype).eps / 2)
+    assert math.isfinite(bound), f"{name}: plain torch is off by {bound / 2}, which bounds nothing"
+    error = relative_error(got, exact)
+    assert error <= bound, f"{name}: relative error {error:.3g} is above {bound:.3g}"  # false for NaN too

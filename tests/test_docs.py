@@ -1,0 +1,153 @@
+"""What the documents show is what the code does: their programs run, their names exist, their links lead somewhere."""
+
+import ast
+import inspect
+import os
+import re
+import subprocess
+import sys
+import types
+import warnings
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tdkernels
+from tdkernels import lang
+from tests import ranks
+
+REPO = Path(__file__).parent.parent
+README = REPO / "README.md"
+TUTORIAL = REPO / "docs" / "primitives.md"
+EXAMPLE = REPO / "examples" / "first_kernel.py"
+DOCUMENTS = sorted([*REPO.glob("*.md"), *(REPO / "docs").glob("*.md")])
+
+
+def blocks(document, language):
+    """The fenced code blocks of a language, without the indentation of a list that they may stand in."""
+    found = re.findall(rf"^( *)```{language}\n(.*?)^ *```$", document.read_text(), re.MULTILINE | re.DOTALL)
+    return [re.sub(f"^{indent}", "", block, flags=re.MULTILINE) for indent, block in found]
+
+
+def run(program, tmp_path):
+    """What a program prints that a reader has saved outside the repository."""
+    env = {**os.environ, "PYTHONPATH": str(REPO)}
+    if ranks.DEVICE == "cpu":
+        env["CUDA_VISIBLE_DEVICES"] = ""
+    path = tmp_path / "program.py"
+    path.write_text(program)
+    done = subprocess.run([sys.executable, path], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+# ---- docs/primitives.md ----
+
+
+def test_the_tutorial_quotes_the_example():
+    assert blocks(TUTORIAL, "python") == [EXAMPLE.read_text()]
+
+
+@pytest.mark.slow
+def test_the_tutorial_shows_what_its_program_prints(tmp_path):
+    (program,) = blocks(TUTORIAL, "python")
+    assert run(program, tmp_path) == "".join(blocks(TUTORIAL, "text"))
+
+
+def signature(name):
+    """As the tables of words write it."""
+    word = getattr(lang, name)
+    arguments = []
+    for parameter in inspect.signature(getattr(word, "fn", word)).parameters.values():
+        default = getattr(parameter.default, "value", parameter.default)  # of a constexpr
+        stars = "**" if parameter.kind is parameter.VAR_KEYWORD else ""
+        value = "" if default is parameter.empty else f"={default!r}".replace("'", '"')
+        arguments.append(stars + parameter.name + value)
+    return f"{name}({', '.join(arguments)})".replace("_semantic=None", "")
+
+
+def test_the_tutorial_has_every_word_with_its_signature():
+    rows = re.findall(r"^\| `(\w+\(.*?\))` \|", TUTORIAL.read_text(), re.MULTILINE)
+    assert sorted(rows) == sorted(signature(name) for name in lang.__all__)
+
+
+# ---- README.md ----
+
+
+@pytest.mark.parametrize("source", blocks(README, "python"))
+def test_names_of_the_readme_exist(source):
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                import_module(alias.name)
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                assert hasattr(import_module(node.module), alias.name), ast.unparse(node)
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "tdkernels":
+            assert node.attr in tdkernels.__all__
+        if isinstance(node, ast.Call) and ast.unparse(node.func).removeprefix("tdkernels.") in tdkernels.__all__:
+            function = getattr(tdkernels, node.func.attr)
+            inspect.signature(function).bind(*node.args, **{keyword.arg: keyword.value for keyword in node.keywords})
+
+
+def test_the_readme_shows_what_its_program_prints(tmp_path):
+    program = blocks(README, "python")[0]
+    assert "print(" in program
+    assert run(program, tmp_path).strip() == program.splitlines()[-1].partition("  # ")[2]
+
+
+def forward_and_backward(module, x):
+    x = x.clone().requires_grad_()
+    y = module(x)
+    y.backward(torch.linspace(-1, 1, y.numel(), device=y.device).view_as(y))
+    return {"y": y.detach(), "dx": x.grad, "dup": module.up.weight.grad, "ddown": module.down.weight.grad}
+
+
+def two_mlps(source):
+    """The classes of the README's two blocks, run on the same weights and input."""
+    warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames the collectives that torch 2.11 has
+    mlps = types.ModuleType("mlps")
+    exec(compile(source, str(README), "exec"), vars(mlps))
+    torch.manual_seed(dist.get_rank())
+    plain = mlps.MLP(48, 64, dist.group.WORLD).to(ranks.device())
+    overlapped = mlps.OverlappedMLP(48, 64, dist.group.WORLD).to(ranks.device())
+    overlapped.load_state_dict(plain.state_dict())
+    x = torch.randn(6, 3, 48).to(ranks.device())
+    expected = forward_and_backward(plain, x)
+    for name, value in forward_and_backward(overlapped, x).items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-4, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_the_two_mlps_of_the_readme_compute_the_same():
+    sources = [source for source in blocks(README, "python") if re.search(r"^class \w*MLP\(", source, re.MULTILINE)]
+    assert len(sources) == 2
+    ranks.on_ranks(2, two_mlps, "\n\n".join(sources))
+
+
+# ---- all documents ----
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: d.name)
+def test_links_lead_to_files(document):
+    prose = re.sub(r"^ *```.*?^ *```$", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for link in re.findall(r"\]\(([^)]+)\)", prose):
+        if not link.startswith(("https://", "#")):
+            assert (document.parent / link.partition("#")[0]).exists(), link
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: d.name)
+def test_files_and_targets_that_are_named_exist(document):
+    text = document.read_text()
+    for path in re.findall(r"`((?:tdkernels|tests|examples|bench|docs)/[\w./]+)`", text):
+        assert (REPO / path).exists(), path
+    targets = set(re.findall(r"^([a-z-]+):", (REPO / "Makefile").read_text(), re.MULTILINE))
+    for target in re.findall(r"\bmake (?:[A-Z]+=\S* )*([a-z-]+)[`\s]", "\n".join(code_of(text))):
+        assert target in targets, target
+
+
+def code_of(text):
+    return re.findall(r"```sh\n.*?```|`[^`\n]+`", text, re.DOTALL)

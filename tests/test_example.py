@@ -1,0 +1,52 @@
+"""The example that `make demo` runs: it ends well on CPU ranks, and does not end well when results are wrong."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+EXAMPLE = ROOT / "examples" / "tp_mlp.py"
+
+
+def test_the_mlp_example_runs():
+    done = subprocess.run(
+        [sys.executable, EXAMPLE, "--nproc", "2", "--device", "cpu", "--steps", "2"],
+        capture_output=True, text=True, timeout=200,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"},  # installed or not
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    for word in ("output", "dx", "dw_gate_up", "dw_down", "AgGemmConfig(method='fused'", "All as it should be"):
+        assert word in done.stdout
+
+
+@pytest.fixture(scope="module")
+def example():
+    spec = importlib.util.spec_from_file_location("tp_mlp", EXAMPLE)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["tp_mlp"] = module  # dataclasses look themselves up there
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["tp_mlp"]
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    "errors, losses, good",
+    [
+        ([(1.9, 1.0), (0.5, 1.0)], [0.5, 0.25], True),
+        ([(0.1, 1.0), (2.1, 1.0)], [0.5, 0.25], False),
+        ([(0.1, 1.0), (NAN, 1.0)], [0.5, 0.25], False),
+        ([(0.1, 1.0), (0.1, 1.0)], [0.5, 0.26], False),
+        ([(0.1, 1.0), (0.1, 1.0)], [0.5, NAN], False),
+    ],
+)
+def test_its_verdict(example, errors, losses, good):
+    problem = example.Problem(128, 64, 64, example.torch.float32, 2, loss_tolerance=1e-4)
+    report = {"configs": (), "losses": {"tdkernels": losses, "plain torch": [0.5, 0.25]}}
+    assert example.show(problem, "cpu", [{**report, "errors": {"dx": of_rank}} for of_rank in errors]) == good

@@ -1,0 +1,459 @@
+"""What holds between the ranks, whatever the operator: reuse of memory, groups, disagreement, and peers that fail."""
+
+import contextlib
+import gc
+import os
+import pickle
+import random
+import signal
+import sys
+import threading
+import time
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import tdkernels
+from tdkernels import PeerTimeoutError, PlanMismatchError
+from tdkernels.launch import RankError
+from tdkernels.symm import get_timeout, get_workspace, resolve_group
+from tdkernels.symm.group import group_state
+from tests.ops.dense import config_for
+from tests.ranks import device, fresh_ranks, on_ranks
+from tests.reference import Case
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+OPERATORS = ["ag_gemm", "gemm_rs"]
+TIMEOUT_S = 2.0
+COPY_ENGINE = {"transport": "copy_engine"}
+
+
+def synchronize():
+    if device().type == "cuda":
+        torch.cuda.synchronize()
+
+
+@contextlib.contextmanager
+def a_group(ranks=None):
+    """A group of the test's own, which it may break."""
+    group = dist.new_group(ranks)
+    try:
+        yield group
+    finally:
+        if group != dist.GroupMember.NON_GROUP_MEMBER:
+            dist.destroy_process_group(group)
+        del group
+        gc.collect()  # the errors of a broken workspace must not come up in later tests
+
+
+@contextlib.contextmanager
+def timeout(seconds):
+    tdkernels.set_timeout(seconds)
+    try:
+        yield
+    finally:
+        tdkernels.set_timeout(None)
+
+
+def failure_of(fn, *args, **kwargs):
+    """What a call raises, on a GPU at the latest when the host waits for it; None if nothing."""
+    try:
+        fn(*args, **kwargs)
+        tdkernels.synchronize()
+    except Exception as error:
+        return pickle.loads(pickle.dumps(error))  # without its traceback, which holds on to the group
+    return None
+
+
+# ---- the same memory for many calls ----
+
+# operator, dtype, (rows, n, k), changes to the config: growing, shrinking, growing again.
+CALLS = [
+    ("ag_gemm", BF16, (5, 3, 7), {}),
+    ("gemm_rs", FP32, (5, 3, 7), {}),
+    ("ag_gemm", FP32, (66, 20, 70), {}),
+    ("ag_gemm", FP16, (9, 70, 3), COPY_ENGINE),
+    ("gemm_rs", BF16, (66, 70, 20), {}),
+    ("gemm_rs", FP16, (1, 5, 9), {"item_tiles": 1}),
+    ("ag_gemm", FP16, (1, 3, 7), {}),
+    ("ag_gemm", BF16, (70, 5, 33), COPY_ENGINE),
+    ("gemm_rs", FP32, (70, 33, 40), {}),
+]
+
+
+def poison(group=None):
+    """Fill our own part of all workspaces with NaNs, at a moment when no peer reads or writes it."""
+    group = resolve_group(group)
+    synchronize()
+    dist.barrier(group)
+    for workspace in group_state(group).workspaces.values():
+        data = workspace.buffer.tensor(workspace.rank)[workspace.data_offset :]
+        data.fill_(0xFF)  # NaN in every dtype
+    synchronize()
+    dist.barrier(group)
+
+
+def reuses_poisoned_memory():
+    for turn in range(2):
+        for i, (operator, dtype, shape, changes) in enumerate(CALLS):
+            case = Case(operator, dtype, *shape, exact=True, seed=turn * len(CALLS) + i)
+            results = case.run(config=config_for(case, **changes))
+            poison()  # what we got is ours and does not change with the workspace
+            case.check(results)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_memory_is_reused_by_other_shapes_and_dtypes(world_size):
+    on_ranks(world_size, reuses_poisoned_memory)
+
+
+@contextlib.contextmanager
+def stalls(seed):
+    """Stop this process for a while, again and again, in the middle of whatever it is doing."""
+    over = threading.Event()
+    switch_interval = sys.getswitchinterval()
+    generator = random.Random(seed)
+
+    def hold_the_interpreter():
+        while not over.wait(generator.uniform(0.001, 0.02)):
+            end = time.monotonic() + generator.uniform(0.0, 0.03)
+            while time.monotonic() < end:
+                pass
+
+    sys.setswitchinterval(0.05)  # longer than a stall, so that nobody interrupts it
+    thread = threading.Thread(target=hold_the_interpreter)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        sys.setswitchinterval(switch_interval)
+
+
+def outruns_its_peers(operator, changes, calls):
+    """Calls with fresh data and nothing between them, while the ranks run ahead of each other."""
+    shape = (70, 9, 7) if operator == "ag_gemm" else (70, 66, 7)
+    cases = [Case(operator, FP32, *shape, exact=True, seed=i) for i in range(calls)]
+    config = config_for(cases[0], **changes)
+    cases[0].run(config=config)
+    with stalls(seed=dist.get_rank()):
+        outputs = [case.call(config=config) for case in cases]
+        for case, output in zip(cases, outputs, strict=True):
+            output.backward(case.dy)
+    for case, output in zip(cases, outputs, strict=True):
+        case.check({"output": output, **case.gradients()})
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(
+    "operator, changes",
+    [("ag_gemm", {}), ("ag_gemm", COPY_ENGINE), ("gemm_rs", {}), ("gemm_rs", {"item_tiles": 1})],
+    ids=str,
+)
+def test_no_rank_overtakes_its_peers_data(world_size, operator, changes):
+    on_ranks(world_size, outruns_its_peers, operator, changes, calls=8)
+
+
+def waits_for_a_slow_rank(operator, changes):
+    for slow in range(dist.get_world_size()):
+        case = Case(operator, BF16, 20, 9, 33, seed=slow)
+        config = config_for(case, **changes)
+        if dist.get_rank() == slow:
+            time.sleep(0.2)
+        output = case.call(config=config)
+        if dist.get_rank() == slow:
+            time.sleep(0.2)
+        output.backward(case.dy)
+        case.check({"output": output, **case.gradients()})
+
+
+@pytest.mark.parametrize("operator, changes", [("ag_gemm", {}), ("ag_gemm", COPY_ENGINE), ("gemm_rs", {})], ids=str)
+def test_slow_rank(operator, changes):
+    on_ranks(3, waits_for_a_slow_rank, operator, changes)
+
+
+def has_more_plans_than_numbers():
+    with a_group() as group:
+        case = Case("ag_gemm", FP32, 5, 3, 7, exact=True)
+        case.run(group=group)
+        workspace = get_workspace(group, device(), "ag_gemm")
+        for i in range(300):  # a signal has room for 256
+            workspace.prepare("ag_gemm", {"i": i}, 1, 1)
+        other = Case("ag_gemm", FP32, 9, 4, 6, exact=True)
+        for _ in range(2):
+            for c in (case, other):
+                c.check(c.run(group=group))
+
+
+def test_more_plans_than_numbers():
+    on_ranks(2, has_more_plans_than_numbers)
+
+
+# ---- groups ----
+
+
+def computes_in_group(group, rank, world_size, seed):
+    """Both operators in one group; groups that run at the same time have other shapes."""
+    for operator in OPERATORS:
+        case = Case(operator, BF16, 9 + 5 * seed, 7, 11 + seed, rank=rank, world_size=world_size, seed=seed)
+        case.check(case.run(group=group))
+
+
+def uses_two_kinds_of_groups(divisions):
+    """Each division splits the world into groups, all of which run at once; this rank goes through its own in turn."""
+    mine = []
+    with contextlib.ExitStack() as stack:
+        for division in divisions:
+            for number, ranks in enumerate(division):
+                group = stack.enter_context(a_group(ranks))
+                if dist.get_rank() in ranks:
+                    mine.append((group, ranks.index(dist.get_rank()), len(ranks), number))
+        for _ in range(2):
+            for group, rank, world_size, number in mine:
+                computes_in_group(group, rank, world_size, seed=number)
+        mine.clear()
+        del group
+
+
+@pytest.mark.parametrize(
+    "divisions",
+    [
+        [[[0, 1], [2, 3]], [[0, 2], [1, 3]]],
+        [[[0, 1, 2], [3]], [[0], [1, 2, 3]]],
+    ],
+    ids=["tensor parallel in data parallel", "uneven"],
+)
+def test_subgroups(divisions):
+    on_ranks(4, uses_two_kinds_of_groups, divisions)
+
+
+def uses_a_mesh():
+    mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("dp", "tp"))
+    for _ in range(2):
+        for name, other in (("tp", "dp"), ("dp", "tp")):
+            computes_in_group(mesh[name], mesh.get_local_rank(name), 2, seed=mesh.get_local_rank(other))
+
+
+def test_dimension_of_a_mesh():
+    on_ranks(4, uses_a_mesh)
+
+
+def uses_a_one_dimensional_mesh():
+    world_size = dist.get_world_size()
+    mesh = init_device_mesh(device().type, (world_size,))
+    computes_in_group(mesh, dist.get_rank(), world_size, seed=0)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_one_dimensional_mesh(world_size):
+    on_ranks(world_size, uses_a_one_dimensional_mesh)
+
+
+def frees_a_destroyed_group():
+    def mapped():
+        return Path("/proc/self/maps").read_text().count("memfd:tdkernels")
+
+    gc.collect()
+    before = mapped()
+    group = dist.new_group()
+    for operator in OPERATORS:
+        case = Case(operator, FP32, 5, 3, 7)
+        case.check(case.run(group=group))
+    names = [workspace.name for workspace in group_state(group).workspaces.values()]
+    assert {"ag_gemm", "gemm_rs"} <= set(names)
+    workspaces = [weakref.ref(get_workspace(group, device(), name)) for name in names]
+    assert device().type != "cpu" or mapped() > before
+    dist.destroy_process_group(group)
+    error = failure_of(case.call, group=group)
+    assert isinstance(error, ValueError) and "destroyed" in str(error), repr(error)
+    del group
+    gc.collect()
+    assert [ref() for ref in workspaces] == [None] * len(names)
+    assert mapped() == before
+    case.check(case.run())  # the world is as it was
+
+
+def test_destroyed_group_is_refused_and_its_memory_freed():
+    on_ranks(2, frees_a_destroyed_group)
+
+
+def test_without_a_process_group():
+    assert not dist.is_initialized()
+    for operator in (tdkernels.ag_gemm, tdkernels.gemm_rs):
+        with pytest.raises(ValueError, match="init_process_group"):
+            operator(torch.ones(2, 3), torch.ones(4, 3))
+
+
+# ---- ranks that do not agree ----
+
+# What rank 1 of three does otherwise, the name of the field, and its values there and elsewhere. Everybody else makes
+# a call with rows, n, k = 6, 4, 8 in fp32.
+DISAGREEMENTS = {
+    "rows": (dict(rows=9), {"ag_gemm": "M/W", "gemm_rs": "M"}, {"ag_gemm": (9, 6), "gemm_rs": (27, 18)}),
+    "n": (dict(n=5), {"ag_gemm": "N/W", "gemm_rs": "N"}, (5, 4)),
+    "k": (dict(k=7), {"ag_gemm": "K", "gemm_rs": "K/W"}, (7, 8)),
+    "dtype": (dict(dtype=FP16), "dtype", ('"torch.float16"', '"torch.float32"')),
+    "method": (dict(config={"method": "torch"}), "config", ("method=torch", "method=fused")),
+    "no rows": (dict(rows=0), {"ag_gemm": "M/W", "gemm_rs": "M"}, {"ag_gemm": (0, 6), "gemm_rs": (0, 18)}),
+    "operator": (dict(operator=None), "operator", {"ag_gemm": ("gemm_rs", "ag_gemm"), "gemm_rs": ("ag_gemm", "gemm_rs")}),
+}  # fmt: skip
+
+
+def disagrees(operator, what):
+    otherwise, field, values = DISAGREEMENTS[what]
+    field = field if isinstance(field, str) else field[operator]
+    there, elsewhere = values if isinstance(values, tuple) else values[operator]
+    call = {"operator": operator, "dtype": FP32, "rows": 6, "n": 4, "k": 8}
+    changes = {}
+    if dist.get_rank() == 1:
+        otherwise = dict(otherwise)
+        changes = otherwise.pop("config", {})
+        call |= otherwise
+        if what == "operator":
+            call["operator"] = next(name for name in OPERATORS if name != operator)
+    with a_group() as group:
+        case = Case(**call)
+        error = failure_of(case.call, group=group, config=config_for(case, **changes))
+        assert type(error) is ValueError, repr(error)
+        text = str(error)
+        expected = [f"{field} is ", f"{elsewhere}", "on ranks 0, 2", f"{there}", "on rank 1"]
+        assert all(part in text for part in expected), f"{expected} in {text}"
+        # Nobody has launched anything, so the group is as good as before.
+        after = Case(operator, FP32, 6, 4, 8)
+        after.check(after.run(group=group))
+        del group
+
+
+@pytest.mark.parametrize("what", DISAGREEMENTS)
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_disagreement_is_named_on_every_rank(operator, what):
+    on_ranks(3, disagrees, operator, what)
+
+
+def is_not_fooled_by_a_known_shape(operator, changes, shapes):
+    """Both shapes have been used before, so nobody asks the others; only the signals can tell."""
+    with a_group() as group, timeout(TIMEOUT_S):
+        cases = [Case(operator, FP32, *shape, seed=i) for i, shape in enumerate(shapes)]
+        with timeout(60.0):  # a GPU may have to compile
+            for case in cases * 2:
+                case.check(case.run(group=group, config=config_for(case, **changes)))
+        dist.barrier()
+        case = cases[dist.get_rank() == 1]
+        config = config_for(case, **changes)
+        error = failure_of(case.call, group=group, config=config)
+        assert isinstance(error, PlanMismatchError | PeerTimeoutError), repr(error)
+        assert operator in str(error)
+        # There is no way back for this group: the ranks no longer know what is in their memory.
+        again = failure_of(case.call, group=group, config=config)
+        assert type(again) is type(error) and str(again) == str(error), repr(again)
+        del group
+    after = Case(operator, FP32, *shapes[0])
+    after.check(after.run())
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("other", [(71, 6, 5), (140, 6, 5), (70, 7, 5), (70, 6, 9)], ids=str)
+@pytest.mark.parametrize("operator, changes", [("ag_gemm", {}), ("ag_gemm", COPY_ENGINE), ("gemm_rs", {})], ids=str)
+def test_known_but_different_shapes_never_give_a_result(operator, changes, other, world_size):
+    on_ranks(world_size, is_not_fooled_by_a_known_shape, operator, changes, [(70, 6, 5), other])
+
+
+def meets_a_new_shape(operator):
+    """Rank 0 wants to agree on a shape that the others do not know; they wait for its data."""
+    with a_group() as group, timeout(TIMEOUT_S):
+        known, new = Case(operator, FP32, 6, 4, 8), Case(operator, FP32, 7, 4, 8)
+        with timeout(60.0):
+            known.check(known.run(group=group))
+        dist.barrier()
+        start = time.monotonic()
+        error = failure_of((new if dist.get_rank() == 0 else known).call, group=group)
+        assert time.monotonic() - start < TIMEOUT_S + 5.0
+        assert type(error) is PeerTimeoutError, repr(error)
+        assert error.operator == operator and error.rank == dist.get_rank() and error.timeout_s == TIMEOUT_S
+        if dist.get_rank() == 0:
+            assert error.peer != 0 and error.signal == "agreement"
+            assert isinstance(failure_of(new.call, group=group), RuntimeError)
+        else:
+            assert error.peer == 0
+        del group
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_new_shape_on_one_rank_only(operator):
+    on_ranks(3, meets_a_new_shape, operator)
+
+
+# ---- ranks that do not come ----
+
+
+def loses_rank_1(operator, known):
+    case, new = Case(operator, FP32, 6, 4, 8), Case(operator, FP32, 7, 4, 8)
+    for _ in range(2):
+        case.check(case.run())
+    tdkernels.set_timeout(TIMEOUT_S)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    error = failure_of((case if known else new).call)
+    assert time.monotonic() - start < TIMEOUT_S + 5.0
+    again = failure_of(case.call)
+    assert again is not None
+    if known:
+        assert str(again) == str(error)
+    raise error
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["known shape", "new shape"])
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_killed_rank(operator, known):
+    with fresh_ranks(3) as pool, pytest.raises(RankError) as caught:
+        pool.run(loses_rank_1, operator, known)
+    exceptions = caught.value.exceptions
+    assert isinstance(exceptions[1], ChildProcessError)
+    for rank in (0, 2):
+        error = exceptions[rank]
+        assert type(error) is PeerTimeoutError, repr(error)
+        assert (error.operator, error.rank, error.peer, error.timeout_s) == (operator, rank, 1, TIMEOUT_S)
+        assert error.seen == error.expected - 1
+        assert (error.signal == "agreement") == (not known)
+        for words in (operator, f"rank {rank} waited", "rank 1", "TDKERNELS_TIMEOUT_S"):
+            assert words in str(error)
+
+
+# ---- how long to wait ----
+
+
+@pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf"), 1e300])
+def test_timeout_has_to_be_a_positive_finite_number(seconds, monkeypatch):
+    with pytest.raises(ValueError, match="positive"):
+        tdkernels.set_timeout(seconds)
+    assert get_timeout() == 300.0
+    monkeypatch.setenv("TDKERNELS_TIMEOUT_S", str(seconds))
+    with pytest.raises(ValueError, match=r"TDKERNELS_TIMEOUT_S.*positive"):
+        get_timeout()
+
+
+@pytest.mark.parametrize("text", ["", "soon", "1 s"])
+def test_timeout_variable_has_to_be_a_number(text, monkeypatch):
+    monkeypatch.setenv("TDKERNELS_TIMEOUT_S", text)
+    with pytest.raises(ValueError, match="TDKERNELS_TIMEOUT_S"):
+        get_timeout()
+
+
+def test_timeout_is_the_call_then_the_variable_then_five_minutes(monkeypatch):
+    monkeypatch.delenv("TDKERNELS_TIMEOUT_S", raising=False)
+    assert get_timeout() == 300.0
+    monkeypatch.setenv("TDKERNELS_TIMEOUT_S", "2.5")
+    assert get_timeout() == 2.5
+    tdkernels.set_timeout(7)
+    try:
+        assert get_timeout() == 7.0
+    finally:
+        tdkernels.set_timeout(None)
+    assert get_timeout() == 2.5
