@@ -300,7 +300,7 @@ DISAGREEMENTS = {
     "dtype": (dict(dtype=FP16), "dtype", ('"torch.float16"', '"torch.float32"')),
     "method": (dict(config={"method": "torch"}), "config", ("method=torch", "method=fused")),
     "no rows": (dict(rows=0), {"ag_gemm": "M/W", "gemm_rs": "M"}, {"ag_gemm": (0, 6), "gemm_rs": (0, 18)}),
-    "operator": (dict(operator=None), "operator", {"ag_gemm": ("gemm_rs", "ag_gemm"), "gemm_rs": ("ag_gemm", "gemm_rs")}),
+    "operator": ({}, "operator", {"ag_gemm": ("gemm_rs", "ag_gemm"), "gemm_rs": ("ag_gemm", "gemm_rs")}),
 }  # fmt: skip
 
 

@@ -72,9 +72,12 @@ class Gather:
 
         self._beside(launch)
 
-    def copy(self):
-        """Send our shard by the copy engine, which takes no multiprocessor, beside the current stream."""
-        self._beside(self._copy_to_all)
+    def copy(self, own=True):
+        """Send our shard by the copy engine, which takes no multiprocessor, beside the current stream.
+
+        ``own``: copy it into our own slot too, which only ``gathered`` needs.
+        """
+        self._beside(lambda: self._copy_to_all(own))
 
     def wait(self, step):
         """Make the current stream wait for the shard of the rank ``step`` below ours; ours itself is in x."""
@@ -123,16 +126,16 @@ class Gather:
             enqueue()
         self._pushing = True
 
-    def _copy_to_all(self):
-        own = self.workspace.rank
+    def _copy_to_all(self, own):
+        rank = self.workspace.rank
         shard = self.x.view(torch.uint8).view(-1)
-        for step in range(1, self.world_size + 1):
-            peer = (own + step) % self.world_size
+        for step in range(1, self.world_size + own):
+            peer = (rank + step) % self.world_size
             for chunk in range(self.num_chunks):
                 start = chunk * self.chunk_rows * self.row_bytes
                 stop = min(start + self.chunk_rows * self.row_bytes, self.rows * self.row_bytes)
                 self._slot_on(peer)[start:stop].copy_(shard[start:stop], non_blocking=True)
-                if peer != own:
+                if peer != rank:
                     self._announce(peer, chunk)
 
     def _slot_on(self, peer):

@@ -45,7 +45,7 @@ def _forward(x, weight, bias, group, config):
     group = _operands.group_by_name(group)
     if group.size() == 1:
         return F.linear(x, weight, bias)
-    config = from_text(AgGemmConfig, config) if config else kernel.default_config_for(x, weight)
+    config = kernel.complete(config, x, weight)
     if x.shape[0] and config.method == "fused":
         return kernel.launch(x, weight, bias, group, config)[0]
     group_state(group).agree_once("ag_gemm", kernel.plan_fields(x, weight, config))

@@ -4,14 +4,14 @@ Signal number ``source * num_chunks + chunk`` of a half is raised by ``source`` 
 our memory; the waiters are the tiles made of its rows.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 import triton.language as tl
 
 from tdkernels import lang as td
 from tdkernels.ops import _device, _operands
-from tdkernels.ops._config import to_text
+from tdkernels.ops._config import from_text, to_text
 from tdkernels.ops._gather import Gather, slot_rows_of
 from tdkernels.ops._gather_kernels import push_shard
 from tdkernels.ops._gemm import gemm_tile, swizzle
@@ -28,29 +28,33 @@ class AgGemmConfig:
     """How ``ag_gemm`` runs.
 
     method:          "fused", or "torch": a plain all-gather, then a plain GEMM
-    tiles:           the tile of the product, see ``Tiles``
+    tiles:           the tile of the product, see ``Tiles``; None takes the default for the device and shape
     transport:       "push" (by programs) or "copy_engine"
     num_comm_sms:    programs that push; push only
     chunk_tiles:     tile rows that travel together under one signal
     """
 
     method: str = "fused"
-    tiles: Tiles = Tiles()
+    tiles: Tiles | None = None
     transport: str = "push"
-    num_comm_sms: int = 8
+    num_comm_sms: int = 24
     chunk_tiles: int = 1
 
     def illegal(self, device, dtype):
         """Why this config cannot run on a device with a dtype; None when it can."""
         if self.method not in ("fused", "torch"):
             return f'method must be "fused" or "torch", not {self.method!r}'
+        if self.method == "torch":
+            return None  # takes none of the rest
         if self.transport not in ("push", "copy_engine"):
             return f'transport must be "push" or "copy_engine", not {self.transport!r}'
-        if not 1 <= self.num_comm_sms < _device.num_sms(device):
-            return f"num_comm_sms must be from 1 to {_device.num_sms(device) - 1}, not {self.num_comm_sms}"
+        if self.num_comm_sms < 1:
+            return f"num_comm_sms must be at least 1, not {self.num_comm_sms}"
+        if device.type == "cuda" and self.num_comm_sms >= _device.num_sms(device):
+            return f"num_comm_sms must leave some of the {_device.num_sms(device)} free, not be {self.num_comm_sms}"
         if self.chunk_tiles < 1:
             return f"chunk_tiles must be at least 1, not {self.chunk_tiles}"
-        return self.tiles.illegal(device, dtype)
+        return self.tiles.illegal(device, dtype) if self.tiles is not None else None
 
 
 def default_config_for(x, weight):
@@ -61,6 +65,16 @@ def default_config_for(x, weight):
     if x.numel() * x.element_size() >= _LARGE_SHARD_BYTES:
         return AgGemmConfig(tiles=tiles, transport="copy_engine", chunk_tiles=-(-x.shape[0] // tiles.block_m))
     return AgGemmConfig(tiles=tiles, num_comm_sms=24)
+
+
+def complete(text, x, weight):
+    """The config that ``text`` stands for, "" being the default, with its tiles filled in."""
+    if not text:
+        return default_config_for(x, weight)
+    config = from_text(AgGemmConfig, text)
+    if config.tiles is None:
+        config = replace(config, tiles=default_tiles(x.shape[0], weight.shape[0], x.dtype, x.device))
+    return config
 
 
 @td.jit
@@ -182,7 +196,7 @@ def launch(x, weight, bias, group, config, keep_gathered=False):
         workspace, plan, half_bytes = gather.workspace, gather.plan, 0
         gather.begin()
         if config.transport == "copy_engine":
-            gather.copy()
+            gather.copy(own=keep_gathered)
             num_comm = 0
     else:
         workspace = get_workspace(group, x.device, "ag_gemm")

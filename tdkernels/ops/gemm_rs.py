@@ -43,7 +43,7 @@ def _forward(x, weight, bias, group, config):
     group = _operands.group_by_name(group)
     if group.size() == 1:
         return F.linear(x, weight, bias)
-    config = from_text(GemmRsConfig, config) if config else kernel.default_config_for(x, weight, group.size())
+    config = kernel.complete(config, x, weight, group.size())
     if x.shape[0] and config.method == "fused":
         return kernel.launch(x, weight, bias, group, config)
     group_state(group).agree_once("gemm_rs", kernel.plan_fields(x, weight, config))

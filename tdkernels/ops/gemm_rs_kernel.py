@@ -11,14 +11,14 @@ Buffers keep tiles whole, in the order in which they are computed: [tiles, BLOCK
 contiguous piece of memory whatever the shape, and both ends agree on the order.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 import triton.language as tl
 
 from tdkernels import lang as td
 from tdkernels.ops import _device, _operands
-from tdkernels.ops._config import to_text
+from tdkernels.ops._config import from_text, to_text
 from tdkernels.ops._gemm import gemm_tile, swizzle
 from tdkernels.ops._tiles import Tiles, default_tiles
 from tdkernels.symm import get_workspace
@@ -31,27 +31,39 @@ class GemmRsConfig:
     """How ``gemm_rs`` runs.
 
     method:      "fused", or "torch": a plain GEMM, then a plain reduce-scatter
-    tiles:       the tile of the product, see ``Tiles``
+    tiles:       the tile of the product, see ``Tiles``; None takes the default for the device and shape
     item_tiles:  tiles that are forwarded together under one signal
     """
 
     method: str = "fused"
-    tiles: Tiles = Tiles()
+    tiles: Tiles | None = None
     item_tiles: int = 4
 
     def illegal(self, device, dtype):
         """Why this config cannot run on a device with a dtype; None when it can."""
         if self.method not in ("fused", "torch"):
             return f'method must be "fused" or "torch", not {self.method!r}'
+        if self.method == "torch":
+            return None  # takes none of the rest
         if self.item_tiles < 1:
             return f"item_tiles must be at least 1, not {self.item_tiles}"
-        return self.tiles.illegal(device, dtype)
+        return self.tiles.illegal(device, dtype) if self.tiles is not None else None
 
 
 def default_config_for(x, weight, world_size):
     """The config for operands [M, K / W] and [N, K / W] of a shape that nobody has tuned."""
     tiles = default_tiles(x.shape[0] // world_size, weight.shape[0], x.dtype, x.device)
     return GemmRsConfig(tiles=tiles, item_tiles=2 if x.device.type == "cpu" else 4)
+
+
+def complete(text, x, weight, world_size):
+    """The config that ``text`` stands for, "" being the default, with its tiles filled in."""
+    if not text:
+        return default_config_for(x, weight, world_size)
+    config = from_text(GemmRsConfig, text)
+    if config.tiles is None:
+        config = replace(config, tiles=default_tiles(x.shape[0] // world_size, weight.shape[0], x.dtype, x.device))
+    return config
 
 
 @td.jit

@@ -165,7 +165,7 @@ class Workspace:
         kind, peer, address, expected, seen = (int(word) for word in record[:5])
         if kind == 0:
             return None
-        signal = (address - buffer.addresses[self.rank]) // _WORD
+        signal = self._signal_name(buffer, address)
         if kind == records.RECORD_TIMEOUT.value:
             return PeerTimeoutError(self.name, self.rank, peer, signal, expected, seen, self._timeout_s)
         operator = self._operator(expected % _MAX_PLANS)
@@ -176,6 +176,16 @@ class Workspace:
             f"{operator}: rank {peer} made call {expected // _MAX_PLANS} with another shape, dtype or config than rank "
             f"{self.rank}: {self._describe(seen % _MAX_PLANS)} there, {self._describe(expected % _MAX_PLANS)} here"
         )
+
+    def _signal_name(self, buffer, address):
+        """Which word an address in a record means."""
+        index = (address - buffer.addresses[self.rank]) // _WORD
+        if not 0 <= index < words.MAX_RANKS.value + 2 * self.half_signals:
+            return "between programs of this rank"
+        if index < words.MAX_RANKS.value:
+            return f"ready[{index}]"
+        half, number = divmod(index - words.MAX_RANKS.value, self.half_signals)
+        return f"{number} of half {half}"
 
     def _operator(self, plan):
         return self._plan_key(plan)[0]
