@@ -38,7 +38,7 @@ def push_shard(
             td.put(dst, shard + start, tl.minimum(chunk_bytes, shard_bytes - start), COPY_WORDS)
 
 
-@td.jit
+@td.jit(do_not_specialize=["plan"])
 def begin_kernel(ctx, plan):
     """Open a call that gathers into one fixed half: return when every peer's stream has come to the same call.
 
@@ -58,7 +58,7 @@ def begin_kernel(ctx, plan):
     td.finish(ctx)
 
 
-@td.jit
+@td.jit(do_not_specialize=["shard_bytes", "chunk_bytes", "num_chunks", "slot_bytes", "plan"])
 def push_kernel(
     ctx, x_ptr, shard_bytes, chunk_bytes, num_chunks, slot_bytes, plan, COPY_WORDS: tl.constexpr
 ):
@@ -70,14 +70,14 @@ def push_kernel(
     )  # fmt: skip
 
 
-@td.jit
+@td.jit(do_not_specialize=["num_chunks", "chunk", "peer", "plan"])
 def notify_kernel(ctx, num_chunks, chunk, peer, plan):
     """Announce a chunk that the host has copied to a peer (CPU ranks; GPUs copy the signal itself)."""
     signal = (td.epoch(ctx) << 8) | plan
     td.notify(ctx, td.signal_at(ctx, 0, td.rank(ctx) * num_chunks + chunk), peer, signal)
 
 
-@td.jit
+@td.jit(do_not_specialize=["num_chunks", "first_step", "last_step", "plan"])
 def await_kernel(ctx, num_chunks, first_step, last_step, plan):
     """Return when the shards of the ranks ``first_step`` to ``last_step`` (excluded) below ours have arrived."""
     me = td.rank(ctx)

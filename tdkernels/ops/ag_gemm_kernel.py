@@ -95,7 +95,8 @@ def _tile_by_arrival(tile, me, ranks, tiles_m, tiles_n, GROUP_M: tl.constexpr, C
     return source, pid_m, pid_n
 
 
-@td.jit
+# One compiled kernel for all numbers of rows and all plans; N, K and the strides decide how wide loads and stores are.
+@td.jit(do_not_specialize=["M_shard", "slot_rows", "plan"])
 def ag_gemm_kernel(
     ctx, x_ptr, x_desc, gathered_desc, w_ptr, w_desc, bias_ptr, y_ptr,
     M_shard, N, K, stride_wn, stride_wk, slot_rows, plan,

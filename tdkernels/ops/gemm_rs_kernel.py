@@ -114,7 +114,8 @@ def _sum_in_rank_order(
     tl.store(z_ptr + offs_m[:, None].to(tl.int64) * N + offs_n[None, :], z, mask=mask)
 
 
-@td.jit
+# One compiled kernel for all numbers of rows and all plans; N, K and the strides decide how wide loads and stores are.
+@td.jit(do_not_specialize=["M_shard", "lag", "plan"])
 def gemm_rs_kernel(
     ctx, x_ptr, x_desc, w_ptr, w_desc, bias_ptr, z_ptr, stage_ptr,
     M_shard, N, K, stride_wn, stride_wk, lag, plan,

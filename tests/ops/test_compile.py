@@ -1,0 +1,79 @@
+"""torch.compile traces through both operators; torch.library's own checks of an operator pass."""
+
+import pytest
+import torch
+from torch import nn
+
+import tdkernels
+from tests.ranks import device, on_ranks
+
+HIDDEN, INNER = 16, 24
+
+
+class Mlp(nn.Module):
+    """The tensor-parallel MLP of one rank, with biases."""
+
+    def __init__(self, config=None):
+        super().__init__()
+        self.config = config
+        self.up = nn.Parameter(torch.randn(INNER, HIDDEN))
+        self.up_bias = nn.Parameter(torch.randn(INNER))
+        self.down = nn.Parameter(torch.randn(HIDDEN, INNER))
+        self.down_bias = nn.Parameter(torch.randn(HIDDEN))
+
+    def forward(self, x):
+        h = torch.relu(tdkernels.ag_gemm(x, self.up, self.up_bias, config=self.config))
+        return tdkernels.gemm_rs(h, self.down, self.down_bias)
+
+
+def _backend():
+    # The CPU's inductor would need a C++ compiler and much time; it sees the operators through the same graph.
+    return "inductor" if device().type == "cuda" else "aot_eager"
+
+
+def _run(module, x):
+    x = x.clone().requires_grad_()
+    y = module(x)
+    y.square().sum().backward()
+    gradients = [x.grad, *(p.grad for p in module.parameters())]
+    module.zero_grad()
+    return [y.detach(), *gradients]
+
+
+def compiled_equals_eager(config):
+    torch._dynamo.reset()
+    torch.manual_seed(torch.distributed.get_rank())
+    module = Mlp(config).to(device())
+    compiled = torch.compile(module, fullgraph=True, backend=_backend())
+    for rows in (4, 4, 6):  # the third call meets a shape that was not traced
+        x = torch.randn(2, rows, HIDDEN, device=device())
+        for got, expected in zip(_run(compiled, x), _run(module, x), strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    tdkernels.synchronize()
+
+
+def opchecks():
+    """Schema, fake implementation and registration, on ranks that make the same calls."""
+    group = torch.distributed.group.WORLD.group_name
+    ranks = torch.distributed.get_world_size()
+    x, dy = torch.randn(ranks * 3, 8, device=device()), torch.randn(ranks * 3, 5, device=device())
+    weight, bias = torch.randn(5, 8, device=device()), torch.randn(5, device=device())
+    calls = {
+        "ag_gemm": (x[:3], weight, bias, group, ""),
+        "ag_gemm_backward": (dy, x[:3], weight, True, True, group, ""),
+        "gemm_rs": (x, weight, bias, group, ""),
+        "gemm_rs_backward": (dy[:3].contiguous(), x, weight, True, True, True, group, ""),
+    }
+    for name, arguments in calls.items():
+        torch.library.opcheck(
+            getattr(torch.ops.tdkernels, name).default, arguments, test_utils=("test_schema", "test_faketensor")
+        )
+
+
+@pytest.mark.parametrize("config", [None, tdkernels.AgGemmConfig(method="torch")], ids=["default", "explicit"])
+def test_fullgraph(config):
+    on_ranks(2, compiled_equals_eager, config)
+
+
+def test_opcheck():
+    on_ranks(2, opchecks)

@@ -1,0 +1,110 @@
+"""Both operators in a CUDA graph: captured once, replayed with new data any number of times, between eager calls."""
+
+import pytest
+import torch
+
+import tdkernels
+from tests.ranks import DEVICE, on_ranks
+from tests.reference import Case
+
+pytestmark = pytest.mark.skipif(DEVICE == "cpu" or not torch.cuda.is_available(), reason="CUDA graphs need GPUs")
+
+SHAPE = (64, 72, 136)
+
+
+def _new_case(operator, seed):
+    return Case(operator, torch.bfloat16, *SHAPE, bias=True, seed=seed)
+
+
+def _refill(static, fresh):
+    """Put the operands of one case where a graph reads those of another."""
+    with torch.no_grad():
+        for name in ("x", "weight", "bias", "dy"):
+            getattr(static, name).copy_(getattr(fresh, name))
+
+
+def _step(case, config):
+    output = case.call(config=config)
+    gradients = torch.autograd.grad(output, [case.x, case.weight, case.bias], case.dy)
+    return dict(zip(("output", "dx", "dweight", "dbias"), (output.detach(), *gradients), strict=True))
+
+
+def _capture(case, config):
+    """A graph of forward and backward, after the warm-up on a side stream that capture asks for."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            _step(case, config)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = _step(case, config)
+    return graph, results
+
+
+def replays_with_new_data(operator, config):
+    static = _new_case(operator, seed=0)
+    graph, results = _capture(static, config)
+    seed = 1
+    for replays in (1, 2, 3, 5):
+        for _ in range(replays):
+            fresh = _new_case(operator, seed)
+            _refill(static, fresh)
+            for result in results.values():
+                result.fill_(torch.nan)
+            graph.replay()
+            fresh.check(results)
+            seed += 1
+        # Eager calls of the same and of another shape in between must not put the epochs of graph and workspace apart.
+        eager = _new_case(operator, seed)
+        eager.check(_step(eager, config))
+        other = Case(operator, torch.float16, 33, 40, 48, seed=seed)
+        other.check(other.run())
+
+
+def survives_growth_of_the_workspace(operator):
+    """A graph keeps the buffer that it was captured with when later calls need a larger one."""
+    static = _new_case(operator, seed=0)
+    graph, results = _capture(static, None)
+    large = Case(operator, torch.bfloat16, 8 * SHAPE[0], 2 * SHAPE[1], 4 * SHAPE[2])
+    large.check(large.run())
+    for seed in (1, 2, 3):
+        fresh = _new_case(operator, seed)
+        _refill(static, fresh)
+        graph.replay()
+        fresh.check(results)
+
+
+def refuses_to_capture_a_new_shape(operator):
+    case = Case(operator, torch.bfloat16, 17, 19, 23)
+    torch.cuda.synchronize()
+    with pytest.raises(RuntimeError, match="before capture"):
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            case.call()
+    torch.cuda.synchronize()
+    case.check(case.run())
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(
+    "operator, config",
+    [
+        ("ag_gemm", None),
+        ("ag_gemm", tdkernels.AgGemmConfig(transport="copy_engine")),
+        ("gemm_rs", None),
+    ],
+    ids=["ag_gemm", "ag_gemm by copy engine", "gemm_rs"],
+)
+def test_replay(world_size, operator, config):
+    on_ranks(world_size, replays_with_new_data, operator, config)
+
+
+@pytest.mark.parametrize("operator", ["ag_gemm", "gemm_rs"])
+def test_growth(operator):
+    on_ranks(2, survives_growth_of_the_workspace, operator)
+
+
+@pytest.mark.parametrize("operator", ["ag_gemm", "gemm_rs"])
+def test_new_shape(operator):
+    on_ranks(2, refuses_to_capture_a_new_shape, operator)

@@ -1,0 +1,51 @@
+"""Shapes that nobody thought of: hypothesis draws a problem and a config, the ranks compute it."""
+
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tdkernels import AgGemmConfig, GemmRsConfig, Tiles
+from tests.ranks import DEVICE, on_ranks
+from tests.reference import Case
+
+# A GPU compiles a kernel for each tile, dtype and kind of alignment, so it gets fewer kinds and fewer examples.
+ON_GPU = DEVICE == "cuda"
+BLOCKS = st.sampled_from([16, 64] if ON_GPU else [16, 32, 64])
+SIZES = st.integers(1, 70)
+TILES = st.builds(Tiles, BLOCKS, BLOCKS, st.just(32), st.integers(1, 4), st.just(4), st.just(2))
+CONFIGS = {
+    "ag_gemm": st.builds(
+        AgGemmConfig,
+        tiles=st.none() | TILES,
+        transport=st.sampled_from(["push", "copy_engine"]),
+        num_comm_sms=st.integers(1, 4),
+        chunk_tiles=st.integers(1, 3),
+    ),
+    "gemm_rs": st.builds(GemmRsConfig, tiles=st.none() | TILES, item_tiles=st.integers(1, 5)),
+}
+
+
+def computes(operator, dtype, shape, bias, exact, seed, config):
+    case = Case(operator, dtype, *shape, bias=bias, exact=exact, seed=seed)
+    case.check(case.run(config=config))
+
+
+@settings(
+    max_examples=8 if ON_GPU else 30, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+@given(
+    world_size=st.integers(2, 4),
+    operator=st.sampled_from(sorted(CONFIGS)),
+    dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
+    rows=st.integers(0, 70),
+    n=SIZES,
+    k=SIZES,
+    bias=st.booleans(),
+    seed=st.integers(0, 2**31 - 1),
+    data=st.data(),
+)
+def test_any_shape(world_size, operator, dtype, rows, n, k, bias, seed, data):
+    # With small integers every sum is exact, however few there are, and each element is compared.
+    exact = min(rows, n, k) < 8
+    config = data.draw(st.none() | CONFIGS[operator])
+    on_ranks(world_size, computes, operator, dtype, (rows, n, k), bias, exact, seed, config)
