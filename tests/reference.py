@@ -27,8 +27,8 @@ class Case:
               rank, world_size: in the group that the operator is called with; None means the world
 
     x, weight, bias and dy are this rank's operands and its part of the gradient of the output; a test may replace them
-    by tensors of the same values. `expected` and `low` hold this rank's part of the results, by name: in fp64, and as
-    plain torch computes them in the dtype on the device.
+    by tensors of the same values. `expected` and `low` hold this rank's part of the results, by name: in fp64 from the
+    unsharded computation, and as plain torch computes them in the dtype on the device.
     """
 
     def __init__(
@@ -54,14 +54,26 @@ class Case:
 
         self.expected = self._own(_unsharded(operands, dy))
         to_device = {"device": device(), "dtype": dtype}
-        low = _unsharded({name: full.to(**to_device) for name, full in operands.items()}, dy.to(**to_device))
-        self.low = self._own(low)
-        # A copy, so that it is a tensor of its own and not a view of the full one.
+        full = {name: operand.to(**to_device) for name, operand in operands.items()}
         own = self._own({**operands, "dy": dy})
+        self.low = self._own(_unsharded(full, dy.to(**to_device)))
+        self.low |= self._products_of_a_rank(full, dy.to(**to_device))
+        # A copy, so that it is a tensor of its own and not a view of the full one.
         own = {name: part.to(**to_device).clone(memory_format=torch.contiguous_format) for name, part in own.items()}
         self.x, self.weight = own["x"].requires_grad_(), own["weight"].requires_grad_()
         self.bias = own["bias"].requires_grad_() if bias else None
         self.dy = own["dy"]
+
+    def _products_of_a_rank(self, full, dy):
+        """Those results that a rank computes whole from what it gathers, by plain torch in the shapes of the rank.
+
+        A BLAS adds in another order for another shape: in fp32 that alone can double the error of a small product.
+        """
+        own = self._own({**full, "dy": dy})
+        if self.operator == "ag_gemm":
+            output = F.linear(full["x"], own["weight"], own.get("bias"))
+            return {"output": output, "dweight": own["dy"].t() @ full["x"]}
+        return {"dx": dy @ own["weight"], "dweight": dy.t() @ own["x"]}
 
     def _own(self, full):
         """This rank's part of the named full tensors."""

@@ -181,6 +181,7 @@ def launch(x, weight, bias, group, config, keep_gathered=False):
     """Launch the fused operator on 2-D operands; returns y and, if kept, the Gather of x, to be closed."""
     x = _operands.rows_contiguous(x)
     weight, is_kn = _operands.weight_layout(weight)
+    bias = None if bias is None else bias.contiguous()
     rows, k = x.shape
     n = weight.shape[0]
     world_size = dist.get_world_size(group)

@@ -204,6 +204,7 @@ def launch(x, weight, bias, group, config):
     """Launch the fused operator on 2-D operands."""
     x = _operands.rows_contiguous(x)
     weight, is_kn = _operands.weight_layout(weight)
+    bias = None if bias is None else bias.contiguous()
     m, k = x.shape
     n = weight.shape[0]
     world_size = dist.get_world_size(group)
