@@ -33,8 +33,9 @@ demo: $(READY)  ## a tensor-parallel MLP, on GPUs if there are any, else on proc
 test: $(READY)  ## the test suite; ranks are processes, on GPUs where a test finds enough of them
 	$(PY) -m pytest -q
 
-test-gpu: $(READY)  ## the test suite on GPUs only; a test that needs more of them than there are is skipped
-	TDKERNELS_TEST_DEVICE=cuda $(PY) -m pytest -q
+REPEAT ?= 1
+test-gpu: $(READY)  ## the test suite on GPUs only, each test REPEAT times; one that needs more of them is skipped
+	TDKERNELS_TEST_DEVICE=cuda $(PY) -m pytest -q --repeat $(REPEAT)
 
 # No `ruff format`: kernels keep their columns aligned by hand.
 lint: $(READY)  ## ruff

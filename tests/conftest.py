@@ -8,6 +8,23 @@ import pytest
 from tests import ranks
 
 
+def pytest_addoption(parser):
+    parser.addoption("--repeat", type=int, default=1, help="run each test this often: a race may need many tries")
+
+
+@pytest.fixture(autouse=True)
+def repetition(request):
+    """Which of the repetitions this is."""
+    return getattr(request, "param", 0)
+
+
+def pytest_generate_tests(metafunc):
+    count = metafunc.config.getoption("--repeat")
+    if count > 1:
+        metafunc.fixturenames.append("repetition")
+        metafunc.parametrize("repetition", range(count), indirect=True)
+
+
 def pytest_report_header(config):
     return f"ranks run on: {ranks.DEVICE} (TDKERNELS_TEST_DEVICE)"
 

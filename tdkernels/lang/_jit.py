@@ -5,7 +5,11 @@ decides, by where its tensors live, so that importing the library needs no envir
 a kernel on the CPU and compile the same kernel for a GPU.
 """
 
-from triton.runtime.interpreter import InterpretedFunction
+import contextlib
+import dataclasses
+
+from triton import knobs
+from triton.runtime.interpreter import InterpretedFunction, interpreter_builder
 from triton.runtime.jit import JITFunction
 
 
@@ -22,8 +26,20 @@ class Kernel(JITFunction):
 
     def run(self, *args, grid, warmup, **kwargs):
         if _on_cpu(args) or _on_cpu(kwargs.values()):
-            return self._interpreted.run(*args, grid=grid, warmup=warmup, **kwargs)
+            with _interpreter_options():
+                return self._interpreted.run(*args, grid=grid, warmup=warmup, **kwargs)
         return super().run(*args, grid=grid, warmup=warmup, **kwargs)
+
+
+@contextlib.contextmanager
+def _interpreter_options():
+    """Check every integer operation for overflow only where the compiler would: it takes a third of the time."""
+    saved = interpreter_builder.options
+    interpreter_builder.options = dataclasses.replace(saved, sanitize_overflow=knobs.runtime.debug)
+    try:
+        yield
+    finally:
+        interpreter_builder.options = saved
 
 
 def _on_cpu(args):

@@ -1,0 +1,172 @@
+"""Whatever is wrong with a call is said before anything is launched, by type, argument and shape."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import tdkernels
+from tdkernels import AgGemmConfig, GemmRsConfig, Tiles
+from tests.ranks import device, on_ranks
+from tests.reference import Case
+
+ROWS, N, K = 4, 6, 8
+
+
+def tensor(*shape, dtype=torch.float32, on=None):
+    return torch.zeros(shape, dtype=dtype, device=on or device())
+
+
+def x(*shape, **options):
+    return {"x": tensor(*shape, **options)}
+
+
+def weight(*shape, **options):
+    return {"weight": tensor(*shape, **options)}
+
+
+def bias(*shape, **options):
+    return {"bias": tensor(*shape, **options)}
+
+
+# What replaces an argument of a call with x [4, 8], weight [6, 8] and bias [6] in fp32 (made in the rank, where there
+# is a device); what is raised; and what it says.
+OPERANDS = {
+    "other K in x": (lambda: x(4, 7), ValueError, "x [4, 7]", "weight [6, 8]", "K"),
+    "other K in weight": (lambda: weight(6, 9), ValueError, "x [4, 8]", "weight [6, 9]", "K"),
+    "x without rows": (lambda: x(8), ValueError, "x must have at least 2 dimensions", "[8]"),
+    "x is a scalar": (lambda: x(), ValueError, "x must have at least 2 dimensions", "[]"),
+    "weight of 3 dimensions": (lambda: weight(1, 6, 8), ValueError, "weight must have 2 dimensions", "[1, 6, 8]"),
+    "weight of 1 dimension": (lambda: weight(8), ValueError, "weight must have 2 dimensions", "[8]"),
+    "no N": (lambda: {**weight(0, 8), **bias(0)}, ValueError, "weight [0, 8]", "empty"),
+    "no K": (lambda: {**x(4, 0), **weight(6, 0)}, ValueError, "weight [6, 0]", "empty"),
+    "bias too long": (lambda: bias(7), ValueError, "bias [7]", "weight [6, 8]"),
+    "bias of one element": (lambda: bias(1), ValueError, "bias [1]", "weight [6, 8]"),
+    "bias of 2 dimensions": (lambda: bias(1, 6), ValueError, "bias [1, 6]", "weight [6, 8]"),
+    "x in fp16": (lambda: x(4, 8, dtype=torch.float16), TypeError, "x is torch.float16", "weight is torch.float32"),
+    "weight in bf16": (lambda: weight(6, 8, dtype=torch.bfloat16), TypeError, "x is torch.float32", "weight is torch.bf"),
+    "bias in bf16": (lambda: bias(6, dtype=torch.bfloat16), TypeError, "x is torch.float32", "bias is torch.bfloat16"),
+    "x of integers": (lambda: x(4, 8, dtype=torch.int32), TypeError, "x is torch.int32", "supported"),
+    "weight of integers": (lambda: weight(6, 8, dtype=torch.int8), TypeError, "weight is torch.int8"),
+    "x in fp64": (lambda: x(4, 8, dtype=torch.float64), TypeError, "x is torch.float64", "supported"),
+    "x on meta": (lambda: x(4, 8, on="meta"), ValueError, "x is on meta"),
+    "weight on meta": (lambda: weight(6, 8, on="meta"), ValueError, "x is on", "weight is on meta"),
+    "bias on meta": (lambda: bias(6, on="meta"), ValueError, "x is on", "bias is on meta"),
+    "all on meta": (
+        lambda: {**x(4, 8, on="meta"), **weight(6, 8, on="meta"), **bias(6, on="meta")},
+        ValueError, "x is on meta", "supported",
+    ),
+    "x is a list": (lambda: {"x": [[1.0] * 8] * 4}, TypeError, "x must be a torch.Tensor", "list"),
+    "weight is None": (lambda: {"weight": None}, TypeError, "weight must be a torch.Tensor", "NoneType"),
+    "bias is a number": (lambda: {"bias": 1.0}, TypeError, "bias must be a torch.Tensor", "float"),
+}  # fmt: skip
+
+TILES = Tiles(64, 64, 64, num_warps=4, num_stages=1)
+
+
+def ag(**changes):
+    return {"config": dataclasses.replace(AgGemmConfig(tiles=TILES, num_comm_sms=1), **changes)}
+
+
+def rs(**changes):
+    return {"config": dataclasses.replace(GemmRsConfig(tiles=TILES), **changes)}
+
+
+def tiles(**changes):
+    return dataclasses.replace(TILES, **changes)
+
+
+AG_GEMM = {
+    "config of gemm_rs": (lambda: rs(), TypeError, "config must be a AgGemmConfig or None, not GemmRsConfig"),
+    "config is a dict": (lambda: {"config": {"method": "fused"}}, TypeError, "AgGemmConfig", "dict"),
+    "unknown method": (lambda: ag(method="nccl"), ValueError, "method", "'nccl'"),
+    "unknown transport": (lambda: ag(transport="pull"), ValueError, "transport", "'pull'"),
+    "nobody pushes": (lambda: ag(num_comm_sms=0), ValueError, "num_comm_sms", "not 0"),
+    "everybody pushes": (lambda: ag(num_comm_sms=100_000), ValueError, "num_comm_sms", "not 100000"),
+    "empty chunks": (lambda: ag(chunk_tiles=0), ValueError, "chunk_tiles", "not 0"),
+    "block_m not a power of two": (lambda: ag(tiles=tiles(block_m=48)), ValueError, "block_m", "power of two", "48"),
+    "block_n too small": (lambda: ag(tiles=tiles(block_n=8)), ValueError, "block_n", "8"),
+    "block_k zero": (lambda: ag(tiles=tiles(block_k=0)), ValueError, "block_k", "0"),
+    "three warps": (lambda: ag(tiles=tiles(num_warps=3)), ValueError, "num_warps", "3"),
+    "no stages": (lambda: ag(tiles=tiles(num_stages=0)), ValueError, "num_stages", "0"),
+    "group of no tiles": (lambda: ag(tiles=tiles(group_m=0)), ValueError, "group_m", "0"),
+}
+
+GEMM_RS = {
+    "config of ag_gemm": (lambda: ag(), TypeError, "config must be a GemmRsConfig or None, not AgGemmConfig"),
+    "unknown method": (lambda: rs(method="nccl"), ValueError, "method", "'nccl'"),
+    "empty items": (lambda: rs(item_tiles=0), ValueError, "item_tiles", "not 0"),
+    "block_n not a power of two": (lambda: rs(tiles=tiles(block_n=96)), ValueError, "block_n", "power of two", "96"),
+    "rows not divisible by 2": (lambda: x(5, 8), ValueError, "x [5, 8]", "divisible", "2 ranks"),
+    "batch not divisible by 2": (lambda: x(3, 2, 8), ValueError, "x [3, 2, 8]", "divisible", "2 ranks"),
+}
+
+
+def of_another_group(ranks):
+    """Rank 1's view of a group that it is not in; the others get the world."""
+    group = dist.new_group(ranks)
+    return {"group": group if dist.get_rank() == 1 else None}
+
+
+# Only rank 1 does these wrong: groups differ from rank to rank.
+GROUPS = {
+    "not a member": (lambda: of_another_group([0]), ValueError, "group", "rank 1 is not a member"),
+    "mesh of two dimensions": (
+        lambda: {"group": init_device_mesh(device().type, (2, 1), mesh_dim_names=("a", "b"))},
+        ValueError, "group", "one dimension", "2",
+    ),
+    "name of a group": (lambda: {"group": "0"}, TypeError, "group", "str"),
+    "list of ranks": (lambda: {"group": [0, 1]}, TypeError, "group", "list"),
+}  # fmt: skip
+
+TABLES = {
+    "ag_gemm": {**OPERANDS, **AG_GEMM, **GROUPS},
+    "gemm_rs": {**OPERANDS, **GEMM_RS, **GROUPS},
+}
+
+
+def refuses(operator, what):
+    replace, kind, *parts = TABLES[operator][what]
+    arguments = {**x(ROWS, K), **weight(N, K), **bias(N), **replace()}
+    if what not in GROUPS or dist.get_rank() == 1:
+        with pytest.raises((TypeError, ValueError)) as caught:
+            getattr(tdkernels, operator)(**arguments)
+        assert caught.type is kind, repr(caught.value)
+        message = str(caught.value)
+        assert all(part in message for part in parts), f"{parts} in {message!r}"
+        assert what in GROUPS or message.startswith(f"{operator}: "), message
+    # Nobody has sent anything, so the group is as good as before.
+    case = Case(operator, torch.float32, ROWS, N, K, exact=True)
+    case.check(case.run())
+
+
+@pytest.mark.parametrize(
+    "operator, what", [(operator, what) for operator, table in TABLES.items() for what in table], ids=str
+)
+def test_refuses(operator, what):
+    on_ranks(2, refuses, operator, what)
+
+
+def refuses_alone(operator, what):
+    """With one rank as with many, though nothing has to be sent."""
+    replace, kind, *_ = TABLES[operator][what]
+    with pytest.raises(kind):
+        getattr(tdkernels, operator)(**{**x(ROWS, K), **weight(N, K), **bias(N), **replace()})
+
+
+@pytest.mark.parametrize("what", ["other K in x", "bias too long", "x in fp16", "x of integers", "unknown method"])
+@pytest.mark.parametrize("operator", TABLES)
+def test_refuses_with_one_rank(operator, what):
+    on_ranks(1, refuses_alone, operator, what)
+
+
+def options_are_keywords(operator):
+    with pytest.raises(TypeError, match="positional"):
+        getattr(tdkernels, operator)(tensor(ROWS, K), tensor(N, K), tensor(N), None)
+
+
+@pytest.mark.parametrize("operator", TABLES)
+def test_options_are_keywords(operator):
+    on_ranks(1, options_are_keywords, operator)
