@@ -20,12 +20,19 @@ SET = tl.constexpr("set")
 
 
 @jit
+def _wide(value):
+    """``value`` as int64, whatever integer it is: inline PTX takes registers as they come."""
+    return tl.full((), 0, tl.int64) + value
+
+
+@jit
 def wait(ctx, signal_ptr, expected, peer, SCOPE: tl.constexpr = SYS, FOR_TMA: tl.constexpr = False):
     """Wait until the word at ``signal_ptr`` in our own memory is at least ``expected``; ``peer`` is who raises it.
 
     Acquire at ``SCOPE`` ("sys", or "gpu" for a producer on the same GPU). ``FOR_TMA``: what follows is read through a
     tensor descriptor. Returns the value seen, to be passed to ``consume_token``.
     """
+    expected = _wide(expected)
     seen = _spin(ctx, signal_ptr, expected, SCOPE)
     _record_if(ctx, seen < expected, RECORD_TIMEOUT, peer, signal_ptr, expected, seen)
     if FOR_TMA:
@@ -51,6 +58,7 @@ def notify(ctx, signal_ptr, peer, value, OP: tl.constexpr = SET, SCOPE: tl.const
     Release at ``SCOPE`` after the whole program's stores. ``OP``: "set" (one producer a word) or "add" (many).
     """
     remote = symm_at(ctx, signal_ptr, peer)
+    value = _wide(value)
     if OP == "set":
         store_release(remote, value, SCOPE)
     else:
@@ -64,6 +72,7 @@ def wait_plan(ctx, signal_ptr, expected, peer, SCOPE: tl.constexpr = SYS, FOR_TM
     The same epoch with another plan means that the peer made this call with another shape or config: its data must not
     be used, and the record says so.
     """
+    expected = _wide(expected)
     start = (expected >> 8) << 8
     seen = _spin(ctx, signal_ptr, start, SCOPE)
     _record_if(ctx, seen < start, RECORD_PLAN_TIMEOUT, peer, signal_ptr, expected, seen)
@@ -132,7 +141,7 @@ def _record_if(ctx, condition, kind, peer, signal_ptr, expected, seen):
     failed_ptr = _state(ctx) + STATE_FAILED
     record_ptr = tl.load(ctx + CTX_RECORD)
     where = signal_ptr.to(tl.int64)
-    peer = peer + tl.full((), 0, tl.int64)
+    peer = _wide(peer)
     if target() == "cuda":
         # Per thread and without a barrier: threads of a program may have seen different values of the signal.
         tl.inline_asm_elementwise(

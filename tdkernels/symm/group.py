@@ -1,5 +1,6 @@
 """A process group as the library sees it: who is in it, and how its ranks agree before they launch anything."""
 
+import copy
 import json
 import time
 import weakref
@@ -69,7 +70,8 @@ class GroupState:
     def exchange(self, operator, text):
         """All ranks' texts, in rank order; collective and bounded by the timeout."""
         if self._broken is not None:
-            raise RuntimeError("the ranks of this group lost step; destroy it and make a new one") from self._broken
+            cause = copy.copy(self._broken)  # the original would keep the frames that it is raised through
+            raise RuntimeError("the ranks of this group lost step; destroy it and make a new one") from cause
         turn, self._turn = self._turn, self._turn + 1
         self._store.set(self._key(turn, self.rank), text)
         deadline = time.monotonic() + get_timeout()
@@ -91,7 +93,7 @@ class GroupState:
             return self._store.get(key).decode()
         except RuntimeError as error:  # what a store raises when the time is up, and when its server is gone
             self._broken = PeerTimeoutError(operator, self.rank, peer, "agreement", turn + 1, turn, get_timeout())
-            raise self._broken from error
+            raise copy.copy(self._broken) from error
 
     def _key(self, turn, peer):
         return f"tdkernels/{turn}/{peer}"

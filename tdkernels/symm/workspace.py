@@ -11,6 +11,8 @@ calls of different shapes never overlap. Beside it, private to the rank: the epo
 the failed flag (the state), and the record that a wait leaves when it gives up.
 """
 
+import copy
+
 import torch
 
 from tdkernels.errors import PeerTimeoutError, PlanMismatchError
@@ -159,7 +161,7 @@ class Workspace:
             for buffer, *_, record in self._retired:
                 self._broken = self._broken or self._read_record(buffer, record.numpy())
         if self._broken is not None:
-            raise self._broken
+            raise copy.copy(self._broken)  # a raised error keeps the frames that it went through, and what they hold
 
     def _read_record(self, buffer, record):
         kind, peer, address, expected, seen = (int(word) for word in record[:5])
