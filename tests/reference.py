@@ -67,12 +67,13 @@ class Case:
     def _products_of_a_rank(self, full, dy):
         """Those results that a rank computes whole from what it gathers, by plain torch in the shapes of the rank.
 
-        A BLAS adds in another order for another shape: in fp32 that alone can double the error of a small product.
+        A library adds in another order for another shape: in fp32 that alone can double the error of a small result.
         """
         own = self._own({**full, "dy": dy})
         if self.operator == "ag_gemm":
+            own_dy = own["dy"].contiguous()
             output = F.linear(full["x"], own["weight"], own.get("bias"))
-            return {"output": output, "dweight": own["dy"].t() @ full["x"]}
+            return {"output": output, "dweight": own_dy.t() @ full["x"], "dbias": own_dy.sum(0)}
         return {"dx": dy @ own["weight"], "dweight": dy.t() @ own["x"]}
 
     def _own(self, full):
