@@ -18,14 +18,8 @@ SYS = tl.constexpr("sys")
 def load_acquire(ptr, SCOPE: tl.constexpr = SYS):
     """Read one 64-bit word; what was written before its release is visible to the loads that follow."""
     if target() == "cuda":
-        if SCOPE == "sys":
-            return tl.inline_asm_elementwise(
-                "ld.acquire.sys.global.b64 $0, [$1];", "=l,l,~{memory}", [ptr], tl.int64, is_pure=False, pack=1
-            )
-        else:
-            return tl.inline_asm_elementwise(
-                "ld.acquire.gpu.global.b64 $0, [$1];", "=l,l,~{memory}", [ptr], tl.int64, is_pure=False, pack=1
-            )
+        ASM: tl.constexpr = "ld.acquire." + SCOPE + ".global.b64 $0, [$1];"
+        return tl.inline_asm_elementwise(ASM, "=l,l,~{memory}", [ptr], tl.int64, is_pure=False, pack=1)
     else:
         return tl.atomic_add(ptr, tl.full((), 0, tl.int64), sem="acquire", scope=SCOPE)
 
@@ -36,26 +30,13 @@ def store_release(ptr, value, SCOPE: tl.constexpr = SYS):
     tl.debug_barrier()
     if target() == "cuda":
         # One thread publishes for all: the barrier orders the others' stores before it, and release is cumulative.
-        if SCOPE == "sys":
-            tl.inline_asm_elementwise(
-                """{
-                .reg .pred first; .reg .b32 t;
-                mov.u32 t, %tid.x; setp.eq.u32 first, t, 0;
-                @first st.release.sys.global.b64 [$1], $2;
-                mov.b32 $0, 0;
-                }""",
-                "=r,l,l,~{memory}", [ptr, value], tl.int32, is_pure=False, pack=1,
-            )  # fmt: skip
-        else:
-            tl.inline_asm_elementwise(
-                """{
-                .reg .pred first; .reg .b32 t;
-                mov.u32 t, %tid.x; setp.eq.u32 first, t, 0;
-                @first st.release.gpu.global.b64 [$1], $2;
-                mov.b32 $0, 0;
-                }""",
-                "=r,l,l,~{memory}", [ptr, value], tl.int32, is_pure=False, pack=1,
-            )  # fmt: skip
+        STORE: tl.constexpr = "@first st.release." + SCOPE + ".global.b64 [$1], $2;"
+        ASM: tl.constexpr = (
+            "{ .reg .pred first; .reg .b32 t; mov.u32 t, %tid.x; setp.eq.u32 first, t, 0; "
+            + STORE
+            + " mov.b32 $0, 0; }"
+        )
+        tl.inline_asm_elementwise(ASM, "=r,l,l,~{memory}", [ptr, value], tl.int32, is_pure=False, pack=1)
     else:
         tl.atomic_xchg(ptr, value, sem="release", scope=SCOPE)
 
