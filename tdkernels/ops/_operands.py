@@ -6,6 +6,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tdkernels.ops._device import has_tma
 
+DEVICES = ("cpu", "cuda")  # AMD's are called cuda too
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -22,7 +23,7 @@ def check_operands(operator, x, weight, bias):
             raise TypeError(f"{operator}: x is {x.dtype} but {name} is {tensor.dtype}")
         if tensor.device != x.device:
             raise ValueError(f"{operator}: x is on {x.device} but {name} is on {tensor.device}")
-    if x.device.type not in ("cpu", "cuda"):
+    if x.device.type not in DEVICES:
         raise ValueError(f"{operator}: x is on {x.device}; cpu and cuda (NVIDIA, AMD) are supported")
     if x.dim() < 2:
         raise ValueError(f"{operator}: x must have at least 2 dimensions [rows, K], its shape is {_shape(x)}")
@@ -60,7 +61,8 @@ def autocast(tensor, dtype):
 
 def apply_autocast(x, *others):
     """The operands as ``torch.matmul`` would take them under ``torch.autocast``."""
-    if isinstance(x, torch.Tensor) and torch.is_autocast_enabled(x.device.type):
+    known = isinstance(x, torch.Tensor) and x.device.type in DEVICES  # what is not is refused by check_operands
+    if known and torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         return tuple(autocast(tensor, dtype) for tensor in (x, *others))
     return (x, *others)

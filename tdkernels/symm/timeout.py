@@ -4,6 +4,8 @@ import os
 
 # Long enough for a rank that compiles, reads data or writes a checkpoint; short enough to be noticed.
 DEFAULT_S = 300.0
+# A kernel counts nanoseconds in 64 bits; three decades are still well within.
+MAX_S = 1e9
 _chosen_s = None
 
 
@@ -11,11 +13,11 @@ def set_timeout(seconds):
     """Bound every later wait for a peer; None goes back to ``TDKERNELS_TIMEOUT_S`` or 300 s.
 
     Args:     seconds: positive number of seconds, or None
-    Raises:   ValueError when it is not positive
+    Raises:   ValueError when it is not positive or beyond 1e9
     """
     global _chosen_s
-    if seconds is not None and not seconds > 0:
-        raise ValueError(f"timeout must be a positive number of seconds, not {seconds!r}")
+    if seconds is not None and not 0 < seconds <= MAX_S:
+        raise ValueError(f"timeout must be a positive number of seconds up to {MAX_S:g}, not {seconds!r}")
     _chosen_s = None if seconds is None else float(seconds)
 
 
@@ -30,6 +32,6 @@ def get_timeout():
         seconds = float(text)
     except ValueError:
         seconds = 0.0
-    if not seconds > 0:
-        raise ValueError(f"TDKERNELS_TIMEOUT_S must be a positive number of seconds, not {text!r}")
+    if not 0 < seconds <= MAX_S:
+        raise ValueError(f"TDKERNELS_TIMEOUT_S must be a positive number of seconds up to {MAX_S:g}, not {text!r}")
     return seconds
