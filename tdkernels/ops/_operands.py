@@ -54,9 +54,10 @@ def world_size_by_name(name):
     return group_by_name(name).size()
 
 
-def autocast(tensor, dtype):
-    """``tensor`` in autocast's dtype; differentiable."""
-    return tensor.to(dtype) if tensor is not None and tensor.is_floating_point() else tensor
+def refuse_second_derivatives(operator):
+    """Raise in a backward that is to be differentiated itself: autograd would leave terms out with a mere warning."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError(f"{operator}: second derivatives (create_graph=True) are not supported")
 
 
 def apply_autocast(x, *others):
@@ -64,7 +65,8 @@ def apply_autocast(x, *others):
     known = isinstance(x, torch.Tensor) and x.device.type in DEVICES  # what is not is refused by check_operands
     if known and torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
-        return tuple(autocast(tensor, dtype) for tensor in (x, *others))
+        floats = [isinstance(t, torch.Tensor) and t.is_floating_point() for t in (x, *others)]
+        return tuple(t.to(dtype) if is_float else t for t, is_float in zip((x, *others), floats, strict=True))
     return (x, *others)
 
 

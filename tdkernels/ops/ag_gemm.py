@@ -105,6 +105,7 @@ class _AgGemm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
+        _operands.refuse_second_derivatives("ag_gemm")
         x, weight = ctx.saved_tensors
         need_dx, need_dweight, need_dbias, _, _ = ctx.needs_input_grad
         dx = dweight = dbias = None
@@ -130,7 +131,7 @@ def ag_gemm(x, weight, bias=None, *, group=None, config=None):
     Gradient: dx = reduce_scatter(dy @ weight); dweight = dy.T @ all_gather(x); dbias = dy.sum(0), each [as its input]
     Raises:   TypeError or ValueError for operands that do not fit, with their shapes, before anything is launched;
               ValueError on every rank when the ranks disagree; PeerTimeoutError when a peer does not come (on a GPU at
-              the next call or at tdkernels.synchronize())
+              the next call or at tdkernels.synchronize()); RuntimeError in a backward with create_graph=True
     Contract: collective over group; host sync: no (the first call with a shape agrees with the peers and allocates);
               CUDA graph: yes, after one call outside; the caller owns the output
     Source:   the overlap of gather and tiles by signals: FLUX (https://arxiv.org/abs/2406.06858), Triton-distributed

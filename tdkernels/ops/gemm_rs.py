@@ -116,6 +116,7 @@ class _GemmRs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dz):
+        _operands.refuse_second_derivatives("gemm_rs")
         x, weight = ctx.saved_tensors
         need = ctx.needs_input_grad[:3]
         grads = torch.ops.tdkernels.gemm_rs_backward(dz, x, weight, *need, ctx.group, ctx.config)
@@ -136,7 +137,7 @@ def gemm_rs(x, weight, bias=None, *, group=None, config=None):
               every rank
     Raises:   TypeError or ValueError for operands that do not fit, with their shapes, before anything is launched;
               ValueError on every rank when the ranks disagree; PeerTimeoutError when a peer does not come (on a GPU at
-              the next call or at tdkernels.synchronize())
+              the next call or at tdkernels.synchronize()); RuntimeError in a backward with create_graph=True
     Contract: collective over group; host sync: no (the first call with a shape agrees with the peers and allocates);
               CUDA graph: yes, after one call outside; the caller owns the output
     Source:   reduction in the epilogue of the owner's tiles: FLUX (https://arxiv.org/abs/2406.06858)

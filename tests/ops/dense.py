@@ -5,6 +5,7 @@ import itertools
 import random
 import time
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -180,6 +181,14 @@ def recomputes_in_a_checkpoint(operator):
     output = checkpoint(case.call, use_reentrant=False)
     output.backward(case.dy)
     case.check({"output": output, **case.gradients()})
+
+
+def refuses_second_derivatives(operator):
+    """Rather than leave terms out of them."""
+    case = Case(operator, torch.float32, 19, 13, 17)
+    output = case.call()
+    with pytest.raises(RuntimeError, match="second derivative"):
+        torch.autograd.grad(output, case.x, case.dy, create_graph=True)
 
 
 def obeys_autocast(operator):

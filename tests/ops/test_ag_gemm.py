@@ -95,6 +95,10 @@ def test_autograd(world_size, what):
     on_ranks(world_size, what, OPERATOR)
 
 
+def test_second_derivatives_are_refused():
+    on_ranks(1, dense.refuses_second_derivatives, OPERATOR)
+
+
 @pytest.mark.parametrize("config", ["default", "three pushing programs, chunks of two tiles", "copy engine"])
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 def test_same_bits_every_time(dtype, config):
