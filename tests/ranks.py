@@ -12,9 +12,12 @@ The ranks are kept from test to test, since starting them takes seconds. Where t
 cuda (a test that needs more GPUs than there are is skipped) or auto, the default (such a test runs on the CPU).
 """
 
+import contextlib
+import gc
 import os
 
 import pytest
+import torch.distributed as dist
 
 from tdkernels.launch import RankPool, pick_device, rank_device
 
@@ -32,6 +35,19 @@ _pools: dict[int, RankPool] = {}
 def device():
     """In a rank: its torch.device."""
     return rank_device()
+
+
+@contextlib.contextmanager
+def a_group(ranks=None):
+    """In a rank: a group of the test's own, which it may break."""
+    group = dist.new_group(ranks)
+    try:
+        yield group
+    finally:
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            dist.destroy_process_group(group)
+        del group
+        gc.collect()  # the errors of a broken workspace must not come up in later tests
 
 
 def on_ranks(world_size, fn, /, *args, **kwargs) -> list:

@@ -23,7 +23,7 @@ from tdkernels.launch import RankError
 from tdkernels.symm import get_timeout, get_workspace, resolve_group
 from tdkernels.symm.group import group_state
 from tests.ops.dense import config_for
-from tests.ranks import device, fresh_ranks, on_ranks
+from tests.ranks import a_group, device, fresh_ranks, on_ranks
 from tests.reference import Case
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -35,19 +35,6 @@ COPY_ENGINE = {"transport": "copy_engine"}
 def synchronize():
     if device().type == "cuda":
         torch.cuda.synchronize()
-
-
-@contextlib.contextmanager
-def a_group(ranks=None):
-    """A group of the test's own, which it may break."""
-    group = dist.new_group(ranks)
-    try:
-        yield group
-    finally:
-        if group != dist.GroupMember.NON_GROUP_MEMBER:
-            dist.destroy_process_group(group)
-        del group
-        gc.collect()  # the errors of a broken workspace must not come up in later tests
 
 
 @contextlib.contextmanager

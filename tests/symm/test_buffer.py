@@ -1,6 +1,5 @@
 """Symmetric buffers and workspaces seen from the host: what is shared, who may ask for it, and where it goes."""
 
-import contextlib
 import gc
 import os
 import signal
@@ -15,22 +14,11 @@ import torch
 import torch.distributed as dist
 
 from tdkernels.symm import allocate, get_workspace, resolve_group
-from tests.ranks import device, on_ranks
+from tests.ranks import a_group, device, on_ranks
 
 ROOT = Path(__file__).parent.parent.parent
 # Never a multiple of what a page, a word or a vector holds, but for one.
 SIZES = [1, 7, 4096, 70001]
-
-
-@contextlib.contextmanager
-def a_group(ranks=None):
-    """A group of the test's own; destroyed at the end."""
-    group = dist.new_group(ranks)
-    try:
-        yield group
-    finally:
-        if group is not dist.GroupMember.NON_GROUP_MEMBER:
-            dist.destroy_process_group(group)
 
 
 def mapped():
