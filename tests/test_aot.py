@@ -11,6 +11,7 @@ import torch
 import tdkernels.ops
 from tdkernels.lang._jit import Kernel
 from tdkernels.ops import _gather_kernels as gather
+from tdkernels.ops._operands import aligned
 from tdkernels.ops._tiles import Tiles
 from tdkernels.ops.ag_gemm_kernel import ag_gemm_kernel
 from tdkernels.ops.gemm_rs_kernel import gemm_rs_kernel
@@ -42,20 +43,22 @@ def compile_gemm(kernel, arch, dtype, *, w_is_kn=False, bias=False, shape=(ROWS,
     rows_desc = descriptor(dtype, (1, 256, 512), [1, tiles.block_m, tiles.block_k]) if tma else None
     weight_block = [tiles.block_k, tiles.block_n] if w_is_kn else [tiles.block_n, tiles.block_k]
     weight_desc = descriptor(dtype, (512, 512), weight_block) if tma else None
-    strides = (1, n) if w_is_kn else (k, 1)
+    stride = n if w_is_kn else k
     x = weight = output = pointer(dtype)
     bias = pointer(dtype) if bias else None
     ctx = pointer(torch.int64)
     if kernel is ag_gemm_kernel:
-        args = [ctx, x, rows_desc, rows_desc, weight, weight_desc, bias, output, rows, n, k, *strides, rows, PLAN]
-        constants = {"NUM_COMM": 16, "CHUNK_TILES": 1, "FIXED_HALF": False, **constants}
+        args = [ctx, x, rows_desc, rows_desc, weight, weight_desc, bias, output]
+        args += [rows, n, k, stride, rows, PLAN, 16, 1, 8]
+        constants = {"FIXED_HALF": False, **constants}
     else:
         stage = pointer(dtype)
-        args = [ctx, x, rows_desc, weight, weight_desc, bias, output, stage, rows, n, k, *strides, 33, PLAN]
-        constants = {"ITEM_TILES": 4, "SPLIT": 2 if tiles.block_n >= 128 else 1, **constants}
+        args = [ctx, x, rows_desc, weight, weight_desc, bias, output, stage, rows, n, k, stride, 33, PLAN, 4, 8]
+        constants = {"SPLIT": 2 if tiles.block_n >= 128 else 1, **constants}
     kwargs = {
         **constants, **tiles.constants(), **tiles.options(), "COPY_WORDS": 4096, "ELEM_BYTES": dtype.itemsize,
-        "HAS_BIAS": bias is not None, "USE_TMA": tma, "W_IS_KN": w_is_kn, "PRECISION": "ieee",
+        "ALIGNED": aligned(n, k, stride), "HAS_BIAS": bias is not None, "USE_TMA": tma, "W_IS_KN": w_is_kn,
+        "PRECISION": "ieee",
     }  # fmt: skip
     compiled = compile_for(kernel, args, kwargs, arch)
     assert compiled.metadata.shared <= SHARED_MEMORY[arch]
@@ -99,7 +102,6 @@ def test_small_kernels_compile(arch):
 @pytest.mark.parametrize("arch", TARGETS)
 def test_ag_gemm_compiles_for_a_gather_that_stays(arch):
     compile_gemm(ag_gemm_kernel, arch, BF16, FIXED_HALF=True)
-    compile_gemm(ag_gemm_kernel, arch, BF16, FIXED_HALF=True, NUM_COMM=0)
 
 
 @pytest.mark.parametrize("kernel", [ag_gemm_kernel, gemm_rs_kernel], ids=lambda k: k.__name__)

@@ -6,19 +6,29 @@ from tdkernels import lang as td
 
 
 @td.jit
-def swizzle(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
+def swizzle(tile, tiles_m, tiles_n, group_m):
     """Row and column of a tile, such that tiles running at the same time share rows and columns in the L2 cache."""
-    width = GROUP_M * tiles_n
-    first_m = tile // width * GROUP_M
-    height = tl.minimum(tiles_m - first_m, GROUP_M)
+    width = group_m * tiles_n
+    first_m = tile // width * group_m
+    height = tl.minimum(tiles_m - first_m, group_m)
     return first_m + (tile % width) % height, (tile % width) // height
+
+
+@td.jit
+def as_aligned(size, ALIGNED: tl.constexpr):
+    """``size``, which the compiler may take for a multiple of 16 elements if it is ALIGNED; see ``_operands.aligned``.
+
+    Triton would find that out by itself, by compiling once for every combination of sizes that are 1, multiples of 16
+    or neither. Kernels here take sizes as they come, so that one compiled kernel serves all aligned shapes.
+    """
+    return size // 16 * 16 if ALIGNED else size
 
 
 @td.jit
 def gemm_tile(
     acc,
     a_ptr, a_desc, a_plane, a_row, a_rows,  # A: [a_rows, K] row-major; the descriptor is [planes, rows, K]
-    b_ptr, b_desc, b_col, stride_bn, stride_bk,  # B: [N, K] by its strides; the descriptor is contiguous in one of them
+    b_ptr, b_desc, b_col, stride_b,  # B: [N, K], or [K, N] if B_IS_KN, row-major
     N, K, stride_am,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     USE_TMA: tl.constexpr, B_IS_KN: tl.constexpr, PRECISION: tl.constexpr,
@@ -41,7 +51,12 @@ def gemm_tile(
         offs_n = b_col + tl.arange(0, BLOCK_N)
         offs_k = tl.arange(0, BLOCK_K)
         a_ptrs = a_ptr + offs_m[:, None].to(tl.int64) * stride_am + offs_k[None, :]
-        b_ptrs = b_ptr + offs_n[None, :].to(tl.int64) * stride_bn + offs_k[:, None].to(tl.int64) * stride_bk
+        if B_IS_KN:
+            step_b = tl.cast(stride_b, tl.int64) * BLOCK_K
+            b_ptrs = b_ptr + offs_n[None, :] + offs_k[:, None].to(tl.int64) * stride_b
+        else:
+            step_b = tl.full((), BLOCK_K, tl.int64)
+            b_ptrs = b_ptr + offs_n[None, :].to(tl.int64) * stride_b + offs_k[:, None]
         mask_m = offs_m[:, None] < a_rows
         mask_n = offs_n[None, :] < N
         for k in range(0, K, BLOCK_K):
@@ -49,5 +64,5 @@ def gemm_tile(
             b = tl.load(b_ptrs, mask=mask_n & (offs_k[:, None] < K - k), other=0.0)
             acc = td.dot(a, b, acc, PRECISION)
             a_ptrs += BLOCK_K
-            b_ptrs += BLOCK_K * stride_bk
+            b_ptrs += step_b
     return acc

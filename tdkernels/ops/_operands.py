@@ -77,13 +77,13 @@ def rows_contiguous(x):
 
 
 def weight_layout(weight):
-    """The weight and whether its columns (True) or its rows (False) are contiguous; copied only if neither is."""
+    """The weight, the stride of its rows, and whether it lies as [K, N] (True) or [N, K]; copied only if as neither."""
     n, k = weight.shape
     if weight.stride(1) == 1 and weight.stride(0) >= k:
-        return weight, False
+        return weight, weight.stride(0), False
     if weight.stride(0) == 1 and weight.stride(1) >= n:
-        return weight, True
-    return weight.contiguous(), False
+        return weight, weight.stride(1), True
+    return weight.contiguous(), k, False
 
 
 def tma_fits(x, weight):
@@ -93,6 +93,11 @@ def tma_fits(x, weight):
     aligned = x.shape[1] * size % 16 == 0 and stride * size % 16 == 0 and weight.data_ptr() % 16 == 0
     # The descriptor takes the shared-memory layout that wgmma wants for 16-bit types only.
     return has_tma(x.device) and aligned and size == 2 and min(weight.shape) > 1
+
+
+def aligned(*sizes):
+    """Whether every size is a multiple of 16 elements, which lets the compiler load and store in wide pieces."""
+    return all(size % 16 == 0 for size in sizes)
 
 
 def rows_descriptor(x, planes, rows, plane_stride, block_m, block_k):

@@ -44,7 +44,6 @@ class Tiles:
             "BLOCK_M": self.block_m,
             "BLOCK_N": self.block_n,
             "BLOCK_K": self.block_k,
-            "GROUP_M": self.group_m,
         }
 
     def options(self):

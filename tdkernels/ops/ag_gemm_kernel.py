@@ -6,6 +6,7 @@ our memory; the waiters are the tiles made of its rows.
 
 from dataclasses import dataclass, replace
 
+import torch
 import torch.distributed as dist
 import triton.language as tl
 
@@ -14,7 +15,7 @@ from tdkernels.ops import _device, _operands
 from tdkernels.ops._config import from_text, to_text
 from tdkernels.ops._gather import Gather, slot_rows_of
 from tdkernels.ops._gather_kernels import push_shard
-from tdkernels.ops._gemm import gemm_tile, swizzle
+from tdkernels.ops._gemm import as_aligned, gemm_tile, swizzle
 from tdkernels.ops._tiles import Tiles, default_tiles
 from tdkernels.symm import get_workspace
 
@@ -78,38 +79,43 @@ def complete(text, x, weight):
 
 
 @td.jit
-def _tile_by_arrival(tile, me, ranks, tiles_m, tiles_n, GROUP_M: tl.constexpr, CHUNK_TILES: tl.constexpr):
+def _tile_by_arrival(tile, me, ranks, tiles_m, tiles_n, group_m, chunk_tiles):
     """Which shard, tile row and tile column: own shard first, then chunk by chunk as the sources push them."""
     own_tiles = tiles_m * tiles_n
     source = me
-    pid_m, pid_n = swizzle(tile, tiles_m, tiles_n, GROUP_M)
+    pid_m, pid_n = swizzle(tile, tiles_m, tiles_n, group_m)
     if tile >= own_tiles:
         remote = tile - own_tiles
-        per_chunk = CHUNK_TILES * tiles_n
+        per_chunk = chunk_tiles * tiles_n
         chunk = remote // (per_chunk * (ranks - 1))
         step = remote % (per_chunk * (ranks - 1)) // per_chunk + 1
         source = (me + ranks - step) % ranks
         within = remote % per_chunk
-        pid_m = chunk * CHUNK_TILES + within % CHUNK_TILES
-        pid_n = within // CHUNK_TILES
+        pid_m = chunk * chunk_tiles + within % chunk_tiles
+        pid_n = within // chunk_tiles
     return source, pid_m, pid_n
 
 
-# One compiled kernel for all numbers of rows and all plans; N, K and the strides decide how wide loads and stores are.
-@td.jit(do_not_specialize=["M_shard", "slot_rows", "plan"])
+# Compiled once for a tile, whatever the shape, plan and transport: that is what makes tuning cheap.
+@td.jit(do_not_specialize=[
+    "M_shard", "N", "K", "stride_w", "slot_rows", "plan", "num_comm", "chunk_tiles", "group_m",
+])  # fmt: skip
 def ag_gemm_kernel(
     ctx, x_ptr, x_desc, gathered_desc, w_ptr, w_desc, bias_ptr, y_ptr,
-    M_shard, N, K, stride_wn, stride_wk, slot_rows, plan,
-    NUM_COMM: tl.constexpr, CHUNK_TILES: tl.constexpr, COPY_WORDS: tl.constexpr, FIXED_HALF: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    ELEM_BYTES: tl.constexpr, HAS_BIAS: tl.constexpr, USE_TMA: tl.constexpr, W_IS_KN: tl.constexpr,
-    PRECISION: tl.constexpr,
+    M_shard, N, K, stride_w, slot_rows, plan, num_comm, chunk_tiles, group_m,
+    COPY_WORDS: tl.constexpr, FIXED_HALF: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    ELEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, HAS_BIAS: tl.constexpr, USE_TMA: tl.constexpr,
+    W_IS_KN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Programs 0 … NUM_COMM - 1 push our shard to the peers; each later one computes one tile, in order of arrival.
+    """Programs 0 … num_comm - 1 push our shard to the peers; each later one computes one tile, in order of arrival.
 
     FIXED_HALF: a ``begin_kernel`` has opened the call; the gathered rows, our own included, stay in half 0 for the
-    launches that follow. NUM_COMM may be 0 then, when somebody else pushes.
+    launches that follow. num_comm may be 0 then, when somebody else pushes.
     """
+    N = as_aligned(N, ALIGNED)
+    K = as_aligned(K, ALIGNED)
+    stride_w = as_aligned(stride_w, ALIGNED)
     pid = tl.program_id(0)
     me = td.rank(ctx)
     ranks = td.num_ranks(ctx)
@@ -122,17 +128,17 @@ def ag_gemm_kernel(
     signal = (epoch << 8) | plan
     tiles_m = (M_shard + BLOCK_M - 1) // BLOCK_M
     tiles_n = (N + BLOCK_N - 1) // BLOCK_N
-    num_chunks = (tiles_m + CHUNK_TILES - 1) // CHUNK_TILES
+    num_chunks = (tiles_m + chunk_tiles - 1) // chunk_tiles
     row_bytes = tl.cast(K, tl.int64) * ELEM_BYTES
     slot_bytes = slot_rows * row_bytes
 
-    if pid < NUM_COMM:
+    if pid < num_comm:
         push_shard(
-            ctx, x_ptr.to(tl.int64), half, signal, M_shard * row_bytes, CHUNK_TILES * BLOCK_M * row_bytes,
-            num_chunks, slot_bytes, pid, NUM_COMM, COPY_OWN=FIXED_HALF, COPY_WORDS=COPY_WORDS,
+            ctx, x_ptr.to(tl.int64), half, signal, M_shard * row_bytes, chunk_tiles * BLOCK_M * row_bytes,
+            num_chunks, slot_bytes, pid, num_comm, COPY_OWN=FIXED_HALF, COPY_WORDS=COPY_WORDS,
         )  # fmt: skip
     else:
-        source, pid_m, pid_n = _tile_by_arrival(pid - NUM_COMM, me, ranks, tiles_m, tiles_n, GROUP_M, CHUNK_TILES)
+        source, pid_m, pid_n = _tile_by_arrival(pid - num_comm, me, ranks, tiles_m, tiles_n, group_m, chunk_tiles)
         if pid_m < tiles_m:  # the last chunk of a shard may have fewer tile rows
             row = pid_m * BLOCK_M
             col = pid_n * BLOCK_N
@@ -140,18 +146,18 @@ def ag_gemm_kernel(
             own_k = tl.where(source == me, K, 0)
             acc = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
             acc = gemm_tile(
-                acc, x_ptr, x_desc, 0, row, M_shard, w_ptr, w_desc, col, stride_wn, stride_wk, N, own_k, K,
+                acc, x_ptr, x_desc, 0, row, M_shard, w_ptr, w_desc, col, stride_w, N, own_k, K,
                 BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, W_IS_KN, PRECISION,
             )  # fmt: skip
             slot = td.data_at(ctx, half, me) + source.to(tl.int64) * slot_bytes
             if source != me:
                 # producer: push_shard of the source, or the copy engine
-                signal_ptr = td.signal_at(ctx, half, source * num_chunks + pid_m // CHUNK_TILES)
+                signal_ptr = td.signal_at(ctx, half, source * num_chunks + pid_m // chunk_tiles)
                 seen = td.wait_plan(ctx, signal_ptr, signal, source, FOR_TMA=USE_TMA)
                 slot = td.consume_token(slot, seen)
             acc = gemm_tile(
                 acc, slot.to(x_ptr.dtype), gathered_desc, half, row + source * slot_rows * USE_TMA, M_shard,
-                w_ptr, w_desc, col, stride_wn, stride_wk, N, K - own_k, K,
+                w_ptr, w_desc, col, stride_w, N, K - own_k, K,
                 BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, W_IS_KN, PRECISION,
             )  # fmt: skip
             offs_m = row + tl.arange(0, BLOCK_M)
@@ -177,58 +183,82 @@ def plan_fields(x, weight, config):
     }
 
 
+def _arguments(ctx, x, gathered, weight, bias, y, slot_rows, plan, num_comm, fixed_half, config):
+    """The kernel's arguments; ``gathered`` is (rows as [1, K], planes, rows of a plane, elements between planes)."""
+    weight, stride_w, is_kn = _operands.weight_layout(weight)
+    tiles = config.tiles
+    rows, k = x.shape
+    n = weight.shape[0]
+    use_tma = _operands.tma_fits(x, weight)
+    x_desc = gathered_desc = w_desc = None
+    if use_tma:
+        x_desc = _operands.rows_descriptor(x, 1, rows, rows * k, tiles.block_m, tiles.block_k)
+        gathered_desc = _operands.rows_descriptor(*gathered, tiles.block_m, tiles.block_k)
+        w_desc = _operands.weight_descriptor(weight, is_kn, tiles.block_n, tiles.block_k)
+    args = (
+        ctx, x, x_desc, gathered_desc, weight, w_desc, bias, y,
+        rows, n, k, stride_w, slot_rows, plan, num_comm, config.chunk_tiles, tiles.group_m,
+    )  # fmt: skip
+    constants = {
+        "COPY_WORDS": _COPY_WORDS, "FIXED_HALF": fixed_half, **tiles.constants(), "ELEM_BYTES": x.element_size(),
+        "ALIGNED": _operands.aligned(n, k, stride_w), "HAS_BIAS": bias is not None, "USE_TMA": use_tma,
+        "W_IS_KN": is_kn, "PRECISION": _operands.dot_precision(x.dtype), **tiles.options(),
+    }  # fmt: skip
+    return args, constants
+
+
+def compile(x, weight, bias, config):
+    """Compile what ``launch`` with the same operands would launch, into Triton's cache; launches nothing."""
+    if x.device.type == "cpu":
+        return  # interpreted
+    x = _operands.rows_contiguous(x)
+    ctx = torch.empty(1, dtype=torch.int64, device=x.device)
+    y = x.new_empty(1, weight.shape[0])
+    args, constants = _arguments(
+        ctx, x, (x, 1, x.shape[0], x.numel()), weight, bias, y, x.shape[0], 0, 0, config.transport != "push", config
+    )
+    ag_gemm_kernel.warmup(*args, grid=(1,), **constants)
+
+
 def launch(x, weight, bias, group, config, keep_gathered=False):
     """Launch the fused operator on 2-D operands; returns y and, if kept, the Gather of x, to be closed."""
     x = _operands.rows_contiguous(x)
-    weight, is_kn = _operands.weight_layout(weight)
     bias = None if bias is None else bias.contiguous()
     rows, k = x.shape
     n = weight.shape[0]
     world_size = dist.get_world_size(group)
     tiles = config.tiles
-    chunk_rows = config.chunk_tiles * tiles.block_m
-    num_chunks = -(-rows // chunk_rows)
+    num_chunks = -(-rows // (config.chunk_tiles * tiles.block_m))
     slot_rows = slot_rows_of(rows)
     y = x.new_empty(world_size * rows, n)
 
     gather = None
     num_comm = config.num_comm_sms
     if keep_gathered or config.transport == "copy_engine":
-        gather = Gather("ag_gemm", plan_fields(x, weight, config), x, group, chunk_rows)
-        workspace, plan, half_bytes = gather.workspace, gather.plan, 0
+        gather = Gather("ag_gemm", plan_fields(x, weight, config), x, group, config.chunk_tiles * tiles.block_m)
+        workspace, plan = gather.workspace, gather.plan
         gather.begin()
         if config.transport == "copy_engine":
             gather.copy(own=keep_gathered)
             num_comm = 0
+        planes, plane_stride = 1, world_size * slot_rows * k
     else:
         workspace = get_workspace(group, x.device, "ag_gemm")
         slot_bytes = slot_rows * k * x.element_size()
         plan = workspace.prepare(
             "ag_gemm", plan_fields(x, weight, config), world_size * slot_bytes, world_size * num_chunks
         )
-        half_bytes = workspace.half_bytes
         workspace.before_launch()
+        planes, plane_stride = 2, workspace.half_bytes // x.element_size()
 
-    use_tma = _operands.tma_fits(x, weight)
-    x_desc = gathered_desc = w_desc = None
-    if use_tma:
-        stride = half_bytes // x.element_size() if half_bytes else world_size * slot_rows * k
-        data = workspace.buffer.tensor(workspace.rank)[workspace.data_offset :].view(x.dtype).view(-1)
-        x_desc = _operands.rows_descriptor(x, 1, rows, rows * k, tiles.block_m, tiles.block_k)
-        gathered_desc = _operands.rows_descriptor(
-            data.as_strided((1, k), (k, 1)), 2 if half_bytes else 1, world_size * slot_rows, stride,
-            tiles.block_m, tiles.block_k,
-        )  # fmt: skip
-        w_desc = _operands.weight_descriptor(weight, is_kn, tiles.block_n, tiles.block_k)
+    data = workspace.buffer.tensor(workspace.rank)[workspace.data_offset :].view(x.dtype)
+    gathered = data.as_strided((1, k), (k, 1)), planes, world_size * slot_rows, plane_stride
+    args, constants = _arguments(
+        workspace.ctx, x, gathered, weight, bias, y, slot_rows, plan, num_comm, gather is not None, config
+    )
     tiles_m, tiles_n = -(-rows // tiles.block_m), -(-n // tiles.block_n)
     remote = (world_size - 1) * num_chunks * config.chunk_tiles * tiles_n
-    ag_gemm_kernel[(num_comm + tiles_m * tiles_n + remote,)](
-        workspace.ctx, x, x_desc, gathered_desc, weight, w_desc, bias, y,
-        rows, n, k, weight.stride(0), weight.stride(1), slot_rows, plan,
-        NUM_COMM=num_comm, CHUNK_TILES=config.chunk_tiles, COPY_WORDS=_COPY_WORDS, FIXED_HALF=gather is not None,
-        **tiles.constants(), ELEM_BYTES=x.element_size(), HAS_BIAS=bias is not None, USE_TMA=use_tma, W_IS_KN=is_kn,
-        PRECISION=_operands.dot_precision(x.dtype), **tiles.options(),
-    )  # fmt: skip
+    ag_gemm_kernel[(num_comm + tiles_m * tiles_n + remote,)](*args, **constants)
     if gather is None:
         workspace.after_launch()
     elif not keep_gathered:

@@ -1,6 +1,6 @@
 """The kernel behind GEMM-RS: partial tiles are staged, forwarded to their owners and summed there.
 
-Programs come in periods of ``1 + ITEM_TILES``. In each period the first program forwards one item (ITEM_TILES
+Programs come in periods of ``1 + item_tiles``. In each period the first program forwards one item (item_tiles
 consecutive tiles) that was computed ``lag`` periods before; the others compute a tile each. The tiles of rank + 1 come
 first, then those of rank + 2, and so on; the rank's own tiles come last and take the peers' partials into their
 epilogue. Forwarding programs are short and spread over the launch, so that no multiprocessor is set aside for
@@ -13,13 +13,14 @@ contiguous piece of memory whatever the shape, and both ends agree on the order.
 
 from dataclasses import dataclass, replace
 
+import torch
 import torch.distributed as dist
 import triton.language as tl
 
 from tdkernels import lang as td
 from tdkernels.ops import _device, _operands
 from tdkernels.ops._config import from_text, to_text
-from tdkernels.ops._gemm import gemm_tile, swizzle
+from tdkernels.ops._gemm import as_aligned, gemm_tile, swizzle
 from tdkernels.ops._tiles import Tiles, default_tiles
 from tdkernels.symm import get_workspace
 
@@ -68,21 +69,21 @@ def complete(text, x, weight, world_size):
 
 @td.jit
 def _forward_item(
-    ctx, item, items, tiles, stage, epoch, signal, half, ITEM_TILES: tl.constexpr, TILE_BYTES: tl.constexpr,
-    COPY_WORDS: tl.constexpr,
+    ctx, item, items, item_tiles, tiles, stage, epoch, signal, half,
+    TILE_BYTES: tl.constexpr, COPY_WORDS: tl.constexpr,
 ):  # fmt: skip
     """Copy one finished item of the staging buffer to its owner and raise its signal."""
     me = td.rank(ctx)
     ranks = td.num_ranks(ctx)
     owner = (me + 1 + item // items) % ranks
     item_of_shard = item % items
-    first = item_of_shard * ITEM_TILES
-    count = tl.minimum(ITEM_TILES, tiles - first)
-    staged = item.to(tl.int64) * ITEM_TILES
+    first = item_of_shard * item_tiles
+    count = tl.minimum(item_tiles, tiles - first)
+    staged = item.to(tl.int64) * item_tiles
     for i in range(count):
         # producer: the program of this rank that computed the tile
         td.wait(ctx, td.flag_at(ctx, staged + i), epoch, me, SCOPE="gpu")
-    slot = (me * items + item_of_shard).to(tl.int64) * ITEM_TILES
+    slot = (me * items + item_of_shard).to(tl.int64) * item_tiles
     dst = td.data_at(ctx, half, owner) + slot * TILE_BYTES
     td.put(dst, stage + staged * TILE_BYTES, count * TILE_BYTES, COPY_WORDS)
     # waiter: the owner's program for each tile of the item
@@ -114,17 +115,20 @@ def _sum_in_rank_order(
     tl.store(z_ptr + offs_m[:, None].to(tl.int64) * N + offs_n[None, :], z, mask=mask)
 
 
-# One compiled kernel for all numbers of rows and all plans; N, K and the strides decide how wide loads and stores are.
-@td.jit(do_not_specialize=["M_shard", "lag", "plan"])
+# Compiled once for a tile, whatever the shape, plan and size of an item: that is what makes tuning cheap.
+@td.jit(do_not_specialize=["M_shard", "N", "K", "stride_w", "lag", "plan", "item_tiles", "group_m"])
 def gemm_rs_kernel(
     ctx, x_ptr, x_desc, w_ptr, w_desc, bias_ptr, z_ptr, stage_ptr,
-    M_shard, N, K, stride_wn, stride_wk, lag, plan,
-    ITEM_TILES: tl.constexpr, COPY_WORDS: tl.constexpr, SPLIT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    ELEM_BYTES: tl.constexpr, HAS_BIAS: tl.constexpr, USE_TMA: tl.constexpr, W_IS_KN: tl.constexpr,
-    PRECISION: tl.constexpr,
+    M_shard, N, K, stride_w, lag, plan, item_tiles, group_m,
+    COPY_WORDS: tl.constexpr, SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    ELEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, HAS_BIAS: tl.constexpr, USE_TMA: tl.constexpr,
+    W_IS_KN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """z = our rows of the sum over ranks of x @ w.T; x is [W * M_shard, K], z is [M_shard, N]."""
+    N = as_aligned(N, ALIGNED)
+    K = as_aligned(K, ALIGNED)
+    stride_w = as_aligned(stride_w, ALIGNED)
     TILE: tl.constexpr = BLOCK_M * BLOCK_N
     me = td.rank(ctx)
     ranks = td.num_ranks(ctx)
@@ -134,31 +138,31 @@ def gemm_rs_kernel(
     tiles_m = (M_shard + BLOCK_M - 1) // BLOCK_M
     tiles_n = (N + BLOCK_N - 1) // BLOCK_N
     tiles = tiles_m * tiles_n
-    items = (tiles + ITEM_TILES - 1) // ITEM_TILES
-    period = tl.program_id(0) // (1 + ITEM_TILES)
-    place = tl.program_id(0) % (1 + ITEM_TILES)
+    items = (tiles + item_tiles - 1) // item_tiles
+    period = tl.program_id(0) // (1 + item_tiles)
+    place = tl.program_id(0) % (1 + item_tiles)
 
     if place == 0:
         item = period - lag
         if (item >= 0) & (item < items * (ranks - 1)):
             _forward_item(
-                ctx, item, items, tiles, stage_ptr.to(tl.int64), epoch, signal, half,
-                ITEM_TILES, TILE * ELEM_BYTES, COPY_WORDS,
+                ctx, item, items, item_tiles, tiles, stage_ptr.to(tl.int64), epoch, signal, half,
+                TILE * ELEM_BYTES, COPY_WORDS,
             )  # fmt: skip
     else:
-        tile = period % items * ITEM_TILES + place - 1
+        tile = period % items * item_tiles + place - 1
         if tile < tiles:
-            pid_m, pid_n = swizzle(tile, tiles_m, tiles_n, GROUP_M)
+            pid_m, pid_n = swizzle(tile, tiles_m, tiles_n, group_m)
             row = pid_m * BLOCK_M
             col = pid_n * BLOCK_N
             owner = (me + 1 + period // items) % ranks
             acc = gemm_tile(
                 tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32), x_ptr, x_desc, 0, owner * M_shard + row, ranks * M_shard,
-                w_ptr, w_desc, col, stride_wn, stride_wk, N, K, K,
+                w_ptr, w_desc, col, stride_w, N, K, K,
                 BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, W_IS_KN, PRECISION,
             )  # fmt: skip
             if owner != me:
-                staged = period.to(tl.int64) * ITEM_TILES + place - 1
+                staged = period.to(tl.int64) * item_tiles + place - 1
                 offs = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
                 tl.store(stage_ptr + staged * TILE + offs, td.from_float32(acc, stage_ptr.dtype.element_ty))
                 # waiter: the program of this rank that forwards the item
@@ -166,10 +170,10 @@ def gemm_rs_kernel(
             else:
                 for step in range(1, ranks):
                     source = (me + ranks - step) % ranks
-                    signal_ptr = td.signal_at(ctx, half, source * items + tile // ITEM_TILES)
+                    signal_ptr = td.signal_at(ctx, half, source * items + tile // item_tiles)
                     td.wait_plan(ctx, signal_ptr, signal, source)  # producer: _forward_item of the source
                 received = td.data_at(ctx, half, me).to(z_ptr.dtype) + tile.to(tl.int64) * TILE
-                slot_stride = items.to(tl.int64) * ITEM_TILES * TILE
+                slot_stride = tl.cast(items, tl.int64) * item_tiles * TILE
                 if SPLIT == 1:
                     _sum_in_rank_order(
                         ctx, acc, received, slot_stride, bias_ptr, z_ptr, row, col, 0, M_shard, N,
@@ -200,15 +204,47 @@ def plan_fields(x, weight, config):
     }
 
 
+def _arguments(ctx, x, weight, bias, z, stage, rows, lag, plan, config):
+    """The kernel's arguments."""
+    weight, stride_w, is_kn = _operands.weight_layout(weight)
+    tiles = config.tiles
+    m, k = x.shape
+    n = weight.shape[0]
+    use_tma = _operands.tma_fits(x, weight)
+    x_desc = w_desc = None
+    if use_tma:
+        x_desc = _operands.rows_descriptor(x, 1, m, m * k, tiles.block_m, tiles.block_k)
+        w_desc = _operands.weight_descriptor(weight, is_kn, tiles.block_n, tiles.block_k)
+    args = (
+        ctx, x, x_desc, weight, w_desc, bias, z, stage,
+        rows, n, k, stride_w, lag, plan, config.item_tiles, tiles.group_m,
+    )  # fmt: skip
+    constants = {
+        "COPY_WORDS": _COPY_WORDS, "SPLIT": 2 if tiles.block_n >= 128 else 1, **tiles.constants(),
+        "ELEM_BYTES": x.element_size(), "ALIGNED": _operands.aligned(n, k, stride_w), "HAS_BIAS": bias is not None,
+        "USE_TMA": use_tma, "W_IS_KN": is_kn, "PRECISION": _operands.dot_precision(x.dtype), **tiles.options(),
+    }  # fmt: skip
+    return args, constants
+
+
+def compile(x, weight, bias, config):
+    """Compile what ``launch`` with the same operands would launch, into Triton's cache; launches nothing."""
+    if x.device.type == "cpu":
+        return  # interpreted
+    x = _operands.rows_contiguous(x)
+    ctx = torch.empty(1, dtype=torch.int64, device=x.device)
+    stage = x.new_empty(1)
+    args, constants = _arguments(ctx, x, weight, bias, x.new_empty(1), stage, x.shape[0], 0, 0, config)
+    gemm_rs_kernel.warmup(*args, grid=(1,), **constants)
+
+
 def launch(x, weight, bias, group, config):
     """Launch the fused operator on 2-D operands."""
     x = _operands.rows_contiguous(x)
-    weight, is_kn = _operands.weight_layout(weight)
     bias = None if bias is None else bias.contiguous()
-    m, k = x.shape
     n = weight.shape[0]
     world_size = dist.get_world_size(group)
-    rows = m // world_size
+    rows = x.shape[0] // world_size
     tiles = config.tiles
     count = -(-rows // tiles.block_m) * -(-n // tiles.block_n)  # tiles of one shard
     items = -(-count // config.item_tiles)
@@ -223,18 +259,8 @@ def launch(x, weight, bias, group, config):
     )  # fmt: skip
     stage = x.new_empty((world_size - 1) * slots * tiles.block_m * tiles.block_n)
     z = x.new_empty(rows, n)
-    use_tma = _operands.tma_fits(x, weight)
-    x_desc = w_desc = None
-    if use_tma:
-        x_desc = _operands.rows_descriptor(x, 1, m, m * k, tiles.block_m, tiles.block_k)
-        w_desc = _operands.weight_descriptor(weight, is_kn, tiles.block_n, tiles.block_k)
     workspace.before_launch()
-    gemm_rs_kernel[(world_size * items * (1 + config.item_tiles),)](
-        workspace.ctx, x, x_desc, weight, w_desc, bias, z, stage,
-        rows, n, k, weight.stride(0), weight.stride(1), lag, plan,
-        ITEM_TILES=config.item_tiles, COPY_WORDS=_COPY_WORDS, SPLIT=2 if tiles.block_n >= 128 else 1,
-        **tiles.constants(), ELEM_BYTES=x.element_size(), HAS_BIAS=bias is not None, USE_TMA=use_tma, W_IS_KN=is_kn,
-        PRECISION=_operands.dot_precision(x.dtype), **tiles.options(),
-    )  # fmt: skip
+    args, constants = _arguments(workspace.ctx, x, weight, bias, z, stage, rows, lag, plan, config)
+    gemm_rs_kernel[(world_size * items * (1 + config.item_tiles),)](*args, **constants)
     workspace.after_launch()
     return z
