@@ -5,7 +5,9 @@ not needed and never used.
 """
 
 import torch
+import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
+from torch.distributed import distributed_c10d as c10d
 
 from tdkernels.symm.buffer import SymmetricBuffer
 
@@ -17,7 +19,8 @@ class P2PBuffer(SymmetricBuffer):
             self._own = symm_mem.empty(nbytes, dtype=torch.uint8, device=device)
             self._own.zero_()
             torch.cuda.synchronize(device)
-            self._handle = symm_mem.rendezvous(self._own, state.name)
+            _catch_up(state, device)
+            self._handle = _rendezvous(self._own, state.name)
         # No peer may write before our zeros are in place.
         state.barrier("symm.allocate")
 
@@ -30,3 +33,26 @@ class P2PBuffer(SymmetricBuffer):
 
     def close(self):
         self._own = self._handle = None
+
+
+# ---- torch numbers the exchanges of its rendezvous for each process, not for each group. So ranks of a group that have
+# met in other groups a different number of times wait for each other's numbers for ever. ----
+
+_meetings = 0  # how often this process has met anybody
+_alone = None  # a group of this process only
+
+
+def _rendezvous(tensor, group_name):
+    global _meetings
+    _meetings += 1
+    return symm_mem.rendezvous(tensor, group_name)
+
+
+def _catch_up(state, device):
+    """Meet nobody until this process has met as often as that of its peers which has met most often."""
+    global _alone
+    most = max(int(text) for text in state.exchange("symm.allocate", str(_meetings)))
+    if _meetings < most and (_alone is None or _alone not in c10d._world.pg_map):
+        _alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    while _meetings < most:
+        _rendezvous(symm_mem.empty(8, dtype=torch.uint8, device=device), _alone.group_name)
