@@ -1,11 +1,18 @@
 """The rule that a green suite has run something on several ranks, and the end of the ranks that tests share."""
 
 import os
+import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from tests import ranks
+
+# The ranks inherit these. What somebody has tuned on this machine, or what is shipped for it, must not decide which
+# path a test takes: without a config it takes the default, and tests of the tuner say what they want.
+os.environ["TDKERNELS_CACHE_DIR"] = tempfile.mkdtemp(prefix="tdkernels-tests-")
+os.environ["TDKERNELS_AUTOTUNE"] = "off"
 
 
 def pytest_addoption(parser):
@@ -48,6 +55,7 @@ def _nothing_ran_on_ranks(config) -> bool:
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session, exitstatus):
     ranks.close_all()
+    shutil.rmtree(os.environ["TDKERNELS_CACHE_DIR"], ignore_errors=True)
     if exitstatus == pytest.ExitCode.OK and _nothing_ran_on_ranks(session.config):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 

@@ -26,6 +26,7 @@ from tdkernels.ops import ag_gemm_kernel as kernel
 from tdkernels.ops import gemm_rs_kernel as dual
 from tdkernels.ops._collectives import all_gather_rows, reduce_scatter_rows
 from tdkernels.ops._config import check_config, from_text, to_text
+from tdkernels.ops._dense_tuning import config_for
 from tdkernels.ops._gather import Gather
 from tdkernels.ops._gradients import gathered_weight_gradient
 from tdkernels.ops.ag_gemm_kernel import AgGemmConfig
@@ -45,11 +46,14 @@ def _forward(x, weight, bias, group, config):
     group = _operands.group_by_name(group)
     if group.size() == 1:
         return F.linear(x, weight, bias)
-    config = kernel.complete(config, x, weight)
-    if x.shape[0] and config.method == "fused":
+    if not x.shape[0]:
+        group_state(group).agree_once("ag_gemm", kernel.problem_fields(x, weight))
+        return x.new_empty(0, weight.shape[0])
+    config = config_for("ag_gemm", config, x, weight, group, kernel.problem_fields(x, weight))
+    if config.method == "fused":
         return kernel.launch(x, weight, bias, group, config)[0]
     group_state(group).agree_once("ag_gemm", kernel.plan_fields(x, weight, config))
-    return ag_gemm_ref(x, weight, bias, group=group) if x.shape[0] else x.new_empty(0, weight.shape[0])
+    return ag_gemm_ref(x, weight, bias, group=group)
 
 
 def _method(config):
@@ -66,10 +70,15 @@ def _backward(dy, x, weight, need_dx, need_dweight, group, config):
         dx = reduce_scatter_rows(dy @ weight, group) if need_dx else dx
         dweight = dy.t() @ all_gather_rows(x, group) if need_dweight else dweight
     else:
+        if need_dx:
+            fields = {"backward of": "ag_gemm", **dual.problem_fields(dy, weight.t())}
+            choice = config_for("gemm_rs", "", dy, weight.t(), group, fields)
         # x travels while the GEMM-RS computes and sends dx; then all of it is here for dweight.
         gather = Gather.start("ag_gemm backward", x, group) if need_dweight else None
-        if need_dx:
-            dx = dual.launch(dy, weight.t(), None, group, dual.default_config_for(dy, weight.t(), group.size()))
+        if need_dx and choice.method == "fused":
+            dx = dual.launch(dy, weight.t(), None, group, choice)
+        elif need_dx:
+            dx = reduce_scatter_rows(dy @ weight, group)
         if need_dweight:
             dweight = gathered_weight_gradient(gather, dy, gathered_on_left=False, overlapped=need_dx)
             gather.close()
@@ -126,7 +135,7 @@ def ag_gemm(x, weight, bias=None, *, group=None, config=None):
               weight: [N / W, K], the layout of torch.nn.Linear, this rank's rows of the full weight; same dtype
               bias: [N / W] or None
               group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the world (W ranks)
-              config: AgGemmConfig, the same on all ranks; None takes the default for the shape
+              config: AgGemmConfig, the same on all ranks; None takes the best one known, see tdkernels.autotune
     Returns:  y: [M, N / W], dtype of x, accumulated in fp32
     Gradient: dx = reduce_scatter(dy @ weight); dweight = dy.T @ all_gather(x); dbias = dy.sum(0), each [as its input]
     Raises:   TypeError or ValueError for operands that do not fit, with their shapes, before anything is launched;

@@ -58,20 +58,23 @@ class AgGemmConfig:
         return self.tiles.illegal(device, dtype) if self.tiles is not None else None
 
 
-def default_config_for(x, weight):
-    """The config for operands [M / W, K] and [N / W, K] of a shape that nobody has tuned."""
-    tiles = default_tiles(x.shape[0], weight.shape[0], x.dtype, x.device)
-    if x.device.type == "cpu":
+def default_config(rows, n, k, dtype, device):
+    """The config for operands [rows, K] and [n, K] of a shape that nobody has tuned."""
+    tiles = default_tiles(rows, n, dtype, device)
+    if device.type == "cpu":
         return AgGemmConfig(tiles=tiles, num_comm_sms=2)
-    if x.numel() * x.element_size() >= _LARGE_SHARD_BYTES:
-        return AgGemmConfig(tiles=tiles, transport="copy_engine", chunk_tiles=-(-x.shape[0] // tiles.block_m))
+    if rows * k * dtype.itemsize >= _LARGE_SHARD_BYTES:
+        return AgGemmConfig(tiles=tiles, transport="copy_engine", chunk_tiles=-(-rows // tiles.block_m))
     return AgGemmConfig(tiles=tiles, num_comm_sms=24)
 
 
+def default_config_for(x, weight):
+    """``default_config`` of operands [M / W, K] and [N / W, K]."""
+    return default_config(x.shape[0], *weight.shape, x.dtype, x.device)
+
+
 def complete(text, x, weight):
-    """The config that ``text`` stands for, "" being the default, with its tiles filled in."""
-    if not text:
-        return default_config_for(x, weight)
+    """The config that ``text`` stands for, with its tiles filled in."""
     config = from_text(AgGemmConfig, text)
     if config.tiles is None:
         config = replace(config, tiles=default_tiles(x.shape[0], weight.shape[0], x.dtype, x.device))
@@ -172,15 +175,14 @@ def ag_gemm_kernel(
         td.finish(ctx)
 
 
+def problem_fields(x, weight):
+    """What must be the same on all ranks before a config is chosen."""
+    return {"M/W": x.shape[0], "K": x.shape[1], "N/W": weight.shape[0], "dtype": str(x.dtype)}
+
+
 def plan_fields(x, weight, config):
     """What must be the same on all ranks."""
-    return {
-        "M/W": x.shape[0],
-        "K": x.shape[1],
-        "N/W": weight.shape[0],
-        "dtype": str(x.dtype),
-        "config": to_text(config),
-    }
+    return {**problem_fields(x, weight), "config": to_text(config)}
 
 
 def _arguments(ctx, x, gathered, weight, bias, y, slot_rows, plan, num_comm, fixed_half, config):

@@ -23,6 +23,7 @@ from tdkernels.ops import ag_gemm_kernel as dual
 from tdkernels.ops import gemm_rs_kernel as kernel
 from tdkernels.ops._collectives import all_gather_rows, reduce_scatter_rows
 from tdkernels.ops._config import check_config, from_text, to_text
+from tdkernels.ops._dense_tuning import config_for
 from tdkernels.ops._gather import Gather
 from tdkernels.ops._gradients import gathered_weight_gradient
 from tdkernels.ops.gemm_rs_kernel import GemmRsConfig
@@ -43,11 +44,14 @@ def _forward(x, weight, bias, group, config):
     group = _operands.group_by_name(group)
     if group.size() == 1:
         return F.linear(x, weight, bias)
-    config = kernel.complete(config, x, weight, group.size())
-    if x.shape[0] and config.method == "fused":
+    if not x.shape[0]:
+        group_state(group).agree_once("gemm_rs", kernel.problem_fields(x, weight))
+        return x.new_empty(0, weight.shape[0])
+    config = config_for("gemm_rs", config, x, weight, group, kernel.problem_fields(x, weight))
+    if config.method == "fused":
         return kernel.launch(x, weight, bias, group, config)
     group_state(group).agree_once("gemm_rs", kernel.plan_fields(x, weight, config))
-    return gemm_rs_ref(x, weight, bias, group=group) if x.shape[0] else x.new_empty(0, weight.shape[0])
+    return gemm_rs_ref(x, weight, bias, group=group)
 
 
 def _method(config):
@@ -57,14 +61,18 @@ def _method(config):
 def _backward(dz, x, weight, need_dx, need_dweight, need_dbias, group, config):
     group = _operands.group_by_name(group)
     dx, dweight, dbias = x.new_empty(0), x.new_empty(0), x.new_empty(0)
-    full = gather = None
-    if group.size() == 1 or x.shape[0] == 0 or _method(config) == "torch":
+    full = gather = choice = None
+    plain = group.size() == 1 or x.shape[0] == 0 or _method(config) == "torch"
+    if not plain and need_dx:
+        fields = {"backward of": "gemm_rs", **dual.problem_fields(dz, weight.t())}
+        choice = config_for("ag_gemm", "", dz, weight.t(), group, fields)
+        plain = choice.method == "torch"
+    if plain:
         full = all_gather_rows(dz, group) if group.size() > 1 and x.shape[0] else dz
         dx = full @ weight if need_dx else dx
         dweight = full.t() @ x if need_dweight else dweight
     elif need_dx:
         # The AG-GEMM leaves what it gathers where the weight gradient can read it.
-        choice = dual.default_config_for(dz, weight.t())
         dx, gather = dual.launch(dz, weight.t(), None, group, choice, keep_gathered=need_dweight or need_dbias)
         if gather is not None:
             gather.finish()
@@ -131,7 +139,7 @@ def gemm_rs(x, weight, bias=None, *, group=None, config=None):
               weight: [N, K / W], the layout of torch.nn.Linear, this rank's columns of the full weight; same dtype
               bias: [N], the same on all ranks, or None; added once, after the sum
               group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the world (W ranks)
-              config: GemmRsConfig, the same on all ranks; None takes the default for the shape
+              config: GemmRsConfig, the same on all ranks; None takes the best one known, see tdkernels.autotune
     Returns:  z: [M / W, N], dtype of x, summed in fp32 in rank order
     Gradient: dx = all_gather(dz) @ weight; dweight = all_gather(dz).T @ x; dbias = all_gather(dz).sum(0), complete on
               every rank

@@ -51,16 +51,19 @@ class GemmRsConfig:
         return self.tiles.illegal(device, dtype) if self.tiles is not None else None
 
 
+def default_config(rows, n, k, dtype, device):
+    """The config for rows of an output [rows, n] of a shape that nobody has tuned."""
+    tiles = default_tiles(rows, n, dtype, device)
+    return GemmRsConfig(tiles=tiles, item_tiles=2 if device.type == "cpu" else 4)
+
+
 def default_config_for(x, weight, world_size):
-    """The config for operands [M, K / W] and [N, K / W] of a shape that nobody has tuned."""
-    tiles = default_tiles(x.shape[0] // world_size, weight.shape[0], x.dtype, x.device)
-    return GemmRsConfig(tiles=tiles, item_tiles=2 if x.device.type == "cpu" else 4)
+    """``default_config`` of operands [M, K / W] and [N, K / W]."""
+    return default_config(x.shape[0] // world_size, *weight.shape, x.dtype, x.device)
 
 
 def complete(text, x, weight, world_size):
-    """The config that ``text`` stands for, "" being the default, with its tiles filled in."""
-    if not text:
-        return default_config_for(x, weight, world_size)
+    """The config that ``text`` stands for, with its tiles filled in."""
     config = from_text(GemmRsConfig, text)
     if config.tiles is None:
         config = replace(config, tiles=default_tiles(x.shape[0] // world_size, weight.shape[0], x.dtype, x.device))
@@ -193,15 +196,14 @@ def gemm_rs_kernel(
     td.finish(ctx)
 
 
+def problem_fields(x, weight):
+    """What must be the same on all ranks before a config is chosen."""
+    return {"M": x.shape[0], "N": weight.shape[0], "K/W": x.shape[1], "dtype": str(x.dtype)}
+
+
 def plan_fields(x, weight, config):
     """What must be the same on all ranks."""
-    return {
-        "M": x.shape[0],
-        "N": weight.shape[0],
-        "K/W": x.shape[1],
-        "dtype": str(x.dtype),
-        "config": to_text(config),
-    }
+    return {**problem_fields(x, weight), "config": to_text(config)}
 
 
 def _arguments(ctx, x, weight, bias, z, stage, rows, lag, plan, config):

@@ -1,5 +1,6 @@
 """A process group as the library sees it: who is in it, and how its ranks agree before they launch anything."""
 
+import contextlib
 import copy
 import json
 import time
@@ -39,13 +40,17 @@ def resolve_group(group=None):
 class GroupState:
     """What is kept for one process group, for as long as it lives: its store, agreed plans and workspaces."""
 
-    def __init__(self, group):
+    def __init__(self, group, prefix="tdkernels"):
         self.name = group.group_name
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
+        self.local_world_size = self.world_size  # a group is on one host
         self.workspaces = {}
+        self.choices = {}  # what has been agreed to run, see tdkernels.autotune
         self._store = c10d._get_process_group_store(group)
+        self._prefix = prefix
         self._turn = 0
+        self._scratches = 0
         self._agreed = set()
         self._broken = None
 
@@ -56,16 +61,18 @@ class GroupState:
             self.agree(operator, fields)
             self._agreed.add(key)
 
-    def agree(self, operator, fields):
-        """Return when every rank has come here with the same operator and fields; collective.
+    def agree(self, operator, fields, offer=None):
+        """Return all ranks' offers when every rank has come here with the same operator and fields; collective.
 
         Goes through the group's store, so it needs no GPU and no collective that could hang itself.
 
         Raises:   ValueError on every rank when they differ; PeerTimeoutError when a rank does not come in time
         """
-        texts = self.exchange(operator, json.dumps({"operator": operator, **fields}))
-        if any(text != texts[0] for text in texts):
-            raise ValueError(f"{operator}: the ranks disagree: " + _differences([json.loads(text) for text in texts]))
+        texts = self.exchange(operator, json.dumps([{"operator": operator, **fields}, offer]))
+        plans, offers = zip(*map(json.loads, texts), strict=True)
+        if any(plan != plans[0] for plan in plans):
+            raise ValueError(f"{operator}: the ranks disagree: " + _differences(plans))
+        return offers
 
     def exchange(self, operator, text):
         """All ranks' texts, in rank order; collective and bounded by the timeout."""
@@ -96,7 +103,12 @@ class GroupState:
             raise copy.copy(self._broken) from error
 
     def _key(self, turn, peer):
-        return f"tdkernels/{turn}/{peer}"
+        return f"{self._prefix}/{turn}/{peer}"
+
+    def check(self):
+        """Raise the first error that a kernel of the group has recorded."""
+        for workspace in self.workspaces.values():
+            workspace.check()
 
     def close(self):
         for workspace in self.workspaces.values():
@@ -132,6 +144,23 @@ def group_state(group):
         # At exit the operating system and the driver clean up; their order with ours is not known then.
         weakref.finalize(group, state.close).atexit = False
     return state
+
+
+@contextlib.contextmanager
+def scratch_state(group):
+    """A state of its own for what may fail: within, launches use other workspaces, and break only those. Collective.
+
+    The group's devices must be idle at the end, on all ranks. The group's own state is as it was before.
+    """
+    kept = group_state(group)
+    kept._scratches += 1
+    scratch = GroupState(group, f"tdkernels/scratch{kept._scratches}")
+    _states[group] = scratch
+    try:
+        yield scratch
+    finally:
+        _states[group] = kept
+        scratch.close()
 
 
 def live_states():

@@ -1,5 +1,6 @@
 """How long a rank waits for its peers before it says who did not come."""
 
+import contextlib
 import os
 
 # Long enough for a rank that compiles, reads data or writes a checkpoint; short enough to be noticed.
@@ -19,6 +20,18 @@ def set_timeout(seconds):
     if seconds is not None and not 0 < seconds <= MAX_S:
         raise ValueError(f"timeout must be a positive number of seconds up to {MAX_S:g}, not {seconds!r}")
     _chosen_s = None if seconds is None else float(seconds)
+
+
+@contextlib.contextmanager
+def shorter_timeout(seconds):
+    """No longer than ``seconds`` within the block."""
+    global _chosen_s
+    before = _chosen_s
+    _chosen_s = min(seconds, get_timeout())
+    try:
+        yield
+    finally:
+        _chosen_s = before
 
 
 def get_timeout():

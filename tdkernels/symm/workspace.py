@@ -227,5 +227,4 @@ def synchronize():
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.synchronize()
     for state in live_states():
-        for workspace in state.workspaces.values():
-            workspace.check()
+        state.check()

@@ -1,0 +1,159 @@
+"""Tuned configs on disk: the user's cache, which the tuner writes, and the tables that come with the package.
+
+    <folder>/<gpu>/<operator>.json
+
+A file that cannot be read or written is reported once and never stops a program: what it would have said is then not
+known, and what was tuned is still used by the process that tuned it.
+"""
+
+import logging
+import os
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from tdkernels.autotune import table
+from tdkernels.autotune.problem import slug
+
+_log = logging.getLogger("tdkernels")
+_SHIPPED = Path(__file__).parent / "configs"
+_LOCK_S = 10.0
+
+_tuned_here = []  # entries of this process, in case the folder cannot be written
+_read = {}  # path -> (stamp of the file, entries)
+_reported = set()
+
+
+def folder():
+    """Where the user's cache is: ``TDKERNELS_CACHE_DIR``, or the platform's place for caches."""
+    chosen = os.environ.get("TDKERNELS_CACHE_DIR")
+    if chosen:
+        return Path(chosen)
+    import platformdirs  # here: whoever names a folder does not need it
+
+    return platformdirs.user_cache_path("tdkernels")
+
+
+def path(operator, gpu):
+    """The file of the user's cache for an operator on a kind of GPU."""
+    return folder() / slug(gpu) / f"{operator}.json"
+
+
+def user_entries(operator, gpu):
+    """What this user, or this process, has tuned."""
+    here = [entry for entry in _tuned_here if (entry.problem.operator, entry.problem.gpu) == (operator, gpu)]
+    return table.merge(_of(operator, gpu, load(path(operator, gpu))), here)
+
+
+def shipped_entries(operator, gpu):
+    """What came with the package."""
+    return _of(operator, gpu, load(_SHIPPED / slug(gpu) / f"{operator}.json"))
+
+
+def _of(operator, gpu, entries):
+    """Those that are for the GPU: two names may have the same slug."""
+    return [entry for entry in entries if (entry.problem.operator, entry.problem.gpu) == (operator, gpu)]
+
+
+def files(root=None):
+    """The table files below a folder, by default the user's cache."""
+    return sorted((folder() if root is None else Path(root)).glob("*/*.json"))
+
+
+def load(file):
+    """The entries of a file; none if there is no such file or it cannot be used, which is reported once."""
+    try:
+        status = os.stat(file)
+        stamp = status.st_mtime_ns, status.st_size, status.st_ino
+        if file in _read and _read[file][0] == stamp:
+            return _read[file][1]
+        entries, bad = table.from_json(Path(file).read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except (OSError, UnicodeDecodeError, table.TableError) as error:
+        report(file, f"is ignored: {error}")
+        return []
+    if bad:
+        report(file, f"has {bad} entries that are none; they are ignored")
+    _read[file] = stamp, entries
+    return entries
+
+
+def store(entries):
+    """Add entries to the user's cache; they win over older ones of the same problem and versions."""
+    _tuned_here[:] = table.merge(_tuned_here, entries)
+    by_file = {}
+    for entry in entries:
+        by_file.setdefault(path(entry.problem.operator, entry.problem.gpu), []).append(entry)
+    for file, added in by_file.items():
+        try:
+            with _locked(file):
+                _replace(file, added)
+        except (OSError, Timeout, table.LaterFormat) as error:
+            report(file, f"cannot be written, so that later processes will not find what was tuned: {error}")
+
+
+def forget():
+    """Drop what this process remembers besides the files; for tests and after ``clear``."""
+    _tuned_here.clear()
+    _read.clear()
+    _reported.clear()
+
+
+def clear(operators=None):
+    """Delete the user's cache, or what it has of some operators; returns the files that are gone."""
+    gone = []
+    for file in files():
+        if operators is None or file.stem in operators:
+            with _locked(file):
+                file.unlink(missing_ok=True)
+            gone.append(file)
+    forget()
+    return gone
+
+
+def report(file, what):
+    """Warn about a file, once for each thing that is wrong with it."""
+    if (file, what) not in _reported:
+        _reported.add((file, what))
+        _log.warning("tuned configs: %s %s", file, what)
+
+
+@contextmanager
+def _locked(file):
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{file}.lock", timeout=_LOCK_S):
+        yield
+
+
+def _replace(file, added):
+    """Write the file anew with entries added; whoever reads it sees the old one or the new one, never half of it."""
+    text = table.to_json(table.merge(_kept(file), added))
+    handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.stem}-", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as out:
+            out.write(text)
+            out.flush()
+            os.fsync(out.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, file)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def _kept(file):
+    """The entries that stay. A file that is not ours is put aside; one of a later version must not be touched."""
+    try:
+        return table.from_json(file.read_text(encoding="utf-8"))[0]
+    except FileNotFoundError:
+        return []
+    except table.LaterFormat:
+        raise
+    except (UnicodeDecodeError, table.TableError) as error:
+        aside = file.with_suffix(".json.bad")
+        report(file, f"cannot be read ({error}) and is kept as {aside.name}")
+        os.replace(file, aside)
+        return []

@@ -1,0 +1,133 @@
+"""Which config a call runs with, and how the ranks come to the same one.
+
+In this order: the config that the call was given; the user's cache; the table that came with the package; the nearest
+shape of either; the default. An entry of the user's cache counts only for the versions that it was measured with, the
+package's tables count for all: what was best elsewhere is a better guess than a default. Rank 0 looks up and the others
+follow, so that it does not matter what is in their files.
+"""
+
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from tdkernels.autotune import cache, table
+from tdkernels.autotune.modes import get_mode
+from tdkernels.autotune.operator import versions
+from tdkernels.symm.group import group_state
+
+_log = logging.getLogger("tdkernels")
+
+# Where a config came from.
+EXPLICIT, CACHE, SHIPPED, NEAREST, DEFAULT = "explicit", "cache", "shipped", "nearest", "default"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A config, where it came from, and the entry that says how fast it was there, if any."""
+
+    config: object
+    source: str
+    entry: table.Entry | None = None
+
+
+def choose(tunable, problem, device, group, fields):
+    """The Choice for a call without a config, the same on all ranks; collective at the first call with a problem.
+
+    Args:     fields: what must be the same on all ranks, for the error that names who differs
+    Raises:   ValueError when the ranks disagree on fields or mode; PeerTimeoutError
+    """
+    choices = group_state(group).choices
+    key = problem, get_mode()
+    choice = choices.get(key)
+    if choice is None:
+        choice = _agree(tunable, problem, device, group, fields)
+        choices[key] = choice
+    return choice
+
+
+def look_up(tunable, problem, device, mode):
+    """What this rank would choose by itself."""
+    if mode != "off":
+        current = versions(tunable)
+        name = problem.operator, problem.gpu
+        mine = [entry for entry in cache.user_entries(*name) if entry.versions == current]
+        shipped = cache.shipped_entries(*name)
+        for source, entries in ((CACHE, mine), (SHIPPED, shipped)):
+            exact = [entry for entry in entries if entry.problem == problem]
+            choice = _usable(tunable, problem, device, source, exact[-1]) if exact else None
+            if choice is not None:
+                return choice
+        similar = table.nearest(mine + shipped, problem)
+        choice = _usable(tunable, problem, device, NEAREST, similar) if similar is not None else None
+        if choice is not None:
+            return choice
+    return Choice(tunable.default(problem, device), DEFAULT)
+
+
+def _usable(tunable, problem, device, source, entry):
+    """The Choice of an entry, or None, reported once, if its config cannot run here."""
+    try:
+        config = tunable.config_from_dict(entry.config)
+        reason = tunable.illegal(config, problem, device)
+    except (TypeError, ValueError) as error:
+        reason = str(error)
+    if reason is None:
+        return Choice(config, source, entry)
+    cache.report(f"the {source} entry", f"for {entry.problem} is not used: {reason}")
+    return None
+
+
+def _agree(tunable, problem, device, group, fields):
+    state, mode = group_state(group), get_mode()
+    own = look_up(tunable, problem, device, mode) if state.rank == 0 else None
+    offer = {"tune": not _capturing(device), **(_to_offer(tunable, own) if own is not None else {})}
+    offers = state.agree(tunable.name, {**fields, "autotune": mode}, offer)
+    choice = own or _from_offer(tunable, offers[0])
+    if mode == "on" and choice.source in (NEAREST, DEFAULT) and all(offer["tune"] for offer in offers):
+        choice = _tuned(tunable, problem, device, group, choice)
+    if state.rank == 0:
+        _say(tunable, problem, device, choice)
+    return choice
+
+
+def _tuned(tunable, problem, device, group, otherwise):
+    from tdkernels.autotune.tuner import TuningError, tune_problem
+
+    try:
+        entry = tune_problem(tunable, problem, device, group).entry
+    except TuningError as error:  # on every rank
+        if group_state(group).rank == 0:
+            _log.warning("%s: could not be tuned: %s", problem, error)
+        return otherwise
+    return Choice(tunable.config_from_dict(entry.config), CACHE, entry)
+
+
+def _to_offer(tunable, choice):
+    entry = table.to_json([choice.entry]) if choice.entry is not None else None
+    return {"config": tunable.config_to_dict(choice.config), "source": choice.source, "entry": entry}
+
+
+def _from_offer(tunable, offer):
+    entry = table.from_json(offer["entry"])[0][0] if offer["entry"] is not None else None
+    return Choice(tunable.config_from_dict(offer["config"]), offer["source"], entry)
+
+
+def _capturing(device):
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _say(tunable, problem, device, choice):
+    """Once for each problem: what runs, and a warning where nobody has tuned anything."""
+    from tdkernels.autotune.explain import explanation
+
+    if choice.source == DEFAULT and device.type == "cuda" and get_mode() != "off":
+        if not cache.user_entries(problem.operator, problem.gpu) and not cache.shipped_entries(
+            problem.operator, problem.gpu
+        ):  # fmt: skip
+            sizes = "x".join(map(str, problem.shape))
+            _log.warning(
+                "%s runs with a default config: there is no table for this GPU. Tune it once: python -m tdkernels tune "
+                "%s --shape %s --nproc %d", problem, problem.operator, sizes, problem.world_size,
+            )  # fmt: skip
+    _log.info("%s", explanation(tunable, problem, device, choice).line())

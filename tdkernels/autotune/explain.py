@@ -1,0 +1,154 @@
+"""Which path a call takes, why, and how near it comes to what the hardware allows."""
+
+from dataclasses import asdict, dataclass
+
+import torch
+
+from tdkernels.autotune.choose import CACHE, EXPLICIT, SHIPPED, Choice, look_up
+from tdkernels.autotune.hardware import hardware
+from tdkernels.autotune.modes import get_mode
+from tdkernels.autotune.operator import tunable as tunable_by_name
+from tdkernels.autotune.problem import Problem, device_of, gpu_name
+from tdkernels.symm import resolve_group
+from tdkernels.symm.group import group_state
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What would run; ``str()`` of it is meant to be read.
+
+    problem, config, source:    source is "explicit", "cache", "shipped", "nearest" or "default"
+    tuned_for:                  the problem for which the config was tuned; None for a default or explicit one
+    expected_ms, measured:      of a call; measured for this very problem, or estimated
+    plain_ms:                   of torch's collective and matmul in sequence, where it was measured
+    local_ms, local_measured:   floor of the computation: by the library alone, or flops at the best rate
+    wire_ms:                    floor of the communication: bytes at the best rate of a link
+    """
+
+    problem: Problem
+    config: object
+    source: str
+    tuned_for: Problem | None
+    expected_ms: float
+    measured: bool
+    plain_ms: float | None
+    local_ms: float
+    local_measured: bool
+    wire_ms: float
+
+    @property
+    def method(self):
+        return self.config.method
+
+    @property
+    def floor_ms(self):
+        return max(self.local_ms, self.wire_ms)
+
+    def line(self):
+        """All of it in one line, for a log."""
+        kind = "measured" if self.measured else "estimated"
+        plain = f", torch's sequence {self.plain_ms:.3f} ms" if self.plain_ms is not None else ""
+        return (
+            f"{self.problem}: {self.method} ({self.source}), {_settings(self.config)}; {self.expected_ms:.3f} ms "
+            f"{kind}{plain}; floors: computation {self.local_ms:.3f} ms, wire {self.wire_ms:.3f} ms"
+        )
+
+    def __str__(self):
+        how = "measured" if self.measured else "estimated"
+        local = "the library alone, measured" if self.local_measured else "flops at the best rate"
+        lines = [
+            str(self.problem),
+            f"  runs        {'torch collective, then matmul' if self.method == 'torch' else self.method}",
+            f"  config      {_settings(self.config)}",
+            f"  came from   {_ORIGIN[self.source]}",
+        ]
+        if self.tuned_for is not None and self.tuned_for != self.problem:
+            lines.append(f"  tuned for   {self.tuned_for}")
+        lines.append(f"  expected    {self.expected_ms:.4f} ms, {how}")
+        if self.plain_ms is not None:
+            lines.append(f"  sequence    {self.plain_ms:.4f} ms, torch's collective and matmul; "
+                         f"{self.plain_ms / self.expected_ms:.2f} x the expected time")  # fmt: skip
+        for name, ms, what in (("computation", self.local_ms, local), ("wire", self.wire_ms, "bytes at the best rate")):
+            lines.append(f"  {name:11} {ms:.4f} ms at least ({what}), {ms / self.expected_ms:.0%} of the expected time")
+        return "\n".join(lines)
+
+
+_ORIGIN = {
+    "explicit": "the call",
+    "cache": "the cache on disk: tuned here",
+    "shipped": "the table that comes with tdkernels",
+    "nearest": "the nearest shape that was tuned",
+    "default": "nowhere: the default, nobody has tuned anything near it",
+}
+
+
+def explain(operator, *shapes, dtype=torch.bfloat16, layout=None, group=None, world_size=None, config=None):
+    """Say which method and config a call would run with, where they come from, and what limits it.
+
+    Args:     operator: its name or the function, "ag_gemm" or tdkernels.ag_gemm
+              shapes: this rank's operands as they go into the call (tensors, or their shapes), or the sizes of the
+              whole problem as integers: explain("ag_gemm", 8192, 57344, 8192) is M, N, K
+              dtype, layout: of operands that are not tensors; layout None is the usual one
+              group: as for the operators; world_size: instead of a group, where torch.distributed is not initialised
+              config: as for the operators
+    Returns:  Explanation
+    Raises:   ValueError
+    Contract: local, not collective: for a problem that the group has not met yet it says what this rank would propose
+    """
+    name = operator if isinstance(operator, str) else getattr(operator, "__name__", str(operator))
+    tunable = tunable_by_name(name)
+    state, device = None, torch.device("cuda" if torch.cuda.is_available() else "cpu", 0)
+    if world_size is None:
+        group = resolve_group(group)
+        state, device = group_state(group), device_of(group)
+        world_size = state.world_size
+    if shapes and isinstance(shapes[0], torch.Tensor):
+        device, dtype = shapes[0].device, shapes[0].dtype
+    if not all(isinstance(shape, int) for shape in shapes):
+        layout = layout or tunable.layout_of(*shapes)
+        shapes = tunable.sizes_of(*[tuple(getattr(shape, "shape", shape)) for shape in shapes], world_size=world_size)
+    problem = Problem(
+        name, gpu_name(device), world_size, world_size if state is None else state.local_world_size,
+        str(dtype).removeprefix("torch."), layout or tunable.layouts[0], shapes,
+    )  # fmt: skip
+    reason = tunable.why_not(problem)
+    if reason is not None:
+        raise ValueError(f"{name}: {reason}")
+    if config is not None:
+        reason = tunable.illegal(config, problem, device)
+        if reason is not None:
+            raise ValueError(f"{name}: config cannot run: {reason}")
+        return explanation(tunable, problem, device, Choice(config, EXPLICIT))
+    mode = get_mode()
+    agreed = state.choices.get((problem, mode)) if state is not None else None
+    return explanation(tunable, problem, device, agreed or look_up(tunable, problem, device, mode))
+
+
+def explanation(tunable, problem, device, choice):
+    """The Explanation of a choice."""
+    rates = hardware(device, getattr(torch, problem.dtype))
+    floors, entry = tunable.floors(problem), choice.entry
+    measured = choice.source in (CACHE, SHIPPED)
+    local_measured = measured and entry.local_ms is not None
+    wire_measured = measured and entry.wire_ms is not None
+    return Explanation(
+        problem, choice.config, choice.source, entry.problem if entry is not None else None,
+        expected_ms=entry.ms if measured else tunable.estimate_ms(choice.config, problem, rates),
+        measured=measured, plain_ms=entry.plain_ms if measured else None,
+        local_ms=entry.local_ms if local_measured else floors.flops / rates.flops * 1e3,
+        local_measured=local_measured,
+        wire_ms=entry.wire_ms if wire_measured else floors.wire_bytes / rates.link * 1e3,
+    )  # fmt: skip
+
+
+def _settings(config):
+    values = {name: value for name, value in asdict(config).items() if value is not None}
+    if values.get("method") == "torch":
+        return "method=torch"
+    return " ".join(f"{name}={_plainly(value)}" for name, value in values.items())
+
+
+def _plainly(value):
+    return "/".join(str(v) for v in value.values()) if isinstance(value, dict) else value
+
+

@@ -1,0 +1,131 @@
+"""What an operator tells the tuner of itself. The tuner, the cache and the command line know operators only by this."""
+
+import functools
+import hashlib
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import triton
+
+from tdkernels import lang
+
+_registry = {}
+
+
+@dataclass(frozen=True)
+class Floors:
+    """What a rank must do at least: ``flops``, and ``wire_bytes`` that come in from its peers (as many go out)."""
+
+    flops: int
+    wire_bytes: int
+
+
+class Tunable(ABC):
+    """One operator. ``operands`` are a tuple of tensors of one rank, made for a Problem.
+
+    Attributes: ``name``; ``sizes``, the names of the problem's sizes; ``layouts``, the first being the usual one;
+    ``sources``, the modules that hold its kernels and launchers.
+    """
+
+    name: str
+    sizes: tuple
+    layouts: tuple
+    sources: tuple
+
+    @abstractmethod
+    def why_not(self, problem):
+        """Why there is no such problem (a size that the ranks do not divide, say), or None."""
+
+    @abstractmethod
+    def sizes_of(self, *shapes, world_size):
+        """The sizes of the whole problem, from the shapes of a rank's operands; ValueError if they do not fit."""
+
+    @abstractmethod
+    def layout_of(self, *operands):
+        """The layout of operands, each a tensor or a mere shape."""
+
+    @abstractmethod
+    def config_to_dict(self, config):
+        """A config as a dict that JSON can hold."""
+
+    @abstractmethod
+    def config_from_dict(self, values):
+        """The config that ``config_to_dict`` has made a dict of; TypeError or ValueError if it is none."""
+
+    @abstractmethod
+    def illegal(self, config, problem, device):
+        """Why a config cannot run, or None."""
+
+    @abstractmethod
+    def plain(self):
+        """The config by which the operator is torch's collective and matmul in sequence."""
+
+    @abstractmethod
+    def default(self, problem, device):
+        """The config of a shape that nobody has tuned."""
+
+    @abstractmethod
+    def space(self, problem, device):
+        """Configs worth trying, legal or not; the plain sequence need not be among them."""
+
+    @abstractmethod
+    def estimate_ms(self, config, problem, hardware):
+        """About how long a call takes: only the order of configs matters, and their ratios."""
+
+    @abstractmethod
+    def floors(self, problem):
+        """The Floors of a rank."""
+
+    @abstractmethod
+    def operands(self, problem, device, generator):
+        """Random operands of this rank."""
+
+    @abstractmethod
+    def reference(self, operands, group):
+        """The operator's specification, in any dtype."""
+
+    @abstractmethod
+    def local(self, operands, world_size):
+        """A function of no arguments: the computation alone, on operands of the size that a rank computes with."""
+
+    @abstractmethod
+    def run(self, operands, group, config):
+        """One call with a config."""
+
+    @abstractmethod
+    def compiled(self, config):
+        """Something hashable that is equal for configs which run the same compiled kernels; None: they need none."""
+
+    @abstractmethod
+    def compile(self, operands, config):
+        """Compile what ``run`` would launch, without launching it."""
+
+
+def register(tunable):
+    """Make an operator known to the tuner and the commands."""
+    _registry[tunable.name] = tunable
+    return tunable
+
+
+def operators():
+    """The names of all operators that can be tuned."""
+    return sorted(_registry)
+
+
+def tunable(name):
+    """The operator of that name; ValueError if there is none."""
+    if name not in _registry:
+        raise ValueError(f"operator must be one of {', '.join(operators())}, not {name!r}")
+    return _registry[name]
+
+
+@functools.cache
+def versions(tunable):
+    """What an entry depends on besides its problem: torch, triton and a hash of the kernels' source."""
+    digest = hashlib.sha256()
+    files = [Path(module.__file__) for module in tunable.sources]
+    for file in sorted([*files, *Path(lang.__file__).parent.glob("*.py")]):
+        digest.update(file.read_bytes())
+    return {"torch": torch.__version__, "triton": triton.__version__, "kernels": digest.hexdigest()[:12]}

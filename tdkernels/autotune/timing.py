@@ -1,0 +1,88 @@
+"""Times of calls on a device: bursts between two events, and the rate of a link."""
+
+import statistics
+import time
+
+import torch
+import torch.distributed as dist
+
+from tdkernels.symm import allocate
+
+LEAD_CALLS = 2  # before the clock starts: they bring the ranks into step and let the host run ahead
+_LINK_MIB = (128, 256)
+
+
+def synchronize(device):
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def barrier(device, group=None):
+    """Return when all ranks have come here and their devices are idle."""
+    dist.barrier(group=group)
+    synchronize(device)
+
+
+def burst(call, input_sets, calls, device, group=None):
+    """ms on the device and ms on the host of one of ``calls`` calls, on sets of inputs that take turns; collective.
+
+    Inputs that take turns are not in the cache from the call before, as they are not in a model.
+    """
+    barrier(device, group)
+    lead = LEAD_CALLS if device.type == "cuda" else 0
+    for i in range(lead):
+        call(input_sets[i % len(input_sets)])
+    begin, end = _Stamp(device), _Stamp(device)
+    begin.record()
+    host_begin = time.perf_counter()
+    for i in range(lead, lead + calls):
+        call(input_sets[i % len(input_sets)])
+    host_end = time.perf_counter()
+    end.record()
+    synchronize(device)
+    return begin.elapsed_ms(end) / calls, (host_end - host_begin) * 1e3 / calls
+
+
+class _Stamp:
+    """A CUDA event, or the clock where there is no GPU."""
+
+    def __init__(self, device):
+        self._event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
+
+    def record(self):
+        if self._event is None:
+            self._seconds = time.perf_counter()
+        else:
+            self._event.record()
+
+    def elapsed_ms(self, later):
+        if self._event is None:
+            return (later._seconds - self._seconds) * 1e3
+        return self._event.elapsed_time(later._event)
+
+
+def link_rate(device, group=None, rounds=5):
+    """Bytes a second that this GPU sends while it receives as much, by copy engines round a ring; None without GPUs.
+
+    The best of two sizes. No operator moves data faster than this. Collective.
+    """
+    ranks = dist.get_world_size(group)
+    if device.type != "cuda" or ranks == 1:
+        return None
+    nbytes = max(_LINK_MIB) << 20
+    landing = allocate(nbytes, group, device)
+    following = landing.tensor((dist.get_rank(group) + 1) % ranks)
+    source = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    best = 0.0
+    for mib in _LINK_MIB:
+        size = mib << 20
+        pair = (following[:size], source[:size])
+        times = [burst(_copy, [pair], 8, device, group)[0] for _ in range(rounds)]
+        best = max(best, size / statistics.median(times) * 1e3)
+    landing.barrier()  # nobody frees what a peer still writes to
+    landing.close()
+    return best
+
+
+def _copy(pair):
+    pair[0].copy_(pair[1], non_blocking=True)

@@ -1,0 +1,434 @@
+"""The group-wide tuner: all ranks try the same candidates in the same order and agree on each step.
+
+1. Candidates: the operator's space, less what cannot run, less what a cost model puts far behind; the default config
+   and torch's plain sequence always stay.
+2. Compile: each rank compiles its share of the distinct kernels, many at a time; then every rank finds all of them in
+   Triton's cache on disk.
+3. Check: one call of each, into poisoned memory, against the operator's reference in a wider type.
+4. Time: rounds of bursts in which the candidates take turns. What is behind drops out, so that later rounds can be
+   longer; the best two, the plain sequence and the default meet in the last one. A candidate is as slow as its slowest
+   rank.
+
+Candidates run in a scratch state of the group. One that fails on any rank, gives a wrong result or does not come back
+in time is out on all, its scratch is thrown away, and neither the others nor the group's own workspaces notice.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import statistics
+import time
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from datetime import date
+
+import torch
+
+from tdkernels.autotune import cache
+from tdkernels.autotune.hardware import hardware
+from tdkernels.autotune.operator import tunable as tunable_by_name
+from tdkernels.autotune.operator import versions
+from tdkernels.autotune.problem import Problem, device_of, gpu_name
+from tdkernels.autotune.table import Entry
+from tdkernels.autotune.timing import burst, link_rate, synchronize
+from tdkernels.symm import resolve_group
+from tdkernels.symm.group import group_state, scratch_state
+from tdkernels.symm.timeout import get_timeout, shorter_timeout
+
+_log = logging.getLogger("tdkernels")
+
+_PRUNE = 2.0  # times the best estimate
+_MAX_CANDIDATES = 32
+_CALL_LIMIT_S = 10.0  # for one candidate's wait for a peer
+_COLD_BYTES = 256 << 20  # sets of operands take turns until this much has gone by: several times any L2 cache
+_MAX_SETS = 8
+_MAX_CALLS = 100
+
+
+@dataclass(frozen=True)
+class _Round:
+    """Each candidate runs ``repeats`` bursts of ``ms``; those within ``slack`` of the best go on, ``keep`` at most."""
+
+    repeats: int
+    ms: float
+    slack: float
+    keep: int
+
+
+_ROUNDS = {
+    "cuda": (_Round(1, 1, 1.5, 24), _Round(2, 3, 1.15, 8), _Round(3, 8, 1.05, 4)),
+    "cpu": (_Round(1, 0, 1.5, 4),),
+}
+_FINAL = {"cuda": _Round(5, 12, 1.0, 1), "cpu": _Round(2, 0, 1.0, 1)}
+
+
+class TuningError(RuntimeError):
+    """A problem that could not be tuned at all; the same on every rank."""
+
+
+@dataclass
+class Trial:
+    """A candidate: its ms as far as they are known, and why it is out, if it is."""
+
+    config: object
+    samples: list = field(default_factory=list)
+    reason: str | None = None
+
+    @property
+    def ms(self):
+        return statistics.median(self.samples) if self.samples else None
+
+
+@dataclass
+class Result:
+    """What was found. ``trials`` are in order, best first, failures last; ``log`` says what was cut, and why."""
+
+    entry: Entry
+    trials: list
+    log: list
+    seconds: float
+
+
+def tune(
+    operator, *sizes, dtype=torch.bfloat16, layout=None, group=None, device=None, budget_s=20.0, on_progress=None
+):  # fmt: skip
+    """Find the best config for a problem and keep it in the user's cache.
+
+    Args:     operator: its name, such as "ag_gemm"; sizes: of the whole problem, M, N and K for the dense operators
+              dtype, layout: of the operands; layout None is the usual one
+              group: as for the operators
+              device: where; None means this rank's GPU if the group's collectives run there, the CPU otherwise
+              budget_s: after this many seconds the elimination ends with what is known
+              on_progress: called with (stage, done, total) on rank 0
+    Returns:  Result
+    Raises:   ValueError for a problem that the ranks cannot share, TuningError when nothing works, PeerTimeoutError
+    Contract: collective over group; not to be called while operators of the same group are on their way
+    """
+    tunable = tunable_by_name(operator)
+    group = resolve_group(group)
+    state = group_state(group)
+    device = device_of(group) if device is None else torch.device(device)
+    problem = Problem(
+        operator, gpu_name(device), state.world_size, state.local_world_size, str(dtype).removeprefix("torch."),
+        layout or tunable.layouts[0], tuple(sizes),
+    )  # fmt: skip
+    reason = tunable.why_not(problem)
+    if reason is not None:
+        raise ValueError(f"{operator}: {reason}")
+    return tune_problem(tunable, problem, device, group, budget_s=budget_s, on_progress=on_progress)
+
+
+def tune_problem(tunable, problem, device, group, *, budget_s=20.0, on_progress=None):
+    """As ``tune``, for a Problem; collective."""
+    with torch.no_grad(), contextlib.ExitStack() as stack:
+        return _Tuner(tunable, problem, device, group, budget_s, on_progress, stack).tune()
+
+
+class _Tuner:
+    def __init__(self, tunable, problem, device, group, budget_s, on_progress, stack):
+        self.tunable, self.problem, self.device, self.group = tunable, problem, device, group
+        self.state = group_state(group)
+        self.rates = hardware(device, getattr(torch, problem.dtype))
+        self.begin = time.monotonic()
+        self.budget_s = budget_s
+        self.on_progress = on_progress if self.state.rank == 0 and on_progress is not None else lambda *args: None
+        self.log = []
+        # Closed last: scratch memory goes only when no device uses it any more.
+        self.scratch_stack = stack.enter_context(contextlib.ExitStack())
+        self.scratch = None
+
+    def tune(self):
+        trials = self._candidates()
+        self._renew_scratch()
+        self._must("operands", self._make_operands)
+        self._must("reference", self._make_reference)
+        self._compile(trials)
+        self._check(trials)
+        self.exact = None  # it may be large
+        finalists = self._eliminate(trials)
+        entry = self._final(trials, finalists)
+        self._settle()
+        if self.state.rank == 0:
+            cache.store([entry])
+        for key in [key for key in self.state.choices if key[0] == self.problem]:
+            del self.state.choices[key]
+        self.state.barrier("tune")  # nobody looks for the entry before it is there
+        timed = sorted((t for t in trials if t.reason is None and t.samples), key=lambda t: t.ms)
+        failed = [t for t in trials if t.reason is not None]
+        return Result(entry, timed + failed, self.log, time.monotonic() - self.begin)
+
+    # ---- candidates ----
+
+    def _candidates(self):
+        space = list(dict.fromkeys(self.tunable.space(self.problem, self.device)))
+        legal = [c for c in space if self.tunable.illegal(c, self.problem, self.device) is None]
+        estimates = {config: self.tunable.estimate_ms(config, self.problem, self.rates) for config in legal}
+        ranked = sorted(legal, key=estimates.get)
+        near = [config for config in ranked if estimates[config] <= _PRUNE * estimates[ranked[0]]]
+        always = [self.tunable.default(self.problem, self.device), self.tunable.plain()]
+        kept = list(dict.fromkeys(always + near[:_MAX_CANDIDATES]))
+        beyond = max(len(near) - _MAX_CANDIDATES, 0)
+        self._say(
+            f"{len(space)} candidates: {len(space) - len(legal)} cannot run, {len(legal) - len(near)} are beyond "
+            f"{_PRUNE:g} x the best estimate, {beyond} beyond the first {_MAX_CANDIDATES}; {len(kept)} are tried, the "
+            f"default and torch's sequence among them"
+        )
+        fields = {**asdict(self.problem), "candidates": [str(config) for config in kept]}
+        self.state.agree(f"tune {self.problem.operator}", fields)
+        return [Trial(config) for config in kept]
+
+    # ---- operands ----
+
+    def _make_operands(self):
+        seed = 1 + self.state.rank
+        generator = torch.Generator(self.device).manual_seed(seed)
+
+        def draw():
+            return self.tunable.operands(self.problem, self.device, generator)
+
+        first = draw()
+        nbytes = sum(tensor.nbytes for tensor in first)
+        sets = 2 if self.device.type == "cpu" else max(2, min(_MAX_SETS, -(-_COLD_BYTES // nbytes)))
+        self.operands = [first] + [draw() for _ in range(sets - 1)]
+
+    def _make_reference(self):
+        wide = torch.float64 if self.operands[0][0].dtype == torch.float32 else torch.float32
+        self.exact = self.tunable.reference([tensor.to(wide) for tensor in self.operands[0]], self.group)
+        plain = self.tunable.reference(self.operands[0], self.group)
+        unit = torch.finfo(plain.dtype).eps / 2
+        norm, largest = self._errors(plain)
+        # Not farther off than twice the plain sequence; and no single element astray, which a norm would hide.
+        self.allowed = 2 * max(norm, unit), 4 * max(largest, unit * self.exact.abs().max().item())
+
+    def _errors(self, output):
+        difference = output.to(self.exact.dtype) - self.exact
+        scale = max(self.exact.norm().item(), torch.finfo(self.exact.dtype).tiny)
+        return difference.norm().item() / scale, difference.abs().max().item()
+
+    # ---- compile ----
+
+    def _compile(self, trials):
+        by_kernel = {}
+        for trial in trials:
+            kernel = self.tunable.compiled(trial.config)
+            if kernel is not None and self.device.type == "cuda":
+                by_kernel.setdefault(kernel, []).append(trial)
+        kernels = list(by_kernel)
+        mine = kernels[self.state.rank :: self.state.world_size]
+        failures = {}
+        for share in (mine, kernels):
+            own = self._compile_all({kernel: by_kernel[kernel][0].config for kernel in share})
+            own = {kernels.index(kernel): reason for kernel, reason in own.items()}
+            for rank, text in enumerate(self.state.exchange("tune: compile", json.dumps(own))):
+                for index, reason in json.loads(text).items():
+                    failures.setdefault(int(index), f"does not compile on rank {rank}: {reason}")
+            self.on_progress("compile", len(share), len(kernels))
+        for index, reason in failures.items():
+            for trial in by_kernel[kernels[index]]:
+                self._reject(trial, reason)
+
+    def _compile_all(self, configs):
+        """Compile for each config, several at a time; {kernel: why it does not compile}."""
+        if not configs:
+            return {}
+
+        def compile_one(config):
+            torch.cuda.set_device(self.device)  # of this thread
+            try:
+                self.tunable.compile(self.operands[0], config)
+            except Exception as error:
+                return _one_line(error)
+            return None
+
+        threads = max(1, min(8, (os.cpu_count() or 1) // self.state.local_world_size, len(configs)))
+        with ThreadPoolExecutor(threads) as pool:
+            reasons = dict(zip(configs, pool.map(compile_one, configs.values()), strict=True))
+        return {kernel: reason for kernel, reason in reasons.items() if reason is not None}
+
+    # ---- check ----
+
+    def _check(self, trials):
+        for done, trial in enumerate(trials):
+            if trial.reason is None:
+                self._attempt(trial, lambda config=trial.config: self._why_wrong(config))
+            self.on_progress("check", done + 1, len(trials))
+
+    def _why_wrong(self, config):
+        """Raise unless a call gives what it should."""
+        output = self.tunable.run(self.operands[0], self.group, config)
+        synchronize(self.device)
+        self.scratch.check()
+        if output.shape != self.exact.shape or output.dtype != self.operands[0][0].dtype:
+            raise ArithmeticError(f"wrong: {output.dtype} {list(output.shape)}")
+        errors = self._errors(output)
+        self._poison(output)
+        if not all(error <= allowed for error, allowed in zip(errors, self.allowed, strict=True)):  # NaN is not
+            raise ArithmeticError(f"wrong: errors (norm, largest) {errors}, allowed are {self.allowed}")
+
+    def _poison(self, output):
+        """Leave nothing behind by which the next candidate could be right without doing anything."""
+        output.fill_(torch.nan)  # the allocator is likely to give it out next
+        for workspace in self.scratch.workspaces.values():
+            if workspace.buffer is not None:
+                workspace.buffer.tensor(workspace.rank)[workspace.data_offset :].fill_(0xFF)
+
+    # ---- time ----
+
+    def _eliminate(self, trials):
+        """Run the rounds; the trials that are left, best first."""
+        left = [trial for trial in trials if trial.reason is None]
+        for number, round_ in enumerate(_ROUNDS[self.device.type]):
+            in_time = self._run_round(left, round_, f"round {number + 1}")
+            left = sorted((trial for trial in left if trial.reason is None and trial.samples), key=lambda t: t.ms)
+            if not left:
+                raise TuningError(f"{self.problem}: no candidate runs: {trials[0].reason}")
+            left = [trial for trial in left if trial.ms <= round_.slack * left[0].ms][: round_.keep]
+            if not in_time:
+                self._say(f"the budget of {self.budget_s:g} s ended the elimination in round {number + 1}")
+                break
+        return left
+
+    def _run_round(self, trials, round_, stage):
+        """Bursts of each trial in turn; False if there was no time for all."""
+        before = {id(trial): trial.ms for trial in trials}
+        for trial in trials:
+            trial.samples = []
+        for repeat in range(round_.repeats):
+            first = repeat % max(len(trials), 1)
+            for done, trial in enumerate(trials[first:] + trials[:first]):
+                if trial.reason is None:
+                    calls = _calls(round_.ms, before[id(trial)])
+                    values = self._attempt(trial, lambda t=trial, n=calls: self._burst(t, n))
+                    if values is not None:
+                        trial.samples.append(max(ms for ms, _ in values))
+                        if values[0][1] > self.budget_s:
+                            return False
+                self.on_progress(stage, repeat * len(trials) + done + 1, round_.repeats * len(trials))
+        return True
+
+    def _burst(self, trial, calls):
+        """ms of a call, and the seconds since the tuning began."""
+        ms, _ = burst(
+            lambda operands: self.tunable.run(operands, self.group, trial.config), self.operands, calls, self.device,
+            self.group,
+        )  # fmt: skip
+        self.scratch.check()
+        return ms, time.monotonic() - self.begin
+
+    def _final(self, trials, left):
+        """The best two, the default and the plain sequence once more, beside the computation alone; the entry."""
+        default, plain = trials[0], trials[1]
+        finalists = left[:2] + [trial for trial in (default, plain) if trial.reason is None and trial not in left[:2]]
+        round_ = _FINAL[self.device.type]
+        self.budget_s = float("inf")
+        self._must("computation alone", self._make_local)
+        local = self._must("computation alone", lambda: self._local_ms(round_))
+        self._run_round(finalists, round_, "final")
+        finalists = [trial for trial in finalists if trial.reason is None]
+        if not finalists:
+            raise TuningError(f"{self.problem}: no candidate survived the final: {left[0].reason}")
+        best = min(finalists, key=lambda trial: trial.ms)
+        if len(finalists) > 1:
+            second = sorted(finalists, key=lambda trial: trial.ms)[1]
+            self._say(f"best {best.ms:.4f} ms, second {second.ms:.4f} ms; plain {plain.ms} ms, default {default.ms} ms")
+        rate = _link_rate(self.device, self.group)
+        wire_ms = None if rate is None else self.tunable.floors(self.problem).wire_bytes / rate * 1e3
+        return Entry(
+            self.problem, versions(self.tunable), self.tunable.config_to_dict(best.config), best.ms, plain.ms,
+            default.ms, max(local), wire_ms or None, date.today().isoformat(),
+        )  # fmt: skip
+
+    def _make_local(self):
+        self.local = [self.tunable.local(operands, self.state.world_size) for operands in self.operands[:2]]
+
+    def _local_ms(self, round_):
+        calls = _calls(round_.ms, self.tunable.floors(self.problem).flops / self.rates.flops * 1e3)
+        bursts = [burst(lambda call: call(), self.local, calls, self.device, self.group) for _ in range(round_.repeats)]
+        return statistics.median(ms for ms, _ in bursts)
+
+    # ---- together ----
+
+    def _attempt(self, trial, do):
+        """Let all ranks do one thing for a candidate; each rank's value, or None if it is out for any of them."""
+        value = reason = None
+        with shorter_timeout(min(_CALL_LIMIT_S, get_timeout() / 4)):
+            try:
+                value = do()
+            except Exception as error:
+                reason = _one_line(error)
+        if reason is not None:
+            reason = self._quiet(reason)
+        replies = [json.loads(text) for text in self.state.exchange("tune", json.dumps([value, reason]))]
+        failures = [f"rank {rank}: {reason}" for rank, (_, reason) in enumerate(replies) if reason is not None]
+        if not failures:
+            return [value for value, _ in replies]
+        self._reject(trial, failures[0])
+        self._renew_scratch()
+        return None
+
+    def _quiet(self, reason):
+        """After a failure: let what is still on the device end; a broken device is beyond help."""
+        try:
+            synchronize(self.device)
+        except RuntimeError as error:
+            raise TuningError(f"{self.problem}: the device is lost: {reason}; {_one_line(error)}") from error
+        return reason
+
+    def _must(self, what, do):
+        """Let all ranks do something without which there is no tuning; each rank's value."""
+        value = reason = None
+        try:
+            value = do()
+            synchronize(self.device)
+        except Exception as error:
+            reason = _one_line(error)
+        replies = [json.loads(text) for text in self.state.exchange(f"tune: {what}", json.dumps([value, reason]))]
+        failures = [f"rank {rank}: {reason}" for rank, (_, reason) in enumerate(replies) if reason is not None]
+        if failures:
+            raise TuningError(f"{self.problem}: {what}: {failures[0]}")
+        return [value for value, _ in replies]
+
+    def _reject(self, trial, reason):
+        trial.reason = trial.reason or reason
+        trial.samples = []
+        self._say(f"out: {trial.config}: {reason}")
+
+    def _settle(self):
+        """Return when no device of the group is at work."""
+        synchronize(self.device)
+        self.state.barrier("tune")
+
+    def _renew_scratch(self):
+        self._settle()
+        self.scratch_stack.close()
+        self.scratch = self.scratch_stack.enter_context(scratch_state(self.group))
+
+    def _say(self, text):
+        self.log.append(text)
+        if self.state.rank == 0:
+            _log.info("tune %s: %s", self.problem, text)
+
+
+def _calls(burst_ms, ms):
+    """How many calls fill a burst; the same on all ranks, as ``ms`` is."""
+    if not burst_ms:
+        return 1
+    return 2 if ms is None else max(2, min(_MAX_CALLS, round(burst_ms / ms)))
+
+
+def _one_line(error):
+    return f"{type(error).__name__}: {error}".splitlines()[0][:300]
+
+
+_link_rates = weakref.WeakKeyDictionary()
+
+
+def _link_rate(device, group):
+    """Bytes a second of the slowest rank's link; measured once for a group. Collective."""
+    if group not in _link_rates:
+        rate = link_rate(device, group)
+        rates = [json.loads(text) for text in group_state(group).exchange("tune: link rate", json.dumps(rate))]
+        _link_rates[group] = None if None in rates else min(rates)
+    return _link_rates[group]

@@ -1,0 +1,159 @@
+"""What the dense operators have in common for the tuner: problems are (M, N, K), a weight lies as [N, K] or [K, N]."""
+
+from dataclasses import asdict, fields
+
+import torch
+
+from tdkernels.autotune import operator as tunables
+from tdkernels.autotune.choose import choose
+from tdkernels.autotune.problem import Problem, gpu_name
+from tdkernels.ops import _device, _operands
+from tdkernels.ops._tiles import Tiles
+from tdkernels.symm.group import group_state
+
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _operands.DTYPES}
+
+# What programs and copy engines reach of a link's best rate, and how many programs it takes (H200).
+_PUSH_SHARE, _COPY_SHARE, _PROGRAMS_A_LINK = 0.88, 0.8, 8
+_COLLECTIVE_SHARE = 0.85
+_LAUNCH_S = 20e-6
+
+
+class DenseTunable(tunables.Tunable):
+    """A dense operator. ``divided``: the sizes, by number, that the ranks divide; ``config_class``: its configs'."""
+
+    sizes = ("m", "n", "k")
+    layouts = ("nk", "kn")
+    divided: tuple
+    config_class: type
+
+    def why_not(self, problem):
+        if problem.world_size < 2:
+            return "one rank has nothing to tune"
+        if len(problem.shape) != 3 or not all(type(size) is int and size >= 1 for size in problem.shape):
+            return f"the shape must be three positive sizes M, N and K, not {problem.shape}"
+        if problem.dtype not in _DTYPES:
+            return f"dtype must be one of {', '.join(_DTYPES)}, not {problem.dtype}"
+        if problem.layout not in self.layouts:
+            return f"layout must be one of {', '.join(self.layouts)}, not {problem.layout!r}"
+        for number in self.divided:
+            if problem.shape[number] % problem.world_size:
+                name, size = self.sizes[number].upper(), problem.shape[number]
+                return f"{name} = {size} is not divisible by {problem.world_size} ranks"
+        return None
+
+    def layout_of(self, x, weight, *_):
+        return "kn" if isinstance(weight, torch.Tensor) and _operands.weight_layout(weight)[2] else "nk"
+
+    def config_from_dict(self, values):
+        values = dict(values)
+        tiles = values.pop("tiles", None)
+        for name, value in (*values.items(), *(tiles or {}).items()):
+            if type(value) not in (int, str):
+                raise TypeError(f"{name} is {value!r}")
+        known = {field.name for field in fields(self.config_class)}
+        if not values.keys() <= known or not (tiles or {}).keys() <= {field.name for field in fields(Tiles)}:
+            raise ValueError(f"no {self.config_class.__name__}: {values}, {tiles}")
+        return self.config_class(tiles=None if tiles is None else Tiles(**tiles), **values)
+
+    def config_to_dict(self, config):
+        if config.method == "torch":
+            return {"method": "torch"}  # it takes none of the rest
+        return {name: value for name, value in asdict(config).items() if value is not None}
+
+    def illegal(self, config, problem, device):
+        return config.illegal(device, _DTYPES[problem.dtype])
+
+    def plain(self):
+        return self.config_class(method="torch")
+
+    def default(self, problem, device):
+        return self.default_config(*self.of_a_rank(problem), _DTYPES[problem.dtype], device)
+
+    def operands(self, problem, device, generator):
+        m, n, k = self.operand_sizes(problem)
+        dtype = _DTYPES[problem.dtype]
+        x = torch.randn(m, k, generator=generator, dtype=dtype, device=device)
+        shape = (n, k) if problem.layout == "nk" else (k, n)
+        weight = torch.randn(shape, generator=generator, dtype=dtype, device=device).mul_(k**-0.5)
+        return x, weight if problem.layout == "nk" else weight.t()
+
+    def compiled(self, config):
+        if config.method == "torch":
+            return None
+        tiles = config.tiles
+        return tiles.block_m, tiles.block_n, tiles.block_k, tiles.num_warps, tiles.num_stages
+
+
+def config_for(operator, text, x, weight, group, fields):
+    """The config of a call: what ``text`` stands for if it was given one, else what the group has chosen.
+
+    Args:     fields: what must be the same on all ranks
+    """
+    tunable = tunables.tunable(operator)
+    world_size = group.size()
+    if text:
+        return tunable.complete(text, x, weight, world_size)
+    problem = Problem(
+        operator, gpu_name(x.device), world_size, group_state(group).local_world_size,
+        str(x.dtype).removeprefix("torch."), tunable.layout_of(x, weight),
+        tunable.sizes_of(x.shape, weight.shape, world_size=world_size),
+    )  # fmt: skip
+    return choose(tunable, problem, x.device, group, fields).config
+
+
+# ---- spaces and costs ----
+
+
+def tile_space(device, dtype):
+    """Tiles worth trying on a device, legal or not."""
+    if device.type == "cpu":
+        return [Tiles(64, 64, 64, num_warps=1, num_stages=1), Tiles(32, 64, 64, num_warps=1, num_stages=1)]
+    if dtype == torch.float32:
+        return [Tiles(m, n, 32, num_warps=4, num_stages=2) for m, n in ((64, 64), (128, 64), (64, 128), (32, 64))]
+    if torch.version.hip or _device.capability(device) < (9, 0):
+        stages = 2 if torch.version.hip else 3
+        sizes = ((128, 256), (128, 128), (64, 256), (64, 128), (64, 64), (128, 64))
+        return [Tiles(m, n, 64, num_warps=8 if m * n >= 128 * 128 else 4, num_stages=stages) for m, n in sizes]
+    return [
+        Tiles(128, 256, 64, num_warps=8, num_stages=4),
+        Tiles(128, 256, 64, num_warps=8, num_stages=3),
+        Tiles(256, 128, 64, num_warps=8, num_stages=3),
+        Tiles(128, 128, 64, num_warps=8, num_stages=5),
+        Tiles(128, 128, 64, num_warps=4, num_stages=4),
+        Tiles(64, 256, 64, num_warps=4, num_stages=4),
+        Tiles(64, 128, 64, num_warps=4, num_stages=5),
+        Tiles(64, 128, 128, num_warps=4, num_stages=4),
+        Tiles(64, 64, 64, num_warps=4, num_stages=6),
+        Tiles(64, 64, 128, num_warps=4, num_stages=5),
+    ]
+
+
+def product_s(m, n, k, dtype, tiles, num_sms, hardware):
+    """Seconds of a product by tiles on some of the multiprocessors, and of one tile."""
+    # The larger a tile, the less it loads for each flop; 128 x 256 keeps the tensor cores of Hopper busy.
+    reach = min(1.0, tiles.block_m * tiles.block_n / (tiles.block_m + tiles.block_n) / 85.0) ** 0.5
+    per_sm = hardware.flops / hardware.num_sms * reach
+    tile_s = 2.0 * tiles.block_m * tiles.block_n * k / per_sm
+    waves = -(-m // tiles.block_m) * -(-n // tiles.block_n) / num_sms
+    return max(-(-waves // 1) * tile_s, (n * k + m * k + m * n) * dtype.itemsize / hardware.memory), tile_s
+
+
+def sequence_s(m, n, k, wire_bytes, dtype, hardware):
+    """Seconds of the plain sequence."""
+    product = max(2.0 * m * n * k / hardware.flops, (n * k + m * k + m * n) * dtype.itemsize / hardware.memory)
+    return product + wire_bytes / (_COLLECTIVE_SHARE * hardware.link) + _LAUNCH_S
+
+
+def push_rate(programs, hardware):
+    """Bytes a second that so many pushing programs reach."""
+    return _PUSH_SHARE * hardware.link * min(1.0, programs / _PROGRAMS_A_LINK)
+
+
+def copy_rate(hardware):
+    """Bytes a second of copy engines that serve all peers."""
+    return _COPY_SHARE * hardware.link
+
+
+def dtype_of(problem):
+    return _DTYPES[problem.dtype]

@@ -1,0 +1,93 @@
+"""AG-GEMM for the tuner: problems, the space of its configs, and about how long each takes."""
+
+import torch
+import torch.nn.functional as F
+
+from tdkernels.autotune.operator import Floors, register
+from tdkernels.ops import _dense_tuning as dense
+from tdkernels.ops import _gather, _gather_kernels, _gemm, _tiles
+from tdkernels.ops import ag_gemm as op
+from tdkernels.ops import ag_gemm_kernel as kernel
+from tdkernels.ops.ag_gemm_kernel import AgGemmConfig
+
+_COPY_S = 20e-6  # of the copy engine, to start one copy
+
+
+class AgGemmTunable(dense.DenseTunable):
+    name = "ag_gemm"
+    sources = (op, kernel, _gather, _gather_kernels, _gemm, _tiles)
+    divided = (0, 1)
+    config_class = AgGemmConfig
+    default_config = staticmethod(kernel.default_config)
+
+    def sizes_of(self, x, weight, *_, world_size):
+        if len(x) < 2 or len(weight) != 2 or x[-1] != weight[1]:
+            raise ValueError(f"ag_gemm: x {list(x)} and weight {list(weight)} do not fit")
+        return world_size * torch.Size(x[:-1]).numel(), world_size * weight[0], weight[1]
+
+    def of_a_rank(self, problem):
+        m, n, k = problem.shape
+        return m // problem.world_size, n // problem.world_size, k
+
+    operand_sizes = of_a_rank
+
+    def complete(self, text, x, weight, world_size):
+        return kernel.complete(text, x, weight)
+
+    def space(self, problem, device):
+        rows = problem.shape[0] // problem.world_size
+        configs = []
+        for tiles in dense.tile_space(device, dense.dtype_of(problem)):
+            of_a_shard = -(-rows // tiles.block_m)
+            for chunk_tiles in sorted({min(chunk, of_a_shard) for chunk in (1, 2, 4)}):
+                for num_comm in (2,) if device.type == "cpu" else (8, 16, 24, 32):
+                    configs.append(AgGemmConfig("fused", tiles, "push", num_comm, chunk_tiles))
+            for chunk_tiles in sorted({of_a_shard, -(-of_a_shard // 2)}):
+                configs.append(AgGemmConfig("fused", tiles, "copy_engine", chunk_tiles=chunk_tiles))
+        return configs
+
+    def estimate_ms(self, config, problem, hardware):
+        rows, n, k = self.of_a_rank(problem)
+        m, peers, dtype = problem.shape[0], problem.world_size - 1, dense.dtype_of(problem)
+        wire_bytes = self.floors(problem).wire_bytes
+        if config.method == "torch":
+            return 1e3 * dense.sequence_s(m, n, k, wire_bytes, dtype, hardware)
+        tiles = config.tiles or self.default(problem, torch.device("cpu")).tiles
+        if config.transport == "push":
+            num_sms = max(hardware.num_sms - config.num_comm_sms, 1)
+            rate, start = dense.push_rate(config.num_comm_sms, hardware), 0.0
+        else:
+            copies = peers * -(-rows // (config.chunk_tiles * tiles.block_m))
+            num_sms, rate, start = hardware.num_sms, dense.copy_rate(hardware), copies * _COPY_S
+        product, tile = dense.product_s(m, n, k, dtype, tiles, num_sms, hardware)
+        # What comes last can only be multiplied when it is here.
+        chunk = min(config.chunk_tiles * tiles.block_m, rows) * k * dtype.itemsize * peers
+        return 1e3 * (max(product, wire_bytes / rate + start) + tile + min(chunk / rate, product))
+
+    def floors(self, problem):
+        rows, n, k = self.of_a_rank(problem)
+        wire_bytes = (problem.world_size - 1) * rows * k * dense.dtype_of(problem).itemsize
+        return Floors(2 * problem.shape[0] * n * k, wire_bytes)
+
+    def reference(self, operands, group):
+        return op.ag_gemm_ref(*operands, group=group)
+
+    def local(self, operands, world_size):
+        x, weight = operands
+        full = x.repeat(world_size, 1)
+        return lambda: F.linear(full, weight)
+
+    def run(self, operands, group, config):
+        if config.method == "torch":
+            return self.reference(operands, group)
+        return kernel.launch(*operands, None, group, config)[0]
+
+    def compiled(self, config):
+        same = super().compiled(config)
+        return same and (*same, config.transport)
+
+    def compile(self, operands, config):
+        kernel.compile(*operands, None, config)
+
+
+register(AgGemmTunable())

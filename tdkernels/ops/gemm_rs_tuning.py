@@ -1,0 +1,80 @@
+"""GEMM-RS for the tuner: problems, the space of its configs, and about how long each takes."""
+
+import torch
+import torch.nn.functional as F
+
+from tdkernels.autotune.operator import Floors, register
+from tdkernels.ops import _dense_tuning as dense
+from tdkernels.ops import _gemm, _tiles
+from tdkernels.ops import gemm_rs as op
+from tdkernels.ops import gemm_rs_kernel as kernel
+from tdkernels.ops.gemm_rs_kernel import GemmRsConfig
+
+_PROGRAMS = 64  # that forward at a time: enough for the link
+
+
+class GemmRsTunable(dense.DenseTunable):
+    name = "gemm_rs"
+    sources = (op, kernel, _gemm, _tiles)
+    divided = (0, 2)
+    config_class = GemmRsConfig
+    default_config = staticmethod(kernel.default_config)
+
+    def sizes_of(self, x, weight, *_, world_size):
+        if len(x) < 2 or len(weight) != 2 or x[-1] != weight[1]:
+            raise ValueError(f"gemm_rs: x {list(x)} and weight {list(weight)} do not fit")
+        return torch.Size(x[:-1]).numel(), weight[0], world_size * weight[1]
+
+    def of_a_rank(self, problem):
+        m, n, k = problem.shape
+        return m // problem.world_size, n, k // problem.world_size
+
+    def operand_sizes(self, problem):
+        m, n, k = problem.shape
+        return m, n, k // problem.world_size
+
+    def complete(self, text, x, weight, world_size):
+        return kernel.complete(text, x, weight, world_size)
+
+    def space(self, problem, device):
+        rows, n, _ = self.of_a_rank(problem)
+        configs = []
+        for tiles in dense.tile_space(device, dense.dtype_of(problem)):
+            of_a_shard = -(-rows // tiles.block_m) * -(-n // tiles.block_n)
+            for item_tiles in sorted({min(item, of_a_shard) for item in (1, 2, 4, 8)}):
+                configs.append(GemmRsConfig("fused", tiles, item_tiles))
+        return configs
+
+    def estimate_ms(self, config, problem, hardware):
+        m, n, k = self.operand_sizes(problem)
+        dtype, wire_bytes = dense.dtype_of(problem), self.floors(problem).wire_bytes
+        if config.method == "torch":
+            return 1e3 * dense.sequence_s(m, n, k, wire_bytes, dtype, hardware)
+        tiles = config.tiles or self.default(problem, torch.device("cpu")).tiles
+        product, tile = dense.product_s(m, n, k, dtype, tiles, hardware.num_sms, hardware)
+        rate = dense.push_rate(_PROGRAMS, hardware)
+        item = config.item_tiles * tiles.block_m * tiles.block_n * dtype.itemsize
+        total = wire_bytes / hardware.memory  # partials are read once more, to be added
+        return 1e3 * (max(product, wire_bytes / rate) + tile + item / rate + total)
+
+    def floors(self, problem):
+        m, n, k = self.operand_sizes(problem)
+        wire_bytes = (problem.world_size - 1) * (m // problem.world_size) * n * dense.dtype_of(problem).itemsize
+        return Floors(2 * m * n * k, wire_bytes)
+
+    def reference(self, operands, group):
+        return op.gemm_rs_ref(*operands, group=group)
+
+    def local(self, operands, world_size):
+        return lambda: F.linear(*operands)
+
+    def run(self, operands, group, config):
+        if config.method == "torch":
+            return self.reference(operands, group)
+        return kernel.launch(*operands, None, group, config)
+
+    def compile(self, operands, config):
+        kernel.compile(*operands, None, config)
+
+
+register(GemmRsTunable())
