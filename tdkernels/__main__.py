@@ -1,7 +1,9 @@
-"""The command line: ``python -m tdkernels doctor``."""
+"""The command line: ``python -m tdkernels doctor | tune | cache``."""
 
 import argparse
 import sys
+
+from tdkernels import cache_command, tune_command
 
 
 def main(argv=None):
@@ -13,11 +15,22 @@ def main(argv=None):
     )  # fmt: skip
     doctor.add_argument("--no-self-test", action="store_true", help="do not start ranks to try the operators")
     doctor.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    tune = commands.add_parser(
+        "tune", help="find the best configs for shapes on this machine and keep them",
+        description="Find the best config for each shape, on ranks that this command starts, and keep it in the cache.",
+    )  # fmt: skip
+    tune_command.add_arguments(tune)
+    cache = commands.add_parser("cache", help="show, export, merge or clear what was tuned")
+    cache_command.add_arguments(cache)
     options = parser.parse_args(argv)
-    from tdkernels import doctor  # here, so that --help does not wait for it
+    if options.command == "tune":
+        return tune_command.main(options)
+    if options.command == "cache":
+        return cache_command.main(options)
+    from tdkernels import doctor
 
     return doctor.main(self_test=not options.no_self_test, as_json=options.json)
 
 
-if __name__ == "__main__":  # ranks of the self-test import this file, too
+if __name__ == "__main__":  # ranks import this file, too
     sys.exit(main())

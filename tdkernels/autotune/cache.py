@@ -18,7 +18,7 @@ from tdkernels.autotune import table
 from tdkernels.autotune.problem import slug
 
 _log = logging.getLogger("tdkernels")
-_SHIPPED = Path(__file__).parent / "configs"
+SHIPPED = Path(__file__).parent / "configs"
 _LOCK_S = 10.0
 
 _tuned_here = []  # entries of this process, in case the folder cannot be written
@@ -49,7 +49,7 @@ def user_entries(operator, gpu):
 
 def shipped_entries(operator, gpu):
     """What came with the package."""
-    return _of(operator, gpu, load(_SHIPPED / slug(gpu) / f"{operator}.json"))
+    return _of(operator, gpu, load(SHIPPED / slug(gpu) / f"{operator}.json"))
 
 
 def _of(operator, gpu, entries):
@@ -89,10 +89,18 @@ def store(entries):
         by_file.setdefault(path(entry.problem.operator, entry.problem.gpu), []).append(entry)
     for file, added in by_file.items():
         try:
-            with _locked(file):
-                _replace(file, added)
+            add(file, added)
         except (OSError, Timeout, table.LaterFormat) as error:
             report(file, f"cannot be written, so that later processes will not find what was tuned: {error}")
+
+
+def add(file, entries):
+    """Add entries, of one operator and GPU, to a file, which need not be there.
+
+    Raises:   OSError, filelock.Timeout, table.LaterFormat
+    """
+    with _locked(file):
+        _replace(file, entries)
 
 
 def forget():

@@ -49,7 +49,7 @@ class Explanation:
         kind = "measured" if self.measured else "estimated"
         plain = f", torch's sequence {self.plain_ms:.3f} ms" if self.plain_ms is not None else ""
         return (
-            f"{self.problem}: {self.method} ({self.source}), {_settings(self.config)}; {self.expected_ms:.3f} ms "
+            f"{self.problem}: {self.method} ({self.source}), {settings(self.config)}; {self.expected_ms:.3f} ms "
             f"{kind}{plain}; floors: computation {self.local_ms:.3f} ms, wire {self.wire_ms:.3f} ms"
         )
 
@@ -59,7 +59,7 @@ class Explanation:
         lines = [
             str(self.problem),
             f"  runs        {'torch collective, then matmul' if self.method == 'torch' else self.method}",
-            f"  config      {_settings(self.config)}",
+            f"  config      {settings(self.config)}",
             f"  came from   {_ORIGIN[self.source]}",
         ]
         if self.tuned_for is not None and self.tuned_for != self.problem:
@@ -141,7 +141,8 @@ def explanation(tunable, problem, device, choice):
     )  # fmt: skip
 
 
-def _settings(config):
+def settings(config):
+    """A config in a few words."""
     values = {name: value for name, value in asdict(config).items() if value is not None}
     if values.get("method") == "torch":
         return "method=torch"

@@ -53,6 +53,7 @@ def _catch_up(state, device):
     global _alone
     most = max(int(text) for text in state.exchange("symm.allocate", str(_meetings)))
     if _meetings < most and (_alone is None or _alone not in c10d._world.pg_map):
-        _alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        # Not by NCCL: it splits a communicator, which all ranks of the world would have to take part in.
+        _alone = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
     while _meetings < most:
         _rendezvous(symm_mem.empty(8, dtype=torch.uint8, device=device), _alone.group_name)

@@ -1,0 +1,89 @@
+"""``python -m tdkernels cache``: look at tuned configs, and carry them from machine to machine."""
+
+import sys
+from pathlib import Path
+
+from tdkernels.autotune import cache, table
+from tdkernels.autotune.problem import slug
+
+
+def add_arguments(parser):
+    actions = parser.add_subparsers(dest="action", metavar="action", required=True)
+    show = actions.add_parser("show", help="list what was tuned on this machine")
+    show.add_argument("operator", nargs="*", help="only these operators")
+    show.add_argument("--shipped", action="store_true", help="list what came with the package instead")
+    actions.add_parser("path", help="print the folder")
+    export = actions.add_parser("export", help="copy the tables into a folder, adding to those that are there")
+    export.add_argument("folder", type=Path)
+    export.add_argument("operator", nargs="*", help="only these operators")
+    merge = actions.add_parser("merge", help="add tables from files or folders to the cache; theirs win")
+    merge.add_argument("source", nargs="+", type=Path)
+    clear = actions.add_parser("clear", help="delete the cache, or what it has of some operators")
+    clear.add_argument("operator", nargs="*", help="only these operators")
+
+
+def main(options):
+    return _ACTIONS[options.action](options)
+
+
+def _path(options):
+    print(cache.folder())
+    return 0
+
+
+def _show(options):
+    from rich.console import Console
+    from rich.table import Table
+
+    root = cache.SHIPPED if options.shipped else None
+    entries = [entry for file in cache.files(root) for entry in cache.load(file)]
+    entries = [entry for entry in entries if not options.operator or entry.problem.operator in options.operator]
+    view = Table(title=str(cache.folder() if root is None else root), title_justify="left")
+    for name in ("problem", "config", "ms", "x sequence", "versions", "when"):
+        view.add_column(name, justify="right" if name in ("ms", "x sequence") else "left", overflow="fold")
+    for entry in entries:
+        speedup = f"{entry.plain_ms / entry.ms:.2f}" if entry.plain_ms else "?"
+        versions = " ".join(f"{name} {version}" for name, version in entry.versions.items())
+        view.add_row(str(entry.problem), _settings(entry.config), f"{entry.ms:.4f}", speedup, versions, entry.when)
+    Console(width=None if sys.stdout.isatty() else 220).print(view if entries else "nothing was tuned yet")
+    return 0
+
+
+def _settings(config):
+    parts = [f"{name}={_settings(value) if isinstance(value, dict) else value}" for name, value in config.items()]
+    return " ".join(parts)
+
+
+def _export(options):
+    for file in cache.files():
+        entries = cache.load(file)
+        if entries and (not options.operator or file.stem in options.operator):
+            target = options.folder / file.parent.name / file.name
+            cache.add(target, entries)
+            print(f"{len(entries)} entries in {target}")
+    return 0
+
+
+def _merge(options):
+    failed = False
+    for source in options.source:
+        for file in cache.files(source) if source.is_dir() else [source]:
+            try:
+                entries, bad = table.from_json(file.read_text(encoding="utf-8"))
+            except (OSError, UnicodeDecodeError, table.TableError) as error:
+                print(f"{file}: {error}", file=sys.stderr)
+                failed = True
+                continue
+            for operator, gpu in sorted({(entry.problem.operator, entry.problem.gpu) for entry in entries}):
+                cache.add(cache.folder() / slug(gpu) / f"{operator}.json", entries)
+            print(f"{len(entries)} entries from {file}" + (f", {bad} were none" if bad else ""))
+    return 1 if failed else 0
+
+
+def _clear(options):
+    for file in cache.clear(options.operator or None):
+        print(f"deleted {file}")
+    return 0
+
+
+_ACTIONS = {"show": _show, "path": _path, "export": _export, "merge": _merge, "clear": _clear}

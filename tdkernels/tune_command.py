@@ -1,0 +1,230 @@
+"""``python -m tdkernels tune``: start ranks, tune, show what was found."""
+
+import sys
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_BEST = 5
+_START_S, _SHAPE_S = 120.0, 300.0  # what the ranks get, at most
+
+
+@dataclass(frozen=True)
+class Job:
+    """One problem to tune."""
+
+    operator: str
+    shape: tuple
+
+    def __str__(self):
+        return f"{self.operator} {'x'.join(map(str, self.shape))}"
+
+
+def add_arguments(parser):
+    parser.add_argument("operator", nargs="?", help="ag_gemm or gemm_rs; with --model, all of them by default")
+    parser.add_argument(
+        "--shape", action="append", default=[], metavar="MxNxK",
+        help="sizes of the whole problem, before it is divided between ranks; may be given several times",
+    )  # fmt: skip
+    parser.add_argument("--model", action="append", default=[], help="layers of a model, such as llama-3.1-70b")
+    parser.add_argument("--tokens", default="8192", metavar="M,M,…", help="with --model: numbers of rows (8192)")
+    parser.add_argument("--nproc", "--tp", default="auto", metavar="W", help="ranks; auto: all GPUs, or 2 processes")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--layout", choices=("nk", "kn"), default="nk", help="of the weight in memory; kn: as backward")
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    parser.add_argument("--budget", type=float, default=20.0, metavar="S", help="seconds a shape, about (20)")
+    parser.add_argument("--again", action="store_true", help="also what the cache has already")
+
+
+def main(options):
+    """Exit code 0, or 1 if a shape could not be tuned."""
+    from tdkernels.launch import RankPool, pick_device
+
+    try:
+        jobs = _jobs(options)
+        ranks = _num_ranks(options)
+        device = pick_device(options.device, ranks)
+        jobs = _possible(jobs, options, ranks, device)
+    except ValueError as error:
+        print(f"tune: {error}", file=sys.stderr)
+        return 2
+    if not jobs:
+        print("nothing to tune")
+        return 0
+    if device == "cpu":
+        print("On CPU ranks an interpreter runs the kernels: this is a rehearsal, its times say nothing about a GPU.")
+    with RankPool(ranks, device, timeout_s=_START_S + _SHAPE_S * len(jobs)) as pool:
+        failed = pool.run(_tune_all, jobs, options.dtype, options.layout, options.budget)[0]
+    from tdkernels.autotune import cache
+
+    print(f"kept in {cache.folder()}")
+    return 1 if failed else 0
+
+
+def _jobs(options):
+    from tdkernels.autotune.operator import operators, tunable
+    from tdkernels.models import MODELS, problems
+
+    if options.operator is not None:
+        tunable(options.operator)  # ValueError if there is none
+    jobs = []
+    for text in options.shape:
+        if options.operator is None:
+            raise ValueError(f"--shape needs the operator: one of {', '.join(operators())}")
+        jobs.append(Job(options.operator, _sizes(text, "x", "--shape")))
+    tokens = _sizes(options.tokens, ",", "--tokens")
+    for name in options.model:
+        if name not in MODELS:
+            raise ValueError(f"--model must be one of {', '.join(MODELS)}, not {name!r}")
+        jobs += [Job(*problem) for problem in problems(name, tokens) if options.operator in (None, problem[0])]
+    if not options.shape and not options.model:
+        raise ValueError("say what: an operator with --shape MxNxK, or --model NAME")
+    return list(dict.fromkeys(jobs))
+
+
+def _sizes(text, separator, name):
+    try:
+        return tuple(int(size) for size in text.split(separator))
+    except ValueError:
+        raise ValueError(f"{name} must be whole numbers with {separator!r} between them, not {text!r}") from None
+
+
+def _num_ranks(options):
+    gpus = torch.cuda.device_count() if options.device != "cpu" else 0
+    if options.nproc == "auto":
+        return gpus if gpus > 1 else 2
+    if not options.nproc.isdigit() or int(options.nproc) < 2:
+        raise ValueError(f"--nproc must be auto or a number of at least 2 ranks, not {options.nproc!r}")
+    return int(options.nproc)
+
+
+def _possible(jobs, options, ranks, device):
+    """The jobs that can be done and are not done. A shape asked for by name must be possible, one of a model need not."""
+    from tdkernels.autotune import cache
+    from tdkernels.autotune.operator import tunable, versions
+    from tdkernels.autotune.problem import Problem, gpu_name
+
+    name = gpu_name(torch.device(device, 0) if device == "cuda" else torch.device("cpu"))
+    asked = {_sizes(text, "x", "--shape") for text in options.shape}
+    left = []
+    for job in jobs:
+        problem = Problem(job.operator, name, ranks, ranks, _dtype_name(options.dtype), options.layout, job.shape)
+        reason = tunable(job.operator).why_not(problem)
+        if reason is not None and job.shape in asked:
+            raise ValueError(f"{job}: {reason}")
+        current = versions(tunable(job.operator))
+        entries = cache.user_entries(job.operator, name)
+        known = any(entry.problem == problem and entry.versions == current for entry in entries)
+        if reason is not None:
+            print(f"{job} is left out: {reason}")
+        elif known and not options.again:
+            print(f"{job} is in the cache (--again tunes it anew)")
+        else:
+            left.append(job)
+    return left
+
+
+def _dtype_name(dtype):
+    return str(DTYPES[dtype]).removeprefix("torch.")
+
+
+# ---- on every rank ----
+
+
+def _tune_all(jobs, dtype, layout, budget_s):
+    """Tune one after the other; the jobs that failed."""
+    from tdkernels.autotune.tuner import TuningError, tune
+    from tdkernels.launch import rank_device
+
+    first = dist.get_rank() == 0
+    failed = []
+    with _progress(len(jobs)) if first else _Silent() as progress:
+        for number, job in enumerate(jobs):
+            progress.begin(number, job)
+            try:
+                result = tune(
+                    job.operator, *job.shape, dtype=DTYPES[dtype], layout=layout, device=rank_device(),
+                    budget_s=budget_s, on_progress=progress.step,
+                )  # fmt: skip
+            except TuningError as error:  # on every rank alike
+                failed.append(job)
+                progress.show(f"[red]{error}")
+            else:
+                if first:
+                    progress.show(_report(result))
+    return failed
+
+
+class _Silent:
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        pass
+
+    def begin(self, number, job):
+        pass
+
+    def step(self, stage, done, total):
+        pass
+
+    def show(self, what):
+        pass
+
+
+class _progress(_Silent):
+    """A bar on stderr, and what was found on stdout."""
+
+    def __init__(self, jobs):
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+        self.jobs = jobs
+        self.out = Console(width=None if sys.stdout.isatty() else 160)
+        columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[stage]}"), TimeElapsedColumn()
+        self.bar = Progress(*columns, console=Console(stderr=True), transient=True)
+
+    def __enter__(self):
+        self.bar.start()
+        self.task = self.bar.add_task("", total=1, stage="")
+        return self
+
+    def __exit__(self, *exc):
+        self.bar.stop()
+
+    def begin(self, number, job):
+        self.bar.reset(self.task, description=f"{number + 1}/{self.jobs} {job}", total=1, stage="candidates")
+
+    def step(self, stage, done, total):
+        self.bar.update(self.task, completed=done, total=total, stage=stage)
+
+    def show(self, what):
+        self.out.print(what)
+        sys.stdout.flush()
+
+
+def _report(result):
+    """The best few as a table, beside torch's sequence."""
+    from rich.table import Table
+
+    from tdkernels.autotune.explain import settings
+
+    entry = result.entry
+    floor = max(entry.local_ms, entry.wire_ms or 0.0)
+    table = Table(title=f"{entry.problem}: {result.seconds:.1f} s", title_justify="left", title_style="bold")
+    table.add_column("config")
+    for column in ("ms", "x sequence", "efficiency"):
+        table.add_column(column, justify="right")
+    timed = [trial for trial in result.trials if trial.samples]
+    plain = next((trial for trial in timed if trial.config.method == "torch"), None)
+    for trial in timed[:_BEST] + ([plain] if plain is not None and plain not in timed[:_BEST] else []):
+        speedup = f"{plain.ms / trial.ms:.2f}" if plain is not None else "?"
+        table.add_row(settings(trial.config), f"{trial.ms:.4f}", speedup, f"{floor / trial.ms:.2f}")
+    failed = [trial for trial in result.trials if trial.reason is not None]
+    wire = f", wire {entry.wire_ms:.4f} ms" if entry.wire_ms else ""
+    out = f"; {len(failed)} failed, the first: {failed[0].reason}" if failed else ""
+    table.caption = f"floors: computation {entry.local_ms:.4f} ms{wire}; {result.log[0]}{out}"
+    table.caption_justify = "left"
+    return table
