@@ -101,7 +101,7 @@ def _num_ranks(options):
 
 
 def _possible(jobs, options, ranks, device):
-    """The jobs that can be done and are not done. A shape asked for by name must be possible, one of a model need not."""
+    """The jobs that can be done and are not yet. What --shape asks for must be possible, a model's layers need not."""
     from tdkernels.autotune import cache
     from tdkernels.autotune.operator import tunable, versions
     from tdkernels.autotune.problem import Problem, gpu_name

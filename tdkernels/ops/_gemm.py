@@ -62,7 +62,13 @@ def gemm_tile(
         for k in range(0, K, BLOCK_K):
             a = tl.load(a_ptrs, mask=mask_m & (offs_k[None, :] < K - k), other=0.0)
             b = tl.load(b_ptrs, mask=mask_n & (offs_k[:, None] < K - k), other=0.0)
-            acc = td.dot(a, b, acc, PRECISION)
+            if a.dtype == tl.float32 and PRECISION == "ieee":
+                # One long chain of additions would round more often than a library does, so sum by blocks. As an
+                # addition the compiler would make the chain of it again.
+                part = td.dot(a, b, tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32), PRECISION)
+                acc = tl.fma(part, tl.full((BLOCK_M, BLOCK_N), 1.0, tl.float32), acc)
+            else:
+                acc = td.dot(a, b, acc, PRECISION)
             a_ptrs += BLOCK_K
             b_ptrs += step_b
     return acc
