@@ -8,18 +8,16 @@ rounds, and the slowest rank's time counts.
 import os
 import statistics
 import subprocess
-import time
 
 import torch
 import torch.distributed as dist
 
+from tdkernels.autotune import timing
+from tdkernels.autotune.timing import synchronize
 from tdkernels.launch import rank_device
 
 # NVLink multicast is off in every measurement. Ranks inherit this from the process that imports us and starts them.
 os.environ.update(NCCL_NVLS_ENABLE="0", TORCH_SYMM_MEM_DISABLE_MULTICAST="1", NVSHMEM_DISABLE_NVLS="1")
-
-_LEAD_CALLS = 2  # before the clock starts: they bring the ranks into step and let the host run ahead
-_LINK_MIB = (128, 256)
 
 
 def machine():
@@ -61,16 +59,6 @@ def slowest(values):
     return _reduced(values, dist.ReduceOp.MAX)
 
 
-def _synchronize():
-    if rank_device().type == "cuda":
-        torch.cuda.synchronize()
-
-
-def _barrier():
-    dist.barrier()
-    _synchronize()
-
-
 # ---- Checks ----
 
 
@@ -79,7 +67,7 @@ def why_it_fails(call, inputs):
     reason = None
     try:
         call(inputs)
-        _synchronize()
+        synchronize(rank_device())
     except Exception as err:
         reason = f"{type(err).__name__}: {err}".splitlines()[0][:200]
     failed = slowest([reason is not None])[0]
@@ -142,58 +130,10 @@ def _calls_for(call, input_sets, burst_ms):
 
 def _burst(call, input_sets, calls):
     """ms on the device and ms on the host, per call."""
-    _barrier()
-    for i in range(_LEAD_CALLS):
-        call(input_sets[i % len(input_sets)])
-    begin, end = _Stamp(), _Stamp()
-    begin.record()
-    host_begin = time.perf_counter()
-    for i in range(_LEAD_CALLS, _LEAD_CALLS + calls):
-        call(input_sets[i % len(input_sets)])
-    host_end = time.perf_counter()
-    end.record()
-    _synchronize()
-    return begin.elapsed_ms(end) / calls, (host_end - host_begin) * 1e3 / calls
+    return timing.burst(call, input_sets, calls, rank_device())
 
 
-class _Stamp:
-    """A CUDA event, or the clock where there is no GPU."""
-
-    def __init__(self):
-        self._event = torch.cuda.Event(enable_timing=True) if rank_device().type == "cuda" else None
-
-    def record(self):
-        if self._event is None:
-            self._seconds = time.perf_counter()
-        else:
-            self._event.record()
-
-    def elapsed_ms(self, later):
-        if self._event is None:
-            return (later._seconds - self._seconds) * 1e3
-        return self._event.elapsed_time(later._event)
-
-
-def link_rate(rounds=5):
-    """GB/s that each GPU sends while it receives as much, by copy engines round a ring; None without GPUs.
-
-    The best of a few sizes, for the slowest rank. No operator moves data faster than this.
-    """
-    device = rank_device()
-    if device.type != "cuda":
-        return None
-    import torch.distributed._symmetric_memory as symm_mem
-
-    nbytes = max(_LINK_MIB) << 20
-    landing = symm_mem.empty(nbytes, dtype=torch.uint8, device=device)
-    handle = symm_mem.rendezvous(landing, dist.group.WORLD.group_name)
-    following = handle.get_buffer((handle.rank + 1) % handle.world_size, (nbytes,), torch.uint8)
-    source = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-    best = 0.0
-    for mib in _LINK_MIB:
-        size = mib << 20
-        pair = (following[:size], source[:size])
-        times = [_burst(lambda p: p[0].copy_(p[1], non_blocking=True), [pair], 8)[0] for _ in range(rounds)]
-        best = max(best, size / slowest([statistics.median(times)])[0] / 1e6)
-    _barrier()  # nobody frees what a peer still writes to
-    return best
+def link_rate():
+    """GB/s that the slowest GPU sends while it receives as much, by copy engines round a ring; None without GPUs."""
+    rate = timing.link_rate(rank_device())
+    return None if rate is None else _reduced([rate], dist.ReduceOp.MIN)[0] / 1e9

@@ -6,6 +6,8 @@ any other size.
 
 from dataclasses import dataclass
 
+from tdkernels.models import MODELS
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -31,29 +33,18 @@ _SEED = [
 _HEADLINE = [Shape(_TOKENS, 8192, 28672)]
 
 
-def _model(model, **layers):
-    return [Shape(_TOKENS, n, k, f"{model} {layer.replace('_', '-')}") for layer, (n, k) in layers.items()]
+def _model(name):
+    """{operator: shapes} of a model's layers."""
+    shapes = {}
+    for layer, (operator, n, k) in MODELS[name].layers().items():
+        shapes.setdefault(operator, []).append(Shape(_TOKENS, n, k, f"{name} {layer}"))
+    return shapes
 
 
 GROUPS = {
     "headline": {"ag_gemm": _HEADLINE, "gemm_rs": _HEADLINE},
     "seed": {"ag_gemm": _SEED, "gemm_rs": _SEED},
-    "llama-8b": {
-        "ag_gemm": _model("llama-8b", qkv=(6144, 4096), gate_up=(28672, 4096)),
-        "gemm_rs": _model("llama-8b", o=(4096, 4096), down=(4096, 14336)),
-    },
-    "llama-70b": {
-        "ag_gemm": _model("llama-70b", qkv=(10240, 8192), gate_up=(57344, 8192)),
-        "gemm_rs": _model("llama-70b", o=(8192, 8192), down=(8192, 28672)),
-    },
-    "llama-405b": {
-        "ag_gemm": _model("llama-405b", gate_up=(106496, 16384)),
-        "gemm_rs": _model("llama-405b", down=(16384, 53248)),
-    },
-    "gpt-3": {
-        "ag_gemm": _model("gpt-3", up=(49152, 12288)),
-        "gemm_rs": _model("gpt-3", down=(12288, 49152)),
-    },
+    **{name.replace("-3.1", ""): _model(name) for name in MODELS},
 }
 
 

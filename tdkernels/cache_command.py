@@ -3,8 +3,9 @@
 import sys
 from pathlib import Path
 
+from filelock import Timeout
+
 from tdkernels.autotune import cache, table
-from tdkernels.autotune.problem import slug
 
 
 def add_arguments(parser):
@@ -23,7 +24,12 @@ def add_arguments(parser):
 
 
 def main(options):
-    return _ACTIONS[options.action](options)
+    """Exit code 0, or 1 if something could not be read or written."""
+    try:
+        return _ACTIONS[options.action](options)
+    except (OSError, Timeout, table.LaterFormat) as error:
+        print(f"cache {options.action}: {error}", file=sys.stderr)
+        return 1
 
 
 def _path(options):
@@ -59,7 +65,7 @@ def _export(options):
         entries = cache.load(file)
         if entries and (not options.operator or file.stem in options.operator):
             target = options.folder / file.parent.name / file.name
-            cache.add(target, entries)
+            cache.rewrite(target, entries)
             print(f"{len(entries)} entries in {target}")
     return 0
 
@@ -74,8 +80,8 @@ def _merge(options):
                 print(f"{file}: {error}", file=sys.stderr)
                 failed = True
                 continue
-            for operator, gpu in sorted({(entry.problem.operator, entry.problem.gpu) for entry in entries}):
-                cache.add(cache.folder() / slug(gpu) / f"{operator}.json", entries)
+            if entries:
+                cache.add(cache.path(*table.head(entries[0])), entries)
             print(f"{len(entries)} entries from {file}" + (f", {bad} were none" if bad else ""))
     return 1 if failed else 0
 

@@ -8,6 +8,7 @@ known, and what was tuned is still used by the process that tuned it.
 
 import logging
 import os
+import shutil
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,18 +44,22 @@ def path(operator, gpu):
 
 def user_entries(operator, gpu):
     """What this user, or this process, has tuned."""
-    here = [entry for entry in _tuned_here if (entry.problem.operator, entry.problem.gpu) == (operator, gpu)]
-    return table.merge(_of(operator, gpu, load(path(operator, gpu))), here)
+    here = [entry for entry in _tuned_here if table.head(entry) == (operator, gpu)]
+    return table.merge(_of(operator, gpu, path(operator, gpu)), here)
 
 
 def shipped_entries(operator, gpu):
     """What came with the package."""
-    return _of(operator, gpu, load(SHIPPED / slug(gpu) / f"{operator}.json"))
+    return _of(operator, gpu, SHIPPED / slug(gpu) / f"{operator}.json")
 
 
-def _of(operator, gpu, entries):
-    """Those that are for the GPU: two names may have the same slug."""
-    return [entry for entry in entries if (entry.problem.operator, entry.problem.gpu) == (operator, gpu)]
+def _of(operator, gpu, file):
+    """The entries of a file, if they are for the operator and GPU: two names may have the same slug."""
+    entries = load(file)
+    if entries and table.head(entries[0]) != (operator, gpu):
+        report(file, f"is ignored: it is for {' on '.join(table.head(entries[0]))}, not for {operator} on {gpu}")
+        return []
+    return entries
 
 
 def files(root=None):
@@ -97,28 +102,32 @@ def store(entries):
 def add(file, entries):
     """Add entries, of one operator and GPU, to a file, which need not be there.
 
-    Raises:   OSError, filelock.Timeout, table.LaterFormat
+    Raises:   OSError, filelock.Timeout, table.LaterFormat, ValueError for entries of several operators or GPUs
     """
     with _locked(file):
-        _replace(file, entries)
+        rewrite(file, entries)
 
 
 def forget():
-    """Drop what this process remembers besides the files; for tests and after ``clear``."""
+    """Drop what this process remembers besides the files; for tests."""
     _tuned_here.clear()
     _read.clear()
     _reported.clear()
 
 
 def clear(operators=None):
-    """Delete the user's cache, or what it has of some operators; returns the files that are gone."""
+    """Delete the tables in the user's cache, or those of some operators; returns the files that are gone.
+
+    Raises:   OSError, filelock.Timeout
+    """
     gone = []
     for file in files():
-        if operators is None or file.stem in operators:
+        entries = load(file)
+        if entries and (operators is None or table.head(entries[0])[0] in operators):
             with _locked(file):
                 file.unlink(missing_ok=True)
             gone.append(file)
-    forget()
+    _tuned_here[:] = [e for e in _tuned_here if operators is not None and table.head(e)[0] not in operators]
     return gone
 
 
@@ -136,9 +145,13 @@ def _locked(file):
         yield
 
 
-def _replace(file, added):
-    """Write the file anew with entries added; whoever reads it sees the old one or the new one, never half of it."""
-    text = table.to_json(table.merge(_kept(file), added))
+def rewrite(file, added):
+    """``add`` for a folder that nobody else writes to, without a lock, which would stay there as a file.
+
+    Whoever reads the file sees the old one or the new one, never half of it.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    text = table.to_json(table.merge(_kept(file, table.head(added[0])), added))
     handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.stem}-", suffix=".tmp")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as out:
@@ -152,16 +165,21 @@ def _replace(file, added):
         raise
 
 
-def _kept(file):
-    """The entries that stay. A file that is not ours is put aside; one of a later version must not be touched."""
+def _kept(file, head):
+    """The entries that stay. What is not ours is put aside; a file of a later version must not be touched."""
+    aside = file.with_suffix(".json.bad")
     try:
-        return table.from_json(file.read_text(encoding="utf-8"))[0]
+        entries, bad = table.from_json(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return []
     except table.LaterFormat:
         raise
     except (UnicodeDecodeError, table.TableError) as error:
-        aside = file.with_suffix(".json.bad")
         report(file, f"cannot be read ({error}) and is kept as {aside.name}")
         os.replace(file, aside)
         return []
+    foreign = bool(entries) and table.head(entries[0]) != head
+    if foreign or bad:
+        report(file, f"holds what is not for {' on '.join(head)}; it is kept as {aside.name}")
+        shutil.copy(file, aside)
+    return [] if foreign else entries

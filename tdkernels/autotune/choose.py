@@ -60,8 +60,7 @@ def look_up(tunable, problem, device, mode):
                 return choice
         similar = table.nearest(mine + shipped, problem)
         choice = _usable(tunable, problem, device, NEAREST, similar) if similar is not None else None
-        if choice is not None:
-            return choice
+        return choice or Choice(tunable.fallback(problem, device), DEFAULT)
     return Choice(tunable.default(problem, device), DEFAULT)
 
 

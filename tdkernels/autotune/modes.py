@@ -28,7 +28,7 @@ def get_mode():
     """
     if _chosen is not None:
         return _chosen
-    mode = os.environ.get("TDKERNELS_AUTOTUNE", "cached")
+    mode = os.environ.get("TDKERNELS_AUTOTUNE") or "cached"
     if mode not in MODES:
         raise ValueError(f"TDKERNELS_AUTOTUNE must be off, cached or on, not {mode!r}")
     return mode

@@ -64,7 +64,11 @@ class Tunable(ABC):
 
     @abstractmethod
     def default(self, problem, device):
-        """The config of a shape that nobody has tuned."""
+        """The overlapping config for a device and a size."""
+
+    def fallback(self, problem, device):
+        """What to run where nobody has tuned: the default, or the plain sequence where that is a safer guess."""
+        return self.default(problem, device)
 
     @abstractmethod
     def space(self, problem, device):

@@ -51,10 +51,18 @@ class Entry:
 
 def to_json(entries):
     """The text of a table; entries of one operator and GPU, sorted so that two tables compare line by line."""
-    first = entries[0].problem
-    head = {"format": FORMAT, "operator": first.operator, "gpu": first.gpu}
+    heads = {head(entry) for entry in entries}
+    if len(heads) != 1:
+        raise ValueError(f"a table is for one operator and GPU, not {sorted(heads)}")
+    ((operator, gpu),) = heads
+    first = {"format": FORMAT, "operator": operator, "gpu": gpu}
     lines = [json.dumps(_to_dict(entry)) for entry in sorted(entries, key=_order)]
-    return json.dumps(head)[:-1] + ', "entries": [\n  ' + ",\n  ".join(lines) + "\n]}\n"
+    return json.dumps(first)[:-1] + ', "entries": [\n  ' + ",\n  ".join(lines) + "\n]}\n"
+
+
+def head(entry):
+    """Of which table an entry is: operator and GPU."""
+    return entry.problem.operator, entry.problem.gpu
 
 
 def from_json(text):
@@ -64,18 +72,18 @@ def from_json(text):
     """
     try:
         table = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TableError(f"not JSON: {error}") from None
-    if not isinstance(table, dict) or not isinstance(table.get("entries"), list):
+    if not isinstance(table, dict) or "format" not in table:
         raise TableError("not a table of configs")
-    version = table.get("format")
+    version = table["format"]
     if version != FORMAT:
         later = type(version) is int and version > FORMAT
         raise (LaterFormat if later else TableError)(f"format {version!r}, this version reads {FORMAT}")
-    head = table.get("operator"), table.get("gpu")
-    if not all(isinstance(name, str) for name in head):
-        raise TableError("it does not say for which operator and GPU it is")
-    entries = [_from_dict(*head, item) for item in table["entries"]]
+    names = table.get("operator"), table.get("gpu")
+    if not all(isinstance(name, str) for name in names) or not isinstance(table.get("entries"), list):
+        raise TableError("not a table of configs for an operator and a GPU")
+    entries = [_from_dict(*names, item) for item in table["entries"]]
     return [entry for entry in entries if entry is not None], entries.count(None)
 
 
@@ -87,8 +95,8 @@ def merge(*tables):
 def nearest(entries, problem):
     """The entry for the most similar problem, or None: what to run where nobody has tuned.
 
-    Everything but the shape must be the same. A size of the shape is compared by its logarithm, the first one (M) in
-    buckets, up to each power of two. No size may be off by more than a factor of two. The smallest sum of the
+    Everything but the shape must be the same. The first size (M) is compared in buckets, up to each power of two, and
+    may be one bucket off; each other size by its logarithm, and may be off by a factor of two. The smallest sum of the
     differences counts; of equals, the larger shape.
     """
     best, best_distance = None, math.inf
@@ -147,12 +155,12 @@ def _from_dict(operator, gpu, item):
         if times["ms"] is None:
             return None
         return Entry(problem, versions, item["config"], **times, when=_text(item.get("when", "")))
-    except (AttributeError, KeyError, TypeError):
+    except (AttributeError, KeyError, OverflowError, TypeError):
         return None
 
 
 def _whole(value):
-    if type(value) is not int or value < 0:
+    if type(value) is not int or not 0 <= value < 1 << 63:
         raise TypeError(value)
     return value
 

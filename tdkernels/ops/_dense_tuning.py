@@ -6,6 +6,7 @@ import torch
 
 from tdkernels.autotune import operator as tunables
 from tdkernels.autotune.choose import choose
+from tdkernels.autotune.hardware import hardware
 from tdkernels.autotune.problem import Problem, gpu_name
 from tdkernels.ops import _device, _operands
 from tdkernels.ops._tiles import Tiles
@@ -17,6 +18,8 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _operands.DTYPE
 _PUSH_SHARE, _COPY_SHARE, _PROGRAMS_A_LINK = 0.88, 0.8, 8
 _COLLECTIVE_SHARE = 0.85
 _LAUNCH_S = 20e-6
+# A fused call takes the host about as long (H200's), so that it cannot beat a sequence which takes less.
+_FUSED_HOST_MS = 0.2
 
 
 class DenseTunable(tunables.Tunable):
@@ -69,6 +72,13 @@ class DenseTunable(tunables.Tunable):
 
     def default(self, problem, device):
         return self.default_config(*self.of_a_rank(problem), _DTYPES[problem.dtype], device)
+
+    def fallback(self, problem, device):
+        dtype = _DTYPES[problem.dtype]
+        if device.type == "cuda":
+            if self.estimate_ms(self.plain(), problem, hardware(device, dtype)) < _FUSED_HOST_MS:
+                return self.plain()
+        return self.default(problem, device)
 
     def operands(self, problem, device, generator):
         m, n, k = self.operand_sizes(problem)

@@ -1,0 +1,72 @@
+"""The tables that come with the package: every entry can be used, and the shapes that they promise are there."""
+
+import pytest
+import torch
+
+from tdkernels.autotune import cache, table
+from tdkernels.autotune.operator import operators, tunable
+from tdkernels.autotune.problem import slug
+from tdkernels.models import MODELS, problems
+from tdkernels.ops import _device
+
+FILES = cache.files(cache.SHIPPED)
+# What a program may have on the GPUs that there are tables for, and how many run at a time.
+LIMITS = {"NVIDIA H200": (232448, 132)}
+TOKENS = [8192]
+SWEPT = {2: [64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384], 4: [1 << i for i in range(2, 16)]}
+
+
+def entries(operator, gpu="NVIDIA H200"):
+    return cache.load(cache.SHIPPED / slug(gpu) / f"{operator}.json")
+
+
+@pytest.fixture
+def as_if_on(monkeypatch):
+    def on(gpu):
+        shared, num_sms = LIMITS[gpu]
+        monkeypatch.setattr(_device, "shared_memory_bytes", lambda device: shared)
+        monkeypatch.setattr(_device, "num_sms", lambda device: num_sms)
+
+    return on
+
+
+def test_there_is_a_table_for_every_operator():
+    assert {file.stem for file in FILES} == set(operators())
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.name}/{file.stem}")
+def test_every_entry_can_be_used(file, as_if_on):
+    found, bad = table.from_json(file.read_text(encoding="utf-8"))
+    assert bad == 0
+    assert file.read_text(encoding="utf-8") == table.to_json(found), "not as the tool writes it"
+    operator = tunable(file.stem)
+    as_if_on(found[0].problem.gpu)
+    for entry in found:
+        assert (entry.problem.operator, slug(entry.problem.gpu)) == (file.stem, file.parent.name)
+        assert operator.why_not(entry.problem) is None, entry.problem
+        config = operator.config_from_dict(entry.config)
+        assert operator.config_to_dict(config) == entry.config
+        # Only its type is asked for, and a GPU need not be there.
+        assert operator.illegal(config, entry.problem, torch.device("cuda", 0)) is None, entry.problem
+
+
+@pytest.mark.parametrize("operator", operators())
+def test_no_entry_is_slower_than_the_plain_sequence_was(operator):
+    slower = [entry for entry in entries(operator) if not entry.ms <= entry.plain_ms]
+    assert not slower
+
+
+@pytest.mark.parametrize("operator", operators())
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_models_are_there(operator, ranks):
+    have = {entry.problem.shape for entry in entries(operator) if entry.problem.world_size == ranks}
+    wanted = {shape for name in MODELS for op, shape in problems(name, TOKENS) if op == operator}
+    # Of models that nobody measures by name, the products of one layer stand for the rest.
+    named = ("llama-3.1-8b", "llama-3.1-70b")
+    swept = {shape for name in named for op, shape in problems(name, SWEPT[ranks]) if op == operator}
+    assert swept <= have
+    near = [entry for entry in entries(operator) if entry.problem.world_size == ranks]
+    for shape in wanted:
+        problem = near[0].problem
+        similar = table.nearest(near, type(problem)(**{**vars(problem), "shape": shape}))
+        assert similar is not None, shape

@@ -1,0 +1,151 @@
+"""`python -m tdkernels tune` and `cache`, from the arguments to what is printed and kept."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tdkernels.__main__ import main
+from tdkernels.autotune import cache, table
+from tests.autotune.entries import GPU, an_entry
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("TDKERNELS_CACHE_DIR", str(tmp_path / "cache"))
+    cache.forget()
+    yield tmp_path / "cache"
+    cache.forget()
+
+
+def command(*arguments):
+    """Run in a process of its own, as a user would: ranks are started from there."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    run = subprocess.run(
+        [sys.executable, "-m", "tdkernels", *arguments], capture_output=True, text=True, timeout=240, env=environment
+    )
+    return run.returncode, run.stdout, run.stderr
+
+
+def test_tune_keeps_what_it_finds_and_does_not_tune_it_again(folder):
+    tune = ["tune", "ag_gemm", "--shape", "32x32x16", "--dtype", "fp32", "--device", "cpu", "--nproc", "2"]
+    code, out, err = command(*tune)
+    assert code == 0, err
+    assert "rehearsal" in out and "ag_gemm 32x32x16 float32 nk on 2 x cpu" in out
+    assert "method=torch" in out and "efficiency" in out and "candidates" in out
+    (entry,) = cache.load(folder / "cpu" / "ag_gemm.json")
+    assert entry.problem.shape == (32, 32, 16) and entry.plain_ms > 0
+    code, out, err = command(*tune)
+    assert code == 0 and "is in the cache" in out and "nothing to tune" in out
+
+
+def test_tune_goes_through_the_layers_of_a_model(folder, monkeypatch):
+    from tdkernels import models
+
+    monkeypatch.setitem(models.MODELS, "tiny", models.Model(16, 24, 2, 1, head=8))
+    assert main(["tune", "--model", "tiny", "--tokens", "8,7", "--dtype", "fp32", "--device", "cpu", "--tp", "2"]) == 0
+    found = {file.stem: {entry.problem.shape for entry in cache.load(file)} for file in cache.files()}
+    # 7 rows cannot be divided by 2 ranks: said and left out.
+    assert found == {"ag_gemm": {(8, 32, 16), (8, 48, 16)}, "gemm_rs": {(8, 16, 16), (8, 16, 24)}}
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ([], "say what"),
+        (["ag_gemm"], "say what"),
+        (["--shape", "8x8x8"], "needs the operator"),
+        (["nonsense", "--shape", "8x8x8"], "operator must be one of ag_gemm, gemm_rs"),
+        (["ag_gemm", "--shape", "8x8"], "three positive sizes"),
+        (["ag_gemm", "--shape", "8xx8"], "whole numbers"),
+        (["ag_gemm", "--shape", "7x8x8", "--nproc", "2"], "M = 7 is not divisible by 2 ranks"),
+        (["gemm_rs", "--shape", "8x8x9", "--nproc", "2"], "K = 9 is not divisible by 2 ranks"),
+        (["ag_gemm", "--shape", "8x8x8", "--nproc", "1"], "at least 2 ranks"),
+        (["ag_gemm", "--shape", "8x8x8", "--nproc", "many"], "--nproc must be auto or a number"),
+        (["--model", "gpt-0"], "--model must be one of"),
+        (["--model", "gpt-3", "--tokens", "few"], "--tokens must be whole numbers"),
+    ],
+)
+def test_tune_refuses_what_makes_no_sense(arguments, message, capsys, folder):
+    assert main(["tune", "--device", "cpu", *arguments]) == 2
+    assert message in capsys.readouterr().err
+    assert not folder.exists()
+
+
+def test_export_and_merge_carry_everything(folder, tmp_path, capsys):
+    kept = [an_entry(shape=(2, 3, 4)), an_entry(shape=(5, 6, 7), ms=2.5), an_entry("gemm_rs", gpu="AMD Testing")]
+    cache.store(kept)
+    assert main(["cache", "export", str(tmp_path / "out")]) == 0
+    assert main(["cache", "clear"]) == 0
+    assert cache.files() == []
+    cache.forget()
+    newer = an_entry(shape=(2, 3, 4), ms=0.25)
+    cache.store([an_entry(shape=(2, 3, 4), ms=9.0)])
+    cache.forget()
+    (tmp_path / "one.json").write_text(table.to_json([newer]))
+    assert main(["cache", "merge", str(tmp_path / "out"), str(tmp_path / "one.json")]) == 0
+    assert cache.user_entries("gemm_rs", "AMD Testing") == [kept[2]]
+    assert sorted(entry.ms for entry in cache.user_entries("ag_gemm", GPU)) == [0.25, 2.5], "theirs, and the last, win"
+
+
+def test_export_leaves_nothing_but_tables(tmp_path):
+    cache.store([an_entry()])
+    assert main(["cache", "export", str(tmp_path / "out")]) == 0
+    assert [p.name for p in (tmp_path / "out").rglob("*") if p.is_file()] == ["ag_gemm.json"]
+
+
+def test_export_of_some_operators(tmp_path):
+    cache.store([an_entry()])
+    cache.store([an_entry("gemm_rs")])
+    assert main(["cache", "export", str(tmp_path / "out"), "gemm_rs"]) == 0
+    assert [file.stem for file in cache.files(tmp_path / "out")] == ["gemm_rs"]
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"format": 2}', "[1]"])
+def test_merge_of_what_is_no_table(text, tmp_path, capsys):
+    (tmp_path / "bad.json").write_text(text)
+    good = tmp_path / "good.json"
+    good.write_text(table.to_json([an_entry()]))
+    assert main(["cache", "merge", str(tmp_path / "bad.json"), str(good), str(tmp_path / "missing.json")]) == 1
+    assert cache.user_entries("ag_gemm", GPU) == [an_entry()], "the others are merged all the same"
+    errors = capsys.readouterr().err
+    assert "bad.json" in errors and "missing.json" in errors and "good.json" not in errors
+
+
+def test_show_and_path(folder, capsys):
+    assert main(["cache", "show"]) == 0
+    assert "nothing was tuned yet" in capsys.readouterr().out
+    cache.store([an_entry(shape=(8192, 11, 22))])
+    assert main(["cache", "show"]) == 0
+    assert "8192x11x22" in capsys.readouterr().out
+    assert main(["cache", "show", "gemm_rs"]) == 0
+    assert "8192x11x22" not in capsys.readouterr().out
+    assert main(["cache", "show", "--shipped", "gemm_rs"]) == 0
+    assert "H200" in capsys.readouterr().out
+    assert main(["cache", "path"]) == 0
+    assert capsys.readouterr().out.strip() == str(folder)
+
+
+def test_clear_that_cannot_is_an_error_and_no_traceback(folder, monkeypatch, capsys):
+    cache.store([an_entry()])
+
+    def refuse(*_, **__):
+        raise PermissionError("not yours")
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    assert main(["cache", "clear"]) == 1
+    assert "not yours" in capsys.readouterr().err
+
+
+def test_clear_leaves_what_is_not_ours(folder):
+    foreign = folder / "editor" / "settings.json"
+    foreign.parent.mkdir(parents=True)
+    foreign.write_text(json.dumps({"a": 1}))
+    cache.store([an_entry()])
+    assert main(["cache", "clear"]) == 0
+    assert cache.files() == [foreign]
