@@ -20,7 +20,6 @@ from torch import nn
 
 import tdkernels
 from tdkernels.launch import pick_device, rank_device, run_ranks
-from tdkernels.ops import ag_gemm_kernel, gemm_rs_kernel
 
 
 class ParallelSwiGLU(nn.Module):
@@ -103,6 +102,8 @@ class Problem:
 def on_rank(problem):
     """Runs on every rank: all that it has to report, without GPU tensors, since it travels to the parent."""
     device = rank_device()
+    if device.type == "cpu":
+        tdkernels.autotune.set_mode("off")  # plain torch is always faster there, and this is to show the kernels
     x, weights, target, dy = problem.tensors(device)
     x_part, target_part, dy_part = (shard_rows(t, dist.get_rank(), dist.get_world_size()) for t in (x, target, dy))
 
@@ -113,23 +114,22 @@ def on_rank(problem):
     exact = forward_and_backward(SwiGLU(*(w.double() for w in weights)), x.double(), dy.double())
     plain = forward_and_backward(SwiGLU(*weights), x, dy)
     ours = forward_and_backward(parallel(), x_part, dy_part)
-    report = {"configs": chosen_configs(parallel(), x_part), "errors": errors(ours, plain, exact)}
+    report = {"runs": what_runs(parallel(), x_part), "errors": errors(ours, plain, exact)}
     losses = train(parallel(), x_part, target_part, problem), train(SwiGLU(*weights), x, target, problem)
     report["losses"] = dict(zip(("tdkernels", "plain torch"), losses))
     if device.type == "cuda":
         # Method "torch" is all_gather_into_tensor, then a matmul; a matmul, then reduce_scatter_tensor.
-        in_sequence = parallel(*(dataclasses.replace(config, method="torch") for config in report["configs"]))
+        in_sequence = parallel(tdkernels.AgGemmConfig(method="torch"), tdkernels.GemmRsConfig(method="torch"))
         report["times"] = times(parallel(), in_sequence, x_part, dy_part)
     tdkernels.synchronize()
     return report
 
 
-def chosen_configs(block, x):
-    """What config=None stands for, in ag_gemm and in gemm_rs."""
-    world_size = dist.get_world_size()
-    h = x.new_empty(x.shape[0] * world_size, block.w_down.shape[1])
-    up_config = ag_gemm_kernel.default_config_for(x, block.w_gate_up)
-    return up_config, gemm_rs_kernel.default_config_for(h, block.w_down, world_size)
+def what_runs(block, x):
+    """Method and config of ag_gemm and gemm_rs, and where they come from."""
+    h = x.new_empty(x.shape[0] * dist.get_world_size(), block.w_down.shape[1])
+    operands = {tdkernels.ag_gemm: (x, block.w_gate_up), tdkernels.gemm_rs: (h, block.w_down)}
+    return [tdkernels.explain(operator, *tensors).line() for operator, tensors in operands.items()]
 
 
 def forward_and_backward(block, x, dy):
@@ -193,7 +193,7 @@ def show(problem, device, reports):
     console, first, good = Console(highlight=False, soft_wrap=True), reports[0], True
     where = torch.cuda.get_device_name(0) if device == "cuda" else "process on the CPU (Triton's interpreter)"
     console.print(f"[bold]SwiGLU block[/] on {len(reports)} × {where}: {problem}")
-    console.print(*map(str, first["configs"]), sep="\n")
+    console.print(*first["runs"], sep="\n")
 
     table = Table("largest error, relative", "tdkernels", "plain torch, one device", "within 2 ×")
     for name in first["errors"]:

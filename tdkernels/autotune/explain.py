@@ -23,18 +23,22 @@ class Explanation:
     plain_ms:                   of torch's collective and matmul in sequence, where it was measured
     local_ms, local_measured:   floor of the computation: by the library alone, or flops at the best rate
     wire_ms:                    floor of the communication: bytes at the best rate of a link
+    rates_measured:             whether the best rates were measured on such a GPU, or guessed from its properties
+
+    Without a measurement the times of CPU ranks are None: an interpreter runs the kernels there.
     """
 
     problem: Problem
     config: object
     source: str
     tuned_for: Problem | None
-    expected_ms: float
+    expected_ms: float | None
     measured: bool
     plain_ms: float | None
-    local_ms: float
+    local_ms: float | None
     local_measured: bool
-    wire_ms: float
+    wire_ms: float | None
+    rates_measured: bool
 
     @property
     def method(self):
@@ -42,20 +46,21 @@ class Explanation:
 
     @property
     def floor_ms(self):
-        return max(self.local_ms, self.wire_ms)
+        """The larger of the two floors, as far as they are known."""
+        return max((ms for ms in (self.local_ms, self.wire_ms) if ms is not None), default=None)
 
     def line(self):
         """All of it in one line, for a log."""
-        kind = "measured" if self.measured else "estimated"
-        plain = f", torch's sequence {self.plain_ms:.3f} ms" if self.plain_ms is not None else ""
-        return (
-            f"{self.problem}: {self.method} ({self.source}), {settings(self.config)}; {self.expected_ms:.3f} ms "
-            f"{kind}{plain}; floors: computation {self.local_ms:.3f} ms, wire {self.wire_ms:.3f} ms"
-        )
+        text = f"{self.problem}: {self.method} ({self.source}), {settings(self.config)}"
+        if self.expected_ms is not None:
+            text += f"; {self.expected_ms:.3f} ms {'measured' if self.measured else 'estimated'}"
+        if self.plain_ms is not None:
+            text += f", torch's sequence {self.plain_ms:.3f} ms"
+        floors = {"computation": self.local_ms, "wire": self.wire_ms}
+        known = [f"{name} {ms:.3f} ms" for name, ms in floors.items() if ms is not None]
+        return text + ("; floors: " + ", ".join(known) if known else "")
 
     def __str__(self):
-        how = "measured" if self.measured else "estimated"
-        local = "the library alone, measured" if self.local_measured else "flops at the best rate"
         lines = [
             str(self.problem),
             f"  runs        {'torch collective, then matmul' if self.method == 'torch' else self.method}",
@@ -64,12 +69,18 @@ class Explanation:
         ]
         if self.tuned_for is not None and self.tuned_for != self.problem:
             lines.append(f"  tuned for   {self.tuned_for}")
-        lines.append(f"  expected    {self.expected_ms:.4f} ms, {how}")
+        if self.expected_ms is None:
+            return "\n".join([*lines, "  expected    unknown: an interpreter runs the kernels on CPU ranks"])
+        lines.append(f"  expected    {self.expected_ms:.4f} ms, {'measured' if self.measured else 'estimated'}")
         if self.plain_ms is not None:
-            lines.append(f"  sequence    {self.plain_ms:.4f} ms, torch's collective and matmul; "
-                         f"{self.plain_ms / self.expected_ms:.2f} x the expected time")  # fmt: skip
-        for name, ms, what in (("computation", self.local_ms, local), ("wire", self.wire_ms, "bytes at the best rate")):
-            lines.append(f"  {name:11} {ms:.4f} ms at least ({what}), {ms / self.expected_ms:.0%} of the expected time")
+            ratio = self.plain_ms / self.expected_ms
+            lines.append(f"  sequence    {self.plain_ms:.4f} ms, torch's collective and matmul; {ratio:.2f} x ours")
+        rate = "the best rate" if self.rates_measured else "a rate guessed from the GPU's properties"
+        local = "the library alone, measured" if self.local_measured else f"flops at {rate}"
+        for name, ms, what in (("computation", self.local_ms, local), ("wire", self.wire_ms, f"bytes at {rate}")):
+            if ms is not None:
+                share = ms / self.expected_ms
+                lines.append(f"  {name:11} {ms:.4f} ms at least ({what}), {share:.0%} of the expected time")
         return "\n".join(lines)
 
 
@@ -106,7 +117,8 @@ def explain(operator, *shapes, dtype=torch.bfloat16, layout=None, group=None, wo
         device, dtype = shapes[0].device, shapes[0].dtype
     if not all(isinstance(shape, int) for shape in shapes):
         layout = layout or tunable.layout_of(*shapes)
-        shapes = tunable.sizes_of(*[tuple(getattr(shape, "shape", shape)) for shape in shapes], world_size=world_size)
+        shapes = [tuple(getattr(shape, "shape", shape)) for shape in shapes if shape is not None]  # None: no bias
+        shapes = tunable.sizes_of(*shapes, world_size=world_size)
     problem = Problem(
         name, gpu_name(device), world_size, world_size if state is None else state.local_world_size,
         str(dtype).removeprefix("torch."), layout or tunable.layouts[0], shapes,
@@ -129,15 +141,18 @@ def explanation(tunable, problem, device, choice):
     rates = hardware(device, getattr(torch, problem.dtype))
     floors, entry = tunable.floors(problem), choice.entry
     measured = choice.source in (CACHE, SHIPPED)
+    expected_ms = plain_ms = local_ms = wire_ms = None
+    if device.type != "cpu":
+        expected_ms = tunable.estimate_ms(choice.config, problem, rates)
+        local_ms, wire_ms = floors.flops / rates.flops * 1e3, floors.wire_bytes / rates.link * 1e3
     local_measured = measured and entry.local_ms is not None
-    wire_measured = measured and entry.wire_ms is not None
+    if measured:
+        expected_ms, plain_ms = entry.ms, entry.plain_ms
+        local_ms = entry.local_ms if entry.local_ms is not None else local_ms
+        wire_ms = entry.wire_ms if entry.wire_ms is not None else wire_ms
     return Explanation(
-        problem, choice.config, choice.source, entry.problem if entry is not None else None,
-        expected_ms=entry.ms if measured else tunable.estimate_ms(choice.config, problem, rates),
-        measured=measured, plain_ms=entry.plain_ms if measured else None,
-        local_ms=entry.local_ms if local_measured else floors.flops / rates.flops * 1e3,
-        local_measured=local_measured,
-        wire_ms=entry.wire_ms if wire_measured else floors.wire_bytes / rates.link * 1e3,
+        problem, choice.config, choice.source, entry.problem if entry is not None else None, expected_ms, measured,
+        plain_ms, local_ms, local_measured, wire_ms, rates.measured,
     )  # fmt: skip
 
 

@@ -225,7 +225,8 @@ class _Tuner:
             for rank, text in enumerate(self.state.exchange("tune: compile", json.dumps(own))):
                 for index, reason in json.loads(text).items():
                     failures.setdefault(int(index), f"does not compile on rank {rank}: {reason}")
-            self.on_progress("compile", len(share), len(kernels))
+            if kernels:
+                self.on_progress("compile", len(share), len(kernels))
         for index, reason in failures.items():
             for trial in by_kernel[kernels[index]]:
                 self._reject(trial, reason)
@@ -274,6 +275,7 @@ class _Tuner:
         for workspace in self.scratch.workspaces.values():
             if workspace.buffer is not None:
                 workspace.buffer.tensor(workspace.rank)[workspace.data_offset :].fill_(0xFF)
+        synchronize(self.device)  # a peer may go on to the next candidate and write there
 
     # ---- time ----
 

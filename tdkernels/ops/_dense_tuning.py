@@ -45,19 +45,23 @@ class DenseTunable(tunables.Tunable):
                 return f"{name} = {size} is not divisible by {problem.world_size} ranks"
         return None
 
-    def layout_of(self, x, weight, *_):
+    def layout_of(self, *operands):
+        weight = operands[1] if len(operands) > 1 else None
         return "kn" if isinstance(weight, torch.Tensor) and _operands.weight_layout(weight)[2] else "nk"
 
     def config_from_dict(self, values):
         values = dict(values)
         tiles = values.pop("tiles", None)
-        for name, value in (*values.items(), *(tiles or {}).items()):
+        if values.get("method") != "torch" and not isinstance(tiles, dict):
+            raise ValueError(f"tiles must be an object, not {tiles!r}")
+        tiles = tiles or {}
+        for name, value in (*values.items(), *tiles.items()):
             if type(value) not in (int, str):
                 raise TypeError(f"{name} is {value!r}")
         known = {field.name for field in fields(self.config_class)}
-        if not values.keys() <= known or not (tiles or {}).keys() <= {field.name for field in fields(Tiles)}:
+        if not values.keys() <= known or not tiles.keys() <= {field.name for field in fields(Tiles)}:
             raise ValueError(f"no {self.config_class.__name__}: {values}, {tiles}")
-        return self.config_class(tiles=None if tiles is None else Tiles(**tiles), **values)
+        return self.config_class(tiles=Tiles(**tiles) if tiles else None, **values)
 
     def config_to_dict(self, config):
         if config.method == "torch":
@@ -65,6 +69,8 @@ class DenseTunable(tunables.Tunable):
         return {name: value for name, value in asdict(config).items() if value is not None}
 
     def illegal(self, config, problem, device):
+        if not isinstance(config, self.config_class):
+            return f"it must be a {self.config_class.__name__}, not {type(config).__name__}"
         return config.illegal(device, _DTYPES[problem.dtype])
 
     def plain(self):
@@ -93,6 +99,16 @@ class DenseTunable(tunables.Tunable):
             return None
         tiles = config.tiles
         return tiles.block_m, tiles.block_n, tiles.block_k, tiles.num_warps, tiles.num_stages
+
+
+def two_operands(operator, shapes):
+    """The shapes of x and weight, which shall fit; a bias after them changes nothing."""
+    if not 2 <= len(shapes) <= 3:
+        raise ValueError(f"{operator}: the operands are x and weight, not {len(shapes)} of them")
+    x, weight = shapes[:2]
+    if len(x) < 2 or len(weight) != 2 or x[-1] != weight[1]:
+        raise ValueError(f"{operator}: x {list(x)} and weight {list(weight)} do not fit")
+    return x, weight
 
 
 def config_for(operator, text, x, weight, group, fields):

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from tdkernels import lang as td
 from tdkernels.ops import _device, _operands
-from tdkernels.ops._config import from_text, to_text
+from tdkernels.ops._config import from_text, text_of
 from tdkernels.ops._gather import Gather, slot_rows_of
 from tdkernels.ops._gather_kernels import push_shard
 from tdkernels.ops._gemm import as_aligned, gemm_tile, swizzle
@@ -182,7 +182,7 @@ def problem_fields(x, weight):
 
 def plan_fields(x, weight, config):
     """What must be the same on all ranks."""
-    return {**problem_fields(x, weight), "config": to_text(config)}
+    return {**problem_fields(x, weight), "config": text_of(config)}
 
 
 def _arguments(ctx, x, gathered, weight, bias, y, slot_rows, plan, num_comm, fixed_half, config):

@@ -20,9 +20,8 @@ class AgGemmTunable(dense.DenseTunable):
     config_class = AgGemmConfig
     default_config = staticmethod(kernel.default_config)
 
-    def sizes_of(self, x, weight, *_, world_size):
-        if len(x) < 2 or len(weight) != 2 or x[-1] != weight[1]:
-            raise ValueError(f"ag_gemm: x {list(x)} and weight {list(weight)} do not fit")
+    def sizes_of(self, *shapes, world_size):
+        x, weight = dense.two_operands("ag_gemm", shapes)
         return world_size * torch.Size(x[:-1]).numel(), world_size * weight[0], weight[1]
 
     def of_a_rank(self, problem):

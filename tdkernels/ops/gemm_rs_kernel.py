@@ -19,7 +19,7 @@ import triton.language as tl
 
 from tdkernels import lang as td
 from tdkernels.ops import _device, _operands
-from tdkernels.ops._config import from_text, to_text
+from tdkernels.ops._config import from_text, text_of
 from tdkernels.ops._gemm import as_aligned, gemm_tile, swizzle
 from tdkernels.ops._tiles import Tiles, default_tiles
 from tdkernels.symm import get_workspace
@@ -203,7 +203,7 @@ def problem_fields(x, weight):
 
 def plan_fields(x, weight, config):
     """What must be the same on all ranks."""
-    return {**problem_fields(x, weight), "config": to_text(config)}
+    return {**problem_fields(x, weight), "config": text_of(config)}
 
 
 def _arguments(ctx, x, weight, bias, z, stage, rows, lag, plan, config):

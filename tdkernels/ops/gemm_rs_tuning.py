@@ -20,9 +20,8 @@ class GemmRsTunable(dense.DenseTunable):
     config_class = GemmRsConfig
     default_config = staticmethod(kernel.default_config)
 
-    def sizes_of(self, x, weight, *_, world_size):
-        if len(x) < 2 or len(weight) != 2 or x[-1] != weight[1]:
-            raise ValueError(f"gemm_rs: x {list(x)} and weight {list(weight)} do not fit")
+    def sizes_of(self, *shapes, world_size):
+        x, weight = dense.two_operands("gemm_rs", shapes)
         return torch.Size(x[:-1]).numel(), weight[0], world_size * weight[1]
 
     def of_a_rank(self, problem):

@@ -1,0 +1,367 @@
+"""explain() says what a call would run with, from where it comes and what limits it, and asks no other rank."""
+
+import re
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tdkernels
+from tdkernels import AgGemmConfig, GemmRsConfig, Tiles, autotune, explain
+from tdkernels.autotune import cache, table
+from tdkernels.autotune.choose import Choice
+from tdkernels.autotune.explain import explanation
+from tdkernels.autotune.hardware import Hardware, hardware
+from tdkernels.autotune.operator import tunable, versions
+from tdkernels.autotune.problem import Problem, gpu_name
+from tdkernels.symm.group import GroupState, group_state
+from tests.ranks import a_group, device, on_ranks
+from tests.reference import Case
+
+FP32 = torch.float32
+OPERATORS = ["ag_gemm", "gemm_rs"]
+SHAPE = (64, 32, 96)  # M, N, K, for two ranks
+# Of this process, which is no rank.
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu", 0)
+TUNED = {
+    "ag_gemm": AgGemmConfig(tiles=Tiles(32, 64, 32, num_warps=4, num_stages=2), num_comm_sms=3),
+    "gemm_rs": GemmRsConfig(tiles=Tiles(32, 64, 32, num_warps=4, num_stages=2), item_tiles=3),
+}
+
+
+def problem_of(operator, shape=SHAPE, layout="nk", dtype="float32", device=DEVICE):
+    return Problem(operator, gpu_name(device), 2, 2, dtype, layout, tuple(shape))
+
+
+def entry_of(operator, shape=SHAPE, ms=2.0, plain_ms=3.0, local_ms=0.5, wire_ms=0.25, config=None, **of_the_problem):
+    op = tunable(operator)
+    config = op.config_to_dict(config or TUNED[operator])
+    problem = problem_of(operator, shape, **of_the_problem)
+    return table.Entry(problem, versions(op), config, ms, plain_ms, 4.0, local_ms, wire_ms, "2026-01-02")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """Tables of the test's own, none at first, and the mode that people have."""
+    monkeypatch.setenv("TDKERNELS_CACHE_DIR", str(tmp_path / "user"))
+    monkeypatch.setattr(cache, "SHIPPED", tmp_path / "shipped")
+    cache.forget()
+    with autotune.mode("cached"):
+        yield tmp_path
+    cache.forget()
+
+
+def ship(*entries):
+    problem = entries[0].problem
+    file = cache.SHIPPED / cache.path(problem.operator, problem.gpu).relative_to(cache.folder())
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(table.to_json(entries), encoding="utf-8")
+
+
+def explained(operator, *shapes, **options):
+    return explain(operator, *(shapes or SHAPE), **{"dtype": FP32, "world_size": 2, **options})
+
+
+def floors_of(problem, rates):
+    """ms of computation and wire, by hand: both operators multiply M x N x K / W and move what W - 1 peers send."""
+    (m, n, k), ranks = problem.shape, problem.world_size
+    moved = m // ranks * (k if problem.operator == "ag_gemm" else n) * 4 * (ranks - 1)
+    return 2 * m * n * k / ranks / rates.flops * 1e3, moved / rates.link * 1e3
+
+
+def is_estimated(result):
+    """Times and floors are the model's on a GPU; on CPU ranks an interpreter runs the kernels, and they are unknown."""
+    assert not result.measured and not result.local_measured and result.plain_ms is None
+    if DEVICE.type == "cpu":
+        assert (result.expected_ms, result.local_ms, result.wire_ms, result.floor_ms) == (None,) * 4
+        assert str(result).endswith("  expected    unknown: an interpreter runs the kernels on CPU ranks")
+        assert " ms" not in result.line()
+        return
+    rates = hardware(DEVICE, FP32)
+    assert result.expected_ms == tunable(result.problem.operator).estimate_ms(result.config, result.problem, rates) > 0
+    assert (result.local_ms, result.wire_ms) == pytest.approx(floors_of(result.problem, rates))
+
+
+def shows(result, *lines):
+    """The text has just these lines below its title; each is given by a pattern."""
+    title, *rest = str(result).splitlines()
+    assert title == str(result.problem)
+    assert len(rest) == len(lines), rest
+    for got, pattern in zip(rest, lines):
+        assert re.fullmatch(pattern, got), f"{pattern!r} is not {got!r}"
+
+
+# ---- the sources ----
+
+CONFIG_LINES = {
+    "ag_gemm": "  config      method=fused tiles=32/64/32/8/4/2 transport=push num_comm_sms=3 chunk_tiles=1",
+    "gemm_rs": "  config      method=fused tiles=32/64/32/8/4/2 item_tiles=3",
+}
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_default(operator):
+    result = explained(operator)
+    problem, op = problem_of(operator), tunable(operator)
+    assert result.problem == problem
+    assert (result.source, result.config) == ("default", op.default(problem, DEVICE))
+    assert (result.method, result.tuned_for) == ("fused", None)
+    is_estimated(result)
+    assert "  came from   nowhere: the default, " in str(result)
+
+
+@pytest.mark.parametrize("rate", ["the best rate", "a rate guessed from the GPU's properties"])
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_estimated_on_a_gpu(operator, rate, monkeypatch):
+    """As on a GPU, which need not be there: the rates are made up here."""
+    rates = Hardware(1e12, 1e12, 1e10, 100, measured=rate == "the best rate")
+    monkeypatch.setattr(sys.modules["tdkernels.autotune.explain"], "hardware", lambda device, dtype: rates)
+    op, problem = tunable(operator), replace(problem_of(operator), gpu="NVIDIA Testing")
+    result = explanation(op, problem, torch.device("cuda", 0), Choice(TUNED[operator], "default"))
+    assert result.expected_ms == op.estimate_ms(TUNED[operator], problem, rates) > 0
+    assert (result.local_ms, result.wire_ms) == pytest.approx(floors_of(problem, rates)) and not result.local_measured
+    assert result.floor_ms == max(result.local_ms, result.wire_ms) > 0
+    local, wire = (f"{round(100 * ms / result.expected_ms)}%" for ms in (result.local_ms, result.wire_ms))
+    shows(
+        result,
+        "  runs        fused",
+        CONFIG_LINES[operator],
+        "  came from   nowhere: the default, .*",
+        f"  expected    {result.expected_ms:.4f} ms, estimated",
+        rf"  computation {result.local_ms:.4f} ms at least \(flops at {rate}\), {local} of the expected time",
+        rf"  wire        {result.wire_ms:.4f} ms at least \(bytes at {rate}\), {wire} of the expected time",
+    )
+    assert f"; {result.expected_ms:.3f} ms estimated; floors: computation " in result.line()
+
+
+@pytest.mark.parametrize("source", ["cache", "shipped"])
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_measured(operator, source):
+    entry = entry_of(operator)
+    (cache.store if source == "cache" else lambda entries: ship(*entries))([entry])
+    result = explained(operator)
+    assert (result.source, result.config, result.method) == (source, TUNED[operator], "fused")
+    assert result.problem == result.tuned_for == entry.problem
+    assert (result.expected_ms, result.measured, result.plain_ms) == (2.0, True, 3.0)
+    assert (result.local_ms, result.local_measured, result.wire_ms, result.floor_ms) == (0.5, True, 0.25, 0.5)
+    shows(
+        result,
+        "  runs        fused",
+        CONFIG_LINES[operator],
+        "  came from   " + {"cache": "the cache on disk: tuned here", "shipped": "the table that comes with.*"}[source],
+        "  expected    2.0000 ms, measured",
+        "  sequence    3.0000 ms, .*; 1.50 x ours",
+        r"  computation 0.5000 ms at least \(the library alone, measured\), 25% of the expected time",
+        r"  wire        0.2500 ms at least \(.*\), 12% of the expected time",
+    )
+    line = result.line()
+    assert line.startswith(f"{entry.problem}: fused ({source}), {CONFIG_LINES[operator].split(maxsplit=1)[1]}; ")
+    assert "; 2.000 ms measured, torch's sequence 3.000 ms; " in line and "\n" not in line
+
+
+def test_measured_only_in_part():
+    cache.store([entry_of("ag_gemm", plain_ms=None, local_ms=None, wire_ms=None)])
+    result = explained("ag_gemm")
+    assert (result.source, result.expected_ms, result.measured, result.plain_ms) == ("cache", 2.0, True, None)
+    assert not result.local_measured
+    if DEVICE.type == "cuda":
+        assert (result.local_ms, result.wire_ms) == pytest.approx(floors_of(result.problem, hardware(DEVICE, FP32)))
+    else:
+        assert result.local_ms is result.wire_ms is None and str(result).endswith("2.0000 ms, measured")
+    assert "sequence" not in str(result) and "sequence" not in result.line()
+
+
+def test_the_plain_sequence():
+    cache.store([entry_of("gemm_rs", ms=3.0, config=GemmRsConfig(method="torch"))])
+    result = explained("gemm_rs")
+    assert (result.method, result.config, result.source) == ("torch", GemmRsConfig(method="torch"), "cache")
+    text = str(result)
+    assert "  runs        torch collective, then matmul\n  config      method=torch\n" in text
+    assert "1.00 x ours" in text and ": torch (cache), method=torch; 3.000 ms measured" in result.line()
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_nearest(operator):
+    far = tuple(2 * size for size in SHAPE)
+    cache.store([entry_of(operator, far)])
+    result = explained(operator)
+    assert (result.source, result.config) == ("nearest", TUNED[operator])
+    assert (result.problem, result.tuned_for) == (problem_of(operator), problem_of(operator, far))
+    # What was measured was another problem.
+    is_estimated(result)
+    assert f"\n  tuned for   {problem_of(operator, far)}\n" in str(result)
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_explicit(operator):
+    cache.store([entry_of(operator)])
+    config = replace(TUNED[operator], tiles=None)
+    result = explained(operator, config=config)
+    assert (result.source, result.config, result.tuned_for, result.measured) == ("explicit", config, None, False)
+    is_estimated(explained(operator, config=TUNED[operator]))
+    assert "  came from   the call\n" in str(result)
+    assert explained(operator, config=replace(config, method="torch")).method == "torch"
+
+
+def test_mode_off_knows_no_tables():
+    cache.store([entry_of("ag_gemm")])
+    with autotune.mode("off"):
+        assert explained("ag_gemm").source == "default"
+    assert explained("ag_gemm").source == "cache"
+
+
+# ---- ways to ask ----
+
+
+def test_by_name_and_by_function():
+    for name, function in (("ag_gemm", tdkernels.ag_gemm), ("gemm_rs", tdkernels.gemm_rs)):
+        assert explained(function) == explained(name)
+        assert explained(name).problem.operator == name
+    assert tdkernels.explain is explain
+
+
+# Operands of a rank of two, for SHAPE.
+OPERANDS = {"ag_gemm": ((32, 96), (16, 96)), "gemm_rs": ((64, 48), (32, 48))}
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_by_sizes_by_shapes_and_by_tensors(operator):
+    expected = explained(operator)
+    x, weight = OPERANDS[operator]
+    assert explained(operator, x, weight) == expected
+    assert explained(operator, torch.Size(x), list(weight)) == expected
+    tensors = [torch.empty(shape, device=DEVICE) for shape in (x, weight)]
+    assert explain(operator, *tensors, world_size=2) == expected  # dtype and device are theirs
+    batched = tensors[0].view(2, x[0] // 2, x[1])
+    assert explain(operator, batched, tensors[1], world_size=2) == expected
+    half = [tensor.half() for tensor in tensors]
+    assert explain(operator, *half, world_size=2).problem == problem_of(operator, dtype="float16")
+    assert explain(operator, *SHAPE, world_size=2).problem.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_layout_of_a_transposed_weight(operator):
+    cache.store([entry_of(operator, layout="kn")])
+    x, weight = (torch.empty(shape, device=DEVICE) for shape in OPERANDS[operator])
+    assert explain(operator, x, weight, world_size=2).source == "default"
+    transposed = weight.t().contiguous().t()
+    result = explain(operator, x, transposed, world_size=2)
+    assert (result.problem, result.source) == (problem_of(operator, layout="kn"), "cache")
+    assert explained(operator, layout="kn") == explained(operator, *OPERANDS[operator], layout="kn") == result
+    copied = torch.empty(2 * weight.shape[0], 2 * weight.shape[1], device=DEVICE)[::2, ::2]  # to the usual layout
+    assert explain(operator, x, copied, world_size=2).problem.layout == "nk"
+
+
+@pytest.mark.parametrize(
+    "shapes, options, message",
+    [
+        (SHAPE, {"operator": "all_reduce"}, "operator must be one of ag_gemm, gemm_rs, not 'all_reduce'"),
+        (SHAPE, {"operator": torch.matmul}, "operator must be one of ag_gemm, gemm_rs, not 'matmul'"),
+        ((65, 32, 96), {}, "ag_gemm: M = 65 is not divisible by 2 ranks"),
+        ((64, 33, 96), {}, "ag_gemm: N = 33 is not divisible by 2 ranks"),
+        ((64, 32, 97), {"operator": "gemm_rs"}, "gemm_rs: K = 97 is not divisible by 2 ranks"),
+        (((65, 48), (32, 48)), {"operator": "gemm_rs"}, "gemm_rs: M = 65 is not divisible by 2 ranks"),
+        ((64, 0, 96), {}, "three positive sizes"),
+        ((64, 32), {}, "three positive sizes"),
+        (((32, 96), (16, 95)), {}, r"ag_gemm: x \[32, 96\] and weight \[16, 95\] do not fit"),
+        (((32,), (16, 32)), {"operator": "gemm_rs"}, r"gemm_rs: x \[32\] and weight \[16, 32\] do not fit"),
+        (SHAPE, {"dtype": torch.float64}, "dtype must be one of .*, not float64"),
+        (SHAPE, {"layout": "mn"}, "layout must be one of nk, kn, not 'mn'"),
+        (SHAPE, {"world_size": 1}, "one rank has nothing to tune"),
+        (SHAPE, {"config": AgGemmConfig(num_comm_sms=0)}, "ag_gemm: config cannot run: num_comm_sms must be at least"),
+        (SHAPE, {"config": AgGemmConfig(tiles=Tiles(block_m=48))}, "ag_gemm: config cannot run: block_m must be"),
+        (SHAPE, {"world_size": None}, "init_process_group"),
+    ],
+    ids=str,
+)
+def test_bad_arguments(shapes, options, message):
+    with pytest.raises(ValueError, match=message):
+        explained(options.pop("operator", "ag_gemm"), *shapes, **options)
+
+
+@pytest.mark.parametrize("config", [GemmRsConfig(), GemmRsConfig(method="torch"), "fused"], ids=str)
+def test_a_config_of_another_kind(config):
+    with pytest.raises((TypeError, ValueError), match="AgGemmConfig"):  # as for the operator itself
+        explained("ag_gemm", config=config)
+
+
+# ---- in a rank ----
+
+
+def is_local():
+    """Rank 0 alone asks; that the group is still in step shows in the call after it."""
+    with a_group() as group, pytest.MonkeyPatch.context() as patch:
+        case = Case("ag_gemm", FP32, 32, 16, 96, exact=True)
+        if dist.get_rank() == 0:
+            patch.setattr(GroupState, "exchange", None)
+            for asked in (explain("ag_gemm", case.x, case.weight, group=group), explain("ag_gemm", *SHAPE, dtype=FP32)):
+                assert (asked.problem.shape, asked.problem.world_size) == (SHAPE, 2)
+                assert asked.problem.gpu == gpu_name(device()) and asked.source == "default"
+            with pytest.raises(ValueError, match="M = 65 is not divisible by 2 ranks"):
+                explain("ag_gemm", 65, 32, 96, group=group)
+            patch.undo()
+            assert not group_state(group).choices
+        case.check({"output": case.call(group=group)})
+        del group
+
+
+def test_one_rank_may_ask_alone():
+    on_ranks(2, is_local)
+
+
+def asks_in_a_subgroup():
+    with a_group([0, 2]) as group:
+        if dist.get_rank() != 1:
+            assert explain("ag_gemm", *SHAPE, group=group).problem.world_size == 2
+        else:
+            with pytest.raises(ValueError, match="rank 1 is not a member"):
+                explain("ag_gemm", *SHAPE, group=group)
+        with pytest.raises(ValueError, match="M = 64 is not divisible by 3 ranks"):
+            explain("ag_gemm", *SHAPE)
+        assert explain("ag_gemm", *SHAPE, world_size=2).problem.world_size == 2
+        del group
+
+
+def test_the_group_that_is_meant():
+    on_ranks(3, asks_in_a_subgroup)
+
+
+def reports_what_was_agreed(folder):
+    """The files of rank 1 say otherwise, and those of rank 0 do so later."""
+    rank = dist.get_rank()
+    case = Case("ag_gemm", FP32, 32, 16, 96, exact=True)
+    default = tunable("ag_gemm").default(problem_of("ag_gemm", device=device()), device())
+    agreed, others = (replace(default, num_comm_sms=number) for number in (3, 4))
+
+    def tuned(config, ms):
+        cache.store([entry_of("ag_gemm", config=config, ms=ms, device=device())])
+
+    def asked(group):
+        result = explain("ag_gemm", case.x, case.weight, group=group)
+        assert (result.source, result.measured) == ("cache", True)
+        return result.config, result.expected_ms
+
+    with a_group() as group, pytest.MonkeyPatch.context() as patch, autotune.mode("cached"):
+        patch.setenv("TDKERNELS_CACHE_DIR", str(folder / f"rank{rank}"))
+        patch.setattr(cache, "SHIPPED", folder / "none")
+        cache.forget()
+        try:
+            tuned(*[(agreed, 7.0), (others, 9.0)][rank])
+            assert asked(group) == [(agreed, 7.0), (others, 9.0)][rank], "what this rank would propose"
+            case.check({"output": case.call(group=group)})
+            assert asked(group) == (agreed, 7.0)
+            tuned(others, 1.0)
+            assert asked(group) == (agreed, 7.0)
+            with autotune.mode("off"):
+                assert explain("ag_gemm", case.x, case.weight, group=group).source == "default"
+            # A config that the call is given needs no agreement.
+            assert explain("ag_gemm", case.x, case.weight, group=group, config=others).source == "explicit"
+        finally:
+            cache.forget()
+        del group
+
+
+def test_after_a_call_it_reports_what_the_ranks_agreed_on(folder):
+    on_ranks(2, reports_what_was_agreed, folder)
