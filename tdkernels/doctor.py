@@ -21,6 +21,8 @@ import triton
 
 import tdkernels
 from tdkernels._self_test import try_operators
+from tdkernels.autotune import cache, get_mode
+from tdkernels.autotune.operator import operators
 from tdkernels.launch import RankError, run_ranks
 from tdkernels.symm import get_timeout
 
@@ -196,12 +198,8 @@ def check_timeout():
 
 
 def check_cache():
-    folder = os.environ.get("TDKERNELS_CACHE_DIR")
     try:
-        if not folder:
-            import platformdirs
-
-            folder = platformdirs.user_cache_dir("tdkernels")
+        folder = cache.folder()
         os.makedirs(folder, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
@@ -212,6 +210,25 @@ def check_cache():
         found = f"results of tuning cannot be kept in {folder}: {_describe(error)}"
         return Check("cache", "warning", found, "Name a folder that can be written in TDKERNELS_CACHE_DIR.")
     return Check("cache", "ok", f"{folder} can be written")
+
+
+def check_tuning():
+    """Whether there are tuned configs for the GPUs."""
+    try:
+        mode = get_mode()
+    except ValueError as error:
+        return Check("tuning", "problem", f"no operator works: {error}", "Unset TDKERNELS_AUTOTUNE, or correct it.")
+    names = sorted({torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())})
+    found, missing = [f"mode {mode}"], False
+    for name in names:
+        cached, shipped = (
+            sum(len(known(operator, name)) for operator in operators())
+            for known in (cache.user_entries, cache.shipped_entries)
+        )
+        found.append(f"{name}: {cached} configs tuned here, {shipped} shipped")
+        missing |= not cached and not shipped
+    advice = "Tune your shapes once: python -m tdkernels tune --help" if missing else ""
+    return Check("tuning", "warning" if missing else "ok", "; ".join(found), advice)
 
 
 # ---- Self-test ----
@@ -239,6 +256,7 @@ def check_operators(world_size, device):
 LOOKS = (
     check_python, check_torch, check_triton, check_numpy, check_compiler, check_gpus, check_links, check_cpu_memory,
     check_gpu_memory, check_nvshmem, check_multicast, check_timeout, check_cache,
+    check_tuning,
 )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from tdkernels import __main__ as command_line
 from tdkernels import doctor
@@ -68,6 +69,20 @@ def test_a_cache_folder_that_cannot_be_written_is_a_warning(monkeypatch, tmp_pat
     check = doctor.check_cache()
     assert check.status == "warning"
     assert "TDKERNELS_CACHE_DIR" in check.advice
+
+
+@pytest.mark.parametrize("gpu, status", [("NVIDIA H200", "ok"), ("NVIDIA Untuned", "warning")])
+def test_a_gpu_without_a_table_is_a_warning(gpu, status, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: gpu)
+    check = doctor.check_tuning()
+    assert check.status == status and gpu in check.found
+    assert ("tdkernels tune" in check.advice) == (status == "warning")
+
+
+def test_a_mode_that_is_none_is_a_problem(monkeypatch):
+    monkeypatch.setenv("TDKERNELS_AUTOTUNE", "sometimes")
+    assert doctor.check_tuning().status == "problem"
 
 
 def test_a_timeout_that_is_no_number_is_a_problem(monkeypatch):
