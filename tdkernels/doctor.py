@@ -70,17 +70,12 @@ def check_triton(version=triton.__version__):
     return Check("triton", "ok", version)
 
 
-def check_numpy(version=None, triton_version=triton.__version__):
+def check_numpy():
     """Only Triton's interpreter, and so only CPU ranks, need numpy."""
-    if version is None:
-        if importlib.util.find_spec("numpy") is None:
-            found = "not installed: CPU ranks do not work, since Triton's interpreter needs it"
-            return Check("numpy", "problem", found, "pip install numpy")
-        version = importlib.metadata.version("numpy")
-    if _numbers(triton_version) < (3, 7) and _numbers(version) >= (2, 4):
-        found = f"{version}: CPU ranks do not work: the interpreter of triton {triton_version} fails with numpy ≥ 2.4"
-        return Check("numpy", "problem", found, 'pip install "numpy<2.4", or a torch that goes with triton ≥ 3.7')
-    return Check("numpy", "ok", f"{version}, fits Triton's interpreter")
+    if importlib.util.find_spec("numpy") is None:
+        found = "not installed: CPU ranks do not work, since Triton's interpreter needs it"
+        return Check("numpy", "problem", found, "pip install numpy")
+    return Check("numpy", "ok", importlib.metadata.version("numpy"))
 
 
 def check_compiler(gpus=None):

@@ -9,7 +9,8 @@
         on_ranks(4, gathers, torch.ones(3))
 
 The ranks are kept from test to test, since starting them takes seconds. Where they run is TDKERNELS_TEST_DEVICE: cpu,
-cuda (a test that needs more GPUs than there are is skipped) or auto, the default (such a test runs on the CPU).
+cuda (a test that needs more GPUs than there are is skipped) or auto, the default (such a test runs on the CPU). How
+long they may take for one call is TDKERNELS_TEST_TIMEOUT_S: 240 s, which on borrowed GPUs is long for a hang.
 """
 
 import contextlib
@@ -24,7 +25,7 @@ from tdkernels.launch import RankPool, pick_device, rank_device
 DEVICE = os.environ.get("TDKERNELS_TEST_DEVICE") or "auto"
 
 # Less than pytest's own timeout, so that a hang is reported by the pool, which can say which rank hung and where.
-TIMEOUT_S = 240.0
+TIMEOUT_S = float(os.environ.get("TDKERNELS_TEST_TIMEOUT_S") or 240.0)
 
 # How often two ranks or more ran something. conftest.py fails a whole suite in which none did.
 multi_rank_runs = 0

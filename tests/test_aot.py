@@ -16,6 +16,9 @@ from tdkernels.ops._tiles import Tiles
 from tdkernels.ops.ag_gemm_kernel import ag_gemm_kernel
 from tdkernels.ops.gemm_rs_kernel import gemm_rs_kernel
 from tests.aot import SHARED_MEMORY, TARGETS, compile_for, descriptor, pointer
+from tests.ranks import DEVICE
+
+pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="needs no GPU and takes minutes: `make test` runs it")
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 ROWS, N, K = 2048, 8192, 7168

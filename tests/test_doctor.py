@@ -19,15 +19,10 @@ def test_versions_that_are_too_old_are_problems():
     assert doctor.check_triton("3.10.0").status == "ok"
 
 
-@pytest.mark.parametrize(
-    "numpy, triton, status",
-    [("2.4.6", "3.6.0", "problem"), ("2.3.5", "3.6.0", "ok"), ("2.4.6", "3.7.1", "ok"), ("1.26.4", "3.6.0", "ok")],
-)
-def test_numpy_has_to_fit_the_interpreter(numpy, triton, status):
-    check = doctor.check_numpy(numpy, triton)
-    assert check.status == status
-    assert bool(check.advice) == (status != "ok")
-    assert numpy in check.found
+@pytest.mark.parametrize("installed, status", [(True, "ok"), (False, "problem")])
+def test_without_numpy_there_are_no_cpu_ranks(installed, status, monkeypatch):
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: object() if installed else None)
+    assert doctor.check_numpy().status == status
 
 
 def test_a_missing_compiler_matters_to_gpus_only(monkeypatch, tmp_path):

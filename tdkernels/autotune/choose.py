@@ -81,7 +81,7 @@ def _agree(tunable, problem, device, group, fields):
     state, mode = group_state(group), get_mode()
     own = look_up(tunable, problem, device, mode) if state.rank == 0 else None
     offer = {"tune": not _capturing(device), **(_to_offer(tunable, own) if own is not None else {})}
-    offers = state.agree(tunable.name, {**fields, "autotune": mode}, offer)
+    offers = state.agree(tunable.name, {**fields, "config": f"left to autotune ({mode})"}, offer)
     choice = own or _from_offer(tunable, offers[0])
     if mode == "on" and choice.source in (NEAREST, DEFAULT) and all(offer["tune"] for offer in offers):
         choice = _tuned(tunable, problem, device, group, choice)

@@ -8,7 +8,9 @@ a kernel on the CPU and compile the same kernel for a GPU.
 import contextlib
 import dataclasses
 
+import triton
 from triton import knobs
+from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpretedFunction, interpreter_builder
 from triton.runtime.jit import JITFunction
 
@@ -40,6 +42,23 @@ def _interpreter_options():
         yield
     finally:
         interpreter_builder.options = saved
+
+
+def _let_scalars_be_indices(patch):
+    """Wrap what makes tensors of ``triton.language`` behave in the interpreter, for triton 3.6 with numpy >= 2.4.
+
+    A scalar is an array of one element there, which such a numpy does not convert to an integer any more.
+    """
+
+    def patched(tensor, scope):
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    return patched
+
+
+if triton.__version__.startswith("3.6."):
+    interpreter._patch_lang_tensor = _let_scalars_be_indices(interpreter._patch_lang_tensor)
 
 
 def _on_cpu(args):

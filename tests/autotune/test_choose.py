@@ -332,13 +332,14 @@ def test_all_follow_rank_0_whatever_is_in_their_own_files(tmp_path, first):
 def differs(folder, what):
     rank = dist.get_rank()
     with a_group() as group, tables_in(folder):
-        mode = ("cached" if rank == 0 else "on") if what == "autotune" else "cached"
+        mode = ("cached" if rank == 0 else "on") if what == "config" else "cached"
         rows = [ROWS, ROWS + (what == "M/W")]
         case = case_of("ag_gemm", rows[rank])
         with autotune.mode(mode), pytest.raises(ValueError) as caught:
             case.call(group=group)
         text = str(caught.value)
-        values = '"cached" on rank 0, "on" on rank 1' if what == "autotune" else "16 on rank 0, 17 on rank 1"
+        modes = '"left to autotune (cached)" on rank 0, "left to autotune (on)" on rank 1'
+        values = modes if what == "config" else "16 on rank 0, 17 on rank 1"
         assert f"ag_gemm: the ranks disagree: {what} is {values}" == text, text
         assert not group_state(group).choices
         case = case_of("ag_gemm")
@@ -346,7 +347,7 @@ def differs(folder, what):
         del group, caught
 
 
-@pytest.mark.parametrize("what", ["autotune", "M/W"])
+@pytest.mark.parametrize("what", ["config", "M/W"])
 def test_other_modes_or_shapes_are_named_on_every_rank(tmp_path, what):
     on_ranks(2, differs, tmp_path, what)
 
