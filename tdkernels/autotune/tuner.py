@@ -166,7 +166,7 @@ class _Tuner:
         legal = [c for c in space if self.tunable.illegal(c, self.problem, self.device) is None]
         estimates = {config: self.tunable.estimate_ms(config, self.problem, self.rates) for config in legal}
         ranked = sorted(legal, key=estimates.get)
-        near = [config for config in ranked if estimates[config] <= _PRUNE * estimates[ranked[0]]]
+        near = [config for config in ranked if estimates[config] <= _PRUNE * estimates[ranked[0]]]  # may be empty
         always = [self.tunable.default(self.problem, self.device), self.tunable.plain()]
         kept = list(dict.fromkeys(always + near[:_MAX_CANDIDATES]))
         beyond = max(len(near) - _MAX_CANDIDATES, 0)
@@ -283,7 +283,7 @@ class _Tuner:
         """Run the rounds; the trials that are left, best first."""
         left = [trial for trial in trials if trial.reason is None]
         for number, round_ in enumerate(_ROUNDS[self.device.type]):
-            in_time = self._run_round(left, round_, f"round {number + 1}")
+            in_time = self._run_round(left, round_, f"round {number + 1}", self.budget_s)
             left = sorted((trial for trial in left if trial.reason is None and trial.samples), key=lambda t: t.ms)
             if not left:
                 raise TuningError(f"{self.problem}: no candidate runs: {trials[0].reason}")
@@ -293,7 +293,7 @@ class _Tuner:
                 break
         return left
 
-    def _run_round(self, trials, round_, stage):
+    def _run_round(self, trials, round_, stage, budget_s=float("inf")):
         """Bursts of each trial in turn; False if there was no time for all."""
         before = {id(trial): trial.ms for trial in trials}
         for trial in trials:
@@ -306,7 +306,7 @@ class _Tuner:
                     values = self._attempt(trial, lambda t=trial, n=calls: self._burst(t, n))
                     if values is not None:
                         trial.samples.append(max(ms for ms, _ in values))
-                        if values[0][1] > self.budget_s:
+                        if values[0][1] > budget_s:  # rank 0's clock counts
                             return False
                 self.on_progress(stage, repeat * len(trials) + done + 1, round_.repeats * len(trials))
         return True
@@ -325,7 +325,6 @@ class _Tuner:
         default, plain = trials[0], trials[1]
         finalists = left[:2] + [trial for trial in (default, plain) if trial.reason is None and trial not in left[:2]]
         round_ = _FINAL[self.device.type]
-        self.budget_s = float("inf")
         self._must("computation alone", self._make_local)
         local = self._must("computation alone", lambda: self._local_ms(round_))
         self._run_round(finalists, round_, "final")
