@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from rich.markup import escape
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _BEST = 5
@@ -39,7 +40,7 @@ def add_arguments(parser):
 
 
 def main(options):
-    """Exit code 0, or 1 if a shape could not be tuned."""
+    """Exit code 0; 1 if a shape could not be tuned; 2 for arguments that make no sense."""
     from tdkernels.launch import RankPool, pick_device
 
     try:
@@ -150,7 +151,7 @@ def _tune_all(jobs, dtype, layout, budget_s):
                 )  # fmt: skip
             except TuningError as error:  # on every rank alike
                 failed.append(job)
-                progress.show(f"[red]{error}")
+                progress.show(f"[red]{escape(str(error))}" if first else "")
             else:
                 if first:
                     progress.show(_report(result))
@@ -225,6 +226,6 @@ def _report(result):
     failed = [trial for trial in result.trials if trial.reason is not None]
     wire = f", wire {entry.wire_ms:.4f} ms" if entry.wire_ms else ""
     out = f"; {len(failed)} failed, the first: {failed[0].reason}" if failed else ""
-    table.caption = f"floors: computation {entry.local_ms:.4f} ms{wire}; {result.log[0]}{out}"
+    table.caption = escape(f"floors: computation {entry.local_ms:.4f} ms{wire}; {result.log[0]}{out}")
     table.caption_justify = "left"
     return table

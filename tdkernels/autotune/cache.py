@@ -95,7 +95,7 @@ def store(entries):
     for file, added in by_file.items():
         try:
             add(file, added)
-        except (OSError, Timeout, table.LaterFormat) as error:
+        except (OSError, ValueError, Timeout) as error:  # of a later format, say
             report(file, f"cannot be written, so that later processes will not find what was tuned: {error}")
 
 

@@ -41,8 +41,11 @@ def choose(tunable, problem, device, group, fields):
     key = problem, get_mode()
     choice = choices.get(key)
     if choice is None:
-        choice = _agree(tunable, problem, device, group, fields)
-        choices[key] = choice
+        choice, final = _agree(tunable, problem, device, group, fields)
+        if final:
+            choices[key] = choice
+        if group_state(group).rank == 0:
+            _say(tunable, problem, device, choice)
     return choice
 
 
@@ -78,16 +81,27 @@ def _usable(tunable, problem, device, source, entry):
 
 
 def _agree(tunable, problem, device, group, fields):
+    """The Choice of all ranks, and whether it is to be kept: not if it is worth tuning when that will be possible."""
     state, mode = group_state(group), get_mode()
-    own = look_up(tunable, problem, device, mode) if state.rank == 0 else None
-    offer = {"tune": not _capturing(device), **(_to_offer(tunable, own) if own is not None else {})}
-    offers = state.agree(tunable.name, {**fields, "config": f"left to autotune ({mode})"}, offer)
-    choice = own or _from_offer(tunable, offers[0])
-    if mode == "on" and choice.source in (NEAREST, DEFAULT) and all(offer["tune"] for offer in offers):
-        choice = _tuned(tunable, problem, device, group, choice)
+    offer = {"tune": not _capturing(device)}
+    own = None
     if state.rank == 0:
-        _say(tunable, problem, device, choice)
-    return choice
+        try:
+            own = look_up(tunable, problem, device, mode)
+            offer |= _to_offer(tunable, own)
+        except Exception as error:  # the others are on their way to the agreement, and shall hear of it
+            offer["error"] = f"{type(error).__name__}: {error}"
+    # A rank whose operands lie otherwise, or whose GPU is another, would look its choice up under another key later.
+    fields = {**fields, "weight lies as": problem.layout, "gpu": problem.gpu, "config": f"left to autotune ({mode})"}
+    offers = state.agree(tunable.name, fields, offer)
+    if "error" in offers[0]:
+        raise RuntimeError(f"{tunable.name}: rank 0 could not choose a config: {offers[0]['error']}")
+    choice = own or _from_offer(tunable, offers[0])
+    if mode != "on" or choice.source not in (NEAREST, DEFAULT):
+        return choice, True
+    if not all(offer["tune"] for offer in offers):
+        return choice, False
+    return _tuned(tunable, problem, device, group, choice), True
 
 
 def _tuned(tunable, problem, device, group, otherwise):
@@ -118,6 +132,13 @@ def _capturing(device):
 
 def _say(tunable, problem, device, choice):
     """Once for each problem: what runs, and a warning where nobody has tuned anything."""
+    try:
+        _log_choice(tunable, problem, device, choice)
+    except Exception:  # rank 0 must not fall behind the others for the sake of a log
+        _log.exception("%s: could not say what runs", problem)
+
+
+def _log_choice(tunable, problem, device, choice):
     from tdkernels.autotune.explain import explanation
 
     if choice.source == DEFAULT and device.type == "cuda" and get_mode() != "off":

@@ -130,7 +130,7 @@ def explain(operator, *shapes, dtype=torch.bfloat16, layout=None, group=None, wo
         reason = tunable.illegal(config, problem, device)
         if reason is not None:
             raise ValueError(f"{name}: config cannot run: {reason}")
-        return explanation(tunable, problem, device, Choice(config, EXPLICIT))
+        return explanation(tunable, problem, device, Choice(tunable.completed(config, problem, device), EXPLICIT))
     mode = get_mode()
     agreed = state.choices.get((problem, mode)) if state is not None else None
     return explanation(tunable, problem, device, agreed or look_up(tunable, problem, device, mode))

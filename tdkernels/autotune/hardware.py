@@ -48,9 +48,12 @@ def hardware(device, dtype):
 
 
 def _guess(properties):
-    per_cycle = _FLOPS_PER_CYCLE.get(properties.major, 2048)
-    hz = getattr(properties, "clock_rate", 1_500_000) * 1e3
-    memory = getattr(properties, "memory_clock_rate", 1_000_000) * 1e3 * 2 * getattr(
-        properties, "memory_bus_width", 4096
-    ) / 8  # fmt: skip
-    return properties.multi_processor_count * per_cycle * hz * _REACHED, memory * _REACHED, _LINK_GUESS
+    """From what torch says of a device; what it does not say, or says is 0, is taken for a middling GPU's."""
+
+    def of(name, otherwise):
+        return getattr(properties, name, 0) or otherwise
+
+    per_cycle = properties.multi_processor_count * _FLOPS_PER_CYCLE.get(properties.major, 2048)
+    flops = per_cycle * of("clock_rate", 1.5e6) * 1e3
+    memory = 2 * of("memory_clock_rate", 1e6) * 1e3 * of("memory_bus_width", 4096) / 8  # twice a clock
+    return flops * _REACHED, memory * _REACHED, _LINK_GUESS

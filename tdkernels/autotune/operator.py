@@ -54,6 +54,10 @@ class Tunable(ABC):
     def config_from_dict(self, values):
         """The config that ``config_to_dict`` has made a dict of; TypeError or ValueError if it is none."""
 
+    def completed(self, config, problem, device):
+        """The config with what it leaves open filled in."""
+        return config
+
     @abstractmethod
     def illegal(self, config, problem, device):
         """Why a config cannot run, or None."""
@@ -85,6 +89,10 @@ class Tunable(ABC):
     @abstractmethod
     def operands(self, problem, device, generator):
         """Random operands of this rank."""
+
+    @abstractmethod
+    def reference_bytes(self, problem):
+        """At most how much memory ``reference`` takes for operands of a wider type, its result included."""
 
     @abstractmethod
     def reference(self, operands, group):

@@ -48,3 +48,10 @@ def device_of(group):
     if torch.cuda.is_available() and "nccl" in str(dist.get_backend_config(group)):  # RCCL is called nccl too
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def with_index(device):
+    """The device with the number of the current GPU, if it says none."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device

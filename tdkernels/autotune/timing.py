@@ -61,6 +61,15 @@ class _Stamp:
         return self._event.elapsed_time(later._event)
 
 
+def has_room(device):
+    """Whether this GPU has the memory that ``link_rate`` needs."""
+    if device.type != "cuda":
+        return True
+    torch.cuda.empty_cache()  # symmetric memory does not come from torch's allocator
+    free, _ = torch.cuda.mem_get_info(device)
+    return free > 3 * (max(_LINK_MIB) << 20)
+
+
 def link_rate(device, group=None, rounds=5):
     """Bytes a second that this GPU sends while it receives as much, by copy engines round a ring; None without GPUs.
 

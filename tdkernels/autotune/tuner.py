@@ -7,10 +7,12 @@
 3. Check: one call of each, into poisoned memory, against the operator's reference in a wider type.
 4. Time: rounds of bursts in which the candidates take turns. What is behind drops out, so that later rounds can be
    longer; the best two, the plain sequence and the default meet in the last one. A candidate is as slow as its slowest
-   rank.
+   rank. The winner is checked once more, after all that.
 
 Candidates run in a scratch state of the group. One that fails on any rank, gives a wrong result or does not come back
-in time is out on all, its scratch is thrown away, and neither the others nor the group's own workspaces notice.
+in time is out on all, its scratch is thrown away, and neither the others nor the group's own workspaces notice. What
+happens inside a collective of torch (the plain sequence, the reference) is beyond that: a rank that dies there leaves
+its peers to the timeout of torch's backend.
 """
 
 import contextlib
@@ -30,9 +32,9 @@ from tdkernels.autotune import cache
 from tdkernels.autotune.hardware import hardware
 from tdkernels.autotune.operator import tunable as tunable_by_name
 from tdkernels.autotune.operator import versions
-from tdkernels.autotune.problem import Problem, device_of, gpu_name
+from tdkernels.autotune.problem import Problem, device_of, gpu_name, with_index
 from tdkernels.autotune.table import Entry
-from tdkernels.autotune.timing import burst, link_rate, synchronize
+from tdkernels.autotune.timing import burst, has_room, link_rate, synchronize
 from tdkernels.symm import resolve_group
 from tdkernels.symm.group import group_state, scratch_state
 from tdkernels.symm.timeout import get_timeout, shorter_timeout
@@ -58,7 +60,7 @@ class _Round:
 
 
 _ROUNDS = {
-    "cuda": (_Round(1, 1, 1.5, 24), _Round(2, 3, 1.15, 8), _Round(3, 8, 1.05, 4)),
+    "cuda": (_Round(2, 1, 1.5, 24), _Round(2, 3, 1.15, 8), _Round(3, 8, 1.05, 4)),
     "cpu": (_Round(1, 0, 1.5, 4),),
 }
 _FINAL = {"cuda": _Round(5, 12, 1.0, 1), "cpu": _Round(2, 0, 1.0, 1)}
@@ -73,17 +75,22 @@ class Trial:
     """A candidate: its ms as far as they are known, and why it is out, if it is."""
 
     config: object
-    samples: list = field(default_factory=list)
+    samples: list = field(default_factory=list)  # of the last round that it was in
+    last_round: int = -1
     reason: str | None = None
 
     @property
     def ms(self):
-        return statistics.median(self.samples) if self.samples else None
+        return statistics.median_low(self.samples) if self.samples else None
 
 
 @dataclass
 class Result:
-    """What was found. ``trials`` are in order, best first, failures last; ``log`` says what was cut, and why."""
+    """What was found. ``log`` says what was cut, and why.
+
+    trials:  those of the last round first, then those that dropped out in the round before and so on, the faster ones
+             of a round first; failures last
+    """
 
     entry: Entry
     trials: list
@@ -109,7 +116,7 @@ def tune(
     tunable = tunable_by_name(operator)
     group = resolve_group(group)
     state = group_state(group)
-    device = device_of(group) if device is None else torch.device(device)
+    device = with_index(device_of(group) if device is None else torch.device(device))
     problem = Problem(
         operator, gpu_name(device), state.world_size, state.local_world_size, str(dtype).removeprefix("torch."),
         layout or tunable.layouts[0], tuple(sizes),
@@ -122,7 +129,8 @@ def tune(
 
 def tune_problem(tunable, problem, device, group, *, budget_s=20.0, on_progress=None):
     """As ``tune``, for a Problem; collective."""
-    with torch.no_grad(), contextlib.ExitStack() as stack:
+    # The caller may be in the middle of a model; a reference that autocast makes coarse would be none.
+    with torch.no_grad(), torch.autocast(device.type, enabled=False), contextlib.ExitStack() as stack:
         return _Tuner(tunable, problem, device, group, budget_s, on_progress, stack).tune()
 
 
@@ -133,7 +141,7 @@ class _Tuner:
         self.rates = hardware(device, getattr(torch, problem.dtype))
         self.begin = time.monotonic()
         self.budget_s = budget_s
-        self.on_progress = on_progress if self.state.rank == 0 and on_progress is not None else lambda *args: None
+        self._callback = on_progress if self.state.rank == 0 else None
         self.log = []
         # Closed last: scratch memory goes only when no device uses it any more.
         self.scratch_stack = stack.enter_context(contextlib.ExitStack())
@@ -143,10 +151,10 @@ class _Tuner:
         trials = self._candidates()
         self._renew_scratch()
         self._must("operands", self._make_operands)
+        self._must("memory for the reference", self._try_memory)
         self._must("reference", self._make_reference)
         self._compile(trials)
         self._check(trials)
-        self.exact = None  # it may be large
         finalists = self._eliminate(trials)
         entry = self._final(trials, finalists)
         self._settle()
@@ -155,7 +163,8 @@ class _Tuner:
         for key in [key for key in self.state.choices if key[0] == self.problem]:
             del self.state.choices[key]
         self.state.barrier("tune")  # nobody looks for the entry before it is there
-        timed = sorted((t for t in trials if t.reason is None and t.samples), key=lambda t: t.ms)
+        # Later rounds are longer, and clocks move: times of different rounds do not compare.
+        timed = sorted((t for t in trials if t.reason is None and t.samples), key=lambda t: (-t.last_round, t.ms))
         failed = [t for t in trials if t.reason is not None]
         return Result(entry, timed + failed, self.log, time.monotonic() - self.begin)
 
@@ -193,6 +202,10 @@ class _Tuner:
         sets = 2 if self.device.type == "cpu" else max(2, min(_MAX_SETS, -(-_COLD_BYTES // nbytes)))
         self.operands = [first] + [draw() for _ in range(sets - 1)]
 
+    def _try_memory(self):
+        """Find out before anybody is in a collective whether a rank has too little memory for what comes."""
+        torch.empty(self.tunable.reference_bytes(self.problem), dtype=torch.uint8, device=self.device)
+
     def _make_reference(self):
         wide = torch.float64 if self.operands[0][0].dtype == torch.float32 else torch.float32
         self.exact = self.tunable.reference([tensor.to(wide) for tensor in self.operands[0]], self.group)
@@ -226,7 +239,7 @@ class _Tuner:
                 for index, reason in json.loads(text).items():
                     failures.setdefault(int(index), f"does not compile on rank {rank}: {reason}")
             if kernels:
-                self.on_progress("compile", len(share), len(kernels))
+                self._progress("compile", len(share), len(kernels))
         for index, reason in failures.items():
             for trial in by_kernel[kernels[index]]:
                 self._reject(trial, reason)
@@ -255,7 +268,7 @@ class _Tuner:
         for done, trial in enumerate(trials):
             if trial.reason is None:
                 self._attempt(trial, lambda config=trial.config: self._why_wrong(config))
-            self.on_progress("check", done + 1, len(trials))
+            self._progress("check", done + 1, len(trials))
 
     def _why_wrong(self, config):
         """Raise unless a call gives what it should."""
@@ -283,7 +296,7 @@ class _Tuner:
         """Run the rounds; the trials that are left, best first."""
         left = [trial for trial in trials if trial.reason is None]
         for number, round_ in enumerate(_ROUNDS[self.device.type]):
-            in_time = self._run_round(left, round_, f"round {number + 1}", self.budget_s)
+            in_time = self._run_round(left, round_, number, f"round {number + 1}", self.budget_s)
             left = sorted((trial for trial in left if trial.reason is None and trial.samples), key=lambda t: t.ms)
             if not left:
                 raise TuningError(f"{self.problem}: no candidate runs: {trials[0].reason}")
@@ -293,22 +306,23 @@ class _Tuner:
                 break
         return left
 
-    def _run_round(self, trials, round_, stage, budget_s=float("inf")):
+    def _run_round(self, trials, round_, number, stage, budget_s=float("inf")):
         """Bursts of each trial in turn; False if there was no time for all."""
         before = {id(trial): trial.ms for trial in trials}
         for trial in trials:
             trial.samples = []
+            trial.last_round = number
         for repeat in range(round_.repeats):
             first = repeat % max(len(trials), 1)
             for done, trial in enumerate(trials[first:] + trials[:first]):
                 if trial.reason is None:
-                    calls = _calls(round_.ms, before[id(trial)])
+                    calls = _calls(round_.ms, before[id(trial)] or trial.ms)
                     values = self._attempt(trial, lambda t=trial, n=calls: self._burst(t, n))
                     if values is not None:
                         trial.samples.append(max(ms for ms, _ in values))
                         if values[0][1] > budget_s:  # rank 0's clock counts
                             return False
-                self.on_progress(stage, repeat * len(trials) + done + 1, round_.repeats * len(trials))
+                self._progress(stage, repeat * len(trials) + done + 1, round_.repeats * len(trials))
         return True
 
     def _burst(self, trial, calls):
@@ -327,20 +341,22 @@ class _Tuner:
         round_ = _FINAL[self.device.type]
         self._must("computation alone", self._make_local)
         local = self._must("computation alone", lambda: self._local_ms(round_))
-        self._run_round(finalists, round_, "final")
-        finalists = [trial for trial in finalists if trial.reason is None]
-        if not finalists:
-            raise TuningError(f"{self.problem}: no candidate survived the final: {left[0].reason}")
-        best = min(finalists, key=lambda trial: trial.ms)
-        if len(finalists) > 1:
-            second = sorted(finalists, key=lambda trial: trial.ms)[1]
-            self._say(f"best {best.ms:.4f} ms, second {second.ms:.4f} ms; plain {plain.ms} ms, default {default.ms} ms")
+        self._run_round(finalists, round_, len(_ROUNDS[self.device.type]), "final")
+        best = self._best_that_is_right(finalists)
+        self._say(f"best {best.ms:.4f} ms, plain {plain.ms} ms, default {default.ms} ms")
         rate = _link_rate(self.device, self.group)
         wire_ms = None if rate is None else self.tunable.floors(self.problem).wire_bytes / rate * 1e3
         return Entry(
             self.problem, versions(self.tunable), self.tunable.config_to_dict(best.config), best.ms, plain.ms,
             default.ms, max(local), wire_ms or None, date.today().isoformat(),
         )  # fmt: skip
+
+    def _best_that_is_right(self, finalists):
+        """The fastest of the final, which has to give the right result after all those calls as well."""
+        for trial in sorted((t for t in finalists if t.reason is None), key=lambda t: t.ms):
+            if self._attempt(trial, lambda config=trial.config: self._why_wrong(config)) is not None:
+                return trial
+        raise TuningError(f"{self.problem}: no candidate survived the final: {finalists[0].reason}")
 
     def _make_local(self):
         self.local = [self.tunable.local(operands, self.state.world_size) for operands in self.operands[:2]]
@@ -360,23 +376,25 @@ class _Tuner:
                 value = do()
             except Exception as error:
                 reason = _one_line(error)
-        if reason is not None:
-            reason = self._quiet(reason)
-        replies = [json.loads(text) for text in self.state.exchange("tune", json.dumps([value, reason]))]
-        failures = [f"rank {rank}: {reason}" for rank, (_, reason) in enumerate(replies) if reason is not None]
+        lost = reason is not None and not self._quiet()
+        text = json.dumps([value, reason, lost])
+        replies = [json.loads(text) for text in self.state.exchange("tune", text)]
+        failures = [f"rank {rank}: {reason}" for rank, (_, reason, _) in enumerate(replies) if reason is not None]
+        if any(lost for *_, lost in replies):
+            raise TuningError(f"{self.problem}: a device is lost: {failures[0]}")
         if not failures:
-            return [value for value, _ in replies]
+            return [value for value, *_ in replies]
         self._reject(trial, failures[0])
         self._renew_scratch()
         return None
 
-    def _quiet(self, reason):
-        """After a failure: let what is still on the device end; a broken device is beyond help."""
+    def _quiet(self):
+        """After a failure: let what is still on the device end. False if the device is beyond help."""
         try:
             synchronize(self.device)
-        except RuntimeError as error:
-            raise TuningError(f"{self.problem}: the device is lost: {reason}; {_one_line(error)}") from error
-        return reason
+        except RuntimeError:
+            return False
+        return True
 
     def _must(self, what, do):
         """Let all ranks do something without which there is no tuning; each rank's value."""
@@ -407,6 +425,15 @@ class _Tuner:
         self.scratch_stack.close()
         self.scratch = self.scratch_stack.enter_context(scratch_state(self.group))
 
+    def _progress(self, stage, done, total):
+        """Tell the caller. One that raises is not told again: the other ranks have gone on meanwhile."""
+        if self._callback is not None:
+            try:
+                self._callback(stage, done, total)
+            except Exception:
+                self._callback = None
+                _log.exception("tune %s: on_progress failed and is not called any more", self.problem)
+
     def _say(self, text):
         self.log.append(text)
         if self.state.rank == 0:
@@ -428,9 +455,12 @@ _link_rates = weakref.WeakKeyDictionary()
 
 
 def _link_rate(device, group):
-    """Bytes a second of the slowest rank's link; measured once for a group. Collective."""
+    """Bytes a second of the slowest rank's link, None if it cannot be measured; once for a group. Collective."""
     if group not in _link_rates:
-        rate = link_rate(device, group)
-        rates = [json.loads(text) for text in group_state(group).exchange("tune: link rate", json.dumps(rate))]
+        state = group_state(group)
+        room = all(text == "True" for text in state.exchange("tune: link rate", str(has_room(device))))
+        rates = [None]
+        if room:
+            rates = [json.loads(t) for t in state.exchange("tune: link rate", json.dumps(link_rate(device, group)))]
         _link_rates[group] = None if None in rates else min(rates)
     return _link_rates[group]

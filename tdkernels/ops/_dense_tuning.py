@@ -1,6 +1,6 @@
 """What the dense operators have in common for the tuner: problems are (M, N, K), a weight lies as [N, K] or [K, N]."""
 
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 
 import torch
 
@@ -47,7 +47,7 @@ class DenseTunable(tunables.Tunable):
 
     def layout_of(self, *operands):
         weight = operands[1] if len(operands) > 1 else None
-        return "kn" if isinstance(weight, torch.Tensor) and _operands.weight_layout(weight)[2] else "nk"
+        return "kn" if isinstance(weight, torch.Tensor) and _operands.lies_as_kn(weight) else "nk"
 
     def config_from_dict(self, values):
         values = dict(values)
@@ -73,6 +73,11 @@ class DenseTunable(tunables.Tunable):
             return f"it must be a {self.config_class.__name__}, not {type(config).__name__}"
         return config.illegal(device, _DTYPES[problem.dtype])
 
+    def completed(self, config, problem, device):
+        if config.method == "torch" or config.tiles is not None:
+            return config
+        return replace(config, tiles=self.default(problem, device).tiles)
+
     def plain(self):
         return self.config_class(method="torch")
 
@@ -93,6 +98,12 @@ class DenseTunable(tunables.Tunable):
         shape = (n, k) if problem.layout == "nk" else (k, n)
         weight = torch.randn(shape, generator=generator, dtype=dtype, device=device).mul_(k**-0.5)
         return x, weight if problem.layout == "nk" else weight.t()
+
+    def reference_bytes(self, problem):
+        m, (_, n, k) = problem.shape[0], self.operand_sizes(problem)
+        wide = 2 * _DTYPES[problem.dtype].itemsize
+        # x, gathered or not, the weight, and the product, which is compared with another.
+        return wide * (m * k + n * k + 3 * m * n)
 
     def compiled(self, config):
         if config.method == "torch":

@@ -76,14 +76,20 @@ def rows_contiguous(x):
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
+def lies_as_kn(weight):
+    """Whether the weight's columns are contiguous and its rows are not: it lies as [K, N]."""
+    n, k = weight.shape
+    lies_as_nk = weight.stride(1) == 1 and weight.stride(0) >= k
+    return not lies_as_nk and weight.stride(0) == 1 and weight.stride(1) >= n
+
+
 def weight_layout(weight):
     """The weight, the stride of its rows, and whether it lies as [K, N] (True) or [N, K]; copied only if as neither."""
-    n, k = weight.shape
-    if weight.stride(1) == 1 and weight.stride(0) >= k:
-        return weight, weight.stride(0), False
-    if weight.stride(0) == 1 and weight.stride(1) >= n:
+    if lies_as_kn(weight):
         return weight, weight.stride(1), True
-    return weight.contiguous(), k, False
+    if weight.stride(1) != 1 or weight.stride(0) < weight.shape[1]:
+        weight = weight.contiguous()
+    return weight, weight.stride(0), False
 
 
 def tma_fits(x, weight):

@@ -51,7 +51,7 @@ class AgGemmTunable(dense.DenseTunable):
         wire_bytes = self.floors(problem).wire_bytes
         if config.method == "torch":
             return 1e3 * dense.sequence_s(m, n, k, wire_bytes, dtype, hardware)
-        tiles = config.tiles or self.default(problem, torch.device("cpu")).tiles
+        tiles = config.tiles
         if config.transport == "push":
             num_sms = max(hardware.num_sms - config.num_comm_sms, 1)
             rate, start = dense.push_rate(config.num_comm_sms, hardware), 0.0

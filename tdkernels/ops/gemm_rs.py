@@ -140,7 +140,8 @@ def gemm_rs(x, weight, bias=None, *, group=None, config=None):
               bias: [N], the same on all ranks, or None; added once, after the sum
               group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the world (W ranks)
               config: GemmRsConfig, the same on all ranks; None takes the best one known, see tdkernels.autotune
-    Returns:  z: [M / W, N], dtype of x, summed in fp32 in rank order
+    Returns:  z: [M / W, N], dtype of x, summed in fp32 in rank order (by torch's reduce-scatter, in its own order,
+              where torch's sequence is the best config known)
     Gradient: dx = all_gather(dz) @ weight; dweight = all_gather(dz).T @ x; dbias = all_gather(dz).sum(0), complete on
               every rank
     Raises:   TypeError or ValueError for operands that do not fit, with their shapes, before anything is launched;

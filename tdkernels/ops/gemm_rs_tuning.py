@@ -49,7 +49,7 @@ class GemmRsTunable(dense.DenseTunable):
         dtype, wire_bytes = dense.dtype_of(problem), self.floors(problem).wire_bytes
         if config.method == "torch":
             return 1e3 * dense.sequence_s(m, n, k, wire_bytes, dtype, hardware)
-        tiles = config.tiles or self.default(problem, torch.device("cpu")).tiles
+        tiles = config.tiles
         product, tile = dense.product_s(m, n, k, dtype, tiles, hardware.num_sms, hardware)
         rate = dense.push_rate(_PROGRAMS, hardware)
         item = config.item_tiles * tiles.block_m * tiles.block_n * dtype.itemsize

@@ -16,7 +16,7 @@ class P2PBuffer(SymmetricBuffer):
     def __init__(self, state, nbytes, device):
         super().__init__(state, nbytes, device)
         with torch.cuda.device(device):
-            self._own = symm_mem.empty(nbytes, dtype=torch.uint8, device=device)
+            self._own = _empty(nbytes, device)
             self._own.zero_()
             torch.cuda.synchronize(device)
             _catch_up(state, device)
@@ -33,6 +33,14 @@ class P2PBuffer(SymmetricBuffer):
 
     def close(self):
         self._own = self._handle = None
+
+
+def _empty(nbytes, device):
+    try:
+        return symm_mem.empty(nbytes, dtype=torch.uint8, device=device)
+    except RuntimeError:
+        torch.cuda.empty_cache()  # the memory may be there, kept by torch's own allocator, which this is not
+        return symm_mem.empty(nbytes, dtype=torch.uint8, device=device)
 
 
 # ---- torch numbers the exchanges of its rendezvous for each process, not for each group. So ranks of a group that have

@@ -93,6 +93,10 @@ class Workspace:
                 self._retired.append((self.buffer, self.ctx, self.state, self.record))  # a graph may be replayed on it
             else:
                 self.buffer.close()
+        with torch.inference_mode(False):  # the tables are written to later, whatever mode this call is in
+            self._make(half_bytes, half_signals, num_flags)
+
+    def _make(self, half_bytes, half_signals, num_flags):
         data_offset = _round_up((words.MAX_RANKS.value + 2 * half_signals) * _WORD, _ALIGN)
         self.buffer = make_buffer(self.group, data_offset + self.halves * half_bytes, self.device)
         self.half_bytes, self.half_signals, self.num_flags = half_bytes, half_signals, num_flags

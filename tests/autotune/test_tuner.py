@@ -97,7 +97,8 @@ def tunes(folder, operator):
         assert len(trials) == len(result.trials) > 2
         assert {op.plain(), op.default(entry.problem, device()), config} <= trials.keys()
         assert [trial.reason for trial in result.trials] == [None] * len(trials)
-        assert [trial.ms for trial in result.trials] == sorted(trial.ms for trial in result.trials)
+        order = [(-trial.last_round, trial.ms) for trial in result.trials]
+        assert order == sorted(order), "those of the last round first"
         counts = r"(\d+) candidates: 0 cannot run, (\d+) are beyond 2 x the best estimate, 0 beyond .*; (\d+) are tried"
         candidates, pruned, kept = map(int, re.match(counts, result.log[0]).groups())
         assert 0 <= pruned < candidates and kept == len(trials)
@@ -394,7 +395,7 @@ def poisons(folder):
             patch.setattr(owner, name, noting(name, getattr(owner, name)))
         with candidates(one_of(tunable("ag_gemm"), 3)):
             tune("ag_gemm", *SHAPE, dtype=FP32)
-    assert steps.count("_poison") == 3
+    assert steps.count("_poison") == 4, "the three and, in the end, the winner"
     for number, step in enumerate(steps):
         if step == "_poison":
             assert steps[number + 1] == "wait for the device", "the next step of all ranks may begin before the fills"
@@ -529,14 +530,14 @@ def eliminates(folder):
     assert op.config_from_dict(entry.config) == best
     assert (entry.ms, entry.plain_ms, entry.default_ms, entry.local_ms) == (0.15, 0.5, 0.3, 0.04)
     assert times == {config: max(value) if isinstance(value, tuple) else value for config, value in ms.items()}
-    assert [trial.config for trial in result.trials] == sorted(times, key=times.get)
+    assert [trial.config for trial in result.trials] == [best, default, plain, uneven, behind, last, far]
     assert any(text.startswith("best 0.1500 ms") for text in result.log)
 
     counts = {config: sum(which == config for which, _ in bursts) for config in ms}
-    assert counts[far] == counts[last] == 1 < counts[behind] < counts[uneven] < counts[best]
+    assert counts[far] == counts[last] == 2 < counts[behind] < counts[uneven] < counts[best]
     # Those to be compared with are in the final, however slow.
     finals = counts[best] - counts[uneven]
-    assert counts[default] == counts[plain] == 1 + finals
+    assert counts[default] == counts[plain] == 2 + finals
     return [(str(config), calls) for config, calls in bursts]
 
 
