@@ -1,12 +1,15 @@
 """Times of calls on a device: bursts between two events, and the rate of a link."""
 
+import json
 import statistics
 import time
+import weakref
 
 import torch
 import torch.distributed as dist
 
 from tdkernels.symm import allocate
+from tdkernels.symm.group import group_state
 
 LEAD_CALLS = 2  # before the clock starts: they bring the ranks into step and let the host run ahead
 _LINK_MIB = (128, 256)
@@ -61,7 +64,21 @@ class _Stamp:
         return self._event.elapsed_time(later._event)
 
 
-def has_room(device):
+_slowest_links = weakref.WeakKeyDictionary()
+
+
+def slowest_link(device, group):
+    """``link_rate`` of the slowest rank, None if it cannot be measured; once for a group. Collective."""
+    if group not in _slowest_links:
+        state = group_state(group)
+        room = all(text == "True" for text in state.exchange("link rate", str(_has_room(device))))
+        rate = link_rate(device, group) if room else None
+        rates = [json.loads(text) for text in state.exchange("link rate", json.dumps(rate))]
+        _slowest_links[group] = None if None in rates else min(rates)
+    return _slowest_links[group]
+
+
+def _has_room(device):
     """Whether this GPU has the memory that ``link_rate`` needs."""
     if device.type != "cuda":
         return True

@@ -9,19 +9,15 @@
    longer; the best two, the plain sequence and the default meet in the last one. A candidate is as slow as its slowest
    rank. The winner is checked once more, after all that.
 
-Candidates run in a scratch state of the group. One that fails on any rank, gives a wrong result or does not come back
-in time is out on all, its scratch is thrown away, and neither the others nor the group's own workspaces notice. What
-happens inside a collective of torch (the plain sequence, the reference) is beyond that: a rank that dies there leaves
-its peers to the timeout of torch's backend.
+A candidate that fails on any rank, gives a wrong result or does not come back in time is out on all (``together``).
+What happens inside a collective of torch (the plain sequence, the reference) is beyond that: a rank that dies there
+leaves its peers to the timeout of torch's backend.
 """
 
-import contextlib
-import json
 import logging
 import os
 import statistics
 import time
-import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from datetime import date
@@ -34,10 +30,11 @@ from tdkernels.autotune.operator import tunable as tunable_by_name
 from tdkernels.autotune.operator import versions
 from tdkernels.autotune.problem import Problem, device_of, gpu_name, with_index
 from tdkernels.autotune.table import Entry
-from tdkernels.autotune.timing import burst, has_room, link_rate, synchronize
+from tdkernels.autotune.timing import burst, slowest_link, synchronize
+from tdkernels.autotune.together import Together, TuningError, one_line
 from tdkernels.symm import resolve_group
-from tdkernels.symm.group import group_state, scratch_state
-from tdkernels.symm.timeout import get_timeout, shorter_timeout
+from tdkernels.symm.group import group_state
+from tdkernels.symm.timeout import get_timeout
 
 _log = logging.getLogger("tdkernels")
 
@@ -64,10 +61,6 @@ _ROUNDS = {
     "cpu": (_Round(1, 0, 1.5, 4),),
 }
 _FINAL = {"cuda": _Round(5, 12, 1.0, 1), "cpu": _Round(2, 0, 1.0, 1)}
-
-
-class TuningError(RuntimeError):
-    """A problem that could not be tuned at all; the same on every rank."""
 
 
 @dataclass
@@ -130,34 +123,31 @@ def tune(
 def tune_problem(tunable, problem, device, group, *, budget_s=20.0, on_progress=None):
     """As ``tune``, for a Problem; collective."""
     # The caller may be in the middle of a model; a reference that autocast makes coarse would be none.
-    with torch.no_grad(), torch.autocast(device.type, enabled=False), contextlib.ExitStack() as stack:
-        return _Tuner(tunable, problem, device, group, budget_s, on_progress, stack).tune()
+    with torch.no_grad(), torch.autocast(device.type, enabled=False), Together(problem, group, device) as ranks:
+        return _Tuner(tunable, problem, ranks, budget_s, on_progress).tune()
 
 
 class _Tuner:
-    def __init__(self, tunable, problem, device, group, budget_s, on_progress, stack):
-        self.tunable, self.problem, self.device, self.group = tunable, problem, device, group
-        self.state = group_state(group)
-        self.rates = hardware(device, getattr(torch, problem.dtype))
+    def __init__(self, tunable, problem, ranks, budget_s, on_progress):
+        self.tunable, self.problem, self.ranks = tunable, problem, ranks
+        self.device, self.group, self.state = ranks.device, ranks.group, ranks.state
+        self.rates = hardware(self.device, getattr(torch, problem.dtype))
         self.begin = time.monotonic()
         self.budget_s = budget_s
         self._callback = on_progress if self.state.rank == 0 else None
         self.log = []
-        # Closed last: scratch memory goes only when no device uses it any more.
-        self.scratch_stack = stack.enter_context(contextlib.ExitStack())
-        self.scratch = None
 
     def tune(self):
         trials = self._candidates()
-        self._renew_scratch()
-        self._must("operands", self._make_operands)
-        self._must("memory for the reference", self._try_memory)
-        self._must("reference", self._make_reference)
+        self.ranks.renew_scratch()
+        self.ranks.must("operands", self._make_operands)
+        self.ranks.must("memory for the reference", self._try_memory)
+        self.ranks.must("reference", self._make_reference)
         self._compile(trials)
         self._check(trials)
         finalists = self._eliminate(trials)
         entry = self._final(trials, finalists)
-        self._settle()
+        self.ranks.settle()
         if self.state.rank == 0:
             cache.store([entry])
         for key in [key for key in self.state.choices if key[0] == self.problem]:
@@ -235,8 +225,8 @@ class _Tuner:
         for share in (mine, kernels):
             own = self._compile_all({kernel: by_kernel[kernel][0].config for kernel in share})
             own = {kernels.index(kernel): reason for kernel, reason in own.items()}
-            for rank, text in enumerate(self.state.exchange("tune: compile", json.dumps(own))):
-                for index, reason in json.loads(text).items():
+            for rank, reasons in enumerate(self.ranks.all_say("compile", own)):
+                for index, reason in reasons.items():
                     failures.setdefault(int(index), f"does not compile on rank {rank}: {reason}")
             if kernels:
                 self._progress("compile", len(share), len(kernels))
@@ -254,7 +244,7 @@ class _Tuner:
             try:
                 self.tunable.compile(self.operands[0], config)
             except Exception as error:
-                return _one_line(error)
+                return one_line(error)
             return None
 
         threads = max(1, min(8, (os.cpu_count() or 1) // self.state.local_world_size, len(configs)))
@@ -274,7 +264,7 @@ class _Tuner:
         """Raise unless a call gives what it should."""
         output = self.tunable.run(self.operands[0], self.group, config)
         synchronize(self.device)
-        self.scratch.check()
+        self.ranks.scratch.check()
         if output.shape != self.exact.shape or output.dtype != self.operands[0][0].dtype:
             raise ArithmeticError(f"wrong: {output.dtype} {list(output.shape)}")
         errors = self._errors(output)
@@ -285,7 +275,7 @@ class _Tuner:
     def _poison(self, output):
         """Leave nothing behind by which the next candidate could be right without doing anything."""
         output.fill_(torch.nan)  # the allocator is likely to give it out next
-        for workspace in self.scratch.workspaces.values():
+        for workspace in self.ranks.scratch.workspaces.values():
             if workspace.buffer is not None:
                 workspace.buffer.tensor(workspace.rank)[workspace.data_offset :].fill_(0xFF)
         synchronize(self.device)  # a peer may go on to the next candidate and write there
@@ -331,7 +321,7 @@ class _Tuner:
             lambda operands: self.tunable.run(operands, self.group, trial.config), self.operands, calls, self.device,
             self.group,
         )  # fmt: skip
-        self.scratch.check()
+        self.ranks.scratch.check()
         return ms, time.monotonic() - self.begin
 
     def _final(self, trials, left):
@@ -339,12 +329,12 @@ class _Tuner:
         default, plain = trials[0], trials[1]
         finalists = left[:2] + [trial for trial in (default, plain) if trial.reason is None and trial not in left[:2]]
         round_ = _FINAL[self.device.type]
-        self._must("computation alone", self._make_local)
-        local = self._must("computation alone", lambda: self._local_ms(round_))
+        self.ranks.must("computation alone", self._make_local)
+        local = self.ranks.must("computation alone", lambda: self._local_ms(round_))
         self._run_round(finalists, round_, len(_ROUNDS[self.device.type]), "final")
         best = self._best_that_is_right(finalists)
         self._say(f"best {best.ms:.4f} ms, plain {plain.ms} ms, default {default.ms} ms")
-        rate = _link_rate(self.device, self.group)
+        rate = slowest_link(self.device, self.group)
         wire_ms = None if rate is None else self.tunable.floors(self.problem).wire_bytes / rate * 1e3
         return Entry(
             self.problem, versions(self.tunable), self.tunable.config_to_dict(best.config), best.ms, plain.ms,
@@ -366,64 +356,19 @@ class _Tuner:
         bursts = [burst(lambda call: call(), self.local, calls, self.device, self.group) for _ in range(round_.repeats)]
         return statistics.median(ms for ms, _ in bursts)
 
-    # ---- together ----
+    # ---- the rest ----
 
     def _attempt(self, trial, do):
         """Let all ranks do one thing for a candidate; each rank's value, or None if it is out for any of them."""
-        value = reason = None
-        with shorter_timeout(min(_CALL_LIMIT_S, get_timeout() / 4)):
-            try:
-                value = do()
-            except Exception as error:
-                reason = _one_line(error)
-        lost = reason is not None and not self._quiet()
-        text = json.dumps([value, reason, lost])
-        replies = [json.loads(text) for text in self.state.exchange("tune", text)]
-        failures = [f"rank {rank}: {reason}" for rank, (_, reason, _) in enumerate(replies) if reason is not None]
-        if any(lost for *_, lost in replies):
-            raise TuningError(f"{self.problem}: a device is lost: {failures[0]}")
-        if not failures:
-            return [value for value, *_ in replies]
-        self._reject(trial, failures[0])
-        self._renew_scratch()
-        return None
-
-    def _quiet(self):
-        """After a failure: let what is still on the device end. False if the device is beyond help."""
-        try:
-            synchronize(self.device)
-        except RuntimeError:
-            return False
-        return True
-
-    def _must(self, what, do):
-        """Let all ranks do something without which there is no tuning; each rank's value."""
-        value = reason = None
-        try:
-            value = do()
-            synchronize(self.device)
-        except Exception as error:
-            reason = _one_line(error)
-        replies = [json.loads(text) for text in self.state.exchange(f"tune: {what}", json.dumps([value, reason]))]
-        failures = [f"rank {rank}: {reason}" for rank, (_, reason) in enumerate(replies) if reason is not None]
-        if failures:
-            raise TuningError(f"{self.problem}: {what}: {failures[0]}")
-        return [value for value, _ in replies]
+        values, failure = self.ranks.attempt(do, min(_CALL_LIMIT_S, get_timeout() / 4))
+        if failure is not None:
+            self._reject(trial, failure)
+        return values
 
     def _reject(self, trial, reason):
         trial.reason = trial.reason or reason
         trial.samples = []
         self._say(f"out: {trial.config}: {reason}")
-
-    def _settle(self):
-        """Return when no device of the group is at work."""
-        synchronize(self.device)
-        self.state.barrier("tune")
-
-    def _renew_scratch(self):
-        self._settle()
-        self.scratch_stack.close()
-        self.scratch = self.scratch_stack.enter_context(scratch_state(self.group))
 
     def _progress(self, stage, done, total):
         """Tell the caller. One that raises is not told again: the other ranks have gone on meanwhile."""
@@ -445,22 +390,3 @@ def _calls(burst_ms, ms):
     if not burst_ms:
         return 1
     return 2 if ms is None else max(2, min(_MAX_CALLS, round(burst_ms / ms)))
-
-
-def _one_line(error):
-    return f"{type(error).__name__}: {error}".splitlines()[0][:300]
-
-
-_link_rates = weakref.WeakKeyDictionary()
-
-
-def _link_rate(device, group):
-    """Bytes a second of the slowest rank's link, None if it cannot be measured; once for a group. Collective."""
-    if group not in _link_rates:
-        state = group_state(group)
-        room = all(text == "True" for text in state.exchange("tune: link rate", str(has_room(device))))
-        rates = [None]
-        if room:
-            rates = [json.loads(t) for t in state.exchange("tune: link rate", json.dumps(link_rate(device, group)))]
-        _link_rates[group] = None if None in rates else min(rates)
-    return _link_rates[group]

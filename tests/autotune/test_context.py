@@ -11,6 +11,7 @@ import tdkernels
 from tdkernels import AgGemmConfig, autotune
 from tdkernels.autotune import cache, choose, tuner
 from tdkernels.autotune.operator import tunable
+from tdkernels.autotune.together import Together
 from tdkernels.symm.group import group_state
 from tests.ranks import a_group, device, on_ranks
 from tests.reference import Case
@@ -165,7 +166,7 @@ def loses_a_device(folder):
 
         patch.setattr(type(op), "run", lambda self, *args: fails(*args))
         patch.setattr(tuner, "_CALL_LIMIT_S", 1.0)
-        patch.setattr(tuner._Tuner, "_quiet", lambda self: dist.get_rank() != 1)
+        patch.setattr(Together, "_quiet", lambda self: dist.get_rank() != 1)
         with pytest.raises(tuner.TuningError, match="a device is lost: rank"):
             autotune.tune("ag_gemm", 32, 32, 16, dtype=FP32, group=group)
 

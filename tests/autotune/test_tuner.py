@@ -17,6 +17,7 @@ from tdkernels.autotune import TuningError, cache, tune, tuner
 from tdkernels.autotune.hardware import _MEASURED, Hardware
 from tdkernels.autotune.operator import tunable
 from tdkernels.autotune.problem import Problem, gpu_name
+from tdkernels.autotune.together import Together
 from tdkernels.ops import _device
 from tdkernels.symm import get_timeout, resolve_group
 from tdkernels.symm.group import GroupState, group_state
@@ -468,8 +469,8 @@ def compiles(folder):
                 raise ValueError("too many registers")
 
         patch.setattr(op, "compile", compile_)
-        with contextlib.ExitStack() as stack:
-            under_test = tuner._Tuner(op, problem, device(), group, 20.0, None, stack)
+        with Together(problem, group, device()) as ranks:
+            under_test = tuner._Tuner(op, problem, ranks, 20.0, None)
             under_test.operands = [None]
             if device().type == "cpu":  # which compiles nothing: pretend, for this step, that it is a GPU
                 under_test.device = torch.device("cuda")
