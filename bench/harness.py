@@ -15,6 +15,7 @@ import torch.distributed as dist
 from tdkernels.autotune import timing
 from tdkernels.autotune.timing import synchronize
 from tdkernels.launch import rank_device
+from tdkernels.symm import resolve_group
 
 # NVLink multicast is off in every measurement. Ranks inherit this from the process that imports us and starts them.
 os.environ.update(NCCL_NVLS_ENABLE="0", TORCH_SYMM_MEM_DISABLE_MULTICAST="1", NVSHMEM_DISABLE_NVLS="1")
@@ -135,5 +136,5 @@ def _burst(call, input_sets, calls):
 
 def link_rate():
     """GB/s that the slowest GPU sends while it receives as much, by copy engines round a ring; None without GPUs."""
-    rate = timing.link_rate(rank_device())
-    return None if rate is None else _reduced([rate], dist.ReduceOp.MIN)[0] / 1e9
+    rate = timing.slowest_link(rank_device(), resolve_group())
+    return None if rate is None else rate / 1e9

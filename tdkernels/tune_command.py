@@ -105,18 +105,19 @@ def _possible(jobs, options, ranks, device):
     """The jobs that can be done and are not yet. What --shape asks for must be possible, a model's layers need not."""
     from tdkernels.autotune import cache
     from tdkernels.autotune.operator import tunable, versions
-    from tdkernels.autotune.problem import Problem, gpu_name
+    from tdkernels.autotune.problem import Problem
 
-    name = gpu_name(torch.device(device, 0) if device == "cuda" else torch.device("cpu"))
+    device = torch.device(device, 0)
     asked = {_sizes(text, "x", "--shape") for text in options.shape}
     left = []
     for job in jobs:
-        problem = Problem(job.operator, name, ranks, ranks, _dtype_name(options.dtype), options.layout, job.shape)
+        dtype = DTYPES[options.dtype]
+        problem = Problem.on(device, job.operator, job.shape, dtype, options.layout, ranks, ranks)
         reason = tunable(job.operator).why_not(problem)
         if reason is not None and job.shape in asked:
             raise ValueError(f"{job}: {reason}")
         current = versions(tunable(job.operator))
-        entries = cache.user_entries(job.operator, name)
+        entries = cache.user_entries(job.operator, problem.gpu)
         known = any(entry.problem == problem and entry.versions == current for entry in entries)
         if reason is not None:
             print(f"{job} is left out: {reason}")
@@ -125,10 +126,6 @@ def _possible(jobs, options, ranks, device):
         else:
             left.append(job)
     return left
-
-
-def _dtype_name(dtype):
-    return str(DTYPES[dtype]).removeprefix("torch.")
 
 
 # ---- on every rank ----
@@ -141,7 +138,7 @@ def _tune_all(jobs, dtype, layout, budget_s):
 
     first = dist.get_rank() == 0
     failed = []
-    with _progress(len(jobs)) if first else _Silent() as progress:
+    with _Bar(len(jobs)) if first else _Silent() as progress:
         for number, job in enumerate(jobs):
             progress.begin(number, job)
             try:
@@ -175,7 +172,7 @@ class _Silent:
         pass
 
 
-class _progress(_Silent):
+class _Bar(_Silent):
     """A bar on stderr, and what was found on stdout."""
 
     def __init__(self, jobs):

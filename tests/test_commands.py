@@ -10,17 +10,15 @@ import pytest
 
 from tdkernels.__main__ import main
 from tdkernels.autotune import cache, table
-from tests.autotune.entries import GPU, an_entry
+from tests.autotune.entries import GPU, an_entry, cache_in
 
 ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("TDKERNELS_CACHE_DIR", str(tmp_path / "cache"))
-    cache.forget()
-    yield tmp_path / "cache"
-    cache.forget()
+def folder(tmp_path):
+    with cache_in(tmp_path / "cache") as folder:
+        yield folder
 
 
 def command(*arguments):

@@ -8,7 +8,7 @@ from tdkernels.autotune.choose import CACHE, EXPLICIT, SHIPPED, Choice, look_up
 from tdkernels.autotune.hardware import hardware
 from tdkernels.autotune.modes import get_mode
 from tdkernels.autotune.operator import tunable as tunable_by_name
-from tdkernels.autotune.problem import Problem, device_of, gpu_name
+from tdkernels.autotune.problem import Problem, device_of
 from tdkernels.symm import resolve_group
 from tdkernels.symm.group import group_state
 
@@ -119,10 +119,9 @@ def explain(operator, *shapes, dtype=torch.bfloat16, layout=None, group=None, wo
         layout = layout or tunable.layout_of(*shapes)
         shapes = [tuple(getattr(shape, "shape", shape)) for shape in shapes if shape is not None]  # None: no bias
         shapes = tunable.sizes_of(*shapes, world_size=world_size)
-    problem = Problem(
-        name, gpu_name(device), world_size, world_size if state is None else state.local_world_size,
-        str(dtype).removeprefix("torch."), layout or tunable.layouts[0], shapes,
-    )  # fmt: skip
+    local_world_size = world_size if state is None else state.local_world_size
+    layout = layout or tunable.layouts[0]
+    problem = Problem.on(device, name, shapes, dtype, layout, world_size, local_world_size)
     reason = tunable.why_not(problem)
     if reason is not None:
         raise ValueError(f"{name}: {reason}")
@@ -138,7 +137,7 @@ def explain(operator, *shapes, dtype=torch.bfloat16, layout=None, group=None, wo
 
 def explanation(tunable, problem, device, choice):
     """The Explanation of a choice."""
-    rates = hardware(device, getattr(torch, problem.dtype))
+    rates = hardware(device, problem.torch_dtype)
     floors, entry = tunable.floors(problem), choice.entry
     measured = choice.source in (CACHE, SHIPPED)
     expected_ms = plain_ms = local_ms = wire_ms = None

@@ -27,6 +27,16 @@ class Problem:
     layout: str
     shape: tuple
 
+    @classmethod
+    def on(cls, device, operator, shape, dtype, layout, world_size, local_world_size):
+        """The problem of an operator for ranks on devices like this one; dtype is a torch.dtype."""
+        name = str(dtype).removeprefix("torch.")
+        return cls(operator, gpu_name(device), world_size, local_world_size, name, layout, tuple(shape))
+
+    @property
+    def torch_dtype(self):
+        return getattr(torch, self.dtype)
+
     def __str__(self):
         sizes = "x".join(map(str, self.shape))
         return f"{self.operator} {sizes} {self.dtype} {self.layout} on {self.world_size} x {self.gpu}"

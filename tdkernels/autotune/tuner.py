@@ -28,7 +28,7 @@ from tdkernels.autotune import cache
 from tdkernels.autotune.hardware import hardware
 from tdkernels.autotune.operator import tunable as tunable_by_name
 from tdkernels.autotune.operator import versions
-from tdkernels.autotune.problem import Problem, device_of, gpu_name, with_index
+from tdkernels.autotune.problem import Problem, device_of, with_index
 from tdkernels.autotune.table import Entry
 from tdkernels.autotune.timing import burst, slowest_link, synchronize
 from tdkernels.autotune.together import Together, TuningError, one_line
@@ -110,10 +110,8 @@ def tune(
     group = resolve_group(group)
     state = group_state(group)
     device = with_index(device_of(group) if device is None else torch.device(device))
-    problem = Problem(
-        operator, gpu_name(device), state.world_size, state.local_world_size, str(dtype).removeprefix("torch."),
-        layout or tunable.layouts[0], tuple(sizes),
-    )  # fmt: skip
+    layout = layout or tunable.layouts[0]
+    problem = Problem.on(device, operator, sizes, dtype, layout, state.world_size, state.local_world_size)
     reason = tunable.why_not(problem)
     if reason is not None:
         raise ValueError(f"{operator}: {reason}")
@@ -131,7 +129,7 @@ class _Tuner:
     def __init__(self, tunable, problem, ranks, budget_s, on_progress):
         self.tunable, self.problem, self.ranks = tunable, problem, ranks
         self.device, self.group, self.state = ranks.device, ranks.group, ranks.state
-        self.rates = hardware(self.device, getattr(torch, problem.dtype))
+        self.rates = hardware(self.device, problem.torch_dtype)
         self.begin = time.monotonic()
         self.budget_s = budget_s
         self._callback = on_progress if self.state.rank == 0 else None

@@ -7,12 +7,13 @@ import torch
 from tdkernels.autotune import operator as tunables
 from tdkernels.autotune.choose import choose
 from tdkernels.autotune.hardware import hardware
-from tdkernels.autotune.problem import Problem, gpu_name
+from tdkernels.autotune.problem import Problem
 from tdkernels.ops import _device, _operands
+from tdkernels.ops._config import from_text
 from tdkernels.ops._tiles import Tiles
 from tdkernels.symm.group import group_state
 
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _operands.DTYPES}
+_DTYPES = [str(dtype).removeprefix("torch.") for dtype in _operands.DTYPES]
 
 # What programs and copy engines reach of a link's best rate, and how many programs it takes (H200).
 _PUSH_SHARE, _COPY_SHARE, _PROGRAMS_A_LINK = 0.88, 0.8, 8
@@ -71,21 +72,19 @@ class DenseTunable(tunables.Tunable):
     def illegal(self, config, problem, device):
         if not isinstance(config, self.config_class):
             return f"it must be a {self.config_class.__name__}, not {type(config).__name__}"
-        return config.illegal(device, _DTYPES[problem.dtype])
+        return config.illegal(device, problem.torch_dtype)
 
     def completed(self, config, problem, device):
-        if config.method == "torch" or config.tiles is not None:
-            return config
-        return replace(config, tiles=self.default(problem, device).tiles)
+        return replace(config, tiles=self.default(problem, device).tiles) if _leaves_tiles_open(config) else config
 
     def plain(self):
         return self.config_class(method="torch")
 
     def default(self, problem, device):
-        return self.default_config(*self.of_a_rank(problem), _DTYPES[problem.dtype], device)
+        return self.default_config(*self.of_a_rank(problem), problem.torch_dtype, device)
 
     def fallback(self, problem, device):
-        dtype = _DTYPES[problem.dtype]
+        dtype = problem.torch_dtype
         if device.type == "cuda":
             if self.estimate_ms(self.plain(), problem, hardware(device, dtype)) < _FUSED_HOST_MS:
                 return self.plain()
@@ -93,7 +92,7 @@ class DenseTunable(tunables.Tunable):
 
     def operands(self, problem, device, generator):
         m, n, k = self.operand_sizes(problem)
-        dtype = _DTYPES[problem.dtype]
+        dtype = problem.torch_dtype
         x = torch.randn(m, k, generator=generator, dtype=dtype, device=device)
         shape = (n, k) if problem.layout == "nk" else (k, n)
         weight = torch.randn(shape, generator=generator, dtype=dtype, device=device).mul_(k**-0.5)
@@ -101,7 +100,7 @@ class DenseTunable(tunables.Tunable):
 
     def reference_bytes(self, problem):
         m, (_, n, k) = problem.shape[0], self.operand_sizes(problem)
-        wide = 2 * _DTYPES[problem.dtype].itemsize
+        wide = 2 * problem.torch_dtype.itemsize
         # x, gathered or not, the weight, and the product, which is compared with another.
         return wide * (m * k + n * k + 3 * m * n)
 
@@ -122,20 +121,25 @@ def two_operands(operator, shapes):
     return x, weight
 
 
+def _leaves_tiles_open(config):
+    return config.method == "fused" and config.tiles is None
+
+
 def config_for(operator, text, x, weight, group, fields):
     """The config of a call: what ``text`` stands for if it was given one, else what the group has chosen.
 
     Args:     fields: what must be the same on all ranks
     """
     tunable = tunables.tunable(operator)
+    config = from_text(tunable.config_class, text) if text else None
+    if config is not None and not _leaves_tiles_open(config):
+        return config
     world_size = group.size()
-    if text:
-        return tunable.complete(text, x, weight, world_size)
-    problem = Problem(
-        operator, gpu_name(x.device), world_size, group_state(group).local_world_size,
-        str(x.dtype).removeprefix("torch."), tunable.layout_of(x, weight),
-        tunable.sizes_of(x.shape, weight.shape, world_size=world_size),
-    )  # fmt: skip
+    shape = tunable.sizes_of(x.shape, weight.shape, world_size=world_size)
+    local_world_size, layout = group_state(group).local_world_size, tunable.layout_of(x, weight)
+    problem = Problem.on(x.device, operator, shape, x.dtype, layout, world_size, local_world_size)
+    if config is not None:
+        return tunable.completed(config, problem, x.device)
     return choose(tunable, problem, x.device, group, fields).config
 
 
@@ -190,7 +194,3 @@ def push_rate(programs, hardware):
 def copy_rate(hardware):
     """Bytes a second of copy engines that serve all peers."""
     return _COPY_SHARE * hardware.link
-
-
-def dtype_of(problem):
-    return _DTYPES[problem.dtype]

@@ -106,6 +106,16 @@ def aligned(*sizes):
     return all(size % 16 == 0 for size in sizes)
 
 
+def product_constants(x, weight, bias, tiles):
+    """The constexpr arguments and launch options that the kernels of both dense operators take."""
+    weight, stride_w, is_kn = weight_layout(weight)
+    return {
+        **tiles.constants(), "ELEM_BYTES": x.element_size(), "ALIGNED": aligned(*weight.shape, stride_w),
+        "HAS_BIAS": bias is not None, "USE_TMA": tma_fits(x, weight), "W_IS_KN": is_kn,
+        "PRECISION": dot_precision(x.dtype), **tiles.options(),
+    }  # fmt: skip
+
+
 def rows_descriptor(x, planes, rows, plane_stride, block_m, block_k):
     """Descriptor of [planes, rows, K] over the storage that begins at x."""
     k = x.shape[-1]

@@ -4,7 +4,7 @@ Signal number ``source * num_chunks + chunk`` of a half is raised by ``source`` 
 our memory; the waiters are the tiles made of its rows.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,7 @@ import triton.language as tl
 
 from tdkernels import lang as td
 from tdkernels.ops import _device, _operands
-from tdkernels.ops._config import from_text, text_of
+from tdkernels.ops._config import text_of
 from tdkernels.ops._gather import Gather, slot_rows_of
 from tdkernels.ops._gather_kernels import push_shard
 from tdkernels.ops._gemm import as_aligned, gemm_tile, swizzle
@@ -71,14 +71,6 @@ def default_config(rows, n, k, dtype, device):
 def default_config_for(x, weight):
     """``default_config`` of operands [M / W, K] and [N / W, K]."""
     return default_config(x.shape[0], *weight.shape, x.dtype, x.device)
-
-
-def complete(text, x, weight):
-    """The config that ``text`` stands for, with its tiles filled in."""
-    config = from_text(AgGemmConfig, text)
-    if config.tiles is None:
-        config = replace(config, tiles=default_tiles(x.shape[0], weight.shape[0], x.dtype, x.device))
-    return config
 
 
 @td.jit
@@ -191,9 +183,9 @@ def _arguments(ctx, x, gathered, weight, bias, y, slot_rows, plan, num_comm, fix
     tiles = config.tiles
     rows, k = x.shape
     n = weight.shape[0]
-    use_tma = _operands.tma_fits(x, weight)
+    constants = _operands.product_constants(x, weight, bias, tiles)
     x_desc = gathered_desc = w_desc = None
-    if use_tma:
+    if constants["USE_TMA"]:
         x_desc = _operands.rows_descriptor(x, 1, rows, rows * k, tiles.block_m, tiles.block_k)
         gathered_desc = _operands.rows_descriptor(*gathered, tiles.block_m, tiles.block_k)
         w_desc = _operands.weight_descriptor(weight, is_kn, tiles.block_n, tiles.block_k)
@@ -201,12 +193,7 @@ def _arguments(ctx, x, gathered, weight, bias, y, slot_rows, plan, num_comm, fix
         ctx, x, x_desc, gathered_desc, weight, w_desc, bias, y,
         rows, n, k, stride_w, slot_rows, plan, num_comm, config.chunk_tiles, tiles.group_m,
     )  # fmt: skip
-    constants = {
-        "COPY_WORDS": _COPY_WORDS, "FIXED_HALF": fixed_half, **tiles.constants(), "ELEM_BYTES": x.element_size(),
-        "ALIGNED": _operands.aligned(n, k, stride_w), "HAS_BIAS": bias is not None, "USE_TMA": use_tma,
-        "W_IS_KN": is_kn, "PRECISION": _operands.dot_precision(x.dtype), **tiles.options(),
-    }  # fmt: skip
-    return args, constants
+    return args, {"COPY_WORDS": _COPY_WORDS, "FIXED_HALF": fixed_half, **constants}
 
 
 def compile(x, weight, bias, config):

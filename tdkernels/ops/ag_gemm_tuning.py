@@ -30,13 +30,10 @@ class AgGemmTunable(dense.DenseTunable):
 
     operand_sizes = of_a_rank
 
-    def complete(self, text, x, weight, world_size):
-        return kernel.complete(text, x, weight)
-
     def space(self, problem, device):
         rows = problem.shape[0] // problem.world_size
         configs = []
-        for tiles in dense.tile_space(device, dense.dtype_of(problem)):
+        for tiles in dense.tile_space(device, problem.torch_dtype):
             of_a_shard = -(-rows // tiles.block_m)
             for chunk_tiles in sorted({min(chunk, of_a_shard) for chunk in (1, 2, 4)}):
                 for num_comm in (2,) if device.type == "cpu" else (8, 16, 24, 32):
@@ -47,7 +44,7 @@ class AgGemmTunable(dense.DenseTunable):
 
     def estimate_ms(self, config, problem, hardware):
         rows, n, k = self.of_a_rank(problem)
-        m, peers, dtype = problem.shape[0], problem.world_size - 1, dense.dtype_of(problem)
+        m, peers, dtype = problem.shape[0], problem.world_size - 1, problem.torch_dtype
         wire_bytes = self.floors(problem).wire_bytes
         if config.method == "torch":
             return 1e3 * dense.sequence_s(m, n, k, wire_bytes, dtype, hardware)
@@ -65,7 +62,7 @@ class AgGemmTunable(dense.DenseTunable):
 
     def floors(self, problem):
         rows, n, k = self.of_a_rank(problem)
-        wire_bytes = (problem.world_size - 1) * rows * k * dense.dtype_of(problem).itemsize
+        wire_bytes = (problem.world_size - 1) * rows * k * problem.torch_dtype.itemsize
         return Floors(2 * problem.shape[0] * n * k, wire_bytes)
 
     def reference(self, operands, group):

@@ -11,7 +11,7 @@ Buffers keep tiles whole, in the order in which they are computed: [tiles, BLOCK
 contiguous piece of memory whatever the shape, and both ends agree on the order.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ import triton.language as tl
 
 from tdkernels import lang as td
 from tdkernels.ops import _device, _operands
-from tdkernels.ops._config import from_text, text_of
+from tdkernels.ops._config import text_of
 from tdkernels.ops._gemm import as_aligned, gemm_tile, swizzle
 from tdkernels.ops._tiles import Tiles, default_tiles
 from tdkernels.symm import get_workspace
@@ -60,14 +60,6 @@ def default_config(rows, n, k, dtype, device):
 def default_config_for(x, weight, world_size):
     """``default_config`` of operands [M, K / W] and [N, K / W]."""
     return default_config(x.shape[0] // world_size, *weight.shape, x.dtype, x.device)
-
-
-def complete(text, x, weight, world_size):
-    """The config that ``text`` stands for, with its tiles filled in."""
-    config = from_text(GemmRsConfig, text)
-    if config.tiles is None:
-        config = replace(config, tiles=default_tiles(x.shape[0] // world_size, weight.shape[0], x.dtype, x.device))
-    return config
 
 
 @td.jit
@@ -212,21 +204,16 @@ def _arguments(ctx, x, weight, bias, z, stage, rows, lag, plan, config):
     tiles = config.tiles
     m, k = x.shape
     n = weight.shape[0]
-    use_tma = _operands.tma_fits(x, weight)
+    constants = _operands.product_constants(x, weight, bias, tiles)
     x_desc = w_desc = None
-    if use_tma:
+    if constants["USE_TMA"]:
         x_desc = _operands.rows_descriptor(x, 1, m, m * k, tiles.block_m, tiles.block_k)
         w_desc = _operands.weight_descriptor(weight, is_kn, tiles.block_n, tiles.block_k)
     args = (
         ctx, x, x_desc, weight, w_desc, bias, z, stage,
         rows, n, k, stride_w, lag, plan, config.item_tiles, tiles.group_m,
     )  # fmt: skip
-    constants = {
-        "COPY_WORDS": _COPY_WORDS, "SPLIT": 2 if tiles.block_n >= 128 else 1, **tiles.constants(),
-        "ELEM_BYTES": x.element_size(), "ALIGNED": _operands.aligned(n, k, stride_w), "HAS_BIAS": bias is not None,
-        "USE_TMA": use_tma, "W_IS_KN": is_kn, "PRECISION": _operands.dot_precision(x.dtype), **tiles.options(),
-    }  # fmt: skip
-    return args, constants
+    return args, {"COPY_WORDS": _COPY_WORDS, "SPLIT": 2 if tiles.block_n >= 128 else 1, **constants}
 
 
 def compile(x, weight, bias, config):

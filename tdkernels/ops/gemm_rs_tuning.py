@@ -32,13 +32,10 @@ class GemmRsTunable(dense.DenseTunable):
         m, n, k = problem.shape
         return m, n, k // problem.world_size
 
-    def complete(self, text, x, weight, world_size):
-        return kernel.complete(text, x, weight, world_size)
-
     def space(self, problem, device):
         rows, n, _ = self.of_a_rank(problem)
         configs = []
-        for tiles in dense.tile_space(device, dense.dtype_of(problem)):
+        for tiles in dense.tile_space(device, problem.torch_dtype):
             of_a_shard = -(-rows // tiles.block_m) * -(-n // tiles.block_n)
             for item_tiles in sorted({min(item, of_a_shard) for item in (1, 2, 4, 8)}):
                 configs.append(GemmRsConfig("fused", tiles, item_tiles))
@@ -46,7 +43,7 @@ class GemmRsTunable(dense.DenseTunable):
 
     def estimate_ms(self, config, problem, hardware):
         m, n, k = self.operand_sizes(problem)
-        dtype, wire_bytes = dense.dtype_of(problem), self.floors(problem).wire_bytes
+        dtype, wire_bytes = problem.torch_dtype, self.floors(problem).wire_bytes
         if config.method == "torch":
             return 1e3 * dense.sequence_s(m, n, k, wire_bytes, dtype, hardware)
         tiles = config.tiles
@@ -58,7 +55,7 @@ class GemmRsTunable(dense.DenseTunable):
 
     def floors(self, problem):
         m, n, k = self.operand_sizes(problem)
-        wire_bytes = (problem.world_size - 1) * (m // problem.world_size) * n * dense.dtype_of(problem).itemsize
+        wire_bytes = (problem.world_size - 1) * (m // problem.world_size) * n * problem.torch_dtype.itemsize
         return Floors(2 * m * n * k, wire_bytes)
 
     def reference(self, operands, group):

@@ -1,5 +1,10 @@
-"""Entries of tables, for tests."""
+"""Entries of tables, and a cache of a test's own to keep them in."""
 
+import contextlib
+
+import pytest
+
+from tdkernels.autotune import cache
 from tdkernels.autotune.problem import Problem
 from tdkernels.autotune.table import Entry
 
@@ -13,3 +18,15 @@ def an_entry(operator="ag_gemm", gpu=GPU, shape=(8192, 4096, 4096), ms=1.0, conf
     config = {"method": "torch"} if config is None else config
     versions = {"torch": "2.13.0", "triton": "3.7.1"} if versions is None else versions
     return Entry(Problem(operator, gpu, shape=shape, **rest), versions, config, ms, **changes)
+
+
+@contextlib.contextmanager
+def cache_in(folder):
+    """The user's cache is in this folder, and nothing is remembered from before; in this process or in a rank."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TDKERNELS_CACHE_DIR", str(folder))
+        cache.forget()
+        try:
+            yield folder
+        finally:
+            cache.forget()

@@ -14,7 +14,7 @@ import pytest
 from filelock import FileLock
 
 from tdkernels.autotune import cache, table
-from tests.autotune.entries import GPU, an_entry
+from tests.autotune.entries import GPU, an_entry, cache_in
 
 ROOT = Path(__file__).parents[2]
 WANTED = "ag_gemm", GPU
@@ -22,12 +22,10 @@ SAME_SLUG = "NVIDIA-Testing"  # as GPU has
 
 
 @pytest.fixture(autouse=True)
-def folder(monkeypatch, tmp_path):
+def folder(tmp_path):
     """A cache of the test's own, in a folder that is not there yet."""
-    monkeypatch.setenv("TDKERNELS_CACHE_DIR", str(tmp_path / "cache"))
-    cache.forget()
-    yield tmp_path / "cache"
-    cache.forget()
+    with cache_in(tmp_path / "cache") as folder:
+        yield folder
 
 
 @pytest.fixture
@@ -100,7 +98,7 @@ def test_entries_of_other_versions_stay_in_the_file():
 # Prints how many entries it finds, and stores one more.
 ANOTHER_PROCESS = """
 from tdkernels.autotune import cache
-from tests.autotune.entries import GPU, an_entry
+from tests.autotune.entries import GPU, an_entry, cache_in
 print(len(cache.user_entries("ag_gemm", GPU)))
 cache.store([an_entry(shape=(2, 2, 2))])
 """

@@ -20,6 +20,7 @@ from tdkernels.ops import _dense_tuning, _device, ag_gemm_kernel, gemm_rs_kernel
 from tdkernels.ops import ag_gemm as ag_gemm_op
 from tdkernels.ops import gemm_rs as gemm_rs_op
 from tdkernels.symm.group import group_state
+from tests.autotune.entries import cache_in
 from tests.ranks import a_group, device, fresh_ranks, on_ranks
 from tests.reference import Case
 
@@ -33,15 +34,9 @@ KERNELS = {"ag_gemm": ag_gemm_kernel, "gemm_rs": gemm_rs_kernel}
 @contextlib.contextmanager
 def tables_in(folder, mode="cached", user="user"):
     """In a rank: the user's cache and the shipped tables are in this folder, and nothing is remembered from before."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TDKERNELS_CACHE_DIR", str(folder / user))
+    with pytest.MonkeyPatch.context() as patch, cache_in(folder / user), autotune.mode(mode):
         patch.setattr(cache, "SHIPPED", folder / "shipped")
-        cache.forget()
-        try:
-            with autotune.mode(mode):
-                yield
-        finally:
-            cache.forget()
+        yield
 
 
 def case_of(operator, rows=ROWS, seed=0):

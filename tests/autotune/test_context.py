@@ -1,7 +1,5 @@
 """What surrounds a call must not change what is tuned, and what goes wrong on one rank must reach all."""
 
-import contextlib
-import os
 
 import pytest
 import torch
@@ -9,27 +7,15 @@ import torch.distributed as dist
 
 import tdkernels
 from tdkernels import AgGemmConfig, autotune
-from tdkernels.autotune import cache, choose, tuner
+from tdkernels.autotune import choose, tuner
 from tdkernels.autotune.operator import tunable
 from tdkernels.autotune.together import Together
 from tdkernels.symm.group import group_state
+from tests.autotune.entries import cache_in
 from tests.ranks import a_group, device, on_ranks
 from tests.reference import Case
 
 FP32, BF16 = torch.float32, torch.bfloat16
-
-
-@contextlib.contextmanager
-def own_cache(folder):
-    """In a rank: tables of the test's own, which all its ranks share."""
-    before = os.environ["TDKERNELS_CACHE_DIR"]
-    os.environ["TDKERNELS_CACHE_DIR"] = str(folder)
-    cache.forget()
-    try:
-        yield
-    finally:
-        os.environ["TDKERNELS_CACHE_DIR"] = before
-        cache.forget()
 
 
 def still_works(group):
@@ -38,7 +24,7 @@ def still_works(group):
 
 
 def is_tuned_under_autocast(folder):
-    with own_cache(folder), a_group() as group, pytest.MonkeyPatch.context() as patch:
+    with cache_in(folder), a_group() as group, pytest.MonkeyPatch.context() as patch:
         kinds = []
         errors = tuner._Tuner._errors
         patch.setattr(tuner._Tuner, "_errors", lambda self, out: kinds.append(self.exact.dtype) or errors(self, out))
@@ -76,7 +62,7 @@ def has_a_caller_that_fails(folder):
         calls.append(stage)
         raise RuntimeError("broken pipe")
 
-    with own_cache(folder), a_group() as group:
+    with cache_in(folder), a_group() as group:
         autotune.tune("ag_gemm", 32, 32, 16, dtype=FP32, group=group, on_progress=fails)
         assert len(calls) == (dist.get_rank() == 0), "told once, by rank 0"
         still_works(group)
@@ -137,7 +123,7 @@ def is_captured_first(folder):
         tuned.append(problem.shape)
         raise tuner.TuningError("not now")
 
-    with own_cache(folder), a_group() as group, autotune.mode("on"), pytest.MonkeyPatch.context() as patch:
+    with cache_in(folder), a_group() as group, autotune.mode("on"), pytest.MonkeyPatch.context() as patch:
         patch.setattr(tuner, "tune_problem", tune_problem)
         case = Case("ag_gemm", FP32, 16, 8, 8)
         patch.setattr(choose, "_capturing", lambda device: dist.get_rank() == 1)
@@ -155,7 +141,7 @@ def test_what_was_met_in_a_capture_is_tuned_later(tmp_path):
 
 
 def loses_a_device(folder):
-    with own_cache(folder), a_group() as group, pytest.MonkeyPatch.context() as patch:
+    with cache_in(folder), a_group() as group, pytest.MonkeyPatch.context() as patch:
         op = tunable("ag_gemm")
         run = op.run
 
@@ -176,7 +162,7 @@ def test_a_lost_device_ends_the_tuning_on_all_ranks(tmp_path):
 
 
 def turns_wrong_in_the_end(folder):
-    with own_cache(folder), a_group() as group, pytest.MonkeyPatch.context() as patch:
+    with cache_in(folder), a_group() as group, pytest.MonkeyPatch.context() as patch:
         op = tunable("ag_gemm")
         run, turned = op.run, []
         final = tuner._Tuner._best_that_is_right
@@ -201,7 +187,7 @@ def test_a_winner_that_has_become_wrong_does_not_win(tmp_path):
 
 
 def has_too_little_memory(folder):
-    with own_cache(folder), a_group() as group, pytest.MonkeyPatch.context() as patch:
+    with cache_in(folder), a_group() as group, pytest.MonkeyPatch.context() as patch:
         much = 1 << 60 if dist.get_rank() == 1 else 8
         patch.setattr(type(tunable("gemm_rs")), "reference_bytes", lambda self, problem: much)
         with pytest.raises(tuner.TuningError, match="memory for the reference: rank 1"):

@@ -17,6 +17,7 @@ from tdkernels.autotune.hardware import Hardware, hardware
 from tdkernels.autotune.operator import tunable, versions
 from tdkernels.autotune.problem import Problem, gpu_name
 from tdkernels.symm.group import GroupState, group_state
+from tests.autotune.entries import cache_in
 from tests.ranks import a_group, device, on_ranks
 from tests.reference import Case
 
@@ -45,12 +46,9 @@ def entry_of(operator, shape=SHAPE, ms=2.0, plain_ms=3.0, local_ms=0.5, wire_ms=
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     """Tables of the test's own, none at first, and the mode that people have."""
-    monkeypatch.setenv("TDKERNELS_CACHE_DIR", str(tmp_path / "user"))
     monkeypatch.setattr(cache, "SHIPPED", tmp_path / "shipped")
-    cache.forget()
-    with autotune.mode("cached"):
+    with cache_in(tmp_path / "user"), autotune.mode("cached"):
         yield tmp_path
-    cache.forget()
 
 
 def ship(*entries):

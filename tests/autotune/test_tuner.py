@@ -1,7 +1,6 @@
 """The tuner finds the same legal config on all ranks, and no candidate that fails does any harm."""
 
 import contextlib
-import os
 import re
 import time
 from dataclasses import replace
@@ -21,6 +20,7 @@ from tdkernels.autotune.together import Together
 from tdkernels.ops import _device
 from tdkernels.symm import get_timeout, resolve_group
 from tdkernels.symm.group import GroupState, group_state
+from tests.autotune.entries import cache_in
 from tests.ranks import a_group, device, on_ranks
 from tests.reference import Case
 
@@ -30,19 +30,6 @@ OPERATORS = ["ag_gemm", "gemm_rs"]
 SHAPES = {2: (64, 64, 64), 3: (192, 96, 96)}
 SHAPE = (48, 48, 48)  # for two ranks and for three
 CALL_LIMIT_S = 1.0
-
-
-@contextlib.contextmanager
-def cache_in(folder):
-    """In a rank: the user's cache is in this folder, and nothing is remembered from before."""
-    before = os.environ["TDKERNELS_CACHE_DIR"]
-    os.environ["TDKERNELS_CACHE_DIR"] = str(folder)
-    cache.forget()
-    try:
-        yield
-    finally:
-        os.environ["TDKERNELS_CACHE_DIR"] = before
-        cache.forget()
 
 
 def problem_of(operator, shape, *, layout="nk", world_size=None):
