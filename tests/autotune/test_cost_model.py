@@ -1,0 +1,67 @@
+"""The estimates that order and prune the candidates: within what the hardware can do, and the right way round."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tdkernels.autotune.hardware import _MEASURED, Hardware
+from tdkernels.autotune.operator import tunable
+from tdkernels.autotune.problem import Problem
+from tdkernels.ops import _device
+from tests.autotune.tuning import OPERATORS
+
+H200 = Hardware(*_MEASURED["NVIDIA H200"], num_sms=132, measured=True)
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def an_h200(monkeypatch):
+    properties = SimpleNamespace(
+        name="NVIDIA H200", major=9, minor=0, multi_processor_count=132, shared_memory_per_block_optin=232448
+    )
+    monkeypatch.setattr(_device, "_properties", lambda index: properties)
+
+
+def configs_of(op, problem):
+    return [*op.space(problem, GPU), op.default(problem, GPU), op.plain()]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_no_estimate_is_below_the_floors_and_a_slower_link_never_helps(an_h200, operator, dtype):
+    op = tunable(operator)
+    slower = replace(H200, link=H200.link / 4)
+    for world_size, *shape in ((2, 64, 64, 64), (4, 8192, 57344, 8192), (8, 512, 8192, 28672), (3, 99, 51, 303)):
+        problem = Problem(operator, "NVIDIA H200", world_size, world_size, dtype, "nk", tuple(shape))
+        assert op.why_not(problem) is None
+        floors = op.floors(problem)
+        floor_ms = max(floors.flops / H200.flops, floors.wire_bytes / H200.link) * 1e3
+        configs = configs_of(op, problem)
+        assert len(configs) > 5 and all(op.illegal(config, problem, GPU) is None for config in configs)
+        for config in configs:
+            estimate = op.estimate_ms(config, problem, H200)
+            assert floor_ms <= estimate < 1e6, f"{config} for {problem}"
+            assert estimate <= op.estimate_ms(config, problem, slower), f"{config} for {problem}"
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_what_is_bound_by_the_wire_takes_longer_with_a_slower_link(an_h200, operator):
+    op = tunable(operator)
+    shape = (8192, 512, 8192) if operator == "ag_gemm" else (8192, 8192, 512)
+    problem = Problem(operator, "NVIDIA H200", 4, 4, "bfloat16", "nk", shape)
+    for config in configs_of(op, problem):
+        twice = op.estimate_ms(config, problem, replace(H200, link=H200.link / 2))
+        assert 1.3 < twice / op.estimate_ms(config, problem, H200) <= 2.0, config
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_twice_the_work_takes_longer(an_h200, operator):
+    op = tunable(operator)
+    shape = (8192, 8192, 8192)
+    small = Problem(operator, "NVIDIA H200", 4, 4, "bfloat16", "nk", shape)
+    for number in range(3):
+        large = replace(small, shape=tuple(size * (1 + (i == number)) for i, size in enumerate(shape)))
+        for config in configs_of(op, small):
+            assert op.estimate_ms(config, large, H200) > op.estimate_ms(config, small, H200), config
