@@ -9,6 +9,7 @@ PROGRAM = """
 import json, sys, time
 import torch
 import triton
+before = set(sys.modules)  # torch itself brings pynvml where it is installed
 start = time.perf_counter()
 import tdkernels
 seconds = time.perf_counter() - start
@@ -17,7 +18,7 @@ print(json.dumps({
     "cuda": torch.cuda.is_initialized(),
     "group": torch.distributed.is_initialized(),
     "missing": [name for name in tdkernels.__all__ if not hasattr(tdkernels, name)],
-    "tools": [name for name in ("rich", "platformdirs", "matplotlib", "pynvml") if name in sys.modules],
+    "tools": [name for name in ("rich", "platformdirs", "matplotlib", "pynvml") if name in set(sys.modules) - before],
 }))
 """
 # What another job, or torchrun, may have set.

@@ -94,7 +94,8 @@ def computes_with_layout(operator, dtype, operand, layout):
 
 def takes_an_expanded_gradient(operator):
     """What ``output.sum().backward()`` passes down has strides of zero."""
-    case = Case(operator, torch.float32, 9, 7, 5)
+    # Small integers: a library may add in another order for other strides, which must not make a difference.
+    case = Case(operator, torch.float32, 9, 7, 5, exact=True)
     case.dy = torch.ones_like(case.dy)
     expected = case.run()
     case.dy = torch.ones((), device=device()).expand(case.dy.shape)
