@@ -194,7 +194,8 @@ def fails_in_the_final(folder):
         op = tunable("ag_gemm")
         default, plain = op.default(problem_of("ag_gemm", SHAPE), device()), op.plain()
         leader, second = one_of(op, 3), one_of(op, 4)
-        with candidates(leader, second), made_up_times({leader: 1.0, second: 1.04, default: 3.0, plain: 5.0, None: 0.1}):
+        times = {leader: 1.0, second: 1.04, default: 3.0, plain: 5.0, None: 0.1}
+        with candidates(leader, second), made_up_times(times):
             invented, seen = tuner.burst, []
 
             def burst(call, input_sets, *rest):

@@ -138,12 +138,14 @@ def epoch_kernel(ctx, seen_ptr):
 
 
 def counts_launches():
-    workspace = prepared("epoch")
     grids = [1, 5, 1, 33, 2, 7]
     seen = [words(grid + 1) for grid in grids]
-    for grid, out in zip(grids, seen):  # nothing between them
-        launch(workspace, epoch_kernel, grid, out)
-    tdkernels.synchronize()
+    with a_group() as group:  # a workspace that has launched nothing yet, in each repetition
+        workspace = prepared("epoch", group=group)
+        for grid, out in zip(grids, seen):  # nothing between them
+            launch(workspace, epoch_kernel, grid, out)
+        tdkernels.synchronize()
+        del workspace, group
     for call, (grid, out) in enumerate(zip(grids, seen)):
         assert out.tolist() == [call] * grid + [-1]
 
@@ -256,23 +258,28 @@ def signals_kernel(ctx, seen_ptr, OP: tl.constexpr, SCOPE: tl.constexpr, FOR_TMA
 
 
 def signals():
-    world_size = dist.get_world_size()
-    scopes = ["sys", "gpu"] if world_size == 1 else ["sys"]  # "gpu" is for a producer on the same GPU
+    scopes = ["sys", "gpu"] if dist.get_world_size() == 1 else ["sys"]  # "gpu" is for a producer on the same GPU
     for scope in scopes:
         for op in ("set", "add"):
-            workspace = prepared(f"signals {scope} {op}", half_signals=3 * world_size)
-            for call in (1, 2, 3):
-                seen = words(3 * world_size + 1)
-                run(workspace, signals_kernel, 3 * world_size + 1, seen, OP=op, SCOPE=scope, FOR_TMA=call == 2)
-                if op == "set":
-                    expected = [100 * call + i // 3 for i in range(3 * world_size)]
-                else:
-                    expected = [call * 3 * world_size * (world_size + 1) // 2]
-                assert seen.tolist() == expected + [-1] * (3 * world_size + 1 - len(expected)), f"{op} {scope} {call=}"
-                for i, value in enumerate(expected):  # as the host sees it, on every rank
-                    for peer in range(world_size):
-                        assert workspace.signal_word(peer, i).view(torch.int64).item() == value
-                workspace.buffer.barrier()
+            with a_group() as group:  # whose signals are all zero
+                signals_arrive(op, scope, prepared("signals", half_signals=3 * dist.get_world_size(), group=group))
+                del group
+
+
+def signals_arrive(op, scope, workspace):
+    world_size = workspace.world_size
+    for call in (1, 2, 3):
+        seen = words(3 * world_size + 1)
+        run(workspace, signals_kernel, 3 * world_size + 1, seen, OP=op, SCOPE=scope, FOR_TMA=call == 2)
+        if op == "set":
+            expected = [100 * call + i // 3 for i in range(3 * world_size)]
+        else:
+            expected = [call * 3 * world_size * (world_size + 1) // 2]
+        assert seen.tolist() == expected + [-1] * (3 * world_size + 1 - len(expected)), f"{op} {scope} {call=}"
+        for i, value in enumerate(expected):  # as the host sees it, on every rank
+            for peer in range(world_size):
+                assert workspace.signal_word(peer, i).view(torch.int64).item() == value
+        workspace.buffer.barrier()
 
 
 @pytest.mark.parametrize("world_size", [1, 3])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tdkernels
-from tests.ranks import DEVICE, on_ranks
+from tests.ranks import DEVICE, a_group, on_ranks
 from tests.reference import Case
 
 pytestmark = pytest.mark.skipif(DEVICE == "cpu" or not torch.cuda.is_available(), reason="CUDA graphs need GPUs")
@@ -78,12 +78,14 @@ def survives_growth_of_the_workspace(operator):
 
 def refuses_to_capture_a_new_shape(operator):
     case = Case(operator, torch.bfloat16, 17, 19, 23)
-    torch.cuda.synchronize()
-    with pytest.raises(RuntimeError, match="before capture"):
-        with torch.cuda.graph(torch.cuda.CUDAGraph()):
-            case.call()
-    torch.cuda.synchronize()
-    case.check(case.run())
+    with a_group() as group:  # which has seen no shape at all
+        torch.cuda.synchronize()
+        with pytest.raises(RuntimeError, match="before capture"):
+            with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                case.call(group=group)
+        torch.cuda.synchronize()
+        case.check(case.run(group=group))
+        del group
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
