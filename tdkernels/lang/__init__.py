@@ -21,12 +21,21 @@ from tdkernels.lang._context import (
 from tdkernels.lang._copy import put
 from tdkernels.lang._jit import jit
 from tdkernels.lang._math import dot, from_float32, to_float32
-from tdkernels.lang._memory import add_release, clock_ns, fence_before_tma_load, load_acquire, store_release
-from tdkernels.lang._signal import consume_token, notify, wait, wait_plan
+from tdkernels.lang._memory import (
+    add_release,
+    clock_ns,
+    fence_before_tma_load,
+    load_acquire,
+    pointer_to,
+    store_release,
+    store_release_each,
+)
+from tdkernels.lang._signal import arrive, consume_token, notify, notify_all, wait, wait_plan, wait_plan_all
 from tdkernels.lang._target import target
 
 __all__ = [
-    "add_release", "clock_ns", "consume_token", "data_at", "dot", "epoch", "fence_before_tma_load", "finish", "flag_at",
-    "from_float32", "jit", "keep_signal", "load_acquire", "notify", "num_ranks", "put", "rank", "ready_at", "signal_at",
-    "store_release", "symm_at", "symm_base", "target", "to_float32", "wait", "wait_plan",
+    "add_release", "arrive", "clock_ns", "consume_token", "data_at", "dot", "epoch", "fence_before_tma_load", "finish",
+    "flag_at", "from_float32", "jit", "keep_signal", "load_acquire", "notify", "notify_all", "num_ranks", "pointer_to",
+    "put", "rank", "ready_at", "signal_at", "store_release", "store_release_each", "symm_at", "symm_base", "target",
+    "to_float32", "wait", "wait_plan", "wait_plan_all",
 ]  # fmt: skip

@@ -3,6 +3,7 @@
 import triton.language as tl
 
 from tdkernels.lang._jit import jit
+from tdkernels.lang._memory import pointer_to
 
 
 @jit
@@ -12,14 +13,18 @@ def put(dst, src, num_bytes, BLOCK_WORDS: tl.constexpr = 4096):
     ``dst`` is usually a peer's memory: pushing is faster than pulling, since a store does not wait for an answer.
     Follow it with ``notify`` to tell the peer.
     """
-    src_words = tl.multiple_of(src, 16).to(tl.pointer_type(tl.int64))
-    dst_words = tl.multiple_of(dst, 16).to(tl.pointer_type(tl.int64))
+    src_words = pointer_to(src, tl.int64)
+    dst_words = pointer_to(dst, tl.int64)
     offs = tl.arange(0, BLOCK_WORDS)
     num_words = num_bytes // 8
     num_full = num_words // BLOCK_WORDS * BLOCK_WORDS
-    for start in range(0, num_full, BLOCK_WORDS):
-        words = tl.load(src_words + start + offs)
-        tl.store(dst_words + start + offs, words)
+    if num_full > 0:
+        words = tl.load(src_words + offs)
+        for start in range(BLOCK_WORDS, num_full, BLOCK_WORDS):
+            ahead = tl.load(src_words + start + offs)  # on its way while the block before is stored
+            tl.store(dst_words + start - BLOCK_WORDS + offs, words)
+            words = ahead
+        tl.store(dst_words + num_full - BLOCK_WORDS + offs, words)
     if num_full < num_words:
         mask = num_full + offs < num_words
         words = tl.load(src_words + num_full + offs, mask=mask)

@@ -42,6 +42,19 @@ def store_release(ptr, value, SCOPE: tl.constexpr = SYS):
 
 
 @jit
+def store_release_each(ptrs, value, mask):
+    """``store_release`` of one value to many 64-bit words at system scope, by as many threads at the same time."""
+    tl.debug_barrier()
+    if target() == "cuda":
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.s32 p, $3, 0; @p st.release.sys.global.b64 [$1], $2; mov.b32 $0, 0; }",
+            "=r,l,l,r,~{memory}", [ptrs, value, mask.to(tl.int32)], tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        tl.atomic_xchg(ptrs, value, mask=mask, sem="release", scope="sys")
+
+
+@jit
 def add_release(ptr, value, SCOPE: tl.constexpr = SYS):
     """Add to one 64-bit word after everything that the whole program has stored so far."""
     tl.debug_barrier()
@@ -55,6 +68,15 @@ def fence_before_tma_load():
         tl.inline_asm_elementwise(
             "fence.proxy.async.global; mov.b32 $0, 0;", "=r,~{memory}", [], tl.int32, is_pure=False, pack=1
         )
+
+
+@jit
+def pointer_to(address, DTYPE: tl.constexpr):
+    """The pointer to ``DTYPE`` at an address (int64) that is a multiple of 16.
+
+    The compiler is told so; of an address that was only cast it knows nothing, and moves one element at a time.
+    """
+    return tl.multiple_of(address.to(tl.pointer_type(DTYPE)), 16)
 
 
 @jit

@@ -6,9 +6,28 @@ A wait is bounded. When the peer does not come it gives up, leaves a record that
 
 import triton.language as tl
 
-from tdkernels.lang._context import CTX_RECORD, CTX_TIMEOUT_NS, STATE_FAILED, _state, symm_at
+from tdkernels.lang._context import (
+    CTX_BASES,
+    CTX_RECORD,
+    CTX_TIMEOUT_NS,
+    MAX_RANKS,
+    STATE_FAILED,
+    _state,
+    num_ranks,
+    rank,
+    symm_at,
+    symm_base,
+)
 from tdkernels.lang._jit import jit
-from tdkernels.lang._memory import SYS, add_release, clock_ns, fence_before_tma_load, load_acquire, store_release
+from tdkernels.lang._memory import (
+    SYS,
+    add_release,
+    clock_ns,
+    fence_before_tma_load,
+    load_acquire,
+    store_release,
+    store_release_each,
+)
 from tdkernels.lang._target import interpreter_yield, target
 
 # The record's first word says what happened; then peer, address of the signal, expected and seen value.
@@ -17,6 +36,7 @@ RECORD_PLAN_TIMEOUT = tl.constexpr(2)
 RECORD_PLAN_MISMATCH = tl.constexpr(3)
 
 SET = tl.constexpr("set")
+NEVER = tl.constexpr(-(1 << 62))  # below every signal
 
 
 @jit
@@ -63,6 +83,61 @@ def notify(ctx, signal_ptr, peer, value, OP: tl.constexpr = SET, SCOPE: tl.const
         store_release(remote, value, SCOPE)
     else:
         add_release(remote, value, SCOPE)
+
+
+@jit
+def notify_all(ctx, signal_ptr, value):
+    """``notify`` every peer, by setting the signal that it keeps where we keep ``signal_ptr``, all at the same time.
+
+    One after the other each release would wait until the signal before has arrived.
+    """
+    me = rank(ctx)
+    peers = tl.arange(0, MAX_RANKS)
+    is_peer = (peers < num_ranks(ctx)) & (peers != me)
+    offset = signal_ptr.to(tl.int64) - symm_base(ctx, me)
+    bases = tl.load(ctx + CTX_BASES + peers, mask=is_peer, other=0)
+    store_release_each((bases + offset).to(tl.pointer_type(tl.int64)), _wide(value), is_peer)
+
+
+@jit
+def wait_plan_all(ctx, first_ptr, stride, expected):
+    """``wait_plan`` for a signal of every peer at once; that of rank r is ``stride * r`` words behind ``first_ptr``.
+
+    What all peers have stored before is visible to the loads that follow, tensor descriptors excepted.
+    """
+    me = rank(ctx)
+    ranks = num_ranks(ctx)
+    if target() == "cuda":
+        peers = tl.arange(0, MAX_RANKS)
+        is_peer = (peers < ranks) & (peers != me)
+        # A thread without a peer looks at a word of our own, which is always late enough for it.
+        signal_ptrs = first_ptr + tl.where(is_peer, peers, me).to(tl.int64) * stride
+        expected = tl.where(is_peer, _wide(expected), NEVER)
+        start = (expected >> 8) << 8
+        seen = _spin(ctx, signal_ptrs, start, SYS)
+        _record_if(ctx, seen < start, RECORD_PLAN_TIMEOUT, peers, signal_ptrs, expected, seen)
+        mismatch = (seen != expected) & ((seen >> 8) == (expected >> 8))
+        _record_if(ctx, mismatch, RECORD_PLAN_MISMATCH, peers, signal_ptrs, expected, seen)
+        tl.debug_barrier()  # each thread has acquired from one peer; now all of them have from all
+    else:
+        for source in range(ranks):
+            if source != me:
+                wait_plan(ctx, first_ptr + source * stride, expected, source)
+
+
+@jit
+def arrive(flag_ptr, count):
+    """Whether we are the last of ``count`` programs of this rank to come here; they share a private word, of zero.
+
+    The last one sees all that the others have stored, and may speak for them in a ``notify``. It sets the word back to
+    zero, for the next launch. Acquire and release at GPU scope, after the whole program's stores.
+    """
+    tl.debug_barrier()
+    before = tl.atomic_add(flag_ptr, tl.full((), 1, tl.int64), sem="acq_rel", scope="gpu")
+    is_last = before == count - 1
+    if is_last:
+        tl.store(flag_ptr, tl.full((), 0, tl.int64))
+    return is_last
 
 
 @jit

@@ -144,15 +144,15 @@ def ag_gemm_kernel(
                 acc, x_ptr, x_desc, 0, row, M_shard, w_ptr, w_desc, col, stride_w, N, own_k, K,
                 BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, W_IS_KN, PRECISION,
             )  # fmt: skip
-            slot = td.data_at(ctx, half, me) + source.to(tl.int64) * slot_bytes
+            slot = td.data_at(ctx, half, me) + source.to(tl.int64) * slot_bytes  # a multiple of 16: see slot_rows_of
             if source != me:
                 # producer: push_shard of the source, or the copy engine
                 signal_ptr = td.signal_at(ctx, half, source * num_chunks + pid_m // chunk_tiles)
                 seen = td.wait_plan(ctx, signal_ptr, signal, source, FOR_TMA=USE_TMA)
                 slot = td.consume_token(slot, seen)
             acc = gemm_tile(
-                acc, slot.to(x_ptr.dtype), gathered_desc, half, row + source * slot_rows * USE_TMA, M_shard,
-                w_ptr, w_desc, col, stride_w, N, K - own_k, K,
+                acc, td.pointer_to(slot, x_ptr.dtype.element_ty), gathered_desc, half,
+                row + source * slot_rows * USE_TMA, M_shard, w_ptr, w_desc, col, stride_w, N, K - own_k, K,
                 BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, W_IS_KN, PRECISION,
             )  # fmt: skip
             offs_m = row + tl.arange(0, BLOCK_M)

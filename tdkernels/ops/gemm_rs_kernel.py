@@ -167,7 +167,7 @@ def gemm_rs_kernel(
                     source = (me + ranks - step) % ranks
                     signal_ptr = td.signal_at(ctx, half, source * items + tile // item_tiles)
                     td.wait_plan(ctx, signal_ptr, signal, source)  # producer: _forward_item of the source
-                received = td.data_at(ctx, half, me).to(z_ptr.dtype) + tile.to(tl.int64) * TILE
+                received = td.pointer_to(td.data_at(ctx, half, me), z_ptr.dtype.element_ty) + tile.to(tl.int64) * TILE
                 slot_stride = tl.cast(items, tl.int64) * item_tiles * TILE
                 if SPLIT == 1:
                     _sum_in_rank_order(

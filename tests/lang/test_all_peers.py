@@ -1,0 +1,137 @@
+"""The words that speak with all peers at once, and the one by which programs of a rank find out who comes last."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import triton.language as tl
+
+import tdkernels
+from tdkernels import PeerTimeoutError, PlanMismatchError
+from tdkernels import lang as td
+from tdkernels.symm import get_workspace
+from tests.lang.test_words import TIMEOUT_S, a_group, error_of, launch, prepared, run, signal_value, words
+from tests.ranks import device, on_ranks
+
+BLOCK = 1024  # 64-bit words that each rank sends to each
+
+
+@td.jit
+def exchange_kernel(ctx, sent_ptr, got_ptr, signal, expected, BLOCK: tl.constexpr):
+    """Send a block to every peer, wait for all of theirs, copy out what has come."""
+    me, ranks = td.rank(ctx), td.num_ranks(ctx)
+    half = ((td.epoch(ctx) + 1) % 2).to(tl.int32)
+    signal = signal + tl.full((), 0, tl.int64)
+    slot = tl.cast(me, tl.int64) * (BLOCK * 8)
+    for step in range(1, ranks):
+        td.put(td.data_at(ctx, half, (me + step) % ranks) + slot, sent_ptr.to(tl.int64), BLOCK * 8, BLOCK)
+    td.notify_all(ctx, td.signal_at(ctx, half, 2 * me + 1), signal)  # waiter: every peer, below
+    td.wait_plan_all(ctx, td.signal_at(ctx, half, 1), 2, expected + tl.full((), 0, tl.int64))  # producer: see above
+    offs = tl.arange(0, BLOCK)
+    for source in range(ranks):
+        if source != me:
+            received = td.pointer_to(td.data_at(ctx, half, me) + tl.cast(source, tl.int64) * (BLOCK * 8), tl.int64)
+            tl.store(got_ptr + source * BLOCK + offs, tl.load(received + offs))
+    td.finish(ctx)
+
+
+def exchange(workspace, call, signal, expected):
+    """Who sent what, [W, BLOCK]; our own row is not written."""
+    sent = 1000 * call + 100 * dist.get_rank() + torch.arange(BLOCK, device=device()) % 100
+    got = words(workspace.world_size * BLOCK)
+    error = error_of(launch, workspace, exchange_kernel, 1, sent, got, signal, expected, BLOCK=BLOCK)
+    return got.view(-1, BLOCK), error
+
+
+def exchange_workspace(group):
+    workspace = get_workspace(group, device(), "exchange")
+    world_size = workspace.world_size
+    plans = [workspace.prepare("op", {"rows": rows}, world_size * BLOCK * 8, 2 * world_size) for rows in (6, 7)]
+    assert plans == [0, 1]
+    return workspace
+
+
+def all_hear_from_all():
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    with a_group() as group:
+        workspace = exchange_workspace(group)
+        for call in range(1, 8):
+            got, error = exchange(workspace, call, signal_value(call, call % 2), signal_value(call, call % 2))
+            assert error is None
+            for source in range(world_size):
+                expected = 1000 * call + 100 * source + torch.arange(BLOCK) % 100
+                assert torch.equal(got[source].cpu(), expected if source != rank else torch.full((BLOCK,), -1))
+            # Of the signals only those were raised, at the peers only.
+            half = call % 2
+            signals = [workspace.signal_word(rank, half * workspace.half_signals + i) for i in range(2 * world_size)]
+            seen = [word.view(torch.int64).item() for word in signals]
+            assert seen == [
+                signal_value(call, call % 2) if i % 2 and i // 2 != rank else 0 for i in range(2 * world_size)
+            ]
+            workspace.buffer.barrier()
+        del workspace, group
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_all_hear_from_all(world_size):
+    on_ranks(world_size, all_hear_from_all)
+
+
+def one_says_something_else(case):
+    """Rank 1 is late, ahead, or follows another plan; the others notice that it is rank 1."""
+    rank = dist.get_rank()
+    with a_group() as group:
+        workspace = exchange_workspace(group)
+        for call in (1, 2):
+            assert exchange(workspace, call, signal_value(call, 0), signal_value(call, 0))[1] is None
+            workspace.buffer.barrier()
+        tdkernels.set_timeout(TIMEOUT_S)
+        otherwise = {"ahead": signal_value(4, 1), "other plan": signal_value(3, 1), "late": signal_value(2, 0)}[case]
+        _, error = exchange(workspace, 3, otherwise if rank == 1 else signal_value(3, 0), signal_value(3, 0))
+        if rank == 1 or case == "ahead":
+            assert error is None
+        elif case == "other plan":
+            assert type(error) is PlanMismatchError
+            assert str(error).startswith(f"op: rank 1 made call 3 with another shape, dtype or config than rank {rank}")
+        else:
+            assert type(error) is PeerTimeoutError
+            assert (error.operator, error.rank, error.peer) == ("op", rank, 1)
+            assert (error.expected, error.seen, error.signal) == (3, 2, "3 of half 1")
+        tdkernels.set_timeout(None)
+        workspace.buffer.barrier()
+        del workspace, group
+    tdkernels.synchronize()
+
+
+@pytest.mark.parametrize("case", ["ahead", "other plan", "late"])
+def test_who_is_missing(case):
+    on_ranks(3, one_says_something_else, case)
+
+
+@td.jit
+def arrive_kernel(ctx, values_ptr, totals_ptr, count):
+    """Groups of ``count`` programs each leave a number; the last of a group adds them up."""
+    pid = tl.program_id(0)
+    group = pid // count
+    tl.store(values_ptr + pid, tl.load(values_ptr + pid) + pid)
+    if td.arrive(td.flag_at(ctx, group), count):
+        total = tl.full((), 0, tl.int64)
+        for i in range(count):
+            total += tl.load(values_ptr + group * count + i)
+        tl.store(totals_ptr + group, tl.load(totals_ptr + group) + total)
+    td.finish(ctx)
+
+
+def last_ones_add_up():
+    with a_group() as group:
+        workspace = prepared("arrive", num_flags=64, group=group)
+        for call, count in enumerate([1, 2, 5, 16, 1, 3]):  # each launch finds the words as the first one did
+            programs = 40 // count * count
+            values, totals = 1000 * call + words(programs) * 0, words(40) * 0
+            run(workspace, arrive_kernel, programs, values, totals, count)
+            sums = (1000 * call + torch.arange(programs)).view(-1, count).sum(1).tolist()
+            assert totals.tolist() == sums + [0] * (40 - len(sums)), (call, count)
+        del workspace, group
+
+
+def test_arrive():
+    on_ranks(2, last_ones_add_up)
