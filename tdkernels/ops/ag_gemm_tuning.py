@@ -13,6 +13,11 @@ from tdkernels.ops.ag_gemm_kernel import AgGemmConfig
 _COPY_S = 20e-6  # of the copy engine, to start one copy
 
 
+def _numbers_of_programs(peers):
+    """Numbers of pushing programs worth trying: enough for the link, and the same for each of the peers."""
+    return sorted({8, 16, 24, 32} | {peers * each for each in (1, 2, 3, 4, 6, 8, 12) if 6 <= peers * each <= 36})
+
+
 class AgGemmTunable(dense.DenseTunable):
     name = "ag_gemm"
     sources = (op, kernel, _gather, _gather_kernels, _gemm, _tiles)
@@ -36,7 +41,7 @@ class AgGemmTunable(dense.DenseTunable):
         for tiles in dense.tile_space(device, problem.torch_dtype):
             of_a_shard = -(-rows // tiles.block_m)
             for chunk_tiles in sorted({min(chunk, of_a_shard) for chunk in (1, 2, 4)}):
-                for num_comm in (2,) if device.type == "cpu" else (8, 16, 24, 32):
+                for num_comm in (2,) if device.type == "cpu" else _numbers_of_programs(problem.world_size - 1):
                     configs.append(AgGemmConfig("fused", tiles, "push", num_comm, chunk_tiles))
             for chunk_tiles in sorted({of_a_shard, -(-of_a_shard // 2)}):
                 configs.append(AgGemmConfig("fused", tiles, "copy_engine", chunk_tiles=chunk_tiles))
@@ -49,11 +54,14 @@ class AgGemmTunable(dense.DenseTunable):
         if config.method == "torch":
             return 1e3 * dense.sequence_s(m, n, k, wire_bytes, dtype, hardware)
         tiles = config.tiles
+        copies = peers * -(-rows // (config.chunk_tiles * tiles.block_m))
         if config.transport == "push":
             num_sms = max(hardware.num_sms - config.num_comm_sms, 1)
-            rate, start = dense.push_rate(config.num_comm_sms, hardware), 0.0
+            # A chunk for a peer is one program's work: with a number that does not divide them, some end early.
+            turns = -(-copies // config.num_comm_sms)
+            busy = copies / (turns * config.num_comm_sms)
+            rate, start = busy * dense.push_rate(config.num_comm_sms, hardware), 0.0
         else:
-            copies = peers * -(-rows // (config.chunk_tiles * tiles.block_m))
             num_sms, rate, start = hardware.num_sms, dense.copy_rate(hardware), copies * _COPY_S
         product, tile = dense.product_s(m, n, k, dtype, tiles, num_sms, hardware)
         # What comes last can only be multiplied when it is here.
