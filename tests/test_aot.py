@@ -2,6 +2,7 @@
 
 import inspect
 import pkgutil
+import re
 from dataclasses import replace
 from importlib import import_module
 
@@ -14,6 +15,8 @@ from tdkernels.ops import _gather_kernels as gather
 from tdkernels.ops._operands import aligned
 from tdkernels.ops._tiles import Tiles
 from tdkernels.ops.ag_gemm_kernel import ag_gemm_kernel
+from tdkernels.ops.gemm_ar_kernel import gemm_ar_kernel, slice_rows
+from tdkernels.ops.gemm_ar_one_shot import gemm_ar_one_shot_kernel
 from tdkernels.ops.gemm_rs_kernel import gemm_rs_kernel
 from tests.aot import SHARED_MEMORY, TARGETS, compile_for, descriptor, pointer
 from tests.ranks import DEVICE
@@ -23,6 +26,7 @@ pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="needs no GPU and takes
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 ROWS, N, K = 2048, 8192, 7168
 PLAN = 3
+PRODUCTS = [ag_gemm_kernel, gemm_ar_kernel, gemm_rs_kernel]
 
 
 def tiles_for(arch, dtype):
@@ -39,7 +43,7 @@ def uses_tma(arch, dtype):
 
 
 def compile_gemm(kernel, arch, dtype, *, w_is_kn=False, bias=False, shape=(ROWS, N, K), **constants):
-    """Compile one of the two product kernels as its launcher would launch it, by default on a large shape."""
+    """Compile one of the product kernels as its launcher would launch it, by default on a large shape."""
     rows, n, k = shape
     tiles = tiles_for(arch, dtype)
     tma = uses_tma(arch, dtype) and k % 8 == 0
@@ -54,6 +58,10 @@ def compile_gemm(kernel, arch, dtype, *, w_is_kn=False, bias=False, shape=(ROWS,
         args = [ctx, x, rows_desc, rows_desc, weight, weight_desc, bias, output]
         args += [rows, n, k, stride, rows, PLAN, 16, 1, 8]
         constants = {"FIXED_HALF": False, **constants}
+    elif kernel is gemm_ar_kernel:
+        stage = pointer(dtype)
+        args = [ctx, x, rows_desc, weight, weight_desc, bias, output, stage, rows, n, k, stride, 33, 6, 7, PLAN, 4, 8]
+        constants = {"SLICE_M": slice_rows(tiles), **constants}
     else:
         stage = pointer(dtype)
         args = [ctx, x, rows_desc, weight, weight_desc, bias, output, stage, rows, n, k, stride, 33, PLAN, 4, 8]
@@ -64,6 +72,29 @@ def compile_gemm(kernel, arch, dtype, *, w_is_kn=False, bias=False, shape=(ROWS,
         "PRECISION": "ieee",
     }  # fmt: skip
     compiled = compile_for(kernel, args, kwargs, arch)
+    assert compiled.metadata.shared <= SHARED_MEMORY[arch]
+    return compiled
+
+
+def one_shot_tiles_for(arch, dtype):
+    """The tiles that gemm_ar_one_shot.default_tiles gives few rows, for the same reason."""
+    if dtype == FP32:
+        return Tiles(16, 64, 32, num_warps=4, num_stages=2)
+    return Tiles(16, 64, 128, num_warps=4, num_stages=2 if arch.startswith("gfx") else 4 if arch == "sm_89" else 5)
+
+
+def compile_one_shot(arch, dtype, *, split, w_is_kn=False, bias=False, shape=(16, N, K)):
+    rows, n, k = shape
+    tiles = one_shot_tiles_for(arch, dtype)
+    stride = n if w_is_kn else k
+    bias = pointer(dtype) if bias else None
+    args = [pointer(torch.int64), pointer(dtype), pointer(dtype), bias, pointer(dtype), pointer(FP32)]
+    args += [rows, n, k, stride, k, PLAN, split, 8]
+    kwargs = {
+        **tiles.constants(), **tiles.options(), "ELEM_BYTES": dtype.itemsize, "ALIGNED": aligned(n, k, stride),
+        "HAS_BIAS": bias is not None, "USE_TMA": False, "W_IS_KN": w_is_kn, "PRECISION": "ieee", "SPLIT": split > 1,
+    }  # fmt: skip
+    compiled = compile_for(gemm_ar_one_shot_kernel, args, kwargs, arch)
     assert compiled.metadata.shared <= SHARED_MEMORY[arch]
     return compiled
 
@@ -82,17 +113,53 @@ def small_launches():
 
 @pytest.mark.parametrize("arch", TARGETS)
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
-@pytest.mark.parametrize("kernel", [ag_gemm_kernel, gemm_rs_kernel], ids=lambda k: k.__name__)
+@pytest.mark.parametrize("kernel", PRODUCTS, ids=lambda k: k.__name__)
 def test_products_compile(kernel, dtype, arch):
     compile_gemm(kernel, arch, dtype, bias=dtype == FP16, w_is_kn=dtype == BF16)
 
 
 @pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
-@pytest.mark.parametrize("kernel", [ag_gemm_kernel, gemm_rs_kernel], ids=lambda k: k.__name__)
+@pytest.mark.parametrize("kernel", PRODUCTS, ids=lambda k: k.__name__)
 def test_a_size_of_one_compiles(kernel, arch):
     """The compiler turns an argument of 1 into a constant, which has not all the methods of a value."""
     for shape in ((1, 1, 1), (ROWS, 1, K), (1, N, 3)):
         compile_gemm(kernel, arch, BF16, shape=shape)
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+def test_one_shot_compiles(dtype, arch):
+    compile_one_shot(arch, dtype, split=2 if dtype == BF16 else 1, bias=dtype == FP16, w_is_kn=dtype == FP32)
+    if arch in ("sm_90", "gfx942"):
+        compile_one_shot(arch, dtype, split=2, shape=(1, 1, 1))
+
+
+def narrow(ptx):
+    """Loads and stores of less than 8 bytes a thread; words of 8 are what signals and tables are made of."""
+    return re.findall(r"(?:ld|st)\.global\.[bu](?:8|16|32)\b.*", ptx)
+
+
+@pytest.mark.parametrize("split", [1, 2])
+def test_one_shot_moves_sixteen_bytes_at_a_time(split):
+    ptx = compile_one_shot("sm_90", BF16, split=split).asm["ptx"]
+    assert not narrow(ptx)
+    staged = re.findall(r"cp\.async\.\w+\.shared\.global.*", ptx)
+    assert staged and all(" 0x10" in line for line in staged)
+
+
+@pytest.mark.parametrize("kernel", PRODUCTS, ids=lambda k: k.__name__)
+def test_products_move_sixteen_bytes_at_a_time(kernel):
+    """An address that the compiler knows nothing of is read and written by single elements."""
+    ptx = compile_gemm(kernel, "sm_90", BF16).asm["ptx"]
+    assert not narrow(ptx)
+    assert "ld.global.v2.b64" in ptx and "st.global.v2.b64" in ptx  # what is pushed
+    # Signals and tables are read one by one; of what is copied, whole blocks of words are.
+    assert len(re.findall(r"st\.global\.b64", ptx)) <= 3, "a copy stores single words"
+
+
+def test_rows_without_tma_are_read_in_wide_pieces():
+    staged = re.findall(r"cp\.async\.\w+\.shared\.global.*", compile_gemm(ag_gemm_kernel, "sm_80", BF16).asm["ptx"])
+    assert staged and all(" 0x10" in line for line in staged)
 
 
 @pytest.mark.parametrize("arch", TARGETS)
@@ -107,7 +174,7 @@ def test_ag_gemm_compiles_for_a_gather_that_stays(arch):
     compile_gemm(ag_gemm_kernel, arch, BF16, FIXED_HALF=True)
 
 
-@pytest.mark.parametrize("kernel", [ag_gemm_kernel, gemm_rs_kernel], ids=lambda k: k.__name__)
+@pytest.mark.parametrize("kernel", PRODUCTS, ids=lambda k: k.__name__)
 @pytest.mark.parametrize("w_is_kn", [False, True])
 def test_main_loop_on_hopper_uses_wgmma_and_tma(kernel, w_is_kn):
     ptx = compile_gemm(kernel, "sm_90", BF16, w_is_kn=w_is_kn).asm["ptx"]
@@ -126,7 +193,7 @@ def test_a_wait_before_tma_loads_fences_their_proxy():
 
 
 def test_signals_are_released_and_acquired_at_system_scope():
-    for kernel in (ag_gemm_kernel, gemm_rs_kernel):
+    for kernel in PRODUCTS:
         ptx = compile_gemm(kernel, "sm_90", BF16).asm["ptx"]
         release = ptx.index("@first st.release.sys.global.b64")
         assert "bar.sync" in ptx[max(release - 1500, 0) : release]  # all threads' stores come first
@@ -140,7 +207,7 @@ def test_a_deeper_tile_than_the_chip_has_memory_is_refused():
 
 def test_every_kernel_is_compiled_here():
     """Whoever adds a kernel adds it above. Device functions count through the kernels that call them."""
-    compiled = {ag_gemm_kernel, gemm_rs_kernel, *small_launches()}
+    compiled = {*PRODUCTS, gemm_ar_one_shot_kernel, *small_launches()}
     found = set()
     for module in pkgutil.iter_modules(tdkernels.ops.__path__):
         members = inspect.getmembers(import_module(f"tdkernels.ops.{module.name}"))

@@ -19,3 +19,10 @@ def reduce_scatter_rows(partial, group=None):
     z = partial.new_empty(partial.shape[0] // dist.get_world_size(group), *partial.shape[1:])
     _reduce_scatter(z, partial.contiguous(), op=dist.ReduceOp.SUM, group=group)
     return z
+
+
+def all_reduce(partial, group=None):
+    """The sum of all ranks' partial, of the same shape on all of them; in place where it is contiguous."""
+    total = partial.contiguous()
+    dist.all_reduce(total, op=dist.ReduceOp.SUM, group=group)
+    return total

@@ -72,3 +72,29 @@ def gemm_tile(
             a_ptrs += BLOCK_K
             b_ptrs += step_b
     return acc
+
+
+@td.jit
+def sum_in_rank_order(parts, part_bytes, offs, mask, own, me, ranks, DTYPE: tl.constexpr):
+    """All ranks' partials added in fp32, in rank order; ours is at hand, rank r's is at address parts + r * part_bytes.
+
+    Four of them are read at a time, for a read takes far longer than the addition.
+    """
+    total = tl.full(own.shape, 0.0, tl.float32)
+    for first in range(0, ranks, 4):
+        part0 = _partial_of(first, parts, part_bytes, offs, mask, me, ranks, DTYPE)
+        part1 = _partial_of(first + 1, parts, part_bytes, offs, mask, me, ranks, DTYPE)
+        part2 = _partial_of(first + 2, parts, part_bytes, offs, mask, me, ranks, DTYPE)
+        part3 = _partial_of(first + 3, parts, part_bytes, offs, mask, me, ranks, DTYPE)
+        total += td.to_float32(tl.where(first == me, own, part0))
+        total += td.to_float32(tl.where(first + 1 == me, own, part1))
+        total += td.to_float32(tl.where(first + 2 == me, own, part2))
+        total += td.to_float32(tl.where(first + 3 == me, own, part3))
+    return total
+
+
+@td.jit
+def _partial_of(source, parts, part_bytes, offs, mask, me, ranks, DTYPE: tl.constexpr):
+    """A peer's partial; zeros for ourselves and for ranks that there are not."""
+    is_peer = (source < ranks) & (source != me)
+    return tl.load(td.pointer_to(parts + source * part_bytes, DTYPE) + offs, mask=mask & is_peer, other=0.0)

@@ -1,0 +1,341 @@
+"""The kernel behind GEMM-AR for many rows: partial tiles go to an owner, are summed there, and the sum goes to all.
+
+Tiles are numbered along a path through z, ``item_tiles`` consecutive ones make an item, and item j is owned by rank
+j mod W, so that sums become complete, and travel back, all the time and not only at the end. W consecutive items are a
+round. A launch goes through the rounds; each of them has, in this order, programs that
+
+    forward     an item that was computed ``lag`` items ago to its owner
+    multiply    a tile each: the item of rank + 1, that of rank + 2 and so on, our own item of the round last
+    reduce      a tile of our own item of ``reduce_after`` rounds ago: add all partials, send the sum to everybody
+    receive     a tile of the peers' items of ``receive_after`` rounds ago: bring its sum from our buffer to z
+
+Each waits for programs of smaller ids only, here and on every peer; after the last round a few more let the rest of
+them come to their turn. Buffers keep tiles whole, [tiles, BLOCK_M, BLOCK_N], so an item is one piece of memory.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import triton.language as tl
+
+from tdkernels import lang as td
+from tdkernels.ops import _device, _operands
+from tdkernels.ops import gemm_ar_one_shot as one_shot
+from tdkernels.ops._config import text_of
+from tdkernels.ops._gemm import as_aligned, gemm_tile, sum_in_rank_order, swizzle
+from tdkernels.ops._tiles import Tiles, default_tiles
+from tdkernels.symm import get_workspace
+
+_COPY_WORDS = 4096
+_SLICE = 8192  # elements of a tile that a program sums at a time: what fits its registers
+# Up to so many rows each rank sums everything itself: the wire carries more, but only once.
+_ONE_SHOT_ROWS = {"cpu": 16, "cuda": 64}
+
+
+@dataclass(frozen=True)
+class GemmArConfig:
+    """How ``gemm_ar`` runs.
+
+    method:      "fused", or "torch": a plain GEMM, then a plain all-reduce
+    exchange:    "two_shot": each tile is summed by one rank, which sends the sum to all; "one_shot": every rank gets
+                 all partials and sums everything itself, for few rows
+    tiles:       the tile of the product, see ``Tiles``; None takes the default for the device and shape
+    item_tiles:  tiles that are forwarded together under one signal; two_shot only
+    split_k:     programs that share the K of one tile; one_shot only
+    """
+
+    method: str = "fused"
+    exchange: str = "two_shot"
+    tiles: Tiles | None = None
+    item_tiles: int = 4
+    split_k: int = 1
+
+    def illegal(self, device, dtype):
+        """Why this config cannot run on a device with a dtype; None when it can."""
+        if self.method not in ("fused", "torch"):
+            return f'method must be "fused" or "torch", not {self.method!r}'
+        if self.method == "torch":
+            return None  # takes none of the rest
+        if self.exchange not in ("two_shot", "one_shot"):
+            return f'exchange must be "two_shot" or "one_shot", not {self.exchange!r}'
+        for name in ("item_tiles", "split_k"):
+            if getattr(self, name) < 1:
+                return f"{name} must be at least 1, not {getattr(self, name)}"
+        return self.tiles.illegal(device, dtype) if self.tiles is not None else None
+
+
+def default_config(rows, n, k, dtype, device):
+    """The config for a product [rows, k] x [n, k] of a rank, of a shape that nobody has tuned."""
+    if rows <= _ONE_SHOT_ROWS[device.type]:
+        tiles, split_k = one_shot.default_tiles(rows, n, k, dtype, device)
+        return GemmArConfig(exchange="one_shot", tiles=tiles, split_k=split_k)
+    tiles = default_tiles(rows, n, dtype, device)
+    return GemmArConfig(tiles=tiles, item_tiles=2 if device.type == "cpu" else 4)
+
+
+def default_config_for(x, weight, world_size):
+    """``default_config`` of operands [M, K / W] and [N, K / W]."""
+    return default_config(x.shape[0], *weight.shape, x.dtype, x.device)
+
+
+@td.jit
+def _multiply_tile(
+    ctx, x_ptr, x_desc, w_ptr, w_desc, dst, staged, pid_m, pid_n, M, N, K, stride_w, epoch,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    USE_TMA: tl.constexpr, W_IS_KN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Leave our partial of a tile at the address ``dst`` and raise flag number ``staged``."""
+    acc = gemm_tile(
+        tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32), x_ptr, x_desc, 0, pid_m * BLOCK_M, M,
+        w_ptr, w_desc, pid_n * BLOCK_N, stride_w, N, K, K,
+        BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, W_IS_KN, PRECISION,
+    )  # fmt: skip
+    offs = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    tl.store(td.pointer_to(dst, x_ptr.dtype.element_ty) + offs, td.from_float32(acc, x_ptr.dtype.element_ty))
+    # waiter: the program of this rank that forwards the item, or the one that sums the tile
+    td.store_release(td.flag_at(ctx, staged), epoch, SCOPE="gpu")
+
+
+@td.jit
+def _forward_item(ctx, src, dst, staged, count, owner, signal_ptr, signal, epoch, TILE_BYTES: tl.constexpr,
+                  COPY_WORDS: tl.constexpr):  # fmt: skip
+    """Copy ``count`` finished tiles to their owner and raise its signal."""
+    me = td.rank(ctx)
+    for i in range(count):
+        # producer: the program of this rank that computed the tile
+        td.wait(ctx, td.flag_at(ctx, staged + i), epoch, me, SCOPE="gpu")
+    td.put(dst, src, count * TILE_BYTES, COPY_WORDS)
+    td.notify(ctx, signal_ptr, owner, signal)  # waiter: the owner's programs that sum these tiles
+
+
+@td.jit
+def _reduce_tile(
+    ctx, parts, part_bytes, sums_offset, half, bias_ptr, z_ptr, row, col, M, N,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLICE_M: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """Add all ranks' partials of a tile in fp32, in rank order; store the sum in z and in every peer's buffer."""
+    me = td.rank(ctx)
+    ranks = td.num_ranks(ctx)
+    offs_n = col + tl.arange(0, BLOCK_N)
+    bias = tl.full((BLOCK_N,), 0.0, tl.float32)
+    if HAS_BIAS:
+        bias = td.to_float32(tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0))
+    for first in range(0, BLOCK_M, SLICE_M):
+        rows = first + tl.arange(0, SLICE_M)
+        offs = rows[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        own = tl.load(td.pointer_to(parts + me * part_bytes, z_ptr.dtype.element_ty) + offs)
+        everywhere = tl.full((SLICE_M, BLOCK_N), 1, tl.int1)
+        total = sum_in_rank_order(parts, part_bytes, offs, everywhere, own, me, ranks, z_ptr.dtype.element_ty)
+        z = td.from_float32(total + bias[None, :], z_ptr.dtype.element_ty)
+        for step in range(1, ranks):
+            peer_sums = td.data_at(ctx, half, (me + step) % ranks) + sums_offset
+            tl.store(td.pointer_to(peer_sums, z_ptr.dtype.element_ty) + offs, z)
+        _store_rows(z_ptr, z, row + rows, offs_n, M, N)
+
+
+@td.jit
+def _receive_tile(src, z_ptr, row, col, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Bring the sum of a tile from our buffer to z."""
+    rows = tl.arange(0, BLOCK_M)
+    cols = tl.arange(0, BLOCK_N)
+    z = tl.load(td.pointer_to(src, z_ptr.dtype.element_ty) + rows[:, None] * BLOCK_N + cols[None, :])
+    _store_rows(z_ptr, z, row + rows, col + cols, M, N)
+
+
+@td.jit
+def _store_rows(z_ptr, z, offs_m, offs_n, M, N):
+    mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
+    tl.store(z_ptr + offs_m[:, None].to(tl.int64) * N + offs_n[None, :], z, mask=mask)
+
+
+# Compiled once for a tile, whatever the shape, plan and size of an item: that is what makes tuning cheap.
+@td.jit(do_not_specialize=[
+    "M", "N", "K", "stride_w", "lag", "reduce_after", "receive_after", "plan", "item_tiles", "group_m",
+])  # fmt: skip
+def gemm_ar_kernel(
+    ctx, x_ptr, x_desc, w_ptr, w_desc, bias_ptr, z_ptr, stage_ptr,
+    M, N, K, stride_w, lag, reduce_after, receive_after, plan, item_tiles, group_m,
+    COPY_WORDS: tl.constexpr, SLICE_M: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    ELEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, HAS_BIAS: tl.constexpr, USE_TMA: tl.constexpr,
+    W_IS_KN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """z = the sum over ranks of x @ w.T, on every rank; x is [M, K], z is [M, N].
+
+    Of a half's signals, number ``source * rounds + round`` says that the source's partials of our item of that round
+    are here, number ``ranks * rounds + tile`` that the sum of a tile is. Of its data, the partials of our own items
+    come first, [ranks, rounds * item_tiles] tiles, then the sums of all tiles.
+    """
+    N = as_aligned(N, ALIGNED)
+    K = as_aligned(K, ALIGNED)
+    stride_w = as_aligned(stride_w, ALIGNED)
+    TILE_BYTES: tl.constexpr = BLOCK_M * BLOCK_N * ELEM_BYTES
+    me = td.rank(ctx)
+    ranks = td.num_ranks(ctx)
+    epoch = td.epoch(ctx) + 1
+    half = (epoch % 2).to(tl.int32)
+    signal = (epoch << 8) | plan
+    tiles_m = (M + BLOCK_M - 1) // BLOCK_M
+    tiles_n = (N + BLOCK_N - 1) // BLOCK_N
+    tiles = tiles_m * tiles_n
+    items = (tiles + item_tiles - 1) // item_tiles
+    rounds = (items + ranks - 1) // ranks
+    part_bytes = tl.cast(rounds, tl.int64) * item_tiles * TILE_BYTES  # of one source
+    sums_offset = ranks * part_bytes
+
+    # Which role, and which tile: ``sequence`` numbers the items in the order in which this rank computes them.
+    per_item = 1 + item_tiles
+    in_round = tl.program_id(0) % (ranks * (per_item + item_tiles))
+    round_ = tl.program_id(0) // (ranks * (per_item + item_tiles))
+    multiplies = in_round < ranks * per_item
+    forwards = multiplies & (in_round % per_item == 0)
+    other = in_round - ranks * per_item  # which of the programs that reduce (the first item_tiles) or receive
+    reduces = (multiplies == 0) & (other < item_tiles)
+    place = tl.where(multiplies, in_round // per_item, tl.where(reduces, ranks - 1, other // item_tiles - 1))
+    i = tl.where(multiplies, in_round % per_item - 1, other % item_tiles)
+    sequence = round_ * ranks + place - tl.where(forwards, lag, 0)
+    if multiplies == 0:
+        sequence -= ranks * tl.where(reduces, reduce_after, receive_after)
+    i = tl.where(forwards, 0, i)
+    # A negative sequence has a negative round, and no tile either.
+    round_ = tl.where(sequence < 0, -1, sequence // ranks)
+    owner = (me + 1 + sequence % ranks + ranks) % ranks
+    tile = (round_ * ranks + owner) * item_tiles + i
+    staged = sequence.to(tl.int64) * item_tiles + i
+    stage = stage_ptr.to(tl.int64) + staged * TILE_BYTES
+    slot = (tl.cast(round_, tl.int64) * item_tiles + i) * TILE_BYTES  # among the partials of the owner's items
+
+    if (round_ >= 0) & (tile < tiles):
+        pid_m, pid_n = swizzle(tile, tiles_m, tiles_n, group_m)
+        row = pid_m * BLOCK_M
+        col = pid_n * BLOCK_N
+        own_parts = td.data_at(ctx, half, me) + slot
+        if forwards:
+            if owner != me:
+                _forward_item(
+                    ctx, stage, td.data_at(ctx, half, owner) + me * part_bytes + slot, staged,
+                    tl.minimum(item_tiles, tiles - tile), owner, td.signal_at(ctx, half, me * rounds + round_), signal,
+                    epoch, TILE_BYTES, COPY_WORDS,
+                )  # fmt: skip
+        elif multiplies:
+            _multiply_tile(
+                ctx, x_ptr, x_desc, w_ptr, w_desc, tl.where(owner == me, own_parts + me * part_bytes, stage), staged,
+                pid_m, pid_n, M, N, K, stride_w, epoch,
+                BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, W_IS_KN, PRECISION,
+            )  # fmt: skip
+        elif reduces:
+            td.wait(ctx, td.flag_at(ctx, staged), epoch, me, SCOPE="gpu")  # producer: our own _multiply_tile
+            # producer: every peer's _forward_item
+            td.wait_plan_all(ctx, td.signal_at(ctx, half, round_), rounds, signal)
+            tile_sums = sums_offset + tl.cast(tile, tl.int64) * TILE_BYTES
+            _reduce_tile(
+                ctx, own_parts, part_bytes, tile_sums, half, bias_ptr, z_ptr, row, col, M, N,
+                BLOCK_M, BLOCK_N, SLICE_M, HAS_BIAS,
+            )  # fmt: skip
+            # waiter: every peer's program that receives the tile
+            td.notify_all(ctx, td.signal_at(ctx, half, ranks * rounds + tile), signal)
+        else:
+            # producer: the owner's program that reduces the tile
+            seen = td.wait_plan(ctx, td.signal_at(ctx, half, ranks * rounds + tile), signal, owner)
+            src = td.data_at(ctx, half, me) + sums_offset + tl.cast(tile, tl.int64) * TILE_BYTES
+            _receive_tile(td.consume_token(src, seen), z_ptr, row, col, M, N, BLOCK_M, BLOCK_N)
+    td.finish(ctx)
+
+
+def problem_fields(x, weight):
+    """What must be the same on all ranks before a config is chosen."""
+    return {"M": x.shape[0], "N": weight.shape[0], "K/W": x.shape[1], "dtype": str(x.dtype)}
+
+
+def plan_fields(x, weight, config):
+    """What must be the same on all ranks."""
+    return {**problem_fields(x, weight), "config": text_of(config)}
+
+
+@dataclass(frozen=True)
+class _Schedule:
+    """How many rounds there are, and by how much the roles follow one another."""
+
+    rounds: int
+    lag: int
+    reduce_after: int
+    receive_after: int
+
+    @classmethod
+    def of(cls, tiles, item_tiles, world_size, num_sms):
+        items = -(-tiles // item_tiles)
+        rounds = -(-items // world_size)
+        # Late enough that the tiles of an item are ready when its forwarding program starts: a wave of tiles.
+        lag = min(-(-num_sms // item_tiles), rounds * world_size)
+        # As many rounds until the last partial is on its way. A program that comes too early keeps a multiprocessor
+        # waiting, one that comes late costs nothing but at the end, where nothing else is left to do: so one more wave
+        # for partials to arrive, and another for the sums.
+        wave = -(-lag // world_size)
+        return cls(rounds, lag, 2 * wave + 1, 3 * wave + 2)
+
+    def num_programs(self, item_tiles, world_size):
+        return (self.rounds + self.receive_after) * world_size * (1 + 2 * item_tiles)
+
+
+def _arguments(ctx, x, weight, bias, z, stage, schedule, plan, config):
+    """The kernel's arguments."""
+    weight, stride_w, is_kn = _operands.weight_layout(weight)
+    tiles = config.tiles
+    m, k = x.shape
+    n = weight.shape[0]
+    constants = _operands.product_constants(x, weight, bias, tiles)
+    x_desc = w_desc = None
+    if constants["USE_TMA"]:
+        x_desc = _operands.rows_descriptor(x, 1, m, m * k, tiles.block_m, tiles.block_k)
+        w_desc = _operands.weight_descriptor(weight, is_kn, tiles.block_n, tiles.block_k)
+    args = (
+        ctx, x, x_desc, weight, w_desc, bias, z, stage,
+        m, n, k, stride_w, schedule.lag, schedule.reduce_after, schedule.receive_after, plan,
+        config.item_tiles, tiles.group_m,
+    )  # fmt: skip
+    return args, {"COPY_WORDS": _COPY_WORDS, "SLICE_M": slice_rows(tiles), **constants}
+
+
+def slice_rows(tiles):
+    return max(1, min(tiles.block_m, _SLICE // tiles.block_n))
+
+
+def compile(x, weight, bias, config):
+    """Compile what ``launch`` with the same operands would launch, into Triton's cache; launches nothing."""
+    if config.exchange == "one_shot":
+        one_shot.compile(x, weight, bias, config)
+    elif x.device.type != "cpu":  # there it is interpreted
+        x = _operands.rows_contiguous(x)
+        ctx = torch.empty(1, dtype=torch.int64, device=x.device)
+        args, constants = _arguments(
+            ctx, x, weight, bias, x.new_empty(1), x.new_empty(1), _Schedule(1, 1, 1, 1), 0, config
+        )
+        gemm_ar_kernel.warmup(*args, grid=(1,), **constants)
+
+
+def launch(x, weight, bias, group, config):
+    """Launch the fused operator on 2-D operands."""
+    x = _operands.rows_contiguous(x)
+    bias = None if bias is None else bias.contiguous()
+    if config.exchange == "one_shot":
+        return one_shot.launch(x, weight, bias, group, config, plan_fields(x, weight, config))
+    m, n = x.shape[0], weight.shape[0]
+    world_size = dist.get_world_size(group)
+    tiles = config.tiles
+    count = -(-m // tiles.block_m) * -(-n // tiles.block_n)
+    schedule = _Schedule.of(count, config.item_tiles, world_size, _device.num_sms(x.device))
+    slots = schedule.rounds * world_size * config.item_tiles  # tiles, the last item filled up
+    tile_bytes = tiles.block_m * tiles.block_n * x.element_size()
+    workspace = get_workspace(group, x.device, "gemm_ar")
+    plan = workspace.prepare(
+        "gemm_ar", plan_fields(x, weight, config), 2 * slots * tile_bytes, world_size * schedule.rounds + count,
+        num_flags=slots,
+    )  # fmt: skip
+    stage = x.new_empty(slots * tiles.block_m * tiles.block_n)
+    z = x.new_empty(m, n)
+    workspace.before_launch()
+    args, constants = _arguments(workspace.ctx, x, weight, bias, z, stage, schedule, plan, config)
+    gemm_ar_kernel[(schedule.num_programs(config.item_tiles, world_size),)](*args, **constants)
+    workspace.after_launch()
+    return z
