@@ -34,6 +34,13 @@ class Plan:
 @torch.no_grad()
 def measure(case, plan):
     """[(method, whether in a CUDA graph, what ``harness.time_methods`` found with "config", or {"absent": why})]."""
+    found = _measure(case, plan)
+    if rank_device().type == "cuda":
+        torch.cuda.empty_cache()  # symmetric memory does not come from torch's allocator
+    return found
+
+
+def _measure(case, plan):
     sets = _input_sets(case)
     calls, configs, absent = _methods(case, plan)
     references = _references(case, sets[:2])  # two: our workspaces have two halves
@@ -55,9 +62,6 @@ def measure(case, plan):
     found = harness.time_methods(methods, sets, plan.rounds, plan.burst_ms)
     tdkernels.synchronize()  # raises if a peer did not come in time while the clock ran
     table = [(*key, {**times, "config": _as_dict(configs.get(key[0]))}) for key, times in found.items()]
-    del sets, methods
-    if rank_device().type == "cuda":
-        torch.cuda.empty_cache()
     table += [(name, False, {"absent": reason}) for name, reason in absent.items()]
     return table + [(name, True, {"absent": reason}) for name, reason in not_captured.items()]
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem  # defines torch.ops.symm_mem
 
+from bench import harness
 from bench.operators import DTYPE
 from tdkernels.launch import rank_device
 
@@ -74,10 +75,19 @@ def calls(case, names):
     for name in names:
         if case.operator not in PEERS[name].operators:
             continue
-        try:
-            found[name] = PEERS[name].call(case)
-        except Absent as reason:
-            absent[name] = str(reason)
-        except Exception as err:
-            absent[name] = f"{type(err).__name__}: {err}".splitlines()[0]
+        call, reason = _call_of(PEERS[name], case)
+        if harness.slowest([reason is not None])[0]:  # on any rank: all of them go on with the same peers
+            absent[name] = reason or "failed on another rank"
+        else:
+            found[name] = call
     return found, absent
+
+
+def _call_of(peer, case):
+    """(call, None) or (None, why not)."""
+    try:
+        return peer.call(case), None
+    except Absent as reason:
+        return None, str(reason)
+    except Exception as err:
+        return None, f"{type(err).__name__}: {err}".splitlines()[0]

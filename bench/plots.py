@@ -40,7 +40,8 @@ def figures(points):
         found.append(Figure("speedup-tuner.png", caption, None, tuned, _bars_of_machines))
     if long := [point for point in eager if point.shape.m >= _BAR_ROWS and point.gemm and point.wire]:
         caption = "GEMM alone against the wire, forward, and how near the floor ours comes (multicast off)"
-        found.append(Figure("roofline.png", caption, None, at_full_size(_one_source(long), TOKENS), _roofline))
+        chosen = at_full_size(_one_source(long, "machine"), TOKENS)
+        found.append(Figure("roofline.png", caption, None, chosen, _roofline))
     for (machine,), chosen in groups(eager, "machine").items():
         found += _of_machine(machine, chosen, "")
     for (machine,), chosen in groups([p for p in forward if p.graph], "machine").items():
@@ -55,7 +56,7 @@ def _of_machine(machine, points, suffix):
     if long := [point for point in compared if point.shape.m >= _BAR_ROWS]:
         caption = f"Speed-up over the sequence, forward, {place} (multicast off)"
         found.append(Figure(f"speedup-{machine}{suffix}.png", caption, machine, long, _bars))
-    if sweeps := [point for layer in swept(_one_source(points)).values() for point in layer]:
+    if sweeps := [point for layer in swept(_one_source(points, "layer")).values() for point in layer]:
         sources = {point.tuner for point in sweeps}
         source = f"; {'partly ' if len(sources) == 2 else ''}from the {_TUNER}" if True in sources else ""
         caption = f"Sweep of M, forward, {place} (multicast off{source})"
@@ -63,10 +64,10 @@ def _of_machine(machine, points, suffix):
     return found
 
 
-def _one_source(points):
-    """For each layer of a machine the benchmark's points or the tuner's, of which there are more: they do not mix."""
+def _one_source(points, *names):
+    """For each of these the benchmark's points or the tuner's, of which there are more: they do not mix."""
     found = []
-    for chosen in groups(points, "machine", "layer").values():
+    for chosen in groups(points, *names).values():
         tuner, bench = ([point for point in chosen if point.tuner == which] for which in (True, False))
         found += tuner if len(tuner) > len(bench) else bench
     return found
@@ -223,29 +224,33 @@ def _plain_numbers(axis):
 
 def _roofline(canvas, points):
     """A panel a machine: on which side of the diagonal a shape lies is what binds it."""
+    from matplotlib.lines import Line2D
+
     machines = list(groups(points, "machine").values())
-    canvas.set_size_inches(4.1 * len(machines) + 0.8, 4.9)
+    canvas.set_size_inches(4.1 * len(machines) + 0.8, 4.4)
     axes = list(canvas.subplots(1, len(machines), squeeze=False, sharex=True, sharey=True)[0])
-    times = [time for point in points for time in (point.gemm, point.wire)]
-    ends = min(times) / 1.5, max(times) * 1.5
+    gemms, wires = [point.gemm for point in points], [point.wire for point in points]
+    right, top = (min(gemms) / 1.5, max(gemms) * 1.5), (min(wires) / 1.5, max(wires) * 2)
+    diagonal = min(right[0], top[0]), max(right[1], top[1])
     markers = dict(zip(sorted({point.operator for point in points}), "o^sDv"))
     for axis, chosen in zip(axes, machines):
-        axis.plot(ends, ends, color=_GREY, linewidth=0.8, zorder=0)
+        axis.plot(diagonal, diagonal, color=_GREY, linewidth=0.8, zorder=0)
         for operator, marker in markers.items():
             some = [point for point in chosen if point.operator == operator and point.efficiency]
             drawn = axis.scatter(
                 [point.gemm for point in some], [point.wire for point in some], c=[p.efficiency for p in some],
                 marker=marker, s=48, cmap="viridis", vmin=0.4, vmax=1, edgecolors="black", linewidths=0.4,
-                label=operator,
             )  # fmt: skip
-        axis.set(xscale="log", yscale="log", xlim=ends, ylim=ends, xlabel="GEMM alone, ms (cuBLAS)")
-        axis.set_title(_title(chosen[0]), fontsize=10)
+        axis.set(xscale="log", yscale="log", xlim=right, ylim=top, xlabel="GEMM alone, ms (cuBLAS)")
+        axis.set_title(f"{_title(chosen[0])}{f' ({_TUNER})' if chosen[0].tuner else ''}", fontsize=10)
         axis.text(0.04, 0.96, "bound by the wire", transform=axis.transAxes, va="top", color=_GREY)
         axis.text(0.96, 0.04, "bound by the GEMM", transform=axis.transAxes, ha="right", color=_GREY)
         axis.grid(alpha=0.25, linewidth=0.5)
         _plain_numbers(axis)
     axes[0].set_ylabel("wire alone, ms (bytes at the best link rate)")
     canvas.colorbar(drawn, ax=axes, label="efficiency of ours: floor / ours", extend="both", shrink=0.8)
-    _legend(canvas, axes[0])
-    for handle in canvas.legends[0].legend_handles:
-        handle.set_facecolor("white")
+    handles = [
+        Line2D([], [], linestyle="", marker=marker, markerfacecolor="white", markeredgecolor="black", label=operator)
+        for operator, marker in markers.items()
+    ]
+    canvas.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
