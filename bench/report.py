@@ -177,8 +177,8 @@ def _mean(title, points):
             worst = min(factors, key=factors.get)
             slower = sum(map(_is_loss, factors.values()))
             words.append(
-                f"**{geometric_mean(factors.values()):.2f} x** {what} (worst {_factor(factors[worst])} x, {worst}; "
-                f"slower than it in {slower} of {len(factors)})"
+                f"**{geometric_mean(factors.values()):.2f} x** {what} (worst {factors[worst]:.2f} x, {worst}; "
+                f"slower in {slower} of {len(factors)})"
             )
     efficiencies = [point.efficiency for point in points if point.efficiency]
     if efficiencies:
