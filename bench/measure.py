@@ -52,8 +52,7 @@ def _measure(case, plan):
     methods, not_captured = {(name, False): call for name, call in calls.items()}, {}
     for name, call in calls.items() if plan.cuda_graph else ():
         # Alone, cuBLAS and NCCL compute something else than the references say.
-        known = references if name not in ("gemm", "collective") else None
-        captured, reason = graphs.capture(call, sets, known)
+        captured, reason = graphs.capture(call, sets, None if name in ("gemm", "collective") else references)
         if reason is None:
             methods[name, True] = captured
         else:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -428,6 +429,61 @@ def test_methods_in_graphs(operator, backward):
     for method in ("gemm", "collective", "sequence", "tdkernels"):
         assert found[method, True]["ms"] > 0, found[method, True]
         assert found[method, True]["burst"] % graphs._CALLS == 0
+
+
+class FakeGraph:
+    """Instead of torch.cuda.CUDAGraph and torch.cuda.graph: remembers nothing, replays nothing."""
+
+    def __init__(self, *_, **__):
+        pass
+
+    def __enter__(self):
+        pass
+
+    def __exit__(self, *exc):
+        pass
+
+    def replay(self):
+        pass
+
+
+def captures(num_sets, fault=None):
+    """How often which set was called, and why there is no graph; ``fault`` is of rank 1, or "wrong" on all."""
+    sets, seen = list(range(num_sets)), []
+
+    def call(inputs):
+        seen.append(inputs)
+        if fault == "raises" and len(seen) == 3 and dist.get_rank() == 1:
+            raise RuntimeError("not while capturing")
+        return torch.full((2,), 5.0 if fault == "wrong" else inputs + 1.0)
+
+    references = [(sets[0], torch.ones(2), [0.0])]
+    with (
+        mock.patch("torch.cuda.CUDAGraph", FakeGraph),
+        mock.patch("torch.cuda.graph", FakeGraph),
+        mock.patch("bench.graphs.rank_device", lambda: torch.device("cuda", 0)),
+        mock.patch("bench.graphs.synchronize", lambda device: None),
+    ):
+        captured, reason = graphs.capture(call, sets, references)
+    return seen[1:], captured and captured.calls, reason
+
+
+@pytest.mark.parametrize("num_sets, calls", ((2, 8), (3, 9), (8, 8)))
+def test_a_graph_takes_all_sets_in_turn_and_the_first_one_last(num_sets, calls):
+    for seen, counted, reason in on_ranks(2, captures, num_sets):
+        assert reason is None and counted == len(seen) == calls
+        assert seen[-1] == 0 and {seen.count(s) for s in range(num_sets)} == {calls // num_sets}
+
+
+def test_what_cannot_be_captured_is_absent_on_all_ranks():
+    (_, first, why), (_, second, reason) = on_ranks(2, captures, 2, "raises")
+    assert first is second is None
+    assert (why, reason) == ("failed on another rank", "RuntimeError: not while capturing")
+
+
+def test_outputs_of_graphs_are_checked():
+    for _, captured, reason in on_ranks(2, captures, 2, "wrong"):
+        assert captured is None and "wrong: relative errors" in reason
 
 
 def counts_calls():
