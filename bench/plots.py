@@ -11,10 +11,12 @@ from bench.points import at_full_size, groups, swept
 from bench.shapes import TOKENS, layer_names
 
 _GREY, _ORANGE, _BLUE = "#777777", "#e08214", "#2166ac"
+_PEERS = (_ORANGE, "#7fbc41", "#8c6bb1", "#b35806")
 _SHADES = ("#92c5de", "#4393c3", "#2166ac", "#053061")  # machines, by number of GPUs
 _BAR_ROWS = 1024  # bars and roofline: products with less rows are for the sweeps
 _DPI = 110
 _TUNER = "tuner's last round"
+_COLUMNS = 4  # of the sweeps
 _M_TICKS = [8**i for i in range(6)]
 
 
@@ -107,13 +109,14 @@ def _save(canvas, path):
 
 
 def _panels(canvas, points, row_inches):
-    """(axes, operator, points) side by side, as high as the longest list of shapes needs."""
+    """(axes, points) of each operator, side by side and as high as the longest list of shapes needs."""
     by_operator = groups(points, "operator")
     rows = max(len({point.shape for point in chosen}) for chosen in by_operator.values())
     canvas.set_size_inches(5.2 * len(by_operator), 1.3 + row_inches * rows)
     axes = canvas.subplots(1, len(by_operator), squeeze=False)[0]
     for axis, ((operator,), chosen) in zip(axes, by_operator.items()):
         axis.set_title(operator, fontsize=10)
+        axis.set_ylim(rows - 0.4, -0.6)  # the first on top, bars as thick as beside
         yield axis, chosen
 
 
@@ -127,8 +130,7 @@ def _draw_bars(axis, shapes, series):
         axis.bar_label(bars, fmt="%.2f", padding=2, fontsize=7)
     axis.axvline(1, color=_GREY, linewidth=1, zorder=0, label="sequence = 1")
     axis.set_yticks(range(len(shapes)), [_shape_label(shape) for shape in shapes], fontsize=8)
-    axis.set_ylim(len(shapes) - 0.4, -0.6)  # the first on top
-    axis.set_xlim(0, 1.12 * max(max(factors.values()) for *_, factors in series if factors))
+    axis.set_xlim(0, 1.12 * max(1, *(max(factors.values()) for *_, factors in series if factors)))
     axis.set_xlabel("speed-up over NCCL + cuBLAS in sequence")
 
 
@@ -141,16 +143,16 @@ def _shapes_of(points):
 
 
 def _bars(canvas, points):
-    """Ours and the best peer of each shape of a machine."""
+    """Ours and the peers of each shape of a machine."""
+    ours = "ours (default config)" if all(point.untuned for point in points) else "ours"
+    colours = dict(zip(sorted({name for point in points for name in point.peers}), _PEERS))
     for axis, chosen in _panels(canvas, points, 0.48):
-        ours = " (default config)" if all(point.untuned for point in chosen) else ""
-        series = [(f"ours{ours}", _BLUE, {p.shape: p.speedup for p in chosen})]
-        peers = sorted({name for point in chosen for name in point.peers})
-        for name, colour in zip(peers, (_ORANGE, "#b35806", "#fdb863")):
+        series = [(ours, _BLUE, {p.shape: p.speedup for p in chosen})]
+        for name, colour in colours.items():
             factors = {p.shape: p.sequence / p.peers[name] for p in chosen if name in p.peers}
-            series.append((name, colour, factors))
+            series += [(name, colour, factors)] if factors else []
         _draw_bars(axis, _shapes_of(chosen), series)
-    _legend(canvas, axis)
+    _legend(canvas)
 
 
 def _bars_of_machines(canvas, points):
@@ -163,52 +165,63 @@ def _bars_of_machines(canvas, points):
             for machine in colours
         ]
         _draw_bars(axis, _shapes_of(chosen), series)
-    _legend(canvas, axis)
+    _legend(canvas)
 
 
-def _legend(canvas, axis):
-    handles, labels = axis.get_legend_handles_labels()
-    canvas.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+def _legend(canvas):
+    """One for all panels, below them."""
+    found = {}
+    for axis in canvas.axes:
+        for handle, label in zip(*axis.get_legend_handles_labels()):
+            found.setdefault(label, handle)
+    canvas.legend(found.values(), found.keys(), loc="outside lower center", ncols=len(found), frameon=False)
 
 
 # ---- sweep of M ----
 
 
 def _sweeps(canvas, points):
-    """A panel a layer: ms against M, with the floor drawn in."""
+    """A panel a layer: ms against M, with the floor drawn in; an operator begins a row."""
+    rows = []
+    for chosen in groups(points, "operator").values():
+        layers = _in_order(groups(chosen, "layer").values())
+        rows += [layers[i : i + _COLUMNS] for i in range(0, len(layers), _COLUMNS)]
+    columns = max(map(len, rows))
+    canvas.set_size_inches(max(2.9 * columns, 6), 0.9 + 2.5 * len(rows))
+    panels = canvas.subplots(len(rows), columns, squeeze=False, sharex=True, sharey=True)
+    for row, layers in zip(panels, rows):
+        row[0].set_ylabel("ms")
+        for axis in row[len(layers) :]:
+            axis.set_visible(False)
+        for axis, chosen in zip(row, layers):
+            _draw_sweep(axis, sorted(chosen, key=lambda point: point.shape.m))
+    for axis in panels[-1]:
+        axis.set_xlabel("M (rows)")
+    _legend(canvas)
+
+
+def _in_order(layers):
+    """As in the models."""
     known = list(layer_names())
-    layers = sorted(
-        groups(points, "layer").values(),
-        key=lambda chosen: known.index(chosen[0].layer) if chosen[0].layer in known else len(known),
-    )
-    columns = min(4, len(layers))
-    rows = -(-len(layers) // columns)
-    canvas.set_size_inches(2.9 * columns, 0.9 + 2.5 * rows)
-    panels = list(canvas.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).flat)
-    for axis in panels[len(layers) :]:
-        axis.set_visible(False)
-    for axis, chosen in zip(panels, layers):
-        chosen = sorted(chosen, key=lambda point: point.shape.m)
-        for label, attribute, style in (
-            ("sequence", "sequence", {"color": _ORANGE, "marker": "s", "markersize": 3.5}),
-            ("ours", "ours", {"color": _BLUE, "marker": "o", "markersize": 3}),
-            ("floor: the larger of GEMM and wire", "floor", {"color": _GREY, "linestyle": "--"}),
-        ):
-            curve = [(p.shape.m, getattr(p, attribute)) for p in chosen if getattr(p, attribute)]
+    return sorted(layers, key=lambda found: known.index(found[0].layer) if found[0].layer in known else len(known))
+
+
+def _draw_sweep(axis, points):
+    for label, attribute, style in (
+        ("sequence", "sequence", {"color": _ORANGE, "marker": "s", "markersize": 3.5}),
+        ("ours", "ours", {"color": _BLUE, "marker": "o", "markersize": 3}),
+        ("floor: the larger of GEMM and wire", "floor", {"color": _GREY, "linestyle": "--"}),
+    ):
+        curve = [(p.shape.m, getattr(p, attribute)) for p in points if getattr(p, attribute)]
+        if curve:
             axis.plot(*zip(*curve), label=label, linewidth=1.2, **style)
-        shape = chosen[0].shape
-        axis.set_title(f"{chosen[0].operator}, {shape.name}\nN x K = {shape.n} x {shape.k}", fontsize=8)
-        axis.set_xscale("log", base=2)
-        axis.set_yscale("log")
-        axis.set_xticks([m for m in _M_TICKS if axis.get_xlim()[0] <= m <= axis.get_xlim()[1]])
-        _plain_numbers(axis)
-        axis.grid(alpha=0.25, linewidth=0.5)
-    for number, axis in enumerate(panels[: len(layers)]):
-        if number + columns >= len(layers):
-            axis.set_xlabel("M (rows)")
-        if number % columns == 0:
-            axis.set_ylabel("ms")
-    _legend(canvas, panels[0])
+    shape = points[0].shape
+    axis.set_title(f"{points[0].operator}, {shape.name}\nN x K = {shape.n} x {shape.k}", fontsize=8)
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log")
+    axis.set_xticks([m for m in _M_TICKS if axis.get_xlim()[0] <= m <= axis.get_xlim()[1]])
+    _plain_numbers(axis)
+    axis.grid(alpha=0.25, linewidth=0.5)
 
 
 def _plain_numbers(axis):
