@@ -38,10 +38,10 @@ def figures(points):
     found = []
     tuned = at_full_size([p for p in eager if p.tuner and p.speedup], TOKENS)
     if tuned:
-        caption = f"Ours over the sequence, forward, M = {TOKENS} (from the {_TUNER}; multicast off)"
+        caption = f"Ours over the sequence, forward, M = {TOKENS} (from the {_TUNER}; {_multicast(tuned)})"
         found.append(Figure("speedup-tuner.png", caption, None, tuned, _bars_of_machines))
     if long := [point for point in eager if point.shape.m >= _BAR_ROWS and point.gemm and point.wire]:
-        caption = "GEMM alone against the wire, forward, and how near the floor ours comes (multicast off)"
+        caption = f"GEMM alone against the wire, forward, and how near the floor ours comes ({_multicast(long)})"
         chosen = at_full_size(_one_source(long, "machine"), TOKENS)
         found.append(Figure("roofline.png", caption, None, chosen, _roofline))
     for (machine,), chosen in groups(eager, "machine").items():
@@ -56,12 +56,12 @@ def _of_machine(machine, points, suffix):
     found = []
     compared = [point for point in at_full_size(points, TOKENS) if not point.tuner and point.speedup]
     if long := [point for point in compared if point.shape.m >= _BAR_ROWS]:
-        caption = f"Speed-up over the sequence, forward, {place} (multicast off)"
+        caption = f"Speed-up over the sequence, forward, {place} ({_multicast(long)})"
         found.append(Figure(f"speedup-{machine}{suffix}.png", caption, machine, long, _bars))
     if sweeps := [point for layer in swept(_one_source(points, "layer")).values() for point in layer]:
         sources = {point.tuner for point in sweeps}
         source = f"; {'partly ' if len(sources) == 2 else ''}from the {_TUNER}" if True in sources else ""
-        caption = f"Sweep of M, forward, {place} (multicast off{source})"
+        caption = f"Sweep of M, forward, {place} ({_multicast(sweeps)}{source})"
         found.append(Figure(f"sweep-{machine}{suffix}.png", caption, machine, sweeps, _sweeps))
     return found
 
@@ -73,6 +73,10 @@ def _one_source(points, *names):
         tuner, bench = ([point for point in chosen if point.tuner == which] for which in (True, False))
         found += tuner if len(tuner) > len(bench) else bench
     return found
+
+
+def _multicast(points):
+    return "multicast " + " or ".join(sorted({str(point.settings.get("multicast")) for point in points}))
 
 
 def _title(point):

@@ -193,9 +193,10 @@ def test_runs_from_before_there_was_a_tuner_are_called_so(results):
 
 
 def test_multicast_that_was_on_is_said(results):
-    rows = run_of("8x8x8", sequence=3.0, tdkernels=2.0)
+    rows = run_of("8192x8x8", sequence=3.0, tdkernels=2.0)
     text = text_of(results([{**row, "multicast": "on"} for row in rows]))
     assert "multicast was **on** in all rows" in text and "NVLink multicast on" in text
+    assert "4 x Testing (multicast on)" in text and "multicast off" not in text
 
 
 @pytest.mark.parametrize(
