@@ -11,7 +11,7 @@ _ROOT = Path(__file__).resolve().parent.parent
 def add_arguments(parser):
     parser.add_argument("operators", nargs="*", metavar="operator", help="ag_gemm, gemm_rs …; all of them if left out")
     parser.add_argument(
-        "--shapes", metavar="NAME,…", help="groups by name, or sizes as MxNxK; all groups with 8192 rows if left out"
+        "--shapes", metavar="NAME,…", help="groups by name, or sizes as MxNxK; all but the sweeps if left out"
     )
     parser.add_argument(
         "--tokens", metavar="M,M,…", help="numbers of rows of the layers of a model, instead of 8192: a sweep"
