@@ -42,7 +42,7 @@ lint: $(READY)  ## ruff
 	$(PY) -m ruff check .
 
 bench: $(READY)  ## the benchmarks
-	$(PY) bench/run.py
+	$(PY) -m tdkernels bench
 
 clean:  ## remove what the other targets made, the environment in .venv included
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -103,7 +103,8 @@ def _as_tuple(outputs):
 def time_methods(methods, input_sets, rounds, burst_ms):
     """Per name of ``methods``: ms of a call, ms the host takes to launch it, and calls in a burst.
 
-    Args:     methods: {name: call}, where call(inputs) is one call on one of ``input_sets``, which take turns
+    Args:     methods: {name: call}, where call(inputs) is one call on one of ``input_sets``, which take turns, or a
+              graphs.Captured, which has its own
               burst_ms: about how long a burst lasts; 0: one call
     """
     bursts = {name: _calls_for(call, input_sets, burst_ms) for name, call in methods.items()}
@@ -116,7 +117,8 @@ def time_methods(methods, input_sets, rounds, burst_ms):
     found = {}
     for name in names:
         device_ms, host_ms = slowest([statistics.median(column) for column in zip(*times[name], strict=True)])
-        found[name] = {"ms": device_ms, "host_ms": host_ms, "burst": bursts[name]}
+        calls = getattr(methods[name], "calls", 1)  # of one replay, if it is a graph
+        found[name] = {"ms": device_ms / calls, "host_ms": host_ms / calls, "burst": bursts[name] * calls}
     return found
 
 

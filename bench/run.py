@@ -1,10 +1,9 @@
-"""The benchmarks of the dense operators, on the GPUs of this machine.
+"""The benchmarks of the operators, on the GPUs of this machine: `python -m tdkernels bench`, or this file.
 
 Every measurement becomes a line of DIR/<gpu>x<number>/<op>.jsonl. With fewer than two GPUs this is a rehearsal on two
 CPU ranks, whose times mean nothing and are not kept.
 """
 
-import argparse
 import datetime
 import json
 import os
@@ -18,12 +17,16 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
-from bench import dense, harness  # noqa: E402
-from bench.shapes import GROUPS, Shape, select  # noqa: E402
+from bench import harness, measure, report  # noqa: E402
+from bench.operators import OPERATORS, Case  # noqa: E402
+from bench.peers import PEERS  # noqa: E402
+from bench.shapes import DEFAULT_GROUPS, GROUPS, Shape, select, takes_tokens  # noqa: E402
 from tdkernels.launch import RankError, RankPool  # noqa: E402
 
+RESULTS = ROOT / "bench" / "results"
 _BURST_MS = 15.0
 _REHEARSAL_SHAPE = Shape(256, 128, 128, "rehearsal")
+_WARNING = "Rehearsal on 2 CPU ranks, for want of GPUs: these times mean nothing, and nothing is written."
 _COLUMNS = {  # of the printed table: title, field, format
     "shape": ("shape", ""), "method": ("method", ""), "ms": ("ms", ".4f"), "host ms": ("host_ms", ".4f"),
     "TFLOP/s": ("tflops", ".0f"), "GB/s": ("wire_gbps", ".0f"), "speed-up": ("speedup", ".3f"),
@@ -31,29 +34,118 @@ _COLUMNS = {  # of the printed table: title, field, format
 }  # fmt: skip
 
 
-def _arguments():
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
-    comma = lambda text: text.split(",")  # noqa: E731
-    parser.add_argument("--ops", type=comma, default=",".join(dense.OPERATORS), help="operators, by commas")
-    parser.add_argument("--shapes", type=comma, default=",".join(GROUPS), help="groups, or sizes as MxNxK, by commas")
-    parser.add_argument("--nproc", type=int, default=None, help="number of GPUs; all of them if left out")
-    parser.add_argument("--rounds", type=int, default=10, help="bursts of each method")
-    parser.add_argument("--backward", action="store_true", help="measure the backward as well")
-    parser.add_argument(
-        "--config", type=json.loads, action="append", default=[], metavar="JSON",
-        help='fields of the forward\'s config to change, as one more method: {"tiles": {"block_n": 128}}; repeatable',
+def main(options):
+    """Measure, or report; the exit code. ``options`` are those of ``tdkernels/bench_command.py``."""
+    try:
+        folder = _folder(options.out)
+        operators, peers = _operators(options.operators), _peers(options.peers)
+        shapes, tokens = _shapes(options.shapes), _tokens(options.tokens)
+        if tokens and not any(map(takes_tokens, shapes)):
+            raise ValueError("--tokens is for the layers of a model: name one in --shapes, such as llama-70b")
+        if options.rounds < 1:
+            raise ValueError(f"--rounds must be at least 1, not {options.rounds}")
+        rehearsal = torch.cuda.device_count() < 2
+        ranks = _num_ranks(options.nproc, rehearsal)
+        selected = {operator: select(shapes, operator, tokens) for operator in operators}
+        if not any(selected.values()):
+            raise ValueError(f"--shapes: {','.join(shapes)} has nothing for {', '.join(operators)}")
+    except ValueError as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return 2
+    if options.report:
+        return report.main(folder, ROOT / "bench" if folder == RESULTS else folder)
+    if rehearsal:
+        print(_WARNING, flush=True)
+        selected = {operator: [_REHEARSAL_SHAPE] for operator, chosen in selected.items() if chosen}
+    plan = measure.Plan(
+        2 if rehearsal else options.rounds, 0 if rehearsal else _BURST_MS, peers, tuple(options.config),
+        options.cuda_graph,
     )  # fmt: skip
-    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results", help="where the rows go")
-    arguments = parser.parse_args()
-    for name in arguments.ops:
-        if name not in dense.OPERATORS:
-            parser.error(f"--ops: {name!r} is none of {', '.join(dense.OPERATORS)}")
-    for name in arguments.shapes:
-        if name not in GROUPS and not re.fullmatch(r"\d+x\d+x\d+", name):
-            parser.error(f"--shapes: {name!r} is neither MxNxK nor one of {', '.join(GROUPS)}")
-    return arguments
+    cases = list(_cases(selected, ranks, options.backward))
+    with RankPool(ranks, "cpu" if rehearsal else "cuda") as pool:
+        rows, failures = _measure_all(pool, cases, plan, None if rehearsal else folder)
+    _print_tables(rows, ranks)
+    if rehearsal:
+        print(_WARNING)
+    elif rows:
+        print(f"rows are in {folder}; --report makes tables and plots of them")
+    for failure in failures:
+        print(f"failed: {failure.splitlines()[0]}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+# ---- arguments ----
+
+
+def _operators(names):
+    for name in names:
+        if name not in OPERATORS:
+            raise ValueError(f"operator must be one of {', '.join(OPERATORS)}, not {name!r}")
+    return list(dict.fromkeys(names)) or OPERATORS
+
+
+def _peers(text):
+    if text in ("all", "none"):
+        return tuple(PEERS) if text == "all" else ()
+    names = tuple(dict.fromkeys(text.split(",")))
+    for name in names:
+        if name not in PEERS:
+            raise ValueError(f"--peers must be all, none, or some of {', '.join(PEERS)}, not {name!r}")
+    return names
+
+
+def _shapes(text):
+    if text is None:
+        return DEFAULT_GROUPS
+    names = text.split(",")
+    for name in names:
+        if name not in GROUPS and not re.fullmatch(r"[1-9]\d*x[1-9]\d*x[1-9]\d*", name):
+            raise ValueError(f"--shapes: {name!r} is neither MxNxK nor one of {', '.join(GROUPS)}")
+    return names
+
+
+def _tokens(text):
+    if text is None:
+        return None
+    tokens = text.split(",")
+    if not all(re.fullmatch(r"[1-9]\d*", count) for count in tokens):
+        raise ValueError(f"--tokens must be whole numbers with ',' between them, at least 1, not {text!r}")
+    return [int(count) for count in tokens]
+
+
+def _num_ranks(nproc, rehearsal):
+    gpus = torch.cuda.device_count()
+    if nproc is not None and nproc < 2:
+        raise ValueError(f"--nproc must be at least 2 ranks, not {nproc}")
+    if rehearsal:
+        return 2
+    if nproc is not None and nproc > gpus:
+        raise ValueError(f"--nproc: {nproc} ranks need as many GPUs, and torch sees {gpus}")
+    return nproc or gpus
+
+
+def _folder(out):
+    if out is None:
+        return RESULTS
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out: {out} is not a folder")
+    return out.resolve()
+
+
+def _cases(selected, ranks, backward):
+    """The cases that can be measured; the others are said and left out."""
+    for operator, shapes in selected.items():
+        for direction in (False, True) if backward else (False,):
+            for shape in shapes:
+                case = Case(operator, shape, ranks, direction)
+                reason = case.why_not()
+                if reason is None:
+                    yield case
+                else:
+                    print(f"{case} is skipped: {reason}", flush=True)
+
+
+# ---- measuring ----
 
 
 def _revision():
@@ -69,26 +161,17 @@ def _revision():
         return os.environ.get("TDKERNELS_GIT_REVISION", "unknown")
 
 
-def _cases(arguments, ranks, rehearsal):
-    for operator in arguments.ops:
-        for backward in (False, True) if arguments.backward else (False,):
-            for shape in [_REHEARSAL_SHAPE] if rehearsal else select(arguments.shapes, operator):
-                yield dense.Case(operator, shape, ranks, backward)
-
-
-def _measure_all(pool, cases, arguments, rehearsal):
-    """The rows, and what went wrong; rows are written as soon as there are any."""
+def _measure_all(pool, cases, plan, folder):
+    """The rows, and what went wrong; rows are written to the folder, if any, as soon as there are some."""
     machine = pool.run(harness.machine)[0]
     link_gbps = pool.run(harness.link_rate)[0]
     if link_gbps:
         print(f"{machine['num_gpus']} x {machine['gpu']}, best link rate {link_gbps:.0f} GB/s each way", flush=True)
-    common = {**machine, "rounds": arguments.rounds, "git": _revision()}
-    rounds, burst_ms = (2, 0) if rehearsal else (arguments.rounds, _BURST_MS)
+    common = {**machine, "rounds": plan.rounds, "git": _revision()}
     rows, failures = [], []
     for case in cases:
-        overrides = [] if case.backward else arguments.config
         try:
-            found = pool.run(dense.measure, case, overrides, rounds, burst_ms)[0]
+            found = pool.run(measure.measure, case, plan)[0]
         except RankError as err:
             failures.append(f"{case}: {err}")
             print(failures[-1], file=sys.stderr, flush=True)
@@ -96,11 +179,11 @@ def _measure_all(pool, cases, arguments, rehearsal):
                 break
             continue
         date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-        new = [{**row, **common, "date": date} for row in dense.rows(case, found, link_gbps)]
+        new = [{**row, **common, "date": date} for row in measure.rows(case, found, link_gbps)]
         rows += new
-        if not rehearsal:
-            _append(new, arguments.out)
-        print(f"{case}: " + ", ".join(f"{row['method']} {_cell(row['ms'], '.4f')}" for row in new) + " ms", flush=True)
+        if folder is not None:
+            _append(new, folder)
+        print(f"{case}: " + ", ".join(f"{_method(row)} {_cell(row['ms'], '.4f')}" for row in new) + " ms", flush=True)
     return rows, failures
 
 
@@ -112,14 +195,27 @@ def _append(rows, folder):
         file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
+# ---- what is printed ----
+
+
 def _cell(value, spec):
     return "-" if value is None else format(value, spec)
+
+
+def _method(row):
+    return f"{row['method']} (graph)" if row["graph"] else row["method"]
+
+
+def _print_tables(rows, ranks):
+    for operator, direction in dict.fromkeys((row["op"], row["pass"]) for row in rows):
+        chosen = [row for row in rows if (row["op"], row["pass"]) == (operator, direction)]
+        _print_table(f"{operator} {direction}, {ranks} x {chosen[0]['gpu']}", chosen)
 
 
 def _print_table(title, rows):
     lines = []
     for row in rows:
-        shown = {**row, "shape": f"{row['shape']} {row['name']}".strip()}
+        shown = {**row, "shape": f"{row['shape']} {row['name']}".strip(), "method": _method(row)}
         if row["absent"]:
             shown["method"] += f" (absent: {row['absent']})"
         lines.append([_cell(shown[field], spec) for field, spec in _COLUMNS.values()])
@@ -127,7 +223,7 @@ def _print_table(title, rows):
         from rich.console import Console
         from rich.table import Table
         from rich.text import Text
-    except ImportError:
+    except ImportError:  # where torch is installed and nothing else should be
         print("\n".join([title, "\t".join(_COLUMNS), *map("\t".join, lines)]))
         return
     table = Table(title=title)
@@ -138,27 +234,7 @@ def _print_table(title, rows):
     Console(width=None if sys.stdout.isatty() else 170).print(table)
 
 
-def main():
-    arguments = _arguments()
-    gpus = torch.cuda.device_count()
-    rehearsal = gpus < 2
-    ranks = 2 if rehearsal else arguments.nproc or gpus
-    warning = "Rehearsal on 2 CPU ranks, for want of GPUs: these times mean nothing, and nothing is written."
-    if rehearsal:
-        print(warning, flush=True)
-    elif ranks < 2:
-        sys.exit("--nproc: at least 2 GPUs are needed")
-    with RankPool(ranks, "cpu" if rehearsal else "cuda") as pool:
-        rows, failures = _measure_all(pool, _cases(arguments, ranks, rehearsal), arguments, rehearsal)
-    for operator, direction in dict.fromkeys((row["op"], row["pass"]) for row in rows):
-        chosen = [row for row in rows if (row["op"], row["pass"]) == (operator, direction)]
-        _print_table(f"{operator} {direction}, {ranks} x {chosen[0]['gpu']}", chosen)
-    if rehearsal:
-        print(warning)
-    for failure in failures:
-        print(f"failed: {failure.splitlines()[0]}", file=sys.stderr)
-    return 1 if failures else 0
+if __name__ == "__main__":  # ranks import this file, too
+    from tdkernels.__main__ import main as command_line
 
-
-if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command_line(["bench", *sys.argv[1:]]))

@@ -1,9 +1,9 @@
-"""The command line: ``python -m tdkernels doctor | tune | cache``."""
+"""The command line: ``python -m tdkernels doctor | tune | cache | bench``."""
 
 import argparse
 import sys
 
-from tdkernels import cache_command, tune_command
+from tdkernels import bench_command, cache_command, tune_command
 
 
 def main(argv=None):
@@ -22,11 +22,18 @@ def main(argv=None):
     tune_command.add_arguments(tune)
     cache = commands.add_parser("cache", help="show, export, merge or clear what was tuned")
     cache_command.add_arguments(cache)
+    bench = commands.add_parser(
+        "bench", help="measure the operators beside plain torch and other libraries (from the repository)",
+        description="Measure the operators, plain torch and other libraries in turns, on ranks that are started here.",
+    )  # fmt: skip
+    bench_command.add_arguments(bench)
     options = parser.parse_args(argv)
     if options.command == "tune":
         return tune_command.main(options)
     if options.command == "cache":
         return cache_command.main(options)
+    if options.command == "bench":
+        return bench_command.main(options)
     from tdkernels import doctor
 
     return doctor.main(self_test=not options.no_self_test, as_json=options.json)
