@@ -1,4 +1,4 @@
-"""The doctor's self-test: both dense operators on ranks, forward and backward, against the unsharded computation."""
+"""The doctor's self-test: the dense operators on ranks, forward and backward, against the unsharded computation."""
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,11 @@ def try_operators():
     full = [torch.randn(shape, generator=generator).to(device, dtype) for shape in ((m, k), (n, k), (n,), (m, n))]
     exact = _output_and_gradients(F.linear, *(tensor.double() for tensor in full))
     # The dimension of x, weight, bias and dy that is dealt out to the ranks; None: each rank holds all of it.
-    dealt = {tdkernels.ag_gemm: (0, 0, 0, 1), tdkernels.gemm_rs: (1, 1, None, 0)}
+    dealt = {
+        tdkernels.ag_gemm: (0, 0, 0, 1),
+        tdkernels.gemm_rs: (1, 1, None, 0),
+        tdkernels.gemm_ar: (1, 1, None, None),
+    }
     errors = {}
     for operator, dims in dealt.items():
         ours = _output_and_gradients(operator, *(_part(tensor, dim, *place) for tensor, dim in zip(full, dims)))

@@ -230,7 +230,7 @@ def check_tuning():
 
 
 def check_operators(world_size, device):
-    """Run both operators, forward and backward, on ranks."""
+    """Run the dense operators, forward and backward, on ranks."""
     name = f"self-test, {world_size} {'GPUs' if device == 'cuda' else 'CPU ranks'}"
     try:
         reports = run_ranks(world_size, try_operators, device=device, timeout_s=_RANKS_TIMEOUT_S)
@@ -243,7 +243,8 @@ def check_operators(world_size, device):
         details = "\n".join(f"{what}: error {error:.1e}, {allowed:g} allowed" for error, allowed, what in errors)
         advice = "Do not use the operators here, and please report this."
         return Check(name, "problem", f"wrong results: {', '.join(wrong)}", advice, details)
-    return Check(name, "ok", f"ag_gemm and gemm_rs and their gradients are right; largest error {max(errors)[0]:.1e}")
+    found = f"ag_gemm, gemm_rs, gemm_ar and their gradients are right; largest error {max(errors)[0]:.1e}"
+    return Check(name, "ok", found)
 
 
 # ---- All together ----

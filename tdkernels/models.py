@@ -1,7 +1,8 @@
 """Layer sizes of well-known models, as problems for the dense operators: what `tune --model` and the benchmarks take.
 
 A transformer layer under tensor parallelism with sequence parallelism is four products: the projections to q, k and v
-and to the MLP's inside gather their input (AG-GEMM), those back to the hidden size scatter their sum (GEMM-RS).
+and to the MLP's inside gather their input (AG-GEMM), those back to the hidden size scatter their sum (GEMM-RS). Without
+sequence parallelism, as in decoding, the latter keep the whole sum on every rank (GEMM-AR).
 """
 
 from dataclasses import dataclass
@@ -40,5 +41,7 @@ MODELS = {
 
 
 def problems(model, tokens):
-    """[(operator, (M, N, K))] of a model's layers for each number of tokens."""
-    return [(operator, (m, n, k)) for operator, n, k in MODELS[model].layers().values() for m in tokens]
+    """[(operator, (M, N, K))] of a model's layers for each number of tokens, with and without sequence parallelism."""
+    layers = list(MODELS[model].layers().values())
+    layers += [("gemm_ar", n, k) for operator, n, k in layers if operator == "gemm_rs"]
+    return [(operator, (m, n, k)) for operator, n, k in layers for m in tokens]

@@ -24,7 +24,7 @@ class Job:
 
 
 def add_arguments(parser):
-    parser.add_argument("operator", nargs="?", help="ag_gemm or gemm_rs; with --model, all of them by default")
+    parser.add_argument("operator", nargs="?", help="ag_gemm, gemm_rs or gemm_ar; with --model, all by default")
     parser.add_argument(
         "--shape", action="append", default=[], metavar="MxNxK",
         help="sizes of the whole problem, before it is divided between ranks; may be given several times",
