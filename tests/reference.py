@@ -29,6 +29,12 @@ OPERATORS = list(DIVIDED)
 _LIKE = {"dy": "output", **{gradient: name for name, gradient in GRADIENTS.items()}}  # the others' namesakes above
 
 
+def whole_shape(operator, rows, n, k, world_size):
+    """M, N and K of a problem of which this is a rank's part."""
+    divided = DIVIDED[operator].values()
+    return tuple(world_size * own if size in divided else own for size, own in zip("MNK", (rows, n, k), strict=True))
+
+
 class Case:
     """A rank's part of one problem, on the rank's device.
 
@@ -41,7 +47,7 @@ class Case:
     x, weight, bias and dy are this rank's operands and its part of the gradient of the output; a test may replace them
     by tensors of the same values. `expected` and `low` hold this rank's part of the results, by name: in fp64 from the
     unsharded computation, and as plain torch computes them in the dtype on the device. `whole` names the results that
-    are the same on every rank.
+    are the same on every rank, `shape` is that of the whole problem: M, N, K.
     """
 
     def __init__(
@@ -53,10 +59,8 @@ class Case:
         self.title = f"{operator} {dtype} rows={rows} n={n} k={k} rank {self.rank} of {self.world_size}"
         self.divided = DIVIDED[operator]
         self.whole = {GRADIENTS.get(name, name) for name in SIZES.keys() - self.divided.keys()}
-        sizes = {
-            size: self.world_size * own if size in self.divided.values() else own
-            for size, own in zip("MNK", (rows, n, k))
-        }
+        self.shape = whole_shape(operator, rows, n, k, self.world_size)
+        sizes = dict(zip("MNK", self.shape, strict=True))
         generator = torch.Generator().manual_seed(seed)
 
         def draw(name, scale=1.0):
