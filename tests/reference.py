@@ -74,11 +74,11 @@ class Case:
         if bias:
             operands["bias"] = draw("bias")
 
-        self.expected = self._own(_unsharded(operands, dy))
+        self.expected = self.own_parts(_unsharded(operands, dy))
         to_device = {"device": device(), "dtype": dtype}
         full = {name: operand.to(**to_device) for name, operand in operands.items()}
-        own = self._own({**operands, "dy": dy})
-        self.low = self._own(_unsharded(full, dy.to(**to_device)))
+        own = self.own_parts({**operands, "dy": dy})
+        self.low = self.own_parts(_unsharded(full, dy.to(**to_device)))
         self.low |= self._products_of_a_rank(full, dy.to(**to_device))
         # A copy, so that it is a tensor of its own and not a view of the full one.
         own = {name: part.to(**to_device).clone(memory_format=torch.contiguous_format) for name, part in own.items()}
@@ -91,7 +91,7 @@ class Case:
 
         A library adds in another order for another shape: in fp32 that alone can double the error of a small result.
         """
-        own = self._own({**full, "dy": dy})
+        own = self.own_parts({**full, "dy": dy})
         # Rows are gathered, columns are not.
         x = full["x"] if self.divided.get("x") == "M" else own["x"]
         dy = dy if self.divided.get("output") == "M" else own["dy"].contiguous()
@@ -105,7 +105,7 @@ class Case:
             results["dbias"] = dy.sum(0)
         return results
 
-    def _own(self, full):
+    def own_parts(self, full):
         """This rank's part of the named full tensors."""
 
         def part(name, tensor):

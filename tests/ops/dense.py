@@ -244,6 +244,37 @@ def repeats_its_bits(operator, dtype, **changes):
             assert torch.equal(result, first[name]), f"{name} of {case.title} changed from call to call"
 
 
+def adds_in_rank_order(operator, dtype, **changes):
+    """z to the bit: partials, rounded to the dtype, are added in fp32, those of rank 0 first."""
+    # The partials are x[0] + x[1] / 16, which the order of a product cannot change. What gemm_rs adds of its own is not
+    # rounded before, so there they are x[0].
+    weights = [1.0] if operator == "gemm_rs" else [1.0, 1 / 16]
+    case = Case(operator, dtype, 40, 37, len(weights), bias=False)
+    with torch.no_grad():
+        case.weight.copy_(torch.tensor(weights))
+    column = case.x.detach().double() @ case.weight[:1].detach().double().t()
+    partial = column.float().to(dtype)
+    partials = [torch.empty_like(partial) for _ in range(case.world_size)]
+    dist.all_gather(partials, partial)
+    total = torch.zeros_like(partial, dtype=torch.float32)
+    for of_a_rank in partials:
+        total += of_a_rank.float()
+    expected = case.own_parts({"output": total.to(dtype).expand(-1, case.shape[1])})["output"]
+    got = case.call(config=config_for(case, **changes)).detach()
+    wrong = (got != expected).sum().item()
+    assert wrong == 0, f"{wrong} of {got.numel()} elements of {case.title} were added otherwise"
+
+
+def goes_backward_alone(operator):
+    """Where every rank has all of the output's gradient there is nothing to wait for."""
+    case = Case(operator, torch.bfloat16, 19, 13, 17)
+    output = case.call()
+    if dist.get_rank() == 0:
+        output.backward(case.dy)
+        case.check(case.gradients())
+    case.check({"output": case.call()})
+
+
 def is_plain_linear_on_one_rank(operator, dtype):
     case = Case(operator, dtype, 37, 29, 51)
     results = case.run()

@@ -5,7 +5,7 @@ import pytest
 from tdkernels import Tiles
 from tests.ops import dense
 from tests.ranks import on_ranks
-from tests.reference import OPERATORS
+from tests.reference import DIVIDED, OPERATORS
 
 WORLD_SIZES = [1, 2, 3, 4]
 BF16, FP16, FP32 = dense.DTYPES
@@ -156,6 +156,17 @@ def test_second_derivatives_are_refused(operator):
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 def test_same_bits_every_time(dtype, operator, config):
     on_ranks(3, dense.repeats_its_bits, operator, dtype, **CONFIGS[operator][config])
+
+
+@each_config({name: HASTY[name] for name in ("gemm_rs", "gemm_ar")})
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+def test_sums_are_in_rank_order(dtype, operator, config):
+    on_ranks(4, dense.adds_in_rank_order, operator, dtype, **CONFIGS[operator][config])
+
+
+@pytest.mark.parametrize("operator", [name for name in OPERATORS if "output" not in DIVIDED[name]])
+def test_gradients_of_an_output_that_all_have_take_no_peer(operator):
+    on_ranks(2, dense.goes_backward_alone, operator)
 
 
 @each_operator
