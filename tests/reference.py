@@ -17,18 +17,37 @@ from tests.ranks import device
 
 GRADIENTS = {"x": "dx", "weight": "dweight", "bias": "dbias"}
 
+# The sizes of each tensor; and by which of them each operator divides it between the ranks. A tensor that is not named
+# is whole on every rank. The gradient of a tensor has its sizes.
+SIZES = {"x": "MK", "weight": "NK", "bias": "N", "output": "MN"}
+DIVIDED = {
+    "ag_gemm": {"x": "M", "weight": "N", "bias": "N", "output": "N"},
+    "gemm_rs": {"x": "K", "weight": "K", "output": "M"},
+    "gemm_ar": {"x": "K", "weight": "K"},
+}
+OPERATORS = list(DIVIDED)
+_LIKE = {"dy": "output", **{gradient: name for name, gradient in GRADIENTS.items()}}  # the others' namesakes above
+
+
+def whole_shape(operator, rows, n, k, world_size):
+    """M, N and K of a problem of which this is a rank's part."""
+    divided = DIVIDED[operator].values()
+    return tuple(world_size * own if size in divided else own for size, own in zip("MNK", (rows, n, k), strict=True))
+
 
 class Case:
     """A rank's part of one problem, on the rank's device.
 
-    Args:     operator: "ag_gemm" or "gemm_rs"
-              rows, n, k: the weight of a rank is [n, k]; ag_gemm's x is [rows, k], gemm_rs's output is [rows, n]
+    Args:     operator: one of OPERATORS
+              rows, n, k: a rank's part of M, N and K, or all of what the operator does not divide: the weight of a rank
+              is [n, k], x of ag_gemm and gemm_ar is [rows, k], the output of gemm_rs and gemm_ar is [rows, n]
               exact: draw from -1, 0 and 1, so that every sum is exact in every dtype and `check` asks for equality
               rank, world_size: in the group that the operator is called with; None means the world
 
     x, weight, bias and dy are this rank's operands and its part of the gradient of the output; a test may replace them
     by tensors of the same values. `expected` and `low` hold this rank's part of the results, by name: in fp64 from the
-    unsharded computation, and as plain torch computes them in the dtype on the device.
+    unsharded computation, and as plain torch computes them in the dtype on the device. `whole` names the results that
+    are the same on every rank, `shape` is that of the whole problem: M, N, K.
     """
 
     def __init__(
@@ -38,25 +57,28 @@ class Case:
         self.world_size = dist.get_world_size() if world_size is None else world_size
         self.operator, self.dtype, self.exact = operator, dtype, exact
         self.title = f"{operator} {dtype} rows={rows} n={n} k={k} rank {self.rank} of {self.world_size}"
-        m = self.world_size * rows
-        full_n, full_k = (self.world_size * n, k) if operator == "ag_gemm" else (n, self.world_size * k)
+        self.divided = DIVIDED[operator]
+        self.whole = {GRADIENTS.get(name, name) for name in SIZES.keys() - self.divided.keys()}
+        self.shape = whole_shape(operator, rows, n, k, self.world_size)
+        sizes = dict(zip("MNK", self.shape, strict=True))
         generator = torch.Generator().manual_seed(seed)
 
-        def draw(*shape, scale=1.0):
+        def draw(name, scale=1.0):
+            shape = [sizes[size] for size in SIZES[name]]
             if exact:
                 return torch.randint(-1, 2, shape, generator=generator).double()
             return (torch.randn(shape, generator=generator) * scale).to(dtype).double()
 
-        x, weight, dy = draw(m, full_k), draw(full_n, full_k, scale=full_k**-0.5), draw(m, full_n)
+        x, weight, dy = draw("x"), draw("weight", scale=sizes["K"] ** -0.5), draw("output")
         operands = {"x": x, "weight": weight}
         if bias:
-            operands["bias"] = draw(full_n)
+            operands["bias"] = draw("bias")
 
-        self.expected = self._own(_unsharded(operands, dy))
+        self.expected = self.own_parts(_unsharded(operands, dy))
         to_device = {"device": device(), "dtype": dtype}
         full = {name: operand.to(**to_device) for name, operand in operands.items()}
-        own = self._own({**operands, "dy": dy})
-        self.low = self._own(_unsharded(full, dy.to(**to_device)))
+        own = self.own_parts({**operands, "dy": dy})
+        self.low = self.own_parts(_unsharded(full, dy.to(**to_device)))
         self.low |= self._products_of_a_rank(full, dy.to(**to_device))
         # A copy, so that it is a tensor of its own and not a view of the full one.
         own = {name: part.to(**to_device).clone(memory_format=torch.contiguous_format) for name, part in own.items()}
@@ -65,29 +87,33 @@ class Case:
         self.dy = own["dy"]
 
     def _products_of_a_rank(self, full, dy):
-        """Those results that a rank computes whole from what it gathers, by plain torch in the shapes of the rank.
+        """Those results that a rank computes whole from what it has or gathers, by plain torch in the rank's shapes.
 
         A library adds in another order for another shape: in fp32 that alone can double the error of a small result.
         """
-        own = self._own({**full, "dy": dy})
-        if self.operator == "ag_gemm":
-            own_dy = own["dy"].contiguous()
-            output = F.linear(full["x"], own["weight"], own.get("bias"))
-            return {"output": output, "dweight": own_dy.t() @ full["x"], "dbias": own_dy.sum(0)}
-        return {"dx": dy @ own["weight"], "dweight": dy.t() @ own["x"]}
+        own = self.own_parts({**full, "dy": dy})
+        # Rows are gathered, columns are not.
+        x = full["x"] if self.divided.get("x") == "M" else own["x"]
+        dy = dy if self.divided.get("output") == "M" else own["dy"].contiguous()
+        results = {"dweight": dy.t() @ x}
+        # A product over columns that are divided is only a term of the result.
+        if "K" not in self.divided.values():
+            results["output"] = F.linear(x, own["weight"], own.get("bias"))
+        if "N" not in self.divided.values():
+            results["dx"] = dy @ own["weight"]
+        if "bias" in full:
+            results["dbias"] = dy.sum(0)
+        return results
 
-    def _own(self, full):
+    def own_parts(self, full):
         """This rank's part of the named full tensors."""
-        # Which dimension is divided between the ranks; None: every rank has all of it.
-        if self.operator == "ag_gemm":
-            dims = {"x": 0, "weight": 0, "bias": 0, "dy": 1, "output": 1}
-        else:
-            dims = {"x": 1, "weight": 1, "bias": None, "dy": 0, "output": 0}
-        dims |= {gradient: dims[name] for name, gradient in GRADIENTS.items()}
-        return {
-            name: t if dims[name] is None else t.tensor_split(self.world_size, dims[name])[self.rank]
-            for name, t in full.items()
-        }
+
+        def part(name, tensor):
+            if name not in self.divided:
+                return tensor
+            return tensor.tensor_split(self.world_size, SIZES[name].index(self.divided[name]))[self.rank]
+
+        return {name: part(_LIKE.get(name, name), tensor) for name, tensor in full.items()}
 
     def call(self, **options):
         return getattr(tdkernels, self.operator)(self.x, self.weight, self.bias, **options)

@@ -66,6 +66,7 @@ def test_tune_goes_through_the_layers_of_a_model(folder, monkeypatch):
         (["ag_gemm", "--shape", "8x8"], "three positive sizes"),
         (["ag_gemm", "--shape", "8xx8"], "whole numbers"),
         (["ag_gemm", "--shape", "7x8x8", "--nproc", "2"], "M = 7 is not divisible by 2 ranks"),
+        (["gemm_ar", "--shape", "7x7x7", "--nproc", "2"], "K = 7 is not divisible by 2 ranks"),
         (["gemm_rs", "--shape", "8x8x9", "--nproc", "2"], "K = 9 is not divisible by 2 ranks"),
         (["ag_gemm", "--shape", "8x8x8", "--nproc", "1"], "at least 2 ranks"),
         (["ag_gemm", "--shape", "8x8x8", "--nproc", "many"], "--nproc must be auto or a number"),

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import tdkernels
-from tdkernels import AgGemmConfig, GemmRsConfig, Tiles
+from tdkernels import AgGemmConfig, GemmArConfig, GemmRsConfig, Tiles
 from tests.ranks import device, on_ranks
 from tests.reference import Case
 
@@ -74,6 +74,10 @@ def rs(**changes):
     return {"config": dataclasses.replace(GemmRsConfig(tiles=TILES), **changes)}
 
 
+def ar(**changes):
+    return {"config": dataclasses.replace(GemmArConfig(tiles=TILES), **changes)}
+
+
 def tiles(**changes):
     return dataclasses.replace(TILES, **changes)
 
@@ -102,6 +106,16 @@ GEMM_RS = {
     "batch not divisible by 2": (lambda: x(3, 2, 8), ValueError, "x [3, 2, 8]", "divisible", "2 ranks"),
 }
 
+GEMM_AR = {
+    "config of gemm_rs": (lambda: rs(), TypeError, "config must be a GemmArConfig or None, not GemmRsConfig"),
+    "unknown method": (lambda: ar(method="nccl"), ValueError, "method", "'nccl'"),
+    "unknown exchange": (lambda: ar(exchange="three_shot"), ValueError, "exchange", "'three_shot'"),
+    "empty items": (lambda: ar(item_tiles=0), ValueError, "item_tiles", "not 0"),
+    "nobody multiplies": (lambda: ar(exchange="one_shot", split_k=0), ValueError, "split_k", "not 0"),
+    "block_k not a power of two": (lambda: ar(tiles=tiles(block_k=48)), ValueError, "block_k", "power of two", "48"),
+    "block_m of one shot": (lambda: ar(exchange="one_shot", tiles=tiles(block_m=8)), ValueError, "block_m", "8"),
+}
+
 
 def of_another_group(ranks):
     """Rank 1's view of a group that it is not in; the others get the world."""
@@ -123,6 +137,7 @@ GROUPS = {
 TABLES = {
     "ag_gemm": {**OPERANDS, **AG_GEMM, **GROUPS},
     "gemm_rs": {**OPERANDS, **GEMM_RS, **GROUPS},
+    "gemm_ar": {**OPERANDS, **GEMM_AR, **GROUPS},
 }
 
 

@@ -24,12 +24,21 @@ from tdkernels.symm import get_timeout, get_workspace, resolve_group
 from tdkernels.symm.group import group_state
 from tests.ops.dense import config_for
 from tests.ranks import a_group, device, fresh_ranks, on_ranks
-from tests.reference import Case
+from tests.reference import DIVIDED, OPERATORS, Case
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-OPERATORS = ["ag_gemm", "gemm_rs"]
 TIMEOUT_S = 2.0
 COPY_ENGINE = {"transport": "copy_engine"}
+TWO_SHOT, ONE_SHOT = {"exchange": "two_shot"}, {"exchange": "one_shot"}
+# Every way in which data goes between the ranks: operator and changes to the config.
+WAYS = [
+    ("ag_gemm", {}),
+    ("ag_gemm", COPY_ENGINE),
+    ("gemm_rs", {}),
+    ("gemm_ar", TWO_SHOT),
+    ("gemm_ar", ONE_SHOT),
+]
+each_way = pytest.mark.parametrize("operator, changes", WAYS, ids=str)
 
 
 def synchronize():
@@ -69,11 +78,17 @@ CALLS = [
     ("gemm_rs", FP32, (5, 3, 7), {}),
     ("ag_gemm", FP32, (66, 20, 70), {}),
     ("ag_gemm", FP16, (9, 70, 3), COPY_ENGINE),
+    ("gemm_ar", BF16, (5, 3, 7), TWO_SHOT),
+    ("gemm_ar", FP32, (9, 70, 33), ONE_SHOT),
     ("gemm_rs", BF16, (66, 70, 20), {}),
     ("gemm_rs", FP16, (1, 5, 9), {"item_tiles": 1}),
+    ("gemm_ar", FP16, (140, 70, 20), {**TWO_SHOT, "item_tiles": 1}),
+    ("gemm_ar", BF16, (1, 5, 70), {**ONE_SHOT, "split_k": 2}),
     ("ag_gemm", FP16, (1, 3, 7), {}),
     ("ag_gemm", BF16, (70, 5, 33), COPY_ENGINE),
     ("gemm_rs", FP32, (70, 33, 40), {}),
+    ("gemm_ar", FP32, (70, 33, 40), TWO_SHOT),
+    ("gemm_ar", FP16, (66, 20, 7), ONE_SHOT),
 ]
 
 
@@ -150,9 +165,13 @@ ONE_TILE, FOUR_TILES = (20, 9, 7), (70, 66, 7)
         (2, "ag_gemm", {}, ONE_TILE, 12),
         (2, "ag_gemm", COPY_ENGINE, ONE_TILE, 12),
         (2, "gemm_rs", {}, ONE_TILE, 16),
+        (2, "gemm_ar", TWO_SHOT, ONE_TILE, 12),
+        (2, "gemm_ar", ONE_SHOT, ONE_TILE, 12),
         (3, "ag_gemm", {}, FOUR_TILES, 3),
         (3, "ag_gemm", COPY_ENGINE, FOUR_TILES, 3),
         (3, "gemm_rs", {"item_tiles": 1}, FOUR_TILES, 3),
+        (3, "gemm_ar", {**TWO_SHOT, "item_tiles": 1}, FOUR_TILES, 3),
+        (3, "gemm_ar", {**ONE_SHOT, "split_k": 2}, FOUR_TILES, 3),
     ],
     ids=str,
 )
@@ -173,7 +192,7 @@ def waits_for_a_slow_rank(operator, changes):
         case.check({"output": output, **case.gradients()})
 
 
-@pytest.mark.parametrize("operator, changes", [("ag_gemm", {}), ("ag_gemm", COPY_ENGINE), ("gemm_rs", {})], ids=str)
+@each_way
 def test_slow_rank(operator, changes):
     on_ranks(3, waits_for_a_slow_rank, operator, changes)
 
@@ -199,10 +218,10 @@ def test_more_plans_than_numbers():
 
 
 def computes_in_group(group, rank, world_size, seed):
-    """Both operators in one group; groups that run at the same time have other shapes."""
-    for operator in OPERATORS:
+    """Every operator in one group; groups that run at the same time have other shapes."""
+    for operator, changes in WAYS:
         case = Case(operator, BF16, 9 + 5 * seed, 7, 11 + seed, rank=rank, world_size=world_size, seed=seed)
-        case.check(case.run(group=group))
+        case.check(case.run(group=group, config=config_for(case, **changes)))
 
 
 def uses_two_kinds_of_groups(divisions):
@@ -262,11 +281,11 @@ def frees_a_destroyed_group():
     gc.collect()
     before = mapped()
     group = dist.new_group()
-    for operator in OPERATORS:
+    for operator, changes in WAYS:
         case = Case(operator, FP32, 5, 3, 7, exact=True)
-        case.check(case.run(group=group))
+        case.check(case.run(group=group, config=config_for(case, **changes)))
     names = [workspace.name for workspace in group_state(group).workspaces.values()]
-    assert {"ag_gemm", "gemm_rs"} <= set(names)
+    assert {"ag_gemm", "gemm_rs", "gemm_ar", "gemm_ar one shot"} <= set(names)
     workspaces = [weakref.ref(get_workspace(group, device(), name)) for name in names]
     assert device().type != "cpu" or mapped() > before
     dist.destroy_process_group(group)
@@ -314,44 +333,47 @@ def test_destroyed_group_is_forgotten_with_its_errors():
 
 def test_without_a_process_group():
     assert not dist.is_initialized()
-    for operator in (tdkernels.ag_gemm, tdkernels.gemm_rs):
+    for operator in OPERATORS:
         with pytest.raises(ValueError, match="init_process_group"):
-            operator(torch.ones(2, 3), torch.ones(4, 3))
+            getattr(tdkernels, operator)(torch.ones(2, 3), torch.ones(4, 3))
 
 
 # ---- ranks that do not agree ----
 
-# What rank 1 of three does otherwise, the name of the field, and its values there and elsewhere. Everybody else makes
-# a call with rows, n, k = 6, 4, 8 in fp32.
+# What rank 1 of three does otherwise; which field says so; and its values there and elsewhere, or how they are had from
+# a case. Everybody else makes a call with rows, n, k = 6, 4, 8 in fp32.
 DISAGREEMENTS = {
-    "rows": (dict(rows=9), {"ag_gemm": "M/W", "gemm_rs": "M"}, {"ag_gemm": (9, 6), "gemm_rs": (27, 18)}),
-    "n": (dict(n=5), {"ag_gemm": "N/W", "gemm_rs": "N"}, (5, 4)),
-    "k": (dict(k=7), {"ag_gemm": "K", "gemm_rs": "K/W"}, (7, 8)),
-    "dtype": (dict(dtype=FP16), "dtype", ('"torch.float16"', '"torch.float32"')),
+    "rows": (dict(rows=9), "M", lambda case: case.x.shape[0]),
+    "n": (dict(n=5), "N", lambda case: case.weight.shape[0]),
+    "k": (dict(k=7), "K", lambda case: case.weight.shape[1]),
+    "dtype": (dict(dtype=FP16), "dtype", lambda case: f'"{case.dtype}"'),
     "method": (dict(config={"method": "torch"}), "config", ("method=torch", "left to autotune (off)")),
-    "no rows": (dict(rows=0), {"ag_gemm": "M/W", "gemm_rs": "M"}, {"ag_gemm": (0, 6), "gemm_rs": (0, 18)}),
-    "operator": ({}, "operator", {"ag_gemm": ("gemm_rs", "ag_gemm"), "gemm_rs": ("ag_gemm", "gemm_rs")}),
+    "no rows": (dict(rows=0), "M", lambda case: case.x.shape[0]),
+    "operator": ({}, "operator", lambda case: case.operator),
 }  # fmt: skip
+
+
+def field_name(operator, field):
+    """M, N or K as a rank has it in its operands; any other field has but one name."""
+    divided = {DIVIDED[operator].get("x"), DIVIDED[operator].get("weight")}
+    return f"{field}/W" if field in divided else field
 
 
 def disagrees(operator, what):
     otherwise, field, values = DISAGREEMENTS[what]
-    field = field if isinstance(field, str) else field[operator]
-    there, elsewhere = values if isinstance(values, tuple) else values[operator]
+    otherwise = dict(otherwise)
+    changes = otherwise.pop("config", {})
+    if what == "operator":
+        otherwise["operator"] = OPERATORS[OPERATORS.index(operator) - 1]
     call = {"operator": operator, "dtype": FP32, "rows": 6, "n": 4, "k": 8}
-    changes = {}
-    if dist.get_rank() == 1:
-        otherwise = dict(otherwise)
-        changes = otherwise.pop("config", {})
-        call |= otherwise
-        if what == "operator":
-            call["operator"] = next(name for name in OPERATORS if name != operator)
+    there, elsewhere = (Case(**call | different, exact=True) for different in (otherwise, {}))
+    case, changes = (there, changes) if dist.get_rank() == 1 else (elsewhere, {})
+    there, elsewhere = values if isinstance(values, tuple) else (values(there), values(elsewhere))
     with a_group() as group:
-        case = Case(**call, exact=True)
         error = failure_of(case.call, group=group, config=config_for(case, **changes))
         assert type(error) is ValueError, repr(error)
         text = str(error)
-        expected = [f"{field} is ", f"{elsewhere}", "on ranks 0, 2", f"{there}", "on rank 1"]
+        expected = [f"{field_name(operator, field)} is ", f"{elsewhere}", "on ranks 0, 2", f"{there}", "on rank 1"]
         assert all(part in text for part in expected), f"{expected} in {text}"
         # Nobody has launched anything, so the group is as good as before.
         after = Case(operator, FP32, 6, 4, 8, exact=True)
@@ -365,21 +387,21 @@ def test_disagreement_is_named_on_every_rank(operator, what):
     on_ranks(3, disagrees, operator, what)
 
 
-def is_not_fooled_by_a_known_shape(operator, changes, shapes):
-    """Both shapes have been used before, so nobody asks the others; only the signals can tell."""
+def is_not_fooled_by_a_known_plan(operator, shapes, changes):
+    """Both shapes and configs have been used before, so nobody asks the others; only the signals can tell."""
     with a_group() as group:
         cases = [Case(operator, FP32, *shape, exact=True, seed=i) for i, shape in enumerate(shapes)]
-        for case in cases * 2:
-            case.check(case.run(group=group, config=config_for(case, **changes)))
+        configs = [config_for(case, **change) for case, change in zip(cases, changes)]
+        for case, config in [*zip(cases, configs)] * 2:
+            case.check(case.run(group=group, config=config))
         dist.barrier()
-        case = cases[dist.get_rank() == 1]
-        config = config_for(case, **changes)
+        number = int(dist.get_rank() == 1)
         with timeout(1.0):
-            error = failure_of(case.call, group=group, config=config)
+            error = failure_of(cases[number].call, group=group, config=configs[number])
         assert isinstance(error, PlanMismatchError | PeerTimeoutError), repr(error)
         assert operator in str(error)
         # There is no way back for this group: the ranks no longer know what is in their memory.
-        again = failure_of(case.call, group=group, config=config)
+        again = failure_of(cases[number].call, group=group, config=configs[number])
         assert type(again) is type(error) and str(again) == str(error), repr(again)
         del group
     after = Case(operator, FP32, *shapes[0], exact=True)
@@ -387,9 +409,24 @@ def is_not_fooled_by_a_known_shape(operator, changes, shapes):
 
 
 @pytest.mark.parametrize("other", [(71, 6, 5), (140, 6, 5), (70, 7, 5), (70, 6, 9)], ids=str)
-@pytest.mark.parametrize("operator, changes", [("ag_gemm", {}), ("ag_gemm", COPY_ENGINE), ("gemm_rs", {})], ids=str)
+@each_way
 def test_known_but_different_shapes_never_give_a_result(operator, changes, other):
-    on_ranks(3, is_not_fooled_by_a_known_shape, operator, changes, [(70, 6, 5), other])
+    on_ranks(3, is_not_fooled_by_a_known_plan, operator, [(70, 6, 5), other], [changes, changes])
+
+
+@pytest.mark.parametrize(
+    "operator, changes",
+    [
+        ("ag_gemm", [{"transport": "push"}, COPY_ENGINE]),
+        ("gemm_rs", [{"item_tiles": 1}, {"item_tiles": 2}]),
+        ("gemm_ar", [{**TWO_SHOT, "item_tiles": 1}, {**TWO_SHOT, "item_tiles": 2}]),
+        ("gemm_ar", [{**ONE_SHOT, "split_k": 1}, {**ONE_SHOT, "split_k": 2}]),
+        ("gemm_ar", [TWO_SHOT, ONE_SHOT]),
+    ],
+    ids=str,
+)
+def test_known_but_different_configs_never_give_a_result(operator, changes):
+    on_ranks(3, is_not_fooled_by_a_known_plan, operator, [(70, 6, 5), (70, 6, 5)], changes)
 
 
 def meets_a_new_shape(operator):
@@ -420,37 +457,50 @@ def test_new_shape_on_one_rank_only(operator):
 # ---- ranks that do not come ----
 
 
-def loses_rank_1(operator, known):
+def loses_rank_1(operator, changes, known):
     case, new = (Case(operator, FP32, rows, 4, 8, exact=True) for rows in (6, 7))
+    config = config_for(case, **changes)
     for _ in range(2):
-        case.check(case.run())
+        case.check(case.run(config=config))
     tdkernels.set_timeout(TIMEOUT_S)
     dist.barrier()
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     start = time.monotonic()
-    error = failure_of((case if known else new).call)
+    error = failure_of((case if known else new).call, config=config)
     assert time.monotonic() - start < TIMEOUT_S + 5.0
-    again = failure_of(case.call)
+    again = failure_of(case.call, config=config)
     assert again is not None
     if known:
         assert str(again) == str(error)
     raise error
 
 
-@pytest.mark.parametrize("operator, known", [("ag_gemm", True), ("gemm_rs", True), ("ag_gemm", False)])
-def test_killed_rank(operator, known):
+@pytest.mark.parametrize(
+    "operator, changes, known",
+    [
+        ("ag_gemm", {}, True),
+        ("gemm_rs", {}, True),
+        ("gemm_ar", TWO_SHOT, True),
+        ("gemm_ar", ONE_SHOT, True),
+        ("ag_gemm", {}, False),
+    ],
+    ids=str,
+)
+def test_killed_rank(operator, changes, known):
     with fresh_ranks(3) as pool, pytest.raises(RankError) as caught:
-        pool.run(loses_rank_1, operator, known)
+        pool.run(loses_rank_1, operator, changes, known)
     exceptions = caught.value.exceptions
     assert isinstance(exceptions[1], ChildProcessError)
     for rank in (0, 2):
         error = exceptions[rank]
         assert type(error) is PeerTimeoutError, repr(error)
-        assert (error.operator, error.rank, error.peer, error.timeout_s) == (operator, rank, 1, TIMEOUT_S)
+        assert (error.operator, error.rank, error.timeout_s) == (operator, rank, TIMEOUT_S)
+        # In two shots rank 0 sums up the only tile: it misses rank 1, while rank 2 misses the sum.
+        assert error.peer == 1 or (changes == TWO_SHOT and (rank, error.peer) == (2, 0))
         assert error.seen < error.expected
         assert (error.signal == "agreement") == (not known)
-        for words in (operator, f"rank {rank} waited", "rank 1", "TDKERNELS_TIMEOUT_S"):
+        for words in (operator, f"rank {rank} waited", f"rank {error.peer}", "TDKERNELS_TIMEOUT_S"):
             assert words in str(error)
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.ranks import on_ranks
-from tests.reference import Case, assert_close, relative_error
+from tests.reference import OPERATORS, Case, assert_close, relative_error
 
 
 def test_bound_is_twice_the_error_of_plain_torch():
@@ -59,6 +59,6 @@ def notices_a_wrong_element(operator, exact):
 
 
 @pytest.mark.parametrize("exact", [False, True])
-@pytest.mark.parametrize("operator", ["ag_gemm", "gemm_rs"])
+@pytest.mark.parametrize("operator", OPERATORS)
 def test_a_wrong_element_is_noticed(operator, exact):
     on_ranks(2, notices_a_wrong_element, operator, exact)

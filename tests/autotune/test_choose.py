@@ -5,6 +5,7 @@ import logging
 import os
 import re
 from dataclasses import replace
+from importlib import import_module
 
 import pytest
 import torch
@@ -16,19 +17,18 @@ from tdkernels.autotune import cache, choose, table, tuner
 from tdkernels.autotune.hardware import Hardware
 from tdkernels.autotune.operator import tunable, versions
 from tdkernels.autotune.problem import Problem, gpu_name
-from tdkernels.ops import _dense_tuning, _device, ag_gemm_kernel, gemm_rs_kernel
-from tdkernels.ops import ag_gemm as ag_gemm_op
-from tdkernels.ops import gemm_rs as gemm_rs_op
+from tdkernels.ops import _dense_tuning, _device
 from tdkernels.symm.group import group_state
 from tests.autotune.entries import cache_in
 from tests.ranks import a_group, device, fresh_ranks, on_ranks
-from tests.reference import Case
+from tests.reference import OPERATORS, Case, whole_shape
 
 FP32 = torch.float32
-OPERATORS = ["ag_gemm", "gemm_rs"]
-# Rows, n and k of a rank, see Case; on two ranks M, N, K of AG-GEMM are 32, 32, 16 and of GEMM-RS 32, 16, 32.
+# Rows, n and k of a rank, see Case; on two ranks M, N, K of AG-GEMM are 32, 32, 16, of GEMM-RS 32, 16, 32 and of
+# GEMM-AR 16, 16, 32.
 ROWS, N, K = 16, 16, 16
-KERNELS = {"ag_gemm": ag_gemm_kernel, "gemm_rs": gemm_rs_kernel}
+# By which the gradient of x is computed.
+DUAL = {"ag_gemm": "gemm_rs", "gemm_rs": "ag_gemm"}
 
 
 @contextlib.contextmanager
@@ -45,7 +45,7 @@ def case_of(operator, rows=ROWS, seed=0):
 
 def problem_of(operator, shape=None, layout="nk", world_size=2):
     if shape is None:
-        shape = (2 * ROWS, 2 * N, K) if operator == "ag_gemm" else (2 * ROWS, N, 2 * K)
+        shape = whole_shape(operator, ROWS, N, K, 2)
     return Problem(operator, gpu_name(device()), world_size, world_size, "float32", layout, shape)
 
 
@@ -92,8 +92,9 @@ def recorded():
     """The configs that run within, by operator; "torch" for the plain sequence of a forward."""
     ran = {operator: [] for operator in OPERATORS}
     with pytest.MonkeyPatch.context() as patch:
-        for operator, module in (("ag_gemm", ag_gemm_op), ("gemm_rs", gemm_rs_op)):
-            launch, plain = KERNELS[operator].launch, getattr(module, f"{operator}_ref")
+        for operator in OPERATORS:
+            module, kernel = (import_module(f"tdkernels.ops.{name}") for name in (operator, f"{operator}_kernel"))
+            launch, plain = kernel.launch, getattr(module, f"{operator}_ref")
 
             def launch_(x, weight, bias, group, config, *args, ran=ran[operator], launch=launch, **options):
                 ran.append(config)
@@ -103,7 +104,7 @@ def recorded():
                 ran.append("torch")
                 return plain(*args, **options)
 
-            patch.setattr(KERNELS[operator], "launch", launch_)
+            patch.setattr(kernel, "launch", launch_)
             patch.setattr(module, f"{operator}_ref", plain_)
         yield ran
 
@@ -150,7 +151,7 @@ def run_of(operator, group, rows=ROWS, **options):
     if not choices:
         return config, None
     [((problem, mode), choice)] = choices.items()
-    assert mode == autotune.get_mode() and problem.shape[0] == 2 * rows
+    assert mode == autotune.get_mode() and problem.shape == case.shape
     assert choice.config == config or config == choice.config.method == "torch"
     return config, choice.source
 
@@ -485,7 +486,7 @@ def test_tracing_neither_looks_up_nor_tunes(tmp_path, mode):
 
 def goes_backward(folder, operator, method):
     """The product of dx is the other operator, with the weight as [K, N]."""
-    dual = next(name for name in OPERATORS if name != operator)
+    dual = DUAL[operator]
     m, n, k = problem_of(operator).shape
     tuned = config_of(dual, 3) if method == "fused" else {"method": "torch"}
     with a_group() as group, tables_in(folder):
@@ -495,7 +496,8 @@ def goes_backward(folder, operator, method):
         case = case_of(operator)
         with recorded() as ran:
             case.check(case.run(group=group))
-        assert ran == {operator: [untuned(operator)], dual: [tuned] if method == "fused" else []}
+        expected = {operator: [untuned(operator)], dual: [tuned] if method == "fused" else []}
+        assert ran == {**dict.fromkeys(OPERATORS, []), **expected}
         choices = {problem: choice for (problem, _), choice in group_state(group).choices.items()}
         backward = problem_of(dual, (m, k, n), "kn")
         assert choices.keys() == {problem_of(operator), backward} and choices[backward].source == "cache"
@@ -509,7 +511,7 @@ def goes_backward(folder, operator, method):
 
 
 @pytest.mark.parametrize("method", ["fused", "torch"])
-@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("operator", DUAL)
 def test_the_backward_takes_what_was_tuned_for_it(tmp_path, operator, method):
     on_ranks(2, goes_backward, tmp_path, operator, method)
 
@@ -553,7 +555,7 @@ def test_the_tests_look_up_nothing_unless_they_say_so():
 # ---- where nobody has tuned ----
 
 
-@pytest.mark.parametrize("operator", ["ag_gemm", "gemm_rs"])
+@pytest.mark.parametrize("operator", OPERATORS)
 def test_without_a_table_few_rows_run_in_sequence_on_a_gpu(operator, monkeypatch):
     """As on a GPU, which need not be there: what the host takes for a fused call is more than a small product takes."""
     rates = Hardware(790e12, 4.3e12, 380e9, 132, measured=True)

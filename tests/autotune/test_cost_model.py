@@ -10,10 +10,13 @@ from tdkernels.autotune.hardware import _MEASURED, Hardware
 from tdkernels.autotune.operator import tunable
 from tdkernels.autotune.problem import Problem
 from tdkernels.ops import _device
-from tests.autotune.tuning import OPERATORS
+from tests.reference import OPERATORS
 
 H200 = Hardware(*_MEASURED["NVIDIA H200"], num_sms=132, measured=True)
 GPU = torch.device("cuda", 0)
+SHAPES = [(2, 64, 64, 64), (4, 8192, 57344, 8192), (8, 512, 8192, 28672), (3, 99, 51, 303)]
+# One that no rank could have a part of, for those that divide it by K alone.
+OTHERS = {"gemm_ar": [(4, 1, 8191, 28672)]}
 
 
 @pytest.fixture
@@ -33,7 +36,7 @@ def configs_of(op, problem):
 def test_no_estimate_is_below_the_floors_and_a_slower_link_never_helps(an_h200, operator, dtype):
     op = tunable(operator)
     slower = replace(H200, link=H200.link / 4)
-    for world_size, *shape in ((2, 64, 64, 64), (4, 8192, 57344, 8192), (8, 512, 8192, 28672), (3, 99, 51, 303)):
+    for world_size, *shape in SHAPES + OTHERS.get(operator, []):
         problem = Problem(operator, "NVIDIA H200", world_size, world_size, dtype, "nk", tuple(shape))
         assert op.why_not(problem) is None
         floors = op.floors(problem)
@@ -65,3 +68,17 @@ def test_twice_the_work_takes_longer(an_h200, operator):
         large = replace(small, shape=tuple(size * (1 + (i == number)) for i, size in enumerate(shape)))
         for config in configs_of(op, small):
             assert op.estimate_ms(config, large, H200) > op.estimate_ms(config, small, H200), config
+
+
+def test_one_shot_is_for_few_rows(an_h200):
+    """It sends more than two shots do, but they wait twice."""
+    op = tunable("gemm_ar")
+    faster = {}
+    for m in (1, 8192):
+        problem = Problem("gemm_ar", "NVIDIA H200", 8, 8, "bfloat16", "nk", (m, 8192, 8192))
+        default = op.default(problem, GPU)
+        faster[m] = min(
+            ("one_shot", "two_shot"),
+            key=lambda exchange: op.estimate_ms(replace(default, exchange=exchange), problem, H200),
+        )
+    assert faster == {1: "one_shot", 8192: "two_shot"}

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import tdkernels
-from tdkernels import AgGemmConfig, GemmRsConfig, Tiles, autotune, explain
+from tdkernels import AgGemmConfig, GemmArConfig, GemmRsConfig, Tiles, autotune, explain
 from tdkernels.autotune import cache, table
 from tdkernels.autotune.choose import Choice
 from tdkernels.autotune.explain import explanation
@@ -19,16 +19,17 @@ from tdkernels.autotune.problem import Problem, gpu_name
 from tdkernels.symm.group import GroupState, group_state
 from tests.autotune.entries import cache_in
 from tests.ranks import a_group, device, on_ranks
-from tests.reference import Case
+from tests.reference import OPERATORS, Case
 
 FP32 = torch.float32
-OPERATORS = ["ag_gemm", "gemm_rs"]
 SHAPE = (64, 32, 96)  # M, N, K, for two ranks
 # Of this process, which is no rank.
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu", 0)
+TILES = Tiles(32, 64, 32, num_warps=4, num_stages=2)
 TUNED = {
-    "ag_gemm": AgGemmConfig(tiles=Tiles(32, 64, 32, num_warps=4, num_stages=2), num_comm_sms=3),
-    "gemm_rs": GemmRsConfig(tiles=Tiles(32, 64, 32, num_warps=4, num_stages=2), item_tiles=3),
+    "ag_gemm": AgGemmConfig(tiles=TILES, num_comm_sms=3),
+    "gemm_rs": GemmRsConfig(tiles=TILES, item_tiles=3),
+    "gemm_ar": GemmArConfig(tiles=TILES, item_tiles=3),
 }
 
 
@@ -63,9 +64,10 @@ def explained(operator, *shapes, **options):
 
 
 def floors_of(problem, rates):
-    """ms of computation and wire, by hand: both operators multiply M x N x K / W and move what W - 1 peers send."""
+    """ms of computation and wire, by hand: all multiply M x N x K / W, and gather or scatter rows of W - 1 peers."""
     (m, n, k), ranks = problem.shape, problem.world_size
-    moved = m // ranks * (k if problem.operator == "ag_gemm" else n) * 4 * (ranks - 1)
+    width = {"ag_gemm": k, "gemm_rs": n, "gemm_ar": 2 * n}[problem.operator]  # an all-reduce does both
+    moved = m / ranks * width * 4 * (ranks - 1)
     return 2 * m * n * k / ranks / rates.flops * 1e3, moved / rates.link * 1e3
 
 
@@ -96,6 +98,7 @@ def shows(result, *lines):
 CONFIG_LINES = {
     "ag_gemm": "  config      method=fused tiles=32/64/32/8/4/2 transport=push num_comm_sms=3 chunk_tiles=1",
     "gemm_rs": "  config      method=fused tiles=32/64/32/8/4/2 item_tiles=3",
+    "gemm_ar": "  config      method=fused exchange=two_shot tiles=32/64/32/8/4/2 item_tiles=3 split_k=1",
 }
 
 
@@ -219,14 +222,18 @@ def test_mode_off_knows_no_tables():
 
 
 def test_by_name_and_by_function():
-    for name, function in (("ag_gemm", tdkernels.ag_gemm), ("gemm_rs", tdkernels.gemm_rs)):
-        assert explained(function) == explained(name)
+    for name in OPERATORS:
+        assert explained(getattr(tdkernels, name)) == explained(name)
         assert explained(name).problem.operator == name
     assert tdkernels.explain is explain
 
 
 # Operands of a rank of two, for SHAPE.
-OPERANDS = {"ag_gemm": ((32, 96), (16, 96)), "gemm_rs": ((64, 48), (32, 48))}
+OPERANDS = {
+    "ag_gemm": ((32, 96), (16, 96)),
+    "gemm_rs": ((64, 48), (32, 48)),
+    "gemm_ar": ((64, 48), (32, 48)),
+}
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
@@ -265,6 +272,7 @@ def test_layout_of_a_transposed_weight(operator):
         ((65, 32, 96), {}, "ag_gemm: M = 65 is not divisible by 2 ranks"),
         ((64, 33, 96), {}, "ag_gemm: N = 33 is not divisible by 2 ranks"),
         ((64, 32, 97), {"operator": "gemm_rs"}, "gemm_rs: K = 97 is not divisible by 2 ranks"),
+        ((65, 33, 97), {"operator": "gemm_ar"}, "gemm_ar: K = 97 is not divisible by 2 ranks"),
         (((65, 48), (32, 48)), {"operator": "gemm_rs"}, "gemm_rs: M = 65 is not divisible by 2 ranks"),
         ((64, 0, 96), {}, "three positive sizes"),
         ((64, 32), {}, "three positive sizes"),
@@ -283,6 +291,10 @@ def test_bad_arguments(shapes, options, message):
     options = dict(options)  # the parameter itself is there for later repetitions
     with pytest.raises(ValueError, match=message):
         explained(options.pop("operator", "ag_gemm"), *shapes, **options)
+
+
+def test_an_all_reduce_takes_any_number_of_rows_and_columns():
+    assert explained("gemm_ar", 65, 33, 96) == explained("gemm_ar", (65, 48), (33, 48))
 
 
 @pytest.mark.parametrize("config", [GemmRsConfig(), GemmRsConfig(method="torch"), "fused"], ids=str)

@@ -16,7 +16,6 @@ from tdkernels.symm import get_timeout
 from tests.autotune.entries import cache_in
 from tests.autotune.tuning import (
     FP32,
-    OPERATORS,
     SHAPE,
     SHAPES,
     candidates,
@@ -26,6 +25,7 @@ from tests.autotune.tuning import (
     unharmed,
 )
 from tests.ranks import a_group, device, on_ranks
+from tests.reference import OPERATORS
 
 # ---- what it finds ----
 
@@ -80,10 +80,10 @@ def test_all_ranks_find_the_same_entry_and_keep_it(tmp_path, world_size, operato
 
 
 def tunes_other_layouts_and_dtypes(folder):
-    for operator, dtype, layout in (("ag_gemm", torch.bfloat16, "kn"), ("gemm_rs", torch.float16, "kn")):
+    for operator, dtype in (("ag_gemm", torch.bfloat16), ("gemm_rs", torch.float16), ("gemm_ar", torch.bfloat16)):
         with cache_in(folder), unharmed(None):
-            entry = tune(operator, 64, 64, 64, dtype=dtype, layout=layout).entry
-        assert (entry.problem.layout, entry.problem.dtype) == (layout, str(dtype).removeprefix("torch."))
+            entry = tune(operator, 64, 64, 64, dtype=dtype, layout="kn").entry
+        assert (entry.problem.layout, entry.problem.dtype) == ("kn", str(dtype).removeprefix("torch."))
         assert entry.plain_ms and entry.default_ms
 
 
@@ -237,10 +237,11 @@ def test_without_time_default_and_plain_are_compared(tmp_path):
 # ---- problems that are none ----
 
 BAD = {
-    "operator": (("all_reduce", 64, 64, 64), {}, "operator must be one of ag_gemm, gemm_rs, not 'all_reduce'"),
+    "operator": (("all_reduce", 64, 64, 64), {}, "operator must be one of ag_gemm, gemm_ar, gemm_rs, not 'all_reduce'"),
     "M": (("ag_gemm", 65, 64, 64), {}, "ag_gemm: M = 65 is not divisible by 2 ranks"),
     "N": (("ag_gemm", 64, 65, 64), {}, "ag_gemm: N = 65 is not divisible by 2 ranks"),
     "K": (("gemm_rs", 64, 64, 65), {}, "gemm_rs: K = 65 is not divisible by 2 ranks"),
+    "K of gemm_ar": (("gemm_ar", 65, 65, 65), {}, "gemm_ar: K = 65 is not divisible by 2 ranks"),
     "zero": (("gemm_rs", 64, 0, 64), {}, r"three positive sizes M, N and K, not \(64, 0, 64\)"),
     "negative": (("gemm_rs", -64, 64, 64), {}, r"three positive sizes .*\(-64, 64, 64\)"),
     "no integer": (("gemm_rs", 64.0, 64, 64), {}, r"three positive sizes .*\(64.0, 64, 64\)"),

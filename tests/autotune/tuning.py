@@ -13,10 +13,9 @@ from tdkernels.autotune.problem import Problem, gpu_name
 from tdkernels.symm import get_timeout, resolve_group
 from tdkernels.symm.group import group_state
 from tests.ranks import device
-from tests.reference import Case
+from tests.reference import OPERATORS, Case
 
 FP32 = torch.float32
-OPERATORS = ["ag_gemm", "gemm_rs"]
 # M, N, K; with three ranks a shard has more than one tile of the smaller kind.
 SHAPES = {2: (64, 64, 64), 3: (192, 96, 96)}
 SHAPE = (48, 48, 48)  # for two ranks and for three

@@ -1,7 +1,8 @@
-"""torch.compile traces through both operators; torch.library's own checks of an operator pass."""
+"""torch.compile traces through the operators; torch.library's own checks of an operator pass."""
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import tdkernels
@@ -26,6 +27,14 @@ class Mlp(nn.Module):
         return tdkernels.gemm_rs(h, self.down, self.down_bias)
 
 
+class MlpOfAllRows(Mlp):
+    """The same where every rank has all rows."""
+
+    def forward(self, x):
+        h = torch.relu(F.linear(x, self.up, self.up_bias))
+        return tdkernels.gemm_ar(h, self.down, self.down_bias, config=self.config)
+
+
 def _backend():
     # The CPU's inductor would need a C++ compiler and much time; it sees the operators through the same graph.
     return "inductor" if device().type == "cuda" else "aot_eager"
@@ -40,10 +49,10 @@ def _run(module, x):
     return [y.detach(), *gradients]
 
 
-def compiled_equals_eager(config):
+def compiled_equals_eager(mlp, config):
     torch._dynamo.reset()
     torch.manual_seed(torch.distributed.get_rank())
-    module = Mlp(config).to(device())
+    module = mlp(config).to(device())
     compiled = torch.compile(module, fullgraph=True, backend=_backend())
     for rows in (4, 4, 6):  # the third call meets a shape that was not traced
         x = torch.randn(2, rows, HIDDEN, device=device())
@@ -62,6 +71,7 @@ def opchecks():
         "ag_gemm": (x[:3], weight, bias, group, ""),
         "ag_gemm_backward": (dy, x[:3], weight, True, True, group, ""),
         "gemm_rs": (x, weight, bias, group, ""),
+        "gemm_ar": (x, weight, bias, group, ""),
         "gemm_rs_backward": (dy[:3].contiguous(), x, weight, True, True, True, group, ""),
     }
     for name, arguments in calls.items():
@@ -70,9 +80,18 @@ def opchecks():
         )
 
 
-@pytest.mark.parametrize("config", [None, tdkernels.AgGemmConfig(method="torch")], ids=["default", "explicit"])
-def test_fullgraph(config):
-    on_ranks(2, compiled_equals_eager, config)
+@pytest.mark.parametrize(
+    "mlp, config",
+    [
+        (Mlp, None),
+        (Mlp, tdkernels.AgGemmConfig(method="torch")),
+        (MlpOfAllRows, None),
+        (MlpOfAllRows, tdkernels.GemmArConfig(exchange="one_shot", split_k=2)),
+    ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else "explicit" if value else "default",
+)
+def test_fullgraph(mlp, config):
+    on_ranks(2, compiled_equals_eager, mlp, config)
 
 
 def test_opcheck():

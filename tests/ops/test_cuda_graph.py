@@ -1,15 +1,22 @@
-"""Both operators in a CUDA graph: captured once, replayed with new data any number of times, between eager calls."""
+"""Each operator in a CUDA graph: captured once, replayed with new data any number of times, between eager calls."""
 
 import pytest
 import torch
 
 import tdkernels
 from tests.ranks import DEVICE, a_group, on_ranks
-from tests.reference import Case
+from tests.reference import OPERATORS, Case
 
 pytestmark = pytest.mark.skipif(DEVICE == "cpu" or not torch.cuda.is_available(), reason="CUDA graphs need GPUs")
 
 SHAPE = (64, 72, 136)
+# Each has a workspace of its own.
+CONFIGS = {
+    "ag_gemm": None,
+    "gemm_rs": None,
+    "gemm_ar": tdkernels.GemmArConfig(exchange="two_shot"),
+    "gemm_ar in one shot": tdkernels.GemmArConfig(exchange="one_shot", split_k=2),
+}
 
 
 def _new_case(operator, seed):
@@ -63,12 +70,12 @@ def replays_with_new_data(operator, config):
         other.check(other.run())
 
 
-def survives_growth_of_the_workspace(operator):
+def survives_growth_of_the_workspace(operator, config):
     """A graph keeps the buffer that it was captured with when later calls need a larger one."""
     static = _new_case(operator, seed=0)
-    graph, results = _capture(static, None)
+    graph, results = _capture(static, config)
     large = Case(operator, torch.bfloat16, 8 * SHAPE[0], 2 * SHAPE[1], 4 * SHAPE[2])
-    large.check(large.run())
+    large.check(large.run(config=config))
     for seed in (1, 2, 3):
         fresh = _new_case(operator, seed)
         _refill(static, fresh)
@@ -88,25 +95,23 @@ def refuses_to_capture_a_new_shape(operator):
         del group
 
 
+def each_config(**others):
+    configs = CONFIGS | others
+    cases = [pytest.param(name.split()[0], config, id=name) for name, config in configs.items()]
+    return pytest.mark.parametrize("operator, config", cases)
+
+
 @pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize(
-    "operator, config",
-    [
-        ("ag_gemm", None),
-        ("ag_gemm", tdkernels.AgGemmConfig(transport="copy_engine")),
-        ("gemm_rs", None),
-    ],
-    ids=["ag_gemm", "ag_gemm by copy engine", "gemm_rs"],
-)
+@each_config(**{"ag_gemm by copy engine": tdkernels.AgGemmConfig(transport="copy_engine")})
 def test_replay(world_size, operator, config):
     on_ranks(world_size, replays_with_new_data, operator, config)
 
 
-@pytest.mark.parametrize("operator", ["ag_gemm", "gemm_rs"])
-def test_growth(operator):
-    on_ranks(2, survives_growth_of_the_workspace, operator)
+@each_config()
+def test_growth(operator, config):
+    on_ranks(2, survives_growth_of_the_workspace, operator, config)
 
 
-@pytest.mark.parametrize("operator", ["ag_gemm", "gemm_rs"])
+@pytest.mark.parametrize("operator", OPERATORS)
 def test_new_shape(operator):
     on_ranks(2, refuses_to_capture_a_new_shape, operator)

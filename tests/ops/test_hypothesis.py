@@ -4,9 +4,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tdkernels import AgGemmConfig, GemmRsConfig, Tiles
+from tdkernels import AgGemmConfig, GemmArConfig, GemmRsConfig, Tiles
+from tests.ops.dense import has_the_bits_of_rank_0
 from tests.ranks import DEVICE, on_ranks
-from tests.reference import Case
+from tests.reference import OPERATORS, Case
 
 # A GPU compiles a kernel for each tile, dtype and kind of alignment, so it gets fewer kinds and fewer examples.
 ON_GPU = DEVICE == "cuda"
@@ -22,20 +23,24 @@ CONFIGS = {
         chunk_tiles=st.integers(1, 3),
     ),
     "gemm_rs": st.builds(GemmRsConfig, tiles=st.none() | TILES, item_tiles=st.integers(1, 5)),
+    "gemm_ar": st.builds(GemmArConfig, tiles=st.none() | TILES, item_tiles=st.integers(1, 5))
+    | st.builds(GemmArConfig, exchange=st.just("one_shot"), tiles=st.none() | TILES, split_k=st.integers(1, 4)),
 }
 
 
 def computes(operator, dtype, shape, bias, exact, seed, config):
     case = Case(operator, dtype, *shape, bias=bias, exact=exact, seed=seed)
-    case.check(case.run(config=config))
+    results = case.run(config=config)
+    case.check(results)
+    has_the_bits_of_rank_0(case, results)
 
 
 @settings(
-    max_examples=8 if ON_GPU else 30, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=12 if ON_GPU else 45, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
 @given(
     world_size=st.integers(2, 4),
-    operator=st.sampled_from(sorted(CONFIGS)),
+    operator=st.sampled_from(OPERATORS),
     dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
     rows=st.integers(0, 70),
     n=SIZES,

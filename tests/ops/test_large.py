@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 import tdkernels
-from tdkernels.ops import ag_gemm_kernel
 from tdkernels.ops._collectives import all_gather_rows
-from tdkernels.symm import get_workspace, resolve_group
+from tdkernels.symm import resolve_group
+from tdkernels.symm.group import group_state
 from tests.ranks import DEVICE, device, on_ranks
 
 pytestmark = pytest.mark.skipif(DEVICE == "cpu" or not torch.cuda.is_available(), reason="needs GPUs")
@@ -33,8 +33,7 @@ def poison_and_skew(seed):
     """Fill what peers write to with NaN while nobody uses it; then let each rank begin at its own time."""
     torch.cuda.synchronize()
     dist.barrier()
-    for name, halves in (("ag_gemm", 2), ("gemm_rs", 2), ("gather", 1)):
-        workspace = get_workspace(resolve_group(), device(), name, halves)
+    for workspace in group_state(resolve_group()).workspaces.values():
         if workspace.buffer is not None:
             workspace.buffer.tensor(workspace.rank)[workspace.data_offset :].fill_(0xFF)
     torch.cuda.synchronize()
@@ -53,7 +52,7 @@ def ag_gemm_is_exact(rows, n, k, transport):
     for repeat in range(REPEATS):
         x, weight = ternary(rows, k).requires_grad_(), ternary(n, k).requires_grad_()
         dy = ternary(dist.get_world_size() * rows, n)
-        config = ag_gemm_kernel.AgGemmConfig(transport=transport, chunk_tiles=1 + repeat % 3)
+        config = tdkernels.AgGemmConfig(transport=transport, chunk_tiles=1 + repeat % 3)
         poison_and_skew(repeat)
         y = tdkernels.ag_gemm(x, weight, config=config)
         y.backward(dy)
@@ -83,8 +82,29 @@ def gemm_rs_is_exact(rows, n, k):
         check("z", z, sum_of_all.to(BF16).chunk(dist.get_world_size())[dist.get_rank()])
 
 
-# A partial of gemm_rs travels in bf16, which holds integers up to 256: K / W of 2048 keeps within 5.6 standard
-# deviations of that, and a sum that does not would fail for every rank, every time.
+def gemm_ar_is_exact(rows, n, k, exchange):
+    torch.manual_seed(dist.get_rank())
+    of_all = torch.Generator(device()).manual_seed(0)
+    for repeat in range(REPEATS):
+        x, weight = ternary(rows, k).requires_grad_(), ternary(n, k).requires_grad_()
+        dz = torch.randint(-1, 2, (rows, n), device=device(), generator=of_all).to(BF16)
+        if exchange == "one_shot":
+            config = tdkernels.GemmArConfig(exchange=exchange, split_k=1 + repeat % 3)
+        else:
+            config = tdkernels.GemmArConfig(exchange=exchange, item_tiles=1 + repeat % 3)
+        poison_and_skew(repeat)
+        z = tdkernels.gemm_ar(x, weight, config=config)
+        z.backward(dz)
+        tdkernels.synchronize()
+        check("dx", x.grad, exact_product(dz, weight.detach().t()))
+        check("dweight", weight.grad, exact_product(dz.t(), x.detach().t()))
+        sum_of_all = x.detach().float() @ weight.detach().float().t()
+        dist.all_reduce(sum_of_all)
+        check("z", z, sum_of_all.to(BF16))
+
+
+# Partials of gemm_rs and gemm_ar travel in bf16, which holds integers up to 256: K / W of 2048 keeps within 5.6
+# standard deviations of that, and a sum that does not would fail for every rank, every time.
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("transport", ["push", "copy_engine"])
 @pytest.mark.parametrize("shape", [(1024, 1024, 4096), (2048, 512, 16384), (777, 520, 1032)], ids=str)
@@ -96,3 +116,21 @@ def test_ag_gemm(world_size, transport, shape):
 @pytest.mark.parametrize("shape", [(1024, 4096, 1024), (2048, 16384, 512), (777, 520, 1032)], ids=str)
 def test_gemm_rs(world_size, shape):
     on_ranks(world_size, gemm_rs_is_exact, *shape)
+
+
+# 777 rows are divided by 3 ranks only; few rows of a wide product are what one_shot is for.
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize(
+    "exchange, shape",
+    [
+        ("two_shot", (1024, 4096, 1024)),
+        ("two_shot", (2048, 16384, 512)),
+        ("two_shot", (777, 520, 1032)),
+        ("one_shot", (1, 16384, 2048)),
+        ("one_shot", (64, 8192, 1024)),
+        ("one_shot", (777, 520, 1032)),
+    ],
+    ids=str,
+)
+def test_gemm_ar(world_size, exchange, shape):
+    on_ranks(world_size, gemm_ar_is_exact, *shape, exchange)

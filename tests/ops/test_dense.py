@@ -1,0 +1,175 @@
+"""Every dense operator, in every kind of config: forward and every gradient against the unsharded computation."""
+
+import pytest
+
+from tdkernels import Tiles
+from tests.ops import dense
+from tests.ranks import on_ranks
+from tests.reference import DIVIDED, OPERATORS
+
+WORLD_SIZES = [1, 2, 3, 4]
+BF16, FP16, FP32 = dense.DTYPES
+ONE_SHOT = {"exchange": "one_shot"}
+CONFIGS = {
+    "ag_gemm": {
+        "default": {},
+        "torch": {"method": "torch"},
+        "small tiles, one pushing program": {"tiles": Tiles(16, 16, 16, 1, 4, 2), "num_comm_sms": 1},
+        "three pushing programs, chunks of two tiles": {
+            "tiles": Tiles(32, 64, 16), "num_comm_sms": 3, "chunk_tiles": 2,
+        },
+        "chunks longer than a shard": {"tiles": Tiles(16, 128, 32, 2, 4, 1), "chunk_tiles": 9},
+        "copy engine": {"transport": "copy_engine"},
+        "copy engine, small tiles": {"transport": "copy_engine", "tiles": Tiles(16, 32, 64)},
+        "copy engine, chunks of two tiles": {"transport": "copy_engine", "tiles": Tiles(32, 16, 16), "chunk_tiles": 2},
+    },
+    "gemm_rs": {
+        "default": {},
+        "torch": {"method": "torch"},
+        "small tiles, sent one by one": {"tiles": Tiles(16, 16, 16, 1, 4, 2), "item_tiles": 1},
+        "items of three tiles": {"tiles": Tiles(32, 64, 16), "item_tiles": 3},
+        "items longer than a shard": {"tiles": Tiles(64, 16, 32, 2, 4, 1), "item_tiles": 40},
+        "sums in two halves": {"tiles": Tiles(16, 128, 32), "item_tiles": 5},
+        "one wide tile": {"tiles": Tiles(128, 256, 16, 8, 8, 2), "item_tiles": 2},
+    },
+    "gemm_ar": {
+        "default": {},
+        "torch": {"method": "torch"},
+        "small tiles, sent one by one": {"tiles": Tiles(16, 16, 16, 1, 4, 2), "item_tiles": 1},
+        "items of three tiles": {"tiles": Tiles(32, 64, 16), "item_tiles": 3},
+        "items longer than the product": {"tiles": Tiles(64, 16, 32, 2, 4, 1), "item_tiles": 40},
+        "sums in two halves": {"tiles": Tiles(16, 128, 32), "item_tiles": 5},
+        "one wide tile": {"tiles": Tiles(128, 256, 16, 8, 8, 2), "item_tiles": 2},
+        "one shot": ONE_SHOT,
+        "one shot, small tiles, K in two": {**ONE_SHOT, "tiles": Tiles(16, 16, 16, 1, 4, 2), "split_k": 2},
+        "one shot, K in three": {**ONE_SHOT, "tiles": Tiles(32, 64, 16), "split_k": 3},
+        "one shot, K in more parts than it has blocks": {**ONE_SHOT, "tiles": Tiles(16, 128, 32), "split_k": 9},
+        "one shot, one wide tile": {**ONE_SHOT, "tiles": Tiles(128, 256, 16, 8, 8, 2), "split_k": 2},
+    },
+}  # fmt: skip
+# Those whose order of sums and sends depends most on who comes first.
+HASTY = {
+    "ag_gemm": ["default", "three pushing programs, chunks of two tiles", "copy engine"],
+    "gemm_rs": ["default", "small tiles, sent one by one"],
+    "gemm_ar": ["default", "small tiles, sent one by one", "one shot, K in three"],
+}
+
+assert list(CONFIGS) == list(HASTY) == OPERATORS
+each_operator = pytest.mark.parametrize("operator", OPERATORS)
+
+
+def each_config(configs=CONFIGS):
+    return pytest.mark.parametrize("operator, config", [(name, config) for name in configs for config in configs[name]])
+
+
+@each_operator
+@pytest.mark.parametrize("dtype", dense.DTYPES, ids=str)
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_shapes(world_size, dtype, operator):
+    on_ranks(world_size, dense.computes, operator, dtype, dense.SHAPES)
+
+
+@each_operator
+@pytest.mark.parametrize("world_size, dtype", [(2, FP32), (3, BF16), (4, FP16)], ids=str)
+def test_every_element_of_small_integers(world_size, dtype, operator):
+    shapes = dense.MINIMAL_SHAPES + dense.SHAPES
+    on_ranks(world_size, dense.computes, operator, dtype, shapes, bias=False, exact=True)
+
+
+@each_operator
+@pytest.mark.parametrize("dtype", dense.DTYPES, ids=str)
+def test_larger_than_any_tile(dtype, operator):
+    on_ranks(2, dense.computes, operator, dtype, dense.LARGE_SHAPES)
+
+
+@each_config()
+@pytest.mark.parametrize("world_size, dtype", [(2, BF16), (3, FP32), (4, FP16)], ids=str)
+def test_configs(world_size, dtype, operator, config):
+    shapes = [(41, 37, 50), (24, 136, 48)]
+    on_ranks(world_size, dense.computes, operator, dtype, shapes, **CONFIGS[operator][config])
+
+
+@each_config()
+def test_minimal_shapes_in_every_config(operator, config):
+    shapes = [*dense.MINIMAL_SHAPES, dense.FEW_ROWS]
+    on_ranks(3, dense.computes, operator, BF16, shapes, exact=True, **CONFIGS[operator][config])
+
+
+@each_operator
+@pytest.mark.parametrize("layout", dense.LAYOUTS)
+@pytest.mark.parametrize("operand", ["x", "weight", "dy"])
+def test_layouts(operand, layout, operator):
+    on_ranks(2, dense.computes_with_layout, operator, BF16, operand, layout)
+
+
+@each_operator
+def test_strided_bias(operator):
+    on_ranks(2, dense.computes_with_strided_bias, operator, FP16)
+
+
+@each_operator
+def test_expanded_gradient(operator):
+    on_ranks(2, dense.takes_an_expanded_gradient, operator)
+
+
+@each_operator
+@pytest.mark.parametrize("batch, seq", [(1, 7), (2, 7), (4, 1)])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_leading_dimensions(world_size, batch, seq, operator):
+    on_ranks(world_size, dense.computes_with_leading_dims, operator, BF16, batch, seq)
+
+
+@each_operator
+@pytest.mark.parametrize("changes", [{}, {"method": "torch"}], ids=str)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_no_rows(world_size, changes, operator):
+    on_ranks(world_size, dense.computes_nothing, operator, BF16, changes)
+
+
+@each_operator
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_each_subset_of_gradients(world_size, dtype, operator):
+    on_ranks(world_size, dense.computes_only_the_gradients_asked_for, operator, dtype)
+
+
+@each_operator
+@pytest.mark.parametrize(
+    "what",
+    [
+        dense.computes_without_grad, dense.uses_an_output_twice, dense.feeds_one_x_to_two_calls,
+        dense.goes_backward_twice, dense.recomputes_in_a_checkpoint, dense.obeys_autocast,
+    ],
+    ids=lambda f: f.__name__,
+)  # fmt: skip
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_autograd(world_size, what, operator):
+    on_ranks(world_size, what, operator)
+
+
+@each_operator
+def test_second_derivatives_are_refused(operator):
+    on_ranks(1, dense.refuses_second_derivatives, operator)
+
+
+@each_config(HASTY)
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+def test_same_bits_every_time(dtype, operator, config):
+    on_ranks(3, dense.repeats_its_bits, operator, dtype, **CONFIGS[operator][config])
+
+
+@each_config({name: HASTY[name] for name in ("gemm_rs", "gemm_ar")})
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+def test_sums_are_in_rank_order(dtype, operator, config):
+    on_ranks(4, dense.adds_in_rank_order, operator, dtype, **CONFIGS[operator][config])
+
+
+@pytest.mark.parametrize("operator", [name for name in OPERATORS if "output" not in DIVIDED[name]])
+def test_gradients_of_an_output_that_all_have_take_no_peer(operator):
+    on_ranks(2, dense.goes_backward_alone, operator)
+
+
+@each_operator
+@pytest.mark.parametrize("dtype", dense.DTYPES, ids=str)
+def test_one_rank_is_plain_linear(dtype, operator):
+    on_ranks(1, dense.is_plain_linear_on_one_rank, operator, dtype)
