@@ -34,7 +34,7 @@ def default_tiles(rows, n, k, dtype, device):
     else:
         # gfx942 has 64 KiB for all stages.
         tiles = Tiles(block_m, 64, 128, num_warps=4, num_stages=2 if torch.version.hip else 5)
-    programs = -(-rows // block_m) * -(-n // tiles.block_n)
+    programs = max(-(-rows // block_m) * -(-n // tiles.block_n), 1)
     split_k = min(_device.num_sms(device) // programs, k // (_MIN_STEPS * tiles.block_k), _MAX_SPLIT)
     return tiles, max(split_k, 1)
 
