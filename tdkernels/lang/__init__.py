@@ -8,6 +8,7 @@ time: inline PTX for NVIDIA, Triton's atomics for AMD, and the interpreter. ``do
 from tdkernels.lang._context import (
     data_at,
     epoch,
+    failed,
     finish,
     flag_at,
     keep_signal,
@@ -34,8 +35,8 @@ from tdkernels.lang._signal import arrive, consume_token, notify, notify_all, wa
 from tdkernels.lang._target import target
 
 __all__ = [
-    "add_release", "arrive", "clock_ns", "consume_token", "data_at", "dot", "epoch", "fence_before_tma_load", "finish",
-    "flag_at", "from_float32", "jit", "keep_signal", "load_acquire", "notify", "notify_all", "num_ranks", "pointer_to",
-    "put", "rank", "ready_at", "signal_at", "store_release", "store_release_each", "symm_at", "symm_base", "target",
-    "to_float32", "wait", "wait_plan", "wait_plan_all",
+    "add_release", "arrive", "clock_ns", "consume_token", "data_at", "dot", "epoch", "failed", "fence_before_tma_load",
+    "finish", "flag_at", "from_float32", "jit", "keep_signal", "load_acquire", "notify", "notify_all", "num_ranks",
+    "pointer_to", "put", "rank", "ready_at", "signal_at", "store_release", "store_release_each", "symm_at", "symm_base",
+    "target", "to_float32", "wait", "wait_plan", "wait_plan_all",
 ]  # fmt: skip

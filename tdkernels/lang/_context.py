@@ -91,6 +91,12 @@ def epoch(ctx):
 
 
 @jit
+def failed(ctx):
+    """Whether a wait of this rank has given up, so that what it computes must not be passed on as right."""
+    return tl.load(_state(ctx) + STATE_FAILED, volatile=True) != 0
+
+
+@jit
 def keep_signal(ctx, signal):
     """Leave the value of this call's signals where the copy engine can take it from."""
     tl.store(_state(ctx) + STATE_SIGNAL, signal)

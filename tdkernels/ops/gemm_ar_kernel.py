@@ -233,8 +233,10 @@ def gemm_ar_kernel(
                 ctx, own_parts, part_bytes, tile_sums, half, bias_ptr, z_ptr, row, col, M, N,
                 BLOCK_M, BLOCK_N, SLICE_M, HAS_BIAS,
             )  # fmt: skip
-            # waiter: every peer's program that receives the tile
-            td.notify_all(ctx, td.signal_at(ctx, half, ranks * rounds + tile), signal)
+            # A peer that has heard of nothing wrong would take a sum without somebody's partial for the sum.
+            if td.failed(ctx) == 0:
+                # waiter: every peer's program that receives the tile
+                td.notify_all(ctx, td.signal_at(ctx, half, ranks * rounds + tile), signal)
         else:
             # producer: the owner's program that reduces the tile
             seen = td.wait_plan(ctx, td.signal_at(ctx, half, ranks * rounds + tile), signal, owner)
