@@ -38,7 +38,7 @@ def figures(points):
     found = []
     tuned = at_full_size([p for p in eager if p.tuner and p.speedup], TOKENS)
     if tuned:
-        caption = f"Ours over the sequence, forward, M = {TOKENS} (from the {_TUNER}; {_multicast(tuned)})"
+        caption = f"Ours over the sequence, forward, M = {TOKENS} unless named (from the {_TUNER}; {_multicast(tuned)})"
         found.append(Figure("speedup-tuner.png", caption, None, tuned, _bars_of_machines))
     if long := [point for point in eager if point.shape.m >= _BAR_ROWS and point.gemm and point.wire]:
         caption = f"GEMM alone against the wire, forward, and how near the floor ours comes ({_multicast(long)})"
