@@ -37,7 +37,7 @@ CONFIGS = {
         "torch": {"method": "torch"},
         "small tiles, sent one by one": {"tiles": Tiles(16, 16, 16, 1, 4, 2), "item_tiles": 1},
         "items of three tiles": {"tiles": Tiles(32, 64, 16), "item_tiles": 3},
-        "items longer than the product": {"tiles": Tiles(64, 16, 32, 2, 4, 1), "item_tiles": 40},
+        "items longer than the product": {"tiles": Tiles(64, 16, 32, 2, 4, 1), "item_tiles": 12},
         "sums in two halves": {"tiles": Tiles(16, 128, 32), "item_tiles": 5},
         "one wide tile": {"tiles": Tiles(128, 256, 16, 8, 8, 2), "item_tiles": 2},
         "one shot": ONE_SHOT,
