@@ -30,6 +30,7 @@ from tdkernels.lang._memory import (
     pointer_to,
     store_release,
     store_release_each,
+    store_release_if,
 )
 from tdkernels.lang._signal import arrive, consume_token, notify, notify_all, wait, wait_plan, wait_plan_all
 from tdkernels.lang._target import target
@@ -37,6 +38,6 @@ from tdkernels.lang._target import target
 __all__ = [
     "add_release", "arrive", "clock_ns", "consume_token", "data_at", "dot", "epoch", "failed", "fence_before_tma_load",
     "finish", "flag_at", "from_float32", "jit", "keep_signal", "load_acquire", "notify", "notify_all", "num_ranks",
-    "pointer_to", "put", "rank", "ready_at", "signal_at", "store_release", "store_release_each", "symm_at", "symm_base",
-    "target", "to_float32", "wait", "wait_plan", "wait_plan_all",
+    "pointer_to", "put", "rank", "ready_at", "signal_at", "store_release", "store_release_each", "store_release_if",
+    "symm_at", "symm_base", "target", "to_float32", "wait", "wait_plan", "wait_plan_all",
 ]  # fmt: skip

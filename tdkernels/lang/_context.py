@@ -92,7 +92,10 @@ def epoch(ctx):
 
 @jit
 def failed(ctx):
-    """Whether a wait of this rank has given up, so that what it computes must not be passed on as right."""
+    """Whether a wait of this rank has given up, so that what it computes must not be passed on as right.
+
+    Each thread reads it for itself: for a mask, not for a branch with a barrier in it.
+    """
     return tl.load(_state(ctx) + STATE_FAILED, volatile=True) != 0
 
 

@@ -28,17 +28,29 @@ def load_acquire(ptr, SCOPE: tl.constexpr = SYS):
 def store_release(ptr, value, SCOPE: tl.constexpr = SYS):
     """Write one 64-bit word after everything that the whole program has stored so far."""
     tl.debug_barrier()
+    store_release_if(ptr, value, tl.full((), 1, tl.int32), SCOPE)
+
+
+@jit
+def store_release_if(ptr, value, condition, SCOPE: tl.constexpr = SYS):
+    """The store of ``store_release``, after its barrier and only where a condition (int32) is not zero.
+
+    Not a branch around it: each thread reads a condition for itself, and those that differ would part at a barrier.
+    """
     if target() == "cuda":
         # One thread publishes for all: the barrier orders the others' stores before it, and release is cumulative.
         STORE: tl.constexpr = "@first st.release." + SCOPE + ".global.b64 [$1], $2;"
         ASM: tl.constexpr = (
-            "{ .reg .pred first; .reg .b32 t; mov.u32 t, %tid.x; setp.eq.u32 first, t, 0; "
+            "{ .reg .pred first; .reg .b32 t; mov.u32 t, %tid.x; setp.eq.u32 first, t, 0;"
+            + " setp.ne.and.s32 first, $3, 0, first; "
             + STORE
             + " mov.b32 $0, 0; }"
         )
-        tl.inline_asm_elementwise(ASM, "=r,l,l,~{memory}", [ptr, value], tl.int32, is_pure=False, pack=1)
+        tl.inline_asm_elementwise(
+            ASM, "=r,l,l,r,~{memory}", [ptr, value, condition], tl.int32, is_pure=False, pack=1
+        )
     else:
-        tl.atomic_xchg(ptr, value, sem="release", scope=SCOPE)
+        tl.atomic_xchg(ptr, value, mask=condition != 0, sem="release", scope=SCOPE)
 
 
 @jit

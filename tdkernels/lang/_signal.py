@@ -13,6 +13,7 @@ from tdkernels.lang._context import (
     MAX_RANKS,
     STATE_FAILED,
     _state,
+    failed,
     num_ranks,
     rank,
     symm_at,
@@ -27,6 +28,7 @@ from tdkernels.lang._memory import (
     load_acquire,
     store_release,
     store_release_each,
+    store_release_if,
 )
 from tdkernels.lang._target import interpreter_yield, target
 
@@ -72,21 +74,29 @@ def consume_token(value, token):
 
 
 @jit
-def notify(ctx, signal_ptr, peer, value, OP: tl.constexpr = SET, SCOPE: tl.constexpr = SYS):
+def notify(
+    ctx, signal_ptr, peer, value, OP: tl.constexpr = SET, SCOPE: tl.constexpr = SYS, PASSES_ON: tl.constexpr = False
+):  # fmt: skip
     """Raise the signal that ``peer`` keeps where we keep ``signal_ptr``, after all that this program has stored.
 
     Release at ``SCOPE`` after the whole program's stores. ``OP``: "set" (one producer a word) or "add" (many).
+    ``PASSES_ON``: what is announced was made of what this program has waited for. Then nothing is announced once a wait
+    of this rank has given up: the peer would take garbage for a result. "set" only.
     """
     remote = symm_at(ctx, signal_ptr, peer)
     value = _wide(value)
-    if OP == "set":
+    if PASSES_ON:
+        tl.static_assert(OP == "set")
+        tl.debug_barrier()
+        store_release_if(remote, value, (failed(ctx) == 0).to(tl.int32), SCOPE)
+    elif OP == "set":
         store_release(remote, value, SCOPE)
     else:
         add_release(remote, value, SCOPE)
 
 
 @jit
-def notify_all(ctx, signal_ptr, value):
+def notify_all(ctx, signal_ptr, value, PASSES_ON: tl.constexpr = False):
     """``notify`` every peer, by setting the signal that it keeps where we keep ``signal_ptr``, all at the same time.
 
     One after the other each release would wait until the signal before has arrived.
@@ -96,6 +106,9 @@ def notify_all(ctx, signal_ptr, value):
     is_peer = (peers < num_ranks(ctx)) & (peers != me)
     offset = signal_ptr.to(tl.int64) - symm_base(ctx, me)
     bases = tl.load(ctx + CTX_BASES + peers, mask=is_peer, other=0)
+    if PASSES_ON:
+        tl.debug_barrier()  # another thread may just have given up
+        is_peer &= failed(ctx) == 0
     store_release_each((bases + offset).to(tl.pointer_type(tl.int64)), _wide(value), is_peer)
 
 

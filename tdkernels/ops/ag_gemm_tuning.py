@@ -57,10 +57,11 @@ class AgGemmTunable(dense.DenseTunable):
         copies = peers * -(-rows // (config.chunk_tiles * tiles.block_m))
         if config.transport == "push":
             num_sms = max(hardware.num_sms - config.num_comm_sms, 1)
-            # A chunk for a peer is one program's work: with a number that does not divide them, some end early.
-            turns = -(-copies // config.num_comm_sms)
-            busy = copies / (turns * config.num_comm_sms)
-            rate, start = busy * dense.push_rate(config.num_comm_sms, hardware), 0.0
+            # A chunk for a peer is one program's work: those left for the last turn may be too few for the link.
+            turns, left = divmod(copies - 1, config.num_comm_sms)
+            full, last = (dense.push_rate(programs, hardware) for programs in (config.num_comm_sms, left + 1))
+            rate = copies / (turns * config.num_comm_sms / full + (left + 1) / last)
+            start = 0.0
         else:
             num_sms, rate, start = hardware.num_sms, dense.copy_rate(hardware), copies * _COPY_S
         product, tile = dense.product_s(m, n, k, dtype, tiles, num_sms, hardware)

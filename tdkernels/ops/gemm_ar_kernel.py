@@ -106,7 +106,7 @@ def _forward_item(ctx, src, dst, staged, count, owner, signal_ptr, signal, epoch
         # producer: the program of this rank that computed the tile
         td.wait(ctx, td.flag_at(ctx, staged + i), epoch, me, SCOPE="gpu")
     td.put(dst, src, count * TILE_BYTES, COPY_WORDS)
-    td.notify(ctx, signal_ptr, owner, signal)  # waiter: the owner's programs that sum these tiles
+    td.notify(ctx, signal_ptr, owner, signal, PASSES_ON=True)  # waiter: the owner's programs that sum these tiles
 
 
 @td.jit
@@ -233,10 +233,8 @@ def gemm_ar_kernel(
                 ctx, own_parts, part_bytes, tile_sums, half, bias_ptr, z_ptr, row, col, M, N,
                 BLOCK_M, BLOCK_N, SLICE_M, HAS_BIAS,
             )  # fmt: skip
-            # A peer that has heard of nothing wrong would take a sum without somebody's partial for the sum.
-            if td.failed(ctx) == 0:
-                # waiter: every peer's program that receives the tile
-                td.notify_all(ctx, td.signal_at(ctx, half, ranks * rounds + tile), signal)
+            # waiter: every peer's program that receives the tile
+            td.notify_all(ctx, td.signal_at(ctx, half, ranks * rounds + tile), signal, PASSES_ON=True)
         else:
             # producer: the owner's program that reduces the tile
             seen = td.wait_plan(ctx, td.signal_at(ctx, half, ranks * rounds + tile), signal, owner)

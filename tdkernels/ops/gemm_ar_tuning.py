@@ -97,10 +97,11 @@ def _one_shot_tiles(m, dtype, device):
         return [one_shot.default_tiles(m, 64, 1, dtype, device)[0]]
     heights = [height for height in (16, 32, 64, 128) if height < 2 * m] or [16]
     depths = ((64, 2), (128, 2)) if torch.version.hip or _device.capability(device) < (9, 0) else ((128, 4), (128, 5))
-    return [
+    tiles = [
         Tiles(height, width, depth, num_warps=4, num_stages=stages)
         for height in heights[-2:] for width in (32, 64, 128) for depth, stages in depths
     ]  # fmt: skip
+    return [tile for tile in tiles if tile.illegal(device, dtype) is None]
 
 
 register(GemmArTunable())

@@ -82,7 +82,7 @@ def _forward_item(
     dst = td.data_at(ctx, half, owner) + slot * TILE_BYTES
     td.put(dst, stage + staged * TILE_BYTES, count * TILE_BYTES, COPY_WORDS)
     # waiter: the owner's program for each tile of the item
-    td.notify(ctx, td.signal_at(ctx, half, me * items + item_of_shard), owner, signal)
+    td.notify(ctx, td.signal_at(ctx, half, me * items + item_of_shard), owner, signal, PASSES_ON=True)
 
 
 @td.jit

@@ -135,3 +135,38 @@ def last_ones_add_up():
 
 def test_arrive():
     on_ranks(2, last_ones_add_up)
+
+
+@td.jit
+def garbage_kernel(ctx, PASSES_ON: tl.constexpr):
+    """Rank 1 waits for what nobody raises; then all announce what they have made of it, in two ways."""
+    me, ranks = td.rank(ctx), td.num_ranks(ctx)
+    call = td.epoch(ctx) + 1
+    if me == 1:
+        td.wait(ctx, td.signal_at(ctx, 0, 2 * ranks), call, 0)  # producer: none
+    signal = td.signal_at(ctx, 0, me)
+    for step in range(1, ranks):
+        td.notify(ctx, signal, (me + step) % ranks, call, PASSES_ON=PASSES_ON)  # waiter: the host
+    td.notify_all(ctx, signal + ranks, call, PASSES_ON=PASSES_ON)  # waiter: the host
+    td.finish(ctx)
+
+
+def announces(passes_on):
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    with a_group() as group:
+        workspace = prepared("garbage", half_signals=2 * world_size + 1, group=group)
+        tdkernels.set_timeout(0.3)
+        error = error_of(launch, workspace, garbage_kernel, 1, PASSES_ON=passes_on)
+        assert type(error) is (PeerTimeoutError if rank == 1 else type(None))
+        tdkernels.set_timeout(None)
+        workspace.buffer.barrier()
+        seen = [workspace.signal_word(rank, i).view(torch.int64).item() for i in range(2 * world_size)]
+        heard_of = {source for source in range(world_size) if source != rank and not (passes_on and source == 1)}
+        assert seen == [int(i % world_size in heard_of) for i in range(2 * world_size)]
+        workspace.buffer.barrier()
+        del workspace, group
+
+
+@pytest.mark.parametrize("passes_on", [False, True])
+def test_who_has_given_up_passes_nothing_on(passes_on):
+    on_ranks(3, announces, passes_on)
