@@ -3,6 +3,8 @@
 import functools
 from dataclasses import asdict, fields
 
+import torch
+
 from tdkernels.ops._tiles import Tiles
 
 
@@ -15,7 +17,14 @@ def to_text(config):
     return " ".join([f"{name}={value}" for name, value in values.items()])
 
 
-text_of = functools.cache(to_text)  # for what torch.compile does not see: a call takes microseconds
+text_of = functools.cache(to_text)  # for what torch.compile does not see: writing it anew is a fifth of a small call
+
+
+def as_argument(config):
+    """A config, or None, as the text that goes through torch.library."""
+    if config is None:
+        return ""
+    return to_text(config) if torch.compiler.is_compiling() else text_of(config)
 
 
 @functools.cache

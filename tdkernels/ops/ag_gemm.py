@@ -25,7 +25,7 @@ from tdkernels.ops import _operands
 from tdkernels.ops import ag_gemm_kernel as kernel
 from tdkernels.ops import gemm_rs_kernel as dual
 from tdkernels.ops._collectives import all_gather_rows, reduce_scatter_rows
-from tdkernels.ops._config import check_config, from_text, to_text
+from tdkernels.ops._config import as_argument, check_config, from_text
 from tdkernels.ops._dense_tuning import config_for
 from tdkernels.ops._gather import Gather
 from tdkernels.ops._gradients import gathered_weight_gradient
@@ -152,5 +152,5 @@ def ag_gemm(x, weight, bias=None, *, group=None, config=None):
     rows = x.shape[:-1].numel()
     x_rows = x.reshape(rows, x.shape[-1])
     check_config("ag_gemm", config, AgGemmConfig, x)
-    y = _AgGemm.apply(x_rows, weight, bias, group.group_name, "" if config is None else to_text(config))
+    y = _AgGemm.apply(x_rows, weight, bias, group.group_name, as_argument(config))
     return y.view(group.size() * x.shape[0], *x.shape[1:-1], weight.shape[0])

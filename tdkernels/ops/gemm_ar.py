@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from tdkernels.ops import _operands
 from tdkernels.ops import gemm_ar_kernel as kernel
 from tdkernels.ops._collectives import all_reduce
-from tdkernels.ops._config import check_config, to_text
+from tdkernels.ops._config import as_argument, check_config
 from tdkernels.ops._dense_tuning import config_for
 from tdkernels.ops.gemm_ar_kernel import GemmArConfig
 from tdkernels.symm import resolve_group
@@ -107,5 +107,5 @@ def gemm_ar(x, weight, bias=None, *, group=None, config=None):
     rows = x.shape[:-1].numel()
     x_rows = x.reshape(rows, x.shape[-1])
     check_config("gemm_ar", config, GemmArConfig, x)
-    z = _GemmAr.apply(x_rows, weight, bias, group.group_name, "" if config is None else to_text(config))
+    z = _GemmAr.apply(x_rows, weight, bias, group.group_name, as_argument(config))
     return z.view(*x.shape[:-1], weight.shape[0])

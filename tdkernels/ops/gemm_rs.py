@@ -22,7 +22,7 @@ from tdkernels.ops import _operands
 from tdkernels.ops import ag_gemm_kernel as dual
 from tdkernels.ops import gemm_rs_kernel as kernel
 from tdkernels.ops._collectives import all_gather_rows, reduce_scatter_rows
-from tdkernels.ops._config import check_config, from_text, to_text
+from tdkernels.ops._config import as_argument, check_config, from_text
 from tdkernels.ops._dense_tuning import config_for
 from tdkernels.ops._gather import Gather
 from tdkernels.ops._gradients import gathered_weight_gradient
@@ -161,5 +161,5 @@ def gemm_rs(x, weight, bias=None, *, group=None, config=None):
         )
     x_rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
     check_config("gemm_rs", config, GemmRsConfig, x)
-    z = _GemmRs.apply(x_rows, weight, bias, group.group_name, "" if config is None else to_text(config))
+    z = _GemmRs.apply(x_rows, weight, bias, group.group_name, as_argument(config))
     return z.view(x.shape[0] // world_size, *x.shape[1:-1], weight.shape[0])
