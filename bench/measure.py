@@ -9,7 +9,6 @@ import tdkernels
 from bench import graphs, harness, peers
 from bench.operators import DTYPE
 from tdkernels.autotune.operator import tunable
-from tdkernels.autotune.problem import Problem
 from tdkernels.launch import rank_device
 
 PLAIN = ("gemm", "collective", "sequence")  # cuBLAS alone, NCCL alone, one after the other
@@ -80,11 +79,7 @@ def _methods(case, plan):
     if case.backward:  # it chooses its own configs
         return calls, {}, absent
     configs = {}
-    try:
-        default = _default_config(case)
-    except ValueError as err:  # an operator that is not tuned yet
-        return calls, configs, absent | {"tdkernels-default": str(err)}
-    configs["tdkernels-default"] = default
+    default = configs["tdkernels-default"] = _default_config(case)
     for number, override in enumerate(plan.overrides, 1):
         name = f"c{number} {json.dumps(override)}"
         try:
@@ -96,9 +91,7 @@ def _methods(case, plan):
 
 def _default_config(case):
     """The overlapping config that the forward takes if nobody has tuned."""
-    shape = (case.shape.m, case.shape.n, case.shape.k)
-    problem = Problem.on(rank_device(), case.operator, shape, DTYPE, "nk", case.ranks, case.ranks)
-    return tunable(case.operator).default(problem, rank_device())
+    return tunable(case.operator).default(case.problem(rank_device()), rank_device())
 
 
 def _override(config, overrides):
@@ -108,8 +101,8 @@ def _override(config, overrides):
 
 
 def _add_what_runs(configs, case, inputs):
-    """The config that the call without one has taken, as far as the tuner knows the operator."""
-    if not case.backward and "tdkernels-default" in configs:
+    """The config that the call without one has taken."""
+    if not case.backward:
         configs["tdkernels"] = tdkernels.explain(case.operator, inputs.x, inputs.weight).config
 
 

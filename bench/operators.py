@@ -13,8 +13,10 @@ import torch.nn.functional as F
 
 import tdkernels
 from bench.shapes import Shape
+from tdkernels.autotune.operator import tunable
+from tdkernels.autotune.problem import Problem
 from tdkernels.launch import rank_device
-from tdkernels.ops._collectives import all_gather_rows, reduce_scatter_rows
+from tdkernels.ops._collectives import all_gather_rows, all_reduce, reduce_scatter_rows
 from tdkernels.symm import resolve_group
 
 DTYPE = torch.bfloat16
@@ -43,9 +45,8 @@ class Pass:
 
 @dataclass(frozen=True)
 class Operator:
-    """``divided``: the sizes that the ranks divide. ``backward``: None if it has no communication of its own."""
+    """``backward``: None if it has no communication of its own."""
 
-    divided: str
     forward: Pass
     backward: Pass | None = None
 
@@ -81,10 +82,12 @@ class Case:
         """Why it cannot be measured, or None."""
         if self.direction is None:
             return "the backward is cuBLAS alone, without communication"
-        for size in _ALL[self.operator].divided:
-            if getattr(self.shape, size) % self.ranks:
-                return f"{size.upper()} = {getattr(self.shape, size)} is not divisible by {self.ranks} ranks"
-        return None
+        return tunable(self.operator).why_not(self.problem(torch.device("cpu")))
+
+    def problem(self, device):
+        """As the tuner knows it."""
+        shape = self.shape.m, self.shape.n, self.shape.k
+        return Problem.on(device, self.operator, shape, DTYPE, "nk", self.ranks, self.ranks)
 
     def inputs(self, seed):
         """This rank's operands; others for another seed."""
@@ -141,12 +144,6 @@ def _backward_of_rs(s):
     return full @ s.weight, full.t() @ s.x
 
 
-def _all_reduce(partial):
-    """The sum over all ranks, in place."""
-    dist.all_reduce(partial)
-    return partial
-
-
 def _ours(case, config):
     operator = getattr(tdkernels, case.operator)
     return lambda s: operator(s.x, s.weight, config=config)
@@ -167,7 +164,6 @@ def _ours_backward_of_rs(case, config):
 
 _ALL = {
     "ag_gemm": Operator(
-        divided="mn",
         forward=Pass(
             products=1,
             received=lambda shape: shape.m * shape.k,
@@ -188,7 +184,6 @@ _ALL = {
         ),
     ),
     "gemm_rs": Operator(
-        divided="mk",
         forward=Pass(
             products=1,
             received=lambda shape: shape.m * shape.n,
@@ -209,17 +204,16 @@ _ALL = {
         ),
     ),
     "gemm_ar": Operator(
-        divided="k",
         forward=Pass(  # parts of our rows of the sum, then everybody else's rows of it
             products=1,
             received=lambda shape: 2 * shape.m * shape.n,
             operands=_of_ar,
             gemm=lambda s: F.linear(s.x, s.weight),
-            collective=lambda s: _all_reduce(s.partial),
-            sequence=lambda s: _all_reduce(F.linear(s.x, s.weight)),
+            collective=lambda s: all_reduce(s.partial),
+            sequence=lambda s: tdkernels.gemm_ar_ref(s.x, s.weight),
             ours=_ours,
         ),
     ),
 }
 
-OPERATORS = [name for name in _ALL if hasattr(tdkernels, name)]
+OPERATORS = list(_ALL)
