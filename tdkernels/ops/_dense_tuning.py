@@ -1,8 +1,10 @@
 """What the dense operators have in common for the tuner: problems are (M, N, K), a weight lies as [N, K] or [K, N]."""
 
 from dataclasses import asdict, fields, replace
+from types import ModuleType
 
 import torch
+import torch.nn.functional as F
 
 from tdkernels.autotune import operator as tunables
 from tdkernels.autotune.choose import choose
@@ -24,12 +26,19 @@ _FUSED_HOST_MS = 0.2
 
 
 class DenseTunable(tunables.Tunable):
-    """A dense operator. ``divided``: the sizes, by number, that the ranks divide; ``config_class``: its configs'."""
+    """A dense operator.
+
+    divided:        the sizes, by number, that the ranks divide
+    config_class:   of its configs
+    op, kernel:     the modules of the operator and of its kernel
+    """
 
     sizes = ("m", "n", "k")
     layouts = ("nk", "kn")
     divided: tuple
     config_class: type
+    op: ModuleType
+    kernel: ModuleType
 
     def why_not(self, problem):
         if problem.world_size < 2:
@@ -81,7 +90,7 @@ class DenseTunable(tunables.Tunable):
         return self.config_class(method="torch")
 
     def default(self, problem, device):
-        return self.default_config(*self.of_a_rank(problem), problem.torch_dtype, device)
+        return self.kernel.default_config(*self.of_a_rank(problem), problem.torch_dtype, device)
 
     def fallback(self, problem, device):
         dtype = problem.torch_dtype
@@ -103,6 +112,20 @@ class DenseTunable(tunables.Tunable):
         wide = 2 * problem.torch_dtype.itemsize
         # x, gathered or not, the weight, and the product, which is compared with another.
         return wide * (m * k + n * k + 3 * m * n)
+
+    def reference(self, operands, group):
+        return getattr(self.op, f"{self.name}_ref")(*operands, group=group)
+
+    def local(self, operands, world_size):
+        return lambda: F.linear(*operands)
+
+    def run(self, operands, group, config):
+        if config.method == "torch":
+            return self.reference(operands, group)
+        return self.kernel.launch(*operands, None, group, config)
+
+    def compile(self, operands, config):
+        self.kernel.compile(*operands, None, config)
 
     def compiled(self, config):
         if config.method == "torch":

@@ -128,6 +128,17 @@ def weight_descriptor(weight, is_kn, block_n, block_k):
     return TensorDescriptor(weight, list(weight.shape), [weight.stride(0), 1], [block_n, block_k])
 
 
+def product_descriptors(x, weight, tiles, constants):
+    """Descriptors of x and weight for kernels with these ``product_constants``; (None, None) where they use none."""
+    if not constants["USE_TMA"]:
+        return None, None
+    rows, k = x.shape
+    return (
+        rows_descriptor(x, 1, rows, rows * k, tiles.block_m, tiles.block_k),
+        weight_descriptor(weight, constants["W_IS_KN"], tiles.block_n, tiles.block_k),
+    )
+
+
 def dot_precision(dtype):
     """How tl.dot multiplies fp32: as exactly as torch.matmul does under its current setting."""
     if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest" and not torch.version.hip:

@@ -27,11 +27,11 @@ from tdkernels.ops import gemm_rs_kernel as dual
 from tdkernels.ops._collectives import all_gather_rows, reduce_scatter_rows
 from tdkernels.ops._config import as_argument, check_config, from_text
 from tdkernels.ops._dense_tuning import config_for
+from tdkernels.ops._forward import forward
 from tdkernels.ops._gather import Gather
 from tdkernels.ops._gradients import gathered_weight_gradient
 from tdkernels.ops.ag_gemm_kernel import AgGemmConfig
 from tdkernels.symm import resolve_group
-from tdkernels.symm.group import group_state
 
 
 def ag_gemm_ref(x, weight, bias=None, *, group=None):
@@ -42,18 +42,12 @@ def ag_gemm_ref(x, weight, bias=None, *, group=None):
 # ---- torch.library: what torch.compile sees ----
 
 
+def _launch(*call):
+    return kernel.launch(*call)[0]  # and not what it has gathered
+
+
 def _forward(x, weight, bias, group, config):
-    group = _operands.group_by_name(group)
-    if group.size() == 1:
-        return F.linear(x, weight, bias)
-    if not x.shape[0]:
-        group_state(group).agree_once("ag_gemm", kernel.problem_fields(x, weight))
-        return x.new_empty(0, weight.shape[0])
-    config = config_for("ag_gemm", config, x, weight, group, kernel.problem_fields(x, weight))
-    if config.method == "fused":
-        return kernel.launch(x, weight, bias, group, config)[0]
-    group_state(group).agree_once("ag_gemm", kernel.plan_fields(x, weight, config))
-    return ag_gemm_ref(x, weight, bias, group=group)
+    return forward("ag_gemm", kernel, _launch, ag_gemm_ref, x, weight, bias, group, config)
 
 
 def _method(config):

@@ -179,16 +179,15 @@ def plan_fields(x, weight, config):
 
 def _arguments(ctx, x, gathered, weight, bias, y, slot_rows, plan, num_comm, fixed_half, config):
     """The kernel's arguments; ``gathered`` is (rows as [1, K], planes, rows of a plane, elements between planes)."""
-    weight, stride_w, is_kn = _operands.weight_layout(weight)
+    weight, stride_w, _ = _operands.weight_layout(weight)
     tiles = config.tiles
     rows, k = x.shape
     n = weight.shape[0]
     constants = _operands.product_constants(x, weight, bias, tiles)
-    x_desc = gathered_desc = w_desc = None
+    x_desc, w_desc = _operands.product_descriptors(x, weight, tiles, constants)
+    gathered_desc = None
     if constants["USE_TMA"]:
-        x_desc = _operands.rows_descriptor(x, 1, rows, rows * k, tiles.block_m, tiles.block_k)
         gathered_desc = _operands.rows_descriptor(*gathered, tiles.block_m, tiles.block_k)
-        w_desc = _operands.weight_descriptor(weight, is_kn, tiles.block_n, tiles.block_k)
     args = (
         ctx, x, x_desc, gathered_desc, weight, w_desc, bias, y,
         rows, n, k, stride_w, slot_rows, plan, num_comm, config.chunk_tiles, tiles.group_m,

@@ -23,7 +23,7 @@ class AgGemmTunable(dense.DenseTunable):
     sources = (op, kernel, _gather, _gather_kernels, _gemm, _tiles)
     divided = (0, 1)
     config_class = AgGemmConfig
-    default_config = staticmethod(kernel.default_config)
+    op, kernel = op, kernel
 
     def sizes_of(self, *shapes, world_size):
         x, weight = dense.two_operands("ag_gemm", shapes)
@@ -74,25 +74,18 @@ class AgGemmTunable(dense.DenseTunable):
         wire_bytes = (problem.world_size - 1) * rows * k * problem.torch_dtype.itemsize
         return Floors(2 * problem.shape[0] * n * k, wire_bytes)
 
-    def reference(self, operands, group):
-        return op.ag_gemm_ref(*operands, group=group)
-
     def local(self, operands, world_size):
         x, weight = operands
         full = x.repeat(world_size, 1)
         return lambda: F.linear(full, weight)
 
     def run(self, operands, group, config):
-        if config.method == "torch":
-            return self.reference(operands, group)
-        return kernel.launch(*operands, None, group, config)[0]
+        result = super().run(operands, group, config)
+        return result if config.method == "torch" else result[0]  # and not what it has gathered
 
     def compiled(self, config):
         same = super().compiled(config)
         return same and (*same, config.transport)
-
-    def compile(self, operands, config):
-        kernel.compile(*operands, None, config)
 
 
 register(AgGemmTunable())

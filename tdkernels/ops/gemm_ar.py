@@ -25,10 +25,9 @@ from tdkernels.ops import _operands
 from tdkernels.ops import gemm_ar_kernel as kernel
 from tdkernels.ops._collectives import all_reduce
 from tdkernels.ops._config import as_argument, check_config
-from tdkernels.ops._dense_tuning import config_for
+from tdkernels.ops._forward import forward
 from tdkernels.ops.gemm_ar_kernel import GemmArConfig
 from tdkernels.symm import resolve_group
-from tdkernels.symm.group import group_state
 
 
 def gemm_ar_ref(x, weight, bias=None, *, group=None):
@@ -41,17 +40,7 @@ def gemm_ar_ref(x, weight, bias=None, *, group=None):
 
 
 def _forward(x, weight, bias, group, config):
-    group = _operands.group_by_name(group)
-    if group.size() == 1:
-        return F.linear(x, weight, bias)
-    if not x.shape[0]:
-        group_state(group).agree_once("gemm_ar", kernel.problem_fields(x, weight))
-        return x.new_empty(0, weight.shape[0])
-    config = config_for("gemm_ar", config, x, weight, group, kernel.problem_fields(x, weight))
-    if config.method == "fused":
-        return kernel.launch(x, weight, bias, group, config)
-    group_state(group).agree_once("gemm_ar", kernel.plan_fields(x, weight, config))
-    return gemm_ar_ref(x, weight, bias, group=group)
+    return forward("gemm_ar", kernel, kernel.launch, gemm_ar_ref, x, weight, bias, group, config)
 
 
 _library = torch.library.Library("tdkernels", "FRAGMENT")

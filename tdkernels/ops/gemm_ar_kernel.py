@@ -149,6 +149,29 @@ def _store_rows(z_ptr, z, offs_m, offs_n, M, N):
     tl.store(z_ptr + offs_m[:, None].to(tl.int64) * N + offs_n[None, :], z, mask=mask)
 
 
+@td.jit
+def _role(ranks, item_tiles, lag, reduce_after, receive_after):
+    """What this program does, and to which tile: (forwards, multiplies, reduces, round, sequence, tile of the item).
+
+    None of the three: it receives. ``sequence`` numbers the items in the order in which this rank computes them; there
+    is nothing to do yet where the round is negative.
+    """
+    per_item = 1 + item_tiles
+    in_round = tl.program_id(0) % (ranks * (per_item + item_tiles))
+    round_ = tl.program_id(0) // (ranks * (per_item + item_tiles))
+    multiplies = in_round < ranks * per_item
+    forwards = multiplies & (in_round % per_item == 0)
+    other = in_round - ranks * per_item  # which of the programs that reduce (the first item_tiles) or receive
+    reduces = (multiplies == 0) & (other < item_tiles)
+    place = tl.where(multiplies, in_round // per_item, tl.where(reduces, ranks - 1, other // item_tiles - 1))
+    i = tl.where(multiplies, in_round % per_item - 1, other % item_tiles)
+    sequence = round_ * ranks + place - tl.where(forwards, lag, 0)
+    if multiplies == 0:
+        sequence -= ranks * tl.where(reduces, reduce_after, receive_after)
+    round_ = tl.where(sequence < 0, -1, sequence // ranks)
+    return forwards, multiplies, reduces, round_, sequence, tl.where(forwards, 0, i)
+
+
 # Compiled once for a tile, whatever the shape, plan and size of an item: that is what makes tuning cheap.
 @td.jit(do_not_specialize=[
     "M", "N", "K", "stride_w", "lag", "reduce_after", "receive_after", "plan", "item_tiles", "group_m",
@@ -184,22 +207,7 @@ def gemm_ar_kernel(
     part_bytes = tl.cast(rounds, tl.int64) * item_tiles * TILE_BYTES  # of one source
     sums_offset = ranks * part_bytes
 
-    # Which role, and which tile: ``sequence`` numbers the items in the order in which this rank computes them.
-    per_item = 1 + item_tiles
-    in_round = tl.program_id(0) % (ranks * (per_item + item_tiles))
-    round_ = tl.program_id(0) // (ranks * (per_item + item_tiles))
-    multiplies = in_round < ranks * per_item
-    forwards = multiplies & (in_round % per_item == 0)
-    other = in_round - ranks * per_item  # which of the programs that reduce (the first item_tiles) or receive
-    reduces = (multiplies == 0) & (other < item_tiles)
-    place = tl.where(multiplies, in_round // per_item, tl.where(reduces, ranks - 1, other // item_tiles - 1))
-    i = tl.where(multiplies, in_round % per_item - 1, other % item_tiles)
-    sequence = round_ * ranks + place - tl.where(forwards, lag, 0)
-    if multiplies == 0:
-        sequence -= ranks * tl.where(reduces, reduce_after, receive_after)
-    i = tl.where(forwards, 0, i)
-    # A negative sequence has a negative round, and no tile either.
-    round_ = tl.where(sequence < 0, -1, sequence // ranks)
+    forwards, multiplies, reduces, round_, sequence, i = _role(ranks, item_tiles, lag, reduce_after, receive_after)
     owner = (me + 1 + sequence % ranks + ranks) % ranks
     tile = (round_ * ranks + owner) * item_tiles + i
     staged = sequence.to(tl.int64) * item_tiles + i
@@ -280,15 +288,12 @@ class _Schedule:
 
 def _arguments(ctx, x, weight, bias, z, stage, schedule, plan, config):
     """The kernel's arguments."""
-    weight, stride_w, is_kn = _operands.weight_layout(weight)
+    weight, stride_w, _ = _operands.weight_layout(weight)
     tiles = config.tiles
     m, k = x.shape
     n = weight.shape[0]
     constants = _operands.product_constants(x, weight, bias, tiles)
-    x_desc = w_desc = None
-    if constants["USE_TMA"]:
-        x_desc = _operands.rows_descriptor(x, 1, m, m * k, tiles.block_m, tiles.block_k)
-        w_desc = _operands.weight_descriptor(weight, is_kn, tiles.block_n, tiles.block_k)
+    x_desc, w_desc = _operands.product_descriptors(x, weight, tiles, constants)
     args = (
         ctx, x, x_desc, weight, w_desc, bias, z, stage,
         m, n, k, stride_w, schedule.lag, schedule.reduce_after, schedule.receive_after, plan,

@@ -121,7 +121,7 @@ def gemm_ar_one_shot_kernel(
 
 def _arguments(ctx, x, weight, bias, z, scratch, plan, config):
     """The kernel's arguments."""
-    weight, stride_w, is_kn = _operands.weight_layout(weight)
+    weight, stride_w, _ = _operands.weight_layout(weight)
     tiles = config.tiles
     m, k = x.shape
     constants = {**_operands.product_constants(x, weight, bias, tiles), "USE_TMA": False, "SPLIT": config.split_k > 1}

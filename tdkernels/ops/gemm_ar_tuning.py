@@ -1,7 +1,6 @@
 """GEMM-AR for the tuner: problems, the space of its configs, and about how long each takes."""
 
 import torch
-import torch.nn.functional as F
 
 from tdkernels.autotune.operator import Floors, register
 from tdkernels.ops import _dense_tuning as dense
@@ -22,7 +21,7 @@ class GemmArTunable(dense.DenseTunable):
     sources = (op, kernel, one_shot, _gemm, _tiles)
     divided = (2,)
     config_class = GemmArConfig
-    default_config = staticmethod(kernel.default_config)
+    op, kernel = op, kernel
 
     def sizes_of(self, *shapes, world_size):
         x, weight = dense.two_operands("gemm_ar", shapes)
@@ -72,23 +71,9 @@ class GemmArTunable(dense.DenseTunable):
         wire_bytes = 2 * (problem.world_size - 1) * m * n * problem.torch_dtype.itemsize // problem.world_size
         return Floors(2 * m * n * k, wire_bytes)
 
-    def reference(self, operands, group):
-        return op.gemm_ar_ref(*operands, group=group)
-
-    def local(self, operands, world_size):
-        return lambda: F.linear(*operands)
-
-    def run(self, operands, group, config):
-        if config.method == "torch":
-            return self.reference(operands, group)
-        return kernel.launch(*operands, None, group, config)
-
     def compiled(self, config):
         same = super().compiled(config)
         return same and (*same, config.exchange, config.split_k > 1)
-
-    def compile(self, operands, config):
-        kernel.compile(*operands, None, config)
 
 
 def _one_shot_tiles(m, dtype, device):

@@ -24,11 +24,11 @@ from tdkernels.ops import gemm_rs_kernel as kernel
 from tdkernels.ops._collectives import all_gather_rows, reduce_scatter_rows
 from tdkernels.ops._config import as_argument, check_config, from_text
 from tdkernels.ops._dense_tuning import config_for
+from tdkernels.ops._forward import forward
 from tdkernels.ops._gather import Gather
 from tdkernels.ops._gradients import gathered_weight_gradient
 from tdkernels.ops.gemm_rs_kernel import GemmRsConfig
 from tdkernels.symm import resolve_group
-from tdkernels.symm.group import group_state
 
 
 def gemm_rs_ref(x, weight, bias=None, *, group=None):
@@ -41,17 +41,7 @@ def gemm_rs_ref(x, weight, bias=None, *, group=None):
 
 
 def _forward(x, weight, bias, group, config):
-    group = _operands.group_by_name(group)
-    if group.size() == 1:
-        return F.linear(x, weight, bias)
-    if not x.shape[0]:
-        group_state(group).agree_once("gemm_rs", kernel.problem_fields(x, weight))
-        return x.new_empty(0, weight.shape[0])
-    config = config_for("gemm_rs", config, x, weight, group, kernel.problem_fields(x, weight))
-    if config.method == "fused":
-        return kernel.launch(x, weight, bias, group, config)
-    group_state(group).agree_once("gemm_rs", kernel.plan_fields(x, weight, config))
-    return gemm_rs_ref(x, weight, bias, group=group)
+    return forward("gemm_rs", kernel, kernel.launch, gemm_rs_ref, x, weight, bias, group, config)
 
 
 def _method(config):

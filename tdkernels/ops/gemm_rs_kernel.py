@@ -200,15 +200,11 @@ def plan_fields(x, weight, config):
 
 def _arguments(ctx, x, weight, bias, z, stage, rows, lag, plan, config):
     """The kernel's arguments."""
-    weight, stride_w, is_kn = _operands.weight_layout(weight)
+    weight, stride_w, _ = _operands.weight_layout(weight)
     tiles = config.tiles
-    m, k = x.shape
-    n = weight.shape[0]
+    n, k = weight.shape
     constants = _operands.product_constants(x, weight, bias, tiles)
-    x_desc = w_desc = None
-    if constants["USE_TMA"]:
-        x_desc = _operands.rows_descriptor(x, 1, m, m * k, tiles.block_m, tiles.block_k)
-        w_desc = _operands.weight_descriptor(weight, is_kn, tiles.block_n, tiles.block_k)
+    x_desc, w_desc = _operands.product_descriptors(x, weight, tiles, constants)
     args = (
         ctx, x, x_desc, weight, w_desc, bias, z, stage,
         rows, n, k, stride_w, lag, plan, config.item_tiles, tiles.group_m,

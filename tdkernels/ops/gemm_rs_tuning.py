@@ -1,7 +1,6 @@
 """GEMM-RS for the tuner: problems, the space of its configs, and about how long each takes."""
 
 import torch
-import torch.nn.functional as F
 
 from tdkernels.autotune.operator import Floors, register
 from tdkernels.ops import _dense_tuning as dense
@@ -18,7 +17,7 @@ class GemmRsTunable(dense.DenseTunable):
     sources = (op, kernel, _gemm, _tiles)
     divided = (0, 2)
     config_class = GemmRsConfig
-    default_config = staticmethod(kernel.default_config)
+    op, kernel = op, kernel
 
     def sizes_of(self, *shapes, world_size):
         x, weight = dense.two_operands("gemm_rs", shapes)
@@ -57,20 +56,6 @@ class GemmRsTunable(dense.DenseTunable):
         m, n, k = self.operand_sizes(problem)
         wire_bytes = (problem.world_size - 1) * (m // problem.world_size) * n * problem.torch_dtype.itemsize
         return Floors(2 * m * n * k, wire_bytes)
-
-    def reference(self, operands, group):
-        return op.gemm_rs_ref(*operands, group=group)
-
-    def local(self, operands, world_size):
-        return lambda: F.linear(*operands)
-
-    def run(self, operands, group, config):
-        if config.method == "torch":
-            return self.reference(operands, group)
-        return kernel.launch(*operands, None, group, config)
-
-    def compile(self, operands, config):
-        kernel.compile(*operands, None, config)
 
 
 register(GemmRsTunable())
