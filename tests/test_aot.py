@@ -15,7 +15,7 @@ from tdkernels.ops import _gather_kernels as gather
 from tdkernels.ops._operands import aligned
 from tdkernels.ops._tiles import Tiles
 from tdkernels.ops.ag_gemm_kernel import ag_gemm_kernel
-from tdkernels.ops.gemm_ar_kernel import gemm_ar_kernel, slice_rows
+from tdkernels.ops.gemm_ar_kernel import gemm_ar_kernel, slice_columns
 from tdkernels.ops.gemm_ar_one_shot import gemm_ar_one_shot_kernel
 from tdkernels.ops.gemm_rs_kernel import gemm_rs_kernel
 from tests.aot import SHARED_MEMORY, TARGETS, compile_for, descriptor, pointer
@@ -61,11 +61,11 @@ def compile_gemm(kernel, arch, dtype, *, w_is_kn=False, bias=False, shape=(ROWS,
     elif kernel is gemm_ar_kernel:
         stage = pointer(dtype)
         args = [ctx, x, rows_desc, weight, weight_desc, bias, output, stage, rows, n, k, stride, 33, 6, 7, PLAN, 4, 8]
-        constants = {"SLICE_M": slice_rows(tiles), **constants}
+        constants = {"SLICE_N": slice_columns(tiles), "RANKS": 4, **constants}
     else:
         stage = pointer(dtype)
         args = [ctx, x, rows_desc, weight, weight_desc, bias, output, stage, rows, n, k, stride, 33, PLAN, 4, 8]
-        constants = {"SPLIT": 2 if tiles.block_n >= 128 else 1, **constants}
+        constants = {"RANKS": 4, **constants}
     kwargs = {
         **constants, **tiles.constants(), **tiles.options(), "COPY_WORDS": 4096, "ELEM_BYTES": dtype.itemsize,
         "ALIGNED": aligned(n, k, stride), "HAS_BIAS": bias is not None, "USE_TMA": tma, "W_IS_KN": w_is_kn,
@@ -93,6 +93,7 @@ def compile_one_shot(arch, dtype, *, split, w_is_kn=False, bias=False, shape=(16
     kwargs = {
         **tiles.constants(), **tiles.options(), "ELEM_BYTES": dtype.itemsize, "ALIGNED": aligned(n, k, stride),
         "HAS_BIAS": bias is not None, "USE_TMA": False, "W_IS_KN": w_is_kn, "PRECISION": "ieee", "SPLIT": split > 1,
+        "RANKS": 8,
     }  # fmt: skip
     compiled = compile_for(gemm_ar_one_shot_kernel, args, kwargs, arch)
     assert compiled.metadata.shared <= SHARED_MEMORY[arch]

@@ -240,7 +240,7 @@ class _Tuner:
         def compile_one(config):
             torch.cuda.set_device(self.device)  # of this thread
             try:
-                self.tunable.compile(self.operands[0], config)
+                self.tunable.compile(self.operands[0], self.state.world_size, config)
             except Exception as error:
                 return one_line(error)
             return None

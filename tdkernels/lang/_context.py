@@ -26,6 +26,7 @@ STATE_EPOCH = tl.constexpr(0)
 STATE_FINISHED = tl.constexpr(1)
 STATE_FAILED = tl.constexpr(2)
 STATE_SIGNAL = tl.constexpr(3)  # the signal value of the running call, for transports that copy it
+STATE_TICKETS = tl.constexpr(4)  # how many pieces of work of the running call have been taken
 STATE_FLAGS = tl.constexpr(16)  # from here on: flags between programs of this rank
 
 
@@ -106,15 +107,18 @@ def keep_signal(ctx, signal):
 
 
 @jit
-def finish(ctx):
+def finish(ctx, ADVANCE: tl.constexpr = True):
     """Advance the epoch when the last program of the launch comes here; the last statement of a collective kernel.
 
     Done on the device so that a replayed CUDA graph counts on. Every program read the epoch before it came here, and
     the next launch on this workspace is ordered after this one by the stream, so nobody reads a word that changes.
+    Tickets begin at zero again. ``ADVANCE=False`` does only that, for a launch in the middle of a call.
     """
     state = _state(ctx)
     tl.debug_barrier()
     before = tl.atomic_add(state + STATE_FINISHED, tl.full((), 1, tl.int64), sem="acq_rel", scope="gpu")
     if before == tl.num_programs(0) - 1:
         tl.store(state + STATE_FINISHED, tl.full((), 0, tl.int64))
-        tl.store(state + STATE_EPOCH, tl.load(state + STATE_EPOCH) + 1)
+        tl.store(state + STATE_TICKETS, tl.full((), 0, tl.int64))
+        if ADVANCE:
+            tl.store(state + STATE_EPOCH, tl.load(state + STATE_EPOCH) + 1)

@@ -124,8 +124,8 @@ class DenseTunable(tunables.Tunable):
             return self.reference(operands, group)
         return self.kernel.launch(*operands, None, group, config)
 
-    def compile(self, operands, config):
-        self.kernel.compile(*operands, None, config)
+    def compile(self, operands, world_size, config):
+        self.kernel.compile(*operands, None, world_size, config)
 
     def compiled(self, config):
         if config.method == "torch":

@@ -25,6 +25,17 @@ def shared_memory_bytes(device):
     return getattr(_properties(device.index), "shared_memory_per_block_optin", 65536)
 
 
+def resident_programs(device, tiles, dtype):
+    """How many programs with this tile may be on the GPU at a time; more than fit do no harm to who takes tickets."""
+    if device.type == "cpu":
+        return _CPU_SMS
+    properties = _properties(device.index)
+    memory = getattr(properties, "shared_memory_per_multiprocessor", 65536)
+    by_memory = memory // (tiles.shared_memory_bytes(dtype) + 1024)  # the system keeps a KiB of each program's
+    by_threads = properties.max_threads_per_multi_processor // (tiles.num_warps * properties.warp_size)
+    return num_sms(device) * max(1, min(by_memory, by_threads))
+
+
 def capability(device):
     """(major, minor) on NVIDIA; (0, 0) on anything else."""
     if device.type == "cpu" or torch.version.hip:

@@ -75,26 +75,53 @@ def gemm_tile(
 
 
 @td.jit
-def sum_in_rank_order(parts, part_bytes, offs, mask, own, me, ranks, DTYPE: tl.constexpr):
-    """All ranks' partials added in fp32, in rank order; ours is at hand, rank r's is at address parts + r * part_bytes.
+def sum_in_rank_order(parts, part_bytes, offs, mask, own, me, RANKS: tl.constexpr, DTYPE: tl.constexpr):
+    """All ranks' partials added in fp32, in rank order; ours is at hand in fp32, rank r's at parts + r * part_bytes.
 
-    Four of them are read at a time, for a read takes far longer than the addition.
+    Four of them are read at a time, for a read takes far longer than the addition; and with the number of ranks known
+    there is no loop, so that the reads of what is summed next can begin before this sum is done.
     """
     total = tl.full(own.shape, 0.0, tl.float32)
-    for first in range(0, ranks, 4):
-        part0 = _partial_of(first, parts, part_bytes, offs, mask, me, ranks, DTYPE)
-        part1 = _partial_of(first + 1, parts, part_bytes, offs, mask, me, ranks, DTYPE)
-        part2 = _partial_of(first + 2, parts, part_bytes, offs, mask, me, ranks, DTYPE)
-        part3 = _partial_of(first + 3, parts, part_bytes, offs, mask, me, ranks, DTYPE)
-        total += td.to_float32(tl.where(first == me, own, part0))
-        total += td.to_float32(tl.where(first + 1 == me, own, part1))
-        total += td.to_float32(tl.where(first + 2 == me, own, part2))
-        total += td.to_float32(tl.where(first + 3 == me, own, part3))
+    for first in tl.static_range(0, RANKS, 4):
+        part0 = _partial_of(first, parts, part_bytes, offs, mask, own, me, RANKS, DTYPE)
+        part1 = _partial_of(first + 1, parts, part_bytes, offs, mask, own, me, RANKS, DTYPE)
+        part2 = _partial_of(first + 2, parts, part_bytes, offs, mask, own, me, RANKS, DTYPE)
+        part3 = _partial_of(first + 3, parts, part_bytes, offs, mask, own, me, RANKS, DTYPE)
+        total += part0
+        total += part1
+        total += part2
+        total += part3
     return total
 
 
 @td.jit
-def _partial_of(source, parts, part_bytes, offs, mask, me, ranks, DTYPE: tl.constexpr):
-    """A peer's partial; zeros for ourselves and for ranks that there are not."""
-    is_peer = (source < ranks) & (source != me)
-    return tl.load(td.pointer_to(parts + source * part_bytes, DTYPE) + offs, mask=mask & is_peer, other=0.0)
+def _partial_of(
+    source: tl.constexpr, parts, part_bytes, offs, mask, own, me, RANKS: tl.constexpr, DTYPE: tl.constexpr
+):  # fmt: skip
+    """The partial of a rank in fp32; zeros for ranks that there are not."""
+    if source >= RANKS:
+        return tl.full(own.shape, 0.0, tl.float32)
+    part = tl.load(td.pointer_to(parts + source * part_bytes, DTYPE) + offs, mask=mask & (me != source), other=0.0)
+    return tl.where(me == source, own, td.to_float32(part))
+
+
+@td.jit
+def in_register_order(tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """A tile [BLOCK_M, BLOCK_N] as a vector, in the order in which Hopper's wgmma leaves it in the registers.
+
+    Each thread has eight consecutive elements of it, and a warp 32 times as many, so an accumulator can be stored and
+    loaded in whole sectors with no exchange between threads. Groups of 32 columns come one after the other. On other
+    targets it is an order like any other.
+    """
+    GROUP: tl.constexpr = 4 if BLOCK_N >= 32 else BLOCK_N // 8
+    # Of a row number the bits are 2 * 8 in a piece of 16, of a column number GROUP * 4 * 2 in a piece.
+    bits = tile.reshape(BLOCK_M // 16, 2, 8, BLOCK_N // (8 * GROUP), GROUP, 4, 2)
+    return bits.permute(3, 1, 0, 2, 5, 4, 6).reshape(BLOCK_M * BLOCK_N)
+
+
+@td.jit
+def from_register_order(vector, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The tile [BLOCK_M, BLOCK_N] of which ``in_register_order`` made a vector."""
+    GROUP: tl.constexpr = 4 if BLOCK_N >= 32 else BLOCK_N // 8
+    bits = vector.reshape(BLOCK_N // (8 * GROUP), 2, BLOCK_M // 16, 8, 4, GROUP, 2)
+    return bits.permute(2, 1, 3, 0, 5, 4, 6).reshape(BLOCK_M, BLOCK_N)

@@ -1,4 +1,4 @@
-"""The kernel behind AG-GEMM: some programs push our shard to all peers, the others multiply what has arrived.
+"""The kernel behind AG-GEMM: some of the work is pushing our shard to all peers, the rest multiplies what has arrived.
 
 Signal number ``source * num_chunks + chunk`` of a half is raised by ``source`` when that chunk of its shard stands in
 our memory; the waiters are the tiles made of its rows.
@@ -103,7 +103,9 @@ def ag_gemm_kernel(
     ELEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, HAS_BIAS: tl.constexpr, USE_TMA: tl.constexpr,
     W_IS_KN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Programs 0 … num_comm - 1 push our shard to the peers; each later one computes one tile, in order of arrival.
+    """Pieces 0 … num_comm - 1 push our shard to the peers; each later one computes one tile, in order of arrival.
+
+    Programs take them by tickets (``lang._tickets``) until none is left.
 
     FIXED_HALF: a ``begin_kernel`` has opened the call; the gathered rows, our own included, stay in half 0 for the
     launches that follow. num_comm may be 0 then, when somebody else pushes.
@@ -111,7 +113,6 @@ def ag_gemm_kernel(
     N = as_aligned(N, ALIGNED)
     K = as_aligned(K, ALIGNED)
     stride_w = as_aligned(stride_w, ALIGNED)
-    pid = tl.program_id(0)
     me = td.rank(ctx)
     ranks = td.num_ranks(ctx)
     if FIXED_HALF:
@@ -127,44 +128,51 @@ def ag_gemm_kernel(
     row_bytes = tl.cast(K, tl.int64) * ELEM_BYTES
     slot_bytes = slot_rows * row_bytes
 
-    if pid < num_comm:
-        push_shard(
-            ctx, x_ptr.to(tl.int64), half, signal, M_shard * row_bytes, chunk_tiles * BLOCK_M * row_bytes,
-            num_chunks, slot_bytes, pid, num_comm, COPY_OWN=FIXED_HALF, COPY_WORDS=COPY_WORDS,
-        )  # fmt: skip
-    else:
-        source, pid_m, pid_n = _tile_by_arrival(pid - num_comm, me, ranks, tiles_m, tiles_n, group_m, chunk_tiles)
-        if pid_m < tiles_m:  # the last chunk of a shard may have fewer tile rows
-            row = pid_m * BLOCK_M
-            col = pid_n * BLOCK_N
-            # Two loops in a row, of which one is empty: in two branches each would get shared memory of its own.
-            own_k = tl.where(source == me, K, 0)
-            acc = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
-            acc = gemm_tile(
-                acc, x_ptr, x_desc, 0, row, M_shard, w_ptr, w_desc, col, stride_w, N, own_k, K,
-                BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, W_IS_KN, PRECISION,
+    pieces = num_comm + tiles_n * (tiles_m + (ranks - 1) * num_chunks * chunk_tiles)
+
+    answer = td.take_ticket(ctx)
+    piece = td.ticket_of(answer)
+    while piece < pieces:
+        answer = td.take_ticket(ctx)
+        if piece < num_comm:
+            push_shard(
+                ctx, x_ptr.to(tl.int64), half, signal, M_shard * row_bytes, chunk_tiles * BLOCK_M * row_bytes,
+                num_chunks, slot_bytes, piece, num_comm, COPY_OWN=FIXED_HALF, COPY_WORDS=COPY_WORDS,
             )  # fmt: skip
-            slot = td.data_at(ctx, half, me) + source.to(tl.int64) * slot_bytes  # a multiple of 16: see slot_rows_of
-            if source != me:
-                # producer: push_shard of the source, or the copy engine
-                signal_ptr = td.signal_at(ctx, half, source * num_chunks + pid_m // chunk_tiles)
-                seen = td.wait_plan(ctx, signal_ptr, signal, source, FOR_TMA=USE_TMA)
-                slot = td.consume_token(slot, seen)
-            acc = gemm_tile(
-                acc, td.pointer_to(slot, x_ptr.dtype.element_ty), gathered_desc, half,
-                row + source * slot_rows * USE_TMA, M_shard, w_ptr, w_desc, col, stride_w, N, K - own_k, K,
-                BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, W_IS_KN, PRECISION,
-            )  # fmt: skip
-            offs_m = row + tl.arange(0, BLOCK_M)
-            offs_n = col + tl.arange(0, BLOCK_N)
-            if HAS_BIAS:
-                acc += td.to_float32(tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0))[None, :]
-            y_rows = source.to(tl.int64) * M_shard + offs_m
-            mask = (offs_m < M_shard)[:, None] & (offs_n < N)[None, :]
-            y = td.from_float32(acc, y_ptr.dtype.element_ty)
-            tl.store(y_ptr + y_rows[:, None] * N + offs_n[None, :], y, mask=mask)
-    if not FIXED_HALF:
-        td.finish(ctx)
+        else:
+            source, pid_m, pid_n = _tile_by_arrival(piece - num_comm, me, ranks, tiles_m, tiles_n, group_m, chunk_tiles)
+            if pid_m < tiles_m:  # the last chunk of a shard may have fewer tile rows
+                row = pid_m * BLOCK_M
+                col = pid_n * BLOCK_N
+                # Two loops in a row, of which one is empty: in two branches each would get shared memory of its own.
+                own_k = tl.where(source == me, K, 0)
+                acc = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
+                acc = gemm_tile(
+                    acc, x_ptr, x_desc, 0, row, M_shard, w_ptr, w_desc, col, stride_w, N, own_k, K,
+                    BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, W_IS_KN, PRECISION,
+                )  # fmt: skip
+                # A multiple of 16: see slot_rows_of.
+                slot = td.data_at(ctx, half, me) + source.to(tl.int64) * slot_bytes
+                if source != me:
+                    # producer: push_shard of the source, or the copy engine
+                    signal_ptr = td.signal_at(ctx, half, source * num_chunks + pid_m // chunk_tiles)
+                    seen = td.wait_plan(ctx, signal_ptr, signal, source, FOR_TMA=USE_TMA)
+                    slot = td.consume_token(slot, seen)
+                acc = gemm_tile(
+                    acc, td.pointer_to(slot, x_ptr.dtype.element_ty), gathered_desc, half,
+                    row + source * slot_rows * USE_TMA, M_shard, w_ptr, w_desc, col, stride_w, N, K - own_k, K,
+                    BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, W_IS_KN, PRECISION,
+                )  # fmt: skip
+                offs_m = row + tl.arange(0, BLOCK_M)
+                offs_n = col + tl.arange(0, BLOCK_N)
+                if HAS_BIAS:
+                    acc += td.to_float32(tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0))[None, :]
+                y_rows = source.to(tl.int64) * M_shard + offs_m
+                mask = (offs_m < M_shard)[:, None] & (offs_n < N)[None, :]
+                y = td.from_float32(acc, y_ptr.dtype.element_ty)
+                tl.store(y_ptr + y_rows[:, None] * N + offs_n[None, :], y, mask=mask)
+        piece = td.ticket_of(answer)
+    td.finish(ctx, ADVANCE=FIXED_HALF == 0)
 
 
 def problem_fields(x, weight):
@@ -195,7 +203,7 @@ def _arguments(ctx, x, gathered, weight, bias, y, slot_rows, plan, num_comm, fix
     return args, {"COPY_WORDS": _COPY_WORDS, "FIXED_HALF": fixed_half, **constants}
 
 
-def compile(x, weight, bias, config):
+def compile(x, weight, bias, world_size, config):
     """Compile what ``launch`` with the same operands would launch, into Triton's cache; launches nothing."""
     if x.device.type == "cpu":
         return  # interpreted
@@ -246,7 +254,8 @@ def launch(x, weight, bias, group, config, keep_gathered=False):
     )
     tiles_m, tiles_n = -(-rows // tiles.block_m), -(-n // tiles.block_n)
     remote = (world_size - 1) * num_chunks * config.chunk_tiles * tiles_n
-    ag_gemm_kernel[(num_comm + tiles_m * tiles_n + remote,)](*args, **constants)
+    pieces = num_comm + tiles_m * tiles_n + remote
+    ag_gemm_kernel[(min(pieces, _device.resident_programs(x.device, tiles, x.dtype)),)](*args, **constants)
     if gather is None:
         workspace.after_launch()
     elif not keep_gathered:

@@ -2,15 +2,19 @@
 
 Tiles are numbered along a path through z, ``item_tiles`` consecutive ones make an item, and item j is owned by rank
 j mod W, so that sums become complete, and travel back, all the time and not only at the end. W consecutive items are a
-round. A launch goes through the rounds; each of them has, in this order, programs that
+round. The work goes through the rounds in numbered pieces; each round has, in this order, pieces that
 
     forward     an item that was computed ``lag`` items ago to its owner
     multiply    a tile each: the item of rank + 1, that of rank + 2 and so on, our own item of the round last
     reduce      a tile of our own item of ``reduce_after`` rounds ago: add all partials, send the sum to everybody
     receive     a tile of the peers' items of ``receive_after`` rounds ago: bring its sum from our buffer to z
 
-Each waits for programs of smaller ids only, here and on every peer; after the last round a few more let the rest of
-them come to their turn. Buffers keep tiles whole, [tiles, BLOCK_M, BLOCK_N], so an item is one piece of memory.
+Each waits for pieces of smaller numbers only, here and on every peer; after the last round a few more let the rest of
+them come to their turn. Programs take the pieces by tickets (``lang._tickets``) until none is left, so that what a
+program has to look up and set up is looked up once and not for each tile.
+
+Buffers keep tiles whole, so an item is one contiguous piece of memory: partials in register order
+(``_gemm.in_register_order``), sums [tiles, BLOCK_M, BLOCK_N].
 """
 
 from dataclasses import dataclass
@@ -23,7 +27,14 @@ from tdkernels import lang as td
 from tdkernels.ops import _device, _operands
 from tdkernels.ops import gemm_ar_one_shot as one_shot
 from tdkernels.ops._config import text_of
-from tdkernels.ops._gemm import as_aligned, gemm_tile, sum_in_rank_order, swizzle
+from tdkernels.ops._gemm import (
+    as_aligned,
+    from_register_order,
+    gemm_tile,
+    in_register_order,
+    sum_in_rank_order,
+    swizzle,
+)
 from tdkernels.ops._tiles import Tiles, default_tiles
 from tdkernels.symm import get_workspace
 
@@ -91,8 +102,8 @@ def _multiply_tile(
         w_ptr, w_desc, pid_n * BLOCK_N, stride_w, N, K, K,
         BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, W_IS_KN, PRECISION,
     )  # fmt: skip
-    offs = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-    tl.store(td.pointer_to(dst, x_ptr.dtype.element_ty) + offs, td.from_float32(acc, x_ptr.dtype.element_ty))
+    partial = in_register_order(td.from_float32(acc, x_ptr.dtype.element_ty), BLOCK_M, BLOCK_N)
+    tl.store(td.pointer_to(dst, x_ptr.dtype.element_ty) + tl.arange(0, BLOCK_M * BLOCK_N), partial)
     # waiter: the program of this rank that forwards the item, or the one that sums the tile
     td.store_release(td.flag_at(ctx, staged), epoch, SCOPE="gpu")
 
@@ -112,26 +123,29 @@ def _forward_item(ctx, src, dst, staged, count, owner, signal_ptr, signal, epoch
 @td.jit
 def _reduce_tile(
     ctx, parts, part_bytes, sums_offset, half, bias_ptr, z_ptr, row, col, M, N,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLICE_M: tl.constexpr, HAS_BIAS: tl.constexpr,
+    RANKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLICE_N: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Add all ranks' partials of a tile in fp32, in rank order; store the sum in z and in every peer's buffer."""
+    """Add all ranks' partials of a tile in fp32, in rank order; store the sum in z and in every peer's buffer.
+
+    Partials are in register order, of which SLICE_N columns are one piece; the sums are in rows, as z is.
+    """
+    DTYPE: tl.constexpr = z_ptr.dtype.element_ty
     me = td.rank(ctx)
-    ranks = td.num_ranks(ctx)
-    offs_n = col + tl.arange(0, BLOCK_N)
-    bias = tl.full((BLOCK_N,), 0.0, tl.float32)
-    if HAS_BIAS:
-        bias = td.to_float32(tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0))
-    for first in range(0, BLOCK_M, SLICE_M):
-        rows = first + tl.arange(0, SLICE_M)
-        offs = rows[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-        own = tl.load(td.pointer_to(parts + me * part_bytes, z_ptr.dtype.element_ty) + offs)
-        everywhere = tl.full((SLICE_M, BLOCK_N), 1, tl.int1)
-        total = sum_in_rank_order(parts, part_bytes, offs, everywhere, own, me, ranks, z_ptr.dtype.element_ty)
-        z = td.from_float32(total + bias[None, :], z_ptr.dtype.element_ty)
-        for step in range(1, ranks):
-            peer_sums = td.data_at(ctx, half, (me + step) % ranks) + sums_offset
-            tl.store(td.pointer_to(peer_sums, z_ptr.dtype.element_ty) + offs, z)
-        _store_rows(z_ptr, z, row + rows, offs_n, M, N)
+    rows = tl.arange(0, BLOCK_M)
+    for first in range(0, BLOCK_N, SLICE_N):
+        offs = first * BLOCK_M + tl.arange(0, BLOCK_M * SLICE_N)
+        own = td.to_float32(tl.load(td.pointer_to(parts + me * part_bytes, DTYPE) + offs))
+        total = sum_in_rank_order(parts, part_bytes, offs, offs >= 0, own, me, RANKS, DTYPE)
+        total = from_register_order(total, BLOCK_M, SLICE_N)
+        cols = first + tl.arange(0, SLICE_N)
+        if HAS_BIAS:
+            offs_n = col + cols
+            total += td.to_float32(tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0))[None, :]
+        z = td.from_float32(total, DTYPE)
+        for step in tl.static_range(1, RANKS):
+            peer_sums = td.data_at(ctx, half, (me + step) % RANKS) + sums_offset
+            tl.store(td.pointer_to(peer_sums, DTYPE) + rows[:, None] * BLOCK_N + cols[None, :], z)
+        _store_rows(z_ptr, z, row + rows, col + cols, M, N)
 
 
 @td.jit
@@ -150,18 +164,18 @@ def _store_rows(z_ptr, z, offs_m, offs_n, M, N):
 
 
 @td.jit
-def _role(ranks, item_tiles, lag, reduce_after, receive_after):
-    """What this program does, and to which tile: (forwards, multiplies, reduces, round, sequence, tile of the item).
+def _role(piece, ranks, item_tiles, lag, reduce_after, receive_after):
+    """What is to be done, and to which tile: (forwards, multiplies, reduces, round, sequence, tile of the item).
 
     None of the three: it receives. ``sequence`` numbers the items in the order in which this rank computes them; there
     is nothing to do yet where the round is negative.
     """
     per_item = 1 + item_tiles
-    in_round = tl.program_id(0) % (ranks * (per_item + item_tiles))
-    round_ = tl.program_id(0) // (ranks * (per_item + item_tiles))
+    in_round = piece % (ranks * (per_item + item_tiles))
+    round_ = piece // (ranks * (per_item + item_tiles))
     multiplies = in_round < ranks * per_item
     forwards = multiplies & (in_round % per_item == 0)
-    other = in_round - ranks * per_item  # which of the programs that reduce (the first item_tiles) or receive
+    other = in_round - ranks * per_item  # which of those that reduce (the first item_tiles) or receive
     reduces = (multiplies == 0) & (other < item_tiles)
     place = tl.where(multiplies, in_round // per_item, tl.where(reduces, ranks - 1, other // item_tiles - 1))
     i = tl.where(multiplies, in_round % per_item - 1, other % item_tiles)
@@ -179,7 +193,7 @@ def _role(ranks, item_tiles, lag, reduce_after, receive_after):
 def gemm_ar_kernel(
     ctx, x_ptr, x_desc, w_ptr, w_desc, bias_ptr, z_ptr, stage_ptr,
     M, N, K, stride_w, lag, reduce_after, receive_after, plan, item_tiles, group_m,
-    COPY_WORDS: tl.constexpr, SLICE_M: tl.constexpr,
+    COPY_WORDS: tl.constexpr, SLICE_N: tl.constexpr, RANKS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     ELEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, HAS_BIAS: tl.constexpr, USE_TMA: tl.constexpr,
     W_IS_KN: tl.constexpr, PRECISION: tl.constexpr,
@@ -195,7 +209,7 @@ def gemm_ar_kernel(
     stride_w = as_aligned(stride_w, ALIGNED)
     TILE_BYTES: tl.constexpr = BLOCK_M * BLOCK_N * ELEM_BYTES
     me = td.rank(ctx)
-    ranks = td.num_ranks(ctx)
+    ranks = RANKS
     epoch = td.epoch(ctx) + 1
     half = (epoch % 2).to(tl.int32)
     signal = (epoch << 8) | plan
@@ -206,48 +220,56 @@ def gemm_ar_kernel(
     rounds = (items + ranks - 1) // ranks
     part_bytes = tl.cast(rounds, tl.int64) * item_tiles * TILE_BYTES  # of one source
     sums_offset = ranks * part_bytes
+    pieces = (rounds + receive_after) * ranks * (1 + 2 * item_tiles)
 
-    forwards, multiplies, reduces, round_, sequence, i = _role(ranks, item_tiles, lag, reduce_after, receive_after)
-    owner = (me + 1 + sequence % ranks + ranks) % ranks
-    tile = (round_ * ranks + owner) * item_tiles + i
-    staged = sequence.to(tl.int64) * item_tiles + i
-    stage = stage_ptr.to(tl.int64) + staged * TILE_BYTES
-    slot = (tl.cast(round_, tl.int64) * item_tiles + i) * TILE_BYTES  # among the partials of the owner's items
+    answer = td.take_ticket(ctx)
+    piece = td.ticket_of(answer)
+    while piece < pieces:
+        answer = td.take_ticket(ctx)
+        forwards, multiplies, reduces, round_, sequence, i = _role(
+            piece, ranks, item_tiles, lag, reduce_after, receive_after
+        )
+        owner = (me + 1 + sequence % ranks + ranks) % ranks
+        tile = (round_ * ranks + owner) * item_tiles + i
+        staged = sequence.to(tl.int64) * item_tiles + i
+        stage = stage_ptr.to(tl.int64) + staged * TILE_BYTES
+        slot = (tl.cast(round_, tl.int64) * item_tiles + i) * TILE_BYTES  # among the partials of the owner's items
 
-    if (round_ >= 0) & (tile < tiles):
-        pid_m, pid_n = swizzle(tile, tiles_m, tiles_n, group_m)
-        row = pid_m * BLOCK_M
-        col = pid_n * BLOCK_N
-        own_parts = td.data_at(ctx, half, me) + slot
-        if forwards:
-            if owner != me:
-                _forward_item(
-                    ctx, stage, td.data_at(ctx, half, owner) + me * part_bytes + slot, staged,
-                    tl.minimum(item_tiles, tiles - tile), owner, td.signal_at(ctx, half, me * rounds + round_), signal,
-                    epoch, TILE_BYTES, COPY_WORDS,
+        if (round_ >= 0) & (tile < tiles):
+            pid_m, pid_n = swizzle(tile, tiles_m, tiles_n, group_m)
+            row = pid_m * BLOCK_M
+            col = pid_n * BLOCK_N
+            own_parts = td.data_at(ctx, half, me) + slot
+            if forwards:
+                if owner != me:
+                    dst = td.data_at(ctx, half, owner) + me * part_bytes + slot
+                    _forward_item(
+                        ctx, stage, dst, staged, tl.minimum(item_tiles, tiles - tile), owner,
+                        td.signal_at(ctx, half, me * rounds + round_), signal, epoch, TILE_BYTES, COPY_WORDS,
+                    )  # fmt: skip
+            elif multiplies:
+                dst = tl.where(owner == me, own_parts + me * part_bytes, stage)
+                _multiply_tile(
+                    ctx, x_ptr, x_desc, w_ptr, w_desc, dst, staged, pid_m, pid_n, M, N, K, stride_w, epoch,
+                    BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, W_IS_KN, PRECISION,
                 )  # fmt: skip
-        elif multiplies:
-            _multiply_tile(
-                ctx, x_ptr, x_desc, w_ptr, w_desc, tl.where(owner == me, own_parts + me * part_bytes, stage), staged,
-                pid_m, pid_n, M, N, K, stride_w, epoch,
-                BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, W_IS_KN, PRECISION,
-            )  # fmt: skip
-        elif reduces:
-            td.wait(ctx, td.flag_at(ctx, staged), epoch, me, SCOPE="gpu")  # producer: our own _multiply_tile
-            # producer: every peer's _forward_item
-            td.wait_plan_all(ctx, td.signal_at(ctx, half, round_), rounds, signal)
-            tile_sums = sums_offset + tl.cast(tile, tl.int64) * TILE_BYTES
-            _reduce_tile(
-                ctx, own_parts, part_bytes, tile_sums, half, bias_ptr, z_ptr, row, col, M, N,
-                BLOCK_M, BLOCK_N, SLICE_M, HAS_BIAS,
-            )  # fmt: skip
-            # waiter: every peer's program that receives the tile
-            td.notify_all(ctx, td.signal_at(ctx, half, ranks * rounds + tile), signal, PASSES_ON=True)
-        else:
-            # producer: the owner's program that reduces the tile
-            seen = td.wait_plan(ctx, td.signal_at(ctx, half, ranks * rounds + tile), signal, owner)
-            src = td.data_at(ctx, half, me) + sums_offset + tl.cast(tile, tl.int64) * TILE_BYTES
-            _receive_tile(td.consume_token(src, seen), z_ptr, row, col, M, N, BLOCK_M, BLOCK_N)
+            elif reduces:
+                td.wait(ctx, td.flag_at(ctx, staged), epoch, me, SCOPE="gpu")  # producer: our own _multiply_tile
+                # producer: every peer's _forward_item
+                td.wait_plan_all(ctx, td.signal_at(ctx, half, round_), rounds, signal)
+                tile_sums = sums_offset + tl.cast(tile, tl.int64) * TILE_BYTES
+                _reduce_tile(
+                    ctx, own_parts, part_bytes, tile_sums, half, bias_ptr, z_ptr, row, col, M, N,
+                    RANKS, BLOCK_M, BLOCK_N, SLICE_N, HAS_BIAS,
+                )  # fmt: skip
+                # waiter: every peer's program that receives the tile
+                td.notify_all(ctx, td.signal_at(ctx, half, ranks * rounds + tile), signal, PASSES_ON=True)
+            else:
+                # producer: the owner's program that reduces the tile
+                seen = td.wait_plan(ctx, td.signal_at(ctx, half, ranks * rounds + tile), signal, owner)
+                src = td.data_at(ctx, half, me) + sums_offset + tl.cast(tile, tl.int64) * TILE_BYTES
+                _receive_tile(td.consume_token(src, seen), z_ptr, row, col, M, N, BLOCK_M, BLOCK_N)
+        piece = td.ticket_of(answer)
     td.finish(ctx)
 
 
@@ -282,11 +304,11 @@ class _Schedule:
         wave = -(-lag // world_size)
         return cls(rounds, lag, 2 * wave + 1, 3 * wave + 2)
 
-    def num_programs(self, item_tiles, world_size):
+    def num_pieces(self, item_tiles, world_size):
         return (self.rounds + self.receive_after) * world_size * (1 + 2 * item_tiles)
 
 
-def _arguments(ctx, x, weight, bias, z, stage, schedule, plan, config):
+def _arguments(ctx, x, weight, bias, z, stage, schedule, plan, world_size, config):
     """The kernel's arguments."""
     weight, stride_w, _ = _operands.weight_layout(weight)
     tiles = config.tiles
@@ -299,22 +321,23 @@ def _arguments(ctx, x, weight, bias, z, stage, schedule, plan, config):
         m, n, k, stride_w, schedule.lag, schedule.reduce_after, schedule.receive_after, plan,
         config.item_tiles, tiles.group_m,
     )  # fmt: skip
-    return args, {"COPY_WORDS": _COPY_WORDS, "SLICE_M": slice_rows(tiles), **constants}
+    return args, {"COPY_WORDS": _COPY_WORDS, "SLICE_N": slice_columns(tiles), "RANKS": world_size, **constants}
 
 
-def slice_rows(tiles):
-    return max(1, min(tiles.block_m, _SLICE // tiles.block_n))
+def slice_columns(tiles):
+    """How many columns are summed at a time: whole groups of 32, see ``in_register_order``."""
+    return min(tiles.block_n, max(32, _SLICE // tiles.block_m))
 
 
-def compile(x, weight, bias, config):
+def compile(x, weight, bias, world_size, config):
     """Compile what ``launch`` with the same operands would launch, into Triton's cache; launches nothing."""
     if config.exchange == "one_shot":
-        one_shot.compile(x, weight, bias, config)
+        one_shot.compile(x, weight, bias, world_size, config)
     elif x.device.type != "cpu":  # there it is interpreted
         x = _operands.rows_contiguous(x)
         ctx = torch.empty(1, dtype=torch.int64, device=x.device)
         args, constants = _arguments(
-            ctx, x, weight, bias, x.new_empty(1), x.new_empty(1), _Schedule(1, 1, 1, 1), 0, config
+            ctx, x, weight, bias, x.new_empty(1), x.new_empty(1), _Schedule(1, 1, 1, 1), 0, world_size, config
         )
         gemm_ar_kernel.warmup(*args, grid=(1,), **constants)
 
@@ -340,7 +363,8 @@ def launch(x, weight, bias, group, config):
     stage = x.new_empty(slots * tiles.block_m * tiles.block_n)
     z = x.new_empty(m, n)
     workspace.before_launch()
-    args, constants = _arguments(workspace.ctx, x, weight, bias, z, stage, schedule, plan, config)
-    gemm_ar_kernel[(schedule.num_programs(config.item_tiles, world_size),)](*args, **constants)
+    args, constants = _arguments(workspace.ctx, x, weight, bias, z, stage, schedule, plan, world_size, config)
+    pieces = schedule.num_pieces(config.item_tiles, world_size)
+    gemm_ar_kernel[(min(pieces, _device.resident_programs(x.device, tiles, x.dtype)),)](*args, **constants)
     workspace.after_launch()
     return z

@@ -60,6 +60,7 @@ def gemm_ar_one_shot_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     ELEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, HAS_BIAS: tl.constexpr, USE_TMA: tl.constexpr,
     W_IS_KN: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr,
+    RANKS: tl.constexpr,
 ):  # fmt: skip
     """z = the sum over ranks of x @ w.T, on every rank; x is [M, K], z is [M, N].
 
@@ -71,7 +72,6 @@ def gemm_ar_one_shot_kernel(
     stride_w = as_aligned(stride_w, ALIGNED)
     TILE: tl.constexpr = BLOCK_M * BLOCK_N
     me = td.rank(ctx)
-    ranks = td.num_ranks(ctx)
     epoch = td.epoch(ctx) + 1
     half = (epoch % 2).to(tl.int32)
     signal = (epoch << 8) | plan
@@ -101,8 +101,8 @@ def gemm_ar_one_shot_kernel(
     if sends:
         own = td.from_float32(acc, z_ptr.dtype.element_ty)
         slot = (tl.cast(me, tl.int64) * tiles + tile) * (TILE * ELEM_BYTES)
-        for step in range(1, ranks):
-            dst = td.data_at(ctx, half, (me + step) % ranks) + slot
+        for step in tl.static_range(1, RANKS):
+            dst = td.data_at(ctx, half, (me + step) % RANKS) + slot
             tl.store(td.pointer_to(dst, z_ptr.dtype.element_ty) + offs, own, mask=mask)
         # waiter: every peer's last program of the same tile
         td.notify_all(ctx, td.signal_at(ctx, half, me * tiles + tile), signal)
@@ -110,7 +110,8 @@ def gemm_ar_one_shot_kernel(
         td.wait_plan_all(ctx, td.signal_at(ctx, half, tile), tiles, signal)
         parts = td.data_at(ctx, half, me) + tl.cast(tile, tl.int64) * (TILE * ELEM_BYTES)
         total = sum_in_rank_order(
-            parts, tl.cast(tiles, tl.int64) * (TILE * ELEM_BYTES), offs, mask, own, me, ranks, z_ptr.dtype.element_ty
+            parts, tl.cast(tiles, tl.int64) * (TILE * ELEM_BYTES), offs, mask, td.to_float32(own), me, RANKS,
+            z_ptr.dtype.element_ty,
         )
         if HAS_BIAS:
             total += td.to_float32(tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0))[None, :]
@@ -119,12 +120,13 @@ def gemm_ar_one_shot_kernel(
     td.finish(ctx)
 
 
-def _arguments(ctx, x, weight, bias, z, scratch, plan, config):
+def _arguments(ctx, x, weight, bias, z, scratch, plan, world_size, config):
     """The kernel's arguments."""
     weight, stride_w, _ = _operands.weight_layout(weight)
     tiles = config.tiles
     m, k = x.shape
-    constants = {**_operands.product_constants(x, weight, bias, tiles), "USE_TMA": False, "SPLIT": config.split_k > 1}
+    constants = {**_operands.product_constants(x, weight, bias, tiles), "USE_TMA": False}
+    constants |= {"SPLIT": config.split_k > 1, "RANKS": world_size}
     args = (
         ctx, x, weight, bias, z, scratch,
         m, weight.shape[0], k, stride_w, k_of_part(k, config), plan, config.split_k, tiles.group_m,
@@ -138,14 +140,14 @@ def k_of_part(k, config):
     return -(-steps // config.split_k) * config.tiles.block_k
 
 
-def compile(x, weight, bias, config):
+def compile(x, weight, bias, world_size, config):
     """Compile what ``launch`` with the same operands would launch, into Triton's cache; launches nothing."""
     if x.device.type == "cpu":
         return  # interpreted
     x = _operands.rows_contiguous(x)
     ctx = torch.empty(1, dtype=torch.int64, device=x.device)
     scratch = torch.empty(1, dtype=torch.float32, device=x.device)
-    args, constants = _arguments(ctx, x, weight, bias, x.new_empty(1), scratch, 0, config)
+    args, constants = _arguments(ctx, x, weight, bias, x.new_empty(1), scratch, 0, world_size, config)
     gemm_ar_one_shot_kernel.warmup(*args, grid=(1,), **constants)
 
 
@@ -163,7 +165,7 @@ def launch(x, weight, bias, group, config, fields):
     scratch = x.new_empty(count * config.split_k * tile if config.split_k > 1 else 1, dtype=torch.float32)
     z = x.new_empty(m, n)
     workspace.before_launch()
-    args, constants = _arguments(workspace.ctx, x, weight, bias, z, scratch, plan, config)
+    args, constants = _arguments(workspace.ctx, x, weight, bias, z, scratch, plan, ranks, config)
     gemm_ar_one_shot_kernel[(count * config.split_k,)](*args, **constants)
     workspace.after_launch()
     return z

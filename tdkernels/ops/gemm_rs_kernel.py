@@ -1,14 +1,18 @@
 """The kernel behind GEMM-RS: partial tiles are staged, forwarded to their owners and summed there.
 
-Programs come in periods of ``1 + item_tiles``. In each period the first program forwards one item (item_tiles
-consecutive tiles) that was computed ``lag`` periods before; the others compute a tile each. The tiles of rank + 1 come
-first, then those of rank + 2, and so on; the rank's own tiles come last and take the peers' partials into their
-epilogue. Forwarding programs are short and spread over the launch, so that no multiprocessor is set aside for
-communication. ``lag`` is at most a shard's number of periods, therefore a program waits only for programs with smaller
-ids, here and on every peer.
+The work is a list of pieces, in periods of ``1 + item_tiles``. In each period the first piece forwards one item
+(item_tiles consecutive tiles) that was computed ``lag`` periods before; the others compute a tile each. The tiles of
+rank + 1 come first, then those of rank + 2, and so on; the rank's own tiles come last and take the peers' partials into
+their epilogue. Pieces that forward are short and spread over the list, so that no multiprocessor is set aside for
+communication. ``lag`` is at most a shard's number of periods, therefore a piece waits only for pieces of smaller
+numbers, here and on every peer.
 
-Buffers keep tiles whole, in the order in which they are computed: [tiles, BLOCK_M, BLOCK_N]. An item is then one
-contiguous piece of memory whatever the shape, and both ends agree on the order.
+Programs take the pieces by tickets (``lang._tickets``) until none is left, so that what a program has to look up and
+set up is looked up once and not for each tile.
+
+Buffers keep tiles whole, in the order in which they are computed, and each tile in register order
+(``_gemm.in_register_order``). An item is then one contiguous piece of memory whatever the shape, and both ends agree on
+the order.
 """
 
 from dataclasses import dataclass
@@ -20,11 +24,19 @@ import triton.language as tl
 from tdkernels import lang as td
 from tdkernels.ops import _device, _operands
 from tdkernels.ops._config import text_of
-from tdkernels.ops._gemm import as_aligned, gemm_tile, swizzle
+from tdkernels.ops._gemm import (
+    as_aligned,
+    from_register_order,
+    gemm_tile,
+    in_register_order,
+    sum_in_rank_order,
+    swizzle,
+)
 from tdkernels.ops._tiles import Tiles, default_tiles
 from tdkernels.symm import get_workspace
 
 _COPY_WORDS = 4096
+_SUM_COLUMNS = tl.constexpr(32)
 
 
 @dataclass(frozen=True)
@@ -86,28 +98,29 @@ def _forward_item(
 
 
 @td.jit
-def _sum_in_rank_order(
-    ctx, acc, received_ptr, slot_stride, bias_ptr, z_ptr, row, col, first_col, M_shard, N,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr,
+def _sum_of_tile(
+    acc, parts, part_bytes, bias_ptr, col, N, me, DTYPE: tl.constexpr,
+    RANKS: tl.constexpr, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Add the peers' partials to ``acc``, columns first_col … + WIDTH of a tile, in rank order, and store the sum."""
-    me = td.rank(ctx)
-    rows = tl.arange(0, BLOCK_M)
-    cols = first_col + tl.arange(0, WIDTH)
-    total = tl.full((BLOCK_M, WIDTH), 0.0, tl.float32)
-    for source in range(td.num_ranks(ctx)):
-        if source == me:
-            total += acc
-        else:
-            part_ptr = received_ptr + source * slot_stride
-            total += td.to_float32(tl.load(part_ptr + rows[:, None] * BLOCK_N + cols[None, :]))
-    offs_m = row + rows
-    offs_n = col + cols
-    if HAS_BIAS:
-        total += td.to_float32(tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0))[None, :]
-    mask = (offs_m < M_shard)[:, None] & (offs_n < N)[None, :]
-    z = td.from_float32(total, z_ptr.dtype.element_ty)
-    tl.store(z_ptr + offs_m[:, None].to(tl.int64) * N + offs_n[None, :], z, mask=mask)
+    """``acc`` plus the peers' partials of the same tile, WIDTH columns of one of ours, in rank order, as a DTYPE."""
+    if WIDTH > _SUM_COLUMNS:
+        # A part at a time: the sum, the peers' partials and the accumulator do not fit the registers together.
+        HALF: tl.constexpr = WIDTH // 2
+        left, right = acc.reshape(BLOCK_M, 2, HALF).permute(0, 2, 1).split()
+        left = _sum_of_tile(left, parts, part_bytes, bias_ptr, col, N, me, DTYPE, RANKS, BLOCK_M, HALF, HAS_BIAS)
+        parts += BLOCK_M * HALF * (DTYPE.primitive_bitwidth // 8)
+        col += HALF
+        right = _sum_of_tile(right, parts, part_bytes, bias_ptr, col, N, me, DTYPE, RANKS, BLOCK_M, HALF, HAS_BIAS)
+        return tl.join(left, right).permute(0, 2, 1).reshape(BLOCK_M, WIDTH)
+    else:
+        offs = tl.arange(0, BLOCK_M * WIDTH)
+        own = in_register_order(acc, BLOCK_M, WIDTH)
+        total = sum_in_rank_order(parts, part_bytes, offs, offs >= 0, own, me, RANKS, DTYPE)
+        total = from_register_order(total, BLOCK_M, WIDTH)
+        if HAS_BIAS:
+            offs_n = col + tl.arange(0, WIDTH)
+            total += td.to_float32(tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0))[None, :]
+        return td.from_float32(total, DTYPE)
 
 
 # Compiled once for a tile, whatever the shape, plan and size of an item: that is what makes tuning cheap.
@@ -115,7 +128,7 @@ def _sum_in_rank_order(
 def gemm_rs_kernel(
     ctx, x_ptr, x_desc, w_ptr, w_desc, bias_ptr, z_ptr, stage_ptr,
     M_shard, N, K, stride_w, lag, plan, item_tiles, group_m,
-    COPY_WORDS: tl.constexpr, SPLIT: tl.constexpr,
+    COPY_WORDS: tl.constexpr, RANKS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     ELEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, HAS_BIAS: tl.constexpr, USE_TMA: tl.constexpr,
     W_IS_KN: tl.constexpr, PRECISION: tl.constexpr,
@@ -126,7 +139,7 @@ def gemm_rs_kernel(
     stride_w = as_aligned(stride_w, ALIGNED)
     TILE: tl.constexpr = BLOCK_M * BLOCK_N
     me = td.rank(ctx)
-    ranks = td.num_ranks(ctx)
+    ranks = RANKS
     epoch = td.epoch(ctx) + 1
     half = (epoch % 2).to(tl.int32)
     signal = (epoch << 8) | plan
@@ -134,57 +147,52 @@ def gemm_rs_kernel(
     tiles_n = (N + BLOCK_N - 1) // BLOCK_N
     tiles = tiles_m * tiles_n
     items = (tiles + item_tiles - 1) // item_tiles
-    period = tl.program_id(0) // (1 + item_tiles)
-    place = tl.program_id(0) % (1 + item_tiles)
+    pieces = ranks * items * (1 + item_tiles)
 
-    if place == 0:
-        item = period - lag
-        if (item >= 0) & (item < items * (ranks - 1)):
-            _forward_item(
-                ctx, item, items, item_tiles, tiles, stage_ptr.to(tl.int64), epoch, signal, half,
-                TILE * ELEM_BYTES, COPY_WORDS,
-            )  # fmt: skip
-    else:
-        tile = period % items * item_tiles + place - 1
-        if tile < tiles:
-            pid_m, pid_n = swizzle(tile, tiles_m, tiles_n, group_m)
-            row = pid_m * BLOCK_M
-            col = pid_n * BLOCK_N
-            owner = (me + 1 + period // items) % ranks
-            acc = gemm_tile(
-                tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32), x_ptr, x_desc, 0, owner * M_shard + row, ranks * M_shard,
-                w_ptr, w_desc, col, stride_w, N, K, K,
-                BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, W_IS_KN, PRECISION,
-            )  # fmt: skip
-            if owner != me:
-                staged = period.to(tl.int64) * item_tiles + place - 1
-                offs = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-                tl.store(stage_ptr + staged * TILE + offs, td.from_float32(acc, stage_ptr.dtype.element_ty))
-                # waiter: the program of this rank that forwards the item
-                td.store_release(td.flag_at(ctx, staged), epoch, SCOPE="gpu")
-            else:
-                for step in range(1, ranks):
-                    source = (me + ranks - step) % ranks
-                    signal_ptr = td.signal_at(ctx, half, source * items + tile // item_tiles)
-                    td.wait_plan(ctx, signal_ptr, signal, source)  # producer: _forward_item of the source
-                received = td.pointer_to(td.data_at(ctx, half, me), z_ptr.dtype.element_ty) + tile.to(tl.int64) * TILE
-                slot_stride = tl.cast(items, tl.int64) * item_tiles * TILE
-                if SPLIT == 1:
-                    _sum_in_rank_order(
-                        ctx, acc, received, slot_stride, bias_ptr, z_ptr, row, col, 0, M_shard, N,
-                        BLOCK_M, BLOCK_N, BLOCK_N, HAS_BIAS,
-                    )  # fmt: skip
+    answer = td.take_ticket(ctx)
+    piece = td.ticket_of(answer)
+    while piece < pieces:
+        answer = td.take_ticket(ctx)
+        period = piece // (1 + item_tiles)
+        place = piece % (1 + item_tiles)
+        if place == 0:
+            item = period - lag
+            if (item >= 0) & (item < items * (ranks - 1)):
+                _forward_item(
+                    ctx, item, items, item_tiles, tiles, stage_ptr.to(tl.int64), epoch, signal, half,
+                    TILE * ELEM_BYTES, COPY_WORDS,
+                )  # fmt: skip
+        else:
+            tile = period % items * item_tiles + place - 1
+            if tile < tiles:
+                pid_m, pid_n = swizzle(tile, tiles_m, tiles_n, group_m)
+                row = pid_m * BLOCK_M
+                col = pid_n * BLOCK_N
+                owner = (me + 1 + period // items) % ranks
+                acc = gemm_tile(
+                    tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32), x_ptr, x_desc, 0, owner * M_shard + row,
+                    ranks * M_shard, w_ptr, w_desc, col, stride_w, N, K, K,
+                    BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, W_IS_KN, PRECISION,
+                )  # fmt: skip
+                if owner != me:
+                    staged = period.to(tl.int64) * item_tiles + place - 1
+                    partial = in_register_order(td.from_float32(acc, x_ptr.dtype.element_ty), BLOCK_M, BLOCK_N)
+                    tl.store(stage_ptr + staged * TILE + tl.arange(0, TILE), partial)
+                    # waiter: the program of this rank that forwards the item
+                    td.store_release(td.flag_at(ctx, staged), epoch, SCOPE="gpu")
                 else:
-                    # Half of the columns at a time: the sum and the accumulator do not fit the registers together.
-                    left, right = acc.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1).split()
-                    _sum_in_rank_order(
-                        ctx, left, received, slot_stride, bias_ptr, z_ptr, row, col, 0, M_shard, N,
-                        BLOCK_M, BLOCK_N, BLOCK_N // 2, HAS_BIAS,
+                    # producer: _forward_item of every peer
+                    td.wait_plan_all(ctx, td.signal_at(ctx, half, tile // item_tiles), items, signal)
+                    z = _sum_of_tile(
+                        acc, td.data_at(ctx, half, me) + tile.to(tl.int64) * (TILE * ELEM_BYTES),
+                        tl.cast(items, tl.int64) * item_tiles * (TILE * ELEM_BYTES), bias_ptr, col, N, me,
+                        z_ptr.dtype.element_ty, RANKS, BLOCK_M, BLOCK_N, HAS_BIAS,
                     )  # fmt: skip
-                    _sum_in_rank_order(
-                        ctx, right, received, slot_stride, bias_ptr, z_ptr, row, col, BLOCK_N // 2, M_shard, N,
-                        BLOCK_M, BLOCK_N, BLOCK_N // 2, HAS_BIAS,
-                    )  # fmt: skip
+                    offs_m = row + tl.arange(0, BLOCK_M)
+                    offs_n = col + tl.arange(0, BLOCK_N)
+                    mask = (offs_m < M_shard)[:, None] & (offs_n < N)[None, :]
+                    tl.store(z_ptr + offs_m[:, None].to(tl.int64) * N + offs_n[None, :], z, mask=mask)
+        piece = td.ticket_of(answer)
     td.finish(ctx)
 
 
@@ -198,7 +206,7 @@ def plan_fields(x, weight, config):
     return {**problem_fields(x, weight), "config": text_of(config)}
 
 
-def _arguments(ctx, x, weight, bias, z, stage, rows, lag, plan, config):
+def _arguments(ctx, x, weight, bias, z, stage, rows, lag, plan, world_size, config):
     """The kernel's arguments."""
     weight, stride_w, _ = _operands.weight_layout(weight)
     tiles = config.tiles
@@ -209,17 +217,17 @@ def _arguments(ctx, x, weight, bias, z, stage, rows, lag, plan, config):
         ctx, x, x_desc, weight, w_desc, bias, z, stage,
         rows, n, k, stride_w, lag, plan, config.item_tiles, tiles.group_m,
     )  # fmt: skip
-    return args, {"COPY_WORDS": _COPY_WORDS, "SPLIT": 2 if tiles.block_n >= 128 else 1, **constants}
+    return args, {"COPY_WORDS": _COPY_WORDS, "RANKS": world_size, **constants}
 
 
-def compile(x, weight, bias, config):
+def compile(x, weight, bias, world_size, config):
     """Compile what ``launch`` with the same operands would launch, into Triton's cache; launches nothing."""
     if x.device.type == "cpu":
         return  # interpreted
     x = _operands.rows_contiguous(x)
     ctx = torch.empty(1, dtype=torch.int64, device=x.device)
     stage = x.new_empty(1)
-    args, constants = _arguments(ctx, x, weight, bias, x.new_empty(1), stage, x.shape[0], 0, 0, config)
+    args, constants = _arguments(ctx, x, weight, bias, x.new_empty(1), stage, x.shape[0], 0, 0, world_size, config)
     gemm_rs_kernel.warmup(*args, grid=(1,), **constants)
 
 
@@ -245,7 +253,8 @@ def launch(x, weight, bias, group, config):
     stage = x.new_empty((world_size - 1) * slots * tiles.block_m * tiles.block_n)
     z = x.new_empty(rows, n)
     workspace.before_launch()
-    args, constants = _arguments(workspace.ctx, x, weight, bias, z, stage, rows, lag, plan, config)
-    gemm_rs_kernel[(world_size * items * (1 + config.item_tiles),)](*args, **constants)
+    args, constants = _arguments(workspace.ctx, x, weight, bias, z, stage, rows, lag, plan, world_size, config)
+    pieces = world_size * items * (1 + config.item_tiles)
+    gemm_rs_kernel[(min(pieces, _device.resident_programs(x.device, tiles, x.dtype)),)](*args, **constants)
     workspace.after_launch()
     return z

@@ -1,0 +1,56 @@
+"""Tickets: how the programs of a launch share a list of work.
+
+    answer = td.take_ticket(ctx)
+    piece = td.ticket_of(answer)
+    while piece < pieces:
+        answer = td.take_ticket(ctx)  # the next one, which is known by the time this piece is done
+        ...
+        piece = td.ticket_of(answer)
+    td.finish(ctx)
+
+Whoever takes number n has started, and so has whoever took a smaller one. So a piece of work may wait for those of
+smaller numbers, on any rank, however few programs fit a GPU at a time: it is the order of program ids, for programs
+that stay. ``finish`` puts the numbers back to zero.
+"""
+
+import triton.language as tl
+
+from tdkernels.lang._context import STATE_TICKETS, _state
+from tdkernels.lang._jit import jit
+from tdkernels.lang._target import target
+
+# A program has no more threads than this; a larger one would ask twice.
+_MAX_THREADS = tl.constexpr(512)
+
+
+@jit
+def take_ticket(ctx):
+    """Ask for the number of the next piece of work of this call; ``ticket_of`` what is returned is that number.
+
+    Ask early and look late: the answer takes a microsecond to come, and nobody waits for it here.
+    """
+    counter = (_state(ctx) + STATE_TICKETS).to(tl.pointer_type(tl.int32))
+    if target() == "cuda":
+        # Thread 0 alone asks, for its first element; no two threads share one.
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .pred first; .reg .b32 t;
+            mov.u32 t, %tid.x;
+            or.b32 t, t, $2;
+            setp.eq.u32 first, t, 0;
+            mov.b32 $0, 0;
+            @first atom.relaxed.gpu.global.add.u32 $0, [$1], 1;
+            }""",
+            "=r,l,r,~{memory}", [counter, tl.arange(0, _MAX_THREADS)], tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        return tl.atomic_add(counter, tl.full((), 1, tl.int32), sem="relaxed", scope="gpu")
+
+
+@jit
+def ticket_of(answer):
+    """The number that ``take_ticket`` asked for (int32), the same in all threads."""
+    if target() == "cuda":
+        return tl.sum(answer, 0)
+    else:
+        return answer
