@@ -1,9 +1,9 @@
 """Tickets: how the programs of a launch share a list of work.
 
-    answer = td.take_ticket(ctx)
-    piece = td.ticket_of(answer)
+    piece = td.ticket_of(td.take_ticket(ctx))
     while piece < pieces:
-        answer = td.take_ticket(ctx)  # the next one, which is known by the time this piece is done
+        ...  # most of the piece
+        answer = td.take_ticket(ctx)  # the next one, which is known by the time the rest is done
         ...
         piece = td.ticket_of(answer)
     td.finish(ctx)
@@ -11,6 +11,9 @@
 Whoever takes number n has started, and so has whoever took a smaller one. So a piece of work may wait for those of
 smaller numbers, on any rank, however few programs fit a GPU at a time: it is the order of program ids, for programs
 that stay. ``finish`` puts the numbers back to zero.
+
+A ticket that is taken long before it is used keeps others waiting for its piece, while pieces of higher numbers are
+done: take it when little of the piece before is left.
 """
 
 import triton.language as tl
@@ -27,7 +30,7 @@ _MAX_THREADS = tl.constexpr(512)
 def take_ticket(ctx):
     """Ask for the number of the next piece of work of this call; ``ticket_of`` what is returned is that number.
 
-    Ask early and look late: the answer takes a microsecond to come, and nobody waits for it here.
+    The answer takes a microsecond to come; nobody waits for it here, but in ``ticket_of``.
     """
     counter = (_state(ctx) + STATE_TICKETS).to(tl.pointer_type(tl.int32))
     if target() == "cuda":

@@ -130,15 +130,14 @@ def ag_gemm_kernel(
 
     pieces = num_comm + tiles_n * (tiles_m + (ranks - 1) * num_chunks * chunk_tiles)
 
-    answer = td.take_ticket(ctx)
-    piece = td.ticket_of(answer)
+    piece = td.ticket_of(td.take_ticket(ctx))
     while piece < pieces:
-        answer = td.take_ticket(ctx)
         if piece < num_comm:
             push_shard(
                 ctx, x_ptr.to(tl.int64), half, signal, M_shard * row_bytes, chunk_tiles * BLOCK_M * row_bytes,
                 num_chunks, slot_bytes, piece, num_comm, COPY_OWN=FIXED_HALF, COPY_WORDS=COPY_WORDS,
             )  # fmt: skip
+            answer = td.take_ticket(ctx)
         else:
             source, pid_m, pid_n = _tile_by_arrival(piece - num_comm, me, ranks, tiles_m, tiles_n, group_m, chunk_tiles)
             if pid_m < tiles_m:  # the last chunk of a shard may have fewer tile rows
@@ -163,6 +162,7 @@ def ag_gemm_kernel(
                     row + source * slot_rows * USE_TMA, M_shard, w_ptr, w_desc, col, stride_w, N, K - own_k, K,
                     BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, W_IS_KN, PRECISION,
                 )  # fmt: skip
+                answer = td.take_ticket(ctx)
                 offs_m = row + tl.arange(0, BLOCK_M)
                 offs_n = col + tl.arange(0, BLOCK_N)
                 if HAS_BIAS:
@@ -171,6 +171,8 @@ def ag_gemm_kernel(
                 mask = (offs_m < M_shard)[:, None] & (offs_n < N)[None, :]
                 y = td.from_float32(acc, y_ptr.dtype.element_ty)
                 tl.store(y_ptr + y_rows[:, None] * N + offs_n[None, :], y, mask=mask)
+            else:
+                answer = td.take_ticket(ctx)
         piece = td.ticket_of(answer)
     td.finish(ctx, ADVANCE=FIXED_HALF == 0)
 

@@ -96,28 +96,32 @@ def _multiply_tile(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     USE_TMA: tl.constexpr, W_IS_KN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Leave our partial of a tile at the address ``dst`` and raise flag number ``staged``."""
+    """Leave our partial of a tile at the address ``dst`` and raise flag number ``staged``; takes the next ticket."""
     acc = gemm_tile(
         tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32), x_ptr, x_desc, 0, pid_m * BLOCK_M, M,
         w_ptr, w_desc, pid_n * BLOCK_N, stride_w, N, K, K,
         BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, W_IS_KN, PRECISION,
     )  # fmt: skip
+    answer = td.take_ticket(ctx)
     partial = in_register_order(td.from_float32(acc, x_ptr.dtype.element_ty), BLOCK_M, BLOCK_N)
     tl.store(td.pointer_to(dst, x_ptr.dtype.element_ty) + tl.arange(0, BLOCK_M * BLOCK_N), partial)
     # waiter: the program of this rank that forwards the item, or the one that sums the tile
     td.store_release(td.flag_at(ctx, staged), epoch, SCOPE="gpu")
+    return answer
 
 
 @td.jit
 def _forward_item(ctx, src, dst, staged, count, owner, signal_ptr, signal, epoch, TILE_BYTES: tl.constexpr,
                   COPY_WORDS: tl.constexpr):  # fmt: skip
-    """Copy ``count`` finished tiles to their owner and raise its signal."""
+    """Copy ``count`` finished tiles to their owner and raise its signal; takes the next ticket."""
     me = td.rank(ctx)
     for i in range(count):
         # producer: the program of this rank that computed the tile
         td.wait(ctx, td.flag_at(ctx, staged + i), epoch, me, SCOPE="gpu")
     td.put(dst, src, count * TILE_BYTES, COPY_WORDS)
+    answer = td.take_ticket(ctx)
     td.notify(ctx, signal_ptr, owner, signal, PASSES_ON=True)  # waiter: the owner's programs that sum these tiles
+    return answer
 
 
 @td.jit
@@ -222,10 +226,8 @@ def gemm_ar_kernel(
     sums_offset = ranks * part_bytes
     pieces = (rounds + receive_after) * ranks * (1 + 2 * item_tiles)
 
-    answer = td.take_ticket(ctx)
-    piece = td.ticket_of(answer)
+    piece = td.ticket_of(td.take_ticket(ctx))
     while piece < pieces:
-        answer = td.take_ticket(ctx)
         forwards, multiplies, reduces, round_, sequence, i = _role(
             piece, ranks, item_tiles, lag, reduce_after, receive_after
         )
@@ -243,13 +245,15 @@ def gemm_ar_kernel(
             if forwards:
                 if owner != me:
                     dst = td.data_at(ctx, half, owner) + me * part_bytes + slot
-                    _forward_item(
+                    answer = _forward_item(
                         ctx, stage, dst, staged, tl.minimum(item_tiles, tiles - tile), owner,
                         td.signal_at(ctx, half, me * rounds + round_), signal, epoch, TILE_BYTES, COPY_WORDS,
                     )  # fmt: skip
+                else:
+                    answer = td.take_ticket(ctx)
             elif multiplies:
                 dst = tl.where(owner == me, own_parts + me * part_bytes, stage)
-                _multiply_tile(
+                answer = _multiply_tile(
                     ctx, x_ptr, x_desc, w_ptr, w_desc, dst, staged, pid_m, pid_n, M, N, K, stride_w, epoch,
                     BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, W_IS_KN, PRECISION,
                 )  # fmt: skip
@@ -262,13 +266,17 @@ def gemm_ar_kernel(
                     ctx, own_parts, part_bytes, tile_sums, half, bias_ptr, z_ptr, row, col, M, N,
                     RANKS, BLOCK_M, BLOCK_N, SLICE_N, HAS_BIAS,
                 )  # fmt: skip
+                answer = td.take_ticket(ctx)
                 # waiter: every peer's program that receives the tile
                 td.notify_all(ctx, td.signal_at(ctx, half, ranks * rounds + tile), signal, PASSES_ON=True)
             else:
                 # producer: the owner's program that reduces the tile
                 seen = td.wait_plan(ctx, td.signal_at(ctx, half, ranks * rounds + tile), signal, owner)
+                answer = td.take_ticket(ctx)
                 src = td.data_at(ctx, half, me) + sums_offset + tl.cast(tile, tl.int64) * TILE_BYTES
                 _receive_tile(td.consume_token(src, seen), z_ptr, row, col, M, N, BLOCK_M, BLOCK_N)
+        else:
+            answer = td.take_ticket(ctx)
         piece = td.ticket_of(answer)
     td.finish(ctx)
 

@@ -79,7 +79,7 @@ def _forward_item(
     ctx, item, items, item_tiles, tiles, stage, epoch, signal, half,
     TILE_BYTES: tl.constexpr, COPY_WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Copy one finished item of the staging buffer to its owner and raise its signal."""
+    """Copy one finished item of the staging buffer to its owner and raise its signal; takes the next ticket."""
     me = td.rank(ctx)
     ranks = td.num_ranks(ctx)
     owner = (me + 1 + item // items) % ranks
@@ -93,8 +93,10 @@ def _forward_item(
     slot = (me * items + item_of_shard).to(tl.int64) * item_tiles
     dst = td.data_at(ctx, half, owner) + slot * TILE_BYTES
     td.put(dst, stage + staged * TILE_BYTES, count * TILE_BYTES, COPY_WORDS)
+    answer = td.take_ticket(ctx)
     # waiter: the owner's program for each tile of the item
     td.notify(ctx, td.signal_at(ctx, half, me * items + item_of_shard), owner, signal, PASSES_ON=True)
+    return answer
 
 
 @td.jit
@@ -149,19 +151,19 @@ def gemm_rs_kernel(
     items = (tiles + item_tiles - 1) // item_tiles
     pieces = ranks * items * (1 + item_tiles)
 
-    answer = td.take_ticket(ctx)
-    piece = td.ticket_of(answer)
+    piece = td.ticket_of(td.take_ticket(ctx))
     while piece < pieces:
-        answer = td.take_ticket(ctx)
         period = piece // (1 + item_tiles)
         place = piece % (1 + item_tiles)
         if place == 0:
             item = period - lag
             if (item >= 0) & (item < items * (ranks - 1)):
-                _forward_item(
+                answer = _forward_item(
                     ctx, item, items, item_tiles, tiles, stage_ptr.to(tl.int64), epoch, signal, half,
                     TILE * ELEM_BYTES, COPY_WORDS,
                 )  # fmt: skip
+            else:
+                answer = td.take_ticket(ctx)
         else:
             tile = period % items * item_tiles + place - 1
             if tile < tiles:
@@ -174,6 +176,7 @@ def gemm_rs_kernel(
                     ranks * M_shard, w_ptr, w_desc, col, stride_w, N, K, K,
                     BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, W_IS_KN, PRECISION,
                 )  # fmt: skip
+                answer = td.take_ticket(ctx)
                 if owner != me:
                     staged = period.to(tl.int64) * item_tiles + place - 1
                     partial = in_register_order(td.from_float32(acc, x_ptr.dtype.element_ty), BLOCK_M, BLOCK_N)
@@ -192,6 +195,8 @@ def gemm_rs_kernel(
                     offs_n = col + tl.arange(0, BLOCK_N)
                     mask = (offs_m < M_shard)[:, None] & (offs_n < N)[None, :]
                     tl.store(z_ptr + offs_m[:, None].to(tl.int64) * N + offs_n[None, :], z, mask=mask)
+            else:
+                answer = td.take_ticket(ctx)
         piece = td.ticket_of(answer)
     td.finish(ctx)
 
