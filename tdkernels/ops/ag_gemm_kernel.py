@@ -11,7 +11,7 @@ import torch.distributed as dist
 import triton.language as tl
 
 from tdkernels import lang as td
-from tdkernels.ops import _device, _operands
+from tdkernels.ops import _device, _operands, _trace
 from tdkernels.ops._config import text_of
 from tdkernels.ops._gather import Gather, slot_rows_of
 from tdkernels.ops._gather_kernels import push_shard
@@ -101,13 +101,14 @@ def ag_gemm_kernel(
     COPY_WORDS: tl.constexpr, FIXED_HALF: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     ELEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, HAS_BIAS: tl.constexpr, USE_TMA: tl.constexpr,
-    W_IS_KN: tl.constexpr, PRECISION: tl.constexpr,
+    W_IS_KN: tl.constexpr, PRECISION: tl.constexpr, trace_ptr=None,
 ):  # fmt: skip
     """Programs 0 … num_comm - 1 push our shard to the peers; each later one computes one tile, in order of arrival.
 
     FIXED_HALF: a ``begin_kernel`` has opened the call; the gathered rows, our own included, stay in half 0 for the
     launches that follow. num_comm may be 0 then, when somebody else pushes.
     """
+    td.mark(trace_ptr, "starts")
     N = as_aligned(N, ALIGNED)
     K = as_aligned(K, ALIGNED)
     stride_w = as_aligned(stride_w, ALIGNED)
@@ -130,7 +131,7 @@ def ag_gemm_kernel(
     if pid < num_comm:
         push_shard(
             ctx, x_ptr.to(tl.int64), half, signal, M_shard * row_bytes, chunk_tiles * BLOCK_M * row_bytes,
-            num_chunks, slot_bytes, pid, num_comm, COPY_OWN=FIXED_HALF, COPY_WORDS=COPY_WORDS,
+            num_chunks, slot_bytes, pid, num_comm, COPY_OWN=FIXED_HALF, COPY_WORDS=COPY_WORDS, trace_ptr=trace_ptr,
         )  # fmt: skip
     else:
         source, pid_m, pid_n = _tile_by_arrival(pid - num_comm, me, ranks, tiles_m, tiles_n, group_m, chunk_tiles)
@@ -139,6 +140,7 @@ def ag_gemm_kernel(
             col = pid_n * BLOCK_N
             # Two loops in a row, of which one is empty: in two branches each would get shared memory of its own.
             own_k = tl.where(source == me, K, 0)
+            td.mark(trace_ptr, "multiplies", source)
             acc = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
             acc = gemm_tile(
                 acc, x_ptr, x_desc, 0, row, M_shard, w_ptr, w_desc, col, stride_w, N, own_k, K,
@@ -146,15 +148,18 @@ def ag_gemm_kernel(
             )  # fmt: skip
             slot = td.data_at(ctx, half, me) + source.to(tl.int64) * slot_bytes  # a multiple of 16: see slot_rows_of
             if source != me:
+                td.mark(trace_ptr, "waits", source)
                 # producer: push_shard of the source, or the copy engine
                 signal_ptr = td.signal_at(ctx, half, source * num_chunks + pid_m // chunk_tiles)
                 seen = td.wait_plan(ctx, signal_ptr, signal, source, FOR_TMA=USE_TMA)
                 slot = td.consume_token(slot, seen)
+                td.mark(trace_ptr, "multiplies", source)
             acc = gemm_tile(
                 acc, td.pointer_to(slot, x_ptr.dtype.element_ty), gathered_desc, half,
                 row + source * slot_rows * USE_TMA, M_shard, w_ptr, w_desc, col, stride_w, N, K - own_k, K,
                 BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, W_IS_KN, PRECISION,
             )  # fmt: skip
+            td.mark(trace_ptr, "stores")
             offs_m = row + tl.arange(0, BLOCK_M)
             offs_n = col + tl.arange(0, BLOCK_N)
             if HAS_BIAS:
@@ -163,8 +168,10 @@ def ag_gemm_kernel(
             mask = (offs_m < M_shard)[:, None] & (offs_n < N)[None, :]
             y = td.from_float32(acc, y_ptr.dtype.element_ty)
             tl.store(y_ptr + y_rows[:, None] * N + offs_n[None, :], y, mask=mask)
+    td.mark(trace_ptr, "finishes")
     if not FIXED_HALF:
         td.finish(ctx)
+    td.mark(trace_ptr, "ends")
 
 
 def problem_fields(x, weight):
@@ -246,7 +253,9 @@ def launch(x, weight, bias, group, config, keep_gathered=False):
     )
     tiles_m, tiles_n = -(-rows // tiles.block_m), -(-n // tiles.block_n)
     remote = (world_size - 1) * num_chunks * config.chunk_tiles * tiles_n
-    ag_gemm_kernel[(num_comm + tiles_m * tiles_n + remote,)](*args, **constants)
+    grid = num_comm + tiles_m * tiles_n + remote
+    turns = -(-(world_size - 1) * num_chunks // num_comm) if num_comm else 0  # of a program that pushes
+    ag_gemm_kernel[(grid,)](*args, **constants, trace_ptr=_trace.buffer(x.device, grid, turns))
     if gather is None:
         workspace.after_launch()
     elif not keep_gathered:

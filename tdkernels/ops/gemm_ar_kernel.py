@@ -20,7 +20,8 @@ import torch.distributed as dist
 import triton.language as tl
 
 from tdkernels import lang as td
-from tdkernels.ops import _device, _operands
+from tdkernels.lang._trace import ALL_PEERS
+from tdkernels.ops import _device, _operands, _trace
 from tdkernels.ops import gemm_ar_one_shot as one_shot
 from tdkernels.ops._config import text_of
 from tdkernels.ops._gemm import as_aligned, gemm_tile, sum_in_rank_order, swizzle
@@ -83,14 +84,16 @@ def default_config_for(x, weight, world_size):
 def _multiply_tile(
     ctx, x_ptr, x_desc, w_ptr, w_desc, dst, staged, pid_m, pid_n, M, N, K, stride_w, epoch,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    USE_TMA: tl.constexpr, W_IS_KN: tl.constexpr, PRECISION: tl.constexpr,
+    USE_TMA: tl.constexpr, W_IS_KN: tl.constexpr, PRECISION: tl.constexpr, trace_ptr,
 ):  # fmt: skip
     """Leave our partial of a tile at the address ``dst`` and raise flag number ``staged``."""
+    td.mark(trace_ptr, "multiplies")
     acc = gemm_tile(
         tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32), x_ptr, x_desc, 0, pid_m * BLOCK_M, M,
         w_ptr, w_desc, pid_n * BLOCK_N, stride_w, N, K, K,
         BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, W_IS_KN, PRECISION,
     )  # fmt: skip
+    td.mark(trace_ptr, "stores")
     offs = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     tl.store(td.pointer_to(dst, x_ptr.dtype.element_ty) + offs, td.from_float32(acc, x_ptr.dtype.element_ty))
     # waiter: the program of this rank that forwards the item, or the one that sums the tile
@@ -99,12 +102,14 @@ def _multiply_tile(
 
 @td.jit
 def _forward_item(ctx, src, dst, staged, count, owner, signal_ptr, signal, epoch, TILE_BYTES: tl.constexpr,
-                  COPY_WORDS: tl.constexpr):  # fmt: skip
+                  COPY_WORDS: tl.constexpr, trace_ptr):  # fmt: skip
     """Copy ``count`` finished tiles to their owner and raise its signal."""
     me = td.rank(ctx)
+    td.mark(trace_ptr, "waits", me)
     for i in range(count):
         # producer: the program of this rank that computed the tile
         td.wait(ctx, td.flag_at(ctx, staged + i), epoch, me, SCOPE="gpu")
+    td.mark(trace_ptr, "pushes", owner)
     td.put(dst, src, count * TILE_BYTES, COPY_WORDS)
     td.notify(ctx, signal_ptr, owner, signal, PASSES_ON=True)  # waiter: the owner's programs that sum these tiles
 
@@ -182,7 +187,7 @@ def gemm_ar_kernel(
     COPY_WORDS: tl.constexpr, SLICE_M: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     ELEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, HAS_BIAS: tl.constexpr, USE_TMA: tl.constexpr,
-    W_IS_KN: tl.constexpr, PRECISION: tl.constexpr,
+    W_IS_KN: tl.constexpr, PRECISION: tl.constexpr, trace_ptr=None,
 ):  # fmt: skip
     """z = the sum over ranks of x @ w.T, on every rank; x is [M, K], z is [M, N].
 
@@ -190,6 +195,7 @@ def gemm_ar_kernel(
     are here, number ``ranks * rounds + tile`` that the sum of a tile is. Of its data, the partials of our own items
     come first, [ranks, rounds * item_tiles] tiles, then the sums of all tiles.
     """
+    td.mark(trace_ptr, "starts")
     N = as_aligned(N, ALIGNED)
     K = as_aligned(K, ALIGNED)
     stride_w = as_aligned(stride_w, ALIGNED)
@@ -224,18 +230,21 @@ def gemm_ar_kernel(
                 _forward_item(
                     ctx, stage, td.data_at(ctx, half, owner) + me * part_bytes + slot, staged,
                     tl.minimum(item_tiles, tiles - tile), owner, td.signal_at(ctx, half, me * rounds + round_), signal,
-                    epoch, TILE_BYTES, COPY_WORDS,
+                    epoch, TILE_BYTES, COPY_WORDS, trace_ptr,
                 )  # fmt: skip
         elif multiplies:
             _multiply_tile(
                 ctx, x_ptr, x_desc, w_ptr, w_desc, tl.where(owner == me, own_parts + me * part_bytes, stage), staged,
                 pid_m, pid_n, M, N, K, stride_w, epoch,
-                BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, W_IS_KN, PRECISION,
+                BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, W_IS_KN, PRECISION, trace_ptr,
             )  # fmt: skip
         elif reduces:
+            td.mark(trace_ptr, "waits", me)
             td.wait(ctx, td.flag_at(ctx, staged), epoch, me, SCOPE="gpu")  # producer: our own _multiply_tile
+            td.mark(trace_ptr, "waits", ALL_PEERS, 0)
             # producer: every peer's _forward_item
             td.wait_plan_all(ctx, td.signal_at(ctx, half, round_), rounds, signal)
+            td.mark(trace_ptr, "sums", ALL_PEERS)
             tile_sums = sums_offset + tl.cast(tile, tl.int64) * TILE_BYTES
             _reduce_tile(
                 ctx, own_parts, part_bytes, tile_sums, half, bias_ptr, z_ptr, row, col, M, N,
@@ -244,11 +253,15 @@ def gemm_ar_kernel(
             # waiter: every peer's program that receives the tile
             td.notify_all(ctx, td.signal_at(ctx, half, ranks * rounds + tile), signal, PASSES_ON=True)
         else:
+            td.mark(trace_ptr, "waits", owner)
             # producer: the owner's program that reduces the tile
             seen = td.wait_plan(ctx, td.signal_at(ctx, half, ranks * rounds + tile), signal, owner)
+            td.mark(trace_ptr, "receives", owner)
             src = td.data_at(ctx, half, me) + sums_offset + tl.cast(tile, tl.int64) * TILE_BYTES
             _receive_tile(td.consume_token(src, seen), z_ptr, row, col, M, N, BLOCK_M, BLOCK_N)
+    td.mark(trace_ptr, "finishes")
     td.finish(ctx)
+    td.mark(trace_ptr, "ends")
 
 
 def problem_fields(x, weight):
@@ -341,6 +354,7 @@ def launch(x, weight, bias, group, config):
     z = x.new_empty(m, n)
     workspace.before_launch()
     args, constants = _arguments(workspace.ctx, x, weight, bias, z, stage, schedule, plan, config)
-    gemm_ar_kernel[(schedule.num_programs(config.item_tiles, world_size),)](*args, **constants)
+    grid = schedule.num_programs(config.item_tiles, world_size)
+    gemm_ar_kernel[(grid,)](*args, **constants, trace_ptr=_trace.buffer(x.device, grid, 1))
     workspace.after_launch()
     return z

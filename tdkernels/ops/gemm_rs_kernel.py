@@ -18,7 +18,7 @@ import torch.distributed as dist
 import triton.language as tl
 
 from tdkernels import lang as td
-from tdkernels.ops import _device, _operands
+from tdkernels.ops import _device, _operands, _trace
 from tdkernels.ops._config import text_of
 from tdkernels.ops._gemm import as_aligned, gemm_tile, swizzle
 from tdkernels.ops._tiles import Tiles, default_tiles
@@ -65,7 +65,7 @@ def default_config_for(x, weight, world_size):
 @td.jit
 def _forward_item(
     ctx, item, items, item_tiles, tiles, stage, epoch, signal, half,
-    TILE_BYTES: tl.constexpr, COPY_WORDS: tl.constexpr,
+    TILE_BYTES: tl.constexpr, COPY_WORDS: tl.constexpr, trace_ptr,
 ):  # fmt: skip
     """Copy one finished item of the staging buffer to its owner and raise its signal."""
     me = td.rank(ctx)
@@ -75,11 +75,13 @@ def _forward_item(
     first = item_of_shard * item_tiles
     count = tl.minimum(item_tiles, tiles - first)
     staged = item.to(tl.int64) * item_tiles
+    td.mark(trace_ptr, "waits", me)
     for i in range(count):
         # producer: the program of this rank that computed the tile
         td.wait(ctx, td.flag_at(ctx, staged + i), epoch, me, SCOPE="gpu")
     slot = (me * items + item_of_shard).to(tl.int64) * item_tiles
     dst = td.data_at(ctx, half, owner) + slot * TILE_BYTES
+    td.mark(trace_ptr, "pushes", owner)
     td.put(dst, stage + staged * TILE_BYTES, count * TILE_BYTES, COPY_WORDS)
     # waiter: the owner's program for each tile of the item
     td.notify(ctx, td.signal_at(ctx, half, me * items + item_of_shard), owner, signal, PASSES_ON=True)
@@ -118,9 +120,10 @@ def gemm_rs_kernel(
     COPY_WORDS: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     ELEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, HAS_BIAS: tl.constexpr, USE_TMA: tl.constexpr,
-    W_IS_KN: tl.constexpr, PRECISION: tl.constexpr,
+    W_IS_KN: tl.constexpr, PRECISION: tl.constexpr, trace_ptr=None,
 ):  # fmt: skip
     """z = our rows of the sum over ranks of x @ w.T; x is [W * M_shard, K], z is [M_shard, N]."""
+    td.mark(trace_ptr, "starts")
     N = as_aligned(N, ALIGNED)
     K = as_aligned(K, ALIGNED)
     stride_w = as_aligned(stride_w, ALIGNED)
@@ -142,7 +145,7 @@ def gemm_rs_kernel(
         if (item >= 0) & (item < items * (ranks - 1)):
             _forward_item(
                 ctx, item, items, item_tiles, tiles, stage_ptr.to(tl.int64), epoch, signal, half,
-                TILE * ELEM_BYTES, COPY_WORDS,
+                TILE * ELEM_BYTES, COPY_WORDS, trace_ptr,
             )  # fmt: skip
     else:
         tile = period % items * item_tiles + place - 1
@@ -151,12 +154,14 @@ def gemm_rs_kernel(
             row = pid_m * BLOCK_M
             col = pid_n * BLOCK_N
             owner = (me + 1 + period // items) % ranks
+            td.mark(trace_ptr, "multiplies", owner)
             acc = gemm_tile(
                 tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32), x_ptr, x_desc, 0, owner * M_shard + row, ranks * M_shard,
                 w_ptr, w_desc, col, stride_w, N, K, K,
                 BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, W_IS_KN, PRECISION,
             )  # fmt: skip
             if owner != me:
+                td.mark(trace_ptr, "stores")
                 staged = period.to(tl.int64) * item_tiles + place - 1
                 offs = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
                 tl.store(stage_ptr + staged * TILE + offs, td.from_float32(acc, stage_ptr.dtype.element_ty))
@@ -165,8 +170,10 @@ def gemm_rs_kernel(
             else:
                 for step in range(1, ranks):
                     source = (me + ranks - step) % ranks
+                    td.mark(trace_ptr, "waits", source, step - 1)
                     signal_ptr = td.signal_at(ctx, half, source * items + tile // item_tiles)
                     td.wait_plan(ctx, signal_ptr, signal, source)  # producer: _forward_item of the source
+                td.mark(trace_ptr, "sums")
                 received = td.pointer_to(td.data_at(ctx, half, me), z_ptr.dtype.element_ty) + tile.to(tl.int64) * TILE
                 slot_stride = tl.cast(items, tl.int64) * item_tiles * TILE
                 if SPLIT == 1:
@@ -185,7 +192,9 @@ def gemm_rs_kernel(
                         ctx, right, received, slot_stride, bias_ptr, z_ptr, row, col, BLOCK_N // 2, M_shard, N,
                         BLOCK_M, BLOCK_N, BLOCK_N // 2, HAS_BIAS,
                     )  # fmt: skip
+    td.mark(trace_ptr, "finishes")
     td.finish(ctx)
+    td.mark(trace_ptr, "ends")
 
 
 def problem_fields(x, weight):
@@ -246,6 +255,7 @@ def launch(x, weight, bias, group, config):
     z = x.new_empty(rows, n)
     workspace.before_launch()
     args, constants = _arguments(workspace.ctx, x, weight, bias, z, stage, rows, lag, plan, config)
-    gemm_rs_kernel[(world_size * items * (1 + config.item_tiles),)](*args, **constants)
+    grid = world_size * items * (1 + config.item_tiles)
+    gemm_rs_kernel[(grid,)](*args, **constants, trace_ptr=_trace.buffer(x.device, grid, world_size - 1))
     workspace.after_launch()
     return z
