@@ -23,7 +23,8 @@ def meet_kernel(ctx, lead_ns):
     begin = td.clock_ns()
     while td.clock_ns() - begin < lead_ns:
         pass
-    td.notify_all(ctx, td.ready_at(ctx, me), signal)  # waiter: every peer's meet_kernel
+    for step in range(1, ranks):
+        td.notify(ctx, td.ready_at(ctx, me), (me + step) % ranks, signal)  # waiter: the peer's meet_kernel
     for step in range(1, ranks):
         peer = (me + step) % ranks
         td.wait(ctx, td.ready_at(ctx, peer), signal, peer)  # producer: the peer's meet_kernel
@@ -76,7 +77,7 @@ class Clocks:
 
     def _launch(self, kernel, *args):
         self._workspace.before_launch()
-        kernel[(1,)](self._workspace.ctx, *args, num_warps=4)
+        kernel[(1,)](self._workspace.ctx, *args, num_warps=1)
         self._workspace.after_launch()
 
 

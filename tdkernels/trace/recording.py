@@ -73,7 +73,7 @@ def _config(problem, device, group, changes):
     default = tuned.default(problem, device)
     if changes is None:
         config = choose(tuned, problem, device, group, {"traced": str(problem)}).config
-        return default if config == tuned.plain() else config
+        return default if tuned.compiled(config) is None else config
     values = {**tuned.config_to_dict(default), **changes}
     values["tiles"] = {**tuned.config_to_dict(default)["tiles"], **changes.get("tiles", {})}
     try:
@@ -81,7 +81,7 @@ def _config(problem, device, group, changes):
         reason = tuned.illegal(config, problem, device)
     except (TypeError, ValueError) as error:
         reason = str(error)
-    if reason is None and config == tuned.plain():
+    if reason is None and tuned.compiled(config) is None:
         reason = "it is the plain sequence, of which there is nothing to record"
     if reason is not None:
         raise ValueError(f"--config cannot run: {reason}")
