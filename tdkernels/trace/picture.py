@@ -1,5 +1,7 @@
 """A Trace as a PNG: time to the right, multiprocessors one above the other, coloured by what they do."""
 
+from collections import defaultdict
+
 import numpy as np
 
 from tdkernels.trace.summary import headline
@@ -7,9 +9,10 @@ from tdkernels.trace.timeline import row_of
 
 # What is wanted in blue and green, what costs time in warm colours; distinct for colour-blind readers too.
 _COLOURS = {
-    "multiplies": "#2166ac", "joins": "#5e3c99", "stores": "#92c5de", "sums": "#1b9e77", "receives": "#a6d96a",
+    "multiplies": "#2166ac", "joins": "#5e3c99", "stores": "#67c0ea", "sums": "#1b9e77", "receives": "#a6d96a",
     "pushes": "#fdae61", "waits": "#d7191c", "starts": "#bdbdbd", "finishes": "#7f7f7f",
 }  # fmt: skip
+_IDLE = "#ffffff"
 _MEANING = {
     "multiplies": "multiplies a tile", "joins": "adds parts of K", "stores": "stores a tile", "sums": "sums partials",
     "receives": "brings a sum to z", "pushes": "pushes to a peer", "waits": "waits for a signal",
@@ -17,6 +20,7 @@ _MEANING = {
 }  # fmt: skip
 _WIDTH, _RANK_HEIGHT, _MARGIN = 14.0, 3.0, 1.6  # inches
 _DPI = 110
+_COLUMNS = 1400  # about the pixels that a panel has
 
 
 class NoMatplotlib(RuntimeError):
@@ -49,32 +53,37 @@ def draw(trace, path):
 
 
 def _draw_rank(axis, trace, rank):
-    from matplotlib.collections import PolyCollection
-
-    place = {row: number for number, row in enumerate(trace.rows(rank))}
-    for kind, colour in _COLOURS.items():
-        boxes = [(i.begin / 1e3, i.end / 1e3, place[row_of(i)]) for i in trace.ranks[rank] if i.kind == kind]
-        if boxes:
-            # Without smoothing: most boxes are thinner than a pixel, and their edges would fade them all.
-            axis.add_collection(PolyCollection(_corners(np.array(boxes)), facecolor=colour, edgecolor="none",
-                                               antialiased=False))  # fmt: skip
-    axis.set_xlim(0, max(trace.span(r)[1] for r in range(len(trace.ranks))) / 1e3)
-    axis.set_ylim(len(place), 0)
-    axis.margins(0)
+    end = max(trace.span(r)[1] for r in range(len(trace.ranks)))
+    rows = len(trace.rows(rank))
+    axis.imshow(_pixels(trace, rank, end), extent=(0, end / 1e3, rows, 0), aspect="auto", interpolation="nearest")
     known = trace.ranks[rank][0].multiprocessor >= 0
     axis.set_ylabel(f"rank {rank}\n{'multiprocessor' if known else 'program'}")
 
 
-def _corners(boxes):
-    """The corners [boxes, 4, 2] of boxes (begin, end, row)."""
-    begin, end, top = boxes.T
-    bottom = top + 1
-    return np.stack([np.stack(corner, -1) for corner in ((begin, top), (end, top), (end, bottom), (begin, bottom))], 1)
+def _pixels(trace, rank, end):
+    """Colours [rows, columns, 3] until ``end``: in each column what a row did for the longest part of it.
+
+    Drawn as boxes, what is thinner than a pixel would hide its neighbours, or fade.
+    """
+    place = {row: number for number, row in enumerate(trace.rows(rank))}
+    times = defaultdict(list)
+    for interval in trace.ranks[rank]:
+        times[interval.kind, place[row_of(interval)]].append((interval.begin, interval.end))
+    edges = np.linspace(0, end, _COLUMNS + 1)
+    spent = np.zeros((len(_COLOURS) + 1, len(place), _COLUMNS))
+    for (kind, row), spans in times.items():
+        spans = np.array(sorted(spans))
+        so_far = np.cumsum(spans[:, 1] - spans[:, 0])
+        so_far = np.stack([so_far - (spans[:, 1] - spans[:, 0]), so_far], 1)  # at the begin and the end of each
+        spent[list(_COLOURS).index(kind), row] = np.diff(np.interp(edges, spans.ravel(), so_far.ravel()))
+    spent[-1] = end / _COLUMNS - spent.sum(0)
+    colours = [[int(colour[i : i + 2], 16) for i in (1, 3, 5)] for colour in (*_COLOURS.values(), _IDLE)]
+    return np.array(colours, dtype=np.uint8)[spent.argmax(0)]
 
 
 def _legend(canvas, kinds):
     from matplotlib.patches import Patch
 
     handles = [Patch(color=colour, label=_MEANING[kind]) for kind, colour in _COLOURS.items() if kind in kinds]
-    handles.append(Patch(facecolor="white", edgecolor="#bdbdbd", label="idle"))
+    handles.append(Patch(facecolor=_IDLE, edgecolor="#bdbdbd", label="idle"))
     canvas.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
