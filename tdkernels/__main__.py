@@ -1,9 +1,9 @@
-"""The command line: ``python -m tdkernels doctor | tune | cache | bench``."""
+"""The command line: ``python -m tdkernels doctor | tune | cache | bench | trace``."""
 
 import argparse
 import sys
 
-from tdkernels import bench_command, cache_command, tune_command
+from tdkernels import bench_command, cache_command, trace_command, tune_command
 
 
 def main(argv=None):
@@ -27,6 +27,12 @@ def main(argv=None):
         description="Measure the operators, plain torch and other libraries in turns, on ranks that are started here.",
     )  # fmt: skip
     bench_command.add_arguments(bench)
+    trace = commands.add_parser(
+        "trace", help="show what the programs of an operator do, and when, on every rank",
+        description="Record one launch of an operator on ranks that are started here: when each program computed, "
+        "pushed and waited. Writes a trace for Perfetto and a picture, and prints where the time went.",
+    )  # fmt: skip
+    trace_command.add_arguments(trace)
     options = parser.parse_args(argv)
     if options.command == "tune":
         return tune_command.main(options)
@@ -34,6 +40,8 @@ def main(argv=None):
         return cache_command.main(options)
     if options.command == "bench":
         return bench_command.main(options)
+    if options.command == "trace":
+        return trace_command.main(options)
     from tdkernels import doctor
 
     return doctor.main(self_test=not options.no_self_test, as_json=options.json)

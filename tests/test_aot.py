@@ -18,6 +18,7 @@ from tdkernels.ops.ag_gemm_kernel import ag_gemm_kernel
 from tdkernels.ops.gemm_ar_kernel import gemm_ar_kernel, slice_columns
 from tdkernels.ops.gemm_ar_one_shot import gemm_ar_one_shot_kernel
 from tdkernels.ops.gemm_rs_kernel import gemm_rs_kernel
+from tdkernels.trace import clocks
 from tests.aot import SHARED_MEMORY, TARGETS, compile_for, descriptor, pointer
 from tests.ranks import DEVICE
 
@@ -83,7 +84,7 @@ def one_shot_tiles_for(arch, dtype):
     return Tiles(16, 64, 128, num_warps=4, num_stages=2 if arch.startswith("gfx") else 4 if arch == "sm_89" else 5)
 
 
-def compile_one_shot(arch, dtype, *, split, w_is_kn=False, bias=False, shape=(16, N, K)):
+def compile_one_shot(arch, dtype, *, split, w_is_kn=False, bias=False, shape=(16, N, K), **constants):
     rows, n, k = shape
     tiles = one_shot_tiles_for(arch, dtype)
     stride = n if w_is_kn else k
@@ -91,7 +92,8 @@ def compile_one_shot(arch, dtype, *, split, w_is_kn=False, bias=False, shape=(16
     args = [pointer(torch.int64), pointer(dtype), pointer(dtype), bias, pointer(dtype), pointer(FP32)]
     args += [rows, n, k, stride, k, PLAN, split, 8]
     kwargs = {
-        **tiles.constants(), **tiles.options(), "ELEM_BYTES": dtype.itemsize, "ALIGNED": aligned(n, k, stride),
+        **constants, **tiles.constants(), **tiles.options(), "ELEM_BYTES": dtype.itemsize,
+        "ALIGNED": aligned(n, k, stride),
         "HAS_BIAS": bias is not None, "USE_TMA": False, "W_IS_KN": w_is_kn, "PRECISION": "ieee", "SPLIT": split > 1,
         "RANKS": 8,
     }  # fmt: skip
@@ -199,6 +201,51 @@ def test_signals_are_released_and_acquired_at_system_scope():
         release = ptx.index("@first st.release.sys.global.b64")
         assert "bar.sync" in ptx[max(release - 1500, 0) : release]  # all threads' stores come first
         assert "ld.acquire.sys.global.b64" in ptx
+
+
+# ---- traces ----
+
+
+def compile_any(kernel, arch, **constants):
+    if kernel is gemm_ar_one_shot_kernel:
+        return compile_one_shot(arch, BF16, split=2, **constants)
+    return compile_gemm(kernel, arch, BF16, **constants)
+
+
+every_traced_kernel = pytest.mark.parametrize("kernel", [*PRODUCTS, gemm_ar_one_shot_kernel], ids=lambda k: k.__name__)
+
+
+@every_traced_kernel
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "gfx942", "gfx950"])
+def test_traced_kernels_compile(kernel, arch):
+    compile_any(kernel, arch, trace_ptr=pointer(torch.int64))
+
+
+@every_traced_kernel
+def test_without_a_trace_nothing_of_it_is_compiled(kernel):
+    """The clock is read by waits alone, which look twice at it, and the multiprocessor by nobody."""
+    ptx = compile_any(kernel, "sm_90").asm["ptx"]
+    assert ptx.count("globaltimer") == 2 * ptx.count("nanosleep") > 0
+    assert "%smid" not in ptx
+    traced = compile_any(kernel, "sm_90", trace_ptr=pointer(torch.int64)).asm["ptx"]
+    marks = traced.count("%smid")
+    assert marks >= 6 and traced.count("globaltimer") == 2 * traced.count("nanosleep") + marks
+    assert traced.count("nanosleep") == ptx.count("nanosleep")
+
+
+@pytest.mark.parametrize("kernel", PRODUCTS, ids=lambda k: k.__name__)
+def test_a_product_is_done_when_the_clock_is_read_after_it(kernel):
+    ptx = compile_gemm(kernel, "sm_90", BF16, trace_ptr=pointer(torch.int64)).asm["ptx"]
+    for done in re.finditer(r"wgmma\.wait_group\.sync\.aligned 0;", ptx):
+        clock = ptx.index("globaltimer", done.end())
+        assert "bar.sync" in ptx[done.end() : clock]
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+def test_kernels_that_compare_clocks_compile(arch):
+    ctx = pointer(torch.int64)
+    compile_for(clocks.meet_kernel, [ctx, 3_000_000], {"num_warps": 1}, arch)
+    compile_for(clocks.clocks_kernel, [ctx, pointer(torch.int64), 32], {"num_warps": 1}, arch)
 
 
 def test_a_deeper_tile_than_the_chip_has_memory_is_refused():

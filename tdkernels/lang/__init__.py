@@ -35,10 +35,12 @@ from tdkernels.lang._memory import (
 from tdkernels.lang._signal import arrive, consume_token, notify, notify_all, wait, wait_plan, wait_plan_all
 from tdkernels.lang._target import target
 from tdkernels.lang._tickets import take_ticket, ticket_of
+from tdkernels.lang._trace import mark
 
 __all__ = [
     "add_release", "arrive", "clock_ns", "consume_token", "data_at", "dot", "epoch", "failed", "fence_before_tma_load",
-    "finish", "flag_at", "from_float32", "jit", "keep_signal", "load_acquire", "notify", "notify_all", "num_ranks",
-    "pointer_to", "put", "rank", "ready_at", "signal_at", "store_release", "store_release_each", "store_release_if",
-    "symm_at", "symm_base", "take_ticket", "target", "ticket_of", "to_float32", "wait", "wait_plan", "wait_plan_all",
+    "finish", "flag_at", "from_float32", "jit", "keep_signal", "load_acquire", "mark", "notify", "notify_all",
+    "num_ranks", "pointer_to", "put", "rank", "ready_at", "signal_at", "store_release", "store_release_each",
+    "store_release_if", "symm_at", "symm_base", "take_ticket", "target", "ticket_of", "to_float32", "wait",
+    "wait_plan", "wait_plan_all",
 ]  # fmt: skip

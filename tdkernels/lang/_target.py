@@ -20,6 +20,13 @@ def target(_semantic=None):
 
 
 @_builtin
+def number_of(word, words, _semantic=None):
+    """The place of a word in a text of words, known at compile time."""
+    number = getattr(words, "value", words).split().index(getattr(word, "value", word))
+    return number if _semantic is None else tl.constexpr(number)
+
+
+@_builtin
 def interpreter_clock_ns(_semantic=None):
     """Nanoseconds on this machine's monotonic clock; interpreter only."""
     return time.monotonic_ns()

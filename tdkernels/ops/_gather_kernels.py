@@ -12,7 +12,7 @@ from tdkernels import lang as td
 @td.jit
 def push_shard(
     ctx, shard, half, signal, shard_bytes, chunk_bytes, num_chunks, slot_bytes, worker, num_workers,
-    COPY_OWN: tl.constexpr, COPY_WORDS: tl.constexpr,
+    COPY_OWN: tl.constexpr, COPY_WORDS: tl.constexpr, trace,
 ):  # fmt: skip
     """Push our shard to all peers, chunk by chunk, and raise a signal for each; one of ``num_workers`` programs.
 
@@ -27,6 +27,7 @@ def push_shard(
         chunk = item // others
         peer = (me + 1 + item % others) % (others + 1)
         start = chunk * chunk_bytes
+        td.mark(trace, "pushes", peer, item // num_workers)
         dst = td.data_at(ctx, half, peer) + slot + start
         td.put(dst, shard + start, tl.minimum(chunk_bytes, shard_bytes - start), COPY_WORDS)
         # waiter: the peer's tiles of this chunk
@@ -66,7 +67,7 @@ def push_kernel(
     signal = (td.epoch(ctx) << 8) | plan
     push_shard(
         ctx, x_ptr.to(tl.int64), 0, signal, shard_bytes, chunk_bytes, num_chunks, slot_bytes,
-        tl.program_id(0), tl.num_programs(0), COPY_OWN=True, COPY_WORDS=COPY_WORDS,
+        tl.program_id(0), tl.num_programs(0), COPY_OWN=True, COPY_WORDS=COPY_WORDS, trace=(None, 0),
     )  # fmt: skip
 
 

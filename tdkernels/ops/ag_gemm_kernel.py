@@ -11,7 +11,7 @@ import torch.distributed as dist
 import triton.language as tl
 
 from tdkernels import lang as td
-from tdkernels.ops import _device, _operands
+from tdkernels.ops import _device, _operands, _trace
 from tdkernels.ops._config import text_of
 from tdkernels.ops._gather import Gather, slot_rows_of
 from tdkernels.ops._gather_kernels import push_shard
@@ -101,7 +101,7 @@ def ag_gemm_kernel(
     COPY_WORDS: tl.constexpr, FIXED_HALF: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     ELEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, HAS_BIAS: tl.constexpr, USE_TMA: tl.constexpr,
-    W_IS_KN: tl.constexpr, PRECISION: tl.constexpr,
+    W_IS_KN: tl.constexpr, PRECISION: tl.constexpr, trace_ptr=None,
 ):  # fmt: skip
     """Pieces 0 … num_comm - 1 push our shard to the peers; each later one computes one tile, in order of arrival.
 
@@ -132,10 +132,12 @@ def ag_gemm_kernel(
 
     piece = td.ticket_of(td.take_ticket(ctx))
     while piece < pieces:
+        trace = (trace_ptr, piece)
+        td.mark(trace, "starts")
         if piece < num_comm:
             push_shard(
                 ctx, x_ptr.to(tl.int64), half, signal, M_shard * row_bytes, chunk_tiles * BLOCK_M * row_bytes,
-                num_chunks, slot_bytes, piece, num_comm, COPY_OWN=FIXED_HALF, COPY_WORDS=COPY_WORDS,
+                num_chunks, slot_bytes, piece, num_comm, COPY_OWN=FIXED_HALF, COPY_WORDS=COPY_WORDS, trace=trace,
             )  # fmt: skip
             answer = td.take_ticket(ctx)
         else:
@@ -145,6 +147,7 @@ def ag_gemm_kernel(
                 col = pid_n * BLOCK_N
                 # Two loops in a row, of which one is empty: in two branches each would get shared memory of its own.
                 own_k = tl.where(source == me, K, 0)
+                td.mark(trace, "multiplies", source)
                 acc = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
                 acc = gemm_tile(
                     acc, x_ptr, x_desc, 0, row, M_shard, w_ptr, w_desc, col, stride_w, N, own_k, K,
@@ -153,16 +156,19 @@ def ag_gemm_kernel(
                 # A multiple of 16: see slot_rows_of.
                 slot = td.data_at(ctx, half, me) + source.to(tl.int64) * slot_bytes
                 if source != me:
+                    td.mark(trace, "waits", source)
                     # producer: push_shard of the source, or the copy engine
                     signal_ptr = td.signal_at(ctx, half, source * num_chunks + pid_m // chunk_tiles)
                     seen = td.wait_plan(ctx, signal_ptr, signal, source, FOR_TMA=USE_TMA)
                     slot = td.consume_token(slot, seen)
+                    td.mark(trace, "multiplies", source)
                 acc = gemm_tile(
                     acc, td.pointer_to(slot, x_ptr.dtype.element_ty), gathered_desc, half,
                     row + source * slot_rows * USE_TMA, M_shard, w_ptr, w_desc, col, stride_w, N, K - own_k, K,
                     BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, W_IS_KN, PRECISION,
                 )  # fmt: skip
                 answer = td.take_ticket(ctx)
+                td.mark(trace, "stores")
                 offs_m = row + tl.arange(0, BLOCK_M)
                 offs_n = col + tl.arange(0, BLOCK_N)
                 if HAS_BIAS:
@@ -173,7 +179,9 @@ def ag_gemm_kernel(
                 tl.store(y_ptr + y_rows[:, None] * N + offs_n[None, :], y, mask=mask)
             else:
                 answer = td.take_ticket(ctx)
+        td.mark(trace, "finishes")
         piece = td.ticket_of(answer)
+        td.mark(trace, "ends")
     td.finish(ctx, ADVANCE=FIXED_HALF == 0)
 
 
@@ -257,7 +265,9 @@ def launch(x, weight, bias, group, config, keep_gathered=False):
     tiles_m, tiles_n = -(-rows // tiles.block_m), -(-n // tiles.block_n)
     remote = (world_size - 1) * num_chunks * config.chunk_tiles * tiles_n
     pieces = num_comm + tiles_m * tiles_n + remote
-    ag_gemm_kernel[(min(pieces, _device.resident_programs(x.device, tiles, x.dtype)),)](*args, **constants)
+    turns = -(-(world_size - 1) * num_chunks // num_comm) if num_comm else 0  # of a piece that pushes
+    programs = min(pieces, _device.resident_programs(x.device, tiles, x.dtype))
+    ag_gemm_kernel[(programs,)](*args, **constants, trace_ptr=_trace.buffer(x.device, pieces, turns))
     if gather is None:
         workspace.after_launch()
     elif not keep_gathered:

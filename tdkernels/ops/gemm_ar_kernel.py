@@ -24,7 +24,8 @@ import torch.distributed as dist
 import triton.language as tl
 
 from tdkernels import lang as td
-from tdkernels.ops import _device, _operands
+from tdkernels.lang._trace import ALL_PEERS
+from tdkernels.ops import _device, _operands, _trace
 from tdkernels.ops import gemm_ar_one_shot as one_shot
 from tdkernels.ops._config import text_of
 from tdkernels.ops._gemm import (
@@ -94,15 +95,17 @@ def default_config_for(x, weight, world_size):
 def _multiply_tile(
     ctx, x_ptr, x_desc, w_ptr, w_desc, dst, staged, pid_m, pid_n, M, N, K, stride_w, epoch,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    USE_TMA: tl.constexpr, W_IS_KN: tl.constexpr, PRECISION: tl.constexpr,
+    USE_TMA: tl.constexpr, W_IS_KN: tl.constexpr, PRECISION: tl.constexpr, trace,
 ):  # fmt: skip
     """Leave our partial of a tile at the address ``dst`` and raise flag number ``staged``; takes the next ticket."""
+    td.mark(trace, "multiplies")
     acc = gemm_tile(
         tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32), x_ptr, x_desc, 0, pid_m * BLOCK_M, M,
         w_ptr, w_desc, pid_n * BLOCK_N, stride_w, N, K, K,
         BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, W_IS_KN, PRECISION,
     )  # fmt: skip
     answer = td.take_ticket(ctx)
+    td.mark(trace, "stores")
     partial = in_register_order(td.from_float32(acc, x_ptr.dtype.element_ty), BLOCK_M, BLOCK_N)
     tl.store(td.pointer_to(dst, x_ptr.dtype.element_ty) + tl.arange(0, BLOCK_M * BLOCK_N), partial)
     # waiter: the program of this rank that forwards the item, or the one that sums the tile
@@ -112,12 +115,14 @@ def _multiply_tile(
 
 @td.jit
 def _forward_item(ctx, src, dst, staged, count, owner, signal_ptr, signal, epoch, TILE_BYTES: tl.constexpr,
-                  COPY_WORDS: tl.constexpr):  # fmt: skip
+                  COPY_WORDS: tl.constexpr, trace):  # fmt: skip
     """Copy ``count`` finished tiles to their owner and raise its signal; takes the next ticket."""
     me = td.rank(ctx)
+    td.mark(trace, "waits", me)
     for i in range(count):
         # producer: the program of this rank that computed the tile
         td.wait(ctx, td.flag_at(ctx, staged + i), epoch, me, SCOPE="gpu")
+    td.mark(trace, "pushes", owner)
     td.put(dst, src, count * TILE_BYTES, COPY_WORDS)
     answer = td.take_ticket(ctx)
     td.notify(ctx, signal_ptr, owner, signal, PASSES_ON=True)  # waiter: the owner's programs that sum these tiles
@@ -200,7 +205,7 @@ def gemm_ar_kernel(
     COPY_WORDS: tl.constexpr, SLICE_N: tl.constexpr, RANKS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     ELEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, HAS_BIAS: tl.constexpr, USE_TMA: tl.constexpr,
-    W_IS_KN: tl.constexpr, PRECISION: tl.constexpr,
+    W_IS_KN: tl.constexpr, PRECISION: tl.constexpr, trace_ptr=None,
 ):  # fmt: skip
     """z = the sum over ranks of x @ w.T, on every rank; x is [M, K], z is [M, N].
 
@@ -228,6 +233,8 @@ def gemm_ar_kernel(
 
     piece = td.ticket_of(td.take_ticket(ctx))
     while piece < pieces:
+        trace = (trace_ptr, piece)
+        td.mark(trace, "starts")
         forwards, multiplies, reduces, round_, sequence, i = _role(
             piece, ranks, item_tiles, lag, reduce_after, receive_after
         )
@@ -248,6 +255,7 @@ def gemm_ar_kernel(
                     answer = _forward_item(
                         ctx, stage, dst, staged, tl.minimum(item_tiles, tiles - tile), owner,
                         td.signal_at(ctx, half, me * rounds + round_), signal, epoch, TILE_BYTES, COPY_WORDS,
+                        trace,
                     )  # fmt: skip
                 else:
                     answer = td.take_ticket(ctx)
@@ -255,12 +263,15 @@ def gemm_ar_kernel(
                 dst = tl.where(owner == me, own_parts + me * part_bytes, stage)
                 answer = _multiply_tile(
                     ctx, x_ptr, x_desc, w_ptr, w_desc, dst, staged, pid_m, pid_n, M, N, K, stride_w, epoch,
-                    BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, W_IS_KN, PRECISION,
+                    BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, W_IS_KN, PRECISION, trace,
                 )  # fmt: skip
             elif reduces:
+                td.mark(trace, "waits", me)
                 td.wait(ctx, td.flag_at(ctx, staged), epoch, me, SCOPE="gpu")  # producer: our own _multiply_tile
+                td.mark(trace, "waits", ALL_PEERS, 0)
                 # producer: every peer's _forward_item
                 td.wait_plan_all(ctx, td.signal_at(ctx, half, round_), rounds, signal)
+                td.mark(trace, "sums", ALL_PEERS)
                 tile_sums = sums_offset + tl.cast(tile, tl.int64) * TILE_BYTES
                 _reduce_tile(
                     ctx, own_parts, part_bytes, tile_sums, half, bias_ptr, z_ptr, row, col, M, N,
@@ -270,14 +281,18 @@ def gemm_ar_kernel(
                 # waiter: every peer's program that receives the tile
                 td.notify_all(ctx, td.signal_at(ctx, half, ranks * rounds + tile), signal, PASSES_ON=True)
             else:
+                td.mark(trace, "waits", owner)
                 # producer: the owner's program that reduces the tile
                 seen = td.wait_plan(ctx, td.signal_at(ctx, half, ranks * rounds + tile), signal, owner)
                 answer = td.take_ticket(ctx)
+                td.mark(trace, "receives", owner)
                 src = td.data_at(ctx, half, me) + sums_offset + tl.cast(tile, tl.int64) * TILE_BYTES
                 _receive_tile(td.consume_token(src, seen), z_ptr, row, col, M, N, BLOCK_M, BLOCK_N)
         else:
             answer = td.take_ticket(ctx)
+        td.mark(trace, "finishes")
         piece = td.ticket_of(answer)
+        td.mark(trace, "ends")
     td.finish(ctx)
 
 
@@ -373,6 +388,7 @@ def launch(x, weight, bias, group, config):
     workspace.before_launch()
     args, constants = _arguments(workspace.ctx, x, weight, bias, z, stage, schedule, plan, world_size, config)
     pieces = schedule.num_pieces(config.item_tiles, world_size)
-    gemm_ar_kernel[(min(pieces, _device.resident_programs(x.device, tiles, x.dtype)),)](*args, **constants)
+    programs = min(pieces, _device.resident_programs(x.device, tiles, x.dtype))
+    gemm_ar_kernel[(programs,)](*args, **constants, trace_ptr=_trace.buffer(x.device, pieces, 1))
     workspace.after_launch()
     return z

@@ -13,7 +13,8 @@ import torch
 import triton.language as tl
 
 from tdkernels import lang as td
-from tdkernels.ops import _device, _operands
+from tdkernels.lang._trace import ALL_PEERS
+from tdkernels.ops import _device, _operands, _trace
 from tdkernels.ops._gemm import as_aligned, gemm_tile, sum_in_rank_order, swizzle
 from tdkernels.ops._tiles import Tiles
 from tdkernels.symm import get_workspace
@@ -60,13 +61,15 @@ def gemm_ar_one_shot_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     ELEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, HAS_BIAS: tl.constexpr, USE_TMA: tl.constexpr,
     W_IS_KN: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr,
-    RANKS: tl.constexpr,
+    RANKS: tl.constexpr, trace_ptr=None,
 ):  # fmt: skip
     """z = the sum over ranks of x @ w.T, on every rank; x is [M, K], z is [M, N].
 
     Signal number ``source * tiles + tile`` of a half says that the source's partial of a tile is in our buffer, which
     is [ranks, tiles, BLOCK_M, BLOCK_N]; of a tile only the rows and columns that z has.
     """
+    trace = (trace_ptr, tl.program_id(0))
+    td.mark(trace, "starts")
     N = as_aligned(N, ALIGNED)
     K = as_aligned(K, ALIGNED)
     stride_w = as_aligned(stride_w, ALIGNED)
@@ -90,6 +93,7 @@ def gemm_ar_one_shot_kernel(
 
     first_k = tl.cast(part, tl.int64) * (k_of_part // BLOCK_K * BLOCK_K)
     own_k = as_aligned(tl.minimum(K - first_k, k_of_part).to(tl.int32), ALIGNED)
+    td.mark(trace, "multiplies")
     acc = gemm_tile(
         tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32), x_ptr + first_k, None, 0, row, M,
         w_ptr + first_k * (stride_w if W_IS_KN else 1), None, col, stride_w, N, own_k, K,
@@ -97,8 +101,10 @@ def gemm_ar_one_shot_kernel(
     )  # fmt: skip
     sends = True
     if SPLIT:
+        td.mark(trace, "joins")
         acc, sends = _sum_of_splits(ctx, acc, scratch_ptr, tile, part, split_k, TILE, offs)
     if sends:
+        td.mark(trace, "pushes", ALL_PEERS)
         own = td.from_float32(acc, z_ptr.dtype.element_ty)
         slot = (tl.cast(me, tl.int64) * tiles + tile) * (TILE * ELEM_BYTES)
         for step in tl.static_range(1, RANKS):
@@ -106,8 +112,10 @@ def gemm_ar_one_shot_kernel(
             tl.store(td.pointer_to(dst, z_ptr.dtype.element_ty) + offs, own, mask=mask)
         # waiter: every peer's last program of the same tile
         td.notify_all(ctx, td.signal_at(ctx, half, me * tiles + tile), signal)
+        td.mark(trace, "waits", ALL_PEERS)
         # producer: every peer's last program of the same tile
         td.wait_plan_all(ctx, td.signal_at(ctx, half, tile), tiles, signal)
+        td.mark(trace, "sums")
         parts = td.data_at(ctx, half, me) + tl.cast(tile, tl.int64) * (TILE * ELEM_BYTES)
         total = sum_in_rank_order(
             parts, tl.cast(tiles, tl.int64) * (TILE * ELEM_BYTES), offs, mask, td.to_float32(own), me, RANKS,
@@ -117,7 +125,9 @@ def gemm_ar_one_shot_kernel(
             total += td.to_float32(tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0))[None, :]
         z = td.from_float32(total, z_ptr.dtype.element_ty)
         tl.store(z_ptr + offs_m[:, None].to(tl.int64) * N + offs_n[None, :], z, mask=mask)
+    td.mark(trace, "finishes")
     td.finish(ctx)
+    td.mark(trace, "ends")
 
 
 def _arguments(ctx, x, weight, bias, z, scratch, plan, world_size, config):
@@ -166,6 +176,7 @@ def launch(x, weight, bias, group, config, fields):
     z = x.new_empty(m, n)
     workspace.before_launch()
     args, constants = _arguments(workspace.ctx, x, weight, bias, z, scratch, plan, ranks, config)
-    gemm_ar_one_shot_kernel[(count * config.split_k,)](*args, **constants)
+    programs = count * config.split_k
+    gemm_ar_one_shot_kernel[(programs,)](*args, **constants, trace_ptr=_trace.buffer(x.device, programs))
     workspace.after_launch()
     return z

@@ -22,7 +22,8 @@ import torch.distributed as dist
 import triton.language as tl
 
 from tdkernels import lang as td
-from tdkernels.ops import _device, _operands
+from tdkernels.lang._trace import ALL_PEERS
+from tdkernels.ops import _device, _operands, _trace
 from tdkernels.ops._config import text_of
 from tdkernels.ops._gemm import (
     as_aligned,
@@ -77,7 +78,7 @@ def default_config_for(x, weight, world_size):
 @td.jit
 def _forward_item(
     ctx, item, items, item_tiles, tiles, stage, epoch, signal, half,
-    TILE_BYTES: tl.constexpr, COPY_WORDS: tl.constexpr,
+    TILE_BYTES: tl.constexpr, COPY_WORDS: tl.constexpr, trace,
 ):  # fmt: skip
     """Copy one finished item of the staging buffer to its owner and raise its signal; takes the next ticket."""
     me = td.rank(ctx)
@@ -87,11 +88,13 @@ def _forward_item(
     first = item_of_shard * item_tiles
     count = tl.minimum(item_tiles, tiles - first)
     staged = item.to(tl.int64) * item_tiles
+    td.mark(trace, "waits", me)
     for i in range(count):
         # producer: the program of this rank that computed the tile
         td.wait(ctx, td.flag_at(ctx, staged + i), epoch, me, SCOPE="gpu")
     slot = (me * items + item_of_shard).to(tl.int64) * item_tiles
     dst = td.data_at(ctx, half, owner) + slot * TILE_BYTES
+    td.mark(trace, "pushes", owner)
     td.put(dst, stage + staged * TILE_BYTES, count * TILE_BYTES, COPY_WORDS)
     answer = td.take_ticket(ctx)
     # waiter: the owner's program for each tile of the item
@@ -133,7 +136,7 @@ def gemm_rs_kernel(
     COPY_WORDS: tl.constexpr, RANKS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     ELEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, HAS_BIAS: tl.constexpr, USE_TMA: tl.constexpr,
-    W_IS_KN: tl.constexpr, PRECISION: tl.constexpr,
+    W_IS_KN: tl.constexpr, PRECISION: tl.constexpr, trace_ptr=None,
 ):  # fmt: skip
     """z = our rows of the sum over ranks of x @ w.T; x is [W * M_shard, K], z is [M_shard, N]."""
     N = as_aligned(N, ALIGNED)
@@ -153,6 +156,8 @@ def gemm_rs_kernel(
 
     piece = td.ticket_of(td.take_ticket(ctx))
     while piece < pieces:
+        trace = (trace_ptr, piece)
+        td.mark(trace, "starts")
         period = piece // (1 + item_tiles)
         place = piece % (1 + item_tiles)
         if place == 0:
@@ -160,7 +165,7 @@ def gemm_rs_kernel(
             if (item >= 0) & (item < items * (ranks - 1)):
                 answer = _forward_item(
                     ctx, item, items, item_tiles, tiles, stage_ptr.to(tl.int64), epoch, signal, half,
-                    TILE * ELEM_BYTES, COPY_WORDS,
+                    TILE * ELEM_BYTES, COPY_WORDS, trace,
                 )  # fmt: skip
             else:
                 answer = td.take_ticket(ctx)
@@ -171,6 +176,7 @@ def gemm_rs_kernel(
                 row = pid_m * BLOCK_M
                 col = pid_n * BLOCK_N
                 owner = (me + 1 + period // items) % ranks
+                td.mark(trace, "multiplies", owner)
                 acc = gemm_tile(
                     tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32), x_ptr, x_desc, 0, owner * M_shard + row,
                     ranks * M_shard, w_ptr, w_desc, col, stride_w, N, K, K,
@@ -178,14 +184,17 @@ def gemm_rs_kernel(
                 )  # fmt: skip
                 answer = td.take_ticket(ctx)
                 if owner != me:
+                    td.mark(trace, "stores")
                     staged = period.to(tl.int64) * item_tiles + place - 1
                     partial = in_register_order(td.from_float32(acc, x_ptr.dtype.element_ty), BLOCK_M, BLOCK_N)
                     tl.store(stage_ptr + staged * TILE + tl.arange(0, TILE), partial)
                     # waiter: the program of this rank that forwards the item
                     td.store_release(td.flag_at(ctx, staged), epoch, SCOPE="gpu")
                 else:
+                    td.mark(trace, "waits", ALL_PEERS)
                     # producer: _forward_item of every peer
                     td.wait_plan_all(ctx, td.signal_at(ctx, half, tile // item_tiles), items, signal)
+                    td.mark(trace, "sums")
                     z = _sum_of_tile(
                         acc, td.data_at(ctx, half, me) + tile.to(tl.int64) * (TILE * ELEM_BYTES),
                         tl.cast(items, tl.int64) * item_tiles * (TILE * ELEM_BYTES), bias_ptr, col, N, me,
@@ -197,7 +206,9 @@ def gemm_rs_kernel(
                     tl.store(z_ptr + offs_m[:, None].to(tl.int64) * N + offs_n[None, :], z, mask=mask)
             else:
                 answer = td.take_ticket(ctx)
+        td.mark(trace, "finishes")
         piece = td.ticket_of(answer)
+        td.mark(trace, "ends")
     td.finish(ctx)
 
 
@@ -260,6 +271,7 @@ def launch(x, weight, bias, group, config):
     workspace.before_launch()
     args, constants = _arguments(workspace.ctx, x, weight, bias, z, stage, rows, lag, plan, world_size, config)
     pieces = world_size * items * (1 + config.item_tiles)
-    gemm_rs_kernel[(min(pieces, _device.resident_programs(x.device, tiles, x.dtype)),)](*args, **constants)
+    programs = min(pieces, _device.resident_programs(x.device, tiles, x.dtype))
+    gemm_rs_kernel[(programs,)](*args, **constants, trace_ptr=_trace.buffer(x.device, pieces))
     workspace.after_launch()
     return z

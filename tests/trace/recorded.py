@@ -1,0 +1,31 @@
+"""Traces for the tests: of each way in which data goes between the ranks, recorded once."""
+
+import functools
+
+import torch
+
+from tdkernels.trace.recording import record_operator
+from tests.ranks import on_ranks
+
+# Operator, changes to the default config, and M, N and K: multiples of the number of ranks or, negative, as they are.
+WAYS = {
+    "push": ("ag_gemm", {"transport": "push", "num_comm_sms": 2}, (130, 70, -48)),
+    "copy engine": ("ag_gemm", {"transport": "copy_engine"}, (130, 70, -48)),
+    "reduce-scatter": ("gemm_rs", {}, (130, -140, 16)),
+    "two shot": ("gemm_ar", {"exchange": "two_shot"}, (-130, -140, 16)),
+    "one shot": ("gemm_ar", {"exchange": "one_shot", "split_k": 2}, (-9, -140, 64)),
+}
+REPETITIONS = 2
+
+
+def problem(way, world_size):
+    """(operator, shape, changes) of a way."""
+    operator, changes, sizes = WAYS[way]
+    return operator, tuple(-size if size < 0 else size * world_size for size in sizes), changes
+
+
+@functools.cache
+def recordings(way, world_size):
+    """What ``record_operator`` returns on all ranks."""
+    operator, shape, changes = problem(way, world_size)
+    return on_ranks(world_size, record_operator, operator, shape, torch.float32, changes, REPETITIONS)

@@ -1,0 +1,93 @@
+"""`python -m tdkernels trace`, from the arguments to the files and what is printed."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tdkernels.__main__ import main
+
+ROOT = Path(__file__).parent.parent.parent
+SMALL = ["ag_gemm", "--shape", "128x64x32", "--dtype", "fp32", "--device", "cpu", "--world-size", "2"]
+
+
+def test_it_writes_a_trace_and_a_picture_and_says_where_the_time_went(tmp_path):
+    pytest.importorskip("matplotlib")
+    command = [sys.executable, "-m", "tdkernels", "trace", *SMALL, "--repetitions", "1", "--out", str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    run = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+    assert run.returncode == 0, run.stderr
+    name = "ag_gemm-128x64x32-float32-cpux2"
+    assert sorted(file.name for file in tmp_path.iterdir()) == [f"{name}.json", f"{name}.png"]
+    for words in ("ag_gemm 128x64x32 float32 on 2 CPU ranks", "multiplies", "idle", "longest waits", "untraced",
+                  "clocks agree within", "transport=", "perfetto", f"{name}.png", "times mean nothing"):  # fmt: skip
+        assert words in run.stdout
+    check_drawing_anew(tmp_path / f"{name}.json")
+
+
+def check_drawing_anew(file):
+    picture = file.with_suffix(".png")
+    picture.unlink()
+    assert main(["trace", "--draw", str(file)]) == 0
+    assert picture.stat().st_size > 10_000
+    picture.unlink()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "matplotlib", None)
+        assert main(["trace", "--draw", str(file)]) == 1
+        assert main(["trace", "--draw", str(file), "--no-picture"]) == 0
+    assert not picture.exists()
+
+
+def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch):
+    from tdkernels.trace import picture
+
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(picture.NoMatplotlib, match=r"tdkernels\[bench\]"):
+        picture.draw(None, tmp_path / "trace.png")
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ([], "say which operator: one of ag_gemm, gemm_ar, gemm_rs"),
+        (["ag_gemm"], "say which shape"),
+        (["nonsense", "--shape", "8x8x8"], "operator must be one of ag_gemm, gemm_ar, gemm_rs, not 'nonsense'"),
+        (["ag_gemm", "--shape", "8x8"], "--shape must be three positive whole numbers"),
+        (["ag_gemm", "--shape", "8x0x8"], "--shape must be three positive whole numbers"),
+        (["ag_gemm", "--shape", "7x8x8", "--world-size", "2"], "M = 7 is not divisible by 2 ranks"),
+        (["gemm_rs", "--shape", "8x8x9", "--world-size", "2"], "K = 9 is not divisible by 2 ranks"),
+        (["ag_gemm", "--shape", "8x8x8", "--world-size", "1"], "--world-size must be auto or a number from 2"),
+        (["ag_gemm", "--shape", "8x8x8", "--world-size", "129"], "from 2 to 128"),
+        (["ag_gemm", "--shape", "8x8x8", "--world-size", "99", "--device", "cuda"], "99 ranks need"),
+        (["ag_gemm", "--shape", "8x8x8", "--repetitions", "0"], "--repetitions must be at least 1"),
+        (["ag_gemm", "--shape", "8x8x8", "--out", __file__], "is not a folder"),
+        (["--draw", __file__], "is no trace of tdkernels"),
+        (["--draw", "missing.json"], "missing.json"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(arguments, message, capsys):
+    assert main(["trace", "--device", "cpu", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("trace: ") and message in error
+
+
+def test_a_config_that_is_no_json_is_refused(capsys):
+    with pytest.raises(SystemExit) as raised:
+        main(["trace", *SMALL, "--config", "tiles"])
+    assert raised.value.code == 2 and "JSON object" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        ('{"colour": 1}', "colour"),
+        ('{"chunk_tiles": 0}', "chunk_tiles must be at least 1"),
+        ('{"method": "torch"}', "plain sequence"),
+    ],
+)
+def test_a_config_that_cannot_run_is_refused_by_the_ranks(config, message, tmp_path, capsys):
+    assert main(["trace", *SMALL, "--out", str(tmp_path), "--config", config]) == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
