@@ -24,6 +24,7 @@ from tdkernels.lang._jit import jit
 from tdkernels.lang._math import dot, from_float32, to_float32
 from tdkernels.lang._memory import (
     add_release,
+    await_tma_stores,
     clock_ns,
     fence_before_tma_load,
     load_acquire,
@@ -38,9 +39,9 @@ from tdkernels.lang._tickets import take_ticket, ticket_of
 from tdkernels.lang._trace import mark
 
 __all__ = [
-    "add_release", "arrive", "clock_ns", "consume_token", "data_at", "dot", "epoch", "failed", "fence_before_tma_load",
-    "finish", "flag_at", "from_float32", "jit", "keep_signal", "load_acquire", "mark", "notify", "notify_all",
-    "num_ranks", "pointer_to", "put", "rank", "ready_at", "signal_at", "store_release", "store_release_each",
-    "store_release_if", "symm_at", "symm_base", "take_ticket", "target", "ticket_of", "to_float32", "wait",
-    "wait_plan", "wait_plan_all",
+    "add_release", "arrive", "await_tma_stores", "clock_ns", "consume_token", "data_at", "dot", "epoch", "failed",
+    "fence_before_tma_load", "finish", "flag_at", "from_float32", "jit", "keep_signal", "load_acquire", "mark",
+    "notify", "notify_all", "num_ranks", "pointer_to", "put", "rank", "ready_at", "signal_at", "store_release",
+    "store_release_each", "store_release_if", "symm_at", "symm_base", "take_ticket", "target", "ticket_of",
+    "to_float32", "wait", "wait_plan", "wait_plan_all",
 ]  # fmt: skip

@@ -83,6 +83,19 @@ def fence_before_tma_load():
 
 
 @jit
+def await_tma_stores():
+    """Return when what this program has stored through tensor descriptors is in memory, and can be announced.
+
+    Triton itself waits only until shared memory has been read. Each thread waits for the stores that it has started.
+    """
+    if target() == "cuda":
+        tl.inline_asm_elementwise(
+            "cp.async.bulk.wait_group 0; fence.proxy.async.global; mov.b32 $0, 0;", "=r,~{memory}", [], tl.int32,
+            is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@jit
 def pointer_to(address, DTYPE: tl.constexpr):
     """The pointer to ``DTYPE`` at an address (int64) that is a multiple of 16.
 

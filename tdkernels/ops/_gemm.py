@@ -75,37 +75,6 @@ def gemm_tile(
 
 
 @td.jit
-def sum_in_rank_order(parts, part_bytes, offs, mask, own, me, RANKS: tl.constexpr, DTYPE: tl.constexpr):
-    """All ranks' partials added in fp32, in rank order; ours is at hand in fp32, rank r's at parts + r * part_bytes.
-
-    Four of them are read at a time, for a read takes far longer than the addition; and with the number of ranks known
-    there is no loop, so that the reads of what is summed next can begin before this sum is done.
-    """
-    total = tl.full(own.shape, 0.0, tl.float32)
-    for first in tl.static_range(0, RANKS, 4):
-        part0 = _partial_of(first, parts, part_bytes, offs, mask, own, me, RANKS, DTYPE)
-        part1 = _partial_of(first + 1, parts, part_bytes, offs, mask, own, me, RANKS, DTYPE)
-        part2 = _partial_of(first + 2, parts, part_bytes, offs, mask, own, me, RANKS, DTYPE)
-        part3 = _partial_of(first + 3, parts, part_bytes, offs, mask, own, me, RANKS, DTYPE)
-        total += part0
-        total += part1
-        total += part2
-        total += part3
-    return total
-
-
-@td.jit
-def _partial_of(
-    source: tl.constexpr, parts, part_bytes, offs, mask, own, me, RANKS: tl.constexpr, DTYPE: tl.constexpr
-):  # fmt: skip
-    """The partial of a rank in fp32; zeros for ranks that there are not."""
-    if source >= RANKS:
-        return tl.full(own.shape, 0.0, tl.float32)
-    part = tl.load(td.pointer_to(parts + source * part_bytes, DTYPE) + offs, mask=mask & (me != source), other=0.0)
-    return tl.where(me == source, own, td.to_float32(part))
-
-
-@td.jit
 def in_register_order(tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """A tile [BLOCK_M, BLOCK_N] as a vector, in the order in which Hopper's wgmma leaves it in the registers.
 

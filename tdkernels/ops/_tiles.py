@@ -28,10 +28,11 @@ class Tiles:
             return f"num_warps must be 1, 2, 4, 8 or 16, not {self.num_warps}"
         if self.group_m < 1 or self.num_stages < 1:
             return f"group_m and num_stages must be at least 1, not {self.group_m} and {self.num_stages}"
-        needed = self.shared_memory_bytes(dtype)
+        needed = self.shared_memory_bytes(dtype) + more_bytes
         available = _device.shared_memory_bytes(device)
         if needed > available:
-            return f"the stages need {needed} bytes of shared memory, {device} has {available}"
+            what = "the stages" if not more_bytes else "the stages and a tile on its way out"
+            return f"{what} need {needed} bytes of shared memory, {device} has {available}"
         return None
 
     def shared_memory_bytes(self, dtype):

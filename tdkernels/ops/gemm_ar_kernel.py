@@ -33,9 +33,9 @@ from tdkernels.ops._gemm import (
     from_register_order,
     gemm_tile,
     in_register_order,
-    sum_in_rank_order,
     swizzle,
 )
+from tdkernels.ops._rank_sum import sum_in_rank_order
 from tdkernels.ops._tiles import Tiles, default_tiles
 from tdkernels.symm import get_workspace
 

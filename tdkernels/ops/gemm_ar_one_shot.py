@@ -15,7 +15,8 @@ import triton.language as tl
 from tdkernels import lang as td
 from tdkernels.lang._trace import ALL_PEERS
 from tdkernels.ops import _device, _operands, _trace
-from tdkernels.ops._gemm import as_aligned, gemm_tile, sum_in_rank_order, swizzle
+from tdkernels.ops._gemm import as_aligned, gemm_tile, swizzle
+from tdkernels.ops._rank_sum import sum_in_rank_order
 from tdkernels.ops._tiles import Tiles
 from tdkernels.symm import get_workspace
 

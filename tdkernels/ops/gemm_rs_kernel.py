@@ -24,20 +24,14 @@ import triton.language as tl
 from tdkernels import lang as td
 from tdkernels.lang._trace import ALL_PEERS
 from tdkernels.ops import _device, _operands, _trace
+from tdkernels.ops import gemm_rs_direct as direct
 from tdkernels.ops._config import text_of
-from tdkernels.ops._gemm import (
-    as_aligned,
-    from_register_order,
-    gemm_tile,
-    in_register_order,
-    sum_in_rank_order,
-    swizzle,
-)
+from tdkernels.ops._gemm import as_aligned, gemm_tile, in_register_order, swizzle
+from tdkernels.ops._rank_sum import sum_of_tile
 from tdkernels.ops._tiles import Tiles, default_tiles
 from tdkernels.symm import get_workspace
 
 _COPY_WORDS = 4096
-_SUM_COLUMNS = tl.constexpr(32)
 
 
 @dataclass(frozen=True)
@@ -46,11 +40,14 @@ class GemmRsConfig:
 
     method:      "fused", or "torch": a plain GEMM, then a plain reduce-scatter
     tiles:       the tile of the product, see ``Tiles``; None takes the default for the device and shape
-    item_tiles:  tiles that are forwarded together under one signal
+    transport:   "forward": partial tiles are staged and sent on by programs of their own; "direct": they are sent from
+                 where they were computed, while the next one is
+    item_tiles:  tiles that are forwarded together under one signal; forward only
     """
 
     method: str = "fused"
     tiles: Tiles | None = None
+    transport: str = "forward"
     item_tiles: int = 4
 
     def illegal(self, device, dtype):
@@ -59,9 +56,13 @@ class GemmRsConfig:
             return f'method must be "fused" or "torch", not {self.method!r}'
         if self.method == "torch":
             return None  # takes none of the rest
+        if self.transport not in ("forward", "direct"):
+            return f'transport must be "forward" or "direct", not {self.transport!r}'
         if self.item_tiles < 1:
             return f"item_tiles must be at least 1, not {self.item_tiles}"
-        return self.tiles.illegal(device, dtype) if self.tiles is not None else None
+        if self.tiles is None:
+            return None
+        return self.tiles.illegal(device, dtype, direct.shared_memory_bytes(self, device, dtype))
 
 
 def default_config(rows, n, k, dtype, device):
@@ -100,32 +101,6 @@ def _forward_item(
     # waiter: the owner's program for each tile of the item
     td.notify(ctx, td.signal_at(ctx, half, me * items + item_of_shard), owner, signal, PASSES_ON=True)
     return answer
-
-
-@td.jit
-def _sum_of_tile(
-    acc, parts, part_bytes, bias_ptr, col, N, me, DTYPE: tl.constexpr,
-    RANKS: tl.constexpr, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr,
-):  # fmt: skip
-    """``acc`` plus the peers' partials of the same tile, WIDTH columns of one of ours, in rank order, as a DTYPE."""
-    if WIDTH > _SUM_COLUMNS:
-        # A part at a time: the sum, the peers' partials and the accumulator do not fit the registers together.
-        HALF: tl.constexpr = WIDTH // 2
-        left, right = acc.reshape(BLOCK_M, 2, HALF).permute(0, 2, 1).split()
-        left = _sum_of_tile(left, parts, part_bytes, bias_ptr, col, N, me, DTYPE, RANKS, BLOCK_M, HALF, HAS_BIAS)
-        parts += BLOCK_M * HALF * (DTYPE.primitive_bitwidth // 8)
-        col += HALF
-        right = _sum_of_tile(right, parts, part_bytes, bias_ptr, col, N, me, DTYPE, RANKS, BLOCK_M, HALF, HAS_BIAS)
-        return tl.join(left, right).permute(0, 2, 1).reshape(BLOCK_M, WIDTH)
-    else:
-        offs = tl.arange(0, BLOCK_M * WIDTH)
-        own = in_register_order(acc, BLOCK_M, WIDTH)
-        total = sum_in_rank_order(parts, part_bytes, offs, offs >= 0, own, me, RANKS, DTYPE)
-        total = from_register_order(total, BLOCK_M, WIDTH)
-        if HAS_BIAS:
-            offs_n = col + tl.arange(0, WIDTH)
-            total += td.to_float32(tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0))[None, :]
-        return td.from_float32(total, DTYPE)
 
 
 # Compiled once for a tile, whatever the shape, plan and size of an item: that is what makes tuning cheap.
@@ -195,7 +170,7 @@ def gemm_rs_kernel(
                     # producer: _forward_item of every peer
                     td.wait_plan_all(ctx, td.signal_at(ctx, half, tile // item_tiles), items, signal)
                     td.mark(trace, "sums")
-                    z = _sum_of_tile(
+                    z = sum_of_tile(
                         acc, td.data_at(ctx, half, me) + tile.to(tl.int64) * (TILE * ELEM_BYTES),
                         tl.cast(items, tl.int64) * item_tiles * (TILE * ELEM_BYTES), bias_ptr, col, N, me,
                         z_ptr.dtype.element_ty, RANKS, BLOCK_M, BLOCK_N, HAS_BIAS,
@@ -240,6 +215,8 @@ def compile(x, weight, bias, world_size, config):
     """Compile what ``launch`` with the same operands would launch, into Triton's cache; launches nothing."""
     if x.device.type == "cpu":
         return  # interpreted
+    if config.transport == "direct":
+        return direct.compile(x, weight, bias, world_size, config)
     x = _operands.rows_contiguous(x)
     ctx = torch.empty(1, dtype=torch.int64, device=x.device)
     stage = x.new_empty(1)
@@ -251,6 +228,8 @@ def launch(x, weight, bias, group, config):
     """Launch the fused operator on 2-D operands."""
     x = _operands.rows_contiguous(x)
     bias = None if bias is None else bias.contiguous()
+    if config.transport == "direct":
+        return direct.launch(x, weight, bias, group, config, plan_fields(x, weight, config))
     n = weight.shape[0]
     world_size = dist.get_world_size(group)
     rows = x.shape[0] // world_size

@@ -35,7 +35,8 @@ def _round_up(n, multiple):
 class Workspace:
     """One buffer of one group on one device, for the launches of one family of kernels.
 
-    Attributes: ``ctx`` is the table that goes to a kernel as its first argument, ``buffer`` the symmetric memory.
+    Attributes: ``ctx`` is the table that goes to a kernel as its first argument, ``buffer`` the symmetric memory, and
+    ``kept`` a dict for what launchers make of the buffer once, emptied when another takes its place.
     """
 
     def __init__(self, state, device, name, halves=2):
@@ -48,6 +49,7 @@ class Workspace:
             raise ValueError(f"group: {self.world_size} ranks, at most {words.MAX_RANKS.value} are supported")
         self.buffer = None
         self.half_bytes = self.half_signals = self.num_flags = 0
+        self.kept = {}
         self._plans = {}  # fields of a plan -> its number
         self._retired = []
         self._captured = False
@@ -100,6 +102,7 @@ class Workspace:
         data_offset = _round_up((words.MAX_RANKS.value + 2 * half_signals) * _WORD, _ALIGN)
         self.buffer = make_buffer(self.group, data_offset + self.halves * half_bytes, self.device)
         self.half_bytes, self.half_signals, self.num_flags = half_bytes, half_signals, num_flags
+        self.kept = {}
         self.data_offset = data_offset
         self._captured = False
         self.state = torch.zeros(words.STATE_FLAGS.value + num_flags, dtype=torch.int64, device=self.device)
@@ -211,7 +214,7 @@ class Workspace:
         """Give the memory back; local, when the group goes."""
         if self.buffer is not None:
             self.buffer.close()
-        self.buffer, self._retired = None, []
+        self.buffer, self.kept, self._retired = None, {}, []
 
 
 def get_workspace(group, device, name, halves=2):
