@@ -18,8 +18,8 @@ class Tiles:
     num_warps: int = 8
     num_stages: int = 4
 
-    def illegal(self, device, dtype):
-        """Why no program can have this tile on a device with a dtype; None when one can."""
+    def illegal(self, device, dtype, more_bytes=0):
+        """Why no program can have this tile, and more_bytes of shared memory beside it; None when one can."""
         for name in ("block_m", "block_n", "block_k"):
             size = getattr(self, name)
             if size < 16 or size & (size - 1):
