@@ -1,0 +1,357 @@
+"""The kernels of all_gather, reduce_scatter and all_reduce: each program exchanges pieces with its like on the peers.
+
+A message is cut into pieces of ``piece_blocks`` blocks. A program takes every num_programs-th piece, stores it in the
+peers' buffers, raises one signal for it at each of them, waits for the signals of the same piece from all peers, and
+brings what they have stored, or the sum of it, to the output. There is no barrier: call t uses half t mod 2, and no
+rank can finish call t + 1 before all have begun it, since each waits for all.
+
+A program waits only for the program of the same id on the peers, for what that has sent before any wait for this piece;
+by the order of the ids, and of the pieces within a program, all of it comes about (law 1), however few programs run at
+a time. That many of them run at a time hides the way of a signal: while some wait, others send and copy.
+
+A read takes far longer than whatever is done with it, so four are on their way at a time. Addresses in buffers are
+multiples of 16; where those in x and in the output are, and the length, ALIGNED says so: 16 bytes are moved at once.
+"""
+
+import triton.language as tl
+
+from tdkernels import lang as td
+from tdkernels.ops._gemm import sum_in_rank_order
+
+
+@td.jit
+def _pointer(address, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """The pointer at an address (int64), of which the compiler may know that it is a multiple of 16."""
+    if ALIGNED:
+        return td.pointer_to(address, DTYPE)
+    else:
+        return address.to(tl.pointer_type(DTYPE))
+
+
+@td.jit
+def _length(n, ITEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr):
+    """``n`` items as int64, in whole multiples of 16 bytes if ALIGNED, as the compiler then knows."""
+    n = tl.cast(n, tl.int64)
+    return n // (16 // ITEM_BYTES) * (16 // ITEM_BYTES) if ALIGNED else n
+
+
+@td.jit
+def _blocks(left, piece_blocks, BLOCK: tl.constexpr):
+    """Blocks that there are of a piece with which ``left`` items are left."""
+    return tl.minimum((left + BLOCK - 1) // BLOCK, tl.cast(piece_blocks, tl.int64)).to(tl.int32)
+
+
+@td.jit
+def _send_to_all(
+    ctx, half, x, slot, y, left, blocks,
+    KEEP: tl.constexpr, DTYPE: tl.constexpr, ITEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Store blocks at x, of which ``left`` items exist, ``slot`` bytes into every peer's half; KEEP: at y too."""
+    me = td.rank(ctx)
+    ranks = td.num_ranks(ctx)
+    offs = tl.arange(0, BLOCK)
+    block = tl.load(_pointer(x, DTYPE, ALIGNED) + offs, mask=offs < left)
+    for b in range(blocks):
+        start = tl.cast(b, tl.int64) * BLOCK
+        mask = offs < left - start
+        after = start + BLOCK  # on its way while the block before is stored
+        ahead = tl.load(
+            _pointer(x + after * ITEM_BYTES, DTYPE, ALIGNED) + offs, mask=(offs < left - after) & (b + 1 < blocks)
+        )
+        for step in range(1, ranks):
+            dst = td.data_at(ctx, half, (me + step) % ranks) + slot + start * ITEM_BYTES
+            tl.store(td.pointer_to(dst, DTYPE) + offs, block, mask=mask)
+        if KEEP:
+            tl.store(_pointer(y + start * ITEM_BYTES, DTYPE, ALIGNED) + offs, block, mask=mask)
+        block = ahead
+
+
+@td.jit
+def _mask_of(i, me, ranks, offs, left, spacing):
+    """Which items there are of the i-th peer above us, each rank having its own ``spacing`` items after the last's."""
+    return (offs < left - (me + 1 + i) % ranks * spacing) & (i < ranks - 1)
+
+
+@td.jit
+def _read_from(
+    i, me, ranks, first, stride, offs, left, spacing, DTYPE: tl.constexpr, ALIGNED: tl.constexpr
+):  # fmt: skip
+    """What belongs to the i-th peer above us: that of rank r is at address first + r * stride."""
+    address = first + (me + 1 + i) % ranks * stride
+    return tl.load(_pointer(address, DTYPE, ALIGNED) + offs, mask=_mask_of(i, me, ranks, offs, left, spacing))
+
+
+@td.jit
+def _send_to(ctx, half, i, me, ranks, slot, part, offs, left, spacing, DTYPE: tl.constexpr):
+    """Store a part in the buffer of the i-th peer above us."""
+    dst = td.data_at(ctx, half, (me + 1 + i) % ranks) + slot
+    tl.store(td.pointer_to(dst, DTYPE) + offs, part, mask=_mask_of(i, me, ranks, offs, left, spacing))
+
+
+@td.jit
+def _send_to_each(
+    ctx, half, x, stride, slot, left, spacing, blocks,
+    DTYPE: tl.constexpr, ITEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Store blocks at address x + r * stride ``slot`` bytes into the half of rank r, for every peer r.
+
+    Of them ``left - r * spacing`` items exist.
+    """
+    me = td.rank(ctx)
+    ranks = td.num_ranks(ctx)
+    offs = tl.arange(0, BLOCK)
+    for b in range(blocks):
+        start = tl.cast(b, tl.int64) * BLOCK
+        src = x + start * ITEM_BYTES
+        dst = slot + start * ITEM_BYTES
+        rest = left - start
+        for i in range(0, ranks - 1, 4):
+            part0 = _read_from(i, me, ranks, src, stride, offs, rest, spacing, DTYPE, ALIGNED)
+            part1 = _read_from(i + 1, me, ranks, src, stride, offs, rest, spacing, DTYPE, ALIGNED)
+            part2 = _read_from(i + 2, me, ranks, src, stride, offs, rest, spacing, DTYPE, ALIGNED)
+            part3 = _read_from(i + 3, me, ranks, src, stride, offs, rest, spacing, DTYPE, ALIGNED)
+            _send_to(ctx, half, i, me, ranks, dst, part0, offs, rest, spacing, DTYPE)
+            _send_to(ctx, half, i + 1, me, ranks, dst, part1, offs, rest, spacing, DTYPE)
+            _send_to(ctx, half, i + 2, me, ranks, dst, part2, offs, rest, spacing, DTYPE)
+            _send_to(ctx, half, i + 3, me, ranks, dst, part3, offs, rest, spacing, DTYPE)
+
+
+@td.jit
+def _bring(i, me, ranks, y, stride, part, offs, left, spacing, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Store the part of the i-th peer above us where the output has it."""
+    address = y + (me + 1 + i) % ranks * stride
+    tl.store(_pointer(address, DTYPE, ALIGNED) + offs, part, mask=_mask_of(i, me, ranks, offs, left, spacing))
+
+
+@td.jit
+def _receive_from_each(
+    ctx, slots, slot_bytes, y, stride, left, spacing, blocks,
+    DTYPE: tl.constexpr, ITEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Bring blocks from address slots + r * slot_bytes, in our buffer, to y + r * stride, for every peer r."""
+    me = td.rank(ctx)
+    ranks = td.num_ranks(ctx)
+    offs = tl.arange(0, BLOCK)
+    for b in range(blocks):
+        start = tl.cast(b, tl.int64) * BLOCK
+        src = slots + start * ITEM_BYTES
+        dst = y + start * ITEM_BYTES
+        rest = left - start
+        for i in range(0, ranks - 1, 4):
+            part0 = _read_from(i, me, ranks, src, slot_bytes, offs, rest, spacing, DTYPE, True)
+            part1 = _read_from(i + 1, me, ranks, src, slot_bytes, offs, rest, spacing, DTYPE, True)
+            part2 = _read_from(i + 2, me, ranks, src, slot_bytes, offs, rest, spacing, DTYPE, True)
+            part3 = _read_from(i + 3, me, ranks, src, slot_bytes, offs, rest, spacing, DTYPE, True)
+            _bring(i, me, ranks, dst, stride, part0, offs, rest, spacing, DTYPE, ALIGNED)
+            _bring(i + 1, me, ranks, dst, stride, part1, offs, rest, spacing, DTYPE, ALIGNED)
+            _bring(i + 2, me, ranks, dst, stride, part2, offs, rest, spacing, DTYPE, ALIGNED)
+            _bring(i + 3, me, ranks, dst, stride, part3, offs, rest, spacing, DTYPE, ALIGNED)
+
+
+@td.jit
+def _sum_of_ranks(ctx, x, parts, part_bytes, offs, mask, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """The sum of what we have at x and the peers have left in our buffer, in rank order, rounded to DTYPE."""
+    own = tl.load(_pointer(x, DTYPE, ALIGNED) + offs, mask=mask, other=0.0)
+    total = sum_in_rank_order(parts, part_bytes, offs, mask, own, td.rank(ctx), td.num_ranks(ctx), DTYPE)
+    return td.from_float32(total, DTYPE)
+
+
+@td.jit
+def _sum_blocks(
+    ctx, x, parts, part_bytes, z, left, blocks,
+    DTYPE: tl.constexpr, ITEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """z = the sums of blocks, ours at address x and that of rank r at parts + r * part_bytes in our buffer."""
+    offs = tl.arange(0, BLOCK)
+    for b in range(blocks):
+        start = tl.cast(b, tl.int64) * BLOCK
+        at = start * ITEM_BYTES
+        mask = offs < left - start
+        total = _sum_of_ranks(ctx, x + at, parts + at, part_bytes, offs, mask, DTYPE, ALIGNED)
+        tl.store(_pointer(z + at, DTYPE, ALIGNED) + offs, total, mask=mask)
+
+
+@td.jit
+def _sum_blocks_for_all(
+    ctx, half, x, parts, part_bytes, sums, z, left, blocks,
+    DTYPE: tl.constexpr, ITEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """``_sum_blocks``, and the sums ``sums`` bytes into every peer's half as well."""
+    me = td.rank(ctx)
+    ranks = td.num_ranks(ctx)
+    offs = tl.arange(0, BLOCK)
+    for b in range(blocks):
+        start = tl.cast(b, tl.int64) * BLOCK
+        at = start * ITEM_BYTES
+        mask = offs < left - start
+        total = _sum_of_ranks(ctx, x + at, parts + at, part_bytes, offs, mask, DTYPE, ALIGNED)
+        for step in range(1, ranks):
+            dst = td.data_at(ctx, half, (me + step) % ranks) + sums + at
+            tl.store(td.pointer_to(dst, DTYPE) + offs, total, mask=mask)
+        tl.store(_pointer(z + at, DTYPE, ALIGNED) + offs, total, mask=mask)
+
+
+# Compiled once for a block and a type, whatever the length, plan and number of programs.
+@td.jit(do_not_specialize=["n", "piece_blocks", "plan"])
+def all_gather_kernel(
+    ctx, x_ptr, y_ptr, n, piece_blocks, plan,
+    DTYPE: tl.constexpr, ITEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """y [ranks, n] = all ranks' x [n], in items of DTYPE, whatever they mean.
+
+    Signal number ``source * pieces + piece`` of a half says that a piece of the source's x is in our buffer, which is
+    [ranks, pieces * PIECE].
+    """
+    n = _length(n, ITEM_BYTES, ALIGNED)
+    me = td.rank(ctx)
+    epoch = td.epoch(ctx) + 1
+    half = (epoch % 2).to(tl.int32)
+    signal = (epoch << 8) | plan
+    pieces = ((n + piece_blocks * BLOCK - 1) // (piece_blocks * BLOCK)).to(tl.int32)
+    slot_bytes = pieces.to(tl.int64) * piece_blocks * (BLOCK * ITEM_BYTES)
+    for piece in range(tl.program_id(0), pieces, tl.num_programs(0)):
+        start = tl.cast(piece, tl.int64) * piece_blocks * BLOCK
+        at = start * ITEM_BYTES
+        left = n - start
+        blocks = _blocks(left, piece_blocks, BLOCK)
+        y = y_ptr.to(tl.int64) + at
+        _send_to_all(
+            ctx, half, x_ptr.to(tl.int64) + at, me * slot_bytes + at, y + me * n * ITEM_BYTES, left, blocks,
+            True, DTYPE, ITEM_BYTES, ALIGNED, BLOCK,
+        )  # fmt: skip
+        # waiter: every peer's program of this piece
+        td.notify_all(ctx, td.signal_at(ctx, half, me * pieces + piece), signal)
+        # producer: every peer's program of this piece
+        td.wait_plan_all(ctx, td.signal_at(ctx, half, piece), pieces, signal)
+        _receive_from_each(
+            ctx, td.data_at(ctx, half, me) + at, slot_bytes, y, n * ITEM_BYTES, left, 0, blocks,
+            DTYPE, ITEM_BYTES, ALIGNED, BLOCK,
+        )  # fmt: skip
+    td.finish(ctx)
+
+
+@td.jit(do_not_specialize=["n", "piece_blocks", "plan"])
+def reduce_scatter_kernel(
+    ctx, x_ptr, z_ptr, n, piece_blocks, plan,
+    DTYPE: tl.constexpr, ITEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """z [n] = the sum over ranks of their x[our rank], x being [ranks, n].
+
+    Signal number ``source * pieces + piece`` of a half says that a piece of what the source has for us is in our
+    buffer, which is [ranks, pieces * PIECE].
+    """
+    n = _length(n, ITEM_BYTES, ALIGNED)
+    me = td.rank(ctx)
+    epoch = td.epoch(ctx) + 1
+    half = (epoch % 2).to(tl.int32)
+    signal = (epoch << 8) | plan
+    pieces = ((n + piece_blocks * BLOCK - 1) // (piece_blocks * BLOCK)).to(tl.int32)
+    slot_bytes = pieces.to(tl.int64) * piece_blocks * (BLOCK * ITEM_BYTES)
+    for piece in range(tl.program_id(0), pieces, tl.num_programs(0)):
+        start = tl.cast(piece, tl.int64) * piece_blocks * BLOCK
+        at = start * ITEM_BYTES
+        left = n - start
+        blocks = _blocks(left, piece_blocks, BLOCK)
+        x = x_ptr.to(tl.int64) + at
+        _send_to_each(
+            ctx, half, x, n * ITEM_BYTES, me * slot_bytes + at, left, 0, blocks, DTYPE, ITEM_BYTES, ALIGNED, BLOCK
+        )
+        # waiter: every peer's program of this piece
+        td.notify_all(ctx, td.signal_at(ctx, half, me * pieces + piece), signal)
+        # producer: every peer's program of this piece
+        td.wait_plan_all(ctx, td.signal_at(ctx, half, piece), pieces, signal)
+        _sum_blocks(
+            ctx, x + me * n * ITEM_BYTES, td.data_at(ctx, half, me) + at, slot_bytes, z_ptr.to(tl.int64) + at, left,
+            blocks, DTYPE, ITEM_BYTES, ALIGNED, BLOCK,
+        )  # fmt: skip
+    td.finish(ctx)
+
+
+@td.jit(do_not_specialize=["n", "piece_blocks", "plan"])
+def all_reduce_one_shot_kernel(
+    ctx, x_ptr, z_ptr, n, piece_blocks, plan,
+    DTYPE: tl.constexpr, ITEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """z [n] = the sum of all ranks' x [n]: everybody gets everything and adds it up, in the same order.
+
+    Signals and buffer are those of ``all_gather_kernel``.
+    """
+    n = _length(n, ITEM_BYTES, ALIGNED)
+    me = td.rank(ctx)
+    epoch = td.epoch(ctx) + 1
+    half = (epoch % 2).to(tl.int32)
+    signal = (epoch << 8) | plan
+    pieces = ((n + piece_blocks * BLOCK - 1) // (piece_blocks * BLOCK)).to(tl.int32)
+    slot_bytes = pieces.to(tl.int64) * piece_blocks * (BLOCK * ITEM_BYTES)
+    for piece in range(tl.program_id(0), pieces, tl.num_programs(0)):
+        start = tl.cast(piece, tl.int64) * piece_blocks * BLOCK
+        at = start * ITEM_BYTES
+        left = n - start
+        blocks = _blocks(left, piece_blocks, BLOCK)
+        x = x_ptr.to(tl.int64) + at
+        z = z_ptr.to(tl.int64) + at
+        _send_to_all(
+            ctx, half, x, me * slot_bytes + at, z, left, blocks, False, DTYPE, ITEM_BYTES, ALIGNED, BLOCK
+        )  # fmt: skip
+        # waiter: every peer's program of this piece
+        td.notify_all(ctx, td.signal_at(ctx, half, me * pieces + piece), signal)
+        # producer: every peer's program of this piece
+        td.wait_plan_all(ctx, td.signal_at(ctx, half, piece), pieces, signal)
+        _sum_blocks(
+            ctx, x, td.data_at(ctx, half, me) + at, slot_bytes, z, left, blocks, DTYPE, ITEM_BYTES, ALIGNED, BLOCK
+        )
+    td.finish(ctx)
+
+
+@td.jit(do_not_specialize=["n", "piece_blocks", "plan"])
+def all_reduce_two_shot_kernel(
+    ctx, x_ptr, z_ptr, n, piece_blocks, plan,
+    DTYPE: tl.constexpr, ITEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """z [n] = the sum of all ranks' x [n]: rank j mod W adds up piece j and sends the sum to everybody.
+
+    W consecutive pieces are a round, of which each rank owns one; a program takes whole rounds. Of a half's signals,
+    number ``source * rounds + round`` says that the source's part of our piece of that round is here, number
+    ``(ranks + owner) * rounds + round`` that the owner's sum is. Of its data, the parts of our own pieces come first,
+    [ranks, rounds * PIECE], then the sums of all pieces, [rounds, ranks, PIECE].
+    """
+    n = _length(n, ITEM_BYTES, ALIGNED)
+    me = td.rank(ctx)
+    ranks = td.num_ranks(ctx)
+    epoch = td.epoch(ctx) + 1
+    half = (epoch % 2).to(tl.int32)
+    signal = (epoch << 8) | plan
+    piece = tl.cast(piece_blocks, tl.int64) * BLOCK
+    piece_bytes = piece * ITEM_BYTES
+    rounds = ((n + ranks * piece - 1) // (ranks * piece)).to(tl.int32)
+    part_bytes = rounds * piece_bytes  # of one source
+    for round_ in range(tl.program_id(0), rounds, tl.num_programs(0)):
+        start = tl.cast(round_, tl.int64) * ranks * piece
+        at = start * ITEM_BYTES
+        left = n - start
+        blocks = _blocks(left, piece_blocks, BLOCK)
+        x = x_ptr.to(tl.int64) + at
+        z = z_ptr.to(tl.int64) + at
+        slot = round_ * piece_bytes  # among the parts of a source
+        sums = ranks * part_bytes + at  # of this round
+        own = me * piece_bytes
+        _send_to_each(
+            ctx, half, x, piece_bytes, me * part_bytes + slot, left, piece, blocks, DTYPE, ITEM_BYTES, ALIGNED, BLOCK
+        )
+        # waiter: every peer's program of this round, before it sums
+        td.notify_all(ctx, td.signal_at(ctx, half, me * rounds + round_), signal)
+        # producer: every peer's program of this round, before any wait
+        td.wait_plan_all(ctx, td.signal_at(ctx, half, round_), rounds, signal)
+        _sum_blocks_for_all(
+            ctx, half, x + own, td.data_at(ctx, half, me) + slot, part_bytes, sums + own, z + own, left - me * piece,
+            blocks, DTYPE, ITEM_BYTES, ALIGNED, BLOCK,
+        )  # fmt: skip
+        # waiter: every peer's program of this round, at its end
+        td.notify_all(ctx, td.signal_at(ctx, half, (ranks + me) * rounds + round_), signal, PASSES_ON=True)
+        # producer: every peer's program of this round, after it has summed
+        td.wait_plan_all(ctx, td.signal_at(ctx, half, ranks * rounds + round_), rounds, signal)
+        _receive_from_each(
+            ctx, td.data_at(ctx, half, me) + sums, piece_bytes, z, piece_bytes, left, piece, blocks,
+            DTYPE, ITEM_BYTES, ALIGNED, BLOCK,
+        )  # fmt: skip
+    td.finish(ctx)
