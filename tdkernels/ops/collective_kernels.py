@@ -16,7 +16,20 @@ multiples of 16; where those in x and in the output are, and the length, ALIGNED
 import triton.language as tl
 
 from tdkernels import lang as td
-from tdkernels.ops._gemm import sum_in_rank_order
+from tdkernels.lang._context import MAX_RANKS
+
+
+@td.jit
+def _begin(ctx, plan):
+    """(our rank, how many there are, this call's signal, its first signal word, where in a buffer its half begins).
+
+    Read once: after a wait the table is in no cache near by.
+    """
+    me = td.rank(ctx)
+    epoch = td.epoch(ctx) + 1
+    half = (epoch % 2).to(tl.int32)
+    area = td.data_at(ctx, half, me) - td.symm_base(ctx, me)
+    return me, td.num_ranks(ctx), (epoch << 8) | plan, td.signal_at(ctx, half, 0), area
 
 
 @td.jit
@@ -43,12 +56,10 @@ def _blocks(left, piece_blocks, BLOCK: tl.constexpr):
 
 @td.jit
 def _send_to_all(
-    ctx, half, x, slot, y, left, blocks,
+    ctx, me, ranks, x, slot, y, left, blocks,
     KEEP: tl.constexpr, DTYPE: tl.constexpr, ITEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store blocks at x, of which ``left`` items exist, ``slot`` bytes into every peer's half; KEEP: at y too."""
-    me = td.rank(ctx)
-    ranks = td.num_ranks(ctx)
+    """Store blocks at x, of which ``left`` items exist, ``slot`` bytes into every peer's buffer; KEEP: at y too."""
     offs = tl.arange(0, BLOCK)
     block = tl.load(_pointer(x, DTYPE, ALIGNED) + offs, mask=offs < left)
     for b in range(blocks):
@@ -59,7 +70,7 @@ def _send_to_all(
             _pointer(x + after * ITEM_BYTES, DTYPE, ALIGNED) + offs, mask=(offs < left - after) & (b + 1 < blocks)
         )
         for step in range(1, ranks):
-            dst = td.data_at(ctx, half, (me + step) % ranks) + slot + start * ITEM_BYTES
+            dst = td.symm_base(ctx, (me + step) % ranks) + slot + start * ITEM_BYTES
             tl.store(td.pointer_to(dst, DTYPE) + offs, block, mask=mask)
         if KEEP:
             tl.store(_pointer(y + start * ITEM_BYTES, DTYPE, ALIGNED) + offs, block, mask=mask)
@@ -82,23 +93,21 @@ def _read_from(
 
 
 @td.jit
-def _send_to(ctx, half, i, me, ranks, slot, part, offs, left, spacing, DTYPE: tl.constexpr):
-    """Store a part in the buffer of the i-th peer above us."""
-    dst = td.data_at(ctx, half, (me + 1 + i) % ranks) + slot
+def _send_to(ctx, i, me, ranks, slot, part, offs, left, spacing, DTYPE: tl.constexpr):
+    """Store a part ``slot`` bytes into the buffer of the i-th peer above us."""
+    dst = td.symm_base(ctx, (me + 1 + i) % ranks) + slot
     tl.store(td.pointer_to(dst, DTYPE) + offs, part, mask=_mask_of(i, me, ranks, offs, left, spacing))
 
 
 @td.jit
 def _send_to_each(
-    ctx, half, x, stride, slot, left, spacing, blocks,
+    ctx, me, ranks, x, stride, slot, left, spacing, blocks,
     DTYPE: tl.constexpr, ITEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store blocks at address x + r * stride ``slot`` bytes into the half of rank r, for every peer r.
+    """Store blocks at address x + r * stride ``slot`` bytes into the buffer of rank r, for every peer r.
 
     Of them ``left - r * spacing`` items exist.
     """
-    me = td.rank(ctx)
-    ranks = td.num_ranks(ctx)
     offs = tl.arange(0, BLOCK)
     for b in range(blocks):
         start = tl.cast(b, tl.int64) * BLOCK
@@ -110,10 +119,10 @@ def _send_to_each(
             part1 = _read_from(i + 1, me, ranks, src, stride, offs, rest, spacing, DTYPE, ALIGNED)
             part2 = _read_from(i + 2, me, ranks, src, stride, offs, rest, spacing, DTYPE, ALIGNED)
             part3 = _read_from(i + 3, me, ranks, src, stride, offs, rest, spacing, DTYPE, ALIGNED)
-            _send_to(ctx, half, i, me, ranks, dst, part0, offs, rest, spacing, DTYPE)
-            _send_to(ctx, half, i + 1, me, ranks, dst, part1, offs, rest, spacing, DTYPE)
-            _send_to(ctx, half, i + 2, me, ranks, dst, part2, offs, rest, spacing, DTYPE)
-            _send_to(ctx, half, i + 3, me, ranks, dst, part3, offs, rest, spacing, DTYPE)
+            _send_to(ctx, i, me, ranks, dst, part0, offs, rest, spacing, DTYPE)
+            _send_to(ctx, i + 1, me, ranks, dst, part1, offs, rest, spacing, DTYPE)
+            _send_to(ctx, i + 2, me, ranks, dst, part2, offs, rest, spacing, DTYPE)
+            _send_to(ctx, i + 3, me, ranks, dst, part3, offs, rest, spacing, DTYPE)
 
 
 @td.jit
@@ -125,12 +134,10 @@ def _bring(i, me, ranks, y, stride, part, offs, left, spacing, DTYPE: tl.constex
 
 @td.jit
 def _receive_from_each(
-    ctx, slots, slot_bytes, y, stride, left, spacing, blocks,
+    me, ranks, slots, slot_bytes, y, stride, left, spacing, blocks,
     DTYPE: tl.constexpr, ITEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Bring blocks from address slots + r * slot_bytes, in our buffer, to y + r * stride, for every peer r."""
-    me = td.rank(ctx)
-    ranks = td.num_ranks(ctx)
     offs = tl.arange(0, BLOCK)
     for b in range(blocks):
         start = tl.cast(b, tl.int64) * BLOCK
@@ -149,16 +156,36 @@ def _receive_from_each(
 
 
 @td.jit
-def _sum_of_ranks(ctx, x, parts, part_bytes, offs, mask, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """The sum of what we have at x and the peers have left in our buffer, in rank order, rounded to DTYPE."""
+def _part_of(source, me, ranks, parts, part_bytes, offs, mask, DTYPE: tl.constexpr):
+    """A peer's part of a sum; zeros for ourselves and for ranks that there are not."""
+    is_peer = (source < ranks) & (source != me)
+    return tl.load(td.pointer_to(parts + source * part_bytes, DTYPE) + offs, mask=mask & is_peer, other=0.0)
+
+
+@td.jit
+def _sum_of_ranks(
+    me, ranks, x, parts, part_bytes, offs, mask, DTYPE: tl.constexpr, ALIGNED: tl.constexpr
+):  # fmt: skip
+    """The sum in fp32, in rank order, of what we have at x and rank r has left at parts + r * part_bytes, as DTYPE."""
     own = tl.load(_pointer(x, DTYPE, ALIGNED) + offs, mask=mask, other=0.0)
-    total = sum_in_rank_order(parts, part_bytes, offs, mask, own, td.rank(ctx), td.num_ranks(ctx), DTYPE)
+    total = tl.full(own.shape, 0.0, tl.float32)
+    for source in range(0, ranks, 4):
+        part0 = _part_of(source, me, ranks, parts, part_bytes, offs, mask, DTYPE)
+        part1 = _part_of(source + 1, me, ranks, parts, part_bytes, offs, mask, DTYPE)
+        part2 = _part_of(source + 2, me, ranks, parts, part_bytes, offs, mask, DTYPE)
+        part3 = _part_of(source + 3, me, ranks, parts, part_bytes, offs, mask, DTYPE)
+        # Nothing, but of all four: to save registers the assembler would put each load behind the addition before it.
+        total += td.to_float32(tl.where(ranks > MAX_RANKS, (part0 + part1) + (part2 + part3), 0.0))
+        total += td.to_float32(tl.where(source == me, own, part0))
+        total += td.to_float32(tl.where(source + 1 == me, own, part1))
+        total += td.to_float32(tl.where(source + 2 == me, own, part2))
+        total += td.to_float32(tl.where(source + 3 == me, own, part3))
     return td.from_float32(total, DTYPE)
 
 
 @td.jit
 def _sum_blocks(
-    ctx, x, parts, part_bytes, z, left, blocks,
+    me, ranks, x, parts, part_bytes, z, left, blocks,
     DTYPE: tl.constexpr, ITEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """z = the sums of blocks, ours at address x and that of rank r at parts + r * part_bytes in our buffer."""
@@ -167,31 +194,37 @@ def _sum_blocks(
         start = tl.cast(b, tl.int64) * BLOCK
         at = start * ITEM_BYTES
         mask = offs < left - start
-        total = _sum_of_ranks(ctx, x + at, parts + at, part_bytes, offs, mask, DTYPE, ALIGNED)
+        total = _sum_of_ranks(me, ranks, x + at, parts + at, part_bytes, offs, mask, DTYPE, ALIGNED)
         tl.store(_pointer(z + at, DTYPE, ALIGNED) + offs, total, mask=mask)
 
 
 @td.jit
 def _sum_blocks_for_all(
-    ctx, half, x, parts, part_bytes, sums, z, left, blocks,
+    ctx, me, ranks, x, parts, part_bytes, sums, z, left, blocks,
     DTYPE: tl.constexpr, ITEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``_sum_blocks``, and the sums ``sums`` bytes into every peer's half as well."""
-    me = td.rank(ctx)
-    ranks = td.num_ranks(ctx)
+    """``_sum_blocks``, and the sums ``sums`` bytes into every peer's buffer as well."""
     offs = tl.arange(0, BLOCK)
     for b in range(blocks):
         start = tl.cast(b, tl.int64) * BLOCK
         at = start * ITEM_BYTES
         mask = offs < left - start
-        total = _sum_of_ranks(ctx, x + at, parts + at, part_bytes, offs, mask, DTYPE, ALIGNED)
+        total = _sum_of_ranks(me, ranks, x + at, parts + at, part_bytes, offs, mask, DTYPE, ALIGNED)
         for step in range(1, ranks):
-            dst = td.data_at(ctx, half, (me + step) % ranks) + sums + at
+            dst = td.symm_base(ctx, (me + step) % ranks) + sums + at
             tl.store(td.pointer_to(dst, DTYPE) + offs, total, mask=mask)
         tl.store(_pointer(z + at, DTYPE, ALIGNED) + offs, total, mask=mask)
 
 
-# Compiled once for a block and a type, whatever the length, plan and number of programs.
+@td.jit
+def _pieces(n, piece_blocks, ITEM_BYTES: tl.constexpr, BLOCK: tl.constexpr):
+    """(pieces of n items, bytes of a slot that holds them whole)"""
+    piece = tl.cast(piece_blocks, tl.int64) * BLOCK
+    pieces = (n + piece - 1) // piece
+    return pieces.to(tl.int32), pieces * piece * ITEM_BYTES
+
+
+# Each is compiled once for a block and a type, whatever the length, plan and number of programs.
 @td.jit(do_not_specialize=["n", "piece_blocks", "plan"])
 def all_gather_kernel(
     ctx, x_ptr, y_ptr, n, piece_blocks, plan,
@@ -203,30 +236,27 @@ def all_gather_kernel(
     [ranks, pieces * PIECE].
     """
     n = _length(n, ITEM_BYTES, ALIGNED)
-    me = td.rank(ctx)
-    epoch = td.epoch(ctx) + 1
-    half = (epoch % 2).to(tl.int32)
-    signal = (epoch << 8) | plan
-    pieces = ((n + piece_blocks * BLOCK - 1) // (piece_blocks * BLOCK)).to(tl.int32)
-    slot_bytes = pieces.to(tl.int64) * piece_blocks * (BLOCK * ITEM_BYTES)
+    me, ranks, signal, signals, area = _begin(ctx, plan)
+    pieces, slot_bytes = _pieces(n, piece_blocks, ITEM_BYTES, BLOCK)
+    buffer = td.symm_base(ctx, me)
     for piece in range(tl.program_id(0), pieces, tl.num_programs(0)):
         start = tl.cast(piece, tl.int64) * piece_blocks * BLOCK
-        at = start * ITEM_BYTES
         left = n - start
         blocks = _blocks(left, piece_blocks, BLOCK)
-        y = y_ptr.to(tl.int64) + at
+        x = x_ptr.to(tl.int64) + start * ITEM_BYTES
+        y = y_ptr.to(tl.int64) + start * ITEM_BYTES
+        slots = area + start * ITEM_BYTES
         _send_to_all(
-            ctx, half, x_ptr.to(tl.int64) + at, me * slot_bytes + at, y + me * n * ITEM_BYTES, left, blocks,
+            ctx, me, ranks, x, slots + me * slot_bytes, y + me * n * ITEM_BYTES, left, blocks,
             True, DTYPE, ITEM_BYTES, ALIGNED, BLOCK,
         )  # fmt: skip
         # waiter: every peer's program of this piece
-        td.notify_all(ctx, td.signal_at(ctx, half, me * pieces + piece), signal)
+        td.notify_all(ctx, signals + me * pieces + piece, signal)
         # producer: every peer's program of this piece
-        td.wait_plan_all(ctx, td.signal_at(ctx, half, piece), pieces, signal)
+        td.wait_plan_all(ctx, signals + piece, pieces, signal)
         _receive_from_each(
-            ctx, td.data_at(ctx, half, me) + at, slot_bytes, y, n * ITEM_BYTES, left, 0, blocks,
-            DTYPE, ITEM_BYTES, ALIGNED, BLOCK,
-        )  # fmt: skip
+            me, ranks, buffer + slots, slot_bytes, y, n * ITEM_BYTES, left, 0, blocks, DTYPE, ITEM_BYTES, ALIGNED, BLOCK
+        )
     td.finish(ctx)
 
 
@@ -241,28 +271,27 @@ def reduce_scatter_kernel(
     buffer, which is [ranks, pieces * PIECE].
     """
     n = _length(n, ITEM_BYTES, ALIGNED)
-    me = td.rank(ctx)
-    epoch = td.epoch(ctx) + 1
-    half = (epoch % 2).to(tl.int32)
-    signal = (epoch << 8) | plan
-    pieces = ((n + piece_blocks * BLOCK - 1) // (piece_blocks * BLOCK)).to(tl.int32)
-    slot_bytes = pieces.to(tl.int64) * piece_blocks * (BLOCK * ITEM_BYTES)
+    me, ranks, signal, signals, area = _begin(ctx, plan)
+    pieces, slot_bytes = _pieces(n, piece_blocks, ITEM_BYTES, BLOCK)
+    buffer = td.symm_base(ctx, me)
     for piece in range(tl.program_id(0), pieces, tl.num_programs(0)):
         start = tl.cast(piece, tl.int64) * piece_blocks * BLOCK
-        at = start * ITEM_BYTES
         left = n - start
         blocks = _blocks(left, piece_blocks, BLOCK)
-        x = x_ptr.to(tl.int64) + at
+        x = x_ptr.to(tl.int64) + start * ITEM_BYTES
+        z = z_ptr.to(tl.int64) + start * ITEM_BYTES
+        slots = area + start * ITEM_BYTES
         _send_to_each(
-            ctx, half, x, n * ITEM_BYTES, me * slot_bytes + at, left, 0, blocks, DTYPE, ITEM_BYTES, ALIGNED, BLOCK
-        )
+            ctx, me, ranks, x, n * ITEM_BYTES, slots + me * slot_bytes, left, 0, blocks,
+            DTYPE, ITEM_BYTES, ALIGNED, BLOCK,
+        )  # fmt: skip
         # waiter: every peer's program of this piece
-        td.notify_all(ctx, td.signal_at(ctx, half, me * pieces + piece), signal)
+        td.notify_all(ctx, signals + me * pieces + piece, signal)
         # producer: every peer's program of this piece
-        td.wait_plan_all(ctx, td.signal_at(ctx, half, piece), pieces, signal)
+        td.wait_plan_all(ctx, signals + piece, pieces, signal)
         _sum_blocks(
-            ctx, x + me * n * ITEM_BYTES, td.data_at(ctx, half, me) + at, slot_bytes, z_ptr.to(tl.int64) + at, left,
-            blocks, DTYPE, ITEM_BYTES, ALIGNED, BLOCK,
+            me, ranks, x + me * n * ITEM_BYTES, buffer + slots, slot_bytes, z, left, blocks,
+            DTYPE, ITEM_BYTES, ALIGNED, BLOCK,
         )  # fmt: skip
     td.finish(ctx)
 
@@ -277,29 +306,26 @@ def all_reduce_one_shot_kernel(
     Signals and buffer are those of ``all_gather_kernel``.
     """
     n = _length(n, ITEM_BYTES, ALIGNED)
-    me = td.rank(ctx)
-    epoch = td.epoch(ctx) + 1
-    half = (epoch % 2).to(tl.int32)
-    signal = (epoch << 8) | plan
-    pieces = ((n + piece_blocks * BLOCK - 1) // (piece_blocks * BLOCK)).to(tl.int32)
-    slot_bytes = pieces.to(tl.int64) * piece_blocks * (BLOCK * ITEM_BYTES)
+    me, ranks, signal, signals, area = _begin(ctx, plan)
+    pieces, slot_bytes = _pieces(n, piece_blocks, ITEM_BYTES, BLOCK)
+    buffer = td.symm_base(ctx, me)
     for piece in range(tl.program_id(0), pieces, tl.num_programs(0)):
         start = tl.cast(piece, tl.int64) * piece_blocks * BLOCK
-        at = start * ITEM_BYTES
         left = n - start
         blocks = _blocks(left, piece_blocks, BLOCK)
-        x = x_ptr.to(tl.int64) + at
-        z = z_ptr.to(tl.int64) + at
+        x = x_ptr.to(tl.int64) + start * ITEM_BYTES
+        z = z_ptr.to(tl.int64) + start * ITEM_BYTES
+        slots = area + start * ITEM_BYTES
         _send_to_all(
-            ctx, half, x, me * slot_bytes + at, z, left, blocks, False, DTYPE, ITEM_BYTES, ALIGNED, BLOCK
-        )  # fmt: skip
-        # waiter: every peer's program of this piece
-        td.notify_all(ctx, td.signal_at(ctx, half, me * pieces + piece), signal)
-        # producer: every peer's program of this piece
-        td.wait_plan_all(ctx, td.signal_at(ctx, half, piece), pieces, signal)
-        _sum_blocks(
-            ctx, x, td.data_at(ctx, half, me) + at, slot_bytes, z, left, blocks, DTYPE, ITEM_BYTES, ALIGNED, BLOCK
+            ctx, me, ranks, x, slots + me * slot_bytes, z, left, blocks, False, DTYPE, ITEM_BYTES, ALIGNED, BLOCK
         )
+        # waiter: every peer's program of this piece
+        td.notify_all(ctx, signals + me * pieces + piece, signal)
+        # producer: every peer's program of this piece
+        td.wait_plan_all(ctx, signals + piece, pieces, signal)
+        _sum_blocks(
+            me, ranks, x, buffer + slots, slot_bytes, z, left, blocks, DTYPE, ITEM_BYTES, ALIGNED, BLOCK
+        )  # fmt: skip
     td.finish(ctx)
 
 
@@ -316,42 +342,39 @@ def all_reduce_two_shot_kernel(
     [ranks, rounds * PIECE], then the sums of all pieces, [rounds, ranks, PIECE].
     """
     n = _length(n, ITEM_BYTES, ALIGNED)
-    me = td.rank(ctx)
-    ranks = td.num_ranks(ctx)
-    epoch = td.epoch(ctx) + 1
-    half = (epoch % 2).to(tl.int32)
-    signal = (epoch << 8) | plan
+    me, ranks, signal, signals, area = _begin(ctx, plan)
     piece = tl.cast(piece_blocks, tl.int64) * BLOCK
     piece_bytes = piece * ITEM_BYTES
     rounds = ((n + ranks * piece - 1) // (ranks * piece)).to(tl.int32)
     part_bytes = rounds * piece_bytes  # of one source
+    buffer = td.symm_base(ctx, me)
+    own = me * piece_bytes
     for round_ in range(tl.program_id(0), rounds, tl.num_programs(0)):
         start = tl.cast(round_, tl.int64) * ranks * piece
-        at = start * ITEM_BYTES
         left = n - start
         blocks = _blocks(left, piece_blocks, BLOCK)
-        x = x_ptr.to(tl.int64) + at
-        z = z_ptr.to(tl.int64) + at
-        slot = round_ * piece_bytes  # among the parts of a source
-        sums = ranks * part_bytes + at  # of this round
-        own = me * piece_bytes
+        x = x_ptr.to(tl.int64) + start * ITEM_BYTES
+        z = z_ptr.to(tl.int64) + start * ITEM_BYTES
+        slots = area + round_ * piece_bytes
+        sums = area + ranks * part_bytes + start * ITEM_BYTES
         _send_to_each(
-            ctx, half, x, piece_bytes, me * part_bytes + slot, left, piece, blocks, DTYPE, ITEM_BYTES, ALIGNED, BLOCK
-        )
+            ctx, me, ranks, x, piece_bytes, slots + me * part_bytes, left, piece, blocks,
+            DTYPE, ITEM_BYTES, ALIGNED, BLOCK,
+        )  # fmt: skip
         # waiter: every peer's program of this round, before it sums
-        td.notify_all(ctx, td.signal_at(ctx, half, me * rounds + round_), signal)
-        # producer: every peer's program of this round, before any wait
-        td.wait_plan_all(ctx, td.signal_at(ctx, half, round_), rounds, signal)
+        td.notify_all(ctx, signals + me * rounds + round_, signal)
+        # producer: every peer's program of this round, before it waits
+        td.wait_plan_all(ctx, signals + round_, rounds, signal)
         _sum_blocks_for_all(
-            ctx, half, x + own, td.data_at(ctx, half, me) + slot, part_bytes, sums + own, z + own, left - me * piece,
-            blocks, DTYPE, ITEM_BYTES, ALIGNED, BLOCK,
+            ctx, me, ranks, x + own, buffer + slots, part_bytes, sums + own, z + own, left - me * piece, blocks,
+            DTYPE, ITEM_BYTES, ALIGNED, BLOCK,
         )  # fmt: skip
         # waiter: every peer's program of this round, at its end
-        td.notify_all(ctx, td.signal_at(ctx, half, (ranks + me) * rounds + round_), signal, PASSES_ON=True)
+        td.notify_all(ctx, signals + (ranks + me) * rounds + round_, signal, PASSES_ON=True)
         # producer: every peer's program of this round, after it has summed
-        td.wait_plan_all(ctx, td.signal_at(ctx, half, ranks * rounds + round_), rounds, signal)
+        td.wait_plan_all(ctx, signals + ranks * rounds + round_, rounds, signal)
         _receive_from_each(
-            ctx, td.data_at(ctx, half, me) + sums, piece_bytes, z, piece_bytes, left, piece, blocks,
+            me, ranks, buffer + sums, piece_bytes, z, piece_bytes, left, piece, blocks,
             DTYPE, ITEM_BYTES, ALIGNED, BLOCK,
         )  # fmt: skip
     td.finish(ctx)
