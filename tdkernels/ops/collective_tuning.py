@@ -117,9 +117,7 @@ class CollectiveTunable(Tunable):
         signals = -(-units // programs) * (2 if two_shot else 1)
         waiting = _SIGNAL_S * max(signals * min(1.0, hardware.num_sms / (4 * programs)), 2 if two_shot else 1)
         moved = (ranks + 1) * self._share_bytes(problem) * (2 if two_shot else 1)
-        return 1e3 * (
-            _LAUNCH_S + waiting + max(wire / dense.push_rate(programs, hardware), moved / hardware.memory)
-        )
+        return 1e3 * (_LAUNCH_S + waiting + max(wire / dense.push_rate(programs, hardware), moved / hardware.memory))
 
     def floors(self, problem):
         # A rank needs what its peers have of all but its own part; to reduce for all, that comes twice.
