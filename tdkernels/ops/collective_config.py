@@ -60,9 +60,9 @@ class CollectiveConfig:
         return None
 
 
-def default_config(operator, nbytes, world_size, device):
+def default_config(operator, nbytes, world_size, device, exchange=None):
     """The config for a full tensor (gathered, to be scattered or reduced) of a size that nobody has tuned."""
-    exchange = default_exchange(operator, nbytes, world_size, device)
+    exchange = exchange or default_exchange(operator, nbytes, world_size, device)
     apart = nbytes if operator == "all_reduce" and exchange == "one_shot" else -(-nbytes // world_size)  # for a peer
     if device.type == "cpu":  # each program takes the interpreter long
         return CollectiveConfig("fused", exchange, num_programs=4, block_bytes=4096, piece_blocks=2, num_warps=1)

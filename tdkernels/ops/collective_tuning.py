@@ -26,6 +26,7 @@ class CollectiveTunable(Tunable):
 
     sizes = ("n",)
     layouts = ("rows",)
+    plain_words = "torch collective", "torch's collective"
     sources = (op, collective_kernels, collective_launch, _gather, _gather_kernels, _gemm)
 
     def __init__(self, name):

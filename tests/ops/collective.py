@@ -266,9 +266,8 @@ def disagrees(operator, what):
 def is_not_fooled_by_a_known_plan(operator, changes, other_shape, other_changes):
     """Both calls have been made before, so nobody asks the others; only the signals can tell."""
     with a_group() as group:
-        calls = [
-            (whole(operator, (150,), torch.float32), changes), (whole(operator, other_shape, torch.float32), other_changes)
-        ]  # fmt: skip
+        ways = [((150,), changes), (other_shape, other_changes)]
+        calls = [(whole(operator, shape, torch.float32), changes) for shape, changes in ways]
         for full, config in calls * 2:
             output = call(operator, full[dist.get_rank()].to(device()), config, group=group)
             tdkernels.synchronize()
@@ -320,3 +319,18 @@ def gives_up_before_its_peers(changes):
                 answer = f"missed {error.peer}"
         del group
     return answer
+
+
+def is_tuned(operator):
+    """What explain() says of a message that was tuned for; a call without a config takes it."""
+    full = whole(operator, (600,), torch.float32)
+    x = full[dist.get_rank()].to(device())
+    elements = full[0].numel() * (dist.get_world_size() if operator == "all_gather" else 1)
+    tdkernels.autotune.tune(operator, elements, dtype=torch.float32, device=device(), budget_s=5.0)
+    with tdkernels.autotune.mode("cached"):
+        assert same(call(operator, x), expected_of(operator, full))
+        found = tdkernels.explain(operator, x)
+    with tdkernels.autotune.mode("on"):  # of which nobody tunes anything
+        if operator == "all_gather":
+            assert same(call(operator, x.int()), expected_of(operator, full.int()))
+    return found.method, found.source, str(found)

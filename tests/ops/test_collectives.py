@@ -184,6 +184,16 @@ def test_what_was_given_up_is_not_passed_on():
     assert two_shots == ["missed 1", "missed 0", "missed 0"]
 
 
+# ---- tuning ----
+
+
+@each_operator
+def test_tuning_finds_what_a_call_then_takes(operator):
+    for method, source, text in on_ranks(2, collective.is_tuned, operator):
+        assert source == "cache" and method in ("fused", "torch")
+        assert "matmul" not in text and (method != "torch" or "torch collective\n" in text)
+
+
 # ---- defaults ----
 
 
