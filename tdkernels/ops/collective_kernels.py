@@ -55,13 +55,27 @@ def _blocks(left, piece_blocks, BLOCK: tl.constexpr):
 
 
 @td.jit
+def _first_block(
+    x_ptr, piece, piece_blocks, n,
+    DTYPE: tl.constexpr, ITEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The first block of a piece of x; of a piece that there is not, nothing is read."""
+    start = tl.cast(piece, tl.int64) * piece_blocks * BLOCK
+    offs = tl.arange(0, BLOCK)
+    x = _pointer(x_ptr.to(tl.int64) + start * ITEM_BYTES, DTYPE, ALIGNED)
+    return tl.load(x + offs, mask=offs < n - start)
+
+
+@td.jit
 def _send_to_all(
-    ctx, me, ranks, x, slot, y, left, blocks,
+    ctx, me, ranks, block, x, slot, y, left, blocks,
     KEEP: tl.constexpr, DTYPE: tl.constexpr, ITEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store blocks at x, of which ``left`` items exist, ``slot`` bytes into every peer's buffer; KEEP: at y too."""
+    """Store blocks at x, of which ``left`` items exist, ``slot`` bytes into every peer's buffer; KEEP: at y too.
+
+    ``block`` is the first of them.
+    """
     offs = tl.arange(0, BLOCK)
-    block = tl.load(_pointer(x, DTYPE, ALIGNED) + offs, mask=offs < left)
     for b in range(blocks):
         start = tl.cast(b, tl.int64) * BLOCK
         mask = offs < left - start
@@ -236,6 +250,8 @@ def all_gather_kernel(
     [ranks, pieces * PIECE].
     """
     n = _length(n, ITEM_BYTES, ALIGNED)
+    # On its way while the table is read.
+    block = _first_block(x_ptr, tl.program_id(0), piece_blocks, n, DTYPE, ITEM_BYTES, ALIGNED, BLOCK)
     me, ranks, signal, signals, area = _begin(ctx, plan)
     pieces, slot_bytes = _pieces(n, piece_blocks, ITEM_BYTES, BLOCK)
     buffer = td.symm_base(ctx, me)
@@ -247,7 +263,7 @@ def all_gather_kernel(
         y = y_ptr.to(tl.int64) + start * ITEM_BYTES
         slots = area + start * ITEM_BYTES
         _send_to_all(
-            ctx, me, ranks, x, slots + me * slot_bytes, y + me * n * ITEM_BYTES, left, blocks,
+            ctx, me, ranks, block, x, slots + me * slot_bytes, y + me * n * ITEM_BYTES, left, blocks,
             True, DTYPE, ITEM_BYTES, ALIGNED, BLOCK,
         )  # fmt: skip
         # waiter: every peer's program of this piece
@@ -257,6 +273,9 @@ def all_gather_kernel(
         _receive_from_each(
             me, ranks, buffer + slots, slot_bytes, y, n * ITEM_BYTES, left, 0, blocks, DTYPE, ITEM_BYTES, ALIGNED, BLOCK
         )
+        block = _first_block(
+            x_ptr, piece + tl.num_programs(0), piece_blocks, n, DTYPE, ITEM_BYTES, ALIGNED, BLOCK
+        )  # fmt: skip
     td.finish(ctx)
 
 
@@ -306,6 +325,8 @@ def all_reduce_one_shot_kernel(
     Signals and buffer are those of ``all_gather_kernel``.
     """
     n = _length(n, ITEM_BYTES, ALIGNED)
+    # On its way while the table is read.
+    block = _first_block(x_ptr, tl.program_id(0), piece_blocks, n, DTYPE, ITEM_BYTES, ALIGNED, BLOCK)
     me, ranks, signal, signals, area = _begin(ctx, plan)
     pieces, slot_bytes = _pieces(n, piece_blocks, ITEM_BYTES, BLOCK)
     buffer = td.symm_base(ctx, me)
@@ -317,14 +338,18 @@ def all_reduce_one_shot_kernel(
         z = z_ptr.to(tl.int64) + start * ITEM_BYTES
         slots = area + start * ITEM_BYTES
         _send_to_all(
-            ctx, me, ranks, x, slots + me * slot_bytes, z, left, blocks, False, DTYPE, ITEM_BYTES, ALIGNED, BLOCK
-        )
+            ctx, me, ranks, block, x, slots + me * slot_bytes, z, left, blocks,
+            False, DTYPE, ITEM_BYTES, ALIGNED, BLOCK,
+        )  # fmt: skip
         # waiter: every peer's program of this piece
         td.notify_all(ctx, signals + me * pieces + piece, signal)
         # producer: every peer's program of this piece
         td.wait_plan_all(ctx, signals + piece, pieces, signal)
         _sum_blocks(
             me, ranks, x, buffer + slots, slot_bytes, z, left, blocks, DTYPE, ITEM_BYTES, ALIGNED, BLOCK
+        )  # fmt: skip
+        block = _first_block(
+            x_ptr, piece + tl.num_programs(0), piece_blocks, n, DTYPE, ITEM_BYTES, ALIGNED, BLOCK
         )  # fmt: skip
     td.finish(ctx)
 
