@@ -73,7 +73,7 @@ def calls(case, names):
     """({name: call}, {name: why it is absent}) of those named that have anything for the operator."""
     found, absent = {}, {}
     for name in names:
-        if case.operator not in PEERS[name].operators:
+        if name not in PEERS or case.operator not in PEERS[name].operators:
             continue
         call, reason = _call_of(PEERS[name], case)
         if harness.slowest([reason is not None])[0]:  # on any rank: all of them go on with the same peers

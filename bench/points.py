@@ -89,6 +89,8 @@ def read(folder):
         for number, line in enumerate(path.read_text().splitlines(), 1):
             try:
                 row = json.loads(line)
+                if row.get("what") == "collective":
+                    continue  # see read_collectives
                 key = _key(path.parent.name, row)
                 runs.setdefault(key, {}).setdefault(row["date"], {})[row.get("method")] = row
             except (ValueError, KeyError, TypeError, AttributeError) as err:
@@ -97,6 +99,12 @@ def read(folder):
     # Dates of one form compare as text do. Rows of one date and method: the last in the file counts.
     points = [_point(key, dates[max(dates)], names) for key, dates in runs.items()]
     return sorted(points, key=_order)
+
+
+def read_collectives(folder):
+    """The rows of the collectives alone, which have no products."""
+    lines = [line for path in sorted(folder.glob("*/*.jsonl")) for line in path.read_text().splitlines()]
+    return [row for row in map(json.loads, lines) if row.get("what") == "collective"]
 
 
 def _key(machine, row):

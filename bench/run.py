@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
-from bench import harness, measure, report  # noqa: E402
+from bench import collectives, harness, measure, report  # noqa: E402
 from bench.operators import OPERATORS, Case  # noqa: E402
 from bench.peers import PEERS  # noqa: E402
 from bench.shapes import DEFAULT_GROUPS, GROUPS, Shape, select, takes_tokens  # noqa: E402
@@ -38,7 +38,8 @@ def main(options):
     """Measure, or report; the exit code. ``options`` are those of ``tdkernels/bench_command.py``."""
     try:
         folder = _folder(options.out)
-        operators, peers = _operators(options.operators), _peers(options.peers)
+        operators, alone = _operators(options.operators)
+        peers = _peers(options.peers)
         shapes, tokens = _shapes(options.shapes), _tokens(options.tokens)
         if tokens and not any(map(takes_tokens, shapes)):
             raise ValueError("--tokens is for the layers of a model: name one in --shapes, such as llama-70b")
@@ -46,8 +47,9 @@ def main(options):
             raise ValueError(f"--rounds must be at least 1, not {options.rounds}")
         rehearsal = torch.cuda.device_count() < 2
         ranks = _num_ranks(options.nproc, rehearsal)
+        sizes = collectives.parse(options.bytes) if options.bytes else collectives.SIZES
         selected = {operator: select(shapes, operator, tokens) for operator in operators}
-        if not any(selected.values()):
+        if operators and not any(selected.values()):
             raise ValueError(f"--shapes: {','.join(shapes)} has nothing for {', '.join(operators)}")
     except ValueError as error:
         print(f"bench: {error}", file=sys.stderr)
@@ -57,11 +59,12 @@ def main(options):
     if rehearsal:
         print(_WARNING, flush=True)
         selected = {operator: [_REHEARSAL_SHAPE] for operator, chosen in selected.items() if chosen}
+        sizes = collectives.REHEARSAL_SIZES
     plan = measure.Plan(
         2 if rehearsal else options.rounds, 0 if rehearsal else _BURST_MS, peers, tuple(options.config),
         options.cuda_graph,
     )  # fmt: skip
-    cases = list(_cases(selected, ranks, options.backward))
+    cases = [*_cases(selected, ranks, options.backward), *_cases_alone(alone, sizes, ranks)]
     with RankPool(ranks, "cpu" if rehearsal else "cuda") as pool:
         rows, failures = _measure_all(pool, cases, plan, None if rehearsal else folder)
     _print_tables(rows, ranks)
@@ -78,19 +81,23 @@ def main(options):
 
 
 def _operators(names):
+    """The operators with products, all of them if none is named, and the collectives alone."""
+    known = [*OPERATORS, *collectives.OPERATORS]
     for name in names:
-        if name not in OPERATORS:
-            raise ValueError(f"operator must be one of {', '.join(OPERATORS)}, not {name!r}")
-    return list(dict.fromkeys(names)) or OPERATORS
+        if name not in known:
+            raise ValueError(f"operator must be one of {', '.join(known)}, not {name!r}")
+    names = list(dict.fromkeys(names)) or OPERATORS
+    return [name for name in names if name in OPERATORS], [name for name in names if name in collectives.OPERATORS]
 
 
 def _peers(text):
+    known = (*PEERS, *collectives.PEERS)
     if text in ("all", "none"):
-        return tuple(PEERS) if text == "all" else ()
+        return known if text == "all" else ()
     names = tuple(dict.fromkeys(text.split(",")))
     for name in names:
-        if name not in PEERS:
-            raise ValueError(f"--peers must be all, none, or some of {', '.join(PEERS)}, not {name!r}")
+        if name not in known:
+            raise ValueError(f"--peers must be all, none, or some of {', '.join(known)}, not {name!r}")
     return names
 
 
@@ -145,6 +152,17 @@ def _cases(selected, ranks, backward):
                     print(f"{case} is skipped: {reason}", flush=True)
 
 
+def _cases_alone(operators, sizes, ranks):
+    for operator in operators:
+        for nbytes in sizes:
+            case = collectives.Case(operator, nbytes, ranks)
+            reason = case.why_not()
+            if reason is None:
+                yield case
+            else:
+                print(f"{case} is skipped: {reason}", flush=True)
+
+
 # ---- measuring ----
 
 
@@ -170,8 +188,9 @@ def _measure_all(pool, cases, plan, folder):
     common = {**machine, "rounds": plan.rounds, "git": _revision()}
     rows, failures = [], []
     for case in cases:
+        module = collectives if isinstance(case, collectives.Case) else measure
         try:
-            found = pool.run(measure.measure, case, plan)[0]
+            found = pool.run(module.measure, case, plan)[0]
         except RankError as err:
             failures.append(f"{case}: {err}")
             print(failures[-1], file=sys.stderr, flush=True)
@@ -179,7 +198,7 @@ def _measure_all(pool, cases, plan, folder):
                 break
             continue
         date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-        new = [{**row, **common, "date": date} for row in measure.rows(case, found, link_gbps)]
+        new = [{**row, **common, "date": date} for row in module.rows(case, found, link_gbps)]
         rows += new
         if folder is not None:
             _append(new, folder)

@@ -3,9 +3,23 @@
 from tdkernels import autotune
 from tdkernels.autotune.explain import explain
 from tdkernels.errors import PeerTimeoutError, PlanMismatchError
-from tdkernels.ops import ag_gemm_tuning, gemm_ar_tuning, gemm_rs_tuning  # noqa: F401  they make the operators known to the tuner
+from tdkernels.ops import (  # noqa: F401  the modules called tuning make the operators known to the tuner
+    ag_gemm_tuning,
+    collective_tuning,
+    gemm_ar_tuning,
+    gemm_rs_tuning,
+)
 from tdkernels.ops._tiles import Tiles
 from tdkernels.ops.ag_gemm import AgGemmConfig, ag_gemm, ag_gemm_ref
+from tdkernels.ops.collective_config import CollectiveConfig
+from tdkernels.ops.collectives import (
+    all_gather,
+    all_gather_ref,
+    all_reduce,
+    all_reduce_ref,
+    reduce_scatter,
+    reduce_scatter_ref,
+)
 from tdkernels.ops.gemm_ar import GemmArConfig, gemm_ar, gemm_ar_ref
 from tdkernels.ops.gemm_rs import GemmRsConfig, gemm_rs, gemm_rs_ref
 from tdkernels.symm import set_timeout, synchronize
@@ -13,7 +27,8 @@ from tdkernels.symm import set_timeout, synchronize
 __version__ = "0.1.0"
 
 __all__ = [
-    "AgGemmConfig", "GemmArConfig", "GemmRsConfig", "PeerTimeoutError", "PlanMismatchError", "Tiles", "ag_gemm",
-    "ag_gemm_ref", "autotune", "explain", "gemm_ar", "gemm_ar_ref", "gemm_rs", "gemm_rs_ref", "set_timeout",
-    "synchronize",
+    "AgGemmConfig", "CollectiveConfig", "GemmArConfig", "GemmRsConfig", "PeerTimeoutError", "PlanMismatchError",
+    "Tiles", "ag_gemm", "ag_gemm_ref", "all_gather", "all_gather_ref", "all_reduce", "all_reduce_ref", "autotune",
+    "explain", "gemm_ar", "gemm_ar_ref", "gemm_rs", "gemm_rs_ref", "reduce_scatter", "reduce_scatter_ref",
+    "set_timeout", "synchronize",
 ]  # fmt: skip

@@ -9,12 +9,18 @@ _ROOT = Path(__file__).resolve().parent.parent
 
 
 def add_arguments(parser):
-    parser.add_argument("operators", nargs="*", metavar="operator", help="ag_gemm, gemm_rs …; all of them if left out")
+    parser.add_argument(
+        "operators", nargs="*", metavar="operator",
+        help="ag_gemm, gemm_rs, gemm_ar, all of them if left out; all_gather, reduce_scatter, all_reduce if named",
+    )  # fmt: skip
     parser.add_argument(
         "--shapes", metavar="NAME,…", help="groups by name, or sizes as MxNxK; all but the sweeps if left out"
     )
     parser.add_argument(
         "--tokens", metavar="M,M,…", help="numbers of rows of the layers of a model, instead of 8192: a sweep"
+    )
+    parser.add_argument(
+        "--bytes", metavar="SIZE,…", help="of collectives alone: sizes of the full tensor, such as 64K,1M (1K … 256M)"
     )
     parser.add_argument(
         "--peers", default="all", metavar="NAME,…", help="what else to measure: all, none, or names (all)"

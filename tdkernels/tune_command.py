@@ -24,16 +24,17 @@ class Job:
 
 
 def add_arguments(parser):
-    parser.add_argument("operator", nargs="?", help="ag_gemm, gemm_rs or gemm_ar; with --model, all by default")
+    parser.add_argument("operator", nargs="?", help="ag_gemm, gemm_rs, all_gather …; with --model, all by default")
     parser.add_argument(
         "--shape", action="append", default=[], metavar="MxNxK",
-        help="sizes of the whole problem, before it is divided between ranks; may be given several times",
+        help="sizes of the whole problem, before it is divided between ranks (of a collective alone: the elements of "
+        "the full tensor); may be given several times",
     )  # fmt: skip
     parser.add_argument("--model", action="append", default=[], help="layers of a model, such as llama-3.1-70b")
     parser.add_argument("--tokens", default="8192", metavar="M,M,…", help="with --model: numbers of rows (8192)")
     parser.add_argument("--nproc", "--tp", default="auto", metavar="W", help="ranks; auto: all GPUs, or 2 processes")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
-    parser.add_argument("--layout", choices=("nk", "kn"), default="nk", help="of the weight in memory; kn: as backward")
+    parser.add_argument("--layout", choices=("nk", "kn"), help="of the weight in memory, nk or as in the backward kn")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     parser.add_argument("--budget", type=float, default=20.0, metavar="S", help="seconds a shape, about (20)")
     parser.add_argument("--again", action="store_true", help="also what the cache has already")
@@ -111,8 +112,8 @@ def _possible(jobs, options, ranks, device):
     asked = {_sizes(text, "x", "--shape") for text in options.shape}
     left = []
     for job in jobs:
-        dtype = DTYPES[options.dtype]
-        problem = Problem.on(device, job.operator, job.shape, dtype, options.layout, ranks, ranks)
+        dtype, layout = DTYPES[options.dtype], options.layout or tunable(job.operator).layouts[0]
+        problem = Problem.on(device, job.operator, job.shape, dtype, layout, ranks, ranks)
         reason = tunable(job.operator).why_not(problem)
         if reason is not None and job.shape in asked:
             raise ValueError(f"{job}: {reason}")

@@ -12,11 +12,15 @@ import torch
 import tdkernels.ops
 from tdkernels.lang._jit import Kernel
 from tdkernels.ops import _gather_kernels as gather
+from tdkernels.ops import collective_kernels as collectives
+from tdkernels.ops import collective_launch
 from tdkernels.ops._operands import aligned
 from tdkernels.ops._tiles import Tiles
 from tdkernels.ops.ag_gemm_kernel import ag_gemm_kernel
+from tdkernels.ops.collective_config import EXCHANGES, CollectiveConfig
 from tdkernels.ops.gemm_ar_kernel import gemm_ar_kernel, slice_columns
 from tdkernels.ops.gemm_ar_one_shot import gemm_ar_one_shot_kernel
+from tdkernels.ops.gemm_rs_direct import gemm_rs_direct_kernel
 from tdkernels.ops.gemm_rs_kernel import gemm_rs_kernel
 from tdkernels.trace import clocks
 from tests.aot import SHARED_MEMORY, TARGETS, compile_for, descriptor, pointer
@@ -27,7 +31,8 @@ pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="needs no GPU and takes
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 ROWS, N, K = 2048, 8192, 7168
 PLAN = 3
-PRODUCTS = [ag_gemm_kernel, gemm_ar_kernel, gemm_rs_kernel]
+COPYING = [ag_gemm_kernel, gemm_ar_kernel, gemm_rs_kernel]  # whose programs copy to the peers
+PRODUCTS = [*COPYING, gemm_rs_direct_kernel]
 
 
 def tiles_for(arch, dtype):
@@ -63,13 +68,20 @@ def compile_gemm(kernel, arch, dtype, *, w_is_kn=False, bias=False, shape=(ROWS,
         stage = pointer(dtype)
         args = [ctx, x, rows_desc, weight, weight_desc, bias, output, stage, rows, n, k, stride, 33, 6, 7, PLAN, 4, 8]
         constants = {"SLICE_N": slice_columns(tiles), "RANKS": 4, **constants}
+    elif kernel is gemm_rs_direct_kernel:
+        tiles = replace(tiles, num_stages=min(tiles.num_stages, 3))
+        sent = descriptor(dtype, (2, 256, tiles.block_n), [1, tiles.block_m, tiles.block_n]) if tma else None
+        z_desc = descriptor(dtype, (1, 512, 512), [1, tiles.block_m, tiles.block_n]) if tma and n % 8 == 0 else None
+        args = [ctx, x, rows_desc, weight, weight_desc, bias, output, z_desc, *[sent] * 3, *[None] * 4]
+        args += [rows, n, k, stride, PLAN, 8]
+        constants = {"RANKS": 4, **constants}
     else:
         stage = pointer(dtype)
         args = [ctx, x, rows_desc, weight, weight_desc, bias, output, stage, rows, n, k, stride, 33, PLAN, 4, 8]
         constants = {"RANKS": 4, **constants}
     kwargs = {
-        **constants, **tiles.constants(), **tiles.options(), "COPY_WORDS": 4096, "ELEM_BYTES": dtype.itemsize,
-        "ALIGNED": aligned(n, k, stride), "HAS_BIAS": bias is not None, "USE_TMA": tma, "W_IS_KN": w_is_kn,
+        **({"COPY_WORDS": 4096} if kernel in COPYING else {}), **constants, **tiles.constants(), **tiles.options(),
+        "ELEM_BYTES": dtype.itemsize, "ALIGNED": aligned(n, k, stride), "HAS_BIAS": bias is not None, "USE_TMA": tma, "W_IS_KN": w_is_kn,
         "PRECISION": "ieee",
     }  # fmt: skip
     compiled = compile_for(kernel, args, kwargs, arch)
@@ -98,6 +110,26 @@ def compile_one_shot(arch, dtype, *, split, w_is_kn=False, bias=False, shape=(16
         "RANKS": 8,
     }  # fmt: skip
     compiled = compile_for(gemm_ar_one_shot_kernel, args, kwargs, arch)
+    assert compiled.metadata.shared <= SHARED_MEMORY[arch]
+    return compiled
+
+
+COLLECTIVES = {
+    ("all_gather", "one_shot"): collectives.all_gather_kernel,
+    ("reduce_scatter", "one_shot"): collectives.reduce_scatter_kernel,
+    ("all_reduce", "one_shot"): collectives.all_reduce_one_shot_kernel,
+    ("all_reduce", "two_shot"): collectives.all_reduce_two_shot_kernel,
+}
+each_collective = pytest.mark.parametrize("operator, exchange", COLLECTIVES, ids=str)
+# (block_bytes, num_warps) of the defaults for few bytes, some, and many.
+BLOCKS = [(4096, 4), (8192, 8), (16384, 16), (32768, 16)]
+
+
+def compile_collective(operator, exchange, arch, dtype, *, block_bytes=8192, num_warps=8, nbytes=1 << 20):
+    config = CollectiveConfig(exchange=exchange, block_bytes=block_bytes, num_warps=num_warps)
+    x = torch.empty(64, dtype=dtype)
+    args, kwargs = collective_launch.arguments(operator, pointer(torch.int64), x, x, nbytes, PLAN, config)
+    compiled = compile_for(COLLECTIVES[operator, exchange], list(args), kwargs, arch)
     assert compiled.metadata.shared <= SHARED_MEMORY[arch]
     return compiled
 
@@ -150,7 +182,7 @@ def test_one_shot_moves_sixteen_bytes_at_a_time(split):
     assert staged and all(" 0x10" in line for line in staged)
 
 
-@pytest.mark.parametrize("kernel", PRODUCTS, ids=lambda k: k.__name__)
+@pytest.mark.parametrize("kernel", COPYING, ids=lambda k: k.__name__)
 def test_products_move_sixteen_bytes_at_a_time(kernel):
     """An address that the compiler knows nothing of is read and written by single elements."""
     ptx = compile_gemm(kernel, "sm_90", BF16).asm["ptx"]
@@ -163,6 +195,40 @@ def test_products_move_sixteen_bytes_at_a_time(kernel):
 def test_rows_without_tma_are_read_in_wide_pieces():
     staged = re.findall(r"cp\.async\.\w+\.shared\.global.*", compile_gemm(ag_gemm_kernel, "sm_80", BF16).asm["ptx"])
     assert staged and all(" 0x10" in line for line in staged)
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+@each_collective
+def test_collectives_compile(operator, exchange, dtype, arch):
+    compile_collective(operator, exchange, arch, dtype)
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
+@each_collective
+def test_collectives_of_odd_sizes_compile(operator, exchange, arch):
+    """Of one element, and of bytes that are no multiple of 16, which are moved in words of 1, 2, 4 or 8 bytes."""
+    for dtype, nbytes in ((torch.int8, 1), (torch.bool, 1 << 20 | 2), (BF16, 2), (FP32, 4 * 1001), (BF16, 8 * 1001)):
+        if operator == "all_gather" or dtype.is_floating_point:
+            compile_collective(operator, exchange, arch, dtype, nbytes=nbytes)
+
+
+@pytest.mark.parametrize("block_bytes, num_warps", BLOCKS)
+@each_collective
+def test_collectives_move_sixteen_bytes_at_a_time(operator, exchange, block_bytes, num_warps):
+    ptx = compile_collective(
+        operator, exchange, "sm_90", BF16, block_bytes=block_bytes, num_warps=num_warps
+    ).asm["ptx"]  # fmt: skip
+    assert not narrow(ptx)
+    assert re.search(r"ld\.global\.v2\.b64|ld\.global\.v4\.b32", ptx)
+    assert re.search(r"st\.global\.v2\.b64|st\.global\.v4\.b32", ptx)
+    assert len(re.findall(r"st\.global\.b64", ptx)) <= 3, "a copy stores single words"
+    assert "ld.acquire.sys.global.b64" in ptx and "st.release.sys.global.b64" in ptx
+
+
+def test_every_exchange_is_compiled_here():
+    exchanges = {(operator, exchange) for operator, names in EXCHANGES.items() for exchange in names}
+    assert set(COLLECTIVES) == exchanges - {("all_gather", "copy_engine")}  # whose kernels are those of the gather
 
 
 @pytest.mark.parametrize("arch", TARGETS)
@@ -255,7 +321,7 @@ def test_a_deeper_tile_than_the_chip_has_memory_is_refused():
 
 def test_every_kernel_is_compiled_here():
     """Whoever adds a kernel adds it above. Device functions count through the kernels that call them."""
-    compiled = {*PRODUCTS, gemm_ar_one_shot_kernel, *small_launches()}
+    compiled = {*PRODUCTS, gemm_ar_one_shot_kernel, *COLLECTIVES.values(), *small_launches()}
     found = set()
     for module in pkgutil.iter_modules(tdkernels.ops.__path__):
         members = inspect.getmembers(import_module(f"tdkernels.ops.{module.name}"))

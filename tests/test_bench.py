@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import subprocess
 import sys
 import time
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import tdkernels
-from bench import graphs, harness, measure, peers
+from bench import collectives, graphs, harness, measure, peers
 from bench import run as bench_run
 from bench.operators import Case
 from bench.shapes import DEFAULT_GROUPS, GROUPS, Shape, select
@@ -277,6 +278,7 @@ def test_rows_of_graphs_are_compared_with_each_other():
         (["--peers", "torch-fused,"], "--peers must be all, none"),
         (["--nproc", "1"], "--nproc must be at least 2"),
         (["--nproc", "many"], "--nproc"),
+        (["all_gather", "--bytes", "1T"], "--bytes must be sizes such as 64K,1M"),
         (["--rounds", "0"], "--rounds must be at least 1"),
         (["--shapes", "seed", "--tokens", "8"], "--tokens is for the layers of a model"),
         (["--shapes", "llama-70b", "--tokens", "few"], "--tokens must be whole numbers"),
@@ -320,6 +322,28 @@ def test_the_rehearsal_measures_everything_and_writes_nothing(tmp_path):
     assert "torch-fused (absent: " in out and "tdkernels (graph) (absent: CUDA graphs need a GPU)" in out
     assert "ag_gemm" not in out
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_rehearsal_of_collectives_alone(tmp_path):
+    options = ["--bytes", "1M", "--cuda-graph", "--config", '{"num_programs": 2}', "--out", str(tmp_path / "out")]
+    code, out, err = command("-m", "tdkernels", "bench", "all_reduce", "all_gather", *options, cwd=tmp_path)
+    assert code == 0, err
+    for size in ("1K", "16K"):
+        for method in ("nccl", "tdkernels", "tdkernels-default", "tdkernels-one-shot", "tdkernels-two-shot"):
+            assert f"all_reduce {size}: " in out and re.search(rf"│ {size} +│ {method} +│", out), (size, method)
+    assert "tdkernels-copy-engine" in out and 'tdkernels c1 {"num_programs": 2}' in out
+    assert "torch-symm-one-shot (absent: torch's symmetric memory needs GPUs)" in out
+    assert "gemm" not in out and list(tmp_path.iterdir()) == []
+
+
+def test_messages_are_full_tensors():
+    assert [collectives.in_words(n) for n in (1 << 10, 1 << 28, 3 << 20, 1000)] == ["1K", "256M", "3M", "1000"]
+    assert collectives.parse("1K,256M,1000,1K") == [1 << 10, 1 << 28, 1000]
+    assert collectives.SIZES[0] == 1 << 10 and collectives.SIZES[-1] == 256 << 20
+    wire = {op: collectives.Case(op, 4096, 4).wire_bytes for op in collectives.OPERATORS}
+    assert wire == {"all_gather": 3072, "reduce_scatter": 3072, "all_reduce": 6144}
+    assert collectives.Case("reduce_scatter", 1002, 4).why_not() == "1002 bytes are no multiple of 8"
+    assert collectives.Case("all_reduce", 1002, 4).why_not() is None
 
 
 def test_the_file_and_the_command_are_one(tmp_path):

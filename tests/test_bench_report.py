@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import plots, points, report
+from bench import collectives, plots, points, report
 from bench import run as bench_run
 from tdkernels.__main__ import main
 
@@ -225,6 +225,31 @@ def test_without_matplotlib_the_tables_are_written_and_the_same(results, monkeyp
     assert not (folder / "plots").exists() and "plots are left out" in capsys.readouterr().err
 
 
+def collective(nbytes, ms, date="2026-01-01T00:00:00+00:00", op="all_reduce", graph=False):
+    """The rows of one run of a collective alone: times by method."""
+    case = collectives.Case(op, nbytes, MACHINE["num_gpus"])
+    found = [(method, graph, {"ms": time} if time else {"absent": "why"}) for method, time in ms.items()]
+    return [{**row, **MACHINE, "date": date} for row in collectives.rows(case, found, link_gbps=400.0)]
+
+
+def test_collectives_alone_have_a_section_of_their_own(results):
+    old = collective(1 << 20, {"nccl": 1.0, "tdkernels": 0.001}, "2025-12-31T00:00:00+00:00")
+    times = {"nccl": 0.02, "torch-symm-one-shot": None, "tdkernels": 0.025, "tdkernels-two-shot": 0.03}
+    new = collective(1 << 20, times)
+    new += collective(1 << 10, {"nccl": 0.012, "tdkernels": 0.006, 'tdkernels c1 {"num_programs": 2}': 0.001})
+    in_graph = collective(1 << 10, {"nccl": 0.010, "tdkernels": 0.005}, graph=True)
+    dense = run_of("8192x8x8", sequence=3.0, tdkernels=2.0)
+    folder = results(new + dense + old + in_graph)
+    text = report.text(points.read(folder), points.read_collectives(folder))
+    assert text.startswith(text_of(folder)), "the rest is as it was"
+    part = "### all_reduce alone, 4 x"
+    # 1.5 MiB at 400 GB/s are 3.9 us.
+    assert cells(text, "1M", part) == ["1M", "20.0", "–", "25.0", "30.0", "0.80 ▼", "0.16"]
+    assert cells(text, "1K", part)[:4] == ["1K", "12.0", "–", "6.0"] and "2.00" in cells(text, "1K", part)
+    assert "c1" not in text and cells(text, "1K", "### all_reduce alone, in a CUDA graph")[1:3] == ["10.0", "5.0"]
+    assert report.main(folder, folder) == 0 and (folder / "README.md").read_text() == text
+
+
 def test_the_same_rows_give_the_same_plots(results, tmp_path):
     pytest.importorskip("matplotlib")
     rows = []
@@ -251,7 +276,8 @@ def test_the_same_rows_give_the_same_plots(results, tmp_path):
 
 def test_the_repositorys_report_is_that_of_its_rows():
     found = points.read(bench_run.RESULTS)
-    assert (ROOT / "bench" / "README.md").read_text() == report.text(found), (
+    alone = points.read_collectives(bench_run.RESULTS)
+    assert (ROOT / "bench" / "README.md").read_text() == report.text(found, alone), (
         "bench/README.md is stale: python -m tdkernels bench --report"
     )
     drawn = {path.name: path.stat().st_size for path in (ROOT / "bench" / "plots").iterdir()}

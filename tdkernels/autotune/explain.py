@@ -61,9 +61,10 @@ class Explanation:
         return text + ("; floors: " + ", ".join(known) if known else "")
 
     def __str__(self):
+        plain_runs, plain = tunable_by_name(self.problem.operator).plain_words
         lines = [
             str(self.problem),
-            f"  runs        {'torch collective, then matmul' if self.method == 'torch' else self.method}",
+            f"  runs        {plain_runs if self.method == 'torch' else self.method}",
             f"  config      {settings(self.config)}",
             f"  came from   {_ORIGIN[self.source]}",
         ]
@@ -74,7 +75,7 @@ class Explanation:
         lines.append(f"  expected    {self.expected_ms:.4f} ms, {'measured' if self.measured else 'estimated'}")
         if self.plain_ms is not None:
             ratio = self.plain_ms / self.expected_ms
-            lines.append(f"  sequence    {self.plain_ms:.4f} ms, torch's collective and matmul; {ratio:.2f} x ours")
+            lines.append(f"  sequence    {self.plain_ms:.4f} ms, {plain}; {ratio:.2f} x ours")
         rate = "the best rate" if self.rates_measured else "a rate guessed from the GPU's properties"
         local = "the library alone, measured" if self.local_measured else f"flops at {rate}"
         for name, ms, what in (("computation", self.local_ms, local), ("wire", self.wire_ms, f"bytes at {rate}")):

@@ -33,6 +33,8 @@ class Tunable(ABC):
     sizes: tuple
     layouts: tuple
     sources: tuple
+    # The plain config, as explain() calls it: what runs, and what was measured.
+    plain_words = "torch collective, then matmul", "torch's collective and matmul"
 
     @abstractmethod
     def why_not(self, problem):

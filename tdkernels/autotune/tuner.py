@@ -387,4 +387,4 @@ def _calls(burst_ms, ms):
     """How many calls fill a burst; the same on all ranks, as ``ms`` is."""
     if not burst_ms:
         return 1
-    return 2 if ms is None else max(2, min(_MAX_CALLS, round(burst_ms / ms)))
+    return 2 if not ms else max(2, min(_MAX_CALLS, round(burst_ms / ms)))

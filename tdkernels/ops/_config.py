@@ -11,7 +11,7 @@ from tdkernels.ops._tiles import Tiles
 def to_text(config):
     """``name=value`` pairs; no more than string formatting, so that torch.compile can trace it."""
     values = asdict(config)
-    tiles = values.pop("tiles")
+    tiles = values.pop("tiles", None)
     if tiles is not None:
         values.update(tiles)
     return " ".join([f"{name}={value}" for name, value in values.items()])
@@ -32,8 +32,10 @@ def from_text(cls, text):
     """The config that ``to_text`` has written."""
     pairs = dict(pair.split("=") for pair in text.split())
     values = {name: int(value) if value.isdigit() else value for name, value in pairs.items()}
-    tiles = {field.name: values.pop(field.name) for field in fields(Tiles) if field.name in values}
-    return cls(tiles=Tiles(**tiles) if tiles else None, **values)
+    if "tiles" in (field.name for field in fields(cls)):
+        tiles = {field.name: values.pop(field.name) for field in fields(Tiles) if field.name in values}
+        values["tiles"] = Tiles(**tiles) if tiles else None
+    return cls(**values)
 
 
 def check_config(operator, config, cls, x):

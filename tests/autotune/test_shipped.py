@@ -31,13 +31,15 @@ def as_if_on(monkeypatch):
 
 
 SWEEPS = ["ag_gemm", "gemm_rs"]  # of gemm_ar only some sizes were tuned yet, on 4 GPUs
+UNTUNED = {"all_gather", "all_reduce", "reduce_scatter"}  # on GPUs; they run by their defaults
+TUNED = sorted(set(operators()) - UNTUNED)
 
 
-def test_there_is_a_table_for_every_operator():
-    assert {file.stem for file in FILES} == set(operators())
+def test_there_is_a_table_for_every_operator_that_was_tuned():
+    assert {file.stem for file in FILES} == set(TUNED)
 
 
-@pytest.mark.parametrize("operator", operators())
+@pytest.mark.parametrize("operator", TUNED)
 def test_no_problem_is_there_twice(operator):
     problems = [entry.problem for entry in entries(operator)]
     assert len(problems) == len(set(problems))
@@ -59,7 +61,7 @@ def test_every_entry_can_be_used(file, as_if_on):
         assert operator.illegal(config, entry.problem, torch.device("cuda", 0)) is None, entry.problem
 
 
-@pytest.mark.parametrize("operator", operators())
+@pytest.mark.parametrize("operator", TUNED)
 def test_no_entry_is_slower_than_the_plain_sequence_was(operator):
     slower = [entry for entry in entries(operator) if not entry.ms <= entry.plain_ms]
     assert not slower

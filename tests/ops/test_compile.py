@@ -61,6 +61,19 @@ def compiled_equals_eager(mlp, config):
     tdkernels.synchronize()
 
 
+class Reduced(nn.Module):
+    """Rows scattered, worked on and gathered, and a sum over ranks beside."""
+
+    def __init__(self, config=None):
+        super().__init__()
+        self.config = config
+        self.weight = nn.Parameter(torch.randn(HIDDEN))
+
+    def forward(self, x):
+        rows = tdkernels.reduce_scatter(x * self.weight, config=self.config)
+        return tdkernels.all_gather(rows.sin(), config=self.config) + tdkernels.all_reduce(x, config=self.config)
+
+
 def opchecks():
     """Schema, fake implementation and registration, on ranks that make the same calls."""
     group = torch.distributed.group.WORLD.group_name
@@ -72,6 +85,9 @@ def opchecks():
         "ag_gemm_backward": (dy, x[:3], weight, True, True, group, ""),
         "gemm_rs": (x, weight, bias, group, ""),
         "gemm_ar": (x, weight, bias, group, ""),
+        "all_gather": (x, group, ""),
+        "reduce_scatter": (x, group, ""),
+        "all_reduce": (x, group, ""),
         "gemm_rs_backward": (dy[:3].contiguous(), x, weight, True, True, True, group, ""),
     }
     for name, arguments in calls.items():
@@ -87,6 +103,8 @@ def opchecks():
         (Mlp, tdkernels.AgGemmConfig(method="torch")),
         (MlpOfAllRows, None),
         (MlpOfAllRows, tdkernels.GemmArConfig(exchange="one_shot", split_k=2)),
+        (Reduced, None),
+        (Reduced, tdkernels.CollectiveConfig(num_programs=2, block_bytes=1024)),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "explicit" if value else "default",
 )

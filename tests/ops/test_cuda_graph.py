@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import tdkernels
-from tests.ranks import DEVICE, a_group, on_ranks
+from tests.ops import collective
+from tests.ranks import DEVICE, a_group, device, on_ranks
 from tests.reference import OPERATORS, Case
 
 pytestmark = pytest.mark.skipif(DEVICE == "cpu" or not torch.cuda.is_available(), reason="CUDA graphs need GPUs")
@@ -93,6 +95,58 @@ def refuses_to_capture_a_new_shape(operator):
         torch.cuda.synchronize()
         case.check(case.run(group=group))
         del group
+
+
+# ---- collectives alone ----
+
+COLLECTIVES = [
+    ("all_gather", None),
+    ("all_gather", {"exchange": "copy_engine"}),
+    ("reduce_scatter", None),
+    ("all_reduce", {"exchange": "one_shot"}),
+    ("all_reduce", {"exchange": "two_shot", "num_programs": 4, "block_bytes": 512}),
+]
+each_collective = pytest.mark.parametrize("operator, changes", COLLECTIVES, ids=str)
+
+
+def _captured_call(operator, changes, x):
+    collective.call(operator, x, changes)  # agrees, allocates, compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = [collective.call(operator, x, changes) for _ in range(3)]  # both halves, and the first again
+    return graph, outputs
+
+
+def _replays(operator, x, graph, outputs, seed):
+    full = collective.whole(operator, (1000, 3), torch.bfloat16, seed)
+    x.copy_(full[dist.get_rank()])
+    for output in outputs:
+        output.fill_(7)
+    graph.replay()
+    tdkernels.synchronize()
+    assert all(collective.same(output, collective.expected_of(operator, full)) for output in outputs), (operator, seed)
+
+
+def replays_a_collective(operator, changes):
+    x = collective.whole(operator, (1000, 3), torch.bfloat16)[dist.get_rank()].to(device())
+    graph, outputs = _captured_call(operator, changes, x)
+    for seed in range(1, 6):
+        _replays(operator, x, graph, outputs, seed)
+        # Eager calls of the same and of another shape in between must not put the epochs of graph and workspace apart.
+        collective.computes(operator, torch.bfloat16, [(1000, 3), (17, 5)], changes)
+    collective.computes(operator, torch.bfloat16, [(40000, 3)], changes)  # the workspace grows; the graph keeps its own
+    for seed in range(6, 9):
+        _replays(operator, x, graph, outputs, seed)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@each_collective
+def test_replay_of_a_collective(world_size, operator, changes):
+    on_ranks(world_size, replays_a_collective, operator, changes)
+
+
+# ---- dense operators ----
 
 
 def each_config(**others):

@@ -4,12 +4,15 @@ Operands are -1, 0 and 1, so that every sum is exact and a single stale or early
 start each call at their own time, and what the ranks receive into is filled with NaN in between.
 """
 
+import dataclasses
+
 import pytest
 import torch
 import torch.distributed as dist
 
 import tdkernels
 from tdkernels.ops._collectives import all_gather_rows
+from tdkernels.ops.collective_config import default_config
 from tdkernels.symm import resolve_group
 from tdkernels.symm.group import group_state
 from tests.ranks import DEVICE, device, on_ranks
@@ -101,6 +104,66 @@ def gemm_ar_is_exact(rows, n, k, exchange):
         sum_of_all = x.detach().float() @ weight.detach().float().t()
         dist.all_reduce(sum_of_all)
         check("z", z, sum_of_all.to(BF16))
+
+
+def of_collectives(operator, x):
+    """What the operator has to give for x, by plain torch, in numbers that add up exactly."""
+    if operator == "all_gather":
+        return all_gather_rows(x)
+    total = x.float()
+    dist.all_reduce(total)
+    total = total.to(BF16)
+    return total if operator == "all_reduce" else total.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def collective_is_exact(operator, exchange, elements):
+    torch.manual_seed(dist.get_rank())
+    rows = elements // (dist.get_world_size() if operator == "all_gather" else 1)
+    default = default_config(operator, elements * 2, dist.get_world_size(), device(), exchange)
+    others = [{"piece_blocks": 3, "num_programs": 5}, {"block_bytes": 4096, "num_warps": 4, "num_programs": 600}]
+    for repeat in range(REPEATS):
+        config = dataclasses.replace(default, **[{}, *others][repeat % 3])
+        x = ternary(rows)
+        poison_and_skew(repeat)
+        output = getattr(tdkernels, operator)(x, config=config)
+        tdkernels.synchronize()
+        check(operator, output, of_collectives(operator, x))
+
+
+def many_calls_are_exact(operator, exchange, elements):
+    """Nothing between the calls, so that ranks run ahead of each other by as much as they can."""
+    torch.manual_seed(dist.get_rank())
+    rows = elements // (dist.get_world_size() if operator == "all_gather" else 1)
+    config = default_config(operator, elements * 2, dist.get_world_size(), device(), exchange)
+    xs = [ternary(rows) for _ in range(16)]
+    expected = [of_collectives(operator, x) for x in xs]
+    for repeat in range(REPEATS):
+        poison_and_skew(repeat)
+        outputs = [getattr(tdkernels, operator)(x, config=config) for _ in range(4) for x in xs]
+        tdkernels.synchronize()
+        for output, wanted in zip(outputs, expected * 4, strict=True):
+            check(operator, output, wanted)
+
+
+COLLECTIVES = [
+    ("all_gather", "one_shot"), ("all_gather", "copy_engine"), ("reduce_scatter", "one_shot"),
+    ("all_reduce", "one_shot"), ("all_reduce", "two_shot"),
+]  # fmt: skip
+
+
+# 1 KiB to 96 MiB; all of them divisible by 2, 3 and 4 ranks, but the shares of the second are not aligned.
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("elements", [768, 12 * 4097, 3 << 18, 3 << 24])
+@pytest.mark.parametrize("operator, exchange", COLLECTIVES)
+def test_collective(world_size, operator, exchange, elements):
+    on_ranks(world_size, collective_is_exact, operator, exchange, elements)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("elements", [768, 3 << 18])
+@pytest.mark.parametrize("operator, exchange", COLLECTIVES)
+def test_many_calls_of_a_collective(world_size, operator, exchange, elements):
+    on_ranks(world_size, many_calls_are_exact, operator, exchange, elements)
 
 
 # Partials of gemm_rs and gemm_ar travel in bf16, which holds integers up to 256: K / W of 2048 keeps within 5.6

@@ -1,0 +1,126 @@
+"""Launches of the kernels of all_gather, reduce_scatter and all_reduce, on operands of two ranks or more."""
+
+import torch
+import triton.language as tl
+
+from tdkernels.ops import collective_kernels as kernels
+from tdkernels.ops._config import text_of
+from tdkernels.ops._gather import Gather
+from tdkernels.ops._operands import rows_contiguous
+from tdkernels.symm import get_workspace
+
+_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+_WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.uint8}
+
+
+def output_shape(operator, shape, world_size):
+    """The shape of the output for an x of a shape."""
+    if operator == "all_reduce":
+        return tuple(shape)
+    rows = shape[0] * world_size if operator == "all_gather" else shape[0] // world_size
+    return (rows, *shape[1:])
+
+
+def problem_fields(x):
+    """What must be the same on all ranks before a config is chosen."""
+    return {"shape": tuple(x.shape), "dtype": str(x.dtype)}
+
+
+def plan_fields(x, config):
+    """What must be the same on all ranks."""
+    return {**problem_fields(x), "config": text_of(config)}
+
+
+def as_bytes(x):
+    """The bytes of a contiguous tensor, one-dimensional."""
+    return x.view(-1).view(torch.uint8)
+
+
+def _item(operator, dtype, nbytes):
+    """What a kernel moves ``nbytes`` in, as Triton's type and its bytes: numbers if it sums, else words."""
+    if operator != "all_gather":
+        return _TYPES[dtype], dtype.itemsize
+    size = next(size for size in _WORDS if nbytes % size == 0)
+    return _WORDS[size], size
+
+
+def _kernel(operator, config):
+    if operator == "all_reduce":
+        one_shot = config.exchange == "one_shot"
+        return kernels.all_reduce_one_shot_kernel if one_shot else kernels.all_reduce_two_shot_kernel
+    return kernels.all_gather_kernel if operator == "all_gather" else kernels.reduce_scatter_kernel
+
+
+def share_bytes(operator, x, world_size):
+    """What the kernel takes for its x [n]: a shard, a slice of one rank, or all of it."""
+    return x.nbytes // world_size if operator == "reduce_scatter" else x.nbytes
+
+
+def arguments(operator, ctx, x, output, nbytes, plan, config):
+    """The kernel's arguments for a share of ``nbytes``."""
+    dtype, size = _item(operator, x.dtype, nbytes)
+    constants = {
+        "DTYPE": dtype, "ITEM_BYTES": size, "ALIGNED": nbytes % 16 == 0, "BLOCK": config.block_bytes // size,
+        "num_warps": config.num_warps,
+    }  # fmt: skip
+    return (ctx, as_bytes(x), as_bytes(output), nbytes // size, config.piece_blocks, plan), constants
+
+
+def sizes(operator, nbytes, world_size, config):
+    """(units of work, bytes of a half, signals of a half): a unit is a piece, or a round of them."""
+    piece = config.block_bytes * config.piece_blocks
+    if operator == "all_reduce" and config.exchange == "two_shot":
+        rounds = -(-nbytes // (piece * world_size))
+        return rounds, 2 * rounds * world_size * piece, 2 * rounds * world_size
+    pieces = -(-nbytes // piece)
+    return pieces, world_size * pieces * piece, world_size * pieces
+
+
+def compile(operator, x, config):
+    """Compile what ``launch`` with the same x would launch, into Triton's cache; launches nothing.
+
+    Where the slices of ranks are not aligned although all of x is, that is another kernel, which the launch compiles.
+    """
+    if x.device.type == "cpu" or config.exchange == "copy_engine":
+        return  # interpreted; no kernel that depends on the config
+    ctx = torch.empty(1, dtype=torch.int64, device=x.device)
+    x = rows_contiguous(x)
+    args, constants = arguments(operator, ctx, x, x, x.nbytes, 0, config)
+    _kernel(operator, config).warmup(*args, grid=(1,), **constants)
+
+
+def launch(operator, x, group, config):
+    """The output for an x that is not empty, by our own kernels."""
+    x = rows_contiguous(x)
+    if config.exchange == "copy_engine":
+        return _by_copy_engine(operator, x, group, config)
+    workspace = get_workspace(group, x.device, operator)
+    world_size = workspace.world_size
+    nbytes = share_bytes(operator, x, world_size)
+    units, half_bytes, half_signals = sizes(operator, nbytes, world_size, config)
+    plan = workspace.prepare(operator, plan_fields(x, config), half_bytes, half_signals)
+    output = x.new_empty(output_shape(operator, x.shape, world_size))
+    workspace.before_launch()
+    args, constants = arguments(operator, workspace.ctx, x, output, nbytes, plan, config)
+    _kernel(operator, config)[(min(units, config.num_programs),)](*args, **constants)
+    workspace.after_launch()
+    return output
+
+
+def _by_copy_engine(operator, x, group, config):
+    """all_gather by copies of whole shards; each is brought to the output while later ones are on their way."""
+    shard = as_bytes(x)
+    lines = shard.view(-1, 16 if x.nbytes % 16 == 0 else 1)
+    gather = Gather(operator, plan_fields(x, config), lines, group, lines.shape[0])
+    world_size, rank = gather.world_size, gather.workspace.rank
+    output = x.new_empty(output_shape(operator, x.shape, world_size))
+    slots = as_bytes(output).view(world_size, -1)
+    gather.begin()
+    gather.copy(own=False)
+    slots[rank].copy_(shard)
+    for step in range(1, world_size):
+        gather.wait(step)
+        source = (rank - step) % world_size
+        slots[source].copy_(gather.gathered[source].view(-1))
+    gather.close()
+    return output

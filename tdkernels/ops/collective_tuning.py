@@ -1,0 +1,161 @@
+"""all_gather, reduce_scatter and all_reduce for the tuner: problems, their configs, and about how long each takes.
+
+A problem is the number of elements of the full tensor: what is gathered, scattered or reduced.
+"""
+
+import math
+from dataclasses import asdict, fields
+
+import torch
+
+from tdkernels.autotune.operator import Floors, Tunable, register
+from tdkernels.ops import _dense_tuning as dense
+from tdkernels.ops import _device, _gather, _gather_kernels, _gemm, _operands, collective_kernels, collective_launch
+from tdkernels.ops import collectives as op
+from tdkernels.ops.collective_config import EXCHANGES, CollectiveConfig, default_config
+
+_DTYPES = [str(dtype).removeprefix("torch.") for dtype in _operands.DTYPES]
+_LAUNCH_S = 5e-6  # of a kernel of ours, until its first program has read x
+_SIGNAL_S = 3e-6  # from a store to a peer until the peer has seen the signal
+_COPY_S = 20e-6  # to start the copy of a shard
+_COLLECTIVE_SHARE, _COLLECTIVE_S = 0.85, 20e-6  # torch's collectives: of the link's best rate, and to start
+
+
+class CollectiveTunable(Tunable):
+    """One of the three, by its name."""
+
+    sizes = ("n",)
+    layouts = ("rows",)
+    plain_words = "torch collective", "torch's collective"
+    sources = (op, collective_kernels, collective_launch, _gather, _gather_kernels, _gemm)
+
+    def __init__(self, name):
+        self.name = name
+
+    def why_not(self, problem):
+        if problem.world_size < 2:
+            return "one rank has nothing to tune"
+        if len(problem.shape) != 1 or type(problem.shape[0]) is not int or problem.shape[0] < 1:
+            return f"the shape must be one positive number of elements, not {problem.shape}"
+        if problem.dtype not in _DTYPES:
+            return f"dtype must be one of {', '.join(_DTYPES)}, not {problem.dtype}"
+        if problem.layout not in self.layouts:
+            return f"layout must be {self.layouts[0]}, not {problem.layout!r}"
+        if self.name != "all_reduce" and problem.shape[0] % problem.world_size:
+            return f"{problem.shape[0]} elements are not divisible by {problem.world_size} ranks"
+        return None
+
+    def sizes_of(self, *shapes, world_size):
+        if len(shapes) != 1:
+            raise ValueError(f"{self.name}: the operand is x alone, not {len(shapes)} of them")
+        return (math.prod(shapes[0]) * (world_size if self.name == "all_gather" else 1),)
+
+    def layout_of(self, *operands):
+        return self.layouts[0]
+
+    def config_to_dict(self, config):
+        return {"method": "torch"} if config.method == "torch" else asdict(config)
+
+    def config_from_dict(self, values):
+        for name, value in values.items():
+            if type(value) not in (int, str):
+                raise TypeError(f"{name} is {value!r}")
+        if not values.keys() <= {field.name for field in fields(CollectiveConfig)}:
+            raise ValueError(f"no CollectiveConfig: {values}")
+        return CollectiveConfig(**values)
+
+    def illegal(self, config, problem, device):
+        if not isinstance(config, CollectiveConfig):
+            return f"it must be a CollectiveConfig, not {type(config).__name__}"
+        return config.illegal(device, problem.torch_dtype, self.name)
+
+    def plain(self):
+        return CollectiveConfig(method="torch")
+
+    def default(self, problem, device):
+        return default_config(self.name, _nbytes(problem), problem.world_size, device)
+
+    def space(self, problem, device):
+        on_cpu = device.type == "cpu"
+        blocks = ((1024, 1), (4096, 1)) if on_cpu else ((4096, 4), (8192, 8), (16384, 8), (16384, 16), (32768, 16))
+        most = _device.num_sms(device)
+        numbers = (2, 4) if on_cpu else (8, 16, most // 4, most // 2, most, 2 * most, 4 * most)
+        configs = []
+        for exchange in EXCHANGES[self.name]:
+            if exchange == "copy_engine":
+                configs.append(CollectiveConfig("fused", exchange))
+                continue
+            for block_bytes, num_warps in blocks:
+                for piece_blocks in (1, 2, 4):
+                    config = CollectiveConfig("fused", exchange, 1, block_bytes, piece_blocks, num_warps)
+                    units = self._units(config, problem)
+                    for programs in sorted({min(number, units) for number in numbers}):
+                        configs.append(
+                            CollectiveConfig("fused", exchange, programs, block_bytes, piece_blocks, num_warps)
+                        )
+        return configs
+
+    def _share_bytes(self, problem):
+        """Of the x that a kernel takes, see ``collective_launch.share_bytes``."""
+        nbytes = _nbytes(problem)
+        return nbytes if self.name == "all_reduce" else nbytes // problem.world_size
+
+    def _units(self, config, problem):
+        return collective_launch.sizes(self.name, self._share_bytes(problem), problem.world_size, config)[0]
+
+    def estimate_ms(self, config, problem, hardware):
+        ranks, wire = problem.world_size, self.floors(problem).wire_bytes
+        if config.method == "torch":
+            return 1e3 * (wire / (_COLLECTIVE_SHARE * hardware.link) + _COLLECTIVE_S)
+        if config.exchange == "copy_engine":
+            return 1e3 * (wire / dense.copy_rate(hardware) + (ranks - 1) * _COPY_S + _LAUNCH_S)
+        two_shot = config.exchange == "two_shot"
+        if self.name == "all_reduce" and not two_shot:
+            wire = (ranks - 1) * _nbytes(problem)
+        units = self._units(config, problem)
+        programs = min(config.num_programs, units)
+        # A program waits for the signals of each of its pieces in turn; while it does, others send.
+        signals = -(-units // programs) * (2 if two_shot else 1)
+        waiting = _SIGNAL_S * max(signals * min(1.0, hardware.num_sms / (4 * programs)), 2 if two_shot else 1)
+        moved = (ranks + 1) * self._share_bytes(problem) * (2 if two_shot else 1)
+        return 1e3 * (_LAUNCH_S + waiting + max(wire / dense.push_rate(programs, hardware), moved / hardware.memory))
+
+    def floors(self, problem):
+        # A rank needs what its peers have of all but its own part; to reduce for all, that comes twice.
+        wire = (problem.world_size - 1) * _nbytes(problem) // problem.world_size
+        flops = 0 if self.name == "all_gather" else problem.shape[0]
+        return Floors(flops, 2 * wire if self.name == "all_reduce" else wire)
+
+    def operands(self, problem, device, generator):
+        n = problem.shape[0] // (problem.world_size if self.name == "all_gather" else 1)
+        return (torch.randn(n, generator=generator, dtype=problem.torch_dtype, device=device),)
+
+    def reference_bytes(self, problem):
+        return 3 * 2 * _nbytes(problem)
+
+    def reference(self, operands, group):
+        return getattr(op, f"{self.name}_ref")(*operands, group=group)
+
+    def local(self, operands, world_size):
+        return operands[0].clone  # one rank alone copies
+
+    def run(self, operands, group, config):
+        if config.method == "torch":
+            return self.reference(operands, group)
+        return collective_launch.launch(self.name, *operands, group, config)
+
+    def compile(self, operands, world_size, config):
+        collective_launch.compile(self.name, *operands, config)
+
+    def compiled(self, config):
+        if config.method == "torch" or config.exchange == "copy_engine":
+            return None
+        return config.exchange, config.block_bytes, config.num_warps
+
+
+def _nbytes(problem):
+    return problem.shape[0] * problem.torch_dtype.itemsize
+
+
+for _name in EXCHANGES:
+    register(CollectiveTunable(_name))
