@@ -12,6 +12,7 @@ from tdkernels.tune_command import DTYPES
 _TIMEOUT_S = 600.0
 _REPETITIONS = {"cuda": 7, "cpu": 3}
 _MAX_RANKS = 128
+_OPERATORS = ("ag_gemm", "gemm_ar", "gemm_rs")  # whose kernels note what they do
 
 
 def add_arguments(parser):
@@ -93,12 +94,14 @@ def _record(options):
 
 def _problem(options):
     """(M, N and K, number of ranks, kind of device); ValueError where they make no sense."""
-    from tdkernels.autotune.operator import operators, tunable
+    from tdkernels.autotune.operator import tunable
     from tdkernels.autotune.problem import Problem
     from tdkernels.launch import pick_device
 
     if options.operator is None:
-        raise ValueError(f"say which operator: one of {', '.join(operators())}")
+        raise ValueError(f"say which operator: one of {', '.join(_OPERATORS)}")
+    if options.operator not in _OPERATORS:
+        raise ValueError(f"operator must be one of {', '.join(_OPERATORS)}, not {options.operator!r}")
     tuned = tunable(options.operator)
     if options.shape is None:
         raise ValueError("say which shape: --shape MxNxK")

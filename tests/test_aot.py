@@ -81,8 +81,8 @@ def compile_gemm(kernel, arch, dtype, *, w_is_kn=False, bias=False, shape=(ROWS,
         constants = {"RANKS": 4, **constants}
     kwargs = {
         **({"COPY_WORDS": 4096} if kernel in COPYING else {}), **constants, **tiles.constants(), **tiles.options(),
-        "ELEM_BYTES": dtype.itemsize, "ALIGNED": aligned(n, k, stride), "HAS_BIAS": bias is not None, "USE_TMA": tma, "W_IS_KN": w_is_kn,
-        "PRECISION": "ieee",
+        "ELEM_BYTES": dtype.itemsize, "ALIGNED": aligned(n, k, stride), "HAS_BIAS": bias is not None, "USE_TMA": tma,
+        "W_IS_KN": w_is_kn, "PRECISION": "ieee",
     }  # fmt: skip
     compiled = compile_for(kernel, args, kwargs, arch)
     assert compiled.metadata.shared <= SHARED_MEMORY[arch]

@@ -29,12 +29,14 @@ from tests.reference import DIVIDED, OPERATORS, Case
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 TIMEOUT_S = 2.0
 COPY_ENGINE = {"transport": "copy_engine"}
+DIRECT = {"transport": "direct"}
 TWO_SHOT, ONE_SHOT = {"exchange": "two_shot"}, {"exchange": "one_shot"}
 # Every way in which data goes between the ranks: operator and changes to the config.
 WAYS = [
     ("ag_gemm", {}),
     ("ag_gemm", COPY_ENGINE),
     ("gemm_rs", {}),
+    ("gemm_rs", DIRECT),
     ("gemm_ar", TWO_SHOT),
     ("gemm_ar", ONE_SHOT),
 ]
@@ -86,6 +88,7 @@ CALLS = [
     ("gemm_ar", BF16, (1, 5, 70), {**ONE_SHOT, "split_k": 2}),
     ("ag_gemm", FP16, (1, 3, 7), {}),
     ("ag_gemm", BF16, (70, 5, 33), COPY_ENGINE),
+    ("gemm_rs", BF16, (9, 70, 33), DIRECT),
     ("gemm_rs", FP32, (70, 33, 40), {}),
     ("gemm_ar", FP32, (70, 33, 40), TWO_SHOT),
     ("gemm_ar", FP16, (66, 20, 7), ONE_SHOT),
@@ -170,6 +173,7 @@ ONE_TILE, FOUR_TILES = (20, 9, 7), (70, 66, 7)
         (3, "ag_gemm", {}, FOUR_TILES, 3),
         (3, "ag_gemm", COPY_ENGINE, FOUR_TILES, 3),
         (3, "gemm_rs", {"item_tiles": 1}, FOUR_TILES, 3),
+        (3, "gemm_rs", DIRECT, FOUR_TILES, 3),
         (3, "gemm_ar", {**TWO_SHOT, "item_tiles": 1}, FOUR_TILES, 3),
         (3, "gemm_ar", {**ONE_SHOT, "split_k": 2}, FOUR_TILES, 3),
     ],

@@ -7,12 +7,16 @@ a kernel on the CPU and compile the same kernel for a GPU.
 
 import contextlib
 import dataclasses
+import functools
 
+import torch
 import triton
 from triton import knobs
+from triton.compiler import CompiledKernel
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpretedFunction, interpreter_builder
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 class Kernel(JITFunction):
@@ -21,6 +25,7 @@ class Kernel(JITFunction):
     def __init__(self, fn, **options):
         super().__init__(fn, **options)
         self._interpreted = InterpretedFunction(fn)
+        self._known = {}  # what launches were found to run, by all that decides it
 
     def __call__(self, *args, **kwargs):
         """A device function called by an interpreted kernel, whose launch has already patched ``triton.language``."""
@@ -30,7 +35,43 @@ class Kernel(JITFunction):
         if _on_cpu(args) or _on_cpu(kwargs.values()):
             with _interpreter_options():
                 return self._interpreted.run(*args, grid=grid, warmup=warmup, **kwargs)
-        return super().run(*args, grid=grid, warmup=warmup, **kwargs)
+        if warmup or self.pre_run_hooks or any(isinstance(value, torch.Tensor) for value in kwargs.values()):
+            return super().run(*args, grid=grid, warmup=warmup, **kwargs)
+        return self._launch(args, grid, kwargs)
+
+    def _launch(self, args, grid, kwargs):
+        """What ``JITFunction.run`` does, without looking for the compiled kernel again: that takes most of its time.
+
+        The grid is a tuple, what is in kwargs is constant.
+        """
+        key = (torch.cuda.current_device(), *map(self._kind, self._specialized, args), *kwargs.items())
+        known = self._known.get(key)
+        if known is None:
+            compiled = super().run(*args, grid=grid, warmup=False, **kwargs)
+            if isinstance(compiled, CompiledKernel):
+                names = list(self.signature.parameters)[len(args) :]
+                defaults = {name: self.signature.parameters[name].default for name in names}
+                self._known[key] = compiled, [kwargs.get(name, defaults[name]) for name in names]
+            return compiled
+        compiled, others = known
+        compiled[(*grid, 1, 1)[:3]](*args, *others)
+        return compiled
+
+    @functools.cached_property
+    def _specialized(self):
+        """For each parameter whether Triton compiles anew for other integers than those seen."""
+        return [not parameter.do_not_specialize for parameter in self.params]
+
+    @staticmethod
+    def _kind(specialized, arg):
+        """What Triton compiles for, of an argument: in one word, equal for arguments that the same code serves."""
+        if isinstance(arg, int) and not isinstance(arg, bool):
+            return arg if specialized else -(1 << 31) <= arg < 1 << 31
+        if isinstance(arg, torch.Tensor):
+            return arg.dtype, arg.data_ptr() % 16 == 0
+        if isinstance(arg, TensorDescriptor):
+            return arg.base.dtype, tuple(arg.block_shape), arg.padding
+        return arg
 
 
 @contextlib.contextmanager

@@ -84,7 +84,13 @@ class DenseTunable(tunables.Tunable):
         return config.illegal(device, problem.torch_dtype)
 
     def completed(self, config, problem, device):
-        return replace(config, tiles=self.default(problem, device).tiles) if _leaves_tiles_open(config) else config
+        if not _leaves_tiles_open(config):
+            return config
+        config = replace(config, tiles=self.default(problem, device).tiles)
+        while config.illegal(device, problem.torch_dtype) and config.tiles.num_stages > 1:
+            # What else the config asks for may need shared memory, too.
+            config = replace(config, tiles=replace(config.tiles, num_stages=config.tiles.num_stages - 1))
+        return config
 
     def plain(self):
         return self.config_class(method="torch")

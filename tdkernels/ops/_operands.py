@@ -60,6 +60,14 @@ def refuse_second_derivatives(operator):
         raise RuntimeError(f"{operator}: second derivatives (create_graph=True) are not supported")
 
 
+def apply(function, op, x, weight, bias, *others):
+    """``op`` of the operands, through its autograd Function only where a gradient may be asked for: that takes time."""
+    asks = x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    if asks and torch.is_grad_enabled():
+        return function.apply(x, weight, bias, *others)
+    return op(x, weight, bias, *others)
+
+
 def apply_autocast(x, *others):
     """The operands as ``torch.matmul`` would take them under ``torch.autocast``."""
     known = isinstance(x, torch.Tensor) and x.device.type in DEVICES  # what is not is refused by check_operands

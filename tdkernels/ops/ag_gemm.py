@@ -146,5 +146,6 @@ def ag_gemm(x, weight, bias=None, *, group=None, config=None):
     rows = x.shape[:-1].numel()
     x_rows = x.reshape(rows, x.shape[-1])
     check_config("ag_gemm", config, AgGemmConfig, x)
-    y = _AgGemm.apply(x_rows, weight, bias, group.group_name, as_argument(config))
+    call = x_rows, weight, bias, group.group_name, as_argument(config)
+    y = _operands.apply(_AgGemm, torch.ops.tdkernels.ag_gemm, *call)
     return y.view(group.size() * x.shape[0], *x.shape[1:-1], weight.shape[0])

@@ -96,5 +96,6 @@ def gemm_ar(x, weight, bias=None, *, group=None, config=None):
     rows = x.shape[:-1].numel()
     x_rows = x.reshape(rows, x.shape[-1])
     check_config("gemm_ar", config, GemmArConfig, x)
-    z = _GemmAr.apply(x_rows, weight, bias, group.group_name, as_argument(config))
+    call = x_rows, weight, bias, group.group_name, as_argument(config)
+    z = _operands.apply(_GemmAr, torch.ops.tdkernels.gemm_ar, *call)
     return z.view(*x.shape[:-1], weight.shape[0])

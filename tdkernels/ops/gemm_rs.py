@@ -151,5 +151,6 @@ def gemm_rs(x, weight, bias=None, *, group=None, config=None):
         )
     x_rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
     check_config("gemm_rs", config, GemmRsConfig, x)
-    z = _GemmRs.apply(x_rows, weight, bias, group.group_name, as_argument(config))
+    call = x_rows, weight, bias, group.group_name, as_argument(config)
+    z = _operands.apply(_GemmRs, torch.ops.tdkernels.gemm_rs, *call)
     return z.view(x.shape[0] // world_size, *x.shape[1:-1], weight.shape[0])

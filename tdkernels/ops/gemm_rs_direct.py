@@ -12,6 +12,7 @@ Tiles travel in register order (``_gemm.in_register_order``), as [BLOCK_M, BLOCK
 """
 
 import torch
+import torch.distributed as dist
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -140,6 +141,7 @@ def gemm_rs_direct_kernel(
                 offs_n = col + tl.arange(0, BLOCK_N)
                 mask = (offs_m < M_shard)[:, None] & (offs_n < N)[None, :]
                 tl.store(z_ptr + offs_m[:, None].to(tl.int64) * N + offs_n[None, :], z, mask=mask)
+        td.mark(trace, "finishes")
         td.mark(trace, "ends")
     if BY_ENGINE:
         if sends & (first < last):
@@ -204,6 +206,11 @@ def compile(x, weight, bias, world_size, config):
 
 def launch(x, weight, bias, group, config, fields):
     """Launch on 2-D operands, contiguous as gemm_rs_kernel.launch makes them."""
+    if dist.get_world_size(group) > MAX_RANKS:
+        raise ValueError(
+            f'gemm_rs: config: transport "direct" is for at most {MAX_RANKS} ranks, the group has '
+            f'{dist.get_world_size(group)}; "forward" is for any number'
+        )
     n = weight.shape[0]
     tiles = config.tiles
     workspace = get_workspace(group, x.device, "gemm_rs")

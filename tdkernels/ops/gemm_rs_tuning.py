@@ -4,17 +4,31 @@ import torch
 
 from tdkernels.autotune.operator import Floors, register
 from tdkernels.ops import _dense_tuning as dense
-from tdkernels.ops import _gemm, _tiles
+from tdkernels.ops import _device, _gemm, _rank_sum, _tiles
 from tdkernels.ops import gemm_rs as op
+from tdkernels.ops import gemm_rs_direct as direct
 from tdkernels.ops import gemm_rs_kernel as kernel
+from tdkernels.ops._tiles import Tiles
 from tdkernels.ops.gemm_rs_kernel import GemmRsConfig
 
 _PROGRAMS = 64  # that forward at a time: enough for the link
 
 
+def _direct_tiles(device, dtype):
+    """Tiles that leave room in shared memory for one of them on its way out."""
+    if device.type == "cpu" or dtype.itemsize > 2 or not _device.has_tma(device):
+        return dense.tile_space(device, dtype)
+    return [
+        Tiles(128, 256, 64, num_warps=8, num_stages=3),
+        Tiles(256, 128, 64, num_warps=8, num_stages=3),
+        Tiles(128, 128, 64, num_warps=8, num_stages=4),
+        Tiles(64, 128, 64, num_warps=4, num_stages=5),
+    ]
+
+
 class GemmRsTunable(dense.DenseTunable):
     name = "gemm_rs"
-    sources = (op, kernel, _gemm, _tiles)
+    sources = (op, kernel, direct, _gemm, _rank_sum, _tiles)
     divided = (0, 2)
     config_class = GemmRsConfig
     op, kernel = op, kernel
@@ -37,8 +51,16 @@ class GemmRsTunable(dense.DenseTunable):
         for tiles in dense.tile_space(device, problem.torch_dtype):
             of_a_shard = -(-rows // tiles.block_m) * -(-n // tiles.block_n)
             for item_tiles in sorted({min(item, of_a_shard) for item in (1, 2, 4, 8)}):
-                configs.append(GemmRsConfig("fused", tiles, item_tiles))
+                configs.append(GemmRsConfig(tiles=tiles, item_tiles=item_tiles))
+        if problem.world_size <= direct.MAX_RANKS:
+            configs += [
+                GemmRsConfig(tiles=tiles, transport="direct") for tiles in _direct_tiles(device, problem.torch_dtype)
+            ]
         return configs
+
+    def compiled(self, config):
+        tiles = super().compiled(config)
+        return tiles and (config.transport, *tiles)
 
     def estimate_ms(self, config, problem, hardware):
         m, n, k = self.operand_sizes(problem)
@@ -48,6 +70,8 @@ class GemmRsTunable(dense.DenseTunable):
         tiles = config.tiles
         product, tile = dense.product_s(m, n, k, dtype, tiles, hardware.num_sms, hardware)
         rate = dense.push_rate(_PROGRAMS, hardware)
+        if config.transport == "direct":
+            return 1e3 * (max(product, wire_bytes / rate) + 2 * tile + wire_bytes / hardware.memory)
         item = config.item_tiles * tiles.block_m * tiles.block_n * dtype.itemsize
         total = wire_bytes / hardware.memory  # partials are read once more, to be added
         return 1e3 * (max(product, wire_bytes / rate) + tile + item / rate + total)

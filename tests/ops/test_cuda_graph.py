@@ -16,6 +16,7 @@ SHAPE = (64, 72, 136)
 CONFIGS = {
     "ag_gemm": None,
     "gemm_rs": None,
+    "gemm_rs direct": tdkernels.GemmRsConfig(transport="direct"),
     "gemm_ar": tdkernels.GemmArConfig(exchange="two_shot"),
     "gemm_ar in one shot": tdkernels.GemmArConfig(exchange="one_shot", split_k=2),
 }

@@ -31,6 +31,9 @@ CONFIGS = {
         "items longer than a shard": {"tiles": Tiles(64, 16, 32, 2, 4, 1), "item_tiles": 40},
         "sums in two halves": {"tiles": Tiles(16, 128, 32), "item_tiles": 5},
         "one wide tile": {"tiles": Tiles(128, 256, 16, 8, 8, 2), "item_tiles": 2},
+        "direct": {"transport": "direct"},
+        "direct, small tiles": {"transport": "direct", "tiles": Tiles(16, 16, 16, 1, 4, 2)},
+        "direct, one wide tile": {"transport": "direct", "tiles": Tiles(128, 256, 16, 8, 8, 2)},
     },
     "gemm_ar": {
         "default": {},
@@ -50,7 +53,7 @@ CONFIGS = {
 # Those whose order of sums and sends depends most on who comes first.
 HASTY = {
     "ag_gemm": ["default", "three pushing programs, chunks of two tiles", "copy engine"],
-    "gemm_rs": ["default", "small tiles, sent one by one"],
+    "gemm_rs": ["default", "small tiles, sent one by one", "direct, small tiles"],
     "gemm_ar": ["default", "small tiles, sent one by one", "one shot, K in three"],
 }
 

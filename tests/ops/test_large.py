@@ -68,13 +68,14 @@ def ag_gemm_is_exact(rows, n, k, transport):
         check("dx", x.grad, dx.to(BF16).chunk(dist.get_world_size())[dist.get_rank()])
 
 
-def gemm_rs_is_exact(rows, n, k):
+def gemm_rs_is_exact(rows, n, k, transport):
+    config = tdkernels.GemmRsConfig(transport=transport)
     torch.manual_seed(dist.get_rank())
     for repeat in range(REPEATS):
         x, weight = ternary(dist.get_world_size() * rows, k).requires_grad_(), ternary(n, k).requires_grad_()
         dz = ternary(rows, n)
         poison_and_skew(repeat)
-        z = tdkernels.gemm_rs(x, weight)
+        z = tdkernels.gemm_rs(x, weight, config=config)
         z.backward(dz)
         tdkernels.synchronize()
         full = all_gather_rows(dz)
@@ -176,9 +177,10 @@ def test_ag_gemm(world_size, transport, shape):
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("transport", ["forward", "direct"])
 @pytest.mark.parametrize("shape", [(1024, 4096, 1024), (2048, 16384, 512), (777, 520, 1032)], ids=str)
-def test_gemm_rs(world_size, shape):
-    on_ranks(world_size, gemm_rs_is_exact, *shape)
+def test_gemm_rs(world_size, transport, shape):
+    on_ranks(world_size, gemm_rs_is_exact, *shape, transport)
 
 
 # 777 rows are divided by 3 ranks only; few rows of a wide product are what one_shot is for.

@@ -12,6 +12,7 @@ WAYS = {
     "push": ("ag_gemm", {"transport": "push", "num_comm_sms": 2}, (130, 70, -48)),
     "copy engine": ("ag_gemm", {"transport": "copy_engine"}, (130, 70, -48)),
     "reduce-scatter": ("gemm_rs", {}, (130, -140, 16)),
+    "reduce-scatter, direct": ("gemm_rs", {"transport": "direct"}, (130, -140, 16)),
     "two shot": ("gemm_ar", {"exchange": "two_shot"}, (-130, -140, 16)),
     "one shot": ("gemm_ar", {"exchange": "one_shot", "split_k": 2}, (-9, -140, 64)),
 }

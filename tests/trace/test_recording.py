@@ -28,6 +28,7 @@ ROLES = {
     "push": {("multiplies", "stores"), ("waits", "multiplies", "stores"), ("pushes",), ()},
     "copy engine": {("multiplies", "stores"), ("waits", "multiplies", "stores"), ()},
     "reduce-scatter": {("multiplies", "stores"), ("waits", "pushes"), ("multiplies", "waits", "sums"), ()},
+    "reduce-scatter, direct": {("multiplies", "pushes"), ("multiplies", "waits", "sums")},
     "two shot": {("multiplies", "stores"), ("waits", "pushes"), ("waits", "sums"), ("waits", "receives"), ()},
     "one shot": {("multiplies", "joins"), ("multiplies", "joins", "pushes", "waits", "sums")},
 }
@@ -97,7 +98,7 @@ def test_waits_and_pushes_name_the_right_peer(way, world_size):
         if way in ("push", "copy engine"):  # as many for each of the peers
             assert others <= peers["waits"].keys() <= others | {rank}
             assert len({peers["waits"][peer] for peer in others}) == 1
-        if way in ("push", "reduce-scatter"):
+        if way in ("push", "reduce-scatter", "reduce-scatter, direct"):
             assert peers["pushes"].keys() == others and len(set(peers["pushes"].values())) == 1
 
 

@@ -1,0 +1,114 @@
+"""A launch that was seen before goes straight to the compiled kernel, with the right arguments; any other does not."""
+
+import pytest
+import torch
+from triton.compiler import CompiledKernel
+from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tdkernels import lang as td
+
+
+@td.jit(do_not_specialize=["n"])
+def _kernel(x_ptr, y_ptr, desc, n, m, SIZE: "tl.constexpr", FLAG: "tl.constexpr", extra=None):  # noqa: F821
+    pass
+
+
+class _Compiled(CompiledKernel):
+    def __init__(self):
+        self.launches = []
+
+    def __getitem__(self, grid):
+        return lambda *args: self.launches.append((grid, args))
+
+
+@pytest.fixture
+def searches(monkeypatch):
+    """What Triton was asked to look for, each time with what it found."""
+    found = []
+
+    def run(self, *args, grid, warmup, **kwargs):
+        found.append(_Compiled())
+        return found[-1]
+
+    monkeypatch.setattr(JITFunction, "run", run)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(_kernel, "_known", {})
+    return found
+
+
+class _Tensor(torch.Tensor):
+    """A tensor that says it is on a GPU, at an address of the test's choice."""
+
+    address = 0
+
+    @property
+    def device(self):
+        return torch.device("cuda", 0)
+
+    def data_ptr(self):
+        return self.address
+
+
+def _tensor(address=4096, dtype=torch.bfloat16):
+    tensor = torch.empty(4, dtype=dtype).as_subclass(_Tensor)
+    tensor.address = address
+    return tensor
+
+
+def _descriptor(block):
+    return TensorDescriptor(torch.empty(64, 64), [64, 64], [64, 1], [block, block])
+
+
+def _launch(x=None, y=None, desc=None, n=5, m=7, grid=(3,), **constants):
+    args = x if x is not None else _tensor(), y if y is not None else _tensor(), desc, n, m
+    _kernel[grid](*args, **{"SIZE": 16, "FLAG": True, **constants})
+    return args
+
+
+def test_the_second_launch_does_not_search(searches):
+    _launch()
+    args = _launch(x=_tensor(8192), y=_tensor(32), n=6, grid=(9,))
+    assert len(searches) == 1
+    assert searches[0].launches == [((9, 1, 1), (*args, 16, True, None))]
+
+
+def test_constants_go_to_their_places_in_whatever_order_they_come(searches):
+    for _ in range(2):
+        _kernel[(1, 2)](_tensor(), _tensor(), None, 1, 1, FLAG=False, SIZE=32, num_warps=8)
+    assert len(searches) == 1
+    assert [(grid, args[5:]) for grid, args in searches[0].launches] == [((1, 2, 1), (32, False, None))]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"x": _tensor(4098)}, {"y": _tensor(dtype=torch.float32)}, {"n": 1 << 31}, {"m": 8}, {"SIZE": 32},
+        {"FLAG": False}, {"num_warps": 8}, {"desc": _descriptor(16)},
+    ],
+    ids=lambda other: next(iter(other)),
+)  # fmt: skip
+def test_what_may_be_another_kernel_is_searched_for(searches, other):
+    _launch()
+    _launch(**other)
+    _launch(**other)
+    assert [len(found.launches) for found in searches] == [0, 1]
+
+
+def test_descriptors_of_other_blocks_are_other_kernels(searches):
+    for block in (16, 32, 16):
+        _launch(desc=_descriptor(block))
+    assert [len(found.launches) for found in searches] == [1, 0]
+
+
+def test_another_device_is_another_kernel(searches, monkeypatch):
+    _launch()
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    _launch()
+    assert len(searches) == 2
+
+
+def test_a_tensor_among_the_constants_is_never_kept(searches):
+    for _ in range(2):
+        _launch(extra=_tensor())
+    assert len(searches) == 2 and not _kernel._known
