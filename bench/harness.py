@@ -6,6 +6,7 @@ rounds, and the slowest rank's time counts.
 """
 
 import os
+import random
 import statistics
 import subprocess
 
@@ -110,9 +111,11 @@ def time_methods(methods, input_sets, rounds, burst_ms):
     bursts = {name: _calls_for(call, input_sets, burst_ms) for name, call in methods.items()}
     times = {name: [] for name in methods}
     names = list(methods)
-    for round_ in range(rounds):
-        first = round_ % len(names)
-        for name in names[first:] + names[:first]:
+    # In another order each round, the same on all ranks: a GPU at its power limit is faster after a method that let it
+    # rest, so that in a fixed order each method would owe something to the one before.
+    order = random.Random(0)
+    for _ in range(rounds):
+        for name in order.sample(names, len(names)):
             times[name].append(_burst(methods[name], input_sets, bursts[name]))
     found = {}
     for name in names:
