@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import tdkernels
+import tdkernels.symm.workspace as workspace_module
 from tdkernels import PeerTimeoutError, PlanMismatchError
 from tdkernels.launch import RankError
 from tdkernels.symm import get_timeout, get_workspace, resolve_group
@@ -199,6 +200,27 @@ def waits_for_a_slow_rank(operator, changes):
 @each_way
 def test_slow_rank(operator, changes):
     on_ranks(3, waits_for_a_slow_rank, operator, changes)
+
+
+def has_no_memory_to_grow():
+    small, large = Case("gemm_rs", BF16, 5, 3, 7), Case("gemm_rs", BF16, 300, 70, 7)
+    with a_group() as group, pytest.MonkeyPatch.context() as patch:
+        small.check(small.run(group=group))
+
+        def no_memory(*args):
+            raise torch.OutOfMemoryError("not this much")
+
+        patch.setattr(workspace_module, "make_buffer", no_memory)
+        large_failed = failure_of(large.call, group=group)
+        patch.undo()
+        small_failed = failure_of(small.call, group=group)
+        del group
+    assert "not this much" in str(large_failed)
+    assert "could not grow" in str(small_failed), "it went on with a buffer that is gone"
+
+
+def test_no_memory_to_grow():
+    on_ranks(2, has_no_memory_to_grow)
 
 
 def has_more_plans_than_numbers():

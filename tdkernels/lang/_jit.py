@@ -35,43 +35,66 @@ class Kernel(JITFunction):
         if _on_cpu(args) or _on_cpu(kwargs.values()):
             with _interpreter_options():
                 return self._interpreted.run(*args, grid=grid, warmup=warmup, **kwargs)
-        if warmup or self.pre_run_hooks or any(isinstance(value, torch.Tensor) for value in kwargs.values()):
+        key = None if warmup or self.pre_run_hooks or type(grid) is not tuple else self._key(args, kwargs)
+        if key is None:
             return super().run(*args, grid=grid, warmup=warmup, **kwargs)
-        return self._launch(args, grid, kwargs)
+        return self._launch(key, args, grid, kwargs)
 
-    def _launch(self, args, grid, kwargs):
-        """What ``JITFunction.run`` does, without looking for the compiled kernel again: that takes most of its time.
-
-        The grid is a tuple, what is in kwargs is constant.
-        """
-        key = (torch.cuda.current_device(), *map(self._kind, self._specialized, args), *kwargs.items())
+    def _launch(self, key, args, grid, kwargs):
+        """What ``JITFunction.run`` does, without looking for the compiled kernel again: that takes most of its time."""
         known = self._known.get(key)
         if known is None:
             compiled = super().run(*args, grid=grid, warmup=False, **kwargs)
-            if isinstance(compiled, CompiledKernel):
-                names = list(self.signature.parameters)[len(args) :]
-                defaults = {name: self.signature.parameters[name].default for name in names}
-                self._known[key] = compiled, [kwargs.get(name, defaults[name]) for name in names]
+            if isinstance(compiled, CompiledKernel) and len(self._known) < _MAX_KNOWN:
+                parameters = list(self.signature.parameters.values())[len(args) :]
+                self._known[key] = compiled, [kwargs.get(p.name, p.default) for p in parameters]
             return compiled
         compiled, others = known
         compiled[(*grid, 1, 1)[:3]](*args, *others)
         return compiled
+
+    def _key(self, args, kwargs):
+        """All that decides what a launch runs, or None for one with something in it that is not usual here."""
+        if not _PLAIN.issuperset(map(type, kwargs.values())) or _HOOK and getattr(knobs.runtime, _HOOK) is not None:
+            return None
+        try:
+            kinds = map(_kind, self._specialized, args)
+            return (
+                torch.cuda.current_device(), knobs.runtime.debug, *kinds, *kwargs.items(), *map(type, kwargs.values())
+            )  # fmt: skip
+        except LookupError:
+            return None
 
     @functools.cached_property
     def _specialized(self):
         """For each parameter whether Triton compiles anew for other integers than those seen."""
         return [not parameter.do_not_specialize for parameter in self.params]
 
-    @staticmethod
-    def _kind(specialized, arg):
-        """What Triton compiles for, of an argument: in one word, equal for arguments that the same code serves."""
-        if isinstance(arg, int) and not isinstance(arg, bool):
-            return arg if specialized else -(1 << 31) <= arg < 1 << 31
-        if isinstance(arg, torch.Tensor):
-            return arg.dtype, arg.data_ptr() % 16 == 0
-        if isinstance(arg, TensorDescriptor):
-            return arg.base.dtype, tuple(arg.block_shape), arg.padding
-        return arg
+
+_MAX_KNOWN = 4096  # of one kernel; whoever has more of them searches
+_PLAIN = {int, bool, str, type(None)}
+_HOOK = "add_stages_inspection_hook" if hasattr(knobs.runtime, "add_stages_inspection_hook") else None
+
+
+def _kind(specialized, arg):
+    """What Triton compiles for, of an argument: equal for arguments that the same code serves.
+
+    Raises:   LookupError for an argument of another type than those that are usual here
+    """
+    if isinstance(arg, torch.Tensor):
+        # AMD's compiler addresses what is less than 2 GiB in another way.
+        small = torch.version.hip is None or arg.untyped_storage().size() < 1 << 31
+        return arg.dtype, arg.data_ptr() % 16 == 0, small
+    kind = type(arg)
+    if kind is int:
+        if specialized:
+            return int, arg
+        return "i32" if -(1 << 31) <= arg < 1 << 31 else "i64" if arg < 1 << 63 else "u64"
+    if arg is None or kind is bool:
+        return kind, arg
+    if kind is TensorDescriptor:
+        return arg.base.dtype, tuple(arg.block_shape), arg.padding
+    raise LookupError
 
 
 @contextlib.contextmanager

@@ -75,6 +75,13 @@ def gemm_tile(
 
 
 @td.jit
+def store_rows(z_ptr, tile, offs_m, offs_n, M, N):
+    """Store a tile in a contiguous [M, N]; what is outside is left out."""
+    mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
+    tl.store(z_ptr + offs_m[:, None].to(tl.int64) * N + offs_n[None, :], tile, mask=mask)
+
+
+@td.jit
 def in_register_order(tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """A tile [BLOCK_M, BLOCK_N] as a vector, in the order in which Hopper's wgmma leaves it in the registers.
 

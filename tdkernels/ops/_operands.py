@@ -1,6 +1,7 @@
 """Checks and layouts of what a user passes to a dense operator, before anything is launched."""
 
 import torch
+from torch.autograd import forward_ad
 from torch.distributed import distributed_c10d as c10d
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -62,10 +63,18 @@ def refuse_second_derivatives(operator):
 
 def apply(function, op, x, weight, bias, *others):
     """``op`` of the operands, through its autograd Function only where a gradient may be asked for: that takes time."""
-    asks = x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
-    if asks and torch.is_grad_enabled():
+    if may_be_differentiated(x, weight, bias):
         return function.apply(x, weight, bias, *others)
     return op(x, weight, bias, *others)
+
+
+def may_be_differentiated(*tensors):
+    """Whether autograd has to hear of an operation, be it only to refuse forward mode and functorch's transforms."""
+    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
+        return True
+    if torch.compiler.is_compiling():
+        return False
+    return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
 
 
 def apply_autocast(x, *others):

@@ -9,7 +9,7 @@ from tdkernels.ops import _device
 
 @dataclass(frozen=True)
 class Tiles:
-    """One program computes block_m x block_n outputs in steps of block_k, with group_m tile rows walked together."""
+    """A program computes block_m x block_n outputs at a time, by steps of block_k; group_m tile rows go together."""
 
     block_m: int = 128
     block_n: int = 256

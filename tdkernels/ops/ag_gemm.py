@@ -2,11 +2,11 @@
 
     x [M / W, K] on each rank, weight [N / W, K] (columns of the full weight)  ->  y [M, N / W]
 
-Schedule (``ag_gemm_kernel``). A few programs push our shard to all peers in chunks of rows and raise one signal for
-each chunk at each peer. Every other program computes one tile of y: first those of our own shard, which need nothing
-from anybody, then those of the peers' chunks in the order in which they arrive, each after a wait for its chunk's
-signal. Call t uses half t mod 2 of the workspace: no rank can finish call t + 1 before all have begun it, hence when a
-peer pushes call t + 2 nobody reads call t any more, and there is no barrier.
+Schedule (``ag_gemm_kernel``). Programs take pieces of work from a list. The first pieces push our shard to all peers in
+chunks of rows and raise one signal for each chunk at each peer. Every other one is a tile of y: first those of our own
+shard, which need nothing from anybody, then those of the peers' chunks in the order in which they arrive, each after a
+wait for its chunk's signal. Call t uses half t mod 2 of the workspace: no rank can finish call t + 1 before all have
+begun it, hence when a peer pushes call t + 2 nobody reads call t any more, and there is no barrier.
 
 With ``transport="copy_engine"`` the host enqueues one copy a chunk on a second stream instead, and all multiprocessors
 compute; a barrier opens the call.

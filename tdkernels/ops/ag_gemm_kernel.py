@@ -31,7 +31,7 @@ class AgGemmConfig:
     method:          "fused", or "torch": a plain all-gather, then a plain GEMM
     tiles:           the tile of the product, see ``Tiles``; None takes the default for the device and shape
     transport:       "push" (by programs) or "copy_engine"
-    num_comm_sms:    programs that push; push only
+    num_comm_sms:    programs that push at the same time, before they multiply like the others; push only
     chunk_tiles:     tile rows that travel together under one signal
     """
 

@@ -173,7 +173,7 @@ def _call(function, operator, x, group, config):
     group = resolve_group(group)
     _check(operator, x, group.size(), config)
     config = as_argument(config)
-    if x.requires_grad and torch.is_grad_enabled():
+    if _operands.may_be_differentiated(x):
         return function.apply(x, group.group_name, config)
     # Of a small message the host's part is most of the time, and autograd's is a part of that.
     return getattr(torch.ops.tdkernels, operator)(x, group.group_name, config)

@@ -33,13 +33,14 @@ from tdkernels.ops._gemm import (
     from_register_order,
     gemm_tile,
     in_register_order,
+    store_rows,
     swizzle,
 )
 from tdkernels.ops._rank_sum import sum_in_rank_order
+from tdkernels.ops._staging import COPY_WORDS, forward_item
 from tdkernels.ops._tiles import Tiles, default_tiles
 from tdkernels.symm import get_workspace
 
-_COPY_WORDS = 4096
 _SLICE = 8192  # elements of a tile that a program sums at a time: what fits its registers
 # Up to so many rows each rank sums everything itself: the wire carries more, but only once.
 _ONE_SHOT_ROWS = {"cpu": 16, "cuda": 64}
@@ -114,22 +115,6 @@ def _multiply_tile(
 
 
 @td.jit
-def _forward_item(ctx, src, dst, staged, count, owner, signal_ptr, signal, epoch, TILE_BYTES: tl.constexpr,
-                  COPY_WORDS: tl.constexpr, trace):  # fmt: skip
-    """Copy ``count`` finished tiles to their owner and raise its signal; takes the next ticket."""
-    me = td.rank(ctx)
-    td.mark(trace, "waits", me)
-    for i in range(count):
-        # producer: the program of this rank that computed the tile
-        td.wait(ctx, td.flag_at(ctx, staged + i), epoch, me, SCOPE="gpu")
-    td.mark(trace, "pushes", owner)
-    td.put(dst, src, count * TILE_BYTES, COPY_WORDS)
-    answer = td.take_ticket(ctx)
-    td.notify(ctx, signal_ptr, owner, signal, PASSES_ON=True)  # waiter: the owner's programs that sum these tiles
-    return answer
-
-
-@td.jit
 def _reduce_tile(
     ctx, parts, part_bytes, sums_offset, half, bias_ptr, z_ptr, row, col, M, N,
     RANKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLICE_N: tl.constexpr, HAS_BIAS: tl.constexpr,
@@ -154,7 +139,7 @@ def _reduce_tile(
         for step in tl.static_range(1, RANKS):
             peer_sums = td.data_at(ctx, half, (me + step) % RANKS) + sums_offset
             tl.store(td.pointer_to(peer_sums, DTYPE) + rows[:, None] * BLOCK_N + cols[None, :], z)
-        _store_rows(z_ptr, z, row + rows, col + cols, M, N)
+        store_rows(z_ptr, z, row + rows, col + cols, M, N)
 
 
 @td.jit
@@ -163,13 +148,7 @@ def _receive_tile(src, z_ptr, row, col, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl
     rows = tl.arange(0, BLOCK_M)
     cols = tl.arange(0, BLOCK_N)
     z = tl.load(td.pointer_to(src, z_ptr.dtype.element_ty) + rows[:, None] * BLOCK_N + cols[None, :])
-    _store_rows(z_ptr, z, row + rows, col + cols, M, N)
-
-
-@td.jit
-def _store_rows(z_ptr, z, offs_m, offs_n, M, N):
-    mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
-    tl.store(z_ptr + offs_m[:, None].to(tl.int64) * N + offs_n[None, :], z, mask=mask)
+    store_rows(z_ptr, z, row + rows, col + cols, M, N)
 
 
 @td.jit
@@ -252,7 +231,7 @@ def gemm_ar_kernel(
             if forwards:
                 if owner != me:
                     dst = td.data_at(ctx, half, owner) + me * part_bytes + slot
-                    answer = _forward_item(
+                    answer = forward_item(
                         ctx, stage, dst, staged, tl.minimum(item_tiles, tiles - tile), owner,
                         td.signal_at(ctx, half, me * rounds + round_), signal, epoch, TILE_BYTES, COPY_WORDS,
                         trace,
@@ -344,7 +323,7 @@ def _arguments(ctx, x, weight, bias, z, stage, schedule, plan, world_size, confi
         m, n, k, stride_w, schedule.lag, schedule.reduce_after, schedule.receive_after, plan,
         config.item_tiles, tiles.group_m,
     )  # fmt: skip
-    return args, {"COPY_WORDS": _COPY_WORDS, "SLICE_N": slice_columns(tiles), "RANKS": world_size, **constants}
+    return args, {"COPY_WORDS": COPY_WORDS, "SLICE_N": slice_columns(tiles), "RANKS": world_size, **constants}
 
 
 def slice_columns(tiles):

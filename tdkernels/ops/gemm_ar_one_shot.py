@@ -15,7 +15,7 @@ import triton.language as tl
 from tdkernels import lang as td
 from tdkernels.lang._trace import ALL_PEERS
 from tdkernels.ops import _device, _operands, _trace
-from tdkernels.ops._gemm import as_aligned, gemm_tile, swizzle
+from tdkernels.ops._gemm import as_aligned, gemm_tile, store_rows, swizzle
 from tdkernels.ops._rank_sum import sum_in_rank_order
 from tdkernels.ops._tiles import Tiles
 from tdkernels.symm import get_workspace
@@ -125,7 +125,7 @@ def gemm_ar_one_shot_kernel(
         if HAS_BIAS:
             total += td.to_float32(tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0))[None, :]
         z = td.from_float32(total, z_ptr.dtype.element_ty)
-        tl.store(z_ptr + offs_m[:, None].to(tl.int64) * N + offs_n[None, :], z, mask=mask)
+        store_rows(z_ptr, z, offs_m, offs_n, M, N)
     td.mark(trace, "finishes")
     td.finish(ctx)
     td.mark(trace, "ends")

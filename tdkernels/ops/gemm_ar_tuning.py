@@ -4,7 +4,7 @@ import torch
 
 from tdkernels.autotune.operator import Floors, register
 from tdkernels.ops import _dense_tuning as dense
-from tdkernels.ops import _device, _gemm, _rank_sum, _tiles
+from tdkernels.ops import _device, _gemm, _rank_sum, _staging, _tiles
 from tdkernels.ops import gemm_ar as op
 from tdkernels.ops import gemm_ar_kernel as kernel
 from tdkernels.ops import gemm_ar_one_shot as one_shot
@@ -18,7 +18,7 @@ _ONE_SHOT_MOST_ROWS = 1024  # beyond, the wire alone takes far longer than two_s
 
 class GemmArTunable(dense.DenseTunable):
     name = "gemm_ar"
-    sources = (op, kernel, one_shot, _gemm, _rank_sum, _tiles)
+    sources = (op, kernel, one_shot, _gemm, _rank_sum, _staging, _tiles)
     divided = (2,)
     config_class = GemmArConfig
     op, kernel = op, kernel

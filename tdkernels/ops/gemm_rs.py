@@ -3,11 +3,12 @@
     x [M, K / W] on each rank, weight [N, K / W] (columns of the full one)  ->  z [M / W, N]
 
 Schedule (``gemm_rs_kernel``). A rank computes the partial tiles of the rows of rank + 1 first, then those of rank + 2
-and so on, and stages them in its own memory. Programs strewn between them forward finished groups of tiles to the rank
-that owns the rows and raise one signal for each group there. Its own rows come last: each of their tiles waits, in its
-epilogue, for the peers' partials of that tile, and adds all partials in fp32 in rank order, so that the result does not
-depend on timing. Partials travel in the dtype of x, as those of a plain reduce-scatter do. Call t uses half t mod 2 of
-the workspace; as with ag_gemm no rank can finish call t + 1 before all have begun it, so there is no barrier.
+and so on, and stages them in its own memory. Pieces of work strewn between them forward finished groups of tiles to the
+rank that owns the rows and raise one signal for each group there; or, ``transport="direct"`` (``gemm_rs_direct``), each
+tile is sent from where it was computed, with a signal of its own. Its own rows come last: each of their tiles waits, in
+its epilogue, for the peers' partials of that tile, and adds all partials in fp32 in rank order, so that the result does
+not depend on timing. Partials travel in the dtype of x, as those of a plain reduce-scatter do. Call t uses half t mod
+2 of the workspace; as with ag_gemm no rank can finish call t + 1 before all have begun it, so there is no barrier.
 
 Backward. dx = all_gather(dz) @ weight is an AG-GEMM, which leaves all_gather(dz) behind for dweight and dbias.
 

@@ -19,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tdkernels import lang as td
 from tdkernels.lang._trace import ALL_PEERS
 from tdkernels.ops import _device, _operands, _trace
-from tdkernels.ops._gemm import as_aligned, gemm_tile, in_register_order, swizzle
+from tdkernels.ops._gemm import as_aligned, gemm_tile, in_register_order, store_rows, swizzle
 from tdkernels.ops._rank_sum import sum_of_tile
 from tdkernels.symm import get_workspace
 
@@ -137,10 +137,7 @@ def gemm_rs_direct_kernel(
             if z_desc is not None:
                 z_desc.store([0, row, col], z.reshape(1, BLOCK_M, BLOCK_N))  # three-dimensional as _send's: one buffer
             else:
-                offs_m = row + tl.arange(0, BLOCK_M)
-                offs_n = col + tl.arange(0, BLOCK_N)
-                mask = (offs_m < M_shard)[:, None] & (offs_n < N)[None, :]
-                tl.store(z_ptr + offs_m[:, None].to(tl.int64) * N + offs_n[None, :], z, mask=mask)
+                store_rows(z_ptr, z, row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N), M_shard, N)
         td.mark(trace, "finishes")
         td.mark(trace, "ends")
     if BY_ENGINE:

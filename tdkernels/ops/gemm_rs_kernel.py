@@ -26,12 +26,11 @@ from tdkernels.lang._trace import ALL_PEERS
 from tdkernels.ops import _device, _operands, _trace
 from tdkernels.ops import gemm_rs_direct as direct
 from tdkernels.ops._config import text_of
-from tdkernels.ops._gemm import as_aligned, gemm_tile, in_register_order, swizzle
+from tdkernels.ops._gemm import as_aligned, gemm_tile, in_register_order, store_rows, swizzle
 from tdkernels.ops._rank_sum import sum_of_tile
+from tdkernels.ops._staging import COPY_WORDS, forward_item
 from tdkernels.ops._tiles import Tiles, default_tiles
 from tdkernels.symm import get_workspace
-
-_COPY_WORDS = 4096
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class GemmRsConfig:
 
     method:      "fused", or "torch": a plain GEMM, then a plain reduce-scatter
     tiles:       the tile of the product, see ``Tiles``; None takes the default for the device and shape
-    transport:   "forward": partial tiles are staged and sent on by programs of their own; "direct": they are sent from
+    transport:   "forward": partial tiles are staged and sent on by other programs; "direct": they are sent from
                  where they were computed, while the next one is
     item_tiles:  tiles that are forwarded together under one signal; forward only
     """
@@ -76,33 +75,6 @@ def default_config_for(x, weight, world_size):
     return default_config(x.shape[0] // world_size, *weight.shape, x.dtype, x.device)
 
 
-@td.jit
-def _forward_item(
-    ctx, item, items, item_tiles, tiles, stage, epoch, signal, half,
-    TILE_BYTES: tl.constexpr, COPY_WORDS: tl.constexpr, trace,
-):  # fmt: skip
-    """Copy one finished item of the staging buffer to its owner and raise its signal; takes the next ticket."""
-    me = td.rank(ctx)
-    ranks = td.num_ranks(ctx)
-    owner = (me + 1 + item // items) % ranks
-    item_of_shard = item % items
-    first = item_of_shard * item_tiles
-    count = tl.minimum(item_tiles, tiles - first)
-    staged = item.to(tl.int64) * item_tiles
-    td.mark(trace, "waits", me)
-    for i in range(count):
-        # producer: the program of this rank that computed the tile
-        td.wait(ctx, td.flag_at(ctx, staged + i), epoch, me, SCOPE="gpu")
-    slot = (me * items + item_of_shard).to(tl.int64) * item_tiles
-    dst = td.data_at(ctx, half, owner) + slot * TILE_BYTES
-    td.mark(trace, "pushes", owner)
-    td.put(dst, stage + staged * TILE_BYTES, count * TILE_BYTES, COPY_WORDS)
-    answer = td.take_ticket(ctx)
-    # waiter: the owner's program for each tile of the item
-    td.notify(ctx, td.signal_at(ctx, half, me * items + item_of_shard), owner, signal, PASSES_ON=True)
-    return answer
-
-
 # Compiled once for a tile, whatever the shape, plan and size of an item: that is what makes tuning cheap.
 @td.jit(do_not_specialize=["M_shard", "N", "K", "stride_w", "lag", "plan", "item_tiles", "group_m"])
 def gemm_rs_kernel(
@@ -118,6 +90,7 @@ def gemm_rs_kernel(
     K = as_aligned(K, ALIGNED)
     stride_w = as_aligned(stride_w, ALIGNED)
     TILE: tl.constexpr = BLOCK_M * BLOCK_N
+    TILE_BYTES: tl.constexpr = TILE * ELEM_BYTES
     me = td.rank(ctx)
     ranks = RANKS
     epoch = td.epoch(ctx) + 1
@@ -138,9 +111,14 @@ def gemm_rs_kernel(
         if place == 0:
             item = period - lag
             if (item >= 0) & (item < items * (ranks - 1)):
-                answer = _forward_item(
-                    ctx, item, items, item_tiles, tiles, stage_ptr.to(tl.int64), epoch, signal, half,
-                    TILE * ELEM_BYTES, COPY_WORDS, trace,
+                owner = (me + 1 + item // items) % ranks
+                first = item % items * item_tiles  # of its tiles
+                staged = item.to(tl.int64) * item_tiles
+                slot = (me * items).to(tl.int64) * item_tiles + first
+                answer = forward_item(
+                    ctx, stage_ptr.to(tl.int64) + staged * TILE_BYTES, td.data_at(ctx, half, owner) + slot * TILE_BYTES,
+                    staged, tl.minimum(item_tiles, tiles - first), owner,
+                    td.signal_at(ctx, half, me * items + item % items), signal, epoch, TILE_BYTES, COPY_WORDS, trace,
                 )  # fmt: skip
             else:
                 answer = td.take_ticket(ctx)
@@ -171,14 +149,11 @@ def gemm_rs_kernel(
                     td.wait_plan_all(ctx, td.signal_at(ctx, half, tile // item_tiles), items, signal)
                     td.mark(trace, "sums")
                     z = sum_of_tile(
-                        acc, td.data_at(ctx, half, me) + tile.to(tl.int64) * (TILE * ELEM_BYTES),
-                        tl.cast(items, tl.int64) * item_tiles * (TILE * ELEM_BYTES), bias_ptr, col, N, me,
+                        acc, td.data_at(ctx, half, me) + tile.to(tl.int64) * TILE_BYTES,
+                        tl.cast(items, tl.int64) * item_tiles * TILE_BYTES, bias_ptr, col, N, me,
                         z_ptr.dtype.element_ty, RANKS, BLOCK_M, BLOCK_N, HAS_BIAS,
                     )  # fmt: skip
-                    offs_m = row + tl.arange(0, BLOCK_M)
-                    offs_n = col + tl.arange(0, BLOCK_N)
-                    mask = (offs_m < M_shard)[:, None] & (offs_n < N)[None, :]
-                    tl.store(z_ptr + offs_m[:, None].to(tl.int64) * N + offs_n[None, :], z, mask=mask)
+                    store_rows(z_ptr, z, row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N), M_shard, N)
             else:
                 answer = td.take_ticket(ctx)
         td.mark(trace, "finishes")
@@ -208,7 +183,7 @@ def _arguments(ctx, x, weight, bias, z, stage, rows, lag, plan, world_size, conf
         ctx, x, x_desc, weight, w_desc, bias, z, stage,
         rows, n, k, stride_w, lag, plan, config.item_tiles, tiles.group_m,
     )  # fmt: skip
-    return args, {"COPY_WORDS": _COPY_WORDS, "RANKS": world_size, **constants}
+    return args, {"COPY_WORDS": COPY_WORDS, "RANKS": world_size, **constants}
 
 
 def compile(x, weight, bias, world_size, config):

@@ -4,7 +4,7 @@ import torch
 
 from tdkernels.autotune.operator import Floors, register
 from tdkernels.ops import _dense_tuning as dense
-from tdkernels.ops import _device, _gemm, _rank_sum, _tiles
+from tdkernels.ops import _device, _gemm, _rank_sum, _staging, _tiles
 from tdkernels.ops import gemm_rs as op
 from tdkernels.ops import gemm_rs_direct as direct
 from tdkernels.ops import gemm_rs_kernel as kernel
@@ -28,7 +28,7 @@ def _direct_tiles(device, dtype):
 
 class GemmRsTunable(dense.DenseTunable):
     name = "gemm_rs"
-    sources = (op, kernel, direct, _gemm, _rank_sum, _tiles)
+    sources = (op, kernel, direct, _gemm, _rank_sum, _staging, _tiles)
     divided = (0, 2)
     config_class = GemmRsConfig
     op, kernel = op, kernel

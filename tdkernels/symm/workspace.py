@@ -89,14 +89,22 @@ class Workspace:
 
     def _allocate(self, half_bytes, half_signals, num_flags):
         """Replace the buffer; all ranks come here together, since they grow by the same agreed plans."""
-        if self.buffer is not None:
+        grows = self.buffer is not None
+        if grows:
             self.buffer.barrier()  # nobody may still be writing into the old one
+            self.kept = {}
             if self._captured:
                 self._retired.append((self.buffer, self.ctx, self.state, self.record))  # a graph may be replayed on it
             else:
                 self.buffer.close()
-        with torch.inference_mode(False):  # the tables are written to later, whatever mode this call is in
-            self._make(half_bytes, half_signals, num_flags)
+        try:
+            with torch.inference_mode(False):  # the tables are written to later, whatever mode this call is in
+                self._make(half_bytes, half_signals, num_flags)
+        except Exception as error:
+            self.buffer = None  # the old one is gone, and tables and plans speak of it: nobody can go on from here
+            if grows:
+                self._broken = RuntimeError(f"{self.name}: its buffer could not grow: {type(error).__name__}: {error}")
+            raise
 
     def _make(self, half_bytes, half_signals, num_flags):
         data_offset = _round_up((words.MAX_RANKS.value + 2 * half_signals) * _WORD, _ALIGN)

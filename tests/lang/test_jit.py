@@ -1,7 +1,10 @@
 """A launch that was seen before goes straight to the compiled kernel, with the right arguments; any other does not."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -108,7 +111,45 @@ def test_another_device_is_another_kernel(searches, monkeypatch):
     assert len(searches) == 2
 
 
-def test_a_tensor_among_the_constants_is_never_kept(searches):
+@pytest.mark.parametrize(
+    "one, other",
+    [
+        ({"n": 5}, {"n": True}), ({"m": 1}, {"m": True}), ({"FLAG": True}, {"FLAG": 1}), ({"n": 5}, {"n": None}),
+        ({"n": 1 << 40}, {"n": 1 << 63}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_values_that_are_equal_are_not_the_same(searches, one, other):
+    _launch(**one)
+    _launch(**other)
+    assert len(searches) == 2
+
+
+@pytest.mark.parametrize(
+    "unusual",
+    [
+        {"extra": _tensor()}, {"extra": [1]}, {"extra": _descriptor(16)}, {"n": 0.5}, {"desc": (_tensor(), 1)},
+        {"grid": lambda meta: (1,)},
+    ],
+    ids=lambda unusual: next(iter(unusual)),
+)  # fmt: skip
+def test_what_is_unusual_is_always_searched_for(searches, unusual):
     for _ in range(2):
-        _launch(extra=_tensor())
+        _launch(**unusual)
     assert len(searches) == 2 and not _kernel._known
+
+
+def test_debugging_is_another_kernel(searches, monkeypatch):
+    _launch()
+    monkeypatch.setattr(knobs.runtime, "debug", True)
+    _launch()
+    assert len(searches) == 2
+
+
+def test_on_amd_a_large_tensor_is_another_kernel(searches, monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    large = _tensor()
+    large.untyped_storage = lambda: SimpleNamespace(size=lambda: 1 << 31)
+    _launch()
+    _launch(x=large)
+    assert len(searches) == 2

@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from torch.autograd import forward_ad
 
 import tdkernels
 from tdkernels import CollectiveConfig, PeerTimeoutError, PlanMismatchError
@@ -173,6 +174,13 @@ def refuses_second_derivatives(operator):
     x = torch.ones(dist.get_world_size(), device=device(), requires_grad=True)
     with pytest.raises(RuntimeError, match="second derivative"):
         torch.autograd.grad(call(operator, x).sum(), x, create_graph=True)
+
+
+def refuses_forward_mode(operator):
+    x = torch.ones(dist.get_world_size(), device=device())
+    with forward_ad.dual_level():
+        with pytest.raises(NotImplementedError, match="jvp"):
+            call(operator, forward_ad.make_dual(x, torch.ones_like(x)))
 
 
 # ---- the same memory for many calls ----

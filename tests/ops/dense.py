@@ -9,8 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
+import tdkernels
 from tdkernels.ops import ag_gemm_kernel, gemm_ar_kernel, gemm_rs_kernel
 from tests.ranks import device
 from tests.reference import GRADIENTS, Case
@@ -211,6 +213,18 @@ def refuses_second_derivatives(operator):
     output = case.call()
     with pytest.raises(RuntimeError, match="second derivative"):
         torch.autograd.grad(output, case.x, case.dy, create_graph=True)
+
+
+def refuses_forward_mode(operator):
+    """Rather than return a tangent of zero."""
+    case = Case(operator, torch.float32, 19, 13, 17)
+    x, weight = case.x.detach(), case.weight.detach()
+    call = getattr(tdkernels, operator)
+    with forward_ad.dual_level():
+        with pytest.raises(NotImplementedError, match="jvp"):
+            call(forward_ad.make_dual(x, torch.ones_like(x)), weight)
+    with pytest.raises(RuntimeError, match="functorch"):
+        torch.func.jvp(lambda x: call(x, weight), (x,), (torch.ones_like(x),))
 
 
 def obeys_autocast(operator):

@@ -119,6 +119,11 @@ def test_second_derivatives_are_refused(operator):
     on_ranks(2, collective.refuses_second_derivatives, operator)
 
 
+@each_operator
+def test_forward_mode_is_refused(operator):
+    on_ranks(2, collective.refuses_forward_mode, operator)
+
+
 # ---- between the ranks ----
 
 

@@ -155,6 +155,11 @@ def test_second_derivatives_are_refused(operator):
     on_ranks(1, dense.refuses_second_derivatives, operator)
 
 
+@each_operator
+def test_forward_mode_is_refused(operator):
+    on_ranks(1, dense.refuses_forward_mode, operator)
+
+
 @each_config(HASTY)
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 def test_same_bits_every_time(dtype, operator, config):

@@ -1,0 +1,28 @@
+"""Partial tiles that wait in this rank's own memory until a piece of work forwards them to the rank that sums them."""
+
+import triton.language as tl
+
+from tdkernels import lang as td
+
+COPY_WORDS = 4096  # of 8 bytes, that a program moves at a time
+
+
+@td.jit
+def forward_item(
+    ctx, src, dst, staged, count, owner, signal_ptr, signal, epoch,
+    TILE_BYTES: tl.constexpr, COPY_WORDS: tl.constexpr, trace,
+):  # fmt: skip
+    """Copy ``count`` finished tiles to their owner and raise its signal; returns ``td.take_ticket``'s answer.
+
+    Flag number ``staged`` and those after it say that a tile is there; src and dst are addresses.
+    """
+    me = td.rank(ctx)
+    td.mark(trace, "waits", me)
+    for i in range(count):
+        # producer: the program of this rank that computed the tile
+        td.wait(ctx, td.flag_at(ctx, staged + i), epoch, me, SCOPE="gpu")
+    td.mark(trace, "pushes", owner)
+    td.put(dst, src, count * TILE_BYTES, COPY_WORDS)
+    answer = td.take_ticket(ctx)
+    td.notify(ctx, signal_ptr, owner, signal, PASSES_ON=True)  # waiter: the owner's programs that sum these tiles
+    return answer
