@@ -11,7 +11,7 @@ from tdkernels.ops import _device
 
 FILES = cache.files(cache.SHIPPED)
 # What a program may have on the GPUs that there are tables for, and how many run at a time.
-LIMITS = {"NVIDIA H200": (232448, 132)}
+LIMITS = {"NVIDIA H200": (232448, 132, (9, 0))}
 TOKENS = [8192]
 SWEPT = {ranks: [1 << i for i in range(16) if 1 << i >= ranks] for ranks in (2, 4, 8)}  # from one row a rank to 32768
 
@@ -23,9 +23,10 @@ def entries(operator, gpu="NVIDIA H200"):
 @pytest.fixture
 def as_if_on(monkeypatch):
     def on(gpu):
-        shared, num_sms = LIMITS[gpu]
+        shared, num_sms, capability = LIMITS[gpu]
         monkeypatch.setattr(_device, "shared_memory_bytes", lambda device: shared)
         monkeypatch.setattr(_device, "num_sms", lambda device: num_sms)
+        monkeypatch.setattr(_device, "capability", lambda device: capability)
 
     return on
 
