@@ -1,5 +1,6 @@
 """Tables of the collectives alone, a part of the report: microseconds by the size of the message."""
 
+from bench import collective_plots
 from bench.collectives import PEERS, in_words
 
 _OURS = ("tdkernels", "tdkernels-default")
@@ -10,8 +11,19 @@ Microseconds by the bytes of the full tensor (bf16); ours by exchange, "tdkernel
 """
 
 
-def text(rows):
-    """The section of all rows, which are those of ``collectives.rows``; nothing if there are none."""
+def text(rows, link):
+    """The section of all rows, which are those of ``collectives.rows``; nothing if there are none.
+
+    Args:     link: what shows a plots.Figure in the text
+    """
+    newest = newest_runs(rows)
+    tables = [_table(place, newest[place]) for place in sorted(newest)]
+    pictures = [link(figure) for figure in collective_plots.figures(newest)]
+    return "\n".join(["## Collectives alone\n", *pictures, *tables]) if tables else ""
+
+
+def newest_runs(rows):
+    """{(GPU, ranks, operator, whether in a graph): {bytes: {method: row, and "date"}}}, of each size the newest run."""
     newest = {}
     for row in rows:
         place = row["gpu"], row["num_gpus"], row["op"], row["graph"]
@@ -21,8 +33,7 @@ def text(rows):
             run["date"] = row["date"]
         if row["date"] == run["date"]:
             run[row["method"]] = row
-    tables = [_table(place, newest[place]) for place in sorted(newest)]
-    return "\n".join(["## Collectives alone\n", *tables]) if tables else ""
+    return newest
 
 
 def _table(place, runs):

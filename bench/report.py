@@ -2,7 +2,7 @@
 
 import sys
 
-from bench import collective_report, plots
+from bench import collective_plots, collective_report, plots
 from bench.points import BadRow, at_full_size, geometric_mean, groups, read, read_collectives, swept
 from bench.shapes import TOKENS
 
@@ -48,7 +48,7 @@ def main(results, into):
         return 2
     readme.write_text(text(points, alone))
     print(readme)
-    figures = plots.figures(points)
+    figures = plots.figures(points) + collective_plots.figures(collective_report.newest_runs(alone))
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -76,7 +76,7 @@ def text(points, alone=()):
         if tuned:
             parts.append(_tuned(tuned))
     if alone:
-        parts.append(collective_report.text(alone))
+        parts.append(collective_report.text(alone, _link))
     return "\n".join(parts)
 
 

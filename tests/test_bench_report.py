@@ -1,12 +1,13 @@
 """The report of the benchmarks, from made-up rows, and that the repository's own is not stale."""
 
+import importlib.util
 import json
 import sys
 from pathlib import Path
 
 import pytest
 
-from bench import collectives, plots, points, report
+from bench import collective_plots, collective_report, collectives, plots, points, report
 from bench import run as bench_run
 from tdkernels.__main__ import main
 
@@ -248,6 +249,10 @@ def test_collectives_alone_have_a_section_of_their_own(results):
     assert cells(text, "1K", part)[:4] == ["1K", "12.0", "–", "6.0"] and "2.00" in cells(text, "1K", part)
     assert "c1" not in text and cells(text, "1K", "### all_reduce alone, in a CUDA graph")[1:3] == ["10.0", "5.0"]
     assert report.main(folder, folder) == 0 and (folder / "README.md").read_text() == text
+    for name in ("collectives-testingx4.png", "collectives-testingx4-graph.png"):
+        assert f"(plots/{name})" in text
+        if importlib.util.find_spec("matplotlib"):
+            assert (folder / "plots" / name).stat().st_size > 5000, "an empty picture"
 
 
 def test_the_same_rows_give_the_same_plots(results, tmp_path):
@@ -281,5 +286,6 @@ def test_the_repositorys_report_is_that_of_its_rows():
         "bench/README.md is stale: python -m tdkernels bench --report"
     )
     drawn = {path.name: path.stat().st_size for path in (ROOT / "bench" / "plots").iterdir()}
-    assert drawn.keys() == {figure.file for figure in plots.figures(found)}
+    figures = plots.figures(found) + collective_plots.figures(collective_report.newest_runs(alone))
+    assert drawn.keys() == {figure.file for figure in figures}
     assert max(drawn.values()) < 120 << 10
