@@ -16,6 +16,7 @@ import torch.distributed._symmetric_memory as symm_mem  # defines torch.ops.symm
 
 import tdkernels
 from bench import graphs, harness
+from bench.measure import timed
 from bench.operators import DTYPE
 from tdkernels.launch import rank_device
 from tdkernels.ops._collectives import all_gather_rows, reduce_scatter_rows
@@ -102,23 +103,13 @@ def _measure(case, plan):
             del methods[name]
     if "tdkernels" in methods:
         configs["tdkernels"] = tdkernels.explain(case.operator, sets[0].x).config
-    calls, not_captured = {(name, False): call for name, (call, _) in methods.items()}, {}
-    for name, (call, checked) in methods.items() if plan.cuda_graph else ():
-        captured, reason = graphs.capture(call, sets, references if call is checked else None)
-        if reason is None:
-            calls[name, True] = captured
-        else:
-            not_captured[name] = reason
+    calls = {name: call for name, (call, _) in methods.items()}
+    captured, not_captured = {}, {}
+    if plan.cuda_graph:
+        unchecked = [name for name, (call, checked) in methods.items() if call is not checked]
+        captured, not_captured = graphs.capture_all(calls, sets, references, unchecked)
     del references
-    found = harness.time_methods(calls, sets, plan.rounds, plan.burst_ms)
-    tdkernels.synchronize()  # raises if a peer did not come in time while the clock ran
-    table = [(*key, {**times, "config": _as_dict(configs.get(key[0]))}) for key, times in found.items()]
-    table += [(name, False, {"absent": reason}) for name, reason in absent.items()]
-    return table + [(name, True, {"absent": reason}) for name, reason in not_captured.items()]
-
-
-def _as_dict(config):
-    return None if config is None else dataclasses.asdict(config)
+    return timed(calls, captured, sets, plan, configs, absent, not_captured)
 
 
 def _references(case, sets):

@@ -55,3 +55,15 @@ def capture(call, input_sets, references):
         gc.collect()  # what the failed capture holds
         return None, reason
     return captured[0], None
+
+
+def capture_all(calls, input_sets, references, unchecked):
+    """({name: Captured}, {name: why not}) of {name: call}; ``unchecked``: names that the references do not fit."""
+    captured, reasons = {}, {}
+    for name, call in calls.items():
+        graph, reason = capture(call, input_sets, None if name in unchecked else references)
+        if reason is None:
+            captured[name] = graph
+        else:
+            reasons[name] = reason
+    return captured, reasons

@@ -48,15 +48,21 @@ def _measure(case, plan):
             absent[name] = reason
             del calls[name]
     _add_what_runs(configs, case, sets[0])
-    methods, not_captured = {(name, False): call for name, call in calls.items()}, {}
-    for name, call in calls.items() if plan.cuda_graph else ():
+    captured, not_captured = {}, {}
+    if plan.cuda_graph:
         # Alone, cuBLAS and NCCL compute something else than the references say.
-        captured, reason = graphs.capture(call, sets, None if name in ("gemm", "collective") else references)
-        if reason is None:
-            methods[name, True] = captured
-        else:
-            not_captured[name] = reason
+        captured, not_captured = graphs.capture_all(calls, sets, references, unchecked=("gemm", "collective"))
     del references
+    return timed(calls, captured, sets, plan, configs, absent, not_captured)
+
+
+def timed(calls, captured, sets, plan, configs, absent, not_captured):
+    """Time methods, eager and captured, in one run: what ``measure`` returns.
+
+    Args:     calls, captured, configs, absent, not_captured: dicts by the name of a method; the last two say why
+    """
+    methods = {(name, False): call for name, call in calls.items()}
+    methods |= {(name, True): graph for name, graph in captured.items()}
     found = harness.time_methods(methods, sets, plan.rounds, plan.burst_ms)
     tdkernels.synchronize()  # raises if a peer did not come in time while the clock ran
     table = [(*key, {**times, "config": _as_dict(configs.get(key[0]))}) for key, times in found.items()]

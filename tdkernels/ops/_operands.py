@@ -61,16 +61,15 @@ def refuse_second_derivatives(operator):
         raise RuntimeError(f"{operator}: second derivatives (create_graph=True) are not supported")
 
 
-def apply(function, op, x, weight, bias, *others):
-    """``op`` of the operands, through its autograd Function only where a gradient may be asked for: that takes time."""
-    if may_be_differentiated(x, weight, bias):
-        return function.apply(x, weight, bias, *others)
-    return op(x, weight, bias, *others)
+def apply(function, op, *call):
+    """``op`` of a call, through its autograd Function only where a gradient may be asked for: that takes time."""
+    tensors = [arg for arg in call if isinstance(arg, torch.Tensor)]
+    return function.apply(*call) if may_be_differentiated(tensors) else op(*call)
 
 
-def may_be_differentiated(*tensors):
+def may_be_differentiated(tensors):
     """Whether autograd has to hear of an operation, be it only to refuse forward mode and functorch's transforms."""
-    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return True
     if torch.compiler.is_compiling():
         return False

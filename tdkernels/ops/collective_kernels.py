@@ -199,34 +199,23 @@ def _sum_of_ranks(
 
 @td.jit
 def _sum_blocks(
-    me, ranks, x, parts, part_bytes, z, left, blocks,
-    DTYPE: tl.constexpr, ITEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """z = the sums of blocks, ours at address x and that of rank r at parts + r * part_bytes in our buffer."""
-    offs = tl.arange(0, BLOCK)
-    for b in range(blocks):
-        start = tl.cast(b, tl.int64) * BLOCK
-        at = start * ITEM_BYTES
-        mask = offs < left - start
-        total = _sum_of_ranks(me, ranks, x + at, parts + at, part_bytes, offs, mask, DTYPE, ALIGNED)
-        tl.store(_pointer(z + at, DTYPE, ALIGNED) + offs, total, mask=mask)
-
-
-@td.jit
-def _sum_blocks_for_all(
     ctx, me, ranks, x, parts, part_bytes, sums, z, left, blocks,
-    DTYPE: tl.constexpr, ITEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    SEND: tl.constexpr, DTYPE: tl.constexpr, ITEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``_sum_blocks``, and the sums ``sums`` bytes into every peer's buffer as well."""
+    """z = the sums of blocks, ours at address x and that of rank r at parts + r * part_bytes in our buffer.
+
+    SEND: they are stored ``sums`` bytes into every peer's buffer, too.
+    """
     offs = tl.arange(0, BLOCK)
     for b in range(blocks):
         start = tl.cast(b, tl.int64) * BLOCK
         at = start * ITEM_BYTES
         mask = offs < left - start
         total = _sum_of_ranks(me, ranks, x + at, parts + at, part_bytes, offs, mask, DTYPE, ALIGNED)
-        for step in range(1, ranks):
-            dst = td.symm_base(ctx, (me + step) % ranks) + sums + at
-            tl.store(td.pointer_to(dst, DTYPE) + offs, total, mask=mask)
+        if SEND:
+            for step in range(1, ranks):
+                dst = td.symm_base(ctx, (me + step) % ranks) + sums + at
+                tl.store(td.pointer_to(dst, DTYPE) + offs, total, mask=mask)
         tl.store(_pointer(z + at, DTYPE, ALIGNED) + offs, total, mask=mask)
 
 
@@ -309,8 +298,8 @@ def reduce_scatter_kernel(
         # producer: every peer's program of this piece
         td.wait_plan_all(ctx, signals + piece, pieces, signal)
         _sum_blocks(
-            me, ranks, x + me * n * ITEM_BYTES, buffer + slots, slot_bytes, z, left, blocks,
-            DTYPE, ITEM_BYTES, ALIGNED, BLOCK,
+            ctx, me, ranks, x + me * n * ITEM_BYTES, buffer + slots, slot_bytes, 0, z, left, blocks,
+            False, DTYPE, ITEM_BYTES, ALIGNED, BLOCK,
         )  # fmt: skip
     td.finish(ctx)
 
@@ -346,7 +335,8 @@ def all_reduce_one_shot_kernel(
         # producer: every peer's program of this piece
         td.wait_plan_all(ctx, signals + piece, pieces, signal)
         _sum_blocks(
-            me, ranks, x, buffer + slots, slot_bytes, z, left, blocks, DTYPE, ITEM_BYTES, ALIGNED, BLOCK
+            ctx, me, ranks, x, buffer + slots, slot_bytes, 0, z, left, blocks,
+            False, DTYPE, ITEM_BYTES, ALIGNED, BLOCK,
         )  # fmt: skip
         block = _first_block(
             x_ptr, piece + tl.num_programs(0), piece_blocks, n, DTYPE, ITEM_BYTES, ALIGNED, BLOCK
@@ -390,9 +380,9 @@ def all_reduce_two_shot_kernel(
         td.notify_all(ctx, signals + me * rounds + round_, signal)
         # producer: every peer's program of this round, before it waits
         td.wait_plan_all(ctx, signals + round_, rounds, signal)
-        _sum_blocks_for_all(
+        _sum_blocks(
             ctx, me, ranks, x + own, buffer + slots, part_bytes, sums + own, z + own, left - me * piece, blocks,
-            DTYPE, ITEM_BYTES, ALIGNED, BLOCK,
+            True, DTYPE, ITEM_BYTES, ALIGNED, BLOCK,
         )  # fmt: skip
         # waiter: every peer's program of this round, at its end
         td.notify_all(ctx, signals + (ranks + me) * rounds + round_, signal, PASSES_ON=True)

@@ -76,16 +76,13 @@ def sizes(operator, nbytes, world_size, config):
     return pieces, world_size * pieces * piece, world_size * pieces
 
 
-def compile(operator, x, config):
-    """Compile what ``launch`` with the same x would launch, into Triton's cache; launches nothing.
-
-    Where the slices of ranks are not aligned although all of x is, that is another kernel, which the launch compiles.
-    """
+def compile(operator, x, world_size, config):
+    """Compile what ``launch`` with the same x would launch, into Triton's cache; launches nothing."""
     if x.device.type == "cpu" or config.exchange == "copy_engine":
         return  # interpreted; no kernel that depends on the config
     ctx = torch.empty(1, dtype=torch.int64, device=x.device)
     x = rows_contiguous(x)
-    args, constants = arguments(operator, ctx, x, x, x.nbytes, 0, config)
+    args, constants = arguments(operator, ctx, x, x, share_bytes(operator, x, world_size), 0, config)
     _kernel(operator, config).warmup(*args, grid=(1,), **constants)
 
 

@@ -10,7 +10,7 @@ import torch
 
 from tdkernels.autotune.operator import Floors, Tunable, register
 from tdkernels.ops import _dense_tuning as dense
-from tdkernels.ops import _device, _gather, _gather_kernels, _gemm, _operands, collective_kernels, collective_launch
+from tdkernels.ops import _device, _gather, _gather_kernels, _operands, collective_kernels, collective_launch
 from tdkernels.ops import collectives as op
 from tdkernels.ops.collective_config import EXCHANGES, CollectiveConfig, default_config
 
@@ -27,7 +27,7 @@ class CollectiveTunable(Tunable):
     sizes = ("n",)
     layouts = ("rows",)
     plain_words = "torch collective", "torch's collective"
-    sources = (op, collective_kernels, collective_launch, _gather, _gather_kernels, _gemm)
+    sources = (op, collective_kernels, collective_launch, _gather, _gather_kernels)
 
     def __init__(self, name):
         self.name = name
@@ -145,7 +145,7 @@ class CollectiveTunable(Tunable):
         return collective_launch.launch(self.name, *operands, group, config)
 
     def compile(self, operands, world_size, config):
-        collective_launch.compile(self.name, *operands, config)
+        collective_launch.compile(self.name, *operands, world_size, config)
 
     def compiled(self, config):
         if config.method == "torch" or config.exchange == "copy_engine":

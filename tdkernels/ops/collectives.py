@@ -172,11 +172,7 @@ def _check(operator, x, world_size, config):
 def _call(function, operator, x, group, config):
     group = resolve_group(group)
     _check(operator, x, group.size(), config)
-    config = as_argument(config)
-    if _operands.may_be_differentiated(x):
-        return function.apply(x, group.group_name, config)
-    # Of a small message the host's part is most of the time, and autograd's is a part of that.
-    return getattr(torch.ops.tdkernels, operator)(x, group.group_name, config)
+    return _operands.apply(function, getattr(torch.ops.tdkernels, operator), x, group.group_name, as_argument(config))
 
 
 # ---- the public functions ----

@@ -27,28 +27,11 @@ MAX_RANKS = 8  # one descriptor for each peer is an argument of its own
 
 
 @td.jit
-def _send(step, half, row, tile, desc1, desc2, desc3, desc4, desc5, desc6, desc7, RANKS: tl.constexpr):
+def _send(step, half, row, tile, descs, RANKS: tl.constexpr):
     """Start the copy of a tile to rank + 1 + ``step``, to ``row`` of a half of its buffer."""
-    if step == 0:
-        desc1.store([half, row, 0], tile)
-    if RANKS > 2:
-        if step == 1:
-            desc2.store([half, row, 0], tile)
-    if RANKS > 3:
-        if step == 2:
-            desc3.store([half, row, 0], tile)
-    if RANKS > 4:
-        if step == 3:
-            desc4.store([half, row, 0], tile)
-    if RANKS > 5:
-        if step == 4:
-            desc5.store([half, row, 0], tile)
-    if RANKS > 6:
-        if step == 5:
-            desc6.store([half, row, 0], tile)
-    if RANKS > 7:
-        if step == 6:
-            desc7.store([half, row, 0], tile)
+    for peer in tl.static_range(RANKS - 1):
+        if step == peer:
+            descs[peer].store([half, row, 0], tile)
 
 
 @td.jit
@@ -117,7 +100,7 @@ def gemm_rs_direct_kernel(
                     _announce(ctx, piece - programs, tiles, half, signal, me, RANKS, True)
                 _send(
                     step, half, slot * BLOCK_M, partial.reshape(1, BLOCK_M, BLOCK_N),
-                    desc1, desc2, desc3, desc4, desc5, desc6, desc7, RANKS,
+                    (desc1, desc2, desc3, desc4, desc5, desc6, desc7), RANKS,
                 )  # fmt: skip
             else:
                 dst = td.data_at(ctx, half, owner) + slot.to(tl.int64) * (TILE * ELEM_BYTES)
@@ -154,17 +137,22 @@ def shared_memory_bytes(config, device, dtype):
     return config.tiles.block_m * config.tiles.block_n * dtype.itemsize if leaves_by_engine else 0
 
 
+def _tiles_descriptor(memory, slots, half_bytes, tiles):
+    """Descriptor of a buffer of whole tiles, [halves, slots * block_m, block_n]; memory begins with its first half."""
+    shape = [2, slots * tiles.block_m, tiles.block_n]
+    strides = [half_bytes // memory.element_size(), tiles.block_n, 1]
+    return TensorDescriptor(memory, shape, strides, [1, tiles.block_m, tiles.block_n])
+
+
 def _peer_descriptors(workspace, dtype, tiles, slots):
     """Descriptors of the buffers of rank + 1, rank + 2 …, kept for as long as the buffers are."""
     key = "gemm_rs_direct", dtype, tiles.block_m, tiles.block_n, slots
     found = workspace.kept.get(key)
     if found is None:
         ranks, me = workspace.world_size, workspace.rank
-        shape = [2, slots * tiles.block_m, tiles.block_n]
-        strides = [workspace.half_bytes // dtype.itemsize, tiles.block_n, 1]
-        block = [1, tiles.block_m, tiles.block_n]
         peers = [workspace.buffer.tensor((me + step) % ranks) for step in range(1, ranks)]
-        found = [TensorDescriptor(peer[workspace.data_offset :].view(dtype), shape, strides, block) for peer in peers]
+        halves = [peer[workspace.data_offset :].view(dtype) for peer in peers]
+        found = [_tiles_descriptor(memory, slots, workspace.half_bytes, tiles) for memory in halves]
         workspace.kept[key] = found
     return found
 
@@ -193,10 +181,8 @@ def compile(x, weight, bias, world_size, config):
     ctx = torch.empty(1, dtype=torch.int64, device=x.device)
     tiles, rows, z, peers = config.tiles, x.shape[0] // world_size, x.new_empty(1), None
     if _operands.tma_fits(x, weight):
-        shape, block = [2, tiles.block_m, tiles.block_n], [1, tiles.block_m, tiles.block_n]
         memory = x.new_empty(2 * tiles.block_m * tiles.block_n)
-        strides = [tiles.block_m * tiles.block_n, tiles.block_n, 1]
-        peers = [TensorDescriptor(memory, shape, strides, block)] * (world_size - 1)
+        peers = [_tiles_descriptor(memory, 1, memory.nbytes // 2, tiles)] * (world_size - 1)
     args, constants = _arguments(ctx, x, weight, bias, z, peers, rows, 0, world_size, config)
     gemm_rs_direct_kernel.warmup(*args, grid=(1,), **constants)
 
