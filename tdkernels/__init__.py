@@ -11,6 +11,7 @@ from tdkernels.ops import (  # noqa: F401  the modules called tuning make the op
 )
 from tdkernels.ops._tiles import Tiles
 from tdkernels.ops.ag_gemm import AgGemmConfig, ag_gemm, ag_gemm_ref
+from tdkernels.ops.all_to_all import all_to_all, all_to_all_ref
 from tdkernels.ops.collective_config import CollectiveConfig
 from tdkernels.ops.collectives import (
     all_gather,
@@ -20,15 +21,27 @@ from tdkernels.ops.collectives import (
     reduce_scatter,
     reduce_scatter_ref,
 )
+from tdkernels.ops.ep_config import EpConfig
 from tdkernels.ops.gemm_ar import GemmArConfig, gemm_ar, gemm_ar_ref
 from tdkernels.ops.gemm_rs import GemmRsConfig, gemm_rs, gemm_rs_ref
+from tdkernels.ops.moe_ep import (
+    EpHandle,
+    EpTokens,
+    ep_combine,
+    ep_combine_ref,
+    ep_combine_send,
+    ep_dispatch,
+    ep_dispatch_ref,
+    ep_dispatch_send,
+)
 from tdkernels.symm import set_timeout, synchronize
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "AgGemmConfig", "CollectiveConfig", "GemmArConfig", "GemmRsConfig", "PeerTimeoutError", "PlanMismatchError",
-    "Tiles", "ag_gemm", "ag_gemm_ref", "all_gather", "all_gather_ref", "all_reduce", "all_reduce_ref", "autotune",
-    "explain", "gemm_ar", "gemm_ar_ref", "gemm_rs", "gemm_rs_ref", "reduce_scatter", "reduce_scatter_ref",
-    "set_timeout", "synchronize",
+    "AgGemmConfig", "CollectiveConfig", "EpConfig", "EpHandle", "EpTokens", "GemmArConfig", "GemmRsConfig",
+    "PeerTimeoutError", "PlanMismatchError", "Tiles", "ag_gemm", "ag_gemm_ref", "all_gather", "all_gather_ref",
+    "all_reduce", "all_reduce_ref", "all_to_all", "all_to_all_ref", "autotune", "ep_combine", "ep_combine_ref",
+    "ep_combine_send", "ep_dispatch", "ep_dispatch_ref", "ep_dispatch_send", "explain", "gemm_ar", "gemm_ar_ref",
+    "gemm_rs", "gemm_rs_ref", "reduce_scatter", "reduce_scatter_ref", "set_timeout", "synchronize",
 ]  # fmt: skip

@@ -21,7 +21,7 @@ from tdkernels.lang._context import (
 )
 from tdkernels.lang._copy import put
 from tdkernels.lang._jit import jit
-from tdkernels.lang._math import dot, from_float32, to_float32
+from tdkernels.lang._math import dot, from_float32, to_e4m3, to_float32
 from tdkernels.lang._memory import (
     add_release,
     await_tma_stores,
@@ -33,6 +33,8 @@ from tdkernels.lang._memory import (
     store_release_each,
     store_release_if,
 )
+from tdkernels.lang._note import note_if
+from tdkernels.lang._reduce import max_of, pick, running_sum, sum_of
 from tdkernels.lang._signal import arrive, consume_token, notify, notify_all, wait, wait_plan, wait_plan_all
 from tdkernels.lang._target import target
 from tdkernels.lang._tickets import take_ticket, ticket_of
@@ -41,7 +43,7 @@ from tdkernels.lang._trace import mark
 __all__ = [
     "add_release", "arrive", "await_tma_stores", "clock_ns", "consume_token", "data_at", "dot", "epoch", "failed",
     "fence_before_tma_load", "finish", "flag_at", "from_float32", "jit", "keep_signal", "load_acquire", "mark",
-    "notify", "notify_all", "num_ranks", "pointer_to", "put", "rank", "ready_at", "signal_at", "store_release",
-    "store_release_each", "store_release_if", "symm_at", "symm_base", "take_ticket", "target", "ticket_of",
-    "to_float32", "wait", "wait_plan", "wait_plan_all",
+    "max_of", "note_if", "notify", "notify_all", "num_ranks", "pick", "pointer_to", "put", "rank", "ready_at",
+    "running_sum", "signal_at", "store_release", "store_release_each", "store_release_if", "sum_of", "symm_at",
+    "symm_base", "take_ticket", "target", "ticket_of", "to_e4m3", "to_float32", "wait", "wait_plan", "wait_plan_all",
 ]  # fmt: skip

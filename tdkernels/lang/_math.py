@@ -34,3 +34,19 @@ def dot(a, b, acc, PRECISION: tl.constexpr):
         return tl.dot(to_float32(a), to_float32(b), acc, input_precision=PRECISION)
     else:
         return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@jit
+def to_e4m3(x):
+    """The bits (uint8) of fp32 ``x`` in float8_e4m3fn, rounded to nearest even; beyond ±448 the largest number.
+
+    By integers: not every GPU converts, and AMD's gfx942 has another e4m3.
+    """
+    bits = x.to(tl.uint32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    normal = (magnitude + 0x7FFFF + ((magnitude >> 20) & 1) >> 20).to(tl.int32) - ((127 - 7) << 3)
+    # Below 2**-6 numbers are 2**-9 apart, as they are at 2**14 in fp32: the addition rounds.
+    small = (tl.abs(x) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    code = tl.where(magnitude < 0x3C800000, small, tl.minimum(normal, 0x7E))
+    code = tl.where(magnitude > 0x7F800000, 0x7F, code)
+    return (code | (bits >> 24 & 0x80).to(tl.int32)).to(tl.uint8)

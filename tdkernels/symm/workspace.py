@@ -18,13 +18,15 @@ import torch
 from tdkernels.errors import PeerTimeoutError, PlanMismatchError
 from tdkernels.lang import _context as words
 from tdkernels.lang import _signal as records
+from tdkernels.lang._note import NOTE_AT
 from tdkernels.symm.buffer import make_buffer
 from tdkernels.symm.group import group_state, live_states
 from tdkernels.symm.timeout import get_timeout
 
 _WORD = 8
 _ALIGN = 256
-_RECORD_WORDS = 8
+_RECORD_WORDS = 16  # what a wait leaves, then a note (lang._note)
+_NOTE_AT = NOTE_AT.value
 _MAX_PLANS = 256  # a plan's number is the low byte of a signal
 
 
@@ -35,8 +37,9 @@ def _round_up(n, multiple):
 class Workspace:
     """One buffer of one group on one device, for the launches of one family of kernels.
 
-    Attributes: ``ctx`` is the table that goes to a kernel as its first argument, ``buffer`` the symmetric memory, and
-    ``kept`` a dict for what launchers make of the buffer once, emptied when another takes its place.
+    Attributes: ``ctx`` is the table that goes to a kernel as its first argument, ``buffer`` the symmetric memory,
+    ``kept`` a dict for what launchers make of the buffer once, emptied when another takes its place, and
+    ``error_of_note`` what makes an exception of a kernel's note: of the workspace's name, its kind, three numbers.
     """
 
     def __init__(self, state, device, name, halves=2):
@@ -50,6 +53,7 @@ class Workspace:
         self.buffer = None
         self.half_bytes = self.half_signals = self.num_flags = 0
         self.kept = {}
+        self.error_of_note = None
         self._plans = {}  # fields of a plan -> its number
         self._retired = []
         self._captured = False
@@ -175,8 +179,17 @@ class Workspace:
             self._broken = self._read_record(self.buffer, self._record_view)
             for buffer, *_, record in self._retired:
                 self._broken = self._broken or self._read_record(buffer, record.numpy())
+        if self.buffer is not None:
+            self._raise_note()
         if self._broken is not None:
             raise copy.copy(self._broken)  # a raised error keeps the frames that it went through, and what they hold
+
+    def _raise_note(self):
+        """Raise, once, what a kernel has left to tell (``lang._note``); the workspace is as good as before."""
+        kind, *numbers = (int(word) for word in self._record_view[_NOTE_AT : _NOTE_AT + 4])
+        if kind:
+            self._record_view[_NOTE_AT] = 0
+            raise self.error_of_note(self.name, kind, *numbers)
 
     def _read_record(self, buffer, record):
         kind, peer, address, expected, seen = (int(word) for word in record[:5])

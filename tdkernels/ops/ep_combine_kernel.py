@@ -1,0 +1,264 @@
+"""Rows of the experts back to their tokens, weighted and added up in fp32.
+
+Programs of two kinds, senders first. A sender takes a chunk of a peer's tokens, as they were dispatched, and stores in
+the peer's staging memory what this rank has for each: one part, the weighted sum of the token's rows here in the order
+of its choices, rounded to the rows' type ("per_rank": a token crosses the wire once for a rank), or all of its rows as
+they are (PER_EXPERT). Then it raises one signal at that peer. A receiver takes a chunk of our own tokens, waits for the
+signals of all peers, and adds up: the parts in the order of the ranks, or the weighted rows in that of the choices.
+What this rank's own experts have for its tokens is read where it lies, and never rounded in between.
+
+Nobody waits but receivers, and those for senders only (law 1). All ranks signal at least one chunk to all peers and
+wait for one from each (law 3).
+
+A slot holds a token's parts, and a number for each of its K choices if there are any to take along (``row_numbers``).
+"""
+
+import triton.language as tl
+
+from tdkernels import lang as td
+from tdkernels.ops.ep_tables import (
+    GOES,
+    MAX_CHUNKS,
+    MOST_TOKENS,
+    chunk_of,
+    chunks_at_most,
+    facts_at,
+    parts_at,
+    their_at,
+    theirs_at,
+    tokens_of,
+)  # fmt: skip
+
+
+@td.jit
+def part_bytes(items, ITEM_BYTES: tl.constexpr):
+    """Bytes of one part or row in a slot, in multiples of 16; see ``ep_launch.part_bytes``."""
+    return (tl.cast(items, tl.int64) * ITEM_BYTES + 15) // 16 * 16
+
+
+@td.jit
+def slot_bytes(items, ITEM_BYTES: tl.constexpr, K: tl.constexpr, PER_EXPERT: tl.constexpr):
+    """(bytes of the parts of a slot, of a slot); see ``ep_launch.combine_slot_bytes``."""
+    parts = part_bytes(items, ITEM_BYTES) * (K if PER_EXPERT else 1)
+    return parts, (parts + 4 * K + 127) // 128 * 128
+
+
+@td.jit
+def _pointer(address, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """The pointer at an address (int64), of which the compiler may know that it is a multiple of 16."""
+    if ALIGNED:
+        return td.pointer_to(address, DTYPE)
+    else:
+        return address.to(tl.pointer_type(DTYPE))
+
+
+@td.jit
+def _row(rows_ptr, place, block, items, DTYPE: tl.constexpr, ITEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr,
+         BLOCK: tl.constexpr):  # fmt: skip
+    """A block of row number ``place``; zeros if that is -1."""
+    offs = block * BLOCK + tl.arange(0, BLOCK)
+    row = rows_ptr.to(tl.int64) + place.to(tl.int64) * items * ITEM_BYTES
+    return tl.load(_pointer(row, DTYPE, ALIGNED) + offs, mask=(offs < items) & (place >= 0), other=0.0)
+
+
+@td.jit
+def _weight_of(weights, choice, j):
+    return td.sum_of(tl.where(choice == j, weights, 0.0), 0)
+
+
+@td.jit
+def _weighted_sum(
+    rows_ptr, here, weights, block, items, K: tl.constexpr, KP: tl.constexpr, DTYPE: tl.constexpr,
+    ITEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The sum in fp32 of a block of the rows ``here`` [KP] that are not -1, in that order, each times its weight."""
+    choice = tl.arange(0, KP)
+    weights = tl.where(here >= 0, weights, 0.0)  # whatever it is of a choice that is not here
+    total = tl.full((BLOCK,), 0.0, tl.float32)
+    for j in range(0, K, 2):  # two reads on their way at a time
+        row0 = _row(rows_ptr, td.pick(here, choice, j), block, items, DTYPE, ITEM_BYTES, ALIGNED, BLOCK)
+        row1 = _row(rows_ptr, td.pick(here, choice, j + 1), block, items, DTYPE, ITEM_BYTES, ALIGNED, BLOCK)
+        total += td.to_float32(row0) * _weight_of(weights, choice, j)
+        total += td.to_float32(row1) * _weight_of(weights, choice, j + 1)
+    return total
+
+
+# ---- senders ----
+
+
+@td.jit
+def _send_chunk(
+    ctx, half, signal, owner, chunk, rows_ptr, row_weights_ptr, row_numbers_ptr, slots_ptr, chunks_ptr, tables, items,
+    PER_EXPERT: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr,
+    DTYPE: tl.constexpr, ITEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Send the owner of a chunk of tokens what we have for them, and signal it."""
+    choice = tl.arange(0, KP)
+    me = td.rank(ctx)
+    parts, bytes_of_slot = slot_bytes(items, ITEM_BYTES, K, PER_EXPERT)
+    blocks = (items + BLOCK - 1) // BLOCK
+    chunk_at = chunks_ptr + 2 * (owner * MAX_CHUNKS + chunk)
+    first = tl.load(chunk_at)
+    number = tl.load(chunk_at + 1)
+    came = tl.load(theirs_at(tables, EXPERTS, RANKS) + owner)
+    goes = tl.load(their_at(tables, EXPERTS, RANKS) + owner)
+    area = td.data_at(ctx, half, owner)
+    for i in range(first, first + number):
+        here = tl.load(slots_ptr + (came + i).to(tl.int64) * K + choice, mask=choice < K, other=-1)
+        slot = area + (goes + i).to(tl.int64) * bytes_of_slot
+        weights = tl.full((KP,), 1.0, tl.float32)
+        if row_weights_ptr is not None:
+            weights = tl.load(row_weights_ptr + here, mask=here >= 0, other=0.0)
+        for block in range(blocks):
+            offs = block * BLOCK + tl.arange(0, BLOCK)
+            if PER_EXPERT:
+                for j in range(K):
+                    place = td.pick(here, choice, j)
+                    if place >= 0:
+                        row = _row(rows_ptr, place, block, items, DTYPE, ITEM_BYTES, ALIGNED, BLOCK)
+                        to = slot + j * part_bytes(items, ITEM_BYTES)
+                        tl.store(td.pointer_to(to, DTYPE) + offs, row, mask=offs < items)
+            else:
+                total = _weighted_sum(
+                    rows_ptr, here, weights, block, items, K, KP, DTYPE, ITEM_BYTES, ALIGNED, BLOCK
+                )  # fmt: skip
+                tl.store(td.pointer_to(slot, DTYPE) + offs, td.from_float32(total, DTYPE), mask=offs < items)
+        if row_numbers_ptr is not None:
+            numbers = tl.load(row_numbers_ptr + here, mask=here >= 0, other=0.0)
+            tl.store((slot + parts).to(tl.pointer_type(tl.float32)) + choice, numbers, mask=choice < K)
+    # waiter: the owner's receiver of this chunk
+    td.notify(ctx, td.signal_at(ctx, half, 0) + me * MAX_CHUNKS + chunk, owner, signal)
+
+
+# ---- receivers ----
+
+
+@td.jit
+def _part(area, parts_ptr, sent, ranks, source, bytes_of_slot, block, items, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
+    """A block of the part that a rank has sent for a token; zeros if it has none."""
+    place = td.pick(sent, ranks, source)
+    offs = block * BLOCK + tl.arange(0, BLOCK)
+    first = tl.load(parts_ptr + source, mask=place >= 0, other=0)
+    slot = area + (first + place).to(tl.int64) * bytes_of_slot
+    return tl.load(td.pointer_to(slot, DTYPE) + offs, mask=(offs < items) & (place >= 0), other=0.0)
+
+
+@td.jit
+def _sum_of_parts(
+    area, parts_ptr, sent, own, me, bytes_of_slot, block, items,
+    RANKS: tl.constexpr, R: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The sum of all ranks' parts of a token, in the order of the ranks; ours is ``own``."""
+    ranks = tl.arange(0, R)
+    total = tl.full((BLOCK,), 0.0, tl.float32)
+    for source in range(0, RANKS, 2):  # two reads on their way at a time
+        part0 = _part(area, parts_ptr, sent, ranks, source, bytes_of_slot, block, items, DTYPE, BLOCK)
+        part1 = _part(area, parts_ptr, sent, ranks, source + 1, bytes_of_slot, block, items, DTYPE, BLOCK)
+        total += tl.where(source == me, own, td.to_float32(part0))
+        total += tl.where(source + 1 == me, own, td.to_float32(part1))
+    return total
+
+
+@td.jit
+def _receive_chunk(
+    ctx, half, chunk, chunk_tokens, num_tokens,
+    rows_ptr, row_numbers_ptr, weights_ptr, ids_ptr, places_ptr, sent_ptr, tables, y_ptr, numbers_ptr, items,
+    PER_EXPERT: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr,
+    R: tl.constexpr, DTYPE: tl.constexpr, ITEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Add up what has come for a chunk of our tokens, and what we have ourselves."""
+    choice, ranks = tl.arange(0, KP), tl.arange(0, R)
+    me = td.rank(ctx)
+    parts, bytes_of_slot = slot_bytes(items, ITEM_BYTES, K, PER_EXPERT)
+    blocks = (items + BLOCK - 1) // BLOCK
+    area = td.data_at(ctx, half, me)
+    parts_ptr = parts_at(tables, EXPERTS, RANKS)
+    start = chunk * chunk_tokens
+    for token in range(start, tl.minimum(start + chunk_tokens, num_tokens)):
+        entry = tl.cast(token, tl.int64) * K + choice
+        places = tl.load(places_ptr + entry, mask=choice < K, other=-1)
+        ids = tl.load(ids_ptr + entry, mask=choice < K, other=-1).to(tl.int32)
+        sent_at = sent_ptr + tl.cast(token, tl.int64) * RANKS
+        dest = tl.where(places >= 0, ids // (EXPERTS // RANKS), -1)
+        sent = tl.load(sent_at + ranks, mask=(ranks < RANKS) & (ranks != me), other=-1)
+        weights = tl.full((KP,), 1.0, tl.float32)
+        if weights_ptr is not None:
+            weights = tl.load(weights_ptr + entry, mask=places >= 0, other=0.0)  # of a dropped choice it may be any
+        here = tl.where(dest == me, places, -1)
+        away = (dest >= 0) & (dest != me)
+        # Where a choice's row or number has come to.
+        slots = area + bytes_of_slot * (
+            tl.load(parts_ptr + dest, mask=away, other=0) + tl.load(sent_at + dest, mask=away, other=0)
+        ).to(tl.int64)
+        for block in range(blocks):
+            offs = block * BLOCK + tl.arange(0, BLOCK)
+            if PER_EXPERT:
+                total = tl.full((BLOCK,), 0.0, tl.float32)
+                for j in range(K):
+                    slot = td.sum_of(tl.where((choice == j) & away, slots, 0), 0)
+                    place = td.pick(here, choice, j)
+                    came = slot + j * part_bytes(items, ITEM_BYTES)
+                    row = tl.load(td.pointer_to(came, DTYPE) + offs, mask=(offs < items) & (slot != 0), other=0.0)
+                    own = _row(rows_ptr, place, block, items, DTYPE, ITEM_BYTES, ALIGNED, BLOCK)
+                    row = tl.where(place >= 0, own, row)
+                    total += td.to_float32(row) * _weight_of(weights, choice, j)
+            else:
+                own = _weighted_sum(rows_ptr, here, weights, block, items, K, KP, DTYPE, ITEM_BYTES, ALIGNED, BLOCK)
+                total = _sum_of_parts(
+                    area, parts_ptr, sent, own, me, bytes_of_slot, block, items, RANKS, R, DTYPE, BLOCK
+                )  # fmt: skip
+            y = y_ptr.to(tl.int64) + tl.cast(token, tl.int64) * items * ITEM_BYTES
+            tl.store(_pointer(y, DTYPE, ALIGNED) + offs, td.from_float32(total, DTYPE), mask=offs < items)
+        if row_numbers_ptr is not None:
+            came = tl.load((slots + parts).to(tl.pointer_type(tl.float32)) + choice, mask=away, other=0.0)
+            own = tl.load(row_numbers_ptr + here, mask=here >= 0, other=0.0)
+            tl.store(numbers_ptr + entry, tl.where(away, came, own), mask=choice < K)
+
+
+@td.jit(do_not_specialize=["num_tokens", "chunk_tokens", "num_senders", "items", "plan"])
+def ep_combine_kernel(
+    ctx, rows_ptr, row_weights_ptr, row_numbers_ptr, slots_ptr, chunks_ptr, weights_ptr, ids_ptr, places_ptr, sent_ptr,
+    tables, y_ptr, numbers_ptr, num_tokens, chunk_tokens, num_senders, items, plan,
+    ADVANCE: tl.constexpr, PER_EXPERT: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, EXPERTS: tl.constexpr,
+    RANKS: tl.constexpr, R: tl.constexpr, DTYPE: tl.constexpr, ITEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """rows [R, items] of each rank to y [T, items] of the tokens' ranks, and row_numbers [R] to numbers [T, K].
+
+    Signal number ``source * MAX_CHUNKS + chunk`` of a half says that the source's parts of a chunk of our tokens are in
+    our slots.
+    """
+    items = tl.cast(items, tl.int32)
+    if ALIGNED:
+        items = items // (16 // ITEM_BYTES) * (16 // ITEM_BYTES)
+    epoch = td.epoch(ctx) + 1
+    half = (epoch % 2).to(tl.int32)
+    signal = (epoch << 8) | plan
+    me = td.rank(ctx)
+    facts = facts_at(tables, EXPERTS, RANKS)
+    goes = tl.load(facts + GOES)
+    pid = tl.program_id(0)
+    # One loop or the other runs; none if a peer did not come when the routing was exchanged.
+    if RANKS > 1:
+        work = chunks_at_most(tl.load(facts + MOST_TOKENS), chunk_tokens) * (RANKS - 1)
+        first_piece = tl.where((goes >= 0) & (pid < num_senders), pid, work)
+        for piece in range(first_piece, work, tl.maximum(num_senders, 1)):
+            owner = (me + 1 + piece % (RANKS - 1)) % RANKS
+            chunk = piece // (RANKS - 1)
+            _, chunks = chunk_of(tokens_of(tables, owner, EXPERTS, RANKS), chunk_tokens)
+            if chunk < chunks:
+                _send_chunk(
+                    ctx, half, signal, owner, chunk, rows_ptr, row_weights_ptr, row_numbers_ptr, slots_ptr, chunks_ptr,
+                    tables, items, PER_EXPERT, K, KP, EXPERTS, RANKS, DTYPE, ITEM_BYTES, ALIGNED, BLOCK,
+                )  # fmt: skip
+    size, chunks = chunk_of(tl.cast(num_tokens, tl.int32), chunk_tokens)
+    first_chunk = tl.where((goes >= 0) & (pid >= num_senders), pid - num_senders, chunks)
+    for chunk in range(first_chunk, chunks, tl.maximum(tl.num_programs(0) - num_senders, 1)):
+        # producer: every peer's sender of this chunk
+        td.wait_plan_all(ctx, td.signal_at(ctx, half, 0) + chunk, MAX_CHUNKS, signal)
+        _receive_chunk(
+            ctx, half, chunk, size, num_tokens,
+            rows_ptr, row_numbers_ptr, weights_ptr, ids_ptr, places_ptr, sent_ptr, tables, y_ptr, numbers_ptr, items,
+            PER_EXPERT, K, KP, EXPERTS, RANKS, R, DTYPE, ITEM_BYTES, ALIGNED, BLOCK,
+        )  # fmt: skip
+    td.finish(ctx, ADVANCE)

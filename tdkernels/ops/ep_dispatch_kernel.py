@@ -1,0 +1,341 @@
+"""Tokens to their experts: each crosses the wire once for a rank, and is put in its rows there.
+
+Programs of two kinds, senders first. A sender takes a chunk of consecutive tokens. It stores each in the staging memory
+of every rank that has an expert of it, with the rows that are meant for it there and their weights; what stays on this
+rank goes to its rows at once. Then it raises one signal at every peer. A receiver takes a chunk of a peer, waits for
+its signal, and copies each staged token to its rows. Nobody waits but receivers, and those for senders only (law 1).
+
+All ranks signal at least one chunk to all peers and wait for one from each, so call t + 1 ends nowhere before all have
+begun it: two halves are enough (law 3).
+
+A staged token is a slot: its items, its scales, the numbers of K rows (-1: not here) and K weights. Staging memory
+begins with where each chunk of each source begins and how many tokens it has: [ranks, MAX_CHUNKS, 2] int32.
+
+GRADIENT: what is sent is the gradient of a weighted sum of rows. A row gets it times its weight, and the weight's own
+gradient is its product with the row.
+"""
+
+import triton.language as tl
+
+from tdkernels import lang as td
+from tdkernels.lang._context import CTX_BASES
+from tdkernels.ops.ep_tables import (
+    GOES,
+    MAX_CHUNKS,
+    MOST_TOKENS,
+    chunk_of,
+    chunks_at_most,
+    facts_at,
+    ours_at,
+    rows_at,
+    theirs_at,
+    tokens_of,
+)  # fmt: skip
+
+QUANTUM = tl.constexpr(128)  # channels under one scale
+_NO_PLACE = tl.constexpr(1 << 30)
+
+
+@td.jit
+def slot_parts(row_bytes, scale_bytes, K: tl.constexpr):
+    """(where in a slot its scales begin, where its rows' numbers, bytes of a slot); see ``ep_launch.slot_bytes``."""
+    scales_begin = (tl.cast(row_bytes, tl.int64) + 15) // 16 * 16
+    places_begin = scales_begin + (tl.cast(scale_bytes, tl.int64) + 15) // 16 * 16
+    return scales_begin, places_begin, (places_begin + 8 * K + 127) // 128 * 128
+
+
+@td.jit
+def slots_at(ctx, half, peer):
+    """Address of the first slot in the staging memory of a rank, behind the beginnings of chunks."""
+    return td.data_at(ctx, half, peer) + 8 * MAX_CHUNKS * td.num_ranks(ctx)
+
+
+@td.jit
+def _pointer(address, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """The pointer at an address (int64), of which the compiler may know that it is a multiple of 16."""
+    if ALIGNED:
+        return td.pointer_to(address, DTYPE)
+    else:
+        return address.to(tl.pointer_type(DTYPE))
+
+
+# ---- a block of a row, on its way: items and scales ----
+
+
+@td.jit
+def _read(
+    x, scales, block, items, scale_words, there, SOURCE: tl.constexpr, SCALE: tl.constexpr, QUANTIZE: tl.constexpr,
+    ALIGNED: tl.constexpr, BLOCK: tl.constexpr, SCALE_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """(items, scales) of a block of the row and the scales at two addresses; nothing if they are not ``there``."""
+    offs = block * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(_pointer(x, SOURCE, ALIGNED) + offs, mask=(offs < items) & there, other=0)
+    if QUANTIZE:
+        quanta = tl.reshape(td.to_float32(row), (BLOCK // QUANTUM, QUANTUM))
+        most = td.max_of(tl.abs(quanta), 1)
+        # A quantum's largest number becomes the largest of e4m3.
+        row_scales = tl.where(most > 0, tl.div_rn(most, tl.full(most.shape, 448.0, tl.float32)), 1.0)
+        codes = td.to_e4m3(tl.div_rn(quanta, tl.broadcast_to(row_scales[:, None], quanta.shape)))
+        return tl.reshape(codes, (BLOCK,)), row_scales
+    else:
+        word = block * SCALE_BLOCK + tl.arange(0, SCALE_BLOCK)
+        return row, tl.load(scales.to(tl.pointer_type(SCALE)) + word, mask=(word < scale_words) & there, other=0)
+
+
+@td.jit
+def _write(
+    row, row_scales, to, scales_to, block, items, scale_words, ITEM: tl.constexpr, SCALE: tl.constexpr,
+    ALIGNED: tl.constexpr, BLOCK: tl.constexpr, SCALE_BLOCK: tl.constexpr,
+):  # fmt: skip
+    offs = block * BLOCK + tl.arange(0, BLOCK)
+    tl.store(_pointer(to, ITEM, ALIGNED) + offs, row, mask=offs < items)
+    word = block * SCALE_BLOCK + tl.arange(0, SCALE_BLOCK)
+    tl.store(scales_to.to(tl.pointer_type(SCALE)) + word, row_scales, mask=word < scale_words)
+
+
+@td.jit
+def _spread(
+    here, weights, row, row_scales, block, items, scale_words, rows_ptr, scales_ptr, expert_rows_ptr, dots_ptr,
+    K: tl.constexpr, KP: tl.constexpr, ITEM: tl.constexpr, ITEM_BYTES: tl.constexpr, SCALE: tl.constexpr,
+    SCALE_BYTES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, SCALE_BLOCK: tl.constexpr,
+    GRADIENT: tl.constexpr,
+):  # fmt: skip
+    """Store a block of a token in all of its rows on this rank: those of ``here`` [KP] that are not -1."""
+    choice = tl.arange(0, KP)
+    for j in range(K):
+        place = td.pick(here, choice, j).to(tl.int64)
+        if place >= 0:
+            to = rows_ptr.to(tl.int64) + place * items * ITEM_BYTES
+            if GRADIENT:
+                offs = block * BLOCK + tl.arange(0, BLOCK)
+                gradient = td.to_float32(row)
+                weight = td.sum_of(tl.where(choice == j, weights, 0.0), 0)
+                tl.store(_pointer(to, ITEM, ALIGNED) + offs, td.from_float32(gradient * weight, ITEM), offs < items)
+                if dots_ptr is not None:
+                    row_at = expert_rows_ptr.to(tl.int64) + place * items * ITEM_BYTES
+                    expert_row = tl.load(_pointer(row_at, ITEM, ALIGNED) + offs, mask=offs < items, other=0)
+                    dot = td.sum_of(gradient * td.to_float32(expert_row), 0)
+                    if block > 0:
+                        dot += tl.load(dots_ptr + place)
+                    tl.store(dots_ptr + place, dot)
+            else:
+                scales_to = scales_ptr.to(tl.int64) + place * scale_words * SCALE_BYTES
+                _write(
+                    row, row_scales, to, scales_to, block, items, scale_words, ITEM, SCALE, ALIGNED, BLOCK, SCALE_BLOCK
+                )  # fmt: skip
+
+
+# ---- senders ----
+
+
+@td.jit
+def _find_places(
+    ids_ptr, places_ptr, sent_ptr, counts_ptr, tables, token, goes,
+    FIRST: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr,
+    R: tl.constexpr, TILE_TOKENS: tl.constexpr,
+):  # fmt: skip
+    """(its experts' ranks [KP], its rows there [KP], its place among our tokens for each rank [R]) of a token.
+
+    -1 is nowhere. FIRST: made of the numbers within the tile and what the tiles before have, and kept.
+    """
+    choice, ranks = tl.arange(0, KP), tl.arange(0, R)
+    entry = tl.cast(token, tl.int64) * K + choice
+    ids = tl.load(ids_ptr + entry, mask=choice < K, other=-1).to(tl.int32)
+    places = tl.load(places_ptr + entry, mask=choice < K, other=-1)
+    sent_at = sent_ptr + tl.cast(token, tl.int64) * RANKS + ranks
+    sent = tl.load(sent_at, mask=ranks < RANKS, other=-1)
+    if FIRST:
+        before = counts_ptr + tl.cast(token // TILE_TOKENS, tl.int64) * (EXPERTS + RANKS + 2)
+        real = (places >= 0) & goes
+        places += tl.load(before + ids, mask=real, other=0)
+        places += tl.load(rows_at(tables, EXPERTS, RANKS) + ids, mask=real, other=0)
+        places = tl.where(real, places, -1)
+        crosses = (sent >= 0) & goes
+        sent = tl.where(crosses, sent + tl.load(before + EXPERTS + ranks, mask=crosses, other=0), -1)
+        tl.store(places_ptr + entry, places, mask=choice < K)
+        tl.store(sent_at, sent, mask=ranks < RANKS)
+    return tl.where(places >= 0, ids // (EXPERTS // RANKS), -1), places, sent
+
+
+@td.jit
+def _slot_of(ctx, half, tables, peer, place, slot_bytes, EXPERTS: tl.constexpr, RANKS: tl.constexpr):
+    """The slot, in the staging memory of a peer, of the token at a place among ours for it."""
+    first = tl.load(ours_at(tables, EXPERTS, RANKS) + peer)
+    return slots_at(ctx, half, peer) + (first + place).to(tl.int64) * slot_bytes
+
+
+@td.jit
+def _send_chunk(
+    ctx, half, signal, chunk, chunk_tokens, num_tokens, goes,
+    x_ptr, scales_ptr, weights_ptr, ids_ptr, places_ptr, sent_ptr, counts_ptr, tables,
+    rows_ptr, row_scales_ptr, row_weights_ptr, expert_rows_ptr, dots_ptr, items, scale_words,
+    FIRST: tl.constexpr, GRADIENT: tl.constexpr, QUANTIZE: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+    EXPERTS: tl.constexpr, RANKS: tl.constexpr, R: tl.constexpr, TILE_TOKENS: tl.constexpr,
+    SOURCE: tl.constexpr, SOURCE_BYTES: tl.constexpr, ITEM: tl.constexpr, ITEM_BYTES: tl.constexpr,
+    SCALE: tl.constexpr, SCALE_BYTES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    SCALE_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Send a chunk of our tokens to all peers and to our own rows, and signal it."""
+    me = td.rank(ctx)
+    choice, ranks = tl.arange(0, KP), tl.arange(0, R)
+    scales_begin, places_begin, slot_bytes = slot_parts(items * ITEM_BYTES, scale_words * SCALE_BYTES, K)
+    blocks = tl.maximum((items + BLOCK - 1) // BLOCK, 1)
+    start = chunk * chunk_tokens
+    end = tl.minimum(start + chunk_tokens, num_tokens)
+    first_sent = tl.full((R,), _NO_PLACE, tl.int32)
+    num_sent = tl.full((R,), 0, tl.int32)
+    for token in range(start, end):
+        x = x_ptr.to(tl.int64) + tl.cast(token, tl.int64) * items * SOURCE_BYTES
+        scales = scales_ptr.to(tl.int64) + tl.cast(token, tl.int64) * scale_words * SCALE_BYTES
+        dest, places, sent = _find_places(
+            ids_ptr, places_ptr, sent_ptr, counts_ptr, tables, token, goes,
+            FIRST, K, KP, EXPERTS, RANKS, R, TILE_TOKENS,
+        )  # fmt: skip
+        sent = tl.where(ranks == me, -1, sent)
+        weights = tl.full((KP,), 1.0, tl.float32)
+        if weights_ptr is not None:
+            weights = tl.load(weights_ptr + tl.cast(token, tl.int64) * K + choice, mask=choice < K, other=0.0)
+        here = tl.where(dest == me, places, -1)
+        is_here = td.max_of(here, 0) >= 0
+        for block in range(blocks):
+            row, row_scales = _read(
+                x, scales, block, items, scale_words, True, SOURCE, SCALE, QUANTIZE, ALIGNED, BLOCK, SCALE_BLOCK
+            )  # fmt: skip
+            for step in range(1, RANKS):
+                peer = (me + step) % RANKS
+                place = td.pick(sent, ranks, peer)
+                if place >= 0:
+                    slot = _slot_of(ctx, half, tables, peer, place, slot_bytes, EXPERTS, RANKS)
+                    _write(
+                        row, row_scales, slot, slot + scales_begin, block, items, scale_words,
+                        ITEM, SCALE, True, BLOCK, SCALE_BLOCK,
+                    )  # fmt: skip
+                    if block == 0:
+                        there = (slot + places_begin).to(tl.pointer_type(tl.int32)) + choice
+                        tl.store(there, tl.where(dest == peer, places, -1), mask=choice < K)
+                        tl.store((there + K).to(tl.pointer_type(tl.float32)), weights, mask=choice < K)
+            if is_here:
+                _spread(
+                    here, weights, row, row_scales, block, items, scale_words, rows_ptr, row_scales_ptr,
+                    expert_rows_ptr, dots_ptr, K, KP, ITEM, ITEM_BYTES, SCALE, SCALE_BYTES, ALIGNED, BLOCK, SCALE_BLOCK,
+                    GRADIENT,
+                )  # fmt: skip
+        if row_weights_ptr is not None:
+            tl.store(row_weights_ptr + here, weights, mask=here >= 0)
+        first_sent = tl.where(sent >= 0, tl.minimum(first_sent, sent), first_sent)
+        num_sent += (sent >= 0).to(tl.int32)
+    # Where the chunk begins, and how many tokens it has: to each peer what it is to hear.
+    is_peer = (ranks < RANKS) & (ranks != me)
+    bases = tl.load(ctx + CTX_BASES + ranks, mask=is_peer, other=0)
+    areas = bases + (td.data_at(ctx, half, me) - td.symm_base(ctx, me)) + 8 * (me * MAX_CHUNKS + chunk)
+    beginnings = areas.to(tl.pointer_type(tl.int32))
+    tl.store(beginnings, first_sent, mask=is_peer)
+    tl.store(beginnings + 1, num_sent, mask=is_peer)
+    # waiter: every peer's receiver of this chunk
+    td.notify_all(ctx, td.signal_at(ctx, half, 0) + me * MAX_CHUNKS + chunk, signal)
+
+
+# ---- receivers ----
+
+
+@td.jit
+def _receive_chunk(
+    ctx, half, source, chunk, tables, slots_ptr, chunks_ptr,
+    rows_ptr, row_scales_ptr, row_weights_ptr, expert_rows_ptr, dots_ptr, items, scale_words,
+    FIRST: tl.constexpr, GRADIENT: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+    EXPERTS: tl.constexpr, RANKS: tl.constexpr, ITEM: tl.constexpr, ITEM_BYTES: tl.constexpr, SCALE: tl.constexpr,
+    SCALE_BYTES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, SCALE_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Copy a chunk of a peer's tokens, which has come, from its slots to their rows. FIRST: keep which these are."""
+    choice = tl.arange(0, KP)
+    scales_begin, places_begin, slot_bytes = slot_parts(items * ITEM_BYTES, scale_words * SCALE_BYTES, K)
+    blocks = tl.maximum((items + BLOCK - 1) // BLOCK, 1)
+    me = td.rank(ctx)
+    beginning = td.data_at(ctx, half, me).to(tl.pointer_type(tl.int32)) + 2 * (source * MAX_CHUNKS + chunk)
+    first_sent = tl.load(beginning)
+    num_sent = tl.load(beginning + 1)
+    if FIRST:
+        kept = chunks_ptr + 2 * (source * MAX_CHUNKS + chunk)
+        tl.store(kept, first_sent)
+        tl.store(kept + 1, num_sent)
+    first = tl.load(theirs_at(tables, EXPERTS, RANKS) + source) + first_sent
+    for i in range(num_sent):
+        number = (first + i).to(tl.int64)
+        slot = slots_at(ctx, half, me) + number * slot_bytes
+        places_at = (slot + places_begin).to(tl.pointer_type(tl.int32)) + choice
+        row, row_scales = _read(
+            slot, slot + scales_begin, 0, items, scale_words, True, ITEM, SCALE, False, True, BLOCK, SCALE_BLOCK
+        )  # fmt: skip
+        here = tl.load(places_at, mask=choice < K, other=-1)
+        weights = tl.load((places_at + K).to(tl.pointer_type(tl.float32)), mask=choice < K, other=0.0)
+        if FIRST:
+            tl.store(slots_ptr + number * K + choice, here, mask=choice < K)
+        for block in range(blocks):
+            if block > 0:
+                row, row_scales = _read(
+                    slot, slot + scales_begin, block, items, scale_words, True,
+                    ITEM, SCALE, False, True, BLOCK, SCALE_BLOCK,
+                )  # fmt: skip
+            _spread(
+                here, weights, row, row_scales, block, items, scale_words, rows_ptr, row_scales_ptr,
+                expert_rows_ptr, dots_ptr, K, KP, ITEM, ITEM_BYTES, SCALE, SCALE_BYTES, ALIGNED, BLOCK, SCALE_BLOCK,
+                GRADIENT,
+            )  # fmt: skip
+        if row_weights_ptr is not None:
+            tl.store(row_weights_ptr + here, weights, mask=here >= 0)
+
+
+@td.jit(do_not_specialize=["num_tokens", "chunk_tokens", "num_senders", "items", "scale_words", "plan"])
+def ep_dispatch_kernel(
+    ctx, x_ptr, scales_ptr, weights_ptr, ids_ptr, places_ptr, sent_ptr, counts_ptr, tables, slots_ptr, chunks_ptr,
+    rows_ptr, row_scales_ptr, row_weights_ptr, expert_rows_ptr, dots_ptr,
+    num_tokens, chunk_tokens, num_senders, items, scale_words, plan,
+    ADVANCE: tl.constexpr, FIRST: tl.constexpr, GRADIENT: tl.constexpr, QUANTIZE: tl.constexpr,
+    K: tl.constexpr, KP: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr, R: tl.constexpr,
+    TILE_TOKENS: tl.constexpr, SOURCE: tl.constexpr, SOURCE_BYTES: tl.constexpr, ITEM: tl.constexpr,
+    ITEM_BYTES: tl.constexpr, SCALE: tl.constexpr, SCALE_BYTES: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr, SCALE_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """x [T, items] of each rank to rows [R, items] of the ranks with its experts; see the module.
+
+    Signal number ``source * MAX_CHUNKS + chunk`` of a half says that a chunk of the source's tokens is in our slots.
+    """
+    items = tl.cast(items, tl.int32)
+    if ALIGNED:
+        items = items // (16 // ITEM_BYTES) * (16 // ITEM_BYTES)
+    scale_words = tl.cast(scale_words, tl.int32)
+    epoch = td.epoch(ctx) + 1
+    half = (epoch % 2).to(tl.int32)
+    signal = (epoch << 8) | plan
+    me = td.rank(ctx)
+    facts = facts_at(tables, EXPERTS, RANKS)
+    goes = tl.load(facts + GOES)
+    pid = tl.program_id(0)
+    # One loop or the other runs; none if a peer did not come when the routing was exchanged.
+    size, chunks = chunk_of(tl.cast(num_tokens, tl.int32), chunk_tokens)
+    first_chunk = tl.where((goes >= 0) & (pid < num_senders), pid, chunks)
+    for chunk in range(first_chunk, chunks, tl.maximum(num_senders, 1)):
+        _send_chunk(
+            ctx, half, signal, chunk, size, num_tokens, goes > 0,
+            x_ptr, scales_ptr, weights_ptr, ids_ptr, places_ptr, sent_ptr, counts_ptr, tables,
+            rows_ptr, row_scales_ptr, row_weights_ptr, expert_rows_ptr, dots_ptr, items, scale_words,
+            FIRST, GRADIENT, QUANTIZE, K, KP, EXPERTS, RANKS, R, TILE_TOKENS, SOURCE, SOURCE_BYTES, ITEM, ITEM_BYTES,
+            SCALE, SCALE_BYTES, ALIGNED, BLOCK, SCALE_BLOCK,
+        )  # fmt: skip
+    if RANKS > 1:
+        work = chunks_at_most(tl.load(facts + MOST_TOKENS), chunk_tokens) * (RANKS - 1)
+        first_piece = tl.where((goes >= 0) & (pid >= num_senders), pid - num_senders, work)
+        for piece in range(first_piece, work, tl.maximum(tl.num_programs(0) - num_senders, 1)):
+            source = (me + 1 + piece % (RANKS - 1)) % RANKS
+            chunk = piece // (RANKS - 1)
+            _, chunks = chunk_of(tokens_of(tables, source, EXPERTS, RANKS), chunk_tokens)
+            if chunk < chunks:
+                # producer: the source's sender of this chunk
+                td.wait_plan(ctx, td.signal_at(ctx, half, 0) + source * MAX_CHUNKS + chunk, signal, source)
+                _receive_chunk(
+                    ctx, half, source, chunk, tables, slots_ptr, chunks_ptr,
+                    rows_ptr, row_scales_ptr, row_weights_ptr, expert_rows_ptr, dots_ptr, items, scale_words,
+                    FIRST, GRADIENT, K, KP, EXPERTS, RANKS, ITEM, ITEM_BYTES, SCALE, SCALE_BYTES, ALIGNED, BLOCK,
+                    SCALE_BLOCK,
+                )  # fmt: skip
+    td.finish(ctx, ADVANCE)

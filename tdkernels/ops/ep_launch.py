@@ -1,0 +1,390 @@
+"""Launches of the kernels of all_to_all, ep_dispatch and ep_combine, and what they keep of a routing.
+
+``route`` counts and lays out, ``dispatch`` sends tokens to rows, ``combine`` rows back to tokens. Where the number of
+rows is to be exact the host waits for ``route``; with a capacity it never does.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import triton
+import triton.language as tl
+
+from tdkernels.ops import ep_tables
+from tdkernels.ops._config import text_of
+from tdkernels.ops._operands import rows_contiguous
+from tdkernels.ops.ep_combine_kernel import ep_combine_kernel
+from tdkernels.ops.ep_config import EpConfig
+from tdkernels.ops.ep_dispatch_kernel import QUANTUM, ep_dispatch_kernel
+from tdkernels.ops.ep_route_kernel import NOTE_BAD_IDS, ep_route_kernel
+from tdkernels.ops.ep_tables import Fact
+from tdkernels.symm import get_workspace
+
+MAX_CHUNKS = ep_tables.MAX_CHUNKS.value
+_FLOATS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+_WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.uint8}
+_TILE_IDS = 128  # ids that a counting program compares with each other
+_NO_LIMIT = (1 << 31) - 1
+_FEWEST_SLOTS = 64
+
+
+@dataclass
+class Routing:
+    """Which rows the tokens of all ranks have: made by ``route``, completed by the first ``dispatch``."""
+
+    group: object
+    config: EpConfig
+    operator: str
+    ids: torch.Tensor  # [T, K] integers
+    num_experts: int
+    max_tokens: int | None  # rows of the output, or None: as many as come
+    rows: int  # of the output
+    most_staged: int  # slots that are enough on any rank
+    places: torch.Tensor  # [T, K] int32: each choice's row on its expert's rank; at first within a tile
+    sent: torch.Tensor  # [T, W] int32: which of our tokens for a rank each one is; at first within a tile
+    counts: torch.Tensor  # [tiles, COLUMNS] int32, see ep_tables
+    tables: torch.Tensor  # int32, see ep_tables
+    splits: torch.Tensor  # [E / W] int32: rows of each expert here; by source [W, E / W]
+    slots: torch.Tensor | None = None  # [slots, K] int32: the rows of each token that came
+    chunks: torch.Tensor | None = None  # [W, MAX_CHUNKS, 2] int32: where each chunk of theirs begins, and how many
+    row_weights: torch.Tensor | None = None  # [rows] fp32: what each row's choice weighs
+
+    @property
+    def tokens(self):
+        return self.ids.shape[0]
+
+    @property
+    def choices(self):
+        return self.ids.shape[1]
+
+    @property
+    def world_size(self):
+        return self.group.size()
+
+
+def _error_of_note(operator, name, kind, first, second, third):
+    """What a note of ``ep_route_kernel`` says, as an error."""
+    if kind == NOTE_BAD_IDS.value:
+        return ValueError(f"{operator}: the ids or splits of rank {first} are out of range or do not add up")
+    return ValueError(
+        f"{operator}: max_tokens={third} is too small: a rank receives {first} rows, and {second} tokens are staged at "
+        "most (on a rank, counted once for each peer); nothing was sent"
+    )
+
+
+def _round_up(n, multiple):
+    return -(-n // multiple) * multiple
+
+
+def _tile_ids(k):
+    return max(_TILE_IDS, triton.next_power_of_2(k))
+
+
+def slot_bytes(row_bytes, scale_bytes, k):
+    """Bytes of a slot of ``ep_dispatch_kernel``."""
+    return _round_up(_round_up(row_bytes, 16) + _round_up(scale_bytes, 16) + 8 * k, 128)
+
+
+def combine_slot_bytes(row_bytes, k, per_expert):
+    """Bytes of a slot of ``ep_combine_kernel``."""
+    return _round_up(_round_up(row_bytes, 16) * (k if per_expert else 1) + 4 * k, 128)
+
+
+# ---- route ----
+
+
+def route(operator, ids, num_experts, group, config, *, max_tokens=None, by_source=False, bad=None):
+    """The Routing of ids [T, K]; the host waits for it unless ``max_tokens`` says how many rows there may be.
+
+    ``bad``: an int32 scalar on the device, not zero if something is wrong with the ids that their values do not show
+    Raises:   ValueError on every rank for wrong ids (-1 is a dropped choice) or more rows than ``max_tokens``: on a GPU
+              with ``max_tokens`` later, see ``Workspace.check``
+    """
+    tokens, k = ids.shape
+    device, world_size = ids.device, group.size()
+    columns = num_experts + world_size + 2
+    tile_tokens = _tile_ids(k) // k
+    tiles = max(-(-tokens // tile_tokens), 1)
+    workspace = get_workspace(group, device, "ep_counts")
+    workspace.error_of_note = partial(_error_of_note, operator)
+    fields = {"num_experts": num_experts, "k": k, "max_tokens": max_tokens, "config": text_of(config)}
+    plan = workspace.prepare(operator, fields, 4 * world_size * columns, world_size, num_flags=1)
+    if max_tokens is None and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"{operator}: without max_tokens the host waits for the number of rows, which a CUDA graph cannot capture"
+        )
+    places, sent, counts, tables, splits = (
+        torch.empty(shape, dtype=torch.int32, device=device)
+        for shape in (
+            (tokens, k), (tokens, world_size), (tiles, columns), (ep_tables.length(num_experts, world_size),),
+            ((world_size,) if by_source else ()) + (num_experts // world_size,),
+        )
+    )  # fmt: skip
+    ids = ids.contiguous()
+    workspace.before_launch()
+    ep_route_kernel[(tiles,)](
+        workspace.ctx, ids, bad, places, sent, counts, tables, splits, tokens, max_tokens or _NO_LIMIT, plan,
+        **_route_constants(k, num_experts, world_size, by_source),
+    )  # fmt: skip
+    workspace.after_launch()
+    rows = staged = max_tokens
+    if max_tokens is None:
+        facts = tables[-ep_tables.NUM_FACTS :].tolist()
+        workspace.check()
+        rows, staged = facts[Fact.ROWS], facts[Fact.MOST_STAGED]
+    # Rounded up, so that few different sizes ever have to be agreed upon.
+    staged = max(triton.next_power_of_2(staged), _FEWEST_SLOTS)
+    return Routing(
+        group, config, operator, ids, num_experts, max_tokens, rows, staged, places, sent, counts, tables, splits
+    )  # fmt: skip
+
+
+def _route_constants(k, num_experts, world_size, by_source):
+    n = _tile_ids(k)
+    columns = triton.next_power_of_2(num_experts + world_size + 2)
+    return {
+        "BY_SOURCE": by_source, "K": k, "EXPERTS": num_experts, "RANKS": world_size, "N": n,
+        "SENT": triton.next_power_of_2(n // k * world_size), "COLUMNS": columns, "BLOCK": min(columns, 512),
+        "R": triton.next_power_of_2(world_size), "LOCAL": triton.next_power_of_2(num_experts // world_size),
+    }  # fmt: skip
+
+
+# ---- dispatch ----
+
+
+def _bytes(tensor):
+    """The bytes of a contiguous tensor; kernels make pointers of their own, and not every dtype is known to them."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _word(nbytes):
+    """What rows of so many bytes are moved in: (Triton's type, its bytes)."""
+    size = next(size for size in _WORDS if nbytes % size == 0)
+    return _WORDS[size], size
+
+
+def _block(items, item_bytes, block_bytes, least=1):
+    return max(min(triton.next_power_of_2(max(items, 1)), block_bytes // item_bytes), least)
+
+
+def _dispatch_constants(x, scale_bytes, quantize, gradient, config):
+    """(items of a row, words of its scales, the kernel's constants) for rows like those of x."""
+    width = x.shape[1]
+    nbytes = width * x.element_size()
+    if quantize or gradient:
+        source, source_bytes, items = _FLOATS[x.dtype], x.element_size(), width
+    else:
+        source, source_bytes = _word(nbytes)
+        items = nbytes // source_bytes
+    item, item_bytes = (tl.uint8, 1) if quantize else (source, source_bytes)
+    block = _block(items, source_bytes, config.block_bytes, QUANTUM.value if quantize else 1)
+    if quantize:
+        scale, scale_size, scale_words, scale_block = tl.float32, 4, -(-width // QUANTUM.value), block // QUANTUM.value
+    else:
+        scale, scale_size = _word(scale_bytes) if scale_bytes else (tl.uint8, 1)
+        scale_words = scale_bytes // scale_size
+        scale_block = triton.next_power_of_2(max(scale_words, 1))
+    return items, scale_words, {
+        "GRADIENT": gradient, "QUANTIZE": quantize, "SOURCE": source, "SOURCE_BYTES": source_bytes, "ITEM": item,
+        "ITEM_BYTES": item_bytes, "SCALE": scale, "SCALE_BYTES": scale_size,
+        "ALIGNED": items * item_bytes % 16 == 0, "BLOCK": block, "SCALE_BLOCK": scale_block,
+    }  # fmt: skip
+
+
+def _places_constants(routing):
+    k, world_size = routing.choices, routing.world_size
+    return {
+        "K": k, "KP": triton.next_power_of_2(k), "EXPERTS": routing.num_experts, "RANKS": world_size,
+        "R": triton.next_power_of_2(world_size),
+    }  # fmt: skip
+
+
+def _programs(routing, config, halves, senders_work, receivers_work):
+    """(senders, all programs) of a launch of both halves, or of one."""
+    senders = min(config.num_senders, max(senders_work, 1)) if halves in ("both", "send") else 0
+    receivers = min(config.num_receivers, max(receivers_work, 1)) if halves in ("both", "receive") else 0
+    return senders, max(senders + receivers, 1)
+
+
+def _chunks_at_most(tokens, config):
+    return min(max(-(-tokens // config.chunk_tokens), 1), MAX_CHUNKS)
+
+
+@dataclass
+class Sending:
+    """Tensors of a dispatch, from its first half to its second."""
+
+    x: torch.Tensor
+    scales: torch.Tensor | None
+    weights: torch.Tensor | None
+    rows: torch.Tensor
+    row_scales: torch.Tensor | None
+    row_weights: torch.Tensor | None
+    expert_rows: torch.Tensor | None = None
+    dots: torch.Tensor | None = None
+    quantize: bool = False
+    gradient: bool = False
+    first: bool = False
+
+
+def dispatch(routing, x, *, scales=None, weights=None, quantize=False, keep_weights=True, config=None):
+    """x [T, H] of each rank as rows [R, H]; returns (rows, scales [R, S] or None, weights [R] or None)."""
+    sending = prepare_dispatch(
+        routing, x, scales=scales, weights=weights, quantize=quantize, keep_weights=keep_weights
+    )  # fmt: skip
+    launch_dispatch(routing, sending, config=config)
+    return sending.rows, sending.row_scales, sending.row_weights
+
+
+def prepare_dispatch(routing, x, *, scales=None, weights=None, quantize=False, keep_weights=True):
+    """The output tensors of a dispatch, and the operands as the kernel takes them."""
+    x, rows = rows_contiguous(x), routing.rows
+    out = x.new_empty(rows, x.shape[1], dtype=torch.float8_e4m3fn if quantize else x.dtype)
+    row_scales = None
+    if quantize:
+        row_scales = x.new_empty(rows, -(-x.shape[1] // QUANTUM.value), dtype=torch.float32)
+    elif scales is not None:
+        scales = scales.contiguous()
+        row_scales = scales.new_empty(rows, *scales.shape[1:])
+    row_weights = x.new_empty(rows, dtype=torch.float32) if keep_weights and weights is not None else None
+    if weights is not None:
+        weights = weights.to(torch.float32).contiguous()
+    first = routing.slots is None
+    if first:
+        slots = routing.most_staged
+        routing.slots = torch.empty(slots, routing.choices, dtype=torch.int32, device=x.device)
+        routing.chunks = torch.empty(routing.world_size, MAX_CHUNKS, 2, dtype=torch.int32, device=x.device)
+    return Sending(x, scales, weights, out, row_scales, row_weights, quantize=quantize, first=first)
+
+
+def dispatch_gradient(routing, dy, expert_rows, weights, want_dots):
+    """(gradient of the rows [R, H], of their weights [R] or None) of a sum of rows, times ``weights`` [T, K] or 1."""
+    dy = rows_contiguous(dy)
+    # With a capacity some rows belong to no token, and have no part in any sum.
+    new = dy.new_empty if routing.max_tokens is None else dy.new_zeros
+    dots = new(routing.rows, dtype=torch.float32) if want_dots else None
+    sending = Sending(
+        dy, None, weights, new(routing.rows, dy.shape[1]), None, None,
+        expert_rows.contiguous() if want_dots else None, dots, gradient=True,
+    )  # fmt: skip
+    launch_dispatch(routing, sending)
+    return sending.rows, dots
+
+
+def launch_dispatch(routing, sending, halves="both", config=None):
+    """Launch the kernel for both halves of a dispatch, or for one."""
+    config = config or routing.config
+    x, world_size = sending.x, routing.world_size
+    scale_bytes = 0 if sending.scales is None else sending.scales.shape[1:].numel() * sending.scales.element_size()
+    items, scale_words, constants = _dispatch_constants(x, scale_bytes, sending.quantize, sending.gradient, config)
+    slot = slot_bytes(
+        items * constants["ITEM_BYTES"], scale_words * constants["SCALE_BYTES"], routing.choices
+    )  # fmt: skip
+    fields = {
+        "dtype": str(x.dtype), "width": x.shape[1], "scales": scale_bytes, "quantize": sending.quantize,
+        "gradient": sending.gradient, "k": routing.choices, "num_experts": routing.num_experts,
+        "slots": routing.most_staged, "config": text_of(config),
+    }  # fmt: skip
+    workspace = get_workspace(routing.group, x.device, "ep_dispatch")
+    _check_turn(workspace, routing, "dispatch", halves)
+    half_bytes = 8 * world_size * MAX_CHUNKS + slot * routing.most_staged
+    plan = workspace.prepare(routing.operator, fields, half_bytes, world_size * MAX_CHUNKS)
+    workspace.kept["pending"] = routing if halves == "send" else None
+    senders_work = _chunks_at_most(routing.tokens, config)
+    receivers_work = MAX_CHUNKS * (world_size - 1)
+    senders, programs = _programs(routing, config, halves, senders_work, receivers_work)
+    workspace.before_launch()
+    ep_dispatch_kernel[(programs,)](
+        workspace.ctx, _bytes(x), _bytes(x if sending.scales is None else sending.scales), sending.weights,
+        routing.ids, routing.places, routing.sent, routing.counts, routing.tables, routing.slots, routing.chunks,
+        _bytes(sending.rows), _bytes(sending.rows if sending.row_scales is None else sending.row_scales),
+        sending.row_weights, None if sending.expert_rows is None else _bytes(sending.expert_rows), sending.dots,
+        routing.tokens, config.chunk_tokens, senders, items, scale_words, plan,
+        ADVANCE=halves != "send", FIRST=sending.first, TILE_TOKENS=_tile_ids(routing.choices) // routing.choices,
+        **_places_constants(routing), **constants, num_warps=config.num_warps,
+    )  # fmt: skip
+    workspace.after_launch()
+
+
+def _check_turn(workspace, routing, what, halves):
+    """Refuse to send anew before what was sent has been received: it would be written over."""
+    pending = workspace.kept.get("pending")
+    if halves == "receive" and pending is not routing:
+        raise RuntimeError(f"{routing.operator}: nothing of this {what} is left to be received")
+    if halves != "receive" and pending is not None:
+        raise RuntimeError(
+            f"{routing.operator}: an earlier {what} of this group was sent and not yet received; receive it first"
+        )
+
+
+# ---- combine ----
+
+
+@dataclass
+class Returning:
+    """Tensors of a combine, from its first half to its second."""
+
+    rows: torch.Tensor
+    weights: torch.Tensor | None  # [T, K]
+    row_weights: torch.Tensor | None  # [R]
+    row_numbers: torch.Tensor | None
+    y: torch.Tensor
+    numbers: torch.Tensor | None
+    per_expert: bool
+
+
+def combine(routing, rows, *, weights=None, row_weights=None, row_numbers=None, config=None):
+    """rows [R, H] as y [T, H]; and numbers [T, K], if each row has one to take along.
+
+    Args:     weights: [T, K], what each choice weighs, or None for 1; row_weights: [R], the same by rows, which
+              "per_rank" needs; row_numbers: [R] fp32 or None
+    Returns:  (y, numbers or None)
+    """
+    returning = prepare_combine(routing, rows, weights, row_weights, row_numbers, config)
+    launch_combine(routing, returning, config=config)
+    return returning.y, returning.numbers
+
+
+def prepare_combine(routing, rows, weights=None, row_weights=None, row_numbers=None, config=None):
+    config = config or routing.config
+    rows = rows_contiguous(rows)
+    y = rows.new_empty(routing.tokens, rows.shape[1])
+    numbers = None
+    if row_numbers is not None:
+        row_numbers = row_numbers.to(torch.float32).contiguous()
+        numbers = rows.new_empty(routing.tokens, routing.choices, dtype=torch.float32)
+    if weights is not None:
+        weights = weights.to(torch.float32).contiguous()
+    return Returning(rows, weights, row_weights, row_numbers, y, numbers, config.combine == "per_expert")
+
+
+def launch_combine(routing, returning, halves="both", config=None):
+    """Launch the kernel for both halves of a combine, or for one."""
+    config = config or routing.config
+    rows, world_size = returning.rows, routing.world_size
+    width, item_bytes = rows.shape[1], rows.element_size()
+    slot = combine_slot_bytes(width * item_bytes, routing.choices, returning.per_expert)
+    fields = {
+        "dtype": str(rows.dtype), "width": width, "k": routing.choices, "num_experts": routing.num_experts,
+        "weighted": returning.weights is not None, "numbers": returning.row_numbers is not None,
+        "slots": routing.most_staged, "config": text_of(config),
+    }  # fmt: skip
+    workspace = get_workspace(routing.group, rows.device, "ep_combine")
+    _check_turn(workspace, routing, "combine", halves)
+    plan = workspace.prepare(routing.operator, fields, slot * routing.most_staged, world_size * MAX_CHUNKS)
+    workspace.kept["pending"] = routing if halves == "send" else None
+    senders_work = MAX_CHUNKS * (world_size - 1)
+    receivers_work = _chunks_at_most(routing.tokens, config)
+    senders, programs = _programs(routing, config, halves, senders_work, receivers_work)
+    senders = senders if world_size > 1 else 0
+    workspace.before_launch()
+    ep_combine_kernel[(programs,)](
+        workspace.ctx, _bytes(rows), returning.row_weights, returning.row_numbers, routing.slots, routing.chunks,
+        returning.weights, routing.ids, routing.places, routing.sent, routing.tables, _bytes(returning.y),
+        returning.numbers, routing.tokens, config.chunk_tokens, senders, width, plan,
+        ADVANCE=halves != "send", PER_EXPERT=returning.per_expert, DTYPE=_FLOATS[rows.dtype], ITEM_BYTES=item_bytes,
+        ALIGNED=width * item_bytes % 16 == 0, BLOCK=_block(width, item_bytes, config.block_bytes),
+        **_places_constants(routing), num_warps=config.num_warps,
+    )  # fmt: skip
+    workspace.after_launch()

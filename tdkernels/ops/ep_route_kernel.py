@@ -1,0 +1,251 @@
+"""Where each token goes: counted by all programs, added up by the last one, exchanged, and laid out.
+
+A program takes a tile of tokens, N ids at most. It numbers the rows for each expert and the tokens for each rank within
+the tile. The last program to come to its end adds the tiles up, sends this rank's totals to all peers (one signal each,
+4 bytes an expert), waits for theirs, and knows with them where everything begins, here and at the peers
+(``ep_tables``). There is no order in which atomics happen to come: the same ids give the same places.
+
+Of the totals everybody sees the same, so all ranks agree on whether the rows fit.
+"""
+
+import triton.language as tl
+
+from tdkernels import lang as td
+from tdkernels.ops.ep_tables import (
+    BAD_RANK,
+    GOES,
+    MOST_ROWS,
+    MOST_STAGED,
+    MOST_TOKENS,
+    ROWS,
+    counts_of,
+    facts_at,
+    ours_at,
+    parts_at,
+    rows_at,
+    their_at,
+    theirs_at,
+)  # fmt: skip
+
+# Kinds of notes, see lang._note.
+NOTE_BAD_IDS = tl.constexpr(1)  # the rank
+NOTE_OVERFLOW = tl.constexpr(2)  # rows and staged tokens that there are at most, and how many fit
+
+_TILES_AT_ONCE = tl.constexpr(16)
+
+
+@td.jit
+def _count_tile(
+    ids_ptr, places_ptr, sent_ptr, counts_ptr, tile, num_tokens,
+    K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr, N: tl.constexpr, SENT: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Number the tile's rows by expert (places) and its tokens by rank (sent), and leave how many there are of each.
+
+    Along axis 0 are the ids of which something is asked, along axis 1 those they are compared with.
+    """
+    TOKENS: tl.constexpr = N // K
+    offs = tl.arange(0, N)
+    first_token = tl.cast(tile, tl.int64) * TOKENS
+    entry = first_token * K + offs
+    here = (offs < TOKENS * K) & (entry < tl.cast(num_tokens, tl.int64) * K)
+    ids = tl.load(ids_ptr + entry, mask=here, other=-1)
+    valid = (ids >= 0) & (ids < EXPERTS)
+    bad = here & (ids != -1) & (valid == 0)
+    expert = tl.where(valid, ids, -1 - offs).to(tl.int32)  # what has no expert is like nothing else
+    dest = tl.where(valid, expert // (EXPERTS // RANKS), -1 - offs)
+    token = offs // K
+    earlier = offs[None, :] < offs[:, None]
+    later = offs[None, :] > offs[:, None]
+
+    same = expert[:, None] == expert[None, :]
+    place = td.sum_of((same & earlier).to(tl.int32), 1)
+    is_last = td.sum_of((same & later).to(tl.int32), 1) == 0
+
+    # A token is sent to a rank once, whatever the number of its experts there: with the first of them.
+    to_same = dest[:, None] == dest[None, :]
+    again = to_same & (token[:, None] == token[None, :])
+    is_first = (td.sum_of((again & earlier).to(tl.int32), 1) == 0) & valid
+    first_of_others = (td.sum_of((again & later).to(tl.int32), 0) == 0) & valid
+    counted = to_same & first_of_others[None, :]
+    slot = td.sum_of((counted & earlier).to(tl.int32), 1)
+    is_last_to = td.sum_of((counted & later).to(tl.int32), 1) == 0
+
+    columns = tl.arange(0, COLUMNS)
+    count_ptr = counts_ptr + tl.cast(tile, tl.int64) * (EXPERTS + RANKS + 2)
+    tl.store(count_ptr + columns, tl.full((COLUMNS,), 0, tl.int32), mask=columns < EXPERTS + RANKS + 2)
+    sent = tl.arange(0, SENT)
+    sent_here = (sent < TOKENS * RANKS) & (sent < (num_tokens - first_token) * RANKS)
+    tl.store(sent_ptr + first_token * RANKS + sent, tl.full((SENT,), -1, tl.int32), mask=sent_here)
+    tl.debug_barrier()  # what follows is stored over it
+    tl.store(places_ptr + entry, tl.where(valid, place, -1), mask=here)
+    tl.store(sent_ptr + (first_token + token) * RANKS + dest, slot, mask=is_first)
+    tl.store(count_ptr + expert, place + 1, mask=valid & is_last)
+    tl.store(count_ptr + EXPERTS + dest, slot + 1, mask=is_first & is_last_to)
+    tl.store(count_ptr + EXPERTS + RANKS, td.sum_of(bad.to(tl.int32), 0))
+
+
+@td.jit
+def _add_up(counts_ptr, totals_ptr, tiles, num_tokens, is_bad, C: tl.constexpr, BLOCK: tl.constexpr):
+    """Turn the tiles' counts into those of all tiles before, and leave their totals."""
+    for start in range(0, C, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        total = tl.full((BLOCK,), 0, tl.int32)
+        for first in range(0, tiles, _TILES_AT_ONCE):
+            rows = first + tl.arange(0, _TILES_AT_ONCE)
+            at = counts_ptr + rows[:, None].to(tl.int64) * C + columns[None, :]
+            mask = (rows[:, None] < tiles) & (columns[None, :] < C)
+            counts = tl.load(at, mask=mask, other=0)
+            upto = td.running_sum(counts, 0)
+            tl.store(at, upto - counts + total[None, :], mask=mask)
+            total += td.sum_of(counts, 0)
+        total = tl.where(columns == C - 2, total + is_bad, total)
+        total = tl.where(columns == C - 1, num_tokens, total)
+        tl.store(totals_ptr + columns, total, mask=columns < C)
+    tl.debug_barrier()  # others read what each thread has written
+
+
+@td.jit
+def _exchange(ctx, tables, plan, EXPERTS: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr):
+    """Send our totals to all peers, and bring theirs to the tables."""
+    C: tl.constexpr = EXPERTS + RANKS + 2
+    me = td.rank(ctx)
+    epoch = td.epoch(ctx) + 1
+    half = (epoch % 2).to(tl.int32)
+    signal = (epoch << 8) | plan
+    signals = td.signal_at(ctx, half, 0)
+    for start in range(0, C, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        totals = tl.load(counts_of(tables, me, EXPERTS, RANKS) + columns, mask=columns < C)
+        for step in range(1, RANKS):
+            dst = td.pointer_to(td.data_at(ctx, half, (me + step) % RANKS), tl.int32) + me * C
+            tl.store(dst + columns, totals, mask=columns < C)
+    # waiter: every peer's last program of this launch
+    td.notify_all(ctx, signals + me, signal)
+    # producer: every peer's last program of this launch
+    td.wait_plan_all(ctx, signals, 1, signal)
+    for start in range(0, C, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        for step in range(1, RANKS):
+            source = (me + step) % RANKS
+            totals = tl.load(
+                td.pointer_to(td.data_at(ctx, half, me), tl.int32) + source * C + columns, mask=columns < C
+            )
+            tl.store(counts_of(tables, source, EXPERTS, RANKS) + columns, totals, mask=columns < C)
+    tl.debug_barrier()
+
+
+@td.jit
+def _lay_out_rows(
+    tables, splits_ptr, me, BY_SOURCE: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr,
+    R: tl.constexpr, LOCAL: tl.constexpr,
+):  # fmt: skip
+    """Where our rows begin on each expert's rank; returns how many rows each rank receives, [R].
+
+    A rank's rows are in the order of its experts, those of one in the order of the ranks they come from; BY_SOURCE:
+    the other way round.
+    """
+    EACH: tl.constexpr = EXPERTS // RANKS
+    dest, local = tl.arange(0, R)[:, None], tl.arange(0, LOCAL)[None, :]
+    mask = (dest < RANKS) & (local < EACH)
+    total = tl.full((R, LOCAL), 0, tl.int32)
+    before = tl.full((R, LOCAL), 0, tl.int32)
+    own = tl.full((R, LOCAL), 0, tl.int32)
+    for source in tl.static_range(RANKS):
+        counts = tl.load(counts_of(tables, source, EXPERTS, RANKS) + dest * EACH + local, mask=mask, other=0)
+        total += counts
+        before += tl.where(source < me, counts, 0)
+        own += tl.where(source == me, counts, 0)
+        if BY_SOURCE:
+            tl.store(splits_ptr + source * EACH + local + dest * 0, counts, mask=mask & (dest == me))
+    if BY_SOURCE:
+        first = td.sum_of(before, 1)[:, None] + td.running_sum(own, 1) - own
+    else:
+        first = td.running_sum(total, 1) - total + before
+        tl.store(splits_ptr + local + dest * 0, total, mask=mask & (dest == me))
+    tl.store(rows_at(tables, EXPERTS, RANKS) + dest * EACH + local, first, mask=mask)
+    return td.sum_of(total, 1)
+
+
+@td.jit
+def _lay_out_tokens(tables, me, EXPERTS: tl.constexpr, RANKS: tl.constexpr, R: tl.constexpr):
+    """Where tokens begin in staging memory, going and coming back; returns how many any rank stages at most."""
+    source, dest = tl.arange(0, R)[:, None], tl.arange(0, R)[None, :]
+    crosses = (source < RANKS) & (dest < RANKS) & (source != dest)
+    tokens = tl.load(tables + source * (EXPERTS + RANKS + 2) + EXPERTS + dest, mask=crosses, other=0)
+    ranks = tl.arange(0, R)
+    mask = ranks < RANKS
+    going = td.running_sum(tokens, 0) - tokens  # from the ranks before, to the same
+    coming = td.running_sum(tokens, 1) - tokens  # of the same rank's tokens, with the ranks before
+    tl.store(ours_at(tables, EXPERTS, RANKS) + ranks, td.sum_of(tl.where(source == me, going, 0), 0), mask=mask)
+    tl.store(theirs_at(tables, EXPERTS, RANKS) + ranks, td.sum_of(tl.where(dest == me, going, 0), 1), mask=mask)
+    tl.store(parts_at(tables, EXPERTS, RANKS) + ranks, td.sum_of(tl.where(source == me, coming, 0), 0), mask=mask)
+    tl.store(their_at(tables, EXPERTS, RANKS) + ranks, td.sum_of(tl.where(dest == me, coming, 0), 1), mask=mask)
+    return tl.maximum(td.max_of(td.sum_of(tokens, 0), 0), td.max_of(td.sum_of(tokens, 1), 0))
+
+
+@td.jit
+def _state_facts(
+    ctx, tables, splits_ptr, me, rows, staged, capacity,
+    BY_SOURCE: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr, R: tl.constexpr, LOCAL: tl.constexpr,
+):  # fmt: skip
+    """Decide whether anything can be sent, as all ranks do by the same numbers; if not, tell the host why."""
+    ranks = tl.arange(0, R)
+    mask = ranks < RANKS
+    totals = tables + ranks * (EXPERTS + RANKS + 2) + EXPERTS + RANKS
+    bad = tl.load(totals, mask=mask, other=0) != 0
+    bad_rank = td.max_of(tl.where(bad, RANKS - ranks, 0), 0)  # of the first of them
+    bad_rank = tl.where(bad_rank > 0, RANKS - bad_rank, -1)
+    most_tokens = td.max_of(tl.load(totals + 1, mask=mask, other=0), 0)
+    most_rows = td.max_of(rows, 0)
+    needed = tl.maximum(most_rows, staged)
+    goes = (bad_rank < 0) & (needed <= capacity)
+    # What a peer that did not come would have sent is not to be used as an address, and nobody is to hear of it.
+    is_broken = td.failed(ctx)
+    facts = facts_at(tables, EXPERTS, RANKS)
+    tl.store(facts + GOES, tl.where(is_broken, -1, goes.to(tl.int32)))
+    tl.store(facts + ROWS, tl.where(goes, td.sum_of(tl.where(ranks == me, rows, 0), 0), 0))
+    tl.store(facts + MOST_ROWS, most_rows)
+    tl.store(facts + MOST_STAGED, staged)
+    tl.store(facts + BAD_RANK, bad_rank)
+    tl.store(facts + MOST_TOKENS, most_tokens)
+    if goes == 0:
+        local = tl.arange(0, LOCAL)
+        for source in range(RANKS if BY_SOURCE else 1):
+            nothing = tl.full((LOCAL,), 0, tl.int32)
+            tl.store(splits_ptr + source * (EXPERTS // RANKS) + local, nothing, mask=local < EXPERTS // RANKS)
+    td.note_if(ctx, bad_rank >= 0, NOTE_BAD_IDS, bad_rank, bad_rank, bad_rank)
+    capacity = tl.full((), 0, tl.int64) + capacity
+    td.note_if(ctx, (bad_rank < 0) & (needed > capacity), NOTE_OVERFLOW, most_rows, staged, capacity)
+
+
+@td.jit(do_not_specialize=["num_tokens", "capacity", "plan"])
+def ep_route_kernel(
+    ctx, ids_ptr, bad_ptr, places_ptr, sent_ptr, counts_ptr, tables_ptr, splits_ptr, num_tokens, capacity, plan,
+    BY_SOURCE: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr, N: tl.constexpr,
+    SENT: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, LOCAL: tl.constexpr,
+):  # fmt: skip
+    """Number the rows of ids [T, K], and lay out what all ranks send.
+
+    Signal number ``source`` of a half says that the source's totals, its line of [ranks, COLUMNS], are in our buffer.
+    """
+    num_tokens = tl.cast(num_tokens, tl.int32)
+    _count_tile(
+        ids_ptr, places_ptr, sent_ptr, counts_ptr, tl.program_id(0), num_tokens, K, EXPERTS, RANKS, N, SENT, COLUMNS
+    )
+    if td.arrive(td.flag_at(ctx, 0), tl.num_programs(0)):
+        me = td.rank(ctx)
+        is_bad = tl.full((), 0, tl.int32)
+        if bad_ptr is not None:
+            is_bad += (tl.load(bad_ptr) != 0).to(tl.int32)
+        C: tl.constexpr = EXPERTS + RANKS + 2
+        totals = counts_of(tables_ptr, me, EXPERTS, RANKS)
+        _add_up(counts_ptr, totals, tl.num_programs(0), num_tokens, is_bad, C, BLOCK)
+        _exchange(ctx, tables_ptr, plan, EXPERTS, RANKS, BLOCK)
+        rows = _lay_out_rows(tables_ptr, splits_ptr, me, BY_SOURCE, EXPERTS, RANKS, R, LOCAL)
+        staged = _lay_out_tokens(tables_ptr, me, EXPERTS, RANKS, R)
+        tl.debug_barrier()
+        _state_facts(
+            ctx, tables_ptr, splits_ptr, me, rows, staged, capacity, BY_SOURCE, EXPERTS, RANKS, R, LOCAL
+        )  # fmt: skip
+    td.finish(ctx)

@@ -1,0 +1,340 @@
+"""Expert parallelism: tokens to the ranks that have their experts, and what the experts make of them back.
+
+    ep_dispatch   x [T, H], topk_ids [T, k] on each rank  ->  rows [R, H], grouped by the rank's experts, E / W of them
+    ep_combine    what the experts made of the rows [R, H]  ->  y [T, H], each token's k rows, weighted and added up
+
+T may be another on each rank, and 0. Schedule: ``ep_route_kernel`` counts, exchanges the counts (4 bytes an expert) and
+lays everything out; ``ep_dispatch_kernel`` sends each token once to every rank that has an expert of it, where it is
+copied to its rows; ``ep_combine_kernel`` adds a token's rows up where the experts are, sends the sum, and adds the sums
+up at home, in fp32 and in the order of the ranks. Chunks of tokens are signalled, so receiving overlaps sending.
+
+Backward. That of ep_dispatch is an unweighted combine, which takes the weights' gradients along. That of ep_combine is
+a dispatch of dy, by which a row gets dy times its weight and a weight the product of dy with its row; these go back
+with a combine of nothing else. Places found once are used again: nothing is counted or exchanged a second time.
+
+Example:
+    recv, handle = tdkernels.ep_dispatch(x, topk_ids, topk_weights, num_experts=64)
+    y = tdkernels.ep_combine(experts(recv.x, recv.splits), handle)
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from tdkernels.ops import _operands
+from tdkernels.ops import ep_launch as launcher
+from tdkernels.ops._operands import refuse_second_derivatives
+from tdkernels.ops.ep_checks import check_combine, check_config, check_dispatch
+from tdkernels.ops.ep_config import default_config
+from tdkernels.symm import resolve_group
+
+
+class EpTokens(NamedTuple):
+    """What a rank received.
+
+    x:             [R, H], grouped by local expert, within one by source rank, then as there; with max_tokens R is that,
+                   and the rows that no token has are not written
+    splits:        [E / W] int32, on the device: rows of each local expert
+    topk_weights:  [R] fp32, the weight of each row's choice, or None
+    scales:        [R] or [R, S], or None
+    """
+
+    x: torch.Tensor
+    splits: torch.Tensor
+    topk_weights: torch.Tensor | None
+    scales: torch.Tensor | None
+
+
+class EpHandle:
+    """Which rows the tokens went to. For ``ep_combine``, and for another ``ep_dispatch`` of the same routing."""
+
+    def __init__(self, routing, topk_weights):
+        self._routing = routing
+        self._topk_weights = topk_weights  # [T, k] as they were given, or None
+        self._row_weights = None  # the same by rows
+
+    @property
+    def num_experts(self):
+        return self._routing.num_experts
+
+    def __repr__(self):
+        routing = self._routing
+        return (
+            f"EpHandle({routing.tokens} tokens, {routing.choices} of {routing.num_experts} experts each, "
+            f"{routing.rows} rows here, {routing.world_size} ranks)"
+        )
+
+
+# ---- the specification, in plain torch.distributed ----
+
+
+def ep_dispatch_ref(x, topk_ids, topk_weights=None, *, num_experts, group=None):
+    """The specification of ``ep_dispatch``; returns (EpTokens, what ``ep_combine_ref`` needs)."""
+    world_size = torch.distributed.get_world_size(group)
+    local = num_experts // world_size
+    ids = topk_ids.flatten().long()
+    by_expert = torch.argsort(torch.where(ids < 0, num_experts, ids), stable=True)[: int((ids >= 0).sum())]
+    counts = torch.bincount(ids[by_expert], minlength=num_experts).view(world_size, local)
+    their_counts = _all_to_all(counts, [1] * world_size, [1] * world_size, group)
+    sent, received = counts.sum(1).tolist(), their_counts.sum(1).tolist()
+    rows = _all_to_all(x[by_expert // topk_ids.shape[1]], sent, received, group)
+    weights = None
+    if topk_weights is not None:
+        weights = _all_to_all(topk_weights.flatten()[by_expert].float(), sent, received, group)
+    experts = torch.arange(local, device=x.device).repeat(world_size).repeat_interleave(their_counts.flatten())
+    order = torch.argsort(experts, stable=True)
+    tokens = EpTokens(rows[order], their_counts.sum(0).int(), None if weights is None else weights[order], None)
+    return tokens, (by_expert, order, sent, received, topk_ids.shape, topk_weights)
+
+
+def ep_combine_ref(rows, state, topk_weights=None, *, group=None):
+    """The specification of ``ep_combine``: the sum in fp32, in the order of the choices."""
+    by_expert, order, sent, received, (tokens, k), weights = state
+    weights = weights if topk_weights is None else topk_weights
+    theirs = torch.empty_like(rows)
+    theirs[order] = rows
+    choices = rows.new_zeros(tokens * k, rows.shape[1])
+    choices[by_expert] = _all_to_all(theirs, received, sent, group)
+    choices = choices.view(tokens, k, rows.shape[1]).float()
+    y = torch.zeros_like(choices[:, 0])
+    for j in range(k):
+        y += choices[:, j] if weights is None else choices[:, j] * weights[:, j : j + 1].float()
+    return y.to(rows.dtype)
+
+
+def _all_to_all(rows, sent, received, group):
+    out = rows.new_empty(sum(received), *rows.shape[1:])
+    torch.distributed.all_to_all_single(out, rows.contiguous(), received, sent, group=group)
+    return out
+
+
+# ---- autograd ----
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weights, scales, routing, quantize):
+        rows, row_scales, row_weights = launcher.dispatch(
+            routing, x, scales=scales, weights=weights, quantize=quantize
+        )  # fmt: skip
+        ctx.routing = routing
+        ctx.weights_dtype = None if weights is None else weights.dtype
+        if row_scales is not None:
+            ctx.mark_non_differentiable(row_scales)
+        if not rows.dtype.itemsize > 1:
+            ctx.mark_non_differentiable(rows)
+        return rows, row_scales, row_weights
+
+    @staticmethod
+    def backward(ctx, d_rows, _, d_row_weights):
+        refuse_second_derivatives("ep_dispatch")
+        wants_x, wants_weights = ctx.needs_input_grad[:2]
+        if not wants_x:
+            d_rows = d_row_weights.new_empty(ctx.routing.rows, 0)
+        dx, d_weights = launcher.combine(
+            ctx.routing, d_rows, row_numbers=d_row_weights if wants_weights else None
+        )  # fmt: skip
+        d_weights = d_weights.to(ctx.weights_dtype) if wants_weights else None
+        return dx if wants_x else None, d_weights, None, None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows, weights, routing, row_weights, config):
+        y, _ = launcher.combine(routing, rows, weights=weights, row_weights=row_weights, config=config)
+        ctx.routing = routing
+        ctx.save_for_backward(rows if ctx.needs_input_grad[1] else None, weights)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        refuse_second_derivatives("ep_combine")
+        rows, weights = ctx.saved_tensors
+        wants_weights = ctx.needs_input_grad[1]
+        as_sent = None if weights is None else weights.to(torch.float32).contiguous()
+        d_rows, dots = launcher.dispatch_gradient(ctx.routing, dy, rows, as_sent, wants_weights)
+        d_weights = None
+        if wants_weights:
+            _, d_weights = launcher.combine(ctx.routing, dy.new_empty(ctx.routing.rows, 0), row_numbers=dots)
+            d_weights = d_weights.to(weights.dtype)
+        return d_rows, d_weights, None, None, None
+
+
+# ---- the public functions ----
+
+
+def _handle(x, topk_ids, topk_weights, scales, num_experts, quantize, max_tokens, group, config):
+    """The arguments of a dispatch, checked: (handle, scales, whether it was used before)."""
+    group = resolve_group(group)
+    if isinstance(topk_ids, EpHandle):
+        known = topk_ids._routing
+        check_dispatch(x, known.ids, topk_weights, scales, known.num_experts, quantize, None, group.size())
+        if known.group is not group:
+            raise ValueError("ep_dispatch: the handle is of another group")
+        return EpHandle(known, topk_weights)
+    check_dispatch(x, topk_ids, topk_weights, scales, num_experts, quantize, max_tokens, group.size())
+    check_config("ep_dispatch", config, x.device)
+    routing = launcher.route(
+        "ep_dispatch", topk_ids, num_experts, group, config or default_config(x.device), max_tokens=max_tokens
+    )  # fmt: skip
+    return EpHandle(routing, topk_weights)
+
+
+@torch.compiler.disable
+def ep_dispatch(
+    x, topk_ids, topk_weights=None, *, num_experts=None, scales=None, quantize=None, max_tokens=None, group=None,
+    config=None,
+):  # fmt: skip
+    """Send each token to the ranks that have its experts; rank r has experts r * E / W to (r + 1) * E / W - 1.
+
+    Args:     x: [T, H] bf16, fp16, fp32, float8_e4m3fn or float8_e5m2; T may differ between ranks and be 0
+              topk_ids: [T, k] int32 or int64, the experts of each token, -1 for none (dropped); or the EpHandle of an
+              earlier dispatch, to go the same ways again without counting anything
+              topk_weights: [T, k] floats, to be sent along and to weigh the sum of ep_combine; or None
+              num_experts: E, divisible by W
+              scales: [T] or [T, S], sent along as they are, for an x that is quantized already
+              quantize: None, or "fp8": x is cast to float8_e4m3fn on its way, with one fp32 scale for 128 channels,
+              recv.scales [R, ceil(H / 128)]; x ≈ recv.x * scale. Has no gradient
+              max_tokens: how many rows any rank may receive, and any rank may stage (tokens, once for each peer). The
+              output then has so many rows, of which sum(recv.splits) are written, and the host does not wait. None:
+              as many rows as come, for which the host waits
+              group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the world (W ranks)
+              config: EpConfig, in combine and chunk_tokens the same on all ranks; None takes the default
+    Returns:  (recv, handle): EpTokens, see there, and the EpHandle for ep_combine
+    Gradient: dx = the sum of the token's rows' gradients, in fp32; dtopk_weights = those of recv.topk_weights
+    Raises:   TypeError or ValueError for operands that do not fit, before anything is launched; ValueError on every
+              rank when the ranks disagree, for ids out of range on any rank, and for more rows than max_tokens, of
+              which then none is sent (on a GPU with max_tokens at a later call or at tdkernels.synchronize());
+              PeerTimeoutError
+    Contract: collective over group; host sync: without max_tokens; CUDA graph: with max_tokens, after one call outside;
+              the caller owns the output
+    Source:   tokens once for a rank and the handle: DeepEP (https://github.com/deepseek-ai/DeepEP)
+    """
+    handle = _handle(x, topk_ids, topk_weights, scales, num_experts, quantize, max_tokens, group, config)
+    _refuse_gradient_of_codes(x, quantize)
+    rows, row_scales, row_weights = _Dispatch.apply(
+        x, topk_weights, scales, handle._routing, quantize is not None
+    )  # fmt: skip
+    if row_weights is not None:
+        handle._row_weights = row_weights.detach()
+    return EpTokens(rows, handle._routing.splits, row_weights, row_scales), handle
+
+
+def _refuse_gradient_of_codes(x, quantize):
+    if quantize is not None and torch.is_grad_enabled() and x.requires_grad:
+        raise ValueError('ep_dispatch: quantize="fp8" has no gradient, and x requires one; detach it or use torch.no_grad')
+
+
+def _weights_of(handle, topk_weights, config):
+    """(the weights of a combine [T, k] or None, the same by rows if they are needed there)."""
+    routing = handle._routing
+    if topk_weights is None:
+        topk_weights, row_weights = handle._topk_weights, handle._row_weights
+    else:
+        row_weights = None
+    if topk_weights is not None and row_weights is None and config.combine == "per_rank":
+        nothing = topk_weights.new_empty(routing.tokens, 0, dtype=torch.float32)
+        row_weights = launcher.dispatch(routing, nothing, weights=topk_weights.detach())[2]
+    return topk_weights, row_weights
+
+
+@torch.compiler.disable
+def ep_combine(expert_out, handle, topk_weights=None, *, group=None, config=None):
+    """Bring the experts' rows back to their tokens and add them up, weighted.
+
+    Args:     expert_out: [R, H] bf16, fp16 or fp32, a row for each of recv.x; H may be another
+              handle: of the ep_dispatch that has sent the tokens
+              topk_weights: [T, k] floats; None takes those that ep_dispatch was given, or 1 if there were none. Experts
+              that have applied recv.topk_weights themselves need a handle without weights, or ones here
+              group: as in ep_dispatch, whose group it must be
+              config: EpConfig, as in ep_dispatch; None takes that of the dispatch
+    Returns:  y: [T, H], the dtype of expert_out, the sum over the token's choices that were not dropped. In fp32: with
+              config.combine "per_rank" over the choices on each rank, rounded where it crosses, then over ranks in
+              their order; with "per_expert" over the choices in their order
+    Gradient: dexpert_out = weight * dy of the row's token; dtopk_weights = the product of dy with the row
+    Raises:   TypeError or ValueError for operands that do not fit, before anything is launched; PeerTimeoutError
+    Contract: collective over group; host sync: no; CUDA graph: if the dispatch had max_tokens; the caller owns the
+              output
+    Source:   DeepEP (https://github.com/deepseek-ai/DeepEP)
+    """
+    config, topk_weights, row_weights = _before_combine(expert_out, handle, topk_weights, group, config)
+    return _Combine.apply(expert_out, topk_weights, handle._routing, row_weights, config)
+
+
+def _before_combine(expert_out, handle, topk_weights, group, config):
+    if not isinstance(handle, EpHandle):
+        raise TypeError(f"ep_combine: handle must be the EpHandle of an ep_dispatch, not {type(handle).__name__}")
+    routing = handle._routing
+    if resolve_group(group) is not routing.group:
+        raise ValueError("ep_combine: the handle is of another group than the call")
+    check_combine(expert_out, routing, topk_weights)
+    check_config("ep_combine", config, expert_out.device)
+    config = config or routing.config
+    return config, *_weights_of(handle, topk_weights, config)
+
+
+# ---- in halves ----
+
+
+class EpSent:
+    """What has been sent and is to be received: ``receive()`` gives what the whole call would have returned."""
+
+    def __init__(self, receive):
+        self._receive = receive
+
+    def receive(self):
+        return self._receive()
+
+
+def _refuse_gradients(operator, *tensors):
+    if _operands.may_be_differentiated([tensor for tensor in tensors if tensor is not None]):
+        whole = operator.removesuffix("_send")
+        raise ValueError(f"{operator}: the halves have no gradient; use torch.no_grad, or {whole}")
+
+
+@torch.compiler.disable
+def ep_dispatch_send(
+    x, topk_ids, topk_weights=None, *, num_experts=None, scales=None, quantize=None, max_tokens=None, group=None,
+    config=None,
+):  # fmt: skip
+    """The first half of ``ep_dispatch``, whose arguments it has; what is called before ``receive()`` hides the wire.
+
+    Returns:  EpSent; its receive() returns (recv, handle). One dispatch of a group may be under way at a time
+    Gradient: none; ValueError if one may be asked for
+    Raises:   as ep_dispatch; RuntimeError while another dispatch of the group is under way
+    """
+    _refuse_gradients("ep_dispatch_send", x, topk_weights)
+    handle = _handle(x, topk_ids, topk_weights, scales, num_experts, quantize, max_tokens, group, config)
+    routing = handle._routing
+    sending = launcher.prepare_dispatch(
+        routing, x, scales=scales, weights=topk_weights, quantize=quantize is not None
+    )  # fmt: skip
+    launcher.launch_dispatch(routing, sending, "send")
+
+    def receive():
+        launcher.launch_dispatch(routing, sending, "receive")
+        handle._row_weights = sending.row_weights
+        return EpTokens(sending.rows, routing.splits, sending.row_weights, sending.row_scales), handle
+
+    return EpSent(receive)
+
+
+@torch.compiler.disable
+def ep_combine_send(expert_out, handle, topk_weights=None, *, group=None, config=None):
+    """The first half of ``ep_combine``, whose arguments it has; what is called before ``receive()`` hides the wire.
+
+    Returns:  EpSent; its receive() returns y. One combine of a group may be under way at a time
+    Gradient: none; ValueError if one may be asked for
+    Raises:   as ep_combine; RuntimeError while another combine of the group is under way
+    """
+    _refuse_gradients("ep_combine_send", expert_out, topk_weights)
+    config, topk_weights, row_weights = _before_combine(expert_out, handle, topk_weights, group, config)
+    routing = handle._routing
+    returning = launcher.prepare_combine(routing, expert_out, topk_weights, row_weights, config=config)
+    launcher.launch_combine(routing, returning, "send", config)
+
+    def receive():
+        launcher.launch_combine(routing, returning, "receive", config)
+        return returning.y
+
+    return EpSent(receive)
