@@ -91,9 +91,9 @@ def all_to_all(x, splits, *, scales=None, max_tokens=None, group=None, config=No
               rows from each rank, or [W, E / W] from each for each of our experts; [R] or [R, S] or None
     Gradient: dx = the rows of dout sent back
     Raises:   TypeError or ValueError for operands that do not fit, before anything is launched; ValueError on every
-              rank when the ranks disagree, for splits that do not add up on any rank, and for more rows than max_tokens,
-              of which then none is sent (on a GPU with max_tokens at a later call or at tdkernels.synchronize());
-              PeerTimeoutError
+              rank when the ranks disagree, for splits that do not add up on any rank, and for more rows than
+              max_tokens, of which then none is sent (on a GPU with max_tokens at a later call or at
+              tdkernels.synchronize()); PeerTimeoutError
     Contract: collective over group; host sync: without max_tokens; CUDA graph: with max_tokens, after one call outside;
               the caller owns the output
     Source:   splits on the device, as torch.ops.symm_mem.all_to_all_vdev has them

@@ -17,14 +17,15 @@ from tdkernels.ops._operands import rows_contiguous
 from tdkernels.ops.ep_combine_kernel import ep_combine_kernel
 from tdkernels.ops.ep_config import EpConfig
 from tdkernels.ops.ep_dispatch_kernel import QUANTUM, ep_dispatch_kernel
-from tdkernels.ops.ep_route_kernel import NOTE_BAD_IDS, ep_route_kernel
+from tdkernels.ops.ep_route_kernel import NOTE_BAD_IDS, ep_agree_kernel, ep_route_kernel
 from tdkernels.ops.ep_tables import Fact
 from tdkernels.symm import get_workspace
 
 MAX_CHUNKS = ep_tables.MAX_CHUNKS.value
 _FLOATS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 _WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.uint8}
-_TILE_IDS = 128  # ids that a counting program compares with each other
+# Ids that a counting program compares with each other, where few tiles are to be added up and where many.
+_FEW_TILES, _TILE_IDS_OF_FEW, _TILE_IDS = 32, 64, 128
 _NO_LIMIT = (1 << 31) - 1
 _FEWEST_SLOTS = 64
 
@@ -77,8 +78,9 @@ def _round_up(n, multiple):
     return -(-n // multiple) * multiple
 
 
-def _tile_ids(k):
-    return max(_TILE_IDS, triton.next_power_of_2(k))
+def _tile_ids(tokens, k):
+    few = tokens * k <= _FEW_TILES * _TILE_IDS_OF_FEW
+    return max(_TILE_IDS_OF_FEW if few else _TILE_IDS, triton.next_power_of_2(k))
 
 
 def slot_bytes(row_bytes, scale_bytes, k):
@@ -104,7 +106,7 @@ def route(operator, ids, num_experts, group, config, *, max_tokens=None, by_sour
     tokens, k = ids.shape
     device, world_size = ids.device, group.size()
     columns = num_experts + world_size + 2
-    tile_tokens = _tile_ids(k) // k
+    tile_tokens = _tile_ids(tokens, k) // k
     tiles = max(-(-tokens // tile_tokens), 1)
     workspace = get_workspace(group, device, "ep_counts")
     workspace.error_of_note = partial(_error_of_note, operator)
@@ -123,10 +125,16 @@ def route(operator, ids, num_experts, group, config, *, max_tokens=None, by_sour
     )  # fmt: skip
     ids = ids.contiguous()
     workspace.before_launch()
+    capacity = max_tokens or _NO_LIMIT
+    constants, agreeing = _route_constants(tokens, k, num_experts, world_size, by_source)
     ep_route_kernel[(tiles,)](
-        workspace.ctx, ids, bad, places, sent, counts, tables, splits, tokens, max_tokens or _NO_LIMIT, plan,
-        **_route_constants(k, num_experts, world_size, by_source),
+        workspace.ctx, ids, bad, places, sent, counts, tables, splits, tokens, capacity, plan, AGREE=not agreeing,
+        **constants,
     )  # fmt: skip
+    if agreeing:
+        ep_agree_kernel[(-(-columns // agreeing["BLOCK"]),)](
+            workspace.ctx, bad, counts, tables, splits, tokens, tiles, capacity, plan, **agreeing
+        )
     workspace.after_launch()
     rows = staged = max_tokens
     if max_tokens is None:
@@ -140,14 +148,22 @@ def route(operator, ids, num_experts, group, config, *, max_tokens=None, by_sour
     )  # fmt: skip
 
 
-def _route_constants(k, num_experts, world_size, by_source):
-    n = _tile_ids(k)
+def _route_constants(tokens, k, num_experts, world_size, by_source):
+    """(the constants of ``ep_route_kernel``, those of ``ep_agree_kernel`` or None where it is not needed)"""
+    n = _tile_ids(tokens, k)
     columns = triton.next_power_of_2(num_experts + world_size + 2)
-    return {
-        "BY_SOURCE": by_source, "K": k, "EXPERTS": num_experts, "RANKS": world_size, "N": n,
-        "SENT": triton.next_power_of_2(n // k * world_size), "COLUMNS": columns, "BLOCK": min(columns, 512),
+    common = {
+        "BY_SOURCE": by_source, "EXPERTS": num_experts, "RANKS": world_size,
         "R": triton.next_power_of_2(world_size), "LOCAL": triton.next_power_of_2(num_experts // world_size),
+        "num_warps": 8,
     }  # fmt: skip
+    route = {
+        **common, "K": k, "N": n, "SENT": triton.next_power_of_2(n // k * world_size), "COLUMNS": columns,
+        "BLOCK": min(columns, 512), "AT_ONCE": 16,
+    }  # fmt: skip
+    if n // k * _FEW_TILES >= tokens:
+        return route, None
+    return route, {**common, "BLOCK": min(columns, 16), "AT_ONCE": 256, "ALL": min(columns, 512)}
 
 
 # ---- dispatch ----
@@ -301,7 +317,8 @@ def launch_dispatch(routing, sending, halves="both", config=None):
         _bytes(sending.rows), _bytes(sending.rows if sending.row_scales is None else sending.row_scales),
         sending.row_weights, None if sending.expert_rows is None else _bytes(sending.expert_rows), sending.dots,
         routing.tokens, config.chunk_tokens, senders, items, scale_words, plan,
-        ADVANCE=halves != "send", FIRST=sending.first, TILE_TOKENS=_tile_ids(routing.choices) // routing.choices,
+        ADVANCE=halves != "send", FIRST=sending.first,
+        TILE_TOKENS=_tile_ids(routing.tokens, routing.choices) // routing.choices,
         **_places_constants(routing), **constants, num_warps=config.num_warps,
     )  # fmt: skip
     workspace.after_launch()

@@ -1,9 +1,10 @@
 """Where each token goes: counted by all programs, added up by the last one, exchanged, and laid out.
 
 A program takes a tile of tokens, N ids at most. It numbers the rows for each expert and the tokens for each rank within
-the tile. The last program to come to its end adds the tiles up, sends this rank's totals to all peers (one signal each,
-4 bytes an expert), waits for theirs, and knows with them where everything begins, here and at the peers
-(``ep_tables``). There is no order in which atomics happen to come: the same ids give the same places.
+the tile. Then the tiles are added up: if they are few by the last program to come to its end, else by a launch of its
+own, a few columns a program. The last program of all sends this rank's totals to all peers (one signal each, 4 bytes an
+expert), waits for theirs, and knows with them where everything begins, here and at the peers (``ep_tables``). There is
+no order in which atomics happen to come: the same ids give the same places.
 
 Of the totals everybody sees the same, so all ranks agree on whether the rows fit.
 """
@@ -30,8 +31,6 @@ from tdkernels.ops.ep_tables import (
 # Kinds of notes, see lang._note.
 NOTE_BAD_IDS = tl.constexpr(1)  # the rank
 NOTE_OVERFLOW = tl.constexpr(2)  # rows and staged tokens that there are at most, and how many fit
-
-_TILES_AT_ONCE = tl.constexpr(16)
 
 
 @td.jit
@@ -86,23 +85,25 @@ def _count_tile(
 
 
 @td.jit
-def _add_up(counts_ptr, totals_ptr, tiles, num_tokens, is_bad, C: tl.constexpr, BLOCK: tl.constexpr):
-    """Turn the tiles' counts into those of all tiles before, and leave their totals."""
-    for start in range(0, C, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        total = tl.full((BLOCK,), 0, tl.int32)
-        for first in range(0, tiles, _TILES_AT_ONCE):
-            rows = first + tl.arange(0, _TILES_AT_ONCE)
-            at = counts_ptr + rows[:, None].to(tl.int64) * C + columns[None, :]
-            mask = (rows[:, None] < tiles) & (columns[None, :] < C)
-            counts = tl.load(at, mask=mask, other=0)
-            upto = td.running_sum(counts, 0)
-            tl.store(at, upto - counts + total[None, :], mask=mask)
-            total += td.sum_of(counts, 0)
-        total = tl.where(columns == C - 2, total + is_bad, total)
-        total = tl.where(columns == C - 1, num_tokens, total)
-        tl.store(totals_ptr + columns, total, mask=columns < C)
-    tl.debug_barrier()  # others read what each thread has written
+def _add_up(
+    counts_ptr, totals_ptr, start, tiles, num_tokens, bad_ptr, C: tl.constexpr, BLOCK: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """In a block of columns turn the tiles' counts into those of all tiles before, and leave their totals."""
+    columns = start + tl.arange(0, BLOCK)
+    total = tl.full((BLOCK,), 0, tl.int32)
+    for first in range(0, tiles, AT_ONCE):
+        rows = first + tl.arange(0, AT_ONCE)
+        at = counts_ptr + rows[:, None].to(tl.int64) * C + columns[None, :]
+        mask = (rows[:, None] < tiles) & (columns[None, :] < C)
+        counts = tl.load(at, mask=mask, other=0)
+        upto = td.running_sum(counts, 0)
+        tl.store(at, upto - counts + total[None, :], mask=mask)
+        total += td.sum_of(counts, 0)
+    if bad_ptr is not None:
+        total += ((columns == C - 2) & (tl.load(bad_ptr) != 0)).to(tl.int32)
+    total = tl.where(columns == C - 1, num_tokens, total)
+    tl.store(totals_ptr + columns, total, mask=columns < C)
 
 
 @td.jit
@@ -219,33 +220,57 @@ def _state_facts(
     td.note_if(ctx, (bad_rank < 0) & (needed > capacity), NOTE_OVERFLOW, most_rows, staged, capacity)
 
 
+@td.jit
+def _agree(
+    ctx, tables, splits_ptr, capacity, plan, BY_SOURCE: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr,
+    BLOCK: tl.constexpr, R: tl.constexpr, LOCAL: tl.constexpr,
+):  # fmt: skip
+    """Of our totals make the tables: by one program, when all else is done."""
+    me = td.rank(ctx)
+    _exchange(ctx, tables, plan, EXPERTS, RANKS, BLOCK)
+    rows = _lay_out_rows(tables, splits_ptr, me, BY_SOURCE, EXPERTS, RANKS, R, LOCAL)
+    staged = _lay_out_tokens(tables, me, EXPERTS, RANKS, R)
+    tl.debug_barrier()  # splits may be stored again
+    _state_facts(ctx, tables, splits_ptr, me, rows, staged, capacity, BY_SOURCE, EXPERTS, RANKS, R, LOCAL)
+
+
 @td.jit(do_not_specialize=["num_tokens", "capacity", "plan"])
 def ep_route_kernel(
-    ctx, ids_ptr, bad_ptr, places_ptr, sent_ptr, counts_ptr, tables_ptr, splits_ptr, num_tokens, capacity, plan,
-    BY_SOURCE: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr, N: tl.constexpr,
-    SENT: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, LOCAL: tl.constexpr,
+    ctx, ids_ptr, bad_ptr, places_ptr, sent_ptr, counts_ptr, tables, splits_ptr, num_tokens, capacity, plan,
+    AGREE: tl.constexpr, BY_SOURCE: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr,
+    N: tl.constexpr, SENT: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr,
+    R: tl.constexpr, LOCAL: tl.constexpr,
 ):  # fmt: skip
-    """Number the rows of ids [T, K], and lay out what all ranks send.
+    """Number the rows of ids [T, K], a tile a program; AGREE: add up, and lay out what all ranks send.
 
-    Signal number ``source`` of a half says that the source's totals, its line of [ranks, COLUMNS], are in our buffer.
+    Signal number ``source`` of a half says that the source's totals, its line of [ranks, E + W + 2], are in our buffer.
     """
     num_tokens = tl.cast(num_tokens, tl.int32)
     _count_tile(
         ids_ptr, places_ptr, sent_ptr, counts_ptr, tl.program_id(0), num_tokens, K, EXPERTS, RANKS, N, SENT, COLUMNS
     )
+    if AGREE:
+        if td.arrive(td.flag_at(ctx, 0), tl.num_programs(0)):
+            C: tl.constexpr = EXPERTS + RANKS + 2
+            totals = counts_of(tables, td.rank(ctx), EXPERTS, RANKS)
+            for start in range(0, C, BLOCK):
+                _add_up(counts_ptr, totals, start, tl.num_programs(0), num_tokens, bad_ptr, C, BLOCK, AT_ONCE)
+            tl.debug_barrier()  # others read what each thread has written
+            _agree(ctx, tables, splits_ptr, capacity, plan, BY_SOURCE, EXPERTS, RANKS, BLOCK, R, LOCAL)
+        td.finish(ctx)
+
+
+@td.jit(do_not_specialize=["num_tokens", "tiles", "capacity", "plan"])
+def ep_agree_kernel(
+    ctx, bad_ptr, counts_ptr, tables, splits_ptr, num_tokens, tiles, capacity, plan,
+    BY_SOURCE: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr,
+    ALL: tl.constexpr, R: tl.constexpr, LOCAL: tl.constexpr,
+):  # fmt: skip
+    """Add up what ``ep_route_kernel`` has left for many tiles, BLOCK columns a program, and lay out as it does."""
+    C: tl.constexpr = EXPERTS + RANKS + 2
+    totals = counts_of(tables, td.rank(ctx), EXPERTS, RANKS)
+    num_tokens, tiles = tl.cast(num_tokens, tl.int32), tl.cast(tiles, tl.int32)
+    _add_up(counts_ptr, totals, tl.program_id(0) * BLOCK, tiles, num_tokens, bad_ptr, C, BLOCK, AT_ONCE)
     if td.arrive(td.flag_at(ctx, 0), tl.num_programs(0)):
-        me = td.rank(ctx)
-        is_bad = tl.full((), 0, tl.int32)
-        if bad_ptr is not None:
-            is_bad += (tl.load(bad_ptr) != 0).to(tl.int32)
-        C: tl.constexpr = EXPERTS + RANKS + 2
-        totals = counts_of(tables_ptr, me, EXPERTS, RANKS)
-        _add_up(counts_ptr, totals, tl.num_programs(0), num_tokens, is_bad, C, BLOCK)
-        _exchange(ctx, tables_ptr, plan, EXPERTS, RANKS, BLOCK)
-        rows = _lay_out_rows(tables_ptr, splits_ptr, me, BY_SOURCE, EXPERTS, RANKS, R, LOCAL)
-        staged = _lay_out_tokens(tables_ptr, me, EXPERTS, RANKS, R)
-        tl.debug_barrier()
-        _state_facts(
-            ctx, tables_ptr, splits_ptr, me, rows, staged, capacity, BY_SOURCE, EXPERTS, RANKS, R, LOCAL
-        )  # fmt: skip
+        _agree(ctx, tables, splits_ptr, capacity, plan, BY_SOURCE, EXPERTS, RANKS, ALL, R, LOCAL)
     td.finish(ctx)

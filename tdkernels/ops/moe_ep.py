@@ -222,7 +222,7 @@ def ep_dispatch(
 
 def _refuse_gradient_of_codes(x, quantize):
     if quantize is not None and torch.is_grad_enabled() and x.requires_grad:
-        raise ValueError('ep_dispatch: quantize="fp8" has no gradient, and x requires one; detach it or use torch.no_grad')
+        raise ValueError('ep_dispatch: quantize="fp8" has no gradient, and x requires one: detach it, or no_grad')
 
 
 def _weights_of(handle, topk_weights, config):
