@@ -35,15 +35,15 @@ from tdkernels.lang._memory import (
 )
 from tdkernels.lang._note import note_if
 from tdkernels.lang._reduce import max_of, pick, running_sum, sum_of
-from tdkernels.lang._signal import arrive, consume_token, notify, notify_all, wait, wait_plan, wait_plan_all
+from tdkernels.lang._signal import arrive, consume_token, in_time, notify, notify_all, wait, wait_plan, wait_plan_all
 from tdkernels.lang._target import target
 from tdkernels.lang._tickets import take_ticket, ticket_of
 from tdkernels.lang._trace import mark
 
 __all__ = [
     "add_release", "arrive", "await_tma_stores", "clock_ns", "consume_token", "data_at", "dot", "epoch", "failed",
-    "fence_before_tma_load", "finish", "flag_at", "from_float32", "jit", "keep_signal", "load_acquire", "mark",
-    "max_of", "note_if", "notify", "notify_all", "num_ranks", "pick", "pointer_to", "put", "rank", "ready_at",
+    "fence_before_tma_load", "finish", "flag_at", "from_float32", "in_time", "jit", "keep_signal", "load_acquire",
+    "mark", "max_of", "note_if", "notify", "notify_all", "num_ranks", "pick", "pointer_to", "put", "rank", "ready_at",
     "running_sum", "signal_at", "store_release", "store_release_each", "store_release_if", "sum_of", "symm_at",
     "symm_base", "take_ticket", "target", "ticket_of", "to_e4m3", "to_float32", "wait", "wait_plan", "wait_plan_all",
 ]  # fmt: skip

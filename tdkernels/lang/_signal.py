@@ -30,6 +30,7 @@ from tdkernels.lang._memory import (
     store_release_each,
     store_release_if,
 )
+from tdkernels.lang._reduce import max_of
 from tdkernels.lang._target import interpreter_yield, target
 
 # The record's first word says what happened; then peer, address of the signal, expected and seen value.
@@ -39,6 +40,7 @@ RECORD_PLAN_MISMATCH = tl.constexpr(3)
 
 SET = tl.constexpr("set")
 NEVER = tl.constexpr(-(1 << 62))  # below every signal
+_MAX_THREADS = tl.constexpr(512)  # of a program
 
 
 @jit
@@ -169,6 +171,22 @@ def wait_plan(ctx, signal_ptr, expected, peer, SCOPE: tl.constexpr = SYS, FOR_TM
     if FOR_TMA:
         fence_before_tma_load()
     return seen
+
+
+@jit
+def in_time(seen, expected):
+    """Whether a wait, which returned ``seen``, saw just what it expected: one answer of all threads, for a branch.
+
+    Of that alone may hang what addresses are made of what has come: threads can give up each for itself.
+    """
+    if target() == "cuda":
+        missed = tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.eq.s64 p, $1, $2; selp.b32 $0, 0, 1, p; or.b32 $0, $0, $3; }",
+            "=r,l,l,r", [seen, _wide(expected), tl.full((_MAX_THREADS,), 0, tl.int32)], tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+        return max_of(missed, 0) == 0
+    else:
+        return seen == expected
 
 
 @jit

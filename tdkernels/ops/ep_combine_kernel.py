@@ -177,7 +177,7 @@ def _receive_chunk(
     for token in range(start, tl.minimum(start + chunk_tokens, num_tokens)):
         entry = tl.cast(token, tl.int64) * K + choice
         places = tl.load(places_ptr + entry, mask=choice < K, other=-1)
-        ids = tl.load(ids_ptr + entry, mask=choice < K, other=-1).to(tl.int32)
+        ids = tl.load(ids_ptr + entry, mask=choice < K, other=-1)
         sent_at = sent_ptr + tl.cast(token, tl.int64) * RANKS
         dest = tl.where(places >= 0, ids // (EXPERTS // RANKS), -1)
         sent = tl.load(sent_at + ranks, mask=(ranks < RANKS) & (ranks != me), other=-1)

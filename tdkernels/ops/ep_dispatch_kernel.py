@@ -140,7 +140,7 @@ def _find_places(
     """
     choice, ranks = tl.arange(0, KP), tl.arange(0, R)
     entry = tl.cast(token, tl.int64) * K + choice
-    ids = tl.load(ids_ptr + entry, mask=choice < K, other=-1).to(tl.int32)
+    ids = tl.load(ids_ptr + entry, mask=choice < K, other=-1)
     places = tl.load(places_ptr + entry, mask=choice < K, other=-1)
     sent_at = sent_ptr + tl.cast(token, tl.int64) * RANKS + ranks
     sent = tl.load(sent_at, mask=ranks < RANKS, other=-1)
@@ -331,11 +331,14 @@ def ep_dispatch_kernel(
             _, chunks = chunk_of(tokens_of(tables, source, EXPERTS, RANKS), chunk_tokens)
             if chunk < chunks:
                 # producer: the source's sender of this chunk
-                td.wait_plan(ctx, td.signal_at(ctx, half, 0) + source * MAX_CHUNKS + chunk, signal, source)
-                _receive_chunk(
-                    ctx, half, source, chunk, tables, slots_ptr, chunks_ptr,
-                    rows_ptr, row_scales_ptr, row_weights_ptr, expert_rows_ptr, dots_ptr, items, scale_words,
-                    FIRST, GRADIENT, K, KP, EXPERTS, RANKS, ITEM, ITEM_BYTES, SCALE, SCALE_BYTES, ALIGNED, BLOCK,
-                    SCALE_BLOCK,
-                )  # fmt: skip
+                seen = td.wait_plan(ctx, td.signal_at(ctx, half, 0) + source * MAX_CHUNKS + chunk, signal, source)
+                if td.in_time(seen, signal):
+                    _receive_chunk(
+                        ctx, half, source, chunk, tables, slots_ptr, chunks_ptr,
+                        rows_ptr, row_scales_ptr, row_weights_ptr, expert_rows_ptr, dots_ptr, items, scale_words,
+                        FIRST, GRADIENT, K, KP, EXPERTS, RANKS, ITEM, ITEM_BYTES, SCALE, SCALE_BYTES, ALIGNED, BLOCK,
+                        SCALE_BLOCK,
+                    )  # fmt: skip
+                else:
+                    tl.store(facts + GOES, -1)  # no combine may go by tables that are not complete
     td.finish(ctx, ADVANCE)

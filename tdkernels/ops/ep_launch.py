@@ -37,7 +37,7 @@ class Routing:
     group: object
     config: EpConfig
     operator: str
-    ids: torch.Tensor  # [T, K] integers
+    ids: torch.Tensor  # [T, K] int32, a copy; -1 for none
     num_experts: int
     max_tokens: int | None  # rows of the output, or None: as many as come
     rows: int  # of the output
@@ -116,10 +116,10 @@ def route(operator, ids, num_experts, group, config, *, max_tokens=None, by_sour
         raise RuntimeError(
             f"{operator}: without max_tokens the host waits for the number of rows, which a CUDA graph cannot capture"
         )
-    places, sent, counts, tables, splits = (
+    experts, places, sent, counts, tables, splits = (
         torch.empty(shape, dtype=torch.int32, device=device)
         for shape in (
-            (tokens, k), (tokens, world_size), (tiles, columns), (ep_tables.length(num_experts, world_size),),
+            (tokens, k), (tokens, k), (tokens, world_size), (tiles, columns), (ep_tables.length(num_experts, world_size),),
             ((world_size,) if by_source else ()) + (num_experts // world_size,),
         )
     )  # fmt: skip
@@ -128,8 +128,8 @@ def route(operator, ids, num_experts, group, config, *, max_tokens=None, by_sour
     capacity = max_tokens or _NO_LIMIT
     constants, agreeing = _route_constants(tokens, k, num_experts, world_size, by_source)
     ep_route_kernel[(tiles,)](
-        workspace.ctx, ids, bad, places, sent, counts, tables, splits, tokens, capacity, plan, AGREE=not agreeing,
-        **constants,
+        workspace.ctx, ids, bad, experts, places, sent, counts, tables, splits, tokens, capacity, plan,
+        AGREE=not agreeing, **constants,
     )  # fmt: skip
     if agreeing:
         ep_agree_kernel[(-(-columns // agreeing["BLOCK"]),)](
@@ -144,7 +144,7 @@ def route(operator, ids, num_experts, group, config, *, max_tokens=None, by_sour
     # Rounded up, so that few different sizes ever have to be agreed upon.
     staged = max(triton.next_power_of_2(staged), _FEWEST_SLOTS)
     return Routing(
-        group, config, operator, ids, num_experts, max_tokens, rows, staged, places, sent, counts, tables, splits
+        group, config, operator, experts, num_experts, max_tokens, rows, staged, places, sent, counts, tables, splits
     )  # fmt: skip
 
 
@@ -387,6 +387,7 @@ def launch_combine(routing, returning, halves="both", config=None):
         "weighted": returning.weights is not None, "numbers": returning.row_numbers is not None,
         "slots": routing.most_staged, "config": text_of(config),
     }  # fmt: skip
+    get_workspace(routing.group, rows.device, "ep_dispatch").check()  # what went wrong there is not to be combined
     workspace = get_workspace(routing.group, rows.device, "ep_combine")
     _check_turn(workspace, routing, "combine", halves)
     plan = workspace.prepare(routing.operator, fields, slot * routing.most_staged, world_size * MAX_CHUNKS)

@@ -35,11 +35,13 @@ NOTE_OVERFLOW = tl.constexpr(2)  # rows and staged tokens that there are at most
 
 @td.jit
 def _count_tile(
-    ids_ptr, places_ptr, sent_ptr, counts_ptr, tile, num_tokens,
+    ids_ptr, experts_ptr, places_ptr, sent_ptr, counts_ptr, tile, num_tokens,
     K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr, N: tl.constexpr, SENT: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Number the tile's rows by expert (places) and its tokens by rank (sent), and leave how many there are of each.
+
+    Of the ids a copy is kept (experts): a backward may come when the caller has others in their place.
 
     Along axis 0 are the ids of which something is asked, along axis 1 those they are compared with.
     """
@@ -77,6 +79,7 @@ def _count_tile(
     sent_here = (sent < TOKENS * RANKS) & (sent < (num_tokens - first_token) * RANKS)
     tl.store(sent_ptr + first_token * RANKS + sent, tl.full((SENT,), -1, tl.int32), mask=sent_here)
     tl.debug_barrier()  # what follows is stored over it
+    tl.store(experts_ptr + entry, tl.where(valid, expert, -1), mask=here)
     tl.store(places_ptr + entry, tl.where(valid, place, -1), mask=here)
     tl.store(sent_ptr + (first_token + token) * RANKS + dest, slot, mask=is_first)
     tl.store(count_ptr + expert, place + 1, mask=valid & is_last)
@@ -215,9 +218,9 @@ def _state_facts(
         for source in range(RANKS if BY_SOURCE else 1):
             nothing = tl.full((LOCAL,), 0, tl.int32)
             tl.store(splits_ptr + source * (EXPERTS // RANKS) + local, nothing, mask=local < EXPERTS // RANKS)
-    td.note_if(ctx, bad_rank >= 0, NOTE_BAD_IDS, bad_rank, bad_rank, bad_rank)
+    td.note_if(ctx, (bad_rank >= 0) & (is_broken == 0), NOTE_BAD_IDS, bad_rank, bad_rank, bad_rank)
     capacity = tl.full((), 0, tl.int64) + capacity
-    td.note_if(ctx, (bad_rank < 0) & (needed > capacity), NOTE_OVERFLOW, most_rows, staged, capacity)
+    td.note_if(ctx, (bad_rank < 0) & (needed > capacity) & (is_broken == 0), NOTE_OVERFLOW, most_rows, staged, capacity)
 
 
 @td.jit
@@ -236,7 +239,8 @@ def _agree(
 
 @td.jit(do_not_specialize=["num_tokens", "capacity", "plan"])
 def ep_route_kernel(
-    ctx, ids_ptr, bad_ptr, places_ptr, sent_ptr, counts_ptr, tables, splits_ptr, num_tokens, capacity, plan,
+    ctx, ids_ptr, bad_ptr, experts_ptr, places_ptr, sent_ptr, counts_ptr, tables, splits_ptr,
+    num_tokens, capacity, plan,
     AGREE: tl.constexpr, BY_SOURCE: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr,
     N: tl.constexpr, SENT: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr,
     R: tl.constexpr, LOCAL: tl.constexpr,
@@ -247,8 +251,9 @@ def ep_route_kernel(
     """
     num_tokens = tl.cast(num_tokens, tl.int32)
     _count_tile(
-        ids_ptr, places_ptr, sent_ptr, counts_ptr, tl.program_id(0), num_tokens, K, EXPERTS, RANKS, N, SENT, COLUMNS
-    )
+        ids_ptr, experts_ptr, places_ptr, sent_ptr, counts_ptr, tl.program_id(0), num_tokens,
+        K, EXPERTS, RANKS, N, SENT, COLUMNS,
+    )  # fmt: skip
     if AGREE:
         if td.arrive(td.flag_at(ctx, 0), tl.num_programs(0)):
             C: tl.constexpr = EXPERTS + RANKS + 2

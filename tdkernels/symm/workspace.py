@@ -179,10 +179,10 @@ class Workspace:
             self._broken = self._read_record(self.buffer, self._record_view)
             for buffer, *_, record in self._retired:
                 self._broken = self._broken or self._read_record(buffer, record.numpy())
-        if self.buffer is not None:
-            self._raise_note()
         if self._broken is not None:
             raise copy.copy(self._broken)  # a raised error keeps the frames that it went through, and what they hold
+        if self.buffer is not None:
+            self._raise_note()
 
     def _raise_note(self):
         """Raise, once, what a kernel has left to tell (``lang._note``); the workspace is as good as before."""
