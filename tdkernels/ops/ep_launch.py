@@ -119,7 +119,8 @@ def route(operator, ids, num_experts, group, config, *, max_tokens=None, by_sour
     experts, places, sent, counts, tables, splits = (
         torch.empty(shape, dtype=torch.int32, device=device)
         for shape in (
-            (tokens, k), (tokens, k), (tokens, world_size), (tiles, columns), (ep_tables.length(num_experts, world_size),),
+            (tokens, k), (tokens, k), (tokens, world_size), (tiles, columns),
+            (ep_tables.length(num_experts, world_size),),
             ((world_size,) if by_source else ()) + (num_experts // world_size,),
         )
     )  # fmt: skip
