@@ -1,5 +1,7 @@
 """What ep_dispatch and ep_combine are asked, as functions that every rank runs. test_moe_ep.py asks."""
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,7 +12,7 @@ from tdkernels.ops import ep_launch
 from tests.ops.collective import same
 from tests.ops.routed import BF16, FP16, FP32, Routed
 from tests.ranks import device
-from tests.test_protocol import stalls
+from tests.test_protocol import failure_of, stalls
 
 SMALL = {"num_senders": 2, "num_receivers": 3, "chunk_tokens": 1, "block_bytes": 256, "num_warps": 1}
 UNEVEN = [3, 0, 7, 1]  # tokens of ranks
@@ -370,3 +372,329 @@ def gives_the_same_bits():
     for others in results[1:]:
         for name, first, other in zip(names, results[0], others, strict=True):
             assert same(other, first), f"{name} has other bits the second time"
+
+
+# ---- at most so many rows ----
+
+
+def keeps_to_a_capacity(changes):
+    """Just enough, and more than enough: the same in the first rows, and what is in the others is nobody's business."""
+    case = case_of(UNEVEN, 3, 3, 24, FP32, seed=8)
+    combine = "per_rank" if changes is None else changes.get("combine", "per_rank")
+    for capacity in (max(case.capacity()), 100):
+        case.x.requires_grad_()
+        case.weights.requires_grad_()
+        recv, handle = case.dispatch(max_tokens=capacity, config=config_of(changes))
+        case.check_received(recv, capacity=capacity)
+        expert_out = torch.full((capacity, 24), torch.nan, device=device())
+        expert_out[: case.num_rows] = case.expert_out()
+        y = tdkernels.ep_combine(expert_out.requires_grad_(), handle)
+        case.check_combined(y, combine=combine)
+
+        all_dy = case.draw(sum(case.tokens), 24, FP32)
+        d_out, dw = torch.autograd.grad(y, [expert_out, case.weights], all_dy[case.mine].to(device()))
+        d_rows, exact, low = expected_gradients_of_combine(case, all_dy, case.all_weights)
+        assert same(d_out[: case.num_rows], d_rows), "dexpert_out"
+        assert not d_out[case.num_rows :].any(), "rows that no token has take part in no sum"
+        case.check_numbers("dtopk_weights of combine", dw, exact, low)
+
+        d_choices = case.draw(case.all_ids.numel(), 24, FP32)
+        d_recv = torch.full((capacity, 24), torch.nan, device=device())
+        d_recv[: case.num_rows] = d_choices[case.order].to(device())
+        d_weights = torch.full((capacity,), torch.nan, device=device())
+        d_weights[: case.num_rows] = 3.0
+        dx, dw = torch.autograd.grad([recv.x, recv.topk_weights], [case.x, case.weights], [d_recv, d_weights])
+        tdkernels.synchronize()
+        case.check_numbers("dx of dispatch", dx, *case.combined(d_choices, None, combine))
+        assert same(dw, torch.where(case.valid, 3.0, 0.0)[case.mine]), "dtopk_weights of dispatch"
+
+
+def refuses_what_is_too_much(spec, which):
+    """One row less than is needed: all ranks are told, once, and the next call is right."""
+    case = case_of(**spec)
+    rows, staged = case.capacity()
+    needed = (rows, staged)[which]
+    assert needed > (rows, staged)[1 - which], "this is to be decided by one of them"
+    for _ in range(2):  # both halves
+        error = failure_of(case.dispatch, max_tokens=needed - 1)
+        assert type(error) is ValueError, repr(error)
+        for words in (f"ep_dispatch: max_tokens={needed - 1} is too small", f"{rows} rows", f"{staged} tokens"):
+            assert words in str(error), f"{words} in {error}"
+        tdkernels.synchronize()  # says it once only
+    recv, handle = case.dispatch(max_tokens=needed)
+    case.check_received(recv, capacity=needed)
+    expert_out = torch.zeros(needed, case.all_x.shape[1], dtype=case.dtype, device=device())
+    expert_out[: case.num_rows] = case.expert_out()
+    case.check_combined(tdkernels.ep_combine(expert_out, handle))
+    recv, _ = case.dispatch()
+    case.check_received(recv)
+
+
+def refuses_wrong_ids(wrong, where, id_dtype):
+    """One id of one rank: all are told whose, once, and the next call is right."""
+    case = case_of(UNEVEN, 3, 3, 8, seed=9)
+    offender = [rank for rank, tokens in enumerate(case.tokens) if tokens][where]
+    right = case.ids
+    for max_tokens in (None, 50):
+        case.ids = right.to(id_dtype).clone()
+        if dist.get_rank() == offender:
+            case.ids[where, 1] = wrong
+        error = failure_of(case.dispatch, max_tokens=max_tokens)
+        assert type(error) is ValueError, repr(error)
+        assert f"ep_dispatch: the ids or splits of rank {offender} are out of range" in str(error), str(error)
+        tdkernels.synchronize()
+        case.ids = right
+        recv, handle = case.dispatch()
+        case.check_received(recv)
+        case.check_combined(tdkernels.ep_combine(case.expert_out(), handle))
+
+
+# ---- codes and scales ----
+
+
+def quantized(x):
+    """(codes, scales) of rows, by plain torch."""
+    width = x.shape[1]
+    quanta = torch.nn.functional.pad(x.float(), (0, -width % 128)).unflatten(1, (-1, 128))
+    most = quanta.abs().amax(2)
+    scales = torch.where(most > 0, most / 448.0, 1.0)
+    codes = (quanta / scales[..., None]).to(torch.float8_e4m3fn)
+    return codes.flatten(1)[:, :width], scales
+
+
+def quantizes(width, dtype, changes):
+    case = case_of([4, 0, 3, 5], 2, 2, width, dtype, values="normal", seed=width)
+    total = sum(case.tokens)
+    magnitudes = torch.tensor([1.0, 1e-4, 300.0, 0.0, 2.0**-130 if dtype == FP32 else 2.0**-14])
+    case.all_x = (case.all_x.float() * magnitudes[torch.arange(total) % 5, None]).to(dtype)
+    if width > 128:
+        case.all_x[:, 128:256] = 0.0  # codes of 0 and a scale of 1 among others
+    case.x = case.all_x[case.mine].to(device())
+    recv, handle = case.dispatch(quantize="fp8", config=config_of(changes))
+    tdkernels.synchronize()
+    codes, scales = quantized(case.all_x)
+    assert same(recv.scales, case.received(scales)), f"scales: {case.title}"
+    assert same(recv.x, case.received(codes)), f"codes: {case.title}"
+    assert same(recv.topk_weights, case.by_row(case.all_weights)), f"topk_weights: {case.title}"
+    case.check_combined(tdkernels.ep_combine(case.expert_out(), handle))
+
+
+def quantized_rows_have_no_gradient():
+    case = case_of(UNEVEN, 2, 2, 130, FP32, seed=10)
+    case.x.requires_grad_()
+    with pytest.raises(ValueError, match='quantize="fp8" has no gradient'):
+        case.dispatch(quantize="fp8")
+    codes, _ = quantized(case.all_x)
+    with torch.no_grad():
+        recv, _ = case.dispatch(quantize="fp8")
+    assert same(recv.x, case.received(codes))
+    case.x = case.x.detach()
+    case.weights.requires_grad_()  # which have one, as ever
+    recv, _ = case.dispatch(quantize="fp8")
+    assert not recv.x.requires_grad and not recv.scales.requires_grad
+    recv.topk_weights.backward(torch.full_like(recv.topk_weights, 2.0))
+    assert same(case.weights.grad, torch.where(case.valid, 2.0, 0.0)[case.mine])
+
+
+def sends_scales_along(scales):
+    """Of any dtype and number, to the bit, with rows of codes."""
+    for seed, (dtype, shape) in enumerate(scales):
+        case = case_of([4, 0, 2, 5], 2, 2, 20, torch.float8_e4m3fn, values="bits", seed=seed)
+        all_scales = case.draw(sum(case.tokens), shape[0] if shape else 1, dtype)
+        all_scales = all_scales if shape else all_scales.flatten()
+        recv, _ = case.dispatch(weighted=False, scales=all_scales[case.mine].to(device()))
+        case.check_received(recv, weighted=False)
+        assert same(recv.scales, case.received(all_scales)), f"scales {dtype} {shape}"
+
+
+# ---- what cannot be ----
+
+
+def refuses():
+    """Before anything is launched, so each rank by itself; then everything is as before."""
+    case = case_of(4, 2, 3, 8)
+    x, ids, weights, experts = case.x, case.ids, case.weights, case.experts
+    recv, handle = case.dispatch()
+    rows = case.expert_out()
+    world_size = dist.get_world_size()
+
+    def dispatch(**changes):
+        arguments = {"x": x, "topk_ids": ids, "topk_weights": weights, "num_experts": experts, **changes}
+        return tdkernels.ep_dispatch(arguments.pop("x"), **arguments)
+
+    def combine(**changes):
+        arguments = {"expert_out": rows, "handle": handle, **changes}
+        return tdkernels.ep_combine(arguments.pop("expert_out"), **arguments)
+
+    table = [
+        (dispatch, dict(x=[1.0]), TypeError, "x must be a torch.Tensor"),
+        (dispatch, dict(x=x.int()), TypeError, "x is torch.int32"),
+        (dispatch, dict(x=x.double()), TypeError, "x is torch.float64"),
+        (dispatch, dict(x=x.to("meta")), ValueError, "x is on meta|topk_ids is on"),
+        (dispatch, dict(x=x[0]), ValueError, r"x must have 2 dimensions \[rows, H\], its shape is \[8\]"),
+        (dispatch, dict(x=x[:, :0]), ValueError, r"x \[4, 0\] has empty rows"),
+        (dispatch, dict(x=x.to_sparse()), TypeError, "x must be a plain dense tensor"),
+        (dispatch, dict(x=x[:3]), ValueError, r"topk_ids must be \[T, k\] with the T = 3 .*\[4, 2\]"),
+        (dispatch, dict(topk_ids=None), TypeError, "topk_ids must be a torch.Tensor"),
+        (dispatch, dict(topk_ids=ids.float()), TypeError, "topk_ids is torch.float32"),
+        (dispatch, dict(topk_ids=ids.to(torch.int16)), TypeError, "topk_ids is torch.int16"),
+        (dispatch, dict(topk_ids=ids[:, 0]), ValueError, r"topk_ids must be \[T, k\]"),
+        (dispatch, dict(topk_ids=ids[:, :0]), ValueError, r"topk_ids \[4, 0\] must have from 1"),
+        (dispatch, dict(topk_ids=ids[:, :1].expand(4, experts + 1)), ValueError, f"from 1 to num_experts = {experts}"),
+        (dispatch, dict(topk_ids=ids.to("meta")), ValueError, "topk_ids is on meta"),
+        (dispatch, dict(topk_weights=weights[:, :1]), ValueError, r"topk_weights \[4, 1\] .* topk_ids \[4, 2\]"),
+        (dispatch, dict(topk_weights=weights.double()), TypeError, "topk_weights is torch.float64"),
+        (dispatch, dict(topk_weights=ids), TypeError, "topk_weights is torch.int64"),
+        (dispatch, dict(topk_weights=1.0), TypeError, "topk_weights must be a torch.Tensor"),
+        (dispatch, dict(num_experts=None), ValueError, "num_experts must be a positive integer, not None"),
+        (dispatch, dict(num_experts=0), ValueError, "num_experts must be a positive integer, not 0"),
+        (dispatch, dict(num_experts=6.0), ValueError, "num_experts must be a positive integer, not 6.0"),
+        (dispatch, dict(num_experts=True), ValueError, "num_experts must be a positive integer, not True"),
+        (dispatch, dict(scales=weights[:3]), ValueError, r"scales must be \[T\] or \[T, S\] with the T = 4"),
+        (dispatch, dict(scales=weights[:, :, None]), ValueError, r"scales must be .*\[4, 2, 1\]"),
+        (dispatch, dict(scales=2.0), TypeError, "scales must be a torch.Tensor"),
+        (dispatch, dict(quantize="fp4"), ValueError, "quantize must be None or \"fp8\", not 'fp4'"),
+        (dispatch, dict(quantize=True), ValueError, "quantize must be None or \"fp8\", not True"),
+        (dispatch, dict(quantize="fp8", scales=weights), ValueError, "quantize needs .* no scales"),
+        (dispatch, dict(quantize="fp8", x=x.to(torch.float8_e5m2)), ValueError, "quantize needs an x in bf16"),
+        (dispatch, dict(max_tokens=0), ValueError, "max_tokens must be a positive integer below .*, not 0"),
+        (dispatch, dict(max_tokens=-1), ValueError, "max_tokens must be a positive integer below .*, not -1"),
+        (dispatch, dict(max_tokens=1 << 30), ValueError, "max_tokens must be a positive integer below"),
+        (dispatch, dict(max_tokens=8.0), ValueError, "max_tokens must be a positive integer below .*, not 8.0"),
+        (dispatch, dict(config=tdkernels.CollectiveConfig()), TypeError, "config must be an EpConfig or None"),
+        (dispatch, dict(config=EpConfig(combine="sum")), ValueError, "config cannot run: combine must be"),
+        (dispatch, dict(group="world"), TypeError, "group"),
+        (combine, dict(expert_out=rows[:-1]), ValueError, f"must have the {case.num_rows} rows of recv.x"),
+        (combine, dict(expert_out=rows[0]), ValueError, "expert_out must have 2 dimensions"),
+        (combine, dict(expert_out=rows[:, :0]), ValueError, "expert_out .* has empty rows"),
+        (combine, dict(expert_out=rows.int()), TypeError, "expert_out is torch.int32"),
+        (combine, dict(expert_out=recv.x.to(torch.float8_e4m3fn)), TypeError, "expert_out is torch.float8_e4m3fn"),
+        (combine, dict(expert_out=rows.to("meta")), ValueError, "expert_out is on meta"),
+        (combine, dict(expert_out=None), TypeError, "expert_out must be a torch.Tensor"),
+        (combine, dict(handle=recv), TypeError, "handle must be the EpHandle of an ep_dispatch, not EpTokens"),
+        (combine, dict(topk_weights=weights[:3]), ValueError, r"topk_weights \[3, 2\]"),
+        (combine, dict(topk_weights=weights.double()), TypeError, "topk_weights is torch.float64"),
+        (combine, dict(config=EpConfig(num_warps=3)), ValueError, "config cannot run: num_warps"),
+    ]
+    if world_size > 1:
+        words = f"num_experts {experts + 1} must be divisible by the group's {world_size} ranks"
+        table.append((dispatch, dict(num_experts=experts + 1), ValueError, words))
+    for function, changes, kind, words in table:
+        with pytest.raises(kind, match=words) as caught:
+            function(**changes)
+        assert "group" in changes or str(caught.value).startswith(f"ep_{function.__name__}: "), str(caught.value)
+    with pytest.raises(ValueError, match="topk_weights"):
+        tdkernels.ep_dispatch(x, handle, weights[:, :1])
+    with pytest.raises(ValueError, match="T = 3"):
+        tdkernels.ep_dispatch(x[:3], handle)
+    with pytest.raises(TypeError, match="positional"):
+        tdkernels.ep_dispatch(x, ids, weights, experts)
+    recv, handle = case.dispatch()
+    case.check_received(recv)
+    case.check_combined(combine(handle=handle))
+
+
+# ---- in halves ----
+
+
+def comes_in_halves(changes, options):
+    """The same as whole calls, whatever is done in between, and whoever is late for which half."""
+    case = case_of(UNEVEN, 3, 3, 33, FP16, seed=11)
+    rank = dist.get_rank()
+    config = config_of(changes)
+    combine = config.combine if config else "per_rank"
+    expected = case.dispatch(config=config, **options)[0]
+    for turn in range(3):
+        time.sleep(0.1 if turn == rank else 0.0)
+        sent = tdkernels.ep_dispatch_send(
+            case.x, case.ids, case.weights, num_experts=case.experts, config=config, **options
+        )
+        total = torch.ones(3, device=device())
+        dist.all_reduce(total) if dist.get_world_size() > 1 else None
+        assert total.tolist() == [dist.get_world_size()] * 3
+        time.sleep(0.1 if turn == rank + 1 else 0.0)
+        recv, handle = sent.receive()
+        tdkernels.synchronize()
+        for name, got, whole in zip(recv._fields, recv, expected, strict=True):
+            assert got is None and whole is None or same(got[: case.num_rows], whole[: case.num_rows].cpu()), name
+
+        expert_out = case.all_out.new_zeros(recv.x.shape[0], 33).to(device())
+        expert_out[: case.num_rows] = case.expert_out()
+        sent = tdkernels.ep_combine_send(expert_out, handle)
+        between, _ = case.dispatch(config=config, **options)  # the way there is free
+        y = sent.receive()
+        case.check_combined(y, combine=combine)
+        assert same(y, tdkernels.ep_combine(expert_out, handle).cpu()), "y"
+        assert same(between.x[: case.num_rows], expected.x[: case.num_rows].cpu()), "a dispatch between the halves"
+
+
+def halves_are_taken_in_turn():
+    """What is sent has to be received before anything else is sent the same way."""
+    case = case_of(UNEVEN, 2, 3, 16, seed=12)
+    recv, handle = case.dispatch()
+    expert_out = case.expert_out()
+    operands = (case.x, case.ids, case.weights)
+    sent = tdkernels.ep_dispatch_send(*operands, num_experts=case.experts)
+    for call in (
+        lambda: tdkernels.ep_dispatch_send(*operands, num_experts=case.experts), lambda: case.dispatch(),
+        lambda: tdkernels.ep_dispatch(case.x, handle),
+    ):  # fmt: skip
+        with pytest.raises(RuntimeError, match="ep_dispatch: an earlier dispatch of this group .* receive it first"):
+            call()
+    case.check_combined(tdkernels.ep_combine(expert_out, handle))
+    recv, handle = sent.receive()
+    case.check_received(recv)
+    with pytest.raises(RuntimeError, match="nothing of this dispatch is left"):
+        sent.receive()
+
+    sent = tdkernels.ep_combine_send(expert_out, handle)
+    for call in (tdkernels.ep_combine_send, tdkernels.ep_combine):
+        with pytest.raises(RuntimeError, match="an earlier combine of this group .* receive it first"):
+            call(expert_out, handle)
+    case.check_received(case.dispatch()[0])
+    case.check_combined(sent.receive())
+    with pytest.raises(RuntimeError, match="nothing of this combine is left"):
+        sent.receive()
+
+    recv, handle = case.dispatch()
+    case.check_received(recv)
+    case.check_combined(tdkernels.ep_combine(expert_out, handle))
+
+
+def a_half_is_received_once():
+    """By whom it was sent for, also where another of the same routing is under way."""
+    case = case_of(UNEVEN, 2, 3, 16, seed=13)
+    handle = case.dispatch()[1]
+    other = case.x + 1
+    first = tdkernels.ep_dispatch_send(case.x, handle)
+    recv, _ = first.receive()
+    second = tdkernels.ep_dispatch_send(other, handle)
+    with pytest.raises(RuntimeError, match="nothing of this dispatch is left"):
+        first.receive()
+    case.check_received(recv, weighted=False)
+    recv, _ = second.receive()
+    assert same(recv.x, case.received(case.all_x + 1))
+
+
+def halves_have_no_gradient():
+    case = case_of(3, 2, 2, 8, FP32, seed=14)
+    x, weights = case.x.clone().requires_grad_(), case.weights.clone().requires_grad_()
+    _, handle = case.dispatch()
+    rows = case.expert_out().requires_grad_()
+    for call in (
+        lambda: tdkernels.ep_dispatch_send(x, case.ids, num_experts=case.experts),
+        lambda: tdkernels.ep_dispatch_send(case.x, case.ids, weights, num_experts=case.experts),
+        lambda: tdkernels.ep_combine_send(rows, handle),
+        lambda: tdkernels.ep_combine_send(case.expert_out(), handle, weights),
+    ):
+        with pytest.raises(ValueError, match="_send: the halves have no gradient"):
+            call()
+    with torch.no_grad():
+        recv, handle = tdkernels.ep_dispatch_send(x, case.ids, weights, num_experts=case.experts).receive()
+        y = tdkernels.ep_combine_send(rows, handle).receive()
+    case.check_received(recv)
+    case.check_combined(y)
+    case.weights = weights
+    handle = case.dispatch()[1]  # whose weights require a gradient, which the combine would have
+    with pytest.raises(ValueError, match="_send: the halves have no gradient"):
+        tdkernels.ep_combine_send(case.expert_out(), handle)

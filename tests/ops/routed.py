@@ -105,6 +105,16 @@ class Routed:
         """What this rank's experts have made of its rows: just anything."""
         return self.all_out[self.order].to(device())
 
+    def capacity(self):
+        """(rows that any rank receives, tokens that any has to stage, once for each peer) at most."""
+        source = torch.repeat_interleave(torch.arange(self.world_size), torch.tensor(self.tokens))
+        going = torch.zeros(self.world_size, self.world_size, dtype=torch.int64)
+        for rank in range(self.world_size):
+            is_sent = (self.dest == rank).any(1) & (source != rank)
+            going[:, rank] = torch.bincount(source[is_sent], minlength=self.world_size)
+        rows = torch.bincount(self.dest[self.valid], minlength=self.world_size).max().item()
+        return rows, max(going.sum(0).max().item(), going.sum(1).max().item())
+
     # ---- what is to come out ----
 
     def received(self, of_all):

@@ -93,3 +93,74 @@ def test_layer(world_size, weights_in):
 
 def test_same_bits_twice():
     on_ranks(3, expert_parallel.gives_the_same_bits)
+
+
+@pytest.mark.parametrize("world_size, config", [(1, "default"), (2, "small"), (3, "per expert")])
+def test_capacity(world_size, config):
+    on_ranks(world_size, expert_parallel.keeps_to_a_capacity, CONFIGS[config])
+
+
+# Of which either the rows of a rank are the most, or the tokens that one sends.
+FULL_RANK = dict(tokens=[3, 4, 2], k=2, experts_each=2, width=8, ids="last")
+FULL_STAGE = dict(tokens=[6, 0, 0], k=3, experts_each=1, width=8, ids="distinct")
+
+
+@pytest.mark.parametrize("world_size, spec, which", [(1, FULL_RANK, 0), (3, FULL_RANK, 0), (3, FULL_STAGE, 1)], ids=str)
+def test_more_than_the_capacity(world_size, spec, which):
+    on_ranks(world_size, expert_parallel.refuses_what_is_too_much, spec, which)
+
+
+@pytest.mark.parametrize("wrong, id_dtype", [
+    (-2, torch.int64), (9, torch.int64), ((1 << 32) + 1, torch.int64), (-(1 << 31), torch.int32)
+], ids=str)  # fmt: skip
+def test_wrong_ids(wrong, id_dtype):
+    on_ranks(3, expert_parallel.refuses_wrong_ids, wrong, 0, id_dtype)
+
+
+@pytest.mark.parametrize("where", [0, 1])
+def test_wrong_ids_are_told_of_their_rank(where):
+    on_ranks(3, expert_parallel.refuses_wrong_ids, 100, where, torch.int64)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("width, dtype", [(1, BF16), (127, FP32), (128, FP16), (129, BF16), (600, FP32)], ids=str)
+def test_quantized(world_size, width, dtype):
+    on_ranks(world_size, expert_parallel.quantizes, width, dtype, SMALL if width > 256 else None)
+
+
+def test_quantized_rows_have_no_gradient():
+    on_ranks(2, expert_parallel.quantized_rows_have_no_gradient)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_scales(world_size):
+    on_ranks(world_size, expert_parallel.sends_scales_along, [
+        (FP32, ()), (FP32, (1,)), (FP32, (5,)), (BF16, (3,)), (torch.uint8, ()), (torch.uint8, (7,)),
+        (torch.float64, (2,)), (torch.int64, ()), (torch.float8_e5m2, (4,)),
+    ])  # fmt: skip
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_bad_input(world_size):
+    on_ranks(world_size, expert_parallel.refuses)
+
+
+@pytest.mark.parametrize("world_size, config, options", [
+    (1, "default", {}), (2, "per expert", {"max_tokens": 40}), (3, "small", {"quantize": "fp8"}), (3, "per expert", {}),
+], ids=str)  # fmt: skip
+def test_halves(world_size, config, options):
+    on_ranks(world_size, expert_parallel.comes_in_halves, CONFIGS[config], options)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_halves_are_taken_in_turn(world_size):
+    on_ranks(world_size, expert_parallel.halves_are_taken_in_turn)
+
+
+def test_a_half_is_received_once():
+    on_ranks(2, expert_parallel.a_half_is_received_once)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_halves_have_no_gradient(world_size):
+    on_ranks(world_size, expert_parallel.halves_have_no_gradient)
