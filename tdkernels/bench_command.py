@@ -11,21 +11,35 @@ _ROOT = Path(__file__).resolve().parent.parent
 def add_arguments(parser):
     parser.add_argument(
         "operators", nargs="*", metavar="operator",
-        help="ag_gemm, gemm_rs, gemm_ar, all of them if left out; all_gather, reduce_scatter, all_reduce if named",
+        help="ag_gemm, gemm_rs, gemm_ar, all of them if left out; if named: all_gather, reduce_scatter, all_reduce, "
+        "ep_dispatch, ep_combine, ep_latency, all_to_all",
     )  # fmt: skip
     parser.add_argument(
         "--shapes", metavar="NAME,…", help="groups by name, or sizes as MxNxK; all but the sweeps if left out"
     )
     parser.add_argument(
-        "--tokens", metavar="M,M,…", help="numbers of rows of the layers of a model, instead of 8192: a sweep"
-    )
+        "--tokens", metavar="M,M,…",
+        help="numbers of rows of the layers of a model, instead of 8192: a sweep; of expert parallelism tokens a rank",
+    )  # fmt: skip
     parser.add_argument(
         "--bytes", metavar="SIZE,…", help="of collectives alone: sizes of the full tensor, such as 64K,1M (1K … 256M)"
+    )
+    parser.add_argument(
+        "--moe", default="7168x256x8", metavar="HxExk",
+        help="of expert parallelism: hidden size, experts, experts of a token (7168x256x8)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--payload", metavar="NAME,…",
+        help="of ep_dispatch and ep_latency: bf16, fp8 (quantized on its way), fp8-given (all)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--routing", default="balanced", metavar="NAME", help="of expert parallelism: balanced, or skewed (balanced)"
     )
     parser.add_argument(
         "--peers", default="all", metavar="NAME,…", help="what else to measure: all, none, or names (all)"
     )
     parser.add_argument("--nproc", type=int, metavar="W", help="ranks; as many as there are GPUs if left out")
+    parser.add_argument("--seconds", type=float, metavar="S", help="begin nothing more after so long (no limit)")
     parser.add_argument("--rounds", type=int, default=10, metavar="N", help="bursts of each method (10)")
     parser.add_argument("--backward", action="store_true", help="measure the backward as well")
     parser.add_argument("--cuda-graph", action="store_true", help="measure each method in a CUDA graph as well")

@@ -72,6 +72,21 @@ def check_dispatch(x, topk_ids, topk_weights, scales, num_experts, quantize, max
             f"{operator}: topk_ids {_shape(topk_ids)} must have from 1 to num_experts = {num_experts} choices"
         )
     check_weights(operator, topk_weights, x, topk_ids.shape)
+    _check_quantize(operator, x, scales, quantize)
+
+
+def check_again(x, routing, topk_weights, scales, quantize):
+    """Raise TypeError or ValueError, naming the argument and its shape, unless x can go by a known routing."""
+    operator = "ep_dispatch"
+    check_payload(operator, x, scales, None)
+    check_tensor(operator, "topk_ids (the handle)", routing.tables, x)
+    if x.shape[0] != routing.tokens:
+        raise ValueError(f"{operator}: x {_shape(x)} must have the {routing.tokens} tokens of the handle")
+    check_weights(operator, topk_weights, x, (routing.tokens, routing.choices))
+    _check_quantize(operator, x, scales, quantize)
+
+
+def _check_quantize(operator, x, scales, quantize):
     if quantize not in (None, "fp8"):
         raise ValueError(f'{operator}: quantize must be None or "fp8", not {quantize!r}')
     if quantize is not None and (x.dtype not in DTYPES or scales is not None):
@@ -84,20 +99,20 @@ def check_weights(operator, weights, x, shape):
     check_tensor(operator, "topk_weights", weights, x)
     if weights.dtype not in DTYPES:
         raise TypeError(f"{operator}: topk_weights is {weights.dtype}; bfloat16, float16 and float32 are supported")
-    if weights.shape != shape:
+    if tuple(weights.shape) != tuple(shape):
         raise ValueError(f"{operator}: topk_weights {_shape(weights)} must have the shape of topk_ids {list(shape)}")
 
 
 def check_combine(expert_out, routing, topk_weights):
     operator = "ep_combine"
     check_rows(operator, "expert_out", expert_out, DTYPES, "bfloat16, float16 and float32")
-    if expert_out.device != routing.ids.device:
+    if expert_out.device != routing.tables.device:
         raise ValueError(
-            f"{operator}: expert_out is on {expert_out.device} but the tokens were on {routing.ids.device}"
+            f"{operator}: expert_out is on {expert_out.device} but the tokens were on {routing.tables.device}"
         )
     if expert_out.shape[0] != routing.rows:
         raise ValueError(f"{operator}: expert_out {_shape(expert_out)} must have the {routing.rows} rows of recv.x")
-    check_weights(operator, topk_weights, expert_out, routing.ids.shape)
+    check_weights(operator, topk_weights, expert_out, (routing.tokens, routing.choices))
 
 
 def check_config(operator, config, device):

@@ -13,6 +13,7 @@ wait for one from each (law 3).
 A slot holds a token's parts, and a number for each of its K choices if there are any to take along (``row_numbers``).
 """
 
+import triton
 import triton.language as tl
 
 from tdkernels import lang as td
@@ -20,26 +21,31 @@ from tdkernels.ops.ep_tables import (
     GOES,
     MAX_CHUNKS,
     MOST_TOKENS,
+    chunk_at,
     chunk_of,
     chunks_at_most,
+    experts_at,
     facts_at,
     parts_at,
+    places_at,
+    sent_at,
+    slot_at,
     their_at,
     theirs_at,
     tokens_of,
-)  # fmt: skip
+)
 
 
 @td.jit
-def part_bytes(items, ITEM_BYTES: tl.constexpr):
-    """Bytes of one part or row in a slot, in multiples of 16; see ``ep_launch.part_bytes``."""
-    return (tl.cast(items, tl.int64) * ITEM_BYTES + 15) // 16 * 16
+def part_bytes(items, DTYPE: tl.constexpr):
+    """Bytes of one part or row in a slot, in multiples of 16."""
+    return (tl.cast(items, tl.int64) * (DTYPE.primitive_bitwidth // 8) + 15) // 16 * 16
 
 
 @td.jit
-def slot_bytes(items, ITEM_BYTES: tl.constexpr, K: tl.constexpr, PER_EXPERT: tl.constexpr):
+def slot_bytes(items, DTYPE: tl.constexpr, K: tl.constexpr, PER_EXPERT: tl.constexpr):
     """(bytes of the parts of a slot, of a slot); see ``ep_launch.combine_slot_bytes``."""
-    parts = part_bytes(items, ITEM_BYTES) * (K if PER_EXPERT else 1)
+    parts = part_bytes(items, DTYPE) * (K if PER_EXPERT else 1)
     return parts, (parts + 4 * K + 127) // 128 * 128
 
 
@@ -53,11 +59,10 @@ def _pointer(address, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @td.jit
-def _row(rows_ptr, place, block, items, DTYPE: tl.constexpr, ITEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr,
-         BLOCK: tl.constexpr):  # fmt: skip
+def _row(rows_ptr, place, block, items, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
     """A block of row number ``place``; zeros if that is -1."""
     offs = block * BLOCK + tl.arange(0, BLOCK)
-    row = rows_ptr.to(tl.int64) + place.to(tl.int64) * items * ITEM_BYTES
+    row = rows_ptr.to(tl.int64) + place.to(tl.int64) * items * (DTYPE.primitive_bitwidth // 8)
     return tl.load(_pointer(row, DTYPE, ALIGNED) + offs, mask=(offs < items) & (place >= 0), other=0.0)
 
 
@@ -68,16 +73,16 @@ def _weight_of(weights, choice, j):
 
 @td.jit
 def _weighted_sum(
-    rows_ptr, here, weights, block, items, K: tl.constexpr, KP: tl.constexpr, DTYPE: tl.constexpr,
-    ITEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    rows_ptr, here, weights, block, items, K: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The sum in fp32 of a block of the rows ``here`` [KP] that are not -1, in that order, each times its weight."""
-    choice = tl.arange(0, KP)
+    """The sum in fp32 of a block of the rows ``here`` that are not -1, in that order, each times its weight."""
+    choice = tl.arange(0, triton.next_power_of_2(K))
     weights = tl.where(here >= 0, weights, 0.0)  # whatever it is of a choice that is not here
     total = tl.full((BLOCK,), 0.0, tl.float32)
     for j in range(0, K, 2):  # two reads on their way at a time
-        row0 = _row(rows_ptr, td.pick(here, choice, j), block, items, DTYPE, ITEM_BYTES, ALIGNED, BLOCK)
-        row1 = _row(rows_ptr, td.pick(here, choice, j + 1), block, items, DTYPE, ITEM_BYTES, ALIGNED, BLOCK)
+        row0 = _row(rows_ptr, td.pick(here, choice, j), block, items, DTYPE, ALIGNED, BLOCK)
+        row1 = _row(rows_ptr, td.pick(here, choice, j + 1), block, items, DTYPE, ALIGNED, BLOCK)
         total += td.to_float32(row0) * _weight_of(weights, choice, j)
         total += td.to_float32(row1) * _weight_of(weights, choice, j + 1)
     return total
@@ -88,23 +93,23 @@ def _weighted_sum(
 
 @td.jit
 def _send_chunk(
-    ctx, half, signal, owner, chunk, rows_ptr, row_weights_ptr, row_numbers_ptr, slots_ptr, chunks_ptr, tables, items,
-    PER_EXPERT: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr,
-    DTYPE: tl.constexpr, ITEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    ctx, half, signal, owner, chunk, rows_ptr, row_weights_ptr, row_numbers_ptr, tables, came, items,
+    PER_EXPERT: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr, DTYPE: tl.constexpr,
+    ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Send the owner of a chunk of tokens what we have for them, and signal it."""
+    KP: tl.constexpr = triton.next_power_of_2(K)
     choice = tl.arange(0, KP)
     me = td.rank(ctx)
-    parts, bytes_of_slot = slot_bytes(items, ITEM_BYTES, K, PER_EXPERT)
+    parts, bytes_of_slot = slot_bytes(items, DTYPE, K, PER_EXPERT)
     blocks = (items + BLOCK - 1) // BLOCK
-    chunk_at = chunks_ptr + 2 * (owner * MAX_CHUNKS + chunk)
-    first = tl.load(chunk_at)
-    number = tl.load(chunk_at + 1)
-    came = tl.load(theirs_at(tables, EXPERTS, RANKS) + owner)
+    first = tl.load(chunk_at(came, owner, chunk))
+    number = tl.load(chunk_at(came, owner, chunk) + 1)
+    staged = tl.load(theirs_at(tables, EXPERTS, RANKS) + owner)
     goes = tl.load(their_at(tables, EXPERTS, RANKS) + owner)
     area = td.data_at(ctx, half, owner)
     for i in range(first, first + number):
-        here = tl.load(slots_ptr + (came + i).to(tl.int64) * K + choice, mask=choice < K, other=-1)
+        here = tl.load(slot_at(came, staged + i, K, RANKS) + choice, mask=choice < K, other=-1)
         slot = area + (goes + i).to(tl.int64) * bytes_of_slot
         weights = tl.full((KP,), 1.0, tl.float32)
         if row_weights_ptr is not None:
@@ -115,12 +120,12 @@ def _send_chunk(
                 for j in range(K):
                     place = td.pick(here, choice, j)
                     if place >= 0:
-                        row = _row(rows_ptr, place, block, items, DTYPE, ITEM_BYTES, ALIGNED, BLOCK)
-                        to = slot + j * part_bytes(items, ITEM_BYTES)
+                        row = _row(rows_ptr, place, block, items, DTYPE, ALIGNED, BLOCK)
+                        to = slot + j * part_bytes(items, DTYPE)
                         tl.store(td.pointer_to(to, DTYPE) + offs, row, mask=offs < items)
             else:
                 total = _weighted_sum(
-                    rows_ptr, here, weights, block, items, K, KP, DTYPE, ITEM_BYTES, ALIGNED, BLOCK
+                    rows_ptr, here, weights, block, items, K, DTYPE, ALIGNED, BLOCK
                 )  # fmt: skip
                 tl.store(td.pointer_to(slot, DTYPE) + offs, td.from_float32(total, DTYPE), mask=offs < items)
         if row_numbers_ptr is not None:
@@ -146,10 +151,10 @@ def _part(area, parts_ptr, sent, ranks, source, bytes_of_slot, block, items, DTY
 @td.jit
 def _sum_of_parts(
     area, parts_ptr, sent, own, me, bytes_of_slot, block, items,
-    RANKS: tl.constexpr, R: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
+    RANKS: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The sum of all ranks' parts of a token, in the order of the ranks; ours is ``own``."""
-    ranks = tl.arange(0, R)
+    ranks = tl.arange(0, triton.next_power_of_2(RANKS))
     total = tl.full((BLOCK,), 0.0, tl.float32)
     for source in range(0, RANKS, 2):  # two reads on their way at a time
         part0 = _part(area, parts_ptr, sent, ranks, source, bytes_of_slot, block, items, DTYPE, BLOCK)
@@ -162,25 +167,28 @@ def _sum_of_parts(
 @td.jit
 def _receive_chunk(
     ctx, half, chunk, chunk_tokens, num_tokens,
-    rows_ptr, row_numbers_ptr, weights_ptr, ids_ptr, places_ptr, sent_ptr, tables, y_ptr, numbers_ptr, items,
-    PER_EXPERT: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr,
-    R: tl.constexpr, DTYPE: tl.constexpr, ITEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    rows_ptr, row_numbers_ptr, weights_ptr, tables, y_ptr, numbers_ptr, items,
+    PER_EXPERT: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr, DTYPE: tl.constexpr,
+    ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Add up what has come for a chunk of our tokens, and what we have ourselves."""
+    KP: tl.constexpr = triton.next_power_of_2(K)
+    R: tl.constexpr = triton.next_power_of_2(RANKS)
     choice, ranks = tl.arange(0, KP), tl.arange(0, R)
     me = td.rank(ctx)
-    parts, bytes_of_slot = slot_bytes(items, ITEM_BYTES, K, PER_EXPERT)
+    parts, bytes_of_slot = slot_bytes(items, DTYPE, K, PER_EXPERT)
     blocks = (items + BLOCK - 1) // BLOCK
     area = td.data_at(ctx, half, me)
     parts_ptr = parts_at(tables, EXPERTS, RANKS)
     start = chunk * chunk_tokens
     for token in range(start, tl.minimum(start + chunk_tokens, num_tokens)):
         entry = tl.cast(token, tl.int64) * K + choice
-        places = tl.load(places_ptr + entry, mask=choice < K, other=-1)
-        ids = tl.load(ids_ptr + entry, mask=choice < K, other=-1)
-        sent_at = sent_ptr + tl.cast(token, tl.int64) * RANKS
-        dest = tl.where(places >= 0, ids // (EXPERTS // RANKS), -1)
-        sent = tl.load(sent_at + ranks, mask=(ranks < RANKS) & (ranks != me), other=-1)
+        places_ptr = places_at(tables, token, num_tokens, K, EXPERTS, RANKS)
+        places = tl.load(places_ptr + choice, mask=choice < K, other=-1)
+        experts = tl.load(experts_at(tables, token, K, EXPERTS, RANKS) + choice, mask=choice < K, other=-1)
+        dest = tl.where(places >= 0, experts // (EXPERTS // RANKS), -1)
+        sent_ptr = sent_at(tables, token, num_tokens, K, EXPERTS, RANKS)
+        sent = tl.load(sent_ptr + ranks, mask=(ranks < RANKS) & (ranks != me), other=-1)
         weights = tl.full((KP,), 1.0, tl.float32)
         if weights_ptr is not None:
             weights = tl.load(weights_ptr + entry, mask=places >= 0, other=0.0)  # of a dropped choice it may be any
@@ -188,7 +196,7 @@ def _receive_chunk(
         away = (dest >= 0) & (dest != me)
         # Where a choice's row or number has come to.
         slots = area + bytes_of_slot * (
-            tl.load(parts_ptr + dest, mask=away, other=0) + tl.load(sent_at + dest, mask=away, other=0)
+            tl.load(parts_ptr + dest, mask=away, other=0) + tl.load(sent_ptr + dest, mask=away, other=0)
         ).to(tl.int64)
         for block in range(blocks):
             offs = block * BLOCK + tl.arange(0, BLOCK)
@@ -197,17 +205,17 @@ def _receive_chunk(
                 for j in range(K):
                     slot = td.sum_of(tl.where((choice == j) & away, slots, 0), 0)
                     place = td.pick(here, choice, j)
-                    came = slot + j * part_bytes(items, ITEM_BYTES)
+                    came = slot + j * part_bytes(items, DTYPE)
                     row = tl.load(td.pointer_to(came, DTYPE) + offs, mask=(offs < items) & (slot != 0), other=0.0)
-                    own = _row(rows_ptr, place, block, items, DTYPE, ITEM_BYTES, ALIGNED, BLOCK)
+                    own = _row(rows_ptr, place, block, items, DTYPE, ALIGNED, BLOCK)
                     row = tl.where(place >= 0, own, row)
                     total += td.to_float32(row) * _weight_of(weights, choice, j)
             else:
-                own = _weighted_sum(rows_ptr, here, weights, block, items, K, KP, DTYPE, ITEM_BYTES, ALIGNED, BLOCK)
+                own = _weighted_sum(rows_ptr, here, weights, block, items, K, DTYPE, ALIGNED, BLOCK)
                 total = _sum_of_parts(
-                    area, parts_ptr, sent, own, me, bytes_of_slot, block, items, RANKS, R, DTYPE, BLOCK
+                    area, parts_ptr, sent, own, me, bytes_of_slot, block, items, RANKS, DTYPE, BLOCK
                 )  # fmt: skip
-            y = y_ptr.to(tl.int64) + tl.cast(token, tl.int64) * items * ITEM_BYTES
+            y = y_ptr.to(tl.int64) + tl.cast(token, tl.int64) * items * (DTYPE.primitive_bitwidth // 8)
             tl.store(_pointer(y, DTYPE, ALIGNED) + offs, td.from_float32(total, DTYPE), mask=offs < items)
         if row_numbers_ptr is not None:
             came = tl.load((slots + parts).to(tl.pointer_type(tl.float32)) + choice, mask=away, other=0.0)
@@ -217,11 +225,10 @@ def _receive_chunk(
 
 @td.jit(do_not_specialize=["num_tokens", "chunk_tokens", "num_senders", "items", "plan"])
 def ep_combine_kernel(
-    ctx, rows_ptr, row_weights_ptr, row_numbers_ptr, slots_ptr, chunks_ptr, weights_ptr, ids_ptr, places_ptr, sent_ptr,
-    tables, y_ptr, numbers_ptr, num_tokens, chunk_tokens, num_senders, items, plan,
-    ADVANCE: tl.constexpr, PER_EXPERT: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, EXPERTS: tl.constexpr,
-    RANKS: tl.constexpr, R: tl.constexpr, DTYPE: tl.constexpr, ITEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    ctx, rows_ptr, row_weights_ptr, row_numbers_ptr, weights_ptr, tables, came, y_ptr, numbers_ptr,
+    num_tokens, chunk_tokens, num_senders, items, plan,
+    ADVANCE: tl.constexpr, PER_EXPERT: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr,
+    DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """rows [R, items] of each rank to y [T, items] of the tokens' ranks, and row_numbers [R] to numbers [T, K].
 
@@ -230,7 +237,8 @@ def ep_combine_kernel(
     """
     items = tl.cast(items, tl.int32)
     if ALIGNED:
-        items = items // (16 // ITEM_BYTES) * (16 // ITEM_BYTES)
+        WHOLE: tl.constexpr = 128 // DTYPE.primitive_bitwidth
+        items = items // WHOLE * WHOLE
     epoch = td.epoch(ctx) + 1
     half = (epoch % 2).to(tl.int32)
     signal = (epoch << 8) | plan
@@ -248,8 +256,8 @@ def ep_combine_kernel(
             _, chunks = chunk_of(tokens_of(tables, owner, EXPERTS, RANKS), chunk_tokens)
             if chunk < chunks:
                 _send_chunk(
-                    ctx, half, signal, owner, chunk, rows_ptr, row_weights_ptr, row_numbers_ptr, slots_ptr, chunks_ptr,
-                    tables, items, PER_EXPERT, K, KP, EXPERTS, RANKS, DTYPE, ITEM_BYTES, ALIGNED, BLOCK,
+                    ctx, half, signal, owner, chunk, rows_ptr, row_weights_ptr, row_numbers_ptr, tables, came,
+                    items, PER_EXPERT, K, EXPERTS, RANKS, DTYPE, ALIGNED, BLOCK,
                 )  # fmt: skip
     size, chunks = chunk_of(tl.cast(num_tokens, tl.int32), chunk_tokens)
     first_chunk = tl.where((goes >= 0) & (pid >= num_senders), pid - num_senders, chunks)
@@ -258,7 +266,7 @@ def ep_combine_kernel(
         td.wait_plan_all(ctx, td.signal_at(ctx, half, 0) + chunk, MAX_CHUNKS, signal)
         _receive_chunk(
             ctx, half, chunk, size, num_tokens,
-            rows_ptr, row_numbers_ptr, weights_ptr, ids_ptr, places_ptr, sent_ptr, tables, y_ptr, numbers_ptr, items,
-            PER_EXPERT, K, KP, EXPERTS, RANKS, R, DTYPE, ITEM_BYTES, ALIGNED, BLOCK,
+            rows_ptr, row_numbers_ptr, weights_ptr, tables, y_ptr, numbers_ptr, items,
+            PER_EXPERT, K, EXPERTS, RANKS, DTYPE, ALIGNED, BLOCK,
         )  # fmt: skip
     td.finish(ctx, ADVANCE)

@@ -15,6 +15,7 @@ GRADIENT: what is sent is the gradient of a weighted sum of rows. A row gets it 
 gradient is its product with the row.
 """
 
+import triton
 import triton.language as tl
 
 from tdkernels import lang as td
@@ -23,14 +24,20 @@ from tdkernels.ops.ep_tables import (
     GOES,
     MAX_CHUNKS,
     MOST_TOKENS,
+    chunk_at,
     chunk_of,
     chunks_at_most,
+    experts_at,
     facts_at,
     ours_at,
+    places_at,
     rows_at,
+    sent_at,
+    slot_at,
     theirs_at,
+    tiles_at,
     tokens_of,
-)  # fmt: skip
+)
 
 QUANTUM = tl.constexpr(128)  # channels under one scale
 _NO_PLACE = tl.constexpr(1 << 30)
@@ -96,12 +103,12 @@ def _write(
 @td.jit
 def _spread(
     here, weights, row, row_scales, block, items, scale_words, rows_ptr, scales_ptr, expert_rows_ptr, dots_ptr,
-    K: tl.constexpr, KP: tl.constexpr, ITEM: tl.constexpr, ITEM_BYTES: tl.constexpr, SCALE: tl.constexpr,
-    SCALE_BYTES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, SCALE_BLOCK: tl.constexpr,
-    GRADIENT: tl.constexpr,
+    K: tl.constexpr, ITEM: tl.constexpr, SCALE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    SCALE_BLOCK: tl.constexpr, GRADIENT: tl.constexpr,
 ):  # fmt: skip
-    """Store a block of a token in all of its rows on this rank: those of ``here`` [KP] that are not -1."""
-    choice = tl.arange(0, KP)
+    """Store a block of a token in all of its rows on this rank: those of ``here`` that are not -1."""
+    ITEM_BYTES: tl.constexpr = ITEM.primitive_bitwidth // 8
+    choice = tl.arange(0, triton.next_power_of_2(K))
     for j in range(K):
         place = td.pick(here, choice, j).to(tl.int64)
         if place >= 0:
@@ -119,7 +126,7 @@ def _spread(
                         dot += tl.load(dots_ptr + place)
                     tl.store(dots_ptr + place, dot)
             else:
-                scales_to = scales_ptr.to(tl.int64) + place * scale_words * SCALE_BYTES
+                scales_to = scales_ptr.to(tl.int64) + place * scale_words * (SCALE.primitive_bitwidth // 8)
                 _write(
                     row, row_scales, to, scales_to, block, items, scale_words, ITEM, SCALE, ALIGNED, BLOCK, SCALE_BLOCK
                 )  # fmt: skip
@@ -130,31 +137,31 @@ def _spread(
 
 @td.jit
 def _find_places(
-    ids_ptr, places_ptr, sent_ptr, counts_ptr, tables, token, goes,
-    FIRST: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr,
-    R: tl.constexpr, TILE_TOKENS: tl.constexpr,
+    tables, token, num_tokens, goes, FIRST: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """(its experts' ranks [KP], its rows there [KP], its place among our tokens for each rank [R]) of a token.
+    """(the ranks of a token's experts, its rows there, by choice; its place among our tokens for each rank).
 
     -1 is nowhere. FIRST: made of the numbers within the tile and what the tiles before have, and kept.
     """
-    choice, ranks = tl.arange(0, KP), tl.arange(0, R)
-    entry = tl.cast(token, tl.int64) * K + choice
-    ids = tl.load(ids_ptr + entry, mask=choice < K, other=-1)
-    places = tl.load(places_ptr + entry, mask=choice < K, other=-1)
-    sent_at = sent_ptr + tl.cast(token, tl.int64) * RANKS + ranks
-    sent = tl.load(sent_at, mask=ranks < RANKS, other=-1)
+    choice = tl.arange(0, triton.next_power_of_2(K))
+    ranks = tl.arange(0, triton.next_power_of_2(RANKS))
+    experts = tl.load(experts_at(tables, token, K, EXPERTS, RANKS) + choice, mask=choice < K, other=-1)
+    places_ptr = places_at(tables, token, num_tokens, K, EXPERTS, RANKS) + choice
+    places = tl.load(places_ptr, mask=choice < K, other=-1)
+    sent_ptr = sent_at(tables, token, num_tokens, K, EXPERTS, RANKS) + ranks
+    sent = tl.load(sent_ptr, mask=ranks < RANKS, other=-1)
     if FIRST:
-        before = counts_ptr + tl.cast(token // TILE_TOKENS, tl.int64) * (EXPERTS + RANKS + 2)
+        before = tiles_at(tables, token // TILE_TOKENS, num_tokens, K, EXPERTS, RANKS)
         real = (places >= 0) & goes
-        places += tl.load(before + ids, mask=real, other=0)
-        places += tl.load(rows_at(tables, EXPERTS, RANKS) + ids, mask=real, other=0)
+        places += tl.load(before + experts, mask=real, other=0)
+        places += tl.load(rows_at(tables, EXPERTS, RANKS) + experts, mask=real, other=0)
         places = tl.where(real, places, -1)
         crosses = (sent >= 0) & goes
         sent = tl.where(crosses, sent + tl.load(before + EXPERTS + ranks, mask=crosses, other=0), -1)
-        tl.store(places_ptr + entry, places, mask=choice < K)
-        tl.store(sent_at, sent, mask=ranks < RANKS)
-    return tl.where(places >= 0, ids // (EXPERTS // RANKS), -1), places, sent
+        tl.store(places_ptr, places, mask=choice < K)
+        tl.store(sent_ptr, sent, mask=ranks < RANKS)
+    return tl.where(places >= 0, experts // (EXPERTS // RANKS), -1), places, sent
 
 
 @td.jit
@@ -167,15 +174,18 @@ def _slot_of(ctx, half, tables, peer, place, slot_bytes, EXPERTS: tl.constexpr, 
 @td.jit
 def _send_chunk(
     ctx, half, signal, chunk, chunk_tokens, num_tokens, goes,
-    x_ptr, scales_ptr, weights_ptr, ids_ptr, places_ptr, sent_ptr, counts_ptr, tables,
+    x_ptr, scales_ptr, weights_ptr, tables,
     rows_ptr, row_scales_ptr, row_weights_ptr, expert_rows_ptr, dots_ptr, items, scale_words,
-    FIRST: tl.constexpr, GRADIENT: tl.constexpr, QUANTIZE: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
-    EXPERTS: tl.constexpr, RANKS: tl.constexpr, R: tl.constexpr, TILE_TOKENS: tl.constexpr,
-    SOURCE: tl.constexpr, SOURCE_BYTES: tl.constexpr, ITEM: tl.constexpr, ITEM_BYTES: tl.constexpr,
-    SCALE: tl.constexpr, SCALE_BYTES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
-    SCALE_BLOCK: tl.constexpr,
+    FIRST: tl.constexpr, GRADIENT: tl.constexpr, QUANTIZE: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr,
+    RANKS: tl.constexpr, TILE_TOKENS: tl.constexpr, SOURCE: tl.constexpr, ITEM: tl.constexpr, SCALE: tl.constexpr,
+    ALIGNED: tl.constexpr, BLOCK: tl.constexpr, SCALE_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Send a chunk of our tokens to all peers and to our own rows, and signal it."""
+    ITEM_BYTES: tl.constexpr = ITEM.primitive_bitwidth // 8
+    SOURCE_BYTES: tl.constexpr = SOURCE.primitive_bitwidth // 8
+    SCALE_BYTES: tl.constexpr = SCALE.primitive_bitwidth // 8
+    KP: tl.constexpr = triton.next_power_of_2(K)
+    R: tl.constexpr = triton.next_power_of_2(RANKS)
     me = td.rank(ctx)
     choice, ranks = tl.arange(0, KP), tl.arange(0, R)
     scales_begin, places_begin, slot_bytes = slot_parts(items * ITEM_BYTES, scale_words * SCALE_BYTES, K)
@@ -187,10 +197,7 @@ def _send_chunk(
     for token in range(start, end):
         x = x_ptr.to(tl.int64) + tl.cast(token, tl.int64) * items * SOURCE_BYTES
         scales = scales_ptr.to(tl.int64) + tl.cast(token, tl.int64) * scale_words * SCALE_BYTES
-        dest, places, sent = _find_places(
-            ids_ptr, places_ptr, sent_ptr, counts_ptr, tables, token, goes,
-            FIRST, K, KP, EXPERTS, RANKS, R, TILE_TOKENS,
-        )  # fmt: skip
+        dest, places, sent = _find_places(tables, token, num_tokens, goes, FIRST, K, EXPERTS, RANKS, TILE_TOKENS)
         sent = tl.where(ranks == me, -1, sent)
         weights = tl.full((KP,), 1.0, tl.float32)
         if weights_ptr is not None:
@@ -217,8 +224,7 @@ def _send_chunk(
             if is_here:
                 _spread(
                     here, weights, row, row_scales, block, items, scale_words, rows_ptr, row_scales_ptr,
-                    expert_rows_ptr, dots_ptr, K, KP, ITEM, ITEM_BYTES, SCALE, SCALE_BYTES, ALIGNED, BLOCK, SCALE_BLOCK,
-                    GRADIENT,
+                    expert_rows_ptr, dots_ptr, K, ITEM, SCALE, ALIGNED, BLOCK, SCALE_BLOCK, GRADIENT,
                 )  # fmt: skip
         if row_weights_ptr is not None:
             tl.store(row_weights_ptr + here, weights, mask=here >= 0)
@@ -240,24 +246,23 @@ def _send_chunk(
 
 @td.jit
 def _receive_chunk(
-    ctx, half, source, chunk, tables, slots_ptr, chunks_ptr,
+    ctx, half, source, chunk, tables, came,
     rows_ptr, row_scales_ptr, row_weights_ptr, expert_rows_ptr, dots_ptr, items, scale_words,
-    FIRST: tl.constexpr, GRADIENT: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
-    EXPERTS: tl.constexpr, RANKS: tl.constexpr, ITEM: tl.constexpr, ITEM_BYTES: tl.constexpr, SCALE: tl.constexpr,
-    SCALE_BYTES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, SCALE_BLOCK: tl.constexpr,
+    FIRST: tl.constexpr, GRADIENT: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr,
+    ITEM: tl.constexpr, SCALE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, SCALE_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Copy a chunk of a peer's tokens, which has come, from its slots to their rows. FIRST: keep which these are."""
-    choice = tl.arange(0, KP)
-    scales_begin, places_begin, slot_bytes = slot_parts(items * ITEM_BYTES, scale_words * SCALE_BYTES, K)
+    row_bytes, scale_bytes = items * (ITEM.primitive_bitwidth // 8), scale_words * (SCALE.primitive_bitwidth // 8)
+    choice = tl.arange(0, triton.next_power_of_2(K))
+    scales_begin, places_begin, slot_bytes = slot_parts(row_bytes, scale_bytes, K)
     blocks = tl.maximum((items + BLOCK - 1) // BLOCK, 1)
     me = td.rank(ctx)
     beginning = td.data_at(ctx, half, me).to(tl.pointer_type(tl.int32)) + 2 * (source * MAX_CHUNKS + chunk)
     first_sent = tl.load(beginning)
     num_sent = tl.load(beginning + 1)
     if FIRST:
-        kept = chunks_ptr + 2 * (source * MAX_CHUNKS + chunk)
-        tl.store(kept, first_sent)
-        tl.store(kept + 1, num_sent)
+        tl.store(chunk_at(came, source, chunk), first_sent)
+        tl.store(chunk_at(came, source, chunk) + 1, num_sent)
     first = tl.load(theirs_at(tables, EXPERTS, RANKS) + source) + first_sent
     for i in range(num_sent):
         number = (first + i).to(tl.int64)
@@ -269,7 +274,7 @@ def _receive_chunk(
         here = tl.load(places_at, mask=choice < K, other=-1)
         weights = tl.load((places_at + K).to(tl.pointer_type(tl.float32)), mask=choice < K, other=0.0)
         if FIRST:
-            tl.store(slots_ptr + number * K + choice, here, mask=choice < K)
+            tl.store(slot_at(came, number, K, RANKS) + choice, here, mask=choice < K)
         for block in range(blocks):
             if block > 0:
                 row, row_scales = _read(
@@ -278,8 +283,7 @@ def _receive_chunk(
                 )  # fmt: skip
             _spread(
                 here, weights, row, row_scales, block, items, scale_words, rows_ptr, row_scales_ptr,
-                expert_rows_ptr, dots_ptr, K, KP, ITEM, ITEM_BYTES, SCALE, SCALE_BYTES, ALIGNED, BLOCK, SCALE_BLOCK,
-                GRADIENT,
+                expert_rows_ptr, dots_ptr, K, ITEM, SCALE, ALIGNED, BLOCK, SCALE_BLOCK, GRADIENT,
             )  # fmt: skip
         if row_weights_ptr is not None:
             tl.store(row_weights_ptr + here, weights, mask=here >= 0)
@@ -287,14 +291,12 @@ def _receive_chunk(
 
 @td.jit(do_not_specialize=["num_tokens", "chunk_tokens", "num_senders", "items", "scale_words", "plan"])
 def ep_dispatch_kernel(
-    ctx, x_ptr, scales_ptr, weights_ptr, ids_ptr, places_ptr, sent_ptr, counts_ptr, tables, slots_ptr, chunks_ptr,
+    ctx, x_ptr, scales_ptr, weights_ptr, tables, came,
     rows_ptr, row_scales_ptr, row_weights_ptr, expert_rows_ptr, dots_ptr,
     num_tokens, chunk_tokens, num_senders, items, scale_words, plan,
     ADVANCE: tl.constexpr, FIRST: tl.constexpr, GRADIENT: tl.constexpr, QUANTIZE: tl.constexpr,
-    K: tl.constexpr, KP: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr, R: tl.constexpr,
-    TILE_TOKENS: tl.constexpr, SOURCE: tl.constexpr, SOURCE_BYTES: tl.constexpr, ITEM: tl.constexpr,
-    ITEM_BYTES: tl.constexpr, SCALE: tl.constexpr, SCALE_BYTES: tl.constexpr, ALIGNED: tl.constexpr,
-    BLOCK: tl.constexpr, SCALE_BLOCK: tl.constexpr,
+    K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr, TILE_TOKENS: tl.constexpr, SOURCE: tl.constexpr,
+    ITEM: tl.constexpr, SCALE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, SCALE_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """x [T, items] of each rank to rows [R, items] of the ranks with its experts; see the module.
 
@@ -302,7 +304,8 @@ def ep_dispatch_kernel(
     """
     items = tl.cast(items, tl.int32)
     if ALIGNED:
-        items = items // (16 // ITEM_BYTES) * (16 // ITEM_BYTES)
+        WHOLE: tl.constexpr = 128 // ITEM.primitive_bitwidth
+        items = items // WHOLE * WHOLE
     scale_words = tl.cast(scale_words, tl.int32)
     epoch = td.epoch(ctx) + 1
     half = (epoch % 2).to(tl.int32)
@@ -317,10 +320,9 @@ def ep_dispatch_kernel(
     for chunk in range(first_chunk, chunks, tl.maximum(num_senders, 1)):
         _send_chunk(
             ctx, half, signal, chunk, size, num_tokens, goes > 0,
-            x_ptr, scales_ptr, weights_ptr, ids_ptr, places_ptr, sent_ptr, counts_ptr, tables,
+            x_ptr, scales_ptr, weights_ptr, tables,
             rows_ptr, row_scales_ptr, row_weights_ptr, expert_rows_ptr, dots_ptr, items, scale_words,
-            FIRST, GRADIENT, QUANTIZE, K, KP, EXPERTS, RANKS, R, TILE_TOKENS, SOURCE, SOURCE_BYTES, ITEM, ITEM_BYTES,
-            SCALE, SCALE_BYTES, ALIGNED, BLOCK, SCALE_BLOCK,
+            FIRST, GRADIENT, QUANTIZE, K, EXPERTS, RANKS, TILE_TOKENS, SOURCE, ITEM, SCALE, ALIGNED, BLOCK, SCALE_BLOCK,
         )  # fmt: skip
     if RANKS > 1:
         work = chunks_at_most(tl.load(facts + MOST_TOKENS), chunk_tokens) * (RANKS - 1)
@@ -334,10 +336,9 @@ def ep_dispatch_kernel(
                 seen = td.wait_plan(ctx, td.signal_at(ctx, half, 0) + source * MAX_CHUNKS + chunk, signal, source)
                 if td.in_time(seen, signal):
                     _receive_chunk(
-                        ctx, half, source, chunk, tables, slots_ptr, chunks_ptr,
+                        ctx, half, source, chunk, tables, came,
                         rows_ptr, row_scales_ptr, row_weights_ptr, expert_rows_ptr, dots_ptr, items, scale_words,
-                        FIRST, GRADIENT, K, KP, EXPERTS, RANKS, ITEM, ITEM_BYTES, SCALE, SCALE_BYTES, ALIGNED, BLOCK,
-                        SCALE_BLOCK,
+                        FIRST, GRADIENT, K, EXPERTS, RANKS, ITEM, SCALE, ALIGNED, BLOCK, SCALE_BLOCK,
                     )  # fmt: skip
                 else:
                     tl.store(facts + GOES, -1)  # no combine may go by tables that are not complete

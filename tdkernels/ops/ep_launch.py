@@ -37,27 +37,15 @@ class Routing:
     group: object
     config: EpConfig
     operator: str
-    ids: torch.Tensor  # [T, K] int32, a copy; -1 for none
+    tokens: int  # T
+    choices: int  # K
     num_experts: int
     max_tokens: int | None  # rows of the output, or None: as many as come
     rows: int  # of the output
     most_staged: int  # slots that are enough on any rank
-    places: torch.Tensor  # [T, K] int32: each choice's row on its expert's rank; at first within a tile
-    sent: torch.Tensor  # [T, W] int32: which of our tokens for a rank each one is; at first within a tile
-    counts: torch.Tensor  # [tiles, COLUMNS] int32, see ep_tables
     tables: torch.Tensor  # int32, see ep_tables
     splits: torch.Tensor  # [E / W] int32: rows of each expert here; by source [W, E / W]
-    slots: torch.Tensor | None = None  # [slots, K] int32: the rows of each token that came
-    chunks: torch.Tensor | None = None  # [W, MAX_CHUNKS, 2] int32: where each chunk of theirs begins, and how many
-    row_weights: torch.Tensor | None = None  # [rows] fp32: what each row's choice weighs
-
-    @property
-    def tokens(self):
-        return self.ids.shape[0]
-
-    @property
-    def choices(self):
-        return self.ids.shape[1]
+    came: torch.Tensor | None = None  # int32, see ep_tables: what has been received
 
     @property
     def world_size(self):
@@ -116,55 +104,44 @@ def route(operator, ids, num_experts, group, config, *, max_tokens=None, by_sour
         raise RuntimeError(
             f"{operator}: without max_tokens the host waits for the number of rows, which a CUDA graph cannot capture"
         )
-    experts, places, sent, counts, tables, splits = (
-        torch.empty(shape, dtype=torch.int32, device=device)
-        for shape in (
-            (tokens, k), (tokens, k), (tokens, world_size), (tiles, columns),
-            (ep_tables.length(num_experts, world_size),),
-            ((world_size,) if by_source else ()) + (num_experts // world_size,),
-        )
-    )  # fmt: skip
+    length = ep_tables.length(num_experts, world_size, tokens, k, tiles)
+    tables = torch.empty(length, dtype=torch.int32, device=device)
+    local = num_experts // world_size
+    splits = torch.empty((world_size, local) if by_source else (local,), dtype=torch.int32, device=device)
     ids = ids.contiguous()
     workspace.before_launch()
     capacity = max_tokens or _NO_LIMIT
     constants, agreeing = _route_constants(tokens, k, num_experts, world_size, by_source)
     ep_route_kernel[(tiles,)](
-        workspace.ctx, ids, bad, experts, places, sent, counts, tables, splits, tokens, capacity, plan,
-        AGREE=not agreeing, **constants,
-    )  # fmt: skip
+        workspace.ctx, ids, bad, tables, splits, tokens, capacity, plan, AGREE=not agreeing, **constants
+    )
     if agreeing:
         ep_agree_kernel[(-(-columns // agreeing["BLOCK"]),)](
-            workspace.ctx, bad, counts, tables, splits, tokens, tiles, capacity, plan, **agreeing
+            workspace.ctx, bad, tables, splits, tokens, tiles, capacity, plan, **agreeing
         )
     workspace.after_launch()
     rows = staged = max_tokens
     if max_tokens is None:
-        facts = tables[-ep_tables.NUM_FACTS :].tolist()
+        begin = ep_tables.facts_begin(num_experts, world_size)
+        facts = tables[begin : begin + ep_tables.NUM_FACTS.value].tolist()
         workspace.check()
         rows, staged = facts[Fact.ROWS], facts[Fact.MOST_STAGED]
     # Rounded up, so that few different sizes ever have to be agreed upon.
     staged = max(triton.next_power_of_2(staged), _FEWEST_SLOTS)
     return Routing(
-        group, config, operator, experts, num_experts, max_tokens, rows, staged, places, sent, counts, tables, splits
-    )  # fmt: skip
+        group, config, operator, tokens, k, num_experts, max_tokens, rows, staged, tables, splits
+    )
 
 
 def _route_constants(tokens, k, num_experts, world_size, by_source):
     """(the constants of ``ep_route_kernel``, those of ``ep_agree_kernel`` or None where it is not needed)"""
     n = _tile_ids(tokens, k)
     columns = triton.next_power_of_2(num_experts + world_size + 2)
-    common = {
-        "BY_SOURCE": by_source, "EXPERTS": num_experts, "RANKS": world_size,
-        "R": triton.next_power_of_2(world_size), "LOCAL": triton.next_power_of_2(num_experts // world_size),
-        "num_warps": 8,
-    }  # fmt: skip
-    route = {
-        **common, "K": k, "N": n, "SENT": triton.next_power_of_2(n // k * world_size), "COLUMNS": columns,
-        "BLOCK": min(columns, 512), "AT_ONCE": 16,
-    }  # fmt: skip
+    common = {"BY_SOURCE": by_source, "K": k, "EXPERTS": num_experts, "RANKS": world_size, "num_warps": 8}
+    route = {**common, "N": n, "BLOCK": min(columns, 512), "AT_ONCE": 16}
     if n // k * _FEW_TILES >= tokens:
         return route, None
-    return route, {**common, "BLOCK": min(columns, 16), "AT_ONCE": 256, "ALL": min(columns, 512)}
+    return route, {**common, "BLOCK": min(columns, 16), "AT_ONCE": 256}
 
 
 # ---- dispatch ----
@@ -175,10 +152,19 @@ def _bytes(tensor):
     return tensor.reshape(-1).view(torch.uint8)
 
 
+def _or(tensor, other):
+    """What a kernel gets for a tensor that is not there and that it does not touch then."""
+    return other if tensor is None else tensor
+
+
 def _word(nbytes):
     """What rows of so many bytes are moved in: (Triton's type, its bytes)."""
     size = next(size for size in _WORDS if nbytes % size == 0)
     return _WORDS[size], size
+
+
+def _size(dtype):
+    return dtype.primitive_bitwidth // 8
 
 
 def _block(items, item_bytes, block_bytes, least=1):
@@ -203,18 +189,13 @@ def _dispatch_constants(x, scale_bytes, quantize, gradient, config):
         scale_words = scale_bytes // scale_size
         scale_block = triton.next_power_of_2(max(scale_words, 1))
     return items, scale_words, {
-        "GRADIENT": gradient, "QUANTIZE": quantize, "SOURCE": source, "SOURCE_BYTES": source_bytes, "ITEM": item,
-        "ITEM_BYTES": item_bytes, "SCALE": scale, "SCALE_BYTES": scale_size,
+        "GRADIENT": gradient, "QUANTIZE": quantize, "SOURCE": source, "ITEM": item, "SCALE": scale,
         "ALIGNED": items * item_bytes % 16 == 0, "BLOCK": block, "SCALE_BLOCK": scale_block,
     }  # fmt: skip
 
 
 def _places_constants(routing):
-    k, world_size = routing.choices, routing.world_size
-    return {
-        "K": k, "KP": triton.next_power_of_2(k), "EXPERTS": routing.num_experts, "RANKS": world_size,
-        "R": triton.next_power_of_2(world_size),
-    }  # fmt: skip
+    return {"K": routing.choices, "EXPERTS": routing.num_experts, "RANKS": routing.world_size}
 
 
 def _programs(routing, config, halves, senders_work, receivers_work):
@@ -267,11 +248,10 @@ def prepare_dispatch(routing, x, *, scales=None, weights=None, quantize=False, k
     row_weights = x.new_empty(rows, dtype=torch.float32) if keep_weights and weights is not None else None
     if weights is not None:
         weights = weights.to(torch.float32).contiguous()
-    first = routing.slots is None
+    first = routing.came is None
     if first:
-        slots = routing.most_staged
-        routing.slots = torch.empty(slots, routing.choices, dtype=torch.int32, device=x.device)
-        routing.chunks = torch.empty(routing.world_size, MAX_CHUNKS, 2, dtype=torch.int32, device=x.device)
+        length = ep_tables.came_length(routing.world_size, routing.most_staged, routing.choices)
+        routing.came = torch.empty(length, dtype=torch.int32, device=x.device)
     return Sending(x, scales, weights, out, row_scales, row_weights, quantize=quantize, first=first)
 
 
@@ -295,9 +275,8 @@ def launch_dispatch(routing, sending, halves="both", config=None):
     x, world_size = sending.x, routing.world_size
     scale_bytes = 0 if sending.scales is None else sending.scales.shape[1:].numel() * sending.scales.element_size()
     items, scale_words, constants = _dispatch_constants(x, scale_bytes, sending.quantize, sending.gradient, config)
-    slot = slot_bytes(
-        items * constants["ITEM_BYTES"], scale_words * constants["SCALE_BYTES"], routing.choices
-    )  # fmt: skip
+    row_bytes, scale_row_bytes = items * _size(constants["ITEM"]), scale_words * _size(constants["SCALE"])
+    slot = slot_bytes(row_bytes, scale_row_bytes, routing.choices)
     fields = {
         "dtype": str(x.dtype), "width": x.shape[1], "scales": scale_bytes, "quantize": sending.quantize,
         "gradient": sending.gradient, "k": routing.choices, "num_experts": routing.num_experts,
@@ -313,10 +292,9 @@ def launch_dispatch(routing, sending, halves="both", config=None):
     senders, programs = _programs(routing, config, halves, senders_work, receivers_work)
     workspace.before_launch()
     ep_dispatch_kernel[(programs,)](
-        workspace.ctx, _bytes(x), _bytes(x if sending.scales is None else sending.scales), sending.weights,
-        routing.ids, routing.places, routing.sent, routing.counts, routing.tables, routing.slots, routing.chunks,
-        _bytes(sending.rows), _bytes(sending.rows if sending.row_scales is None else sending.row_scales),
-        sending.row_weights, None if sending.expert_rows is None else _bytes(sending.expert_rows), sending.dots,
+        workspace.ctx, _bytes(x), _bytes(_or(sending.scales, x)), sending.weights, routing.tables, routing.came,
+        _bytes(sending.rows), _bytes(_or(sending.row_scales, sending.rows)), sending.row_weights,
+        None if sending.expert_rows is None else _bytes(sending.expert_rows), sending.dots,
         routing.tokens, config.chunk_tokens, senders, items, scale_words, plan,
         ADVANCE=halves != "send", FIRST=sending.first,
         TILE_TOKENS=_tile_ids(routing.tokens, routing.choices) // routing.choices,
@@ -399,10 +377,9 @@ def launch_combine(routing, returning, halves="both", config=None):
     senders = senders if world_size > 1 else 0
     workspace.before_launch()
     ep_combine_kernel[(programs,)](
-        workspace.ctx, _bytes(rows), returning.row_weights, returning.row_numbers, routing.slots, routing.chunks,
-        returning.weights, routing.ids, routing.places, routing.sent, routing.tables, _bytes(returning.y),
-        returning.numbers, routing.tokens, config.chunk_tokens, senders, width, plan,
-        ADVANCE=halves != "send", PER_EXPERT=returning.per_expert, DTYPE=_FLOATS[rows.dtype], ITEM_BYTES=item_bytes,
+        workspace.ctx, _bytes(rows), returning.row_weights, returning.row_numbers, returning.weights, routing.tables,
+        routing.came, _bytes(returning.y), returning.numbers, routing.tokens, config.chunk_tokens, senders, width, plan,
+        ADVANCE=halves != "send", PER_EXPERT=returning.per_expert, DTYPE=_FLOATS[rows.dtype],
         ALIGNED=width * item_bytes % 16 == 0, BLOCK=_block(width, item_bytes, config.block_bytes),
         **_places_constants(routing), num_warps=config.num_warps,
     )  # fmt: skip

@@ -9,6 +9,7 @@ no order in which atomics happen to come: the same ids give the same places.
 Of the totals everybody sees the same, so all ranks agree on whether the rows fit.
 """
 
+import triton
 import triton.language as tl
 
 from tdkernels import lang as td
@@ -20,13 +21,17 @@ from tdkernels.ops.ep_tables import (
     MOST_TOKENS,
     ROWS,
     counts_of,
+    experts_at,
     facts_at,
     ours_at,
     parts_at,
+    places_at,
     rows_at,
+    sent_at,
     their_at,
     theirs_at,
-)  # fmt: skip
+    tiles_at,
+)
 
 # Kinds of notes, see lang._note.
 NOTE_BAD_IDS = tl.constexpr(1)  # the rank
@@ -35,10 +40,8 @@ NOTE_OVERFLOW = tl.constexpr(2)  # rows and staged tokens that there are at most
 
 @td.jit
 def _count_tile(
-    ids_ptr, experts_ptr, places_ptr, sent_ptr, counts_ptr, tile, num_tokens,
-    K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr, N: tl.constexpr, SENT: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):  # fmt: skip
+    ids_ptr, tables, tile, num_tokens, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr, N: tl.constexpr
+):
     """Number the tile's rows by expert (places) and its tokens by rank (sent), and leave how many there are of each.
 
     Of the ids a copy is kept (experts): a backward may come when the caller has others in their place.
@@ -46,11 +49,13 @@ def _count_tile(
     Along axis 0 are the ids of which something is asked, along axis 1 those they are compared with.
     """
     TOKENS: tl.constexpr = N // K
+    COLUMNS: tl.constexpr = triton.next_power_of_2(EXPERTS + RANKS + 2)
+    SENT: tl.constexpr = triton.next_power_of_2(TOKENS * RANKS)
     offs = tl.arange(0, N)
     first_token = tl.cast(tile, tl.int64) * TOKENS
-    entry = first_token * K + offs
-    here = (offs < TOKENS * K) & (entry < tl.cast(num_tokens, tl.int64) * K)
-    ids = tl.load(ids_ptr + entry, mask=here, other=-1)
+    left = num_tokens - first_token
+    here = (offs < TOKENS * K) & (offs < left * K)
+    ids = tl.load(ids_ptr + first_token * K + offs, mask=here, other=-1)
     valid = (ids >= 0) & (ids < EXPERTS)
     bad = here & (ids != -1) & (valid == 0)
     expert = tl.where(valid, ids, -1 - offs).to(tl.int32)  # what has no expert is like nothing else
@@ -73,15 +78,18 @@ def _count_tile(
     is_last_to = td.sum_of((counted & later).to(tl.int32), 1) == 0
 
     columns = tl.arange(0, COLUMNS)
-    count_ptr = counts_ptr + tl.cast(tile, tl.int64) * (EXPERTS + RANKS + 2)
+    count_ptr = tiles_at(tables, tile, num_tokens, K, EXPERTS, RANKS)
     tl.store(count_ptr + columns, tl.full((COLUMNS,), 0, tl.int32), mask=columns < EXPERTS + RANKS + 2)
     sent = tl.arange(0, SENT)
-    sent_here = (sent < TOKENS * RANKS) & (sent < (num_tokens - first_token) * RANKS)
-    tl.store(sent_ptr + first_token * RANKS + sent, tl.full((SENT,), -1, tl.int32), mask=sent_here)
+    sent_here = (sent < TOKENS * RANKS) & (sent < left * RANKS)
+    sent_ptr = sent_at(tables, first_token, num_tokens, K, EXPERTS, RANKS)
+    tl.store(sent_ptr + sent, tl.full((SENT,), -1, tl.int32), mask=sent_here)
     tl.debug_barrier()  # what follows is stored over it
-    tl.store(experts_ptr + entry, tl.where(valid, expert, -1), mask=here)
-    tl.store(places_ptr + entry, tl.where(valid, place, -1), mask=here)
-    tl.store(sent_ptr + (first_token + token) * RANKS + dest, slot, mask=is_first)
+    experts_ptr = experts_at(tables, first_token, K, EXPERTS, RANKS)
+    tl.store(experts_ptr + offs, tl.where(valid, expert, -1), mask=here)
+    places_ptr = places_at(tables, first_token, num_tokens, K, EXPERTS, RANKS)
+    tl.store(places_ptr + offs, tl.where(valid, place, -1), mask=here)
+    tl.store(sent_ptr + token * RANKS + dest, slot, mask=is_first)
     tl.store(count_ptr + expert, place + 1, mask=valid & is_last)
     tl.store(count_ptr + EXPERTS + dest, slot + 1, mask=is_first & is_last_to)
     tl.store(count_ptr + EXPERTS + RANKS, td.sum_of(bad.to(tl.int32), 0))
@@ -89,15 +97,17 @@ def _count_tile(
 
 @td.jit
 def _add_up(
-    counts_ptr, totals_ptr, start, tiles, num_tokens, bad_ptr, C: tl.constexpr, BLOCK: tl.constexpr,
-    AT_ONCE: tl.constexpr,
+    tables, me, start, tiles, num_tokens, bad_ptr, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr,
+    BLOCK: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """In a block of columns turn the tiles' counts into those of all tiles before, and leave their totals."""
+    C: tl.constexpr = EXPERTS + RANKS + 2
+    first_tile = tiles_at(tables, 0, num_tokens, K, EXPERTS, RANKS)
     columns = start + tl.arange(0, BLOCK)
     total = tl.full((BLOCK,), 0, tl.int32)
     for first in range(0, tiles, AT_ONCE):
         rows = first + tl.arange(0, AT_ONCE)
-        at = counts_ptr + rows[:, None].to(tl.int64) * C + columns[None, :]
+        at = first_tile + rows[:, None].to(tl.int64) * C + columns[None, :]
         mask = (rows[:, None] < tiles) & (columns[None, :] < C)
         counts = tl.load(at, mask=mask, other=0)
         upto = td.running_sum(counts, 0)
@@ -106,13 +116,14 @@ def _add_up(
     if bad_ptr is not None:
         total += ((columns == C - 2) & (tl.load(bad_ptr) != 0)).to(tl.int32)
     total = tl.where(columns == C - 1, num_tokens, total)
-    tl.store(totals_ptr + columns, total, mask=columns < C)
+    tl.store(counts_of(tables, me, EXPERTS, RANKS) + columns, total, mask=columns < C)
 
 
 @td.jit
-def _exchange(ctx, tables, plan, EXPERTS: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr):
+def _exchange(ctx, tables, plan, EXPERTS: tl.constexpr, RANKS: tl.constexpr):
     """Send our totals to all peers, and bring theirs to the tables."""
     C: tl.constexpr = EXPERTS + RANKS + 2
+    BLOCK: tl.constexpr = min(triton.next_power_of_2(C), 512)
     me = td.rank(ctx)
     epoch = td.epoch(ctx) + 1
     half = (epoch % 2).to(tl.int32)
@@ -141,15 +152,16 @@ def _exchange(ctx, tables, plan, EXPERTS: tl.constexpr, RANKS: tl.constexpr, BLO
 
 @td.jit
 def _lay_out_rows(
-    tables, splits_ptr, me, BY_SOURCE: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr,
-    R: tl.constexpr, LOCAL: tl.constexpr,
-):  # fmt: skip
-    """Where our rows begin on each expert's rank; returns how many rows each rank receives, [R].
+    tables, splits_ptr, me, BY_SOURCE: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr
+):
+    """Where our rows begin on each expert's rank; returns how many rows each rank receives.
 
     A rank's rows are in the order of its experts, those of one in the order of the ranks they come from; BY_SOURCE:
     the other way round.
     """
     EACH: tl.constexpr = EXPERTS // RANKS
+    R: tl.constexpr = triton.next_power_of_2(RANKS)
+    LOCAL: tl.constexpr = triton.next_power_of_2(EACH)
     dest, local = tl.arange(0, R)[:, None], tl.arange(0, LOCAL)[None, :]
     mask = (dest < RANKS) & (local < EACH)
     total = tl.full((R, LOCAL), 0, tl.int32)
@@ -172,8 +184,9 @@ def _lay_out_rows(
 
 
 @td.jit
-def _lay_out_tokens(tables, me, EXPERTS: tl.constexpr, RANKS: tl.constexpr, R: tl.constexpr):
+def _lay_out_tokens(tables, me, EXPERTS: tl.constexpr, RANKS: tl.constexpr):
     """Where tokens begin in staging memory, going and coming back; returns how many any rank stages at most."""
+    R: tl.constexpr = triton.next_power_of_2(RANKS)
     source, dest = tl.arange(0, R)[:, None], tl.arange(0, R)[None, :]
     crosses = (source < RANKS) & (dest < RANKS) & (source != dest)
     tokens = tl.load(tables + source * (EXPERTS + RANKS + 2) + EXPERTS + dest, mask=crosses, other=0)
@@ -191,9 +204,11 @@ def _lay_out_tokens(tables, me, EXPERTS: tl.constexpr, RANKS: tl.constexpr, R: t
 @td.jit
 def _state_facts(
     ctx, tables, splits_ptr, me, rows, staged, capacity,
-    BY_SOURCE: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr, R: tl.constexpr, LOCAL: tl.constexpr,
+    BY_SOURCE: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
     """Decide whether anything can be sent, as all ranks do by the same numbers; if not, tell the host why."""
+    R: tl.constexpr = triton.next_power_of_2(RANKS)
+    LOCAL: tl.constexpr = triton.next_power_of_2(EXPERTS // RANKS)
     ranks = tl.arange(0, R)
     mask = ranks < RANKS
     totals = tables + ranks * (EXPERTS + RANKS + 2) + EXPERTS + RANKS
@@ -225,57 +240,49 @@ def _state_facts(
 
 @td.jit
 def _agree(
-    ctx, tables, splits_ptr, capacity, plan, BY_SOURCE: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr,
-    BLOCK: tl.constexpr, R: tl.constexpr, LOCAL: tl.constexpr,
-):  # fmt: skip
+    ctx, tables, splits_ptr, capacity, plan, BY_SOURCE: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr
+):
     """Of our totals make the tables: by one program, when all else is done."""
     me = td.rank(ctx)
-    _exchange(ctx, tables, plan, EXPERTS, RANKS, BLOCK)
-    rows = _lay_out_rows(tables, splits_ptr, me, BY_SOURCE, EXPERTS, RANKS, R, LOCAL)
-    staged = _lay_out_tokens(tables, me, EXPERTS, RANKS, R)
+    _exchange(ctx, tables, plan, EXPERTS, RANKS)
+    rows = _lay_out_rows(tables, splits_ptr, me, BY_SOURCE, EXPERTS, RANKS)
+    staged = _lay_out_tokens(tables, me, EXPERTS, RANKS)
     tl.debug_barrier()  # splits may be stored again
-    _state_facts(ctx, tables, splits_ptr, me, rows, staged, capacity, BY_SOURCE, EXPERTS, RANKS, R, LOCAL)
+    _state_facts(ctx, tables, splits_ptr, me, rows, staged, capacity, BY_SOURCE, EXPERTS, RANKS)
 
 
 @td.jit(do_not_specialize=["num_tokens", "capacity", "plan"])
 def ep_route_kernel(
-    ctx, ids_ptr, bad_ptr, experts_ptr, places_ptr, sent_ptr, counts_ptr, tables, splits_ptr,
-    num_tokens, capacity, plan,
+    ctx, ids_ptr, bad_ptr, tables, splits_ptr, num_tokens, capacity, plan,
     AGREE: tl.constexpr, BY_SOURCE: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr,
-    N: tl.constexpr, SENT: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr,
-    R: tl.constexpr, LOCAL: tl.constexpr,
+    N: tl.constexpr, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Number the rows of ids [T, K], a tile a program; AGREE: add up, and lay out what all ranks send.
+    """Number the rows of ids [T, K], a tile of N ids a program; AGREE: add up, and lay out what all ranks send.
 
     Signal number ``source`` of a half says that the source's totals, its line of [ranks, E + W + 2], are in our buffer.
     """
     num_tokens = tl.cast(num_tokens, tl.int32)
-    _count_tile(
-        ids_ptr, experts_ptr, places_ptr, sent_ptr, counts_ptr, tl.program_id(0), num_tokens,
-        K, EXPERTS, RANKS, N, SENT, COLUMNS,
-    )  # fmt: skip
+    _count_tile(ids_ptr, tables, tl.program_id(0), num_tokens, K, EXPERTS, RANKS, N)
     if AGREE:
         if td.arrive(td.flag_at(ctx, 0), tl.num_programs(0)):
-            C: tl.constexpr = EXPERTS + RANKS + 2
-            totals = counts_of(tables, td.rank(ctx), EXPERTS, RANKS)
-            for start in range(0, C, BLOCK):
-                _add_up(counts_ptr, totals, start, tl.num_programs(0), num_tokens, bad_ptr, C, BLOCK, AT_ONCE)
+            me, tiles = td.rank(ctx), tl.num_programs(0)
+            for start in range(0, EXPERTS + RANKS + 2, BLOCK):
+                _add_up(tables, me, start, tiles, num_tokens, bad_ptr, K, EXPERTS, RANKS, BLOCK, AT_ONCE)
             tl.debug_barrier()  # others read what each thread has written
-            _agree(ctx, tables, splits_ptr, capacity, plan, BY_SOURCE, EXPERTS, RANKS, BLOCK, R, LOCAL)
+            _agree(ctx, tables, splits_ptr, capacity, plan, BY_SOURCE, EXPERTS, RANKS)
         td.finish(ctx)
 
 
 @td.jit(do_not_specialize=["num_tokens", "tiles", "capacity", "plan"])
 def ep_agree_kernel(
-    ctx, bad_ptr, counts_ptr, tables, splits_ptr, num_tokens, tiles, capacity, plan,
-    BY_SOURCE: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr,
-    ALL: tl.constexpr, R: tl.constexpr, LOCAL: tl.constexpr,
+    ctx, bad_ptr, tables, splits_ptr, num_tokens, tiles, capacity, plan,
+    BY_SOURCE: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Add up what ``ep_route_kernel`` has left for many tiles, BLOCK columns a program, and lay out as it does."""
-    C: tl.constexpr = EXPERTS + RANKS + 2
-    totals = counts_of(tables, td.rank(ctx), EXPERTS, RANKS)
     num_tokens, tiles = tl.cast(num_tokens, tl.int32), tl.cast(tiles, tl.int32)
-    _add_up(counts_ptr, totals, tl.program_id(0) * BLOCK, tiles, num_tokens, bad_ptr, C, BLOCK, AT_ONCE)
+    start = tl.program_id(0) * BLOCK
+    _add_up(tables, td.rank(ctx), start, tiles, num_tokens, bad_ptr, K, EXPERTS, RANKS, BLOCK, AT_ONCE)
     if td.arrive(td.flag_at(ctx, 0), tl.num_programs(0)):
-        _agree(ctx, tables, splits_ptr, capacity, plan, BY_SOURCE, EXPERTS, RANKS, ALL, R, LOCAL)
+        _agree(ctx, tables, splits_ptr, capacity, plan, BY_SOURCE, EXPERTS, RANKS)
     td.finish(ctx)

@@ -8,8 +8,15 @@
     parts      [W]  where a rank's parts of our tokens begin in our staging memory, on their way back
     their      [W]  where our parts of a rank's tokens begin in its staging memory
     facts      [8]  see ``Fact``
+    experts    [T, K]  the expert of each choice of our tokens, -1 for none
+    places     [T, K]  its row on the expert's rank; at first within the tile of tokens that it was counted in
+    sent       [T, W]  which of our tokens for a rank each one is, or -1; at first within its tile
+    tiles      [tiles, COLUMNS]  ``counts`` of all tiles before each
 
 Tokens of a rank for itself are not staged and not counted in ``ours`` to ``their``.
+
+And of what has come, int32 too: where each chunk of each source begins and how many tokens it has, [W, MAX_CHUNKS, 2],
+and the rows of each staged token, [slots, K].
 """
 
 import enum
@@ -30,7 +37,7 @@ class Fact(enum.IntEnum):
     MOST_TOKENS = 5  # of any rank
 
 
-NUM_FACTS = 8
+NUM_FACTS = tl.constexpr(8)
 GOES, ROWS = tl.constexpr(int(Fact.GOES)), tl.constexpr(int(Fact.ROWS))
 MOST_ROWS, MOST_STAGED = tl.constexpr(int(Fact.MOST_ROWS)), tl.constexpr(int(Fact.MOST_STAGED))
 BAD_RANK, MOST_TOKENS = tl.constexpr(int(Fact.BAD_RANK)), tl.constexpr(int(Fact.MOST_TOKENS))
@@ -38,17 +45,20 @@ BAD_RANK, MOST_TOKENS = tl.constexpr(int(Fact.BAD_RANK)), tl.constexpr(int(Fact.
 MAX_CHUNKS = tl.constexpr(512)  # of one rank: so many signals are kept for it
 
 
-def sizes(num_experts, world_size):
-    """The tables' names and sizes, in the order in which they follow each other."""
-    return {
-        "counts": world_size * (num_experts + world_size + 2),
-        "rows": num_experts, "ours": world_size, "theirs": world_size, "parts": world_size, "their": world_size,
-        "facts": NUM_FACTS,
-    }  # fmt: skip
+def facts_begin(num_experts, world_size):
+    """Where in the tables the facts are."""
+    return world_size * (num_experts + world_size + 2) + num_experts + 4 * world_size
 
 
-def length(num_experts, world_size):
-    return sum(sizes(num_experts, world_size).values())
+def length(num_experts, world_size, tokens, k, tiles):
+    """Words of the tables."""
+    columns = num_experts + world_size + 2
+    return facts_begin(num_experts, world_size) + NUM_FACTS.value + tokens * (2 * k + world_size) + tiles * columns
+
+
+def came_length(world_size, slots, k):
+    """Words of what is kept of what has come."""
+    return 2 * world_size * MAX_CHUNKS.value + slots * k
 
 
 # ---- in a kernel: where a table begins ----
@@ -87,6 +97,44 @@ def their_at(tables, EXPERTS: tl.constexpr, RANKS: tl.constexpr):
 @td.jit
 def facts_at(tables, EXPERTS: tl.constexpr, RANKS: tl.constexpr):
     return ours_at(tables, EXPERTS, RANKS) + 4 * RANKS
+
+
+@td.jit
+def experts_at(tables, token, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr):
+    """Of a token, as all that follow."""
+    return facts_at(tables, EXPERTS, RANKS) + NUM_FACTS + tl.cast(token, tl.int64) * K
+
+
+@td.jit
+def places_at(tables, token, num_tokens, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr):
+    return experts_at(tables, token, K, EXPERTS, RANKS) + tl.cast(num_tokens, tl.int64) * K
+
+
+@td.jit
+def sent_at(tables, token, num_tokens, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr):
+    first = experts_at(tables, 0, K, EXPERTS, RANKS) + tl.cast(num_tokens, tl.int64) * (2 * K)
+    return first + tl.cast(token, tl.int64) * RANKS
+
+
+@td.jit
+def tiles_at(tables, tile, num_tokens, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr):
+    first = sent_at(tables, num_tokens, num_tokens, K, EXPERTS, RANKS)
+    return first + tl.cast(tile, tl.int64) * (EXPERTS + RANKS + 2)
+
+
+# ---- what has come ----
+
+
+@td.jit
+def chunk_at(came, source, chunk):
+    """Where a chunk of a source begins among its tokens; the word behind says how many there are."""
+    return came + 2 * (source * MAX_CHUNKS + chunk)
+
+
+@td.jit
+def slot_at(came, slot, K: tl.constexpr, RANKS: tl.constexpr):
+    """The rows of a staged token."""
+    return came + 2 * RANKS * MAX_CHUNKS + tl.cast(slot, tl.int64) * K
 
 
 # ---- chunks: what is sent under one signal ----

@@ -24,7 +24,7 @@ import torch
 from tdkernels.ops import _operands
 from tdkernels.ops import ep_launch as launcher
 from tdkernels.ops._operands import refuse_second_derivatives
-from tdkernels.ops.ep_checks import check_combine, check_config, check_dispatch
+from tdkernels.ops.ep_checks import check_again, check_combine, check_config, check_dispatch
 from tdkernels.ops.ep_config import default_config
 from tdkernels.symm import resolve_group
 
@@ -168,7 +168,7 @@ def _handle(x, topk_ids, topk_weights, scales, num_experts, quantize, max_tokens
     group = resolve_group(group)
     if isinstance(topk_ids, EpHandle):
         known = topk_ids._routing
-        check_dispatch(x, known.ids, topk_weights, scales, known.num_experts, quantize, None, group.size())
+        check_again(x, known, topk_weights, scales, quantize)
         if known.group is not group:
             raise ValueError("ep_dispatch: the handle is of another group")
         return EpHandle(known, topk_weights)
