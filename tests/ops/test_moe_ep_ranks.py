@@ -1,0 +1,87 @@
+"""ep_dispatch and ep_combine between the ranks: memory used again, groups, disagreement, peers that fail."""
+
+import os
+import signal
+
+import pytest
+
+from tdkernels import PeerTimeoutError
+from tdkernels.launch import RankError
+from tests.ops import expert_ranks
+from tests.ops.expert_ranks import DISAGREEMENTS, KNOWN
+from tests.ranks import DEVICE, fresh_ranks, on_ranks
+
+ON_GPU = DEVICE == "cuda"
+
+
+@pytest.mark.parametrize("world_size, calls", [(2, 12), (3, 8), (4, 4)])
+def test_stress(world_size, calls):
+    """A GPU makes 500 calls and more tokens in the time that the interpreter takes for these."""
+    on_ranks(world_size, expert_ranks.endures, *((500, 300) if ON_GPU else (calls, 6)), seed=world_size)
+
+
+@pytest.mark.parametrize("world_size, calls", [(2, 8), (3, 5)])
+def test_no_rank_overtakes_its_peers_data(world_size, calls):
+    on_ranks(world_size, expert_ranks.outruns_its_peers, calls * (20 if ON_GPU else 1))
+
+
+def test_slow_rank():
+    on_ranks(2, expert_ranks.waits_for_a_slow_rank)
+
+
+def test_memory_grows():
+    on_ranks(2, expert_ranks.grows, [(1, 3), ([70, 3], 5), (2, 300), (3, 4), ([1, 130], 12)])
+
+
+def test_subgroups():
+    on_ranks(4, expert_ranks.uses_subgroups)
+
+
+def test_dimension_of_a_mesh():
+    on_ranks(4, expert_ranks.uses_a_mesh)
+
+
+@pytest.mark.parametrize("what", DISAGREEMENTS)
+def test_disagreement_is_named_on_every_rank(what):
+    on_ranks(3, expert_ranks.disagrees, what)
+
+
+@pytest.mark.parametrize("what", ["width", "dtype", "config"])
+def test_disagreement_in_combine(what):
+    on_ranks(3, expert_ranks.disagrees_in_combine, what)
+
+
+def test_disagreement_in_the_operator():
+    on_ranks(3, expert_ranks.disagrees_in_the_operator)
+
+
+@pytest.mark.parametrize("what", KNOWN)
+def test_known_but_different_calls_never_give_a_result(what):
+    on_ranks(3, expert_ranks.is_not_fooled_by_a_known_plan, what)
+
+
+def test_known_but_different_combines_never_give_a_result():
+    on_ranks(3, expert_ranks.combine_is_not_fooled_by_a_known_plan)
+
+
+def dies():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("when", ["counts", "dispatch", "combine"])
+def test_killed_rank(when):
+    with fresh_ranks(3) as pool, pytest.raises(RankError) as caught:
+        pool.run(expert_ranks.loses_rank_1, dies, when, 1.5)
+    exceptions = caught.value.exceptions
+    assert isinstance(exceptions[1], ChildProcessError)
+    for rank in (0, 2):
+        error = exceptions[rank]
+        assert type(error) is PeerTimeoutError, repr(error)
+        assert (error.operator, error.rank, error.peer, error.timeout_s) == ("ep_dispatch", rank, 1, 1.5)
+        assert error.seen < error.expected
+
+
+def test_what_was_given_up_is_not_passed_on():
+    """Rank 0 does not learn where tokens go, so nobody gets any; of a combine its own part had long been sent."""
+    assert on_ranks(3, expert_ranks.comes_when_rank_0_has_given_up, "counts") == ["missed 1", "missed 0", "missed 0"]
+    assert on_ranks(3, expert_ranks.comes_when_rank_0_has_given_up, "combine") == ["missed 1", "right", "right"]
