@@ -12,17 +12,17 @@ from bench import harness
 from tdkernels.autotune.timing import synchronize
 from tdkernels.launch import rank_device
 
-_CALLS = 8  # in a graph, at least
+_CALLS = 8  # in a graph, at least, unless one call is to be timed by itself
 
 
 class Captured:
-    """A graph of ``calls`` calls. Called with anything it replays them, on the sets of inputs they were captured with.
+    """A graph of ``calls`` calls or more. Called with anything it replays them, on the sets of inputs they came with.
 
     ``outputs`` are those of the last call, which was on ``input_sets[0]``.
     """
 
-    def __init__(self, call, input_sets):
-        order = list(reversed(input_sets)) * -(-_CALLS // len(input_sets))
+    def __init__(self, call, input_sets, calls):
+        order = list(reversed(input_sets)) * -(-calls // len(input_sets))
         self.calls = len(order)
         self._graph = torch.cuda.CUDAGraph()
         # Other threads of this process may call CUDA meanwhile, NCCL's watchdog for one.
@@ -35,7 +35,7 @@ class Captured:
         self._graph.replay()
 
 
-def capture(call, input_sets, references):
+def capture(call, input_sets, references, calls=_CALLS):
     """(Captured, None), or (None, why the method cannot be captured); the same on all ranks.
 
     Args:     references: as of ``harness.why_it_is_wrong``; the first is of ``input_sets[0]``
@@ -45,7 +45,7 @@ def capture(call, input_sets, references):
     call(input_sets[0])  # what a first call does besides cannot be captured
     synchronize(rank_device())
     captured = []
-    reason = harness.why_it_fails(lambda sets: captured.append(Captured(call, sets)), input_sets)
+    reason = harness.why_it_fails(lambda sets: captured.append(Captured(call, sets, calls)), input_sets)
     if reason is None:
         reason = harness.why_it_fails(captured[0], None)
     if reason is None and references is not None:

@@ -9,6 +9,7 @@ from bench.shapes import Shape, layer_names
 
 _OWN = ("gemm", "collective", "sequence")
 _FUSED = "torch-fused"
+_APART = ("collective", "ep")  # rows of what has no products
 
 
 @dataclass(frozen=True)
@@ -89,8 +90,8 @@ def read(folder):
         for number, line in enumerate(path.read_text().splitlines(), 1):
             try:
                 row = json.loads(line)
-                if row.get("what") == "collective":
-                    continue  # see read_collectives
+                if row.get("what") in _APART:
+                    continue  # see read_collectives and read_ep
                 key = _key(path.parent.name, row)
                 runs.setdefault(key, {}).setdefault(row["date"], {})[row.get("method")] = row
             except (ValueError, KeyError, TypeError, AttributeError) as err:
@@ -103,8 +104,17 @@ def read(folder):
 
 def read_collectives(folder):
     """The rows of the collectives alone, which have no products."""
+    return _read_apart(folder, "collective")
+
+
+def read_ep(folder):
+    """The rows of expert parallelism."""
+    return _read_apart(folder, "ep")
+
+
+def _read_apart(folder, what):
     lines = [line for path in sorted(folder.glob("*/*.jsonl")) for line in path.read_text().splitlines()]
-    return [row for row in map(json.loads, lines) if row.get("what") == "collective"]
+    return [row for row in map(json.loads, lines) if row.get("what") == what]
 
 
 def _key(machine, row):

@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -17,7 +18,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
-from bench import collectives, harness, measure, report  # noqa: E402
+from bench import collectives, ep, harness, measure, report  # noqa: E402
 from bench.operators import OPERATORS, Case  # noqa: E402
 from bench.peers import PEERS  # noqa: E402
 from bench.shapes import DEFAULT_GROUPS, GROUPS, Shape, select, takes_tokens  # noqa: E402
@@ -30,18 +31,24 @@ _WARNING = "Rehearsal on 2 CPU ranks, for want of GPUs: these times mean nothing
 _COLUMNS = {  # of the printed table: title, field, format
     "shape": ("shape", ""), "method": ("method", ""), "ms": ("ms", ".4f"), "host ms": ("host_ms", ".4f"),
     "TFLOP/s": ("tflops", ".0f"), "GB/s": ("wire_gbps", ".0f"), "speed-up": ("speedup", ".3f"),
-    "floor ms": ("floor_ms", ".4f"), "efficiency": ("efficiency", ".3f"),
+    "floor ms": ("floor_ms", ".4f"), "efficiency": ("efficiency", ".3f"), "p99 ms": ("p99_ms", ".4f"),
 }  # fmt: skip
 
 
 def main(options):
     """Measure, or report; the exit code. ``options`` are those of ``tdkernels/bench_command.py``."""
+    began = time.monotonic()
     try:
         folder = _folder(options.out)
-        operators, alone = _operators(options.operators)
+        operators, alone, experts = _operators(options.operators)
         peers = _peers(options.peers)
         shapes, tokens = _shapes(options.shapes), _tokens(options.tokens)
-        if tokens and not any(map(takes_tokens, shapes)):
+        layer, payloads = ep.parse_layer(options.moe), _payloads(options.payload)
+        if options.routing not in ep.ROUTINGS:
+            raise ValueError(f"--routing must be {' or '.join(ep.ROUTINGS)}, not {options.routing!r}")
+        if options.seconds is not None and not options.seconds > 0:
+            raise ValueError(f"--seconds must be more than 0, not {options.seconds:g}")
+        if tokens and operators and not any(map(takes_tokens, shapes)):
             raise ValueError("--tokens is for the layers of a model: name one in --shapes, such as llama-70b")
         if options.rounds < 1:
             raise ValueError(f"--rounds must be at least 1, not {options.rounds}")
@@ -60,13 +67,19 @@ def main(options):
         print(_WARNING, flush=True)
         selected = {operator: [_REHEARSAL_SHAPE] for operator, chosen in selected.items() if chosen}
         sizes = collectives.REHEARSAL_SIZES
+        layer, tokens = ep.REHEARSAL_LAYER, ep.REHEARSAL_TOKENS
     plan = measure.Plan(
         2 if rehearsal else options.rounds, 0 if rehearsal else _BURST_MS, peers, tuple(options.config),
         options.cuda_graph,
     )  # fmt: skip
-    cases = [*_cases(selected, ranks, options.backward), *_cases_alone(alone, sizes, ranks)]
-    with RankPool(ranks, "cpu" if rehearsal else "cuda") as pool:
-        rows, failures = _measure_all(pool, cases, plan, None if rehearsal else folder)
+    cases = [
+        *_cases(selected, ranks, options.backward),
+        *_possible(collectives.Case(operator, nbytes, ranks) for operator in alone for nbytes in sizes),
+        *_possible(ep.cases(experts, tokens, ranks, layer, payloads, options.routing)),
+    ]
+    deadline = None if options.seconds is None else began + options.seconds
+    with RankPool(ranks, "cpu" if rehearsal else "cuda", timeout_s=min(300.0, options.seconds or 300.0)) as pool:
+        rows, failures = _measure_all(pool, cases, plan, None if rehearsal else folder, deadline)
     _print_tables(rows, ranks)
     if rehearsal:
         print(_WARNING)
@@ -81,17 +94,18 @@ def main(options):
 
 
 def _operators(names):
-    """The operators with products, all of them if none is named, and the collectives alone."""
-    known = [*OPERATORS, *collectives.OPERATORS]
+    """The operators with products, all of them if none is named, the collectives alone, and expert parallelism."""
+    groups = OPERATORS, collectives.OPERATORS, ep.OPERATORS
+    known = [name for group in groups for name in group]
     for name in names:
         if name not in known:
             raise ValueError(f"operator must be one of {', '.join(known)}, not {name!r}")
     names = list(dict.fromkeys(names)) or OPERATORS
-    return [name for name in names if name in OPERATORS], [name for name in names if name in collectives.OPERATORS]
+    return [[name for name in names if name in group] for group in groups]
 
 
 def _peers(text):
-    known = (*PEERS, *collectives.PEERS)
+    known = (*PEERS, *collectives.PEERS, *ep.PEERS)
     if text in ("all", "none"):
         return known if text == "all" else ()
     names = tuple(dict.fromkeys(text.split(",")))
@@ -120,6 +134,14 @@ def _tokens(text):
     return [int(count) for count in tokens]
 
 
+def _payloads(text):
+    names = tuple(dict.fromkeys(text.split(","))) if text else ep.PAYLOADS
+    for name in names:
+        if name not in ep.PAYLOADS:
+            raise ValueError(f"--payload must be some of {', '.join(ep.PAYLOADS)}, not {name!r}")
+    return names
+
+
 def _num_ranks(nproc, rehearsal):
     gpus = torch.cuda.device_count()
     if nproc is not None and nproc < 2:
@@ -140,27 +162,19 @@ def _folder(out):
 
 
 def _cases(selected, ranks, backward):
-    """The cases that can be measured; the others are said and left out."""
     for operator, shapes in selected.items():
         for direction in (False, True) if backward else (False,):
-            for shape in shapes:
-                case = Case(operator, shape, ranks, direction)
-                reason = case.why_not()
-                if reason is None:
-                    yield case
-                else:
-                    print(f"{case} is skipped: {reason}", flush=True)
+            yield from _possible(Case(operator, shape, ranks, direction) for shape in shapes)
 
 
-def _cases_alone(operators, sizes, ranks):
-    for operator in operators:
-        for nbytes in sizes:
-            case = collectives.Case(operator, nbytes, ranks)
-            reason = case.why_not()
-            if reason is None:
-                yield case
-            else:
-                print(f"{case} is skipped: {reason}", flush=True)
+def _possible(cases):
+    """The cases that can be measured; the others are said and left out."""
+    for case in cases:
+        reason = case.why_not()
+        if reason is None:
+            yield case
+        else:
+            print(f"{case} is skipped: {reason}", flush=True)
 
 
 # ---- measuring ----
@@ -179,16 +193,25 @@ def _revision():
         return os.environ.get("TDKERNELS_GIT_REVISION", "unknown")
 
 
-def _measure_all(pool, cases, plan, folder):
-    """The rows, and what went wrong; rows are written to the folder, if any, as soon as there are some."""
+_MODULES = {Case: measure, collectives.Case: collectives, ep.Case: ep}
+
+
+def _measure_all(pool, cases, plan, folder, deadline=None):
+    """The rows, and what went wrong; rows are written to the folder, if any, as soon as there are some.
+
+    After the deadline, a time.monotonic(), no further case is begun.
+    """
     machine = pool.run(harness.machine)[0]
     link_gbps = pool.run(harness.link_rate)[0]
     if link_gbps:
         print(f"{machine['num_gpus']} x {machine['gpu']}, best link rate {link_gbps:.0f} GB/s each way", flush=True)
     common = {**machine, "rounds": plan.rounds, "git": _revision()}
     rows, failures = [], []
-    for case in cases:
-        module = collectives if isinstance(case, collectives.Case) else measure
+    for number, case in enumerate(cases):
+        if deadline is not None and time.monotonic() > deadline:
+            print(f"time is up: {len(cases) - number} of {len(cases)} cases are left out, from {case} on", flush=True)
+            break
+        module = _MODULES[type(case)]
         try:
             found = pool.run(module.measure, case, plan)[0]
         except RankError as err:
@@ -237,7 +260,7 @@ def _print_table(title, rows):
         shown = {**row, "shape": f"{row['shape']} {row['name']}".strip(), "method": _method(row)}
         if row["absent"]:
             shown["method"] += f" (absent: {row['absent']})"
-        lines.append([_cell(shown[field], spec) for field, spec in _COLUMNS.values()])
+        lines.append([_cell(shown.get(field), spec) for field, spec in _COLUMNS.values()])
     try:
         from rich.console import Console
         from rich.table import Table

@@ -1,0 +1,269 @@
+"""The ways to dispatch and combine that are measured: ours, and NCCL with the permutes that a user would write.
+
+The sequence is as quick as plain torch makes it: whole rows are moved in words of eight bytes, numbers of experts are
+sorted as bytes, tokens are quantized before they are multiplied, and what goes beside the rows goes in one piece. The
+host waits once, for the sizes that all_to_all_single needs; "sequence-known-splits" is told them and never waits.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+import tdkernels
+from bench import harness
+from tdkernels.autotune import timing
+from tdkernels.launch import rank_device
+from tdkernels.ops.ep_dispatch_kernel import QUANTUM as _QUANTUM
+
+QUANTUM = int(_QUANTUM.value)  # channels under one scale
+_E4M3_MAX = 448.0
+
+
+@dataclass(frozen=True)
+class Method:
+    """``call``: of one set of operands. ``plain``: what it returns, as the references have it: see ``ep._references``.
+
+    host_waits: for sizes, so that it cannot be captured in a graph
+    """
+
+    call: Callable
+    plain: Callable
+    host_waits: bool = False
+    config: object = None
+
+
+# ---- what all of them need ----
+
+
+def quantized(x):
+    """(float8_e4m3fn [T, H], fp32 [T, H / 128]) in plain torch."""
+    parts = x.float().view(x.shape[0], -1, QUANTUM)
+    scales = parts.abs().amax(2) / _E4M3_MAX
+    scales = torch.where(scales > 0, scales, 1.0)
+    return (parts / scales.unsqueeze(2)).view(x.shape).to(torch.float8_e4m3fn), scales
+
+
+def dequantized(rows, scales):
+    """In fp32."""
+    if scales is None:
+        return rows.float()
+    return (rows.float().view(rows.shape[0], -1, QUANTUM) * scales.unsqueeze(2)).view(rows.shape)
+
+
+def _rows_of(operator):
+    """``Method.plain`` of a dispatch that returns (rows, scales, splits, weights), of a combine, of an all-to-all."""
+
+    def of_dispatch(outputs):
+        rows, scales, splits, weights = outputs
+        number = int(splits.sum())
+        rows = dequantized(rows[:number], None if scales is None else scales[:number])
+        return rows, splits.float(), weights[:number]
+
+    def of_all_to_all(outputs):
+        out, splits = outputs
+        return out[: int(splits.sum())].float(), splits.float()
+
+    return {"ep_dispatch": of_dispatch, "all_to_all": of_all_to_all}.get(operator, lambda y: (y.float(),))
+
+
+def _words(rows):
+    """Rows in words of eight bytes: torch moves a word a thread."""
+    width = rows.shape[1] * rows.element_size()
+    return rows.view(torch.int64) if width % 8 == 0 else rows.view(torch.uint8)
+
+
+def _taken(rows, numbers):
+    return _words(rows).index_select(0, numbers).view(rows.dtype)
+
+
+def _sorted(numbers, bound):
+    """The stable order of integers below a bound."""
+    return torch.sort(numbers.to(torch.uint8) if bound <= 256 else numbers, stable=True)[1]
+
+
+def _all_to_all(rows, sent, received):
+    words = _words(rows)
+    out = words.new_empty(sum(received), words.shape[1])
+    dist.all_to_all_single(out, words, received, sent)
+    return out.view(rows.dtype)
+
+
+# ---- NCCL and permutes ----
+
+
+def add_known(case, s):
+    """Add to a set of operands what a sequence may know of its routing beforehand."""
+    ranks = dist.get_world_size()
+    counts = s.counts.view(ranks, -1)
+    theirs = torch.empty_like(counts)
+    dist.all_to_all_single(theirs, counts)
+    s.sizes = counts.sum(1).tolist(), theirs.sum(1).tolist()
+    if case.operator in ("ep_combine", "ep_latency"):
+        s.to_choices = torch.argsort(_sorted(s.ids.flatten(), case.experts))
+        s.to_sources = torch.argsort(_order_of(theirs.flatten(), sum(s.sizes[1])))
+
+
+def _order_of(their_counts, rows):
+    """Rows that came by source and expert, as they are by expert and source."""
+    ranks = dist.get_world_size()
+    local = their_counts.shape[0] // ranks
+    experts = torch.arange(local, device=their_counts.device).repeat(ranks)
+    return _sorted(experts.repeat_interleave(their_counts, output_size=rows), local)
+
+
+def _sequence_dispatch(case, s, sizes=None):
+    """Without ``sizes`` the host waits for them."""
+    experts, k, ranks = case.experts, case.choices, dist.get_world_size()
+    ids = s.ids.flatten()
+    by_expert = _sorted(ids, experts)
+    counts = torch.zeros(experts, dtype=torch.int64, device=ids.device)
+    counts.scatter_add_(0, ids.long(), torch.ones_like(ids, dtype=torch.int64))
+    theirs = torch.empty_like(counts)
+    dist.all_to_all_single(theirs, counts)
+    if sizes is None:
+        sizes = torch.stack((counts.view(ranks, -1).sum(1), theirs.view(ranks, -1).sum(1))).tolist()
+    x, scales = quantized(s.x) if case.payload == "fp8" else (s.x, s.scales)
+    token = by_expert // k
+    beside = s.weights.flatten().index_select(0, by_expert).unsqueeze(1)
+    if scales is not None:
+        beside = torch.cat((beside, scales.index_select(0, token)), 1)
+    rows = _all_to_all(_taken(x, token), *sizes)
+    beside = _all_to_all(beside, *sizes)
+    order = _order_of(theirs, rows.shape[0])
+    beside = beside.index_select(0, order)
+    splits = theirs.view(ranks, -1).sum(0)
+    return _taken(rows, order), None if scales is None else beside[:, 1:], splits, beside[:, 0]
+
+
+def _sum_by_product(choices, weights):
+    return torch.bmm(weights.to(choices.dtype).unsqueeze(1), choices).squeeze(1)
+
+
+def _sum_by_terms(choices, weights):
+    return (choices * weights.to(choices.dtype).unsqueeze(2)).sum(1)
+
+
+def _sequence_combine(case, s, add_up):
+    rows = _taken(s.expert_out[: s.rows], s.to_sources)
+    choices = _taken(_all_to_all(rows, s.sizes[1], s.sizes[0]), s.to_choices)
+    return add_up(choices.view(case.tokens, case.choices, -1), s.weights)
+
+
+def _quicker_sum(case, s):
+    """The quicker of two ways to add up, here and for this many tokens."""
+    choices = s.expert_out.new_ones(case.tokens, case.choices, case.hidden)
+    ways = (_sum_by_product, _sum_by_terms)
+
+    def ms(way):
+        call = lambda _: way(choices, s.weights)  # noqa: E731
+        timing.burst(call, [None], 1, rank_device())
+        return timing.burst(call, [None], 3, rank_device())[0]
+
+    times = harness.slowest([ms(way) for way in ways])
+    return ways[times.index(min(times))]
+
+
+def _sequence_all_to_all(case, s, sizes=None):
+    counts = s.counts
+    theirs = torch.empty_like(counts)
+    dist.all_to_all_single(theirs, counts)
+    if sizes is None:
+        sizes = torch.stack((counts, theirs)).tolist()
+    return _all_to_all(s.x, *sizes), theirs
+
+
+def sequences(case, sets):
+    """{name: Method} of NCCL and torch."""
+    plain = _rows_of(case.operator)
+    if case.operator in ("ep_combine", "ep_latency"):
+        add_up = _quicker_sum(case, sets[0])
+    if case.operator == "ep_combine":  # all sizes are known since the dispatch
+        return {"sequence": Method(lambda s: _sequence_combine(case, s, add_up), plain)}
+
+    def call(s, sizes=None):
+        if case.operator == "all_to_all":
+            return _sequence_all_to_all(case, s, sizes)
+        found = _sequence_dispatch(case, s, sizes)
+        return found if case.operator == "ep_dispatch" else _sequence_combine(case, s, add_up)
+
+    known = Method(lambda s: call(s, s.sizes), plain)
+    return {"sequence": Method(call, plain, host_waits=True), "sequence-known-splits": known}
+
+
+# ---- ours ----
+
+
+def ours(case, room, sets, default):
+    """{name: Method} of ours in the default config; ``room``: max_tokens."""
+    with_room = ours_with(case, room, sets, default)
+    if case.operator in ("ep_combine", "ep_latency"):
+        return {"tdkernels": with_room}
+    exact = _ours_without_room(case, default)
+    if case.operator == "all_to_all":
+        return {"tdkernels": exact, "tdkernels-max-tokens": with_room}
+    return {"tdkernels": exact, "tdkernels-max-tokens": with_room, "tdkernels-again": _ours_again(case, sets)}
+
+
+def ours_with(case, room, sets, config):
+    """Ours in a config, with max_tokens, so that the host does not wait."""
+    call = _dispatch_call(case, room, config)
+    if case.operator == "all_to_all":
+        call = _all_to_all_call(room, config)
+    if case.operator == "ep_combine":
+        call = _combine_call(case, room, sets, config)
+    if case.operator == "ep_latency":
+        call = _there_and_back_call(case, room, config)
+    return Method(call, _rows_of(case.operator), config=config)
+
+
+def _ours_without_room(case, default):
+    call = _all_to_all_call(None, None) if case.operator == "all_to_all" else _dispatch_call(case, None, None)
+    return Method(call, _rows_of(case.operator), host_waits=True, config=default)
+
+
+def _dispatch(case, s, ids, **how):
+    quantize = "fp8" if case.payload == "fp8" else None
+    return tdkernels.ep_dispatch(s.x, ids, s.weights, scales=s.scales, quantize=quantize, **how)
+
+
+def _fields(recv):
+    return recv.x, recv.scales, recv.splits, recv.topk_weights
+
+
+def _dispatch_call(case, room, config):
+    how = {"num_experts": case.experts, "max_tokens": room, "config": config}
+    return lambda s: _fields(_dispatch(case, s, s.ids, **how)[0])
+
+
+def _ours_again(case, sets):
+    """By the handle of a dispatch before: nothing is counted or exchanged."""
+    for s in sets:
+        s.handle = _dispatch(case, s, s.ids, num_experts=case.experts)[1]
+    return Method(lambda s: _fields(_dispatch(case, s, s.handle)[0]), _rows_of(case.operator))
+
+
+def _all_to_all_call(room, config):
+    def call(s):
+        return tdkernels.all_to_all(s.x, s.counts, max_tokens=room, config=config)[:2]
+
+    return call
+
+
+def _combine_call(case, room, sets, config):
+    handles = {
+        id(s): tdkernels.ep_dispatch(
+            s.x, s.ids, s.weights, num_experts=case.experts, max_tokens=room, config=config
+        )[1]
+        for s in sets
+    }  # fmt: skip
+    return lambda s: tdkernels.ep_combine(s.expert_out, handles[id(s)])
+
+
+def _there_and_back_call(case, room, config):
+    def call(s):
+        _, handle = _dispatch(case, s, s.ids, num_experts=case.experts, max_tokens=room, config=config)
+        return tdkernels.ep_combine(s.expert_out, handle)
+
+    return call
