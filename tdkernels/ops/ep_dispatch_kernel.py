@@ -159,6 +159,7 @@ def _find_places(
         places = tl.where(real, places, -1)
         crosses = (sent >= 0) & goes
         sent = tl.where(crosses, sent + tl.load(before + EXPERTS + ranks, mask=crosses, other=0), -1)
+        tl.debug_barrier()  # all threads have read what is now written over: each of them reads all of it
         tl.store(places_ptr, places, mask=choice < K)
         tl.store(sent_ptr, sent, mask=ranks < RANKS)
     return tl.where(places >= 0, experts // (EXPERTS // RANKS), -1), places, sent
