@@ -111,6 +111,7 @@ def _add_up(
         mask = (rows[:, None] < tiles) & (columns[None, :] < C)
         counts = tl.load(at, mask=mask, other=0)
         upto = td.running_sum(counts, 0)
+        tl.debug_barrier()  # a block may be so small that several threads have read the same
         tl.store(at, upto - counts + total[None, :], mask=mask)
         total += td.sum_of(counts, 0)
     if bad_ptr is not None:
