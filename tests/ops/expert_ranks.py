@@ -305,8 +305,8 @@ def comes_when_rank_0_has_given_up(when):
         handle = case.dispatch(group=group)[1] if when == "combine" else None
         dist.barrier()
         if rank == 1:
-            time.sleep(1.2)
-        with timeout(0.4 if rank == 0 else 3.0):
+            time.sleep(0.9)
+        with timeout(0.3 if rank == 0 else 2.0):
             try:
                 if when == "combine":
                     case.check_combined(tdkernels.ep_combine(expert_out, handle, group=group))

@@ -14,13 +14,13 @@ from tests.ranks import DEVICE, fresh_ranks, on_ranks
 ON_GPU = DEVICE == "cuda"
 
 
-@pytest.mark.parametrize("world_size, calls", [(2, 12), (3, 8), (4, 4)])
+@pytest.mark.parametrize("world_size, calls", [(2, 12), (3, 6), (4, 3)])
 def test_stress(world_size, calls):
     """A GPU makes 500 calls and more tokens in the time that the interpreter takes for these."""
     on_ranks(world_size, expert_ranks.endures, *((500, 300) if ON_GPU else (calls, 6)), seed=world_size)
 
 
-@pytest.mark.parametrize("world_size, calls", [(2, 8), (3, 5)])
+@pytest.mark.parametrize("world_size, calls", [(2, 6), (3, 3)])
 def test_no_rank_overtakes_its_peers_data(world_size, calls):
     on_ranks(world_size, expert_ranks.outruns_its_peers, calls * (20 if ON_GPU else 1))
 
@@ -30,7 +30,7 @@ def test_slow_rank():
 
 
 def test_memory_grows():
-    on_ranks(2, expert_ranks.grows, [(1, 3), ([70, 3], 5), (2, 300), (3, 4), ([1, 130], 12)])
+    on_ranks(2, expert_ranks.grows, [(1, 3), ([70, 3], 5), (2, 300), (3, 4)])
 
 
 def test_subgroups():

@@ -1,0 +1,82 @@
+"""all_to_all against what all ranks' rows and splits give, there and back, forward and backward."""
+
+import pytest
+import torch
+
+from tests.ops import rows_to_all
+from tests.ops.rows_to_all import BF16, FP16, FP32, SMALL
+from tests.ranks import DEVICE, on_ranks
+
+FP8 = torch.float8_e4m3fn
+# As many as there are kinds of splits, with rows of 1, 2, 4, 8 and 16 bytes' multiples and of several blocks.
+BITS = [(BF16, 12), (FP8, 301), (FP32, 70), (FP16, 1), (torch.float8_e5m2, 16)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("experts_each, changes", [(1, SMALL), (3, None)], ids=["ranks", "experts"])
+def test_rows_go_there_and_back(world_size, experts_each, changes):
+    on_ranks(world_size, rows_to_all.moves, BITS, experts_each, changes)
+
+
+@pytest.mark.parametrize("experts_each", [1, 2])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_specification(world_size, experts_each):
+    on_ranks(world_size, rows_to_all.agrees_with_the_specification, experts_each)
+
+
+@pytest.mark.parametrize("world_size, experts_each", [(1, 4), (3, 1), (3, 2)])
+def test_capacity(world_size, experts_each):
+    on_ranks(world_size, rows_to_all.keeps_to_a_capacity, experts_each)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_scales(world_size):
+    on_ranks(world_size, rows_to_all.sends_scales_along, [
+        (FP32, ()), (FP32, (3,)), (BF16, (1,)), (torch.uint8, (5,)), (torch.int64, ()),
+    ])  # fmt: skip
+
+
+@pytest.mark.parametrize("world_size, dtype, experts_each, capacity, changes", [
+    (1, FP32, 2, None, None), (2, BF16, 1, None, SMALL), (3, FP16, 2, 40, None),
+    (3, FP32, 1, None, {**SMALL, "combine": "per_expert"}),
+], ids=str)  # fmt: skip
+def test_gradient(world_size, dtype, experts_each, capacity, changes):
+    on_ranks(world_size, rows_to_all.has_a_gradient, dtype, experts_each, capacity, changes)
+
+
+@pytest.mark.parametrize("what", [
+    "negative", "sum too large", "sum too small", "large", "of no rows", "negative of no rows",
+])  # fmt: skip
+def test_wrong_splits_of_one_rank(what):
+    on_ranks(3, rows_to_all.refuses_splits, what, 1, None)
+
+
+def test_wrong_splits_with_a_capacity():
+    on_ranks(2, rows_to_all.refuses_splits, "sum too small", 0, 40)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_bad_input(world_size):
+    on_ranks(world_size, rows_to_all.refuses)
+
+
+def test_layouts():
+    on_ranks(2, rows_to_all.takes_any_layout)
+
+
+def test_stress():
+    on_ranks(3, rows_to_all.endures, *((500, 100) if DEVICE == "cuda" else (8, 5)), seed=0)
+
+
+def test_subgroups():
+    on_ranks(4, rows_to_all.uses_subgroups)
+
+
+@pytest.mark.parametrize("what", ["width", "dtype", "num_experts", "max_tokens"])
+def test_disagreement_is_named_on_every_rank(what):
+    on_ranks(3, rows_to_all.disagrees, what)
+
+
+@pytest.mark.parametrize("what", ["width", "max_tokens"])
+def test_known_but_different_calls_never_give_a_result(what):
+    on_ranks(3, rows_to_all.is_not_fooled_by_a_known_plan, what)
