@@ -11,6 +11,7 @@ import functools
 
 import torch
 import triton
+import triton.language as tl
 from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime import interpreter
@@ -72,7 +73,7 @@ class Kernel(JITFunction):
 
 
 _MAX_KNOWN = 4096  # of one kernel; whoever has more of them searches
-_PLAIN = {int, bool, str, type(None)}
+_PLAIN = {int, bool, str, type(None), tl.dtype}
 _HOOK = "add_stages_inspection_hook" if hasattr(knobs.runtime, "add_stages_inspection_hook") else None
 
 

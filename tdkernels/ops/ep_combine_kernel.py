@@ -139,26 +139,21 @@ def _send_chunk(
 
 
 @td.jit
-def _part(area, parts_ptr, sent, ranks, source, bytes_of_slot, block, items, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
+def _part(slots, ranks, source, block, items, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
     """A block of the part that a rank has sent for a token; zeros if it has none."""
-    place = td.pick(sent, ranks, source)
+    slot = td.sum_of(tl.where(ranks == source, slots, 0), 0)
     offs = block * BLOCK + tl.arange(0, BLOCK)
-    first = tl.load(parts_ptr + source, mask=place >= 0, other=0)
-    slot = area + (first + place).to(tl.int64) * bytes_of_slot
-    return tl.load(td.pointer_to(slot, DTYPE) + offs, mask=(offs < items) & (place >= 0), other=0.0)
+    return tl.load(td.pointer_to(slot, DTYPE) + offs, mask=(offs < items) & (slot != 0), other=0.0)
 
 
 @td.jit
-def _sum_of_parts(
-    area, parts_ptr, sent, own, me, bytes_of_slot, block, items,
-    RANKS: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The sum of all ranks' parts of a token, in the order of the ranks; ours is ``own``."""
+def _sum_of_parts(slots, own, me, block, items, RANKS: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
+    """The sum of all ranks' parts of a token, in the order of the ranks; ours is ``own``, peers' are at ``slots``."""
     ranks = tl.arange(0, triton.next_power_of_2(RANKS))
     total = tl.full((BLOCK,), 0.0, tl.float32)
     for source in range(0, RANKS, 2):  # two reads on their way at a time
-        part0 = _part(area, parts_ptr, sent, ranks, source, bytes_of_slot, block, items, DTYPE, BLOCK)
-        part1 = _part(area, parts_ptr, sent, ranks, source + 1, bytes_of_slot, block, items, DTYPE, BLOCK)
+        part0 = _part(slots, ranks, source, block, items, DTYPE, BLOCK)
+        part1 = _part(slots, ranks, source + 1, block, items, DTYPE, BLOCK)
         total += tl.where(source == me, own, td.to_float32(part0))
         total += tl.where(source + 1 == me, own, td.to_float32(part1))
     return total
@@ -180,6 +175,7 @@ def _receive_chunk(
     blocks = (items + BLOCK - 1) // BLOCK
     area = td.data_at(ctx, half, me)
     parts_ptr = parts_at(tables, EXPERTS, RANKS)
+    parts_first = tl.load(parts_ptr + ranks, mask=ranks < RANKS, other=0)
     start = chunk * chunk_tokens
     for token in range(start, tl.minimum(start + chunk_tokens, num_tokens)):
         entry = tl.cast(token, tl.int64) * K + choice
@@ -195,15 +191,16 @@ def _receive_chunk(
         here = tl.where(dest == me, places, -1)
         away = (dest >= 0) & (dest != me)
         # Where a choice's row or number has come to.
-        slots = area + bytes_of_slot * (
+        choice_slots = area + bytes_of_slot * (
             tl.load(parts_ptr + dest, mask=away, other=0) + tl.load(sent_ptr + dest, mask=away, other=0)
         ).to(tl.int64)
+        slots = tl.where(sent >= 0, area + (parts_first + sent).to(tl.int64) * bytes_of_slot, 0)
         for block in range(blocks):
             offs = block * BLOCK + tl.arange(0, BLOCK)
             if PER_EXPERT:
                 total = tl.full((BLOCK,), 0.0, tl.float32)
                 for j in range(K):
-                    slot = td.sum_of(tl.where((choice == j) & away, slots, 0), 0)
+                    slot = td.sum_of(tl.where((choice == j) & away, choice_slots, 0), 0)
                     place = td.pick(here, choice, j)
                     came = slot + j * part_bytes(items, DTYPE)
                     row = tl.load(td.pointer_to(came, DTYPE) + offs, mask=(offs < items) & (slot != 0), other=0.0)
@@ -212,13 +209,11 @@ def _receive_chunk(
                     total += td.to_float32(row) * _weight_of(weights, choice, j)
             else:
                 own = _weighted_sum(rows_ptr, here, weights, block, items, K, DTYPE, ALIGNED, BLOCK)
-                total = _sum_of_parts(
-                    area, parts_ptr, sent, own, me, bytes_of_slot, block, items, RANKS, DTYPE, BLOCK
-                )  # fmt: skip
+                total = _sum_of_parts(slots, own, me, block, items, RANKS, DTYPE, BLOCK)
             y = y_ptr.to(tl.int64) + tl.cast(token, tl.int64) * items * (DTYPE.primitive_bitwidth // 8)
             tl.store(_pointer(y, DTYPE, ALIGNED) + offs, td.from_float32(total, DTYPE), mask=offs < items)
         if row_numbers_ptr is not None:
-            came = tl.load((slots + parts).to(tl.pointer_type(tl.float32)) + choice, mask=away, other=0.0)
+            came = tl.load((choice_slots + parts).to(tl.pointer_type(tl.float32)) + choice, mask=away, other=0.0)
             own = tl.load(row_numbers_ptr + here, mask=here >= 0, other=0.0)
             tl.store(numbers_ptr + entry, tl.where(away, came, own), mask=choice < K)
 

@@ -22,8 +22,8 @@ class EpConfig:
     """
 
     combine: str = "per_rank"
-    num_senders: int = 256
-    num_receivers: int = 256
+    num_senders: int = 512
+    num_receivers: int = 512
     chunk_tokens: int = 1
     block_bytes: int = 8192
     num_warps: int = 4
@@ -48,4 +48,4 @@ def default_config(device):
     if device.type == "cpu":  # each program takes the interpreter long
         return EpConfig(num_senders=2, num_receivers=2, chunk_tokens=8, block_bytes=65536, num_warps=1)
     most = _device.num_sms(device)
-    return EpConfig(num_senders=2 * most, num_receivers=2 * most)
+    return EpConfig(num_senders=4 * most, num_receivers=4 * most)

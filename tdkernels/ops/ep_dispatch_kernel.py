@@ -52,12 +52,6 @@ def slot_parts(row_bytes, scale_bytes, K: tl.constexpr):
 
 
 @td.jit
-def slots_at(ctx, half, peer):
-    """Address of the first slot in the staging memory of a rank, behind the beginnings of chunks."""
-    return td.data_at(ctx, half, peer) + 8 * MAX_CHUNKS * td.num_ranks(ctx)
-
-
-@td.jit
 def _pointer(address, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
     """The pointer at an address (int64), of which the compiler may know that it is a multiple of 16."""
     if ALIGNED:
@@ -80,9 +74,10 @@ def _read(
     if QUANTIZE:
         quanta = tl.reshape(td.to_float32(row), (BLOCK // QUANTUM, QUANTUM))
         most = td.max_of(tl.abs(quanta), 1)
-        # A quantum's largest number becomes the largest of e4m3.
-        row_scales = tl.where(most > 0, tl.div_rn(most, tl.full(most.shape, 448.0, tl.float32)), 1.0)
-        codes = td.to_e4m3(tl.div_rn(quanta, tl.broadcast_to(row_scales[:, None], quanta.shape)))
+        # A quantum's largest number becomes the largest of e4m3: one division for it, and one for its scale.
+        largest = tl.full(most.shape, 448.0, tl.float32)
+        row_scales = tl.where(most > 0, tl.div_rn(most, largest), 1.0)
+        codes = td.to_e4m3(quanta * tl.where(most > 0, tl.div_rn(largest, most), 1.0)[:, None])
         return tl.reshape(codes, (BLOCK,)), row_scales
     else:
         word = block * SCALE_BLOCK + tl.arange(0, SCALE_BLOCK)
@@ -166,15 +161,18 @@ def _find_places(
 
 
 @td.jit
-def _slot_of(ctx, half, tables, peer, place, slot_bytes, EXPERTS: tl.constexpr, RANKS: tl.constexpr):
-    """The slot, in the staging memory of a peer, of the token at a place among ours for it."""
-    first = tl.load(ours_at(tables, EXPERTS, RANKS) + peer)
-    return slots_at(ctx, half, peer) + (first + place).to(tl.int64) * slot_bytes
+def _areas(ctx, half, RANKS: tl.constexpr):
+    """The address of every peer's staging memory; 0 for ourselves. Read once: after a wait no cache near by has it."""
+    me = td.rank(ctx)
+    ranks = tl.arange(0, triton.next_power_of_2(RANKS))
+    is_peer = (ranks < RANKS) & (ranks != me)
+    bases = tl.load(ctx + CTX_BASES + ranks, mask=is_peer, other=0)
+    return tl.where(is_peer, bases + td.data_at(ctx, half, me) - td.symm_base(ctx, me), 0)
 
 
 @td.jit
 def _send_chunk(
-    ctx, half, signal, chunk, chunk_tokens, num_tokens, goes,
+    ctx, half, areas, firsts, signal, chunk, chunk_tokens, num_tokens, goes,
     x_ptr, scales_ptr, weights_ptr, tables,
     rows_ptr, row_scales_ptr, row_weights_ptr, expert_rows_ptr, dots_ptr, items, scale_words,
     FIRST: tl.constexpr, GRADIENT: tl.constexpr, QUANTIZE: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr,
@@ -199,7 +197,8 @@ def _send_chunk(
         x = x_ptr.to(tl.int64) + tl.cast(token, tl.int64) * items * SOURCE_BYTES
         scales = scales_ptr.to(tl.int64) + tl.cast(token, tl.int64) * scale_words * SCALE_BYTES
         dest, places, sent = _find_places(tables, token, num_tokens, goes, FIRST, K, EXPERTS, RANKS, TILE_TOKENS)
-        sent = tl.where(ranks == me, -1, sent)
+        sent = tl.where(areas != 0, sent, -1)
+        slots = tl.where(sent >= 0, firsts + sent.to(tl.int64) * slot_bytes, 0)
         weights = tl.full((KP,), 1.0, tl.float32)
         if weights_ptr is not None:
             weights = tl.load(weights_ptr + tl.cast(token, tl.int64) * K + choice, mask=choice < K, other=0.0)
@@ -211,9 +210,8 @@ def _send_chunk(
             )  # fmt: skip
             for step in range(1, RANKS):
                 peer = (me + step) % RANKS
-                place = td.pick(sent, ranks, peer)
-                if place >= 0:
-                    slot = _slot_of(ctx, half, tables, peer, place, slot_bytes, EXPERTS, RANKS)
+                slot = td.sum_of(tl.where(ranks == peer, slots, 0), 0)
+                if slot != 0:
                     _write(
                         row, row_scales, slot, slot + scales_begin, block, items, scale_words,
                         ITEM, SCALE, True, BLOCK, SCALE_BLOCK,
@@ -232,12 +230,9 @@ def _send_chunk(
         first_sent = tl.where(sent >= 0, tl.minimum(first_sent, sent), first_sent)
         num_sent += (sent >= 0).to(tl.int32)
     # Where the chunk begins, and how many tokens it has: to each peer what it is to hear.
-    is_peer = (ranks < RANKS) & (ranks != me)
-    bases = tl.load(ctx + CTX_BASES + ranks, mask=is_peer, other=0)
-    areas = bases + (td.data_at(ctx, half, me) - td.symm_base(ctx, me)) + 8 * (me * MAX_CHUNKS + chunk)
-    beginnings = areas.to(tl.pointer_type(tl.int32))
-    tl.store(beginnings, first_sent, mask=is_peer)
-    tl.store(beginnings + 1, num_sent, mask=is_peer)
+    beginnings = (areas + 8 * (me * MAX_CHUNKS + chunk)).to(tl.pointer_type(tl.int32))
+    tl.store(beginnings, first_sent, mask=areas != 0)
+    tl.store(beginnings + 1, num_sent, mask=areas != 0)
     # waiter: every peer's receiver of this chunk
     td.notify_all(ctx, td.signal_at(ctx, half, 0) + me * MAX_CHUNKS + chunk, signal)
 
@@ -247,27 +242,28 @@ def _send_chunk(
 
 @td.jit
 def _receive_chunk(
-    ctx, half, source, chunk, tables, came,
+    area, source, chunk, staged, came,
     rows_ptr, row_scales_ptr, row_weights_ptr, expert_rows_ptr, dots_ptr, items, scale_words,
-    FIRST: tl.constexpr, GRADIENT: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr,
+    FIRST: tl.constexpr, GRADIENT: tl.constexpr, K: tl.constexpr, RANKS: tl.constexpr,
     ITEM: tl.constexpr, SCALE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, SCALE_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Copy a chunk of a peer's tokens, which has come, from its slots to their rows. FIRST: keep which these are."""
+    """Copy a chunk of a peer's tokens, which has come, from its slots to their rows. FIRST: keep which these are.
+
+    ``area`` is our staging memory, in which the source's tokens are from number ``staged`` on.
+    """
     row_bytes, scale_bytes = items * (ITEM.primitive_bitwidth // 8), scale_words * (SCALE.primitive_bitwidth // 8)
     choice = tl.arange(0, triton.next_power_of_2(K))
     scales_begin, places_begin, slot_bytes = slot_parts(row_bytes, scale_bytes, K)
     blocks = tl.maximum((items + BLOCK - 1) // BLOCK, 1)
-    me = td.rank(ctx)
-    beginning = td.data_at(ctx, half, me).to(tl.pointer_type(tl.int32)) + 2 * (source * MAX_CHUNKS + chunk)
+    beginning = area.to(tl.pointer_type(tl.int32)) + 2 * (source * MAX_CHUNKS + chunk)
     first_sent = tl.load(beginning)
     num_sent = tl.load(beginning + 1)
     if FIRST:
         tl.store(chunk_at(came, source, chunk), first_sent)
         tl.store(chunk_at(came, source, chunk) + 1, num_sent)
-    first = tl.load(theirs_at(tables, EXPERTS, RANKS) + source) + first_sent
     for i in range(num_sent):
-        number = (first + i).to(tl.int64)
-        slot = slots_at(ctx, half, me) + number * slot_bytes
+        number = (staged + first_sent + i).to(tl.int64)
+        slot = area + 8 * MAX_CHUNKS * RANKS + number * slot_bytes
         places_at = (slot + places_begin).to(tl.pointer_type(tl.int32)) + choice
         row, row_scales = _read(
             slot, slot + scales_begin, 0, items, scale_words, True, ITEM, SCALE, False, True, BLOCK, SCALE_BLOCK
@@ -318,14 +314,21 @@ def ep_dispatch_kernel(
     # One loop or the other runs; none if a peer did not come when the routing was exchanged.
     size, chunks = chunk_of(tl.cast(num_tokens, tl.int32), chunk_tokens)
     first_chunk = tl.where((goes >= 0) & (pid < num_senders), pid, chunks)
+    areas = _areas(ctx, half, RANKS)
+    ranks = tl.arange(0, triton.next_power_of_2(RANKS))
+    row_bytes, scale_bytes = items * (ITEM.primitive_bitwidth // 8), scale_words * (SCALE.primitive_bitwidth // 8)
+    scales_begin, places_begin, slot_bytes = slot_parts(row_bytes, scale_bytes, K)
+    ours = tl.load(ours_at(tables, EXPERTS, RANKS) + ranks, mask=ranks < RANKS, other=0).to(tl.int64)
+    firsts = areas + 8 * MAX_CHUNKS * RANKS + ours * slot_bytes
     for chunk in range(first_chunk, chunks, tl.maximum(num_senders, 1)):
         _send_chunk(
-            ctx, half, signal, chunk, size, num_tokens, goes > 0,
+            ctx, half, areas, firsts, signal, chunk, size, num_tokens, goes > 0,
             x_ptr, scales_ptr, weights_ptr, tables,
             rows_ptr, row_scales_ptr, row_weights_ptr, expert_rows_ptr, dots_ptr, items, scale_words,
             FIRST, GRADIENT, QUANTIZE, K, EXPERTS, RANKS, TILE_TOKENS, SOURCE, ITEM, SCALE, ALIGNED, BLOCK, SCALE_BLOCK,
         )  # fmt: skip
     if RANKS > 1:
+        area = td.data_at(ctx, half, me)
         work = chunks_at_most(tl.load(facts + MOST_TOKENS), chunk_tokens) * (RANKS - 1)
         first_piece = tl.where((goes >= 0) & (pid >= num_senders), pid - num_senders, work)
         for piece in range(first_piece, work, tl.maximum(tl.num_programs(0) - num_senders, 1)):
@@ -333,13 +336,14 @@ def ep_dispatch_kernel(
             chunk = piece // (RANKS - 1)
             _, chunks = chunk_of(tokens_of(tables, source, EXPERTS, RANKS), chunk_tokens)
             if chunk < chunks:
+                staged = tl.load(theirs_at(tables, EXPERTS, RANKS) + source)
                 # producer: the source's sender of this chunk
                 seen = td.wait_plan(ctx, td.signal_at(ctx, half, 0) + source * MAX_CHUNKS + chunk, signal, source)
                 if td.in_time(seen, signal):
                     _receive_chunk(
-                        ctx, half, source, chunk, tables, came,
+                        area, source, chunk, staged, came,
                         rows_ptr, row_scales_ptr, row_weights_ptr, expert_rows_ptr, dots_ptr, items, scale_words,
-                        FIRST, GRADIENT, K, EXPERTS, RANKS, ITEM, SCALE, ALIGNED, BLOCK, SCALE_BLOCK,
+                        FIRST, GRADIENT, K, RANKS, ITEM, SCALE, ALIGNED, BLOCK, SCALE_BLOCK,
                     )  # fmt: skip
                 else:
                     tl.store(facts + GOES, -1)  # no combine may go by tables that are not complete

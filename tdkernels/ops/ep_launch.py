@@ -24,8 +24,8 @@ from tdkernels.symm import get_workspace
 MAX_CHUNKS = ep_tables.MAX_CHUNKS.value
 _FLOATS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 _WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.uint8}
-# Ids that a counting program compares with each other, where few tiles are to be added up and where many.
-_FEW_TILES, _TILE_IDS_OF_FEW, _TILE_IDS = 32, 64, 128
+_TILE_IDS = 64  # ids that a counting program compares with each other
+_FEW_TILES = 32  # so many are added up by the program that is done last
 _NO_LIMIT = (1 << 31) - 1
 _FEWEST_SLOTS = 64
 
@@ -66,9 +66,8 @@ def _round_up(n, multiple):
     return -(-n // multiple) * multiple
 
 
-def _tile_ids(tokens, k):
-    few = tokens * k <= _FEW_TILES * _TILE_IDS_OF_FEW
-    return max(_TILE_IDS_OF_FEW if few else _TILE_IDS, triton.next_power_of_2(k))
+def _tile_ids(k):
+    return max(_TILE_IDS, triton.next_power_of_2(k))
 
 
 def slot_bytes(row_bytes, scale_bytes, k):
@@ -94,7 +93,7 @@ def route(operator, ids, num_experts, group, config, *, max_tokens=None, by_sour
     tokens, k = ids.shape
     device, world_size = ids.device, group.size()
     columns = num_experts + world_size + 2
-    tile_tokens = _tile_ids(tokens, k) // k
+    tile_tokens = _tile_ids(k) // k
     tiles = max(-(-tokens // tile_tokens), 1)
     workspace = get_workspace(group, device, "ep_counts")
     workspace.error_of_note = partial(_error_of_note, operator)
@@ -135,13 +134,13 @@ def route(operator, ids, num_experts, group, config, *, max_tokens=None, by_sour
 
 def _route_constants(tokens, k, num_experts, world_size, by_source):
     """(the constants of ``ep_route_kernel``, those of ``ep_agree_kernel`` or None where it is not needed)"""
-    n = _tile_ids(tokens, k)
+    n = _tile_ids(k)
     columns = triton.next_power_of_2(num_experts + world_size + 2)
     common = {"BY_SOURCE": by_source, "K": k, "EXPERTS": num_experts, "RANKS": world_size, "num_warps": 8}
     route = {**common, "N": n, "BLOCK": min(columns, 512), "AT_ONCE": 16}
     if n // k * _FEW_TILES >= tokens:
         return route, None
-    return route, {**common, "BLOCK": min(columns, 16), "AT_ONCE": 256}
+    return route, {**common, "BLOCK": min(columns, 8), "AT_ONCE": 512}
 
 
 # ---- dispatch ----
@@ -297,7 +296,7 @@ def launch_dispatch(routing, sending, halves="both", config=None):
         None if sending.expert_rows is None else _bytes(sending.expert_rows), sending.dots,
         routing.tokens, config.chunk_tokens, senders, items, scale_words, plan,
         ADVANCE=halves != "send", FIRST=sending.first,
-        TILE_TOKENS=_tile_ids(routing.tokens, routing.choices) // routing.choices,
+        TILE_TOKENS=_tile_ids(routing.choices) // routing.choices,
         **_places_constants(routing), **constants, num_warps=config.num_warps,
     )  # fmt: skip
     workspace.after_launch()
