@@ -70,12 +70,12 @@ def _tile_ids(k):
     return max(_TILE_IDS, triton.next_power_of_2(k))
 
 
-def slot_bytes(row_bytes, scale_bytes, k):
+def slot_memory(row_bytes, scale_bytes, k):
     """Bytes of a slot of ``ep_dispatch_kernel``."""
     return _round_up(_round_up(row_bytes, 16) + _round_up(scale_bytes, 16) + 8 * k, 128)
 
 
-def combine_slot_bytes(row_bytes, k, per_expert):
+def combine_slot_memory(row_bytes, k, per_expert):
     """Bytes of a slot of ``ep_combine_kernel``."""
     return _round_up(_round_up(row_bytes, 16) * (k if per_expert else 1) + 4 * k, 128)
 
@@ -146,9 +146,11 @@ def _route_constants(tokens, k, num_experts, world_size, by_source):
 # ---- dispatch ----
 
 
-def _bytes(tensor):
-    """The bytes of a contiguous tensor; kernels make pointers of their own, and not every dtype is known to them."""
-    return tensor.reshape(-1).view(torch.uint8)
+def _memory(tensor):
+    """What a kernel gets for memory to which it makes pointers of its own: not every GPU knows pointers to fp8."""
+    if tensor is None or tensor.dtype.itemsize > 1:
+        return tensor
+    return tensor.view(torch.uint8)
 
 
 def _or(tensor, other):
@@ -275,7 +277,7 @@ def launch_dispatch(routing, sending, halves="both", config=None):
     scale_bytes = 0 if sending.scales is None else sending.scales.shape[1:].numel() * sending.scales.element_size()
     items, scale_words, constants = _dispatch_constants(x, scale_bytes, sending.quantize, sending.gradient, config)
     row_bytes, scale_row_bytes = items * _size(constants["ITEM"]), scale_words * _size(constants["SCALE"])
-    slot = slot_bytes(row_bytes, scale_row_bytes, routing.choices)
+    slot = slot_memory(row_bytes, scale_row_bytes, routing.choices)
     fields = {
         "dtype": str(x.dtype), "width": x.shape[1], "scales": scale_bytes, "quantize": sending.quantize,
         "gradient": sending.gradient, "k": routing.choices, "num_experts": routing.num_experts,
@@ -291,9 +293,9 @@ def launch_dispatch(routing, sending, halves="both", config=None):
     senders, programs = _programs(routing, config, halves, senders_work, receivers_work)
     workspace.before_launch()
     ep_dispatch_kernel[(programs,)](
-        workspace.ctx, _bytes(x), _bytes(_or(sending.scales, x)), sending.weights, routing.tables, routing.came,
-        _bytes(sending.rows), _bytes(_or(sending.row_scales, sending.rows)), sending.row_weights,
-        None if sending.expert_rows is None else _bytes(sending.expert_rows), sending.dots,
+        workspace.ctx, _memory(x), _memory(_or(sending.scales, x)), sending.weights, routing.tables, routing.came,
+        _memory(sending.rows), _memory(_or(sending.row_scales, sending.rows)), sending.row_weights,
+        sending.expert_rows, sending.dots,
         routing.tokens, config.chunk_tokens, senders, items, scale_words, plan,
         ADVANCE=halves != "send", FIRST=sending.first,
         TILE_TOKENS=_tile_ids(routing.choices) // routing.choices,
@@ -359,7 +361,7 @@ def launch_combine(routing, returning, halves="both", config=None):
     config = config or routing.config
     rows, world_size = returning.rows, routing.world_size
     width, item_bytes = rows.shape[1], rows.element_size()
-    slot = combine_slot_bytes(width * item_bytes, routing.choices, returning.per_expert)
+    slot = combine_slot_memory(width * item_bytes, routing.choices, returning.per_expert)
     fields = {
         "dtype": str(rows.dtype), "width": width, "k": routing.choices, "num_experts": routing.num_experts,
         "weighted": returning.weights is not None, "numbers": returning.row_numbers is not None,
@@ -376,8 +378,8 @@ def launch_combine(routing, returning, halves="both", config=None):
     senders = senders if world_size > 1 else 0
     workspace.before_launch()
     ep_combine_kernel[(programs,)](
-        workspace.ctx, _bytes(rows), returning.row_weights, returning.row_numbers, returning.weights, routing.tables,
-        routing.came, _bytes(returning.y), returning.numbers, routing.tokens, config.chunk_tokens, senders, width, plan,
+        workspace.ctx, _memory(rows), returning.row_weights, returning.row_numbers, returning.weights, routing.tables,
+        routing.came, _memory(returning.y), returning.numbers, routing.tokens, config.chunk_tokens, senders, width, plan,
         ADVANCE=halves != "send", PER_EXPERT=returning.per_expert, DTYPE=_FLOATS[rows.dtype],
         ALIGNED=width * item_bytes % 16 == 0, BLOCK=_block(width, item_bytes, config.block_bytes),
         **_places_constants(routing), num_warps=config.num_warps,

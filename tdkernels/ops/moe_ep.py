@@ -212,12 +212,20 @@ def ep_dispatch(
     """
     handle = _handle(x, topk_ids, topk_weights, scales, num_experts, quantize, max_tokens, group, config)
     _refuse_gradient_of_codes(x, quantize)
-    rows, row_scales, row_weights = _Dispatch.apply(
-        x, topk_weights, scales, handle._routing, quantize is not None
-    )  # fmt: skip
+    routing, quantize = handle._routing, quantize is not None
+    if _wants_gradient(x, topk_weights):
+        rows, row_scales, row_weights = _Dispatch.apply(x, topk_weights, scales, routing, quantize)
+    else:
+        rows, row_scales, row_weights = launcher.dispatch(
+            routing, x, scales=scales, weights=topk_weights, quantize=quantize
+        )  # fmt: skip
     if row_weights is not None:
         handle._row_weights = row_weights.detach()
-    return EpTokens(rows, handle._routing.splits, row_weights, row_scales), handle
+    return EpTokens(rows, routing.splits, row_weights, row_scales), handle
+
+
+def _wants_gradient(*tensors):
+    return _operands.may_be_differentiated([tensor for tensor in tensors if tensor is not None])
 
 
 def _refuse_gradient_of_codes(x, quantize):
@@ -258,7 +266,10 @@ def ep_combine(expert_out, handle, topk_weights=None, *, group=None, config=None
     Source:   DeepEP (https://github.com/deepseek-ai/DeepEP)
     """
     config, topk_weights, row_weights = _before_combine(expert_out, handle, topk_weights, group, config)
-    return _Combine.apply(expert_out, topk_weights, handle._routing, row_weights, config)
+    routing = handle._routing
+    if _wants_gradient(expert_out, topk_weights):
+        return _Combine.apply(expert_out, topk_weights, routing, row_weights, config)
+    return launcher.combine(routing, expert_out, weights=topk_weights, row_weights=row_weights, config=config)[0]
 
 
 def _before_combine(expert_out, handle, topk_weights, group, config):
@@ -287,7 +298,7 @@ class EpSent:
 
 
 def _refuse_gradients(operator, *tensors):
-    if _operands.may_be_differentiated([tensor for tensor in tensors if tensor is not None]):
+    if _wants_gradient(*tensors):
         whole = operator.removesuffix("_send")
         raise ValueError(f"{operator}: the halves have no gradient; use torch.no_grad, or {whole}")
 
