@@ -22,6 +22,7 @@ from tests import ranks
 REPO = Path(__file__).parent.parent
 README = REPO / "README.md"
 TUTORIAL = REPO / "docs" / "primitives.md"
+EXPERTS = REPO / "docs" / "expert-parallel.md"
 EXAMPLE = REPO / "examples" / "first_kernel.py"
 DOCUMENTS = sorted([*REPO.glob("*.md"), *(REPO / "docs").glob("*.md")])
 
@@ -72,6 +73,25 @@ def signature(name):
 def test_the_tutorial_has_every_word_with_its_signature():
     rows = re.findall(r"^\| `(\w+\(.*?\))` \|", TUTORIAL.read_text(), re.MULTILINE)
     assert sorted(rows) == sorted(signature(name) for name in lang.__all__)
+
+
+# ---- docs/expert-parallel.md ----
+
+
+@pytest.mark.slow
+def test_the_page_on_experts_shows_what_its_program_prints(tmp_path):
+    (program,) = blocks(EXPERTS, "python")
+    assert run(program, tmp_path) == "".join(blocks(EXPERTS, "text"))
+
+
+def test_the_bytes_on_paper_are_those_of_the_formula():
+    k, row_fp8, row_bf16, rate = 8, 7168 + 4 * 56, 2 * 7168, 380e9
+    for world_size, tokens in ((4, 128), (4, 4096), (8, 128), (8, 4096)):
+        once = tokens * (world_size - 1) * (1 - (1 - 1 / world_size) ** k)
+        each = tokens * k * (world_size - 1) / world_size
+        sizes = [once * row_fp8, once * row_bf16, once * row_bf16, each * row_bf16]
+        cells = [f"{size / 1e6:.2f} MB, {size / rate * 1e6:.1f} µs" for size in sizes]
+        assert f"| {world_size} | {tokens} | {once:.0f} | {each:.0f} | {' | '.join(cells)} |" in EXPERTS.read_text()
 
 
 # ---- README.md ----
