@@ -38,10 +38,8 @@ class _AllToAll(torch.autograd.Function):
     def forward(ctx, x, scales, routing):
         ctx.routing = routing
         out, out_scales, _ = launcher.dispatch(routing, x, scales=scales)
-        if out_scales is not None:
-            ctx.mark_non_differentiable(out_scales)
-        if out.dtype.itemsize == 1:
-            ctx.mark_non_differentiable(out)
+        codes = [out] if out.dtype.itemsize == 1 else []
+        ctx.mark_non_differentiable(*codes, *([] if out_scales is None else [out_scales]))
         return out, out_scales
 
     @staticmethod

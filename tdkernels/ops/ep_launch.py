@@ -284,10 +284,10 @@ def launch_dispatch(routing, sending, halves="both", config=None):
         "slots": routing.most_staged, "config": text_of(config),
     }  # fmt: skip
     workspace = get_workspace(routing.group, x.device, "ep_dispatch")
-    _check_turn(workspace, routing, "dispatch", halves)
+    _check_turn(workspace, routing.operator, sending, "dispatch", halves)
     half_bytes = 8 * world_size * MAX_CHUNKS + slot * routing.most_staged
     plan = workspace.prepare(routing.operator, fields, half_bytes, world_size * MAX_CHUNKS)
-    workspace.kept["pending"] = routing if halves == "send" else None
+    workspace.kept["pending"] = sending if halves == "send" else None
     senders_work = _chunks_at_most(routing.tokens, config)
     receivers_work = MAX_CHUNKS * (world_size - 1)
     senders, programs = _programs(routing, config, halves, senders_work, receivers_work)
@@ -304,14 +304,14 @@ def launch_dispatch(routing, sending, halves="both", config=None):
     workspace.after_launch()
 
 
-def _check_turn(workspace, routing, what, halves):
-    """Refuse to send anew before what was sent has been received: it would be written over."""
+def _check_turn(workspace, operator, tensors, what, halves):
+    """Refuse to send anew before what was sent has been received, which it would write over; and to receive twice."""
     pending = workspace.kept.get("pending")
-    if halves == "receive" and pending is not routing:
-        raise RuntimeError(f"{routing.operator}: nothing of this {what} is left to be received")
+    if halves == "receive" and pending is not tensors:
+        raise RuntimeError(f"{operator}: nothing of this {what} is left to be received")
     if halves != "receive" and pending is not None:
         raise RuntimeError(
-            f"{routing.operator}: an earlier {what} of this group was sent and not yet received; receive it first"
+            f"{operator}: an earlier {what} of this group was sent and not yet received; receive it first"
         )
 
 
@@ -369,17 +369,17 @@ def launch_combine(routing, returning, halves="both", config=None):
     }  # fmt: skip
     get_workspace(routing.group, rows.device, "ep_dispatch").check()  # what went wrong there is not to be combined
     workspace = get_workspace(routing.group, rows.device, "ep_combine")
-    _check_turn(workspace, routing, "combine", halves)
+    _check_turn(workspace, routing.operator, returning, "combine", halves)
     plan = workspace.prepare(routing.operator, fields, slot * routing.most_staged, world_size * MAX_CHUNKS)
-    workspace.kept["pending"] = routing if halves == "send" else None
+    workspace.kept["pending"] = returning if halves == "send" else None
     senders_work = MAX_CHUNKS * (world_size - 1)
     receivers_work = _chunks_at_most(routing.tokens, config)
     senders, programs = _programs(routing, config, halves, senders_work, receivers_work)
     senders = senders if world_size > 1 else 0
     workspace.before_launch()
     ep_combine_kernel[(programs,)](
-        workspace.ctx, _memory(rows), returning.row_weights, returning.row_numbers, returning.weights, routing.tables,
-        routing.came, _memory(returning.y), returning.numbers, routing.tokens, config.chunk_tokens, senders, width, plan,
+        workspace.ctx, rows, returning.row_weights, returning.row_numbers, returning.weights, routing.tables,
+        routing.came, returning.y, returning.numbers, routing.tokens, config.chunk_tokens, senders, width, plan,
         ADVANCE=halves != "send", PER_EXPERT=returning.per_expert, DTYPE=_FLOATS[rows.dtype],
         ALIGNED=width * item_bytes % 16 == 0, BLOCK=_block(width, item_bytes, config.block_bytes),
         **_places_constants(routing), num_warps=config.num_warps,

@@ -119,10 +119,8 @@ class _Dispatch(torch.autograd.Function):
         )  # fmt: skip
         ctx.routing = routing
         ctx.weights_dtype = None if weights is None else weights.dtype
-        if row_scales is not None:
-            ctx.mark_non_differentiable(row_scales)
-        if not rows.dtype.itemsize > 1:
-            ctx.mark_non_differentiable(rows)
+        codes = [rows] if rows.dtype.itemsize == 1 else []
+        ctx.mark_non_differentiable(*codes, *([] if row_scales is None else [row_scales]))
         return rows, row_scales, row_weights
 
     @staticmethod
@@ -168,9 +166,9 @@ def _handle(x, topk_ids, topk_weights, scales, num_experts, quantize, max_tokens
     group = resolve_group(group)
     if isinstance(topk_ids, EpHandle):
         known = topk_ids._routing
-        check_again(x, known, topk_weights, scales, quantize)
         if known.group is not group:
-            raise ValueError("ep_dispatch: the handle is of another group")
+            raise ValueError("ep_dispatch: the handle is of another group than the call")
+        check_again(x, known, topk_weights, scales, quantize)
         return EpHandle(known, topk_weights)
     check_dispatch(x, topk_ids, topk_weights, scales, num_experts, quantize, max_tokens, group.size())
     check_config("ep_dispatch", config, x.device)
@@ -233,17 +231,14 @@ def _refuse_gradient_of_codes(x, quantize):
         raise ValueError('ep_dispatch: quantize="fp8" has no gradient, and x requires one: detach it, or no_grad')
 
 
-def _weights_of(handle, topk_weights, config):
-    """(the weights of a combine [T, k] or None, the same by rows if they are needed there)."""
-    routing = handle._routing
-    if topk_weights is None:
-        topk_weights, row_weights = handle._topk_weights, handle._row_weights
-    else:
-        row_weights = None
-    if topk_weights is not None and row_weights is None and config.combine == "per_rank":
-        nothing = topk_weights.new_empty(routing.tokens, 0, dtype=torch.float32)
-        row_weights = launcher.dispatch(routing, nothing, weights=topk_weights.detach())[2]
-    return topk_weights, row_weights
+def _row_weights(handle, topk_weights, config):
+    """The weights of a combine by rows, if they are needed there, or None."""
+    if topk_weights is None or config.combine != "per_rank":
+        return None
+    if topk_weights is handle._topk_weights and handle._row_weights is not None:
+        return handle._row_weights
+    nothing = topk_weights.new_empty(handle._routing.tokens, 0, dtype=torch.float32)
+    return launcher.dispatch(handle._routing, nothing, weights=topk_weights.detach())[2]
 
 
 @torch.compiler.disable
@@ -265,14 +260,16 @@ def ep_combine(expert_out, handle, topk_weights=None, *, group=None, config=None
               output
     Source:   DeepEP (https://github.com/deepseek-ai/DeepEP)
     """
-    config, topk_weights, row_weights = _before_combine(expert_out, handle, topk_weights, group, config)
+    topk_weights, config = _check_combine(expert_out, handle, topk_weights, group, config)
+    row_weights = _row_weights(handle, topk_weights, config)
     routing = handle._routing
     if _wants_gradient(expert_out, topk_weights):
         return _Combine.apply(expert_out, topk_weights, routing, row_weights, config)
     return launcher.combine(routing, expert_out, weights=topk_weights, row_weights=row_weights, config=config)[0]
 
 
-def _before_combine(expert_out, handle, topk_weights, group, config):
+def _check_combine(expert_out, handle, topk_weights, group, config):
+    """(the weights [T, k] that count or None, the config that does) of a combine; raises unless it makes sense."""
     if not isinstance(handle, EpHandle):
         raise TypeError(f"ep_combine: handle must be the EpHandle of an ep_dispatch, not {type(handle).__name__}")
     routing = handle._routing
@@ -280,8 +277,7 @@ def _before_combine(expert_out, handle, topk_weights, group, config):
         raise ValueError("ep_combine: the handle is of another group than the call")
     check_combine(expert_out, routing, topk_weights)
     check_config("ep_combine", config, expert_out.device)
-    config = config or routing.config
-    return config, *_weights_of(handle, topk_weights, config)
+    return handle._topk_weights if topk_weights is None else topk_weights, config or routing.config
 
 
 # ---- in halves ----
@@ -338,8 +334,9 @@ def ep_combine_send(expert_out, handle, topk_weights=None, *, group=None, config
     Gradient: none; ValueError if one may be asked for
     Raises:   as ep_combine; RuntimeError while another combine of the group is under way
     """
+    topk_weights, config = _check_combine(expert_out, handle, topk_weights, group, config)
     _refuse_gradients("ep_combine_send", expert_out, topk_weights)
-    config, topk_weights, row_weights = _before_combine(expert_out, handle, topk_weights, group, config)
+    row_weights = _row_weights(handle, topk_weights, config)
     routing = handle._routing
     returning = launcher.prepare_combine(routing, expert_out, topk_weights, row_weights, config=config)
     launcher.launch_combine(routing, returning, "send", config)
