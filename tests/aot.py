@@ -1,11 +1,17 @@
 """Compile a kernel for a GPU that is not there, with just the specialisation that a launch would give it."""
 
+import contextlib
+from unittest.mock import MagicMock
+
+import pytest
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tdkernels.lang._jit import Kernel
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -40,3 +46,27 @@ def pointer(dtype):
 def descriptor(dtype, shape, block):
     """Something that specialises like a host-made tensor descriptor."""
     return TensorDescriptor(torch.empty(shape, dtype=dtype), list(shape), list(torch.empty(shape).stride()), block)
+
+
+class _Recorder:
+    """In the place of a kernel: keeps what it would have been launched with."""
+
+    def __init__(self, kernel, launches):
+        self._kernel, self._launches = kernel, launches
+
+    def __getitem__(self, grid):
+        return lambda *args, **kwargs: self._launches.append((self._kernel, list(args), kwargs))
+
+
+@contextlib.contextmanager
+def recorded_launches(launcher):
+    """Within, the launcher's module launches nothing; gives the list of (kernel, args, kwargs) that it would have."""
+    launches = []
+    workspace = MagicMock(ctx=pointer(torch.int64), kept={})
+    workspace.prepare.return_value = 3  # the plan
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launcher, "get_workspace", lambda *args: workspace)
+        for name, value in list(vars(launcher).items()):
+            if isinstance(value, Kernel):
+                patch.setattr(launcher, name, _Recorder(value, launches))
+        yield launches

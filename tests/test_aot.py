@@ -1,10 +1,12 @@
 """Every kernel compiles for every GPU that we speak of, within its shared memory, on a machine without any."""
 
+import functools
 import inspect
 import pkgutil
 import re
 from dataclasses import replace
 from importlib import import_module
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,17 +15,18 @@ import tdkernels.ops
 from tdkernels.lang._jit import Kernel
 from tdkernels.ops import _gather_kernels as gather
 from tdkernels.ops import collective_kernels as collectives
-from tdkernels.ops import collective_launch
+from tdkernels.ops import collective_launch, ep_launch
 from tdkernels.ops._operands import aligned
 from tdkernels.ops._tiles import Tiles
 from tdkernels.ops.ag_gemm_kernel import ag_gemm_kernel
 from tdkernels.ops.collective_config import EXCHANGES, CollectiveConfig
+from tdkernels.ops.ep_config import EpConfig
 from tdkernels.ops.gemm_ar_kernel import gemm_ar_kernel, slice_columns
 from tdkernels.ops.gemm_ar_one_shot import gemm_ar_one_shot_kernel
 from tdkernels.ops.gemm_rs_direct import gemm_rs_direct_kernel
 from tdkernels.ops.gemm_rs_kernel import gemm_rs_kernel
 from tdkernels.trace import clocks
-from tests.aot import SHARED_MEMORY, TARGETS, compile_for, descriptor, pointer
+from tests.aot import SHARED_MEMORY, TARGETS, compile_for, descriptor, pointer, recorded_launches
 from tests.ranks import DEVICE
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="needs no GPU and takes minutes: `make test` runs it")
@@ -134,6 +137,59 @@ def compile_collective(operator, exchange, arch, dtype, *, block_bytes=8192, num
     return compiled
 
 
+MOVES = [
+    "dispatch", "dispatch again, with scales", "dispatch, quantized", "gradient of a combine", "combine per rank",
+    "gradient of a dispatch", "combine per expert",
+]  # fmt: skip
+ROUTES = ["route", "route of many tokens", "route by source"]
+
+
+@functools.cache
+def expert_launches(tokens=128, k=8, experts=256, ranks=8, width=7168, dtype=BF16):
+    """What dispatches, combines and their gradients launch, by name: lists of (kernel, args, kwargs)."""
+    group, capacity, found = SimpleNamespace(size=lambda: ranks), 2 * tokens, {}
+    per_rank, per_expert = EpConfig(), EpConfig(combine="per_expert")
+    with recorded_launches(ep_launch) as launches:
+
+        def keep(name):
+            found[name] = list(launches)
+            launches.clear()
+
+        def route(tokens, k, **options):
+            ids = torch.zeros(tokens, k, dtype=torch.int64)
+            return ep_launch.route("op", ids, experts, group, per_rank, max_tokens=capacity, **options)
+
+        routing = route(tokens, k)
+        keep("route")
+        route(64 * tokens, k)
+        keep("route of many tokens")
+        route(tokens, 1, by_source=True, bad=torch.zeros((), dtype=torch.int32))
+        keep("route by source")
+        x, weights, of_rows = torch.zeros(tokens, width, dtype=dtype), torch.ones(tokens, k), torch.ones(capacity)
+        rows, _, _ = ep_launch.dispatch(routing, x, weights=weights)
+        keep("dispatch")
+        ep_launch.dispatch(routing, x.to(torch.float8_e4m3fn), weights=weights, scales=torch.ones(tokens, 56))
+        keep("dispatch again, with scales")
+        ep_launch.dispatch(routing, x, weights=weights, quantize=True)
+        keep("dispatch, quantized")
+        ep_launch.dispatch_gradient(routing, x, rows, weights, True)
+        keep("gradient of a combine")
+        ep_launch.combine(routing, rows, weights=weights, row_weights=of_rows)
+        keep("combine per rank")
+        ep_launch.combine(routing, rows, row_numbers=of_rows)
+        keep("gradient of a dispatch")
+        ep_launch.combine(routing, rows, weights=weights, row_weights=of_rows, config=per_expert)
+        keep("combine per expert")
+    assert list(found) == ROUTES + MOVES and all(found.values())
+    return found
+
+
+def compile_launches(launches, arch):
+    compiled = [compile_for(*launch, arch) for launch in launches]
+    assert all(each.metadata.shared <= SHARED_MEMORY[arch] for each in compiled)
+    return compiled
+
+
 def small_launches():
     """Each small kernel with the arguments of two launches, one of them with as many arguments of 1 as can be."""
     ctx, x = pointer(torch.int64), pointer(BF16)
@@ -223,6 +279,33 @@ def test_collectives_move_sixteen_bytes_at_a_time(operator, exchange, block_byte
     assert re.search(r"ld\.global\.v2\.b64|ld\.global\.v4\.b32", ptx)
     assert re.search(r"st\.global\.v2\.b64|st\.global\.v4\.b32", ptx)
     assert len(re.findall(r"st\.global\.b64", ptx)) <= 3, "a copy stores single words"
+    assert "ld.acquire.sys.global.b64" in ptx and "st.release.sys.global.b64" in ptx
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+@pytest.mark.parametrize("name", ROUTES + MOVES)
+def test_expert_parallel_compiles(name, arch):
+    compile_launches(expert_launches()[name], arch)
+
+
+@pytest.mark.parametrize("arch, sizes", [
+    ("sm_90", dict(tokens=1, k=1, experts=1, ranks=1, width=1, dtype=FP16)),
+    ("gfx942", dict(tokens=3, k=5, experts=6, ranks=3, width=13, dtype=FP32)),
+], ids=["one", "odd"])  # fmt: skip
+def test_expert_parallel_of_odd_sizes_compiles(arch, sizes):
+    for launches in expert_launches(**sizes).values():
+        compile_launches(launches, arch)
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_tokens_are_moved_sixteen_bytes_at_a_time(name):
+    """What is narrower are ids, places and weights, of which there are few."""
+    (compiled,) = compile_launches(expert_launches()[name], "sm_90")
+    ptx = compiled.asm["ptx"]
+    for move in ("ld", "st"):  # of a block of 8192 bytes each thread has four, wherever it is moved
+        assert len(re.findall(rf"{move}\.global\.v2\.b64|{move}\.global\.v4\.b32", ptx)) >= 8
+        assert not re.search(rf"{move}\.global\.[bu]16\b", ptx), "single elements"
+    assert len(re.findall(r"st\.global\.b64", ptx)) <= 6, "single words"
     assert "ld.acquire.sys.global.b64" in ptx and "st.release.sys.global.b64" in ptx
 
 
@@ -321,7 +404,8 @@ def test_a_deeper_tile_than_the_chip_has_memory_is_refused():
 
 def test_every_kernel_is_compiled_here():
     """Whoever adds a kernel adds it above. Device functions count through the kernels that call them."""
-    compiled = {*PRODUCTS, gemm_ar_one_shot_kernel, *COLLECTIVES.values(), *small_launches()}
+    of_experts = {kernel for launches in expert_launches().values() for kernel, *_ in launches}
+    compiled = {*PRODUCTS, gemm_ar_one_shot_kernel, *COLLECTIVES.values(), *small_launches(), *of_experts}
     found = set()
     for module in pkgutil.iter_modules(tdkernels.ops.__path__):
         members = inspect.getmembers(import_module(f"tdkernels.ops.{module.name}"))
