@@ -206,8 +206,9 @@ def _programs(routing, config, halves, senders_work, receivers_work):
     return senders, max(senders + receivers, 1)
 
 
-def _chunks_at_most(tokens, config):
-    return min(max(-(-tokens // config.chunk_tokens), 1), MAX_CHUNKS)
+def _chunks_at_most(routing):
+    """Chunks of our tokens; their size is the routing's, whatever config later calls come with."""
+    return min(max(-(-routing.tokens // routing.config.chunk_tokens), 1), MAX_CHUNKS)
 
 
 @dataclass
@@ -288,7 +289,7 @@ def launch_dispatch(routing, sending, halves="both", config=None):
     half_bytes = 8 * world_size * MAX_CHUNKS + slot * routing.most_staged
     plan = workspace.prepare(routing.operator, fields, half_bytes, world_size * MAX_CHUNKS)
     workspace.kept["pending"] = sending if halves == "send" else None
-    senders_work = _chunks_at_most(routing.tokens, config)
+    senders_work = _chunks_at_most(routing)
     receivers_work = MAX_CHUNKS * (world_size - 1)
     senders, programs = _programs(routing, config, halves, senders_work, receivers_work)
     workspace.before_launch()
@@ -296,7 +297,7 @@ def launch_dispatch(routing, sending, halves="both", config=None):
         workspace.ctx, _memory(x), _memory(_or(sending.scales, x)), sending.weights, routing.tables, routing.came,
         _memory(sending.rows), _memory(_or(sending.row_scales, sending.rows)), sending.row_weights,
         sending.expert_rows, sending.dots,
-        routing.tokens, config.chunk_tokens, senders, items, scale_words, plan,
+        routing.tokens, routing.config.chunk_tokens, senders, items, scale_words, plan,
         ADVANCE=halves != "send", FIRST=sending.first,
         TILE_TOKENS=_tile_ids(routing.choices) // routing.choices,
         **_places_constants(routing), **constants, num_warps=config.num_warps,
@@ -373,13 +374,13 @@ def launch_combine(routing, returning, halves="both", config=None):
     plan = workspace.prepare(routing.operator, fields, slot * routing.most_staged, world_size * MAX_CHUNKS)
     workspace.kept["pending"] = returning if halves == "send" else None
     senders_work = MAX_CHUNKS * (world_size - 1)
-    receivers_work = _chunks_at_most(routing.tokens, config)
+    receivers_work = _chunks_at_most(routing)
     senders, programs = _programs(routing, config, halves, senders_work, receivers_work)
     senders = senders if world_size > 1 else 0
     workspace.before_launch()
     ep_combine_kernel[(programs,)](
         workspace.ctx, rows, returning.row_weights, returning.row_numbers, returning.weights, routing.tables,
-        routing.came, returning.y, returning.numbers, routing.tokens, config.chunk_tokens, senders, width, plan,
+        routing.came, returning.y, returning.numbers, routing.tokens, routing.config.chunk_tokens, senders, width, plan,
         ADVANCE=halves != "send", PER_EXPERT=returning.per_expert, DTYPE=_FLOATS[rows.dtype],
         ALIGNED=width * item_bytes % 16 == 0, BLOCK=_block(width, item_bytes, config.block_bytes),
         **_places_constants(routing), num_warps=config.num_warps,
