@@ -283,6 +283,28 @@ def refuses_second_derivatives():
         torch.autograd.grad(tdkernels.ep_combine(rows, handle).sum(), rows, create_graph=True)
 
 
+def keeps_what_it_needs():
+    """Where tokens go is known when the dispatch has been made, whatever becomes of the ids."""
+    case = case_of(UNEVEN, 3, 3, 16, FP32, seed=15)
+    case.x.requires_grad_()
+    ids = case.ids.clone()
+    x = case.x * 1.0
+    recv, handle = tdkernels.ep_dispatch(x, ids, case.weights, num_experts=case.experts)
+    ids.fill_(-1)
+    x.detach().fill_(torch.nan)
+    case.check_received(recv)
+    rows = case.expert_out().requires_grad_()
+    y = tdkernels.ep_combine(rows, handle)
+    case.check_combined(y)
+    ids.fill_(1 << 30)
+    case.weights.requires_grad_()
+    check_gradients_of_combine(case, tdkernels.ep_combine(rows, handle, case.weights), rows)
+    d_rows = case.draw(case.all_ids.numel(), 16, FP32)
+    (dx,) = torch.autograd.grad(recv.x, case.x, d_rows[case.order].to(device()))
+    tdkernels.synchronize()
+    case.check_numbers("dx of dispatch", dx, *case.combined(d_rows, None))
+
+
 # ---- a layer made of it ----
 
 
@@ -457,7 +479,8 @@ def quantized(x):
     width = x.shape[1]
     quanta = torch.nn.functional.pad(x.float(), (0, -width % 128)).unflatten(1, (-1, 128))
     most = quanta.abs().amax(2)
-    scales = torch.where(most > 0, most / 448.0, 1.0)
+    # By a tensor: a GPU would multiply by the reciprocal of a number.
+    scales = torch.where(most > 0, most / torch.full_like(most, 448.0), 1.0)
     codes = (quanta / scales[..., None]).to(torch.float8_e4m3fn)
     return codes.flatten(1)[:, :width], scales
 
@@ -585,7 +608,7 @@ def refuses():
         assert "group" in changes or str(caught.value).startswith(f"ep_{function.__name__}: "), str(caught.value)
     with pytest.raises(ValueError, match="topk_weights"):
         tdkernels.ep_dispatch(x, handle, weights[:, :1])
-    with pytest.raises(ValueError, match="T = 3"):
+    with pytest.raises(ValueError, match=r"x \[3, 8\] must have the 4 tokens of the handle"):
         tdkernels.ep_dispatch(x[:3], handle)
     with pytest.raises(TypeError, match="positional"):
         tdkernels.ep_dispatch(x, ids, weights, experts)

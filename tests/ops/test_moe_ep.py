@@ -3,6 +3,9 @@
 import pytest
 import torch
 
+from tdkernels import EpConfig
+from tdkernels.ops import ep_launch
+from tdkernels.ops.ep_config import COMBINES, default_config
 from tests.ops import expert_parallel
 from tests.ops.expert_parallel import SMALL, UNEVEN
 from tests.ops.routed import BF16, FP16, FP32
@@ -21,6 +24,8 @@ SPECS = {
     "as many choices as experts": dict(tokens=3, k="all", experts_each=2, width=1, dtype=FP32, ids="any", seed=2),
     "one choice": dict(tokens=[0, 9, 1, 4], k=1, experts_each=1, width=7, weights=BF16, seed=3),
     "all to one": dict(tokens=[6, 2, 0, 3], k=2, experts_each=2, width=8, ids="one", seed=4),
+    "no tokens": dict(tokens=0, k=2, experts_each=2, width=9, seed=7),
+    "all dropped": dict(tokens=[2, 0, 1, 3], k=2, experts_each=2, width=9, ids="none", seed=8),
     "rows of several blocks": dict(tokens=2, k=2, experts_each=2, width=200, dtype=FP32, seed=5),
 }
 
@@ -29,6 +34,14 @@ SPECS = {
 @pytest.mark.parametrize("world_size, config", [(1, "small"), (2, "default"), (3, "per expert"), (4, "small")])
 def test_everything(world_size, config, spec):
     on_ranks(world_size, expert_parallel.computes, SPECS[spec], CONFIGS[config])
+
+
+def test_counts_of_many_tiles():
+    """A program counts few ids, and where there are many programs a launch of its own adds them up: here on rank 0."""
+    spec = dict(tokens=[34, 2], k=33, experts_each=33, width=3, dtype=FP32, ids="distinct", seed=9)
+    many, few = (ep_launch._route_constants(tokens, 33, 66, 2, False) for tokens in (34, 2))
+    assert many[1] is not None and few[1] is None, "this case does not ask what it was made for"
+    on_ranks(2, expert_parallel.computes, spec, None)
 
 
 @pytest.mark.parametrize("combine", ["per_rank", "per_expert"])
@@ -164,3 +177,27 @@ def test_a_half_is_received_once():
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_halves_have_no_gradient(world_size):
     on_ranks(world_size, expert_parallel.halves_have_no_gradient)
+
+
+def test_operands_may_be_written_to_once_a_call_is_made():
+    on_ranks(2, expert_parallel.keeps_what_it_needs)
+
+
+# ---- configs ----
+
+
+def test_configs_that_cannot_run():
+    cpu = torch.device("cpu")
+    for changes, words in (
+        ({"combine": "sum"}, "combine must be"), ({"num_senders": 0}, "num_senders must be"),
+        ({"num_senders": 1.0}, "num_senders must be"), ({"num_receivers": -1}, "num_receivers must be"),
+        ({"num_receivers": True}, "num_receivers must be"), ({"chunk_tokens": 0}, "chunk_tokens must be"),
+        ({"block_bytes": 128}, "block_bytes must be a power of two"), ({"block_bytes": 131072}, "block_bytes must be"),
+        ({"block_bytes": 1000}, "block_bytes must be"), ({"num_warps": 0}, "num_warps must be"),
+        ({"num_warps": 3}, "num_warps must be"), ({"num_warps": 32}, "num_warps must be"),
+    ):  # fmt: skip
+        reason = EpConfig(**changes).illegal(cpu)
+        assert reason is not None and words in reason, f"{changes}: {reason}"
+    for combine in COMBINES:
+        assert EpConfig(combine=combine, block_bytes=256, num_warps=16, chunk_tokens=1000).illegal(cpu) is None
+    assert default_config(cpu).illegal(cpu) is None and EpConfig().illegal(cpu) is None
