@@ -67,24 +67,40 @@ def _row(rows_ptr, place, block, items, DTYPE: tl.constexpr, ALIGNED: tl.constex
 
 
 @td.jit
-def _weight_of(weights, choice, j):
-    return td.sum_of(tl.where(choice == j, weights, 0.0), 0)
+def _weight_of(weights, turns, turn):
+    return td.sum_of(tl.where(turns == turn, weights, 0.0), 0)
 
 
 @td.jit
 def _weighted_sum(
-    rows_ptr, here, weights, block, items, K: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
+    rows_ptr, here, weights, block, items, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
+):
     """The sum in fp32 of a block of the rows ``here`` that are not -1, in that order, each times its weight."""
-    choice = tl.arange(0, triton.next_power_of_2(K))
-    weights = tl.where(here >= 0, weights, 0.0)  # whatever it is of a choice that is not here
+    turns, count = td.turns_of(here >= 0)
     total = tl.full((BLOCK,), 0.0, tl.float32)
-    for j in range(0, K, 2):  # two reads on their way at a time
-        row0 = _row(rows_ptr, td.pick(here, choice, j), block, items, DTYPE, ALIGNED, BLOCK)
-        row1 = _row(rows_ptr, td.pick(here, choice, j + 1), block, items, DTYPE, ALIGNED, BLOCK)
-        total += td.to_float32(row0) * _weight_of(weights, choice, j)
-        total += td.to_float32(row1) * _weight_of(weights, choice, j + 1)
+    for turn in range(0, count, 2):  # two reads at a time: for four the registers would be too few
+        row0 = _row(rows_ptr, td.pick(here, turns, turn), block, items, DTYPE, ALIGNED, BLOCK)
+        row1 = _row(rows_ptr, td.pick(here, turns, turn + 1), block, items, DTYPE, ALIGNED, BLOCK)
+        total += td.to_float32(row0) * _weight_of(weights, turns, turn)
+        total += td.to_float32(row1) * _weight_of(weights, turns, turn + 1)
+    return total
+
+
+@td.jit
+def _weighted_sum_at(
+    addresses, weights, block, items, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
+):
+    """As ``_weighted_sum``, of the rows at those addresses that are not 0."""
+    turns, count = td.turns_of(addresses != 0)
+    offs = block * BLOCK + tl.arange(0, BLOCK)
+    total = tl.full((BLOCK,), 0.0, tl.float32)
+    for turn in range(0, count, 2):  # two reads on their way at a time
+        row0 = td.sum_of(tl.where(turns == turn, addresses, 0), 0)
+        row1 = td.sum_of(tl.where(turns == turn + 1, addresses, 0), 0)
+        row0 = tl.load(_pointer(row0, DTYPE, ALIGNED) + offs, mask=offs < items, other=0.0)
+        row1 = tl.load(_pointer(row1, DTYPE, ALIGNED) + offs, mask=(offs < items) & (turn + 1 < count), other=0.0)
+        total += td.to_float32(row0) * _weight_of(weights, turns, turn)
+        total += td.to_float32(row1) * _weight_of(weights, turns, turn + 1)
     return total
 
 
@@ -117,15 +133,14 @@ def _send_chunk(
         for block in range(blocks):
             offs = block * BLOCK + tl.arange(0, BLOCK)
             if PER_EXPERT:
-                for j in range(K):
-                    place = td.pick(here, choice, j)
-                    if place >= 0:
-                        row = _row(rows_ptr, place, block, items, DTYPE, ALIGNED, BLOCK)
-                        to = slot + j * part_bytes(items, DTYPE)
-                        tl.store(td.pointer_to(to, DTYPE) + offs, row, mask=offs < items)
+                turns, count = td.turns_of(here >= 0)
+                for turn in range(count):
+                    row = _row(rows_ptr, td.pick(here, turns, turn), block, items, DTYPE, ALIGNED, BLOCK)
+                    to = slot + td.pick(choice, turns, turn) * part_bytes(items, DTYPE)
+                    tl.store(td.pointer_to(to, DTYPE) + offs, row, mask=offs < items)
             else:
                 total = _weighted_sum(
-                    rows_ptr, here, weights, block, items, K, DTYPE, ALIGNED, BLOCK
+                    rows_ptr, here, weights, block, items, DTYPE, ALIGNED, BLOCK
                 )  # fmt: skip
                 tl.store(td.pointer_to(slot, DTYPE) + offs, td.from_float32(total, DTYPE), mask=offs < items)
         if row_numbers_ptr is not None:
@@ -198,17 +213,12 @@ def _receive_chunk(
         for block in range(blocks):
             offs = block * BLOCK + tl.arange(0, BLOCK)
             if PER_EXPERT:
-                total = tl.full((BLOCK,), 0.0, tl.float32)
-                for j in range(K):
-                    slot = td.sum_of(tl.where((choice == j) & away, choice_slots, 0), 0)
-                    place = td.pick(here, choice, j)
-                    came = slot + j * part_bytes(items, DTYPE)
-                    row = tl.load(td.pointer_to(came, DTYPE) + offs, mask=(offs < items) & (slot != 0), other=0.0)
-                    own = _row(rows_ptr, place, block, items, DTYPE, ALIGNED, BLOCK)
-                    row = tl.where(place >= 0, own, row)
-                    total += td.to_float32(row) * _weight_of(weights, choice, j)
+                came = choice_slots + choice * part_bytes(items, DTYPE)
+                own = rows_ptr.to(tl.int64) + here.to(tl.int64) * items * (DTYPE.primitive_bitwidth // 8)
+                addresses = tl.where(away, came, tl.where(here >= 0, own, 0))
+                total = _weighted_sum_at(addresses, weights, block, items, DTYPE, ALIGNED, BLOCK)
             else:
-                own = _weighted_sum(rows_ptr, here, weights, block, items, K, DTYPE, ALIGNED, BLOCK)
+                own = _weighted_sum(rows_ptr, here, weights, block, items, DTYPE, ALIGNED, BLOCK)
                 total = _sum_of_parts(slots, own, me, block, items, RANKS, DTYPE, BLOCK)
             y = y_ptr.to(tl.int64) + tl.cast(token, tl.int64) * items * (DTYPE.primitive_bitwidth // 8)
             tl.store(_pointer(y, DTYPE, ALIGNED) + offs, td.from_float32(total, DTYPE), mask=offs < items)

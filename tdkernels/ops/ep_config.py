@@ -16,8 +16,8 @@ class EpConfig:
                     once: more bytes, fewer roundings
     num_senders:    programs that send, at most
     num_receivers:  programs that receive, at most
-    chunk_tokens:   tokens under one signal, at least; a rank's tokens are at most 512 chunks. What goes by a handle has
-                    that of the dispatch which made it
+    chunk_tokens:   tokens under one signal, at least; a rank's tokens are at most 1024 chunks. What goes by a handle
+                    has that of the dispatch which made it
     block_bytes:    what a program moves at a time
     num_warps:      of a program
     """

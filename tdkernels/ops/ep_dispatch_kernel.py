@@ -98,33 +98,32 @@ def _write(
 @td.jit
 def _spread(
     here, weights, row, row_scales, block, items, scale_words, rows_ptr, scales_ptr, expert_rows_ptr, dots_ptr,
-    K: tl.constexpr, ITEM: tl.constexpr, SCALE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
-    SCALE_BLOCK: tl.constexpr, GRADIENT: tl.constexpr,
+    ITEM: tl.constexpr, SCALE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, SCALE_BLOCK: tl.constexpr,
+    GRADIENT: tl.constexpr,
 ):  # fmt: skip
     """Store a block of a token in all of its rows on this rank: those of ``here`` that are not -1."""
     ITEM_BYTES: tl.constexpr = ITEM.primitive_bitwidth // 8
-    choice = tl.arange(0, triton.next_power_of_2(K))
-    for j in range(K):
-        place = td.pick(here, choice, j).to(tl.int64)
-        if place >= 0:
-            to = rows_ptr.to(tl.int64) + place * items * ITEM_BYTES
-            if GRADIENT:
-                offs = block * BLOCK + tl.arange(0, BLOCK)
-                gradient = td.to_float32(row)
-                weight = td.sum_of(tl.where(choice == j, weights, 0.0), 0)
-                tl.store(_pointer(to, ITEM, ALIGNED) + offs, td.from_float32(gradient * weight, ITEM), offs < items)
-                if dots_ptr is not None:
-                    row_at = expert_rows_ptr.to(tl.int64) + place * items * ITEM_BYTES
-                    expert_row = tl.load(_pointer(row_at, ITEM, ALIGNED) + offs, mask=offs < items, other=0)
-                    dot = td.sum_of(gradient * td.to_float32(expert_row), 0)
-                    if block > 0:
-                        dot += tl.load(dots_ptr + place)
-                    tl.store(dots_ptr + place, dot)
-            else:
-                scales_to = scales_ptr.to(tl.int64) + place * scale_words * (SCALE.primitive_bitwidth // 8)
-                _write(
-                    row, row_scales, to, scales_to, block, items, scale_words, ITEM, SCALE, ALIGNED, BLOCK, SCALE_BLOCK
-                )  # fmt: skip
+    turns, count = td.turns_of(here >= 0)
+    for turn in range(count):
+        place = td.pick(here, turns, turn).to(tl.int64)
+        to = rows_ptr.to(tl.int64) + place * items * ITEM_BYTES
+        if GRADIENT:
+            offs = block * BLOCK + tl.arange(0, BLOCK)
+            gradient = td.to_float32(row)
+            weight = td.sum_of(tl.where(turns == turn, weights, 0.0), 0)
+            tl.store(_pointer(to, ITEM, ALIGNED) + offs, td.from_float32(gradient * weight, ITEM), offs < items)
+            if dots_ptr is not None:
+                row_at = expert_rows_ptr.to(tl.int64) + place * items * ITEM_BYTES
+                expert_row = tl.load(_pointer(row_at, ITEM, ALIGNED) + offs, mask=offs < items, other=0)
+                dot = td.sum_of(gradient * td.to_float32(expert_row), 0)
+                if block > 0:
+                    dot += tl.load(dots_ptr + place)
+                tl.store(dots_ptr + place, dot)
+        else:
+            scales_to = scales_ptr.to(tl.int64) + place * scale_words * (SCALE.primitive_bitwidth // 8)
+            _write(
+                row, row_scales, to, scales_to, block, items, scale_words, ITEM, SCALE, ALIGNED, BLOCK, SCALE_BLOCK
+            )  # fmt: skip
 
 
 # ---- senders ----
@@ -203,7 +202,6 @@ def _send_chunk(
         if weights_ptr is not None:
             weights = tl.load(weights_ptr + tl.cast(token, tl.int64) * K + choice, mask=choice < K, other=0.0)
         here = tl.where(dest == me, places, -1)
-        is_here = td.max_of(here, 0) >= 0
         for block in range(blocks):
             row, row_scales = _read(
                 x, scales, block, items, scale_words, True, SOURCE, SCALE, QUANTIZE, ALIGNED, BLOCK, SCALE_BLOCK
@@ -220,11 +218,10 @@ def _send_chunk(
                         there = (slot + places_begin).to(tl.pointer_type(tl.int32)) + choice
                         tl.store(there, tl.where(dest == peer, places, -1), mask=choice < K)
                         tl.store((there + K).to(tl.pointer_type(tl.float32)), weights, mask=choice < K)
-            if is_here:
-                _spread(
-                    here, weights, row, row_scales, block, items, scale_words, rows_ptr, row_scales_ptr,
-                    expert_rows_ptr, dots_ptr, K, ITEM, SCALE, ALIGNED, BLOCK, SCALE_BLOCK, GRADIENT,
-                )  # fmt: skip
+            _spread(
+                here, weights, row, row_scales, block, items, scale_words, rows_ptr, row_scales_ptr,
+                expert_rows_ptr, dots_ptr, ITEM, SCALE, ALIGNED, BLOCK, SCALE_BLOCK, GRADIENT,
+            )  # fmt: skip
         if row_weights_ptr is not None:
             tl.store(row_weights_ptr + here, weights, mask=here >= 0)
         first_sent = tl.where(sent >= 0, tl.minimum(first_sent, sent), first_sent)
@@ -280,7 +277,7 @@ def _receive_chunk(
                 )  # fmt: skip
             _spread(
                 here, weights, row, row_scales, block, items, scale_words, rows_ptr, row_scales_ptr,
-                expert_rows_ptr, dots_ptr, K, ITEM, SCALE, ALIGNED, BLOCK, SCALE_BLOCK, GRADIENT,
+                expert_rows_ptr, dots_ptr, ITEM, SCALE, ALIGNED, BLOCK, SCALE_BLOCK, GRADIENT,
             )  # fmt: skip
         if row_weights_ptr is not None:
             tl.store(row_weights_ptr + here, weights, mask=here >= 0)

@@ -42,7 +42,7 @@ GOES, ROWS = tl.constexpr(int(Fact.GOES)), tl.constexpr(int(Fact.ROWS))
 MOST_ROWS, MOST_STAGED = tl.constexpr(int(Fact.MOST_ROWS)), tl.constexpr(int(Fact.MOST_STAGED))
 BAD_RANK, MOST_TOKENS = tl.constexpr(int(Fact.BAD_RANK)), tl.constexpr(int(Fact.MOST_TOKENS))
 
-MAX_CHUNKS = tl.constexpr(512)  # of one rank: so many signals are kept for it
+MAX_CHUNKS = tl.constexpr(1024)  # of one rank: so many signals are kept for it
 
 
 def facts_begin(num_experts, world_size):
