@@ -25,7 +25,7 @@ def running_sum(x, AXIS: tl.constexpr = 0):
 
 @jit
 def turns_of(there):
-    """(the turn 0, 1, … of each element that is ``there``, -1 of the others; how many there are): to skip the others."""
+    """(the turn 0, 1, … of each element that is ``there``, -1 of the others; how many there are): to skip others."""
     there = there.to(tl.int32)
     return tl.where(there != 0, running_sum(there, 0) - 1, -1), sum_of(there, 0)
 
