@@ -47,7 +47,8 @@ def _empty(nbytes, device):
 # met in other groups a different number of times wait for each other's numbers for ever. ----
 
 _meetings = 0  # how often this process has met anybody
-_alone = None  # a group of this process only
+_alone = None  # a group of this process only, under the name of _ALONE
+_ALONE = "tdkernels.alone"
 
 
 def _rendezvous(tensor, group_name):
@@ -58,10 +59,24 @@ def _rendezvous(tensor, group_name):
 
 def _catch_up(state, device):
     """Meet nobody until this process has met as often as that of its peers which has met most often."""
-    global _alone
     most = max(int(text) for text in state.exchange("symm.allocate", str(_meetings)))
-    if _meetings < most and (_alone is None or _alone not in c10d._world.pg_map):
-        # Not by NCCL: it splits a communicator, which all ranks of the world would have to take part in.
-        _alone = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+    if _meetings < most:
+        _know_alone()
     while _meetings < most:
-        _rendezvous(symm_mem.empty(8, dtype=torch.uint8, device=device), _alone.group_name)
+        _rendezvous(symm_mem.empty(8, dtype=torch.uint8, device=device), _ALONE)
+
+
+def _know_alone():
+    """Make a rendezvous find a group of the name _ALONE, in which there is only this process.
+
+    It is none that torch.distributed counts: by the number of its groups it names those of a DeviceMesh, and ranks of
+    different numbers, of which some have had to catch up, would wait for each other in one of them for ever.
+    """
+    global _alone
+    if _alone is None:
+        _alone = dist.ProcessGroup(dist.HashStore(), 0, 1)
+        _alone._set_group_name(_ALONE)
+    try:
+        c10d._resolve_process_group(_ALONE)
+    except RuntimeError:  # not yet, or not since torch.distributed was shut down
+        c10d._register_process_group(_ALONE, _alone)

@@ -20,6 +20,7 @@ from tdkernels.autotune.problem import Problem, gpu_name
 from tdkernels.ops import _dense_tuning, _device
 from tdkernels.symm.group import group_state
 from tests.autotune.entries import cache_in
+from tests.autotune.tuning import replace_in
 from tests.ranks import a_group, device, fresh_ranks, on_ranks
 from tests.reference import OPERATORS, Case, whole_shape
 
@@ -429,7 +430,7 @@ def cannot_be_tuned(folder):
         raise MemoryError("no room")
 
     with a_group() as group, tables_in(folder, "on"), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(op, "operands", operands)
+        replace_in(patch, op, "operands", operands)
         with log_of(logging.WARNING) as warnings:
             assert run_of("ag_gemm", group) == (untuned("ag_gemm"), "default")
         texts = [record.getMessage() for record in warnings if "could not be tuned" in record.getMessage()]

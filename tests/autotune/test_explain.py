@@ -268,7 +268,10 @@ def test_layout_of_a_transposed_weight(operator):
     "shapes, options, message",
     [
         (SHAPE, {"operator": "reduce"}, "operator must be one of ag_gemm, all_gather, .*, not 'reduce'"),
-        (SHAPE, {"operator": torch.matmul}, "operator must be one of ag_gemm, all_gather, .*, not 'matmul'"),
+        pytest.param(
+            SHAPE, {"operator": torch.matmul}, "operator must be one of ag_gemm, all_gather, .*, not 'matmul'",
+            id="another function",  # its text has an address, by which each process would name the test anew
+        ),
         ((65, 32, 96), {}, "ag_gemm: M = 65 is not divisible by 2 ranks"),
         ((64, 33, 96), {}, "ag_gemm: N = 33 is not divisible by 2 ranks"),
         ((64, 32, 97), {"operator": "gemm_rs"}, "gemm_rs: K = 97 is not divisible by 2 ranks"),

@@ -14,7 +14,17 @@ from tdkernels.autotune.problem import gpu_name
 from tdkernels.autotune.together import Together
 from tdkernels.symm.group import GroupState, group_state
 from tests.autotune.entries import cache_in
-from tests.autotune.tuning import CALL_LIMIT_S, FP32, SHAPE, candidates, one_of, problem_of, same_everywhere, unharmed
+from tests.autotune.tuning import (
+    CALL_LIMIT_S,
+    FP32,
+    SHAPE,
+    candidates,
+    one_of,
+    problem_of,
+    replace_in,
+    same_everywhere,
+    unharmed,
+)
 from tests.ranks import a_group, device, on_ranks
 
 
@@ -279,7 +289,7 @@ def compiles(folder):
             if config == bad and dist.get_rank() == 1:
                 raise ValueError("too many registers")
 
-        patch.setattr(op, "compile", compile_)
+        replace_in(patch, op, "compile", compile_)
         with Together(problem, group, device()) as ranks:
             under_test = tuner._Tuner(op, problem, ranks, 20.0, None)
             under_test.operands = [None]

@@ -21,6 +21,7 @@ from tests.autotune.tuning import (
     candidates,
     one_of,
     problem_of,
+    replace_in,
     same_everywhere,
     unharmed,
 )
@@ -142,9 +143,9 @@ def made_up_times(ms):
 
         def burst(call, input_sets, calls, device, group):
             asked[:] = [None]
-            patch.setattr(op, "run", lambda operands, group, config: asked.__setitem__(0, config))
+            replace_in(patch, op, "run", lambda operands, group, config: asked.__setitem__(0, config))
             call(input_sets[0])
-            patch.setattr(op, "run", real)
+            replace_in(patch, op, "run", real)
             bursts.append((asked[0], calls))
             value = ms[asked[0]]
             return value[dist.get_rank()] if isinstance(value, tuple) else value, 0.0

@@ -66,13 +66,21 @@ def one_of(op, number):
     return replace(op.default(problem_of("ag_gemm", SHAPE), device()), num_comm_sms=number)
 
 
+def replace_in(patch, op, name, value):
+    """As ``patch.setattr(op, name, value)``, which before pytest 9.2 leaves the method behind on op.
+
+    There it would hide what a later test makes of op's class.
+    """
+    patch.setitem(vars(op), name, value)
+
+
 @contextlib.contextmanager
 def candidates(*configs, estimates=None, **changes):
     """AG-GEMM has just these configs, tried in this order, and other attributes as told."""
     op = tunable("ag_gemm")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(op, "space", lambda problem, device: list(configs))
-        patch.setattr(op, "estimate_ms", lambda config, *_: (estimates or {}).get(config, 1.0))
+        replace_in(patch, op, "space", lambda problem, device: list(configs))
+        replace_in(patch, op, "estimate_ms", lambda config, *_: (estimates or {}).get(config, 1.0))
         for name, value in changes.items():
-            patch.setattr(op, name, value)
+            replace_in(patch, op, name, value)
         yield op

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import weakref
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,26 @@ def is_shared_in_a_subgroup(ranks):
 
 def test_subgroup():
     on_ranks(3, is_shared_in_a_subgroup, [0, 2])
+
+
+def meets_once_more_on_rank_0():
+    """Rank 1 has to catch up, of which torch must see nothing: it names this kind of group by how many there are.
+
+    So the group stays: destroyed, it would leave its name, and what is in the store under it, to the next one.
+    """
+    with a_group([0]) as group:
+        if dist.get_rank() == 0:
+            allocate(64, group, device()).close()
+    allocate(64, device=device()).close()
+    within = timedelta(seconds=20)
+    group = dist.new_group([0, 1], timeout=within, backend="gloo", use_local_synchronization=True)
+    total = torch.tensor([dist.get_rank() + 1])
+    dist.all_reduce(total, group=group)
+    assert total.item() == 3
+
+
+def test_who_has_met_less_often_makes_the_same_groups():
+    on_ranks(2, meets_once_more_on_rank_0)
 
 
 def waits_at_the_barrier():
