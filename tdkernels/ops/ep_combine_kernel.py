@@ -5,7 +5,8 @@ the peer's staging memory what this rank has for each: one part, the weighted su
 of its choices, rounded to the rows' type ("per_rank": a token crosses the wire once for a rank), or all of its rows as
 they are (PER_EXPERT). Then it raises one signal at that peer. A receiver takes a chunk of our own tokens, waits for the
 signals of all peers, and adds up: the parts in the order of the ranks, or the weighted rows in that of the choices.
-What this rank's own experts have for its tokens is read where it lies, and never rounded in between.
+What this rank's own experts have for its tokens is added row by row where its part would be, and never rounded in
+between.
 
 Nobody waits but receivers, and those for senders only (law 1). All ranks signal at least one chunk to all peers and
 wait for one from each (law 3).
@@ -59,52 +60,45 @@ def _pointer(address, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @td.jit
-def _row(rows_ptr, place, block, items, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
-    """A block of row number ``place``; zeros if that is -1."""
-    offs = block * BLOCK + tl.arange(0, BLOCK)
-    row = rows_ptr.to(tl.int64) + place.to(tl.int64) * items * (DTYPE.primitive_bitwidth // 8)
-    return tl.load(_pointer(row, DTYPE, ALIGNED) + offs, mask=(offs < items) & (place >= 0), other=0.0)
+def _row_addresses(rows_ptr, places, items, DTYPE: tl.constexpr):
+    """Where rows are; 0 for those of number -1."""
+    addresses = rows_ptr.to(tl.int64) + places.to(tl.int64) * items * (DTYPE.primitive_bitwidth // 8)
+    return tl.where(places >= 0, addresses, 0)
 
 
 @td.jit
-def _weight_of(weights, turns, turn):
-    return td.sum_of(tl.where(turns == turn, weights, 0.0), 0)
-
-
-@td.jit
-def _weighted_sum(
-    rows_ptr, here, weights, block, items, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
+def _add_rows(
+    total, addresses, weights, block, items, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The sum in fp32 of a block of the rows ``here`` that are not -1, in that order, each times its weight."""
-    turns, count = td.turns_of(here >= 0)
-    total = tl.full((BLOCK,), 0.0, tl.float32)
-    for turn in range(0, count, 2):  # two reads at a time: for four the registers would be too few
-        row0 = _row(rows_ptr, td.pick(here, turns, turn), block, items, DTYPE, ALIGNED, BLOCK)
-        row1 = _row(rows_ptr, td.pick(here, turns, turn + 1), block, items, DTYPE, ALIGNED, BLOCK)
-        total += td.to_float32(row0) * _weight_of(weights, turns, turn)
-        total += td.to_float32(row1) * _weight_of(weights, turns, turn + 1)
-    return total
-
-
-@td.jit
-def _weighted_sum_at(
-    addresses, weights, block, items, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
-):
-    """As ``_weighted_sum``, of the rows at those addresses that are not 0."""
+    """Add, one after the other, a block of the rows at those addresses that are not 0, each times its weight if any."""
     turns, count = td.turns_of(addresses != 0)
     offs = block * BLOCK + tl.arange(0, BLOCK)
-    total = tl.full((BLOCK,), 0.0, tl.float32)
     for turn in range(0, count, 2):  # two reads on their way at a time
-        row0 = td.sum_of(tl.where(turns == turn, addresses, 0), 0)
-        row1 = td.sum_of(tl.where(turns == turn + 1, addresses, 0), 0)
-        row0 = tl.load(_pointer(row0, DTYPE, ALIGNED) + offs, mask=offs < items, other=0.0)
-        row1 = tl.load(_pointer(row1, DTYPE, ALIGNED) + offs, mask=(offs < items) & (turn + 1 < count), other=0.0)
-        total += td.to_float32(row0) * _weight_of(weights, turns, turn)
-        total += td.to_float32(row1) * _weight_of(weights, turns, turn + 1)
+        first = td.sum_of(tl.where(turns == turn, addresses, 0), 0)
+        second = td.sum_of(tl.where(turns == turn + 1, addresses, 0), 0)
+        row0 = tl.load(_pointer(first, DTYPE, ALIGNED) + offs, mask=offs < items, other=0.0)
+        row1 = tl.load(_pointer(second, DTYPE, ALIGNED) + offs, mask=(offs < items) & (second != 0), other=0.0)
+        if weights is None:
+            total += td.to_float32(row0)
+            total += td.to_float32(row1)
+        else:
+            total += td.to_float32(row0) * td.sum_of(tl.where(turns == turn, weights, 0.0), 0)
+            total += td.to_float32(row1) * td.sum_of(tl.where(turns == turn + 1, weights, 0.0), 0)
     return total
 
 
 # ---- senders ----
+
+
+@td.jit
+def _staged_token(came, row_weights_ptr, number, there, K: tl.constexpr, RANKS: tl.constexpr):
+    """(its rows here, their weights) of a token that has come, by choice; nothing is read unless it is ``there``."""
+    choice = tl.arange(0, triton.next_power_of_2(K))
+    here = tl.load(slot_at(came, number, K, RANKS) + choice, mask=(choice < K) & there, other=-1)
+    if row_weights_ptr is not None:
+        return here, tl.load(row_weights_ptr + here, mask=here >= 0, other=0.0)
+    else:
+        return here, tl.full(here.shape, 1.0, tl.float32)
 
 
 @td.jit
@@ -114,38 +108,38 @@ def _send_chunk(
     ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Send the owner of a chunk of tokens what we have for them, and signal it."""
-    KP: tl.constexpr = triton.next_power_of_2(K)
-    choice = tl.arange(0, KP)
+    choice = tl.arange(0, triton.next_power_of_2(K))
     me = td.rank(ctx)
     parts, bytes_of_slot = slot_bytes(items, DTYPE, K, PER_EXPERT)
     blocks = (items + BLOCK - 1) // BLOCK
     first = tl.load(chunk_at(came, owner, chunk))
-    number = tl.load(chunk_at(came, owner, chunk) + 1)
+    end = first + tl.load(chunk_at(came, owner, chunk) + 1)
     staged = tl.load(theirs_at(tables, EXPERTS, RANKS) + owner)
     goes = tl.load(their_at(tables, EXPERTS, RANKS) + owner)
     area = td.data_at(ctx, half, owner)
-    for i in range(first, first + number):
-        here = tl.load(slot_at(came, staged + i, K, RANKS) + choice, mask=choice < K, other=-1)
+    here, weights = _staged_token(came, row_weights_ptr, staged + first, first < end, K, RANKS)
+    for i in range(first, end):
         slot = area + (goes + i).to(tl.int64) * bytes_of_slot
-        weights = tl.full((KP,), 1.0, tl.float32)
-        if row_weights_ptr is not None:
-            weights = tl.load(row_weights_ptr + here, mask=here >= 0, other=0.0)
+        addresses = _row_addresses(rows_ptr, here, items, DTYPE)
+        # On its way while the rows of this one are read.
+        next_here, next_weights = _staged_token(came, row_weights_ptr, staged + i + 1, i + 1 < end, K, RANKS)
         for block in range(blocks):
             offs = block * BLOCK + tl.arange(0, BLOCK)
             if PER_EXPERT:
                 turns, count = td.turns_of(here >= 0)
                 for turn in range(count):
-                    row = _row(rows_ptr, td.pick(here, turns, turn), block, items, DTYPE, ALIGNED, BLOCK)
+                    address = td.sum_of(tl.where(turns == turn, addresses, 0), 0)
+                    row = tl.load(_pointer(address, DTYPE, ALIGNED) + offs, mask=offs < items)
                     to = slot + td.pick(choice, turns, turn) * part_bytes(items, DTYPE)
                     tl.store(td.pointer_to(to, DTYPE) + offs, row, mask=offs < items)
             else:
-                total = _weighted_sum(
-                    rows_ptr, here, weights, block, items, DTYPE, ALIGNED, BLOCK
-                )  # fmt: skip
+                total = tl.full((BLOCK,), 0.0, tl.float32)
+                total = _add_rows(total, addresses, weights, block, items, DTYPE, ALIGNED, BLOCK)
                 tl.store(td.pointer_to(slot, DTYPE) + offs, td.from_float32(total, DTYPE), mask=offs < items)
         if row_numbers_ptr is not None:
             numbers = tl.load(row_numbers_ptr + here, mask=here >= 0, other=0.0)
             tl.store((slot + parts).to(tl.pointer_type(tl.float32)) + choice, numbers, mask=choice < K)
+        here, weights = next_here, next_weights
     # waiter: the owner's receiver of this chunk
     td.notify(ctx, td.signal_at(ctx, half, 0) + me * MAX_CHUNKS + chunk, owner, signal)
 
@@ -154,24 +148,27 @@ def _send_chunk(
 
 
 @td.jit
-def _part(slots, ranks, source, block, items, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
-    """A block of the part that a rank has sent for a token; zeros if it has none."""
-    slot = td.sum_of(tl.where(ranks == source, slots, 0), 0)
-    offs = block * BLOCK + tl.arange(0, BLOCK)
-    return tl.load(td.pointer_to(slot, DTYPE) + offs, mask=(offs < items) & (slot != 0), other=0.0)
+def _own_token(
+    tables, weights_ptr, token, num_tokens, there, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr
+):
+    """(the ranks of its choices, their rows there, their weights; its place among our tokens for each rank).
 
-
-@td.jit
-def _sum_of_parts(slots, own, me, block, items, RANKS: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
-    """The sum of all ranks' parts of a token, in the order of the ranks; ours is ``own``, peers' are at ``slots``."""
+    -1 is nowhere; nothing is read unless the token is ``there``.
+    """
+    choice = tl.arange(0, triton.next_power_of_2(K))
     ranks = tl.arange(0, triton.next_power_of_2(RANKS))
-    total = tl.full((BLOCK,), 0.0, tl.float32)
-    for source in range(0, RANKS, 2):  # two reads on their way at a time
-        part0 = _part(slots, ranks, source, block, items, DTYPE, BLOCK)
-        part1 = _part(slots, ranks, source + 1, block, items, DTYPE, BLOCK)
-        total += tl.where(source == me, own, td.to_float32(part0))
-        total += tl.where(source + 1 == me, own, td.to_float32(part1))
-    return total
+    mask = (choice < K) & there
+    places = tl.load(places_at(tables, token, num_tokens, K, EXPERTS, RANKS) + choice, mask=mask, other=-1)
+    experts = tl.load(experts_at(tables, token, K, EXPERTS, RANKS) + choice, mask=mask, other=-1)
+    sent_ptr = sent_at(tables, token, num_tokens, K, EXPERTS, RANKS)
+    sent = tl.load(sent_ptr + ranks, mask=(ranks < RANKS) & there, other=-1)
+    dest = tl.where(places >= 0, experts // (EXPERTS // RANKS), -1)
+    if weights_ptr is not None:
+        weights_at = weights_ptr + tl.cast(token, tl.int64) * K + choice
+        # Not of a dropped choice, whose weight may be anything.
+        return dest, places, tl.load(weights_at, mask=mask & (places >= 0), other=0.0), sent
+    else:
+        return dest, places, tl.full(places.shape, 1.0, tl.float32), sent
 
 
 @td.jit
@@ -182,9 +179,8 @@ def _receive_chunk(
     ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Add up what has come for a chunk of our tokens, and what we have ourselves."""
-    KP: tl.constexpr = triton.next_power_of_2(K)
-    R: tl.constexpr = triton.next_power_of_2(RANKS)
-    choice, ranks = tl.arange(0, KP), tl.arange(0, R)
+    choice = tl.arange(0, triton.next_power_of_2(K))
+    ranks = tl.arange(0, triton.next_power_of_2(RANKS))
     me = td.rank(ctx)
     parts, bytes_of_slot = slot_bytes(items, DTYPE, K, PER_EXPERT)
     blocks = (items + BLOCK - 1) // BLOCK
@@ -192,40 +188,41 @@ def _receive_chunk(
     parts_ptr = parts_at(tables, EXPERTS, RANKS)
     parts_first = tl.load(parts_ptr + ranks, mask=ranks < RANKS, other=0)
     start = chunk * chunk_tokens
-    for token in range(start, tl.minimum(start + chunk_tokens, num_tokens)):
-        entry = tl.cast(token, tl.int64) * K + choice
-        places_ptr = places_at(tables, token, num_tokens, K, EXPERTS, RANKS)
-        places = tl.load(places_ptr + choice, mask=choice < K, other=-1)
-        experts = tl.load(experts_at(tables, token, K, EXPERTS, RANKS) + choice, mask=choice < K, other=-1)
-        dest = tl.where(places >= 0, experts // (EXPERTS // RANKS), -1)
-        sent_ptr = sent_at(tables, token, num_tokens, K, EXPERTS, RANKS)
-        sent = tl.load(sent_ptr + ranks, mask=(ranks < RANKS) & (ranks != me), other=-1)
-        weights = tl.full((KP,), 1.0, tl.float32)
-        if weights_ptr is not None:
-            weights = tl.load(weights_ptr + entry, mask=places >= 0, other=0.0)  # of a dropped choice it may be any
+    end = tl.minimum(start + chunk_tokens, num_tokens)
+    dest, places, weights, sent = _own_token(tables, weights_ptr, start, num_tokens, start < end, K, EXPERTS, RANKS)
+    for token in range(start, end):
+        # On its way while the rows of this one are read.
+        next_dest, next_places, next_weights, next_sent = _own_token(
+            tables, weights_ptr, token + 1, num_tokens, token + 1 < end, K, EXPERTS, RANKS
+        )
         here = tl.where(dest == me, places, -1)
-        away = (dest >= 0) & (dest != me)
+        own = _row_addresses(rows_ptr, here, items, DTYPE)
+        slots = tl.where((sent >= 0) & (ranks != me), area + (parts_first + sent).to(tl.int64) * bytes_of_slot, 0)
         # Where a choice's row or number has come to.
+        away = (dest >= 0) & (dest != me)
+        sent_ptr = sent_at(tables, token, num_tokens, K, EXPERTS, RANKS)
         choice_slots = area + bytes_of_slot * (
             tl.load(parts_ptr + dest, mask=away, other=0) + tl.load(sent_ptr + dest, mask=away, other=0)
         ).to(tl.int64)
-        slots = tl.where(sent >= 0, area + (parts_first + sent).to(tl.int64) * bytes_of_slot, 0)
         for block in range(blocks):
             offs = block * BLOCK + tl.arange(0, BLOCK)
+            total = tl.full((BLOCK,), 0.0, tl.float32)
             if PER_EXPERT:
-                came = choice_slots + choice * part_bytes(items, DTYPE)
-                own = rows_ptr.to(tl.int64) + here.to(tl.int64) * items * (DTYPE.primitive_bitwidth // 8)
-                addresses = tl.where(away, came, tl.where(here >= 0, own, 0))
-                total = _weighted_sum_at(addresses, weights, block, items, DTYPE, ALIGNED, BLOCK)
+                addresses = tl.where(away, choice_slots + choice * part_bytes(items, DTYPE), own)
+                total = _add_rows(total, addresses, weights, block, items, DTYPE, ALIGNED, BLOCK)
             else:
-                own = _weighted_sum(rows_ptr, here, weights, block, items, DTYPE, ALIGNED, BLOCK)
-                total = _sum_of_parts(slots, own, me, block, items, RANKS, DTYPE, BLOCK)
+                before, after = tl.where(ranks < me, slots, 0), tl.where(ranks > me, slots, 0)
+                total = _add_rows(total, before, None, block, items, DTYPE, ALIGNED, BLOCK)
+                total = _add_rows(total, own, weights, block, items, DTYPE, ALIGNED, BLOCK)
+                total = _add_rows(total, after, None, block, items, DTYPE, ALIGNED, BLOCK)
             y = y_ptr.to(tl.int64) + tl.cast(token, tl.int64) * items * (DTYPE.primitive_bitwidth // 8)
             tl.store(_pointer(y, DTYPE, ALIGNED) + offs, td.from_float32(total, DTYPE), mask=offs < items)
         if row_numbers_ptr is not None:
             came = tl.load((choice_slots + parts).to(tl.pointer_type(tl.float32)) + choice, mask=away, other=0.0)
-            own = tl.load(row_numbers_ptr + here, mask=here >= 0, other=0.0)
-            tl.store(numbers_ptr + entry, tl.where(away, came, own), mask=choice < K)
+            numbers = tl.load(row_numbers_ptr + here, mask=here >= 0, other=0.0)
+            entry = tl.cast(token, tl.int64) * K + choice
+            tl.store(numbers_ptr + entry, tl.where(away, came, numbers), mask=choice < K)
+        dest, places, weights, sent = next_dest, next_places, next_weights, next_sent
 
 
 @td.jit(do_not_specialize=["num_tokens", "chunk_tokens", "num_senders", "items", "plan"])
