@@ -53,6 +53,12 @@ def computes(spec, changes):
     check_gradients_of_combine(case, y, expert_out)
 
 
+def arrives(spec):
+    case = case_of(**spec)
+    recv, _ = case.dispatch()
+    case.check_received(recv)
+
+
 def check_gradients_of_dispatch(case, recv, combine):
     """dx adds up the gradients of the token's rows; topk_weights' have only moved."""
     d_rows = case.draw(case.all_ids.numel(), case.all_x.shape[1], case.dtype)
@@ -177,7 +183,7 @@ def uses_the_handle_again():
 
 
 def is_within_the_bound(dtype, changes):
-    spec = dict(tokens=[6, 3, 0, 5], k=4, experts_each=4, width=96, dtype=dtype, values="normal", ids="distinct")
+    spec = dict(tokens=[5, 3, 0], k=4, experts_each=4, width=96, dtype=dtype, values="normal", ids="distinct")
     computes(spec, changes)
 
 
@@ -377,7 +383,7 @@ def gives_the_same_bits():
     expert_out = case.expert_out()
     all_dy = case.draw(sum(case.tokens), 40, BF16)
     results = []
-    for seed, changes in enumerate((SMALL, SMALL, SMALL | {"num_senders": 5, "num_receivers": 1})):
+    for seed, changes in enumerate((SMALL, SMALL | {"num_senders": 5, "num_receivers": 1})):
         x, weights = case.x.clone().requires_grad_(), case.weights.clone().requires_grad_()
         rows = expert_out.clone().requires_grad_()
         with stalls(seed=10 * seed + dist.get_rank()):
@@ -627,7 +633,7 @@ def comes_in_halves(changes, options):
     config = config_of(changes)
     combine = config.combine if config else "per_rank"
     expected = case.dispatch(config=config, **options)[0]
-    for turn in range(3):
+    for turn in range(2):
         time.sleep(0.1 if turn == rank else 0.0)
         sent = tdkernels.ep_dispatch_send(
             case.x, case.ids, case.weights, num_experts=case.experts, config=config, **options

@@ -12,8 +12,9 @@ FP8 = torch.float8_e4m3fn
 BITS = [(BF16, 12), (FP8, 301), (FP32, 70), (FP16, 1), (torch.float8_e5m2, 16)]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("experts_each, changes", [(1, SMALL), (3, None)], ids=["ranks", "experts"])
+@pytest.mark.parametrize("world_size, experts_each, changes", [
+    (1, 3, None), (2, 1, None), (2, 3, SMALL), (3, 1, SMALL), (3, 2, None), (4, 1, SMALL),
+], ids=str)  # fmt: skip
 def test_rows_go_there_and_back(world_size, experts_each, changes):
     on_ranks(world_size, rows_to_all.moves, BITS, experts_each, changes)
 
