@@ -74,6 +74,27 @@ def test_pick():
 
 
 @td.jit
+def turns_kernel(there_ptr, turns_ptr, count_ptr, N: tl.constexpr):
+    offs = tl.arange(0, N)
+    turns, count = td.turns_of(tl.load(there_ptr + offs) != 0)
+    tl.store(turns_ptr + offs, turns)
+    tl.store(count_ptr, count)
+
+
+def takes_turns():
+    for there in ([1], [0], [0, 1, 1, 0, 1, 0, 0, 1], [1] * 8, [0] * 8, [0] * 7 + [1]):
+        turns = torch.full((len(there),), -7, dtype=torch.int32, device=device())
+        count = torch.full((1,), -7, dtype=torch.int32, device=device())
+        turns_kernel[(1,)](torch.tensor(there, device=device()), turns, count, N=len(there))
+        expected = [sum(there[:i]) if own else -1 for i, own in enumerate(there)]
+        assert turns.tolist() == expected and count.item() == sum(there), f"{there}: {turns.tolist()}"
+
+
+def test_turns():
+    on_ranks(1, takes_turns)
+
+
+@td.jit
 def to_e4m3_kernel(x_ptr, codes_ptr, BLOCK: tl.constexpr):
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(codes_ptr + offs, td.to_e4m3(tl.load(x_ptr + offs)))

@@ -182,6 +182,17 @@ def uses_the_handle_again():
     case.check_combined(tdkernels.ep_combine(case.expert_out(), handle))  # its own weights
 
 
+def adds_in_order(dtype, combine):
+    """Numbers whose sum depends on the order and on where it is rounded, weighted by such as leave them as they are."""
+    case = case_of([4, 2, 5], 4, 3, 50, dtype, values="normal", seed=16)
+    case.all_weights = 2.0 ** torch.randint(-2, 3, case.valid.shape, generator=case.generator)
+    case.weights = case.all_weights[case.mine].to(device())
+    _, handle = case.dispatch(config=config_of({**SMALL, "combine": combine}))
+    y = tdkernels.ep_combine(case.expert_out(), handle)
+    tdkernels.synchronize()
+    assert same(y, case.combined(case.all_out, case.all_weights, combine)[1]), f"{case.title}, {combine}"
+
+
 def is_within_the_bound(dtype, changes):
     spec = dict(tokens=[5, 3, 0], k=4, experts_each=4, width=96, dtype=dtype, values="normal", ids="distinct")
     computes(spec, changes)

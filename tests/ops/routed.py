@@ -133,19 +133,20 @@ class Routed:
         weights = (torch.ones(valid.shape) if weights is None else weights[self.mine]).where(valid, 0.0)
         exact = (rows.double() * weights.double()[..., None]).sum(1)
 
-        def add_up(which):
-            total = torch.zeros(exact.shape)
+        def add_up(which, total):
             for j in range(self.k):
                 term = rows[:, j].float() * weights[:, j : j + 1].float()
-                total += term.where(which[:, j : j + 1], 0.0)
+                total = total + term.where(which[:, j : j + 1], 0.0)
             return total
 
-        if combine == "per_expert":
-            return exact, add_up(valid).to(out.dtype)
         low = torch.zeros(exact.shape)
+        if combine == "per_expert":
+            return exact, add_up(valid, low).to(out.dtype)
         for source in range(self.world_size):
-            part = add_up(dest == source)
-            low += part if source == self.rank else part.to(out.dtype).float()
+            if source == self.rank:  # what does not cross is not a sum of its own
+                low = add_up(dest == source, low)
+            else:
+                low = low + add_up(dest == source, torch.zeros(exact.shape)).to(out.dtype).float()
         return exact, low.to(out.dtype)
 
     # ---- checks ----

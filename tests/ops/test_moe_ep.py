@@ -57,6 +57,12 @@ def test_error_is_that_of_torch(world_size, dtype, combine):
     on_ranks(world_size, expert_parallel.is_within_the_bound, dtype, {**SMALL, "combine": combine})
 
 
+@pytest.mark.parametrize("combine", ["per_rank", "per_expert"])
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+def test_sums_are_in_order(dtype, combine):
+    on_ranks(3, expert_parallel.adds_in_order, dtype, combine)
+
+
 # Multiples of 1, 2, 4, 8 and 16 bytes, and rows of several blocks of 256 bytes.
 BITS = [(BF16, 5), (FP8, 1), (FP8, 300), (torch.float8_e5m2, 6), (FP32, 70), (FP16, 64), (FP8, 12), (BF16, 12)]
 
