@@ -84,7 +84,7 @@ def all_to_all(x, splits, *, scales=None, max_tokens=None, group=None, config=No
               max_tokens: how many rows any rank may receive or send to others. The output then has so many rows, of
               which sum(out_splits) are written, and the host does not wait. None: as many rows as come
               group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the world (W ranks)
-              config: EpConfig, in combine and chunk_tokens the same on all ranks; None takes the default
+              config: EpConfig, the same on all ranks; None takes the default
     Returns:  (out, out_splits, out_scales): [R, H] in the order of the sources, and of each as it was there; [W] int32
               rows from each rank, or [W, E / W] from each for each of our experts; [R] or [R, S] or None
     Gradient: dx = the rows of dout sent back

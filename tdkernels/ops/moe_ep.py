@@ -192,12 +192,12 @@ def ep_dispatch(
               num_experts: E, divisible by W
               scales: [T] or [T, S], sent along as they are, for an x that is quantized already
               quantize: None, or "fp8": x is cast to float8_e4m3fn on its way, with one fp32 scale for 128 channels,
-              recv.scales [R, ceil(H / 128)]; x ≈ recv.x * scale. Has no gradient
+              recv.scales [R, ceil(H / 128)], the largest magnitude / 448; x ≈ recv.x * scale. Has no gradient
               max_tokens: how many rows any rank may receive, and any rank may stage (tokens, once for each peer). The
               output then has so many rows, of which sum(recv.splits) are written, and the host does not wait. None:
               as many rows as come, for which the host waits
               group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the world (W ranks)
-              config: EpConfig, in combine and chunk_tokens the same on all ranks; None takes the default
+              config: EpConfig, the same on all ranks; None takes the default
     Returns:  (recv, handle): EpTokens, see there, and the EpHandle for ep_combine
     Gradient: dx = the sum of the token's rows' gradients, in fp32; dtopk_weights = those of recv.topk_weights
     Raises:   TypeError or ValueError for operands that do not fit, before anything is launched; ValueError on every
