@@ -127,9 +127,7 @@ def route(operator, ids, num_experts, group, config, *, max_tokens=None, by_sour
         rows, staged = facts[Fact.ROWS], facts[Fact.MOST_STAGED]
     # Rounded up, so that few different sizes ever have to be agreed upon.
     staged = max(triton.next_power_of_2(staged), _FEWEST_SLOTS)
-    return Routing(
-        group, config, operator, tokens, k, num_experts, max_tokens, rows, staged, tables, splits
-    )
+    return Routing(group, config, operator, tokens, k, num_experts, max_tokens, rows, staged, tables, splits)
 
 
 def _route_constants(tokens, k, num_experts, world_size, by_source):
@@ -228,16 +226,14 @@ class Sending:
     first: bool = False
 
 
-def dispatch(routing, x, *, scales=None, weights=None, quantize=False, keep_weights=True, config=None):
+def dispatch(routing, x, *, scales=None, weights=None, quantize=False):
     """x [T, H] of each rank as rows [R, H]; returns (rows, scales [R, S] or None, weights [R] or None)."""
-    sending = prepare_dispatch(
-        routing, x, scales=scales, weights=weights, quantize=quantize, keep_weights=keep_weights
-    )  # fmt: skip
-    launch_dispatch(routing, sending, config=config)
+    sending = prepare_dispatch(routing, x, scales=scales, weights=weights, quantize=quantize)
+    launch_dispatch(routing, sending)
     return sending.rows, sending.row_scales, sending.row_weights
 
 
-def prepare_dispatch(routing, x, *, scales=None, weights=None, quantize=False, keep_weights=True):
+def prepare_dispatch(routing, x, *, scales=None, weights=None, quantize=False):
     """The output tensors of a dispatch, and the operands as the kernel takes them."""
     x, rows = rows_contiguous(x), routing.rows
     out = x.new_empty(rows, x.shape[1], dtype=torch.float8_e4m3fn if quantize else x.dtype)
@@ -245,10 +241,11 @@ def prepare_dispatch(routing, x, *, scales=None, weights=None, quantize=False, k
     if quantize:
         row_scales = x.new_empty(rows, -(-x.shape[1] // QUANTUM.value), dtype=torch.float32)
     elif scales is not None:
-        scales = scales.contiguous()
+        scales = rows_contiguous(scales)
         row_scales = scales.new_empty(rows, *scales.shape[1:])
-    row_weights = x.new_empty(rows, dtype=torch.float32) if keep_weights and weights is not None else None
+    row_weights = None
     if weights is not None:
+        row_weights = x.new_empty(rows, dtype=torch.float32)
         weights = weights.to(torch.float32).contiguous()
     first = routing.came is None
     if first:
@@ -265,15 +262,15 @@ def dispatch_gradient(routing, dy, expert_rows, weights, want_dots):
     dots = new(routing.rows, dtype=torch.float32) if want_dots else None
     sending = Sending(
         dy, None, weights, new(routing.rows, dy.shape[1]), None, None,
-        expert_rows.contiguous() if want_dots else None, dots, gradient=True,
+        rows_contiguous(expert_rows) if want_dots else None, dots, gradient=True,
     )  # fmt: skip
     launch_dispatch(routing, sending)
     return sending.rows, dots
 
 
-def launch_dispatch(routing, sending, halves="both", config=None):
+def launch_dispatch(routing, sending, halves="both"):
     """Launch the kernel for both halves of a dispatch, or for one."""
-    config = config or routing.config
+    config = routing.config
     x, world_size = sending.x, routing.world_size
     scale_bytes = 0 if sending.scales is None else sending.scales.shape[1:].numel() * sending.scales.element_size()
     items, scale_words, constants = _dispatch_constants(x, scale_bytes, sending.quantize, sending.gradient, config)
@@ -296,10 +293,8 @@ def launch_dispatch(routing, sending, halves="both", config=None):
     ep_dispatch_kernel[(programs,)](
         workspace.ctx, _memory(x), _memory(_or(sending.scales, x)), sending.weights, routing.tables, routing.came,
         _memory(sending.rows), _memory(_or(sending.row_scales, sending.rows)), sending.row_weights,
-        sending.expert_rows, sending.dots,
-        routing.tokens, routing.config.chunk_tokens, senders, items, scale_words, plan,
-        ADVANCE=halves != "send", FIRST=sending.first,
-        TILE_TOKENS=_tile_ids(routing.choices) // routing.choices,
+        sending.expert_rows, sending.dots, routing.tokens, config.chunk_tokens, senders, items, scale_words, plan,
+        ADVANCE=halves != "send", FIRST=sending.first, TILE_TOKENS=_tile_ids(routing.choices) // routing.choices,
         **_places_constants(routing), **constants, num_warps=config.num_warps,
     )  # fmt: skip
     workspace.after_launch()
