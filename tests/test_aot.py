@@ -302,8 +302,8 @@ def test_tokens_are_moved_sixteen_bytes_at_a_time(name):
     """What is narrower are ids, places and weights, of which there are few."""
     (compiled,) = compile_launches(expert_launches()[name], "sm_90")
     ptx = compiled.asm["ptx"]
-    for move in ("ld", "st"):  # of a block of 8192 bytes each thread has four, wherever it is moved
-        assert len(re.findall(rf"{move}\.global\.v2\.b64|{move}\.global\.v4\.b32", ptx)) >= 8
+    for move in ("ld", "st"):  # of a block each thread has four, or two of codes, wherever it is moved
+        assert len(re.findall(rf"{move}\.global\.v2\.b64|{move}\.global\.v4\.b32", ptx)) >= 6
         assert not re.search(rf"{move}\.global\.[bu]16\b", ptx), "single elements"
     assert len(re.findall(r"st\.global\.b64", ptx)) <= 6, "single words"
     assert "ld.acquire.sys.global.b64" in ptx and "st.release.sys.global.b64" in ptx
