@@ -96,9 +96,9 @@ def route(operator, ids, num_experts, group, config, *, max_tokens=None, by_sour
     tile_tokens = _tile_ids(k) // k
     tiles = max(-(-tokens // tile_tokens), 1)
     workspace = get_workspace(group, device, "ep_counts")
-    workspace.error_of_note = partial(_error_of_note, operator)
     fields = {"num_experts": num_experts, "k": k, "max_tokens": max_tokens, "config": text_of(config)}
     plan = workspace.prepare(operator, fields, 4 * world_size * columns, world_size, num_flags=1)
+    workspace.error_of_note = partial(_error_of_note, operator)  # after a note of an earlier call has been raised
     if max_tokens is None and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             f"{operator}: without max_tokens the host waits for the number of rows, which a CUDA graph cannot capture"
@@ -278,7 +278,7 @@ def launch_dispatch(routing, sending, halves="both"):
     slot = slot_memory(row_bytes, scale_row_bytes, routing.choices)
     fields = {
         "dtype": str(x.dtype), "width": x.shape[1], "scales": scale_bytes, "quantize": sending.quantize,
-        "gradient": sending.gradient, "k": routing.choices, "num_experts": routing.num_experts,
+        "weighted": sending.weights is not None, "gradient": sending.gradient, "k": routing.choices, "num_experts": routing.num_experts,
         "slots": routing.most_staged, "config": text_of(config),
     }  # fmt: skip
     workspace = get_workspace(routing.group, x.device, "ep_dispatch")

@@ -252,8 +252,8 @@ def ep_combine(expert_out, handle, topk_weights=None, *, group=None, config=None
               group: as in ep_dispatch, whose group it must be
               config: EpConfig, as in ep_dispatch; None takes that of the dispatch
     Returns:  y: [T, H], the dtype of expert_out, the sum over the token's choices that were not dropped. In fp32: with
-              config.combine "per_rank" over the choices on each rank, rounded where it crosses, then over ranks in
-              their order; with "per_expert" over the choices in their order
+              config.combine "per_rank" over the choices on each other rank, rounded where it crosses, and over ranks
+              in their order, this one's choices one by one at its turn; with "per_expert" over the choices in order
     Gradient: dexpert_out = weight * dy of the row's token; dtopk_weights = the product of dy with the row
     Raises:   TypeError or ValueError for operands that do not fit, before anything is launched; PeerTimeoutError
     Contract: collective over group; host sync: no; CUDA graph: if the dispatch had max_tokens; the caller owns the

@@ -157,6 +157,7 @@ DISAGREEMENTS = {
     "other max_tokens": ({}, {"max_tokens": 50}, "max_tokens", 50, 60),
     "quantize": ({}, {"quantize": "fp8"}, "quantize", "true", "false"),
     "scales": ({}, {"scales": True}, "scales", 8, 0),
+    "weights": ({}, {"weighted": False}, "weighted", "false", "true"),
     "combine": ({}, {"config": {**SMALL, "combine": "per_expert"}}, "config", "per_expert", "per_rank"),
     "chunks": ({}, {"config": {**SMALL, "chunk_tokens": 2}}, "config", "chunk_tokens=2", "chunk_tokens=1"),
 }
