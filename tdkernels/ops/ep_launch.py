@@ -278,7 +278,8 @@ def launch_dispatch(routing, sending, halves="both"):
     slot = slot_memory(row_bytes, scale_row_bytes, routing.choices)
     fields = {
         "dtype": str(x.dtype), "width": x.shape[1], "scales": scale_bytes, "quantize": sending.quantize,
-        "weighted": sending.weights is not None, "gradient": sending.gradient, "k": routing.choices, "num_experts": routing.num_experts,
+        "weighted": sending.weights is not None, "gradient": sending.gradient, "k": routing.choices,
+        "num_experts": routing.num_experts,
         "slots": routing.most_staged, "config": text_of(config),
     }  # fmt: skip
     workspace = get_workspace(routing.group, x.device, "ep_dispatch")
