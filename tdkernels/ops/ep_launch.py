@@ -28,6 +28,7 @@ _TILE_IDS = 64  # ids that a counting program compares with each other
 _FEW_TILES = 32  # so many are added up by the program that is done last
 _NO_LIMIT = (1 << 31) - 1
 _FEWEST_SLOTS = 64
+_FEWEST_CHUNKS = 32  # of a peer, that we are ready for
 
 
 @dataclass
@@ -197,16 +198,21 @@ def _places_constants(routing):
     return {"K": routing.choices, "EXPERTS": routing.num_experts, "RANKS": routing.world_size}
 
 
-def _programs(routing, config, halves, senders_work, receivers_work):
+def _programs(config, halves, senders_work, receivers_work):
     """(senders, all programs) of a launch of both halves, or of one."""
-    senders = min(config.num_senders, max(senders_work, 1)) if halves in ("both", "send") else 0
-    receivers = min(config.num_receivers, max(receivers_work, 1)) if halves in ("both", "receive") else 0
+    senders = min(config.num_senders, senders_work) if halves in ("both", "send") else 0
+    receivers = min(config.num_receivers, receivers_work) if halves in ("both", "receive") else 0
     return senders, max(senders + receivers, 1)
 
 
 def _chunks_at_most(routing):
     """Chunks of our tokens; their size is the routing's, whatever config later calls come with."""
     return min(max(-(-routing.tokens // routing.config.chunk_tokens), 1), MAX_CHUNKS)
+
+
+def _chunks_of_peers(routing):
+    """About how many chunks there are of the peers' tokens: as of ours, of which alone the host knows."""
+    return max(_chunks_at_most(routing), _FEWEST_CHUNKS) * (routing.world_size - 1)
 
 
 @dataclass
@@ -287,9 +293,7 @@ def launch_dispatch(routing, sending, halves="both"):
     half_bytes = 8 * world_size * MAX_CHUNKS + slot * routing.most_staged
     plan = workspace.prepare(routing.operator, fields, half_bytes, world_size * MAX_CHUNKS)
     workspace.kept["pending"] = sending if halves == "send" else None
-    senders_work = _chunks_at_most(routing)
-    receivers_work = MAX_CHUNKS * (world_size - 1)
-    senders, programs = _programs(routing, config, halves, senders_work, receivers_work)
+    senders, programs = _programs(config, halves, _chunks_at_most(routing), _chunks_of_peers(routing))
     workspace.before_launch()
     ep_dispatch_kernel[(programs,)](
         workspace.ctx, _memory(x), _memory(_or(sending.scales, x)), sending.weights, routing.tables, routing.came,
@@ -369,10 +373,7 @@ def launch_combine(routing, returning, halves="both", config=None):
     _check_turn(workspace, routing.operator, returning, "combine", halves)
     plan = workspace.prepare(routing.operator, fields, slot * routing.most_staged, world_size * MAX_CHUNKS)
     workspace.kept["pending"] = returning if halves == "send" else None
-    senders_work = MAX_CHUNKS * (world_size - 1)
-    receivers_work = _chunks_at_most(routing)
-    senders, programs = _programs(routing, config, halves, senders_work, receivers_work)
-    senders = senders if world_size > 1 else 0
+    senders, programs = _programs(config, halves, _chunks_of_peers(routing), _chunks_at_most(routing))
     workspace.before_launch()
     ep_combine_kernel[(programs,)](
         workspace.ctx, rows, returning.row_weights, returning.row_numbers, returning.weights, routing.tables,
