@@ -40,6 +40,7 @@ from tdkernels.ops.ep_tables import (
 )
 
 QUANTUM = tl.constexpr(128)  # channels under one scale
+SMALLEST_QUANTUM = tl.constexpr(2.0**-118)
 _NO_PLACE = tl.constexpr(1 << 30)
 
 
@@ -74,11 +75,11 @@ def _read(
     if QUANTIZE:
         quanta = tl.reshape(td.to_float32(row), (BLOCK // QUANTUM, QUANTUM))
         most = td.max_of(tl.abs(quanta), 1)
-        # A quantum's largest number becomes the largest of e4m3: one division for it, and one for its scale.
+        # A quantum's largest number becomes the largest of e4m3, unless it is so small that the factor were infinite.
+        most = tl.where(most > 0, tl.maximum(most, SMALLEST_QUANTUM), 448.0)
         largest = tl.full(most.shape, 448.0, tl.float32)
-        row_scales = tl.where(most > 0, tl.div_rn(most, largest), 1.0)
-        codes = td.to_e4m3(quanta * tl.where(most > 0, tl.div_rn(largest, most), 1.0)[:, None])
-        return tl.reshape(codes, (BLOCK,)), row_scales
+        codes = td.to_e4m3(quanta * tl.div_rn(largest, most)[:, None])
+        return tl.reshape(codes, (BLOCK,)), tl.div_rn(most, largest)
     else:
         word = block * SCALE_BLOCK + tl.arange(0, SCALE_BLOCK)
         return row, tl.load(scales.to(tl.pointer_type(SCALE)) + word, mask=(word < scale_words) & there, other=0)

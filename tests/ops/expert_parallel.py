@@ -504,10 +504,10 @@ def quantized(x):
     width = x.shape[1]
     quanta = torch.nn.functional.pad(x.float(), (0, -width % 128)).unflatten(1, (-1, 128))
     most = quanta.abs().amax(2)
-    # By a tensor: a GPU would multiply by the reciprocal of a number.
-    scales = torch.where(most > 0, most / torch.full_like(most, 448.0), 1.0)
-    codes = (quanta / scales[..., None]).to(torch.float8_e4m3fn)
-    return codes.flatten(1)[:, :width], scales
+    most = torch.where(most > 0, most.clamp(min=2.0**-118), 448.0)
+    largest = torch.full_like(most, 448.0)  # a tensor: a GPU would multiply by the reciprocal of a number
+    codes = (quanta * (largest / most)[..., None]).to(torch.float8_e4m3fn)
+    return codes.flatten(1)[:, :width], most / largest
 
 
 def quantizes(width, dtype, changes):
