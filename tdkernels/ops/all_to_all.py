@@ -14,6 +14,7 @@ import torch
 
 from tdkernels.ops import ep_launch as launcher
 from tdkernels.ops._operands import refuse_second_derivatives
+from tdkernels.ops._outside_graphs import outside_graphs
 from tdkernels.ops.ep_checks import INTEGERS, check_config, check_num_experts, check_payload, check_tensor
 from tdkernels.ops.ep_config import default_config
 from tdkernels.symm import resolve_group
@@ -72,7 +73,7 @@ def _check(x, splits, scales, max_tokens, config, world_size):
     check_config(_NAME, config, x.device)
 
 
-@torch.compiler.disable
+@outside_graphs
 def all_to_all(x, splits, *, scales=None, max_tokens=None, group=None, config=None):
     """Send each rank its rows of x; rank r's come r-th.
 

@@ -24,6 +24,7 @@ import torch
 from tdkernels.ops import _operands
 from tdkernels.ops import ep_launch as launcher
 from tdkernels.ops._operands import refuse_second_derivatives
+from tdkernels.ops._outside_graphs import outside_graphs
 from tdkernels.ops.ep_checks import check_again, check_combine, check_config, check_dispatch
 from tdkernels.ops.ep_config import default_config
 from tdkernels.symm import resolve_group
@@ -178,7 +179,7 @@ def _handle(x, topk_ids, topk_weights, scales, num_experts, quantize, max_tokens
     return EpHandle(routing, topk_weights)
 
 
-@torch.compiler.disable
+@outside_graphs
 def ep_dispatch(
     x, topk_ids, topk_weights=None, *, num_experts=None, scales=None, quantize=None, max_tokens=None, group=None,
     config=None,
@@ -241,7 +242,7 @@ def _row_weights(handle, topk_weights, config):
     return launcher.dispatch(handle._routing, nothing, weights=topk_weights.detach())[2]
 
 
-@torch.compiler.disable
+@outside_graphs
 def ep_combine(expert_out, handle, topk_weights=None, *, group=None, config=None):
     """Bring the experts' rows back to their tokens and add them up, weighted.
 
@@ -299,7 +300,7 @@ def _refuse_gradients(operator, *tensors):
         raise ValueError(f"{operator}: the halves have no gradient; use torch.no_grad, or {whole}")
 
 
-@torch.compiler.disable
+@outside_graphs
 def ep_dispatch_send(
     x, topk_ids, topk_weights=None, *, num_experts=None, scales=None, quantize=None, max_tokens=None, group=None,
     config=None,
@@ -326,7 +327,7 @@ def ep_dispatch_send(
     return EpSent(receive)
 
 
-@torch.compiler.disable
+@outside_graphs
 def ep_combine_send(expert_out, handle, topk_weights=None, *, group=None, config=None):
     """The first half of ``ep_combine``, whose arguments it has; what is called before ``receive()`` hides the wire.
 

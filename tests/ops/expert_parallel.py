@@ -746,3 +746,30 @@ def halves_have_no_gradient():
     handle = case.dispatch()[1]  # whose weights require a gradient, which the combine would have
     with pytest.raises(ValueError, match="_send: the halves have no gradient"):
         tdkernels.ep_combine_send(case.expert_out(), handle)
+
+
+# ---- torch.compile ----
+
+
+def layer_of(handles):
+    """A function to compile, with something before, between and after the operators."""
+
+    def layer(x, ids, weights):
+        recv, handle = tdkernels.ep_dispatch(2 * x, ids, weights, num_experts=4)
+        handles.append(handle)
+        return 3 * tdkernels.ep_combine(recv.x + 1, handle)
+
+    return layer
+
+
+def runs_between_graphs():
+    case = case_of([3, 5], 2, 2, 8, FP32)
+    results = []
+    for layer in (layer_of([]), torch.compile(layer_of([]), backend="aot_eager")):
+        x = case.x.clone().requires_grad_()
+        weights = torch.full(case.ids.shape, 0.5, device=device(), requires_grad=True)
+        y = layer(x, case.ids, weights)
+        y.sum().backward()
+        results.append((y.detach(), x.grad, weights.grad))
+    for name, plain, compiled in zip(("y", "dx", "dweights"), *results, strict=True):
+        assert torch.equal(plain, compiled), name

@@ -214,3 +214,7 @@ def test_configs_that_cannot_run():
     for combine in COMBINES:
         assert EpConfig(combine=combine, block_bytes=256, num_warps=16, chunk_tokens=1000).illegal(cpu) is None
     assert default_config(cpu).illegal(cpu) is None and EpConfig().illegal(cpu) is None
+
+
+def test_between_compiled_graphs():
+    on_ranks(2, expert_parallel.runs_between_graphs)
