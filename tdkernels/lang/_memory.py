@@ -96,12 +96,13 @@ def await_tma_stores():
 
 
 @jit
-def pointer_to(address, DTYPE: tl.constexpr):
-    """The pointer to ``DTYPE`` at an address (int64) that is a multiple of 16.
+def pointer_to(address, DTYPE: tl.constexpr, ALIGNED: tl.constexpr = True):
+    """The pointer to ``DTYPE`` at an address (int64) that is a multiple of 16 if ``ALIGNED``.
 
     The compiler is told so; of an address that was only cast it knows nothing, and moves one element at a time.
     """
-    return tl.multiple_of(address.to(tl.pointer_type(DTYPE)), 16)
+    pointer = address.to(tl.pointer_type(DTYPE))
+    return tl.multiple_of(pointer, 16) if ALIGNED else pointer
 
 
 @jit

@@ -33,15 +33,6 @@ def _begin(ctx, plan):
 
 
 @td.jit
-def _pointer(address, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """The pointer at an address (int64), of which the compiler may know that it is a multiple of 16."""
-    if ALIGNED:
-        return td.pointer_to(address, DTYPE)
-    else:
-        return address.to(tl.pointer_type(DTYPE))
-
-
-@td.jit
 def _length(n, ITEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr):
     """``n`` items as int64, in whole multiples of 16 bytes if ALIGNED, as the compiler then knows."""
     n = tl.cast(n, tl.int64)
@@ -62,7 +53,7 @@ def _first_block(
     """The first block of a piece of x; of a piece that there is not, nothing is read."""
     start = tl.cast(piece, tl.int64) * piece_blocks * BLOCK
     offs = tl.arange(0, BLOCK)
-    x = _pointer(x_ptr.to(tl.int64) + start * ITEM_BYTES, DTYPE, ALIGNED)
+    x = td.pointer_to(x_ptr.to(tl.int64) + start * ITEM_BYTES, DTYPE, ALIGNED)
     return tl.load(x + offs, mask=offs < n - start)
 
 
@@ -81,13 +72,13 @@ def _send_to_all(
         mask = offs < left - start
         after = start + BLOCK  # on its way while the block before is stored
         ahead = tl.load(
-            _pointer(x + after * ITEM_BYTES, DTYPE, ALIGNED) + offs, mask=(offs < left - after) & (b + 1 < blocks)
+            td.pointer_to(x + after * ITEM_BYTES, DTYPE, ALIGNED) + offs, mask=(offs < left - after) & (b + 1 < blocks)
         )
         for step in range(1, ranks):
             dst = td.symm_base(ctx, (me + step) % ranks) + slot + start * ITEM_BYTES
             tl.store(td.pointer_to(dst, DTYPE) + offs, block, mask=mask)
         if KEEP:
-            tl.store(_pointer(y + start * ITEM_BYTES, DTYPE, ALIGNED) + offs, block, mask=mask)
+            tl.store(td.pointer_to(y + start * ITEM_BYTES, DTYPE, ALIGNED) + offs, block, mask=mask)
         block = ahead
 
 
@@ -103,7 +94,7 @@ def _read_from(
 ):  # fmt: skip
     """What belongs to the i-th peer above us: that of rank r is at address first + r * stride."""
     address = first + (me + 1 + i) % ranks * stride
-    return tl.load(_pointer(address, DTYPE, ALIGNED) + offs, mask=_mask_of(i, me, ranks, offs, left, spacing))
+    return tl.load(td.pointer_to(address, DTYPE, ALIGNED) + offs, mask=_mask_of(i, me, ranks, offs, left, spacing))
 
 
 @td.jit
@@ -143,7 +134,7 @@ def _send_to_each(
 def _bring(i, me, ranks, y, stride, part, offs, left, spacing, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
     """Store the part of the i-th peer above us where the output has it."""
     address = y + (me + 1 + i) % ranks * stride
-    tl.store(_pointer(address, DTYPE, ALIGNED) + offs, part, mask=_mask_of(i, me, ranks, offs, left, spacing))
+    tl.store(td.pointer_to(address, DTYPE, ALIGNED) + offs, part, mask=_mask_of(i, me, ranks, offs, left, spacing))
 
 
 @td.jit
@@ -181,7 +172,7 @@ def _sum_of_ranks(
     me, ranks, x, parts, part_bytes, offs, mask, DTYPE: tl.constexpr, ALIGNED: tl.constexpr
 ):  # fmt: skip
     """The sum in fp32, in rank order, of what we have at x and rank r has left at parts + r * part_bytes, as DTYPE."""
-    own = tl.load(_pointer(x, DTYPE, ALIGNED) + offs, mask=mask, other=0.0)
+    own = tl.load(td.pointer_to(x, DTYPE, ALIGNED) + offs, mask=mask, other=0.0)
     total = tl.full(own.shape, 0.0, tl.float32)
     for source in range(0, ranks, 4):
         part0 = _part_of(source, me, ranks, parts, part_bytes, offs, mask, DTYPE)
@@ -216,7 +207,7 @@ def _sum_blocks(
             for step in range(1, ranks):
                 dst = td.symm_base(ctx, (me + step) % ranks) + sums + at
                 tl.store(td.pointer_to(dst, DTYPE) + offs, total, mask=mask)
-        tl.store(_pointer(z + at, DTYPE, ALIGNED) + offs, total, mask=mask)
+        tl.store(td.pointer_to(z + at, DTYPE, ALIGNED) + offs, total, mask=mask)
 
 
 @td.jit

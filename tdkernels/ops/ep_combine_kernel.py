@@ -45,18 +45,9 @@ def part_bytes(items, DTYPE: tl.constexpr):
 
 @td.jit
 def slot_bytes(items, DTYPE: tl.constexpr, K: tl.constexpr, PER_EXPERT: tl.constexpr):
-    """(bytes of the parts of a slot, of a slot); see ``ep_launch.combine_slot_bytes``."""
+    """(bytes of the parts of a slot, of a slot); see ``ep_launch.combine_slot_memory``."""
     parts = part_bytes(items, DTYPE) * (K if PER_EXPERT else 1)
     return parts, (parts + 4 * K + 127) // 128 * 128
-
-
-@td.jit
-def _pointer(address, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """The pointer at an address (int64), of which the compiler may know that it is a multiple of 16."""
-    if ALIGNED:
-        return td.pointer_to(address, DTYPE)
-    else:
-        return address.to(tl.pointer_type(DTYPE))
 
 
 @td.jit
@@ -76,8 +67,8 @@ def _add_rows(
     for turn in range(0, count, 2):  # two reads on their way at a time
         first = td.sum_of(tl.where(turns == turn, addresses, 0), 0)
         second = td.sum_of(tl.where(turns == turn + 1, addresses, 0), 0)
-        row0 = tl.load(_pointer(first, DTYPE, ALIGNED) + offs, mask=offs < items, other=0.0)
-        row1 = tl.load(_pointer(second, DTYPE, ALIGNED) + offs, mask=(offs < items) & (second != 0), other=0.0)
+        row0 = tl.load(td.pointer_to(first, DTYPE, ALIGNED) + offs, mask=offs < items, other=0.0)
+        row1 = tl.load(td.pointer_to(second, DTYPE, ALIGNED) + offs, mask=(offs < items) & (second != 0), other=0.0)
         if weights is None:
             total += td.to_float32(row0)
             total += td.to_float32(row1)
@@ -129,7 +120,7 @@ def _send_chunk(
                 turns, count = td.turns_of(here >= 0)
                 for turn in range(count):
                     address = td.sum_of(tl.where(turns == turn, addresses, 0), 0)
-                    row = tl.load(_pointer(address, DTYPE, ALIGNED) + offs, mask=offs < items)
+                    row = tl.load(td.pointer_to(address, DTYPE, ALIGNED) + offs, mask=offs < items)
                     to = slot + td.pick(choice, turns, turn) * part_bytes(items, DTYPE)
                     tl.store(td.pointer_to(to, DTYPE) + offs, row, mask=offs < items)
             else:
@@ -216,7 +207,7 @@ def _receive_chunk(
                 total = _add_rows(total, own, weights, block, items, DTYPE, ALIGNED, BLOCK)
                 total = _add_rows(total, after, None, block, items, DTYPE, ALIGNED, BLOCK)
             y = y_ptr.to(tl.int64) + tl.cast(token, tl.int64) * items * (DTYPE.primitive_bitwidth // 8)
-            tl.store(_pointer(y, DTYPE, ALIGNED) + offs, td.from_float32(total, DTYPE), mask=offs < items)
+            tl.store(td.pointer_to(y, DTYPE, ALIGNED) + offs, td.from_float32(total, DTYPE), mask=offs < items)
         if row_numbers_ptr is not None:
             came = tl.load((choice_slots + parts).to(tl.pointer_type(tl.float32)) + choice, mask=away, other=0.0)
             numbers = tl.load(row_numbers_ptr + here, mask=here >= 0, other=0.0)

@@ -46,19 +46,10 @@ _NO_PLACE = tl.constexpr(1 << 30)
 
 @td.jit
 def slot_parts(row_bytes, scale_bytes, K: tl.constexpr):
-    """(where in a slot its scales begin, where its rows' numbers, bytes of a slot); see ``ep_launch.slot_bytes``."""
+    """(where in a slot its scales begin, where its rows' numbers, bytes of a slot); see ``ep_launch.slot_memory``."""
     scales_begin = (tl.cast(row_bytes, tl.int64) + 15) // 16 * 16
     places_begin = scales_begin + (tl.cast(scale_bytes, tl.int64) + 15) // 16 * 16
     return scales_begin, places_begin, (places_begin + 8 * K + 127) // 128 * 128
-
-
-@td.jit
-def _pointer(address, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """The pointer at an address (int64), of which the compiler may know that it is a multiple of 16."""
-    if ALIGNED:
-        return td.pointer_to(address, DTYPE)
-    else:
-        return address.to(tl.pointer_type(DTYPE))
 
 
 # ---- a block of a row, on its way: items and scales ----
@@ -71,7 +62,7 @@ def _read(
 ):  # fmt: skip
     """(items, scales) of a block of the row and the scales at two addresses; nothing if they are not ``there``."""
     offs = block * BLOCK + tl.arange(0, BLOCK)
-    row = tl.load(_pointer(x, SOURCE, ALIGNED) + offs, mask=(offs < items) & there, other=0)
+    row = tl.load(td.pointer_to(x, SOURCE, ALIGNED) + offs, mask=(offs < items) & there, other=0)
     if QUANTIZE:
         quanta = tl.reshape(td.to_float32(row), (BLOCK // QUANTUM, QUANTUM))
         most = td.max_of(tl.abs(quanta), 1)
@@ -91,7 +82,7 @@ def _write(
     ALIGNED: tl.constexpr, BLOCK: tl.constexpr, SCALE_BLOCK: tl.constexpr,
 ):  # fmt: skip
     offs = block * BLOCK + tl.arange(0, BLOCK)
-    tl.store(_pointer(to, ITEM, ALIGNED) + offs, row, mask=offs < items)
+    tl.store(td.pointer_to(to, ITEM, ALIGNED) + offs, row, mask=offs < items)
     word = block * SCALE_BLOCK + tl.arange(0, SCALE_BLOCK)
     tl.store(scales_to.to(tl.pointer_type(SCALE)) + word, row_scales, mask=word < scale_words)
 
@@ -112,10 +103,10 @@ def _spread(
             offs = block * BLOCK + tl.arange(0, BLOCK)
             gradient = td.to_float32(row)
             weight = td.sum_of(tl.where(turns == turn, weights, 0.0), 0)
-            tl.store(_pointer(to, ITEM, ALIGNED) + offs, td.from_float32(gradient * weight, ITEM), offs < items)
+            tl.store(td.pointer_to(to, ITEM, ALIGNED) + offs, td.from_float32(gradient * weight, ITEM), offs < items)
             if dots_ptr is not None:
                 row_at = expert_rows_ptr.to(tl.int64) + place * items * ITEM_BYTES
-                expert_row = tl.load(_pointer(row_at, ITEM, ALIGNED) + offs, mask=offs < items, other=0)
+                expert_row = tl.load(td.pointer_to(row_at, ITEM, ALIGNED) + offs, mask=offs < items, other=0)
                 dot = td.sum_of(gradient * td.to_float32(expert_row), 0)
                 if block > 0:
                     dot += tl.load(dots_ptr + place)
