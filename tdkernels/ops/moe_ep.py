@@ -163,7 +163,7 @@ class _Combine(torch.autograd.Function):
 
 
 def _handle(x, topk_ids, topk_weights, scales, num_experts, quantize, max_tokens, group, config):
-    """The arguments of a dispatch, checked: (handle, scales, whether it was used before)."""
+    """The EpHandle of a dispatch: of ids that are counted now, or of those of a handle. Raises for bad input."""
     group = resolve_group(group)
     if isinstance(topk_ids, EpHandle):
         known = topk_ids._routing
@@ -209,8 +209,8 @@ def ep_dispatch(
               the caller owns the output
     Source:   tokens once for a rank and the handle: DeepEP (https://github.com/deepseek-ai/DeepEP)
     """
-    handle = _handle(x, topk_ids, topk_weights, scales, num_experts, quantize, max_tokens, group, config)
     _refuse_gradient_of_codes(x, quantize)
+    handle = _handle(x, topk_ids, topk_weights, scales, num_experts, quantize, max_tokens, group, config)
     routing, quantize = handle._routing, quantize is not None
     if _wants_gradient(x, topk_weights):
         rows, row_scales, row_weights = _Dispatch.apply(x, topk_weights, scales, routing, quantize)
@@ -228,7 +228,7 @@ def _wants_gradient(*tensors):
 
 
 def _refuse_gradient_of_codes(x, quantize):
-    if quantize is not None and torch.is_grad_enabled() and x.requires_grad:
+    if quantize is not None and torch.is_grad_enabled() and isinstance(x, torch.Tensor) and x.requires_grad:
         raise ValueError('ep_dispatch: quantize="fp8" has no gradient, and x requires one: detach it, or no_grad')
 
 
@@ -295,7 +295,7 @@ class EpSent:
 
 
 def _refuse_gradients(operator, *tensors):
-    if _wants_gradient(*tensors):
+    if _wants_gradient(*(tensor for tensor in tensors if isinstance(tensor, torch.Tensor))):
         whole = operator.removesuffix("_send")
         raise ValueError(f"{operator}: the halves have no gradient; use torch.no_grad, or {whole}")
 
