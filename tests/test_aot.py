@@ -143,7 +143,7 @@ MOVES = [
 ]  # fmt: skip
 ROUTES = ["route", "route of many tokens", "route by source"]
 # Between them they hold every function of the kernels; the others are for one target, to save time.
-EVERYWHERE = ["route of many tokens", "dispatch, quantized", "gradient of a combine", "combine per rank"]
+EVERYWHERE = ["route of many tokens", "dispatch, quantized", "combine per rank"]
 
 
 @functools.cache

@@ -35,7 +35,7 @@ SPECS = {
 ON_CPU = {
     (1, "small"): ["distinct", "rows of several blocks"],
     (2, "default"): list(SPECS),
-    (3, "per expert"): ["uneven", "one choice", "all to one"],
+    (3, "per expert"): ["uneven", "all to one"],
     (4, "small"): ["uneven", "as many choices as experts"],
 }
 

@@ -20,7 +20,7 @@ def test_stress(world_size, calls):
     on_ranks(world_size, expert_ranks.endures, *((500, 300) if ON_GPU else (calls, 6)), seed=world_size)
 
 
-@pytest.mark.parametrize("world_size, calls", [(2, 6), (3, 4)])
+@pytest.mark.parametrize("world_size, calls", [(2, 6), (3, 4)] if ON_GPU else [(3, 4)])
 def test_no_rank_overtakes_its_peers_data(world_size, calls):
     on_ranks(world_size, expert_ranks.outruns_its_peers, calls * (20 if ON_GPU else 1))
 
