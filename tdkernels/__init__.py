@@ -1,5 +1,7 @@
 """Communication that hides behind computation: ready-made overlapping operators on stock Triton and PyTorch."""
 
+import importlib
+
 from tdkernels import autotune
 from tdkernels.autotune.explain import explain
 from tdkernels.errors import PeerTimeoutError, PlanMismatchError
@@ -11,7 +13,6 @@ from tdkernels.ops import (  # noqa: F401  the modules called tuning make the op
 )
 from tdkernels.ops._tiles import Tiles
 from tdkernels.ops.ag_gemm import AgGemmConfig, ag_gemm, ag_gemm_ref
-from tdkernels.ops.all_to_all import all_to_all, all_to_all_ref
 from tdkernels.ops.collective_config import CollectiveConfig
 from tdkernels.ops.collectives import (
     all_gather,
@@ -24,19 +25,31 @@ from tdkernels.ops.collectives import (
 from tdkernels.ops.ep_config import EpConfig
 from tdkernels.ops.gemm_ar import GemmArConfig, gemm_ar, gemm_ar_ref
 from tdkernels.ops.gemm_rs import GemmRsConfig, gemm_rs, gemm_rs_ref
-from tdkernels.ops.moe_ep import (
-    EpHandle,
-    EpTokens,
-    ep_combine,
-    ep_combine_ref,
-    ep_combine_send,
-    ep_dispatch,
-    ep_dispatch_ref,
-    ep_dispatch_send,
-)
 from tdkernels.symm import set_timeout, synchronize
 
 __version__ = "0.1.0"
+
+# Expert parallelism is imported when it is first asked for: its kernels would be a third of the time that this takes.
+_LATER = {
+    "tdkernels.ops.all_to_all": ("all_to_all", "all_to_all_ref"),
+    "tdkernels.ops.moe_ep": (
+        "EpHandle", "EpTokens", "ep_combine", "ep_combine_ref", "ep_combine_send", "ep_dispatch", "ep_dispatch_ref",
+        "ep_dispatch_send",
+    ),
+}  # fmt: skip
+
+
+def __getattr__(name):
+    for module, names in _LATER.items():
+        if name in names:
+            globals()[name] = value = getattr(importlib.import_module(module), name)
+            return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__():
+    return sorted({*globals(), *__all__})
+
 
 __all__ = [
     "AgGemmConfig", "CollectiveConfig", "EpConfig", "EpHandle", "EpTokens", "GemmArConfig", "GemmRsConfig",
