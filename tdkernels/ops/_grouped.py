@@ -1,0 +1,102 @@
+"""Products of rows that are grouped by expert, a weight for each group: which tile is whose, and its main loop."""
+
+import triton.language as tl
+
+from tdkernels import lang as td
+from tdkernels.ops._gemm import swizzle
+
+
+@td.jit
+def rows_of_groups(splits_ptr, num_experts, R, EXPERTS: tl.constexpr):
+    """The rows of each group, int32 [EXPERTS], none past the R that there are, whatever ``splits_ptr`` says."""
+    experts = tl.arange(0, EXPERTS)
+    rows = tl.maximum(tl.load(splits_ptr + experts, mask=experts < num_experts, other=0).to(tl.int32), 0)
+    ends = td.running_sum(rows, 0)
+    return tl.maximum(tl.minimum(rows, R - (ends - rows)), 0)
+
+
+@td.jit
+def tiles_of_groups(rows, tiles_n, BLOCK_M: tl.constexpr):
+    """How many tiles each group has."""
+    return (rows + BLOCK_M - 1) // BLOCK_M * tiles_n
+
+
+@td.jit
+def tile_of_groups(tile, rows, tiles, tiles_n, group_m, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """(group, its first row, the row past its last, the tile's first row, its tile column) of a tile."""
+    experts = tl.arange(0, EXPERTS)
+    expert = td.sum_of((td.running_sum(tiles, 0) <= tile).to(tl.int32), 0)
+    before = experts < expert
+    begin = td.sum_of(tl.where(before, rows, 0), 0)
+    end = begin + td.sum_of(tl.where(experts == expert, rows, 0), 0)
+    within = tile - td.sum_of(tl.where(before, tiles, 0), 0)
+    pid_m, pid_n = swizzle(within, (end - begin + BLOCK_M - 1) // BLOCK_M, tiles_n, group_m)
+    return expert, begin, end, begin + pid_m * BLOCK_M, pid_n
+
+
+@td.jit
+def grouped_tile(
+    acc, second,
+    a_at, a_desc, a_row, a_mask,  # A: addresses of the rows, or a descriptor of [1, rows, K] and the first row
+    w_ptr, w_desc, plane, col, stride_plane, stride_w,  # W: [planes, N, K], or [planes, K, N] if W_IS_KN
+    N, K, DTYPE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
+    TMA_A: tl.constexpr, TMA_W: tl.constexpr, W_IS_KN: tl.constexpr, PAIR: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """(acc + A @ W[plane, col : +BLOCK_N].T, for a PAIR second + the same with the next plane), fp32.
+
+    Rows without ``a_mask`` and columns past ``N`` hold anything. EVEN_K: K is a multiple of BLOCK_K and the rows of A
+    begin at multiples of 16 bytes; then all of ``a_at`` is read, ``a_mask`` or not.
+    """
+    for k in range(0, K, BLOCK_K):
+        if TMA_A:
+            a = a_desc.load([0, a_row, k]).reshape(BLOCK_M, BLOCK_K)
+        else:
+            offs_k = k + tl.arange(0, BLOCK_K)
+            a_ptrs = td.pointer_to(a_at, DTYPE, EVEN_K)[:, None] + offs_k[None, :]
+            if EVEN_K:
+                a = tl.load(a_ptrs)
+            else:
+                a = tl.load(a_ptrs, mask=a_mask[:, None] & (offs_k < K)[None, :], other=0.0)
+        b = _weight_block(
+            w_ptr, w_desc, plane, col, k, stride_plane, stride_w, N, K, BLOCK_N, BLOCK_K, TMA_W, W_IS_KN
+        )  # fmt: skip
+        acc = _multiply(a, b, acc, BLOCK_M, BLOCK_N, PRECISION)
+        if PAIR:
+            b = _weight_block(
+                w_ptr, w_desc, plane + 1, col, k, stride_plane, stride_w, N, K, BLOCK_N, BLOCK_K, TMA_W, W_IS_KN
+            )  # fmt: skip
+            second = _multiply(a, b, second, BLOCK_M, BLOCK_N, PRECISION)
+    return acc, second
+
+
+@td.jit
+def _multiply(a, b, acc, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr):
+    if a.dtype == tl.float32 and PRECISION == "ieee":
+        # By blocks, or one long chain of additions would round more often than a library does; see _gemm.gemm_tile.
+        part = td.dot(a, b, tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32), PRECISION)
+        return tl.fma(part, tl.full((BLOCK_M, BLOCK_N), 1.0, tl.float32), acc)
+    else:
+        return td.dot(a, b, acc, PRECISION)
+
+
+@td.jit
+def _weight_block(
+    w_ptr, w_desc, plane, col, k, stride_plane, stride_w, N, K,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA_W: tl.constexpr, W_IS_KN: tl.constexpr,
+):  # fmt: skip
+    """Block [BLOCK_K, BLOCK_N] of a plane of the weight; zeros past K, anything past N."""
+    if TMA_W:
+        if W_IS_KN:
+            return w_desc.load([plane, k, col]).reshape(BLOCK_K, BLOCK_N)
+        else:
+            return w_desc.load([plane, col, k]).reshape(BLOCK_N, BLOCK_K).T
+    else:
+        offs_n = col + tl.arange(0, BLOCK_N)
+        offs_k = k + tl.arange(0, BLOCK_K)
+        base = w_ptr + tl.cast(plane, tl.int64) * stride_plane
+        mask = (offs_k < K)[:, None] & (offs_n < N)[None, :]
+        if W_IS_KN:
+            return tl.load(base + offs_k[:, None].to(tl.int64) * stride_w + offs_n[None, :], mask=mask, other=0.0)
+        else:
+            return tl.load(base + offs_n[None, :].to(tl.int64) * stride_w + offs_k[:, None], mask=mask, other=0.0)

@@ -1,0 +1,295 @@
+"""The kernels behind group_gemm: a product for each group of rows, and the gradient of the groups' weights.
+
+Both know the groups' sizes on the device only. The first keeps as many programs as fit the GPU, each of which takes
+every so manieth tile of as many as there turn out to be. The second has a program for each tile of each weight, and a
+group's rows for its main loop; the GPU starts the next program when one is done, so that long groups do not hold others
+up.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tdkernels import lang as td
+from tdkernels.ops import _device, _operands
+from tdkernels.ops._gemm import as_aligned, store_rows, swizzle
+from tdkernels.ops._grouped import grouped_tile, rows_of_groups, tile_of_groups, tiles_of_groups
+from tdkernels.ops._swiglu import HALVES, INTERLEAVED, NUMBERS, swiglu, swiglu_backward_kernel
+from tdkernels.ops._tiles import Tiles, default_tiles
+
+
+@dataclass(frozen=True)
+class GroupGemmConfig:
+    """How ``group_gemm`` runs.
+
+    method:  "fused": one kernel; or "torch": torch's grouped product where it has one (bf16 on NVIDIA's sm_90 and
+             sm_100, which does not wait for the host), on CPU ranks a product for each group
+    tiles:   the tile of the product, see ``Tiles``; None takes the default for the device and shape
+    """
+
+    method: str = "fused"
+    tiles: Tiles | None = None
+
+    def illegal(self, device, dtype):
+        """Why this config cannot run on a device with a dtype; None when it can."""
+        if self.method not in ("fused", "torch"):
+            return f'method must be "fused" or "torch", not {self.method!r}'
+        if self.method == "torch":
+            known = device.type == "cpu" or dtype == torch.bfloat16 and _device.has_tma(device)
+            return None if known else f'method "torch" needs bfloat16 and sm_90 or sm_100, not {dtype} on {device}'
+        return self.tiles.illegal(device, dtype) if self.tiles is not None else None
+
+
+def default_config(rows, n, dtype, device):
+    """The config for a product [rows, n] a group of a shape that nobody has tuned."""
+    return GroupGemmConfig(tiles=default_tiles(rows, n, dtype, device))
+
+
+def planes_of(w, activation):
+    """(planes, N of a plane) of a weight [E, N, K]: the kernel reads the halves of SwiGLU as two of them."""
+    return (2 * w.shape[0], w.shape[1] // 2) if activation == "swiglu" else tuple(w.shape[:2])
+
+
+def weight_layout(w, activation=None):
+    """(the weight, the stride of its planes, of its rows, whether its planes lie as [K, N]); copied only if as neither.
+
+    Where SwiGLU's halves are planes of their own they have to lie one after the other.
+    """
+    experts, n, k = w.shape
+    halves = activation == "swiglu"
+    as_nk = w.stride(2) == 1 and w.stride(1) >= k and (not halves or experts == 1 or w.stride(0) == n * w.stride(1))
+    if not as_nk and not halves and w.stride(1) == 1 and w.stride(2) >= n:
+        return w, w.stride(0), w.stride(2), True
+    if not as_nk:
+        w = w.contiguous()
+    return w, n // 2 * w.stride(1) if halves else w.stride(0), w.stride(1), False
+
+
+def tma_fits(x_k, w, stride_plane, stride_w, is_kn, tiles):
+    """Whether tensor descriptors can be made for rows of ``x_k`` elements and for the weight."""
+    size = w.element_size()
+    if not _device.has_tma(w.device) or size != 2 or w.data_ptr() % 16:
+        return False
+    if is_kn and x_k % tiles.block_k:
+        return False  # past the last row of a plane lies the next one, which may hold what is no number
+    return all(width * size % 16 == 0 for width in (x_k, stride_plane, stride_w)) and min(w.shape[1:]) > 1
+
+
+def weight_descriptor(w, planes, n, stride_plane, stride_w, is_kn, tiles):
+    k = w.shape[2]
+    shape, block = ([planes, k, n], [1, tiles.block_k]) if is_kn else ([planes, n, k], [1])
+    block = [*block, tiles.block_n] if is_kn else [*block, tiles.block_n, tiles.block_k]
+    return TensorDescriptor(w, shape, [stride_plane, stride_w, 1], block)
+
+
+@td.jit
+def store_product(
+    acc, second, y_ptr, pre_ptr, offs_m, end, col, N, ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Store a tile of rows ``offs_m`` before ``end``, or its SwiGLU, and if there is ``pre_ptr`` what that is made of.
+
+    N: columns of a plane. y is [R, N], of INTERLEAVED [R, N / 2].
+    """
+    dtype: tl.constexpr = y_ptr.dtype.element_ty
+    offs_n = col + tl.arange(0, BLOCK_N)
+    if ACTIVATION == HALVES:
+        if pre_ptr is not None:
+            mask = (offs_m < end)[:, None] & (offs_n < N)[None, :]
+            at = pre_ptr + offs_m[:, None].to(tl.int64) * (2 * N) + offs_n[None, :]
+            tl.store(at, td.from_float32(acc, dtype), mask=mask)
+            tl.store(at + N, td.from_float32(second, dtype), mask=mask)
+        store_rows(y_ptr, td.from_float32(swiglu(acc, second), dtype), offs_m, offs_n, end, N)
+    elif ACTIVATION == INTERLEAVED:
+        if pre_ptr is not None:
+            store_rows(pre_ptr, td.from_float32(acc, dtype), offs_m, offs_n, end, N)
+        gate, up = acc.reshape(BLOCK_M, BLOCK_N // 2, 2).split()
+        columns = col // 2 + tl.arange(0, BLOCK_N // 2)
+        store_rows(y_ptr, td.from_float32(swiglu(gate, up), dtype), offs_m, columns, end, N // 2)
+    else:
+        store_rows(y_ptr, td.from_float32(acc, dtype), offs_m, offs_n, end, N)
+
+
+# Compiled once for a tile and a number of experts up to the next power of two, whatever the shape.
+@td.jit(do_not_specialize=["num_experts", "R", "N", "K", "stride_plane", "stride_w", "group_m"])
+def group_gemm_kernel(
+    x_ptr, x_desc, w_ptr, w_desc, splits_ptr, y_ptr, pre_ptr,
+    num_experts, R, N, K, stride_plane, stride_w, group_m,
+    EXPERTS: tl.constexpr, ACTIVATION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    ALIGNED: tl.constexpr, USE_TMA: tl.constexpr, W_IS_KN: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """y[rows of e] = act(x[rows of e] @ w[e].T); N is that of a plane, see ``planes_of``."""
+    N = as_aligned(N, ALIGNED)
+    K = as_aligned(K, ALIGNED)
+    stride_plane = as_aligned(stride_plane, ALIGNED)
+    stride_w = as_aligned(stride_w, ALIGNED)
+    PAIR: tl.constexpr = ACTIVATION == HALVES
+    tiles_n = (N + BLOCK_N - 1) // BLOCK_N
+    rows = rows_of_groups(splits_ptr, num_experts, R, EXPERTS)
+    tiles = tiles_of_groups(rows, tiles_n, BLOCK_M)
+    for tile in range(tl.program_id(0), td.sum_of(tiles, 0), tl.num_programs(0)):
+        expert, begin, end, row, pid_n = tile_of_groups(tile, rows, tiles, tiles_n, group_m, EXPERTS, BLOCK_M)
+        col = pid_n * BLOCK_N
+        offs_m = row + tl.arange(0, BLOCK_M)
+        inside = tl.minimum(offs_m, end - 1).to(tl.int64)
+        x_at = x_ptr.to(tl.int64) + inside * K * (x_ptr.dtype.element_ty.primitive_bitwidth // 8)
+        acc = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
+        acc, second = grouped_tile(
+            acc, acc, x_at, x_desc, row, offs_m < end,
+            w_ptr, w_desc, expert * (2 if PAIR else 1), col, stride_plane, stride_w, N, K, x_ptr.dtype.element_ty,
+            BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, USE_TMA, USE_TMA, W_IS_KN, PAIR, PRECISION,
+        )  # fmt: skip
+        store_product(acc, second, y_ptr, pre_ptr, offs_m, end, col, N, ACTIVATION, BLOCK_M, BLOCK_N)
+
+
+@td.jit
+def transposed_product(
+    acc, begin, end, a_ptr, a_desc, a_col, A_WIDTH, b_ptr, b_desc, b_col, B_WIDTH,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, USE_TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """acc + A[begin : end, a_col : +BLOCK_M].T @ B[begin : end, b_col : +BLOCK_N], both row-major."""
+    whole = begin
+    if USE_TMA:
+        # A block past the group's end would hold rows of the next group.
+        whole = begin + (end - begin) // BLOCK_R * BLOCK_R
+        for row in range(begin, whole, BLOCK_R):
+            a = a_desc.load([row, a_col])
+            b = b_desc.load([row, b_col])
+            acc = td.dot(a.T, b, acc, PRECISION)
+    offs_a = a_col + tl.arange(0, BLOCK_M)
+    offs_b = b_col + tl.arange(0, BLOCK_N)
+    for row in tl.range(whole, end, BLOCK_R, num_stages=1 if USE_TMA else None):
+        offs_r = row + tl.arange(0, BLOCK_R)
+        at = offs_r[:, None].to(tl.int64)
+        a = tl.load(
+            a_ptr + at * A_WIDTH + offs_a[None, :],
+            mask=(offs_r < end)[:, None] & (offs_a < A_WIDTH)[None, :], other=0.0,
+        )  # fmt: skip
+        b = tl.load(
+            b_ptr + at * B_WIDTH + offs_b[None, :],
+            mask=(offs_r < end)[:, None] & (offs_b < B_WIDTH)[None, :], other=0.0,
+        )  # fmt: skip
+        if a.dtype == tl.float32 and PRECISION == "ieee":
+            part = td.dot(a.T, b, tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32), PRECISION)
+            acc = tl.fma(part, tl.full((BLOCK_M, BLOCK_N), 1.0, tl.float32), acc)
+        else:
+            acc = td.dot(a.T, b, acc, PRECISION)
+    return acc
+
+
+@td.jit(do_not_specialize=["num_experts", "R", "N", "K", "group_m"])
+def group_gemm_weights_kernel(
+    dy_ptr, dy_desc, x_ptr, x_desc, splits_ptr, dw_ptr,
+    num_experts, R, N, K, group_m,
+    EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    ALIGNED: tl.constexpr, USE_TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dw[e] = dy[rows of e].T @ x[rows of e], [E, N, K]; zeros for a group without rows."""
+    N = as_aligned(N, ALIGNED)
+    K = as_aligned(K, ALIGNED)
+    tiles_m, tiles_n = (N + BLOCK_M - 1) // BLOCK_M, (K + BLOCK_N - 1) // BLOCK_N
+    expert = tl.program_id(0) // (tiles_m * tiles_n)
+    pid_m, pid_n = swizzle(tl.program_id(0) % (tiles_m * tiles_n), tiles_m, tiles_n, group_m)
+    rows = rows_of_groups(splits_ptr, num_experts, R, EXPERTS)
+    experts = tl.arange(0, EXPERTS)
+    begin = td.sum_of(tl.where(experts < expert, rows, 0), 0)
+    end = begin + td.sum_of(tl.where(experts == expert, rows, 0), 0)
+    acc = transposed_product(
+        tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32), begin, end,
+        dy_ptr, dy_desc, pid_m * BLOCK_M, N, x_ptr, x_desc, pid_n * BLOCK_N, K,
+        BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, PRECISION,
+    )  # fmt: skip
+    dw = td.from_float32(acc, dw_ptr.dtype.element_ty)
+    offs_m, offs_n = pid_m * BLOCK_M + tl.arange(0, BLOCK_M), pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    store_rows(dw_ptr + expert.to(tl.int64) * N * K, dw, offs_m, offs_n, N, K)
+
+
+# ---- launchers ----
+
+
+def _tiles_for(rows, n, x, config):
+    tiles = None if config is None else config.tiles
+    return tiles or default_tiles(rows, n, x.dtype, x.device)
+
+
+def product(x, w, splits, activation=None, keep=False, config=None):
+    """(y, what SwiGLU was made of if ``keep``, else None) of x [R, K], w [E, N, K] and splits [E]."""
+    x = _operands.rows_contiguous(x)
+    rows, k = x.shape
+    experts = w.shape[0]
+    w, stride_plane, stride_w, is_kn = weight_layout(w, activation)
+    planes, n = planes_of(w, activation)
+    width = w.shape[1] // 2 if activation else w.shape[1]
+    y = x.new_empty(rows, width)
+    pre = x.new_empty(rows, w.shape[1]) if keep and activation else None
+    if not rows:
+        return y, pre
+    args, constants, tiles = _arguments(
+        x, w, splits, y, pre, planes, n, stride_plane, stride_w, is_kn, activation, config
+    )
+    upper = (rows // tiles.block_m + min(experts, rows)) * -(-n // constants["BLOCK_N"])
+    programs = min(upper, _device.resident_programs(x.device, tiles, x.dtype))
+    group_gemm_kernel[(programs,)](*args, **constants)
+    return y, pre
+
+
+def _arguments(x, w, splits, y, pre, planes, n, stride_plane, stride_w, is_kn, activation, config):
+    rows, k = x.shape
+    experts = w.shape[0]
+    tiles = _tiles_for(rows // experts, w.shape[1], x, config)
+    block_n = max(tiles.block_n // 2, 16) if activation == "swiglu" else tiles.block_n
+    use_tma = tma_fits(k, w, stride_plane, stride_w, is_kn, tiles)
+    x_desc = w_desc = None
+    if use_tma:
+        x_desc = _operands.rows_descriptor(x, 1, rows, rows * k, tiles.block_m, tiles.block_k)
+        of_plane = Tiles(block_n=block_n, block_k=tiles.block_k)
+        w_desc = weight_descriptor(w, planes, n, stride_plane, stride_w, is_kn, of_plane)
+    args = x, x_desc, w, w_desc, splits, y, pre, experts, rows, n, k, stride_plane, stride_w, tiles.group_m
+    return args, {
+        "EXPERTS": triton.next_power_of_2(experts), "ACTIVATION": NUMBERS[activation],
+        **tiles.constants(), "BLOCK_N": block_n,
+        "ALIGNED": _operands.aligned(n, k, stride_plane, stride_w), "USE_TMA": use_tma, "W_IS_KN": is_kn,
+        "EVEN_K": k % tiles.block_k == 0, "PRECISION": _operands.dot_precision(x.dtype), **tiles.options(),
+    }, tiles  # fmt: skip
+
+
+def weight_gradient(dy, x, splits, experts, config=None):
+    """dw [E, N, K] of dy [R, N] and x [R, K]."""
+    dy, x = _operands.rows_contiguous(dy), _operands.rows_contiguous(x)
+    (rows, n), k = dy.shape, x.shape[1]
+    dw = x.new_empty(experts, n, k)
+    if not rows:
+        return dw.zero_()
+    tiles = default_tiles(n, k, x.dtype, x.device)
+    use_tma = _device.has_tma(x.device) and x.element_size() == 2 and n % 8 == 0 and k % 8 == 0
+    dy_desc = x_desc = None
+    if use_tma:
+        dy_desc = TensorDescriptor(dy, [rows, n], [n, 1], [tiles.block_k, tiles.block_m])
+        x_desc = TensorDescriptor(x, [rows, k], [k, 1], [tiles.block_k, tiles.block_n])
+    programs = experts * -(-n // tiles.block_m) * -(-k // tiles.block_n)
+    group_gemm_weights_kernel[(programs,)](
+        dy, dy_desc, x, x_desc, splits, dw, experts, rows, n, k, tiles.group_m,
+        EXPERTS=triton.next_power_of_2(experts), **tiles.constants(), ALIGNED=_operands.aligned(n, k),
+        USE_TMA=use_tma, PRECISION=_operands.dot_precision(x.dtype), **tiles.options(),
+    )  # fmt: skip
+    return dw
+
+
+def swiglu_backward(dh, pre, splits, activation):
+    """The gradient of ``pre`` [R, 2 * I] from that of its SwiGLU; rows that belong to no group are not written."""
+    dh, pre = dh.contiguous(), pre.contiguous()
+    rows, width = dh.shape
+    dpre = torch.empty_like(pre)
+    if rows:
+        block = min(triton.next_power_of_2(width), 1024)
+        programs = min(rows, 8 * _device.num_sms(dh.device))
+        swiglu_backward_kernel[(programs,)](
+            dh, pre, splits, dpre, rows, width, splits.shape[0], EXPERTS=triton.next_power_of_2(splits.shape[0]),
+            ACTIVATION=NUMBERS[activation], BLOCK=block, num_warps=4,
+        )  # fmt: skip
+    return dpre
