@@ -33,6 +33,9 @@ __version__ = "0.1.0"
 _LATER = {
     "tdkernels.ops.all_to_all": ("all_to_all", "all_to_all_ref"),
     "tdkernels.ops.group_gemm": ("GroupGemmConfig", "group_gemm", "group_gemm_ref"),
+    "tdkernels.ops.moe_ag_gemm_kernel": ("MoeTpConfig",),
+    "tdkernels.ops.moe_routing": ("MoeRouting",),
+    "tdkernels.ops.moe_tp": ("moe_ag_gemm", "moe_gemm_rs", "tp_moe", "tp_moe_ref"),
     "tdkernels.ops.moe_ep": (
         "EpHandle", "EpTokens", "ep_combine", "ep_combine_ref", "ep_combine_send", "ep_dispatch", "ep_dispatch_ref",
         "ep_dispatch_send",
@@ -54,9 +57,10 @@ def __dir__():
 
 __all__ = [
     "AgGemmConfig", "CollectiveConfig", "EpConfig", "EpHandle", "EpTokens", "GemmArConfig", "GemmRsConfig",
-    "GroupGemmConfig", "PeerTimeoutError", "PlanMismatchError", "Tiles", "ag_gemm", "ag_gemm_ref", "all_gather",
-    "all_gather_ref", "all_reduce", "all_reduce_ref", "all_to_all", "all_to_all_ref", "autotune", "ep_combine",
-    "ep_combine_ref", "ep_combine_send", "ep_dispatch", "ep_dispatch_ref", "ep_dispatch_send", "explain", "gemm_ar",
-    "gemm_ar_ref", "gemm_rs", "gemm_rs_ref", "group_gemm", "group_gemm_ref", "reduce_scatter", "reduce_scatter_ref",
-    "set_timeout", "synchronize",
+    "GroupGemmConfig", "MoeRouting", "MoeTpConfig", "PeerTimeoutError", "PlanMismatchError", "Tiles", "ag_gemm",
+    "ag_gemm_ref", "all_gather", "all_gather_ref", "all_reduce", "all_reduce_ref", "all_to_all", "all_to_all_ref",
+    "autotune", "ep_combine", "ep_combine_ref", "ep_combine_send", "ep_dispatch", "ep_dispatch_ref",
+    "ep_dispatch_send", "explain", "gemm_ar", "gemm_ar_ref", "gemm_rs", "gemm_rs_ref", "group_gemm", "group_gemm_ref",
+    "moe_ag_gemm", "moe_gemm_rs", "reduce_scatter", "reduce_scatter_ref", "set_timeout", "synchronize", "tp_moe",
+    "tp_moe_ref",
 ]  # fmt: skip

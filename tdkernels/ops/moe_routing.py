@@ -1,0 +1,128 @@
+"""What tensor-parallel experts know of a routing, and the launches that find it; see ``moe_route_kernel``."""
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import triton
+
+from tdkernels.ops._gather import slot_rows_of
+from tdkernels.ops.collectives import all_gather
+from tdkernels.ops.moe_route_kernel import TILE_WORDS, moe_count_kernel, moe_order_kernel, moe_place_kernel
+from tdkernels.symm import get_workspace
+
+_MAX_TURNS = 256  # chunks of all sources, which a program compares at a time
+_TILES_OF_A_PROGRAM, _TILES_AT_ONCE = 32, 128
+
+
+@dataclass
+class Tiling:
+    """The tiles of ``tile_rows`` rows, in order."""
+
+    table: torch.Tensor  # int32 [at most so many tiles, TILE_WORDS]
+    facts: torch.Tensor  # int32 [1 + 2 * turns]
+    most: int  # tiles that there can be
+
+
+class MoeRouting:
+    """Which rows the choices of all tokens have; made by ``moe_ag_gemm``, for ``moe_gemm_rs``.
+
+    splits:   [E] int32, the rows of each expert
+    choices:  [M * k] int32, of each row the choice ``token * k + j`` of the gathered tokens that it is of
+    rows:     [M, k] int32, the row of each choice, or -1 for one that was dropped
+
+    An expert's rows lie in an order of this rank's own: its tokens first, then as the other ranks' come here.
+    """
+
+    def __init__(self, group, ids, tokens, num_experts, chunk_rows):
+        self.group = group
+        self.tokens, self.num_experts = tokens, num_experts  # tokens of a rank
+        self.world_size = group.size()
+        self.num_choices = ids.shape[1]
+        # Few enough that their numbers fit one program.
+        fewest = -(-tokens * max(self.world_size - 1, 1) // (_MAX_TURNS - 1))
+        self.chunk_rows = max(chunk_rows, triton.next_power_of_2(max(fewest, 1)))
+        self.ids = ids
+        new = partial(torch.empty, dtype=torch.int32, device=ids.device)
+        self.splits, self.rows = new(num_experts), new(ids.shape)
+        # Rows past the last expert's, as many as choices were dropped, are of some choice too: nobody minds which.
+        self.choices, self.slots = torch.zeros_like(ids).view(-1), torch.zeros_like(ids).view(-1)
+        self._tilings = {}
+
+    @property
+    def num_chunks(self):
+        """Of a rank's tokens."""
+        return -(-self.tokens // self.chunk_rows)
+
+    @property
+    def num_turns(self):
+        return 1 + (self.world_size - 1) * self.num_chunks
+
+    @property
+    def slot_rows(self):
+        """Rows from the tokens of one rank to those of the next, where all are gathered."""
+        return slot_rows_of(self.tokens) if self.world_size > 1 else self.tokens
+
+    def __repr__(self):
+        return (
+            f"MoeRouting({self.world_size} x {self.tokens} tokens, {self.num_choices} of {self.num_experts} experts "
+            f"each)"
+        )
+
+    def tiling(self, tile_rows):
+        """The Tiling for tiles of so many rows; launched when it is first asked for."""
+        if tile_rows not in self._tilings:
+            self._tilings[tile_rows] = _tile(self, tile_rows)
+        return self._tilings[tile_rows]
+
+
+def _error_of_note(operator, num_experts, name, kind, count, *_):
+    return ValueError(f"{operator}: {count} of all ranks' topk_ids are not -1 to num_experts - 1 = {num_experts - 1}")
+
+
+def route(operator, topk_ids, num_experts, group, chunk_rows, tile_rows):
+    """The MoeRouting of this rank's topk_ids [T, k], the same T on all ranks.
+
+    Raises:   ValueError on every rank for ids that are none (on a GPU at a later call or at ``synchronize``)
+    """
+    ids = topk_ids.to(torch.int32).contiguous()
+    if group.size() > 1:
+        ids = all_gather(ids, group=group)
+    routing = MoeRouting(group, ids, topk_ids.shape[0], num_experts, chunk_rows)
+    workspace = _workspace(routing, operator)
+    workspace.before_launch()
+    moe_count_kernel[(num_experts,)](
+        workspace.ctx, ids, routing.splits, ids.numel(), num_experts, BLOCK=4096, num_warps=8
+    )
+    workspace.after_launch()
+    routing.tiling(tile_rows)
+    return routing
+
+
+def _workspace(routing, operator):
+    workspace = get_workspace(routing.group, routing.ids.device, "moe_route")
+    workspace.prepare(operator, {"num_experts": routing.num_experts}, 256, 1)
+    workspace.error_of_note = partial(_error_of_note, operator, routing.num_experts)
+    return workspace
+
+
+def _tile(routing, tile_rows):
+    ids, experts = routing.ids, routing.num_experts
+    workspace = get_workspace(routing.group, ids.device, "moe_route")
+    most = ids.numel() // tile_rows + min(experts, ids.numel())
+    new = partial(torch.empty, dtype=torch.int32, device=ids.device)
+    turns, table, facts = new(most), new(most, TILE_WORDS.value), new(1 + 2 * routing.num_turns)
+    p2 = triton.next_power_of_2(experts)
+    workspace.before_launch()
+    moe_place_kernel[(experts + 1,)](
+        workspace.ctx, ids, routing.splits, routing.choices, routing.slots, routing.rows, turns,
+        experts, routing.num_choices, routing.chunk_rows, routing.tokens, routing.slot_rows, tile_rows,
+        EXPERTS=p2, BLOCK=1024, BLOCK_TILES=64, num_warps=4,
+    )  # fmt: skip
+    moe_order_kernel[(-(-most // _TILES_OF_A_PROGRAM),)](
+        routing.splits, turns, table, facts, experts, routing.num_turns, tile_rows,
+        EXPERTS=p2, TURNS=triton.next_power_of_2(routing.num_turns), BLOCK=_TILES_OF_A_PROGRAM,
+        AT_ONCE=_TILES_AT_ONCE, num_warps=4,
+    )  # fmt: skip
+    workspace.after_launch()
+    return Tiling(table, facts, most)

@@ -1,0 +1,309 @@
+"""Tensor-parallel experts: every rank has a slice of every expert, and tokens are sharded between the operators.
+
+    moe_ag_gemm   x [M / W, H], topk_ids [M / W, k], w [E, N / W, H]  ->  h [M * k, N / W], grouped by expert
+    moe_gemm_rs   h [M * k, I / W], w [E, H, I / W]                   ->  y [M / W, H], each token's k rows, weighted
+    tp_moe        both, with SwiGLU between them
+
+Schedule. Ids are gathered and sorted on the device (``moe_route_kernel``), once for both halves and their backwards. In
+``moe_ag_gemm_kernel`` some programs push our tokens to all peers while the others compute tiles, in the order in which
+the tokens that they need come. ``moe_gemm_rs_kernel`` goes the other way: tiles of other ranks' tokens come first, and
+while later ones are computed the choices of finished tokens are added up and sent to the rank that has the token, where
+they are added to those of the other ranks, in fp32 and in the order of ranks.
+
+Backward. The gradient of h is a moe_ag_gemm of dy, which leaves what the gradients of the weights of choices and of w
+are made of; that of x is a moe_gemm_rs. The weights' gradients read gathered tokens; that of moe_ag_gemm gathers them
+beside the moe_gemm_rs. Only shards are saved.
+
+Example:
+    y = tdkernels.tp_moe(x, topk_ids, topk_weights, w_gate_up, w_down)
+"""
+
+from dataclasses import replace
+
+import torch
+
+from tdkernels.ops import _operands
+from tdkernels.ops import group_gemm_kernel as grouped
+from tdkernels.ops import moe_ag_gemm_kernel as ag
+from tdkernels.ops import moe_gemm_rs_kernel as rs
+from tdkernels.ops._collectives import all_gather_rows, reduce_scatter_rows
+from tdkernels.ops._config import text_of
+from tdkernels.ops._gather import Gather
+from tdkernels.ops._outside_graphs import outside_graphs
+from tdkernels.ops.collectives import all_gather, reduce_scatter
+from tdkernels.ops.group_gemm import group_gemm_ref, swiglu_ref
+from tdkernels.ops.moe_routing import MoeRouting, route
+from tdkernels.ops.moe_tp_checks import check_ag_gemm, check_gemm_rs, check_tp_moe
+from tdkernels.symm import resolve_group
+from tdkernels.symm.group import group_state
+
+# ---- the specification, in plain torch.distributed ----
+
+
+def tp_moe_ref(x, topk_ids, topk_weights, w_gate_up, w_down, *, activation="swiglu", group=None):
+    """The specification of ``tp_moe``: every choice's row, multiplied, weighted and added up in fp32 by token."""
+    ids = all_gather_rows(topk_ids, group).flatten().long()
+    weights = all_gather_rows(topk_weights, group)
+    tokens = all_gather_rows(x, group)
+    experts = w_gate_up.shape[0]
+    order = torch.argsort(torch.where(ids < 0, experts, ids), stable=True)[: int((ids >= 0).sum())]
+    splits = torch.bincount(ids[order], minlength=experts)
+    rows = tokens[order // topk_ids.shape[1]]
+    h = group_gemm_ref(rows, w_gate_up, splits, activation=activation)
+    out = group_gemm_ref(h, w_down, splits)
+    choices = out.new_zeros(ids.numel(), out.shape[1], dtype=torch.promote_types(out.dtype, torch.float32))
+    choices[order] = out.to(choices.dtype)
+    partial = (choices.view(*weights.shape, -1) * weights.to(choices.dtype).unsqueeze(-1)).sum(1)
+    return reduce_scatter_rows(partial.to(out.dtype), group)
+
+
+# ---- both halves and their gradients, by our kernels or by torch ----
+
+
+def _config(config, routing, w, dtype, device):
+    """The config of a product with w, complete."""
+    if config is not None and config.tiles is not None:
+        return config
+    tokens = routing.world_size * routing.tokens
+    default = ag.default_config(tokens, routing.num_choices, w.shape[0], w.shape[1], dtype, device)
+    return default if config is None else replace(config, tiles=default.tiles)
+
+
+def _by_torch(config):
+    return config is not None and config.method == "torch"
+
+
+def _torch_product(rows, w, splits):
+    if rows.device.type == "cpu":
+        return group_gemm_ref(rows, w, splits)
+    return torch._grouped_mm(rows, w.transpose(1, 2), offs=splits.cumsum(0, dtype=torch.int32))
+
+
+def _all_rows(x, routing):
+    """Every row's token by a plain all-gather."""
+    full = all_gather_rows(x, routing.group)
+    return full[torch.div(routing.choices, routing.num_choices, rounding_mode="floor")]
+
+
+def _by_token(rows, routing, weights):
+    """This rank's tokens' sums of weighted rows, over ranks by a plain reduce-scatter."""
+    there = (routing.rows >= 0).unsqueeze(-1)
+    choices = torch.where(there, rows[routing.rows.clamp(min=0)].float(), 0.0)
+    if weights is not None:
+        choices = choices * weights.unsqueeze(-1)
+    return reduce_scatter_rows(choices.sum(1).to(rows.dtype), routing.group)
+
+
+class _AgGemm(torch.autograd.Function):
+    """h of x and w; or by torch, which saves the gathered rows."""
+
+    @staticmethod
+    def forward(ctx, x, w, routing, activation, config):
+        if _by_torch(config):
+            pre = _torch_product(_all_rows(x, routing), w, routing.splits)
+            h = swiglu_ref(pre, activation)
+        else:
+            h, pre, _ = ag.launch(x, w, routing, _config(config, routing, w, x.dtype, x.device), activation, keep=True)
+        ctx.save_for_backward(x, w, pre if activation else None)
+        ctx.routing, ctx.activation, ctx.config = routing, activation, config
+        return h
+
+    @staticmethod
+    def backward(ctx, dh):
+        _operands.refuse_second_derivatives("moe_ag_gemm")
+        x, w, pre = ctx.saved_tensors
+        routing, config = ctx.routing, ctx.config
+        need_dx, need_dw = ctx.needs_input_grad[:2]
+        dpre = grouped.swiglu_backward(dh, pre, routing.splits, ctx.activation) if ctx.activation else dh
+        dx = dw = None
+        if _by_torch(config):
+            if need_dw:
+                dw = grouped.weight_gradient(dpre, _all_rows(x, routing), routing.splits, w.shape[0])
+            if need_dx:
+                dx = _by_token(_torch_product(dpre, w.transpose(1, 2).contiguous(), routing.splits), routing, None)
+            return dx, dw, None, None, None
+        gather = None
+        if need_dw and routing.world_size > 1:
+            gather = Gather.start("moe_ag_gemm backward", x, routing.group)
+        if need_dx:
+            back = w.transpose(1, 2)
+            dx = rs.launch(dpre, back, routing, None, _config(config, routing, back, x.dtype, x.device))
+        if need_dw:
+            dw = _gathered_weight_gradient(gather, x, dpre, routing, w, gathered_on_left=False)
+        return dx, dw, None, None, None
+
+
+class _GemmRs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, h, w, topk_weights, routing, config):
+        weights = topk_weights.float().contiguous()
+        weights = all_gather(weights, group=routing.group) if routing.world_size > 1 else weights
+        if _by_torch(config):
+            y = _by_token(_torch_product(h, w, routing.splits), routing, weights)
+        else:
+            y = rs.launch(h, w, routing, weights, _config(config, routing, w, h.dtype, h.device))
+        ctx.save_for_backward(h, w, weights)
+        ctx.routing, ctx.config, ctx.weights_dtype = routing, config, topk_weights.dtype
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        _operands.refuse_second_derivatives("moe_gemm_rs")
+        h, w, weights = ctx.saved_tensors
+        routing, config = ctx.routing, ctx.config
+        need_dh, need_dw, need_dweights = ctx.needs_input_grad[:3]
+        back = w.transpose(1, 2)
+        if _by_torch(config):
+            return *_torch_gradients(dy, h, w, weights, routing, ctx.weights_dtype), None, None
+        gradients = ag.Gradients(h.contiguous(), weights)
+        dh, _, gather = ag.launch(
+            dy, back, routing, _config(config, routing, back, h.dtype, h.device), gradients=gradients,
+            keep_gathered=need_dw,
+        )  # fmt: skip
+        dw = dweights = None
+        if need_dw:
+            dw = _gathered_weight_gradient(gather, dy, gradients.weighted, routing, w, gathered_on_left=True)
+        if need_dweights:
+            dots = gradients.dots.sum(0)
+            dweights = _summed_over_ranks(dots, routing).to(ctx.weights_dtype)
+        return dh if need_dh else None, dw, dweights, None, None
+
+
+def _gathered_weight_gradient(gather, own, local, routing, w, *, gathered_on_left):
+    """dw of the ranks' tokens, which are gathered (on one rank ``own``), and of ``local`` [R, ·], by expert."""
+    tokens = own.contiguous()
+    if gather is not None:
+        gather.finish()
+        tokens = gather.storage.view(-1, own.shape[1])
+    if gathered_on_left:
+        dw = grouped.weight_gradient(tokens, local, routing.splits, w.shape[0], dy_slots=routing.slots)
+    else:
+        dw = grouped.weight_gradient(local, tokens, routing.splits, w.shape[0], x_slots=routing.slots)
+    if gather is not None:
+        gather.close()
+    return dw
+
+
+def _summed_over_ranks(dots, routing):
+    """The gradients [M / W, k] of this rank's weights, of each row's part here."""
+    choices = torch.where(routing.rows >= 0, dots[routing.rows.clamp(min=0)], 0.0)
+    return reduce_scatter(choices, group=routing.group) if routing.world_size > 1 else choices
+
+
+def _torch_gradients(dy, h, w, weights, routing, weights_dtype):
+    """(dh, dw, dtopk_weights) by plain collectives and torch's grouped product."""
+    of_rows = _all_rows(dy, routing)
+    row_weights = weights.view(-1)[routing.choices].unsqueeze(-1)
+    unweighted = _torch_product(of_rows, w.transpose(1, 2).contiguous(), routing.splits)
+    dots = (unweighted.float() * h.float()).sum(1)
+    dh = (unweighted.float() * row_weights).to(h.dtype)
+    dw = grouped.weight_gradient(of_rows, (h.float() * row_weights).to(h.dtype), routing.splits, w.shape[0])
+    choices = torch.where(routing.rows >= 0, dots[routing.rows.clamp(min=0)], 0.0)
+    return dh, dw, reduce_scatter_rows(choices, routing.group).to(weights_dtype)
+
+
+# ---- the public functions ----
+
+
+def _first_half(operator, x, topk_ids, w, activation, group, config):
+    """(h, routing), of checked operands."""
+    chosen = config
+    if chosen is None:
+        tokens = group.size() * x.shape[0]
+        chosen = ag.default_config(tokens, topk_ids.shape[1], w.shape[0], w.shape[1], x.dtype, x.device)
+    # All ranks have as many tokens, or the rest would not fit together.
+    fields = {"M/W": x.shape[0], "k": topk_ids.shape[1], "H": x.shape[1], "w": tuple(w.shape), "dtype": str(x.dtype)}
+    group_state(group).agree_once(operator, {**fields, "activation": activation, "config": text_of(chosen)})
+    tiles = chosen.tiles or ag.default_config(
+        x.shape[0] * group.size(), topk_ids.shape[1], w.shape[0], w.shape[1], x.dtype, x.device
+    ).tiles
+    routing = route(operator, topk_ids, w.shape[0], group, chosen.chunk_rows, tiles.block_m)
+    if not x.shape[0]:
+        return _nothing(x, w, activation), routing
+    return _AgGemm.apply(x, w, routing, activation, config), routing
+
+
+@outside_graphs
+def moe_ag_gemm(x, topk_ids, w, *, activation=None, group=None, config=None):
+    """Gather tokens while multiplying each of them by the weights of its experts.
+
+    Args:     x: [M / W, H] bf16, fp16 or fp32, as many rows on every rank
+              topk_ids: [M / W, k] int32 or int64, the experts of each token, -1 for none (dropped)
+              w: [E, N / W, H], this rank's rows of every expert's weight; same dtype
+              activation: None, "swiglu" or "swiglu_interleaved", as for group_gemm: w has gate rows and up rows
+              group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the world (W ranks)
+              config: MoeTpConfig, the same on all ranks; None takes the default
+    Returns:  (h, routing): h [M * k, N / W], or half as wide with an activation, a row for each choice of all ranks'
+              tokens, grouped by expert; rows past the last expert's, where choices were dropped, are not written.
+              MoeRouting says which row is whose, for moe_gemm_rs
+    Gradient: dx, the sum over ranks and choices in fp32; dw, over the tokens of all ranks
+    Raises:   TypeError or ValueError for operands that do not fit, before anything is launched; ValueError on every
+              rank when the ranks disagree, and for ids that are none (on a GPU at a later call or at
+              tdkernels.synchronize()); PeerTimeoutError
+    Contract: collective over group; host sync: no; CUDA graph: yes, after one call outside; the caller owns the output
+    Source:   tiles ordered by arrival within an expert: FLUX (https://arxiv.org/abs/2406.06858)
+    """
+    x, w = _operands.apply_autocast(x, w)
+    group = resolve_group(group)
+    check_ag_gemm("moe_ag_gemm", x, topk_ids, w, activation, config)
+    return _first_half("moe_ag_gemm", x, topk_ids, w, activation, group, config)
+
+
+@outside_graphs
+def moe_gemm_rs(h, routing, topk_weights, w, *, group=None, config=None):
+    """Multiply rows by the weights of their experts, and bring each token's sum back to its rank.
+
+    Args:     h: [M * k, I / W] bf16, fp16 or fp32, rows as moe_ag_gemm has given them
+              routing: its MoeRouting
+              topk_weights: [M / W, k] floats, of this rank's tokens
+              w: [E, N, I / W], this rank's columns of every expert's weight; same dtype
+              group, config: as for moe_ag_gemm
+    Returns:  y: [M / W, N], dtype of h: over a token's choices in their order, weighted, in fp32, then over ranks in
+              theirs; what another rank adds is rounded where it crosses
+    Gradient: dh; dw; dtopk_weights, complete
+    Raises:   TypeError or ValueError for operands that do not fit, before anything is launched; ValueError on every
+              rank when the ranks disagree; PeerTimeoutError
+    Contract: as for moe_ag_gemm
+    Source:   top-k sum and reduce-scatter behind the product: FLUX (https://arxiv.org/abs/2406.06858)
+    """
+    if not isinstance(routing, MoeRouting):
+        raise TypeError(f"moe_gemm_rs: routing must be the MoeRouting of a moe_ag_gemm, not {type(routing).__name__}")
+    if resolve_group(group) is not routing.group:
+        raise ValueError("moe_gemm_rs: the routing is of another group than the call")
+    h, w = _operands.apply_autocast(h, w)
+    check_gemm_rs("moe_gemm_rs", h, routing, topk_weights, w, config)
+    if not routing.tokens:
+        return h.new_zeros(0, w.shape[1])
+    return _GemmRs.apply(h, w, topk_weights, routing, config)
+
+
+@outside_graphs
+def tp_moe(x, topk_ids, topk_weights, w_gate_up, w_down, *, activation="swiglu", group=None, config=None):
+    """A layer of experts, each of which is sliced between the ranks: moe_ag_gemm, then moe_gemm_rs.
+
+    Args:     x: [M / W, H] bf16, fp16 or fp32, as many rows on every rank
+              topk_ids: [M / W, k] int32 or int64, the experts of each token, -1 for none (dropped)
+              topk_weights: [M / W, k] floats
+              w_gate_up: [E, 2 * I / W, H], of every expert this rank's rows for the gate, then those for up ("swiglu";
+              by turns with "swiglu_interleaved"); [E, I / W, H] with activation None; same dtype
+              w_down: [E, H, I / W], this rank's columns
+              group, config: as for moe_ag_gemm
+    Returns:  y: [M / W, H], dtype of x, accumulated in fp32; see moe_gemm_rs
+    Gradient: dx, dtopk_weights, dw_gate_up and dw_down, each complete and of the shape of its operand
+    Raises:   as moe_ag_gemm and moe_gemm_rs
+    Contract: as for moe_ag_gemm
+    """
+    x, w_gate_up, w_down = _operands.apply_autocast(x, w_gate_up, w_down)
+    group = resolve_group(group)
+    check_tp_moe(x, topk_ids, topk_weights, w_gate_up, w_down, activation, config)
+    h, routing = _first_half("tp_moe", x, topk_ids, w_gate_up, activation, group, config)
+    if not x.shape[0]:
+        return _nothing(h, w_down, None)
+    return _GemmRs.apply(h, w_down, topk_weights, routing, config)
+
+
+def _nothing(x, w, activation):
+    """The output of no tokens at all, through which gradients of zero flow."""
+    return torch.matmul(x[:, :1] * 0, w.sum().to(x.dtype).reshape(1, 1)).expand(
+        0, w.shape[1] // (2 if activation else 1)
+    )
