@@ -102,8 +102,8 @@ def moe_place_kernel(
         tile = start + tl.arange(0, BLOCK_TILES)
         last_row = tl.minimum(begin + (tile + 1) * tile_rows, end) - 1
         choice = tl.load(choices_ptr + last_row, mask=tile < own_tiles, other=0)
-        turn = _turn_of(choice, choices, chunk_choices, shard_choices, me, ranks)
-        tl.store(turns_ptr + first_tile + tile, turn, mask=tile < own_tiles)
+        last_turn = _turn_of(choice, choices, chunk_choices, shard_choices, me, ranks)
+        tl.store(turns_ptr + first_tile + tile, last_turn, mask=tile < own_tiles)
 
 
 @td.jit(do_not_specialize=["num_experts", "num_turns", "tile_rows"])
