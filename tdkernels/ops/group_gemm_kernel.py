@@ -16,7 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tdkernels import lang as td
 from tdkernels.ops import _device, _operands
 from tdkernels.ops._gemm import as_aligned, store_rows, swizzle
-from tdkernels.ops._grouped import grouped_tile, rows_of_groups, tile_of_groups, tiles_of_groups
+from tdkernels.ops._grouped import grouped_tile, multiply, rows_of_groups, tile_of_groups, tiles_of_groups
 from tdkernels.ops._swiglu import HALVES, INTERLEAVED, NUMBERS, swiglu, swiglu_backward_kernel
 from tdkernels.ops._tiles import Tiles, default_tiles
 
@@ -147,67 +147,43 @@ def group_gemm_kernel(
 
 
 @td.jit
-def _block_of_rows(ptr, slots_ptr, offs_r, mask_r, offs, WIDTH):
-    """Rows ``offs_r`` of [rows, WIDTH], or those that ``slots_ptr`` has for them; zeros outside."""
-    at = offs_r
-    if slots_ptr is not None:
-        at = tl.load(slots_ptr + offs_r, mask=mask_r, other=0)
-    return tl.load(
-        ptr + at[:, None].to(tl.int64) * WIDTH + offs[None, :],
-        mask=mask_r[:, None] & (offs < WIDTH)[None, :], other=0.0,
-    )  # fmt: skip
+def _block_of_rows(ptr, offs_r, end, offs, WIDTH):
+    """Block of rows before ``end`` of [rows, WIDTH]; zeros outside."""
+    mask = (offs_r < end)[:, None] & (offs < WIDTH)[None, :]
+    return tl.load(ptr + offs_r[:, None].to(tl.int64) * WIDTH + offs[None, :], mask=mask, other=0.0)
 
 
 @td.jit
 def _transposed_product(
-    acc, begin, end, a_ptr, a_desc, a_slots_ptr, a_col, A_WIDTH, b_ptr, b_desc, b_slots_ptr, b_col, B_WIDTH,
+    acc, begin, end, a_ptr, a_desc, a_col, A_WIDTH, b_ptr, b_desc, b_col, B_WIDTH,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, USE_TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """acc + A[begin : end, a_col : +BLOCK_M].T @ B[begin : end, b_col : +BLOCK_N], both row-major.
-
-    With ``a_slots_ptr`` or ``b_slots_ptr``: of rows that lie anywhere, see ``_block_of_rows``.
-    """
-    offs_a = a_col + tl.arange(0, BLOCK_M)
-    offs_b = b_col + tl.arange(0, BLOCK_N)
+    """acc + A[begin : end, a_col : +BLOCK_M].T @ B[begin : end, b_col : +BLOCK_N], both row-major."""
     whole = begin
     if USE_TMA:
         # A block past the group's end would hold rows of the next group.
         whole = begin + (end - begin) // BLOCK_R * BLOCK_R
         for row in range(begin, whole, BLOCK_R):
-            offs_r = row + tl.arange(0, BLOCK_R)
-            if a_slots_ptr is None:
-                a = a_desc.load([row, a_col])
-            else:
-                a = _block_of_rows(a_ptr, a_slots_ptr, offs_r, offs_r < whole, offs_a, A_WIDTH)
-            if b_slots_ptr is None:
-                b = b_desc.load([row, b_col])
-            else:
-                b = _block_of_rows(b_ptr, b_slots_ptr, offs_r, offs_r < whole, offs_b, B_WIDTH)
-            acc = td.dot(a.T, b, acc, PRECISION)
+            acc = td.dot(a_desc.load([row, a_col]).T, b_desc.load([row, b_col]), acc, PRECISION)
+    offs_a = a_col + tl.arange(0, BLOCK_M)
+    offs_b = b_col + tl.arange(0, BLOCK_N)
     for row in tl.range(whole, end, BLOCK_R, num_stages=1 if USE_TMA else None):
         offs_r = row + tl.arange(0, BLOCK_R)
-        a = _block_of_rows(a_ptr, a_slots_ptr, offs_r, offs_r < end, offs_a, A_WIDTH)
-        b = _block_of_rows(b_ptr, b_slots_ptr, offs_r, offs_r < end, offs_b, B_WIDTH)
-        if a.dtype == tl.float32 and PRECISION == "ieee":
-            part = td.dot(a.T, b, tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32), PRECISION)
-            acc = tl.fma(part, tl.full((BLOCK_M, BLOCK_N), 1.0, tl.float32), acc)
-        else:
-            acc = td.dot(a.T, b, acc, PRECISION)
+        a = _block_of_rows(a_ptr, offs_r, end, offs_a, A_WIDTH)
+        b = _block_of_rows(b_ptr, offs_r, end, offs_b, B_WIDTH)
+        acc = multiply(a.T, b, acc, BLOCK_M, BLOCK_N, PRECISION)
     return acc
 
 
 @td.jit(do_not_specialize=["num_experts", "R", "N", "K", "group_m"])
 def group_gemm_weights_kernel(
-    dy_ptr, dy_desc, dy_slots_ptr, x_ptr, x_desc, x_slots_ptr, splits_ptr, dw_ptr,
+    dy_ptr, dy_desc, x_ptr, x_desc, splits_ptr, dw_ptr,
     num_experts, R, N, K, group_m,
     EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     ALIGNED: tl.constexpr, USE_TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dw[e] = dy[rows of e].T @ x[rows of e], [E, N, K]; zeros for a group without rows. R: the rows of all groups.
-
-    With slots the rows of one of them lie anywhere: those of row r are number ``slots[r]``.
-    """
+    """dw[e] = dy[rows of e].T @ x[rows of e], [E, N, K]; zeros for a group without rows."""
     N = as_aligned(N, ALIGNED)
     K = as_aligned(K, ALIGNED)
     tiles_m, tiles_n = (N + BLOCK_M - 1) // BLOCK_M, (K + BLOCK_N - 1) // BLOCK_N
@@ -219,7 +195,7 @@ def group_gemm_weights_kernel(
     end = begin + td.sum_of(tl.where(experts == expert, rows, 0), 0)
     acc = _transposed_product(
         tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32), begin, end,
-        dy_ptr, dy_desc, dy_slots_ptr, pid_m * BLOCK_M, N, x_ptr, x_desc, x_slots_ptr, pid_n * BLOCK_N, K,
+        dy_ptr, dy_desc, pid_m * BLOCK_M, N, x_ptr, x_desc, pid_n * BLOCK_N, K,
         BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, PRECISION,
     )  # fmt: skip
     dw = td.from_float32(acc, dw_ptr.dtype.element_ty)
@@ -276,24 +252,30 @@ def _arguments(x, w, splits, y, pre, planes, n, stride_plane, stride_w, is_kn, a
     }, tiles  # fmt: skip
 
 
-def weight_gradient(dy, x, splits, experts, *, dy_slots=None, x_slots=None):
-    """dw [E, N, K] of dy [R, N] and x [R, K]; of rows ``slots`` [R] of dy or x where those are given."""
+def _weight_tiles(n, k, dtype, device):
+    """The tile of a weight's gradient, small enough for two on a multiprocessor: groups are short, so that one computes
+    while the other stores."""
+    if _device.has_tma(device) and dtype.itemsize == 2:
+        return Tiles(128, 128, 32, num_warps=4, num_stages=5)
+    return default_tiles(n, k, dtype, device)
+
+
+def weight_gradient(dy, x, splits, experts):
+    """dw [E, N, K] of dy [R, N] and x [R, K]."""
     dy, x = _operands.rows_contiguous(dy), _operands.rows_contiguous(x)
-    n, k = dy.shape[1], x.shape[1]
-    rows = x.shape[0] if x_slots is None else dy.shape[0]
+    (rows, n), k = dy.shape, x.shape[1]
     dw = x.new_empty(experts, n, k)
     if not rows:
         return dw.zero_()
-    tiles = default_tiles(n, k, x.dtype, x.device)
+    tiles = _weight_tiles(n, k, x.dtype, x.device)
     use_tma = _device.has_tma(x.device) and x.element_size() == 2 and n % 8 == 0 and k % 8 == 0
     dy_desc = x_desc = None
-    if use_tma and dy_slots is None:
+    if use_tma:
         dy_desc = TensorDescriptor(dy, [rows, n], [n, 1], [tiles.block_k, tiles.block_m])
-    if use_tma and x_slots is None:
         x_desc = TensorDescriptor(x, [rows, k], [k, 1], [tiles.block_k, tiles.block_n])
     programs = experts * -(-n // tiles.block_m) * -(-k // tiles.block_n)
     group_gemm_weights_kernel[(programs,)](
-        dy, dy_desc, dy_slots, x, x_desc, x_slots, splits, dw, experts, rows, n, k, tiles.group_m,
+        dy, dy_desc, x, x_desc, splits, dw, experts, rows, n, k, tiles.group_m,
         EXPERTS=triton.next_power_of_2(experts), **tiles.constants(), ALIGNED=_operands.aligned(n, k),
         USE_TMA=use_tma, PRECISION=_operands.dot_precision(x.dtype), **tiles.options(),
     )  # fmt: skip

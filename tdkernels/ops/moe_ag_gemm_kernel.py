@@ -1,29 +1,35 @@
-"""The kernel behind moe_ag_gemm: tokens are pushed to all peers while tiles of experts whose tokens have come are done.
+"""The kernel behind moe_ag_gemm: tokens are pushed to all peers, sorted by expert and multiplied, all at the same time.
+
+Pieces of work, by number: the first push our tokens to the peers; then, stage by stage (``moe_route_kernel``), come the
+tiles of the stage before with pieces strewn in that copy tokens of this stage to their rows, one for each choice. A row
+has to lie among those of its expert for the tensor memory accelerator, and to copy it takes less than what is lost by a
+product that reads its rows from anywhere.
 
 Signal number ``source * num_chunks + chunk`` of a half is raised by ``source`` when that chunk of its tokens stands in
-our memory; the waiters are the tiles that need its rows. A tile's rows are those of one expert, wherever their tokens
-lie: the rows of A are read from addresses, which costs little beside the copy of all rows that it saves.
+our memory; the waiters are the pieces that copy its tokens. These count for each stage how many of them are done; the
+waiters of that are the stage's tiles.
 """
 
 from dataclasses import dataclass
 
 import torch
+import triton
 import triton.language as tl
 
 from tdkernels import lang as td
 from tdkernels.ops import _device, _operands
 from tdkernels.ops._config import text_of
-from tdkernels.ops._gather import Gather
 from tdkernels.ops._gather_kernels import push_shard
 from tdkernels.ops._gemm import as_aligned, store_rows, swizzle
 from tdkernels.ops._grouped import grouped_tile
 from tdkernels.ops._swiglu import HALVES, NUMBERS
 from tdkernels.ops._tiles import Tiles, default_tiles
 from tdkernels.ops.group_gemm_kernel import planes_of, store_product, tma_fits, weight_descriptor, weight_layout
-from tdkernels.ops.moe_route_kernel import TILE_WORDS, TILES, chunk_at_turn
+from tdkernels.ops.moe_route_kernel import MAX_STAGES, TILE_WORDS, chunk_at_turn, first_turn_of, split_piece
 from tdkernels.symm import get_workspace
 
 _COPY_WORDS = 4096
+BLOCK_TOKENS, BLOCK_COLUMNS = 16, 512  # of a piece that copies or adds up rows
 _COLUMNS = tl.constexpr(64)  # of a gradient's tile that are stored at a time
 
 
@@ -34,14 +40,16 @@ class MoeTpConfig:
     method:        "fused", or "torch": plain collectives and torch's grouped product
     tiles:         the tile of the products, see ``Tiles``; None takes the default for the device and shape
     num_comm_sms:  programs that push tokens at the same time, before they multiply like the others
-    chunk_rows:    tokens that travel together under one signal, a power of two of at least 16; more if there would be
-                   too many chunks
+    chunk_rows:    tokens that travel together under one signal, a multiple of 16
+    stages:        how often the experts' weights are gone through, 1 to 8: once for our own tokens, the other times for
+                   those of the others, in parts; 0: as often as pays, by the number of rows an expert has
     """
 
     method: str = "fused"
     tiles: Tiles | None = None
     num_comm_sms: int = 16
     chunk_rows: int = 256
+    stages: int = 0
 
     def illegal(self, device, dtype):
         """Why this config cannot run on a device with a dtype; None when it can."""
@@ -54,8 +62,10 @@ class MoeTpConfig:
             return f"num_comm_sms must be at least 1, not {self.num_comm_sms}"
         if device.type == "cuda" and self.num_comm_sms >= _device.num_sms(device):
             return f"num_comm_sms must leave some of the {_device.num_sms(device)} free, not be {self.num_comm_sms}"
-        if self.chunk_rows < 16 or self.chunk_rows & (self.chunk_rows - 1):
-            return f"chunk_rows must be a power of two of at least 16, not {self.chunk_rows}"
+        if self.chunk_rows < 16 or self.chunk_rows % BLOCK_TOKENS:
+            return f"chunk_rows must be a multiple of {BLOCK_TOKENS}, not {self.chunk_rows}"
+        if not 0 <= self.stages <= MAX_STAGES.value:
+            return f"stages must be 0 to {MAX_STAGES.value}, not {self.stages}"
         return self.tiles.illegal(device, dtype) if self.tiles is not None else None
 
 
@@ -68,14 +78,33 @@ def default_config(tokens, choices, experts, n, dtype, device):
 
 
 @td.jit
-def rows_of_tile(slots_ptr, row, count, x, slots, width_bytes, me, slot_rows, BLOCK_M: tl.constexpr):
-    """The addresses of a tile's rows: our own tokens' in x, those of others where they were gathered."""
-    within = tl.minimum(tl.arange(0, BLOCK_M), count - 1)
-    slot = tl.load(slots_ptr + row + within)
-    own = slot - me * slot_rows
-    is_own = (own >= 0) & (own < slot_rows)
-    at = tl.where(is_own, own, slot).to(tl.int64) * width_bytes
-    return tl.where(is_own, x, slots) + at
+def pieces_of_turn(chunk_rows, width, BLOCK_TOKENS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
+    """How many pieces of BLOCK_TOKENS x BLOCK_COLUMNS each chunk of tokens has, one with fewer tokens too."""
+    return chunk_rows // BLOCK_TOKENS * ((width + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS)
+
+
+@td.jit
+def piece_of_turn(piece, chunk, chunk_rows, width, BLOCK_TOKENS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
+    """(the tokens of a rank, the columns) of a piece of a chunk."""
+    blocks = (width + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
+    tokens = chunk * chunk_rows + piece // blocks * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    return tokens, piece % blocks * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+
+
+@td.jit
+def _copy_to_rows(
+    tokens_ptr, rows_ptr, sorted_ptr, tokens, first_token, M_shard, columns, K,
+    CHOICES: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Copy columns of tokens of a rank, the first of which has number ``first_token``, to the rows of their choices."""
+    there, inside = tokens < M_shard, columns < K
+    at = tokens[:, None].to(tl.int64) * K + columns[None, :]
+    block = tl.load(tokens_ptr + at, mask=there[:, None] & inside[None, :], other=0.0)
+    for j in tl.static_range(CHOICES):
+        choice = (first_token + tokens).to(tl.int64) * CHOICES + j
+        row = tl.load(rows_ptr + choice, mask=there, other=-1)
+        mask = (row >= 0)[:, None] & inside[None, :]
+        tl.store(sorted_ptr + row[:, None].to(tl.int64) * K + columns[None, :], block, mask=mask)
 
 
 @td.jit
@@ -103,87 +132,124 @@ def _store_gradient(
         return td.sum_of(tl.where(mask, acc, 0.0) * h, 1)
 
 
-# Compiled once for a tile, whatever the shape and plan: that is what makes tuning cheap.
+# Compiled once for a tile and a number of choices, whatever the shape and plan: that is what makes tuning cheap.
 @td.jit(do_not_specialize=[
-    "M_shard", "R", "N", "K", "stride_plane", "stride_w", "slot_rows", "plan", "num_comm", "chunk_rows", "group_m",
+    "M_shard", "R", "N", "K", "stride_plane", "stride_w", "slot_rows", "plan", "num_comm", "chunk_rows", "stages",
+    "group_m",
 ])  # fmt: skip
 def moe_ag_gemm_kernel(
-    ctx, x_ptr, w_ptr, w_desc, slots_ptr, table_ptr, facts_ptr, y_ptr, pre_ptr,
+    ctx, x_ptr, sorted_ptr, sorted_desc, w_ptr, w_desc, rows_ptr, table_ptr, begins_ptr, done_ptr, y_ptr, pre_ptr,
     h_ptr, weighted_ptr, weights_ptr, dots_ptr, choices_ptr,
-    M_shard, R, N, K, stride_plane, stride_w, slot_rows, plan, num_comm, chunk_rows, group_m,
-    COPY_WORDS: tl.constexpr, FIXED_HALF: tl.constexpr, ACTIVATION: tl.constexpr,
+    M_shard, R, N, K, stride_plane, stride_w, slot_rows, plan, num_comm, chunk_rows, stages, group_m,
+    COPY_WORDS: tl.constexpr, ACTIVATION: tl.constexpr, CHOICES: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ELEM_BYTES: tl.constexpr,
-    ALIGNED: tl.constexpr, EVEN_K: tl.constexpr, TMA_W: tl.constexpr, W_IS_KN: tl.constexpr, PRECISION: tl.constexpr,
+    ALIGNED: tl.constexpr, EVEN_K: tl.constexpr, USE_TMA: tl.constexpr, W_IS_KN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """y [R, N] = the tokens of the rows, of all ranks, times the weights of the rows' experts.
+    """y [R, N] = the tokens of the rows, of all ranks, times the weights of the rows' experts; sorted [R, K] they.
 
-    Pieces 0 … num_comm - 1 push our tokens to the peers; each later one computes one tile, in the order of the table.
-    With ``weights_ptr``: the gradients of rows h, and what else is made of them, see ``_store_gradient``. FIXED_HALF:
-    as in ``ag_gemm_kernel``.
+    With ``weights_ptr``: the gradients of rows h, and what else is made of them, see ``_store_gradient``.
+    ``done_ptr``: of each stage, how many pieces have been copied; zeros at first.
     """
     N = as_aligned(N, ALIGNED)
     K = as_aligned(K, ALIGNED)
     stride_plane = as_aligned(stride_plane, ALIGNED)
     stride_w = as_aligned(stride_w, ALIGNED)
     PAIR: tl.constexpr = ACTIVATION == HALVES
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     me, ranks = td.rank(ctx), td.num_ranks(ctx)
-    if FIXED_HALF:
-        epoch = td.epoch(ctx)
-        half = tl.full((), 0, tl.int32)
-    else:
-        epoch = td.epoch(ctx) + 1
-        half = (epoch % 2).to(tl.int32)
+    epoch = td.epoch(ctx) + 1
+    half = (epoch % 2).to(tl.int32)
     signal = (epoch << 8) | plan
     num_chunks = (M_shard + chunk_rows - 1) // chunk_rows
     row_bytes = tl.cast(K, tl.int64) * ELEM_BYTES
     tiles_n = (N + BLOCK_N - 1) // BLOCK_N
-    tiles = tl.load(facts_ptr + TILES)
-    pieces = num_comm + tiles * tiles_n
-    come = tl.full((), 0, tl.int32)  # the last turn whose tokens are known to be here
-    seen = tl.full((), 0, tl.int64)
+    of_turn = pieces_of_turn(chunk_rows, K, BLOCK_TOKENS, BLOCK_COLUMNS)
+    pieces = num_comm + tl.load(begins_ptr + stages) * tiles_n + ranks * num_chunks * of_turn
+    # The part of the list that we are in: pieces begin … end - 1 are tiles of a stage, and copies for the next one.
+    stage = tl.full((), -1, tl.int32)
+    begin, end = num_comm, num_comm
+    first_tile, tiles, copies = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
 
     piece = td.ticket_of(td.take_ticket(ctx))
     while piece < pieces:
         if piece < num_comm:
             push_shard(
                 ctx, x_ptr.to(tl.int64), half, signal, M_shard * row_bytes, chunk_rows * row_bytes, num_chunks,
-                slot_rows * row_bytes, piece, num_comm, COPY_OWN=FIXED_HALF, COPY_WORDS=COPY_WORDS, trace=(None, 0),
+                slot_rows * row_bytes, piece, num_comm, COPY_OWN=False, COPY_WORDS=COPY_WORDS, trace=(None, 0),
             )  # fmt: skip
             answer = td.take_ticket(ctx)
         else:
-            number, pid_n = swizzle(piece - num_comm, tiles, tiles_n, group_m)
-            entry = table_ptr + number * TILE_WORDS
-            expert, row, count = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
-            last = tl.load(entry + 3)
-            col = pid_n * BLOCK_N
-            for turn in range(come + 1, last + 1):
-                source, chunk = chunk_at_turn(turn, me, ranks)
-                # producer: push_shard of the source
-                seen = td.wait_plan(ctx, td.signal_at(ctx, half, source * num_chunks + chunk), signal, source)
-            come = tl.maximum(come, last)
-            slots = td.consume_token(td.data_at(ctx, half, me), seen)
-            x_at = rows_of_tile(slots_ptr, row, count, x_ptr.to(tl.int64), slots, row_bytes, me, slot_rows, BLOCK_M)
-            offs_m = row + tl.arange(0, BLOCK_M)
-            end = row + count
-            acc = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
-            acc, second = grouped_tile(
-                acc, acc, x_at, None, row, offs_m < end,
-                w_ptr, w_desc, expert * (2 if PAIR else 1), col, stride_plane, stride_w, N, K, x_ptr.dtype.element_ty,
-                BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, False, TMA_W, W_IS_KN, PAIR, PRECISION,
-            )  # fmt: skip
-            answer = td.take_ticket(ctx)
-            if weights_ptr is not None:
-                choice = tl.load(choices_ptr + offs_m, mask=offs_m < end, other=0)
-                weight = tl.load(weights_ptr + choice, mask=offs_m < end, other=0.0)
-                dots = _store_gradient(
-                    acc, y_ptr, h_ptr, weighted_ptr, weight, offs_m, end, col, N, BLOCK_M, BLOCK_N
+            for _step in range(stage, stages):
+                if piece >= end:
+                    first_tile, tiles = tiles_of(begins_ptr, stage)
+                    turns = first_turn_of(stage + 2, stages, ranks, num_chunks)
+                    turns -= first_turn_of(stage + 1, stages, ranks, num_chunks)
+                    copies = tl.where(stage + 1 < stages, turns * of_turn, 0)
+                    begin = end
+                    end = begin + tiles * tiles_n + copies
+                    stage += 1
+            is_copy, number = split_piece(piece - begin, tiles * tiles_n, copies)
+            if is_copy:
+                turn = first_turn_of(stage, stages, ranks, num_chunks) + number // of_turn
+                source, chunk = chunk_at_turn(turn, me, ranks, num_chunks)
+                tokens, columns = piece_of_turn(
+                    number % of_turn, chunk, chunk_rows, K, BLOCK_TOKENS, BLOCK_COLUMNS
                 )  # fmt: skip
-                # This tile column's part; the host adds them up.
-                tl.store(dots_ptr + pid_n.to(tl.int64) * R + offs_m, dots, mask=offs_m < end)
+                at = x_ptr.to(tl.int64)
+                if source != me:
+                    # producer: push_shard of the source
+                    seen = td.wait_plan(ctx, td.signal_at(ctx, half, source * num_chunks + chunk), signal, source)
+                    at = td.consume_token(td.data_at(ctx, half, me) + source.to(tl.int64) * slot_rows * row_bytes, seen)
+                _copy_to_rows(
+                    td.pointer_to(at, DTYPE), rows_ptr, sorted_ptr, tokens, source * M_shard, M_shard, columns, K,
+                    CHOICES, BLOCK_TOKENS, BLOCK_COLUMNS,
+                )  # fmt: skip
+                answer = td.take_ticket(ctx)
+                # waiter: the tiles of the stage
+                td.add_release(done_ptr + stage, tl.full((), 1, tl.int64), SCOPE="gpu")
             else:
-                store_product(acc, second, y_ptr, pre_ptr, offs_m, end, col, N, ACTIVATION, BLOCK_M, BLOCK_N)
+                pid_m, pid_n = swizzle(number, tiles, tiles_n, group_m)
+                entry = table_ptr + (first_tile + pid_m) * TILE_WORDS
+                expert, row, count = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
+                col = pid_n * BLOCK_N
+                offs_m = row + tl.arange(0, BLOCK_M)
+                past = row + count
+                inside = tl.minimum(offs_m, past - 1).to(tl.int64)
+                x_at = sorted_ptr.to(tl.int64) + inside * row_bytes
+                for earlier in range(0, stage):
+                    turns = first_turn_of(earlier + 1, stages, ranks, num_chunks)
+                    turns -= first_turn_of(earlier, stages, ranks, num_chunks)
+                    # producer: the pieces of this rank that copy the tokens of the stage
+                    seen = td.wait(ctx, done_ptr + earlier, turns * of_turn, me, SCOPE="gpu", FOR_TMA=USE_TMA)
+                    x_at = td.consume_token(x_at, seen)
+                acc = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
+                acc, second = grouped_tile(
+                    acc, acc, x_at, sorted_desc, row, offs_m < past,
+                    w_ptr, w_desc, expert * (2 if PAIR else 1), col, stride_plane, stride_w, N, K, DTYPE,
+                    BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, USE_TMA, USE_TMA, W_IS_KN, PAIR, PRECISION,
+                )  # fmt: skip
+                answer = td.take_ticket(ctx)
+                if weights_ptr is not None:
+                    choice = tl.load(choices_ptr + offs_m, mask=offs_m < past, other=0)
+                    weight = tl.load(weights_ptr + choice, mask=offs_m < past, other=0.0)
+                    dots = _store_gradient(
+                        acc, y_ptr, h_ptr, weighted_ptr, weight, offs_m, past, col, N, BLOCK_M, BLOCK_N
+                    )  # fmt: skip
+                    # This tile column's part; the host adds them up.
+                    tl.store(dots_ptr + pid_n.to(tl.int64) * R + offs_m, dots, mask=offs_m < past)
+                else:
+                    store_product(acc, second, y_ptr, pre_ptr, offs_m, past, col, N, ACTIVATION, BLOCK_M, BLOCK_N)
         piece = td.ticket_of(answer)
-    td.finish(ctx, ADVANCE=FIXED_HALF == 0)
+    td.finish(ctx)
+
+
+@td.jit
+def tiles_of(begins_ptr, stage):
+    """(the first tile of a stage, how many it has); none for the stage before the first."""
+    first = tl.load(begins_ptr + tl.maximum(stage, 0))
+    last = tl.load(begins_ptr + stage + 1)  # of the stage -1: those before the first
+    return first, last - first
 
 
 # ---- launcher ----
@@ -207,64 +273,76 @@ class Gradients:
     dots: torch.Tensor | None = None  # [tile columns, R]
 
 
-def product_constants(x, w, planes, n, strides, is_kn, activation, tiles):
+def product_constants(rows_k, w, planes, n, strides, is_kn, activation, tiles):
     """(descriptor of the weight or None, the constexpr arguments that the kernels for experts share)"""
     stride_plane, stride_w = strides
     block_n = max(tiles.block_n // 2, 16) if activation == "swiglu" else tiles.block_n
-    k = x.shape[1]
-    tma = tma_fits(k, w, stride_plane, stride_w, is_kn, tiles)
+    tma = tma_fits(rows_k, w, stride_plane, stride_w, is_kn, tiles)
     of_plane = Tiles(block_n=block_n, block_k=tiles.block_k)
     desc = weight_descriptor(w, planes, n, stride_plane, stride_w, is_kn, of_plane) if tma else None
     return desc, {
-        **tiles.constants(), "BLOCK_N": block_n, "ALIGNED": _operands.aligned(n, k, stride_plane, stride_w),
-        "EVEN_K": k % tiles.block_k == 0, "TMA_W": tma, "W_IS_KN": is_kn,
-        "PRECISION": _operands.dot_precision(x.dtype), **tiles.options(),
+        **tiles.constants(), "BLOCK_N": block_n, "ALIGNED": _operands.aligned(n, rows_k, stride_plane, stride_w),
+        "EVEN_K": rows_k % tiles.block_k == 0, "USE_TMA": tma, "W_IS_KN": is_kn, "ELEM_BYTES": w.element_size(),
+        "PRECISION": _operands.dot_precision(w.dtype), **tiles.options(),
     }  # fmt: skip
 
 
-def launch(x, w, routing, config, activation=None, keep=False, gradients=None, keep_gathered=False):
-    """(y [R, ·], what SwiGLU was made of if ``keep`` or None, the Gather of x if kept, to be closed, or None)."""
+def rows_descriptor(rows, constants, tiles):
+    """The descriptor of rows [R, K], if the kernel takes one."""
+    if not constants["USE_TMA"]:
+        return None
+    return _operands.rows_descriptor(rows, 1, rows.shape[0], rows.numel(), tiles.block_m, tiles.block_k)
+
+
+@dataclass
+class Launched:
+    """What a launch leaves.
+
+    y:       [R, ·]
+    pre:     what SwiGLU was made of, or None
+    rows:    [R, K], the tokens of all ranks by rows
+    """
+
+    y: torch.Tensor
+    pre: torch.Tensor | None
+    rows: torch.Tensor
+
+
+def launch(x, w, routing, config, activation=None, keep=False, gradients=None):
+    """The products of all ranks' tokens x [M / W, K] with the weights of their experts; ``keep`` what SwiGLU is of."""
     x = _operands.rows_contiguous(x)
-    rows, k = x.shape
+    tokens, k = x.shape
     tiles = config.tiles
     w, *strides, is_kn = weight_layout(w, activation)
     planes, n = planes_of(w, activation)
     total = routing.choices.shape[0]
     y = x.new_empty(total, w.shape[1] // 2 if activation else w.shape[1])
     pre = x.new_empty(total, w.shape[1]) if keep and activation else None
+    rows = x.new_empty(total, k)
     tiling = routing.tiling(tiles.block_m)
-    desc, constants = product_constants(x, w, planes, n, strides, is_kn, activation, tiles)
+    desc, constants = product_constants(k, w, planes, n, strides, is_kn, activation, tiles)
     tiles_n = -(-n // constants["BLOCK_N"])
+    of_gradient = (None,) * 5
     if gradients is not None:
         gradients.weighted = torch.empty_like(y)
         gradients.dots = x.new_empty(tiles_n, total, dtype=torch.float32)
-
-    gather = None
-    num_comm = config.num_comm_sms if routing.world_size > 1 else 0
-    fields = plan_fields(x, w, routing, activation, config)
-    half_bytes = routing.world_size * routing.slot_rows * k * x.element_size()
-    if keep_gathered and num_comm:
-        gather = Gather("moe_ag_gemm", fields, x, routing.group, routing.chunk_rows)
-        workspace, plan = gather.workspace, gather.plan
-        gather.begin()
-    else:
-        workspace = get_workspace(routing.group, x.device, "moe_ag_gemm")
-        plan = workspace.prepare(
-            "moe_ag_gemm", fields, half_bytes if num_comm else 256, max(routing.world_size * routing.num_chunks, 1)
-        )
-        workspace.before_launch()
-    most = num_comm + tiling.most * tiles_n
-    of_gradient = (None,) * 5
-    if gradients is not None:
         of_gradient = gradients.h, gradients.weighted, gradients.weights, gradients.dots, routing.choices
+    num_comm = config.num_comm_sms if routing.world_size > 1 else 0
+    workspace = get_workspace(routing.group, x.device, "moe_ag_gemm")
+    half_bytes = routing.world_size * routing.slot_rows * k * x.element_size() if num_comm else 256
+    fields = {**plan_fields(x, w, routing, activation, config), "gradient": gradients is not None}
+    plan = workspace.prepare("moe_ag_gemm", fields, half_bytes, routing.world_size * routing.num_chunks)
+    done = torch.zeros(MAX_STAGES.value, dtype=torch.int64, device=x.device)
+    block_columns = min(triton.next_power_of_2(k), BLOCK_COLUMNS)
+    copies = routing.world_size * routing.num_chunks * -(-routing.chunk_rows // BLOCK_TOKENS) * -(-k // block_columns)
+    most = num_comm + tiling.most * tiles_n + copies
+    workspace.before_launch()
     moe_ag_gemm_kernel[(min(most, _device.resident_programs(x.device, tiles, x.dtype)),)](
-        workspace.ctx, x, w, desc, routing.slots, tiling.table, tiling.facts, y, pre, *of_gradient,
-        rows, total, n, k, *strides, routing.slot_rows, plan, num_comm, routing.chunk_rows, tiles.group_m,
-        COPY_WORDS=_COPY_WORDS, FIXED_HALF=gather is not None, ACTIVATION=NUMBERS[activation],
-        ELEM_BYTES=x.element_size(), **constants,
+        workspace.ctx, x, rows, rows_descriptor(rows, constants, tiles), w, desc, routing.rows, tiling.table,
+        tiling.begins, done, y, pre, *of_gradient, tokens, total, n, k, *strides, routing.slot_rows, plan, num_comm,
+        routing.chunk_rows, routing.num_stages, tiles.group_m,
+        COPY_WORDS=_COPY_WORDS, ACTIVATION=NUMBERS[activation], CHOICES=routing.num_choices,
+        BLOCK_TOKENS=BLOCK_TOKENS, BLOCK_COLUMNS=block_columns, **constants,
     )  # fmt: skip
-    if gather is None:
-        workspace.after_launch()
-    elif x.device.type == "cpu":
-        workspace.check()
-    return y, pre, gather
+    workspace.after_launch()
+    return Launched(y, pre, rows)

@@ -1,13 +1,14 @@
 """The kernel behind moe_gemm_rs: experts' rows are multiplied, added up by token, and sent to the tokens' ranks.
 
-The tiles of the grouped product come in the order of ``moe_route_kernel`` backwards, so that the tokens of the other
-ranks are done with chunk by chunk, and our own last. Strewn between them are pieces that take a block of tokens of a
-chunk for which all tiles have been computed, ``lag`` pieces after the last of them was begun: they add up each token's
-rows, weighted, in fp32 and in the order of its choices, and store the sums at the token's rank, with a signal of their
-own. For our own tokens they add the peers' sums to ours, in fp32 and in the order of ranks.
+The tiles of the grouped product come in the stages of ``moe_route_kernel`` backwards, so that the tokens of the other
+ranks are done with first and our own last. Strewn between the tiles of a stage are pieces for the tokens of the stage
+before it in this order: they add up each token's rows, weighted, in fp32 and in the order of its choices, and store
+the sums at the token's rank, with a signal of their own. For our own tokens they add the peers' sums to ours, in fp32
+and in the order of ranks.
 
-How many tiles a chunk needs is known on the device only, and so is the list of pieces: each program finds for the
-number that it has drawn which kind of piece it is. A piece waits only for pieces of smaller numbers, here and there.
+How many tiles a stage has is known on the device only, and so is the list of pieces: each program goes along with it. A
+piece waits only for pieces of smaller numbers of this rank, or, for our own tokens, for pieces of the peers that come
+before any piece of theirs which waits for a peer.
 """
 
 import torch
@@ -20,22 +21,20 @@ from tdkernels.ops._gemm import as_aligned, store_rows, swizzle
 from tdkernels.ops._grouped import grouped_tile
 from tdkernels.ops._rank_sum import sum_in_rank_order
 from tdkernels.ops.group_gemm_kernel import planes_of, weight_layout
-from tdkernels.ops.moe_ag_gemm_kernel import plan_fields, product_constants
-from tdkernels.ops.moe_route_kernel import TILE_WORDS, TILES, chunk_at_turn
+from tdkernels.ops.moe_ag_gemm_kernel import (
+    BLOCK_COLUMNS,
+    BLOCK_TOKENS,
+    piece_of_turn,
+    pieces_of_turn,
+    plan_fields,
+    product_constants,
+    rows_descriptor,
+    tiles_of,
+)
+from tdkernels.ops.moe_route_kernel import MAX_STAGES, TILE_WORDS, chunk_at_turn, first_turn_of, split_piece
 from tdkernels.symm import get_workspace
 
-_BLOCK_TOKENS, _BLOCK_COLUMNS = 16, 512  # of a piece that adds up
 _ALIGN = tl.constexpr(16)  # bytes, to a multiple of which a rank's sums are rounded up
-
-
-@td.jit
-def _sums_before(group, ranks, full, last):
-    """How many pieces that add up the groups before this one have: ``last`` for each last chunk, ``full`` for others.
-
-    Group 0 is the last turn of moe_route_kernel, group 1 the one before it, and so on.
-    """
-    others = ranks - 1
-    return tl.minimum(group, others) * last + tl.maximum(group - others, 0) * full
 
 
 @td.jit
@@ -58,27 +57,19 @@ def _sum_of_choices(
 
 @td.jit
 def _add_up(
-    ctx, out_ptr, rows_ptr, weights_ptr, z_ptr, half, signal, turn, piece, chunk_rows, M_shard, N,
+    ctx, out_ptr, rows_ptr, weights_ptr, z_ptr, half, signal, owner, tokens, columns, number, of_shard, M_shard, N,
     CHOICES: tl.constexpr, RANKS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Piece number ``piece`` of those that add up the tokens of a turn; all of their tiles have been computed."""
+    """Piece ``number`` of the ``of_shard`` of a rank's tokens, all of whose rows have been computed."""
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     ELEM_BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
     me = td.rank(ctx)
-    owner, chunk = chunk_at_turn(turn, me, RANKS)
-    owner = tl.where(turn == 0, me, owner)
-    first = tl.where(turn == 0, 0, chunk * chunk_rows)
-    blocks = (N + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
-    of_shard = (M_shard + BLOCK_TOKENS - 1) // BLOCK_TOKENS * blocks
-    number = first // BLOCK_TOKENS * blocks + piece  # among the pieces of the owner's tokens
-    local = first + piece // blocks * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
-    columns = piece % blocks * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
-    there, inside = local < M_shard, columns < N
+    there, inside = tokens < M_shard, columns < N
     total = _sum_of_choices(
-        out_ptr, rows_ptr, weights_ptr, owner * M_shard + local, there, columns, inside, N,
+        out_ptr, rows_ptr, weights_ptr, owner * M_shard + tokens, there, columns, inside, N,
         CHOICES, BLOCK_TOKENS, BLOCK_COLUMNS,
     )  # fmt: skip
-    offs = local[:, None].to(tl.int64) * N + columns[None, :]
+    offs = tokens[:, None].to(tl.int64) * N + columns[None, :]
     mask = there[:, None] & inside[None, :]
     shard_bytes = (tl.cast(M_shard, tl.int64) * N * ELEM_BYTES + _ALIGN - 1) // _ALIGN * _ALIGN
     if owner != me:
@@ -96,19 +87,18 @@ def _add_up(
 
 # Compiled once for a tile, a number of ranks and of choices, whatever the shape and plan.
 @td.jit(do_not_specialize=[
-    "M_shard", "R", "N", "K", "stride_plane", "stride_w", "plan", "chunk_rows", "lag", "group_m", "num_turns",
+    "M_shard", "R", "N", "K", "stride_plane", "stride_w", "plan", "chunk_rows", "stages", "group_m",
 ])  # fmt: skip
 def moe_gemm_rs_kernel(
-    ctx, h_ptr, h_desc, w_ptr, w_desc, rows_ptr, weights_ptr, table_ptr, facts_ptr, done_ptr, out_ptr, z_ptr,
-    M_shard, R, N, K, stride_plane, stride_w, plan, chunk_rows, lag, group_m, num_turns,
-    TURNS: tl.constexpr, CHOICES: tl.constexpr, RANKS: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+    ctx, h_ptr, h_desc, w_ptr, w_desc, rows_ptr, weights_ptr, table_ptr, begins_ptr, done_ptr, out_ptr, z_ptr,
+    M_shard, R, N, K, stride_plane, stride_w, plan, chunk_rows, stages, group_m,
+    CHOICES: tl.constexpr, RANKS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ELEM_BYTES: tl.constexpr,
-    ALIGNED: tl.constexpr, EVEN_K: tl.constexpr, TMA_W: tl.constexpr, W_IS_KN: tl.constexpr, PRECISION: tl.constexpr,
+    ALIGNED: tl.constexpr, EVEN_K: tl.constexpr, USE_TMA: tl.constexpr, W_IS_KN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """z [M_shard, N] = our tokens' sums, over ranks and choices, of weight * h[row of the choice] @ w[expert].T.
 
-    ``done_ptr``: for each turn how many of its tiles have been computed; zeros at first.
+    ``done_ptr``: of each stage, how many of its tiles have been computed; zeros at first.
     """
     N = as_aligned(N, ALIGNED)
     K = as_aligned(K, ALIGNED)
@@ -118,64 +108,62 @@ def moe_gemm_rs_kernel(
     epoch = td.epoch(ctx) + 1
     half = (epoch % 2).to(tl.int32)
     signal = (epoch << 8) | plan
-    tiles = tl.load(facts_ptr + TILES)
-    tiles_n = (N + BLOCK_N - 1) // BLOCK_N
-
-    # Where in the list of pieces each group, that is the turns backwards, begins to be added up.
-    groups = tl.arange(0, TURNS)
-    of_group = groups < num_turns
-    needed = tl.load(facts_ptr + 1 + num_turns - 1 - groups, mask=of_group, other=0)
-    blocks = (N + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
     num_chunks = (M_shard + chunk_rows - 1) // chunk_rows
-    full = chunk_rows // BLOCK_TOKENS * blocks
-    last = (M_shard - (num_chunks - 1) * chunk_rows + BLOCK_TOKENS - 1) // BLOCK_TOKENS * blocks
-    begins = needed * tiles_n + lag + _sums_before(groups, RANKS, full, last)
-    begins = tl.where(of_group, begins, 0x7FFFFFFF)
-    own = (M_shard + BLOCK_TOKENS - 1) // BLOCK_TOKENS * blocks
-    pieces = tiles * tiles_n + lag + _sums_before(num_turns - 1, RANKS, full, last) + own
-    undone = tl.full((), 0, tl.int32) + num_turns  # from this turn on all tiles are known to be computed
+    tiles_n = (N + BLOCK_N - 1) // BLOCK_N
+    of_turn = pieces_of_turn(chunk_rows, N, BLOCK_TOKENS, BLOCK_COLUMNS)
+    pieces = tl.load(begins_ptr + stages) * tiles_n + RANKS * num_chunks * of_turn
+    # The part of the list that we are in: begin … end - 1 are tiles of a stage, and sums of the stage after it.
+    stage = tl.full((), 0, tl.int32) + stages
+    begin, end = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
+    first_tile, tiles, sums = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
 
     piece = td.ticket_of(td.take_ticket(ctx))
     while piece < pieces:
-        group = td.sum_of((begins <= piece).to(tl.int32), 0) - 1
-        within = piece - td.sum_of(tl.where(groups == group, begins, 0), 0)
-        size = tl.where(group == num_turns - 1, own, tl.where(group < RANKS - 1, last, full))
-        if (group >= 0) & (within < size):
-            turn = num_turns - 1 - group
-            for earlier in range(turn, undone):
-                # producer: the programs of this rank that compute the turn's tiles
-                expected = tl.load(facts_ptr + 1 + num_turns + earlier) * tiles_n
-                td.wait(ctx, done_ptr + earlier, expected, me, SCOPE="gpu")
-            undone = tl.minimum(undone, turn)
+        for _step in range(0, stage + 1):
+            if piece >= end:
+                first_tile, tiles = tiles_of(begins_ptr, stage - 1)
+                turns = first_turn_of(stage + 1, stages, RANKS, num_chunks)
+                turns -= first_turn_of(stage, stages, RANKS, num_chunks)
+                sums = tl.where(stage < stages, turns * of_turn, 0)
+                begin = end
+                end = begin + tiles * tiles_n + sums
+                stage -= 1
+        is_sum, number = split_piece(piece - begin, tiles * tiles_n, sums)
+        if is_sum:
+            for later in range(stage + 1, stages):
+                expected = (tl.load(begins_ptr + later + 1) - tl.load(begins_ptr + later)) * tiles_n
+                # producer: the programs of this rank that compute the stage's tiles
+                td.wait(ctx, done_ptr + later, expected, me, SCOPE="gpu")
+            # Backwards: the peers' tokens before ours, for which we wait until they have done the same.
+            turn = first_turn_of(stage + 2, stages, RANKS, num_chunks) - 1 - number // of_turn
+            owner, chunk = chunk_at_turn(turn, me, RANKS, num_chunks)
+            within = number % of_turn
+            tokens, columns = piece_of_turn(within, chunk, chunk_rows, N, BLOCK_TOKENS, BLOCK_COLUMNS)
             _add_up(
-                ctx, out_ptr, rows_ptr, weights_ptr, z_ptr, half, signal, turn, within, chunk_rows, M_shard, N,
+                ctx, out_ptr, rows_ptr, weights_ptr, z_ptr, half, signal, owner, tokens, columns,
+                chunk * of_turn + within, num_chunks * of_turn, M_shard, N,
                 CHOICES, RANKS, BLOCK_TOKENS, BLOCK_COLUMNS,
             )  # fmt: skip
             answer = td.take_ticket(ctx)
         else:
-            tile = piece - _sums_before(group + 1, RANKS, full, last)
-            if tile < tiles * tiles_n:
-                number, pid_n = swizzle(tile, tiles, tiles_n, group_m)
-                entry = table_ptr + (tiles - 1 - number) * TILE_WORDS
-                expert, row, count = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
-                turn = tl.load(entry + 3)
-                col = pid_n * BLOCK_N
-                offs_m = row + tl.arange(0, BLOCK_M)
-                end = row + count
-                h_at = h_ptr.to(tl.int64) + tl.minimum(offs_m, end - 1).to(tl.int64) * K * ELEM_BYTES
-                acc = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
-                acc, _ = grouped_tile(
-                    acc, acc, h_at, h_desc, row, offs_m < end,
-                    w_ptr, w_desc, expert, col, stride_plane, stride_w, N, K, h_ptr.dtype.element_ty,
-                    BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, TMA_W, TMA_W, W_IS_KN, False, PRECISION,
-                )  # fmt: skip
-                answer = td.take_ticket(ctx)
-                product = td.from_float32(acc, out_ptr.dtype.element_ty)
-                store_rows(out_ptr, product, offs_m, col + tl.arange(0, BLOCK_N), end, N)
-                # waiter: the pieces of this rank that add up the turn's tokens
-                td.add_release(done_ptr + turn, tl.full((), 1, tl.int64), SCOPE="gpu")
-            else:
-                answer = td.take_ticket(ctx)
+            pid_m, pid_n = swizzle(number, tiles, tiles_n, group_m)
+            entry = table_ptr + (first_tile + pid_m) * TILE_WORDS
+            expert, row, count = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
+            col = pid_n * BLOCK_N
+            offs_m = row + tl.arange(0, BLOCK_M)
+            past = row + count
+            h_at = h_ptr.to(tl.int64) + tl.minimum(offs_m, past - 1).to(tl.int64) * K * ELEM_BYTES
+            acc = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
+            acc, second = grouped_tile(
+                acc, acc, h_at, h_desc, row, offs_m < past,
+                w_ptr, w_desc, expert, col, stride_plane, stride_w, N, K, h_ptr.dtype.element_ty,
+                BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, USE_TMA, USE_TMA, W_IS_KN, False, PRECISION,
+            )  # fmt: skip
+            answer = td.take_ticket(ctx)
+            product = td.from_float32(acc, out_ptr.dtype.element_ty)
+            store_rows(out_ptr, product, offs_m, col + tl.arange(0, BLOCK_N), past, N)
+            # waiter: the pieces of this rank that add up the stage's tokens
+            td.add_release(done_ptr + stage, tl.full((), 1, tl.int64), SCOPE="gpu")
         piece = td.ticket_of(answer)
     td.finish(ctx)
 
@@ -187,35 +175,28 @@ def launch(h, w, routing, weights, config):
     """
     h = _operands.rows_contiguous(h)
     total, k = h.shape
-    rows, tiles = routing.tokens, config.tiles
+    tokens, tiles = routing.tokens, config.tiles
     w, *strides, is_kn = weight_layout(w)
     planes, n = planes_of(w, None)
     tiling = routing.tiling(tiles.block_m)
-    desc, constants = product_constants(h, w, planes, n, strides, is_kn, None, tiles)
-    h_desc = None
-    if constants["TMA_W"]:
-        h_desc = _operands.rows_descriptor(h, 1, total, total * k, tiles.block_m, tiles.block_k)
-    z, out = h.new_empty(rows, n), h.new_empty(total, n)
-    done = torch.zeros(routing.num_turns, dtype=torch.int64, device=h.device)
-    block_tokens, block_columns = _BLOCK_TOKENS, min(triton.next_power_of_2(n), _BLOCK_COLUMNS)
-    of_shard = -(-rows // block_tokens) * -(-n // block_columns)
-    fields = {**plan_fields(h, w, routing, None, config), "M/W": rows, "weighted": weights is not None}
+    desc, constants = product_constants(k, w, planes, n, strides, is_kn, None, tiles)
+    z, out = h.new_empty(tokens, n), h.new_empty(total, n)
+    done = torch.zeros(MAX_STAGES.value, dtype=torch.int64, device=h.device)
+    block_columns = min(triton.next_power_of_2(n), BLOCK_COLUMNS)
+    of_shard = routing.num_chunks * (routing.chunk_rows // BLOCK_TOKENS) * -(-n // block_columns)
+    fields = {**plan_fields(h, w, routing, None, config), "M/W": tokens, "weighted": weights is not None}
     workspace = get_workspace(routing.group, h.device, "moe_gemm_rs")
     plan = workspace.prepare(
-        "moe_gemm_rs", fields, routing.world_size * (rows * n * h.element_size() + _ALIGN.value),
+        "moe_gemm_rs", fields, routing.world_size * (tokens * n * h.element_size() + _ALIGN.value),
         routing.world_size * of_shard,
     )  # fmt: skip
+    most = tiling.most * -(-n // tiles.block_n) + routing.world_size * of_shard
     workspace.before_launch()
-    tiles_n = -(-n // tiles.block_n)
-    programs = min(
-        tiling.most * tiles_n + routing.world_size * of_shard, _device.resident_programs(h.device, tiles, h.dtype)
-    )
-    lag = min(2 * programs, tiling.most * tiles_n)  # so that tiles are done when they are added up
-    moe_gemm_rs_kernel[(programs,)](
-        workspace.ctx, h, h_desc, w, desc, routing.rows, weights, tiling.table, tiling.facts, done, out, z,
-        rows, total, n, k, *strides, plan, routing.chunk_rows, lag, tiles.group_m, routing.num_turns,
-        TURNS=triton.next_power_of_2(routing.num_turns), CHOICES=routing.num_choices, RANKS=routing.world_size,
-        BLOCK_TOKENS=block_tokens, BLOCK_COLUMNS=block_columns, ELEM_BYTES=h.element_size(), **constants,
+    moe_gemm_rs_kernel[(min(most, _device.resident_programs(h.device, tiles, h.dtype)),)](
+        workspace.ctx, h, rows_descriptor(h, constants, tiles), w, desc, routing.rows, weights, tiling.table,
+        tiling.begins, done, out, z, tokens, total, n, k, *strides, plan, routing.chunk_rows, routing.num_stages,
+        tiles.group_m, CHOICES=routing.num_choices, RANKS=routing.world_size, BLOCK_TOKENS=BLOCK_TOKENS,
+        BLOCK_COLUMNS=block_columns, **constants,
     )  # fmt: skip
     workspace.after_launch()
     return z

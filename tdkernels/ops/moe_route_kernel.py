@@ -1,11 +1,14 @@
 """Which row of a grouped product each choice of an expert gets, and which tile is computed when: found on the device.
 
 A token has k choices; choice number ``token * k + j`` is of the gathered tokens, rank by rank. Tokens travel in
-chunks, each of which has a turn, by the order in which they come to this rank: turn 0 is all of our own, then comes the
-first chunk of the rank before ours, the first of the one before that, and so on round the ranks, then their second
-chunks. Within an expert rows lie in this order, so that its first tiles need nothing but what comes first; and tiles
-are computed in the order of the last turn that they need, whichever expert they are of. Backwards, it is the order in
-which tokens are done with.
+chunks, each of which has a turn, by the order in which they come to this rank: our own chunks first, then the first
+chunk of the rank before ours, the first of the one before that, and so on round the ranks, then their second chunks.
+Within an expert rows lie in this order, so that its first tiles need nothing but what comes first.
+
+Turns make up a few stages: the first is our own tokens, others share what comes from the other ranks. Tiles are
+computed stage by stage, by the last turn that they need, and within a stage expert by expert. The more stages there
+are, the less is waited for; but each reads the experts' weights again, which pays only while a stage has some hundred
+rows for each of them. Backwards, stages are the order in which tokens are done with.
 
 Three launches: ``moe_count_kernel`` counts, ``moe_place_kernel`` has a program for each expert, which goes through all
 ids in order, and ``moe_order_kernel`` sorts the tiles.
@@ -17,26 +20,47 @@ from tdkernels import lang as td
 
 NOTE_BAD_IDS = tl.constexpr(1)
 
-# What a tile is, int32 words of the table: its expert, first row, number of rows, the last chunk that it needs.
+# What a tile is, int32 words of the table: its expert, first row, number of rows.
 TILE_WORDS = tl.constexpr(4)
-# In the facts: the number of tiles; then for each chunk how many tiles need it or a later one, and how many it last.
-TILES = tl.constexpr(0)
+MAX_STAGES = tl.constexpr(8)
 
 
 @td.jit
-def chunk_at_turn(turn, me, ranks):
-    """(source, number of the chunk there) of what comes at a turn from 1 on."""
+def chunk_at_turn(turn, me, ranks, num_chunks):
+    """(source, number of the chunk there) of what comes at a turn."""
     others = tl.maximum(ranks - 1, 1)
-    return (me + ranks - 1 - (turn - 1) % others) % ranks, (turn - 1) // others
+    past = turn - num_chunks
+    source = tl.where(past < 0, me, (me + ranks - 1 - past % others) % ranks)
+    return source, tl.where(past < 0, turn, past // others)
 
 
 @td.jit
-def _turn_of(choice, choices, chunk_choices, shard_choices, me, ranks):
-    """When what a choice is of comes here."""
+def first_turn_of(stage, stages, ranks, num_chunks):
+    """The first turn of a stage; that of the stage past the last is past the last turn."""
+    others = num_chunks * (ranks - 1)
+    shares = tl.maximum(stages - 1, 1)
+    first = num_chunks + ((stage - 1) * others + shares - 1) // shares
+    first = tl.where(stage == 0, 0, first)
+    return tl.where(stage == stages, num_chunks + others, first)
+
+
+@td.jit
+def _stage_of(choice, choices, chunk_choices, shard_choices, me, ranks, num_chunks, stages):
+    """The stage in which what a choice is of comes here."""
     source = choice // shard_choices
     step = (me + ranks - source) % ranks
-    chunk = choice % shard_choices // chunk_choices
-    return tl.where(step == 0, 0, 1 + chunk * (ranks - 1) + step - 1)
+    past = choice % shard_choices // chunk_choices * (ranks - 1) + step - 1
+    stage = 1 + past * (stages - 1) // tl.maximum(num_chunks * (ranks - 1), 1)
+    return tl.where((step == 0) | (stages == 1), 0, stage)
+
+
+@td.jit
+def split_piece(within, tiles, others):
+    """(whether it is one of the others, its number among its kind) of a piece of ``tiles`` with others strewn in."""
+    period = tl.maximum((tiles + others) // tl.maximum(others, 1), 1)
+    turn = within // period
+    is_other = (within % period == period - 1) & (turn < others)
+    return is_other, tl.where(is_other, turn, within - tl.minimum(turn, others))
 
 
 @td.jit(do_not_specialize=["num_ids", "num_experts"])
@@ -56,15 +80,15 @@ def moe_count_kernel(ctx, ids_ptr, splits_ptr, num_ids, num_experts, BLOCK: tl.c
         td.note_if(ctx, wrong > 0, NOTE_BAD_IDS, wrong, wrong, wrong)
 
 
-@td.jit(do_not_specialize=["num_experts", "choices", "chunk_rows", "M_shard", "slot_rows", "tile_rows"])
+@td.jit(do_not_specialize=["num_experts", "choices", "chunk_rows", "M_shard", "tile_rows", "stages"])
 def moe_place_kernel(
-    ctx, ids_ptr, splits_ptr, choices_ptr, slots_ptr, rows_ptr, turns_ptr,
-    num_experts, choices, chunk_rows, M_shard, slot_rows, tile_rows,
+    ctx, ids_ptr, splits_ptr, choices_ptr, rows_ptr, stages_ptr,
+    num_experts, choices, chunk_rows, M_shard, tile_rows, stages,
     EXPERTS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_TILES: tl.constexpr,
 ):  # fmt: skip
-    """For each row its choice and where its token lies; for each choice its row or -1; for each tile its last turn.
+    """For each row its choice, for each choice its row or -1, for each tile, expert by expert, the stage that it needs.
 
-    slots: rows of [W * slot_rows], what a gather leaves. The last program takes the choices that are of no expert.
+    The last program takes the choices that are of no expert.
     """
     me, ranks = td.rank(ctx), td.num_ranks(ctx)
     expert = tl.program_id(0)
@@ -76,22 +100,20 @@ def moe_place_kernel(
     shard_choices, chunk_choices = M_shard * choices, chunk_rows * choices
     num_chunks = (M_shard + chunk_rows - 1) // chunk_rows
     row = begin
-    for turn in range(0, 1 + (ranks - 1) * num_chunks):
-        source, chunk = chunk_at_turn(turn, me, ranks)
-        first = tl.where(turn == 0, 0, chunk * chunk_choices)
-        last = tl.where(turn == 0, shard_choices, tl.minimum(first + chunk_choices, shard_choices))
-        source = tl.where(turn == 0, me, source)
+    for turn in range(0, ranks * num_chunks):
+        source, chunk = chunk_at_turn(turn, me, ranks, num_chunks)
+        first = chunk * chunk_choices
+        last = tl.minimum(first + chunk_choices, shard_choices)
         for start in range(first, last, BLOCK):
             offs = start + tl.arange(0, BLOCK)
-            ids = tl.load(ids_ptr + source * shard_choices + offs, mask=offs < last, other=-1)
             choice = source * shard_choices + offs
+            ids = tl.load(ids_ptr + choice, mask=offs < last, other=-1)
             if expert == num_experts:
                 tl.store(rows_ptr + choice, -1, mask=(offs < last) & ((ids < 0) | (ids >= num_experts)))
             else:
                 mine = (ids == expert) & (offs < last)
                 at = row + td.running_sum(mine.to(tl.int32), 0) - 1
                 tl.store(choices_ptr + at, choice, mask=mine)
-                tl.store(slots_ptr + at, source * slot_rows + offs // choices, mask=mine)
                 tl.store(rows_ptr + choice, at, mask=mine)
                 row += td.sum_of(mine.to(tl.int32), 0)
     tl.debug_barrier()  # what follows reads what other threads have stored
@@ -101,51 +123,43 @@ def moe_place_kernel(
     for start in range(0, own_tiles, BLOCK_TILES):
         tile = start + tl.arange(0, BLOCK_TILES)
         last_row = tl.minimum(begin + (tile + 1) * tile_rows, end) - 1
-        choice = tl.load(choices_ptr + last_row, mask=tile < own_tiles, other=0)
-        last_turn = _turn_of(choice, choices, chunk_choices, shard_choices, me, ranks)
-        tl.store(turns_ptr + first_tile + tile, last_turn, mask=tile < own_tiles)
+        needed = tl.load(choices_ptr + last_row, mask=tile < own_tiles, other=0)
+        stage = _stage_of(needed, choices, chunk_choices, shard_choices, me, ranks, num_chunks, stages)
+        tl.store(stages_ptr + first_tile + tile, stage, mask=tile < own_tiles)
 
 
-@td.jit(do_not_specialize=["num_experts", "num_turns", "tile_rows"])
+@td.jit(do_not_specialize=["num_experts", "tile_rows"])
 def moe_order_kernel(
-    splits_ptr, turns_ptr, table_ptr, facts_ptr, num_experts, num_turns, tile_rows,
-    EXPERTS: tl.constexpr, TURNS: tl.constexpr, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr,
+    splits_ptr, stages_ptr, table_ptr, begins_ptr, num_experts, tile_rows,
+    EXPERTS: tl.constexpr, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Tiles in the order of the turns that they need, as TILE_WORDS each; a program has BLOCK of them."""
+    """Tiles stage by stage, as TILE_WORDS each; a program has BLOCK of them. begins[s]: those of stages before s."""
     experts = tl.arange(0, EXPERTS)
     counts = tl.load(splits_ptr + experts, mask=experts < num_experts, other=0)
-    ends = td.running_sum((counts + tile_rows - 1) // tile_rows, 0)
+    of_expert = (counts + tile_rows - 1) // tile_rows
+    ends = td.running_sum(of_expert, 0)
     tiles = td.max_of(ends, 0)
     tile = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    turn = tl.load(turns_ptr + tile, mask=tile < tiles, other=0)
+    stage = tl.load(stages_ptr + tile, mask=tile < tiles, other=0)
     place = tl.full((BLOCK,), 0, tl.int32)
-    turns = tl.arange(0, TURNS)
-    of_turn = tl.full((TURNS,), 0, tl.int32)
-    not_before = tl.full((TURNS,), 0, tl.int32)
+    stages = tl.arange(0, 2 * MAX_STAGES)
+    begins = tl.full((2 * MAX_STAGES,), 0, tl.int32)
     for first in range(0, tiles, AT_ONCE):
         other = first + tl.arange(0, AT_ONCE)
-        there = other < tiles
-        others = tl.load(turns_ptr + other, mask=there, other=0)
-        earlier = (others[None, :] < turn[:, None]) | (others[None, :] == turn[:, None]) & (
-            other[None, :] < tile[:, None]
-        )
-        place += td.sum_of((earlier & there[None, :]).to(tl.int32), 1)
-        if tl.program_id(0) == 0:
-            of_turn += td.sum_of(((others[None, :] == turns[:, None]) & there[None, :]).to(tl.int32), 1)
-            not_before += td.sum_of(((others[None, :] >= turns[:, None]) & there[None, :]).to(tl.int32), 1)
+        there = (other < tiles)[None, :]
+        others = tl.load(stages_ptr + other, mask=other < tiles, other=0)[None, :]
+        earlier = (others < stage[:, None]) | (others == stage[:, None]) & (other[None, :] < tile[:, None])
+        place += td.sum_of((earlier & there).to(tl.int32), 1)
+        begins += td.sum_of(((others < stages[:, None]) & there).to(tl.int32), 1)
     if tl.program_id(0) == 0:
-        tl.store(facts_ptr + TILES, tiles)
-        tl.store(facts_ptr + 1 + turns, not_before, mask=turns < num_turns)
-        tl.store(facts_ptr + 1 + num_turns + turns, of_turn, mask=turns < num_turns)
+        tl.store(begins_ptr + stages, begins)
     # Which expert's: as many as end before it.
     is_before = (ends[None, :] <= tile[:, None]) & (experts < num_experts)[None, :]
     expert = td.sum_of(is_before.to(tl.int32), 1)
     begin = td.sum_of(tl.where(is_before, counts[None, :], 0), 1)
-    first_tile = td.sum_of(tl.where(is_before, ((counts + tile_rows - 1) // tile_rows)[None, :], 0), 1)
-    own_rows = td.sum_of(tl.where(experts[None, :] == expert[:, None], counts[None, :], 0), 1)
-    within = (tile - first_tile) * tile_rows
+    within = (tile - td.sum_of(tl.where(is_before, of_expert[None, :], 0), 1)) * tile_rows
+    rows = td.sum_of(tl.where(experts[None, :] == expert[:, None], counts[None, :], 0), 1)
     words = table_ptr + place * TILE_WORDS
     tl.store(words, expert, mask=tile < tiles)
     tl.store(words + 1, begin + within, mask=tile < tiles)
-    tl.store(words + 2, tl.minimum(own_rows - within, tile_rows), mask=tile < tiles)
-    tl.store(words + 3, turn, mask=tile < tiles)
+    tl.store(words + 2, tl.minimum(rows - within, tile_rows), mask=tile < tiles)

@@ -8,11 +8,14 @@ import triton
 
 from tdkernels.ops._gather import slot_rows_of
 from tdkernels.ops.collectives import all_gather
-from tdkernels.ops.moe_route_kernel import TILE_WORDS, moe_count_kernel, moe_order_kernel, moe_place_kernel
+from tdkernels.ops.moe_route_kernel import MAX_STAGES, TILE_WORDS, moe_count_kernel, moe_order_kernel, moe_place_kernel
 from tdkernels.symm import get_workspace
 
-_MAX_TURNS = 256  # chunks of all sources, which a program compares at a time
 _TILES_OF_A_PROGRAM, _TILES_AT_ONCE = 32, 128
+_MAX_STAGES = MAX_STAGES.value
+# With fewer rows an expert's weights take longer to be read than to be multiplied: 175 on an H200, with some to spare.
+_ROWS_OF_A_STAGE = 384
+_FEWEST_ROWS = 64
 
 
 @dataclass
@@ -20,7 +23,7 @@ class Tiling:
     """The tiles of ``tile_rows`` rows, in order."""
 
     table: torch.Tensor  # int32 [at most so many tiles, TILE_WORDS]
-    facts: torch.Tensor  # int32 [1 + 2 * turns]
+    begins: torch.Tensor  # int32: of each stage, how many tiles come before it
     most: int  # tiles that there can be
 
 
@@ -34,20 +37,26 @@ class MoeRouting:
     An expert's rows lie in an order of this rank's own: its tokens first, then as the other ranks' come here.
     """
 
-    def __init__(self, group, ids, tokens, num_experts, chunk_rows):
-        self.group = group
+    def __init__(self, group, ids, tokens, num_experts, chunk_rows, stages):
+        self.group, self.ids = group, ids
         self.tokens, self.num_experts = tokens, num_experts  # tokens of a rank
         self.world_size = group.size()
         self.num_choices = ids.shape[1]
-        # Few enough that their numbers fit one program.
-        fewest = -(-tokens * max(self.world_size - 1, 1) // (_MAX_TURNS - 1))
-        self.chunk_rows = max(chunk_rows, triton.next_power_of_2(max(fewest, 1)))
-        self.ids = ids
+        self.chunk_rows = chunk_rows
+        self.num_stages = self._stages(stages)
         new = partial(torch.empty, dtype=torch.int32, device=ids.device)
         self.splits, self.rows = new(num_experts), new(ids.shape)
         # Rows past the last expert's, as many as choices were dropped, are of some choice too: nobody minds which.
-        self.choices, self.slots = torch.zeros_like(ids).view(-1), torch.zeros_like(ids).view(-1)
+        self.choices = torch.zeros_like(ids).view(-1)
         self._tilings = {}
+
+    def _stages(self, wanted):
+        """How many stages: as many as were asked for, or as pay."""
+        if not wanted:
+            rows = self.ids.numel() // self.num_experts  # of an expert
+            own = rows // self.world_size
+            wanted = 1 if own < _FEWEST_ROWS else 1 + max(1, (rows - own) // _ROWS_OF_A_STAGE)
+        return min(wanted, _MAX_STAGES, 1 + (self.world_size - 1) * self.num_chunks)
 
     @property
     def num_chunks(self):
@@ -55,13 +64,16 @@ class MoeRouting:
         return -(-self.tokens // self.chunk_rows)
 
     @property
-    def num_turns(self):
-        return 1 + (self.world_size - 1) * self.num_chunks
-
-    @property
     def slot_rows(self):
         """Rows from the tokens of one rank to those of the next, where all are gathered."""
         return slot_rows_of(self.tokens) if self.world_size > 1 else self.tokens
+
+    @property
+    def slots(self):
+        """[M * k] int32, of each row where its token lies among those of all ranks, ``slot_rows`` from rank to rank."""
+        tokens = torch.div(self.choices, self.num_choices, rounding_mode="floor")
+        source = torch.div(tokens, self.tokens, rounding_mode="floor")
+        return tokens + source * (self.slot_rows - self.tokens)
 
     def __repr__(self):
         return (
@@ -80,7 +92,7 @@ def _error_of_note(operator, num_experts, name, kind, count, *_):
     return ValueError(f"{operator}: {count} of all ranks' topk_ids are not -1 to num_experts - 1 = {num_experts - 1}")
 
 
-def route(operator, topk_ids, num_experts, group, chunk_rows, tile_rows):
+def route(operator, topk_ids, num_experts, group, chunk_rows, tile_rows, stages=0):
     """The MoeRouting of this rank's topk_ids [T, k], the same T on all ranks.
 
     Raises:   ValueError on every rank for ids that are none (on a GPU at a later call or at ``synchronize``)
@@ -88,7 +100,7 @@ def route(operator, topk_ids, num_experts, group, chunk_rows, tile_rows):
     ids = topk_ids.to(torch.int32).contiguous()
     if group.size() > 1:
         ids = all_gather(ids, group=group)
-    routing = MoeRouting(group, ids, topk_ids.shape[0], num_experts, chunk_rows)
+    routing = MoeRouting(group, ids, topk_ids.shape[0], num_experts, chunk_rows, stages)
     workspace = _workspace(routing, operator)
     workspace.before_launch()
     moe_count_kernel[(num_experts,)](
@@ -111,18 +123,17 @@ def _tile(routing, tile_rows):
     workspace = get_workspace(routing.group, ids.device, "moe_route")
     most = ids.numel() // tile_rows + min(experts, ids.numel())
     new = partial(torch.empty, dtype=torch.int32, device=ids.device)
-    turns, table, facts = new(most), new(most, TILE_WORDS.value), new(1 + 2 * routing.num_turns)
+    stages, table, begins = new(most), new(most, TILE_WORDS.value), new(2 * _MAX_STAGES)
     p2 = triton.next_power_of_2(experts)
     workspace.before_launch()
     moe_place_kernel[(experts + 1,)](
-        workspace.ctx, ids, routing.splits, routing.choices, routing.slots, routing.rows, turns,
-        experts, routing.num_choices, routing.chunk_rows, routing.tokens, routing.slot_rows, tile_rows,
+        workspace.ctx, ids, routing.splits, routing.choices, routing.rows, stages,
+        experts, routing.num_choices, routing.chunk_rows, routing.tokens, tile_rows, routing.num_stages,
         EXPERTS=p2, BLOCK=1024, BLOCK_TILES=64, num_warps=4,
     )  # fmt: skip
     moe_order_kernel[(-(-most // _TILES_OF_A_PROGRAM),)](
-        routing.splits, turns, table, facts, experts, routing.num_turns, tile_rows,
-        EXPERTS=p2, TURNS=triton.next_power_of_2(routing.num_turns), BLOCK=_TILES_OF_A_PROGRAM,
-        AT_ONCE=_TILES_AT_ONCE, num_warps=4,
+        routing.splits, stages, table, begins, experts, tile_rows,
+        EXPERTS=p2, BLOCK=_TILES_OF_A_PROGRAM, AT_ONCE=_TILES_AT_ONCE, num_warps=4,
     )  # fmt: skip
     workspace.after_launch()
-    return Tiling(table, facts, most)
+    return Tiling(table, begins, most)

@@ -5,14 +5,13 @@
     tp_moe        both, with SwiGLU between them
 
 Schedule. Ids are gathered and sorted on the device (``moe_route_kernel``), once for both halves and their backwards. In
-``moe_ag_gemm_kernel`` some programs push our tokens to all peers while the others compute tiles, in the order in which
-the tokens that they need come. ``moe_gemm_rs_kernel`` goes the other way: tiles of other ranks' tokens come first, and
-while later ones are computed the choices of finished tokens are added up and sent to the rank that has the token, where
-they are added to those of the other ranks, in fp32 and in the order of ranks.
+``moe_ag_gemm_kernel`` some programs push our tokens to all peers while others compute tiles of tokens that have come,
+by stages. ``moe_gemm_rs_kernel`` goes the other way: tiles of other ranks' tokens come first, and while later ones are
+computed the choices of finished tokens are added up and sent to the rank that has the token, where they are added to
+those of the other ranks, in fp32 and in the order of ranks.
 
-Backward. The gradient of h is a moe_ag_gemm of dy, which leaves what the gradients of the weights of choices and of w
-are made of; that of x is a moe_gemm_rs. The weights' gradients read gathered tokens; that of moe_ag_gemm gathers them
-beside the moe_gemm_rs. Only shards are saved.
+Backward. The gradient of h is a moe_ag_gemm of dy, which leaves what the gradients of the choices' weights and of w are
+made of; that of x is a moe_gemm_rs, beside which x is gathered for that of w. Only shards are saved.
 
 Example:
     y = tdkernels.tp_moe(x, topk_ids, topk_weights, w_gate_up, w_down)
@@ -103,7 +102,9 @@ class _AgGemm(torch.autograd.Function):
             pre = _torch_product(_all_rows(x, routing), w, routing.splits)
             h = swiglu_ref(pre, activation)
         else:
-            h, pre, _ = ag.launch(x, w, routing, _config(config, routing, w, x.dtype, x.device), activation, keep=True)
+            config_of_w = _config(config, routing, w, x.dtype, x.device)
+            launched = ag.launch(x, w, routing, config_of_w, activation, keep=any(ctx.needs_input_grad))
+            h, pre = launched.y, launched.pre
         ctx.save_for_backward(x, w, pre if activation else None)
         ctx.routing, ctx.activation, ctx.config = routing, activation, config
         return h
@@ -129,7 +130,8 @@ class _AgGemm(torch.autograd.Function):
             back = w.transpose(1, 2)
             dx = rs.launch(dpre, back, routing, None, _config(config, routing, back, x.dtype, x.device))
         if need_dw:
-            dw = _gathered_weight_gradient(gather, x, dpre, routing, w, gathered_on_left=False)
+            rows = _gathered_rows(gather, x, routing)
+            dw = grouped.weight_gradient(dpre, rows, routing.splits, w.shape[0])
         return dx, dw, None, None, None
 
 
@@ -156,32 +158,25 @@ class _GemmRs(torch.autograd.Function):
         if _by_torch(config):
             return *_torch_gradients(dy, h, w, weights, routing, ctx.weights_dtype), None, None
         gradients = ag.Gradients(h.contiguous(), weights)
-        dh, _, gather = ag.launch(
-            dy, back, routing, _config(config, routing, back, h.dtype, h.device), gradients=gradients,
-            keep_gathered=need_dw,
-        )  # fmt: skip
-        dw = dweights = None
+        config = _config(config, routing, back, h.dtype, h.device)
+        launched = ag.launch(dy, back, routing, config, gradients=gradients)
+        dh, dw, dweights = launched.y, None, None
         if need_dw:
-            dw = _gathered_weight_gradient(gather, dy, gradients.weighted, routing, w, gathered_on_left=True)
+            dw = grouped.weight_gradient(launched.rows, gradients.weighted, routing.splits, w.shape[0])
         if need_dweights:
             dots = gradients.dots.sum(0)
             dweights = _summed_over_ranks(dots, routing).to(ctx.weights_dtype)
         return dh if need_dh else None, dw, dweights, None, None
 
 
-def _gathered_weight_gradient(gather, own, local, routing, w, *, gathered_on_left):
-    """dw of the ranks' tokens, which are gathered (on one rank ``own``), and of ``local`` [R, ·], by expert."""
-    tokens = own.contiguous()
-    if gather is not None:
-        gather.finish()
-        tokens = gather.storage.view(-1, own.shape[1])
-    if gathered_on_left:
-        dw = grouped.weight_gradient(tokens, local, routing.splits, w.shape[0], dy_slots=routing.slots)
-    else:
-        dw = grouped.weight_gradient(local, tokens, routing.splits, w.shape[0], x_slots=routing.slots)
-    if gather is not None:
-        gather.close()
-    return dw
+def _gathered_rows(gather, x, routing):
+    """The tokens of all ranks by rows, [R, K]."""
+    if gather is None:
+        return x.index_select(0, routing.slots)
+    gather.finish()
+    rows = gather.storage.view(-1, x.shape[1]).index_select(0, routing.slots)
+    gather.close()
+    return rows
 
 
 def _summed_over_ranks(dots, routing):
@@ -217,7 +212,7 @@ def _first_half(operator, x, topk_ids, w, activation, group, config):
     tiles = chosen.tiles or ag.default_config(
         x.shape[0] * group.size(), topk_ids.shape[1], w.shape[0], w.shape[1], x.dtype, x.device
     ).tiles
-    routing = route(operator, topk_ids, w.shape[0], group, chosen.chunk_rows, tiles.block_m)
+    routing = route(operator, topk_ids, w.shape[0], group, chosen.chunk_rows, tiles.block_m, chosen.stages)
     if not x.shape[0]:
         return _nothing(x, w, activation), routing
     return _AgGemm.apply(x, w, routing, activation, config), routing
