@@ -5,14 +5,18 @@ from unittest import mock
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import tdkernels
 from tdkernels import GroupGemmConfig, Tiles
+from tdkernels import lang as td
 from tdkernels.ops import group_gemm_kernel as kernel
+from tdkernels.ops._grouped import rows_of_groups
 from tests.ops import dense
-from tests.ops.grouped import Grouped
+from tests.ops.grouped import Grouped, counts_within
 from tests.ranks import DEVICE, device, on_ranks
 
 BF16, FP16, FP32 = dense.DTYPES
@@ -116,19 +120,46 @@ def takes_any_splits(config):
     problem.check(problem.run(config=config))
 
 
-@pytest.mark.parametrize("config", [None], ids=["default"])
+@pytest.mark.parametrize("config", [None, TORCH], ids=["default", "torch"])
 def test_splits_that_promise_more_rows_than_there_are(config):
     on_ranks(1, takes_any_splits, config)
+
+
+@td.jit
+def _rows_kernel(splits_ptr, out_ptr, num_experts, R, EXPERTS: tl.constexpr):
+    experts = tl.arange(0, EXPERTS)
+    tl.store(out_ptr + experts, rows_of_groups(splits_ptr, num_experts, R, EXPERTS))
+
+
+def gives_the_rows_of_groups():
+    large = 2**31 - 1
+    for splits in ([3, 0, 4], [large, large, 5, 6], [large] * 5, [-large - 1, -1, 2, large], [7, 4, 1], [2**40, 5]):
+        for dtype in (torch.int32, torch.int64):
+            if dtype == torch.int32 and max(splits) > large:
+                continue
+            experts = triton.next_power_of_2(len(splits))
+            out = torch.full((experts,), -1, dtype=torch.int32, device=device())
+            _rows_kernel[(1,)](torch.tensor(splits, dtype=dtype, device=device()), out, len(splits), 10, experts)
+            expected = counts_within(splits, 10) + [0] * (experts - len(splits))
+            assert out.tolist() == expected, f"{splits} as {dtype}"
+
+
+def test_rows_of_groups_never_pass_the_rows_there_are():
+    on_ranks(1, gives_the_rows_of_groups)
 
 
 def takes_splits_of(layout):
     problem = Grouped(FP16, [7] * 3 if layout == "expanded" else [7, 0, 12], 16, 24, "swiglu")
     if layout == "int64":
         problem.splits = problem.splits.long()
+    elif layout == "strided":
+        problem.splits = torch.stack([problem.splits, problem.splits + 1], 1)[:, 0]
+    else:
+        problem.splits = torch.tensor([7, 0, 12], dtype=torch.int32, device=device())[:1].expand(3)
     problem.check(problem.run())
 
 
-@pytest.mark.parametrize("layout", ["int64"])
+@pytest.mark.parametrize("layout", ["int64", "strided", "expanded"])
 def test_splits(layout):
     on_ranks(1, takes_splits_of, layout)
 
