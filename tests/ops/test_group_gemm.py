@@ -133,7 +133,10 @@ def _rows_kernel(splits_ptr, out_ptr, num_experts, R, EXPERTS: tl.constexpr):
 
 def gives_the_rows_of_groups():
     large = 2**31 - 1
-    for splits in ([3, 0, 4], [large, large, 5, 6], [large] * 5, [-large - 1, -1, 2, large], [7, 4, 1], [2**40, 5]):
+    for splits in (
+        [3, 0, 4], [large, large, 5, 6], [large] * 5, [-large - 1, -1, 2, large], [7, 4, 1], [2**40, 5],
+        [2**62, 2**62, 2**62, 2**62, 5],
+    ):  # fmt: skip
         for dtype in (torch.int32, torch.int64):
             if dtype == torch.int32 and max(splits) > large:
                 continue
