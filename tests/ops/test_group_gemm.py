@@ -15,9 +15,11 @@ from tdkernels import GroupGemmConfig, Tiles
 from tdkernels import lang as td
 from tdkernels.ops import group_gemm_kernel as kernel
 from tdkernels.ops._grouped import rows_of_groups
+from tdkernels.ops.group_gemm import ends_of, swiglu_ref
 from tests.ops import dense
 from tests.ops.grouped import Grouped, counts_within
 from tests.ranks import DEVICE, device, on_ranks
+from tests.reference import assert_close
 
 BF16, FP16, FP32 = dense.DTYPES
 ACTIVATIONS = [None, "swiglu", "swiglu_interleaved"]
@@ -89,6 +91,24 @@ def test_no_rows(activation):
         on_ranks(1, computes, BF16, [([0, 0], 6, 5), ([0], 2, 1)], activation, config)
 
 
+def computes_the_gradient_of_wide_rows(activation):
+    """More columns than a program takes at a time."""
+    dh, pre = torch.randn(3, 1030), torch.randn(3, 2060)
+    found = []
+    for dtype in (torch.float64, FP32):
+        operand = pre.to(dtype, copy=True).requires_grad_()
+        swiglu_ref(operand, activation).backward(dh.to(dtype))
+        found.append(operand.grad[:2])
+    splits = torch.tensor([1, 0, 1], dtype=torch.int32, device=device())
+    got = kernel.swiglu_backward(dh.to(device()), pre.to(device()), splits, activation)
+    assert_close("dpre", got[:2].cpu(), *found)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS[1:])
+def test_gradient_of_wide_rows(activation):
+    on_ranks(1, computes_the_gradient_of_wide_rows, activation)
+
+
 # ---- which rows are whose ----
 
 
@@ -149,6 +169,12 @@ def gives_the_rows_of_groups():
 
 def test_rows_of_groups_never_pass_the_rows_there_are():
     on_ranks(1, gives_the_rows_of_groups)
+
+
+def test_ends_of_groups_never_pass_the_rows_there_are():
+    """torch's product on a GPU believes what it is told."""
+    assert ends_of(torch.tensor([3, 100, -5, 7]), 20).tolist() == [3, 20, 20, 20]
+    assert ends_of(torch.tensor([3, -5, 7], dtype=torch.int32), 20).tolist() == [3, 3, 10]
 
 
 def takes_splits_of(layout):
@@ -257,6 +283,7 @@ def computes_without_grad():
             output = problem.call()
         assert not output.requires_grad
         problem.check({"output": output})
+        assert kernel.product(problem.x.detach(), problem.w.detach(), problem.splits, problem.activation)[1] is None
 
 
 def uses_an_output_twice():
