@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
-from bench import collectives, ep, harness, measure, report  # noqa: E402
+from bench import collectives, ep, group_gemm, harness, measure, report  # noqa: E402
 from bench.operators import OPERATORS, Case  # noqa: E402
 from bench.peers import PEERS  # noqa: E402
 from bench.shapes import DEFAULT_GROUPS, GROUPS, Shape, select, takes_tokens  # noqa: E402
@@ -27,7 +27,7 @@ from tdkernels.launch import RankError, RankPool  # noqa: E402
 RESULTS = ROOT / "bench" / "results"
 _BURST_MS = 15.0
 _REHEARSAL_SHAPE = Shape(256, 128, 128, "rehearsal")
-_WARNING = "Rehearsal on 2 CPU ranks, for want of GPUs: these times mean nothing, and nothing is written."
+_WARNING = "Rehearsal on {}, for want of GPUs: these times mean nothing, and nothing is written."
 _COLUMNS = {  # of the printed table: title, field, format
     "shape": ("shape", ""), "method": ("method", ""), "ms": ("ms", ".4f"), "host ms": ("host_ms", ".4f"),
     "TFLOP/s": ("tflops", ".0f"), "GB/s": ("wire_gbps", ".0f"), "speed-up": ("speedup", ".3f"),
@@ -40,9 +40,10 @@ def main(options):
     began = time.monotonic()
     try:
         folder = _folder(options.out)
-        operators, alone, experts = _operators(options.operators)
+        operators, alone, experts, grouped = _operators(options.operators)
         peers = _peers(options.peers)
-        shapes, tokens = _shapes(options.shapes), _tokens(options.tokens)
+        shapes = group_gemm.parse_shapes(options.shapes) if grouped else _shapes(options.shapes)
+        tokens = _tokens(options.tokens)
         layer, payloads = ep.parse_layer(options.moe), _payloads(options.payload)
         if options.routing not in ep.ROUTINGS:
             raise ValueError(f"--routing must be {' or '.join(ep.ROUTINGS)}, not {options.routing!r}")
@@ -52,8 +53,8 @@ def main(options):
             raise ValueError("--tokens is for the layers of a model: name one in --shapes, such as llama-70b")
         if options.rounds < 1:
             raise ValueError(f"--rounds must be at least 1, not {options.rounds}")
-        rehearsal = torch.cuda.device_count() < 2
-        ranks = _num_ranks(options.nproc, rehearsal)
+        rehearsal = torch.cuda.device_count() < (1 if grouped else 2)
+        ranks = 1 if grouped else _num_ranks(options.nproc, rehearsal)
         sizes = collectives.parse(options.bytes) if options.bytes else collectives.SIZES
         selected = {operator: select(shapes, operator, tokens) for operator in operators}
         if operators and not any(selected.values()):
@@ -63,11 +64,13 @@ def main(options):
         return 2
     if options.report:
         return report.main(folder, ROOT / "bench" if folder == RESULTS else folder)
+    warning = _WARNING.format(f"{ranks} CPU rank{'s' * (ranks > 1)}")
     if rehearsal:
-        print(_WARNING, flush=True)
+        print(warning, flush=True)
         selected = {operator: [_REHEARSAL_SHAPE] for operator, chosen in selected.items() if chosen}
         sizes = collectives.REHEARSAL_SIZES
         layer, tokens = ep.REHEARSAL_LAYER, ep.REHEARSAL_TOKENS
+        shapes = group_gemm.REHEARSAL_SHAPES if grouped else shapes
     plan = measure.Plan(
         2 if rehearsal else options.rounds, 0 if rehearsal else _BURST_MS, peers, tuple(options.config),
         options.cuda_graph,
@@ -76,13 +79,14 @@ def main(options):
         *_cases(selected, ranks, options.backward),
         *_possible(collectives.Case(operator, nbytes, ranks) for operator in alone for nbytes in sizes),
         *_possible(ep.cases(experts, tokens, ranks, layer, payloads, options.routing)),
+        *group_gemm.cases(grouped, shapes, options.routing, options.backward),
     ]
     deadline = None if options.seconds is None else began + options.seconds
     with RankPool(ranks, "cpu" if rehearsal else "cuda", timeout_s=min(300.0, options.seconds or 300.0)) as pool:
         rows, failures = _measure_all(pool, cases, plan, None if rehearsal else folder, deadline)
     _print_tables(rows, ranks)
     if rehearsal:
-        print(_WARNING)
+        print(warning)
     elif rows:
         print(f"rows are in {folder}; --report makes tables and plots of them")
     for failure in failures:
@@ -94,13 +98,16 @@ def main(options):
 
 
 def _operators(names):
-    """The operators with products, all of them if none is named, the collectives alone, and expert parallelism."""
-    groups = OPERATORS, collectives.OPERATORS, ep.OPERATORS
+    """The operators with products, all if none is named; the collectives alone; expert parallelism; what is local."""
+    groups = OPERATORS, collectives.OPERATORS, ep.OPERATORS, group_gemm.OPERATORS
     known = [name for group in groups for name in group]
     for name in names:
         if name not in known:
             raise ValueError(f"operator must be one of {', '.join(known)}, not {name!r}")
     names = list(dict.fromkeys(names)) or OPERATORS
+    local = [name for name in names if name in group_gemm.OPERATORS]
+    if local and len(local) < len(names):
+        raise ValueError(f"{local[0]} is measured by itself, on one GPU")
     return [[name for name in names if name in group] for group in groups]
 
 
@@ -193,7 +200,7 @@ def _revision():
         return os.environ.get("TDKERNELS_GIT_REVISION", "unknown")
 
 
-_MODULES = {Case: measure, collectives.Case: collectives, ep.Case: ep}
+_MODULES = {Case: measure, collectives.Case: collectives, ep.Case: ep, group_gemm.Case: group_gemm}
 
 
 def _measure_all(pool, cases, plan, folder, deadline=None):

@@ -12,10 +12,11 @@ def add_arguments(parser):
     parser.add_argument(
         "operators", nargs="*", metavar="operator",
         help="ag_gemm, gemm_rs, gemm_ar, all of them if left out; if named: all_gather, reduce_scatter, all_reduce, "
-        "ep_dispatch, ep_combine, ep_latency, all_to_all",
+        "ep_dispatch, ep_combine, ep_latency, all_to_all; by itself, on one GPU: group_gemm",
     )  # fmt: skip
     parser.add_argument(
-        "--shapes", metavar="NAME,…", help="groups by name, or sizes as MxNxK; all but the sweeps if left out"
+        "--shapes", metavar="NAME,…", help="groups by name, or sizes as MxNxK; all but the sweeps if left out; "
+        "of group_gemm shapes by name, or RxNxKxE",
     )
     parser.add_argument(
         "--tokens", metavar="M,M,…",
@@ -33,7 +34,8 @@ def add_arguments(parser):
         help="of ep_dispatch and ep_latency: bf16, fp8 (quantized on its way), fp8-given (all)",
     )  # fmt: skip
     parser.add_argument(
-        "--routing", default="balanced", metavar="NAME", help="of expert parallelism: balanced, or skewed (balanced)"
+        "--routing", default="balanced", metavar="NAME",
+        help="of expert parallelism and group_gemm: balanced, or skewed (balanced)",
     )
     parser.add_argument(
         "--peers", default="all", metavar="NAME,…", help="what else to measure: all, none, or names (all)"

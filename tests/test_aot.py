@@ -13,9 +13,9 @@ import torch
 
 import tdkernels.ops
 from tdkernels.lang._jit import Kernel
+from tdkernels.ops import _device, collective_launch, ep_launch, group_gemm_kernel
 from tdkernels.ops import _gather_kernels as gather
 from tdkernels.ops import collective_kernels as collectives
-from tdkernels.ops import collective_launch, ep_launch
 from tdkernels.ops._operands import aligned
 from tdkernels.ops._tiles import Tiles
 from tdkernels.ops.ag_gemm_kernel import ag_gemm_kernel
@@ -192,6 +192,32 @@ def compile_launches(launches, arch):
     return compiled
 
 
+# What the launches of a training step of group_gemm are, in their order; without an activation there is no "swiglu".
+GROUPED = ["product", "swiglu", "gradient of x", "gradient of w"]
+
+
+@functools.cache
+def grouped_launches(arch, dtype, activation, sizes=(256, 512, 512)):
+    """{name: (kernel, args, kwargs)} of a step on ``arch``; the gradient of x has the weight the other way round."""
+    rows, n, k = sizes
+    x, w = torch.zeros(rows, k, dtype=dtype), torch.zeros(4, n, k, dtype=dtype)
+    splits = torch.zeros(4, dtype=torch.int32)
+    with recorded_launches(group_gemm_kernel) as launches, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_device, "has_tma", lambda device: arch in ("sm_90", "sm_100"))
+        patch.setattr(group_gemm_kernel, "default_tiles", lambda *_: tiles_for(arch, dtype))
+        y, pre = group_gemm_kernel.product(x, w, splits, activation, keep=True)
+        dy = y if pre is None else group_gemm_kernel.swiglu_backward(y, pre, splits, activation)
+        group_gemm_kernel.product(dy, w.transpose(1, 2), splits)
+        group_gemm_kernel.weight_gradient(dy, x, splits, 4)
+    names = [name for name in GROUPED if activation or name != "swiglu"]
+    return dict(zip(names, launches, strict=True))
+
+
+def compile_grouped(name, arch, dtype, activation=None, **options):
+    (compiled,) = compile_launches([grouped_launches(arch, dtype, activation, **options)[name]], arch)
+    return compiled
+
+
 def small_launches():
     """Each small kernel with the arguments of two launches, one of them with as many arguments of 1 as can be."""
     ctx, x = pointer(torch.int64), pointer(BF16)
@@ -313,6 +339,26 @@ def test_tokens_are_moved_sixteen_bytes_at_a_time(name):
     assert "ld.acquire.sys.global.b64" in ptx and "st.release.sys.global.b64" in ptx
 
 
+# Another dtype is for one target of each vendor, to save time.
+@pytest.mark.parametrize("arch, name, dtype, activation", [
+    (arch, name, dtype, activation) for arch in TARGETS for name, dtype, activation in (
+        ("product", BF16, None), ("product", BF16, "swiglu"), ("product", BF16, "swiglu_interleaved"),
+        ("swiglu", BF16, "swiglu"), ("swiglu", FP16, "swiglu_interleaved"), ("gradient of x", BF16, None),
+        ("gradient of w", BF16, None), ("product", FP32, "swiglu"), ("gradient of x", FP32, None),
+        ("gradient of w", FP32, None), ("product", FP16, "swiglu_interleaved"),
+    ) if name == "swiglu" or dtype == BF16 or arch in ("sm_80", "gfx942")
+], ids=str)  # fmt: skip
+def test_grouped_products_compile(arch, name, dtype, activation):
+    compile_grouped(name, arch, dtype, activation)
+
+
+@pytest.mark.parametrize("arch, sizes, activation", [
+    ("sm_90", (1, 1, 1), None), ("sm_90", (3, 10, 5), "swiglu"), ("gfx942", (1, 2, 1), "swiglu_interleaved"),
+])  # fmt: skip
+def test_grouped_products_of_odd_sizes_compile(arch, sizes, activation):
+    compile_launches(grouped_launches(arch, BF16, activation, sizes).values(), arch)
+
+
 def test_every_exchange_is_compiled_here():
     exchanges = {(operator, exchange) for operator, names in EXCHANGES.items() for exchange in names}
     assert set(COLLECTIVES) == exchanges - {("all_gather", "copy_engine")}  # whose kernels are those of the gather
@@ -339,6 +385,17 @@ def test_main_loop_on_hopper_uses_wgmma_and_tma(kernel, w_is_kn):
     assert "mma.sync" not in ptx
     # Operands that travel through registers would show this in the main loop; the epilogue may use it.
     assert ptx.find("ldmatrix", 0, ptx.rindex("wgmma.mma_async")) == -1
+
+
+@pytest.mark.parametrize("name, activation", [
+    ("product", None), ("product", "swiglu"), ("product", "swiglu_interleaved"), ("gradient of x", None),
+    ("gradient of w", None),
+])  # fmt: skip
+def test_grouped_products_on_hopper_use_wgmma_and_tma(name, activation):
+    ptx = compile_grouped(name, "sm_90", BF16, activation).asm["ptx"]
+    assert "wgmma.mma_async" in ptx
+    assert "cp.async.bulk.tensor" in ptx
+    assert "mma.sync" not in ptx
 
 
 def test_a_wait_before_tma_loads_fences_their_proxy():
@@ -409,7 +466,8 @@ def test_a_deeper_tile_than_the_chip_has_memory_is_refused():
 def test_every_kernel_is_compiled_here():
     """Whoever adds a kernel adds it above. Device functions count through the kernels that call them."""
     of_experts = {kernel for launches in expert_launches().values() for kernel, *_ in launches}
-    compiled = {*PRODUCTS, gemm_ar_one_shot_kernel, *COLLECTIVES.values(), *small_launches(), *of_experts}
+    of_groups = {kernel for kernel, *_ in grouped_launches("sm_90", BF16, "swiglu").values()}
+    compiled = {*PRODUCTS, gemm_ar_one_shot_kernel, *COLLECTIVES.values(), *small_launches(), *of_experts, *of_groups}
     found = set()
     for module in pkgutil.iter_modules(tdkernels.ops.__path__):
         members = inspect.getmembers(import_module(f"tdkernels.ops.{module.name}"))

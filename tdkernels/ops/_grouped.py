@@ -10,9 +10,10 @@ from tdkernels.ops._gemm import swizzle
 def rows_of_groups(splits_ptr, num_experts, R, EXPERTS: tl.constexpr):
     """The rows of each group, int32 [EXPERTS], none past the R that there are, whatever ``splits_ptr`` says."""
     experts = tl.arange(0, EXPERTS)
-    rows = tl.maximum(tl.load(splits_ptr + experts, mask=experts < num_experts, other=0).to(tl.int32), 0)
+    splits = tl.load(splits_ptr + experts, mask=experts < num_experts, other=0).to(tl.int64)
+    rows = tl.minimum(tl.maximum(splits, 0), R)  # so that their sum cannot wrap around to fewer than there are
     ends = td.running_sum(rows, 0)
-    return tl.maximum(tl.minimum(rows, R - (ends - rows)), 0)
+    return tl.maximum(tl.minimum(rows, R - (ends - rows)), 0).to(tl.int32)
 
 
 @td.jit

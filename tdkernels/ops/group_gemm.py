@@ -34,10 +34,14 @@ def swiglu_ref(pre, activation):
     return F.silu(gate) * up
 
 
+def ends_of(splits, rows):
+    """The row past the last of each group, int64 [E]; none past the rows that there are."""
+    return splits.clamp(0, rows).cumsum(0).clamp(max=rows)
+
+
 def group_gemm_ref(x, w, splits, *, activation=None):
     """The specification of ``group_gemm``, in plain torch: a product for each group."""
-    counts = splits.tolist()
-    parts = torch.split(x, [*counts, x.shape[0] - sum(counts)])
+    parts = torch.tensor_split(x, ends_of(splits, x.shape[0]).tolist())  # the last: rows of no group
     products = [F.linear(part, weight) for part, weight in zip(parts, w, strict=False)]
     return swiglu_ref(torch.cat([*products, x.new_zeros(parts[-1].shape[0], w.shape[1])]), activation)
 
@@ -58,7 +62,7 @@ def _forward(x, w, splits, activation, keep, config):
 def _by_torch(x, w, splits):
     if x.device.type == "cpu":
         return group_gemm_ref(x, w, splits)
-    return torch._grouped_mm(x, w.transpose(1, 2), offs=splits.cumsum(0, dtype=torch.int32))
+    return torch._grouped_mm(x, w.transpose(1, 2), offs=ends_of(splits, x.shape[0]).int())
 
 
 def _backward(dy, x, w, splits, pre, activation, need_dx, need_dw):
@@ -165,7 +169,7 @@ def group_gemm(x, w, splits, *, activation=None, config=None):
 
     Args:     x: [R, K] bf16, fp16 or fp32, grouped: the rows of expert 0 come first, then those of expert 1, and so on
               w: [E, N, K], for each expert the layout of torch.nn.Linear; same dtype. Any strides; those of a
-              transposed [E, K, N] cost no copy
+              transposed [E, K, N] cost no copy, but for "swiglu"
               splits: [E] int32 or int64, on x's device: the rows of each expert, 0 allowed. Their sum may be less than
               R: rows past it are not read, those of y are not written. Rows beyond R are left out
               activation: None; "swiglu": w is [E, 2 * I, K], the first I rows of an expert for the gate and the rest
@@ -184,7 +188,7 @@ def group_gemm(x, w, splits, *, activation=None, config=None):
     check_activation("group_gemm", activation, w)
     _check_splits(x, w, splits)
     check_config("group_gemm", config, GroupGemmConfig, x)
-    text = as_argument(config)
+    splits, text = splits.contiguous(), as_argument(config)
     if _operands.may_be_differentiated([x, w]):
         return _GroupGemm.apply(x, w, splits, activation or "", text)
     return torch.ops.tdkernels.group_gemm(x, w, splits, activation or "", False, text)[0]
