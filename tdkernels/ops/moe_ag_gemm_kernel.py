@@ -166,9 +166,10 @@ def moe_ag_gemm_kernel(
     tiles_n = (N + BLOCK_N - 1) // BLOCK_N
     of_turn = pieces_of_turn(chunk_rows, K, BLOCK_TOKENS, BLOCK_COLUMNS)
     pieces = num_comm + tl.load(begins_ptr + stages) * tiles_n + ranks * num_chunks * of_turn
-    # The part of the list that we are in: pieces begin … end - 1 are tiles of a stage, and copies for the next one.
+    # The part of the list that we are in: up to ``end`` pieces are tiles of a stage, and copies for the next one. Where
+    # it begins is not kept but found, for Triton (3.6, 3.7) loses one of two values with which a loop begins alike.
     stage = tl.full((), -1, tl.int32)
-    begin, end = num_comm, num_comm
+    end = num_comm
     first_tile, tiles, copies = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
 
     piece = td.ticket_of(td.take_ticket(ctx))
@@ -186,10 +187,9 @@ def moe_ag_gemm_kernel(
                     turns = first_turn_of(stage + 2, stages, ranks, num_chunks)
                     turns -= first_turn_of(stage + 1, stages, ranks, num_chunks)
                     copies = tl.where(stage + 1 < stages, turns * of_turn, 0)
-                    begin = end
-                    end = begin + tiles * tiles_n + copies
+                    end += tiles * tiles_n + copies
                     stage += 1
-            is_copy, number = split_piece(piece - begin, tiles * tiles_n, copies)
+            is_copy, number = split_piece(piece - end + tiles * tiles_n + copies, tiles * tiles_n, copies)
             if is_copy:
                 turn = first_turn_of(stage, stages, ranks, num_chunks) + number // of_turn
                 source, chunk = chunk_at_turn(turn, me, ranks, num_chunks)

@@ -112,9 +112,9 @@ def moe_gemm_rs_kernel(
     tiles_n = (N + BLOCK_N - 1) // BLOCK_N
     of_turn = pieces_of_turn(chunk_rows, N, BLOCK_TOKENS, BLOCK_COLUMNS)
     pieces = tl.load(begins_ptr + stages) * tiles_n + RANKS * num_chunks * of_turn
-    # The part of the list that we are in: begin … end - 1 are tiles of a stage, and sums of the stage after it.
+    # The part of the list that we are in: up to ``end`` pieces are tiles of a stage, and sums of the stage after it.
     stage = tl.full((), 0, tl.int32) + stages
-    begin, end = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
+    end = tl.full((), 0, tl.int32)
     first_tile, tiles, sums = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
 
     piece = td.ticket_of(td.take_ticket(ctx))
@@ -125,10 +125,9 @@ def moe_gemm_rs_kernel(
                 turns = first_turn_of(stage + 1, stages, RANKS, num_chunks)
                 turns -= first_turn_of(stage, stages, RANKS, num_chunks)
                 sums = tl.where(stage < stages, turns * of_turn, 0)
-                begin = end
-                end = begin + tiles * tiles_n + sums
+                end += tiles * tiles_n + sums
                 stage -= 1
-        is_sum, number = split_piece(piece - begin, tiles * tiles_n, sums)
+        is_sum, number = split_piece(piece - end + tiles * tiles_n + sums, tiles * tiles_n, sums)
         if is_sum:
             for later in range(stage + 1, stages):
                 expected = (tl.load(begins_ptr + later + 1) - tl.load(begins_ptr + later)) * tiles_n
