@@ -11,31 +11,38 @@ ON_GPU = DEVICE == "cuda"
 
 # Tokens of the ranks, choices, experts of each rank, H and I. Ids of "any" are dropped here and there.
 SPECS = {
-    "distinct": dict(tokens=12, k=2, experts_each=2, width=32, hidden=16, ids="distinct"),
+    "weights in bf16": dict(tokens=8, k=2, experts_each=2, width=32, hidden=16, ids="distinct", weights=BF16),
     "uneven": dict(tokens=UNEVEN, k=3, experts_each=3, width=33, hidden=13, dtype=FP16, seed=1),
-    "weights in bf16": dict(tokens=12, k=2, experts_each=2, width=24, hidden=8, weights=BF16, seed=2),
     "fp32": dict(tokens=UNEVEN, k=2, experts_each=2, width=40, hidden=24, dtype=FP32, seed=3),
-    "all to one": dict(tokens=[16, 8, 0, 3], k=2, experts_each=2, width=16, hidden=8, ids="one", seed=4),
+    "all to one": dict(tokens=[12, 4, 0, 3], k=2, experts_each=2, width=16, hidden=8, ids="one", seed=4),
     "no tokens": dict(tokens=0, k=2, experts_each=2, width=16, hidden=8, seed=5),
     "all dropped": dict(tokens=[2, 0, 1, 3], k=2, experts_each=2, width=16, hidden=8, ids="none", seed=6),
 }
 
 # The interpreter takes long, so CPU ranks are not asked everything everywhere.
 ON_CPU = {
-    (1, "default"): ["distinct", "fp32"],
+    (1, "default"): ["fp32"],
     (2, "default"): list(SPECS),
-    (3, "per expert, torch's product"): ["uneven", "all to one"],
-    (4, "default"): ["uneven", "all to one"],
+    (3, "per expert, torch's product"): ["fp32"],
+    (4, "default"): ["uneven"],
 }
+
+
+def spec_for(config, spec):
+    """torch's product wants bf16 on a GPU, and rows of so many bytes."""
+    spec = SPECS[spec]
+    if not ON_GPU or config == "default":
+        return spec
+    if spec["width"] % 8 or spec["hidden"] % 8:
+        pytest.skip("torch._grouped_mm takes no such rows")
+    return spec | {"dtype": BF16}
 
 
 @pytest.mark.parametrize("world_size, config, spec", [
     (*ranks_and_config, spec) for ranks_and_config, specs in ON_CPU.items() for spec in (SPECS if ON_GPU else specs)
 ])  # fmt: skip
 def test_everything(world_size, config, spec):
-    if ON_GPU and "torch's" in config:  # whose product on a GPU is in bf16 only
-        SPECS[spec] = SPECS[spec] | {"dtype": BF16}
-    on_ranks(world_size, expert_layer.computes, SPECS[spec], config)
+    on_ranks(world_size, expert_layer.computes, spec_for(config, spec), config)
 
 
 def test_three_calls():
