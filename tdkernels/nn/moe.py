@@ -1,5 +1,7 @@
 """EPMoE and TPMoE: a router and its experts, which are divided between the ranks, or each of which is."""
 
+import copy
+
 import torch
 
 import tdkernels
@@ -51,6 +53,12 @@ class _MoE(torch.nn.Module):
         generator = torch.Generator(self.w_down.device).manual_seed(seed)
         for weight, fan_in in ((self.w_gate_up, self.gate.hidden), (self.w_down, self.intermediate)):
             torch.nn.init.uniform_(weight, -(fan_in**-0.5), fan_in**-0.5, generator=generator)
+
+    def __deepcopy__(self, memo):
+        memo[id(self.group)] = self.group  # which cannot be copied, and need not be
+        memo[id(self)] = copied = type(self).__new__(type(self))
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
 
     def extra_repr(self):
         return f"intermediate={self.intermediate}, rank {self.group.rank()} of {self.group.size()}"

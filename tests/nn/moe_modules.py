@@ -1,6 +1,7 @@
 """What EPMoE and TPMoE are asked, as functions that every rank runs. test_moe.py asks."""
 
 import contextlib
+import copy
 import re
 
 import pytest
@@ -170,6 +171,16 @@ def takes_its_own_experts_only():
     module.load_state_dict(own)
     _, down = part_of("EPMoE", *whole_copies(whole_weights())[1:])
     assert torch.equal(module.w_down.detach().cpu(), down)
+
+
+def is_copied():
+    """With weights of its own, which load as the others do, and for the same group."""
+    module = make("EPMoE")
+    other = copy.deepcopy(torch.nn.Sequential(module))[0]
+    before = module.w_down.detach().clone()
+    other.load_state_dict(whole_weights(seed=3))
+    assert torch.equal(module.w_down.detach(), before) and not torch.equal(other.w_down.detach(), before)
+    assert other.group is module.group
 
 
 def refuses_checkpoints(kind):

@@ -26,6 +26,10 @@ def test_own_experts_are_enough():
     on_ranks(2, moe_modules.takes_its_own_experts_only)
 
 
+def test_copies():
+    on_ranks(2, moe_modules.is_copied)
+
+
 @each_kind
 def test_checkpoints_that_do_not_fit(kind):
     on_ranks(2, moe_modules.refuses_checkpoints, kind)
