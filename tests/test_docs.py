@@ -23,6 +23,7 @@ REPO = Path(__file__).parent.parent
 README = REPO / "README.md"
 TUTORIAL = REPO / "docs" / "primitives.md"
 EXPERTS = REPO / "docs" / "expert-parallel.md"
+LAYERS = REPO / "docs" / "moe.md"
 EXAMPLE = REPO / "examples" / "first_kernel.py"
 DOCUMENTS = sorted([*REPO.glob("*.md"), *(REPO / "docs").glob("*.md")])
 
@@ -92,6 +93,44 @@ def test_the_bytes_on_paper_are_those_of_the_formula():
         sizes = [once * row_fp8, once * row_bf16, once * row_bf16, each * row_bf16]
         cells = [f"{size / 1e6:.2f} MB, {size / rate * 1e6:.1f} µs" for size in sizes]
         assert f"| {world_size} | {tokens} | {once:.0f} | {each:.0f} | {' | '.join(cells)} |" in EXPERTS.read_text()
+
+
+# ---- docs/moe.md ----
+
+
+def page_of(source):
+    page = types.ModuleType("page")
+    exec(compile(source, str(LAYERS), "exec"), vars(page))
+    return page
+
+
+def a_layer_is_trained(source):
+    return page_of(source).train()
+
+
+def test_the_page_on_layers_shows_what_its_program_prints():
+    program, _ = blocks(LAYERS, "python")
+    assert "print(run_ranks(2, train))" in program
+    assert f"{ranks.on_ranks(2, a_layer_is_trained, program)}\n" == "".join(blocks(LAYERS, "text"))
+
+
+def a_model_is_loaded(source, path):
+    import transformers
+
+    sizes = dict(hidden_size=16, moe_intermediate_size=8, num_experts=4, num_experts_per_tok=2, num_hidden_layers=1)
+    sizes |= dict(num_attention_heads=2, num_key_value_heads=1, head_dim=8, vocab_size=9)
+    transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**sizes)).save_pretrained(path)  # rank 0 does
+    dist.barrier()
+    model = page_of(source).load(path, ranks.device())
+    logits = model(torch.zeros(1, 2, dtype=torch.int64, device=ranks.device())).logits
+    assert logits.shape == (1, 2, 9) and logits.isfinite().all() and logits.dtype == torch.bfloat16
+    assert list(model.model.layers[0].mlp.w_down.shape) == [2, 16, 8]
+
+
+def test_the_page_on_layers_loads_a_model(tmp_path):
+    pytest.importorskip("transformers", minversion="5.0")
+    _, source = blocks(LAYERS, "python")
+    ranks.on_ranks(2, a_model_is_loaded, source, str(tmp_path))
 
 
 # ---- README.md ----

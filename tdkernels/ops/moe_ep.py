@@ -97,9 +97,12 @@ def ep_combine_ref(rows, state, topk_weights=None, *, group=None):
     choices = rows.new_zeros(tokens * k, rows.shape[1])
     choices[by_expert] = _all_to_all(theirs, received, sent, group)
     choices = choices.view(tokens, k, rows.shape[1]).float()
+    if weights is not None:  # that of a choice of no expert may be anything
+        chosen = torch.zeros(tokens * k, dtype=torch.bool, device=rows.device).index_fill(0, by_expert, True)
+        choices = choices * weights.float().where(chosen.view(tokens, k), 0.0)[..., None]
     y = torch.zeros_like(choices[:, 0])
     for j in range(k):
-        y += choices[:, j] if weights is None else choices[:, j] * weights[:, j : j + 1].float()
+        y += choices[:, j]
     return y.to(rows.dtype)
 
 

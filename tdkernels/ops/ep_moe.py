@@ -1,0 +1,185 @@
+"""ep_moe: a layer of experts that are divided between the ranks, from each rank's tokens to their weighted sums.
+
+    x [T, H], topk_ids [T, k], topk_weights [T, k]  ->  y [T, H]
+    y[t] = the sum over j of topk_weights[t, j] * expert(topk_ids[t, j])(x[t])
+    expert(e)(x) = swiglu(x @ w_gate_up[e].T) @ w_down[e].T
+
+Rank r has experts r * E / W to (r + 1) * E / W - 1. T may be another on each rank, and 0. Schedule: three steps, one
+after the other. ``_receive`` brings the tokens to the ranks of their experts (``ep_dispatch``), ``_experts`` is two
+products by group (``group_gemm``) with SwiGLU in between, ``ep_combine`` weighs the rows and adds them up at home. The
+host waits for nothing but the number of rows, and with max_tokens not for that either.
+
+Backward: that of the three, in turn. It sends two things, the gradient of y to the experts and that of x back.
+
+Example:
+    weights, ids = torch.topk(torch.softmax(x @ router, -1), 8)
+    y = tdkernels.ep_moe(x, ids, weights, w_gate_up, w_down, num_experts=64)
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from tdkernels.ops import _operands
+from tdkernels.ops._outside_graphs import outside_graphs
+from tdkernels.ops._swiglu import ACTIVATIONS
+from tdkernels.ops.ep_checks import check_dispatch, check_tensor
+from tdkernels.ops.ep_config import EpConfig
+from tdkernels.ops.ep_dispatch_kernel import QUANTUM
+from tdkernels.ops.group_gemm import check_activation, check_experts, group_gemm, group_gemm_ref
+from tdkernels.ops.group_gemm_kernel import GroupGemmConfig
+from tdkernels.ops.moe_ep import ep_combine, ep_combine_ref, ep_dispatch, ep_dispatch_ref
+from tdkernels.symm import resolve_group
+
+
+@dataclass(frozen=True)
+class EpMoeConfig:
+    """How ``ep_moe`` runs; None takes the default of the part.
+
+    ep:    the ways there and back, see ``EpConfig``; the same on all ranks
+    gemm:  both products, see ``GroupGemmConfig``
+    """
+
+    ep: EpConfig | None = None
+    gemm: GroupGemmConfig | None = None
+
+    def illegal(self, device, dtype):
+        """Why this config cannot run on a device with a dtype; None when it can."""
+        for name, kind in (("ep", EpConfig), ("gemm", GroupGemmConfig)):
+            part = getattr(self, name)
+            if part is None:
+                continue
+            if not isinstance(part, kind):
+                return f"{name} must be of {kind.__name__} or None, not of {type(part).__name__}"
+            reason = part.illegal(device, dtype)
+            if reason is not None:
+                return f"{name}: {reason}"
+        return None
+
+
+def ep_moe_ref(x, topk_ids, topk_weights, w_gate_up, w_down, *, num_experts, activation="swiglu", group=None):
+    """The specification of ``ep_moe``, in plain torch and torch.distributed."""
+    recv, state = ep_dispatch_ref(x, topk_ids, topk_weights, num_experts=num_experts, group=group)
+    hidden = group_gemm_ref(recv.x, w_gate_up, recv.splits, activation=activation)
+    return ep_combine_ref(group_gemm_ref(hidden, w_down, recv.splits), state, group=group)
+
+
+def dequantize(codes, scales, dtype):
+    """What codes [R, H] stand for, in ``dtype``: each times the scale, of [R, ceil(H / 128)], of its 128 channels."""
+    by_channel = scales.repeat_interleave(QUANTUM.value, dim=1)[:, : codes.shape[1]]
+    return (codes.to(torch.float32) * by_channel).to(dtype)
+
+
+# ---- the steps ----
+
+
+def _receive(x, topk_ids, topk_weights, num_experts, quantize, max_tokens, group, config):
+    """(rows of this rank's experts in the dtype of x, how many of each, the EpHandle): the way there."""
+    recv, handle = ep_dispatch(
+        x, topk_ids, topk_weights.detach(), num_experts=num_experts, quantize=quantize, max_tokens=max_tokens,
+        group=group, config=config,
+    )  # fmt: skip
+    # The combine applies the weights and has their gradient: they are sent without one, and nothing of it comes back.
+    handle._topk_weights = topk_weights
+    rows = recv.x if quantize is None else dequantize(recv.x, recv.scales, x.dtype)
+    return rows, recv.splits, handle
+
+
+def _experts(rows, splits, w_gate_up, w_down, activation, config):
+    """What this rank's experts make of their rows."""
+    hidden = group_gemm(rows, w_gate_up, splits, activation=activation, config=config)
+    return group_gemm(hidden, w_down, splits, config=config)
+
+
+# ---- checks ----
+
+
+def _check(
+    x, topk_ids, topk_weights, w_gate_up, w_down, num_experts, activation, quantize, max_tokens, config, world_size
+):  # fmt: skip
+    """Raise TypeError or ValueError, naming the argument and its shape, unless the layer makes sense on this rank."""
+    operator = "ep_moe"
+    check_tensor(operator, "x", x)
+    for name, tensor in (("topk_weights", topk_weights), ("w_gate_up", w_gate_up), ("w_down", w_down)):
+        check_tensor(operator, name, tensor, x)
+    check_experts(operator, x, w_gate_up, "w_gate_up")
+    check_dispatch(
+        x, topk_ids, topk_weights, None, num_experts, quantize, max_tokens, world_size, operator=operator
+    )  # fmt: skip
+    if activation is None:
+        raise ValueError(f"{operator}: activation must be one of {ACTIVATIONS[1:]}, not None")
+    check_activation(operator, activation, w_gate_up, "w_gate_up")
+    if w_down.dtype != x.dtype:
+        raise TypeError(f"{operator}: x is {x.dtype} but w_down is {w_down.dtype}")
+    mine = num_experts // world_size
+    if w_gate_up.shape[0] != mine:
+        raise ValueError(
+            f"{operator}: w_gate_up must have the {mine} experts of this rank (of {num_experts}, on {world_size} "
+            f"ranks), its shape is {list(w_gate_up.shape)}"
+        )
+    expected = [mine, x.shape[1], w_gate_up.shape[1] // 2]
+    if list(w_down.shape) != expected:
+        raise ValueError(
+            f"{operator}: w_down must be [E / W, H, I] = {expected} for x {list(x.shape)} and w_gate_up "
+            f"{list(w_gate_up.shape)}, its shape is {list(w_down.shape)}"
+        )
+    if quantize is not None and torch.is_grad_enabled() and x.requires_grad:
+        raise ValueError(f'{operator}: quantize="fp8" has no gradient, and x requires one: detach it, or no_grad')
+    _check_config(operator, config, x)
+
+
+def _check_config(operator, config, x):
+    if config is None:
+        return
+    if not isinstance(config, EpMoeConfig):
+        raise TypeError(f"{operator}: config must be an EpMoeConfig or None, not {type(config).__name__}")
+    reason = config.illegal(x.device, x.dtype)
+    if reason is not None:
+        raise ValueError(f"{operator}: config cannot run: {reason}")
+
+
+# ---- the public function ----
+
+
+@outside_graphs
+def ep_moe(
+    x, topk_ids, topk_weights, w_gate_up, w_down, *, num_experts, activation="swiglu", quantize=None, max_tokens=None,
+    group=None, config=None,
+):  # fmt: skip
+    """A mixture of experts, divided between ranks: rank r has experts r * E / W to (r + 1) * E / W - 1.
+
+    Args:     x: [T, H] bf16, fp16 or fp32, this rank's tokens; T may differ between ranks and be 0
+              topk_ids: [T, k] int32 or int64, the experts of each token, -1 for none (dropped)
+              topk_weights: [T, k] floats, what each choice weighs in the sum
+              w_gate_up: [E / W, 2 * I, H], this rank's experts' first weights, in the layout of torch.nn.Linear; dtype
+              of x
+              w_down: [E / W, H, I], their second; dtype of x
+              num_experts: E, divisible by W
+              activation: "swiglu": the first I rows of an expert of w_gate_up are for the gate, the rest for up;
+              "swiglu_interleaved": gate and up by turns
+              quantize: None, or "fp8": tokens travel as float8_e4m3fn with an fp32 scale for 128 channels, and are
+              multiplied in x's dtype again. x then has no gradient, all else has
+              max_tokens: as in ep_dispatch: how many rows any rank may receive or stage; the host does not wait then
+              group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the world (W ranks)
+              config: EpMoeConfig; None takes the defaults
+    Returns:  y: [T, H], dtype of x. Products are summed in fp32, their results rounded to x's dtype; the sum over a
+              token's choices is that of ep_combine. 0 for a token all of whose choices are dropped
+    Gradient: of x, topk_weights, w_gate_up and w_down; w's are complete, of all ranks' tokens, and zeros for an expert
+              without any. All ranks take part in the backward, also those without tokens
+    Raises:   TypeError or ValueError for operands that do not fit, with their shapes, before anything is launched;
+              ValueError on every rank as in ep_dispatch: when the ranks disagree, for ids out of range, for more rows
+              than max_tokens; PeerTimeoutError; RuntimeError in a backward with create_graph=True
+    Contract: collective over group; host sync: without max_tokens; CUDA graph: with max_tokens, after one call outside;
+              the caller owns the output
+    Source:   ep_dispatch, group_gemm and ep_combine in a row, as in DeepEP (https://github.com/deepseek-ai/DeepEP)
+    """
+    group = resolve_group(group)
+    x, w_gate_up, w_down = _operands.apply_autocast(x, w_gate_up, w_down)
+    _check(
+        x, topk_ids, topk_weights, w_gate_up, w_down, num_experts, activation, quantize, max_tokens, config,
+        group.size(),
+    )  # fmt: skip
+    config = config or EpMoeConfig()
+    rows, splits, handle = _receive(x, topk_ids, topk_weights, num_experts, quantize, max_tokens, group, config.ep)
+    made = _experts(rows, splits, w_gate_up, w_down, activation, config.gemm)
+    return ep_combine(made, handle, group=group)

@@ -1,0 +1,25 @@
+"""A mixture of experts that is not divided, by plain torch: what a layer of experts has to give, and its gradients."""
+
+import torch
+import torch.nn.functional as F
+
+NAMES = ("x", "topk_weights", "w_gate_up", "w_down")
+
+
+def mixture(x, topk_ids, topk_weights, w_gate_up, w_down):
+    """y [T, H] of all experts' weights, expert by expert and in the dtype of x; an id of -1 is no choice."""
+    y = torch.zeros_like(x)
+    for expert in range(w_gate_up.shape[0]):
+        token, choice = torch.where(topk_ids == expert)
+        gate, up = F.linear(x[token], w_gate_up[expert]).chunk(2, dim=-1)
+        made = F.linear(F.silu(gate) * up, w_down[expert])
+        y = y.index_add(0, token, (made * topk_weights[token, choice, None]).to(y.dtype))
+    return y
+
+
+def results_of(operands, topk_ids, dy):
+    """{"y": …, "dx": …} of the mixture of ``operands``, which are named as in NAMES."""
+    operands = {name: operands[name].detach().clone().requires_grad_() for name in NAMES}
+    y = mixture(operands["x"], topk_ids, *(operands[name] for name in NAMES[1:]))
+    y.backward(dy)
+    return {"y": y.detach(), **{f"d{name}": operand.grad for name, operand in operands.items()}}

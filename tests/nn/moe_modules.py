@@ -1,0 +1,268 @@
+"""What EPMoE and TPMoE are asked, as functions that every rank runs. test_moe.py asks."""
+
+import contextlib
+import copy
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed._functional_collectives import all_gather_tensor_autograd, reduce_scatter_tensor_autograd
+
+import tdkernels
+from tdkernels.nn import EPMoE, Router, TPMoE, full_state_dict, replace_moe
+from tests.mixture import mixture
+from tests.ranks import device
+from tests.reference import assert_close
+
+KINDS = {"EPMoE": EPMoE, "TPMoE": TPMoE}
+E, K, H, I = 6, 2, 16, 12  # each divisible by 1, 2 and 3 ranks where it has to be
+GATE = "gate.weight"
+
+
+def by_collectives(x, topk_ids, topk_weights, w_gate_up, w_down, *, activation="swiglu", group=None, config=None):
+    """``tp_moe`` by torch: gather the rows, compute every rank's channels of all experts, add up and scatter."""
+    ids = [torch.empty_like(topk_ids) for _ in range(group.size())]
+    dist.all_gather(ids, topk_ids.contiguous(), group=group)
+    x, weights = (all_gather_tensor_autograd(tensor, 0, group) for tensor in (x, topk_weights))
+    y = mixture(x, torch.cat(ids), weights, w_gate_up, w_down)
+    return reduce_scatter_tensor_autograd(y, "sum", 0, group).clone()  # which waits: what it gives may not be there yet
+
+
+@contextlib.contextmanager
+def tp_moe_is_there():
+    """The operator, or until it is there what it is to compute."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not hasattr(tdkernels, "tp_moe"):
+            patch.setattr(tdkernels, "tp_moe", by_collectives, raising=False)
+        yield
+
+
+# ---- whole weights, and a rank's part of them ----
+
+
+def whole_weights(dtype=torch.float32, seed=0):
+    """A checkpoint's block in the fused layout, the same on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {GATE: (E, H), "experts.gate_up_proj": (E, 2 * I, H), "experts.down_proj": (E, H, I)}
+    drawn = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    return {name: (weight * weight.shape[-1] ** -0.5).to(dtype) for name, weight in drawn.items()}
+
+
+def in_layout(whole, layout):
+    """Names and halves written out once more, by hand."""
+    if layout == "fused":
+        return dict(whole)
+    gate, up, down = {"qwen3_moe": ("gate_proj", "up_proj", "down_proj"), "mixtral": ("w1", "w3", "w2")}[layout]
+    state = {GATE: whole[GATE]}
+    for e in range(E):
+        state[f"experts.{e}.{gate}.weight"] = whole["experts.gate_up_proj"][e, :I]
+        state[f"experts.{e}.{up}.weight"] = whole["experts.gate_up_proj"][e, I:]
+        state[f"experts.{e}.{down}.weight"] = whole["experts.down_proj"][e]
+    return state
+
+
+def part_of(kind, gate_up, down):
+    """This rank's w_gate_up and w_down of whole ones."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if kind == "EPMoE":
+        return gate_up.chunk(world_size)[rank], down.chunk(world_size)[rank]
+    gate, up = (half.chunk(world_size, dim=1)[rank] for half in gate_up.chunk(2, dim=1))
+    return torch.cat([gate, up], dim=1), down.chunk(world_size, dim=2)[rank]
+
+
+def make(kind, **options):
+    gate = Router(H, E, K, device=device())
+    return KINDS[kind](gate, I, device=device(), **options)
+
+
+# ---- what it computes ----
+
+
+def computes(kind):
+    """Forward and every gradient against the layer that is not divided, of weights that were loaded whole."""
+    with tp_moe_is_there():
+        module = make(kind)
+        whole = whole_weights()
+        module.load_state_dict(whole)
+        rows = [3, 0, 5] if kind == "EPMoE" else [4, 4, 4]
+        rows = rows[: dist.get_world_size()]
+        generator = torch.Generator().manual_seed(1)
+        all_x, all_dy = (torch.randn(2 * sum(rows), H, generator=generator) for _ in range(2))
+        mine = slice(2 * sum(rows[: dist.get_rank()]), 2 * sum(rows[: dist.get_rank() + 1]))
+        x = all_x[mine].to(device()).view(2, -1, H).requires_grad_()
+        y = module(x)
+        assert y.shape == x.shape
+        y.backward(all_dy[mine].to(device()).view(y.shape))
+        tdkernels.synchronize()
+
+    exact, low = (undivided(whole, all_x, all_dy, dtype) for dtype in (torch.double, torch.float32))
+    got = {"y": y.detach().flatten(0, 1), "dx": x.grad.flatten(0, 1)}
+    for name, value in got.items():
+        compare(f"{name} of {kind}", value, exact[name][mine], low[name][mine])
+    gate = module.gate.weight.grad
+    if dist.get_world_size() > 1:  # each rank has that of its own tokens
+        dist.all_reduce(gate)
+    assert_close(f"dgate of {kind}", gate, exact["gate"], low["gate"])
+    parts = [part_of(kind, of["gate_up"], of["down"]) for of in (exact, low)]
+    for name, number in (("w_gate_up", 0), ("w_down", 1)):
+        value = getattr(module, name).grad
+        compare(f"d{name} of {kind}", value, parts[0][number], parts[1][number])
+
+
+def undivided(whole, x, dy, dtype):
+    """y and gradients of the router and the experts that all ranks' tokens have in common."""
+    x, gate, gate_up, down = (tensor.to(dtype).requires_grad_() for tensor in (x.clone(), *whole_copies(whole)))
+    scores = torch.softmax(x @ gate.t(), -1)
+    weights, ids = torch.topk(scores, K)
+    y = mixture(x, ids, weights / weights.sum(-1, keepdim=True), gate_up, down)
+    y.backward(dy.to(dtype))
+    return {"y": y.detach(), "dx": x.grad, "gate": gate.grad, "gate_up": gate_up.grad, "down": down.grad}
+
+
+def whole_copies(whole):
+    return [whole[name].clone() for name in (GATE, "experts.gate_up_proj", "experts.down_proj")]
+
+
+def compare(name, got, exact, low):
+    """``assert_close`` of all ranks' parts together."""
+    parts = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, [part.detach().cpu().flatten() for part in (got, exact, low)])
+    assert_close(name, *(torch.cat(of_ranks) for of_ranks in zip(*parts, strict=True)))
+
+
+# ---- checkpoints ----
+
+
+def takes_and_gives_checkpoints(kind):
+    """Whole weights in any layout, a rank's own, and these again in any layout, to the bit; also within a model."""
+    whole = whole_weights(seed=2)
+    gate_up, down = part_of(kind, whole["experts.gate_up_proj"], whole["experts.down_proj"])
+    for layout in ("fused", "qwen3_moe", "mixtral"):
+        module = make(kind)
+        module.load_state_dict(in_layout(whole, layout))
+        assert torch.equal(module.w_gate_up.detach().cpu(), gate_up), layout
+        assert torch.equal(module.w_down.detach().cpu(), down), layout
+        again = make(kind)
+        again.load_state_dict(module.state_dict())
+        assert {*module.state_dict()} == {GATE, "w_gate_up", "w_down"}
+        model = torch.nn.ModuleDict({"norm": torch.nn.Linear(2, 2), "mlp": again})
+        given = full_state_dict(model, layout)
+        expected = {"mlp." + name: weight for name, weight in in_layout(whole, layout).items()}
+        assert {*given} == {*expected, "norm.weight", "norm.bias"}
+        for name, weight in expected.items():
+            assert torch.equal(given[name].cpu(), weight), name
+        model["mlp"] = make(kind)
+        model.load_state_dict(given)
+        assert torch.equal(model["mlp"].w_down.detach().cpu(), down), layout
+        assert {*full_state_dict(again, layout)} == {*in_layout(whole, layout)}
+    with pytest.raises(ValueError, match="layout must be one of .*, not 'gguf'"):
+        full_state_dict(model, "gguf")
+
+
+def takes_its_own_experts_only():
+    """EPMoE needs no more of a checkpoint than its own experts."""
+    module = make("EPMoE")
+    state = in_layout(whole_weights(), "qwen3_moe")
+    own = {
+        name: weight for name, weight in state.items()
+        if name == GATE or int(name.split(".")[1]) in module.shard.experts
+    }  # fmt: skip
+    module.load_state_dict(own)
+    _, down = part_of("EPMoE", *whole_copies(whole_weights())[1:])
+    assert torch.equal(module.w_down.detach().cpu(), down)
+
+
+def is_copied():
+    """With weights of its own, which load as the others do, and for the same group."""
+    module = make("EPMoE")
+    other = copy.deepcopy(torch.nn.Sequential(module))[0]
+    before = module.w_down.detach().clone()
+    other.load_state_dict(whole_weights(seed=3))
+    assert torch.equal(module.w_down.detach(), before) and not torch.equal(other.w_down.detach(), before)
+    assert other.group is module.group
+
+
+def refuses_checkpoints(kind):
+    """What is missing, of another size or for other experts is named, and nothing of the experts is changed."""
+    module = make(kind)
+    before = module.w_gate_up.detach().clone()
+    first = module.shard.experts.start
+    right = in_layout(whole_weights(), "qwen3_moe")
+    down, up = f"experts.{first}.down_proj.weight", f"experts.{first}.up_proj.weight"
+    missing = {name: weight for name, weight in right.items() if name != down}
+    wider = {name: torch.cat([weight, weight], dim=0 if "down" not in name else 1) for name, weight in right.items()}
+    fused = whole_weights()
+    for state, words in (
+        (missing, rf'Missing key\(s\) in state_dict: "experts.{first} \(down\)"\.'),
+        (right | {up: right[up][:-1]}, rf"size mismatch for {re.escape(up)}: up .* \[11, 16\] .*, \[12, 16\] in"),
+        (wider | {GATE: right[GATE]}, r"size mismatch for experts.\d.gate_proj.weight: gate .* \[24, 16\] in"),
+        (fused | {name: torch.cat([w, w]) for name, w in fused.items() if name != GATE}, f"has {E} experts"),
+        ({GATE: right[GATE]}, 'Missing key.*"w_gate_up", "w_down"'),
+    ):
+        with pytest.raises(RuntimeError, match=words):
+            module.load_state_dict(state)
+        assert torch.equal(module.w_gate_up.detach(), before)
+    for name in (f"experts.{E}.up_proj.weight", up + "_scale_inv"):
+        with pytest.raises(RuntimeError, match=rf'Unexpected key.* "{name}"'):
+            module.load_state_dict(right | {name: right[up]})
+    missing_keys, _ = module.load_state_dict(missing, strict=False)
+    assert missing_keys == [f"experts.{first} (down)"]
+
+
+# ---- the rest ----
+
+
+def starts_differently_on_each_rank(kind):
+    """Ranks that are seeded alike have the same router and experts of their own."""
+    torch.manual_seed(0)
+    module = make(kind)
+    parts = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, [p.detach().cpu() for p in (module.gate.weight, module.w_gate_up, module.w_down)])
+    for gate, gate_up, down in parts[1:]:
+        assert torch.equal(gate, parts[0][0])
+        assert not torch.equal(gate_up, parts[0][1]) and not torch.equal(down, parts[0][2])
+    for weight, fan_in in ((module.w_gate_up, H), (module.w_down, I)):
+        assert 0.9 * fan_in**-0.5 < weight.abs().max() <= fan_in**-0.5
+    assert f"rank {dist.get_rank()} of {len(parts)}" in repr(module)
+
+
+def passes_options_on():
+    """What is said of a call once, when the layer is made."""
+    calls = []
+    module = make("EPMoE", max_tokens=100, config=tdkernels.EpMoeConfig())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tdkernels, "ep_moe", lambda x, *_, **options: calls.append(options) or x)
+        module(torch.randn(3, H, device=device()))
+    assert calls == [
+        dict(num_experts=E, quantize=None, max_tokens=100, group=dist.group.WORLD, config=tdkernels.EpMoeConfig())
+    ]
+    sizes = {"EPMoE": ("num_experts 7", Router(H, 7, K), I), "TPMoE": ("intermediate 13", Router(H, E, K), 13)}
+    for kind, (words, gate, intermediate) in sizes.items():
+        with pytest.raises(ValueError, match=f"{kind}: {words} must be divisible by the group's 2 ranks"):
+            KINDS[kind](gate, intermediate)
+    with pytest.raises(ValueError, match="Linear is none of .*Mixtral"):
+        EPMoE.from_hf(torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="replace_moe: Sequential has none of"):
+        replace_moe(torch.nn.Sequential(torch.nn.Linear(2, 2)), TPMoE)
+
+
+def balances():
+    """The bias of what is chosen too often goes down on every rank; weights are those of the scores alone."""
+    torch.manual_seed(0)
+    gate = Router(H, 4, 2, scores="sigmoid", scale=2.5, balanced=True, device=device())
+    x = torch.randn(8, H, device=device())
+    gate.e_score_correction_bias.copy_(torch.tensor([9.0, 0.0, -9.0, 5.0]))
+    ids, weights = gate(x)
+    assert sorted({*ids.flatten().tolist()}) == [0, 3]
+    scores = torch.sigmoid(x @ gate.weight.t())[:, [0, 3]]
+    expected = 2.5 * scores / scores.sum(1, keepdim=True)
+    torch.testing.assert_close(weights, torch.where(ids == 0, expected[:, :1], expected[:, 1:]))
+    gate.eval()(x)  # which counts nothing
+    assert gate.choices.tolist() == [8, 0, 0, 8]
+    if dist.get_rank() == 0:
+        gate.choices[1] += 100
+    gate.balance(0.5)
+    more = [9.5, -0.5, -8.5, 5.5] if dist.get_world_size() == 2 else None
+    assert gate.e_score_correction_bias.tolist() == more and not gate.choices.any()
+    assert {*gate.state_dict()} == {"weight", "e_score_correction_bias"}

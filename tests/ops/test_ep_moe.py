@@ -1,0 +1,83 @@
+"""ep_moe against the layer that is not divided, forward and every gradient."""
+
+import pytest
+
+from tests.ops import expert_layer
+from tests.ops.expert_layer import UNEVEN
+from tests.ops.routed import BF16, FP16, FP32
+from tests.ranks import DEVICE, on_ranks
+
+ON_GPU = DEVICE == "cuda"
+
+# Tokens of the ranks, choices, experts of each rank, H and I. Ids of "any" are dropped here and there.
+SPECS = {
+    "weights in bf16": dict(tokens=8, k=2, experts_each=2, width=32, hidden=16, ids="distinct", weights=BF16),
+    "uneven": dict(tokens=UNEVEN, k=3, experts_each=3, width=33, hidden=13, dtype=FP16, seed=1),
+    "fp32": dict(tokens=UNEVEN, k=2, experts_each=2, width=40, hidden=24, dtype=FP32, seed=3),
+    "all to one": dict(tokens=[12, 4, 0, 3], k=2, experts_each=2, width=16, hidden=8, ids="one", seed=4),
+    "no tokens": dict(tokens=0, k=2, experts_each=2, width=16, hidden=8, seed=5),
+    "all dropped": dict(tokens=[2, 0, 1, 3], k=2, experts_each=2, width=16, hidden=8, ids="none", seed=6),
+}
+
+# The interpreter takes long, so CPU ranks are not asked everything everywhere.
+ON_CPU = {
+    (1, "default"): ["fp32"],
+    (2, "default"): list(SPECS),
+    (3, "per expert, torch's product"): ["fp32"],
+    (4, "default"): ["uneven"],
+}
+
+
+def spec_for(config, spec):
+    """torch's product wants bf16 on a GPU, and rows of so many bytes."""
+    spec = SPECS[spec]
+    if not ON_GPU or config == "default":
+        return spec
+    if spec["width"] % 8 or spec["hidden"] % 8:
+        pytest.skip("torch._grouped_mm takes no such rows")
+    return spec | {"dtype": BF16}
+
+
+@pytest.mark.parametrize("world_size, config, spec", [
+    (*ranks_and_config, spec) for ranks_and_config, specs in ON_CPU.items() for spec in (SPECS if ON_GPU else specs)
+])  # fmt: skip
+def test_everything(world_size, config, spec):
+    on_ranks(world_size, expert_layer.computes, spec_for(config, spec), config)
+
+
+def test_three_calls():
+    on_ranks(2, expert_layer.is_called_again)
+
+
+def test_interleaved_weights():
+    on_ranks(2, expert_layer.takes_interleaved_weights)
+
+
+def test_capacity():
+    on_ranks(2, expert_layer.keeps_to_a_capacity)
+
+
+@pytest.mark.parametrize("world_size, width", [(1, 128), (2, 200)])
+def test_quantized(world_size, width):
+    on_ranks(world_size, expert_layer.sends_codes, width)
+
+
+def test_only_what_is_wanted():
+    on_ranks(2, expert_layer.computes_what_is_wanted)
+
+
+def test_autocast():
+    on_ranks(2, expert_layer.casts_as_autocast_says)
+
+
+def test_subgroup():
+    on_ranks(3, expert_layer.computes_in_a_subgroup)
+
+
+def test_wrong_ids():
+    on_ranks(2, expert_layer.refuses_wrong_ids)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_bad_input(world_size):
+    on_ranks(world_size, expert_layer.refuses)
