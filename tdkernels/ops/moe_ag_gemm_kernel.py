@@ -189,7 +189,7 @@ def moe_ag_gemm_kernel(
                     copies = tl.where(stage + 1 < stages, turns * of_turn, 0)
                     end += tiles * tiles_n + copies
                     stage += 1
-            is_copy, number = split_piece(piece - end + tiles * tiles_n + copies, tiles * tiles_n, copies)
+            is_copy, number = split_piece(piece - end + tiles * tiles_n + copies, tiles * tiles_n, copies, 0)
             if is_copy:
                 turn = first_turn_of(stage, stages, ranks, num_chunks) + number // of_turn
                 source, chunk = chunk_at_turn(turn, me, ranks, num_chunks)

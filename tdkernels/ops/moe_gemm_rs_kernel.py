@@ -127,7 +127,9 @@ def moe_gemm_rs_kernel(
                 sums = tl.where(stage < stages, turns * of_turn, 0)
                 end += tiles * tiles_n + sums
                 stage -= 1
-        is_sum, number = split_piece(piece - end + tiles * tiles_n + sums, tiles * tiles_n, sums)
+        # Not at once: the last tiles of the stage before are still being computed.
+        lead = tl.num_programs(0)
+        is_sum, number = split_piece(piece - end + tiles * tiles_n + sums, tiles * tiles_n, sums, lead)
         if is_sum:
             for later in range(stage + 1, stages):
                 expected = (tl.load(begins_ptr + later + 1) - tl.load(begins_ptr + later)) * tiles_n

@@ -55,12 +55,18 @@ def _stage_of(choice, choices, chunk_choices, shard_choices, me, ranks, num_chun
 
 
 @td.jit
-def split_piece(within, tiles, others):
-    """(whether it is one of the others, its number among its kind) of a piece of ``tiles`` with others strewn in."""
-    period = tl.maximum((tiles + others) // tl.maximum(others, 1), 1)
+def split_piece(piece, tiles, others, lead):
+    """(whether it is one of the others, its number among its kind) of a piece of ``tiles`` with others strewn in.
+
+    The first ``lead`` pieces, if there are as many tiles, are tiles.
+    """
+    lead = tl.minimum(lead, tiles)
+    period = tl.maximum((tiles - lead + others) // tl.maximum(others, 1), 1)
+    within = tl.maximum(piece - lead, 0)
     turn = within // period
-    is_other = (within % period == period - 1) & (turn < others)
-    return is_other, tl.where(is_other, turn, within - tl.minimum(turn, others))
+    is_other = (piece >= lead) & (within % period == period - 1) & (turn < others)
+    before = tl.where(piece >= lead, tl.minimum(turn, others), 0)
+    return is_other, tl.where(is_other, turn, piece - before)
 
 
 @td.jit(do_not_specialize=["num_ids", "num_experts"])

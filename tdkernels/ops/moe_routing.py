@@ -13,9 +13,6 @@ from tdkernels.symm import get_workspace
 
 _TILES_OF_A_PROGRAM, _TILES_AT_ONCE = 32, 128
 _MAX_STAGES = MAX_STAGES.value
-# With fewer rows an expert's weights take longer to be read than to be multiplied: 175 on an H200, with some to spare.
-_ROWS_OF_A_STAGE = 384
-_FEWEST_ROWS = 64
 
 
 @dataclass
@@ -43,20 +40,13 @@ class MoeRouting:
         self.world_size = group.size()
         self.num_choices = ids.shape[1]
         self.chunk_rows = chunk_rows
-        self.num_stages = self._stages(stages)
+        # No more than there are chunks to share.
+        self.num_stages = min(stages, _MAX_STAGES, 1 + (self.world_size - 1) * self.num_chunks)
         new = partial(torch.empty, dtype=torch.int32, device=ids.device)
         self.splits, self.rows = new(num_experts), new(ids.shape)
         # Rows past the last expert's, as many as choices were dropped, are of some choice too: nobody minds which.
         self.choices = torch.zeros_like(ids).view(-1)
         self._tilings = {}
-
-    def _stages(self, wanted):
-        """How many stages: as many as were asked for, or as pay."""
-        if not wanted:
-            rows = self.ids.numel() // self.num_experts  # of an expert
-            own = rows // self.world_size
-            wanted = 1 if own < _FEWEST_ROWS else 1 + max(1, (rows - own) // _ROWS_OF_A_STAGE)
-        return min(wanted, _MAX_STAGES, 1 + (self.world_size - 1) * self.num_chunks)
 
     @property
     def num_chunks(self):
@@ -92,7 +82,7 @@ def _error_of_note(operator, num_experts, name, kind, count, *_):
     return ValueError(f"{operator}: {count} of all ranks' topk_ids are not -1 to num_experts - 1 = {num_experts - 1}")
 
 
-def route(operator, topk_ids, num_experts, group, chunk_rows, tile_rows, stages=0):
+def route(operator, topk_ids, num_experts, group, chunk_rows, tile_rows, stages):
     """The MoeRouting of this rank's topk_ids [T, k], the same T on all ranks.
 
     Raises:   ValueError on every rank for ids that are none (on a GPU at a later call or at ``synchronize``)

@@ -32,6 +32,7 @@ from tdkernels.ops._outside_graphs import outside_graphs
 from tdkernels.ops.collectives import all_gather, reduce_scatter
 from tdkernels.ops.group_gemm import group_gemm_ref, swiglu_ref
 from tdkernels.ops.moe_routing import MoeRouting, route
+from tdkernels.ops.moe_stages import best_stages
 from tdkernels.ops.moe_tp_checks import check_ag_gemm, check_gemm_rs, check_tp_moe
 from tdkernels.symm import resolve_group
 from tdkernels.symm.group import group_state
@@ -121,7 +122,7 @@ class _AgGemm(torch.autograd.Function):
             if need_dw:
                 dw = grouped.weight_gradient(dpre, _all_rows(x, routing), routing.splits, w.shape[0])
             if need_dx:
-                dx = _by_token(_torch_product(dpre, w.transpose(1, 2).contiguous(), routing.splits), routing, None)
+                dx = _by_token(_torch_product(dpre, w.transpose(1, 2), routing.splits), routing, None)
             return dx, dw, None, None, None
         gather = None
         if need_dw and routing.world_size > 1:
@@ -189,7 +190,7 @@ def _torch_gradients(dy, h, w, weights, routing, weights_dtype):
     """(dh, dw, dtopk_weights) by plain collectives and torch's grouped product."""
     of_rows = _all_rows(dy, routing)
     row_weights = weights.view(-1)[routing.choices].unsqueeze(-1)
-    unweighted = _torch_product(of_rows, w.transpose(1, 2).contiguous(), routing.splits)
+    unweighted = _torch_product(of_rows, w.transpose(1, 2), routing.splits)
     dots = (unweighted.float() * h.float()).sum(1)
     dh = (unweighted.float() * row_weights).to(h.dtype)
     dw = grouped.weight_gradient(of_rows, (h.float() * row_weights).to(h.dtype), routing.splits, w.shape[0])
@@ -212,7 +213,10 @@ def _first_half(operator, x, topk_ids, w, activation, group, config):
     tiles = chosen.tiles or ag.default_config(
         x.shape[0] * group.size(), topk_ids.shape[1], w.shape[0], w.shape[1], x.dtype, x.device
     ).tiles
-    routing = route(operator, topk_ids, w.shape[0], group, chosen.chunk_rows, tiles.block_m, chosen.stages)
+    stages = chosen.stages or best_stages(
+        group.size(), x.shape[0], topk_ids.shape[1], *w.shape, x.dtype, x.device
+    )  # fmt: skip
+    routing = route(operator, topk_ids, w.shape[0], group, chosen.chunk_rows, tiles.block_m, stages)
     if not x.shape[0]:
         return _nothing(x, w, activation), routing
     return _AgGemm.apply(x, w, routing, activation, config), routing
