@@ -89,13 +89,7 @@ class Case:
 
     def ids_of_all(self, seed):
         """[W, T, k] the experts of all ranks' tokens, the same on each rank; another draw for another seed."""
-        device = rank_device()
-        generator = torch.Generator(device).manual_seed(seed)
-        draw = torch.rand(self.ranks * self.tokens, self.experts, generator=generator, device=device)
-        if self.routing == "skewed":
-            places = torch.randperm(self.experts, generator=torch.Generator().manual_seed(0)).to(device) + 1
-            draw = -torch.log(-torch.log(draw)) - _SKEW * torch.log(places)  # Gumbel's: draws without replacement
-        ids = draw.topk(self.choices, sorted=False)[1].view(self.ranks, self.tokens, self.choices)
+        ids = drawn_ids(self.ranks, self.tokens, self.experts, self.choices, self.routing, seed)
         return ids.sort(1)[0] if self.operator == "all_to_all" else ids
 
     def inputs(self, seed):
@@ -111,6 +105,17 @@ class Case:
         s.counts = torch.bincount(ids[me].flatten(), minlength=self.experts)
         s.rows, s.most_rows, *s.crossing = traffic(ids // local, me)
         return s
+
+
+def drawn_ids(ranks, tokens, experts, choices, routing, seed):
+    """[W, T, k] different experts for each of all ranks' tokens, the same on each rank."""
+    device = rank_device()
+    generator = torch.Generator(device).manual_seed(seed)
+    draw = torch.rand(ranks * tokens, experts, generator=generator, device=device)
+    if routing == "skewed":
+        places = torch.randperm(experts, generator=torch.Generator().manual_seed(0)).to(device) + 1
+        draw = -torch.log(-torch.log(draw)) - _SKEW * torch.log(places)  # Gumbel's: draws without replacement
+    return draw.topk(choices, sorted=False)[1].view(ranks, tokens, choices)
 
 
 def traffic(dest, me):

@@ -1,8 +1,8 @@
 """The ways to dispatch and combine that are measured: ours, and NCCL with the permutes that a user would write.
 
-The sequence is as quick as plain torch makes it: whole rows are moved in words of eight bytes, numbers of experts are
-sorted as bytes, tokens are quantized before they are multiplied, and what goes beside the rows goes in one piece. The
-host waits once, for the sizes that all_to_all_single needs; "sequence-known-splits" is told them and never waits.
+The sequence is as quick as plain torch makes it (``permutes``): tokens are quantized before they are multiplied, and
+what goes beside the rows goes in one piece. The host waits once, for the sizes that all_to_all_single needs;
+"sequence-known-splits" is told them and never waits.
 """
 
 from collections.abc import Callable
@@ -12,9 +12,7 @@ import torch
 import torch.distributed as dist
 
 import tdkernels
-from bench import harness
-from tdkernels.autotune import timing
-from tdkernels.launch import rank_device
+from bench import permutes
 from tdkernels.ops.ep_dispatch_kernel import QUANTUM as _QUANTUM
 
 QUANTUM = int(_QUANTUM.value)  # channels under one scale
@@ -68,23 +66,13 @@ def _rows_of(operator):
     return {"ep_dispatch": of_dispatch, "all_to_all": of_all_to_all}.get(operator, lambda y: (y.float(),))
 
 
-def _words(rows):
-    """Rows in words of eight bytes: torch moves a word a thread."""
-    width = rows.shape[1] * rows.element_size()
-    return rows.view(torch.int64) if width % 8 == 0 else rows.view(torch.uint8)
-
-
-def _taken(rows, numbers):
-    return _words(rows).index_select(0, numbers).view(rows.dtype)
-
-
 def _sorted(numbers, bound):
     """The stable order of integers below a bound."""
-    return torch.sort(numbers.to(torch.uint8) if bound <= 256 else numbers, stable=True)[1]
+    return permutes.sort(numbers, bound)[1]
 
 
 def _all_to_all(rows, sent, received):
-    words = _words(rows)
+    words = permutes.words(rows)
     out = words.new_empty(sum(received), words.shape[1])
     dist.all_to_all_single(out, words, received, sent)
     return out.view(rows.dtype)
@@ -129,40 +117,18 @@ def _sequence_dispatch(case, s, sizes=None):
     beside = s.weights.flatten().index_select(0, by_expert).unsqueeze(1)
     if scales is not None:
         beside = torch.cat((beside, scales.index_select(0, token)), 1)
-    rows = _all_to_all(_taken(x, token), *sizes)
+    rows = _all_to_all(permutes.taken(x, token), *sizes)
     beside = _all_to_all(beside, *sizes)
     order = _order_of(theirs, rows.shape[0])
     beside = beside.index_select(0, order)
     splits = theirs.view(ranks, -1).sum(0)
-    return _taken(rows, order), None if scales is None else beside[:, 1:], splits, beside[:, 0]
-
-
-def _sum_by_product(choices, weights):
-    return torch.bmm(weights.to(choices.dtype).unsqueeze(1), choices).squeeze(1)
-
-
-def _sum_by_terms(choices, weights):
-    return (choices * weights.to(choices.dtype).unsqueeze(2)).sum(1)
+    return permutes.taken(rows, order), None if scales is None else beside[:, 1:], splits, beside[:, 0]
 
 
 def _sequence_combine(case, s, add_up):
-    rows = _taken(s.expert_out[: s.rows], s.to_sources)
-    choices = _taken(_all_to_all(rows, s.sizes[1], s.sizes[0]), s.to_choices)
+    rows = permutes.taken(s.expert_out[: s.rows], s.to_sources)
+    choices = permutes.taken(_all_to_all(rows, s.sizes[1], s.sizes[0]), s.to_choices)
     return add_up(choices.view(case.tokens, case.choices, -1), s.weights)
-
-
-def _quicker_sum(case, s):
-    """The quicker of two ways to add up, here and for this many tokens."""
-    choices = s.expert_out.new_ones(case.tokens, case.choices, case.hidden)
-    ways = (_sum_by_product, _sum_by_terms)
-
-    def ms(way):
-        call = lambda _: way(choices, s.weights)  # noqa: E731
-        timing.burst(call, [None], 1, rank_device())
-        return timing.burst(call, [None], 3, rank_device())[0]
-
-    times = harness.slowest([ms(way) for way in ways])
-    return ways[times.index(min(times))]
 
 
 def _sequence_all_to_all(case, s, sizes=None):
@@ -178,7 +144,7 @@ def sequences(case, sets):
     """{name: Method} of NCCL and torch."""
     plain = _rows_of(case.operator)
     if case.operator in ("ep_combine", "ep_latency"):
-        add_up = _quicker_sum(case, sets[0])
+        add_up = permutes.quicker_sum(case.tokens, case.hidden, sets[0].weights)
     if case.operator == "ep_combine":  # all sizes are known since the dispatch
         return {"sequence": Method(lambda s: _sequence_combine(case, s, add_up), plain)}
 

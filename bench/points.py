@@ -9,7 +9,7 @@ from bench.shapes import Shape, layer_names
 
 _OWN = ("gemm", "collective", "sequence")
 _FUSED = "torch-fused"
-_APART = ("collective", "ep", "configs", "group_gemm")  # rows of what has no products
+_APART = ("collective", "ep", "configs", "group_gemm", "tp_moe", "ep_moe")  # rows of what has no products
 
 
 @dataclass(frozen=True)

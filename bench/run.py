@@ -18,13 +18,14 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
-from bench import collectives, ep, group_gemm, harness, measure, report  # noqa: E402
+from bench import collectives, ep, group_gemm, harness, measure, moe_shapes, report, tp_moe  # noqa: E402
 from bench.operators import OPERATORS, Case  # noqa: E402
 from bench.peers import PEERS  # noqa: E402
 from bench.shapes import DEFAULT_GROUPS, GROUPS, Shape, select, takes_tokens  # noqa: E402
 from tdkernels.launch import RankError, RankPool  # noqa: E402
 
 RESULTS = ROOT / "bench" / "results"
+_LAYERS = [*tp_moe.OPERATORS]  # of experts
 _BURST_MS = 15.0
 _REHEARSAL_SHAPE = Shape(256, 128, 128, "rehearsal")
 _WARNING = "Rehearsal on {}, for want of GPUs: these times mean nothing, and nothing is written."
@@ -40,9 +41,10 @@ def main(options):
     began = time.monotonic()
     try:
         folder = _folder(options.out)
-        operators, alone, experts, grouped = _operators(options.operators)
+        operators, alone, experts, grouped, layers = _operators(options.operators)
         peers = _peers(options.peers)
-        shapes = group_gemm.parse_shapes(options.shapes) if grouped else _shapes(options.shapes)
+        shapes = group_gemm.parse_shapes(options.shapes) if grouped else None if layers else _shapes(options.shapes)
+        tp_shapes, _ = moe_shapes.parse(options.shapes, layers) if layers else ([], [])
         tokens = _tokens(options.tokens)
         layer, payloads = ep.parse_layer(options.moe), _payloads(options.payload)
         if options.routing not in ep.ROUTINGS:
@@ -71,6 +73,7 @@ def main(options):
         sizes = collectives.REHEARSAL_SIZES
         layer, tokens = ep.REHEARSAL_LAYER, ep.REHEARSAL_TOKENS
         shapes = group_gemm.REHEARSAL_SHAPES if grouped else shapes
+        tp_shapes = moe_shapes.TP_REHEARSAL
     plan = measure.Plan(
         2 if rehearsal else options.rounds, 0 if rehearsal else _BURST_MS, peers, tuple(options.config),
         options.cuda_graph,
@@ -80,6 +83,7 @@ def main(options):
         *_possible(collectives.Case(operator, nbytes, ranks) for operator in alone for nbytes in sizes),
         *_possible(ep.cases(experts, tokens, ranks, layer, payloads, options.routing)),
         *group_gemm.cases(grouped, shapes, options.routing, options.backward),
+        *_possible(tp_moe.cases(_among(layers, tp_moe), tp_shapes, ranks, options.routing, options.backward)),
     ]
     deadline = None if options.seconds is None else began + options.seconds
     with RankPool(ranks, "cpu" if rehearsal else "cuda", timeout_s=min(300.0, options.seconds or 300.0)) as pool:
@@ -98,8 +102,8 @@ def main(options):
 
 
 def _operators(names):
-    """The operators with products, all if none is named; the collectives alone; expert parallelism; what is local."""
-    groups = OPERATORS, collectives.OPERATORS, ep.OPERATORS, group_gemm.OPERATORS
+    """The operators with products, all if none is named; collectives alone; ways to experts; what is local; layers."""
+    groups = OPERATORS, collectives.OPERATORS, ep.OPERATORS, group_gemm.OPERATORS, _LAYERS
     known = [name for group in groups for name in group]
     for name in names:
         if name not in known:
@@ -108,7 +112,13 @@ def _operators(names):
     local = [name for name in names if name in group_gemm.OPERATORS]
     if local and len(local) < len(names):
         raise ValueError(f"{local[0]} is measured by itself, on one GPU")
+    if 0 < sum(name in _LAYERS for name in names) < len(names):
+        raise ValueError(f"{' and '.join(_LAYERS)} are not measured beside others")
     return [[name for name in names if name in group] for group in groups]
+
+
+def _among(names, module):
+    return [name for name in names if name in module.OPERATORS]
 
 
 def _peers(text):
@@ -200,7 +210,7 @@ def _revision():
         return os.environ.get("TDKERNELS_GIT_REVISION", "unknown")
 
 
-_MODULES = {Case: measure, collectives.Case: collectives, ep.Case: ep, group_gemm.Case: group_gemm}
+_MODULES = {Case: measure, collectives.Case: collectives, ep.Case: ep, group_gemm.Case: group_gemm, tp_moe.Case: tp_moe}
 
 
 def _measure_all(pool, cases, plan, folder, deadline=None):
@@ -232,7 +242,7 @@ def _measure_all(pool, cases, plan, folder, deadline=None):
         rows += new
         if folder is not None:
             _append(new, folder)
-        print(f"{case}: " + ", ".join(f"{_method(row)} {_cell(row['ms'], '.4f')}" for row in new) + " ms", flush=True)
+        print(f"{case}: {_in_a_line(new)} ms", flush=True)
     return rows, failures
 
 
@@ -249,6 +259,13 @@ def _append(rows, folder):
 
 def _cell(value, spec):
     return "-" if value is None else format(value, spec)
+
+
+def _in_a_line(rows):
+    parts = {row["pass"]: [] for row in rows}
+    for row in rows:
+        parts[row["pass"]].append(f"{_method(row)} {_cell(row['ms'], '.4f')}")
+    return "; ".join(f"{part}: " * (len(parts) > 1) + ", ".join(words) for part, words in parts.items())
 
 
 def _method(row):

@@ -12,11 +12,12 @@ def add_arguments(parser):
     parser.add_argument(
         "operators", nargs="*", metavar="operator",
         help="ag_gemm, gemm_rs, gemm_ar, all of them if left out; if named: all_gather, reduce_scatter, all_reduce, "
-        "ep_dispatch, ep_combine, ep_latency, all_to_all; by itself, on one GPU: group_gemm",
+        "ep_dispatch, ep_combine, ep_latency, all_to_all; apart from those: tp_moe, ep_moe; by itself, on one GPU: "
+        "group_gemm",
     )  # fmt: skip
     parser.add_argument(
         "--shapes", metavar="NAME,…", help="groups by name, or sizes as MxNxK; all but the sweeps if left out; "
-        "of group_gemm shapes by name, or RxNxKxE",
+        "of group_gemm shapes by name, or RxNxKxE; of tp_moe or TxIxHxExk, of ep_moe or HxIxExk",
     )
     parser.add_argument(
         "--tokens", metavar="M,M,…",
