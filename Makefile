@@ -30,8 +30,15 @@ help:  ## list the targets
 demo: $(READY)  ## a tensor-parallel MLP, on GPUs if there are any, else on processes of this machine
 	$(PY) examples/tp_mlp.py
 
+# Many tests leave a core idle, while those of tests/test_aot.py do nothing but compile. So these run beside the suite
+# from its start, unheard: they fill Triton's cache, and the suite, which comes to them late, finds everything compiled.
+# They have a directory for temporary files that goes with them, as whoever is killed does not clean up.
 test: $(READY)  ## the test suite; ranks are processes, on GPUs where a test finds enough of them
-	$(PY) -m pytest -q
+	@beside=$$(mktemp -d); \
+	TMPDIR=$$beside $(PY) -m pytest -q -p no:cacheprovider tests/test_aot.py >$$beside/log 2>&1 & compiler=$$!; \
+	trap 'trap "" INT TERM HUP; kill $$compiler 2>/dev/null; wait $$compiler 2>/dev/null; rm -rf $$beside' EXIT; \
+	trap 'exit 130' INT; trap 'exit 143' TERM HUP; \
+	echo '$(PY) -m pytest -q'; $(PY) -m pytest -q
 
 REPEAT ?= 1
 test-gpu: $(READY)  ## the test suite on GPUs only, each test REPEAT times; one that needs more of them is skipped

@@ -109,21 +109,85 @@ def _interpreter_options():
         interpreter_builder.options = saved
 
 
-def _let_scalars_be_indices(patch):
-    """Wrap what makes tensors of ``triton.language`` behave in the interpreter, for triton 3.6 with numpy >= 2.4.
+def _let_scalars_be_indices(tensor, scope):
+    """For triton 3.6 with numpy >= 2.4: what makes a scalar an index in the interpreter.
 
     A scalar is an array of one element there, which such a numpy does not convert to an integer any more.
     """
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+
+# ---- what the interpreter works out again for every operation, though it never changes: half of its time ----
+
+
+def _remember_np_dtype(find):
+    """Wrap what finds the numpy dtype for a type of ``triton.language``, which makes a table of them on each call."""
+    known = {}
+
+    @functools.wraps(find)
+    def np_dtype(kind):
+        name = kind.scalar.name  # blocks have that of their elements
+        if name not in known:
+            known[name] = find(kind)
+        return known[name]
+
+    return np_dtype
+
+
+def _remember_shape(init):
+    """Wrap ``tensor.__init__``: tensors of equal types share the objects that say of which shape they are."""
+    known = {}
+
+    def __init__(self, handle, kind):
+        shape = known.get(kind.name)
+        if shape is None:
+            init(self, handle, kind)
+            known[kind.name] = self.shape, self.numel
+        else:
+            self.handle, self.type, self.dtype = handle, kind, kind.scalar
+            self.shape, self.numel = shape
+
+    return __init__
+
+
+def _remember_block(init):
+    """Wrap ``block_type.__init__``: equal types share what describes them."""
+    known = {}
+
+    def __init__(self, element_ty, shape):
+        key = type(shape), element_ty.name, *[getattr(size, "value", size) for size in shape]
+        description = known.get(key)
+        if description is None:
+            init(self, element_ty, shape)
+            if _INT.issuperset(map(type, key[2:])):  # True is equal to 1
+                known[key] = self.shape, self.numel, self.name
+        else:
+            self.element_ty = element_ty
+            self.shape, self.numel, self.name = description
+
+    return __init__
+
+
+_INT = {int}
+_tensor_init = _remember_shape(tl.tensor.__init__)
+_block_init = _remember_block(tl.block_type.__init__)
+
+
+def _and_ours(patch):
+    """Wrap what patches the tensors of ``triton.language`` for as long as a kernel is interpreted."""
 
     def patched(tensor, scope):
         patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+        if triton.__version__.startswith("3.6."):
+            _let_scalars_be_indices(tensor, scope)
+        scope.set_attr(tensor, "__init__", _tensor_init)
+        scope.set_attr(tl.block_type, "__init__", _block_init)
 
     return patched
 
 
-if triton.__version__.startswith("3.6."):
-    interpreter._patch_lang_tensor = _let_scalars_be_indices(interpreter._patch_lang_tensor)
+interpreter._get_np_dtype = _remember_np_dtype(interpreter._get_np_dtype)
+interpreter._patch_lang_tensor = _and_ours(interpreter._patch_lang_tensor)
 
 
 def _on_cpu(args):

@@ -201,7 +201,7 @@ def _spin(ctx, signal_ptr, expected, SCOPE: tl.constexpr):
         waiting = seen < expected
         while waiting:
             if target() == "interpreter":
-                interpreter_yield()
+                interpreter_yield(deadline - timeout_ns)
             seen = load_acquire(signal_ptr, SCOPE)
             gave_up = (clock_ns() > deadline) | (tl.load(failed_ptr, volatile=True) != 0)
             waiting = (seen < expected) & (gave_up == 0)

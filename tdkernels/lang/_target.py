@@ -33,6 +33,11 @@ def interpreter_clock_ns(_semantic=None):
 
 
 @_builtin
-def interpreter_yield(_semantic=None):
-    """Let another rank have the core: there may be fewer cores than ranks; interpreter only."""
-    time.sleep(0.0002)
+def interpreter_yield(start_ns, _semantic=None):
+    """Let another rank have the core, after a wait since ``start_ns``; interpreter only.
+
+    There may be fewer cores than ranks, and to look takes the interpreter most of a millisecond, so who has waited for
+    long looks less often: what came meanwhile is seen late by at most a quarter of the wait.
+    """
+    waited_s = (time.monotonic_ns() - int(start_ns)) * 1e-9
+    time.sleep(min(max(waited_s / 4, 0.0002), 0.01))

@@ -1,15 +1,25 @@
-"""A launch that was seen before goes straight to the compiled kernel, with the right arguments; any other does not."""
+"""A launch that was seen before goes straight to the compiled kernel, with the right arguments; any other does not.
 
+And what the interpreter remembers, to be quicker, is what it would have found.
+"""
+
+import contextlib
+import time
 from types import SimpleNamespace
 
 import pytest
 import torch
+import triton.language as tl
 from triton import knobs
 from triton.compiler import CompiledKernel
+from triton.runtime import interpreter
+from triton.runtime.errors import InterpreterError
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tdkernels import lang as td
+from tdkernels.lang import _jit
+from tdkernels.lang._target import interpreter_yield
 
 
 @td.jit(do_not_specialize=["n"])
@@ -153,3 +163,78 @@ def test_on_amd_a_large_tensor_is_another_kernel(searches, monkeypatch):
     _launch()
     _launch(x=large)
     assert len(searches) == 2
+
+
+# ---- what the interpreter remembers ----
+
+TYPES = [tl.int1, tl.int8, tl.uint8, tl.int32, tl.uint64, tl.float16, tl.bfloat16, tl.float32, tl.float64, tl.float8e5]
+KINDS = [
+    *TYPES,
+    *[tl.pointer_type(kind) for kind in TYPES],
+    *[tl.block_type(kind, shape) for kind in (*TYPES, tl.pointer_type(tl.int8)) for shape in ([1], [16], [4, 8])],
+]
+
+
+def test_numpy_dtypes_are_those_of_the_interpreter():
+    for _ in range(2):
+        for kind in KINDS:
+            assert interpreter._get_np_dtype(kind) == interpreter._get_np_dtype.__wrapped__(kind), kind
+
+
+def _described(thing):
+    return {name: repr(value) for name, value in vars(thing).items()}
+
+
+def test_tensors_are_made_as_triton_makes_them():
+    for _ in range(2):
+        for number, kind in enumerate(KINDS):
+            ours = tl.tensor.__new__(tl.tensor)
+            _jit._tensor_init(ours, number, kind)
+            assert ours.type is kind and ours.dtype is kind.scalar
+            assert _described(ours) == _described(tl.tensor(number, kind)), kind
+
+
+@pytest.mark.parametrize("shape", [[16], [4, 8], [tl.constexpr(4), 8], tl.tuple([4, 8]), [8, 4]], ids=str)
+def test_types_of_blocks_are_made_as_triton_makes_them(shape):
+    for _ in range(2):
+        for element_ty in (*TYPES, tl.pointer_type(tl.int8)):
+            ours = tl.block_type.__new__(tl.block_type)
+            _jit._block_init(ours, element_ty, shape)
+            assert ours.element_ty is element_ty
+            assert _described(ours) == _described(tl.block_type(element_ty, shape))
+
+
+@pytest.mark.parametrize("shape", [[], [3], [2.0], [1 << 30], (4, 8)], ids=str)
+def test_a_shape_that_no_block_has_is_refused_each_time(shape):
+    for size in (2, 4):
+        _jit._block_init(tl.block_type.__new__(tl.block_type), tl.int32, [size, 8])
+        with pytest.raises((AssertionError, TypeError, ValueError)):
+            _jit._block_init(tl.block_type.__new__(tl.block_type), tl.int32, shape)
+
+
+@td.jit
+def _asks(found, fails, x_ptr):
+    found(tl.tensor.__init__, tl.block_type.__init__)
+    if fails:
+        raise ValueError("as it was told")
+
+
+@pytest.mark.parametrize("fails", [0, 1])
+def test_the_compiler_keeps_what_is_its_own(fails):
+    before, found = (tl.tensor.__init__, tl.block_type.__init__), []
+    with contextlib.suppress(InterpreterError):
+        _asks[(1,)](lambda *inits: found.append(inits), fails, torch.zeros(1))
+    assert found == [(_jit._tensor_init, _jit._block_init)]
+    assert (tl.tensor.__init__, tl.block_type.__init__) == before
+
+
+# ---- waits in the interpreter ----
+
+
+def test_who_has_waited_for_long_looks_less_often(monkeypatch):
+    now, naps = 5_000_000_000, []
+    monkeypatch.setattr(time, "monotonic_ns", lambda: now)
+    monkeypatch.setattr(time, "sleep", naps.append)
+    for waited_ms in (0, 1, 8, 20, 4000):
+        interpreter_yield(now - waited_ms * 1_000_000)
+    assert naps == pytest.approx([0.0002, 0.00025, 0.002, 0.005, 0.01])
