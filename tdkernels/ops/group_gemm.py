@@ -119,26 +119,26 @@ class _GroupGemm(torch.autograd.Function):
 # ---- checks ----
 
 
-def check_experts(operator, x, w, name="w"):
+def check_experts(operator, x, w, name="w", rows="x"):
     """Raise TypeError or ValueError, naming the argument and its shape, unless rows of x can be multiplied by w [e]."""
-    for argument, tensor in (("x", x), (name, w)):
+    for argument, tensor in ((rows, x), (name, w)):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{operator}: {argument} must be a torch.Tensor, not {type(tensor).__name__}")
         if tensor.dtype not in _operands.DTYPES:
             raise TypeError(f"{operator}: {argument} is {tensor.dtype}; bfloat16, float16 and float32 are supported")
     if w.dtype != x.dtype:
-        raise TypeError(f"{operator}: x is {x.dtype} but {name} is {w.dtype}")
+        raise TypeError(f"{operator}: {rows} is {x.dtype} but {name} is {w.dtype}")
     if w.device != x.device:
-        raise ValueError(f"{operator}: x is on {x.device} but {name} is on {w.device}")
+        raise ValueError(f"{operator}: {rows} is on {x.device} but {name} is on {w.device}")
     if x.device.type not in _operands.DEVICES:
-        raise ValueError(f"{operator}: x is on {x.device}; cpu and cuda (NVIDIA, AMD) are supported")
+        raise ValueError(f"{operator}: {rows} is on {x.device}; cpu and cuda (NVIDIA, AMD) are supported")
     if x.dim() != 2:
-        raise ValueError(f"{operator}: x must have 2 dimensions [rows, K], its shape is {list(x.shape)}")
+        raise ValueError(f"{operator}: {rows} must have 2 dimensions [rows, K], its shape is {list(x.shape)}")
     if w.dim() != 3:
         raise ValueError(f"{operator}: {name} must have 3 dimensions [E, N, K], its shape is {list(w.shape)}")
     if x.shape[1] != w.shape[2]:
         raise ValueError(
-            f"{operator}: the last dimension of x {list(x.shape)} and of {name} {list(w.shape)} must be the same K"
+            f"{operator}: the last dimension of {rows} {list(x.shape)} and of {name} {list(w.shape)} must be the same K"
         )
     if 0 in w.shape:
         raise ValueError(f"{operator}: {name} {list(w.shape)} has an empty dimension")

@@ -50,7 +50,7 @@ def _sum_of_choices(
         at = row[:, None].to(tl.int64) * N + columns[None, :]
         part = td.to_float32(tl.load(out_ptr + at, mask=(row >= 0)[:, None] & inside[None, :], other=0.0))
         if weights_ptr is not None:
-            part *= tl.load(weights_ptr + choice, mask=there, other=0.0)[:, None]
+            part *= tl.load(weights_ptr + choice, mask=row >= 0, other=0.0)[:, None]
         total += part
     return total
 

@@ -87,6 +87,8 @@ def route(operator, topk_ids, num_experts, group, chunk_rows, tile_rows, stages)
 
     Raises:   ValueError on every rank for ids that are none (on a GPU at a later call or at ``synchronize``)
     """
+    if topk_ids.dtype == torch.int64:
+        topk_ids = topk_ids.clamp(-2, num_experts)  # or the upper half of a wrong one would be lost
     ids = topk_ids.to(torch.int32).contiguous()
     if group.size() > 1:
         ids = all_gather(ids, group=group)

@@ -26,7 +26,7 @@ from tdkernels.ops import group_gemm_kernel as grouped
 from tdkernels.ops import moe_ag_gemm_kernel as ag
 from tdkernels.ops import moe_gemm_rs_kernel as rs
 from tdkernels.ops._collectives import all_gather_rows, reduce_scatter_rows
-from tdkernels.ops._config import text_of
+from tdkernels.ops._config import as_argument, text_of
 from tdkernels.ops._gather import Gather
 from tdkernels.ops._outside_graphs import outside_graphs
 from tdkernels.ops.collectives import all_gather, reduce_scatter
@@ -53,7 +53,8 @@ def tp_moe_ref(x, topk_ids, topk_weights, w_gate_up, w_down, *, activation="swig
     out = group_gemm_ref(h, w_down, splits)
     choices = out.new_zeros(ids.numel(), out.shape[1], dtype=torch.promote_types(out.dtype, torch.float32))
     choices[order] = out.to(choices.dtype)
-    partial = (choices.view(*weights.shape, -1) * weights.to(choices.dtype).unsqueeze(-1)).sum(1)
+    weights = torch.where(ids.view(weights.shape) < 0, 0.0, weights)
+    partial = (choices.view(*weights.shape, out.shape[1]) * weights.to(choices.dtype).unsqueeze(-1)).sum(1)
     return reduce_scatter_rows(partial.to(out.dtype), group)
 
 
@@ -87,10 +88,10 @@ def _all_rows(x, routing):
 
 def _by_token(rows, routing, weights):
     """This rank's tokens' sums of weighted rows, over ranks by a plain reduce-scatter."""
-    there = (routing.rows >= 0).unsqueeze(-1)
-    choices = torch.where(there, rows[routing.rows.clamp(min=0)].float(), 0.0)
+    choices = rows[routing.rows.clamp(min=0)].float()
     if weights is not None:
         choices = choices * weights.unsqueeze(-1)
+    choices = torch.where((routing.rows >= 0).unsqueeze(-1), choices, 0.0)
     return reduce_scatter_rows(choices.sum(1).to(rows.dtype), routing.group)
 
 
@@ -98,13 +99,13 @@ class _AgGemm(torch.autograd.Function):
     """h of x and w; or by torch, which saves the gathered rows."""
 
     @staticmethod
-    def forward(ctx, x, w, routing, activation, config):
+    def forward(ctx, x, w, routing, activation, config, keep):
         if _by_torch(config):
             pre = _torch_product(_all_rows(x, routing), w, routing.splits)
             h = swiglu_ref(pre, activation)
         else:
             config_of_w = _config(config, routing, w, x.dtype, x.device)
-            launched = ag.launch(x, w, routing, config_of_w, activation, keep=any(ctx.needs_input_grad))
+            launched = ag.launch(x, w, routing, config_of_w, activation, keep)
             h, pre = launched.y, launched.pre
         ctx.save_for_backward(x, w, pre if activation else None)
         ctx.routing, ctx.activation, ctx.config = routing, activation, config
@@ -123,7 +124,7 @@ class _AgGemm(torch.autograd.Function):
                 dw = grouped.weight_gradient(dpre, _all_rows(x, routing), routing.splits, w.shape[0])
             if need_dx:
                 dx = _by_token(_torch_product(dpre, w.transpose(1, 2), routing.splits), routing, None)
-            return dx, dw, None, None, None
+            return dx, dw, None, None, None, None
         gather = None
         if need_dw and routing.world_size > 1:
             gather = Gather.start("moe_ag_gemm backward", x, routing.group)
@@ -133,7 +134,7 @@ class _AgGemm(torch.autograd.Function):
         if need_dw:
             rows = _gathered_rows(gather, x, routing)
             dw = grouped.weight_gradient(dpre, rows, routing.splits, w.shape[0])
-        return dx, dw, None, None, None
+        return dx, dw, None, None, None, None
 
 
 class _GemmRs(torch.autograd.Function):
@@ -218,8 +219,10 @@ def _first_half(operator, x, topk_ids, w, activation, group, config):
     )  # fmt: skip
     routing = route(operator, topk_ids, w.shape[0], group, chosen.chunk_rows, tiles.block_m, stages)
     if not x.shape[0]:
-        return _nothing(x, w, activation), routing
-    return _AgGemm.apply(x, w, routing, activation, config), routing
+        return _nothing(w.shape[1] // (2 if activation else 1), x, w), routing
+    # A forward that nobody differentiates keeps nothing, though weights may require gradients.
+    keep = _operands.may_be_differentiated([x, w])
+    return _AgGemm.apply(x, w, routing, activation, config, keep), routing
 
 
 @outside_graphs
@@ -271,8 +274,11 @@ def moe_gemm_rs(h, routing, topk_weights, w, *, group=None, config=None):
         raise ValueError("moe_gemm_rs: the routing is of another group than the call")
     h, w = _operands.apply_autocast(h, w)
     check_gemm_rs("moe_gemm_rs", h, routing, topk_weights, w, config)
+    # Before the weights are gathered, or ranks that run otherwise would wait for each other.
+    fields = {"M/W": routing.tokens, "w": tuple(w.shape), "dtype": str(h.dtype), "config": as_argument(config)}
+    group_state(routing.group).agree_once("moe_gemm_rs", fields)
     if not routing.tokens:
-        return h.new_zeros(0, w.shape[1])
+        return _nothing(w.shape[1], h, topk_weights, w)
     return _GemmRs.apply(h, w, topk_weights, routing, config)
 
 
@@ -297,12 +303,10 @@ def tp_moe(x, topk_ids, topk_weights, w_gate_up, w_down, *, activation="swiglu",
     check_tp_moe(x, topk_ids, topk_weights, w_gate_up, w_down, activation, config)
     h, routing = _first_half("tp_moe", x, topk_ids, w_gate_up, activation, group, config)
     if not x.shape[0]:
-        return _nothing(h, w_down, None)
+        return _nothing(w_down.shape[1], h, topk_weights, w_down)
     return _GemmRs.apply(h, w_down, topk_weights, routing, config)
 
 
-def _nothing(x, w, activation):
+def _nothing(width, *operands):
     """The output of no tokens at all, through which gradients of zero flow."""
-    return torch.matmul(x[:, :1] * 0, w.sum().to(x.dtype).reshape(1, 1)).expand(
-        0, w.shape[1] // (2 if activation else 1)
-    )
+    return sum(operand[:0].sum().to(operands[0].dtype) for operand in operands).expand(0, width)

@@ -51,7 +51,7 @@ def check_ag_gemm(operator, x, topk_ids, w, activation, config, name="w"):
 
 def check_gemm_rs(operator, h, routing, topk_weights, w, config):
     """The same for the second half."""
-    check_experts(operator, h, w)
+    check_experts(operator, h, w, rows="h")
     if w.shape[0] != routing.num_experts:
         raise ValueError(f"{operator}: w {_shape(w)} must have the {routing.num_experts} experts of the routing")
     if h.shape[0] != routing.choices.shape[0]:
