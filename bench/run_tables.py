@@ -7,7 +7,10 @@ _HEAD = """### {title}, {ranks} x {gpu}
 
 
 def newest(rows, place_of, problem_of):
-    """{place: {problem: {method: row}}}, of each problem the newest run; tries of other configs are left out."""
+    """{place: {problem: {method: row}}}, of each problem the newest run, if it has a time.
+
+    Tries of other configs are left out.
+    """
     found, dates = {}, {}
     for row in rows:
         if "{" in row["method"]:
@@ -19,7 +22,11 @@ def newest(rows, place_of, problem_of):
             dates[place, problem] = row["date"]
         if row["date"] == dates[place, problem]:
             run[row["method"]] = row
-    return found
+    timed = {
+        place: {problem: run for problem, run in runs.items() if any(row["ms"] for row in run.values())}
+        for place, runs in found.items()
+    }
+    return {place: runs for place, runs in timed.items() if runs}
 
 
 def table(title, what, runs, first, methods, more):

@@ -170,6 +170,7 @@ def test_sequences_are_the_layers_and_what_is_wrong_is_not_timed():
     [
         (["tp_moe", "ag_gemm"], "not measured beside others"),
         (["tp_moe", "--shapes", "8x8x8"], "--shapes of tp_moe: '8x8x8' is neither TxIxHxExk nor one of 8k-e32"),
+        (["tp_moe", "--tokens", "8"], "--tokens is not for tp_moe, whose shapes begin with theirs"),
         (["tp_moe", "--routing", "even"], "--routing must be balanced or skewed"),
     ],
 )
@@ -206,6 +207,7 @@ def folder(tmp_path):
     rows = run_of(tp_moe, mixtral, forward=times, ag_gemm={**times, "tdkernels": 2.5})
     rows += run_of(tp_moe, mixtral, forward={**times, "tdkernels": 9.0}, date="2026-01-01")
     rows += run_of(tp_moe, small, forward={**times, "grouped": 0.01, "tdkernels": None})
+    rows += run_of(tp_moe, mixtral, graph=True, forward=times, **{"forward+backward": dict.fromkeys(times)})
     facts = {"experts": 128, "most_rows": 9, "max_tokens": 16, "crossing": 1000}
     deepseek = ep_case(moe_shapes.EP_SHAPES[1], 128)
     ours = {"parts": 1.5, "tdkernels": 1.4, "tdkernels-max-tokens": 1.6}
@@ -227,6 +229,8 @@ def test_tables_show_the_newest_runs(folder):
     assert forward == [
         "2048x14336x4096x8x2", "mixtral-8x7b", "1.000", "0.250", "2.000", "1.250", "0.042", "1.60", "0.80",
     ]  # fmt: skip
+    assert line(text, "### tp_moe, forward, in CUDA graphs", "2048x14336x4096x8x2") == forward
+    assert "### tp_moe, forward+backward" not in text, "nothing could be measured"
     half = line(text, "### tp_moe, first half (moe_ag_gemm)", "2048x14336x4096x8x2")
     assert half[-4:] == ["2.500", "0.021", "0.80 ▼", "0.40"]
     missing = line(text, "### tp_moe, forward", "1024x16x8192x2x1")
