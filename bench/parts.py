@@ -101,7 +101,7 @@ def derived(found, flops, wire_bytes, link_gbps):
     for (part, method), graph, times in found:
         ms, wire = times.get("ms"), wire_bytes(part)
         wire_ms = wire / link_gbps / 1e6 if link_gbps else None
-        products_ms = ms_of.get((part, "grouped", graph)) or ms_of[part, "grouped", False]
+        products_ms = ms_of.get((part, "grouped", graph)) or ms_of.get((part, "grouped", False)) or 0.0
         base_ms = ms_of.get((part, "sequence", graph))
         floor_ms = max(products_ms, wire_ms or 0.0)
         both = ms is not None and method not in ALONE

@@ -91,7 +91,7 @@ def read(folder):
             try:
                 row = json.loads(line)
                 if row.get("what") in _APART:
-                    continue  # see read_collectives and read_ep
+                    continue  # see read_collectives, read_ep and read_layers
                 key = _key(path.parent.name, row)
                 runs.setdefault(key, {}).setdefault(row["date"], {})[row.get("method")] = row
             except (ValueError, KeyError, TypeError, AttributeError) as err:
@@ -110,6 +110,11 @@ def read_collectives(folder):
 def read_ep(folder):
     """The rows of expert parallelism."""
     return _read_apart(folder, "ep")
+
+
+def read_layers(folder):
+    """The rows of layers of experts, and of products by expert on one GPU."""
+    return [row for what in ("tp_moe", "ep_moe", "group_gemm") for row in _read_apart(folder, what)]
 
 
 def _read_apart(folder, what):

@@ -53,6 +53,8 @@ def main(options):
             raise ValueError(f"--seconds must be more than 0, not {options.seconds:g}")
         if tokens and operators and not any(map(takes_tokens, shapes)):
             raise ValueError("--tokens is for the layers of a model: name one in --shapes, such as llama-70b")
+        if tokens and layers == tp_moe.OPERATORS:
+            raise ValueError("--tokens is not for tp_moe, whose shapes begin with theirs: name one in --shapes")
         if options.rounds < 1:
             raise ValueError(f"--rounds must be at least 1, not {options.rounds}")
         rehearsal = torch.cuda.device_count() < (1 if grouped else 2)

@@ -96,7 +96,7 @@ def test_one_gpu_is_enough(gpus, monkeypatch, capsys, tmp_path):
     written = [json.loads(line) for path in tmp_path.glob("testingx1/group_gemm.jsonl") for line in path.open()]
     assert [row["pass"] for row in written] == ["forward"] * 2 * gpus + ["dx"] * 2 * gpus + ["dw"] * 2 * gpus
     assert {row["speedup"] for row in written if row["method"] == "tdkernels"} == ({2.0} if gpus else set())
-    assert points.read(tmp_path) == [], "the report has no table of them"
+    assert points.read(tmp_path) == [], "they are no points"
 
 
 @pytest.mark.parametrize(

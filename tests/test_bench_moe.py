@@ -7,7 +7,21 @@ import pytest
 import torch
 
 import tdkernels
-from bench import ep_moe, ep_moe_methods, measure, moe_shapes, parts, permutes, points, tp_moe, tp_moe_methods
+from bench import (
+    ep_moe,
+    ep_moe_methods,
+    group_gemm,
+    group_gemm_report,
+    measure,
+    moe_report,
+    moe_shapes,
+    parts,
+    permutes,
+    points,
+    report,
+    tp_moe,
+    tp_moe_methods,
+)
 from bench.moe_shapes import EpShape, TpShape
 from bench.tp_moe_methods import in_fp32
 from tdkernels.__main__ import main
@@ -156,6 +170,7 @@ def test_sequences_are_the_layers_and_what_is_wrong_is_not_timed():
     [
         (["tp_moe", "ag_gemm"], "not measured beside others"),
         (["tp_moe", "--shapes", "8x8x8"], "--shapes of tp_moe: '8x8x8' is neither TxIxHxExk nor one of 8k-e32"),
+        (["tp_moe", "--tokens", "8"], "--tokens is not for tp_moe, whose shapes begin with theirs"),
         (["tp_moe", "--routing", "even"], "--routing must be balanced or skewed"),
     ],
 )
@@ -164,8 +179,78 @@ def test_bench_refuses_what_makes_no_sense(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_the_report_of_dense_operators_leaves_them_out(tmp_path):
-    path = tmp_path / "testingx2" / "tp_moe.jsonl"
-    path.parent.mkdir()
-    path.write_text(json.dumps({"what": "tp_moe"}) + "\n")
-    assert points.read(tmp_path) == []
+# ---- the report ----
+
+MACHINE = {"gpu": "NVIDIA Testing", "num_gpus": 2, "driver": "1.2", "torch": "2.99", "triton": "3.99", "nccl": "2.0",
+           "multicast": "off", "git": "0123456789abcdef"}  # fmt: skip
+
+
+def run_of(module, case, date="2026-01-02", graph=False, facts=None, **ms):
+    """The rows of one run: times by part, of which grouped, collective, sequence, then ours by name."""
+    found = [
+        ((part, name), graph, {**(facts or {}), **({"ms": time} if time else {"absent": "why"})})
+        for part, times in ms.items() for name, time in times.items()
+    ]  # fmt: skip
+    return [{**row, **MACHINE, "date": date} for row in module.rows(case, found, 400.0)]
+
+
+def line(text, heading, start):
+    part = text[text.index(heading) :]
+    found = next(row for row in part.splitlines() if row.startswith(f"| {start} |"))
+    return [cell.strip() for cell in found.strip("|").split("|")]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    times = {"grouped": 1.0, "collective": 0.25, "sequence": 2.0, "tdkernels": 1.25, "tdkernels c1 {}": 0.1}
+    mixtral, small = tp_case(moe_shapes.TP_SHAPES[3]), tp_case(TpShape(1024, 16, 8192, 2, 1))
+    rows = run_of(tp_moe, mixtral, forward=times, ag_gemm={**times, "tdkernels": 2.5})
+    rows += run_of(tp_moe, mixtral, forward={**times, "tdkernels": 9.0}, date="2026-01-01")
+    rows += run_of(tp_moe, small, forward={**times, "grouped": 0.01, "tdkernels": None})
+    rows += run_of(tp_moe, mixtral, graph=True, forward=times, **{"forward+backward": dict.fromkeys(times)})
+    facts = {"experts": 128, "most_rows": 9, "max_tokens": 16, "crossing": 1000}
+    deepseek = ep_case(moe_shapes.EP_SHAPES[1], 128)
+    ours = {"parts": 1.5, "tdkernels": 1.4, "tdkernels-max-tokens": 1.6}
+    rows += run_of(ep_moe, deepseek, facts=facts, **{"forward+backward": {**times, **ours}})
+    case = group_gemm.Case(group_gemm.SHAPES[1], "skewed", "dx")
+    times = {"cublas-loop": 2.0, "torch-grouped": 0.9, "tdkernels": 1.0}
+    found = [(name, False, {"ms": time}) for name, time in times.items()]
+    rows += [{**row, **MACHINE, "num_gpus": 1, "date": "2026-01-02"} for row in group_gemm.rows(case, found, None)]
+    path = tmp_path / "results" / "testingx2" / "layers.jsonl"
+    path.parent.mkdir(parents=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path / "results"
+
+
+def test_tables_show_the_newest_runs(folder):
+    text = moe_report.text(points.read_layers(folder))
+    # 2048 x 4096 elements of 2 bytes, half of which cross to a GPU: 8.4 MB there, as much back, at 400 GB/s.
+    forward = line(text, "### tp_moe, forward, 2 x NVIDIA Testing", "2048x14336x4096x8x2")
+    assert forward == [
+        "2048x14336x4096x8x2", "mixtral-8x7b", "1.000", "0.250", "2.000", "1.250", "0.042", "1.60", "0.80",
+    ]  # fmt: skip
+    assert line(text, "### tp_moe, forward, in CUDA graphs", "2048x14336x4096x8x2") == forward
+    assert "### tp_moe, forward+backward" not in text, "nothing could be measured"
+    half = line(text, "### tp_moe, first half (moe_ag_gemm)", "2048x14336x4096x8x2")
+    assert half[-4:] == ["2.500", "0.021", "0.80 ▼", "0.40"]
+    missing = line(text, "### tp_moe, forward", "1024x16x8192x2x1")
+    assert missing[2:6] == ["0.0100", "0.250", "2.000", "–"] and missing[-2:] == ["–", "–"]
+    both = line(text, "### ep_moe, forward+backward", 128)
+    assert both == ["128", "1.000", "0.250", "2.000", "1.500", "1.400", "1.600", "0.143", "1.25", "0.94 ▼", "0.62"]
+    assert "128 experts (of 256, for want of memory), 8 a token" in text and "c1" not in text
+    assert "2026-01-02, revision 0123456; torch 2.99, triton 3.99, NCCL 2.0; NVLink multicast off; best link" in text
+    assert moe_report.text([]) == ""
+
+
+def test_products_by_expert_have_a_table(folder):
+    text = group_gemm_report.text(points.read_layers(folder))
+    found = line(text, "### group_gemm, dx, 1 x NVIDIA Testing", "4096x3584x4096x8")
+    assert found == ["4096x3584x4096x8", "mixtral-tp8 skewed", "–", "2.000", "0.900", "1.000", "120", "0.90 ▼"]
+    assert "NCCL" not in text and group_gemm_report.text([]) == ""
+
+
+def test_the_report_has_both_sections(folder):
+    assert points.read(folder) == [] and points.read_ep(folder) == []
+    assert report.main(folder, folder) == 0
+    text = (folder / "README.md").read_text()
+    assert "## Layers of experts" in text and "## Products by expert" in text

@@ -1,0 +1,91 @@
+"""Tables of runs in which methods took turns: a line a problem, a column a method, and what ours comes to."""
+
+_HEAD = """### {title}, {ranks} x {gpu}
+
+{what}. {date}, revision {git}; torch {torch}, triton {triton}{nccl}{link}.
+"""
+
+
+def newest(rows, place_of, problem_of):
+    """{place: {problem: {method: row}}}, of each problem the newest run, if it has a time.
+
+    Tries of other configs are left out.
+    """
+    found, dates = {}, {}
+    for row in rows:
+        if "{" in row["method"]:
+            continue
+        place, problem = place_of(row), problem_of(row)
+        run = found.setdefault(place, {}).setdefault(problem, {})
+        if row["date"] > dates.get((place, problem), ""):
+            run.clear()
+            dates[place, problem] = row["date"]
+        if row["date"] == dates[place, problem]:
+            run[row["method"]] = row
+    timed = {
+        place: {problem: run for problem, run in runs.items() if any(row["ms"] for row in run.values())}
+        for place, runs in found.items()
+    }
+    return {place: runs for place, runs in timed.items() if runs}
+
+
+def table(title, what, runs, first, methods, more):
+    """A heading and its table.
+
+    Args:     what: a sentence of what the times are
+              runs: [{method: row}], a line each
+              first, more: {title: function of a run}, the cells before and behind those of the methods
+              methods: {title: method}; one that nobody measured has no column
+    """
+    some = [next(iter(run.values())) for run in runs]
+    shown = {name: method for name, method in methods.items() if any(ms(run, method) for run in runs)}
+    titles = [*first, *shown, *more]
+    lines = [titles, ["---"] * len(first) + ["---:"] * (len(titles) - len(first))]
+    for run in runs:
+        times = [_time(ms(run, method)) for method in shown.values()]
+        lines.append([*(cell(run) for cell in first.values()), *times, *(cell(run) for cell in more.values())])
+    return "\n".join([_head(title, what, some), *("| " + " | ".join(line) + " |" for line in lines)]) + "\n"
+
+
+def _head(title, what, rows):
+    dates = sorted({row["date"][:10] for row in rows})
+    rates = [row["link_gbps"] for row in rows if row["link_gbps"]]
+    revisions = {row["git"][:7] + ("+" if row["git"].endswith("+") else "") for row in rows}
+    row, when = rows[0], " to ".join(dict.fromkeys((dates[0], dates[-1])))
+    nccl = f", NCCL {row['nccl']}; NVLink multicast {row['multicast']}" if row["num_gpus"] > 1 else ""
+    return _HEAD.format(
+        title=title, what=what, ranks=row["num_gpus"], gpu=row["gpu"], date=when,
+        git=", ".join(sorted(revisions)), torch=row["torch"], triton=row["triton"], nccl=nccl,
+        link=f"; best link rate {max(rates):.0f} GB/s each way" if rates else "",
+    )  # fmt: skip
+
+
+# ---- cells ----
+
+
+def ms(run, method):
+    """ms of a method in a run, or None."""
+    return run.get(method, {}).get("ms")
+
+
+def _time(value):
+    return "–" if value is None else f"{value:.{3 if value >= 0.1 else 4}f}"
+
+
+def of(method, field):
+    """A function of a run: what a row of it says, as a factor or a share."""
+
+    def cell(run):
+        value = run.get(method, {}).get(field)
+        return _share(value) if field == "efficiency" else factor(value)
+
+    return cell
+
+
+def factor(value):
+    """Marked where it is a loss, as printed: what rounds to 1.00 is none."""
+    return "–" if value is None else f"{value:.2f}{' ▼' if round(value, 2) < 1 else ''}"
+
+
+def _share(value):
+    return "–" if value is None else f"{value:.2f}"
