@@ -290,21 +290,27 @@ def is_not_fooled_by_a_known_plan(operator, changes, other_shape, other_changes)
         del group
 
 
-def loses_rank_1(operator, changes, leave, timeout_s):
-    """Two calls; then rank 1 is gone, and the others say so, now and whenever they are asked again."""
-    full = whole(operator, (150,), torch.float32)
-    x = full[dist.get_rank()].to(device())
-    for _ in range(2):
-        assert same(call(operator, x, changes), expected_of(operator, full))
+def loses_rank_1(ways, leave, timeout_s):
+    """Two calls in each way; then rank 1 is gone, and the others say so, now and whenever they are asked again."""
+    rank, groups, fulls = dist.get_rank(), [], []
+    for operator, changes in ways:
+        groups.append(dist.new_group())  # one each, as who has lost a peer once waits for nobody in that group
+        fulls.append(whole(operator, (150,), torch.float32))
+        x = fulls[-1][rank].to(device())
+        for _ in range(2):
+            assert same(call(operator, x, changes, group=groups[-1]), expected_of(operator, fulls[-1]))
     tdkernels.set_timeout(timeout_s)
     dist.barrier()
-    if dist.get_rank() == 1:
+    if rank == 1:
         leave()
-    start = time.monotonic()
-    error = failure_of(call, operator, x, changes)
-    assert time.monotonic() - start < timeout_s + 5.0
-    assert str(failure_of(call, operator, x, changes)) == str(error)
-    raise error
+    errors = []
+    for (operator, changes), group, full in zip(ways, groups, fulls, strict=True):
+        x = full[rank].to(device())
+        start = time.monotonic()
+        errors.append(failure_of(call, operator, x, changes, group=group))
+        assert time.monotonic() - start < timeout_s + 5.0
+        assert str(failure_of(call, operator, x, changes, group=group)) == str(errors[-1])
+    return errors
 
 
 def gives_up_before_its_peers(changes):

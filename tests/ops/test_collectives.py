@@ -12,6 +12,7 @@ from tdkernels.ops.collective_config import EXCHANGES, CollectiveConfig, default
 from tests.ops import collective
 from tests.ops.collective import OPERATORS, SHAPES, SMALL
 from tests.ranks import fresh_ranks, on_ranks
+from tests.selection import at_once, pairs, turns
 
 WORLD_SIZES = [1, 2, 3, 4]
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -45,7 +46,10 @@ WAYS = [
 ]
 each_operator = pytest.mark.parametrize("operator", OPERATORS)
 each_way = pytest.mark.parametrize("operator, changes", WAYS, ids=str)
-each_config = pytest.mark.parametrize("operator, config", [(name, c) for name in CONFIGS for c in CONFIGS[name]])
+
+
+def configs_of(operators=OPERATORS):
+    return [(operator, config) for operator in operators for config in CONFIGS[operator]]
 
 
 def test_every_exchange_is_a_way():
@@ -53,15 +57,16 @@ def test_every_exchange_is_a_way():
     assert ways == {(operator, exchange) for operator, names in EXCHANGES.items() for exchange in names}
 
 
-@each_config
-@pytest.mark.parametrize("world_size, dtype", [(1, BF16), (2, FP32), (3, BF16), (4, FP16)], ids=str)
-def test_configs(world_size, dtype, operator, config):
+@pytest.mark.parametrize(
+    "operator, config, world_size, dtype",
+    turns(configs_of(), [(1, BF16)]) + turns(configs_of(), [(2, FP32), (3, BF16), (4, FP16)], 2),
+    ids=str,
+)
+def test_configs(operator, config, world_size, dtype):
     on_ranks(world_size, collective.computes, operator, dtype, SHAPES, CONFIGS[operator][config])
 
 
-@each_operator
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("world_size, dtype, operator", pairs(WORLD_SIZES, [BF16, FP16, FP32], OPERATORS), ids=str)
 def test_dtypes(world_size, dtype, operator):
     on_ranks(world_size, collective.computes, operator, dtype, [(1,), (5, 7), (150,)], None)
 
@@ -76,11 +81,11 @@ def test_bytes_of_any_dtype_are_gathered(dtype, changes):
     on_ranks(3, collective.computes, "all_gather", dtype, shapes, changes)
 
 
-@pytest.mark.parametrize("operator, config", [
-    (name, c) for name in ("reduce_scatter", "all_reduce") for c in CONFIGS[name] if c != "torch"
-])  # fmt: skip
-@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
-def test_sums_are_in_rank_order(dtype, operator, config):
+SUMMING = [way for way in configs_of(["reduce_scatter", "all_reduce"]) if "torch" not in way]
+
+
+@pytest.mark.parametrize("operator, config, dtype", turns(SUMMING, [(BF16,), (FP32,)]), ids=str)
+def test_sums_are_in_rank_order(operator, config, dtype):
     on_ranks(4, collective.adds_in_rank_order, operator, dtype, CONFIGS[operator][config])
 
 
@@ -107,10 +112,13 @@ def test_bad_input(world_size, operator):
     on_ranks(world_size, collective.refuses, operator)
 
 
-@each_operator
-@pytest.mark.parametrize("changes", [None, ONE_BY_ONE, {"method": "torch"}], ids=str)
-@pytest.mark.parametrize("world_size, dtype", [(1, FP32), (2, BF16), (3, FP32)], ids=str)
-def test_gradients(world_size, dtype, changes, operator):
+@pytest.mark.parametrize(
+    "ranks, changes, operator",
+    pairs([(1, FP32), (2, BF16), (3, FP32)], [None, ONE_BY_ONE, {"method": "torch"}], OPERATORS),
+    ids=str,
+)
+def test_gradients(ranks, changes, operator):
+    world_size, dtype = ranks
     on_ranks(world_size, collective.has_a_gradient, operator, dtype, changes)
 
 
@@ -169,17 +177,16 @@ def dies():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-@each_way
-def test_killed_rank(operator, changes):
-    with fresh_ranks(3) as pool, pytest.raises(RankError) as caught:
-        pool.run(collective.loses_rank_1, operator, changes, dies, 2.0)
-    exceptions = caught.value.exceptions
-    assert isinstance(exceptions[1], ChildProcessError)
+@pytest.mark.parametrize("ways", at_once(WAYS), ids=str)
+def test_killed_rank(ways):
+    with fresh_ranks(3, grace_s=60.0) as pool, pytest.raises(RankError) as caught:
+        pool.run(collective.loses_rank_1, ways, dies, 2.0)
+    assert isinstance(caught.value.exceptions[1], ChildProcessError)
     for rank in (0, 2):
-        error = exceptions[rank]
-        assert type(error) is PeerTimeoutError, repr(error)
-        assert (error.operator, error.rank, error.peer, error.timeout_s) == (operator, rank, 1, 2.0)
-        assert error.seen < error.expected
+        for (operator, changes), error in zip(ways, caught.value.results[rank], strict=True):
+            assert type(error) is PeerTimeoutError, f"{operator} {changes}: {error!r}"
+            assert (error.operator, error.rank, error.peer, error.timeout_s) == (operator, rank, 1, 2.0)
+            assert error.seen < error.expected
 
 
 def test_what_was_given_up_is_not_passed_on():

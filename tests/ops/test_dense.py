@@ -6,6 +6,7 @@ from tdkernels import Tiles
 from tests.ops import dense
 from tests.ranks import on_ranks
 from tests.reference import DIVIDED, OPERATORS
+from tests.selection import pairs, turns
 
 WORLD_SIZES = [1, 2, 3, 4]
 BF16, FP16, FP32 = dense.DTYPES
@@ -61,13 +62,11 @@ assert list(CONFIGS) == list(HASTY) == OPERATORS
 each_operator = pytest.mark.parametrize("operator", OPERATORS)
 
 
-def each_config(configs=CONFIGS):
-    return pytest.mark.parametrize("operator, config", [(name, config) for name in configs for config in configs[name]])
+def configs_of(configs=CONFIGS):
+    return [(name, config) for name in configs for config in configs[name]]
 
 
-@each_operator
-@pytest.mark.parametrize("dtype", dense.DTYPES, ids=str)
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("world_size, dtype, operator", pairs(WORLD_SIZES, dense.DTYPES, OPERATORS), ids=str)
 def test_shapes(world_size, dtype, operator):
     on_ranks(world_size, dense.computes, operator, dtype, dense.SHAPES)
 
@@ -85,14 +84,15 @@ def test_larger_than_any_tile(dtype, operator):
     on_ranks(2, dense.computes, operator, dtype, dense.LARGE_SHAPES)
 
 
-@each_config()
-@pytest.mark.parametrize("world_size, dtype", [(2, BF16), (3, FP32), (4, FP16)], ids=str)
-def test_configs(world_size, dtype, operator, config):
+@pytest.mark.parametrize(
+    "operator, config, world_size, dtype", turns(configs_of(), [(2, BF16), (3, FP32), (4, FP16)], 2), ids=str
+)
+def test_configs(operator, config, world_size, dtype):
     shapes = [(41, 37, 50), (24, 136, 48)]
     on_ranks(world_size, dense.computes, operator, dtype, shapes, **CONFIGS[operator][config])
 
 
-@each_config()
+@pytest.mark.parametrize("operator, config", configs_of())
 def test_minimal_shapes_in_every_config(operator, config):
     shapes = [*dense.MINIMAL_SHAPES, dense.FEW_ROWS]
     on_ranks(3, dense.computes, operator, BF16, shapes, exact=True, **CONFIGS[operator][config])
@@ -115,23 +115,21 @@ def test_expanded_gradient(operator):
     on_ranks(2, dense.takes_an_expanded_gradient, operator)
 
 
-@each_operator
-@pytest.mark.parametrize("batch, seq", [(1, 7), (2, 7), (4, 1)])
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_leading_dimensions(world_size, batch, seq, operator):
-    on_ranks(world_size, dense.computes_with_leading_dims, operator, BF16, batch, seq)
+@pytest.mark.parametrize(
+    "world_size, batch_seq, operator", pairs([1, 2], [(1, 7), (2, 7), (4, 1)], OPERATORS), ids=str
+)
+def test_leading_dimensions(world_size, batch_seq, operator):
+    on_ranks(world_size, dense.computes_with_leading_dims, operator, BF16, *batch_seq)
 
 
-@each_operator
-@pytest.mark.parametrize("changes", [{}, {"method": "torch"}], ids=str)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize(
+    "world_size, changes, operator", pairs([1, 2, 3], [{}, {"method": "torch"}], OPERATORS), ids=str
+)
 def test_no_rows(world_size, changes, operator):
     on_ranks(world_size, dense.computes_nothing, operator, BF16, changes)
 
 
-@each_operator
-@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size, dtype, operator", pairs([1, 2, 3], [BF16, FP32], OPERATORS), ids=str)
 def test_each_subset_of_gradients(world_size, dtype, operator):
     on_ranks(world_size, dense.computes_only_the_gradients_asked_for, operator, dtype)
 
@@ -160,13 +158,12 @@ def test_forward_mode_is_refused(operator):
     on_ranks(1, dense.refuses_forward_mode, operator)
 
 
-@each_config(HASTY)
-@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
-def test_same_bits_every_time(dtype, operator, config):
+@pytest.mark.parametrize("operator, config, dtype", turns(configs_of(HASTY), [(BF16,), (FP32,)]), ids=str)
+def test_same_bits_every_time(operator, config, dtype):
     on_ranks(3, dense.repeats_its_bits, operator, dtype, **CONFIGS[operator][config])
 
 
-@each_config({name: HASTY[name] for name in ("gemm_rs", "gemm_ar")})
+@pytest.mark.parametrize("operator, config", configs_of({name: HASTY[name] for name in ("gemm_rs", "gemm_ar")}))
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 def test_sums_are_in_rank_order(dtype, operator, config):
     on_ranks(4, dense.adds_in_rank_order, operator, dtype, **CONFIGS[operator][config])
