@@ -45,7 +45,6 @@ EP_SHAPES = [EpShape(4096, 2048, 256, 6, "h4096-e256"), EpShape(7168, 2048, 256,
 EP_TOKENS = (4096, 1024, 128)  # of a rank; the largest first: so workspaces never grow
 TP_REHEARSAL = [TpShape(16, 32, 32, 4, 2, "rehearsal")]
 EP_REHEARSAL = [EpShape(32, 16, 4, 2, "rehearsal")]
-EP_REHEARSAL_TOKENS = (6,)
 
 
 def parse(text, operators):

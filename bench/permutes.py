@@ -1,7 +1,8 @@
 """The permutes that a user would write round NCCL in plain torch, as quick as torch makes them.
 
 Whole rows are moved in words of eight bytes, numbers of experts are sorted as bytes, and a token's choices are added up
-in the quicker of two ways. Nothing waits for the host.
+in the quicker of two ways. Nothing waits for the host. Gradients are taken and added up, too: torch would add to each
+token by atomics, which is slower.
 """
 
 import torch
@@ -30,6 +31,50 @@ def sort(numbers, bound):
 def inverse(order):
     """Where each number has come to."""
     return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+
+
+class Taken(torch.autograd.Function):
+    """Rows in another order."""
+
+    @staticmethod
+    def forward(ctx, rows, order, places):
+        ctx.places = places
+        return taken(rows, order)
+
+    @staticmethod
+    def backward(ctx, dtaken):
+        return taken(dtaken, ctx.places), None, None
+
+
+class Spread(torch.autograd.Function):
+    """A row for each of the ``choices`` choices of tokens [T, H], in an order of choices."""
+
+    @staticmethod
+    def forward(ctx, tokens, order, places, choices):
+        ctx.places, ctx.choices = places, choices
+        return taken(tokens, order // choices)
+
+    @staticmethod
+    def backward(ctx, drows):
+        return taken(drows, ctx.places).view(-1, ctx.choices, drows.shape[1]).sum(1), None, None, None
+
+
+class WeightedSum(torch.autograd.Function):
+    """Tokens of their choices' rows, which lie in an order of choices."""
+
+    @staticmethod
+    def forward(ctx, rows, weights, order, places, add_up):
+        choices = taken(rows, places).view(*weights.shape, -1)
+        ctx.save_for_backward(choices, weights)
+        ctx.order = order
+        return add_up(choices, weights)
+
+    @staticmethod
+    def backward(ctx, dy):
+        choices, weights = ctx.saved_tensors
+        dchoices = weights.to(dy.dtype).unsqueeze(2) * dy.unsqueeze(1)
+        dweights = torch.bmm(choices, dy.unsqueeze(2)).squeeze(2).to(weights.dtype)
+        return taken(dchoices.view(-1, dy.shape[1]), ctx.order), dweights, None, None, None
 
 
 def sum_by_product(choices, weights):

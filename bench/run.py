@@ -18,14 +18,14 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
-from bench import collectives, ep, group_gemm, harness, measure, moe_shapes, report, tp_moe  # noqa: E402
+from bench import collectives, ep, ep_moe, group_gemm, harness, measure, moe_shapes, report, tp_moe  # noqa: E402
 from bench.operators import OPERATORS, Case  # noqa: E402
 from bench.peers import PEERS  # noqa: E402
 from bench.shapes import DEFAULT_GROUPS, GROUPS, Shape, select, takes_tokens  # noqa: E402
 from tdkernels.launch import RankError, RankPool  # noqa: E402
 
 RESULTS = ROOT / "bench" / "results"
-_LAYERS = [*tp_moe.OPERATORS]  # of experts
+_LAYERS = [*tp_moe.OPERATORS, *ep_moe.OPERATORS]  # of experts
 _BURST_MS = 15.0
 _REHEARSAL_SHAPE = Shape(256, 128, 128, "rehearsal")
 _WARNING = "Rehearsal on {}, for want of GPUs: these times mean nothing, and nothing is written."
@@ -44,7 +44,7 @@ def main(options):
         operators, alone, experts, grouped, layers = _operators(options.operators)
         peers = _peers(options.peers)
         shapes = group_gemm.parse_shapes(options.shapes) if grouped else None if layers else _shapes(options.shapes)
-        tp_shapes, _ = moe_shapes.parse(options.shapes, layers) if layers else ([], [])
+        tp_shapes, ep_shapes = moe_shapes.parse(options.shapes, layers) if layers else ([], [])
         tokens = _tokens(options.tokens)
         layer, payloads = ep.parse_layer(options.moe), _payloads(options.payload)
         if options.routing not in ep.ROUTINGS:
@@ -73,7 +73,7 @@ def main(options):
         sizes = collectives.REHEARSAL_SIZES
         layer, tokens = ep.REHEARSAL_LAYER, ep.REHEARSAL_TOKENS
         shapes = group_gemm.REHEARSAL_SHAPES if grouped else shapes
-        tp_shapes = moe_shapes.TP_REHEARSAL
+        tp_shapes, ep_shapes = moe_shapes.TP_REHEARSAL, moe_shapes.EP_REHEARSAL
     plan = measure.Plan(
         2 if rehearsal else options.rounds, 0 if rehearsal else _BURST_MS, peers, tuple(options.config),
         options.cuda_graph,
@@ -84,6 +84,7 @@ def main(options):
         *_possible(ep.cases(experts, tokens, ranks, layer, payloads, options.routing)),
         *group_gemm.cases(grouped, shapes, options.routing, options.backward),
         *_possible(tp_moe.cases(_among(layers, tp_moe), tp_shapes, ranks, options.routing, options.backward)),
+        *_possible(ep_moe.cases(_among(layers, ep_moe), ep_shapes, tokens, ranks, options.routing, options.backward)),
     ]
     deadline = None if options.seconds is None else began + options.seconds
     with RankPool(ranks, "cpu" if rehearsal else "cuda", timeout_s=min(300.0, options.seconds or 300.0)) as pool:
@@ -210,7 +211,7 @@ def _revision():
         return os.environ.get("TDKERNELS_GIT_REVISION", "unknown")
 
 
-_MODULES = {Case: measure, collectives.Case: collectives, ep.Case: ep, group_gemm.Case: group_gemm, tp_moe.Case: tp_moe}
+_MODULES = {Case: measure} | {module.Case: module for module in (collectives, ep, group_gemm, tp_moe, ep_moe)}
 
 
 def _measure_all(pool, cases, plan, folder, deadline=None):

@@ -6,25 +6,25 @@ All parts and methods of a shape take turns in one run. The floor of a part is t
 and of what has to cross the wire, over the best rate of a link.
 """
 
-import json
 from dataclasses import dataclass
 from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 
-from bench import graphs, harness, permutes
+from bench import harness, parts, permutes
 from bench.ep import drawn_ids
-from bench.measure import _override, timed
+from bench.measure import _override
 from bench.moe_shapes import TpShape
 from bench.operators import DTYPE
-from bench.tp_moe_methods import ALONE, BOTH, FORWARDS, add_alone, one_by_one, ours, sequences
+from bench.tp_moe_methods import ALONE, BOTH, FORWARDS, add_alone, in_fp32, one_by_one, ours, sequences
 from tdkernels.launch import rank_device
 from tdkernels.ops import moe_ag_gemm_kernel
 
 OPERATORS = ["tp_moe"]
 _COLD_BYTES = 256 << 20  # input sets take turns until this much has gone by: several times any L2 cache
 _MAX_SETS = 8
+_OF_WEIGHTS = 1000  # added to a seed: other numbers than those of tokens
 _ALIGNED = 8  # elements: torch's grouped product wants rows of a multiple of 16 bytes
 
 
@@ -78,7 +78,7 @@ class Case:
 
     def weights(self, seed):
         """(w_gate_up, w_down) of this rank."""
-        shape, draw = self.shape, self._draw(seed)
+        shape, draw = self.shape, self._draw(_OF_WEIGHTS + seed)
         w_gate_up = draw(shape.experts, 2 * self.inner, shape.hidden).mul_(shape.hidden**-0.5)
         return w_gate_up, draw(shape.experts, shape.hidden, self.inner).mul_(shape.inner**-0.5)
 
@@ -118,25 +118,13 @@ def measure(case, plan):
 def _measure(case, plan):
     sets = _input_sets(case)
     add_up = permutes.quicker_sum(case.shape.tokens, case.shape.hidden, sets[0].weights.repeat(case.ranks, 1))
-    calls, configs, absent, captured, not_captured = {}, {}, {}, {}, {}
-    for part in case.parts:  # the references of one part at a time: those of the weights' gradients are large
-        methods, of_part = _methods(case, part, sets, plan, add_up)
-        references = _references(part, sets[:2], add_up)  # two: our workspaces have two halves
-        for name in list(methods):
-            if reason := _why_absent(name, methods[name], references):
-                of_part[name] = reason
-                del methods[name]
-        checked = {(part, name): (lambda s, method=method: method.call(s)) for name, method in methods.items()}
-        checked |= {(part, name): call for name, call in ALONE[part].items()}
-        if plan.cuda_graph:
-            graphs_, reasons = _in_graphs(part, methods, sets, references)
-            captured, not_captured = captured | graphs_, not_captured | reasons
-        calls |= checked
-        configs |= {(part, name): method.config for name, method in methods.items()}
-        configs[part, "tdkernels"] = _default_config(case, part, sets[0])
-        absent |= {(part, name): reason for name, reason in of_part.items()}
-        del references
-    return timed(calls, captured, sets, plan, configs, absent, not_captured)
+    return parts.measure(
+        case.parts, sets, plan,
+        methods_of=lambda part: _methods(case, part, sets, plan, add_up),
+        alone_of=ALONE.get,
+        references_of=lambda part: _references(part, sets[:2], add_up),  # two: our workspaces have two halves
+        config_of=lambda part: _default_config(case, part, sets[0]),
+    )  # fmt: skip
 
 
 def _input_sets(case):
@@ -153,17 +141,10 @@ def _input_sets(case):
 
 def _methods(case, part, sets, plan, add_up):
     """({name: Method}, {name: why it is absent})."""
-    methods, absent = {"sequence": sequences(add_up)[part], "tdkernels": ours(part, sets, None)}, {}
+    methods = {"sequence": sequences(add_up)[part], "tdkernels": ours(part, sets, None)}
     default = _default_config(case, part, sets[0])
-    for number, override in enumerate(plan.overrides, 1):
-        name = f"tdkernels c{number} {json.dumps(override)}"
-        try:
-            config = _override(default, override)
-        except TypeError as err:  # a field of another operator
-            absent[name] = str(err)
-        else:
-            methods[name] = ours(part, sets, config)
-    return methods, absent
+    tries, absent = parts.overridden(plan, default, _override, lambda config: ours(part, sets, config))
+    return methods | tries, absent
 
 
 def _default_config(case, part, s):
@@ -180,41 +161,9 @@ def _references(part, sets, add_up):
     exact, plain = sequences(add_up, one_by_one)[part], sequences(add_up)[part]
     found = []
     for s in sets:
-        wanted = exact.plain(exact.call(_in_fp32(s)))
+        wanted = exact.plain(exact.call(in_fp32(s)))
         found.append((s, wanted, harness.errors(plain.plain(plain.call(s)), wanted)))
     return found
-
-
-def _in_fp32(s):
-    floats = {name: value.float() for name, value in vars(s).items() if name in _OPERANDS}
-    return SimpleNamespace(**{**vars(s), **floats})
-
-
-_OPERANDS = ("x", "dy", "weights", "w_gate_up", "w_down", "h")
-
-
-def _why_absent(name, method, references):
-    """None if a method can be timed; raises where ours is wrong, or fails in its default config."""
-    reason = harness.why_it_fails(method.call, references[0][0])
-    wrong = None if reason else harness.why_it_is_wrong(lambda s: method.plain(method.call(s)), references)
-    if wrong or (reason and "{" not in name):
-        raise RuntimeError(f"{name}: {wrong or reason}")
-    return reason
-
-
-def _in_graphs(part, methods, sets, references):
-    """As ``graphs.capture_all``, of (part, name)."""
-    if part == BOTH:
-        return {}, {(part, name): "a backward is not captured" for name in [*ALONE[part], *methods]}
-    calls = {name: method.call for name, method in methods.items()} | ALONE[part]
-    captured, reasons = graphs.capture_all(calls, sets, None, unchecked=calls)
-    for name in [name for name in captured if name in methods]:
-        outputs = captured[name].outputs
-        wrong = harness.why_it_is_wrong(lambda _, o=outputs, m=methods[name]: m.plain(o), references[:1])
-        if wrong:
-            reasons[name] = wrong
-            del captured[name]
-    return tuple({(part, name): value for name, value in found.items()} for found in (captured, reasons))
 
 
 # ---- In the calling process ----
@@ -222,24 +171,10 @@ def _in_graphs(part, methods, sets, references):
 
 def rows(case, found, link_gbps):
     """One row a part and method: what was measured and what follows from it."""
-    ms_of = {(*key, graph): times.get("ms") for key, graph, times in found}
-    shape, table = case.shape, []
-    for (part, method), graph, times in found:
-        ms, wire = times.get("ms"), case.wire_bytes(part)
-        wire_ms = wire / link_gbps / 1e6 if link_gbps else 0.0
-        products_ms = ms_of.get((part, "grouped", graph)) or ms_of[part, "grouped", False]
-        both = ms is not None and method not in ("grouped", "collective")
-        base = ms_of.get((part, "sequence", graph))
-        floor_ms = max(products_ms, wire_ms)
-        table.append({
-            "op": case.operator, "what": "tp_moe", "pass": part, "shape": str(shape),
-            "name": f"{shape.name} {case.routing}".strip(), "tokens": shape.tokens, "inner": shape.inner,
-            "hidden": shape.hidden, "experts": shape.experts, "choices": shape.choices, "routing": case.routing,
-            "dtype": str(DTYPE).removeprefix("torch."), "method": method, "graph": graph,
-            "absent": times.get("absent"), "ms": ms, "host_ms": times.get("host_ms"), "burst": times.get("burst"),
-            "tflops": case.flops(part) / ms / 1e9 if both or (ms and method == "grouped") else None,
-            "wire_bytes": wire, "wire_gbps": wire / ms / 1e6 if both or (ms and method == "collective") else None,
-            "speedup": base / ms if both and base else None, "floor_ms": floor_ms, "wire_ms": wire_ms or None,
-            "efficiency": floor_ms / ms if both else None, "link_gbps": link_gbps, "config": times.get("config"),
-        })  # fmt: skip
-    return table
+    shape = case.shape
+    common = {
+        "op": case.operator, "what": "tp_moe", "shape": str(shape), "name": f"{shape.name} {case.routing}".strip(),
+        "tokens": shape.tokens, "inner": shape.inner, "hidden": shape.hidden, "experts": shape.experts,
+        "choices": shape.choices, "routing": case.routing, "dtype": str(DTYPE).removeprefix("torch."),
+    }  # fmt: skip
+    return [{**common, **fields} for fields in parts.derived(found, case.flops, case.wire_bytes, link_gbps)]

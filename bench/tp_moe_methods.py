@@ -59,38 +59,6 @@ class _Gathered(torch.autograd.Function):
         return reduce_scatter_rows(dfull), None
 
 
-class _Rows(torch.autograd.Function):
-    """The token of each choice, by expert."""
-
-    @staticmethod
-    def forward(ctx, full, routing, choices):
-        ctx.places, ctx.choices = routing.places, choices
-        return permutes.taken(full, routing.order // choices)
-
-    @staticmethod
-    def backward(ctx, drows):
-        # By taking and adding up: what torch would do, adding to each token by atomics, is slower.
-        return permutes.taken(drows, ctx.places).view(-1, ctx.choices, drows.shape[1]).sum(1), None, None
-
-
-class _WeightedSum(torch.autograd.Function):
-    """The tokens of their choices' rows."""
-
-    @staticmethod
-    def forward(ctx, out, weights, routing, add_up):
-        choices = permutes.taken(out, routing.places).view(*weights.shape, -1)
-        ctx.save_for_backward(choices, weights)
-        ctx.order = routing.order
-        return add_up(choices, weights)
-
-    @staticmethod
-    def backward(ctx, dy):
-        choices, weights = ctx.saved_tensors
-        dchoices = weights.to(dy.dtype).unsqueeze(2) * dy.unsqueeze(1)
-        dweights = torch.bmm(choices, dy.unsqueeze(2)).squeeze(2).to(weights.dtype)
-        return permutes.taken(dchoices.view(-1, dy.shape[1]), ctx.order), dweights, None, None
-
-
 class _Scattered(torch.autograd.Function):
     @staticmethod
     def forward(ctx, partial):
@@ -118,7 +86,7 @@ def first_half(s, product=grouped):
     full = _Gathered.apply(s.x, works)
     routing = routed(ids, s.w_gate_up.shape[0])
     works[0].wait()
-    rows = _Rows.apply(full, routing, choices)
+    rows = permutes.Spread.apply(full, routing.order, routing.places, choices)
     return swiglu_ref(product(rows, s.w_gate_up, routing.ends), "swiglu"), routing
 
 
@@ -128,7 +96,7 @@ def second_half(s, h, routing, add_up, product=grouped):
     weights = _Gathered.apply(s.weights, works)
     out = product(h, s.w_down, routing.ends)
     works[0].wait()
-    return _Scattered.apply(_WeightedSum.apply(out, weights, routing, add_up))
+    return _Scattered.apply(permutes.WeightedSum.apply(out, weights, routing.order, routing.places, add_up))
 
 
 def layer(s, add_up, product=grouped):
@@ -155,6 +123,12 @@ def _as_it_is(outputs):
     return outputs
 
 
+def in_fp32(s):
+    """The same operands."""
+    floats = {name: value.float() for name, value in vars(s).items() if name in (*LEAVES, "dy", "h")}
+    return type(s)(**{**vars(s), **floats})
+
+
 def both_ways(forward, s):
     """y and the gradients of ``LEAVES``."""
     leaves = {name: getattr(s, name).detach().requires_grad_() for name in LEAVES}
@@ -172,7 +146,7 @@ def add_alone(s):
     s.h, s.routing = first_half(s)
     full = _Gathered.apply(s.x, works)
     works[0].wait()
-    s.rows = _Rows.apply(full, s.routing, s.ids.shape[1])
+    s.rows = permutes.taken(full, s.routing.order // s.ids.shape[1])
     s.pre = grouped(s.rows, s.w_gate_up, s.routing.ends)
     s.partial = torch.randn_like(full)
 

@@ -151,6 +151,17 @@ def check_activation(operator, activation, w, name="w"):
         raise ValueError(f"{operator}: {name} {list(w.shape)} must have an even N for {activation}, gate and up")
 
 
+def check_method(operator, config, w, name="w"):
+    """Raise ValueError unless torch's grouped product can take the weight, if the config asks for it."""
+    if config is None or config.method != "torch" or w.device.type == "cpu":
+        return
+    if any(size * w.element_size() % 16 for size in w.shape[1:]):
+        raise ValueError(
+            f'{operator}: method "torch" needs rows and columns of a multiple of 16 bytes, {name} is {list(w.shape)} '
+            f"of {w.dtype}"
+        )
+
+
 def _check_splits(x, w, splits):
     if not isinstance(splits, torch.Tensor):
         raise TypeError(f"group_gemm: splits must be a torch.Tensor, not {type(splits).__name__}")
@@ -188,6 +199,7 @@ def group_gemm(x, w, splits, *, activation=None, config=None):
     check_activation("group_gemm", activation, w)
     _check_splits(x, w, splits)
     check_config("group_gemm", config, GroupGemmConfig, x)
+    check_method("group_gemm", config, w)
     splits, text = splits.contiguous(), as_argument(config)
     if _operands.may_be_differentiated([x, w]):
         return _GroupGemm.apply(x, w, splits, activation or "", text)

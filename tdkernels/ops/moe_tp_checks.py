@@ -5,7 +5,7 @@ import torch
 from tdkernels.ops._config import check_config
 from tdkernels.ops._operands import DTYPES
 from tdkernels.ops.ep_checks import INTEGERS
-from tdkernels.ops.group_gemm import check_activation, check_experts
+from tdkernels.ops.group_gemm import check_activation, check_experts, check_method
 from tdkernels.ops.moe_ag_gemm_kernel import MoeTpConfig
 
 
@@ -47,6 +47,7 @@ def check_ag_gemm(operator, x, topk_ids, w, activation, config, name="w"):
     check_activation(operator, activation, w, name)
     _check_ids(operator, topk_ids, x, w.shape[0])
     check_config(operator, config, MoeTpConfig, x)
+    check_method(operator, config, w, name)
 
 
 def check_gemm_rs(operator, h, routing, topk_weights, w, config):
@@ -60,6 +61,7 @@ def check_gemm_rs(operator, h, routing, topk_weights, w, config):
         raise ValueError(f"{operator}: h is on {h.device} but the routing is of {routing.choices.device}")
     _check_weights(operator, topk_weights, h.device, (routing.tokens, routing.num_choices))
     check_config(operator, config, MoeTpConfig, h)
+    check_method(operator, config, w)
 
 
 def check_tp_moe(x, topk_ids, topk_weights, w_gate_up, w_down, activation, config):
@@ -78,3 +80,4 @@ def check_tp_moe(x, topk_ids, topk_weights, w_gate_up, w_down, activation, confi
             f"{operator}: w_down {_shape(w_down)} must be [E, H, I / W] = {list(expected)}, by x {_shape(x)} and "
             f"w_gate_up {_shape(w_gate_up)}"
         )
+    check_method(operator, config, w_down, "w_down")

@@ -93,7 +93,7 @@ def check_routing(layer, routing):
 
 def runs_halves_twice(spec, config):
     """One routing for two second halves, of other weights and widths: each the layer that is not divided."""
-    layers = [Sliced(**spec), Sliced(**spec | {"width": spec["width"] + 5})]
+    layers = [Sliced(**spec), Sliced(**spec | {"width": spec["width"] + 8})]
     first, other = layers
     other.ids, other.all_ids = first.ids, first.all_ids
     for name in ("x", "w_gate_up", "topk_weights"):
@@ -190,7 +190,8 @@ def casts_as_autocast_says():
 def refuses_second_derivatives():
     layer = Sliced(**SMALL, dtype=FP32, seed=12)
     layer.require()
-    for config in ("default", "torch"):
+    # torch's product for GPUs takes neither fp32 nor rows like these.
+    for config in ("default",) if device().type == "cuda" else ("default", "torch"):
         y = layer.call(config=CONFIGS[config])
         with pytest.raises(RuntimeError, match="moe_gemm_rs: second derivatives"):
             torch.autograd.grad(y, layer.own["x"], layer.dy, create_graph=True)

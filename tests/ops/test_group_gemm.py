@@ -87,8 +87,19 @@ def test_by_torch(activation):
 
 @each_activation
 def test_no_rows(activation):
-    for config in (None, TORCH):
-        on_ranks(1, computes, BF16, [([0, 0], 6, 5), ([0], 2, 1)], activation, config)
+    on_ranks(1, computes, BF16, [([0, 0], 6, 5), ([0], 2, 1)], activation)
+    on_ranks(1, computes, BF16, [([0, 0], 16, 8), ([0], 16, 16)], activation, TORCH)
+
+
+def refuses_rows_that_torch_does_not_take():
+    x, w = torch.zeros(3, 8, device=device(), dtype=BF16), torch.zeros(1, 6, 8, device=device(), dtype=BF16)
+    with pytest.raises(ValueError, match=r"multiple of 16 bytes, w is \[1, 6, 8\]"):
+        tdkernels.group_gemm(x, w, torch.tensor([3], device=device()), config=TORCH)
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="torch's product for GPUs")
+def test_rows_that_torch_does_not_take():
+    on_ranks(1, refuses_rows_that_torch_does_not_take)
 
 
 def computes_the_gradient_of_wide_rows(activation):

@@ -73,7 +73,9 @@ def test_killed_rank(when, operator):
     assert isinstance(exceptions[1], ChildProcessError)
     error = exceptions[0]
     assert type(error) is PeerTimeoutError, repr(error)
-    assert (error.operator, error.rank, error.peer, error.timeout_s) == (operator, 0, 1, 1.5)
+    assert (error.rank, error.peer, error.timeout_s) == (0, 1, 1.5)
+    # What rank 1 had launched on its GPU before it died may have died with it.
+    assert error.operator == operator or DEVICE == "cuda" and error.operator == "all_gather"
     assert error.seen < error.expected
 
 
