@@ -1,5 +1,6 @@
 """Every kernel compiles for every GPU that we speak of, within its shared memory, on a machine without any."""
 
+import contextlib
 import functools
 import inspect
 import pkgutil
@@ -13,7 +14,15 @@ import torch
 
 import tdkernels.ops
 from tdkernels.lang._jit import Kernel
-from tdkernels.ops import _device, collective_launch, ep_launch, group_gemm_kernel
+from tdkernels.ops import (
+    _device,
+    collective_launch,
+    ep_launch,
+    group_gemm_kernel,
+    moe_ag_gemm_kernel,
+    moe_gemm_rs_kernel,
+    moe_routing,
+)
 from tdkernels.ops import _gather_kernels as gather
 from tdkernels.ops import collective_kernels as collectives
 from tdkernels.ops._operands import aligned
@@ -218,6 +227,47 @@ def compile_grouped(name, arch, dtype, activation=None, **options):
     return compiled
 
 
+# What tp_moe and its backward launch: the routing, and products by expert. Those of one kernel differ in what is
+# compiled of it: a weight either way round, SwiGLU, weights of choices.
+SLICED_ROUTE = ["count", "place", "order"]
+SLICED_ROWS = ["rows", "rows, swiglu", "rows, interleaved", "gradient of sums"]
+SLICED_SUMS = ["sums", "gradient of rows"]
+
+
+@functools.cache
+def sliced_launches(arch, dtype, sizes=(256, 2, 4, 512, 256), ranks=4):
+    """{name: (kernel, args, kwargs)}; sizes are those of a rank: M / W, k, E, H, I / W."""
+    tokens, k, experts, width, hidden = sizes
+    group = SimpleNamespace(size=lambda: ranks)
+    config = moe_ag_gemm_kernel.MoeTpConfig(tiles=tiles_for(arch, dtype))
+    x, weights = torch.zeros(tokens, width, dtype=dtype), torch.ones(ranks * tokens, k)
+    gate_up, down = (torch.zeros(experts, *size, dtype=dtype) for size in ((2 * hidden, width), (width, hidden)))
+    with contextlib.ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setattr(_device, "has_tma", lambda device: arch in ("sm_90", "sm_100"))
+        patch.setattr(moe_routing, "all_gather", lambda ids, group: ids.repeat(ranks, 1))
+        of_route, of_rows, of_sums = (
+            stack.enter_context(recorded_launches(module))
+            for module in (moe_routing, moe_ag_gemm_kernel, moe_gemm_rs_kernel)
+        )
+        ids = torch.zeros(tokens, k, dtype=torch.int64)
+        routing = moe_routing.route("op", ids, experts, group, config.chunk_rows, config.tiles.block_m, 3)
+        rows = functools.partial(moe_ag_gemm_kernel.launch, routing=routing, config=config)
+        rows(x, gate_up)
+        h = rows(x, gate_up, activation="swiglu", keep=True).y
+        dpre = rows(x, gate_up, activation="swiglu_interleaved", keep=True).pre
+        rows(x, down.transpose(1, 2), gradients=moe_ag_gemm_kernel.Gradients(h, weights))
+        moe_gemm_rs_kernel.launch(h, down, routing, weights, config)
+        moe_gemm_rs_kernel.launch(dpre, gate_up.transpose(1, 2), routing, None, config)
+    names = SLICED_ROUTE + SLICED_ROWS + SLICED_SUMS
+    return dict(zip(names, of_route + of_rows + of_sums, strict=True))
+
+
+def compile_sliced(name, arch, dtype=BF16, **options):
+    (compiled,) = compile_launches([sliced_launches(arch, dtype, **options)[name]], arch)
+    return compiled
+
+
 def small_launches():
     """Each small kernel with the arguments of two launches, one of them with as many arguments of 1 as can be."""
     ctx, x = pointer(torch.int64), pointer(BF16)
@@ -359,6 +409,42 @@ def test_grouped_products_of_odd_sizes_compile(arch, sizes, activation):
     compile_launches(grouped_launches(arch, BF16, activation, sizes).values(), arch)
 
 
+@pytest.mark.parametrize("arch", TARGETS)
+def test_routing_of_sliced_experts_compiles(arch):
+    for name in SLICED_ROUTE:
+        compile_sliced(name, arch)
+
+
+# Another dtype is for one target of each vendor, to save time.
+@pytest.mark.parametrize("arch, name, dtype", [
+    (arch, name, dtype) for arch in TARGETS for name in SLICED_ROWS + SLICED_SUMS for dtype in (BF16, FP16, FP32)
+    if dtype == BF16 or arch in ("sm_80", "gfx942") and (name in ("rows, swiglu", "gradient of sums", "sums"))
+], ids=str)  # fmt: skip
+def test_products_of_sliced_experts_compile(arch, name, dtype):
+    compile_sliced(name, arch, dtype)
+
+
+@pytest.mark.parametrize("arch, sizes, ranks", [("sm_90", (1, 1, 1, 1, 1), 1), ("gfx942", (3, 5, 7, 13, 9), 3)])
+def test_sliced_experts_of_odd_sizes_compile(arch, sizes, ranks):
+    for name in (*SLICED_ROUTE, "rows, swiglu", "gradient of sums", "sums", "gradient of rows"):
+        compile_sliced(name, arch, sizes=sizes, ranks=ranks)
+
+
+@pytest.mark.parametrize("name", SLICED_ROWS + SLICED_SUMS)
+def test_sliced_experts_on_hopper_use_wgmma_and_tma(name):
+    ptx = compile_sliced(name, "sm_90").asm["ptx"]
+    assert "wgmma.mma_async" in ptx
+    assert "cp.async.bulk.tensor" in ptx
+    assert "mma.sync" not in ptx
+    assert not re.search(r"(?:ld|st)\.global\.[bu]16\b", ptx), "single elements"
+    assert "st.release.sys.global.b64" in ptx and "ld.acquire.sys.global.b64" in ptx
+    assert "atom.global.gpu.release.add.u64" in ptx  # pieces that are done, told to programs of this rank
+    if name in SLICED_ROWS:
+        # Rows that other programs have copied are read by TMA, whose proxy has to be fenced after the wait.
+        fence = ptx.index("fence.proxy.async.global", ptx.index("ld.acquire.sys"))
+        assert ptx.find("cp.async.bulk.tensor", fence) > fence
+
+
 def test_every_exchange_is_compiled_here():
     exchanges = {(operator, exchange) for operator, names in EXCHANGES.items() for exchange in names}
     assert set(COLLECTIVES) == exchanges - {("all_gather", "copy_engine")}  # whose kernels are those of the gather
@@ -467,7 +553,9 @@ def test_every_kernel_is_compiled_here():
     """Whoever adds a kernel adds it above. Device functions count through the kernels that call them."""
     of_experts = {kernel for launches in expert_launches().values() for kernel, *_ in launches}
     of_groups = {kernel for kernel, *_ in grouped_launches("sm_90", BF16, "swiglu").values()}
-    compiled = {*PRODUCTS, gemm_ar_one_shot_kernel, *COLLECTIVES.values(), *small_launches(), *of_experts, *of_groups}
+    of_sliced = {kernel for kernel, *_ in sliced_launches("sm_90", BF16).values()}
+    compiled = {*PRODUCTS, gemm_ar_one_shot_kernel, *COLLECTIVES.values(), *small_launches()}
+    compiled |= of_experts | of_groups | of_sliced
     found = set()
     for module in pkgutil.iter_modules(tdkernels.ops.__path__):
         members = inspect.getmembers(import_module(f"tdkernels.ops.{module.name}"))

@@ -109,9 +109,20 @@ def a_layer_is_trained(source):
 
 
 def test_the_page_on_layers_shows_what_its_program_prints():
-    program, _ = blocks(LAYERS, "python")
+    program, _, _ = blocks(LAYERS, "python")
     assert "print(run_ranks(2, train))" in program
     assert f"{ranks.on_ranks(2, a_layer_is_trained, program)}\n" == "".join(blocks(LAYERS, "text"))
+
+
+def experts_are_sliced(source):
+    x, ids, weights = torch.randn(3, 8), torch.tensor([[0, 1], [1, 2], [1, -1]]), torch.rand(3, 2)
+    operands = x, ids, weights, torch.randn(4, 6, 8), torch.randn(4, 8, 3)
+    return page_of(source).experts(*(operand.to(ranks.device()) for operand in operands))
+
+
+def test_the_page_on_layers_calls_both_halves_of_tp_moe():
+    _, source, _ = blocks(LAYERS, "python")
+    assert ranks.on_ranks(2, experts_are_sliced, source) == [([12, 3], [2, 6, 2, 0], True)] * 2
 
 
 def a_model_is_loaded(source, path):
@@ -129,7 +140,7 @@ def a_model_is_loaded(source, path):
 
 def test_the_page_on_layers_loads_a_model(tmp_path):
     pytest.importorskip("transformers", minversion="5.0")
-    _, source = blocks(LAYERS, "python")
+    _, _, source = blocks(LAYERS, "python")
     ranks.on_ranks(2, a_model_is_loaded, source, str(tmp_path))
 
 

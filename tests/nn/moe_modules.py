@@ -1,13 +1,11 @@
 """What EPMoE and TPMoE are asked, as functions that every rank runs. test_moe.py asks."""
 
-import contextlib
 import copy
 import re
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed._functional_collectives import all_gather_tensor_autograd, reduce_scatter_tensor_autograd
 
 import tdkernels
 from tdkernels.nn import EPMoE, Router, TPMoE, full_state_dict, replace_moe
@@ -18,24 +16,6 @@ from tests.reference import assert_close
 KINDS = {"EPMoE": EPMoE, "TPMoE": TPMoE}
 E, K, H, I = 6, 2, 16, 12  # each divisible by 1, 2 and 3 ranks where it has to be
 GATE = "gate.weight"
-
-
-def by_collectives(x, topk_ids, topk_weights, w_gate_up, w_down, *, activation="swiglu", group=None, config=None):
-    """``tp_moe`` by torch: gather the rows, compute every rank's channels of all experts, add up and scatter."""
-    ids = [torch.empty_like(topk_ids) for _ in range(group.size())]
-    dist.all_gather(ids, topk_ids.contiguous(), group=group)
-    x, weights = (all_gather_tensor_autograd(tensor, 0, group) for tensor in (x, topk_weights))
-    y = mixture(x, torch.cat(ids), weights, w_gate_up, w_down)
-    return reduce_scatter_tensor_autograd(y, "sum", 0, group).clone()  # which waits: what it gives may not be there yet
-
-
-@contextlib.contextmanager
-def tp_moe_is_there():
-    """The operator, or until it is there what it is to compute."""
-    with pytest.MonkeyPatch.context() as patch:
-        if not hasattr(tdkernels, "tp_moe"):
-            patch.setattr(tdkernels, "tp_moe", by_collectives, raising=False)
-        yield
 
 
 # ---- whole weights, and a rank's part of them ----
@@ -81,20 +61,19 @@ def make(kind, **options):
 
 def computes(kind):
     """Forward and every gradient against the layer that is not divided, of weights that were loaded whole."""
-    with tp_moe_is_there():
-        module = make(kind)
-        whole = whole_weights()
-        module.load_state_dict(whole)
-        rows = [3, 0, 5] if kind == "EPMoE" else [4, 4, 4]
-        rows = rows[: dist.get_world_size()]
-        generator = torch.Generator().manual_seed(1)
-        all_x, all_dy = (torch.randn(2 * sum(rows), H, generator=generator) for _ in range(2))
-        mine = slice(2 * sum(rows[: dist.get_rank()]), 2 * sum(rows[: dist.get_rank() + 1]))
-        x = all_x[mine].to(device()).view(2, -1, H).requires_grad_()
-        y = module(x)
-        assert y.shape == x.shape
-        y.backward(all_dy[mine].to(device()).view(y.shape))
-        tdkernels.synchronize()
+    module = make(kind)
+    whole = whole_weights()
+    module.load_state_dict(whole)
+    rows = [3, 0, 5] if kind == "EPMoE" else [4, 4, 4]
+    rows = rows[: dist.get_world_size()]
+    generator = torch.Generator().manual_seed(1)
+    all_x, all_dy = (torch.randn(2 * sum(rows), H, generator=generator) for _ in range(2))
+    mine = slice(2 * sum(rows[: dist.get_rank()]), 2 * sum(rows[: dist.get_rank() + 1]))
+    x = all_x[mine].to(device()).view(2, -1, H).requires_grad_()
+    y = module(x)
+    assert y.shape == x.shape
+    y.backward(all_dy[mine].to(device()).view(y.shape))
+    tdkernels.synchronize()
 
     exact, low = (undivided(whole, all_x, all_dy, dtype) for dtype in (torch.double, torch.float32))
     got = {"y": y.detach().flatten(0, 1), "dx": x.grad.flatten(0, 1)}

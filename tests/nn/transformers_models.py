@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import tdkernels
 from tdkernels.nn import EPMoE, full_state_dict, replace_moe
-from tests.nn.moe_modules import KINDS, compare, part_of, tp_moe_is_there
+from tests.nn.moe_modules import KINDS, compare, part_of
 from tests.ranks import device
 from tests.reference import relative_error
 
@@ -62,10 +62,9 @@ def computes_the_same(kind, name):
     ids = torch.randint(WORDS, (world_size, SEQUENCES, LENGTH), generator=generator)
     d_logits = torch.randn(*ids.shape, WORDS, generator=generator)
     theirs = forward_and_backward(copy.deepcopy(whole), ids.flatten(0, 1), d_logits.flatten(0, 1))
-    with tp_moe_is_there():
-        ours = replace_moe(copy.deepcopy(whole), KINDS[kind]).to(device())
-        got = forward_and_backward(ours, ids[rank].to(device()), d_logits[rank].to(device()))
-        tdkernels.synchronize()
+    ours = replace_moe(copy.deepcopy(whole), KINDS[kind]).to(device())
+    got = forward_and_backward(ours, ids[rank].to(device()), d_logits[rank].to(device()))
+    tdkernels.synchronize()
     mine = slice(rank * SEQUENCES, (rank + 1) * SEQUENCES)
     assert_same("logits", got.pop("logits"), theirs.pop("logits")[mine])
     for parameter, gradient in got.items():
