@@ -200,9 +200,24 @@ def refuses_second_derivatives():
             torch.autograd.grad(h, layer.own["x"], torch.ones_like(h), create_graph=True)
 
 
+def runs_between_graphs():
+    """torch.compile takes what is before and after, and leaves the call as it is."""
+    torch._dynamo.reset()
+    layer = Sliced(**SMALL, dtype=FP32, seed=16)
+    layer.require()
+
+    def between(x, *operands):
+        return tdkernels.tp_moe(x * 1.0, *operands) * 1.0
+
+    y = torch.compile(between, backend="eager")(*layer.operands())
+    y.backward(layer.dy)
+    layer.check({"y": y.detach(), **layer.gradients()})
+
+
 AUTOGRAD = [
     computes_what_is_wanted, keeps_nothing_without_grad, goes_backward_twice, uses_an_output_twice,
     takes_an_expanded_gradient, recomputes_in_a_checkpoint, casts_as_autocast_says, refuses_second_derivatives,
+    runs_between_graphs,
 ]  # fmt: skip
 
 
