@@ -61,13 +61,18 @@ def tp_moe_ref(x, topk_ids, topk_weights, w_gate_up, w_down, *, activation="swig
 # ---- both halves and their gradients, by our kernels or by torch ----
 
 
-def _config(config, routing, w, dtype, device):
-    """The config of a product with w, complete."""
+def _complete(config, tokens, choices, w, dtype, device):
+    """The config of a product with w, of all ranks' ``tokens`` of so many ``choices``."""
     if config is not None and config.tiles is not None:
         return config
-    tokens = routing.world_size * routing.tokens
-    default = ag.default_config(tokens, routing.num_choices, w.shape[0], w.shape[1], dtype, device)
+    default = ag.default_config(tokens, choices, w.shape[0], w.shape[1], dtype, device)
     return default if config is None else replace(config, tiles=default.tiles)
+
+
+def _config(config, routing, w):
+    """The config of a product with w, of the tokens of a routing."""
+    tokens = routing.world_size * routing.tokens
+    return _complete(config, tokens, routing.num_choices, w, w.dtype, w.device)
 
 
 def _by_torch(config):
@@ -96,16 +101,13 @@ def _by_token(rows, routing, weights):
 
 
 class _AgGemm(torch.autograd.Function):
-    """h of x and w; or by torch, which saves the gathered rows."""
-
     @staticmethod
     def forward(ctx, x, w, routing, activation, config, keep):
         if _by_torch(config):
             pre = _torch_product(_all_rows(x, routing), w, routing.splits)
             h = swiglu_ref(pre, activation)
         else:
-            config_of_w = _config(config, routing, w, x.dtype, x.device)
-            launched = ag.launch(x, w, routing, config_of_w, activation, keep)
+            launched = ag.launch(x, w, routing, _config(config, routing, w), activation, keep)
             h, pre = launched.y, launched.pre
         ctx.save_for_backward(x, w, pre if activation else None)
         ctx.routing, ctx.activation, ctx.config = routing, activation, config
@@ -130,7 +132,7 @@ class _AgGemm(torch.autograd.Function):
             gather = Gather.start("moe_ag_gemm backward", x, routing.group)
         if need_dx:
             back = w.transpose(1, 2)
-            dx = rs.launch(dpre, back, routing, None, _config(config, routing, back, x.dtype, x.device))
+            dx = rs.launch(dpre, back, routing, None, _config(config, routing, back))
         if need_dw:
             rows = _gathered_rows(gather, x, routing)
             dw = grouped.weight_gradient(dpre, rows, routing.splits, w.shape[0])
@@ -145,7 +147,7 @@ class _GemmRs(torch.autograd.Function):
         if _by_torch(config):
             y = _by_token(_torch_product(h, w, routing.splits), routing, weights)
         else:
-            y = rs.launch(h, w, routing, weights, _config(config, routing, w, h.dtype, h.device))
+            y = rs.launch(h, w, routing, weights, _config(config, routing, w))
         ctx.save_for_backward(h, w, weights)
         ctx.routing, ctx.config, ctx.weights_dtype = routing, config, topk_weights.dtype
         return y
@@ -160,8 +162,7 @@ class _GemmRs(torch.autograd.Function):
         if _by_torch(config):
             return *_torch_gradients(dy, h, w, weights, routing, ctx.weights_dtype), None, None
         gradients = ag.Gradients(h.contiguous(), weights)
-        config = _config(config, routing, back, h.dtype, h.device)
-        launched = ag.launch(dy, back, routing, config, gradients=gradients)
+        launched = ag.launch(dy, back, routing, _config(config, routing, back), gradients=gradients)
         dh, dw, dweights = launched.y, None, None
         if need_dw:
             dw = grouped.weight_gradient(launched.rows, gradients.weighted, routing.splits, w.shape[0])
@@ -204,20 +205,13 @@ def _torch_gradients(dy, h, w, weights, routing, weights_dtype):
 
 def _first_half(operator, x, topk_ids, w, activation, group, config):
     """(h, routing), of checked operands."""
-    chosen = config
-    if chosen is None:
-        tokens = group.size() * x.shape[0]
-        chosen = ag.default_config(tokens, topk_ids.shape[1], w.shape[0], w.shape[1], x.dtype, x.device)
+    choices = topk_ids.shape[1]
+    chosen = _complete(config, group.size() * x.shape[0], choices, w, x.dtype, x.device)
     # All ranks have as many tokens, or the rest would not fit together.
-    fields = {"M/W": x.shape[0], "k": topk_ids.shape[1], "H": x.shape[1], "w": tuple(w.shape), "dtype": str(x.dtype)}
+    fields = {"M/W": x.shape[0], "k": choices, "H": x.shape[1], "w": tuple(w.shape), "dtype": str(x.dtype)}
     group_state(group).agree_once(operator, {**fields, "activation": activation, "config": text_of(chosen)})
-    tiles = chosen.tiles or ag.default_config(
-        x.shape[0] * group.size(), topk_ids.shape[1], w.shape[0], w.shape[1], x.dtype, x.device
-    ).tiles
-    stages = chosen.stages or best_stages(
-        group.size(), x.shape[0], topk_ids.shape[1], *w.shape, x.dtype, x.device
-    )  # fmt: skip
-    routing = route(operator, topk_ids, w.shape[0], group, chosen.chunk_rows, tiles.block_m, stages)
+    stages = chosen.stages or best_stages(group.size(), x.shape[0], choices, *w.shape, x.dtype, x.device)
+    routing = route(operator, topk_ids, w.shape[0], group, chosen.chunk_rows, chosen.tiles.block_m, stages)
     if not x.shape[0]:
         return _nothing(w.shape[1] // (2 if activation else 1), x, w), routing
     # A forward that nobody differentiates keeps nothing, though weights may require gradients.
