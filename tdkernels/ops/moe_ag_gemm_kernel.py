@@ -108,6 +108,25 @@ def _copy_to_rows(
 
 
 @td.jit
+def _copy_piece(
+    ctx, half, signal, me, ranks, x_ptr, rows_ptr, sorted_ptr, turn, piece, num_chunks, chunk_rows, slot_rows,
+    row_bytes, M_shard, K, CHOICES: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Copy a piece of the tokens of a turn to their rows, when they have come."""
+    source, chunk = chunk_at_turn(turn, me, ranks, num_chunks)
+    tokens, columns = piece_of_turn(piece, chunk, chunk_rows, K, BLOCK_TOKENS, BLOCK_COLUMNS)
+    at = x_ptr.to(tl.int64)
+    if source != me:
+        # producer: push_shard of the source
+        seen = td.wait_plan(ctx, td.signal_at(ctx, half, source * num_chunks + chunk), signal, source)
+        at = td.consume_token(td.data_at(ctx, half, me) + source.to(tl.int64) * slot_rows * row_bytes, seen)
+    _copy_to_rows(
+        td.pointer_to(at, x_ptr.dtype.element_ty), rows_ptr, sorted_ptr, tokens, source * M_shard, M_shard, columns, K,
+        CHOICES, BLOCK_TOKENS, BLOCK_COLUMNS,
+    )  # fmt: skip
+
+
+@td.jit
 def _store_gradient(
     acc, y_ptr, h_ptr, weighted_ptr, weight, offs_m, end, col, N, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
@@ -191,19 +210,10 @@ def moe_ag_gemm_kernel(
                     stage += 1
             is_copy, number = split_piece(piece - end + tiles * tiles_n + copies, tiles * tiles_n, copies, 0)
             if is_copy:
-                turn = first_turn_of(stage, stages, ranks, num_chunks) + number // of_turn
-                source, chunk = chunk_at_turn(turn, me, ranks, num_chunks)
-                tokens, columns = piece_of_turn(
-                    number % of_turn, chunk, chunk_rows, K, BLOCK_TOKENS, BLOCK_COLUMNS
-                )  # fmt: skip
-                at = x_ptr.to(tl.int64)
-                if source != me:
-                    # producer: push_shard of the source
-                    seen = td.wait_plan(ctx, td.signal_at(ctx, half, source * num_chunks + chunk), signal, source)
-                    at = td.consume_token(td.data_at(ctx, half, me) + source.to(tl.int64) * slot_rows * row_bytes, seen)
-                _copy_to_rows(
-                    td.pointer_to(at, DTYPE), rows_ptr, sorted_ptr, tokens, source * M_shard, M_shard, columns, K,
-                    CHOICES, BLOCK_TOKENS, BLOCK_COLUMNS,
+                _copy_piece(
+                    ctx, half, signal, me, ranks, x_ptr, rows_ptr, sorted_ptr,
+                    first_turn_of(stage, stages, ranks, num_chunks) + number // of_turn, number % of_turn,
+                    num_chunks, chunk_rows, slot_rows, row_bytes, M_shard, K, CHOICES, BLOCK_TOKENS, BLOCK_COLUMNS,
                 )  # fmt: skip
                 answer = td.take_ticket(ctx)
                 # waiter: the tiles of the stage
