@@ -79,16 +79,9 @@ class Case:
 # ---- On the ranks ----
 
 
-@torch.no_grad()
+@harness.measurement
 def measure(case, plan):
     """As ``measure.measure``: [(method, whether in a CUDA graph, its times with "config", or {"absent": why})]."""
-    found = _measure(case, plan)
-    if rank_device().type == "cuda":
-        torch.cuda.empty_cache()  # symmetric memory does not come from torch's allocator
-    return found
-
-
-def _measure(case, plan):
     count = max(2, min(_MAX_SETS, -(-_COLD_BYTES // case.nbytes)))
     sets = [case.inputs(seed) for seed in range(count)]
     methods, configs, absent = _methods(case, plan)

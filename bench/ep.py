@@ -139,16 +139,9 @@ def capacity(case, most_rows):
 # ---- On the ranks ----
 
 
-@torch.no_grad()
+@harness.measurement
 def measure(case, plan):
     """As ``measure.measure``; the times hold what the case's routing comes to, too."""
-    found = _measure(case, plan)
-    if rank_device().type == "cuda":
-        torch.cuda.empty_cache()  # symmetric memory does not come from torch's allocator
-    return found
-
-
-def _measure(case, plan):
     sets = _input_sets(case)
     room = capacity(case, max(s.most_rows for s in sets))
     methods, absent = _methods(case, plan, room, sets)

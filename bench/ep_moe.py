@@ -118,18 +118,14 @@ def cases(operators, shapes, tokens, ranks, routing, backward):
 # ---- On the ranks ----
 
 
-@torch.no_grad()
+@harness.measurement
 def measure(case, plan):
     """As ``measure.measure``, of methods (part, name); the times hold what the case's routing comes to, too."""
-    on_gpu = rank_device().type == "cuda"
-    if on_gpu:
+    if rank_device().type == "cuda":
         torch.cuda.empty_cache()
         room = -harness.slowest([-torch.cuda.mem_get_info()[0]])[0]
         case = case.in_room(room)
-    found = _measure(case, plan)
-    if on_gpu:
-        torch.cuda.empty_cache()  # symmetric memory does not come from torch's allocator
-    return found
+    return _measure(case, plan)
 
 
 def _measure(case, plan):

@@ -5,6 +5,7 @@ methods of a shape take turns: in each round each of them runs a burst of calls.
 rounds, and the slowest rank's time counts.
 """
 
+import functools
 import os
 import random
 import statistics
@@ -20,6 +21,23 @@ from tdkernels.symm import resolve_group
 
 # NVLink multicast is off in every measurement. Ranks inherit this from the process that imports us and starts them.
 os.environ.update(NCCL_NVLS_ENABLE="0", TORCH_SYMM_MEM_DISABLE_MULTICAST="1", NVSHMEM_DISABLE_NVLS="1")
+
+
+def measurement(measure):
+    """Wrap what measures a case on the ranks: without gradients, and what it allocated is free afterwards.
+
+    Symmetric memory does not come from torch's allocator.
+    """
+
+    @functools.wraps(measure)
+    @torch.no_grad()
+    def measured(case, plan):
+        found = measure(case, plan)
+        if rank_device().type == "cuda":
+            torch.cuda.empty_cache()
+        return found
+
+    return measured
 
 
 def machine():

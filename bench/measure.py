@@ -3,8 +3,6 @@
 import dataclasses
 import json
 
-import torch
-
 import tdkernels
 from bench import graphs, harness, peers
 from bench.operators import DTYPE
@@ -30,16 +28,9 @@ class Plan:
 # ---- On the ranks ----
 
 
-@torch.no_grad()
+@harness.measurement
 def measure(case, plan):
     """[(method, whether in a CUDA graph, what ``harness.time_methods`` found with "config", or {"absent": why})]."""
-    found = _measure(case, plan)
-    if rank_device().type == "cuda":
-        torch.cuda.empty_cache()  # symmetric memory does not come from torch's allocator
-    return found
-
-
-def _measure(case, plan):
     sets = _input_sets(case)
     calls, configs, absent = _methods(case, plan)
     references = _references(case, sets[:2])  # two: our workspaces have two halves

@@ -106,16 +106,9 @@ def cases(operators, shapes, ranks, routing, backward):
 # ---- On the ranks ----
 
 
-@torch.no_grad()
+@harness.measurement
 def measure(case, plan):
     """As ``measure.measure``, of methods (part, name)."""
-    found = _measure(case, plan)
-    if rank_device().type == "cuda":
-        torch.cuda.empty_cache()  # symmetric memory does not come from torch's allocator
-    return found
-
-
-def _measure(case, plan):
     sets = _input_sets(case)
     add_up = permutes.quicker_sum(case.shape.tokens, case.shape.hidden, sets[0].weights.repeat(case.ranks, 1))
     return parts.measure(
