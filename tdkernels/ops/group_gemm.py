@@ -54,12 +54,13 @@ def _forward(x, w, splits, activation, keep, config):
     if config is None or config.method == "fused":
         y, pre = kernel.product(x, w, splits, activation or None, keep, config)
         return y, x.new_empty(0) if pre is None else pre
-    pre = _by_torch(x, w, splits)
+    pre = by_torch(x, w, splits)
     y = swiglu_ref(pre, activation or None)
     return (y, pre) if keep and activation else (y, x.new_empty(0))
 
 
-def _by_torch(x, w, splits):
+def by_torch(x, w, splits):
+    """The products without an activation, by what torch has for them on the device."""
     if x.device.type == "cpu":
         return group_gemm_ref(x, w, splits)
     return torch._grouped_mm(x, w.transpose(1, 2), offs=ends_of(splits, x.shape[0]).int())

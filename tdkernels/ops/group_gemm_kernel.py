@@ -206,6 +206,27 @@ def group_gemm_weights_kernel(
 # ---- launchers ----
 
 
+def product_constants(rows_k, w, planes, n, strides, is_kn, activation, tiles):
+    """(descriptor of the weight or None, the constexpr arguments that the kernels for experts share)"""
+    stride_plane, stride_w = strides
+    block_n = max(tiles.block_n // 2, 16) if activation == "swiglu" else tiles.block_n
+    tma = tma_fits(rows_k, w, stride_plane, stride_w, is_kn, tiles)
+    of_plane = Tiles(block_n=block_n, block_k=tiles.block_k)
+    desc = weight_descriptor(w, planes, n, stride_plane, stride_w, is_kn, of_plane) if tma else None
+    return desc, {
+        **tiles.constants(), "BLOCK_N": block_n, "ALIGNED": _operands.aligned(n, rows_k, stride_plane, stride_w),
+        "EVEN_K": rows_k % tiles.block_k == 0, "USE_TMA": tma, "W_IS_KN": is_kn,
+        "PRECISION": _operands.dot_precision(w.dtype), **tiles.options(),
+    }  # fmt: skip
+
+
+def rows_descriptor(rows, constants, tiles):
+    """The descriptor of rows [R, K], if the kernel takes one."""
+    if not constants["USE_TMA"]:
+        return None
+    return _operands.rows_descriptor(rows, 1, rows.shape[0], rows.numel(), tiles.block_m, tiles.block_k)
+
+
 def _tiles_for(rows, n, x, config):
     tiles = None if config is None else config.tiles
     return tiles or default_tiles(rows, n, x.dtype, x.device)
@@ -236,20 +257,11 @@ def _arguments(x, w, splits, y, pre, planes, n, stride_plane, stride_w, is_kn, a
     rows, k = x.shape
     experts = w.shape[0]
     tiles = _tiles_for(rows // experts, w.shape[1], x, config)
-    block_n = max(tiles.block_n // 2, 16) if activation == "swiglu" else tiles.block_n
-    use_tma = tma_fits(k, w, stride_plane, stride_w, is_kn, tiles)
-    x_desc = w_desc = None
-    if use_tma:
-        x_desc = _operands.rows_descriptor(x, 1, rows, rows * k, tiles.block_m, tiles.block_k)
-        of_plane = Tiles(block_n=block_n, block_k=tiles.block_k)
-        w_desc = weight_descriptor(w, planes, n, stride_plane, stride_w, is_kn, of_plane)
+    w_desc, constants = product_constants(k, w, planes, n, (stride_plane, stride_w), is_kn, activation, tiles)
+    x_desc = rows_descriptor(x, constants, tiles)
     args = x, x_desc, w, w_desc, splits, y, pre, experts, rows, n, k, stride_plane, stride_w, tiles.group_m
-    return args, {
-        "EXPERTS": triton.next_power_of_2(experts), "ACTIVATION": NUMBERS[activation],
-        **tiles.constants(), "BLOCK_N": block_n,
-        "ALIGNED": _operands.aligned(n, k, stride_plane, stride_w), "USE_TMA": use_tma, "W_IS_KN": is_kn,
-        "EVEN_K": k % tiles.block_k == 0, "PRECISION": _operands.dot_precision(x.dtype), **tiles.options(),
-    }, tiles  # fmt: skip
+    extra = {"EXPERTS": triton.next_power_of_2(experts), "ACTIVATION": NUMBERS[activation]}
+    return args, {**extra, **constants}, tiles
 
 
 def _weight_tiles(n, k, dtype, device):

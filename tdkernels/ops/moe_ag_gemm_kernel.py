@@ -24,7 +24,7 @@ from tdkernels.ops._gemm import as_aligned, store_rows, swizzle
 from tdkernels.ops._grouped import grouped_tile
 from tdkernels.ops._swiglu import HALVES, NUMBERS
 from tdkernels.ops._tiles import Tiles, default_tiles
-from tdkernels.ops.group_gemm_kernel import planes_of, store_product, tma_fits, weight_descriptor, weight_layout
+from tdkernels.ops.group_gemm_kernel import planes_of, product_constants, rows_descriptor, store_product, weight_layout
 from tdkernels.ops.moe_route_kernel import MAX_STAGES, TILE_WORDS, chunk_at_turn, first_turn_of, split_piece
 from tdkernels.symm import get_workspace
 
@@ -283,27 +283,6 @@ class Gradients:
     dots: torch.Tensor | None = None  # [tile columns, R]
 
 
-def product_constants(rows_k, w, planes, n, strides, is_kn, activation, tiles):
-    """(descriptor of the weight or None, the constexpr arguments that the kernels for experts share)"""
-    stride_plane, stride_w = strides
-    block_n = max(tiles.block_n // 2, 16) if activation == "swiglu" else tiles.block_n
-    tma = tma_fits(rows_k, w, stride_plane, stride_w, is_kn, tiles)
-    of_plane = Tiles(block_n=block_n, block_k=tiles.block_k)
-    desc = weight_descriptor(w, planes, n, stride_plane, stride_w, is_kn, of_plane) if tma else None
-    return desc, {
-        **tiles.constants(), "BLOCK_N": block_n, "ALIGNED": _operands.aligned(n, rows_k, stride_plane, stride_w),
-        "EVEN_K": rows_k % tiles.block_k == 0, "USE_TMA": tma, "W_IS_KN": is_kn, "ELEM_BYTES": w.element_size(),
-        "PRECISION": _operands.dot_precision(w.dtype), **tiles.options(),
-    }  # fmt: skip
-
-
-def rows_descriptor(rows, constants, tiles):
-    """The descriptor of rows [R, K], if the kernel takes one."""
-    if not constants["USE_TMA"]:
-        return None
-    return _operands.rows_descriptor(rows, 1, rows.shape[0], rows.numel(), tiles.block_m, tiles.block_k)
-
-
 @dataclass
 class Launched:
     """What a launch leaves.
@@ -351,8 +330,8 @@ def launch(x, w, routing, config, activation=None, keep=False, gradients=None):
         workspace.ctx, x, rows, rows_descriptor(rows, constants, tiles), w, desc, routing.rows, tiling.table,
         tiling.begins, done, y, pre, *of_gradient, tokens, total, n, k, *strides, routing.slot_rows, plan, num_comm,
         routing.chunk_rows, routing.num_stages, tiles.group_m,
-        COPY_WORDS=_COPY_WORDS, ACTIVATION=NUMBERS[activation], CHOICES=routing.num_choices,
-        BLOCK_TOKENS=BLOCK_TOKENS, BLOCK_COLUMNS=block_columns, **constants,
+        COPY_WORDS=_COPY_WORDS, ELEM_BYTES=x.element_size(), ACTIVATION=NUMBERS[activation],
+        CHOICES=routing.num_choices, BLOCK_TOKENS=BLOCK_TOKENS, BLOCK_COLUMNS=block_columns, **constants,
     )  # fmt: skip
     workspace.after_launch()
     return Launched(y, pre, rows)

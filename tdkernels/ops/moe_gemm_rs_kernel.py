@@ -20,15 +20,13 @@ from tdkernels.ops import _device, _operands
 from tdkernels.ops._gemm import as_aligned, store_rows, swizzle
 from tdkernels.ops._grouped import grouped_tile
 from tdkernels.ops._rank_sum import sum_in_rank_order
-from tdkernels.ops.group_gemm_kernel import planes_of, weight_layout
+from tdkernels.ops.group_gemm_kernel import planes_of, product_constants, rows_descriptor, weight_layout
 from tdkernels.ops.moe_ag_gemm_kernel import (
     BLOCK_COLUMNS,
     BLOCK_TOKENS,
     piece_of_turn,
     pieces_of_turn,
     plan_fields,
-    product_constants,
-    rows_descriptor,
     tiles_of,
 )
 from tdkernels.ops.moe_route_kernel import MAX_STAGES, TILE_WORDS, chunk_at_turn, first_turn_of, split_piece
@@ -197,7 +195,7 @@ def launch(h, w, routing, weights, config):
         workspace.ctx, h, rows_descriptor(h, constants, tiles), w, desc, routing.rows, weights, tiling.table,
         tiling.begins, done, out, z, tokens, total, n, k, *strides, plan, routing.chunk_rows, routing.num_stages,
         tiles.group_m, CHOICES=routing.num_choices, RANKS=routing.world_size, BLOCK_TOKENS=BLOCK_TOKENS,
-        BLOCK_COLUMNS=block_columns, **constants,
+        BLOCK_COLUMNS=block_columns, ELEM_BYTES=h.element_size(), **constants,
     )  # fmt: skip
     workspace.after_launch()
     return z

@@ -30,7 +30,7 @@ from tdkernels.ops._config import as_argument, text_of
 from tdkernels.ops._gather import Gather
 from tdkernels.ops._outside_graphs import outside_graphs
 from tdkernels.ops.collectives import all_gather, reduce_scatter
-from tdkernels.ops.group_gemm import group_gemm_ref, swiglu_ref
+from tdkernels.ops.group_gemm import by_torch, group_gemm_ref, swiglu_ref
 from tdkernels.ops.moe_routing import MoeRouting, route
 from tdkernels.ops.moe_stages import best_stages
 from tdkernels.ops.moe_tp_checks import check_ag_gemm, check_gemm_rs, check_tp_moe
@@ -75,14 +75,8 @@ def _config(config, routing, w):
     return _complete(config, tokens, routing.num_choices, w, w.dtype, w.device)
 
 
-def _by_torch(config):
+def _is_torch(config):
     return config is not None and config.method == "torch"
-
-
-def _torch_product(rows, w, splits):
-    if rows.device.type == "cpu":
-        return group_gemm_ref(rows, w, splits)
-    return torch._grouped_mm(rows, w.transpose(1, 2), offs=splits.cumsum(0, dtype=torch.int32))
 
 
 def _all_rows(x, routing):
@@ -103,8 +97,8 @@ def _by_token(rows, routing, weights):
 class _AgGemm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w, routing, activation, config, keep):
-        if _by_torch(config):
-            pre = _torch_product(_all_rows(x, routing), w, routing.splits)
+        if _is_torch(config):
+            pre = by_torch(_all_rows(x, routing), w, routing.splits)
             h = swiglu_ref(pre, activation)
         else:
             launched = ag.launch(x, w, routing, _config(config, routing, w), activation, keep)
@@ -121,11 +115,11 @@ class _AgGemm(torch.autograd.Function):
         need_dx, need_dw = ctx.needs_input_grad[:2]
         dpre = grouped.swiglu_backward(dh, pre, routing.splits, ctx.activation) if ctx.activation else dh
         dx = dw = None
-        if _by_torch(config):
+        if _is_torch(config):
             if need_dw:
                 dw = grouped.weight_gradient(dpre, _all_rows(x, routing), routing.splits, w.shape[0])
             if need_dx:
-                dx = _by_token(_torch_product(dpre, w.transpose(1, 2), routing.splits), routing, None)
+                dx = _by_token(by_torch(dpre, w.transpose(1, 2), routing.splits), routing, None)
             return dx, dw, None, None, None, None
         gather = None
         if need_dw and routing.world_size > 1:
@@ -144,8 +138,8 @@ class _GemmRs(torch.autograd.Function):
     def forward(ctx, h, w, topk_weights, routing, config):
         weights = topk_weights.float().contiguous()
         weights = all_gather(weights, group=routing.group) if routing.world_size > 1 else weights
-        if _by_torch(config):
-            y = _by_token(_torch_product(h, w, routing.splits), routing, weights)
+        if _is_torch(config):
+            y = _by_token(by_torch(h, w, routing.splits), routing, weights)
         else:
             y = rs.launch(h, w, routing, weights, _config(config, routing, w))
         ctx.save_for_backward(h, w, weights)
@@ -159,7 +153,7 @@ class _GemmRs(torch.autograd.Function):
         routing, config = ctx.routing, ctx.config
         need_dh, need_dw, need_dweights = ctx.needs_input_grad[:3]
         back = w.transpose(1, 2)
-        if _by_torch(config):
+        if _is_torch(config):
             return *_torch_gradients(dy, h, w, weights, routing, ctx.weights_dtype), None, None
         gradients = ag.Gradients(h.contiguous(), weights)
         launched = ag.launch(dy, back, routing, _config(config, routing, back), gradients=gradients)
@@ -192,7 +186,7 @@ def _torch_gradients(dy, h, w, weights, routing, weights_dtype):
     """(dh, dw, dtopk_weights) by plain collectives and torch's grouped product."""
     of_rows = _all_rows(dy, routing)
     row_weights = weights.view(-1)[routing.choices].unsqueeze(-1)
-    unweighted = _torch_product(of_rows, w.transpose(1, 2), routing.splits)
+    unweighted = by_torch(of_rows, w.transpose(1, 2), routing.splits)
     dots = (unweighted.float() * h.float()).sum(1)
     dh = (unweighted.float() * row_weights).to(h.dtype)
     dw = grouped.weight_gradient(of_rows, (h.float() * row_weights).to(h.dtype), routing.splits, w.shape[0])
