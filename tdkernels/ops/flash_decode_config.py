@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from tdkernels.ops import _device
 
 _MAX_ROWS = 64  # query rows of a tile
+_FEW_BLOCKS = 16  # of keys, for a multiprocessor
 _MAX_PARTS = 8192  # of tiles' shares: what scratch memory is made for
 
 
@@ -129,11 +130,17 @@ def default_config(shape, device):
     return config
 
 
-def num_programs(config, shape, device):
-    """How many programs share the keys: as many as fit the device at a time, if the config does not say."""
+def num_programs(config, shape, capacity, device):
+    """How many programs share the keys: as many as fit the device at a time, if the config does not say.
+
+    Of a short cache, of ``capacity`` keys an entry, one a multiprocessor: more of them give more parts to merge.
+    """
     if config.num_programs:
         return config.num_programs
     if device.type == "cpu":
+        return _device.num_sms(device)
+    blocks = shape.batch * shape.heads * -(-capacity // config.block_n)
+    if blocks < _FEW_BLOCKS * _device.num_sms(device):
         return _device.num_sms(device)
     of_multiprocessor = _device.shared_memory_bytes(device) // (config.shared_memory_bytes(shape) + 1024)
     # More than eight warps find no registers on a multiprocessor at this many a thread.

@@ -3,8 +3,9 @@
 A *tile* is what belongs to one entry of the batch, one head of the cache and one block of query rows. All tiles' blocks
 of keys make one line, in that order, of which every program takes an equal share: so any batch with any lengths fills
 the GPU, and the lengths may stay on the device. Who has a part of a tile leaves it in scratch memory; the last to come
-merges the parts in their order, stores the result in every rank's buffer, and raises one signal a tile at each peer.
-When a program has sent all that it has to send, it waits for its tiles from all peers and merges those in rank order.
+merges the parts in their order and stores the result in every rank's buffer. When a program has nothing left to compute
+it raises one signal for each of its tiles at each peer, then waits for these tiles from all peers, and merges them in
+rank order.
 
 Nobody waits before he has sent everything. Shares are in the order of programs, so the programs of a rank that have
 started, whatever their number, have sent a first part of the tiles, and wait for tiles of that part only. The rank on
@@ -350,8 +351,7 @@ def flash_decode_kernel(
             TQ, D, D1, D2, DV, DVP, BLOCK_M, BLOCK_N, PAGE, FP8, V_IS_K, SOFT_CAP, WINDOW, PRECISION,
         )  # fmt: skip
         o *= scale_v
-        complete = stop - pos == of_tile
-        if complete:
+        if stop - pos == of_tile:
             _give(
                 ctx, half, o, lse, rows_m, entry, head, block_r, tile, tiles, heads, o_ptr, lse_ptr,
                 RANKS, TQ, G, DV, DVP, RP,
@@ -376,21 +376,25 @@ def flash_decode_kernel(
                         ctx, half, merged, merged_lse, rows, entry, head, block_r, tile, tiles, heads, o_ptr, lse_ptr,
                         RANKS, TQ, G, DV, DVP, RP,
                     )  # fmt: skip
-                complete = True
-        if RANKS > 1:
-            if complete:
-                # waiter: the program of each peer that finishes this tile there
-                td.notify_all(ctx, td.signal_at(ctx, half, me * tiles + tile), signal, PASSES_ON=KNOWS_OTHERS)
         pos = stop
 
     if RANKS > 1:
+        # Signals come together: what one of them waits for, that the stores have arrived, the others need not wait for.
+        sent = begin
+        while sent < end:
+            entry, which, first, of_tile, stop = _segment(sent, end, ends, blocks, tiles_of_entry)
+            if (stop - sent == of_tile) | ((finished & tl.where(sent == begin, 1, 2)) != 0):
+                tile = entry * tiles_of_entry + which
+                # waiter: the program of each peer that finishes this tile there
+                td.notify_all(ctx, td.signal_at(ctx, half, me * tiles + tile), signal, PASSES_ON=KNOWS_OTHERS)
+            sent = stop
+
         RANKS_P: tl.constexpr = triton.next_power_of_2(RANKS)
         data = td.pointer_to(td.data_at(ctx, half, me), tl.float32)
         place = begin
         while place < end:
             entry, which, first, of_tile, stop = _segment(place, end, ends, blocks, tiles_of_entry)
-            ours = finished & tl.where(place == begin, 1, 2)
-            if (stop - place == of_tile) | (ours != 0):
+            if (stop - place == of_tile) | ((finished & tl.where(place == begin, 1, 2)) != 0):
                 tile = (entry * tiles_of_entry + which).to(tl.int64)
                 # producer: the program of each peer that finishes this tile there
                 td.wait_plan_all(ctx, td.signal_at(ctx, half, tile), tiles, signal)

@@ -59,7 +59,8 @@ def launch(q, k_cache, v_cache, kv_lens, block_table, scales, options, group, co
     if not o.numel():
         return o, lse
     ranks = 1 if group is None else group.size()
-    programs = num_programs(config, shape, q.device)
+    capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
+    programs = num_programs(config, shape, capacity, q.device)
     workspace, plan = None, 0
     if ranks > 1:
         workspace = get_workspace(group, q.device, "flash_decode")
@@ -73,7 +74,7 @@ def launch(q, k_cache, v_cache, kv_lens, block_table, scales, options, group, co
         workspace.before_launch()
     args, constants = arguments(
         workspace, q, k_cache, v_cache, kv_lens, block_table, scales, o, lse, shape, config, options, plan, ranks,
-        programs,
+        programs, capacity,
     )  # fmt: skip
     flash_decode_kernel[(programs,)](*args, **constants)
     if workspace is not None:
@@ -82,15 +83,15 @@ def launch(q, k_cache, v_cache, kv_lens, block_table, scales, options, group, co
 
 
 def arguments(
-    workspace, q, k_cache, v_cache, kv_lens, block_table, scales, o, lse, shape, config, options, plan, ranks, programs
-):
+    workspace, q, k_cache, v_cache, kv_lens, block_table, scales, o, lse, shape, config, options, plan, ranks, programs,
+    capacity,
+):  # fmt: skip
     """The kernel's arguments; ``workspace`` is None for one rank."""
     scale, soft_cap, window = options
     kind = fp8_kind(k_cache)
     if kind:
         k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
     paged = block_table is not None
-    capacity = k_cache.shape[1] * (block_table.shape[1] if paged else 1)
     scratch = q.new_empty(
         (shape.tiles + programs) * shape.rows_of_tile * (shape.padded_dv + 1), dtype=torch.float32
     )
