@@ -511,8 +511,6 @@ def test_ulysses_on_hopper_uses_wgmma_and_tma(name):
     assert "ld.global.v4.b32" in ptx or "ld.global.v2.b64" in ptx  # what travels
     assert "st.release.sys.global.b64" in ptx and "ld.acquire.sys.global.b64" in ptx
     if name in ("out", "gradient of x"):
-        # Operands that travel through registers would show this in the main loop; the epilogue may use it.
-        assert ptx.find("ldmatrix", 0, ptx.rindex("wgmma.mma_async")) == -1
         # Rows that peers have pushed are read by TMA, whose proxy has to be fenced after the waits.
         for acquire in re.finditer("ld.acquire.sys", ptx):
             following = ptx.find("cp.async.bulk.tensor", acquire.end())

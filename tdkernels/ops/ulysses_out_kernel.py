@@ -22,7 +22,7 @@ from tdkernels.ops._config import text_of
 from tdkernels.ops._gemm import as_aligned, store_rows, swizzle
 from tdkernels.symm import get_workspace
 
-_PUSH_COLUMNS = 2048  # that a program moves at a time, at most
+_PUSH_ROWS, _PUSH_COLUMNS = 64, 2048  # that a program moves at a time, at most
 
 
 @td.jit
@@ -33,9 +33,8 @@ def _offsets(block, first, last, positions, all_positions, from_position, source
     rows = first + block // across * ROWS + tl.arange(0, ROWS)
     columns = block % across * COLUMNS + tl.arange(0, COLUMNS)
     mask = (rows < last)[:, None] & (columns < width)[None, :]
-    rows = rows.to(tl.int64)
-    at = rows // positions * all_positions + from_position + rows % positions
-    to = rows * K + source_column
+    at = (rows // positions).to(tl.int64) * all_positions + from_position + rows % positions
+    to = rows.to(tl.int64) * K + source_column
     return at[:, None] * width + columns[None, :], to[:, None] + columns[None, :], mask
 
 
@@ -306,7 +305,7 @@ def launch(operator, o, weight, bias, batch, group, config, keep=False):
     own_desc, w_desc = _operands.product_descriptors(own, weight, tiles, constants)
     gathered_desc = _gathered_descriptor(workspace, o, rows, k, tiles) if constants["USE_TMA"] else None
     columns = min(triton.next_power_of_2(width), _PUSH_COLUMNS)
-    push_rows = max(1, _push_bytes(o.device) // o.element_size() // columns)
+    push_rows = min(max(1, _push_bytes(o.device) // o.element_size() // columns), _PUSH_ROWS)
     num_tiles = -(-rows // tiles.block_m) * -(-n // tiles.block_n)
     copies = -(-rows // tiles.block_m) * -(-k // tiles.block_n) if keep else 0
     programs = min(

@@ -36,8 +36,8 @@ def store_positions(y_ptr, tile, rows, cols, source, M, positions, ranks, width)
 
     Row ``r`` of the source is position ``source * positions + r % positions`` of sequence ``r // positions``.
     """
-    rows = rows.to(tl.int64)
-    at = rows + (rows // positions * (ranks - 1) + source) * positions
+    sequence = (rows // positions).to(tl.int64)
+    at = rows + (sequence * (ranks - 1) + source) * positions
     mask = (rows < M)[:, None] & (cols < width)[None, :]
     tl.store(y_ptr + at[:, None] * width + cols[None, :], tile, mask=mask)
 
