@@ -43,6 +43,8 @@ _LATER = {
         "EpHandle", "EpTokens", "ep_combine", "ep_combine_ref", "ep_combine_send", "ep_dispatch", "ep_dispatch_ref",
         "ep_dispatch_send",
     ),
+    "tdkernels.ops.ulysses": ("ulysses_out", "ulysses_out_ref", "ulysses_qkv", "ulysses_qkv_ref"),
+    "tdkernels.ops.ulysses_config": ("UlyssesConfig",),
 }  # fmt: skip
 
 
@@ -61,10 +63,10 @@ def __dir__():
 __all__ = [
     "AgGemmConfig", "CollectiveConfig", "EpConfig", "EpHandle", "EpMoeConfig", "EpTokens", "FlashDecodeConfig",
     "GemmArConfig", "GemmRsConfig", "GroupGemmConfig", "MoeRouting", "MoeTpConfig", "PeerTimeoutError",
-    "PlanMismatchError", "Tiles", "ag_gemm", "ag_gemm_ref", "all_gather", "all_gather_ref", "all_reduce",
-    "all_reduce_ref", "all_to_all", "all_to_all_ref", "autotune", "ep_combine", "ep_combine_ref", "ep_combine_send",
-    "ep_dispatch", "ep_dispatch_ref", "ep_dispatch_send", "ep_moe", "ep_moe_ref", "explain", "flash_decode",
-    "flash_decode_ref", "gemm_ar", "gemm_ar_ref", "gemm_rs", "gemm_rs_ref", "group_gemm", "group_gemm_ref",
-    "moe_ag_gemm", "moe_gemm_rs", "reduce_scatter", "reduce_scatter_ref", "set_timeout", "synchronize", "tp_moe",
-    "tp_moe_ref",
+    "PlanMismatchError", "Tiles", "UlyssesConfig", "ag_gemm", "ag_gemm_ref", "all_gather", "all_gather_ref",
+    "all_reduce", "all_reduce_ref", "all_to_all", "all_to_all_ref", "autotune", "ep_combine", "ep_combine_ref",
+    "ep_combine_send", "ep_dispatch", "ep_dispatch_ref", "ep_dispatch_send", "ep_moe", "ep_moe_ref", "explain",
+    "flash_decode", "flash_decode_ref", "gemm_ar", "gemm_ar_ref", "gemm_rs", "gemm_rs_ref", "group_gemm",
+    "group_gemm_ref", "moe_ag_gemm", "moe_gemm_rs", "reduce_scatter", "reduce_scatter_ref", "set_timeout",
+    "synchronize", "tp_moe", "tp_moe_ref", "ulysses_out", "ulysses_out_ref", "ulysses_qkv", "ulysses_qkv_ref",
 ]  # fmt: skip
