@@ -31,6 +31,7 @@ __version__ = "0.1.0"
 
 # What is for experts is imported when it is first asked for: its kernels would be a third of the time that this takes.
 _LATER = {
+    "tdkernels.ops.ag_attention": ("AgAttentionConfig", "ag_attention", "ag_attention_ref"),
     "tdkernels.ops.all_to_all": ("all_to_all", "all_to_all_ref"),
     "tdkernels.ops.ep_moe": ("EpMoeConfig", "ep_moe", "ep_moe_ref"),
     "tdkernels.ops.group_gemm": ("GroupGemmConfig", "group_gemm", "group_gemm_ref"),
@@ -57,9 +58,9 @@ def __dir__():
 
 
 __all__ = [
-    "AgGemmConfig", "CollectiveConfig", "EpConfig", "EpHandle", "EpMoeConfig", "EpTokens", "GemmArConfig",
+    "AgAttentionConfig", "AgGemmConfig", "CollectiveConfig", "EpConfig", "EpHandle", "EpMoeConfig", "EpTokens", "GemmArConfig",
     "GemmRsConfig", "GroupGemmConfig", "MoeRouting", "MoeTpConfig", "PeerTimeoutError", "PlanMismatchError", "Tiles",
-    "ag_gemm", "ag_gemm_ref", "all_gather", "all_gather_ref", "all_reduce", "all_reduce_ref", "all_to_all",
+    "ag_attention", "ag_attention_ref", "ag_gemm", "ag_gemm_ref", "all_gather", "all_gather_ref", "all_reduce", "all_reduce_ref", "all_to_all",
     "all_to_all_ref", "autotune", "ep_combine", "ep_combine_ref", "ep_combine_send", "ep_dispatch", "ep_dispatch_ref",
     "ep_dispatch_send", "ep_moe", "ep_moe_ref", "explain", "gemm_ar", "gemm_ar_ref", "gemm_rs", "gemm_rs_ref",
     "group_gemm", "group_gemm_ref", "moe_ag_gemm", "moe_gemm_rs", "reduce_scatter", "reduce_scatter_ref",

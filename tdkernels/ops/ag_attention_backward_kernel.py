@@ -247,8 +247,8 @@ def _dkv_blocks(
         if MASKED:
             offs = row + tl.arange(0, BLOCK_Q)
             weights = tl.where(offs[None, :] >= starts[:, None], weights, 0.0)
-        dv = accumulate(dv, weights, do, PRECISION)
         dweights = td.dot(v, do.T, zeros, PRECISION)
+        dv = accumulate(dv, weights, do, PRECISION)
         dk = accumulate(dk, weights * (dweights - delta[None, :]), q, PRECISION)
     return dk, dv
 
