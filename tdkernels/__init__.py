@@ -58,11 +58,11 @@ def __dir__():
 
 
 __all__ = [
-    "AgAttentionConfig", "AgGemmConfig", "CollectiveConfig", "EpConfig", "EpHandle", "EpMoeConfig", "EpTokens", "GemmArConfig",
-    "GemmRsConfig", "GroupGemmConfig", "MoeRouting", "MoeTpConfig", "PeerTimeoutError", "PlanMismatchError", "Tiles",
-    "ag_attention", "ag_attention_ref", "ag_gemm", "ag_gemm_ref", "all_gather", "all_gather_ref", "all_reduce", "all_reduce_ref", "all_to_all",
-    "all_to_all_ref", "autotune", "ep_combine", "ep_combine_ref", "ep_combine_send", "ep_dispatch", "ep_dispatch_ref",
-    "ep_dispatch_send", "ep_moe", "ep_moe_ref", "explain", "gemm_ar", "gemm_ar_ref", "gemm_rs", "gemm_rs_ref",
-    "group_gemm", "group_gemm_ref", "moe_ag_gemm", "moe_gemm_rs", "reduce_scatter", "reduce_scatter_ref",
-    "set_timeout", "synchronize", "tp_moe", "tp_moe_ref",
+    "AgAttentionConfig", "AgGemmConfig", "CollectiveConfig", "EpConfig", "EpHandle", "EpMoeConfig", "EpTokens",
+    "GemmArConfig", "GemmRsConfig", "GroupGemmConfig", "MoeRouting", "MoeTpConfig", "PeerTimeoutError",
+    "PlanMismatchError", "Tiles", "ag_attention", "ag_attention_ref", "ag_gemm", "ag_gemm_ref", "all_gather",
+    "all_gather_ref", "all_reduce", "all_reduce_ref", "all_to_all", "all_to_all_ref", "autotune", "ep_combine",
+    "ep_combine_ref", "ep_combine_send", "ep_dispatch", "ep_dispatch_ref", "ep_dispatch_send", "ep_moe", "ep_moe_ref",
+    "explain", "gemm_ar", "gemm_ar_ref", "gemm_rs", "gemm_rs_ref", "group_gemm", "group_gemm_ref", "moe_ag_gemm",
+    "moe_gemm_rs", "reduce_scatter", "reduce_scatter_ref", "set_timeout", "synchronize", "tp_moe", "tp_moe_ref",
 ]  # fmt: skip

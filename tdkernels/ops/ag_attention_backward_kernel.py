@@ -15,7 +15,6 @@ from tdkernels.ops._attention import (
     ALL,
     LOG2_E,
     STAT_ROWS,
-    ZIGZAG,
     accumulate,
     await_chunks,
     await_peers,
@@ -40,6 +39,7 @@ from tdkernels.ops.ag_attention_kernel import (
     resident_programs,
     shard_descriptor,
     slot_size,
+    straddles,
     uses_tma,
     width_of,
 )
@@ -53,17 +53,17 @@ _STAT_BLOCK = 64  # rows of a program that makes statistics
 
 
 @td.jit
-def _stat_places(row, head, heads, WHICH: tl.constexpr):
-    """Where the statistics of rows of one head are: [rows / STAT_ROWS, 2, heads, STAT_ROWS]."""
-    group = (row // STAT_ROWS).to(tl.int64) * 2 + WHICH
-    return (group * heads + head) * STAT_ROWS + row % STAT_ROWS
+def _stat_places(row, head, heads, BLOCK: tl.constexpr, WHICH: tl.constexpr):
+    """Where the statistics of rows from ``row`` on are, of one head: [rows / STAT_ROWS, 2, heads, STAT_ROWS]."""
+    first = ((row // STAT_ROWS).to(tl.int64) * 2 + WHICH) * heads + head
+    offs = row % STAT_ROWS + tl.arange(0, BLOCK)
+    return first * STAT_ROWS + (offs // STAT_ROWS * (2 * STAT_ROWS) * heads + offs % STAT_ROWS)
 
 
 @td.jit
 def _load_stats(at, first_row, head, heads, row, rows, BLOCK: tl.constexpr, WHICH: tl.constexpr):
-    offs = row + tl.arange(0, BLOCK)
-    places = _stat_places(first_row + offs, head, heads, WHICH)
-    return tl.load(td.pointer_to(at, tl.float32) + places, mask=offs < rows, other=0.0)
+    places = _stat_places(first_row + row, head, heads, BLOCK, WHICH)
+    return tl.load(td.pointer_to(at, tl.float32) + places, mask=tl.arange(0, BLOCK) < rows - row, other=0.0)
 
 
 @td.jit(do_not_specialize=["positions", "heads"])
@@ -88,8 +88,8 @@ def ag_attention_stats_kernel(
     if dlse_ptr is not None:
         delta -= tl.load(dlse_ptr + places, mask=inside, other=0.0)
     lse = tl.load(lse_ptr + places, mask=inside, other=0.0)
-    tl.store(stats_ptr + _stat_places(offs, head, heads, 0), lse * LOG2_E, mask=inside)
-    tl.store(stats_ptr + _stat_places(offs, head, heads, 1), delta, mask=inside)
+    tl.store(stats_ptr + _stat_places(row, head, heads, BLOCK, 0), lse * LOG2_E, mask=inside)
+    tl.store(stats_ptr + _stat_places(row, head, heads, BLOCK, 1), delta, mask=inside)
 
 
 # ---- the gradient of q ----
@@ -129,7 +129,8 @@ def ag_attention_dq_kernel(
     scale, batch, rows, heads, kv_heads, plan, num_comm, chunk_rows,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, MASK: tl.constexpr, ELEM_BYTES: tl.constexpr,
-    USE_TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, COPY_WORDS: tl.constexpr,
+    STRADDLES: tl.constexpr, USE_TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    COPY_WORDS: tl.constexpr,
 ):  # fmt: skip
     """The gradient of q, piece by piece as ``ag_attention_kernel``."""
     DTYPE: tl.constexpr = q_ptr.dtype.element_ty
@@ -206,7 +207,7 @@ def ag_attention_dq_kernel(
                     dq = _dq_blocks(
                         dq, q, do, lse, delta, far_k_desc, far_v_desc, k_at, v_at, half, source * batch + entry,
                         first_row, kv_head, kv_heads, middle, stop, limits, most, scale * LOG2_E,
-                        DTYPE, D, DV, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_K, USE_TMA, True, MASK == ZIGZAG, PRECISION, 1,
+                        DTYPE, D, DV, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_K, USE_TMA, True, STRADDLES, PRECISION, 1,
                     )  # fmt: skip
             answer = td.take_ticket(ctx)
             store_rows_of(dq_ptr, dq * scale, first_row, head, heads, row, rows, D, BLOCK_Q, BLOCK_D)
@@ -219,20 +220,21 @@ def ag_attention_dq_kernel(
 
 @td.jit
 def _dkv_blocks(
-    dk, dv, k, v, q_desc, do_desc, q_at, do_at, stats_at, plane, sheet, first_row, kv_head, heads, group,
+    dk, dv, k, v, q_desc, do_desc, q_at, do_at, stats_at, plane, sheet, first_row, kv_head, heads,
     begin, first, last, starts, rows, scale,
     DTYPE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, USE_TMA: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, USE_TMA: tl.constexpr, MASKED: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """(dk, dv) with what blocks ``first`` to ``last`` of queries of one shard add, of the group's heads.
 
     Blocks are counted from query ``begin`` on. If MASKED, a key is seen by queries from its start on. Heads are what
-    changes fastest, so that sums do not depend on where a segment ends. Queries past the shard are zeros.
+    changes fastest, so that sums do not depend on where a segment ends. Queries past the shard are zeros. One loop with
+    a mask and one without, one after the other, ptxas would not let run their products at the same time.
     """
-    for turn in tl.range(first * group, last * group, num_stages=STAGES):
-        row = begin + turn // group * BLOCK_Q
-        head = kv_head * group + turn % group
+    for turn in tl.range(first * GROUP, last * GROUP, num_stages=STAGES):
+        row = begin + turn // GROUP * BLOCK_Q
+        head = kv_head * GROUP + turn % GROUP
         q = load_rows(
             q_desc, q_at, plane, sheet, first_row, head, heads, row, rows, DTYPE, D, BLOCK_Q, BLOCK_D, USE_TMA, False
         )  # fmt: skip
@@ -254,24 +256,22 @@ def _dkv_blocks(
 
 
 @td.jit
-def _own_starts(row, rows, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, MASK: tl.constexpr):
-    """(starts of a tile's keys, first query, blocks of queries with a mask, all blocks), of our own queries."""
+def _own_starts(row, BLOCK_K: tl.constexpr, MASK: tl.constexpr):
+    """(starts of a tile's keys among our own queries, the first of them)."""
     offs = row + tl.arange(0, BLOCK_K)
     if MASK == ALL:
-        return offs * 0, row * 0, row * 0, (rows + BLOCK_Q - 1) // BLOCK_Q
+        return offs * 0, row * 0
     else:
-        blocks = (rows - row + BLOCK_Q - 1) // BLOCK_Q
-        return offs, row, tl.minimum(blocks, (BLOCK_K + BLOCK_Q - 2) // BLOCK_Q), blocks
+        return offs, row
 
 
 @td.jit
 def _far_starts(row, source, me, rows, BLOCK_K: tl.constexpr, MASK: tl.constexpr):
-    """(starts of a tile's keys, the least of them, whether they differ), of another rank's queries."""
+    """(starts of a tile's keys among another rank's queries, the first of them)."""
     of_first, of_second = queries_seeing(source, me, rows, MASK)
     piece = pieces_of(rows)
     starts = tl.where(row + tl.arange(0, BLOCK_K) < piece, of_first, of_second)
-    differ = (of_first != of_second) & (row < piece) & (row + BLOCK_K > piece)
-    return starts, tl.where(row < piece, of_first, of_second), differ
+    return starts, tl.where(row < piece, of_first, of_second)
 
 
 @td.jit(do_not_specialize=["batch", "rows", "heads", "kv_heads", "plan", "num_comm", "chunk_rows"])
@@ -280,7 +280,8 @@ def ag_attention_dkv_kernel(
     far_do_desc, scale, batch, rows, heads, kv_heads, plan, num_comm, chunk_rows,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, MASK: tl.constexpr, ELEM_BYTES: tl.constexpr,
-    USE_TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, COPY_WORDS: tl.constexpr,
+    GROUP: tl.constexpr, STRADDLES: tl.constexpr, USE_TMA: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, COPY_WORDS: tl.constexpr,
 ):  # fmt: skip
     """The gradients of k and v: tiles of keys, of which the first are seen by most queries and come first."""
     DTYPE: tl.constexpr = q_ptr.dtype.element_ty
@@ -290,7 +291,6 @@ def ag_attention_dkv_kernel(
     signal = (epoch << 8) | plan
     positions = batch * rows
     num_chunks = (positions + chunk_rows - 1) // chunk_rows
-    group = heads // kv_heads
     q_bytes, do_bytes = heads * (D * ELEM_BYTES), heads * (DV * ELEM_BYTES)
     stat_bytes = heads * (2 * 4 * STAT_ROWS)
     q_slot, do_slot = slot_bytes(positions, q_bytes), slot_bytes(positions, do_bytes)
@@ -326,21 +326,16 @@ def ag_attention_dkv_kernel(
             )  # fmt: skip
             dk = tl.full((BLOCK_K, BLOCK_D), 0.0, tl.float32)
             dv = tl.full((BLOCK_K, BLOCK_DV), 0.0, tl.float32)
-            starts, begin, masked, blocks = _own_starts(row, rows, BLOCK_Q, BLOCK_K, MASK)
+            starts, begin = _own_starts(row, BLOCK_K, MASK)
             q_at, do_at, stats_at = q_ptr.to(tl.int64), do_ptr.to(tl.int64), stats_ptr.to(tl.int64)
             dk, dv = _dkv_blocks(
-                dk, dv, k, v, q_desc, do_desc, q_at, do_at, stats_at, 0, entry, first_row, kv_head, heads, group,
-                begin, 0, masked, starts, rows, scale * LOG2_E,
-                DTYPE, D, DV, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_K, USE_TMA, True, PRECISION, 1,
-            )  # fmt: skip
-            dk, dv = _dkv_blocks(
-                dk, dv, k, v, q_desc, do_desc, q_at, do_at, stats_at, 0, entry, first_row, kv_head, heads, group,
-                begin, masked, blocks, starts, rows, scale * LOG2_E,
-                DTYPE, D, DV, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_K, USE_TMA, False, PRECISION, STAGES,
+                dk, dv, k, v, q_desc, do_desc, q_at, do_at, stats_at, 0, entry, first_row, kv_head, heads,
+                begin, 0, (rows - begin + BLOCK_Q - 1) // BLOCK_Q, starts, rows, scale * LOG2_E,
+                DTYPE, D, DV, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_K, GROUP, USE_TMA, MASK != ALL, PRECISION, STAGES,
             )  # fmt: skip
             for step in range(1, ranks):
                 source = (me + ranks - step) % ranks
-                starts, begin, differ = _far_starts(row, source, me, rows, BLOCK_K, MASK)
+                starts, begin = _far_starts(row, source, me, rows, BLOCK_K, MASK)
                 before = (step - 1) * num_chunks
                 segments, last_chunk = chunks_of(first_row, begin, rows, chunk_rows, known, before)
                 for segment in range(0, segments):
@@ -354,16 +349,10 @@ def ag_attention_dkv_kernel(
                     known = tl.maximum(known, before + chunk + 1)
                     q_at, do_at = at + source * q_slot, at + ranks * q_slot + source * do_slot
                     stats_at = at + ranks * (q_slot + do_slot) + source * stat_slot
-                    middle = tl.where(differ, stop, start)
                     dk, dv = _dkv_blocks(
                         dk, dv, k, v, far_q_desc, far_do_desc, q_at, do_at, stats_at, half, source * batch + entry,
-                        first_row, kv_head, heads, group, begin, start, middle, starts, rows, scale * LOG2_E,
-                        DTYPE, D, DV, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_K, USE_TMA, True, PRECISION, 1,
-                    )  # fmt: skip
-                    dk, dv = _dkv_blocks(
-                        dk, dv, k, v, far_q_desc, far_do_desc, q_at, do_at, stats_at, half, source * batch + entry,
-                        first_row, kv_head, heads, group, begin, middle, stop, starts, rows, scale * LOG2_E,
-                        DTYPE, D, DV, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_K, USE_TMA, False, PRECISION, STAGES,
+                        first_row, kv_head, heads, begin, start, stop, starts, rows, scale * LOG2_E,
+                        DTYPE, D, DV, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_K, GROUP, USE_TMA, STRADDLES, PRECISION, STAGES,
                     )  # fmt: skip
             answer = td.take_ticket(ctx)
             store_rows_of(dk_ptr, dk * scale, first_row, kv_head, kv_heads, row, rows, D, BLOCK_K, BLOCK_D)
@@ -412,6 +401,7 @@ def launch_dq(q, k, v, do, stats, causal, sharding, scale, group, config):
     ag_attention_dq_kernel[(min(pieces, resident_programs(q.device, config.dq_num_warps)),)](
         workspace.ctx, q, k, v, do, stats, dq, *descriptors, scale, batch, rows, heads, k.shape[2], plan, num_comm,
         config.chunk_rows, BLOCK_Q=config.dq_block_q, BLOCK_K=config.dq_block_k, STAGES=config.dq_num_stages,
+        STRADDLES=straddles(rows, config.dq_block_k, causal, sharding),
         **_constants(q, v, causal, sharding, tma), num_warps=config.dq_num_warps, num_stages=config.dq_num_stages,
     )  # fmt: skip
     workspace.after_launch()
@@ -444,6 +434,7 @@ def launch_dkv(q, k, v, do, stats, causal, sharding, scale, group, config):
     ag_attention_dkv_kernel[(min(pieces, resident_programs(q.device, config.dkv_num_warps)),)](
         workspace.ctx, q, k, v, do, stats, dk, dv, *descriptors, scale, batch, rows, heads, k.shape[2], plan, num_comm,
         config.chunk_rows, BLOCK_Q=config.dkv_block_q, BLOCK_K=config.dkv_block_k, STAGES=config.dkv_num_stages,
+        GROUP=heads // k.shape[2], STRADDLES=straddles(rows, config.dkv_block_k, causal, sharding),
         **_constants(q, v, causal, sharding, tma), num_warps=config.dkv_num_warps, num_stages=config.dkv_num_stages,
     )  # fmt: skip
     workspace.after_launch()

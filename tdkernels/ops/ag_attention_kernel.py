@@ -207,7 +207,8 @@ def ag_attention_kernel(
     scale, batch, rows, heads, kv_heads, plan, num_comm, chunk_rows,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, MASK: tl.constexpr, ELEM_BYTES: tl.constexpr,
-    USE_TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, COPY_WORDS: tl.constexpr,
+    STRADDLES: tl.constexpr, USE_TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    COPY_WORDS: tl.constexpr,
 ):  # fmt: skip
     """o [B, S / W, Hq, DV] and lse [B, S / W, Hq]; ``scale`` has the factor for powers of two in it."""
     DTYPE: tl.constexpr = q_ptr.dtype.element_ty
@@ -280,7 +281,7 @@ def ag_attention_kernel(
                     acc, top, total = _attend(
                         acc, top, total, q, far_k_desc, far_v_desc, k_at, v_at, half, source * batch + entry,
                         first_row, kv_head, kv_heads, middle, stop, limits, most, scale,
-                        DTYPE, D, DV, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_K, USE_TMA, True, MASK == ZIGZAG, PRECISION, 1,
+                        DTYPE, D, DV, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_K, USE_TMA, True, STRADDLES, PRECISION, 1,
                     )  # fmt: skip
             answer = td.take_ticket(ctx)
             store_rows_of(o_ptr, acc / total[:, None], first_row, head, heads, row, rows, DV, BLOCK_Q, BLOCK_DV)
@@ -296,6 +297,11 @@ def ag_attention_kernel(
 
 def mask_of(causal, sharding):
     return ALL.value if not causal else ZIGZAG.value if sharding == "zigzag" else CONTIGUOUS.value
+
+
+def straddles(rows, block_k, causal, sharding):
+    """Whether a block of keys has some of both pieces of a rank, of which the second may not have been sent."""
+    return causal and sharding == "zigzag" and (rows + 1) // 2 % block_k != 0
 
 
 def problem_fields(q, k, v, causal, sharding, scale, config):
@@ -384,7 +390,8 @@ def launch(q, k, v, causal, sharding, scale, group, config):
         num_comm, config.chunk_rows,
         D=d, DV=dv, BLOCK_D=width_of(d), BLOCK_DV=width_of(dv), BLOCK_Q=config.block_q, BLOCK_K=config.block_k,
         MASK=mask_of(causal, sharding), ELEM_BYTES=q.element_size(), USE_TMA=tma,
-        PRECISION=_operands.dot_precision(q.dtype), STAGES=config.num_stages, COPY_WORDS=_COPY_WORDS,
+        STRADDLES=straddles(rows, config.block_k, causal, sharding), PRECISION=_operands.dot_precision(q.dtype),
+        STAGES=config.num_stages, COPY_WORDS=_COPY_WORDS,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     workspace.after_launch()
