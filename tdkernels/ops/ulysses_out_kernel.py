@@ -13,7 +13,6 @@ the end that copy them into a tensor of their own.
 All tiles wait for all peers, so nobody can finish call t + 1 before all have begun it, and two halves suffice.
 """
 
-import torch.distributed as dist
 import triton
 import triton.language as tl
 
@@ -23,8 +22,7 @@ from tdkernels.ops._config import text_of
 from tdkernels.ops._gemm import as_aligned, store_rows, swizzle
 from tdkernels.symm import get_workspace
 
-_PUSH_BYTES = 32 << 10  # that a program moves at a time
-_PUSH_COLUMNS = 2048  # of which at most so many columns
+_PUSH_ROWS, _PUSH_COLUMNS = 64, 2048  # that a program moves at a time, at most
 
 
 @td.jit
@@ -35,9 +33,8 @@ def _offsets(block, first, last, positions, all_positions, from_position, source
     rows = first + block // across * ROWS + tl.arange(0, ROWS)
     columns = block % across * COLUMNS + tl.arange(0, COLUMNS)
     mask = (rows < last)[:, None] & (columns < width)[None, :]
-    rows = rows.to(tl.int64)
-    at = rows // positions * all_positions + from_position + rows % positions
-    to = rows * K + source_column
+    at = (rows // positions).to(tl.int64) * all_positions + from_position + rows % positions
+    to = rows.to(tl.int64) * K + source_column
     return at[:, None] * width + columns[None, :], to[:, None] + columns[None, :], mask
 
 
@@ -268,13 +265,26 @@ def _own_positions(o, batch, rank, world_size):
     return _operands.rows_contiguous(o.view(batch, world_size, -1, o.shape[1])[:, rank].reshape(-1, o.shape[1]))
 
 
+def _push_bytes(device):
+    """How much a program moves at a time; in the interpreter little, so that it comes to a second time."""
+    return 2048 if device.type == "cpu" else 32 << 10
+
+
+def _gathered_descriptor(workspace, like, rows, k, tiles):
+    """Descriptor of the gathered rows of both halves, [2, rows, K]."""
+    data = workspace.buffer.tensor(workspace.rank)[workspace.data_offset :].view(like.dtype)
+    plane_stride = workspace.half_bytes // like.element_size()
+    first = data.as_strided((1, k), (k, 1))
+    return _operands.rows_descriptor(first, 2, rows, plane_stride, tiles.block_m, tiles.block_k)
+
+
 def launch(operator, o, weight, bias, batch, group, config, keep=False):
     """(z [B * S / W, N] of o [B * S, K / W], what was gathered for it [B * S / W, K] if it is to be kept)."""
     o = _operands.rows_contiguous(o)
     bias = None if bias is None else bias.contiguous()
     fields = {**plan_fields(o, weight, batch, config), "kept": keep}
     weight, stride_w, _ = _operands.weight_layout(weight)
-    world_size, rank = dist.get_world_size(group), dist.get_rank(group)
+    world_size, rank = group.size(), group.rank()
     width, n, tiles = o.shape[1], weight.shape[0], config.tiles
     rows, k = o.shape[0] // world_size, world_size * width
     num_chunks = -(-rows // (config.chunk_tiles * tiles.block_m))
@@ -293,15 +303,9 @@ def launch(operator, o, weight, bias, batch, group, config, keep=False):
     constants["USE_TMA"] = constants["USE_TMA"] and even
     constants["ALIGNED"] = _operands.aligned(width, n, stride_w)
     own_desc, w_desc = _operands.product_descriptors(own, weight, tiles, constants)
-    gathered_desc = None
-    if constants["USE_TMA"]:
-        data = workspace.buffer.tensor(rank)[workspace.data_offset :].view(o.dtype)
-        first = data.as_strided((1, k), (k, 1))
-        plane = workspace.half_bytes // o.element_size()
-        gathered_desc = _operands.rows_descriptor(first, 2, rows, plane, tiles.block_m, tiles.block_k)
+    gathered_desc = _gathered_descriptor(workspace, o, rows, k, tiles) if constants["USE_TMA"] else None
     columns = min(triton.next_power_of_2(width), _PUSH_COLUMNS)
-    push_bytes = _PUSH_BYTES if o.device.type == "cuda" else 2048
-    push_rows = max(1, push_bytes // o.element_size() // columns)
+    push_rows = min(max(1, _push_bytes(o.device) // o.element_size() // columns), _PUSH_ROWS)
     num_tiles = -(-rows // tiles.block_m) * -(-n // tiles.block_n)
     copies = -(-rows // tiles.block_m) * -(-k // tiles.block_n) if keep else 0
     programs = min(

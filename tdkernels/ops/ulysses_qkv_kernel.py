@@ -14,7 +14,6 @@ Nobody can finish call t + 1 before all have begun it, since all take something 
 also where a peer reads our memory.
 """
 
-import torch.distributed as dist
 import triton.language as tl
 
 from tdkernels import lang as td
@@ -37,8 +36,8 @@ def store_positions(y_ptr, tile, rows, cols, source, M, positions, ranks, width)
 
     Row ``r`` of the source is position ``source * positions + r % positions`` of sequence ``r // positions``.
     """
-    rows = rows.to(tl.int64)
-    at = rows + (rows // positions * (ranks - 1) + source) * positions
+    sequence = (rows // positions).to(tl.int64)
+    at = rows + (sequence * (ranks - 1) + source) * positions
     mask = (rows < M)[:, None] & (cols < width)[None, :]
     tl.store(y_ptr + at[:, None] * width + cols[None, :], tile, mask=mask)
 
@@ -141,7 +140,7 @@ def launch(operator, x, weight, bias, batch, group, config):
     bias = None if bias is None else bias.contiguous()
     fields = plan_fields(x, weight, batch, config)
     weight, stride_w, _ = _operands.weight_layout(weight)
-    world_size = dist.get_world_size(group)
+    world_size = group.size()
     rows, k = x.shape
     width = weight.shape[0] // world_size
     tiles = config.tiles
