@@ -53,11 +53,11 @@ def repeats(kinds, calls, seed):
                 assert torch.equal(result, expected[name]), f"{name} of {case.title}"
 
 
-def outruns_its_peers(operator, config, calls):
+def outruns_its_peers(operator, config, positions, calls):
     """Calls with fresh data and nothing between them, while the ranks run ahead of each other."""
-    cases = [Projection(operator, FP32, 20, 9, 7, exact=True, seed=seed) for seed in range(calls)]
+    cases = [Projection(operator, FP32, positions, 9, 7, exact=True, seed=seed) for seed in range(calls)]
     config = CONFIGS[config]
-    Projection(operator, FP32, 20, 9, 7).run(config=config)
+    Projection(operator, FP32, positions, 9, 7).run(config=config)
     with stalls(seed=dist.get_rank()):
         outputs = [case.call(config=config) for case in cases]
         for case, output in zip(cases, outputs, strict=True):
