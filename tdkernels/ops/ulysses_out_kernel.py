@@ -23,6 +23,7 @@ from tdkernels.ops._gemm import as_aligned, store_rows, swizzle
 from tdkernels.symm import get_workspace
 
 _PUSH_ROWS, _PUSH_COLUMNS = 64, 2048  # that a program moves at a time, at most
+_FEW_COLUMNS = 256  # that are worth a block of their own
 
 
 @td.jit
@@ -270,6 +271,14 @@ def _push_bytes(device):
     return 2048 if device.type == "cpu" else 32 << 10
 
 
+def _push_block(width, elements):
+    """(rows, columns) of ``width`` that a program moves at a time: powers of two, of about so many elements."""
+    columns = min(triton.next_power_of_2(width), _PUSH_COLUMNS)
+    while columns > _FEW_COLUMNS and width % columns:
+        columns //= 2  # or the last block would be partly empty
+    return min(max(1, elements // columns), _PUSH_ROWS), columns
+
+
 def _gathered_descriptor(workspace, like, rows, k, tiles):
     """Descriptor of the gathered rows of both halves, [2, rows, K]."""
     data = workspace.buffer.tensor(workspace.rank)[workspace.data_offset :].view(like.dtype)
@@ -304,8 +313,7 @@ def launch(operator, o, weight, bias, batch, group, config, keep=False):
     constants["ALIGNED"] = _operands.aligned(width, n, stride_w)
     own_desc, w_desc = _operands.product_descriptors(own, weight, tiles, constants)
     gathered_desc = _gathered_descriptor(workspace, o, rows, k, tiles) if constants["USE_TMA"] else None
-    columns = min(triton.next_power_of_2(width), _PUSH_COLUMNS)
-    push_rows = min(max(1, _push_bytes(o.device) // o.element_size() // columns), _PUSH_ROWS)
+    push_rows, push_columns = _push_block(width, _push_bytes(o.device) // o.element_size())
     num_tiles = -(-rows // tiles.block_m) * -(-n // tiles.block_n)
     copies = -(-rows // tiles.block_m) * -(-k // tiles.block_n) if keep else 0
     programs = min(
@@ -315,7 +323,7 @@ def launch(operator, o, weight, bias, batch, group, config, keep=False):
         workspace.ctx, o, own, own_desc, gathered_desc, weight, w_desc, bias, z, kept,
         rows, n, rows // batch, width, stride_w, plan, config.num_comm_sms, config.chunk_tiles, config.chunk_parts,
         programs, config.sources_at_once if even else 1, world_size if even else 1, tiles.group_m,
-        PUSH_ROWS=push_rows, PUSH_COLUMNS=columns, **constants,
+        PUSH_ROWS=push_rows, PUSH_COLUMNS=push_columns, **constants,
     )  # fmt: skip
     workspace.after_launch()
     return z, kept

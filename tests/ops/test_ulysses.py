@@ -1,13 +1,11 @@
-"""ulysses_qkv and ulysses_out against the projection that is not divided, and what holds between the ranks."""
+"""ulysses_qkv and ulysses_out against the projection that is not divided."""
 
 import pytest
 import torch
 
-from tdkernels import PeerTimeoutError
-from tdkernels.launch import RankError
 from tests.ops import sequence_parallel as asked
-from tests.ops.sequence_parallel import BF16, CONFIGS, DISAGREEMENTS, FP16, FP32, KINDS, KNOWN, OPERATORS
-from tests.ranks import DEVICE, fresh_ranks, on_ranks
+from tests.ops.sequence_parallel import BF16, CONFIGS, FP16, FP32, OPERATORS
+from tests.ranks import DEVICE, on_ranks
 
 ON_GPU = DEVICE == "cuda"
 needs_gpu = pytest.mark.skipif(not ON_GPU, reason="needs GPUs, or takes too long without one")
@@ -85,62 +83,6 @@ def test_compile():
 @pytest.mark.parametrize("world_size, dtype", [(2, BF16), (3, FP32)])
 def test_block_of_attention(world_size, dtype):
     on_ranks(world_size, asked.is_the_block_that_is_not_divided, dtype, 11, 2, 8, 24)
-
-
-@pytest.mark.parametrize("world_size, calls", [(2, 80), (3, 80), (4, 80)] if ON_GPU else [(2, 8), (3, 3)])
-def test_the_same_bits(world_size, calls):
-    on_ranks(world_size, asked.repeats, KINDS, calls, seed=world_size)
-
-
-@needs_gpu
-@pytest.mark.parametrize("world_size", [2, 4, 8])
-def test_the_same_bits_of_many_tiles(world_size):
-    kinds = [((operator, BF16, 1024, 512, 768), "default") for operator in OPERATORS]
-    on_ranks(world_size, asked.repeats, kinds, 30, seed=world_size)
-
-
-@pytest.mark.parametrize("world_size, operator, config, calls", [
-    (world_size, operator, config, 100) for world_size in (2, 3) for operator in OPERATORS
-    for config in ("pulled at once", "pushed")
-] if ON_GPU else [
-    (2, "ulysses_qkv", "default", 8), (3, "ulysses_qkv", "pushed", 3), (2, "ulysses_out", "default", 8),
-    (3, "ulysses_out", "pulled at once", 3),
-])  # fmt: skip
-def test_no_rank_overtakes_its_peers_data(world_size, operator, config, calls):
-    on_ranks(world_size, asked.outruns_its_peers, operator, config, calls)
-
-
-@pytest.mark.parametrize("config", ["default", "pushed"])
-def test_slow_rank(config):
-    on_ranks(2, asked.waits_for_a_slow_rank, config)
-
-
-def test_subgroup():
-    on_ranks(3, asked.computes_in_a_subgroup)
-
-
-@pytest.mark.parametrize("what", DISAGREEMENTS)
-def test_disagreement_is_named_on_every_rank(what):
-    on_ranks(3, asked.disagrees, what)
-
-
-@pytest.mark.parametrize("operator, what", [
-    (operator, what) for operator in OPERATORS for what in KNOWN
-    if ON_GPU or what == ("sequences" if operator == "ulysses_qkv" else "n") or what == "transport"
-])  # fmt: skip
-def test_known_but_different_calls_never_give_a_result(operator, what):
-    on_ranks(2, asked.is_not_fooled_by_a_known_plan, operator, what)
-
-
-def test_killed_rank():
-    with fresh_ranks(2, grace_s=60.0) as pool, pytest.raises(RankError) as caught:
-        pool.run(asked.loses_rank_1, 1.0)
-    assert isinstance(caught.value.exceptions[1], ChildProcessError)
-    names = [*OPERATORS, "ulysses_qkv backward"]
-    for name, error in zip(names, caught.value.results[0], strict=True):
-        assert type(error) is PeerTimeoutError, repr(error)
-        assert (error.operator, error.rank, error.peer, error.timeout_s) == (name, 0, 1, 1.0)
-        assert error.seen < error.expected
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
