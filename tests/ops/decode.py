@@ -29,7 +29,8 @@ class Decode:
               "last" (all on the last rank), "not first" (none on the first, any on others), "some none" (ragged; none
               at all of the first sequence)
               page: block_size of a paged cache, whose pages lie in any order; None for a cache by sequence
-              scales: of fp8 caches "tensor" ([]), "one" ([1]) or "head" ([Hkv]); None for caches in the dtype
+              scales: of fp8 caches "tensor" ([]), "one" ([1]), "head" ([Hkv]) or "mixed" ([] and [Hkv]); None for caches in the
+              dtype
               latent: v_cache is a view of the first value_dim channels of k_cache
               scale, soft_cap, window: as of flash_decode
               group: None for the world
@@ -69,8 +70,9 @@ class Decode:
         """{cache: per sequence the keys or values of all ranks, as the caches hold them}."""
         stored = self.dtype
         if scales:
-            stored, shape = FP8, {"tensor": [], "one": [1], "head": [kv_heads]}[scales]
-            for name in ("k_scale", "v_scale"):
+            stored, head = FP8, [kv_heads]
+            shapes = {"tensor": ([], []), "one": ([1], [1]), "head": (head, head), "mixed": ([], head)}[scales]
+            for name, shape in zip(("k_scale", "v_scale"), shapes):
                 self.options[name] = (0.5 + torch.rand(shape, generator=self.cpu)).to(device())
         lengths = self.all_lens.sum(0).tolist()
         k = [self._draw(length, kv_heads, self.dim).to(stored) for length in lengths]

@@ -1,4 +1,4 @@
-"""flash_decode of long sequences, which only GPUs do in time: of each program many blocks, of each rank many programs."""
+"""flash_decode of long sequences, which only GPUs do in time: many blocks for a program, many programs for a rank."""
 
 import pytest
 import torch
