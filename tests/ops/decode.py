@@ -29,8 +29,8 @@ class Decode:
               "last" (all on the last rank), "not first" (none on the first, any on others), "some none" (ragged; none
               at all of the first sequence)
               page: block_size of a paged cache, whose pages lie in any order; None for a cache by sequence
-              scales: of fp8 caches "tensor" ([]), "one" ([1]), "head" ([Hkv]) or "mixed" ([] and [Hkv]); None for caches in the
-              dtype
+              scales: of fp8 caches "tensor" ([]), "one" ([1]), "head" ([Hkv]) or "mixed" ([] and [Hkv]); None:
+              they are of the dtype
               latent: v_cache is a view of the first value_dim channels of k_cache
               scale, soft_cap, window: as of flash_decode
               group: None for the world
@@ -195,6 +195,7 @@ class Decode:
         self._expected[dtype] = {name: result.cpu() for name, result in expected.items()}
         return self._expected[dtype]
 
+    @torch.enable_grad()
     def _expected_of(self, sequence, dtype):
         """The results of one sequence, by name."""
         heads = self.q.shape[-2]
