@@ -31,8 +31,11 @@ __version__ = "0.1.0"
 
 # What is for experts is imported when it is first asked for: its kernels would be a third of the time that this takes.
 _LATER = {
+    "tdkernels.ops.ag_attention": ("AgAttentionConfig", "ag_attention", "ag_attention_ref"),
     "tdkernels.ops.all_to_all": ("all_to_all", "all_to_all_ref"),
     "tdkernels.ops.ep_moe": ("EpMoeConfig", "ep_moe", "ep_moe_ref"),
+    "tdkernels.ops.flash_decode": ("flash_decode", "flash_decode_ref"),
+    "tdkernels.ops.flash_decode_config": ("FlashDecodeConfig",),
     "tdkernels.ops.group_gemm": ("GroupGemmConfig", "group_gemm", "group_gemm_ref"),
     "tdkernels.ops.moe_ag_gemm_kernel": ("MoeTpConfig",),
     "tdkernels.ops.moe_routing": ("MoeRouting",),
@@ -41,6 +44,8 @@ _LATER = {
         "EpHandle", "EpTokens", "ep_combine", "ep_combine_ref", "ep_combine_send", "ep_dispatch", "ep_dispatch_ref",
         "ep_dispatch_send",
     ),
+    "tdkernels.ops.ulysses": ("ulysses_out", "ulysses_out_ref", "ulysses_qkv", "ulysses_qkv_ref"),
+    "tdkernels.ops.ulysses_config": ("UlyssesConfig",),
 }  # fmt: skip
 
 
@@ -57,11 +62,13 @@ def __dir__():
 
 
 __all__ = [
-    "AgGemmConfig", "CollectiveConfig", "EpConfig", "EpHandle", "EpMoeConfig", "EpTokens", "GemmArConfig",
-    "GemmRsConfig", "GroupGemmConfig", "MoeRouting", "MoeTpConfig", "PeerTimeoutError", "PlanMismatchError", "Tiles",
+    "AgAttentionConfig", "AgGemmConfig", "CollectiveConfig", "EpConfig", "EpHandle", "EpMoeConfig", "EpTokens",
+    "FlashDecodeConfig", "GemmArConfig", "GemmRsConfig", "GroupGemmConfig", "MoeRouting", "MoeTpConfig",
+    "PeerTimeoutError", "PlanMismatchError", "Tiles", "UlyssesConfig", "ag_attention", "ag_attention_ref",
     "ag_gemm", "ag_gemm_ref", "all_gather", "all_gather_ref", "all_reduce", "all_reduce_ref", "all_to_all",
-    "all_to_all_ref", "autotune", "ep_combine", "ep_combine_ref", "ep_combine_send", "ep_dispatch", "ep_dispatch_ref",
-    "ep_dispatch_send", "ep_moe", "ep_moe_ref", "explain", "gemm_ar", "gemm_ar_ref", "gemm_rs", "gemm_rs_ref",
-    "group_gemm", "group_gemm_ref", "moe_ag_gemm", "moe_gemm_rs", "reduce_scatter", "reduce_scatter_ref",
-    "set_timeout", "synchronize", "tp_moe", "tp_moe_ref",
+    "all_to_all_ref", "autotune", "ep_combine", "ep_combine_ref", "ep_combine_send", "ep_dispatch",
+    "ep_dispatch_ref", "ep_dispatch_send", "ep_moe", "ep_moe_ref", "explain", "flash_decode", "flash_decode_ref",
+    "gemm_ar", "gemm_ar_ref", "gemm_rs", "gemm_rs_ref", "group_gemm", "group_gemm_ref", "moe_ag_gemm",
+    "moe_gemm_rs", "reduce_scatter", "reduce_scatter_ref", "set_timeout", "synchronize", "tp_moe", "tp_moe_ref",
+    "ulysses_out", "ulysses_out_ref", "ulysses_qkv", "ulysses_qkv_ref",
 ]  # fmt: skip

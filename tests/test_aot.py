@@ -16,12 +16,15 @@ import tdkernels.ops
 from tdkernels.lang._jit import Kernel
 from tdkernels.ops import (
     _device,
+    _operands,
     collective_launch,
     ep_launch,
     group_gemm_kernel,
     moe_ag_gemm_kernel,
     moe_gemm_rs_kernel,
     moe_routing,
+    ulysses_out_kernel,
+    ulysses_qkv_kernel,
 )
 from tdkernels.ops import _gather_kernels as gather
 from tdkernels.ops import collective_kernels as collectives
@@ -34,6 +37,7 @@ from tdkernels.ops.gemm_ar_kernel import gemm_ar_kernel, slice_columns
 from tdkernels.ops.gemm_ar_one_shot import gemm_ar_one_shot_kernel
 from tdkernels.ops.gemm_rs_direct import gemm_rs_direct_kernel
 from tdkernels.ops.gemm_rs_kernel import gemm_rs_kernel
+from tdkernels.ops.ulysses_config import UlyssesConfig
 from tdkernels.trace import clocks
 from tests.aot import SHARED_MEMORY, TARGETS, compile_for, descriptor, pointer, recorded_launches
 from tests.ranks import DEVICE
@@ -268,6 +272,41 @@ def compile_sliced(name, arch, dtype=BF16, **options):
     return compiled
 
 
+# The projections round an attention whose heads are divided, and their gradients, which have the weights the other way
+# round; of the second one with and without what is kept for a gradient.
+ULYSSES = ["qkv", "gradient of o", "out", "gradient of x"]
+
+
+@functools.cache
+def ulysses_launches(arch, dtype, sizes=(2, 256, 512, 256), bias=False, ranks=4, tiles=None):
+    """{name: (kernel, args, kwargs)}; sizes are those of a rank: B, S / W, K, N / W."""
+    batch, positions, k, width = sizes
+    group = SimpleNamespace(size=lambda: ranks, rank=lambda: 1)
+    tiles = tiles or tiles_for(arch, dtype)
+    config = UlyssesConfig(tiles=tiles)
+    x, o = torch.zeros(batch * positions, k, dtype=dtype), torch.zeros(ranks * batch * positions, width, dtype=dtype)
+    weight = torch.zeros(ranks * width, k, dtype=dtype)
+    of_qkv, of_out = (torch.zeros(n, dtype=dtype) if bias else None for n in weight.shape)
+    with contextlib.ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setattr(_operands, "has_tma", lambda device: arch in ("sm_90", "sm_100"))
+        patch.setattr(ulysses_out_kernel, "_push_bytes", lambda device: 32 << 10)
+        gathered = descriptor(dtype, (2, 256, 512), [1, tiles.block_m, tiles.block_k])
+        patch.setattr(ulysses_out_kernel, "_gathered_descriptor", lambda *_: gathered)
+        qkv = stack.enter_context(recorded_launches(ulysses_qkv_kernel))
+        out = stack.enter_context(recorded_launches(ulysses_out_kernel))
+        ulysses_qkv_kernel.launch("op", x, weight, of_qkv, batch, group, config)
+        ulysses_qkv_kernel.launch("op", x, weight.t().contiguous().t(), None, batch, group, config)
+        ulysses_out_kernel.launch("op", o, weight.t().contiguous(), of_out, batch, group, config)
+        ulysses_out_kernel.launch("op", o, weight.t(), None, batch, group, config, keep=True)
+    return dict(zip(ULYSSES, qkv + out, strict=True))
+
+
+def compile_ulysses(name, arch, dtype=BF16, **options):
+    (compiled,) = compile_launches([ulysses_launches(arch, dtype, **options)[name]], arch)
+    return compiled
+
+
 def small_launches():
     """Each small kernel with the arguments of two launches, one of them with as many arguments of 1 as can be."""
     ctx, x = pointer(torch.int64), pointer(BF16)
@@ -445,6 +484,39 @@ def test_sliced_experts_on_hopper_use_wgmma_and_tma(name):
         assert ptx.find("cp.async.bulk.tensor", fence) > fence
 
 
+# Another dtype is for one target of each vendor, to save time.
+@pytest.mark.parametrize("arch, name, dtype", [
+    (arch, name, dtype) for arch in TARGETS for name in ULYSSES for dtype in (BF16, FP16, FP32)
+    if dtype == BF16 and name in ("qkv", "gradient of x") or dtype == FP32 and arch in ("sm_80", "gfx942")
+    or dtype == FP16 and arch == "sm_90"
+], ids=str)  # fmt: skip
+def test_ulysses_compiles(arch, name, dtype):
+    compile_ulysses(name, arch, dtype, bias=dtype == FP16)
+
+
+@pytest.mark.parametrize("arch, sizes, ranks", [("sm_90", (1, 1, 1, 1), 2), ("gfx942", (3, 7, 13, 9), 3)])
+def test_ulysses_of_odd_sizes_compiles(arch, sizes, ranks):
+    for name in ("qkv", "gradient of x"):
+        # Single elements of large tiles take the compiler long.
+        compile_ulysses(name, arch, sizes=sizes, ranks=ranks, tiles=Tiles(64, 64, 64, num_warps=4, num_stages=2))
+
+
+@pytest.mark.parametrize("name", ULYSSES)
+def test_ulysses_on_hopper_uses_wgmma_and_tma(name):
+    ptx = compile_ulysses(name, "sm_90").asm["ptx"]
+    assert "wgmma.mma_async" in ptx
+    assert "cp.async.bulk.tensor" in ptx
+    assert "mma.sync" not in ptx
+    assert not narrow(ptx)
+    assert "ld.global.v4.b32" in ptx or "ld.global.v2.b64" in ptx  # what travels
+    assert "st.release.sys.global.b64" in ptx and "ld.acquire.sys.global.b64" in ptx
+    if name in ("out", "gradient of x"):
+        # Rows that peers have pushed are read by TMA, whose proxy has to be fenced after the waits.
+        for acquire in re.finditer("ld.acquire.sys", ptx):
+            following = ptx.find("cp.async.bulk.tensor", acquire.end())
+            assert following < 0 or "fence.proxy.async.global" in ptx[acquire.end() : following]
+
+
 def test_every_exchange_is_compiled_here():
     exchanges = {(operator, exchange) for operator, names in EXCHANGES.items() for exchange in names}
     assert set(COLLECTIVES) == exchanges - {("all_gather", "copy_engine")}  # whose kernels are those of the gather
@@ -555,7 +627,8 @@ def test_every_kernel_is_compiled_here():
     of_groups = {kernel for kernel, *_ in grouped_launches("sm_90", BF16, "swiglu").values()}
     of_sliced = {kernel for kernel, *_ in sliced_launches("sm_90", BF16).values()}
     compiled = {*PRODUCTS, gemm_ar_one_shot_kernel, *COLLECTIVES.values(), *small_launches()}
-    compiled |= of_experts | of_groups | of_sliced
+    of_ulysses = {kernel for kernel, *_ in ulysses_launches("sm_90", BF16).values()}
+    compiled |= of_experts | of_groups | of_sliced | of_ulysses
     found = set()
     for module in pkgutil.iter_modules(tdkernels.ops.__path__):
         members = inspect.getmembers(import_module(f"tdkernels.ops.{module.name}"))

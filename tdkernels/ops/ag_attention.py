@@ -1,0 +1,189 @@
+"""Attention over a sequence that is sharded between the ranks: the gather of keys and values hides behind the products.
+
+    q [B, S / W, Hq, D], k [B, S / W, Hkv, D], v [B, S / W, Hkv, Dv] on each rank  ->  o [B, S / W, Hq, Dv]
+
+Schedule (``ag_attention_kernel``). Programs take pieces of work from a list. The first pieces push our keys and values
+in chunks to the peers that see them and raise one signal for each chunk. Every other one is a tile, a block of queries
+of one head, which attends to our own keys first and then to those of the peers in the order in which they arrive,
+waiting for each chunk's signal; the longest tiles come first. The softmax is online, in fp32, and the order of its
+blocks is fixed, so the result does not depend on time. A last piece waits until every peer has begun the call: causal,
+a rank may need nothing of a peer, and without it the two halves of the workspace would not be enough.
+
+Causal, rank W - 1 of contiguous shards has nearly twice the work of the mean rank. "zigzag" cuts the sequence into 2 W
+pieces, of which rank r has r and 2 W - 1 - r: then all have the same.
+
+Backward (``ag_attention_backward_kernel``). Only shards are saved. The gradient of q goes through keys and values like
+the forward. Those of k and v go through queries, which are pushed with the gradients of o and two numbers a row, and
+are complete on the rank that has the keys: nothing is added up between ranks.
+
+Example:
+    o = tdkernels.ag_attention(q, k, v)         # instead of all-gathers of k and v and an attention with a mask
+"""
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right
+
+from tdkernels.ops import _operands
+from tdkernels.ops import ag_attention_backward_kernel as backward_kernel
+from tdkernels.ops import ag_attention_kernel as kernel
+from tdkernels.ops._collectives import all_gather_rows, reduce_scatter_rows
+from tdkernels.ops._outside_graphs import outside_graphs
+from tdkernels.ops.ag_attention_checks import check_attention
+from tdkernels.ops.ag_attention_kernel import AgAttentionConfig
+from tdkernels.symm import resolve_group
+from tdkernels.symm.group import group_state
+
+# ---- the specification, in plain torch.distributed ----
+
+
+class _AllGather(torch.autograd.Function):
+    """All ranks' shards [B, S / W, ·, ·] as [W, B, S / W, ·, ·]."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return all_gather_rows(x, group).view(-1, *x.shape)
+
+    @staticmethod
+    def backward(ctx, dy):
+        _operands.refuse_second_derivatives("ag_attention")
+        return reduce_scatter_rows(dy.flatten(0, 1), ctx.group), None
+
+
+def _whole(x, sharding, group):
+    """[B, H, S, D] of all ranks' x, in the order of the sequence."""
+    shards = _AllGather.apply(x, group)
+    if sharding == "zigzag":
+        piece = (x.shape[1] + 1) // 2
+        shards = [*shards[:, :, :piece], *shards[:, :, piece:].flip(0)]
+    return torch.cat([*shards], dim=1).transpose(1, 2)
+
+
+def _pieces(rows, sharding, rank, ranks):
+    """The positions of this rank, as (first, count) of one piece or two."""
+    if sharding == "contiguous":
+        return [(rank * rows, rows)]
+    piece = (rows + 1) // 2
+    return [(rank * piece, piece), (ranks * piece + (ranks - 1 - rank) * (rows - piece), rows - piece)]
+
+
+def _attend_by_torch(q, keys, values, first, causal, scale):
+    """o of queries [B, H, n, D] that begin at a position, by torch."""
+    if not causal:
+        return F.scaled_dot_product_attention(q, keys, values, scale=scale, enable_gqa=True)
+    end = first + q.shape[2]
+    mask = causal_lower_right(q.shape[2], end)
+    # Without repeats the causal bias of torch has no grouped heads on a CPU.
+    group = q.shape[1] // keys.shape[1]
+    keys, values = (x[:, :, :end].repeat_interleave(group, 1) if group > 1 else x[:, :, :end] for x in (keys, values))
+    return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale)
+
+
+def _lse_by_torch(q, keys, first, causal, scale):
+    """The logarithms [B, H, n] of the sums of weights, fp32, by so many queries at a time that memory holds them."""
+    lse = []
+    keys = keys.repeat_interleave(q.shape[1] // keys.shape[1], 1)
+    for start in range(0, q.shape[2], 1024):
+        rows = q[:, :, start : start + 1024]
+        scores = (rows.float() @ keys.float().transpose(2, 3)) * scale
+        if causal:
+            ends = first + start + torch.arange(rows.shape[2], device=q.device)
+            scores = scores.masked_fill(torch.arange(keys.shape[2], device=q.device) > ends[:, None], float("-inf"))
+        lse.append(scores.logsumexp(3))
+    return torch.cat(lse, dim=2)
+
+
+def ag_attention_ref(q, k, v, *, causal=True, scale=None, sharding="contiguous", return_lse=False, group=None):
+    """The specification of ``ag_attention``: keys and values are gathered, then torch attends."""
+    group = resolve_group(group)
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    keys, values = _whole(k, sharding, group), _whole(v, sharding, group)
+    pieces = _pieces(q.shape[1], sharding, group.rank(), group.size())
+    queries = q.transpose(1, 2).split([count for _, count in pieces], dim=2)
+    parts = [(part, first) for part, (first, count) in zip(queries, pieces, strict=True) if count]
+    o = torch.cat([_attend_by_torch(part, keys, values, first, causal, scale) for part, first in parts], dim=2)
+    if not return_lse:
+        return o.transpose(1, 2)
+    lse = torch.cat([_lse_by_torch(part, keys, first, causal, scale) for part, first in parts], dim=2)
+    return o.transpose(1, 2), lse.transpose(1, 2)
+
+
+# ---- by our kernels ----
+
+
+class _AgAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, causal, sharding, scale, group, config):
+        q, k, v = (_operands.rows_contiguous(x) for x in (q, k, v))
+        o, lse = kernel.launch(q, k, v, causal, sharding, scale, group, config)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.call = causal, sharding, scale, group, config
+        ctx.set_materialize_grads(False)
+        return o, lse
+
+    @staticmethod
+    def backward(ctx, do, dlse):
+        _operands.refuse_second_derivatives("ag_attention")
+        q, k, v, o, lse = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[:3]
+        do = torch.zeros_like(o) if do is None else _operands.rows_contiguous(do)
+        dlse = None if dlse is None else dlse.contiguous()
+        return *backward_kernel.launch(q, k, v, o, lse, do, dlse, wanted, *ctx.call), None, None, None, None, None
+
+
+def _nothing(q, k, v):
+    """(o, lse) of no positions at all, through which gradients of zero flow."""
+    o = q.new_zeros(*q.shape[:3], v.shape[3]) + (q.sum() + k.sum() + v.sum())
+    return o, q.new_zeros(q.shape[:3], dtype=torch.float32) + q.float().sum()
+
+
+@outside_graphs
+def ag_attention(
+    q, k, v, *, causal=True, scale=None, sharding="contiguous", return_lse=False, group=None, config=None
+):
+    """Attention of this rank's queries to the keys and values of all ranks, which travel meanwhile.
+
+    Args:     q: [B, S / W, Hq, D] bf16, fp16 or fp32; any S / W, the same on all ranks; D from 16 to 256
+              k: [B, S / W, Hkv, D], v: [B, S / W, Hkv, Dv], Hq a multiple of Hkv; same dtype; Dv from 16 to 256
+              causal: a query sees its own position and those before it, else all
+              scale: of the scores, positive; None takes D ** -0.5
+              sharding: "contiguous": rank r has the r-th S / W positions; "zigzag": of 2 W pieces it has r and
+              2 W - 1 - r, one after the other, which balances causal work; where S / W is odd, each rank's second
+              piece is the shorter one
+              return_lse: return lse too
+              group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the world (W ranks)
+              config: AgAttentionConfig, the same on all ranks; None takes the default
+    Returns:  o: [B, S / W, Hq, Dv], dtype of q, accumulated in fp32; with return_lse also lse: [B, S / W, Hq] fp32,
+              the natural logarithm of each query's sum of exponentiated scores
+    Gradient: dq, dk, dv, each of its shard, over the queries of all ranks; the same bits each time. dlse counts too
+    Raises:   TypeError or ValueError for operands that do not fit, with their shapes, before anything is launched;
+              ValueError on every rank when the ranks disagree; PeerTimeoutError when a peer does not come (on a GPU at
+              the next call or at tdkernels.synchronize()); RuntimeError in a backward with create_graph=True
+    Contract: collective over group, and so is the backward: all ranks must want gradients of the same operands; host
+              sync: no (the first call with a shape agrees with the peers and allocates); CUDA graph: yes, after one
+              call outside; the caller owns the output
+    Source:   online softmax by blocks: FlashAttention-2 (https://arxiv.org/abs/2307.08691); the gather beside it:
+              Triton-distributed (https://arxiv.org/abs/2504.19442); two pieces a rank: Llama 3
+              (https://arxiv.org/abs/2407.21783)
+    """
+    q, k, v = _operands.apply_autocast(q, k, v)
+    group = resolve_group(group)
+    check_attention("ag_attention", q, k, v, causal, scale, sharding, config)
+    scale = q.shape[3] ** -0.5 if scale is None else float(scale)
+    config = kernel.completed(config, q.shape[1], max(q.shape[3], v.shape[3]), q.dtype, q.device)
+    fields = kernel.problem_fields(q, k, v, causal, sharding, scale, config)
+    group_state(group).agree_once("ag_attention", fields)
+    if not q.shape[1]:
+        o, lse = _nothing(q, k, v)
+    elif config.method == "torch":
+        out = ag_attention_ref(
+            q, k, v, causal=causal, scale=scale, sharding=sharding, return_lse=return_lse, group=group
+        )  # fmt: skip
+        o, lse = out if return_lse else (out, None)
+    else:
+        o, lse = _AgAttention.apply(q, k, v, causal, sharding, scale, group, config)
+    return (o, lse) if return_lse else o
+
+
+__all__ = ["AgAttentionConfig", "ag_attention", "ag_attention_ref"]

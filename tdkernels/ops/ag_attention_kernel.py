@@ -1,0 +1,398 @@
+"""The kernel behind ag_attention: some programs push our keys and values, the others attend to what has arrived.
+
+Pieces of work, by number: the first push (``_attention.push_rows``); then come tiles, a block of queries of one head
+each, those with most keys first; the last one waits until every peer has begun the call. A tile goes through its own
+rank's keys first, then through those of the ranks below, one by one. The first tile of a program waits chunk by chunk;
+what a program once knows to be there its later tiles read without a wait.
+"""
+
+from dataclasses import dataclass, fields, replace
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tdkernels import lang as td
+from tdkernels.ops import _device, _operands
+from tdkernels.ops._attention import (
+    ALL,
+    CONTIGUOUS,
+    LN_2,
+    LOG2_E,
+    ZIGZAG,
+    accumulate,
+    await_chunks,
+    await_peers,
+    blocks_of,
+    chunks_of,
+    keys_seen,
+    load_rows,
+    pieces_of,
+    push_rows,
+    slot_bytes,
+    store_rows_of,
+)
+from tdkernels.ops._config import text_of
+from tdkernels.symm import get_workspace
+
+_COPY_WORDS = 4096
+_SIZES = ("block_q", "block_k", "dq_block_q", "dq_block_k", "dkv_block_q", "dkv_block_k")
+
+
+@dataclass(frozen=True)
+class AgAttentionConfig:
+    """How ``ag_attention`` runs. A field of 0 takes the default for the device, head dimensions and dtype.
+
+    method:                "fused", or "torch": a plain all-gather, then torch's scaled_dot_product_attention
+    block_q, block_k:      a tile has so many queries, and goes through its keys by so many
+    num_warps, num_stages: of the forward
+    dq_…:                  the same for the gradient of q
+    dkv_…:                 the same for those of k and v, where a tile has block_k keys and goes through queries
+    num_comm_sms:          programs that push at the same time, before they attend like the others
+    chunk_rows:            positions that travel together under one signal, a multiple of 16
+    """
+
+    method: str = "fused"
+    block_q: int = 0
+    block_k: int = 0
+    num_warps: int = 0
+    num_stages: int = 0
+    dq_block_q: int = 0
+    dq_block_k: int = 0
+    dq_num_warps: int = 0
+    dq_num_stages: int = 0
+    dkv_block_q: int = 0
+    dkv_block_k: int = 0
+    dkv_num_warps: int = 0
+    dkv_num_stages: int = 0
+    num_comm_sms: int = 0
+    chunk_rows: int = 0
+
+    def illegal(self, device, dtype):
+        """Why this config cannot run on a device with a dtype; None when it can."""
+        if self.method not in ("fused", "torch"):
+            return f'method must be "fused" or "torch", not {self.method!r}'
+        if self.method == "torch":
+            return None  # takes none of the rest
+        for field in fields(self)[1:]:
+            size = getattr(self, field.name)
+            if size < 0:
+                return f"{field.name} must be at least 1, or 0 for the default, not {size}"
+            if field.name in _SIZES and size and (size < 16 or size & (size - 1)):
+                return f"{field.name} must be a power of two of at least 16, or 0 for the default, not {size}"
+            if field.name.endswith("num_warps") and size not in (0, 1, 2, 4, 8, 16):
+                return f"{field.name} must be 1, 2, 4, 8 or 16, or 0 for the default, not {size}"
+        if self.chunk_rows % 16:
+            return f"chunk_rows must be a multiple of 16, not {self.chunk_rows}"
+        if device.type == "cuda" and self.num_comm_sms >= _device.num_sms(device):
+            return f"num_comm_sms must leave some of the {_device.num_sms(device)} free, not be {self.num_comm_sms}"
+        return None
+
+
+def _default_tiles(widest, dtype, device):
+    """(block_q, block_k, num_warps, num_stages) of the forward, of dq and of dk and dv."""
+    if device.type == "cpu":
+        return (32, 32, 1, 1), (32, 32, 1, 1), (32, 32, 1, 1)
+    if dtype == torch.float32:
+        # Exact fp32 has no tensor cores: small tiles keep the sums in registers.
+        small = 32 if widest <= 128 else 16
+        return (64, small, 8, 1), (small, small, 4, 1), (small, small, 4, 1)
+    if torch.version.hip:
+        small = 64 if widest <= 128 else 32
+        return (64, small, 4, 1), (64, 32, 4, 1), (32, small, 4, 1)
+    if _device.capability(device) < (9, 0):
+        return ((128, 64, 8, 2), (64, 64, 4, 2), (32, 64, 4, 2)) if widest <= 128 else (
+            (64, 32, 8, 2), (32, 32, 4, 1), (32, 32, 4, 1)
+        )  # fmt: skip
+    if widest <= 128:
+        return (128, 128, 8, 2), (128, 64, 8, 2), (64, 128, 8, 2)
+    return (128, 64, 8, 2), (64, 32, 4, 2), (32, 64, 4, 2)
+
+
+def completed(config, rows, widest, dtype, device):
+    """The config with its zeros filled in, for shards of ``rows`` positions and heads of so many elements."""
+    config = AgAttentionConfig() if config is None else config
+    if config.method == "torch":
+        return config
+    cpu = device.type == "cpu"
+    names = ("block_q", "block_k", "num_warps", "num_stages")
+    defaults = {"num_comm_sms": 2 if cpu else 16, "chunk_rows": 16 if cpu else _chunk_rows(rows)}
+    for prefix, tile in zip(("", "dq_", "dkv_"), _default_tiles(widest, dtype, device)):
+        defaults.update({prefix + name: value for name, value in zip(names, tile)})
+    return replace(config, **{name: value for name, value in defaults.items() if not getattr(config, name)})
+
+
+def _chunk_rows(rows):
+    """About a sixteenth of a shard: so small that tiles soon have something to do, and signals are few."""
+    return min(max(triton.next_power_of_2(rows) // 16, 128), 1024)
+
+
+# ---- the kernel ----
+
+
+@td.jit
+def _attend(
+    acc, top, total, q, k_desc, v_desc, k_at, v_at, plane, sheet, first_row, head, heads, first, last, limits, stop,
+    scale, DTYPE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, USE_TMA: tl.constexpr, MASKED: tl.constexpr, CLEAN: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The online softmax, over blocks ``first`` to ``last`` of keys of one shard; (acc, top, total) after them.
+
+    ``acc`` are the weighted values, ``total`` the weights' sums, relative to 2 ** ``top``. If MASKED, a query sees the
+    keys below its limit. ``stop``: how many keys there are.
+    """
+    for block in tl.range(first, last, num_stages=STAGES):
+        row = block * BLOCK_K
+        k = load_rows(
+            k_desc, k_at, plane, sheet, first_row, head, heads, row, stop,
+            DTYPE, D, BLOCK_K, BLOCK_D, USE_TMA, CLEAN,
+        )  # fmt: skip
+        scores = td.dot(q, k.T, tl.full((BLOCK_Q, BLOCK_K), 0.0, tl.float32), PRECISION)
+        if MASKED:
+            offs = row + tl.arange(0, BLOCK_K)
+            scores = tl.where(offs[None, :] < limits[:, None], scores, float("-inf"))
+        higher = tl.maximum(top, td.max_of(scores, 1) * scale)
+        weights = tl.exp2(scores * scale - higher[:, None])
+        shrink = tl.exp2(top - higher)
+        total = total * shrink + td.sum_of(weights, 1)
+        acc = acc * shrink[:, None]
+        v = load_rows(
+            v_desc, v_at, plane, sheet, first_row, head, heads, row, stop,
+            DTYPE, DV, BLOCK_K, BLOCK_DV, USE_TMA, CLEAN,
+        )  # fmt: skip
+        acc = accumulate(acc, weights, v, PRECISION)
+        top = higher
+    return acc, top, total
+
+
+@td.jit
+def query_tile(tile, batch, rows, heads, kv_heads, BLOCK_Q: tl.constexpr):
+    """(batch entry, head, its head of keys, first query) of a tile; later queries, which see more, come first."""
+    per_block = batch * heads
+    row = ((rows + BLOCK_Q - 1) // BLOCK_Q - 1 - tile // per_block) * BLOCK_Q
+    entry = tile % per_block // heads
+    head = tile % per_block % heads
+    return entry, head, head // (heads // kv_heads), row
+
+
+@td.jit
+def own_blocks(row, rows, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, MASK: tl.constexpr):
+    """(limits of the queries of a tile among its own rank's keys, blocks without a mask, all blocks).
+
+    Causal, they are the same whether the rank has one piece or two: positions grow with rows.
+    """
+    offs = row + tl.arange(0, BLOCK_Q)
+    if MASK == ALL:
+        return offs * 0 + rows, rows // BLOCK_K, (rows + BLOCK_K - 1) // BLOCK_K
+    else:
+        stop = tl.minimum(row + BLOCK_Q, rows)
+        return tl.minimum(offs + 1, rows), tl.minimum(row + 1, rows) // BLOCK_K, (stop + BLOCK_K - 1) // BLOCK_K
+
+
+@td.jit
+def far_limits(row, source, me, rows, BLOCK_Q: tl.constexpr, MASK: tl.constexpr):
+    """(limits of the queries of a tile among the keys of another rank, the least of them, the greatest)."""
+    of_first, of_second = keys_seen(source, me, rows, MASK)
+    piece = pieces_of(rows)
+    limits = tl.where(row + tl.arange(0, BLOCK_Q) < piece, of_first, of_second)
+    least = tl.where(row < piece, of_first, of_second)
+    return limits, least, tl.where(tl.minimum(row + BLOCK_Q, rows) > piece, of_second, of_first)
+
+
+@td.jit(do_not_specialize=["batch", "rows", "heads", "kv_heads", "plan", "num_comm", "chunk_rows"])
+def ag_attention_kernel(
+    ctx, q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, q_desc, k_desc, v_desc, far_k_desc, far_v_desc,
+    scale, batch, rows, heads, kv_heads, plan, num_comm, chunk_rows,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, MASK: tl.constexpr, ELEM_BYTES: tl.constexpr,
+    STRADDLES: tl.constexpr, USE_TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    COPY_WORDS: tl.constexpr,
+):  # fmt: skip
+    """o [B, S / W, Hq, DV] and lse [B, S / W, Hq]; ``scale`` has the factor for powers of two in it."""
+    DTYPE: tl.constexpr = q_ptr.dtype.element_ty
+    me, ranks = td.rank(ctx), td.num_ranks(ctx)
+    epoch = td.epoch(ctx) + 1
+    half = (epoch % 2).to(tl.int32)
+    signal = (epoch << 8) | plan
+    positions = batch * rows
+    num_chunks = (positions + chunk_rows - 1) // chunk_rows
+    k_bytes, v_bytes = kv_heads * (D * ELEM_BYTES), kv_heads * (DV * ELEM_BYTES)
+    k_slot, v_slot = slot_bytes(positions, k_bytes), slot_bytes(positions, v_bytes)
+    tiles = (rows + BLOCK_Q - 1) // BLOCK_Q * batch * heads
+    pieces = num_comm + tiles + tl.where(ranks > 1, 1, 0)
+    known = tl.full((), 0, tl.int32)  # chunks of the peers, as they arrive, that this program has waited for
+
+    piece = td.ticket_of(td.take_ticket(ctx))
+    while piece < pieces:
+        if piece < num_comm:
+            push_rows(
+                ctx, half, signal, piece, num_comm, rows, positions, chunk_rows, k_ptr.to(tl.int64), k_bytes,
+                v_ptr.to(tl.int64), v_bytes, None, 0, MASK, False, COPY_WORDS,
+            )  # fmt: skip
+            answer = td.take_ticket(ctx)
+        elif piece >= num_comm + tiles:
+            await_peers(ctx, half, signal, num_chunks)
+            answer = td.take_ticket(ctx)
+        else:
+            entry, head, kv_head, row = query_tile(piece - num_comm, batch, rows, heads, kv_heads, BLOCK_Q)
+            first_row = entry * rows
+            q = load_rows(
+                q_desc, q_ptr.to(tl.int64), 0, entry, first_row, head, heads, row, rows,
+                DTYPE, D, BLOCK_Q, BLOCK_D, USE_TMA, False,
+            )  # fmt: skip
+            acc = tl.full((BLOCK_Q, BLOCK_DV), 0.0, tl.float32)
+            top = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
+            total = tl.full((BLOCK_Q,), 0.0, tl.float32)
+            limits, plain, blocks = own_blocks(row, rows, BLOCK_Q, BLOCK_K, MASK)
+            k_at, v_at = k_ptr.to(tl.int64), v_ptr.to(tl.int64)
+            acc, top, total = _attend(
+                acc, top, total, q, k_desc, v_desc, k_at, v_at, 0, entry, first_row, kv_head, kv_heads,
+                0, plain, limits, rows, scale,
+                DTYPE, D, DV, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_K, USE_TMA, False, False, PRECISION, STAGES,
+            )  # fmt: skip
+            acc, top, total = _attend(
+                acc, top, total, q, k_desc, v_desc, k_at, v_at, 0, entry, first_row, kv_head, kv_heads,
+                plain, blocks, limits, rows, scale,
+                DTYPE, D, DV, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_K, USE_TMA, True, False, PRECISION, 1,
+            )  # fmt: skip
+            for step in range(1, ranks):
+                source = (me + ranks - step) % ranks
+                limits, least, most = far_limits(row, source, me, rows, BLOCK_Q, MASK)
+                before = (step - 1) * num_chunks
+                segments, last_chunk = chunks_of(first_row, 0, most, chunk_rows, known, before)
+                for segment in range(0, segments):
+                    chunk, start, stop = blocks_of(
+                        segment, segments, last_chunk, first_row, 0, most, chunk_rows, BLOCK_K
+                    )  # fmt: skip
+                    at = await_chunks(
+                        ctx, half, signal, td.data_at(ctx, half, me), known, before + chunk + 1, rows, positions,
+                        chunk_rows, MASK, False, USE_TMA,
+                    )  # fmt: skip
+                    known = tl.maximum(known, before + chunk + 1)
+                    k_at, v_at = at + source * k_slot, at + ranks * k_slot + source * v_slot
+                    middle = tl.minimum(tl.maximum(least // BLOCK_K, start), stop)
+                    acc, top, total = _attend(
+                        acc, top, total, q, far_k_desc, far_v_desc, k_at, v_at, half, source * batch + entry,
+                        first_row, kv_head, kv_heads, start, middle, limits, most, scale,
+                        DTYPE, D, DV, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_K, USE_TMA, False, False, PRECISION, STAGES,
+                    )  # fmt: skip
+                    acc, top, total = _attend(
+                        acc, top, total, q, far_k_desc, far_v_desc, k_at, v_at, half, source * batch + entry,
+                        first_row, kv_head, kv_heads, middle, stop, limits, most, scale,
+                        DTYPE, D, DV, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_K, USE_TMA, True, STRADDLES, PRECISION, 1,
+                    )  # fmt: skip
+            answer = td.take_ticket(ctx)
+            store_rows_of(o_ptr, acc / total[:, None], first_row, head, heads, row, rows, DV, BLOCK_Q, BLOCK_DV)
+            offs = row + tl.arange(0, BLOCK_Q)
+            places = (tl.cast(first_row, tl.int64) + offs) * heads + head
+            tl.store(lse_ptr + places, (top + tl.log2(total)) * LN_2, mask=offs < rows)
+        piece = td.ticket_of(answer)
+    td.finish(ctx)
+
+
+# ---- launcher ----
+
+
+def mask_of(causal, sharding):
+    return ALL.value if not causal else ZIGZAG.value if sharding == "zigzag" else CONTIGUOUS.value
+
+
+def straddles(rows, block_k, causal, sharding):
+    """Whether a block of keys has some of both pieces of a rank, of which the second may not have been sent."""
+    return causal and sharding == "zigzag" and (rows + 1) // 2 % block_k != 0
+
+
+def problem_fields(q, k, v, causal, sharding, scale, config):
+    """What must be the same on all ranks."""
+    return {
+        "B": q.shape[0], "S/W": q.shape[1], "Hq": q.shape[2], "Hkv": k.shape[2], "D": q.shape[3], "Dv": v.shape[3],
+        "dtype": str(q.dtype), "causal": causal, "sharding": sharding, "scale": scale, "config": text_of(config),
+    }  # fmt: skip
+
+
+def uses_tma(*tensors):
+    """Whether tensor descriptors can be made for tensors [B, S, H, D]."""
+    # The descriptor takes the shared-memory layout that wgmma wants for 16-bit types only.
+    fit = all(tensor.element_size() == 2 and tensor.shape[3] % 8 == 0 for tensor in tensors)
+    return fit and _device.has_tma(tensors[0].device)
+
+
+def width_of(size):
+    """The block that takes a head's elements."""
+    return max(16, triton.next_power_of_2(size))
+
+
+def shard_descriptor(x, block):
+    """Of a tensor [B, S, H, D], as [1, B, H, S, D]."""
+    batch, rows, heads, d = x.shape
+    shape, strides = [1, batch, heads, rows, d], [x.numel(), rows * heads * d, d, heads * d, 1]
+    return TensorDescriptor(x, shape, strides, [1, 1, 1, block, width_of(d)])
+
+
+def gathered_descriptor(workspace, first_byte, like, ranks, block):
+    """Of all ranks' tensors ``like`` in both halves, as [2, W * B, H, S, D]."""
+    batch, rows, heads, d = like.shape
+    size = like.element_size()
+    data = workspace.buffer.tensor(workspace.rank)[workspace.data_offset + first_byte :].view(like.dtype)
+    shape = [2, ranks * batch, heads, rows, d]
+    strides = [workspace.half_bytes // size, rows * heads * d, d, heads * d, 1]
+    return TensorDescriptor(data.as_strided((1, d), (d, 1)), shape, strides, [1, 1, 1, block, width_of(d)])
+
+
+def slot_size(x):
+    """Bytes of a tensor's slot; see ``_attention.slot_bytes``."""
+    return -(-x.numel() * x.element_size() // 16) * 16
+
+
+def resident_programs(device, num_warps):
+    """As many programs as there may be at a time, by their threads; more than fit do no harm."""
+    return _device.num_sms(device) * max(1, 8 // num_warps)
+
+
+def prepare_keys(name, q, k, v, group, config, fields):
+    """The workspace through which keys and values go, the plan, and how many programs push."""
+    ranks = group.size()
+    num_chunks = -(-k.shape[0] * k.shape[1] // config.chunk_rows)
+    workspace = get_workspace(group, q.device, "ag_attention")
+    half_bytes = ranks * (slot_size(k) + slot_size(v)) if ranks > 1 else 256
+    plan = workspace.prepare(name, fields, half_bytes, ranks * num_chunks + ranks)
+    return workspace, plan, config.num_comm_sms if ranks > 1 else 0
+
+
+def key_descriptors(workspace, k, v, ranks, block_k):
+    """Descriptors of k and v, and of those of all ranks; on one rank there are none but ours."""
+    own = shard_descriptor(k, block_k), shard_descriptor(v, block_k)
+    if ranks == 1:
+        return *own, *own
+    far_v = gathered_descriptor(workspace, ranks * slot_size(k), v, ranks, block_k)
+    return *own, gathered_descriptor(workspace, 0, k, ranks, block_k), far_v
+
+
+def launch(q, k, v, causal, sharding, scale, group, config):
+    """(o, lse) of contiguous q, k and v [B, S / W, ·, ·] that are not empty; ``config`` is complete."""
+    ranks = group.size()
+    batch, rows, heads, d = q.shape
+    dv = v.shape[3]
+    o = q.new_empty(batch, rows, heads, dv)
+    lse = q.new_empty(batch, rows, heads, dtype=torch.float32)
+    fields = problem_fields(q, k, v, causal, sharding, scale, config)
+    workspace, plan, num_comm = prepare_keys("ag_attention", q, k, v, group, config, fields)
+    tma = uses_tma(q, k, v)
+    descriptors = (None,) * 5
+    if tma:
+        descriptors = shard_descriptor(q, config.block_q), *key_descriptors(workspace, k, v, ranks, config.block_k)
+    pieces = num_comm + -(-rows // config.block_q) * batch * heads + (ranks > 1)
+    workspace.before_launch()
+    ag_attention_kernel[(min(pieces, resident_programs(q.device, config.num_warps)),)](
+        workspace.ctx, q, k, v, o, lse, *descriptors, scale * LOG2_E.value, batch, rows, heads, k.shape[2], plan,
+        num_comm, config.chunk_rows,
+        D=d, DV=dv, BLOCK_D=width_of(d), BLOCK_DV=width_of(dv), BLOCK_Q=config.block_q, BLOCK_K=config.block_k,
+        MASK=mask_of(causal, sharding), ELEM_BYTES=q.element_size(), USE_TMA=tma,
+        STRADDLES=straddles(rows, config.block_k, causal, sharding), PRECISION=_operands.dot_precision(q.dtype),
+        STAGES=config.num_stages, COPY_WORDS=_COPY_WORDS,
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+    workspace.after_launch()
+    return o, lse

@@ -1,0 +1,259 @@
+"""flash_decode: attention of a few query tokens over a key-value cache that is sharded along the sequence.
+
+    q [B, Hq, D] the same on all ranks, k_cache, v_cache [B, S, Hkv, D] this rank's keys  ->  o [B, Hq, Dv] on all ranks
+
+Schedule, all of it in one launch (``flash_decode_kernel``): the keys of all entries and heads are dealt evenly to the
+programs that fit the GPU; the last program of an entry's head merges what this rank has for it, stores that in every
+rank's buffer with one signal, and later waits for the signals of the peers and merges all ranks' results, in fp32 and
+in rank order. So all ranks get the same bits. There is no barrier and no second kernel. What crosses the wire for a
+query head and peer is its Dv numbers and its lse, in fp32.
+
+Backward. o and its gradient are the same on all ranks. With the lse of the whole each rank computes the gradients of
+its own keys and values, and its part of dq, which is added up over ranks.
+
+Example:
+    o = tdkernels.flash_decode(q, k_cache, v_cache, kv_lens)    # of the keys of all ranks
+"""
+
+import math
+
+import torch
+
+from tdkernels.ops import _operands, flash_decode_backward_kernel
+from tdkernels.ops import flash_decode_launch as launcher
+from tdkernels.ops._collectives import all_gather_rows
+from tdkernels.ops._collectives import all_reduce as plain_all_reduce
+from tdkernels.ops._outside_graphs import outside_graphs
+from tdkernels.ops.collectives import all_reduce
+from tdkernels.ops.flash_decode_checks import FP8, check
+from tdkernels.symm import resolve_group
+
+# ---- the specification, in plain torch.distributed ----
+
+
+def _dense(cache, block_table, scale):
+    """The cache as [B, capacity, Hkv, D] in fp32."""
+    if block_table is not None:
+        cache = cache[block_table.long()].flatten(1, 2)
+    dense = cache.to(torch.promote_types(cache.dtype, torch.float32) if cache.dtype != FP8 else torch.float32)
+    return dense if scale is None else dense * scale.view(-1, 1)
+
+
+def _local_ref(q, k, v, lens, after, scale, soft_cap, window):
+    """(o, lse) of this rank's keys alone, of q [B, Tq, Hq, D]."""
+    batch, queries, q_heads, _ = q.shape
+    scores = _scores(q, k, lens, after, scale, soft_cap, window)
+    lse = scores.logsumexp(-1)
+    weights = torch.exp(scores - torch.where(lse.isinf(), 0.0, lse).unsqueeze(-1))
+    v = torch.where(_in_cache(v, lens), v, 0.0)  # what is not the cache's may be anything
+    o = torch.einsum("btgin,bngd->btgid", weights, v)
+    return o.reshape(batch, queries, q_heads, -1), lse.reshape(batch, queries, q_heads)
+
+
+def _in_cache(cache, lens):
+    keys = torch.arange(cache.shape[1], device=cache.device)
+    return (keys < lens.view(-1, 1)).view(*cache.shape[:2], 1, 1)
+
+
+def _scores(q, k, lens, after, scale, soft_cap, window):
+    """[B, Tq, Hkv, Hq / Hkv, capacity], -inf for keys that are not seen."""
+    batch, queries, q_heads, _ = q.shape
+    grouped = q.to(k.dtype).view(batch, queries, k.shape[2], q_heads // k.shape[2], -1)
+    scores = torch.einsum("btgid,bngd->btgin", grouped, torch.where(_in_cache(k, lens), k, 0.0)) * scale
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    keys = torch.arange(k.shape[1], device=q.device)
+    steps = torch.arange(queries, device=q.device)
+    behind = (lens + after - queries).view(-1, 1, 1) + steps.view(1, -1, 1) - keys
+    seen = (keys < lens.view(-1, 1, 1)) & (behind >= 0)
+    if window is not None:
+        seen &= behind < window
+    return scores.masked_fill(~seen[:, :, None, None, :], -math.inf)
+
+
+def flash_decode_ref(
+    q, k_cache, v_cache, kv_lens, *, block_table=None, k_scale=None, v_scale=None, scale=None, soft_cap=None,
+    window=None, return_lse=False, group=None, alone=False,
+):  # fmt: skip
+    """The specification of ``flash_decode``: attention of each rank's keys in fp32, gathered and merged.
+
+    ``alone``: without a group, be torch.distributed initialised or not.
+    """
+    q4 = q if q.dim() == 4 else q.unsqueeze(1)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    ranks, rank = (1, 0) if alone else _ranks(group)
+    lens = kv_lens.long().unsqueeze(0)
+    all_lens = all_gather_rows(lens, group) if ranks > 1 else lens
+    after = all_lens[rank + 1 :].sum(0)
+    k, v = _dense(k_cache, block_table, k_scale), _dense(v_cache, block_table, v_scale)
+    o, lse = _local_ref(q4, k, v, lens[0], after, scale, soft_cap, window)
+    if ranks > 1:
+        parts = all_gather_rows(torch.cat([o, lse.unsqueeze(-1)], -1).unsqueeze(0), group)
+        part_o, part_lse = parts[..., :-1], parts[..., -1]
+        lse = part_lse.logsumexp(0)
+        weights = torch.exp(part_lse - torch.where(lse.isinf(), 0.0, lse))
+        o = (part_o * weights.unsqueeze(-1)).sum(0)
+    o, lse = (x if q.dim() == 4 else x.squeeze(1) for x in (o.to(q.dtype), lse.float()))
+    return (o, lse) if return_lse else o
+
+
+def _ranks(group):
+    """(how many ranks, which we are); one where nobody has initialised torch.distributed."""
+    if group is None and not torch.distributed.is_initialized():
+        return 1, 0
+    return torch.distributed.get_world_size(group), torch.distributed.get_rank(group)
+
+
+# ---- the gradient ----
+
+
+def _forward(q, k_cache, v_cache, kv_lens, block_table, scales, options, group, config):
+    if config is None or config.method == "fused":
+        return launcher.launch(q, k_cache, v_cache, kv_lens, block_table, scales, options, group, config)
+    scale, soft_cap, window = options
+    k_scale, v_scale = scales or (None, None)
+    return flash_decode_ref(
+        q, k_cache, v_cache, kv_lens, block_table=block_table, k_scale=k_scale, v_scale=v_scale, scale=scale,
+        soft_cap=soft_cap, window=window, return_lse=True, group=group, alone=group is None,
+    )  # fmt: skip
+
+
+@torch.enable_grad()
+def _torch_gradients(q, k_cache, v_cache, kv_lens, after, block_table, do, lse, delta, options):
+    """What the backward's kernel gives, by plain torch: the gradients of a sum made for that, with lse a constant."""
+    inputs = q.float(), _dense(k_cache, block_table, None), _dense(v_cache, block_table, None)
+    q, k, v = (x.detach().requires_grad_() for x in inputs)
+    scores = _scores(q, k, kv_lens.long(), after, *options)
+    lse = lse.view(scores.shape[:-1])
+    weights = torch.exp(scores - torch.where(lse.isinf(), 0.0, lse).unsqueeze(-1))
+    o = torch.einsum("btgin,bngd->btgid", weights, torch.where(_in_cache(v, kv_lens), v, 0.0))
+    total = (o * do.view(o.shape)).sum() - (weights.sum(-1) * delta.view(lse.shape)).sum()
+    return torch.autograd.grad(total, (q, k, v))
+
+
+class _FlashDecode(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k_cache, v_cache, kv_lens, block_table, scales, options, group, config):
+        o, lse = _forward(q, k_cache, v_cache, kv_lens, block_table, scales, options, group, config)
+        ctx.save_for_backward(q, k_cache, v_cache, kv_lens, block_table, o, lse)
+        ctx.options, ctx.group = options, group
+        ctx.by_torch = config is not None and config.method == "torch"
+        ctx.set_materialize_grads(False)
+        return o, lse
+
+    @staticmethod
+    def backward(ctx, do, dlse):
+        _operands.refuse_second_derivatives("flash_decode")
+        q, k_cache, v_cache, kv_lens, block_table, o, lse = ctx.saved_tensors
+        need_dq, need_dk, need_dv = ctx.needs_input_grad[:3]
+        group = ctx.group
+        do = torch.zeros_like(o) if do is None else do.contiguous()
+        delta = (do.float() * o.float()).sum(-1)
+        if dlse is not None:
+            delta = delta - dlse
+        after = _keys_after(kv_lens, q.shape[1], ctx.options[2], group)
+        if ctx.by_torch:
+            dq, dk, dv = _torch_gradients(
+                q, k_cache, v_cache, kv_lens, after, block_table, do.float(), lse, delta, ctx.options
+            )
+        else:
+            shape = launcher.shape_of(q, k_cache, v_cache)
+            dq, dk, dv = flash_decode_backward_kernel.launch(
+                q, k_cache, v_cache, kv_lens, after, block_table, do, lse, delta.contiguous(), shape, ctx.options
+            )
+        if need_dq and group is not None:
+            dq = plain_all_reduce(dq, group) if ctx.by_torch else all_reduce(dq, group=group)
+        return (
+            dq.to(q.dtype) if need_dq else None, _of_cache(dk, k_cache, block_table) if need_dk else None,
+            _of_cache(dv, v_cache, block_table) if need_dv else None, *[None] * 6,
+        )  # fmt: skip
+
+
+def _keys_after(kv_lens, queries, window, group):
+    """How many keys later ranks have, [B] int32; not asked for where nothing depends on it."""
+    if group is None or (queries == 1 and window is None):
+        return torch.zeros_like(kv_lens, dtype=torch.int32)
+    all_lens = all_gather_rows(kv_lens.int().unsqueeze(0), group)
+    return all_lens[torch.distributed.get_rank(group) + 1 :].sum(0, dtype=torch.int32)
+
+
+def _of_cache(gradient, cache, block_table):
+    """The gradient [B, capacity, Hkv, D] in the layout of the cache; blocks that entries share get the sum."""
+    if block_table is None:
+        return gradient.to(cache.dtype)
+    paged = torch.zeros_like(cache, dtype=torch.float32, memory_format=torch.contiguous_format)
+    blocks = gradient.reshape(-1, *cache.shape[1:]).float()
+    numbers = block_table.long().clamp(0, cache.shape[0] - 1).flatten()  # past an entry's last they may be anything
+    return paged.index_put_((numbers,), blocks, accumulate=True).to(cache.dtype)
+
+
+# ---- the public function ----
+
+
+def _scales_of(k_cache, k_scale, v_scale):
+    """(k_scale, v_scale) as many numbers in both, or None."""
+    if k_cache.dtype != FP8 or (k_scale is None and v_scale is None):
+        return None
+    heads = k_cache.shape[2]
+    one = torch.ones((), device=k_cache.device)
+    pair = [one if scale is None else scale.contiguous() for scale in (k_scale, v_scale)]
+    if pair[0].numel() != pair[1].numel():
+        pair = [scale.expand(heads).contiguous() if scale.numel() == 1 else scale for scale in pair]
+    return tuple(pair)
+
+
+@outside_graphs
+def flash_decode(
+    q, k_cache, v_cache, kv_lens, *, block_table=None, k_scale=None, v_scale=None, scale=None, soft_cap=None,
+    window=None, return_lse=False, group=None, config=None,
+):  # fmt: skip
+    """Attention of the last tokens of each sequence over all ranks' keys and values.
+
+    The keys of rank r come before those of rank r + 1; query tokens are the last Tq positions of the whole sequence, so
+    the last keys are their own, on whichever ranks these are.
+
+    Args:     q: [B, Hq, D], or [B, Tq, Hq, D], causal among the Tq; bf16, fp16 or fp32, the same on all ranks
+              k_cache, v_cache: [B, S, Hkv, D] and [B, S, Hkv, Dv], or paged, [blocks, block_size, Hkv, D]; in the dtype
+              of q, or float8_e4m3fn. Hq is a multiple of Hkv: head h of q reads head h // (Hq / Hkv). Any strides but
+              in the last dimension. v_cache may be the first columns of k_cache (MLA: D 576, Dv 512)
+              kv_lens: [B] int32 or int64, how many keys this rank has of each sequence, 0 allowed; on the device
+              block_table: [B, max_blocks] int32 or int64, the blocks of each sequence, if the caches are paged
+              k_scale, v_scale: float32, one number or [Hkv]: what an element of a float8 cache is multiplied by
+              scale: of the scores, D ** -0.5 if None
+              soft_cap: scores s become soft_cap * tanh(s / soft_cap), after scale
+              window: each query sees the last ``window`` keys up to its own, which counts
+              return_lse: give the log of the sum of exponentials of each query's scores too
+              group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the world (W ranks); where
+              torch.distributed is not initialised, this process alone
+              config: FlashDecodeConfig, the same on all ranks; None takes the default
+    Returns:  o: [B, Hq, Dv] or [B, Tq, Hq, Dv], dtype of q, the same bits on all ranks, summed in fp32; zeros where
+              a query sees no key. With return_lse (o, lse): lse [B, Hq] or [B, Tq, Hq] float32, natural, -inf there
+    Gradient: dq complete, the same on all ranks; dk_cache, dv_cache of this rank's keys, zeros beyond kv_lens. The
+              gradients of o and lse are taken to be the same on all ranks, as these are. Not for float8 caches
+    Raises:   TypeError or ValueError for operands that do not fit, with their shapes, before anything is launched;
+              ValueError on every rank when the ranks disagree; with TDKERNELS_DEBUG=1, which waits for the device, also
+              for lengths beyond the cache and blocks that there are not (otherwise a length counts as what there is
+              room for, and blocks are not looked at); PeerTimeoutError when a peer does not come
+    Contract: collective over group; host sync: no; CUDA graph: yes, after one call outside, kv_lens and block_table may
+              change between replays; the caller owns the output
+    Source:   split keys: Flash-Decoding (https://crfm.stanford.edu/2023/10/12/flashdecoding.html); equal shares of one
+              line of work: Stream-K (https://arxiv.org/abs/2301.03598)
+    """
+    check(q, k_cache, v_cache, kv_lens, block_table, (k_scale, v_scale), scale, soft_cap, window, config)
+    if group is not None or _ranks(None)[0] > 1:
+        group = resolve_group(group)
+        group = group if group.size() > 1 else None
+    differentiated = _operands.may_be_differentiated([q, k_cache, v_cache])
+    if differentiated and k_cache.dtype == FP8:
+        raise ValueError(f"flash_decode: there is no gradient with a cache of {k_cache.dtype}; use torch.no_grad()")
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    options = scale, None if soft_cap is None else float(soft_cap), window
+    q4 = (q if q.dim() == 4 else q.unsqueeze(1)).contiguous()
+    table = None if block_table is None else block_table.contiguous()
+    call = (
+        q4, k_cache, v_cache, kv_lens.contiguous(), table, _scales_of(k_cache, k_scale, v_scale), options, group, config
+    )  # fmt: skip
+    o, lse = _FlashDecode.apply(*call) if differentiated else _forward(*call)
+    if q.dim() == 3:
+        o, lse = o.squeeze(1), lse.squeeze(1)
+    return (o, lse) if return_lse else o

@@ -1,0 +1,153 @@
+"""The gradients of flash_decode on one rank: of its own keys and values, and its part of that of the queries.
+
+A program takes some blocks of keys of one entry and one head of the cache. It computes the scores of all query rows
+again, and with the lse of all ranks' keys they become the weights of the whole. What it adds to dq stays in memory of
+its own; the parts are added up afterwards, in their order.
+"""
+
+import torch
+import triton.language as tl
+
+from tdkernels import lang as td
+from tdkernels.ops import _device, _operands
+from tdkernels.ops.flash_decode_config import next_power_of_2
+from tdkernels.ops.flash_decode_kernel import (
+    FP8_NONE,
+    LOG2_E,
+    _cache_rows,
+    _capped,
+    _first_blocks,
+    _key_rows,
+    _query,
+    _query_rows,
+    _sees,
+)
+
+_MAX_BLOCK_BYTES = 32 << 10  # of a block of keys and values, which stay with the program
+
+
+@td.jit
+def _add_rows(ptr, rows, there, D: tl.constexpr, FIRST: tl.constexpr, values):
+    """Add to columns from FIRST on of fp32 rows that are the program's own."""
+    offs = FIRST + tl.arange(0, values.shape[1])
+    at = rows[:, None] * D + offs[None, :]
+    mask = there[:, None] & (offs < D)[None, :]
+    tl.store(ptr + at, tl.load(ptr + at, mask=mask, other=0.0) + values, mask=mask)
+
+
+@td.jit
+def _store_keys(ptr, keys, there, stride, WIDTH: tl.constexpr, FIRST: tl.constexpr, values):
+    """Store the gradient of a block of keys, columns from FIRST on."""
+    offs = FIRST + tl.arange(0, values.shape[1])
+    at = keys.to(tl.int64)[:, None] * stride + offs[None, :]
+    values = td.from_float32(values, ptr.dtype.element_ty)
+    tl.store(ptr + at, values, mask=there[:, None] & (offs < WIDTH)[None, :])
+
+
+@td.jit(do_not_specialize=["heads", "capacity", "score_scale", "scale", "cap", "window"])
+def flash_decode_backward_kernel(
+    q_ptr, k_ptr, v_ptr, lens_ptr, after_ptr, table_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, dk_ptr, dv_ptr,
+    heads, capacity, score_scale, scale, cap, window,
+    stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, stride_table,
+    TQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DV: tl.constexpr,
+    DVP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
+    SOFT_CAP: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Program (b * heads + head, split): dk [B, capacity, heads, D], dv of its keys; dq [splits, B, TQ, heads * G, D]
+    of its split, fp32 of zeros before. ``after`` [B] keys follow ours; delta [B, TQ, heads * G] is rowsum(do * o)."""
+    entry, head = tl.program_id(0) // heads, tl.program_id(0) % heads
+    split, splits = tl.program_id(1), tl.num_programs(1)
+    length = tl.minimum(tl.maximum(tl.load(lens_ptr + entry).to(tl.int32), 0), capacity)
+    after = tl.load(after_ptr + entry).to(tl.int32)
+    first_block = _first_blocks(length, after, window, TQ, BLOCK_N, WINDOW)
+    num_blocks = (length + BLOCK_N - 1) // BLOCK_N - first_block
+    share = (num_blocks + splits - 1) // splits
+    begin = first_block + split * share
+    end = tl.minimum(begin + share, first_block + num_blocks)
+    queries = (tl.num_programs(0) // heads).to(tl.int64) * (TQ * heads * G)
+    dq_ptr += split * queries * D
+    from_entry = tl.where(PAGE == 0, entry.to(tl.int64), 0)
+    k_ptr += from_entry * stride_kb + head.to(tl.int64) * stride_kh
+    v_ptr += from_entry * stride_vb + head.to(tl.int64) * stride_vh
+    dk_ptr += (entry.to(tl.int64) * capacity * heads + head) * D
+    dv_ptr += (entry.to(tl.int64) * capacity * heads + head) * DV
+    columns = tl.arange(0, DVP)
+    for block in range(begin, end):
+        keys = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        there = keys < length
+        table = table_ptr + entry.to(tl.int64) * stride_table
+        k_rows = _key_rows(table, keys, there, stride_kb, stride_ks, PAGE)
+        v_rows = _key_rows(table, keys, there, stride_vb, stride_vs, PAGE)
+        WIDTH1: tl.constexpr = D if D < D1 else D1
+        k1 = _cache_rows(k_ptr, k_rows, there, tl.arange(0, D1), WIDTH1, D1, FP8_NONE)
+        v = _cache_rows(v_ptr, v_rows, there, columns, DV, DVP, FP8_NONE)
+        dk1 = tl.full((BLOCK_N, D1), 0.0, tl.float32)
+        dv = tl.full((BLOCK_N, DVP), 0.0, tl.float32)
+        if D2:
+            k2 = _cache_rows(k_ptr + D1, k_rows, there, tl.arange(0, D2), D - D1, D2, FP8_NONE)
+            dk2 = tl.full((BLOCK_N, D2), 0.0, tl.float32)
+        for from_row in range(0, TQ * G, BLOCK_M):
+            row = from_row + tl.arange(0, BLOCK_M)
+            is_row = row < TQ * G
+            query = _query_rows(entry, head, row, heads, G, TQ)
+            q1 = _query(q_ptr, query, is_row, D, 0, D1, FP8_NONE)
+            do_mask = is_row[:, None] & (columns < DV)[None, :]
+            do = tl.load(do_ptr + query[:, None] * DV + columns[None, :], mask=do_mask, other=0.0)
+            lse = tl.load(lse_ptr + query, mask=is_row, other=float("-inf")) * LOG2_E
+            delta = tl.load(delta_ptr + query, mask=is_row, other=0.0)
+            scores = td.dot(q1, tl.trans(k1), tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32), PRECISION)
+            if D2:
+                q2 = _query(q_ptr, query, is_row, D, D1, D2, FP8_NONE)
+                scores = td.dot(q2, tl.trans(k2), scores, PRECISION)
+            scores = _capped(scores * score_scale, cap, SOFT_CAP)
+            seen = _sees(keys, length, after, tl.where(is_row, row // G, -1), window, TQ, WINDOW)
+            seen &= (lse > float("-inf"))[:, None]
+            p = tl.exp2(tl.where(seen, scores - lse[:, None], float("-inf")))
+            dp = td.dot(do, tl.trans(v), tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32), PRECISION)
+            ds = p * (dp - delta[:, None]) * scale
+            if SOFT_CAP:
+                ds *= 1.0 - (scores / cap) * (scores / cap)
+            p_low, ds_low = td.from_float32(p, v.dtype), td.from_float32(ds, v.dtype)
+            dv = td.dot(tl.trans(p_low), do, dv, PRECISION)
+            dk1 = td.dot(tl.trans(ds_low), q1, dk1, PRECISION)
+            dq1 = td.dot(ds_low, k1, tl.full((BLOCK_M, D1), 0.0, tl.float32), PRECISION)
+            _add_rows(dq_ptr, query, is_row, D, 0, dq1)
+            if D2:
+                dk2 = td.dot(tl.trans(ds_low), q2, dk2, PRECISION)
+                dq2 = td.dot(ds_low, k2, tl.full((BLOCK_M, D2), 0.0, tl.float32), PRECISION)
+                _add_rows(dq_ptr, query, is_row, D, D1, dq2)
+        _store_keys(dk_ptr, keys, there, heads * D, WIDTH1, 0, dk1)
+        if D2:
+            _store_keys(dk_ptr, keys, there, heads * D, D, D1, dk2)
+        _store_keys(dv_ptr, keys, there, heads * DV, DV, 0, dv)
+
+
+def launch(q, k_cache, v_cache, kv_lens, after, block_table, do, lse, delta, shape, options):
+    """(this rank's part of dq [B, Tq, Hq, D] in fp32; dk, dv [B, capacity, Hkv, …], zeros beyond the lengths).
+
+    Args:     after: [B] int32, how many keys later ranks have; the rest as for ``flash_decode_launch.launch``
+    """
+    scale, soft_cap, window = options
+    paged = block_table is not None
+    capacity = k_cache.shape[1] * (block_table.shape[1] if paged else 1)
+    d1, d2 = shape.parts_of_d
+    on_cpu = q.device.type == "cpu"
+    bytes_of_key = (d1 + d2 + shape.padded_dv) * q.element_size()
+    block_n = 16 if on_cpu else max(16, min(64, 1 << (_MAX_BLOCK_BYTES // bytes_of_key).bit_length() - 1))
+    block_m = min(shape.block_m, 32)
+    programs = shape.batch * shape.heads
+    most = max(1, -(-capacity // block_n))
+    splits = min(most, max(1, 4 * _device.num_sms(q.device) // programs))
+    dq = torch.zeros(splits, *q.shape, dtype=torch.float32, device=q.device)
+    dk = k_cache.new_zeros(shape.batch, capacity, shape.heads, shape.d)
+    dv = v_cache.new_zeros(shape.batch, capacity, shape.heads, shape.dv)
+    flash_decode_backward_kernel[(programs, splits)](
+        q, k_cache, v_cache, kv_lens, after, block_table if paged else kv_lens, do, lse, delta, dq, dk, dv,
+        shape.heads, capacity, scale * LOG2_E.value, scale, (soft_cap or 0.0) * LOG2_E.value, window or 0,
+        *k_cache.stride()[:3], *v_cache.stride()[:3], block_table.stride(0) if paged else 0,
+        TQ=shape.queries, G=shape.group, D=shape.d, D1=d1, D2=d2, DV=shape.dv, DVP=shape.padded_dv, BLOCK_M=block_m,
+        BLOCK_N=block_n, PAGE=k_cache.shape[1] if paged else 0, SOFT_CAP=soft_cap is not None,
+        WINDOW=window is not None, PRECISION=_operands.dot_precision(q.dtype),
+        num_warps=1 if on_cpu else 8 if next_power_of_2(shape.d) > 128 else 4, num_stages=1,
+    )  # fmt: skip
+    return dq.sum(0), dk, dv

@@ -1,0 +1,413 @@
+"""The kernel behind flash_decode: attention of a few query rows over this rank's keys, exchange and merge in one.
+
+A *tile* is what belongs to one entry of the batch, one head of the cache and one block of query rows. All tiles' blocks
+of keys make one line, in that order, of which every program takes an equal share: so any batch with any lengths fills
+the GPU, and the lengths may stay on the device. Who has a part of a tile leaves it in scratch memory; the last to come
+merges the parts in their order and stores the result in every rank's buffer. When a program has nothing left to compute
+it raises one signal for each of its tiles at each peer, then waits for these tiles from all peers, and merges them in
+rank order.
+
+Nobody waits before he has sent everything. Shares are in the order of programs, so the programs of a rank that have
+started, whatever their number, have sent a first part of the tiles, and wait for tiles of that part only. The rank on
+which this part is smallest always gets through: no program has to be resident (law 1). Every rank waits for all peers'
+tiles, so no rank can finish a call that another has not begun (law 3).
+"""
+
+import triton
+import triton.language as tl
+
+from tdkernels import lang as td
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+# What uint8 stands for in a cache: nothing, e4m3 that the GPU converts, e4m3 that is converted by integers.
+FP8_NONE, FP8_NATIVE, FP8_BITS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+# Numbers of a part, and parts, that are merged at a time: a read takes far longer than an addition.
+_MERGED, _STEP = tl.constexpr(512), tl.constexpr(16)
+
+
+# ---- the cache ----
+
+
+@td.jit
+def _from_e4m3(x, FP8: tl.constexpr):
+    """fp16 of the bits of e4m3, exact; NaN becomes 480 where it is done by integers."""
+    if FP8 == FP8_NATIVE:
+        return x.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    else:
+        # The same fields, but for a bias that is larger by 8: multiplied by 2**8 at the end.
+        bits = x.to(tl.uint16)
+        return (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True) * 256.0
+
+
+@td.jit
+def _cache_rows(ptr, rows, there, offs, WIDTH: tl.constexpr, PADDED: tl.constexpr, FP8: tl.constexpr):
+    """[rows, PADDED] of a cache, of which WIDTH columns are there; zeros elsewhere."""
+    mask = there[:, None]
+    if WIDTH != PADDED:
+        mask &= (offs < WIDTH)[None, :]
+    if FP8:
+        return _from_e4m3(tl.load(ptr + rows[:, None] + offs[None, :], mask=mask, other=0), FP8)
+    else:
+        return tl.load(ptr + rows[:, None] + offs[None, :], mask=mask, other=0.0)
+
+
+@td.jit
+def _key_rows(table_ptr, keys, there, stride_block, stride_key, PAGE: tl.constexpr):
+    """Offsets of keys in a cache, which is paged if PAGE is not 0."""
+    if PAGE:
+        pages = tl.load(table_ptr + keys // PAGE, mask=there, other=0)
+        return pages.to(tl.int64) * stride_block + (keys % PAGE).to(tl.int64) * stride_key
+    else:
+        return keys.to(tl.int64) * stride_key
+
+
+@td.jit
+def _capped(scores, cap, SOFT_CAP: tl.constexpr):
+    """Scores (times log2(e), as all here) within ±cap: cap * tanh(scores / cap)."""
+    if SOFT_CAP:
+        return cap - 2.0 * cap / (tl.exp2(scores * (2.0 * LOG2_E / cap)) + 1.0)
+    else:
+        return scores
+
+
+@td.jit
+def _sees(keys, length, after, step, window, TQ: tl.constexpr, WINDOW: tl.constexpr):
+    """Whether the query of each row, the ``step``-th of TQ, sees each key of this rank; ``after`` keys follow ours."""
+    seen = (keys < length)[None, :] & (step >= 0)[:, None]
+    if TQ > 1 or WINDOW:
+        # How many keys of the whole sequence lie between the key and the query's own place.
+        behind = (after + length - TQ - keys)[None, :] + step[:, None]
+        if TQ > 1:
+            seen &= behind >= 0
+        if WINDOW:
+            seen &= behind < window
+    return seen
+
+
+# ---- attention of one tile over some blocks of keys ----
+
+
+@td.jit
+def _attend(
+    q1, q2, k_ptr, v_ptr, table_ptr, first, last, length, after, step, score_scale, cap, window,
+    stride_kb, stride_ks, stride_vb, stride_vs,
+    TQ: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, FP8: tl.constexpr, V_IS_K: tl.constexpr,
+    SOFT_CAP: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """(o [BLOCK_M, DVP], lse [BLOCK_M] to base 2) of keys of blocks first to last; keys in two parts of D1 and D2."""
+    offs1, offs_v = tl.arange(0, D1), tl.arange(0, DVP)
+    WIDTH1: tl.constexpr = D if D < D1 else D1
+    highest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.full((BLOCK_M,), 0.0, tl.float32)
+    acc = tl.full((BLOCK_M, DVP), 0.0, tl.float32)
+    for block in range(first, last):
+        keys = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        there = keys < length
+        k_rows = _key_rows(table_ptr, keys, there, stride_kb, stride_ks, PAGE)
+        k1 = _cache_rows(k_ptr, k_rows, there, offs1, WIDTH1, D1, FP8)
+        scores = td.dot(q1, tl.trans(k1), tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32), PRECISION)
+        if D2:
+            k2 = _cache_rows(k_ptr + D1, k_rows, there, tl.arange(0, D2), D - D1, D2, FP8)
+            scores = td.dot(q2, tl.trans(k2), scores, PRECISION)
+        scores = _capped(scores * score_scale, cap, SOFT_CAP)
+        scores = tl.where(_sees(keys, length, after, step, window, TQ, WINDOW), scores, float("-inf"))
+        higher = tl.maximum(highest, td.max_of(scores, 1))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        p = tl.exp2(scores - base[:, None])
+        shrink = tl.exp2(highest - base)
+        total = total * shrink + td.sum_of(p, 1)
+        highest = higher
+        if V_IS_K:
+            v = k1
+        else:
+            v_rows = _key_rows(table_ptr, keys, there, stride_vb, stride_vs, PAGE)
+            v = _cache_rows(v_ptr, v_rows, there, offs_v, DV, DVP, FP8)
+        acc = td.dot(td.from_float32(p, v.dtype), v, acc * shrink[:, None], PRECISION)
+    some = total > 0.0
+    o = acc / tl.where(some, total, 1.0)[:, None]
+    return o, tl.where(some, highest + tl.log2(tl.where(some, total, 1.0)), float("-inf"))
+
+
+# ---- parts of a tile, and tiles of all ranks, put together ----
+
+
+@td.jit
+def _merge(o, lse, stride_o, stride_lse, count, rows, DVP: tl.constexpr, STEP: tl.constexpr):
+    """(o [rows, DVP], lse [rows] to base 2) of some rows of a tile, over its ``count`` parts in their order.
+
+    Part i has its o at ``o`` + i * stride_o, pointer to fp32, and its lse at ``lse`` + i * stride_lse.
+    """
+    highest = tl.full(rows.shape, float("-inf"), tl.float32)
+    total = tl.full(rows.shape, 0.0, tl.float32)
+    merged = tl.full((rows.shape[0], DVP), 0.0, tl.float32)
+    offs = rows[:, None] * DVP + tl.arange(0, DVP)[None, :]
+    for first in range(0, count, STEP):
+        parts = first + tl.arange(0, STEP)
+        there = parts < count
+        at = parts.to(tl.int64)
+        values = tl.load(
+            o + (at * stride_o)[:, None, None] + offs[None, :, :], mask=there[:, None, None], other=0.0
+        )
+        weights = tl.load(
+            lse + (at * stride_lse)[:, None] + rows[None, :], mask=there[:, None], other=float("-inf")
+        )
+        higher = tl.maximum(highest, td.max_of(weights, 0))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        weights = tl.exp2(weights - base[None, :])
+        shrink = tl.exp2(highest - base)
+        total = total * shrink + td.sum_of(weights, 0)
+        merged = merged * shrink[:, None] + td.sum_of(weights[:, :, None] * values, 0)
+        highest = higher
+    some = total > 0.0
+    merged = merged / tl.where(some, total, 1.0)[:, None]
+    return merged, tl.where(some, highest + tl.log2(tl.where(some, total, 1.0)), float("-inf"))
+
+
+@td.jit
+def _store_output(
+    o_ptr, lse_ptr, o, lse, entry, head, row, heads,
+    ROWS: tl.constexpr, G: tl.constexpr, TQ: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
+):  # fmt: skip
+    """Store query rows ``row`` … of a head as the caller gets them: o [B, TQ, heads * G, DV], lse in natural log."""
+    query = _query_rows(entry, head, row, heads, G, TQ)
+    there = row < ROWS
+    columns = tl.arange(0, DVP)
+    o = td.from_float32(o, o_ptr.dtype.element_ty)
+    tl.store(o_ptr + query[:, None] * DV + columns[None, :], o, mask=there[:, None] & (columns < DV)[None, :])
+    tl.store(lse_ptr + query, lse * LN_2, mask=there)
+
+
+@td.jit
+def _store_parts(
+    ctx, half, o, lse, rows, tile, tiles, RANKS: tl.constexpr, RP: tl.constexpr, DVP: tl.constexpr
+):
+    """Store some rows of a tile in the slot of this rank in every rank's buffer, our own first."""
+    me = td.rank(ctx)
+    there = rows < RP
+    number = me.to(tl.int64) * tiles + tile
+    offs = number * (RP * DVP) + rows[:, None] * DVP + tl.arange(0, DVP)[None, :]
+    for step in tl.static_range(RANKS):
+        data = td.pointer_to(td.data_at(ctx, half, (me + step) % RANKS), tl.float32)
+        tl.store(data + offs, o, mask=there[:, None])
+        tl.store(data + _lse_at(tiles, RANKS, RP, DVP) + number * RP + rows, lse, mask=there)
+
+
+@td.jit
+def _give(
+    ctx, half, o, lse, rows, entry, head, block_r, tile, tiles, heads, o_ptr, lse_ptr,
+    RANKS: tl.constexpr, TQ: tl.constexpr, G: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, RP: tl.constexpr,
+):  # fmt: skip
+    """Store rows of a tile that is complete on this rank: for all ranks, or, if there is one alone, for the caller."""
+    if RANKS > 1:
+        _store_parts(ctx, half, o, lse, rows, tile, tiles, RANKS, RP, DVP)
+    else:
+        row = tl.where(rows < RP, block_r * RP + rows, TQ * G)
+        _store_output(o_ptr, lse_ptr, o, lse, entry, head, row, heads, TQ * G, G, TQ, DV, DVP)
+
+
+@td.jit
+def _lse_at(tiles, RANKS: tl.constexpr, RP: tl.constexpr, DVP: tl.constexpr):
+    """Where in a half the lse of all ranks' tiles begin, in numbers of fp32."""
+    return tl.cast(tiles, tl.int64) * (RANKS * RP * DVP)
+
+
+# ---- who does what ----
+
+
+@td.jit
+def _exchange_lengths(ctx, half, signal, lengths, entries, first_signal, lens_at, RANKS: tl.constexpr):
+    """How many keys the ranks after us have, of each entry; program 0 tells the peers how many are ours."""
+    me = td.rank(ctx)
+    BP: tl.constexpr = entries.shape[0]
+    if tl.program_id(0) == 0:
+        for step in tl.static_range(1, RANKS):
+            data = (td.data_at(ctx, half, (me + step) % RANKS) + lens_at).to(tl.pointer_type(tl.int32))
+            tl.store(data + me * BP + entries, lengths)
+        td.notify_all(ctx, td.signal_at(ctx, half, first_signal + me), signal)  # waiter: all programs of all peers
+    # producer: program 0 of every peer
+    td.wait_plan_all(ctx, td.signal_at(ctx, half, first_signal), 1, signal)
+    after = tl.full(entries.shape, 0, tl.int32)
+    data = (td.data_at(ctx, half, me) + lens_at).to(tl.pointer_type(tl.int32))
+    for source in tl.static_range(RANKS):
+        after += tl.load(data + source * BP + entries, mask=(entries >= 0) & (source > me), other=0)
+    return after
+
+
+@td.jit
+def _segment(pos, end, ends, blocks, tiles_of_entry):
+    """Of the line's place ``pos``: (entry, which of the entry's tiles, the tile's first place, its blocks, our end)."""
+    entry = td.sum_of((ends <= pos).to(tl.int32), 0)
+    entries = tl.arange(0, ends.shape[0])
+    of_tile = td.pick(blocks, entries, entry)
+    start = td.pick(ends, entries, entry) - of_tile * tiles_of_entry
+    which = (pos - start) // of_tile
+    first = start + which * of_tile
+    return entry, which, first, of_tile, tl.minimum(end, first + of_tile)
+
+
+@td.jit
+def _query_rows(entry, head, row, heads, G: tl.constexpr, TQ: tl.constexpr):
+    """Which rows of q [B * TQ * heads * G, D] a head's query rows are, [TQ, G] of them."""
+    return (entry.to(tl.int64) * TQ + row // G) * (heads * G) + head * G + row % G
+
+
+@td.jit
+def _query(q_ptr, rows, there, D: tl.constexpr, FIRST: tl.constexpr, PADDED: tl.constexpr, FP8: tl.constexpr):
+    """PADDED columns of query rows from FIRST on, as far as they go, in the type that the cache is read as."""
+    offs = FIRST + tl.arange(0, PADDED)
+    mask = there[:, None] & (offs < D)[None, :]
+    q = tl.load(q_ptr + rows[:, None] * D + offs[None, :], mask=mask, other=0.0)
+    return td.to_float32(q).to(tl.float16) if FP8 else q
+
+
+@td.jit
+def _first_blocks(lengths, after, window, TQ: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr):
+    """Of each entry, the block of the first key that the first query sees."""
+    if WINDOW:
+        first_keys = lengths + after - (window + TQ - 1)
+        return tl.minimum(tl.maximum(first_keys, 0), lengths) // BLOCK_N
+    else:
+        return tl.full(lengths.shape, 0, tl.int32)
+
+
+@td.jit(do_not_specialize=["B", "heads", "capacity", "score_scale", "cap", "window", "plan"])
+def flash_decode_kernel(
+    ctx, q_ptr, k_ptr, v_ptr, lens_ptr, table_ptr, k_scale_ptr, v_scale_ptr, o_ptr, lse_ptr, scratch_ptr, flags_ptr,
+    B, heads, capacity, score_scale, cap, window, plan,
+    stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, stride_table,
+    RANKS: tl.constexpr, BP: tl.constexpr, TQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr, D1: tl.constexpr,
+    D2: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, RP: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, PAGE: tl.constexpr, FP8: tl.constexpr, V_IS_K: tl.constexpr, SCALES: tl.constexpr,
+    SOFT_CAP: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """q [B, TQ, heads * G, D], keys and values of ``heads`` heads, lens [B] -> o [B, TQ, heads * G, DV], lse.
+
+    A half holds o [RANKS, tiles, RP, DVP] and lse [RANKS, tiles, RP] of every rank's tiles, in fp32, then lengths
+    [RANKS, BP]. Signal number ``source * tiles + tile`` says that the source's tile is there; behind these, ``source``
+    says the same of its lengths. Flag number ``tile`` counts those that have left a part of it in scratch memory, which
+    holds o and lse like a half does.
+
+    RP: rows of a tile, in memory; BP: B, as a power of two. SCALES: 0, 1 for a tensor's, 2 for a head's.
+    """
+    BLOCKS_R: tl.constexpr = (TQ * G + RP - 1) // RP
+    PART: tl.constexpr = RP * DVP
+    ROWS: tl.constexpr = RP if PART < _MERGED else (_MERGED // DVP if DVP < _MERGED else 1)  # that are merged at a time
+    KNOWS_OTHERS: tl.constexpr = RANKS > 1 and (TQ > 1 or WINDOW)
+    pid = tl.program_id(0)
+    entries = tl.arange(0, BP)
+    tiles_of_entry = heads * BLOCKS_R
+    tiles = B * tiles_of_entry
+    lengths = tl.load(lens_ptr + entries, mask=entries < B, other=0).to(tl.int32)
+    lengths = tl.minimum(tl.maximum(lengths, 0), capacity)  # never read what is not the cache's
+    after = tl.full((BP,), 0, tl.int32)
+    half = 0
+    signal = 0
+    if RANKS > 1:
+        me = td.rank(ctx)
+        epoch = td.epoch(ctx) + 1
+        half = (epoch % 2).to(tl.int32)
+        signal = (epoch << 8) | plan
+        if KNOWS_OTHERS:
+            lens_at = (_lse_at(tiles, RANKS, RP, DVP) + tl.cast(tiles, tl.int64) * (RANKS * RP)) * 4
+            after = _exchange_lengths(ctx, half, signal, lengths, entries, RANKS * tiles, lens_at, RANKS)
+
+    # An equal share of all blocks. A tile without keys has one block too, so that somebody sends it.
+    first_blocks = _first_blocks(lengths, after, window, TQ, BLOCK_N, WINDOW)
+    blocks = tl.maximum((lengths + BLOCK_N - 1) // BLOCK_N - first_blocks, 1)
+    blocks = tl.where(entries < B, blocks, 0)
+    ends = td.running_sum(blocks * tiles_of_entry, 0)
+    work = td.sum_of(blocks, 0) * tiles_of_entry
+    share = (work + tl.num_programs(0) - 1) // tl.num_programs(0)
+    begin = pid * share
+    end = tl.minimum(begin + share, work)
+    rows_m = tl.arange(0, BLOCK_M)
+    part_lse_ptr = scratch_ptr + tl.cast(tiles + tl.num_programs(0), tl.int64) * PART
+
+    pos = begin
+    finished = 0  # of the tiles that we share with others: 1, we finish our first; 2, our last
+    while pos < end:
+        entry, which, first, of_tile, stop = _segment(pos, end, ends, blocks, tiles_of_entry)
+        head, block_r = which // BLOCKS_R, which % BLOCKS_R
+        tile = entry * tiles_of_entry + which
+        row = block_r * RP + rows_m
+        is_row = (rows_m < RP) & (row < TQ * G)
+        query = _query_rows(entry, head, row, heads, G, TQ)
+        q1 = _query(q_ptr, query, is_row, D, 0, D1, FP8)
+        q2 = _query(q_ptr, query, is_row, D, D1, D2, FP8) if D2 else q1
+        scale_k, scale_v = tl.cast(score_scale, tl.float32), tl.full((), 1.0, tl.float32)
+        if SCALES:
+            scale_k *= tl.load(k_scale_ptr + head * (SCALES - 1))
+            scale_v = tl.load(v_scale_ptr + head * (SCALES - 1))
+        skipped = td.pick(first_blocks, entries, entry)
+        from_entry = tl.where(PAGE == 0, entry.to(tl.int64), 0)
+        o, lse = _attend(
+            q1, q2, k_ptr + from_entry * stride_kb + head.to(tl.int64) * stride_kh,
+            v_ptr + from_entry * stride_vb + head.to(tl.int64) * stride_vh,
+            table_ptr + entry.to(tl.int64) * stride_table, skipped + pos - first, skipped + stop - first,
+            td.pick(lengths, entries, entry), td.pick(after, entries, entry), tl.where(is_row, row // G, -1),
+            scale_k, cap, window, stride_kb, stride_ks, stride_vb, stride_vs,
+            TQ, D, D1, D2, DV, DVP, BLOCK_M, BLOCK_N, PAGE, FP8, V_IS_K, SOFT_CAP, WINDOW, PRECISION,
+        )  # fmt: skip
+        o *= scale_v
+        if stop - pos == of_tile:
+            _give(
+                ctx, half, o, lse, rows_m, entry, head, block_r, tile, tiles, heads, o_ptr, lse_ptr,
+                RANKS, TQ, G, DV, DVP, RP,
+            )  # fmt: skip
+        else:
+            # The programs of a tile follow each other, so no other tile's have this number.
+            number = (tile + pid).to(tl.int64)
+            at = number * PART + rows_m[:, None] * DVP + tl.arange(0, DVP)[None, :]
+            tl.store(scratch_ptr + at, o, mask=(rows_m < RP)[:, None])
+            tl.store(part_lse_ptr + number * RP + rows_m, lse, mask=rows_m < RP)
+            first_program = first // share
+            parts = (first + of_tile - 1) // share - first_program + 1
+            if td.arrive(flags_ptr + tile, parts):
+                finished += tl.where(pos == begin, 1, 2)
+                number = (tile + first_program).to(tl.int64)
+                for from_row in range(0, RP, ROWS):
+                    rows = from_row + tl.arange(0, ROWS)
+                    merged, merged_lse = _merge(
+                        scratch_ptr + number * PART, part_lse_ptr + number * RP, PART, RP, parts, rows, DVP, _STEP
+                    )
+                    _give(
+                        ctx, half, merged, merged_lse, rows, entry, head, block_r, tile, tiles, heads, o_ptr, lse_ptr,
+                        RANKS, TQ, G, DV, DVP, RP,
+                    )  # fmt: skip
+        pos = stop
+
+    if RANKS > 1:
+        # Signals come together: what one of them waits for, that the stores have arrived, the others need not wait for.
+        sent = begin
+        while sent < end:
+            entry, which, first, of_tile, stop = _segment(sent, end, ends, blocks, tiles_of_entry)
+            if (stop - sent == of_tile) | ((finished & tl.where(sent == begin, 1, 2)) != 0):
+                tile = entry * tiles_of_entry + which
+                # waiter: the program of each peer that finishes this tile there
+                td.notify_all(ctx, td.signal_at(ctx, half, me * tiles + tile), signal, PASSES_ON=KNOWS_OTHERS)
+            sent = stop
+
+        RANKS_P: tl.constexpr = triton.next_power_of_2(RANKS)
+        data = td.pointer_to(td.data_at(ctx, half, me), tl.float32)
+        place = begin
+        while place < end:
+            entry, which, first, of_tile, stop = _segment(place, end, ends, blocks, tiles_of_entry)
+            if (stop - place == of_tile) | ((finished & tl.where(place == begin, 1, 2)) != 0):
+                tile = (entry * tiles_of_entry + which).to(tl.int64)
+                # producer: the program of each peer that finishes this tile there
+                td.wait_plan_all(ctx, td.signal_at(ctx, half, tile), tiles, signal)
+                for from_row in range(0, RP, ROWS):
+                    rows = from_row + tl.arange(0, ROWS)
+                    merged, merged_lse = _merge(
+                        data + tile * PART, data + _lse_at(tiles, RANKS, RP, DVP) + tile * RP,
+                        tl.cast(tiles, tl.int64) * PART, tl.cast(tiles, tl.int64) * RP, RANKS, rows, DVP,
+                        RANKS_P if RANKS_P < _STEP else _STEP,
+                    )  # fmt: skip
+                    _store_output(
+                        o_ptr, lse_ptr, merged, merged_lse, entry, which // BLOCKS_R, which % BLOCKS_R * RP + rows,
+                        heads, TQ * G, G, TQ, DV, DVP,
+                    )  # fmt: skip
+            place = stop
+        td.finish(ctx)

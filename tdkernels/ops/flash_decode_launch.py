@@ -1,0 +1,119 @@
+"""What a call of flash_decode launches."""
+
+import torch
+
+from tdkernels.lang._context import STATE_FLAGS
+from tdkernels.ops import _operands
+from tdkernels.ops._config import text_of
+from tdkernels.ops._local_flags import local_flags
+from tdkernels.ops.flash_decode_config import DecodeShape, default_config, next_power_of_2, num_programs
+from tdkernels.ops.flash_decode_kernel import FP8_BITS, FP8_NATIVE, FP8_NONE, LOG2_E, flash_decode_kernel
+from tdkernels.symm import get_workspace
+
+FP8 = torch.float8_e4m3fn
+
+
+def fp8_kind(cache):
+    """How the kernel reads a cache: by the GPU's own conversion where it has one."""
+    if cache.dtype != FP8:
+        return FP8_NONE.value
+    if cache.device.type == "cpu" or torch.version.hip or torch.cuda.get_device_capability(cache.device) < (8, 9):
+        return FP8_BITS.value
+    return FP8_NATIVE.value
+
+
+def value_is_key(k_cache, v_cache):
+    """Whether the values are the first columns of the keys' own memory, as those of multi-head latent attention."""
+    return (
+        v_cache.data_ptr() == k_cache.data_ptr() and v_cache.stride() == k_cache.stride()
+        and v_cache.dtype == k_cache.dtype and v_cache.shape[3] == 1 << (k_cache.shape[3].bit_length() - 1)
+    )  # fmt: skip
+
+
+def shape_of(q, k_cache, v_cache, block_table=None):
+    batch, queries, q_heads, d = q.shape
+    heads = k_cache.shape[2]
+    return DecodeShape(
+        batch, queries, heads, q_heads // heads, d, v_cache.shape[3], k_cache.element_size(),
+        value_is_key(k_cache, v_cache), block_table is not None,
+    )  # fmt: skip
+
+
+def slot_bytes(shape, ranks):
+    """Bytes of a half: every rank's tiles, their o and lse in fp32, and lengths."""
+    of_tile = shape.rows_of_tile * (shape.padded_dv + 1)
+    return 4 * ranks * (shape.tiles * of_tile + next_power_of_2(shape.batch))
+
+
+def launch(q, k_cache, v_cache, kv_lens, block_table, scales, options, group, config):
+    """(o [B, Tq, Hq, Dv], lse [B, Tq, Hq]) of checked operands.
+
+    Args:     q: [B, Tq, Hq, D]; scales: (k_scale, v_scale) or None; options: (scale, soft_cap, window)
+              group: None for this rank alone
+    """
+    shape = shape_of(q, k_cache, v_cache, block_table)
+    config = config or default_config(shape, q.device)
+    scale, soft_cap, window = options
+    o = q.new_empty(*q.shape[:3], shape.dv)
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    if not o.numel():
+        return o, lse
+    ranks = 1 if group is None else group.size()
+    capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
+    programs = num_programs(config, shape, capacity, q.device)
+    workspace, plan = None, 0
+    if ranks > 1:
+        workspace = get_workspace(group, q.device, "flash_decode")
+        fields = {
+            "q": tuple(q.shape), "heads": shape.heads, "Dv": shape.dv, "dtype": str(q.dtype), "scale": scale,
+            "soft_cap": soft_cap, "window": window, "config": text_of(config),
+        }  # fmt: skip
+        plan = workspace.prepare(
+            "flash_decode", fields, slot_bytes(shape, ranks), ranks * (shape.tiles + 1), num_flags=shape.tiles
+        )
+        workspace.before_launch()
+    args, constants = arguments(
+        workspace, q, k_cache, v_cache, kv_lens, block_table, scales, o, lse, shape, config, options, plan, ranks,
+        programs, capacity,
+    )  # fmt: skip
+    flash_decode_kernel[(programs,)](*args, **constants)
+    if workspace is not None:
+        workspace.after_launch()
+    return o, lse
+
+
+def arguments(
+    workspace, q, k_cache, v_cache, kv_lens, block_table, scales, o, lse, shape, config, options, plan, ranks, programs,
+    capacity,
+):  # fmt: skip
+    """The kernel's arguments; ``workspace`` is None for one rank."""
+    scale, soft_cap, window = options
+    kind = fp8_kind(k_cache)
+    if kind:
+        k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
+    paged = block_table is not None
+    scratch = q.new_empty(
+        (shape.tiles + programs) * shape.rows_of_tile * (shape.padded_dv + 1), dtype=torch.float32
+    )
+    if workspace is None:
+        ctx, flags = None, local_flags(q.device, shape.tiles)
+    else:
+        ctx, flags = workspace.ctx, workspace.state[STATE_FLAGS.value :]
+    of_scales, (k_scale, v_scale) = 0, scales or (None, None)
+    if scales is not None:
+        of_scales = 1 if k_scale.numel() == 1 else 2
+    d1, d2 = shape.parts_of_d
+    args = (
+        ctx, q, k_cache, v_cache, kv_lens, block_table if paged else kv_lens, k_scale, v_scale, o, lse, scratch, flags,
+        shape.batch, shape.heads, capacity, scale * LOG2_E.value, (soft_cap or 0.0) * LOG2_E.value, window or 0, plan,
+        *k_cache.stride()[:3], *v_cache.stride()[:3], block_table.stride(0) if paged else 0,
+    )  # fmt: skip
+    constants = {
+        "RANKS": ranks, "BP": next_power_of_2(shape.batch), "TQ": shape.queries, "G": shape.group, "D": shape.d,
+        "D1": d1, "D2": d2, "DV": shape.dv, "DVP": shape.padded_dv, "RP": shape.rows_of_tile,
+        "BLOCK_M": shape.block_m, "BLOCK_N": config.block_n, "PAGE": k_cache.shape[1] if paged else 0, "FP8": kind,
+        "V_IS_K": shape.value_is_key, "SCALES": of_scales, "SOFT_CAP": soft_cap is not None,
+        "WINDOW": window is not None, "PRECISION": _operands.dot_precision(q.dtype),
+        "num_warps": config.num_warps, "num_stages": config.num_stages,
+    }  # fmt: skip
+    return args, constants

@@ -1,0 +1,321 @@
+"""The kernel behind ulysses_out: some of the work is sending every peer its positions, the rest multiplies.
+
+The first pieces send, in chunks of rows that several of them push together, what the peers have of our heads into their
+gathered rows [M, K], M = B * S / W: ours are K / W of the columns. The others compute tiles. A tile begins with our own
+heads, which need nothing from anybody, and goes on with those of rank + 1, rank + 2 and so on, in the order in which
+they come, always the same for a rank. Tiles of the first wave wait for a few peers at a time; later ones, for which all
+has most likely come, for all at once, because each wait empties the pipeline of the main loop.
+
+Signal number ``source * num_chunks + chunk`` of a half is raised by ``source`` when its heads of those rows stand in
+our memory; the waiters are the tiles made of them, and, where the gathered rows are kept for a gradient, the pieces at
+the end that copy them into a tensor of their own.
+
+All tiles wait for all peers, so nobody can finish call t + 1 before all have begun it, and two halves suffice.
+"""
+
+import triton
+import triton.language as tl
+
+from tdkernels import lang as td
+from tdkernels.ops import _device, _operands
+from tdkernels.ops._config import text_of
+from tdkernels.ops._gemm import as_aligned, store_rows, swizzle
+from tdkernels.symm import get_workspace
+
+_PUSH_ROWS, _PUSH_COLUMNS = 64, 2048  # that a program moves at a time, at most
+
+
+@td.jit
+def _offsets(block, first, last, positions, all_positions, from_position, source_column, width, K,
+             ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
+    """(where a block of a peer's rows first … last - 1 is in o, where it goes to in its gathered rows, the mask)."""
+    across = (width + COLUMNS - 1) // COLUMNS
+    rows = first + block // across * ROWS + tl.arange(0, ROWS)
+    columns = block % across * COLUMNS + tl.arange(0, COLUMNS)
+    mask = (rows < last)[:, None] & (columns < width)[None, :]
+    at = (rows // positions).to(tl.int64) * all_positions + from_position + rows % positions
+    to = rows.to(tl.int64) * K + source_column
+    return at[:, None] * width + columns[None, :], to[:, None] + columns[None, :], mask
+
+
+@td.jit
+def _push_rows(
+    o_ptr, dst_ptr, first, last, positions, all_positions, from_position, source_column, width, K,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Copy what a peer has of our heads, of its rows first … last - 1, into its gathered rows."""
+    blocks = (last - first + ROWS - 1) // ROWS * ((width + COLUMNS - 1) // COLUMNS)
+    if blocks > 0:
+        at, to, mask = _offsets(
+            0, first, last, positions, all_positions, from_position, source_column, width, K, ROWS, COLUMNS
+        )
+        held = tl.load(o_ptr + at, mask=mask, other=0.0)
+        for block in range(1, blocks + 1):
+            at, to, mask = _offsets(
+                block, first, last, positions, all_positions, from_position, source_column, width, K, ROWS, COLUMNS
+            )
+            ahead = tl.load(o_ptr + at, mask=mask, other=0.0)  # on its way while the block before is stored
+            at, to, mask = _offsets(
+                block - 1, first, last, positions, all_positions, from_position, source_column, width, K, ROWS, COLUMNS
+            )
+            tl.store(dst_ptr + to, held, mask=mask)
+            held = ahead
+
+
+@td.jit
+def _push(
+    ctx, o_ptr, half, signal, M, positions, width, chunk_rows, num_chunks, parts, worker, num_workers,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Push to all peers, a part of a chunk at a time; one of ``num_workers`` programs."""
+    me = td.rank(ctx)
+    ranks = td.num_ranks(ctx)
+    others = ranks - 1
+    part_rows = (chunk_rows + parts - 1) // parts
+    for item in range(worker, num_chunks * others * parts, num_workers):
+        pair = item // parts
+        chunk = pair // others
+        # Each begins with the next lower one, so that no link is used twice at a time, and rank + 1 is the first to
+        # come.
+        peer = (me + ranks - 1 - pair % others) % ranks
+        end = tl.minimum(chunk * chunk_rows + chunk_rows, M)
+        first = chunk * chunk_rows + item % parts * part_rows
+        _push_rows(
+            o_ptr, td.pointer_to(td.data_at(ctx, half, peer), o_ptr.dtype.element_ty),
+            first, tl.minimum(first + part_rows, end), positions, positions * ranks, peer * positions,
+            me * width, width, width * ranks, ROWS, COLUMNS,
+        )  # fmt: skip
+        if td.arrive(td.flag_at(ctx, pair), parts):  # by the programs of this rank that push the same chunk
+            # waiter: the peer's tiles of this chunk
+            td.notify(ctx, td.signal_at(ctx, half, me * num_chunks + chunk), peer, signal)
+
+
+@td.jit
+def _tile_of_columns(
+    acc, a_ptr, a_desc, a_plane, a_row, a_rows, a_shift, stride_a, b_ptr, b_desc, b_col, stride_b, N, K, first, count,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    USE_TMA: tl.constexpr, B_IS_KN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """``gemm_tile`` over ``count`` of B's K columns from ``first`` on, those at 0 coming after the last.
+
+    A's columns are numbered from ``a_shift`` on. A block of columns must not go over the last one, but where it is cut
+    off by ``count``; a descriptor does not cut.
+    """
+    if USE_TMA:
+        for k in range(0, count, BLOCK_K):
+            column = first + k
+            column = tl.where(column >= K, column - K, column)
+            a = a_desc.load([a_plane, a_row, column - a_shift]).reshape(BLOCK_M, BLOCK_K)
+            if B_IS_KN:
+                b = b_desc.load([column, b_col])
+            else:
+                b = b_desc.load([b_col, column]).T
+            acc = td.dot(a, b, acc, PRECISION)
+    else:
+        offs_m = a_row + tl.arange(0, BLOCK_M)
+        offs_n = b_col + tl.arange(0, BLOCK_N)
+        offs_k = tl.arange(0, BLOCK_K)
+        a_rows_ptr = a_ptr + offs_m[:, None].to(tl.int64) * stride_a
+        mask_m = offs_m[:, None] < a_rows
+        mask_n = offs_n[None, :] < N
+        for k in range(0, count, BLOCK_K):
+            column = first + k
+            column = tl.where(column >= K, column - K, column)
+            inside = offs_k < count - k
+            a = tl.load(a_rows_ptr + (column - a_shift + offs_k)[None, :], mask=mask_m & inside[None, :], other=0.0)
+            columns = column + offs_k
+            if B_IS_KN:
+                b_ptrs = b_ptr + offs_n[None, :] + columns[:, None].to(tl.int64) * stride_b
+            else:
+                b_ptrs = b_ptr + offs_n[None, :].to(tl.int64) * stride_b + columns[:, None]
+            b = tl.load(b_ptrs, mask=mask_n & inside[:, None], other=0.0)
+            if a.dtype == tl.float32 and PRECISION == "ieee":
+                # By blocks and not in one chain, as in gemm_tile.
+                part = td.dot(a, b, tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32), PRECISION)
+                acc = tl.fma(part, tl.full((BLOCK_M, BLOCK_N), 1.0, tl.float32), acc)
+            else:
+                acc = td.dot(a, b, acc, PRECISION)
+    return acc
+
+
+@td.jit
+def _keep_block(
+    ctx, own_ptr, kept_ptr, half, row, column, width, M,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Copy a block of the gathered rows, all of which have come, and of our own heads beside them."""
+    me = td.rank(ctx)
+    K = width * td.num_ranks(ctx)
+    gathered_ptr = td.pointer_to(td.data_at(ctx, half, me), own_ptr.dtype.element_ty)
+    rows = row + tl.arange(0, BLOCK_M)
+    columns = column + tl.arange(0, BLOCK_N)
+    inside = (rows < M)[:, None] & (columns < K)[None, :]
+    own = ((columns >= me * width) & (columns < me * width + width))[None, :]
+    at = rows[:, None].to(tl.int64)
+    theirs = tl.load(gathered_ptr + at * K + columns[None, :], mask=inside & (own == 0), other=0.0)
+    ours = tl.load(own_ptr + at * width + (columns - me * width)[None, :], mask=inside & own, other=0.0)
+    tl.store(kept_ptr + at * K + columns[None, :], tl.where(own, ours, theirs), mask=inside)
+
+
+# Compiled once for a tile and a block to push, whatever the shape and plan: that is what makes tuning cheap.
+@td.jit(do_not_specialize=[
+    "M", "N", "positions", "width", "stride_w", "plan", "num_comm", "chunk_tiles", "parts", "early", "early_at_once",
+    "late_at_once", "group_m",
+])  # fmt: skip
+def ulysses_out_kernel(
+    ctx, o_ptr, own_ptr, own_desc, gathered_desc, w_ptr, w_desc, bias_ptr, z_ptr, kept_ptr,
+    M, N, positions, width, stride_w, plan, num_comm, chunk_tiles, parts, early, early_at_once, late_at_once, group_m,
+    PUSH_ROWS: tl.constexpr, PUSH_COLUMNS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    ELEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, HAS_BIAS: tl.constexpr, USE_TMA: tl.constexpr,
+    W_IS_KN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """z [M, N] = our positions of all ranks' heads @ w.T; o is [W * M, width], w [N, W * width].
+
+    own: [M, width], our positions of o; kept: [M, W * width] or None, for what was gathered
+    early: so many tiles wait for ``early_at_once`` peers at a time, the others for ``late_at_once``
+    """
+    N = as_aligned(N, ALIGNED)
+    width = as_aligned(width, ALIGNED)
+    stride_w = as_aligned(stride_w, ALIGNED)
+    DTYPE: tl.constexpr = z_ptr.dtype.element_ty
+    me = td.rank(ctx)
+    ranks = td.num_ranks(ctx)
+    K = width * ranks
+    epoch = td.epoch(ctx) + 1
+    half = (epoch % 2).to(tl.int32)
+    signal = (epoch << 8) | plan
+    tiles_m = (M + BLOCK_M - 1) // BLOCK_M
+    tiles_n = (N + BLOCK_N - 1) // BLOCK_N
+    num_chunks = (tiles_m + chunk_tiles - 1) // chunk_tiles
+    kept_n = (K + BLOCK_N - 1) // BLOCK_N
+    first_kept = num_comm + tiles_m * tiles_n
+    pieces = first_kept
+    if kept_ptr is not None:
+        pieces += tiles_m * kept_n
+
+    piece = td.ticket_of(td.take_ticket(ctx))
+    while piece < pieces:
+        if piece < num_comm:
+            _push(
+                ctx, o_ptr, half, signal, M, positions, width, chunk_tiles * BLOCK_M, num_chunks, parts, piece,
+                num_comm, PUSH_ROWS, PUSH_COLUMNS,
+            )  # fmt: skip
+            answer = td.take_ticket(ctx)
+        elif piece < first_kept:
+            tile = piece - num_comm
+            pid_m, pid_n = swizzle(tile, tiles_m, tiles_n, group_m)
+            row = pid_m * BLOCK_M
+            col = pid_n * BLOCK_N
+            # Of the chunk, by each source: ``num_chunks`` words apart.
+            signals = td.signal_at(ctx, half, pid_m // chunk_tiles)
+            at_once = tl.where(tile < early, early_at_once, late_at_once)
+            if tile >= early:
+                td.wait_plan_all(ctx, signals, num_chunks, signal)  # producer: _push of every peer
+                if USE_TMA:
+                    td.fence_before_tma_load()
+            acc = _tile_of_columns(
+                tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32), own_ptr, own_desc, 0, row, M, me * width, width,
+                w_ptr, w_desc, col, stride_w, N, K, me * width, width,
+                BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, W_IS_KN, PRECISION,
+            )  # fmt: skip
+            slot = td.data_at(ctx, half, me)
+            for step in range(1, ranks, at_once):
+                end = tl.minimum(step + at_once, ranks)
+                if tile < early:
+                    for later in range(step, end):
+                        source = (me + later) % ranks
+                        # producer: _push of the source
+                        seen = td.wait_plan(ctx, signals + source * num_chunks, signal, source, FOR_TMA=USE_TMA)
+                        slot = td.consume_token(slot, seen)
+                acc = _tile_of_columns(
+                    acc, td.pointer_to(slot, DTYPE), gathered_desc, half, row, M, 0, K,
+                    w_ptr, w_desc, col, stride_w, N, K, (me + step) % ranks * width, (end - step) * width,
+                    BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, W_IS_KN, PRECISION,
+                )  # fmt: skip
+            answer = td.take_ticket(ctx)
+            offs_n = col + tl.arange(0, BLOCK_N)
+            if HAS_BIAS:
+                acc += td.to_float32(tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0))[None, :]
+            store_rows(z_ptr, td.from_float32(acc, DTYPE), row + tl.arange(0, BLOCK_M), offs_n, M, N)
+        else:
+            if kept_ptr is not None:
+                block = piece - first_kept
+                pid_m = block // kept_n
+                # producer: _push of every peer
+                td.wait_plan_all(ctx, td.signal_at(ctx, half, pid_m // chunk_tiles), num_chunks, signal)
+                _keep_block(
+                    ctx, own_ptr, kept_ptr, half, pid_m * BLOCK_M, block % kept_n * BLOCK_N, width, M, BLOCK_M, BLOCK_N
+                )
+            answer = td.take_ticket(ctx)
+        piece = td.ticket_of(answer)
+    td.finish(ctx)
+
+
+def plan_fields(o, weight, batch, config):
+    """What must be the same on all ranks."""
+    return {
+        "B": batch, "S": o.shape[0] // batch if batch else 0, "K/W": o.shape[1], "N": weight.shape[0],
+        "dtype": str(o.dtype), "config": text_of(config),
+    }  # fmt: skip
+
+
+def _own_positions(o, batch, rank, world_size):
+    """Our positions of our heads, [B * S / W, K / W]; a copy only where there are several sequences."""
+    return _operands.rows_contiguous(o.view(batch, world_size, -1, o.shape[1])[:, rank].reshape(-1, o.shape[1]))
+
+
+def _push_bytes(device):
+    """How much a program moves at a time; in the interpreter little, so that it comes to a second time."""
+    return 2048 if device.type == "cpu" else 32 << 10
+
+
+def _gathered_descriptor(workspace, like, rows, k, tiles):
+    """Descriptor of the gathered rows of both halves, [2, rows, K]."""
+    data = workspace.buffer.tensor(workspace.rank)[workspace.data_offset :].view(like.dtype)
+    plane_stride = workspace.half_bytes // like.element_size()
+    first = data.as_strided((1, k), (k, 1))
+    return _operands.rows_descriptor(first, 2, rows, plane_stride, tiles.block_m, tiles.block_k)
+
+
+def launch(operator, o, weight, bias, batch, group, config, keep=False):
+    """(z [B * S / W, N] of o [B * S, K / W], what was gathered for it [B * S / W, K] if it is to be kept)."""
+    o = _operands.rows_contiguous(o)
+    bias = None if bias is None else bias.contiguous()
+    fields = {**plan_fields(o, weight, batch, config), "kept": keep}
+    weight, stride_w, _ = _operands.weight_layout(weight)
+    world_size, rank = group.size(), group.rank()
+    width, n, tiles = o.shape[1], weight.shape[0], config.tiles
+    rows, k = o.shape[0] // world_size, world_size * width
+    num_chunks = -(-rows // (config.chunk_tiles * tiles.block_m))
+    workspace = get_workspace(group, o.device, "ulysses_out")
+    plan = workspace.prepare(
+        operator, fields, rows * k * o.element_size(), world_size * num_chunks,
+        num_flags=(world_size - 1) * num_chunks,
+    )  # fmt: skip
+    own = _own_positions(o, batch, rank, world_size)
+    z = o.new_empty(rows, n)
+    kept = o.new_empty(rows, k) if keep else None
+    workspace.before_launch()
+
+    constants = _operands.product_constants(o, weight, bias, tiles)
+    even = width % tiles.block_k == 0  # no block of columns has some of two ranks
+    constants["USE_TMA"] = constants["USE_TMA"] and even
+    constants["ALIGNED"] = _operands.aligned(width, n, stride_w)
+    own_desc, w_desc = _operands.product_descriptors(own, weight, tiles, constants)
+    gathered_desc = _gathered_descriptor(workspace, o, rows, k, tiles) if constants["USE_TMA"] else None
+    columns = min(triton.next_power_of_2(width), _PUSH_COLUMNS)
+    push_rows = min(max(1, _push_bytes(o.device) // o.element_size() // columns), _PUSH_ROWS)
+    num_tiles = -(-rows // tiles.block_m) * -(-n // tiles.block_n)
+    copies = -(-rows // tiles.block_m) * -(-k // tiles.block_n) if keep else 0
+    programs = min(
+        config.num_comm_sms + num_tiles + copies, _device.resident_programs(o.device, tiles, o.dtype)
+    )  # fmt: skip
+    ulysses_out_kernel[(programs,)](
+        workspace.ctx, o, own, own_desc, gathered_desc, weight, w_desc, bias, z, kept,
+        rows, n, rows // batch, width, stride_w, plan, config.num_comm_sms, config.chunk_tiles, config.chunk_parts,
+        programs, config.sources_at_once if even else 1, world_size if even else 1, tiles.group_m,
+        PUSH_ROWS=push_rows, PUSH_COLUMNS=columns, **constants,
+    )  # fmt: skip
+    workspace.after_launch()
+    return z, kept
