@@ -60,7 +60,7 @@ class Decode:
         self.q, self.do = self._draw(*of_tokens, dim).to(dtype), self._draw(*of_tokens, self.value_dim).to(dtype)
         self.dlse = self._draw(*of_tokens)
         self.whole = self._draw_keys(kv_heads, scales)
-        self._lay_out(keys)
+        self._lay_out(keys, kv_heads, FP8 if scales else dtype)
         self._expected = {}
 
     def _draw(self, *shape):
@@ -81,7 +81,7 @@ class Decode:
         v = [self._draw(length, kv_heads, self.value_dim).to(stored) for length in lengths]
         return {"k_cache": k, "v_cache": v}
 
-    def _lay_out(self, keys):
+    def _lay_out(self, keys, kv_heads, stored):
         """Make this rank's caches, of NaN where there are no keys."""
         shape = [len(self.lens), keys]
         if self.page is not None:
@@ -93,7 +93,8 @@ class Decode:
             self.options["block_table"] = self.table.to(device(), torch.int32)
         for name in CACHES:
             whole = self.whole[name]
-            cache = torch.full([*shape, *whole[0].shape[1:]], torch.nan, device=device()).to(whole[0].dtype)
+            channels = self.dim if name == "k_cache" else self.value_dim
+            cache = torch.full([*shape, kv_heads, channels], torch.nan, device=device()).to(stored)
             for part, place in zip(self.own_parts(whole), self._places(), strict=True):
                 _bits(cache)[place] = _bits(part)
             setattr(self, name, cache)

@@ -23,7 +23,7 @@ KINDS = [
     (dict(batch=3, heads=4, kv_heads=2, dim=16, keys=20, seed=1), "default"),
     (dict(batch=1, heads=3, kv_heads=1, dim=32, keys=40, dtype=FP16, tokens=2, window=50, lens="full", seed=2),
      "small blocks"),
-    (dict(batch=2, heads=2, kv_heads=2, dim=16, keys=9, page=4, dtype=FP32, lens="not first", seed=3), "default"),
+    (dict(batch=2, heads=2, kv_heads=2, dim=16, keys=9, page=4, lens="not first", seed=3), "default"),
 ]  # fmt: skip
 
 
@@ -101,6 +101,7 @@ DISAGREEMENTS = {
     "dim": (dict(dim=32, value_dim=16), {}, "q", "[2, 1, 4, 32]", "[2, 1, 4, 16]"),
     "channels of values": (dict(value_dim=8), {}, "Dv", "8", "16"),
     "tokens": (dict(tokens=2), {}, "q", "[2, 2, 4, 16]", "[2, 1, 4, 16]"),
+    "no sequences": (dict(batch=0), {}, "q", "[0, 1, 4, 16]", "[2, 1, 4, 16]"),
     "dtype": (dict(dtype=FP32), {}, "dtype", '"torch.float32"', '"torch.bfloat16"'),
     "scale": (dict(scale=0.5), {}, "scale", "0.5", "0.25"),
     "soft cap": (dict(soft_cap=2.0), {}, "soft_cap", "2.0", ""),
