@@ -15,12 +15,13 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
-import tdkernels
 from bench import flash_decode_methods as methods
 from bench import graphs, harness
 from bench.measure import _override, timed
 from bench.operators import DTYPE
 from tdkernels.launch import rank_device
+from tdkernels.ops.flash_decode_config import default_config
+from tdkernels.ops.flash_decode_launch import shape_of
 
 OPERATORS = ["flash_decode"]
 PEERS = tuple(methods.PEERS)
@@ -124,7 +125,7 @@ def cases(operators, shapes, ranks):
 def measure(case, plan):
     """As ``measure.measure``; a copy's times have "bytes", too."""
     sets = _input_sets(case)
-    alone, together, configs, absent = _methods(case, plan)
+    alone, together, configs, absent = _methods(case, plan, _default_config(sets[0]))
     captured, not_captured = {}, {}
     for calls, merge in ((alone, None), (together, methods.sequence)):
         references = _references(sets[:2], merge)  # two: our workspaces have two halves
@@ -149,31 +150,36 @@ def _input_sets(case):
     return [case.inputs(seed) for seed in range(count)]
 
 
-def _methods(case, plan):
+def _default_config(s):
+    """What a call without one takes."""
+    return default_config(shape_of(s.q[:, None], s.k, s.v), rank_device())
+
+
+def _methods(case, plan, default):
     """({name: call} of this rank's keys alone, {name: call} of all ranks', {name: config}, {name: why it is absent}).
 
     One rank has nothing to do with others.
     """
     attentions, missing = methods.attentions([name for name in plan.peers if name in PEERS])
-    tries, absent = _overridden(plan)
+    tries, absent = _overridden(plan, default)
     alone = {f"{LOCAL}{name}": lambda s, attend=attend: attend(s)[0] for name, attend in attentions.items()}
     together = {f"{SEQUENCE}{name}": lambda s, a=attend: methods.sequence(a, s) for name, attend in attentions.items()}
     configs = {}
     for suffix, config in {"": None, **tries}.items():
-        configs[f"local{suffix}"] = configs[f"tdkernels{suffix}"] = config
+        configs[f"local{suffix}"] = configs[f"tdkernels{suffix}"] = config or default
         alone[f"local{suffix}"] = lambda s, config=config: methods.ours(s, config, methods.own_group())
         together[f"tdkernels{suffix}"] = lambda s, config=config: methods.ours(s, config)
     absent |= {f"{LOCAL}{name}": reason for name, reason in missing.items()}
     return alone, together if case.ranks > 1 else {}, configs, absent
 
 
-def _overridden(plan):
+def _overridden(plan, default):
     """({suffix of a name: config}, {name: why it is absent}) of tries of other configs."""
     configs, absent = {}, {}
     for number, fields in enumerate(plan.overrides, 1):
         suffix = f" c{number} {json.dumps(fields)}"
         try:
-            configs[suffix] = _override(tdkernels.FlashDecodeConfig(), fields)
+            configs[suffix] = _override(default, fields)
         except TypeError as err:  # a field of another operator
             absent[f"tdkernels{suffix}"] = str(err)
     return configs, absent

@@ -127,7 +127,7 @@ def disagrees(what):
 
 
 def takes_rooms_that_differ():
-    """How much room a rank has, and whether its cache is paged, is its own business."""
+    """How much room a rank has is its own business."""
     case = Decode(**USUAL, lens="full")
     if dist.get_rank() == 1:
         case.k_cache, case.v_cache = (
