@@ -25,6 +25,8 @@ SPECS = {
     "one token": dict(batch=2, heads=2, kv_heads=1, dim=16, keys=6, tokens=1, seed=10),
     "more tokens than keys": dict(batch=3, heads=2, kv_heads=1, dim=16, keys=6, tokens=5, lens="one", seed=11),
     "window": dict(batch=2, heads=4, kv_heads=2, dim=16, keys=3, tokens=3, window=5, lens="full", seed=12),
+    # Whole blocks of keys that nobody sees are left out, and no others.
+    "window of several blocks": dict(batch=3, heads=2, kv_heads=1, dim=16, keys=60, tokens=2, window=37, seed=28),
     "window of one": dict(batch=2, heads=2, kv_heads=1, dim=16, keys=5, tokens=2, window=1, seed=13),
     "window wider than all": dict(batch=1, heads=2, kv_heads=2, dim=16, keys=5, window=1000, lens="full", seed=14),
     "soft cap": dict(batch=2, heads=4, kv_heads=2, dim=16, keys=9, soft_cap=1.5, scale=0.5, seed=15),
@@ -54,8 +56,8 @@ ON_CPU = {
     (1, "one program"): ["tokens", "fp32"],
     (2, "default"): [
         "GQA", "MHA", "heads of 256", "heads of 192 and 128", "fp32", "odd heads", "latent",
-        "latent, paged, two tokens", "one token", "more tokens than keys", "window of one", "no keys", "no keys of one",
-        "fp8", "fp8 by head, paged", "fp8, latent", "fp8, scales of two kinds",
+        "latent, paged, two tokens", "one token", "more tokens than keys", "window of several blocks", "window of one",
+        "no keys", "no keys of one", "fp8", "fp8 by head, paged", "fp8, latent", "fp8, scales of two kinds",
     ],
     (2, "small blocks"): ["tokens", "paged", "pages of one", "pages, all at once"],
     (2, "one program"): ["soft cap", "all on the last"],
