@@ -19,6 +19,8 @@ from tdkernels.ops import (
     _operands,
     collective_launch,
     ep_launch,
+    flash_decode_backward_kernel,
+    flash_decode_launch,
     group_gemm_kernel,
     moe_ag_gemm_kernel,
     moe_gemm_rs_kernel,
@@ -307,6 +309,44 @@ def compile_ulysses(name, arch, dtype=BF16, **options):
     return compiled
 
 
+# What flash_decode launches, by name: (q [B, Tq, Hq, D], Hkv, Dv, block_size or 0, fp8, (soft_cap, window)).
+DECODES = {
+    "one token": ((8, 1, 32, 128), 8, 128, 0, False, (None, None)),
+    "tokens, paged, fp8": ((3, 2, 12, 96), 4, 80, 16, True, (30.0, 100)),
+    "latent": ((4, 1, 128, 576), 1, 512, 64, False, (None, None)),
+}
+
+
+def decode_launch(name, arch, dtype=BF16, ranks=4):
+    """(kernel, args, kwargs) of a decode, and of its gradients unless the cache is fp8."""
+    sizes, heads, dv, page, fp8, (soft_cap, window) = DECODES[name]
+    q, group = torch.zeros(sizes, dtype=dtype), SimpleNamespace(size=lambda: ranks)
+    k = torch.zeros(sizes[0], page or 256, heads, sizes[3], dtype=torch.float8_e4m3fn if fp8 else dtype)
+    v = k[..., :dv] if name == "latent" else k.new_zeros(*k.shape[:3], dv)
+    lens, table = torch.zeros(sizes[0], dtype=torch.int32), torch.zeros(sizes[0], 16, dtype=torch.int32)
+    table = table if page else None
+    scales = (torch.ones(heads), torch.ones(heads)) if fp8 else None
+    options = 1.0, soft_cap, window
+    with contextlib.ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setattr(_device, "shared_memory_bytes", lambda device: SHARED_MEMORY[arch])
+        gpu, default = torch.device("cuda", 0), flash_decode_launch.default_config
+        tile = flash_decode_backward_kernel._tile
+        patch.setattr(flash_decode_launch, "default_config", lambda shape, _: default(shape, gpu))
+        patch.setattr(flash_decode_backward_kernel, "_tile", lambda shape, size, _: tile(shape, size, gpu))
+        kind = 0 if not fp8 else 1 if arch in ("sm_89", "sm_90", "sm_100") else 2
+        patch.setattr(flash_decode_launch, "fp8_kind", lambda cache: kind)
+        launches, gradients = (
+            stack.enter_context(recorded_launches(module))
+            for module in (flash_decode_launch, flash_decode_backward_kernel)
+        )
+        o, lse = flash_decode_launch.launch(q, k, v, lens, table, scales, options, group, None)
+        if not fp8:
+            shape = flash_decode_launch.shape_of(q, k, v, table)
+            flash_decode_backward_kernel.launch(q, k, v, lens, lens, table, o, lse, lse, shape, options)
+    return launches + gradients
+
+
 def small_launches():
     """Each small kernel with the arguments of two launches, one of them with as many arguments of 1 as can be."""
     ctx, x = pointer(torch.int64), pointer(BF16)
@@ -515,6 +555,24 @@ def test_ulysses_on_hopper_uses_wgmma_and_tma(name):
         for acquire in re.finditer("ld.acquire.sys", ptx):
             following = ptx.find("cp.async.bulk.tensor", acquire.end())
             assert following < 0 or "fence.proxy.async.global" in ptx[acquire.end() : following]
+
+
+@pytest.mark.parametrize("arch, name, dtype", [
+    *((arch, "tokens, paged, fp8", FP16) for arch in TARGETS), *((arch, "one token", BF16) for arch in TARGETS),
+    ("sm_90", "latent", BF16), ("gfx942", "latent", BF16), ("sm_80", "one token", FP32),
+])  # fmt: skip
+def test_decodes_compile(arch, name, dtype):
+    compile_launches(decode_launch(name, arch, dtype), arch)
+
+
+def test_a_decode_on_hopper_copies_ahead_and_uses_tensor_cores():
+    decode, gradients = compile_launches(decode_launch("one token", "sm_90"), "sm_90")
+    ptx = decode.asm["ptx"]
+    assert "mma.sync.aligned.m16n8k16" in ptx and "ldmatrix" in ptx
+    loop = ptx[: ptx.rindex("mma.sync")]
+    assert loop.count("cp.async.cg") >= 2 * 16  # keys and values of a block, before the loop and in it
+    assert "st.release.sys.global.b64" in ptx and "ld.acquire.sys.global.b64" in ptx
+    assert "mma.sync" in gradients.asm["ptx"]
 
 
 def test_every_exchange_is_compiled_here():

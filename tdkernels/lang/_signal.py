@@ -98,46 +98,80 @@ def notify(
 
 
 @jit
-def notify_all(ctx, signal_ptr, value, PASSES_ON: tl.constexpr = False):
+def notify_all(ctx, signal_ptr, value, PASSES_ON: tl.constexpr = False, count=None):
     """``notify`` every peer, by setting the signal that it keeps where we keep ``signal_ptr``, all at the same time.
 
-    One after the other each release would wait until the signal before has arrived.
+    One after the other each release would wait until the signal before has arrived. ``count``: so many signals, which
+    follow each other.
     """
     me = rank(ctx)
-    peers = tl.arange(0, MAX_RANKS)
-    is_peer = (peers < num_ranks(ctx)) & (peers != me)
     offset = signal_ptr.to(tl.int64) - symm_base(ctx, me)
-    bases = tl.load(ctx + CTX_BASES + peers, mask=is_peer, other=0)
-    if PASSES_ON:
-        tl.debug_barrier()  # another thread may just have given up
-        is_peer &= failed(ctx) == 0
-    store_release_each((bases + offset).to(tl.pointer_type(tl.int64)), _wide(value), is_peer)
+    if count is None:
+        peers = tl.arange(0, MAX_RANKS)
+        _set_all(ctx, offset, peers, (peers < num_ranks(ctx)) & (peers != me), value, PASSES_ON)
+    else:
+        peers, numbers, step = _lanes(ctx)
+        for first in range(0, count, step):
+            there = (numbers < step) & (first + numbers < count) & (peers != me)
+            _set_all(ctx, offset + 8 * (first + numbers).to(tl.int64), peers, there, value, PASSES_ON)
 
 
 @jit
-def wait_plan_all(ctx, first_ptr, stride, expected):
+def _set_all(ctx, offsets, peers, there, value, PASSES_ON: tl.constexpr):
+    """Set the words at some offsets of some peers' buffers, as many as there are, by a thread each."""
+    bases = tl.load(ctx + CTX_BASES + peers, mask=there, other=0)
+    if PASSES_ON:
+        tl.debug_barrier()  # another thread may just have given up
+        there &= failed(ctx) == 0
+    store_release_each((bases + offsets).to(tl.pointer_type(tl.int64)), _wide(value), there)
+
+
+@jit
+def _lanes(ctx):
+    """(a rank, a number below ``step``, step): all of them, for threads that each look at another signal."""
+    lanes = tl.arange(0, MAX_RANKS)
+    ranks = num_ranks(ctx)
+    return lanes % ranks, lanes // ranks, tl.full((), MAX_RANKS, tl.int32) // ranks
+
+
+@jit
+def wait_plan_all(ctx, first_ptr, stride, expected, count=None):
     """``wait_plan`` for a signal of every peer at once; that of rank r is ``stride * r`` words behind ``first_ptr``.
 
-    What all peers have stored before is visible to the loads that follow, tensor descriptors excepted.
+    What all peers have stored before is visible to the loads that follow, tensor descriptors excepted. ``count``: so
+    many signals of every peer, which follow each other.
     """
     me = rank(ctx)
     ranks = num_ranks(ctx)
     if target() == "cuda":
-        peers = tl.arange(0, MAX_RANKS)
-        is_peer = (peers < ranks) & (peers != me)
-        # A thread without a peer looks at a word of our own, which is always late enough for it.
-        signal_ptrs = first_ptr + tl.where(is_peer, peers, me).to(tl.int64) * stride
-        expected = tl.where(is_peer, _wide(expected), NEVER)
-        start = (expected >> 8) << 8
-        seen = _spin(ctx, signal_ptrs, start, SYS)
-        _record_if(ctx, seen < start, RECORD_PLAN_TIMEOUT, peers, signal_ptrs, expected, seen)
-        mismatch = (seen != expected) & ((seen >> 8) == (expected >> 8))
-        _record_if(ctx, mismatch, RECORD_PLAN_MISMATCH, peers, signal_ptrs, expected, seen)
+        if count is None:
+            peers = tl.arange(0, MAX_RANKS)
+            is_peer = (peers < ranks) & (peers != me)
+            # A thread without a peer looks at a word of our own, which is always late enough for it.
+            _wait_each(ctx, first_ptr + tl.where(is_peer, peers, me).to(tl.int64) * stride, expected, peers, is_peer)
+        else:
+            peers, numbers, step = _lanes(ctx)
+            for first in range(0, count, step):
+                there = (numbers < step) & (first + numbers < count) & (peers != me)
+                offsets = tl.where(there, peers, me).to(tl.int64) * stride + tl.where(there, first + numbers, 0)
+                _wait_each(ctx, first_ptr + offsets, expected, peers, there)
         tl.debug_barrier()  # each thread has acquired from one peer; now all of them have from all
     else:
-        for source in range(ranks):
-            if source != me:
-                wait_plan(ctx, first_ptr + source * stride, expected, source)
+        for number in range(1 if count is None else count):
+            for source in range(ranks):
+                if source != me:
+                    wait_plan(ctx, first_ptr + source * stride + number, expected, source)
+
+
+@jit
+def _wait_each(ctx, signal_ptrs, expected, peers, there):
+    """``wait_plan`` by each thread for a word of its own, where one is ``there``; other threads only look at it."""
+    expected = tl.where(there, _wide(expected), NEVER)
+    start = (expected >> 8) << 8
+    seen = _spin(ctx, signal_ptrs, start, SYS)
+    _record_if(ctx, seen < start, RECORD_PLAN_TIMEOUT, peers, signal_ptrs, expected, seen)
+    mismatch = (seen != expected) & ((seen >> 8) == (expected >> 8))
+    _record_if(ctx, mismatch, RECORD_PLAN_MISMATCH, peers, signal_ptrs, expected, seen)
 
 
 @jit

@@ -10,7 +10,6 @@ import triton.language as tl
 
 from tdkernels import lang as td
 from tdkernels.ops import _device, _operands
-from tdkernels.ops.flash_decode_config import next_power_of_2
 from tdkernels.ops.flash_decode_kernel import (
     FP8_NONE,
     LOG2_E,
@@ -122,6 +121,15 @@ def flash_decode_backward_kernel(
         _store_keys(dv_ptr, keys, there, heads * DV, DV, 0, dv)
 
 
+def _tile(shape, element_size, device):
+    """(query rows, keys, warps) of a program at a time."""
+    if device.type == "cpu":
+        return shape.block_m, 16, 1
+    bytes_of_key = (sum(shape.parts_of_d) + shape.padded_dv) * element_size
+    block_n = 1 << (_MAX_BLOCK_BYTES // bytes_of_key).bit_length() - 1
+    return min(shape.block_m, 32), max(16, min(64, block_n)), 8 if shape.d > 128 else 4
+
+
 def launch(q, k_cache, v_cache, kv_lens, after, block_table, do, lse, delta, shape, options):
     """(this rank's part of dq [B, Tq, Hq, D] in fp32; dk, dv [B, capacity, Hkv, …], zeros beyond the lengths).
 
@@ -131,10 +139,7 @@ def launch(q, k_cache, v_cache, kv_lens, after, block_table, do, lse, delta, sha
     paged = block_table is not None
     capacity = k_cache.shape[1] * (block_table.shape[1] if paged else 1)
     d1, d2 = shape.parts_of_d
-    on_cpu = q.device.type == "cpu"
-    bytes_of_key = (d1 + d2 + shape.padded_dv) * q.element_size()
-    block_n = 16 if on_cpu else max(16, min(64, 1 << (_MAX_BLOCK_BYTES // bytes_of_key).bit_length() - 1))
-    block_m = min(shape.block_m, 32)
+    block_m, block_n, num_warps = _tile(shape, q.element_size(), q.device)
     programs = shape.batch * shape.heads
     most = max(1, -(-capacity // block_n))
     splits = min(most, max(1, 4 * _device.num_sms(q.device) // max(programs, 1)))
@@ -150,6 +155,6 @@ def launch(q, k_cache, v_cache, kv_lens, after, block_table, do, lse, delta, sha
         TQ=shape.queries, G=shape.group, D=shape.d, D1=d1, D2=d2, DV=shape.dv, DVP=shape.padded_dv, BLOCK_M=block_m,
         BLOCK_N=block_n, PAGE=k_cache.shape[1] if paged else 0, SOFT_CAP=soft_cap is not None,
         WINDOW=window is not None, PRECISION=_operands.dot_precision(q.dtype),
-        num_warps=1 if on_cpu else 8 if next_power_of_2(shape.d) > 128 else 4, num_stages=1,
+        num_warps=num_warps, num_stages=1,
     )  # fmt: skip
     return dq.sum(0), dk, dv

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from tdkernels.ops import _device
 
-_MAX_ROWS = 64  # query rows of a tile
+_MAX_ROWS, _MAX_WIDE_ROWS = 64, 32  # query rows of a tile; of heads of more than 256
 _FEW_BLOCKS = 16  # of keys, for a multiprocessor
 _MAX_PARTS = 8192  # of tiles' shares: what scratch memory is made for
 
@@ -78,7 +78,7 @@ class DecodeShape:
 
     @property
     def rows_of_tile(self):
-        return min(next_power_of_2(self.rows), _MAX_ROWS)
+        return min(next_power_of_2(self.rows), _MAX_ROWS if max(self.d, self.dv) <= 256 else _MAX_WIDE_ROWS)
 
     @property
     def block_m(self):
@@ -114,7 +114,7 @@ def default_config(shape, device):
     """The config for a shape that nobody has tuned."""
     if device.type == "cpu":
         return FlashDecodeConfig(block_n=16, num_warps=1, num_stages=1)
-    warps = 8 if shape.block_m * shape.padded_dv > 8192 else 4
+    warps = 8 if shape.block_m * shape.padded_dv >= 8192 else 4
     # Two programs a multiprocessor, so that one reads while the other is between two tiles.
     room = _device.shared_memory_bytes(device) // 2 - 1024
     if shape.paged:

@@ -4,8 +4,8 @@ A *tile* is what belongs to one entry of the batch, one head of the cache and on
 of keys make one line, in that order, of which every program takes an equal share: so any batch with any lengths fills
 the GPU, and the lengths may stay on the device. Who has a part of a tile leaves it in scratch memory; the last to come
 merges the parts in their order and stores the result in every rank's buffer. When a program has nothing left to compute
-it raises one signal for each of its tiles at each peer, then waits for these tiles from all peers, and merges them in
-rank order.
+it raises one signal for each of its tiles at each peer, together, for each release waits for stores to arrive; then it
+waits for these tiles from all peers, and merges them in rank order.
 
 Nobody waits before he has sent everything. Shares are in the order of programs, so the programs of a rank that have
 started, whatever their number, have sent a first part of the tiles, and wait for tiles of that part only. The rank on
@@ -236,21 +236,21 @@ def _exchange_lengths(ctx, half, signal, lengths, entries, first_signal, lens_at
 
 
 @td.jit
-def _segment(pos, end, ends, blocks, tiles_of_entry):
-    """Of the line's place ``pos``: (entry, which of the entry's tiles, the tile's first place, its blocks, our end)."""
-    entry = td.sum_of((ends <= pos).to(tl.int32), 0)
+def _place(pos, ends, blocks, tiles_of_entry):
+    """Of the line's place ``pos``: (entry, which of the entry's tiles, the tile's first place)."""
     entries = tl.arange(0, ends.shape[0])
-    of_tile = td.pick(blocks, entries, entry)
+    # Beyond the line, where nobody reads on, it is the last entry still.
+    entry = tl.minimum(td.sum_of((ends <= pos).to(tl.int32), 0), ends.shape[0] - 1)
+    of_tile = tl.maximum(td.pick(blocks, entries, entry), 1)
     start = td.pick(ends, entries, entry) - of_tile * tiles_of_entry
     which = (pos - start) // of_tile
-    first = start + which * of_tile
-    return entry, which, first, of_tile, tl.minimum(end, first + of_tile)
+    return entry, which, start + which * of_tile
 
 
 @td.jit
 def _query_rows(entry, head, row, heads, G: tl.constexpr, TQ: tl.constexpr):
     """Which rows of q [B * TQ * heads * G, D] a head's query rows are, [TQ, G] of them."""
-    return (entry.to(tl.int64) * TQ + row // G) * (heads * G) + head * G + row % G
+    return (tl.cast(entry, tl.int64) * TQ + row // G) * (heads * G) + head * G + row % G
 
 
 @td.jit
@@ -263,6 +263,12 @@ def _query(q_ptr, rows, there, D: tl.constexpr, FIRST: tl.constexpr, PADDED: tl.
 
 
 @td.jit
+def _length(lens_ptr, entry, there, capacity):
+    """How many keys this rank has of an entry; never more than the cache has room for."""
+    return tl.minimum(tl.maximum(tl.load(lens_ptr + entry, mask=there, other=0).to(tl.int32), 0), capacity)
+
+
+@td.jit
 def _first_blocks(lengths, after, window, TQ: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr):
     """Of each entry, the block of the first key that the first query sees."""
     if WINDOW:
@@ -270,6 +276,12 @@ def _first_blocks(lengths, after, window, TQ: tl.constexpr, BLOCK_N: tl.constexp
         return tl.minimum(tl.maximum(first_keys, 0), lengths) // BLOCK_N
     else:
         return tl.full(lengths.shape, 0, tl.int32)
+
+
+@td.jit
+def _num_blocks(length, skipped, BLOCK_N: tl.constexpr):
+    """Blocks of keys of a tile, behind those that nobody sees; one at least."""
+    return tl.maximum((length + BLOCK_N - 1) // BLOCK_N - skipped, 1)
 
 
 @td.jit(do_not_specialize=["B", "heads", "capacity", "score_scale", "cap", "window", "plan"])
@@ -289,7 +301,8 @@ def flash_decode_kernel(
     says the same of its lengths. Flag number ``tile`` counts those that have left a part of it in scratch memory, which
     holds o and lse like a half does.
 
-    RP: rows of a tile, in memory; BP: B, as a power of two. SCALES: 0, 1 for a tensor's, 2 for a head's.
+    flags_ptr: of one rank alone, which has no workspace. RP: rows of a tile, in memory; BP: B, as a power of two.
+    SCALES: 0, 1 for a tensor's, 2 for a head's.
     """
     BLOCKS_R: tl.constexpr = (TQ * G + RP - 1) // RP
     PART: tl.constexpr = RP * DVP
@@ -299,12 +312,13 @@ def flash_decode_kernel(
     entries = tl.arange(0, BP)
     tiles_of_entry = heads * BLOCKS_R
     tiles = B * tiles_of_entry
-    lengths = tl.load(lens_ptr + entries, mask=entries < B, other=0).to(tl.int32)
-    lengths = tl.minimum(tl.maximum(lengths, 0), capacity)  # never read what is not the cache's
+    lengths = _length(lens_ptr, entries, entries < B, capacity)
     after = tl.full((BP,), 0, tl.int32)
     half = 0
     signal = 0
+    flags = flags_ptr
     if RANKS > 1:
+        flags = td.flag_at(ctx, 0)
         me = td.rank(ctx)
         epoch = td.epoch(ctx) + 1
         half = (epoch % 2).to(tl.int32)
@@ -314,21 +328,25 @@ def flash_decode_kernel(
             after = _exchange_lengths(ctx, half, signal, lengths, entries, RANKS * tiles, lens_at, RANKS)
 
     # An equal share of all blocks. A tile without keys has one block too, so that somebody sends it.
-    first_blocks = _first_blocks(lengths, after, window, TQ, BLOCK_N, WINDOW)
-    blocks = tl.maximum((lengths + BLOCK_N - 1) // BLOCK_N - first_blocks, 1)
-    blocks = tl.where(entries < B, blocks, 0)
-    ends = td.running_sum(blocks * tiles_of_entry, 0)
-    work = td.sum_of(blocks, 0) * tiles_of_entry
+    blocks = _num_blocks(lengths, _first_blocks(lengths, after, window, TQ, BLOCK_N, WINDOW), BLOCK_N)
+    ends = td.running_sum(tl.where(entries < B, blocks, 0) * tiles_of_entry, 0)
+    work = td.max_of(ends, 0)
     share = (work + tl.num_programs(0) - 1) // tl.num_programs(0)
     begin = pid * share
     end = tl.minimum(begin + share, work)
+    entry, which, first = _place(begin, ends, blocks, tiles_of_entry)
     rows_m = tl.arange(0, BLOCK_M)
     part_lse_ptr = scratch_ptr + tl.cast(tiles + tl.num_programs(0), tl.int64) * PART
 
     pos = begin
-    finished = 0  # of the tiles that we share with others: 1, we finish our first; 2, our last
+    count = 0  # of tiles that we finish, which follow each other
+    last = -1  # of them
     while pos < end:
-        entry, which, first, of_tile, stop = _segment(pos, end, ends, blocks, tiles_of_entry)
+        length = _length(lens_ptr, entry, True, capacity)
+        other_keys = td.pick(after, entries, entry) if KNOWS_OTHERS else 0
+        skipped = _first_blocks(length, other_keys, window, TQ, BLOCK_N, WINDOW)
+        of_tile = _num_blocks(length, skipped, BLOCK_N)
+        stop = tl.minimum(end, first + of_tile)
         head, block_r = which // BLOCKS_R, which % BLOCKS_R
         tile = entry * tiles_of_entry + which
         row = block_r * RP + rows_m
@@ -340,18 +358,19 @@ def flash_decode_kernel(
         if SCALES:
             scale_k *= tl.load(k_scale_ptr + head * (SCALES - 1))
             scale_v = tl.load(v_scale_ptr + head * (SCALES - 1))
-        skipped = td.pick(first_blocks, entries, entry)
         from_entry = tl.where(PAGE == 0, entry.to(tl.int64), 0)
         o, lse = _attend(
             q1, q2, k_ptr + from_entry * stride_kb + head.to(tl.int64) * stride_kh,
             v_ptr + from_entry * stride_vb + head.to(tl.int64) * stride_vh,
             table_ptr + entry.to(tl.int64) * stride_table, skipped + pos - first, skipped + stop - first,
-            td.pick(lengths, entries, entry), td.pick(after, entries, entry), tl.where(is_row, row // G, -1),
+            length, other_keys, tl.where(is_row, row // G, -1),
             scale_k, cap, window, stride_kb, stride_ks, stride_vb, stride_vs,
             TQ, D, D1, D2, DV, DVP, BLOCK_M, BLOCK_N, PAGE, FP8, V_IS_K, SOFT_CAP, WINDOW, PRECISION,
         )  # fmt: skip
         o *= scale_v
         if stop - pos == of_tile:
+            count += 1
+            last = tile
             _give(
                 ctx, half, o, lse, rows_m, entry, head, block_r, tile, tiles, heads, o_ptr, lse_ptr,
                 RANKS, TQ, G, DV, DVP, RP,
@@ -364,8 +383,9 @@ def flash_decode_kernel(
             tl.store(part_lse_ptr + number * RP + rows_m, lse, mask=rows_m < RP)
             first_program = first // share
             parts = (first + of_tile - 1) // share - first_program + 1
-            if td.arrive(flags_ptr + tile, parts):
-                finished += tl.where(pos == begin, 1, 2)
+            if td.arrive(flags + tile, parts):
+                count += 1
+                last = tile
                 number = (tile + first_program).to(tl.int64)
                 for from_row in range(0, RP, ROWS):
                     rows = from_row + tl.arange(0, ROWS)
@@ -376,38 +396,35 @@ def flash_decode_kernel(
                         ctx, half, merged, merged_lse, rows, entry, head, block_r, tile, tiles, heads, o_ptr, lse_ptr,
                         RANKS, TQ, G, DV, DVP, RP,
                     )  # fmt: skip
+        is_last = which == tiles_of_entry - 1
+        entry += tl.where(is_last, 1, 0)
+        which = tl.where(is_last, 0, which + 1)
+        first = first + of_tile
         pos = stop
 
     if RANKS > 1:
-        # Signals come together: what one of them waits for, that the stores have arrived, the others need not wait for.
-        sent = begin
-        while sent < end:
-            entry, which, first, of_tile, stop = _segment(sent, end, ends, blocks, tiles_of_entry)
-            if (stop - sent == of_tile) | ((finished & tl.where(sent == begin, 1, 2)) != 0):
-                tile = entry * tiles_of_entry + which
-                # waiter: the program of each peer that finishes this tile there
-                td.notify_all(ctx, td.signal_at(ctx, half, me * tiles + tile), signal, PASSES_ON=KNOWS_OTHERS)
-            sent = stop
-
         RANKS_P: tl.constexpr = triton.next_power_of_2(RANKS)
         data = td.pointer_to(td.data_at(ctx, half, me), tl.float32)
-        place = begin
-        while place < end:
-            entry, which, first, of_tile, stop = _segment(place, end, ends, blocks, tiles_of_entry)
-            if (stop - place == of_tile) | ((finished & tl.where(place == begin, 1, 2)) != 0):
-                tile = (entry * tiles_of_entry + which).to(tl.int64)
-                # producer: the program of each peer that finishes this tile there
-                td.wait_plan_all(ctx, td.signal_at(ctx, half, tile), tiles, signal)
-                for from_row in range(0, RP, ROWS):
-                    rows = from_row + tl.arange(0, ROWS)
-                    merged, merged_lse = _merge(
-                        data + tile * PART, data + _lse_at(tiles, RANKS, RP, DVP) + tile * RP,
-                        tl.cast(tiles, tl.int64) * PART, tl.cast(tiles, tl.int64) * RP, RANKS, rows, DVP,
-                        RANKS_P if RANKS_P < _STEP else _STEP,
-                    )  # fmt: skip
-                    _store_output(
-                        o_ptr, lse_ptr, merged, merged_lse, entry, which // BLOCKS_R, which % BLOCKS_R * RP + rows,
-                        heads, TQ * G, G, TQ, DV, DVP,
-                    )  # fmt: skip
-            place = stop
+        ours = last - count + 1
+        if count > 0:
+            # waiter: the programs of each peer that finish these tiles there
+            td.notify_all(
+                ctx, td.signal_at(ctx, half, me * tiles + ours), signal, PASSES_ON=KNOWS_OTHERS, count=count
+            )
+            # producer: the programs of each peer that finish these tiles there
+            td.wait_plan_all(ctx, td.signal_at(ctx, half, ours), tiles, signal, count=count)
+        for tile in range(ours, ours + count):
+            which = tile % tiles_of_entry
+            at = tl.cast(tile, tl.int64)
+            for from_row in range(0, RP, ROWS):
+                rows = from_row + tl.arange(0, ROWS)
+                merged, merged_lse = _merge(
+                    data + at * PART, data + _lse_at(tiles, RANKS, RP, DVP) + at * RP,
+                    tl.cast(tiles, tl.int64) * PART, tl.cast(tiles, tl.int64) * RP, RANKS, rows, DVP,
+                    RANKS_P if RANKS_P < _STEP else _STEP,
+                )  # fmt: skip
+                _store_output(
+                    o_ptr, lse_ptr, merged, merged_lse, tile // tiles_of_entry, which // BLOCKS_R,
+                    which % BLOCKS_R * RP + rows, heads, TQ * G, G, TQ, DV, DVP,
+                )  # fmt: skip
         td.finish(ctx)

@@ -2,7 +2,6 @@
 
 import torch
 
-from tdkernels.lang._context import STATE_FLAGS
 from tdkernels.ops import _operands
 from tdkernels.ops._config import text_of
 from tdkernels.ops._local_flags import local_flags
@@ -108,10 +107,8 @@ def arguments(
     scratch = q.new_empty(
         (shape.tiles + programs) * shape.rows_of_tile * (shape.padded_dv + 1), dtype=torch.float32
     )
-    if workspace is None:
-        ctx, flags = None, local_flags(q.device, shape.tiles)
-    else:
-        ctx, flags = workspace.ctx, workspace.state[STATE_FLAGS.value :]
+    ctx = None if workspace is None else workspace.ctx
+    flags = local_flags(q.device, shape.tiles) if workspace is None else None
     of_scales, (k_scale, v_scale) = 0, scales or (None, None)
     if scales is not None:
         of_scales = 1 if k_scale.numel() == 1 else 2
