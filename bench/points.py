@@ -9,7 +9,8 @@ from bench.shapes import Shape, layer_names
 
 _OWN = ("gemm", "collective", "sequence")
 _FUSED = "torch-fused"
-_APART = ("collective", "ep", "configs", "group_gemm", "tp_moe", "ep_moe")  # rows of what has no products
+# Rows of what has no products.
+_APART = ("collective", "ep", "configs", "group_gemm", "tp_moe", "ep_moe", "flash_decode")
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ def read(folder):
             try:
                 row = json.loads(line)
                 if row.get("what") in _APART:
-                    continue  # see read_collectives, read_ep and read_layers
+                    continue  # see read_collectives, read_ep, read_layers and read_decode
                 key = _key(path.parent.name, row)
                 runs.setdefault(key, {}).setdefault(row["date"], {})[row.get("method")] = row
             except (ValueError, KeyError, TypeError, AttributeError) as err:
@@ -115,6 +116,11 @@ def read_ep(folder):
 def read_layers(folder):
     """The rows of layers of experts, and of products by expert on one GPU."""
     return [row for what in ("tp_moe", "ep_moe", "group_gemm") for row in _read_apart(folder, what)]
+
+
+def read_decode(folder):
+    """The rows of attention to a cache that the ranks share."""
+    return _read_apart(folder, "flash_decode")
 
 
 def _read_apart(folder, what):

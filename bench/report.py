@@ -2,7 +2,17 @@
 
 import sys
 
-from bench import collective_plots, collective_report, ep_plots, ep_report, group_gemm_report, moe_report, plots
+from bench import (
+    collective_plots,
+    collective_report,
+    ep_plots,
+    ep_report,
+    flash_decode_plots,
+    flash_decode_report,
+    group_gemm_report,
+    moe_report,
+    plots,
+)
 from bench.points import (
     BadRow,
     at_full_size,
@@ -10,6 +20,7 @@ from bench.points import (
     groups,
     read,
     read_collectives,
+    read_decode,
     read_ep,
     read_layers,
     swept,
@@ -47,19 +58,21 @@ def main(results, into):
     try:
         points = read(results)
         alone, ep, layers = read_collectives(results), read_ep(results), read_layers(results)
+        decode = read_decode(results)
     except BadRow as error:
         print(f"bench: {error}", file=sys.stderr)
         return 1
-    if not points and not alone and not ep and not layers:
+    if not any((points, alone, ep, layers, decode)):
         print(f"bench: --report: there are no rows in {results}", file=sys.stderr)
         return 2
     if readme.exists() and not readme.read_text().startswith(_OURS):
         print(f"bench: --report: {readme} is not one of ours, and stays as it is", file=sys.stderr)
         return 2
-    readme.write_text(text(points, alone, ep, layers))
+    readme.write_text(text(points, alone, ep, layers, decode))
     print(readme)
     figures = plots.figures(points) + collective_plots.figures(collective_report.newest_runs(alone))
     figures += ep_plots.figures(ep_report.newest_runs(ep))
+    figures += flash_decode_plots.figures(flash_decode_report.newest_runs(decode))
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -71,12 +84,13 @@ def main(results, into):
     return 0
 
 
-def text(points, alone=(), ep=(), layers=()):
+def text(points, alone=(), ep=(), layers=(), decode=()):
     """The whole README.md.
 
     Args:     alone: the rows of the collectives alone
               ep: those of expert parallelism
               layers: those of layers of experts and of products by expert
+              decode: those of attention to a cache that the ranks share
     """
     multicast = " or ".join(sorted({str(point.settings.get("multicast")) for point in points}))
     parts = [_MARK, _HEAD.format(multicast=multicast), _summary(points)]
@@ -96,6 +110,8 @@ def text(points, alone=(), ep=(), layers=()):
     if ep:
         parts.append(ep_report.text(ep, _link))
     parts += filter(None, (section.text(layers) for section in (moe_report, group_gemm_report)))
+    if decode:
+        parts.append(flash_decode_report.text(decode, _link))
     return "\n".join(parts)
 
 

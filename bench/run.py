@@ -18,7 +18,18 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
-from bench import collectives, ep, ep_moe, group_gemm, harness, measure, moe_shapes, report, tp_moe  # noqa: E402
+from bench import (  # noqa: E402
+    collectives,
+    ep,
+    ep_moe,
+    flash_decode,
+    group_gemm,
+    harness,
+    measure,
+    moe_shapes,
+    report,
+    tp_moe,
+)
 from bench.operators import OPERATORS, Case  # noqa: E402
 from bench.peers import PEERS  # noqa: E402
 from bench.shapes import DEFAULT_GROUPS, GROUPS, Shape, select, takes_tokens  # noqa: E402
@@ -41,11 +52,12 @@ def main(options):
     began = time.monotonic()
     try:
         folder = _folder(options.out)
-        operators, alone, experts, grouped, layers = _operators(options.operators)
+        operators, alone, experts, grouped, layers, decode = _operators(options.operators)
         peers = _peers(options.peers)
-        shapes = group_gemm.parse_shapes(options.shapes) if grouped else None if layers else _shapes(options.shapes)
+        shapes = None if layers or decode else (group_gemm.parse_shapes if grouped else _shapes)(options.shapes)
         tp_shapes, ep_shapes = moe_shapes.parse(options.shapes, layers) if layers else ([], [])
         tokens = _tokens(options.tokens)
+        caches = flash_decode.parse_shapes(options.shapes, tokens) if decode else []
         layer, payloads = ep.parse_layer(options.moe), _payloads(options.payload)
         if options.routing not in ep.ROUTINGS:
             raise ValueError(f"--routing must be {' or '.join(ep.ROUTINGS)}, not {options.routing!r}")
@@ -57,8 +69,8 @@ def main(options):
             raise ValueError("--tokens is not for tp_moe, whose shapes begin with theirs: name one in --shapes")
         if options.rounds < 1:
             raise ValueError(f"--rounds must be at least 1, not {options.rounds}")
-        rehearsal = torch.cuda.device_count() < (1 if grouped else 2)
-        ranks = 1 if grouped else _num_ranks(options.nproc, rehearsal)
+        rehearsal = torch.cuda.device_count() < (1 if grouped or decode else 2)
+        ranks = 1 if grouped else _num_ranks(options.nproc, rehearsal, least=1 if decode else 2)
         sizes = collectives.parse(options.bytes) if options.bytes else collectives.SIZES
         selected = {operator: select(shapes, operator, tokens) for operator in operators}
         if operators and not any(selected.values()):
@@ -76,6 +88,7 @@ def main(options):
         layer, tokens = ep.REHEARSAL_LAYER, ep.REHEARSAL_TOKENS
         shapes = group_gemm.REHEARSAL_SHAPES if grouped else shapes
         tp_shapes, ep_shapes = moe_shapes.TP_REHEARSAL, moe_shapes.EP_REHEARSAL
+        caches = flash_decode.REHEARSAL_SHAPES
     plan = measure.Plan(
         2 if rehearsal else options.rounds, 0 if rehearsal else _BURST_MS, peers, tuple(options.config),
         options.cuda_graph,
@@ -87,6 +100,7 @@ def main(options):
         *group_gemm.cases(grouped, shapes, options.routing, options.backward),
         *_possible(tp_moe.cases(_among(layers, tp_moe), tp_shapes, ranks, options.routing, options.backward)),
         *_possible(ep_moe.cases(_among(layers, ep_moe), ep_shapes, tokens, ranks, options.routing, options.backward)),
+        *_possible(flash_decode.cases(decode, caches, ranks)),
     ]
     deadline = None if options.seconds is None else began + options.seconds
     with RankPool(ranks, "cpu" if rehearsal else "cuda", timeout_s=min(300.0, options.seconds or 300.0)) as pool:
@@ -105,8 +119,11 @@ def main(options):
 
 
 def _operators(names):
-    """The operators with products, all if none is named; collectives alone; ways to experts; what is local; layers."""
-    groups = OPERATORS, collectives.OPERATORS, ep.OPERATORS, group_gemm.OPERATORS, _LAYERS
+    """The operators with products, all if none is named; collectives; ways to experts; what is local; layers; decoding.
+
+    Each is a list.
+    """
+    groups = OPERATORS, collectives.OPERATORS, ep.OPERATORS, group_gemm.OPERATORS, _LAYERS, flash_decode.OPERATORS
     known = [name for group in groups for name in group]
     for name in names:
         if name not in known:
@@ -115,6 +132,8 @@ def _operators(names):
     local = [name for name in names if name in group_gemm.OPERATORS]
     if local and len(local) < len(names):
         raise ValueError(f"{local[0]} is measured by itself, on one GPU")
+    if len(names) > 1 and set(names) & set(flash_decode.OPERATORS):
+        raise ValueError("flash_decode is measured by itself")
     if 0 < sum(name in _LAYERS for name in names) < len(names):
         raise ValueError(f"{' and '.join(_LAYERS)} are not measured beside others")
     return [[name for name in names if name in group] for group in groups]
@@ -125,7 +144,7 @@ def _among(names, module):
 
 
 def _peers(text):
-    known = (*PEERS, *collectives.PEERS, *ep.PEERS)
+    known = (*PEERS, *collectives.PEERS, *ep.PEERS, *flash_decode.PEERS)
     if text in ("all", "none"):
         return known if text == "all" else ()
     names = tuple(dict.fromkeys(text.split(",")))
@@ -162,10 +181,10 @@ def _payloads(text):
     return names
 
 
-def _num_ranks(nproc, rehearsal):
+def _num_ranks(nproc, rehearsal, least):
     gpus = torch.cuda.device_count()
-    if nproc is not None and nproc < 2:
-        raise ValueError(f"--nproc must be at least 2 ranks, not {nproc}")
+    if nproc is not None and nproc < least:
+        raise ValueError(f"--nproc must be at least {least} rank{'s' * (least > 1)}, not {nproc}")
     if rehearsal:
         return 2
     if nproc is not None and nproc > gpus:
@@ -213,7 +232,8 @@ def _revision():
         return os.environ.get("TDKERNELS_GIT_REVISION", "unknown")
 
 
-_MODULES = {Case: measure} | {module.Case: module for module in (collectives, ep, group_gemm, tp_moe, ep_moe)}
+_APART = (collectives, ep, group_gemm, tp_moe, ep_moe, flash_decode)
+_MODULES = {Case: measure} | {module.Case: module for module in _APART}
 
 
 def _measure_all(pool, cases, plan, folder, deadline=None):

@@ -7,7 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from bench import collective_plots, collective_report, collectives, ep_plots, ep_report, plots, points, report
+from bench import (
+    collective_plots,
+    collective_report,
+    collectives,
+    ep_plots,
+    ep_report,
+    flash_decode_plots,
+    flash_decode_report,
+    plots,
+    points,
+    report,
+)
 from bench import run as bench_run
 from tdkernels.__main__ import main
 
@@ -282,13 +293,13 @@ def test_the_same_rows_give_the_same_plots(results, tmp_path):
 def test_the_repositorys_report_is_that_of_its_rows():
     found = points.read(bench_run.RESULTS)
     alone, ep = points.read_collectives(bench_run.RESULTS), points.read_ep(bench_run.RESULTS)
-    assert (ROOT / "bench" / "README.md").read_text() == report.text(
-        found, alone, ep, points.read_layers(bench_run.RESULTS)
-    ), (
+    layers, decode = points.read_layers(bench_run.RESULTS), points.read_decode(bench_run.RESULTS)
+    assert (ROOT / "bench" / "README.md").read_text() == report.text(found, alone, ep, layers, decode), (
         "bench/README.md is stale: python -m tdkernels bench --report"
     )
     drawn = {path.name: path.stat().st_size for path in (ROOT / "bench" / "plots").iterdir()}
     figures = plots.figures(found) + collective_plots.figures(collective_report.newest_runs(alone))
     figures += ep_plots.figures(ep_report.newest_runs(ep))
+    figures += flash_decode_plots.figures(flash_decode_report.newest_runs(decode))
     assert drawn.keys() == {figure.file for figure in figures}
     assert max(drawn.values()) < 120 << 10

@@ -18,12 +18,14 @@ import torch.distributed as dist
 import tdkernels
 from tdkernels import lang
 from tests import ranks
+from tests.ops.decode import Decode
 
 REPO = Path(__file__).parent.parent
 README = REPO / "README.md"
 TUTORIAL = REPO / "docs" / "primitives.md"
 EXPERTS = REPO / "docs" / "expert-parallel.md"
 LAYERS = REPO / "docs" / "moe.md"
+ATTENTION = REPO / "docs" / "attention.md"
 EXAMPLE = REPO / "examples" / "first_kernel.py"
 DOCUMENTS = sorted([*REPO.glob("*.md"), *(REPO / "docs").glob("*.md")])
 
@@ -142,6 +144,32 @@ def test_the_page_on_layers_loads_a_model(tmp_path):
     pytest.importorskip("transformers", minversion="5.0")
     _, _, source = blocks(LAYERS, "python")
     ranks.on_ranks(2, a_model_is_loaded, source, str(tmp_path))
+
+
+# ---- docs/attention.md ----
+
+
+def tokens_are_decoded(source):
+    return page_of(source).decode()
+
+
+def test_the_page_on_attention_shows_what_its_program_prints():
+    program, *_ = blocks(ATTENTION, "python")
+    shown, *_ = blocks(ATTENTION, "text")
+    assert "print(run_ranks(2, decode))" in program
+    assert f"{ranks.on_ranks(2, tokens_are_decoded, program)}\n" == shown
+
+
+def pages_and_latents_are_decoded(paged, latent):
+    case = Decode(2, 4, 2, 16, 9, page=4)
+    case.check({"o": page_of(paged).decode_paged(*case.operands(), case.options["block_table"])})
+    case = Decode(1, 3, 1, 576, 4, value_dim=512, latent=True, scale=192**-0.5)
+    case.check({"o": page_of(latent).decode_latent(case.q, case.k_cache, case.lens)})
+
+
+def test_the_page_on_attention_calls_with_pages_and_latents():
+    paged, latent = (block for block in blocks(ATTENTION, "python") if "def decode_" in block)
+    ranks.on_ranks(2, pages_and_latents_are_decoded, paged, latent)
 
 
 # ---- README.md ----

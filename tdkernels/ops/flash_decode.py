@@ -110,6 +110,7 @@ def _ranks(group):
 def _forward(q, k_cache, v_cache, kv_lens, block_table, scales, options, group, config):
     if config is None or config.method == "fused":
         return launcher.launch(q, k_cache, v_cache, kv_lens, block_table, scales, options, group, config)
+    launcher.agree(q, launcher.shape_of(q, k_cache, v_cache, block_table), options, group, config)
     scale, soft_cap, window = options
     k_scale, v_scale = scales or (None, None)
     return flash_decode_ref(

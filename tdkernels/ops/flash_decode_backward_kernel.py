@@ -142,10 +142,12 @@ def launch(q, k_cache, v_cache, kv_lens, after, block_table, do, lse, delta, sha
     block_m, block_n, num_warps = _tile(shape, q.element_size(), q.device)
     programs = shape.batch * shape.heads
     most = max(1, -(-capacity // block_n))
-    splits = min(most, max(1, 4 * _device.num_sms(q.device) // programs))
+    splits = min(most, max(1, 4 * _device.num_sms(q.device) // max(programs, 1)))
     dq = torch.zeros(splits, *q.shape, dtype=torch.float32, device=q.device)
     dk = k_cache.new_zeros(shape.batch, capacity, shape.heads, shape.d)
     dv = v_cache.new_zeros(shape.batch, capacity, shape.heads, shape.dv)
+    if not programs:  # no sequences
+        return dq.sum(0), dk, dv
     flash_decode_backward_kernel[(programs, splits)](
         q, k_cache, v_cache, kv_lens, after, block_table if paged else kv_lens, do, lse, delta, dq, dk, dv,
         shape.heads, capacity, scale * LOG2_E.value, scale, (soft_cap or 0.0) * LOG2_E.value, window or 0,

@@ -8,6 +8,7 @@ from tdkernels.ops._local_flags import local_flags
 from tdkernels.ops.flash_decode_config import DecodeShape, default_config, next_power_of_2, num_programs
 from tdkernels.ops.flash_decode_kernel import FP8_BITS, FP8_NATIVE, FP8_NONE, LOG2_E, flash_decode_kernel
 from tdkernels.symm import get_workspace
+from tdkernels.symm.group import group_state
 
 FP8 = torch.float8_e4m3fn
 
@@ -44,6 +45,21 @@ def slot_bytes(shape, ranks):
     return 4 * ranks * (shape.tiles * of_tile + next_power_of_2(shape.batch))
 
 
+def _plan_fields(q, shape, options, config):
+    """What all ranks must agree on; how much room a cache has is each rank's own business."""
+    scale, soft_cap, window = options
+    return {
+        "q": tuple(q.shape), "heads": shape.heads, "Dv": shape.dv, "dtype": str(q.dtype), "scale": scale,
+        "soft_cap": soft_cap, "window": window, "config": text_of(config),
+    }  # fmt: skip
+
+
+def agree(q, shape, options, group, config):
+    """The same for a call that launches nothing of ours; None for a group is this rank alone."""
+    if group is not None:
+        group_state(group).agree_once("flash_decode", _plan_fields(q, shape, options, config))
+
+
 def launch(q, k_cache, v_cache, kv_lens, block_table, scales, options, group, config):
     """(o [B, Tq, Hq, Dv], lse [B, Tq, Hq]) of checked operands.
 
@@ -52,10 +68,10 @@ def launch(q, k_cache, v_cache, kv_lens, block_table, scales, options, group, co
     """
     shape = shape_of(q, k_cache, v_cache, block_table)
     config = config or default_config(shape, q.device)
-    scale, soft_cap, window = options
     o = q.new_empty(*q.shape[:3], shape.dv)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     if not o.numel():
+        agree(q, shape, options, group, config)
         return o, lse
     ranks = 1 if group is None else group.size()
     capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
@@ -63,13 +79,10 @@ def launch(q, k_cache, v_cache, kv_lens, block_table, scales, options, group, co
     workspace, plan = None, 0
     if ranks > 1:
         workspace = get_workspace(group, q.device, "flash_decode")
-        fields = {
-            "q": tuple(q.shape), "heads": shape.heads, "Dv": shape.dv, "dtype": str(q.dtype), "scale": scale,
-            "soft_cap": soft_cap, "window": window, "config": text_of(config),
-        }  # fmt: skip
         plan = workspace.prepare(
-            "flash_decode", fields, slot_bytes(shape, ranks), ranks * (shape.tiles + 1), num_flags=shape.tiles
-        )
+            "flash_decode", _plan_fields(q, shape, options, config), slot_bytes(shape, ranks),
+            ranks * (shape.tiles + 1), num_flags=shape.tiles,
+        )  # fmt: skip
         workspace.before_launch()
     args, constants = arguments(
         workspace, q, k_cache, v_cache, kv_lens, block_table, scales, o, lse, shape, config, options, plan, ranks,
