@@ -122,6 +122,7 @@ class Sharded:
             flat = [torch.cat([part.flatten() for part in of]) for of in ([of[name] for of in ranks], *parts)]
             assert_close(f"{name} of {self.title}", *flat)
 
+    @torch.enable_grad()
     def expected(self, dtype):
         """o, lse and gradients of the whole sequence, on the CPU."""
         if dtype not in self._expected:
