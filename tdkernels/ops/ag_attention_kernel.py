@@ -93,11 +93,11 @@ class AgAttentionConfig:
 def _default_tiles(widest, dtype, device):
     """(block_q, block_k, num_warps, num_stages) of the forward, of dq and of dk and dv."""
     if device.type == "cpu":
-        return (32, 32, 1, 1), (32, 32, 1, 1), (32, 32, 1, 1)
+        return ((32, 32, 1, 1),) * 3
     if dtype == torch.float32:
         # Exact fp32 has no tensor cores: small tiles keep the sums in registers.
         small = 32 if widest <= 128 else 16
-        return (64, small, 8, 1), (small, small, 4, 1), (small, small, 4, 1)
+        return ((small, small, 4, 1),) * 3
     if torch.version.hip:
         small = 64 if widest <= 128 else 32
         return (64, small, 4, 1), (64, 32, 4, 1), (32, small, 4, 1)

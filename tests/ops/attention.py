@@ -1,0 +1,354 @@
+"""What ag_attention is asked, as functions that every rank runs. test_ag_attention.py asks."""
+
+import random
+import time
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
+
+import tdkernels
+from tdkernels import AgAttentionConfig, PeerTimeoutError, PlanMismatchError
+from tdkernels.ops import ag_attention_backward_kernel as backward_kernel
+from tdkernels.ops import ag_attention_kernel as kernel
+from tests.ops.sharded import BF16, FP16, FP32, NAMES, Sharded
+from tests.ops.tensor_experts import check_refusal, poisoned_outputs
+from tests.ranks import a_group, device
+from tests.test_protocol import failure_of, poison, stalls, timeout
+
+CONFIGS = {
+    "default": None,
+    "small blocks": AgAttentionConfig(
+        block_q=16, block_k=32, num_warps=4, num_stages=2, dq_block_q=32, dq_block_k=16, dq_num_warps=4,
+        dkv_block_q=16, dkv_block_k=32, dkv_num_warps=4, num_comm_sms=1, chunk_rows=16,
+    ),
+    "large chunks": AgAttentionConfig(block_q=64, block_k=16, dkv_block_q=64, num_comm_sms=3, chunk_rows=48),
+    "torch": AgAttentionConfig(method="torch"),
+}  # fmt: skip
+SMALL = dict(rows=21, heads=2, kv_heads=1, d=16, dv=24)
+
+
+# ---- what it computes ----
+
+
+def computes(spec, config):
+    """Forward and every gradient; and the specification's forward is the same."""
+    case = Sharded(**spec)
+    with poisoned_outputs():
+        results = case.run(config=CONFIGS[config])
+    assert set(results) == {"o", "lse", *(f"d{name}" for name in NAMES)}
+    case.check(results)
+
+
+def specifies(spec):
+    case = Sharded(**spec)
+    with torch.no_grad():
+        o, lse = case.call(tdkernels.ag_attention_ref)
+    case.check({"o": o, "lse": lse})
+
+
+def returns_what_is_asked():
+    """o alone, the same bits as with lse, and by one gradient the same as by both of which one is zero."""
+    case = Sharded(**SMALL, lse=False, seed=4)
+    expected = case.run()
+    case.require()
+    o = tdkernels.ag_attention(*(case.own[name] for name in NAMES))
+    assert isinstance(o, torch.Tensor)
+    o.backward(case.do)
+    for name, result in {"o": o.detach(), **case.gradients()}.items():
+        assert torch.equal(result, expected[name]), name
+    case.require()
+    _, lse = case.call()
+    lse.backward(torch.zeros_like(lse))
+    assert not any(gradient.any() for gradient in case.gradients().values())
+
+
+# ---- autograd ----
+
+
+def computes_what_is_wanted():
+    """Any one gradient alone; and nothing is launched for others."""
+    case = Sharded(**SMALL, dtype=FP32, seed=5)
+    for name, launches in (("q", (1, 0)), ("k", (0, 1)), ("v", (0, 1))):
+        with (
+            mock.patch.object(backward_kernel, "launch_dq", wraps=backward_kernel.launch_dq) as dq,
+            mock.patch.object(backward_kernel, "launch_dkv", wraps=backward_kernel.launch_dkv) as dkv,
+        ):
+            results = case.run(wanted=(name,))
+        assert set(results) == {"o", "lse", f"d{name}"}
+        case.check(results)
+        assert (dq.call_count, dkv.call_count) == launches, name
+
+
+def goes_backward_twice():
+    case = Sharded(**SMALL, seed=7)
+    case.require()
+    o, lse = case.call()
+    torch.autograd.backward([o, lse], [case.do, case.dlse], retain_graph=True)
+    case.backward(o, lse)
+    case.check({name: gradient / 2 for name, gradient in case.gradients().items()})
+
+
+def takes_any_layout():
+    """Heads before positions, a part of a wider tensor, an expanded gradient: the same bits as of plain ones."""
+    case = Sharded(**SMALL, dtype=FP32, seed=9)
+    case.do, case.dlse = torch.ones_like(case.do), torch.zeros_like(case.dlse)
+    expected = case.run()
+    case.own["q"] = case.own["q"].detach().transpose(1, 2).contiguous().transpose(1, 2)
+    case.own["k"] = torch.stack([case.own["k"].detach()] * 2, dim=3)[:, :, :, 1]
+    padded = torch.zeros(case.own["v"].numel() + 1, device=device())
+    padded[1:] = case.own["v"].detach().flatten()
+    case.own["v"] = padded[1:].view(case.own["v"].shape)
+    case.do = torch.ones((), device=device()).expand(case.do.shape)
+    for name, result in case.run().items():
+        assert torch.equal(result, expected[name]), name
+
+
+def recomputes_in_a_checkpoint():
+    case = Sharded(**SMALL, seed=10)
+    case.require()
+    o, lse = checkpoint(case.call, use_reentrant=False)
+    case.backward(o, lse)
+    case.check({"o": o.detach(), "lse": lse.detach(), **case.gradients()})
+
+
+def casts_as_autocast_says():
+    case = Sharded(**SMALL, seed=11)
+    case.own = {name: operand.float() for name, operand in case.own.items()}
+    with torch.autocast(device().type, BF16):
+        results = case.run()
+    assert results["o"].dtype == BF16 and {results[f"d{name}"].dtype for name in NAMES} == {FP32}
+    case.check({name: result if name == "lse" else result.to(BF16) for name, result in results.items()})
+
+
+def refuses_second_derivatives():
+    case = Sharded(**SMALL, dtype=FP32, seed=12)
+    case.require()
+    for config in ("default", "torch"):
+        o, _ = case.call(config=CONFIGS[config])
+        with pytest.raises(RuntimeError, match="ag_attention: second derivatives"):
+            torch.autograd.grad(o, case.own["k"], case.do, create_graph=True)
+
+
+def runs_between_graphs():
+    """torch.compile takes what is before and after, and leaves the call as it is."""
+    torch._dynamo.reset()
+    case = Sharded(**SMALL, dtype=FP32, lse=False, seed=16)
+    case.require()
+
+    def between(q, k, v):
+        return tdkernels.ag_attention(q * 1.0, k, v) * 1.0
+
+    o = torch.compile(between, backend="eager")(*(case.own[name] for name in NAMES))
+    o.backward(case.do)
+    case.check({"o": o.detach(), **case.gradients()})
+
+
+AUTOGRAD = [
+    returns_what_is_asked, computes_what_is_wanted, goes_backward_twice, takes_any_layout, recomputes_in_a_checkpoint,
+    casts_as_autocast_says, refuses_second_derivatives, runs_between_graphs,
+]  # fmt: skip
+
+
+def computes_in_a_subgroup():
+    """Two of three ranks, in another order than the world's."""
+    group = dist.new_group([2, 0])
+    try:
+        if dist.get_rank() != 1:
+            case = Sharded(**SMALL, sharding="zigzag", seed=3, group=group)
+            case.check(case.run())
+            del case
+    finally:
+        if dist.get_rank() != 1:
+            dist.destroy_process_group(group)
+
+
+# ---- between the ranks ----
+
+# Few kinds of calls, since a GPU compiles each.
+KINDS = [
+    (dict(rows=21, batch=2, heads=2, kv_heads=1, dv=24, sharding="zigzag", seed=1), "default"),
+    (dict(rows=40, heads=2, kv_heads=2, dtype=FP16, seed=2), "small blocks"),
+    (dict(rows=17, heads=1, kv_heads=1, d=33, dtype=FP32, causal=False, seed=3), "large chunks"),
+]
+
+
+def repeats(kinds, calls, seed):
+    """The same bits in every call, between which ranks wait at random and all memory is filled with NaNs."""
+    of_all, own = random.Random(seed), random.Random(seed * 100 + dist.get_rank())
+    cases = []
+    for spec, config in kinds:
+        case = Sharded(**spec)
+        cases.append((case, CONFIGS[config], case.run(config=CONFIGS[config])))
+        case.check(cases[-1][2])
+    with poisoned_outputs():
+        for _ in range(calls):
+            case, config, expected = of_all.choice(cases)
+            if of_all.random() < 0.4:
+                poison()
+            time.sleep(own.choice([0.0, own.uniform(0.0, 0.02)]))
+            case.require()
+            o, lse = case.call(config=config)
+            time.sleep(own.choice([0.0, own.uniform(0.0, 0.02)]))
+            case.backward(o, lse)
+            if of_all.random() < 0.4:
+                poison()  # what we got is ours and does not change with the workspace
+            tdkernels.synchronize()
+            for name, result in {"o": o.detach(), "lse": lse.detach(), **case.gradients()}.items():
+                assert torch.equal(result, expected[name]), f"{name} of {case.title}"
+
+
+def outruns_its_peers(calls, sharding):
+    """Calls with fresh data and nothing between them, while the ranks run ahead of each other."""
+    config = CONFIGS["small blocks"]
+    cases = [Sharded(20, heads=1, sharding=sharding, seed=seed) for seed in range(calls)]
+    cases[0].run(config=config)
+    for case in cases:
+        case.require()
+    with stalls(seed=dist.get_rank()):
+        outputs = [case.call(config=config) for case in cases]
+        for case, (o, lse) in zip(cases, outputs, strict=True):
+            case.backward(o, lse)
+    for case, (o, lse) in zip(cases, outputs, strict=True):
+        case.check({"o": o.detach(), "lse": lse.detach(), **case.gradients()})
+
+
+def waits_for_a_slow_rank():
+    for slow in range(dist.get_world_size()):
+        case = Sharded(18, sharding="zigzag", seed=slow)
+        case.require()
+        time.sleep(0.15 if dist.get_rank() == slow else 0.0)
+        o, lse = case.call()
+        time.sleep(0.15 if dist.get_rank() == slow else 0.0)
+        case.backward(o, lse)
+        case.check({"o": o.detach(), "lse": lse.detach(), **case.gradients()})
+
+
+USUAL = dict(rows=8, heads=2, kv_heads=1)
+# What rank 1 of three does otherwise, and the field that says so, with its value there and elsewhere.
+DISAGREEMENTS = {
+    "positions": (dict(rows=9), {}, "S/W", 9, 8),
+    "no positions": (dict(rows=0), {}, "S/W", 0, 8),
+    "batch": (dict(batch=2), {}, "B", 2, 1),
+    "heads": (dict(heads=4), {}, "Hq", 4, 2),
+    "heads of keys": (dict(kv_heads=2), {}, "Hkv", 2, 1),
+    "width": (dict(d=24), {"scale": 0.25}, "D", 24, 16),
+    "width of values": (dict(dv=24), {}, "Dv", 24, 16),
+    "dtype": (dict(dtype=FP32), {}, "dtype", '"torch.float32"', '"torch.bfloat16"'),
+    "mask": (dict(causal=False), {}, "causal", "false", "true"),
+    "sharding": (dict(sharding="zigzag"), {}, "sharding", '"zigzag"', '"contiguous"'),
+    "scale": (dict(scale=1.0), {}, "scale", 1.0, 0.25),
+    "chunks": ({}, {"config": AgAttentionConfig(chunk_rows=32)}, "config", "chunk_rows=32", "chunk_rows="),
+    "method": ({}, {"config": CONFIGS["torch"]}, "config", "method=torch", "method=fused"),
+}
+
+
+def disagrees(what):
+    """Everybody is told, and the group is as good as before."""
+    changes, options, field, there, elsewhere = DISAGREEMENTS[what]
+    odd = dist.get_rank() == 1
+    with a_group() as group:
+        usual = Sharded(**USUAL, group=group)
+        case = Sharded(**USUAL | (changes if odd else {}), group=group)
+        error = failure_of(case.call, **(options if odd else {}))
+        assert type(error) is ValueError, repr(error)
+        for words in ("ag_attention: the ranks disagree", f"{field} is ", f"{elsewhere}", "on ranks 0, 2", f"{there}"):
+            assert words in str(error), f"{words} in {error}"
+        assert "on rank 1" in str(error), str(error)
+        with torch.no_grad():
+            usual.check({"o": usual.call()[0]})
+        del group, case, usual
+
+
+# Another way to call than the usual one, which rank 1 takes; both are known.
+KNOWN = {"positions": dict(rows=12), "sharding": dict(sharding="zigzag"), "mask": dict(causal=False)}
+
+
+def is_not_fooled_by_a_known_plan(what):
+    """Both calls have been made before, so nobody asks the others; only the signals can tell."""
+    with a_group() as group:
+        ways = [Sharded(**USUAL, group=group), Sharded(**USUAL | KNOWN[what], group=group)]
+        for case in ways * 2:
+            case.check({"o": case.call()[0]})
+        dist.barrier()
+        case = ways[dist.get_rank() == 1]
+        with timeout(1.0):
+            error = failure_of(case.call)
+        assert isinstance(error, PlanMismatchError | PeerTimeoutError), repr(error)
+        again = failure_of(case.call)
+        assert again is not None
+        del group, case, ways
+
+
+def loses_rank_1(leave, when, timeout_s):
+    """Rank 1 is gone before its keys, or its queries, are sent; the others say so, now and whenever asked again.
+
+    Causal, rank 0 needs no key of rank 1, and no rank needs rank 0's queries but those before it: it has to say so yet.
+    """
+    module, name = {"keys": (kernel, "launch"), "queries": (backward_kernel, "launch_dkv")}[when]
+    case = Sharded(**USUAL)
+    case.check(case.run())
+    case.require(NAMES if when == "queries" else ())
+    o = case.call()[0] if when == "queries" else None
+    tdkernels.set_timeout(timeout_s)
+    tdkernels.synchronize()
+    dist.barrier()
+
+    def call():
+        if o is None:
+            case.call()
+        else:
+            o.backward(case.do)
+
+    if dist.get_rank() == 1:
+        setattr(module, name, lambda *args, **kwargs: leave())
+        call()
+    start = time.monotonic()
+    error = failure_of(call)
+    assert time.monotonic() - start < timeout_s + 5.0
+    assert failure_of(case.call) is not None
+    raise error
+
+
+# ---- what is refused ----
+
+
+def refuses():
+    """With the argument and its shape, on each rank alone and before anything is launched."""
+    case = Sharded(6, heads=4, kv_heads=2, batch=2)
+    q, k, v = (case.own[name] for name in NAMES)
+    for changes, kind, words in (
+        (dict(q=[1.0]), TypeError, "q must be a torch.Tensor, not list"),
+        (dict(v=None), TypeError, "v must be a torch.Tensor, not NoneType"),
+        (dict(q=q.double()), TypeError, "q is torch.float64; bfloat16, float16 and float32"),
+        (dict(k=k.float()), TypeError, "q is torch.bfloat16 but k is torch.float32"),
+        (dict(k=k.to("meta")), ValueError, "q is on .* but k is on meta"),
+        (dict(q=q[0]), ValueError, r"q must have 4 dimensions \[B, S / W, heads, D\], its shape is \[6, 4, 16\]"),
+        (dict(q=q[..., :8]), ValueError, r"the heads of q \[2, 6, 4, 8\] must have 16 to 256 elements"),
+        (dict(v=v.repeat(1, 1, 1, 17)), ValueError, r"the heads of v \[2, 6, 2, 272\] must have 16 to 256"),
+        (dict(q=q[:0]), ValueError, r"q \[0, 6, 4, 16\] has an empty dimension"),
+        (dict(k=k[:, :, :0]), ValueError, r"k \[2, 6, 0, 16\] has an empty dimension"),
+        (dict(k=k[:1]), ValueError, r"q \[2, 6, 4, 16\] and k \[1, 6, 2, 16\] must have the same B and S / W"),
+        (dict(v=v[:, :5]), ValueError, r"q \[2, 6, 4, 16\] and v \[2, 5, 2, 16\] must have the same B and S / W"),
+        (dict(v=v[:, :, :1]), ValueError, r"k \[2, 6, 2, 16\] and v \[2, 6, 1, 16\] must have as many heads"),
+        (dict(q=q[:, :, :3]), ValueError, r"q \[2, 6, 3, 16\] must be a multiple of those of k \[2, 6, 2, 16\]"),
+        (dict(k=k.repeat(1, 1, 1, 2)), ValueError, r"last dimension of q .* and of k \[2, 6, 2, 32\] must be the same"),
+        (dict(causal=1), TypeError, "causal must be True or False, not 1"),
+        (dict(sharding="striped"), ValueError, "sharding must be .*, not 'striped'"),
+        (dict(scale="1"), TypeError, "scale must be a number or None, not str"),
+        (dict(scale=0.0), ValueError, "scale must be positive and finite, not 0.0"),
+        (dict(scale=float("nan")), ValueError, "scale must be positive and finite, not nan"),
+        (dict(config="best"), TypeError, "config must be a AgAttentionConfig or None, not str"),
+        (dict(config=AgAttentionConfig("best")), ValueError, "config cannot run: method must be"),
+        (dict(config=AgAttentionConfig(block_q=24)), ValueError, "block_q must be a power of two of at least 16"),
+        (dict(config=AgAttentionConfig(dkv_num_warps=3)), ValueError, "dkv_num_warps must be 1, 2, 4, 8 or 16"),
+        (dict(config=AgAttentionConfig(chunk_rows=24)), ValueError, "chunk_rows must be a multiple of 16, not 24"),
+        (dict(config=AgAttentionConfig(num_comm_sms=-1)), ValueError, "num_comm_sms must be at least 1"),
+        (dict(group="world"), TypeError, "group"),
+    ):  # fmt: skip
+        good = dict(q=q, k=k, v=v)
+        check_refusal("ag_attention", lambda **call: tdkernels.ag_attention(**call), good, changes, kind, words)
+    with torch.no_grad():
+        case.check({"o": case.call()[0]})

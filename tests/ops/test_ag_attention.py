@@ -1,0 +1,131 @@
+"""ag_attention against the attention of the whole sequence, and what holds between its ranks."""
+
+import os
+import signal
+
+import pytest
+
+from tdkernels import PeerTimeoutError
+from tdkernels.launch import RankError
+from tests.ops import attention as asked
+from tests.ops.sharded import FP16, FP32
+from tests.ranks import DEVICE, fresh_ranks, on_ranks
+
+ON_GPU = DEVICE == "cuda"
+needs_gpu = pytest.mark.skipif(not ON_GPU, reason="takes too long without a GPU")
+
+# Positions of a rank, heads, head dimensions; bf16 if nothing else is said.
+SPECS = {
+    "grouped": dict(rows=40, heads=4, kv_heads=2, d=16, dv=16),
+    "odd, zigzag": dict(rows=37, batch=2, heads=2, kv_heads=1, d=24, dv=40, sharding="zigzag", seed=1),
+    "fp32, zigzag": dict(rows=64, heads=1, kv_heads=1, d=17, dv=33, dtype=FP32, sharding="zigzag", seed=2),
+    "fp32": dict(rows=35, batch=2, heads=2, kv_heads=2, d=32, dv=16, dtype=FP32, scale=0.3, seed=3),
+    "not causal": dict(rows=33, batch=2, heads=2, kv_heads=2, d=20, dv=16, dtype=FP16, causal=False, seed=4),
+    "not causal, zigzag": dict(rows=20, heads=3, kv_heads=1, causal=False, sharding="zigzag", seed=5),
+    # The gradient of a query with one key is a difference of equal numbers, of which fp32 leaves what is left of both.
+    "one position": dict(rows=1, batch=2, heads=2, kv_heads=1, lse=False, seed=6),
+    "one position, zigzag": dict(rows=1, batch=3, heads=2, kv_heads=1, dtype=FP16, sharding="zigzag", seed=7),
+    "wide": dict(rows=18, heads=1, kv_heads=1, d=144, dv=200, seed=8),
+    "nothing": dict(rows=0, batch=2, heads=2, kv_heads=1),
+}
+LARGE = {
+    "heads of 128, zigzag": dict(rows=1000, heads=8, kv_heads=2, d=128, dv=128, sharding="zigzag", seed=11),
+    "heads of 128": dict(rows=777, batch=2, heads=4, kv_heads=4, d=128, dv=64, seed=12),
+    "heads of 192": dict(rows=600, heads=4, kv_heads=1, d=192, dv=128, sharding="zigzag", dtype=FP16, seed=13),
+    "heads of 256": dict(rows=500, heads=2, kv_heads=1, d=256, dv=256, causal=False, seed=14),
+    "fp32": dict(rows=300, heads=2, kv_heads=1, d=64, dv=96, dtype=FP32, sharding="zigzag", seed=15),
+}
+
+# The interpreter takes long, so CPU ranks are not asked everything everywhere.
+ON_CPU = {
+    (1, "default"): ["odd, zigzag", "not causal", "one position, zigzag", "nothing"],
+    (2, "default"): ["grouped", "fp32, zigzag", "wide", "nothing"],
+    (2, "small blocks"): ["odd, zigzag", "not causal"],
+    (2, "torch"): ["grouped", "odd, zigzag", "not causal", "one position, zigzag"],
+    (3, "default"): ["odd, zigzag", "one position, zigzag", "one position"],
+    (3, "small blocks"): ["fp32"],
+    (3, "large chunks"): ["fp32, zigzag", "not causal, zigzag"],
+    (4, "large chunks"): ["odd, zigzag"],
+}
+
+
+@pytest.mark.parametrize("world_size, config, spec", [
+    (world_size, config, spec) for world_size in (1, 2, 3, 4) for config in asked.CONFIGS for spec in SPECS
+    if ON_GPU or spec in ON_CPU.get((world_size, config), ())
+])  # fmt: skip
+def test_everything(world_size, config, spec):
+    on_ranks(world_size, asked.computes, SPECS[spec], config)
+
+
+@needs_gpu
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("spec", LARGE)
+def test_many_tiles(world_size, spec):
+    on_ranks(world_size, asked.computes, LARGE[spec], "default")
+
+
+@pytest.mark.parametrize("spec", ["grouped", "odd, zigzag", "not causal"])
+def test_specification(spec):
+    on_ranks(2, asked.specifies, SPECS[spec])
+
+
+@pytest.mark.parametrize("what", asked.AUTOGRAD, ids=lambda f: f.__name__)
+def test_autograd(what):
+    on_ranks(2, what)
+
+
+def test_subgroup():
+    on_ranks(3, asked.computes_in_a_subgroup)
+
+
+@pytest.mark.parametrize("world_size, calls", [(2, 60), (3, 60), (4, 60)] if ON_GPU else [(2, 5)])
+def test_the_same_bits(world_size, calls):
+    on_ranks(world_size, asked.repeats, asked.KINDS, calls, seed=world_size)
+
+
+@needs_gpu
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+@pytest.mark.parametrize("spec", LARGE)
+def test_the_same_bits_of_many_tiles(world_size, spec):
+    on_ranks(world_size, asked.repeats, [(LARGE[spec], "default")], 20, seed=world_size)
+
+
+@pytest.mark.parametrize("world_size, calls", [(2, 60), (3, 60)] if ON_GPU else [(3, 3)])
+@pytest.mark.parametrize("sharding", ["contiguous", "zigzag"] if ON_GPU else ["contiguous"])
+def test_no_rank_overtakes_its_peers_data(world_size, calls, sharding):
+    on_ranks(world_size, asked.outruns_its_peers, calls, sharding)
+
+
+def test_slow_rank():
+    on_ranks(2, asked.waits_for_a_slow_rank)
+
+
+@pytest.mark.parametrize("what", asked.DISAGREEMENTS)
+def test_disagreement_is_named_on_every_rank(what):
+    on_ranks(3, asked.disagrees, what)
+
+
+@pytest.mark.parametrize("what", asked.KNOWN)
+def test_known_but_different_calls_never_give_a_result(what):
+    on_ranks(2, asked.is_not_fooled_by_a_known_plan, what)
+
+
+def dies():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("when", ["keys", "queries"])
+def test_killed_rank(when):
+    with fresh_ranks(2) as pool, pytest.raises(RankError) as caught:
+        pool.run(asked.loses_rank_1, dies, when, 1.5)
+    exceptions = caught.value.exceptions
+    assert isinstance(exceptions[1], ChildProcessError)
+    error = exceptions[0]
+    assert type(error) is PeerTimeoutError, repr(error)
+    assert (error.operator, error.rank, error.peer, error.timeout_s) == ("ag_attention", 0, 1, 1.5)
+    assert error.seen < error.expected
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_bad_input(world_size):
+    on_ranks(world_size, asked.refuses)

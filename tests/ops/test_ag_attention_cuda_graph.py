@@ -1,0 +1,96 @@
+"""ag_attention in a CUDA graph: captured once, replayed with new data, between eager calls."""
+
+import pytest
+import torch
+
+from tests.ops.sharded import FP32, NAMES, Sharded
+from tests.ops.test_moe_tp_cuda_graph import captured
+from tests.ranks import DEVICE, a_group, device, on_ranks
+
+pytestmark = pytest.mark.skipif(DEVICE == "cpu" or not torch.cuda.is_available(), reason="CUDA graphs need GPUs")
+
+SPEC = dict(rows=300, heads=4, kv_heads=2, d=64, dv=64, sharding="zigzag")
+
+
+def step(case):
+    o, lse = case.call()
+    gradients = torch.autograd.grad([o, lse], [case.own[name] for name in NAMES], [case.do, case.dlse])
+    return dict(zip(("o", "lse", *(f"d{name}" for name in NAMES)), (o.detach(), lse.detach(), *gradients), strict=True))
+
+
+def forward(case):
+    return dict(zip(("o", "lse"), case.call(), strict=True))
+
+
+def refill(static, fresh):
+    """Put the operands of one case where a graph reads those of another."""
+    with torch.no_grad():
+        for name in NAMES:
+            static.own[name].copy_(fresh.own[name])
+        static.do.copy_(fresh.do)
+        static.dlse.copy_(fresh.dlse)
+
+
+def replays_with_new_data(backward):
+    static = Sharded(**SPEC)
+    static.require(NAMES if backward else ())
+    graph, results = captured(static, step if backward else forward)
+    seed = 1
+    for replays in (1, 2, 3):
+        for _ in range(replays):
+            fresh = Sharded(**SPEC, seed=seed)
+            refill(static, fresh)
+            for result in results.values():
+                result.fill_(torch.nan)
+            graph.replay()
+            fresh.check(results)
+            seed += 1
+        # Eager calls of the same and of other sizes in between must not put the epochs of graph and workspace apart.
+        eager = Sharded(**SPEC, seed=seed)
+        eager.check(eager.run())
+        other = Sharded(33, d=32, dtype=FP32, seed=seed)
+        other.check(other.run())
+
+
+def refuses_to_capture_a_first_call():
+    with a_group() as group:
+        case = Sharded(**SPEC, group=group)
+        torch.cuda.synchronize()
+        with pytest.raises(RuntimeError, match="before capture|capturing|captured"):
+            with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                case.call()
+        torch.cuda.synchronize()
+        case.check(forward(case))
+        del group, case
+
+
+def is_launched_without_waiting():
+    """All of a step is in the queue while the GPU is still busy with what came before."""
+    case = Sharded(**SPEC)
+    case.require()
+    step(case)
+    torch.cuda.synchronize(device())
+    torch.cuda._sleep(2_000_000_000)  # about a second
+    busy = torch.cuda.Event()
+    busy.record()
+    results = step(case)
+    assert not busy.query(), "the host has waited for the GPU"
+    case.check(results)
+
+
+each_world_size = pytest.mark.parametrize("world_size", [1, 2, 4])
+
+
+@each_world_size
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "forward and backward"])
+def test_replay(world_size, backward):
+    on_ranks(world_size, replays_with_new_data, backward)
+
+
+def test_what_cannot_be_captured():
+    on_ranks(2, refuses_to_capture_a_first_call)
+
+
+@each_world_size
+def test_the_host_never_waits(world_size):
+    on_ranks(world_size, is_launched_without_waiting)
