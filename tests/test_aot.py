@@ -20,6 +20,7 @@ from tdkernels.ops import (
     _device,
     _operands,
     ag_attention_backward_kernel,
+    ag_attention_dkv_kernel,
     ag_attention_kernel,
     collective_launch,
     ep_launch,
@@ -358,7 +359,7 @@ ATTENTION = ["attention", "statistics", "gradient of q", "gradients of k and v"]
 @functools.cache
 def attention_launches(arch, dtype, d=64, dv=64, rows=256, heads=4, kv_heads=2, ranks=2, sharding="zigzag"):
     """{name: (kernel, args, kwargs)} of a training step with the default tiles of ``arch``."""
-    device, of_forward, of_backward = SimpleNamespace(type="cuda"), ag_attention_kernel, ag_attention_backward_kernel
+    device, of_forward, of_keys = SimpleNamespace(type="cuda"), ag_attention_kernel, ag_attention_dkv_kernel
     q, k, v = (torch.zeros(1, rows, *size, dtype=dtype) for size in ((heads, d), (kv_heads, d), (kv_heads, dv)))
     with contextlib.ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
@@ -367,14 +368,16 @@ def attention_launches(arch, dtype, d=64, dv=64, rows=256, heads=4, kv_heads=2, 
         patch.setattr(torch.version, "hip", "7.0" if arch.startswith("gfx") else None)
         config = of_forward.completed(None, rows, max(d, dv), dtype, device)
         # The memory that peers write to is none here, and its descriptor like that of any tensor.
-        for module in (of_forward, of_backward):
+        for module in (of_forward, of_keys):
             patch.setattr(module, "gathered_descriptor", lambda *args: of_forward.shard_descriptor(args[2], args[4]))
-        launches = stack.enter_context(recorded_launches(of_forward))
-        more = stack.enter_context(recorded_launches(of_backward))
+        forward, query, keys = [
+            stack.enter_context(recorded_launches(module))
+            for module in (of_forward, ag_attention_backward_kernel, of_keys)
+        ]
         call = True, sharding, d**-0.5, SimpleNamespace(size=lambda: ranks), config
         o, lse = of_forward.launch(q, k, v, *call)
-        of_backward.launch(q, k, v, o, lse, o, lse, (True,) * 3, *call)
-    return dict(zip(ATTENTION, launches + more, strict=True))
+        ag_attention_backward_kernel.launch(q, k, v, o, lse, o, lse, (True,) * 3, *call)
+    return dict(zip(ATTENTION, (*forward, keys[0], *query, *keys[1:]), strict=True))
 
 
 def compile_attention(name, arch, dtype=BF16, **options):

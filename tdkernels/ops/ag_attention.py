@@ -12,9 +12,9 @@ a rank may need nothing of a peer, and without it the two halves of the workspac
 Causal, rank W - 1 of contiguous shards has nearly twice the work of the mean rank. "zigzag" cuts the sequence into 2 W
 pieces, of which rank r has r and 2 W - 1 - r: then all have the same.
 
-Backward (``ag_attention_backward_kernel``). Only shards are saved. The gradient of q goes through keys and values like
-the forward. Those of k and v go through queries, which are pushed with the gradients of o and two numbers a row, and
-are complete on the rank that has the keys: nothing is added up between ranks.
+Backward (``ag_attention_backward_kernel``, ``ag_attention_dkv_kernel``). Only shards are saved. The gradient of q goes
+through keys and values like the forward; those of k and v through queries, which are pushed with the gradients of o,
+and are complete on the rank that has the keys: nothing is added up between ranks.
 
 Example:
     o = tdkernels.ag_attention(q, k, v)         # instead of all-gathers of k and v and an attention with a mask
