@@ -345,7 +345,7 @@ def decode_launch(name, arch, dtype=BF16, ranks=4):
             stack.enter_context(recorded_launches(module))
             for module in (flash_decode_launch, flash_decode_backward_kernel)
         )
-        o, lse = flash_decode_launch.launch(q, k, v, lens, table, scales, options, group, None)
+        o, _, lse = flash_decode_launch.launch(q, k, v, lens, table, scales, options, group, None, keep=not fp8)
         if not fp8:
             shape = flash_decode_launch.shape_of(q, k, v, table)
             flash_decode_backward_kernel.launch(q, k, v, lens, lens, table, o, lse, lse, shape, options)
@@ -766,7 +766,7 @@ def test_every_kernel_is_compiled_here():
     compiled = {*PRODUCTS, gemm_ar_one_shot_kernel, *COLLECTIVES.values(), *small_launches()}
     of_ulysses = {kernel for kernel, *_ in ulysses_launches("sm_90", BF16).values()}
     compiled |= of_experts | of_groups | of_sliced | of_ulysses
-    compiled |= of_experts | of_groups | of_sliced
+    compiled |= {kernel for kernel, *_ in decode_launch("one token", "sm_90")}
     compiled |= {kernel for kernel, *_ in attention_launches("sm_90", BF16).values()}
     found = set()
     for module in pkgutil.iter_modules(tdkernels.ops.__path__):

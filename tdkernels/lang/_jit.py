@@ -93,6 +93,8 @@ def _kind(specialized, arg):
         return "i32" if -(1 << 31) <= arg < 1 << 31 else "i64" if arg < 1 << 63 else "u64"
     if arg is None or kind is bool:
         return kind, arg
+    if kind is float:
+        return kind
     if kind is TensorDescriptor:
         return arg.base.dtype, tuple(arg.block_shape), arg.padding
     raise LookupError

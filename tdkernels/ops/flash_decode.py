@@ -107,16 +107,18 @@ def _ranks(group):
 # ---- the gradient ----
 
 
-def _forward(q, k_cache, v_cache, kv_lens, block_table, scales, options, group, config):
+def _forward(q, k_cache, v_cache, kv_lens, block_table, scales, options, group, config, keep=False):
+    """(o, lse, what the backward wants for lse)."""
     if config is None or config.method == "fused":
-        return launcher.launch(q, k_cache, v_cache, kv_lens, block_table, scales, options, group, config)
+        return launcher.launch(q, k_cache, v_cache, kv_lens, block_table, scales, options, group, config, keep)
     launcher.agree(q, launcher.shape_of(q, k_cache, v_cache, block_table), options, group, config)
     scale, soft_cap, window = options
     k_scale, v_scale = scales or (None, None)
-    return flash_decode_ref(
+    o, lse = flash_decode_ref(
         q, k_cache, v_cache, kv_lens, block_table=block_table, k_scale=k_scale, v_scale=v_scale, scale=scale,
         soft_cap=soft_cap, window=window, return_lse=True, group=group, alone=group is None,
     )  # fmt: skip
+    return o, lse, lse
 
 
 @torch.enable_grad()
@@ -135,8 +137,8 @@ def _torch_gradients(q, k_cache, v_cache, kv_lens, after, block_table, do, lse, 
 class _FlashDecode(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k_cache, v_cache, kv_lens, block_table, scales, options, group, config):
-        o, lse = _forward(q, k_cache, v_cache, kv_lens, block_table, scales, options, group, config)
-        ctx.save_for_backward(q, k_cache, v_cache, kv_lens, block_table, o, lse)
+        o, lse, kept = _forward(q, k_cache, v_cache, kv_lens, block_table, scales, options, group, config, True)
+        ctx.save_for_backward(q, k_cache, v_cache, kv_lens, block_table, o, kept)
         ctx.options, ctx.group = options, group
         ctx.by_torch = config is not None and config.method == "torch"
         ctx.set_materialize_grads(False)
@@ -254,7 +256,7 @@ def flash_decode(
     call = (
         q4, k_cache, v_cache, kv_lens.contiguous(), table, _scales_of(k_cache, k_scale, v_scale), options, group, config
     )  # fmt: skip
-    o, lse = _FlashDecode.apply(*call) if differentiated else _forward(*call)
+    o, lse = _FlashDecode.apply(*call) if differentiated else _forward(*call)[:2]
     if q.dim() == 3:
         o, lse = o.squeeze(1), lse.squeeze(1)
     return (o, lse) if return_lse else o

@@ -45,7 +45,7 @@ def _store_keys(ptr, keys, there, stride, WIDTH: tl.constexpr, FIRST: tl.constex
 
 @td.jit(do_not_specialize=["heads", "capacity", "score_scale", "scale", "cap", "window"])
 def flash_decode_backward_kernel(
-    q_ptr, k_ptr, v_ptr, lens_ptr, after_ptr, table_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, dk_ptr, dv_ptr,
+    q_ptr, k_ptr, v_ptr, lens_ptr, after_ptr, table_ptr, do_ptr, lse2_ptr, delta_ptr, dq_ptr, dk_ptr, dv_ptr,
     heads, capacity, score_scale, scale, cap, window,
     stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, stride_table,
     TQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DV: tl.constexpr,
@@ -92,7 +92,7 @@ def flash_decode_backward_kernel(
             q1 = _query(q_ptr, query, is_row, D, 0, D1, FP8_NONE)
             do_mask = is_row[:, None] & (columns < DV)[None, :]
             do = tl.load(do_ptr + query[:, None] * DV + columns[None, :], mask=do_mask, other=0.0)
-            lse = tl.load(lse_ptr + query, mask=is_row, other=float("-inf")) * LOG2_E
+            lse = tl.load(lse2_ptr + query, mask=is_row, other=float("-inf"))
             delta = tl.load(delta_ptr + query, mask=is_row, other=0.0)
             scores = td.dot(q1, tl.trans(k1), tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32), PRECISION)
             if D2:
@@ -130,10 +130,11 @@ def _tile(shape, element_size, device):
     return min(shape.block_m, 32), max(16, min(64, block_n)), 8 if shape.d > 128 else 4
 
 
-def launch(q, k_cache, v_cache, kv_lens, after, block_table, do, lse, delta, shape, options):
+def launch(q, k_cache, v_cache, kv_lens, after, block_table, do, lse2, delta, shape, options):
     """(this rank's part of dq [B, Tq, Hq, D] in fp32; dk, dv [B, capacity, Hkv, …], zeros beyond the lengths).
 
-    Args:     after: [B] int32, how many keys later ranks have; the rest as for ``flash_decode_launch.launch``
+    Args:     after: [B] int32, how many keys later ranks have; lse2: of all ranks, to base 2; the rest as for
+              ``flash_decode_launch.launch``
     """
     scale, soft_cap, window = options
     paged = block_table is not None
@@ -149,7 +150,7 @@ def launch(q, k_cache, v_cache, kv_lens, after, block_table, do, lse, delta, sha
     if not programs:  # no sequences
         return dq.sum(0), dk, dv
     flash_decode_backward_kernel[(programs, splits)](
-        q, k_cache, v_cache, kv_lens, after, block_table if paged else kv_lens, do, lse, delta, dq, dk, dv,
+        q, k_cache, v_cache, kv_lens, after, block_table if paged else kv_lens, do, lse2, delta, dq, dk, dv,
         shape.heads, capacity, scale * LOG2_E.value, scale, (soft_cap or 0.0) * LOG2_E.value, window or 0,
         *k_cache.stride()[:3], *v_cache.stride()[:3], block_table.stride(0) if paged else 0,
         TQ=shape.queries, G=shape.group, D=shape.d, D1=d1, D2=d2, DV=shape.dv, DVP=shape.padded_dv, BLOCK_M=block_m,

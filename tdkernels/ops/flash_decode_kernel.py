@@ -167,16 +167,21 @@ def _merge(o, lse, stride_o, stride_lse, count, rows, DVP: tl.constexpr, STEP: t
 
 @td.jit
 def _store_output(
-    o_ptr, lse_ptr, o, lse, entry, head, row, heads,
+    o_ptr, lse_ptr, lse2_ptr, o, lse, entry, head, row, heads,
     ROWS: tl.constexpr, G: tl.constexpr, TQ: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
 ):  # fmt: skip
-    """Store query rows ``row`` … of a head as the caller gets them: o [B, TQ, heads * G, DV], lse in natural log."""
+    """Store query rows ``row`` … of a head as the caller gets them: o [B, TQ, heads * G, DV], lse in natural log.
+
+    lse2_ptr: where lse is wanted to base 2, as it is, by the gradient: what is rounded once more is another number.
+    """
     query = _query_rows(entry, head, row, heads, G, TQ)
     there = row < ROWS
     columns = tl.arange(0, DVP)
     o = td.from_float32(o, o_ptr.dtype.element_ty)
     tl.store(o_ptr + query[:, None] * DV + columns[None, :], o, mask=there[:, None] & (columns < DV)[None, :])
     tl.store(lse_ptr + query, lse * LN_2, mask=there)
+    if lse2_ptr is not None:
+        tl.store(lse2_ptr + query, lse, mask=there)
 
 
 @td.jit
@@ -196,7 +201,7 @@ def _store_parts(
 
 @td.jit
 def _give(
-    ctx, half, o, lse, rows, entry, head, block_r, tile, tiles, heads, o_ptr, lse_ptr,
+    ctx, half, o, lse, rows, entry, head, block_r, tile, tiles, heads, o_ptr, lse_ptr, lse2_ptr,
     RANKS: tl.constexpr, TQ: tl.constexpr, G: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, RP: tl.constexpr,
 ):  # fmt: skip
     """Store rows of a tile that is complete on this rank: for all ranks, or, if there is one alone, for the caller."""
@@ -204,7 +209,7 @@ def _give(
         _store_parts(ctx, half, o, lse, rows, tile, tiles, RANKS, RP, DVP)
     else:
         row = tl.where(rows < RP, block_r * RP + rows, TQ * G)
-        _store_output(o_ptr, lse_ptr, o, lse, entry, head, row, heads, TQ * G, G, TQ, DV, DVP)
+        _store_output(o_ptr, lse_ptr, lse2_ptr, o, lse, entry, head, row, heads, TQ * G, G, TQ, DV, DVP)
 
 
 @td.jit
@@ -286,7 +291,8 @@ def _num_blocks(length, skipped, BLOCK_N: tl.constexpr):
 
 @td.jit(do_not_specialize=["B", "heads", "capacity", "score_scale", "cap", "window", "plan"])
 def flash_decode_kernel(
-    ctx, q_ptr, k_ptr, v_ptr, lens_ptr, table_ptr, k_scale_ptr, v_scale_ptr, o_ptr, lse_ptr, scratch_ptr, flags_ptr,
+    ctx, q_ptr, k_ptr, v_ptr, lens_ptr, table_ptr, k_scale_ptr, v_scale_ptr, o_ptr, lse_ptr, lse2_ptr, scratch_ptr,
+    flags_ptr,
     B, heads, capacity, score_scale, cap, window, plan,
     stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, stride_table,
     RANKS: tl.constexpr, BP: tl.constexpr, TQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr, D1: tl.constexpr,
@@ -372,7 +378,7 @@ def flash_decode_kernel(
             count += 1
             last = tile
             _give(
-                ctx, half, o, lse, rows_m, entry, head, block_r, tile, tiles, heads, o_ptr, lse_ptr,
+                ctx, half, o, lse, rows_m, entry, head, block_r, tile, tiles, heads, o_ptr, lse_ptr, lse2_ptr,
                 RANKS, TQ, G, DV, DVP, RP,
             )  # fmt: skip
         else:
@@ -394,7 +400,7 @@ def flash_decode_kernel(
                     )
                     _give(
                         ctx, half, merged, merged_lse, rows, entry, head, block_r, tile, tiles, heads, o_ptr, lse_ptr,
-                        RANKS, TQ, G, DV, DVP, RP,
+                        lse2_ptr, RANKS, TQ, G, DV, DVP, RP,
                     )  # fmt: skip
         is_last = which == tiles_of_entry - 1
         entry += tl.where(is_last, 1, 0)
@@ -424,7 +430,7 @@ def flash_decode_kernel(
                     RANKS_P if RANKS_P < _STEP else _STEP,
                 )  # fmt: skip
                 _store_output(
-                    o_ptr, lse_ptr, merged, merged_lse, tile // tiles_of_entry, which // BLOCKS_R,
+                    o_ptr, lse_ptr, lse2_ptr, merged, merged_lse, tile // tiles_of_entry, which // BLOCKS_R,
                     which % BLOCKS_R * RP + rows, heads, TQ * G, G, TQ, DV, DVP,
                 )  # fmt: skip
         td.finish(ctx)

@@ -60,8 +60,8 @@ def agree(q, shape, options, group, config):
         group_state(group).agree_once("flash_decode", _plan_fields(q, shape, options, config))
 
 
-def launch(q, k_cache, v_cache, kv_lens, block_table, scales, options, group, config):
-    """(o [B, Tq, Hq, Dv], lse [B, Tq, Hq]) of checked operands.
+def launch(q, k_cache, v_cache, kv_lens, block_table, scales, options, group, config, keep=False):
+    """(o [B, Tq, Hq, Dv], lse [B, Tq, Hq], the same to base 2 if a gradient is to ``keep`` it) of checked operands.
 
     Args:     q: [B, Tq, Hq, D]; scales: (k_scale, v_scale) or None; options: (scale, soft_cap, window)
               group: None for this rank alone
@@ -70,9 +70,10 @@ def launch(q, k_cache, v_cache, kv_lens, block_table, scales, options, group, co
     config = config or default_config(shape, q.device)
     o = q.new_empty(*q.shape[:3], shape.dv)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    lse2 = torch.empty_like(lse) if keep else None
     if not o.numel():
         agree(q, shape, options, group, config)
-        return o, lse
+        return o, lse, lse2
     ranks = 1 if group is None else group.size()
     capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
     programs = num_programs(config, shape, capacity, q.device)
@@ -85,18 +86,18 @@ def launch(q, k_cache, v_cache, kv_lens, block_table, scales, options, group, co
         )  # fmt: skip
         workspace.before_launch()
     args, constants = arguments(
-        workspace, q, k_cache, v_cache, kv_lens, block_table, scales, o, lse, shape, config, options, plan, ranks,
-        programs, capacity,
+        workspace, q, k_cache, v_cache, kv_lens, block_table, scales, (o, lse, lse2), shape, config, options, plan,
+        ranks, programs, capacity,
     )  # fmt: skip
     flash_decode_kernel[(programs,)](*args, **constants)
     if workspace is not None:
         workspace.after_launch()
-    return o, lse
+    return o, lse, lse2
 
 
 def arguments(
-    workspace, q, k_cache, v_cache, kv_lens, block_table, scales, o, lse, shape, config, options, plan, ranks, programs,
-    capacity,
+    workspace, q, k_cache, v_cache, kv_lens, block_table, scales, outputs, shape, config, options, plan, ranks,
+    programs, capacity,
 ):  # fmt: skip
     """The kernel's arguments; ``workspace`` is None for one rank."""
     scale, soft_cap, window = options
@@ -114,9 +115,9 @@ def arguments(
         of_scales = 1 if k_scale.numel() == 1 else 2
     d1, d2 = shape.parts_of_d
     args = (
-        ctx, q, k_cache, v_cache, kv_lens, block_table if paged else kv_lens, k_scale, v_scale, o, lse, scratch, flags,
-        shape.batch, shape.heads, capacity, scale * LOG2_E.value, (soft_cap or 0.0) * LOG2_E.value, window or 0, plan,
-        *k_cache.stride()[:3], *v_cache.stride()[:3], block_table.stride(0) if paged else 0,
+        ctx, q, k_cache, v_cache, kv_lens, block_table if paged else kv_lens, k_scale, v_scale, *outputs, scratch,
+        flags, shape.batch, shape.heads, capacity, scale * LOG2_E.value, (soft_cap or 0.0) * LOG2_E.value,
+        window or 0, plan, *k_cache.stride()[:3], *v_cache.stride()[:3], block_table.stride(0) if paged else 0,
     )  # fmt: skip
     constants = {
         "RANKS": ranks, "BP": next_power_of_2(shape.batch), "TQ": shape.queries, "G": shape.group, "D": shape.d,
