@@ -245,7 +245,9 @@ def _spin(ctx, signal_ptr, expected, SCOPE: tl.constexpr):
 @jit
 def _spin_ptx(signal_ptr, expected, timeout_ns, failed_ptr):
     # Each thread spins for itself: no barrier, no shared memory, and each has acquired what it goes on to read. The
-    # scope is always sys: on a word that is in our own memory it costs the same as gpu.
+    # scope is always sys: on a word that is in our own memory it costs the same as gpu. Threads of a warp leave the
+    # loop one by one and need not come together again by themselves, but what follows wants them together: wgmma, whose
+    # descriptors the warp holds in common, went astray.
     return tl.inline_asm_elementwise(
         """{
         .reg .pred p; .reg .b64 start, now, failed;
@@ -266,6 +268,7 @@ def _spin_ptx(signal_ptr, expected, timeout_ns, failed_ptr):
         setp.lt.s64 p, now, $3;
         @p bra SPIN;
         REACHED:
+        bar.warp.sync 0xffffffff;
         }""",
         "=&l,l,l,l,l,~{memory}",
         [signal_ptr, expected, timeout_ns, failed_ptr],
@@ -299,6 +302,7 @@ def _record_if(ctx, condition, kind, peer, signal_ptr, expected, seen):
             cvt.s64.s32 kind, $4;
             st.release.sys.global.b64 [$3], kind;
             FINE:
+            bar.warp.sync 0xffffffff;
             mov.b32 $0, 0;
             }""",
             "=r,r,l,l,r,l,l,l,l,~{memory}",
