@@ -144,10 +144,12 @@ def time_methods(methods, input_sets, rounds, burst_ms):
 
 
 def _calls_for(call, input_sets, burst_ms):
-    """How many calls fill a burst; the same on all ranks. One if a burst has no length."""
+    """How many calls fill a burst; the same on all ranks. One if a burst has no length, or a call is longer."""
     if not burst_ms:
         return 1
-    _burst(call, input_sets, 1)
+    _burst(call, input_sets, 1)  # a first call may do more than the others
+    if slowest(_burst(call, input_sets, 1))[0] > 4 * burst_ms:
+        return 1
     estimate_ms = slowest(_burst(call, input_sets, 3))[0]
     return max(3, min(200, round(burst_ms / estimate_ms)))
 

@@ -1,7 +1,8 @@
 """Several parts of one layer, such as its halves and its gradients, of which all methods take turns in one run.
 
-A method of a part is known by (part, name); products or collectives alone, which compute something else than the part
-does, are "grouped" and "collective".
+A method of a part is known by (part, name). The first word of a name says what it is: products alone are "grouped",
+"gemm" or "attention", "collective" is without them, "sequence" is one after the other. Where there are several of a
+kind, by kernels of torch's that may be missing, a second word tells them apart, and the fastest is compared with.
 """
 
 import json
@@ -9,7 +10,8 @@ import json
 from bench import graphs, harness
 from bench.measure import timed
 
-ALONE = ("grouped", "collective")
+PRODUCTS = ("grouped", "gemm", "attention")
+ALONE = (*PRODUCTS, "collective")
 
 
 def measure(parts, sets, plan, methods_of, alone_of, references_of, config_of):
@@ -63,12 +65,16 @@ def overridden(plan, default, override, method):
 
 
 def why_absent(name, method, references):
-    """None if a method can be timed; raises where one is wrong, or fails in its default config."""
+    """None if a method can be timed; raises where one is wrong, or fails in its default config.
+
+    One of several kernels of torch's is only left out.
+    """
     reason = harness.why_it_fails(method.call, references[0][0])
     wrong = None if reason else harness.why_it_is_wrong(lambda s: method.plain(method.call(s)), references)
-    if wrong or (reason and "{" not in name):
+    one_of_several = " " in name
+    if (wrong and not (one_of_several and "{" not in name)) or (reason and not one_of_several):
         raise RuntimeError(f"{name}: {wrong or reason}")
-    return reason
+    return reason or wrong
 
 
 def _in_graphs(part, methods, alone, sets, references):
@@ -91,26 +97,36 @@ def _in_graphs(part, methods, alone, sets, references):
 
 
 def derived(found, flops, wire_bytes, link_gbps):
-    """Per entry of ``measure``'s the fields of its row that follow from its times; floor: the grouped products or the
-    wire.
+    """Per entry of ``measure``'s the fields of its row that follow from its times; floor: the products or the wire.
 
     Args:     flops, wire_bytes: of a part
     """
-    ms_of = {(*key, graph): times.get("ms") for key, graph, times in found}
+    ms_of = {(*key, graph): times["ms"] for key, graph, times in found if times.get("ms")}
+
+    def fastest(part, graph, kinds):
+        some = [ms for (of, name, how), ms in ms_of.items() if (of, how) == (part, graph) and kind_of(name) in kinds]
+        return min(some, default=None)
+
     table = []
     for (part, method), graph, times in found:
         ms, wire = times.get("ms"), wire_bytes(part)
         wire_ms = wire / link_gbps / 1e6 if link_gbps else None
-        products_ms = ms_of.get((part, "grouped", graph)) or ms_of.get((part, "grouped", False)) or 0.0
-        base_ms = ms_of.get((part, "sequence", graph))
+        products_ms = fastest(part, graph, PRODUCTS) or fastest(part, False, PRODUCTS) or 0.0
+        base_ms = fastest(part, graph, ("sequence",))
         floor_ms = max(products_ms, wire_ms or 0.0)
-        both = ms is not None and method not in ALONE
+        kind = kind_of(method)
+        both = ms is not None and kind not in ALONE
         table.append({
             "pass": part, "method": method, "graph": graph, "absent": times.get("absent"),
             "ms": ms, "host_ms": times.get("host_ms"), "burst": times.get("burst"),
-            "tflops": flops(part) / ms / 1e9 if both or (ms and method == "grouped") else None,
-            "wire_bytes": wire, "wire_gbps": wire / ms / 1e6 if both or (ms and method == "collective") else None,
+            "tflops": flops(part) / ms / 1e9 if both or (ms and kind in PRODUCTS) else None,
+            "wire_bytes": wire, "wire_gbps": wire / ms / 1e6 if both or (ms and kind == "collective") else None,
             "speedup": base_ms / ms if both and base_ms else None, "floor_ms": floor_ms, "wire_ms": wire_ms,
             "efficiency": floor_ms / ms if both else None, "link_gbps": link_gbps, "config": times.get("config"),
         })  # fmt: skip
     return table
+
+
+def kind_of(method):
+    """The first word of its name."""
+    return method.partition(" ")[0]

@@ -10,7 +10,8 @@ from bench.shapes import Shape, layer_names
 _OWN = ("gemm", "collective", "sequence")
 _FUSED = "torch-fused"
 # Rows of what has no products.
-_APART = ("collective", "ep", "configs", "group_gemm", "tp_moe", "ep_moe", "flash_decode")
+_SEQUENCES = ("ag_attention", "ulysses")
+_APART = ("collective", "ep", "configs", "group_gemm", "tp_moe", "ep_moe", "flash_decode", *_SEQUENCES)
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def read(folder):
             try:
                 row = json.loads(line)
                 if row.get("what") in _APART:
-                    continue  # see read_collectives, read_ep, read_layers and read_decode
+                    continue  # see the functions below
                 key = _key(path.parent.name, row)
                 runs.setdefault(key, {}).setdefault(row["date"], {})[row.get("method")] = row
             except (ValueError, KeyError, TypeError, AttributeError) as err:
@@ -121,6 +122,11 @@ def read_layers(folder):
 def read_decode(folder):
     """The rows of attention to a cache that the ranks share."""
     return _read_apart(folder, "flash_decode")
+
+
+def read_sequences(folder):
+    """The rows of what is divided along the sequence."""
+    return [row for what in _SEQUENCES for row in _read_apart(folder, what)]
 
 
 def _read_apart(folder, what):

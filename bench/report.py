@@ -3,6 +3,7 @@
 import sys
 
 from bench import (
+    attention_report,
     collective_plots,
     collective_report,
     ep_plots,
@@ -23,6 +24,7 @@ from bench.points import (
     read_decode,
     read_ep,
     read_layers,
+    read_sequences,
     swept,
 )
 from bench.shapes import TOKENS
@@ -58,17 +60,17 @@ def main(results, into):
     try:
         points = read(results)
         alone, ep, layers = read_collectives(results), read_ep(results), read_layers(results)
-        decode = read_decode(results)
+        decode, sequences = read_decode(results), read_sequences(results)
     except BadRow as error:
         print(f"bench: {error}", file=sys.stderr)
         return 1
-    if not any((points, alone, ep, layers, decode)):
+    if not any((points, alone, ep, layers, decode, sequences)):
         print(f"bench: --report: there are no rows in {results}", file=sys.stderr)
         return 2
     if readme.exists() and not readme.read_text().startswith(_OURS):
         print(f"bench: --report: {readme} is not one of ours, and stays as it is", file=sys.stderr)
         return 2
-    readme.write_text(text(points, alone, ep, layers, decode))
+    readme.write_text(text(points, alone, ep, layers, decode, sequences))
     print(readme)
     figures = plots.figures(points) + collective_plots.figures(collective_report.newest_runs(alone))
     figures += ep_plots.figures(ep_report.newest_runs(ep))
@@ -84,13 +86,14 @@ def main(results, into):
     return 0
 
 
-def text(points, alone=(), ep=(), layers=(), decode=()):
+def text(points, alone=(), ep=(), layers=(), decode=(), sequences=()):
     """The whole README.md.
 
     Args:     alone: the rows of the collectives alone
               ep: those of expert parallelism
               layers: those of layers of experts and of products by expert
               decode: those of attention to a cache that the ranks share
+              sequences: those of what is divided along the sequence
     """
     multicast = " or ".join(sorted({str(point.settings.get("multicast")) for point in points}))
     parts = [_MARK, _HEAD.format(multicast=multicast), _summary(points)]
@@ -112,6 +115,7 @@ def text(points, alone=(), ep=(), layers=(), decode=()):
     parts += filter(None, (section.text(layers) for section in (moe_report, group_gemm_report)))
     if decode:
         parts.append(flash_decode_report.text(decode, _link))
+    parts += filter(None, [attention_report.text(sequences)])
     return "\n".join(parts)
 
 

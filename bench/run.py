@@ -19,6 +19,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from bench import (  # noqa: E402
+    ag_attention,
     collectives,
     ep,
     ep_moe,
@@ -28,7 +29,9 @@ from bench import (  # noqa: E402
     measure,
     moe_shapes,
     report,
+    sequence_shapes,
     tp_moe,
+    ulysses,
 )
 from bench.operators import OPERATORS, Case  # noqa: E402
 from bench.peers import PEERS  # noqa: E402
@@ -37,6 +40,7 @@ from tdkernels.launch import RankError, RankPool  # noqa: E402
 
 RESULTS = ROOT / "bench" / "results"
 _LAYERS = [*tp_moe.OPERATORS, *ep_moe.OPERATORS]  # of experts
+_SEQUENCES = [*ag_attention.OPERATORS, *ulysses.OPERATORS]  # divided between the ranks
 _BURST_MS = 15.0
 _REHEARSAL_SHAPE = Shape(256, 128, 128, "rehearsal")
 _WARNING = "Rehearsal on {}, for want of GPUs: these times mean nothing, and nothing is written."
@@ -52,13 +56,16 @@ def main(options):
     began = time.monotonic()
     try:
         folder = _folder(options.out)
-        operators, alone, experts, grouped, layers, decode = _operators(options.operators)
+        operators, alone, experts, grouped, layers, decode, sequences = _operators(options.operators)
         peers = _peers(options.peers)
-        shapes = None if layers or decode else (group_gemm.parse_shapes if grouped else _shapes)(options.shapes)
+        parsed = group_gemm.parse_shapes if grouped else _shapes
+        shapes = None if layers or decode or sequences else parsed(options.shapes)
         tp_shapes, ep_shapes = moe_shapes.parse(options.shapes, layers) if layers else ([], [])
         tokens = _tokens(options.tokens)
         caches = flash_decode.parse_shapes(options.shapes, tokens) if decode else []
-        layer, payloads = ep.parse_layer(options.moe), _payloads(options.payload)
+        lengths = sequence_shapes.parse(options.shapes, tokens, sequences) if sequences else {}
+        shardings = _some("--sharding", options.sharding, ag_attention.SHARDINGS)
+        layer, payloads = ep.parse_layer(options.moe), _some("--payload", options.payload, ep.PAYLOADS)
         if options.routing not in ep.ROUTINGS:
             raise ValueError(f"--routing must be {' or '.join(ep.ROUTINGS)}, not {options.routing!r}")
         if options.seconds is not None and not options.seconds > 0:
@@ -69,8 +76,9 @@ def main(options):
             raise ValueError("--tokens is not for tp_moe, whose shapes begin with theirs: name one in --shapes")
         if options.rounds < 1:
             raise ValueError(f"--rounds must be at least 1, not {options.rounds}")
-        rehearsal = torch.cuda.device_count() < (1 if grouped or decode else 2)
-        ranks = 1 if grouped else _num_ranks(options.nproc, rehearsal, least=1 if decode else 2)
+        least = 1 if grouped or decode or sequences == ag_attention.OPERATORS else 2
+        rehearsal = torch.cuda.device_count() < least
+        ranks = 1 if grouped else _num_ranks(options.nproc, rehearsal, least)
         sizes = collectives.parse(options.bytes) if options.bytes else collectives.SIZES
         selected = {operator: select(shapes, operator, tokens) for operator in operators}
         if operators and not any(selected.values()):
@@ -88,7 +96,7 @@ def main(options):
         layer, tokens = ep.REHEARSAL_LAYER, ep.REHEARSAL_TOKENS
         shapes = group_gemm.REHEARSAL_SHAPES if grouped else shapes
         tp_shapes, ep_shapes = moe_shapes.TP_REHEARSAL, moe_shapes.EP_REHEARSAL
-        caches = flash_decode.REHEARSAL_SHAPES
+        caches, lengths = flash_decode.REHEARSAL_SHAPES, sequence_shapes.REHEARSAL
     plan = measure.Plan(
         2 if rehearsal else options.rounds, 0 if rehearsal else _BURST_MS, peers, tuple(options.config),
         options.cuda_graph,
@@ -101,6 +109,12 @@ def main(options):
         *_possible(tp_moe.cases(_among(layers, tp_moe), tp_shapes, ranks, options.routing, options.backward)),
         *_possible(ep_moe.cases(_among(layers, ep_moe), ep_shapes, tokens, ranks, options.routing, options.backward)),
         *_possible(flash_decode.cases(decode, caches, ranks)),
+        *_possible(
+            ag_attention.cases(
+                _among(sequences, ag_attention), lengths.get("ag_attention"), shardings, ranks, options.backward
+            )
+        ),
+        *_possible(ulysses.cases(_among(sequences, ulysses), lengths, ranks, options.backward)),
     ]
     deadline = None if options.seconds is None else began + options.seconds
     with RankPool(ranks, "cpu" if rehearsal else "cuda", timeout_s=min(300.0, options.seconds or 300.0)) as pool:
@@ -119,11 +133,13 @@ def main(options):
 
 
 def _operators(names):
-    """The operators with products, all if none is named; collectives; ways to experts; what is local; layers; decoding.
+    """The operators with products, all if none is named; collectives; ways to experts; what is local; layers; decoding;
+    sequences.
 
     Each is a list.
     """
-    groups = OPERATORS, collectives.OPERATORS, ep.OPERATORS, group_gemm.OPERATORS, _LAYERS, flash_decode.OPERATORS
+    apart = group_gemm.OPERATORS, _LAYERS, flash_decode.OPERATORS, _SEQUENCES
+    groups = OPERATORS, collectives.OPERATORS, ep.OPERATORS, *apart
     known = [name for group in groups for name in group]
     for name in names:
         if name not in known:
@@ -134,8 +150,9 @@ def _operators(names):
         raise ValueError(f"{local[0]} is measured by itself, on one GPU")
     if len(names) > 1 and set(names) & set(flash_decode.OPERATORS):
         raise ValueError("flash_decode is measured by itself")
-    if 0 < sum(name in _LAYERS for name in names) < len(names):
-        raise ValueError(f"{' and '.join(_LAYERS)} are not measured beside others")
+    for some in (_LAYERS, _SEQUENCES):
+        if 0 < sum(name in some for name in names) < len(names):
+            raise ValueError(f"{' and '.join(some)} are not measured beside others")
     return [[name for name in names if name in group] for group in groups]
 
 
@@ -144,7 +161,7 @@ def _among(names, module):
 
 
 def _peers(text):
-    known = (*PEERS, *collectives.PEERS, *ep.PEERS, *flash_decode.PEERS)
+    known = (*PEERS, *collectives.PEERS, *ep.PEERS, *dict.fromkeys((*flash_decode.PEERS, *ag_attention.PEERS)))
     if text in ("all", "none"):
         return known if text == "all" else ()
     names = tuple(dict.fromkeys(text.split(",")))
@@ -173,11 +190,12 @@ def _tokens(text):
     return [int(count) for count in tokens]
 
 
-def _payloads(text):
-    names = tuple(dict.fromkeys(text.split(","))) if text else ep.PAYLOADS
+def _some(option, text, known):
+    """Names of an option, all that are known if there is no text."""
+    names = tuple(dict.fromkeys(text.split(","))) if text else known
     for name in names:
-        if name not in ep.PAYLOADS:
-            raise ValueError(f"--payload must be some of {', '.join(ep.PAYLOADS)}, not {name!r}")
+        if name not in known:
+            raise ValueError(f"{option} must be some of {', '.join(known)}, not {name!r}")
     return names
 
 
@@ -232,7 +250,7 @@ def _revision():
         return os.environ.get("TDKERNELS_GIT_REVISION", "unknown")
 
 
-_APART = (collectives, ep, group_gemm, tp_moe, ep_moe, flash_decode)
+_APART = (collectives, ep, group_gemm, tp_moe, ep_moe, flash_decode, ag_attention, ulysses)
 _MODULES = {Case: measure} | {module.Case: module for module in _APART}
 
 

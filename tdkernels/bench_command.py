@@ -12,18 +12,18 @@ def add_arguments(parser):
     parser.add_argument(
         "operators", nargs="*", metavar="operator",
         help="ag_gemm, gemm_rs, gemm_ar, all of them if left out; if named: all_gather, reduce_scatter, all_reduce, "
-        "ep_dispatch, ep_combine, ep_latency, all_to_all; apart from those: tp_moe, ep_moe; by itself, on one GPU: "
-        "group_gemm; by itself, on one or more: flash_decode",
+        "ep_dispatch, ep_combine, ep_latency, all_to_all; apart from those: tp_moe, ep_moe; ag_attention, ulysses_qkv, "
+        "ulysses_out; by itself, on one GPU: group_gemm; by itself, on one or more: flash_decode",
     )  # fmt: skip
     parser.add_argument(
         "--shapes", metavar="NAME,…", help="groups by name, or sizes as MxNxK; all but the sweeps if left out; "
         "of group_gemm shapes by name, or RxNxKxE; of tp_moe or TxIxHxExk, of ep_moe or HxIxExk, of flash_decode or "
-        "BxHqxHkvxDxS",
+        "BxHqxHkvxDxS, of ag_attention or SxHqxHkvxD",
     )
     parser.add_argument(
         "--tokens", metavar="M,M,…",
         help="numbers of rows of the layers of a model, instead of 8192: a sweep; of expert parallelism tokens a rank; "
-        "of flash_decode keys a rank",
+        "of flash_decode keys a rank; of ag_attention and ulysses_… those of all ranks",
     )  # fmt: skip
     parser.add_argument(
         "--bytes", metavar="SIZE,…", help="of collectives alone: sizes of the full tensor, such as 64K,1M (1K … 256M)"
@@ -40,6 +40,9 @@ def add_arguments(parser):
         "--routing", default="balanced", metavar="NAME",
         help="of expert parallelism and group_gemm: balanced, or skewed (balanced)",
     )
+    parser.add_argument(
+        "--sharding", metavar="NAME,…", help="of ag_attention: zigzag, contiguous (both)"
+    )  # fmt: skip
     parser.add_argument(
         "--peers", default="all", metavar="NAME,…", help="what else to measure: all, none, or names (all)"
     )

@@ -149,15 +149,16 @@ def test_the_page_on_layers_loads_a_model(tmp_path):
 # ---- docs/attention.md ----
 
 
-def tokens_are_decoded(source):
-    return page_of(source).decode()
+def a_program_runs(source, name):
+    return getattr(page_of(source), name)()
 
 
-def test_the_page_on_attention_shows_what_its_program_prints():
-    program, *_ = blocks(ATTENTION, "python")
-    shown, *_ = blocks(ATTENTION, "text")
-    assert "print(run_ranks(2, decode))" in program
-    assert f"{ranks.on_ranks(2, tokens_are_decoded, program)}\n" == shown
+@pytest.mark.parametrize("number, name", [(0, "decode"), (1, "attend"), (2, "layer")])
+def test_the_page_on_attention_shows_what_its_programs_print(number, name):
+    programs = [block for block in blocks(ATTENTION, "python") if "__main__" in block]
+    shown = blocks(ATTENTION, "text")
+    assert len(programs) == len(shown) == 3 and f"print(run_ranks(2, {name}))" in programs[number]
+    assert f"{ranks.on_ranks(2, a_program_runs, programs[number], name)}\n" == shown[number]
 
 
 def pages_and_latents_are_decoded(paged, latent):
