@@ -5,14 +5,12 @@ import functools
 import inspect
 import pkgutil
 import re
-import subprocess
 from dataclasses import replace
 from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
 import torch
-from triton import knobs
 
 import tdkernels.ops
 from tdkernels.lang._jit import Kernel
@@ -46,7 +44,16 @@ from tdkernels.ops.gemm_rs_direct import gemm_rs_direct_kernel
 from tdkernels.ops.gemm_rs_kernel import gemm_rs_kernel
 from tdkernels.ops.ulysses_config import UlyssesConfig
 from tdkernels.trace import clocks
-from tests.aot import SHARED_MEMORY, TARGETS, compile_for, descriptor, pointer, recorded_launches
+from tests.aot import (
+    SHARED_MEMORY,
+    TARGETS,
+    assemble,
+    compile_for,
+    descriptor,
+    pointer,
+    product_loops,
+    recorded_launches,
+)
 from tests.ranks import DEVICE
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="needs no GPU and takes minutes: `make test` runs it")
@@ -646,12 +653,14 @@ def test_attention_on_hopper_uses_wgmma_and_tma(name):
     # Rows that peers have pushed are read by TMA, whose proxy has to be fenced after the wait.
     fence = ptx.index("fence.proxy.async.global", ptx.index("ld.acquire.sys"))
     assert ptx.find("cp.async.bulk.tensor", fence) > fence
-    told = subprocess.run(
-        [knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", "-o", "/dev/null", "-"], input=ptx, text=True,
-        capture_output=True, check=True,
-    ).stderr  # fmt: skip
+    told, code = assemble(ptx)
     assert "serialized" not in told, "products would wait for each other"
-    assert int(re.search(r"(\d+) bytes spill loads", told)[1]) < 600, told
+    loops = product_loops(code)
+    assert loops
+    for loop in loops:
+        # A tile that is too large shows here; how much is spilled elsewhere differs between compilers.
+        spills = sum(re.search(r"\b(LDL|STL)\b", text) is not None for text in loop)
+        assert spills < len(loop) / 8, f"{spills} of {len(loop)} instructions of a loop are spills\n{told}"
 
 
 def test_every_exchange_is_compiled_here():
