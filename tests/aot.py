@@ -1,11 +1,16 @@
 """Compile a kernel for a GPU that is not there, with just the specialisation that a launch would give it."""
 
 import contextlib
+import re
+import subprocess
+import tempfile
+from pathlib import Path
 from unittest.mock import MagicMock
 
 import pytest
 import torch
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
@@ -46,6 +51,29 @@ def pointer(dtype):
 def descriptor(dtype, shape, block):
     """Something that specialises like a host-made tensor descriptor."""
     return TensorDescriptor(torch.empty(shape, dtype=dtype), list(shape), list(torch.empty(shape).stride()), block)
+
+
+def assemble(ptx, gpu="sm_90a"):
+    """(what ptxas tells of it, its machine code: [(address, instruction)])."""
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder, "cubin")
+        ptxas = [knobs.nvidia.ptxas.path, "-v", f"--gpu-name={gpu}", "-o", cubin, "-"]
+        told = subprocess.run(ptxas, input=ptx, text=True, capture_output=True, check=True).stderr
+        dump = [knobs.nvidia.cuobjdump.path, "-sass", cubin]
+        sass = subprocess.run(dump, text=True, capture_output=True, check=True).stdout
+    return told, [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", sass)]
+
+
+def product_loops(code):
+    """The instructions of each loop that multiplies by wgmma and has none in it that does."""
+    jumps = [(at, re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text)) for at, text in code]
+    spans = [(int(to[1], 16), at) for at, to in jumps if to and int(to[1], 16) < at]
+    loops = {span: [text for at, text in code if span[0] <= at <= span[1]] for span in spans}
+    loops = {span: body for span, body in loops.items() if any("HGMMA" in text for text in body)}
+    return [
+        body for (first, last), body in loops.items()
+        if not any(first <= begin and end <= last and (begin, end) != (first, last) for begin, end in loops)
+    ]  # fmt: skip
 
 
 class _Recorder:

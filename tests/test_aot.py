@@ -5,14 +5,12 @@ import functools
 import inspect
 import pkgutil
 import re
-import subprocess
 from dataclasses import replace
 from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
 import torch
-from triton import knobs
 
 import tdkernels.ops
 from tdkernels.lang._jit import Kernel
@@ -46,7 +44,16 @@ from tdkernels.ops.gemm_rs_direct import gemm_rs_direct_kernel
 from tdkernels.ops.gemm_rs_kernel import gemm_rs_kernel
 from tdkernels.ops.ulysses_config import UlyssesConfig
 from tdkernels.trace import clocks
-from tests.aot import SHARED_MEMORY, TARGETS, compile_for, descriptor, pointer, recorded_launches
+from tests.aot import (
+    SHARED_MEMORY,
+    TARGETS,
+    assemble,
+    compile_for,
+    descriptor,
+    pointer,
+    product_loops,
+    recorded_launches,
+)
 from tests.ranks import DEVICE
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="needs no GPU and takes minutes: `make test` runs it")
@@ -565,8 +572,8 @@ def test_sliced_experts_on_hopper_use_wgmma_and_tma(name):
 # Another dtype is for one target of each vendor, to save time.
 @pytest.mark.parametrize("arch, name, dtype", [
     (arch, name, dtype) for arch in TARGETS for name in ULYSSES for dtype in (BF16, FP16, FP32)
-    if dtype == BF16 and name in ("qkv", "gradient of x") or dtype == FP32 and arch in ("sm_80", "gfx942")
-    or dtype == FP16 and arch == "sm_90"
+    if dtype == BF16 and name in ("qkv", "gradient of x")
+    or name in ("qkv", "out") and (dtype, arch) in ((FP32, "sm_80"), (FP32, "gfx942"), (FP16, "sm_90"))
 ], ids=str)  # fmt: skip
 def test_ulysses_compiles(arch, name, dtype):
     compile_ulysses(name, arch, dtype, bias=dtype == FP16)
@@ -596,7 +603,8 @@ def test_ulysses_on_hopper_uses_wgmma_and_tma(name):
 
 
 @pytest.mark.parametrize("arch, name, dtype", [
-    *((arch, "tokens, paged, fp8", FP16) for arch in TARGETS), *((arch, "one token", BF16) for arch in TARGETS),
+    *((arch, "one token", BF16) for arch in TARGETS),
+    *((arch, "tokens, paged, fp8", FP16) for arch in ("sm_80", "sm_90", "gfx942")),
     ("sm_90", "latent", BF16), ("gfx942", "latent", BF16), ("sm_80", "one token", FP32),
 ])  # fmt: skip
 def test_decodes_compile(arch, name, dtype):
@@ -619,7 +627,7 @@ _ELSEWHERE = [("sm_80", ATTENTION[3]), ("sm_89", ATTENTION[2]), ("gfx942", ATTEN
 @pytest.mark.parametrize("arch, name, dtype", [
     (arch, name, dtype) for arch in TARGETS for name in ATTENTION for dtype in (BF16, FP32)
     if dtype == BF16 and (arch != "sm_90" or name == "statistics") and (arch, name) not in _ELSEWHERE
-    or dtype == FP32 and (arch, name) in (("sm_80", "attention"), ("gfx942", "gradients of k and v"))
+    or dtype == FP32 and (arch, name) in (("sm_80", "gradients of k and v"), ("gfx942", "attention"))
 ], ids=str)  # fmt: skip
 def test_attention_compiles(arch, name, dtype):
     compile_attention(name, arch, dtype)
@@ -628,8 +636,7 @@ def test_attention_compiles(arch, name, dtype):
 @pytest.mark.parametrize("arch, name, sizes", [
     ("sm_90", "attention", dict(d=17, dv=33, rows=1, heads=1, kv_heads=1, ranks=1)),
     ("sm_90", "gradients of k and v", dict(d=192, dv=128, dtype=FP16, rows=3, heads=3, kv_heads=1, ranks=3)),
-    ("gfx942", "gradients of k and v", dict(d=17, dv=33, rows=1, heads=1, kv_heads=1, ranks=1)),
-    ("gfx942", "attention", dict(d=17, dv=256, rows=3, heads=3, kv_heads=1, ranks=3, sharding="contiguous")),
+    ("gfx942", "gradients of k and v", dict(d=17, dv=256, rows=3, heads=3, kv_heads=1, ranks=3, sharding="contiguous")),
 ], ids=str)  # fmt: skip
 def test_attention_of_odd_sizes_compiles(arch, name, sizes):
     compile_attention(name, arch, **sizes)
@@ -646,12 +653,14 @@ def test_attention_on_hopper_uses_wgmma_and_tma(name):
     # Rows that peers have pushed are read by TMA, whose proxy has to be fenced after the wait.
     fence = ptx.index("fence.proxy.async.global", ptx.index("ld.acquire.sys"))
     assert ptx.find("cp.async.bulk.tensor", fence) > fence
-    told = subprocess.run(
-        [knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", "-o", "/dev/null", "-"], input=ptx, text=True,
-        capture_output=True, check=True,
-    ).stderr  # fmt: skip
+    told, code = assemble(ptx)
     assert "serialized" not in told, "products would wait for each other"
-    assert int(re.search(r"(\d+) bytes spill loads", told)[1]) < 600, told
+    loops = product_loops(code)
+    assert loops
+    for loop in loops:
+        # A tile that is too large shows here; how much is spilled elsewhere differs between compilers.
+        spills = sum(re.search(r"\b(LDL|STL)\b", text) is not None for text in loop)
+        assert spills < len(loop) / 8, f"{spills} of {len(loop)} instructions of a loop are spills\n{told}"
 
 
 def test_every_exchange_is_compiled_here():

@@ -13,7 +13,7 @@ import tdkernels
 from tdkernels import AgAttentionConfig, PeerTimeoutError, PlanMismatchError
 from tdkernels.ops import ag_attention_backward_kernel as backward_kernel
 from tdkernels.ops import ag_attention_kernel as kernel
-from tests.ops.sharded import BF16, FP16, FP32, NAMES, Sharded
+from tests.ops.sharded import BF16, FP16, FP32, NAMES, Sharded, many
 from tests.ops.tensor_experts import check_refusal, poisoned_outputs
 from tests.ranks import a_group, device
 from tests.test_protocol import failure_of, poison, stalls, timeout
@@ -27,7 +27,7 @@ CONFIGS = {
     "large chunks": AgAttentionConfig(block_q=64, block_k=16, dkv_block_q=64, num_comm_sms=3, chunk_rows=48),
     "torch": AgAttentionConfig(method="torch"),
 }  # fmt: skip
-SMALL = dict(rows=21, heads=2, kv_heads=1, d=16, dv=24)
+SMALL = many(dict(rows=21, heads=2, kv_heads=1, d=16, dv=24))
 
 
 # ---- what it computes ----
@@ -70,7 +70,7 @@ def returns_what_is_asked():
 
 def computes_what_is_wanted():
     """Any one gradient alone; and nothing is launched for others."""
-    case = Sharded(**SMALL, dtype=FP32, seed=5)
+    case = Sharded(**SMALL, seed=5)
     for name, launches in (("q", (1, 0)), ("k", (0, 1)), ("v", (0, 1))):
         with (
             mock.patch.object(backward_kernel, "launch_dq", wraps=backward_kernel.launch_dq) as dq,
@@ -135,7 +135,7 @@ def refuses_second_derivatives():
 def runs_between_graphs():
     """torch.compile takes what is before and after, and leaves the call as it is."""
     torch._dynamo.reset()
-    case = Sharded(**SMALL, dtype=FP32, lse=False, seed=16)
+    case = Sharded(**SMALL, lse=False, seed=16)
     case.require()
 
     def between(q, k, v):
@@ -169,9 +169,9 @@ def computes_in_a_subgroup():
 
 # Few kinds of calls, since a GPU compiles each.
 KINDS = [
-    (dict(rows=21, batch=2, heads=2, kv_heads=1, dv=24, sharding="zigzag", seed=1), "default"),
-    (dict(rows=40, heads=2, kv_heads=2, dtype=FP16, seed=2), "small blocks"),
-    (dict(rows=17, heads=1, kv_heads=1, d=33, dtype=FP32, causal=False, seed=3), "large chunks"),
+    (many(dict(rows=21, batch=2, heads=2, kv_heads=1, dv=24, sharding="zigzag", seed=1)), "default"),
+    (many(dict(rows=40, heads=2, kv_heads=2, dtype=FP16, seed=2)), "small blocks"),
+    (many(dict(rows=17, heads=1, kv_heads=1, d=33, dtype=FP32, causal=False, seed=3)), "large chunks"),
 ]
 
 
@@ -203,7 +203,7 @@ def repeats(kinds, calls, seed):
 def outruns_its_peers(calls, sharding):
     """Calls with fresh data and nothing between them, while the ranks run ahead of each other."""
     config = CONFIGS["small blocks"]
-    cases = [Sharded(20, heads=1, sharding=sharding, seed=seed) for seed in range(calls)]
+    cases = [Sharded(**many(dict(rows=20, heads=1)), sharding=sharding, seed=seed) for seed in range(calls)]
     cases[0].run(config=config)
     for case in cases:
         case.require()
@@ -217,7 +217,7 @@ def outruns_its_peers(calls, sharding):
 
 def waits_for_a_slow_rank():
     for slow in range(dist.get_world_size()):
-        case = Sharded(18, sharding="zigzag", seed=slow)
+        case = Sharded(**many(dict(rows=18)), sharding="zigzag", seed=slow)
         case.require()
         time.sleep(0.15 if dist.get_rank() == slow else 0.0)
         o, lse = case.call()

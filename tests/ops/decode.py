@@ -7,16 +7,42 @@ Every rank makes all ranks' keys and values from the seed and keeps its own part
 its length is NaN, since nobody may look at it.
 """
 
+import functools
+
 import torch
 import torch.distributed as dist
 
 import tdkernels
 from tests.ranks import device
 from tests.reference import assert_close
+from tests.selection import EVERYTHING
 
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 OPERANDS, CACHES = ("q", "k_cache", "v_cache"), ("k_cache", "v_cache")
 _ROOM = 1 << 20  # elements of keys up to which everything is drawn on the CPU, the same numbers on all machines
+_AT_ONCE = 1 << 24  # elements of the keys of some heads for which the reference is made at a time
+
+
+def many(spec, rows=48):
+    """The spec; on GPUs, which are asked much, with so many sequences that its error is a statistic.
+
+    Of few query rows plain torch is often more than twice as good as anybody, by luck.
+    """
+    each = spec["batch"] * spec["kv_heads"]
+    return dict(spec, batch=spec["batch"] * (-(-rows // each) | 1)) if EVERYTHING else spec
+
+
+def gives_memory_back(function):
+    """What a rank has taken of its GPU for a test is free again afterwards, since other processes share the GPU."""
+
+    @functools.wraps(function)
+    def called(*args, **kwargs):
+        try:
+            return function(*args, **kwargs)
+        finally:
+            torch.cuda.empty_cache()
+
+    return called
 
 
 class Decode:
@@ -94,7 +120,7 @@ class Decode:
         for name in CACHES:
             whole = self.whole[name]
             channels = self.dim if name == "k_cache" else self.value_dim
-            cache = torch.full([*shape, kv_heads, channels], torch.nan, device=device()).to(stored)
+            cache = torch.full([*shape, kv_heads, channels], torch.nan, dtype=self.dtype, device=device()).to(stored)
             for part, place in zip(self.own_parts(whole), self._places(), strict=True):
                 _bits(cache)[place] = _bits(part)
             setattr(self, name, cache)
@@ -159,7 +185,8 @@ class Decode:
         ranks = [None] * self.world_size
         own = {name: self._keys_of(name, got) if name[1:] in CACHES else got.cpu() for name, got in results.items()}
         dist.all_gather_object(ranks, own, self.group)
-        exact, low = self.expected(torch.double), self.expected(self.dtype)
+        backward = any(name.startswith("d") for name in results)
+        exact, low = (self.expected(dtype, backward) for dtype in (torch.double, self.dtype))
         for name in results:
             title = f"{name} of {self.title}"
             if name[1:] in CACHES:
@@ -182,37 +209,52 @@ class Decode:
         assert not gradient.any(), f"{name} of {self.title}: not zero where there are no keys"  # a NaN is not
         return parts
 
-    def expected(self, dtype):
+    def expected(self, dtype, backward=True):
         """What the whole of every sequence gives in a dtype; gradients of the caches rank by rank. On the CPU."""
-        if dtype in self._expected:
-            return self._expected[dtype]
-        found = [self._expected_of(sequence, dtype) for sequence in range(len(self.lens))]
-        expected = {name: torch.stack([of[name] for of in found]).view(shape) for name, shape in (
-            ("o", self.do.shape), ("lse", self.dlse.shape), ("dq", self.q.shape),
-        )}  # fmt: skip
-        for name in ("dk_cache", "dv_cache"):
+        if (dtype, backward) in self._expected:
+            return self._expected[dtype, backward]
+        found = [self._expected_of(sequence, dtype, backward) for sequence in range(len(self.lens))]
+        shapes = {"o": self.do.shape, "lse": self.dlse.shape} | ({"dq": self.q.shape} if backward else {})
+        expected = {name: torch.stack([of[name] for of in found]).view(shape) for name, shape in shapes.items()}
+        for name in ("dk_cache", "dv_cache") if backward else ():
             by_sequence = [of[name].split(self.all_lens[:, i].tolist()) for i, of in enumerate(found)]
             expected[name] = torch.cat([part for of_rank in zip(*by_sequence) for part in of_rank])
-        self._expected[dtype] = {name: result.cpu() for name, result in expected.items()}
-        return self._expected[dtype]
+        self._expected[dtype, backward] = expected
+        return expected
+
+    def _expected_of(self, sequence, dtype, backward):
+        """The results of one sequence, by name. So many heads of the caches at a time as memory should be taken for."""
+        length, kv_heads, _ = self.whole["k_cache"][sequence].shape
+        each = max(1, _AT_ONCE // max(length * self.dim, 1))
+        heads = [slice(first, min(first + each, kv_heads)) for first in range(0, kv_heads, each)]
+        found = [self._expected_of_heads(sequence, of, kv_heads, dtype, backward) for of in heads]
+        return {name: torch.cat([part[name] for part in found], 1) for name in found[0]}
 
     @torch.enable_grad()
-    def _expected_of(self, sequence, dtype):
-        """The results of one sequence, by name."""
-        heads = self.q.shape[-2]
-        q = self.q[sequence].detach().reshape(-1, heads, self.dim).to(dtype).requires_grad_()
-        k, v = (self._counted(name, sequence, dtype).requires_grad_() for name in CACHES)
-        one_leaf = self.latent and "k_scale" not in self.options
-        values = k[..., : self.value_dim] if one_leaf else v
-        o, lse = attention(q, k, values, **self.how)
-        gradients = [self.do[sequence].view_as(o).to(dtype), self.dlse[sequence].view_as(lse).to(lse.dtype)]
-        dq, dk, dv = torch.autograd.grad([o, lse], [q, k, v], gradients, allow_unused=True, materialize_grads=True)
-        return {"o": o.detach(), "lse": lse.detach(), "dq": dq, "dk_cache": dk, "dv_cache": dv}
+    def _expected_of_heads(self, sequence, heads, kv_heads, dtype, backward):
+        group = self.q.shape[-2] // kv_heads
+        rows = slice(heads.start * group, heads.stop * group)
 
-    def _counted(self, name, sequence, dtype):
-        """The keys or values of a sequence as they count."""
-        stored, factor = self.whole[name][sequence].detach(), self.options.get(f"{name[0]}_scale")
-        return stored.to(dtype, copy=True) if factor is None else (stored.double() * factor[..., None]).to(dtype)
+        def of_rows(tensor, *width):
+            return tensor[sequence].detach().reshape(-1, kv_heads * group, *width)[:, rows]
+
+        q = of_rows(self.q, self.dim).to(dtype).requires_grad_(backward)
+        k, v = (self._counted(name, sequence, heads, kv_heads, dtype).requires_grad_(backward) for name in CACHES)
+        one_leaf = self.latent and "k_scale" not in self.options
+        o, lse = attention(q, k, k[..., : self.value_dim] if one_leaf else v, **self.how)
+        found = {"o": o.detach(), "lse": lse.detach()}
+        if backward:
+            incoming = [of_rows(self.do, self.value_dim).to(dtype), of_rows(self.dlse).to(lse.dtype)]
+            gradients = torch.autograd.grad([o, lse], [q, k, v], incoming, allow_unused=True, materialize_grads=True)
+            found |= dict(zip(("dq", "dk_cache", "dv_cache"), gradients))
+        return {name: result.cpu() for name, result in found.items()}
+
+    def _counted(self, name, sequence, heads, kv_heads, dtype):
+        """The keys or values of some heads of a sequence as they count."""
+        stored, factor = self.whole[name][sequence][:, heads].detach(), self.options.get(f"{name[0]}_scale")
+        if factor is None:
+            return stored.to(dtype, copy=True)
+        return (stored.double() * factor.expand(kv_heads)[heads, None]).to(dtype)
 
 
 def attention(q, k, v, scale, soft_cap, window):

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import tdkernels
 from tdkernels import FlashDecodeConfig, PeerTimeoutError, PlanMismatchError
-from tests.ops.decode import FP16, FP32, Decode
+from tests.ops.decode import FP16, FP32, Decode, gives_memory_back, many
 from tests.ops.decoding import config_of
 from tests.ops.tensor_experts import poisoned_outputs
 from tests.ranks import a_group
@@ -20,13 +20,14 @@ from tests.test_protocol import failure_of, poison, stalls, timeout
 
 # Few kinds of calls, since a GPU compiles each.
 KINDS = [
-    (dict(batch=3, heads=4, kv_heads=2, dim=16, keys=20, seed=1), "default"),
-    (dict(batch=1, heads=3, kv_heads=1, dim=32, keys=40, dtype=FP16, tokens=2, window=50, lens="full", seed=2),
+    (many(dict(batch=3, heads=4, kv_heads=2, dim=16, keys=20, seed=1)), "default"),
+    (many(dict(batch=1, heads=3, kv_heads=1, dim=32, keys=40, dtype=FP16, tokens=2, window=50, lens="full", seed=2)),
      "small blocks"),
-    (dict(batch=2, heads=2, kv_heads=2, dim=16, keys=9, page=4, lens="not first", seed=3), "default"),
+    (many(dict(batch=2, heads=2, kv_heads=2, dim=16, keys=9, page=4, lens="not first", seed=3)), "default"),
 ]  # fmt: skip
 
 
+@gives_memory_back
 def repeats(kinds, calls, seed, backward=True):
     """The same bits in every call, between which ranks wait at random and all memory is filled with NaNs."""
     of_all, own = random.Random(seed), random.Random(seed * 100 + dist.get_rank())
@@ -55,7 +56,7 @@ def outruns_its_peers(calls):
 
     A rank without keys, as the first is here, has nothing to wait for but its peers.
     """
-    spec = dict(batch=2, heads=2, kv_heads=1, dim=16, keys=5, lens="not first")
+    spec = many(dict(batch=2, heads=2, kv_heads=1, dim=16, keys=5, lens="not first"), rows=16)
     cases = [Decode(**spec, seed=seed) for seed in range(calls)]
     cases[0].run()
     for case in cases:
@@ -70,7 +71,7 @@ def outruns_its_peers(calls):
 
 def waits_for_a_slow_rank():
     for slow in range(dist.get_world_size()):
-        case = Decode(2, 4, 2, 16, 6, seed=slow)
+        case = Decode(**many(USUAL), seed=slow)
         case.require()
         time.sleep(0.15 if dist.get_rank() == slow else 0.0)
         o = case.call()

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tdkernels
-from tests.ops.decode import CACHES, FP8, FP32, OPERANDS, Decode, attention
+from tests.ops.decode import CACHES, FP8, FP32, OPERANDS, Decode, attention, many
 from tests.ops.tensor_experts import poisoned_outputs
 from tests.ranks import a_group, device
 
@@ -19,7 +19,7 @@ CONFIGS = {
     "one program": dict(block_n=32, num_warps=4, num_stages=1, num_programs=1),
     "torch": dict(method="torch"),
 }
-SMALL = dict(batch=2, heads=4, kv_heads=2, dim=16, keys=7)
+SMALL = many(dict(batch=2, heads=4, kv_heads=2, dim=16, keys=7))
 
 
 def config_of(name):
@@ -162,7 +162,7 @@ def refuses_gradients_of_fp8():
 def is_compiled():
     """torch.compile traces through it, or runs between what it makes of the rest; the results are the same."""
     torch._dynamo.reset()
-    case = Decode(**SMALL, dtype=FP32, seed=12)
+    case = Decode(**SMALL, seed=12)
     case.require()
 
     def between(q, k_cache, v_cache, lens):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.ops.sharded import FP32, NAMES, Sharded
+from tests.ops.sharded import FP16, NAMES, Sharded, many
 from tests.ops.test_moe_tp_cuda_graph import captured
 from tests.ranks import DEVICE, a_group, device, on_ranks
 
@@ -48,7 +48,7 @@ def replays_with_new_data(backward):
         # Eager calls of the same and of other sizes in between must not put the epochs of graph and workspace apart.
         eager = Sharded(**SPEC, seed=seed)
         eager.check(eager.run())
-        other = Sharded(33, d=32, dtype=FP32, seed=seed)
+        other = Sharded(**many(dict(rows=33, d=32)), dtype=FP16, seed=seed)
         other.check(other.run())
 
 

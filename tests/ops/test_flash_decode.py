@@ -3,7 +3,7 @@
 import pytest
 
 from tests.ops import decoding as asked
-from tests.ops.decode import FP16, FP32
+from tests.ops.decode import FP16, FP32, many
 from tests.ops.decoding import CONFIGS
 from tests.ranks import DEVICE, on_ranks
 
@@ -15,7 +15,8 @@ SPECS = {
     "MHA": dict(batch=2, heads=3, kv_heads=3, dim=96, keys=9, dtype=FP16, seed=2),
     "heads of 256": dict(batch=1, heads=2, kv_heads=1, dim=256, keys=18, seed=3),
     "heads of 192 and 128": dict(batch=2, heads=4, kv_heads=2, dim=192, value_dim=128, keys=5, seed=4),
-    "fp32": dict(batch=2, heads=4, kv_heads=2, dim=128, keys=11, dtype=FP32, seed=5),
+    # With wide heads and few keys a gradient is a small difference, of which fp32 leaves more to luck.
+    "fp32": dict(batch=2, heads=4, kv_heads=2, dim=32, keys=16, lens="full", dtype=FP32, seed=5),
     "odd heads": dict(batch=2, heads=3, kv_heads=1, dim=50, value_dim=33, keys=7, dtype=FP16, seed=6),
     "latent": dict(batch=2, heads=20, kv_heads=1, dim=576, value_dim=512, keys=6, latent=True, seed=7),
     "latent, paged, two tokens": dict(
@@ -34,8 +35,8 @@ SPECS = {
     "no keys of one": dict(batch=3, heads=4, kv_heads=2, dim=16, keys=8, lens="some none", seed=17),
     "one key": dict(batch=3, heads=4, kv_heads=2, dim=16, keys=8, lens="one", seed=18),
     "all on the last": dict(batch=2, heads=4, kv_heads=2, dim=16, keys=8, lens="last", tokens=2, seed=19),
-    "none on the first": dict(batch=2, heads=4, kv_heads=2, dim=16, keys=8, lens="not first", dtype=FP32, seed=20),
-    "paged": dict(batch=3, heads=4, kv_heads=2, dim=64, keys=40, page=16, seed=21),
+    "none on the first": dict(batch=2, heads=4, kv_heads=2, dim=16, keys=8, lens="not first", seed=20),
+    "paged": dict(batch=3, heads=4, kv_heads=2, dim=128, keys=40, page=16, seed=21),
     "pages of one": dict(batch=2, heads=2, kv_heads=1, dim=16, keys=5, page=1, seed=22),
     "pages, all at once": dict(
         batch=3, heads=4, kv_heads=2, dim=16, keys=9, page=4, tokens=2, window=6, soft_cap=2.0, seed=23
@@ -73,7 +74,7 @@ ON_CPU = {
     if ON_GPU or spec in ON_CPU.get((world_size, config), ())
 ])  # fmt: skip
 def test_everything(world_size, config, spec):
-    on_ranks(world_size, asked.computes, SPECS[spec], config)
+    on_ranks(world_size, asked.computes, many(SPECS[spec]), config)
 
 
 def test_every_spec_is_asked_on_cpu_ranks():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tdkernels
-from tests.ops.decode import FP32, OPERANDS, Decode
+from tests.ops.decode import FP16, OPERANDS, Decode, many
 from tests.ops.decoding import refill
 from tests.ops.test_moe_tp_cuda_graph import captured
 from tests.ranks import DEVICE, a_group, device, on_ranks
@@ -50,7 +50,7 @@ def replays_with_new_lens(spec, backward):
         # Eager calls of the same and of other sizes in between must not put the epochs of graph and workspace apart.
         eager = Decode(**spec, seed=seed)
         eager.check(eager.run())
-        other = Decode(2, 4, 2, 80, 33, FP32, seed=seed)
+        other = Decode(**many(dict(batch=2, heads=4, kv_heads=2, dim=80, keys=33, dtype=FP16)), seed=seed)
         other.check(other.run())
 
 

@@ -14,12 +14,13 @@ from tests.ranks import DEVICE, fresh_ranks, on_ranks
 ON_GPU = DEVICE == "cuda"
 needs_gpu = pytest.mark.skipif(not ON_GPU, reason="takes too long without a GPU")
 
+# Keys of all ranks.
 LARGE = {
-    "long": dict(batch=1, heads=96, kv_heads=12, dim=128, keys=8192, lens="full", seed=4),
-    "ragged": dict(batch=13, heads=32, kv_heads=8, dim=128, keys=3000, seed=5),
-    "paged": dict(batch=64, heads=32, kv_heads=8, dim=128, keys=1000, page=16, seed=6),
-    "latent": dict(batch=16, heads=128, kv_heads=1, dim=576, value_dim=512, keys=2000, latent=True, page=64, seed=7),
-    "tokens": dict(batch=8, heads=32, kv_heads=4, dim=64, keys=1000, tokens=4, window=1500, soft_cap=20.0, seed=8),
+    "long": dict(batch=1, heads=96, kv_heads=12, dim=128, keys=1 << 14, lens="full", seed=4),
+    "ragged": dict(batch=13, heads=32, kv_heads=8, dim=128, keys=6000, seed=5),
+    "paged": dict(batch=64, heads=32, kv_heads=8, dim=128, keys=2000, page=16, seed=6),
+    "latent": dict(batch=16, heads=128, kv_heads=1, dim=576, value_dim=512, keys=4000, latent=True, page=64, seed=7),
+    "tokens": dict(batch=8, heads=32, kv_heads=4, dim=64, keys=2000, tokens=4, window=1500, soft_cap=20.0, seed=8),
 }
 
 
@@ -32,7 +33,8 @@ def test_the_same_bits(world_size, calls):
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8])
 @pytest.mark.parametrize("kind", LARGE)
 def test_the_same_bits_of_many_keys(world_size, kind):
-    on_ranks(world_size, decode_ranks.repeats, [(LARGE[kind], "default")], 20, seed=world_size, backward=False)
+    spec = dict(LARGE[kind], keys=LARGE[kind]["keys"] // world_size)
+    on_ranks(world_size, decode_ranks.repeats, [(spec, "default")], 20, seed=world_size, backward=False)
 
 
 @pytest.mark.parametrize("world_size, calls", [(2, 100), (3, 100)] if ON_GPU else [(2, 6), (3, 4)])

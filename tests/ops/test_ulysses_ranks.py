@@ -6,8 +6,9 @@ from tdkernels import PeerTimeoutError
 from tdkernels.launch import RankError
 from tests.ops import sequence_parallel_ranks as asked
 from tests.ops.sequence_parallel import BF16, OPERATORS
-from tests.ops.sequence_parallel_ranks import DISAGREEMENTS, KINDS, KNOWN
+from tests.ops.sequence_parallel_ranks import DISAGREEMENTS, KINDS, KNOWN, LOST
 from tests.ranks import DEVICE, fresh_ranks, on_ranks
+from tests.selection import at_once
 
 ON_GPU = DEVICE == "cuda"
 needs_gpu = pytest.mark.skipif(not ON_GPU, reason="takes too long without a GPU")
@@ -61,12 +62,12 @@ def test_known_but_different_calls_never_give_a_result(operator, what):
     on_ranks(2, asked.is_not_fooled_by_a_known_plan, operator, what)
 
 
-def test_killed_rank():
+@pytest.mark.parametrize("ways", at_once(LOST), ids=str)
+def test_killed_rank(ways):
     with fresh_ranks(2, grace_s=60.0) as pool, pytest.raises(RankError) as caught:
-        pool.run(asked.loses_rank_1, 1.0)
+        pool.run(asked.loses_rank_1, ways, 1.0)
     assert isinstance(caught.value.exceptions[1], ChildProcessError)
-    names = [*OPERATORS, "ulysses_qkv backward"]
-    for name, error in zip(names, caught.value.results[0], strict=True):
+    for way, error in zip(ways, caught.value.results[0], strict=True):
         assert type(error) is PeerTimeoutError, repr(error)
-        assert (error.operator, error.rank, error.peer, error.timeout_s) == (name, 0, 1, 1.0)
+        assert (error.operator, error.rank, error.peer, error.timeout_s) == (way, 0, 1, 1.0)
         assert error.seen < error.expected
