@@ -717,6 +717,16 @@ def test_signals_are_released_and_acquired_at_system_scope():
         assert "ld.acquire.sys.global.b64" in ptx
 
 
+def test_threads_come_together_after_a_spin():
+    """Else those of a warp may go on one by one, and wgmma, which the warp does as one, reads anywhere."""
+    spinning = [compile_gemm(kernel, "sm_90", BF16) for kernel in PRODUCTS]
+    spinning += [compile_attention(name, "sm_90", d=33, dv=17) for name in ("attention", "gradients of k and v")]
+    for compiled in spinning:
+        ptx = compiled.asm["ptx"]
+        assert len(re.findall(r"REACHED:\s*bar\.warp\.sync 0xffffffff", ptx)) == ptx.count("nanosleep") > 0
+        assert "wgmma" in ptx
+
+
 # ---- traces ----
 
 
