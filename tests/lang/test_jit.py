@@ -125,7 +125,7 @@ def test_another_device_is_another_kernel(searches, monkeypatch):
     "one, other",
     [
         ({"n": 5}, {"n": True}), ({"m": 1}, {"m": True}), ({"FLAG": True}, {"FLAG": 1}), ({"n": 5}, {"n": None}),
-        ({"n": 1 << 40}, {"n": 1 << 63}),
+        ({"n": 5}, {"n": 5.0}), ({"n": 1 << 40}, {"n": 1 << 63}),
     ],
     ids=str,
 )  # fmt: skip
@@ -135,10 +135,16 @@ def test_values_that_are_equal_are_not_the_same(searches, one, other):
     assert len(searches) == 2
 
 
+def test_all_floats_are_served_by_one_kernel(searches):
+    for n in (0.5, 1.0, -1e30):
+        _launch(n=n)
+    assert len(searches) == 1
+
+
 @pytest.mark.parametrize(
     "unusual",
     [
-        {"extra": _tensor()}, {"extra": [1]}, {"extra": _descriptor(16)}, {"n": 0.5}, {"desc": (_tensor(), 1)},
+        {"extra": _tensor()}, {"extra": [1]}, {"extra": _descriptor(16)}, {"n": 1j}, {"desc": (_tensor(), 1)},
         {"grid": lambda meta: (1,)},
     ],
     ids=lambda unusual: next(iter(unusual)),
