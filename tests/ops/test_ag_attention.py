@@ -117,12 +117,12 @@ def dies():
 @pytest.mark.parametrize("when", ["keys", "queries"])
 def test_killed_rank(when):
     with fresh_ranks(2) as pool, pytest.raises(RankError) as caught:
-        pool.run(asked.loses_rank_1, dies, when, 1.5)
+        pool.run(asked.loses_rank_1, dies, when, 0.7)
     exceptions = caught.value.exceptions
     assert isinstance(exceptions[1], ChildProcessError)
     error = exceptions[0]
     assert type(error) is PeerTimeoutError, repr(error)
-    assert (error.operator, error.rank, error.peer, error.timeout_s) == ("ag_attention", 0, 1, 1.5)
+    assert (error.operator, error.rank, error.peer, error.timeout_s) == ("ag_attention", 0, 1, 0.7)
     assert error.seen < error.expected
 
 

@@ -16,7 +16,7 @@ needs_gpu = pytest.mark.skipif(not ON_GPU, reason="takes too long without a GPU"
 
 @pytest.mark.parametrize("world_size, kinds, calls", [
     (world_size, KINDS, 80) for world_size in (2, 3, 4)
-] if ON_GPU else [(2, KINDS, 6), (3, KINDS[1:3], 3)])  # fmt: skip
+] if ON_GPU else [(2, KINDS, 6), (3, KINDS[2:], 3)])  # fmt: skip
 def test_the_same_bits(world_size, kinds, calls):
     on_ranks(world_size, asked.repeats, kinds, calls, seed=world_size)
 
@@ -65,9 +65,9 @@ def test_known_but_different_calls_never_give_a_result(operator, what):
 @pytest.mark.parametrize("ways", at_once(LOST), ids=str)
 def test_killed_rank(ways):
     with fresh_ranks(2, grace_s=60.0) as pool, pytest.raises(RankError) as caught:
-        pool.run(asked.loses_rank_1, ways, 1.0)
+        pool.run(asked.loses_rank_1, ways, 0.7)
     assert isinstance(caught.value.exceptions[1], ChildProcessError)
     for way, error in zip(ways, caught.value.results[0], strict=True):
         assert type(error) is PeerTimeoutError, repr(error)
-        assert (error.operator, error.rank, error.peer, error.timeout_s) == (way, 0, 1, 1.0)
+        assert (error.operator, error.rank, error.peer, error.timeout_s) == (way, 0, 1, 0.7)
         assert error.seen < error.expected
