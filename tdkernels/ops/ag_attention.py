@@ -138,6 +138,11 @@ def _nothing(q, k, v):
     return o, q.new_zeros(q.shape[:3], dtype=torch.float32) + q.float().sum()
 
 
+def _padded(x):
+    """x with heads of a multiple of 16 bytes, of zeros past their end: what TMA can fetch. fp32 is not fetched so."""
+    return F.pad(x, (0, -x.shape[3] % 8)) if x.element_size() == 2 else x
+
+
 @outside_graphs
 def ag_attention(
     q, k, v, *, causal=True, scale=None, sharding="contiguous", return_lse=False, group=None, config=None
@@ -182,7 +187,9 @@ def ag_attention(
         )  # fmt: skip
         o, lse = out if return_lse else (out, None)
     else:
-        o, lse = _AgAttention.apply(q, k, v, causal, sharding, scale, group, config)
+        dv = v.shape[3]
+        o, lse = _AgAttention.apply(_padded(q), _padded(k), _padded(v), causal, sharding, scale, group, config)
+        o = o if o.shape[3] == dv else o[..., :dv].contiguous()
     return (o, lse) if return_lse else o
 
 
