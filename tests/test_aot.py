@@ -571,12 +571,12 @@ def test_sliced_experts_on_hopper_use_wgmma_and_tma(name):
 
 # Another dtype is for one target of each vendor, to save time.
 @pytest.mark.parametrize("arch, name, dtype", [
-    (arch, name, dtype) for arch in TARGETS for name in ULYSSES for dtype in (BF16, FP16, FP32)
+    (arch, name, dtype) for arch in TARGETS for name in ULYSSES for dtype in (BF16, FP32)
     if dtype == BF16 and name in ("qkv", "gradient of x")
-    or name in ("qkv", "out") and (dtype, arch) in ((FP32, "sm_80"), (FP32, "gfx942"), (FP16, "sm_90"))
+    or name in ("qkv", "out") and dtype == FP32 and arch in ("sm_80", "gfx942")
 ], ids=str)  # fmt: skip
 def test_ulysses_compiles(arch, name, dtype):
-    compile_ulysses(name, arch, dtype, bias=dtype == FP16)
+    compile_ulysses(name, arch, dtype, bias=dtype == FP32)
 
 
 @pytest.mark.parametrize("arch, sizes, ranks", [("sm_90", (1, 1, 1, 1), 2), ("gfx942", (3, 7, 13, 9), 3)])
