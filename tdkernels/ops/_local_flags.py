@@ -16,6 +16,7 @@ def _take(device, count):
     zeros, taken = _slabs.get(device, (None, 0))
     if zeros is None or taken + count > len(zeros):
         zeros, taken = torch.zeros(max(_SLAB, count), dtype=torch.int64, device=device), 0
+        torch.cuda.current_stream(device).synchronize()  # words of it go to other streams, too
     _slabs[device] = zeros, taken + count
     return zeros[taken : taken + count]
 

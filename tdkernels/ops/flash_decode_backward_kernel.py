@@ -10,9 +10,9 @@ import triton.language as tl
 
 from tdkernels import lang as td
 from tdkernels.ops import _device, _operands
+from tdkernels.ops._attention import LOG2_E
 from tdkernels.ops.flash_decode_kernel import (
     FP8_NONE,
-    LOG2_E,
     _cache_rows,
     _capped,
     _first_blocks,

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from triton import next_power_of_2
+
 from tdkernels.ops import _device
 
 _MAX_ROWS, _MAX_WIDE_ROWS = 64, 32  # query rows of a tile; of heads of more than 256
@@ -49,10 +51,6 @@ class FlashDecodeConfig:
         """
         stages = max(self.num_stages - 1 - shape.paged, 1)
         return stages * self.block_n * shape.bytes_of_key + 2 * shape.block_m * shape.bytes_of_query
-
-
-def next_power_of_2(n):
-    return 1 << max(n - 1, 0).bit_length()
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,8 @@ import triton
 import triton.language as tl
 
 from tdkernels import lang as td
+from tdkernels.ops._attention import LN_2, LOG2_E
 
-LOG2_E = tl.constexpr(1.4426950408889634)
-LN_2 = tl.constexpr(0.6931471805599453)
 # What uint8 stands for in a cache: nothing, e4m3 that the GPU converts, e4m3 that is converted by integers.
 FP8_NONE, FP8_NATIVE, FP8_BITS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 # Numbers of a part, and parts, that are merged at a time: a read takes far longer than an addition.
@@ -289,6 +288,38 @@ def _num_blocks(length, skipped, BLOCK_N: tl.constexpr):
     return tl.maximum((length + BLOCK_N - 1) // BLOCK_N - skipped, 1)
 
 
+@td.jit
+def _merge_ranks(
+    ctx, me, half, signal, ours, count, tiles, tiles_of_entry, heads, o_ptr, lse_ptr, lse2_ptr,
+    RANKS: tl.constexpr, TQ: tl.constexpr, G: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, RP: tl.constexpr,
+    ROWS: tl.constexpr, PASSES_ON: tl.constexpr,
+):  # fmt: skip
+    """Say that ``count`` tiles from number ``ours`` on are there, wait for the peers' and store what all make."""
+    BLOCKS_R: tl.constexpr = (TQ * G + RP - 1) // RP
+    PART: tl.constexpr = RP * DVP
+    RANKS_P: tl.constexpr = triton.next_power_of_2(RANKS)
+    data = td.pointer_to(td.data_at(ctx, half, me), tl.float32)
+    if count > 0:
+        # waiter: the programs of each peer that finish these tiles there
+        td.notify_all(ctx, td.signal_at(ctx, half, me * tiles + ours), signal, PASSES_ON=PASSES_ON, count=count)
+        # producer: the programs of each peer that finish these tiles there
+        td.wait_plan_all(ctx, td.signal_at(ctx, half, ours), tiles, signal, count=count)
+    for tile in range(ours, ours + count):
+        which = tile % tiles_of_entry
+        at = tl.cast(tile, tl.int64)
+        for from_row in range(0, RP, ROWS):
+            rows = from_row + tl.arange(0, ROWS)
+            merged, merged_lse = _merge(
+                data + at * PART, data + _lse_at(tiles, RANKS, RP, DVP) + at * RP,
+                tl.cast(tiles, tl.int64) * PART, tl.cast(tiles, tl.int64) * RP, RANKS, rows, DVP,
+                RANKS_P if RANKS_P < _STEP else _STEP,
+            )  # fmt: skip
+            _store_output(
+                o_ptr, lse_ptr, lse2_ptr, merged, merged_lse, tile // tiles_of_entry, which // BLOCKS_R,
+                which % BLOCKS_R * RP + rows, heads, TQ * G, G, TQ, DV, DVP,
+            )  # fmt: skip
+
+
 @td.jit(do_not_specialize=["B", "heads", "capacity", "score_scale", "cap", "window", "plan"])
 def flash_decode_kernel(
     ctx, q_ptr, k_ptr, v_ptr, lens_ptr, table_ptr, k_scale_ptr, v_scale_ptr, o_ptr, lse_ptr, lse2_ptr, scratch_ptr,
@@ -409,28 +440,8 @@ def flash_decode_kernel(
         pos = stop
 
     if RANKS > 1:
-        RANKS_P: tl.constexpr = triton.next_power_of_2(RANKS)
-        data = td.pointer_to(td.data_at(ctx, half, me), tl.float32)
-        ours = last - count + 1
-        if count > 0:
-            # waiter: the programs of each peer that finish these tiles there
-            td.notify_all(
-                ctx, td.signal_at(ctx, half, me * tiles + ours), signal, PASSES_ON=KNOWS_OTHERS, count=count
-            )
-            # producer: the programs of each peer that finish these tiles there
-            td.wait_plan_all(ctx, td.signal_at(ctx, half, ours), tiles, signal, count=count)
-        for tile in range(ours, ours + count):
-            which = tile % tiles_of_entry
-            at = tl.cast(tile, tl.int64)
-            for from_row in range(0, RP, ROWS):
-                rows = from_row + tl.arange(0, ROWS)
-                merged, merged_lse = _merge(
-                    data + at * PART, data + _lse_at(tiles, RANKS, RP, DVP) + at * RP,
-                    tl.cast(tiles, tl.int64) * PART, tl.cast(tiles, tl.int64) * RP, RANKS, rows, DVP,
-                    RANKS_P if RANKS_P < _STEP else _STEP,
-                )  # fmt: skip
-                _store_output(
-                    o_ptr, lse_ptr, lse2_ptr, merged, merged_lse, tile // tiles_of_entry, which // BLOCKS_R,
-                    which % BLOCKS_R * RP + rows, heads, TQ * G, G, TQ, DV, DVP,
-                )  # fmt: skip
+        _merge_ranks(
+            ctx, me, half, signal, last - count + 1, count, tiles, tiles_of_entry, heads, o_ptr, lse_ptr, lse2_ptr,
+            RANKS, TQ, G, DV, DVP, RP, ROWS, KNOWS_OTHERS,
+        )  # fmt: skip
         td.finish(ctx)

@@ -1,16 +1,17 @@
 """What a call of flash_decode launches."""
 
 import torch
+from triton import next_power_of_2
 
 from tdkernels.ops import _operands
+from tdkernels.ops._attention import LOG2_E
 from tdkernels.ops._config import text_of
 from tdkernels.ops._local_flags import local_flags
-from tdkernels.ops.flash_decode_config import DecodeShape, default_config, next_power_of_2, num_programs
-from tdkernels.ops.flash_decode_kernel import FP8_BITS, FP8_NATIVE, FP8_NONE, LOG2_E, flash_decode_kernel
+from tdkernels.ops.flash_decode_checks import FP8
+from tdkernels.ops.flash_decode_config import DecodeShape, default_config, num_programs
+from tdkernels.ops.flash_decode_kernel import FP8_BITS, FP8_NATIVE, FP8_NONE, flash_decode_kernel
 from tdkernels.symm import get_workspace
 from tdkernels.symm.group import group_state
-
-FP8 = torch.float8_e4m3fn
 
 
 def fp8_kind(cache):
