@@ -8,7 +8,8 @@ import triton.language as tl
 
 from tdkernels.lang._jit import jit
 
-# Indices into the table; the base addresses of all ranks follow from CTX_BASES on.
+# Indices into the table; from CTX_BASES on follow the base addresses of all ranks, 0 for those on other nodes, then the
+# numbers by which the network knows the ranks.
 CTX_RANK = tl.constexpr(0)
 CTX_NUM_RANKS = tl.constexpr(1)
 CTX_TIMEOUT_NS = tl.constexpr(2)
@@ -17,7 +18,8 @@ CTX_RECORD = tl.constexpr(4)  # address of the error record, which the host can 
 CTX_HALF_SIGNALS = tl.constexpr(5)  # how many signals a half holds
 CTX_DATA = tl.constexpr(6)  # offset of the data area in a symmetric buffer
 CTX_HALF_DATA = tl.constexpr(7)  # bytes of one half of the data area
-CTX_BASES = tl.constexpr(8)
+CTX_LOCAL_RANKS = tl.constexpr(8)  # ranks on a node
+CTX_BASES = tl.constexpr(9)
 
 # A symmetric buffer begins with one "ready" word for each rank; two halves of signals and two of data follow.
 MAX_RANKS = tl.constexpr(128)
@@ -43,8 +45,14 @@ def num_ranks(ctx):
 
 
 @jit
+def local_ranks(ctx):
+    """How many of the group's ranks are on a node: rank r is on node ``r // local_ranks``."""
+    return tl.load(ctx + CTX_LOCAL_RANKS).to(tl.int32)
+
+
+@jit
 def symm_base(ctx, peer):
-    """The address (int64) at which this rank reaches the symmetric buffer of ``peer``."""
+    """The address (int64) at which this rank reaches the symmetric buffer of ``peer``, which is on its node."""
     return tl.load(ctx + CTX_BASES + peer)
 
 

@@ -19,12 +19,18 @@ from triton.runtime.interpreter import InterpretedFunction, interpreter_builder
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tdkernels.lang import _device_library
+
 
 class Kernel(JITFunction):
-    """A JIT function that can also be interpreted; what a kernel calls must be one too."""
+    """A JIT function that can also be interpreted; what a kernel calls must be one too.
 
-    def __init__(self, fn, **options):
+    ``network``: it is a kernel that speaks to the network, and has to be linked with the network's library.
+    """
+
+    def __init__(self, fn, network=False, **options):
         super().__init__(fn, **options)
+        self._network = network
         self._interpreted = InterpretedFunction(fn)
         self._known = {}  # what launches were found to run, by all that decides it
 
@@ -38,14 +44,25 @@ class Kernel(JITFunction):
                 return self._interpreted.run(*args, grid=grid, warmup=warmup, **kwargs)
         key = None if warmup or self.pre_run_hooks or type(grid) is not tuple else self._key(args, kwargs)
         if key is None:
-            return super().run(*args, grid=grid, warmup=warmup, **kwargs)
+            return self._search(args, grid, warmup, kwargs)
         return self._launch(key, args, grid, kwargs)
+
+    def _search(self, args, grid, warmup, kwargs):
+        """What ``JITFunction.run`` does; of a kernel that speaks to the network the library is told first."""
+        if not self._network:
+            return super().run(*args, grid=grid, warmup=warmup, **kwargs)
+        kwargs = {**kwargs, "extern_libs": _device_library.paths()}
+        compiled = super().run(*args, grid=grid, warmup=True, **kwargs)
+        if warmup:
+            return compiled
+        _device_library.loaded(compiled)
+        return super().run(*args, grid=grid, warmup=False, **kwargs)
 
     def _launch(self, key, args, grid, kwargs):
         """What ``JITFunction.run`` does, without looking for the compiled kernel again: that takes most of its time."""
         known = self._known.get(key)
         if known is None:
-            compiled = super().run(*args, grid=grid, warmup=False, **kwargs)
+            compiled = self._search(args, grid, False, kwargs)
             if isinstance(compiled, CompiledKernel) and len(self._known) < _MAX_KNOWN:
                 parameters = list(self.signature.parameters.values())[len(args) :]
                 self._known[key] = compiled, [kwargs.get(p.name, p.default) for p in parameters]
@@ -201,7 +218,9 @@ def _on_cpu(args):
 
 
 def jit(fn=None, **options):
-    """Make a kernel or a device function of ``fn``; the options are those of ``triton.jit``.
+    """Make a kernel or a device function of ``fn``; the options are those of ``triton.jit``, and ``network``.
+
+    ``network=True``: a kernel in which a word of ``lang._network`` is used.
 
     Inside, use ``tl.full`` and ``//`` rather than ``tl.zeros`` and ``tl.cdiv``: what ``triton.language`` itself
     decorates with ``triton.jit`` exists for the compiler only.

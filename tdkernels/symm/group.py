@@ -13,6 +13,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from tdkernels.errors import PeerTimeoutError
 from tdkernels.symm.timeout import get_timeout
+from tdkernels.symm.topology import offer, topology_of
 
 
 def resolve_group(group=None):
@@ -44,7 +45,6 @@ class GroupState:
         self.name = group.group_name
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
-        self.local_world_size = self.world_size  # a group is on one host
         self.workspaces = {}
         self.choices = {}  # what has been agreed to run, see tdkernels.autotune
         self._store = c10d._get_process_group_store(group)
@@ -53,6 +53,25 @@ class GroupState:
         self._scratches = 0
         self._agreed = set()
         self._broken = None
+        self._topology = None
+
+    @property
+    def topology(self):
+        """The Topology of the group; collective the first time."""
+        self._know_topology("topology")
+        return self._topology
+
+    @property
+    def local_world_size(self):
+        return self.topology.local_world_size
+
+    def _know_topology(self, operator):
+        """Find the nodes, before whatever it is that the ranks exchange first: they may begin with different things."""
+        if self._topology is None:
+            self._store.set(f"{self._prefix}/where/{self.rank}", offer())
+            deadline = time.monotonic() + get_timeout()
+            texts = [self._get(operator, "where", peer, deadline) for peer in range(self.world_size)]
+            self._topology = topology_of(self.rank, texts)
 
     def agree_once(self, operator, fields):
         """``agree``, unless all ranks have agreed on just this before; costs a look-up then."""
@@ -79,6 +98,7 @@ class GroupState:
         if self._broken is not None:
             cause = copy.copy(self._broken)  # the original would keep the frames that it is raised through
             raise RuntimeError("the ranks of this group lost step; destroy it and make a new one") from cause
+        self._know_topology(operator)
         turn, self._turn = self._turn, self._turn + 1
         self._store.set(self._key(turn, self.rank), text)
         deadline = time.monotonic() + get_timeout()
@@ -99,7 +119,10 @@ class GroupState:
             self._store.wait([key], timedelta(seconds=remaining))
             return self._store.get(key).decode()
         except RuntimeError as error:  # what a store raises when the time is up, and when its server is gone
-            self._broken = PeerTimeoutError(operator, self.rank, peer, "agreement", turn + 1, turn, get_timeout())
+            calls = max(self._turn, 1)
+            self._broken = PeerTimeoutError(
+                operator, self.rank, peer, "agreement", calls, calls - 1, get_timeout()
+            )
             raise copy.copy(self._broken) from error
 
     def _key(self, turn, peer):
@@ -155,6 +178,7 @@ def scratch_state(group):
     kept = group_state(group)
     kept._scratches += 1
     scratch = GroupState(group, f"tdkernels/scratch{kept._scratches}")
+    scratch._topology = kept.topology
     _states[group] = scratch
     try:
         yield scratch

@@ -3,6 +3,8 @@
 Each rank makes a memory file without a name (``memfd_create``) and maps those of its peers through
 ``/proc/<pid>/fd``. As it never has a name in /dev/shm, nothing can be left behind, however a process ends, and the size
 of /dev/shm (64 MB in many containers) is no limit.
+
+Simulated nodes share memory as well, but have no address of another node: what goes there takes the emulated network.
 """
 
 import json
@@ -13,6 +15,7 @@ import secrets
 import torch
 
 from tdkernels.symm.buffer import SymmetricBuffer
+from tdkernels.symm.emulated import EmulatedNetwork
 
 _NONCE_BYTES = 16
 
@@ -38,15 +41,20 @@ class ShmBuffer(SymmetricBuffer):
         if failures:
             raise RuntimeError("cannot share memory between the ranks: " + "; ".join(failures))
         self._tensors = [torch.frombuffer(m, dtype=torch.uint8, count=nbytes) for m in self._maps]
+        if self.topology.num_nodes > 1:
+            self.network = EmulatedNetwork(self.rank, [tensor.data_ptr() for tensor in self._tensors])
 
     @property
     def addresses(self):
-        return [tensor.data_ptr() for tensor in self._tensors]
+        return [t.data_ptr() if self.topology.is_local(peer) else 0 for peer, t in enumerate(self._tensors)]
 
     def tensor(self, peer):
+        self._check_reach(peer)
         return self._tensors[peer]
 
     def close(self):
+        if self.network is not None:
+            self.network.close()
         # A mapping goes when the last tensor that looks into it goes; its owner may still hold one.
         self._tensors, self._maps = [], []
 

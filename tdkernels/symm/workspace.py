@@ -17,6 +17,7 @@ import torch
 
 from tdkernels.errors import PeerTimeoutError, PlanMismatchError
 from tdkernels.lang import _context as words
+from tdkernels.lang import _emulation as networks
 from tdkernels.lang import _signal as records
 from tdkernels.lang._note import NOTE_AT
 from tdkernels.symm.buffer import make_buffer
@@ -42,7 +43,12 @@ class Workspace:
     ``error_of_note`` what makes an exception of a kernel's note: of the workspace's name, its kind, three numbers.
     """
 
-    def __init__(self, state, device, name, halves=2):
+    def __init__(self, state, device, name, halves=2, across_nodes=False):
+        if state.topology.num_nodes > 1 and not across_nodes:
+            raise NotImplementedError(
+                f"{name}: runs on one node, and the group's {state.world_size} ranks are on {state.topology.num_nodes} "
+                f"nodes of {state.local_world_size}; use a group of one node"
+            )
         self.group = state
         self.device = device
         self.name = name
@@ -121,7 +127,7 @@ class Workspace:
         self.record = torch.zeros(_RECORD_WORDS, dtype=torch.int64, pin_memory=self.device.type == "cuda")
         self._record_view = self.record.numpy()
         self._timeout_s = get_timeout()
-        table = [0] * (words.CTX_BASES.value + self.world_size)
+        table = [0] * words.CTX_BASES.value
         table[words.CTX_RANK.value] = self.rank
         table[words.CTX_NUM_RANKS.value] = self.world_size
         table[words.CTX_TIMEOUT_NS.value] = int(self._timeout_s * 1e9)
@@ -130,8 +136,10 @@ class Workspace:
         table[words.CTX_HALF_SIGNALS.value] = half_signals
         table[words.CTX_DATA.value] = data_offset
         table[words.CTX_HALF_DATA.value] = half_bytes
-        table[words.CTX_BASES.value :] = self.buffer.addresses
+        table[words.CTX_LOCAL_RANKS.value] = self.group.local_world_size
+        table[words.CTX_BASES.value :] = [*self.buffer.addresses, *self.buffer.pes]
         self.ctx = torch.tensor(table, dtype=torch.int64, device=self.device)
+        networks.name(self.state.data_ptr(), self.buffer.network)
 
     # ---- for transports that copy a signal instead of raising it from a kernel ----
 
@@ -238,12 +246,17 @@ class Workspace:
         self.buffer, self.kept, self._retired = None, {}, []
 
 
-def get_workspace(group, device, name, halves=2):
-    """The workspace ``name`` of a resolved group on a device; made on first use, kept with the group."""
+def get_workspace(group, device, name, halves=2, across_nodes=False):
+    """The workspace ``name`` of a resolved group on a device; made on first use, kept with the group.
+
+    ``across_nodes``: the kernels that use it know that they reach some ranks by the network only.
+
+    Raises:   NotImplementedError for a group on several nodes, unless ``across_nodes``
+    """
     state = group_state(group)
     key = (name, device)
     if key not in state.workspaces:
-        state.workspaces[key] = Workspace(state, device, name, halves)
+        state.workspaces[key] = Workspace(state, device, name, halves, across_nodes)
     return state.workspaces[key]
 
 

@@ -1,0 +1,143 @@
+"""Symmetric memory of GPUs on several nodes: parts of one heap that NVSHMEM (NVIDIA) or rocSHMEM (AMD) has made.
+
+Such a library allocates for all its processes at once, while our groups may be any of them. So each process takes one
+large piece at the beginning, ``TDKERNELS_HEAP_MB``, and a group agrees on a place in it that is free on all its ranks:
+what is at the same distance from the beginning is the same to the library, which is all that it asks for.
+"""
+
+import json
+import os
+
+import torch
+
+from tdkernels.lang import _device_library
+from tdkernels.symm.buffer import SymmetricBuffer
+
+VARIABLE = "TDKERNELS_HEAP_MB"
+DEFAULT_MB = 2048
+_ALIGN = 512
+
+_heaps = {}  # by device
+
+
+def heap_bytes():
+    """Bytes of the heap on each GPU.
+
+    Raises:   ValueError when the variable is not a positive integer
+    """
+    text = os.environ.get(VARIABLE, str(DEFAULT_MB))
+    try:
+        megabytes = int(text)
+    except ValueError:
+        megabytes = 0
+    if megabytes < 1:
+        raise ValueError(f"{VARIABLE} must be a positive number of MiB, not {text!r}")
+    return megabytes << 20
+
+
+def first_fit(taken, nbytes, size):
+    """The lowest place for ``nbytes`` beside intervals [start, stop) that may overlap; None if there is none."""
+    start = 0
+    for first, last in sorted(taken):
+        if first - start >= nbytes:
+            break
+        start = max(start, last)
+    return start if start + nbytes <= size else None
+
+
+class Heap:
+    """This process's piece of the library's memory, and which parts of it are taken."""
+
+    def __init__(self, runtime, size):
+        self.runtime, self.size = runtime, size
+        self.base = runtime.malloc(size)
+        self._taken = []
+
+    def take(self, state, nbytes):
+        """(offset of a place that is free on all ranks of a group, their numbers in the library); collective.
+
+        Raises:   MemoryError on every rank when there is none
+        """
+        nbytes = -(-nbytes // _ALIGN) * _ALIGN
+        here = {"taken": self._taken, "pe": self.runtime.pe, "size": self.size}
+        offers = [json.loads(text) for text in state.exchange("symm.allocate", json.dumps(here))]
+        taken = [interval for offer in offers for interval in offer["taken"]]
+        size = min(offer["size"] for offer in offers)
+        start = first_fit(taken, nbytes, size)
+        if start is None:
+            raise MemoryError(
+                f"no {nbytes >> 20} MiB are free in the symmetric heap of {size >> 20} MiB on all ranks of the group; "
+                f"set {VARIABLE} to more, on every rank"
+            )
+        self._taken.append((start, start + nbytes))
+        return start, [offer["pe"] for offer in offers]
+
+    def give_back(self, start):
+        self._taken = [interval for interval in self._taken if interval[0] != start]
+
+
+def heap_for(device):
+    """The heap of a device; made, and the library initialised, when all ranks of the world first ask for it."""
+    if device not in _heaps:
+        if torch.version.hip:
+            from tdkernels.symm.rocshmem import start
+        else:
+            from tdkernels.symm.nvshmem import start
+        size = heap_bytes()
+        runtime = start(device, size)
+        _device_library.provide(runtime.device_library(), runtime.init_module)
+        _heaps[device] = Heap(runtime, size)
+    return _heaps[device]
+
+
+class HeapBuffer(SymmetricBuffer):
+    def __init__(self, state, nbytes, device):
+        super().__init__(state, nbytes, device)
+        with torch.cuda.device(device):
+            self._heap = heap_for(device)
+            self._start, self._pes = self._heap.take(state, nbytes)
+            base, runtime = self._heap.base + self._start, self._heap.runtime
+            self._addresses = [
+                (runtime.peer_address(base, pe) if peer != self.rank else base) if self.topology.is_local(peer) else 0
+                for peer, pe in enumerate(self._pes)
+            ]
+            failure = self._out_of_reach()
+            if not failure:
+                self.tensor(self.rank).zero_()
+                torch.cuda.synchronize(device)
+        # No peer may write before our zeros are in place.
+        failures = [text for text in state.exchange("symm.allocate", failure) if text]
+        if failures:
+            self._heap.give_back(self._start)
+            raise RuntimeError("; ".join(failures))
+
+    def _out_of_reach(self):
+        missing = [p for p, address in enumerate(self._addresses) if self.topology.is_local(p) and not address]
+        if not missing:
+            return ""
+        library = self._heap.runtime.name
+        return f"rank {self.rank} cannot map the memory of rank {missing[0]} of its own node: {library} has no address"
+
+    @property
+    def addresses(self):
+        return list(self._addresses)
+
+    @property
+    def pes(self):
+        return list(self._pes)
+
+    def tensor(self, peer):
+        self._check_reach(peer)
+        return torch.as_tensor(_Bytes(self._addresses[peer], self.nbytes), device=self.device)
+
+    def close(self):
+        if self._heap is not None:
+            self._heap.give_back(self._start)
+        self._heap = None
+
+
+class _Bytes:
+    """Memory on a GPU as torch takes it from another library."""
+
+    def __init__(self, address, nbytes):
+        self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}

@@ -1,0 +1,42 @@
+"""Groups on simulated nodes: ranks of one machine that reach each other by the network only, unless on the same node.
+
+    with a_group_on_nodes(2) as group:      # nodes of two ranks each
+        z = tdkernels.gemm_rs(x, weight, group=group)
+"""
+
+import contextlib
+import gc
+import os
+
+import torch.distributed as dist
+
+from tdkernels.symm import emulated, topology
+from tdkernels.symm.group import group_state
+
+
+@contextlib.contextmanager
+def a_group_on_nodes(local_world_size, ranks=None):
+    """A group of these ranks, else of all, on nodes of so many ranks each; destroyed at the end. Collective."""
+    before = os.environ.get(topology.VARIABLE)
+    os.environ[topology.VARIABLE] = str(local_world_size)
+    try:
+        group = dist.new_group(ranks)
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            _ = group_state(group).topology  # found while the variable says so
+    finally:
+        if before is None:
+            del os.environ[topology.VARIABLE]
+        else:
+            os.environ[topology.VARIABLE] = before
+    try:
+        yield group
+    finally:
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            dist.destroy_process_group(group)
+        del group
+        gc.collect()
+
+
+def reseed(seed):
+    """Begin the emulated networks' order anew; nothing on GPUs."""
+    emulated.reseed(seed)
