@@ -186,10 +186,10 @@ def _arguments(ctx, x, weight, bias, z, stage, rows, lag, plan, world_size, conf
     return args, {"COPY_WORDS": COPY_WORDS, "RANKS": world_size, **constants}
 
 
-def compile(x, weight, bias, world_size, config):
+def compile(x, weight, bias, world_size, config, num_nodes=1):
     """Compile what ``launch`` with the same operands would launch, into Triton's cache; launches nothing."""
-    if x.device.type == "cpu":
-        return  # interpreted
+    if x.device.type == "cpu" or num_nodes > 1:
+        return  # interpreted, or nothing is launched there
     if config.transport == "direct":
         return direct.compile(x, weight, bias, world_size, config)
     x = _operands.rows_contiguous(x)
