@@ -25,12 +25,14 @@ from tdkernels import lang as td
 from tdkernels.lang._trace import ALL_PEERS
 from tdkernels.ops import _device, _operands, _trace
 from tdkernels.ops import gemm_rs_direct as direct
+from tdkernels.ops import gemm_rs_nodes_kernel as nodes
 from tdkernels.ops._config import text_of
 from tdkernels.ops._gemm import as_aligned, gemm_tile, in_register_order, store_rows, swizzle
 from tdkernels.ops._rank_sum import sum_of_tile
 from tdkernels.ops._staging import COPY_WORDS, forward_item
 from tdkernels.ops._tiles import Tiles, default_tiles
 from tdkernels.symm import get_workspace
+from tdkernels.symm.group import group_state
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class GemmRsConfig:
     method:      "fused", or "torch": a plain GEMM, then a plain reduce-scatter
     tiles:       the tile of the product, see ``Tiles``; None takes the default for the device and shape
     transport:   "forward": partial tiles are staged and sent on by other programs; "direct": they are sent from
-                 where they were computed, while the next one is
+                 where they were computed, while the next one is; a group on several nodes always forwards
     item_tiles:  tiles that are forwarded together under one signal; forward only
     """
 
@@ -203,6 +205,8 @@ def launch(x, weight, bias, group, config):
     """Launch the fused operator on 2-D operands."""
     x = _operands.rows_contiguous(x)
     bias = None if bias is None else bias.contiguous()
+    if group_state(group).topology.num_nodes > 1:
+        return nodes.launch(x, weight, bias, group, config, plan_fields(x, weight, config))
     if config.transport == "direct":
         return direct.launch(x, weight, bias, group, config, plan_fields(x, weight, config))
     n = weight.shape[0]
