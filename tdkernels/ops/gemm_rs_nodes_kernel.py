@@ -31,7 +31,6 @@ everybody has begun it, and so has finished call t: has read what came, partials
 it have arrived, and are not read for the network any more.
 """
 
-import torch
 import triton.language as tl
 
 from tdkernels import lang as td

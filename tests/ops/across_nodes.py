@@ -67,7 +67,7 @@ def waits_for_a_slow_rank(operator, local):
 
 
 def is_right_on_every_network(operator, local, shapes, **changes):
-    """Small calls with nothing between them, each on a network with an order of its own; repeated ones with new data."""
+    """Small calls with nothing between them, each on a network with an order of its own."""
     with a_group_on_nodes(local) as group:
         cases = [Case(operator, torch.float32, *shape, exact=True, seed=i) for i, shape in enumerate(shapes * 2)]
         configs = [config_for(case, **changes) for case in cases]
