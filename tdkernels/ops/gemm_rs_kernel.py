@@ -28,11 +28,11 @@ from tdkernels.ops import gemm_rs_direct as direct
 from tdkernels.ops import gemm_rs_nodes_kernel as nodes
 from tdkernels.ops._config import text_of
 from tdkernels.ops._gemm import as_aligned, gemm_tile, in_register_order, store_rows, swizzle
+from tdkernels.ops._nodes import spans_nodes
 from tdkernels.ops._rank_sum import sum_of_tile
 from tdkernels.ops._staging import COPY_WORDS, forward_item
 from tdkernels.ops._tiles import Tiles, default_tiles
 from tdkernels.symm import get_workspace
-from tdkernels.symm.group import group_state
 
 
 @dataclass(frozen=True)
@@ -188,10 +188,12 @@ def _arguments(ctx, x, weight, bias, z, stage, rows, lag, plan, world_size, conf
     return args, {"COPY_WORDS": COPY_WORDS, "RANKS": world_size, **constants}
 
 
-def compile(x, weight, bias, world_size, config):
+def compile(x, weight, bias, world_size, config, num_nodes=1):
     """Compile what ``launch`` with the same operands would launch, into Triton's cache; launches nothing."""
     if x.device.type == "cpu":
         return  # interpreted
+    if num_nodes > 1:
+        return nodes.compile(x, weight, bias, world_size, config, num_nodes)
     if config.transport == "direct":
         return direct.compile(x, weight, bias, world_size, config)
     x = _operands.rows_contiguous(x)
@@ -205,7 +207,7 @@ def launch(x, weight, bias, group, config):
     """Launch the fused operator on 2-D operands."""
     x = _operands.rows_contiguous(x)
     bias = None if bias is None else bias.contiguous()
-    if group_state(group).topology.num_nodes > 1:
+    if spans_nodes(group):
         return nodes.launch(x, weight, bias, group, config, plan_fields(x, weight, config))
     if config.transport == "direct":
         return direct.launch(x, weight, bias, group, config, plan_fields(x, weight, config))

@@ -31,6 +31,7 @@ everybody has begun it, and so has finished call t: has read what came, partials
 it have arrived, and are not read for the network any more.
 """
 
+import torch
 import triton.language as tl
 
 from tdkernels import lang as td
@@ -188,7 +189,7 @@ def gemm_rs_nodes_kernel(
     td.finish(ctx)
 
 
-def _arguments(ctx, x, weight, bias, z, stage, rows, lag, plan, topology, config):
+def _arguments(ctx, x, weight, bias, z, stage, rows, lag, plan, world_size, num_nodes, config):
     """The kernel's arguments."""
     weight, stride_w, _ = _operands.weight_layout(weight)
     tiles = config.tiles
@@ -199,8 +200,18 @@ def _arguments(ctx, x, weight, bias, z, stage, rows, lag, plan, topology, config
         ctx, x, x_desc, weight, w_desc, bias, z, stage,
         rows, n, k, stride_w, lag, plan, config.item_tiles, tiles.group_m,
     )  # fmt: skip
-    nodes = {"NODES": topology.num_nodes, "LOCAL": topology.local_world_size}
+    nodes = {"NODES": num_nodes, "LOCAL": world_size // num_nodes}
     return args, {"COPY_WORDS": COPY_WORDS, **nodes, **constants}
+
+
+def compile(x, weight, bias, world_size, config, num_nodes):
+    """Compile what ``launch`` with the same operands would launch, into Triton's cache; launches nothing."""
+    x = _operands.rows_contiguous(x)
+    ctx = torch.empty(1, dtype=torch.int64, device=x.device)
+    z = stage = x.new_empty(1)
+    rows = x.shape[0] // world_size
+    args, constants = _arguments(ctx, x, weight, bias, z, stage, rows, 0, 0, world_size, num_nodes, config)
+    gemm_rs_nodes_kernel.warmup(*args, grid=(1,), **constants)
 
 
 def launch(x, weight, bias, group, config, fields):
@@ -224,7 +235,7 @@ def launch(x, weight, bias, group, config, fields):
     stage = x.new_empty(max(staged * tiles.block_m * tiles.block_n, 1))
     z = x.new_empty(rows, n)
     workspace.before_launch()
-    args, constants = _arguments(workspace.ctx, x, weight, bias, z, stage, rows, lag, plan, topology, config)
+    args, constants = _arguments(workspace.ctx, x, weight, bias, z, stage, rows, lag, plan, ranks, nodes, config)
     pieces = ranks * items * ((local > 1) + config.item_tiles)
     programs = min(pieces, _device.resident_programs(x.device, tiles, x.dtype))
     gemm_rs_nodes_kernel[(programs,)](*args, **constants, trace_ptr=_trace.buffer(x.device, pieces))
