@@ -5,8 +5,10 @@ It is opened by ``begin``, which waits until all ranks have come to this call; f
 wants to overlap. Unlike the forward operators, which alternate between two halves, it has one buffer at a fixed
 address, so that cuBLAS can read it: that is what the barrier in ``begin`` is for. ``close`` ends the reading.
 
-On several nodes there is no copy engine that reaches everybody, so ``copy`` pushes there, too; the shards come in
-another order (``source``), and the pushing programs wait for those of other nodes (``_gather_nodes_kernels``).
+On several nodes there is no copy engine that reaches everybody, so ``copy`` pushes there, too, and the shards come in
+another order (``source``). Programs that push relay there, and wait for other nodes (``_gather_nodes_kernels``). What
+runs beside them does not depend on them and can do with the room that they leave, so it ends on every rank; then those
+that found no room begin, and none waits in vain.
 """
 
 import torch

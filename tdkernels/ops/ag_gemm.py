@@ -11,6 +11,9 @@ begun it, hence when a peer pushes call t + 2 nobody reads call t any more, and 
 With ``transport="copy_engine"`` the host enqueues one copy a chunk on a second stream instead, and all multiprocessors
 compute; a barrier opens the call.
 
+On several nodes (``ag_gemm_nodes_kernel``) a shard crosses the network once for each other node, to the rank of the
+same number there, which relays it to its node peers; tiles follow in order of arrival over both ways.
+
 Backward. dx = reduce_scatter(dy @ weight) is a GEMM-RS; dweight = dy.T @ all_gather(x) gathers x again, while that
 GEMM-RS runs (or, without it, while the shards that have come are being multiplied). Only shards are saved.
 
@@ -123,6 +126,8 @@ class _AgGemm(torch.autograd.Function):
 
 def ag_gemm(x, weight, bias=None, *, group=None, config=None):
     """Gather x along its rows while multiplying it by weight.
+
+    In a group on several nodes each shard crosses the network once for each other node, and is relayed inside it.
 
     Args:     x: [M / W, K] bf16, fp16 or fp32; further leading dimensions are flattened and restored, so that
               [B, S, K] gives [W * B, S, N / W] with rank r's rows r-th

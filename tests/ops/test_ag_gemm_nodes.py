@@ -11,11 +11,13 @@ import tdkernels
 from tdkernels import AgGemmConfig, PeerTimeoutError, PlanMismatchError, Tiles, explain
 from tdkernels import lang as td
 from tdkernels.autotune import mode, tune
+from tdkernels.lang._trace import NUM_KINDS
 from tdkernels.ops import ag_gemm_kernel
 from tdkernels.ops._collectives import all_gather_rows
 from tdkernels.ops._gather import Gather
 from tdkernels.ops._gather_nodes_kernels import relay_of, source_at
 from tdkernels.ops._gradients import gathered_weight_gradient
+from tdkernels.ops._trace import Recorder, record
 from tdkernels.symm.group import group_state
 from tdkernels.symm.topology import Topology
 from tests.autotune.entries import cache_in
@@ -113,6 +115,20 @@ def test_a_known_but_different_shape_never_gives_a_result(world_size, local):
     on_ranks(world_size, _makes_another_call, local)
 
 
+def _is_traced(rows, block_m):
+    with a_group_on_nodes(2) as group:
+        case = Case("ag_gemm", FP32, rows, 9, 7, exact=True)
+        config = AgGemmConfig(tiles=Tiles(block_m, 16, 16, 1, 4, 2), num_comm_sms=2)
+        with record(Recorder()) as recorder:
+            case.check({"output": case.call(group=group, config=config).detach()})
+        return recorder.events[NUM_KINDS.value :, :, 0].count_nonzero().item()
+
+
+def test_a_trace_shows_every_transfer():
+    chunks = 3  # each sent, pushed, waited for and relayed once
+    assert on_ranks(4, _is_traced, 16 * chunks, 16) == [4 * chunks] * 4
+
+
 # ---- the gather by itself ----
 
 
@@ -146,7 +162,10 @@ def _gathers(local, seeds, shapes, late_s, transport):
                 assert torch.equal(bits(gather.gathered[sources[step]]), bits(expected)), (seed, step)
             gather.finish()
             tdkernels.synchronize()
-            assert torch.equal(bits(gather.gathered[rank]), bits(gather.x)), seed
+            if rank == (seed + 2) % world_size:
+                time.sleep(late_s)  # the others may be at the next call, and must not send before we have read this one
+            for source in range(world_size):
+                assert torch.equal(bits(gather.gathered[source]), bits(shard_of(source, shape, BF16, seed))), seed
             gather.close()
         tdkernels.synchronize()
 
