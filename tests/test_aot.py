@@ -40,7 +40,6 @@ from tdkernels.ops.ag_gemm_kernel import ag_gemm_kernel
 from tdkernels.ops.collective_config import EXCHANGES, CollectiveConfig
 from tdkernels.ops.ep_config import EpConfig
 from tdkernels.ops.gemm_ar_kernel import gemm_ar_kernel
-from tdkernels.ops.gemm_ar_nodes_kernel import gemm_ar_nodes_kernel
 from tdkernels.ops.gemm_ar_one_shot import gemm_ar_one_shot_kernel
 from tdkernels.ops.gemm_ar_tiles import slice_columns
 from tdkernels.ops.gemm_rs_direct import gemm_rs_direct_kernel

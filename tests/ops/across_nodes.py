@@ -16,8 +16,6 @@ from tests.ops.dense import config_for, has_the_bits_of_rank_0
 from tests.reference import Case
 from tests.test_protocol import failure_of, poison, timeout
 
-SEEDS = 50
-
 
 def computes(operator, dtype, local, shapes, *, bias=True, exact=False, **changes):
     """Output and every gradient of each shape, with the config changed as told."""
@@ -66,13 +64,13 @@ def waits_for_a_slow_rank(operator, local):
             case.check({"output": output, **case.gradients()})
 
 
-def is_right_on_every_network(operator, local, shapes, **changes):
+def is_right_on_every_network(operator, local, seeds, shapes, **changes):
     """Small calls with nothing between them, each on a network with an order of its own."""
     with a_group_on_nodes(local) as group:
         cases = [Case(operator, torch.float32, *shape, exact=True, seed=i) for i, shape in enumerate(shapes * 2)]
         configs = [config_for(case, **changes) for case in cases]
         pauses = random.Random(dist.get_rank())
-        for seed in range(SEEDS):
+        for seed in range(seeds):
             reseed(seed)
             turn = seed % len(cases)
             output = cases[turn].call(group=group, config=configs[turn])

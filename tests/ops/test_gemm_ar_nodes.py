@@ -45,11 +45,11 @@ def test_slow_rank():
     on_ranks(4, across_nodes.waits_for_a_slow_rank, "gemm_ar", 2)
 
 
-@pytest.mark.parametrize("world_size, local, shapes, changes", [
-    (4, 2, [(1, 1, 1), (2, 3, 1)], {}), (4, 2, [(1, 33, 2)], SMALL), (3, 1, [(1, 1, 1)], {}),
+@pytest.mark.parametrize("world_size, local, seeds, shapes, changes", [
+    (4, 2, 50, [(1, 1, 1), (2, 3, 1)], {}), (4, 2, 12, [(1, 65, 1)], SMALL), (3, 1, 20, [(1, 1, 1)], {}),
 ], ids=["default", "several tiles", "one rank a node"])  # fmt: skip
-def test_any_order_of_the_network(world_size, local, shapes, changes):
-    on_ranks(world_size, across_nodes.is_right_on_every_network, "gemm_ar", local, shapes, **changes)
+def test_any_order_of_the_network(world_size, local, seeds, shapes, changes):
+    on_ranks(world_size, across_nodes.is_right_on_every_network, "gemm_ar", local, seeds, shapes, **changes)
 
 
 @pytest.mark.parametrize("world_size, local", [(4, 2), (2, 1)])
