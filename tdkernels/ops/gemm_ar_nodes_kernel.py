@@ -52,7 +52,7 @@ _FORWARD, _MULTIPLY, _SUM, _TOTAL = (tl.constexpr(role) for role in range(4))
 
 @td.jit
 def _sum_slice(parts, part_bytes, first, own, PARTS: tl.constexpr, SIZE: tl.constexpr, DTYPE: tl.constexpr):
-    """SIZE elements from ``first`` on of the sum of PARTS rounded tiles, of which number ``own`` is ours, as a vector."""
+    """SIZE elements from ``first`` on of the sum of PARTS rounded tiles, of which number ``own`` is ours; a vector."""
     offs = first + tl.arange(0, SIZE)
     ours = td.to_float32(tl.load(td.pointer_to(parts + own * part_bytes, DTYPE) + offs))
     return sum_in_rank_order(parts, part_bytes, offs, offs >= 0, ours, own, PARTS, DTYPE)
