@@ -63,9 +63,20 @@ def in_order(code, *patterns):
     return places
 
 
-NUMBER = r"(?:range\(.*?\) )?\S+"  # what the compiler knows of one stands before it
-PUT = rf"call void @rocshmem_putmem_nbi_wg\(ptr %\S+, ptr %\S+, i64 {NUMBER}, i32 {NUMBER}\)"
-SET = rf"call void @rocshmem_uint64_atomic_set\(ptr %\S+, i64 {NUMBER}, i32 {NUMBER}\)"
+ADDRESS, NUMBER = r"ptr (\S+)", r"(?:range\(.*?\) )?(\S+)"  # what the compiler knows of a number stands before it
+PUT = rf"call void @rocshmem_putmem_nbi_wg\({ADDRESS}, {ADDRESS}, i64 {NUMBER}, i32 {NUMBER}\)"
+SET = rf"call void @rocshmem_uint64_atomic_set\({ADDRESS}, i64 {NUMBER}, i32 {NUMBER}\)"
+FIRST = r"br i1 %is_first\S*, label %first"
+
+
+def origins(code, call):
+    """Where a call's arguments come from, behind all conversions: constants, or arguments of the kernel, like "%2"."""
+
+    def origin(value):
+        converted = re.search(rf"^\s*{re.escape(value)} = (?:inttoptr|ptrtoint|sext|trunc) .*?(%\S+) to ", code, re.M)
+        return origin(converted[1]) if converted else value
+
+    return [origin(value) for value in re.search(call, code).groups()]
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -74,7 +85,7 @@ def test_calls(stand_in, arch):
     start = code.index("define amdgpu_kernel")
     body = code[start : code.index("\n}", start)]
     at = in_order(
-        body, r"buffer\.store\.i64\(", r"fence release", PUT, r"call void @rocshmem_fence\(\)", r"br i1 %is_first", SET,
+        body, r"buffer\.store\.i64\(", r"fence release", PUT, r"call void @rocshmem_fence\(\)", FIRST, SET,
         r"call void @rocshmem_quiet\(\)", r"call i32 @rocshmem_my_pe\(\)", r"call i32 @rocshmem_n_pes\(\)", r"ret void",
     )  # fmt: skip
     _, released, put, fenced, branch, _, quiet, pe, _, _ = at
@@ -82,13 +93,15 @@ def test_calls(stand_in, arch):
     for first, last in ((released, put), (fenced, branch), (quiet, pe)):
         assert any(first < barrier < last for barrier in barriers), f"no barrier between {first} and {last}:\n{body}"
     assert re.search(r"%is_first\S* = icmp eq i32 %\S+, 0", body)
+    assert origins(body, PUT) == ["%1", "%0", "%2", "%4"], "dst, out_ptr, num_bytes, peer"
+    assert origins(body, SET) == ["%3", "%5", "%4"], "signal_ptr, value, peer"
 
 
 def test_converts_arguments(stand_in):
     """Integers of any width and constants do; pointers are addresses."""
     code = compiled(uses_each, [1 << 45, pointer(torch.bfloat16), 100, 1 << 40], "gfx942").asm["llir"]
     in_order(code, PUT, SET)
-    assert re.search(r"@rocshmem_uint64_atomic_set\(ptr %\S+, i64 7, i32 1\)", code), code
+    assert origins(code, PUT) == ["%0", "%1", "%2", "%3"] and origins(code, SET) == ["%0", "7", "1"]
     assert "sext i32" in code and "trunc i64" in code
 
 

@@ -391,19 +391,25 @@ def test_adopts(on_pes, tmp_path):
     assert calls.count("free 0") == 3 and calls.count("free 128") == 3, "what we had is given back"
 
 
-def one_rank_is_started(rank, world_size, exchange, starts):
-    if rank in starts:
-        library = RocshmemLibrary(os.environ[VARIABLE])
-        library.init(0, 1, library.get_uniqueid())
-    return error_of(rocshmem.start, rank, world_size, exchange)
+def some_other_is_running(rank, world_size, exchange, pes, count, folder):
+    """A process's PE of ``count`` is ``pes[rank]``, if any; the first two processes are the world."""
+    library = RocshmemLibrary(os.environ[VARIABLE])
+    ids = exchange(library.get_uniqueid().hex())
+    if pes[rank] is not None:
+        library.init(pes[rank], count, bytes.fromhex(ids[rank if count == 1 else 0]))
+    return error_of(rocshmem.start, rank, 2, exchange_in(folder, rank, 2)) if rank < 2 else None
 
 
-@pytest.mark.parametrize("starts, words", [
-    ([1], "on some ranks only: rank 0: not started, rank 1: started"),
-    ([0, 1], "are not the PEs of one rocSHMEM: rank 0: PE 0 of 1, rank 1: PE 0 of 1"),
-], ids=["one", "each its own"])  # fmt: skip
-def test_does_not_adopt(on_pes, starts, words):
-    for kind, text in on_pes(2, one_rank_is_started, starts):
+@pytest.mark.parametrize("pes, count, words", [
+    ([None, 0], 1, "on some ranks only: rank 0: not started, rank 1: started"),
+    ([0, 0], 1, "are not the PEs of one rocSHMEM: rank 0: PE 0 of 1, rank 1: PE 0 of 1"),
+    ([1, 1], 2, "are not the PEs of one rocSHMEM: rank 0: PE 1 of 2, rank 1: PE 1 of 2"),
+    ([1, 0, 2], 3, "are not the PEs of one rocSHMEM: rank 0: PE 1 of 3, rank 1: PE 0 of 3"),
+], ids=["some", "each its own", "twice", "more PEs"])  # fmt: skip
+def test_does_not_adopt(on_pes, tmp_path, pes, count, words):
+    folder = tmp_path / "start"
+    folder.mkdir()
+    for kind, text in on_pes(len(pes), some_other_is_running, pes, count, folder)[:2]:
         assert kind == "RocshmemError" and words in text
 
 
