@@ -25,6 +25,8 @@ class RocshmemRuntime:
     same order, with the same arguments.
     """
 
+    name = "rocSHMEM"
+
     def __init__(self, library, rank, pes, owned):
         self.rank, self.world_size = rank, len(pes)
         self.pe, self.num_pes = pes[rank], len(pes)
