@@ -93,7 +93,7 @@ def recorded_launches(launcher):
     workspace = MagicMock(ctx=pointer(torch.int64), kept={})
     workspace.prepare.return_value = 3  # the plan
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launcher, "get_workspace", lambda *args: workspace, raising=False)  # some need none
+        patch.setattr(launcher, "get_workspace", lambda *args, **options: workspace, raising=False)  # some need none
         for name, value in list(vars(launcher).items()):
             if isinstance(value, Kernel):
                 patch.setattr(launcher, name, _Recorder(value, launches))

@@ -12,6 +12,7 @@ from tdkernels.lang import _nvshmem as nvshmem
 from tdkernels.lang._context import CTX_BASES, CTX_STATE, STATE_FAILED, _state, num_ranks
 from tdkernels.lang._emulation import interpreter_fence, interpreter_put, interpreter_quiet, interpreter_signal
 from tdkernels.lang._jit import jit
+from tdkernels.lang._memory import fence_before_tma_load
 from tdkernels.lang._reduce import max_of
 from tdkernels.lang._signal import _wide, wait_plan
 from tdkernels.lang._target import target
@@ -128,10 +129,12 @@ def quiet(ctx):
 @jit
 def await_put(ctx, signal_ptr, expected, peer, FOR_TMA: tl.constexpr = False):
     """``wait_plan`` for a signal that has come by the network, with data that must be seen after it."""
-    seen = wait_plan(ctx, signal_ptr, expected, peer, FOR_TMA=FOR_TMA)
+    seen = wait_plan(ctx, signal_ptr, expected, peer)
     if target() == "cuda":
         start = (_wide(expected) >> 8) << 8
         if seen >= start:  # else it would wait without end
             nvshmem.signal_wait_until(signal_ptr.to(tl.int64), start)
         tl.debug_barrier()
+        if FOR_TMA:
+            fence_before_tma_load()  # the library's wait, too, comes before those loads
     return seen
