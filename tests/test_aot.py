@@ -33,10 +33,12 @@ from tdkernels.ops import (
     ulysses_qkv_kernel,
 )
 from tdkernels.ops import _gather_kernels as gather
+from tdkernels.ops import _gather_nodes_kernels as gather_nodes
 from tdkernels.ops import collective_kernels as collectives
 from tdkernels.ops._operands import aligned
 from tdkernels.ops._tiles import Tiles
 from tdkernels.ops.ag_gemm_kernel import ag_gemm_kernel
+from tdkernels.ops.ag_gemm_nodes_kernel import ag_gemm_nodes_kernel
 from tdkernels.ops.collective_config import EXCHANGES, CollectiveConfig
 from tdkernels.ops.ep_config import EpConfig
 from tdkernels.ops.gemm_ar_kernel import gemm_ar_kernel
@@ -66,7 +68,7 @@ ROWS, N, K = 2048, 8192, 7168
 PLAN = 3
 COPYING = [ag_gemm_kernel, gemm_ar_kernel, gemm_rs_kernel]  # whose programs copy to the peers
 PRODUCTS = [*COPYING, gemm_rs_direct_kernel]
-ACROSS_NODES = [gemm_rs_nodes_kernel]  # whose programs copy to node peers, and speak to the network
+ACROSS_NODES = [ag_gemm_nodes_kernel, gemm_rs_nodes_kernel]  # whose programs copy to node peers, and speak to the network
 NETWORK = {"extern_libs": {"nvshmem": str(Path(__file__).parent / "nvshmem_stub.ll")}}
 
 
@@ -83,7 +85,9 @@ def uses_tma(arch, dtype):
     return arch in ("sm_90", "sm_100") and dtype != FP32
 
 
-def compile_gemm(kernel, arch, dtype, *, w_is_kn=False, bias=False, shape=(ROWS, N, K), **constants):
+def compile_gemm(
+    kernel, arch, dtype, *, w_is_kn=False, bias=False, shape=(ROWS, N, K), nodes=2, local=2, **constants
+):  # fmt: skip
     """Compile one of the product kernels as its launcher would launch it, by default on a large shape."""
     rows, n, k = shape
     tiles = tiles_for(arch, dtype)
@@ -95,10 +99,10 @@ def compile_gemm(kernel, arch, dtype, *, w_is_kn=False, bias=False, shape=(ROWS,
     x = weight = output = pointer(dtype)
     bias = pointer(dtype) if bias else None
     ctx = pointer(torch.int64)
-    if kernel is ag_gemm_kernel:
+    if kernel in (ag_gemm_kernel, ag_gemm_nodes_kernel):
         args = [ctx, x, rows_desc, rows_desc, weight, weight_desc, bias, output]
         args += [rows, n, k, stride, rows, PLAN, 16, 1, 8]
-        constants = {"FIXED_HALF": False, **constants}
+        constants = {"FIXED_HALF": False, **constants}  # and as many nodes as there are
     elif kernel is gemm_ar_kernel:
         stage = pointer(dtype)
         args = [ctx, x, rows_desc, weight, weight_desc, bias, output, stage, rows, n, k, stride, 33, 6, 7, PLAN, 4, 8]
@@ -113,11 +117,12 @@ def compile_gemm(kernel, arch, dtype, *, w_is_kn=False, bias=False, shape=(ROWS,
     else:
         stage = pointer(dtype)
         args = [ctx, x, rows_desc, weight, weight_desc, bias, output, stage, rows, n, k, stride, 33, PLAN, 4, 8]
-        ranks = {"RANKS": 4} if kernel is gemm_rs_kernel else {"NODES": 2, "LOCAL": 2, **NETWORK}
+        ranks = {"RANKS": 4} if kernel is gemm_rs_kernel else {"NODES": nodes, "LOCAL": local}
         constants = {**ranks, **constants}
     copying = kernel in (*COPYING, *ACROSS_NODES)
+    network = NETWORK if kernel in ACROSS_NODES else {}
     kwargs = {
-        **({"COPY_WORDS": 4096} if copying else {}), **constants, **tiles.constants(), **tiles.options(),
+        **({"COPY_WORDS": 4096} if copying else {}), **network, **constants, **tiles.constants(), **tiles.options(),
         "ELEM_BYTES": dtype.itemsize, "ALIGNED": aligned(n, k, stride), "HAS_BIAS": bias is not None, "USE_TMA": tma,
         "W_IS_KN": w_is_kn, "PRECISION": "ieee",
     }  # fmt: skip
@@ -433,9 +438,9 @@ def test_a_size_of_one_compiles(kernel, arch):
 @pytest.mark.parametrize("arch, dtype, local", [("sm_80", BF16, 2), ("sm_80", FP32, 1), ("sm_90", FP16, 1)], ids=str)
 @each_across_nodes
 def test_products_across_nodes_compile(kernel, arch, dtype, local):
-    compile_gemm(kernel, arch, dtype, bias=dtype == FP16, w_is_kn=dtype == FP16, NODES=3, LOCAL=local)
+    compile_gemm(kernel, arch, dtype, bias=dtype == FP16, w_is_kn=dtype == FP16, nodes=3, local=local)
     if arch == "sm_90":
-        compile_gemm(kernel, arch, dtype, shape=(1, 1, 1), LOCAL=local)
+        compile_gemm(kernel, arch, dtype, shape=(1, 1, 1), local=local)
 
 
 @each_across_nodes
@@ -444,11 +449,17 @@ def test_products_across_nodes_on_hopper(kernel):
     assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx and "mma.sync" not in ptx
     assert not narrow(ptx)
     assert "ld.global.v2.b64" in ptx and "st.global.v2.b64" in ptx  # what is pushed
-    # What the network reads has been stored by all threads; what it has brought is read after the library's own wait.
+    # What the network reads has been stored by all threads.
     put = ptx.index("call.uni nvshmemx_putmem_signal_nbi_block")
     published = ptx.rindex("fence.acq_rel.sys", 0, put)
     assert "st.global.v2.b64" in ptx[:published] and "bar.sync" in ptx[published:put]
-    assert ptx.find("ld.global.v2.b64", ptx.rindex("call.uni nvshmem_signal_wait_until")) > 0
+    # What it has brought is read after the library's own wait; by TMA, after a fence that follows the wait.
+    wait = ptx.rindex("call.uni nvshmem_signal_wait_until")
+    if kernel is ag_gemm_nodes_kernel:
+        fence = ptx.index("fence.proxy.async.global", wait)
+        assert "cp.async.bulk.tensor" not in ptx[wait:fence] and "cp.async.bulk.tensor" in ptx[fence:]
+    else:
+        assert ptx.find("ld.global.v2.b64", wait) > 0
     told, code = assemble(ptx)
     assert "serialized" not in told, "products would wait for each other"
     main_loop = min(product_loops(code), key=len)
@@ -711,9 +722,29 @@ def test_small_kernels_compile(arch):
             assert compile_for(kernel, args, kwargs, arch).metadata.shared <= SHARED_MEMORY[arch]
 
 
+def small_launches_across_nodes():
+    ctx, x = pointer(torch.int64), pointer(BF16)
+    narrow, wide = {"num_warps": 1, **NETWORK}, {"COPY_WORDS": 4096, "num_warps": 16, **NETWORK}
+    return {
+        gather_nodes.begin_nodes_kernel: ([ctx, PLAN], narrow),
+        gather_nodes.push_nodes_kernel: ([ctx, x, 8, 1 << 24, 1 << 20, 16, 1 << 24, PLAN], wide),
+        gather_nodes.await_nodes_kernel: ([ctx, 16, 1, 4, PLAN], narrow),
+    }
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_small_kernels_across_nodes_compile(arch):
+    for kernel, (args, kwargs) in small_launches_across_nodes().items():
+        assert compile_for(kernel, args, kwargs, arch).metadata.shared <= 4096
+
+
 @pytest.mark.parametrize("arch", TARGETS)
 def test_ag_gemm_compiles_for_a_gather_that_stays(arch):
     compile_gemm(ag_gemm_kernel, arch, BF16, FIXED_HALF=True)
+
+
+def test_ag_gemm_across_nodes_compiles_for_a_gather_that_stays():
+    compile_gemm(ag_gemm_nodes_kernel, "sm_80", BF16, FIXED_HALF=True)
 
 
 @pytest.mark.parametrize("kernel", PRODUCTS, ids=lambda k: k.__name__)
@@ -819,6 +850,7 @@ def test_every_kernel_is_compiled_here():
     of_groups = {kernel for kernel, *_ in grouped_launches("sm_90", BF16, "swiglu").values()}
     of_sliced = {kernel for kernel, *_ in sliced_launches("sm_90", BF16).values()}
     compiled = {*PRODUCTS, *ACROSS_NODES, gemm_ar_one_shot_kernel, *COLLECTIVES.values(), *small_launches()}
+    compiled |= set(small_launches_across_nodes())
     of_ulysses = {kernel for kernel, *_ in ulysses_launches("sm_90", BF16).values()}
     compiled |= of_experts | of_groups | of_sliced | of_ulysses
     compiled |= {kernel for kernel, *_ in decode_launch("one token", "sm_90")}
