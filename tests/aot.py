@@ -17,6 +17,7 @@ from triton.runtime.jit import create_function_from_signature
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tdkernels.lang._jit import Kernel
+from tdkernels.symm.topology import Topology
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -87,13 +88,17 @@ class _Recorder:
 
 
 @contextlib.contextmanager
-def recorded_launches(launcher):
-    """Within, the launcher's module launches nothing; gives the list of (kernel, args, kwargs) that it would have."""
+def recorded_launches(launcher, ranks=1, nodes=1):
+    """Within, the launcher's module launches nothing; gives the list of (kernel, args, kwargs) that it would have.
+
+    ``nodes``: on how many nodes the group's ``ranks`` are, for those who ask their workspace.
+    """
     launches = []
     workspace = MagicMock(ctx=pointer(torch.int64), kept={})
+    workspace.group.topology = Topology(0, ranks, ranks // nodes)
     workspace.prepare.return_value = 3  # the plan
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launcher, "get_workspace", lambda *args: workspace, raising=False)  # some need none
+        patch.setattr(launcher, "get_workspace", lambda *args, **options: workspace, raising=False)  # some need none
         for name, value in list(vars(launcher).items()):
             if isinstance(value, Kernel):
                 patch.setattr(launcher, name, _Recorder(value, launches))
