@@ -12,6 +12,7 @@ import os
 import platform
 import re
 import shutil
+import socket
 import subprocess
 import tempfile
 from pathlib import Path
@@ -24,7 +25,7 @@ from tdkernels._self_test import try_operators
 from tdkernels.autotune import cache, get_mode
 from tdkernels.autotune.operator import operators
 from tdkernels.launch import RankError, run_ranks
-from tdkernels.symm import get_timeout
+from tdkernels.symm import get_timeout, topology
 
 _TOOL_TIMEOUT_S = 10.0  # nvidia-smi can hang where a driver is sick
 _RANKS_TIMEOUT_S = 240.0
@@ -168,9 +169,44 @@ def check_gpu_memory():
 def check_nvshmem():
     packages = ("nvshmem4py-cu13", "nvshmem4py-cu12", "nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12")
     versions = [f"{name} {version}" for name in packages if (version := _version_of(name))]
-    if importlib.util.find_spec("nvshmem") is None:
-        versions.append("nvshmem4py does not import")
+    try:
+        from tdkernels.symm import nvshmem
+
+        versions.append(f"library {nvshmem.installed_version()}")
+        if torch.cuda.is_available():
+            versions.append(f"device library {nvshmem.device_library(torch.cuda.get_device_capability())}")
+    except ImportError as error:
+        versions.append(f"groups across nodes do not work on NVIDIA GPUs ({error})")
     return Check("NVSHMEM", "ok", "; ".join(versions) + "; not needed on one host")
+
+
+def check_nodes():
+    """Where a group's ranks would be told to be, and what there is to reach other hosts by."""
+    try:
+        size = topology.simulated_local_world_size()
+    except ValueError as error:
+        found = f"no operator works: {error}"
+        return Check("nodes", "problem", found, f"Unset {topology.VARIABLE}, or correct it.")
+    here = f"this host is {socket.gethostname()!r}"
+    if size is not None:
+        here += f", split into simulated nodes of {size} ranks each by {topology.VARIABLE}"
+    return Check("nodes", "ok", f"{here}; {_network_devices()}; {_network_settings()}")
+
+
+def _network_devices(folder="/sys/class/infiniband"):
+    try:
+        devices = sorted(os.listdir(folder))
+    except OSError:
+        devices = []
+    if not devices:
+        return "no InfiniBand or RoCE device: NVSHMEM does not reach other hosts from here"
+    return f"InfiniBand or RoCE devices {', '.join(devices)}"
+
+
+def _network_settings():
+    """What is set of NVSHMEM's and rocSHMEM's own variables."""
+    names = sorted(name for name in os.environ if name.startswith(("NVSHMEM_", "ROCSHMEM_")))
+    return ", ".join(f"{name}={os.environ[name]}" for name in names) or "no variable of NVSHMEM or rocSHMEM is set"
 
 
 def check_multicast():
@@ -251,7 +287,7 @@ def check_operators(world_size, device):
 
 LOOKS = (
     check_python, check_torch, check_triton, check_numpy, check_compiler, check_gpus, check_links, check_cpu_memory,
-    check_gpu_memory, check_nvshmem, check_multicast, check_timeout, check_cache,
+    check_gpu_memory, check_nodes, check_nvshmem, check_multicast, check_timeout, check_cache,
     check_tuning,
 )  # fmt: skip
 

@@ -28,6 +28,7 @@ from tdkernels.ops import _operands
 from tdkernels.ops import ag_attention_backward_kernel as backward_kernel
 from tdkernels.ops import ag_attention_kernel as kernel
 from tdkernels.ops._collectives import all_gather_rows, reduce_scatter_rows
+from tdkernels.ops._nodes import torch_across_nodes
 from tdkernels.ops._outside_graphs import outside_graphs
 from tdkernels.ops.ag_attention_checks import check_attention
 from tdkernels.ops.ag_attention_kernel import AgAttentionConfig
@@ -176,6 +177,7 @@ def ag_attention(
     group = resolve_group(group)
     check_attention("ag_attention", q, k, v, causal, scale, sharding, config)
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
+    config = torch_across_nodes(config, AgAttentionConfig, group)
     config = kernel.completed(config, q.shape[1], max(q.shape[3], v.shape[3]), q.dtype, q.device)
     fields = kernel.problem_fields(q, k, v, causal, sharding, scale, config)
     group_state(group).agree_once("ag_attention", fields)

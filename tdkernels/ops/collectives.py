@@ -26,6 +26,7 @@ from tdkernels.ops import _collectives as plain
 from tdkernels.ops import _operands
 from tdkernels.ops import collective_launch as launcher
 from tdkernels.ops._config import as_argument, from_text
+from tdkernels.ops._nodes import spans_nodes
 from tdkernels.ops.collective_config import CollectiveConfig
 from tdkernels.symm import resolve_group
 from tdkernels.symm.group import group_state
@@ -72,6 +73,8 @@ def _config_for(operator, text, x, group):
     """The config of a call: the one that it was given as ``text``, else what the group has chosen."""
     if text:
         return from_text(CollectiveConfig, text)
+    if spans_nodes(group):
+        return CollectiveConfig(method="torch")
     tunable, world_size = tunables.tunable(operator), group.size()
     sizes = tunable.sizes_of(x.shape, world_size=world_size)
     local_world_size = group_state(group).local_world_size

@@ -104,7 +104,7 @@ def route(operator, topk_ids, num_experts, group, chunk_rows, tile_rows, stages)
 
 
 def _workspace(routing, operator):
-    workspace = get_workspace(routing.group, routing.ids.device, "moe_route")
+    workspace = get_workspace(routing.group, routing.ids.device, "moe_route", across_nodes=True)
     workspace.prepare(operator, {"num_experts": routing.num_experts}, 256, 1)
     workspace.error_of_note = partial(_error_of_note, operator, routing.num_experts)
     return workspace
@@ -112,7 +112,7 @@ def _workspace(routing, operator):
 
 def _tile(routing, tile_rows):
     ids, experts = routing.ids, routing.num_experts
-    workspace = get_workspace(routing.group, ids.device, "moe_route")
+    workspace = get_workspace(routing.group, ids.device, "moe_route", across_nodes=True)
     most = ids.numel() // tile_rows + min(experts, ids.numel())
     new = partial(torch.empty, dtype=torch.int32, device=ids.device)
     stages, table, begins = new(most), new(most, TILE_WORDS.value), new(2 * _MAX_STAGES)

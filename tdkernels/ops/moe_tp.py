@@ -28,9 +28,11 @@ from tdkernels.ops import moe_gemm_rs_kernel as rs
 from tdkernels.ops._collectives import all_gather_rows, reduce_scatter_rows
 from tdkernels.ops._config import as_argument, text_of
 from tdkernels.ops._gather import Gather
+from tdkernels.ops._nodes import torch_across_nodes
 from tdkernels.ops._outside_graphs import outside_graphs
 from tdkernels.ops.collectives import all_gather, reduce_scatter
 from tdkernels.ops.group_gemm import by_torch, group_gemm_ref, swiglu_ref
+from tdkernels.ops.moe_ag_gemm_kernel import MoeTpConfig
 from tdkernels.ops.moe_routing import MoeRouting, route
 from tdkernels.ops.moe_stages import best_stages
 from tdkernels.ops.moe_tp_checks import check_ag_gemm, check_gemm_rs, check_tp_moe
@@ -198,6 +200,7 @@ def _torch_gradients(dy, h, w, weights, routing, weights_dtype):
 
 
 def _first_half(operator, x, topk_ids, w, activation, group, config):
+    config = torch_across_nodes(config, MoeTpConfig, group)
     """(h, routing), of checked operands."""
     choices = topk_ids.shape[1]
     chosen = _complete(config, group.size() * x.shape[0], choices, w, x.dtype, x.device)
@@ -263,6 +266,7 @@ def moe_gemm_rs(h, routing, topk_weights, w, *, group=None, config=None):
     h, w = _operands.apply_autocast(h, w)
     check_gemm_rs("moe_gemm_rs", h, routing, topk_weights, w, config)
     # Before the weights are gathered, or ranks that run otherwise would wait for each other.
+    config = torch_across_nodes(config, MoeTpConfig, routing.group)
     fields = {"M/W": routing.tokens, "w": tuple(w.shape), "dtype": str(h.dtype), "config": as_argument(config)}
     group_state(routing.group).agree_once("moe_gemm_rs", fields)
     if not routing.tokens:
@@ -292,6 +296,7 @@ def tp_moe(x, topk_ids, topk_weights, w_gate_up, w_down, *, activation="swiglu",
     h, routing = _first_half("tp_moe", x, topk_ids, w_gate_up, activation, group, config)
     if not x.shape[0]:
         return _nothing(w_down.shape[1], h, topk_weights, w_down)
+    config = torch_across_nodes(config, MoeTpConfig, group)
     return _GemmRs.apply(h, w_down, topk_weights, routing, config)
 
 

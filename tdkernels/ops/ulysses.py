@@ -30,6 +30,7 @@ from tdkernels.ops import _operands
 from tdkernels.ops import ulysses_out_kernel as out_kernel
 from tdkernels.ops import ulysses_qkv_kernel as qkv_kernel
 from tdkernels.ops._config import as_argument, check_config, from_text
+from tdkernels.ops._nodes import torch_across_nodes
 from tdkernels.ops.ulysses_checks import check_divided, check_product
 from tdkernels.ops.ulysses_config import UlyssesConfig, completed
 from tdkernels.symm import resolve_group
@@ -77,8 +78,8 @@ def ulysses_out_ref(o, weight, bias=None, *, group=None):
 # ---- torch.library: what torch.compile sees; operands are [rows, ·], of ``batch`` sequences ----
 
 
-def _config(text, rows, n, x):
-    config = from_text(UlyssesConfig, text) if text else None
+def _config(text, rows, n, x, group):
+    config = from_text(UlyssesConfig, text) if text else torch_across_nodes(None, UlyssesConfig, group)
     return completed(config, rows, n, x.dtype, x.device)
 
 
@@ -88,7 +89,7 @@ def _qkv(operator, x, weight, bias, batch, group, text):
     if world_size == 1:
         return F.linear(x, weight, bias)
     width = weight.shape[0] // world_size
-    config = _config(text, x.shape[0], width, x)
+    config = _config(text, x.shape[0], width, x, group)
     if config.method == "fused" and x.shape[0]:
         return qkv_kernel.launch(operator, x, weight, bias, batch, group, config)
     group_state(group).agree_once(operator, qkv_kernel.plan_fields(x, weight, batch, config))
@@ -100,7 +101,7 @@ def _out(operator, o, weight, bias, batch, group, text, keep):
     world_size = group.size()
     if world_size == 1:
         return F.linear(o, weight, bias), None
-    config = _config(text, o.shape[0] // world_size, weight.shape[0], o)
+    config = _config(text, o.shape[0] // world_size, weight.shape[0], o, group)
     if config.method == "fused" and o.shape[0]:
         return out_kernel.launch(operator, o, weight, bias, batch, group, config, keep)
     fields = {**out_kernel.plan_fields(o, weight, batch, config), "kept": keep}

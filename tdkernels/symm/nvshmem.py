@@ -120,6 +120,14 @@ class Runtime:
             return
 
 
+def installed_version():
+    """The version of NVSHMEM's library, as text; initialises nothing.
+
+    Raises:   ImportError
+    """
+    return _checked_version(_modules()[0])
+
+
 def _modules():
     """nvshmem.core and nvshmem.bindings."""
     try:

@@ -92,7 +92,7 @@ def test_what_was_put_may_be_overwritten_after_quiet():
     assert on_ranks(2, _wrong, 1, "put_signal", "quiet") == [[], []]
 
 
-emulated_only = pytest.mark.skipif(DEVICE == "cuda", reason="GPUs of one machine may keep an order that nobody asked for")
+emulated_only = pytest.mark.skipif(DEVICE == "cuda", reason="GPUs of one machine may keep an order by themselves")
 
 
 @emulated_only
@@ -220,7 +220,8 @@ def test_uneven_nodes_count_as_one_a_rank():
 
 def _on_one_node_only():
     with a_group_on_nodes(1) as group:
-        with pytest.raises(NotImplementedError, match=r"plain: runs on one node, and the group's 2 ranks are on 2 nodes of 1"):
+        message = "plain: runs on one node, and the group's 2 ranks are on 2 nodes of 1"
+        with pytest.raises(NotImplementedError, match=message):
             get_workspace(group, device(), "plain")
 
 

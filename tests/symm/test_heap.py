@@ -1,0 +1,187 @@
+"""Where groups put their buffers in one heap, and NVSHMEM from the host, against stand-ins for its modules."""
+
+import os
+import sys
+import types
+
+import numpy
+import pytest
+import torch.distributed as dist
+
+from tdkernels.symm import heap, nvshmem
+from tdkernels.symm.group import group_state, resolve_group
+from tests.ranks import on_ranks
+
+
+@pytest.mark.parametrize(
+    "taken, nbytes, place",
+    [
+        ([], 10, 0),
+        ([], 101, None),
+        ([(0, 10)], 10, 10),
+        ([(10, 20)], 10, 0),
+        ([(10, 20)], 11, 20),
+        ([(0, 50), (10, 20), (60, 70)], 10, 50),
+        ([(0, 50), (10, 20), (60, 70)], 11, 70),
+        ([(0, 100)], 1, None),
+        ([(5, 95)], 6, None),
+    ],
+)
+def test_first_fit(taken, nbytes, place):
+    assert heap.first_fit(taken, nbytes, 100) == place
+
+
+class _Runtime:
+    """A library whose processes are the ranks, in reverse order."""
+
+    pe = property(lambda self: 10 - dist.get_rank())
+
+    def malloc(self, nbytes):
+        return 1 << 20
+
+
+def _places():
+    """Offsets and numbers of what groups take one after the other, which are the same on all ranks of each."""
+    mine = heap.Heap(_Runtime(), 8192)
+    pair = dist.new_group([0, 1])
+    found = []
+    if dist.get_rank() < 2:
+        found.append(mine.take(group_state(pair), 1000))
+    world = group_state(resolve_group(None))
+    found.append(mine.take(world, 3000))
+    found.append(mine.take(world, 1))
+    mine.give_back(found[-2][0])
+    found.append(mine.take(world, 512))
+    with pytest.raises(MemoryError, match="no 0 MiB are free .* on all ranks of the group; set TDKERNELS_HEAP_MB"):
+        mine.take(world, 8192)
+    return found
+
+
+def test_groups_agree_on_a_place():
+    world = [(1024, [10, 9, 8]), (4096, [10, 9, 8]), (1024, [10, 9, 8])]
+    pair = [(0, [10, 9])]
+    assert on_ranks(3, _places) == [pair + world, pair + world, world]
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "many"])
+def test_a_heap_of_no_size(monkeypatch, text):
+    monkeypatch.setenv(heap.VARIABLE, text)
+    with pytest.raises(ValueError, match=f"{heap.VARIABLE} must be a positive number of MiB, not '{text}'"):
+        heap.heap_bytes()
+
+
+# ---- NVSHMEM ----
+
+
+@pytest.mark.parametrize("names, found", [
+    (["libnvshmem_device.bc"], "libnvshmem_device.bc"),
+    (["libnvshmem_device_sm_90.bc", "libnvshmem_device_sm_80.bc"], "libnvshmem_device_sm_90.bc"),
+    (["libnvshmem_device_sm_80.bc"], None),
+])  # fmt: skip
+def test_the_device_library_of_a_gpu(tmp_path, names, found):
+    for name in names:
+        (tmp_path / name).touch()
+    if found is None:
+        with pytest.raises(ImportError, match="device_sm_90.bc .* is not to be found"):
+            nvshmem.device_library((9, 0), [tmp_path])
+    else:
+        assert nvshmem.device_library((9, 0), [tmp_path / "nowhere", tmp_path]) == str(tmp_path / found)
+
+
+def test_without_nvshmem4py(monkeypatch):
+    monkeypatch.setitem(sys.modules, "nvshmem", None)
+    monkeypatch.setitem(sys.modules, "nvshmem.core", None)
+    with pytest.raises(ImportError, match="groups across nodes need nvshmem4py, .* install"):
+        nvshmem._modules()
+
+
+@pytest.mark.parametrize("version, fine", [("3.4.5", True), ("4.0.0", True), ("3.3.9", False), ("2.11.0", False)])
+def test_versions(version, fine):
+    core = types.SimpleNamespace(get_version=lambda: types.SimpleNamespace(libnvshmem_version=version))
+    if fine:
+        assert nvshmem._checked_version(core) == version
+    else:
+        with pytest.raises(ImportError, match=f"NVSHMEM {version} is too old: install"):
+            nvshmem._checked_version(core)
+
+
+class _Library:
+    """nvshmem.core, nvshmem.bindings and cuda.core: what was called, and a library that answers."""
+
+    def __init__(self, status):
+        self.calls = []
+        self.status = status
+        self.uid = types.SimpleNamespace(_data=numpy.zeros(16, "u1"))
+
+    def install(self):
+        core, bindings, cuda = (types.ModuleType(name) for name in ("nvshmem.core", "nvshmem.bindings", "cuda.core"))
+        core.get_version = lambda: types.SimpleNamespace(libnvshmem_version="3.4.5")
+        core.init_status = lambda: self.status
+        core.get_unique_id = self._unique_id
+        core.init = lambda **how: self.calls.append(("init", bytes(how["uid"]._data)[:3], how["rank"], how["nranks"]))
+        core.finalize = lambda: self.calls.append("finalize")
+        core.my_pe, core.n_pes = dist.get_rank, dist.get_world_size
+        bindings.malloc = lambda nbytes: 0 if nbytes > 100 else 4096
+        bindings.ptr = lambda address, pe: 0 if pe else address
+        cuda.Device = lambda index: types.SimpleNamespace(set_current=lambda: self.calls.append(("device", index)))
+        packages = types.ModuleType("nvshmem"), types.ModuleType("cuda")
+        return dict(zip(
+            ("nvshmem", "cuda", "nvshmem.core", "nvshmem.bindings", "cuda.core"),
+            (*packages, core, bindings, cuda), strict=True,
+        ))  # fmt: skip
+
+    def _unique_id(self, empty):
+        if not empty:
+            self.uid._data[:3] = [1, 2, 3]
+        return self.uid
+
+
+def _starts(status, comes, timeout_s):
+    """What the library is asked for where it has a status, and only rank 0 ``comes`` or all ranks."""
+    import atexit
+    from unittest import mock
+
+    import tdkernels
+
+    library = _Library(status)
+    rank = dist.get_rank()
+    with (
+        mock.patch.dict(sys.modules, library.install()),
+        mock.patch.dict(os.environ),
+        mock.patch.object(nvshmem, "device_library", lambda capability: "bitcode"),
+        mock.patch("torch.cuda.get_device_capability", lambda device: (9, 0)),
+        mock.patch("torch.cuda.synchronize"),
+        mock.patch.object(atexit, "register", lambda fn: library.calls.append("at exit")),
+    ):
+        if comes == "rank 0" and rank:
+            return None
+        tdkernels.set_timeout(timeout_s)
+        try:
+            runtime = nvshmem.Runtime(types.SimpleNamespace(index=rank), 1 << 20)
+            assert runtime.device_library() == {"nvshmem": "bitcode"} and runtime.version == "3.4.5"
+            assert runtime.malloc(100) == 4096 and runtime.peer_address(4096, 0) == 4096
+            assert runtime.peer_address(4096, 1) == 0
+            with pytest.raises(MemoryError, match="NVSHMEM has no 0 MiB of symmetric memory"):
+                runtime.malloc(101)
+            runtime.finalize()
+            runtime.finalize()
+        except RuntimeError as error:
+            return str(error)
+        finally:
+            tdkernels.set_timeout(None)
+    return library.calls
+
+
+def test_initialised_by_all_ranks_with_the_id_of_rank_0():
+    for rank, calls in enumerate(on_ranks(2, _starts, 0, "all", 20)):
+        assert calls == [("device", rank), ("init", b"\1\2\3", rank, 2), "at exit", "finalize"]
+
+
+def test_adopted_as_the_program_has_initialised_it():
+    assert on_ranks(2, _starts, 2, "all", 20) == [[], []]
+
+
+def test_a_rank_that_does_not_come():
+    first, _ = on_ranks(2, _starts, 0, "rank 0", 0.4)
+    assert "NVSHMEM is initialised by all ranks of torch.distributed together" in first
+    assert "rank 1 did not come" in first
