@@ -27,7 +27,6 @@ from tdkernels.ops._outside_graphs import outside_graphs
 from tdkernels.ops.collectives import all_reduce
 from tdkernels.ops.flash_decode_checks import FP8, check
 from tdkernels.symm import resolve_group
-from tdkernels.symm.group import group_state
 
 # ---- the specification, in plain torch.distributed ----
 
@@ -166,9 +165,7 @@ class _FlashDecode(torch.autograd.Function):
                 q, k_cache, v_cache, kv_lens, after, block_table, do, lse, delta.contiguous(), shape, ctx.options
             )
         if need_dq and group is not None:
-            # all_reduce runs on one node.
-            by_torch = ctx.by_torch or group_state(group).topology.num_nodes > 1
-            dq = plain_all_reduce(dq, group) if by_torch else all_reduce(dq, group=group)
+            dq = plain_all_reduce(dq, group) if ctx.by_torch else all_reduce(dq, group=group)
         return (
             dq.to(q.dtype) if need_dq else None, _of_cache(dk, k_cache, block_table) if need_dk else None,
             _of_cache(dv, v_cache, block_table) if need_dv else None, *[None] * 6,

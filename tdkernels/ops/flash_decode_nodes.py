@@ -144,17 +144,8 @@ def _notify_each(ctx, signal_ptrs, peers, there, signal, PASSES_ON: tl.constexpr
 
 
 @td.jit
-def _notify_node(ctx, signal_ptr, signal, LOCAL: tl.constexpr, PASSES_ON: tl.constexpr):
-    """Set one signal at all peers of our node."""
-    me = td.rank(ctx)
-    lanes = tl.arange(0, _LANES)
-    peers = me - me % LOCAL + lanes
-    _notify_each(ctx, signal_ptr + lanes * 0, peers, (lanes < LOCAL) & (peers != me), signal, PASSES_ON)
-
-
-@td.jit
-def _await_node(ctx, first_ptr, stride, count, first, signal, LOCAL: tl.constexpr):
-    """Wait for ``count`` signals, ``stride`` words apart; local rank (first + i) % LOCAL raises number i.
+def _await_each(ctx, first_ptr, count, first, signal, LOCAL: tl.constexpr):
+    """Wait for ``count`` signals that follow each other, of which local rank (first + i) % LOCAL raises number i.
 
     Those that would be ours are left out. Returns whether all came in time: one answer of all threads.
     """
@@ -168,14 +159,14 @@ def _await_node(ctx, first_ptr, stride, count, first, signal, LOCAL: tl.constexp
             there = (start + lanes < count) & (peers != me)
             # A thread without a peer looks at any word, which is always late enough for it.
             expected = tl.where(there, signal, NEVER)
-            seen = td.wait_plan(ctx, first_ptr + tl.where(there, start + lanes, 0) * stride, expected, peers)
+            seen = td.wait_plan(ctx, first_ptr + tl.where(there, start + lanes, 0), expected, peers)
             missed = tl.maximum(missed, td.max_of((there & (seen != signal)).to(tl.int32), 0))
         tl.debug_barrier()  # each thread has acquired from one peer; now all of them have from all
     else:
         for number in range(count):
             peer = node_first + (first + number) % LOCAL
             if peer != me:
-                seen = td.wait_plan(ctx, first_ptr + number * stride, signal, peer)
+                seen = td.wait_plan(ctx, first_ptr + number, signal, peer)
                 missed = tl.maximum(missed, (seen != signal).to(tl.int32))
     return missed == 0
 
@@ -228,7 +219,7 @@ def exchange_lengths_of_nodes(
     if tl.program_id(0) == 0:
         _store_lengths(ctx, half, lengths, entries, lens_at, me, 0, LOCAL)
         if LOCAL > 1:
-            _notify_node(ctx, signals + me, signal, LOCAL, False)  # waiter: all programs of our node
+            td.notify_node(ctx, signals + me, signal)  # waiter: all programs of our node
         for step in range(1, NODES):
             row = ours + tl.cast(me, tl.int64) * (4 * BP)
             # waiter: all programs of that rank
@@ -239,11 +230,11 @@ def exchange_lengths_of_nodes(
                 td.await_put(ctx, signals + source, signal, source)  # producer: its program 0, before it waits
                 came = tl.load(ours.to(tl.pointer_type(tl.int32)) + source * BP + entries)
                 _store_lengths(ctx, half, came, entries, lens_at, source, 1, LOCAL)
-                _notify_node(ctx, signals + source, signal, LOCAL, True)  # waiter: all programs of our node
+                td.notify_node(ctx, signals + source, signal, PASSES_ON=True)  # waiter: all programs of our node
     in_time = True
     if LOCAL > 1:
         # producer: program 0 of each peer of our node, of its own lengths and of those that it passes on
-        in_time = _await_node(ctx, signals, 1, RANKS, 0, signal, LOCAL)
+        in_time = _await_each(ctx, signals, RANKS, 0, signal, LOCAL)
     for step in range(1, NODES):
         source = (me + step * LOCAL) % RANKS
         seen = td.await_put(ctx, signals + source, signal, source)  # producer: program 0 of that rank
@@ -289,7 +280,7 @@ def _send(
         first = _part_slot(0, tile, tiles, LOCAL)
         stride = _part_slot(1, 0, tiles, LOCAL)
         # producer: the programs of the node's ranks that finish this tile there
-        _await_node(ctx, td.signal_at(ctx, half, first), stride, LOCAL, 0, signal, LOCAL)
+        td.wait_plan_node(ctx, td.signal_at(ctx, half, first), stride, signal)
         for from_row in range(0, RP, ROWS):
             rows = from_row + tl.arange(0, ROWS)
             o, lse = _merge_slots(_slot(ctx, half, me, first, RP, DVP), stride, LOCAL, rows, RP, DVP)
@@ -327,7 +318,7 @@ def _complete(
         _store_rows(o_ptr, lse_ptr, lse2_ptr, o, lse, tile, rows, tiles_of_entry, heads, TQ, G, DV, DVP, RP)
     if LOCAL > 1:
         # waiter: the programs of our node's peers that finish this tile there
-        _notify_node(ctx, td.signal_at(ctx, half, _result_slot(tile, tiles, RANKS, NODES)), signal, LOCAL, True)
+        td.notify_node(ctx, td.signal_at(ctx, half, _result_slot(tile, tiles, RANKS, NODES)), signal, PASSES_ON=True)
 
 
 @td.jit
@@ -354,9 +345,8 @@ def _take_results(
     LOCAL: tl.constexpr = RANKS // NODES
     me = td.rank(ctx)
     # producer: the programs of the owners that finish these tiles there
-    _await_node(
-        ctx, td.signal_at(ctx, half, _result_slot(ours, tiles, RANKS, NODES)), 1, count, ours, signal, LOCAL
-    )
+    results = td.signal_at(ctx, half, _result_slot(ours, tiles, RANKS, NODES))
+    _await_each(ctx, results, count, ours, signal, LOCAL)
     for tile in range(ours, ours + count):
         if tile % LOCAL != me % LOCAL:
             slot = _slot(ctx, half, me, _result_slot(tile, tiles, RANKS, NODES), RP, DVP)
