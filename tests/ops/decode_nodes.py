@@ -17,9 +17,12 @@ from tests.ops.decode import BF16, FP32, Decode, many
 from tests.test_protocol import failure_of, poison, timeout
 
 SEEDS = 50
-# Programs that come to the end of several tiles each, of which a node's ranks own some; lengths are exchanged.
-SMALLEST = dict(batch=5, heads=1, kv_heads=1, dim=16, keys=2, dtype=FP32, tokens=2, window=3)
-TWO_PROGRAMS = FlashDecodeConfig(block_n=16, num_warps=1, num_stages=1, num_programs=2)
+SMALLEST = dict(batch=3, heads=1, kv_heads=1, dim=16, keys=2, dtype=FP32)
+
+
+def few_programs(number):
+    """A config by which a program comes to the end of several tiles, some of which its rank owns."""
+    return FlashDecodeConfig(block_n=16, num_warps=1, num_stages=1, num_programs=number)
 
 
 def computes(spec, config, local):
@@ -41,23 +44,35 @@ def takes_new_data(specs, local):
         del group, case
 
 
-def is_right_on_every_network(local, lens):
-    """Small calls with nothing between them, each on a network with an order of its own."""
+def is_right_on_every_network(local):
+    """Small calls with nothing between them, each on a network with an order of its own; the seeds of wrong ones."""
     with a_group_on_nodes(local) as group:
-        cases = [Decode(**SMALLEST, lens=kind, seed=i, group=group) for i, kind in enumerate(lens)]
-        expected = [case.call(return_lse=True, config=TWO_PROGRAMS) for case in cases]
-        for case, (o, lse) in zip(cases, expected, strict=True):
+        calls = []
+        for programs, of_case in ((1, dict(lens="ragged")), (2, dict(lens="not first", tokens=2, window=3))):
+            case = Decode(**SMALLEST, **of_case, seed=programs, group=group)
+            o, lse = case.call(return_lse=True, config=few_programs(programs))
             case.check({"o": o, "lse": lse})
+            calls.append((case, programs, (o, lse)))
         wrong = []
         for seed in range(SEEDS):
             reseed(seed)
-            turn = seed % len(cases)
-            results = cases[turn].call(return_lse=True, config=TWO_PROGRAMS)
+            case, programs, expected = calls[seed % len(calls)]
+            results = case.call(return_lse=True, config=few_programs(programs))
             tdkernels.synchronize()
-            if not all(map(torch.equal, results, expected[turn])):
+            if not all(map(torch.equal, results, expected)):
                 wrong.append(seed)
-        del group, cases, case
+        del group, calls, case
     return wrong
+
+
+def deals_tiles_differently(local, seeds):
+    """Each rank's first program ends with another tile: programs that wait for each other's tiles would hang."""
+    with a_group_on_nodes(local) as group, timeout(20.0):
+        for seed in seeds:
+            case = Decode(6, 1, 1, 16, 70, seed=seed, group=group)
+            o, lse = case.call(return_lse=True, config=few_programs(3))
+            case.check({"o": o, "lse": lse})
+        del group, case
 
 
 def waits_for_a_slow_rank(local):

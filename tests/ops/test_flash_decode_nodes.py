@@ -14,8 +14,7 @@ ON_CPU = {
         ("pages, all at once", "small blocks"), ("GQA", "torch"),
     ],
     (2, 1): [("tokens", "small blocks"), ("soft cap", "one program")],
-    (3, 1): [("window", "small blocks"), ("none on the first", "default")],
-    (4, 1): [("fp8, latent", "default")],
+    (3, 1): [("window", "small blocks")],
 }  # fmt: skip
 CASES = [(*nodes, spec, config) for nodes, cases in ON_CPU.items() for spec, config in cases]
 if ON_GPU:
@@ -37,22 +36,25 @@ def test_new_data_in_memory_used_again(world_size, local):
     on_ranks(world_size, decode_nodes.takes_new_data, SHAPES, local)
 
 
-@pytest.mark.parametrize("world_size, local", [(4, 2), (3, 1), (2, 1)])
+@each_division
 def test_any_order_of_the_network(world_size, local):
-    """Where some ranks have all keys and others none, their programs are dealt other tiles than those of the others."""
-    wrong = on_ranks(world_size, decode_nodes.is_right_on_every_network, local, ["ragged", "last", "not first"])
-    assert wrong == [[]] * world_size
+    assert on_ranks(world_size, decode_nodes.is_right_on_every_network, local) == [[]] * world_size
+
+
+@each_division
+def test_ranks_that_deal_tiles_differently(world_size, local):
+    on_ranks(world_size, decode_nodes.deals_tiles_differently, local, range(4))
 
 
 def test_slow_rank():
     on_ranks(4, decode_nodes.waits_for_a_slow_rank, 2)
 
 
-# Tiles 0 and 2 belong to local rank 0, tile 1 to local rank 1.
 def test_missing_rank():
-    spec = dict(batch=3, heads=1, kv_heads=1, dim=16, keys=2, lens="full")
-    # Rank 0 misses its node peer, and rank 3 the other node's part; rank 2 that of rank 0, which could not make it.
-    assert on_ranks(4, decode_nodes.misses_a_rank, 2, 1, spec) == [1, None, 0, 1]
+    # One tile, of which ranks 0 and 2 are owners.
+    spec = dict(batch=1, heads=1, kv_heads=1, dim=16, keys=2, lens="full")
+    # Rank 0 misses its node peer, so rank 2 misses what rank 0 makes of both, and rank 3 what rank 2 makes of that.
+    assert on_ranks(4, decode_nodes.misses_a_rank, 2, 1, spec) == [1, None, 0, 2]
     assert on_ranks(2, decode_nodes.misses_a_rank, 1, 0, spec) == [None, 0]
 
 
