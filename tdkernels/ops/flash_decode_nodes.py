@@ -311,10 +311,10 @@ def _complete(
         rows = from_row + tl.arange(0, ROWS)
         slot = _slot(ctx, half, me, _node_slot(0, tile, tiles, LOCAL), RP, DVP)
         o, lse = _merge_slots(slot, stride, NODES, rows, RP, DVP)
-        for step in tl.static_range(1, LOCAL):
-            peer = me - me % LOCAL + (me + step) % LOCAL
-            slot = _slot(ctx, half, peer, _result_slot(tile, tiles, RANKS, NODES), RP, DVP)
-            _store_slot(slot, o, lse, rows, RP, DVP)
+        for number in tl.static_range(1, LOCAL):
+            peer = me - me % LOCAL + (me + number) % LOCAL
+            result = _slot(ctx, half, peer, _result_slot(tile, tiles, RANKS, NODES), RP, DVP)
+            _store_slot(result, o, lse, rows, RP, DVP)
         _store_rows(o_ptr, lse_ptr, lse2_ptr, o, lse, tile, rows, tiles_of_entry, heads, TQ, G, DV, DVP, RP)
     if LOCAL > 1:
         # waiter: the programs of our node's peers that finish this tile there
