@@ -41,6 +41,7 @@ from tdkernels.ops.ag_gemm_kernel import ag_gemm_kernel
 from tdkernels.ops.ag_gemm_nodes_kernel import ag_gemm_nodes_kernel
 from tdkernels.ops.collective_config import EXCHANGES, CollectiveConfig
 from tdkernels.ops.ep_config import EpConfig
+from tdkernels.ops.flash_decode_kernel import flash_decode_nodes_kernel
 from tdkernels.ops.gemm_ar_kernel import gemm_ar_kernel
 from tdkernels.ops.gemm_ar_one_shot import gemm_ar_one_shot_kernel
 from tdkernels.ops.gemm_ar_tiles import slice_columns
@@ -344,7 +345,7 @@ DECODES = {
 }
 
 
-def decode_launch(name, arch, dtype=BF16, ranks=4):
+def decode_launch(name, arch, dtype=BF16, ranks=4, nodes=1):
     """(kernel, args, kwargs) of a decode, and of its gradients unless the cache is fp8."""
     sizes, heads, dv, page, fp8, (soft_cap, window) = DECODES[name]
     q, group = torch.zeros(sizes, dtype=dtype), SimpleNamespace(size=lambda: ranks)
@@ -364,7 +365,7 @@ def decode_launch(name, arch, dtype=BF16, ranks=4):
         kind = 0 if not fp8 else 1 if arch in ("sm_89", "sm_90", "sm_100") else 2
         patch.setattr(flash_decode_launch, "fp8_kind", lambda cache: kind)
         launches, gradients = (
-            stack.enter_context(recorded_launches(module))
+            stack.enter_context(recorded_launches(module, ranks, nodes))
             for module in (flash_decode_launch, flash_decode_backward_kernel)
         )
         o, _, lse = flash_decode_launch.launch(q, k, v, lens, table, scales, options, group, None, keep=not fp8)
@@ -658,6 +659,20 @@ def test_decodes_compile(arch, name, dtype):
     compile_launches(decode_launch(name, arch, dtype), arch)
 
 
+@pytest.mark.parametrize("arch, name, ranks, nodes", [
+    ("sm_90", "one token", 8, 2), ("sm_90", "latent", 6, 3), ("sm_80", "tokens, paged, fp8", 4, 4),
+])  # fmt: skip
+def test_decodes_compile_for_several_nodes(arch, name, ranks, nodes):
+    decode = decode_launch(name, arch, ranks=ranks, nodes=nodes)[0]
+    assert decode[0] is flash_decode_nodes_kernel
+    ptx = compile_launches([decode], arch)[0].asm["ptx"]
+    puts = [call.start() for call in re.finditer(r"call\.uni [^;]*nvshmemx_putmem_signal_nbi_block", ptx)]
+    # Of what a node has of a tile, and with several query tokens of the lengths; in loops, unrolled or not.
+    assert len(puts) >= 1 + (name == "tokens, paged, fp8")
+    assert all("fence.acq_rel.sys" in ptx[max(put - 4000, 0) : put] for put in puts)
+    assert len(re.findall(r"call\.uni [^;]*nvshmem_signal_wait_until", ptx)) >= len(puts)
+
+
 def test_a_decode_on_hopper_copies_ahead_and_uses_tensor_cores():
     decode, gradients = compile_launches(decode_launch("one token", "sm_90"), "sm_90")
     ptx = decode.asm["ptx"]
@@ -853,7 +868,8 @@ def test_every_kernel_is_compiled_here():
     compiled |= set(small_launches_across_nodes())
     of_ulysses = {kernel for kernel, *_ in ulysses_launches("sm_90", BF16).values()}
     compiled |= of_experts | of_groups | of_sliced | of_ulysses
-    compiled |= {kernel for kernel, *_ in decode_launch("one token", "sm_90")}
+    for nodes in (1, 2):
+        compiled |= {kernel for kernel, *_ in decode_launch("one token", "sm_90", nodes=nodes)}
     compiled |= {kernel for kernel, *_ in attention_launches("sm_90", BF16).values()}
     found = set()
     for module in pkgutil.iter_modules(tdkernels.ops.__path__):
