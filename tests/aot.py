@@ -87,13 +87,17 @@ class _Recorder:
 
 
 @contextlib.contextmanager
-def recorded_launches(launcher):
-    """Within, the launcher's module launches nothing; gives the list of (kernel, args, kwargs) that it would have."""
+def recorded_launches(launcher, local_world_size=1 << 30):
+    """Within, the launcher's module launches nothing; gives the list of (kernel, args, kwargs) that it would have.
+
+    ``local_world_size``: ranks of a node of the group that it launches for, one node if it has no more.
+    """
     launches = []
     workspace = MagicMock(ctx=pointer(torch.int64), kept={})
+    workspace.group.local_world_size = local_world_size
     workspace.prepare.return_value = 3  # the plan
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launcher, "get_workspace", lambda *args: workspace, raising=False)  # some need none
+        patch.setattr(launcher, "get_workspace", lambda *args, **kwargs: workspace, raising=False)  # some need none
         for name, value in list(vars(launcher).items()):
             if isinstance(value, Kernel):
                 patch.setattr(launcher, name, _Recorder(value, launches))

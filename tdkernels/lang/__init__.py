@@ -35,6 +35,7 @@ from tdkernels.lang._memory import (
     store_release_if,
 )
 from tdkernels.lang._network import await_put, fence, put_nbi, put_signal, quiet, signal
+from tdkernels.lang._node import notify_node, wait_plan_node
 from tdkernels.lang._note import note_if
 from tdkernels.lang._reduce import max_of, pick, running_sum, sum_of, turns_of
 from tdkernels.lang._signal import arrive, consume_token, in_time, notify, notify_all, wait, wait_plan, wait_plan_all
@@ -45,8 +46,9 @@ from tdkernels.lang._trace import mark
 __all__ = [
     "add_release", "arrive", "await_put", "await_tma_stores", "clock_ns", "consume_token", "data_at", "dot", "epoch",
     "failed", "fence", "fence_before_tma_load", "finish", "flag_at", "from_float32", "in_time", "jit", "keep_signal",
-    "load_acquire", "local_ranks", "mark", "max_of", "note_if", "notify", "notify_all", "num_ranks", "pick",
-    "pointer_to", "put", "put_nbi", "put_signal", "quiet", "rank", "ready_at", "running_sum", "signal", "signal_at",
-    "store_release", "store_release_each", "store_release_if", "sum_of", "symm_at", "symm_base", "take_ticket",
-    "target", "ticket_of", "to_e4m3", "to_float32", "turns_of", "wait", "wait_plan", "wait_plan_all",
+    "load_acquire", "local_ranks", "mark", "max_of", "note_if", "notify", "notify_all", "notify_node", "num_ranks",
+    "pick", "pointer_to", "put", "put_nbi", "put_signal", "quiet", "rank", "ready_at", "running_sum", "signal",
+    "signal_at", "store_release", "store_release_each", "store_release_if", "sum_of", "symm_at", "symm_base",
+    "take_ticket", "target", "ticket_of", "to_e4m3", "to_float32", "turns_of", "wait", "wait_plan", "wait_plan_all",
+    "wait_plan_node",
 ]  # fmt: skip
