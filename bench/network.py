@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import sys
+from datetime import datetime, timezone
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ import triton.language as tl
 
 import tdkernels
 from bench import harness
+from bench.run import revision
 from tdkernels import lang as td
 from tdkernels.lang._context import CTX_HALF_DATA
 from tdkernels.launch import RankPool, pick_device, rank_device
@@ -96,7 +98,7 @@ def _timed_us(calls, launch, *args):
     return harness.slowest([begin.elapsed_time(end) * 1e3 / calls])[0]
 
 
-def measure(message_bytes, hops):
+def measure(message_bytes, hops, numbers_of_programs):
     """Rows of what one way takes: by the network where the two ranks are on two nodes."""
     group = resolve_group(None)
     by_network = group_state(group).topology.num_nodes > 1
@@ -109,15 +111,15 @@ def measure(message_bytes, hops):
         kernel[(grid,)](workspace.ctx, *args, BY_NETWORK=by_network, num_warps=16)
         workspace.after_launch()
 
-    common = {"op": "network", "by": "network" if by_network else "direct"}
+    common = {"what": "network", "by": "network" if by_network else "direct"}
     us = _timed_us(5, launch, one_hop, 1, hops)
-    rows = [{**common, "what": "hop", "us": us and us / hops}]
+    rows = [{**common, "measure": "hop", "us": us and us / hops}]
     for chunk_bytes in CHUNK_BYTES:
         chunks = message_bytes // chunk_bytes
-        for programs in PROGRAMS if chunks else ():
+        for programs in numbers_of_programs if chunks else ():
             us = _timed_us(10, launch, many_chunks, min(programs, chunks), chunk_bytes, chunks)
             rows.append({
-                **common, "what": "rate", "programs": programs, "chunk_bytes": chunk_bytes,
+                **common, "measure": "rate", "programs": programs, "chunk_bytes": chunk_bytes,
                 "message_bytes": message_bytes, "us": us, "gbps": us and message_bytes / us / 1e3,
             })  # fmt: skip
     return rows
@@ -128,15 +130,16 @@ def main(argv=None):
     parser.add_argument("--out", help="a folder for the rows, as JSON lines")
     options = parser.parse_args(argv)
     device = pick_device("auto", 2)
-    size, hops = (MESSAGE_BYTES, HOPS) if device == "cuda" else (64 << 10, 4)
+    size = (MESSAGE_BYTES, HOPS, PROGRAMS) if device == "cuda" else (64 << 10, 4, [1])  # else a rehearsal
+    when = {"date": datetime.now(timezone.utc).isoformat(timespec="seconds"), "git": revision()}
     rows = []
     for nodes in (1, 2):
         os.environ[topology.VARIABLE] = str(2 // nodes)
         with RankPool(2, device) as pool:
-            machine = pool.run(harness.machine)[0] if device == "cuda" else {}
-            rows += [{**row, **machine} for row in pool.run(measure, size, hops)[0]]
+            machine = pool.run(harness.machine)[0]
+            rows += [{**row, **machine, **when} for row in pool.run(measure, *size)[0]]
     for row in rows:
-        shown = ("by", "what", "programs", "chunk_bytes", "us", "gbps")
+        shown = ("by", "measure", "programs", "chunk_bytes", "us", "gbps")
         print(*(f"{key} {row[key]}" for key in shown if key in row))
     if options.out:
         Path(options.out).mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,7 @@ _OWN = ("gemm", "collective", "sequence")
 _FUSED = "torch-fused"
 # Rows of what has no products.
 _SEQUENCES = ("ag_attention", "ulysses")
-_APART = ("collective", "ep", "configs", "group_gemm", "tp_moe", "ep_moe", "flash_decode", *_SEQUENCES)
+_APART = ("collective", "ep", "configs", "network", "group_gemm", "tp_moe", "ep_moe", "flash_decode", *_SEQUENCES)
 
 
 @dataclass(frozen=True)
@@ -122,6 +122,11 @@ def read_layers(folder):
 def read_decode(folder):
     """The rows of attention to a cache that the ranks share."""
     return _read_apart(folder, "flash_decode")
+
+
+def read_network(folder):
+    """The rows of the words that take the network."""
+    return _read_apart(folder, "network")
 
 
 def read_sequences(folder):

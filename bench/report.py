@@ -12,6 +12,7 @@ from bench import (
     flash_decode_report,
     group_gemm_report,
     moe_report,
+    network_report,
     plots,
 )
 from bench.points import (
@@ -24,6 +25,7 @@ from bench.points import (
     read_decode,
     read_ep,
     read_layers,
+    read_network,
     read_sequences,
     swept,
 )
@@ -60,17 +62,17 @@ def main(results, into):
     try:
         points = read(results)
         alone, ep, layers = read_collectives(results), read_ep(results), read_layers(results)
-        decode, sequences = read_decode(results), read_sequences(results)
+        decode, sequences, network = read_decode(results), read_sequences(results), read_network(results)
     except BadRow as error:
         print(f"bench: {error}", file=sys.stderr)
         return 1
-    if not any((points, alone, ep, layers, decode, sequences)):
+    if not any((points, alone, ep, layers, decode, sequences, network)):
         print(f"bench: --report: there are no rows in {results}", file=sys.stderr)
         return 2
     if readme.exists() and not readme.read_text().startswith(_OURS):
         print(f"bench: --report: {readme} is not one of ours, and stays as it is", file=sys.stderr)
         return 2
-    readme.write_text(text(points, alone, ep, layers, decode, sequences))
+    readme.write_text(text(points, alone, ep, layers, decode, sequences, network))
     print(readme)
     figures = plots.figures(points) + collective_plots.figures(collective_report.newest_runs(alone))
     figures += ep_plots.figures(ep_report.newest_runs(ep))
@@ -86,7 +88,7 @@ def main(results, into):
     return 0
 
 
-def text(points, alone=(), ep=(), layers=(), decode=(), sequences=()):
+def text(points, alone=(), ep=(), layers=(), decode=(), sequences=(), network=()):
     """The whole README.md.
 
     Args:     alone: the rows of the collectives alone
@@ -94,6 +96,7 @@ def text(points, alone=(), ep=(), layers=(), decode=(), sequences=()):
               layers: those of layers of experts and of products by expert
               decode: those of attention to a cache that the ranks share
               sequences: those of what is divided along the sequence
+              network: those of the words that take the network
     """
     multicast = " or ".join(sorted({str(point.settings.get("multicast")) for point in points}))
     parts = [_MARK, _HEAD.format(multicast=multicast), _summary(points)]
@@ -115,7 +118,7 @@ def text(points, alone=(), ep=(), layers=(), decode=(), sequences=()):
     parts += filter(None, (section.text(layers) for section in (moe_report, group_gemm_report)))
     if decode:
         parts.append(flash_decode_report.text(decode, _link))
-    parts += filter(None, [attention_report.text(sequences)])
+    parts += filter(None, [attention_report.text(sequences), network_report.text(network)])
     return "\n".join(parts)
 
 

@@ -237,7 +237,7 @@ def _possible(cases):
 # ---- measuring ----
 
 
-def _revision():
+def revision():
     """The commit, with a + if files differ from it."""
 
     def git(*command):
@@ -263,7 +263,7 @@ def _measure_all(pool, cases, plan, folder, deadline=None):
     link_gbps = pool.run(harness.link_rate)[0]
     if link_gbps:
         print(f"{machine['num_gpus']} x {machine['gpu']}, best link rate {link_gbps:.0f} GB/s each way", flush=True)
-    common = {**machine, "rounds": plan.rounds, "git": _revision()}
+    common = {**machine, "rounds": plan.rounds, "git": revision()}
     rows, failures = [], []
     for number, case in enumerate(cases):
         if deadline is not None and time.monotonic() > deadline:

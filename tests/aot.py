@@ -97,7 +97,7 @@ def recorded_launches(launcher, local_world_size=1 << 30):
     workspace.group.local_world_size = local_world_size
     workspace.prepare.return_value = 3  # the plan
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launcher, "get_workspace", lambda *args, **kwargs: workspace, raising=False)  # some need none
+        patch.setattr(launcher, "get_workspace", lambda *args, **options: workspace, raising=False)  # some need none
         for name, value in list(vars(launcher).items()):
             if isinstance(value, Kernel):
                 patch.setattr(launcher, name, _Recorder(value, launches))

@@ -7,6 +7,7 @@ import pkgutil
 import re
 from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -42,6 +43,7 @@ from tdkernels.ops.gemm_ar_kernel import gemm_ar_kernel, slice_columns
 from tdkernels.ops.gemm_ar_one_shot import gemm_ar_one_shot_kernel
 from tdkernels.ops.gemm_rs_direct import gemm_rs_direct_kernel
 from tdkernels.ops.gemm_rs_kernel import gemm_rs_kernel
+from tdkernels.ops.gemm_rs_nodes_kernel import gemm_rs_nodes_kernel
 from tdkernels.ops.ulysses_config import UlyssesConfig
 from tdkernels.trace import clocks
 from tests.aot import (
@@ -63,6 +65,8 @@ ROWS, N, K = 2048, 8192, 7168
 PLAN = 3
 COPYING = [ag_gemm_kernel, gemm_ar_kernel, gemm_rs_kernel]  # whose programs copy to the peers
 PRODUCTS = [*COPYING, gemm_rs_direct_kernel]
+ACROSS_NODES = [gemm_rs_nodes_kernel]  # whose programs copy to node peers, and speak to the network
+NETWORK = {"extern_libs": {"nvshmem": str(Path(__file__).parent / "nvshmem_stub.ll")}}
 
 
 def tiles_for(arch, dtype):
@@ -108,15 +112,20 @@ def compile_gemm(kernel, arch, dtype, *, w_is_kn=False, bias=False, shape=(ROWS,
     else:
         stage = pointer(dtype)
         args = [ctx, x, rows_desc, weight, weight_desc, bias, output, stage, rows, n, k, stride, 33, PLAN, 4, 8]
-        constants = {"RANKS": 4, **constants}
+        ranks = {"RANKS": 4} if kernel is gemm_rs_kernel else {"NODES": 2, "LOCAL": 2, **NETWORK}
+        constants = {**ranks, **constants}
+    copying = kernel in (*COPYING, *ACROSS_NODES)
     kwargs = {
-        **({"COPY_WORDS": 4096} if kernel in COPYING else {}), **constants, **tiles.constants(), **tiles.options(),
+        **({"COPY_WORDS": 4096} if copying else {}), **constants, **tiles.constants(), **tiles.options(),
         "ELEM_BYTES": dtype.itemsize, "ALIGNED": aligned(n, k, stride), "HAS_BIAS": bias is not None, "USE_TMA": tma,
         "W_IS_KN": w_is_kn, "PRECISION": "ieee",
     }  # fmt: skip
     compiled = compile_for(kernel, args, kwargs, arch)
     assert compiled.metadata.shared <= SHARED_MEMORY[arch]
     return compiled
+
+
+each_across_nodes = pytest.mark.parametrize("kernel", ACROSS_NODES, ids=lambda k: k.__name__)
 
 
 def one_shot_tiles_for(arch, dtype):
@@ -417,6 +426,32 @@ def test_a_size_of_one_compiles(kernel, arch):
     """The compiler turns an argument of 1 into a constant, which has not all the methods of a value."""
     for shape in ((1, 1, 1), (ROWS, 1, K), (1, N, 3)):
         compile_gemm(kernel, arch, BF16, shape=shape)
+
+
+# The words that take the network are NVIDIA's so far, and of its GPUs these two take all the ways there are.
+@pytest.mark.parametrize("arch, dtype, local", [("sm_80", BF16, 2), ("sm_80", FP32, 1), ("sm_90", FP16, 1)], ids=str)
+@each_across_nodes
+def test_products_across_nodes_compile(kernel, arch, dtype, local):
+    compile_gemm(kernel, arch, dtype, bias=dtype == FP16, w_is_kn=dtype == FP16, NODES=3, LOCAL=local)
+    if arch == "sm_90":
+        compile_gemm(kernel, arch, dtype, shape=(1, 1, 1), LOCAL=local)
+
+
+@each_across_nodes
+def test_products_across_nodes_on_hopper(kernel):
+    ptx = compile_gemm(kernel, "sm_90", BF16).asm["ptx"]
+    assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx and "mma.sync" not in ptx
+    assert not narrow(ptx)
+    assert "ld.global.v2.b64" in ptx and "st.global.v2.b64" in ptx  # what is pushed
+    # What the network reads has been stored by all threads; what it has brought is read after the library's own wait.
+    put = ptx.index("call.uni nvshmemx_putmem_signal_nbi_block")
+    published = ptx.rindex("fence.acq_rel.sys", 0, put)
+    assert "st.global.v2.b64" in ptx[:published] and "bar.sync" in ptx[published:put]
+    assert ptx.find("ld.global.v2.b64", ptx.rindex("call.uni nvshmem_signal_wait_until")) > 0
+    told, code = assemble(ptx)
+    assert "serialized" not in told, "products would wait for each other"
+    for loop in product_loops(code):
+        assert not any(re.search(r"\b(LDL|STL)\b", text) for text in loop), told
 
 
 @pytest.mark.parametrize("arch", TARGETS)
@@ -782,7 +817,7 @@ def test_every_kernel_is_compiled_here():
     of_experts = {kernel for launches in expert_launches().values() for kernel, *_ in launches}
     of_groups = {kernel for kernel, *_ in grouped_launches("sm_90", BF16, "swiglu").values()}
     of_sliced = {kernel for kernel, *_ in sliced_launches("sm_90", BF16).values()}
-    compiled = {*PRODUCTS, gemm_ar_one_shot_kernel, *COLLECTIVES.values(), *small_launches()}
+    compiled = {*PRODUCTS, *ACROSS_NODES, gemm_ar_one_shot_kernel, *COLLECTIVES.values(), *small_launches()}
     of_ulysses = {kernel for kernel, *_ in ulysses_launches("sm_90", BF16).values()}
     compiled |= of_experts | of_groups | of_sliced | of_ulysses
     compiled |= {kernel for kernel, *_ in decode_launch("one token", "sm_90")}

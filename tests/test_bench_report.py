@@ -294,8 +294,8 @@ def test_the_repositorys_report_is_that_of_its_rows():
     found = points.read(bench_run.RESULTS)
     alone, ep = points.read_collectives(bench_run.RESULTS), points.read_ep(bench_run.RESULTS)
     layers, decode = points.read_layers(bench_run.RESULTS), points.read_decode(bench_run.RESULTS)
-    sequences = points.read_sequences(bench_run.RESULTS)
-    assert (ROOT / "bench" / "README.md").read_text() == report.text(found, alone, ep, layers, decode, sequences), (
+    others = points.read_sequences(bench_run.RESULTS), points.read_network(bench_run.RESULTS)
+    assert (ROOT / "bench" / "README.md").read_text() == report.text(found, alone, ep, layers, decode, *others), (
         "bench/README.md is stale: python -m tdkernels bench --report"
     )
     drawn = {path.name: path.stat().st_size for path in (ROOT / "bench" / "plots").iterdir()}

@@ -82,7 +82,7 @@ def test_the_device_library_of_a_gpu(tmp_path, names, found):
     for name in names:
         (tmp_path / name).touch()
     if found is None:
-        with pytest.raises(ImportError, match="libnvshmem_device_sm_90.bc .* is not to be found"):
+        with pytest.raises(ImportError, match="device_sm_90.bc .* is not to be found"):
             nvshmem.device_library((9, 0), [tmp_path])
     else:
         assert nvshmem.device_library((9, 0), [tmp_path / "nowhere", tmp_path]) == str(tmp_path / found)
@@ -91,7 +91,7 @@ def test_the_device_library_of_a_gpu(tmp_path, names, found):
 def test_without_nvshmem4py(monkeypatch):
     monkeypatch.setitem(sys.modules, "nvshmem", None)
     monkeypatch.setitem(sys.modules, "nvshmem.core", None)
-    with pytest.raises(ImportError, match="groups across nodes need nvshmem4py, .* install the package nvshmem4py-cu13"):
+    with pytest.raises(ImportError, match="groups across nodes need nvshmem4py, .* install"):
         nvshmem._modules()
 
 
