@@ -261,7 +261,7 @@ def ep_combine_nodes_kernel(
     facts = facts_at(tables, EXPERTS, RANKS)
     goes = tl.load(facts + GOES)
     pid = tl.program_id(0)
-    _, bytes_of_slot = slot_bytes(items, DTYPE, K, PER_EXPERT, True)
+    bytes_of_slot = slot_bytes(items, DTYPE, K, PER_EXPERT, True)[1]
     leaving = td.data_at(ctx, half, me) + tl.cast(here_slots, tl.int64) * bytes_of_slot
     arriving = leaving + tl.cast(crossing_slots, tl.int64) * crossing_bytes(items, DTYPE, K)
     most = chunks_at_most(tl.load(facts + MOST_TOKENS), chunk_tokens)

@@ -228,7 +228,7 @@ def _pass_on(
     me = td.rank(ctx)
     row_bytes, scale_bytes = items * (ITEM.primitive_bitwidth // 8), scale_words * (SCALE.primitive_bitwidth // 8)
     scales_begin, places_begin, slot_bytes = slot_parts(row_bytes, scale_bytes, K)
-    _, _, crossing_bytes = crossing_slot_parts(row_bytes, scale_bytes, K, LOCAL)
+    crossing_bytes = crossing_slot_parts(row_bytes, scale_bytes, K, LOCAL)[2]
     firsts = _slots_from(areas, tables, source // LOCAL, slot_bytes, EXPERTS, RANKS, LOCAL)
     blocks = tl.maximum((items + BLOCK - 1) // BLOCK, 1)
     start = chunk * chunk_tokens
@@ -315,8 +315,8 @@ def ep_dispatch_nodes_kernel(
     pid = tl.program_id(0)
     areas = _areas(ctx, half, LOCAL)
     row_bytes, scale_bytes = items * (ITEM.primitive_bitwidth // 8), scale_words * (SCALE.primitive_bitwidth // 8)
-    _, _, slot_bytes = slot_parts(row_bytes, scale_bytes, K)
-    _, _, crossing_bytes = crossing_slot_parts(row_bytes, scale_bytes, K, LOCAL)
+    slot_bytes = slot_parts(row_bytes, scale_bytes, K)[2]
+    crossing_bytes = crossing_slot_parts(row_bytes, scale_bytes, K, LOCAL)[2]
     area = td.data_at(ctx, half, me)
     arriving = area + 8 * MAX_CHUNKS * RANKS + tl.cast(here_slots, tl.int64) * slot_bytes
     leaving = arriving + tl.cast(crossing_slots, tl.int64) * crossing_bytes
