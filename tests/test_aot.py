@@ -190,14 +190,18 @@ EVERYWHERE = ["route of many tokens", "dispatch, quantized", "combine per rank"]
 
 
 @functools.cache
-def expert_launches(tokens=128, k=8, experts=256, ranks=8, width=7168, dtype=BF16):
-    """What dispatches, combines and their gradients launch, by name: lists of (kernel, args, kwargs)."""
+def expert_launches(tokens=128, k=8, experts=256, ranks=8, width=7168, dtype=BF16, local=None):
+    """What dispatches, combines and their gradients launch, by name: lists of (kernel, args, kwargs).
+
+    ``local``: ranks of a node, of several; None for one node.
+    """
     group, capacity, found = SimpleNamespace(size=lambda: ranks), 2 * tokens, {}
     per_rank, per_expert = EpConfig(), EpConfig(combine="per_expert")
-    with recorded_launches(ep_launch) as launches:
+    network = {} if local is None else NETWORK
+    with recorded_launches(ep_launch, local or ranks) as launches:
 
         def keep(name):
-            found[name] = list(launches)
+            found[name] = [(kernel, args, {**kwargs, **network}) for kernel, args, kwargs in launches]
             launches.clear()
 
         def route(tokens, k, **options):
@@ -549,6 +553,29 @@ def test_expert_parallel_of_odd_sizes_compiles(arch, sizes):
         compile_launches(launches[name], arch)
 
 
+# The words that take the network are NVIDIA's so far. Between them these hold every function of the kernels.
+@pytest.mark.parametrize("name, arch", [
+    ("route", "sm_90"), ("route of many tokens", "sm_80"), ("dispatch, quantized", "sm_90"),
+    ("dispatch again, with scales", "sm_80"), ("gradient of a combine", "sm_90"), ("combine per rank", "sm_90"),
+    ("gradient of a dispatch", "sm_80"), ("combine per expert", "sm_90"),
+])  # fmt: skip
+def test_expert_parallel_across_nodes_compiles(name, arch):
+    *_, moves = compile_launches(expert_launches(local=4)[name], arch)
+    if name in MOVES:
+        ptx = moves.asm["ptx"]
+        for move in ("ld", "st"):
+            assert len(re.findall(rf"{move}\.global\.v2\.b64|{move}\.global\.v4\.b32", ptx)) >= 6
+            assert not re.search(rf"{move}\.global\.[bu]16\b", ptx), "single elements"
+        for word in ("nvshmemx_putmem_signal_nbi_block", "nvshmemx_signal_op", "nvshmem_signal_wait_until"):
+            assert re.search(rf"call\.uni[^;]*\b{word}\b", ptx), word
+
+
+def test_expert_parallel_of_one_rank_a_node_compiles():
+    launches = expert_launches(tokens=1, k=1, experts=3, ranks=3, width=1, dtype=FP16, local=1)
+    for name in EVERYWHERE:
+        compile_launches(launches[name], "sm_90")
+
+
 @pytest.mark.parametrize("name", MOVES)
 def test_tokens_are_moved_sixteen_bytes_at_a_time(name):
     """What is narrower are ids, places and weights, of which there are few."""
@@ -861,7 +888,9 @@ def test_a_deeper_tile_than_the_chip_has_memory_is_refused():
 
 def test_every_kernel_is_compiled_here():
     """Whoever adds a kernel adds it above. Device functions count through the kernels that call them."""
-    of_experts = {kernel for launches in expert_launches().values() for kernel, *_ in launches}
+    of_experts = {
+        kernel for local in (None, 4) for launches in expert_launches(local=local).values() for kernel, *_ in launches
+    }
     of_groups = {kernel for kernel, *_ in grouped_launches("sm_90", BF16, "swiglu").values()}
     of_sliced = {kernel for kernel, *_ in sliced_launches("sm_90", BF16).values()}
     compiled = {*PRODUCTS, *ACROSS_NODES, gemm_ar_one_shot_kernel, *COLLECTIVES.values(), *small_launches()}
