@@ -69,7 +69,7 @@ ROWS, N, K = 2048, 8192, 7168
 PLAN = 3
 COPYING = [ag_gemm_kernel, gemm_ar_kernel, gemm_rs_kernel]  # whose programs copy to the peers
 PRODUCTS = [*COPYING, gemm_rs_direct_kernel]
-ACROSS_NODES = [ag_gemm_nodes_kernel, gemm_rs_nodes_kernel]  # whose programs copy to node peers, and speak to the network
+ACROSS_NODES = [ag_gemm_nodes_kernel, gemm_rs_nodes_kernel]  # which speak to the network too
 NETWORK = {"extern_libs": {"nvshmem": str(Path(__file__).parent / "nvshmem_stub.ll")}}
 
 
