@@ -43,6 +43,7 @@ from tdkernels.ops.collective_config import EXCHANGES, CollectiveConfig
 from tdkernels.ops.ep_config import EpConfig
 from tdkernels.ops.flash_decode_kernel import flash_decode_nodes_kernel
 from tdkernels.ops.gemm_ar_kernel import gemm_ar_kernel
+from tdkernels.ops.gemm_ar_nodes_kernel import gemm_ar_nodes_kernel
 from tdkernels.ops.gemm_ar_one_shot import gemm_ar_one_shot_kernel
 from tdkernels.ops.gemm_ar_tiles import slice_columns
 from tdkernels.ops.gemm_rs_direct import gemm_rs_direct_kernel
@@ -69,7 +70,7 @@ ROWS, N, K = 2048, 8192, 7168
 PLAN = 3
 COPYING = [ag_gemm_kernel, gemm_ar_kernel, gemm_rs_kernel]  # whose programs copy to the peers
 PRODUCTS = [*COPYING, gemm_rs_direct_kernel]
-ACROSS_NODES = [ag_gemm_nodes_kernel, gemm_rs_nodes_kernel]  # which speak to the network too
+ACROSS_NODES = [ag_gemm_nodes_kernel, gemm_ar_nodes_kernel, gemm_rs_nodes_kernel]  # which speak to the network too
 NETWORK = {"extern_libs": {"nvshmem": str(Path(__file__).parent / "nvshmem_stub.ll")}}
 
 
@@ -108,6 +109,11 @@ def compile_gemm(
         stage = pointer(dtype)
         args = [ctx, x, rows_desc, weight, weight_desc, bias, output, stage, rows, n, k, stride, 33, 6, 7, PLAN, 4, 8]
         constants = {"SLICE_N": slice_columns(tiles), "RANKS": 4, **constants}
+    elif kernel is gemm_ar_nodes_kernel:
+        stage = pointer(dtype)
+        args = [ctx, x, rows_desc, weight, weight_desc, bias, output, stage]
+        args += [rows, n, k, stride, 33, 6, 7, 8, PLAN, 4, 8]
+        constants = {"SLICE_N": slice_columns(tiles), "NODES": nodes, "LOCAL": local, **constants}
     elif kernel is gemm_rs_direct_kernel:
         tiles = replace(tiles, num_stages=min(tiles.num_stages, 3))
         sent = descriptor(dtype, (2, 256, tiles.block_n), [1, tiles.block_m, tiles.block_n]) if tma else None
@@ -457,14 +463,14 @@ def test_products_across_nodes_on_hopper(kernel):
     # What the network reads has been stored by all threads.
     put = ptx.index("call.uni nvshmemx_putmem_signal_nbi_block")
     published = ptx.rindex("fence.acq_rel.sys", 0, put)
-    assert "st.global.v2.b64" in ptx[:published] and "bar.sync" in ptx[published:put]
+    assert re.search(r"st\.global\.v2\.b64|st\.global\.v4\.b32", ptx[:published]) and "bar.sync" in ptx[published:put]
     # What it has brought is read after the library's own wait; by TMA, after a fence that follows the wait.
     wait = ptx.rindex("call.uni nvshmem_signal_wait_until")
     if kernel is ag_gemm_nodes_kernel:
         fence = ptx.index("fence.proxy.async.global", wait)
         assert "cp.async.bulk.tensor" not in ptx[wait:fence] and "cp.async.bulk.tensor" in ptx[fence:]
     else:
-        assert ptx.find("ld.global.v2.b64", wait) > 0
+        assert re.search(r"ld\.global\.v2\.b64|ld\.global\.v4\.b32", ptx[wait:])
     told, code = assemble(ptx)
     assert "serialized" not in told, "products would wait for each other"
     main_loop = min(product_loops(code), key=len)
