@@ -204,7 +204,7 @@ def expert_launches(tokens=128, k=8, experts=256, ranks=8, width=7168, dtype=BF1
     group, capacity, found = SimpleNamespace(size=lambda: ranks), 2 * tokens, {}
     per_rank, per_expert = EpConfig(), EpConfig(combine="per_expert")
     network = {} if local is None else NETWORK
-    with recorded_launches(ep_launch, local or ranks) as launches:
+    with recorded_launches(ep_launch, ranks, ranks // (local or ranks)) as launches:
 
         def keep(name):
             found[name] = [(kernel, args, {**kwargs, **network}) for kernel, args, kwargs in launches]
