@@ -146,10 +146,10 @@ def main(argv=None):
     device = pick_device("auto", 2)
     size = (MESSAGE_BYTES, HOPS, PROGRAMS) if device == "cuda" else (64 << 10, 4, [1])  # else a rehearsal
     when = {"date": datetime.now(timezone.utc).isoformat(timespec="seconds"), "git": revision()}
-    rows = []
+    rows, machine = [], None
     for nodes in (1, 2):
         with _nodes_of(2 // nodes), RankPool(2, device) as pool:
-            machine = pool.run(harness.machine)[0]
+            machine = machine or pool.run(harness.machine)[0]
             rows += [{**row, **machine, **when} for row in pool.run(measure, *size)[0]]
     for row in rows:
         shown = ("by", "measure", "programs", "chunk_bytes", "us", "gbps")

@@ -17,6 +17,7 @@ from triton.runtime.jit import create_function_from_signature
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tdkernels.lang._jit import Kernel
+from tdkernels.symm.topology import Topology
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -27,6 +28,9 @@ TARGETS = {
     "gfx950": GPUTarget("hip", "gfx950", 64),
 }
 
+# What kernels that speak to the network are linked with, in the place of its library.
+NETWORK = {"nvshmem": str(Path(__file__).with_name("nvshmem_stub.ll"))}
+
 # What one program may have, in bytes; a kernel that needs more compiles but cannot be launched.
 SHARED_MEMORY = {"sm_80": 166912, "sm_89": 101376, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536, "gfx950": 163840}
 
@@ -35,7 +39,7 @@ def compile_for(kernel, args, kwargs, arch):
     """The compiled kernel (``.asm``, ``.metadata``) for a launch ``kernel[grid](*args, **kwargs)`` on ``arch``."""
     target = TARGETS[arch]
     backend = make_backend(target)
-    kwargs = {"debug": False, **kwargs}
+    kwargs = {"debug": False, **({"extern_libs": NETWORK} if kernel._network else {}), **kwargs}
     binder = create_function_from_signature(kernel.signature, kernel.params, backend)
     bound, specialization, options = binder(*args, **kwargs)
     options, signature, constants, attributes = kernel._pack_args(backend, kwargs, bound, specialization, options)
@@ -87,10 +91,15 @@ class _Recorder:
 
 
 @contextlib.contextmanager
-def recorded_launches(launcher):
-    """Within, the launcher's module launches nothing; gives the list of (kernel, args, kwargs) that it would have."""
+def recorded_launches(launcher, ranks=1, nodes=1):
+    """Within, the launcher's module launches nothing; gives the list of (kernel, args, kwargs) that it would have.
+
+    ``nodes``: on how many nodes the group's ``ranks`` are, for those who ask their workspace.
+    """
     launches = []
     workspace = MagicMock(ctx=pointer(torch.int64), kept={})
+    workspace.group.topology = Topology(0, ranks, ranks // nodes)
+    workspace.group.local_world_size = ranks // nodes if nodes > 1 else 1 << 30
     workspace.prepare.return_value = 3  # the plan
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launcher, "get_workspace", lambda *args, **options: workspace, raising=False)  # some need none

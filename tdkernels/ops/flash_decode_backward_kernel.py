@@ -18,9 +18,9 @@ from tdkernels.ops.flash_decode_kernel import (
     _first_blocks,
     _key_rows,
     _query,
-    _query_rows,
     _sees,
 )
+from tdkernels.ops.flash_decode_merge import query_rows
 
 _MAX_BLOCK_BYTES = 32 << 10  # of a block of keys and values, which stay with the program
 
@@ -88,7 +88,7 @@ def flash_decode_backward_kernel(
         for from_row in range(0, TQ * G, BLOCK_M):
             row = from_row + tl.arange(0, BLOCK_M)
             is_row = row < TQ * G
-            query = _query_rows(entry, head, row, heads, G, TQ)
+            query = query_rows(entry, head, row, heads, G, TQ)
             q1 = _query(q_ptr, query, is_row, D, 0, D1, FP8_NONE)
             do_mask = is_row[:, None] & (columns < DV)[None, :]
             do = tl.load(do_ptr + query[:, None] * DV + columns[None, :], mask=do_mask, other=0.0)

@@ -13,16 +13,25 @@ which this part is smallest always gets through: no program has to be resident (
 tiles, so no rank can finish a call that another has not begun (law 3).
 """
 
-import triton
 import triton.language as tl
 
 from tdkernels import lang as td
-from tdkernels.ops._attention import LN_2, LOG2_E
+from tdkernels.ops._attention import LOG2_E
+from tdkernels.ops.flash_decode_merge import (
+    NUMBERS_AT_A_TIME,
+    PARTS_AT_A_TIME,
+    exchange_lengths,
+    lse_at,
+    merge_parts,
+    merge_ranks,
+    query_rows,
+    store_output,
+    store_parts,
+)
+from tdkernels.ops.flash_decode_nodes import exchange_lengths_of_nodes, give_to_owner, lengths_of_nodes_at, merge_nodes
 
 # What uint8 stands for in a cache: nothing, e4m3 that the GPU converts, e4m3 that is converted by integers.
 FP8_NONE, FP8_NATIVE, FP8_BITS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-# Numbers of a part, and parts, that are merged at a time: a read takes far longer than an addition.
-_MERGED, _STEP = tl.constexpr(512), tl.constexpr(16)
 
 
 # ---- the cache ----
@@ -129,114 +138,23 @@ def _attend(
     return o, tl.where(some, highest + tl.log2(tl.where(some, total, 1.0)), float("-inf"))
 
 
-# ---- parts of a tile, and tiles of all ranks, put together ----
-
-
-@td.jit
-def _merge(o, lse, stride_o, stride_lse, count, rows, DVP: tl.constexpr, STEP: tl.constexpr):
-    """(o [rows, DVP], lse [rows] to base 2) of some rows of a tile, over its ``count`` parts in their order.
-
-    Part i has its o at ``o`` + i * stride_o, pointer to fp32, and its lse at ``lse`` + i * stride_lse.
-    """
-    highest = tl.full(rows.shape, float("-inf"), tl.float32)
-    total = tl.full(rows.shape, 0.0, tl.float32)
-    merged = tl.full((rows.shape[0], DVP), 0.0, tl.float32)
-    offs = rows[:, None] * DVP + tl.arange(0, DVP)[None, :]
-    for first in range(0, count, STEP):
-        parts = first + tl.arange(0, STEP)
-        there = parts < count
-        at = parts.to(tl.int64)
-        values = tl.load(
-            o + (at * stride_o)[:, None, None] + offs[None, :, :], mask=there[:, None, None], other=0.0
-        )
-        weights = tl.load(
-            lse + (at * stride_lse)[:, None] + rows[None, :], mask=there[:, None], other=float("-inf")
-        )
-        higher = tl.maximum(highest, td.max_of(weights, 0))
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        weights = tl.exp2(weights - base[None, :])
-        shrink = tl.exp2(highest - base)
-        total = total * shrink + td.sum_of(weights, 0)
-        merged = merged * shrink[:, None] + td.sum_of(weights[:, :, None] * values, 0)
-        highest = higher
-    some = total > 0.0
-    merged = merged / tl.where(some, total, 1.0)[:, None]
-    return merged, tl.where(some, highest + tl.log2(tl.where(some, total, 1.0)), float("-inf"))
-
-
-@td.jit
-def _store_output(
-    o_ptr, lse_ptr, lse2_ptr, o, lse, entry, head, row, heads,
-    ROWS: tl.constexpr, G: tl.constexpr, TQ: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
-):  # fmt: skip
-    """Store query rows ``row`` … of a head as the caller gets them: o [B, TQ, heads * G, DV], lse in natural log.
-
-    lse2_ptr: where lse is wanted to base 2, as it is, by the gradient: what is rounded once more is another number.
-    """
-    query = _query_rows(entry, head, row, heads, G, TQ)
-    there = row < ROWS
-    columns = tl.arange(0, DVP)
-    o = td.from_float32(o, o_ptr.dtype.element_ty)
-    tl.store(o_ptr + query[:, None] * DV + columns[None, :], o, mask=there[:, None] & (columns < DV)[None, :])
-    tl.store(lse_ptr + query, lse * LN_2, mask=there)
-    if lse2_ptr is not None:
-        tl.store(lse2_ptr + query, lse, mask=there)
-
-
-@td.jit
-def _store_parts(
-    ctx, half, o, lse, rows, tile, tiles, RANKS: tl.constexpr, RP: tl.constexpr, DVP: tl.constexpr
-):
-    """Store some rows of a tile in the slot of this rank in every rank's buffer, our own first."""
-    me = td.rank(ctx)
-    there = rows < RP
-    number = me.to(tl.int64) * tiles + tile
-    offs = number * (RP * DVP) + rows[:, None] * DVP + tl.arange(0, DVP)[None, :]
-    for step in tl.static_range(RANKS):
-        data = td.pointer_to(td.data_at(ctx, half, (me + step) % RANKS), tl.float32)
-        tl.store(data + offs, o, mask=there[:, None])
-        tl.store(data + _lse_at(tiles, RANKS, RP, DVP) + number * RP + rows, lse, mask=there)
+# ---- who does what ----
 
 
 @td.jit
 def _give(
     ctx, half, o, lse, rows, entry, head, block_r, tile, tiles, heads, o_ptr, lse_ptr, lse2_ptr,
     RANKS: tl.constexpr, TQ: tl.constexpr, G: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, RP: tl.constexpr,
+    NODES: tl.constexpr,
 ):  # fmt: skip
-    """Store rows of a tile that is complete on this rank: for all ranks, or, if there is one alone, for the caller."""
-    if RANKS > 1:
-        _store_parts(ctx, half, o, lse, rows, tile, tiles, RANKS, RP, DVP)
+    """Store rows of a tile that is complete on this rank: for who merges it, or, if we are alone, for the caller."""
+    if NODES > 1:
+        give_to_owner(ctx, half, o, lse, rows, tile, tiles, RANKS, NODES, RP, DVP)
+    elif RANKS > 1:
+        store_parts(ctx, half, o, lse, rows, tile, tiles, RANKS, RP, DVP)
     else:
         row = tl.where(rows < RP, block_r * RP + rows, TQ * G)
-        _store_output(o_ptr, lse_ptr, lse2_ptr, o, lse, entry, head, row, heads, TQ * G, G, TQ, DV, DVP)
-
-
-@td.jit
-def _lse_at(tiles, RANKS: tl.constexpr, RP: tl.constexpr, DVP: tl.constexpr):
-    """Where in a half the lse of all ranks' tiles begin, in numbers of fp32."""
-    return tl.cast(tiles, tl.int64) * (RANKS * RP * DVP)
-
-
-# ---- who does what ----
-
-
-@td.jit
-def _exchange_lengths(ctx, half, signal, lengths, entries, first_signal, lens_at, RANKS: tl.constexpr):
-    """How many keys the ranks after us have, of each entry; program 0 tells the peers how many are ours."""
-    me = td.rank(ctx)
-    BP: tl.constexpr = entries.shape[0]
-    if tl.program_id(0) == 0:
-        for step in tl.static_range(1, RANKS):
-            data = (td.data_at(ctx, half, (me + step) % RANKS) + lens_at).to(tl.pointer_type(tl.int32))
-            tl.store(data + me * BP + entries, lengths)
-        td.notify_all(ctx, td.signal_at(ctx, half, first_signal + me), signal)  # waiter: all programs of all peers
-    # producer: program 0 of every peer
-    td.wait_plan_all(ctx, td.signal_at(ctx, half, first_signal), 1, signal)
-    after = tl.full(entries.shape, 0, tl.int32)
-    data = (td.data_at(ctx, half, me) + lens_at).to(tl.pointer_type(tl.int32))
-    for source in tl.static_range(RANKS):
-        after += tl.load(data + source * BP + entries, mask=(entries >= 0) & (source > me), other=0)
-    return after
+        store_output(o_ptr, lse_ptr, lse2_ptr, o, lse, entry, head, row, heads, TQ * G, G, TQ, DV, DVP)
 
 
 @td.jit
@@ -249,12 +167,6 @@ def _place(pos, ends, blocks, tiles_of_entry):
     start = td.pick(ends, entries, entry) - of_tile * tiles_of_entry
     which = (pos - start) // of_tile
     return entry, which, start + which * of_tile
-
-
-@td.jit
-def _query_rows(entry, head, row, heads, G: tl.constexpr, TQ: tl.constexpr):
-    """Which rows of q [B * TQ * heads * G, D] a head's query rows are, [TQ, G] of them."""
-    return (tl.cast(entry, tl.int64) * TQ + row // G) * (heads * G) + head * G + row % G
 
 
 @td.jit
@@ -288,39 +200,10 @@ def _num_blocks(length, skipped, BLOCK_N: tl.constexpr):
     return tl.maximum((length + BLOCK_N - 1) // BLOCK_N - skipped, 1)
 
 
-@td.jit
-def _merge_ranks(
-    ctx, me, half, signal, ours, count, tiles, tiles_of_entry, heads, o_ptr, lse_ptr, lse2_ptr,
-    RANKS: tl.constexpr, TQ: tl.constexpr, G: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, RP: tl.constexpr,
-    ROWS: tl.constexpr, PASSES_ON: tl.constexpr,
-):  # fmt: skip
-    """Say that ``count`` tiles from number ``ours`` on are there, wait for the peers' and store what all make."""
-    BLOCKS_R: tl.constexpr = (TQ * G + RP - 1) // RP
-    PART: tl.constexpr = RP * DVP
-    RANKS_P: tl.constexpr = triton.next_power_of_2(RANKS)
-    data = td.pointer_to(td.data_at(ctx, half, me), tl.float32)
-    if count > 0:
-        # waiter: the programs of each peer that finish these tiles there
-        td.notify_all(ctx, td.signal_at(ctx, half, me * tiles + ours), signal, PASSES_ON=PASSES_ON, count=count)
-        # producer: the programs of each peer that finish these tiles there
-        td.wait_plan_all(ctx, td.signal_at(ctx, half, ours), tiles, signal, count=count)
-    for tile in range(ours, ours + count):
-        which = tile % tiles_of_entry
-        at = tl.cast(tile, tl.int64)
-        for from_row in range(0, RP, ROWS):
-            rows = from_row + tl.arange(0, ROWS)
-            merged, merged_lse = _merge(
-                data + at * PART, data + _lse_at(tiles, RANKS, RP, DVP) + at * RP,
-                tl.cast(tiles, tl.int64) * PART, tl.cast(tiles, tl.int64) * RP, RANKS, rows, DVP,
-                RANKS_P if RANKS_P < _STEP else _STEP,
-            )  # fmt: skip
-            _store_output(
-                o_ptr, lse_ptr, lse2_ptr, merged, merged_lse, tile // tiles_of_entry, which // BLOCKS_R,
-                which % BLOCKS_R * RP + rows, heads, TQ * G, G, TQ, DV, DVP,
-            )  # fmt: skip
+_OF_A_CALL = ["B", "heads", "capacity", "score_scale", "cap", "window", "plan"]
 
 
-@td.jit(do_not_specialize=["B", "heads", "capacity", "score_scale", "cap", "window", "plan"])
+@td.jit(do_not_specialize=_OF_A_CALL)
 def flash_decode_kernel(
     ctx, q_ptr, k_ptr, v_ptr, lens_ptr, table_ptr, k_scale_ptr, v_scale_ptr, o_ptr, lse_ptr, lse2_ptr, scratch_ptr,
     flags_ptr,
@@ -329,21 +212,24 @@ def flash_decode_kernel(
     RANKS: tl.constexpr, BP: tl.constexpr, TQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr, D1: tl.constexpr,
     D2: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, RP: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, PAGE: tl.constexpr, FP8: tl.constexpr, V_IS_K: tl.constexpr, SCALES: tl.constexpr,
-    SOFT_CAP: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+    SOFT_CAP: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr, NODES: tl.constexpr = 1,
 ):  # fmt: skip
     """q [B, TQ, heads * G, D], keys and values of ``heads`` heads, lens [B] -> o [B, TQ, heads * G, DV], lse.
 
     A half holds o [RANKS, tiles, RP, DVP] and lse [RANKS, tiles, RP] of every rank's tiles, in fp32, then lengths
     [RANKS, BP]. Signal number ``source * tiles + tile`` says that the source's tile is there; behind these, ``source``
     says the same of its lengths. Flag number ``tile`` counts those that have left a part of it in scratch memory, which
-    holds o and lse like a half does.
+    holds o and lse like a half does. With NODES > 1 a half holds what ``flash_decode_nodes`` says.
 
     flags_ptr: of one rank alone, which has no workspace. RP: rows of a tile, in memory; BP: B, as a power of two.
     SCALES: 0, 1 for a tensor's, 2 for a head's.
     """
     BLOCKS_R: tl.constexpr = (TQ * G + RP - 1) // RP
     PART: tl.constexpr = RP * DVP
-    ROWS: tl.constexpr = RP if PART < _MERGED else (_MERGED // DVP if DVP < _MERGED else 1)  # that are merged at a time
+    # Rows that are merged at a time.
+    ROWS: tl.constexpr = (
+        RP if PART < NUMBERS_AT_A_TIME else (NUMBERS_AT_A_TIME // DVP if DVP < NUMBERS_AT_A_TIME else 1)
+    )
     KNOWS_OTHERS: tl.constexpr = RANKS > 1 and (TQ > 1 or WINDOW)
     pid = tl.program_id(0)
     entries = tl.arange(0, BP)
@@ -360,9 +246,14 @@ def flash_decode_kernel(
         epoch = td.epoch(ctx) + 1
         half = (epoch % 2).to(tl.int32)
         signal = (epoch << 8) | plan
-        if KNOWS_OTHERS:
-            lens_at = (_lse_at(tiles, RANKS, RP, DVP) + tl.cast(tiles, tl.int64) * (RANKS * RP)) * 4
-            after = _exchange_lengths(ctx, half, signal, lengths, entries, RANKS * tiles, lens_at, RANKS)
+        if KNOWS_OTHERS and NODES > 1:
+            first_signal, lens_at = lengths_of_nodes_at(tiles, RANKS, NODES, RP, DVP)
+            after = exchange_lengths_of_nodes(
+                ctx, half, signal, lengths, entries, first_signal, lens_at, RANKS, NODES
+            )
+        elif KNOWS_OTHERS:
+            lens_at = (lse_at(tiles, RANKS, RP, DVP) + tl.cast(tiles, tl.int64) * (RANKS * RP)) * 4
+            after = exchange_lengths(ctx, half, signal, lengths, entries, RANKS * tiles, lens_at, RANKS)
 
     # An equal share of all blocks. A tile without keys has one block too, so that somebody sends it.
     blocks = _num_blocks(lengths, _first_blocks(lengths, after, window, TQ, BLOCK_N, WINDOW), BLOCK_N)
@@ -388,7 +279,7 @@ def flash_decode_kernel(
         tile = entry * tiles_of_entry + which
         row = block_r * RP + rows_m
         is_row = (rows_m < RP) & (row < TQ * G)
-        query = _query_rows(entry, head, row, heads, G, TQ)
+        query = query_rows(entry, head, row, heads, G, TQ)
         q1 = _query(q_ptr, query, is_row, D, 0, D1, FP8)
         q2 = _query(q_ptr, query, is_row, D, D1, D2, FP8) if D2 else q1
         scale_k, scale_v = tl.cast(score_scale, tl.float32), tl.full((), 1.0, tl.float32)
@@ -410,7 +301,7 @@ def flash_decode_kernel(
             last = tile
             _give(
                 ctx, half, o, lse, rows_m, entry, head, block_r, tile, tiles, heads, o_ptr, lse_ptr, lse2_ptr,
-                RANKS, TQ, G, DV, DVP, RP,
+                RANKS, TQ, G, DV, DVP, RP, NODES,
             )  # fmt: skip
         else:
             # The programs of a tile follow each other, so no other tile's have this number.
@@ -426,12 +317,13 @@ def flash_decode_kernel(
                 number = (tile + first_program).to(tl.int64)
                 for from_row in range(0, RP, ROWS):
                     rows = from_row + tl.arange(0, ROWS)
-                    merged, merged_lse = _merge(
-                        scratch_ptr + number * PART, part_lse_ptr + number * RP, PART, RP, parts, rows, DVP, _STEP
-                    )
+                    merged, merged_lse = merge_parts(
+                        scratch_ptr + number * PART, part_lse_ptr + number * RP, PART, RP, parts, rows, DVP,
+                        PARTS_AT_A_TIME,
+                    )  # fmt: skip
                     _give(
                         ctx, half, merged, merged_lse, rows, entry, head, block_r, tile, tiles, heads, o_ptr, lse_ptr,
-                        lse2_ptr, RANKS, TQ, G, DV, DVP, RP,
+                        lse2_ptr, RANKS, TQ, G, DV, DVP, RP, NODES,
                     )  # fmt: skip
         is_last = which == tiles_of_entry - 1
         entry += tl.where(is_last, 1, 0)
@@ -439,9 +331,19 @@ def flash_decode_kernel(
         first = first + of_tile
         pos = stop
 
-    if RANKS > 1:
-        _merge_ranks(
+    if NODES > 1:
+        merge_nodes(
+            ctx, half, signal, last - count + 1, count, tiles, tiles_of_entry, heads, o_ptr, lse_ptr, lse2_ptr,
+            RANKS, NODES, TQ, G, DV, DVP, RP, ROWS, KNOWS_OTHERS,
+        )  # fmt: skip
+    elif RANKS > 1:
+        merge_ranks(
             ctx, me, half, signal, last - count + 1, count, tiles, tiles_of_entry, heads, o_ptr, lse_ptr, lse2_ptr,
             RANKS, TQ, G, DV, DVP, RP, ROWS, KNOWS_OTHERS,
         )  # fmt: skip
+    if RANKS > 1:
         td.finish(ctx)
+
+
+# The same with NODES > 1, which speaks to the network, and is linked with its library.
+flash_decode_nodes_kernel = td.jit(network=True, do_not_specialize=_OF_A_CALL)(flash_decode_kernel.fn)

@@ -9,7 +9,14 @@ from tdkernels.ops._config import text_of
 from tdkernels.ops._local_flags import local_flags
 from tdkernels.ops.flash_decode_checks import FP8
 from tdkernels.ops.flash_decode_config import DecodeShape, default_config, num_programs
-from tdkernels.ops.flash_decode_kernel import FP8_BITS, FP8_NATIVE, FP8_NONE, flash_decode_kernel
+from tdkernels.ops.flash_decode_kernel import (
+    FP8_BITS,
+    FP8_NATIVE,
+    FP8_NONE,
+    flash_decode_kernel,
+    flash_decode_nodes_kernel,
+)
+from tdkernels.ops.flash_decode_nodes import num_slots, slot_numbers
 from tdkernels.symm import get_workspace
 from tdkernels.symm.group import group_state
 
@@ -40,10 +47,15 @@ def shape_of(q, k_cache, v_cache, block_table=None):
     )  # fmt: skip
 
 
-def slot_bytes(shape, ranks):
-    """Bytes of a half: every rank's tiles, their o and lse in fp32, and lengths."""
-    of_tile = shape.rows_of_tile * (shape.padded_dv + 1)
-    return 4 * ranks * (shape.tiles * of_tile + next_power_of_2(shape.batch))
+def half_sizes(shape, ranks, nodes):
+    """(bytes, signals) of a half: of tiles, with o and lse in fp32, and of lengths."""
+    if nodes > 1:
+        tiles = num_slots(shape.tiles, ranks, nodes)
+        numbers = tiles * slot_numbers(shape.rows_of_tile, shape.padded_dv)
+    else:
+        tiles = ranks * shape.tiles
+        numbers = tiles * shape.rows_of_tile * (shape.padded_dv + 1)
+    return 4 * (numbers + ranks * next_power_of_2(shape.batch)), tiles + ranks
 
 
 def _plan_fields(q, shape, options, config):
@@ -78,19 +90,21 @@ def launch(q, k_cache, v_cache, kv_lens, block_table, scales, options, group, co
     ranks = 1 if group is None else group.size()
     capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
     programs = num_programs(config, shape, capacity, q.device)
-    workspace, plan = None, 0
+    workspace, plan, nodes = None, 0, 1
     if ranks > 1:
-        workspace = get_workspace(group, q.device, "flash_decode")
+        workspace = get_workspace(group, q.device, "flash_decode", across_nodes=True)
+        nodes = workspace.group.topology.num_nodes
         plan = workspace.prepare(
-            "flash_decode", _plan_fields(q, shape, options, config), slot_bytes(shape, ranks),
-            ranks * (shape.tiles + 1), num_flags=shape.tiles,
+            "flash_decode", _plan_fields(q, shape, options, config), *half_sizes(shape, ranks, nodes),
+            num_flags=shape.tiles,
         )  # fmt: skip
         workspace.before_launch()
     args, constants = arguments(
         workspace, q, k_cache, v_cache, kv_lens, block_table, scales, (o, lse, lse2), shape, config, options, plan,
-        ranks, programs, capacity,
+        ranks, nodes, programs, capacity,
     )  # fmt: skip
-    flash_decode_kernel[(programs,)](*args, **constants)
+    kernel = flash_decode_kernel if nodes == 1 else flash_decode_nodes_kernel
+    kernel[(programs,)](*args, **constants)
     if workspace is not None:
         workspace.after_launch()
     return o, lse, lse2
@@ -98,7 +112,7 @@ def launch(q, k_cache, v_cache, kv_lens, block_table, scales, options, group, co
 
 def arguments(
     workspace, q, k_cache, v_cache, kv_lens, block_table, scales, outputs, shape, config, options, plan, ranks,
-    programs, capacity,
+    nodes, programs, capacity,
 ):  # fmt: skip
     """The kernel's arguments; ``workspace`` is None for one rank."""
     scale, soft_cap, window = options
@@ -125,7 +139,7 @@ def arguments(
         "D1": d1, "D2": d2, "DV": shape.dv, "DVP": shape.padded_dv, "RP": shape.rows_of_tile,
         "BLOCK_M": shape.block_m, "BLOCK_N": config.block_n, "PAGE": k_cache.shape[1] if paged else 0, "FP8": kind,
         "V_IS_K": shape.value_is_key, "SCALES": of_scales, "SOFT_CAP": soft_cap is not None,
-        "WINDOW": window is not None, "PRECISION": _operands.dot_precision(q.dtype),
+        "WINDOW": window is not None, "PRECISION": _operands.dot_precision(q.dtype), "NODES": nodes,
         "num_warps": config.num_warps, "num_stages": config.num_stages,
     }  # fmt: skip
     return args, constants

@@ -32,7 +32,7 @@ call t + 1 before everybody has begun it, and has finished call t: has read what
 the sums that we sent in call t have arrived, and are not read for the network any more.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton.language as tl
@@ -52,7 +52,7 @@ _FORWARD, _MULTIPLY, _SUM, _TOTAL = (tl.constexpr(role) for role in range(4))
 
 @td.jit
 def _sum_slice(parts, part_bytes, first, own, PARTS: tl.constexpr, SIZE: tl.constexpr, DTYPE: tl.constexpr):
-    """SIZE elements from ``first`` on of the sum of some rounded tiles, of which number ``own`` is ours; as a vector."""
+    """SIZE elements from ``first`` on of the sum of PARTS rounded tiles, of which number ``own`` is ours; a vector."""
     offs = first + tl.arange(0, SIZE)
     ours = td.to_float32(tl.load(td.pointer_to(parts + own * part_bytes, DTYPE) + offs))
     return sum_in_rank_order(parts, part_bytes, offs, offs >= 0, ours, own, PARTS, DTYPE)
@@ -273,9 +273,12 @@ class _Schedule:
         items = -(-tiles // item_tiles)
         rounds = -(-items // local)
         lag = min(-(-num_sms // item_tiles), rounds * local)
-        # As for one node; and one more wave for the sums to cross the network.
+        # The last partial is on its way after a wave. A program that comes too early keeps a multiprocessor waiting,
+        # one that comes late costs nothing but at the end: so one more wave for partials to arrive, one for sums and
+        # one for totals. What is no more than a wave is at its end from the beginning.
         wave = -(-lag // local)
-        return cls(rounds, lag, 2 * wave + 1, 3 * wave + 2, 4 * wave + 3)
+        gap = wave + 1 if lag < rounds * local else 0
+        return cls(rounds, lag, wave + gap, wave + 2 * gap, wave + 3 * gap)
 
     def num_pieces(self, item_tiles, local):
         return (self.rounds + self.receive_after) * (local * (local > 1) + (2 * local + 1) * item_tiles)
@@ -319,6 +322,8 @@ def launch(x, weight, bias, group, config, fields):
     m, n = x.shape[0], weight.shape[0]
     tiles = config.tiles
     count = -(-m // tiles.block_m) * -(-n // tiles.block_n)
+    # Of few tiles each rank of a node shall own some.
+    config = replace(config, item_tiles=min(config.item_tiles, -(-count // local)))
     schedule = _Schedule.of(count, config.item_tiles, local, _device.num_sms(x.device))
     slots = schedule.rounds * config.item_tiles  # tiles of a rank's items, the last one filled up
     tile_bytes = tiles.block_m * tiles.block_n * x.element_size()

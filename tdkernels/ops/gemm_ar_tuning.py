@@ -7,7 +7,9 @@ from tdkernels.ops import _dense_tuning as dense
 from tdkernels.ops import _device, _gemm, _rank_sum, _staging, _tiles
 from tdkernels.ops import gemm_ar as op
 from tdkernels.ops import gemm_ar_kernel as kernel
+from tdkernels.ops import gemm_ar_nodes_kernel as nodes_kernel
 from tdkernels.ops import gemm_ar_one_shot as one_shot
+from tdkernels.ops import gemm_ar_tiles as shared
 from tdkernels.ops._tiles import Tiles
 from tdkernels.ops.gemm_ar_kernel import GemmArConfig
 
@@ -18,7 +20,7 @@ _ONE_SHOT_MOST_ROWS = 1024  # beyond, the wire alone takes far longer than two_s
 
 class GemmArTunable(dense.DenseTunable):
     name = "gemm_ar"
-    sources = (op, kernel, one_shot, _gemm, _rank_sum, _staging, _tiles)
+    sources = (op, kernel, one_shot, nodes_kernel, shared, _gemm, _rank_sum, _staging, _tiles)
     divided = (2,)
     config_class = GemmArConfig
     op, kernel = op, kernel
@@ -42,7 +44,8 @@ class GemmArTunable(dense.DenseTunable):
                 configs.append(GemmArConfig("fused", "two_shot", tiles, item_tiles))
         if m <= _ONE_SHOT_MOST_ROWS:
             for tiles in _one_shot_tiles(m, problem.torch_dtype, device):
-                configs += [GemmArConfig("fused", "one_shot", tiles, split_k=split) for split in (1, 2, 4, 8)]
+                splits = (1, 2, 4, 8) if problem.num_nodes == 1 else (1,)  # on several K stays whole
+                configs += [GemmArConfig("fused", "one_shot", tiles, split_k=split) for split in splits]
         return configs
 
     def estimate_ms(self, config, problem, hardware):

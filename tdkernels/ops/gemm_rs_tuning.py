@@ -4,10 +4,11 @@ import torch
 
 from tdkernels.autotune.operator import Floors, register
 from tdkernels.ops import _dense_tuning as dense
-from tdkernels.ops import _device, _gemm, _rank_sum, _staging, _tiles
+from tdkernels.ops import _device, _gemm, _node_sum, _rank_sum, _staging, _tiles
 from tdkernels.ops import gemm_rs as op
 from tdkernels.ops import gemm_rs_direct as direct
 from tdkernels.ops import gemm_rs_kernel as kernel
+from tdkernels.ops import gemm_rs_nodes_kernel as nodes_kernel
 from tdkernels.ops._tiles import Tiles
 from tdkernels.ops.gemm_rs_kernel import GemmRsConfig
 
@@ -28,7 +29,7 @@ def _direct_tiles(device, dtype):
 
 class GemmRsTunable(dense.DenseTunable):
     name = "gemm_rs"
-    sources = (op, kernel, direct, _gemm, _rank_sum, _staging, _tiles)
+    sources = (op, kernel, direct, nodes_kernel, _gemm, _node_sum, _rank_sum, _staging, _tiles)
     divided = (0, 2)
     config_class = GemmRsConfig
     op, kernel = op, kernel
@@ -52,7 +53,7 @@ class GemmRsTunable(dense.DenseTunable):
             of_a_shard = -(-rows // tiles.block_m) * -(-n // tiles.block_n)
             for item_tiles in sorted({min(item, of_a_shard) for item in (1, 2, 4, 8)}):
                 configs.append(GemmRsConfig(tiles=tiles, item_tiles=item_tiles))
-        if problem.world_size <= direct.MAX_RANKS:
+        if problem.num_nodes == 1 and problem.world_size <= direct.MAX_RANKS:
             configs += [
                 GemmRsConfig(tiles=tiles, transport="direct") for tiles in _direct_tiles(device, problem.torch_dtype)
             ]

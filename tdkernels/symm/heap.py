@@ -7,15 +7,18 @@ what is at the same distance from the beginning is the same to the library, whic
 
 import json
 import os
+from functools import partial
 
 import torch
 
 from tdkernels.lang import _device_library
 from tdkernels.symm.buffer import SymmetricBuffer
+from tdkernels.symm.group import GroupState, resolve_group
 
 VARIABLE = "TDKERNELS_HEAP_MB"
 DEFAULT_MB = 2048
 _ALIGN = 512
+_SPARE = 64 << 20  # for what the library itself keeps in its memory
 
 _heaps = {}  # by device
 
@@ -79,15 +82,30 @@ class Heap:
 def heap_for(device):
     """The heap of a device; made, and the library initialised, when all ranks of the world first ask for it."""
     if device not in _heaps:
-        if torch.version.hip:
-            from tdkernels.symm.rocshmem import start
-        else:
-            from tdkernels.symm.nvshmem import start
         size = heap_bytes()
-        runtime = start(device, size)
-        _device_library.provide(runtime.device_library(), runtime.init_module)
+        runtime, library = _start_rocshmem(size) if torch.version.hip else _start_nvshmem(device, size)
+        _device_library.provide(library, runtime.init_module)
         _heaps[device] = Heap(runtime, size)
     return _heaps[device]
+
+
+def _start_nvshmem(device, size):
+    """(the runtime, what kernels are linked with)"""
+    from tdkernels.symm import nvshmem
+
+    runtime = nvshmem.start(device, size)
+    return runtime, runtime.device_library()
+
+
+def _start_rocshmem(size):
+    """As ``_start_nvshmem``; never run on AMD hardware."""
+    from tdkernels.lang._rocshmem import device_library
+    from tdkernels.symm import rocshmem
+
+    library = device_library()
+    os.environ.setdefault("ROCSHMEM_HEAP_SIZE", str(size + _SPARE))
+    world = GroupState(resolve_group(None), "tdkernels/rocshmem")
+    return rocshmem.start(world.rank, world.world_size, partial(world.exchange, "rocSHMEM")), library
 
 
 class HeapBuffer(SymmetricBuffer):

@@ -16,8 +16,6 @@ from tests.ops.dense import config_for, has_the_bits_of_rank_0
 from tests.reference import Case
 from tests.test_protocol import failure_of, poison, timeout
 
-SEEDS = 50
-
 
 def computes(operator, dtype, local, shapes, *, bias=True, exact=False, **changes):
     """Output and every gradient of each shape, with the config changed as told."""
@@ -56,7 +54,7 @@ def reuses_poisoned_memory(operator, local, shapes):
 def waits_for_a_slow_rank(operator, local):
     with a_group_on_nodes(local) as group:
         for slow in range(dist.get_world_size()):
-            case = Case(operator, torch.bfloat16, 20, 9, 33, seed=slow)
+            case = Case(operator, torch.bfloat16, 9, 5, 7, seed=slow)
             if dist.get_rank() == slow:
                 time.sleep(0.1)
             output = case.call(group=group)
@@ -66,13 +64,13 @@ def waits_for_a_slow_rank(operator, local):
             case.check({"output": output, **case.gradients()})
 
 
-def is_right_on_every_network(operator, local, shapes, **changes):
+def is_right_on_every_network(operator, local, seeds, shapes, **changes):
     """Small calls with nothing between them, each on a network with an order of its own."""
     with a_group_on_nodes(local) as group:
         cases = [Case(operator, torch.float32, *shape, exact=True, seed=i) for i, shape in enumerate(shapes * 2)]
         configs = [config_for(case, **changes) for case in cases]
         pauses = random.Random(dist.get_rank())
-        for seed in range(SEEDS):
+        for seed in range(seeds):
             reseed(seed)
             turn = seed % len(cases)
             output = cases[turn].call(group=group, config=configs[turn])
@@ -84,12 +82,12 @@ def is_right_on_every_network(operator, local, shapes, **changes):
 def repeats_its_bits(operator, local, dtype, **changes):
     """The same bits every time, whatever comes first."""
     with a_group_on_nodes(local) as group:
-        case = Case(operator, dtype, 40, 37, 70)
+        case = Case(operator, dtype, 20, 37, 40)
         config = config_for(case, **changes)
         first = case.call(group=group, config=config)
         case.check({"output": first.detach()})
         has_the_bits_of_rank_0(case, {"output": first.detach()})
-        for seed in range(1, 5):
+        for seed in range(1, 4):
             reseed(seed)
             assert torch.equal(case.call(group=group, config=config), first), f"changed with seed {seed}"
 
