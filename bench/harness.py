@@ -18,6 +18,7 @@ from tdkernels.autotune import timing
 from tdkernels.autotune.timing import synchronize
 from tdkernels.launch import rank_device
 from tdkernels.symm import resolve_group
+from tdkernels.symm.group import group_state
 
 # NVLink multicast is off in every measurement. Ranks inherit this from the process that imports us and starts them.
 os.environ.update(NCCL_NVLS_ENABLE="0", TORCH_SYMM_MEM_DISABLE_MULTICAST="1", NVSHMEM_DISABLE_NVLS="1")
@@ -45,8 +46,11 @@ def machine():
     import triton
 
     on_gpu = rank_device().type == "cuda"
+    gpu = torch.cuda.get_device_name() if on_gpu else "cpu"
+    nodes = group_state(resolve_group(None)).topology.num_nodes
     return {
-        "gpu": torch.cuda.get_device_name() if on_gpu else "cpu",
+        # Their rows are told from those of one node wherever a machine is named.
+        "gpu": gpu if nodes == 1 else f"{gpu} on {nodes} simulated nodes",
         "num_gpus": dist.get_world_size(),
         "driver": _driver() if on_gpu else None,
         "torch": torch.__version__,

@@ -7,6 +7,7 @@ that shows what its calls cost, and no network's speed.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -125,6 +126,19 @@ def measure(message_bytes, hops, numbers_of_programs):
     return rows
 
 
+@contextlib.contextmanager
+def _nodes_of(ranks):
+    """Let ranks that are started within be on simulated nodes of so many."""
+    before = os.environ.get(topology.VARIABLE)
+    os.environ[topology.VARIABLE] = str(ranks)
+    try:
+        yield
+    finally:
+        os.environ.pop(topology.VARIABLE)
+        if before is not None:
+            os.environ[topology.VARIABLE] = before
+
+
 def main(argv=None):
     parser = argparse.ArgumentParser(prog="python -m bench.network", description=__doc__.split("\n")[0])
     parser.add_argument("--out", help="a folder for the rows, as JSON lines")
@@ -132,11 +146,10 @@ def main(argv=None):
     device = pick_device("auto", 2)
     size = (MESSAGE_BYTES, HOPS, PROGRAMS) if device == "cuda" else (64 << 10, 4, [1])  # else a rehearsal
     when = {"date": datetime.now(timezone.utc).isoformat(timespec="seconds"), "git": revision()}
-    rows = []
+    rows, machine = [], None
     for nodes in (1, 2):
-        os.environ[topology.VARIABLE] = str(2 // nodes)
-        with RankPool(2, device) as pool:
-            machine = pool.run(harness.machine)[0]
+        with _nodes_of(2 // nodes), RankPool(2, device) as pool:
+            machine = machine or pool.run(harness.machine)[0]
             rows += [{**row, **machine, **when} for row in pool.run(measure, *size)[0]]
     for row in rows:
         shown = ("by", "measure", "programs", "chunk_bytes", "us", "gbps")

@@ -13,6 +13,7 @@ from bench import (
     group_gemm_report,
     moe_report,
     network_report,
+    nodes_report,
     plots,
 )
 from bench.points import (
@@ -36,7 +37,7 @@ _MARK = f"{_OURS}: do not edit it, but measure again or change bench/report.py -
 _HEAD = """# Measured
 
 Made by `python -m tdkernels bench --report` from the rows (JSONL) in the folder of results; nothing here is typed.
-Losses are in the tables, marked ▼.
+Losses are in the tables, marked ▼. All was measured but the last part, which says that it is predicted.
 
 - Times are milliseconds: the median of bursts on each rank, of which the slowest rank counts. All methods of a shape
   ran in turns in one run, on the same inputs, and were checked before the clock started. The newest run counts.
@@ -119,6 +120,7 @@ def text(points, alone=(), ep=(), layers=(), decode=(), sequences=(), network=()
     if decode:
         parts.append(flash_decode_report.text(decode, _link))
     parts += filter(None, [attention_report.text(sequences), network_report.text(network)])
+    parts += filter(None, [nodes_report.text(points, alone, ep, decode)])
     return "\n".join(parts)
 
 

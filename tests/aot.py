@@ -99,6 +99,7 @@ def recorded_launches(launcher, ranks=1, nodes=1):
     launches = []
     workspace = MagicMock(ctx=pointer(torch.int64), kept={})
     workspace.group.topology = Topology(0, ranks, ranks // nodes)
+    workspace.group.local_world_size = ranks // nodes if nodes > 1 else 1 << 30
     workspace.prepare.return_value = 3  # the plan
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launcher, "get_workspace", lambda *args, **options: workspace, raising=False)  # some need none

@@ -10,8 +10,9 @@ import os
 
 import torch.distributed as dist
 
-from tdkernels.symm import emulated, topology
-from tdkernels.symm.group import group_state
+import tdkernels
+from tdkernels.symm import emulated, resolve_group, topology
+from tdkernels.symm.group import group_state, scratch_state
 
 
 @contextlib.contextmanager
@@ -35,6 +36,23 @@ def a_group_on_nodes(local_world_size, ranks=None):
             dist.destroy_process_group(group)
         del group
         gc.collect()
+
+
+@contextlib.contextmanager
+def the_world_on_nodes(local_world_size):
+    """Within, the world itself is on nodes of so many ranks each: for what knows of no group. Collective."""
+    world = resolve_group()
+    with scratch_state(world) as state:
+        state._topology = topology.Topology(dist.get_rank(), dist.get_world_size(), local_world_size)
+        yield
+        tdkernels.synchronize()
+        state.barrier("tests")
+
+
+def on_nodes(local_world_size, fn, *args):
+    """In a rank: call a function, for which the world is on nodes."""
+    with the_world_on_nodes(local_world_size):
+        return fn(*args)
 
 
 def reseed(seed):

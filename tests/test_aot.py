@@ -7,6 +7,7 @@ import pkgutil
 import re
 from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -32,17 +33,21 @@ from tdkernels.ops import (
     ulysses_qkv_kernel,
 )
 from tdkernels.ops import _gather_kernels as gather
+from tdkernels.ops import _gather_nodes_kernels as gather_nodes
 from tdkernels.ops import collective_kernels as collectives
 from tdkernels.ops._operands import aligned
 from tdkernels.ops._tiles import Tiles
 from tdkernels.ops.ag_gemm_kernel import ag_gemm_kernel
+from tdkernels.ops.ag_gemm_nodes_kernel import ag_gemm_nodes_kernel
 from tdkernels.ops.collective_config import EXCHANGES, CollectiveConfig
 from tdkernels.ops.ep_config import EpConfig
 from tdkernels.ops.flash_decode_kernel import flash_decode_nodes_kernel
-from tdkernels.ops.gemm_ar_kernel import gemm_ar_kernel, slice_columns
+from tdkernels.ops.gemm_ar_kernel import gemm_ar_kernel
 from tdkernels.ops.gemm_ar_one_shot import gemm_ar_one_shot_kernel
+from tdkernels.ops.gemm_ar_tiles import slice_columns
 from tdkernels.ops.gemm_rs_direct import gemm_rs_direct_kernel
 from tdkernels.ops.gemm_rs_kernel import gemm_rs_kernel
+from tdkernels.ops.gemm_rs_nodes_kernel import gemm_rs_nodes_kernel
 from tdkernels.ops.ulysses_config import UlyssesConfig
 from tdkernels.trace import clocks
 from tests.aot import (
@@ -64,6 +69,8 @@ ROWS, N, K = 2048, 8192, 7168
 PLAN = 3
 COPYING = [ag_gemm_kernel, gemm_ar_kernel, gemm_rs_kernel]  # whose programs copy to the peers
 PRODUCTS = [*COPYING, gemm_rs_direct_kernel]
+ACROSS_NODES = [ag_gemm_nodes_kernel, gemm_rs_nodes_kernel]  # which speak to the network too
+NETWORK = {"extern_libs": {"nvshmem": str(Path(__file__).parent / "nvshmem_stub.ll")}}
 
 
 def tiles_for(arch, dtype):
@@ -79,7 +86,9 @@ def uses_tma(arch, dtype):
     return arch in ("sm_90", "sm_100") and dtype != FP32
 
 
-def compile_gemm(kernel, arch, dtype, *, w_is_kn=False, bias=False, shape=(ROWS, N, K), **constants):
+def compile_gemm(
+    kernel, arch, dtype, *, w_is_kn=False, bias=False, shape=(ROWS, N, K), nodes=2, local=2, **constants
+):  # fmt: skip
     """Compile one of the product kernels as its launcher would launch it, by default on a large shape."""
     rows, n, k = shape
     tiles = tiles_for(arch, dtype)
@@ -91,10 +100,10 @@ def compile_gemm(kernel, arch, dtype, *, w_is_kn=False, bias=False, shape=(ROWS,
     x = weight = output = pointer(dtype)
     bias = pointer(dtype) if bias else None
     ctx = pointer(torch.int64)
-    if kernel is ag_gemm_kernel:
+    if kernel in (ag_gemm_kernel, ag_gemm_nodes_kernel):
         args = [ctx, x, rows_desc, rows_desc, weight, weight_desc, bias, output]
         args += [rows, n, k, stride, rows, PLAN, 16, 1, 8]
-        constants = {"FIXED_HALF": False, **constants}
+        constants = {"FIXED_HALF": False, **constants}  # and as many nodes as there are
     elif kernel is gemm_ar_kernel:
         stage = pointer(dtype)
         args = [ctx, x, rows_desc, weight, weight_desc, bias, output, stage, rows, n, k, stride, 33, 6, 7, PLAN, 4, 8]
@@ -109,15 +118,21 @@ def compile_gemm(kernel, arch, dtype, *, w_is_kn=False, bias=False, shape=(ROWS,
     else:
         stage = pointer(dtype)
         args = [ctx, x, rows_desc, weight, weight_desc, bias, output, stage, rows, n, k, stride, 33, PLAN, 4, 8]
-        constants = {"RANKS": 4, **constants}
+        ranks = {"RANKS": 4} if kernel is gemm_rs_kernel else {"NODES": nodes, "LOCAL": local}
+        constants = {**ranks, **constants}
+    copying = kernel in (*COPYING, *ACROSS_NODES)
+    network = NETWORK if kernel in ACROSS_NODES else {}
     kwargs = {
-        **({"COPY_WORDS": 4096} if kernel in COPYING else {}), **constants, **tiles.constants(), **tiles.options(),
+        **({"COPY_WORDS": 4096} if copying else {}), **network, **constants, **tiles.constants(), **tiles.options(),
         "ELEM_BYTES": dtype.itemsize, "ALIGNED": aligned(n, k, stride), "HAS_BIAS": bias is not None, "USE_TMA": tma,
         "W_IS_KN": w_is_kn, "PRECISION": "ieee",
     }  # fmt: skip
     compiled = compile_for(kernel, args, kwargs, arch)
     assert compiled.metadata.shared <= SHARED_MEMORY[arch]
     return compiled
+
+
+each_across_nodes = pytest.mark.parametrize("kernel", ACROSS_NODES, ids=lambda k: k.__name__)
 
 
 def one_shot_tiles_for(arch, dtype):
@@ -175,14 +190,18 @@ EVERYWHERE = ["route of many tokens", "dispatch, quantized", "combine per rank"]
 
 
 @functools.cache
-def expert_launches(tokens=128, k=8, experts=256, ranks=8, width=7168, dtype=BF16):
-    """What dispatches, combines and their gradients launch, by name: lists of (kernel, args, kwargs)."""
+def expert_launches(tokens=128, k=8, experts=256, ranks=8, width=7168, dtype=BF16, local=None):
+    """What dispatches, combines and their gradients launch, by name: lists of (kernel, args, kwargs).
+
+    ``local``: ranks of a node, of several; None for one node.
+    """
     group, capacity, found = SimpleNamespace(size=lambda: ranks), 2 * tokens, {}
     per_rank, per_expert = EpConfig(), EpConfig(combine="per_expert")
-    with recorded_launches(ep_launch) as launches:
+    network = {} if local is None else NETWORK
+    with recorded_launches(ep_launch, local or ranks) as launches:
 
         def keep(name):
-            found[name] = list(launches)
+            found[name] = [(kernel, args, {**kwargs, **network}) for kernel, args, kwargs in launches]
             launches.clear()
 
         def route(tokens, k, **options):
@@ -420,6 +439,38 @@ def test_a_size_of_one_compiles(kernel, arch):
         compile_gemm(kernel, arch, BF16, shape=shape)
 
 
+# The words that take the network are NVIDIA's so far, and of its GPUs these two take all the ways there are.
+@pytest.mark.parametrize("arch, dtype, local", [("sm_80", BF16, 2), ("sm_80", FP32, 1), ("sm_90", FP16, 1)], ids=str)
+@each_across_nodes
+def test_products_across_nodes_compile(kernel, arch, dtype, local):
+    compile_gemm(kernel, arch, dtype, bias=dtype == FP16, w_is_kn=dtype == FP16, nodes=3, local=local)
+    if arch == "sm_90":
+        compile_gemm(kernel, arch, dtype, shape=(1, 1, 1), local=local)
+
+
+@each_across_nodes
+def test_products_across_nodes_on_hopper(kernel):
+    ptx = compile_gemm(kernel, "sm_90", BF16).asm["ptx"]
+    assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx and "mma.sync" not in ptx
+    assert not narrow(ptx)
+    assert "ld.global.v2.b64" in ptx and "st.global.v2.b64" in ptx  # what is pushed
+    # What the network reads has been stored by all threads.
+    put = ptx.index("call.uni nvshmemx_putmem_signal_nbi_block")
+    published = ptx.rindex("fence.acq_rel.sys", 0, put)
+    assert "st.global.v2.b64" in ptx[:published] and "bar.sync" in ptx[published:put]
+    # What it has brought is read after the library's own wait; by TMA, after a fence that follows the wait.
+    wait = ptx.rindex("call.uni nvshmem_signal_wait_until")
+    if kernel is ag_gemm_nodes_kernel:
+        fence = ptx.index("fence.proxy.async.global", wait)
+        assert "cp.async.bulk.tensor" not in ptx[wait:fence] and "cp.async.bulk.tensor" in ptx[fence:]
+    else:
+        assert ptx.find("ld.global.v2.b64", wait) > 0
+    told, code = assemble(ptx)
+    assert "serialized" not in told, "products would wait for each other"
+    main_loop = min(product_loops(code), key=len)
+    assert not any(re.search(r"\b(LDL|STL)\b", text) for text in main_loop), told
+
+
 @pytest.mark.parametrize("arch", TARGETS)
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 def test_one_shot_compiles(dtype, arch):
@@ -500,6 +551,29 @@ def test_expert_parallel_of_odd_sizes_compiles(arch, sizes):
     launches = expert_launches(**sizes)
     for name in EVERYWHERE:
         compile_launches(launches[name], arch)
+
+
+# The words that take the network are NVIDIA's so far. Between them these hold every function of the kernels.
+@pytest.mark.parametrize("name, arch", [
+    ("route", "sm_90"), ("route of many tokens", "sm_80"), ("dispatch, quantized", "sm_90"),
+    ("dispatch again, with scales", "sm_80"), ("gradient of a combine", "sm_90"), ("combine per rank", "sm_90"),
+    ("gradient of a dispatch", "sm_80"), ("combine per expert", "sm_90"),
+])  # fmt: skip
+def test_expert_parallel_across_nodes_compiles(name, arch):
+    *_, moves = compile_launches(expert_launches(local=4)[name], arch)
+    if name in MOVES:
+        ptx = moves.asm["ptx"]
+        for move in ("ld", "st"):
+            assert len(re.findall(rf"{move}\.global\.v2\.b64|{move}\.global\.v4\.b32", ptx)) >= 6
+            assert not re.search(rf"{move}\.global\.[bu]16\b", ptx), "single elements"
+        for word in ("nvshmemx_putmem_signal_nbi_block", "nvshmemx_signal_op", "nvshmem_signal_wait_until"):
+            assert re.search(rf"call\.uni[^;]*\b{word}\b", ptx), word
+
+
+def test_expert_parallel_of_one_rank_a_node_compiles():
+    launches = expert_launches(tokens=1, k=1, experts=3, ranks=3, width=1, dtype=FP16, local=1)
+    for name in EVERYWHERE:
+        compile_launches(launches[name], "sm_90")
 
 
 @pytest.mark.parametrize("name", MOVES)
@@ -690,9 +764,29 @@ def test_small_kernels_compile(arch):
             assert compile_for(kernel, args, kwargs, arch).metadata.shared <= SHARED_MEMORY[arch]
 
 
+def small_launches_across_nodes():
+    ctx, x = pointer(torch.int64), pointer(BF16)
+    narrow, wide = {"num_warps": 1, **NETWORK}, {"COPY_WORDS": 4096, "num_warps": 16, **NETWORK}
+    return {
+        gather_nodes.begin_nodes_kernel: ([ctx, PLAN], narrow),
+        gather_nodes.push_nodes_kernel: ([ctx, x, 8, 1 << 24, 1 << 20, 16, 1 << 24, PLAN], wide),
+        gather_nodes.await_nodes_kernel: ([ctx, 16, 1, 4, PLAN], narrow),
+    }
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_small_kernels_across_nodes_compile(arch):
+    for kernel, (args, kwargs) in small_launches_across_nodes().items():
+        assert compile_for(kernel, args, kwargs, arch).metadata.shared <= 4096
+
+
 @pytest.mark.parametrize("arch", TARGETS)
 def test_ag_gemm_compiles_for_a_gather_that_stays(arch):
     compile_gemm(ag_gemm_kernel, arch, BF16, FIXED_HALF=True)
+
+
+def test_ag_gemm_across_nodes_compiles_for_a_gather_that_stays():
+    compile_gemm(ag_gemm_nodes_kernel, "sm_80", BF16, FIXED_HALF=True)
 
 
 @pytest.mark.parametrize("kernel", PRODUCTS, ids=lambda k: k.__name__)
@@ -794,10 +888,13 @@ def test_a_deeper_tile_than_the_chip_has_memory_is_refused():
 
 def test_every_kernel_is_compiled_here():
     """Whoever adds a kernel adds it above. Device functions count through the kernels that call them."""
-    of_experts = {kernel for launches in expert_launches().values() for kernel, *_ in launches}
+    of_experts = {
+        kernel for local in (None, 4) for launches in expert_launches(local=local).values() for kernel, *_ in launches
+    }
     of_groups = {kernel for kernel, *_ in grouped_launches("sm_90", BF16, "swiglu").values()}
     of_sliced = {kernel for kernel, *_ in sliced_launches("sm_90", BF16).values()}
-    compiled = {*PRODUCTS, gemm_ar_one_shot_kernel, *COLLECTIVES.values(), *small_launches()}
+    compiled = {*PRODUCTS, *ACROSS_NODES, gemm_ar_one_shot_kernel, *COLLECTIVES.values(), *small_launches()}
+    compiled |= set(small_launches_across_nodes())
     of_ulysses = {kernel for kernel, *_ in ulysses_launches("sm_90", BF16).values()}
     compiled |= of_experts | of_groups | of_sliced | of_ulysses
     for nodes in (1, 2):

@@ -2,7 +2,9 @@
 
 import json
 
-from bench import network, network_report, points
+from bench import harness, network, network_report, points
+from tdkernels.launch import run_ranks
+from tdkernels.symm import topology
 
 
 def test_rows_and_table(tmp_path, capsys, monkeypatch):
@@ -32,3 +34,12 @@ def test_the_table_is_of_the_newest_rows(tmp_path):
     assert "| by | KiB a signal | 1 programs | 8 programs |" in text
     assert "| direct | 64 | 45 | – |" in text and "| network | 64 | – | 45 |" in text
     assert network_report.text([]) == ""
+
+
+def _names():
+    return harness.machine()["gpu"]
+
+
+def test_rows_of_simulated_nodes_are_told_from_others(monkeypatch):
+    monkeypatch.setenv(topology.VARIABLE, "1")
+    assert run_ranks(2, _names, device="cpu") == ["cpu on 2 simulated nodes"] * 2

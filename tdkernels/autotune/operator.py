@@ -113,8 +113,8 @@ class Tunable(ABC):
         """Something hashable that is equal for configs which run the same compiled kernels; None: they need none."""
 
     @abstractmethod
-    def compile(self, operands, world_size, config):
-        """Compile what ``run`` in a group of that size would launch, without launching it."""
+    def compile(self, operands, problem, config):
+        """Compile what ``run`` in a group like the problem's would launch, without launching it."""
 
 
 def register(tunable):

@@ -34,12 +34,17 @@ class Problem:
         return cls(operator, gpu_name(device), world_size, local_world_size, name, layout, tuple(shape))
 
     @property
+    def num_nodes(self):
+        return self.world_size // self.local_world_size
+
+    @property
     def torch_dtype(self):
         return getattr(torch, self.dtype)
 
     def __str__(self):
         sizes = "x".join(map(str, self.shape))
-        return f"{self.operator} {sizes} {self.dtype} {self.layout} on {self.world_size} x {self.gpu}"
+        where = f"{self.num_nodes} nodes of " if self.num_nodes > 1 else ""
+        return f"{self.operator} {sizes} {self.dtype} {self.layout} on {where}{self.local_world_size} x {self.gpu}"
 
 
 @functools.cache

@@ -69,6 +69,8 @@ _slowest_links = weakref.WeakKeyDictionary()
 
 def slowest_link(device, group):
     """``link_rate`` of the slowest rank, None if it cannot be measured; once for a group. Collective."""
+    if group_state(group).topology.num_nodes > 1:
+        return None  # no copy engine reaches other nodes
     if group not in _slowest_links:
         state = group_state(group)
         room = all(text == "True" for text in state.exchange("link rate", str(_has_room(device))))

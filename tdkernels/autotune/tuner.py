@@ -2,8 +2,8 @@
 
 1. Candidates: the operator's space, less what cannot run, less what a cost model puts far behind; the default config
    and torch's plain sequence always stay.
-2. Compile: each rank compiles its share of the distinct kernels, many at a time; then every rank finds all of them in
-   Triton's cache on disk.
+2. Compile: each rank of a node compiles its share of the distinct kernels, many at a time; then every rank finds all of
+   them in Triton's cache on disk.
 3. Check: one call of each, into poisoned memory, against the operator's reference in a wider type.
 4. Time: rounds of bursts in which the candidates take turns. What is behind drops out, so that later rounds can be
    longer; the best two, the plain sequence and the default meet in the last one. A candidate is as slow as its slowest
@@ -202,7 +202,7 @@ class _Tuner:
         norm, largest = self._errors(plain)
         # Not farther off than twice the plain sequence; and no single element astray, which a norm would hide.
         self.allowed = 2 * max(norm, unit), 4 * max(largest, unit * self.exact.abs().max().item())
-        plain.fill_(torch.nan)  # see _poison
+        plain.fill_(torch.nan)  # the allocator is likely to give it out next
 
     def _errors(self, output):
         difference = output.to(self.exact.dtype) - self.exact
@@ -218,7 +218,10 @@ class _Tuner:
             if kernel is not None and self.device.type == "cuda":
                 by_kernel.setdefault(kernel, []).append(trial)
         kernels = list(by_kernel)
-        mine = kernels[self.state.rank :: self.state.world_size]
+        if kernels and self.problem.num_nodes > 1:
+            self.ranks.must("network", self._know_network)
+        topology = self.state.topology
+        mine = kernels[topology.local_rank :: topology.local_world_size]
         failures = {}
         for share in (mine, kernels):
             own = self._compile_all({kernel: by_kernel[kernel][0].config for kernel in share})
@@ -232,6 +235,12 @@ class _Tuner:
             for trial in by_kernel[kernels[index]]:
                 self._reject(trial, reason)
 
+    def _know_network(self):
+        """Initialise the network's library, which kernels for several nodes are linked with."""
+        from tdkernels.symm.heap import heap_for
+
+        heap_for(self.device)
+
     def _compile_all(self, configs):
         """Compile for each config, several at a time; {kernel: why it does not compile}."""
         if not configs:
@@ -240,7 +249,7 @@ class _Tuner:
         def compile_one(config):
             torch.cuda.set_device(self.device)  # of this thread
             try:
-                self.tunable.compile(self.operands[0], self.state.world_size, config)
+                self.tunable.compile(self.operands[0], self.problem, config)
             except Exception as error:
                 return one_line(error)
             return None
@@ -255,8 +264,16 @@ class _Tuner:
     def _check(self, trials):
         for done, trial in enumerate(trials):
             if trial.reason is None:
-                self._attempt(trial, lambda config=trial.config: self._why_wrong(config))
+                self._try_out(trial)
             self._progress("check", done + 1, len(trials))
+
+    def _try_out(self, trial):
+        """Check a call; False if the candidate is out."""
+        if self._attempt(trial, lambda: self._why_wrong(trial.config)) is None:
+            return False
+        # By now it has ended on all ranks. Nobody goes on before all have done this: a peer may write there.
+        self.ranks.must("poison", self._poison)
+        return True
 
     def _why_wrong(self, config):
         """Raise unless a call gives what it should."""
@@ -266,17 +283,18 @@ class _Tuner:
         if output.shape != self.exact.shape or output.dtype != self.operands[0][0].dtype:
             raise ArithmeticError(f"wrong: {output.dtype} {list(output.shape)}")
         errors = self._errors(output)
-        self._poison(output)
+        output.fill_(torch.nan)  # the allocator is likely to give it out next
         if not all(error <= allowed for error, allowed in zip(errors, self.allowed, strict=True)):  # NaN is not
             raise ArithmeticError(f"wrong: errors (norm, largest) {errors}, allowed are {self.allowed}")
 
-    def _poison(self, output):
-        """Leave nothing behind by which the next candidate could be right without doing anything."""
-        output.fill_(torch.nan)  # the allocator is likely to give it out next
+    def _poison(self):
+        """Leave nothing behind by which the next candidate could be right without doing anything.
+
+        Not before all ranks have ended the call: what the network takes from here may not have gone out.
+        """
         for workspace in self.ranks.scratch.workspaces.values():
             if workspace.buffer is not None:
                 workspace.buffer.tensor(workspace.rank)[workspace.data_offset :].fill_(0xFF)
-        synchronize(self.device)  # a peer may go on to the next candidate and write there
 
     # ---- time ----
 
@@ -342,7 +360,7 @@ class _Tuner:
     def _best_that_is_right(self, finalists):
         """The fastest of the final, which has to give the right result after all those calls as well."""
         for trial in sorted((t for t in finalists if t.reason is None), key=lambda t: t.ms):
-            if self._attempt(trial, lambda config=trial.config: self._why_wrong(config)) is not None:
+            if self._try_out(trial):
                 return trial
         raise TuningError(f"{self.problem}: no candidate survived the final: {finalists[0].reason}")
 

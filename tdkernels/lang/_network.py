@@ -9,9 +9,11 @@ as it is until the peer is known to have it, or until ``quiet``. A peer on our o
 import triton.language as tl
 
 from tdkernels.lang import _nvshmem as nvshmem
+from tdkernels.lang import _rocshmem as rocshmem
 from tdkernels.lang._context import CTX_BASES, CTX_STATE, STATE_FAILED, _state, num_ranks
 from tdkernels.lang._emulation import interpreter_fence, interpreter_put, interpreter_quiet, interpreter_signal
 from tdkernels.lang._jit import jit
+from tdkernels.lang._memory import fence_before_tma_load
 from tdkernels.lang._reduce import max_of
 from tdkernels.lang._signal import _wide, wait_plan
 from tdkernels.lang._target import target
@@ -44,11 +46,8 @@ def _publish():
 
 @jit
 def is_first_thread():
-    """Whether this is the first of the program's threads, for what one of them does; differs from thread to thread."""
-    if target() == "cuda":
-        return tl.inline_asm_elementwise("mov.u32 $0, %tid.x;", "=r", [], tl.int32, is_pure=False, pack=1) == 0
-    else:
-        return True
+    """Whether this is the first of the program's threads, for what one of them does; differs by thread. NVIDIA only."""
+    return tl.inline_asm_elementwise("mov.u32 $0, %tid.x;", "=r", [], tl.int32, is_pure=False, pack=1) == 0
 
 
 @jit
@@ -57,6 +56,8 @@ def put_nbi(ctx, dst, src, num_bytes, peer):
     num_bytes = _wide(num_bytes)
     if target() == "interpreter":
         interpreter_put(tl.load(ctx + CTX_STATE), dst, src, num_bytes, 0, 0, peer)
+    elif target() == "hip":
+        rocshmem.put_nbi_block(dst, src, num_bytes, _pe(ctx, peer))
     else:
         _publish()
         nvshmem.put_nbi_block(dst, src, num_bytes, _pe(ctx, peer))
@@ -78,6 +79,9 @@ def put_signal(ctx, dst, src, num_bytes, signal_ptr, value, peer, PASSES_ON: tl.
             interpreter_put(
                 tl.load(ctx + CTX_STATE), dst, src, num_bytes, signal_ptr.to(tl.int64), value, peer
             )
+    elif target() == "hip":
+        if goes:
+            rocshmem.put_signal_nbi_block(dst, src, num_bytes, signal_ptr.to(tl.int64), value, _pe(ctx, peer))
     else:
         _publish()
         if goes:
@@ -94,6 +98,9 @@ def signal(ctx, signal_ptr, value, peer, PASSES_ON: tl.constexpr = False):
     if target() == "interpreter":
         if goes:
             interpreter_signal(tl.load(ctx + CTX_STATE), signal_ptr.to(tl.int64), value, peer)
+    elif target() == "hip":
+        if goes:
+            rocshmem.signal_set(signal_ptr.to(tl.int64), value, _pe(ctx, peer))
     else:
         _publish()
         if goes & is_first_thread():
@@ -106,6 +113,8 @@ def fence(ctx):
     """Let nothing that is put after it arrive before what this program has put before it, at the same peer."""
     if target() == "interpreter":
         interpreter_fence(tl.load(ctx + CTX_STATE))
+    elif target() == "hip":
+        rocshmem.fence()
     else:
         tl.debug_barrier()
         if is_first_thread():
@@ -118,6 +127,8 @@ def quiet(ctx):
     """Return when all that this program has put has arrived."""
     if target() == "interpreter":
         interpreter_quiet(tl.load(ctx + CTX_STATE))
+    elif target() == "hip":
+        rocshmem.quiet()
     else:
         tl.debug_barrier()
         if is_first_thread():
@@ -128,10 +139,12 @@ def quiet(ctx):
 @jit
 def await_put(ctx, signal_ptr, expected, peer, FOR_TMA: tl.constexpr = False):
     """``wait_plan`` for a signal that has come by the network, with data that must be seen after it."""
-    seen = wait_plan(ctx, signal_ptr, expected, peer, FOR_TMA=FOR_TMA)
+    seen = wait_plan(ctx, signal_ptr, expected, peer)
     if target() == "cuda":
         start = (_wide(expected) >> 8) << 8
         if seen >= start:  # else it would wait without end
             nvshmem.signal_wait_until(signal_ptr.to(tl.int64), start)
         tl.debug_barrier()
+        if FOR_TMA:
+            fence_before_tma_load()  # the library's wait, too, comes before those loads
     return seen

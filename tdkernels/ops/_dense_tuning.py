@@ -130,8 +130,8 @@ class DenseTunable(tunables.Tunable):
             return self.reference(operands, group)
         return self.kernel.launch(*operands, None, group, config)
 
-    def compile(self, operands, world_size, config):
-        self.kernel.compile(*operands, None, world_size, config)
+    def compile(self, operands, problem, config):
+        self.kernel.compile(*operands, None, problem.world_size, config, problem.num_nodes)
 
     def compiled(self, config):
         if config.method == "torch":

@@ -4,12 +4,21 @@ It is opened by ``begin``, which waits until all ranks have come to this call; f
 ``copy`` (the copy engine) or by AG-GEMM's own kernel; and ended by ``finish``. In between the caller launches what it
 wants to overlap. Unlike the forward operators, which alternate between two halves, it has one buffer at a fixed
 address, so that cuBLAS can read it: that is what the barrier in ``begin`` is for. ``close`` ends the reading.
+
+On several nodes there is no copy engine that reaches everybody, so ``copy`` pushes there, too; the shards come in
+another order (``source``), and the pushing programs wait for those of other nodes (``_gather_nodes_kernels``).
 """
 
 import torch
 
 from tdkernels.ops._device import side_stream
 from tdkernels.ops._gather_kernels import await_kernel, begin_kernel, notify_kernel, push_kernel
+from tdkernels.ops._gather_nodes_kernels import (
+    await_nodes_kernel,
+    begin_nodes_kernel,
+    num_pieces,
+    push_nodes_kernel,
+)
 from tdkernels.ops._operands import rows_contiguous
 from tdkernels.symm import get_workspace
 
@@ -37,7 +46,8 @@ class Gather:
         self.slot_rows = slot_rows_of(self.rows)
         self.row_bytes = self.width * x.element_size()
         self.slot_bytes = self.slot_rows * self.row_bytes
-        self.workspace = get_workspace(group, x.device, "gather", halves=1)
+        self.workspace = get_workspace(group, x.device, "gather", halves=1, across_nodes=True)
+        self.topology = self.workspace.group.topology
         self.world_size = self.workspace.world_size
         self.plan = self.workspace.prepare(
             operator, fields, self.world_size * self.slot_bytes, self.world_size * self.num_chunks
@@ -51,24 +61,32 @@ class Gather:
         fields = {"rows": x.shape[0], "width": x.shape[1], "dtype": str(x.dtype)}
         gather = cls(operator, fields, x, group, _CHUNK_ROWS)
         gather.begin()
-        gather.push(2 if x.device.type == "cpu" else _PUSH_PROGRAMS)
+        gather.push()
         return gather
 
     def begin(self):
         """Wait, on the device, until every peer has come to this call."""
         self.workspace.before_launch()
-        begin_kernel[(1,)](self.workspace.ctx, self.plan, num_warps=1)
+        kernel = begin_nodes_kernel if self.spans_nodes else begin_kernel
+        kernel[(1,)](self.workspace.ctx, self.plan, num_warps=1)
         if self.x.device.type == "cpu":
             self.workspace.check()
 
-    def push(self, num_programs):
-        """Send our shard by ``num_programs`` programs beside the current stream."""
+    def push(self, num_programs=None):
+        """Send our shard by ``num_programs`` programs beside the current stream, and relay others by as many."""
+        if num_programs is None:
+            num_programs = 2 if self.x.device.type == "cpu" else _PUSH_PROGRAMS
+        sizes = (
+            self.rows * self.row_bytes, self.chunk_rows * self.row_bytes, self.num_chunks, self.slot_bytes, self.plan
+        )  # fmt: skip
+        options = {"COPY_WORDS": _COPY_WORDS, "num_warps": 16}
 
         def launch():
-            push_kernel[(num_programs,)](
-                self.workspace.ctx, self.x, self.rows * self.row_bytes, self.chunk_rows * self.row_bytes,
-                self.num_chunks, self.slot_bytes, self.plan, COPY_WORDS=_COPY_WORDS, num_warps=16,
-            )  # fmt: skip
+            if self.spans_nodes:
+                send, relay = num_pieces(num_programs, self.num_chunks, self.topology.local_world_size)
+                push_nodes_kernel[(send + relay,)](self.workspace.ctx, self.x, send, *sizes, **options)
+            else:
+                push_kernel[(num_programs,)](self.workspace.ctx, self.x, *sizes, **options)
 
         self._beside(launch)
 
@@ -77,10 +95,27 @@ class Gather:
 
         ``own``: copy it into our own slot too, which only ``gathered`` needs.
         """
+        if self.spans_nodes:
+            self.push()
+            return
         self._beside(lambda: self._copy_to_all(own))
 
+    @property
+    def spans_nodes(self):
+        return self.topology.num_nodes > 1
+
+    def source(self, step):
+        """The rank whose shard comes as number ``step``; ours is number 0."""
+        local, elsewhere = self.topology.local_world_size, self.topology.num_nodes - 1
+        down, nodes_down = step, 0
+        if step >= local:  # see source_at
+            down, nodes_down = divmod(step - local, elsewhere)
+            nodes_down += 1
+        node = (self.topology.node_rank - nodes_down) % self.topology.num_nodes
+        return node * local + (self.topology.local_rank - down) % local
+
     def wait(self, step):
-        """Make the current stream wait for the shard of the rank ``step`` below ours; ours itself is in x."""
+        """Make the current stream wait for the shard of the rank ``source(step)``; ours itself is in x."""
         self._await(step, step + 1)
 
     def finish(self):
@@ -94,7 +129,8 @@ class Gather:
         self.workspace.after_launch()
 
     def _await(self, first_step, last_step):
-        await_kernel[(1,)](self.workspace.ctx, self.num_chunks, first_step, last_step, self.plan, num_warps=1)
+        kernel = await_nodes_kernel if self.spans_nodes else await_kernel
+        kernel[(1,)](self.workspace.ctx, self.num_chunks, first_step, last_step, self.plan, num_warps=1)
         if self.x.device.type == "cpu":
             self.workspace.check()
 

@@ -16,10 +16,9 @@ def gathered_weight_gradient(gather, local, *, gathered_on_left, overlapped):
         full = gather.gathered.reshape(-1, gather.width)
         return full.t() @ local if gathered_on_left else local.t() @ full
     locals_by_rank = local.view(gather.world_size, gather.rows, local.shape[1])
-    own = gather.workspace.rank
     total = None
     for step in range(gather.world_size):
-        source = (own - step) % gather.world_size
+        source = gather.source(step)
         if step == 0:
             shard = gather.x
         else:

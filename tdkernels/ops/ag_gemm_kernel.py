@@ -7,17 +7,18 @@ our memory; the waiters are the tiles made of its rows.
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 import triton.language as tl
 
 from tdkernels import lang as td
 from tdkernels.ops import _device, _operands, _trace
+from tdkernels.ops import ag_gemm_nodes_kernel as nodes
 from tdkernels.ops._config import text_of
 from tdkernels.ops._gather import Gather, slot_rows_of
 from tdkernels.ops._gather_kernels import push_shard
 from tdkernels.ops._gemm import as_aligned, gemm_tile, swizzle
 from tdkernels.ops._tiles import Tiles, default_tiles
 from tdkernels.symm import get_workspace
+from tdkernels.symm.group import group_state
 
 _COPY_WORDS = 4096
 # From here on one copy a peer is faster than programs that push: it takes no multiprocessor (4 H200).
@@ -30,7 +31,7 @@ class AgGemmConfig:
 
     method:          "fused", or "torch": a plain all-gather, then a plain GEMM
     tiles:           the tile of the product, see ``Tiles``; None takes the default for the device and shape
-    transport:       "push" (by programs) or "copy_engine"
+    transport:       "push" (by programs) or "copy_engine", which pushes as well in a group on several nodes
     num_comm_sms:    programs that push at the same time, before they multiply like the others; push only
     chunk_tiles:     tile rows that travel together under one signal
     """
@@ -58,12 +59,12 @@ class AgGemmConfig:
         return self.tiles.illegal(device, dtype) if self.tiles is not None else None
 
 
-def default_config(rows, n, k, dtype, device):
+def default_config(rows, n, k, dtype, device, num_nodes=1):
     """The config for operands [rows, K] and [n, K] of a shape that nobody has tuned."""
     tiles = default_tiles(rows, n, dtype, device)
     if device.type == "cpu":
         return AgGemmConfig(tiles=tiles, num_comm_sms=2)
-    if rows * k * dtype.itemsize >= _LARGE_SHARD_BYTES:
+    if rows * k * dtype.itemsize >= _LARGE_SHARD_BYTES and num_nodes == 1:
         return AgGemmConfig(tiles=tiles, transport="copy_engine", chunk_tiles=-(-rows // tiles.block_m))
     return AgGemmConfig(tiles=tiles, num_comm_sms=24)
 
@@ -213,17 +214,34 @@ def _arguments(ctx, x, gathered, weight, bias, y, slot_rows, plan, num_comm, fix
     return args, {"COPY_WORDS": _COPY_WORDS, "FIXED_HALF": fixed_half, **constants}
 
 
-def compile(x, weight, bias, world_size, config):
+def compile(x, weight, bias, world_size, config, num_nodes=1):
     """Compile what ``launch`` with the same operands would launch, into Triton's cache; launches nothing."""
     if x.device.type == "cpu":
         return  # interpreted
     x = _operands.rows_contiguous(x)
     ctx = torch.empty(1, dtype=torch.int64, device=x.device)
     y = x.new_empty(1, weight.shape[0])
+    fixed_half = _copies(config, num_nodes)
     args, constants = _arguments(
-        ctx, x, (x, 1, x.shape[0], x.numel()), weight, bias, y, x.shape[0], 0, 0, config.transport != "push", config
+        ctx, x, (x, 1, x.shape[0], x.numel()), weight, bias, y, x.shape[0], 0, 0, fixed_half, config
     )
-    ag_gemm_kernel.warmup(*args, grid=(1,), **constants)
+    _kernel(num_nodes).warmup(*args, grid=(1,), **constants)
+
+
+def _kernel(num_nodes):
+    return ag_gemm_kernel if num_nodes == 1 else nodes.ag_gemm_nodes_kernel
+
+
+def _comm_pieces(num_comm, num_chunks, topology):
+    """How many pieces send to others, and how many things one of them does."""
+    if topology.num_nodes > 1:
+        return nodes.comm_pieces(num_comm, num_chunks, topology)
+    return num_comm, -(-(topology.world_size - 1) * num_chunks // num_comm) if num_comm else 0
+
+
+def _copies(config, num_nodes):
+    """Whether the copy engine sends the shards; none reaches other nodes."""
+    return config.transport == "copy_engine" and num_nodes == 1
 
 
 def launch(x, weight, bias, group, config, keep_gathered=False):
@@ -232,7 +250,8 @@ def launch(x, weight, bias, group, config, keep_gathered=False):
     bias = None if bias is None else bias.contiguous()
     rows, k = x.shape
     n = weight.shape[0]
-    world_size = dist.get_world_size(group)
+    topology = group_state(group).topology
+    world_size, num_nodes = topology.world_size, topology.num_nodes
     tiles = config.tiles
     num_chunks = -(-rows // (config.chunk_tiles * tiles.block_m))
     slot_rows = slot_rows_of(rows)
@@ -240,16 +259,17 @@ def launch(x, weight, bias, group, config, keep_gathered=False):
 
     gather = None
     num_comm = config.num_comm_sms
-    if keep_gathered or config.transport == "copy_engine":
+    copies = _copies(config, num_nodes)
+    if keep_gathered or copies:
         gather = Gather("ag_gemm", plan_fields(x, weight, config), x, group, config.chunk_tiles * tiles.block_m)
         workspace, plan = gather.workspace, gather.plan
         gather.begin()
-        if config.transport == "copy_engine":
+        if copies:
             gather.copy(own=keep_gathered)
             num_comm = 0
         planes, plane_stride = 1, world_size * slot_rows * k
     else:
-        workspace = get_workspace(group, x.device, "ag_gemm")
+        workspace = get_workspace(group, x.device, "ag_gemm", across_nodes=True)
         slot_bytes = slot_rows * k * x.element_size()
         plan = workspace.prepare(
             "ag_gemm", plan_fields(x, weight, config), world_size * slot_bytes, world_size * num_chunks
@@ -264,10 +284,10 @@ def launch(x, weight, bias, group, config, keep_gathered=False):
     )
     tiles_m, tiles_n = -(-rows // tiles.block_m), -(-n // tiles.block_n)
     remote = (world_size - 1) * num_chunks * config.chunk_tiles * tiles_n
-    pieces = num_comm + tiles_m * tiles_n + remote
-    turns = -(-(world_size - 1) * num_chunks // num_comm) if num_comm else 0  # of a piece that pushes
+    comm, turns = _comm_pieces(num_comm, num_chunks, topology)
+    pieces = comm + tiles_m * tiles_n + remote
     programs = min(pieces, _device.resident_programs(x.device, tiles, x.dtype))
-    ag_gemm_kernel[(programs,)](*args, **constants, trace_ptr=_trace.buffer(x.device, pieces, turns))
+    _kernel(num_nodes)[(programs,)](*args, **constants, trace_ptr=_trace.buffer(x.device, pieces, turns))
     if gather is None:
         workspace.after_launch()
     elif not keep_gathered:

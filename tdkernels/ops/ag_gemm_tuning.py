@@ -5,9 +5,10 @@ import torch.nn.functional as F
 
 from tdkernels.autotune.operator import Floors, register
 from tdkernels.ops import _dense_tuning as dense
-from tdkernels.ops import _gather, _gather_kernels, _gemm, _tiles
+from tdkernels.ops import _gather, _gather_kernels, _gather_nodes_kernels, _gemm, _tiles
 from tdkernels.ops import ag_gemm as op
 from tdkernels.ops import ag_gemm_kernel as kernel
+from tdkernels.ops import ag_gemm_nodes_kernel as nodes_kernel
 from tdkernels.ops.ag_gemm_kernel import AgGemmConfig
 
 _COPY_S = 20e-6  # of the copy engine, to start one copy
@@ -20,7 +21,7 @@ def _numbers_of_programs(peers):
 
 class AgGemmTunable(dense.DenseTunable):
     name = "ag_gemm"
-    sources = (op, kernel, _gather, _gather_kernels, _gemm, _tiles)
+    sources = (op, kernel, nodes_kernel, _gather, _gather_kernels, _gather_nodes_kernels, _gemm, _tiles)
     divided = (0, 1)
     config_class = AgGemmConfig
     op, kernel = op, kernel
@@ -35,6 +36,9 @@ class AgGemmTunable(dense.DenseTunable):
 
     operand_sizes = of_a_rank
 
+    def default(self, problem, device):
+        return kernel.default_config(*self.of_a_rank(problem), problem.torch_dtype, device, problem.num_nodes)
+
     def space(self, problem, device):
         rows = problem.shape[0] // problem.world_size
         configs = []
@@ -43,7 +47,7 @@ class AgGemmTunable(dense.DenseTunable):
             for chunk_tiles in sorted({min(chunk, of_a_shard) for chunk in (1, 2, 4)}):
                 for num_comm in (2,) if device.type == "cpu" else _numbers_of_programs(problem.world_size - 1):
                     configs.append(AgGemmConfig("fused", tiles, "push", num_comm, chunk_tiles))
-            for chunk_tiles in sorted({of_a_shard, -(-of_a_shard // 2)}):
+            for chunk_tiles in sorted({of_a_shard, -(-of_a_shard // 2)}) if problem.num_nodes == 1 else ():
                 configs.append(AgGemmConfig("fused", tiles, "copy_engine", chunk_tiles=chunk_tiles))
         return configs
 

@@ -117,7 +117,7 @@ def _by_copy_engine(operator, x, group, config):
     slots[rank].copy_(shard)
     for step in range(1, world_size):
         gather.wait(step)
-        source = (rank - step) % world_size
+        source = gather.source(step)
         slots[source].copy_(gather.gathered[source].view(-1))
     gather.close()
     return output

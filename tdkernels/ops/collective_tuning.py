@@ -144,8 +144,8 @@ class CollectiveTunable(Tunable):
             return self.reference(operands, group)
         return collective_launch.launch(self.name, *operands, group, config)
 
-    def compile(self, operands, world_size, config):
-        collective_launch.compile(self.name, *operands, world_size, config)
+    def compile(self, operands, problem, config):
+        collective_launch.compile(self.name, *operands, problem.world_size, config)
 
     def compiled(self, config):
         if config.method == "torch" or config.exchange == "copy_engine":

@@ -44,21 +44,21 @@ def part_bytes(items, DTYPE: tl.constexpr):
 
 
 @td.jit
-def slot_bytes(items, DTYPE: tl.constexpr, K: tl.constexpr, PER_EXPERT: tl.constexpr):
-    """(bytes of the parts of a slot, of a slot); see ``ep_launch.combine_slot_memory``."""
+def slot_bytes(items, DTYPE: tl.constexpr, K: tl.constexpr, PER_EXPERT: tl.constexpr, ACROSS: tl.constexpr = False):
+    """(bytes of the parts of a slot, of a slot); see ``ep_launch.combine_slot_memory``. ACROSS: with rows' weights."""
     parts = part_bytes(items, DTYPE) * (K if PER_EXPERT else 1)
-    return parts, (parts + 4 * K + 127) // 128 * 128
+    return parts, (parts + (8 if ACROSS and PER_EXPERT else 4) * K + 127) // 128 * 128
 
 
 @td.jit
-def _row_addresses(rows_ptr, places, items, DTYPE: tl.constexpr):
+def row_addresses(rows_ptr, places, items, DTYPE: tl.constexpr):
     """Where rows are; 0 for those of number -1."""
     addresses = rows_ptr.to(tl.int64) + places.to(tl.int64) * items * (DTYPE.primitive_bitwidth // 8)
     return tl.where(places >= 0, addresses, 0)
 
 
 @td.jit
-def _add_rows(
+def add_rows(
     total, addresses, weights, block, items, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Add, one after the other, a block of the rows at those addresses that are not 0, each times its weight if any."""
@@ -93,25 +93,34 @@ def _staged_token(came, row_weights_ptr, number, there, K: tl.constexpr, RANKS: 
 
 
 @td.jit
-def _send_chunk(
+def send_chunk(
     ctx, half, signal, owner, chunk, rows_ptr, row_weights_ptr, row_numbers_ptr, tables, came, items,
-    PER_EXPERT: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr, DTYPE: tl.constexpr,
-    ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    PER_EXPERT: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr, LOCAL: tl.constexpr,
+    DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Send the owner of a chunk of tokens what we have for them, and signal it."""
+    """Send the owner of a chunk of tokens what we have for them, and signal it.
+
+    LOCAL: of so many ranks a node has. The owner's number on ours is it then that gets it, with the weights of rows
+    that are not weighted here.
+    """
+    ACROSS: tl.constexpr = LOCAL < RANKS
     choice = tl.arange(0, triton.next_power_of_2(K))
     me = td.rank(ctx)
-    parts, bytes_of_slot = slot_bytes(items, DTYPE, K, PER_EXPERT)
+    to, number = owner, me
+    if ACROSS:
+        to = me // LOCAL * LOCAL + owner % LOCAL
+        number = owner // LOCAL * LOCAL + me % LOCAL
+    parts, bytes_of_slot = slot_bytes(items, DTYPE, K, PER_EXPERT, ACROSS)
     blocks = (items + BLOCK - 1) // BLOCK
     first = tl.load(chunk_at(came, owner, chunk))
     end = first + tl.load(chunk_at(came, owner, chunk) + 1)
     staged = tl.load(theirs_at(tables, EXPERTS, RANKS) + owner)
     goes = tl.load(their_at(tables, EXPERTS, RANKS) + owner)
-    area = td.data_at(ctx, half, owner)
+    area = td.data_at(ctx, half, to)
     here, weights = _staged_token(came, row_weights_ptr, staged + first, first < end, K, RANKS)
     for i in range(first, end):
         slot = area + (goes + i).to(tl.int64) * bytes_of_slot
-        addresses = _row_addresses(rows_ptr, here, items, DTYPE)
+        addresses = row_addresses(rows_ptr, here, items, DTYPE)
         # On its way while the rows of this one are read.
         next_here, next_weights = _staged_token(came, row_weights_ptr, staged + i + 1, i + 1 < end, K, RANKS)
         for block in range(blocks):
@@ -121,25 +130,27 @@ def _send_chunk(
                 for turn in range(count):
                     address = td.sum_of(tl.where(turns == turn, addresses, 0), 0)
                     row = tl.load(td.pointer_to(address, DTYPE, ALIGNED) + offs, mask=offs < items)
-                    to = slot + td.pick(choice, turns, turn) * part_bytes(items, DTYPE)
-                    tl.store(td.pointer_to(to, DTYPE) + offs, row, mask=offs < items)
+                    part = slot + td.pick(choice, turns, turn) * part_bytes(items, DTYPE)
+                    tl.store(td.pointer_to(part, DTYPE) + offs, row, mask=offs < items)
             else:
                 total = tl.full((BLOCK,), 0.0, tl.float32)
-                total = _add_rows(total, addresses, weights, block, items, DTYPE, ALIGNED, BLOCK)
+                total = add_rows(total, addresses, weights, block, items, DTYPE, ALIGNED, BLOCK)
                 tl.store(td.pointer_to(slot, DTYPE) + offs, td.from_float32(total, DTYPE), mask=offs < items)
         if row_numbers_ptr is not None:
             numbers = tl.load(row_numbers_ptr + here, mask=here >= 0, other=0.0)
             tl.store((slot + parts).to(tl.pointer_type(tl.float32)) + choice, numbers, mask=choice < K)
+        if ACROSS and PER_EXPERT:
+            tl.store((slot + parts).to(tl.pointer_type(tl.float32)) + K + choice, weights, mask=choice < K)
         here, weights = next_here, next_weights
-    # waiter: the owner's receiver of this chunk
-    td.notify(ctx, td.signal_at(ctx, half, 0) + me * MAX_CHUNKS + chunk, owner, signal)
+    # waiter: the owner's receiver of this chunk; across nodes its relay's program for it
+    td.notify(ctx, td.signal_at(ctx, half, 0) + number * MAX_CHUNKS + chunk, to, signal)
 
 
 # ---- receivers ----
 
 
 @td.jit
-def _own_token(
+def own_token(
     tables, weights_ptr, token, num_tokens, there, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr
 ):
     """(the ranks of its choices, their rows there, their weights; its place among our tokens for each rank).
@@ -180,14 +191,14 @@ def _receive_chunk(
     parts_first = tl.load(parts_ptr + ranks, mask=ranks < RANKS, other=0)
     start = chunk * chunk_tokens
     end = tl.minimum(start + chunk_tokens, num_tokens)
-    dest, places, weights, sent = _own_token(tables, weights_ptr, start, num_tokens, start < end, K, EXPERTS, RANKS)
+    dest, places, weights, sent = own_token(tables, weights_ptr, start, num_tokens, start < end, K, EXPERTS, RANKS)
     for token in range(start, end):
         # On its way while the rows of this one are read.
-        next_dest, next_places, next_weights, next_sent = _own_token(
+        next_dest, next_places, next_weights, next_sent = own_token(
             tables, weights_ptr, token + 1, num_tokens, token + 1 < end, K, EXPERTS, RANKS
         )
         here = tl.where(dest == me, places, -1)
-        own = _row_addresses(rows_ptr, here, items, DTYPE)
+        own = row_addresses(rows_ptr, here, items, DTYPE)
         slots = tl.where((sent >= 0) & (ranks != me), area + (parts_first + sent).to(tl.int64) * bytes_of_slot, 0)
         # Where a choice's row or number has come to.
         away = (dest >= 0) & (dest != me)
@@ -200,12 +211,12 @@ def _receive_chunk(
             total = tl.full((BLOCK,), 0.0, tl.float32)
             if PER_EXPERT:
                 addresses = tl.where(away, choice_slots + choice * part_bytes(items, DTYPE), own)
-                total = _add_rows(total, addresses, weights, block, items, DTYPE, ALIGNED, BLOCK)
+                total = add_rows(total, addresses, weights, block, items, DTYPE, ALIGNED, BLOCK)
             else:
                 before, after = tl.where(ranks < me, slots, 0), tl.where(ranks > me, slots, 0)
-                total = _add_rows(total, before, None, block, items, DTYPE, ALIGNED, BLOCK)
-                total = _add_rows(total, own, weights, block, items, DTYPE, ALIGNED, BLOCK)
-                total = _add_rows(total, after, None, block, items, DTYPE, ALIGNED, BLOCK)
+                total = add_rows(total, before, None, block, items, DTYPE, ALIGNED, BLOCK)
+                total = add_rows(total, own, weights, block, items, DTYPE, ALIGNED, BLOCK)
+                total = add_rows(total, after, None, block, items, DTYPE, ALIGNED, BLOCK)
             y = y_ptr.to(tl.int64) + tl.cast(token, tl.int64) * items * (DTYPE.primitive_bitwidth // 8)
             tl.store(td.pointer_to(y, DTYPE, ALIGNED) + offs, td.from_float32(total, DTYPE), mask=offs < items)
         if row_numbers_ptr is not None:
@@ -248,9 +259,9 @@ def ep_combine_kernel(
             chunk = piece // (RANKS - 1)
             _, chunks = chunk_of(tokens_of(tables, owner, EXPERTS, RANKS), chunk_tokens)
             if chunk < chunks:
-                _send_chunk(
+                send_chunk(
                     ctx, half, signal, owner, chunk, rows_ptr, row_weights_ptr, row_numbers_ptr, tables, came,
-                    items, PER_EXPERT, K, EXPERTS, RANKS, DTYPE, ALIGNED, BLOCK,
+                    items, PER_EXPERT, K, EXPERTS, RANKS, RANKS, DTYPE, ALIGNED, BLOCK,
                 )  # fmt: skip
     size, chunks = chunk_of(tl.cast(num_tokens, tl.int32), chunk_tokens)
     first_chunk = tl.where((goes >= 0) & (pid >= num_senders), pid - num_senders, chunks)

@@ -41,7 +41,7 @@ from tdkernels.ops.ep_tables import (
 
 QUANTUM = tl.constexpr(128)  # channels under one scale
 SMALLEST_QUANTUM = tl.constexpr(2.0**-118)
-_NO_PLACE = tl.constexpr(1 << 30)
+NO_PLACE = tl.constexpr(1 << 30)
 
 
 @td.jit
@@ -56,7 +56,7 @@ def slot_parts(row_bytes, scale_bytes, K: tl.constexpr):
 
 
 @td.jit
-def _read(
+def read_block(
     x, scales, block, items, scale_words, there, SOURCE: tl.constexpr, SCALE: tl.constexpr, QUANTIZE: tl.constexpr,
     ALIGNED: tl.constexpr, BLOCK: tl.constexpr, SCALE_BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -77,7 +77,7 @@ def _read(
 
 
 @td.jit
-def _write(
+def write_block(
     row, row_scales, to, scales_to, block, items, scale_words, ITEM: tl.constexpr, SCALE: tl.constexpr,
     ALIGNED: tl.constexpr, BLOCK: tl.constexpr, SCALE_BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -113,7 +113,7 @@ def _spread(
                 tl.store(dots_ptr + place, dot)
         else:
             scales_to = scales_ptr.to(tl.int64) + place * scale_words * (SCALE.primitive_bitwidth // 8)
-            _write(
+            write_block(
                 row, row_scales, to, scales_to, block, items, scale_words, ITEM, SCALE, ALIGNED, BLOCK, SCALE_BLOCK
             )  # fmt: skip
 
@@ -122,7 +122,7 @@ def _spread(
 
 
 @td.jit
-def _find_places(
+def find_places(
     tables, token, num_tokens, goes, FIRST: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
 ):  # fmt: skip
@@ -162,6 +162,44 @@ def _areas(ctx, half, RANKS: tl.constexpr):
 
 
 @td.jit
+def send_token(
+    x, scales, slots, scales_begin, places_begin, me, dest, places, weights, blocks,
+    rows_ptr, row_scales_ptr, row_weights_ptr, expert_rows_ptr, dots_ptr, items, scale_words,
+    GRADIENT: tl.constexpr, QUANTIZE: tl.constexpr, K: tl.constexpr, RANKS: tl.constexpr, SOURCE: tl.constexpr,
+    ITEM: tl.constexpr, SCALE: tl.constexpr, X_ALIGNED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    SCALE_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Store the token at address ``x`` in its slot at each peer (0: none there) and in its rows on this rank, ``me``.
+
+    ``dest`` and ``places`` are the ranks and the rows of its choices, -1 for nowhere.
+    """
+    choice, ranks = tl.arange(0, triton.next_power_of_2(K)), tl.arange(0, triton.next_power_of_2(RANKS))
+    here = tl.where(dest == me, places, -1)
+    for block in range(blocks):
+        row, row_scales = read_block(
+            x, scales, block, items, scale_words, True, SOURCE, SCALE, QUANTIZE, X_ALIGNED, BLOCK, SCALE_BLOCK
+        )  # fmt: skip
+        for step in range(1, RANKS):
+            peer = (me + step) % RANKS
+            slot = td.sum_of(tl.where(ranks == peer, slots, 0), 0)
+            if slot != 0:
+                write_block(
+                    row, row_scales, slot, slot + scales_begin, block, items, scale_words,
+                    ITEM, SCALE, True, BLOCK, SCALE_BLOCK,
+                )  # fmt: skip
+                if block == 0:
+                    there = (slot + places_begin).to(tl.pointer_type(tl.int32)) + choice
+                    tl.store(there, tl.where(dest == peer, places, -1), mask=choice < K)
+                    tl.store((there + K).to(tl.pointer_type(tl.float32)), weights, mask=choice < K)
+        _spread(
+            here, weights, row, row_scales, block, items, scale_words, rows_ptr, row_scales_ptr,
+            expert_rows_ptr, dots_ptr, ITEM, SCALE, ALIGNED, BLOCK, SCALE_BLOCK, GRADIENT,
+        )  # fmt: skip
+    if row_weights_ptr is not None:
+        tl.store(row_weights_ptr + here, weights, mask=here >= 0)
+
+
+@td.jit
 def _send_chunk(
     ctx, half, areas, firsts, signal, chunk, chunk_tokens, num_tokens, goes,
     x_ptr, scales_ptr, weights_ptr, tables,
@@ -177,45 +215,27 @@ def _send_chunk(
     KP: tl.constexpr = triton.next_power_of_2(K)
     R: tl.constexpr = triton.next_power_of_2(RANKS)
     me = td.rank(ctx)
-    choice, ranks = tl.arange(0, KP), tl.arange(0, R)
+    choice = tl.arange(0, KP)
     scales_begin, places_begin, slot_bytes = slot_parts(items * ITEM_BYTES, scale_words * SCALE_BYTES, K)
     blocks = tl.maximum((items + BLOCK - 1) // BLOCK, 1)
     start = chunk * chunk_tokens
     end = tl.minimum(start + chunk_tokens, num_tokens)
-    first_sent = tl.full((R,), _NO_PLACE, tl.int32)
+    first_sent = tl.full((R,), NO_PLACE, tl.int32)
     num_sent = tl.full((R,), 0, tl.int32)
     for token in range(start, end):
         x = x_ptr.to(tl.int64) + tl.cast(token, tl.int64) * items * SOURCE_BYTES
         scales = scales_ptr.to(tl.int64) + tl.cast(token, tl.int64) * scale_words * SCALE_BYTES
-        dest, places, sent = _find_places(tables, token, num_tokens, goes, FIRST, K, EXPERTS, RANKS, TILE_TOKENS)
+        dest, places, sent = find_places(tables, token, num_tokens, goes, FIRST, K, EXPERTS, RANKS, TILE_TOKENS)
         sent = tl.where(areas != 0, sent, -1)
         slots = tl.where(sent >= 0, firsts + sent.to(tl.int64) * slot_bytes, 0)
         weights = tl.full((KP,), 1.0, tl.float32)
         if weights_ptr is not None:
             weights = tl.load(weights_ptr + tl.cast(token, tl.int64) * K + choice, mask=choice < K, other=0.0)
-        here = tl.where(dest == me, places, -1)
-        for block in range(blocks):
-            row, row_scales = _read(
-                x, scales, block, items, scale_words, True, SOURCE, SCALE, QUANTIZE, ALIGNED, BLOCK, SCALE_BLOCK
-            )  # fmt: skip
-            for step in range(1, RANKS):
-                peer = (me + step) % RANKS
-                slot = td.sum_of(tl.where(ranks == peer, slots, 0), 0)
-                if slot != 0:
-                    _write(
-                        row, row_scales, slot, slot + scales_begin, block, items, scale_words,
-                        ITEM, SCALE, True, BLOCK, SCALE_BLOCK,
-                    )  # fmt: skip
-                    if block == 0:
-                        there = (slot + places_begin).to(tl.pointer_type(tl.int32)) + choice
-                        tl.store(there, tl.where(dest == peer, places, -1), mask=choice < K)
-                        tl.store((there + K).to(tl.pointer_type(tl.float32)), weights, mask=choice < K)
-            _spread(
-                here, weights, row, row_scales, block, items, scale_words, rows_ptr, row_scales_ptr,
-                expert_rows_ptr, dots_ptr, ITEM, SCALE, ALIGNED, BLOCK, SCALE_BLOCK, GRADIENT,
-            )  # fmt: skip
-        if row_weights_ptr is not None:
-            tl.store(row_weights_ptr + here, weights, mask=here >= 0)
+        send_token(
+            x, scales, slots, scales_begin, places_begin, me, dest, places, weights, blocks,
+            rows_ptr, row_scales_ptr, row_weights_ptr, expert_rows_ptr, dots_ptr, items, scale_words,
+            GRADIENT, QUANTIZE, K, RANKS, SOURCE, ITEM, SCALE, ALIGNED, ALIGNED, BLOCK, SCALE_BLOCK,
+        )  # fmt: skip
         first_sent = tl.where(sent >= 0, tl.minimum(first_sent, sent), first_sent)
         num_sent += (sent >= 0).to(tl.int32)
     # Where the chunk begins, and how many tokens it has: to each peer what it is to hear.
@@ -230,7 +250,7 @@ def _send_chunk(
 
 
 @td.jit
-def _receive_chunk(
+def receive_chunk(
     area, source, chunk, staged, came,
     rows_ptr, row_scales_ptr, row_weights_ptr, expert_rows_ptr, dots_ptr, items, scale_words,
     FIRST: tl.constexpr, GRADIENT: tl.constexpr, K: tl.constexpr, RANKS: tl.constexpr,
@@ -254,7 +274,7 @@ def _receive_chunk(
         number = (staged + first_sent + i).to(tl.int64)
         slot = area + 8 * MAX_CHUNKS * RANKS + number * slot_bytes
         places_at = (slot + places_begin).to(tl.pointer_type(tl.int32)) + choice
-        row, row_scales = _read(
+        row, row_scales = read_block(
             slot, slot + scales_begin, 0, items, scale_words, True, ITEM, SCALE, False, True, BLOCK, SCALE_BLOCK
         )  # fmt: skip
         here = tl.load(places_at, mask=choice < K, other=-1)
@@ -263,7 +283,7 @@ def _receive_chunk(
             tl.store(slot_at(came, number, K, RANKS) + choice, here, mask=choice < K)
         for block in range(blocks):
             if block > 0:
-                row, row_scales = _read(
+                row, row_scales = read_block(
                     slot, slot + scales_begin, block, items, scale_words, True,
                     ITEM, SCALE, False, True, BLOCK, SCALE_BLOCK,
                 )  # fmt: skip
@@ -329,7 +349,7 @@ def ep_dispatch_kernel(
                 # producer: the source's sender of this chunk
                 seen = td.wait_plan(ctx, td.signal_at(ctx, half, 0) + source * MAX_CHUNKS + chunk, signal, source)
                 if td.in_time(seen, signal):
-                    _receive_chunk(
+                    receive_chunk(
                         area, source, chunk, staged, came,
                         rows_ptr, row_scales_ptr, row_weights_ptr, expert_rows_ptr, dots_ptr, items, scale_words,
                         FIRST, GRADIENT, K, RANKS, ITEM, SCALE, ALIGNED, BLOCK, SCALE_BLOCK,

@@ -1,7 +1,8 @@
 """Launches of the kernels of all_to_all, ep_dispatch and ep_combine, and what they keep of a routing.
 
 ``route`` counts and lays out, ``dispatch`` sends tokens to rows, ``combine`` rows back to tokens. Where the number of
-rows is to be exact the host waits for ``route``; with a capacity it never does.
+rows is to be exact the host waits for ``route``; with a capacity it never does. A group on several nodes has kernels of
+its own, and its routing a ``Crossing``.
 """
 
 from dataclasses import dataclass
@@ -15,9 +16,20 @@ from tdkernels.ops import ep_tables
 from tdkernels.ops._config import text_of
 from tdkernels.ops._operands import rows_contiguous
 from tdkernels.ops.ep_combine_kernel import ep_combine_kernel
+from tdkernels.ops.ep_combine_nodes_kernel import ep_combine_nodes_kernel
 from tdkernels.ops.ep_config import EpConfig
+from tdkernels.ops.ep_crossing import (
+    Crossing,
+    crossing_slot_memory,
+    line_bytes,
+    make_crossing,
+    round_up,
+    sum_slot_memory,
+)
 from tdkernels.ops.ep_dispatch_kernel import QUANTUM, ep_dispatch_kernel
+from tdkernels.ops.ep_dispatch_nodes_kernel import ep_dispatch_nodes_kernel
 from tdkernels.ops.ep_route_kernel import NOTE_BAD_IDS, ep_agree_kernel, ep_route_kernel
+from tdkernels.ops.ep_route_nodes_kernel import ep_agree_nodes_kernel, ep_places_kernel, ep_route_nodes_kernel
 from tdkernels.ops.ep_tables import Fact
 from tdkernels.symm import get_workspace
 
@@ -43,14 +55,22 @@ class Routing:
     num_experts: int
     max_tokens: int | None  # rows of the output, or None: as many as come
     rows: int  # of the output
-    most_staged: int  # slots that are enough on any rank
+    most_staged: int  # slots that are enough on any rank; across nodes for what its node peers send
     tables: torch.Tensor  # int32, see ep_tables
     splits: torch.Tensor  # [E / W] int32: rows of each expert here; by source [W, E / W]
     came: torch.Tensor | None = None  # int32, see ep_tables: what has been received
+    crossing: Crossing | None = None  # in a group on several nodes
 
     @property
     def world_size(self):
         return self.group.size()
+
+    @property
+    def known(self):
+        """The tables, as kernels take them."""
+        if self.crossing is None:
+            return self.tables, self.came
+        return self.tables, self.crossing.tables, self.came, self.crossing.passed
 
 
 def _error_of_note(operator, name, kind, first, second, third):
@@ -63,22 +83,18 @@ def _error_of_note(operator, name, kind, first, second, third):
     )
 
 
-def _round_up(n, multiple):
-    return -(-n // multiple) * multiple
-
-
 def _tile_ids(k):
     return max(_TILE_IDS, triton.next_power_of_2(k))
 
 
 def slot_memory(row_bytes, scale_bytes, k):
     """Bytes of a slot of ``ep_dispatch_kernel``."""
-    return _round_up(_round_up(row_bytes, 16) + _round_up(scale_bytes, 16) + 8 * k, 128)
+    return round_up(round_up(row_bytes, 16) + round_up(scale_bytes, 16) + 8 * k, 128)
 
 
-def combine_slot_memory(row_bytes, k, per_expert):
+def combine_slot_memory(row_bytes, k, per_expert, with_weights=False):
     """Bytes of a slot of ``ep_combine_kernel``."""
-    return _round_up(_round_up(row_bytes, 16) * (k if per_expert else 1) + 4 * k, 128)
+    return round_up(round_up(row_bytes, 16) * (k if per_expert else 1) + (8 if with_weights else 4) * k, 128)
 
 
 # ---- route ----
@@ -96,9 +112,11 @@ def route(operator, ids, num_experts, group, config, *, max_tokens=None, by_sour
     columns = num_experts + world_size + 2
     tile_tokens = _tile_ids(k) // k
     tiles = max(-(-tokens // tile_tokens), 1)
-    workspace = get_workspace(group, device, "ep_counts")
+    workspace = get_workspace(group, device, "ep_counts", across_nodes=True)
     fields = {"num_experts": num_experts, "k": k, "max_tokens": max_tokens, "config": text_of(config)}
-    plan = workspace.prepare(operator, fields, 4 * world_size * columns, world_size, num_flags=1)
+    crossing = make_crossing(world_size, workspace.group.local_world_size, tokens, tiles, device)
+    line = 4 * columns if crossing is None else line_bytes(num_experts, world_size, crossing.local_world_size)
+    plan = workspace.prepare(operator, fields, world_size * line, world_size, num_flags=1)
     workspace.error_of_note = partial(_error_of_note, operator)  # after a note of an earlier call has been raised
     if max_tokens is None and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
@@ -111,35 +129,56 @@ def route(operator, ids, num_experts, group, config, *, max_tokens=None, by_sour
     ids = ids.contiguous()
     workspace.before_launch()
     capacity = max_tokens or _NO_LIMIT
-    constants, agreeing = _route_constants(tokens, k, num_experts, world_size, by_source)
-    ep_route_kernel[(tiles,)](
-        workspace.ctx, ids, bad, tables, splits, tokens, capacity, plan, AGREE=not agreeing, **constants
-    )
+    places = _places_constants(k, num_experts, world_size, crossing)
+    constants, agreeing = _route_constants(tokens, num_experts + world_size + 2, by_source, places)
+    count, agree, written = ep_route_kernel, ep_agree_kernel, (tables, splits)
+    if crossing is not None:
+        count, agree, written = ep_route_nodes_kernel, ep_agree_nodes_kernel, (tables, crossing.tables, splits)
+    count[(tiles,)](workspace.ctx, ids, bad, *written, tokens, capacity, plan, AGREE=not agreeing, **constants)
     if agreeing:
-        ep_agree_kernel[(-(-columns // agreeing["BLOCK"]),)](
-            workspace.ctx, bad, tables, splits, tokens, tiles, capacity, plan, **agreeing
+        agree[(-(-columns // agreeing["BLOCK"]),)](
+            workspace.ctx, bad, *written, tokens, tiles, capacity, plan, **agreeing
+        )
+    if crossing is not None:
+        ep_places_kernel[(tiles,)](
+            workspace.ctx, tables, crossing.tables, tokens, TILE_TOKENS=tile_tokens, **places, num_warps=1
         )
     workspace.after_launch()
-    rows = staged = max_tokens
+    rows = staged = crosses = max_tokens
     if max_tokens is None:
         begin = ep_tables.facts_begin(num_experts, world_size)
         facts = tables[begin : begin + ep_tables.NUM_FACTS.value].tolist()
         workspace.check()
-        rows, staged = facts[Fact.ROWS], facts[Fact.MOST_STAGED]
-    # Rounded up, so that few different sizes ever have to be agreed upon.
-    staged = max(triton.next_power_of_2(staged), _FEWEST_SLOTS)
-    return Routing(group, config, operator, tokens, k, num_experts, max_tokens, rows, staged, tables, splits)
+        rows, staged = facts[Fact.ROWS], facts[Fact.MOST_STAGED if crossing is None else Fact.MOST_HERE]
+        crosses = facts[Fact.MOST_PASSED]
+    if crossing is not None:
+        crossing.most = _slots(crosses)
+    return Routing(
+        group, config, operator, tokens, k, num_experts, max_tokens, rows, _slots(staged), tables, splits,
+        crossing=crossing,
+    )  # fmt: skip
 
 
-def _route_constants(tokens, k, num_experts, world_size, by_source):
+def _slots(most):
+    """How many slots there are for at most so many tokens: few different numbers ever have to be agreed upon."""
+    return max(triton.next_power_of_2(most), _FEWEST_SLOTS)
+
+
+def _route_constants(tokens, columns, by_source, places):
     """(the constants of ``ep_route_kernel``, those of ``ep_agree_kernel`` or None where it is not needed)"""
-    n = _tile_ids(k)
-    columns = triton.next_power_of_2(num_experts + world_size + 2)
-    common = {"BY_SOURCE": by_source, "K": k, "EXPERTS": num_experts, "RANKS": world_size, "num_warps": 8}
+    n = _tile_ids(places["K"])
+    columns = triton.next_power_of_2(columns)
+    common = {"BY_SOURCE": by_source, **places, "num_warps": 8}
     route = {**common, "N": n, "BLOCK": min(columns, 512), "AT_ONCE": 16}
-    if n // k * _FEW_TILES >= tokens:
+    if n // places["K"] * _FEW_TILES >= tokens:
         return route, None
     return route, {**common, "BLOCK": min(columns, 8), "AT_ONCE": 512}
+
+
+def _places_constants(k, num_experts, world_size, crossing):
+    """What every kernel knows of a routing when it is compiled."""
+    constants = {"K": k, "EXPERTS": num_experts, "RANKS": world_size}
+    return constants if crossing is None else {**constants, "LOCAL": crossing.local_world_size}
 
 
 # ---- dispatch ----
@@ -194,8 +233,8 @@ def _dispatch_constants(x, scale_bytes, quantize, gradient, config):
     }  # fmt: skip
 
 
-def _places_constants(routing):
-    return {"K": routing.choices, "EXPERTS": routing.num_experts, "RANKS": routing.world_size}
+def _constants_of(routing):
+    return _places_constants(routing.choices, routing.num_experts, routing.world_size, routing.crossing)
 
 
 def _programs(config, halves, senders_work, receivers_work):
@@ -203,6 +242,21 @@ def _programs(config, halves, senders_work, receivers_work):
     senders = min(config.num_senders, senders_work) if halves in ("both", "send") else 0
     receivers = min(config.num_receivers, receivers_work) if halves in ("both", "receive") else 0
     return senders, max(senders + receivers, 1)
+
+
+def _extents(routing, config, halves, senders_work, receivers_work):
+    """(all programs of a launch; how many of each kind but the last, and across nodes how many slots, for the kernel).
+
+    Relays wait for what senders put, so they belong to the half that receives.
+    """
+    senders, programs = _programs(config, halves, senders_work, receivers_work)
+    crossing = routing.crossing
+    if crossing is None:
+        return programs, (senders,)
+    relays = 0
+    if halves != "send":
+        relays = min(config.num_receivers, _chunks_at_most(routing) * (routing.world_size // crossing.local_world_size))
+    return programs + relays, (senders, relays, routing.most_staged, crossing.most)
 
 
 def _chunks_at_most(routing):
@@ -257,6 +311,8 @@ def prepare_dispatch(routing, x, *, scales=None, weights=None, quantize=False):
     if first:
         length = ep_tables.came_length(routing.world_size, routing.most_staged, routing.choices)
         routing.came = torch.empty(length, dtype=torch.int32, device=x.device)
+        if routing.crossing is not None:
+            routing.crossing.make_passed(routing.choices)
     return Sending(x, scales, weights, out, row_scales, row_weights, quantize=quantize, first=first)
 
 
@@ -288,19 +344,26 @@ def launch_dispatch(routing, sending, halves="both"):
         "num_experts": routing.num_experts,
         "slots": routing.most_staged, "config": text_of(config),
     }  # fmt: skip
-    workspace = get_workspace(routing.group, x.device, "ep_dispatch")
-    _check_turn(workspace, routing.operator, sending, "dispatch", halves)
+    kernel, crossing = ep_dispatch_kernel, routing.crossing
     half_bytes = 8 * world_size * MAX_CHUNKS + slot * routing.most_staged
+    if crossing is not None:
+        kernel, fields["crossing"] = ep_dispatch_nodes_kernel, crossing.most
+        slot = crossing_slot_memory(row_bytes, scale_row_bytes, routing.choices, crossing.local_world_size)
+        half_bytes += 2 * slot * crossing.most
+    workspace = get_workspace(routing.group, x.device, "ep_dispatch", across_nodes=True)
+    _check_turn(workspace, routing.operator, sending, "dispatch", halves)
     plan = workspace.prepare(routing.operator, fields, half_bytes, world_size * MAX_CHUNKS)
     workspace.kept["pending"] = sending if halves == "send" else None
-    senders, programs = _programs(config, halves, _chunks_at_most(routing), _chunks_of_peers(routing))
+    programs, extents = _extents(routing, config, halves, _chunks_at_most(routing), _chunks_of_peers(routing))
+    if crossing is None:
+        constants["TILE_TOKENS"] = _tile_ids(routing.choices) // routing.choices
     workspace.before_launch()
-    ep_dispatch_kernel[(programs,)](
-        workspace.ctx, _memory(x), _memory(_or(sending.scales, x)), sending.weights, routing.tables, routing.came,
+    kernel[(programs,)](
+        workspace.ctx, _memory(x), _memory(_or(sending.scales, x)), sending.weights, *routing.known,
         _memory(sending.rows), _memory(_or(sending.row_scales, sending.rows)), sending.row_weights,
-        sending.expert_rows, sending.dots, routing.tokens, config.chunk_tokens, senders, items, scale_words, plan,
-        ADVANCE=halves != "send", FIRST=sending.first, TILE_TOKENS=_tile_ids(routing.choices) // routing.choices,
-        **_places_constants(routing), **constants, num_warps=config.num_warps,
+        sending.expert_rows, sending.dots, routing.tokens, config.chunk_tokens, *extents, items, scale_words, plan,
+        ADVANCE=halves != "send", FIRST=sending.first, **_constants_of(routing), **constants,
+        num_warps=config.num_warps,
     )  # fmt: skip
     workspace.after_launch()
 
@@ -336,7 +399,7 @@ def combine(routing, rows, *, weights=None, row_weights=None, row_numbers=None, 
     """rows [R, H] as y [T, H]; and numbers [T, K], if each row has one to take along.
 
     Args:     weights: [T, K], what each choice weighs, or None for 1; row_weights: [R], the same by rows, which
-              "per_rank" needs; row_numbers: [R] fp32 or None
+              ``weighs_rows`` tells of; row_numbers: [R] fp32 or None
     Returns:  (y, numbers or None)
     """
     returning = prepare_combine(routing, rows, weights, row_weights, row_numbers, config)
@@ -357,29 +420,43 @@ def prepare_combine(routing, rows, weights=None, row_weights=None, row_numbers=N
     return Returning(rows, weights, row_weights, row_numbers, y, numbers, config.combine == "per_expert")
 
 
+def weighs_rows(routing, config):
+    """Whether a combine needs the weights where the rows are: for sums that are made there, or on another node."""
+    return config.combine == "per_rank" or routing.crossing is not None
+
+
 def launch_combine(routing, returning, halves="both", config=None):
     """Launch the kernel for both halves of a combine, or for one."""
     config = config or routing.config
     rows, world_size = returning.rows, routing.world_size
     width, item_bytes = rows.shape[1], rows.element_size()
-    slot = combine_slot_memory(width * item_bytes, routing.choices, returning.per_expert)
+    crossing, per_expert = routing.crossing, returning.per_expert
+    slot = combine_slot_memory(
+        width * item_bytes, routing.choices, per_expert, with_weights=crossing is not None and per_expert
+    )
+    half_bytes = slot * routing.most_staged
     fields = {
         "dtype": str(rows.dtype), "width": width, "k": routing.choices, "num_experts": routing.num_experts,
         "weighted": returning.weights is not None, "numbers": returning.row_numbers is not None,
         "slots": routing.most_staged, "config": text_of(config),
     }  # fmt: skip
-    get_workspace(routing.group, rows.device, "ep_dispatch").check()  # what went wrong there is not to be combined
-    workspace = get_workspace(routing.group, rows.device, "ep_combine")
+    kernel = ep_combine_kernel
+    if crossing is not None:
+        kernel, fields["crossing"] = ep_combine_nodes_kernel, crossing.most
+        half_bytes += 2 * sum_slot_memory(width * item_bytes, routing.choices) * crossing.most
+    # What went wrong there is not to be combined.
+    get_workspace(routing.group, rows.device, "ep_dispatch", across_nodes=True).check()
+    workspace = get_workspace(routing.group, rows.device, "ep_combine", across_nodes=True)
     _check_turn(workspace, routing.operator, returning, "combine", halves)
-    plan = workspace.prepare(routing.operator, fields, slot * routing.most_staged, world_size * MAX_CHUNKS)
+    plan = workspace.prepare(routing.operator, fields, half_bytes, world_size * MAX_CHUNKS)
     workspace.kept["pending"] = returning if halves == "send" else None
-    senders, programs = _programs(config, halves, _chunks_of_peers(routing), _chunks_at_most(routing))
+    programs, extents = _extents(routing, config, halves, _chunks_of_peers(routing), _chunks_at_most(routing))
     workspace.before_launch()
-    ep_combine_kernel[(programs,)](
-        workspace.ctx, rows, returning.row_weights, returning.row_numbers, returning.weights, routing.tables,
-        routing.came, returning.y, returning.numbers, routing.tokens, routing.config.chunk_tokens, senders, width, plan,
-        ADVANCE=halves != "send", PER_EXPERT=returning.per_expert, DTYPE=_FLOATS[rows.dtype],
+    kernel[(programs,)](
+        workspace.ctx, rows, returning.row_weights, returning.row_numbers, returning.weights, *routing.known,
+        returning.y, returning.numbers, routing.tokens, routing.config.chunk_tokens, *extents, width, plan,
+        ADVANCE=halves != "send", PER_EXPERT=per_expert, DTYPE=_FLOATS[rows.dtype],
         ALIGNED=width * item_bytes % 16 == 0, BLOCK=_block(width, item_bytes, config.block_bytes),
-        **_places_constants(routing), num_warps=config.num_warps,
+        **_constants_of(routing), num_warps=config.num_warps,
     )  # fmt: skip
     workspace.after_launch()

@@ -39,7 +39,7 @@ NOTE_OVERFLOW = tl.constexpr(2)  # rows and staged tokens that there are at most
 
 
 @td.jit
-def _count_tile(
+def count_tile(
     ids_ptr, tables, tile, num_tokens, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr, N: tl.constexpr
 ):
     """Number the tile's rows by expert (places) and its tokens by rank (sent), and leave how many there are of each.
@@ -96,7 +96,23 @@ def _count_tile(
 
 
 @td.jit
-def _add_up(
+def add_tiles(first_tile, columns, width, tiles, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr):
+    """In some columns of [tiles, width] turn counts into those of all tiles before; returns the totals."""
+    total = tl.full((BLOCK,), 0, tl.int32)
+    for first in range(0, tiles, AT_ONCE):
+        rows = first + tl.arange(0, AT_ONCE)
+        at = first_tile + rows[:, None].to(tl.int64) * width + columns[None, :]
+        mask = (rows[:, None] < tiles) & (columns[None, :] < width)
+        counts = tl.load(at, mask=mask, other=0)
+        upto = td.running_sum(counts, 0)
+        tl.debug_barrier()  # a block may be so small that several threads have read the same
+        tl.store(at, upto - counts + total[None, :], mask=mask)
+        total += td.sum_of(counts, 0)
+    return total
+
+
+@td.jit
+def add_up(
     tables, me, start, tiles, num_tokens, bad_ptr, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr,
     BLOCK: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
@@ -104,16 +120,7 @@ def _add_up(
     C: tl.constexpr = EXPERTS + RANKS + 2
     first_tile = tiles_at(tables, 0, num_tokens, K, EXPERTS, RANKS)
     columns = start + tl.arange(0, BLOCK)
-    total = tl.full((BLOCK,), 0, tl.int32)
-    for first in range(0, tiles, AT_ONCE):
-        rows = first + tl.arange(0, AT_ONCE)
-        at = first_tile + rows[:, None].to(tl.int64) * C + columns[None, :]
-        mask = (rows[:, None] < tiles) & (columns[None, :] < C)
-        counts = tl.load(at, mask=mask, other=0)
-        upto = td.running_sum(counts, 0)
-        tl.debug_barrier()  # a block may be so small that several threads have read the same
-        tl.store(at, upto - counts + total[None, :], mask=mask)
-        total += td.sum_of(counts, 0)
+    total = add_tiles(first_tile, columns, C, tiles, BLOCK, AT_ONCE)
     if bad_ptr is not None:
         total += ((columns == C - 2) & (tl.load(bad_ptr) != 0)).to(tl.int32)
     total = tl.where(columns == C - 1, num_tokens, total)
@@ -152,7 +159,7 @@ def _exchange(ctx, tables, plan, EXPERTS: tl.constexpr, RANKS: tl.constexpr):
 
 
 @td.jit
-def _lay_out_rows(
+def lay_out_rows(
     tables, splits_ptr, me, BY_SOURCE: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr
 ):
     """Where our rows begin on each expert's rank; returns how many rows each rank receives.
@@ -203,7 +210,7 @@ def _lay_out_tokens(tables, me, EXPERTS: tl.constexpr, RANKS: tl.constexpr):
 
 
 @td.jit
-def _state_facts(
+def state_facts(
     ctx, tables, splits_ptr, me, rows, staged, capacity,
     BY_SOURCE: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
@@ -246,10 +253,10 @@ def _agree(
     """Of our totals make the tables: by one program, when all else is done."""
     me = td.rank(ctx)
     _exchange(ctx, tables, plan, EXPERTS, RANKS)
-    rows = _lay_out_rows(tables, splits_ptr, me, BY_SOURCE, EXPERTS, RANKS)
+    rows = lay_out_rows(tables, splits_ptr, me, BY_SOURCE, EXPERTS, RANKS)
     staged = _lay_out_tokens(tables, me, EXPERTS, RANKS)
     tl.debug_barrier()  # splits may be stored again
-    _state_facts(ctx, tables, splits_ptr, me, rows, staged, capacity, BY_SOURCE, EXPERTS, RANKS)
+    state_facts(ctx, tables, splits_ptr, me, rows, staged, capacity, BY_SOURCE, EXPERTS, RANKS)
 
 
 @td.jit(do_not_specialize=["num_tokens", "capacity", "plan"])
@@ -263,12 +270,12 @@ def ep_route_kernel(
     Signal number ``source`` of a half says that the source's totals, its line of [ranks, E + W + 2], are in our buffer.
     """
     num_tokens = tl.cast(num_tokens, tl.int32)
-    _count_tile(ids_ptr, tables, tl.program_id(0), num_tokens, K, EXPERTS, RANKS, N)
+    count_tile(ids_ptr, tables, tl.program_id(0), num_tokens, K, EXPERTS, RANKS, N)
     if AGREE:
         if td.arrive(td.flag_at(ctx, 0), tl.num_programs(0)):
             me, tiles = td.rank(ctx), tl.num_programs(0)
             for start in range(0, EXPERTS + RANKS + 2, BLOCK):
-                _add_up(tables, me, start, tiles, num_tokens, bad_ptr, K, EXPERTS, RANKS, BLOCK, AT_ONCE)
+                add_up(tables, me, start, tiles, num_tokens, bad_ptr, K, EXPERTS, RANKS, BLOCK, AT_ONCE)
             tl.debug_barrier()  # others read what each thread has written
             _agree(ctx, tables, splits_ptr, capacity, plan, BY_SOURCE, EXPERTS, RANKS)
         td.finish(ctx)
@@ -283,7 +290,7 @@ def ep_agree_kernel(
     """Add up what ``ep_route_kernel`` has left for many tiles, BLOCK columns a program, and lay out as it does."""
     num_tokens, tiles = tl.cast(num_tokens, tl.int32), tl.cast(tiles, tl.int32)
     start = tl.program_id(0) * BLOCK
-    _add_up(tables, td.rank(ctx), start, tiles, num_tokens, bad_ptr, K, EXPERTS, RANKS, BLOCK, AT_ONCE)
+    add_up(tables, td.rank(ctx), start, tiles, num_tokens, bad_ptr, K, EXPERTS, RANKS, BLOCK, AT_ONCE)
     if td.arrive(td.flag_at(ctx, 0), tl.num_programs(0)):
         _agree(ctx, tables, splits_ptr, capacity, plan, BY_SOURCE, EXPERTS, RANKS)
     td.finish(ctx)

@@ -13,7 +13,8 @@
     sent       [T, W]  which of our tokens for a rank each one is, or -1; at first within its tile
     tiles      [tiles, COLUMNS]  ``counts`` of all tiles before each
 
-Tokens of a rank for itself are not staged and not counted in ``ours`` to ``their``.
+Tokens of a rank for itself are not staged and not counted in ``ours`` to ``their``, which in a group on several nodes
+are other tables of as many words (``ep_nodes_tables``).
 
 And of what has come, int32 too: where each chunk of each source begins and how many tokens it has, [W, MAX_CHUNKS, 2],
 and the rows of each staged token, [slots, K].
@@ -35,12 +36,15 @@ class Fact(enum.IntEnum):
     MOST_STAGED = 3  # tokens that any rank has to stage, going or coming back
     BAD_RANK = 4  # a rank with wrong ids, or -1
     MOST_TOKENS = 5  # of any rank
+    MOST_HERE = 6  # of MOST_STAGED, across nodes: from or for ranks of the same node
+    MOST_PASSED = 7  # of MOST_STAGED, across nodes: that any rank sends to other nodes or passes on from them
 
 
 NUM_FACTS = tl.constexpr(8)
 GOES, ROWS = tl.constexpr(int(Fact.GOES)), tl.constexpr(int(Fact.ROWS))
 MOST_ROWS, MOST_STAGED = tl.constexpr(int(Fact.MOST_ROWS)), tl.constexpr(int(Fact.MOST_STAGED))
 BAD_RANK, MOST_TOKENS = tl.constexpr(int(Fact.BAD_RANK)), tl.constexpr(int(Fact.MOST_TOKENS))
+MOST_HERE, MOST_PASSED = tl.constexpr(int(Fact.MOST_HERE)), tl.constexpr(int(Fact.MOST_PASSED))
 
 MAX_CHUNKS = tl.constexpr(1024)  # of one rank: so many signals are kept for it
 

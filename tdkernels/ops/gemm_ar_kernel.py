@@ -26,22 +26,17 @@ import triton.language as tl
 from tdkernels import lang as td
 from tdkernels.lang._trace import ALL_PEERS
 from tdkernels.ops import _device, _operands, _trace
+from tdkernels.ops import gemm_ar_nodes_kernel as nodes
 from tdkernels.ops import gemm_ar_one_shot as one_shot
 from tdkernels.ops._config import text_of
-from tdkernels.ops._gemm import (
-    as_aligned,
-    from_register_order,
-    gemm_tile,
-    in_register_order,
-    store_rows,
-    swizzle,
-)
+from tdkernels.ops._gemm import as_aligned, from_register_order, store_rows, swizzle
+from tdkernels.ops._nodes import spans_nodes
 from tdkernels.ops._rank_sum import sum_in_rank_order
 from tdkernels.ops._staging import COPY_WORDS, forward_item
 from tdkernels.ops._tiles import Tiles, default_tiles
+from tdkernels.ops.gemm_ar_tiles import multiply_tile, receive_tile, slice_columns
 from tdkernels.symm import get_workspace
 
-_SLICE = 8192  # elements of a tile that a program sums at a time: what fits its registers
 # Up to so many rows each rank sums everything itself: the wire carries more, but only once.
 _ONE_SHOT_ROWS = {"cpu": 16, "cuda": 64}
 
@@ -52,10 +47,10 @@ class GemmArConfig:
 
     method:      "fused", or "torch": a plain GEMM, then a plain all-reduce
     exchange:    "two_shot": each tile is summed by one rank, which sends the sum to all; "one_shot": every rank gets
-                 all partials and sums everything itself, for few rows
+                 all partials and sums everything itself, for few rows; a group on several nodes has but one way
     tiles:       the tile of the product, see ``Tiles``; None takes the default for the device and shape
-    item_tiles:  tiles that are forwarded together under one signal; two_shot only
-    split_k:     programs that share the K of one tile; one_shot only
+    item_tiles:  tiles that are forwarded together under one signal; not for one_shot on one node
+    split_k:     programs that share the K of one tile; one_shot on one node only
     """
 
     method: str = "fused"
@@ -93,28 +88,6 @@ def default_config_for(x, weight, world_size):
 
 
 @td.jit
-def _multiply_tile(
-    ctx, x_ptr, x_desc, w_ptr, w_desc, dst, staged, pid_m, pid_n, M, N, K, stride_w, epoch,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    USE_TMA: tl.constexpr, W_IS_KN: tl.constexpr, PRECISION: tl.constexpr, trace,
-):  # fmt: skip
-    """Leave our partial of a tile at the address ``dst`` and raise flag number ``staged``; takes the next ticket."""
-    td.mark(trace, "multiplies")
-    acc = gemm_tile(
-        tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32), x_ptr, x_desc, 0, pid_m * BLOCK_M, M,
-        w_ptr, w_desc, pid_n * BLOCK_N, stride_w, N, K, K,
-        BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, W_IS_KN, PRECISION,
-    )  # fmt: skip
-    answer = td.take_ticket(ctx)
-    td.mark(trace, "stores")
-    partial = in_register_order(td.from_float32(acc, x_ptr.dtype.element_ty), BLOCK_M, BLOCK_N)
-    tl.store(td.pointer_to(dst, x_ptr.dtype.element_ty) + tl.arange(0, BLOCK_M * BLOCK_N), partial)
-    # waiter: the program of this rank that forwards the item, or the one that sums the tile
-    td.store_release(td.flag_at(ctx, staged), epoch, SCOPE="gpu")
-    return answer
-
-
-@td.jit
 def _reduce_tile(
     ctx, parts, part_bytes, sums_offset, half, bias_ptr, z_ptr, row, col, M, N,
     RANKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLICE_N: tl.constexpr, HAS_BIAS: tl.constexpr,
@@ -140,15 +113,6 @@ def _reduce_tile(
             peer_sums = td.data_at(ctx, half, (me + step) % RANKS) + sums_offset
             tl.store(td.pointer_to(peer_sums, DTYPE) + rows[:, None] * BLOCK_N + cols[None, :], z)
         store_rows(z_ptr, z, row + rows, col + cols, M, N)
-
-
-@td.jit
-def _receive_tile(src, z_ptr, row, col, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Bring the sum of a tile from our buffer to z."""
-    rows = tl.arange(0, BLOCK_M)
-    cols = tl.arange(0, BLOCK_N)
-    z = tl.load(td.pointer_to(src, z_ptr.dtype.element_ty) + rows[:, None] * BLOCK_N + cols[None, :])
-    store_rows(z_ptr, z, row + rows, col + cols, M, N)
 
 
 @td.jit
@@ -240,13 +204,13 @@ def gemm_ar_kernel(
                     answer = td.take_ticket(ctx)
             elif multiplies:
                 dst = tl.where(owner == me, own_parts + me * part_bytes, stage)
-                answer = _multiply_tile(
+                answer = multiply_tile(
                     ctx, x_ptr, x_desc, w_ptr, w_desc, dst, staged, pid_m, pid_n, M, N, K, stride_w, epoch,
                     BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, W_IS_KN, PRECISION, trace,
                 )  # fmt: skip
             elif reduces:
                 td.mark(trace, "waits", me)
-                td.wait(ctx, td.flag_at(ctx, staged), epoch, me, SCOPE="gpu")  # producer: our own _multiply_tile
+                td.wait(ctx, td.flag_at(ctx, staged), epoch, me, SCOPE="gpu")  # producer: our own multiply_tile
                 td.mark(trace, "waits", ALL_PEERS, 0)
                 # producer: every peer's _forward_item
                 td.wait_plan_all(ctx, td.signal_at(ctx, half, round_), rounds, signal)
@@ -266,7 +230,7 @@ def gemm_ar_kernel(
                 answer = td.take_ticket(ctx)
                 td.mark(trace, "receives", owner)
                 src = td.data_at(ctx, half, me) + sums_offset + tl.cast(tile, tl.int64) * TILE_BYTES
-                _receive_tile(td.consume_token(src, seen), z_ptr, row, col, M, N, BLOCK_M, BLOCK_N)
+                receive_tile(td.consume_token(src, seen), z_ptr, row, col, M, N, BLOCK_M, BLOCK_N)
         else:
             answer = td.take_ticket(ctx)
         td.mark(trace, "finishes")
@@ -326,16 +290,15 @@ def _arguments(ctx, x, weight, bias, z, stage, schedule, plan, world_size, confi
     return args, {"COPY_WORDS": COPY_WORDS, "SLICE_N": slice_columns(tiles), "RANKS": world_size, **constants}
 
 
-def slice_columns(tiles):
-    """How many columns are summed at a time: whole groups of 32, see ``in_register_order``."""
-    return min(tiles.block_n, max(32, _SLICE // tiles.block_m))
-
-
-def compile(x, weight, bias, world_size, config):
+def compile(x, weight, bias, world_size, config, num_nodes=1):
     """Compile what ``launch`` with the same operands would launch, into Triton's cache; launches nothing."""
-    if config.exchange == "one_shot":
+    if x.device.type == "cpu":
+        return  # interpreted
+    if num_nodes > 1:
+        nodes.compile(x, weight, bias, world_size, config, num_nodes)
+    elif config.exchange == "one_shot":
         one_shot.compile(x, weight, bias, world_size, config)
-    elif x.device.type != "cpu":  # there it is interpreted
+    else:
         x = _operands.rows_contiguous(x)
         ctx = torch.empty(1, dtype=torch.int64, device=x.device)
         args, constants = _arguments(
@@ -348,6 +311,8 @@ def launch(x, weight, bias, group, config):
     """Launch the fused operator on 2-D operands."""
     x = _operands.rows_contiguous(x)
     bias = None if bias is None else bias.contiguous()
+    if spans_nodes(group):
+        return nodes.launch(x, weight, bias, group, config, plan_fields(x, weight, config))
     if config.exchange == "one_shot":
         return one_shot.launch(x, weight, bias, group, config, plan_fields(x, weight, config))
     m, n = x.shape[0], weight.shape[0]

@@ -25,8 +25,10 @@ from tdkernels import lang as td
 from tdkernels.lang._trace import ALL_PEERS
 from tdkernels.ops import _device, _operands, _trace
 from tdkernels.ops import gemm_rs_direct as direct
+from tdkernels.ops import gemm_rs_nodes_kernel as nodes
 from tdkernels.ops._config import text_of
 from tdkernels.ops._gemm import as_aligned, gemm_tile, in_register_order, store_rows, swizzle
+from tdkernels.ops._nodes import spans_nodes
 from tdkernels.ops._rank_sum import sum_of_tile
 from tdkernels.ops._staging import COPY_WORDS, forward_item
 from tdkernels.ops._tiles import Tiles, default_tiles
@@ -40,7 +42,7 @@ class GemmRsConfig:
     method:      "fused", or "torch": a plain GEMM, then a plain reduce-scatter
     tiles:       the tile of the product, see ``Tiles``; None takes the default for the device and shape
     transport:   "forward": partial tiles are staged and sent on by other programs; "direct": they are sent from
-                 where they were computed, while the next one is
+                 where they were computed, while the next one is; a group on several nodes always forwards
     item_tiles:  tiles that are forwarded together under one signal; forward only
     """
 
@@ -186,10 +188,12 @@ def _arguments(ctx, x, weight, bias, z, stage, rows, lag, plan, world_size, conf
     return args, {"COPY_WORDS": COPY_WORDS, "RANKS": world_size, **constants}
 
 
-def compile(x, weight, bias, world_size, config):
+def compile(x, weight, bias, world_size, config, num_nodes=1):
     """Compile what ``launch`` with the same operands would launch, into Triton's cache; launches nothing."""
     if x.device.type == "cpu":
         return  # interpreted
+    if num_nodes > 1:
+        return nodes.compile(x, weight, bias, world_size, config, num_nodes)
     if config.transport == "direct":
         return direct.compile(x, weight, bias, world_size, config)
     x = _operands.rows_contiguous(x)
@@ -203,6 +207,8 @@ def launch(x, weight, bias, group, config):
     """Launch the fused operator on 2-D operands."""
     x = _operands.rows_contiguous(x)
     bias = None if bias is None else bias.contiguous()
+    if spans_nodes(group):
+        return nodes.launch(x, weight, bias, group, config, plan_fields(x, weight, config))
     if config.transport == "direct":
         return direct.launch(x, weight, bias, group, config, plan_fields(x, weight, config))
     n = weight.shape[0]

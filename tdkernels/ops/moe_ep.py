@@ -237,7 +237,7 @@ def _refuse_gradient_of_codes(x, quantize):
 
 def _row_weights(handle, topk_weights, config):
     """The weights of a combine by rows, if they are needed there, or None."""
-    if topk_weights is None or config.combine != "per_rank":
+    if topk_weights is None or not launcher.weighs_rows(handle._routing, config):
         return None
     if topk_weights is handle._topk_weights and handle._row_weights is not None:
         return handle._row_weights

@@ -2,20 +2,25 @@
 
 Such a library allocates for all its processes at once, while our groups may be any of them. So each process takes one
 large piece at the beginning, ``TDKERNELS_HEAP_MB``, and a group agrees on a place in it that is free on all its ranks:
-what is at the same distance from the beginning is the same to the library, which is all that it asks for.
+what is at the same distance from the beginning is the same to the library, which is all that it asks for. A group of
+all processes takes a further piece when there is no room left.
 """
 
 import json
 import os
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
 from tdkernels.lang import _device_library
 from tdkernels.symm.buffer import SymmetricBuffer
+from tdkernels.symm.group import GroupState, resolve_group
 
 VARIABLE = "TDKERNELS_HEAP_MB"
 DEFAULT_MB = 2048
 _ALIGN = 512
+_SPARE = 64 << 20  # for what the library itself keeps in its memory
 
 _heaps = {}  # by device
 
@@ -45,49 +50,82 @@ def first_fit(taken, nbytes, size):
     return start if start + nbytes <= size else None
 
 
+@dataclass
+class _Piece:
+    """One allocation of the library, the same on all its processes, and which intervals of it are taken here."""
+
+    base: int
+    size: int
+    taken: list = field(default_factory=list)
+
+
 class Heap:
-    """This process's piece of the library's memory, and which parts of it are taken."""
+    """This process's pieces of the library's memory."""
 
     def __init__(self, runtime, size):
-        self.runtime, self.size = runtime, size
-        self.base = runtime.malloc(size)
-        self._taken = []
+        self.runtime = runtime
+        self._pieces = [_Piece(runtime.malloc(size), size)]
 
     def take(self, state, nbytes):
-        """(offset of a place that is free on all ranks of a group, their numbers in the library); collective.
+        """(address of a place that is free on all ranks of a group, their numbers in the library); collective.
 
         Raises:   MemoryError on every rank when there is none
         """
         nbytes = -(-nbytes // _ALIGN) * _ALIGN
-        here = {"taken": self._taken, "pe": self.runtime.pe, "size": self.size}
+        here = {"pe": self.runtime.pe, "pieces": [[piece.size, piece.taken] for piece in self._pieces]}
         offers = [json.loads(text) for text in state.exchange("symm.allocate", json.dumps(here))]
-        taken = [interval for offer in offers for interval in offer["taken"]]
-        size = min(offer["size"] for offer in offers)
-        start = first_fit(taken, nbytes, size)
-        if start is None:
-            raise MemoryError(
-                f"no {nbytes >> 20} MiB are free in the symmetric heap of {size >> 20} MiB on all ranks of the group; "
-                f"set {VARIABLE} to more, on every rank"
-            )
-        self._taken.append((start, start + nbytes))
-        return start, [offer["pe"] for offer in offers]
+        piece, start = self._place([offer["pieces"] for offer in offers], nbytes)
+        piece.taken.append((start, start + nbytes))
+        return piece.base + start, [offer["pe"] for offer in offers]
 
-    def give_back(self, start):
-        self._taken = [interval for interval in self._taken if interval[0] != start]
+    def _place(self, pieces_of_ranks, nbytes):
+        """(piece, offset) of the first place that is free on all these ranks, in a new piece if need be."""
+        for piece, of_ranks in zip(self._pieces, zip(*pieces_of_ranks, strict=True), strict=True):
+            size = min(size for size, _ in of_ranks)
+            start = first_fit([interval for _, taken in of_ranks for interval in taken], nbytes, size)
+            if start is not None:
+                return piece, start
+        if len(pieces_of_ranks) < self.runtime.num_pes:  # others would have to come to the allocation, too
+            raise MemoryError(
+                f"no {nbytes >> 20} MiB are free in the symmetric heap on all ranks of the group; set {VARIABLE} to "
+                f"more than {self._pieces[0].size >> 20}, on every rank"
+            )
+        size = max(nbytes, self._pieces[0].size)
+        self._pieces.append(_Piece(self.runtime.malloc(size), size))
+        return self._pieces[-1], 0
+
+    def give_back(self, address):
+        for piece in self._pieces:
+            piece.taken = [interval for interval in piece.taken if piece.base + interval[0] != address]
 
 
 def heap_for(device):
     """The heap of a device; made, and the library initialised, when all ranks of the world first ask for it."""
     if device not in _heaps:
-        if torch.version.hip:
-            from tdkernels.symm.rocshmem import start
-        else:
-            from tdkernels.symm.nvshmem import start
         size = heap_bytes()
-        runtime = start(device, size)
-        _device_library.provide(runtime.device_library(), runtime.init_module)
+        runtime, library = _start_rocshmem(size) if torch.version.hip else _start_nvshmem(device, size)
+        _device_library.provide(library, runtime.init_module)
         _heaps[device] = Heap(runtime, size)
     return _heaps[device]
+
+
+def _start_nvshmem(device, size):
+    """(the runtime, what kernels are linked with)"""
+    from tdkernels.symm import nvshmem
+
+    runtime = nvshmem.start(device, size)
+    return runtime, runtime.device_library()
+
+
+def _start_rocshmem(size):
+    """As ``_start_nvshmem``; never run on AMD hardware."""
+    from tdkernels.lang._rocshmem import device_library
+    from tdkernels.symm import rocshmem
+
+    library = device_library()
+    os.environ.setdefault("ROCSHMEM_HEAP_SIZE", str(size + _SPARE))
+    world = GroupState(resolve_group(None), "tdkernels/rocshmem")
+    return rocshmem.start(world.rank, world.world_size, partial(world.exchange, "rocSHMEM")), library
 
 
 class HeapBuffer(SymmetricBuffer):
@@ -95,12 +133,8 @@ class HeapBuffer(SymmetricBuffer):
         super().__init__(state, nbytes, device)
         with torch.cuda.device(device):
             self._heap = heap_for(device)
-            self._start, self._pes = self._heap.take(state, nbytes)
-            base, runtime = self._heap.base + self._start, self._heap.runtime
-            self._addresses = [
-                (runtime.peer_address(base, pe) if peer != self.rank else base) if self.topology.is_local(peer) else 0
-                for peer, pe in enumerate(self._pes)
-            ]
+            self._own, self._pes = self._heap.take(state, nbytes)
+            self._addresses = [self._address_of(peer) for peer in range(self.world_size)]
             failure = self._out_of_reach()
             if not failure:
                 self.tensor(self.rank).zero_()
@@ -108,8 +142,14 @@ class HeapBuffer(SymmetricBuffer):
         # No peer may write before our zeros are in place.
         failures = [text for text in state.exchange("symm.allocate", failure) if text]
         if failures:
-            self._heap.give_back(self._start)
+            self._heap.give_back(self._own)
             raise RuntimeError("; ".join(failures))
+
+    def _address_of(self, peer):
+        """Where we reach the buffer of ``peer``; 0 where we do not, or are not to."""
+        if peer == self.rank:
+            return self._own
+        return self._heap.runtime.peer_address(self._own, self._pes[peer]) if self.topology.is_local(peer) else 0
 
     def _out_of_reach(self):
         missing = [p for p, address in enumerate(self._addresses) if self.topology.is_local(p) and not address]
@@ -132,7 +172,7 @@ class HeapBuffer(SymmetricBuffer):
 
     def close(self):
         if self._heap is not None:
-            self._heap.give_back(self._start)
+            self._heap.give_back(self._own)
         self._heap = None
 
 

@@ -9,6 +9,8 @@ import torch.distributed as dist
 import tdkernels
 from tdkernels import EpConfig
 from tdkernels.ops import ep_launch
+from tdkernels.symm import resolve_group
+from tdkernels.symm.group import group_state
 from tests.ops.collective import same
 from tests.ops.routed import BF16, FP16, FP32, Routed
 from tests.ranks import device
@@ -31,6 +33,7 @@ def tokens_of(tokens):
 def case_of(tokens, k, experts_each, width, dtype=BF16, **options):
     """A case of the world; k "all" are as many choices as experts."""
     k = experts_each * dist.get_world_size() if k == "all" else k
+    options.setdefault("local_world_size", group_state(resolve_group()).local_world_size)
     return Routed(tokens_of(tokens), k, experts_each * dist.get_world_size(), width, dtype, **options)
 
 

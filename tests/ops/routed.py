@@ -29,6 +29,7 @@ class Routed:
               weights: their dtype; that of a choice of no expert is NaN, since nobody may look at it
               out_width, out_dtype: of the experts' rows, those of x if None
               rank: in the group that is used; None means the world
+              local_world_size: ranks of a node; None means all
 
     x, ids and weights are this rank's, on its device; all_x and so on those of all ranks, on the CPU. ``order`` tells
     of this rank's rows which choice, token * k + number, each belongs to.
@@ -36,8 +37,9 @@ class Routed:
 
     def __init__(
         self, tokens, k, experts, width, dtype=BF16, *, ids="any", values="exact", weights=FP32, out_width=None,
-        out_dtype=None, seed=0, rank=None,
+        out_dtype=None, seed=0, rank=None, local_world_size=None,
     ):  # fmt: skip
+        self.local_world_size = local_world_size or len(tokens)
         self.world_size, self.rank = len(tokens), dist.get_rank() if rank is None else rank
         self.tokens, self.k, self.experts, self.dtype, self.values = tokens, k, experts, dtype, values
         self.title = f"tokens={tokens} k={k} experts={experts} width={width} {dtype} ids={ids} {values} seed={seed}"
@@ -107,13 +109,25 @@ class Routed:
 
     def capacity(self):
         """(rows that any rank receives, tokens that any has to stage, once for each peer) at most."""
-        source = torch.repeat_interleave(torch.arange(self.world_size), torch.tensor(self.tokens))
-        going = torch.zeros(self.world_size, self.world_size, dtype=torch.int64)
-        for rank in range(self.world_size):
-            is_sent = (self.dest == rank).any(1) & (source != rank)
-            going[:, rank] = torch.bincount(source[is_sent], minlength=self.world_size)
+        ranks, local = torch.arange(self.world_size), self.local_world_size
+        source = torch.repeat_interleave(ranks, torch.tensor(self.tokens))
+        going = torch.stack([
+            torch.bincount(source[(self.dest == rank).any(1)], minlength=self.world_size) for rank in range(len(ranks))
+        ], 1)  # fmt: skip
         rows = torch.bincount(self.dest[self.valid], minlength=self.world_size).max().item()
-        return rows, max(going.sum(0).max().item(), going.sum(1).max().item())
+        rail = ranks % local
+        going = going.where(rail[:, None] != rail[None, :], 0)  # the others come by the network, or stay
+        # What comes back meets at the rank of the source's number on each node.
+        staged = [going.sum(0).max().item()]
+        to_node = going.view(self.world_size, -1, local).sum(2)
+        staged.append(to_node.view(-1, local, to_node.shape[1]).sum(0).max().item())
+        node_of = torch.where(self.valid, self.dest // local, -1)
+        crossing = torch.stack([
+            torch.bincount(source[(node_of == node).any(1) & (source // local != node)], minlength=self.world_size)
+            for node in range(self.world_size // local)
+        ], 1)  # fmt: skip
+        staged += [crossing.sum(1).max().item(), crossing.view(-1, local, crossing.shape[1]).sum(0).max().item()]
+        return rows, max(staged)
 
     # ---- what is to come out ----
 
@@ -140,14 +154,24 @@ class Routed:
             return total
 
         low = torch.zeros(exact.shape)
-        if combine == "per_expert":
-            return exact, add_up(valid, low).to(out.dtype)
-        for source in range(self.world_size):
-            if source == self.rank:  # what does not cross is not a sum of its own
-                low = add_up(dest == source, low)
-            else:
-                low = low + add_up(dest == source, torch.zeros(exact.shape)).to(out.dtype).float()
+        for node in range(self.world_size // self.local_world_size):
+            is_ours = node == self.rank // self.local_world_size
+            total = self._sum_on_node(node, dest, add_up, torch.zeros(exact.shape), combine, out.dtype)
+            low = low + (total if is_ours else total.to(out.dtype).float())  # rounded where it crosses
         return exact, low.to(out.dtype)
+
+    def _sum_on_node(self, node, dest, add_up, zeros, combine, dtype):
+        """What a node adds up of this rank's tokens, where the rank of its number is."""
+        local = self.local_world_size
+        if combine == "per_expert":
+            return add_up((dest >= 0) & (dest // local == node), zeros)
+        total = zeros
+        for source in range(node * local, (node + 1) * local):
+            if source % local == self.rank % local:  # what does not cross is not a sum of its own
+                total = add_up(dest == source, total)
+            else:
+                total = total + add_up(dest == source, zeros).to(dtype).float()
+        return total
 
     # ---- checks ----
 

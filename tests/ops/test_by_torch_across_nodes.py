@@ -41,7 +41,7 @@ def _experts():
 
     def operands(rank):
         weights = _numbers(rank + 5, 3, 2).softmax(-1)
-        return [_numbers(rank, 3, 8), weights, _numbers(20 + rank, 3, 12, 8), _numbers(30 + rank, 3, 8, 6)]
+        return [_numbers(rank, 3, 8), weights, _numbers(20 + rank, 3, 16, 8), _numbers(30 + rank, 3, 8, 8)]
 
     def call(x, weights, gate_up, down, **options):
         return tdkernels.tp_moe(x, ids, weights, gate_up, down, **options)

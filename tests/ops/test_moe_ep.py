@@ -49,7 +49,8 @@ def test_everything(world_size, config, spec):
 
 def test_counts_of_many_tiles():
     """A program counts few ids, and where there are many programs a launch of its own adds them up: here on rank 0."""
-    many, few = (ep_launch._route_constants(tokens, 33, 66, 2, False) for tokens in (34, 2))
+    places = {"K": 33, "EXPERTS": 66, "RANKS": 2}
+    many, few = (ep_launch._route_constants(tokens, 70, False, places) for tokens in (34, 2))
     assert many[1] is not None and few[1] is None, "this case does not ask what it was made for"
     spec = dict(tokens=[34, 2], k=33, experts_each=33, width=3, dtype=FP32, seed=9)
     on_ranks(2, expert_parallel.arrives, spec)

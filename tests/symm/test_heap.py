@@ -35,32 +35,43 @@ class _Runtime:
     """A library whose processes are the ranks, in reverse order."""
 
     pe = property(lambda self: 10 - dist.get_rank())
+    num_pes = 3
+
+    def __init__(self):
+        self.sizes = []
 
     def malloc(self, nbytes):
-        return 1 << 20
+        self.sizes.append(nbytes)
+        return len(self.sizes) << 20
 
 
 def _places():
-    """Offsets and numbers of what groups take one after the other, which are the same on all ranks of each."""
+    """Addresses and numbers of what groups take one after the other, and of which sizes pieces were allocated."""
     mine = heap.Heap(_Runtime(), 8192)
-    pair = dist.new_group([0, 1])
-    found = []
-    if dist.get_rank() < 2:
+    pair, found = dist.new_group([0, 1]), []
+    in_pair = dist.get_rank() < 2
+    if in_pair:
         found.append(mine.take(group_state(pair), 1000))
     world = group_state(resolve_group(None))
-    found.append(mine.take(world, 3000))
-    found.append(mine.take(world, 1))
+    for nbytes in (3000, 1):
+        found.append(mine.take(world, nbytes))
     mine.give_back(found[-2][0])
-    found.append(mine.take(world, 512))
-    with pytest.raises(MemoryError, match="no 0 MiB are free .* on all ranks of the group; set TDKERNELS_HEAP_MB"):
-        mine.take(world, 8192)
-    return found
+    for nbytes in (512, 5000, 9000):
+        found.append(mine.take(world, nbytes))
+    if in_pair:
+        message = "no 0 MiB are free in .* on all ranks of the group; set TDKERNELS_HEAP_MB to more than 0"
+        with pytest.raises(MemoryError, match=message):
+            mine.take(group_state(pair), 9000)
+        found.append(mine.take(group_state(pair), 3500))
+    return found, mine.runtime.sizes
 
 
 def test_groups_agree_on_a_place():
-    world = [(1024, [10, 9, 8]), (4096, [10, 9, 8]), (1024, [10, 9, 8])]
-    pair = [(0, [10, 9])]
-    assert on_ranks(3, _places) == [pair + world, pair + world, world]
+    one, two, three = 1 << 20, 2 << 20, 3 << 20  # the pieces
+    world = [(place, [10, 9, 8]) for place in (one + 1024, one + 4096, one + 1024, two, three)]
+    first, last = [(one, [10, 9])], [(one + 4608, [10, 9])]
+    sizes = [8192, 8192, 9216]
+    assert on_ranks(3, _places) == [(first + world + last, sizes)] * 2 + [(world, sizes)]
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "many"])

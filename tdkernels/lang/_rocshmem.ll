@@ -1,0 +1,69 @@
+; What tdkernels calls of rocSHMEM's device library, in LLVM's assembly; Triton links it into a kernel before that library.
+;
+; Triton can call an external function only as one that takes numbers and returns a value, by every thread. rocSHMEM's
+; take pointers and mostly return nothing, and its signals are set by each thread that calls. So: the right types here,
+; and one thread where one is meant. The names and types are those of src/device/rocshmem_wrapper.cc in
+; ROCm/rocm-systems, projects/rocshmem.
+;
+; All threads of a workgroup call together. After a barrier what each of them has fenced is in order for the first one.
+
+declare void @rocshmem_putmem_nbi_wg(ptr, ptr, i64, i32) #1
+declare void @rocshmem_uint64_atomic_set(ptr, i64, i32) #1
+declare void @rocshmem_fence() #1
+declare void @rocshmem_quiet() #1
+declare i32 @rocshmem_my_pe() #1
+declare i32 @rocshmem_n_pes() #1
+declare i32 @llvm.amdgcn.workitem.id.x() #2
+declare void @llvm.amdgcn.s.barrier() #1
+
+define i32 @tdkernels_rocshmem_put_nbi_block(i64 %dst, i64 %src, i64 %num_bytes, i32 %pe) #0 {
+  %to = inttoptr i64 %dst to ptr
+  %from = inttoptr i64 %src to ptr
+  fence release                            ; a network card may read what any thread of the program has stored there,
+  call void @llvm.amdgcn.s.barrier() #1    ; when the first one tells it to
+  call void @rocshmem_putmem_nbi_wg(ptr %to, ptr %from, i64 %num_bytes, i32 %pe) #1
+  ret i32 0
+}
+
+define i32 @tdkernels_rocshmem_signal_set(i64 %signal, i64 %value, i32 %pe) #0 {
+entry:
+  %thread = call i32 @llvm.amdgcn.workitem.id.x()
+  %is_first = icmp eq i32 %thread, 0
+  br i1 %is_first, label %first, label %end
+first:
+  %to = inttoptr i64 %signal to ptr
+  call void @rocshmem_uint64_atomic_set(ptr %to, i64 %value, i32 %pe) #1
+  br label %end
+end:
+  ret i32 0
+}
+
+define i32 @tdkernels_rocshmem_fence() #0 {
+  call void @rocshmem_fence() #1
+  fence syncscope("workgroup") release
+  call void @llvm.amdgcn.s.barrier() #1
+  fence syncscope("workgroup") acquire
+  ret i32 0
+}
+
+define i32 @tdkernels_rocshmem_quiet() #0 {
+  call void @rocshmem_quiet() #1
+  fence syncscope("workgroup") release
+  call void @llvm.amdgcn.s.barrier() #1
+  fence syncscope("workgroup") acquire
+  ret i32 0
+}
+
+define i32 @tdkernels_rocshmem_my_pe() #0 {
+  %pe = call i32 @rocshmem_my_pe() #1
+  ret i32 %pe
+}
+
+define i32 @tdkernels_rocshmem_n_pes() #0 {
+  %count = call i32 @rocshmem_n_pes() #1
+  ret i32 %count
+}
+
+attributes #0 = { alwaysinline convergent nounwind }
+attributes #1 = { convergent nounwind }
+attributes #2 = { nounwind readnone }

@@ -1,0 +1,43 @@
+"""Sums over the ranks of a node, then over the nodes, in fp32 and in order: the same inputs give the same bits."""
+
+import triton.language as tl
+
+from tdkernels import lang as td
+from tdkernels.ops._gemm import from_register_order, in_register_order
+from tdkernels.ops._rank_sum import _COLUMNS, sum_in_rank_order
+
+
+@td.jit
+def sum_of_tile_over_nodes(
+    acc, parts, sums, part_bytes, bias_ptr, col, N, node, local, DTYPE: tl.constexpr,
+    NODES: tl.constexpr, LOCAL: tl.constexpr, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """``acc`` plus our node peers' partials of the same tile, plus the other nodes' sums of it, as a DTYPE.
+
+    Rank s of our node has its partial at ``parts + s * part_bytes``, node m its sum at ``sums + m * part_bytes``, both
+    in register order; ours are not rounded, neither the partial nor the node's sum.
+    """
+    if WIDTH > _COLUMNS:
+        # A part at a time, as in ``sum_of_tile``.
+        HALF: tl.constexpr = WIDTH // 2
+        left, right = acc.reshape(BLOCK_M, 2, HALF).permute(0, 2, 1).split()
+        left = sum_of_tile_over_nodes(
+            left, parts, sums, part_bytes, bias_ptr, col, N, node, local, DTYPE, NODES, LOCAL, BLOCK_M, HALF, HAS_BIAS
+        )
+        skipped = BLOCK_M * HALF * (DTYPE.primitive_bitwidth // 8)
+        right = sum_of_tile_over_nodes(
+            right, parts + skipped, sums + skipped, part_bytes, bias_ptr, col + HALF, N, node, local, DTYPE,
+            NODES, LOCAL, BLOCK_M, HALF, HAS_BIAS,
+        )  # fmt: skip
+        return tl.join(left, right).permute(0, 2, 1).reshape(BLOCK_M, WIDTH)
+    else:
+        offs = tl.arange(0, BLOCK_M * WIDTH)
+        total = in_register_order(acc, BLOCK_M, WIDTH)
+        if LOCAL > 1:
+            total = sum_in_rank_order(parts, part_bytes, offs, offs >= 0, total, local, LOCAL, DTYPE)
+        total = sum_in_rank_order(sums, part_bytes, offs, offs >= 0, total, node, NODES, DTYPE)
+        total = from_register_order(total, BLOCK_M, WIDTH)
+        if HAS_BIAS:
+            offs_n = col + tl.arange(0, WIDTH)
+            total += td.to_float32(tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0))[None, :]
+        return td.from_float32(total, DTYPE)

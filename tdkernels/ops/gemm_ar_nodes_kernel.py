@@ -1,0 +1,342 @@
+"""The kernel behind GEMM-AR in a group on several nodes: each node sums for itself, then the nodes' sums cross.
+
+As in ``gemm_ar_kernel`` tiles are numbered along a path through z, and ``item_tiles`` consecutive ones make an item.
+Here item j is owned by rank j mod LOCAL of each node, and LOCAL consecutive items are a round. A round has, in this
+order, pieces that
+
+    forward     an item that was computed ``lag`` items ago to its owner on our node
+    multiply    a tile each: the item of rank + 1 of our node, that of rank + 2 and so on, our own item last
+    sum         a tile of our own item of ``sum_after`` rounds ago: add our node's partials in the order of the ranks,
+                round the sum, put it into the memory of the owner on each other node
+    total       a tile of our own item of ``total_after`` rounds ago: add the nodes' sums in the order of the nodes, and
+                the bias, store the total in z and at the node peers
+    receive     a tile of the node peers' items of ``receive_after`` rounds ago: bring its total from our buffer to z
+
+Sums are in fp32, of partials and of nodes' sums that were rounded to the dtype of x, our own included: so all nodes add
+the same numbers in the same order, and z has the same bits on all ranks. A sum crosses the network once for each other
+node, between ranks of the same number only; a put is one tile.
+
+Each piece waits for pieces of smaller numbers only, here and on every peer: sums come later than what forwards their
+partials, totals later than the sums, on whatever node, and what receives later than the totals. Programs take pieces by
+tickets (``lang._tickets``).
+
+Of a half's signals, number ``s * rounds + round`` says that the partials of rank s of our node of our item of a round
+are here; then come [nodes, slots] of nodes' sums, and one of the total of each tile. Of its data, partials of our own
+items come first, [LOCAL, slots] tiles in register order (``_gemm.in_register_order``), then the nodes' sums of them,
+[nodes, slots], where our own is sent from, then the totals of all tiles in rows; slots are the tiles of a rank's items.
+That is about 2 + NODES / LOCAL times z.
+
+Halves are used again two calls later, with nothing to wait for between: a rank has z when it has the totals, of at
+least one tile; their owner has waited for the other owners, and all of these for all of their node. So nobody finishes
+call t + 1 before everybody has begun it, and has finished call t: has read what came, partials, sums and totals, hence
+the sums that we sent in call t have arrived, and are not read for the network any more.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+import triton.language as tl
+
+from tdkernels import lang as td
+from tdkernels.lang._trace import ALL_PEERS
+from tdkernels.ops import _device, _operands, _trace
+from tdkernels.ops._gemm import as_aligned, from_register_order, store_rows, swizzle
+from tdkernels.ops._rank_sum import sum_in_rank_order
+from tdkernels.ops._staging import COPY_WORDS, forward_item
+from tdkernels.ops.gemm_ar_tiles import multiply_tile, receive_tile, slice_columns
+from tdkernels.symm import get_workspace
+
+# What a piece of work does; it receives if none of these.
+_FORWARD, _MULTIPLY, _SUM, _TOTAL = (tl.constexpr(role) for role in range(4))
+
+
+@td.jit
+def _sum_slice(parts, part_bytes, first, own, PARTS: tl.constexpr, SIZE: tl.constexpr, DTYPE: tl.constexpr):
+    """SIZE elements from ``first`` on of the sum of PARTS rounded tiles, of which number ``own`` is ours; a vector."""
+    offs = first + tl.arange(0, SIZE)
+    ours = td.to_float32(tl.load(td.pointer_to(parts + own * part_bytes, DTYPE) + offs))
+    return sum_in_rank_order(parts, part_bytes, offs, offs >= 0, ours, own, PARTS, DTYPE)
+
+
+@td.jit
+def _sum_tile(
+    parts, part_bytes, dst, local, LOCAL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLICE_N: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Leave the sum of our node's partials of a tile at the address ``dst``, in their order, as a DTYPE."""
+    SIZE: tl.constexpr = BLOCK_M * SLICE_N
+    for first in range(0, BLOCK_M * BLOCK_N, SIZE):
+        total = _sum_slice(parts, part_bytes, first, local, LOCAL, SIZE, DTYPE)
+        tl.store(td.pointer_to(dst, DTYPE) + first + tl.arange(0, SIZE), td.from_float32(total, DTYPE))
+
+
+@td.jit
+def _total_tile(
+    ctx, sums, part_bytes, totals_offset, half, bias_ptr, z_ptr, row, col, M, N, node, local,
+    NODES: tl.constexpr, LOCAL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLICE_N: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """Add all nodes' sums of a tile; store the total in z and in the buffer of every node peer."""
+    DTYPE: tl.constexpr = z_ptr.dtype.element_ty
+    rows = tl.arange(0, BLOCK_M)
+    for first in range(0, BLOCK_N, SLICE_N):
+        total = _sum_slice(sums, part_bytes, first * BLOCK_M, node, NODES, BLOCK_M * SLICE_N, DTYPE)
+        total = from_register_order(total, BLOCK_M, SLICE_N)
+        cols = first + tl.arange(0, SLICE_N)
+        if HAS_BIAS:
+            offs_n = col + cols
+            total += td.to_float32(tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0))[None, :]
+        z = td.from_float32(total, DTYPE)
+        for step in tl.static_range(1, LOCAL):
+            peer_totals = td.data_at(ctx, half, node * LOCAL + (local + step) % LOCAL) + totals_offset
+            tl.store(td.pointer_to(peer_totals, DTYPE) + rows[:, None] * BLOCK_N + cols[None, :], z)
+        store_rows(z_ptr, z, row + rows, col + cols, M, N)
+
+
+@td.jit
+def _role(
+    piece, item_tiles, lag, sum_after, total_after, receive_after, LOCAL: tl.constexpr, FORWARDS: tl.constexpr
+):  # fmt: skip
+    """What is to be done, and to which tile: (role, round, sequence, tile of the item).
+
+    ``sequence`` numbers the items in the order in which this rank computes them; there is nothing to do yet where the
+    round is negative.
+    """
+    per_item = FORWARDS + item_tiles
+    in_round = piece % (LOCAL * per_item + (LOCAL + 1) * item_tiles)
+    round_ = piece // (LOCAL * per_item + (LOCAL + 1) * item_tiles)
+    other = in_round - LOCAL * per_item  # which of those that sum, make totals or receive
+    if other < 0:
+        i = in_round % per_item - FORWARDS
+        role = tl.where(i < 0, _FORWARD, _MULTIPLY)
+        sequence = round_ * LOCAL + in_round // per_item - tl.where(i < 0, lag, 0)
+        i = tl.maximum(i, 0)
+    else:
+        i = other % item_tiles
+        role = _SUM + other // item_tiles
+        after = tl.where(role == _SUM, sum_after, tl.where(role == _TOTAL, total_after, receive_after))
+        place = tl.where(role <= _TOTAL, LOCAL - 1, role - _TOTAL - 1)
+        sequence = (round_ - after) * LOCAL + place
+    round_ = tl.where(sequence < 0, -1, sequence // LOCAL)
+    return role, round_, sequence, i
+
+
+# Compiled once for a tile, whatever the shape, plan and size of an item: that is what makes tuning cheap.
+@td.jit(network=True, do_not_specialize=[
+    "M", "N", "K", "stride_w", "lag", "sum_after", "total_after", "receive_after", "plan", "item_tiles", "group_m",
+])  # fmt: skip
+def gemm_ar_nodes_kernel(
+    ctx, x_ptr, x_desc, w_ptr, w_desc, bias_ptr, z_ptr, stage_ptr,
+    M, N, K, stride_w, lag, sum_after, total_after, receive_after, plan, item_tiles, group_m,
+    COPY_WORDS: tl.constexpr, SLICE_N: tl.constexpr, NODES: tl.constexpr, LOCAL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    ELEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, HAS_BIAS: tl.constexpr, USE_TMA: tl.constexpr,
+    W_IS_KN: tl.constexpr, PRECISION: tl.constexpr, trace_ptr=None,
+):  # fmt: skip
+    """z = the sum over ranks of x @ w.T, on every rank; x is [M, K], z is [M, N].
+
+    Flag number ``sequence * item_tiles + i`` says that our partial of a tile is there, and those after all of them
+    that our node's sum of a tile of our items is.
+    """
+    N = as_aligned(N, ALIGNED)
+    K = as_aligned(K, ALIGNED)
+    stride_w = as_aligned(stride_w, ALIGNED)
+    TILE_BYTES: tl.constexpr = BLOCK_M * BLOCK_N * ELEM_BYTES
+    DTYPE: tl.constexpr = z_ptr.dtype.element_ty
+    FORWARDS: tl.constexpr = 1 if LOCAL > 1 else 0  # pieces for each item that forward
+    me = td.rank(ctx)
+    own_node = me // LOCAL
+    own_local = me % LOCAL
+    epoch = td.epoch(ctx) + 1
+    half = (epoch % 2).to(tl.int32)
+    signal = (epoch << 8) | plan
+    tiles_m = (M + BLOCK_M - 1) // BLOCK_M
+    tiles_n = (N + BLOCK_N - 1) // BLOCK_N
+    tiles = tiles_m * tiles_n
+    items = (tiles + item_tiles - 1) // item_tiles
+    rounds = (items + LOCAL - 1) // LOCAL
+    slots = rounds * item_tiles
+    part_bytes = tl.cast(slots, tl.int64) * TILE_BYTES  # of one source
+    sums_offset = LOCAL * part_bytes
+    totals_offset = (LOCAL + NODES) * part_bytes
+    first_sum = LOCAL * rounds  # signals
+    first_total = first_sum + NODES * slots
+    pieces = (rounds + receive_after) * (LOCAL * FORWARDS + (2 * LOCAL + 1) * item_tiles)
+
+    piece = td.ticket_of(td.take_ticket(ctx))
+    while piece < pieces:
+        trace = (trace_ptr, piece)
+        td.mark(trace, "starts")
+        role, round_, sequence, i = _role(
+            piece, item_tiles, lag, sum_after, total_after, receive_after, LOCAL, FORWARDS
+        )
+        local = (own_local + 1 + sequence % LOCAL + LOCAL) % LOCAL  # the owner on our node
+        owner = own_node * LOCAL + local
+        tile = (round_ * LOCAL + local) * item_tiles + i
+        staged = sequence.to(tl.int64) * item_tiles + i
+        stage = stage_ptr.to(tl.int64) + staged * TILE_BYTES
+        number = round_ * item_tiles + i  # among the tiles of the owner's items
+        slot = tl.cast(number, tl.int64) * TILE_BYTES
+
+        if (round_ >= 0) & (tile < tiles):
+            pid_m, pid_n = swizzle(tile, tiles_m, tiles_n, group_m)
+            row = pid_m * BLOCK_M
+            col = pid_n * BLOCK_N
+            own_parts = td.data_at(ctx, half, me) + slot
+            own_sums = own_parts + sums_offset
+            if role == _FORWARD:
+                if local != own_local:
+                    answer = forward_item(
+                        ctx, stage, td.data_at(ctx, half, owner) + own_local * part_bytes + slot,
+                        staged, tl.minimum(item_tiles, tiles - tile), owner,
+                        td.signal_at(ctx, half, own_local * rounds + round_), signal, epoch, TILE_BYTES, COPY_WORDS,
+                        trace,
+                    )  # fmt: skip
+                else:
+                    answer = td.take_ticket(ctx)
+            elif role == _MULTIPLY:
+                dst = tl.where(local == own_local, own_parts + own_local * part_bytes, stage)
+                answer = multiply_tile(
+                    ctx, x_ptr, x_desc, w_ptr, w_desc, dst, staged, pid_m, pid_n, M, N, K, stride_w, epoch,
+                    BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, W_IS_KN, PRECISION, trace,
+                )  # fmt: skip
+            elif role == _SUM:
+                td.mark(trace, "waits", me)
+                td.wait(ctx, td.flag_at(ctx, staged), epoch, me, SCOPE="gpu")  # producer: our own multiply_tile
+                if LOCAL > 1:
+                    td.mark(trace, "waits", ALL_PEERS, 0)
+                    # producer: forward_item of every node peer
+                    td.wait_plan_node(ctx, td.signal_at(ctx, half, round_), rounds, signal)
+                td.mark(trace, "sums", ALL_PEERS)
+                src = own_sums + own_node * part_bytes
+                _sum_tile(own_parts, part_bytes, src, own_local, LOCAL, BLOCK_M, BLOCK_N, SLICE_N, DTYPE)
+                answer = td.take_ticket(ctx)
+                # waiter: the program of this rank that makes the total of the tile
+                td.store_release(td.flag_at(ctx, LOCAL * slots + number), epoch, SCOPE="gpu")
+                td.mark(trace, "pushes", ALL_PEERS)
+                for step in tl.static_range(1, NODES):
+                    # waiter: the program of the owner on another node that makes the total of the tile
+                    td.put_signal(
+                        ctx, src, src, TILE_BYTES, td.signal_at(ctx, half, first_sum + own_node * slots + number),
+                        signal, (own_node + step) % NODES * LOCAL + own_local, PASSES_ON=True,
+                    )  # fmt: skip
+            elif role == _TOTAL:
+                td.mark(trace, "waits", me)
+                # producer: our own program that sums the tile
+                td.wait(ctx, td.flag_at(ctx, LOCAL * slots + number), epoch, me, SCOPE="gpu")
+                td.mark(trace, "waits", ALL_PEERS, 0)
+                for step in tl.static_range(1, NODES):
+                    # producer: the program of the owner on another node that sums the tile
+                    other = (own_node + step) % NODES
+                    td.await_put(
+                        ctx, td.signal_at(ctx, half, first_sum + other * slots + number), signal,
+                        other * LOCAL + own_local,
+                    )  # fmt: skip
+                td.mark(trace, "sums", ALL_PEERS)
+                _total_tile(
+                    ctx, own_sums, part_bytes, totals_offset + tl.cast(tile, tl.int64) * TILE_BYTES, half,
+                    bias_ptr, z_ptr, row, col, M, N, own_node, own_local,
+                    NODES, LOCAL, BLOCK_M, BLOCK_N, SLICE_N, HAS_BIAS,
+                )  # fmt: skip
+                answer = td.take_ticket(ctx)
+                if LOCAL > 1:
+                    # waiter: every node peer's program that receives the tile
+                    td.notify_node(ctx, td.signal_at(ctx, half, first_total + tile), signal, PASSES_ON=True)
+            else:
+                td.mark(trace, "waits", owner)
+                # producer: the owner's program that makes the total of the tile
+                seen = td.wait_plan(ctx, td.signal_at(ctx, half, first_total + tile), signal, owner)
+                answer = td.take_ticket(ctx)
+                td.mark(trace, "receives", owner)
+                src = td.data_at(ctx, half, me) + totals_offset + tl.cast(tile, tl.int64) * TILE_BYTES
+                receive_tile(td.consume_token(src, seen), z_ptr, row, col, M, N, BLOCK_M, BLOCK_N)
+        else:
+            answer = td.take_ticket(ctx)
+        td.mark(trace, "finishes")
+        piece = td.ticket_of(answer)
+        td.mark(trace, "ends")
+    td.finish(ctx)
+
+
+@dataclass(frozen=True)
+class _Schedule:
+    """How many rounds there are, and by how much the roles follow one another."""
+
+    rounds: int
+    lag: int
+    sum_after: int
+    total_after: int
+    receive_after: int
+
+    @classmethod
+    def of(cls, tiles, item_tiles, local, num_sms):
+        items = -(-tiles // item_tiles)
+        rounds = -(-items // local)
+        lag = min(-(-num_sms // item_tiles), rounds * local)
+        # The last partial is on its way after a wave. A program that comes too early keeps a multiprocessor waiting,
+        # one that comes late costs nothing but at the end: so one more wave for partials to arrive, one for sums and
+        # one for totals. What is no more than a wave is at its end from the beginning.
+        wave = -(-lag // local)
+        gap = wave + 1 if lag < rounds * local else 0
+        return cls(rounds, lag, wave + gap, wave + 2 * gap, wave + 3 * gap)
+
+    def num_pieces(self, item_tiles, local):
+        return (self.rounds + self.receive_after) * (local * (local > 1) + (2 * local + 1) * item_tiles)
+
+
+def _arguments(ctx, x, weight, bias, z, stage, schedule, plan, world_size, num_nodes, config):
+    """The kernel's arguments."""
+    weight, stride_w, _ = _operands.weight_layout(weight)
+    tiles = config.tiles
+    m, k = x.shape
+    n = weight.shape[0]
+    constants = _operands.product_constants(x, weight, bias, tiles)
+    if config.exchange == "one_shot":
+        constants["USE_TMA"] = False  # its tiles are for few rows, and chosen for a kernel that reads without
+    x_desc, w_desc = _operands.product_descriptors(x, weight, tiles, constants)
+    args = (
+        ctx, x, x_desc, weight, w_desc, bias, z, stage,
+        m, n, k, stride_w, schedule.lag, schedule.sum_after, schedule.total_after, schedule.receive_after, plan,
+        config.item_tiles, tiles.group_m,
+    )  # fmt: skip
+    nodes = {"NODES": num_nodes, "LOCAL": world_size // num_nodes}
+    return args, {"COPY_WORDS": COPY_WORDS, "SLICE_N": slice_columns(tiles), **nodes, **constants}
+
+
+def compile(x, weight, bias, world_size, config, num_nodes):
+    """Compile what ``launch`` with the same operands would launch, into Triton's cache; launches nothing."""
+    x = _operands.rows_contiguous(x)
+    ctx = torch.empty(1, dtype=torch.int64, device=x.device)
+    z = stage = x.new_empty(1)
+    args, constants = _arguments(
+        ctx, x, weight, bias, z, stage, _Schedule(1, 1, 1, 1, 1), 0, world_size, num_nodes, config
+    )
+    gemm_ar_nodes_kernel.warmup(*args, grid=(1,), **constants)
+
+
+def launch(x, weight, bias, group, config, fields):
+    """Launch on 2-D operands, contiguous as gemm_ar_kernel.launch makes them."""
+    workspace = get_workspace(group, x.device, "gemm_ar", across_nodes=True)
+    topology = workspace.group.topology
+    ranks, nodes, local = topology.world_size, topology.num_nodes, topology.local_world_size
+    m, n = x.shape[0], weight.shape[0]
+    tiles = config.tiles
+    count = -(-m // tiles.block_m) * -(-n // tiles.block_n)
+    # Of few tiles each rank of a node shall own some.
+    config = replace(config, item_tiles=min(config.item_tiles, -(-count // local)))
+    schedule = _Schedule.of(count, config.item_tiles, local, _device.num_sms(x.device))
+    slots = schedule.rounds * config.item_tiles  # tiles of a rank's items, the last one filled up
+    tile_bytes = tiles.block_m * tiles.block_n * x.element_size()
+    plan = workspace.prepare(
+        "gemm_ar", fields, ((local + nodes) * slots + count) * tile_bytes,
+        local * schedule.rounds + nodes * slots + count, num_flags=(local + 1) * slots,
+    )  # fmt: skip
+    stage = x.new_empty(local * slots * tiles.block_m * tiles.block_n)
+    z = x.new_empty(m, n)
+    workspace.before_launch()
+    args, constants = _arguments(workspace.ctx, x, weight, bias, z, stage, schedule, plan, ranks, nodes, config)
+    pieces = schedule.num_pieces(config.item_tiles, local)
+    programs = min(pieces, _device.resident_programs(x.device, tiles, x.dtype))
+    gemm_ar_nodes_kernel[(programs,)](*args, **constants, trace_ptr=_trace.buffer(x.device, pieces, 1))
+    workspace.after_launch()
+    return z

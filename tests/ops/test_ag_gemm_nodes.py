@@ -1,0 +1,295 @@
+"""ag_gemm, and the gather beside it, in groups on several nodes."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+import triton.language as tl
+
+import tdkernels
+from tdkernels import AgGemmConfig, PeerTimeoutError, PlanMismatchError, Tiles, explain
+from tdkernels import lang as td
+from tdkernels.autotune import mode, tune
+from tdkernels.ops import ag_gemm_kernel
+from tdkernels.ops._collectives import all_gather_rows
+from tdkernels.ops._gather import Gather
+from tdkernels.ops._gather_nodes_kernels import relay_of, source_at
+from tdkernels.ops._gradients import gathered_weight_gradient
+from tdkernels.symm.group import group_state
+from tdkernels.symm.topology import Topology
+from tests.autotune.entries import cache_in
+from tests.autotune.tuning import candidates, same_everywhere
+from tests.nodes import a_group_on_nodes, reseed
+from tests.ops import across_nodes, dense
+from tests.ops.test_gather import bits, shard_of
+from tests.ranks import device, on_ranks
+from tests.reference import Case
+from tests.test_protocol import failure_of, poison, timeout
+
+BF16, FP16, FP32 = dense.DTYPES
+SMALL = {"tiles": Tiles(16, 16, 16, 1, 4, 2), "num_comm_sms": 2}
+CHUNKS = {"tiles": Tiles(16, 64, 64, num_stages=2), "num_comm_sms": 3}
+CONFIGS = {
+    "small tiles, one program at a time": {**SMALL, "num_comm_sms": 1},
+    "three programs, chunks of two tiles": {"tiles": Tiles(16, 64, 16), "num_comm_sms": 3, "chunk_tiles": 2},
+    "chunks longer than a shard": {"tiles": Tiles(16, 128, 32, 2, 4, 1), "chunk_tiles": 9},
+    "copy engine, which pushes": {**SMALL, "transport": "copy_engine", "chunk_tiles": 2},
+    "torch": {"method": "torch"},
+}
+
+
+@pytest.mark.parametrize("world_size, local, dtype, shapes", [
+    (4, 2, BF16, [(5, 3, 7), (65, 10, 20)]), (2, 1, FP32, [(37, 29, 51)]), (3, 1, FP16, [(17, 21, 33)]),
+], ids=str)  # fmt: skip
+def test_shapes(world_size, local, dtype, shapes):
+    on_ranks(world_size, across_nodes.computes, "ag_gemm", dtype, local, shapes)
+
+
+@pytest.mark.parametrize("world_size, local", [(4, 2), (3, 1)])
+def test_every_element_of_minimal_shapes(world_size, local):
+    on_ranks(
+        world_size, across_nodes.computes, "ag_gemm", BF16, local, dense.MINIMAL_SHAPES, bias=False, exact=True
+    )
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_configs(config):
+    on_ranks(4, across_nodes.computes, "ag_gemm", FP16, 2, [(41, 20, 24)], **CONFIGS[config])
+
+
+def test_each_gradient_alone():
+    on_ranks(4, across_nodes.computes_only_the_gradients_asked_for, "ag_gemm", 2)
+
+
+def test_memory_is_reused():
+    on_ranks(4, across_nodes.reuses_poisoned_memory, "ag_gemm", 2, [(5, 3, 7), (66, 70, 9), (5, 3, 7)])
+
+
+def test_slow_rank():
+    on_ranks(4, across_nodes.waits_for_a_slow_rank, "ag_gemm", 2)
+
+
+@pytest.mark.parametrize("world_size, local, shapes, changes", [
+    (4, 2, [(17, 1, 2)], SMALL), (3, 1, [(1, 1, 1), (2, 3, 1)], {}),
+], ids=["two chunks", "one rank a node"])  # fmt: skip
+def test_any_order_of_the_network(world_size, local, shapes, changes):
+    on_ranks(world_size, across_nodes.is_right_on_every_network, "ag_gemm", local, shapes, **changes)
+
+
+@pytest.mark.parametrize("world_size, local", [(4, 2), (2, 1)])
+def test_same_bits_every_time(world_size, local):
+    on_ranks(world_size, across_nodes.repeats_its_bits, "ag_gemm", local, BF16, **CHUNKS)
+
+
+@pytest.mark.parametrize("missing", [1, 2])
+def test_missing_rank(missing):
+    # By whichever way a shard does not come, its owner is named.
+    expected = [None if rank == missing else missing for rank in range(4)]
+    assert on_ranks(4, across_nodes.misses_a_rank, "ag_gemm", 2, missing) == expected
+
+
+def test_disagreement():
+    on_ranks(2, across_nodes.refuses_other_rows, "ag_gemm", 1)
+
+
+def _makes_another_call(local):
+    """Shapes that all ranks know, so that only the signals can tell."""
+    with a_group_on_nodes(local) as group:
+        cases = [Case("ag_gemm", FP32, rows, 6, 5, exact=True) for rows in (70, 140)]
+        for case in cases:
+            case.check({"output": case.call(group=group).detach()})
+        dist.barrier()
+        with timeout(1.0):
+            error = failure_of(cases[dist.get_rank() == 1].call, group=group)
+        dist.barrier()
+        del group
+    assert isinstance(error, PlanMismatchError | PeerTimeoutError), repr(error)
+    assert "ag_gemm" in str(error)
+
+
+@pytest.mark.parametrize("world_size, local", [(4, 2), (2, 1)])
+def test_a_known_but_different_shape_never_gives_a_result(world_size, local):
+    on_ranks(world_size, _makes_another_call, local)
+
+
+# ---- the gather by itself ----
+
+
+def _begun(group, shard, chunk_rows):
+    fields = {"rows": shard.shape[0], "width": shard.shape[1], "dtype": str(shard.dtype), "chunk_rows": chunk_rows}
+    return Gather("test of gather", fields, shard, group, chunk_rows)
+
+
+def _gathers(local, seeds, shapes, late_s, transport):
+    """Shards are here one by one, in the order of ``source``, and all at the end; the first on poisoned workspaces."""
+    with a_group_on_nodes(local) as group:
+        rank, world_size = group.rank(), group.size()
+        for seed in range(seeds):
+            reseed(seed)
+            shape = shapes[seed % len(shapes)]
+            gather = _begun(group, shard_of(rank, shape, BF16, seed), 16)
+            if seed < 3:
+                poison(group)
+            if rank == seed % world_size:
+                time.sleep(late_s)
+            gather.begin()
+            if rank == (seed + 1) % world_size:
+                time.sleep(late_s)  # all have begun, so the others wait for the data itself
+            gather.push(1 + seed % 3) if transport == "push" else gather.copy()
+            sources = [gather.source(step) for step in range(world_size)]
+            assert sources[0] == rank and sorted(sources) == list(range(world_size))
+            for step in range(1, world_size):
+                gather.wait(step)
+                tdkernels.synchronize()
+                expected = shard_of(sources[step], shape, BF16, seed)
+                assert torch.equal(bits(gather.gathered[sources[step]]), bits(expected)), (seed, step)
+            gather.finish()
+            tdkernels.synchronize()
+            assert torch.equal(bits(gather.gathered[rank]), bits(gather.x)), seed
+            gather.close()
+        tdkernels.synchronize()
+
+
+@pytest.mark.parametrize("world_size, local, transport", [(4, 2, "push"), (2, 1, "copy")])
+def test_gather(world_size, local, transport):
+    on_ranks(world_size, _gathers, local, 6, [(1, 1), (37, 5), (20, 24)], 0.03, transport)
+
+
+def test_gather_in_any_order_of_the_network():
+    on_ranks(4, _gathers, 2, across_nodes.SEEDS, [(1, 1), (17, 3)], 0.0, "push")
+
+
+@td.jit
+def way_kernel(sources_ptr, relays_ptr, me, ranks, local, relays):
+    for step in range(ranks):
+        tl.store(sources_ptr + step, source_at(step, me, ranks, local))
+    for item in range(relays):
+        source, peer, chunk = relay_of(item, me, ranks, local)
+        tl.store(relays_ptr + 3 * item, source)
+        tl.store(relays_ptr + 3 * item + 1, peer)
+        tl.store(relays_ptr + 3 * item + 2, chunk)
+
+
+@pytest.mark.parametrize("nodes, local", [(2, 3), (3, 2), (3, 3), (2, 8), (16, 8)])
+def test_every_shard_comes_to_every_rank_once(nodes, local):
+    """However many there are: in the order that the host knows, and relayed in the order in which it is awaited."""
+    ranks, chunks = nodes * local, 2
+    relays = chunks * (nodes - 1) * (local - 1)
+    relayed = {rank: [] for rank in range(ranks)}  # what comes there, of each of those that relay
+    awaited = {}
+    some = range(ranks) if ranks < 20 else [*range(local), ranks - 1]
+    for me in some:
+        sources, ways = torch.zeros(ranks, dtype=torch.int32), torch.zeros(max(relays, 1), 3, dtype=torch.int32)
+        way_kernel[(1,)](sources, ways, me, ranks, local, relays)
+        gather = Gather.__new__(Gather)
+        gather.topology = Topology(me, ranks, local)
+        awaited[me] = sources.tolist()
+        assert awaited[me] == [gather.source(step) for step in range(ranks)]
+        assert awaited[me][0] == me and sorted(awaited[me]) == list(range(ranks))
+        assert all(Topology(me, ranks, local).is_local(source) for source in awaited[me][:local])
+        assert all(source % local == me % local for source in awaited[me][local : local + nodes - 1])
+        for source, peer, chunk in ways.tolist():
+            assert source % local == me % local and source // local != me // local == peer // local and peer != me
+            relayed[peer].append((me, chunk, source))
+    for peer in some[:local]:  # all of one node have been asked
+        expected = {(chunk, source) for chunk in range(chunks) for source in awaited[peer][local + nodes - 1 :]}
+        assert sorted((chunk, source) for _, chunk, source in relayed[peer]) == sorted(expected)
+        for relay in {me for me, *_ in relayed[peer]}:
+            order = [(chunk, awaited[peer].index(source)) for me, chunk, source in relayed[peer] if me == relay]
+            assert order == sorted(order)
+
+
+def _keeps_what_it_gathered(local):
+    """What the gradients of gemm_rs use: the product, and the gathered rows, our own too, for who reads them after."""
+    with a_group_on_nodes(local) as group:
+        rank = group.rank()
+        for seed in range(4):
+            case = Case("ag_gemm", FP32, 19, 3, 6, bias=False, exact=True, seed=seed)
+            x, weight = case.x.detach(), case.weight.detach()
+            config = AgGemmConfig(**SMALL, transport=("push", "copy_engine")[seed % 2])
+            if rank == seed:
+                time.sleep(0.03)
+            y, gather = ag_gemm_kernel.launch(x, weight, None, group, config, keep_gathered=True)
+            gather.finish()
+            tdkernels.synchronize()
+            case.check({"output": y})
+            full = all_gather_rows(x, group)
+            assert torch.equal(gather.gathered.reshape(full.shape), full)
+            gather.close()
+
+
+def test_a_product_that_keeps_what_it_gathered():
+    on_ranks(4, _keeps_what_it_gathered, 2)
+
+
+def _multiplies_what_arrives(local):
+    """dweight without dx: each shard is multiplied as it comes."""
+    with a_group_on_nodes(local) as group:
+        case = Case("ag_gemm", BF16, 21, 9, 12, bias=False)
+        results = []
+        for seed in range(3):
+            reseed(seed)
+            gather = Gather.start("test of gather", case.x.detach(), group)
+            dweight = gathered_weight_gradient(gather, case.dy, gathered_on_left=False, overlapped=False)
+            gather.close()
+            results.append(dweight)
+        case.check({"dweight": results[0]})
+        assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_a_gradient_that_multiplies_what_arrives():
+    on_ranks(4, _multiplies_what_arrives, 2)
+
+
+def _misses_a_rank_at_the_beginning(missing):
+    with a_group_on_nodes(2) as group:
+        _gather_ones(group)
+        dist.barrier()
+        error = None
+        if dist.get_rank() != missing:
+            with timeout(1.0):
+                error = failure_of(_gather_ones, group)
+            assert type(error) is PeerTimeoutError, repr(error)
+        dist.barrier()
+        del group
+    return error and (error.peer, error.signal)
+
+
+def _gather_ones(group):
+    gather = Gather.start("test of gather", torch.ones(3, 2, device=device()), group)
+    gather.finish()
+    gather.close()
+
+
+def test_gather_without_a_rank():
+    expected = [None if rank == 2 else (2, "ready[2]") for rank in range(4)]
+    assert on_ranks(4, _misses_a_rank_at_the_beginning, 2) == expected
+
+
+# ---- configs ----
+
+
+def _tunes(folder, local):
+    """All candidates run, and the best one is what calls take from then on."""
+    with a_group_on_nodes(local) as group, cache_in(folder / f"rank{dist.get_rank()}"):
+        shape = (48, 48, 48)
+        with candidates(AgGemmConfig(**SMALL), AgGemmConfig(**{**SMALL, "num_comm_sms": 3})) as op:
+            result = tune("ag_gemm", *shape, dtype=FP32, group=group, device=device())
+            assert [trial.reason for trial in result.trials] == [None] * 4
+            assert result.entry.problem.num_nodes == group.size() // local
+            assert f"on {group.size() // local} nodes of {local} x " in str(result.entry.problem)
+            config = op.config_from_dict(result.entry.config)
+        case = Case("ag_gemm", FP32, shape[0] // group.size(), shape[1] // group.size(), shape[2])
+        with mode("cached"):
+            case.check({"output": case.call(group=group).detach()})
+            (choice,) = [c for (problem, _), c in group_state(group).choices.items() if problem.operator == "ag_gemm"]
+            assert choice.config == config
+            assert explain("ag_gemm", case.x, case.weight, group=group).config == config
+        del group
+    return result.entry.config
+
+
+@pytest.mark.parametrize("world_size, local", [(4, 2), (2, 1)])
+def test_tuning(world_size, local, tmp_path):
+    same_everywhere(on_ranks(world_size, _tunes, tmp_path, local))

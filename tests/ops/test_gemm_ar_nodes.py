@@ -1,0 +1,72 @@
+"""gemm_ar in groups on several nodes."""
+
+import pytest
+
+from tdkernels import Tiles
+from tests.ops import across_nodes, dense
+from tests.ranks import on_ranks
+
+BF16, FP16, FP32 = dense.DTYPES
+SMALL = {"exchange": "two_shot", "tiles": Tiles(16, 16, 16, 1, 4, 2), "item_tiles": 1}
+CONFIGS = {
+    "small tiles, sent one by one": SMALL,
+    "items of three tiles": {"exchange": "two_shot", "tiles": Tiles(32, 64, 16), "item_tiles": 3},
+    "items longer than the product": {"exchange": "two_shot", "tiles": Tiles(64, 16, 32, 2, 4, 1), "item_tiles": 9},
+    "sums in two halves": {"exchange": "two_shot", "tiles": Tiles(16, 128, 32), "item_tiles": 5},
+    "one shot, which is not": {"exchange": "one_shot", "tiles": Tiles(16, 64, 32), "split_k": 2},
+    "torch": {"method": "torch"},
+}
+
+
+@pytest.mark.parametrize("world_size, local, dtype, shapes", [
+    (4, 2, BF16, [(5, 3, 7), (65, 66, 70)]), (2, 1, FP32, [(37, 29, 51)]), (3, 1, FP16, [(17, 21, 33)]),
+], ids=str)  # fmt: skip
+def test_shapes(world_size, local, dtype, shapes):
+    on_ranks(world_size, across_nodes.computes, "gemm_ar", dtype, local, shapes)
+
+
+@pytest.mark.parametrize("world_size, local", [(4, 2), (3, 1)])
+def test_every_element_of_minimal_shapes(world_size, local):
+    on_ranks(
+        world_size, across_nodes.computes, "gemm_ar", BF16, local, dense.MINIMAL_SHAPES, bias=False, exact=True
+    )
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_configs(config):
+    on_ranks(4, across_nodes.computes, "gemm_ar", FP16, 2, [(41, 70, 24)], **CONFIGS[config])
+
+
+def test_memory_is_reused():
+    on_ranks(4, across_nodes.reuses_poisoned_memory, "gemm_ar", 2, [(5, 3, 7), (66, 70, 9), (5, 3, 7)])
+
+
+def test_slow_rank():
+    on_ranks(4, across_nodes.waits_for_a_slow_rank, "gemm_ar", 2)
+
+
+@pytest.mark.parametrize("world_size, local, seeds, shapes, changes", [
+    (4, 2, 50, [(1, 1, 1), (2, 3, 1)], {}), (4, 2, 12, [(1, 65, 1)], SMALL), (3, 1, 20, [(1, 1, 1)], {}),
+], ids=["default", "several tiles", "one rank a node"])  # fmt: skip
+def test_any_order_of_the_network(world_size, local, seeds, shapes, changes):
+    on_ranks(world_size, across_nodes.is_right_on_every_network, "gemm_ar", local, seeds, shapes, **changes)
+
+
+@pytest.mark.parametrize("world_size, local", [(4, 2), (2, 1)])
+def test_same_bits_every_time(world_size, local):
+    on_ranks(world_size, across_nodes.repeats_its_bits, "gemm_ar", local, BF16, **SMALL)
+
+
+@pytest.mark.parametrize("world_size, local", [(4, 2), (3, 1)])
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+def test_sums_are_in_the_order_of_ranks_and_nodes(dtype, world_size, local):
+    on_ranks(world_size, across_nodes.adds_in_order, "gemm_ar", local, dtype)
+
+
+def test_missing_rank():
+    # Rank 0 owns the only tile on its node and misses its node peer; rank 2 misses the sum of rank 0, rank 3 the total.
+    assert on_ranks(4, across_nodes.misses_a_rank, "gemm_ar", 2, 1) == [1, None, 0, 2]
+
+
+def test_disagreement():
+    on_ranks(2, across_nodes.refuses_other_rows, "gemm_ar", 1)
