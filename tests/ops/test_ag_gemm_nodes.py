@@ -72,11 +72,11 @@ def test_slow_rank():
     on_ranks(4, across_nodes.waits_for_a_slow_rank, "ag_gemm", 2)
 
 
-@pytest.mark.parametrize("world_size, local, shapes, changes", [
-    (4, 2, [(17, 1, 2)], SMALL), (3, 1, [(1, 1, 1), (2, 3, 1)], {}),
+@pytest.mark.parametrize("world_size, local, seeds, shapes, changes", [
+    (4, 2, 50, [(17, 1, 2)], SMALL), (3, 1, 20, [(1, 1, 1), (2, 3, 1)], {}),
 ], ids=["two chunks", "one rank a node"])  # fmt: skip
-def test_any_order_of_the_network(world_size, local, shapes, changes):
-    on_ranks(world_size, across_nodes.is_right_on_every_network, "ag_gemm", local, shapes, **changes)
+def test_any_order_of_the_network(world_size, local, seeds, shapes, changes):
+    on_ranks(world_size, across_nodes.is_right_on_every_network, "ag_gemm", local, seeds, shapes, **changes)
 
 
 @pytest.mark.parametrize("world_size, local", [(4, 2), (2, 1)])
@@ -176,7 +176,7 @@ def test_gather(world_size, local, transport):
 
 
 def test_gather_in_any_order_of_the_network():
-    on_ranks(4, _gathers, 2, across_nodes.SEEDS, [(1, 1), (17, 3)], 0.0, "push")
+    on_ranks(4, _gathers, 2, 50, [(1, 1), (17, 3)], 0.0, "push")
 
 
 @td.jit
