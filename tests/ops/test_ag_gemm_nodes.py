@@ -1,5 +1,6 @@
 """ag_gemm, and the gather beside it, in groups on several nodes."""
 
+import contextlib
 import time
 
 import pytest
@@ -10,7 +11,7 @@ import triton.language as tl
 import tdkernels
 from tdkernels import AgGemmConfig, PeerTimeoutError, PlanMismatchError, Tiles, explain
 from tdkernels import lang as td
-from tdkernels.autotune import mode, tune
+from tdkernels.autotune import mode, tune, tuner
 from tdkernels.lang._trace import NUM_KINDS
 from tdkernels.ops import ag_gemm_kernel
 from tdkernels.ops._collectives import all_gather_rows
@@ -18,6 +19,7 @@ from tdkernels.ops._gather import Gather
 from tdkernels.ops._gather_nodes_kernels import relay_of, source_at
 from tdkernels.ops._gradients import gathered_weight_gradient
 from tdkernels.ops._trace import Recorder, record
+from tdkernels.ops.ag_gemm_tuning import AgGemmTunable
 from tdkernels.symm.group import group_state
 from tdkernels.symm.topology import Topology
 from tests.autotune.entries import cache_in
@@ -30,6 +32,7 @@ from tests.reference import Case
 from tests.test_protocol import failure_of, poison, timeout
 
 BF16, FP16, FP32 = dense.DTYPES
+SEEDS = 50
 SMALL = {"tiles": Tiles(16, 16, 16, 1, 4, 2), "num_comm_sms": 2}
 CHUNKS = {"tiles": Tiles(16, 64, 64, num_stages=2), "num_comm_sms": 3}
 CONFIGS = {
@@ -73,7 +76,7 @@ def test_slow_rank():
 
 
 @pytest.mark.parametrize("world_size, local, seeds, shapes, changes", [
-    (4, 2, 50, [(17, 1, 2)], SMALL), (3, 1, 20, [(1, 1, 1), (2, 3, 1)], {}),
+    (4, 2, SEEDS, [(17, 1, 2)], SMALL), (3, 1, 20, [(1, 1, 1), (2, 3, 1)], {}),
 ], ids=["two chunks", "one rank a node"])  # fmt: skip
 def test_any_order_of_the_network(world_size, local, seeds, shapes, changes):
     on_ranks(world_size, across_nodes.is_right_on_every_network, "ag_gemm", local, seeds, shapes, **changes)
@@ -176,7 +179,7 @@ def test_gather(world_size, local, transport):
 
 
 def test_gather_in_any_order_of_the_network():
-    on_ranks(4, _gathers, 2, 50, [(1, 1), (17, 3)], 0.0, "push")
+    on_ranks(4, _gathers, 2, SEEDS, [(1, 1), (17, 3)], 0.0, "push")
 
 
 @td.jit
@@ -289,11 +292,37 @@ def test_gather_without_a_rank():
 # ---- configs ----
 
 
+@contextlib.contextmanager
+def _nothing_is_poisoned_early(folder):
+    """Whenever the tuner poisons a workspace, all ranks have ended the same number of calls: see ``_poison``."""
+    ended = {rank: folder / f"ended{rank}" for rank in range(dist.get_world_size())}
+    ended[dist.get_rank()].touch()
+    run, poisons = AgGemmTunable.run, tuner._Tuner._poison
+
+    def runs(*call):
+        output = run(*call)
+        time.sleep(0.01 * dist.get_rank())
+        with ended[dist.get_rank()].open("a") as file:
+            file.write(".")
+        return output
+
+    def poisons_in_time(self):
+        assert len({file.stat().st_size for file in ended.values()}) == 1
+        poisons(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AgGemmTunable, "run", runs)
+        patch.setattr(tuner._Tuner, "_poison", poisons_in_time)
+        yield
+    assert ended[dist.get_rank()].stat().st_size > 4
+
+
 def _tunes(folder, local):
     """All candidates run, and the best one is what calls take from then on."""
     with a_group_on_nodes(local) as group, cache_in(folder / f"rank{dist.get_rank()}"):
         shape = (48, 48, 48)
-        with candidates(AgGemmConfig(**SMALL), AgGemmConfig(**{**SMALL, "num_comm_sms": 3})) as op:
+        configs = AgGemmConfig(**SMALL), AgGemmConfig(**{**SMALL, "num_comm_sms": 3})
+        with _nothing_is_poisoned_early(folder), candidates(*configs) as op:
             result = tune("ag_gemm", *shape, dtype=FP32, group=group, device=device())
             assert [trial.reason for trial in result.trials] == [None] * 4
             assert result.entry.problem.num_nodes == group.size() // local
