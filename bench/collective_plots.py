@@ -1,7 +1,7 @@
 """Plots of the collectives alone: microseconds against the bytes of the message, one panel an operator."""
 
 from bench.collectives import PEERS, in_words
-from bench.plots import Figure
+from bench.plots import Figure, short
 
 _STYLES = {"nccl": ("NCCL", "#e08214", "-"), "tdkernels": ("ours", "#2166ac", "-")}
 _PEER_COLOURS = ("#7fbc41", "#8c6bb1", "#b35806")
@@ -13,13 +13,13 @@ def figures(newest):
     for gpu, ranks, graph in sorted({(gpu, ranks, graph) for gpu, ranks, _, graph in newest}):
         operators = sorted({place[2] for place in newest if (*place[:2], place[3]) == (gpu, ranks, graph)})
         runs = {operator: newest[gpu, ranks, operator, graph] for operator in operators}
-        short = gpu.split()[-1].lower()
+        name = short(gpu)
         multicast = next(iter(next(iter(runs.values())).values()))["nccl"]["multicast"]
         caption = (
             f"Collectives alone, {ranks} x {gpu}{', in CUDA graphs' if graph else ''}; multicast {multicast}; "
             "dotted: bytes on the wire over the best link rate"
         )
-        file = f"collectives-{short}x{ranks}{'-graph' if graph else ''}.png"
+        file = f"collectives-{name}x{ranks}{'-graph' if graph else ''}.png"
         found.append(Figure(file, caption, None, runs, _panels))
     return found
 

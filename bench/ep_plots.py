@@ -1,7 +1,7 @@
 """Plots of expert parallelism: microseconds against the tokens of a rank, one panel an operator and payload."""
 
 from bench.ep import PEERS
-from bench.plots import Figure
+from bench.plots import Figure, short
 
 _STYLES = {
     "sequence": ("NCCL and permutes", "#e08214", "-"),
@@ -29,7 +29,7 @@ def figures(newest):
             f"{', skewed' if routing == 'skewed' else ''}{', in CUDA graphs' if graph else ''}; multicast {multicast}; "
             "dotted: bytes on the wire over the best link rate"
         )
-        words = [f"ep-{gpu.split()[-1].lower()}x{ranks}"]
+        words = [f"ep-{short(gpu)}x{ranks}"]
         words += [] if usual else ["x".join(map(str, layer))]
         words += ["skewed"] * (routing == "skewed") + ["graph"] * graph
         found.append(Figure("-".join(words) + ".png", caption, None, panels, _panels))

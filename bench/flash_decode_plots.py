@@ -1,7 +1,7 @@
 """Plots of decoding: microseconds against the keys of all ranks, a curve for each number of GPUs."""
 
 from bench.flash_decode import LOCAL, SEQUENCE
-from bench.plots import _GREY, _SHADES, Figure
+from bench.plots import _GREY, _SHADES, Figure, short
 
 _LINES = {"ours": "-", "torch, NCCL, merge": "--", "the memory": ":"}
 _MANY = 4  # numbers of keys that make a curve
@@ -19,7 +19,7 @@ def figures(newest):
         row = next(_rows(of_gpu))
         where = f"{gpu}{', in CUDA graphs' * graph} (multicast {row['multicast']})"
         caption = f"flash_decode by the keys of all ranks, {where}"
-        file = f"flash-decode-{gpu.split()[-1].lower()}{'-graph' * graph}.png"
+        file = f"flash-decode-{short(gpu)}{'-graph' * graph}.png"
         found.append(Figure(file, caption, None, of_gpu, _panels))
     return found
 

@@ -79,6 +79,11 @@ def _multicast(points):
     return "multicast " + " or ".join(sorted({str(point.settings.get("multicast")) for point in points}))
 
 
+def short(gpu):
+    """The name of a GPU as a part of a file's name."""
+    return gpu.removeprefix("NVIDIA ").lower().replace(" ", "-")
+
+
 def _title(point):
     return f"{point.settings['num_gpus']} x {point.settings['gpu'].removeprefix('NVIDIA ')}"
 

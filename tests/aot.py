@@ -69,6 +69,56 @@ def assemble(ptx, gpu="sm_90a"):
     return told, [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", sass)]
 
 
+def unwritten(code):
+    """Instructions that read a uniform register which nothing has written on some way there: [(address, instruction)].
+
+    ptxas 12.8 forgets where a tile lies in shared memory, and what a register happens to hold then decides which
+    numbers are multiplied. No test on a GPU need show it.
+    """
+    at = {address: number for number, (address, _) in enumerate(code)}
+    steps = [_uniform_registers(text) for _, text in code]
+    before, todo = {0: 0}, [0]  # the registers that every way to an instruction has written, as bits
+    while todo:
+        number = todo.pop()
+        after = before[number] | steps[number][0]
+        for target in _next(code[number][1], number, at):
+            known = before.get(target, after) & after
+            if target < len(code) and known != before.get(target):
+                before[target] = known
+                todo.append(target)
+    return [code[number] for number, known in sorted(before.items()) if steps[number][1] & ~known]
+
+
+def _next(text, number, at):
+    """The numbers of the instructions that may follow."""
+    guarded = text.startswith("@")
+    opcode, _, operands = text.split(" ", 1)[1].partition(" ") if guarded else text.partition(" ")
+    if opcode.startswith("BRA"):
+        follows = [at[int(target, 16)] for target in re.findall("0x[0-9a-f]+", operands)]
+        return follows + [number + 1] * (guarded or "," in operands)
+    return [] if opcode.startswith(("EXIT", "RET")) and not guarded else [number + 1]
+
+
+def _uniform_registers(text):
+    """(those that an instruction writes, those that it reads), as bits."""
+    opcode, _, operands = (text.split(" ", 1)[1] if text.startswith("@") else text).partition(" ")
+    operands = operands.split(", ")
+    written = read = 0
+    # What begins with U writes uniform registers, but for copies, which read them, and what writes predicates.
+    others = opcode.startswith(("UTMA", "UBLK", "UISETP"))
+    if opcode.startswith(("U", "R2UR", "S2UR", "VOTEU", "REDUX")) and not others and re.match(r"UR\d", operands[0]):
+        pair = not opcode.startswith(("R2UR", "S2UR")) and (".64" in opcode or ".WIDE" in opcode)
+        written = (3 if pair else 1) << int(operands.pop(0).strip()[2:])
+    for operand in operands:
+        for register in map(int, re.findall(r"\bUR(\d+)\b", operand)):
+            if "gdesc" in operand:  # of both matrices, of which the first may be in registers of the threads
+                count = 12 if re.match(r"R\d", operands[1]) else 15
+            else:
+                count = 3 if "desc" in operand or opcode.startswith("UIADD3.64") else 1
+            read |= count << register
+    return written, read
+
+
 def product_loops(code):
     """The instructions of each loop that multiplies by wgmma and has none in it that does."""
     jumps = [(at, re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text)) for at, text in code]

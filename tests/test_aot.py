@@ -60,6 +60,7 @@ from tests.aot import (
     pointer,
     product_loops,
     recorded_launches,
+    unwritten,
 )
 from tests.ranks import DEVICE
 
@@ -390,7 +391,9 @@ ATTENTION = ["attention", "statistics", "gradient of q", "gradients of k and v"]
 
 
 @functools.cache
-def attention_launches(arch, dtype, d=64, dv=64, rows=256, heads=4, kv_heads=2, ranks=2, sharding="zigzag"):
+def attention_launches(
+    arch, dtype, d=64, dv=64, rows=256, heads=4, kv_heads=2, ranks=2, sharding="zigzag", causal=True
+):  # fmt: skip
     """{name: (kernel, args, kwargs)} of a training step with the default tiles of ``arch``."""
     device, of_forward, of_keys = SimpleNamespace(type="cuda"), ag_attention_kernel, ag_attention_dkv_kernel
     q, k, v = (torch.zeros(1, rows, *size, dtype=dtype) for size in ((heads, d), (kv_heads, d), (kv_heads, dv)))
@@ -402,12 +405,12 @@ def attention_launches(arch, dtype, d=64, dv=64, rows=256, heads=4, kv_heads=2, 
         config = of_forward.completed(None, rows, max(d, dv), dtype, device)
         # The memory that peers write to is none here, and its descriptor like that of any tensor.
         for module in (of_forward, of_keys):
-            patch.setattr(module, "gathered_descriptor", lambda *args: of_forward.shard_descriptor(args[2], args[4]))
+            patch.setattr(module, "gathered_descriptor", lambda *args: of_forward.shard_descriptor(args[2], *args[4:]))
         forward, query, keys = [
             stack.enter_context(recorded_launches(module))
             for module in (of_forward, ag_attention_backward_kernel, of_keys)
         ]
-        call = True, sharding, d**-0.5, SimpleNamespace(size=lambda: ranks), config
+        call = causal, sharding, d**-0.5, SimpleNamespace(size=lambda: ranks), config
         o, lse = of_forward.launch(q, k, v, *call)
         ag_attention_backward_kernel.launch(q, k, v, o, lse, o, lse, (True,) * 3, *call)
     return dict(zip(ATTENTION, (*forward, keys[0], *query, *keys[1:]), strict=True))
@@ -754,12 +757,33 @@ def test_attention_on_hopper_uses_wgmma_and_tma(name):
     assert ptx.find("cp.async.bulk.tensor", fence) > fence
     told, code = assemble(ptx)
     assert "serialized" not in told, "products would wait for each other"
+    assert not unwritten(code)
     loops = product_loops(code)
     assert loops
     for loop in loops:
         # A tile that is too large shows here; how much is spilled elsewhere differs between compilers.
         spills = sum(re.search(r"\b(LDL|STL)\b", text) is not None for text in loop)
         assert spills < len(loop) / 8, f"{spills} of {len(loop)} instructions of a loop are spills\n{told}"
+
+
+@pytest.mark.parametrize("d, dv", [(32, 16), (128, 32)])
+def test_attention_on_hopper_knows_where_narrow_values_are(d, dv):
+    """See ``widths_of`` in ag_attention_kernel.py. The product of two of 16 rows each had the second from elsewhere."""
+    _, code = assemble(compile_attention("attention", "sm_90", d=d, dv=dv, rows=37).asm["ptx"])
+    assert any("HGMMA" in text for _, text in code)
+    assert not unwritten(code)
+
+
+def test_registers_that_nothing_has_written_are_found():
+    code = [
+        (0x00, "@P0 BRA 0x30 "), (0x10, "UMOV UR5, URZ "), (0x20, "UIADD3 UR4, UP0, UR5, 0x20, URZ "),
+        (0x30, "R2UR UR6, R7 "), (0x40, "HGMMA.64x16x16.F32 R8, R4, gdesc[UR4].tnspB, R8 "),
+        (0x50, "HGMMA.64x16x16.F32 R8, gdesc[UR4], R8 "), (0x60, "@!P1 BRA 0x30 "), (0x70, "EXIT "),
+        (0x80, "UIADD3 UR9, UR9, 0x1, URZ "),
+    ]  # fmt: skip
+    # Only one way to the products goes through what writes UR4; UR7 has no way at all, and 0x80 is never reached.
+    assert [address for address, _ in unwritten(code)] == [0x40, 0x50]
+    assert [address for address, _ in unwritten([(0x00, "R2UR UR7, R7 "), *code[1:]])] == []
 
 
 def test_every_exchange_is_compiled_here():

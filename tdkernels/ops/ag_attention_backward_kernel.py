@@ -32,6 +32,7 @@ from tdkernels.ops.ag_attention_kernel import (
     shard_descriptor,
     straddles,
     uses_tma,
+    widths_of,
 )
 
 
@@ -168,7 +169,7 @@ def launch_dq(q, k, v, do, stats, causal, sharding, scale, group, config):
     tma = uses_tma(q, k, v)
     descriptors = (None,) * 6
     if tma:
-        own = shard_descriptor(q, config.dq_block_q), shard_descriptor(do, config.dq_block_q)
+        own = (shard_descriptor(x, config.dq_block_q, width) for x, width in zip((q, do), widths_of(q, do)))
         descriptors = *own, *key_descriptors(workspace, k, v, ranks, config.dq_block_k)
     pieces = num_comm + -(-rows // config.dq_block_q) * batch * heads + (ranks > 1)
     workspace.before_launch()

@@ -36,6 +36,7 @@ from tdkernels.ops.ag_attention_kernel import (
     straddles,
     uses_tma,
     width_of,
+    widths_of,
 )
 from tdkernels.symm import get_workspace
 
@@ -238,9 +239,9 @@ def ag_attention_dkv_kernel(
 
 def constants(q, v, causal, sharding, tma):
     """The constexpr arguments that both gradients take."""
-    d, dv = q.shape[3], v.shape[3]
+    block_d, block_dv = widths_of(q, v)
     return {
-        "D": d, "DV": dv, "BLOCK_D": width_of(d), "BLOCK_DV": width_of(dv), "MASK": mask_of(causal, sharding),
+        "D": q.shape[3], "DV": v.shape[3], "BLOCK_D": block_d, "BLOCK_DV": block_dv, "MASK": mask_of(causal, sharding),
         "ELEM_BYTES": q.element_size(), "USE_TMA": tma, "PRECISION": _operands.dot_precision(q.dtype),
         "COPY_WORDS": _COPY_WORDS,
     }  # fmt: skip
@@ -271,12 +272,13 @@ def launch_dkv(q, k, v, do, stats, causal, sharding, scale, group, config):
     tma = uses_tma(q, k, v)
     descriptors = (None,) * 6
     if tma:
-        own_q, own_do = (shard_descriptor(x, config.dkv_block_q) for x in (q, do))
+        widths = widths_of(q, do)
+        own_q, own_do = (shard_descriptor(x, config.dkv_block_q, width) for x, width in zip((q, do), widths))
         far_q, far_do = own_q, own_do
         if ranks > 1:
-            far_q = gathered_descriptor(workspace, 0, q, ranks, config.dkv_block_q)
-            far_do = gathered_descriptor(workspace, ranks * slot_size(q), do, ranks, config.dkv_block_q)
-        own_k, own_v = (shard_descriptor(x, config.dkv_block_k) for x in (k, v))
+            far_q = gathered_descriptor(workspace, 0, q, ranks, config.dkv_block_q, widths[0])
+            far_do = gathered_descriptor(workspace, ranks * slot_size(q), do, ranks, config.dkv_block_q, widths[1])
+        own_k, own_v = (shard_descriptor(x, config.dkv_block_k, width) for x, width in zip((k, v), widths))
         descriptors = own_k, own_v, own_q, own_do, far_q, far_do
     pieces = num_comm + -(-rows // config.dkv_block_k) * batch * k.shape[2] + (ranks > 1)
     workspace.before_launch()

@@ -324,21 +324,33 @@ def width_of(size):
     return max(16, triton.next_power_of_2(size))
 
 
-def shard_descriptor(x, block):
+def widths_of(k, v):
+    """The blocks that take the elements of a head of keys and queries, and of values and what comes of them.
+
+    For Hopper ptxas 12.8, which Triton brings, leaves out where narrow values lie in shared memory when those of keys
+    are wider: it takes the address of their second 16 rows from a register that nothing has written.
+    """
+    wide, narrow = width_of(k.shape[3]), width_of(v.shape[3])
+    if k.element_size() == 2 and _device.capability(k.device)[0] == 9:
+        narrow = max(narrow, min(wide, 64))
+    return wide, narrow
+
+
+def shard_descriptor(x, block, width):
     """Of a tensor [B, S, H, D], as [1, B, H, S, D]."""
     batch, rows, heads, d = x.shape
     shape, strides = [1, batch, heads, rows, d], [x.numel(), rows * heads * d, d, heads * d, 1]
-    return TensorDescriptor(x, shape, strides, [1, 1, 1, block, width_of(d)])
+    return TensorDescriptor(x, shape, strides, [1, 1, 1, block, width])
 
 
-def gathered_descriptor(workspace, first_byte, like, ranks, block):
+def gathered_descriptor(workspace, first_byte, like, ranks, block, width):
     """Of all ranks' tensors ``like`` in both halves, as [2, W * B, H, S, D]."""
     batch, rows, heads, d = like.shape
     size = like.element_size()
     data = workspace.buffer.tensor(workspace.rank)[workspace.data_offset + first_byte :].view(like.dtype)
     shape = [2, ranks * batch, heads, rows, d]
     strides = [workspace.half_bytes // size, rows * heads * d, d, heads * d, 1]
-    return TensorDescriptor(data.as_strided((1, d), (d, 1)), shape, strides, [1, 1, 1, block, width_of(d)])
+    return TensorDescriptor(data.as_strided((1, d), (d, 1)), shape, strides, [1, 1, 1, block, width])
 
 
 def slot_size(x):
@@ -363,11 +375,12 @@ def prepare_keys(name, q, k, v, group, config, fields):
 
 def key_descriptors(workspace, k, v, ranks, block_k):
     """Descriptors of k and v, and of those of all ranks; on one rank there are none but ours."""
-    own = shard_descriptor(k, block_k), shard_descriptor(v, block_k)
+    wide, narrow = widths_of(k, v)
+    own = shard_descriptor(k, block_k, wide), shard_descriptor(v, block_k, narrow)
     if ranks == 1:
         return *own, *own
-    far_v = gathered_descriptor(workspace, ranks * slot_size(k), v, ranks, block_k)
-    return *own, gathered_descriptor(workspace, 0, k, ranks, block_k), far_v
+    far_v = gathered_descriptor(workspace, ranks * slot_size(k), v, ranks, block_k, narrow)
+    return *own, gathered_descriptor(workspace, 0, k, ranks, block_k, wide), far_v
 
 
 def launch(q, k, v, causal, sharding, scale, group, config):
@@ -381,14 +394,16 @@ def launch(q, k, v, causal, sharding, scale, group, config):
     workspace, plan, num_comm = prepare_keys("ag_attention", q, k, v, group, config, fields)
     tma = uses_tma(q, k, v)
     descriptors = (None,) * 5
+    block_d, block_dv = widths_of(k, v)
     if tma:
-        descriptors = shard_descriptor(q, config.block_q), *key_descriptors(workspace, k, v, ranks, config.block_k)
+        of_queries = shard_descriptor(q, config.block_q, block_d)
+        descriptors = of_queries, *key_descriptors(workspace, k, v, ranks, config.block_k)
     pieces = num_comm + -(-rows // config.block_q) * batch * heads + (ranks > 1)
     workspace.before_launch()
     ag_attention_kernel[(min(pieces, resident_programs(q.device, config.num_warps)),)](
         workspace.ctx, q, k, v, o, lse, *descriptors, scale * LOG2_E.value, batch, rows, heads, k.shape[2], plan,
         num_comm, config.chunk_rows,
-        D=d, DV=dv, BLOCK_D=width_of(d), BLOCK_DV=width_of(dv), BLOCK_Q=config.block_q, BLOCK_K=config.block_k,
+        D=d, DV=dv, BLOCK_D=block_d, BLOCK_DV=block_dv, BLOCK_Q=config.block_q, BLOCK_K=config.block_k,
         MASK=mask_of(causal, sharding), ELEM_BYTES=q.element_size(), USE_TMA=tma,
         STRADDLES=straddles(rows, config.block_k, causal, sharding), PRECISION=_operands.dot_precision(q.dtype),
         STAGES=config.num_stages, COPY_WORDS=_COPY_WORDS,

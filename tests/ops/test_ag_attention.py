@@ -34,6 +34,8 @@ LARGE = {
     "heads of 192": dict(rows=600, heads=4, kv_heads=1, d=192, dv=128, sharding="zigzag", dtype=FP16, seed=13),
     "heads of 256": dict(rows=500, heads=2, kv_heads=1, d=256, dv=256, causal=False, seed=14),
     "fp32": dict(rows=300, heads=2, kv_heads=1, d=64, dv=96, dtype=FP32, sharding="zigzag", seed=15),
+    "narrow values": dict(rows=300, heads=4, kv_heads=2, d=32, dv=16, batch=3, dtype=FP16, seed=16),
+    "narrow values, zigzag": dict(rows=301, heads=4, kv_heads=2, d=128, dv=24, sharding="zigzag", seed=17),
 }
 
 # The interpreter takes long, so CPU ranks are not asked everything everywhere.

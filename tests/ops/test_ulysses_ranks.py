@@ -67,6 +67,7 @@ def test_killed_rank(ways):
     with fresh_ranks(2, grace_s=60.0) as pool, pytest.raises(RankError) as caught:
         pool.run(asked.loses_rank_1, ways, 0.7)
     assert isinstance(caught.value.exceptions[1], ChildProcessError)
+    assert caught.value.exceptions[0] is None, caught.value.exceptions[0]
     for way, error in zip(ways, caught.value.results[0], strict=True):
         assert type(error) is PeerTimeoutError, repr(error)
         assert (error.operator, error.rank, error.peer, error.timeout_s) == (way, 0, 1, 0.7)
