@@ -117,8 +117,8 @@ def gives_nothing_on_that_it_has_not(local):
         expected = case.call()
         case.check({"o": expected})
         poison(group)
-        time.sleep(0.9 if rank == late else 0.0)
-        with timeout(0.3 if gives_up else 2.0):
+        time.sleep(1.5 if rank == late else 0.0)
+        with timeout(0.6 if gives_up else 4.0):
             try:
                 o = case.call()
                 tdkernels.synchronize()
