@@ -28,7 +28,7 @@ TARGETS = {
     "gfx950": GPUTarget("hip", "gfx950", 64),
 }
 
-# What kernels that speak to the network are linked with, in the place of its library.
+# What kernels that speak to the network are linked with, in the place of its library; on AMD GPUs not at all.
 NETWORK = {"nvshmem": str(Path(__file__).with_name("nvshmem_stub.ll"))}
 
 # What one program may have, in bytes; a kernel that needs more compiles but cannot be launched.
@@ -39,7 +39,8 @@ def compile_for(kernel, args, kwargs, arch):
     """The compiled kernel (``.asm``, ``.metadata``) for a launch ``kernel[grid](*args, **kwargs)`` on ``arch``."""
     target = TARGETS[arch]
     backend = make_backend(target)
-    kwargs = {"debug": False, **({"extern_libs": NETWORK} if kernel._network else {}), **kwargs}
+    network = {"extern_libs": NETWORK} if kernel._network and arch.startswith("sm") else {}
+    kwargs = {"debug": False, **network, **kwargs}
     binder = create_function_from_signature(kernel.signature, kernel.params, backend)
     bound, specialization, options = binder(*args, **kwargs)
     options, signature, constants, attributes = kernel._pack_args(backend, kwargs, bound, specialization, options)

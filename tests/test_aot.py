@@ -694,11 +694,15 @@ def test_decodes_compile(arch, name, dtype):
 
 @pytest.mark.parametrize("arch, name, ranks, nodes", [
     ("sm_90", "one token", 8, 2), ("sm_90", "latent", 6, 3), ("sm_80", "tokens, paged, fp8", 4, 4),
+    ("gfx942", "one token", 8, 2),
 ])  # fmt: skip
 def test_decodes_compile_for_several_nodes(arch, name, ranks, nodes):
     decode = decode_launch(name, arch, ranks=ranks, nodes=nodes)[0]
     assert decode[0] is flash_decode_nodes_kernel
-    ptx = compile_launches([decode], arch)[0].asm["ptx"]
+    (compiled,) = compile_launches([decode], arch)
+    if arch.startswith("gfx"):
+        return
+    ptx = compiled.asm["ptx"]
     puts = [call.start() for call in re.finditer(r"call\.uni [^;]*nvshmemx_putmem_signal_nbi_block", ptx)]
     # Of what a node has of a tile, and with several query tokens of the lengths; in loops, unrolled or not.
     assert len(puts) >= 1 + (name == "tokens, paged, fp8")

@@ -141,8 +141,8 @@ def relay_to_node(
 def await_chunk(ctx, half, source, chunk, num_chunks, signal, FOR_TMA: tl.constexpr = False):
     """Wait for a chunk of the shard of ``source``, another rank, by whichever way it comes; what ``wait_plan`` returns.
 
-    Of a relayed chunk the source is named when it does not come: should the rank that relays it be missing, then so is
-    that one's own shard, which comes earlier.
+    When a relayed chunk does not come, the rank that relays is named if nothing of its own shard has come, which it
+    sends before; else the source is.
     """
     me = td.rank(ctx)
     local = td.local_ranks(ctx)
@@ -151,7 +151,11 @@ def await_chunk(ctx, half, source, chunk, num_chunks, signal, FOR_TMA: tl.conste
         # producer: send_shard of the source, by the network
         seen = td.await_put(ctx, signal_ptr, signal, source, FOR_TMA=FOR_TMA)
     else:
-        # producer: push_to_node of the source, or relay_to_node of the rank of our node that has the source's number
+        relay = me // local * local + source % local  # the source itself, if it is on our node
+        if relay != source:
+            # producer: push_to_node of the relay
+            td.wait_plan(ctx, td.signal_at(ctx, half, relay * num_chunks), signal, relay)
+        # producer: push_to_node of the source, or relay_to_node of the relay
         seen = td.wait_plan(ctx, signal_ptr, signal, source, FOR_TMA=FOR_TMA)
     return seen
 

@@ -4,7 +4,7 @@ Signal number ``source * num_chunks + chunk`` of a half is raised by ``source`` 
 our memory; the waiters are the tiles made of its rows.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton.language as tl
@@ -221,7 +221,8 @@ def compile(x, weight, bias, world_size, config, num_nodes=1):
     x = _operands.rows_contiguous(x)
     ctx = torch.empty(1, dtype=torch.int64, device=x.device)
     y = x.new_empty(1, weight.shape[0])
-    fixed_half = _copies(config, num_nodes)
+    config = _that_reaches(config, num_nodes)
+    fixed_half = config.transport == "copy_engine"
     args, constants = _arguments(
         ctx, x, (x, 1, x.shape[0], x.numel()), weight, bias, y, x.shape[0], 0, 0, fixed_half, config
     )
@@ -239,9 +240,14 @@ def _comm_pieces(num_comm, num_chunks, topology):
     return num_comm, -(-(topology.world_size - 1) * num_chunks // num_comm) if num_comm else 0
 
 
-def _copies(config, num_nodes):
-    """Whether the copy engine sends the shards; none reaches other nodes."""
-    return config.transport == "copy_engine" and num_nodes == 1
+def _that_reaches(config, num_nodes):
+    """The config with a transport that reaches other nodes, which no copy engine does, if there are any.
+
+    Chunks for it are as large as can be; those that programs push are to arrive early.
+    """
+    if config.transport == "copy_engine" and num_nodes > 1:
+        return replace(config, transport="push", chunk_tiles=1)
+    return config
 
 
 def launch(x, weight, bias, group, config, keep_gathered=False):
@@ -252,6 +258,7 @@ def launch(x, weight, bias, group, config, keep_gathered=False):
     n = weight.shape[0]
     topology = group_state(group).topology
     world_size, num_nodes = topology.world_size, topology.num_nodes
+    config = _that_reaches(config, num_nodes)
     tiles = config.tiles
     num_chunks = -(-rows // (config.chunk_tiles * tiles.block_m))
     slot_rows = slot_rows_of(rows)
@@ -259,7 +266,7 @@ def launch(x, weight, bias, group, config, keep_gathered=False):
 
     gather = None
     num_comm = config.num_comm_sms
-    copies = _copies(config, num_nodes)
+    copies = config.transport == "copy_engine"
     if keep_gathered or copies:
         gather = Gather("ag_gemm", plan_fields(x, weight, config), x, group, config.chunk_tiles * tiles.block_m)
         workspace, plan = gather.workspace, gather.plan

@@ -6,7 +6,8 @@ Schedule, all of it in one launch (``flash_decode_kernel``): the keys of all ent
 programs that fit the GPU; the last program of an entry's head merges what this rank has for it, stores that in every
 rank's buffer with one signal, and later waits for the signals of the peers and merges all ranks' results, in fp32 and
 in rank order. So all ranks get the same bits. There is no barrier and no second kernel. What crosses the wire for a
-query head and peer is its Dv numbers and its lse, in fp32.
+query head and peer is its Dv numbers and its lse, in fp32. Across nodes (``flash_decode_nodes``) a node's parts of a
+tile are merged by one of its ranks first, so that between two nodes each tile goes over the network once each way.
 
 Backward. o and its gradient are the same on all ranks. With the lse of the whole each rank computes the gradients of
 its own keys and values, and its part of dq, which is added up over ranks.
@@ -213,7 +214,8 @@ def flash_decode(
     """Attention of the last tokens of each sequence over all ranks' keys and values.
 
     The keys of rank r come before those of rank r + 1; query tokens are the last Tq positions of the whole sequence, so
-    the last keys are their own, on whichever ranks these are.
+    the last keys are their own, on whichever ranks these are. In a group on several nodes the ranks of each node are
+    merged first, in rank order, and then the nodes, in theirs.
 
     Args:     q: [B, Hq, D], or [B, Tq, Hq, D], causal among the Tq; bf16, fp16 or fp32, the same on all ranks
               k_cache, v_cache: [B, S, Hkv, D] and [B, S, Hkv, Dv], or paged, [blocks, block_size, Hkv, D]; in the dtype

@@ -11,6 +11,8 @@ Nobody waits before he has sent everything. Shares are in the order of programs,
 started, whatever their number, have sent a first part of the tiles, and wait for tiles of that part only. The rank on
 which this part is smallest always gets through: no program has to be resident (law 1). Every rank waits for all peers'
 tiles, so no rank can finish a call that another has not begun (law 3).
+
+On several nodes what a program does with its tiles when it has nothing left to compute is ``flash_decode_nodes``.
 """
 
 import triton.language as tl

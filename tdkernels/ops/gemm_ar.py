@@ -8,6 +8,7 @@ and sends the sum to everybody, and programs of each rank bring the sums that ha
 What travels is twice what a reduce-scatter carries. Few rows (``gemm_ar_one_shot``, "one_shot"): each rank sends its
 partial tile to everybody and sums all of them itself, so that there is one way over the wire instead of two.
 
+A group on several nodes has a schedule of its own (``gemm_ar_nodes_kernel``): each node's ranks sum first, then nodes.
 Partials are rounded to the dtype of x, our own included, and added in fp32 in rank order. Call t uses half t mod 2 of
 the workspace; no rank can finish call t + 1 before all have begun it, so there is no barrier.
 
@@ -80,7 +81,8 @@ def gemm_ar(x, weight, bias=None, *, group=None, config=None):
               group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the world (W ranks)
               config: GemmArConfig, the same on all ranks; None takes the best one known, see tdkernels.autotune
     Returns:  z: [M, N], dtype of x, the same bits on all ranks, summed in fp32 in rank order (by torch's all-reduce,
-              in its own order, where torch's sequence is the best config known)
+              in its own order, where torch's sequence is the best config known); in a group on several nodes the
+              ranks of each node are added first, and then the nodes' sums, each rounded to the dtype of x
     Gradient: dx = dz @ weight; dweight = dz.T @ x; dbias = dz.sum(0); dz is taken to be the same on all ranks, as z is
     Raises:   TypeError or ValueError for operands that do not fit, with their shapes, before anything is launched;
               ValueError on every rank when the ranks disagree; PeerTimeoutError when a peer does not come (on a GPU at

@@ -9,6 +9,7 @@ tile is sent from where it was computed, with a signal of its own. Its own rows 
 its epilogue, for the peers' partials of that tile, and adds all partials in fp32 in rank order, so that the result does
 not depend on timing. Partials travel in the dtype of x, as those of a plain reduce-scatter do. Call t uses half t mod
 2 of the workspace; as with ag_gemm no rank can finish call t + 1 before all have begun it, so there is no barrier.
+Across nodes (``gemm_rs_nodes_kernel``) each node adds its own ranks' partials first, and one sum of them leaves it.
 
 Backward. dx = all_gather(dz) @ weight is an AG-GEMM, which leaves all_gather(dz) behind for dweight and dbias.
 
@@ -132,7 +133,8 @@ def gemm_rs(x, weight, bias=None, *, group=None, config=None):
               group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the world (W ranks)
               config: GemmRsConfig, the same on all ranks; None takes the best one known, see tdkernels.autotune
     Returns:  z: [M / W, N], dtype of x, summed in fp32 in rank order (by torch's reduce-scatter, in its own order,
-              where torch's sequence is the best config known)
+              where torch's sequence is the best config known); in a group on several nodes the ranks of each node
+              are added first, and then the nodes' sums, of which those of other nodes are rounded to the dtype of x
     Gradient: dx = all_gather(dz) @ weight; dweight = all_gather(dz).T @ x; dbias = all_gather(dz).sum(0), complete on
               every rank
     Raises:   TypeError or ValueError for operands that do not fit, with their shapes, before anything is launched;

@@ -64,7 +64,7 @@ def outruns_its_peers(calls):
 
     By a handle, for counting would bring the ranks together again; and first all the dispatches, then all the combines.
     """
-    case = case_of([4, 6, 3], 2, 2, 24, ids="distinct", seed=calls)
+    case = case_of([4, 6, 3, 5], 2, 2, 24, ids="distinct", seed=calls)
     config = config_of(SMALL)
     _, handle = case.dispatch(config=config)
     tdkernels.ep_combine(case.expert_out(), handle)

@@ -78,16 +78,16 @@ def waits_for_a_slow_rank():
 
 # ---- ranks that do not agree ----
 
-USUAL = dict(tokens=3, k=2, experts=3, width=8, hidden=4)
+USUAL = dict(tokens=3, k=2, experts=3, width=8, hidden=8)
 OTHER = MoeTpConfig(tiles=LOW, chunk_rows=32)
 # What rank 1 of three does otherwise, and the field that says so, with its value there and elsewhere.
 DISAGREEMENTS = {
     "tokens": (dict(tokens=4), {}, "M/W", 4, 3),
     "no tokens": (dict(tokens=0), {}, "M/W", 0, 3),
     "width": (dict(width=16), {}, "H", 16, 8),
-    "channels": (dict(hidden=5), {}, "w", "[3, 10, 8]", "[3, 8, 8]"),
+    "channels": (dict(hidden=5), {}, "w", "[3, 10, 8]", "[3, 16, 8]"),
     "choices": (dict(k=3), {}, "k", 3, 2),
-    "experts": (dict(experts=4), {}, "w", "[4, 8, 8]", "[3, 8, 8]"),
+    "experts": (dict(experts=4), {}, "w", "[4, 16, 8]", "[3, 16, 8]"),
     "dtype": (dict(dtype=FP32), {}, "dtype", '"torch.float32"', '"torch.bfloat16"'),
     "activation": (dict(activation="swiglu_interleaved"), {}, "activation", '"swiglu_interleaved"', '"swiglu"'),
     "chunks": ({}, {"config": OTHER}, "config", "chunk_rows=32", "chunk_rows="),
@@ -123,7 +123,7 @@ def disagrees_in_the_second_half(what):
         w, config = w_down, None
         if what == "width":
             w = w_down[:, : 8 - 2 * odd]
-            expected = "w", "[3, 6, 4]", "[3, 8, 4]"
+            expected = "w", "[3, 6, 8]", "[3, 8, 8]"
         else:
             config = CONFIGS["torch"] if odd else None
             expected = "config", "method=torch", '""'

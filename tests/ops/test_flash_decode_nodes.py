@@ -9,11 +9,11 @@ from tests.ranks import on_ranks
 # What the interpreter has the time for, of (world size, ranks of a node).
 ON_CPU = {
     (4, 2): [
-        ("odd heads", "default"), ("latent, paged, two tokens", "default"), ("window of several blocks", "default"),
+        ("odd heads", "default"), ("fp8, latent", "default"), ("window of several blocks", "default"),
         ("no keys of one", "small blocks"), ("more tokens than keys", "one program"), ("fp8 by head, paged", "default"),
         ("pages, all at once", "small blocks"), ("GQA", "torch"),
     ],
-    (2, 1): [("tokens", "small blocks"), ("soft cap", "one program")],
+    (2, 1): [("tokens", "small blocks")],
     (3, 1): [("window", "small blocks")],
 }  # fmt: skip
 CASES = [(*nodes, spec, config) for nodes, cases in ON_CPU.items() for spec, config in cases]
@@ -41,9 +41,8 @@ def test_any_order_of_the_network(world_size, local):
     assert on_ranks(world_size, decode_nodes.is_right_on_every_network, local) == [[]] * world_size
 
 
-@each_division
-def test_ranks_that_deal_tiles_differently(world_size, local):
-    on_ranks(world_size, decode_nodes.deals_tiles_differently, local, range(4))
+def test_ranks_that_deal_tiles_differently():
+    on_ranks(4, decode_nodes.deals_tiles_differently, 2, [1, 2])
 
 
 def test_slow_rank():
@@ -61,8 +60,9 @@ def test_missing_rank():
 def test_late_rank():
     # With one rank a node all have sent what is their own, which is right for everybody.
     assert on_ranks(3, decode_nodes.gives_nothing_on_that_it_has_not, 1) == ["missed 2", "missed 2", "right"]
-    *early, late = on_ranks(4, decode_nodes.gives_nothing_on_that_it_has_not, 2)
-    assert all(answer.startswith("missed") for answer in (*early, late)), (early, late)
+    # Rank 2 gives up. So nobody gets the tiles that it owns, whether or not what it would have needed comes at last.
+    answers = on_ranks(4, decode_nodes.gives_nothing_on_that_it_has_not, 2)
+    assert answers == ["missed 2", "missed 0", "missed 3", "missed 2"]
 
 
 def test_known_but_different_calls_never_give_a_result():

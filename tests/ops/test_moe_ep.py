@@ -134,8 +134,8 @@ def test_capacity(world_size, config):
 
 
 # Of which either the rows of a rank are the most, or the tokens that one sends.
-FULL_RANK = dict(tokens=[3, 4, 2], k=2, experts_each=2, width=8, ids="last")
-FULL_STAGE = dict(tokens=[6, 0, 0], k=3, experts_each=1, width=8, ids="distinct")
+FULL_RANK = dict(tokens=[3, 4, 2, 5], k=2, experts_each=2, width=8, ids="last")
+FULL_STAGE = dict(tokens=[6, 0, 0, 0], k=3, experts_each=1, width=8, ids="distinct")
 
 
 @pytest.mark.parametrize("world_size, spec, which", [(1, FULL_RANK, 0), (3, FULL_RANK, 0), (3, FULL_STAGE, 1)], ids=str)

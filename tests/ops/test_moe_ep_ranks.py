@@ -30,7 +30,7 @@ def test_slow_rank():
 
 
 def test_memory_grows():
-    on_ranks(2, expert_ranks.grows, [(1, 3), ([70, 3], 5), (2, 300), (3, 4)])
+    on_ranks(2, expert_ranks.grows, [(1, 3), ([70, 3, 0, 6], 5), (2, 300), (3, 4)])
 
 
 def test_subgroups():

@@ -1,0 +1,147 @@
+"""ep_dispatch and ep_combine in groups on several nodes: what is asked of any group, and what of these alone."""
+
+import pytest
+import torch
+
+from tests.nodes import on_nodes
+from tests.ops import expert_nodes, expert_parallel, expert_ranks
+from tests.ops.routed import BF16, FP16, FP32
+from tests.ops.test_moe_ep import BITS, CONFIGS, FULL_RANK, FULL_STAGE, SMALL, SPECS
+from tests.ranks import DEVICE, on_ranks
+
+PER_EXPERT = CONFIGS["per expert"]
+emulated_only = pytest.mark.skipif(DEVICE == "cuda", reason="counts what the emulated network is given")
+
+
+# Two ranks are asked what does not need a relay, and what a machine of two GPUs is to be asked as well.
+@pytest.mark.parametrize("world_size, local, config, spec", [
+    (4, 2, "small", "uneven"), (4, 2, "per expert", "as many choices as experts"), (4, 2, "default", "no tokens"),
+    (2, 1, "default", "uneven"), (2, 1, "per expert", "rows of several blocks"), (2, 1, "default", "all to one"),
+    (3, 1, "wide chunks", "one choice"), (4, 1, "default", "distinct"),
+])  # fmt: skip
+def test_everything(world_size, local, config, spec):
+    on_ranks(world_size, on_nodes, local, expert_parallel.computes, SPECS[spec], CONFIGS[config])
+
+
+@pytest.mark.parametrize("world_size, local, combine", [(4, 2, "per_rank"), (2, 1, "per_expert")])
+def test_error_is_that_of_torch(world_size, local, combine):
+    changes = {**SMALL, "combine": combine}
+    on_ranks(world_size, on_nodes, local, expert_parallel.is_within_the_bound, BF16, changes)
+
+
+@pytest.mark.parametrize("world_size, local, dtype, combine", [
+    (4, 2, BF16, "per_rank"), (4, 2, FP16, "per_expert"), (3, 1, BF16, "per_rank"),
+], ids=str)  # fmt: skip
+def test_sums_are_in_the_order_of_ranks_and_nodes(world_size, local, dtype, combine):
+    on_ranks(world_size, on_nodes, local, expert_parallel.adds_in_order, dtype, combine)
+
+
+@pytest.mark.parametrize("world_size, local, count", [(4, 2, 2), (2, 1, 5)])
+def test_any_bits_are_moved(world_size, local, count):
+    on_ranks(world_size, on_nodes, local, expert_parallel.moves_any_bits, BITS[:count], SMALL)
+
+
+def test_weights_of_the_combine():
+    on_ranks(4, on_nodes, 2, expert_parallel.combine_takes_other_weights, PER_EXPERT)
+
+
+def test_handle_is_used_again():
+    on_ranks(2, on_nodes, 1, expert_parallel.uses_the_handle_again)
+
+
+def test_layer():
+    on_ranks(2, on_nodes, 1, expert_parallel.is_a_layer, "combine", 0)
+
+
+def test_counts_of_many_tiles():
+    """A launch of its own adds them up: here on rank 0."""
+    spec = dict(tokens=[34, 2], k=33, experts_each=33, width=3, dtype=FP32, seed=9)
+    on_ranks(2, on_nodes, 1, expert_parallel.arrives, spec)
+
+
+@pytest.mark.parametrize("world_size, local", [(4, 2), (2, 1)])
+def test_codes_and_scales(world_size, local):
+    on_ranks(world_size, on_nodes, local, expert_parallel.quantizes, 129, BF16, SMALL)
+    on_ranks(world_size, on_nodes, local, expert_parallel.sends_scales_along, [(FP32, (5,)), (torch.uint8, ())])
+
+
+@pytest.mark.parametrize("world_size, local, config", [(4, 2, "default"), (2, 1, "per expert")])
+def test_capacity(world_size, local, config):
+    on_ranks(world_size, on_nodes, local, expert_parallel.keeps_to_a_capacity, CONFIGS[config])
+
+
+@pytest.mark.parametrize("world_size, local, spec, which", [(4, 2, FULL_RANK, 0), (3, 1, FULL_STAGE, 1)], ids=str)
+def test_more_than_the_capacity(world_size, local, spec, which):
+    on_ranks(world_size, on_nodes, local, expert_parallel.refuses_what_is_too_much, spec, which)
+
+
+def test_what_does_not_fit_is_not_sent():
+    on_ranks(4, on_nodes, 2, expert_nodes.sends_nothing_that_does_not_fit)
+
+
+def test_wrong_ids():
+    on_ranks(3, on_nodes, 1, expert_parallel.refuses_wrong_ids, 100, 1, torch.int64)
+
+
+@pytest.mark.parametrize("world_size, local, config, options", [
+    (4, 2, "default", {"max_tokens": 60}), (2, 1, "per expert", {}),
+], ids=str)  # fmt: skip
+def test_halves(world_size, local, config, options):
+    on_ranks(world_size, on_nodes, local, expert_parallel.comes_in_halves, CONFIGS[config], options)
+
+
+# ---- between the ranks ----
+
+
+@emulated_only
+@pytest.mark.parametrize("world_size, local", [(4, 2), (3, 1)])
+def test_a_token_crosses_once_for_a_node(world_size, local):
+    on_ranks(world_size, on_nodes, local, expert_nodes.crosses_once, local)
+
+
+@pytest.mark.parametrize("world_size, local, combine", [(4, 2, "per_rank"), (2, 1, "per_expert")])
+def test_any_order_of_the_network(world_size, local, combine):
+    on_ranks(world_size, on_nodes, local, expert_nodes.is_right_on_every_network, combine)
+
+
+def test_same_bits_whatever_the_network_does():
+    on_ranks(4, on_nodes, 2, expert_nodes.repeats_its_bits)
+
+
+def test_memory_is_reused():
+    on_ranks(4, on_nodes, 2, expert_nodes.reuses_poisoned_memory)
+
+
+@pytest.mark.parametrize("world_size, local", [(4, 2), (2, 1)] if DEVICE == "cuda" else [(4, 2)])
+def test_no_rank_overtakes_its_peers_data(world_size, local):
+    on_ranks(world_size, on_nodes, local, expert_ranks.outruns_its_peers, 30 if DEVICE == "cuda" else 2)
+
+
+def test_stress():
+    on_ranks(2, on_nodes, 1, expert_ranks.endures, *((200, 300) if DEVICE == "cuda" else (6, 6)), 0)
+
+
+def test_slow_rank():
+    on_ranks(2, on_nodes, 1, expert_ranks.waits_for_a_slow_rank)
+
+
+# Rank 1 is missing. Rank 0 is its node peer, 3 of its rail; 2 misses whoever should have passed on what 1 did not send.
+@pytest.mark.parametrize("when, peers", [
+    ("counts", [1, None, 3, 1]), ("tokens", [1, None, 3, 1]), ("sums", [1, None, 0, 1]),
+])  # fmt: skip
+def test_missing_rank(when, peers):
+    assert on_ranks(4, expert_nodes.misses_a_rank, 2, 1, when) == peers
+
+
+@pytest.mark.parametrize("impatient, when, answers", [
+    (3, "counts", ["missed 2", "missed 3", "missed 3", "missed 1"]),
+    (3, "tokens", ["right", "right", "missed 3", "missed 1"]),
+    (0, "sums", ["missed 1", "right", "missed 0", "right"]),
+])  # fmt: skip
+def test_what_was_given_up_is_not_passed_on(impatient, when, answers):
+    """Rank 1 is late, and one that would pass on what it sends has no patience."""
+    assert on_ranks(4, expert_nodes.comes_when_another_has_given_up, 2, 1, impatient, when) == answers
+
+
+def test_disagreement():
+    on_ranks(2, expert_nodes.disagrees, 1)
