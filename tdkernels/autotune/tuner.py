@@ -295,6 +295,7 @@ class _Tuner:
         for workspace in self.ranks.scratch.workspaces.values():
             if workspace.buffer is not None:
                 workspace.buffer.tensor(workspace.rank)[workspace.data_offset :].fill_(0xFF)
+        synchronize(self.device)
 
     # ---- time ----
 
