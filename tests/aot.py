@@ -16,6 +16,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tdkernels.lang import _rocshmem as rocshmem
 from tdkernels.lang._jit import Kernel
 from tdkernels.symm.topology import Topology
 
@@ -28,8 +29,9 @@ TARGETS = {
     "gfx950": GPUTarget("hip", "gfx950", 64),
 }
 
-# What kernels that speak to the network are linked with, in the place of its library; on AMD GPUs not at all.
-NETWORK = {"nvshmem": str(Path(__file__).with_name("nvshmem_stub.ll"))}
+# In the place of the network's libraries, NVSHMEM on NVIDIA and rocSHMEM on AMD.
+_NVSHMEM = Path(__file__).with_name("nvshmem_stub.ll")
+_ROCSHMEM = Path(__file__).parent / "lang" / "rocshmem_stand_in.ll"
 
 # What one program may have, in bytes; a kernel that needs more compiles but cannot be launched.
 SHARED_MEMORY = {"sm_80": 166912, "sm_89": 101376, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536, "gfx950": 163840}
@@ -39,13 +41,22 @@ def compile_for(kernel, args, kwargs, arch):
     """The compiled kernel (``.asm``, ``.metadata``) for a launch ``kernel[grid](*args, **kwargs)`` on ``arch``."""
     target = TARGETS[arch]
     backend = make_backend(target)
-    network = {"extern_libs": NETWORK} if kernel._network and arch.startswith("sm") else {}
+    network = {"extern_libs": network_library(arch)} if kernel._network else {}
     kwargs = {"debug": False, **network, **kwargs}
     binder = create_function_from_signature(kernel.signature, kernel.params, backend)
     bound, specialization, options = binder(*args, **kwargs)
     options, signature, constants, attributes = kernel._pack_args(backend, kwargs, bound, specialization, options)
     source = ASTSource(kernel, signature, constants, attributes)
     return triton.compile(source, target=target, options=options.__dict__)
+
+
+def network_library(arch):
+    """What a kernel that speaks to the network is linked with."""
+    if arch.startswith("sm"):
+        return {"nvshmem": str(_NVSHMEM)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(rocshmem._VARIABLE, str(_ROCSHMEM))
+        return rocshmem.device_library(arch)
 
 
 def pointer(dtype):
