@@ -23,7 +23,7 @@ class Routed:
 
     Args:     tokens: T of each rank; k, experts, width: of all
               ids: "distinct" experts of a token; "any", which may be twice or -1; "one" for all tokens of all ranks,
-              of their first choice only; "none", all -1; "last", on the last rank only
+              of their first choice only; "none", all -1; "last", on the last rank only; "near", on a token's own node
               values: "exact", so small that every sum is exact in every dtype, so that checks ask for equality;
               "normal"; or any "bits", with all kinds of NaN
               weights: their dtype; that of a choice of no expert is NaN, since nobody may look at it
@@ -73,6 +73,11 @@ class Routed:
         if ids == "last":
             each = experts // self.world_size
             return torch.randint(experts - each, experts, shape, generator=self.generator)
+        if ids == "near":
+            of_node = experts // self.world_size * self.local_world_size
+            source = torch.repeat_interleave(torch.arange(self.world_size), torch.tensor(self.tokens))
+            first = source // self.local_world_size * of_node
+            return first[:, None] + torch.randint(of_node, shape, generator=self.generator)
         if ids == "distinct":
             return torch.rand(total, experts, generator=self.generator).argsort(1)[:, : self.k]
         drawn = torch.full(shape, -1)

@@ -11,7 +11,7 @@ from tests.ranks import DEVICE, on_ranks
 
 ON_GPU = DEVICE == "cuda"
 PER_EXPERT = CONFIGS["per expert"]
-emulated_only = pytest.mark.skipif(ON_GPU, reason="counts what the emulated network is given")
+emulated_only = pytest.mark.skipif(ON_GPU, reason="looks into what is interpreted or emulated")
 
 
 # Two ranks are asked what does not need a relay, and what a machine of two GPUs is to be asked as well.
@@ -81,6 +81,7 @@ def test_more_than_the_capacity(world_size, local, spec, which):
     on_ranks(world_size, on_nodes, local, expert_parallel.refuses_what_is_too_much, spec, which)
 
 
+@emulated_only
 def test_what_does_not_fit_is_not_sent():
     on_ranks(4, on_nodes, 2, expert_nodes.sends_nothing_that_does_not_fit)
 
@@ -127,6 +128,11 @@ def test_stress():
 
 def test_slow_rank():
     on_ranks(2, on_nodes, 1, expert_ranks.waits_for_a_slow_rank)
+
+
+@emulated_only
+def test_slow_sender():
+    on_ranks(4, on_nodes, 2, expert_nodes.waits_for_every_part)
 
 
 # Rank 1 is missing. Rank 0 is its node peer, 3 of its rail; 2 misses whoever should have passed on what 1 did not send.
