@@ -120,7 +120,7 @@ def explain(operator, *shapes, dtype=torch.bfloat16, layout=None, group=None, wo
         layout = layout or tunable.layout_of(*shapes)
         shapes = [tuple(getattr(shape, "shape", shape)) for shape in shapes if shape is not None]  # None: no bias
         shapes = tunable.sizes_of(*shapes, world_size=world_size)
-    local_world_size = world_size if state is None else state.local_world_size
+    local_world_size = world_size if state is None else state.likely_local_world_size
     layout = layout or tunable.layouts[0]
     problem = Problem.on(device, name, shapes, dtype, layout, world_size, local_world_size)
     reason = tunable.why_not(problem)

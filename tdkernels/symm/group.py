@@ -13,7 +13,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from tdkernels.errors import PeerTimeoutError
 from tdkernels.symm.timeout import get_timeout
-from tdkernels.symm.topology import offer, topology_of
+from tdkernels.symm.topology import likely_size, offer, topology_of
 
 
 def resolve_group(group=None):
@@ -64,6 +64,11 @@ class GroupState:
     @property
     def local_world_size(self):
         return self.topology.local_world_size
+
+    @property
+    def likely_local_world_size(self):
+        """As ``local_world_size``, but asks nobody: before the ranks have met, what the environment says."""
+        return likely_size(self.world_size) if self._topology is None else self._topology.local_world_size
 
     def _know_topology(self, operator):
         """Find the nodes, before whatever it is that the ranks exchange first: they may begin with different things."""

@@ -62,6 +62,12 @@ def simulated_local_world_size():
     return size
 
 
+def likely_size(world_size):
+    """Ranks of a node of a group of so many, as far as one rank knows by itself: simulated, or what torchrun says."""
+    size = simulated_local_world_size() or int(os.environ.get("LOCAL_WORLD_SIZE") or world_size)
+    return size if size < world_size and world_size % size == 0 else world_size
+
+
 def offer():
     """What this rank tells the others of where it is, as text."""
     size = simulated_local_world_size()
