@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import ranks
+from tests import nodes, ranks
 
 # The ranks inherit these. What somebody has tuned on this machine, or what is shipped for it, must not decide which
 # path a test takes: without a config it takes the default, and tests of the tuner say what they want.
@@ -30,6 +30,14 @@ def pytest_generate_tests(metafunc):
     if count > 1:
         metafunc.fixturenames.append("repetition")
         metafunc.parametrize("repetition", range(count), indirect=True)
+
+
+def pytest_collection_modifyitems(items):
+    """Of operators across nodes 2 x 2 are asked everywhere, other numbers of nodes and ranks where all is asked."""
+    for item in items:
+        params = getattr(getattr(item, "callspec", None), "params", {})
+        if item.path.name.endswith("_nodes.py") and params.get("world_size", 4) != 4:
+            item.add_marker(nodes.thorough)
 
 
 def pytest_report_header(config):

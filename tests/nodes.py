@@ -8,11 +8,18 @@ import contextlib
 import gc
 import os
 
+import pytest
 import torch.distributed as dist
 
 import tdkernels
 from tdkernels.symm import emulated, resolve_group, topology
 from tdkernels.symm.group import group_state, scratch_state
+from tests.ranks import DEVICE
+
+# What is asked of one node as well, with the same kernels' parts: of several only where somebody asks for all.
+thorough = pytest.mark.skipif(
+    DEVICE != "cuda" and not os.environ.get("TDKERNELS_TEST_THOROUGH"), reason="set TDKERNELS_TEST_THOROUGH=1 to run it"
+)
 
 
 @contextlib.contextmanager

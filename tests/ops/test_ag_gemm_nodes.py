@@ -24,7 +24,7 @@ from tdkernels.symm.group import group_state
 from tdkernels.symm.topology import Topology
 from tests.autotune.entries import cache_in
 from tests.autotune.tuning import candidates, same_everywhere
-from tests.nodes import a_group_on_nodes, reseed
+from tests.nodes import a_group_on_nodes, reseed, thorough
 from tests.ops import across_nodes, dense
 from tests.ops.test_gather import bits, shard_of
 from tests.ranks import device, on_ranks
@@ -51,6 +51,7 @@ def test_shapes(world_size, local, dtype, shapes):
     on_ranks(world_size, across_nodes.computes, "ag_gemm", dtype, local, shapes)
 
 
+@thorough
 @pytest.mark.parametrize("world_size, local", [(4, 2), (3, 1)])
 def test_every_element_of_minimal_shapes(world_size, local):
     on_ranks(
@@ -58,11 +59,13 @@ def test_every_element_of_minimal_shapes(world_size, local):
     )
 
 
+@thorough
 @pytest.mark.parametrize("config", CONFIGS)
 def test_configs(config):
     on_ranks(4, across_nodes.computes, "ag_gemm", FP16, 2, [(41, 20, 24)], **CONFIGS[config])
 
 
+@thorough
 def test_each_gradient_alone():
     on_ranks(4, across_nodes.computes_only_the_gradients_asked_for, "ag_gemm", 2)
 
@@ -71,6 +74,7 @@ def test_memory_is_reused():
     on_ranks(4, across_nodes.reuses_poisoned_memory, "ag_gemm", 2, [(5, 3, 7), (66, 70, 9), (5, 3, 7)])
 
 
+@thorough
 def test_slow_rank():
     on_ranks(4, across_nodes.waits_for_a_slow_rank, "ag_gemm", 2)
 
@@ -82,6 +86,7 @@ def test_any_order_of_the_network(world_size, local, seeds, shapes, changes):
     on_ranks(world_size, across_nodes.is_right_on_every_network, "ag_gemm", local, seeds, shapes, **changes)
 
 
+@thorough
 @pytest.mark.parametrize("world_size, local", [(4, 2), (2, 1)])
 def test_same_bits_every_time(world_size, local):
     on_ranks(world_size, across_nodes.repeats_its_bits, "ag_gemm", local, BF16, **CHUNKS)
@@ -113,6 +118,7 @@ def _makes_another_call(local):
     assert "ag_gemm" in str(error)
 
 
+@thorough
 @pytest.mark.parametrize("world_size, local", [(4, 2), (2, 1)])
 def test_a_known_but_different_shape_never_gives_a_result(world_size, local):
     on_ranks(world_size, _makes_another_call, local)
@@ -173,6 +179,7 @@ def _gathers(local, seeds, shapes, late_s, transport):
         tdkernels.synchronize()
 
 
+@thorough
 @pytest.mark.parametrize("world_size, local, transport", [(4, 2, "push"), (2, 1, "copy")])
 def test_gather(world_size, local, transport):
     on_ranks(world_size, _gathers, local, 6, [(1, 1), (37, 5), (20, 24)], 0.03, transport)
@@ -338,6 +345,7 @@ def _tunes(folder, local):
     return result.entry.config
 
 
+@thorough
 @pytest.mark.parametrize("world_size, local", [(4, 2), (2, 1)])
 def test_tuning(world_size, local, tmp_path):
     same_everywhere(on_ranks(world_size, _tunes, tmp_path, local))

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.nodes import thorough
 from tests.ops import decode_nodes
 from tests.ops.test_flash_decode import ON_GPU, SPECS
 from tests.ranks import on_ranks
@@ -31,6 +32,7 @@ def test_everything(world_size, local, spec, config):
     on_ranks(world_size, decode_nodes.computes, SPECS[spec], config, local)
 
 
+@thorough
 @each_division
 def test_new_data_in_memory_used_again(world_size, local):
     on_ranks(world_size, decode_nodes.takes_new_data, SHAPES, local)
@@ -45,6 +47,7 @@ def test_ranks_that_deal_tiles_differently():
     on_ranks(4, decode_nodes.deals_tiles_differently, 2, [1, 2])
 
 
+@thorough
 def test_slow_rank():
     on_ranks(4, decode_nodes.waits_for_a_slow_rank, 2)
 
@@ -57,6 +60,7 @@ def test_missing_rank():
     assert on_ranks(2, decode_nodes.misses_a_rank, 1, 0, spec) == [None, 0]
 
 
+@thorough
 def test_late_rank():
     # With one rank a node all have sent what is their own, which is right for everybody.
     assert on_ranks(3, decode_nodes.gives_nothing_on_that_it_has_not, 1) == ["missed 2", "missed 2", "right"]
@@ -65,6 +69,7 @@ def test_late_rank():
     assert answers == ["missed 2", "missed 0", "missed 3", "missed 2"]
 
 
+@thorough
 def test_known_but_different_calls_never_give_a_result():
     on_ranks(2, decode_nodes.is_not_fooled_by_a_known_plan, 1)
 

@@ -3,6 +3,7 @@
 import pytest
 
 from tdkernels import Tiles
+from tests.nodes import thorough
 from tests.ops import across_nodes, dense
 from tests.ranks import on_ranks
 
@@ -25,6 +26,7 @@ def test_shapes(world_size, local, dtype, shapes):
     on_ranks(world_size, across_nodes.computes, "gemm_rs", dtype, local, shapes)
 
 
+@thorough
 @pytest.mark.parametrize("world_size, local", [(4, 2), (3, 1)])
 def test_every_element_of_minimal_shapes(world_size, local):
     on_ranks(
@@ -32,11 +34,13 @@ def test_every_element_of_minimal_shapes(world_size, local):
     )
 
 
+@thorough
 @pytest.mark.parametrize("config", CONFIGS)
 def test_configs(config):
     on_ranks(4, across_nodes.computes, "gemm_rs", FP16, 2, [(20, 37, 24)], **CONFIGS[config])
 
 
+@thorough
 def test_each_gradient_alone():
     on_ranks(4, across_nodes.computes_only_the_gradients_asked_for, "gemm_rs", 2)
 
@@ -45,6 +49,7 @@ def test_memory_is_reused():
     on_ranks(4, across_nodes.reuses_poisoned_memory, "gemm_rs", 2, [(5, 3, 7), (66, 20, 9), (5, 3, 7)])
 
 
+@thorough
 def test_slow_rank():
     on_ranks(4, across_nodes.waits_for_a_slow_rank, "gemm_rs", 2)
 
@@ -56,6 +61,7 @@ def test_any_order_of_the_network(world_size, local, seeds, shapes, changes):
     on_ranks(world_size, across_nodes.is_right_on_every_network, "gemm_rs", local, seeds, shapes, **changes)
 
 
+@thorough
 @pytest.mark.parametrize("world_size, local", [(4, 2), (2, 1)])
 def test_same_bits_every_time(world_size, local):
     on_ranks(world_size, across_nodes.repeats_its_bits, "gemm_rs", local, BF16, **SMALL)

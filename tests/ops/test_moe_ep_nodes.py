@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.nodes import on_nodes
+from tests.nodes import on_nodes, thorough
 from tests.ops import expert_nodes, expert_parallel, expert_ranks
 from tests.ops.routed import BF16, FP16, FP32
 from tests.ops.test_moe_ep import BITS, CONFIGS, FULL_RANK, FULL_STAGE, SMALL, SPECS
@@ -31,6 +31,7 @@ def test_everything(world_size, local, config, spec):
     on_ranks(world_size, on_nodes, local, expert_parallel.computes, SPECS[spec], CONFIGS[config])
 
 
+@thorough
 @pytest.mark.parametrize("world_size, local, combine", [(4, 2, "per_rank"), (2, 1, "per_expert")])
 def test_error_is_that_of_torch(world_size, local, combine):
     changes = {**SMALL, "combine": combine}
@@ -44,22 +45,27 @@ def test_sums_are_in_the_order_of_ranks_and_nodes(world_size, local, dtype, comb
     on_ranks(world_size, on_nodes, local, expert_parallel.adds_in_order, dtype, combine)
 
 
+@thorough
 def test_any_bits_are_moved():
     on_ranks(2, on_nodes, 1, expert_parallel.moves_any_bits, BITS if ON_GPU else BITS[:4], SMALL)
 
 
+@thorough
 def test_weights_of_the_combine():
     on_ranks(4, on_nodes, 2, expert_parallel.combine_takes_other_weights, PER_EXPERT)
 
 
+@thorough
 def test_handle_is_used_again():
     on_ranks(2, on_nodes, 1, expert_parallel.uses_the_handle_again)
 
 
+@thorough
 def test_layer():
     on_ranks(2, on_nodes, 1, expert_parallel.is_a_layer, "combine", 0)
 
 
+@thorough
 def test_counts_of_many_tiles():
     """A launch of its own adds them up: here on rank 0."""
     spec = dict(tokens=[34, 2], k=33, experts_each=33, width=3, dtype=FP32, seed=9)
@@ -72,6 +78,7 @@ def test_codes_and_scales(world_size, local):
     on_ranks(world_size, on_nodes, local, expert_parallel.sends_scales_along, [(FP32, (5,)), (torch.uint8, ())])
 
 
+@thorough
 def test_capacity():
     on_ranks(2, on_nodes, 1, expert_parallel.keeps_to_a_capacity, PER_EXPERT)
 
@@ -86,6 +93,7 @@ def test_what_does_not_fit_is_not_sent():
     on_ranks(4, on_nodes, 2, expert_nodes.sends_nothing_that_does_not_fit)
 
 
+@thorough
 def test_wrong_ids():
     on_ranks(3, on_nodes, 1, expert_parallel.refuses_wrong_ids, 100, 1, torch.int64)
 
@@ -117,15 +125,18 @@ def test_memory_is_reused():
     on_ranks(4, on_nodes, 2, expert_nodes.reuses_poisoned_memory)
 
 
+@thorough
 @pytest.mark.parametrize("world_size, local", [(4, 2), (2, 1)] if ON_GPU else [(4, 2)])
 def test_no_rank_overtakes_its_peers_data(world_size, local):
     on_ranks(world_size, on_nodes, local, expert_ranks.outruns_its_peers, 30 if ON_GPU else 2)
 
 
+@thorough
 def test_stress():
     on_ranks(2, on_nodes, 1, expert_ranks.endures, *((200, 300) if ON_GPU else (4, 6)), 0)
 
 
+@thorough
 def test_slow_rank():
     on_ranks(2, on_nodes, 1, expert_ranks.waits_for_a_slow_rank)
 
