@@ -97,16 +97,16 @@ class Tunable(ABC):
         """At most how much memory ``reference`` takes for operands of a wider type, its result included."""
 
     @abstractmethod
-    def reference(self, operands, group):
-        """The operator's specification, in any dtype."""
+    def reference(self, operands, problem, group):
+        """The operator's specification, in any dtype: one tensor, of the dtype of the first operand."""
 
     @abstractmethod
-    def local(self, operands, world_size):
+    def local(self, operands, problem):
         """A function of no arguments: the computation alone, on operands of the size that a rank computes with."""
 
     @abstractmethod
-    def run(self, operands, group, config):
-        """One call with a config."""
+    def run(self, operands, problem, group, config):
+        """One call with a config; what ``reference`` gives."""
 
     @abstractmethod
     def compiled(self, config):

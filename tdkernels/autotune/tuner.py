@@ -196,8 +196,9 @@ class _Tuner:
 
     def _make_reference(self):
         wide = torch.float64 if self.operands[0][0].dtype == torch.float32 else torch.float32
-        self.exact = self.tunable.reference([tensor.to(wide) for tensor in self.operands[0]], self.group)
-        plain = self.tunable.reference(self.operands[0], self.group)
+        widened = [tensor.to(wide) if tensor.is_floating_point() else tensor for tensor in self.operands[0]]
+        self.exact = self.tunable.reference(widened, self.problem, self.group)
+        plain = self.tunable.reference(self.operands[0], self.problem, self.group)
         unit = torch.finfo(plain.dtype).eps / 2
         norm, largest = self._errors(plain)
         # Not farther off than twice the plain sequence; and no single element astray, which a norm would hide.
@@ -277,7 +278,7 @@ class _Tuner:
 
     def _why_wrong(self, config):
         """Raise unless a call gives what it should."""
-        output = self.tunable.run(self.operands[0], self.group, config)
+        output = self.tunable.run(self.operands[0], self.problem, self.group, config)
         synchronize(self.device)
         self.ranks.scratch.check()
         if output.shape != self.exact.shape or output.dtype != self.operands[0][0].dtype:
@@ -335,8 +336,8 @@ class _Tuner:
     def _burst(self, trial, calls):
         """ms of a call, and the seconds since the tuning began."""
         ms, _ = burst(
-            lambda operands: self.tunable.run(operands, self.group, trial.config), self.operands, calls, self.device,
-            self.group,
+            lambda operands: self.tunable.run(operands, self.problem, self.group, trial.config), self.operands, calls,
+            self.device, self.group,
         )  # fmt: skip
         self.ranks.scratch.check()
         return ms, time.monotonic() - self.begin
@@ -366,7 +367,7 @@ class _Tuner:
         raise TuningError(f"{self.problem}: no candidate survived the final: {finalists[0].reason}")
 
     def _make_local(self):
-        self.local = [self.tunable.local(operands, self.state.world_size) for operands in self.operands[:2]]
+        self.local = [self.tunable.local(operands, self.problem) for operands in self.operands[:2]]
 
     def _local_ms(self, round_):
         calls = _calls(round_.ms, self.tunable.floors(self.problem).flops / self.rates.flops * 1e3)

@@ -1,6 +1,6 @@
 """What the dense operators have in common for the tuner: problems are (M, N, K), a weight lies as [N, K] or [K, N]."""
 
-from dataclasses import asdict, fields, replace
+from dataclasses import replace
 from types import ModuleType
 
 import torch
@@ -13,9 +13,8 @@ from tdkernels.autotune.problem import Problem
 from tdkernels.ops import _device, _operands
 from tdkernels.ops._config import from_text
 from tdkernels.ops._tiles import Tiles
+from tdkernels.ops._tuning import ConfigTunable
 from tdkernels.symm.group import group_state
-
-_DTYPES = [str(dtype).removeprefix("torch.") for dtype in _operands.DTYPES]
 
 # What programs and copy engines reach of a link's best rate, and how many programs it takes (H200).
 _PUSH_SHARE, _COPY_SHARE, _PROGRAMS_A_LINK = 0.88, 0.8, 8
@@ -25,30 +24,23 @@ _LAUNCH_S = 20e-6
 _FUSED_HOST_MS = 0.2
 
 
-class DenseTunable(tunables.Tunable):
+class DenseTunable(ConfigTunable):
     """A dense operator.
 
     divided:        the sizes, by number, that the ranks divide
-    config_class:   of its configs
     op, kernel:     the modules of the operator and of its kernel
     """
 
     sizes = ("m", "n", "k")
     layouts = ("nk", "kn")
     divided: tuple
-    config_class: type
     op: ModuleType
     kernel: ModuleType
 
     def why_not(self, problem):
-        if problem.world_size < 2:
-            return "one rank has nothing to tune"
-        if len(problem.shape) != 3 or not all(type(size) is int and size >= 1 for size in problem.shape):
-            return f"the shape must be three positive sizes M, N and K, not {problem.shape}"
-        if problem.dtype not in _DTYPES:
-            return f"dtype must be one of {', '.join(_DTYPES)}, not {problem.dtype}"
-        if problem.layout not in self.layouts:
-            return f"layout must be one of {', '.join(self.layouts)}, not {problem.layout!r}"
+        reason = super().why_not(problem)
+        if reason is not None:
+            return reason
         for number in self.divided:
             if problem.shape[number] % problem.world_size:
                 name, size = self.sizes[number].upper(), problem.shape[number]
@@ -60,28 +52,9 @@ class DenseTunable(tunables.Tunable):
         return "kn" if isinstance(weight, torch.Tensor) and _operands.lies_as_kn(weight) else "nk"
 
     def config_from_dict(self, values):
-        values = dict(values)
-        tiles = values.pop("tiles", None)
-        if values.get("method") != "torch" and not isinstance(tiles, dict):
-            raise ValueError(f"tiles must be an object, not {tiles!r}")
-        tiles = tiles or {}
-        for name, value in (*values.items(), *tiles.items()):
-            if type(value) not in (int, str):
-                raise TypeError(f"{name} is {value!r}")
-        known = {field.name for field in fields(self.config_class)}
-        if not values.keys() <= known or not tiles.keys() <= {field.name for field in fields(Tiles)}:
-            raise ValueError(f"no {self.config_class.__name__}: {values}, {tiles}")
-        return self.config_class(tiles=Tiles(**tiles) if tiles else None, **values)
-
-    def config_to_dict(self, config):
-        if config.method == "torch":
-            return {"method": "torch"}  # it takes none of the rest
-        return {name: value for name, value in asdict(config).items() if value is not None}
-
-    def illegal(self, config, problem, device):
-        if not isinstance(config, self.config_class):
-            return f"it must be a {self.config_class.__name__}, not {type(config).__name__}"
-        return config.illegal(device, problem.torch_dtype)
+        if values.get("method") != "torch" and not isinstance(values.get("tiles"), dict):
+            raise ValueError(f"tiles must be an object, not {values.get('tiles')!r}")
+        return super().config_from_dict(values)
 
     def completed(self, config, problem, device):
         if not _leaves_tiles_open(config):
@@ -91,9 +64,6 @@ class DenseTunable(tunables.Tunable):
             # What else the config asks for may need shared memory, too.
             config = replace(config, tiles=replace(config.tiles, num_stages=config.tiles.num_stages - 1))
         return config
-
-    def plain(self):
-        return self.config_class(method="torch")
 
     def default(self, problem, device):
         return self.kernel.default_config(*self.of_a_rank(problem), problem.torch_dtype, device)
@@ -119,15 +89,15 @@ class DenseTunable(tunables.Tunable):
         # x, gathered or not, the weight, and the product, which is compared with another.
         return wide * (m * k + n * k + 3 * m * n)
 
-    def reference(self, operands, group):
+    def reference(self, operands, problem, group):
         return getattr(self.op, f"{self.name}_ref")(*operands, group=group)
 
-    def local(self, operands, world_size):
+    def local(self, operands, problem):
         return lambda: F.linear(*operands)
 
-    def run(self, operands, group, config):
+    def run(self, operands, problem, group, config):
         if config.method == "torch":
-            return self.reference(operands, group)
+            return self.reference(operands, problem, group)
         return self.kernel.launch(*operands, None, group, config)
 
     def compile(self, operands, problem, config):

@@ -78,13 +78,13 @@ class AgGemmTunable(dense.DenseTunable):
         wire_bytes = (problem.world_size - 1) * rows * k * problem.torch_dtype.itemsize
         return Floors(2 * problem.shape[0] * n * k, wire_bytes)
 
-    def local(self, operands, world_size):
+    def local(self, operands, problem):
         x, weight = operands
-        full = x.repeat(world_size, 1)
+        full = x.repeat(problem.world_size, 1)
         return lambda: F.linear(full, weight)
 
-    def run(self, operands, group, config):
-        result = super().run(operands, group, config)
+    def run(self, operands, problem, group, config):
+        result = super().run(operands, problem, group, config)
         return result if config.method == "torch" else result[0]  # and not what it has gathered
 
     def compiled(self, config):

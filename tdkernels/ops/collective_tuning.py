@@ -4,27 +4,27 @@ A problem is the number of elements of the full tensor: what is gathered, scatte
 """
 
 import math
-from dataclasses import asdict, fields
 
 import torch
 
-from tdkernels.autotune.operator import Floors, Tunable, register
+from tdkernels.autotune.operator import Floors, register
 from tdkernels.ops import _dense_tuning as dense
-from tdkernels.ops import _device, _gather, _gather_kernels, _operands, collective_kernels, collective_launch
+from tdkernels.ops import _device, _gather, _gather_kernels, collective_kernels, collective_launch
 from tdkernels.ops import collectives as op
+from tdkernels.ops._tuning import ConfigTunable
 from tdkernels.ops.collective_config import EXCHANGES, CollectiveConfig, default_config
 
-_DTYPES = [str(dtype).removeprefix("torch.") for dtype in _operands.DTYPES]
 _LAUNCH_S = 5e-6  # of a kernel of ours, until its first program has read x
 _SIGNAL_S = 3e-6  # from a store to a peer until the peer has seen the signal
 _COPY_S = 20e-6  # to start the copy of a shard
 _COLLECTIVE_SHARE, _COLLECTIVE_S = 0.85, 20e-6  # torch's collectives: of the link's best rate, and to start
 
 
-class CollectiveTunable(Tunable):
+class CollectiveTunable(ConfigTunable):
     """One of the three, by its name."""
 
     sizes = ("n",)
+    config_class = CollectiveConfig
     layouts = ("rows",)
     plain_words = "torch collective", "torch's collective"
     sources = (op, collective_kernels, collective_launch, _gather, _gather_kernels)
@@ -33,17 +33,10 @@ class CollectiveTunable(Tunable):
         self.name = name
 
     def why_not(self, problem):
-        if problem.world_size < 2:
-            return "one rank has nothing to tune"
-        if len(problem.shape) != 1 or type(problem.shape[0]) is not int or problem.shape[0] < 1:
-            return f"the shape must be one positive number of elements, not {problem.shape}"
-        if problem.dtype not in _DTYPES:
-            return f"dtype must be one of {', '.join(_DTYPES)}, not {problem.dtype}"
-        if problem.layout not in self.layouts:
-            return f"layout must be {self.layouts[0]}, not {problem.layout!r}"
-        if self.name != "all_reduce" and problem.shape[0] % problem.world_size:
+        reason = super().why_not(problem)
+        if reason is None and self.name != "all_reduce" and problem.shape[0] % problem.world_size:
             return f"{problem.shape[0]} elements are not divisible by {problem.world_size} ranks"
-        return None
+        return reason
 
     def sizes_of(self, *shapes, world_size):
         if len(shapes) != 1:
@@ -53,24 +46,10 @@ class CollectiveTunable(Tunable):
     def layout_of(self, *operands):
         return self.layouts[0]
 
-    def config_to_dict(self, config):
-        return {"method": "torch"} if config.method == "torch" else asdict(config)
-
-    def config_from_dict(self, values):
-        for name, value in values.items():
-            if type(value) not in (int, str):
-                raise TypeError(f"{name} is {value!r}")
-        if not values.keys() <= {field.name for field in fields(CollectiveConfig)}:
-            raise ValueError(f"no CollectiveConfig: {values}")
-        return CollectiveConfig(**values)
-
     def illegal(self, config, problem, device):
-        if not isinstance(config, CollectiveConfig):
-            return f"it must be a CollectiveConfig, not {type(config).__name__}"
-        return config.illegal(device, problem.torch_dtype, self.name)
-
-    def plain(self):
-        return CollectiveConfig(method="torch")
+        if isinstance(config, CollectiveConfig):
+            return config.illegal(device, problem.torch_dtype, self.name)
+        return super().illegal(config, problem, device)
 
     def default(self, problem, device):
         return default_config(self.name, _nbytes(problem), problem.world_size, device)
@@ -133,15 +112,15 @@ class CollectiveTunable(Tunable):
     def reference_bytes(self, problem):
         return 3 * 2 * _nbytes(problem)
 
-    def reference(self, operands, group):
+    def reference(self, operands, problem, group):
         return getattr(op, f"{self.name}_ref")(*operands, group=group)
 
-    def local(self, operands, world_size):
+    def local(self, operands, problem):
         return operands[0].clone  # one rank alone copies
 
-    def run(self, operands, group, config):
+    def run(self, operands, problem, group, config):
         if config.method == "torch":
-            return self.reference(operands, group)
+            return self.reference(operands, problem, group)
         return collective_launch.launch(self.name, *operands, group, config)
 
     def compile(self, operands, problem, config):

@@ -37,7 +37,7 @@ def record_operator(operator, shape, dtype, changes=None, repetitions=7):
     sets = [tuned.operands(problem, device, _generator(device, seed)) for seed in (0, 1)]
 
     def call(operands):
-        return tuned.run(operands, group, config)
+        return tuned.run(operands, problem, group, config)
 
     recorder, clocks = Recorder(), Clocks(group, device)
     untraced_ms = _time(call, sets, device, group)

@@ -145,10 +145,10 @@ def loses_a_device(folder):
         op = tunable("ag_gemm")
         run = op.run
 
-        def fails(operands, group, config):
+        def fails(operands, problem, group, config):
             if config.method == "fused" and dist.get_rank() == 1:
                 raise RuntimeError("unspecified launch failure")
-            return run(operands, group, config)
+            return run(operands, problem, group, config)
 
         patch.setattr(type(op), "run", lambda self, *args: fails(*args))
         patch.setattr(tuner, "_CALL_LIMIT_S", 1.0)
@@ -171,8 +171,8 @@ def turns_wrong_in_the_end(folder):
             turned.append(min((t for t in finalists if t.reason is None), key=lambda t: t.ms).config)
             return final(self, finalists)
 
-        def wrong(self, operands, group, config):
-            output = run(operands, group, config)
+        def wrong(self, operands, problem, group, config):
+            output = run(operands, problem, group, config)
             return output + 1 if config in turned else output
 
         patch.setattr(type(op), "run", wrong)

@@ -65,7 +65,7 @@ def no_tensor(real, *call):
     real(*call)
 
 
-def stays_away(real, operands, group, config):
+def stays_away(real, operands, problem, group, config):
     x, weight = operands
     return x.new_zeros(group.size() * x.shape[0], weight.shape[0])
 
@@ -84,12 +84,12 @@ def misbehaves(folder, fault, reason, *, culprit, calls_before=0, of="bad"):
         failing = {"bad": [bad], "default": [default], "plain": [plain], "fused": [default, bad, good]}[of]
         real, count = op.run, [0]
 
-        def run(operands, group, config):
+        def run(operands, problem, group, config):
             if config in failing and culprit in (None, dist.get_rank()):
                 count[0] += 1
                 if count[0] > calls_before:
-                    return fault(real, operands, group, config)
-            return real(operands, group, config)
+                    return fault(real, operands, problem, group, config)
+            return real(operands, problem, group, config)
 
         patch.setattr(tuner, "_CALL_LIMIT_S", CALL_LIMIT_S)
         with candidates(bad, good, run=run):
@@ -154,7 +154,7 @@ def finds_what_the_one_before_left(folder):
     op, left, fresh = tunable("ag_gemm"), [], []
     lazy, careful = one_of(op, 1), one_of(op, 3)
 
-    def run(operands, group, config):
+    def run(operands, problem, group, config):
         if config == lazy:
             return left[-1]
         if config == careful and not fresh:
@@ -162,7 +162,7 @@ def finds_what_the_one_before_left(folder):
                 data = workspace.buffer.tensor(workspace.rank)[workspace.data_offset :]
                 fresh.append(bool((data == 0xFF).all()))
             dist.barrier(group)  # a peer that goes on writes into what is looked at here
-        left.append(type(op).run(op, operands, group, config))
+        left.append(type(op).run(op, operands, problem, group, config))
         return left[-1]
 
     with cache_in(folder), candidates(careful, lazy, run=run):
@@ -181,14 +181,14 @@ def finds_what_the_reference_left(folder):
     op, left = tunable("ag_gemm"), []
     default = op.default(problem_of("ag_gemm", SHAPE), device())
 
-    def reference(operands, group):
-        output = type(op).reference(op, operands, group)
+    def reference(operands, problem, group):
+        output = type(op).reference(op, operands, problem, group)
         if output.dtype == FP32:
             left.append(output)
         return output
 
-    def run(operands, group, config):
-        return left[0] if config == default else type(op).run(op, operands, group, config)
+    def run(operands, problem, group, config):
+        return left[0] if config == default else type(op).run(op, operands, problem, group, config)
 
     with cache_in(folder), candidates(one_of(op, 3), reference=reference, run=run):
         result = tune("ag_gemm", *SHAPE, dtype=FP32)
@@ -251,7 +251,7 @@ def fails(folder, what):
                 raise MemoryError("no room for operands")
             return type(op).operands(op, *_)
 
-        def run(operands, group, config):
+        def run(operands, problem, group, config):
             raise RuntimeError("out of luck")
 
         changes = {"operands": {"operands": no_operands}, "all": {"run": run}}[what]

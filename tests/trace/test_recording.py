@@ -152,10 +152,10 @@ def results(way):
     config = _config(case, device(), group, changes)
     generator = torch.Generator(device()).manual_seed(dist.get_rank())
     operands = tunable(operator).operands(case, device(), generator)
-    plain = tunable(operator).run(operands, group, config)
+    plain = tunable(operator).run(operands, case, group, config)
     with record(Recorder()) as recorder:
-        traced = tunable(operator).run(operands, group, config)
-    again = tunable(operator).run(operands, group, config)
+        traced = tunable(operator).run(operands, case, group, config)
+    again = tunable(operator).run(operands, case, group, config)
     tdkernels.synchronize()
     assert _trace.buffer(device(), 1) is None, "still recording"
     return torch.equal(plain, traced) and torch.equal(plain, again), bool(recorder.events.any())
