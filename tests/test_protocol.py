@@ -23,6 +23,7 @@ from tdkernels import PeerTimeoutError, PlanMismatchError
 from tdkernels.launch import RankError
 from tdkernels.symm import get_timeout, get_workspace, resolve_group
 from tdkernels.symm.group import group_state
+from tdkernels.symm.workspace import Workspace
 from tests.ops.dense import config_for
 from tests.ranks import a_group, device, fresh_ranks, on_ranks
 from tests.reference import DIVIDED, OPERATORS, Case
@@ -345,7 +346,7 @@ def forgets_a_destroyed_group_that_broke():
     gc.collect()
     kept = workspace() is not None
     if kept:
-        workspace()._broken = None  # later tests share this process
+        workspace().group._failures.clear()  # later tests share this process
     assert not kept
     tdkernels.synchronize()
 
@@ -450,6 +451,40 @@ def test_known_but_different_shapes_never_give_a_result(operator, changes, other
 )
 def test_known_but_different_configs_never_give_a_result(operator, changes):
     on_ranks(3, is_not_fooled_by_a_known_plan, operator, [(70, 6, 5), (70, 6, 5)], changes)
+
+
+def sends_on_nothing_after_giving_up(operator, changes):
+    """Rank 1 has no result of an AG-GEMM, as rank 0 comes late to it; its next call, made before it looks, is void."""
+    rank = dist.get_rank()
+    with a_group() as group, pytest.MonkeyPatch.context() as patch:
+        first, second = (Case(name, FP32, 6, 4, 8, exact=True) for name in ("ag_gemm", operator))
+        config = config_for(second, **changes)
+        for _ in range(2):
+            first.check(first.run(group=group))
+            second.check(second.run(group=group, config=config))
+        dist.barrier()
+        if rank == 0:
+            time.sleep(0.6)
+        if rank == 1:
+            patch.setattr(Workspace, "check", lambda self: None)  # as where the host has launched both at once
+        with timeout(0.2 if rank == 1 else 1.5):
+            missed = failure_of(first.call, group=group)
+            error = failure_of(second.call, group=group, config=config)
+        patch.undo()
+        if rank == 1:
+            error = failure_of(first.call, group=group)
+            assert type(error) is PeerTimeoutError and (error.operator, error.peer) == ("ag_gemm", 0), repr(error)
+            again = failure_of(second.call, group=group, config=config)
+            assert type(again) is PeerTimeoutError and str(again) == str(error), repr(again)
+        else:
+            assert missed is None, repr(missed)
+            assert type(error) is PeerTimeoutError and (error.operator, error.peer) == (operator, 1), repr(error)
+        del group
+
+
+@pytest.mark.parametrize("operator, changes", [("gemm_rs", {}), ("ag_gemm", COPY_ENGINE)], ids=str)
+def test_what_a_rank_could_not_compute_reaches_nobody_by_its_next_call(operator, changes):
+    on_ranks(3, sends_on_nothing_after_giving_up, operator, changes)
 
 
 def meets_a_new_shape(operator):

@@ -13,22 +13,23 @@ from tdkernels.lang._jit import jit
 CTX_RANK = tl.constexpr(0)
 CTX_NUM_RANKS = tl.constexpr(1)
 CTX_TIMEOUT_NS = tl.constexpr(2)
-CTX_STATE = tl.constexpr(3)  # address of this rank's private words: epoch, finished programs, failed
-CTX_RECORD = tl.constexpr(4)  # address of the error record, which the host can read
-CTX_HALF_SIGNALS = tl.constexpr(5)  # how many signals a half holds
-CTX_DATA = tl.constexpr(6)  # offset of the data area in a symmetric buffer
-CTX_HALF_DATA = tl.constexpr(7)  # bytes of one half of the data area
-CTX_LOCAL_RANKS = tl.constexpr(8)  # ranks on a node
-CTX_BASES = tl.constexpr(9)
+CTX_STATE = tl.constexpr(3)  # address of this rank's private words: epoch, finished programs
+CTX_FAILED = tl.constexpr(4)  # address of the word that says that a wait has given up, in whatever launch of the group
+CTX_RECORD = tl.constexpr(5)  # address of the group's error record, which the host can read
+CTX_NOTE = tl.constexpr(6)  # address of the workspace's note, which the host can read
+CTX_HALF_SIGNALS = tl.constexpr(7)  # how many signals a half holds
+CTX_DATA = tl.constexpr(8)  # offset of the data area in a symmetric buffer
+CTX_HALF_DATA = tl.constexpr(9)  # bytes of one half of the data area
+CTX_LOCAL_RANKS = tl.constexpr(10)  # ranks on a node
+CTX_BASES = tl.constexpr(11)
 
 # A symmetric buffer begins with one "ready" word for each rank; two halves of signals and two of data follow.
 MAX_RANKS = tl.constexpr(128)
 
 STATE_EPOCH = tl.constexpr(0)
 STATE_FINISHED = tl.constexpr(1)
-STATE_FAILED = tl.constexpr(2)
-STATE_SIGNAL = tl.constexpr(3)  # the signal value of the running call, for transports that copy it
-STATE_TICKETS = tl.constexpr(4)  # how many pieces of work of the running call have been taken
+STATE_SIGNAL = tl.constexpr(2)  # the signal value of the running call, for transports that copy it
+STATE_TICKETS = tl.constexpr(3)  # how many pieces of work of the running call have been taken
 STATE_FLAGS = tl.constexpr(16)  # from here on: flags between programs of this rank
 
 
@@ -88,6 +89,12 @@ def _state(ctx):
 
 
 @jit
+def failed_at(ctx):
+    """Pointer to the word that is not zero when a wait of this rank has given up, in this launch or an earlier one."""
+    return tl.load(ctx + CTX_FAILED).to(tl.pointer_type(tl.int64))
+
+
+@jit
 def flag_at(ctx, index):
     """Pointer to private word number ``index``, for signals between programs of this rank."""
     return _state(ctx) + STATE_FLAGS + index
@@ -100,12 +107,29 @@ def epoch(ctx):
 
 
 @jit
+def signal_of(ctx, number, plan):
+    """What the ranks tell each other in call ``number`` (int64) by a plan; 0 if this rank has failed before the launch.
+
+    Then its operands may be what an earlier launch could not compute. 0 is below every signal: nobody waits for it, and
+    no peer that hears it goes on. The launch itself waits for nothing, and ``in_time`` holds for nothing.
+    """
+    return tl.where(tl.load(failed_at(ctx)) == 0, (number << 8) | plan, 0)
+
+
+@jit
+def call(ctx, plan):
+    """(number, half, signal) of the running call of a collective kernel; see ``signal_of``."""
+    number = epoch(ctx) + 1
+    return number, (number % 2).to(tl.int32), signal_of(ctx, number, plan)
+
+
+@jit
 def failed(ctx):
     """Whether a wait of this rank has given up, so that what it computes must not be passed on as right.
 
     Each thread reads it for itself: for a mask, not for a branch with a barrier in it.
     """
-    return tl.load(_state(ctx) + STATE_FAILED, volatile=True) != 0
+    return tl.load(failed_at(ctx), volatile=True) != 0
 
 
 @jit

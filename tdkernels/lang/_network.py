@@ -10,7 +10,7 @@ import triton.language as tl
 
 from tdkernels.lang import _nvshmem as nvshmem
 from tdkernels.lang import _rocshmem as rocshmem
-from tdkernels.lang._context import CTX_BASES, CTX_STATE, STATE_FAILED, _state, num_ranks
+from tdkernels.lang._context import CTX_BASES, CTX_STATE, failed_at, num_ranks
 from tdkernels.lang._emulation import interpreter_fence, interpreter_put, interpreter_quiet, interpreter_signal
 from tdkernels.lang._jit import jit
 from tdkernels.lang._memory import fence_before_tma_load
@@ -30,7 +30,7 @@ def _pe(ctx, peer):
 @jit
 def _may_pass_on(ctx):
     """Whether no wait of this rank has given up: one answer of all threads, since all of them call the network."""
-    words = _state(ctx) + STATE_FAILED + tl.full((_MAX_THREADS,), 0, tl.int32)
+    words = failed_at(ctx) + tl.full((_MAX_THREADS,), 0, tl.int32)
     return max_of(tl.load(words, volatile=True), 0) == 0
 
 

@@ -6,18 +6,15 @@ error once, at its next call or at ``synchronize``.
 
 import triton.language as tl
 
-from tdkernels.lang._context import CTX_RECORD
+from tdkernels.lang._context import CTX_NOTE
 from tdkernels.lang._jit import jit
 from tdkernels.lang._memory import store_release_if
-
-# Where the note is in the record, in words: its kind, not zero, and three numbers.
-NOTE_AT = tl.constexpr(8)
 
 
 @jit
 def note_if(ctx, condition, kind, first, second, third):
     """Leave a note if ``condition`` holds and the host has read the one before; by one program of a launch."""
-    note = tl.load(ctx + CTX_RECORD).to(tl.pointer_type(tl.int64)) + NOTE_AT
+    note = tl.load(ctx + CTX_NOTE).to(tl.pointer_type(tl.int64))  # its kind, not zero, and three numbers
     if condition:
         unread = tl.load(note, volatile=True) != 0
         tl.store(note + 1, first.to(tl.int64), mask=unread == 0)

@@ -9,11 +9,11 @@ import triton.language as tl
 from tdkernels.lang._context import (
     CTX_BASES,
     CTX_RECORD,
+    CTX_STATE,
     CTX_TIMEOUT_NS,
     MAX_RANKS,
-    STATE_FAILED,
-    _state,
     failed,
+    failed_at,
     num_ranks,
     rank,
     symm_at,
@@ -33,7 +33,8 @@ from tdkernels.lang._memory import (
 from tdkernels.lang._reduce import max_of
 from tdkernels.lang._target import interpreter_yield, target
 
-# The record's first word says what happened; then peer, address of the signal, expected and seen value.
+# The record's first word says what happened; then peer, address of the signal, expected and seen value, and the address
+# of the state of the workspace in which it happened.
 RECORD_TIMEOUT = tl.constexpr(1)
 RECORD_PLAN_TIMEOUT = tl.constexpr(2)
 RECORD_PLAN_MISMATCH = tl.constexpr(3)
@@ -211,22 +212,24 @@ def wait_plan(ctx, signal_ptr, expected, peer, SCOPE: tl.constexpr = SYS, FOR_TM
 def in_time(seen, expected):
     """Whether a wait, which returned ``seen``, saw just what it expected: one answer of all threads, for a branch.
 
-    Of that alone may hang what addresses are made of what has come: threads can give up each for itself.
+    Of that alone may hang what addresses are made of what has come: threads can give up each for itself. Never of a
+    launch that expects nothing, see ``signal_of``.
     """
     if target() == "cuda":
         missed = tl.inline_asm_elementwise(
-            "{ .reg .pred p; setp.eq.s64 p, $1, $2; selp.b32 $0, 0, 1, p; or.b32 $0, $0, $3; }",
+            "{ .reg .pred p; setp.eq.s64 p, $1, $2; setp.gt.and.s64 p, $2, 0, p; "
+            "selp.b32 $0, 0, 1, p; or.b32 $0, $0, $3; }",
             "=r,l,l,r", [seen, _wide(expected), tl.full((_MAX_THREADS,), 0, tl.int32)], tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
         return max_of(missed, 0) == 0
     else:
-        return seen == expected
+        return (seen == expected) & (expected > 0)
 
 
 @jit
 def _spin(ctx, signal_ptr, expected, SCOPE: tl.constexpr):
     timeout_ns = tl.load(ctx + CTX_TIMEOUT_NS)
-    failed_ptr = _state(ctx) + STATE_FAILED
+    failed_ptr = failed_at(ctx)
     if target() == "cuda":
         return _spin_ptx(signal_ptr, expected, timeout_ns, failed_ptr)
     else:
@@ -281,8 +284,9 @@ def _spin_ptx(signal_ptr, expected, timeout_ns, failed_ptr):
 @jit
 def _record_if(ctx, condition, kind, peer, signal_ptr, expected, seen):
     """Let the first program for which ``condition`` holds leave a record, and mark this rank as failed."""
-    failed_ptr = _state(ctx) + STATE_FAILED
+    failed_ptr = failed_at(ctx)
     record_ptr = tl.load(ctx + CTX_RECORD)
+    workspace = tl.load(ctx + CTX_STATE)
     where = signal_ptr.to(tl.int64)
     peer = _wide(peer)
     if target() == "cuda":
@@ -299,14 +303,15 @@ def _record_if(ctx, condition, kind, peer, signal_ptr, expected, seen):
             st.relaxed.sys.global.b64 [$3+16], $6;
             st.relaxed.sys.global.b64 [$3+24], $7;
             st.relaxed.sys.global.b64 [$3+32], $8;
+            st.relaxed.sys.global.b64 [$3+40], $9;
             cvt.s64.s32 kind, $4;
             st.release.sys.global.b64 [$3], kind;
             FINE:
             bar.warp.sync 0xffffffff;
             mov.b32 $0, 0;
             }""",
-            "=r,r,l,l,r,l,l,l,l,~{memory}",
-            [condition.to(tl.int32), failed_ptr, record_ptr, kind, peer, where, expected, seen],
+            "=r,r,l,l,r,l,l,l,l,l,~{memory}",
+            [condition.to(tl.int32), failed_ptr, record_ptr, kind, peer, where, expected, seen, workspace],
             tl.int32,
             is_pure=False,
             pack=1,
@@ -321,4 +326,5 @@ def _record_if(ctx, condition, kind, peer, signal_ptr, expected, seen):
             tl.store(words + 2, where)
             tl.store(words + 3, expected)
             tl.store(words + 4, seen)
+            tl.store(words + 5, workspace)
             store_release(words, tl.full((), 0, tl.int64) + kind, "sys")

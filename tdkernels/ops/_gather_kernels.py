@@ -48,7 +48,7 @@ def begin_kernel(ctx, plan):
     """
     me = td.rank(ctx)
     ranks = td.num_ranks(ctx)
-    signal = ((td.epoch(ctx) + 1) << 8) | plan
+    _, _, signal = td.call(ctx, plan)
     td.keep_signal(ctx, signal)
     for step in range(1, ranks):
         # waiter: the peer's begin_kernel
@@ -64,7 +64,7 @@ def push_kernel(
     ctx, x_ptr, shard_bytes, chunk_bytes, num_chunks, slot_bytes, plan, COPY_WORDS: tl.constexpr
 ):
     """Push a shard into everybody's fixed half, our own included, after ``begin_kernel``; waits for nothing."""
-    signal = (td.epoch(ctx) << 8) | plan
+    signal = td.signal_of(ctx, td.epoch(ctx), plan)
     push_shard(
         ctx, x_ptr.to(tl.int64), 0, signal, shard_bytes, chunk_bytes, num_chunks, slot_bytes,
         tl.program_id(0), tl.num_programs(0), COPY_OWN=True, COPY_WORDS=COPY_WORDS, trace=(None, 0),
@@ -74,7 +74,7 @@ def push_kernel(
 @td.jit(do_not_specialize=["num_chunks", "chunk", "peer", "plan"])
 def notify_kernel(ctx, num_chunks, chunk, peer, plan):
     """Announce a chunk that the host has copied to a peer (CPU ranks; GPUs copy the signal itself)."""
-    signal = (td.epoch(ctx) << 8) | plan
+    signal = td.signal_of(ctx, td.epoch(ctx), plan)
     td.notify(ctx, td.signal_at(ctx, 0, td.rank(ctx) * num_chunks + chunk), peer, signal)
 
 
@@ -83,7 +83,7 @@ def await_kernel(ctx, num_chunks, first_step, last_step, plan):
     """Return when the shards of the ranks ``first_step`` to ``last_step`` (excluded) below ours have arrived."""
     me = td.rank(ctx)
     ranks = td.num_ranks(ctx)
-    signal = (td.epoch(ctx) << 8) | plan
+    signal = td.signal_of(ctx, td.epoch(ctx), plan)
     for step in range(first_step, last_step):
         source = (me + ranks - step) % ranks
         for chunk in range(num_chunks):

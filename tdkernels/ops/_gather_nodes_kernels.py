@@ -169,7 +169,7 @@ def begin_nodes_kernel(ctx, plan):
     me = td.rank(ctx)
     ranks = td.num_ranks(ctx)
     local = td.local_ranks(ctx)
-    signal = ((td.epoch(ctx) + 1) << 8) | plan
+    _, _, signal = td.call(ctx, plan)
     td.keep_signal(ctx, signal)
     for step in range(1, ranks):
         peer = (me + step) % ranks
@@ -198,7 +198,7 @@ def push_nodes_kernel(
 
     The first ``num_send`` programs wait for nothing; the others, which relay, wait for those of other ranks.
     """
-    signal = (td.epoch(ctx) << 8) | plan
+    signal = td.signal_of(ctx, td.epoch(ctx), plan)
     pid = tl.program_id(0)
     if pid < num_send:
         send_shard(
@@ -223,7 +223,7 @@ def await_nodes_kernel(ctx, num_chunks, first_step, last_step, plan):
     me = td.rank(ctx)
     ranks = td.num_ranks(ctx)
     local = td.local_ranks(ctx)
-    signal = (td.epoch(ctx) << 8) | plan
+    signal = td.signal_of(ctx, td.epoch(ctx), plan)
     for step in range(first_step, last_step):
         source = source_at(step, me, ranks, local)
         for chunk in range(num_chunks):

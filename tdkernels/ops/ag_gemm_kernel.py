@@ -116,13 +116,11 @@ def ag_gemm_kernel(
     stride_w = as_aligned(stride_w, ALIGNED)
     me = td.rank(ctx)
     ranks = td.num_ranks(ctx)
-    if FIXED_HALF:
-        epoch = td.epoch(ctx)
+    if FIXED_HALF:  # behind the barrier of a Gather, which has counted this call
         half = tl.full((), 0, tl.int32)
+        signal = td.signal_of(ctx, td.epoch(ctx), plan)
     else:
-        epoch = td.epoch(ctx) + 1
-        half = (epoch % 2).to(tl.int32)
-    signal = (epoch << 8) | plan
+        _, half, signal = td.call(ctx, plan)
     tiles_m = (M_shard + BLOCK_M - 1) // BLOCK_M
     tiles_n = (N + BLOCK_N - 1) // BLOCK_N
     num_chunks = (tiles_m + chunk_tiles - 1) // chunk_tiles

@@ -243,9 +243,7 @@ def ep_combine_kernel(
     if ALIGNED:
         WHOLE: tl.constexpr = 128 // DTYPE.primitive_bitwidth
         items = items // WHOLE * WHOLE
-    epoch = td.epoch(ctx) + 1
-    half = (epoch % 2).to(tl.int32)
-    signal = (epoch << 8) | plan
+    _, half, signal = td.call(ctx, plan)
     me = td.rank(ctx)
     facts = facts_at(tables, EXPERTS, RANKS)
     goes = tl.load(facts + GOES)

@@ -252,9 +252,7 @@ def ep_combine_nodes_kernel(
         WHOLE: tl.constexpr = 128 // DTYPE.primitive_bitwidth
         items = items // WHOLE * WHOLE
     num_tokens = tl.cast(num_tokens, tl.int32)
-    epoch = td.epoch(ctx) + 1
-    half = (epoch % 2).to(tl.int32)
-    signal = (epoch << 8) | plan
+    _, half, signal = td.call(ctx, plan)
     signals = td.signal_at(ctx, half, 0)
     me = td.rank(ctx)
     node = me // LOCAL

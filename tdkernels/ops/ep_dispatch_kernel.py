@@ -313,9 +313,7 @@ def ep_dispatch_kernel(
         WHOLE: tl.constexpr = 128 // ITEM.primitive_bitwidth
         items = items // WHOLE * WHOLE
     scale_words = tl.cast(scale_words, tl.int32)
-    epoch = td.epoch(ctx) + 1
-    half = (epoch % 2).to(tl.int32)
-    signal = (epoch << 8) | plan
+    _, half, signal = td.call(ctx, plan)
     me = td.rank(ctx)
     facts = facts_at(tables, EXPERTS, RANKS)
     goes = tl.load(facts + GOES)

@@ -304,9 +304,7 @@ def ep_dispatch_nodes_kernel(
         items = items // WHOLE * WHOLE
     scale_words = tl.cast(scale_words, tl.int32)
     num_tokens = tl.cast(num_tokens, tl.int32)
-    epoch = td.epoch(ctx) + 1
-    half = (epoch % 2).to(tl.int32)
-    signal = (epoch << 8) | plan
+    _, half, signal = td.call(ctx, plan)
     signals = td.signal_at(ctx, half, 0)
     me = td.rank(ctx)
     node = me // LOCAL

@@ -140,9 +140,7 @@ def _exchange(
     NODES: tl.constexpr = RANKS // LOCAL
     me = td.rank(ctx)
     node, local = me // LOCAL, me % LOCAL
-    epoch = td.epoch(ctx) + 1
-    half = (epoch % 2).to(tl.int32)
-    signal = (epoch << 8) | plan
+    _, half, signal = td.call(ctx, plan)
     signals = td.signal_at(ctx, half, 0)
     line_bytes = 4 * line_words(EXPERTS, RANKS, NODES)
     for step in range(LOCAL):

@@ -95,9 +95,7 @@ def gemm_rs_kernel(
     TILE_BYTES: tl.constexpr = TILE * ELEM_BYTES
     me = td.rank(ctx)
     ranks = RANKS
-    epoch = td.epoch(ctx) + 1
-    half = (epoch % 2).to(tl.int32)
-    signal = (epoch << 8) | plan
+    epoch, half, signal = td.call(ctx, plan)
     tiles_m = (M_shard + BLOCK_M - 1) // BLOCK_M
     tiles_n = (N + BLOCK_N - 1) // BLOCK_N
     tiles = tiles_m * tiles_n

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from tdkernels.errors import PeerTimeoutError
+from tdkernels.symm.failure import Failure
 from tdkernels.symm.timeout import get_timeout
 from tdkernels.symm.topology import likely_size, offer, topology_of
 
@@ -47,6 +48,7 @@ class GroupState:
         self.world_size = dist.get_world_size(group)
         self.workspaces = {}
         self.choices = {}  # what has been agreed to run, see tdkernels.autotune
+        self._failures = {}
         self._store = c10d._get_process_group_store(group)
         self._prefix = prefix
         self._turn = 0
@@ -132,6 +134,24 @@ class GroupState:
 
     def _key(self, turn, peer):
         return f"{self._prefix}/{turn}/{peer}"
+
+    def failure(self, device):
+        """The Failure of this rank on a device; made on first use, and never while a CUDA graph is captured."""
+        if device not in self._failures:
+            self._failures[device] = Failure(device)
+        return self._failures[device]
+
+    def error_on(self, device):
+        """The error that a launch on a device has recorded, or None as long as no wait has given up."""
+        failure = self._failures.get(device)
+        if failure is None:
+            return None
+        if failure.error is None:
+            record = failure.words()
+            if record is not None:
+                errors = (workspace.error_of(record) for workspace in self.workspaces.values())
+                failure.error = next(error for error in errors if error is not None)
+        return failure.error
 
     def check(self):
         """Raise the first error that a kernel of the group has recorded."""

@@ -7,8 +7,8 @@ What a symmetric buffer holds, in this order (``lang._context`` reads it):
     data        [halves, half_bytes]   two, or one for what gathers behind a barrier into a fixed place
 
 A kernel uses the half of its epoch's parity. The sizes of the halves belong to the buffer, not to the call, so that two
-calls of different shapes never overlap. Beside it, private to the rank: the epoch, the number of finished programs and
-the failed flag (the state), and the record that a wait leaves when it gives up.
+calls of different shapes never overlap. Beside it, private to the rank: the epoch and the number of finished programs
+(the state), and a note to the host. What a wait leaves when it gives up is the group's (``failure``).
 """
 
 import copy
@@ -19,15 +19,13 @@ from tdkernels.errors import PeerTimeoutError, PlanMismatchError
 from tdkernels.lang import _context as words
 from tdkernels.lang import _emulation as networks
 from tdkernels.lang import _signal as records
-from tdkernels.lang._note import NOTE_AT
 from tdkernels.symm.buffer import make_buffer
 from tdkernels.symm.group import group_state, live_states
 from tdkernels.symm.timeout import get_timeout
 
 _WORD = 8
 _ALIGN = 256
-_RECORD_WORDS = 16  # what a wait leaves, then a note (lang._note)
-_NOTE_AT = NOTE_AT.value
+_NOTE_WORDS = 4  # see lang._note
 _MAX_PLANS = 256  # a plan's number is the low byte of a signal
 
 
@@ -104,7 +102,7 @@ class Workspace:
             self.buffer.barrier()  # nobody may still be writing into the old one
             self.kept = {}
             if self._captured:
-                self._retired.append((self.buffer, self.ctx, self.state, self.record))  # a graph may be replayed on it
+                self._retired.append((self.buffer, self.ctx, self.state, self.note))  # a graph may be replayed on it
             else:
                 self.buffer.close()
         try:
@@ -124,15 +122,18 @@ class Workspace:
         self.data_offset = data_offset
         self._captured = False
         self.state = torch.zeros(words.STATE_FLAGS.value + num_flags, dtype=torch.int64, device=self.device)
-        self.record = torch.zeros(_RECORD_WORDS, dtype=torch.int64, pin_memory=self.device.type == "cuda")
-        self._record_view = self.record.numpy()
+        self.note = torch.zeros(_NOTE_WORDS, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        self._note_words = self.note.numpy()
         self._timeout_s = get_timeout()
         table = [0] * words.CTX_BASES.value
         table[words.CTX_RANK.value] = self.rank
         table[words.CTX_NUM_RANKS.value] = self.world_size
         table[words.CTX_TIMEOUT_NS.value] = int(self._timeout_s * 1e9)
         table[words.CTX_STATE.value] = self.state.data_ptr()
-        table[words.CTX_RECORD.value] = self.record.data_ptr()
+        failure = self.group.failure(self.device)
+        table[words.CTX_FAILED.value] = failure.flag.data_ptr()
+        table[words.CTX_RECORD.value] = failure.record.data_ptr()
+        table[words.CTX_NOTE.value] = self.note.data_ptr()
         table[words.CTX_HALF_SIGNALS.value] = half_signals
         table[words.CTX_DATA.value] = data_offset
         table[words.CTX_HALF_DATA.value] = half_bytes
@@ -182,27 +183,30 @@ class Workspace:
     # ---- what went wrong ----
 
     def check(self):
-        """Raise the error that a kernel has recorded, if any, now and at every later call."""
-        if self._broken is None and self.buffer is not None:
-            self._broken = self._read_record(self.buffer, self._record_view)
-            for buffer, *_, record in self._retired:
-                self._broken = self._broken or self._read_record(buffer, record.numpy())
-        if self._broken is not None:
-            raise copy.copy(self._broken)  # a raised error keeps the frames that it went through, and what they hold
+        """Raise the error that a kernel of the group has recorded, if any, now and at every later call."""
+        broken = self._broken or self.group.error_on(self.device)
+        if broken is not None:
+            raise copy.copy(broken)  # a raised error keeps the frames that it went through, and what they hold
         if self.buffer is not None:
             self._raise_note()
 
     def _raise_note(self):
         """Raise, once, what a kernel has left to tell (``lang._note``); the workspace is as good as before."""
-        kind, *numbers = (int(word) for word in self._record_view[_NOTE_AT : _NOTE_AT + 4])
+        kind, *numbers = (int(word) for word in self._note_words)
         if kind:
-            self._record_view[_NOTE_AT] = 0
+            self._note_words[0] = 0
             raise self.error_of_note(self.name, kind, *numbers)
 
-    def _read_record(self, buffer, record):
-        kind, peer, address, expected, seen = (int(word) for word in record[:5])
-        if kind == 0:
-            return None
+    def error_of(self, words):
+        """The error that a group's record means if it was left by a launch on this workspace, else None."""
+        *record, address = words
+        current = [(self.buffer, None, self.state)] if self.buffer is not None else []
+        for buffer, _, state, *_ in current + self._retired:
+            if state.data_ptr() == address:
+                return self._read_record(buffer, *record)
+        return None
+
+    def _read_record(self, buffer, kind, peer, address, expected, seen):
         signal = self._signal_name(buffer, address)
         if kind == records.RECORD_TIMEOUT.value:
             return PeerTimeoutError(self.name, self.rank, peer, signal, expected, seen, self._timeout_s)

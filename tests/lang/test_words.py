@@ -340,7 +340,8 @@ def misses_a_signal(half, index, reached, expected):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     peer = (rank + 1) % world_size
     with a_group() as group:
-        good = prepared("good", group=group)
+        good = prepared("good")  # of another group
+        other = prepared("other", group=group)
         workspace = prepared("missing", half_signals=200, group=group)
         # With a peer's signal there before, nothing is missing; this compiles, too.
         run(workspace, missing_kernel, 2, words(4), half, index, reached - 1, reached - 2, peer)
@@ -358,10 +359,13 @@ def misses_a_signal(half, index, reached, expected):
         text = f"missing: rank {rank} waited 1.5 s for rank {peer}: signal {index} of half {half} should have reached"
         assert str(error).startswith(text) and f"epoch {expected}, it stands at {reached}" in str(error)
         assert out.tolist() == [reached] * 20, "the kernel has run to its end"
-        # The workspace stays broken, with the same error and without waiting; another one of the group does not.
+        # The group stays broken, with the same error and without waiting, on whatever workspace; another does not.
         start = time.monotonic()
-        again = error_of(launch, workspace, missing_kernel, 10, out, half, index, reached, reached, peer)
-        assert type(again) is PeerTimeoutError and str(again) == str(error)
+        for again in (
+            error_of(launch, workspace, missing_kernel, 10, out, half, index, reached, reached, peer),
+            error_of(launch, other, epoch_kernel, 2, words(2)), error_of(other.check),
+        ):  # fmt: skip
+            assert type(again) is PeerTimeoutError and str(again) == str(error)
         assert str(error_of(tdkernels.synchronize)) == str(error)
         assert time.monotonic() - start < TIMEOUT_S
         launch(good, epoch_kernel, 2, words(2))

@@ -1,0 +1,23 @@
+"""That a wait of this rank has given up: one flag and one record for all that a group launches on a device.
+
+For the group, not for a workspace: where one operator has no result, the next one, which was launched before the host
+could know, has nothing to compute with, and must not send to others what comes out.
+"""
+
+import torch
+
+_WORDS = 8  # see lang._signal for what a record holds
+
+
+class Failure:
+    """Attributes: ``flag`` is the device's word, ``record`` what the host can read, ``error`` what it was read as."""
+
+    def __init__(self, device):
+        self.flag = torch.zeros(1, dtype=torch.int64, device=device)
+        self.record = torch.zeros(_WORDS, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._words = self.record.numpy()
+        self.error = None
+
+    def words(self):
+        """(kind, peer, address of a signal, expected, seen, address of a workspace's state), or None."""
+        return tuple(int(word) for word in self._words[:6]) if self._words[0] else None
