@@ -75,6 +75,14 @@ def gemm_tile(
 
 
 @td.jit
+def with_bias(acc, bias_ptr, offs_n, N, HAS_BIAS: tl.constexpr):
+    """fp32 rows plus the bias of their columns, if there is one."""
+    if HAS_BIAS:
+        acc += td.to_float32(tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0))[None, :]
+    return acc
+
+
+@td.jit
 def store_rows(z_ptr, tile, offs_m, offs_n, M, N):
     """Store a tile in a contiguous [M, N]; what is outside is left out."""
     mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]

@@ -155,6 +155,14 @@ def product_descriptors(x, weight, tiles, constants):
     )
 
 
+def product(x, weight, bias, tiles, by_tma=True):
+    """What a kernel needs of x @ weight.T: (weight as it lies, its stride, descriptors of x and it, the constants)."""
+    weight, stride_w, _ = weight_layout(weight)
+    constants = product_constants(x, weight, bias, tiles)
+    constants["USE_TMA"] &= by_tma
+    return weight, stride_w, *product_descriptors(x, weight, tiles, constants), constants
+
+
 def dot_precision(dtype):
     """How tl.dot multiplies fp32: as exactly as torch.matmul does under its current setting."""
     if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest" and not torch.version.hip:

@@ -3,7 +3,7 @@
 import triton.language as tl
 
 from tdkernels import lang as td
-from tdkernels.ops._gemm import from_register_order, in_register_order
+from tdkernels.ops._gemm import from_register_order, in_register_order, with_bias
 
 # Columns of an accumulator that are summed at a time: one group of ``in_register_order``.
 _COLUMNS = tl.constexpr(32)
@@ -60,7 +60,5 @@ def sum_of_tile(
         own = in_register_order(acc, BLOCK_M, WIDTH)
         total = sum_in_rank_order(parts, part_bytes, offs, offs >= 0, own, me, RANKS, DTYPE)
         total = from_register_order(total, BLOCK_M, WIDTH)
-        if HAS_BIAS:
-            offs_n = col + tl.arange(0, WIDTH)
-            total += td.to_float32(tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0))[None, :]
+        total = with_bias(total, bias_ptr, col + tl.arange(0, WIDTH), N, HAS_BIAS)
         return td.from_float32(total, DTYPE)

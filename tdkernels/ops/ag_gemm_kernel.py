@@ -15,7 +15,7 @@ from tdkernels.ops import ag_gemm_nodes_kernel as nodes
 from tdkernels.ops._config import text_of
 from tdkernels.ops._gather import Gather, slot_rows_of
 from tdkernels.ops._gather_kernels import push_shard
-from tdkernels.ops._gemm import as_aligned, gemm_tile, swizzle
+from tdkernels.ops._gemm import as_aligned, gemm_tile, store_rows, swizzle, with_bias
 from tdkernels.ops._tiles import Tiles, default_tiles
 from tdkernels.symm import get_workspace
 from tdkernels.symm.group import group_state
@@ -168,14 +168,11 @@ def ag_gemm_kernel(
                 )  # fmt: skip
                 answer = td.take_ticket(ctx)
                 td.mark(trace, "stores")
-                offs_m = row + tl.arange(0, BLOCK_M)
                 offs_n = col + tl.arange(0, BLOCK_N)
-                if HAS_BIAS:
-                    acc += td.to_float32(tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0))[None, :]
-                y_rows = source.to(tl.int64) * M_shard + offs_m
-                mask = (offs_m < M_shard)[:, None] & (offs_n < N)[None, :]
+                acc = with_bias(acc, bias_ptr, offs_n, N, HAS_BIAS)
                 y = td.from_float32(acc, y_ptr.dtype.element_ty)
-                tl.store(y_ptr + y_rows[:, None] * N + offs_n[None, :], y, mask=mask)
+                y_rows = y_ptr + source.to(tl.int64) * M_shard * N
+                store_rows(y_rows, y, row + tl.arange(0, BLOCK_M), offs_n, M_shard, N)
             else:
                 answer = td.take_ticket(ctx)
         td.mark(trace, "finishes")
@@ -196,12 +193,10 @@ def plan_fields(x, weight, config):
 
 def _arguments(ctx, x, gathered, weight, bias, y, slot_rows, plan, num_comm, fixed_half, config):
     """The kernel's arguments; ``gathered`` is (rows as [1, K], planes, rows of a plane, elements between planes)."""
-    weight, stride_w, _ = _operands.weight_layout(weight)
     tiles = config.tiles
     rows, k = x.shape
     n = weight.shape[0]
-    constants = _operands.product_constants(x, weight, bias, tiles)
-    x_desc, w_desc = _operands.product_descriptors(x, weight, tiles, constants)
+    weight, stride_w, x_desc, w_desc, constants = _operands.product(x, weight, bias, tiles)
     gathered_desc = None
     if constants["USE_TMA"]:
         gathered_desc = _operands.rows_descriptor(*gathered, tiles.block_m, tiles.block_k)

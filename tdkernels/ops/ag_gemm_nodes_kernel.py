@@ -23,7 +23,7 @@ from tdkernels.ops._gather_nodes_kernels import (
     send_shard,
     source_at,
 )
-from tdkernels.ops._gemm import as_aligned, gemm_tile, store_rows, swizzle
+from tdkernels.ops._gemm import as_aligned, gemm_tile, store_rows, swizzle, with_bias
 
 
 def comm_pieces(num_comm, num_chunks, topology):
@@ -151,8 +151,7 @@ def ag_gemm_nodes_kernel(
                 answer = td.take_ticket(ctx)
                 td.mark(trace, "stores")
                 offs_n = col + tl.arange(0, BLOCK_N)
-                if HAS_BIAS:
-                    acc += td.to_float32(tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0))[None, :]
+                acc = with_bias(acc, bias_ptr, offs_n, N, HAS_BIAS)
                 y = td.from_float32(acc, y_ptr.dtype.element_ty)
                 y_rows = y_ptr + source.to(tl.int64) * M_shard * N
                 store_rows(y_rows, y, row + tl.arange(0, BLOCK_M), offs_n, M_shard, N)

@@ -34,6 +34,7 @@ from tdkernels.ops.ep_tables import (
     their_at,
     theirs_at,
     tokens_of,
+    whole_items,
 )
 
 
@@ -239,10 +240,7 @@ def ep_combine_kernel(
     Signal number ``source * MAX_CHUNKS + chunk`` of a half says that the source's parts of a chunk of our tokens are in
     our slots.
     """
-    items = tl.cast(items, tl.int32)
-    if ALIGNED:
-        WHOLE: tl.constexpr = 128 // DTYPE.primitive_bitwidth
-        items = items // WHOLE * WHOLE
+    items = whole_items(items, DTYPE, ALIGNED)
     _, half, signal = td.call(ctx, plan)
     me = td.rank(ctx)
     facts = facts_at(tables, EXPERTS, RANKS)

@@ -38,6 +38,7 @@ from tdkernels.ops.ep_tables import (
     parts_at,
     sent_at,
     tokens_of,
+    whole_items,
 )
 
 
@@ -247,10 +248,7 @@ def ep_combine_nodes_kernel(
     sums of node m of a chunk of our own tokens have arrived.
     """
     NODES: tl.constexpr = RANKS // LOCAL
-    items = tl.cast(items, tl.int32)
-    if ALIGNED:
-        WHOLE: tl.constexpr = 128 // DTYPE.primitive_bitwidth
-        items = items // WHOLE * WHOLE
+    items = whole_items(items, DTYPE, ALIGNED)
     num_tokens = tl.cast(num_tokens, tl.int32)
     _, half, signal = td.call(ctx, plan)
     signals = td.signal_at(ctx, half, 0)

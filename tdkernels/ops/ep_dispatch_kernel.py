@@ -37,6 +37,7 @@ from tdkernels.ops.ep_tables import (
     theirs_at,
     tiles_at,
     tokens_of,
+    whole_items,
 )
 
 QUANTUM = tl.constexpr(128)  # channels under one scale
@@ -308,10 +309,7 @@ def ep_dispatch_kernel(
 
     Signal number ``source * MAX_CHUNKS + chunk`` of a half says that a chunk of the source's tokens is in our slots.
     """
-    items = tl.cast(items, tl.int32)
-    if ALIGNED:
-        WHOLE: tl.constexpr = 128 // ITEM.primitive_bitwidth
-        items = items // WHOLE * WHOLE
+    items = whole_items(items, ITEM, ALIGNED)
     scale_words = tl.cast(scale_words, tl.int32)
     _, half, signal = td.call(ctx, plan)
     me = td.rank(ctx)

@@ -49,6 +49,7 @@ from tdkernels.ops.ep_tables import (
     sent_at,
     theirs_at,
     tokens_of,
+    whole_items,
 )
 
 
@@ -298,10 +299,7 @@ def ep_dispatch_nodes_kernel(
     source of our rail by the network, for others in our slots.
     """
     NODES: tl.constexpr = RANKS // LOCAL
-    items = tl.cast(items, tl.int32)
-    if ALIGNED:
-        WHOLE: tl.constexpr = 128 // ITEM.primitive_bitwidth
-        items = items // WHOLE * WHOLE
+    items = whole_items(items, ITEM, ALIGNED)
     scale_words = tl.cast(scale_words, tl.int32)
     num_tokens = tl.cast(num_tokens, tl.int32)
     _, half, signal = td.call(ctx, plan)

@@ -65,6 +65,16 @@ def came_length(world_size, slots, k):
     return 2 * world_size * MAX_CHUNKS.value + slots * k
 
 
+@td.jit
+def whole_items(items, ITEM: tl.constexpr, ALIGNED: tl.constexpr):
+    """How many items a row has, int32, which the compiler knows to be whole words of 16 bytes if they are ALIGNED."""
+    items = tl.cast(items, tl.int32)
+    if ALIGNED:
+        WHOLE: tl.constexpr = 128 // ITEM.primitive_bitwidth
+        items = items // WHOLE * WHOLE
+    return items
+
+
 # ---- in a kernel: where a table begins ----
 
 

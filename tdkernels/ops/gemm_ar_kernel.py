@@ -29,7 +29,7 @@ from tdkernels.ops import _device, _operands, _trace
 from tdkernels.ops import gemm_ar_nodes_kernel as nodes
 from tdkernels.ops import gemm_ar_one_shot as one_shot
 from tdkernels.ops._config import text_of
-from tdkernels.ops._gemm import as_aligned, from_register_order, store_rows, swizzle
+from tdkernels.ops._gemm import as_aligned, from_register_order, store_rows, swizzle, with_bias
 from tdkernels.ops._nodes import spans_nodes
 from tdkernels.ops._rank_sum import sum_in_rank_order
 from tdkernels.ops._staging import COPY_WORDS, forward_item
@@ -105,9 +105,7 @@ def _reduce_tile(
         total = sum_in_rank_order(parts, part_bytes, offs, offs >= 0, own, me, RANKS, DTYPE)
         total = from_register_order(total, BLOCK_M, SLICE_N)
         cols = first + tl.arange(0, SLICE_N)
-        if HAS_BIAS:
-            offs_n = col + cols
-            total += td.to_float32(tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0))[None, :]
+        total = with_bias(total, bias_ptr, col + cols, N, HAS_BIAS)
         z = td.from_float32(total, DTYPE)
         for step in tl.static_range(1, RANKS):
             peer_sums = td.data_at(ctx, half, (me + step) % RANKS) + sums_offset
@@ -274,12 +272,10 @@ class _Schedule:
 
 def _arguments(ctx, x, weight, bias, z, stage, schedule, plan, world_size, config):
     """The kernel's arguments."""
-    weight, stride_w, _ = _operands.weight_layout(weight)
     tiles = config.tiles
     m, k = x.shape
     n = weight.shape[0]
-    constants = _operands.product_constants(x, weight, bias, tiles)
-    x_desc, w_desc = _operands.product_descriptors(x, weight, tiles, constants)
+    weight, stride_w, x_desc, w_desc, constants = _operands.product(x, weight, bias, tiles)
     args = (
         ctx, x, x_desc, weight, w_desc, bias, z, stage,
         m, n, k, stride_w, schedule.lag, schedule.reduce_after, schedule.receive_after, plan,

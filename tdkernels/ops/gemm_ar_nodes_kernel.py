@@ -40,7 +40,7 @@ import triton.language as tl
 from tdkernels import lang as td
 from tdkernels.lang._trace import ALL_PEERS
 from tdkernels.ops import _device, _operands, _trace
-from tdkernels.ops._gemm import as_aligned, from_register_order, store_rows, swizzle
+from tdkernels.ops._gemm import as_aligned, from_register_order, store_rows, swizzle, with_bias
 from tdkernels.ops._rank_sum import sum_in_rank_order
 from tdkernels.ops._staging import COPY_WORDS, forward_item
 from tdkernels.ops.gemm_ar_tiles import multiply_tile, receive_tile, slice_columns
@@ -83,9 +83,7 @@ def _total_tile(
         total = _sum_slice(sums, part_bytes, first * BLOCK_M, node, NODES, BLOCK_M * SLICE_N, DTYPE)
         total = from_register_order(total, BLOCK_M, SLICE_N)
         cols = first + tl.arange(0, SLICE_N)
-        if HAS_BIAS:
-            offs_n = col + cols
-            total += td.to_float32(tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0))[None, :]
+        total = with_bias(total, bias_ptr, col + cols, N, HAS_BIAS)
         z = td.from_float32(total, DTYPE)
         for step in tl.static_range(1, LOCAL):
             peer_totals = td.data_at(ctx, half, node * LOCAL + (local + step) % LOCAL) + totals_offset
@@ -284,14 +282,11 @@ class _Schedule:
 
 def _arguments(ctx, x, weight, bias, z, stage, schedule, plan, world_size, num_nodes, config):
     """The kernel's arguments."""
-    weight, stride_w, _ = _operands.weight_layout(weight)
     tiles = config.tiles
     m, k = x.shape
     n = weight.shape[0]
-    constants = _operands.product_constants(x, weight, bias, tiles)
-    if config.exchange == "one_shot":
-        constants["USE_TMA"] = False  # its tiles are for few rows, and chosen for a kernel that reads without
-    x_desc, w_desc = _operands.product_descriptors(x, weight, tiles, constants)
+    by_tma = config.exchange != "one_shot"  # whose tiles are for few rows, and chosen for a kernel that reads without
+    weight, stride_w, x_desc, w_desc, constants = _operands.product(x, weight, bias, tiles, by_tma)
     args = (
         ctx, x, x_desc, weight, w_desc, bias, z, stage,
         m, n, k, stride_w, schedule.lag, schedule.sum_after, schedule.total_after, schedule.receive_after, plan,

@@ -15,7 +15,7 @@ import triton.language as tl
 from tdkernels import lang as td
 from tdkernels.lang._trace import ALL_PEERS
 from tdkernels.ops import _device, _operands, _trace
-from tdkernels.ops._gemm import as_aligned, gemm_tile, store_rows, swizzle
+from tdkernels.ops._gemm import as_aligned, gemm_tile, store_rows, swizzle, with_bias
 from tdkernels.ops._rank_sum import sum_in_rank_order
 from tdkernels.ops._tiles import Tiles
 from tdkernels.symm import get_workspace
@@ -120,8 +120,7 @@ def gemm_ar_one_shot_kernel(
             parts, tl.cast(tiles, tl.int64) * (TILE * ELEM_BYTES), offs, mask, td.to_float32(own), me, RANKS,
             z_ptr.dtype.element_ty,
         )
-        if HAS_BIAS:
-            total += td.to_float32(tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0))[None, :]
+        total = with_bias(total, bias_ptr, offs_n, N, HAS_BIAS)
         z = td.from_float32(total, z_ptr.dtype.element_ty)
         store_rows(z_ptr, z, offs_m, offs_n, M, N)
     td.mark(trace, "finishes")

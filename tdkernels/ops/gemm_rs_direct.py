@@ -157,11 +157,9 @@ def _peer_descriptors(workspace, dtype, tiles, slots):
 
 def _arguments(ctx, x, weight, bias, z, peers, rows, plan, world_size, config):
     """The kernel's arguments; ``peers``: descriptors of the peers' buffers, or None where there are none."""
-    weight, stride_w, _ = _operands.weight_layout(weight)
     tiles = config.tiles
     n, k = weight.shape
-    constants = _operands.product_constants(x, weight, bias, tiles)
-    x_desc, w_desc = _operands.product_descriptors(x, weight, tiles, constants)
+    weight, stride_w, x_desc, w_desc, constants = _operands.product(x, weight, bias, tiles)
     z_desc = None
     if peers is not None and n % 8 == 0:
         z_desc = TensorDescriptor(z, [1, rows, n], [rows * n, n, 1], [1, tiles.block_m, tiles.block_n])

@@ -189,11 +189,9 @@ def gemm_rs_nodes_kernel(
 
 def _arguments(ctx, x, weight, bias, z, stage, rows, lag, plan, world_size, num_nodes, config):
     """The kernel's arguments."""
-    weight, stride_w, _ = _operands.weight_layout(weight)
     tiles = config.tiles
     n, k = weight.shape
-    constants = _operands.product_constants(x, weight, bias, tiles)
-    x_desc, w_desc = _operands.product_descriptors(x, weight, tiles, constants)
+    weight, stride_w, x_desc, w_desc, constants = _operands.product(x, weight, bias, tiles)
     args = (
         ctx, x, x_desc, weight, w_desc, bias, z, stage,
         rows, n, k, stride_w, lag, plan, config.item_tiles, tiles.group_m,

@@ -19,7 +19,7 @@ import triton.language as tl
 from tdkernels import lang as td
 from tdkernels.ops import _device, _operands
 from tdkernels.ops._config import text_of
-from tdkernels.ops._gemm import as_aligned, store_rows, swizzle
+from tdkernels.ops._gemm import as_aligned, store_rows, swizzle, with_bias
 from tdkernels.symm import get_workspace
 
 _PUSH_ROWS, _PUSH_COLUMNS = 64, 2048  # that a program moves at a time, at most
@@ -234,8 +234,7 @@ def ulysses_out_kernel(
                 )  # fmt: skip
             answer = td.take_ticket(ctx)
             offs_n = col + tl.arange(0, BLOCK_N)
-            if HAS_BIAS:
-                acc += td.to_float32(tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0))[None, :]
+            acc = with_bias(acc, bias_ptr, offs_n, N, HAS_BIAS)
             store_rows(z_ptr, td.from_float32(acc, DTYPE), row + tl.arange(0, BLOCK_M), offs_n, M, N)
         else:
             if kept_ptr is not None:
