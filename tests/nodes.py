@@ -16,7 +16,7 @@ from tdkernels.symm import emulated, resolve_group, topology
 from tdkernels.symm.group import group_state, scratch_state
 from tests.ranks import DEVICE
 
-# What is asked of one node as well, with the same kernels' parts: of several only where somebody asks for all.
+# For what says little that is new: run only where somebody asks for all.
 thorough = pytest.mark.skipif(
     DEVICE != "cuda" and not os.environ.get("TDKERNELS_TEST_THOROUGH"), reason="set TDKERNELS_TEST_THOROUGH=1 to run it"
 )

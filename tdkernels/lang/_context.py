@@ -14,7 +14,7 @@ CTX_RANK = tl.constexpr(0)
 CTX_NUM_RANKS = tl.constexpr(1)
 CTX_TIMEOUT_NS = tl.constexpr(2)
 CTX_STATE = tl.constexpr(3)  # address of this rank's private words: epoch, finished programs
-CTX_FAILED = tl.constexpr(4)  # address of the word that says that a wait has given up, in whatever launch of the group
+CTX_FAILED = tl.constexpr(4)  # address of two words: a wait of the group has given up, and the launch it was in is over
 CTX_RECORD = tl.constexpr(5)  # address of the group's error record, which the host can read
 CTX_NOTE = tl.constexpr(6)  # address of the workspace's note, which the host can read
 CTX_HALF_SIGNALS = tl.constexpr(7)  # how many signals a half holds
@@ -90,7 +90,10 @@ def _state(ctx):
 
 @jit
 def failed_at(ctx):
-    """Pointer to the word that is not zero when a wait of this rank has given up, in this launch or an earlier one."""
+    """Pointer to the word that is not zero when a wait of this rank has given up, in whatever launch of the group.
+
+    The next word is not zero when that launch is over.
+    """
     return tl.load(ctx + CTX_FAILED).to(tl.pointer_type(tl.int64))
 
 
@@ -108,12 +111,12 @@ def epoch(ctx):
 
 @jit
 def signal_of(ctx, number, plan):
-    """What the ranks tell each other in call ``number`` (int64) by a plan; 0 if this rank has failed before the launch.
+    """What the ranks tell each other in call ``number`` (int64) by a plan; 0 if an earlier launch of this rank gave up.
 
-    Then its operands may be what an earlier launch could not compute. 0 is below every signal: nobody waits for it, and
+    Then the operands may be what an earlier launch could not compute. 0 is below every signal: nobody waits for it, and
     no peer that hears it goes on. The launch itself waits for nothing, and ``in_time`` holds for nothing.
     """
-    return tl.where(tl.load(failed_at(ctx)) == 0, (number << 8) | plan, 0)
+    return tl.where(tl.load(failed_at(ctx) + 1) == 0, (number << 8) | plan, 0)
 
 
 @jit
@@ -144,7 +147,8 @@ def finish(ctx, ADVANCE: tl.constexpr = True):
 
     Done on the device so that a replayed CUDA graph counts on. Every program read the epoch before it came here, and
     the next launch on this workspace is ordered after this one by the stream, so nobody reads a word that changes.
-    Tickets begin at zero again. ``ADVANCE=False`` does only that, for a launch in the middle of a call.
+    Tickets begin at zero again. ``ADVANCE=False`` does not count, for a launch in the middle of a call. After a wait
+    has given up, later launches are void (``signal_of``).
     """
     state = _state(ctx)
     tl.debug_barrier()
@@ -152,5 +156,7 @@ def finish(ctx, ADVANCE: tl.constexpr = True):
     if before == tl.num_programs(0) - 1:
         tl.store(state + STATE_FINISHED, tl.full((), 0, tl.int64))
         tl.store(state + STATE_TICKETS, tl.full((), 0, tl.int64))
+        words = failed_at(ctx)
+        tl.store(words + 1, tl.full((), 1, tl.int64), mask=tl.load(words, volatile=True) != 0)
         if ADVANCE:
             tl.store(state + STATE_EPOCH, tl.load(state + STATE_EPOCH) + 1)

@@ -169,7 +169,7 @@ def begin_nodes_kernel(ctx, plan):
     me = td.rank(ctx)
     ranks = td.num_ranks(ctx)
     local = td.local_ranks(ctx)
-    _, _, signal = td.call(ctx, plan)
+    signal = td.signal_of(ctx, td.epoch(ctx) + 1, plan)
     td.keep_signal(ctx, signal)
     for step in range(1, ranks):
         peer = (me + step) % ranks

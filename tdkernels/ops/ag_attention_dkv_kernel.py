@@ -159,7 +159,7 @@ def ag_attention_dkv_kernel(
     """The gradients of k and v: tiles of keys, of which the first are seen by most queries and come first."""
     DTYPE: tl.constexpr = q_ptr.dtype.element_ty
     me, ranks = td.rank(ctx), td.num_ranks(ctx)
-    _, half, signal = td.call(ctx, plan)
+    epoch, half, signal = td.call(ctx, plan)
     positions = batch * rows
     num_chunks = (positions + chunk_rows - 1) // chunk_rows
     q_bytes, do_bytes = heads * (D * ELEM_BYTES), heads * (DV * ELEM_BYTES)

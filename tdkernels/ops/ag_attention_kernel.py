@@ -213,7 +213,7 @@ def ag_attention_kernel(
     """o [B, S / W, Hq, DV] and lse [B, S / W, Hq]; ``scale`` has the factor for powers of two in it."""
     DTYPE: tl.constexpr = q_ptr.dtype.element_ty
     me, ranks = td.rank(ctx), td.num_ranks(ctx)
-    _, half, signal = td.call(ctx, plan)
+    epoch, half, signal = td.call(ctx, plan)
     positions = batch * rows
     num_chunks = (positions + chunk_rows - 1) // chunk_rows
     k_bytes, v_bytes = kv_heads * (D * ELEM_BYTES), kv_heads * (DV * ELEM_BYTES)

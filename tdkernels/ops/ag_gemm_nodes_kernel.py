@@ -86,7 +86,7 @@ def ag_gemm_nodes_kernel(
         half = tl.full((), 0, tl.int32)
         signal = td.signal_of(ctx, td.epoch(ctx), plan)
     else:
-        _, half, signal = td.call(ctx, plan)
+        epoch, half, signal = td.call(ctx, plan)
     tiles_m = (M_shard + BLOCK_M - 1) // BLOCK_M
     tiles_n = (N + BLOCK_N - 1) // BLOCK_N
     num_chunks = (tiles_m + chunk_tiles - 1) // chunk_tiles

@@ -26,7 +26,7 @@ def _begin(ctx, plan):
     Read once: after a wait the table is in no cache near by.
     """
     me = td.rank(ctx)
-    _, half, signal = td.call(ctx, plan)
+    epoch, half, signal = td.call(ctx, plan)
     area = td.data_at(ctx, half, me) - td.symm_base(ctx, me)
     return me, td.num_ranks(ctx), signal, td.signal_at(ctx, half, 0), area
 

@@ -241,7 +241,7 @@ def ep_combine_kernel(
     our slots.
     """
     items = whole_items(items, DTYPE, ALIGNED)
-    _, half, signal = td.call(ctx, plan)
+    epoch, half, signal = td.call(ctx, plan)
     me = td.rank(ctx)
     facts = facts_at(tables, EXPERTS, RANKS)
     goes = tl.load(facts + GOES)

@@ -250,7 +250,7 @@ def ep_combine_nodes_kernel(
     NODES: tl.constexpr = RANKS // LOCAL
     items = whole_items(items, DTYPE, ALIGNED)
     num_tokens = tl.cast(num_tokens, tl.int32)
-    _, half, signal = td.call(ctx, plan)
+    epoch, half, signal = td.call(ctx, plan)
     signals = td.signal_at(ctx, half, 0)
     me = td.rank(ctx)
     node = me // LOCAL

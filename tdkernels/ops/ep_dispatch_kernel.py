@@ -311,7 +311,7 @@ def ep_dispatch_kernel(
     """
     items = whole_items(items, ITEM, ALIGNED)
     scale_words = tl.cast(scale_words, tl.int32)
-    _, half, signal = td.call(ctx, plan)
+    epoch, half, signal = td.call(ctx, plan)
     me = td.rank(ctx)
     facts = facts_at(tables, EXPERTS, RANKS)
     goes = tl.load(facts + GOES)

@@ -302,7 +302,7 @@ def ep_dispatch_nodes_kernel(
     items = whole_items(items, ITEM, ALIGNED)
     scale_words = tl.cast(scale_words, tl.int32)
     num_tokens = tl.cast(num_tokens, tl.int32)
-    _, half, signal = td.call(ctx, plan)
+    epoch, half, signal = td.call(ctx, plan)
     signals = td.signal_at(ctx, half, 0)
     me = td.rank(ctx)
     node = me // LOCAL

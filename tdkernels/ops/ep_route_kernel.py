@@ -133,7 +133,7 @@ def _exchange(ctx, tables, plan, EXPERTS: tl.constexpr, RANKS: tl.constexpr):
     C: tl.constexpr = EXPERTS + RANKS + 2
     BLOCK: tl.constexpr = min(triton.next_power_of_2(C), 512)
     me = td.rank(ctx)
-    _, half, signal = td.call(ctx, plan)
+    epoch, half, signal = td.call(ctx, plan)
     signals = td.signal_at(ctx, half, 0)
     for start in range(0, C, BLOCK):
         columns = start + tl.arange(0, BLOCK)

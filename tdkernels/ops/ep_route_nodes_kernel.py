@@ -140,7 +140,7 @@ def _exchange(
     NODES: tl.constexpr = RANKS // LOCAL
     me = td.rank(ctx)
     node, local = me // LOCAL, me % LOCAL
-    _, half, signal = td.call(ctx, plan)
+    epoch, half, signal = td.call(ctx, plan)
     signals = td.signal_at(ctx, half, 0)
     line_bytes = 4 * line_words(EXPERTS, RANKS, NODES)
     for step in range(LOCAL):

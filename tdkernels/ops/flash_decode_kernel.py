@@ -245,7 +245,7 @@ def flash_decode_kernel(
     if RANKS > 1:
         flags = td.flag_at(ctx, 0)
         me = td.rank(ctx)
-        _, half, signal = td.call(ctx, plan)
+        epoch, half, signal = td.call(ctx, plan)
         if KNOWS_OTHERS and NODES > 1:
             first_signal, lens_at = lengths_of_nodes_at(tiles, RANKS, NODES, RP, DVP)
             after = exchange_lengths_of_nodes(

@@ -76,7 +76,7 @@ def gemm_ar_one_shot_kernel(
     stride_w = as_aligned(stride_w, ALIGNED)
     TILE: tl.constexpr = BLOCK_M * BLOCK_N
     me = td.rank(ctx)
-    _, half, signal = td.call(ctx, plan)
+    epoch, half, signal = td.call(ctx, plan)
     tiles_m = (M + BLOCK_M - 1) // BLOCK_M
     tiles_n = (N + BLOCK_N - 1) // BLOCK_N
     tiles = tiles_m * tiles_n

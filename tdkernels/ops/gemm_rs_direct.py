@@ -66,7 +66,7 @@ def gemm_rs_direct_kernel(
     DTYPE: tl.constexpr = z_ptr.dtype.element_ty
     BY_ENGINE: tl.constexpr = desc1 is not None
     me = td.rank(ctx)
-    _, half, signal = td.call(ctx, plan)
+    epoch, half, signal = td.call(ctx, plan)
     tiles_m = (M_shard + BLOCK_M - 1) // BLOCK_M
     tiles_n = (N + BLOCK_N - 1) // BLOCK_N
     tiles = tiles_m * tiles_n

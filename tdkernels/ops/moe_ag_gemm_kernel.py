@@ -177,7 +177,7 @@ def moe_ag_gemm_kernel(
     PAIR: tl.constexpr = ACTIVATION == HALVES
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     me, ranks = td.rank(ctx), td.num_ranks(ctx)
-    _, half, signal = td.call(ctx, plan)
+    epoch, half, signal = td.call(ctx, plan)
     num_chunks = (M_shard + chunk_rows - 1) // chunk_rows
     row_bytes = tl.cast(K, tl.int64) * ELEM_BYTES
     tiles_n = (N + BLOCK_N - 1) // BLOCK_N

@@ -103,7 +103,7 @@ def moe_gemm_rs_kernel(
     stride_plane = as_aligned(stride_plane, ALIGNED)
     stride_w = as_aligned(stride_w, ALIGNED)
     me = td.rank(ctx)
-    _, half, signal = td.call(ctx, plan)
+    epoch, half, signal = td.call(ctx, plan)
     num_chunks = (M_shard + chunk_rows - 1) // chunk_rows
     tiles_n = (N + BLOCK_N - 1) // BLOCK_N
     of_turn = pieces_of_turn(chunk_rows, N, BLOCK_TOKENS, BLOCK_COLUMNS)

@@ -183,7 +183,7 @@ def ulysses_out_kernel(
     me = td.rank(ctx)
     ranks = td.num_ranks(ctx)
     K = width * ranks
-    _, half, signal = td.call(ctx, plan)
+    epoch, half, signal = td.call(ctx, plan)
     tiles_m = (M + BLOCK_M - 1) // BLOCK_M
     tiles_n = (N + BLOCK_N - 1) // BLOCK_N
     num_chunks = (tiles_m + chunk_tiles - 1) // chunk_tiles

@@ -62,7 +62,7 @@ def ulysses_qkv_kernel(
     TILE: tl.constexpr = BLOCK_M * BLOCK_N
     me = td.rank(ctx)
     ranks = td.num_ranks(ctx)
-    _, half, signal = td.call(ctx, plan)
+    epoch, half, signal = td.call(ctx, plan)
     tiles_m = (M + BLOCK_M - 1) // BLOCK_M
     tiles_n = (width + BLOCK_N - 1) // BLOCK_N
     tiles = tiles_m * tiles_n  # of one rank's heads

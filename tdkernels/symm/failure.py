@@ -1,4 +1,4 @@
-"""That a wait of this rank has given up: one flag and one record for all that a group launches on a device.
+"""That a wait of this rank has given up: one pair of flags and one record for all that a group launches on a device.
 
 For the group, not for a workspace: where one operator has no result, the next one, which was launched before the host
 could know, has nothing to compute with, and must not send to others what comes out.
@@ -10,10 +10,10 @@ _WORDS = 8  # see lang._signal for what a record holds
 
 
 class Failure:
-    """Attributes: ``flag`` is the device's word, ``record`` what the host can read, ``error`` what it was read as."""
+    """Attributes: ``flags``, the device's words; ``record``, what the host can read; ``error``, what it was read as."""
 
     def __init__(self, device):
-        self.flag = torch.zeros(1, dtype=torch.int64, device=device)
+        self.flags = torch.zeros(2, dtype=torch.int64, device=device)
         self.record = torch.zeros(_WORDS, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._words = self.record.numpy()
         self.error = None

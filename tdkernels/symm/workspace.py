@@ -131,7 +131,7 @@ class Workspace:
         table[words.CTX_TIMEOUT_NS.value] = int(self._timeout_s * 1e9)
         table[words.CTX_STATE.value] = self.state.data_ptr()
         failure = self.group.failure(self.device)
-        table[words.CTX_FAILED.value] = failure.flag.data_ptr()
+        table[words.CTX_FAILED.value] = failure.flags.data_ptr()
         table[words.CTX_RECORD.value] = failure.record.data_ptr()
         table[words.CTX_NOTE.value] = self.note.data_ptr()
         table[words.CTX_HALF_SIGNALS.value] = half_signals
