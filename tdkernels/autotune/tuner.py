@@ -32,7 +32,7 @@ from tdkernels.autotune.operator import versions
 from tdkernels.autotune.problem import Problem, device_of, with_index
 from tdkernels.autotune.reference import Reference, spoil
 from tdkernels.autotune.table import Entry
-from tdkernels.autotune.timing import burst, slowest_link, synchronize
+from tdkernels.autotune.timing import burst, lead_calls, slowest_link, synchronize
 from tdkernels.autotune.together import Together, TuningError, one_line
 from tdkernels.symm import resolve_group
 from tdkernels.symm.group import group_state
@@ -334,7 +334,8 @@ class _Tuner:
 
     def _burst(self, trial, calls):
         """ms of a call, and the seconds since the tuning began."""
-        sets = [self.tunable.prepared(each, self.problem, self.group, trial.config) for each in self.operands]
+        used = self.operands[: lead_calls(self.device) + calls]
+        sets = [self.tunable.prepared(each, self.problem, self.group, trial.config) for each in used]
         ms, _ = burst(
             lambda operands: self.tunable.run(operands, self.problem, self.group, trial.config), sets, calls,
             self.device, self.group,

@@ -1,6 +1,6 @@
 """ep_dispatch, ep_combine and all_to_all for the tuner: problems, the space of their configs, and how long each takes.
 
-A problem's first size are the tokens of all ranks, as many on each, with experts that are all as likely. Layouts are
+A problem's first size are the tokens of all ranks, about as many on each, whose experts are all as likely. Layouts are
 "exact", where the host waits for the number of rows, and "static", with the max_tokens that are always enough;
 ep_dispatch has both with "_fp8", which quantizes. Calls look their config up by what all ranks know (``ep_choice``), up
 to a power of two.
@@ -52,7 +52,7 @@ class _EpTunable(ConfigTunable):
         if problem.num_nodes > 1:
             return "on several nodes it runs in its default config, and there is nothing to tune"
         reason = super().why_not(problem)
-        return reason or why_not_shared(self, problem, (0, 2), problem.shape[2], _choices(problem))
+        return reason or why_not_shared(self, problem, (2,), problem.shape[2], _choices(problem))
 
     def key(self, problem):
         """Calls know about how many tokens there are, up to a power of two."""
@@ -74,7 +74,7 @@ class _EpTunable(ConfigTunable):
         return ep_config.default_config(device)
 
     def space(self, problem, device):
-        tokens, ranks = problem.shape[0] // problem.world_size, problem.world_size
+        tokens, ranks = _tokens(problem), problem.world_size
         if device.type == "cpu":
             default = ep_config.default_config(device)
             return [replace(default, chunk_tokens=chunk, num_senders=n) for chunk in (8, 32) for n in (1, 2)]
@@ -93,7 +93,7 @@ class _EpTunable(ConfigTunable):
         return 1, 2, 4, 8
 
     def estimate_ms(self, config, problem, hardware):
-        tokens, crosses = problem.shape[0] // problem.world_size, _crossing(problem)
+        tokens, crosses = _tokens(problem), _crossing(problem)
         chunks = min(max(-(-tokens // config.chunk_tokens), 1), ep_launch.MAX_CHUNKS)
         in_chunk = -(-tokens // chunks)
         senders, receivers = min(config.num_senders, chunks), min(config.num_receivers, chunks)
@@ -115,22 +115,21 @@ class _EpTunable(ConfigTunable):
         return problem.shape[1] * problem.torch_dtype.itemsize
 
     def floors(self, problem):
-        tokens = problem.shape[0] // problem.world_size
+        tokens = _tokens(problem)
         own = problem.shape[1] * problem.torch_dtype.itemsize
         # Each token is read or written at home, each row where the experts are.
         memory = tokens * own + tokens * _choices(problem) * self._row_bytes(problem)
         return Floors(0, int(_crossing(problem) * self._row_bytes(problem)), memory)
 
     def operands(self, problem, device, generator):
-        tokens, hidden, experts, choices = problem.shape
-        tokens //= problem.world_size
+        tokens, (_, hidden, experts, choices) = _tokens(problem), problem.shape
         x = torch.randn(tokens, hidden, generator=generator, dtype=problem.torch_dtype, device=device)
         ids = expert_ids(tokens, choices, experts, device, generator)
         return x, ids, torch.rand(tokens, choices, generator=generator, device=device)
 
     def reference_bytes(self, problem):
-        tokens = problem.shape[0] // problem.world_size
-        return 2 * max(problem.torch_dtype.itemsize, 4) * problem.shape[1] * tokens * (4 * _choices(problem) + 2)
+        elements = problem.shape[1] * _tokens(problem) * (4 * _choices(problem) + 2)
+        return 2 * max(problem.torch_dtype.itemsize, 4) * elements
 
     def local(self, operands, problem):
         x, choices = operands[0], _choices(problem)
@@ -144,18 +143,23 @@ def _choices(problem):
     return problem.shape[3] if len(problem.shape) > 3 else 1
 
 
+def _tokens(problem):
+    """Of a rank."""
+    return -(-problem.shape[0] // problem.world_size)
+
+
 def _crossing(problem):
     """How many tokens come to a rank from its peers, each once."""
-    tokens, _, experts = problem.shape[:3]
-    peers = problem.world_size - 1
-    return peers * tokens // problem.world_size * crossing_share(problem.world_size, experts, _choices(problem))
+    ranks = problem.world_size
+    return (ranks - 1) * _tokens(problem) * crossing_share(ranks, problem.shape[2], _choices(problem))
 
 
 def _capacity(problem):
     """The max_tokens of a call."""
     if problem.layout.startswith("exact"):
         return None
-    return sure_capacity(problem.shape[0], problem.world_size, problem.shape[2], _choices(problem))
+    ranks = problem.world_size
+    return sure_capacity(ranks * _tokens(problem), ranks, problem.shape[2], _choices(problem))
 
 
 def _unrouted(problem, config, device):
@@ -163,8 +167,8 @@ def _unrouted(problem, config, device):
     tables = torch.empty(1, dtype=torch.int32, device=device)
     return ep_launch.Routing(
         SimpleNamespace(size=lambda: problem.world_size), config, problem.operator,
-        problem.shape[0] // problem.world_size, _choices(problem), problem.shape[2], _capacity(problem), rows=1,
-        staged=1, most_staged=1, tables=tables, splits=tables,
+        _tokens(problem), _choices(problem), problem.shape[2], _capacity(problem), rows=1, staged=1, most_staged=1,
+        tables=tables, splits=tables,
     )  # fmt: skip
 
 
@@ -267,8 +271,7 @@ class AllToAllTunable(_EpTunable):
         return world_size * tokens, hidden, experts
 
     def operands(self, problem, device, generator):
-        tokens, hidden, experts = problem.shape
-        tokens //= problem.world_size
+        tokens, (_, hidden, experts) = _tokens(problem), problem.shape
         x = torch.randn(tokens, hidden, generator=generator, dtype=problem.torch_dtype, device=device)
         ids = torch.randint(experts, (tokens,), generator=generator, device=device)
         return x, torch.bincount(ids, minlength=experts)
