@@ -21,6 +21,8 @@ from dataclasses import replace
 
 import torch
 
+from tdkernels.autotune import operator as tunables
+from tdkernels.autotune.choose import DEFAULT, choose
 from tdkernels.ops import _operands
 from tdkernels.ops import group_gemm_kernel as grouped
 from tdkernels.ops import moe_ag_gemm_kernel as ag
@@ -30,7 +32,7 @@ from tdkernels.ops._config import as_argument
 from tdkernels.ops._gather import Gather
 from tdkernels.ops._nodes import torch_across_nodes
 from tdkernels.ops._outside_graphs import outside_graphs
-from tdkernels.ops._tuning import chosen
+from tdkernels.ops._tuning import problem_of
 from tdkernels.ops.collectives import all_gather, reduce_scatter
 from tdkernels.ops.group_gemm import by_torch, group_gemm_ref, swiglu_ref
 from tdkernels.ops.moe_ag_gemm_kernel import MoeTpConfig
@@ -219,14 +221,16 @@ def _torch_gradients(dy, h, w, weights, routing, weights_dtype):
 # ---- the public functions ----
 
 
-def _choose(operator, config, sizes, layout, x, group, fields):
+def _choose(operator, config, sizes, layout, w, group, fields):
     """(the config of a call, that of its backward): the one that it was given, else what the group has chosen.
 
     Args:     fields: what must be the same on all ranks
     """
     config = torch_across_nodes(config, MoeTpConfig, group)
     if config is None and group.size() > 1 and sizes[0]:
-        best = chosen(operator, sizes, layout, x, group, fields)
+        problem = problem_of(operator, sizes, layout, w, group)
+        choice = choose(tunables.tunable(operator), problem, w.device, group, fields)
+        best = None if choice.source == DEFAULT else choice.config  # each half has a default of its own
         # What is best forwards says nothing of the gradients, but that torch is the better one.
         return best, best if _is_torch(best) else None
     group_state(group).agree_once(operator, {**fields, "config": as_argument(config)})
@@ -286,7 +290,7 @@ def moe_ag_gemm(x, topk_ids, w, *, activation=None, group=None, config=None):
     (tokens, choices), ranks = topk_ids.shape, group.size()
     sizes = ranks * tokens, ranks * w.shape[1], w.shape[2], w.shape[0], choices
     fields = _first_fields(x, topk_ids, w, activation)
-    configs = _choose("moe_ag_gemm", config, sizes, activation or "none", x, group, fields)
+    configs = _choose("moe_ag_gemm", config, sizes, activation or "none", w, group, fields)
     return _first_half("moe_ag_gemm", x, topk_ids, w, activation, group, configs)
 
 
@@ -317,7 +321,7 @@ def moe_gemm_rs(h, routing, topk_weights, w, *, group=None, config=None):
     sizes = ranks * tokens, w.shape[1], ranks * w.shape[2], w.shape[0], choices
     fields = {"M/W": tokens, "w": tuple(w.shape), "dtype": str(h.dtype)}
     # Before the weights are gathered, or ranks that run otherwise would wait for each other.
-    configs = _choose("moe_gemm_rs", config, sizes, "nk", h, routing.group, fields)
+    configs = _choose("moe_gemm_rs", config, sizes, "nk", w, routing.group, fields)
     if not tokens:
         return _nothing(w.shape[1], h, topk_weights, w)
     return _GemmRs.apply(h, w, topk_weights, routing, *configs)
@@ -345,7 +349,7 @@ def tp_moe(x, topk_ids, topk_weights, w_gate_up, w_down, *, activation="swiglu",
     (tokens, choices), ranks = topk_ids.shape, group.size()
     sizes = ranks * tokens, x.shape[1], ranks * w_down.shape[2], w_down.shape[0], choices
     fields = _first_fields(x, topk_ids, w_gate_up, activation)
-    configs = _choose("tp_moe", config, sizes, activation or "none", x, group, fields)
+    configs = _choose("tp_moe", config, sizes, activation or "none", w_down, group, fields)
     h, routing = _first_half("tp_moe", x, topk_ids, w_gate_up, activation, group, configs)
     if not tokens:
         return _nothing(w_down.shape[1], h, topk_weights, w_down)
