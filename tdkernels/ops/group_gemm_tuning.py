@@ -28,7 +28,7 @@ class GroupGemmTunable(ConfigTunable):
 
     def why_not(self, problem):
         if problem.world_size > 1:
-            return "it runs on one rank, so tune it in a group of one, or ask with world_size=1"
+            return "it runs on one rank: tune it in a group of one (--nproc 1), ask with world_size=1"
         reason = super().why_not(problem)
         if reason is None and _activation(problem) and problem.shape[1] % 2:
             return f"N = {problem.shape[1]}, the rows of gate and up, must be even"

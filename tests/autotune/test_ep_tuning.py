@@ -50,7 +50,7 @@ BAD = [
     (("ep_dispatch", 8, 16, 4), {}, "4 positive sizes, TOKENS x HIDDEN x EXPERTS x CHOICES, not (8, 16, 4)"),
     (("all_to_all", 8, 16, 4, 1), {}, "3 positive sizes, TOKENS x HIDDEN x EXPERTS, not (8, 16, 4, 1)"),
     (("all_to_all", 8, 16, 4), {"dtype": torch.float8_e4m3fn}, "dtype must be one of"),
-    (("group_gemm", 8, 16, 16, 2), {}, "it runs on one rank, so tune it in a group of one"),
+    (("group_gemm", 8, 16, 16, 2), {}, "group_gemm: it runs on one rank: tune it in a group of one (--nproc 1)"),
 ]
 
 
@@ -219,7 +219,7 @@ def test_operands_do_not_tell_how_many_experts_there_are():
     with pytest.raises(ValueError, match="ep_dispatch: operands do not tell all of its sizes; say them: tokens, hi"):
         explain("ep_dispatch", (4, 16), (4, 2), world_size=2)
     assert explain("ep_dispatch", 8, 16, 4, 2, world_size=2).config == default_config(torch.device("cpu"))
-    with pytest.raises(ValueError, match="group_gemm: .*tune it in a group of one, or ask with world_size=1"):
+    with pytest.raises(ValueError, match="group_gemm: it runs on one rank: .*, ask with world_size=1"):
         explain("group_gemm", 8, 16, 16, 2, world_size=2)
 
 

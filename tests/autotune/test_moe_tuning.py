@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import tdkernels
 from tdkernels import MoeTpConfig, Tiles, explain
-from tdkernels.autotune import choose
+from tdkernels.autotune import choose, tuner
 from tdkernels.autotune.operator import tunable
 from tdkernels.autotune.problem import Problem
 from tdkernels.ops import _device, moe_ag_gemm_kernel, moe_gemm_rs_kernel
@@ -152,15 +152,35 @@ def test_a_call_takes_torchs_sequence(tmp_path):
     on_ranks(2, take_torch, tmp_path)
 
 
+@contextlib.contextmanager
+def nested_tuning():
+    """What is tuned within: (the operator, in how many others' tuning)."""
+    found, depth, real = [], [0], tuner.tune_problem
+
+    def tune_problem(tunable, *args, **options):
+        found.append((tunable.name, depth[0]))
+        depth[0] += 1
+        try:
+            return real(tunable, *args, **options)
+        finally:
+            depth[0] -= 1
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tuner, "tune_problem", tune_problem)
+        yield found
+
+
 def tune_in_a_call(folder):
     """In the mode "on", and only what the call is of: not what it calls in its turn, but for that itself."""
     with contextlib.ExitStack() as stack:
         group = stack.enter_context(a_group())
         stack.enter_context(tables_in(folder, mode="on"))
-        for operator in OPERATORS:
+        for operator in (*OPERATORS, "all_gather"):
             stack.enter_context(experts.space(operator))
+        tuned = stack.enter_context(nested_tuning())
         layer = a_layer(group)
         layer.check({"y": layer.call().detach()})
+        assert tuned == [("tp_moe", 0), ("all_gather", 0)]  # that of the weights
         found = {problem.operator: choice.source for (problem, _), choice in group_state(group).choices.items()}
         assert found["tp_moe"] == "cache" and "moe_ag_gemm" not in found
         del group, layer
