@@ -49,6 +49,11 @@ _LATER = {
 }  # fmt: skip
 
 
+autotune.operator.register_later("tdkernels.ops.ep_tuning", "all_to_all", "ep_combine", "ep_dispatch")
+autotune.operator.register_later("tdkernels.ops.group_gemm_tuning", "group_gemm")
+autotune.operator.register_later("tdkernels.ops.moe_tp_tuning", "moe_ag_gemm", "moe_gemm_rs", "tp_moe")
+
+
 def __getattr__(name):
     for module, names in _LATER.items():
         if name in names:

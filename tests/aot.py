@@ -151,6 +151,9 @@ class _Recorder:
     def __getitem__(self, grid):
         return lambda *args, **kwargs: self._launches.append((self._kernel, list(args), kwargs))
 
+    def warmup(self, *args, grid, **kwargs):
+        self[grid](*args, **kwargs)
+
 
 @contextlib.contextmanager
 def recorded_launches(launcher, ranks=1, nodes=1):

@@ -62,7 +62,7 @@ def test_tune_goes_through_the_layers_of_a_model(folder, monkeypatch):
         ([], "say what"),
         (["ag_gemm"], "say what"),
         (["--shape", "8x8x8"], "needs the operator"),
-        (["nonsense", "--shape", "8x8x8"], "operator must be one of ag_gemm, all_gather, all_reduce, gemm_ar, gemm_rs"),
+        (["nonsense", "--shape", "8x8x8"], "operator must be one of ag_gemm, all_gather, all_reduce, all_to_all"),
         (["ag_gemm", "--shape", "8x8"], "3 positive sizes"),
         (["ag_gemm", "--shape", "8xx8"], "whole numbers"),
         (["ag_gemm", "--shape", "7x8x8", "--nproc", "2"], "M = 7 is not divisible by 2 ranks"),

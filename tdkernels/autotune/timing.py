@@ -32,7 +32,7 @@ def burst(call, input_sets, calls, device, group=None):
     Inputs that take turns are not in the cache from the call before, as they are not in a model.
     """
     barrier(device, group)
-    lead = LEAD_CALLS if device.type == "cuda" else 0
+    lead = lead_calls(device)
     for i in range(lead):
         call(input_sets[i % len(input_sets)])
     begin, end = _Stamp(device), _Stamp(device)
@@ -44,6 +44,11 @@ def burst(call, input_sets, calls, device, group=None):
     end.record()
     synchronize(device)
     return begin.elapsed_ms(end) / calls, (host_end - host_begin) * 1e3 / calls
+
+
+def lead_calls(device):
+    """How many calls a burst makes before the clock starts."""
+    return LEAD_CALLS if device.type == "cuda" else 0
 
 
 class _Stamp:

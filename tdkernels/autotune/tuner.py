@@ -1,7 +1,7 @@
 """The group-wide tuner: all ranks try the same candidates in the same order and agree on each step.
 
 1. Candidates: the operator's space, less what cannot run, less what a cost model puts far behind; the default config
-   and torch's plain sequence always stay.
+   and torch's plain sequence, where there is one, always stay.
 2. Compile: each rank of a node compiles its share of the distinct kernels, many at a time; then every rank finds all of
    them in Triton's cache on disk.
 3. Check: one call of each, into poisoned memory, against the operator's reference in a wider type.
@@ -26,11 +26,13 @@ import torch
 
 from tdkernels.autotune import cache
 from tdkernels.autotune.hardware import hardware
+from tdkernels.autotune.modes import get_mode, mode
 from tdkernels.autotune.operator import tunable as tunable_by_name
 from tdkernels.autotune.operator import versions
 from tdkernels.autotune.problem import Problem, device_of, with_index
+from tdkernels.autotune.reference import Reference, spoil
 from tdkernels.autotune.table import Entry
-from tdkernels.autotune.timing import burst, slowest_link, synchronize
+from tdkernels.autotune.timing import burst, lead_calls, slowest_link, synchronize
 from tdkernels.autotune.together import Together, TuningError, one_line
 from tdkernels.symm import resolve_group
 from tdkernels.symm.group import group_state
@@ -120,9 +122,12 @@ def tune(
 
 def tune_problem(tunable, problem, device, group, *, budget_s=20.0, on_progress=None):
     """As ``tune``, for a Problem; collective."""
+    # What a candidate calls in its turn is looked up, not tuned as well while that one's time runs.
+    looking_up = mode("cached" if get_mode() == "on" else get_mode())
     # The caller may be in the middle of a model; a reference that autocast makes coarse would be none.
-    with torch.no_grad(), torch.autocast(device.type, enabled=False), Together(problem, group, device) as ranks:
-        return _Tuner(tunable, problem, ranks, budget_s, on_progress).tune()
+    with torch.no_grad(), torch.autocast(device.type, enabled=False), looking_up:
+        with Together(problem, group, device) as ranks:
+            return _Tuner(tunable, problem, ranks, budget_s, on_progress).tune()
 
 
 class _Tuner:
@@ -164,17 +169,24 @@ class _Tuner:
         estimates = {config: self.tunable.estimate_ms(config, self.problem, self.rates) for config in legal}
         ranked = sorted(legal, key=estimates.get)
         near = [config for config in ranked if estimates[config] <= _PRUNE * estimates[ranked[0]]]  # may be empty
-        always = [self.tunable.default(self.problem, self.device), self.tunable.plain()]
+        always = [self.tunable.default(self.problem, self.device), *self._plain()]
         kept = list(dict.fromkeys(always + near[:_MAX_CANDIDATES]))
         beyond = max(len(near) - _MAX_CANDIDATES, 0)
+        and_plain = "and torch's sequence " if self._plain() else ""
         self._say(
             f"{len(space)} candidates: {len(space) - len(legal)} cannot run, {len(legal) - len(near)} are beyond "
             f"{_PRUNE:g} x the best estimate, {beyond} beyond the first {_MAX_CANDIDATES}; {len(kept)} are tried, the "
-            f"default and torch's sequence among them"
+            f"default {and_plain}among them"
         )
         fields = {**asdict(self.problem), "candidates": [str(config) for config in kept]}
         self.state.agree(f"tune {self.problem.operator}", fields)
         return [Trial(config) for config in kept]
+
+    def _plain(self):
+        """The plain sequence's config in a list, which is empty if there is none that can run."""
+        plain = self.tunable.plain()
+        possible = plain is not None and self.tunable.illegal(plain, self.problem, self.device) is None
+        return [plain] if possible else []
 
     # ---- operands ----
 
@@ -195,20 +207,7 @@ class _Tuner:
         torch.empty(self.tunable.reference_bytes(self.problem), dtype=torch.uint8, device=self.device)
 
     def _make_reference(self):
-        wide = torch.float64 if self.operands[0][0].dtype == torch.float32 else torch.float32
-        widened = [tensor.to(wide) if tensor.is_floating_point() else tensor for tensor in self.operands[0]]
-        self.exact = self.tunable.reference(widened, self.problem, self.group)
-        plain = self.tunable.reference(self.operands[0], self.problem, self.group)
-        unit = torch.finfo(plain.dtype).eps / 2
-        norm, largest = self._errors(plain)
-        # Not farther off than twice the plain sequence; and no single element astray, which a norm would hide.
-        self.allowed = 2 * max(norm, unit), 4 * max(largest, unit * self.exact.abs().max().item())
-        plain.fill_(torch.nan)  # the allocator is likely to give it out next
-
-    def _errors(self, output):
-        difference = output.to(self.exact.dtype) - self.exact
-        scale = max(self.exact.norm().item(), torch.finfo(self.exact.dtype).tiny)
-        return difference.norm().item() / scale, difference.abs().max().item()
+        self.reference = Reference(self.tunable, self.problem, self.operands[0], self.group)
 
     # ---- compile ----
 
@@ -278,15 +277,15 @@ class _Tuner:
 
     def _why_wrong(self, config):
         """Raise unless a call gives what it should."""
-        output = self.tunable.run(self.operands[0], self.problem, self.group, config)
+        operands = self.tunable.prepared(self.operands[0], self.problem, self.group, config)
+        made = self.tunable.run(operands, self.problem, self.group, config)
         synchronize(self.device)
         self.ranks.scratch.check()
-        if output.shape != self.exact.shape or output.dtype != self.operands[0][0].dtype:
-            raise ArithmeticError(f"wrong: {output.dtype} {list(output.shape)}")
-        errors = self._errors(output)
-        output.fill_(torch.nan)  # the allocator is likely to give it out next
-        if not all(error <= allowed for error, allowed in zip(errors, self.allowed, strict=True)):  # NaN is not
-            raise ArithmeticError(f"wrong: errors (norm, largest) {errors}, allowed are {self.allowed}")
+        output = self.tunable.comparable(made, self.problem)
+        try:
+            self.reference.check(output)
+        finally:
+            spoil((made, output))
 
     def _poison(self):
         """Leave nothing behind by which the next candidate could be right without doing anything.
@@ -335,8 +334,10 @@ class _Tuner:
 
     def _burst(self, trial, calls):
         """ms of a call, and the seconds since the tuning began."""
+        used = self.operands[: lead_calls(self.device) + calls]
+        sets = [self.tunable.prepared(each, self.problem, self.group, trial.config) for each in used]
         ms, _ = burst(
-            lambda operands: self.tunable.run(operands, self.problem, self.group, trial.config), self.operands, calls,
+            lambda operands: self.tunable.run(operands, self.problem, self.group, trial.config), sets, calls,
             self.device, self.group,
         )  # fmt: skip
         self.ranks.scratch.check()
@@ -344,18 +345,21 @@ class _Tuner:
 
     def _final(self, trials, left):
         """The best two, the default and the plain sequence once more, beside the computation alone; the entry."""
-        default, plain = trials[0], trials[1]
-        finalists = left[:2] + [trial for trial in (default, plain) if trial.reason is None and trial not in left[:2]]
+        default = trials[0]
+        plain = next((trial for trial in trials if [trial.config] == self._plain()), None)
+        always = [default] if plain in (None, default) else [default, plain]
+        finalists = left[:2] + [trial for trial in always if trial.reason is None and trial not in left[:2]]
         round_ = _FINAL[self.device.type]
         self.ranks.must("computation alone", self._make_local)
         local = self.ranks.must("computation alone", lambda: self._local_ms(round_))
         self._run_round(finalists, round_, len(_ROUNDS[self.device.type]), "final")
         best = self._best_that_is_right(finalists)
-        self._say(f"best {best.ms:.4f} ms, plain {plain.ms} ms, default {default.ms} ms")
+        plain_ms = None if plain is None else plain.ms
+        self._say(f"best {best.ms:.4f} ms, plain {plain_ms} ms, default {default.ms} ms")
         rate = slowest_link(self.device, self.group)
         wire_ms = None if rate is None else self.tunable.floors(self.problem).wire_bytes / rate * 1e3
         return Entry(
-            self.problem, versions(self.tunable), self.tunable.config_to_dict(best.config), best.ms, plain.ms,
+            self.problem, versions(self.tunable), self.tunable.config_to_dict(best.config), best.ms, plain_ms,
             default.ms, max(local), wire_ms or None, date.today().isoformat(),
         )  # fmt: skip
 

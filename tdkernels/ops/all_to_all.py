@@ -16,7 +16,7 @@ from tdkernels.ops import ep_launch as launcher
 from tdkernels.ops._operands import refuse_second_derivatives
 from tdkernels.ops._outside_graphs import outside_graphs
 from tdkernels.ops.ep_checks import INTEGERS, check_config, check_num_experts, check_payload, check_tensor
-from tdkernels.ops.ep_config import default_config
+from tdkernels.ops.ep_choice import choose_config, config_to_route
 from tdkernels.symm import resolve_group
 
 _NAME = "all_to_all"
@@ -85,7 +85,8 @@ def all_to_all(x, splits, *, scales=None, max_tokens=None, group=None, config=No
               max_tokens: how many rows any rank may receive or send to others. The output then has so many rows, of
               which sum(out_splits) are written, and the host does not wait. None: as many rows as come
               group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the world (W ranks)
-              config: EpConfig, the same on all ranks; None takes the default
+              config: EpConfig, the same on all ranks; None takes the best one known, see tdkernels.autotune (in a
+              group on several nodes the default)
     Returns:  (out, out_splits, out_scales): [R, H] in the order of the sources, and of each as it was there; [W] int32
               rows from each rank, or [W, E / W] from each for each of our experts; [R] or [R, S] or None
     Gradient: dx = the rows of dout sent back
@@ -100,10 +101,12 @@ def all_to_all(x, splits, *, scales=None, max_tokens=None, group=None, config=No
     group = resolve_group(group)
     _check(x, splits, scales, max_tokens, config, group.size())
     ids, bad = _experts_of_rows(splits, x.shape[0])
+    config = config_to_route(config, group, x.device)
     routing = launcher.route(
-        _NAME, ids, splits.shape[0], group, config or default_config(x.device), max_tokens=max_tokens, by_source=True,
-        bad=bad,
+        _NAME, ids, splits.shape[0], group, config, max_tokens=max_tokens, by_source=True, bad=bad
     )  # fmt: skip
+    if config is None:
+        routing.config = choose_config(_NAME, routing, x)
     out, out_scales = _AllToAll.apply(x, scales, routing)
     out_splits = routing.splits
     return out, (out_splits.flatten() if splits.shape[0] == group.size() else out_splits), out_scales

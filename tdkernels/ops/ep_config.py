@@ -29,6 +29,8 @@ class EpConfig:
     block_bytes: int = 8192
     num_warps: int = 4
 
+    method = "fused"  # no field, for there is no other; configs of all operators can be asked for it
+
     def illegal(self, device, dtype=None):
         """Why this config cannot run; None when it can."""
         if self.combine not in COMBINES:

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from tdkernels.ops import ep_tables
-from tdkernels.ops._config import text_of
+from tdkernels.ops._config import as_argument, text_of
 from tdkernels.ops._operands import rows_contiguous
 from tdkernels.ops.ep_combine_kernel import ep_combine_kernel
 from tdkernels.ops.ep_combine_nodes_kernel import ep_combine_nodes_kernel
@@ -48,18 +48,20 @@ class Routing:
     """Which rows the tokens of all ranks have: made by ``route``, completed by the first ``dispatch``."""
 
     group: object
-    config: EpConfig
+    config: EpConfig | None  # None until it is chosen, for what was given none
     operator: str
     tokens: int  # T
     choices: int  # K
     num_experts: int
     max_tokens: int | None  # rows of the output, or None: as many as come
     rows: int  # of the output
+    staged: int  # tokens on the rank that stages most, or max_tokens: the same on all ranks
     most_staged: int  # slots that are enough on any rank; across nodes for what its node peers send
     tables: torch.Tensor  # int32, see ep_tables
     splits: torch.Tensor  # [E / W] int32: rows of each expert here; by source [W, E / W]
     came: torch.Tensor | None = None  # int32, see ep_tables: what has been received
     crossing: Crossing | None = None  # in a group on several nodes
+    config_is_given: bool = True
 
     @property
     def world_size(self):
@@ -103,6 +105,7 @@ def combine_slot_memory(row_bytes, k, per_expert, with_weights=False):
 def route(operator, ids, num_experts, group, config, *, max_tokens=None, by_source=False, bad=None):
     """The Routing of ids [T, K]; the host waits for it unless ``max_tokens`` says how many rows there may be.
 
+    ``config``: None if it is to be chosen by what is found
     ``bad``: an int32 scalar on the device, not zero if something is wrong with the ids that their values do not show
     Raises:   ValueError on every rank for wrong ids (-1 is a dropped choice) or more rows than ``max_tokens``: on a GPU
               with ``max_tokens`` later, see ``Workspace.check``
@@ -113,7 +116,7 @@ def route(operator, ids, num_experts, group, config, *, max_tokens=None, by_sour
     tile_tokens = _tile_ids(k) // k
     tiles = max(-(-tokens // tile_tokens), 1)
     workspace = get_workspace(group, device, "ep_counts", across_nodes=True)
-    fields = {"num_experts": num_experts, "k": k, "max_tokens": max_tokens, "config": text_of(config)}
+    fields = {"num_experts": num_experts, "k": k, "max_tokens": max_tokens, "config": as_argument(config)}
     crossing = make_crossing(world_size, workspace.group.local_world_size, tokens, tiles, device)
     line = 4 * columns if crossing is None else line_bytes(num_experts, world_size, crossing.local_world_size)
     plan = workspace.prepare(operator, fields, world_size * line, world_size, num_flags=1)
@@ -154,8 +157,8 @@ def route(operator, ids, num_experts, group, config, *, max_tokens=None, by_sour
     if crossing is not None:
         crossing.most = _slots(crosses)
     return Routing(
-        group, config, operator, tokens, k, num_experts, max_tokens, rows, _slots(staged), tables, splits,
-        crossing=crossing,
+        group, config, operator, tokens, k, num_experts, max_tokens, rows, staged, _slots(staged), tables, splits,
+        crossing=crossing, config_is_given=config is not None,
     )  # fmt: skip
 
 
@@ -210,8 +213,14 @@ def _block(items, item_bytes, block_bytes, least=1):
     return max(min(triton.next_power_of_2(max(items, 1)), block_bytes // item_bytes), least)
 
 
-def _dispatch_constants(x, scale_bytes, quantize, gradient, config):
-    """(items of a row, words of its scales, the kernel's constants) for rows like those of x."""
+def _scale_bytes(sending):
+    """Of a token."""
+    return 0 if sending.scales is None else sending.scales.shape[1:].numel() * sending.scales.element_size()
+
+
+def parts_of(sending, config):
+    """(items of a row, words of its scales, what the kernel's constants say of them)."""
+    x, quantize, gradient, scale_bytes = sending.x, sending.quantize, sending.gradient, _scale_bytes(sending)
     width = x.shape[1]
     nbytes = width * x.element_size()
     if quantize or gradient:
@@ -332,40 +341,49 @@ def dispatch_gradient(routing, dy, expert_rows, weights, want_dots):
 
 def launch_dispatch(routing, sending, halves="both"):
     """Launch the kernel for both halves of a dispatch, or for one."""
-    config = routing.config
-    x, world_size = sending.x, routing.world_size
-    scale_bytes = 0 if sending.scales is None else sending.scales.shape[1:].numel() * sending.scales.element_size()
-    items, scale_words, constants = _dispatch_constants(x, scale_bytes, sending.quantize, sending.gradient, config)
+    x, world_size, crossing = sending.x, routing.world_size, routing.crossing
+    parts = parts_of(sending, routing.config)
+    items, scale_words, constants = parts
     row_bytes, scale_row_bytes = items * _size(constants["ITEM"]), scale_words * _size(constants["SCALE"])
     slot = slot_memory(row_bytes, scale_row_bytes, routing.choices)
     fields = {
-        "dtype": str(x.dtype), "width": x.shape[1], "scales": scale_bytes, "quantize": sending.quantize,
+        "dtype": str(x.dtype), "width": x.shape[1], "scales": _scale_bytes(sending), "quantize": sending.quantize,
         "weighted": sending.weights is not None, "gradient": sending.gradient, "k": routing.choices,
         "num_experts": routing.num_experts,
-        "slots": routing.most_staged, "config": text_of(config),
+        "slots": routing.most_staged, "config": text_of(routing.config),
     }  # fmt: skip
-    kernel, crossing = ep_dispatch_kernel, routing.crossing
     half_bytes = 8 * world_size * MAX_CHUNKS + slot * routing.most_staged
     if crossing is not None:
-        kernel, fields["crossing"] = ep_dispatch_nodes_kernel, crossing.most
+        fields["crossing"] = crossing.most
         slot = crossing_slot_memory(row_bytes, scale_row_bytes, routing.choices, crossing.local_world_size)
         half_bytes += 2 * slot * crossing.most
     workspace = get_workspace(routing.group, x.device, "ep_dispatch", across_nodes=True)
     _check_turn(workspace, routing.operator, sending, "dispatch", halves)
     plan = workspace.prepare(routing.operator, fields, half_bytes, world_size * MAX_CHUNKS)
     workspace.kept["pending"] = sending if halves == "send" else None
+    workspace.before_launch()
+    kernel, programs, args, constants = dispatch_call(workspace.ctx, routing, sending, parts, plan, halves)
+    kernel[(programs,)](*args, **constants)
+    workspace.after_launch()
+
+
+def dispatch_call(ctx, routing, sending, parts, plan, halves="both"):
+    """(kernel, programs, arguments, constants) of a launch; ``parts`` are those of ``parts_of``."""
+    config, crossing, x = routing.config, routing.crossing, sending.x
+    items, scale_words, constants = parts
     programs, extents = _extents(routing, config, halves, _chunks_at_most(routing), _chunks_of_peers(routing))
     if crossing is None:
         constants["TILE_TOKENS"] = _tile_ids(routing.choices) // routing.choices
-    workspace.before_launch()
-    kernel[(programs,)](
-        workspace.ctx, _memory(x), _memory(_or(sending.scales, x)), sending.weights, *routing.known,
+    args = (
+        ctx, _memory(x), _memory(_or(sending.scales, x)), sending.weights, *routing.known,
         _memory(sending.rows), _memory(_or(sending.row_scales, sending.rows)), sending.row_weights,
         sending.expert_rows, sending.dots, routing.tokens, config.chunk_tokens, *extents, items, scale_words, plan,
-        ADVANCE=halves != "send", FIRST=sending.first, **_constants_of(routing), **constants,
-        num_warps=config.num_warps,
     )  # fmt: skip
-    workspace.after_launch()
+    constants = {
+        "ADVANCE": halves != "send", "FIRST": sending.first, **_constants_of(routing), **constants,
+        "num_warps": config.num_warps,
+    }  # fmt: skip
+    return ep_dispatch_kernel if crossing is None else ep_dispatch_nodes_kernel, programs, args, constants
 
 
 def _check_turn(workspace, operator, tensors, what, halves):
@@ -440,9 +458,8 @@ def launch_combine(routing, returning, halves="both", config=None):
         "weighted": returning.weights is not None, "numbers": returning.row_numbers is not None,
         "slots": routing.most_staged, "config": text_of(config),
     }  # fmt: skip
-    kernel = ep_combine_kernel
     if crossing is not None:
-        kernel, fields["crossing"] = ep_combine_nodes_kernel, crossing.most
+        fields["crossing"] = crossing.most
         half_bytes += 2 * sum_slot_memory(width * item_bytes, routing.choices) * crossing.most
     # What went wrong there is not to be combined.
     get_workspace(routing.group, rows.device, "ep_dispatch", across_nodes=True).check()
@@ -450,13 +467,24 @@ def launch_combine(routing, returning, halves="both", config=None):
     _check_turn(workspace, routing.operator, returning, "combine", halves)
     plan = workspace.prepare(routing.operator, fields, half_bytes, world_size * MAX_CHUNKS)
     workspace.kept["pending"] = returning if halves == "send" else None
-    programs, extents = _extents(routing, config, halves, _chunks_of_peers(routing), _chunks_at_most(routing))
     workspace.before_launch()
-    kernel[(programs,)](
-        workspace.ctx, rows, returning.row_weights, returning.row_numbers, returning.weights, *routing.known,
-        returning.y, returning.numbers, routing.tokens, routing.config.chunk_tokens, *extents, width, plan,
-        ADVANCE=halves != "send", PER_EXPERT=per_expert, DTYPE=_FLOATS[rows.dtype],
-        ALIGNED=width * item_bytes % 16 == 0, BLOCK=_block(width, item_bytes, config.block_bytes),
-        **_constants_of(routing), num_warps=config.num_warps,
-    )  # fmt: skip
+    kernel, programs, args, constants = combine_call(workspace.ctx, routing, returning, plan, config, halves)
+    kernel[(programs,)](*args, **constants)
     workspace.after_launch()
+
+
+def combine_call(ctx, routing, returning, plan, config, halves="both"):
+    """(kernel, programs, arguments, constants) of a launch."""
+    rows, crossing = returning.rows, routing.crossing
+    width, item_bytes = rows.shape[1], rows.element_size()
+    programs, extents = _extents(routing, config, halves, _chunks_of_peers(routing), _chunks_at_most(routing))
+    args = (
+        ctx, rows, returning.row_weights, returning.row_numbers, returning.weights, *routing.known,
+        returning.y, returning.numbers, routing.tokens, routing.config.chunk_tokens, *extents, width, plan,
+    )  # fmt: skip
+    constants = {
+        "ADVANCE": halves != "send", "PER_EXPERT": returning.per_expert, "DTYPE": _FLOATS[rows.dtype],
+        "ALIGNED": width * item_bytes % 16 == 0, "BLOCK": _block(width, item_bytes, config.block_bytes),
+        **_constants_of(routing), "num_warps": config.num_warps,
+    }  # fmt: skip
+    return ep_combine_kernel if crossing is None else ep_combine_nodes_kernel, programs, args, constants

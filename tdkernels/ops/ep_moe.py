@@ -34,7 +34,7 @@ from tdkernels.symm import resolve_group
 
 @dataclass(frozen=True)
 class EpMoeConfig:
-    """How ``ep_moe`` runs; None takes the default of the part.
+    """How ``ep_moe`` runs; None takes the best config known of the part, see tdkernels.autotune.
 
     ep:    the ways there and back, see ``EpConfig``; the same on all ranks
     gemm:  both products, see ``GroupGemmConfig``
@@ -161,7 +161,7 @@ def ep_moe(
               multiplied in x's dtype again. x then has no gradient, all else has
               max_tokens: as in ep_dispatch: how many rows any rank may receive or stage; the host does not wait then
               group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the world (W ranks)
-              config: EpMoeConfig; None takes the defaults
+              config: EpMoeConfig; None takes the best one known for each part
     Returns:  y: [T, H], dtype of x. Products are summed in fp32, their results rounded to x's dtype; the sum over a
               token's choices is that of ep_combine. 0 for a token all of whose choices are dropped
     Gradient: of x, topk_weights, w_gate_up and w_down; w's are complete, of all ranks' tokens, and zeros for an expert

@@ -13,9 +13,15 @@ Example:
     y = tdkernels.ep_combine(tdkernels.group_gemm(h, w_down, recv.splits), handle)
 """
 
+import functools
+
 import torch
 import torch.nn.functional as F
 
+from tdkernels.autotune import operator as tunables
+from tdkernels.autotune.choose import DEFAULT, look_up
+from tdkernels.autotune.modes import get_mode
+from tdkernels.autotune.problem import Problem
 from tdkernels.ops import _operands
 from tdkernels.ops import group_gemm_kernel as kernel
 from tdkernels.ops._config import as_argument, check_config, from_text
@@ -50,13 +56,34 @@ def group_gemm_ref(x, w, splits, *, activation=None):
 
 
 def _forward(x, w, splits, activation, keep, config):
-    config = from_text(GroupGemmConfig, config) if config else None
+    config = from_text(GroupGemmConfig, config) if config else _choose(x, w, activation)
     if config is None or config.method == "fused":
         y, pre = kernel.product(x, w, splits, activation or None, keep, config)
         return y, x.new_empty(0) if pre is None else pre
     pre = by_torch(x, w, splits)
     y = swiglu_ref(pre, activation or None)
     return (y, pre) if keep and activation else (y, x.new_empty(0))
+
+
+def _choose(x, w, activation):
+    """The config of a call that was given none, None for the default: what is known, and nobody else is asked."""
+    mode = get_mode()
+    if mode == "off" or not x.shape[0]:
+        return None
+    rows = 1 << (x.shape[0] - 1).bit_length()  # differs from call to call
+    return _look_up((rows, w.shape[1], w.shape[2], w.shape[0]), activation or "none", x.dtype, x.device, mode)
+
+
+@functools.lru_cache(maxsize=4096)
+def _look_up(sizes, layout, dtype, device, mode):
+    problem = Problem.on(device, "group_gemm", sizes, dtype, layout, 1, 1)
+    choice = look_up(tunables.tunable("group_gemm"), problem, device, mode)
+    return None if choice.source == DEFAULT else choice.config
+
+
+def forget_choices():
+    """Let the next calls look their configs up again."""
+    _look_up.cache_clear()
 
 
 def by_torch(x, w, splits):
@@ -154,13 +181,18 @@ def check_activation(operator, activation, w, name="w"):
 
 def check_method(operator, config, w, name="w"):
     """Raise ValueError unless torch's grouped product can take the weight, if the config asks for it."""
-    if config is None or config.method != "torch" or w.device.type == "cpu":
+    if config is None or config.method != "torch":
         return
-    if any(size * w.element_size() % 16 for size in w.shape[1:]):
-        raise ValueError(
-            f'{operator}: method "torch" needs rows and columns of a multiple of 16 bytes, {name} is {list(w.shape)} '
-            f"of {w.dtype}"
-        )
+    reason = why_not_torch(w.shape, w.dtype, w.device)
+    if reason is not None:
+        raise ValueError(f"{operator}: {reason}; {name} is {list(w.shape)} of {w.dtype}")
+
+
+def why_not_torch(shape, dtype, device):
+    """Why torch's grouped product cannot take a weight [E, N, K], or None."""
+    if device.type == "cpu" or not any(size * dtype.itemsize % 16 for size in shape[1:]):
+        return None
+    return 'method "torch" needs rows and columns of a multiple of 16 bytes'
 
 
 def _check_splits(x, w, splits):
@@ -186,7 +218,8 @@ def group_gemm(x, w, splits, *, activation=None, config=None):
               R: rows past it are not read, those of y are not written. Rows beyond R are left out
               activation: None; "swiglu": w is [E, 2 * I, K], the first I rows of an expert for the gate and the rest
               for up, y is silu(gate) * up; "swiglu_interleaved": the same of rows that are gate and up by turns
-              config: GroupGemmConfig; None takes the default
+              config: GroupGemmConfig; None takes the best one known, see tdkernels.autotune; the gradients take the
+              default
     Returns:  y: [R, N], or [R, I] with an activation, dtype of x, accumulated and activated in fp32
     Gradient: dx = dy @ w[e], rows past the sum of splits are not written; dw[e] = dy.T @ x over the rows of e, zeros
               for an expert without any

@@ -235,31 +235,36 @@ def _tiles_for(rows, n, x, config):
 def product(x, w, splits, activation=None, keep=False, config=None):
     """(y, what SwiGLU was made of if ``keep``, else None) of x [R, K], w [E, N, K] and splits [E]."""
     x = _operands.rows_contiguous(x)
-    rows, k = x.shape
-    experts = w.shape[0]
-    w, stride_plane, stride_w, is_kn = weight_layout(w, activation)
-    planes, n = planes_of(w, activation)
+    rows, experts = x.shape[0], w.shape[0]
     width = w.shape[1] // 2 if activation else w.shape[1]
     y = x.new_empty(rows, width)
     pre = x.new_empty(rows, w.shape[1]) if keep and activation else None
     if not rows:
         return y, pre
-    args, constants, tiles = _arguments(
-        x, w, splits, y, pre, planes, n, stride_plane, stride_w, is_kn, activation, config
-    )
-    upper = (rows // tiles.block_m + min(experts, rows)) * -(-n // constants["BLOCK_N"])
+    args, constants, tiles = _arguments(x, w, splits, y, pre, activation, config)
+    upper = (rows // tiles.block_m + min(experts, rows)) * -(-planes_of(w, activation)[1] // constants["BLOCK_N"])
     programs = min(upper, _device.resident_programs(x.device, tiles, x.dtype))
     group_gemm_kernel[(programs,)](*args, **constants)
     return y, pre
 
 
-def _arguments(x, w, splits, y, pre, planes, n, stride_plane, stride_w, is_kn, activation, config):
+def compile(x, w, splits, activation, config):
+    """Compile what ``product`` with the same operands would launch, into Triton's cache; launches nothing."""
+    if x.device.type == "cpu":
+        return  # interpreted
+    args, constants, _ = _arguments(_operands.rows_contiguous(x), w, splits, x.new_empty(1), None, activation, config)
+    group_gemm_kernel.warmup(*args, grid=(1,), **constants)
+
+
+def _arguments(x, w, splits, y, pre, activation, config):
     rows, k = x.shape
     experts = w.shape[0]
     tiles = _tiles_for(rows // experts, w.shape[1], x, config)
-    w_desc, constants = product_constants(k, w, planes, n, (stride_plane, stride_w), is_kn, activation, tiles)
+    w, *strides, is_kn = weight_layout(w, activation)
+    planes, n = planes_of(w, activation)
+    w_desc, constants = product_constants(k, w, planes, n, strides, is_kn, activation, tiles)
     x_desc = rows_descriptor(x, constants, tiles)
-    args = x, x_desc, w, w_desc, splits, y, pre, experts, rows, n, k, stride_plane, stride_w, tiles.group_m
+    args = x, x_desc, w, w_desc, splits, y, pre, experts, rows, n, k, *strides, tiles.group_m
     extra = {"EXPERTS": triton.next_power_of_2(experts), "ACTIVATION": NUMBERS[activation]}
     return args, {**extra, **constants}, tiles
 

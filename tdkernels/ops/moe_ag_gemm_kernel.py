@@ -295,41 +295,67 @@ class Launched:
     rows: torch.Tensor
 
 
+def _arguments(ctx, x, w, routing, made, done, plan, num_comm, config, activation, gradients=None):
+    """The kernel's arguments and its constants; ``made``: Launched."""
+    tokens, k = x.shape
+    tiles, tiling = config.tiles, routing.tiling(config.tiles.block_m)
+    w, *strides, is_kn = weight_layout(w, activation)
+    planes, n = planes_of(w, activation)
+    desc, constants = product_constants(k, w, planes, n, strides, is_kn, activation, tiles)
+    of_gradient = (None,) * 5
+    if gradients is not None:
+        of_gradient = gradients.h, gradients.weighted, gradients.weights, gradients.dots, routing.choices
+    args = (
+        ctx, x, made.rows, rows_descriptor(made.rows, constants, tiles), w, desc, routing.rows, tiling.table,
+        tiling.begins, done, made.y, made.pre, *of_gradient, tokens, routing.choices.shape[0], n, k, *strides,
+        routing.slot_rows, plan, num_comm, routing.chunk_rows, routing.num_stages, tiles.group_m,
+    )  # fmt: skip
+    return args, {
+        "COPY_WORDS": _COPY_WORDS, "ELEM_BYTES": x.element_size(), "ACTIVATION": NUMBERS[activation],
+        "CHOICES": routing.num_choices, "BLOCK_TOKENS": BLOCK_TOKENS,
+        "BLOCK_COLUMNS": min(triton.next_power_of_2(k), BLOCK_COLUMNS), **constants,
+    }  # fmt: skip
+
+
+def _make(x, w, rows, activation, keep):
+    """Launched, of so many rows that nobody has written yet."""
+    y = x.new_empty(rows, w.shape[1] // 2 if activation else w.shape[1])
+    pre = x.new_empty(rows, w.shape[1]) if keep and activation else None
+    return Launched(y, pre, x.new_empty(rows, x.shape[1]))
+
+
+def compile(x, w, routing, config, activation=None):
+    """Compile what ``launch`` with the same operands would launch, into Triton's cache; launches nothing."""
+    if x.device.type == "cpu":
+        return  # interpreted
+    x = _operands.rows_contiguous(x)
+    ctx = torch.empty(1, dtype=torch.int64, device=x.device)
+    made = _make(x, w, 1, activation, keep=False)
+    args, constants = _arguments(ctx, x, w, routing, made, ctx, 0, config.num_comm_sms, config, activation)
+    moe_ag_gemm_kernel.warmup(*args, grid=(1,), **constants)
+
+
 def launch(x, w, routing, config, activation=None, keep=False, gradients=None):
     """The products of all ranks' tokens x [M / W, K] with the weights of their experts; ``keep`` what SwiGLU is of."""
     x = _operands.rows_contiguous(x)
-    tokens, k = x.shape
-    tiles = config.tiles
-    w, *strides, is_kn = weight_layout(w, activation)
-    planes, n = planes_of(w, activation)
-    total = routing.choices.shape[0]
-    y = x.new_empty(total, w.shape[1] // 2 if activation else w.shape[1])
-    pre = x.new_empty(total, w.shape[1]) if keep and activation else None
-    rows = x.new_empty(total, k)
-    tiling = routing.tiling(tiles.block_m)
-    desc, constants = product_constants(k, w, planes, n, strides, is_kn, activation, tiles)
-    tiles_n = -(-n // constants["BLOCK_N"])
-    of_gradient = (None,) * 5
+    k, total, tiles = x.shape[1], routing.choices.shape[0], config.tiles
+    made, tiling = _make(x, w, total, activation, keep), routing.tiling(tiles.block_m)
     if gradients is not None:
-        gradients.weighted = torch.empty_like(y)
-        gradients.dots = x.new_empty(tiles_n, total, dtype=torch.float32)
-        of_gradient = gradients.h, gradients.weighted, gradients.weights, gradients.dots, routing.choices
+        gradients.weighted = torch.empty_like(made.y)
+        gradients.dots = x.new_empty(-(-w.shape[1] // tiles.block_n), total, dtype=torch.float32)
     num_comm = config.num_comm_sms if routing.world_size > 1 else 0
     workspace = get_workspace(routing.group, x.device, "moe_ag_gemm")
     half_bytes = routing.world_size * routing.slot_rows * k * x.element_size() if num_comm else 256
     fields = {**plan_fields(x, w, routing, activation, config), "gradient": gradients is not None}
     plan = workspace.prepare("moe_ag_gemm", fields, half_bytes, routing.world_size * routing.num_chunks)
     done = torch.zeros(MAX_STAGES.value, dtype=torch.int64, device=x.device)
-    block_columns = min(triton.next_power_of_2(k), BLOCK_COLUMNS)
-    copies = routing.world_size * routing.num_chunks * -(-routing.chunk_rows // BLOCK_TOKENS) * -(-k // block_columns)
-    most = num_comm + tiling.most * tiles_n + copies
-    workspace.before_launch()
-    moe_ag_gemm_kernel[(min(most, _device.resident_programs(x.device, tiles, x.dtype)),)](
-        workspace.ctx, x, rows, rows_descriptor(rows, constants, tiles), w, desc, routing.rows, tiling.table,
-        tiling.begins, done, y, pre, *of_gradient, tokens, total, n, k, *strides, routing.slot_rows, plan, num_comm,
-        routing.chunk_rows, routing.num_stages, tiles.group_m,
-        COPY_WORDS=_COPY_WORDS, ELEM_BYTES=x.element_size(), ACTIVATION=NUMBERS[activation],
-        CHOICES=routing.num_choices, BLOCK_TOKENS=BLOCK_TOKENS, BLOCK_COLUMNS=block_columns, **constants,
+    args, constants = _arguments(
+        workspace.ctx, x, w, routing, made, done, plan, num_comm, config, activation, gradients
     )  # fmt: skip
+    tiles_n = -(-planes_of(w, activation)[1] // constants["BLOCK_N"])
+    blocks = -(-routing.chunk_rows // BLOCK_TOKENS) * -(-k // constants["BLOCK_COLUMNS"])
+    most = num_comm + tiling.most * tiles_n + routing.world_size * routing.num_chunks * blocks
+    workspace.before_launch()
+    moe_ag_gemm_kernel[(min(most, _device.resident_programs(x.device, tiles, x.dtype)),)](*args, **constants)
     workspace.after_launch()
-    return Launched(y, pre, rows)
+    return made

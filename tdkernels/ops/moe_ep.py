@@ -26,7 +26,7 @@ from tdkernels.ops import ep_launch as launcher
 from tdkernels.ops._operands import refuse_second_derivatives
 from tdkernels.ops._outside_graphs import outside_graphs
 from tdkernels.ops.ep_checks import check_again, check_combine, check_config, check_dispatch
-from tdkernels.ops.ep_config import default_config
+from tdkernels.ops.ep_choice import choose_config, config_to_route
 from tdkernels.symm import resolve_group
 
 
@@ -96,10 +96,10 @@ def ep_combine_ref(rows, state, topk_weights=None, *, group=None):
     theirs[order] = rows
     choices = rows.new_zeros(tokens * k, rows.shape[1])
     choices[by_expert] = _all_to_all(theirs, received, sent, group)
-    choices = choices.view(tokens, k, rows.shape[1]).float()
+    choices = choices.view(tokens, k, rows.shape[1]).to(torch.promote_types(rows.dtype, torch.float32))
     if weights is not None:  # that of a choice of no expert may be anything
         chosen = torch.zeros(tokens * k, dtype=torch.bool, device=rows.device).index_fill(0, by_expert, True)
-        choices = choices * weights.float().where(chosen.view(tokens, k), 0.0)[..., None]
+        choices = choices * weights.to(choices.dtype).where(chosen.view(tokens, k), 0.0)[..., None]
     y = torch.zeros_like(choices[:, 0])
     for j in range(k):
         y += choices[:, j]
@@ -176,9 +176,10 @@ def _handle(x, topk_ids, topk_weights, scales, num_experts, quantize, max_tokens
         return EpHandle(known, topk_weights)
     check_dispatch(x, topk_ids, topk_weights, scales, num_experts, quantize, max_tokens, group.size())
     check_config("ep_dispatch", config, x.device)
-    routing = launcher.route(
-        "ep_dispatch", topk_ids, num_experts, group, config or default_config(x.device), max_tokens=max_tokens
-    )  # fmt: skip
+    config = config_to_route(config, group, x.device)
+    routing = launcher.route("ep_dispatch", topk_ids, num_experts, group, config, max_tokens=max_tokens)
+    if config is None:
+        routing.config = choose_config("ep_dispatch", routing, x, quantize is not None)
     return EpHandle(routing, topk_weights)
 
 
@@ -201,7 +202,8 @@ def ep_dispatch(
               output then has so many rows, of which sum(recv.splits) are written, and the host does not wait. None:
               as many rows as come, for which the host waits
               group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the world (W ranks)
-              config: EpConfig, the same on all ranks; None takes the default
+              config: EpConfig, the same on all ranks; None takes the best one known, see tdkernels.autotune (in a
+              group on several nodes the default)
     Returns:  (recv, handle): EpTokens, see there, and the EpHandle for ep_combine
     Gradient: dx = the sum of the token's rows' gradients, in fp32; dtopk_weights = those of recv.topk_weights
     Raises:   TypeError or ValueError for operands that do not fit, before anything is launched; ValueError on every
@@ -254,7 +256,8 @@ def ep_combine(expert_out, handle, topk_weights=None, *, group=None, config=None
               topk_weights: [T, k] floats; None takes those that ep_dispatch was given, or 1 if there were none. Experts
               that have applied recv.topk_weights themselves need a handle without weights, or ones here
               group: as in ep_dispatch, whose group it must be
-              config: EpConfig, as in ep_dispatch; None takes that of the dispatch
+              config: EpConfig, as in ep_dispatch; None takes that which the dispatch was given, or if it was given
+              none the best one known
     Returns:  y: [T, H], the dtype of expert_out, the sum over the token's choices that were not dropped. In fp32: with
               config.combine "per_rank" over the choices on each other rank, rounded where it crosses, and over ranks
               in their order, this one's choices one by one at its turn; with "per_expert" over the choices in order
@@ -281,6 +284,8 @@ def _check_combine(expert_out, handle, topk_weights, group, config):
         raise ValueError("ep_combine: the handle is of another group than the call")
     check_combine(expert_out, routing, topk_weights)
     check_config("ep_combine", config, expert_out.device)
+    if config is None and not routing.config_is_given:
+        config = choose_config("ep_combine", routing, expert_out)
     return handle._topk_weights if topk_weights is None else topk_weights, config or routing.config
 
 

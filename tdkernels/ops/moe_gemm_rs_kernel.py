@@ -165,35 +165,57 @@ def moe_gemm_rs_kernel(
     td.finish(ctx)
 
 
+def _arguments(ctx, h, w, routing, weights, done, out, z, plan, config):
+    """The kernel's arguments and its constants."""
+    k, tiles = h.shape[1], config.tiles
+    tiling = routing.tiling(tiles.block_m)
+    w, *strides, is_kn = weight_layout(w)
+    planes, n = planes_of(w, None)
+    desc, constants = product_constants(k, w, planes, n, strides, is_kn, None, tiles)
+    args = (
+        ctx, h, rows_descriptor(h, constants, tiles), w, desc, routing.rows, weights, tiling.table, tiling.begins, done,
+        out, z, routing.tokens, h.shape[0], n, k, *strides, plan, routing.chunk_rows, routing.num_stages, tiles.group_m,
+    )  # fmt: skip
+    return args, {
+        "CHOICES": routing.num_choices, "RANKS": routing.world_size, "BLOCK_TOKENS": BLOCK_TOKENS,
+        "BLOCK_COLUMNS": _block_columns(n), "ELEM_BYTES": h.element_size(), **constants,
+    }  # fmt: skip
+
+
+def _block_columns(n):
+    return min(triton.next_power_of_2(n), BLOCK_COLUMNS)
+
+
+def compile(h, w, routing, weights, config):
+    """Compile what ``launch`` with the same operands would launch, into Triton's cache; launches nothing."""
+    if h.device.type == "cpu":
+        return  # interpreted
+    h = _operands.rows_contiguous(h)
+    ctx = torch.empty(1, dtype=torch.int64, device=h.device)
+    args, constants = _arguments(ctx, h, w, routing, weights, ctx, h.new_empty(1), h.new_empty(1), 0, config)
+    moe_gemm_rs_kernel.warmup(*args, grid=(1,), **constants)
+
+
 def launch(h, w, routing, weights, config):
     """z [M / W, N]: our tokens' sums, over ranks and choices, of weight * h[row] @ w[expert].T.
 
     weights: [M, k] fp32 of all ranks' choices, or None for 1
     """
     h = _operands.rows_contiguous(h)
-    total, k = h.shape
-    tokens, tiles = routing.tokens, config.tiles
-    w, *strides, is_kn = weight_layout(w)
-    planes, n = planes_of(w, None)
+    tokens, n, tiles = routing.tokens, w.shape[1], config.tiles
     tiling = routing.tiling(tiles.block_m)
-    desc, constants = product_constants(k, w, planes, n, strides, is_kn, None, tiles)
-    z, out = h.new_empty(tokens, n), h.new_empty(total, n)
+    z, out = h.new_empty(tokens, n), h.new_empty(h.shape[0], n)
     done = torch.zeros(MAX_STAGES.value, dtype=torch.int64, device=h.device)
-    block_columns = min(triton.next_power_of_2(n), BLOCK_COLUMNS)
-    of_shard = routing.num_chunks * (routing.chunk_rows // BLOCK_TOKENS) * -(-n // block_columns)
+    of_shard = routing.num_chunks * (routing.chunk_rows // BLOCK_TOKENS) * -(-n // _block_columns(n))
     fields = {**plan_fields(h, w, routing, None, config), "M/W": tokens, "weighted": weights is not None}
     workspace = get_workspace(routing.group, h.device, "moe_gemm_rs")
     plan = workspace.prepare(
         "moe_gemm_rs", fields, routing.world_size * (tokens * n * h.element_size() + _ALIGN.value),
         routing.world_size * of_shard,
     )  # fmt: skip
+    args, constants = _arguments(workspace.ctx, h, w, routing, weights, done, out, z, plan, config)
     most = tiling.most * -(-n // tiles.block_n) + routing.world_size * of_shard
     workspace.before_launch()
-    moe_gemm_rs_kernel[(min(most, _device.resident_programs(h.device, tiles, h.dtype)),)](
-        workspace.ctx, h, rows_descriptor(h, constants, tiles), w, desc, routing.rows, weights, tiling.table,
-        tiling.begins, done, out, z, tokens, total, n, k, *strides, plan, routing.chunk_rows, routing.num_stages,
-        tiles.group_m, CHOICES=routing.num_choices, RANKS=routing.world_size, BLOCK_TOKENS=BLOCK_TOKENS,
-        BLOCK_COLUMNS=block_columns, ELEM_BYTES=h.element_size(), **constants,
-    )  # fmt: skip
+    moe_gemm_rs_kernel[(min(most, _device.resident_programs(h.device, tiles, h.dtype)),)](*args, **constants)
     workspace.after_launch()
     return z

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 
 import torch
 import triton
@@ -100,6 +101,16 @@ def route(operator, topk_ids, num_experts, group, chunk_rows, tile_rows, stages)
     )
     workspace.after_launch()
     routing.tiling(tile_rows)
+    return routing
+
+
+def unrouted(world_size, tokens, choices, num_experts, config, device):
+    """A MoeRouting that nobody has found, of so many tokens a rank: what kernels can be compiled with."""
+    ids = torch.empty(world_size * tokens, choices, dtype=torch.int32, device=device)
+    group = SimpleNamespace(size=lambda: world_size)
+    routing = MoeRouting(group, ids, tokens, num_experts, config.chunk_rows, max(config.stages, 1))
+    table, begins = (torch.empty(size, dtype=torch.int32, device=device) for size in ((1, TILE_WORDS.value), 2))
+    routing._tilings[config.tiles.block_m] = Tiling(table, begins, 1)
     return routing
 
 

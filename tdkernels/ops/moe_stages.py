@@ -28,11 +28,18 @@ def best_stages(world_size, tokens, choices, experts, n, k, dtype, device):
 
 
 def _seconds(stages, world_size, tokens, choices, experts, n, k, itemsize, rates):
-    """About how long all stages take: each begins when its tokens are here and the stage before is done."""
     weights = experts * n * k * itemsize / rates.memory
     wire = (world_size - 1) * tokens * k * itemsize / (_LINK_SHARE * rates.link)
     product = 2.0 * world_size * tokens * choices * n * k / rates.flops
     idle = 0.5 * 2.0 * _TILE_ROWS * _TILE_COLUMNS * k / (rates.flops / rates.num_sms)
+    return seconds_of_stages(stages, world_size, wire, product, weights, idle)
+
+
+def seconds_of_stages(stages, world_size, wire, product, weights, idle):
+    """About how long all stages take: each begins when its tokens are here and the stage before is done.
+
+    Args:     wire, product: seconds of all tokens; weights: of reading the experts' once; idle: at the end of a stage
+    """
     if stages == 1:
         return wire + max(product, weights) + idle
     end = max(product / world_size, weights) + idle

@@ -21,15 +21,18 @@ from dataclasses import replace
 
 import torch
 
+from tdkernels.autotune import operator as tunables
+from tdkernels.autotune.choose import DEFAULT, choose
 from tdkernels.ops import _operands
 from tdkernels.ops import group_gemm_kernel as grouped
 from tdkernels.ops import moe_ag_gemm_kernel as ag
 from tdkernels.ops import moe_gemm_rs_kernel as rs
 from tdkernels.ops._collectives import all_gather_rows, reduce_scatter_rows
-from tdkernels.ops._config import as_argument, text_of
+from tdkernels.ops._config import as_argument
 from tdkernels.ops._gather import Gather
 from tdkernels.ops._nodes import torch_across_nodes
 from tdkernels.ops._outside_graphs import outside_graphs
+from tdkernels.ops._tuning import problem_of
 from tdkernels.ops.collectives import all_gather, reduce_scatter
 from tdkernels.ops.group_gemm import by_torch, group_gemm_ref, swiglu_ref
 from tdkernels.ops.moe_ag_gemm_kernel import MoeTpConfig
@@ -42,39 +45,58 @@ from tdkernels.symm.group import group_state
 # ---- the specification, in plain torch.distributed ----
 
 
-def tp_moe_ref(x, topk_ids, topk_weights, w_gate_up, w_down, *, activation="swiglu", group=None):
-    """The specification of ``tp_moe``: every choice's row, multiplied, weighted and added up in fp32 by token."""
-    ids = all_gather_rows(topk_ids, group).flatten().long()
-    weights = all_gather_rows(topk_weights, group)
-    tokens = all_gather_rows(x, group)
-    experts = w_gate_up.shape[0]
-    order = torch.argsort(torch.where(ids < 0, experts, ids), stable=True)[: int((ids >= 0).sum())]
-    splits = torch.bincount(ids[order], minlength=experts)
-    rows = tokens[order // topk_ids.shape[1]]
-    h = group_gemm_ref(rows, w_gate_up, splits, activation=activation)
-    out = group_gemm_ref(h, w_down, splits)
-    choices = out.new_zeros(ids.numel(), out.shape[1], dtype=torch.promote_types(out.dtype, torch.float32))
+def _by_expert(topk_ids, experts, group):
+    """(the choices of all ranks' tokens by expert; how many each has; [M, k] which are of one, and not dropped)"""
+    ids = all_gather_rows(topk_ids, group)
+    kept, ids = ids >= 0, ids.flatten().long()
+    order = torch.argsort(torch.where(ids < 0, experts, ids), stable=True)[: int(kept.sum())]
+    return order, torch.bincount(ids[order], minlength=experts), kept
+
+
+def moe_ag_gemm_ref(x, topk_ids, w, *, activation=None, group=None):
+    """The specification of ``moe_ag_gemm``, but for the order: h by choice, 0 for those that are dropped."""
+    order, splits, kept = _by_expert(topk_ids, w.shape[0], group)
+    rows = all_gather_rows(x, group)[order // topk_ids.shape[1]]
+    made = group_gemm_ref(rows, w, splits, activation=activation)
+    return made.new_zeros(kept.numel(), made.shape[1]).index_copy(0, order, made)
+
+
+def moe_gemm_rs_ref(h, topk_ids, topk_weights, w, *, group=None):
+    """The specification of ``moe_gemm_rs``, of h by choice: rows multiplied, weighted, added up in fp32 by token."""
+    order, splits, kept = _by_expert(topk_ids, w.shape[0], group)
+    weights = all_gather_rows(topk_weights, group).where(kept, 0.0)
+    out = group_gemm_ref(h[order], w, splits)
+    choices = out.new_zeros(kept.numel(), out.shape[1], dtype=torch.promote_types(out.dtype, torch.float32))
     choices[order] = out.to(choices.dtype)
-    weights = torch.where(ids.view(weights.shape) < 0, 0.0, weights)
-    partial = (choices.view(*weights.shape, out.shape[1]) * weights.to(choices.dtype).unsqueeze(-1)).sum(1)
+    partial = (choices.view(*kept.shape, out.shape[1]) * weights.to(choices.dtype).unsqueeze(-1)).sum(1)
     return reduce_scatter_rows(partial.to(out.dtype), group)
+
+
+def tp_moe_ref(x, topk_ids, topk_weights, w_gate_up, w_down, *, activation="swiglu", group=None):
+    """The specification of ``tp_moe``."""
+    h = moe_ag_gemm_ref(x, topk_ids, w_gate_up, activation=activation, group=group)
+    return moe_gemm_rs_ref(h, topk_ids, topk_weights, w_down, group=group)
 
 
 # ---- both halves and their gradients, by our kernels or by torch ----
 
 
-def _complete(config, tokens, choices, w, dtype, device):
+def _complete(config, tokens, choices, w):
     """The config of a product with w, of all ranks' ``tokens`` of so many ``choices``."""
     if config is not None and config.tiles is not None:
         return config
-    default = ag.default_config(tokens, choices, w.shape[0], w.shape[1], dtype, device)
+    default = ag.default_config(tokens, choices, w.shape[0], w.shape[1], w.dtype, w.device)
+    return with_tiles(config, default)
+
+
+def with_tiles(config, default):
+    """The config with the default's tiles; the default if there is none."""
     return default if config is None else replace(config, tiles=default.tiles)
 
 
 def _config(config, routing, w):
     """The config of a product with w, of the tokens of a routing."""
-    tokens = routing.world_size * routing.tokens
-    return _complete(config, tokens, routing.num_choices, w, w.dtype, w.device)
+    return _complete(config, routing.world_size * routing.tokens, routing.num_choices, w)
 
 
 def _is_torch(config):
@@ -98,7 +120,7 @@ def _by_token(rows, routing, weights):
 
 class _AgGemm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, w, routing, activation, config, keep):
+    def forward(ctx, x, w, routing, activation, config, of_backward, keep):
         if _is_torch(config):
             pre = by_torch(_all_rows(x, routing), w, routing.splits)
             h = swiglu_ref(pre, activation)
@@ -106,7 +128,7 @@ class _AgGemm(torch.autograd.Function):
             launched = ag.launch(x, w, routing, _config(config, routing, w), activation, keep)
             h, pre = launched.y, launched.pre
         ctx.save_for_backward(x, w, pre if activation else None)
-        ctx.routing, ctx.activation, ctx.config = routing, activation, config
+        ctx.routing, ctx.activation, ctx.config = routing, activation, of_backward
         return h
 
     @staticmethod
@@ -122,7 +144,7 @@ class _AgGemm(torch.autograd.Function):
                 dw = grouped.weight_gradient(dpre, _all_rows(x, routing), routing.splits, w.shape[0])
             if need_dx:
                 dx = _by_token(by_torch(dpre, w.transpose(1, 2), routing.splits), routing, None)
-            return dx, dw, None, None, None, None
+            return dx, dw, None, None, None, None, None
         gather = None
         if need_dw and routing.world_size > 1:
             gather = Gather.start("moe_ag_gemm backward", x, routing.group)
@@ -132,12 +154,12 @@ class _AgGemm(torch.autograd.Function):
         if need_dw:
             rows = _gathered_rows(gather, x, routing)
             dw = grouped.weight_gradient(dpre, rows, routing.splits, w.shape[0])
-        return dx, dw, None, None, None, None
+        return dx, dw, None, None, None, None, None
 
 
 class _GemmRs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, h, w, topk_weights, routing, config):
+    def forward(ctx, h, w, topk_weights, routing, config, of_backward):
         weights = topk_weights.float().contiguous()
         weights = all_gather(weights, group=routing.group) if routing.world_size > 1 else weights
         if _is_torch(config):
@@ -145,7 +167,7 @@ class _GemmRs(torch.autograd.Function):
         else:
             y = rs.launch(h, w, routing, weights, _config(config, routing, w))
         ctx.save_for_backward(h, w, weights)
-        ctx.routing, ctx.config, ctx.weights_dtype = routing, config, topk_weights.dtype
+        ctx.routing, ctx.config, ctx.weights_dtype = routing, of_backward, topk_weights.dtype
         return y
 
     @staticmethod
@@ -156,7 +178,7 @@ class _GemmRs(torch.autograd.Function):
         need_dh, need_dw, need_dweights = ctx.needs_input_grad[:3]
         back = w.transpose(1, 2)
         if _is_torch(config):
-            return *_torch_gradients(dy, h, w, weights, routing, ctx.weights_dtype), None, None
+            return *_torch_gradients(dy, h, w, weights, routing, ctx.weights_dtype), None, None, None
         gradients = ag.Gradients(h.contiguous(), weights)
         launched = ag.launch(dy, back, routing, _config(config, routing, back), gradients=gradients)
         dh, dw, dweights = launched.y, None, None
@@ -165,7 +187,7 @@ class _GemmRs(torch.autograd.Function):
         if need_dweights:
             dots = gradients.dots.sum(0)
             dweights = _summed_over_ranks(dots, routing).to(ctx.weights_dtype)
-        return dh if need_dh else None, dw, dweights, None, None
+        return dh if need_dh else None, dw, dweights, None, None, None
 
 
 def _gathered_rows(gather, x, routing):
@@ -199,21 +221,46 @@ def _torch_gradients(dy, h, w, weights, routing, weights_dtype):
 # ---- the public functions ----
 
 
-def _first_half(operator, x, topk_ids, w, activation, group, config):
+def _choose(operator, config, sizes, layout, w, group, fields):
+    """(the config of a call, that of its backward): the one that it was given, else what the group has chosen.
+
+    Args:     fields: what must be the same on all ranks
+    """
     config = torch_across_nodes(config, MoeTpConfig, group)
-    """(h, routing), of checked operands."""
-    choices = topk_ids.shape[1]
-    chosen = _complete(config, group.size() * x.shape[0], choices, w, x.dtype, x.device)
-    # All ranks have as many tokens, or the rest would not fit together.
-    fields = {"M/W": x.shape[0], "k": choices, "H": x.shape[1], "w": tuple(w.shape), "dtype": str(x.dtype)}
-    group_state(group).agree_once(operator, {**fields, "activation": activation, "config": text_of(chosen)})
-    stages = chosen.stages or best_stages(group.size(), x.shape[0], choices, *w.shape, x.dtype, x.device)
-    routing = route(operator, topk_ids, w.shape[0], group, chosen.chunk_rows, chosen.tiles.block_m, stages)
+    if config is None and group.size() > 1 and sizes[0]:
+        problem = problem_of(operator, sizes, layout, w, group)
+        choice = choose(tunables.tunable(operator), problem, w.device, group, fields)
+        best = None if choice.source == DEFAULT else choice.config  # each half has a default of its own
+        # What is best forwards says nothing of the gradients, but that torch is the better one.
+        return best, best if _is_torch(best) else None
+    group_state(group).agree_once(operator, {**fields, "config": as_argument(config)})
+    return config, config
+
+
+def routing_of(operator, topk_ids, w, group, config):
+    """The MoeRouting of this rank's ids for experts w, as a config says or the default does."""
+    tokens, choices = topk_ids.shape
+    config = _complete(config, group.size() * tokens, choices, w)
+    stages = config.stages or best_stages(group.size(), tokens, choices, *w.shape, w.dtype, w.device)
+    return route(operator, topk_ids, w.shape[0], group, config.chunk_rows, config.tiles.block_m, stages)
+
+
+def _first_fields(x, topk_ids, w, activation):
+    """What must be the same on all ranks. All have as many tokens, or the rest would not fit together."""
+    return {
+        "M/W": x.shape[0], "k": topk_ids.shape[1], "H": x.shape[1], "w": tuple(w.shape), "dtype": str(x.dtype),
+        "activation": activation,
+    }  # fmt: skip
+
+
+def _first_half(operator, x, topk_ids, w, activation, group, configs):
+    """(h, routing), of checked operands and configs as ``_choose`` gives them."""
+    routing = routing_of(operator, topk_ids, w, group, configs[0])
     if not x.shape[0]:
         return _nothing(w.shape[1] // (2 if activation else 1), x, w), routing
     # A forward that nobody differentiates keeps nothing, though weights may require gradients.
     keep = _operands.may_be_differentiated([x, w])
-    return _AgGemm.apply(x, w, routing, activation, config, keep), routing
+    return _AgGemm.apply(x, w, routing, activation, *configs, keep), routing
 
 
 @outside_graphs
@@ -225,7 +272,8 @@ def moe_ag_gemm(x, topk_ids, w, *, activation=None, group=None, config=None):
               w: [E, N / W, H], this rank's rows of every expert's weight; same dtype
               activation: None, "swiglu" or "swiglu_interleaved", as for group_gemm: w has gate rows and up rows
               group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the world (W ranks)
-              config: MoeTpConfig, the same on all ranks; None takes the default
+              config: MoeTpConfig, the same on all ranks; None takes the best one known, see tdkernels.autotune (in a
+              group on several nodes torch's sequence), and for the gradients the default, or torch where it is best
     Returns:  (h, routing): h [M * k, N / W], or half as wide with an activation, a row for each choice of all ranks'
               tokens, grouped by expert; rows past the last expert's, where choices were dropped, are not written.
               MoeRouting says which row is whose, for moe_gemm_rs
@@ -239,7 +287,11 @@ def moe_ag_gemm(x, topk_ids, w, *, activation=None, group=None, config=None):
     x, w = _operands.apply_autocast(x, w)
     group = resolve_group(group)
     check_ag_gemm("moe_ag_gemm", x, topk_ids, w, activation, config)
-    return _first_half("moe_ag_gemm", x, topk_ids, w, activation, group, config)
+    (tokens, choices), ranks = topk_ids.shape, group.size()
+    sizes = ranks * tokens, ranks * w.shape[1], w.shape[2], w.shape[0], choices
+    fields = _first_fields(x, topk_ids, w, activation)
+    configs = _choose("moe_ag_gemm", config, sizes, activation or "none", w, group, fields)
+    return _first_half("moe_ag_gemm", x, topk_ids, w, activation, group, configs)
 
 
 @outside_graphs
@@ -265,13 +317,14 @@ def moe_gemm_rs(h, routing, topk_weights, w, *, group=None, config=None):
         raise ValueError("moe_gemm_rs: the routing is of another group than the call")
     h, w = _operands.apply_autocast(h, w)
     check_gemm_rs("moe_gemm_rs", h, routing, topk_weights, w, config)
+    tokens, choices, ranks = routing.tokens, routing.num_choices, routing.world_size
+    sizes = ranks * tokens, w.shape[1], ranks * w.shape[2], w.shape[0], choices
+    fields = {"M/W": tokens, "w": tuple(w.shape), "dtype": str(h.dtype)}
     # Before the weights are gathered, or ranks that run otherwise would wait for each other.
-    config = torch_across_nodes(config, MoeTpConfig, routing.group)
-    fields = {"M/W": routing.tokens, "w": tuple(w.shape), "dtype": str(h.dtype), "config": as_argument(config)}
-    group_state(routing.group).agree_once("moe_gemm_rs", fields)
-    if not routing.tokens:
+    configs = _choose("moe_gemm_rs", config, sizes, "nk", w, routing.group, fields)
+    if not tokens:
         return _nothing(w.shape[1], h, topk_weights, w)
-    return _GemmRs.apply(h, w, topk_weights, routing, config)
+    return _GemmRs.apply(h, w, topk_weights, routing, *configs)
 
 
 @outside_graphs
@@ -293,11 +346,14 @@ def tp_moe(x, topk_ids, topk_weights, w_gate_up, w_down, *, activation="swiglu",
     x, w_gate_up, w_down = _operands.apply_autocast(x, w_gate_up, w_down)
     group = resolve_group(group)
     check_tp_moe(x, topk_ids, topk_weights, w_gate_up, w_down, activation, config)
-    h, routing = _first_half("tp_moe", x, topk_ids, w_gate_up, activation, group, config)
-    if not x.shape[0]:
+    (tokens, choices), ranks = topk_ids.shape, group.size()
+    sizes = ranks * tokens, x.shape[1], ranks * w_down.shape[2], w_down.shape[0], choices
+    fields = _first_fields(x, topk_ids, w_gate_up, activation)
+    configs = _choose("tp_moe", config, sizes, activation or "none", w_down, group, fields)
+    h, routing = _first_half("tp_moe", x, topk_ids, w_gate_up, activation, group, configs)
+    if not tokens:
         return _nothing(w_down.shape[1], h, topk_weights, w_down)
-    config = torch_across_nodes(config, MoeTpConfig, group)
-    return _GemmRs.apply(h, w_down, topk_weights, routing, config)
+    return _GemmRs.apply(h, w_down, topk_weights, routing, *configs)
 
 
 def _nothing(width, *operands):

@@ -9,6 +9,7 @@ import tdkernels
 from tdkernels import AgGemmConfig, autotune
 from tdkernels.autotune import choose, tuner
 from tdkernels.autotune.operator import tunable
+from tdkernels.autotune.reference import Reference
 from tdkernels.autotune.together import Together
 from tdkernels.symm.group import group_state
 from tests.autotune.entries import cache_in
@@ -26,8 +27,8 @@ def still_works(group):
 def is_tuned_under_autocast(folder):
     with cache_in(folder), a_group() as group, pytest.MonkeyPatch.context() as patch:
         kinds = []
-        errors = tuner._Tuner._errors
-        patch.setattr(tuner._Tuner, "_errors", lambda self, out: kinds.append(self.exact.dtype) or errors(self, out))
+        errors = Reference.errors
+        patch.setattr(Reference, "errors", lambda self, out: kinds.append(self.exact.dtype) or errors(self, out))
         with torch.autocast(device().type, BF16):
             result = autotune.tune("gemm_rs", 32, 32, 32, dtype=torch.float16, group=group)
         assert set(kinds) == {FP32}, "autocast has made the reference coarse"

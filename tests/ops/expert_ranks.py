@@ -182,9 +182,9 @@ def disagrees(what):
         del group
 
 
-def check_disagreement(error, field, there, elsewhere):
+def check_disagreement(error, field, there, elsewhere, operator="ep_dispatch"):
     assert type(error) is ValueError, repr(error)
-    for words in ("ep_dispatch: the ranks disagree", f"{field} is ", f"{elsewhere}", "on ranks 0, 2", f"{there}"):
+    for words in (f"{operator}: the ranks disagree", f"{field} is ", f"{elsewhere}", "on ranks 0, 2", f"{there}"):
         assert words in str(error), f"{words} in {error}"
     assert "on rank 1" in str(error), str(error)
 
@@ -197,11 +197,11 @@ def disagrees_in_combine(what):
         expert_out = case.expert_out()
         if what == "width":
             error = failure_of(tdkernels.ep_combine, expert_out[:, : 8 + 8 * odd], handle, group=group)
-            expected = "width", 16, 8
+            expected = "width", 16, 8, "ep_combine"
         elif what == "dtype":
             dtype = FP32 if odd else BF16
             error = failure_of(tdkernels.ep_combine, expert_out.to(dtype), handle, group=group)
-            expected = "dtype", '"torch.float32"', '"torch.bfloat16"'
+            expected = "dtype", '"torch.float32"', '"torch.bfloat16"', "ep_combine"
         else:
             config = config_of({**SMALL, "combine": "per_expert" if odd else "per_rank"})
             error = failure_of(tdkernels.ep_combine, expert_out, handle, group=group, config=config)

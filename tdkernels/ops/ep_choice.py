@@ -1,0 +1,66 @@
+"""Which config an ep_dispatch, ep_combine or all_to_all runs with that was given none.
+
+Ranks may have different numbers of tokens, so that none of them is what a config can be looked up by. What all ranks
+know of a routing is how many tokens the rank stages that stages most. ``tokens_of`` makes of that the tokens of all
+ranks which, routed evenly, would be as many. With max_tokens nobody waits for a routing: then they are those for which
+max_tokens is enough, whatever the routing.
+"""
+
+import functools
+import math
+
+import torch
+
+from tdkernels.ops._nodes import spans_nodes
+from tdkernels.ops._tuning import chosen
+from tdkernels.ops.ep_config import default_config
+
+_UNEVEN = 0.2  # octaves by which the fullest rank is taken to have more than its share
+
+
+def config_to_route(config, group, device):
+    """The config of a call: that which it was given, or the default where there is no other; None: to be chosen."""
+    if config is None and (group.size() == 1 or spans_nodes(group)):
+        return default_config(device)
+    return config
+
+
+def choose_config(operator, routing, x, quantized=False):
+    """The config that the group has chosen for rows like x of a routing; collective at the first call with a problem.
+
+    Args:     quantized: whether they travel as codes with scales
+    """
+    ranks, experts, choices = routing.world_size, routing.num_experts, routing.choices
+    tokens, width = tokens_of(routing.staged, routing.max_tokens, ranks, experts, choices), x.shape[1]
+    fields = {"tokens": tokens, "width": width, "dtype": str(x.dtype), "k": choices, "num_experts": experts}
+    layout = "exact" if routing.max_tokens is None else "static"
+    if x.dtype.itemsize == 1:  # codes already, which nobody tunes for: what counts are the bytes
+        x = x.new_empty(0, dtype=torch.bfloat16)
+        quantized, width = operator == "ep_dispatch", width if operator == "ep_dispatch" else max(width // 2, 1)
+    sizes = (tokens, width, experts) if operator == "all_to_all" else (tokens, width, experts, choices)
+    return chosen(operator, sizes, layout + "_fp8" * quantized, x, routing.group, {**fields, "quantize": quantized})
+
+
+def crossing_share(world_size, num_experts, choices):
+    """How likely a token of another rank has an expert here, if all experts are as likely."""
+    elsewhere = num_experts - num_experts // world_size
+    return 1.0 - math.comb(elsewhere, choices) / math.comb(num_experts, choices)
+
+
+def sure_capacity(tokens, world_size, num_experts, choices):
+    """The max_tokens that are enough for so many tokens of all ranks, whatever the routing."""
+    return tokens * min(choices, num_experts // world_size)
+
+
+@functools.lru_cache(maxsize=4096)
+def tokens_of(staged, max_tokens, world_size, num_experts, choices):
+    """About how many tokens all ranks have, a power of two: the same on all of them."""
+    if max_tokens is not None:
+        return bucket(max(max_tokens // sure_capacity(1, world_size, num_experts, choices), 1))
+    each = (world_size - 1) * crossing_share(world_size, num_experts, choices) / world_size
+    return 1 << max(math.ceil(math.log2(max(staged, 1) / each) - _UNEVEN), 0)
+
+
+def bucket(tokens):
+    """The power of two that tokens go by, that many or the next."""
+    return 1 << (tokens - 1).bit_length()

@@ -1,0 +1,306 @@
+"""ep_dispatch, ep_combine and all_to_all for the tuner: problems, the space of their configs, and how long each takes.
+
+A problem's first size are the tokens of all ranks, about as many on each, whose experts are all as likely. Layouts are
+"exact", where the host waits for the number of rows, and "static", with the max_tokens that are always enough;
+ep_dispatch has both with "_fp8", which quantizes. Calls look their config up by what all ranks know (``ep_choice``), up
+to a power of two.
+"""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import torch
+
+from tdkernels.autotune.operator import Floors, register
+from tdkernels.ops import _dense_tuning as dense
+from tdkernels.ops import (
+    _device,
+    all_to_all,
+    ep_combine_kernel,
+    ep_config,
+    ep_dispatch_kernel,
+    ep_launch,
+    ep_route_kernel,
+    ep_tables,
+    moe_ep,
+)
+from tdkernels.ops._expert_tuning import expert_ids, why_not_shared
+from tdkernels.ops._tuning import ConfigTunable
+from tdkernels.ops.ep_choice import bucket, crossing_share, sure_capacity
+from tdkernels.ops.ep_config import EpConfig
+from tdkernels.ops.ep_moe import dequantize
+
+_QUANTUM = ep_dispatch_kernel.QUANTUM.value
+_LAUNCH_S = 5e-6
+_SIGNAL_S = 3e-6  # from a store to a peer until the peer has seen the signal
+_CHUNK_S, _TOKEN_S = 1e-6, 0.5e-6  # of a program: to find and to signal a chunk; for each token, one after the other
+_HOST_S = 30e-6  # until the host knows the number of rows
+_E4M3_MAX = 448.0
+
+
+class _EpTunable(ConfigTunable):
+    """What the three have in common. There is no torch sequence among their configs."""
+
+    sizes = ("tokens", "hidden", "experts", "choices")
+    layouts = ("exact", "static")
+    config_class = EpConfig
+    sources = (
+        moe_ep, all_to_all, ep_launch, ep_config, ep_tables, ep_route_kernel, ep_dispatch_kernel, ep_combine_kernel,
+    )  # fmt: skip
+
+    def why_not(self, problem):
+        if problem.num_nodes > 1:
+            return "on several nodes it runs in its default config, and there is nothing to tune"
+        reason = super().why_not(problem)
+        return reason or why_not_shared(self, problem, (2,), problem.shape[2], _choices(problem))
+
+    def key(self, problem):
+        """Calls know about how many tokens there are, up to a power of two."""
+        return replace(problem, shape=(bucket(problem.shape[0]), *problem.shape[1:]))
+
+    def sizes_of(self, *shapes, world_size):
+        raise ValueError(
+            f"{self.name}: operands do not tell all of its sizes; say them: {', '.join(self.sizes)}, tokens of all "
+            "ranks"
+        )
+
+    def layout_of(self, *operands):
+        return self.layouts[0]
+
+    def plain(self):
+        return None
+
+    def default(self, problem, device):
+        return ep_config.default_config(device)
+
+    def space(self, problem, device):
+        tokens, ranks = _tokens(problem), problem.world_size
+        if device.type == "cpu":
+            default = ep_config.default_config(device)
+            return [replace(default, chunk_tokens=chunk, num_senders=n) for chunk in (8, 32) for n in (1, 2)]
+        most = _device.num_sms(device)
+        configs = []
+        for chunk_tokens in self._chunks():
+            work = max(-(-tokens // chunk_tokens) * (ranks - 1), 1)
+            for programs in sorted({min(number * most, work) for number in (1, 2, 4, 8)}):
+                for block_bytes, num_warps in ((4096, 4), (8192, 4), (8192, 8), (16384, 8)):
+                    configs.append(
+                        EpConfig("per_rank", programs, programs, chunk_tokens, block_bytes, num_warps)
+                    )
+        return configs
+
+    def _chunks(self):
+        return 1, 2, 4, 8
+
+    def estimate_ms(self, config, problem, hardware):
+        tokens, crosses = _tokens(problem), _crossing(problem)
+        chunks = min(max(-(-tokens // config.chunk_tokens), 1), ep_launch.MAX_CHUNKS)
+        in_chunk = -(-tokens // chunks)
+        senders, receivers = min(config.num_senders, chunks), min(config.num_receivers, chunks)
+        # A program goes through its chunks, and their tokens, one after the other; others do so meanwhile.
+        turns = -(-chunks // senders) + -(-chunks // receivers)
+        walking = turns * (_CHUNK_S + in_chunk * _TOKEN_S)
+        floors = self.floors(problem)
+        moved = floors.memory_bytes + 2 * crosses * self._row_bytes(problem)
+        moving = max(floors.wire_bytes / dense.push_rate(senders, hardware), moved / hardware.memory)
+        return 1e3 * (self._latency_s(problem) + walking + moving)
+
+    def _latency_s(self, problem):
+        """Before and after all that: with a routing, which is exchanged first."""
+        waits = _HOST_S if problem.layout.startswith("exact") else 0.0
+        return 2 * (_LAUNCH_S + _SIGNAL_S) + waits
+
+    def _row_bytes(self, problem):
+        """Of a row as it travels."""
+        return problem.shape[1] * problem.torch_dtype.itemsize
+
+    def floors(self, problem):
+        tokens = _tokens(problem)
+        own = problem.shape[1] * problem.torch_dtype.itemsize
+        # Each token is read or written at home, each row where the experts are.
+        memory = tokens * own + tokens * _choices(problem) * self._row_bytes(problem)
+        return Floors(0, int(_crossing(problem) * self._row_bytes(problem)), memory)
+
+    def operands(self, problem, device, generator):
+        tokens, (_, hidden, experts, choices) = _tokens(problem), problem.shape
+        x = torch.randn(tokens, hidden, generator=generator, dtype=problem.torch_dtype, device=device)
+        ids = expert_ids(tokens, choices, experts, device, generator)
+        return x, ids, torch.rand(tokens, choices, generator=generator, device=device)
+
+    def reference_bytes(self, problem):
+        elements = problem.shape[1] * _tokens(problem) * (4 * _choices(problem) + 2)
+        return 2 * max(problem.torch_dtype.itemsize, 4) * elements
+
+    def local(self, operands, problem):
+        x, choices = operands[0], _choices(problem)
+        return lambda: x.repeat_interleave(choices, 0)  # one rank alone copies
+
+    def compiled(self, config):
+        return config.block_bytes, config.num_warps
+
+
+def _choices(problem):
+    return problem.shape[3] if len(problem.shape) > 3 else 1
+
+
+def _tokens(problem):
+    """Of a rank."""
+    return -(-problem.shape[0] // problem.world_size)
+
+
+def _crossing(problem):
+    """How many tokens come to a rank from its peers, each once."""
+    ranks = problem.world_size
+    return (ranks - 1) * _tokens(problem) * crossing_share(ranks, problem.shape[2], _choices(problem))
+
+
+def _capacity(problem):
+    """The max_tokens of a call."""
+    if problem.layout.startswith("exact"):
+        return None
+    ranks = problem.world_size
+    return sure_capacity(ranks * _tokens(problem), ranks, problem.shape[2], _choices(problem))
+
+
+def _unrouted(problem, config, device):
+    """A Routing that nobody has found: what kernels can be compiled with."""
+    tables = torch.empty(1, dtype=torch.int32, device=device)
+    return ep_launch.Routing(
+        SimpleNamespace(size=lambda: problem.world_size), config, problem.operator,
+        _tokens(problem), _choices(problem), problem.shape[2], _capacity(problem), rows=1, staged=1, most_staged=1,
+        tables=tables, splits=tables,
+    )  # fmt: skip
+
+
+def _compile_dispatch(problem, config, x, weights=None, quantize=False):
+    if x.device.type == "cpu":
+        return  # interpreted
+    routing = _unrouted(problem, config, x.device)
+    sending = ep_launch.prepare_dispatch(routing, x, weights=weights, quantize=quantize)
+    parts = ep_launch.parts_of(sending, config)
+    kernel, _, args, constants = ep_launch.dispatch_call(_ctx(x), routing, sending, parts, 0)
+    kernel.warmup(*args, grid=(1,), **constants)
+
+
+def _ctx(x):
+    return torch.empty(1, dtype=torch.int64, device=x.device)
+
+
+class EpDispatchTunable(_EpTunable):
+    name = "ep_dispatch"
+    layouts = ("exact", "static", "exact_fp8", "static_fp8")
+
+    def _row_bytes(self, problem):
+        hidden = problem.shape[1]
+        if _is_quantized(problem):
+            return hidden + 4 * -(-hidden // _QUANTUM)
+        return super()._row_bytes(problem)
+
+    def reference(self, operands, problem, group):
+        x, ids, _ = operands
+        if _is_quantized(problem) and x.dtype == problem.torch_dtype:
+            x = _there_and_back(x)  # as plain torch would send it; in a wider type it is what it should be
+        return moe_ep.ep_dispatch_ref(x, ids, num_experts=problem.shape[2], group=group)[0].x
+
+    def run(self, operands, problem, group, config):
+        x, ids, weights = operands
+        return moe_ep.ep_dispatch(
+            x, ids, weights, num_experts=problem.shape[2], quantize="fp8" if _is_quantized(problem) else None,
+            max_tokens=_capacity(problem), group=group, config=config,
+        )  # fmt: skip
+
+    def comparable(self, output, problem):
+        recv, _ = output
+        rows = int(recv.splits.sum())
+        x = recv.x[:rows]
+        return x if recv.scales is None else dequantize(x, recv.scales[:rows], problem.torch_dtype)
+
+    def compile(self, operands, problem, config):
+        x, _, weights = operands
+        _compile_dispatch(problem, config, x, weights, _is_quantized(problem))
+
+
+class EpCombineTunable(_EpTunable):
+    """The way back of rows that a dispatch in the default config has brought, by whose chunks they go."""
+
+    name = "ep_combine"
+
+    def _chunks(self):
+        return (EpConfig().chunk_tokens,)
+
+    def _latency_s(self, problem):
+        return _LAUNCH_S + _SIGNAL_S
+
+    def reference(self, operands, problem, group):
+        recv, state = moe_ep.ep_dispatch_ref(*operands, num_experts=problem.shape[2], group=group)
+        return moe_ep.ep_combine_ref(recv.x, state, group=group)
+
+    def prepared(self, operands, problem, group, config):
+        recv, handle = moe_ep.ep_dispatch(
+            *operands, num_experts=problem.shape[2], max_tokens=_capacity(problem), group=group,
+            config=self.default(problem, operands[0].device),
+        )  # fmt: skip
+        return recv.x, handle
+
+    def run(self, operands, problem, group, config):
+        return moe_ep.ep_combine(*operands, group=group, config=config)
+
+    def compiled(self, config):
+        return config.combine, *super().compiled(config)
+
+    def compile(self, operands, problem, config):
+        x, _, weights = operands
+        if x.device.type == "cpu":
+            return  # interpreted
+        routing = _unrouted(problem, config, x.device)
+        routing.came = routing.tables
+        row_weights = weights.new_empty(1) if ep_launch.weighs_rows(routing, config) else None
+        returning = ep_launch.prepare_combine(routing, x[:1], weights, row_weights)
+        kernel, _, args, constants = ep_launch.combine_call(_ctx(x), routing, returning, 0, config)
+        kernel.warmup(*args, grid=(1,), **constants)
+
+
+class AllToAllTunable(_EpTunable):
+    name = "all_to_all"
+    sizes = ("tokens", "hidden", "experts")
+
+    def sizes_of(self, *shapes, world_size):
+        if len(shapes) != 2 or len(shapes[0]) != 2 or len(shapes[1]) != 1:
+            raise ValueError(f"{self.name}: the operands are x [T, H] and splits [E], not of shapes {list(shapes)}")
+        (tokens, hidden), (experts,) = shapes
+        return world_size * tokens, hidden, experts
+
+    def operands(self, problem, device, generator):
+        tokens, (_, hidden, experts) = _tokens(problem), problem.shape
+        x = torch.randn(tokens, hidden, generator=generator, dtype=problem.torch_dtype, device=device)
+        ids = torch.randint(experts, (tokens,), generator=generator, device=device)
+        return x, torch.bincount(ids, minlength=experts)
+
+    def reference(self, operands, problem, group):
+        return all_to_all.all_to_all_ref(*operands, group=group)[0]
+
+    def run(self, operands, problem, group, config):
+        return all_to_all.all_to_all(*operands, max_tokens=_capacity(problem), group=group, config=config)
+
+    def comparable(self, output, problem):
+        out, out_splits, _ = output
+        return out[: int(out_splits.sum())]
+
+    def compile(self, operands, problem, config):
+        _compile_dispatch(problem, config, operands[0])
+
+
+def _is_quantized(problem):
+    return problem.layout.endswith("_fp8")
+
+
+def _there_and_back(x):
+    """x as it is when it has been float8_e4m3fn on its way."""
+    padded = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % _QUANTUM)).view(x.shape[0], -1, _QUANTUM)
+    scales = padded.abs().amax(2) / _E4M3_MAX
+    codes = (padded / torch.where(scales > 0, scales, 1.0).unsqueeze(2)).view(x.shape[0], -1)[:, : x.shape[1]]
+    return dequantize(codes.to(torch.float8_e4m3fn), scales, x.dtype)
+
+
+for _tunable in (EpDispatchTunable(), EpCombineTunable(), AllToAllTunable()):
+    register(_tunable)

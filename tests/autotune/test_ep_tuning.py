@@ -1,0 +1,312 @@
+"""Tuning ep_dispatch, ep_combine, all_to_all and group_gemm, and calls that take what was tuned."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tdkernels
+from tdkernels import EpConfig, GroupGemmConfig, Tiles, autotune, explain
+from tdkernels.autotune import choose
+from tdkernels.autotune.operator import tunable
+from tdkernels.autotune.problem import Problem
+from tdkernels.ops import _device, ep_launch, group_gemm_kernel
+from tdkernels.ops.ep_choice import bucket, crossing_share, sure_capacity, tokens_of
+from tdkernels.ops.ep_config import default_config
+from tdkernels.ops.group_gemm import group_gemm_ref
+from tdkernels.symm.group import group_state
+from tests.aot import recorded_launches
+from tests.autotune import experts
+from tests.autotune.entries import cache_in
+from tests.autotune.experts import entry_of
+from tests.autotune.test_choose import counted, tables_in, tune_by_hand
+from tests.ops.routed import BF16, FP16, FP32, Routed
+from tests.ranks import a_group, device, on_ranks
+
+TUNED = EpConfig(num_senders=1, num_receivers=2, chunk_tokens=4, block_bytes=16384, num_warps=2)
+BACK = EpConfig(num_senders=2, num_receivers=1, block_bytes=8192, num_warps=2)
+EXPLICIT = EpConfig(num_senders=1, num_receivers=1, chunk_tokens=8, block_bytes=32768, num_warps=1)
+OPERATORS = ["all_to_all", "ep_combine", "ep_dispatch"]
+# Tokens of all ranks, H, experts, choices.
+PROBLEMS = [
+    ("ep_dispatch", (8, 16, 4, 2), "exact", BF16), ("ep_dispatch", (8, 130, 4, 2), "static_fp8", BF16),
+    ("ep_combine", (8, 16, 4, 2), "static", FP32), ("all_to_all", (7, 16, 4), "exact", FP16),
+]  # fmt: skip
+
+
+def are_tuned(folder):
+    with cache_in(folder / f"rank{dist.get_rank()}"):
+        return [experts.tunes(operator, shape, layout, TUNED, dtype) for operator, shape, layout, dtype in PROBLEMS]
+
+
+def test_all_ranks_find_the_same(tmp_path):
+    first, second = on_ranks(2, are_tuned, tmp_path)
+    assert first == second
+
+
+BAD = [
+    (("ep_dispatch", 8, 16, 5, 2), {}, "ep_dispatch: EXPERTS = 5 is not divisible by 2 ranks"),
+    (("ep_combine", 8, 16, 4, 5), {}, "ep_combine: a token has at most EXPERTS = 4 choices, not 5"),
+    (("ep_combine", 8, 16, 4, 2), {"layout": "exact_fp8"}, "layout must be one of exact, static, not 'exact_fp8'"),
+    (("ep_dispatch", 8, 16, 4), {}, "4 positive sizes, TOKENS x HIDDEN x EXPERTS x CHOICES, not (8, 16, 4)"),
+    (("all_to_all", 8, 16, 4, 1), {}, "3 positive sizes, TOKENS x HIDDEN x EXPERTS, not (8, 16, 4, 1)"),
+    (("all_to_all", 8, 16, 4), {"dtype": torch.float8_e4m3fn}, "dtype must be one of"),
+    (("group_gemm", 8, 16, 16, 2), {}, "group_gemm: it runs on one rank: tune it in a group of one (--nproc 1)"),
+]
+
+
+def test_problems_that_there_are_not():
+    on_ranks(2, experts.are_refused, BAD)
+
+
+# ---- what a call takes ----
+
+
+def a_case(tokens, **changes):
+    return Routed(tokens, **{**dict(k=2, experts=4, width=16, dtype=BF16), **changes})
+
+
+def there_and_back(case, group, config=None, **options):
+    """The configs that a dispatch, its combine and their backwards ran with."""
+    launches = (
+        (ep_launch, "launch_dispatch", lambda args, options: args[0].config),
+        (ep_launch, "launch_combine", lambda args, options: options.get("config") or args[0].config),
+    )
+    x, weights = case.x.clone().requires_grad_(), case.weights.nan_to_num().requires_grad_()
+    with experts.recorded(*launches) as ran:
+        recv, handle = tdkernels.ep_dispatch(
+            x, case.ids, weights, num_experts=case.experts, group=group, config=config, **options
+        )
+        rows = recv.x[: int(recv.splits.sum())].detach()
+        assert torch.equal(rows.cpu(), case.received(case.all_x))
+        expert_out = case.expert_out()
+        if options:
+            expert_out = torch.cat([expert_out, expert_out.new_full((len(recv.x) - len(rows), case.x.shape[1]), 9.0)])
+        y = tdkernels.ep_combine(expert_out, handle, group=group)
+        case.check_combined(y.detach())
+    return [config for _, config in ran]
+
+
+def take_the_entry(folder):
+    """With other numbers of tokens on each rank, that change on one rank alone; later calls ask nobody."""
+    with a_group() as group, tables_in(folder):
+        tune_by_hand(
+            *(entry_of(TUNED, "ep_dispatch", (tokens, 16, 4, 2), "exact", dtype="bfloat16") for tokens in (4, 16)),
+            entry_of(BACK, "ep_combine", (8, 16, 4, 2), "exact", dtype="bfloat16"),
+        )
+        state = group_state(group)
+        assert there_and_back(a_case([3, 5]), group) == [TUNED, BACK]
+        problems = {problem.operator: problem for problem, _ in state.choices}
+        assert problems["ep_dispatch"].shape[1:] == problems["ep_combine"].shape[1:] == (16, 4, 2)
+        case = a_case([4, 5], seed=1)
+        there_and_back(case, group)  # perhaps the next power of two
+        known = dict(state.choices)
+        with counted(state, "exchange") as exchanges, counted(choose, "look_up") as looks:
+            assert there_and_back(case, group) == [TUNED, BACK] and (exchanges, looks) == ([0], [0])
+        # What a dispatch was given is its combine's, too; then nothing is chosen.
+        assert there_and_back(a_case([5, 0], seed=2), group, config=EXPLICIT) == [EXPLICIT] * 2
+        assert state.choices == known
+        # Of calls whose host does not wait for a routing nothing is known yet.
+        assert there_and_back(a_case([3, 5]), group, max_tokens=16) == [default_config(device())] * 2
+        tune_by_hand(entry_of(TUNED, "ep_dispatch", (8, 16, 4, 2), "static", dtype="bfloat16"))
+        state.choices.clear()
+        assert there_and_back(a_case([3, 5]), group, max_tokens=16) == [TUNED, default_config(device())]
+        asked = explain("ep_dispatch", 8, 16, 4, 2, layout="static", group=group)
+        assert (asked.source, asked.config, asked.method, asked.plain_ms) == ("cache", TUNED, "fused", 3.0)
+        del group, state
+
+
+def test_a_call_takes_what_was_tuned(tmp_path):
+    on_ranks(2, take_the_entry, tmp_path)
+
+
+def choose_between_ranks_without_tokens(folder):
+    with a_group() as group, tables_in(folder):
+        for tokens in ([0, 0], [0, 3]):
+            there_and_back(a_case(tokens, dtype=FP32), group)
+        del group
+
+
+def test_ranks_without_tokens(tmp_path):
+    on_ranks(2, choose_between_ranks_without_tokens, tmp_path)
+
+
+def send_rows(folder):
+    rank = dist.get_rank()
+    x = torch.arange(20.0 * 16).view(20, 16).to(device())[rank * 9 : 9 + rank * 11].bfloat16()
+    splits = torch.tensor([[5, 4], [4, 7]][rank], device=device())
+    with a_group() as group, tables_in(folder):
+        entries = [entry_of(TUNED, "all_to_all", (tokens, 16, 2), "exact", dtype="bfloat16") for tokens in (8, 32)]
+        codes = [entry_of(BACK, "all_to_all", (tokens, 8, 2), "exact", dtype="bfloat16") for tokens in (8, 32)]
+        tune_by_hand(*entries, *codes)
+        launches = (ep_launch, "launch_dispatch", lambda args, options: args[0].config)
+        for payload, expected in ((x, TUNED), (x.to(torch.float8_e4m3fn), BACK)):
+            with experts.recorded(launches) as ran:
+                out, out_splits, _ = tdkernels.all_to_all(payload, splits, group=group)
+                back, _, _ = tdkernels.all_to_all(out, out_splits, group=group)
+            assert torch.equal(back.view(torch.uint8), payload.view(torch.uint8))
+            assert [config for _, config in ran] == [expected] * 2
+        assert explain("all_to_all", x[:8], splits, group=group).problem.shape == (16, 16, 2)
+        del group
+
+
+def test_all_to_all_takes_what_was_tuned(tmp_path):
+    on_ranks(2, send_rows, tmp_path)
+
+
+# ---- without a group ----
+
+
+def multiply(folder):
+    """One rank tunes and takes what it has found; "off" and what is known of other sizes change nothing."""
+    tiles = GroupGemmConfig(tiles=Tiles(32, 64, 32, num_warps=4, num_stages=2))
+    with tables_in(folder):
+        x, w = torch.randn(13, 16), torch.randn(3, 8, 16)
+        x, w, splits = x.to(device()), w.to(device()), torch.tensor([5, 0, 8], device=device())
+        launches = (group_gemm_kernel, "product", lambda args, options: args[5])
+        with experts.recorded(launches) as ran:
+            tdkernels.group_gemm(x, w, splits)
+            experts.tunes("group_gemm", (16, 8, 16, 3), "swiglu", tiles, FP32)
+            tune_by_hand(entry_of(tiles, "group_gemm", (16, 8, 16, 3), "none", world_size=1))
+            ran.clear()
+            y = tdkernels.group_gemm(x, w, splits)
+            assert torch.allclose(y, group_gemm_ref(x, w, splits), rtol=1e-4, atol=1e-4)
+            assert ran == [("product", tiles)]
+            with autotune.mode("off"):
+                tdkernels.group_gemm(x, w, splits)
+            tdkernels.group_gemm(x, w, splits, config=GroupGemmConfig())
+        assert [config for _, config in ran[1:]] == [None, GroupGemmConfig()]
+        asked = explain("group_gemm", x, w, splits, world_size=1)
+        assert (asked.problem.shape, asked.problem.world_size) == ((13, 8, 16, 3), 1)
+
+
+def test_group_gemm(tmp_path):
+    on_ranks(1, multiply, tmp_path)
+
+
+# ---- without ranks ----
+
+
+@pytest.mark.parametrize("world_size, num_experts, choices", [(2, 4, 2), (2, 2, 1), (4, 64, 6), (8, 256, 8), (3, 9, 9)])
+def test_the_tokens_that_a_routing_stands_for(world_size, num_experts, choices):
+    """Evenly routed tokens of any number, with a few more on the fullest rank, are taken for what they are."""
+    for tokens in (8, 128, 1000, 4096):
+        staged = tokens * (world_size - 1) * crossing_share(world_size, num_experts, choices)
+        for more in (1.0, 1.05):
+            found = tokens_of(round(more * staged), None, world_size, num_experts, choices)
+            assert found in (bucket(world_size * tokens), bucket(world_size * tokens) // 2)
+            exact = world_size * tokens
+            assert found == exact or exact & (exact - 1), "a power of two"
+        capacity = sure_capacity(world_size * tokens, world_size, num_experts, choices)
+        assert tokens_of(capacity, capacity, world_size, num_experts, choices) == bucket(world_size * tokens)
+    of_nothing = tokens_of(0, None, world_size, num_experts, choices)
+    assert of_nothing == tokens_of(1, None, world_size, num_experts, choices) <= 4
+    assert tokens_of(1, 1, world_size, num_experts, choices) == 1
+
+
+def test_share_of_tokens_that_cross():
+    ids = torch.rand(20000, 12).argsort(1)[:, :3]
+    assert crossing_share(4, 12, 3) == pytest.approx((ids < 3).any(1).float().mean().item(), abs=0.02)
+    assert crossing_share(2, 4, 4) == 1.0
+
+
+def test_calls_go_by_powers_of_two():
+    op = tunable("ep_combine")
+    problem = Problem("ep_combine", "cpu", 2, 2, "bfloat16", "exact", (700, 16, 4, 2))
+    assert op.key(problem).shape == (1024, 16, 4, 2) and op.key(op.key(problem)) == op.key(problem)
+
+
+def test_operands_do_not_tell_how_many_experts_there_are():
+    with pytest.raises(ValueError, match="ep_dispatch: operands do not tell all of its sizes; say them: tokens, hi"):
+        explain("ep_dispatch", (4, 16), (4, 2), world_size=2)
+    assert explain("ep_dispatch", 8, 16, 4, 2, world_size=2).config == default_config(torch.device("cpu"))
+    with pytest.raises(ValueError, match="group_gemm: it runs on one rank: .*, ask with world_size=1"):
+        explain("group_gemm", 8, 16, 16, 2, world_size=2)
+
+
+SIZES = [(2, 128, 1024, 8, 2), (8, 1024, 7168, 256, 8), (8, 65536, 7168, 256, 8), (4, 4, 64, 4, 1)]
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("layout", ["exact", "static"])
+def test_estimates(operator, layout):
+    sizes = [(size[0], layout, *size[1 : 4 if operator == "all_to_all" else 5]) for size in SIZES]
+    with experts.an_h200():
+        experts.estimates_are_sensible(operator, sizes)
+
+
+def test_codes_take_less_on_the_wire():
+    with experts.an_h200():
+        op = tunable("ep_dispatch")
+        of = {
+            layout: Problem("ep_dispatch", "NVIDIA H200", 8, 8, "bfloat16", layout, (32768, 7168, 256, 8))
+            for layout in ("static", "static_fp8")
+        }
+        # The documents say how many bytes.
+        assert op.floors(of["static"]).wire_bytes == pytest.approx(269.80e6, rel=0.01)
+        assert op.floors(of["static_fp8"]).wire_bytes == pytest.approx(139.12e6, rel=0.01)
+        default = op.default(of["static"], experts.GPU)
+        assert op.estimate_ms(default, of["static_fp8"], experts.H200) < op.estimate_ms(
+            default, of["static"], experts.H200
+        )
+
+
+def test_estimates_of_group_gemm():
+    with experts.an_h200():
+        sizes = [(1, "swiglu", 64, 4096, 4096, 8), (1, "none", 65536, 2048, 7168, 32)]
+        experts.estimates_are_sensible("group_gemm", sizes)
+
+
+def compiled_and_launched(operator, layout, launch, *launchers):
+    """Of one problem: what a call would launch last, and what the tuner compiles for it."""
+    op = tunable(operator)
+    sizes = {"all_to_all": (16, 64, 4), "group_gemm": (64, 128, 64, 4)}.get(operator, (16, 64, 4, 2))
+    ranks = 1 if op.alone else 2
+    problem = Problem(operator, "cpu", ranks, ranks, "bfloat16", layout, sizes)
+    with pytest.MonkeyPatch.context() as patch, recorded_launches(*launchers, 2) as launches:
+        patch.setattr(_device, "has_tma", lambda device: True)
+        operands = op.operands(problem, torch.device("cpu"), torch.Generator())
+        launch(problem, *operands)
+        launched = launches[-1]
+        launches.clear()
+        config = GroupGemmConfig(tiles=Tiles(64, 64, 64)) if op.alone else TUNED
+        op.compile([tensor.to("meta") for tensor in operands], problem, config)
+        assert len(launches) == 1
+        experts.same_code(launched, launches[0])
+
+
+def route(problem, ids):
+    group = type("Group", (), {"size": lambda self: problem.world_size})()
+    return ep_launch.route(problem.operator, ids, problem.shape[2], group, TUNED, max_tokens=32)
+
+
+@pytest.mark.parametrize("layout", ["static", "static_fp8"])
+def test_a_dispatch_is_compiled_ahead(layout):
+    def launch(problem, x, ids, weights):
+        ep_launch.dispatch(route(problem, ids), x, weights=weights, quantize=layout == "static_fp8")
+
+    compiled_and_launched("ep_dispatch", layout, launch, ep_launch)
+
+
+def test_a_combine_is_compiled_ahead():
+    def launch(problem, x, ids, weights):
+        routing = route(problem, ids)
+        rows, _, row_weights = ep_launch.dispatch(routing, x, weights=weights)
+        ep_launch.combine(routing, rows, weights=weights, row_weights=row_weights)
+
+    compiled_and_launched("ep_combine", "static", launch, ep_launch)
+
+
+def test_an_all_to_all_is_compiled_ahead():
+    def launch(problem, x, splits):
+        ep_launch.dispatch(route(problem, torch.zeros(len(x), 1, dtype=torch.int64)), x)
+
+    compiled_and_launched("all_to_all", "static", launch, ep_launch)
+
+
+@pytest.mark.parametrize("layout", ["none", "swiglu"])
+def test_a_product_is_compiled_ahead(layout):
+    def launch(problem, x, w, splits):
+        config = GroupGemmConfig(tiles=Tiles(64, 64, 64))
+        group_gemm_kernel.product(x, w, splits, None if layout == "none" else layout, config=config)
+
+    compiled_and_launched("group_gemm", layout, launch, group_gemm_kernel)

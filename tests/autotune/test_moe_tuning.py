@@ -1,0 +1,291 @@
+"""Tuning tp_moe and its halves, and calls that take what was tuned: forward and backward, by our kernels or torch's."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tdkernels
+from tdkernels import MoeTpConfig, Tiles, explain
+from tdkernels.autotune import choose, tuner
+from tdkernels.autotune.operator import tunable
+from tdkernels.autotune.problem import Problem
+from tdkernels.ops import _device, moe_ag_gemm_kernel, moe_gemm_rs_kernel
+from tdkernels.symm.group import group_state
+from tests.aot import recorded_launches
+from tests.autotune import experts
+from tests.autotune.entries import cache_in
+from tests.autotune.experts import entry_of, problem_of
+from tests.autotune.test_choose import counted, tables_in, tune_by_hand
+from tests.ops.sliced import BF16, FP32, Sliced
+from tests.ranks import a_group, on_ranks
+
+TILES = Tiles(32, 32, 32, num_warps=4, num_stages=2)
+TUNED = MoeTpConfig(tiles=TILES, num_comm_sms=1, chunk_rows=16, stages=2)
+EXPLICIT = MoeTpConfig(tiles=TILES, num_comm_sms=1, chunk_rows=32, stages=1)
+TORCH = MoeTpConfig(method="torch")
+# Tokens, H and I or N and K, experts and choices of the whole problem.
+PROBLEMS = {
+    "tp_moe": ((8, 12, 6, 2, 1), "swiglu", FP32),
+    "moe_ag_gemm": ((8, 12, 16, 2, 1), "swiglu_interleaved", BF16),
+    "moe_gemm_rs": ((8, 12, 6, 2, 1), "nk", BF16),
+}
+OPERATORS = list(PROBLEMS)
+
+
+def are_tuned(folder):
+    with cache_in(folder / f"rank{dist.get_rank()}"):
+        return [experts.tunes(operator, shape, layout, TUNED, dtype)
+                for operator, (shape, layout, dtype) in PROBLEMS.items()]  # fmt: skip
+
+
+def test_all_ranks_find_the_same(tmp_path):
+    first, second = on_ranks(2, are_tuned, tmp_path)
+    assert first == second
+
+
+BAD = [
+    (("tp_moe", 7, 12, 6, 3, 2), {}, "tp_moe: M = 7 is not divisible by 2 ranks"),
+    (("tp_moe", 8, 12, 5, 3, 2), {}, "tp_moe: INTERMEDIATE = 5 is not divisible by 2 ranks"),
+    (("tp_moe", 8, 12, 6, 3), {}, "5 positive sizes, M x HIDDEN x INTERMEDIATE x EXPERTS x CHOICES, not (8, 12, 6, 3)"),
+    (("tp_moe", 8, 12, 6, 3, 4), {}, "tp_moe: a token has at most EXPERTS = 3 choices, not 4"),
+    (("tp_moe", 8, 12, 6, 3, 2), {"layout": "gelu"}, "layout must be one of swiglu, swiglu_interleaved, none, not 'ge"),
+    (("tp_moe", 8, 12, 6, 3, 2), {"dtype": torch.float64}, "dtype must be one of"),
+    (("moe_ag_gemm", 8, 15, 16, 3, 2), {}, "moe_ag_gemm: N = 15 is not divisible by 2 ranks"),
+    (("moe_ag_gemm", 8, 14, 16, 3, 2), {"layout": "swiglu"}, "a rank's rows of gate and up must be even, not 7"),
+    (("moe_gemm_rs", 8, 12, 7, 3, 2), {}, "moe_gemm_rs: K = 7 is not divisible by 2 ranks"),
+    (("moe_gemm_rs", 8, 0, 6, 3, 2), {}, "5 positive sizes"),
+    (("moe_gemm_rs", 8, 12, 6, 3, 2), {"layout": "kn"}, "layout must be one of nk, not 'kn'"),
+]
+
+
+def test_problems_that_there_are_not():
+    on_ranks(2, experts.are_refused, BAD)
+
+
+# ---- what a call takes ----
+
+
+def launches():
+    """Within, the configs that the kernels run with."""
+    return experts.recorded(
+        (moe_ag_gemm_kernel, "launch", lambda args, options: args[3]),
+        (moe_gemm_rs_kernel, "launch", lambda args, options: args[4]),
+    )
+
+
+def a_layer(group, **changes):
+    return Sliced(**{**dict(tokens=4, k=1, experts=2, width=12, hidden=3, dtype=FP32, group=group), **changes})
+
+
+def halves(layer, **options):
+    """A layer by its halves, each called alone."""
+    x, ids, weights, w_gate_up, w_down = layer.operands()
+    h, routing = tdkernels.moe_ag_gemm(x, ids, w_gate_up, activation="swiglu", group=layer.group, **options)
+    return tdkernels.moe_gemm_rs(h, routing, weights, w_down, group=layer.group, **options)
+
+
+def entries(config, other=None):
+    """For the sizes of ``a_layer``."""
+    return (
+        entry_of(config, "tp_moe", (8, 12, 6, 2, 1)), entry_of(config, "moe_ag_gemm", (8, 12, 12, 2, 1), "swiglu"),
+        entry_of(other or config, "moe_gemm_rs", (8, 12, 6, 2, 1)),
+    )  # fmt: skip
+
+
+def take_the_entry(folder):
+    """Forward ours in the tuned config, backward in the default; later calls ask nobody; an explicit config wins."""
+    rows = MoeTpConfig(tiles=Tiles(32, 64, 32, num_warps=4, num_stages=2), chunk_rows=16)
+    with a_group() as group, tables_in(folder):
+        tune_by_hand(*entries(TUNED, rows))
+        layer, state = a_layer(group), group_state(group)
+        with launches() as ran:
+            layer.check(layer.run())
+        assert ran[:2] == [("launch", TUNED)] * 2 and len(ran) == 4
+        default = tunable("moe_ag_gemm").default(problem_of("moe_ag_gemm", (8, 12, 12, 2, 1)), layer.ids.device)
+        assert {config for _, config in ran[2:]} == {default}
+        with launches() as ran:
+            layer.check({"y": halves(layer).detach()})
+        assert [config for _, config in ran] == [TUNED, rows]
+        assert {(problem.operator, choice.source) for (problem, _), choice in state.choices.items()
+                if problem.operator in OPERATORS} == {(operator, "cache") for operator in OPERATORS}  # fmt: skip
+        with launches() as ran, counted(state, "exchange") as exchanges, counted(choose, "look_up") as looks:
+            layer.check({"y": layer.call().detach()})
+            assert (exchanges, looks) == ([0], [0])
+        known = dict(state.choices)
+        with launches() as ran:
+            for y in (layer.call(config=EXPLICIT), halves(layer, config=EXPLICIT)):
+                layer.check({"y": y.detach()})
+        assert [config for _, config in ran] == [EXPLICIT] * 4 and state.choices == known
+        asked = explain("moe_ag_gemm", *(layer.operands()[i] for i in (0, 1, 3)), layout="swiglu", group=group)
+        assert (asked.source, asked.config) == ("cache", TUNED)
+        del group, layer, state, y
+
+
+def test_a_call_takes_what_was_tuned(tmp_path):
+    on_ranks(2, take_the_entry, tmp_path)
+
+
+def take_torch(folder):
+    """Its gradients are torch's, too."""
+    with a_group() as group, tables_in(folder):
+        tune_by_hand(*entries(TORCH))
+        for layer, call in ((a_layer(group), None), (a_layer(group, seed=1), halves)):
+            layer.require()
+            with launches() as ran:
+                y = layer.call() if call is None else call(layer)
+                y.backward(layer.dy)
+            layer.check({"y": y.detach(), **layer.gradients()})
+            assert not ran
+        with launches() as ran:  # of another layout nothing is known
+            layer = a_layer(group, activation="swiglu_interleaved")
+            layer.check({"y": layer.call().detach()})
+        assert len(ran) == 2
+        text = str(explain("tp_moe", *a_layer(group).operands(), group=group))
+        assert "tp_moe 8x12x6x2x1 float32 swiglu on 2 x" in text and "  config      method=torch" in text
+        assert "  runs        torch collective and grouped matmul" in text
+        del group, layer, y
+
+
+def test_a_call_takes_torchs_sequence(tmp_path):
+    on_ranks(2, take_torch, tmp_path)
+
+
+@contextlib.contextmanager
+def nested_tuning():
+    """What is tuned within: (the operator, in how many others' tuning)."""
+    found, depth, real = [], [0], tuner.tune_problem
+
+    def tune_problem(tunable, *args, **options):
+        found.append((tunable.name, depth[0]))
+        depth[0] += 1
+        try:
+            return real(tunable, *args, **options)
+        finally:
+            depth[0] -= 1
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tuner, "tune_problem", tune_problem)
+        yield found
+
+
+def tune_in_a_call(folder):
+    """In the mode "on", and only what the call is of: not what it calls in its turn, but for that itself."""
+    with contextlib.ExitStack() as stack:
+        group = stack.enter_context(a_group())
+        stack.enter_context(tables_in(folder, mode="on"))
+        for operator in (*OPERATORS, "all_gather"):
+            stack.enter_context(experts.space(operator))
+        tuned = stack.enter_context(nested_tuning())
+        layer = a_layer(group)
+        layer.check({"y": layer.call().detach()})
+        assert tuned == [("tp_moe", 0), ("all_gather", 0)]  # that of the weights
+        found = {problem.operator: choice.source for (problem, _), choice in group_state(group).choices.items()}
+        assert found["tp_moe"] == "cache" and "moe_ag_gemm" not in found
+        del group, layer
+
+
+def test_the_mode_on(tmp_path):
+    on_ranks(2, tune_in_a_call, tmp_path)
+
+
+# ---- without ranks ----
+
+
+@pytest.mark.parametrize(
+    "operator, shapes, options, shape, layout",
+    [
+        ("moe_ag_gemm", ((4, 12), (4, 2), (3, 8, 12)), {}, (8, 16, 12, 3, 2), "none"),
+        ("moe_ag_gemm", ((4, 12), (4, 2), (3, 8, 12)), {"layout": "swiglu"}, (8, 16, 12, 3, 2), "swiglu"),
+        ("moe_gemm_rs", ((16, 6), None, (4, 2), (3, 12, 6)), {}, (8, 12, 12, 3, 2), "nk"),
+        ("tp_moe", ((4, 12), (4, 2), (4, 2), (3, 8, 12), (3, 12, 4)), {}, (8, 12, 8, 3, 2), "swiglu"),
+        ("tp_moe", ((4, 12), (4, 2), (4, 2), (3, 4, 12), (3, 12, 4)), {}, (8, 12, 8, 3, 2), "none"),
+    ],
+)
+def test_explained_by_shapes(operator, shapes, options, shape, layout):
+    result = explain(operator, *shapes, world_size=2, **options)
+    assert (result.problem.shape, result.problem.layout, result.source) == (shape, layout, "default")
+    assert result.problem == explain(operator, *shape, layout=layout, world_size=2).problem
+    tensors = [None if shape is None else torch.empty(shape) for shape in shapes]
+    assert explain(getattr(tdkernels, operator), *tensors, world_size=2, **options).problem.shape == shape
+    assert result.config.tiles is not None
+
+
+@pytest.mark.parametrize(
+    "operator, shapes, message",
+    [
+        ("moe_ag_gemm", ((4, 12), (4, 2)), "the operands are x, topk_ids, w, not"),
+        ("moe_ag_gemm", ((4, 12), (4, 2), (3, 8, 11)), "do not fit"),
+        ("moe_gemm_rs", ((15, 6), (4, 2), (3, 12, 6)), "do not fit"),
+        ("tp_moe", ((4, 12), (4, 2), (4, 2), (3, 9, 12), (3, 12, 4)), "do not fit"),
+        ("tp_moe", ((4, 12), (4, 2), (4, 2), (3, 8, 12)), "the operands are x, topk_ids, topk_weights, w_gate_up"),
+    ],
+)
+def test_shapes_that_do_not_fit(operator, shapes, message):
+    with pytest.raises(ValueError, match=message):
+        explain(operator, *shapes, world_size=2)
+
+
+def test_what_cannot_run_is_no_candidate():
+    with experts.an_h200():
+        problem = Problem("tp_moe", "NVIDIA H200", 2, 2, "bfloat16", "swiglu", (64, 4096, 28, 8, 2))
+        op = tunable("tp_moe")
+        assert "multiple of 16 bytes" in op.illegal(TORCH, problem, experts.GPU)
+        assert op.illegal(op.default(problem, experts.GPU), problem, experts.GPU) is None
+        of_halves = Problem("tp_moe", "NVIDIA H200", 2, 2, "float16", "swiglu", (64, 4096, 256, 8, 2))
+        assert "needs bfloat16" in op.illegal(TORCH, of_halves, experts.GPU)
+
+
+# Of GEMMs like M x N x K; of a layer those are M x I x H.
+SIZES = [(2, 64, 64, 64, 4, 2), (8, 8192, 14336, 4096, 8, 2), (4, 512, 2048, 7168, 256, 8), (3, 96, 312, 48, 5, 5)]
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_estimates(operator):
+    layout = tunable(operator).layouts[0]
+    swap = operator != "moe_ag_gemm"
+    sizes = [(ranks, layout, m, k if swap else n, n if swap else k, *rest) for ranks, m, n, k, *rest in SIZES]
+    with experts.an_h200():
+        experts.estimates_are_sensible(operator, sizes)
+
+
+def test_more_stages_pay_where_experts_have_many_rows():
+    """Of few rows each, reading the weights again is what takes time."""
+    with experts.an_h200():
+        op, default = tunable("moe_ag_gemm"), MoeTpConfig(tiles=Tiles(), chunk_rows=128)
+        best = {}
+        for tokens in (64, 32768):
+            problem = Problem("moe_ag_gemm", "NVIDIA H200", 8, 8, "bfloat16", "swiglu", (tokens, 28672, 4096, 8, 2))
+            times = {
+                stages: op.estimate_ms(MoeTpConfig("fused", default.tiles, 16, 128, stages), problem, experts.H200)
+                for stages in (1, 2, 4)
+            }
+            best[tokens] = min(times, key=times.get)
+        assert best[64] == 1 < best[32768]
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_what_is_compiled_ahead_is_what_a_call_launches(operator):
+    shape, layout = (64, 128, 64, 4, 2), tunable(operator).layouts[-1]
+    problem = Problem(operator, "cpu", 2, 2, "bfloat16", layout, shape)
+    op, config = tunable(operator), MoeTpConfig(tiles=Tiles(64, 64, 64))
+    first, second = moe_ag_gemm_kernel, moe_gemm_rs_kernel
+    with pytest.MonkeyPatch.context() as patch, recorded_launches(first) as rows, recorded_launches(second) as sums:
+        patch.setattr(_device, "has_tma", lambda device: True)
+        operands = op.operands(problem, torch.device("cpu"), torch.Generator())
+        x, *_, weights, w = operands if operator != "tp_moe" else (operands[0], *operands[2:4])
+        routing = op._unrouted(problem, config, x.device)
+        activation = None if layout in ("nk", "none") else layout
+        if operator != "moe_gemm_rs":
+            first.launch(x, w, routing, config, activation)
+        if operator != "moe_ag_gemm":
+            down = operands[-1]
+            second.launch(x.new_empty(128, down.shape[2]), down, routing, torch.ones(64, 2), config)
+        launched = [*rows, *sums]
+        rows.clear(), sums.clear()
+        op.compile([tensor.to("meta") for tensor in operands], problem, config)
+        compiled = [*rows, *sums]
+    assert len(launched) == len(compiled) == (2 if operator == "tp_moe" else 1)
+    for one, other in zip(launched, compiled, strict=True):
+        experts.same_code(one, other)
