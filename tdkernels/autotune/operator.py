@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import importlib
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,33 +13,50 @@ import triton
 from tdkernels import lang
 
 _registry = {}
+_later = {}  # name -> the module that registers it, which nobody need have imported yet
 
 
 @dataclass(frozen=True)
 class Floors:
-    """What a rank must do at least: ``flops``, and ``wire_bytes`` that come in from its peers (as many go out)."""
+    """What a rank must do at least.
+
+    flops:         arithmetic; memory_bytes: read from its memory, where that can take longer than the arithmetic
+    wire_bytes:    come in from its peers, and as many go out
+    """
 
     flops: int
     wire_bytes: int
+    memory_bytes: int = 0
+
+    def computation_ms(self, hardware):
+        """What flops and memory take at the best rates."""
+        return max(self.flops / hardware.flops, self.memory_bytes / hardware.memory) * 1e3
 
 
 class Tunable(ABC):
     """One operator. ``operands`` are a tuple of tensors of one rank, made for a Problem.
 
-    Attributes: ``name``; ``sizes``, the names of the problem's sizes; ``layouts``, the first being the usual one;
-    ``sources``, the modules that hold its kernels and launchers.
+    Attributes: ``name``; ``sizes``, the names of the problem's sizes; ``layouts``, the first being the usual one: how
+    operands lie, and whatever else of a call is no size and matters; ``sources``, the modules that hold its kernels and
+    launchers; ``alone``, whether one rank by itself has something to tune.
     """
 
     name: str
     sizes: tuple
     layouts: tuple
     sources: tuple
+    alone = False
     # The plain config, as explain() calls it: what runs, and what was measured.
     plain_words = "torch collective, then matmul", "torch's collective and matmul"
+    local_words = "the library alone"  # and what ``local`` is, where it was measured
 
     @abstractmethod
     def why_not(self, problem):
         """Why there is no such problem (a size that the ranks do not divide, say), or None."""
+
+    def key(self, problem):
+        """The problem without what of its sizes and layout is each rank's own business: the ranks choose for that."""
+        return problem
 
     @abstractmethod
     def sizes_of(self, *shapes, world_size):
@@ -123,13 +141,20 @@ def register(tunable):
     return tunable
 
 
+def register_later(module, *names):
+    """As ``register``, for what a module registers that is only imported when somebody asks for one of the names."""
+    _later.update(dict.fromkeys(names, module))
+
+
 def operators():
     """The names of all operators that can be tuned."""
-    return sorted(_registry)
+    return sorted({*_registry, *_later})
 
 
 def tunable(name):
     """The operator of that name; ValueError if there is none."""
+    if name not in _registry and name in _later:
+        importlib.import_module(_later[name])
     if name not in _registry:
         raise ValueError(f"operator must be one of {', '.join(operators())}, not {name!r}")
     return _registry[name]

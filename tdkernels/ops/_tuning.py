@@ -1,10 +1,14 @@
 """What operators whose configs are dataclasses have in common for the tuner."""
 
+import functools
 from dataclasses import asdict, fields
 
 from tdkernels.autotune import operator as tunables
+from tdkernels.autotune.choose import choose
+from tdkernels.autotune.problem import Problem
 from tdkernels.ops import _operands
 from tdkernels.ops._tiles import Tiles
+from tdkernels.symm.group import group_state
 
 DTYPES = [str(dtype).removeprefix("torch.") for dtype in _operands.DTYPES]
 
@@ -14,14 +18,18 @@ class ConfigTunable(tunables.Tunable):
 
     config_class:  of its configs
     dtypes:        names of those that its first operand may have
+    across_nodes:  whether it runs by something else than torch's sequence in a group on several nodes
     """
 
     config_class: type
     dtypes = DTYPES
+    across_nodes = True
 
     def why_not(self, problem):
-        if problem.world_size < 2:
+        if problem.world_size < 2 and not self.alone:
             return "one rank has nothing to tune"
+        if problem.num_nodes > 1 and not self.across_nodes:
+            return "on several nodes it runs by torch's sequence, and there is nothing to tune"
         names = " x ".join(size.upper() for size in self.sizes)
         if len(problem.shape) != len(self.sizes) or not all(type(n) is int and n >= 1 for n in problem.shape):
             return f"the shape must be {len(self.sizes)} positive sizes, {names}, not {problem.shape}"
@@ -38,14 +46,15 @@ class ConfigTunable(tunables.Tunable):
 
     def config_from_dict(self, values):
         values = dict(values)
+        known = {field.name for field in fields(self.config_class)}
         tiles = values.pop("tiles", None)
-        if tiles is not None and not isinstance(tiles, dict):
+        needs_tiles = "tiles" in known and values.get("method") != "torch"
+        if not isinstance(tiles, dict) and (needs_tiles or tiles is not None):
             raise ValueError(f"tiles must be an object, not {tiles!r}")
         tiles = tiles or {}
         for name, value in (*values.items(), *tiles.items()):
             if type(value) not in (int, str):
                 raise TypeError(f"{name} is {value!r}")
-        known = {field.name for field in fields(self.config_class)}
         if not values.keys() <= known or not tiles.keys() <= {field.name for field in fields(Tiles)}:
             raise ValueError(f"no {self.config_class.__name__}: {values}, {tiles}")
         return self.config_class(**values, **({"tiles": Tiles(**tiles)} if tiles else {}))
@@ -57,3 +66,22 @@ class ConfigTunable(tunables.Tunable):
 
     def plain(self):
         return self.config_class(method="torch")
+
+
+@functools.lru_cache(1024)
+def _problem(device, operator, sizes, dtype, layout, world_size, local_world_size):
+    return Problem.on(device, operator, sizes, dtype, layout, world_size, local_world_size)
+
+
+def problem_of(operator, sizes, layout, x, group):
+    """The Problem of a call; ``x`` is its first operand, ``group`` None for this process alone."""
+    ranks = local = 1
+    if group is not None:
+        ranks, local = group.size(), group_state(group).local_world_size
+    return _problem(x.device, operator, sizes, x.dtype, layout, ranks, local)
+
+
+def chosen(operator, sizes, layout, x, group, fields):
+    """The config of a call that was given none; as ``choose``, of which see ``group`` and ``fields``."""
+    problem = problem_of(operator, sizes, layout, x, group)
+    return choose(tunables.tunable(operator), problem, x.device, group, fields).config
