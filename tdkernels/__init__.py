@@ -27,6 +27,9 @@ from tdkernels.ops.gemm_ar import GemmArConfig, gemm_ar, gemm_ar_ref
 from tdkernels.ops.gemm_rs import GemmRsConfig, gemm_rs, gemm_rs_ref
 from tdkernels.symm import set_timeout, synchronize
 
+# As for what is imported later, so for what the tuner knows of it.
+autotune.operator.register_later("tdkernels.ops.ulysses_tuning", "ulysses_qkv", "ulysses_out")
+
 __version__ = "0.1.0"
 
 # What is for experts is imported when it is first asked for: its kernels would be a third of the time that this takes.
