@@ -28,6 +28,7 @@ from tdkernels.ops.gemm_rs import GemmRsConfig, gemm_rs, gemm_rs_ref
 from tdkernels.symm import set_timeout, synchronize
 
 # As for what is imported later, so for what the tuner knows of it.
+autotune.operator.register_later("tdkernels.ops.ag_attention_tuning", "ag_attention")
 autotune.operator.register_later("tdkernels.ops.ulysses_tuning", "ulysses_qkv", "ulysses_out")
 
 __version__ = "0.1.0"
