@@ -29,6 +29,7 @@ from tdkernels.symm import set_timeout, synchronize
 
 # As for what is imported later, so for what the tuner knows of it.
 autotune.operator.register_later("tdkernels.ops.ag_attention_tuning", "ag_attention")
+autotune.operator.register_later("tdkernels.ops.flash_decode_tuning", "flash_decode")
 autotune.operator.register_later("tdkernels.ops.ulysses_tuning", "ulysses_qkv", "ulysses_out")
 
 __version__ = "0.1.0"
