@@ -13,13 +13,14 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
+import tdkernels
 from bench import ag_attention_methods as methods
 from bench import harness, parts
 from bench.measure import _override
 from bench.operators import DTYPE
 from bench.sequence_shapes import AttentionShape
 from tdkernels.launch import rank_device
-from tdkernels.ops.ag_attention_kernel import completed
+from tdkernels.ops.ag_attention_config import completed
 
 OPERATORS = ["ag_attention"]
 PEERS = tuple(methods.PEERS)
@@ -109,7 +110,7 @@ def measure(case, plan):
         methods_of=lambda part: _methods(case, part, plan, attentions),
         alone_of=lambda part: {"collective": methods.collective(part)} if case.ranks > 1 else {},
         references_of=lambda part: _references(case, part, sets),
-        config_of=lambda part: _default_config(case),
+        config_of=lambda part: _config(case, sets[0]),
     )  # fmt: skip
 
 
@@ -124,8 +125,14 @@ def _methods(case, part, plan, attentions):
     return found | tries, absent
 
 
-def _default_config(case):
+def _config(case, s):
     """What a call without one takes."""
+    if case.ranks == 1:
+        return _default_config(case)
+    return tdkernels.explain("ag_attention", s.q, s.k, s.v, layout=f"causal {case.sharding}").config
+
+
+def _default_config(case):
     return completed(None, case.rows, case.shape.dim, DTYPE, rank_device())
 
 

@@ -20,7 +20,7 @@ import tdkernels
 from bench.ep_methods import Method
 from tdkernels.launch import rank_device
 from tdkernels.ops._collectives import all_gather_rows, reduce_scatter_rows
-from tdkernels.ops.ag_attention import _attend_by_torch, _pieces
+from tdkernels.ops.ag_attention import attend_to_part, pieces_of
 
 _ROWS = 1024  # queries at a time, where memory would not hold the scores of all
 
@@ -30,7 +30,7 @@ _ROWS = 1024  # queries at a time, where memory would not hold the scores of all
 
 def firsts(case):
     """The first position of each piece that this rank has."""
-    return [first for first, _ in _pieces(case.rows, case.sharding, dist.get_rank(), case.ranks)]
+    return [first for first, _ in pieces_of(case.rows, case.sharding, dist.get_rank(), case.ranks)]
 
 
 def order_of(case):
@@ -173,7 +173,7 @@ def _by_kernel(*kernel):
 def _by_any(first, keys, values, queries):
     """By what torch chooses for a causal bias."""
     scale = keys.shape[3] ** -0.5
-    return tuple(_attend_by_torch(q, keys, values, at, True, scale) for q, at in zip(queries, first, strict=True))
+    return tuple(attend_to_part(q, keys, values, at, True, scale) for q, at in zip(queries, first, strict=True))
 
 
 PEERS = {
@@ -295,7 +295,7 @@ def exact(case, part, s):
             rows = slice(start, start + _ROWS)
             leaves = _leaves(q[:, -heads:, rows].float(), keys, values)
             with torch.set_grad_enabled(part == "backward"):
-                o = _attend_by_torch(*leaves, first + start, True, case.shape.dim**-0.5)
+                o = attend_to_part(*leaves, first + start, True, case.shape.dim**-0.5)
             if part == "forward":
                 outputs.append(o)
                 continue

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
+import tdkernels
 from bench import flash_decode_methods as methods
 from bench import graphs, harness
 from bench.measure import _override, timed
@@ -137,6 +138,7 @@ def measure(case, plan):
             of_calls, reasons = graphs.capture_all(calls, sets, references, unchecked=())
             captured, not_captured = captured | of_calls, not_captured | reasons
         del references
+    configs |= _what_runs([*alone, *together], sets[0])
     copy, nbytes = methods.copy_on_device()
     calls = {"copy": copy, **alone, **together}
     found = timed(calls, captured, sets, plan, configs, absent, not_captured)
@@ -150,8 +152,17 @@ def _input_sets(case):
     return [case.inputs(seed) for seed in range(count)]
 
 
+def _what_runs(names, s):
+    """{name: config} of the calls without one."""
+    groups = {"local": methods.own_group(), "tdkernels": None}
+    operands = s.q, s.k, s.v, s.lens
+    return {
+        name: tdkernels.explain("flash_decode", *operands, group=group).config
+        for name, group in groups.items() if name in names
+    }  # fmt: skip
+
+
 def _default_config(s):
-    """What a call without one takes."""
     return default_config(shape_of(s.q[:, None], s.k, s.v), rank_device())
 
 
@@ -166,7 +177,7 @@ def _methods(case, plan, default):
     together = {f"{SEQUENCE}{name}": lambda s, a=attend: methods.sequence(a, s) for name, attend in attentions.items()}
     configs = {}
     for suffix, config in {"": None, **tries}.items():
-        configs[f"local{suffix}"] = configs[f"tdkernels{suffix}"] = config or default
+        configs[f"local{suffix}"] = configs[f"tdkernels{suffix}"] = config
         alone[f"local{suffix}"] = lambda s, config=config: methods.ours(s, config, methods.own_group())
         together[f"tdkernels{suffix}"] = lambda s, config=config: methods.ours(s, config)
     absent |= {f"{LOCAL}{name}": reason for name, reason in missing.items()}

@@ -171,7 +171,7 @@ def measure(case, plan):
         methods_of=lambda part: _methods(case, part, plan),
         alone_of=lambda part: {"gemm": _PRODUCTS[case.operator, part], "collective": _exchange},
         references_of=lambda part: _references(case, part, sets[:2]),  # two: our workspaces have two halves
-        config_of=lambda part: _default_config(case, part),
+        config_of=lambda part: _config(case, part),
     )  # fmt: skip
 
 
@@ -191,8 +191,18 @@ def _methods(case, part, plan):
     return methods | tries, absent
 
 
+def _config(case, part):
+    """What a call without one takes; the backward of each is a call of the other."""
+    if case.ranks == 1:
+        return _default_config(case, part)
+    m, n, k = case.shape.m, case.shape.n, case.shape.k
+    if part == "forward":
+        return tdkernels.explain(case.operator, m, n, k, dtype=DTYPE).config
+    (other,) = {*OPERATORS} - {case.operator}
+    return tdkernels.explain(other, m, k, n, dtype=DTYPE, layout="kn").config
+
+
 def _default_config(case, part):
-    """What a call without one takes; the backward of each is the product of the other."""
     exchanges_first = (case.operator == "ulysses_out") == (part == "forward")
     n = case.shape.n if part == "forward" else case.shape.k
     return completed(None, case.shape.m // case.ranks, n if exchanges_first else n // case.ranks, DTYPE, rank_device())

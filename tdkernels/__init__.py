@@ -27,6 +27,14 @@ from tdkernels.ops.gemm_ar import GemmArConfig, gemm_ar, gemm_ar_ref
 from tdkernels.ops.gemm_rs import GemmRsConfig, gemm_rs, gemm_rs_ref
 from tdkernels.symm import set_timeout, synchronize
 
+# As for what is imported later, so for what the tuner knows of it.
+autotune.operator.register_later("tdkernels.ops.ag_attention_tuning", "ag_attention")
+autotune.operator.register_later("tdkernels.ops.ep_tuning", "all_to_all", "ep_combine", "ep_dispatch")
+autotune.operator.register_later("tdkernels.ops.flash_decode_tuning", "flash_decode")
+autotune.operator.register_later("tdkernels.ops.group_gemm_tuning", "group_gemm")
+autotune.operator.register_later("tdkernels.ops.moe_tp_tuning", "moe_ag_gemm", "moe_gemm_rs", "tp_moe")
+autotune.operator.register_later("tdkernels.ops.ulysses_tuning", "ulysses_qkv", "ulysses_out")
+
 __version__ = "0.1.0"
 
 # What is for experts is imported when it is first asked for: its kernels would be a third of the time that this takes.
@@ -47,11 +55,6 @@ _LATER = {
     "tdkernels.ops.ulysses": ("ulysses_out", "ulysses_out_ref", "ulysses_qkv", "ulysses_qkv_ref"),
     "tdkernels.ops.ulysses_config": ("UlyssesConfig",),
 }  # fmt: skip
-
-
-autotune.operator.register_later("tdkernels.ops.ep_tuning", "all_to_all", "ep_combine", "ep_dispatch")
-autotune.operator.register_later("tdkernels.ops.group_gemm_tuning", "group_gemm")
-autotune.operator.register_later("tdkernels.ops.moe_tp_tuning", "moe_ag_gemm", "moe_gemm_rs", "tp_moe")
 
 
 def __getattr__(name):

@@ -24,17 +24,28 @@ class Job:
 
 
 def add_arguments(parser):
-    parser.add_argument("operator", nargs="?", help="ag_gemm, gemm_rs, all_gather …; with --model, all by default")
     parser.add_argument(
-        "--shape", action="append", default=[], metavar="MxNxK",
-        help="sizes of the whole problem, before it is divided between ranks (of a collective alone: the elements of "
-        "the full tensor); may be given several times",
+        "operator", nargs="?",
+        help="ag_gemm, gemm_rs, all_gather, flash_decode …; with --model, all by default; without --shape or --model "
+        "its sizes and layouts are shown",
+    )  # fmt: skip
+    parser.add_argument(
+        "--shape", action="append", default=[], metavar="SIZES",
+        help="sizes of the whole problem, before it is divided between ranks, with x between them: MxNxK of a product, "
+        "the elements of the full tensor of a collective alone; may be given several times",
     )  # fmt: skip
     parser.add_argument("--model", action="append", default=[], help="layers of a model, such as llama-3.1-70b")
     parser.add_argument("--tokens", default="8192", metavar="M,M,…", help="with --model: numbers of rows (8192)")
-    parser.add_argument("--nproc", "--tp", default="auto", metavar="W", help="ranks; auto: all GPUs, or 2 processes")
+    parser.add_argument(
+        "--nproc", "--tp", default="auto", metavar="W",
+        help="ranks; auto: all GPUs, or 2 processes; 1 for what one rank has to tune, such as flash_decode",
+    )  # fmt: skip
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
-    parser.add_argument("--layout", choices=("nk", "kn"), help="of the weight in memory, nk or as in the backward kn")
+    parser.add_argument(
+        "--layout",
+        help='of the operands, in the words of the operator: of a weight "nk" or, as in the backward, "kn"; "causal '
+        'zigzag" of ag_attention …; the usual one by default',
+    )  # fmt: skip
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     parser.add_argument("--budget", type=float, default=20.0, metavar="S", help="seconds a shape, about (20)")
     parser.add_argument("--again", action="store_true", help="also what the cache has already")
@@ -46,7 +57,8 @@ def main(options):
 
     try:
         jobs = _jobs(options)
-        ranks = _num_ranks(options)
+        _check_layout(jobs, options.layout)
+        ranks = _num_ranks(options, jobs)
         device = pick_device(options.device, ranks)
         jobs = _possible(jobs, options, ranks, device)
     except ValueError as error:
@@ -82,8 +94,35 @@ def _jobs(options):
             raise ValueError(f"--model must be one of {', '.join(MODELS)}, not {name!r}")
         jobs += [Job(*problem) for problem in problems(name, tokens) if options.operator in (None, problem[0])]
     if not options.shape and not options.model:
-        raise ValueError("say what: an operator with --shape MxNxK, or --model NAME")
+        raise ValueError(f"say what: {_what_to_say(options.operator)}")
     return list(dict.fromkeys(jobs))
+
+
+def _what_to_say(operator):
+    if operator is None:
+        return "an operator with --shape SIZES, such as MxNxK of a product, or --model NAME"
+    from tdkernels.autotune.operator import tunable
+    from tdkernels.models import MODELS, problems
+
+    names, layouts = tunable(operator).sizes, tunable(operator).layouts
+    text = f"{operator} with --shape {'x'.join(name.upper() for name in names)}"
+    if len(layouts) > 1:
+        text += f", and --layout if not {layouts[0]!r}: {_listed(layouts[1:])}"
+    is_a_layer = operator in {problem[0] for problem in problems(next(iter(MODELS)), [1])}
+    return text + ("; or --model NAME" if is_a_layer else "")
+
+
+def _listed(words):
+    return ", ".join(map(repr, words))
+
+
+def _check_layout(jobs, layout):
+    from tdkernels.autotune.operator import tunable
+
+    for operator in dict.fromkeys(job.operator for job in jobs):
+        layouts = tunable(operator).layouts
+        if layout is not None and layout not in layouts:
+            raise ValueError(f"--layout of {operator} must be one of {_listed(layouts)}, not {layout!r}")
 
 
 def _sizes(text, separator, name):
@@ -93,12 +132,16 @@ def _sizes(text, separator, name):
         raise ValueError(f"{name} must be whole numbers with {separator!r} between them, not {text!r}") from None
 
 
-def _num_ranks(options):
+def _num_ranks(options, jobs):
+    from tdkernels.autotune.operator import tunable
+
+    least = 1 if jobs and all(tunable(job.operator).alone for job in jobs) else 2
     gpus = torch.cuda.device_count() if options.device != "cpu" else 0
     if options.nproc == "auto":
-        return gpus if gpus > 1 else 2
-    if not options.nproc.isdigit() or int(options.nproc) < 2:
-        raise ValueError(f"--nproc must be auto or a number of at least 2 ranks, not {options.nproc!r}")
+        return gpus if gpus >= least else 2
+    if not options.nproc.isdigit() or int(options.nproc) < least:
+        some = f"{least} rank{'s' * (least > 1)}"
+        raise ValueError(f"--nproc must be auto or a number of at least {some}, not {options.nproc!r}")
     return int(options.nproc)
 
 
@@ -220,7 +263,8 @@ def _report(result):
     plain = next((trial for trial in timed if trial.config.method == "torch"), None)
     for trial in timed[:_BEST] + ([plain] if plain is not None and plain not in timed[:_BEST] else []):
         speedup = f"{plain.ms / trial.ms:.2f}" if plain is not None else "?"
-        table.add_row(settings(trial.config), f"{trial.ms:.4f}", speedup, f"{floor / trial.ms:.2f}")
+        words = settings(entry.problem.operator, trial.config)
+        table.add_row(words, f"{trial.ms:.4f}", speedup, f"{floor / trial.ms:.2f}")
     failed = [trial for trial in result.trials if trial.reason is not None]
     wire = f", wire {entry.wire_ms:.4f} ms" if entry.wire_ms else ""
     out = f"; {len(failed)} failed, the first: {failed[0].reason}" if failed else ""

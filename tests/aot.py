@@ -39,15 +39,19 @@ SHARED_MEMORY = {"sm_80": 166912, "sm_89": 101376, "sm_90": 232448, "sm_100": 23
 
 def compile_for(kernel, args, kwargs, arch):
     """The compiled kernel (``.asm``, ``.metadata``) for a launch ``kernel[grid](*args, **kwargs)`` on ``arch``."""
-    target = TARGETS[arch]
-    backend = make_backend(target)
+    options, *specialization = specialised(kernel, args, kwargs, arch)
+    return triton.compile(ASTSource(kernel, *specialization), target=TARGETS[arch], options=options)
+
+
+def specialised(kernel, args, kwargs, arch):
+    """All that Triton compiles a launch for: (options, signature, constants, attributes)."""
+    backend = make_backend(TARGETS[arch])
     network = {"extern_libs": network_library(arch)} if kernel._network else {}
     kwargs = {"debug": False, **network, **kwargs}
     binder = create_function_from_signature(kernel.signature, kernel.params, backend)
     bound, specialization, options = binder(*args, **kwargs)
-    options, signature, constants, attributes = kernel._pack_args(backend, kwargs, bound, specialization, options)
-    source = ASTSource(kernel, signature, constants, attributes)
-    return triton.compile(source, target=target, options=options.__dict__)
+    options, *specialization = kernel._pack_args(backend, kwargs, bound, specialization, options)
+    return options.__dict__, *specialization
 
 
 def network_library(arch):

@@ -18,6 +18,7 @@ from tdkernels.ops import (
     _device,
     _operands,
     ag_attention_backward_kernel,
+    ag_attention_config,
     ag_attention_dkv_kernel,
     ag_attention_kernel,
     collective_launch,
@@ -398,7 +399,7 @@ def attention_launches(
         patch.setattr(_device, "has_tma", lambda device: arch in ("sm_90", "sm_100"))
         patch.setattr(_device, "capability", lambda device: (int(arch[3:-1]), int(arch[-1])))
         patch.setattr(torch.version, "hip", "7.0" if arch.startswith("gfx") else None)
-        config = of_forward.completed(None, rows, max(d, dv), dtype, device)
+        config = ag_attention_config.completed(None, rows, max(d, dv), dtype, device)
         # The memory that peers write to is none here, and its descriptor like that of any tensor.
         for module in (of_forward, of_keys):
             patch.setattr(module, "gathered_descriptor", lambda *args: of_forward.shard_descriptor(args[2], *args[4:]))

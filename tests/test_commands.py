@@ -42,6 +42,16 @@ def test_tune_keeps_what_it_finds_and_does_not_tune_it_again(folder):
     assert code == 0 and "is in the cache" in out and "nothing to tune" in out
 
 
+def test_tune_takes_other_layouts_and_one_rank(folder, capfd):
+    tune = ["tune", "flash_decode", "--shape", "1x1x2x1x16x16x8", "--dtype", "fp32", "--device", "cpu"]
+    assert main([*tune, "--layout", "paged", "--nproc", "1"]) == 0
+    out = capfd.readouterr().out  # of the rank
+    assert "flash_decode 1x1x2x1x16x16x8 float32 paged on 1 x cpu" in out
+    assert "method=fused block_n=" in out and "method=torch" in out
+    (entry,) = cache.load(folder / "cpu" / "flash_decode.json")
+    assert (entry.problem.layout, entry.problem.world_size) == ("paged", 1)
+
+
 def test_tune_goes_through_the_layers_of_a_model(folder, monkeypatch):
     from tdkernels import models
 
@@ -62,7 +72,7 @@ def test_tune_goes_through_the_layers_of_a_model(folder, monkeypatch):
         ([], "say what"),
         (["ag_gemm"], "say what"),
         (["--shape", "8x8x8"], "needs the operator"),
-        (["nonsense", "--shape", "8x8x8"], "operator must be one of ag_gemm, all_gather, all_reduce, all_to_all"),
+        (["nonsense", "--shape", "8x8x8"], "operator must be one of ag_attention, ag_gemm, all_gather, all_re"),
         (["ag_gemm", "--shape", "8x8"], "3 positive sizes"),
         (["ag_gemm", "--shape", "8xx8"], "whole numbers"),
         (["ag_gemm", "--shape", "7x8x8", "--nproc", "2"], "M = 7 is not divisible by 2 ranks"),
@@ -70,6 +80,12 @@ def test_tune_goes_through_the_layers_of_a_model(folder, monkeypatch):
         (["gemm_rs", "--shape", "8x8x9", "--nproc", "2"], "K = 9 is not divisible by 2 ranks"),
         (["ag_gemm", "--shape", "8x8x8", "--nproc", "1"], "at least 2 ranks"),
         (["ag_gemm", "--shape", "8x8x8", "--nproc", "many"], "--nproc must be auto or a number"),
+        (["flash_decode", "--shape", "1x1x4x2x16x16x8", "--nproc", "0"], "a number of at least 1 rank, not '0'"),
+        (["ag_gemm", "--shape", "8x8x8", "--layout", "full"], "ag_gemm must be one of 'nk', 'kn', not 'full'"),
+        (["--model", "gpt-3", "--layout", "full"], "--layout of ag_gemm must be one of 'nk', 'kn', not 'full'"),
+        (["ag_attention", "--shape", "8x8"], "6 positive sizes, BATCH x SEQ x HEADS x KV_HEADS x D x DV, not (8, 8)"),
+        (["ag_attention", "--shape", "1x8x2x1x16x16", "--layout", "nk"], "'causal zigzag', 'full', not 'nk'"),
+        (["ag_attention"], "--shape BATCHxSEQxHEADSxKV_HEADSxDxDV, and --layout if not 'causal contiguous': 'ca"),
         (["--model", "gpt-0"], "--model must be one of"),
         (["--model", "gpt-3", "--tokens", "few"], "--tokens must be whole numbers"),
     ],

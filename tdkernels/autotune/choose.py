@@ -7,7 +7,8 @@ follow, so that it does not matter what is in their files.
 """
 
 import logging
-from dataclasses import dataclass
+import shlex
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -21,6 +22,9 @@ _log = logging.getLogger("tdkernels")
 # Where a config came from.
 EXPLICIT, CACHE, SHIPPED, NEAREST, DEFAULT = "explicit", "cache", "shipped", "nearest", "default"
 
+_warned = set()  # (operator, GPU) of which this process has said that nobody has tuned them
+_alone = {}  # what this process has chosen where there is no group, as ``GroupState.choices``
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -31,22 +35,41 @@ class Choice:
     entry: table.Entry | None = None
 
 
+def choices_of(group):
+    """{(key of a problem, mode): Choice} of what a group has chosen; None for a group is this process alone."""
+    return _alone if group is None else group_state(group).choices
+
+
 def choose(tunable, problem, device, group, fields):
     """The Choice for a call without a config, the same on all ranks; collective at the first call with a problem.
 
-    Args:     fields: what must be the same on all ranks, for the error that names who differs
+    Args:     problem: as this rank has it; the ranks agree for its ``Tunable.key``, and rank 0 looks up the problem
+              that it has itself
+              group: None for this process alone, which asks nobody and never tunes
+              fields: what must be the same on all ranks, for the error that names who differs
     Raises:   ValueError when the ranks disagree on fields or mode; PeerTimeoutError
     """
-    choices = group_state(group).choices
-    key = problem, get_mode()
+    choices = choices_of(group)
+    key = tunable.key(problem), get_mode()
     choice = choices.get(key)
     if choice is None:
-        choice, final = _agree(tunable, problem, device, group, fields)
+        final = True
+        if group is None:
+            choice = look_up(tunable, problem, device, get_mode())
+        else:
+            choice, final = _agree(tunable, problem, device, group, fields)
         if final:
             choices[key] = choice
-        if group_state(group).rank == 0:
+        if group is None or group_state(group).rank == 0:
             _say(tunable, problem, device, choice)
     return choice
+
+
+def forget(tunable, problem, choices):
+    """Let the next call with a problem choose anew; to be done on all ranks."""
+    for known in (choices, _alone):
+        for key in [key for key in known if key[0] == tunable.key(problem)]:
+            del known[key]
 
 
 def look_up(tunable, problem, device, mode):
@@ -88,11 +111,12 @@ def _agree(tunable, problem, device, group, fields):
     if state.rank == 0:
         try:
             own = look_up(tunable, problem, device, mode)
-            offer |= _to_offer(tunable, own)
+            offer |= {**_to_offer(tunable, own), "shape": problem.shape, "layout": problem.layout}
         except Exception as error:  # the others are on their way to the agreement, and shall hear of it
             offer["error"] = f"{type(error).__name__}: {error}"
     # A rank whose operands lie otherwise, or whose GPU is another, would look its choice up under another key later.
-    fields = {**fields, "weight lies as": problem.layout, "gpu": problem.gpu, "config": f"left to autotune ({mode})"}
+    key = tunable.key(problem)
+    fields = {**fields, "layout": key.layout, "gpu": key.gpu, "config": f"left to autotune ({mode})"}
     offers = state.agree(tunable.name, fields, offer)
     if "error" in offers[0]:
         raise RuntimeError(f"{tunable.name}: rank 0 could not choose a config: {offers[0]['error']}")
@@ -101,7 +125,8 @@ def _agree(tunable, problem, device, group, fields):
         return choice, True
     if not all(offer["tune"] for offer in offers):
         return choice, False
-    return _tuned(tunable, problem, device, group, choice), True
+    of_rank_0 = replace(problem, shape=tuple(offers[0]["shape"]), layout=offers[0]["layout"])
+    return _tuned(tunable, of_rank_0, device, group, choice), True
 
 
 def _tuned(tunable, problem, device, group, otherwise):
@@ -142,12 +167,19 @@ def _log_choice(tunable, problem, device, choice):
     from tdkernels.autotune.explain import explanation
 
     if choice.source == DEFAULT and device.type == "cuda" and get_mode() != "off":
-        if not cache.user_entries(problem.operator, problem.gpu) and not cache.shipped_entries(
-            problem.operator, problem.gpu
-        ):  # fmt: skip
-            sizes = "x".join(map(str, problem.shape))
-            _log.warning(
-                "%s runs with a default config: there is no table for this GPU. Tune it once: python -m tdkernels tune "
-                "%s --shape %s --nproc %d", problem, problem.operator, sizes, problem.world_size,
-            )  # fmt: skip
+        _warn_once(tunable, problem)
     _log.info("%s", explanation(tunable, problem, device, choice).line())
+
+
+def _warn_once(tunable, problem):
+    """Say how to tune an operator of which nothing is known for a GPU; once, and not for each of its shapes."""
+    table_of = problem.operator, problem.gpu
+    if table_of in _warned or cache.user_entries(*table_of) or cache.shipped_entries(*table_of):
+        return
+    _warned.add(table_of)
+    sizes = "x".join(map(str, problem.shape))
+    layout = "" if problem.layout == tunable.layouts[0] else f" --layout {shlex.quote(problem.layout)}"
+    _log.warning(
+        "%s runs with a default config: there is no table of %s for this GPU. Tune it once: python -m tdkernels tune "
+        "%s --shape %s%s --nproc %d", problem, problem.operator, problem.operator, sizes, layout, problem.world_size,
+    )  # fmt: skip

@@ -1,10 +1,10 @@
 """Which path a call takes, why, and how near it comes to what the hardware allows."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 
-from tdkernels.autotune.choose import CACHE, EXPLICIT, SHIPPED, Choice, look_up
+from tdkernels.autotune.choose import CACHE, EXPLICIT, SHIPPED, Choice, choices_of, look_up
 from tdkernels.autotune.hardware import hardware
 from tdkernels.autotune.modes import get_mode
 from tdkernels.autotune.operator import tunable as tunable_by_name
@@ -21,7 +21,8 @@ class Explanation:
     tuned_for:                  the problem for which the config was tuned; None for a default or explicit one
     expected_ms, measured:      of a call; measured for this very problem, or estimated
     plain_ms:                   of torch's collective and matmul in sequence, where it was measured
-    local_ms, local_measured:   floor of the computation: by the library alone, or flops at the best rate
+    local_ms, local_measured:   floor of the computation: by the library alone, or at the best rate
+    bound_by:                   of what that rate is: "flops", or "bytes of memory"
     wire_ms:                    floor of the communication: bytes at the best rate of a link
     rates_measured:             whether the best rates were measured on such a GPU, or guessed from its properties
 
@@ -37,6 +38,7 @@ class Explanation:
     plain_ms: float | None
     local_ms: float | None
     local_measured: bool
+    bound_by: str
     wire_ms: float | None
     rates_measured: bool
 
@@ -51,7 +53,7 @@ class Explanation:
 
     def line(self):
         """All of it in one line, for a log."""
-        text = f"{self.problem}: {self.method} ({self.source}), {settings(self.config)}"
+        text = f"{self.problem}: {self.method} ({self.source}), {settings(self.problem.operator, self.config)}"
         if self.expected_ms is not None:
             text += f"; {self.expected_ms:.3f} ms {'measured' if self.measured else 'estimated'}"
         if self.plain_ms is not None:
@@ -61,11 +63,12 @@ class Explanation:
         return text + ("; floors: " + ", ".join(known) if known else "")
 
     def __str__(self):
-        plain_runs, plain = tunable_by_name(self.problem.operator).plain_words
+        tunable = tunable_by_name(self.problem.operator)
+        plain_runs, plain = tunable.plain_words
         lines = [
-            str(self.problem),
+            *self._title(),
             f"  runs        {plain_runs if self.method == 'torch' else self.method}",
-            f"  config      {settings(self.config)}",
+            f"  config      {settings(self.problem.operator, self.config)}",
             f"  came from   {_ORIGIN[self.source]}",
         ]
         if self.tuned_for is not None and self.tuned_for != self.problem:
@@ -77,12 +80,20 @@ class Explanation:
             ratio = self.plain_ms / self.expected_ms
             lines.append(f"  sequence    {self.plain_ms:.4f} ms, {plain}; {ratio:.2f} x ours")
         rate = "the best rate" if self.rates_measured else "a rate guessed from the GPU's properties"
-        local = "the library alone, measured" if self.local_measured else f"flops at {rate}"
+        local = f"{tunable.local_words}, measured" if self.local_measured else f"{self.bound_by} at {rate}"
         for name, ms, what in (("computation", self.local_ms, local), ("wire", self.wire_ms, f"bytes at {rate}")):
             if ms is not None:
                 share = ms / self.expected_ms
                 lines.append(f"  {name:11} {ms:.4f} ms at least ({what}), {share:.0%} of the expected time")
         return "\n".join(lines)
+
+    def _title(self):
+        """The problem; where there are more than the three sizes of a product, with their names."""
+        names = tunable_by_name(self.problem.operator).sizes
+        if len(names) <= 3:
+            return [str(self.problem)]
+        sizes = " ".join(f"{name}={size}" for name, size in zip(names, self.problem.shape, strict=True))
+        return [str(self.problem), f"  sizes       {sizes}"]
 
 
 _ORIGIN = {
@@ -100,7 +111,9 @@ def explain(operator, *shapes, dtype=torch.bfloat16, layout=None, group=None, wo
     Args:     operator: its name or the function, "ag_gemm" or tdkernels.ag_gemm
               shapes: this rank's operands as they go into the call (tensors, or their shapes), or the sizes of the
               whole problem as integers: explain("ag_gemm", 8192, 57344, 8192) is M, N, K
-              dtype, layout: of operands that are not tensors; layout None is the usual one
+              dtype: of operands that are not tensors
+              layout: of operands that are not tensors, and what operands do not show, such as "causal zigzag" of
+              ag_attention; None is what the tensors show, or else the usual one
               group: as for the operators; world_size: instead of a group, where torch.distributed is not initialised
               config: as for the operators
     Returns:  Explanation
@@ -131,8 +144,10 @@ def explain(operator, *shapes, dtype=torch.bfloat16, layout=None, group=None, wo
         if reason is not None:
             raise ValueError(f"{name}: config cannot run: {reason}")
         return explanation(tunable, problem, device, Choice(tunable.completed(config, problem, device), EXPLICIT))
-    mode = get_mode()
-    agreed = state.choices.get((problem, mode)) if state is not None else None
+    mode, choices = get_mode(), {}
+    if state is not None or world_size == 1:
+        choices = choices_of(group if state is not None else None)
+    agreed = choices.get((tunable.key(problem), mode))
     return explanation(tunable, problem, device, agreed or look_up(tunable, problem, device, mode))
 
 
@@ -140,31 +155,30 @@ def explanation(tunable, problem, device, choice):
     """The Explanation of a choice."""
     rates = hardware(device, problem.torch_dtype)
     floors, entry = tunable.floors(problem), choice.entry
-    measured = choice.source in (CACHE, SHIPPED)
+    config = tunable.completed(choice.config, problem, device)
+    # What the ranks have agreed on may be of a problem that differs in a size which is each rank's own.
+    measured = choice.source in (CACHE, SHIPPED) and entry.problem == problem
     expected_ms = plain_ms = local_ms = wire_ms = None
     if device.type != "cpu":
-        expected_ms = tunable.estimate_ms(choice.config, problem, rates)
-        local_ms, wire_ms = floors.flops / rates.flops * 1e3, floors.wire_bytes / rates.link * 1e3
+        expected_ms = tunable.estimate_ms(config, problem, rates)
+        local_ms, wire_ms = floors.computation_ms(rates), floors.wire_bytes / rates.link * 1e3
+    bound_by = "flops" if floors.flops / rates.flops >= floors.memory_bytes / rates.memory else "bytes of memory"
     local_measured = measured and entry.local_ms is not None
     if measured:
         expected_ms, plain_ms = entry.ms, entry.plain_ms
         local_ms = entry.local_ms if entry.local_ms is not None else local_ms
         wire_ms = entry.wire_ms if entry.wire_ms is not None else wire_ms
     return Explanation(
-        problem, choice.config, choice.source, entry.problem if entry is not None else None, expected_ms, measured,
-        plain_ms, local_ms, local_measured, wire_ms, rates.measured,
+        problem, config, choice.source, entry.problem if entry is not None else None, expected_ms, measured,
+        plain_ms, local_ms, local_measured, bound_by, wire_ms, rates.measured,
     )  # fmt: skip
 
 
-def settings(config):
-    """A config in a few words."""
-    values = {name: value for name, value in asdict(config).items() if value is not None}
-    if values.get("method") == "torch":
-        return "method=torch"
+def settings(operator, config):
+    """A config of an operator in a few words."""
+    values = tunable_by_name(operator).config_to_dict(config)
     return " ".join(f"{name}={_plainly(value)}" for name, value in values.items())
 
 
 def _plainly(value):
     return "/".join(str(v) for v in value.values()) if isinstance(value, dict) else value
-
-

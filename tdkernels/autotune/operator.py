@@ -48,10 +48,15 @@ class Tunable(ABC):
     alone = False
     # The plain config, as explain() calls it: what runs, and what was measured.
     plain_words = "torch collective, then matmul", "torch's collective and matmul"
+    local_words = "the library alone"  # and what ``local`` is, where it was measured
 
     @abstractmethod
     def why_not(self, problem):
         """Why there is no such problem (a size that the ranks do not divide, say), or None."""
+
+    def key(self, problem):
+        """The problem without what of its sizes and layout is each rank's own business: the ranks choose for that."""
+        return problem
 
     @abstractmethod
     def sizes_of(self, *shapes, world_size):

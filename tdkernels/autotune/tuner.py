@@ -25,6 +25,7 @@ from datetime import date
 import torch
 
 from tdkernels.autotune import cache
+from tdkernels.autotune.choose import forget
 from tdkernels.autotune.hardware import hardware
 from tdkernels.autotune.modes import get_mode, mode
 from tdkernels.autotune.operator import tunable as tunable_by_name
@@ -98,7 +99,8 @@ def tune(
 ):  # fmt: skip
     """Find the best config for a problem and keep it in the user's cache.
 
-    Args:     operator: its name, such as "ag_gemm"; sizes: of the whole problem, M, N and K for the dense operators
+    Args:     operator: its name, such as "ag_gemm"
+              sizes: of the whole problem, M, N and K of a product; ``python -m tdkernels tune OPERATOR`` names others
               dtype, layout: of the operands; layout None is the usual one
               group: as for the operators
               device: where; None means this rank's GPU if the group's collectives run there, the CPU otherwise
@@ -153,8 +155,7 @@ class _Tuner:
         self.ranks.settle()
         if self.state.rank == 0:
             cache.store([entry])
-        for key in [key for key in self.state.choices if key[0] == self.problem]:
-            del self.state.choices[key]
+        forget(self.tunable, self.problem, self.state.choices)
         self.state.barrier("tune")  # nobody looks for the entry before it is there
         # Later rounds are longer, and clocks move: times of different rounds do not compare.
         timed = sorted((t for t in trials if t.reason is None and t.samples), key=lambda t: (-t.last_round, t.ms))
@@ -374,7 +375,7 @@ class _Tuner:
         self.local = [self.tunable.local(operands, self.problem) for operands in self.operands[:2]]
 
     def _local_ms(self, round_):
-        calls = _calls(round_.ms, self.tunable.floors(self.problem).flops / self.rates.flops * 1e3)
+        calls = _calls(round_.ms, self.tunable.floors(self.problem).computation_ms(self.rates))
         bursts = [burst(lambda call: call(), self.local, calls, self.device, self.group) for _ in range(round_.repeats)]
         return statistics.median(ms for ms, _ in bursts)
 

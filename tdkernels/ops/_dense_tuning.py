@@ -9,12 +9,10 @@ import torch.nn.functional as F
 from tdkernels.autotune import operator as tunables
 from tdkernels.autotune.choose import choose
 from tdkernels.autotune.hardware import hardware
-from tdkernels.autotune.problem import Problem
 from tdkernels.ops import _device, _operands
 from tdkernels.ops._config import from_text
 from tdkernels.ops._tiles import Tiles
-from tdkernels.ops._tuning import ConfigTunable
-from tdkernels.symm.group import group_state
+from tdkernels.ops._tuning import ConfigTunable, problem_of
 
 # What programs and copy engines reach of a link's best rate, and how many programs it takes (H200).
 _PUSH_SHARE, _COPY_SHARE, _PROGRAMS_A_LINK = 0.88, 0.8, 8
@@ -50,11 +48,6 @@ class DenseTunable(ConfigTunable):
     def layout_of(self, *operands):
         weight = operands[1] if len(operands) > 1 else None
         return "kn" if isinstance(weight, torch.Tensor) and _operands.lies_as_kn(weight) else "nk"
-
-    def config_from_dict(self, values):
-        if values.get("method") != "torch" and not isinstance(values.get("tiles"), dict):
-            raise ValueError(f"tiles must be an object, not {values.get('tiles')!r}")
-        return super().config_from_dict(values)
 
     def completed(self, config, problem, device):
         if not _leaves_tiles_open(config):
@@ -133,10 +126,8 @@ def config_for(operator, text, x, weight, group, fields):
     config = from_text(tunable.config_class, text) if text else None
     if config is not None and not _leaves_tiles_open(config):
         return config
-    world_size = group.size()
-    shape = tunable.sizes_of(x.shape, weight.shape, world_size=world_size)
-    local_world_size, layout = group_state(group).local_world_size, tunable.layout_of(x, weight)
-    problem = Problem.on(x.device, operator, shape, x.dtype, layout, world_size, local_world_size)
+    sizes = tunable.sizes_of(x.shape, weight.shape, world_size=group.size())
+    problem = problem_of(operator, sizes, tunable.layout_of(x, weight), x, group)
     if config is not None:
         return tunable.completed(config, problem, x.device)
     return choose(tunable, problem, x.device, group, fields).config
@@ -182,7 +173,12 @@ def product_s(m, n, k, dtype, tiles, num_sms, hardware):
 def sequence_s(m, n, k, wire_bytes, dtype, hardware):
     """Seconds of the plain sequence."""
     product = max(2.0 * m * n * k / hardware.flops, (n * k + m * k + m * n) * dtype.itemsize / hardware.memory)
-    return product + wire_bytes / (_COLLECTIVE_SHARE * hardware.link) + _LAUNCH_S
+    return product + collective_s(wire_bytes, hardware)
+
+
+def collective_s(wire_bytes, hardware):
+    """Seconds of a collective of torch's by itself."""
+    return wire_bytes / (_COLLECTIVE_SHARE * hardware.link) + _LAUNCH_S
 
 
 def push_rate(programs, hardware):

@@ -28,10 +28,11 @@ from tdkernels.ops import _operands
 from tdkernels.ops import ag_attention_backward_kernel as backward_kernel
 from tdkernels.ops import ag_attention_kernel as kernel
 from tdkernels.ops._collectives import all_gather_rows, reduce_scatter_rows
-from tdkernels.ops._nodes import torch_across_nodes
+from tdkernels.ops._nodes import spans_nodes
 from tdkernels.ops._outside_graphs import outside_graphs
+from tdkernels.ops._tuning import chosen
 from tdkernels.ops.ag_attention_checks import check_attention
-from tdkernels.ops.ag_attention_kernel import AgAttentionConfig
+from tdkernels.ops.ag_attention_config import AgAttentionConfig, completed
 from tdkernels.symm import resolve_group
 from tdkernels.symm.group import group_state
 
@@ -61,7 +62,7 @@ def _whole(x, sharding, group):
     return torch.cat([*shards], dim=1).transpose(1, 2)
 
 
-def _pieces(rows, sharding, rank, ranks):
+def pieces_of(rows, sharding, rank, ranks):
     """The positions of this rank, as (first, count) of one piece or two."""
     if sharding == "contiguous":
         return [(rank * rows, rows)]
@@ -69,7 +70,7 @@ def _pieces(rows, sharding, rank, ranks):
     return [(rank * piece, piece), (ranks * piece + (ranks - 1 - rank) * (rows - piece), rows - piece)]
 
 
-def _attend_by_torch(q, keys, values, first, causal, scale):
+def attend_to_part(q, keys, values, first, causal, scale):
     """o of queries [B, H, n, D] that begin at a position, by torch."""
     if not causal:
         return F.scaled_dot_product_attention(q, keys, values, scale=scale, enable_gqa=True)
@@ -95,19 +96,32 @@ def _lse_by_torch(q, keys, first, causal, scale):
     return torch.cat(lse, dim=2)
 
 
+def _parts(q, sharding, group):
+    """This rank's queries [B, Hq, n, D] as [(those of a piece, position of the first)]."""
+    pieces = pieces_of(q.shape[1], sharding, group.rank(), group.size())
+    queries = q.transpose(1, 2).split([count for _, count in pieces], dim=2)
+    return [(part, first) for part, (first, count) in zip(queries, pieces, strict=True) if count]
+
+
+def attend_by_torch(q, k, v, causal, scale, sharding, group, return_lse=False, at_once=None):
+    """(o, lse or None) by torch; of ``at_once`` queries at a time where memory does not hold the scores of all."""
+    keys, values = _whole(k, sharding, group), _whole(v, sharding, group)
+    parts = [
+        (rows, first + number * (at_once or 0)) for part, first in _parts(q, sharding, group)
+        for number, rows in enumerate(part.split(at_once or part.shape[2], dim=2))
+    ]  # fmt: skip
+    o = torch.cat([attend_to_part(rows, keys, values, first, causal, scale) for rows, first in parts], dim=2)
+    if not return_lse:
+        return o.transpose(1, 2), None
+    lse = torch.cat([_lse_by_torch(rows, keys, first, causal, scale) for rows, first in parts], dim=2)
+    return o.transpose(1, 2), lse.transpose(1, 2)
+
+
 def ag_attention_ref(q, k, v, *, causal=True, scale=None, sharding="contiguous", return_lse=False, group=None):
     """The specification of ``ag_attention``: keys and values are gathered, then torch attends."""
-    group = resolve_group(group)
     scale = q.shape[3] ** -0.5 if scale is None else scale
-    keys, values = _whole(k, sharding, group), _whole(v, sharding, group)
-    pieces = _pieces(q.shape[1], sharding, group.rank(), group.size())
-    queries = q.transpose(1, 2).split([count for _, count in pieces], dim=2)
-    parts = [(part, first) for part, (first, count) in zip(queries, pieces, strict=True) if count]
-    o = torch.cat([_attend_by_torch(part, keys, values, first, causal, scale) for part, first in parts], dim=2)
-    if not return_lse:
-        return o.transpose(1, 2)
-    lse = torch.cat([_lse_by_torch(part, keys, first, causal, scale) for part, first in parts], dim=2)
-    return o.transpose(1, 2), lse.transpose(1, 2)
+    o, lse = attend_by_torch(q, k, v, causal, scale, sharding, resolve_group(group), return_lse)
+    return (o, lse) if return_lse else o
 
 
 # ---- by our kernels ----
@@ -139,9 +153,30 @@ def _nothing(q, k, v):
     return o, q.new_zeros(q.shape[:3], dtype=torch.float32) + q.float().sum()
 
 
-def _padded(x):
+def padded(x):
     """x with heads of a multiple of 16 bytes, of zeros past their end: what TMA can fetch. fp32 is not fetched so."""
     return F.pad(x, (0, -x.shape[3] % 8)) if x.element_size() == 2 else x
+
+
+def attend(q, k, v, causal, scale, sharding, return_lse, group, config):
+    """(o, lse, or None where nobody wants it) with a complete config, of positions that there are."""
+    if config.method == "torch":
+        return attend_by_torch(q, k, v, causal, scale, sharding, group, return_lse)
+    dv = v.shape[3]
+    o, lse = _AgAttention.apply(padded(q), padded(k), padded(v), causal, sharding, scale, group, config)
+    return o if o.shape[3] == dv else o[..., :dv].contiguous(), lse
+
+
+def _chosen(q, k, v, causal, scale, sharding, group):
+    """The config of a call that was given none."""
+    ranks = group.size()
+    if ranks == 1 or not q.shape[1]:
+        return None  # there is nothing to tune: the default
+    if spans_nodes(group):
+        return AgAttentionConfig(method="torch")
+    sizes = q.shape[0], ranks * q.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3]
+    layout = f"causal {sharding}" if causal else "full"  # where all see all it does not matter who has what
+    return chosen("ag_attention", sizes, layout, q, group, kernel.problem_fields(q, k, v, causal, sharding, scale))
 
 
 @outside_graphs
@@ -159,7 +194,7 @@ def ag_attention(
               piece is the shorter one
               return_lse: return lse too
               group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the world (W ranks)
-              config: AgAttentionConfig, the same on all ranks; None takes the default
+              config: AgAttentionConfig, the same on all ranks; None takes the best one known, see tdkernels.autotune
     Returns:  o: [B, S / W, Hq, Dv], dtype of q, accumulated in fp32; with return_lse also lse: [B, S / W, Hq] fp32,
               the natural logarithm of each query's sum of exponentiated scores
     Gradient: dq, dk, dv, each of its shard, over the queries of all ranks; the same bits each time. dlse counts too
@@ -177,21 +212,13 @@ def ag_attention(
     group = resolve_group(group)
     check_attention("ag_attention", q, k, v, causal, scale, sharding, config)
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
-    config = torch_across_nodes(config, AgAttentionConfig, group)
-    config = kernel.completed(config, q.shape[1], max(q.shape[3], v.shape[3]), q.dtype, q.device)
-    fields = kernel.problem_fields(q, k, v, causal, sharding, scale, config)
+    if config is None:
+        config = _chosen(q, k, v, causal, scale, sharding, group)
+    config = completed(config, q.shape[1], max(q.shape[3], v.shape[3]), q.dtype, q.device)
+    fields = kernel.plan_fields(q, k, v, causal, sharding, scale, config)
     group_state(group).agree_once("ag_attention", fields)
-    if not q.shape[1]:
-        o, lse = _nothing(q, k, v)
-    elif config.method == "torch":
-        out = ag_attention_ref(
-            q, k, v, causal=causal, scale=scale, sharding=sharding, return_lse=return_lse, group=group
-        )  # fmt: skip
-        o, lse = out if return_lse else (out, None)
-    else:
-        dv = v.shape[3]
-        o, lse = _AgAttention.apply(_padded(q), _padded(k), _padded(v), causal, sharding, scale, group, config)
-        o = o if o.shape[3] == dv else o[..., :dv].contiguous()
+    call = q, k, v, causal, scale, sharding, return_lse, group, config
+    o, lse = attend(*call) if q.shape[1] else _nothing(q, k, v)
     return (o, lse) if return_lse else o
 
 

@@ -25,8 +25,8 @@ from tdkernels.ops.ag_attention_kernel import (
     far_limits,
     key_descriptors,
     own_blocks,
+    plan_fields,
     prepare_keys,
-    problem_fields,
     query_tile,
     resident_programs,
     shard_descriptor,
@@ -161,7 +161,7 @@ def launch_dq(q, k, v, do, stats, causal, sharding, scale, group, config):
     """The gradient of q."""
     ranks = group.size()
     batch, rows, heads, _ = q.shape
-    fields = {"gradient": "q", **problem_fields(q, k, v, causal, sharding, scale, config)}
+    fields = {"gradient": "q", **plan_fields(q, k, v, causal, sharding, scale, config)}
     workspace, plan, num_comm = prepare_keys("ag_attention", q, k, v, group, config, fields)
     dq = torch.empty_like(q)
     tma = uses_tma(q, k, v)

@@ -6,10 +6,10 @@ import torch
 
 from tdkernels.ops._config import check_config
 from tdkernels.ops._operands import DEVICES, DTYPES
-from tdkernels.ops.ag_attention_kernel import AgAttentionConfig
+from tdkernels.ops.ag_attention_config import AgAttentionConfig
 
 SHARDINGS = ("contiguous", "zigzag")
-_LEAST, _MOST = 16, 256
+LEAST, MOST = 16, 256  # elements of a head
 
 
 def check_attention(operator, q, k, v, causal, scale, sharding, config):
@@ -43,8 +43,8 @@ def _check_tensor(operator, name, tensor, q):
         raise ValueError(
             f"{operator}: {name} must have 4 dimensions [B, S / W, heads, D], its shape is {list(tensor.shape)}"
         )
-    if not _LEAST <= tensor.shape[3] <= _MOST:
-        raise ValueError(f"{operator}: the heads of {name} {list(tensor.shape)} must have {_LEAST} to {_MOST} elements")
+    if not LEAST <= tensor.shape[3] <= MOST:
+        raise ValueError(f"{operator}: the heads of {name} {list(tensor.shape)} must have {LEAST} to {MOST} elements")
     if tensor.shape[0] == 0 or tensor.shape[2] == 0:
         raise ValueError(f"{operator}: {name} {list(tensor.shape)} has an empty dimension; only S / W may be 0")
 

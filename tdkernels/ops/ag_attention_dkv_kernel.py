@@ -29,7 +29,7 @@ from tdkernels.ops._attention import (
 from tdkernels.ops.ag_attention_kernel import (
     gathered_descriptor,
     mask_of,
-    problem_fields,
+    plan_fields,
     resident_programs,
     shard_descriptor,
     slot_size,
@@ -260,7 +260,7 @@ def launch_dkv(q, k, v, do, stats, causal, sharding, scale, group, config):
     """The gradients of k and v."""
     ranks = group.size()
     batch, rows, heads, _ = q.shape
-    fields = {"gradient": "k and v", **problem_fields(q, k, v, causal, sharding, scale, config)}
+    fields = {"gradient": "k and v", **plan_fields(q, k, v, causal, sharding, scale, config)}
     num_chunks = -(-batch * rows // config.chunk_rows)
     workspace = get_workspace(group, q.device, "ag_attention_dkv")
     half_bytes = ranks * (slot_size(q) + slot_size(do) + slot_size(stats)) if ranks > 1 else 256

@@ -6,8 +6,6 @@ rank's keys first, then through those of the ranks below, one by one. The first 
 what a program once knows to be there its later tiles read without a wait.
 """
 
-from dataclasses import dataclass, fields, replace
-
 import torch
 import triton
 import triton.language as tl
@@ -37,95 +35,6 @@ from tdkernels.ops._config import text_of
 from tdkernels.symm import get_workspace
 
 _COPY_WORDS = 4096
-_SIZES = ("block_q", "block_k", "dq_block_q", "dq_block_k", "dkv_block_q", "dkv_block_k")
-
-
-@dataclass(frozen=True)
-class AgAttentionConfig:
-    """How ``ag_attention`` runs. A field of 0 takes the default for the device, head dimensions and dtype.
-
-    method:                "fused", or "torch": a plain all-gather, then torch's scaled_dot_product_attention
-    block_q, block_k:      a tile has so many queries, and goes through its keys by so many
-    num_warps, num_stages: of the forward
-    dq_…:                  the same for the gradient of q
-    dkv_…:                 the same for those of k and v, where a tile has block_k keys and goes through queries
-    num_comm_sms:          programs that push at the same time, before they attend like the others
-    chunk_rows:            positions that travel together under one signal, a multiple of 16
-    """
-
-    method: str = "fused"
-    block_q: int = 0
-    block_k: int = 0
-    num_warps: int = 0
-    num_stages: int = 0
-    dq_block_q: int = 0
-    dq_block_k: int = 0
-    dq_num_warps: int = 0
-    dq_num_stages: int = 0
-    dkv_block_q: int = 0
-    dkv_block_k: int = 0
-    dkv_num_warps: int = 0
-    dkv_num_stages: int = 0
-    num_comm_sms: int = 0
-    chunk_rows: int = 0
-
-    def illegal(self, device, dtype):
-        """Why this config cannot run on a device with a dtype; None when it can."""
-        if self.method not in ("fused", "torch"):
-            return f'method must be "fused" or "torch", not {self.method!r}'
-        if self.method == "torch":
-            return None  # takes none of the rest
-        for field in fields(self)[1:]:
-            size = getattr(self, field.name)
-            if size < 0:
-                return f"{field.name} must be at least 1, or 0 for the default, not {size}"
-            if field.name in _SIZES and size and (size < 16 or size & (size - 1)):
-                return f"{field.name} must be a power of two of at least 16, or 0 for the default, not {size}"
-            if field.name.endswith("num_warps") and size not in (0, 1, 2, 4, 8, 16):
-                return f"{field.name} must be 1, 2, 4, 8 or 16, or 0 for the default, not {size}"
-        if self.chunk_rows % 16:
-            return f"chunk_rows must be a multiple of 16, not {self.chunk_rows}"
-        if device.type == "cuda" and self.num_comm_sms >= _device.num_sms(device):
-            return f"num_comm_sms must leave some of the {_device.num_sms(device)} free, not be {self.num_comm_sms}"
-        return None
-
-
-def _default_tiles(widest, dtype, device):
-    """(block_q, block_k, num_warps, num_stages) of the forward, of dq and of dk and dv."""
-    if device.type == "cpu":
-        return ((32, 32, 1, 1),) * 3
-    if dtype == torch.float32:
-        # Exact fp32 has no tensor cores: small tiles keep the sums in registers.
-        small = 32 if widest <= 128 else 16
-        return ((small, small, 4, 1),) * 3
-    if torch.version.hip:
-        small = 64 if widest <= 128 else 32
-        return (64, small, 4, 1), (64, 32, 4, 1), (32, small, 4, 1)
-    if _device.capability(device) < (9, 0):
-        return ((128, 64, 8, 2), (64, 64, 4, 2), (32, 64, 4, 2)) if widest <= 128 else (
-            (64, 32, 8, 2), (32, 32, 4, 1), (32, 32, 4, 1)
-        )  # fmt: skip
-    if widest <= 128:
-        return (128, 128, 8, 3), (128, 64, 8, 3), (64, 128, 8, 3)
-    return (128, 64, 8, 2), (64, 32, 4, 2), (32, 64, 4, 2)
-
-
-def completed(config, rows, widest, dtype, device):
-    """The config with its zeros filled in, for shards of ``rows`` positions and heads of so many elements."""
-    config = AgAttentionConfig() if config is None else config
-    if config.method == "torch":
-        return config
-    cpu = device.type == "cpu"
-    names = ("block_q", "block_k", "num_warps", "num_stages")
-    defaults = {"num_comm_sms": 2 if cpu else 16, "chunk_rows": 16 if cpu else _chunk_rows(rows)}
-    for prefix, tile in zip(("", "dq_", "dkv_"), _default_tiles(widest, dtype, device)):
-        defaults.update({prefix + name: value for name, value in zip(names, tile)})
-    return replace(config, **{name: value for name, value in defaults.items() if not getattr(config, name)})
-
-
-def _chunk_rows(rows):
-    """About a sixteenth of a shard: so small that tiles soon have something to do, and signals are few."""
-    return min(max(triton.next_power_of_2(rows) // 16, 128), 1024)
 
 
 # ---- the kernel ----
@@ -302,12 +211,17 @@ def straddles(rows, block_k, causal, sharding):
     return causal and sharding == "zigzag" and (rows + 1) // 2 % block_k != 0
 
 
-def problem_fields(q, k, v, causal, sharding, scale, config):
-    """What must be the same on all ranks."""
+def problem_fields(q, k, v, causal, sharding, scale):
+    """What must be the same on all ranks before a config is chosen."""
     return {
         "B": q.shape[0], "S/W": q.shape[1], "Hq": q.shape[2], "Hkv": k.shape[2], "D": q.shape[3], "Dv": v.shape[3],
-        "dtype": str(q.dtype), "causal": causal, "sharding": sharding, "scale": scale, "config": text_of(config),
+        "dtype": str(q.dtype), "causal": causal, "sharding": sharding, "scale": scale,
     }  # fmt: skip
+
+
+def plan_fields(q, k, v, causal, sharding, scale, config):
+    """What must be the same on all ranks."""
+    return {**problem_fields(q, k, v, causal, sharding, scale), "config": text_of(config)}
 
 
 def uses_tma(*tensors):
@@ -342,7 +256,9 @@ def shard_descriptor(x, block, width):
 
 
 def gathered_descriptor(workspace, first_byte, like, ranks, block, width):
-    """Of all ranks' tensors ``like`` in both halves, as [2, W * B, H, S, D]."""
+    """Of all ranks' tensors ``like`` in both halves, as [2, W * B, H, S, D]; of some memory without a workspace."""
+    if workspace is None:
+        return shard_descriptor(like, block, width)
     batch, rows, heads, d = like.shape
     size = like.element_size()
     data = workspace.buffer.tensor(workspace.rank)[workspace.data_offset + first_byte :].view(like.dtype)
@@ -381,31 +297,51 @@ def key_descriptors(workspace, k, v, ranks, block_k):
     return *own, gathered_descriptor(workspace, 0, k, ranks, block_k, wide), far_v
 
 
-def launch(q, k, v, causal, sharding, scale, group, config):
-    """(o, lse) of contiguous q, k and v [B, S / W, ·, ·] that are not empty; ``config`` is complete."""
-    ranks = group.size()
+def _arguments(workspace, q, k, v, o, lse, causal, sharding, scale, ranks, plan, num_comm, config):
+    """The kernel's arguments; ``workspace`` is None where nothing is launched."""
     batch, rows, heads, d = q.shape
-    dv = v.shape[3]
-    o = q.new_empty(batch, rows, heads, dv)
-    lse = q.new_empty(batch, rows, heads, dtype=torch.float32)
-    fields = problem_fields(q, k, v, causal, sharding, scale, config)
-    workspace, plan, num_comm = prepare_keys("ag_attention", q, k, v, group, config, fields)
     tma = uses_tma(q, k, v)
     descriptors = (None,) * 5
     block_d, block_dv = widths_of(k, v)
     if tma:
         of_queries = shard_descriptor(q, config.block_q, block_d)
         descriptors = of_queries, *key_descriptors(workspace, k, v, ranks, config.block_k)
-    pieces = num_comm + -(-rows // config.block_q) * batch * heads + (ranks > 1)
-    workspace.before_launch()
-    ag_attention_kernel[(min(pieces, resident_programs(q.device, config.num_warps)),)](
-        workspace.ctx, q, k, v, o, lse, *descriptors, scale * LOG2_E.value, batch, rows, heads, k.shape[2], plan,
-        num_comm, config.chunk_rows,
-        D=d, DV=dv, BLOCK_D=block_d, BLOCK_DV=block_dv, BLOCK_Q=config.block_q, BLOCK_K=config.block_k,
-        MASK=mask_of(causal, sharding), ELEM_BYTES=q.element_size(), USE_TMA=tma,
-        STRADDLES=straddles(rows, config.block_k, causal, sharding), PRECISION=_operands.dot_precision(q.dtype),
-        STAGES=config.num_stages, COPY_WORDS=_COPY_WORDS,
-        num_warps=config.num_warps, num_stages=config.num_stages,
+    ctx = torch.empty(1, dtype=torch.int64, device=q.device) if workspace is None else workspace.ctx
+    args = (
+        ctx, q, k, v, o, lse, *descriptors, scale * LOG2_E.value, batch, rows, heads, k.shape[2], plan, num_comm,
+        config.chunk_rows,
     )  # fmt: skip
+    constants = {
+        "D": d, "DV": v.shape[3], "BLOCK_D": block_d, "BLOCK_DV": block_dv, "BLOCK_Q": config.block_q,
+        "BLOCK_K": config.block_k, "MASK": mask_of(causal, sharding), "ELEM_BYTES": q.element_size(), "USE_TMA": tma,
+        "STRADDLES": straddles(rows, config.block_k, causal, sharding), "PRECISION": _operands.dot_precision(q.dtype),
+        "STAGES": config.num_stages, "COPY_WORDS": _COPY_WORDS,
+        "num_warps": config.num_warps, "num_stages": config.num_stages,
+    }  # fmt: skip
+    return args, constants
+
+
+def _outputs(q, v):
+    return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+def compile(q, k, v, causal, sharding, world_size, config):
+    """Compile what ``launch`` with the same operands would launch, into Triton's cache; launches nothing."""
+    q, k, v = (_operands.rows_contiguous(x) for x in (q, k, v))
+    args, constants = _arguments(None, q, k, v, *_outputs(q, v), causal, sharding, 1.0, world_size, 0, 1, config)
+    ag_attention_kernel.warmup(*args, grid=(1,), **constants)
+
+
+def launch(q, k, v, causal, sharding, scale, group, config):
+    """(o, lse) of contiguous q, k and v [B, S / W, ·, ·] that are not empty; ``config`` is complete."""
+    ranks = group.size()
+    batch, rows, heads, _ = q.shape
+    o, lse = _outputs(q, v)
+    fields = plan_fields(q, k, v, causal, sharding, scale, config)
+    workspace, plan, num_comm = prepare_keys("ag_attention", q, k, v, group, config, fields)
+    pieces = num_comm + -(-rows // config.block_q) * batch * heads + (ranks > 1)
+    args, constants = _arguments(workspace, q, k, v, o, lse, causal, sharding, scale, ranks, plan, num_comm, config)
+    workspace.before_launch()
+    ag_attention_kernel[(min(pieces, resident_programs(q.device, config.num_warps)),)](*args, **constants)
     workspace.after_launch()
     return o, lse

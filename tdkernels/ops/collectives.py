@@ -21,12 +21,12 @@ import torch
 
 from tdkernels.autotune import operator as tunables
 from tdkernels.autotune.choose import choose
-from tdkernels.autotune.problem import Problem
 from tdkernels.ops import _collectives as plain
 from tdkernels.ops import _operands
 from tdkernels.ops import collective_launch as launcher
 from tdkernels.ops._config import as_argument, from_text
 from tdkernels.ops._nodes import spans_nodes
+from tdkernels.ops._tuning import problem_of
 from tdkernels.ops.collective_config import CollectiveConfig
 from tdkernels.symm import resolve_group
 from tdkernels.symm.group import group_state
@@ -75,10 +75,9 @@ def _config_for(operator, text, x, group):
         return from_text(CollectiveConfig, text)
     if spans_nodes(group):
         return CollectiveConfig(method="torch")
-    tunable, world_size = tunables.tunable(operator), group.size()
-    sizes = tunable.sizes_of(x.shape, world_size=world_size)
-    local_world_size = group_state(group).local_world_size
-    problem = Problem.on(x.device, operator, sizes, x.dtype, tunable.layout_of(x), world_size, local_world_size)
+    tunable = tunables.tunable(operator)
+    sizes = tunable.sizes_of(x.shape, world_size=group.size())
+    problem = problem_of(operator, sizes, tunable.layout_of(x), x, group)
     if tunable.why_not(problem) is not None:  # bytes of a dtype that nobody tunes for
         return tunable.default(problem, x.device)
     return choose(tunable, problem, x.device, group, launcher.problem_fields(x)).config

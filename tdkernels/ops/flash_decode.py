@@ -25,8 +25,10 @@ from tdkernels.ops import flash_decode_launch as launcher
 from tdkernels.ops._collectives import all_gather_rows
 from tdkernels.ops._collectives import all_reduce as plain_all_reduce
 from tdkernels.ops._outside_graphs import outside_graphs
+from tdkernels.ops._tuning import chosen
 from tdkernels.ops.collectives import all_reduce
 from tdkernels.ops.flash_decode_checks import FP8, check
+from tdkernels.ops.flash_decode_config import layout_of
 from tdkernels.symm import resolve_group
 
 # ---- the specification, in plain torch.distributed ----
@@ -100,16 +102,20 @@ def flash_decode_ref(
 
 def _ranks(group):
     """(how many ranks, which we are); one where nobody has initialised torch.distributed."""
-    if group is None and not torch.distributed.is_initialized():
+    if group is None and not _is_initialized():
         return 1, 0
     return torch.distributed.get_world_size(group), torch.distributed.get_rank(group)
+
+
+def _is_initialized():
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 # ---- the gradient ----
 
 
-def _forward(q, k_cache, v_cache, kv_lens, block_table, scales, options, group, config, keep=False):
-    """(o, lse, what the backward wants for lse)."""
+def forward(q, k_cache, v_cache, kv_lens, block_table, scales, options, group, config, keep=False):
+    """(o, lse, what the backward wants for lse); ``group`` is None for this rank alone."""
     if config is None or config.method == "fused":
         return launcher.launch(q, k_cache, v_cache, kv_lens, block_table, scales, options, group, config, keep)
     launcher.agree(q, launcher.shape_of(q, k_cache, v_cache, block_table), options, group, config)
@@ -138,7 +144,7 @@ def _torch_gradients(q, k_cache, v_cache, kv_lens, after, block_table, do, lse, 
 class _FlashDecode(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k_cache, v_cache, kv_lens, block_table, scales, options, group, config):
-        o, lse, kept = _forward(q, k_cache, v_cache, kv_lens, block_table, scales, options, group, config, True)
+        o, lse, kept = forward(q, k_cache, v_cache, kv_lens, block_table, scales, options, group, config, True)
         ctx.save_for_backward(q, k_cache, v_cache, kv_lens, block_table, o, kept)
         ctx.options, ctx.group = options, group
         ctx.by_torch = config is not None and config.method == "torch"
@@ -206,6 +212,18 @@ def _scales_of(k_cache, k_scale, v_scale):
     return tuple(pair)
 
 
+def _chosen(q, k_cache, v_cache, block_table, options, group):
+    """The config of a call that was given none, of q [B, Tq, Hq, D]; None for no sequences, which need none."""
+    if not q.shape[0]:
+        return None
+    shape = launcher.shape_of(q, k_cache, v_cache, block_table)
+    room = launcher.capacity_of(k_cache, block_table)
+    # A rank without room calls as well, and its caches do not show whether they share their memory.
+    layout = layout_of(shape.paged, room > 0 and shape.value_is_key, k_cache.dtype == FP8)
+    sizes = (*q.shape[:3], shape.heads, shape.d, shape.dv, max(room, 1))
+    return chosen("flash_decode", sizes, layout, q, group, launcher.problem_fields(q, shape, options))
+
+
 @outside_graphs
 def flash_decode(
     q, k_cache, v_cache, kv_lens, *, block_table=None, k_scale=None, v_scale=None, scale=None, soft_cap=None,
@@ -230,7 +248,8 @@ def flash_decode(
               return_lse: give the log of the sum of exponentials of each query's scores too
               group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the world (W ranks); where
               torch.distributed is not initialised, this process alone
-              config: FlashDecodeConfig, the same on all ranks; None takes the default
+              config: FlashDecodeConfig, the same on all ranks; None takes the best one known, see tdkernels.autotune,
+              the same whatever room the caches have later
     Returns:  o: [B, Hq, Dv] or [B, Tq, Hq, Dv], dtype of q, the same bits on all ranks, summed in fp32; zeros where
               a query sees no key. With return_lse (o, lse): lse [B, Hq] or [B, Tq, Hq] float32, natural, -inf there
     Gradient: dq complete, the same on all ranks; dk_cache, dv_cache of this rank's keys, zeros beyond kv_lens. The
@@ -245,9 +264,8 @@ def flash_decode(
               line of work: Stream-K (https://arxiv.org/abs/2301.03598)
     """
     check(q, k_cache, v_cache, kv_lens, block_table, (k_scale, v_scale), scale, soft_cap, window, config)
-    if group is not None or _ranks(None)[0] > 1:
+    if group is not None or _is_initialized():
         group = resolve_group(group)
-        group = group if group.size() > 1 else None
     differentiated = _operands.may_be_differentiated([q, k_cache, v_cache])
     if differentiated and k_cache.dtype == FP8:
         raise ValueError(f"flash_decode: there is no gradient with a cache of {k_cache.dtype}; use torch.no_grad()")
@@ -255,10 +273,13 @@ def flash_decode(
     options = scale, None if soft_cap is None else float(soft_cap), window
     q4 = (q if q.dim() == 4 else q.unsqueeze(1)).contiguous()
     table = None if block_table is None else block_table.contiguous()
+    if config is None:
+        config = _chosen(q4, k_cache, v_cache, table, options, group)
+    group = None if group is None or group.size() == 1 else group
     call = (
         q4, k_cache, v_cache, kv_lens.contiguous(), table, _scales_of(k_cache, k_scale, v_scale), options, group, config
     )  # fmt: skip
-    o, lse = _FlashDecode.apply(*call) if differentiated else _forward(*call)[:2]
+    o, lse = _FlashDecode.apply(*call) if differentiated else forward(*call)[:2]
     if q.dim() == 3:
         o, lse = o.squeeze(1), lse.squeeze(1)
     return (o, lse) if return_lse else o

@@ -10,8 +10,8 @@ from tdkernels.ops._operands import DEVICES, DTYPES
 from tdkernels.ops.flash_decode_config import FlashDecodeConfig
 
 FP8 = torch.float8_e4m3fn
-_MAX_D = 1024
-_MAX_BATCH = 1 << 14
+MAX_D = 1024
+MAX_BATCH = 1 << 14
 _INTEGERS = (torch.int32, torch.int64)
 
 
@@ -57,10 +57,10 @@ def _check_q(q):
         raise ValueError(f"flash_decode: q must be [B, Hq, D] or [B, Tq, Hq, D], its shape is {_shape(q)}")
     if 0 in q.shape[1:]:
         raise ValueError(f"flash_decode: q {_shape(q)} has an empty dimension")
-    if q.shape[-1] > _MAX_D:
-        raise ValueError(f"flash_decode: q {_shape(q)} has heads of {q.shape[-1]}, at most {_MAX_D} are supported")
-    if q.shape[0] > _MAX_BATCH:
-        raise ValueError(f"flash_decode: q {_shape(q)} has {q.shape[0]} entries, at most {_MAX_BATCH} are supported")
+    if q.shape[-1] > MAX_D:
+        raise ValueError(f"flash_decode: q {_shape(q)} has heads of {q.shape[-1]}, at most {MAX_D} are supported")
+    if q.shape[0] > MAX_BATCH:
+        raise ValueError(f"flash_decode: q {_shape(q)} has {q.shape[0]} entries, at most {MAX_BATCH} are supported")
 
 
 def _check_caches(q, k_cache, v_cache):
@@ -89,8 +89,8 @@ def _check_caches(q, k_cache, v_cache):
         )
     if 0 in (*k_cache.shape[2:], v_cache.shape[3]):
         raise ValueError(f"flash_decode: k_cache {_shape(k_cache)} or v_cache {_shape(v_cache)} has an empty dimension")
-    if v_cache.shape[3] > _MAX_D:
-        raise ValueError(f"flash_decode: v_cache {_shape(v_cache)} has heads of more than {_MAX_D}")
+    if v_cache.shape[3] > MAX_D:
+        raise ValueError(f"flash_decode: v_cache {_shape(v_cache)} has heads of more than {MAX_D}")
     if q.shape[-2] % k_cache.shape[2]:
         raise ValueError(
             f"flash_decode: the {q.shape[-2]} heads of q {_shape(q)} must be a multiple of the {k_cache.shape[2]} of "

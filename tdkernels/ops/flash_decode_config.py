@@ -108,6 +108,11 @@ class DecodeShape:
         return sum(self.parts_of_d) * max(self.cache_bytes, 2)
 
 
+def layout_of(paged, value_is_key, fp8):
+    """How a cache lies, in the words of the tuner."""
+    return " ".join(filter(None, ("paged" if paged else "dense", value_is_key and "latent", fp8 and "fp8")))
+
+
 def default_config(shape, device):
     """The config for a shape that nobody has tuned."""
     if device.type == "cpu":

@@ -1,5 +1,7 @@
 """What a call of flash_decode launches."""
 
+import functools
+
 import torch
 from triton import next_power_of_2
 
@@ -38,10 +40,13 @@ def value_is_key(k_cache, v_cache):
     )  # fmt: skip
 
 
+_shape = functools.lru_cache(1024)(DecodeShape)  # a call asks for it more than once
+
+
 def shape_of(q, k_cache, v_cache, block_table=None):
     batch, queries, q_heads, d = q.shape
     heads = k_cache.shape[2]
-    return DecodeShape(
+    return _shape(
         batch, queries, heads, q_heads // heads, d, v_cache.shape[3], k_cache.element_size(),
         value_is_key(k_cache, v_cache), block_table is not None,
     )  # fmt: skip
@@ -58,19 +63,51 @@ def half_sizes(shape, ranks, nodes):
     return 4 * (numbers + ranks * next_power_of_2(shape.batch)), tiles + ranks
 
 
-def _plan_fields(q, shape, options, config):
-    """What all ranks must agree on; how much room a cache has is each rank's own business."""
+def problem_fields(q, shape, options):
+    """What all ranks must agree on before a config is chosen; how much room a cache has is each rank's own business."""
     scale, soft_cap, window = options
     return {
         "q": tuple(q.shape), "heads": shape.heads, "Dv": shape.dv, "dtype": str(q.dtype), "scale": scale,
-        "soft_cap": soft_cap, "window": window, "config": text_of(config),
+        "soft_cap": soft_cap, "window": window,
     }  # fmt: skip
+
+
+def _plan_fields(q, shape, options, config):
+    """What all ranks must agree on."""
+    return {**problem_fields(q, shape, options), "config": text_of(config)}
+
+
+def capacity_of(k_cache, block_table=None):
+    """For how many keys of a sequence a cache has room."""
+    return k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
 
 
 def agree(q, shape, options, group, config):
     """The same for a call that launches nothing of ours; None for a group is this rank alone."""
     if group is not None:
         group_state(group).agree_once("flash_decode", _plan_fields(q, shape, options, config))
+
+
+def _outputs(q, shape, keep):
+    """(o, lse, lse to base 2 if it is to be kept)"""
+    o = q.new_empty(*q.shape[:3], shape.dv)
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    return o, lse, torch.empty_like(lse) if keep else None
+
+
+def compile(q, k_cache, v_cache, kv_lens, block_table, options, world_size, num_nodes, config):
+    """Compile what ``launch`` with the same operands would launch, into Triton's cache; launches nothing."""
+    shape = shape_of(q, k_cache, v_cache, block_table)
+    ctx = torch.empty(1, dtype=torch.int64, device=q.device) if world_size > 1 else None
+    args, constants = arguments(
+        ctx, q, k_cache, v_cache, kv_lens, block_table, None, _outputs(q, shape, False), shape, config, options, 0,
+        world_size, num_nodes, 1, capacity_of(k_cache, block_table),
+    )  # fmt: skip
+    _kernel(num_nodes).warmup(*args, grid=(1,), **constants)
+
+
+def _kernel(num_nodes):
+    return flash_decode_kernel if num_nodes == 1 else flash_decode_nodes_kernel
 
 
 def launch(q, k_cache, v_cache, kv_lens, block_table, scales, options, group, config, keep=False):
@@ -81,14 +118,12 @@ def launch(q, k_cache, v_cache, kv_lens, block_table, scales, options, group, co
     """
     shape = shape_of(q, k_cache, v_cache, block_table)
     config = config or default_config(shape, q.device)
-    o = q.new_empty(*q.shape[:3], shape.dv)
-    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    lse2 = torch.empty_like(lse) if keep else None
-    if not o.numel():
+    outputs = _outputs(q, shape, keep)
+    if not outputs[0].numel():
         agree(q, shape, options, group, config)
-        return o, lse, lse2
+        return outputs
     ranks = 1 if group is None else group.size()
-    capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
+    capacity = capacity_of(k_cache, block_table)
     programs = num_programs(config, shape, capacity, q.device)
     workspace, plan, nodes = None, 0, 1
     if ranks > 1:
@@ -100,21 +135,20 @@ def launch(q, k_cache, v_cache, kv_lens, block_table, scales, options, group, co
         )  # fmt: skip
         workspace.before_launch()
     args, constants = arguments(
-        workspace, q, k_cache, v_cache, kv_lens, block_table, scales, (o, lse, lse2), shape, config, options, plan,
-        ranks, nodes, programs, capacity,
+        None if workspace is None else workspace.ctx, q, k_cache, v_cache, kv_lens, block_table, scales, outputs,
+        shape, config, options, plan, ranks, nodes, programs, capacity,
     )  # fmt: skip
-    kernel = flash_decode_kernel if nodes == 1 else flash_decode_nodes_kernel
-    kernel[(programs,)](*args, **constants)
+    _kernel(nodes)[(programs,)](*args, **constants)
     if workspace is not None:
         workspace.after_launch()
-    return o, lse, lse2
+    return outputs
 
 
 def arguments(
-    workspace, q, k_cache, v_cache, kv_lens, block_table, scales, outputs, shape, config, options, plan, ranks,
-    nodes, programs, capacity,
+    ctx, q, k_cache, v_cache, kv_lens, block_table, scales, outputs, shape, config, options, plan, ranks, nodes,
+    programs, capacity,
 ):  # fmt: skip
-    """The kernel's arguments; ``workspace`` is None for one rank."""
+    """The kernel's arguments; ``ctx`` is None for one rank."""
     scale, soft_cap, window = options
     kind = fp8_kind(k_cache)
     if kind:
@@ -123,8 +157,7 @@ def arguments(
     scratch = q.new_empty(
         (shape.tiles + programs) * shape.rows_of_tile * (shape.padded_dv + 1), dtype=torch.float32
     )
-    ctx = None if workspace is None else workspace.ctx
-    flags = local_flags(q.device, shape.tiles) if workspace is None else None
+    flags = local_flags(q.device, shape.tiles) if ctx is None else None
     of_scales, (k_scale, v_scale) = 0, scales or (None, None)
     if scales is not None:
         of_scales = 1 if k_scale.numel() == 1 else 2

@@ -29,10 +29,11 @@ import torch.nn.functional as F
 from tdkernels.ops import _operands
 from tdkernels.ops import ulysses_out_kernel as out_kernel
 from tdkernels.ops import ulysses_qkv_kernel as qkv_kernel
-from tdkernels.ops._config import as_argument, check_config, from_text
-from tdkernels.ops._nodes import torch_across_nodes
+from tdkernels.ops._config import as_argument, check_config
+from tdkernels.ops._dense_tuning import config_for
+from tdkernels.ops._nodes import spans_nodes
 from tdkernels.ops.ulysses_checks import check_divided, check_product
-from tdkernels.ops.ulysses_config import UlyssesConfig, completed
+from tdkernels.ops.ulysses_config import UlyssesConfig
 from tdkernels.symm import resolve_group
 from tdkernels.symm.group import group_state
 
@@ -78,9 +79,11 @@ def ulysses_out_ref(o, weight, bias=None, *, group=None):
 # ---- torch.library: what torch.compile sees; operands are [rows, ·], of ``batch`` sequences ----
 
 
-def _config(text, rows, n, x, group):
-    config = from_text(UlyssesConfig, text) if text else torch_across_nodes(None, UlyssesConfig, group)
-    return completed(config, rows, n, x.dtype, x.device)
+def _config(text, kind, operator, x, weight, group, fields):
+    """The config of a call of a kind, "ulysses_qkv" or "ulysses_out", be it for the operator or for a gradient."""
+    if not text and spans_nodes(group):
+        return UlyssesConfig(method="torch")
+    return config_for(kind, text, x, weight, group, fields if kind == operator else {"call": operator, **fields})
 
 
 def _qkv(operator, x, weight, bias, batch, group, text):
@@ -88,12 +91,15 @@ def _qkv(operator, x, weight, bias, batch, group, text):
     world_size = group.size()
     if world_size == 1:
         return F.linear(x, weight, bias)
-    width = weight.shape[0] // world_size
-    config = _config(text, x.shape[0], width, x, group)
-    if config.method == "fused" and x.shape[0]:
+    fields = qkv_kernel.problem_fields(x, weight, batch)
+    if not x.shape[0]:
+        group_state(group).agree_once(operator, fields)
+        return x.new_empty(0, weight.shape[0] // world_size)
+    config = _config(text, "ulysses_qkv", operator, x, weight, group, fields)
+    if config.method == "fused":
         return qkv_kernel.launch(operator, x, weight, bias, batch, group, config)
     group_state(group).agree_once(operator, qkv_kernel.plan_fields(x, weight, batch, config))
-    return _to_heads(F.linear(x, weight, bias), batch, group) if x.shape[0] else x.new_empty(0, width)
+    return _to_heads(F.linear(x, weight, bias), batch, group)
 
 
 def _out(operator, o, weight, bias, batch, group, text, keep):
@@ -101,12 +107,15 @@ def _out(operator, o, weight, bias, batch, group, text, keep):
     world_size = group.size()
     if world_size == 1:
         return F.linear(o, weight, bias), None
-    config = _config(text, o.shape[0] // world_size, weight.shape[0], o, group)
-    if config.method == "fused" and o.shape[0]:
+    fields = {**out_kernel.problem_fields(o, weight, batch), "kept": keep}
+    if not o.shape[0]:
+        group_state(group).agree_once(operator, fields)
+        return o.new_empty(0, weight.shape[0]), o.new_empty(0, weight.shape[1])
+    config = _config(text, "ulysses_out", operator, o, weight, group, fields)
+    if config.method == "fused":
         return out_kernel.launch(operator, o, weight, bias, batch, group, config, keep)
-    fields = {**out_kernel.plan_fields(o, weight, batch, config), "kept": keep}
-    group_state(group).agree_once(operator, fields)
-    rows = _to_positions(o, batch, group) if o.shape[0] else o.new_empty(0, weight.shape[1])
+    group_state(group).agree_once(operator, {**out_kernel.plan_fields(o, weight, batch, config), "kept": keep})
+    rows = _to_positions(o, batch, group)
     return F.linear(rows, weight, bias), rows
 
 
@@ -240,7 +249,8 @@ def ulysses_qkv(x, weight, bias=None, *, group=None, config=None):
               heads r-th; same dtype
               bias: [N], in the order of those rows, or None
               group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the world (W ranks)
-              config: UlyssesConfig, the same on all ranks; None takes the default
+              config: UlyssesConfig, the same on all ranks; None takes the best one known, see tdkernels.autotune; the
+              backward takes what it was given, too, or else what is best for its own product
     Returns:  y: [B, S, N / W], dtype of x, accumulated in fp32
     Gradient: dx; dweight and dbias of this rank's positions alone: whoever keeps whole weights adds them up over ranks,
               as those of data-parallel ranks

@@ -13,6 +13,7 @@ the end that copy them into a tensor of their own.
 All tiles wait for all peers, so nobody can finish call t + 1 before all have begun it, and two halves suffice.
 """
 
+import torch
 import triton
 import triton.language as tl
 
@@ -250,12 +251,17 @@ def ulysses_out_kernel(
     td.finish(ctx)
 
 
-def plan_fields(o, weight, batch, config):
-    """What must be the same on all ranks."""
+def problem_fields(o, weight, batch):
+    """What must be the same on all ranks before a config is chosen."""
     return {
         "B": batch, "S": o.shape[0] // batch if batch else 0, "K/W": o.shape[1], "N": weight.shape[0],
-        "dtype": str(o.dtype), "config": text_of(config),
+        "dtype": str(o.dtype),
     }  # fmt: skip
+
+
+def plan_fields(o, weight, batch, config):
+    """What must be the same on all ranks."""
+    return {**problem_fields(o, weight, batch), "config": text_of(config)}
 
 
 def _own_positions(o, batch, rank, world_size):
@@ -277,33 +283,21 @@ def _push_block(width, elements):
 
 
 def _gathered_descriptor(workspace, like, rows, k, tiles):
-    """Descriptor of the gathered rows of both halves, [2, rows, K]."""
-    data = workspace.buffer.tensor(workspace.rank)[workspace.data_offset :].view(like.dtype)
-    plane_stride = workspace.half_bytes // like.element_size()
+    """Descriptor of the gathered rows of both halves, [2, rows, K]; without a workspace, of nobody's memory."""
+    if workspace is None:
+        data, plane_stride = like.new_empty(1, k), rows * k
+    else:
+        data = workspace.buffer.tensor(workspace.rank)[workspace.data_offset :].view(like.dtype)
+        plane_stride = workspace.half_bytes // like.element_size()
     first = data.as_strided((1, k), (k, 1))
     return _operands.rows_descriptor(first, 2, rows, plane_stride, tiles.block_m, tiles.block_k)
 
 
-def launch(operator, o, weight, bias, batch, group, config, keep=False):
-    """(z [B * S / W, N] of o [B * S, K / W], what was gathered for it [B * S / W, K] if it is to be kept)."""
-    o = _operands.rows_contiguous(o)
-    bias = None if bias is None else bias.contiguous()
-    fields = {**plan_fields(o, weight, batch, config), "kept": keep}
+def _arguments(workspace, o, own, weight, bias, z, kept, batch, world_size, programs, plan, config):
+    """The kernel's arguments; ``workspace`` is None where nothing is launched."""
     weight, stride_w, _ = _operands.weight_layout(weight)
-    world_size, rank = group.size(), group.rank()
-    width, n, tiles = o.shape[1], weight.shape[0], config.tiles
+    tiles, width, n = config.tiles, o.shape[1], weight.shape[0]
     rows, k = o.shape[0] // world_size, world_size * width
-    num_chunks = -(-rows // (config.chunk_tiles * tiles.block_m))
-    workspace = get_workspace(group, o.device, "ulysses_out")
-    plan = workspace.prepare(
-        operator, fields, rows * k * o.element_size(), world_size * num_chunks,
-        num_flags=(world_size - 1) * num_chunks,
-    )  # fmt: skip
-    own = _own_positions(o, batch, rank, world_size)
-    z = o.new_empty(rows, n)
-    kept = o.new_empty(rows, k) if keep else None
-    workspace.before_launch()
-
     constants = _operands.product_constants(o, weight, bias, tiles)
     even = width % tiles.block_k == 0  # no block of columns has some of two ranks
     constants["USE_TMA"] = constants["USE_TMA"] and even
@@ -311,16 +305,49 @@ def launch(operator, o, weight, bias, batch, group, config, keep=False):
     own_desc, w_desc = _operands.product_descriptors(own, weight, tiles, constants)
     gathered_desc = _gathered_descriptor(workspace, o, rows, k, tiles) if constants["USE_TMA"] else None
     push_rows, push_columns = _push_block(width, _push_bytes(o.device) // o.element_size())
+    ctx = torch.empty(1, dtype=torch.int64, device=o.device) if workspace is None else workspace.ctx
+    args = (
+        ctx, o, own, own_desc, gathered_desc, weight, w_desc, bias, z, kept,
+        rows, n, rows // batch, width, stride_w, plan, config.num_comm_sms, config.chunk_tiles, config.chunk_parts,
+        programs, config.sources_at_once if even else 1, world_size if even else 1, tiles.group_m,
+    )  # fmt: skip
+    return args, {"PUSH_ROWS": push_rows, "PUSH_COLUMNS": push_columns, **constants}
+
+
+def compile(o, weight, bias, world_size, config):
+    """Compile what ``launch`` with the same operands would launch, into Triton's cache; launches nothing."""
+    o = _operands.rows_contiguous(o)
+    own = o[: o.shape[0] // world_size]
+    args, constants = _arguments(None, o, own, weight, bias, own, None, 1, world_size, 1, 0, config)
+    ulysses_out_kernel.warmup(*args, grid=(1,), **constants)
+
+
+def launch(operator, o, weight, bias, batch, group, config, keep=False):
+    """(z [B * S / W, N] of o [B * S, K / W], what was gathered for it [B * S / W, K] if it is to be kept)."""
+    o = _operands.rows_contiguous(o)
+    bias = None if bias is None else bias.contiguous()
+    world_size, rank = group.size(), group.rank()
+    n, tiles = weight.shape[0], config.tiles
+    rows, k = o.shape[0] // world_size, world_size * o.shape[1]
+    num_chunks = -(-rows // (config.chunk_tiles * tiles.block_m))
+    workspace = get_workspace(group, o.device, "ulysses_out")
+    fields = {**plan_fields(o, weight, batch, config), "kept": keep}
+    plan = workspace.prepare(
+        operator, fields, rows * k * o.element_size(), world_size * num_chunks,
+        num_flags=(world_size - 1) * num_chunks,
+    )  # fmt: skip
+    own = _own_positions(o, batch, rank, world_size)
+    z = o.new_empty(rows, n)
+    kept = o.new_empty(rows, k) if keep else None
     num_tiles = -(-rows // tiles.block_m) * -(-n // tiles.block_n)
     copies = -(-rows // tiles.block_m) * -(-k // tiles.block_n) if keep else 0
     programs = min(
         config.num_comm_sms + num_tiles + copies, _device.resident_programs(o.device, tiles, o.dtype)
     )  # fmt: skip
-    ulysses_out_kernel[(programs,)](
-        workspace.ctx, o, own, own_desc, gathered_desc, weight, w_desc, bias, z, kept,
-        rows, n, rows // batch, width, stride_w, plan, config.num_comm_sms, config.chunk_tiles, config.chunk_parts,
-        programs, config.sources_at_once if even else 1, world_size if even else 1, tiles.group_m,
-        PUSH_ROWS=push_rows, PUSH_COLUMNS=push_columns, **constants,
+    workspace.before_launch()
+    args, constants = _arguments(
+        workspace, o, own, weight, bias, z, kept, batch, world_size, programs, plan, config
     )  # fmt: skip
+    ulysses_out_kernel[(programs,)](*args, **constants)
     workspace.after_launch()
     return z, kept

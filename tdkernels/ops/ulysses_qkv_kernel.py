@@ -14,6 +14,7 @@ Nobody can finish call t + 1 before all have begun it, since all take something 
 also where a peer reads our memory.
 """
 
+import torch
 import triton.language as tl
 
 from tdkernels import lang as td
@@ -124,39 +125,58 @@ def ulysses_qkv_kernel(
     td.finish(ctx)
 
 
-def plan_fields(x, weight, batch, config):
-    """What must be the same on all ranks."""
+def problem_fields(x, weight, batch):
+    """What must be the same on all ranks before a config is chosen."""
     return {
         "B": batch, "S/W": x.shape[0] // batch if batch else 0, "K": x.shape[1], "N": weight.shape[0],
-        "dtype": str(x.dtype), "config": text_of(config),
+        "dtype": str(x.dtype),
     }  # fmt: skip
+
+
+def plan_fields(x, weight, batch, config):
+    """What must be the same on all ranks."""
+    return {**problem_fields(x, weight, batch), "config": text_of(config)}
+
+
+def _arguments(ctx, x, weight, bias, y, batch, world_size, lag, plan, config):
+    """The kernel's arguments."""
+    weight, stride_w, _ = _operands.weight_layout(weight)
+    tiles, (rows, k), width = config.tiles, x.shape, weight.shape[0] // world_size
+    constants = _operands.product_constants(x, weight, bias, tiles)
+    constants["ALIGNED"] = _operands.aligned(width, k, stride_w)
+    x_desc, w_desc = _operands.product_descriptors(x, weight, tiles, constants)
+    args = (
+        ctx, x, x_desc, weight, w_desc, bias, y,
+        rows, k, rows // batch, width, stride_w, lag, plan, int(config.transport == "push"), tiles.group_m,
+    )  # fmt: skip
+    return args, constants
+
+
+def compile(x, weight, bias, world_size, config):
+    """Compile what ``launch`` with the same operands would launch, into Triton's cache; launches nothing."""
+    x = _operands.rows_contiguous(x)
+    ctx = torch.empty(1, dtype=torch.int64, device=x.device)
+    args, constants = _arguments(ctx, x, weight, bias, x.new_empty(1), 1, world_size, 0, 0, config)
+    ulysses_qkv_kernel.warmup(*args, grid=(1,), **constants)
 
 
 def launch(operator, x, weight, bias, batch, group, config):
     """Our heads of all positions, [B * S, N / W], of x [B * S / W, K]; ``operator`` is who calls, for errors."""
     x = _operands.rows_contiguous(x)
     bias = None if bias is None else bias.contiguous()
-    fields = plan_fields(x, weight, batch, config)
-    weight, stride_w, _ = _operands.weight_layout(weight)
-    world_size = group.size()
-    rows, k = x.shape
+    world_size, rows, tiles = group.size(), x.shape[0], config.tiles
     width = weight.shape[0] // world_size
-    tiles = config.tiles
     count = -(-rows // tiles.block_m) * -(-width // tiles.block_n)  # tiles of one rank's heads
     workspace = get_workspace(group, x.device, "ulysses_qkv")
     half_bytes = world_size * count * tiles.block_m * tiles.block_n * x.element_size()
+    fields = plan_fields(x, weight, batch, config)
     plan = workspace.prepare(operator, fields, half_bytes, world_size * count)
     y = x.new_empty(world_size * rows, width)
-    constants = _operands.product_constants(x, weight, bias, tiles)
-    constants["ALIGNED"] = _operands.aligned(width, k, stride_w)
-    x_desc, w_desc = _operands.product_descriptors(x, weight, tiles, constants)
     resident = _device.resident_programs(x.device, tiles, x.dtype)
     lag = min(config.lag_tiles or -(-3 * resident // 2), world_size * count)
     pieces = lag + 2 * max(world_size * count - lag, (world_size - 1) * count)
+    args, constants = _arguments(workspace.ctx, x, weight, bias, y, batch, world_size, lag, plan, config)
     workspace.before_launch()
-    ulysses_qkv_kernel[(min(pieces, resident),)](
-        workspace.ctx, x, x_desc, weight, w_desc, bias, y,
-        rows, k, rows // batch, width, stride_w, lag, plan, int(config.transport == "push"), tiles.group_m, **constants,
-    )  # fmt: skip
+    ulysses_qkv_kernel[(min(pieces, resident),)](*args, **constants)
     workspace.after_launch()
     return y

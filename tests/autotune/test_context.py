@@ -107,7 +107,7 @@ def lies_otherwise():
         x, weight = torch.randn(8, 16, device=device()), torch.randn(8, 16, device=device())
         if dist.get_rank() == 1:
             weight = weight.t().contiguous().t()
-        with pytest.raises(ValueError, match='weight lies as is "nk" on rank 0, "kn" on rank 1'):
+        with pytest.raises(ValueError, match='layout is "nk" on rank 0, "kn" on rank 1'):
             tdkernels.ag_gemm(x, weight, group=group)
         still_works(group)
 

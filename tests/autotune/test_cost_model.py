@@ -1,7 +1,6 @@
 """The estimates that order and prune the candidates: within what the hardware can do, and the right way round."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +8,6 @@ import torch
 from tdkernels.autotune.hardware import _MEASURED, Hardware
 from tdkernels.autotune.operator import tunable
 from tdkernels.autotune.problem import Problem
-from tdkernels.ops import _device
 from tests.reference import OPERATORS
 
 H200 = Hardware(*_MEASURED["NVIDIA H200"], num_sms=132, measured=True)
@@ -17,14 +15,6 @@ GPU = torch.device("cuda", 0)
 SHAPES = [(2, 64, 64, 64), (4, 8192, 57344, 8192), (8, 512, 8192, 28672), (3, 99, 51, 303)]
 # One that no rank could have a part of, for those that divide it by K alone.
 OTHERS = {"gemm_ar": [(4, 1, 8191, 28672)]}
-
-
-@pytest.fixture
-def an_h200(monkeypatch):
-    properties = SimpleNamespace(
-        name="NVIDIA H200", major=9, minor=0, multi_processor_count=132, shared_memory_per_block_optin=232448
-    )
-    monkeypatch.setattr(_device, "_properties", lambda index: properties)
 
 
 def configs_of(op, problem):

@@ -240,8 +240,8 @@ DISAGREEMENTS = {
     "mask": (dict(causal=False), {}, "causal", "false", "true"),
     "sharding": (dict(sharding="zigzag"), {}, "sharding", '"zigzag"', '"contiguous"'),
     "scale": (dict(scale=1.0), {}, "scale", 1.0, 0.25),
-    "chunks": ({}, {"config": AgAttentionConfig(chunk_rows=32)}, "config", "chunk_rows=32", "chunk_rows="),
-    "method": ({}, {"config": CONFIGS["torch"]}, "config", "method=torch", "method=fused"),
+    "chunks": ({}, {"config": AgAttentionConfig(chunk_rows=32)}, "config", "chunk_rows=32", "left to autotune (off)"),
+    "method": ({}, {"config": CONFIGS["torch"]}, "config", "method=torch", "left to autotune (off)"),
 }
 
 

@@ -1,0 +1,94 @@
+"""What the tuner compiles ahead is what a call launches: else it would be compiled again, while the peers wait.
+
+That the launches compile is asked in tests/test_aot.py.
+"""
+
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tdkernels.autotune.operator import tunable
+from tdkernels.autotune.problem import Problem
+from tdkernels.ops import _device, _operands, ag_attention_kernel, flash_decode_launch, ulysses_out_kernel
+from tests.aot import SHARED_MEMORY, recorded_launches, specialised
+from tests.autotune.sequences import LAUNCHERS, OPERATORS
+
+ARCH, GPU, CPU = "sm_90", torch.device("cuda", 0), torch.device("cpu")
+# (ranks, nodes, layout, sizes): such as let TMA fetch what it can, and such as do not.
+PROBLEMS = {
+    "ag_attention": [
+        (4, 1, "causal zigzag", (1, 512, 4, 2, 64, 32)), (2, 1, "full", (2, 66, 2, 1, 33, 17)),
+    ],
+    "flash_decode": [
+        (1, 1, "dense", (3, 1, 4, 2, 64, 64, 64)), (2, 1, "paged", (2, 1, 4, 2, 48, 16, 40)),
+        (4, 2, "dense latent fp8", (2, 3, 4, 1, 96, 64, 33)), (2, 1, "paged fp8", (1, 1, 4, 2, 64, 64, 32)),
+    ],
+    "ulysses_out": [(4, 1, "nk", (512, 64, 512)), (2, 1, "kn", (66, 34, 30))],
+    "ulysses_qkv": [(4, 1, "nk", (512, 512, 64)), (2, 1, "kn", (66, 34, 30))],
+}  # fmt: skip
+
+
+@contextlib.contextmanager
+def as_on_a_gpu(operator, ranks, nodes):
+    """Within, the launcher of an operator takes the CPU's tensors for those of a GPU, and its launches are recorded."""
+    gathered = {module: name for module, name in (
+        (ag_attention_kernel, "gathered_descriptor"), (ulysses_out_kernel, "_gathered_descriptor")
+    )}  # fmt: skip
+
+    def of_some_memory(real):
+        """The memory that peers write to is none here: the descriptor without a workspace stands for it."""
+        return lambda workspace, *args: real(None, *args)
+
+    with pytest.MonkeyPatch.context() as patch, recorded_launches(LAUNCHERS[operator], ranks, nodes) as launches:
+        for module in (_device, _operands):
+            patch.setattr(module, "has_tma", lambda device: True)
+        patch.setattr(_device, "capability", lambda device: (9, 0))
+        patch.setattr(_device, "num_sms", lambda device: 132)
+        patch.setattr(_device, "resident_programs", lambda device, tiles, dtype: 132)
+        patch.setattr(_device, "shared_memory_bytes", lambda device: SHARED_MEMORY[ARCH])
+        patch.setattr(ulysses_out_kernel, "_push_bytes", lambda device: 32 << 10)
+        patch.setattr(flash_decode_launch, "fp8_kind", lambda cache: int(cache.dtype == torch.float8_e4m3fn))
+        for module, name in gathered.items():
+            patch.setattr(module, name, of_some_memory(getattr(module, name)))
+        yield launches
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_a_call_launches_what_was_compiled_ahead(operator, dtype):
+    op = tunable(operator)
+    for ranks, nodes, layout, sizes in PROBLEMS[operator]:
+        problem = Problem(operator, "NVIDIA H200", ranks, ranks // nodes, dtype, layout, sizes)
+        group = SimpleNamespace(size=lambda ranks=ranks: ranks, rank=lambda: 1)
+        with as_on_a_gpu(operator, ranks, nodes) as launches, torch.no_grad():
+            assert op.why_not(problem) is None
+            operands = op.operands(problem, CPU, torch.Generator().manual_seed(1))
+            kernels = {op.compiled(config): config for config in op.space(problem, GPU)}
+            assert len(kernels) > 2 and None not in kernels
+            for config in kernels.values():
+                launches.clear()
+                op.compile(operands, problem, config)
+                op.run(operands, problem, group, config)
+                ahead, launched = (specialised(*launch, ARCH) for launch in launches)
+                assert launches[0][0] is launches[1][0] and ahead == launched, f"{config} for {problem}"
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_what_differs_for_the_tuner_is_compiled_once(operator):
+    """Configs of one kernel are launched with the same code, and those of others are not."""
+    op = tunable(operator)
+    ranks, _, layout, sizes = PROBLEMS[operator][0]
+    problem = Problem(operator, "NVIDIA H200", ranks, ranks, "bfloat16", layout, sizes)
+    with as_on_a_gpu(operator, ranks, 1) as launches:
+        operands = op.operands(problem, CPU, torch.Generator().manual_seed(1))
+        compiled = {}
+        for config in op.space(problem, GPU):
+            launches.clear()
+            op.compile(operands, problem, config)
+            compiled.setdefault(op.compiled(config), []).append(specialised(*launches[0], ARCH))
+    for same in compiled.values():
+        assert all(each == same[0] for each in same)
+    firsts = [same[0] for same in compiled.values()]
+    assert all(one != other for number, one in enumerate(firsts) for other in firsts[:number])
