@@ -27,6 +27,7 @@ class CollectiveTunable(ConfigTunable):
     config_class = CollectiveConfig
     layouts = ("rows",)
     plain_words = "torch collective", "torch's collective"
+    across_nodes = False  # torch alone reaches other nodes
     sources = (op, collective_kernels, collective_launch, _gather, _gather_kernels)
 
     def __init__(self, name):

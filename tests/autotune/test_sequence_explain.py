@@ -108,9 +108,10 @@ def test_the_advice_to_tune_names_a_layout_that_is_not_the_usual_one(monkeypatch
     monkeypatch.setattr(sys.modules["tdkernels.autotune.explain"], "hardware", lambda device, dtype: H200)
     op, advice = tunable("ag_attention"), []
     for layout in ("causal contiguous", "causal zigzag"):
-        problem = replace(problem_of("ag_attention", layout, on=CPU), gpu="NVIDIA Testing")
+        problem = replace(problem_of("ag_attention", layout, on=CPU), gpu=f"NVIDIA Testing {layout}")
         with log_of(logging.WARNING) as records:
-            choose._log_choice(op, problem, GPU, choose.Choice(op.plain(), "default"))
+            for _ in range(2):  # once for a GPU
+                choose._log_choice(op, problem, GPU, choose.Choice(op.plain(), "default"))
         advice += [record.getMessage().split("python -m ")[1] for record in records]
     assert advice == [
         "tdkernels tune ag_attention --shape 1x32x2x1x16x16 --nproc 2",
