@@ -507,7 +507,7 @@ def test_products_move_sixteen_bytes_at_a_time(kernel):
     assert not narrow(ptx)
     assert "ld.global.v2.b64" in ptx and "st.global.v2.b64" in ptx  # what is pushed
     # Signals and tables are read one by one; of what is copied, whole blocks of words are.
-    assert len(re.findall(r"st\.global\.b64", ptx)) <= 3, "a copy stores single words"
+    assert len(re.findall(r"st\.global\.b64", ptx)) <= 4, "a copy stores single words"
 
 
 def test_rows_without_tma_are_read_in_wide_pieces():
@@ -540,7 +540,7 @@ def test_collectives_move_sixteen_bytes_at_a_time(operator, exchange, block_byte
     assert not narrow(ptx)
     assert re.search(r"ld\.global\.v2\.b64|ld\.global\.v4\.b32", ptx)
     assert re.search(r"st\.global\.v2\.b64|st\.global\.v4\.b32", ptx)
-    assert len(re.findall(r"st\.global\.b64", ptx)) <= 3, "a copy stores single words"
+    assert len(re.findall(r"st\.global\.b64", ptx)) <= 4, "a copy stores single words"
     assert "ld.acquire.sys.global.b64" in ptx and "st.release.sys.global.b64" in ptx
 
 
@@ -593,7 +593,7 @@ def test_tokens_are_moved_sixteen_bytes_at_a_time(name):
     for move in ("ld", "st"):  # of a block each thread has four, or two of codes, wherever it is moved
         assert len(re.findall(rf"{move}\.global\.v2\.b64|{move}\.global\.v4\.b32", ptx)) >= 6
         assert not re.search(rf"{move}\.global\.[bu]16\b", ptx), "single elements"
-    assert len(re.findall(r"st\.global\.b64", ptx)) <= 6, "single words"
+    assert len(re.findall(r"st\.global\.b64", ptx)) <= 7, "single words"
     assert "ld.acquire.sys.global.b64" in ptx and "st.release.sys.global.b64" in ptx
 
 

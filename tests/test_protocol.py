@@ -24,6 +24,7 @@ from tdkernels.launch import RankError
 from tdkernels.symm import get_timeout, get_workspace, resolve_group
 from tdkernels.symm.group import group_state
 from tdkernels.symm.workspace import Workspace
+from tests.nodes import thorough
 from tests.ops.dense import config_for
 from tests.ranks import a_group, device, fresh_ranks, on_ranks
 from tests.reference import DIVIDED, OPERATORS, Case
@@ -119,7 +120,7 @@ def reuses_poisoned_memory():
             case.check(results)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=thorough), pytest.param(3, marks=thorough), 4])
 def test_memory_is_reused_by_other_shapes_and_dtypes(world_size):
     on_ranks(world_size, reuses_poisoned_memory)
 
@@ -432,7 +433,10 @@ def is_not_fooled_by_a_known_plan(operator, shapes, changes):
     after.check(after.run())
 
 
-@pytest.mark.parametrize("other", [(71, 6, 5), (140, 6, 5), (70, 7, 5), (70, 6, 9)], ids=str)
+@pytest.mark.parametrize(
+    "other", [pytest.param((71, 6, 5), marks=thorough), (140, 6, 5), (70, 7, 5), pytest.param((70, 6, 9), marks=thorough)],
+    ids=str,
+)  # fmt: skip
 @each_way
 def test_known_but_different_shapes_never_give_a_result(operator, changes, other):
     on_ranks(3, is_not_fooled_by_a_known_plan, operator, [(70, 6, 5), other], [changes, changes])

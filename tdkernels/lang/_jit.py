@@ -175,10 +175,11 @@ def _remember_block(init):
 
     def __init__(self, element_ty, shape):
         key = type(shape), element_ty.name, *[getattr(size, "value", size) for size in shape]
-        description = known.get(key)
+        may_be_known = _INT.issuperset(map(type, key[2:]))  # True is equal to 1, and 2.0 to 2
+        description = known.get(key) if may_be_known else None
         if description is None:
             init(self, element_ty, shape)
-            if _INT.issuperset(map(type, key[2:])):  # True is equal to 1
+            if may_be_known:
                 known[key] = self.shape, self.numel, self.name
         else:
             self.element_ty = element_ty

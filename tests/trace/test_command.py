@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tdkernels.__main__ import main
+from tests.nodes import thorough
 
 ROOT = Path(__file__).parent.parent.parent
 SMALL = ["ag_gemm", "--shape", "128x64x32", "--dtype", "fp32", "--device", "cpu", "--world-size", "2"]
@@ -82,9 +83,9 @@ def test_a_config_that_is_no_json_is_refused(capsys):
 @pytest.mark.parametrize(
     "config, message",
     [
-        ('{"colour": 1}', "colour"),
+        pytest.param('{"colour": 1}', "colour", marks=thorough),
         ('{"chunk_tiles": 0}', "chunk_tiles must be at least 1"),
-        ('{"method": "torch"}', "plain sequence"),
+        pytest.param('{"method": "torch"}', "plain sequence", marks=thorough),
     ],
 )
 def test_a_config_that_cannot_run_is_refused_by_the_ranks(config, message, tmp_path, capsys):

@@ -17,11 +17,12 @@ from tdkernels.trace.clocks import offsets
 from tdkernels.trace.recording import _config
 from tdkernels.trace.summary import arrivals, headline, longest_waits, shares, tables
 from tdkernels.trace.timeline import ALL_PEERS, make_trace, row_of
+from tests.nodes import thorough
 from tests.ranks import DEVICE, device, on_ranks
 from tests.trace.recorded import REPETITIONS, WAYS, problem, recordings
 
 each_way = pytest.mark.parametrize("way", WAYS)
-each_size = pytest.mark.parametrize("world_size", [2, 3])
+each_size = pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=thorough)])
 
 # What the programs of each way do: roles, as their kinds in order without "starts" and "finishes".
 ROLES = {
