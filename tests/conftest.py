@@ -48,7 +48,7 @@ def pytest_collection_modifyitems(items):
 
 
 def _says_little(item, params):
-    """Operators across nodes are asked at 2 x 2 everywhere; for GPUs like others bf16 is compiled, and not all of it."""
+    """Operators across nodes are asked at 2 x 2 everywhere; for GPUs like others some are compiled, in bf16."""
     if item.path.name.endswith("_nodes.py"):
         return params.get("world_size", 4) != 4
     if item.path.name == "test_aot.py" and params.get("arch", "sm_90") not in ("sm_90", "gfx942"):

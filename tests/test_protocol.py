@@ -434,7 +434,8 @@ def is_not_fooled_by_a_known_plan(operator, shapes, changes):
 
 
 @pytest.mark.parametrize(
-    "other", [pytest.param((71, 6, 5), marks=thorough), (140, 6, 5), (70, 7, 5), pytest.param((70, 6, 9), marks=thorough)],
+    "other",
+    [pytest.param((71, 6, 5), marks=thorough), (140, 6, 5), (70, 7, 5), pytest.param((70, 6, 9), marks=thorough)],
     ids=str,
 )  # fmt: skip
 @each_way
