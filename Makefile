@@ -32,12 +32,14 @@ demo: $(READY)  ## a tensor-parallel MLP, on GPUs if there are any, else on proc
 
 # Many tests leave a core idle, and others do nothing but compile: so two halves of the suite run side by side, with a
 # directory for temporary files that goes with the second, as whoever is killed does not clean up. Before them come the
-# tests that look at what processes leave on the machine. CI=true: each part has to run something on several ranks.
-FIRST := tests/ops tests/nn tests/autotune
+# tests that look at what processes leave on the machine, or at the time. CI=true: each part has to run something on
+# several ranks.
+ALONE := tests/symm tests/test_import.py
+FIRST := tests/ops tests/nn
 test: $(READY)  ## the test suite; ranks are processes, on GPUs where a test finds enough of them
-	CI=true $(PY) -m pytest -q tests/symm
+	CI=true $(PY) -m pytest -q $(ALONE)
 	@beside=$$(mktemp -d); \
-	CI=true TMPDIR=$$beside $(PY) -m pytest -q -p no:cacheprovider tests $(FIRST:%=--ignore=%) --ignore=tests/symm \
+	CI=true TMPDIR=$$beside $(PY) -m pytest -q -p no:cacheprovider tests $(ALONE:%=--ignore=%) $(FIRST:%=--ignore=%) \
 		>$$beside/log 2>&1 & other=$$!; \
 	trap 'trap "" INT TERM HUP; kill $$other 2>/dev/null; wait $$other 2>/dev/null; rm -rf $$beside' EXIT; \
 	trap 'exit 130' INT; trap 'exit 143' TERM HUP; \
