@@ -36,14 +36,7 @@ class DenseTunable(ConfigTunable):
     kernel: ModuleType
 
     def why_not(self, problem):
-        reason = super().why_not(problem)
-        if reason is not None:
-            return reason
-        for number in self.divided:
-            if problem.shape[number] % problem.world_size:
-                name, size = self.sizes[number].upper(), problem.shape[number]
-                return f"{name} = {size} is not divisible by {problem.world_size} ranks"
-        return None
+        return super().why_not(problem) or self.why_not_divided(problem, self.divided)
 
     def layout_of(self, *operands):
         weight = operands[1] if len(operands) > 1 else None
@@ -95,12 +88,6 @@ class DenseTunable(ConfigTunable):
 
     def compile(self, operands, problem, config):
         self.kernel.compile(*operands, None, problem.world_size, config, problem.num_nodes)
-
-    def compiled(self, config):
-        if config.method == "torch":
-            return None
-        tiles = config.tiles
-        return tiles.block_m, tiles.block_n, tiles.block_k, tiles.num_warps, tiles.num_stages
 
 
 def two_operands(operator, shapes):

@@ -2,19 +2,25 @@
 
 import torch
 
+from tdkernels.ops._swiglu import ACTIVATIONS
+
 
 def why_not_shared(tunable, problem, divided, experts, choices):
     """Why ranks cannot share a problem, or None.
 
     Args:     divided: the sizes, by number, that the ranks divide; experts, choices: how many, and of a token
     """
-    for number in divided:
-        if problem.shape[number] % problem.world_size:
-            name, size = tunable.sizes[number].upper(), problem.shape[number]
-            return f"{name} = {size} is not divisible by {problem.world_size} ranks"
+    reason = tunable.why_not_divided(problem, divided)
+    if reason is not None:
+        return reason
     if choices > experts:
         return f"a token has at most EXPERTS = {experts} choices, not {choices}"
     return None
+
+
+def activation_of(problem):
+    """The activation that a layout names, or None."""
+    return problem.layout if problem.layout in ACTIVATIONS else None
 
 
 def expert_ids(tokens, choices, experts, device, generator):

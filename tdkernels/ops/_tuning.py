@@ -39,6 +39,14 @@ class ConfigTunable(tunables.Tunable):
             return f"layout must be one of {', '.join(self.layouts)}, not {problem.layout!r}"
         return None
 
+    def why_not_divided(self, problem, divided):
+        """Why the ranks cannot divide these of the sizes, by number, or None."""
+        for number in divided:
+            if problem.shape[number] % problem.world_size:
+                name, size = self.sizes[number].upper(), problem.shape[number]
+                return f"{name} = {size} is not divisible by {problem.world_size} ranks"
+        return None
+
     def config_to_dict(self, config):
         if config.method == "torch":
             return {"method": "torch"}  # it takes none of the rest
@@ -66,6 +74,13 @@ class ConfigTunable(tunables.Tunable):
 
     def plain(self):
         return self.config_class(method="torch")
+
+    def compiled(self, config):
+        """Of a config with tiles."""
+        if config.method == "torch":
+            return None
+        tiles = config.tiles
+        return tiles.block_m, tiles.block_n, tiles.block_k, tiles.num_warps, tiles.num_stages
 
 
 @functools.lru_cache(1024)

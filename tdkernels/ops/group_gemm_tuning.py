@@ -10,7 +10,7 @@ from tdkernels.ops import _dense_tuning as dense
 from tdkernels.ops import _gemm, _grouped, _swiglu, _tiles
 from tdkernels.ops import group_gemm as op
 from tdkernels.ops import group_gemm_kernel as kernel
-from tdkernels.ops._expert_tuning import rows_by_expert
+from tdkernels.ops._expert_tuning import activation_of, rows_by_expert
 from tdkernels.ops._tuning import ConfigTunable
 from tdkernels.ops.group_gemm_kernel import GroupGemmConfig
 
@@ -30,7 +30,7 @@ class GroupGemmTunable(ConfigTunable):
         if problem.world_size > 1:
             return "it runs on one rank: tune it in a group of one (--nproc 1), ask with world_size=1"
         reason = super().why_not(problem)
-        if reason is None and _activation(problem) and problem.shape[1] % 2:
+        if reason is None and activation_of(problem) and problem.shape[1] % 2:
             return f"N = {problem.shape[1]}, the rows of gate and up, must be even"
         return reason
 
@@ -76,7 +76,7 @@ class GroupGemmTunable(ConfigTunable):
 
     def floors(self, problem):
         rows, n, k, experts = problem.shape
-        width = n // 2 if _activation(problem) else n
+        width = n // 2 if activation_of(problem) else n
         moved = (experts * n * k + rows * (k + width)) * problem.torch_dtype.itemsize
         return Floors(2 * rows * n * k, 0, moved)
 
@@ -93,7 +93,7 @@ class GroupGemmTunable(ConfigTunable):
         return 2 * max(problem.torch_dtype.itemsize, 4) * (experts * n * k + rows * (k + 4 * n))
 
     def reference(self, operands, problem, group):
-        return op.group_gemm_ref(*operands, activation=_activation(problem))
+        return op.group_gemm_ref(*operands, activation=activation_of(problem))
 
     def local(self, operands, problem):
         """The product by the library: as many rows for each expert."""
@@ -103,20 +103,10 @@ class GroupGemmTunable(ConfigTunable):
 
     def run(self, operands, problem, group, config):
         op.forget_choices()  # made before it was tuned
-        return op.group_gemm(*operands, activation=_activation(problem), config=config)
-
-    def compiled(self, config):
-        if config.method == "torch":
-            return None
-        tiles = config.tiles
-        return tiles.block_m, tiles.block_n, tiles.block_k, tiles.num_warps, tiles.num_stages
+        return op.group_gemm(*operands, activation=activation_of(problem), config=config)
 
     def compile(self, operands, problem, config):
-        kernel.compile(*operands, _activation(problem), config)
-
-
-def _activation(problem):
-    return problem.layout if problem.layout in _swiglu.ACTIVATIONS else None
+        kernel.compile(*operands, activation_of(problem), config)
 
 
 register(GroupGemmTunable())

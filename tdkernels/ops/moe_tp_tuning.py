@@ -24,8 +24,7 @@ from tdkernels.ops import group_gemm_kernel as grouped
 from tdkernels.ops import moe_ag_gemm_kernel as ag
 from tdkernels.ops import moe_gemm_rs_kernel as rs
 from tdkernels.ops import moe_tp as op
-from tdkernels.ops._expert_tuning import expert_ids, rows_by_expert, why_not_shared
-from tdkernels.ops._swiglu import ACTIVATIONS
+from tdkernels.ops._expert_tuning import activation_of, expert_ids, rows_by_expert, why_not_shared
 from tdkernels.ops._tuning import ConfigTunable
 from tdkernels.ops.group_gemm import why_not_torch
 from tdkernels.ops.moe_ag_gemm_kernel import MoeTpConfig
@@ -61,7 +60,7 @@ class _MoeTunable(ConfigTunable):
         if reason is not None:
             return reason
         reason = why_not_shared(self, problem, self.divided, *problem.shape[-2:])
-        if reason is None and _activation(problem) is not None and self.weights(problem)[0][1] % 2:
+        if reason is None and activation_of(problem) is not None and self.weights(problem)[0][1] % 2:
             return f"a rank's rows of gate and up must be even, not {self.weights(problem)[0][1]}"
         return reason
 
@@ -147,12 +146,6 @@ class _MoeTunable(ConfigTunable):
             return made
 
         return multiply
-
-    def compiled(self, config):
-        if config.method == "torch":
-            return None
-        tiles = config.tiles
-        return tiles.block_m, tiles.block_n, tiles.block_k, tiles.num_warps, tiles.num_stages
 
     def _unrouted(self, problem, config, device):
         tokens, *_, experts, choices = problem.shape
@@ -247,11 +240,11 @@ class MoeAgGemmTunable(_MoeTunable):
 
     def reference(self, operands, problem, group):
         x, ids, _, w = operands
-        return op.moe_ag_gemm_ref(x, ids, w, activation=_activation(problem), group=group)
+        return op.moe_ag_gemm_ref(x, ids, w, activation=activation_of(problem), group=group)
 
     def run(self, operands, problem, group, config):
         x, ids, _, w = operands
-        return op.moe_ag_gemm(x, ids, w, activation=_activation(problem), group=group, config=config)
+        return op.moe_ag_gemm(x, ids, w, activation=activation_of(problem), group=group, config=config)
 
     def comparable(self, output, problem):
         h, routing = output
@@ -259,7 +252,7 @@ class MoeAgGemmTunable(_MoeTunable):
 
     def compile(self, operands, problem, config):
         x, *_, w = operands
-        ag.compile(x, w, self._unrouted(problem, config, x.device), config, _activation(problem))
+        ag.compile(x, w, self._unrouted(problem, config, x.device), config, activation_of(problem))
 
 
 class MoeGemmRsTunable(_MoeTunable):
@@ -344,20 +337,16 @@ class TpMoeTunable(_MoeTunable):
         return 1e3 * (_ROUTE_S + first + self._second_s(config, down, problem, hardware))
 
     def reference(self, operands, problem, group):
-        return op.tp_moe_ref(*operands, activation=_activation(problem), group=group)
+        return op.tp_moe_ref(*operands, activation=activation_of(problem), group=group)
 
     def run(self, operands, problem, group, config):
-        return op.tp_moe(*operands, activation=_activation(problem), group=group, config=config)
+        return op.tp_moe(*operands, activation=activation_of(problem), group=group, config=config)
 
     def compile(self, operands, problem, config):
         x, _, weights, gate_up, down = operands
         routing = self._unrouted(problem, config, x.device)
-        ag.compile(x, gate_up, routing, config, _activation(problem))
+        ag.compile(x, gate_up, routing, config, activation_of(problem))
         rs.compile(x.new_empty(1, down.shape[2]), down, routing, weights.new_empty(1), config)
-
-
-def _activation(problem):
-    return problem.layout if problem.layout in ACTIVATIONS else None
 
 
 for _tunable in (MoeAgGemmTunable(), MoeGemmRsTunable(), TpMoeTunable()):
