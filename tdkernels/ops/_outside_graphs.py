@@ -12,7 +12,8 @@ def outside_graphs(function):
 
     @functools.wraps(function)
     def call(*args, **kwargs):
-        if "torch._dynamo" not in sys.modules:
+        # A compiler that traces this stops at its first condition: the table of modules may grow while it reads it.
+        if not (torch.compiler.is_compiling() or "torch._dynamo" in sys.modules):
             return function(*args, **kwargs)
         if not disabled:
             disabled.append(torch.compiler.disable(function))

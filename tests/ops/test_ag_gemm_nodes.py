@@ -331,7 +331,8 @@ def _tunes(folder, local):
         configs = AgGemmConfig(**SMALL), AgGemmConfig(**{**SMALL, "num_comm_sms": 3})
         with _nothing_is_poisoned_early(folder), candidates(*configs) as op:
             result = tune("ag_gemm", *shape, dtype=FP32, group=group, device=device())
-            assert [trial.reason for trial in result.trials] == [None] * 4
+            reasons = [trial.reason for trial in result.trials]
+            assert reasons == [None] * 4, reasons
             assert result.entry.problem.num_nodes == group.size() // local
             assert f"on {group.size() // local} nodes of {local} x " in str(result.entry.problem)
             config = op.config_from_dict(result.entry.config)
