@@ -42,6 +42,9 @@ RECORD_PLAN_MISMATCH = tl.constexpr(3)
 SET = tl.constexpr("set")
 NEVER = tl.constexpr(-(1 << 62))  # below every signal
 _MAX_THREADS = tl.constexpr(512)  # of a program
+# Timeouts that a wait for a program of our own may take. What that program does may take several waits for peers, each
+# of them bounded; if one of these ends late it shall be the one that is recorded, for it knows which peer did not come.
+_OWN_PATIENCE = tl.constexpr(4)
 
 
 @jit
@@ -56,9 +59,11 @@ def wait(ctx, signal_ptr, expected, peer, SCOPE: tl.constexpr = SYS, FOR_TMA: tl
 
     Acquire at ``SCOPE`` ("sys", or "gpu" for a producer on the same GPU). ``FOR_TMA``: what follows is read through a
     tensor descriptor. Returns the value seen, to be passed to ``consume_token``.
+
+    For a producer on the same GPU, which may itself wait for peers, the bound is four timeouts.
     """
     expected = _wide(expected)
-    seen = _spin(ctx, signal_ptr, expected, SCOPE)
+    seen = _spin(ctx, signal_ptr, expected, SCOPE, 1 if SCOPE == SYS else _OWN_PATIENCE)
     _record_if(ctx, seen < expected, RECORD_TIMEOUT, peer, signal_ptr, expected, seen)
     if FOR_TMA:
         fence_before_tma_load()
@@ -169,7 +174,7 @@ def _wait_each(ctx, signal_ptrs, expected, peers, there):
     """``wait_plan`` by each thread for a word of its own, where one is ``there``; other threads only look at it."""
     expected = tl.where(there, _wide(expected), NEVER)
     start = (expected >> 8) << 8
-    seen = _spin(ctx, signal_ptrs, start, SYS)
+    seen = _spin(ctx, signal_ptrs, start, SYS, 1)
     _record_if(ctx, seen < start, RECORD_PLAN_TIMEOUT, peers, signal_ptrs, expected, seen)
     mismatch = (seen != expected) & ((seen >> 8) == (expected >> 8))
     _record_if(ctx, mismatch, RECORD_PLAN_MISMATCH, peers, signal_ptrs, expected, seen)
@@ -199,7 +204,7 @@ def wait_plan(ctx, signal_ptr, expected, peer, SCOPE: tl.constexpr = SYS, FOR_TM
     """
     expected = _wide(expected)
     start = (expected >> 8) << 8
-    seen = _spin(ctx, signal_ptr, start, SCOPE)
+    seen = _spin(ctx, signal_ptr, start, SCOPE, 1)
     _record_if(ctx, seen < start, RECORD_PLAN_TIMEOUT, peer, signal_ptr, expected, seen)
     mismatch = (seen != expected) & ((seen >> 8) == (expected >> 8))
     _record_if(ctx, mismatch, RECORD_PLAN_MISMATCH, peer, signal_ptr, expected, seen)
@@ -227,8 +232,8 @@ def in_time(seen, expected):
 
 
 @jit
-def _spin(ctx, signal_ptr, expected, SCOPE: tl.constexpr):
-    timeout_ns = tl.load(ctx + CTX_TIMEOUT_NS)
+def _spin(ctx, signal_ptr, expected, SCOPE: tl.constexpr, PATIENCE: tl.constexpr):
+    timeout_ns = tl.load(ctx + CTX_TIMEOUT_NS) * PATIENCE
     failed_ptr = failed_at(ctx)
     if target() == "cuda":
         return _spin_ptx(signal_ptr, expected, timeout_ns, failed_ptr)

@@ -86,12 +86,15 @@ def halves(layer, **options):
     return tdkernels.moe_gemm_rs(h, routing, weights, w_down, group=layer.group, **options)
 
 
-def entries(config, other=None):
+def entries(config, other=None, width=12, hidden=3, dtype="float32"):
     """For the sizes of ``a_layer``."""
-    return (
-        entry_of(config, "tp_moe", (8, 12, 6, 2, 1)), entry_of(config, "moe_ag_gemm", (8, 12, 12, 2, 1), "swiglu"),
-        entry_of(other or config, "moe_gemm_rs", (8, 12, 6, 2, 1)),
-    )  # fmt: skip
+    problems = {
+        "tp_moe": (8, width, 2 * hidden, 2, 1), "moe_ag_gemm": (8, 4 * hidden, width, 2, 1),
+        "moe_gemm_rs": (8, width, 2 * hidden, 2, 1),
+    }  # fmt: skip
+    configs = {"moe_gemm_rs": other or config}
+    return [entry_of(configs.get(operator, config), operator, shape, "swiglu" if operator != "moe_gemm_rs" else None,
+                     dtype=dtype) for operator, shape in problems.items()]  # fmt: skip
 
 
 def take_the_entry(folder):
@@ -128,10 +131,11 @@ def test_a_call_takes_what_was_tuned(tmp_path):
 
 
 def take_torch(folder):
-    """Its gradients are torch's, too."""
+    """Its gradients are torch's, too. Of sizes and a type that torch's product takes on a GPU."""
     with a_group() as group, tables_in(folder):
-        tune_by_hand(*entries(TORCH))
-        for layer, call in ((a_layer(group), None), (a_layer(group, seed=1), halves)):
+        wide = {"width": 16, "hidden": 8, "dtype": BF16}
+        tune_by_hand(*entries(TORCH, width=16, hidden=8, dtype="bfloat16"))
+        for layer, call in ((a_layer(group, **wide), None), (a_layer(group, seed=1, **wide), halves)):
             layer.require()
             with launches() as ran:
                 y = layer.call() if call is None else call(layer)
@@ -139,11 +143,11 @@ def take_torch(folder):
             layer.check({"y": y.detach(), **layer.gradients()})
             assert not ran
         with launches() as ran:  # of another layout nothing is known
-            layer = a_layer(group, activation="swiglu_interleaved")
+            layer = a_layer(group, activation="swiglu_interleaved", **wide)
             layer.check({"y": layer.call().detach()})
         assert len(ran) == 2
-        text = str(explain("tp_moe", *a_layer(group).operands(), group=group))
-        assert "tp_moe 8x12x6x2x1 float32 swiglu on 2 x" in text and "  config      method=torch" in text
+        text = str(explain("tp_moe", *a_layer(group, **wide).operands(), group=group))
+        assert "tp_moe 8x16x16x2x1 bfloat16 swiglu on 2 x" in text and "  config      method=torch" in text
         assert "  runs        torch collective and grouped matmul" in text
         del group, layer, y
 

@@ -14,7 +14,7 @@ import tdkernels
 from tdkernels import PeerTimeoutError, PlanMismatchError
 from tdkernels import lang as td
 from tdkernels.symm import get_workspace, resolve_group
-from tests.ranks import device, on_ranks
+from tests.ranks import DEVICE, device, on_ranks
 
 TIMEOUT_S = 1.5
 POISON = 0xA5
@@ -391,15 +391,49 @@ def misses_a_flag():
     with a_group() as group:
         workspace = prepared("missing flag", num_flags=2, group=group)
         tdkernels.set_timeout(0.3)
+        start = time.monotonic()
         error = error_of(launch, workspace, missing_flag_kernel, 1)
+        assert time.monotonic() - start > 1.0, "a program that waits for peers gives up before one that waits for it"
         assert type(error) is PeerTimeoutError
         assert (error.rank, error.peer, error.expected, error.seen) == (0, 0, 1, 0)
         assert error.signal == "between programs of this rank"
+        assert "rank 0 waited for several times 0.3 s for another program of its own" in str(error)
         del group
 
 
 def test_wait_for_a_flag_is_bounded():
     on_ranks(1, misses_a_flag)
+
+
+@td.jit
+def indirect_kernel(ctx, peer, later_ns):
+    """Program 0 waits for program 1, which begins later to wait for a peer."""
+    pid = tl.program_id(0)
+    if pid == 0:
+        td.wait(ctx, td.flag_at(ctx, 0), 1, td.rank(ctx), "gpu")  # producer: program 1
+    else:
+        begin = td.clock_ns()
+        now = begin
+        while now - begin < later_ns:
+            now = td.clock_ns()
+        td.wait(ctx, td.signal_at(ctx, 0, 0), 1, peer)  # producer: none
+        td.add_release(td.flag_at(ctx, 0), tl.full((), 1, tl.int64), SCOPE="gpu")
+    td.finish(ctx)
+
+
+def misses_a_peer_indirectly():
+    rank, peer = dist.get_rank(), 1 - dist.get_rank()
+    with a_group() as group:
+        workspace = prepared("indirect", num_flags=1, half_signals=1, group=group)
+        tdkernels.set_timeout(0.3)
+        error = error_of(launch, workspace, indirect_kernel, 2, peer, 200_000_000)
+        assert type(error) is PeerTimeoutError and (error.rank, error.peer) == (rank, peer)
+        del group
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="programs that run at the same time")
+def test_who_is_missing_is_known_by_the_one_that_waits_for_a_peer():
+    on_ranks(2, misses_a_peer_indirectly)
 
 
 # ---- plans ----

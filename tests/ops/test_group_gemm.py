@@ -93,7 +93,7 @@ def test_no_rows(activation):
 
 def refuses_rows_that_torch_does_not_take():
     x, w = torch.zeros(3, 8, device=device(), dtype=BF16), torch.zeros(1, 6, 8, device=device(), dtype=BF16)
-    with pytest.raises(ValueError, match=r"multiple of 16 bytes, w is \[1, 6, 8\]"):
+    with pytest.raises(ValueError, match=r"multiple of 16 bytes; w is \[1, 6, 8\] of torch.bfloat16"):
         tdkernels.group_gemm(x, w, torch.tensor([3], device=device()), config=TORCH)
 
 
