@@ -158,6 +158,9 @@ class _Recorder:
     def warmup(self, *args, grid, **kwargs):
         self[grid](*args, **kwargs)
 
+    def launch_alike(self, known, grid, args, kwargs):
+        self[grid](*args, **kwargs)
+
 
 @contextlib.contextmanager
 def recorded_launches(launcher, ranks=1, nodes=1):
@@ -166,12 +169,13 @@ def recorded_launches(launcher, ranks=1, nodes=1):
     ``nodes``: on how many nodes the group's ``ranks`` are, for those who ask their workspace.
     """
     launches = []
-    workspace = MagicMock(ctx=pointer(torch.int64), kept={})
+    workspace = MagicMock(ctx=pointer(torch.int64), kept={}, launches={}, world_size=ranks)
     workspace.group.topology = Topology(0, ranks, ranks // nodes)
     workspace.group.local_world_size = ranks // nodes if nodes > 1 else 1 << 30
     workspace.prepare.return_value = 3  # the plan
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launcher, "get_workspace", lambda *args, **options: workspace, raising=False)  # some need none
+        patch.setattr(launcher, "alone_on", lambda device: workspace, raising=False)
         for name, value in list(vars(launcher).items()):
             if isinstance(value, Kernel):
                 patch.setattr(launcher, name, _Recorder(value, launches))

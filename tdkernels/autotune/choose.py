@@ -23,7 +23,8 @@ _log = logging.getLogger("tdkernels")
 EXPLICIT, CACHE, SHIPPED, NEAREST, DEFAULT = "explicit", "cache", "shipped", "nearest", "default"
 
 _warned = set()  # (operator, GPU) of which this process has said that nobody has tuned them
-_alone = {}  # what this process has chosen where there is no group, as ``GroupState.choices``
+_MAX_CALLS = 4096  # whose shapes may go on changing for ever
+_alone, _calls_alone = {}, {}  # where there is no group, as ``GroupState.choices`` and ``calls``
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,10 @@ class Choice:
 def choices_of(group):
     """{(key of a problem, mode): Choice} of what a group has chosen; None for a group is this process alone."""
     return _alone if group is None else group_state(group).choices
+
+
+def _calls_of(group):
+    return _calls_alone if group is None else group_state(group).calls
 
 
 def choose(tunable, problem, device, group, fields):
@@ -63,6 +68,29 @@ def choose(tunable, problem, device, group, fields):
         if group is None or group_state(group).rank == 0:
             _say(tunable, problem, device, choice)
     return choice
+
+
+def known_config(group, call):
+    """The config that ``choose`` has given for a call before, if that still holds, else None.
+
+    Args:     call: all that problem, fields and device of the call follow from; cheaper to have than these
+    """
+    known = _calls_of(group).get((call, get_mode()))
+    if known is not None:
+        key, choice = known
+        if choices_of(group).get(key) is choice:  # nobody has tuned it since
+            return choice.config
+    return None
+
+
+def keep_config(tunable, problem, group, call):
+    """Let ``known_config`` know what was chosen for a problem, unless that is to be chosen again."""
+    key, calls = (tunable.key(problem), get_mode()), _calls_of(group)
+    choice = choices_of(group).get(key)
+    if choice is not None:
+        if len(calls) >= _MAX_CALLS:
+            calls.clear()
+        calls[call, get_mode()] = key, choice
 
 
 def forget(tunable, problem, choices):

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from tdkernels.autotune import operator as tunables
-from tdkernels.autotune.choose import choose
+from tdkernels.autotune.choose import choose, keep_config, known_config
 from tdkernels.autotune.hardware import hardware
 from tdkernels.ops import _device, _operands
 from tdkernels.ops._config import from_text
@@ -107,8 +107,12 @@ def _leaves_tiles_open(config):
 def config_for(operator, text, x, weight, group, fields):
     """The config of a call: what ``text`` stands for if it was given one, else what the group has chosen.
 
-    Args:     fields: what must be the same on all ranks
+    Args:     fields: a function; what must be the same on all ranks
     """
+    call = operator, x.shape, x.dtype, x.device, weight.shape, weight.stride()
+    known = None if text else known_config(group, call)
+    if known is not None:
+        return known
     tunable = tunables.tunable(operator)
     config = from_text(tunable.config_class, text) if text else None
     if config is not None and not _leaves_tiles_open(config):
@@ -117,7 +121,9 @@ def config_for(operator, text, x, weight, group, fields):
     problem = problem_of(operator, sizes, tunable.layout_of(x, weight), x, group)
     if config is not None:
         return tunable.completed(config, problem, x.device)
-    return choose(tunable, problem, x.device, group, fields).config
+    chosen = choose(tunable, problem, x.device, group, fields()).config
+    keep_config(tunable, problem, group, call)
+    return chosen
 
 
 # ---- spaces and costs ----

@@ -17,12 +17,12 @@ def forward(operator, kernel, launch, reference, x, weight, bias, group, config)
     group = _operands.group_by_name(group)
     if group.size() == 1:
         return F.linear(x, weight, bias)
-    fields = kernel.problem_fields(x, weight)
     if not x.shape[0]:
-        group_state(group).agree_once(operator, fields)
+        group_state(group).agree_once(operator, kernel.problem_fields(x, weight))
         return x.new_empty(0, weight.shape[0])
-    config = config_for(operator, config, x, weight, group, fields)
+    config = config_for(operator, config, x, weight, group, lambda: kernel.problem_fields(x, weight))
     if config.method == "fused":
         return launch(x, weight, bias, group, config)
-    group_state(group).agree_once(operator, kernel.plan_fields(x, weight, config))
+    call = config, x.shape, x.dtype, weight.shape
+    group_state(group).agree_once(operator, lambda: kernel.plan_fields(x, weight, config), call)
     return reference(x, weight, bias, group=group)

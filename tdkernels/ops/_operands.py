@@ -92,6 +92,11 @@ def rows_contiguous(x):
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
+def ready(x, weight, bias):
+    """The operands as launches take them: the same ones, unless one has to be copied."""
+    return rows_contiguous(x), weight_layout(weight)[0], None if bias is None else bias.contiguous()
+
+
 def lies_as_kn(weight):
     """Whether the weight's columns are contiguous and its rows are not: it lies as [K, N]."""
     n, k = weight.shape
@@ -140,7 +145,7 @@ def rows_descriptor(x, planes, rows, plane_stride, block_m, block_k):
 
 def weight_descriptor(weight, is_kn, block_n, block_k):
     if is_kn:
-        return TensorDescriptor(weight.t(), list(weight.t().shape), [weight.stride(1), 1], [block_k, block_n])
+        return TensorDescriptor(weight, list(reversed(weight.shape)), [weight.stride(1), 1], [block_k, block_n])
     return TensorDescriptor(weight, list(weight.shape), [weight.stride(0), 1], [block_n, block_k])
 
 

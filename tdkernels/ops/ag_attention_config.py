@@ -3,9 +3,9 @@
 from dataclasses import dataclass, fields, replace
 
 import torch
-import triton
 
 from tdkernels.ops import _device
+from tdkernels.ops._tiles import next_power_of_2
 
 _SIZES = ("block_q", "block_k", "dq_block_q", "dq_block_k", "dkv_block_q", "dkv_block_k")
 
@@ -95,4 +95,4 @@ def completed(config, rows, widest, dtype, device):
 
 def _chunk_rows(rows):
     """About a sixteenth of a shard: so small that tiles soon have something to do, and signals are few."""
-    return min(max(triton.next_power_of_2(rows) // 16, 128), 1024)
+    return min(max(next_power_of_2(rows) // 16, 128), 1024)

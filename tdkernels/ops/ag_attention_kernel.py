@@ -7,7 +7,6 @@ what a program once knows to be there its later tiles read without a wait.
 """
 
 import torch
-import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -32,6 +31,7 @@ from tdkernels.ops._attention import (
     store_rows_of,
 )
 from tdkernels.ops._config import text_of
+from tdkernels.ops._tiles import next_power_of_2
 from tdkernels.symm import get_workspace
 
 _COPY_WORDS = 4096
@@ -233,7 +233,7 @@ def uses_tma(*tensors):
 
 def width_of(size):
     """The block that takes a head's elements."""
-    return max(16, triton.next_power_of_2(size))
+    return max(16, next_power_of_2(size))
 
 
 def widths_of(k, v):

@@ -69,7 +69,7 @@ def _backward(dy, x, weight, need_dx, need_dweight, group, config):
     else:
         if need_dx:
             fields = {"backward of": "ag_gemm", **dual.problem_fields(dy, weight.t())}
-            choice = config_for("gemm_rs", "", dy, weight.t(), group, fields)
+            choice = config_for("gemm_rs", "", dy, weight.t(), group, lambda: fields)
         # x travels while the GEMM-RS computes and sends dx; then all of it is here for dweight.
         gather = Gather.start("ag_gemm backward", x, group) if need_dweight else None
         if need_dx and choice.method == "fused":

@@ -16,6 +16,7 @@ from tdkernels.ops._config import text_of
 from tdkernels.ops._gather import Gather, slot_rows_of
 from tdkernels.ops._gather_kernels import push_shard
 from tdkernels.ops._gemm import as_aligned, gemm_tile, store_rows, swizzle, with_bias
+from tdkernels.ops._launch import Launch, launch_kept, to_be_made
 from tdkernels.ops._tiles import Tiles, default_tiles
 from tdkernels.symm import get_workspace
 from tdkernels.symm.group import group_state
@@ -245,51 +246,75 @@ def _that_reaches(config, num_nodes):
 
 def launch(x, weight, bias, group, config, keep_gathered=False):
     """Launch the fused operator on 2-D operands; returns y and, if kept, the Gather of x, to be closed."""
-    x = _operands.rows_contiguous(x)
-    bias = None if bias is None else bias.contiguous()
+    config = _that_reaches(config, group_state(group).topology.num_nodes)
+    if keep_gathered or config.transport == "copy_engine":
+        return _launch_beside_gather(*_operands.ready(x, weight, bias), group, config, keep_gathered)
+    workspace = get_workspace(group, x.device, "ag_gemm", across_nodes=True)
+    (y,) = launch_kept(
+        workspace, (config, _operands.dot_precision(x.dtype)), (x, weight, bias),
+        lambda *of: _prepare(workspace, *of, config), _operands.ready,
+    )  # fmt: skip
+    return y, None
+
+
+def _prepare(workspace, x, weight, bias, config):
+    """The Launch of the kernel that sends its own shard."""
     rows, k = x.shape
-    n = weight.shape[0]
-    topology = group_state(group).topology
-    world_size, num_nodes = topology.world_size, topology.num_nodes
-    config = _that_reaches(config, num_nodes)
-    tiles = config.tiles
-    num_chunks = -(-rows // (config.chunk_tiles * tiles.block_m))
+    ranks = workspace.world_size
+    num_chunks = _num_chunks(rows, config)
     slot_rows = slot_rows_of(rows)
-    y = x.new_empty(world_size * rows, n)
-
-    gather = None
-    num_comm = config.num_comm_sms
-    copies = config.transport == "copy_engine"
-    if keep_gathered or copies:
-        gather = Gather("ag_gemm", plan_fields(x, weight, config), x, group, config.chunk_tiles * tiles.block_m)
-        workspace, plan = gather.workspace, gather.plan
-        gather.begin()
-        if copies:
-            gather.copy(own=keep_gathered)
-            num_comm = 0
-        planes, plane_stride = 1, world_size * slot_rows * k
-    else:
-        workspace = get_workspace(group, x.device, "ag_gemm", across_nodes=True)
-        slot_bytes = slot_rows * k * x.element_size()
-        plan = workspace.prepare(
-            "ag_gemm", plan_fields(x, weight, config), world_size * slot_bytes, world_size * num_chunks
-        )
-        workspace.before_launch()
-        planes, plane_stride = 2, workspace.half_bytes // x.element_size()
-
-    data = workspace.buffer.tensor(workspace.rank)[workspace.data_offset :].view(x.dtype)
-    gathered = data.as_strided((1, k), (k, 1)), planes, world_size * slot_rows, plane_stride
-    args, constants = _arguments(
-        workspace.ctx, x, gathered, weight, bias, y, slot_rows, plan, num_comm, gather is not None, config
+    plan = workspace.prepare(
+        "ag_gemm", plan_fields(x, weight, config), ranks * slot_rows * k * x.element_size(), ranks * num_chunks
     )
-    tiles_m, tiles_n = -(-rows // tiles.block_m), -(-n // tiles.block_n)
-    remote = (world_size - 1) * num_chunks * config.chunk_tiles * tiles_n
-    comm, turns = _comm_pieces(num_comm, num_chunks, topology)
-    pieces = comm + tiles_m * tiles_n + remote
-    programs = min(pieces, _device.resident_programs(x.device, tiles, x.dtype))
-    _kernel(num_nodes)[(programs,)](*args, **constants, trace_ptr=_trace.buffer(x.device, pieces, turns))
-    if gather is None:
-        workspace.after_launch()
-    elif not keep_gathered:
+    gathered = _rows_of_buffer(workspace, x), 2, ranks * slot_rows, workspace.half_bytes // x.element_size()
+    y = to_be_made(x, ranks * rows, weight.shape[0])
+    num_comm = config.num_comm_sms
+    args, constants = _arguments(workspace.ctx, x, gathered, weight, bias, y, slot_rows, plan, num_comm, False, config)
+    topology = workspace.group.topology
+    pieces, turns = _count(x, weight, num_comm, topology, config)
+    constants["trace_ptr"] = _trace.buffer(x.device, pieces, turns)
+    grid = (min(pieces, _device.resident_programs(x.device, config.tiles, x.dtype)),)
+    return Launch(workspace, _kernel(topology.num_nodes), grid, args, constants, (x, weight, bias), (y,))
+
+
+def _launch_beside_gather(x, weight, bias, group, config, keep_gathered):
+    """The same where x is gathered into the memory of a Gather: since it is kept, or as the copy engine sends it."""
+    rows, k = x.shape
+    gather = Gather("ag_gemm", plan_fields(x, weight, config), x, group, config.chunk_tiles * config.tiles.block_m)
+    workspace, topology = gather.workspace, gather.topology
+    y = x.new_empty(topology.world_size * rows, weight.shape[0])
+    gather.begin()
+    num_comm = config.num_comm_sms
+    if config.transport == "copy_engine":
+        gather.copy(own=keep_gathered)
+        num_comm = 0
+    all_rows = topology.world_size * gather.slot_rows
+    gathered = _rows_of_buffer(workspace, x), 1, all_rows, all_rows * k
+    args, constants = _arguments(
+        workspace.ctx, x, gathered, weight, bias, y, gather.slot_rows, gather.plan, num_comm, True, config
+    )
+    pieces, turns = _count(x, weight, num_comm, topology, config)
+    programs = min(pieces, _device.resident_programs(x.device, config.tiles, x.dtype))
+    _kernel(topology.num_nodes)[(programs,)](*args, **constants, trace_ptr=_trace.buffer(x.device, pieces, turns))
+    if not keep_gathered:
         gather.close()
     return y, gather
+
+
+def _num_chunks(rows, config):
+    return -(-rows // (config.chunk_tiles * config.tiles.block_m))
+
+
+def _rows_of_buffer(workspace, x):
+    """This rank's buffer as the first of rows like those of x."""
+    data = workspace.buffer.tensor(workspace.rank)[workspace.data_offset :].view(x.dtype)
+    return data.as_strided((1, x.shape[1]), (x.shape[1], 1))
+
+
+def _count(x, weight, num_comm, topology, config):
+    """How many pieces of work there are, and how many things one that sends does."""
+    tiles, num_chunks = config.tiles, _num_chunks(x.shape[0], config)
+    tiles_m, tiles_n = -(-x.shape[0] // tiles.block_m), -(-weight.shape[0] // tiles.block_n)
+    remote = (topology.world_size - 1) * num_chunks * config.chunk_tiles * tiles_n
+    comm, turns = _comm_pieces(num_comm, num_chunks, topology)
+    return comm + tiles_m * tiles_n + remote, turns

@@ -20,7 +20,7 @@ Example:
 import torch
 
 from tdkernels.autotune import operator as tunables
-from tdkernels.autotune.choose import choose
+from tdkernels.autotune.choose import choose, keep_config, known_config
 from tdkernels.ops import _collectives as plain
 from tdkernels.ops import _operands
 from tdkernels.ops import collective_launch as launcher
@@ -65,7 +65,8 @@ def _run(operator, x, group, config):
     config = _config_for(operator, config, x, group)
     if config.method == "fused":
         return launcher.launch(operator, x, group, config)
-    group_state(group).agree_once(operator, launcher.plan_fields(x, config))
+    call = config, x.shape, x.dtype
+    group_state(group).agree_once(operator, lambda: launcher.plan_fields(x, config), call)
     return _REFERENCES[operator](x, group=group)
 
 
@@ -75,12 +76,18 @@ def _config_for(operator, text, x, group):
         return from_text(CollectiveConfig, text)
     if spans_nodes(group):
         return CollectiveConfig(method="torch")
+    call = operator, x.shape, x.dtype, x.device
+    known = known_config(group, call)
+    if known is not None:
+        return known
     tunable = tunables.tunable(operator)
     sizes = tunable.sizes_of(x.shape, world_size=group.size())
     problem = problem_of(operator, sizes, tunable.layout_of(x), x, group)
     if tunable.why_not(problem) is not None:  # bytes of a dtype that nobody tunes for
         return tunable.default(problem, x.device)
-    return choose(tunable, problem, x.device, group, launcher.problem_fields(x)).config
+    chosen = choose(tunable, problem, x.device, group, launcher.problem_fields(x)).config
+    keep_config(tunable, problem, group, call)
+    return chosen
 
 
 _library = torch.library.Library("tdkernels", "FRAGMENT")

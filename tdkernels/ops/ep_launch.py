@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import triton
 import triton.language as tl
 
 from tdkernels.ops import ep_tables
 from tdkernels.ops._config import as_argument, text_of
 from tdkernels.ops._operands import rows_contiguous
+from tdkernels.ops._tiles import next_power_of_2
 from tdkernels.ops.ep_combine_kernel import ep_combine_kernel
 from tdkernels.ops.ep_combine_nodes_kernel import ep_combine_nodes_kernel
 from tdkernels.ops.ep_config import EpConfig
@@ -86,7 +86,7 @@ def _error_of_note(operator, name, kind, first, second, third):
 
 
 def _tile_ids(k):
-    return max(_TILE_IDS, triton.next_power_of_2(k))
+    return max(_TILE_IDS, next_power_of_2(k))
 
 
 def slot_memory(row_bytes, scale_bytes, k):
@@ -164,13 +164,13 @@ def route(operator, ids, num_experts, group, config, *, max_tokens=None, by_sour
 
 def _slots(most):
     """How many slots there are for at most so many tokens: few different numbers ever have to be agreed upon."""
-    return max(triton.next_power_of_2(most), _FEWEST_SLOTS)
+    return max(next_power_of_2(most), _FEWEST_SLOTS)
 
 
 def _route_constants(tokens, columns, by_source, places):
     """(the constants of ``ep_route_kernel``, those of ``ep_agree_kernel`` or None where it is not needed)"""
     n = _tile_ids(places["K"])
-    columns = triton.next_power_of_2(columns)
+    columns = next_power_of_2(columns)
     common = {"BY_SOURCE": by_source, **places, "num_warps": 8}
     route = {**common, "N": n, "BLOCK": min(columns, 512), "AT_ONCE": 16}
     if n // places["K"] * _FEW_TILES >= tokens:
@@ -210,7 +210,7 @@ def _size(dtype):
 
 
 def _block(items, item_bytes, block_bytes, least=1):
-    return max(min(triton.next_power_of_2(max(items, 1)), block_bytes // item_bytes), least)
+    return max(min(next_power_of_2(max(items, 1)), block_bytes // item_bytes), least)
 
 
 def _scale_bytes(sending):
@@ -235,7 +235,7 @@ def parts_of(sending, config):
     else:
         scale, scale_size = _word(scale_bytes) if scale_bytes else (tl.uint8, 1)
         scale_words = scale_bytes // scale_size
-        scale_block = triton.next_power_of_2(max(scale_words, 1))
+        scale_block = next_power_of_2(max(scale_words, 1))
     return items, scale_words, {
         "GRADIENT": gradient, "QUANTIZE": quantize, "SOURCE": source, "ITEM": item, "SCALE": scale,
         "ALIGNED": items * item_bytes % 16 == 0, "BLOCK": block, "SCALE_BLOCK": scale_block,

@@ -20,6 +20,7 @@ import math
 
 import torch
 
+from tdkernels.autotune.choose import known_config
 from tdkernels.ops import _operands, flash_decode_backward_kernel
 from tdkernels.ops import flash_decode_launch as launcher
 from tdkernels.ops._collectives import all_gather_rows
@@ -216,12 +217,19 @@ def _chosen(q, k_cache, v_cache, block_table, options, group):
     """The config of a call that was given none, of q [B, Tq, Hq, D]; None for no sequences, which need none."""
     if not q.shape[0]:
         return None
+    call = (
+        "flash_decode", q.shape, q.dtype, q.device, k_cache.shape, v_cache.shape, k_cache.dtype, options,
+        None if block_table is None else block_table.shape, launcher.value_is_key(k_cache, v_cache),
+    )  # fmt: skip
+    known = known_config(group, call)
+    if known is not None:
+        return known
     shape = launcher.shape_of(q, k_cache, v_cache, block_table)
     room = launcher.capacity_of(k_cache, block_table)
     # A rank without room calls as well, and its caches do not show whether they share their memory.
     layout = layout_of(shape.paged, room > 0 and shape.value_is_key, k_cache.dtype == FP8)
     sizes = (*q.shape[:3], shape.heads, shape.d, shape.dv, max(room, 1))
-    return chosen("flash_decode", sizes, layout, q, group, launcher.problem_fields(q, shape, options))
+    return chosen("flash_decode", sizes, layout, q, group, launcher.problem_fields(q, shape, options), call)
 
 
 @outside_graphs

@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass
 
-from triton import next_power_of_2
-
 from tdkernels.ops import _device
+from tdkernels.ops._tiles import next_power_of_2
 
 _MAX_ROWS, _MAX_WIDE_ROWS = 64, 32  # query rows of a tile; of heads of more than 256
 _FEW_BLOCKS = 16  # of keys, for a multiprocessor

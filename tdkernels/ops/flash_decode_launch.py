@@ -3,12 +3,13 @@
 import functools
 
 import torch
-from triton import next_power_of_2
 
 from tdkernels.ops import _operands
 from tdkernels.ops._attention import LOG2_E
 from tdkernels.ops._config import text_of
+from tdkernels.ops._launch import Launch, alone_on, launch_kept, to_be_made
 from tdkernels.ops._local_flags import local_flags
+from tdkernels.ops._tiles import next_power_of_2
 from tdkernels.ops.flash_decode_checks import FP8
 from tdkernels.ops.flash_decode_config import DecodeShape, default_config, num_programs
 from tdkernels.ops.flash_decode_kernel import (
@@ -89,19 +90,28 @@ def agree(q, shape, options, group, config):
 
 
 def _outputs(q, shape, keep):
-    """(o, lse, lse to base 2 if it is to be kept)"""
-    o = q.new_empty(*q.shape[:3], shape.dv)
-    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    return o, lse, torch.empty_like(lse) if keep else None
+    """(o, lse, lse to base 2 if it is to be kept), to be made."""
+    lse, *kept = (to_be_made(q, *q.shape[:3], dtype=torch.float32) for _ in range(1 + keep))
+    return to_be_made(q, *q.shape[:3], shape.dv), lse, *(kept or [None])
+
+
+def _scratch(q, shape, programs):
+    return to_be_made(q, (shape.tiles + programs) * shape.rows_of_tile * (shape.padded_dv + 1), dtype=torch.float32)
+
+
+def _as_read(cache):
+    """A cache as the kernel takes it, since not every GPU knows float8."""
+    return cache.view(torch.uint8) if cache.dtype == FP8 else cache
 
 
 def compile(q, k_cache, v_cache, kv_lens, block_table, options, world_size, num_nodes, config):
     """Compile what ``launch`` with the same operands would launch, into Triton's cache; launches nothing."""
     shape = shape_of(q, k_cache, v_cache, block_table)
     ctx = torch.empty(1, dtype=torch.int64, device=q.device) if world_size > 1 else None
+    lse = q.new_empty(1, dtype=torch.float32)
     args, constants = arguments(
-        ctx, q, k_cache, v_cache, kv_lens, block_table, None, _outputs(q, shape, False), shape, config, options, 0,
-        world_size, num_nodes, 1, capacity_of(k_cache, block_table),
+        ctx, q, _as_read(k_cache), _as_read(v_cache), kv_lens, block_table, None, (q, lse, None), lse, shape,
+        fp8_kind(k_cache), config, options, 0, world_size, num_nodes, 1, capacity_of(k_cache, block_table),
     )  # fmt: skip
     _kernel(num_nodes).warmup(*args, grid=(1,), **constants)
 
@@ -116,47 +126,56 @@ def launch(q, k_cache, v_cache, kv_lens, block_table, scales, options, group, co
     Args:     q: [B, Tq, Hq, D]; scales: (k_scale, v_scale) or None; options: (scale, soft_cap, window)
               group: None for this rank alone
     """
+    if not q.numel():
+        shape = shape_of(q, k_cache, v_cache, block_table)
+        agree(q, shape, options, group, config or default_config(shape, q.device))
+        return [None if output is None else torch.empty_like(output, device=q.device)
+                for output in _outputs(q, shape, keep)]  # fmt: skip
+    alone = group is None or group.size() == 1
+    workspace = alone_on(q.device) if alone else get_workspace(group, q.device, "flash_decode", across_nodes=True)
+    kind, latent = fp8_kind(k_cache), value_is_key(k_cache, v_cache)
+    operands = q, _as_read(k_cache), _as_read(v_cache), kv_lens, block_table, *(scales or (None, None))
+    key = config, options, keep, kind, latent, _operands.dot_precision(q.dtype)
+    o, lse, *kept, _ = launch_kept(
+        workspace, key, operands, lambda *of: _prepare(workspace, alone, *of, kind, options, config, keep)
+    )
+    return o, lse, *(kept or [None])
+
+
+def _prepare(
+    workspace, alone, q, k_cache, v_cache, kv_lens, block_table, k_scale, v_scale, kind, options, config, keep
+):  # fmt: skip
+    """The Launch of a call; caches ``_as_read``."""
     shape = shape_of(q, k_cache, v_cache, block_table)
     config = config or default_config(shape, q.device)
-    outputs = _outputs(q, shape, keep)
-    if not outputs[0].numel():
-        agree(q, shape, options, group, config)
-        return outputs
-    ranks = 1 if group is None else group.size()
     capacity = capacity_of(k_cache, block_table)
     programs = num_programs(config, shape, capacity, q.device)
-    workspace, plan, nodes = None, 0, 1
-    if ranks > 1:
-        workspace = get_workspace(group, q.device, "flash_decode", across_nodes=True)
-        nodes = workspace.group.topology.num_nodes
+    ctx, plan, ranks, nodes = None, 0, 1, 1
+    if not alone:
+        ranks, nodes = workspace.world_size, workspace.group.topology.num_nodes
         plan = workspace.prepare(
             "flash_decode", _plan_fields(q, shape, options, config), *half_sizes(shape, ranks, nodes),
             num_flags=shape.tiles,
         )  # fmt: skip
-        workspace.before_launch()
+        ctx = workspace.ctx
+    outputs, scratch = _outputs(q, shape, keep), _scratch(q, shape, programs)
+    scales = None if k_scale is None else (k_scale, v_scale)
     args, constants = arguments(
-        None if workspace is None else workspace.ctx, q, k_cache, v_cache, kv_lens, block_table, scales, outputs,
-        shape, config, options, plan, ranks, nodes, programs, capacity,
+        ctx, q, k_cache, v_cache, kv_lens, block_table, scales, outputs, scratch, shape, kind, config, options, plan,
+        ranks, nodes, programs, capacity,
     )  # fmt: skip
-    _kernel(nodes)[(programs,)](*args, **constants)
-    if workspace is not None:
-        workspace.after_launch()
-    return outputs
+    operands = q, k_cache, v_cache, kv_lens, block_table, k_scale, v_scale
+    made = [tensor for tensor in (*outputs, scratch) if tensor is not None]
+    return Launch(workspace, _kernel(nodes), (programs,), args, constants, operands, made)
 
 
 def arguments(
-    ctx, q, k_cache, v_cache, kv_lens, block_table, scales, outputs, shape, config, options, plan, ranks, nodes,
-    programs, capacity,
+    ctx, q, k_cache, v_cache, kv_lens, block_table, scales, outputs, scratch, shape, kind, config, options, plan,
+    ranks, nodes, programs, capacity,
 ):  # fmt: skip
-    """The kernel's arguments; ``ctx`` is None for one rank."""
+    """The kernel's arguments; ``ctx`` is None for one rank, ``kind`` of caches is ``fp8_kind``."""
     scale, soft_cap, window = options
-    kind = fp8_kind(k_cache)
-    if kind:
-        k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
     paged = block_table is not None
-    scratch = q.new_empty(
-        (shape.tiles + programs) * shape.rows_of_tile * (shape.padded_dv + 1), dtype=torch.float32
-    )
     flags = local_flags(q.device, shape.tiles) if ctx is None else None
     of_scales, (k_scale, v_scale) = 0, scales or (None, None)
     if scales is not None:

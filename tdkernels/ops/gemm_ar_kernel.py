@@ -20,7 +20,6 @@ Buffers keep tiles whole, so an item is one contiguous piece of memory: partials
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 import triton.language as tl
 
 from tdkernels import lang as td
@@ -30,6 +29,7 @@ from tdkernels.ops import gemm_ar_nodes_kernel as nodes
 from tdkernels.ops import gemm_ar_one_shot as one_shot
 from tdkernels.ops._config import text_of
 from tdkernels.ops._gemm import as_aligned, from_register_order, store_rows, swizzle, with_bias
+from tdkernels.ops._launch import Launch, launch_kept, to_be_made
 from tdkernels.ops._nodes import spans_nodes
 from tdkernels.ops._rank_sum import sum_in_rank_order
 from tdkernels.ops._staging import COPY_WORDS, forward_item
@@ -303,30 +303,34 @@ def compile(x, weight, bias, world_size, config, num_nodes=1):
 
 def launch(x, weight, bias, group, config):
     """Launch the fused operator on 2-D operands."""
-    x = _operands.rows_contiguous(x)
-    bias = None if bias is None else bias.contiguous()
     if spans_nodes(group):
-        return nodes.launch(x, weight, bias, group, config, plan_fields(x, weight, config))
-    if config.exchange == "one_shot":
-        return one_shot.launch(x, weight, bias, group, config, plan_fields(x, weight, config))
+        return nodes.launch(*_operands.ready(x, weight, bias), group, config, plan_fields(x, weight, config))
+    by_one_shot = config.exchange == "one_shot"
+    prepare = one_shot.prepare if by_one_shot else _prepare
+    workspace = get_workspace(group, x.device, "gemm_ar one shot" if by_one_shot else "gemm_ar")
+    z, *_ = launch_kept(
+        workspace, (config, _operands.dot_precision(x.dtype)), (x, weight, bias),
+        lambda *of: prepare(workspace, *of, config, plan_fields(x, weight, config)), _operands.ready,
+    )  # fmt: skip
+    return z
+
+
+def _prepare(workspace, x, weight, bias, config, fields):
     m, n = x.shape[0], weight.shape[0]
-    world_size = dist.get_world_size(group)
+    world_size = workspace.world_size
     tiles = config.tiles
     count = -(-m // tiles.block_m) * -(-n // tiles.block_n)
     schedule = _Schedule.of(count, config.item_tiles, world_size, _device.num_sms(x.device))
     slots = schedule.rounds * world_size * config.item_tiles  # tiles, the last item filled up
     tile_bytes = tiles.block_m * tiles.block_n * x.element_size()
-    workspace = get_workspace(group, x.device, "gemm_ar")
     plan = workspace.prepare(
-        "gemm_ar", plan_fields(x, weight, config), 2 * slots * tile_bytes, world_size * schedule.rounds + count,
+        "gemm_ar", fields, 2 * slots * tile_bytes, world_size * schedule.rounds + count,
         num_flags=slots,
     )  # fmt: skip
-    stage = x.new_empty(slots * tiles.block_m * tiles.block_n)
-    z = x.new_empty(m, n)
-    workspace.before_launch()
+    stage = to_be_made(x, slots * tiles.block_m * tiles.block_n)
+    z = to_be_made(x, m, n)
     args, constants = _arguments(workspace.ctx, x, weight, bias, z, stage, schedule, plan, world_size, config)
     pieces = schedule.num_pieces(config.item_tiles, world_size)
     programs = min(pieces, _device.resident_programs(x.device, tiles, x.dtype))
-    gemm_ar_kernel[(programs,)](*args, **constants, trace_ptr=_trace.buffer(x.device, pieces, 1))
-    workspace.after_launch()
-    return z
+    constants["trace_ptr"] = _trace.buffer(x.device, pieces, 1)
+    return Launch(workspace, gemm_ar_kernel, (programs,), args, constants, (x, weight, bias), (z, stage))

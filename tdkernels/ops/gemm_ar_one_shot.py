@@ -16,9 +16,9 @@ from tdkernels import lang as td
 from tdkernels.lang._trace import ALL_PEERS
 from tdkernels.ops import _device, _operands, _trace
 from tdkernels.ops._gemm import as_aligned, gemm_tile, store_rows, swizzle, with_bias
+from tdkernels.ops._launch import Launch, to_be_made
 from tdkernels.ops._rank_sum import sum_in_rank_order
 from tdkernels.ops._tiles import Tiles
-from tdkernels.symm import get_workspace
 
 _MAX_SPLIT = 8
 _MIN_STEPS = 4  # steps of block_k that a program should have, to be worth starting
@@ -159,22 +159,19 @@ def compile(x, weight, bias, world_size, config):
     gemm_ar_one_shot_kernel.warmup(*args, grid=(1,), **constants)
 
 
-def launch(x, weight, bias, group, config, fields):
-    """Launch on 2-D operands, contiguous as gemm_ar_kernel.launch makes them."""
+def prepare(workspace, x, weight, bias, config, fields):
+    """The Launch on 2-D operands, as gemm_ar_kernel.launch makes them."""
     m, n = x.shape[0], weight.shape[0]
     tiles = config.tiles
     count = -(-m // tiles.block_m) * -(-n // tiles.block_n)
     tile = tiles.block_m * tiles.block_n
-    workspace = get_workspace(group, x.device, "gemm_ar one shot")
     ranks = workspace.world_size
     plan = workspace.prepare(
         "gemm_ar", fields, ranks * count * tile * x.element_size(), ranks * count, num_flags=count
     )
-    scratch = x.new_empty(count * config.split_k * tile if config.split_k > 1 else 1, dtype=torch.float32)
-    z = x.new_empty(m, n)
-    workspace.before_launch()
+    scratch = to_be_made(x, count * config.split_k * tile if config.split_k > 1 else 1, dtype=torch.float32)
+    z = to_be_made(x, m, n)
     args, constants = _arguments(workspace.ctx, x, weight, bias, z, scratch, plan, ranks, config)
     programs = count * config.split_k
-    gemm_ar_one_shot_kernel[(programs,)](*args, **constants, trace_ptr=_trace.buffer(x.device, programs))
-    workspace.after_launch()
-    return z
+    constants["trace_ptr"] = _trace.buffer(x.device, programs)
+    return Launch(workspace, gemm_ar_one_shot_kernel, (programs,), args, constants, (x, weight, bias), (z, scratch))

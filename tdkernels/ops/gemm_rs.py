@@ -57,7 +57,7 @@ def _backward(dz, x, weight, need_dx, need_dweight, need_dbias, group, config):
     plain = group.size() == 1 or x.shape[0] == 0 or _method(config) == "torch"
     if not plain and need_dx:
         fields = {"backward of": "gemm_rs", **dual.problem_fields(dz, weight.t())}
-        choice = config_for("ag_gemm", "", dz, weight.t(), group, fields)
+        choice = config_for("ag_gemm", "", dz, weight.t(), group, lambda: fields)
         plain = choice.method == "torch"
     if plain:
         full = all_gather_rows(dz, group) if group.size() > 1 and x.shape[0] else dz

@@ -12,7 +12,6 @@ Tiles travel in register order (``_gemm.in_register_order``), as [BLOCK_M, BLOCK
 """
 
 import torch
-import torch.distributed as dist
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -20,8 +19,8 @@ from tdkernels import lang as td
 from tdkernels.lang._trace import ALL_PEERS
 from tdkernels.ops import _device, _operands, _trace
 from tdkernels.ops._gemm import as_aligned, gemm_tile, in_register_order, store_rows, swizzle
+from tdkernels.ops._launch import Launch, to_be_made
 from tdkernels.ops._rank_sum import sum_of_tile
-from tdkernels.symm import get_workspace
 
 MAX_RANKS = 8  # one descriptor for each peer is an argument of its own
 
@@ -183,30 +182,25 @@ def compile(x, weight, bias, world_size, config):
     gemm_rs_direct_kernel.warmup(*args, grid=(1,), **constants)
 
 
-def launch(x, weight, bias, group, config, fields):
-    """Launch on 2-D operands, contiguous as gemm_rs_kernel.launch makes them."""
-    if dist.get_world_size(group) > MAX_RANKS:
+def prepare(workspace, x, weight, bias, config, fields):
+    """The Launch on 2-D operands, as gemm_rs_kernel.launch makes them."""
+    world_size = workspace.world_size
+    if world_size > MAX_RANKS:
         raise ValueError(
-            f'gemm_rs: config: transport "direct" is for at most {MAX_RANKS} ranks, the group has '
-            f'{dist.get_world_size(group)}; "forward" is for any number'
+            f'gemm_rs: config: transport "direct" is for at most {MAX_RANKS} ranks, the group has {world_size}; '
+            f'"forward" is for any number'
         )
     n = weight.shape[0]
     tiles = config.tiles
-    workspace = get_workspace(group, x.device, "gemm_rs")
-    world_size = workspace.world_size
     rows = x.shape[0] // world_size
     count = -(-rows // tiles.block_m) * -(-n // tiles.block_n)  # tiles of one shard
     slots = world_size * count
     plan = workspace.prepare(
         "gemm_rs", fields, slots * tiles.block_m * tiles.block_n * x.element_size(), world_size * count
     )
-    z = x.new_empty(rows, n)
-    workspace.before_launch()
+    z = to_be_made(x, rows, n)
     peers = _peer_descriptors(workspace, x.dtype, tiles, slots) if _operands.tma_fits(x, weight) else None
     args, constants = _arguments(workspace.ctx, x, weight, bias, z, peers, rows, plan, world_size, config)
     programs = min(count * (world_size - 1), _device.num_sms(x.device))  # of each half
-    gemm_rs_direct_kernel[(2 * programs,)](
-        *args, **constants, trace_ptr=_trace.buffer(x.device, world_size * count)
-    )
-    workspace.after_launch()
-    return z
+    constants["trace_ptr"] = _trace.buffer(x.device, world_size * count)
+    return Launch(workspace, gemm_rs_direct_kernel, (2 * programs,), args, constants, (x, weight, bias), (z,))

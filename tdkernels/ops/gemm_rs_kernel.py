@@ -18,7 +18,6 @@ the order.
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 import triton.language as tl
 
 from tdkernels import lang as td
@@ -28,6 +27,7 @@ from tdkernels.ops import gemm_rs_direct as direct
 from tdkernels.ops import gemm_rs_nodes_kernel as nodes
 from tdkernels.ops._config import text_of
 from tdkernels.ops._gemm import as_aligned, gemm_tile, in_register_order, store_rows, swizzle
+from tdkernels.ops._launch import Launch, launch_kept, to_be_made
 from tdkernels.ops._nodes import spans_nodes
 from tdkernels.ops._rank_sum import sum_of_tile
 from tdkernels.ops._staging import COPY_WORDS, forward_item
@@ -201,14 +201,20 @@ def compile(x, weight, bias, world_size, config, num_nodes=1):
 
 def launch(x, weight, bias, group, config):
     """Launch the fused operator on 2-D operands."""
-    x = _operands.rows_contiguous(x)
-    bias = None if bias is None else bias.contiguous()
     if spans_nodes(group):
-        return nodes.launch(x, weight, bias, group, config, plan_fields(x, weight, config))
-    if config.transport == "direct":
-        return direct.launch(x, weight, bias, group, config, plan_fields(x, weight, config))
+        return nodes.launch(*_operands.ready(x, weight, bias), group, config, plan_fields(x, weight, config))
+    prepare = direct.prepare if config.transport == "direct" else _prepare
+    workspace = get_workspace(group, x.device, "gemm_rs")
+    z, *_ = launch_kept(
+        workspace, (config, _operands.dot_precision(x.dtype)), (x, weight, bias),
+        lambda *of: prepare(workspace, *of, config, plan_fields(x, weight, config)), _operands.ready,
+    )  # fmt: skip
+    return z
+
+
+def _prepare(workspace, x, weight, bias, config, fields):
     n = weight.shape[0]
-    world_size = dist.get_world_size(group)
+    world_size = workspace.world_size
     rows = x.shape[0] // world_size
     tiles = config.tiles
     count = -(-rows // tiles.block_m) * -(-n // tiles.block_n)  # tiles of one shard
@@ -216,18 +222,14 @@ def launch(x, weight, bias, group, config):
     # Late enough that the tiles of an item are ready when its forwarding program starts, never later than a shard.
     lag = min(-(-_device.num_sms(x.device) // config.item_tiles), items)
     slots = items * config.item_tiles
-    workspace = get_workspace(group, x.device, "gemm_rs")
     plan = workspace.prepare(
-        "gemm_rs", plan_fields(x, weight, config),
-        world_size * slots * tiles.block_m * tiles.block_n * x.element_size(), world_size * items,
+        "gemm_rs", fields, world_size * slots * tiles.block_m * tiles.block_n * x.element_size(), world_size * items,
         num_flags=(world_size - 1) * slots,
     )  # fmt: skip
-    stage = x.new_empty((world_size - 1) * slots * tiles.block_m * tiles.block_n)
-    z = x.new_empty(rows, n)
-    workspace.before_launch()
+    stage = to_be_made(x, (world_size - 1) * slots * tiles.block_m * tiles.block_n)
+    z = to_be_made(x, rows, n)
     args, constants = _arguments(workspace.ctx, x, weight, bias, z, stage, rows, lag, plan, world_size, config)
     pieces = world_size * items * (1 + config.item_tiles)
     programs = min(pieces, _device.resident_programs(x.device, tiles, x.dtype))
-    gemm_rs_kernel[(programs,)](*args, **constants, trace_ptr=_trace.buffer(x.device, pieces))
-    workspace.after_launch()
-    return z
+    constants["trace_ptr"] = _trace.buffer(x.device, pieces)
+    return Launch(workspace, gemm_rs_kernel, (programs,), args, constants, (x, weight, bias), (z, stage))

@@ -9,7 +9,6 @@ up.
 from dataclasses import dataclass
 
 import torch
-import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -18,7 +17,7 @@ from tdkernels.ops import _device, _operands
 from tdkernels.ops._gemm import as_aligned, store_rows, swizzle
 from tdkernels.ops._grouped import grouped_tile, multiply, rows_of_groups, tile_of_groups, tiles_of_groups
 from tdkernels.ops._swiglu import HALVES, INTERLEAVED, NUMBERS, swiglu, swiglu_backward_kernel
-from tdkernels.ops._tiles import Tiles, default_tiles
+from tdkernels.ops._tiles import Tiles, default_tiles, next_power_of_2
 
 
 @dataclass(frozen=True)
@@ -265,7 +264,7 @@ def _arguments(x, w, splits, y, pre, activation, config):
     w_desc, constants = product_constants(k, w, planes, n, strides, is_kn, activation, tiles)
     x_desc = rows_descriptor(x, constants, tiles)
     args = x, x_desc, w, w_desc, splits, y, pre, experts, rows, n, k, *strides, tiles.group_m
-    extra = {"EXPERTS": triton.next_power_of_2(experts), "ACTIVATION": NUMBERS[activation]}
+    extra = {"EXPERTS": next_power_of_2(experts), "ACTIVATION": NUMBERS[activation]}
     return args, {**extra, **constants}, tiles
 
 
@@ -293,7 +292,7 @@ def weight_gradient(dy, x, splits, experts):
     programs = experts * -(-n // tiles.block_m) * -(-k // tiles.block_n)
     group_gemm_weights_kernel[(programs,)](
         dy, dy_desc, x, x_desc, splits, dw, experts, rows, n, k, tiles.group_m,
-        EXPERTS=triton.next_power_of_2(experts), **tiles.constants(), ALIGNED=_operands.aligned(n, k),
+        EXPERTS=next_power_of_2(experts), **tiles.constants(), ALIGNED=_operands.aligned(n, k),
         USE_TMA=use_tma, PRECISION=_operands.dot_precision(x.dtype), **tiles.options(),
     )  # fmt: skip
     return dw
@@ -305,10 +304,10 @@ def swiglu_backward(dh, pre, splits, activation):
     rows, width = dh.shape
     dpre = torch.empty_like(pre)
     if rows:
-        block = min(triton.next_power_of_2(width), 1024)
+        block = min(next_power_of_2(width), 1024)
         programs = min(rows, 8 * _device.num_sms(dh.device))
         swiglu_backward_kernel[(programs,)](
-            dh, pre, splits, dpre, rows, width, splits.shape[0], EXPERTS=triton.next_power_of_2(splits.shape[0]),
+            dh, pre, splits, dpre, rows, width, splits.shape[0], EXPERTS=next_power_of_2(splits.shape[0]),
             ACTIVATION=NUMBERS[activation], BLOCK=block, num_warps=4,
         )  # fmt: skip
     return dpre

@@ -13,7 +13,6 @@ waiters of that are the stage's tiles.
 from dataclasses import dataclass
 
 import torch
-import triton
 import triton.language as tl
 
 from tdkernels import lang as td
@@ -23,7 +22,7 @@ from tdkernels.ops._gather_kernels import push_shard
 from tdkernels.ops._gemm import as_aligned, store_rows, swizzle
 from tdkernels.ops._grouped import grouped_tile
 from tdkernels.ops._swiglu import HALVES, NUMBERS
-from tdkernels.ops._tiles import Tiles, default_tiles
+from tdkernels.ops._tiles import Tiles, default_tiles, next_power_of_2
 from tdkernels.ops.group_gemm_kernel import planes_of, product_constants, rows_descriptor, store_product, weight_layout
 from tdkernels.ops.moe_route_kernel import MAX_STAGES, TILE_WORDS, chunk_at_turn, first_turn_of, split_piece
 from tdkernels.symm import get_workspace
@@ -313,7 +312,7 @@ def _arguments(ctx, x, w, routing, made, done, plan, num_comm, config, activatio
     return args, {
         "COPY_WORDS": _COPY_WORDS, "ELEM_BYTES": x.element_size(), "ACTIVATION": NUMBERS[activation],
         "CHOICES": routing.num_choices, "BLOCK_TOKENS": BLOCK_TOKENS,
-        "BLOCK_COLUMNS": min(triton.next_power_of_2(k), BLOCK_COLUMNS), **constants,
+        "BLOCK_COLUMNS": min(next_power_of_2(k), BLOCK_COLUMNS), **constants,
     }  # fmt: skip
 
 

@@ -12,7 +12,6 @@ before any piece of theirs which waits for a peer.
 """
 
 import torch
-import triton
 import triton.language as tl
 
 from tdkernels import lang as td
@@ -20,6 +19,7 @@ from tdkernels.ops import _device, _operands
 from tdkernels.ops._gemm import as_aligned, store_rows, swizzle
 from tdkernels.ops._grouped import grouped_tile
 from tdkernels.ops._rank_sum import sum_in_rank_order
+from tdkernels.ops._tiles import next_power_of_2
 from tdkernels.ops.group_gemm_kernel import planes_of, product_constants, rows_descriptor, weight_layout
 from tdkernels.ops.moe_ag_gemm_kernel import (
     BLOCK_COLUMNS,
@@ -183,7 +183,7 @@ def _arguments(ctx, h, w, routing, weights, done, out, z, plan, config):
 
 
 def _block_columns(n):
-    return min(triton.next_power_of_2(n), BLOCK_COLUMNS)
+    return min(next_power_of_2(n), BLOCK_COLUMNS)
 
 
 def compile(h, w, routing, weights, config):

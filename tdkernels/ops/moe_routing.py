@@ -5,9 +5,9 @@ from functools import partial
 from types import SimpleNamespace
 
 import torch
-import triton
 
 from tdkernels.ops._gather import slot_rows_of
+from tdkernels.ops._tiles import next_power_of_2
 from tdkernels.ops.collectives import all_gather
 from tdkernels.ops.moe_route_kernel import MAX_STAGES, TILE_WORDS, moe_count_kernel, moe_order_kernel, moe_place_kernel
 from tdkernels.symm import get_workspace
@@ -127,7 +127,7 @@ def _tile(routing, tile_rows):
     most = ids.numel() // tile_rows + min(experts, ids.numel())
     new = partial(torch.empty, dtype=torch.int32, device=ids.device)
     stages, table, begins = new(most), new(most, TILE_WORDS.value), new(2 * _MAX_STAGES)
-    p2 = triton.next_power_of_2(experts)
+    p2 = next_power_of_2(experts)
     workspace.before_launch()
     moe_place_kernel[(experts + 1,)](
         workspace.ctx, ids, routing.splits, routing.choices, routing.rows, stages,

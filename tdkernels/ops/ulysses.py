@@ -83,7 +83,8 @@ def _config(text, kind, operator, x, weight, group, fields):
     """The config of a call of a kind, "ulysses_qkv" or "ulysses_out", be it for the operator or for a gradient."""
     if not text and spans_nodes(group):
         return UlyssesConfig(method="torch")
-    return config_for(kind, text, x, weight, group, fields if kind == operator else {"call": operator, **fields})
+    of_call = {} if kind == operator else {"call": operator}
+    return config_for(kind, text, x, weight, group, lambda: {**of_call, **fields})
 
 
 def _qkv(operator, x, weight, bias, batch, group, text):

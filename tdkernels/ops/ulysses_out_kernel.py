@@ -14,13 +14,13 @@ All tiles wait for all peers, so nobody can finish call t + 1 before all have be
 """
 
 import torch
-import triton
 import triton.language as tl
 
 from tdkernels import lang as td
 from tdkernels.ops import _device, _operands
 from tdkernels.ops._config import text_of
 from tdkernels.ops._gemm import as_aligned, store_rows, swizzle, with_bias
+from tdkernels.ops._tiles import next_power_of_2
 from tdkernels.symm import get_workspace
 
 _PUSH_ROWS, _PUSH_COLUMNS = 64, 2048  # that a program moves at a time, at most
@@ -276,7 +276,7 @@ def _push_bytes(device):
 
 def _push_block(width, elements):
     """(rows, columns) of ``width`` that a program moves at a time: powers of two, of about so many elements."""
-    columns = min(triton.next_power_of_2(width), _PUSH_COLUMNS)
+    columns = min(next_power_of_2(width), _PUSH_COLUMNS)
     while columns > _FEW_COLUMNS and width % columns:
         columns //= 2  # or the last block would be partly empty
     return min(max(1, elements // columns), _PUSH_ROWS), columns

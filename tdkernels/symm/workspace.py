@@ -39,6 +39,7 @@ class Workspace:
     Attributes: ``ctx`` is the table that goes to a kernel as its first argument, ``buffer`` the symmetric memory,
     ``kept`` a dict for what launchers make of the buffer once, emptied when another takes its place, and
     ``error_of_note`` what makes an exception of a kernel's note: of the workspace's name, its kind, three numbers.
+    ``launches`` is for ``ops._launch``, and emptied with ``kept``.
     """
 
     def __init__(self, state, device, name, halves=2, across_nodes=False):
@@ -56,7 +57,7 @@ class Workspace:
             raise ValueError(f"group: {self.world_size} ranks, at most {words.MAX_RANKS.value} are supported")
         self.buffer = None
         self.half_bytes = self.half_signals = self.num_flags = 0
-        self.kept = {}
+        self.kept, self.launches = {}, {}
         self.error_of_note = None
         self._plans = {}  # fields of a plan -> its number
         self._retired = []
@@ -100,7 +101,7 @@ class Workspace:
         grows = self.buffer is not None
         if grows:
             self.buffer.barrier()  # nobody may still be writing into the old one
-            self.kept = {}
+            self.kept, self.launches = {}, {}
             if self._captured:
                 self._retired.append((self.buffer, self.ctx, self.state, self.note))  # a graph may be replayed on it
             else:
@@ -118,7 +119,7 @@ class Workspace:
         data_offset = _round_up((words.MAX_RANKS.value + 2 * half_signals) * _WORD, _ALIGN)
         self.buffer = make_buffer(self.group, data_offset + self.halves * half_bytes, self.device)
         self.half_bytes, self.half_signals, self.num_flags = half_bytes, half_signals, num_flags
-        self.kept = {}
+        self.kept, self.launches = {}, {}
         self.data_offset = data_offset
         self._captured = False
         self.state = torch.zeros(words.STATE_FLAGS.value + num_flags, dtype=torch.int64, device=self.device)
@@ -156,23 +157,29 @@ class Workspace:
     # ---- around each launch ----
 
     def before_launch(self):
-        """Bring the timeout up to date and order this launch after those on other streams."""
+        """Bring the timeout up to date and order this launch after those on other streams; the stream, if any."""
         capturing = self._capturing()
-        if self._timeout_s != get_timeout() and not capturing:
-            self._timeout_s = get_timeout()
-            self.ctx[words.CTX_TIMEOUT_NS.value] = int(self._timeout_s * 1e9)
-        if self.device.type == "cuda":
-            self._captured |= capturing
-            stream = torch.cuda.current_stream(self.device)
-            if self._last_event is not None and not capturing and stream != self._last_stream:
-                stream.wait_event(self._last_event)
+        timeout_s = get_timeout()
+        if self._timeout_s != timeout_s and not capturing:
+            self._timeout_s = timeout_s
+            self.ctx[words.CTX_TIMEOUT_NS.value] = int(timeout_s * 1e9)
+        if self.device.type == "cpu":
+            return None
+        self._captured |= capturing
+        stream = torch.cuda.current_stream(self.device)
+        if self._last_event is not None and not capturing and stream != self._last_stream:
+            stream.wait_event(self._last_event)
+        return stream
 
-    def after_launch(self):
-        """Remember where the launch went. On the CPU it has ended: raise what it recorded."""
+    def after_launch(self, stream=None):
+        """Remember where the launch went. On the CPU it has ended: raise what it recorded.
+
+        Args:     stream: the one that it went to, if the caller knows it
+        """
         if self.device.type == "cpu":
             self.check()
         elif not self._capturing():
-            self._last_stream = torch.cuda.current_stream(self.device)
+            self._last_stream = stream or torch.cuda.current_stream(self.device)
             if self._last_event is None:
                 self._last_event = torch.cuda.Event()
             self._last_event.record(self._last_stream)
@@ -192,8 +199,8 @@ class Workspace:
 
     def _raise_note(self):
         """Raise, once, what a kernel has left to tell (``lang._note``); the workspace is as good as before."""
-        kind, *numbers = (int(word) for word in self._note_words)
-        if kind:
+        if self._note_words[0]:
+            kind, *numbers = self._note_words.tolist()
             self._note_words[0] = 0
             raise self.error_of_note(self.name, kind, *numbers)
 
@@ -247,7 +254,7 @@ class Workspace:
         """Give the memory back; local, when the group goes."""
         if self.buffer is not None:
             self.buffer.close()
-        self.buffer, self.kept, self._retired = None, {}, []
+        self.buffer, self.kept, self.launches, self._retired = None, {}, {}, []
 
 
 def get_workspace(group, device, name, halves=2, across_nodes=False):

@@ -1,0 +1,137 @@
+"""A launch of which everything is decided but its operands, kept for the next call with operands like those.
+
+What a call works out before it can launch is how large things are, what the ranks have agreed on, how tiles lie in
+memory and which of the kernel's compiled forms it is. Together that takes the host several times as long as the launch,
+and a fused call of few rows is then slower than torch's sequence. All of it follows from the config and from how the
+operands lie; a call with the same ones fills in their addresses, makes its outputs, and launches.
+"""
+
+import functools
+
+import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tdkernels.ops import _trace
+
+_MAX_KEPT = 1024  # launches of a workspace; shapes may go on changing for ever
+
+
+def launch_kept(workspace, key, operands, prepare, ready=None):
+    """Launch on operands; what was made for that, outputs first.
+
+    Args:     workspace: in which the kernel runs, or ``alone_on``
+              key: all that the launch follows from, beside how the operands lie
+              operands: tensors or None
+              prepare: (*operands) -> Launch; called where none is kept, with other tensors of the same memory
+              ready: (*operands) -> operands that a kernel can take, copied if need be; None: these can be taken
+    """
+    if _trace.is_recording():
+        operands = operands if ready is None else ready(*operands)
+        return _prepared(operands, prepare)(operands)
+    launches = workspace.launches
+    whole_key = *key, *map(_lies, operands)
+    launch = launches.get(whole_key)
+    if launch is None:
+        if ready is not None:
+            operands = ready(*operands)  # those that are will be found at once next time
+            whole_key = *key, *map(_lies, operands)
+        launch = launches.get(whole_key)
+    if launch is None:
+        launch = _prepared(operands, prepare)
+        if len(launches) >= _MAX_KEPT:
+            launches.clear()
+        workspace.launches[whole_key] = launch  # of a buffer that may have come to be just now
+    return launch(operands)
+
+
+def _prepared(operands, prepare):
+    return prepare(*[None if operand is None else operand.detach() for operand in operands])
+
+
+def _lies(tensor):
+    """How an operand lies in memory, as far as launches differ by it."""
+    return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() % 16 == 0)
+
+
+def to_be_made(like, *shape, dtype=None):
+    """A tensor that stands for one which each call makes anew; it takes no memory."""
+    return torch.empty(shape, dtype=dtype or like.dtype, device="meta")
+
+
+class _Alone:
+    """In the place of a workspace, for what a rank launches by itself."""
+
+    def __init__(self):
+        self.launches = {}
+
+    def check(self):
+        pass
+
+    def before_launch(self):
+        pass
+
+    def after_launch(self, stream):
+        pass
+
+
+@functools.cache
+def _alone_on_stream(device, stream):
+    return _Alone()
+
+
+def alone_on(device):
+    """Where launches without peers are kept: for each stream, and none of a CUDA graph (``_local_flags``)."""
+    if device.type == "cpu":
+        return _alone_on_stream(device, None)
+    if torch.cuda.is_current_stream_capturing():
+        return _Alone()
+    return _alone_on_stream(device, torch.cuda.current_stream(device).cuda_stream)
+
+
+class Launch:
+    """What ``prepare`` has found out.
+
+    Args:     workspace: as of ``launch_kept``
+              kernel, grid, args, constants: as for ``kernel[grid](*args, **constants)``
+              operands: of which args were made, each another object, so that they can be told apart there
+              made: from ``to_be_made``, what each call makes
+    """
+
+    def __init__(self, workspace, kernel, grid, args, constants, operands, made):
+        self._workspace, self._kernel, self._constants = workspace, kernel, constants
+        self._grid = (*grid, 1, 1)[:3]
+        self._known = {}
+        self._made = [(tuple(tensor.shape), tensor.dtype) for tensor in made]
+        numbers = {id(tensor): number for number, tensor in enumerate((*operands, *made)) if tensor is not None}
+        self._args, self._tensors, self._descriptors = list(args), [], []
+        for at, arg in enumerate(args):
+            if id(arg) in numbers:
+                self._tensors.append((at, numbers[id(arg)]))
+                self._args[at] = None
+            elif isinstance(arg, TensorDescriptor) and id(arg.base) in numbers:
+                values = {**vars(arg), "base": None}
+                self._descriptors.append((at, numbers[id(arg.base)], values))
+                self._args[at] = None
+
+    def __call__(self, operands):
+        workspace = self._workspace
+        workspace.check()
+        made = [operands[0].new_empty(shape, dtype=dtype) for shape, dtype in self._made]
+        tensors = (*operands, *made)
+        args = self._args.copy()
+        for at, number in self._tensors:
+            args[at] = tensors[number]
+        for at, number, values in self._descriptors:
+            args[at] = _descriptor(tensors[number], values)
+        stream = workspace.before_launch()
+        self._kernel.launch_alike(self._known, self._grid, args, self._constants)
+        workspace.after_launch(stream)
+        return made
+
+
+def _descriptor(base, values):
+    """A TensorDescriptor like one that was checked when it was made."""
+    descriptor = object.__new__(TensorDescriptor)
+    descriptor.__dict__.update(values)
+    descriptor.base = base
+    return descriptor
