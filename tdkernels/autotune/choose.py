@@ -70,8 +70,8 @@ def choose(tunable, problem, device, group, fields):
     return choice
 
 
-def known_config(group, call):
-    """The config that ``choose`` has given for a call before, if that still holds, else None.
+def known_choice(group, call):
+    """(key of the problem, Choice) of what ``choose`` has given for a call before, if that still holds, else None.
 
     Args:     call: all that problem, fields and device of the call follow from; cheaper to have than these
     """
@@ -79,8 +79,14 @@ def known_config(group, call):
     if known is not None:
         key, choice = known
         if choices_of(group).get(key) is choice:  # nobody has tuned it since
-            return choice.config
+            return known
     return None
+
+
+def known_config(group, call):
+    """The config of a ``known_choice``, or None."""
+    known = known_choice(group, call)
+    return None if known is None else known[1].config
 
 
 def keep_config(tunable, problem, group, call):

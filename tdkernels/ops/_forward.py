@@ -1,17 +1,19 @@
-"""What a call of a dense operator does, whichever it is: the body of its ``torch.library`` op."""
+"""What a call of a dense operator does, whichever it is."""
 
 import torch.nn.functional as F
 
-from tdkernels.ops import _operands
-from tdkernels.ops._dense_tuning import config_for
+from tdkernels.autotune.choose import known_choice
+from tdkernels.ops import _calls, _operands
+from tdkernels.ops._config import as_argument
+from tdkernels.ops._dense_tuning import call_of, config_for
 from tdkernels.symm.group import group_state
 
 
-def forward(operator, kernel, launch, reference, x, weight, bias, group, config):
-    """The output for 2-D operands, by the fused kernel or by torch's sequence, as the config of the call says.
+def forward(operator, kernel, run, x, weight, bias, group, config):
+    """The body of the ``torch.library`` op: the output for 2-D operands, as the config of the call says.
 
     Args:     kernel: the operator's kernel module, which knows what must be the same on all ranks
-              launch: (x, weight, bias, group, config) -> output; reference: the operator's specification
+              run: (x, weight, bias, group, config) -> output, by the fused kernel or by torch's sequence
               group, config: as they go through torch.library, by name and as text
     """
     group = _operands.group_by_name(group)
@@ -21,8 +23,33 @@ def forward(operator, kernel, launch, reference, x, weight, bias, group, config)
         group_state(group).agree_once(operator, kernel.problem_fields(x, weight))
         return x.new_empty(0, weight.shape[0])
     config = config_for(operator, config, x, weight, group, lambda: kernel.problem_fields(x, weight))
-    if config.method == "fused":
-        return launch(x, weight, bias, group, config)
-    call = config, x.shape, x.dtype, weight.shape
-    group_state(group).agree_once(operator, lambda: kernel.plan_fields(x, weight, config), call)
-    return reference(x, weight, bias, group=group)
+    if config.method != "fused":
+        call = config, x.shape, x.dtype, weight.shape
+        group_state(group).agree_once(operator, lambda: kernel.plan_fields(x, weight, config), call)
+    return run(x, weight, bias, group, config)
+
+
+def keep_call(operator, run, group, x, weight, bias, config, rows, y):
+    """Let ``_calls.find`` find what a call has come to.
+
+    Args:     run: as above; x, weight, bias, config: as they were given; rows: x [rows, K]; y: the output
+    """
+    operands = x, weight, bias
+    if not _calls.can_be_kept(operands) or group.size() == 1 or not rows.shape[0]:
+        return
+    chosen = None
+    if config is None:
+        chosen = known_choice(group, call_of(operator, rows, weight))
+        if chosen is None:
+            return  # it is to be chosen again
+        resolved = chosen[1].config
+    else:
+        resolved = config_for(operator, as_argument(config), rows, weight, group, dict)
+    flat, rows, shape = x.dim() == 2, rows.shape, y.shape
+
+    def again(group, x, weight, bias):
+        if flat:
+            return run(x, weight, bias, group, resolved)
+        return run(x.reshape(rows), weight, bias, group, resolved).view(shape)
+
+    _calls.keep(operator, group, operands, config, again, chosen)

@@ -27,10 +27,11 @@ import torch.nn.functional as F
 from tdkernels.ops import _operands
 from tdkernels.ops import ag_gemm_kernel as kernel
 from tdkernels.ops import gemm_rs_kernel as dual
+from tdkernels.ops._calls import find
 from tdkernels.ops._collectives import all_gather_rows, reduce_scatter_rows
 from tdkernels.ops._config import as_argument, check_config, from_text
 from tdkernels.ops._dense_tuning import config_for
-from tdkernels.ops._forward import forward
+from tdkernels.ops._forward import forward, keep_call
 from tdkernels.ops._gather import Gather
 from tdkernels.ops._gradients import gathered_weight_gradient
 from tdkernels.ops.ag_gemm_kernel import AgGemmConfig
@@ -45,12 +46,14 @@ def ag_gemm_ref(x, weight, bias=None, *, group=None):
 # ---- torch.library: what torch.compile sees ----
 
 
-def _launch(*call):
-    return kernel.launch(*call)[0]  # and not what it has gathered
+def _run(x, weight, bias, group, config):
+    if config.method == "fused":
+        return kernel.launch(x, weight, bias, group, config)[0]
+    return ag_gemm_ref(x, weight, bias, group=group)
 
 
 def _forward(x, weight, bias, group, config):
-    return forward("ag_gemm", kernel, _launch, ag_gemm_ref, x, weight, bias, group, config)
+    return forward("ag_gemm", kernel, _run, x, weight, bias, group, config)
 
 
 def _method(config):
@@ -146,6 +149,9 @@ def ag_gemm(x, weight, bias=None, *, group=None, config=None):
               (https://arxiv.org/abs/2504.19442)
     """
     group = resolve_group(group)
+    known = find("ag_gemm", group, (x, weight, bias), config)
+    if known is not None:
+        return known(group, x, weight, bias)
     x, weight, bias = _operands.apply_autocast(x, weight, bias)
     _operands.check_operands("ag_gemm", x, weight, bias)
     rows = x.shape[:-1].numel()
@@ -153,4 +159,6 @@ def ag_gemm(x, weight, bias=None, *, group=None, config=None):
     check_config("ag_gemm", config, AgGemmConfig, x)
     call = x_rows, weight, bias, group.group_name, as_argument(config)
     y = _operands.apply(_AgGemm, torch.ops.tdkernels.ag_gemm, *call)
-    return y.view(group.size() * x.shape[0], *x.shape[1:-1], weight.shape[0])
+    y = y.view(group.size() * x.shape[0], *x.shape[1:-1], weight.shape[0])
+    keep_call("ag_gemm", _run, group, x, weight, bias, config, x_rows, y)
+    return y

@@ -20,9 +20,9 @@ Example:
 import torch
 
 from tdkernels.autotune import operator as tunables
-from tdkernels.autotune.choose import choose, keep_config, known_config
+from tdkernels.autotune.choose import choose, keep_config, known_choice, known_config
+from tdkernels.ops import _calls, _operands
 from tdkernels.ops import _collectives as plain
-from tdkernels.ops import _operands
 from tdkernels.ops import collective_launch as launcher
 from tdkernels.ops._config import as_argument, from_text
 from tdkernels.ops._nodes import spans_nodes
@@ -63,10 +63,15 @@ def _run(operator, x, group, config):
         group_state(group).agree_once(operator, launcher.problem_fields(x))
         return x.new_empty(launcher.output_shape(operator, x.shape, group.size()))
     config = _config_for(operator, config, x, group)
+    if config.method != "fused":
+        call = config, x.shape, x.dtype
+        group_state(group).agree_once(operator, lambda: launcher.plan_fields(x, config), call)
+    return _run_by(config, operator, x, group)
+
+
+def _run_by(config, operator, x, group):
     if config.method == "fused":
         return launcher.launch(operator, x, group, config)
-    call = config, x.shape, x.dtype
-    group_state(group).agree_once(operator, lambda: launcher.plan_fields(x, config), call)
     return _REFERENCES[operator](x, group=group)
 
 
@@ -76,7 +81,7 @@ def _config_for(operator, text, x, group):
         return from_text(CollectiveConfig, text)
     if spans_nodes(group):
         return CollectiveConfig(method="torch")
-    call = operator, x.shape, x.dtype, x.device
+    call = _call_of(operator, x)
     known = known_config(group, call)
     if known is not None:
         return known
@@ -88,6 +93,11 @@ def _config_for(operator, text, x, group):
     chosen = choose(tunable, problem, x.device, group, launcher.problem_fields(x)).config
     keep_config(tunable, problem, group, call)
     return chosen
+
+
+def _call_of(operator, x):
+    """What a call is known by, see ``known_choice``."""
+    return operator, x.shape, x.dtype, x.device
 
 
 _library = torch.library.Library("tdkernels", "FRAGMENT")
@@ -180,8 +190,27 @@ def _check(operator, x, world_size, config):
 
 def _call(function, operator, x, group, config):
     group = resolve_group(group)
+    known = _calls.find(operator, group, (x,), config)
+    if known is not None:
+        return known(group, x)
     _check(operator, x, group.size(), config)
-    return _operands.apply(function, getattr(torch.ops.tdkernels, operator), x, group.group_name, as_argument(config))
+    op = getattr(torch.ops.tdkernels, operator)
+    y = _operands.apply(function, op, x, group.group_name, as_argument(config))
+    _keep(operator, group, x, config)
+    return y
+
+
+def _keep(operator, group, x, config):
+    """Let ``_calls.find`` find what a call has come to."""
+    if not _calls.can_be_kept((x,)) or group.size() == 1 or not x.numel():
+        return
+    chosen = None
+    if config is None and not spans_nodes(group):
+        chosen = known_choice(group, _call_of(operator, x))
+        if chosen is None:
+            return  # it is to be chosen again, or nobody tunes for such a dtype
+    resolved = _config_for(operator, as_argument(config), x, group) if chosen is None else chosen[1].config
+    _calls.keep(operator, group, (x,), config, lambda group, x: _run_by(resolved, operator, x, group), chosen)
 
 
 # ---- the public functions ----

@@ -24,9 +24,10 @@ import torch.nn.functional as F
 
 from tdkernels.ops import _operands
 from tdkernels.ops import gemm_ar_kernel as kernel
+from tdkernels.ops._calls import find
 from tdkernels.ops._collectives import all_reduce
 from tdkernels.ops._config import as_argument, check_config
-from tdkernels.ops._forward import forward
+from tdkernels.ops._forward import forward, keep_call
 from tdkernels.ops.gemm_ar_kernel import GemmArConfig
 from tdkernels.symm import resolve_group
 
@@ -40,8 +41,14 @@ def gemm_ar_ref(x, weight, bias=None, *, group=None):
 # ---- torch.library: what torch.compile sees ----
 
 
+def _run(x, weight, bias, group, config):
+    if config.method == "fused":
+        return kernel.launch(x, weight, bias, group, config)
+    return gemm_ar_ref(x, weight, bias, group=group)
+
+
 def _forward(x, weight, bias, group, config):
-    return forward("gemm_ar", kernel, kernel.launch, gemm_ar_ref, x, weight, bias, group, config)
+    return forward("gemm_ar", kernel, _run, x, weight, bias, group, config)
 
 
 _library = torch.library.Library("tdkernels", "FRAGMENT")
@@ -93,6 +100,9 @@ def gemm_ar(x, weight, bias=None, *, group=None, config=None):
               product by signals: Triton-distributed (https://arxiv.org/abs/2504.19442)
     """
     group = resolve_group(group)
+    known = find("gemm_ar", group, (x, weight, bias), config)
+    if known is not None:
+        return known(group, x, weight, bias)
     x, weight, bias = _operands.apply_autocast(x, weight, bias)
     _operands.check_operands("gemm_ar", x, weight, bias)
     rows = x.shape[:-1].numel()
@@ -100,4 +110,6 @@ def gemm_ar(x, weight, bias=None, *, group=None, config=None):
     check_config("gemm_ar", config, GemmArConfig, x)
     call = x_rows, weight, bias, group.group_name, as_argument(config)
     z = _operands.apply(_GemmAr, torch.ops.tdkernels.gemm_ar, *call)
-    return z.view(*x.shape[:-1], weight.shape[0])
+    z = z.view(*x.shape[:-1], weight.shape[0])
+    keep_call("gemm_ar", _run, group, x, weight, bias, config, x_rows, z)
+    return z

@@ -23,10 +23,11 @@ import torch.nn.functional as F
 from tdkernels.ops import _operands
 from tdkernels.ops import ag_gemm_kernel as dual
 from tdkernels.ops import gemm_rs_kernel as kernel
+from tdkernels.ops._calls import find
 from tdkernels.ops._collectives import all_gather_rows, reduce_scatter_rows
 from tdkernels.ops._config import as_argument, check_config, from_text
 from tdkernels.ops._dense_tuning import config_for
-from tdkernels.ops._forward import forward
+from tdkernels.ops._forward import forward, keep_call
 from tdkernels.ops._gather import Gather
 from tdkernels.ops._gradients import gathered_weight_gradient
 from tdkernels.ops.gemm_rs_kernel import GemmRsConfig
@@ -42,8 +43,14 @@ def gemm_rs_ref(x, weight, bias=None, *, group=None):
 # ---- torch.library: what torch.compile sees ----
 
 
+def _run(x, weight, bias, group, config):
+    if config.method == "fused":
+        return kernel.launch(x, weight, bias, group, config)
+    return gemm_rs_ref(x, weight, bias, group=group)
+
+
 def _forward(x, weight, bias, group, config):
-    return forward("gemm_rs", kernel, kernel.launch, gemm_rs_ref, x, weight, bias, group, config)
+    return forward("gemm_rs", kernel, _run, x, weight, bias, group, config)
 
 
 def _method(config):
@@ -145,6 +152,9 @@ def gemm_rs(x, weight, bias=None, *, group=None, config=None):
     Source:   reduction in the epilogue of the owner's tiles: FLUX (https://arxiv.org/abs/2406.06858)
     """
     group = resolve_group(group)
+    known = find("gemm_rs", group, (x, weight, bias), config)
+    if known is not None:
+        return known(group, x, weight, bias)
     x, weight, bias = _operands.apply_autocast(x, weight, bias)
     _operands.check_operands("gemm_rs", x, weight, bias)
     world_size = group.size()
@@ -156,4 +166,6 @@ def gemm_rs(x, weight, bias=None, *, group=None, config=None):
     check_config("gemm_rs", config, GemmRsConfig, x)
     call = x_rows, weight, bias, group.group_name, as_argument(config)
     z = _operands.apply(_GemmRs, torch.ops.tdkernels.gemm_rs, *call)
-    return z.view(x.shape[0] // world_size, *x.shape[1:-1], weight.shape[0])
+    z = z.view(x.shape[0] // world_size, *x.shape[1:-1], weight.shape[0])
+    keep_call("gemm_rs", _run, group, x, weight, bias, config, x_rows, z)
+    return z

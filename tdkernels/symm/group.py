@@ -49,6 +49,7 @@ class GroupState:
         self.workspaces = {}
         self.choices = {}  # what has been agreed to run, see tdkernels.autotune
         self.calls = {}  # what was chosen for calls, as they come: see tdkernels.autotune.choose
+        self.known_calls = {}  # what whole calls have come to: see tdkernels.ops._calls
         self._failures = {}
         self._store = c10d._get_process_group_store(group)
         self._prefix = prefix

@@ -218,7 +218,8 @@ def test_calls_go_by_powers_of_two():
 def test_operands_do_not_tell_how_many_experts_there_are():
     with pytest.raises(ValueError, match="ep_dispatch: operands do not tell all of its sizes; say them: tokens, hi"):
         explain("ep_dispatch", (4, 16), (4, 2), world_size=2)
-    assert explain("ep_dispatch", 8, 16, 4, 2, world_size=2).config == default_config(torch.device("cpu"))
+    here = torch.device("cuda" if torch.cuda.is_available() else "cpu", 0)
+    assert explain("ep_dispatch", 8, 16, 4, 2, world_size=2).config == default_config(here)
     with pytest.raises(ValueError, match="group_gemm: it runs on one rank: .*, ask with world_size=1"):
         explain("group_gemm", 8, 16, 16, 2, world_size=2)
 

@@ -1,0 +1,75 @@
+"""Calls without gradients that have been made before: what ran then runs again, and nothing is checked a second time.
+
+Checks, torch.library's way to an operator and the look-up of its config take the host longer than a small kernel takes
+the GPU. For tensors of which all is as it was, but for what they hold, they come to the same; so the group keeps what
+a call came to. Whoever would see the operator itself, such as a compiler, a profiler or autograd, still does.
+"""
+
+import torch
+from torch.autograd import profiler
+
+from tdkernels.autotune.modes import get_mode
+from tdkernels.ops._operands import DEVICES, may_be_differentiated
+from tdkernels.symm.group import group_state
+
+_MAX_KEPT = 1024  # calls of a group; shapes may go on changing for ever
+_PLAIN = (torch.Tensor, torch.nn.Parameter, type(None))
+
+
+def find(operator, group, tensors, config):
+    """The function (group, *tensors) that a call like this was before, or None.
+
+    Args:     group: resolved; tensors: the operands as they were given, None among them; config: the same
+    """
+    if torch.compiler.is_compiling() or not _is_plain(tensors):
+        return None
+    state = group_state(group)
+    try:
+        known = state.known_calls.get(_key(operator, tensors, config))
+    except TypeError:  # no config can be hashed that is none; the call will say so
+        return None
+    if known is None:
+        return None
+    run, problem, choice = known
+    if choice is not None and state.choices.get(problem) is not choice:
+        return None  # somebody has tuned it since
+    return run
+
+
+def keep(operator, group, tensors, config, run, chosen):
+    """Let ``find`` find what a call has come to.
+
+    Args:     run: it must not hold the group, with which it is kept
+              chosen: the (problem, Choice) of a call without a config, see ``autotune.choose.known_choice``
+    """
+    if not _is_plain(tensors):
+        return
+    known = group_state(group).known_calls
+    if len(known) >= _MAX_KEPT:
+        known.clear()
+    known[_key(operator, tensors, config)] = run, *(chosen or (None, None))
+
+
+def can_be_kept(tensors):
+    return not torch.compiler.is_compiling() and _is_plain(tensors)
+
+
+def _key(operator, tensors, config):
+    return operator, config, get_mode(), *map(_place, tensors)
+
+
+def _place(tensor):
+    return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+
+def _is_plain(tensors):
+    """Whether nobody but the kernels has to do with a call of these tensors."""
+    for tensor in tensors:
+        if type(tensor) not in _PLAIN or (tensor is not None and tensor.layout != torch.strided):
+            return False
+    if profiler._is_profiler_enabled or torch._C._len_torch_dispatch_stack():
+        return False
+    given = [tensor for tensor in tensors if tensor is not None]
+    if not given or given[0].device.type not in DEVICES:
+        return False
+    return not may_be_differentiated(given) and not torch.is_autocast_enabled(given[0].device.type)
