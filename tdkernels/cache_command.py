@@ -17,6 +17,11 @@ def add_arguments(parser):
     export = actions.add_parser("export", help="copy the tables into a folder, adding to those that are there")
     export.add_argument("folder", type=Path)
     export.add_argument("operator", nargs="*", help="only these operators")
+    export.add_argument(
+        "--newest", action="store_true",
+        help="leave one entry for each problem in those tables, the newest, instead of one for each version of the "
+        "kernels: for tables that are to be shipped",
+    )  # fmt: skip
     merge = actions.add_parser("merge", help="add tables from files or folders to the cache; theirs win")
     merge.add_argument("source", nargs="+", type=Path)
     clear = actions.add_parser("clear", help="delete the cache, or what it has of some operators")
@@ -65,7 +70,7 @@ def _export(options):
         entries = cache.load(file)
         if entries and (not options.operator or file.stem in options.operator):
             target = options.folder / file.parent.name / file.name
-            cache.rewrite(target, entries)
+            cache.rewrite(target, entries, options.newest)
             print(f"{len(entries)} entries in {target}")
     return 0
 

@@ -1,5 +1,6 @@
 """`python -m tdkernels tune` and `cache`, from the arguments to what is printed and kept."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -123,6 +124,23 @@ def test_export_of_some_operators(tmp_path):
     cache.store([an_entry("gemm_rs")])
     assert main(["cache", "export", str(tmp_path / "out"), "gemm_rs"]) == 0
     assert [file.stem for file in cache.files(tmp_path / "out")] == ["gemm_rs"]
+
+
+@pytest.mark.parametrize("newest", [False, True])
+def test_export_to_tables_of_older_kernels(newest, tmp_path):
+    folder = tmp_path / "out"
+    cache.store([an_entry(shape=(2, 3, 4), ms=9.0), an_entry(shape=(5, 6, 7))])
+    assert main(["cache", "export", str(folder)]) == 0
+    cache.clear()
+    cache.forget()
+    fresh = an_entry(shape=(2, 3, 4), ms=1.0)
+    cache.store([dataclasses.replace(fresh, versions={**fresh.versions, "kernels": "new"}, when="2100-01-01")])
+    assert main(["cache", "export", str(folder), *(["--newest"] if newest else [])]) == 0
+    [file] = cache.files(folder)
+    found = sorted(entry.ms for entry in cache.load(file) if entry.problem.shape == (2, 3, 4))
+    assert found == ([1.0] if newest else [1.0, 9.0])
+    assert len({entry.problem for entry in cache.load(file)}) == 2
+    assert file.read_text() == table.to_json(cache.load(file))
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"format": 2}', "[1]"])

@@ -145,13 +145,15 @@ def _locked(file):
         yield
 
 
-def rewrite(file, added):
+def rewrite(file, added, newest=False):
     """``add`` for a folder that nobody else writes to, without a lock, which would stay there as a file.
 
-    Whoever reads the file sees the old one or the new one, never half of it.
+    ``newest``: leave one entry for each problem, whatever versions of the kernels there were. Whoever reads the file
+    sees the old one or the new one, never half of it.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
-    text = table.to_json(table.merge(_kept(file, table.head(added[0])), added))
+    entries = table.merge(_kept(file, table.head(added[0])), added)
+    text = table.to_json(table.newest(entries) if newest else entries)
     handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.stem}-", suffix=".tmp")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as out:

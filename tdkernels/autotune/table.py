@@ -92,6 +92,11 @@ def merge(*tables):
     return list({entry.identity: entry for entries in tables for entry in entries}.values())
 
 
+def newest(entries):
+    """Of entries for the same problem the one of the latest day, of equal days the one that comes last."""
+    return list({entry.problem: entry for entry in sorted(entries, key=lambda entry: entry.when)}.values())
+
+
 def nearest(entries, problem):
     """The entry for the most similar problem, or None: what to run where nobody has tuned.
 
