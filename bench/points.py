@@ -11,7 +11,9 @@ _OWN = ("gemm", "collective", "sequence")
 _FUSED = "torch-fused"
 # Rows of what has no products.
 _SEQUENCES = ("ag_attention", "ulysses")
-_APART = ("collective", "ep", "configs", "network", "group_gemm", "tp_moe", "ep_moe", "flash_decode", *_SEQUENCES)
+_APART = (
+    "collective", "ep", "configs", "host", "network", "group_gemm", "tp_moe", "ep_moe", "flash_decode", *_SEQUENCES
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,11 @@ def read_decode(folder):
 def read_network(folder):
     """The rows of the words that take the network."""
     return _read_apart(folder, "network")
+
+
+def read_host(folder):
+    """The rows of what calls take the host."""
+    return _read_apart(folder, "host")
 
 
 def read_sequences(folder):

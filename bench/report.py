@@ -11,6 +11,7 @@ from bench import (
     flash_decode_plots,
     flash_decode_report,
     group_gemm_report,
+    host_report,
     moe_report,
     network_report,
     nodes_report,
@@ -25,6 +26,7 @@ from bench.points import (
     read_collectives,
     read_decode,
     read_ep,
+    read_host,
     read_layers,
     read_network,
     read_sequences,
@@ -64,16 +66,17 @@ def main(results, into):
         points = read(results)
         alone, ep, layers = read_collectives(results), read_ep(results), read_layers(results)
         decode, sequences, network = read_decode(results), read_sequences(results), read_network(results)
+        host = read_host(results)
     except BadRow as error:
         print(f"bench: {error}", file=sys.stderr)
         return 1
-    if not any((points, alone, ep, layers, decode, sequences, network)):
+    if not any((points, alone, ep, layers, decode, sequences, network, host)):
         print(f"bench: --report: there are no rows in {results}", file=sys.stderr)
         return 2
     if readme.exists() and not readme.read_text().startswith(_OURS):
         print(f"bench: --report: {readme} is not one of ours, and stays as it is", file=sys.stderr)
         return 2
-    readme.write_text(text(points, alone, ep, layers, decode, sequences, network))
+    readme.write_text(text(points, alone, ep, layers, decode, sequences, network, host))
     print(readme)
     figures = plots.figures(points) + collective_plots.figures(collective_report.newest_runs(alone))
     figures += ep_plots.figures(ep_report.newest_runs(ep))
@@ -89,7 +92,7 @@ def main(results, into):
     return 0
 
 
-def text(points, alone=(), ep=(), layers=(), decode=(), sequences=(), network=()):
+def text(points, alone=(), ep=(), layers=(), decode=(), sequences=(), network=(), host=()):
     """The whole README.md.
 
     Args:     alone: the rows of the collectives alone
@@ -97,7 +100,7 @@ def text(points, alone=(), ep=(), layers=(), decode=(), sequences=(), network=()
               layers: those of layers of experts and of products by expert
               decode: those of attention to a cache that the ranks share
               sequences: those of what is divided along the sequence
-              network: those of the words that take the network
+              network: those of the words that take the network; host: of what calls take the host
     """
     multicast = " or ".join(sorted({str(point.settings.get("multicast")) for point in points}))
     parts = [_MARK, _HEAD.format(multicast=multicast), _summary(points)]
@@ -119,7 +122,7 @@ def text(points, alone=(), ep=(), layers=(), decode=(), sequences=(), network=()
     parts += filter(None, (section.text(layers) for section in (moe_report, group_gemm_report)))
     if decode:
         parts.append(flash_decode_report.text(decode, _link))
-    parts += filter(None, [attention_report.text(sequences), network_report.text(network)])
+    parts += filter(None, [attention_report.text(sequences), network_report.text(network), host_report.text(host)])
     parts += filter(None, [nodes_report.text(points, alone, ep, decode)])
     return "\n".join(parts)
 

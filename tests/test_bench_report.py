@@ -15,12 +15,15 @@ from bench import (
     ep_report,
     flash_decode_plots,
     flash_decode_report,
+    host,
+    host_report,
     plots,
     points,
     report,
 )
 from bench import run as bench_run
 from tdkernels.__main__ import main
+from tdkernels.launch import RankPool
 
 ROOT = Path(__file__).parent.parent
 
@@ -294,7 +297,7 @@ def test_the_repositorys_report_is_that_of_its_rows():
     found = points.read(bench_run.RESULTS)
     alone, ep = points.read_collectives(bench_run.RESULTS), points.read_ep(bench_run.RESULTS)
     layers, decode = points.read_layers(bench_run.RESULTS), points.read_decode(bench_run.RESULTS)
-    others = points.read_sequences(bench_run.RESULTS), points.read_network(bench_run.RESULTS)
+    others = [read(bench_run.RESULTS) for read in (points.read_sequences, points.read_network, points.read_host)]
     assert (ROOT / "bench" / "README.md").read_text() == report.text(found, alone, ep, layers, decode, *others), (
         "bench/README.md is stale: python -m tdkernels bench --report"
     )
@@ -304,3 +307,23 @@ def test_the_repositorys_report_is_that_of_its_rows():
     figures += flash_decode_plots.figures(flash_decode_report.newest_runs(decode))
     assert drawn.keys() == {figure.file for figure in figures}
     assert max(drawn.values()) < 120 << 10
+
+
+def test_what_calls_take_the_host():
+    """The newest rows of each place; what was not measured is said to be so."""
+    place = {"what": "host", "gpu": "Testing", "num_gpus": 2, "git": "0123456789"}
+    old = {"op": "ag_gemm", "method": "sequence", "host_us": 1.0, "call_us": 2.0, "date": "2026-01-01", **place}
+    new = [{**old, "method": method, "host_us": us, "call_us": 2 * us, "date": "2026-01-02"}
+           for method, us in (("sequence", 10.4), ("ours", 20.0))]  # fmt: skip
+    lines = host_report.text([old, *new]).splitlines()
+    assert "2 x Testing, 2026-01-02, revision 0123456." in lines
+    assert lines[-1] == "| ag_gemm | 10 / 21 | – | 20 / 40 |"
+    assert host_report.text([]) == ""
+
+
+def test_calls_are_measured_on_the_host():
+    with RankPool(2, "cpu") as pool:
+        table = pool.run(host.measure)[0]
+    found = {(operator, method) for operator, method, *_ in table}
+    assert found >= {(operator, method) for operator in ("ag_gemm", "all_reduce") for method in host_report._METHODS}
+    assert ("flash_decode", "ours") in found and all(0 < launched <= done for *_, launched, done in table)
