@@ -95,9 +95,12 @@ class Launch:
               kernel, grid, args, constants: as for ``kernel[grid](*args, **constants)``
               operands: of which args were made, each another object, so that they can be told apart there
               made: from ``to_be_made``, what each call makes
+              fixed: tensors of the workspace's in args, and bases of descriptors: the same in every call
+    Raises:   AssertionError for a tensor in args that is none of these, say a copy of an operand: a later call would
+              read it again
     """
 
-    def __init__(self, workspace, kernel, grid, args, constants, operands, made):
+    def __init__(self, workspace, kernel, grid, args, constants, operands, made, fixed):
         self._workspace, self._kernel, self._constants = workspace, kernel, constants
         self._grid = (*grid, 1, 1)[:3]
         self._known = {}
@@ -105,13 +108,17 @@ class Launch:
         numbers = {id(tensor): number for number, tensor in enumerate((*operands, *made)) if tensor is not None}
         self._args, self._tensors, self._descriptors = list(args), [], []
         for at, arg in enumerate(args):
-            if id(arg) in numbers:
-                self._tensors.append((at, numbers[id(arg)]))
-                self._args[at] = None
-            elif isinstance(arg, TensorDescriptor) and id(arg.base) in numbers:
-                values = {**vars(arg), "base": None}
-                self._descriptors.append((at, numbers[id(arg.base)], values))
-                self._args[at] = None
+            described = isinstance(arg, TensorDescriptor)
+            tensor = arg.base if described else arg
+            if id(tensor) not in numbers:
+                known = not isinstance(tensor, torch.Tensor) or any(tensor is one for one in fixed)
+                assert known, f"argument {at} of {kernel} is a tensor that no call gives or makes"
+                continue
+            self._args[at] = None
+            if described:
+                self._descriptors.append((at, numbers[id(tensor)], {**vars(arg), "base": None}))
+            else:
+                self._tensors.append((at, numbers[id(tensor)]))
 
     def __call__(self, operands):
         workspace = self._workspace

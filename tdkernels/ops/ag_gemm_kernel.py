@@ -274,7 +274,8 @@ def _prepare(workspace, x, weight, bias, config):
     pieces, turns = _count(x, weight, num_comm, topology, config)
     constants["trace_ptr"] = _trace.buffer(x.device, pieces, turns)
     grid = (min(pieces, _device.resident_programs(x.device, config.tiles, x.dtype)),)
-    return Launch(workspace, _kernel(topology.num_nodes), grid, args, constants, (x, weight, bias), (y,))
+    fixed = workspace.ctx, gathered[0]
+    return Launch(workspace, _kernel(topology.num_nodes), grid, args, constants, (x, weight, bias), (y,), fixed)
 
 
 def _launch_beside_gather(x, weight, bias, group, config, keep_gathered):

@@ -115,7 +115,8 @@ def _prepare(operator, workspace, given, x, config):
     output = to_be_made(given, *output_shape(operator, given.shape, world_size))
     args, constants = arguments(operator, workspace.ctx, given, output, nbytes, plan, config)
     grid = (min(units, config.num_programs),)
-    return Launch(workspace, _kernel(operator, config), grid, args, constants, (given,), (output,))
+    kernel = _kernel(operator, config)
+    return Launch(workspace, kernel, grid, args, constants, (given,), (output,), [workspace.ctx])
 
 
 def _by_copy_engine(operator, x, group, config):

@@ -207,8 +207,8 @@ def _keep(operator, group, x, config):
     chosen = None
     if config is None and not spans_nodes(group):
         chosen = known_choice(group, _call_of(operator, x))
-        if chosen is None:
-            return  # it is to be chosen again, or nobody tunes for such a dtype
+        if chosen is None and x.dtype in _operands.DTYPES:
+            return  # it is to be chosen again; for bytes of another dtype there is nothing to choose
     resolved = _config_for(operator, as_argument(config), x, group) if chosen is None else chosen[1].config
     _calls.keep(operator, group, (x,), config, lambda group, x: _run_by(resolved, operator, x, group), chosen)
 

@@ -108,10 +108,11 @@ def compile(q, k_cache, v_cache, kv_lens, block_table, options, world_size, num_
     """Compile what ``launch`` with the same operands would launch, into Triton's cache; launches nothing."""
     shape = shape_of(q, k_cache, v_cache, block_table)
     ctx = torch.empty(1, dtype=torch.int64, device=q.device) if world_size > 1 else None
+    flags = None if ctx is not None else local_flags(q.device, 1)
     lse = q.new_empty(1, dtype=torch.float32)
     args, constants = arguments(
-        ctx, q, _as_read(k_cache), _as_read(v_cache), kv_lens, block_table, None, (q, lse, None), lse, shape,
-        fp8_kind(k_cache), config, options, 0, world_size, num_nodes, 1, capacity_of(k_cache, block_table),
+        ctx, q, _as_read(k_cache), _as_read(v_cache), kv_lens, block_table, None, (q, lse, None), lse, flags,
+        shape, fp8_kind(k_cache), config, options, 0, world_size, num_nodes, 1, capacity_of(k_cache, block_table),
     )  # fmt: skip
     _kernel(num_nodes).warmup(*args, grid=(1,), **constants)
 
@@ -150,7 +151,7 @@ def _prepare(
     config = config or default_config(shape, q.device)
     capacity = capacity_of(k_cache, block_table)
     programs = num_programs(config, shape, capacity, q.device)
-    ctx, plan, ranks, nodes = None, 0, 1, 1
+    ctx, plan, ranks, nodes, flags = None, 0, 1, 1, None
     if not alone:
         ranks, nodes = workspace.world_size, workspace.group.topology.num_nodes
         plan = workspace.prepare(
@@ -158,25 +159,26 @@ def _prepare(
             num_flags=shape.tiles,
         )  # fmt: skip
         ctx = workspace.ctx
+    else:
+        flags = local_flags(q.device, shape.tiles)
     outputs, scratch = _outputs(q, shape, keep), _scratch(q, shape, programs)
     scales = None if k_scale is None else (k_scale, v_scale)
     args, constants = arguments(
-        ctx, q, k_cache, v_cache, kv_lens, block_table, scales, outputs, scratch, shape, kind, config, options, plan,
-        ranks, nodes, programs, capacity,
+        ctx, q, k_cache, v_cache, kv_lens, block_table, scales, outputs, scratch, flags, shape, kind, config, options,
+        plan, ranks, nodes, programs, capacity,
     )  # fmt: skip
     operands = q, k_cache, v_cache, kv_lens, block_table, k_scale, v_scale
     made = [tensor for tensor in (*outputs, scratch) if tensor is not None]
-    return Launch(workspace, _kernel(nodes), (programs,), args, constants, operands, made)
+    return Launch(workspace, _kernel(nodes), (programs,), args, constants, operands, made, [ctx, flags])
 
 
 def arguments(
-    ctx, q, k_cache, v_cache, kv_lens, block_table, scales, outputs, scratch, shape, kind, config, options, plan,
-    ranks, nodes, programs, capacity,
+    ctx, q, k_cache, v_cache, kv_lens, block_table, scales, outputs, scratch, flags, shape, kind, config, options,
+    plan, ranks, nodes, programs, capacity,
 ):  # fmt: skip
-    """The kernel's arguments; ``ctx`` is None for one rank, ``kind`` of caches is ``fp8_kind``."""
+    """The kernel's arguments; for one rank there is no ``ctx`` but ``flags``; ``kind`` of caches is ``fp8_kind``."""
     scale, soft_cap, window = options
     paged = block_table is not None
-    flags = local_flags(q.device, shape.tiles) if ctx is None else None
     of_scales, (k_scale, v_scale) = 0, scales or (None, None)
     if scales is not None:
         of_scales = 1 if k_scale.numel() == 1 else 2

@@ -333,4 +333,5 @@ def _prepare(workspace, x, weight, bias, config, fields):
     pieces = schedule.num_pieces(config.item_tiles, world_size)
     programs = min(pieces, _device.resident_programs(x.device, tiles, x.dtype))
     constants["trace_ptr"] = _trace.buffer(x.device, pieces, 1)
-    return Launch(workspace, gemm_ar_kernel, (programs,), args, constants, (x, weight, bias), (z, stage))
+    operands, made = (x, weight, bias), (z, stage)
+    return Launch(workspace, gemm_ar_kernel, (programs,), args, constants, operands, made, [workspace.ctx])

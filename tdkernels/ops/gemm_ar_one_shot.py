@@ -174,4 +174,5 @@ def prepare(workspace, x, weight, bias, config, fields):
     args, constants = _arguments(workspace.ctx, x, weight, bias, z, scratch, plan, ranks, config)
     programs = count * config.split_k
     constants["trace_ptr"] = _trace.buffer(x.device, programs)
-    return Launch(workspace, gemm_ar_one_shot_kernel, (programs,), args, constants, (x, weight, bias), (z, scratch))
+    operands, made = (x, weight, bias), (z, scratch)
+    return Launch(workspace, gemm_ar_one_shot_kernel, (programs,), args, constants, operands, made, [workspace.ctx])

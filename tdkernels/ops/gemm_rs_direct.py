@@ -203,4 +203,5 @@ def prepare(workspace, x, weight, bias, config, fields):
     args, constants = _arguments(workspace.ctx, x, weight, bias, z, peers, rows, plan, world_size, config)
     programs = min(count * (world_size - 1), _device.num_sms(x.device))  # of each half
     constants["trace_ptr"] = _trace.buffer(x.device, world_size * count)
-    return Launch(workspace, gemm_rs_direct_kernel, (2 * programs,), args, constants, (x, weight, bias), (z,))
+    fixed = [workspace.ctx, *(peer.base for peer in peers or [])]
+    return Launch(workspace, gemm_rs_direct_kernel, (2 * programs,), args, constants, (x, weight, bias), (z,), fixed)

@@ -232,4 +232,5 @@ def _prepare(workspace, x, weight, bias, config, fields):
     pieces = world_size * items * (1 + config.item_tiles)
     programs = min(pieces, _device.resident_programs(x.device, tiles, x.dtype))
     constants["trace_ptr"] = _trace.buffer(x.device, pieces)
-    return Launch(workspace, gemm_rs_kernel, (programs,), args, constants, (x, weight, bias), (z, stage))
+    operands, made = (x, weight, bias), (z, stage)
+    return Launch(workspace, gemm_rs_kernel, (programs,), args, constants, operands, made, [workspace.ctx])

@@ -21,6 +21,7 @@ from tdkernels.ops._config import text_of
 from tdkernels.ops._gather_kernels import push_shard
 from tdkernels.ops._gemm import as_aligned, store_rows, swizzle
 from tdkernels.ops._grouped import grouped_tile
+from tdkernels.ops._launch import Launch, launch_kept, to_be_made
 from tdkernels.ops._swiglu import HALVES, NUMBERS
 from tdkernels.ops._tiles import Tiles, default_tiles, next_power_of_2
 from tdkernels.ops.group_gemm_kernel import planes_of, product_constants, rows_descriptor, store_product, weight_layout
@@ -294,19 +295,19 @@ class Launched:
     rows: torch.Tensor
 
 
-def _arguments(ctx, x, w, routing, made, done, plan, num_comm, config, activation, gradients=None):
-    """The kernel's arguments and its constants; ``made``: Launched."""
+def _arguments(ctx, x, w, routing, routed, made, done, plan, num_comm, config, activation, gradients=None):
+    """The kernel's arguments and its constants; ``routed``: ``_tensors_of`` the routing, ``made``: Launched."""
     tokens, k = x.shape
-    tiles, tiling = config.tiles, routing.tiling(config.tiles.block_m)
+    tiles, (of_choices, choices, table, begins) = config.tiles, routed
     w, *strides, is_kn = weight_layout(w, activation)
     planes, n = planes_of(w, activation)
     desc, constants = product_constants(k, w, planes, n, strides, is_kn, activation, tiles)
     of_gradient = (None,) * 5
     if gradients is not None:
-        of_gradient = gradients.h, gradients.weighted, gradients.weights, gradients.dots, routing.choices
+        of_gradient = gradients.h, gradients.weighted, gradients.weights, gradients.dots, choices
     args = (
-        ctx, x, made.rows, rows_descriptor(made.rows, constants, tiles), w, desc, routing.rows, tiling.table,
-        tiling.begins, done, made.y, made.pre, *of_gradient, tokens, routing.choices.shape[0], n, k, *strides,
+        ctx, x, made.rows, rows_descriptor(made.rows, constants, tiles), w, desc, of_choices, table,
+        begins, done, made.y, made.pre, *of_gradient, tokens, choices.shape[0], n, k, *strides,
         routing.slot_rows, plan, num_comm, routing.chunk_rows, routing.num_stages, tiles.group_m,
     )  # fmt: skip
     return args, {
@@ -317,10 +318,16 @@ def _arguments(ctx, x, w, routing, made, done, plan, num_comm, config, activatio
 
 
 def _make(x, w, rows, activation, keep):
-    """Launched, of so many rows that nobody has written yet."""
-    y = x.new_empty(rows, w.shape[1] // 2 if activation else w.shape[1])
-    pre = x.new_empty(rows, w.shape[1]) if keep and activation else None
-    return Launched(y, pre, x.new_empty(rows, x.shape[1]))
+    """Launched, of so many rows, to be made."""
+    y = to_be_made(x, rows, w.shape[1] // 2 if activation else w.shape[1])
+    pre = to_be_made(x, rows, w.shape[1]) if keep and activation else None
+    return Launched(y, pre, to_be_made(x, rows, x.shape[1]))
+
+
+def _tensors_of(routing, tile_rows):
+    """What a kernel reads of a routing: (the rows of choices, the choices of rows, the table of tiles, its begins)."""
+    tiling = routing.tiling(tile_rows)
+    return routing.rows, routing.choices, tiling.table, tiling.begins
 
 
 def compile(x, w, routing, config, activation=None):
@@ -329,32 +336,54 @@ def compile(x, w, routing, config, activation=None):
         return  # interpreted
     x = _operands.rows_contiguous(x)
     ctx = torch.empty(1, dtype=torch.int64, device=x.device)
-    made = _make(x, w, 1, activation, keep=False)
-    args, constants = _arguments(ctx, x, w, routing, made, ctx, 0, config.num_comm_sms, config, activation)
+    made = Launched(x.new_empty(1), None, x.new_empty(1, x.shape[1]))
+    routed = _tensors_of(routing, config.tiles.block_m)
+    args, constants = _arguments(ctx, x, w, routing, routed, made, ctx, 0, config.num_comm_sms, config, activation)
     moe_ag_gemm_kernel.warmup(*args, grid=(1,), **constants)
 
 
 def launch(x, w, routing, config, activation=None, keep=False, gradients=None):
     """The products of all ranks' tokens x [M / W, K] with the weights of their experts; ``keep`` what SwiGLU is of."""
-    x = _operands.rows_contiguous(x)
-    k, total, tiles = x.shape[1], routing.choices.shape[0], config.tiles
-    made, tiling = _make(x, w, total, activation, keep), routing.tiling(tiles.block_m)
-    if gradients is not None:
-        gradients.weighted = torch.empty_like(made.y)
-        gradients.dots = x.new_empty(-(-w.shape[1] // tiles.block_n), total, dtype=torch.float32)
-    num_comm = config.num_comm_sms if routing.world_size > 1 else 0
     workspace = get_workspace(routing.group, x.device, "moe_ag_gemm")
-    half_bytes = routing.world_size * routing.slot_rows * k * x.element_size() if num_comm else 256
-    fields = {**plan_fields(x, w, routing, activation, config), "gradient": gradients is not None}
-    plan = workspace.prepare("moe_ag_gemm", fields, half_bytes, routing.world_size * routing.num_chunks)
+    routed = _tensors_of(routing, config.tiles.block_m)
     done = torch.zeros(MAX_STAGES.value, dtype=torch.int64, device=x.device)
+    of_gradient = (None, None) if gradients is None else (gradients.h, gradients.weights)
+    differs = activation, keep, gradients is not None, _operands.dot_precision(x.dtype)
+    y, rows, *others = launch_kept(
+        workspace, (config, routing.sizes, *differs), (x, w, *routed, done, *of_gradient),
+        lambda *of: _prepare(workspace, routing, *of, config, *differs[:3]),
+        lambda x, w, *others: (_operands.rows_contiguous(x), weight_layout(w, activation)[0], *others),
+    )  # fmt: skip
+    if gradients is not None:
+        gradients.weighted, gradients.dots = others
+        others = ()
+    return Launched(y, others[0] if others else None, rows)
+
+
+def _prepare(
+    workspace, routing, x, w, of_choices, choices, table, begins, done, h, weights, config, activation, keep, gradient
+):  # fmt: skip
+    """The Launch for tensors of a routing; of the routing itself it takes nothing but sizes."""
+    k, tiles = x.shape[1], config.tiles
+    made = _make(x, w, choices.shape[0], activation, keep)
+    gradients, to_make = None, [made.y, made.rows]
+    if gradient:
+        dots = to_be_made(x, -(-w.shape[1] // tiles.block_n), choices.shape[0], dtype=torch.float32)
+        gradients = Gradients(h, weights, to_be_made(x, *made.y.shape), dots)
+        to_make += [gradients.weighted, dots]
+    elif made.pre is not None:
+        to_make.append(made.pre)
+    num_comm = config.num_comm_sms if routing.world_size > 1 else 0
+    half_bytes = routing.world_size * routing.slot_rows * k * x.element_size() if num_comm else 256
+    fields = {**plan_fields(x, w, routing, activation, config), "gradient": gradient}
+    plan = workspace.prepare("moe_ag_gemm", fields, half_bytes, routing.world_size * routing.num_chunks)
+    routed = of_choices, choices, table, begins
     args, constants = _arguments(
-        workspace.ctx, x, w, routing, made, done, plan, num_comm, config, activation, gradients
+        workspace.ctx, x, w, routing, routed, made, done, plan, num_comm, config, activation, gradients
     )  # fmt: skip
     tiles_n = -(-planes_of(w, activation)[1] // constants["BLOCK_N"])
     blocks = -(-routing.chunk_rows // BLOCK_TOKENS) * -(-k // constants["BLOCK_COLUMNS"])
-    most = num_comm + tiling.most * tiles_n + routing.world_size * routing.num_chunks * blocks
-    workspace.before_launch()
-    moe_ag_gemm_kernel[(min(most, _device.resident_programs(x.device, tiles, x.dtype)),)](*args, **constants)
-    workspace.after_launch()
-    return made
+    most = num_comm + table.shape[0] * tiles_n + routing.world_size * routing.num_chunks * blocks
+    grid = (min(most, _device.resident_programs(x.device, tiles, x.dtype)),)
+    operands = x, w, *routed, done, h, weights
+    return Launch(workspace, moe_ag_gemm_kernel, grid, args, constants, operands, to_make, [workspace.ctx])

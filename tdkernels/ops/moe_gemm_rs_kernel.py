@@ -18,6 +18,7 @@ from tdkernels import lang as td
 from tdkernels.ops import _device, _operands
 from tdkernels.ops._gemm import as_aligned, store_rows, swizzle
 from tdkernels.ops._grouped import grouped_tile
+from tdkernels.ops._launch import Launch, launch_kept, to_be_made
 from tdkernels.ops._rank_sum import sum_in_rank_order
 from tdkernels.ops._tiles import next_power_of_2
 from tdkernels.ops.group_gemm_kernel import planes_of, product_constants, rows_descriptor, weight_layout
@@ -165,21 +166,25 @@ def moe_gemm_rs_kernel(
     td.finish(ctx)
 
 
-def _arguments(ctx, h, w, routing, weights, done, out, z, plan, config):
-    """The kernel's arguments and its constants."""
+def _arguments(ctx, h, w, routing, routed, weights, done, out, z, plan, config):
+    """The kernel's arguments and its constants; ``routed``: the rows of choices, the table of tiles and its begins."""
     k, tiles = h.shape[1], config.tiles
-    tiling = routing.tiling(tiles.block_m)
     w, *strides, is_kn = weight_layout(w)
     planes, n = planes_of(w, None)
     desc, constants = product_constants(k, w, planes, n, strides, is_kn, None, tiles)
     args = (
-        ctx, h, rows_descriptor(h, constants, tiles), w, desc, routing.rows, weights, tiling.table, tiling.begins, done,
+        ctx, h, rows_descriptor(h, constants, tiles), w, desc, routed[0], weights, *routed[1:], done,
         out, z, routing.tokens, h.shape[0], n, k, *strides, plan, routing.chunk_rows, routing.num_stages, tiles.group_m,
     )  # fmt: skip
     return args, {
         "CHOICES": routing.num_choices, "RANKS": routing.world_size, "BLOCK_TOKENS": BLOCK_TOKENS,
         "BLOCK_COLUMNS": _block_columns(n), "ELEM_BYTES": h.element_size(), **constants,
     }  # fmt: skip
+
+
+def _tensors_of(routing, tile_rows):
+    tiling = routing.tiling(tile_rows)
+    return routing.rows, tiling.table, tiling.begins
 
 
 def _block_columns(n):
@@ -192,7 +197,8 @@ def compile(h, w, routing, weights, config):
         return  # interpreted
     h = _operands.rows_contiguous(h)
     ctx = torch.empty(1, dtype=torch.int64, device=h.device)
-    args, constants = _arguments(ctx, h, w, routing, weights, ctx, h.new_empty(1), h.new_empty(1), 0, config)
+    routed, empty = _tensors_of(routing, config.tiles.block_m), h.new_empty(1)
+    args, constants = _arguments(ctx, h, w, routing, routed, weights, ctx, empty, empty, 0, config)
     moe_gemm_rs_kernel.warmup(*args, grid=(1,), **constants)
 
 
@@ -201,21 +207,30 @@ def launch(h, w, routing, weights, config):
 
     weights: [M, k] fp32 of all ranks' choices, or None for 1
     """
-    h = _operands.rows_contiguous(h)
-    tokens, n, tiles = routing.tokens, w.shape[1], config.tiles
-    tiling = routing.tiling(tiles.block_m)
-    z, out = h.new_empty(tokens, n), h.new_empty(h.shape[0], n)
+    workspace = get_workspace(routing.group, h.device, "moe_gemm_rs")
+    routed = _tensors_of(routing, config.tiles.block_m)
     done = torch.zeros(MAX_STAGES.value, dtype=torch.int64, device=h.device)
+    z, _ = launch_kept(
+        workspace, (config, routing.sizes, _operands.dot_precision(h.dtype)), (h, w, *routed, weights, done),
+        lambda *of: _prepare(workspace, routing, *of, config),
+        lambda h, w, *others: (_operands.rows_contiguous(h), weight_layout(w)[0], *others),
+    )  # fmt: skip
+    return z
+
+
+def _prepare(workspace, routing, h, w, of_choices, table, begins, weights, done, config):
+    """The Launch for tensors of a routing; of the routing itself it takes nothing but sizes."""
+    tokens, n, tiles = routing.tokens, w.shape[1], config.tiles
+    z, out = to_be_made(h, tokens, n), to_be_made(h, h.shape[0], n)
     of_shard = routing.num_chunks * (routing.chunk_rows // BLOCK_TOKENS) * -(-n // _block_columns(n))
     fields = {**plan_fields(h, w, routing, None, config), "M/W": tokens, "weighted": weights is not None}
-    workspace = get_workspace(routing.group, h.device, "moe_gemm_rs")
     plan = workspace.prepare(
         "moe_gemm_rs", fields, routing.world_size * (tokens * n * h.element_size() + _ALIGN.value),
         routing.world_size * of_shard,
     )  # fmt: skip
-    args, constants = _arguments(workspace.ctx, h, w, routing, weights, done, out, z, plan, config)
-    most = tiling.most * -(-n // tiles.block_n) + routing.world_size * of_shard
-    workspace.before_launch()
-    moe_gemm_rs_kernel[(min(most, _device.resident_programs(h.device, tiles, h.dtype)),)](*args, **constants)
-    workspace.after_launch()
-    return z
+    routed = of_choices, table, begins
+    args, constants = _arguments(workspace.ctx, h, w, routing, routed, weights, done, out, z, plan, config)
+    most = table.shape[0] * -(-n // tiles.block_n) + routing.world_size * of_shard
+    grid = (min(most, _device.resident_programs(h.device, tiles, h.dtype)),)
+    operands = h, w, *routed, weights, done
+    return Launch(workspace, moe_gemm_rs_kernel, grid, args, constants, operands, (z, out), [workspace.ctx])

@@ -50,6 +50,13 @@ class MoeRouting:
         self._tilings = {}
 
     @property
+    def sizes(self):
+        """All that launches follow from, beside its tensors."""
+        return (
+            self.world_size, self.tokens, self.num_experts, self.num_choices, self.chunk_rows, self.num_stages
+        )  # fmt: skip
+
+    @property
     def num_chunks(self):
         """Of a rank's tokens."""
         return -(-self.tokens // self.chunk_rows)

@@ -70,6 +70,11 @@ def is_known_the_second_time():
             is_right(operator, operands_of(operator, 3, rows=6), group)
             assert answers == [False]
             answers.clear()
+        for value in (1, 2):  # of a dtype for which nothing is tuned
+            y = tdkernels.all_gather(torch.full((3,), value, dtype=torch.int32, device=device()), group=group)
+            assert y.tolist() == [value] * 6
+        assert answers == [False, True]
+        answers.clear()
         x, weight = operands_of("gemm_ar", 0)
         is_right("gemm_ar", (x.view(2, 4, K), weight), group)
         is_right("gemm_ar", (draw(5, 2, 4, K), weight), group)

@@ -91,3 +91,12 @@ def keeps_what_it_can_use():
 
 def test_launches_are_kept_as_long_as_they_can_be_used():
     on_ranks(2, keeps_what_it_can_use)
+
+
+def test_a_tensor_that_is_nobodys_is_refused():
+    """It would be read again by a later call, of other operands."""
+    x, copy, ctx = torch.ones(4), torch.ones(4), torch.zeros(1, dtype=torch.int64)
+    made = (_launch.to_be_made(x, 4),)
+    _launch.Launch(None, "kernel", (1,), (ctx, x, *made, 7, None), {}, (x,), made, [ctx])
+    with pytest.raises(AssertionError, match="argument 1 of kernel is a tensor that no call gives or makes"):
+        _launch.Launch(None, "kernel", (1,), (ctx, copy, *made), {}, (x,), made, [ctx])
