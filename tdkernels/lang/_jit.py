@@ -122,15 +122,20 @@ def _is_inspected():
     return _HOOK is not None and getattr(knobs.runtime, _HOOK) is not None
 
 
+def pointer_kind(tensor):
+    """What Triton compiles for, of a tensor."""
+    # AMD's compiler addresses what is less than 2 GiB in another way.
+    small = torch.version.hip is None or tensor.untyped_storage().size() < 1 << 31
+    return tensor.dtype, tensor.data_ptr() % 16 == 0, small
+
+
 def _kind(specialized, arg):
     """What Triton compiles for, of an argument: equal for arguments that the same code serves.
 
     Raises:   LookupError for an argument of another type than those that are usual here
     """
     if isinstance(arg, torch.Tensor):
-        # AMD's compiler addresses what is less than 2 GiB in another way.
-        small = torch.version.hip is None or arg.untyped_storage().size() < 1 << 31
-        return arg.dtype, arg.data_ptr() % 16 == 0, small
+        return pointer_kind(arg)
     kind = type(arg)
     if kind is int:
         if specialized:

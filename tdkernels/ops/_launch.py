@@ -11,6 +11,7 @@ import functools
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tdkernels.lang._jit import pointer_kind
 from tdkernels.ops import _trace
 
 _MAX_KEPT = 1024  # launches of a workspace; shapes may go on changing for ever
@@ -50,7 +51,7 @@ def _prepared(operands, prepare):
 
 def _lies(tensor):
     """How an operand lies in memory, as far as launches differ by it."""
-    return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() % 16 == 0)
+    return None if tensor is None else (tensor.shape, tensor.stride(), *pointer_kind(tensor))
 
 
 def to_be_made(like, *shape, dtype=None):
