@@ -1,5 +1,7 @@
 """What calls of few rows take the host, a part of the report."""
 
+from bench.places import section
+
 _INTRO = """## What calls take the host
 
 Microseconds of small calls made one after the other: until the host has launched a call / until the device has done it.
@@ -12,17 +14,10 @@ _METHODS = ("sequence", "ours by torch", "ours")
 
 def text(rows):
     """The section of all rows; nothing if there are none."""
-    places = sorted({_place(row) for row in rows})
-    tables = [_table([row for row in rows if _place(row) == place]) for place in places]
-    return "\n".join([_INTRO, *tables]) if tables else ""
-
-
-def _place(row):
-    return row["gpu"], row["num_gpus"]
+    return section(_INTRO, rows, _table)
 
 
 def _table(rows):
-    rows = [row for row in rows if row["date"] == max(row["date"] for row in rows)]
     times = {(row["op"], row["method"]): f"{row['host_us']:.0f} / {row['call_us']:.0f}" for row in rows}
     lines = [
         f"{rows[0]['num_gpus']} x {rows[0]['gpu']}, {rows[0]['date'][:10]}, revision {rows[0]['git'][:7]}.",

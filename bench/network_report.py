@@ -1,5 +1,7 @@
 """What the network's words take, a part of the report."""
 
+from bench.places import section
+
 _INTRO = """## The words that take the network
 
 Two ranks on two simulated nodes, so that all goes through NVSHMEM's calls, beside the same by direct stores: one way
@@ -11,17 +13,10 @@ by `python -m bench.network`.
 
 def text(rows):
     """The section of all rows; nothing if there are none."""
-    places = sorted({_place(row) for row in rows})
-    tables = [_table([row for row in rows if _place(row) == place]) for place in places]
-    return "\n".join([_INTRO, *tables]) if tables else ""
-
-
-def _place(row):
-    return row["gpu"], row["num_gpus"]
+    return section(_INTRO, rows, _table)
 
 
 def _table(rows):
-    rows = [row for row in rows if row["date"] == max(row["date"] for row in rows)]
     hops = {row["by"]: row["us"] for row in rows if row["measure"] == "hop"}
     rates = {(row["by"], row["chunk_bytes"], row["programs"]): row["gbps"] for row in rows if row["measure"] == "rate"}
     programs = sorted({key[2] for key in rates})

@@ -12,7 +12,7 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tdkernels.lang._jit import pointer_kind
-from tdkernels.ops import _trace
+from tdkernels.ops import _operands, _trace
 
 _MAX_KEPT = 1024  # launches of a workspace; shapes may go on changing for ever
 
@@ -43,6 +43,17 @@ def launch_kept(workspace, key, operands, prepare, ready=None):
             launches.clear()
         workspace.launches[whole_key] = launch  # of a buffer that may have come to be just now
     return launch(operands)
+
+
+def launch_product(workspace, x, weight, bias, config, prepare):
+    """``launch_kept`` of a dense operator.
+
+    Args:     prepare: (workspace, x, weight, bias, config) -> Launch, for operands that are ``ready``
+    """
+    return launch_kept(
+        workspace, (config, _operands.dot_precision(x.dtype)), (x, weight, bias),
+        lambda *of: prepare(workspace, *of, config), _operands.ready,
+    )  # fmt: skip
 
 
 def _prepared(operands, prepare):

@@ -16,7 +16,7 @@ from tdkernels.ops._config import text_of
 from tdkernels.ops._gather import Gather, slot_rows_of
 from tdkernels.ops._gather_kernels import push_shard
 from tdkernels.ops._gemm import as_aligned, gemm_tile, store_rows, swizzle, with_bias
-from tdkernels.ops._launch import Launch, launch_kept, to_be_made
+from tdkernels.ops._launch import Launch, launch_product, to_be_made
 from tdkernels.ops._tiles import Tiles, default_tiles
 from tdkernels.symm import get_workspace
 from tdkernels.symm.group import group_state
@@ -250,10 +250,7 @@ def launch(x, weight, bias, group, config, keep_gathered=False):
     if keep_gathered or config.transport == "copy_engine":
         return _launch_beside_gather(*_operands.ready(x, weight, bias), group, config, keep_gathered)
     workspace = get_workspace(group, x.device, "ag_gemm", across_nodes=True)
-    (y,) = launch_kept(
-        workspace, (config, _operands.dot_precision(x.dtype)), (x, weight, bias),
-        lambda *of: _prepare(workspace, *of, config), _operands.ready,
-    )  # fmt: skip
+    (y,) = launch_product(workspace, x, weight, bias, config, _prepare)
     return y, None
 
 

@@ -29,7 +29,7 @@ from tdkernels.ops import gemm_ar_nodes_kernel as nodes
 from tdkernels.ops import gemm_ar_one_shot as one_shot
 from tdkernels.ops._config import text_of
 from tdkernels.ops._gemm import as_aligned, from_register_order, store_rows, swizzle, with_bias
-from tdkernels.ops._launch import Launch, launch_kept, to_be_made
+from tdkernels.ops._launch import Launch, launch_product, to_be_made
 from tdkernels.ops._nodes import spans_nodes
 from tdkernels.ops._rank_sum import sum_in_rank_order
 from tdkernels.ops._staging import COPY_WORDS, forward_item
@@ -305,17 +305,15 @@ def launch(x, weight, bias, group, config):
     """Launch the fused operator on 2-D operands."""
     if spans_nodes(group):
         return nodes.launch(*_operands.ready(x, weight, bias), group, config, plan_fields(x, weight, config))
-    by_one_shot = config.exchange == "one_shot"
-    prepare = one_shot.prepare if by_one_shot else _prepare
-    workspace = get_workspace(group, x.device, "gemm_ar one shot" if by_one_shot else "gemm_ar")
-    z, *_ = launch_kept(
-        workspace, (config, _operands.dot_precision(x.dtype)), (x, weight, bias),
-        lambda *of: prepare(workspace, *of, config, plan_fields(x, weight, config)), _operands.ready,
-    )  # fmt: skip
+    name = "gemm_ar one shot" if config.exchange == "one_shot" else "gemm_ar"
+    z, *_ = launch_product(get_workspace(group, x.device, name), x, weight, bias, config, _prepare)
     return z
 
 
-def _prepare(workspace, x, weight, bias, config, fields):
+def _prepare(workspace, x, weight, bias, config):
+    fields = plan_fields(x, weight, config)
+    if config.exchange == "one_shot":
+        return one_shot.prepare(workspace, x, weight, bias, config, fields)
     m, n = x.shape[0], weight.shape[0]
     world_size = workspace.world_size
     tiles = config.tiles

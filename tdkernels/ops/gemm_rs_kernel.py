@@ -27,7 +27,7 @@ from tdkernels.ops import gemm_rs_direct as direct
 from tdkernels.ops import gemm_rs_nodes_kernel as nodes
 from tdkernels.ops._config import text_of
 from tdkernels.ops._gemm import as_aligned, gemm_tile, in_register_order, store_rows, swizzle
-from tdkernels.ops._launch import Launch, launch_kept, to_be_made
+from tdkernels.ops._launch import Launch, launch_product, to_be_made
 from tdkernels.ops._nodes import spans_nodes
 from tdkernels.ops._rank_sum import sum_of_tile
 from tdkernels.ops._staging import COPY_WORDS, forward_item
@@ -203,16 +203,14 @@ def launch(x, weight, bias, group, config):
     """Launch the fused operator on 2-D operands."""
     if spans_nodes(group):
         return nodes.launch(*_operands.ready(x, weight, bias), group, config, plan_fields(x, weight, config))
-    prepare = direct.prepare if config.transport == "direct" else _prepare
-    workspace = get_workspace(group, x.device, "gemm_rs")
-    z, *_ = launch_kept(
-        workspace, (config, _operands.dot_precision(x.dtype)), (x, weight, bias),
-        lambda *of: prepare(workspace, *of, config, plan_fields(x, weight, config)), _operands.ready,
-    )  # fmt: skip
+    z, *_ = launch_product(get_workspace(group, x.device, "gemm_rs"), x, weight, bias, config, _prepare)
     return z
 
 
-def _prepare(workspace, x, weight, bias, config, fields):
+def _prepare(workspace, x, weight, bias, config):
+    fields = plan_fields(x, weight, config)
+    if config.transport == "direct":
+        return direct.prepare(workspace, x, weight, bias, config, fields)
     n = weight.shape[0]
     world_size = workspace.world_size
     rows = x.shape[0] // world_size

@@ -1,0 +1,16 @@
+"""Sections of the report whose tables are one for each machine."""
+
+
+def section(intro, rows, table):
+    """``intro`` and for each machine that has rows ``table`` of those of its newest run; nothing if there are none."""
+    machines = sorted({_machine(row) for row in rows})
+    tables = [table(_newest([row for row in rows if _machine(row) == machine])) for machine in machines]
+    return "\n".join([intro, *tables]) if tables else ""
+
+
+def _machine(row):
+    return row["gpu"], row["num_gpus"]
+
+
+def _newest(rows):
+    return [row for row in rows if row["date"] == max(row["date"] for row in rows)]
