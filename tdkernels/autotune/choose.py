@@ -24,7 +24,7 @@ EXPLICIT, CACHE, SHIPPED, NEAREST, DEFAULT = "explicit", "cache", "shipped", "ne
 
 _warned = set()  # (operator, GPU) of which this process has said that nobody has tuned them
 _MAX_CALLS = 4096  # whose shapes may go on changing for ever
-_alone, _calls_alone = {}, {}  # where there is no group, as ``GroupState.choices`` and ``calls``
+_alone, _calls_alone = {}, {}  # where there is no group, as ``GroupState.choices`` and ``chosen_calls``
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def choices_of(group):
 
 
 def _calls_of(group):
-    return _calls_alone if group is None else group_state(group).calls
+    return _calls_alone if group is None else group_state(group).chosen_calls
 
 
 def choose(tunable, problem, device, group, fields):

@@ -21,7 +21,7 @@ def find(operator, group, tensors, config):
 
     Args:     group: resolved; tensors: the operands as they were given, None among them; config: the same
     """
-    if torch.compiler.is_compiling() or not _is_plain(tensors):
+    if not are_plain(tensors):
         return None
     state = group_state(group)
     try:
@@ -37,21 +37,15 @@ def find(operator, group, tensors, config):
 
 
 def keep(operator, group, tensors, config, run, chosen):
-    """Let ``find`` find what a call has come to.
+    """Let ``find`` find what a call of tensors that ``are_plain`` has come to.
 
     Args:     run: it must not hold the group, with which it is kept
               chosen: the (problem, Choice) of a call without a config, see ``autotune.choose.known_choice``
     """
-    if not _is_plain(tensors):
-        return
     known = group_state(group).known_calls
     if len(known) >= _MAX_KEPT:
         known.clear()
     known[_key(operator, tensors, config)] = run, *(chosen or (None, None))
-
-
-def can_be_kept(tensors):
-    return not torch.compiler.is_compiling() and _is_plain(tensors)
 
 
 def _key(operator, tensors, config):
@@ -62,8 +56,10 @@ def _place(tensor):
     return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
 
-def _is_plain(tensors):
+def are_plain(tensors):
     """Whether nobody but the kernels has to do with a call of these tensors."""
+    if torch.compiler.is_compiling():
+        return False
     for tensor in tensors:
         if type(tensor) not in _PLAIN or (tensor is not None and tensor.layout != torch.strided):
             return False

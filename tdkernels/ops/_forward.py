@@ -24,8 +24,7 @@ def forward(operator, kernel, run, x, weight, bias, group, config):
         return x.new_empty(0, weight.shape[0])
     config = config_for(operator, config, x, weight, group, lambda: kernel.problem_fields(x, weight))
     if config.method != "fused":
-        call = config, x.shape, x.dtype, weight.shape
-        group_state(group).agree_once(operator, lambda: kernel.plan_fields(x, weight, config), call)
+        group_state(group).agree_once(operator, kernel.plan_fields(x, weight, config))
     return run(x, weight, bias, group, config)
 
 
@@ -35,7 +34,7 @@ def keep_call(operator, run, group, x, weight, bias, config, rows, y):
     Args:     run: as above; x, weight, bias, config: as they were given; rows: x [rows, K]; y: the output
     """
     operands = x, weight, bias
-    if not _calls.can_be_kept(operands) or group.size() == 1 or not rows.shape[0]:
+    if not _calls.are_plain(operands) or group.size() == 1 or not rows.shape[0]:
         return
     chosen = None
     if config is None:

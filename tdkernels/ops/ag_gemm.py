@@ -71,12 +71,14 @@ def _backward(dy, x, weight, need_dx, need_dweight, group, config):
         dweight = dy.t() @ all_gather_rows(x, group) if need_dweight else dweight
     else:
         if need_dx:
-            fields = {"backward of": "ag_gemm", **dual.problem_fields(dy, weight.t())}
-            choice = config_for("gemm_rs", "", dy, weight.t(), group, lambda: fields)
+            back = weight.t()
+            choice = config_for(
+                "gemm_rs", "", dy, back, group, lambda: {"backward of": "ag_gemm", **dual.problem_fields(dy, back)}
+            )
         # x travels while the GEMM-RS computes and sends dx; then all of it is here for dweight.
         gather = Gather.start("ag_gemm backward", x, group) if need_dweight else None
         if need_dx and choice.method == "fused":
-            dx = dual.launch(dy, weight.t(), None, group, choice)
+            dx = dual.launch(dy, back, None, group, choice)
         elif need_dx:
             dx = reduce_scatter_rows(dy @ weight, group)
         if need_dweight:

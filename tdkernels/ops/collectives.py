@@ -64,8 +64,7 @@ def _run(operator, x, group, config):
         return x.new_empty(launcher.output_shape(operator, x.shape, group.size()))
     config = _config_for(operator, config, x, group)
     if config.method != "fused":
-        call = config, x.shape, x.dtype
-        group_state(group).agree_once(operator, lambda: launcher.plan_fields(x, config), call)
+        group_state(group).agree_once(operator, launcher.plan_fields(x, config))
     return _run_by(config, operator, x, group)
 
 
@@ -202,7 +201,7 @@ def _call(function, operator, x, group, config):
 
 def _keep(operator, group, x, config):
     """Let ``_calls.find`` find what a call has come to."""
-    if not _calls.can_be_kept((x,)) or group.size() == 1 or not x.numel():
+    if not _calls.are_plain((x,)) or group.size() == 1 or not x.numel():
         return
     chosen = None
     if config is None and not spans_nodes(group):

@@ -138,36 +138,34 @@ def launch(q, k_cache, v_cache, kv_lens, block_table, scales, options, group, co
     operands = q, _as_read(k_cache), _as_read(v_cache), kv_lens, block_table, *(scales or (None, None))
     key = config, options, keep, kind, latent, _operands.dot_precision(q.dtype)
     o, lse, *kept, _ = launch_kept(
-        workspace, key, operands, lambda *of: _prepare(workspace, alone, *of, kind, options, config, keep)
+        workspace, key, operands, lambda *of: _prepare(workspace, alone, of, kind, options, config, keep)
     )
     return o, lse, *(kept or [None])
 
 
-def _prepare(
-    workspace, alone, q, k_cache, v_cache, kv_lens, block_table, k_scale, v_scale, kind, options, config, keep
-):  # fmt: skip
+def _prepare(workspace, alone, operands, kind, options, config, keep):
     """The Launch of a call; caches ``_as_read``."""
+    q, k_cache, v_cache, kv_lens, block_table, k_scale, v_scale = operands
     shape = shape_of(q, k_cache, v_cache, block_table)
     config = config or default_config(shape, q.device)
     capacity = capacity_of(k_cache, block_table)
     programs = num_programs(config, shape, capacity, q.device)
     ctx, plan, ranks, nodes, flags = None, 0, 1, 1, None
-    if not alone:
+    if alone:
+        flags = local_flags(q.device, shape.tiles)
+    else:
         ranks, nodes = workspace.world_size, workspace.group.topology.num_nodes
         plan = workspace.prepare(
             "flash_decode", _plan_fields(q, shape, options, config), *half_sizes(shape, ranks, nodes),
             num_flags=shape.tiles,
         )  # fmt: skip
         ctx = workspace.ctx
-    else:
-        flags = local_flags(q.device, shape.tiles)
     outputs, scratch = _outputs(q, shape, keep), _scratch(q, shape, programs)
     scales = None if k_scale is None else (k_scale, v_scale)
     args, constants = arguments(
         ctx, q, k_cache, v_cache, kv_lens, block_table, scales, outputs, scratch, flags, shape, kind, config, options,
         plan, ranks, nodes, programs, capacity,
     )  # fmt: skip
-    operands = q, k_cache, v_cache, kv_lens, block_table, k_scale, v_scale
     made = [tensor for tensor in (*outputs, scratch) if tensor is not None]
     return Launch(workspace, _kernel(nodes), (programs,), args, constants, operands, made, [ctx, flags])
 

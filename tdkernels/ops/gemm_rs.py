@@ -63,8 +63,10 @@ def _backward(dz, x, weight, need_dx, need_dweight, need_dbias, group, config):
     full = gather = choice = None
     plain = group.size() == 1 or x.shape[0] == 0 or _method(config) == "torch"
     if not plain and need_dx:
-        fields = {"backward of": "gemm_rs", **dual.problem_fields(dz, weight.t())}
-        choice = config_for("ag_gemm", "", dz, weight.t(), group, lambda: fields)
+        back = weight.t()
+        choice = config_for(
+            "ag_gemm", "", dz, back, group, lambda: {"backward of": "gemm_rs", **dual.problem_fields(dz, back)}
+        )
         plain = choice.method == "torch"
     if plain:
         full = all_gather_rows(dz, group) if group.size() > 1 and x.shape[0] else dz
@@ -72,7 +74,7 @@ def _backward(dz, x, weight, need_dx, need_dweight, need_dbias, group, config):
         dweight = full.t() @ x if need_dweight else dweight
     elif need_dx:
         # The AG-GEMM leaves what it gathers where the weight gradient can read it.
-        dx, gather = dual.launch(dz, weight.t(), None, group, choice, keep_gathered=need_dweight or need_dbias)
+        dx, gather = dual.launch(dz, back, None, group, choice, keep_gathered=need_dweight or need_dbias)
         if gather is not None:
             gather.finish()
             full = gather.gathered.reshape(x.shape[0], dz.shape[1])

@@ -351,7 +351,7 @@ def launch(x, w, routing, config, activation=None, keep=False, gradients=None):
     differs = activation, keep, gradients is not None, _operands.dot_precision(x.dtype)
     y, rows, *others = launch_kept(
         workspace, (config, routing.sizes, *differs), (x, w, *routed, done, *of_gradient),
-        lambda *of: _prepare(workspace, routing, *of, config, *differs[:3]),
+        lambda *of: _prepare(workspace, routing, of, config, *differs[:3]),
         lambda x, w, *others: (_operands.rows_contiguous(x), weight_layout(w, activation)[0], *others),
     )  # fmt: skip
     if gradients is not None:
@@ -360,10 +360,10 @@ def launch(x, w, routing, config, activation=None, keep=False, gradients=None):
     return Launched(y, others[0] if others else None, rows)
 
 
-def _prepare(
-    workspace, routing, x, w, of_choices, choices, table, begins, done, h, weights, config, activation, keep, gradient
-):  # fmt: skip
+def _prepare(workspace, routing, operands, config, activation, keep, gradient):
     """The Launch for tensors of a routing; of the routing itself it takes nothing but sizes."""
+    x, w, *routed, done, h, weights = operands
+    _, choices, table, _ = routed
     k, tiles = x.shape[1], config.tiles
     made = _make(x, w, choices.shape[0], activation, keep)
     gradients, to_make = None, [made.y, made.rows]
@@ -377,7 +377,6 @@ def _prepare(
     half_bytes = routing.world_size * routing.slot_rows * k * x.element_size() if num_comm else 256
     fields = {**plan_fields(x, w, routing, activation, config), "gradient": gradient}
     plan = workspace.prepare("moe_ag_gemm", fields, half_bytes, routing.world_size * routing.num_chunks)
-    routed = of_choices, choices, table, begins
     args, constants = _arguments(
         workspace.ctx, x, w, routing, routed, made, done, plan, num_comm, config, activation, gradients
     )  # fmt: skip
@@ -385,5 +384,4 @@ def _prepare(
     blocks = -(-routing.chunk_rows // BLOCK_TOKENS) * -(-k // constants["BLOCK_COLUMNS"])
     most = num_comm + table.shape[0] * tiles_n + routing.world_size * routing.num_chunks * blocks
     grid = (min(most, _device.resident_programs(x.device, tiles, x.dtype)),)
-    operands = x, w, *routed, done, h, weights
     return Launch(workspace, moe_ag_gemm_kernel, grid, args, constants, operands, to_make, [workspace.ctx])

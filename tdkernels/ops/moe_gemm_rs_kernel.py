@@ -212,14 +212,16 @@ def launch(h, w, routing, weights, config):
     done = torch.zeros(MAX_STAGES.value, dtype=torch.int64, device=h.device)
     z, _ = launch_kept(
         workspace, (config, routing.sizes, _operands.dot_precision(h.dtype)), (h, w, *routed, weights, done),
-        lambda *of: _prepare(workspace, routing, *of, config),
+        lambda *of: _prepare(workspace, routing, of, config),
         lambda h, w, *others: (_operands.rows_contiguous(h), weight_layout(w)[0], *others),
     )  # fmt: skip
     return z
 
 
-def _prepare(workspace, routing, h, w, of_choices, table, begins, weights, done, config):
+def _prepare(workspace, routing, operands, config):
     """The Launch for tensors of a routing; of the routing itself it takes nothing but sizes."""
+    h, w, *routed, weights, done = operands
+    _, table, _ = routed
     tokens, n, tiles = routing.tokens, w.shape[1], config.tiles
     z, out = to_be_made(h, tokens, n), to_be_made(h, h.shape[0], n)
     of_shard = routing.num_chunks * (routing.chunk_rows // BLOCK_TOKENS) * -(-n // _block_columns(n))
@@ -228,9 +230,7 @@ def _prepare(workspace, routing, h, w, of_choices, table, begins, weights, done,
         "moe_gemm_rs", fields, routing.world_size * (tokens * n * h.element_size() + _ALIGN.value),
         routing.world_size * of_shard,
     )  # fmt: skip
-    routed = of_choices, table, begins
     args, constants = _arguments(workspace.ctx, h, w, routing, routed, weights, done, out, z, plan, config)
     most = table.shape[0] * -(-n // tiles.block_n) + routing.world_size * of_shard
     grid = (min(most, _device.resident_programs(h.device, tiles, h.dtype)),)
-    operands = h, w, *routed, weights, done
     return Launch(workspace, moe_gemm_rs_kernel, grid, args, constants, operands, (z, out), [workspace.ctx])

@@ -48,7 +48,7 @@ class GroupState:
         self.world_size = dist.get_world_size(group)
         self.workspaces = {}
         self.choices = {}  # what has been agreed to run, see tdkernels.autotune
-        self.calls = {}  # what was chosen for calls, as they come: see tdkernels.autotune.choose
+        self.chosen_calls = {}  # {a call: what was chosen for it}, see tdkernels.autotune.choose
         self.known_calls = {}  # what whole calls have come to: see tdkernels.ops._calls
         self._failures = {}
         self._store = c10d._get_process_group_store(group)
@@ -82,14 +82,11 @@ class GroupState:
             texts = [self._get(operator, "where", peer, deadline) for peer in range(self.world_size)]
             self._topology = topology_of(self.rank, texts)
 
-    def agree_once(self, operator, fields, call=None):
-        """``agree``, unless all ranks have agreed on just this before; costs a look-up then.
-
-        Args:     fields: a dict, or with ``call``, which stands for all of it, a function that makes one
-        """
-        key = (operator, *fields.items()) if call is None else (operator, call)
+    def agree_once(self, operator, fields):
+        """``agree``, unless all ranks have agreed on just this before; costs a look-up then."""
+        key = (operator, *fields.items())
         if key not in self._agreed:
-            self.agree(operator, fields if call is None else fields())
+            self.agree(operator, fields)
             self._agreed.add(key)
 
     def agree(self, operator, fields, offer=None):
