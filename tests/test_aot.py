@@ -506,7 +506,7 @@ def test_products_move_sixteen_bytes_at_a_time(kernel):
     ptx = compile_gemm(kernel, "sm_90", BF16).asm["ptx"]
     assert not narrow(ptx)
     assert "ld.global.v2.b64" in ptx and "st.global.v2.b64" in ptx  # what is pushed
-    # Signals and tables are read one by one; of what is copied, whole blocks of words are.
+    # Signals and tables are read one by one; of what is copied, whole blocks of words are. finish stores four words.
     assert len(re.findall(r"st\.global\.b64", ptx)) <= 4, "a copy stores single words"
 
 
