@@ -28,8 +28,8 @@ from tdkernels.ops import _operands
 from tdkernels.ops import ag_attention_backward_kernel as backward_kernel
 from tdkernels.ops import ag_attention_kernel as kernel
 from tdkernels.ops._collectives import all_gather_rows, reduce_scatter_rows
+from tdkernels.ops._config import as_argument, from_text
 from tdkernels.ops._nodes import spans_nodes
-from tdkernels.ops._outside_graphs import outside_graphs
 from tdkernels.ops._tuning import chosen
 from tdkernels.ops.ag_attention_checks import check_attention
 from tdkernels.ops.ag_attention_config import AgAttentionConfig, completed
@@ -124,33 +124,7 @@ def ag_attention_ref(q, k, v, *, causal=True, scale=None, sharding="contiguous",
     return (o, lse) if return_lse else o
 
 
-# ---- by our kernels ----
-
-
-class _AgAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k, v, causal, sharding, scale, group, config):
-        q, k, v = (_operands.rows_contiguous(x) for x in (q, k, v))
-        o, lse = kernel.launch(q, k, v, causal, sharding, scale, group, config)
-        ctx.save_for_backward(q, k, v, o, lse)
-        ctx.call = causal, sharding, scale, group, config
-        ctx.set_materialize_grads(False)
-        return o, lse
-
-    @staticmethod
-    def backward(ctx, do, dlse):
-        _operands.refuse_second_derivatives("ag_attention")
-        q, k, v, o, lse = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[:3]
-        do = torch.zeros_like(o) if do is None else _operands.rows_contiguous(do)
-        dlse = None if dlse is None else dlse.contiguous()
-        return *backward_kernel.launch(q, k, v, o, lse, do, dlse, wanted, *ctx.call), None, None, None, None, None
-
-
-def _nothing(q, k, v):
-    """(o, lse) of no positions at all, through which gradients of zero flow."""
-    o = q.new_zeros(*q.shape[:3], v.shape[3]) + (q.sum() + k.sum() + v.sum())
-    return o, q.new_zeros(q.shape[:3], dtype=torch.float32) + q.float().sum()
+# ---- torch.library: what torch.compile sees ----
 
 
 def padded(x):
@@ -158,13 +132,13 @@ def padded(x):
     return F.pad(x, (0, -x.shape[3] % 8)) if x.element_size() == 2 else x
 
 
-def attend(q, k, v, causal, scale, sharding, return_lse, group, config):
-    """(o, lse, or None where nobody wants it) with a complete config, of positions that there are."""
-    if config.method == "torch":
-        return attend_by_torch(q, k, v, causal, scale, sharding, group, return_lse)
-    dv = v.shape[3]
-    o, lse = _AgAttention.apply(padded(q), padded(k), padded(v), causal, sharding, scale, group, config)
-    return o if o.shape[3] == dv else o[..., :dv].contiguous(), lse
+def _ready(*tensors):
+    return [_operands.rows_contiguous(padded(x)) for x in tensors]
+
+
+def _cut(x, width):
+    """x without what was padded."""
+    return x if x.shape[3] == width else x[..., :width].contiguous()
 
 
 def _chosen(q, k, v, causal, scale, sharding, group):
@@ -179,7 +153,119 @@ def _chosen(q, k, v, causal, scale, sharding, group):
     return chosen("ag_attention", sizes, layout, q, group, kernel.problem_fields(q, k, v, causal, sharding, scale))
 
 
-@outside_graphs
+def _settled(q, k, v, causal, scale, sharding, group, config):
+    """The complete config of a call, on which all ranks have agreed as on the rest of it."""
+    if config is None:
+        config = _chosen(q, k, v, causal, scale, sharding, group)
+    config = completed(config, q.shape[1], max(q.shape[3], v.shape[3]), q.dtype, q.device)
+    fields = kernel.plan_fields(q, k, v, causal, sharding, scale, config)
+    group_state(group).agree_once("ag_attention", fields)
+    return config
+
+
+def _by_name(q, k, v, causal, scale, sharding, group, config):
+    """(the group, its config) of a call that has come through torch.library, where both are text."""
+    group = _operands.group_by_name(group)
+    given = from_text(AgAttentionConfig, config) if config else None
+    return group, _settled(q, k, v, causal, scale, sharding, group, given)
+
+
+def _forward(q, k, v, causal, scale, sharding, group, config):
+    group, config = _by_name(q, k, v, causal, scale, sharding, group, config)
+    if not q.shape[1]:
+        return _fake_forward(q, k, v)
+    if config.method == "torch":
+        with torch.no_grad():
+            o, lse = attend_by_torch(q, k, v, causal, scale, sharding, group, return_lse=True)
+        return o.contiguous(), lse.contiguous()
+    o, lse = kernel.launch(*_ready(q, k, v), causal, sharding, scale, group, config)
+    return _cut(o, v.shape[3]), lse
+
+
+def _backward(do, dlse, q, k, v, o, lse, need_dq, need_dk, need_dv, causal, scale, sharding, group, config):
+    wanted = need_dq, need_dk, need_dv
+    group, config = _by_name(q, k, v, causal, scale, sharding, group, config)
+    if not q.shape[1]:
+        return _fake_gradients((q, k, v), wanted)
+    do = torch.zeros_like(o) if do is None else do
+    if config.method == "torch":
+        gradients = _torch_gradients(q, k, v, do, dlse, causal, scale, sharding, group)
+    else:
+        dlse = None if dlse is None else dlse.contiguous()
+        operands = *_ready(q, k, v, o), lse, *_ready(do), dlse
+        gradients = backward_kernel.launch(*operands, wanted, causal, sharding, scale, group, config)
+    return tuple(
+        _cut(dx, x.shape[3]).contiguous() if needed else q.new_empty(0)
+        for dx, x, needed in zip(gradients, (q, k, v), wanted, strict=True)
+    )
+
+
+@torch.enable_grad()
+def _torch_gradients(q, k, v, do, dlse, causal, scale, sharding, group):
+    """(dq, dk, dv) by torch, for which it attends once more."""
+    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+    outputs = attend_by_torch(*inputs, causal, scale, sharding, group, return_lse=dlse is not None)
+    if dlse is None:
+        return torch.autograd.grad(outputs[0], inputs, do)
+    return torch.autograd.grad(outputs, inputs, (do, dlse))
+
+
+def _fake_forward(q, k, v, *_):
+    return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+def _fake_gradients(operands, wanted):
+    return tuple(x.new_empty(x.shape if needed else (0,)) for x, needed in zip(operands, wanted, strict=True))
+
+
+_library = torch.library.Library("tdkernels", "FRAGMENT")
+_OPERANDS, _TAIL = "Tensor q, Tensor k, Tensor v", "bool causal, float scale, str sharding, str group, str config"
+_library.define(f"ag_attention({_OPERANDS}, {_TAIL}) -> (Tensor, Tensor)")
+_library.define(
+    f"ag_attention_backward(Tensor? do, Tensor? dlse, {_OPERANDS}, Tensor o, Tensor lse, bool need_dq, bool need_dk,"
+    f" bool need_dv, {_TAIL}) -> (Tensor, Tensor, Tensor)"
+)
+_library.impl("ag_attention", _forward, "CompositeExplicitAutograd")
+_library.impl("ag_attention_backward", _backward, "CompositeExplicitAutograd")
+torch.library.register_fake("tdkernels::ag_attention", _fake_forward, lib=_library)
+
+
+@torch.library.register_fake("tdkernels::ag_attention_backward", lib=_library)
+def _(do, dlse, q, k, v, o, lse, need_dq, need_dk, need_dv, *_call):
+    return _fake_gradients((q, k, v), (need_dq, need_dk, need_dv))
+
+
+class _AgAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, *call):
+        o, lse = torch.ops.tdkernels.ag_attention(q, k, v, *call)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        return o, lse
+
+    @staticmethod
+    def backward(ctx, do, dlse):
+        _operands.refuse_second_derivatives("ag_attention")
+        need = ctx.needs_input_grad[:3]
+        gradients = torch.ops.tdkernels.ag_attention_backward(do, dlse, *ctx.saved_tensors, *need, *ctx.call)
+        return *(dx if needed else None for dx, needed in zip(gradients, need, strict=True)), *[None] * 5
+
+
+def attend(q, k, v, causal, scale, sharding, return_lse, group, config):
+    """(o, lse, or None where nobody wants it) with a complete config, of positions that there are.
+
+    What torch computes it differentiates too, without attending a second time.
+    """
+    if config.method == "torch" and q.shape[1]:
+        return attend_by_torch(q, k, v, causal, scale, sharding, group, return_lse)
+    return _attend_by_op(q, k, v, causal, scale, sharding, group.group_name, as_argument(config))
+
+
+def _attend_by_op(*call):
+    return _operands.apply(_AgAttention, torch.ops.tdkernels.ag_attention, *call)
+
+
 def ag_attention(
     q, k, v, *, causal=True, scale=None, sharding="contiguous", return_lse=False, group=None, config=None
 ):
@@ -212,13 +298,11 @@ def ag_attention(
     group = resolve_group(group)
     check_attention("ag_attention", q, k, v, causal, scale, sharding, config)
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
-    if config is None:
-        config = _chosen(q, k, v, causal, scale, sharding, group)
-    config = completed(config, q.shape[1], max(q.shape[3], v.shape[3]), q.dtype, q.device)
-    fields = kernel.plan_fields(q, k, v, causal, sharding, scale, config)
-    group_state(group).agree_once("ag_attention", fields)
-    call = q, k, v, causal, scale, sharding, return_lse, group, config
-    o, lse = attend(*call) if q.shape[1] else _nothing(q, k, v)
+    if torch.compiler.is_compiling():
+        o, lse = _attend_by_op(q, k, v, causal, scale, sharding, group.group_name, as_argument(config))
+    else:
+        config = _settled(q, k, v, causal, scale, sharding, group, config)
+        o, lse = attend(q, k, v, causal, scale, sharding, return_lse, group, config)
     return (o, lse) if return_lse else o
 
 

@@ -23,13 +23,14 @@ import torch
 from tdkernels.autotune.choose import known_config
 from tdkernels.ops import _operands, flash_decode_backward_kernel
 from tdkernels.ops import flash_decode_launch as launcher
+from tdkernels.ops._attention import LN_2, LOG2_E
 from tdkernels.ops._collectives import all_gather_rows
 from tdkernels.ops._collectives import all_reduce as plain_all_reduce
-from tdkernels.ops._outside_graphs import outside_graphs
+from tdkernels.ops._config import as_argument, from_text
 from tdkernels.ops._tuning import chosen
 from tdkernels.ops.collectives import all_reduce
-from tdkernels.ops.flash_decode_checks import FP8, check
-from tdkernels.ops.flash_decode_config import layout_of
+from tdkernels.ops.flash_decode_checks import FP8, check, check_values
+from tdkernels.ops.flash_decode_config import FlashDecodeConfig, layout_of
 from tdkernels.symm import resolve_group
 
 # ---- the specification, in plain torch.distributed ----
@@ -112,11 +113,12 @@ def _is_initialized():
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
-# ---- the gradient ----
+# ---- torch.library: what torch.compile sees ----
 
 
 def forward(q, k_cache, v_cache, kv_lens, block_table, scales, options, group, config, keep=False):
-    """(o, lse, what the backward wants for lse); ``group`` is None for this rank alone."""
+    """(o, lse, the same to base 2 if a gradient is to ``keep`` it); ``group`` is None for this rank alone."""
+    check_values(k_cache, kv_lens, block_table)
     if config is None or config.method == "fused":
         return launcher.launch(q, k_cache, v_cache, kv_lens, block_table, scales, options, group, config, keep)
     launcher.agree(q, launcher.shape_of(q, k_cache, v_cache, block_table), options, group, config)
@@ -126,7 +128,63 @@ def forward(q, k_cache, v_cache, kv_lens, block_table, scales, options, group, c
         q, k_cache, v_cache, kv_lens, block_table=block_table, k_scale=k_scale, v_scale=v_scale, scale=scale,
         soft_cap=soft_cap, window=window, return_lse=True, group=group, alone=group is None,
     )  # fmt: skip
-    return o, lse, lse
+    return o, lse, lse * LOG2_E.value if keep else None
+
+
+def _settled(q, k_cache, v_cache, block_table, options, group, config):
+    """(the group, or None for this rank alone; the config, if there is one to run with) of a call."""
+    if config is None:
+        config = _chosen(q, k_cache, v_cache, block_table, options, group)
+    return None if group is None or group.size() == 1 else group, config
+
+
+def _by_name(group, config):
+    """The group and the config, or None, that went through torch.library as text."""
+    return (
+        _operands.group_by_name(group) if group else None, from_text(FlashDecodeConfig, config) if config else None
+    )  # fmt: skip
+
+
+def _forward(
+    q, k_cache, v_cache, kv_lens, block_table, k_scale, v_scale, scale, soft_cap, window, keep, group, config
+):
+    scales = None if k_scale is None else (k_scale, v_scale)
+    options = scale, soft_cap, window
+    group, config = _settled(q, k_cache, v_cache, block_table, options, *_by_name(group, config))
+    o, lse, kept = forward(q, k_cache, v_cache, kv_lens, block_table, scales, options, group, config, keep)
+    return o, lse, lse.new_empty(0) if kept is None else kept
+
+
+def _backward(
+    do, dlse, q, k_cache, v_cache, kv_lens, block_table, o, lse, need_dq, need_dk, need_dv, scale, soft_cap, window,
+    group, config,
+):  # fmt: skip
+    options = scale, soft_cap, window
+    group, config = _settled(q, k_cache, v_cache, block_table, options, *_by_name(group, config))
+    by_torch = config is not None and config.method == "torch"
+    do = torch.zeros_like(o) if do is None else do.contiguous()
+    delta = (do.float() * o.float()).sum(-1)
+    if dlse is not None:
+        delta = delta - dlse
+    after = _keys_after(kv_lens, q.shape[1], window, group)
+    if by_torch:
+        lse = lse * LN_2.value
+        dq, dk, dv = _torch_gradients(
+            q, k_cache, v_cache, kv_lens, after, block_table, do.float(), lse, delta, options
+        )
+    else:
+        shape = launcher.shape_of(q, k_cache, v_cache)
+        dq, dk, dv = flash_decode_backward_kernel.launch(
+            q, k_cache, v_cache, kv_lens, after, block_table, do, lse, delta.contiguous(), shape, options
+        )
+    if need_dq and group is not None:
+        dq = plain_all_reduce(dq, group) if by_torch else all_reduce(dq, group=group)
+    nothing = q.new_empty(0)
+    return (
+        dq.to(q.dtype).contiguous() if need_dq else nothing,
+        _of_cache(dk, k_cache, block_table) if need_dk else nothing.clone(),
+        _of_cache(dv, v_cache, block_table) if need_dv else nothing.clone(),
+    )
 
 
 @torch.enable_grad()
@@ -142,44 +200,6 @@ def _torch_gradients(q, k_cache, v_cache, kv_lens, after, block_table, do, lse, 
     return torch.autograd.grad(total, (q, k, v))
 
 
-class _FlashDecode(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k_cache, v_cache, kv_lens, block_table, scales, options, group, config):
-        o, lse, kept = forward(q, k_cache, v_cache, kv_lens, block_table, scales, options, group, config, True)
-        ctx.save_for_backward(q, k_cache, v_cache, kv_lens, block_table, o, kept)
-        ctx.options, ctx.group = options, group
-        ctx.by_torch = config is not None and config.method == "torch"
-        ctx.set_materialize_grads(False)
-        return o, lse
-
-    @staticmethod
-    def backward(ctx, do, dlse):
-        _operands.refuse_second_derivatives("flash_decode")
-        q, k_cache, v_cache, kv_lens, block_table, o, lse = ctx.saved_tensors
-        need_dq, need_dk, need_dv = ctx.needs_input_grad[:3]
-        group = ctx.group
-        do = torch.zeros_like(o) if do is None else do.contiguous()
-        delta = (do.float() * o.float()).sum(-1)
-        if dlse is not None:
-            delta = delta - dlse
-        after = _keys_after(kv_lens, q.shape[1], ctx.options[2], group)
-        if ctx.by_torch:
-            dq, dk, dv = _torch_gradients(
-                q, k_cache, v_cache, kv_lens, after, block_table, do.float(), lse, delta, ctx.options
-            )
-        else:
-            shape = launcher.shape_of(q, k_cache, v_cache)
-            dq, dk, dv = flash_decode_backward_kernel.launch(
-                q, k_cache, v_cache, kv_lens, after, block_table, do, lse, delta.contiguous(), shape, ctx.options
-            )
-        if need_dq and group is not None:
-            dq = plain_all_reduce(dq, group) if ctx.by_torch else all_reduce(dq, group=group)
-        return (
-            dq.to(q.dtype) if need_dq else None, _of_cache(dk, k_cache, block_table) if need_dk else None,
-            _of_cache(dv, v_cache, block_table) if need_dv else None, *[None] * 6,
-        )  # fmt: skip
-
-
 def _keys_after(kv_lens, queries, window, group):
     """How many keys later ranks have, [B] int32; not asked for where nothing depends on it."""
     if group is None or (queries == 1 and window is None):
@@ -191,11 +211,61 @@ def _keys_after(kv_lens, queries, window, group):
 def _of_cache(gradient, cache, block_table):
     """The gradient [B, capacity, Hkv, D] in the layout of the cache; blocks that entries share get the sum."""
     if block_table is None:
-        return gradient.to(cache.dtype)
+        return gradient.to(cache.dtype).contiguous()
     paged = torch.zeros_like(cache, dtype=torch.float32, memory_format=torch.contiguous_format)
     blocks = gradient.reshape(-1, *cache.shape[1:]).float()
     numbers = block_table.long().clamp(0, cache.shape[0] - 1).flatten()  # past an entry's last they may be anything
     return paged.index_put_((numbers,), blocks, accumulate=True).to(cache.dtype)
+
+
+_library = torch.library.Library("tdkernels", "FRAGMENT")
+_OPERANDS = "Tensor q, Tensor k_cache, Tensor v_cache, Tensor kv_lens, Tensor? block_table"
+_OPTIONS = "float scale, float? soft_cap, int? window"
+_library.define(
+    f"flash_decode({_OPERANDS}, Tensor? k_scale, Tensor? v_scale, {_OPTIONS}, bool keep, str group, str config)"
+    " -> (Tensor, Tensor, Tensor)"
+)
+_library.define(
+    f"flash_decode_backward(Tensor? do, Tensor? dlse, {_OPERANDS}, Tensor o, Tensor lse, bool need_dq, bool need_dk,"
+    f" bool need_dv, {_OPTIONS}, str group, str config) -> (Tensor, Tensor, Tensor)"
+)
+_library.impl("flash_decode", _forward, "CompositeExplicitAutograd")
+_library.impl("flash_decode_backward", _backward, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("tdkernels::flash_decode", lib=_library)
+def _(q, k_cache, v_cache, kv_lens, block_table, k_scale, v_scale, scale, soft_cap, window, keep, group, config):
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    return q.new_empty(*q.shape[:3], v_cache.shape[3]), lse, lse.new_empty(lse.shape if keep else (0,))
+
+
+@torch.library.register_fake("tdkernels::flash_decode_backward", lib=_library)
+def _(
+    do, dlse, q, k_cache, v_cache, kv_lens, block_table, o, lse, need_dq, need_dk, need_dv, scale, soft_cap, window,
+    group, config,
+):  # fmt: skip
+    wanted = (q, need_dq), (k_cache, need_dk), (v_cache, need_dv)
+    return tuple(x.new_empty(x.shape) if needed else q.new_empty(0) for x, needed in wanted)
+
+
+class _FlashDecode(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k_cache, v_cache, kv_lens, block_table, k_scale, v_scale, scale, soft_cap, window, *call):
+        options = scale, soft_cap, window
+        o, lse, kept = torch.ops.tdkernels.flash_decode(
+            q, k_cache, v_cache, kv_lens, block_table, k_scale, v_scale, *options, True, *call
+        )
+        ctx.save_for_backward(q, k_cache, v_cache, kv_lens, block_table, o, kept)
+        ctx.call = *options, *call
+        ctx.set_materialize_grads(False)
+        return o, lse
+
+    @staticmethod
+    def backward(ctx, do, dlse):
+        _operands.refuse_second_derivatives("flash_decode")
+        need = ctx.needs_input_grad[:3]
+        gradients = torch.ops.tdkernels.flash_decode_backward(do, dlse, *ctx.saved_tensors, *need, *ctx.call)
+        return *(dx if needed else None for dx, needed in zip(gradients, need, strict=True)), *[None] * 9
 
 
 # ---- the public function ----
@@ -232,7 +302,6 @@ def _chosen(q, k_cache, v_cache, block_table, options, group):
     return chosen("flash_decode", sizes, layout, q, group, launcher.problem_fields(q, shape, options), call)
 
 
-@outside_graphs
 def flash_decode(
     q, k_cache, v_cache, kv_lens, *, block_table=None, k_scale=None, v_scale=None, scale=None, soft_cap=None,
     window=None, return_lse=False, group=None, config=None,
@@ -281,13 +350,18 @@ def flash_decode(
     options = scale, None if soft_cap is None else float(soft_cap), window
     q4 = (q if q.dim() == 4 else q.unsqueeze(1)).contiguous()
     table = None if block_table is None else block_table.contiguous()
-    if config is None:
-        config = _chosen(q4, k_cache, v_cache, table, options, group)
-    group = None if group is None or group.size() == 1 else group
-    call = (
-        q4, k_cache, v_cache, kv_lens.contiguous(), table, _scales_of(k_cache, k_scale, v_scale), options, group, config
-    )  # fmt: skip
-    o, lse = _FlashDecode.apply(*call) if differentiated else forward(*call)[:2]
+    operands = q4, k_cache, v_cache, kv_lens.contiguous(), table
+    scales = _scales_of(k_cache, k_scale, v_scale)
+    if differentiated or torch.compiler.is_compiling():
+        call = *operands, *(scales or (None, None)), *options
+        text = "" if group is None else group.group_name, as_argument(config)
+        if differentiated:
+            o, lse = _FlashDecode.apply(*call, *text)
+        else:
+            o, lse, _ = torch.ops.tdkernels.flash_decode(*call, False, *text)
+    else:
+        group, config = _settled(q4, k_cache, v_cache, table, options, group, config)
+        o, lse, _ = forward(*operands, scales, options, group, config)
     if q.dim() == 3:
         o, lse = o.squeeze(1), lse.squeeze(1)
     return (o, lse) if return_lse else o

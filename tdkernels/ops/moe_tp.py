@@ -17,30 +17,27 @@ Example:
     y = tdkernels.tp_moe(x, topk_ids, topk_weights, w_gate_up, w_down)
 """
 
-from dataclasses import replace
-
 import torch
 
-from tdkernels.autotune import operator as tunables
-from tdkernels.autotune.choose import DEFAULT, choose
 from tdkernels.ops import _operands
-from tdkernels.ops import group_gemm_kernel as grouped
-from tdkernels.ops import moe_ag_gemm_kernel as ag
-from tdkernels.ops import moe_gemm_rs_kernel as rs
 from tdkernels.ops._collectives import all_gather_rows, reduce_scatter_rows
 from tdkernels.ops._config import as_argument
-from tdkernels.ops._gather import Gather
-from tdkernels.ops._nodes import torch_across_nodes
 from tdkernels.ops._outside_graphs import outside_graphs
-from tdkernels.ops._tuning import problem_of
-from tdkernels.ops.collectives import all_gather, reduce_scatter
-from tdkernels.ops.group_gemm import by_torch, group_gemm_ref, swiglu_ref
-from tdkernels.ops.moe_ag_gemm_kernel import MoeTpConfig
-from tdkernels.ops.moe_routing import MoeRouting, route
-from tdkernels.ops.moe_stages import best_stages
+from tdkernels.ops.group_gemm import group_gemm_ref
+from tdkernels.ops.moe_routing import MoeRouting
 from tdkernels.ops.moe_tp_checks import check_ag_gemm, check_gemm_rs, check_tp_moe
+from tdkernels.ops.moe_tp_compiled import tp_moe_compiled
+from tdkernels.ops.moe_tp_halves import (
+    choose_configs,
+    first_backward,
+    first_fields,
+    first_forward,
+    routing_of,
+    second_backward,
+    second_forward,
+    tp_moe_configs,
+)
 from tdkernels.symm import resolve_group
-from tdkernels.symm.group import group_state
 
 # ---- the specification, in plain torch.distributed ----
 
@@ -78,56 +75,14 @@ def tp_moe_ref(x, topk_ids, topk_weights, w_gate_up, w_down, *, activation="swig
     return moe_gemm_rs_ref(h, topk_ids, topk_weights, w_down, group=group)
 
 
-# ---- both halves and their gradients, by our kernels or by torch ----
-
-
-def _complete(config, tokens, choices, w):
-    """The config of a product with w, of all ranks' ``tokens`` of so many ``choices``."""
-    if config is not None and config.tiles is not None:
-        return config
-    default = ag.default_config(tokens, choices, w.shape[0], w.shape[1], w.dtype, w.device)
-    return with_tiles(config, default)
-
-
-def with_tiles(config, default):
-    """The config with the default's tiles; the default if there is none."""
-    return default if config is None else replace(config, tiles=default.tiles)
-
-
-def _config(config, routing, w):
-    """The config of a product with w, of the tokens of a routing."""
-    return _complete(config, routing.world_size * routing.tokens, routing.num_choices, w)
-
-
-def _is_torch(config):
-    return config is not None and config.method == "torch"
-
-
-def _all_rows(x, routing):
-    """Every row's token by a plain all-gather."""
-    full = all_gather_rows(x, routing.group)
-    return full[torch.div(routing.choices, routing.num_choices, rounding_mode="floor")]
-
-
-def _by_token(rows, routing, weights):
-    """This rank's tokens' sums of weighted rows, over ranks by a plain reduce-scatter."""
-    choices = rows[routing.rows.clamp(min=0)].float()
-    if weights is not None:
-        choices = choices * weights.unsqueeze(-1)
-    choices = torch.where((routing.rows >= 0).unsqueeze(-1), choices, 0.0)
-    return reduce_scatter_rows(choices.sum(1).to(rows.dtype), routing.group)
+# ---- the gradient ----
 
 
 class _AgGemm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w, routing, activation, config, of_backward, keep):
-        if _is_torch(config):
-            pre = by_torch(_all_rows(x, routing), w, routing.splits)
-            h = swiglu_ref(pre, activation)
-        else:
-            launched = ag.launch(x, w, routing, _config(config, routing, w), activation, keep)
-            h, pre = launched.y, launched.pre
-        ctx.save_for_backward(x, w, pre if activation else None)
+        h, pre = first_forward(x, w, routing, activation, config, keep)
+        ctx.save_for_backward(x, w, pre)
         ctx.routing, ctx.activation, ctx.config = routing, activation, of_backward
         return h
 
@@ -135,37 +90,14 @@ class _AgGemm(torch.autograd.Function):
     def backward(ctx, dh):
         _operands.refuse_second_derivatives("moe_ag_gemm")
         x, w, pre = ctx.saved_tensors
-        routing, config = ctx.routing, ctx.config
-        need_dx, need_dw = ctx.needs_input_grad[:2]
-        dpre = grouped.swiglu_backward(dh, pre, routing.splits, ctx.activation) if ctx.activation else dh
-        dx = dw = None
-        if _is_torch(config):
-            if need_dw:
-                dw = grouped.weight_gradient(dpre, _all_rows(x, routing), routing.splits, w.shape[0])
-            if need_dx:
-                dx = _by_token(by_torch(dpre, w.transpose(1, 2), routing.splits), routing, None)
-            return dx, dw, None, None, None, None, None
-        gather = None
-        if need_dw and routing.world_size > 1:
-            gather = Gather.start("moe_ag_gemm backward", x, routing.group)
-        if need_dx:
-            back = w.transpose(1, 2)
-            dx = rs.launch(dpre, back, routing, None, _config(config, routing, back))
-        if need_dw:
-            rows = _gathered_rows(gather, x, routing)
-            dw = grouped.weight_gradient(dpre, rows, routing.splits, w.shape[0])
-        return dx, dw, None, None, None, None, None
+        need = ctx.needs_input_grad[:2]
+        return *first_backward(dh, x, w, pre, ctx.routing, ctx.activation, ctx.config, *need), *[None] * 5
 
 
 class _GemmRs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h, w, topk_weights, routing, config, of_backward):
-        weights = topk_weights.float().contiguous()
-        weights = all_gather(weights, group=routing.group) if routing.world_size > 1 else weights
-        if _is_torch(config):
-            y = _by_token(by_torch(h, w, routing.splits), routing, weights)
-        else:
-            y = rs.launch(h, w, routing, weights, _config(config, routing, w))
+        y, weights = second_forward(h, w, topk_weights, routing, config)
         ctx.save_for_backward(h, w, weights)
         ctx.routing, ctx.config, ctx.weights_dtype = routing, of_backward, topk_weights.dtype
         return y
@@ -174,87 +106,17 @@ class _GemmRs(torch.autograd.Function):
     def backward(ctx, dy):
         _operands.refuse_second_derivatives("moe_gemm_rs")
         h, w, weights = ctx.saved_tensors
-        routing, config = ctx.routing, ctx.config
-        need_dh, need_dw, need_dweights = ctx.needs_input_grad[:3]
-        back = w.transpose(1, 2)
-        if _is_torch(config):
-            return *_torch_gradients(dy, h, w, weights, routing, ctx.weights_dtype), None, None, None
-        gradients = ag.Gradients(h.contiguous(), weights)
-        launched = ag.launch(dy, back, routing, _config(config, routing, back), gradients=gradients)
-        dh, dw, dweights = launched.y, None, None
-        if need_dw:
-            dw = grouped.weight_gradient(launched.rows, gradients.weighted, routing.splits, w.shape[0])
-        if need_dweights:
-            dots = gradients.dots.sum(0)
-            dweights = _summed_over_ranks(dots, routing).to(ctx.weights_dtype)
-        return dh if need_dh else None, dw, dweights, None, None, None
-
-
-def _gathered_rows(gather, x, routing):
-    """The tokens of all ranks by rows, [R, K]."""
-    if gather is None:
-        return x.index_select(0, routing.slots)
-    gather.finish()
-    rows = gather.storage.view(-1, x.shape[1]).index_select(0, routing.slots)
-    gather.close()
-    return rows
-
-
-def _summed_over_ranks(dots, routing):
-    """The gradients [M / W, k] of this rank's weights, of each row's part here."""
-    choices = torch.where(routing.rows >= 0, dots[routing.rows.clamp(min=0)], 0.0)
-    return reduce_scatter(choices, group=routing.group) if routing.world_size > 1 else choices
-
-
-def _torch_gradients(dy, h, w, weights, routing, weights_dtype):
-    """(dh, dw, dtopk_weights) by plain collectives and torch's grouped product."""
-    of_rows = _all_rows(dy, routing)
-    row_weights = weights.view(-1)[routing.choices].unsqueeze(-1)
-    unweighted = by_torch(of_rows, w.transpose(1, 2), routing.splits)
-    dots = (unweighted.float() * h.float()).sum(1)
-    dh = (unweighted.float() * row_weights).to(h.dtype)
-    dw = grouped.weight_gradient(of_rows, (h.float() * row_weights).to(h.dtype), routing.splits, w.shape[0])
-    choices = torch.where(routing.rows >= 0, dots[routing.rows.clamp(min=0)], 0.0)
-    return dh, dw, reduce_scatter_rows(choices, routing.group).to(weights_dtype)
+        need = ctx.needs_input_grad[:3]
+        gradients = second_backward(dy, h, w, weights, ctx.routing, ctx.config, *need[1:])
+        dh, dw, dweights = (dx if needed else None for dx, needed in zip(gradients, need, strict=True))
+        return dh, dw, None if dweights is None else dweights.to(ctx.weights_dtype), None, None, None
 
 
 # ---- the public functions ----
 
 
-def _choose(operator, config, sizes, layout, w, group, fields):
-    """(the config of a call, that of its backward): the one that it was given, else what the group has chosen.
-
-    Args:     fields: what must be the same on all ranks
-    """
-    config = torch_across_nodes(config, MoeTpConfig, group)
-    if config is None and group.size() > 1 and sizes[0]:
-        problem = problem_of(operator, sizes, layout, w, group)
-        choice = choose(tunables.tunable(operator), problem, w.device, group, fields)
-        best = None if choice.source == DEFAULT else choice.config  # each half has a default of its own
-        # What is best forwards says nothing of the gradients, but that torch is the better one.
-        return best, best if _is_torch(best) else None
-    group_state(group).agree_once(operator, {**fields, "config": as_argument(config)})
-    return config, config
-
-
-def routing_of(operator, topk_ids, w, group, config):
-    """The MoeRouting of this rank's ids for experts w, as a config says or the default does."""
-    tokens, choices = topk_ids.shape
-    config = _complete(config, group.size() * tokens, choices, w)
-    stages = config.stages or best_stages(group.size(), tokens, choices, *w.shape, w.dtype, w.device)
-    return route(operator, topk_ids, w.shape[0], group, config.chunk_rows, config.tiles.block_m, stages)
-
-
-def _first_fields(x, topk_ids, w, activation):
-    """What must be the same on all ranks. All have as many tokens, or the rest would not fit together."""
-    return {
-        "M/W": x.shape[0], "k": topk_ids.shape[1], "H": x.shape[1], "w": tuple(w.shape), "dtype": str(x.dtype),
-        "activation": activation,
-    }  # fmt: skip
-
-
 def _first_half(operator, x, topk_ids, w, activation, group, configs):
-    """(h, routing), of checked operands and configs as ``_choose`` gives them."""
+    """(h, routing), of checked operands and configs as ``choose_configs`` gives them."""
     routing = routing_of(operator, topk_ids, w, group, configs[0])
     if not x.shape[0]:
         return _nothing(w.shape[1] // (2 if activation else 1), x, w), routing
@@ -289,8 +151,8 @@ def moe_ag_gemm(x, topk_ids, w, *, activation=None, group=None, config=None):
     check_ag_gemm("moe_ag_gemm", x, topk_ids, w, activation, config)
     (tokens, choices), ranks = topk_ids.shape, group.size()
     sizes = ranks * tokens, ranks * w.shape[1], w.shape[2], w.shape[0], choices
-    fields = _first_fields(x, topk_ids, w, activation)
-    configs = _choose("moe_ag_gemm", config, sizes, activation or "none", w, group, fields)
+    fields = first_fields(x, topk_ids, w, activation)
+    configs = choose_configs("moe_ag_gemm", config, sizes, activation or "none", w, group, fields)
     return _first_half("moe_ag_gemm", x, topk_ids, w, activation, group, configs)
 
 
@@ -321,13 +183,12 @@ def moe_gemm_rs(h, routing, topk_weights, w, *, group=None, config=None):
     sizes = ranks * tokens, w.shape[1], ranks * w.shape[2], w.shape[0], choices
     fields = {"M/W": tokens, "w": tuple(w.shape), "dtype": str(h.dtype)}
     # Before the weights are gathered, or ranks that run otherwise would wait for each other.
-    configs = _choose("moe_gemm_rs", config, sizes, "nk", w, routing.group, fields)
+    configs = choose_configs("moe_gemm_rs", config, sizes, "nk", w, routing.group, fields)
     if not tokens:
         return _nothing(w.shape[1], h, topk_weights, w)
     return _GemmRs.apply(h, w, topk_weights, routing, *configs)
 
 
-@outside_graphs
 def tp_moe(x, topk_ids, topk_weights, w_gate_up, w_down, *, activation="swiglu", group=None, config=None):
     """A layer of experts, each of which is sliced between the ranks: moe_ag_gemm, then moe_gemm_rs.
 
@@ -346,12 +207,12 @@ def tp_moe(x, topk_ids, topk_weights, w_gate_up, w_down, *, activation="swiglu",
     x, w_gate_up, w_down = _operands.apply_autocast(x, w_gate_up, w_down)
     group = resolve_group(group)
     check_tp_moe(x, topk_ids, topk_weights, w_gate_up, w_down, activation, config)
-    (tokens, choices), ranks = topk_ids.shape, group.size()
-    sizes = ranks * tokens, x.shape[1], ranks * w_down.shape[2], w_down.shape[0], choices
-    fields = _first_fields(x, topk_ids, w_gate_up, activation)
-    configs = _choose("tp_moe", config, sizes, activation or "none", w_down, group, fields)
+    if torch.compiler.is_compiling():
+        call = topk_ids, topk_weights, w_gate_up, w_down, activation, group.group_name, as_argument(config)
+        return tp_moe_compiled(x, *call)
+    configs = tp_moe_configs(x, topk_ids, w_gate_up, w_down, activation, group, config)
     h, routing = _first_half("tp_moe", x, topk_ids, w_gate_up, activation, group, configs)
-    if not tokens:
+    if not x.shape[0]:
         return _nothing(w_down.shape[1], h, topk_weights, w_down)
     return _GemmRs.apply(h, w_down, topk_weights, routing, *configs)
 

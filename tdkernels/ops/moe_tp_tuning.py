@@ -29,6 +29,7 @@ from tdkernels.ops._tuning import ConfigTunable
 from tdkernels.ops.group_gemm import why_not_torch
 from tdkernels.ops.moe_ag_gemm_kernel import MoeTpConfig
 from tdkernels.ops.moe_route_kernel import MAX_STAGES
+from tdkernels.ops.moe_tp_halves import routing_of, with_tiles
 
 _SEND_PROGRAMS = 64  # of the second half, that send at a time: enough for the link
 _ROUTE_S = 30e-6  # to gather ids and sort them
@@ -74,7 +75,7 @@ class _MoeTunable(ConfigTunable):
     def completed(self, config, problem, device):
         if config.method == "torch" or config.tiles is not None:
             return config
-        return op.with_tiles(config, self.default(problem, device))
+        return with_tiles(config, self.default(problem, device))
 
     def default(self, problem, device):
         tokens, *_, experts, choices = problem.shape
@@ -292,7 +293,7 @@ class MoeGemmRsTunable(_MoeTunable):
     def prepared(self, operands, problem, group, config):
         """With a routing, as a first half would have made it, and rows in its order."""
         h, ids, weights, w = operands
-        routing = op.routing_of(self.name, ids, w, group, config)
+        routing = routing_of(self.name, ids, w, group, config)
         return h[routing.choices], routing, weights, w
 
     def run(self, operands, problem, group, config):

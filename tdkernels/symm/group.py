@@ -49,6 +49,7 @@ class GroupState:
         self.workspaces = {}
         self.choices = {}  # what has been agreed to run, see tdkernels.autotune
         self.chosen_calls = {}  # {a call: what was chosen for it}, see tdkernels.autotune.choose
+        self.compiled_calls = {}  # {a call that torch.compile has traced: its configs}, where these must not change
         self.known_calls = {}  # what whole calls have come to: see tdkernels.ops._calls
         self._failures = {}
         self._store = c10d._get_process_group_store(group)

@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 import tdkernels
 from tdkernels import MoeTpConfig, Tiles
 from tdkernels.ops import group_gemm_kernel as grouped
-from tdkernels.ops import moe_ag_gemm_kernel, moe_gemm_rs_kernel, moe_tp
+from tdkernels.ops import moe_ag_gemm_kernel, moe_gemm_rs_kernel
+from tdkernels.ops._gather import Gather
 from tests.mixture import NAMES
 from tests.ops.sliced import BF16, FP32, Sliced
 from tests.ranks import a_group, device
@@ -124,7 +125,7 @@ def computes_what_is_wanted():
         with (
             mock.patch.object(moe_ag_gemm_kernel, "launch", wraps=moe_ag_gemm_kernel.launch) as ag,
             mock.patch.object(moe_gemm_rs_kernel, "launch", wraps=moe_gemm_rs_kernel.launch) as rs,
-            mock.patch.object(moe_tp.Gather, "start", wraps=moe_tp.Gather.start) as gather,
+            mock.patch.object(Gather, "start", wraps=Gather.start) as gather,
             mock.patch.object(grouped, "weight_gradient", wraps=grouped.weight_gradient) as of_weight,
         ):
             results = layer.run(wanted=(name,))

@@ -58,6 +58,8 @@ def compiled_equals_eager(mlp, config):
         x = torch.randn(2, rows, HIDDEN, device=device())
         for got, expected in zip(_run(compiled, x), _run(module, x), strict=True):
             torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(x), module(x), rtol=1e-5, atol=1e-5)
     tdkernels.synchronize()
 
 
@@ -72,6 +74,72 @@ class Reduced(nn.Module):
     def forward(self, x):
         rows = tdkernels.reduce_scatter(x * self.weight, config=self.config)
         return tdkernels.all_gather(rows.sin(), config=self.config) + tdkernels.all_reduce(x, config=self.config)
+
+
+class Decoder(nn.Module):
+    """Queries of the last tokens over a cache that is sharded along the sequence; paged or not."""
+
+    def __init__(self, config=None, paged=False):
+        super().__init__()
+        self.config = config
+        self.keys = nn.Parameter(torch.randn(2, 8, 2, HIDDEN))
+        self.values = nn.Parameter(torch.randn(2, 8, 2, INNER))
+        self.register_buffer("lens", torch.tensor([8, 5], dtype=torch.int32))
+        self.register_buffer("blocks", torch.tensor([[1], [0]], dtype=torch.int32) if paged else None)
+
+    def forward(self, x):
+        q = tdkernels.all_reduce(x)  # the same on all ranks
+        o, lse = tdkernels.flash_decode(
+            q, self.keys, self.values, self.lens, block_table=self.blocks, soft_cap=5.0, return_lse=True,
+            config=self.config,
+        )  # fmt: skip
+        return o.sin() * lse.unsqueeze(-1)
+
+
+class PagedDecoder(Decoder):
+    def __init__(self, config=None):
+        super().__init__(config, paged=True)
+
+
+class Attention(nn.Module):
+    """Causal attention over a sharded sequence, with heads of a size that has to be padded on a GPU."""
+
+    def __init__(self, config=None):
+        super().__init__()
+        self.config = config
+        self.qkv = nn.Parameter(torch.randn((4 + 2 + 2) * 20, HIDDEN) / 4)
+
+    def forward(self, x):
+        q, k, v = F.linear(x, self.qkv).unflatten(-1, (8, 20)).split([4, 2, 2], dim=2)
+        o, lse = tdkernels.ag_attention(q, k, v, sharding="zigzag", return_lse=True, config=self.config)
+        return o.sin() * lse.unsqueeze(-1)
+
+
+class SlicedExperts(nn.Module):
+    """A router over experts of which every rank has a slice; one choice of each token is dropped."""
+
+    activation = "swiglu"
+
+    def __init__(self, config=None):
+        super().__init__()
+        self.config = config
+        self.router = nn.Parameter(torch.randn(4, HIDDEN))
+        width = 2 * INNER if self.activation else INNER
+        self.gate_up = nn.Parameter(torch.randn(4, width, HIDDEN) / 4)
+        self.down = nn.Parameter(torch.randn(4, HIDDEN, INNER) / 4)
+
+    def forward(self, x):
+        tokens = x.flatten(0, 1)
+        weights, ids = F.linear(tokens, self.router).softmax(-1).topk(2)
+        ids = ids.masked_fill(torch.arange(len(ids), device=ids.device).view(-1, 1) == 1, -1)
+        y = tdkernels.tp_moe(
+            tokens, ids, weights, self.gate_up, self.down, activation=self.activation, config=self.config
+        )
+        return y.view_as(x)
+
+
+class SlicedExpertsOfOneProduct(SlicedExperts):
+    activation = None
 
 
 def opchecks():
@@ -105,6 +173,14 @@ def opchecks():
         (MlpOfAllRows, tdkernels.GemmArConfig(exchange="one_shot", split_k=2)),
         (Reduced, None),
         (Reduced, tdkernels.CollectiveConfig(num_programs=2, block_bytes=1024)),
+        (Decoder, None),
+        (PagedDecoder, tdkernels.FlashDecodeConfig(block_n=16, num_warps=1, num_stages=1)),
+        (Decoder, tdkernels.FlashDecodeConfig(method="torch")),
+        (Attention, None),
+        (Attention, tdkernels.AgAttentionConfig(method="torch")),
+        (SlicedExperts, None),
+        (SlicedExperts, tdkernels.MoeTpConfig(chunk_rows=16, stages=2)),
+        (SlicedExpertsOfOneProduct, tdkernels.MoeTpConfig(method="torch")),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "explicit" if value else "default",
 )

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tdkernels.symm import allocate, get_workspace, resolve_group
-from tests.ranks import a_group, device, on_ranks
+from tests.ranks import a_group, device, fresh_ranks, on_ranks
 
 ROOT = Path(__file__).parent.parent.parent
 # Never a multiple of what a page, a word or a vector holds, but for one.
@@ -101,10 +101,7 @@ def test_subgroup():
 
 
 def meets_once_more_on_rank_0():
-    """Rank 1 has to catch up, of which torch must see nothing: it names this kind of group by how many there are.
-
-    So the group stays: destroyed, it would leave its name, and what is in the store under it, to the next one.
-    """
+    """Rank 1 has to catch up, of which torch must see nothing: it names this kind of group by how many a rank has."""
     with a_group([0]) as group:
         if dist.get_rank() == 0:
             allocate(64, group, device()).close()
@@ -117,7 +114,8 @@ def meets_once_more_on_rank_0():
 
 
 def test_who_has_met_less_often_makes_the_same_groups():
-    on_ranks(2, meets_once_more_on_rank_0)
+    with fresh_ranks(2) as pool:  # shared ones have groups of earlier tests, of which one may have more than another
+        pool.run(meets_once_more_on_rank_0)
 
 
 def waits_at_the_barrier():
