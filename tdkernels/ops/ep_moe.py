@@ -5,7 +5,7 @@
     expert(e)(x) = swiglu(x @ w_gate_up[e].T) @ w_down[e].T
 
 Rank r has experts r * E / W to (r + 1) * E / W - 1. T may be another on each rank, and 0. Schedule: three steps, one
-after the other. ``_receive`` brings the tokens to the ranks of their experts (``ep_dispatch``), ``_experts`` is two
+after the other. ``receive`` brings the tokens to the ranks of their experts (``ep_dispatch``), ``experts`` is two
 products by group (``group_gemm``) with SwiGLU in between, ``ep_combine`` weighs the rows and adds them up at home. The
 host waits for nothing but the number of rows, and with max_tokens not for that either.
 
@@ -21,14 +21,16 @@ from dataclasses import dataclass
 import torch
 
 from tdkernels.ops import _operands
+from tdkernels.ops._config import as_argument
 from tdkernels.ops._outside_graphs import outside_graphs
 from tdkernels.ops._swiglu import ACTIVATIONS
 from tdkernels.ops.ep_checks import check_dispatch, check_tensor
 from tdkernels.ops.ep_config import EpConfig
-from tdkernels.ops.ep_dispatch_kernel import QUANTUM
-from tdkernels.ops.group_gemm import check_activation, check_experts, group_gemm, group_gemm_ref
+from tdkernels.ops.ep_moe_compiled import ep_moe_compiled
+from tdkernels.ops.ep_moe_steps import experts, receive
+from tdkernels.ops.group_gemm import check_activation, check_experts, group_gemm_ref
 from tdkernels.ops.group_gemm_kernel import GroupGemmConfig
-from tdkernels.ops.moe_ep import ep_combine, ep_combine_ref, ep_dispatch, ep_dispatch_ref
+from tdkernels.ops.moe_ep import ep_combine, ep_combine_ref, ep_dispatch_ref
 from tdkernels.symm import resolve_group
 
 
@@ -62,33 +64,6 @@ def ep_moe_ref(x, topk_ids, topk_weights, w_gate_up, w_down, *, num_experts, act
     recv, state = ep_dispatch_ref(x, topk_ids, topk_weights, num_experts=num_experts, group=group)
     hidden = group_gemm_ref(recv.x, w_gate_up, recv.splits, activation=activation)
     return ep_combine_ref(group_gemm_ref(hidden, w_down, recv.splits), state, group=group)
-
-
-def dequantize(codes, scales, dtype):
-    """What codes [R, H] stand for, in ``dtype``: each times the scale, of [R, ceil(H / 128)], of its 128 channels."""
-    by_channel = scales.repeat_interleave(QUANTUM.value, dim=1)[:, : codes.shape[1]]
-    return (codes.to(torch.float32) * by_channel).to(dtype)
-
-
-# ---- the steps ----
-
-
-def _receive(x, topk_ids, topk_weights, num_experts, quantize, max_tokens, group, config):
-    """(rows of this rank's experts in the dtype of x, how many of each, the EpHandle): the way there."""
-    recv, handle = ep_dispatch(
-        x, topk_ids, topk_weights.detach(), num_experts=num_experts, quantize=quantize, max_tokens=max_tokens,
-        group=group, config=config,
-    )  # fmt: skip
-    # The combine applies the weights and has their gradient: they are sent without one, and nothing of it comes back.
-    handle._topk_weights = topk_weights
-    rows = recv.x if quantize is None else dequantize(recv.x, recv.scales, x.dtype)
-    return rows, recv.splits, handle
-
-
-def _experts(rows, splits, w_gate_up, w_down, activation, config):
-    """What this rank's experts make of their rows."""
-    hidden = group_gemm(rows, w_gate_up, splits, activation=activation, config=config)
-    return group_gemm(hidden, w_down, splits, config=config)
 
 
 # ---- checks ----
@@ -141,7 +116,6 @@ def _check_config(operator, config, x):
 # ---- the public function ----
 
 
-@outside_graphs
 def ep_moe(
     x, topk_ids, topk_weights, w_gate_up, w_down, *, num_experts, activation="swiglu", quantize=None, max_tokens=None,
     group=None, config=None,
@@ -180,6 +154,17 @@ def ep_moe(
         group.size(),
     )  # fmt: skip
     config = config or EpMoeConfig()
-    rows, splits, handle = _receive(x, topk_ids, topk_weights, num_experts, quantize, max_tokens, group, config.ep)
-    made = _experts(rows, splits, w_gate_up, w_down, activation, config.gemm)
+    layer, settings = (x, topk_ids, topk_weights, w_gate_up, w_down), (num_experts, activation, quantize, max_tokens)
+    if max_tokens is not None and torch.compiler.is_compiling():
+        texts = as_argument(config.ep), as_argument(config.gemm)
+        return ep_moe_compiled(*layer, *settings, group.group_name, *texts)
+    return _run(*layer, *settings, group, config)
+
+
+@outside_graphs
+def _run(
+    x, topk_ids, topk_weights, w_gate_up, w_down, num_experts, activation, quantize, max_tokens, group, config
+):
+    rows, splits, handle = receive(x, topk_ids, topk_weights, num_experts, quantize, max_tokens, group, config.ep)
+    made = experts(rows, splits, w_gate_up, w_down, activation, config.gemm)
     return ep_combine(made, handle, group=group)

@@ -176,11 +176,17 @@ def _handle(x, topk_ids, topk_weights, scales, num_experts, quantize, max_tokens
         return EpHandle(known, topk_weights)
     check_dispatch(x, topk_ids, topk_weights, scales, num_experts, quantize, max_tokens, group.size())
     check_config("ep_dispatch", config, x.device)
+    routing = route_tokens("ep_dispatch", x, topk_ids, num_experts, quantize, max_tokens, group, config)
+    return EpHandle(routing, topk_weights)
+
+
+def route_tokens(operator, x, topk_ids, num_experts, quantize, max_tokens, group, config):
+    """The Routing of checked tokens, with the config of their dispatch."""
     config = config_to_route(config, group, x.device)
-    routing = launcher.route("ep_dispatch", topk_ids, num_experts, group, config, max_tokens=max_tokens)
+    routing = launcher.route(operator, topk_ids, num_experts, group, config, max_tokens=max_tokens)
     if config is None:
         routing.config = choose_config("ep_dispatch", routing, x, quantize is not None)
-    return EpHandle(routing, topk_weights)
+    return routing
 
 
 @outside_graphs

@@ -7,7 +7,7 @@ import torch.distributed as dist
 import tdkernels
 from tdkernels import EpConfig, EpMoeConfig, GroupGemmConfig
 from tdkernels.ops import ep_launch
-from tdkernels.ops.ep_moe import dequantize
+from tdkernels.ops.ep_moe_steps import dequantize
 from tests import mixture
 from tests.mixture import NAMES
 from tests.ops.expert_parallel import quantized, tokens_of

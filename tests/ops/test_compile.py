@@ -142,26 +142,106 @@ class SlicedExpertsOfOneProduct(SlicedExperts):
     activation = None
 
 
-def opchecks():
+class DividedExperts(nn.Module):
+    """The same where each rank has some of the experts, and room for all tokens."""
+
+    quantize = None
+
+    def __init__(self, config=None):
+        super().__init__()
+        self.config = config
+        self.router = nn.Parameter(torch.randn(4, HIDDEN))
+        self.gate_up = nn.Parameter(torch.randn(2, 2 * INNER, HIDDEN) / 4)
+        self.down = nn.Parameter(torch.randn(2, HIDDEN, INNER) / 4)
+
+    def forward(self, x):
+        tokens = x.flatten(0, 1)
+        weights, ids = F.linear(tokens, self.router).softmax(-1).topk(2)
+        ids = ids.masked_fill(torch.arange(len(ids), device=ids.device).view(-1, 1) == 1, -1)
+        tokens = tokens if self.quantize is None else tokens.detach()
+        y = tdkernels.ep_moe(
+            tokens, ids, weights, self.gate_up, self.down, num_experts=4, quantize=self.quantize, max_tokens=64,
+            config=self.config,
+        )  # fmt: skip
+        return y.view_as(x)
+
+
+class Mixture(nn.Module):
+    """The modules of tdkernels.nn, one after the other."""
+
+    def __init__(self, config=None):
+        super().__init__()
+        where = {"device": device(), "dtype": torch.float32}
+        gates = (tdkernels.nn.Router(HIDDEN, 4, 2, **where) for _ in range(2))
+        self.divided = tdkernels.nn.EPMoE(next(gates), INNER, max_tokens=64, **where)
+        self.sliced = tdkernels.nn.TPMoE(next(gates), INNER, **where)
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.3)
+
+    def forward(self, x):
+        return self.sliced(self.divided(x).sin())
+
+
+class DividedExpertsByCodes(DividedExperts):
+    quantize = "fp8"
+
+
+def op(name):
+    getattr(tdkernels, name.removesuffix("_backward"))  # imports what registers it
+    return getattr(torch.ops.tdkernels, name).default
+
+
+def opcheck(name, *arguments):
     """Schema, fake implementation and registration, on ranks that make the same calls."""
+    torch.library.opcheck(op(name), arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+def opcheck_products():
     group = torch.distributed.group.WORLD.group_name
     ranks = torch.distributed.get_world_size()
     x, dy = torch.randn(ranks * 3, 8, device=device()), torch.randn(ranks * 3, 5, device=device())
     weight, bias = torch.randn(5, 8, device=device()), torch.randn(5, device=device())
-    calls = {
-        "ag_gemm": (x[:3], weight, bias, group, ""),
-        "ag_gemm_backward": (dy, x[:3], weight, True, True, group, ""),
-        "gemm_rs": (x, weight, bias, group, ""),
-        "gemm_ar": (x, weight, bias, group, ""),
-        "all_gather": (x, group, ""),
-        "reduce_scatter": (x, group, ""),
-        "all_reduce": (x, group, ""),
-        "gemm_rs_backward": (dy[:3].contiguous(), x, weight, True, True, True, group, ""),
-    }
-    for name, arguments in calls.items():
-        torch.library.opcheck(
-            getattr(torch.ops.tdkernels, name).default, arguments, test_utils=("test_schema", "test_faketensor")
+    opcheck("ag_gemm", x[:3], weight, bias, group, "")
+    opcheck("ag_gemm_backward", dy, x[:3], weight, True, True, group, "")
+    opcheck("gemm_rs", x, weight, bias, group, "")
+    opcheck("gemm_ar", x, weight, bias, group, "")
+    opcheck("all_gather", x, group, "")
+    opcheck("reduce_scatter", x, group, "")
+    opcheck("all_reduce", x, group, "")
+    opcheck("gemm_rs_backward", dy[:3].contiguous(), x, weight, True, True, True, group, "")
+
+
+def opcheck_attention():
+    group = torch.distributed.group.WORLD.group_name
+    q, k, v = (torch.randn(2, 6, heads, d, device=device()) for heads, d in ((4, 20), (2, 20), (2, 24)))
+    o, lse = op("ag_attention")(q, k, v, True, 0.2, "zigzag", group, "")
+    opcheck("ag_attention", q, k, v, True, 0.2, "zigzag", group, "")
+    opcheck("ag_attention_backward", o, None, q, k, v, o, lse, True, True, False, True, 0.2, "zigzag", group, "")
+    q, lens = q[:, :2].contiguous(), torch.tensor([6, 3], dtype=torch.int32, device=device())
+    for by in (group, ""):  # the latter for this rank alone
+        cache = q, k, v, lens, None
+        o, _, lse = op("flash_decode")(*cache, None, None, 0.2, None, 4, True, by, "")
+        opcheck("flash_decode", *cache, None, None, 0.2, None, 4, True, by, "")
+        opcheck("flash_decode", *cache, None, None, 0.2, 5.0, None, False, by, "")
+        opcheck(
+            "flash_decode_backward", None, torch.ones_like(lse), *cache, o, lse, True, False, True, 0.2, None, 4, by, ""
         )
+
+
+def opcheck_experts():
+    group = torch.distributed.group.WORLD.group_name
+    x, dy = torch.randn(3, HIDDEN, device=device()), torch.randn(3, HIDDEN, device=device())
+    weights, ids = torch.rand(3, 2, device=device()), torch.tensor([[0, 1], [3, 2], [-1, 1]], device=device())
+    gate_up, down = torch.randn(4, 2 * INNER, HIDDEN, device=device()), torch.randn(4, HIDDEN, INNER, device=device())
+    for activation in ("swiglu", ""):
+        layer = x, ids, weights, gate_up if activation else gate_up[:, :INNER].contiguous(), down
+        _, *kept = op("tp_moe")(*layer, activation, True, group, "")
+        opcheck("tp_moe", *layer, activation, False, group, "")
+        opcheck("tp_moe_backward", dy, *layer, *kept, True, False, True, True, activation, group, "")
+    layer, settings = (x, ids, weights, gate_up[:2], down[:2]), (4, "swiglu", None, 16)
+    _, *kept = op("ep_moe")(*layer, *settings, True, group, "", "")
+    opcheck("ep_moe", *layer, *settings, False, group, "", "")
+    opcheck("ep_moe_backward", dy, *layer, *kept, True, True, False, True, *settings, group, "")
 
 
 @pytest.mark.parametrize(
@@ -180,6 +260,10 @@ def opchecks():
         (Attention, tdkernels.AgAttentionConfig(method="torch")),
         (SlicedExperts, None),
         (SlicedExperts, tdkernels.MoeTpConfig(chunk_rows=16, stages=2)),
+        (DividedExperts, None),
+        (DividedExperts, tdkernels.EpMoeConfig(tdkernels.EpConfig(combine="per_expert", num_warps=1))),
+        (DividedExpertsByCodes, None),
+        (Mixture, None),
         (SlicedExpertsOfOneProduct, tdkernels.MoeTpConfig(method="torch")),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "explicit" if value else "default",
@@ -188,5 +272,6 @@ def test_fullgraph(mlp, config):
     on_ranks(2, compiled_equals_eager, mlp, config)
 
 
-def test_opcheck():
-    on_ranks(2, opchecks)
+@pytest.mark.parametrize("checks", [opcheck_products, opcheck_attention, opcheck_experts])
+def test_opcheck(checks):
+    on_ranks(2, checks)
