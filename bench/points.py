@@ -12,7 +12,8 @@ _FUSED = "torch-fused"
 # Rows of what has no products.
 _SEQUENCES = ("ag_attention", "ulysses")
 _APART = (
-    "collective", "ep", "configs", "host", "network", "group_gemm", "tp_moe", "ep_moe", "flash_decode", *_SEQUENCES
+    "collective", "ep", "configs", "host", "chosen", "network", "group_gemm", "tp_moe", "ep_moe", "flash_decode",
+    *_SEQUENCES,
 )  # fmt: skip
 
 
@@ -134,6 +135,11 @@ def read_network(folder):
 def read_host(folder):
     """The rows of what calls take the host."""
     return _read_apart(folder, "host")
+
+
+def read_chosen(folder):
+    """The rows of what the tuner found for what is no dense product."""
+    return _read_apart(folder, "chosen")
 
 
 def read_sequences(folder):

@@ -16,13 +16,16 @@ from bench import (
     network_report,
     nodes_report,
     plots,
+    tuned_report,
 )
+from bench.config_words import config_in_short
 from bench.points import (
     BadRow,
     at_full_size,
     geometric_mean,
     groups,
     read,
+    read_chosen,
     read_collectives,
     read_decode,
     read_ep,
@@ -66,17 +69,17 @@ def main(results, into):
         points = read(results)
         alone, ep, layers = read_collectives(results), read_ep(results), read_layers(results)
         decode, sequences, network = read_decode(results), read_sequences(results), read_network(results)
-        host = read_host(results)
+        host, chosen = read_host(results), read_chosen(results)
     except BadRow as error:
         print(f"bench: {error}", file=sys.stderr)
         return 1
-    if not any((points, alone, ep, layers, decode, sequences, network, host)):
+    if not any((points, alone, ep, layers, decode, sequences, network, host, chosen)):
         print(f"bench: --report: there are no rows in {results}", file=sys.stderr)
         return 2
     if readme.exists() and not readme.read_text().startswith(_OURS):
         print(f"bench: --report: {readme} is not one of ours, and stays as it is", file=sys.stderr)
         return 2
-    readme.write_text(text(points, alone, ep, layers, decode, sequences, network, host))
+    readme.write_text(text(points, alone, ep, layers, decode, sequences, network, host, chosen))
     print(readme)
     figures = plots.figures(points) + collective_plots.figures(collective_report.newest_runs(alone))
     figures += ep_plots.figures(ep_report.newest_runs(ep))
@@ -92,7 +95,7 @@ def main(results, into):
     return 0
 
 
-def text(points, alone=(), ep=(), layers=(), decode=(), sequences=(), network=(), host=()):
+def text(points, alone=(), ep=(), layers=(), decode=(), sequences=(), network=(), host=(), tuner=()):
     """The whole README.md.
 
     Args:     alone: the rows of the collectives alone
@@ -101,6 +104,7 @@ def text(points, alone=(), ep=(), layers=(), decode=(), sequences=(), network=()
               decode: those of attention to a cache that the ranks share
               sequences: those of what is divided along the sequence
               network: those of the words that take the network; host: of what calls take the host
+              tuner: those of what the tuner found for what is no dense product
     """
     multicast = " or ".join(sorted({str(point.settings.get("multicast")) for point in points}))
     parts = [_MARK, _HEAD.format(multicast=multicast), _summary(points)]
@@ -123,6 +127,7 @@ def text(points, alone=(), ep=(), layers=(), decode=(), sequences=(), network=()
     if decode:
         parts.append(flash_decode_report.text(decode, _link))
     parts += filter(None, [attention_report.text(sequences), network_report.text(network), host_report.text(host)])
+    parts += filter(None, [tuned_report.text(tuner)])
     parts += filter(None, [nodes_report.text(points, alone, ep, decode)])
     return "\n".join(parts)
 
@@ -297,25 +302,3 @@ def _is_loss(factor):
 
 def _factor(value):
     return "" if value is None else f"{value:.2f}{' ▼' if _is_loss(value) else ''}"
-
-
-_WORDS = {"num_comm_sms": "push by {}", "chunk_tiles": "chunks of {}", "item_tiles": "items of {}"}
-
-
-def config_in_short(config):
-    """A config in the few words that tell it from others."""
-    if config is None:
-        return ""
-    if config.get("method") == "torch":
-        return "the sequence"
-    words = []
-    if tiles := config.get("tiles"):
-        words.append(f"{tiles['block_m']}x{tiles['block_n']}x{tiles['block_k']}, {tiles['num_stages']} stages")
-    copies = config.get("transport") == "copy_engine"
-    for name, value in config.items():
-        if name in ("method", "tiles", "transport") or value is None or (copies and name == "num_comm_sms"):
-            continue
-        words.append(_WORDS.get(name, f"{name.replace('_', ' ')} {{}}").format(value))
-    if copies:
-        words.insert(1, "copy engine")
-    return ", ".join(words)

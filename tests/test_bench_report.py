@@ -20,8 +20,10 @@ from bench import (
     plots,
     points,
     report,
+    tuned_report,
 )
 from bench import run as bench_run
+from bench.config_words import config_in_short
 from tdkernels.__main__ import main
 from tdkernels.launch import RankPool
 
@@ -213,7 +215,7 @@ def test_multicast_that_was_on_is_said(results):
     ],
 )
 def test_configs_in_short(config, words):
-    assert report.config_in_short(config) == words
+    assert config_in_short(config) == words
 
 
 def test_the_report_names_the_line_that_is_no_row(results, capsys):
@@ -297,7 +299,8 @@ def test_the_repositorys_report_is_that_of_its_rows():
     found = points.read(bench_run.RESULTS)
     alone, ep = points.read_collectives(bench_run.RESULTS), points.read_ep(bench_run.RESULTS)
     layers, decode = points.read_layers(bench_run.RESULTS), points.read_decode(bench_run.RESULTS)
-    others = [read(bench_run.RESULTS) for read in (points.read_sequences, points.read_network, points.read_host)]
+    readers = points.read_sequences, points.read_network, points.read_host, points.read_chosen
+    others = [read(bench_run.RESULTS) for read in readers]
     assert (ROOT / "bench" / "README.md").read_text() == report.text(found, alone, ep, layers, decode, *others), (
         "bench/README.md is stale: python -m tdkernels bench --report"
     )
@@ -319,6 +322,16 @@ def test_what_calls_take_the_host():
     assert "2 x Testing, 2026-01-02, revision 0123456." in lines
     assert lines[-1] == "| ag_gemm | 10 / 21 | – | 20 / 40 |"
     assert host_report.text([]) == ""
+
+
+def test_what_the_tuner_found():
+    row = {"what": "chosen", "op": "ep_combine", "shape": "8x4", "layout": "static", "ms": 2.0, "sequence_ms": None,
+           "default_ms": 3.0, "gemm_ms": 1.0, "wire_ms": None, "shipped": True, "config": {"num_warps": 4},
+           "gpu": "Testing", "num_gpus": 2, "git": "0123456789", "date": "2026-01-01"}  # fmt: skip
+    lines = tuned_report.text([row, {**row, "shipped": False, "config": {"method": "torch"}}]).splitlines()
+    assert lines[-2] == "| ep_combine | 8x4 | static | 2.000 | – | 1.50 | 1.000 | – | yes | num warps 4 |"
+    assert lines[-1].endswith("| host | the sequence |")
+    assert tuned_report.text([]) == ""
 
 
 def test_calls_are_measured_on_the_host():

@@ -32,11 +32,8 @@ def as_if_on(monkeypatch):
 
 
 SWEEPS = ["ag_gemm", "gemm_rs"]  # of gemm_ar only some sizes were tuned yet, on 4 GPUs
-# On GPUs; they run by their defaults.
-UNTUNED = {
-    "ag_attention", "all_gather", "all_reduce", "all_to_all", "ep_combine", "ep_dispatch", "flash_decode", "group_gemm",
-    "moe_ag_gemm", "moe_gemm_rs", "reduce_scatter", "tp_moe", "ulysses_out", "ulysses_qkv",
-}  # fmt: skip
+# They take the host longer than the GPU, so the tuner could not tell their configs apart; they run by their defaults.
+UNTUNED = {"all_to_all", "ep_dispatch"}
 TUNED = sorted(set(operators()) - UNTUNED)
 
 
@@ -67,9 +64,14 @@ def test_every_entry_can_be_used(file, as_if_on):
 
 
 @pytest.mark.parametrize("operator", TUNED)
-def test_no_entry_is_slower_than_the_plain_sequence_was(operator):
-    slower = [entry for entry in entries(operator) if not entry.ms <= entry.plain_ms]
+def test_no_entry_is_slower_than_the_plain_sequence_and_the_default_were(operator):
+    slower = [entry for entry in entries(operator) if not entry.ms <= min(_others(entry))]
     assert not slower
+
+
+def _others(entry):
+    """What the default took, and torch's sequence where there is one."""
+    return [ms for ms in (entry.default_ms, entry.plain_ms) if ms is not None]
 
 
 @pytest.mark.parametrize("operator", SWEEPS)
