@@ -6,10 +6,10 @@ from bench.places import section
 _INTRO = """## What the tuner found: collectives, experts, attention
 
 Milliseconds of the best config, and how many times as long torch's sequence and the default config took; the tuner's
-last round, calls without a CUDA graph, bf16. Of `flash_decode` torch's sequence is the specification, which nobody would
-run. "torch alone" is what torch takes for a rank's own part, without communication; "wire" the bytes that cross at the
-best rate of a link. A time that is hardly more than the host's for a call says nothing of configs: what is marked "host"
-did not go into the tables that are shipped.
+last round, calls without a CUDA graph, bf16. Of `flash_decode` torch's sequence is the specification, which nobody
+would run. "torch alone" is what torch takes for a rank's own part, without communication; "wire" the bytes that cross
+at the best rate of a link. A time that is hardly more than the host's for a call says nothing of configs: what is
+marked "host" did not go into the tables that are shipped.
 """
 _COLUMNS = ("operator", "sizes", "layout", "ms", "x torch", "x default", "torch alone", "wire", "shipped", "config")
 

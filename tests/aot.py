@@ -163,10 +163,11 @@ class _Recorder:
 
 
 @contextlib.contextmanager
-def recorded_launches(launcher, ranks=1, nodes=1):
-    """Within, the launcher's module launches nothing; gives the list of (kernel, args, kwargs) that it would have.
+def recorded_launches(launchers, ranks=1, nodes=1):
+    """Within, a launcher's module launches nothing; gives the list of (kernel, args, kwargs) that it would have.
 
-    ``nodes``: on how many nodes the group's ``ranks`` are, for those who ask their workspace.
+    ``launchers``: the module, or a tuple of several; ``nodes``: on how many nodes the group's ``ranks`` are, for those
+    who ask their workspace.
     """
     launches = []
     workspace = MagicMock(ctx=pointer(torch.int64), kept={}, launches={}, world_size=ranks)
@@ -174,9 +175,10 @@ def recorded_launches(launcher, ranks=1, nodes=1):
     workspace.group.local_world_size = ranks // nodes if nodes > 1 else 1 << 30
     workspace.prepare.return_value = 3  # the plan
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launcher, "get_workspace", lambda *args, **options: workspace, raising=False)  # some need none
-        patch.setattr(launcher, "alone_on", lambda device: workspace, raising=False)
-        for name, value in list(vars(launcher).items()):
-            if isinstance(value, Kernel):
-                patch.setattr(launcher, name, _Recorder(value, launches))
+        for launcher in launchers if isinstance(launchers, tuple) else (launchers,):
+            patch.setattr(launcher, "get_workspace", lambda *args, **options: workspace, raising=False)
+            patch.setattr(launcher, "alone_on", lambda device: workspace, raising=False)
+            for name, value in list(vars(launcher).items()):
+                if isinstance(value, Kernel):
+                    patch.setattr(launcher, name, _Recorder(value, launches))
         yield launches

@@ -23,6 +23,7 @@ from tdkernels.ops import (
     ag_attention_kernel,
     collective_launch,
     ep_launch,
+    ep_routing,
     flash_decode_backward_kernel,
     flash_decode_launch,
     group_gemm_kernel,
@@ -202,7 +203,7 @@ def expert_launches(tokens=128, k=8, experts=256, ranks=8, width=7168, dtype=BF1
     """
     group, capacity, found = SimpleNamespace(size=lambda: ranks), 2 * tokens, {}
     per_rank, per_expert = EpConfig(), EpConfig(combine="per_expert")
-    with recorded_launches(ep_launch, ranks, ranks // (local or ranks)) as launches:
+    with recorded_launches((ep_routing, ep_launch), ranks, ranks // (local or ranks)) as launches:
 
         def keep(name):
             found[name] = list(launches)
@@ -210,7 +211,7 @@ def expert_launches(tokens=128, k=8, experts=256, ranks=8, width=7168, dtype=BF1
 
         def route(tokens, k, **options):
             ids = torch.zeros(tokens, k, dtype=torch.int64)
-            return ep_launch.route("op", ids, experts, group, per_rank, max_tokens=capacity, **options)
+            return ep_routing.route("op", ids, experts, group, per_rank, max_tokens=capacity, **options)
 
         routing = route(tokens, k)
         keep("route")

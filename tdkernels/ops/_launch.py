@@ -17,7 +17,17 @@ from tdkernels.ops import _operands, _trace
 _MAX_KEPT = 1024  # launches of a workspace; shapes may go on changing for ever
 
 
-def launch_kept(workspace, key, operands, prepare, ready=None):
+def by_address(tensor):
+    """How an operand lies of which a kernel takes no more than where it begins."""
+    return None if tensor is None else pointer_kind(tensor)
+
+
+def _lies(tensor):
+    """How an operand lies in memory, as far as launches may differ by it."""
+    return None if tensor is None else (tensor.shape, tensor.stride(), *pointer_kind(tensor))
+
+
+def launch_kept(workspace, key, operands, prepare, ready=None, lies=_lies):
     """Launch on operands; what was made for that, outputs first.
 
     Args:     workspace: in which the kernel runs, or ``alone_on``
@@ -25,17 +35,18 @@ def launch_kept(workspace, key, operands, prepare, ready=None):
               operands: tensors or None
               prepare: (*operands) -> Launch; called where none is kept, with other tensors of the same memory
               ready: (*operands) -> operands that a kernel can take, copied if need be; None: these can be taken
+              lies: (operand or None) -> how it lies, as far as launches differ by it: all of it, or ``by_address``
     """
     if _trace.is_recording():
         operands = operands if ready is None else ready(*operands)
         return _prepared(operands, prepare)(operands)
     launches = workspace.launches
-    whole_key = *key, *map(_lies, operands)
+    whole_key = *key, *map(lies, operands)
     launch = launches.get(whole_key)
     if launch is None:
         if ready is not None:
             operands = ready(*operands)  # those that are will be found at once next time
-            whole_key = *key, *map(_lies, operands)
+            whole_key = *key, *map(lies, operands)
         launch = launches.get(whole_key)
     if launch is None:
         launch = _prepared(operands, prepare)
@@ -58,11 +69,6 @@ def launch_product(workspace, x, weight, bias, config, prepare):
 
 def _prepared(operands, prepare):
     return prepare(*[None if operand is None else operand.detach() for operand in operands])
-
-
-def _lies(tensor):
-    """How an operand lies in memory, as far as launches differ by it."""
-    return None if tensor is None else (tensor.shape, tensor.stride(), *pointer_kind(tensor))
 
 
 def to_be_made(like, *shape, dtype=None):

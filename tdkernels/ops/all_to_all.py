@@ -17,6 +17,7 @@ from tdkernels.ops._operands import refuse_second_derivatives
 from tdkernels.ops._outside_graphs import outside_graphs
 from tdkernels.ops.ep_checks import INTEGERS, check_config, check_num_experts, check_payload, check_tensor
 from tdkernels.ops.ep_choice import choose_config, config_to_route
+from tdkernels.ops.ep_routing import route
 from tdkernels.symm import resolve_group
 
 _NAME = "all_to_all"
@@ -102,7 +103,7 @@ def all_to_all(x, splits, *, scales=None, max_tokens=None, group=None, config=No
     _check(x, splits, scales, max_tokens, config, group.size())
     ids, bad = _experts_of_rows(splits, x.shape[0])
     config = config_to_route(config, group, x.device)
-    routing = launcher.route(
+    routing = route(
         _NAME, ids, splits.shape[0], group, config, max_tokens=max_tokens, by_source=True, bad=bad
     )  # fmt: skip
     if config is None:

@@ -11,6 +11,7 @@ import math
 
 import torch
 
+from tdkernels.autotune.choose import known_config
 from tdkernels.ops._nodes import spans_nodes
 from tdkernels.ops._tuning import chosen
 from tdkernels.ops.ep_config import default_config
@@ -32,13 +33,18 @@ def choose_config(operator, routing, x, quantized=False):
     """
     ranks, experts, choices = routing.world_size, routing.num_experts, routing.choices
     tokens, width = tokens_of(routing.staged, routing.max_tokens, ranks, experts, choices), x.shape[1]
+    call = operator, tokens, width, experts, choices, x.dtype, x.device, routing.max_tokens is None, quantized
+    known = known_config(routing.group, call)
+    if known is not None:
+        return known
     fields = {"tokens": tokens, "width": width, "dtype": str(x.dtype), "k": choices, "num_experts": experts}
     layout = "exact" if routing.max_tokens is None else "static"
     if x.dtype.itemsize == 1:  # codes already, which nobody tunes for: what counts are the bytes
         x = x.new_empty(0, dtype=torch.bfloat16)
         quantized, width = operator == "ep_dispatch", width if operator == "ep_dispatch" else max(width // 2, 1)
     sizes = (tokens, width, experts) if operator == "all_to_all" else (tokens, width, experts, choices)
-    return chosen(operator, sizes, layout + "_fp8" * quantized, x, routing.group, {**fields, "quantize": quantized})
+    fields["quantize"] = quantized
+    return chosen(operator, sizes, layout + "_fp8" * quantized, x, routing.group, fields, call)
 
 
 def crossing_share(world_size, num_experts, choices):

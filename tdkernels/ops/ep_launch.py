@@ -1,92 +1,34 @@
-"""Launches of the kernels of all_to_all, ep_dispatch and ep_combine, and what they keep of a routing.
+"""Launches of the kernels of all_to_all, ep_dispatch and ep_combine, for a ``Routing``.
 
-``route`` counts and lays out, ``dispatch`` sends tokens to rows, ``combine`` rows back to tokens. Where the number of
-rows is to be exact the host waits for ``route``; with a capacity it never does. A group on several nodes has kernels of
-its own, and its routing a ``Crossing``.
+``dispatch`` sends tokens to rows, ``combine`` rows back to tokens. A group on several nodes has kernels of its own.
 """
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import triton.language as tl
 
 from tdkernels.ops import ep_tables
-from tdkernels.ops._config import as_argument, text_of
+from tdkernels.ops._config import text_of
+from tdkernels.ops._launch import Launch, by_address, launch_kept
 from tdkernels.ops._operands import rows_contiguous
 from tdkernels.ops._tiles import next_power_of_2
 from tdkernels.ops.ep_combine_kernel import ep_combine_kernel
 from tdkernels.ops.ep_combine_nodes_kernel import ep_combine_nodes_kernel
-from tdkernels.ops.ep_config import EpConfig
 from tdkernels.ops.ep_crossing import (
-    Crossing,
     crossing_slot_memory,
-    line_bytes,
-    make_crossing,
     round_up,
     sum_slot_memory,
 )
 from tdkernels.ops.ep_dispatch_kernel import QUANTUM, ep_dispatch_kernel
 from tdkernels.ops.ep_dispatch_nodes_kernel import ep_dispatch_nodes_kernel
-from tdkernels.ops.ep_route_kernel import NOTE_BAD_IDS, ep_agree_kernel, ep_route_kernel
-from tdkernels.ops.ep_route_nodes_kernel import ep_agree_nodes_kernel, ep_places_kernel, ep_route_nodes_kernel
-from tdkernels.ops.ep_tables import Fact
+from tdkernels.ops.ep_routing import places_constants, tile_tokens
 from tdkernels.symm import get_workspace
 
 MAX_CHUNKS = ep_tables.MAX_CHUNKS.value
 _FLOATS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 _WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.uint8}
-_TILE_IDS = 64  # ids that a counting program compares with each other
-_FEW_TILES = 32  # so many are added up by the program that is done last
-_NO_LIMIT = (1 << 31) - 1
-_FEWEST_SLOTS = 64
 _FEWEST_CHUNKS = 32  # of a peer, that we are ready for
-
-
-@dataclass
-class Routing:
-    """Which rows the tokens of all ranks have: made by ``route``, completed by the first ``dispatch``."""
-
-    group: object
-    config: EpConfig | None  # None until it is chosen, for what was given none
-    operator: str
-    tokens: int  # T
-    choices: int  # K
-    num_experts: int
-    max_tokens: int | None  # rows of the output, or None: as many as come
-    rows: int  # of the output
-    staged: int  # tokens on the rank that stages most, or max_tokens: the same on all ranks
-    most_staged: int  # slots that are enough on any rank; across nodes for what its node peers send
-    tables: torch.Tensor  # int32, see ep_tables
-    splits: torch.Tensor  # [E / W] int32: rows of each expert here; by source [W, E / W]
-    came: torch.Tensor | None = None  # int32, see ep_tables: what has been received
-    crossing: Crossing | None = None  # in a group on several nodes
-    config_is_given: bool = True
-
-    @property
-    def world_size(self):
-        return self.group.size()
-
-    @property
-    def known(self):
-        """The tables, as kernels take them."""
-        if self.crossing is None:
-            return self.tables, self.came
-        return self.tables, self.crossing.tables, self.came, self.crossing.passed
-
-
-def _error_of_note(operator, name, kind, first, second, third):
-    """What a note of ``ep_route_kernel`` says, as an error."""
-    if kind == NOTE_BAD_IDS.value:
-        return ValueError(f"{operator}: the ids or splits of rank {first} are out of range or do not add up")
-    return ValueError(
-        f"{operator}: max_tokens={third} is too small: a rank receives {first} rows, and {second} tokens are staged at "
-        "most (on a rank, counted once for each peer); nothing was sent"
-    )
-
-
-def _tile_ids(k):
-    return max(_TILE_IDS, next_power_of_2(k))
 
 
 def slot_memory(row_bytes, scale_bytes, k):
@@ -99,97 +41,12 @@ def combine_slot_memory(row_bytes, k, per_expert, with_weights=False):
     return round_up(round_up(row_bytes, 16) * (k if per_expert else 1) + (8 if with_weights else 4) * k, 128)
 
 
-# ---- route ----
-
-
-def route(operator, ids, num_experts, group, config, *, max_tokens=None, by_source=False, bad=None):
-    """The Routing of ids [T, K]; the host waits for it unless ``max_tokens`` says how many rows there may be.
-
-    ``config``: None if it is to be chosen by what is found
-    ``bad``: an int32 scalar on the device, not zero if something is wrong with the ids that their values do not show
-    Raises:   ValueError on every rank for wrong ids (-1 is a dropped choice) or more rows than ``max_tokens``: on a GPU
-              with ``max_tokens`` later, see ``Workspace.check``
-    """
-    tokens, k = ids.shape
-    device, world_size = ids.device, group.size()
-    columns = num_experts + world_size + 2
-    tile_tokens = _tile_ids(k) // k
-    tiles = max(-(-tokens // tile_tokens), 1)
-    workspace = get_workspace(group, device, "ep_counts", across_nodes=True)
-    fields = {"num_experts": num_experts, "k": k, "max_tokens": max_tokens, "config": as_argument(config)}
-    crossing = make_crossing(world_size, workspace.group.local_world_size, tokens, tiles, device)
-    line = 4 * columns if crossing is None else line_bytes(num_experts, world_size, crossing.local_world_size)
-    plan = workspace.prepare(operator, fields, world_size * line, world_size, num_flags=1)
-    workspace.error_of_note = partial(_error_of_note, operator)  # after a note of an earlier call has been raised
-    if max_tokens is None and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            f"{operator}: without max_tokens the host waits for the number of rows, which a CUDA graph cannot capture"
-        )
-    length = ep_tables.length(num_experts, world_size, tokens, k, tiles)
-    tables = torch.empty(length, dtype=torch.int32, device=device)
-    local = num_experts // world_size
-    splits = torch.empty((world_size, local) if by_source else (local,), dtype=torch.int32, device=device)
-    ids = ids.contiguous()
-    workspace.before_launch()
-    capacity = max_tokens or _NO_LIMIT
-    places = _places_constants(k, num_experts, world_size, crossing)
-    constants, agreeing = _route_constants(tokens, num_experts + world_size + 2, by_source, places)
-    count, agree, written = ep_route_kernel, ep_agree_kernel, (tables, splits)
-    if crossing is not None:
-        count, agree, written = ep_route_nodes_kernel, ep_agree_nodes_kernel, (tables, crossing.tables, splits)
-    count[(tiles,)](workspace.ctx, ids, bad, *written, tokens, capacity, plan, AGREE=not agreeing, **constants)
-    if agreeing:
-        agree[(-(-columns // agreeing["BLOCK"]),)](
-            workspace.ctx, bad, *written, tokens, tiles, capacity, plan, **agreeing
-        )
-    if crossing is not None:
-        ep_places_kernel[(tiles,)](
-            workspace.ctx, tables, crossing.tables, tokens, TILE_TOKENS=tile_tokens, **places, num_warps=1
-        )
-    workspace.after_launch()
-    rows = staged = crosses = max_tokens
-    if max_tokens is None:
-        begin = ep_tables.facts_begin(num_experts, world_size)
-        facts = tables[begin : begin + ep_tables.NUM_FACTS.value].tolist()
-        workspace.check()
-        rows, staged = facts[Fact.ROWS], facts[Fact.MOST_STAGED if crossing is None else Fact.MOST_HERE]
-        crosses = facts[Fact.MOST_PASSED]
-    if crossing is not None:
-        crossing.most = _slots(crosses)
-    return Routing(
-        group, config, operator, tokens, k, num_experts, max_tokens, rows, staged, _slots(staged), tables, splits,
-        crossing=crossing, config_is_given=config is not None,
-    )  # fmt: skip
-
-
-def _slots(most):
-    """How many slots there are for at most so many tokens: few different numbers ever have to be agreed upon."""
-    return max(next_power_of_2(most), _FEWEST_SLOTS)
-
-
-def _route_constants(tokens, columns, by_source, places):
-    """(the constants of ``ep_route_kernel``, those of ``ep_agree_kernel`` or None where it is not needed)"""
-    n = _tile_ids(places["K"])
-    columns = next_power_of_2(columns)
-    common = {"BY_SOURCE": by_source, **places, "num_warps": 8}
-    route = {**common, "N": n, "BLOCK": min(columns, 512), "AT_ONCE": 16}
-    if n // places["K"] * _FEW_TILES >= tokens:
-        return route, None
-    return route, {**common, "BLOCK": min(columns, 8), "AT_ONCE": 512}
-
-
-def _places_constants(k, num_experts, world_size, crossing):
-    """What every kernel knows of a routing when it is compiled."""
-    constants = {"K": k, "EXPERTS": num_experts, "RANKS": world_size}
-    return constants if crossing is None else {**constants, "LOCAL": crossing.local_world_size}
-
-
 # ---- dispatch ----
 
 
 def _memory(tensor):
     """What a kernel gets for memory to which it makes pointers of its own: not every GPU knows pointers to fp8."""
-    if tensor is None or tensor.dtype.itemsize > 1:
+    if tensor is None or tensor.dtype.itemsize > 1 or tensor.dtype == torch.uint8:
         return tensor
     return tensor.view(torch.uint8)
 
@@ -243,7 +100,7 @@ def parts_of(sending, config):
 
 
 def _constants_of(routing):
-    return _places_constants(routing.choices, routing.num_experts, routing.world_size, routing.crossing)
+    return places_constants(routing.choices, routing.num_experts, routing.world_size, routing.crossing)
 
 
 def _programs(config, halves, senders_work, receivers_work):
@@ -294,6 +151,15 @@ class Sending:
     gradient: bool = False
     first: bool = False
 
+    @property
+    def tensors(self):
+        return (
+            self.x, self.scales, self.weights, self.rows, self.row_scales, self.row_weights, self.expert_rows, self.dots
+        )  # fmt: skip
+
+    def with_tensors(self, tensors):
+        return Sending(*tensors, quantize=self.quantize, gradient=self.gradient, first=self.first)
+
 
 def dispatch(routing, x, *, scales=None, weights=None, quantize=False):
     """x [T, H] of each rank as rows [R, H]; returns (rows, scales [R, S] or None, weights [R] or None)."""
@@ -341,6 +207,24 @@ def dispatch_gradient(routing, dy, expert_rows, weights, want_dots):
 
 def launch_dispatch(routing, sending, halves="both"):
     """Launch the kernel for both halves of a dispatch, or for one."""
+    workspace = get_workspace(routing.group, sending.x.device, "ep_dispatch", across_nodes=True)
+    _check_turn(workspace, routing.operator, sending, "dispatch", halves)
+    x, scales = sending.x, sending.scales
+    key = (
+        halves, *routing.sizes, x.dtype, x.shape[1], None if scales is None else scales.shape[1:], sending.quantize,
+        sending.gradient, sending.first,
+    )  # fmt: skip
+    operands = *map(_memory, sending.tensors), *routing.known
+    try:
+        launch_kept(
+            workspace, key, operands, lambda *of: _prepare_dispatch(workspace, routing, sending, halves, of),
+            lies=by_address,
+        )  # fmt: skip
+    finally:
+        workspace.kept["pending"] = sending if halves == "send" else None
+
+
+def _prepare_dispatch(workspace, routing, sending, halves, operands):
     x, world_size, crossing = sending.x, routing.world_size, routing.crossing
     parts = parts_of(sending, routing.config)
     items, scale_words, constants = parts
@@ -357,14 +241,11 @@ def launch_dispatch(routing, sending, halves="both"):
         fields["crossing"] = crossing.most
         slot = crossing_slot_memory(row_bytes, scale_row_bytes, routing.choices, crossing.local_world_size)
         half_bytes += 2 * slot * crossing.most
-    workspace = get_workspace(routing.group, x.device, "ep_dispatch", across_nodes=True)
-    _check_turn(workspace, routing.operator, sending, "dispatch", halves)
     plan = workspace.prepare(routing.operator, fields, half_bytes, world_size * MAX_CHUNKS)
-    workspace.kept["pending"] = sending if halves == "send" else None
-    workspace.before_launch()
+    given, known = operands[: len(sending.tensors)], operands[len(sending.tensors) :]
+    sending, routing = sending.with_tensors(given), routing.with_known(known)
     kernel, programs, args, constants = dispatch_call(workspace.ctx, routing, sending, parts, plan, halves)
-    kernel[(programs,)](*args, **constants)
-    workspace.after_launch()
+    return Launch(workspace, kernel, (programs,), args, constants, operands, [], [workspace.ctx])
 
 
 def dispatch_call(ctx, routing, sending, parts, plan, halves="both"):
@@ -373,7 +254,7 @@ def dispatch_call(ctx, routing, sending, parts, plan, halves="both"):
     items, scale_words, constants = parts
     programs, extents = _extents(routing, config, halves, _chunks_at_most(routing), _chunks_of_peers(routing))
     if crossing is None:
-        constants["TILE_TOKENS"] = _tile_ids(routing.choices) // routing.choices
+        constants["TILE_TOKENS"] = tile_tokens(routing.choices)
     args = (
         ctx, _memory(x), _memory(_or(sending.scales, x)), sending.weights, *routing.known,
         _memory(sending.rows), _memory(_or(sending.row_scales, sending.rows)), sending.row_weights,
@@ -412,6 +293,13 @@ class Returning:
     numbers: torch.Tensor | None
     per_expert: bool
 
+    @property
+    def tensors(self):
+        return self.rows, self.weights, self.row_weights, self.row_numbers, self.y, self.numbers
+
+    def with_tensors(self, tensors):
+        return Returning(*tensors, self.per_expert)
+
 
 def combine(routing, rows, *, weights=None, row_weights=None, row_numbers=None, config=None):
     """rows [R, H] as y [T, H]; and numbers [T, K], if each row has one to take along.
@@ -445,10 +333,23 @@ def weighs_rows(routing, config):
 
 def launch_combine(routing, returning, halves="both", config=None):
     """Launch the kernel for both halves of a combine, or for one."""
-    config = config or routing.config
-    rows, world_size = returning.rows, routing.world_size
+    config, rows = config or routing.config, returning.rows
+    # What went wrong there is not to be combined.
+    get_workspace(routing.group, rows.device, "ep_dispatch", across_nodes=True).check()
+    workspace = get_workspace(routing.group, rows.device, "ep_combine", across_nodes=True)
+    _check_turn(workspace, routing.operator, returning, "combine", halves)
+    try:
+        launch_kept(
+            workspace, (halves, *routing.sizes, config, rows.shape[1]), (*returning.tensors, *routing.known),
+            lambda *of: _prepare_combine(workspace, routing, returning, halves, config, of), lies=by_address,
+        )  # fmt: skip
+    finally:
+        workspace.kept["pending"] = returning if halves == "send" else None
+
+
+def _prepare_combine(workspace, routing, returning, halves, config, operands):
+    rows, crossing, per_expert = returning.rows, routing.crossing, returning.per_expert
     width, item_bytes = rows.shape[1], rows.element_size()
-    crossing, per_expert = routing.crossing, returning.per_expert
     slot = combine_slot_memory(
         width * item_bytes, routing.choices, per_expert, with_weights=crossing is not None and per_expert
     )
@@ -461,16 +362,11 @@ def launch_combine(routing, returning, halves="both", config=None):
     if crossing is not None:
         fields["crossing"] = crossing.most
         half_bytes += 2 * sum_slot_memory(width * item_bytes, routing.choices) * crossing.most
-    # What went wrong there is not to be combined.
-    get_workspace(routing.group, rows.device, "ep_dispatch", across_nodes=True).check()
-    workspace = get_workspace(routing.group, rows.device, "ep_combine", across_nodes=True)
-    _check_turn(workspace, routing.operator, returning, "combine", halves)
-    plan = workspace.prepare(routing.operator, fields, half_bytes, world_size * MAX_CHUNKS)
-    workspace.kept["pending"] = returning if halves == "send" else None
-    workspace.before_launch()
+    plan = workspace.prepare(routing.operator, fields, half_bytes, routing.world_size * MAX_CHUNKS)
+    given, known = operands[: len(returning.tensors)], operands[len(returning.tensors) :]
+    returning, routing = returning.with_tensors(given), routing.with_known(known)
     kernel, programs, args, constants = combine_call(workspace.ctx, routing, returning, plan, config, halves)
-    kernel[(programs,)](*args, **constants)
-    workspace.after_launch()
+    return Launch(workspace, kernel, (programs,), args, constants, operands, [], [workspace.ctx])
 
 
 def combine_call(ctx, routing, returning, plan, config, halves="both"):

@@ -21,6 +21,7 @@ from tdkernels.ops import (
     ep_dispatch_kernel,
     ep_launch,
     ep_route_kernel,
+    ep_routing,
     ep_tables,
     moe_ep,
 )
@@ -45,7 +46,8 @@ class _EpTunable(ConfigTunable):
     layouts = ("exact", "static")
     config_class = EpConfig
     sources = (
-        moe_ep, all_to_all, ep_launch, ep_config, ep_tables, ep_route_kernel, ep_dispatch_kernel, ep_combine_kernel,
+        moe_ep, all_to_all, ep_routing, ep_launch, ep_config, ep_tables, ep_route_kernel, ep_dispatch_kernel,
+        ep_combine_kernel,
     )  # fmt: skip
 
     def why_not(self, problem):
@@ -165,7 +167,7 @@ def _capacity(problem):
 def _unrouted(problem, config, device):
     """A Routing that nobody has found: what kernels can be compiled with."""
     tables = torch.empty(1, dtype=torch.int32, device=device)
-    return ep_launch.Routing(
+    return ep_routing.Routing(
         SimpleNamespace(size=lambda: problem.world_size), config, problem.operator,
         _tokens(problem), _choices(problem), problem.shape[2], _capacity(problem), rows=1, staged=1, most_staged=1,
         tables=tables, splits=tables,

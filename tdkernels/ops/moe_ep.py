@@ -27,6 +27,7 @@ from tdkernels.ops._operands import refuse_second_derivatives
 from tdkernels.ops._outside_graphs import outside_graphs
 from tdkernels.ops.ep_checks import check_again, check_combine, check_config, check_dispatch
 from tdkernels.ops.ep_choice import choose_config, config_to_route
+from tdkernels.ops.ep_routing import route
 from tdkernels.symm import resolve_group
 
 
@@ -183,7 +184,7 @@ def _handle(x, topk_ids, topk_weights, scales, num_experts, quantize, max_tokens
 def route_tokens(operator, x, topk_ids, num_experts, quantize, max_tokens, group, config):
     """The Routing of checked tokens, with the config of their dispatch."""
     config = config_to_route(config, group, x.device)
-    routing = launcher.route(operator, topk_ids, num_experts, group, config, max_tokens=max_tokens)
+    routing = route(operator, topk_ids, num_experts, group, config, max_tokens=max_tokens)
     if config is None:
         routing.config = choose_config("ep_dispatch", routing, x, quantize is not None)
     return routing

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import torch
 
 from tdkernels.ops._gather import slot_rows_of
+from tdkernels.ops._launch import Launch, by_address, launch_kept
 from tdkernels.ops._tiles import next_power_of_2
 from tdkernels.ops.collectives import all_gather
 from tdkernels.ops.moe_route_kernel import MAX_STAGES, TILE_WORDS, moe_count_kernel, moe_order_kernel, moe_place_kernel
@@ -101,14 +102,23 @@ def route(operator, topk_ids, num_experts, group, chunk_rows, tile_rows, stages)
     if group.size() > 1:
         ids = all_gather(ids, group=group)
     routing = MoeRouting(group, ids, topk_ids.shape[0], num_experts, chunk_rows, stages)
-    workspace = _workspace(routing, operator)
-    workspace.before_launch()
-    moe_count_kernel[(num_experts,)](
-        workspace.ctx, ids, routing.splits, ids.numel(), num_experts, BLOCK=4096, num_warps=8
-    )
-    workspace.after_launch()
+    workspace = get_workspace(group, ids.device, "moe_route", across_nodes=True)
+    workspace.check()
+    workspace.error_of_note = partial(_error_of_note, operator, num_experts)  # after a note of an earlier call
+    launch_kept(
+        workspace, (operator, ids.numel(), num_experts), (ids, routing.splits),
+        lambda *of: _count(workspace, operator, num_experts, of), lies=by_address,
+    )  # fmt: skip
     routing.tiling(tile_rows)
     return routing
+
+
+def _count(workspace, operator, num_experts, operands):
+    """The Launch that counts the rows of each expert."""
+    workspace.prepare(operator, {"num_experts": num_experts}, 256, 1)
+    ids, splits = operands
+    args, constants = (workspace.ctx, ids, splits, ids.numel(), num_experts), {"BLOCK": 4096, "num_warps": 8}
+    return Launch(workspace, moe_count_kernel, (num_experts,), args, constants, operands, [], [workspace.ctx])
 
 
 def unrouted(world_size, tokens, choices, num_experts, config, device):
@@ -121,29 +131,41 @@ def unrouted(world_size, tokens, choices, num_experts, config, device):
     return routing
 
 
-def _workspace(routing, operator):
-    workspace = get_workspace(routing.group, routing.ids.device, "moe_route", across_nodes=True)
-    workspace.prepare(operator, {"num_experts": routing.num_experts}, 256, 1)
-    workspace.error_of_note = partial(_error_of_note, operator, routing.num_experts)
-    return workspace
-
-
 def _tile(routing, tile_rows):
     ids, experts = routing.ids, routing.num_experts
     workspace = get_workspace(routing.group, ids.device, "moe_route", across_nodes=True)
     most = ids.numel() // tile_rows + min(experts, ids.numel())
     new = partial(torch.empty, dtype=torch.int32, device=ids.device)
     stages, table, begins = new(most), new(most, TILE_WORDS.value), new(2 * _MAX_STAGES)
-    p2 = next_power_of_2(experts)
-    workspace.before_launch()
-    moe_place_kernel[(experts + 1,)](
-        workspace.ctx, ids, routing.splits, routing.choices, routing.rows, stages,
-        experts, routing.num_choices, routing.chunk_rows, routing.tokens, tile_rows, routing.num_stages,
-        EXPERTS=p2, BLOCK=1024, BLOCK_TILES=64, num_warps=4,
+    key = *routing.sizes, tile_rows
+    launch_kept(
+        workspace, ("place", *key), (ids, routing.splits, routing.choices, routing.rows, stages),
+        lambda *of: _place(workspace, routing, tile_rows, of), lies=by_address,
     )  # fmt: skip
-    moe_order_kernel[(-(-most // _TILES_OF_A_PROGRAM),)](
-        routing.splits, stages, table, begins, experts, tile_rows,
-        EXPERTS=p2, BLOCK=_TILES_OF_A_PROGRAM, AT_ONCE=_TILES_AT_ONCE, num_warps=4,
+    launch_kept(
+        workspace, ("order", *key), (routing.splits, stages, table, begins),
+        lambda *of: _order(workspace, routing, tile_rows, most, of), lies=by_address,
     )  # fmt: skip
-    workspace.after_launch()
     return Tiling(table, begins, most)
+
+
+def _place(workspace, routing, tile_rows, operands):
+    """The Launch that finds each choice's row, and each tile's stage."""
+    experts = routing.num_experts
+    args = (
+        workspace.ctx, *operands, experts, routing.num_choices, routing.chunk_rows, routing.tokens, tile_rows,
+        routing.num_stages,
+    )  # fmt: skip
+    constants = {"EXPERTS": next_power_of_2(experts), "BLOCK": 1024, "BLOCK_TILES": 64, "num_warps": 4}
+    return Launch(workspace, moe_place_kernel, (experts + 1,), args, constants, operands, [], [workspace.ctx])
+
+
+def _order(workspace, routing, tile_rows, most, operands):
+    """The Launch that puts the tiles in the order of their stages."""
+    args = *operands, routing.num_experts, tile_rows
+    constants = {
+        "EXPERTS": next_power_of_2(routing.num_experts), "BLOCK": _TILES_OF_A_PROGRAM, "AT_ONCE": _TILES_AT_ONCE,
+        "num_warps": 4,
+    }  # fmt: skip
+    grid = (-(-most // _TILES_OF_A_PROGRAM),)
+    return Launch(workspace, moe_order_kernel, grid, args, constants, operands, [], [])

@@ -9,7 +9,7 @@ from tdkernels import EpConfig, GroupGemmConfig, Tiles, autotune, explain
 from tdkernels.autotune import choose
 from tdkernels.autotune.operator import tunable
 from tdkernels.autotune.problem import Problem
-from tdkernels.ops import _device, ep_launch, group_gemm_kernel
+from tdkernels.ops import _device, ep_launch, ep_routing, group_gemm_kernel
 from tdkernels.ops.ep_choice import bucket, crossing_share, sure_capacity, tokens_of
 from tdkernels.ops.ep_config import default_config
 from tdkernels.ops.group_gemm import group_gemm_ref
@@ -277,7 +277,7 @@ def compiled_and_launched(operator, layout, launch, *launchers):
 
 def route(problem, ids):
     group = type("Group", (), {"size": lambda self: problem.world_size})()
-    return ep_launch.route(problem.operator, ids, problem.shape[2], group, TUNED, max_tokens=32)
+    return ep_routing.route(problem.operator, ids, problem.shape[2], group, TUNED, max_tokens=32)
 
 
 @pytest.mark.parametrize("layout", ["static", "static_fp8"])
@@ -285,7 +285,7 @@ def test_a_dispatch_is_compiled_ahead(layout):
     def launch(problem, x, ids, weights):
         ep_launch.dispatch(route(problem, ids), x, weights=weights, quantize=layout == "static_fp8")
 
-    compiled_and_launched("ep_dispatch", layout, launch, ep_launch)
+    compiled_and_launched("ep_dispatch", layout, launch, (ep_routing, ep_launch))
 
 
 def test_a_combine_is_compiled_ahead():
@@ -294,14 +294,14 @@ def test_a_combine_is_compiled_ahead():
         rows, _, row_weights = ep_launch.dispatch(routing, x, weights=weights)
         ep_launch.combine(routing, rows, weights=weights, row_weights=row_weights)
 
-    compiled_and_launched("ep_combine", "static", launch, ep_launch)
+    compiled_and_launched("ep_combine", "static", launch, (ep_routing, ep_launch))
 
 
 def test_an_all_to_all_is_compiled_ahead():
     def launch(problem, x, splits):
         ep_launch.dispatch(route(problem, torch.zeros(len(x), 1, dtype=torch.int64)), x)
 
-    compiled_and_launched("all_to_all", "static", launch, ep_launch)
+    compiled_and_launched("all_to_all", "static", launch, (ep_routing, ep_launch))
 
 
 @pytest.mark.parametrize("layout", ["none", "swiglu"])

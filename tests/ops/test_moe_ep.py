@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tdkernels import EpConfig
-from tdkernels.ops import ep_launch
+from tdkernels.ops import ep_routing
 from tdkernels.ops.ep_config import COMBINES, default_config
 from tests.ops import expert_parallel
 from tests.ops.expert_parallel import SMALL, UNEVEN
@@ -50,7 +50,7 @@ def test_everything(world_size, config, spec):
 def test_counts_of_many_tiles():
     """A program counts few ids, and where there are many programs a launch of its own adds them up: here on rank 0."""
     places = {"K": 33, "EXPERTS": 66, "RANKS": 2}
-    many, few = (ep_launch._route_constants(tokens, 70, False, places) for tokens in (34, 2))
+    many, few = (ep_routing._route_constants(tokens, 70, False, places) for tokens in (34, 2))
     assert many[1] is not None and few[1] is None, "this case does not ask what it was made for"
     spec = dict(tokens=[34, 2], k=33, experts_each=33, width=3, dtype=FP32, seed=9)
     on_ranks(2, expert_parallel.arrives, spec)
