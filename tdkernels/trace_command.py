@@ -12,12 +12,15 @@ from tdkernels.tune_command import DTYPES
 _TIMEOUT_S = 600.0
 _REPETITIONS = {"cuda": 7, "cpu": 3}
 _MAX_RANKS = 128
-_OPERATORS = ("ag_gemm", "gemm_ar", "gemm_rs")  # whose kernels note what they do
+_OPERATORS = ("ag_gemm", "gemm_ar", "gemm_rs", "moe_ag_gemm", "moe_gemm_rs")  # whose kernels note what they do
 
 
 def add_arguments(parser):
-    parser.add_argument("operator", nargs="?", help="ag_gemm, gemm_rs or gemm_ar")
-    parser.add_argument("--shape", metavar="MxNxK", help="sizes of the whole problem, before ranks divide it")
+    parser.add_argument("operator", nargs="?", help=", ".join(_OPERATORS))
+    parser.add_argument(
+        "--shape", metavar="MxNxK", help="sizes of the whole problem, before ranks divide it; with experts MxNxKxExk"
+    )
+    parser.add_argument("--layout", help="of moe_ag_gemm: none (by default), swiglu or swiglu_interleaved")
     parser.add_argument(
         "--world-size", "--nproc", "--tp", default="auto", metavar="W", help="ranks; auto: all GPUs, or 2 processes"
     )
@@ -80,8 +83,9 @@ def _record(options):
     with RankPool(ranks, device, timeout_s=_TIMEOUT_S) as pool:
         try:
             recordings = pool.run(
-                record_operator, options.operator, shape, DTYPES[options.dtype], options.config, repetitions
-            )
+                record_operator, options.operator, shape, DTYPES[options.dtype], options.config, repetitions,
+                options.layout,
+            )  # fmt: skip
         except RankError as error:
             if isinstance(error.exceptions[error.rank], ValueError):  # what only a rank could find out
                 raise error.exceptions[error.rank] from None
@@ -103,10 +107,13 @@ def _problem(options):
     if options.operator not in _OPERATORS:
         raise ValueError(f"operator must be one of {', '.join(_OPERATORS)}, not {options.operator!r}")
     tuned = tunable(options.operator)
+    sizes = "x".join(name.upper() for name in tuned.sizes)
     if options.shape is None:
-        raise ValueError("say which shape: --shape MxNxK")
-    if not re.fullmatch(r"[1-9]\d*x[1-9]\d*x[1-9]\d*", options.shape):
-        raise ValueError(f"--shape must be three positive whole numbers, MxNxK, not {options.shape!r}")
+        raise ValueError(f"say which shape: --shape {sizes}")
+    if not re.fullmatch(r"[1-9]\d*" + r"x[1-9]\d*" * (len(tuned.sizes) - 1), options.shape):
+        raise ValueError(
+            f"--shape must be {len(tuned.sizes)} positive whole numbers, {sizes}, not {options.shape!r}"
+        )  # fmt: skip
     if options.repetitions is not None and options.repetitions < 1:
         raise ValueError(f"--repetitions must be at least 1, not {options.repetitions}")
     if options.out.exists() and not options.out.is_dir():
@@ -114,7 +121,8 @@ def _problem(options):
     shape = tuple(map(int, options.shape.split("x")))
     ranks = _num_ranks(options)
     device = pick_device(options.device, ranks)
-    problem = Problem.on(torch.device("cpu"), options.operator, shape, DTYPES[options.dtype], "nk", ranks, ranks)
+    layout = options.layout or tuned.layouts[0]
+    problem = Problem.on(torch.device("cpu"), options.operator, shape, DTYPES[options.dtype], layout, ranks, ranks)
     reason = tuned.why_not(problem)
     if reason is not None:
         raise ValueError(f"{options.operator} {options.shape}: {reason}")

@@ -877,10 +877,19 @@ def test_threads_come_together_after_a_spin():
 def compile_any(kernel, arch, **constants):
     if kernel is gemm_ar_one_shot_kernel:
         return compile_one_shot(arch, BF16, split=2, **constants)
+    if kernel in SLICED_TRACED:
+        _, args, options = sliced_launches(arch, BF16)[SLICED_TRACED[kernel]]
+        (compiled,) = compile_launches([(kernel, args, {**options, **constants})], arch)
+        return compiled
     return compile_gemm(kernel, arch, BF16, **constants)
 
 
-every_traced_kernel = pytest.mark.parametrize("kernel", [*PRODUCTS, gemm_ar_one_shot_kernel], ids=lambda k: k.__name__)
+SLICED_TRACED = {
+    moe_ag_gemm_kernel.moe_ag_gemm_kernel: "rows, swiglu", moe_gemm_rs_kernel.moe_gemm_rs_kernel: "sums",
+}  # fmt: skip
+every_traced_kernel = pytest.mark.parametrize(
+    "kernel", [*PRODUCTS, gemm_ar_one_shot_kernel, *SLICED_TRACED], ids=lambda k: k.__name__
+)
 
 
 @every_traced_kernel

@@ -14,7 +14,7 @@ from tdkernels.lang._target import number_of, target
 
 # One text, so that it is part of what a compiled kernel is known by. Of events at the same time, on a clock that ticks
 # slowly, the earlier one in this list is taken for the earlier one.
-KINDS = tl.constexpr("starts waits multiplies joins stores pushes receives sums finishes ends")
+KINDS = tl.constexpr("starts waits copies multiplies joins stores pushes receives sums finishes ends")
 NUM_KINDS = tl.constexpr(len(KINDS.value.split()))
 NO_PEER = tl.constexpr(-1)
 ALL_PEERS = tl.constexpr(-2)

@@ -10,10 +10,13 @@ _recorder = None  # of this process; None: kernels run without a trace, and are 
 
 
 class Recorder:
-    """The events of one launch at a time, int64 [kinds + turns, pieces, 2]; the next launch takes the same memory."""
+    """The events of one launch at a time, int64 [kinds + turns, pieces, 2]; the next launch takes the same memory.
+
+    all_run:  whether there are as many pieces as there are places; else those that have noted nothing are none
+    """
 
     def __init__(self):
-        self.events = None
+        self.events, self.all_run = None, True
         self._memory = None
 
     def clear(self):
@@ -21,7 +24,8 @@ class Recorder:
         if self.events is not None:
             self.events.zero_()
 
-    def _buffer(self, device, pieces, turns):
+    def _buffer(self, device, pieces, turns, all_run):
+        self.all_run = all_run
         places = NUM_KINDS.value + turns
         if self.events is None or self.events.shape != (places, pieces, 2) or self.events.device != device:
             self._memory = torch.zeros(2 + pieces * places * 2, dtype=torch.int64, device=device)
@@ -45,9 +49,10 @@ def is_recording():
     return _recorder is not None
 
 
-def buffer(device, pieces, turns=0):
+def buffer(device, pieces, turns=0, all_run=True):
     """What goes to a kernel as ``trace_ptr``: memory for the events of so many pieces of work, or None.
 
-    ``turns``: how often, at most, a piece does something of which it notes each time.
+    ``turns``: how often, at most, a piece does something of which it notes each time; ``all_run``: there are so many
+    pieces, which are else the most that the host knows of.
     """
-    return None if _recorder is None else _recorder._buffer(device, pieces, turns)
+    return None if _recorder is None else _recorder._buffer(device, pieces, turns, all_run)

@@ -16,7 +16,7 @@ import torch
 import triton.language as tl
 
 from tdkernels import lang as td
-from tdkernels.ops import _device, _operands
+from tdkernels.ops import _device, _operands, _trace
 from tdkernels.ops._config import text_of
 from tdkernels.ops._gather_kernels import push_shard
 from tdkernels.ops._gemm import as_aligned, store_rows, swizzle
@@ -110,16 +110,18 @@ def _copy_to_rows(
 @td.jit
 def _copy_piece(
     ctx, half, signal, me, ranks, x_ptr, rows_ptr, sorted_ptr, turn, piece, num_chunks, chunk_rows, slot_rows,
-    row_bytes, M_shard, K, CHOICES: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+    row_bytes, M_shard, K, CHOICES: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, trace,
 ):  # fmt: skip
     """Copy a piece of the tokens of a turn to their rows, when they have come."""
     source, chunk = chunk_at_turn(turn, me, ranks, num_chunks)
     tokens, columns = piece_of_turn(piece, chunk, chunk_rows, K, BLOCK_TOKENS, BLOCK_COLUMNS)
     at = x_ptr.to(tl.int64)
     if source != me:
+        td.mark(trace, "waits", source)
         # producer: push_shard of the source
         seen = td.wait_plan(ctx, td.signal_at(ctx, half, source * num_chunks + chunk), signal, source)
         at = td.consume_token(td.data_at(ctx, half, me) + source.to(tl.int64) * slot_rows * row_bytes, seen)
+    td.mark(trace, "copies", source)
     _copy_to_rows(
         td.pointer_to(at, x_ptr.dtype.element_ty), rows_ptr, sorted_ptr, tokens, source * M_shard, M_shard, columns, K,
         CHOICES, BLOCK_TOKENS, BLOCK_COLUMNS,
@@ -164,6 +166,7 @@ def moe_ag_gemm_kernel(
     BLOCK_TOKENS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ELEM_BYTES: tl.constexpr,
     ALIGNED: tl.constexpr, EVEN_K: tl.constexpr, USE_TMA: tl.constexpr, W_IS_KN: tl.constexpr, PRECISION: tl.constexpr,
+    trace_ptr=None,
 ):  # fmt: skip
     """y [R, N] = the tokens of the rows, of all ranks, times the weights of the rows' experts; sorted [R, K] they.
 
@@ -191,10 +194,12 @@ def moe_ag_gemm_kernel(
 
     piece = td.ticket_of(td.take_ticket(ctx))
     while piece < pieces:
+        trace = (trace_ptr, piece)
+        td.mark(trace, "starts")
         if piece < num_comm:
             push_shard(
                 ctx, x_ptr.to(tl.int64), half, signal, M_shard * row_bytes, chunk_rows * row_bytes, num_chunks,
-                slot_rows * row_bytes, piece, num_comm, COPY_OWN=False, COPY_WORDS=COPY_WORDS, trace=(None, 0),
+                slot_rows * row_bytes, piece, num_comm, COPY_OWN=False, COPY_WORDS=COPY_WORDS, trace=trace,
             )  # fmt: skip
             answer = td.take_ticket(ctx)
         else:
@@ -212,6 +217,7 @@ def moe_ag_gemm_kernel(
                     ctx, half, signal, me, ranks, x_ptr, rows_ptr, sorted_ptr,
                     first_turn_of(stage, stages, ranks, num_chunks) + number // of_turn, number % of_turn,
                     num_chunks, chunk_rows, slot_rows, row_bytes, M_shard, K, CHOICES, BLOCK_TOKENS, BLOCK_COLUMNS,
+                    trace,
                 )  # fmt: skip
                 answer = td.take_ticket(ctx)
                 # waiter: the tiles of the stage
@@ -225,12 +231,14 @@ def moe_ag_gemm_kernel(
                 past = row + count
                 inside = tl.minimum(offs_m, past - 1).to(tl.int64)
                 x_at = sorted_ptr.to(tl.int64) + inside * row_bytes
+                td.mark(trace, "waits", me)
                 for earlier in range(0, stage):
                     turns = first_turn_of(earlier + 1, stages, ranks, num_chunks)
                     turns -= first_turn_of(earlier, stages, ranks, num_chunks)
                     # producer: the pieces of this rank that copy the tokens of the stage
                     seen = td.wait(ctx, done_ptr + earlier, turns * of_turn, me, SCOPE="gpu", FOR_TMA=USE_TMA)
                     x_at = td.consume_token(x_at, seen)
+                td.mark(trace, "multiplies")
                 acc = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
                 acc, second = grouped_tile(
                     acc, acc, x_at, sorted_desc, row, offs_m < past,
@@ -238,6 +246,7 @@ def moe_ag_gemm_kernel(
                     BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, USE_TMA, USE_TMA, W_IS_KN, PAIR, PRECISION,
                 )  # fmt: skip
                 answer = td.take_ticket(ctx)
+                td.mark(trace, "stores")
                 if weights_ptr is not None:
                     choice = tl.load(choices_ptr + offs_m, mask=offs_m < past, other=0)
                     weight = tl.load(weights_ptr + choice, mask=offs_m < past, other=0.0)
@@ -248,7 +257,9 @@ def moe_ag_gemm_kernel(
                     tl.store(dots_ptr + pid_n.to(tl.int64) * R + offs_m, dots, mask=offs_m < past)
                 else:
                     store_product(acc, second, y_ptr, pre_ptr, offs_m, past, col, N, ACTIVATION, BLOCK_M, BLOCK_N)
+        td.mark(trace, "finishes")
         piece = td.ticket_of(answer)
+        td.mark(trace, "ends")
     td.finish(ctx)
 
 
@@ -384,4 +395,7 @@ def _prepare(workspace, routing, operands, config, activation, keep, gradient):
     blocks = -(-routing.chunk_rows // BLOCK_TOKENS) * -(-k // constants["BLOCK_COLUMNS"])
     most = num_comm + table.shape[0] * tiles_n + routing.world_size * routing.num_chunks * blocks
     grid = (min(most, _device.resident_programs(x.device, tiles, x.dtype)),)
+    pushes = routing.num_chunks * (routing.world_size - 1)
+    turns = -(-pushes // num_comm) if num_comm else 0
+    constants["trace_ptr"] = _trace.buffer(x.device, most, turns, all_run=False)
     return Launch(workspace, moe_ag_gemm_kernel, grid, args, constants, operands, to_make, [workspace.ctx])

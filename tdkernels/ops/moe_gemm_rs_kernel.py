@@ -15,7 +15,8 @@ import torch
 import triton.language as tl
 
 from tdkernels import lang as td
-from tdkernels.ops import _device, _operands
+from tdkernels.lang._trace import ALL_PEERS
+from tdkernels.ops import _device, _operands, _trace
 from tdkernels.ops._gemm import as_aligned, store_rows, swizzle
 from tdkernels.ops._grouped import grouped_tile
 from tdkernels.ops._launch import Launch, launch_kept, to_be_made
@@ -57,13 +58,14 @@ def _sum_of_choices(
 @td.jit
 def _add_up(
     ctx, out_ptr, rows_ptr, weights_ptr, z_ptr, half, signal, owner, tokens, columns, number, of_shard, M_shard, N,
-    CHOICES: tl.constexpr, RANKS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+    CHOICES: tl.constexpr, RANKS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, trace,
 ):  # fmt: skip
     """Piece ``number`` of the ``of_shard`` of a rank's tokens, all of whose rows have been computed."""
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     ELEM_BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
     me = td.rank(ctx)
     there, inside = tokens < M_shard, columns < N
+    td.mark(trace, "joins", owner)
     total = _sum_of_choices(
         out_ptr, rows_ptr, weights_ptr, owner * M_shard + tokens, there, columns, inside, N,
         CHOICES, BLOCK_TOKENS, BLOCK_COLUMNS,
@@ -72,14 +74,17 @@ def _add_up(
     mask = there[:, None] & inside[None, :]
     shard_bytes = (tl.cast(M_shard, tl.int64) * N * ELEM_BYTES + _ALIGN - 1) // _ALIGN * _ALIGN
     if owner != me:
+        td.mark(trace, "pushes", owner)
         to = td.pointer_to(td.data_at(ctx, half, owner) + me * shard_bytes, DTYPE)
         tl.store(to + offs, td.from_float32(total, DTYPE), mask=mask)
         # waiter: the owner's piece that adds up the same tokens and columns
         td.notify(ctx, td.signal_at(ctx, half, me * of_shard + number), owner, signal, PASSES_ON=True)
     else:
         if RANKS > 1:
+            td.mark(trace, "waits", ALL_PEERS)
             # producer: the same piece of every peer
             td.wait_plan_all(ctx, td.signal_at(ctx, half, number), of_shard, signal)
+        td.mark(trace, "sums")
         total = sum_in_rank_order(td.data_at(ctx, half, me), shard_bytes, offs, mask, total, me, RANKS, DTYPE)
         tl.store(z_ptr + offs, td.from_float32(total, DTYPE), mask=mask)
 
@@ -94,6 +99,7 @@ def moe_gemm_rs_kernel(
     CHOICES: tl.constexpr, RANKS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ELEM_BYTES: tl.constexpr,
     ALIGNED: tl.constexpr, EVEN_K: tl.constexpr, USE_TMA: tl.constexpr, W_IS_KN: tl.constexpr, PRECISION: tl.constexpr,
+    trace_ptr=None,
 ):  # fmt: skip
     """z [M_shard, N] = our tokens' sums, over ranks and choices, of weight * h[row of the choice] @ w[expert].T.
 
@@ -116,6 +122,8 @@ def moe_gemm_rs_kernel(
 
     piece = td.ticket_of(td.take_ticket(ctx))
     while piece < pieces:
+        trace = (trace_ptr, piece)
+        td.mark(trace, "starts")
         for _step in range(0, stage + 1):
             if piece >= end:
                 first_tile, tiles = tiles_of(begins_ptr, stage - 1)
@@ -128,6 +136,7 @@ def moe_gemm_rs_kernel(
         lead = tl.num_programs(0)
         is_sum, number = split_piece(piece - end + tiles * tiles_n + sums, tiles * tiles_n, sums, lead)
         if is_sum:
+            td.mark(trace, "waits", me, 0)
             for later in range(stage + 1, stages):
                 expected = (tl.load(begins_ptr + later + 1) - tl.load(begins_ptr + later)) * tiles_n
                 # producer: the programs of this rank that compute the stage's tiles
@@ -140,7 +149,7 @@ def moe_gemm_rs_kernel(
             _add_up(
                 ctx, out_ptr, rows_ptr, weights_ptr, z_ptr, half, signal, owner, tokens, columns,
                 chunk * of_turn + within, num_chunks * of_turn, M_shard, N,
-                CHOICES, RANKS, BLOCK_TOKENS, BLOCK_COLUMNS,
+                CHOICES, RANKS, BLOCK_TOKENS, BLOCK_COLUMNS, trace,
             )  # fmt: skip
             answer = td.take_ticket(ctx)
         else:
@@ -151,6 +160,7 @@ def moe_gemm_rs_kernel(
             offs_m = row + tl.arange(0, BLOCK_M)
             past = row + count
             h_at = h_ptr.to(tl.int64) + tl.minimum(offs_m, past - 1).to(tl.int64) * K * ELEM_BYTES
+            td.mark(trace, "multiplies")
             acc = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
             acc, second = grouped_tile(
                 acc, acc, h_at, h_desc, row, offs_m < past,
@@ -158,11 +168,14 @@ def moe_gemm_rs_kernel(
                 BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, USE_TMA, USE_TMA, W_IS_KN, False, PRECISION,
             )  # fmt: skip
             answer = td.take_ticket(ctx)
+            td.mark(trace, "stores")
             product = td.from_float32(acc, out_ptr.dtype.element_ty)
             store_rows(out_ptr, product, offs_m, col + tl.arange(0, BLOCK_N), past, N)
             # waiter: the pieces of this rank that add up the stage's tokens
             td.add_release(done_ptr + stage, tl.full((), 1, tl.int64), SCOPE="gpu")
+        td.mark(trace, "finishes")
         piece = td.ticket_of(answer)
+        td.mark(trace, "ends")
     td.finish(ctx)
 
 
@@ -233,4 +246,5 @@ def _prepare(workspace, routing, operands, config):
     args, constants = _arguments(workspace.ctx, h, w, routing, routed, weights, done, out, z, plan, config)
     most = table.shape[0] * -(-n // tiles.block_n) + routing.world_size * of_shard
     grid = (min(most, _device.resident_programs(h.device, tiles, h.dtype)),)
+    constants["trace_ptr"] = _trace.buffer(h.device, most, turns=1, all_run=False)
     return Launch(workspace, moe_gemm_rs_kernel, grid, args, constants, operands, (z, out), [workspace.ctx])

@@ -21,20 +21,22 @@ _CALLS = {"cuda": 10, "cpu": 1}  # of a burst
 
 
 @torch.no_grad()
-def record_operator(operator, shape, dtype, changes=None, repetitions=7):
+def record_operator(operator, shape, dtype, changes=None, repetitions=7, layout=None):
     """Runs on every rank: launches of an operator on random operands, recorded one by one. Collective.
 
-    Args:     shape: M, N, K of the whole problem; dtype: a torch.dtype; changes: fields of the default config to
-              change, as a dict; None takes the config that a call without one would run with
+    Args:     shape: sizes of the whole problem, M, N and K of a product; dtype: a torch.dtype; changes: fields of the
+              default config to change, as a dict; None takes the config that a call without one would run with
+              layout: None is the operator's usual one
     Returns:  dict of what timeline.make_trace takes, of this rank: ``events`` and ``times`` have one entry a repetition
     Raises:   ValueError for a config that cannot run
     """
     device, group = rank_device(), resolve_group()
     world_size = group.size()
-    problem = Problem.on(device, operator, shape, dtype, "nk", world_size, world_size)
-    config = _config(problem, device, group, changes)
     tuned = tunable(operator)
+    problem = Problem.on(device, operator, shape, dtype, layout or tuned.layouts[0], world_size, world_size)
+    config = _config(problem, device, group, changes)
     sets = [tuned.operands(problem, device, _generator(device, seed)) for seed in (0, 1)]
+    sets = [tuned.prepared(operands, problem, group, config) for operands in sets]
 
     def call(operands):
         return tuned.run(operands, problem, group, config)
@@ -53,7 +55,7 @@ def record_operator(operator, shape, dtype, changes=None, repetitions=7):
             call(sets[1])
         clocks.compare()  # at once, since clocks drift
         tdkernels.synchronize()
-        events.append(recorder.events.cpu().numpy())
+        events.append(_that_ran(recorder))
         times.append(clocks.times.cpu().numpy())
     return {
         "operator": operator, "shape": "x".join(map(str, shape)), "dtype": problem.dtype, "gpu": problem.gpu,
@@ -61,6 +63,12 @@ def record_operator(operator, shape, dtype, changes=None, repetitions=7):
         "num_multiprocessors": _device.num_sms(device) if device.type == "cuda" else 0,
         "untraced_ms": untraced_ms, "traced_ms": traced_ms, "events": events, "times": times,
     }  # fmt: skip
+
+
+def _that_ran(recorder):
+    """The events of all pieces that there were, as numpy."""
+    events = recorder.events.cpu().numpy()
+    return events if recorder.all_run else events[:, events[..., 0].any(0)]
 
 
 def _generator(device, seed):

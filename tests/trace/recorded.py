@@ -7,7 +7,8 @@ import torch
 from tdkernels.trace.recording import record_operator
 from tests.ranks import on_ranks
 
-# Operator, changes to the default config, and M, N and K: multiples of the number of ranks or, negative, as they are.
+# Operator, changes to the default config, and its sizes, such as M, N and K: multiples of the number of ranks or,
+# negative, as they are.
 WAYS = {
     "push": ("ag_gemm", {"transport": "push", "num_comm_sms": 2}, (130, 70, -48)),
     "copy engine": ("ag_gemm", {"transport": "copy_engine"}, (130, 70, -48)),
@@ -15,6 +16,8 @@ WAYS = {
     "reduce-scatter, direct": ("gemm_rs", {"transport": "direct"}, (130, -140, 16)),
     "two shot": ("gemm_ar", {"exchange": "two_shot"}, (-130, -140, 16)),
     "one shot": ("gemm_ar", {"exchange": "one_shot", "split_k": 2}, (-9, -140, 64)),
+    "experts' rows": ("moe_ag_gemm", {"stages": 2}, (32, 48, -32, -3, -2)),
+    "experts' sums": ("moe_gemm_rs", {"stages": 2}, (32, -48, 32, -3, -2)),
 }
 REPETITIONS = 2
 

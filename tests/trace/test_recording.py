@@ -32,6 +32,8 @@ ROLES = {
     "reduce-scatter, direct": {("multiplies", "pushes"), ("multiplies", "waits", "sums")},
     "two shot": {("multiplies", "stores"), ("waits", "pushes"), ("waits", "sums"), ("waits", "receives"), ()},
     "one shot": {("multiplies", "joins"), ("multiplies", "joins", "pushes", "waits", "sums")},
+    "experts' rows": {("pushes",), ("copies",), ("waits", "copies"), ("waits", "multiplies", "stores")},
+    "experts' sums": {("multiplies", "stores"), ("waits", "joins", "pushes"), ("waits", "joins", "waits", "sums")},
 }
 
 
@@ -84,8 +86,18 @@ def test_waits_and_pushes_name_the_right_peer(way, world_size):
                 if kind in peers:
                     peers[kind][peer] += 1
             match role(of_program):
+                case ("waits", "multiplies", "stores") if way == "experts' rows":
+                    assert seen[0][1] == rank
                 case ("waits", "multiplies", "stores"):
                     assert seen[0][1] == seen[1][1] in others
+                case ("copies",):
+                    assert seen[0][1] == rank
+                case ("waits", "copies"):
+                    assert seen[0][1] == seen[1][1] in others
+                case ("waits", "joins", "pushes"):
+                    assert seen[0][1] == rank and seen[1][1] == seen[2][1] in others
+                case ("waits", "joins", "waits", "sums"):
+                    assert [peer for _, peer in seen[:3]] == [rank, rank, ALL_PEERS]
                 case ("waits", "pushes"):
                     assert seen[0][1] == rank and seen[1][1] in others
                 case ("multiplies", "waits", "sums"):
@@ -99,7 +111,7 @@ def test_waits_and_pushes_name_the_right_peer(way, world_size):
         if way in ("push", "copy engine"):  # as many for each of the peers
             assert others <= peers["waits"].keys() <= others | {rank}
             assert len({peers["waits"][peer] for peer in others}) == 1
-        if way in ("push", "reduce-scatter", "reduce-scatter, direct"):
+        if way in ("push", "reduce-scatter", "reduce-scatter, direct", "experts' rows", "experts' sums"):
             assert peers["pushes"].keys() == others and len(set(peers["pushes"].values())) == 1
 
 
@@ -149,14 +161,19 @@ def results(way):
     """Of one rank: what a call returns, without a trace and with one, and whether the trace is there."""
     operator, shape, changes = problem(way, dist.get_world_size())
     group, world_size = resolve_group(), dist.get_world_size()
-    case = Problem.on(device(), operator, shape, torch.float32, "nk", world_size, world_size)
+    op = tunable(operator)
+    case = Problem.on(device(), operator, shape, torch.float32, op.layouts[0], world_size, world_size)
     config = _config(case, device(), group, changes)
     generator = torch.Generator(device()).manual_seed(dist.get_rank())
-    operands = tunable(operator).operands(case, device(), generator)
-    plain = tunable(operator).run(operands, case, group, config)
+    operands = op.prepared(op.operands(case, device(), generator), case, group, config)
+
+    def call():
+        return op.comparable(op.run(operands, case, group, config), case)
+
+    plain = call()
     with record(Recorder()) as recorder:
-        traced = tunable(operator).run(operands, case, group, config)
-    again = tunable(operator).run(operands, case, group, config)
+        traced = call()
+    again = call()
     tdkernels.synchronize()
     assert _trace.buffer(device(), 1) is None, "still recording"
     return torch.equal(plain, traced) and torch.equal(plain, again), bool(recorder.events.any())
