@@ -12,15 +12,17 @@ from tdkernels.tune_command import DTYPES
 _TIMEOUT_S = 600.0
 _REPETITIONS = {"cuda": 7, "cpu": 3}
 _MAX_RANKS = 128
-_OPERATORS = ("ag_gemm", "gemm_ar", "gemm_rs", "moe_ag_gemm", "moe_gemm_rs")  # whose kernels note what they do
+_OPERATORS = (  # whose kernels note what they do
+    "ag_attention", "ag_gemm", "gemm_ar", "gemm_rs", "moe_ag_gemm", "moe_gemm_rs", "ulysses_out", "ulysses_qkv"
+)  # fmt: skip
 
 
 def add_arguments(parser):
     parser.add_argument("operator", nargs="?", help=", ".join(_OPERATORS))
     parser.add_argument(
-        "--shape", metavar="MxNxK", help="sizes of the whole problem, before ranks divide it; with experts MxNxKxExk"
+        "--shape", metavar="SIZES", help="of the whole problem, before ranks divide it: MxNxK of a product; as tune"
     )
-    parser.add_argument("--layout", help="of moe_ag_gemm: none (by default), swiglu or swiglu_interleaved")
+    parser.add_argument("--layout", help='of the operands, as tune has it: "swiglu", "causal zigzag" …')
     parser.add_argument(
         "--world-size", "--nproc", "--tp", default="auto", metavar="W", help="ranks; auto: all GPUs, or 2 processes"
     )

@@ -877,18 +877,22 @@ def test_threads_come_together_after_a_spin():
 def compile_any(kernel, arch, **constants):
     if kernel is gemm_ar_one_shot_kernel:
         return compile_one_shot(arch, BF16, split=2, **constants)
-    if kernel in SLICED_TRACED:
-        _, args, options = sliced_launches(arch, BF16)[SLICED_TRACED[kernel]]
+    if kernel in TRACED_LAUNCHES:
+        _, args, options = TRACED_LAUNCHES[kernel](arch)
         (compiled,) = compile_launches([(kernel, args, {**options, **constants})], arch)
         return compiled
     return compile_gemm(kernel, arch, BF16, **constants)
 
 
-SLICED_TRACED = {
-    moe_ag_gemm_kernel.moe_ag_gemm_kernel: "rows, swiglu", moe_gemm_rs_kernel.moe_gemm_rs_kernel: "sums",
-}  # fmt: skip
+TRACED_LAUNCHES = {
+    ag_attention_kernel.ag_attention_kernel: lambda arch: attention_launches(arch, BF16)["attention"],
+    moe_ag_gemm_kernel.moe_ag_gemm_kernel: lambda arch: sliced_launches(arch, BF16)["rows, swiglu"],
+    moe_gemm_rs_kernel.moe_gemm_rs_kernel: lambda arch: sliced_launches(arch, BF16)["sums"],
+    ulysses_out_kernel.ulysses_out_kernel: lambda arch: ulysses_launches(arch, BF16)["out"],
+    ulysses_qkv_kernel.ulysses_qkv_kernel: lambda arch: ulysses_launches(arch, BF16)["qkv"],
+}
 every_traced_kernel = pytest.mark.parametrize(
-    "kernel", [*PRODUCTS, gemm_ar_one_shot_kernel, *SLICED_TRACED], ids=lambda k: k.__name__
+    "kernel", [*PRODUCTS, gemm_ar_one_shot_kernel, *TRACED_LAUNCHES], ids=lambda k: k.__name__
 )
 
 

@@ -7,7 +7,8 @@
 3. Check: one call of each, into poisoned memory, against the operator's reference in a wider type.
 4. Time: rounds of bursts in which the candidates take turns. What is behind drops out, so that later rounds can be
    longer; the best two, the plain sequence and the default meet in the last one. A candidate is as slow as its slowest
-   rank. The winner is checked once more, after all that.
+   rank. Where the winner's time is the host's, small differences say nothing of configs, and the default stays. The
+   winner is checked once more, after all that.
 
 A candidate that fails on any rank, gives a wrong result or does not come back in time is out on all (``together``).
 What happens inside a collective of torch (the plain sequence, the reference) is beyond that: a rank that dies there
@@ -15,6 +16,7 @@ leaves its peers to the timeout of torch's backend.
 """
 
 import logging
+import math
 import os
 import statistics
 import time
@@ -47,6 +49,10 @@ _CALL_LIMIT_S = 10.0  # for one candidate's wait for a peer
 _COLD_BYTES = 256 << 20  # sets of operands take turns until this much has gone by: several times any L2 cache
 _MAX_SETS = 8
 _MAX_CALLS = 100
+# How much of a call's time may be the host's, until it has launched the call, before a GPU is taken to wait for it. CPU
+# ranks compute what they launch.
+_HOST_BOUND = {"cuda": 0.9, "cpu": math.inf}
+_NOISE = 1.1  # times as long as another config the default may then take
 
 
 @dataclass(frozen=True)
@@ -72,12 +78,17 @@ class Trial:
 
     config: object
     samples: list = field(default_factory=list)  # of the last round that it was in
+    host_samples: list = field(default_factory=list)  # of the same: ms until the host had launched a call
     last_round: int = -1
     reason: str | None = None
 
     @property
     def ms(self):
         return statistics.median_low(self.samples) if self.samples else None
+
+    @property
+    def host_ms(self):
+        return statistics.median_low(self.host_samples)
 
 
 @dataclass
@@ -318,7 +329,7 @@ class _Tuner:
         """Bursts of each trial in turn; False if there was no time for all."""
         before = {id(trial): trial.ms for trial in trials}
         for trial in trials:
-            trial.samples = []
+            trial.samples, trial.host_samples = [], []
             trial.last_round = number
         for repeat in range(round_.repeats):
             first = repeat % max(len(trials), 1)
@@ -327,22 +338,24 @@ class _Tuner:
                     calls = _calls(round_.ms, before[id(trial)] or trial.ms)
                     values = self._attempt(trial, lambda t=trial, n=calls: self._burst(t, n))
                     if values is not None:
-                        trial.samples.append(max(ms for ms, _ in values))
-                        if values[0][1] > budget_s:  # rank 0's clock counts
+                        slowest = max(values)
+                        trial.samples.append(slowest[0])
+                        trial.host_samples.append(slowest[1])
+                        if values[0][2] > budget_s:  # rank 0's clock counts
                             return False
                 self._progress(stage, repeat * len(trials) + done + 1, round_.repeats * len(trials))
         return True
 
     def _burst(self, trial, calls):
-        """ms of a call, and the seconds since the tuning began."""
+        """ms of a call, those until the host has launched it, and the seconds since the tuning began."""
         used = self.operands[: lead_calls(self.device) + calls]
         sets = [self.tunable.prepared(each, self.problem, self.group, trial.config) for each in used]
-        ms, _ = burst(
+        ms, host_ms = burst(
             lambda operands: self.tunable.run(operands, self.problem, self.group, trial.config), sets, calls,
             self.device, self.group,
         )  # fmt: skip
         self.ranks.scratch.check()
-        return ms, time.monotonic() - self.begin
+        return ms, host_ms, time.monotonic() - self.begin
 
     def _final(self, trials, left):
         """The best two, the default and the plain sequence once more, beside the computation alone; the entry."""
@@ -354,7 +367,7 @@ class _Tuner:
         self.ranks.must("computation alone", self._make_local)
         local = self.ranks.must("computation alone", lambda: self._local_ms(round_))
         self._run_round(finalists, round_, len(_ROUNDS[self.device.type]), "final")
-        best = self._best_that_is_right(finalists)
+        best = self._best_that_is_right(finalists, default)
         plain_ms = None if plain is None else plain.ms
         self._say(f"best {best.ms:.4f} ms, plain {plain_ms} ms, default {default.ms} ms")
         rate = slowest_link(self.device, self.group)
@@ -364,12 +377,24 @@ class _Tuner:
             default.ms, max(local), wire_ms or None, date.today().isoformat(),
         )  # fmt: skip
 
-    def _best_that_is_right(self, finalists):
-        """The fastest of the final, which has to give the right result after all those calls as well."""
-        for trial in sorted((t for t in finalists if t.reason is None), key=lambda t: t.ms):
+    def _best_that_is_right(self, finalists, default):
+        """The best of the final, which has to give the right result after all those calls as well."""
+        for trial in self._in_order([t for t in finalists if t.reason is None], default):
             if self._try_out(trial):
                 return trial
         raise TuningError(f"{self.problem}: no candidate survived the final: {finalists[0].reason}")
+
+    def _in_order(self, finalists, default):
+        """The fastest first, but the default where another config is hardly faster and its time is the host's."""
+        ranked = sorted(finalists, key=lambda t: t.ms)
+        if default not in ranked:
+            return ranked
+        best = ranked[0]
+        hardly = default.ms <= _NOISE * best.ms and [best.config] != self._plain()
+        if best is default or not hardly or best.host_ms < _HOST_BOUND[self.device.type] * best.ms:
+            return ranked
+        self._say(f"the host takes as long as the calls: {best.config} is no better than the default")
+        return [default, *(trial for trial in ranked if trial is not default)]
 
     def _make_local(self):
         self.local = [self.tunable.local(operands, self.problem) for operands in self.operands[:2]]
@@ -390,7 +415,7 @@ class _Tuner:
 
     def _reject(self, trial, reason):
         trial.reason = trial.reason or reason
-        trial.samples = []
+        trial.samples, trial.host_samples = [], []
         self._say(f"out: {trial.config}: {reason}")
 
     def _progress(self, stage, done, total):

@@ -82,7 +82,7 @@ def _push_part(ctx, at, slot_at, start, count, row_bytes, half, peer, COPY_WORDS
 @td.jit
 def push_rows(
     ctx, half, signal, worker, num_workers, rows, total, chunk_rows, a_at, a_bytes, b_at, b_bytes, c_at, c_bytes,
-    MASK: tl.constexpr, OF_QUERIES: tl.constexpr, COPY_WORDS: tl.constexpr,
+    MASK: tl.constexpr, OF_QUERIES: tl.constexpr, COPY_WORDS: tl.constexpr, trace,
 ):  # fmt: skip
     """Push our rows of tensors a, b and perhaps c to the peers that need them; one of ``num_workers`` programs.
 
@@ -101,6 +101,7 @@ def push_rows(
         if travels(me, peer, chunk, chunk_rows, rows, total, MASK, OF_QUERIES):
             start = chunk * chunk_rows
             count = tl.minimum(chunk_rows, total - start)
+            td.mark(trace, "pushes", peer, item // num_workers)
             _push_part(ctx, a_at, me * a_slot, start, count, a_bytes, half, peer, COPY_WORDS)
             _push_part(ctx, b_at, ranks * a_slot + me * b_slot, start, count, b_bytes, half, peer, COPY_WORDS)
             if c_at is not None:

@@ -31,6 +31,7 @@ from tdkernels.ops._collectives import all_gather_rows, reduce_scatter_rows
 from tdkernels.ops._config import as_argument, from_text
 from tdkernels.ops._nodes import spans_nodes
 from tdkernels.ops._tuning import chosen
+from tdkernels.ops._wanted import received, to_expect, to_send
 from tdkernels.ops.ag_attention_checks import check_attention
 from tdkernels.ops.ag_attention_config import AgAttentionConfig, completed
 from tdkernels.symm import resolve_group
@@ -172,12 +173,17 @@ def _by_name(q, k, v, causal, scale, sharding, group, config):
 
 def _forward(q, k, v, causal, scale, sharding, group, config):
     group, config = _by_name(q, k, v, causal, scale, sharding, group, config)
-    if not q.shape[1]:
-        return _fake_forward(q, k, v)
-    if config.method == "torch":
+    if config.method == "torch" and q.shape[1]:
         with torch.no_grad():
             o, lse = attend_by_torch(q, k, v, causal, scale, sharding, group, return_lse=True)
         return o.contiguous(), lse.contiguous()
+    return _by_kernel(q, k, v, causal, scale, sharding, group, config)
+
+
+def _by_kernel(q, k, v, causal, scale, sharding, group, config):
+    """(o, lse) with a complete config, which says nothing where there are no positions."""
+    if not q.shape[1]:
+        return _fake_forward(q, k, v)
     o, lse = kernel.launch(*_ready(q, k, v), causal, sharding, scale, group, config)
     return _cut(o, v.shape[3]), lse
 
@@ -186,7 +192,7 @@ def _backward(do, dlse, q, k, v, o, lse, need_dq, need_dk, need_dv, causal, scal
     wanted = need_dq, need_dk, need_dv
     group, config = _by_name(q, k, v, causal, scale, sharding, group, config)
     if not q.shape[1]:
-        return _fake_gradients((q, k, v), wanted)
+        return to_expect((q, k, v), wanted)
     do = torch.zeros_like(o) if do is None else do
     if config.method == "torch":
         gradients = _torch_gradients(q, k, v, do, dlse, causal, scale, sharding, group)
@@ -194,10 +200,8 @@ def _backward(do, dlse, q, k, v, o, lse, need_dq, need_dk, need_dv, causal, scal
         dlse = None if dlse is None else dlse.contiguous()
         operands = *_ready(q, k, v, o), lse, *_ready(do), dlse
         gradients = backward_kernel.launch(*operands, wanted, causal, sharding, scale, group, config)
-    return tuple(
-        _cut(dx, x.shape[3]).contiguous() if needed else q.new_empty(0)
-        for dx, x, needed in zip(gradients, (q, k, v), wanted, strict=True)
-    )
+    cut = (dx if dx is None else _cut(dx, x.shape[3]) for dx, x in zip(gradients, (q, k, v), strict=True))
+    return to_send(cut, (q, k, v), wanted)
 
 
 @torch.enable_grad()
@@ -214,10 +218,6 @@ def _fake_forward(q, k, v, *_):
     return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-def _fake_gradients(operands, wanted):
-    return tuple(x.new_empty(x.shape if needed else (0,)) for x, needed in zip(operands, wanted, strict=True))
-
-
 _library = torch.library.Library("tdkernels", "FRAGMENT")
 _OPERANDS, _TAIL = "Tensor q, Tensor k, Tensor v", "bool causal, float scale, str sharding, str group, str config"
 _library.define(f"ag_attention({_OPERANDS}, {_TAIL}) -> (Tensor, Tensor)")
@@ -232,7 +232,7 @@ torch.library.register_fake("tdkernels::ag_attention", _fake_forward, lib=_libra
 
 @torch.library.register_fake("tdkernels::ag_attention_backward", lib=_library)
 def _(do, dlse, q, k, v, o, lse, need_dq, need_dk, need_dv, *_call):
-    return _fake_gradients((q, k, v), (need_dq, need_dk, need_dv))
+    return to_expect((q, k, v), (need_dq, need_dk, need_dv))
 
 
 class _AgAttention(torch.autograd.Function):
@@ -249,21 +249,19 @@ class _AgAttention(torch.autograd.Function):
         _operands.refuse_second_derivatives("ag_attention")
         need = ctx.needs_input_grad[:3]
         gradients = torch.ops.tdkernels.ag_attention_backward(do, dlse, *ctx.saved_tensors, *need, *ctx.call)
-        return *(dx if needed else None for dx, needed in zip(gradients, need, strict=True)), *[None] * 5
+        return *received(gradients, need), *[None] * 5
 
 
 def attend(q, k, v, causal, scale, sharding, return_lse, group, config):
-    """(o, lse, or None where nobody wants it) with a complete config, of positions that there are.
+    """(o, lse, or None where nobody wants it) with a complete config.
 
     What torch computes it differentiates too, without attending a second time.
     """
     if config.method == "torch" and q.shape[1]:
         return attend_by_torch(q, k, v, causal, scale, sharding, group, return_lse)
-    return _attend_by_op(q, k, v, causal, scale, sharding, group.group_name, as_argument(config))
-
-
-def _attend_by_op(*call):
-    return _operands.apply(_AgAttention, torch.ops.tdkernels.ag_attention, *call)
+    if _operands.may_be_differentiated([q, k, v]):
+        return _AgAttention.apply(q, k, v, causal, scale, sharding, group.group_name, as_argument(config))
+    return _by_kernel(q, k, v, causal, scale, sharding, group, config)
 
 
 def ag_attention(
@@ -299,7 +297,8 @@ def ag_attention(
     check_attention("ag_attention", q, k, v, causal, scale, sharding, config)
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     if torch.compiler.is_compiling():
-        o, lse = _attend_by_op(q, k, v, causal, scale, sharding, group.group_name, as_argument(config))
+        call = q, k, v, causal, scale, sharding, group.group_name, as_argument(config)
+        o, lse = _operands.apply(_AgAttention, torch.ops.tdkernels.ag_attention, *call)
     else:
         config = _settled(q, k, v, causal, scale, sharding, group, config)
         o, lse = attend(q, k, v, causal, scale, sharding, return_lse, group, config)

@@ -90,7 +90,7 @@ def ag_attention_dq_kernel(
         if piece < num_comm:
             push_rows(
                 ctx, half, signal, piece, num_comm, rows, positions, chunk_rows, k_ptr.to(tl.int64), k_bytes,
-                v_ptr.to(tl.int64), v_bytes, None, 0, MASK, False, COPY_WORDS,
+                v_ptr.to(tl.int64), v_bytes, None, 0, MASK, False, COPY_WORDS, (None, 0),
             )  # fmt: skip
             answer = td.take_ticket(ctx)
         elif piece >= num_comm + tiles:

@@ -176,6 +176,7 @@ def ag_attention_dkv_kernel(
             push_rows(
                 ctx, half, signal, piece, num_comm, rows, positions, chunk_rows, q_ptr.to(tl.int64), q_bytes,
                 do_ptr.to(tl.int64), do_bytes, stats_ptr.to(tl.int64), stat_bytes, MASK, True, COPY_WORDS,
+                (None, 0),
             )  # fmt: skip
             answer = td.take_ticket(ctx)
         elif piece >= num_comm + tiles:

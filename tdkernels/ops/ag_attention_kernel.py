@@ -11,7 +11,8 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tdkernels import lang as td
-from tdkernels.ops import _device, _operands
+from tdkernels.lang._trace import ALL_PEERS
+from tdkernels.ops import _device, _operands, _trace
 from tdkernels.ops._attention import (
     ALL,
     CONTIGUOUS,
@@ -117,7 +118,7 @@ def ag_attention_kernel(
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, MASK: tl.constexpr, ELEM_BYTES: tl.constexpr,
     STRADDLES: tl.constexpr, USE_TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-    COPY_WORDS: tl.constexpr,
+    COPY_WORDS: tl.constexpr, trace_ptr=None,
 ):  # fmt: skip
     """o [B, S / W, Hq, DV] and lse [B, S / W, Hq]; ``scale`` has the factor for powers of two in it."""
     DTYPE: tl.constexpr = q_ptr.dtype.element_ty
@@ -133,13 +134,16 @@ def ag_attention_kernel(
 
     piece = td.ticket_of(td.take_ticket(ctx))
     while piece < pieces:
+        trace = (trace_ptr, piece)
+        td.mark(trace, "starts")
         if piece < num_comm:
             push_rows(
                 ctx, half, signal, piece, num_comm, rows, positions, chunk_rows, k_ptr.to(tl.int64), k_bytes,
-                v_ptr.to(tl.int64), v_bytes, None, 0, MASK, False, COPY_WORDS,
+                v_ptr.to(tl.int64), v_bytes, None, 0, MASK, False, COPY_WORDS, trace,
             )  # fmt: skip
             answer = td.take_ticket(ctx)
         elif piece >= num_comm + tiles:
+            td.mark(trace, "waits", ALL_PEERS)
             await_peers(ctx, half, signal, num_chunks)
             answer = td.take_ticket(ctx)
         else:
@@ -154,6 +158,7 @@ def ag_attention_kernel(
             total = tl.full((BLOCK_Q,), 0.0, tl.float32)
             limits, plain, blocks = own_blocks(row, rows, BLOCK_Q, BLOCK_K, MASK)
             k_at, v_at = k_ptr.to(tl.int64), v_ptr.to(tl.int64)
+            td.mark(trace, "multiplies", me)
             acc, top, total = _attend(
                 acc, top, total, q, k_desc, v_desc, k_at, v_at, 0, entry, first_row, kv_head, kv_heads,
                 0, plain, limits, rows, scale,
@@ -173,10 +178,12 @@ def ag_attention_kernel(
                     chunk, start, stop = blocks_of(
                         segment, segments, last_chunk, first_row, 0, most, chunk_rows, BLOCK_K
                     )  # fmt: skip
+                    td.mark(trace, "waits", source, 2 * (before + chunk))
                     at = await_chunks(
                         ctx, half, signal, td.data_at(ctx, half, me), known, before + chunk + 1, rows, positions,
                         chunk_rows, MASK, False, USE_TMA,
                     )  # fmt: skip
+                    td.mark(trace, "multiplies", source, 2 * (before + chunk) + 1)
                     known = tl.maximum(known, before + chunk + 1)
                     k_at, v_at = at + source * k_slot, at + ranks * k_slot + source * v_slot
                     middle = tl.minimum(tl.maximum(least // BLOCK_K, start), stop)
@@ -191,11 +198,14 @@ def ag_attention_kernel(
                         DTYPE, D, DV, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_K, USE_TMA, True, STRADDLES, PRECISION, 1,
                     )  # fmt: skip
             answer = td.take_ticket(ctx)
+            td.mark(trace, "stores")
             store_rows_of(o_ptr, acc / total[:, None], first_row, head, heads, row, rows, DV, BLOCK_Q, BLOCK_DV)
             offs = row + tl.arange(0, BLOCK_Q)
             places = (tl.cast(first_row, tl.int64) + offs) * heads + head
             tl.store(lse_ptr + places, (top + tl.log2(total)) * LN_2, mask=offs < rows)
+        td.mark(trace, "finishes")
         piece = td.ticket_of(answer)
+        td.mark(trace, "ends")
     td.finish(ctx)
 
 
@@ -315,7 +325,7 @@ def _arguments(workspace, q, k, v, o, lse, causal, sharding, scale, ranks, plan,
         "D": d, "DV": v.shape[3], "BLOCK_D": block_d, "BLOCK_DV": block_dv, "BLOCK_Q": config.block_q,
         "BLOCK_K": config.block_k, "MASK": mask_of(causal, sharding), "ELEM_BYTES": q.element_size(), "USE_TMA": tma,
         "STRADDLES": straddles(rows, config.block_k, causal, sharding), "PRECISION": _operands.dot_precision(q.dtype),
-        "STAGES": config.num_stages, "COPY_WORDS": _COPY_WORDS,
+        "STAGES": config.num_stages, "COPY_WORDS": _COPY_WORDS, "trace_ptr": None,
         "num_warps": config.num_warps, "num_stages": config.num_stages,
     }  # fmt: skip
     return args, constants
@@ -341,6 +351,8 @@ def launch(q, k, v, causal, sharding, scale, group, config):
     workspace, plan, num_comm = prepare_keys("ag_attention", q, k, v, group, config, fields)
     pieces = num_comm + -(-rows // config.block_q) * batch * heads + (ranks > 1)
     args, constants = _arguments(workspace, q, k, v, o, lse, causal, sharding, scale, ranks, plan, num_comm, config)
+    far_chunks = (ranks - 1) * -(-batch * rows // config.chunk_rows)
+    constants["trace_ptr"] = _trace.buffer(q.device, pieces, 2 * far_chunks)
     workspace.before_launch()
     ag_attention_kernel[(min(pieces, resident_programs(q.device, config.num_warps)),)](*args, **constants)
     workspace.after_launch()

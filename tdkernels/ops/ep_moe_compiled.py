@@ -9,6 +9,7 @@ import torch
 from tdkernels.ops import _operands
 from tdkernels.ops import ep_launch as launcher
 from tdkernels.ops._config import from_text
+from tdkernels.ops._wanted import received, to_expect, to_send
 from tdkernels.ops.ep_config import EpConfig
 from tdkernels.ops.ep_moe_steps import receive
 from tdkernels.ops.moe_ep import ep_combine, route_tokens
@@ -51,8 +52,7 @@ def _backward(
     if need_dx:
         dx, _ = launcher.combine(routing, drows)
     needs = need_dx, need_dtopk, need_dgate_up, need_ddown
-    wanted = zip((dx, dtopk, dgate_up, ddown), (x, topk_weights, w_gate_up, w_down), needs, strict=True)
-    return tuple(dt.to(t.dtype).contiguous() if needed else x.new_empty(0) for dt, t, needed in wanted)
+    return to_send((dx, dtopk, dgate_up, ddown), (x, topk_weights, w_gate_up, w_down), needs)
 
 
 _library = torch.library.Library("tdkernels", "FRAGMENT")
@@ -82,8 +82,7 @@ def _(x, topk_ids, topk_weights, w_gate_up, w_down, num_experts, activation, qua
 
 @torch.library.register_fake("tdkernels::ep_moe_backward", lib=_library)
 def _(dy, x, topk_ids, topk_weights, w_gate_up, w_down, rows, pre, hidden, made, *call):
-    operands = x, topk_weights, w_gate_up, w_down
-    return tuple(t.new_empty(t.shape if needed else (0,)) for t, needed in zip(operands, call[:4], strict=True))
+    return to_expect((x, topk_weights, w_gate_up, w_down), call[:4])
 
 
 class _EpMoe(torch.autograd.Function):
@@ -102,7 +101,7 @@ class _EpMoe(torch.autograd.Function):
         need_dx, _, *others = ctx.needs_input_grad[:5]
         needs = need_dx, *others
         made = torch.ops.tdkernels.ep_moe_backward(dy, *ctx.saved_tensors, *needs, *ctx.call)
-        dx, *gradients = (dt if needed else None for dt, needed in zip(made, needs, strict=True))
+        dx, *gradients = received(made, needs)
         return dx, None, *gradients, *[None] * 7
 
 

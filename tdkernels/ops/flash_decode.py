@@ -28,6 +28,7 @@ from tdkernels.ops._collectives import all_gather_rows
 from tdkernels.ops._collectives import all_reduce as plain_all_reduce
 from tdkernels.ops._config import as_argument, from_text
 from tdkernels.ops._tuning import chosen
+from tdkernels.ops._wanted import received, to_expect, to_send
 from tdkernels.ops.collectives import all_reduce
 from tdkernels.ops.flash_decode_checks import FP8, check, check_values
 from tdkernels.ops.flash_decode_config import FlashDecodeConfig, layout_of
@@ -179,12 +180,11 @@ def _backward(
         )
     if need_dq and group is not None:
         dq = plain_all_reduce(dq, group) if by_torch else all_reduce(dq, group=group)
-    nothing = q.new_empty(0)
-    return (
-        dq.to(q.dtype).contiguous() if need_dq else nothing,
-        _of_cache(dk, k_cache, block_table) if need_dk else nothing.clone(),
-        _of_cache(dv, v_cache, block_table) if need_dv else nothing.clone(),
-    )
+    if need_dk:
+        dk = _of_cache(dk, k_cache, block_table)
+    if need_dv:
+        dv = _of_cache(dv, v_cache, block_table)
+    return to_send((dq, dk, dv), (q, k_cache, v_cache), (need_dq, need_dk, need_dv))
 
 
 @torch.enable_grad()
@@ -211,11 +211,11 @@ def _keys_after(kv_lens, queries, window, group):
 def _of_cache(gradient, cache, block_table):
     """The gradient [B, capacity, Hkv, D] in the layout of the cache; blocks that entries share get the sum."""
     if block_table is None:
-        return gradient.to(cache.dtype).contiguous()
+        return gradient
     paged = torch.zeros_like(cache, dtype=torch.float32, memory_format=torch.contiguous_format)
     blocks = gradient.reshape(-1, *cache.shape[1:]).float()
     numbers = block_table.long().clamp(0, cache.shape[0] - 1).flatten()  # past an entry's last they may be anything
-    return paged.index_put_((numbers,), blocks, accumulate=True).to(cache.dtype)
+    return paged.index_put_((numbers,), blocks, accumulate=True)
 
 
 _library = torch.library.Library("tdkernels", "FRAGMENT")
@@ -244,8 +244,7 @@ def _(
     do, dlse, q, k_cache, v_cache, kv_lens, block_table, o, lse, need_dq, need_dk, need_dv, scale, soft_cap, window,
     group, config,
 ):  # fmt: skip
-    wanted = (q, need_dq), (k_cache, need_dk), (v_cache, need_dv)
-    return tuple(x.new_empty(x.shape) if needed else q.new_empty(0) for x, needed in wanted)
+    return to_expect((q, k_cache, v_cache), (need_dq, need_dk, need_dv))
 
 
 class _FlashDecode(torch.autograd.Function):
@@ -265,7 +264,7 @@ class _FlashDecode(torch.autograd.Function):
         _operands.refuse_second_derivatives("flash_decode")
         need = ctx.needs_input_grad[:3]
         gradients = torch.ops.tdkernels.flash_decode_backward(do, dlse, *ctx.saved_tensors, *need, *ctx.call)
-        return *(dx if needed else None for dx, needed in zip(gradients, need, strict=True)), *[None] * 9
+        return *received(gradients, need), *[None] * 9
 
 
 # ---- the public function ----

@@ -324,7 +324,7 @@ def _arguments(ctx, x, w, routing, routed, made, done, plan, num_comm, config, a
     return args, {
         "COPY_WORDS": _COPY_WORDS, "ELEM_BYTES": x.element_size(), "ACTIVATION": NUMBERS[activation],
         "CHOICES": routing.num_choices, "BLOCK_TOKENS": BLOCK_TOKENS,
-        "BLOCK_COLUMNS": min(next_power_of_2(k), BLOCK_COLUMNS), **constants,
+        "BLOCK_COLUMNS": min(next_power_of_2(k), BLOCK_COLUMNS), "trace_ptr": None, **constants,
     }  # fmt: skip
 
 

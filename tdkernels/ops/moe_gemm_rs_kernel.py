@@ -191,7 +191,7 @@ def _arguments(ctx, h, w, routing, routed, weights, done, out, z, plan, config):
     )  # fmt: skip
     return args, {
         "CHOICES": routing.num_choices, "RANKS": routing.world_size, "BLOCK_TOKENS": BLOCK_TOKENS,
-        "BLOCK_COLUMNS": _block_columns(n), "ELEM_BYTES": h.element_size(), **constants,
+        "BLOCK_COLUMNS": _block_columns(n), "ELEM_BYTES": h.element_size(), "trace_ptr": None, **constants,
     }  # fmt: skip
 
 

@@ -8,6 +8,7 @@ import torch
 
 from tdkernels.ops import _operands
 from tdkernels.ops._config import from_text
+from tdkernels.ops._wanted import received, to_expect, to_send
 from tdkernels.ops.moe_ag_gemm_kernel import MoeTpConfig
 from tdkernels.ops.moe_tp_halves import (
     first_backward,
@@ -63,7 +64,7 @@ def _backward(
 ):  # fmt: skip
     operands, needs = (x, topk_weights, w_gate_up, w_down), (need_dx, need_dtopk, need_dgate_up, need_ddown)
     if not x.shape[0]:
-        return tuple(torch.zeros_like(tensor) for tensor in _gradients(operands, needs))
+        return tuple(tensor.zero_() for tensor in to_expect(operands, needs))
     group, activation = _operands.group_by_name(group), activation or None
     configs = _configs(x, topk_ids, w_gate_up, w_down, activation, group, config)
     routing = routing_of("tp_moe", topk_ids, w_gate_up, group, configs[0])
@@ -71,12 +72,7 @@ def _backward(
     dx = dgate_up = None
     if need_dx or need_dgate_up:
         dx, dgate_up = first_backward(dh, x, w_gate_up, pre, routing, activation, configs[1], need_dx, need_dgate_up)
-    made = zip((dx, dtopk, dgate_up, ddown), operands, needs, strict=True)
-    return tuple(dt.to(t.dtype).contiguous() if needed else x.new_empty(0) for dt, t, needed in made)
-
-
-def _gradients(operands, needs):
-    return tuple(x.new_empty(x.shape if needed else (0,)) for x, needed in zip(operands, needs, strict=True))
+    return to_send((dx, dtopk, dgate_up, ddown), operands, needs)
 
 
 _library = torch.library.Library("tdkernels", "FRAGMENT")
@@ -100,7 +96,7 @@ def _(x, topk_ids, topk_weights, w_gate_up, w_down, activation, keep, group, con
 
 @torch.library.register_fake("tdkernels::tp_moe_backward", lib=_library)
 def _(dy, x, topk_ids, topk_weights, w_gate_up, w_down, h, pre, weights, *call):
-    return _gradients((x, topk_weights, w_gate_up, w_down), call[:4])
+    return to_expect((x, topk_weights, w_gate_up, w_down), call[:4])
 
 
 class _TpMoe(torch.autograd.Function):
@@ -118,7 +114,7 @@ class _TpMoe(torch.autograd.Function):
         need_dx, _, *others = ctx.needs_input_grad[:5]
         needs = need_dx, *others
         made = torch.ops.tdkernels.tp_moe_backward(dy, *ctx.saved_tensors, *needs, *ctx.call)
-        dx, *gradients = (dt if needed else None for dt, needed in zip(made, needs, strict=True))
+        dx, *gradients = received(made, needs)
         return dx, None, *gradients, None, None, None
 
 

@@ -17,7 +17,8 @@ import torch
 import triton.language as tl
 
 from tdkernels import lang as td
-from tdkernels.ops import _device, _operands
+from tdkernels.lang._trace import ALL_PEERS
+from tdkernels.ops import _device, _operands, _trace
 from tdkernels.ops._config import text_of
 from tdkernels.ops._gemm import as_aligned, store_rows, swizzle, with_bias
 from tdkernels.ops._tiles import next_power_of_2
@@ -67,7 +68,7 @@ def _push_rows(
 @td.jit
 def _push(
     ctx, o_ptr, half, signal, M, positions, width, chunk_rows, num_chunks, parts, worker, num_workers,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, trace,
 ):  # fmt: skip
     """Push to all peers, a part of a chunk at a time; one of ``num_workers`` programs."""
     me = td.rank(ctx)
@@ -82,6 +83,7 @@ def _push(
         peer = (me + ranks - 1 - pair % others) % ranks
         end = tl.minimum(chunk * chunk_rows + chunk_rows, M)
         first = chunk * chunk_rows + item % parts * part_rows
+        td.mark(trace, "pushes", peer, item // num_workers)
         _push_rows(
             o_ptr, td.pointer_to(td.data_at(ctx, half, peer), o_ptr.dtype.element_ty),
             first, tl.minimum(first + part_rows, end), positions, positions * ranks, peer * positions,
@@ -170,7 +172,7 @@ def ulysses_out_kernel(
     PUSH_ROWS: tl.constexpr, PUSH_COLUMNS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     ELEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, HAS_BIAS: tl.constexpr, USE_TMA: tl.constexpr,
-    W_IS_KN: tl.constexpr, PRECISION: tl.constexpr,
+    W_IS_KN: tl.constexpr, PRECISION: tl.constexpr, trace_ptr=None,
 ):  # fmt: skip
     """z [M, N] = our positions of all ranks' heads @ w.T; o is [W * M, width], w [N, W * width].
 
@@ -196,10 +198,12 @@ def ulysses_out_kernel(
 
     piece = td.ticket_of(td.take_ticket(ctx))
     while piece < pieces:
+        trace = (trace_ptr, piece)
+        td.mark(trace, "starts")
         if piece < num_comm:
             _push(
                 ctx, o_ptr, half, signal, M, positions, width, chunk_tiles * BLOCK_M, num_chunks, parts, piece,
-                num_comm, PUSH_ROWS, PUSH_COLUMNS,
+                num_comm, PUSH_ROWS, PUSH_COLUMNS, trace,
             )  # fmt: skip
             answer = td.take_ticket(ctx)
         elif piece < first_kept:
@@ -211,9 +215,11 @@ def ulysses_out_kernel(
             signals = td.signal_at(ctx, half, pid_m // chunk_tiles)
             at_once = tl.where(tile < early, early_at_once, late_at_once)
             if tile >= early:
+                td.mark(trace, "waits", ALL_PEERS)
                 td.wait_plan_all(ctx, signals, num_chunks, signal)  # producer: _push of every peer
                 if USE_TMA:
                     td.fence_before_tma_load()
+            td.mark(trace, "multiplies", me)
             acc = _tile_of_columns(
                 tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32), own_ptr, own_desc, 0, row, M, me * width, width,
                 w_ptr, w_desc, col, stride_w, N, K, me * width, width,
@@ -223,17 +229,20 @@ def ulysses_out_kernel(
             for step in range(1, ranks, at_once):
                 end = tl.minimum(step + at_once, ranks)
                 if tile < early:
+                    td.mark(trace, "waits", (me + step) % ranks, 2 * (step - 1))
                     for later in range(step, end):
                         source = (me + later) % ranks
                         # producer: _push of the source
                         seen = td.wait_plan(ctx, signals + source * num_chunks, signal, source, FOR_TMA=USE_TMA)
                         slot = td.consume_token(slot, seen)
+                td.mark(trace, "multiplies", (me + step) % ranks, 2 * (step - 1) + 1)
                 acc = _tile_of_columns(
                     acc, td.pointer_to(slot, DTYPE), gathered_desc, half, row, M, 0, K,
                     w_ptr, w_desc, col, stride_w, N, K, (me + step) % ranks * width, (end - step) * width,
                     BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, W_IS_KN, PRECISION,
                 )  # fmt: skip
             answer = td.take_ticket(ctx)
+            td.mark(trace, "stores")
             offs_n = col + tl.arange(0, BLOCK_N)
             acc = with_bias(acc, bias_ptr, offs_n, N, HAS_BIAS)
             store_rows(z_ptr, td.from_float32(acc, DTYPE), row + tl.arange(0, BLOCK_M), offs_n, M, N)
@@ -241,13 +250,17 @@ def ulysses_out_kernel(
             if kept_ptr is not None:
                 block = piece - first_kept
                 pid_m = block // kept_n
+                td.mark(trace, "waits", ALL_PEERS)
                 # producer: _push of every peer
                 td.wait_plan_all(ctx, td.signal_at(ctx, half, pid_m // chunk_tiles), num_chunks, signal)
+                td.mark(trace, "copies")
                 _keep_block(
                     ctx, own_ptr, kept_ptr, half, pid_m * BLOCK_M, block % kept_n * BLOCK_N, width, M, BLOCK_M, BLOCK_N
                 )
             answer = td.take_ticket(ctx)
+        td.mark(trace, "finishes")
         piece = td.ticket_of(answer)
+        td.mark(trace, "ends")
     td.finish(ctx)
 
 
@@ -311,7 +324,7 @@ def _arguments(workspace, o, own, weight, bias, z, kept, batch, world_size, prog
         rows, n, rows // batch, width, stride_w, plan, config.num_comm_sms, config.chunk_tiles, config.chunk_parts,
         programs, config.sources_at_once if even else 1, world_size if even else 1, tiles.group_m,
     )  # fmt: skip
-    return args, {"PUSH_ROWS": push_rows, "PUSH_COLUMNS": push_columns, **constants}
+    return args, {"PUSH_ROWS": push_rows, "PUSH_COLUMNS": push_columns, "trace_ptr": None, **constants}
 
 
 def compile(o, weight, bias, world_size, config):
@@ -341,13 +354,14 @@ def launch(operator, o, weight, bias, batch, group, config, keep=False):
     kept = o.new_empty(rows, k) if keep else None
     num_tiles = -(-rows // tiles.block_m) * -(-n // tiles.block_n)
     copies = -(-rows // tiles.block_m) * -(-k // tiles.block_n) if keep else 0
-    programs = min(
-        config.num_comm_sms + num_tiles + copies, _device.resident_programs(o.device, tiles, o.dtype)
-    )  # fmt: skip
+    pieces = config.num_comm_sms + num_tiles + copies
+    programs = min(pieces, _device.resident_programs(o.device, tiles, o.dtype))
     workspace.before_launch()
     args, constants = _arguments(
         workspace, o, own, weight, bias, z, kept, batch, world_size, programs, plan, config
     )  # fmt: skip
+    pushes = -(-num_chunks * (world_size - 1) * config.chunk_parts // config.num_comm_sms)
+    constants["trace_ptr"] = _trace.buffer(o.device, pieces, max(pushes, 2 * (world_size - 1)))
     ulysses_out_kernel[(programs,)](*args, **constants)
     workspace.after_launch()
     return z, kept

@@ -18,7 +18,7 @@ import torch
 import triton.language as tl
 
 from tdkernels import lang as td
-from tdkernels.ops import _device, _operands
+from tdkernels.ops import _device, _operands, _trace
 from tdkernels.ops._config import text_of
 from tdkernels.ops._gemm import as_aligned, gemm_tile, swizzle
 from tdkernels.symm import get_workspace
@@ -50,7 +50,7 @@ def ulysses_qkv_kernel(
     M, K, positions, width, stride_w, lag, plan, pushes, group_m,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     ELEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, HAS_BIAS: tl.constexpr, USE_TMA: tl.constexpr,
-    W_IS_KN: tl.constexpr, PRECISION: tl.constexpr,
+    W_IS_KN: tl.constexpr, PRECISION: tl.constexpr, trace_ptr=None,
 ):  # fmt: skip
     """y [W * M, width] = our heads of all ranks' x @ w.T; x is [M, K], w [W * width, K], a sequence has ``positions``.
 
@@ -75,6 +75,8 @@ def ulysses_qkv_kernel(
 
     piece = td.ticket_of(td.take_ticket(ctx))
     while piece < pieces:
+        trace = (trace_ptr, piece)
+        td.mark(trace, "starts")
         late = piece - lag
         takes = (late >= 0) & (late % 2 == 0)
         tile = tl.where(late < 0, piece, late // 2 + tl.where(takes, 0, lag))
@@ -82,10 +84,12 @@ def ulysses_qkv_kernel(
             step, pid_m, pid_n = tile_in_turn(tile, tiles_m, tiles_n, ranks, group_m)
             source = (me + ranks - step) % ranks
             number = pid_m * tiles_n + pid_n
+            td.mark(trace, "waits", source)
             # producer: the source's piece that computes this tile
             seen = td.wait_plan(ctx, td.signal_at(ctx, half, source * tiles + number), signal, source)
             # A rank keeps what is of another's heads at the place of that rank, or what others have stored at theirs.
             slot = (tl.where(pushes != 0, source, me) * tiles + number).to(tl.int64)
+            td.mark(trace, "receives", source)
             at = td.data_at(ctx, half, tl.where(pushes != 0, me, source)) + slot * (TILE * ELEM_BYTES)
             taken = tl.load(td.pointer_to(td.consume_token(at, seen), DTYPE) + within)
             answer = td.take_ticket(ctx)
@@ -100,12 +104,14 @@ def ulysses_qkv_kernel(
             owner = (me + step) % ranks
             row = pid_m * BLOCK_M
             col = pid_n * BLOCK_N
+            td.mark(trace, "multiplies", owner)
             acc = gemm_tile(
                 tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32), x_ptr, x_desc, 0, row, M,
                 w_ptr, w_desc, owner * width + col, stride_w, width * ranks, K, K,
                 BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, W_IS_KN, PRECISION,
             )  # fmt: skip
             answer = td.take_ticket(ctx)
+            td.mark(trace, "stores", owner)
             if HAS_BIAS:
                 bias = tl.load(bias_ptr + owner * width + col + offs_n, mask=col + offs_n < width, other=0.0)
                 acc += td.to_float32(bias)[None, :]
@@ -121,7 +127,9 @@ def ulysses_qkv_kernel(
                 td.notify(ctx, td.signal_at(ctx, half, me * tiles + number), owner, signal)
         else:
             answer = td.take_ticket(ctx)
+        td.mark(trace, "finishes")
         piece = td.ticket_of(answer)
+        td.mark(trace, "ends")
     td.finish(ctx)
 
 
@@ -143,7 +151,7 @@ def _arguments(ctx, x, weight, bias, y, batch, world_size, lag, plan, config):
     weight, stride_w, _ = _operands.weight_layout(weight)
     tiles, (rows, k), width = config.tiles, x.shape, weight.shape[0] // world_size
     constants = _operands.product_constants(x, weight, bias, tiles)
-    constants["ALIGNED"] = _operands.aligned(width, k, stride_w)
+    constants.update(ALIGNED=_operands.aligned(width, k, stride_w), trace_ptr=None)
     x_desc, w_desc = _operands.product_descriptors(x, weight, tiles, constants)
     args = (
         ctx, x, x_desc, weight, w_desc, bias, y,
@@ -176,6 +184,7 @@ def launch(operator, x, weight, bias, batch, group, config):
     lag = min(config.lag_tiles or -(-3 * resident // 2), world_size * count)
     pieces = lag + 2 * max(world_size * count - lag, (world_size - 1) * count)
     args, constants = _arguments(workspace.ctx, x, weight, bias, y, batch, world_size, lag, plan, config)
+    constants["trace_ptr"] = _trace.buffer(x.device, pieces)
     workspace.before_launch()
     ulysses_qkv_kernel[(min(pieces, resident),)](*args, **constants)
     workspace.after_launch()

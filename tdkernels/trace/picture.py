@@ -15,7 +15,7 @@ _COLOURS = {
 _IDLE = "#ffffff"
 _MEANING = {
     "multiplies": "multiplies a tile", "joins": "adds up parts", "stores": "stores a tile", "sums": "sums partials",
-    "copies": "copies tokens to rows", "receives": "brings a sum to z", "pushes": "pushes to a peer",
+    "copies": "copies what has come", "receives": "brings a sum to z", "pushes": "pushes to a peer",
     "waits": "waits for a signal", "starts": "finds its tile", "finishes": "comes to its end",
 }  # fmt: skip
 _WIDTH, _RANK_HEIGHT, _MARGIN = 14.0, 3.0, 1.6  # inches

@@ -82,8 +82,10 @@ def _config(problem, device, group, changes):
     if changes is None:
         config = choose(tuned, problem, device, group, {"traced": str(problem)}).config
         return default if tuned.compiled(config) is None else config
-    values = {**tuned.config_to_dict(default), **changes}
-    values["tiles"] = {**tuned.config_to_dict(default)["tiles"], **changes.get("tiles", {})}
+    values_of_default = tuned.config_to_dict(default)
+    values = {**values_of_default, **changes}
+    if "tiles" in changes:
+        values["tiles"] = {**values_of_default["tiles"], **changes["tiles"]}
     try:
         config = tuned.config_from_dict(values)
         reason = tuned.illegal(config, problem, device)

@@ -108,7 +108,7 @@ def fastest(operator, config):
         return min(estimate_ms(each, problem, hardware) for each in alike)
 
     def burst(self, trial, calls):
-        return [1.0 if trial.config == config else 9.0 if trial.config.method == "torch" else 4.0, 0.0]
+        return [1.0 if trial.config == config else 9.0 if trial.config.method == "torch" else 4.0, 0.0, 0.0]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tuner._Tuner, "_burst", burst)

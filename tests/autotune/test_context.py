@@ -168,9 +168,9 @@ def turns_wrong_in_the_end(folder):
         run, turned = op.run, []
         final = tuner._Tuner._best_that_is_right
 
-        def late(self, finalists):
+        def late(self, finalists, default):
             turned.append(min((t for t in finalists if t.reason is None), key=lambda t: t.ms).config)
-            return final(self, finalists)
+            return final(self, finalists, default)
 
         def wrong(self, operands, problem, group, config):
             output = run(operands, problem, group, config)

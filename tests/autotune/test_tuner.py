@@ -135,8 +135,11 @@ def test_what_is_cut_is_counted_and_default_and_plain_never_are(tmp_path):
 
 
 @contextlib.contextmanager
-def made_up_times(ms):
-    """Bursts take ``ms[config]`` (a number, or one for each rank); gives the bursts: (config, calls), None alone."""
+def made_up_times(ms, host_share=0.0):
+    """Bursts take ``ms[config]`` (a number, or one for each rank); gives the bursts: (config, calls), None alone.
+
+    ``host_share``: of that, until the host has launched
+    """
     op, bursts = tunable("ag_gemm"), []
     real, asked = op.run, []
     with pytest.MonkeyPatch.context() as patch:
@@ -148,7 +151,8 @@ def made_up_times(ms):
             replace_in(patch, op, "run", real)
             bursts.append((asked[0], calls))
             value = ms[asked[0]]
-            return value[dist.get_rank()] if isinstance(value, tuple) else value, 0.0
+            value = value[dist.get_rank()] if isinstance(value, tuple) else value
+            return value, host_share * value
 
         patch.setattr(tuner, "burst", burst)
         yield bursts
@@ -187,6 +191,27 @@ def test_the_slowest_rank_counts_and_who_is_behind_drops_out(tmp_path):
     assert first == second, "the ranks did not run the same bursts in the same order"
     in_rounds = [calls for config, calls in first if "num_comm_sms=4" in config]
     assert 0 < in_rounds[0] < in_rounds[1] < in_rounds[-1], "later rounds have longer bursts"
+
+
+def tells_noise_from_speed(folder, of_default, plain_ms, host_share):
+    """Which config is found: "best", "default" or "plain", where the best is given 0.1 ms."""
+    op = tunable("ag_gemm")
+    default, plain, best = op.default(problem_of("ag_gemm", SHAPE), device()), op.plain(), one_of(op, 4)
+    ms = {best: 0.1, default: of_default, plain: plain_ms, None: 0.02}
+    with cache_in(folder), pytest.MonkeyPatch.context() as patch:
+        patch.setitem(tuner._HOST_BOUND, device().type, 0.9)
+        with candidates(best), made_up_times(ms, host_share):
+            entry = tune("ag_gemm", *SHAPE, dtype=FP32).entry
+    found = op.config_from_dict(entry.config)
+    assert entry.ms == ms[found] and entry.default_ms == of_default
+    return {best: "best", default: "default", plain: "plain"}[found]
+
+
+@pytest.mark.parametrize("of_default, plain_ms, host_share, found", [
+    (0.105, 0.5, 0.95, "default"), (0.105, 0.5, 0.5, "best"), (0.12, 0.5, 0.95, "best"), (0.105, 0.09, 0.95, "plain"),
+])  # fmt: skip
+def test_where_the_host_takes_the_time_the_default_stays(tmp_path, of_default, plain_ms, host_share, found):
+    assert on_ranks(2, tells_noise_from_speed, tmp_path, of_default, plain_ms, host_share) == [found] * 2
 
 
 def fails_in_the_final(folder):

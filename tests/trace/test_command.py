@@ -52,9 +52,9 @@ def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ([], "say which operator: one of ag_gemm, gemm_ar, gemm_rs, moe_ag_gemm, moe_gemm_rs"),
+        ([], "say which operator: one of ag_attention, ag_gemm, gemm_ar,"),
         (["ag_gemm"], "say which shape"),
-        (["nonsense", "--shape", "8x8x8"], "moe_ag_gemm, moe_gemm_rs, not 'nonsense'"),
+        (["nonsense", "--shape", "8x8x8"], "ulysses_out, ulysses_qkv, not 'nonsense'"),
         (["ag_gemm", "--shape", "8x8"], "--shape must be 3 positive whole numbers, MxNxK, not '8x8'"),
         (["ag_gemm", "--shape", "8x0x8"], "--shape must be 3 positive whole numbers"),
         (["moe_ag_gemm", "--shape", "8x8x8"], "--shape must be 5 positive whole numbers, MxNxKxEXPERTSxCHOICES"),

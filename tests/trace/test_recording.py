@@ -16,7 +16,7 @@ from tdkernels.trace import Recorder, record
 from tdkernels.trace.clocks import offsets
 from tdkernels.trace.recording import _config
 from tdkernels.trace.summary import arrivals, headline, longest_waits, shares, tables
-from tdkernels.trace.timeline import ALL_PEERS, make_trace, row_of
+from tdkernels.trace.timeline import ALL_PEERS, NO_PEER, make_trace, row_of
 from tests.nodes import thorough
 from tests.ranks import DEVICE, device, on_ranks
 from tests.trace.recorded import REPETITIONS, WAYS, problem, recordings
@@ -32,9 +32,14 @@ ROLES = {
     "reduce-scatter, direct": {("multiplies", "pushes"), ("multiplies", "waits", "sums")},
     "two shot": {("multiplies", "stores"), ("waits", "pushes"), ("waits", "sums"), ("waits", "receives"), ()},
     "one shot": {("multiplies", "joins"), ("multiplies", "joins", "pushes", "waits", "sums")},
+    "to heads": {("multiplies", "stores"), ("waits", "receives"), ()},
+    "to positions": {("pushes",), ("multiplies", "waits", "multiplies", "stores")},
+    "attention": {("pushes",), ("waits",), ()},
     "experts' rows": {("pushes",), ("copies",), ("waits", "copies"), ("waits", "multiplies", "stores")},
     "experts' sums": {("multiplies", "stores"), ("waits", "joins", "pushes"), ("waits", "joins", "waits", "sums")},
 }
+# And may do: with one wait for each chunk of a peer, but for those that are known to be there.
+MORE = {"attention": {("multiplies", *("waits", "multiplies") * count, "stores") for count in range(1, 9)}}
 
 
 def by_program(intervals):
@@ -61,8 +66,9 @@ def test_every_program_is_there_from_its_start_to_its_end(way, world_size):
             for interval, following in pairwise(of_program):
                 assert interval.begin <= interval.end == following.begin
             assert len({(i.multiprocessor, i.lane) for i in of_program}) == 1
-        assert {role(of_program) for of_program in programs.values()} <= ROLES[way]
-        assert {role(of_program) for of_program in programs.values()} >= ROLES[way] - {()}
+        roles = {role(of_program) for of_program in programs.values()}
+        assert ROLES[way] - {()} <= roles <= ROLES[way] | MORE.get(way, set())
+        assert roles & MORE.get(way, roles)
         rows = defaultdict(list)
         for interval in intervals:
             rows[row_of(interval)].append((interval.begin, interval.end))
@@ -90,6 +96,13 @@ def test_waits_and_pushes_name_the_right_peer(way, world_size):
                     assert seen[0][1] == rank
                 case ("waits", "multiplies", "stores"):
                     assert seen[0][1] == seen[1][1] in others
+                case ("waits",):
+                    assert seen == [("waits", ALL_PEERS)]
+                case ("multiplies", "waits", "multiplies", *_) if way == "attention":
+                    assert seen[0][1] == rank and seen[1::2] == [
+                        ("waits", peer) for _, peer in seen[2::2]
+                    ] + [("stores", NO_PEER)]
+                    assert {peer for _, peer in seen[1:-1]} == others
                 case ("copies",):
                     assert seen[0][1] == rank
                 case ("waits", "copies"):
@@ -111,7 +124,7 @@ def test_waits_and_pushes_name_the_right_peer(way, world_size):
         if way in ("push", "copy engine"):  # as many for each of the peers
             assert others <= peers["waits"].keys() <= others | {rank}
             assert len({peers["waits"][peer] for peer in others}) == 1
-        if way in ("push", "reduce-scatter", "reduce-scatter, direct", "experts' rows", "experts' sums"):
+        if way in ("push", "reduce-scatter", "reduce-scatter, direct", "experts' rows", "experts' sums", "attention"):
             assert peers["pushes"].keys() == others and len(set(peers["pushes"].values())) == 1
 
 
@@ -137,7 +150,7 @@ def test_the_sums_add_up(way, world_size):
         assert all(-1e-9 <= value <= 1 for value in share.values()) and -1e-9 <= tail <= share["idle"] + 1e-9
         assert share["multiplies"] > 0
         first, last, sent = arrivals(trace, rank)
-        assert first <= last and sent == (way != "copy engine")
+        assert first <= last and sent == (way not in ("copy engine", "to heads"))
         waits = longest_waits(trace, rank)
         longest = max(i.end - i.begin for i in intervals if i.kind == "waits")
         assert waits[0].end - waits[0].begin == longest
@@ -159,10 +172,10 @@ def test_clocks_that_are_the_same_are_found_to_be_so(world_size):
 
 def results(way):
     """Of one rank: what a call returns, without a trace and with one, and whether the trace is there."""
-    operator, shape, changes = problem(way, dist.get_world_size())
+    operator, shape, changes, layout = problem(way, dist.get_world_size())
     group, world_size = resolve_group(), dist.get_world_size()
     op = tunable(operator)
-    case = Problem.on(device(), operator, shape, torch.float32, op.layouts[0], world_size, world_size)
+    case = Problem.on(device(), operator, shape, torch.float32, layout, world_size, world_size)
     config = _config(case, device(), group, changes)
     generator = torch.Generator(device()).manual_seed(dist.get_rank())
     operands = op.prepared(op.operands(case, device(), generator), case, group, config)
