@@ -13,7 +13,7 @@ _FUSED = "torch-fused"
 _SEQUENCES = ("ag_attention", "ulysses")
 _APART = (
     "collective", "ep", "configs", "host", "chosen", "network", "group_gemm", "tp_moe", "ep_moe", "flash_decode",
-    *_SEQUENCES,
+    "tests", *_SEQUENCES,
 )  # fmt: skip
 
 

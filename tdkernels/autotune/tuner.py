@@ -21,7 +21,7 @@ import os
 import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import date
 
 import torch
@@ -37,6 +37,7 @@ from tdkernels.autotune.reference import Reference, spoil
 from tdkernels.autotune.table import Entry
 from tdkernels.autotune.timing import burst, lead_calls, slowest_link, synchronize
 from tdkernels.autotune.together import Together, TuningError, one_line
+from tdkernels.autotune.trial import Result, Trial
 from tdkernels.symm import resolve_group
 from tdkernels.symm.group import group_state
 from tdkernels.symm.timeout import get_timeout
@@ -70,39 +71,6 @@ _ROUNDS = {
     "cpu": (_Round(1, 0, 1.5, 4),),
 }
 _FINAL = {"cuda": _Round(5, 12, 1.0, 1), "cpu": _Round(2, 0, 1.0, 1)}
-
-
-@dataclass
-class Trial:
-    """A candidate: its ms as far as they are known, and why it is out, if it is."""
-
-    config: object
-    samples: list = field(default_factory=list)  # of the last round that it was in
-    host_samples: list = field(default_factory=list)  # of the same: ms until the host had launched a call
-    last_round: int = -1
-    reason: str | None = None
-
-    @property
-    def ms(self):
-        return statistics.median_low(self.samples) if self.samples else None
-
-    @property
-    def host_ms(self):
-        return statistics.median_low(self.host_samples)
-
-
-@dataclass
-class Result:
-    """What was found. ``log`` says what was cut, and why.
-
-    trials:  those of the last round first, then those that dropped out in the round before and so on, the faster ones
-             of a round first; failures last
-    """
-
-    entry: Entry
-    trials: list
-    log: list
-    seconds: float
 
 
 def tune(

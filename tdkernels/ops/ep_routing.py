@@ -197,9 +197,14 @@ def _place(workspace, counting, crossing, operands):
     return Launch(workspace, ep_places_kernel, grid, args, constants, operands, [], [workspace.ctx])
 
 
+def _tile_ids(k):
+    """Ids of a program that counts, at most."""
+    return max(_TILE_IDS, next_power_of_2(k))
+
+
 def tile_tokens(k):
-    """Tokens of a program that counts."""
-    return max(_TILE_IDS, next_power_of_2(k)) // k
+    """Its tokens."""
+    return _tile_ids(k) // k
 
 
 def _tiles(tokens, k):
@@ -219,10 +224,9 @@ def _columns(workspace, counting):
 
 def _route_constants(tokens, columns, by_source, places):
     """(the constants of ``ep_route_kernel``, those of ``ep_agree_kernel`` or None where it is not needed)"""
-    n = max(_TILE_IDS, next_power_of_2(places["K"]))
     columns = next_power_of_2(columns)
     common = {"BY_SOURCE": by_source, **places, "num_warps": 8}
-    route = {**common, "N": n, "BLOCK": min(columns, 512), "AT_ONCE": 16}
+    route = {**common, "N": _tile_ids(places["K"]), "BLOCK": min(columns, 512), "AT_ONCE": 16}
     if not _agrees_apart(tokens, places["K"]):
         return route, None
     return route, {**common, "BLOCK": min(columns, 8), "AT_ONCE": 512}

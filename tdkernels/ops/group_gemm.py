@@ -26,6 +26,7 @@ from tdkernels.ops import _operands
 from tdkernels.ops import group_gemm_kernel as kernel
 from tdkernels.ops._config import as_argument, check_config, from_text
 from tdkernels.ops._swiglu import ACTIVATIONS
+from tdkernels.ops._wanted import received, to_expect
 from tdkernels.ops.group_gemm_kernel import GroupGemmConfig
 
 
@@ -122,7 +123,7 @@ def _(x, w, splits, activation, keep, config):
 
 @torch.library.register_fake("tdkernels::group_gemm_backward", lib=_library)
 def _(dy, x, w, splits, pre, activation, need_dx, need_dw):
-    return x.new_empty(x.shape if need_dx else (0,)), x.new_empty(w.shape if need_dw else (0,))
+    return to_expect((x, w), (need_dx, need_dw))
 
 
 class _GroupGemm(torch.autograd.Function):
@@ -136,12 +137,10 @@ class _GroupGemm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         _operands.refuse_second_derivatives("group_gemm")
-        need_dx, need_dw = ctx.needs_input_grad[:2]
+        need = ctx.needs_input_grad[:2]
         x, w, splits, pre = ctx.saved_tensors
-        dx, dw = torch.ops.tdkernels.group_gemm_backward(
-            dy, x, w, splits, pre, ctx.activation, need_dx, need_dw
-        )  # fmt: skip
-        return dx if need_dx else None, dw if need_dw else None, None, None, None
+        gradients = torch.ops.tdkernels.group_gemm_backward(dy, x, w, splits, pre, ctx.activation, *need)
+        return *received(gradients, need), None, None, None
 
 
 # ---- checks ----

@@ -395,7 +395,6 @@ def _prepare(workspace, routing, operands, config, activation, keep, gradient):
     blocks = -(-routing.chunk_rows // BLOCK_TOKENS) * -(-k // constants["BLOCK_COLUMNS"])
     most = num_comm + table.shape[0] * tiles_n + routing.world_size * routing.num_chunks * blocks
     grid = (min(most, _device.resident_programs(x.device, tiles, x.dtype)),)
-    pushes = routing.num_chunks * (routing.world_size - 1)
-    turns = -(-pushes // num_comm) if num_comm else 0
+    turns = -(-routing.num_chunks * (routing.world_size - 1) // num_comm) if num_comm else 0
     constants["trace_ptr"] = _trace.buffer(x.device, most, turns, all_run=False)
     return Launch(workspace, moe_ag_gemm_kernel, grid, args, constants, operands, to_make, [workspace.ctx])

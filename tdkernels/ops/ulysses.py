@@ -32,6 +32,7 @@ from tdkernels.ops import ulysses_qkv_kernel as qkv_kernel
 from tdkernels.ops._config import as_argument, check_config
 from tdkernels.ops._dense_tuning import config_for
 from tdkernels.ops._nodes import spans_nodes
+from tdkernels.ops._wanted import received
 from tdkernels.ops.ulysses_checks import check_divided, check_product
 from tdkernels.ops.ulysses_config import UlyssesConfig
 from tdkernels.symm import resolve_group
@@ -212,7 +213,7 @@ class _Qkv(torch.autograd.Function):
         _operands.refuse_second_derivatives("ulysses_qkv")
         need = ctx.needs_input_grad[:3]
         grads = torch.ops.tdkernels.ulysses_qkv_backward(dy, *ctx.saved_tensors, *need, *ctx.call)
-        return *(grad if needed else None for grad, needed in zip(grads, need, strict=True)), None, None, None
+        return *received(grads, need), None, None, None
 
 
 class _Out(torch.autograd.Function):
