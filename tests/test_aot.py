@@ -40,13 +40,14 @@ from tdkernels.ops._operands import aligned
 from tdkernels.ops._tiles import Tiles
 from tdkernels.ops.ag_gemm_kernel import ag_gemm_kernel
 from tdkernels.ops.ag_gemm_nodes_kernel import ag_gemm_nodes_kernel
+from tdkernels.ops.ag_gemm_one_shot import ag_gemm_one_shot_kernel
 from tdkernels.ops.collective_config import EXCHANGES, CollectiveConfig
 from tdkernels.ops.ep_config import EpConfig
 from tdkernels.ops.flash_decode_kernel import flash_decode_nodes_kernel
 from tdkernels.ops.gemm_ar_kernel import gemm_ar_kernel
 from tdkernels.ops.gemm_ar_nodes_kernel import gemm_ar_nodes_kernel
-from tdkernels.ops.gemm_ar_one_shot import gemm_ar_one_shot_kernel
 from tdkernels.ops.gemm_ar_tiles import slice_columns
+from tdkernels.ops.gemm_one_shot import gemm_one_shot_kernel
 from tdkernels.ops.gemm_rs_direct import gemm_rs_direct_kernel
 from tdkernels.ops.gemm_rs_kernel import gemm_rs_kernel
 from tdkernels.ops.gemm_rs_nodes_kernel import gemm_rs_nodes_kernel
@@ -141,29 +142,49 @@ def compile_gemm(
 each_across_nodes = pytest.mark.parametrize("kernel", ACROSS_NODES, ids=lambda k: k.__name__)
 
 
+ONE_SHOT = [ag_gemm_one_shot_kernel, gemm_one_shot_kernel]
+
+
 def one_shot_tiles_for(arch, dtype):
-    """The tiles that gemm_ar_one_shot.default_tiles gives few rows, for the same reason."""
+    """The tiles that _few_rows.default_tiles gives few rows, for the same reason."""
     if dtype == FP32:
         return Tiles(16, 64, 32, num_warps=4, num_stages=2)
-    return Tiles(16, 64, 128, num_warps=4, num_stages=2 if arch.startswith("gfx") else 4 if arch == "sm_89" else 5)
+    if arch in ("sm_90", "sm_100"):
+        return Tiles(16, 64, 128, num_warps=4, num_stages=6)
+    gfx = arch.startswith("gfx")
+    return Tiles(16, 64, 128 if gfx else 64, num_warps=4, num_stages=2 if gfx else 4)
 
 
-def compile_one_shot(arch, dtype, *, split, w_is_kn=False, bias=False, shape=(16, N, K), **constants):
+def compile_one_shot(
+    kernel, arch, dtype, *, split, scatters=False, w_is_kn=False, bias=False, shape=(16, N, K), **more
+):  # fmt: skip
     rows, n, k = shape
     tiles = one_shot_tiles_for(arch, dtype)
+    tma = uses_tma(arch, dtype) and k % 8 == 0
+    rows_desc = descriptor(dtype, (2, 256, 512), [1, tiles.block_m, tiles.block_k]) if tma else None
+    weight_block = [tiles.block_k, tiles.block_n] if w_is_kn else [tiles.block_n, tiles.block_k]
+    weight_desc = descriptor(dtype, (512, 512), weight_block) if tma else None
     stride = n if w_is_kn else k
     bias = pointer(dtype) if bias else None
-    args = [pointer(torch.int64), pointer(dtype), pointer(dtype), bias, pointer(dtype), pointer(FP32)]
-    args += [rows, n, k, stride, k, PLAN, split, 8]
+    args = [pointer(torch.int64), pointer(dtype), rows_desc, pointer(dtype), weight_desc, bias]
+    args += [pointer(dtype), pointer(FP32)]
+    if kernel is ag_gemm_one_shot_kernel:
+        args += [rows, n, k, stride, rows, k, 4096, PLAN, 24, split]
+        constants = {"COPY_BLOCK": 2048, "PREFETCH": 1024 if tma else 0}
+    else:
+        args += [rows, n, k, rows, stride, k, PLAN, split]
+        constants = {"SCATTERS": scatters, "RANKS": 8}
     kwargs = {
-        **constants, **tiles.constants(), **tiles.options(), "ELEM_BYTES": dtype.itemsize,
-        "ALIGNED": aligned(n, k, stride),
-        "HAS_BIAS": bias is not None, "USE_TMA": False, "W_IS_KN": w_is_kn, "PRECISION": "ieee", "SPLIT": split > 1,
-        "RANKS": 8,
+        **constants, **more, **tiles.constants(), **tiles.options(), "ELEM_BYTES": dtype.itemsize,
+        "ALIGNED": aligned(n, k, stride), "HAS_BIAS": bias is not None, "USE_TMA": tma, "W_IS_KN": w_is_kn,
+        "PRECISION": "ieee", "SPLIT": split > 1,
     }  # fmt: skip
-    compiled = compile_for(gemm_ar_one_shot_kernel, args, kwargs, arch)
+    compiled = compile_for(kernel, args, kwargs, arch)
     assert compiled.metadata.shared <= SHARED_MEMORY[arch]
     return compiled
+
+
+each_one_shot = pytest.mark.parametrize("kernel", ONE_SHOT, ids=lambda k: k.__name__)
 
 
 COLLECTIVES = {
@@ -480,12 +501,14 @@ def test_products_across_nodes_on_hopper(kernel):
     assert not any(re.search(r"\b(LDL|STL)\b", text) for text in main_loop), told
 
 
+@each_one_shot
 @pytest.mark.parametrize("arch", TARGETS)
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
-def test_one_shot_compiles(dtype, arch):
-    compile_one_shot(arch, dtype, split=2 if dtype == BF16 else 1, bias=dtype == FP16, w_is_kn=dtype == FP32)
+def test_one_shot_compiles(dtype, arch, kernel):
+    compile_one_shot(kernel, arch, dtype, split=2 if dtype == BF16 else 1, bias=dtype == FP16, w_is_kn=dtype == FP32)
     if arch in ("sm_90", "gfx942"):
-        compile_one_shot(arch, dtype, split=2, shape=(1, 1, 1))
+        compile_one_shot(kernel, arch, dtype, split=2, scatters=True, shape=(1, 1, 1))
+        compile_one_shot(kernel, arch, dtype, split=1, scatters=True, w_is_kn=dtype == BF16)
 
 
 def narrow(ptx):
@@ -493,10 +516,14 @@ def narrow(ptx):
     return re.findall(r"(?:ld|st)\.global\.[bu](?:8|16|32)\b.*", ptx)
 
 
-@pytest.mark.parametrize("split", [1, 2])
-def test_one_shot_moves_sixteen_bytes_at_a_time(split):
-    ptx = compile_one_shot("sm_90", BF16, split=split).asm["ptx"]
+@each_one_shot
+@pytest.mark.parametrize("split, scatters", [(1, True), (2, False)])
+def test_one_shot_moves_sixteen_bytes_at_a_time(split, scatters, kernel):
+    ptx = compile_one_shot(kernel, "sm_90", BF16, split=split, scatters=scatters).asm["ptx"]
     assert not narrow(ptx)
+    assert "wgmma" in ptx and "cp.async.bulk.tensor" in ptx
+    assert ("cp.async.bulk.prefetch.L2" in ptx) == (kernel is ag_gemm_one_shot_kernel)
+    ptx = compile_one_shot(kernel, "sm_80", BF16, split=split, scatters=scatters).asm["ptx"]
     staged = re.findall(r"cp\.async\.\w+\.shared\.global.*", ptx)
     assert staged and all(" 0x10" in line for line in staged)
 
@@ -864,6 +891,7 @@ def test_signals_are_released_and_acquired_at_system_scope():
 def test_threads_come_together_after_a_spin():
     """Else those of a warp may go on one by one, and wgmma, which the warp does as one, reads anywhere."""
     spinning = [compile_gemm(kernel, "sm_90", BF16) for kernel in PRODUCTS]
+    spinning += [compile_one_shot(kernel, "sm_90", BF16, split=2) for kernel in ONE_SHOT]
     spinning += [compile_attention(name, "sm_90", d=33, dv=17) for name in ("attention", "gradients of k and v")]
     for compiled in spinning:
         ptx = compiled.asm["ptx"]
@@ -875,8 +903,8 @@ def test_threads_come_together_after_a_spin():
 
 
 def compile_any(kernel, arch, **constants):
-    if kernel is gemm_ar_one_shot_kernel:
-        return compile_one_shot(arch, BF16, split=2, **constants)
+    if kernel in ONE_SHOT:
+        return compile_one_shot(kernel, arch, BF16, split=2, **constants)
     if kernel in TRACED_LAUNCHES:
         _, args, options = TRACED_LAUNCHES[kernel](arch)
         (compiled,) = compile_launches([(kernel, args, {**options, **constants})], arch)
@@ -892,7 +920,7 @@ TRACED_LAUNCHES = {
     ulysses_qkv_kernel.ulysses_qkv_kernel: lambda arch: ulysses_launches(arch, BF16)["qkv"],
 }
 every_traced_kernel = pytest.mark.parametrize(
-    "kernel", [*PRODUCTS, gemm_ar_one_shot_kernel, *TRACED_LAUNCHES], ids=lambda k: k.__name__
+    "kernel", [*PRODUCTS, *ONE_SHOT, *TRACED_LAUNCHES], ids=lambda k: k.__name__
 )
 
 
@@ -941,7 +969,7 @@ def test_every_kernel_is_compiled_here():
     }
     of_groups = {kernel for kernel, *_ in grouped_launches("sm_90", BF16, "swiglu").values()}
     of_sliced = {kernel for kernel, *_ in sliced_launches("sm_90", BF16).values()}
-    compiled = {*PRODUCTS, *ACROSS_NODES, gemm_ar_one_shot_kernel, *COLLECTIVES.values(), *small_launches()}
+    compiled = {*PRODUCTS, *ACROSS_NODES, *ONE_SHOT, *COLLECTIVES.values(), *small_launches()}
     compiled |= set(small_launches_across_nodes())
     of_ulysses = {kernel for kernel, *_ in ulysses_launches("sm_90", BF16).values()}
     compiled |= of_experts | of_groups | of_sliced | of_ulysses

@@ -104,21 +104,23 @@ def notify(
 
 
 @jit
-def notify_all(ctx, signal_ptr, value, PASSES_ON: tl.constexpr = False, count=None):
+def notify_all(
+    ctx, signal_ptr, value, PASSES_ON: tl.constexpr = False, count=None, WITH_OWN: tl.constexpr = False
+):  # fmt: skip
     """``notify`` every peer, by setting the signal that it keeps where we keep ``signal_ptr``, all at the same time.
 
     One after the other each release would wait until the signal before has arrived. ``count``: so many signals, which
-    follow each other.
+    follow each other. ``WITH_OWN``: ourselves, too.
     """
     me = rank(ctx)
     offset = signal_ptr.to(tl.int64) - symm_base(ctx, me)
     if count is None:
         peers = tl.arange(0, MAX_RANKS)
-        _set_all(ctx, offset, peers, (peers < num_ranks(ctx)) & (peers != me), value, PASSES_ON)
+        _set_all(ctx, offset, peers, (peers < num_ranks(ctx)) & (WITH_OWN | (peers != me)), value, PASSES_ON)
     else:
         peers, numbers, step = _lanes(ctx)
         for first in range(0, count, step):
-            there = (numbers < step) & (first + numbers < count) & (peers != me)
+            there = (numbers < step) & (first + numbers < count) & (WITH_OWN | (peers != me))
             _set_all(ctx, offset + 8 * (first + numbers).to(tl.int64), peers, there, value, PASSES_ON)
 
 
@@ -141,31 +143,31 @@ def _lanes(ctx):
 
 
 @jit
-def wait_plan_all(ctx, first_ptr, stride, expected, count=None):
+def wait_plan_all(ctx, first_ptr, stride, expected, count=None, WITH_OWN: tl.constexpr = False):
     """``wait_plan`` for a signal of every peer at once; that of rank r is ``stride * r`` words behind ``first_ptr``.
 
     What all peers have stored before is visible to the loads that follow, tensor descriptors excepted. ``count``: so
-    many signals of every peer, which follow each other.
+    many signals of every peer, which follow each other. ``WITH_OWN``: and ours, which stand among them.
     """
     me = rank(ctx)
     ranks = num_ranks(ctx)
     if target() == "cuda":
         if count is None:
             peers = tl.arange(0, MAX_RANKS)
-            is_peer = (peers < ranks) & (peers != me)
+            is_peer = (peers < ranks) & (WITH_OWN | (peers != me))
             # A thread without a peer looks at a word of our own, which is always late enough for it.
             _wait_each(ctx, first_ptr + tl.where(is_peer, peers, me).to(tl.int64) * stride, expected, peers, is_peer)
         else:
             peers, numbers, step = _lanes(ctx)
             for first in range(0, count, step):
-                there = (numbers < step) & (first + numbers < count) & (peers != me)
+                there = (numbers < step) & (first + numbers < count) & (WITH_OWN | (peers != me))
                 offsets = tl.where(there, peers, me).to(tl.int64) * stride + tl.where(there, first + numbers, 0)
                 _wait_each(ctx, first_ptr + offsets, expected, peers, there)
         tl.debug_barrier()  # each thread has acquired from one peer; now all of them have from all
     else:
         for number in range(1 if count is None else count):
             for source in range(ranks):
-                if source != me:
+                if WITH_OWN or source != me:
                     wait_plan(ctx, first_ptr + source * stride + number, expected, source)
 
 

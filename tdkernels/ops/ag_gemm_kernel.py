@@ -10,8 +10,9 @@ import torch
 import triton.language as tl
 
 from tdkernels import lang as td
-from tdkernels.ops import _device, _operands, _trace
+from tdkernels.ops import _device, _few_rows, _operands, _trace
 from tdkernels.ops import ag_gemm_nodes_kernel as nodes
+from tdkernels.ops import ag_gemm_one_shot as one_shot
 from tdkernels.ops._config import text_of
 from tdkernels.ops._gather import Gather, slot_rows_of
 from tdkernels.ops._gather_kernels import push_shard
@@ -24,6 +25,8 @@ from tdkernels.symm.group import group_state
 _COPY_WORDS = 4096
 # From here on one copy a peer is faster than programs that push: it takes no multiprocessor (4 H200).
 _LARGE_SHARD_BYTES = 64 << 20
+# Up to so many rows of all ranks the weight counts alone, and is read once.
+ONE_SHOT_ROWS = {"cpu": 16, "cuda": 128}
 
 
 @dataclass(frozen=True)
@@ -32,9 +35,11 @@ class AgGemmConfig:
 
     method:          "fused", or "torch": a plain all-gather, then a plain GEMM
     tiles:           the tile of the product, see ``Tiles``; None takes the default for the device and shape
-    transport:       "push" (by programs) or "copy_engine", which pushes as well in a group on several nodes
-    num_comm_sms:    programs that push at the same time, before they multiply like the others; push only
-    chunk_tiles:     tile rows that travel together under one signal
+    transport:       "push" (by programs); "copy_engine"; "one_shot": by programs, and nothing is multiplied before
+                     all of it is there, for few rows; in a group on several nodes it is always push
+    num_comm_sms:    programs that push at the same time, before they multiply like the others; not for copy_engine
+    chunk_tiles:     tile rows that travel together under one signal; not for one_shot
+    split_k:         programs that share the K of one tile; one_shot only
     """
 
     method: str = "fused"
@@ -42,6 +47,7 @@ class AgGemmConfig:
     transport: str = "push"
     num_comm_sms: int = 24
     chunk_tiles: int = 1
+    split_k: int = 1
 
     def illegal(self, device, dtype):
         """Why this config cannot run on a device with a dtype; None when it can."""
@@ -49,19 +55,24 @@ class AgGemmConfig:
             return f'method must be "fused" or "torch", not {self.method!r}'
         if self.method == "torch":
             return None  # takes none of the rest
-        if self.transport not in ("push", "copy_engine"):
-            return f'transport must be "push" or "copy_engine", not {self.transport!r}'
+        if self.transport not in ("push", "copy_engine", "one_shot"):
+            return f'transport must be "push", "copy_engine" or "one_shot", not {self.transport!r}'
         if self.num_comm_sms < 1:
             return f"num_comm_sms must be at least 1, not {self.num_comm_sms}"
         if device.type == "cuda" and self.num_comm_sms >= _device.num_sms(device):
             return f"num_comm_sms must leave some of the {_device.num_sms(device)} free, not be {self.num_comm_sms}"
-        if self.chunk_tiles < 1:
-            return f"chunk_tiles must be at least 1, not {self.chunk_tiles}"
+        for name in ("chunk_tiles", "split_k"):
+            if getattr(self, name) < 1:
+                return f"{name} must be at least 1, not {getattr(self, name)}"
         return self.tiles.illegal(device, dtype) if self.tiles is not None else None
 
 
-def default_config(rows, n, k, dtype, device, num_nodes=1):
+def default_config(rows, n, k, dtype, device, world_size, num_nodes=1):
     """The config for operands [rows, K] and [n, K] of a shape that nobody has tuned."""
+    if rows * world_size <= ONE_SHOT_ROWS[device.type] and num_nodes == 1:
+        tiles, split_k = _few_rows.default_tiles(rows * world_size, n, k, dtype, device)
+        num_comm = 2 if device.type == "cpu" else 24
+        return AgGemmConfig(tiles=tiles, transport="one_shot", num_comm_sms=num_comm, split_k=split_k)
     tiles = default_tiles(rows, n, dtype, device)
     if device.type == "cpu":
         return AgGemmConfig(tiles=tiles, num_comm_sms=2)
@@ -70,9 +81,9 @@ def default_config(rows, n, k, dtype, device, num_nodes=1):
     return AgGemmConfig(tiles=tiles, num_comm_sms=24)
 
 
-def default_config_for(x, weight):
+def default_config_for(x, weight, world_size):
     """``default_config`` of operands [M / W, K] and [N / W, K]."""
-    return default_config(x.shape[0], *weight.shape, x.dtype, x.device)
+    return default_config(x.shape[0], *weight.shape, x.dtype, x.device, world_size)
 
 
 @td.jit
@@ -212,10 +223,12 @@ def compile(x, weight, bias, world_size, config, num_nodes=1):
     """Compile what ``launch`` with the same operands would launch, into Triton's cache; launches nothing."""
     if x.device.type == "cpu":
         return  # interpreted
+    config = _that_reaches(config, num_nodes)
+    if config.transport == "one_shot":
+        return one_shot.compile(x, weight, bias, config)
     x = _operands.rows_contiguous(x)
     ctx = torch.empty(1, dtype=torch.int64, device=x.device)
     y = x.new_empty(1, weight.shape[0])
-    config = _that_reaches(config, num_nodes)
     fixed_half = config.transport == "copy_engine"
     args, constants = _arguments(
         ctx, x, (x, 1, x.shape[0], x.numel()), weight, bias, y, x.shape[0], 0, 0, fixed_half, config
@@ -235,27 +248,34 @@ def _comm_pieces(num_comm, num_chunks, topology):
 
 
 def _that_reaches(config, num_nodes):
-    """The config with a transport that reaches other nodes, which no copy engine does, if there are any.
+    """The config with a transport that reaches other nodes, which no other than push does, if there are any.
 
-    Chunks for it are as large as can be; those that programs push are to arrive early.
+    Chunks for the copy engine are as large as can be; those that programs push are to arrive early.
     """
-    if config.transport == "copy_engine" and num_nodes > 1:
-        return replace(config, transport="push", chunk_tiles=1)
-    return config
+    return _pushing(config) if num_nodes > 1 else config
+
+
+def _pushing(config):
+    return config if config.transport == "push" else replace(config, transport="push", chunk_tiles=1)
 
 
 def launch(x, weight, bias, group, config, keep_gathered=False):
     """Launch the fused operator on 2-D operands; returns y and, if kept, the Gather of x, to be closed."""
     config = _that_reaches(config, group_state(group).topology.num_nodes)
+    if keep_gathered and config.transport == "one_shot":
+        config = _pushing(config)  # in a backward; what one_shot gathers is not kept
     if keep_gathered or config.transport == "copy_engine":
         return _launch_beside_gather(*_operands.ready(x, weight, bias), group, config, keep_gathered)
-    workspace = get_workspace(group, x.device, "ag_gemm", across_nodes=True)
-    (y,) = launch_product(workspace, x, weight, bias, config, _prepare)
+    name = "ag_gemm one shot" if config.transport == "one_shot" else "ag_gemm"
+    workspace = get_workspace(group, x.device, name, across_nodes=True)
+    y, *_ = launch_product(workspace, x, weight, bias, config, _prepare)
     return y, None
 
 
 def _prepare(workspace, x, weight, bias, config):
     """The Launch of the kernel that sends its own shard."""
+    if config.transport == "one_shot":
+        return one_shot.prepare(workspace, x, weight, bias, config, plan_fields(x, weight, config), _rows_of_buffer)
     rows, k = x.shape
     ranks = workspace.world_size
     num_chunks = _num_chunks(rows, config)

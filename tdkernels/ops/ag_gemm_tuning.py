@@ -5,13 +5,16 @@ import torch.nn.functional as F
 
 from tdkernels.autotune.operator import Floors, register
 from tdkernels.ops import _dense_tuning as dense
-from tdkernels.ops import _gather, _gather_kernels, _gather_nodes_kernels, _gemm, _tiles
+from tdkernels.ops import _few_rows, _gather, _gather_kernels, _gather_nodes_kernels, _gemm, _tiles
 from tdkernels.ops import ag_gemm as op
 from tdkernels.ops import ag_gemm_kernel as kernel
 from tdkernels.ops import ag_gemm_nodes_kernel as nodes_kernel
+from tdkernels.ops import ag_gemm_one_shot as one_shot
 from tdkernels.ops.ag_gemm_kernel import AgGemmConfig
 
 _COPY_S = 20e-6  # of the copy engine, to start one copy
+_SIGNAL_S = 3e-6  # from a store to a peer until the peer has seen the signal
+_ONE_SHOT_MOST_ROWS = 512  # of all ranks; beyond, few rows they are not
 
 
 def _numbers_of_programs(peers):
@@ -21,7 +24,9 @@ def _numbers_of_programs(peers):
 
 class AgGemmTunable(dense.DenseTunable):
     name = "ag_gemm"
-    sources = (op, kernel, nodes_kernel, _gather, _gather_kernels, _gather_nodes_kernels, _gemm, _tiles)
+    sources = (
+        op, kernel, one_shot, nodes_kernel, _few_rows, _gather, _gather_kernels, _gather_nodes_kernels, _gemm, _tiles,
+    )  # fmt: skip
     divided = (0, 1)
     config_class = AgGemmConfig
     op, kernel = op, kernel
@@ -37,7 +42,8 @@ class AgGemmTunable(dense.DenseTunable):
     operand_sizes = of_a_rank
 
     def default(self, problem, device):
-        return kernel.default_config(*self.of_a_rank(problem), problem.torch_dtype, device, problem.num_nodes)
+        sizes = self.of_a_rank(problem)
+        return kernel.default_config(*sizes, problem.torch_dtype, device, problem.world_size, problem.num_nodes)
 
     def space(self, problem, device):
         rows = problem.shape[0] // problem.world_size
@@ -49,6 +55,13 @@ class AgGemmTunable(dense.DenseTunable):
                     configs.append(AgGemmConfig("fused", tiles, "push", num_comm, chunk_tiles))
             for chunk_tiles in sorted({of_a_shard, -(-of_a_shard // 2)}) if problem.num_nodes == 1 else ():
                 configs.append(AgGemmConfig("fused", tiles, "copy_engine", chunk_tiles=chunk_tiles))
+        m = problem.shape[0]
+        if m <= _ONE_SHOT_MOST_ROWS and problem.num_nodes == 1:
+            configs += [
+                AgGemmConfig("fused", tiles, "one_shot", num_comm, split_k=split)
+                for tiles in _few_rows.tiles_to_try(m, problem.torch_dtype, device)
+                for num_comm in ((2,) if device.type == "cpu" else (16, 32)) for split in (1, 2, 4)
+            ]  # fmt: skip
         return configs
 
     def estimate_ms(self, config, problem, hardware):
@@ -58,6 +71,9 @@ class AgGemmTunable(dense.DenseTunable):
         if config.method == "torch":
             return 1e3 * dense.sequence_s(m, n, k, wire_bytes, dtype, hardware)
         tiles = config.tiles
+        if config.transport == "one_shot":
+            product = _few_rows.seconds(m, n, k, dtype, tiles, config.split_k, hardware)
+            return 1e3 * (product + wire_bytes / dense.push_rate(config.num_comm_sms, hardware) + _SIGNAL_S)
         copies = peers * -(-rows // (config.chunk_tiles * tiles.block_m))
         if config.transport == "push":
             num_sms = max(hardware.num_sms - config.num_comm_sms, 1)
@@ -89,7 +105,7 @@ class AgGemmTunable(dense.DenseTunable):
 
     def compiled(self, config):
         same = super().compiled(config)
-        return same and (*same, config.transport)
+        return same and (*same, config.transport, config.split_k > 1)
 
 
 register(AgGemmTunable())

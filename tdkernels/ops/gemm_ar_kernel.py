@@ -24,9 +24,9 @@ import triton.language as tl
 
 from tdkernels import lang as td
 from tdkernels.lang._trace import ALL_PEERS
-from tdkernels.ops import _device, _operands, _trace
+from tdkernels.ops import _device, _few_rows, _operands, _trace
 from tdkernels.ops import gemm_ar_nodes_kernel as nodes
-from tdkernels.ops import gemm_ar_one_shot as one_shot
+from tdkernels.ops import gemm_one_shot as one_shot
 from tdkernels.ops._config import text_of
 from tdkernels.ops._gemm import as_aligned, from_register_order, store_rows, swizzle, with_bias
 from tdkernels.ops._launch import Launch, launch_product, to_be_made
@@ -76,7 +76,7 @@ class GemmArConfig:
 def default_config(rows, n, k, dtype, device):
     """The config for a product [rows, k] x [n, k] of a rank, of a shape that nobody has tuned."""
     if rows <= _ONE_SHOT_ROWS[device.type]:
-        tiles, split_k = one_shot.default_tiles(rows, n, k, dtype, device)
+        tiles, split_k = _few_rows.default_tiles(rows, n, k, dtype, device)
         return GemmArConfig(exchange="one_shot", tiles=tiles, split_k=split_k)
     tiles = default_tiles(rows, n, dtype, device)
     return GemmArConfig(tiles=tiles, item_tiles=2 if device.type == "cpu" else 4)
@@ -291,7 +291,7 @@ def compile(x, weight, bias, world_size, config, num_nodes=1):
     if num_nodes > 1:
         nodes.compile(x, weight, bias, world_size, config, num_nodes)
     elif config.exchange == "one_shot":
-        one_shot.compile(x, weight, bias, world_size, config)
+        one_shot.compile(x, weight, bias, world_size, config, scatters=False)
     else:
         x = _operands.rows_contiguous(x)
         ctx = torch.empty(1, dtype=torch.int64, device=x.device)
@@ -313,7 +313,7 @@ def launch(x, weight, bias, group, config):
 def _prepare(workspace, x, weight, bias, config):
     fields = plan_fields(x, weight, config)
     if config.exchange == "one_shot":
-        return one_shot.prepare(workspace, x, weight, bias, config, fields)
+        return one_shot.prepare(workspace, "gemm_ar", x, weight, bias, config, fields, scatters=False)
     m, n = x.shape[0], weight.shape[0]
     world_size = workspace.world_size
     tiles = config.tiles

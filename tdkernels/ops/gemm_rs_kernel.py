@@ -22,7 +22,8 @@ import triton.language as tl
 
 from tdkernels import lang as td
 from tdkernels.lang._trace import ALL_PEERS
-from tdkernels.ops import _device, _operands, _trace
+from tdkernels.ops import _device, _few_rows, _operands, _trace
+from tdkernels.ops import gemm_one_shot as one_shot
 from tdkernels.ops import gemm_rs_direct as direct
 from tdkernels.ops import gemm_rs_nodes_kernel as nodes
 from tdkernels.ops._config import text_of
@@ -34,6 +35,9 @@ from tdkernels.ops._staging import COPY_WORDS, forward_item
 from tdkernels.ops._tiles import Tiles, default_tiles
 from tdkernels.symm import get_workspace
 
+# Up to so many rows of all ranks the weight counts alone, and each tile has all of them.
+ONE_SHOT_ROWS = {"cpu": 16, "cuda": 128}
+
 
 @dataclass(frozen=True)
 class GemmRsConfig:
@@ -42,14 +46,17 @@ class GemmRsConfig:
     method:      "fused", or "torch": a plain GEMM, then a plain reduce-scatter
     tiles:       the tile of the product, see ``Tiles``; None takes the default for the device and shape
     transport:   "forward": partial tiles are staged and sent on by other programs; "direct": they are sent from
-                 where they were computed, while the next one is; a group on several nodes always forwards
+                 where they were computed, while the next one is; "one_shot": by programs of one tile each, with all
+                 rows in it, for few rows; a group on several nodes always forwards
     item_tiles:  tiles that are forwarded together under one signal; forward only
+    split_k:     programs that share the K of one tile; one_shot only
     """
 
     method: str = "fused"
     tiles: Tiles | None = None
     transport: str = "forward"
     item_tiles: int = 4
+    split_k: int = 1
 
     def illegal(self, device, dtype):
         """Why this config cannot run on a device with a dtype; None when it can."""
@@ -57,24 +64,28 @@ class GemmRsConfig:
             return f'method must be "fused" or "torch", not {self.method!r}'
         if self.method == "torch":
             return None  # takes none of the rest
-        if self.transport not in ("forward", "direct"):
-            return f'transport must be "forward" or "direct", not {self.transport!r}'
-        if self.item_tiles < 1:
-            return f"item_tiles must be at least 1, not {self.item_tiles}"
+        if self.transport not in ("forward", "direct", "one_shot"):
+            return f'transport must be "forward", "direct" or "one_shot", not {self.transport!r}'
+        for name in ("item_tiles", "split_k"):
+            if getattr(self, name) < 1:
+                return f"{name} must be at least 1, not {getattr(self, name)}"
         if self.tiles is None:
             return None
         return self.tiles.illegal(device, dtype, direct.shared_memory_bytes(self, device, dtype))
 
 
-def default_config(rows, n, k, dtype, device):
+def default_config(rows, n, k, dtype, device, world_size):
     """The config for rows of an output [rows, n] of a shape that nobody has tuned."""
+    if rows * world_size <= ONE_SHOT_ROWS[device.type]:
+        tiles, split_k = _few_rows.default_tiles(rows * world_size, n, k, dtype, device)
+        return GemmRsConfig(transport="one_shot", tiles=tiles, split_k=split_k)
     tiles = default_tiles(rows, n, dtype, device)
     return GemmRsConfig(tiles=tiles, item_tiles=2 if device.type == "cpu" else 4)
 
 
 def default_config_for(x, weight, world_size):
     """``default_config`` of operands [M, K / W] and [N, K / W]."""
-    return default_config(x.shape[0] // world_size, *weight.shape, x.dtype, x.device)
+    return default_config(x.shape[0] // world_size, *weight.shape, x.dtype, x.device, world_size)
 
 
 # Compiled once for a tile, whatever the shape, plan and size of an item: that is what makes tuning cheap.
@@ -192,6 +203,8 @@ def compile(x, weight, bias, world_size, config, num_nodes=1):
         return nodes.compile(x, weight, bias, world_size, config, num_nodes)
     if config.transport == "direct":
         return direct.compile(x, weight, bias, world_size, config)
+    if config.transport == "one_shot":
+        return one_shot.compile(x, weight, bias, world_size, config, scatters=True)
     x = _operands.rows_contiguous(x)
     ctx = torch.empty(1, dtype=torch.int64, device=x.device)
     stage = x.new_empty(1)
@@ -203,7 +216,8 @@ def launch(x, weight, bias, group, config):
     """Launch the fused operator on 2-D operands."""
     if spans_nodes(group):
         return nodes.launch(*_operands.ready(x, weight, bias), group, config, plan_fields(x, weight, config))
-    z, *_ = launch_product(get_workspace(group, x.device, "gemm_rs"), x, weight, bias, config, _prepare)
+    name = "gemm_rs one shot" if config.transport == "one_shot" else "gemm_rs"
+    z, *_ = launch_product(get_workspace(group, x.device, name), x, weight, bias, config, _prepare)
     return z
 
 
@@ -211,6 +225,8 @@ def _prepare(workspace, x, weight, bias, config):
     fields = plan_fields(x, weight, config)
     if config.transport == "direct":
         return direct.prepare(workspace, x, weight, bias, config, fields)
+    if config.transport == "one_shot":
+        return one_shot.prepare(workspace, "gemm_rs", x, weight, bias, config, fields, scatters=True)
     n = weight.shape[0]
     world_size = workspace.world_size
     rows = x.shape[0] // world_size

@@ -4,7 +4,8 @@ import torch
 
 from tdkernels.autotune.operator import Floors, register
 from tdkernels.ops import _dense_tuning as dense
-from tdkernels.ops import _device, _gemm, _node_sum, _rank_sum, _staging, _tiles
+from tdkernels.ops import _device, _few_rows, _gemm, _node_sum, _rank_sum, _staging, _tiles
+from tdkernels.ops import gemm_one_shot as one_shot
 from tdkernels.ops import gemm_rs as op
 from tdkernels.ops import gemm_rs_direct as direct
 from tdkernels.ops import gemm_rs_kernel as kernel
@@ -13,6 +14,8 @@ from tdkernels.ops._tiles import Tiles
 from tdkernels.ops.gemm_rs_kernel import GemmRsConfig
 
 _PROGRAMS = 64  # that forward at a time: enough for the link
+_SIGNAL_S = 3e-6  # from a store to a peer until the peer has seen the signal
+_ONE_SHOT_MOST_ROWS = 512  # of all ranks; beyond, few rows they are not
 
 
 def _direct_tiles(device, dtype):
@@ -29,7 +32,7 @@ def _direct_tiles(device, dtype):
 
 class GemmRsTunable(dense.DenseTunable):
     name = "gemm_rs"
-    sources = (op, kernel, direct, nodes_kernel, _gemm, _node_sum, _rank_sum, _staging, _tiles)
+    sources = (op, kernel, direct, one_shot, nodes_kernel, _few_rows, _gemm, _node_sum, _rank_sum, _staging, _tiles)
     divided = (0, 2)
     config_class = GemmRsConfig
     op, kernel = op, kernel
@@ -57,11 +60,21 @@ class GemmRsTunable(dense.DenseTunable):
             configs += [
                 GemmRsConfig(tiles=tiles, transport="direct") for tiles in _direct_tiles(device, problem.torch_dtype)
             ]
+        m = problem.shape[0]
+        if problem.num_nodes == 1 and m <= _ONE_SHOT_MOST_ROWS:
+            configs += [
+                GemmRsConfig(tiles=tiles, transport="one_shot", split_k=split)
+                for tiles in _few_rows.tiles_to_try(m, problem.torch_dtype, device) for split in (1, 2, 4, 8)
+            ]  # fmt: skip
         return configs
+
+    def default(self, problem, device):
+        sizes = self.of_a_rank(problem)
+        return kernel.default_config(*sizes, problem.torch_dtype, device, problem.world_size)
 
     def compiled(self, config):
         tiles = super().compiled(config)
-        return tiles and (config.transport, *tiles)
+        return tiles and (config.transport, config.split_k > 1, *tiles)
 
     def estimate_ms(self, config, problem, hardware):
         m, n, k = self.operand_sizes(problem)
@@ -69,6 +82,10 @@ class GemmRsTunable(dense.DenseTunable):
         if config.method == "torch":
             return 1e3 * dense.sequence_s(m, n, k, wire_bytes, dtype, hardware)
         tiles = config.tiles
+        if config.transport == "one_shot":
+            product = _few_rows.seconds(m, n, k, dtype, tiles, config.split_k, hardware)
+            wire = wire_bytes / dense.push_rate(_PROGRAMS, hardware)
+            return 1e3 * (product + wire + wire_bytes / hardware.memory + _SIGNAL_S)
         product, tile = dense.product_s(m, n, k, dtype, tiles, hardware.num_sms, hardware)
         rate = dense.push_rate(_PROGRAMS, hardware)
         if config.transport == "direct":

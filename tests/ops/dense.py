@@ -29,7 +29,7 @@ FEW_ROWS = (2, 21, 200)  # as of a token or two; more of K than any config split
 
 # The config that a call without one runs with, for operands of a rank and a number of ranks.
 _DEFAULTS = {
-    "ag_gemm": lambda x, weight, world_size: ag_gemm_kernel.default_config_for(x, weight),
+    "ag_gemm": ag_gemm_kernel.default_config_for,
     "gemm_rs": gemm_rs_kernel.default_config_for,
     "gemm_ar": gemm_ar_kernel.default_config_for,
 }

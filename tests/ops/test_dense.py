@@ -10,7 +10,7 @@ from tests.selection import pairs, turns
 
 WORLD_SIZES = [1, 2, 3, 4]
 BF16, FP16, FP32 = dense.DTYPES
-ONE_SHOT = {"exchange": "one_shot"}
+ONE_SHOT, AT_ONCE = {"exchange": "one_shot"}, {"transport": "one_shot"}
 CONFIGS = {
     "ag_gemm": {
         "default": {},
@@ -23,6 +23,13 @@ CONFIGS = {
         "copy engine": {"transport": "copy_engine"},
         "copy engine, small tiles": {"transport": "copy_engine", "tiles": Tiles(16, 32, 64)},
         "copy engine, chunks of two tiles": {"transport": "copy_engine", "tiles": Tiles(32, 16, 16), "chunk_tiles": 2},
+        "one shot": AT_ONCE,
+        "one shot, small tiles, K in two": {**AT_ONCE, "tiles": Tiles(16, 16, 16, 1, 4, 2), "split_k": 2},
+        "one shot, one pushing program, K in three": {
+            **AT_ONCE, "tiles": Tiles(32, 64, 16), "num_comm_sms": 1, "split_k": 3,
+        },
+        "one shot, K in more parts than it has blocks": {**AT_ONCE, "tiles": Tiles(16, 128, 32), "split_k": 9},
+        "one shot, one wide tile": {**AT_ONCE, "tiles": Tiles(128, 256, 16, 8, 8, 2), "num_comm_sms": 5},
     },
     "gemm_rs": {
         "default": {},
@@ -35,6 +42,10 @@ CONFIGS = {
         "direct": {"transport": "direct"},
         "direct, small tiles": {"transport": "direct", "tiles": Tiles(16, 16, 16, 1, 4, 2)},
         "direct, one wide tile": {"transport": "direct", "tiles": Tiles(128, 256, 16, 8, 8, 2)},
+        "one shot": AT_ONCE,
+        "one shot, small tiles, K in two": {**AT_ONCE, "tiles": Tiles(16, 16, 16, 1, 4, 2), "split_k": 2},
+        "one shot, K in three": {**AT_ONCE, "tiles": Tiles(32, 64, 16), "split_k": 3},
+        "one shot, one wide tile": {**AT_ONCE, "tiles": Tiles(128, 256, 16, 8, 8, 2), "split_k": 2},
     },
     "gemm_ar": {
         "default": {},
@@ -53,8 +64,10 @@ CONFIGS = {
 }  # fmt: skip
 # Those whose order of sums and sends depends most on who comes first.
 HASTY = {
-    "ag_gemm": ["default", "three pushing programs, chunks of two tiles", "copy engine"],
-    "gemm_rs": ["default", "small tiles, sent one by one", "direct, small tiles"],
+    "ag_gemm": [
+        "default", "three pushing programs, chunks of two tiles", "copy engine", "one shot, small tiles, K in two",
+    ],
+    "gemm_rs": ["default", "small tiles, sent one by one", "direct, small tiles", "one shot, K in three"],
     "gemm_ar": ["default", "small tiles, sent one by one", "one shot, K in three"],
 }
 

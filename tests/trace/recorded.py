@@ -17,6 +17,8 @@ WAYS = {
     "reduce-scatter, direct": ("gemm_rs", {"transport": "direct"}, (130, -140, 16)),
     "two shot": ("gemm_ar", {"exchange": "two_shot"}, (-130, -140, 16)),
     "one shot": ("gemm_ar", {"exchange": "one_shot", "split_k": 2}, (-9, -140, 64)),
+    "one shot, sums of own rows": ("gemm_rs", {"transport": "one_shot"}, (9, -140, 64)),
+    "one shot, gathered": ("ag_gemm", {"transport": "one_shot", "split_k": 2, "num_comm_sms": 2}, (9, 140, -64)),
     "to heads": ("ulysses_qkv", {}, (70, 70, -48)),
     "to positions": ("ulysses_out", {"num_comm_sms": 2, "chunk_parts": 1}, (70, -70, 32)),
     "attention": ("ag_attention", {"chunk_rows": 16}, (-1, 36, -4, -2, -16, -16), "full"),

@@ -32,10 +32,12 @@ ROLES = {
     "reduce-scatter, direct": {("multiplies", "pushes"), ("multiplies", "waits", "sums")},
     "two shot": {("multiplies", "stores"), ("waits", "pushes"), ("waits", "sums"), ("waits", "receives"), ()},
     "one shot": {("multiplies", "joins"), ("multiplies", "joins", "pushes", "waits", "sums")},
+    "one shot, sums of own rows": {("multiplies", "pushes", "waits", "sums")},
+    "one shot, gathered": {("pushes",), ("waits", "multiplies", "joins"), ("waits", "multiplies", "joins", "stores")},
     "to heads": {("multiplies", "stores"), ("waits", "receives"), ()},
     "to positions": {("pushes",), ("multiplies", "waits", "multiplies", "stores")},
     "attention": {("pushes",), ("waits",), ()},
-    "experts' rows": {("pushes",), ("copies",), ("waits", "copies"), ("waits", "multiplies", "stores")},
+    "experts' rows": {("pushes",), ("copies",), ("waits", "copies"), ("waits", "multiplies", "stores"), ()},
     "experts' sums": {("multiplies", "stores"), ("waits", "joins", "pushes"), ("waits", "joins", "waits", "sums")},
 }
 # And may do: with one wait for each chunk of a peer, but for those that are known to be there.

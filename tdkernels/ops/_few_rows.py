@@ -1,0 +1,136 @@
+"""Products of few rows, which are as fast as the weight can be read: what the kernels for them share.
+
+A tile has all rows, so that the weight is read once, and few columns, so that every multiprocessor reads a part of it.
+The tensor cores get the weight as the operand with many rows and x as the one with few: x as the first would be filled
+up to 64 rows on Hopper. Where columns are too few for the multiprocessors, ``split_k`` programs share the K of a tile.
+"""
+
+import torch
+import triton.language as tl
+
+from tdkernels import lang as td
+from tdkernels.ops import _device
+from tdkernels.ops._tiles import Tiles, next_power_of_2
+
+_MAX_SPLIT = 8
+_MIN_STEPS = 4  # steps of block_k that a program should have, to be worth starting
+_MAX_HEIGHT = 128
+
+
+def default_tiles(rows, n, k, dtype, device):
+    """(tiles, split_k) of a product [rows, k] x [n, k] that about as many programs share as can read at full speed."""
+    block_m = min(max(next_power_of_2(rows), 16), 64 if device.type == "cpu" else _MAX_HEIGHT)
+    if device.type == "cpu":
+        tiles = Tiles(block_m, 64, 64, num_warps=1, num_stages=1)
+    elif dtype == torch.float32:
+        tiles = Tiles(min(block_m, 64), 64, 32, num_warps=4, num_stages=2)
+    else:
+        tiles = _sixteen_bit_tiles(block_m, device)
+    programs = max(-(-rows // tiles.block_m) * -(-n // tiles.block_n), 1)
+    split_k = min(_device.num_sms(device) // programs, k // (_MIN_STEPS * tiles.block_k), _MAX_SPLIT)
+    return tiles, max(split_k, 1)
+
+
+def _sixteen_bit_tiles(block_m, device):
+    """As deep as shared memory allows: what is on its way is what keeps the memory busy."""
+    if torch.version.hip:  # gfx942 has 64 KiB for all stages
+        return Tiles(min(block_m, 64), 64, 128, num_warps=4, num_stages=2)
+    if _device.capability(device) < (9, 0):
+        return Tiles(block_m, 64, 64, num_warps=4, num_stages=4 if block_m <= 64 else 3)
+    return Tiles(block_m, 64, 128, num_warps=4, num_stages=6 if block_m <= 64 else 4)
+
+
+def tiles_to_try(rows, dtype, device):
+    """Tiles worth trying for so many rows."""
+    first, _ = default_tiles(rows, 64, 1, dtype, device)
+    if device.type == "cpu" or dtype == torch.float32:
+        return [first]
+    heights = {first.block_m, *([first.block_m // 2] if first.block_m > 16 and rows > 64 else [])}
+    if torch.version.hip or _device.capability(device) < (9, 0):
+        shapes = [(64, 64, 4, 2), (64, 128, 4, 2), (128, 64, 4, 2)]
+    else:
+        shapes = [(64, 128, 4, 6), (64, 128, 4, 4), (128, 64, 4, 6), (128, 128, 4, 4), (128, 128, 4, 3)]
+    tiles = [
+        Tiles(height, width, depth, num_warps=warps, num_stages=stages)
+        for height in sorted(heights) for width, depth, warps, stages in shapes
+    ]  # fmt: skip
+    return [tile for tile in tiles if tile.illegal(device, dtype) is None]
+
+
+def k_of_part(k, tiles, split_k):
+    """How much of K one of split_k programs takes, in whole steps; for the last ones less, or nothing, may be left."""
+    steps = -(-k // tiles.block_k)
+    return -(-steps // split_k) * tiles.block_k
+
+
+def seconds(rows, n, k, dtype, tiles, split_k, hardware):
+    """About how long the product takes: reading the weight, which too few programs cannot do at full speed."""
+    programs = -(-rows // tiles.block_m) * -(-n // tiles.block_n) * split_k
+    reading = (n * k + rows * k) * dtype.itemsize / hardware.memory / min(1.0, programs / hardware.num_sms)
+    multiplying = 2.0 * max(rows, tiles.block_m) * n * k / hardware.flops
+    parts = 2 * split_k * rows * n * 4 if split_k > 1 else 0
+    return max(reading, multiplying) + parts / hardware.memory
+
+
+@td.jit
+def few_rows_tile(
+    x_ptr, x_desc, plane, row, rows, stride_x, w_ptr, w_desc, col, stride_w, N, first_k, last_k,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    USE_TMA: tl.constexpr, W_IS_KN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """x[row : +BLOCK_M] @ w[col : +BLOCK_N].T over columns first_k … last_k - 1 of both, fp32 [BLOCK_M, BLOCK_N].
+
+    x is [rows, K] by pointer, [planes, rows, K] by descriptor; first_k is a multiple of BLOCK_K, and last_k too, unless
+    it is K. Rows and columns that there are not hold anything.
+    """
+    acc = tl.full((BLOCK_N, BLOCK_M), 0.0, tl.float32)
+    if USE_TMA:
+        for k in range(first_k, last_k, BLOCK_K):
+            x = x_desc.load([plane, row, k]).reshape(BLOCK_M, BLOCK_K)
+            if W_IS_KN:
+                w = w_desc.load([k, col]).T
+            else:
+                w = w_desc.load([col, k])
+            acc = td.dot(w, x.T, acc, PRECISION)
+    else:
+        offs_m = row + tl.arange(0, BLOCK_M)
+        offs_n = col + tl.arange(0, BLOCK_N)
+        offs_k = tl.arange(0, BLOCK_K)
+        first = tl.cast(first_k, tl.int64)
+        x_ptrs = x_ptr + offs_m[None, :].to(tl.int64) * stride_x + (first + offs_k[:, None])
+        if W_IS_KN:
+            step_w = tl.cast(stride_w, tl.int64) * BLOCK_K
+            w_ptrs = w_ptr + offs_n[:, None] + (first + offs_k[None, :]) * stride_w
+        else:
+            step_w = tl.full((), BLOCK_K, tl.int64)
+            w_ptrs = w_ptr + offs_n[:, None].to(tl.int64) * stride_w + (first + offs_k[None, :])
+        mask_m = offs_m[None, :] < rows
+        mask_n = offs_n[:, None] < N
+        for k in range(first_k, last_k, BLOCK_K):
+            x = tl.load(x_ptrs, mask=mask_m & (offs_k[:, None] < last_k - k), other=0.0)
+            w = tl.load(w_ptrs, mask=mask_n & (offs_k[None, :] < last_k - k), other=0.0)
+            if x.dtype == tl.float32 and PRECISION == "ieee":
+                # By blocks: one long chain of additions would round more often than a library does (see gemm_tile).
+                part = td.dot(w, x, tl.full((BLOCK_N, BLOCK_M), 0.0, tl.float32), PRECISION)
+                acc = tl.fma(part, tl.full((BLOCK_N, BLOCK_M), 1.0, tl.float32), acc)
+            else:
+                acc = td.dot(w, x, acc, PRECISION)
+            x_ptrs += BLOCK_K
+            w_ptrs += step_w
+    return acc.T
+
+
+@td.jit
+def sum_of_parts(ctx, acc, scratch_ptr, tile, part, split_k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(the sum of all parts' ``acc`` in their order, whether we are the last to come): only the last may use it."""
+    TILE: tl.constexpr = BLOCK_M * BLOCK_N
+    offs = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    own_ptr = scratch_ptr + (tile.to(tl.int64) * split_k + part) * TILE
+    tl.store(own_ptr + offs, acc)
+    is_last = td.arrive(td.flag_at(ctx, tile), split_k)
+    if is_last:
+        first_ptr = scratch_ptr + tile.to(tl.int64) * split_k * TILE
+        acc = tl.load(first_ptr + offs)
+        for other in range(1, split_k):
+            acc += tl.load(first_ptr + other * TILE + offs)
+    return acc, is_last
