@@ -145,22 +145,23 @@ each_across_nodes = pytest.mark.parametrize("kernel", ACROSS_NODES, ids=lambda k
 ONE_SHOT = [ag_gemm_one_shot_kernel, gemm_one_shot_kernel]
 
 
-def one_shot_tiles_for(arch, dtype):
+def one_shot_tiles_for(arch, dtype, rows):
     """The tiles that _few_rows.default_tiles gives few rows, for the same reason."""
     if dtype == FP32:
-        return Tiles(16, 64, 32, num_warps=4, num_stages=2)
+        return Tiles(rows, 64, 32, num_warps=4, num_stages=2)
     if arch in ("sm_90", "sm_100"):
-        return Tiles(16, 64, 128, num_warps=4, num_stages=6)
+        return Tiles(rows, 64, 128, num_warps=4, num_stages=6)
     gfx = arch.startswith("gfx")
-    return Tiles(16, 64, 128 if gfx else 64, num_warps=4, num_stages=2 if gfx else 4)
+    return Tiles(rows, 64, 128 if gfx else 64, num_warps=4, num_stages=2 if gfx else 4)
 
 
 def compile_one_shot(
     kernel, arch, dtype, *, split, scatters=False, w_is_kn=False, bias=False, shape=(16, N, K), **more
 ):  # fmt: skip
     rows, n, k = shape
-    tiles = one_shot_tiles_for(arch, dtype)
-    tma = uses_tma(arch, dtype) and k % 8 == 0
+    tiles = one_shot_tiles_for(arch, dtype, max(rows, 16))
+    has_tma = uses_tma(arch, dtype) and k % 8 == 0
+    tma = has_tma and tiles.block_m > 16
     rows_desc = descriptor(dtype, (2, 256, 512), [1, tiles.block_m, tiles.block_k]) if tma else None
     weight_block = [tiles.block_k, tiles.block_n] if w_is_kn else [tiles.block_n, tiles.block_k]
     weight_desc = descriptor(dtype, (512, 512), weight_block) if tma else None
@@ -170,7 +171,7 @@ def compile_one_shot(
     args += [pointer(dtype), pointer(FP32)]
     if kernel is ag_gemm_one_shot_kernel:
         args += [rows, n, k, stride, rows, k, 4096, PLAN, 24, split]
-        constants = {"COPY_BLOCK": 2048, "PREFETCH": 1024 if tma else 0}
+        constants = {"COPY_BLOCK": 2048, "PREFETCH": 1024 if has_tma else 0}
     else:
         args += [rows, n, k, rows, stride, k, PLAN, split]
         constants = {"SCATTERS": scatters, "RANKS": 8}
@@ -508,7 +509,7 @@ def test_one_shot_compiles(dtype, arch, kernel):
     compile_one_shot(kernel, arch, dtype, split=2 if dtype == BF16 else 1, bias=dtype == FP16, w_is_kn=dtype == FP32)
     if arch in ("sm_90", "gfx942"):
         compile_one_shot(kernel, arch, dtype, split=2, scatters=True, shape=(1, 1, 1))
-        compile_one_shot(kernel, arch, dtype, split=1, scatters=True, w_is_kn=dtype == BF16)
+        compile_one_shot(kernel, arch, dtype, split=1, scatters=True, w_is_kn=dtype == BF16, shape=(64, N, K))
 
 
 def narrow(ptx):
@@ -517,15 +518,14 @@ def narrow(ptx):
 
 
 @each_one_shot
-@pytest.mark.parametrize("split, scatters", [(1, True), (2, False)])
-def test_one_shot_moves_sixteen_bytes_at_a_time(split, scatters, kernel):
-    ptx = compile_one_shot(kernel, "sm_90", BF16, split=split, scatters=scatters).asm["ptx"]
+@pytest.mark.parametrize("rows, split, scatters", [(16, 1, True), (64, 2, False)])
+def test_one_shot_moves_sixteen_bytes_at_a_time(rows, split, scatters, kernel):
+    ptx = compile_one_shot(kernel, "sm_90", BF16, split=split, scatters=scatters, shape=(rows, N, K)).asm["ptx"]
     assert not narrow(ptx)
-    assert "wgmma" in ptx and "cp.async.bulk.tensor" in ptx
-    assert ("cp.async.bulk.prefetch.L2" in ptx) == (kernel is ag_gemm_one_shot_kernel)
-    ptx = compile_one_shot(kernel, "sm_80", BF16, split=split, scatters=scatters).asm["ptx"]
     staged = re.findall(r"cp\.async\.\w+\.shared\.global.*", ptx)
-    assert staged and all(" 0x10" in line for line in staged)
+    assert all(" 0x10" in line for line in staged)
+    assert "wgmma" in ptx and bool(staged) == (rows == 16) and ("cp.async.bulk.tensor" in ptx) == (rows == 64)
+    assert ("cp.async.bulk.prefetch.L2" in ptx) == (kernel is ag_gemm_one_shot_kernel)
 
 
 @pytest.mark.parametrize("kernel", COPYING, ids=lambda k: k.__name__)

@@ -25,6 +25,7 @@ class Explanation:
     bound_by:                   of what that rate is: "flops", or "bytes of memory"
     wire_ms:                    floor of the communication: bytes at the best rate of a link
     rates_measured:             whether the best rates were measured on such a GPU, or guessed from its properties
+    in_graph:                   whether what was measured are calls in a CUDA graph
 
     Without a measurement the times of CPU ranks are None: an interpreter runs the kernels there.
     """
@@ -41,6 +42,14 @@ class Explanation:
     bound_by: str
     wire_ms: float | None
     rates_measured: bool
+    in_graph: bool
+
+    @property
+    def how(self):
+        """Where ``expected_ms`` is from, in words."""
+        if not self.measured:
+            return "estimated"
+        return "measured in a CUDA graph" if self.in_graph else "measured"
 
     @property
     def method(self):
@@ -55,7 +64,7 @@ class Explanation:
         """All of it in one line, for a log."""
         text = f"{self.problem}: {self.method} ({self.source}), {settings(self.problem.operator, self.config)}"
         if self.expected_ms is not None:
-            text += f"; {self.expected_ms:.3f} ms {'measured' if self.measured else 'estimated'}"
+            text += f"; {self.expected_ms:.3f} ms {self.how}"
         if self.plain_ms is not None:
             text += f", torch's sequence {self.plain_ms:.3f} ms"
         floors = {"computation": self.local_ms, "wire": self.wire_ms}
@@ -75,7 +84,7 @@ class Explanation:
             lines.append(f"  tuned for   {self.tuned_for}")
         if self.expected_ms is None:
             return "\n".join([*lines, "  expected    unknown: an interpreter runs the kernels on CPU ranks"])
-        lines.append(f"  expected    {self.expected_ms:.4f} ms, {'measured' if self.measured else 'estimated'}")
+        lines.append(f"  expected    {self.expected_ms:.4f} ms, {self.how}")
         if self.plain_ms is not None:
             ratio = self.plain_ms / self.expected_ms
             lines.append(f"  sequence    {self.plain_ms:.4f} ms, {plain}; {ratio:.2f} x ours")
@@ -170,7 +179,7 @@ def explanation(tunable, problem, device, choice):
         wire_ms = entry.wire_ms if entry.wire_ms is not None else wire_ms
     return Explanation(
         problem, config, choice.source, entry.problem if entry is not None else None, expected_ms, measured,
-        plain_ms, local_ms, local_measured, bound_by, wire_ms, rates.measured,
+        plain_ms, local_ms, local_measured, bound_by, wire_ms, rates.measured, measured and entry.graph,
     )  # fmt: skip
 
 

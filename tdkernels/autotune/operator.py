@@ -38,7 +38,8 @@ class Tunable(ABC):
 
     Attributes: ``name``; ``sizes``, the names of the problem's sizes; ``layouts``, the first being the usual one: how
     operands lie, and whatever else of a call is no size and matters; ``sources``, the modules that hold its kernels and
-    launchers; ``alone``, whether one rank by itself has something to tune.
+    launchers; ``alone``, whether one rank by itself has something to tune; ``in_graphs``, whether every config of it
+    can be captured in a CUDA graph.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Tunable(ABC):
     layouts: tuple
     sources: tuple
     alone = False
+    in_graphs = False
     # The plain config, as explain() calls it: what runs, and what was measured.
     plain_words = "torch collective, then matmul", "torch's collective and matmul"
     local_words = "the library alone"  # and what ``local`` is, where it was measured

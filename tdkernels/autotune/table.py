@@ -32,6 +32,7 @@ class Entry:
     ms:          of a call with it; plain_ms: of the plain sequence; default_ms: of the default config; local_ms: of the
                  product alone; wire_ms: of the bytes on the wire at the best rate of a link; None: not measured
     when:        the day, as YYYY-MM-DD
+    graph:       whether all these are of calls in a CUDA graph, since one by one they took the host as long
     """
 
     problem: Problem
@@ -43,6 +44,7 @@ class Entry:
     local_ms: float | None = None
     wire_ms: float | None = None
     when: str = ""
+    graph: bool = False
     identity: tuple = field(init=False, repr=False, compare=False)
 
     def __post_init__(self):
@@ -139,7 +141,8 @@ def _to_dict(entry):
     problem = asdict(entry.problem)
     del problem["operator"], problem["gpu"]  # the table says them
     times = {name: _rounded(getattr(entry, name)) for name in _TIMES}
-    return {**problem, "versions": entry.versions, "config": entry.config, **times, "when": entry.when}
+    graph = {"graph": True} if entry.graph else {}
+    return {**problem, "versions": entry.versions, "config": entry.config, **times, "when": entry.when, **graph}
 
 
 def _rounded(ms):
@@ -159,7 +162,8 @@ def _from_dict(operator, gpu, item):
         times = {name: _time(item.get(name)) for name in _TIMES}
         if times["ms"] is None:
             return None
-        return Entry(problem, versions, item["config"], **times, when=_text(item.get("when", "")))
+        when, graph = _text(item.get("when", "")), item.get("graph", False) is True
+        return Entry(problem, versions, item["config"], **times, when=when, graph=graph)
     except (AttributeError, KeyError, OverflowError, TypeError):
         return None
 

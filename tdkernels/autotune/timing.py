@@ -1,5 +1,6 @@
 """Times of calls on a device: bursts between two events, and the rate of a link."""
 
+import contextlib
 import json
 import statistics
 import time
@@ -44,6 +45,39 @@ def burst(call, input_sets, calls, device, group=None):
     end.record()
     synchronize(device)
     return begin.elapsed_ms(end) / calls, (host_end - host_begin) * 1e3 / calls
+
+
+def burst_in_graph(call, input_sets, calls, device, group=None):
+    """``burst`` of calls that a CUDA graph replays, so that the host takes no part in their time; collective."""
+    lead = lead_calls(device)
+    for i in range(lead):
+        call(input_sets[i % len(input_sets)])
+    graph = _captured(lambda: [call(input_sets[i % len(input_sets)]) for i in range(lead, lead + calls)])
+    barrier(device, group)
+    graph.replay()  # brings the ranks into step
+    begin, end = _Stamp(device), _Stamp(device)
+    begin.record()
+    graph.replay()
+    end.record()
+    synchronize(device)
+    return begin.elapsed_ms(end) / calls, 0.0
+
+
+def _captured(calls):
+    """The graph of some calls. By itself, since ``torch.cuda.graph`` empties caches first, which takes far longer."""
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            calls()
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # of a capture that has been spoilt
+                graph.capture_end()
+            raise
+        graph.capture_end()
+    torch.cuda.current_stream().wait_stream(stream)
+    return graph
 
 
 def lead_calls(device):

@@ -7,8 +7,9 @@
 3. Check: one call of each, into poisoned memory, against the operator's reference in a wider type.
 4. Time: rounds of bursts in which the candidates take turns. What is behind drops out, so that later rounds can be
    longer; the best two, the plain sequence and the default meet in the last one. A candidate is as slow as its slowest
-   rank. Where the winner's time is the host's, small differences say nothing of configs, and the default stays. The
-   winner is checked once more, after all that.
+   rank. Where calls take the host as long as the GPU, a CUDA graph replays them instead, for those who care about so
+   small ones capture them; of operators that cannot be captured, small differences then say nothing of configs, and the
+   default stays. The winner is checked once more, after all that.
 
 A candidate that fails on any rank, gives a wrong result or does not come back in time is out on all (``together``).
 What happens inside a collective of torch (the plain sequence, the reference) is beyond that: a rank that dies there
@@ -35,7 +36,7 @@ from tdkernels.autotune.operator import versions
 from tdkernels.autotune.problem import Problem, device_of, with_index
 from tdkernels.autotune.reference import Reference, spoil
 from tdkernels.autotune.table import Entry
-from tdkernels.autotune.timing import burst, lead_calls, slowest_link, synchronize
+from tdkernels.autotune.timing import burst, burst_in_graph, lead_calls, slowest_link, synchronize
 from tdkernels.autotune.together import Together, TuningError, one_line
 from tdkernels.autotune.trial import Result, Trial
 from tdkernels.symm import resolve_group
@@ -53,6 +54,7 @@ _MAX_CALLS = 100
 # How much of a call's time may be the host's, until it has launched the call, before a GPU is taken to wait for it. CPU
 # ranks compute what they launch.
 _HOST_BOUND = {"cuda": 0.9, "cpu": math.inf}
+_HAS_GRAPHS = {"cuda": True, "cpu": False}
 _NOISE = 1.1  # times as long as another config the default may then take
 
 
@@ -116,6 +118,7 @@ class _Tuner:
         self.tunable, self.problem, self.ranks = tunable, problem, ranks
         self.device, self.group, self.state = ranks.device, ranks.group, ranks.state
         self.rates = hardware(self.device, problem.torch_dtype)
+        self._burst_of = burst
         self.begin = time.monotonic()
         self.budget_s = budget_s
         self._callback = on_progress if self.state.rank == 0 else None
@@ -284,6 +287,10 @@ class _Tuner:
         left = [trial for trial in trials if trial.reason is None]
         for number, round_ in enumerate(_ROUNDS[self.device.type]):
             in_time = self._run_round(left, round_, number, f"round {number + 1}", self.budget_s)
+            if number == 0 and in_time and self._should_use_graphs(left):
+                self._burst_of = burst_in_graph
+                self._say("the host takes as long as the calls: a CUDA graph replays them")
+                in_time = self._run_round(left, round_, number, f"round {number + 1}", self.budget_s)
             left = sorted((trial for trial in left if trial.reason is None and trial.samples), key=lambda t: t.ms)
             if not left:
                 raise TuningError(f"{self.problem}: no candidate runs: {trials[0].reason}")
@@ -292,6 +299,16 @@ class _Tuner:
                 self._say(f"the budget of {self.budget_s:g} s ended the elimination in round {number + 1}")
                 break
         return left
+
+    def _should_use_graphs(self, trials):
+        """Whether the fastest call takes the host as long as the GPU, and can be captured."""
+        timed = [trial for trial in trials if trial.reason is None and trial.samples]
+        best = min(timed, key=lambda t: t.ms, default=None)
+        can = self.tunable.in_graphs and _HAS_GRAPHS[self.device.type]
+        return can and best is not None and self._is_of_the_host(best)
+
+    def _is_of_the_host(self, trial):
+        return trial.host_ms >= _HOST_BOUND[self.device.type] * trial.ms
 
     def _run_round(self, trials, round_, number, stage, budget_s=float("inf")):
         """Bursts of each trial in turn; False if there was no time for all."""
@@ -318,7 +335,7 @@ class _Tuner:
         """ms of a call, those until the host has launched it, and the seconds since the tuning began."""
         used = self.operands[: lead_calls(self.device) + calls]
         sets = [self.tunable.prepared(each, self.problem, self.group, trial.config) for each in used]
-        ms, host_ms = burst(
+        ms, host_ms = self._burst_of(
             lambda operands: self.tunable.run(operands, self.problem, self.group, trial.config), sets, calls,
             self.device, self.group,
         )  # fmt: skip
@@ -342,7 +359,7 @@ class _Tuner:
         wire_ms = None if rate is None else self.tunable.floors(self.problem).wire_bytes / rate * 1e3
         return Entry(
             self.problem, versions(self.tunable), self.tunable.config_to_dict(best.config), best.ms, plain_ms,
-            default.ms, max(local), wire_ms or None, date.today().isoformat(),
+            default.ms, max(local), wire_ms or None, date.today().isoformat(), self._burst_of is burst_in_graph,
         )  # fmt: skip
 
     def _best_that_is_right(self, finalists, default):
@@ -359,7 +376,7 @@ class _Tuner:
             return ranked
         best = ranked[0]
         hardly = default.ms <= _NOISE * best.ms and [best.config] != self._plain()
-        if best is default or not hardly or best.host_ms < _HOST_BOUND[self.device.type] * best.ms:
+        if best is default or not hardly or not self._is_of_the_host(best):
             return ranked
         self._say(f"the host takes as long as the calls: {best.config} is no better than the default")
         return [default, *(trial for trial in ranked if trial is not default)]
@@ -369,7 +386,8 @@ class _Tuner:
 
     def _local_ms(self, round_):
         calls = _calls(round_.ms, self.tunable.floors(self.problem).computation_ms(self.rates))
-        bursts = [burst(lambda call: call(), self.local, calls, self.device, self.group) for _ in range(round_.repeats)]
+        run = self._burst_of
+        bursts = [run(lambda call: call(), self.local, calls, self.device, self.group) for _ in range(round_.repeats)]
         return statistics.median(ms for ms, _ in bursts)
 
     # ---- the rest ----

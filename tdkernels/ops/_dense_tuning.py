@@ -18,8 +18,8 @@ from tdkernels.ops._tuning import ConfigTunable, problem_of
 _PUSH_SHARE, _COPY_SHARE, _PROGRAMS_A_LINK = 0.88, 0.8, 8
 _COLLECTIVE_SHARE = 0.85
 _LAUNCH_S = 20e-6
-# A sequence that takes less is left to torch where nobody has tuned: of few rows our tiles read a large weight at half
-# the rate of cuBLAS, and our call takes the host longer (2 H200; see bench/NOTES.md).
+# A sequence that takes less is left to torch where nobody has tuned, unless all rows fit into one tile: the weight is
+# then read by each tile row of each shard, and cuBLAS reads it once (2 H200; see bench/NOTES.md).
 _SMALL_MS = 0.2
 
 
@@ -32,6 +32,7 @@ class DenseTunable(ConfigTunable):
 
     sizes = ("m", "n", "k")
     layouts = ("nk", "kn")
+    in_graphs = True
     divided: tuple
     op: ModuleType
     kernel: ModuleType
@@ -53,14 +54,15 @@ class DenseTunable(ConfigTunable):
         return config
 
     def default(self, problem, device):
-        return self.kernel.default_config(*self.of_a_rank(problem), problem.torch_dtype, device)
+        sizes = self.of_a_rank(problem)
+        return self.kernel.default_config(*sizes, problem.torch_dtype, device, problem.world_size)
 
     def fallback(self, problem, device):
-        dtype = problem.torch_dtype
-        if device.type == "cuda":
+        default, dtype = self.default(problem, device), problem.torch_dtype
+        if device.type == "cuda" and not _for_few_rows(default, problem):
             if self.estimate_ms(self.plain(), problem, hardware(device, dtype)) < _SMALL_MS:
                 return self.plain()
-        return self.default(problem, device)
+        return default
 
     def operands(self, problem, device, generator):
         m, n, k = self.operand_sizes(problem)
@@ -99,6 +101,13 @@ def two_operands(operator, shapes):
     if len(x) < 2 or len(weight) != 2 or x[-1] != weight[1]:
         raise ValueError(f"{operator}: x {list(x)} and weight {list(weight)} do not fit")
     return x, weight
+
+
+def _for_few_rows(config, problem):
+    """Whether a config reads the weight once, with all rows in a tile."""
+    if problem.num_nodes > 1:
+        return False
+    return "one_shot" in (getattr(config, "transport", None), getattr(config, "exchange", None))
 
 
 def _leaves_tiles_open(config):

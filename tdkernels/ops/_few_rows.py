@@ -9,7 +9,7 @@ import torch
 import triton.language as tl
 
 from tdkernels import lang as td
-from tdkernels.ops import _device
+from tdkernels.ops import _device, _operands
 from tdkernels.ops._tiles import Tiles, next_power_of_2
 
 _MAX_SPLIT = 8
@@ -18,26 +18,32 @@ _MAX_HEIGHT = 128
 
 
 def default_tiles(rows, n, k, dtype, device):
-    """(tiles, split_k) of a product [rows, k] x [n, k] that about as many programs share as can read at full speed."""
+    """(tiles, split_k) of a product [rows, k] x [n, k] that enough programs share to read at full speed."""
     block_m = min(max(next_power_of_2(rows), 16), 64 if device.type == "cpu" else _MAX_HEIGHT)
+    num_sms = _device.num_sms(device)
     if device.type == "cpu":
         tiles = Tiles(block_m, 64, 64, num_warps=1, num_stages=1)
     elif dtype == torch.float32:
         tiles = Tiles(min(block_m, 64), 64, 32, num_warps=4, num_stages=2)
     else:
-        tiles = _sixteen_bit_tiles(block_m, device)
+        tiles = _sixteen_bit_tiles(block_m, n > 64 * num_sms, device)
     programs = max(-(-rows // tiles.block_m) * -(-n // tiles.block_n), 1)
-    split_k = min(_device.num_sms(device) // programs, k // (_MIN_STEPS * tiles.block_k), _MAX_SPLIT)
+    split_k = min(num_sms // (2 * programs), k // (_MIN_STEPS * tiles.block_k), _MAX_SPLIT)
     return tiles, max(split_k, 1)
 
 
-def _sixteen_bit_tiles(block_m, device):
-    """As deep as shared memory allows: what is on its way is what keeps the memory busy."""
+def _sixteen_bit_tiles(block_m, wide, device):
+    """As deep as shared memory allows: what is on its way is what keeps the memory busy.
+
+    ``wide``: there are tiles for all multiprocessors even of 128 columns, of which each reads x half as often.
+    """
     if torch.version.hip:  # gfx942 has 64 KiB for all stages
         return Tiles(min(block_m, 64), 64, 128, num_warps=4, num_stages=2)
     if _device.capability(device) < (9, 0):
         return Tiles(block_m, 64, 64, num_warps=4, num_stages=4 if block_m <= 64 else 3)
-    return Tiles(block_m, 64, 128, num_warps=4, num_stages=6 if block_m <= 64 else 4)
+    if block_m <= 64:
+        return Tiles(block_m, *((128, 128) if wide else (64, 128)), num_warps=4, num_stages=4 if wide else 6)
+    return Tiles(block_m, *((128, 64) if wide else (64, 128)), num_warps=4, num_stages=6 if wide else 4)
 
 
 def tiles_to_try(rows, dtype, device):
@@ -45,7 +51,7 @@ def tiles_to_try(rows, dtype, device):
     first, _ = default_tiles(rows, 64, 1, dtype, device)
     if device.type == "cpu" or dtype == torch.float32:
         return [first]
-    heights = {first.block_m, *([first.block_m // 2] if first.block_m > 16 and rows > 64 else [])}
+    heights = {first.block_m, *([64] if rows > 64 else [])}
     if torch.version.hip or _device.capability(device) < (9, 0):
         shapes = [(64, 64, 4, 2), (64, 128, 4, 2), (128, 64, 4, 2)]
     else:
@@ -55,6 +61,14 @@ def tiles_to_try(rows, dtype, device):
         for height in sorted(heights) for width, depth, warps, stages in shapes
     ]  # fmt: skip
     return [tile for tile in tiles if tile.illegal(device, dtype) is None]
+
+
+def product(x, weight, bias, tiles):
+    """``_operands.product`` for few rows: by descriptors only where they are worth the host's time to fill them in.
+
+    With 16 rows or fewer the loads that each thread makes for itself read the weight as fast (H200).
+    """
+    return _operands.product(x, weight, bias, tiles, by_tma=tiles.block_m > 16)
 
 
 def k_of_part(k, tiles, split_k):

@@ -153,7 +153,7 @@ def _arguments(ctx, x, gathered, weight, bias, y, scratch, plan, config):
     tiles = config.tiles
     rows, k = x.shape
     n = weight.shape[0]
-    weight, stride_w, _, w_desc, constants = _operands.product(x, weight, bias, tiles)
+    weight, stride_w, _, w_desc, constants = _few_rows.product(x, weight, bias, tiles)
     gathered_desc = None
     if constants["USE_TMA"]:
         gathered_desc = _operands.rows_descriptor(*gathered, tiles.block_m, tiles.block_k)
@@ -164,8 +164,7 @@ def _arguments(ctx, x, gathered, weight, bias, y, scratch, plan, config):
         rows, n, k, stride_w, _slot_rows(x), _few_rows.k_of_part(k, tiles, config.split_k), share, plan, pushers,
         config.split_k,
     )  # fmt: skip
-    # What brings lines nearer is an engine that the descriptors come with.
-    prefetch = _PREFETCH_COLUMNS if constants["USE_TMA"] else 0
+    prefetch = _PREFETCH_COLUMNS if _operands.tma_fits(x, weight) else 0  # by the engine that TMA is a part of
     return args, {"COPY_BLOCK": _COPY_BLOCK, "PREFETCH": prefetch, "SPLIT": config.split_k > 1, **constants}
 
 

@@ -26,6 +26,7 @@ class CollectiveTunable(ConfigTunable):
     sizes = ("n",)
     config_class = CollectiveConfig
     layouts = ("rows",)
+    in_graphs = True
     plain_words = "torch collective", "torch's collective"
     across_nodes = False  # torch alone reaches other nodes
     sources = (op, collective_kernels, collective_launch, _gather, _gather_kernels)

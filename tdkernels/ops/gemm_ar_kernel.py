@@ -37,8 +37,9 @@ from tdkernels.ops._tiles import Tiles, default_tiles
 from tdkernels.ops.gemm_ar_tiles import multiply_tile, receive_tile, slice_columns
 from tdkernels.symm import get_workspace
 
-# Up to so many rows each rank sums everything itself: the wire carries more, but only once.
-_ONE_SHOT_ROWS = {"cpu": 16, "cuda": 64}
+# Up to so many rows, and bytes for all peers, each rank sums everything itself: the wire carries more, but only once.
+_ONE_SHOT_ROWS = {"cpu": 16, "cuda": 128}
+_ONE_SHOT_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -73,9 +74,10 @@ class GemmArConfig:
         return self.tiles.illegal(device, dtype) if self.tiles is not None else None
 
 
-def default_config(rows, n, k, dtype, device):
+def default_config(rows, n, k, dtype, device, world_size):
     """The config for a product [rows, k] x [n, k] of a rank, of a shape that nobody has tuned."""
-    if rows <= _ONE_SHOT_ROWS[device.type]:
+    few = rows <= _ONE_SHOT_ROWS[device.type]
+    if few and (world_size - 1) * rows * n * dtype.itemsize <= _ONE_SHOT_BYTES:
         tiles, split_k = _few_rows.default_tiles(rows, n, k, dtype, device)
         return GemmArConfig(exchange="one_shot", tiles=tiles, split_k=split_k)
     tiles = default_tiles(rows, n, dtype, device)
@@ -84,7 +86,7 @@ def default_config(rows, n, k, dtype, device):
 
 def default_config_for(x, weight, world_size):
     """``default_config`` of operands [M, K / W] and [N, K / W]."""
-    return default_config(x.shape[0], *weight.shape, x.dtype, x.device)
+    return default_config(x.shape[0], *weight.shape, x.dtype, x.device, world_size)
 
 
 @td.jit

@@ -123,7 +123,7 @@ def _arguments(ctx, x, weight, bias, z, scratch, plan, world_size, config, scatt
     """The kernel's arguments."""
     m, k = x.shape
     n = weight.shape[0]
-    weight, stride_w, x_desc, w_desc, constants = _operands.product(x, weight, bias, config.tiles)
+    weight, stride_w, x_desc, w_desc, constants = _few_rows.product(x, weight, bias, config.tiles)
     constants |= {"SPLIT": config.split_k > 1, "SCATTERS": scatters, "RANKS": world_size}
     args = (
         ctx, x, x_desc, weight, w_desc, bias, z, scratch,

@@ -68,10 +68,6 @@ class GemmRsTunable(dense.DenseTunable):
             ]  # fmt: skip
         return configs
 
-    def default(self, problem, device):
-        sizes = self.of_a_rank(problem)
-        return kernel.default_config(*sizes, problem.torch_dtype, device, problem.world_size)
-
     def compiled(self, config):
         tiles = super().compiled(config)
         return tiles and (config.transport, config.split_k > 1, *tiles)

@@ -558,17 +558,20 @@ def test_the_tests_look_up_nothing_unless_they_say_so():
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_without_a_table_few_rows_run_in_sequence_on_a_gpu(operator, monkeypatch):
-    """As on a GPU, which need not be there: what the host takes for a fused call is more than a small product takes."""
+def test_without_a_table_some_rows_run_in_sequence_on_a_gpu(operator, monkeypatch):
+    """As on a GPU, which need not be there: neither few enough for one tile, nor so many that what is hidden counts."""
     rates = Hardware(790e12, 4.3e12, 380e9, 132, measured=True)
     monkeypatch.setattr(_dense_tuning, "hardware", lambda device, dtype: rates)
     monkeypatch.setattr(_device, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(_device, "num_sms", lambda device: 132)
     op, gpu = tunable(operator), torch.device("cuda", 0)
     methods = {
         m: op.fallback(Problem(operator, "NVIDIA Testing", 4, 4, "bfloat16", "nk", (m, 8192, 8192)), gpu).method
         for m in (4, 64, 512, 8192, 32768)
     }
-    assert methods == {4: "torch", 64: "torch", 512: "torch", 8192: "fused", 32768: "fused"}
+    assert methods == {4: "fused", 64: "fused", 512: "torch", 8192: "fused", 32768: "fused"}
+    on_nodes = Problem(operator, "NVIDIA Testing", 4, 2, "bfloat16", "nk", (4, 8192, 8192))
+    assert op.fallback(on_nodes, gpu).method == "torch", "they have no kernel for few rows"
 
 
 def test_on_cpu_ranks_the_kernels_run(monkeypatch):

@@ -1,6 +1,7 @@
 """The tuner finds the same legal config on all ranks, and the fastest that there is."""
 
 import contextlib
+import functools
 import re
 from dataclasses import replace
 
@@ -26,7 +27,7 @@ from tests.autotune.tuning import (
     unharmed,
 )
 from tests.nodes import thorough
-from tests.ranks import a_group, device, on_ranks
+from tests.ranks import DEVICE, a_group, device, on_ranks
 from tests.reference import OPERATORS
 
 # ---- what it finds ----
@@ -138,16 +139,16 @@ def test_what_is_cut_is_counted_and_default_and_plain_never_are(tmp_path):
 
 
 @contextlib.contextmanager
-def made_up_times(ms, host_share=0.0):
+def made_up_times(ms, host_share=0.0, in_graph=None):
     """Bursts take ``ms[config]`` (a number, or one for each rank); gives the bursts: (config, calls), None alone.
 
-    ``host_share``: of that, until the host has launched
+    ``host_share``: of that, until the host has launched; ``in_graph``: the same as ``ms`` of bursts in a CUDA graph
     """
     op, bursts = tunable("ag_gemm"), []
     real, asked = op.run, []
     with pytest.MonkeyPatch.context() as patch:
 
-        def burst(call, input_sets, calls, device, group):
+        def burst(call, input_sets, calls, device, group, ms=ms, host_share=host_share):
             asked[:] = [None]
             replace_in(patch, op, "run", lambda operands, problem, group, config: asked.__setitem__(0, config))
             call(input_sets[0])
@@ -158,6 +159,8 @@ def made_up_times(ms, host_share=0.0):
             return value, host_share * value
 
         patch.setattr(tuner, "burst", burst)
+        patch.setitem(tuner._HAS_GRAPHS, device().type, in_graph is not None)
+        patch.setattr(tuner, "burst_in_graph", functools.partial(burst, ms=in_graph, host_share=0.0))
         yield bursts
 
 
@@ -215,6 +218,40 @@ def tells_noise_from_speed(folder, of_default, plain_ms, host_share):
 ])  # fmt: skip
 def test_where_the_host_takes_the_time_the_default_stays(tmp_path, of_default, plain_ms, host_share, found):
     assert on_ranks(2, tells_noise_from_speed, tmp_path, of_default, plain_ms, host_share) == [found] * 2
+
+
+def tells_by_graphs(folder, host_share):
+    """Whether the entry is what is best in a CUDA graph, though it is last in calls one by one."""
+    op = tunable("ag_gemm")
+    default, plain, best = op.default(problem_of("ag_gemm", SHAPE), device()), op.plain(), one_of(op, 4)
+    ms = {best: 0.15, default: 0.12, plain: 0.1, None: 0.02}
+    in_graph = {best: 0.01, default: 0.012, plain: 0.014, None: 0.005}
+    with cache_in(folder), pytest.MonkeyPatch.context() as patch:
+        patch.setitem(tuner._HOST_BOUND, device().type, 0.9)
+        with candidates(best), made_up_times(ms, host_share, in_graph):
+            entry = tune("ag_gemm", *SHAPE, dtype=FP32).entry
+        (kept,) = cache.user_entries("ag_gemm", entry.problem.gpu)
+    assert kept == entry
+    found = op.config_from_dict(entry.config)
+    expected = in_graph if entry.graph else ms
+    assert found == min((best, default, plain), key=expected.get)
+    assert (entry.ms, entry.plain_ms, entry.default_ms) == tuple(expected[config] for config in (found, plain, default))
+    assert entry.local_ms == expected[None]
+    return entry.graph
+
+
+@pytest.mark.parametrize("host_share", [0.5, 0.95])
+def test_where_the_host_takes_the_time_graphs_are_timed(tmp_path, host_share):
+    assert on_ranks(2, tells_by_graphs, tmp_path, host_share) == [host_share > 0.9] * 2
+
+
+def tunes_a_few_rows(folder):
+    with cache_in(folder), a_group() as group:
+        return [tune(operator, 8, 64, 64, dtype=FP32, group=group).entry.graph for operator in OPERATORS]
+
+
+def test_few_rows_are_timed_in_graphs_on_a_gpu(tmp_path):
+    assert on_ranks(2, tunes_a_few_rows, tmp_path) == [[DEVICE == "cuda"] * 3] * 2
 
 
 def fails_in_the_final(folder):
