@@ -32,15 +32,17 @@ from tests.selection import at_once
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 TIMEOUT_S = 2.0
-COPY_ENGINE = {"transport": "copy_engine"}
-DIRECT = {"transport": "direct"}
+PUSH, COPY_ENGINE, AT_ONCE = {"transport": "push"}, {"transport": "copy_engine"}, {"transport": "one_shot"}
+FORWARD, DIRECT = {"transport": "forward"}, {"transport": "direct"}
 TWO_SHOT, ONE_SHOT = {"exchange": "two_shot"}, {"exchange": "one_shot"}
 # Every way in which data goes between the ranks: operator and changes to the config.
 WAYS = [
-    ("ag_gemm", {}),
+    ("ag_gemm", PUSH),
     ("ag_gemm", COPY_ENGINE),
-    ("gemm_rs", {}),
+    ("ag_gemm", AT_ONCE),
+    ("gemm_rs", FORWARD),
     ("gemm_rs", DIRECT),
+    ("gemm_rs", AT_ONCE),
     ("gemm_ar", TWO_SHOT),
     ("gemm_ar", ONE_SHOT),
 ]
@@ -204,15 +206,15 @@ def test_slow_rank(operator, changes):
 def has_no_memory_to_grow():
     small, large = Case("gemm_rs", BF16, 5, 3, 7), Case("gemm_rs", BF16, 300, 70, 7)
     with a_group() as group, pytest.MonkeyPatch.context() as patch:
-        small.check(small.run(group=group))
+        small.check(small.run(group=group, config=config_for(small, **FORWARD)))
 
         def no_memory(*args):
             raise torch.OutOfMemoryError("not this much")
 
         patch.setattr(workspace_module, "make_buffer", no_memory)
-        large_failed = failure_of(large.call, group=group)
+        large_failed = failure_of(large.call, group=group, config=config_for(large, **FORWARD))
         patch.undo()
-        small_failed = failure_of(small.call, group=group)
+        small_failed = failure_of(small.call, group=group, config=config_for(small, **FORWARD))
         del group
     assert "not this much" in str(large_failed)
     assert "could not grow" in str(small_failed), "it went on with a buffer that is gone"
@@ -310,7 +312,8 @@ def frees_a_destroyed_group():
         case = Case(operator, FP32, 5, 3, 7, exact=True)
         case.check(case.run(group=group, config=config_for(case, **changes)))
     names = [workspace.name for workspace in group_state(group).workspaces.values()]
-    assert {"ag_gemm", "gemm_rs", "gemm_ar", "gemm_ar one shot"} <= set(names)
+    for operator in OPERATORS:
+        assert {operator, f"{operator} one shot"} <= set(names)
     workspaces = [weakref.ref(get_workspace(group, device(), name)) for name in names]
     assert device().type != "cpu" or mapped() > before
     dist.destroy_process_group(group)

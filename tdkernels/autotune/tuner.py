@@ -7,8 +7,8 @@
 3. Check: one call of each, into poisoned memory, against the operator's reference in a wider type.
 4. Time: rounds of bursts in which the candidates take turns. What is behind drops out, so that later rounds can be
    longer; the best two, the plain sequence and the default meet in the last one. A candidate is as slow as its slowest
-   rank. Where calls take the host as long as the GPU, a CUDA graph replays them instead, for those who care about so
-   small ones capture them; of operators that cannot be captured, small differences then say nothing of configs, and the
+   rank. Where calls take the host about as long as the GPU, a CUDA graph replays them instead: who cares about calls
+   as small as that captures them. Of operators that cannot be captured small differences then say nothing, and the
    default stays. The winner is checked once more, after all that.
 
 A candidate that fails on any rank, gives a wrong result or does not come back in time is out on all (``together``).
@@ -51,8 +51,9 @@ _CALL_LIMIT_S = 10.0  # for one candidate's wait for a peer
 _COLD_BYTES = 256 << 20  # sets of operands take turns until this much has gone by: several times any L2 cache
 _MAX_SETS = 8
 _MAX_CALLS = 100
-# How much of a call's time may be the host's, until it has launched the call, before a GPU is taken to wait for it. CPU
-# ranks compute what they launch.
+# How much of a call's time may be the host's, until it has launched the call: before it may come to count, so that a
+# CUDA graph is timed if there can be one, and before a GPU is taken to wait for it. CPU ranks compute what they launch.
+_HOST_COUNTS = {"cuda": 0.5, "cpu": math.inf}
 _HOST_BOUND = {"cuda": 0.9, "cpu": math.inf}
 _HAS_GRAPHS = {"cuda": True, "cpu": False}
 _NOISE = 1.1  # times as long as another config the default may then take
@@ -289,7 +290,7 @@ class _Tuner:
             in_time = self._run_round(left, round_, number, f"round {number + 1}", self.budget_s)
             if number == 0 and in_time and self._should_use_graphs(left):
                 self._burst_of = burst_in_graph
-                self._say("the host takes as long as the calls: a CUDA graph replays them")
+                self._say("the host takes about as long as the GPU: a CUDA graph replays the calls")
                 in_time = self._run_round(left, round_, number, f"round {number + 1}", self.budget_s)
             left = sorted((trial for trial in left if trial.reason is None and trial.samples), key=lambda t: t.ms)
             if not left:
@@ -301,14 +302,11 @@ class _Tuner:
         return left
 
     def _should_use_graphs(self, trials):
-        """Whether the fastest call takes the host as long as the GPU, and can be captured."""
+        """Whether the fastest call takes the host about as long as the GPU, and can be captured."""
         timed = [trial for trial in trials if trial.reason is None and trial.samples]
         best = min(timed, key=lambda t: t.ms, default=None)
         can = self.tunable.in_graphs and _HAS_GRAPHS[self.device.type]
-        return can and best is not None and self._is_of_the_host(best)
-
-    def _is_of_the_host(self, trial):
-        return trial.host_ms >= _HOST_BOUND[self.device.type] * trial.ms
+        return can and best is not None and best.host_ms >= _HOST_COUNTS[self.device.type] * best.ms
 
     def _run_round(self, trials, round_, number, stage, budget_s=float("inf")):
         """Bursts of each trial in turn; False if there was no time for all."""
@@ -376,7 +374,7 @@ class _Tuner:
             return ranked
         best = ranked[0]
         hardly = default.ms <= _NOISE * best.ms and [best.config] != self._plain()
-        if best is default or not hardly or not self._is_of_the_host(best):
+        if best is default or not hardly or best.host_ms < _HOST_BOUND[self.device.type] * best.ms:
             return ranked
         self._say(f"the host takes as long as the calls: {best.config} is no better than the default")
         return [default, *(trial for trial in ranked if trial is not default)]

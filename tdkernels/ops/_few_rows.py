@@ -14,33 +14,41 @@ from tdkernels.ops._tiles import Tiles, next_power_of_2
 
 _MAX_SPLIT = 8
 _MIN_STEPS = 4  # steps of block_k that a program should have, to be worth starting
-_MAX_HEIGHT = 128
 
 
 def default_tiles(rows, n, k, dtype, device):
     """(tiles, split_k) of a product [rows, k] x [n, k] that enough programs share to read at full speed."""
-    block_m = min(max(next_power_of_2(rows), 16), 64 if device.type == "cpu" else _MAX_HEIGHT)
     num_sms = _device.num_sms(device)
     if device.type == "cpu":
-        tiles = Tiles(block_m, 64, 64, num_warps=1, num_stages=1)
+        tiles = Tiles(_height(rows, 64), 64, 64, num_warps=1, num_stages=1)
     elif dtype == torch.float32:
-        tiles = Tiles(min(block_m, 64), 64, 32, num_warps=4, num_stages=2)
+        tiles = Tiles(_height(rows, 64), 64, 32, num_warps=4, num_stages=2)
     else:
-        tiles = _sixteen_bit_tiles(block_m, n > 64 * num_sms, device)
+        tiles = _sixteen_bit_tiles(rows, n, num_sms, device)
     programs = max(-(-rows // tiles.block_m) * -(-n // tiles.block_n), 1)
     split_k = min(num_sms // (2 * programs), k // (_MIN_STEPS * tiles.block_k), _MAX_SPLIT)
     return tiles, max(split_k, 1)
 
 
-def _sixteen_bit_tiles(block_m, wide, device):
+def _height(rows, most):
+    return min(max(next_power_of_2(rows), 16), most)
+
+
+def _sixteen_bit_tiles(rows, n, num_sms, device):
     """As deep as shared memory allows: what is on its way is what keeps the memory busy.
 
-    ``wide``: there are tiles for all multiprocessors even of 128 columns, of which each reads x half as often.
+    The tile of all rows is halved where there are multiprocessors for that, and twice as wide where there are tiles for
+    all of them even then, for that reads x half as often.
     """
     if torch.version.hip:  # gfx942 has 64 KiB for all stages
-        return Tiles(min(block_m, 64), 64, 128, num_warps=4, num_stages=2)
+        return Tiles(_height(rows, 64), 64, 128, num_warps=4, num_stages=2)
+    block_m = _height(rows, 128)
     if _device.capability(device) < (9, 0):
         return Tiles(block_m, 64, 64, num_warps=4, num_stages=4 if block_m <= 64 else 3)
+    columns = -(-n // 64)
+    if block_m > 64 and -(-rows // 64) * columns <= num_sms:
+        block_m = 64
+    wide = -(-rows // block_m) * columns > num_sms
     if block_m <= 64:
         return Tiles(block_m, *((128, 128) if wide else (64, 128)), num_warps=4, num_stages=4 if wide else 6)
     return Tiles(block_m, *((128, 64) if wide else (64, 128)), num_warps=4, num_stages=6 if wide else 4)
@@ -48,17 +56,17 @@ def _sixteen_bit_tiles(block_m, wide, device):
 
 def tiles_to_try(rows, dtype, device):
     """Tiles worth trying for so many rows."""
-    first, _ = default_tiles(rows, 64, 1, dtype, device)
     if device.type == "cpu" or dtype == torch.float32:
-        return [first]
-    heights = {first.block_m, *([64] if rows > 64 else [])}
+        return [default_tiles(rows, 64, 1, dtype, device)[0]]
+    heights = sorted({_height(rows, 64), _height(rows, 64 if torch.version.hip else 128)})
     if torch.version.hip or _device.capability(device) < (9, 0):
         shapes = [(64, 64, 4, 2), (64, 128, 4, 2), (128, 64, 4, 2)]
     else:
         shapes = [(64, 128, 4, 6), (64, 128, 4, 4), (128, 64, 4, 6), (128, 128, 4, 4), (128, 128, 4, 3)]
+        shapes += [(256, 64, 8, 4)] if rows > 128 else []
     tiles = [
         Tiles(height, width, depth, num_warps=warps, num_stages=stages)
-        for height in sorted(heights) for width, depth, warps, stages in shapes
+        for height in heights for width, depth, warps, stages in shapes
     ]  # fmt: skip
     return [tile for tile in tiles if tile.illegal(device, dtype) is None]
 

@@ -25,8 +25,8 @@ from tdkernels.symm.group import group_state
 _COPY_WORDS = 4096
 # From here on one copy a peer is faster than programs that push: it takes no multiprocessor (4 H200).
 _LARGE_SHARD_BYTES = 64 << 20
-# Up to so many rows of all ranks the weight counts alone, and is read once.
-ONE_SHOT_ROWS = {"cpu": 16, "cuda": 128}
+# Up to so many rows of all ranks the weight counts most, and is read once.
+ONE_SHOT_ROWS = {"cpu": 16, "cuda": 256}
 
 
 @dataclass(frozen=True)

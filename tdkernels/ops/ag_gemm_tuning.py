@@ -14,7 +14,7 @@ from tdkernels.ops.ag_gemm_kernel import AgGemmConfig
 
 _COPY_S = 20e-6  # of the copy engine, to start one copy
 _SIGNAL_S = 3e-6  # from a store to a peer until the peer has seen the signal
-_ONE_SHOT_MOST_ROWS = 512  # of all ranks; beyond, few rows they are not
+_ONE_SHOT_MOST_ROWS = 1024  # of all ranks; beyond, few rows they are not
 
 
 def _numbers_of_programs(peers):

@@ -37,9 +37,10 @@ from tdkernels.ops._tiles import Tiles, default_tiles
 from tdkernels.ops.gemm_ar_tiles import multiply_tile, receive_tile, slice_columns
 from tdkernels.symm import get_workspace
 
-# Up to so many rows, and bytes for all peers, each rank sums everything itself: the wire carries more, but only once.
-_ONE_SHOT_ROWS = {"cpu": 16, "cuda": 128}
-_ONE_SHOT_BYTES = 4 << 20
+# Up to so many rows each rank sums everything itself, which takes one way over the wire and not two, unless it sends so
+# many bytes more than in two shots.
+_ONE_SHOT_ROWS = {"cpu": 16, "cuda": 512}
+_ONE_SHOT_MORE_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -76,8 +77,8 @@ class GemmArConfig:
 
 def default_config(rows, n, k, dtype, device, world_size):
     """The config for a product [rows, k] x [n, k] of a rank, of a shape that nobody has tuned."""
-    few = rows <= _ONE_SHOT_ROWS[device.type]
-    if few and (world_size - 1) * rows * n * dtype.itemsize <= _ONE_SHOT_BYTES:
+    more = (world_size - 1) * (world_size - 2) * rows * n * dtype.itemsize // world_size
+    if rows <= _ONE_SHOT_ROWS[device.type] and more <= _ONE_SHOT_MORE_BYTES:
         tiles, split_k = _few_rows.default_tiles(rows, n, k, dtype, device)
         return GemmArConfig(exchange="one_shot", tiles=tiles, split_k=split_k)
     tiles = default_tiles(rows, n, dtype, device)

@@ -35,8 +35,8 @@ from tdkernels.ops._staging import COPY_WORDS, forward_item
 from tdkernels.ops._tiles import Tiles, default_tiles
 from tdkernels.symm import get_workspace
 
-# Up to so many rows of all ranks the weight counts alone, and each tile has all of them.
-ONE_SHOT_ROWS = {"cpu": 16, "cuda": 128}
+# Up to so many rows of all ranks what is hidden counts less than what it takes to hide it.
+ONE_SHOT_ROWS = {"cpu": 16, "cuda": 512}
 
 
 @dataclass(frozen=True)

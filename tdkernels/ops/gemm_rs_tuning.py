@@ -15,7 +15,7 @@ from tdkernels.ops.gemm_rs_kernel import GemmRsConfig
 
 _PROGRAMS = 64  # that forward at a time: enough for the link
 _SIGNAL_S = 3e-6  # from a store to a peer until the peer has seen the signal
-_ONE_SHOT_MOST_ROWS = 512  # of all ranks; beyond, few rows they are not
+_ONE_SHOT_MOST_ROWS = 1024  # of all ranks; beyond, few rows they are not
 
 
 def _direct_tiles(device, dtype):

@@ -567,9 +567,9 @@ def test_without_a_table_some_rows_run_in_sequence_on_a_gpu(operator, monkeypatc
     op, gpu = tunable(operator), torch.device("cuda", 0)
     methods = {
         m: op.fallback(Problem(operator, "NVIDIA Testing", 4, 4, "bfloat16", "nk", (m, 8192, 8192)), gpu).method
-        for m in (4, 64, 512, 8192, 32768)
+        for m in (4, 64, 1024, 8192, 32768)
     }
-    assert methods == {4: "fused", 64: "fused", 512: "torch", 8192: "fused", 32768: "fused"}
+    assert methods == {4: "fused", 64: "fused", 1024: "torch", 8192: "fused", 32768: "fused"}
     on_nodes = Problem(operator, "NVIDIA Testing", 4, 2, "bfloat16", "nk", (4, 8192, 8192))
     assert op.fallback(on_nodes, gpu).method == "torch", "they have no kernel for few rows"
 

@@ -227,11 +227,11 @@ def tells_by_graphs(folder, host_share):
     ms = {best: 0.15, default: 0.12, plain: 0.1, None: 0.02}
     in_graph = {best: 0.01, default: 0.012, plain: 0.014, None: 0.005}
     with cache_in(folder), pytest.MonkeyPatch.context() as patch:
-        patch.setitem(tuner._HOST_BOUND, device().type, 0.9)
+        patch.setitem(tuner._HOST_COUNTS, device().type, 0.5)
         with candidates(best), made_up_times(ms, host_share, in_graph):
             entry = tune("ag_gemm", *SHAPE, dtype=FP32).entry
-        (kept,) = cache.user_entries("ag_gemm", entry.problem.gpu)
-    assert kept == entry
+        if dist.get_rank() == 0:
+            assert cache.user_entries("ag_gemm", entry.problem.gpu) == [entry]
     found = op.config_from_dict(entry.config)
     expected = in_graph if entry.graph else ms
     assert found == min((best, default, plain), key=expected.get)
@@ -240,9 +240,9 @@ def tells_by_graphs(folder, host_share):
     return entry.graph
 
 
-@pytest.mark.parametrize("host_share", [0.5, 0.95])
+@pytest.mark.parametrize("host_share", [0.4, 0.6])
 def test_where_the_host_takes_the_time_graphs_are_timed(tmp_path, host_share):
-    assert on_ranks(2, tells_by_graphs, tmp_path, host_share) == [host_share > 0.9] * 2
+    assert on_ranks(2, tells_by_graphs, tmp_path, host_share) == [host_share > 0.5] * 2
 
 
 def tunes_a_few_rows(folder):
