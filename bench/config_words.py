@@ -2,6 +2,9 @@
 
 _WORDS = {"num_comm_sms": "push by {}", "chunk_tiles": "chunks of {}", "item_tiles": "items of {}"}
 
+# Fields that a way of transport makes no use of.
+_IDLE = {"copy_engine": ("num_comm_sms",), "one_shot": ("exchange", "chunk_tiles", "item_tiles")}
+
 
 def config_in_short(config):
     """A config in the few words that tell it from others."""
@@ -12,11 +15,12 @@ def config_in_short(config):
     words = []
     if tiles := config.get("tiles"):
         words.append(f"{tiles['block_m']}x{tiles['block_n']}x{tiles['block_k']}, {tiles['num_stages']} stages")
-    copies = config.get("transport") == "copy_engine"
+    how = "one_shot" if "one_shot" in config.values() else config.get("transport")
+    skipped = {"method", "tiles", "transport", *_IDLE.get(how, ())}
     for name, value in config.items():
-        if name in ("method", "tiles", "transport") or value is None or (copies and name == "num_comm_sms"):
+        if name in skipped or value is None or (name == "split_k" and value == 1):
             continue
         words.append(_WORDS.get(name, f"{name.replace('_', ' ')} {{}}").format(value))
-    if copies:
-        words.insert(1, "copy engine")
+    if how in _IDLE:
+        words.insert(1, how.replace("_", " "))
     return ", ".join(words)

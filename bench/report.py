@@ -136,22 +136,35 @@ _SUMMARY = ("GPUs", "operator", "pass", "from", "shapes", "x sequence", "worst",
 
 
 def _summary(points):
-    """Geometric means of all tables, of products with many rows."""
-    lines = []
+    """Geometric means of all tables: of products with many rows, and of those with few."""
+    many, few = [], []
     for place, found in groups(points, "machine", "operator", "direction", "graph", "tuner", "dtype", "layout").items():
-        _, operator, direction, graph, tuner, *how = place
-        many = [p for p in (at_full_size(found, TOKENS) if tuner else found) if p.shape.m >= _DECODE and p.speedup]
-        if many:
-            settings = many[0].settings
-            untuned = " of the default" if all(point.untuned for point in many) else ""
-            source = "the tuner" if tuner else f"a benchmark{untuned}"
-            lines.append([
-                f"{settings['num_gpus']} x {settings['gpu']}", operator + _unusual(*how), direction,
-                f"{source}{', CUDA graph' if graph else ''}", str(len(many)), *_mean_and_worst(many, "speedup"),
-                *_mean_and_worst(many, "over_fused"), _mean_and_worst(many, "efficiency")[0],
-            ])  # fmt: skip
-    title = f"## In short\n\nGeometric means and worst shapes, of products with at least {_DECODE} rows.\n"
-    return "\n".join([title, _table(_SUMMARY, lines)])
+        tuner = place[4]
+        full = at_full_size(found, TOKENS) if tuner else found
+        many += _summed_up(place, [p for p in full if p.shape.m >= _DECODE])
+        few += _summed_up(place, [p for p in found if p.shape.m < _DECODE])
+    parts = [f"## In short\n\nGeometric means and worst shapes, of products with at least {_DECODE} rows.\n"]
+    parts.append(_table(_SUMMARY, many))
+    if few:
+        parts += [f"Of products with less than {_DECODE} rows. One by one such calls take the host longer than the GPU.\n"]
+        parts.append(_table(_SUMMARY, few))
+    return "\n".join(parts)
+
+
+def _summed_up(place, points):
+    """The line of the summary for what was measured in a place, in a list; none if nothing was compared there."""
+    _, operator, direction, graph, tuner, *how = place
+    points = [point for point in points if point.speedup]
+    if not points:
+        return []
+    settings = points[0].settings
+    untuned = " of the default" if all(point.untuned for point in points) else ""
+    source = "the tuner" if tuner else f"a benchmark{untuned}"
+    return [[
+        f"{settings['num_gpus']} x {settings['gpu']}", operator + _unusual(*how), direction,
+        f"{source}{', CUDA graph' if graph else ''}", str(len(points)), *_mean_and_worst(points, "speedup"),
+        *_mean_and_worst(points, "over_fused"), _mean_and_worst(points, "efficiency")[0],
+    ]]  # fmt: skip
 
 
 def _mean_and_worst(points, name):
@@ -251,13 +264,14 @@ def _count(points):
 def _tuned(points):
     parts = [
         "### From the tuner's last round\n",
-        "Not a benchmark: the figures by which `python -m tdkernels tune` chose, without other libraries beside them,\n"
-        "and in calls without a CUDA graph. The sequence is among the candidates, so where it is fastest ours is the\n"
-        "sequence (1.00). Ours is with the config that was chosen.\n",
+        "Not a benchmark: the figures by which `python -m tdkernels tune` chose, without other libraries beside them.\n"
+        "The sequence is among the candidates, so where it is fastest ours is the sequence (1.00). Ours is with the\n"
+        "config that was chosen. Calls that take the host about as long as the GPU are timed in a CUDA graph.\n",
     ]
-    for (operator, *how), found in groups(points, "operator", "dtype", "layout").items():
+    for (operator, graph, *how), found in groups(points, "operator", "graph", "dtype", "layout").items():
         full = at_full_size(found, TOKENS)
-        parts += [f"#### {operator}{_unusual(*how)}, from the tuner\n", _provenance(found)]
+        in_graph = ", in a CUDA graph" if graph else ""
+        parts += [f"#### {operator}{in_graph}{_unusual(*how)}, from the tuner\n", _provenance(found)]
         parts += [_table(_COLUMNS, map(_line, full)), *_means(full)] if full else []
         parts += [_sweep(swept(found))] if swept(found) else []
     return "\n".join(parts)
