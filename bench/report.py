@@ -146,7 +146,7 @@ def _summary(points):
     parts = [f"## In short\n\nGeometric means and worst shapes, of products with at least {_DECODE} rows.\n"]
     parts.append(_table(_SUMMARY, many))
     if few:
-        parts += [f"Of products with less than {_DECODE} rows. One by one such calls take the host longer than the GPU.\n"]
+        parts.append(f"Of products with less than {_DECODE} rows, of which calls take the host longer than the GPU.\n")
         parts.append(_table(_SUMMARY, few))
     return "\n".join(parts)
 
