@@ -77,28 +77,31 @@ def test_all_hear_from_all(world_size):
 
 
 @td.jit
-def series_kernel(ctx, seen_ptr, count, signal):
-    """Raise ``count`` signals at every peer and wait for all of theirs, then say which have come."""
+def series_kernel(ctx, seen_ptr, count, signal, WITH_OWN: tl.constexpr):
+    """Raise ``count`` signals at every peer, or everywhere, and wait for all of theirs, then say which have come."""
     me, ranks = td.rank(ctx), td.num_ranks(ctx)
     half = ((td.epoch(ctx) + 1) % 2).to(tl.int32)
     signal = signal + tl.full((), 0, tl.int64)
     stride = count + 1  # one of each rank's that nobody raises
-    td.notify_all(ctx, td.signal_at(ctx, half, me * stride), signal, count=count)  # waiter: every peer, below
-    td.wait_plan_all(ctx, td.signal_at(ctx, half, 0), stride, signal, count=count)  # producer: see above
+    own = td.signal_at(ctx, half, me * stride)
+    td.notify_all(ctx, own, signal, count=count, WITH_OWN=WITH_OWN)  # waiter: every peer, below
+    # producer: see above
+    td.wait_plan_all(ctx, td.signal_at(ctx, half, 0), stride, signal, count=count, WITH_OWN=WITH_OWN)
     for i in range(ranks * stride):
         tl.store(seen_ptr + i, tl.load(td.signal_at(ctx, half, i)))
     td.finish(ctx)
 
 
-def all_hear_series_from_all(count):
+def all_hear_series_from_all(count, with_own):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     with a_group() as group:
         workspace = get_workspace(group, device(), "series")
         workspace.prepare("op", {"count": count}, 16, world_size * (count + 1))
         for call in range(1, 5):
             seen = words(world_size * (count + 1))
-            assert error_of(launch, workspace, series_kernel, 1, seen, count, signal_value(call, 0)) is None
-            came = [[int(source != rank and i < count) for i in range(count + 1)] for source in range(world_size)]
+            assert error_of(launch, workspace, series_kernel, 1, seen, count, signal_value(call, 0), with_own) is None
+            sources = [source for source in range(world_size) if with_own or source != rank]
+            came = [[int(source in sources and i < count) for i in range(count + 1)] for source in range(world_size)]
             assert seen.view(world_size, -1).tolist() == [
                 [one * signal_value(call, 0) for one in row] for row in came
             ]
@@ -106,9 +109,9 @@ def all_hear_series_from_all(count):
         del workspace, group
 
 
-@pytest.mark.parametrize("world_size, count", [(2, 1), (3, 50), (2, 70)])
-def test_all_hear_series_from_all(world_size, count):
-    on_ranks(world_size, all_hear_series_from_all, count)
+@pytest.mark.parametrize("world_size, count, with_own", [(2, 1, False), (3, 50, False), (2, 70, False), (3, 50, True)])
+def test_all_hear_series_from_all(world_size, count, with_own):
+    on_ranks(world_size, all_hear_series_from_all, count, with_own)
 
 
 def one_says_something_else(case):
