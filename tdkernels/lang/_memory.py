@@ -97,14 +97,16 @@ def await_tma_stores():
 
 @jit
 def prefetch(addresses, num_bytes, there):
-    """Bring ``num_bytes``, a multiple of 16, from each address (int64, one too) that is ``there`` into the L2 cache.
+    """Bring ``num_bytes``, as far as they fill 16, from each address that is ``there`` into the L2 cache.
 
-    On NVIDIA from sm_90 on, which the caller knows; nothing comes of it elsewhere.
+    Addresses (int64) are multiples of 16. On NVIDIA from sm_90 on, which the caller knows; elsewhere nothing is done.
     """
     if target() == "cuda":
+        whole = num_bytes // 16 * 16
+        there &= whole > 0
         tl.inline_asm_elementwise(
             "{ .reg .pred p; setp.ne.s32 p, $3, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }",
-            "=r,l,r,r", [addresses, num_bytes, there.to(tl.int32)], tl.int32, is_pure=False, pack=1,
+            "=r,l,r,r", [addresses, whole, there.to(tl.int32)], tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
 
 

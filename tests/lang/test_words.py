@@ -581,5 +581,28 @@ def multiplies():
         assert torch.equal(c.cpu(), (a @ b).float() + 0.25), dtype
 
 
+@td.jit
+def prefetch_kernel(x_ptr, y_ptr, width, num_bytes, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    rows, cols = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    td.prefetch(x_ptr.to(tl.int64) + rows.to(tl.int64) * width * 4, num_bytes, rows < ROWS - 1)
+    offs = rows[:, None] * width + cols[None, :]
+    tl.store(y_ptr + offs, tl.load(x_ptr + offs))
+
+
+def prefetches(sizes):
+    x = torch.randn(16, 64, device=device())
+    for num_bytes in sizes:
+        y = torch.full_like(x, torch.nan)
+        prefetch_kernel[(1,)](x, y, 64, num_bytes, ROWS=16, COLUMNS=64)
+        assert torch.equal(x, y)
+
+
+def test_a_prefetch_changes_nothing():
+    """Whatever it is asked for: nothing, less than nothing, odd numbers of bytes."""
+    if DEVICE == "cuda" and torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("it is for sm_90 on")
+    on_ranks(1, prefetches, [256, 16, 40, 8, 0, -2048])
+
+
 def test_dot():
     on_ranks(1, multiplies)
