@@ -14,8 +14,10 @@ pytestmark = pytest.mark.skipif(DEVICE == "cpu" or not torch.cuda.is_available()
 SHAPE = (64, 72, 136)
 # Each has a workspace of its own.
 CONFIGS = {
-    "ag_gemm": None,
-    "gemm_rs": None,
+    "ag_gemm": tdkernels.AgGemmConfig(transport="push"),
+    "ag_gemm in one shot": tdkernels.AgGemmConfig(transport="one_shot", split_k=2),
+    "gemm_rs": tdkernels.GemmRsConfig(transport="forward"),
+    "gemm_rs in one shot": tdkernels.GemmRsConfig(transport="one_shot", split_k=2),
     "gemm_rs direct": tdkernels.GemmRsConfig(transport="direct"),
     "gemm_ar": tdkernels.GemmArConfig(exchange="two_shot"),
     "gemm_ar in one shot": tdkernels.GemmArConfig(exchange="one_shot", split_k=2),

@@ -14,6 +14,7 @@ ON_GPU = DEVICE == "cuda"
 BLOCKS = st.sampled_from([16, 64] if ON_GPU else [16, 32, 64])
 SIZES = st.integers(1, 70)
 TILES = st.builds(Tiles, BLOCKS, BLOCKS, st.just(32), st.integers(1, 4), st.just(4), st.just(2))
+AT_ONCE = {"transport": st.just("one_shot"), "tiles": st.none() | TILES, "split_k": st.integers(1, 4)}
 CONFIGS = {
     "ag_gemm": st.builds(
         AgGemmConfig,
@@ -21,8 +22,10 @@ CONFIGS = {
         transport=st.sampled_from(["push", "copy_engine"]),
         num_comm_sms=st.integers(1, 4),
         chunk_tiles=st.integers(1, 3),
-    ),
-    "gemm_rs": st.builds(GemmRsConfig, tiles=st.none() | TILES, item_tiles=st.integers(1, 5)),
+    )
+    | st.builds(AgGemmConfig, **AT_ONCE, num_comm_sms=st.integers(1, 4)),
+    "gemm_rs": st.builds(GemmRsConfig, tiles=st.none() | TILES, item_tiles=st.integers(1, 5))
+    | st.builds(GemmRsConfig, **AT_ONCE),
     "gemm_ar": st.builds(GemmArConfig, tiles=st.none() | TILES, item_tiles=st.integers(1, 5))
     | st.builds(GemmArConfig, exchange=st.just("one_shot"), tiles=st.none() | TILES, split_k=st.integers(1, 4)),
 }

@@ -55,7 +55,8 @@ def ag_gemm_is_exact(rows, n, k, transport):
     for repeat in range(REPEATS):
         x, weight = ternary(rows, k).requires_grad_(), ternary(n, k).requires_grad_()
         dy = ternary(dist.get_world_size() * rows, n)
-        config = tdkernels.AgGemmConfig(transport=transport, chunk_tiles=1 + repeat % 3)
+        more = {"split_k" if transport == "one_shot" else "chunk_tiles": 1 + repeat % 3}
+        config = tdkernels.AgGemmConfig(transport=transport, **more)
         poison_and_skew(repeat)
         y = tdkernels.ag_gemm(x, weight, config=config)
         y.backward(dy)
@@ -69,9 +70,10 @@ def ag_gemm_is_exact(rows, n, k, transport):
 
 
 def gemm_rs_is_exact(rows, n, k, transport):
-    config = tdkernels.GemmRsConfig(transport=transport)
     torch.manual_seed(dist.get_rank())
     for repeat in range(REPEATS):
+        split_k = 1 + repeat % 3 if transport == "one_shot" else 1
+        config = tdkernels.GemmRsConfig(transport=transport, split_k=split_k)
         x, weight = ternary(dist.get_world_size() * rows, k).requires_grad_(), ternary(n, k).requires_grad_()
         dz = ternary(rows, n)
         poison_and_skew(repeat)
@@ -174,6 +176,17 @@ def test_many_calls_of_a_collective(world_size, operator, exchange, elements):
 @pytest.mark.parametrize("shape", [(1024, 1024, 4096), (2048, 512, 16384), (777, 520, 1032)], ids=str)
 def test_ag_gemm(world_size, transport, shape):
     on_ranks(world_size, ag_gemm_is_exact, *shape, transport)
+
+
+# Few rows of a wide product, one of them or so many that they take several tiles.
+FEW_ROWS = pytest.mark.parametrize("rows, n, k", [(1, 16384, 2048), (32, 8192, 1024), (97, 520, 1032)], ids=str)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("exact", [ag_gemm_is_exact, gemm_rs_is_exact])
+@FEW_ROWS
+def test_few_rows(world_size, exact, rows, n, k):
+    on_ranks(world_size, exact, rows, n, k, "one_shot")
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
