@@ -104,8 +104,8 @@ def two_operands(operator, shapes):
 
 
 def _for_few_rows(config, problem):
-    """Whether a config reads the weight once, with all rows in a tile."""
-    if problem.num_nodes > 1:
+    """Whether a config reads the weight once, with all rows in a tile, and as fast as cuBLAS does."""
+    if problem.num_nodes > 1 or problem.torch_dtype.itemsize > 2:  # which are multiplied without tensor cores
         return False
     return "one_shot" in (getattr(config, "transport", None), getattr(config, "exchange", None))
 

@@ -571,7 +571,9 @@ def test_without_a_table_some_rows_run_in_sequence_on_a_gpu(operator, monkeypatc
     }
     assert methods == {4: "fused", 64: "fused", 1024: "torch", 8192: "fused", 32768: "fused"}
     on_nodes = Problem(operator, "NVIDIA Testing", 4, 2, "bfloat16", "nk", (4, 8192, 8192))
-    assert op.fallback(on_nodes, gpu).method == "torch", "they have no kernel for few rows"
+    wide = Problem(operator, "NVIDIA Testing", 4, 4, "float32", "nk", (64, 8192, 8192))
+    for problem in (on_nodes, wide):
+        assert op.fallback(problem, gpu).method == "torch", "the kernels for few rows are for one node, and 16 bits"
 
 
 def test_on_cpu_ranks_the_kernels_run(monkeypatch):
