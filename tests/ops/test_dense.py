@@ -98,7 +98,7 @@ def test_larger_than_any_tile(dtype, operator):
 
 
 @pytest.mark.parametrize(
-    "operator, config, world_size, dtype", turns(configs_of(), [(2, BF16), (3, FP32), (4, FP16)], 2), ids=str
+    "operator, config, world_size, dtype", turns(configs_of(), [(2, BF16), (3, FP32), (4, FP16)]), ids=str
 )
 def test_configs(operator, config, world_size, dtype):
     shapes = [(41, 37, 50), (24, 136, 48)]
