@@ -3,6 +3,7 @@
 import os
 import shutil
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -35,13 +36,29 @@ def pytest_generate_tests(metafunc):
 
 # What they compile differs from GPU to GPU, and stands for the rest.
 _FOR_ALL_GPUS = ("test_products_compile", "test_one_shot_compiles", "test_small_kernels")
+# Of their cases, which have most of what matters in common, every other one stands for the rest.
+_LONG = {
+    "test_ag_attention.py": ("test_everything",),
+    "test_all_to_all.py": ("test_rows_go_there_and_back",),
+    "test_aot.py": ("test_traced_kernels_compile", "test_without_a_trace_nothing_of_it_is_compiled"),
+    "test_compile.py": ("test_fullgraph",),
+    "test_dense.py": ("test_minimal_shapes_in_every_config", "test_same_bits_every_time"),
+    "test_flash_decode.py": ("test_everything",),
+    "test_flash_decode_nodes.py": ("test_everything",),
+    "test_moe_tp.py": ("test_everything",),
+    "test_ulysses.py": ("test_everything",),
+}
 
 
 def pytest_collection_modifyitems(items):
     """What says little that is new is run only where somebody asks for all (``nodes.thorough``)."""
+    seen = Counter()
     for item in items:
-        if _says_little(item, getattr(getattr(item, "callspec", None), "params", {})):
+        which = item.path.name, getattr(item, "originalname", None)
+        is_long = which[1] in _LONG.get(which[0], ())
+        if is_long and seen[which] % 2 or _says_little(item, getattr(getattr(item, "callspec", None), "params", {})):
             item.add_marker(nodes.thorough)
+        seen[which] += 1
 
 
 def _says_little(item, params):
