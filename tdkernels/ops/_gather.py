@@ -2,8 +2,7 @@
 
 It is opened by ``begin``, which waits until all ranks have come to this call; fed by ``push`` (a few programs), by
 ``copy`` (the copy engine) or by AG-GEMM's own kernel; and ended by ``finish``. In between the caller launches what it
-wants to overlap. Unlike the forward operators, which alternate between two halves, it has one buffer at a fixed
-address, so that cuBLAS can read it: that is what the barrier in ``begin`` is for. ``close`` ends the reading.
+wants to overlap. The buffer is at a fixed address (``_exchange``), so that cuBLAS can read it.
 
 On several nodes there is no copy engine that reaches everybody, so ``copy`` pushes there, too, and the shards come in
 another order (``source``). Programs that push relay there, and wait for other nodes (``_gather_nodes_kernels``). What
@@ -13,16 +12,10 @@ that found no room begin, and none waits in vain.
 
 import torch
 
-from tdkernels.ops._device import side_stream
-from tdkernels.ops._gather_kernels import await_kernel, begin_kernel, notify_kernel, push_kernel
-from tdkernels.ops._gather_nodes_kernels import (
-    await_nodes_kernel,
-    begin_nodes_kernel,
-    num_pieces,
-    push_nodes_kernel,
-)
+from tdkernels.ops._exchange import Exchange
+from tdkernels.ops._gather_kernels import await_kernel, notify_kernel, push_kernel
+from tdkernels.ops._gather_nodes_kernels import await_nodes_kernel, num_pieces, push_nodes_kernel
 from tdkernels.ops._operands import rows_contiguous
-from tdkernels.symm import get_workspace
 
 _SLOT_ROWS = 8  # shards begin at multiples of this many rows, so that every slot is aligned for 16-byte copies
 _COPY_WORDS = 4096
@@ -34,13 +27,14 @@ def slot_rows_of(rows):
     return -(-rows // _SLOT_ROWS) * _SLOT_ROWS
 
 
-class Gather:
+class Gather(Exchange):
     """One call's gather of ``x`` [rows, K], in chunks of ``chunk_rows`` rows; every rank makes the same one.
 
     Args:     operator, fields: as for Workspace.prepare; x: contiguous, 16-byte aligned
     """
 
     def __init__(self, operator, fields, x, group, chunk_rows):
+        super().__init__("gather", group, x.device, across_nodes=True)
         self.x = x
         self.rows, self.width = x.shape
         self.chunk_rows = chunk_rows
@@ -48,13 +42,9 @@ class Gather:
         self.slot_rows = slot_rows_of(self.rows)
         self.row_bytes = self.width * x.element_size()
         self.slot_bytes = self.slot_rows * self.row_bytes
-        self.workspace = get_workspace(group, x.device, "gather", halves=1, across_nodes=True)
-        self.topology = self.workspace.group.topology
-        self.world_size = self.workspace.world_size
         self.plan = self.workspace.prepare(
             operator, fields, self.world_size * self.slot_bytes, self.world_size * self.num_chunks
         )
-        self._pushing = False
 
     @classmethod
     def start(cls, operator, x, group):
@@ -65,14 +55,6 @@ class Gather:
         gather.begin()
         gather.push()
         return gather
-
-    def begin(self):
-        """Wait, on the device, until every peer has come to this call."""
-        self.workspace.before_launch()
-        kernel = begin_nodes_kernel if self.spans_nodes else begin_kernel
-        kernel[(1,)](self.workspace.ctx, self.plan, num_warps=1)
-        if self.x.device.type == "cpu":
-            self.workspace.check()
 
     def push(self, num_programs=None):
         """Send our shard by ``num_programs`` programs beside the current stream, and relay others by as many."""
@@ -102,10 +84,6 @@ class Gather:
             return
         self._beside(lambda: self._copy_to_all(own))
 
-    @property
-    def spans_nodes(self):
-        return self.topology.num_nodes > 1
-
     def source(self, step):
         """The rank whose shard comes as number ``step``; ours is number 0."""
         local, elsewhere = self.topology.local_world_size, self.topology.num_nodes - 1
@@ -125,22 +103,10 @@ class Gather:
         self._join()
         self._await(1, self.world_size)
 
-    def close(self):
-        """Say that ``gathered`` has been read for the last time; x may change after it, in stream order."""
-        self._join()
-        self.workspace.after_launch()
-
     def _await(self, first_step, last_step):
         kernel = await_nodes_kernel if self.spans_nodes else await_kernel
         kernel[(1,)](self.workspace.ctx, self.num_chunks, first_step, last_step, self.plan, num_warps=1)
-        if self.x.device.type == "cpu":
-            self.workspace.check()
-
-    def _join(self):
-        """Make the current stream wait until our own shard has been sent and copied."""
-        if self._pushing:
-            torch.cuda.current_stream(self.x.device).wait_stream(side_stream(self.x.device))
-            self._pushing = False
+        self._check()
 
     @property
     def storage(self):
@@ -154,18 +120,8 @@ class Gather:
         """What was gathered, [W, rows, K]: the shards waited for, or all between ``finish`` and ``close``."""
         return self.storage[:, : self.rows]
 
-    def _beside(self, enqueue):
-        if self.x.device.type == "cpu":
-            enqueue()
-            return
-        side = side_stream(self.x.device)
-        side.wait_stream(torch.cuda.current_stream(self.x.device))
-        with torch.cuda.stream(side):
-            enqueue()
-        self._pushing = True
-
     def _copy_to_all(self, own):
-        rank = self.workspace.rank
+        rank = self.rank
         shard = self.x.view(torch.uint8).view(-1)
         for step in range(1, self.world_size + own):
             peer = (rank + step) % self.world_size
@@ -177,14 +133,14 @@ class Gather:
                     self._announce(peer, chunk)
 
     def _slot_on(self, peer):
-        first = self.workspace.data_offset + self.workspace.rank * self.slot_bytes
+        first = self.workspace.data_offset + self.rank * self.slot_bytes
         return self.workspace.buffer.tensor(peer)[first : first + self.slot_bytes]
 
     def _announce(self, peer, chunk):
         workspace = self.workspace
         if self.x.device.type == "cpu":
-            notify_kernel[(1,)](workspace.ctx, self.num_chunks, chunk, peer, self.plan)
+            notify_kernel[(1,)](workspace.ctx, self.num_chunks, chunk, peer, self.plan, PASSES_ON=False)
         else:
             # A kernel might never find room beside tiles that wait for it; a copy always does.
-            index = workspace.rank * self.num_chunks + chunk
+            index = self.rank * self.num_chunks + chunk
             workspace.signal_word(peer, index).copy_(workspace.signal_value(), non_blocking=True)

@@ -72,10 +72,11 @@ def push_kernel(
 
 
 @td.jit(do_not_specialize=["num_chunks", "chunk", "peer", "plan"])
-def notify_kernel(ctx, num_chunks, chunk, peer, plan):
-    """Announce a chunk that the host has copied to a peer (CPU ranks; GPUs copy the signal itself)."""
+def notify_kernel(ctx, num_chunks, chunk, peer, plan, PASSES_ON: tl.constexpr):
+    """Announce a chunk that the host has copied to a peer."""
     signal = td.signal_of(ctx, td.epoch(ctx), plan)
-    td.notify(ctx, td.signal_at(ctx, 0, td.rank(ctx) * num_chunks + chunk), peer, signal)
+    # waiter: the peer's await_kernel, or its tiles of this chunk
+    td.notify(ctx, td.signal_at(ctx, 0, td.rank(ctx) * num_chunks + chunk), peer, signal, PASSES_ON=PASSES_ON)
 
 
 @td.jit(do_not_specialize=["num_chunks", "first_step", "last_step", "plan"])
@@ -87,5 +88,5 @@ def await_kernel(ctx, num_chunks, first_step, last_step, plan):
     for step in range(first_step, last_step):
         source = (me + ranks - step) % ranks
         for chunk in range(num_chunks):
-            # producer: push_kernel, or the copy engine, of the source
+            # producer: push_kernel, the copy engine or notify_kernel of the source
             td.wait_plan(ctx, td.signal_at(ctx, 0, source * num_chunks + chunk), signal, source)

@@ -1,6 +1,7 @@
 """Checks and layouts of what a user passes to a dense operator, before anything is launched."""
 
 import torch
+import torch.nn.functional as F
 from torch.autograd import forward_ad
 from torch.distributed import distributed_c10d as c10d
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -90,6 +91,11 @@ def rows_contiguous(x):
     """x with contiguous rows that begin at a multiple of 16 bytes, as pushes and tensor descriptors need."""
     x = x.contiguous()
     return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
+def widened(x, width):
+    """x with a last dimension of ``width``, of zeros past its end; x itself where it has as many."""
+    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
 
 
 def ready(x, weight, bias):

@@ -27,6 +27,7 @@ from torch.nn.attention.bias import causal_lower_right
 from tdkernels.ops import _operands
 from tdkernels.ops import ag_attention_backward_kernel as backward_kernel
 from tdkernels.ops import ag_attention_kernel as kernel
+from tdkernels.ops import ag_attention_parts as parts
 from tdkernels.ops._collectives import all_gather_rows, reduce_scatter_rows
 from tdkernels.ops._config import as_argument, from_text
 from tdkernels.ops._nodes import spans_nodes
@@ -34,6 +35,7 @@ from tdkernels.ops._tuning import chosen
 from tdkernels.ops._wanted import received, to_expect, to_send
 from tdkernels.ops.ag_attention_checks import check_attention
 from tdkernels.ops.ag_attention_config import AgAttentionConfig, completed
+from tdkernels.ops.ag_attention_torch_kernels import KERNELS
 from tdkernels.symm import resolve_group
 from tdkernels.symm.group import group_state
 
@@ -129,8 +131,8 @@ def ag_attention_ref(q, k, v, *, causal=True, scale=None, sharding="contiguous",
 
 
 def padded(x):
-    """x with heads of a multiple of 16 bytes, of zeros past their end: what TMA can fetch. fp32 is not fetched so."""
-    return F.pad(x, (0, -x.shape[3] % 8)) if x.element_size() == 2 else x
+    """x with heads of a multiple of 16 bytes: what TMA can fetch. fp32 is not fetched so."""
+    return _operands.widened(x, -(-x.shape[3] // 8) * 8) if x.element_size() == 2 else x
 
 
 def _ready(*tensors):
@@ -177,13 +179,15 @@ def _forward(q, k, v, causal, scale, sharding, group, config):
         with torch.no_grad():
             o, lse = attend_by_torch(q, k, v, causal, scale, sharding, group, return_lse=True)
         return o.contiguous(), lse.contiguous()
-    return _by_kernel(q, k, v, causal, scale, sharding, group, config)
+    return _overlapped(q, k, v, causal, scale, sharding, group, config)
 
 
-def _by_kernel(q, k, v, causal, scale, sharding, group, config):
+def _overlapped(q, k, v, causal, scale, sharding, group, config):
     """(o, lse) with a complete config, which says nothing where there are no positions."""
     if not q.shape[1]:
         return _fake_forward(q, k, v)
+    if config.method in KERNELS:
+        return parts.forward(q, k, v, causal, sharding, scale, group, config)
     o, lse = kernel.launch(*_ready(q, k, v), causal, sharding, scale, group, config)
     return _cut(o, v.shape[3]), lse
 
@@ -196,6 +200,8 @@ def _backward(do, dlse, q, k, v, o, lse, need_dq, need_dk, need_dv, causal, scal
     do = torch.zeros_like(o) if do is None else do
     if config.method == "torch":
         gradients = _torch_gradients(q, k, v, do, dlse, causal, scale, sharding, group)
+    elif config.backward in KERNELS and dlse is None:  # what they are given has no place for it
+        gradients = parts.backward(q, k, v, o, lse, do, wanted, causal, sharding, scale, group, config)
     else:
         dlse = None if dlse is None else dlse.contiguous()
         operands = *_ready(q, k, v, o), lse, *_ready(do), dlse
@@ -261,7 +267,7 @@ def attend(q, k, v, causal, scale, sharding, return_lse, group, config):
         return attend_by_torch(q, k, v, causal, scale, sharding, group, return_lse)
     if _operands.may_be_differentiated([q, k, v]):
         return _AgAttention.apply(q, k, v, causal, scale, sharding, group.group_name, as_argument(config))
-    return _by_kernel(q, k, v, causal, scale, sharding, group, config)
+    return _overlapped(q, k, v, causal, scale, sharding, group, config)
 
 
 def ag_attention(

@@ -7,6 +7,7 @@ import torch
 from tdkernels.ops._config import check_config
 from tdkernels.ops._operands import DEVICES, DTYPES
 from tdkernels.ops.ag_attention_config import AgAttentionConfig
+from tdkernels.ops.ag_attention_torch_kernels import KERNELS
 
 SHARDINGS = ("contiguous", "zigzag")
 LEAST, MOST = 16, 256  # elements of a head
@@ -26,6 +27,18 @@ def check_attention(operator, q, k, v, causal, scale, sharding, config):
     if scale is not None and not (scale > 0 and math.isfinite(scale)):
         raise ValueError(f"{operator}: scale must be positive and finite, not {scale}")
     check_config(operator, config, AgAttentionConfig, q)
+    if config is not None:
+        _check_widths(operator, config, q, v)
+
+
+def _check_widths(operator, config, q, v):
+    for name in ("method", "backward"):
+        kernel = KERNELS.get(getattr(config, name))
+        if kernel is not None and max(q.shape[3], v.shape[3]) > kernel.widest:
+            raise ValueError(
+                f"{operator}: config: {name} {getattr(config, name)!r} takes heads of at most {kernel.widest} "
+                f"elements, not q {list(q.shape)}, v {list(v.shape)}"
+            )
 
 
 def _check_tensor(operator, name, tensor, q):

@@ -6,7 +6,11 @@ import torch
 
 from tdkernels.ops import _device
 from tdkernels.ops._tiles import next_power_of_2
+from tdkernels.ops.ag_attention_torch_kernels import KERNELS, why_not
 
+_METHODS = ("fused", *KERNELS, "torch")
+_BACKWARDS = ("", "fused", *KERNELS)
+_CUDNN_ROWS, _CUDNN_BACKWARD_ROWS = 8192, 2048  # of a shard, from which on cuDNN is faster on H200 (bench/NOTES.md)
 _SIZES = ("block_q", "block_k", "dq_block_q", "dq_block_k", "dkv_block_q", "dkv_block_k")
 
 
@@ -14,7 +18,12 @@ _SIZES = ("block_q", "block_k", "dq_block_q", "dq_block_k", "dkv_block_q", "dkv_
 class AgAttentionConfig:
     """How ``ag_attention`` runs. A field of 0 takes the default for the device, head dimensions and dtype.
 
-    method:                "fused", or "torch": a plain all-gather, then torch's scaled_dot_product_attention
+    method:                "fused": one kernel of ours; "cudnn" or "flash": that attention kernel of torch's on one
+                           rank's keys at a time, as they come; "torch": a plain all-gather, then torch's
+                           scaled_dot_product_attention
+    backward:              "fused", "cudnn" or "flash" likewise, of what is not "torch". The sums of the latter two may
+                           be in any order. "": what is known to be faster, and "fused" where one of its tiles is given,
+                           where torch.use_deterministic_algorithms is on, and where lse has a gradient
     block_q, block_k:      a tile has so many queries, and goes through its keys by so many
     num_warps, num_stages: of the forward
     dq_…:                  the same for the gradient of q
@@ -24,6 +33,7 @@ class AgAttentionConfig:
     """
 
     method: str = "fused"
+    backward: str = ""
     block_q: int = 0
     block_k: int = 0
     num_warps: int = 0
@@ -41,11 +51,15 @@ class AgAttentionConfig:
 
     def illegal(self, device, dtype):
         """Why this config cannot run on a device with a dtype; None when it can."""
-        if self.method not in ("fused", "torch"):
-            return f'method must be "fused" or "torch", not {self.method!r}'
+        for name, allowed in (("method", _METHODS), ("backward", _BACKWARDS)):
+            given = getattr(self, name)
+            if given not in allowed:
+                return f"{name} must be one of {', '.join(map(repr, allowed))}, not {given!r}"
+            if given in KERNELS and why_not(given, device, dtype) is not None:
+                return f"{name} {given!r}: {why_not(given, device, dtype)}"
         if self.method == "torch":
             return None  # takes none of the rest
-        for field in fields(self)[1:]:
+        for field in fields(self)[2:]:
             size = getattr(self, field.name)
             if size < 0:
                 return f"{field.name} must be at least 1, or 0 for the default, not {size}"
@@ -80,11 +94,32 @@ def _default_tiles(widest, dtype, device):
     return (128, 64, 8, 2), (64, 32, 4, 2), (32, 64, 4, 2)
 
 
+def _prefers_cudnn(rows, least_rows, widest, dtype, device):
+    """Whether cuDNN's kernels are faster than ours: of shards of at least so many positions, on Hopper and later."""
+    if device.type != "cuda" or rows < least_rows or widest > KERNELS["cudnn"].widest:
+        return False
+    return _device.capability(device) >= (9, 0) and why_not("cudnn", device, dtype) is None
+
+
+def _default_backward(config, rows, widest, dtype, device):
+    """Whose kernels make the gradients where the config leaves it open."""
+    tiles = (field.name for field in fields(config) if field.name.startswith(("dq_", "dkv_")))
+    if any(getattr(config, name) for name in tiles) or torch.are_deterministic_algorithms_enabled():
+        return "fused"
+    if config.method in KERNELS:
+        return config.method
+    return "cudnn" if _prefers_cudnn(rows, _CUDNN_BACKWARD_ROWS, widest, dtype, device) else "fused"
+
+
 def completed(config, rows, widest, dtype, device):
-    """The config with its zeros filled in, for shards of ``rows`` positions and heads of so many elements."""
-    config = AgAttentionConfig() if config is None else config
+    """The config with what it leaves open filled in, for shards of ``rows`` positions and heads of so many elements."""
+    if config is None:
+        faster = _prefers_cudnn(rows, _CUDNN_ROWS, widest, dtype, device)
+        config = AgAttentionConfig(method="cudnn" if faster else "fused")
     if config.method == "torch":
         return config
+    if not config.backward:
+        config = replace(config, backward=_default_backward(config, rows, widest, dtype, device))
     cpu = device.type == "cpu"
     names = ("block_q", "block_k", "num_warps", "num_stages")
     defaults = {"num_comm_sms": 2 if cpu else 16, "chunk_rows": 16 if cpu else _chunk_rows(rows)}

@@ -11,15 +11,25 @@ from dataclasses import asdict
 import torch
 
 from tdkernels.autotune.operator import Floors, register
-from tdkernels.ops import _attention, _device, ag_attention_config
+from tdkernels.ops import (
+    _attention,
+    _device,
+    ag_attention_config,
+    ag_attention_merge,
+    ag_attention_torch_kernels,
+)
 from tdkernels.ops import _dense_tuning as dense
 from tdkernels.ops import ag_attention as op
 from tdkernels.ops import ag_attention_kernel as kernel
+from tdkernels.ops import ag_attention_parts as parts
 from tdkernels.ops._tuning import ConfigTunable
 from tdkernels.ops.ag_attention_checks import LEAST, MOST
 from tdkernels.ops.ag_attention_config import AgAttentionConfig, completed
+from tdkernels.ops.ag_attention_torch_kernels import KERNELS
 
 _FORWARD = ("method", "block_q", "block_k", "num_warps", "num_stages", "num_comm_sms", "chunk_rows")
+_REACHED_BY = {"cudnn": 0.75, "flash": 0.5}
+_LAUNCHES_S = 30e-6  # of a rank's keys: their arrival, attention to them, and the merge
 _REACHED = 0.75  # of a product's flops, by the best attention: the rest goes to the softmax
 _SIGNAL_S, _WAIT_S = 3e-6, 1e-6  # what the signal of a chunk costs who sends it, and who finds that it is there
 _BARRIERS_BYTES = 1 << 10  # of shared memory, beside the tiles, which the copies of TMA signal
@@ -32,7 +42,7 @@ class AgAttentionTunable(ConfigTunable):
     sizes = ("batch", "seq", "heads", "kv_heads", "d", "dv")
     layouts = tuple(_CALLS)
     config_class = AgAttentionConfig
-    sources = (op, kernel, ag_attention_config, _attention)
+    sources = (op, kernel, parts, ag_attention_torch_kernels, ag_attention_merge, ag_attention_config, _attention)
     plain_words = "torch all-gathers, then its attention", "torch's all-gathers and attention"
     across_nodes = False
 
@@ -65,7 +75,9 @@ class AgAttentionTunable(ConfigTunable):
 
     def illegal(self, config, problem, device):
         reason = super().illegal(config, problem, device)
-        if reason is None and config.method != "torch":
+        if reason is None and config.method in KERNELS and max(problem.shape[4:]) > KERNELS[config.method].widest:
+            return f"{config.method} takes heads of at most {KERNELS[config.method].widest} elements"
+        if reason is None and config.method == "fused":
             needed = _shared_memory_bytes(self.completed(config, problem, device), problem)
             available = _device.shared_memory_bytes(device)
             if needed > available:
@@ -78,7 +90,8 @@ class AgAttentionTunable(ConfigTunable):
 
     def default(self, problem, device):
         values = asdict(self.completed(None, problem, device))
-        return AgAttentionConfig(**{name: values[name] for name in _FORWARD})
+        names = _FORWARD if values["method"] == "fused" else ("method",)
+        return AgAttentionConfig(**{name: values[name] for name in names})
 
     def space(self, problem, device):
         rows = problem.shape[1] // problem.world_size
@@ -86,10 +99,12 @@ class AgAttentionTunable(ConfigTunable):
         chunks = (16, 32) if on_cpu else sorted({256, 512, 1024, 2048, self.default(problem, device).chunk_rows})
         positions = problem.shape[0] * rows  # more than all of them is as much as just that
         chunks = [chunk for chunk in chunks if chunk == chunks[0] or chunk < 2 * positions]
-        return [
-            AgAttentionConfig("fused", *tile, num_comm_sms=num_comm, chunk_rows=chunk)
-            for tile in _tiles(max(problem.shape[4:]), problem.torch_dtype, device)
-            for num_comm in ((2,) if on_cpu else (8, 16, 32)) for chunk in chunks
+        tiles = (
+            dict(zip(_FORWARD[1:], tile)) for tile in _tiles(max(problem.shape[4:]), problem.torch_dtype, device)
+        )
+        return [AgAttentionConfig(method=name) for name in KERNELS] + [
+            AgAttentionConfig(**tile, num_comm_sms=num_comm, chunk_rows=chunk)
+            for tile in tiles for num_comm in ((2,) if on_cpu else (8, 16, 32)) for chunk in chunks
         ]  # fmt: skip
 
     def estimate_ms(self, config, problem, hardware):
@@ -100,6 +115,10 @@ class AgAttentionTunable(ConfigTunable):
             attention = floors.flops / (_REACHED * hardware.flops)
             moved = 4 * batch * seq * (d + dv) * heads * size / hardware.memory  # gathered, put in order, repeated
             return 1e3 * (attention + moved + 2 * dense.collective_s(floors.wire_bytes / 2, hardware))
+        if config.method in KERNELS:
+            merging = 3 * (ranks - 1) * batch * rows * heads * dv * size / hardware.memory
+            attention = floors.flops / (_REACHED_BY[config.method] * hardware.flops)
+            return 1e3 * (max(attention, floors.wire_bytes / hardware.link) + merging + ranks * _LAUNCHES_S)
         tiles = batch * heads * -(-rows // config.block_q)
         # The smaller a tile, the less it does with what it loads; more stages hide more of the loads.
         reach = _REACHED * min(1.0, config.block_q * config.block_k / (128 * 128)) ** 0.2
@@ -167,13 +186,15 @@ class AgAttentionTunable(ConfigTunable):
         return op.attend(*operands, causal, problem.shape[4] ** -0.5, sharding, False, group, config)[0]
 
     def compiled(self, config):
-        if config.method == "torch":
+        if config.method != "fused":
             return None
         return config.block_q, config.block_k, config.num_warps, config.num_stages
 
     def compile(self, operands, problem, config):
         causal, sharding = _CALLS[problem.layout]
         config = self.completed(config, problem, operands[0].device)
+        if config.method != "fused":
+            return
         kernel.compile(*map(op.padded, operands), causal, sharding, problem.world_size, config)
 
 

@@ -2,6 +2,7 @@
 
 import random
 import time
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -13,6 +14,7 @@ import tdkernels
 from tdkernels import AgAttentionConfig, PeerTimeoutError, PlanMismatchError
 from tdkernels.ops import ag_attention_backward_kernel as backward_kernel
 from tdkernels.ops import ag_attention_kernel as kernel
+from tdkernels.ops import ag_attention_parts as parts
 from tests.ops.sharded import BF16, FP16, FP32, NAMES, Sharded, many
 from tests.ops.tensor_experts import check_refusal, poisoned_outputs
 from tests.ranks import a_group, device
@@ -25,8 +27,11 @@ CONFIGS = {
         dkv_block_q=16, dkv_block_k=32, dkv_num_warps=4, num_comm_sms=1, chunk_rows=16,
     ),
     "large chunks": AgAttentionConfig(block_q=64, block_k=16, dkv_block_q=64, num_comm_sms=3, chunk_rows=48),
+    "flash": AgAttentionConfig(method="flash"),
+    "cudnn": AgAttentionConfig(method="cudnn"),
     "torch": AgAttentionConfig(method="torch"),
 }  # fmt: skip
+BY_PARTS = ("flash", "cudnn")  # of GPUs alone they have fp32 and cuDNN
 SMALL = many(dict(rows=21, heads=2, kv_heads=1, d=16, dv=24))
 
 
@@ -40,6 +45,19 @@ def computes(spec, config):
         results = case.run(config=CONFIGS[config])
     assert set(results) == {"o", "lse", *(f"d{name}" for name in NAMES)}
     case.check(results)
+
+
+def goes_backward_by_parts(spec, method, config):
+    """The gradients of o alone, by a kernel of torch's on one rank's keys at a time; and ours, if it is asked."""
+    case = Sharded(**spec, lse=False)
+    with (
+        poisoned_outputs(),
+        mock.patch.object(backward_kernel, "launch", wraps=backward_kernel.launch) as fused,
+        mock.patch.object(parts, "backward", wraps=parts.backward) as by_parts,
+    ):
+        results = case.run(config=replace(CONFIGS[config] or AgAttentionConfig(), backward=method))
+    case.check(results)
+    assert (fused.call_count, by_parts.call_count) == ((1, 0) if method == "fused" else (0, 1))
 
 
 def specifies(spec):

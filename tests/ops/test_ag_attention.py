@@ -7,6 +7,7 @@ import pytest
 
 from tdkernels import PeerTimeoutError
 from tdkernels.launch import RankError
+from tdkernels.ops.ag_attention_torch_kernels import KERNELS
 from tests.ops import attention as asked
 from tests.ops.sharded import FP16, FP32, many
 from tests.ranks import DEVICE, fresh_ranks, on_ranks
@@ -43,11 +44,19 @@ ON_CPU = {
     (1, "default"): ["odd, zigzag", "not causal", "one position, zigzag", "nothing"],
     (2, "default"): ["grouped", "fp32, zigzag", "wide", "nothing"],
     (2, "small blocks"): ["odd, zigzag", "not causal"],
+    (2, "flash"): ["grouped", "odd, zigzag", "not causal, zigzag", "wide", "nothing"],
+    (3, "flash"): ["odd, zigzag", "fp32", "one position, zigzag"],
     (2, "torch"): ["grouped", "odd, zigzag", "not causal", "one position, zigzag"],
     (3, "default"): ["odd, zigzag", "one position, zigzag", "one position"],
     (3, "small blocks"): ["fp32"],
     (3, "large chunks"): ["fp32, zigzag", "not causal, zigzag"],
     (4, "large chunks"): ["odd, zigzag"],
+}
+
+GRADIENTS_ON_CPU = {
+    1: ["odd, zigzag"],
+    2: ["grouped", "odd, zigzag", "fp32, zigzag", "wide"],
+    3: ["odd, zigzag", "not causal", "fp32"],
 }
 
 
@@ -58,7 +67,32 @@ ON_CPU = {
 def test_everything(world_size, config, spec):
     if ON_GPU and config == "torch" and SPECS[spec].get("dtype") == FP32:
         pytest.skip("torch attends in fp32 there by kernels of its own, which are less exact than its products")
+    if ON_GPU and config in asked.BY_PARTS and not by_parts(SPECS[spec], config):
+        pytest.skip("not of such heads")
     on_ranks(world_size, asked.computes, many(SPECS[spec]), config)
+
+
+def by_parts(spec, kernel):
+    """Whether a kernel of torch's takes such heads."""
+    return spec.get("dtype") != FP32 and max(spec.get("d", 16), spec.get("dv", 16)) <= KERNELS[kernel].widest
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("spec", [*SPECS, *LARGE])
+@pytest.mark.parametrize("kernel", asked.BY_PARTS)
+def test_gradients_by_parts(world_size, spec, kernel):
+    if not ON_GPU and (kernel == "cudnn" or spec not in GRADIENTS_ON_CPU.get(world_size, ())):
+        pytest.skip("CPU ranks have another one, and are not asked everything")
+    asked_for = {name: value for name, value in {**SPECS, **LARGE}[spec].items() if name != "lse"}
+    if spec == "nothing" or "one position" in spec or ON_GPU and not by_parts(asked_for, kernel):
+        pytest.skip("not of such heads, or nothing but differences of equal numbers")
+    on_ranks(world_size, asked.goes_backward_by_parts, many(asked_for) if spec in SPECS else asked_for, kernel, kernel)
+
+
+@pytest.mark.parametrize("config, method", [("default", "flash"), ("flash", "fused")])
+def test_forward_and_backward_by_different_kernels(config, method):
+    spec = SPECS["odd, zigzag"]
+    on_ranks(2, asked.goes_backward_by_parts, many(spec), method, config)
 
 
 @needs_gpu

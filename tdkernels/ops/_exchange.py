@@ -1,0 +1,65 @@
+"""What travels beside other work, in steps that the host launches: opened behind a barrier, ended by ``close``.
+
+Unlike the forward operators, which alternate between two halves of their workspace, it has memory at one fixed
+address, so that other libraries' kernels can read it: that is what the barrier in ``begin`` is for. What is sent goes
+by a stream of its own, beside what the caller launches meanwhile.
+"""
+
+import torch
+
+from tdkernels.ops._device import side_stream
+from tdkernels.ops._gather_kernels import begin_kernel
+from tdkernels.ops._gather_nodes_kernels import begin_nodes_kernel
+from tdkernels.symm import get_workspace
+
+
+class Exchange:
+    """One call's use of the group's workspace of that name; every rank makes the same one.
+
+    A subclass sets ``plan``, by ``workspace.prepare``, before ``begin``.
+    """
+
+    def __init__(self, name, group, device, across_nodes=False):
+        self.device = device
+        self.workspace = get_workspace(group, device, name, halves=1, across_nodes=across_nodes)
+        self.topology = self.workspace.group.topology
+        self.rank, self.world_size = self.workspace.rank, self.workspace.world_size
+        self._sending = False
+
+    def begin(self):
+        """Wait, on the device, until every peer has come to this call."""
+        self.workspace.before_launch()
+        kernel = begin_nodes_kernel if self.spans_nodes else begin_kernel
+        kernel[(1,)](self.workspace.ctx, self.plan, num_warps=1)
+        self._check()
+
+    def close(self):
+        """Say that what has arrived was read for the last time; what was sent may change after it, in stream order."""
+        self._join()
+        self.workspace.after_launch()
+
+    @property
+    def spans_nodes(self):
+        return self.topology.num_nodes > 1
+
+    def _beside(self, enqueue):
+        """Let ``enqueue`` launch after what the current stream has now, and beside what comes after."""
+        if self.device.type == "cpu":
+            enqueue()
+            return
+        side = side_stream(self.device)
+        side.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(side):
+            enqueue()
+        self._sending = True
+
+    def _join(self):
+        """Make the current stream wait until all has been sent."""
+        if self._sending:
+            torch.cuda.current_stream(self.device).wait_stream(side_stream(self.device))
+            self._sending = False
+
+    def _check(self):
+        """On the CPU a launch has ended: raise what it recorded."""
+        if self.device.type == "cpu":
+            self.workspace.check()

@@ -1,0 +1,167 @@
+"""ag_attention by the attention kernels that torch brings, cuDNN's or flash attention's, on one rank's keys at a time.
+
+Own keys come first: causal, a rank's queries and keys are one triangle, whether it has one piece of the sequence or
+two. Those of the ranks below follow, rank by rank, as the copy engine brings them (``_gather``), and what our queries
+see of them is a rectangle. Attention to some of the keys is merged with that to others by their lse, in fp32.
+
+Backward, keys and values are gathered again and the same triangle and rectangles gone through; with o and lse of all
+keys a part of them is enough for its share of the gradients. Ours of k and v of another rank are sent there while the
+next ones are made (``_scatter``), and added up by the owner, in fp32 and in rank order.
+"""
+
+import torch
+
+from tdkernels.ops import _operands
+from tdkernels.ops._gather import Gather
+from tdkernels.ops._scatter import Scatter
+from tdkernels.ops.ag_attention_kernel import plan_fields
+from tdkernels.ops.ag_attention_merge import merge
+from tdkernels.ops.ag_attention_torch_kernels import KERNELS
+
+
+def seen(rows, causal, sharding, rank, source):
+    """(first, count): our queries from ``first`` on see the first ``count`` keys of another rank, and no others."""
+    if not causal:
+        return 0, rows
+    if sharding == "contiguous":
+        return (0, rows) if source < rank else (rows, 0)
+    piece = (rows + 1) // 2
+    return (0, piece) if source < rank else (piece, rows if rows > piece else 0)
+
+
+class _Keys:
+    """All ranks' keys and values: ``begin``, ``of`` what is ``far`` in its order, ``close``.
+
+    ``far``: for each rank of which we see some, as they come: (step, rank, our first query, how many keys)
+    """
+
+    def __init__(self, k, v, causal, sharding, group, fields):
+        self._heads, self._rows, self._d = k.shape[2], k.shape[1], k.shape[3]
+        self._gather, self.far = None, []
+        if group.size() > 1:
+            # Side by side, for a gather has one tensor.
+            lines = torch.cat([k.flatten(2), v.flatten(2)], 2).flatten(0, 1)
+            self._gather = Gather("ag_attention", fields, lines, group, lines.shape[0])
+            sources = ((step, self._gather.source(step)) for step in range(1, group.size()))
+            spans = ((*at, *seen(self._rows, causal, sharding, group.rank(), at[1])) for at in sources)
+            self.far = [span for span in spans if span[3]]
+
+    def begin(self):
+        if self._gather is not None:
+            self._gather.begin()
+            self._gather.copy(own=False)
+
+    def of(self, step, source, count):
+        """The first keys and values of a rank, for which the current stream waits."""
+        self._gather.wait(step)
+        lines = self._gather.gathered[source].unflatten(0, (-1, self._rows))[:, :count]
+        return [x.unflatten(2, (self._heads, -1)) for x in lines.split(self._heads * self._d, 2)]
+
+    def close(self):
+        if self._gather is not None:
+            self._gather.close()
+
+
+def _of_one_width(*tensors):
+    """The tensors, with heads of as many elements, a multiple of 8: of zeros past their ends."""
+    width = -(-max(x.shape[3] for x in tensors) // 8) * 8
+    return [_operands.widened(x, width) for x in tensors]
+
+
+def _fields(what, q, k, v, causal, sharding, scale, config):
+    return {"by parts": what, **plan_fields(q, k, v, causal, sharding, scale, config)}
+
+
+def forward(q, k, v, causal, sharding, scale, group, config):
+    """(o, lse) of q, k and v [B, S / W, ·, ·] that are not empty; ``config`` is complete."""
+    kernel, dv = KERNELS[config.method], v.shape[3]
+    fields = _fields("forward", q, k, v, causal, sharding, scale, config)
+    q, k, v = _of_one_width(q, k, v)
+    keys = _Keys(k, v, causal, sharding, group, fields)
+    keys.begin()
+    o, lse = kernel.forward(q, k, v, causal, scale)
+    for number, (step, source, first, count) in enumerate(keys.far, 1):
+        part = kernel.forward(q[:, first:], *keys.of(step, source, count), False, scale)
+        o, lse = merge(o, lse, *part, first, q.dtype if number == len(keys.far) else torch.float32)
+    keys.close()
+    return o[..., :dv].contiguous(), lse
+
+
+def backward(q, k, v, o, lse, do, wanted, causal, sharding, scale, group, config):
+    """(dq, dk, dv), those that are ``wanted`` or None."""
+    kernel = KERNELS[config.backward]
+    fields = _fields("backward", q, k, v, causal, sharding, scale, config)
+    widths = q.shape[3], k.shape[3], v.shape[3]
+    q, k, v, o, do = _of_one_width(q, k, v, o, do)
+    keys = _Keys(k, v, causal, sharding, group, fields)
+    sums = _KeySums(k, v, group, fields, causal, sharding) if wanted[1] or wanted[2] else None
+    keys.begin()
+    if sums is not None:
+        sums.begin()
+
+    def gradients(first, k, v, is_causal):
+        queries = q[:, first:], o[:, first:], lse[:, first:], do[:, first:]
+        return kernel.backward(*queries, k, v, is_causal, scale)
+
+    dq, *own = gradients(0, k, v, causal)
+    total = dq.float() if len(keys.far) > 1 else dq  # a single addition rounds once, whatever it adds to
+    for step, source, first, count in keys.far:
+        dq, *of_source = gradients(first, *keys.of(step, source, count), False)
+        if sums is not None:
+            sums.send(source, *of_source)
+        total[:, first:] += dq
+    dk, dv = sums.of(*own) if sums is not None else (None, None)
+    keys.close()
+    found = (total.to(q.dtype), dk, dv)
+    return tuple(x[..., :width] if need else None for x, width, need in zip(found, widths, wanted, strict=True))
+
+
+class _KeySums:
+    """The gradients of k and v of each rank, of which every rank that sees them makes a part: ``begin``, ``send``,
+    ``of``.
+
+    A part [B, n, Hkv, D + Dv] is of the first n keys, gradients of k and v side by side.
+    """
+
+    def __init__(self, k, v, group, fields, causal, sharding):
+        self._rank, self._ranks = group.rank(), group.size()
+        self._rows, self._d = k.shape[1], k.shape[3]
+        self._call = causal, sharding
+        if self._ranks > 1:
+            fields = {"sums": True, **fields}
+            self._scatter = Scatter("ag_attention", fields, k.nbytes + v.nbytes, group, k.device)
+
+    def begin(self):
+        if self._ranks > 1:
+            self._scatter.begin()
+
+    def send(self, owner, dk, dv):
+        self._scatter.send(owner, torch.cat([dk, dv], 3))
+
+    def of(self, dk, dv):
+        """Our (dk, dv), with what the others have sent of them."""
+        own = torch.cat([dk, dv], 3)
+        parts = [own if source == self._rank else self._from(source, own) for source in range(self._ranks)]
+        total = _sum(own, [part for part in parts if part is not None])
+        if self._ranks > 1:
+            self._scatter.close()
+        return total.split(self._d, 3)
+
+    def _from(self, source, own):
+        """The part of another rank, if its queries see any of our keys."""
+        _, count = seen(self._rows, *self._call, source, self._rank)
+        return self._scatter.wait(source, own[:, :count].shape, own.dtype) if count else None
+
+
+def _sum(own, parts):
+    """Parts added in fp32 and in their order; where there are two, a single addition rounds once, as that does."""
+    if len(parts) == 1:
+        return own
+    if len(parts) == 2:
+        other = parts[0] if parts[1] is own else parts[1]
+        own[:, : other.shape[1]] += other
+        return own
+    total = torch.zeros(own.shape, dtype=torch.float32, device=own.device)
+    for part in parts:
+        total[:, : part.shape[1]] += part
+    return total.to(own.dtype)
