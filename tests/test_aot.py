@@ -21,6 +21,7 @@ from tdkernels.ops import (
     ag_attention_config,
     ag_attention_dkv_kernel,
     ag_attention_kernel,
+    ag_attention_merge,
     collective_launch,
     ep_launch,
     ep_routing,
@@ -448,9 +449,19 @@ def small_launches():
     return {
         gather.begin_kernel: [([ctx, PLAN], {"num_warps": 1}), ([ctx, 1], {"num_warps": 1})],
         gather.push_kernel: [([ctx, x, 1 << 24, 1 << 20, 16, 1 << 24, PLAN], push), ([ctx, x, 2, 2, 1, 16, 1], push)],
-        gather.notify_kernel: [([ctx, 16, 0, 2, PLAN], {}), ([ctx, 1, 0, 1, 1], {})],
+        gather.notify_kernel: [
+            ([ctx, 16, 0, 2, PLAN], {"PASSES_ON": True, "num_warps": 1}), ([ctx, 1, 0, 1, 1], {"PASSES_ON": False})
+        ],
         gather.await_kernel: [([ctx, 16, 1, 4, PLAN], {"num_warps": 1}), ([ctx, 1, 1, 2, 1], {"num_warps": 1})],
+        ag_attention_merge.merge_kernel: [_merge(BF16, 128, 1 << 20, 1 << 19, 1 << 18), _merge(FP32, 72, 1, 1, 1)],
     }
+
+
+def _merge(dtype, d, *sizes):
+    """Arguments of the kernel that merges attention to some keys with that to others, into a dtype."""
+    stats, o = pointer(FP32), pointer(BF16)
+    constants = {"D": d, "BLOCK_D": 128, "BLOCK": 32, "num_warps": 4}
+    return [pointer(dtype), stats, o, stats, o, stats, *sizes], constants
 
 
 @pytest.mark.parametrize("arch", TARGETS)

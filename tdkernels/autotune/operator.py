@@ -92,6 +92,10 @@ class Tunable(ABC):
     def default(self, problem, device):
         """The overlapping config for a device and a size."""
 
+    def recordable(self, problem, device):
+        """The default config of those in which there is something to record (``trace``)."""
+        return self.default(problem, device)
+
     def fallback(self, problem, device):
         """What to run where nobody has tuned: the default, or the plain sequence where that is a safer guess."""
         return self.default(problem, device)

@@ -243,10 +243,10 @@ def _(do, dlse, q, k, v, o, lse, need_dq, need_dk, need_dv, *_call):
 
 class _AgAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, *call):
+    def forward(ctx, q, k, v, returns_lse, *call):
         o, lse = torch.ops.tdkernels.ag_attention(q, k, v, *call)
         ctx.save_for_backward(q, k, v, o, lse)
-        ctx.call = call
+        ctx.call, ctx.returns_lse = call, returns_lse
         ctx.set_materialize_grads(False)
         return o, lse
 
@@ -254,8 +254,9 @@ class _AgAttention(torch.autograd.Function):
     def backward(ctx, do, dlse):
         _operands.refuse_second_derivatives("ag_attention")
         need = ctx.needs_input_grad[:3]
+        dlse = dlse if ctx.returns_lse else None  # torch.compile makes zeros of None
         gradients = torch.ops.tdkernels.ag_attention_backward(do, dlse, *ctx.saved_tensors, *need, *ctx.call)
-        return *received(gradients, need), *[None] * 5
+        return *received(gradients, need), *[None] * 6
 
 
 def attend(q, k, v, causal, scale, sharding, return_lse, group, config):
@@ -266,7 +267,7 @@ def attend(q, k, v, causal, scale, sharding, return_lse, group, config):
     if config.method == "torch" and q.shape[1]:
         return attend_by_torch(q, k, v, causal, scale, sharding, group, return_lse)
     if _operands.may_be_differentiated([q, k, v]):
-        return _AgAttention.apply(q, k, v, causal, scale, sharding, group.group_name, as_argument(config))
+        return _AgAttention.apply(q, k, v, return_lse, causal, scale, sharding, group.group_name, as_argument(config))
     return _overlapped(q, k, v, causal, scale, sharding, group, config)
 
 
@@ -303,8 +304,11 @@ def ag_attention(
     check_attention("ag_attention", q, k, v, causal, scale, sharding, config)
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     if torch.compiler.is_compiling():
-        call = q, k, v, causal, scale, sharding, group.group_name, as_argument(config)
-        o, lse = _operands.apply(_AgAttention, torch.ops.tdkernels.ag_attention, *call)
+        call = causal, scale, sharding, group.group_name, as_argument(config)
+        if _operands.may_be_differentiated([q, k, v]):
+            o, lse = _AgAttention.apply(q, k, v, return_lse, *call)
+        else:
+            o, lse = torch.ops.tdkernels.ag_attention(q, k, v, *call)
     else:
         config = _settled(q, k, v, causal, scale, sharding, group, config)
         o, lse = attend(q, k, v, causal, scale, sharding, return_lse, group, config)

@@ -21,19 +21,18 @@ class AgAttentionConfig:
     method:                "fused": one kernel of ours; "cudnn" or "flash": that attention kernel of torch's on one
                            rank's keys at a time, as they come; "torch": a plain all-gather, then torch's
                            scaled_dot_product_attention
-    backward:              "fused", "cudnn" or "flash" likewise, of what is not "torch". The sums of the latter two may
-                           be in any order. "": what is known to be faster, and "fused" where one of its tiles is given,
-                           where torch.use_deterministic_algorithms is on, and where lse has a gradient
     block_q, block_k:      a tile has so many queries, and goes through its keys by so many
     num_warps, num_stages: of the forward
     dq_…:                  the same for the gradient of q
     dkv_…:                 the same for those of k and v, where a tile has block_k keys and goes through queries
     num_comm_sms:          programs that push at the same time, before they attend like the others
     chunk_rows:            positions that travel together under one signal, a multiple of 16
+    backward:              "fused", "cudnn" or "flash" likewise, of what is not "torch". The latter two may add up in
+                           any order, and where lse has a gradient it is "fused". "": what is known to be faster, but
+                           "fused" where one of its tiles is given or torch.use_deterministic_algorithms is on
     """
 
     method: str = "fused"
-    backward: str = ""
     block_q: int = 0
     block_k: int = 0
     num_warps: int = 0
@@ -48,6 +47,7 @@ class AgAttentionConfig:
     dkv_num_stages: int = 0
     num_comm_sms: int = 0
     chunk_rows: int = 0
+    backward: str = ""
 
     def illegal(self, device, dtype):
         """Why this config cannot run on a device with a dtype; None when it can."""
@@ -59,7 +59,7 @@ class AgAttentionConfig:
                 return f"{name} {given!r}: {why_not(given, device, dtype)}"
         if self.method == "torch":
             return None  # takes none of the rest
-        for field in fields(self)[2:]:
+        for field in fields(self)[1:-1]:
             size = getattr(self, field.name)
             if size < 0:
                 return f"{field.name} must be at least 1, or 0 for the default, not {size}"

@@ -89,9 +89,10 @@ class AgAttentionTunable(ConfigTunable):
         return completed(config, rows, widest, problem.torch_dtype, device)
 
     def default(self, problem, device):
-        values = asdict(self.completed(None, problem, device))
-        names = _FORWARD if values["method"] == "fused" else ("method",)
-        return AgAttentionConfig(**{name: values[name] for name in names})
+        return _of_forward(self.completed(None, problem, device))
+
+    def recordable(self, problem, device):
+        return _of_forward(self.completed(AgAttentionConfig(), problem, device))
 
     def space(self, problem, device):
         rows = problem.shape[1] // problem.world_size
@@ -196,6 +197,12 @@ class AgAttentionTunable(ConfigTunable):
         if config.method != "fused":
             return
         kernel.compile(*map(op.padded, operands), causal, sharding, problem.world_size, config)
+
+
+def _of_forward(config):
+    """What of a complete config the forward takes."""
+    values = asdict(config)
+    return AgAttentionConfig(**{name: values[name] for name in (_FORWARD if config.method == "fused" else ("method",))})
 
 
 def _tiles(widest, dtype, device):

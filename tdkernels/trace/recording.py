@@ -78,7 +78,7 @@ def _generator(device, seed):
 def _config(problem, device, group, changes):
     """The config to run, the same on all ranks; never the plain sequence, in which there is nothing to record."""
     tuned = tunable(problem.operator)
-    default = tuned.default(problem, device)
+    default = tuned.recordable(problem, device)
     if changes is None:
         config = choose(tuned, problem, device, group, {"traced": str(problem)}).config
         return default if tuned.compiled(config) is None else config

@@ -2,6 +2,7 @@
 
 import random
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from unittest import mock
 
@@ -15,6 +16,8 @@ from tdkernels import AgAttentionConfig, PeerTimeoutError, PlanMismatchError
 from tdkernels.ops import ag_attention_backward_kernel as backward_kernel
 from tdkernels.ops import ag_attention_kernel as kernel
 from tdkernels.ops import ag_attention_parts as parts
+from tdkernels.ops._gather import Gather
+from tdkernels.ops._scatter import Scatter
 from tests.ops.sharded import BF16, FP16, FP32, NAMES, Sharded, many
 from tests.ops.tensor_experts import check_refusal, poisoned_outputs
 from tests.ranks import a_group, device
@@ -164,9 +167,24 @@ def runs_between_graphs():
     case.check({"o": o.detach(), **case.gradients()})
 
 
+def compiles_to_what_is_asked():
+    """Of lse, which nobody asked for, torch.compile makes a gradient of zeros; ours would then go backward alone."""
+    torch._dynamo.reset()
+    case = Sharded(**SMALL, lse=False, seed=17)
+    case.require()
+    attend = torch.compile(
+        lambda q, k, v: tdkernels.ag_attention(q, k, v, config=CONFIGS["flash"]), backend="aot_eager", fullgraph=True
+    )
+    with mock.patch.object(parts, "backward", wraps=parts.backward) as by_parts:
+        o = attend(*(case.own[name] for name in NAMES))
+        o.backward(case.do)
+    assert by_parts.call_count == 1
+    case.check({"o": o.detach(), **case.gradients()})
+
+
 AUTOGRAD = [
     returns_what_is_asked, computes_what_is_wanted, goes_backward_twice, takes_any_layout, recomputes_in_a_checkpoint,
-    casts_as_autocast_says, refuses_second_derivatives, runs_between_graphs,
+    casts_as_autocast_says, refuses_second_derivatives, runs_between_graphs, compiles_to_what_is_asked,
 ]  # fmt: skip
 
 
@@ -190,6 +208,7 @@ KINDS = [
     (many(dict(rows=21, batch=2, heads=2, kv_heads=1, dv=24, sharding="zigzag", seed=1)), "default"),
     (many(dict(rows=40, heads=2, kv_heads=2, dtype=FP16, seed=2)), "small blocks"),
     (many(dict(rows=17, heads=1, kv_heads=1, d=33, dtype=FP32, causal=False, seed=3)), "large chunks"),
+    (many(dict(rows=19, heads=2, kv_heads=1, sharding="zigzag", seed=4)), "flash"),  # the gradient of lse is ours
 ]
 
 
@@ -218,10 +237,10 @@ def repeats(kinds, calls, seed):
                 assert torch.equal(result, expected[name]), f"{name} of {case.title}"
 
 
-def outruns_its_peers(calls, sharding):
+def outruns_its_peers(calls, sharding, config):
     """Calls with fresh data and nothing between them, while the ranks run ahead of each other."""
-    config = CONFIGS["small blocks"]
-    cases = [Sharded(**many(dict(rows=20, heads=1)), sharding=sharding, seed=seed) for seed in range(calls)]
+    config, lse = CONFIGS[config], config not in BY_PARTS
+    cases = [Sharded(**many(dict(rows=20, heads=1)), sharding=sharding, lse=lse, seed=seed) for seed in range(calls)]
     cases[0].run(config=config)
     for case in cases:
         case.require()
@@ -233,12 +252,12 @@ def outruns_its_peers(calls, sharding):
         case.check({"o": o.detach(), "lse": lse.detach(), **case.gradients()})
 
 
-def waits_for_a_slow_rank():
+def waits_for_a_slow_rank(config):
     for slow in range(dist.get_world_size()):
-        case = Sharded(**many(dict(rows=18)), sharding="zigzag", seed=slow)
+        case = Sharded(**many(dict(rows=18)), sharding="zigzag", lse=config not in BY_PARTS, seed=slow)
         case.require()
         time.sleep(0.15 if dist.get_rank() == slow else 0.0)
-        o, lse = case.call()
+        o, lse = case.call(config=CONFIGS[config])
         time.sleep(0.15 if dist.get_rank() == slow else 0.0)
         case.backward(o, lse)
         case.check({"o": o.detach(), "lse": lse.detach(), **case.gradients()})
@@ -300,23 +319,32 @@ def is_not_fooled_by_a_known_plan(what):
         del group, case, ways
 
 
+# What rank 1 does not come to, whether backward, and in which config.
+LOST = {
+    "keys": (kernel, "launch", False, "default"),
+    "queries": (backward_kernel, "launch_dkv", True, "default"),
+    "keys by parts": (parts, "forward", False, "flash"),
+    "sums by parts": (Scatter, "send", True, "flash"),
+}
+
+
 def loses_rank_1(leave, when, timeout_s):
     """Rank 1 is gone before its keys, or its queries, are sent; the others say so, now and whenever asked again.
 
     Causal, rank 0 needs no key of rank 1, and no rank needs rank 0's queries but those before it: it has to say so yet.
     """
-    module, name = {"keys": (kernel, "launch"), "queries": (backward_kernel, "launch_dkv")}[when]
-    case = Sharded(**USUAL)
-    case.check(case.run())
-    case.require(NAMES if when == "queries" else ())
-    o = case.call()[0] if when == "queries" else None
+    module, name, backward, config = LOST[when]
+    case, config = Sharded(**USUAL, lse=config not in BY_PARTS), CONFIGS[config]
+    case.check(case.run(config=config))
+    case.require(NAMES if backward else ())
+    o = case.call(config=config)[0] if backward else None
     tdkernels.set_timeout(timeout_s)
     tdkernels.synchronize()
     dist.barrier()
 
     def call():
         if o is None:
-            case.call()
+            case.call(config=config)
         else:
             o.backward(case.do)
 
@@ -330,6 +358,20 @@ def loses_rank_1(leave, when, timeout_s):
     raise error
 
 
+def announces_no_sums_of_what_has_not_come(timeout_s):
+    """Rank 1's keys never come; what rank 0 makes of what is in their place is no result for rank 1. GPUs only."""
+    case = Sharded(**many(dict(rows=64, causal=False)), lse=False)
+    config = CONFIGS["flash"]
+    case.check(case.run(config=config))
+    case.require()
+    o, _ = case.call(config=config)
+    tdkernels.synchronize()
+    dist.barrier()
+    with timeout(timeout_s), mock.patch.object(Gather, "copy") if dist.get_rank() == 1 else nullcontext():
+        error = failure_of(o.backward, case.do)
+    assert isinstance(error, PeerTimeoutError), repr(error)
+
+
 # ---- what is refused ----
 
 
@@ -337,6 +379,9 @@ def refuses():
     """With the argument and its shape, on each rank alone and before anything is launched."""
     case = Sharded(6, heads=4, kv_heads=2, batch=2)
     q, k, v = (case.own[name] for name in NAMES)
+    not_here = dict(config=AgAttentionConfig(method="cudnn")), ValueError, "method 'cudnn': cuDNN runs on NVIDIA GPUs"
+    if device().type == "cuda":
+        not_here = dict(not_here[0], v=v.repeat(1, 1, 1, 16)), ValueError, "heads of at most 128 elements, not q .*256"
     for changes, kind, words in (
         (dict(q=[1.0]), TypeError, "q must be a torch.Tensor, not list"),
         (dict(v=None), TypeError, "v must be a torch.Tensor, not NoneType"),
@@ -360,6 +405,8 @@ def refuses():
         (dict(scale=float("nan")), ValueError, "scale must be positive and finite, not nan"),
         (dict(config="best"), TypeError, "config must be a AgAttentionConfig or None, not str"),
         (dict(config=AgAttentionConfig("best")), ValueError, "config cannot run: method must be"),
+        (dict(config=AgAttentionConfig(backward="torch")), ValueError, "config cannot run: backward must be one of ''"),
+        not_here,
         (dict(config=AgAttentionConfig(block_q=24)), ValueError, "block_q must be a power of two of at least 16"),
         (dict(config=AgAttentionConfig(dkv_num_warps=3)), ValueError, "dkv_num_warps must be 1, 2, 4, 8 or 16"),
         (dict(config=AgAttentionConfig(chunk_rows=24)), ValueError, "chunk_rows must be a multiple of 16, not 24"),

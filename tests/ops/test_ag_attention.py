@@ -2,14 +2,17 @@
 
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from tdkernels import PeerTimeoutError
+from tdkernels import AgAttentionConfig, PeerTimeoutError
 from tdkernels.launch import RankError
+from tdkernels.ops import _device, ag_attention_config
 from tdkernels.ops.ag_attention_torch_kernels import KERNELS
 from tests.ops import attention as asked
-from tests.ops.sharded import FP16, FP32, many
+from tests.ops.sharded import BF16, FP16, FP32, many
 from tests.ranks import DEVICE, fresh_ranks, on_ranks
 
 ON_GPU = DEVICE == "cuda"
@@ -130,12 +133,20 @@ def test_the_same_bits_of_many_tiles(world_size, spec):
 
 @pytest.mark.parametrize("world_size, calls", [(2, 60), (3, 60)] if ON_GPU else [(3, 3)])
 @pytest.mark.parametrize("sharding", ["contiguous", "zigzag"] if ON_GPU else ["contiguous"])
-def test_no_rank_overtakes_its_peers_data(world_size, calls, sharding):
-    on_ranks(world_size, asked.outruns_its_peers, calls, sharding)
+@pytest.mark.parametrize("config", ["small blocks", "flash"])
+def test_no_rank_overtakes_its_peers_data(world_size, calls, sharding, config):
+    on_ranks(world_size, asked.outruns_its_peers, calls, sharding, config)
 
 
-def test_slow_rank():
-    on_ranks(2, asked.waits_for_a_slow_rank)
+@pytest.mark.parametrize("config", ["default", "flash"])
+def test_slow_rank(config):
+    on_ranks(2, asked.waits_for_a_slow_rank, config)
+
+
+@needs_gpu
+def test_no_sums_of_what_has_not_come_are_announced():
+    with fresh_ranks(2) as pool:
+        pool.run(asked.announces_no_sums_of_what_has_not_come, 1.0)
 
 
 @pytest.mark.parametrize("what", asked.DISAGREEMENTS)
@@ -152,7 +163,7 @@ def dies():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("when", ["keys", "queries"])
+@pytest.mark.parametrize("when", asked.LOST)
 def test_killed_rank(when):
     with fresh_ranks(2) as pool, pytest.raises(RankError) as caught:
         pool.run(asked.loses_rank_1, dies, when, 0.7)
@@ -167,3 +178,31 @@ def test_killed_rank(when):
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_bad_input(world_size):
     on_ranks(world_size, asked.refuses)
+
+
+# Rows of a shard, elements of a head, dtype, capability, what is open; whose kernels are taken forwards and backwards.
+DEFAULTS = {
+    "long": (1 << 15, 128, BF16, (9, 0), None, "cudnn", "cudnn"),
+    "short": (64, 128, BF16, (9, 0), None, "fused", "fused"),
+    "wide": (1 << 15, 192, BF16, (9, 0), None, "fused", "fused"),
+    "fp32": (1 << 15, 128, FP32, (9, 0), None, "fused", "fused"),
+    "Ampere": (1 << 15, 128, BF16, (8, 0), None, "fused", "fused"),
+    "ours forwards": (1 << 15, 128, BF16, (9, 0), AgAttentionConfig(), "fused", "cudnn"),
+    "ours, tiled": (1 << 15, 128, BF16, (9, 0), AgAttentionConfig(dkv_block_k=64), "fused", "fused"),
+    "theirs forwards": (64, 128, BF16, (9, 0), AgAttentionConfig(method="flash"), "flash", "flash"),
+    "given": (64, 128, BF16, (9, 0), AgAttentionConfig(backward="cudnn"), "fused", "cudnn"),
+}
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("what", DEFAULTS)
+def test_whose_kernels(what, deterministic, monkeypatch):
+    """On a GPU with torch's kernels; the gradients that cuDNN makes are not the same bits each time."""
+    rows, width, dtype, capability, given, forward, backward = DEFAULTS[what]
+    monkeypatch.setattr(_device, "capability", lambda device: capability)
+    missing = "fp32" if dtype == FP32 else None
+    monkeypatch.setattr(ag_attention_config, "why_not", lambda name, device, dtype: missing)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
+    config = ag_attention_config.completed(given, rows, width, dtype, SimpleNamespace(type="cuda"))
+    expected = "fused" if deterministic and what != "given" else backward
+    assert (config.method, config.backward) == (forward, expected)

@@ -1,8 +1,11 @@
 """ag_attention in a CUDA graph: captured once, replayed with new data, between eager calls."""
 
+import functools
+
 import pytest
 import torch
 
+from tdkernels import AgAttentionConfig
 from tests.ops.sharded import FP16, NAMES, Sharded, many
 from tests.ops.test_moe_tp_cuda_graph import captured
 from tests.ranks import DEVICE, a_group, device, on_ranks
@@ -12,14 +15,15 @@ pytestmark = pytest.mark.skipif(DEVICE == "cpu" or not torch.cuda.is_available()
 SPEC = dict(rows=300, heads=4, kv_heads=2, d=64, dv=64, sharding="zigzag")
 
 
-def step(case):
-    o, lse = case.call()
-    gradients = torch.autograd.grad([o, lse], [case.own[name] for name in NAMES], [case.do, case.dlse])
+def step(case, config=None):
+    o, lse = case.call(config=config)
+    outputs = [(o, case.do), (lse, case.dlse)][: 1 + case.lse]
+    gradients = torch.autograd.grad(*zip(*outputs), [case.own[name] for name in NAMES])
     return dict(zip(("o", "lse", *(f"d{name}" for name in NAMES)), (o.detach(), lse.detach(), *gradients), strict=True))
 
 
-def forward(case):
-    return dict(zip(("o", "lse"), case.call(), strict=True))
+def forward(case, config=None):
+    return dict(zip(("o", "lse"), case.call(config=config), strict=True))
 
 
 def refill(static, fresh):
@@ -31,14 +35,16 @@ def refill(static, fresh):
         static.dlse.copy_(fresh.dlse)
 
 
-def replays_with_new_data(backward):
-    static = Sharded(**SPEC)
+def replays_with_new_data(backward, method):
+    config = AgAttentionConfig(method=method)
+    spec = dict(SPEC, lse=method == "fused")
+    static = Sharded(**spec)
     static.require(NAMES if backward else ())
-    graph, results = captured(static, step if backward else forward)
+    graph, results = captured(static, functools.partial(step if backward else forward, config=config))
     seed = 1
     for replays in (1, 2, 3):
         for _ in range(replays):
-            fresh = Sharded(**SPEC, seed=seed)
+            fresh = Sharded(**spec, seed=seed)
             refill(static, fresh)
             for result in results.values():
                 result.fill_(torch.nan)
@@ -46,8 +52,8 @@ def replays_with_new_data(backward):
             fresh.check(results)
             seed += 1
         # Eager calls of the same and of other sizes in between must not put the epochs of graph and workspace apart.
-        eager = Sharded(**SPEC, seed=seed)
-        eager.check(eager.run())
+        eager = Sharded(**spec, seed=seed)
+        eager.check(eager.run(config=config))
         other = Sharded(**many(dict(rows=33, d=32)), dtype=FP16, seed=seed)
         other.check(other.run())
 
@@ -64,27 +70,29 @@ def refuses_to_capture_a_first_call():
         del group, case
 
 
-def is_launched_without_waiting():
+def is_launched_without_waiting(method):
     """All of a step is in the queue while the GPU is still busy with what came before."""
-    case = Sharded(**SPEC)
+    case, config = Sharded(**SPEC, lse=method == "fused"), AgAttentionConfig(method=method)
     case.require()
-    step(case)
+    step(case, config)
     torch.cuda.synchronize(device())
     torch.cuda._sleep(2_000_000_000)  # about a second
     busy = torch.cuda.Event()
     busy.record()
-    results = step(case)
+    results = step(case, config)
     assert not busy.query(), "the host has waited for the GPU"
     case.check(results)
 
 
+each_method = pytest.mark.parametrize("method", ["fused", "flash", "cudnn"])
 each_world_size = pytest.mark.parametrize("world_size", [1, 2, 4])
 
 
 @each_world_size
+@each_method
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "forward and backward"])
-def test_replay(world_size, backward):
-    on_ranks(world_size, replays_with_new_data, backward)
+def test_replay(world_size, backward, method):
+    on_ranks(world_size, replays_with_new_data, backward, method)
 
 
 def test_what_cannot_be_captured():
@@ -92,5 +100,6 @@ def test_what_cannot_be_captured():
 
 
 @each_world_size
-def test_the_host_never_waits(world_size):
-    on_ranks(world_size, is_launched_without_waiting)
+@each_method
+def test_the_host_never_waits(world_size, method):
+    on_ranks(world_size, is_launched_without_waiting, method)
