@@ -17,8 +17,8 @@ SPEC = dict(rows=300, heads=4, kv_heads=2, d=64, dv=64, sharding="zigzag")
 
 def step(case, config=None):
     o, lse = case.call(config=config)
-    outputs = [(o, case.do), (lse, case.dlse)][: 1 + case.lse]
-    gradients = torch.autograd.grad(*zip(*outputs), [case.own[name] for name in NAMES])
+    outputs, given = ([o, lse], [case.do, case.dlse]) if case.lse else (o, case.do)
+    gradients = torch.autograd.grad(outputs, [case.own[name] for name in NAMES], given)
     return dict(zip(("o", "lse", *(f"d{name}" for name in NAMES)), (o.detach(), lse.detach(), *gradients), strict=True))
 
 
