@@ -10,7 +10,7 @@ from tdkernels.ops.ag_attention_torch_kernels import KERNELS, why_not
 
 _METHODS = ("fused", *KERNELS, "torch")
 _BACKWARDS = ("", "fused", *KERNELS)
-_CUDNN_ROWS, _CUDNN_BACKWARD_ROWS = 8192, 2048  # of a shard, from which on cuDNN is faster on H200 (bench/NOTES.md)
+_CUDNN_ROWS, _CUDNN_BACKWARD_ROWS = 8192, 4096  # of a shard, from which on cuDNN is faster on H200 (bench/NOTES.md)
 _SIZES = ("block_q", "block_k", "dq_block_q", "dq_block_k", "dkv_block_q", "dkv_block_k")
 
 
