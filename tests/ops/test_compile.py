@@ -50,8 +50,8 @@ def _run(module, x):
 
 
 def _is_close(got, expected):
-    """To the fp32 that an element is summed in: the compiler's order of sums differs, and some of them cancel."""
-    size = expected.abs().max().clamp(min=1).item()
+    """To the fp32 that it is summed in: on GPUs the compiler's order of sums differs, and what they have may cancel."""
+    size = expected.abs().max().clamp(min=1).item() if device().type == "cuda" else 1
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5 * size)
 
 
