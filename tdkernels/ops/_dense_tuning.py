@@ -18,6 +18,7 @@ from tdkernels.ops._tuning import ConfigTunable, problem_of
 _PUSH_SHARE, _COPY_SHARE, _PROGRAMS_A_LINK = 0.88, 0.8, 8
 _COLLECTIVE_SHARE = 0.85
 _LAUNCH_S = 20e-6
+SIGNAL_S = 3e-6  # from a store to a peer until the peer has seen the signal
 # A sequence that takes less is left to torch where nobody has tuned, unless all rows fit into one tile: the weight is
 # then read by each tile row of each shard, and cuBLAS reads it once (2 H200; see bench/NOTES.md).
 _SMALL_MS = 0.2

@@ -13,7 +13,6 @@ from tdkernels.ops import ag_gemm_one_shot as one_shot
 from tdkernels.ops.ag_gemm_kernel import AgGemmConfig
 
 _COPY_S = 20e-6  # of the copy engine, to start one copy
-_SIGNAL_S = 3e-6  # from a store to a peer until the peer has seen the signal
 _ONE_SHOT_MOST_ROWS = 1024  # of all ranks; beyond, few rows they are not
 
 
@@ -73,7 +72,7 @@ class AgGemmTunable(dense.DenseTunable):
         tiles = config.tiles
         if config.transport == "one_shot":
             product = _few_rows.seconds(m, n, k, dtype, tiles, config.split_k, hardware)
-            return 1e3 * (product + wire_bytes / dense.push_rate(config.num_comm_sms, hardware) + _SIGNAL_S)
+            return 1e3 * (product + wire_bytes / dense.push_rate(config.num_comm_sms, hardware) + dense.SIGNAL_S)
         copies = peers * -(-rows // (config.chunk_tiles * tiles.block_m))
         if config.transport == "push":
             num_sms = max(hardware.num_sms - config.num_comm_sms, 1)

@@ -15,7 +15,6 @@ from tdkernels.ops._tuning import ConfigTunable
 from tdkernels.ops.collective_config import EXCHANGES, CollectiveConfig, default_config
 
 _LAUNCH_S = 5e-6  # of a kernel of ours, until its first program has read x
-_SIGNAL_S = 3e-6  # from a store to a peer until the peer has seen the signal
 _COPY_S = 20e-6  # to start the copy of a shard
 _COLLECTIVE_SHARE, _COLLECTIVE_S = 0.85, 20e-6  # torch's collectives: of the link's best rate, and to start
 
@@ -97,7 +96,7 @@ class CollectiveTunable(ConfigTunable):
         programs = min(config.num_programs, units)
         # A program waits for the signals of each of its pieces in turn; while it does, others send.
         signals = -(-units // programs) * (2 if two_shot else 1)
-        waiting = _SIGNAL_S * max(signals * min(1.0, hardware.num_sms / (4 * programs)), 2 if two_shot else 1)
+        waiting = dense.SIGNAL_S * max(signals * min(1.0, hardware.num_sms / (4 * programs)), 2 if two_shot else 1)
         moved = (ranks + 1) * self._share_bytes(problem) * (2 if two_shot else 1)
         return 1e3 * (_LAUNCH_S + waiting + max(wire / dense.push_rate(programs, hardware), moved / hardware.memory))
 

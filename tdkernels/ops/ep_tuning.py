@@ -33,7 +33,6 @@ from tdkernels.ops.ep_moe_steps import dequantize
 
 _QUANTUM = ep_dispatch_kernel.QUANTUM.value
 _LAUNCH_S = 5e-6
-_SIGNAL_S = 3e-6  # from a store to a peer until the peer has seen the signal
 _CHUNK_S, _TOKEN_S = 1e-6, 0.5e-6  # of a program: to find and to signal a chunk; for each token, one after the other
 _HOST_S = 30e-6  # until the host knows the number of rows
 _E4M3_MAX = 448.0
@@ -110,7 +109,7 @@ class _EpTunable(ConfigTunable):
     def _latency_s(self, problem):
         """Before and after all that: with a routing, which is exchanged first."""
         waits = _HOST_S if problem.layout.startswith("exact") else 0.0
-        return 2 * (_LAUNCH_S + _SIGNAL_S) + waits
+        return 2 * (_LAUNCH_S + dense.SIGNAL_S) + waits
 
     def _row_bytes(self, problem):
         """Of a row as it travels."""
@@ -231,7 +230,7 @@ class EpCombineTunable(_EpTunable):
         return (EpConfig().chunk_tokens,)
 
     def _latency_s(self, problem):
-        return _LAUNCH_S + _SIGNAL_S
+        return _LAUNCH_S + dense.SIGNAL_S
 
     def reference(self, operands, problem, group):
         recv, state = moe_ep.ep_dispatch_ref(*operands, num_experts=problem.shape[2], group=group)

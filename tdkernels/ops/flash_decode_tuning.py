@@ -34,7 +34,7 @@ from tdkernels.ops.flash_decode_config import (
 _PAGE = 16  # keys of a block of the paged caches that are tuned with
 _AT_ONCE_BYTES = 1 << 30  # of the reference, which goes through the batch by parts
 _MORE_BYTES = 1 << 10  # of shared memory, which a kernel may need beside what its config says
-_LAUNCH_S, _SIGNAL_S = 5e-6, 3e-6
+_LAUNCH_S = 5e-6
 _IN_FLIGHT = 32 << 10  # bytes that a multiprocessor has to ask for at a time to keep the memory busy (H200)
 _BLOCK_S = 0.3e-6  # of a block of keys, beside reading and multiplying it
 _STEPS = 12  # launches of torch's sequence
@@ -143,7 +143,7 @@ class FlashDecodeTunable(ConfigTunable):
         # Of a tile that several programs share each leaves a part in memory, from where one of them adds them up.
         parts = 2 * programs * shape.rows_of_tile * (shape.padded_dv + 1) * 4 / hardware.memory
         sent = (problem.world_size - 1) * shape.tiles * shape.rows_of_tile * (shape.padded_dv + 1) * 4
-        wire = 2 * _SIGNAL_S + sent / dense.push_rate(programs, hardware) if sent else 0.0
+        wire = 2 * dense.SIGNAL_S + sent / dense.push_rate(programs, hardware) if sent else 0.0
         return 1e3 * (_LAUNCH_S + busy + steps + parts + wire)
 
     def _sequence_s(self, problem, hardware):

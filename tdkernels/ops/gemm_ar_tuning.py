@@ -13,7 +13,6 @@ from tdkernels.ops import gemm_one_shot as one_shot
 from tdkernels.ops.gemm_ar_kernel import GemmArConfig
 
 _PROGRAMS = 64  # that send at a time: enough for the link
-_SIGNAL_S = 3e-6  # from a store to a peer until the peer has seen the signal
 _ONE_SHOT_MOST_ROWS = 1024  # beyond, the wire alone takes far longer than two_shot
 
 
@@ -57,11 +56,11 @@ class GemmArTunable(dense.DenseTunable):
         if config.exchange == "one_shot":
             product = _few_rows.seconds(m, n, k, dtype, tiles, config.split_k, hardware)
             summing = (ranks + 1) * nbytes / hardware.memory
-            return 1e3 * (product + (ranks - 1) * nbytes / rate + summing + _SIGNAL_S)
+            return 1e3 * (product + (ranks - 1) * nbytes / rate + summing + dense.SIGNAL_S)
         product, tile = dense.product_s(m, n, k, dtype, tiles, hardware.num_sms, hardware)
         item = config.item_tiles * tiles.block_m * tiles.block_n * dtype.itemsize
         wire = self.floors(problem).wire_bytes / rate
-        return 1e3 * (max(product, wire) + tile + 3 * item / rate + 4 * nbytes / hardware.memory + 2 * _SIGNAL_S)
+        return 1e3 * (max(product, wire) + tile + 3 * item / rate + 4 * nbytes / hardware.memory + 2 * dense.SIGNAL_S)
 
     def floors(self, problem):
         m, n, k = self.of_a_rank(problem)

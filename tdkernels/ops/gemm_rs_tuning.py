@@ -14,7 +14,6 @@ from tdkernels.ops._tiles import Tiles
 from tdkernels.ops.gemm_rs_kernel import GemmRsConfig
 
 _PROGRAMS = 64  # that forward at a time: enough for the link
-_SIGNAL_S = 3e-6  # from a store to a peer until the peer has seen the signal
 _ONE_SHOT_MOST_ROWS = 1024  # of all ranks; beyond, few rows they are not
 
 
@@ -81,7 +80,7 @@ class GemmRsTunable(dense.DenseTunable):
         if config.transport == "one_shot":
             product = _few_rows.seconds(m, n, k, dtype, tiles, config.split_k, hardware)
             wire = wire_bytes / dense.push_rate(_PROGRAMS, hardware)
-            return 1e3 * (product + wire + wire_bytes / hardware.memory + _SIGNAL_S)
+            return 1e3 * (product + wire + wire_bytes / hardware.memory + dense.SIGNAL_S)
         product, tile = dense.product_s(m, n, k, dtype, tiles, hardware.num_sms, hardware)
         rate = dense.push_rate(_PROGRAMS, hardware)
         if config.transport == "direct":
