@@ -12,6 +12,7 @@ different peers at a time, and what is needed first comes first, whole.
 import triton.language as tl
 
 from tdkernels import lang as td
+from tdkernels.ops._gemm import add_product
 
 # Which keys a query sees: all; those before it; those before it, of ranks that have two pieces each.
 ALL, CONTIGUOUS, ZIGZAG = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -205,10 +206,4 @@ def store_rows_of(
 @td.jit
 def accumulate(acc, a, b, PRECISION: tl.constexpr):
     """acc + a @ b, with a rounded to the type of b."""
-    a = td.from_float32(a, b.dtype)
-    if b.dtype == tl.float32 and PRECISION == "ieee":
-        # One long chain of additions would round more often than a library does, so sum by blocks; see gemm_tile.
-        part = td.dot(a, b, tl.full(acc.shape, 0.0, tl.float32), PRECISION)
-        return tl.fma(part, tl.full(acc.shape, 1.0, tl.float32), acc)
-    else:
-        return td.dot(a, b, acc, PRECISION)
+    return add_product(acc, td.from_float32(a, b.dtype), b, PRECISION)

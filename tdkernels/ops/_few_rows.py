@@ -10,6 +10,8 @@ import triton.language as tl
 
 from tdkernels import lang as td
 from tdkernels.ops import _device, _operands
+from tdkernels.ops._gemm import add_product, as_aligned
+from tdkernels.ops._launch import to_be_made
 from tdkernels.ops._tiles import Tiles, next_power_of_2
 
 _MAX_SPLIT = 8
@@ -94,6 +96,30 @@ def seconds(rows, n, k, dtype, tiles, split_k, hardware):
     return max(reading, multiplying) + parts / hardware.memory
 
 
+def scratch_to_be_made(like, num_tiles, tiles, split_k):
+    """Where programs that share the K of a tile leave their parts, for ``sum_of_parts``; one element if none do."""
+    size = num_tiles * split_k * tiles.block_m * tiles.block_n if split_k > 1 else 1
+    return to_be_made(like, size, dtype=torch.float32)
+
+
+@td.jit
+def place_of(
+    program, tiles_m, K, k_of_part, split_k,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """(tile, part, first row, first column, first k, last k) of a program that multiplies, of which tiles have split_k.
+
+    Those of a tile follow one another, and so do the tiles of a column.
+    """
+    tile = program // split_k
+    part = program % split_k
+    row = tile % tiles_m * BLOCK_M
+    col = tile // tiles_m * BLOCK_N
+    first_k = part * (k_of_part // BLOCK_K * BLOCK_K)
+    last_k = as_aligned(tl.minimum(first_k + k_of_part, K), ALIGNED)
+    return tile, part, row, col, first_k, last_k
+
+
 @td.jit
 def few_rows_tile(
     x_ptr, x_desc, plane, row, rows, stride_x, w_ptr, w_desc, col, stride_w, N, first_k, last_k,
@@ -131,12 +157,7 @@ def few_rows_tile(
         for k in range(first_k, last_k, BLOCK_K):
             x = tl.load(x_ptrs, mask=mask_m & (offs_k[:, None] < last_k - k), other=0.0)
             w = tl.load(w_ptrs, mask=mask_n & (offs_k[None, :] < last_k - k), other=0.0)
-            if x.dtype == tl.float32 and PRECISION == "ieee":
-                # By blocks: one long chain of additions would round more often than a library does (see gemm_tile).
-                part = td.dot(w, x, tl.full((BLOCK_N, BLOCK_M), 0.0, tl.float32), PRECISION)
-                acc = tl.fma(part, tl.full((BLOCK_N, BLOCK_M), 1.0, tl.float32), acc)
-            else:
-                acc = td.dot(w, x, acc, PRECISION)
+            acc = add_product(acc, w, x, PRECISION)
             x_ptrs += BLOCK_K
             w_ptrs += step_w
     return acc.T

@@ -27,6 +27,12 @@ def slot_rows_of(rows):
     return -(-rows // _SLOT_ROWS) * _SLOT_ROWS
 
 
+def rows_of_buffer(workspace, x):
+    """This rank's buffer as the first of rows like those of x."""
+    data = workspace.buffer.tensor(workspace.rank)[workspace.data_offset :].view(x.dtype)
+    return data.as_strided((1, x.shape[1]), (x.shape[1], 1))
+
+
 class Gather(Exchange):
     """One call's gather of ``x`` [rows, K], in chunks of ``chunk_rows`` rows; every rank makes the same one.
 

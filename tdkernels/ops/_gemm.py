@@ -25,6 +25,18 @@ def as_aligned(size, ALIGNED: tl.constexpr):
 
 
 @td.jit
+def add_product(acc, a, b, PRECISION: tl.constexpr):
+    """acc + a @ b, fp32."""
+    if b.dtype == tl.float32 and PRECISION == "ieee":
+        # One long chain of additions would round more often than a library does, so sum by blocks. As an addition the
+        # compiler would make the chain of it again.
+        part = td.dot(a, b, tl.full(acc.shape, 0.0, tl.float32), PRECISION)
+        return tl.fma(part, tl.full(acc.shape, 1.0, tl.float32), acc)
+    else:
+        return td.dot(a, b, acc, PRECISION)
+
+
+@td.jit
 def gemm_tile(
     acc,
     a_ptr, a_desc, a_plane, a_row, a_rows,  # A: [a_rows, K] row-major; the descriptor is [planes, rows, K]
@@ -62,13 +74,7 @@ def gemm_tile(
         for k in range(0, K, BLOCK_K):
             a = tl.load(a_ptrs, mask=mask_m & (offs_k[None, :] < K - k), other=0.0)
             b = tl.load(b_ptrs, mask=mask_n & (offs_k[:, None] < K - k), other=0.0)
-            if a.dtype == tl.float32 and PRECISION == "ieee":
-                # One long chain of additions would round more often than a library does, so sum by blocks. As an
-                # addition the compiler would make the chain of it again.
-                part = td.dot(a, b, tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32), PRECISION)
-                acc = tl.fma(part, tl.full((BLOCK_M, BLOCK_N), 1.0, tl.float32), acc)
-            else:
-                acc = td.dot(a, b, acc, PRECISION)
+            acc = add_product(acc, a, b, PRECISION)
             a_ptrs += BLOCK_K
             b_ptrs += step_b
     return acc

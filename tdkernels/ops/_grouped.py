@@ -3,7 +3,7 @@
 import triton.language as tl
 
 from tdkernels import lang as td
-from tdkernels.ops._gemm import swizzle
+from tdkernels.ops._gemm import add_product, swizzle
 
 
 @td.jit
@@ -62,24 +62,13 @@ def grouped_tile(
         b = _weight_block(
             w_ptr, w_desc, plane, col, k, stride_plane, stride_w, N, K, BLOCK_N, BLOCK_K, TMA_W, W_IS_KN
         )  # fmt: skip
-        acc = multiply(a, b, acc, BLOCK_M, BLOCK_N, PRECISION)
+        acc = add_product(acc, a, b, PRECISION)
         if PAIR:
             b = _weight_block(
                 w_ptr, w_desc, plane + 1, col, k, stride_plane, stride_w, N, K, BLOCK_N, BLOCK_K, TMA_W, W_IS_KN
             )  # fmt: skip
-            second = multiply(a, b, second, BLOCK_M, BLOCK_N, PRECISION)
+            second = add_product(second, a, b, PRECISION)
     return acc, second
-
-
-@td.jit
-def multiply(a, b, acc, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr):
-    """acc + a @ b."""
-    if a.dtype == tl.float32 and PRECISION == "ieee":
-        # By blocks, or one long chain of additions would round more often than a library does; see _gemm.gemm_tile.
-        part = td.dot(a, b, tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32), PRECISION)
-        return tl.fma(part, tl.full((BLOCK_M, BLOCK_N), 1.0, tl.float32), acc)
-    else:
-        return td.dot(a, b, acc, PRECISION)
 
 
 @td.jit

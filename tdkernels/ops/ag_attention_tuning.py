@@ -14,6 +14,7 @@ from tdkernels.autotune.operator import Floors, register
 from tdkernels.ops import (
     _attention,
     _device,
+    _gemm,
     ag_attention_config,
     ag_attention_merge,
     ag_attention_torch_kernels,
@@ -42,7 +43,9 @@ class AgAttentionTunable(ConfigTunable):
     sizes = ("batch", "seq", "heads", "kv_heads", "d", "dv")
     layouts = tuple(_CALLS)
     config_class = AgAttentionConfig
-    sources = (op, kernel, parts, ag_attention_torch_kernels, ag_attention_merge, ag_attention_config, _attention)
+    sources = (
+        op, kernel, parts, ag_attention_torch_kernels, ag_attention_merge, ag_attention_config, _attention, _gemm
+    )  # fmt: skip
     plain_words = "torch all-gathers, then its attention", "torch's all-gathers and attention"
     across_nodes = False
 

@@ -14,7 +14,7 @@ from tdkernels.ops import _device, _few_rows, _operands, _trace
 from tdkernels.ops import ag_gemm_nodes_kernel as nodes
 from tdkernels.ops import ag_gemm_one_shot as one_shot
 from tdkernels.ops._config import text_of
-from tdkernels.ops._gather import Gather, slot_rows_of
+from tdkernels.ops._gather import Gather, rows_of_buffer, slot_rows_of
 from tdkernels.ops._gather_kernels import push_shard
 from tdkernels.ops._gemm import as_aligned, gemm_tile, store_rows, swizzle, with_bias
 from tdkernels.ops._launch import Launch, launch_product, to_be_made
@@ -26,7 +26,7 @@ _COPY_WORDS = 4096
 # From here on one copy a peer is faster than programs that push: it takes no multiprocessor (4 H200).
 _LARGE_SHARD_BYTES = 64 << 20
 # Up to so many rows of all ranks the weight counts most, and is read once.
-ONE_SHOT_ROWS = {"cpu": 16, "cuda": 256}
+_ONE_SHOT_ROWS = {"cpu": 16, "cuda": 256}
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class AgGemmConfig:
 
 def default_config(rows, n, k, dtype, device, world_size, num_nodes=1):
     """The config for operands [rows, K] and [n, K] of a shape that nobody has tuned."""
-    if rows * world_size <= ONE_SHOT_ROWS[device.type] and num_nodes == 1:
+    if rows * world_size <= _ONE_SHOT_ROWS[device.type] and num_nodes == 1:
         tiles, split_k = _few_rows.default_tiles(rows * world_size, n, k, dtype, device)
         num_comm = 2 if device.type == "cpu" else 24
         return AgGemmConfig(tiles=tiles, transport="one_shot", num_comm_sms=num_comm, split_k=split_k)
@@ -275,7 +275,7 @@ def launch(x, weight, bias, group, config, keep_gathered=False):
 def _prepare(workspace, x, weight, bias, config):
     """The Launch of the kernel that sends its own shard."""
     if config.transport == "one_shot":
-        return one_shot.prepare(workspace, x, weight, bias, config, plan_fields(x, weight, config), _rows_of_buffer)
+        return one_shot.prepare(workspace, x, weight, bias, config, plan_fields(x, weight, config))
     rows, k = x.shape
     ranks = workspace.world_size
     num_chunks = _num_chunks(rows, config)
@@ -283,7 +283,7 @@ def _prepare(workspace, x, weight, bias, config):
     plan = workspace.prepare(
         "ag_gemm", plan_fields(x, weight, config), ranks * slot_rows * k * x.element_size(), ranks * num_chunks
     )
-    gathered = _rows_of_buffer(workspace, x), 2, ranks * slot_rows, workspace.half_bytes // x.element_size()
+    gathered = rows_of_buffer(workspace, x), 2, ranks * slot_rows, workspace.half_bytes // x.element_size()
     y = to_be_made(x, ranks * rows, weight.shape[0])
     num_comm = config.num_comm_sms
     args, constants = _arguments(workspace.ctx, x, gathered, weight, bias, y, slot_rows, plan, num_comm, False, config)
@@ -307,7 +307,7 @@ def _launch_beside_gather(x, weight, bias, group, config, keep_gathered):
         gather.copy(own=keep_gathered)
         num_comm = 0
     all_rows = topology.world_size * gather.slot_rows
-    gathered = _rows_of_buffer(workspace, x), 1, all_rows, all_rows * k
+    gathered = rows_of_buffer(workspace, x), 1, all_rows, all_rows * k
     args, constants = _arguments(
         workspace.ctx, x, gathered, weight, bias, y, gather.slot_rows, gather.plan, num_comm, True, config
     )
@@ -321,12 +321,6 @@ def _launch_beside_gather(x, weight, bias, group, config, keep_gathered):
 
 def _num_chunks(rows, config):
     return -(-rows // (config.chunk_tiles * config.tiles.block_m))
-
-
-def _rows_of_buffer(workspace, x):
-    """This rank's buffer as the first of rows like those of x."""
-    data = workspace.buffer.tensor(workspace.rank)[workspace.data_offset :].view(x.dtype)
-    return data.as_strided((1, x.shape[1]), (x.shape[1], 1))
 
 
 def _count(x, weight, num_comm, topology, config):

@@ -14,8 +14,8 @@ import triton.language as tl
 from tdkernels import lang as td
 from tdkernels.lang._trace import ALL_PEERS
 from tdkernels.ops import _few_rows, _operands, _trace
-from tdkernels.ops._few_rows import few_rows_tile, sum_of_parts
-from tdkernels.ops._gather import slot_rows_of
+from tdkernels.ops._few_rows import few_rows_tile, place_of, sum_of_parts
+from tdkernels.ops._gather import rows_of_buffer, slot_rows_of
 from tdkernels.ops._gemm import as_aligned, with_bias
 from tdkernels.ops._launch import Launch, to_be_made
 
@@ -99,12 +99,9 @@ def ag_gemm_one_shot_kernel(
     else:
         rows = ranks * slot_rows
         tiles_m = (rows + BLOCK_M - 1) // BLOCK_M
-        tile = (program - num_comm) // split_k
-        part = (program - num_comm) % split_k
-        row = tile % tiles_m * BLOCK_M
-        col = tile // tiles_m * BLOCK_N
-        first_k = part * (k_of_part // BLOCK_K * BLOCK_K)
-        last_k = as_aligned(tl.minimum(first_k + k_of_part, K), ALIGNED)
+        tile, part, row, col, first_k, last_k = place_of(
+            program - num_comm, tiles_m, K, k_of_part, split_k, BLOCK_M, BLOCK_N, BLOCK_K, ALIGNED
+        )
         if PREFETCH > 0:
             _bring_nearer(w_ptr, stride_w, col, N, first_k, last_k, BLOCK_N, PREFETCH, W_IS_KN, ELEM_BYTES)
         td.mark(trace, "waits", ALL_PEERS)
@@ -177,8 +174,8 @@ def compile(x, weight, bias, config):
     ag_gemm_one_shot_kernel.warmup(*args, grid=(1,), **constants)
 
 
-def prepare(workspace, x, weight, bias, config, fields, rows_of_buffer):
-    """The Launch on 2-D operands that are ready; ``rows_of_buffer``: gives our buffer as rows like those of x."""
+def prepare(workspace, x, weight, bias, config, fields):
+    """The Launch on 2-D operands that are ready."""
     rows, k = x.shape
     n = weight.shape[0]
     tiles, ranks = config.tiles, workspace.world_size
@@ -190,8 +187,7 @@ def prepare(workspace, x, weight, bias, config, fields, rows_of_buffer):
     )
     first = rows_of_buffer(workspace, x)
     gathered = first, 2, ranks * slot_rows, workspace.half_bytes // x.element_size()
-    tile = tiles.block_m * tiles.block_n
-    scratch = to_be_made(x, count * config.split_k * tile if config.split_k > 1 else 1, dtype=torch.float32)
+    scratch = _few_rows.scratch_to_be_made(x, count, tiles, config.split_k)
     y = to_be_made(x, ranks * rows, n)
     args, constants = _arguments(workspace.ctx, x, gathered, weight, bias, y, scratch, plan, config)
     programs = pushers + count * config.split_k

@@ -16,7 +16,7 @@ import triton.language as tl
 from tdkernels import lang as td
 from tdkernels.lang._trace import ALL_PEERS
 from tdkernels.ops import _few_rows, _operands, _trace
-from tdkernels.ops._few_rows import few_rows_tile, sum_of_parts
+from tdkernels.ops._few_rows import few_rows_tile, place_of, sum_of_parts
 from tdkernels.ops._gemm import as_aligned, with_bias
 from tdkernels.ops._launch import Launch, to_be_made
 from tdkernels.ops._rank_sum import sum_in_rank_order
@@ -67,17 +67,14 @@ def gemm_one_shot_kernel(
     epoch, half, signal = td.call(ctx, plan)
     tiles_m = (M + BLOCK_M - 1) // BLOCK_M
     tiles = tiles_m * ((N + BLOCK_N - 1) // BLOCK_N)
-    tile = tl.program_id(0) // split_k
-    part = tl.program_id(0) % split_k
-    row = tile % tiles_m * BLOCK_M
-    col = tile // tiles_m * BLOCK_N
+    tile, part, row, col, first_k, last_k = place_of(
+        tl.program_id(0), tiles_m, K, k_of_part, split_k, BLOCK_M, BLOCK_N, BLOCK_K, ALIGNED
+    )
     offs_m = row + tl.arange(0, BLOCK_M)
     offs_n = col + tl.arange(0, BLOCK_N)
     mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
     offs = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
 
-    first_k = part * (k_of_part // BLOCK_K * BLOCK_K)
-    last_k = as_aligned(tl.minimum(first_k + k_of_part, K), ALIGNED)
     td.mark(trace, "multiplies")
     acc = few_rows_tile(
         x_ptr, x_desc, 0, row, M, K, w_ptr, w_desc, col, stride_w, N, first_k, last_k,
@@ -149,7 +146,7 @@ def prepare(workspace, operator, x, weight, bias, config, fields, scatters):
     count = -(-m // tiles.block_m) * -(-n // tiles.block_n)
     tile = tiles.block_m * tiles.block_n
     plan = workspace.prepare(operator, fields, ranks * count * tile * x.element_size(), ranks * count, num_flags=count)
-    scratch = to_be_made(x, count * config.split_k * tile if config.split_k > 1 else 1, dtype=torch.float32)
+    scratch = _few_rows.scratch_to_be_made(x, count, tiles, config.split_k)
     z = to_be_made(x, m // ranks if scatters else m, n)
     args, constants = _arguments(workspace.ctx, x, weight, bias, z, scratch, plan, ranks, config, scatters)
     programs = count * config.split_k

@@ -36,7 +36,7 @@ from tdkernels.ops._tiles import Tiles, default_tiles
 from tdkernels.symm import get_workspace
 
 # Up to so many rows of all ranks what is hidden counts less than what it takes to hide it.
-ONE_SHOT_ROWS = {"cpu": 16, "cuda": 512}
+_ONE_SHOT_ROWS = {"cpu": 16, "cuda": 512}
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class GemmRsConfig:
 
 def default_config(rows, n, k, dtype, device, world_size):
     """The config for rows of an output [rows, n] of a shape that nobody has tuned."""
-    if rows * world_size <= ONE_SHOT_ROWS[device.type]:
+    if rows * world_size <= _ONE_SHOT_ROWS[device.type]:
         tiles, split_k = _few_rows.default_tiles(rows * world_size, n, k, dtype, device)
         return GemmRsConfig(transport="one_shot", tiles=tiles, split_k=split_k)
     tiles = default_tiles(rows, n, dtype, device)

@@ -14,8 +14,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tdkernels import lang as td
 from tdkernels.ops import _device, _operands
-from tdkernels.ops._gemm import as_aligned, store_rows, swizzle
-from tdkernels.ops._grouped import grouped_tile, multiply, rows_of_groups, tile_of_groups, tiles_of_groups
+from tdkernels.ops._gemm import add_product, as_aligned, store_rows, swizzle
+from tdkernels.ops._grouped import grouped_tile, rows_of_groups, tile_of_groups, tiles_of_groups
 from tdkernels.ops._swiglu import HALVES, INTERLEAVED, NUMBERS, swiglu, swiglu_backward_kernel
 from tdkernels.ops._tiles import Tiles, default_tiles, next_power_of_2
 
@@ -171,7 +171,7 @@ def _transposed_product(
         offs_r = row + tl.arange(0, BLOCK_R)
         a = _block_of_rows(a_ptr, offs_r, end, offs_a, A_WIDTH)
         b = _block_of_rows(b_ptr, offs_r, end, offs_b, B_WIDTH)
-        acc = multiply(a.T, b, acc, BLOCK_M, BLOCK_N, PRECISION)
+        acc = add_product(acc, a.T, b, PRECISION)
     return acc
 
 

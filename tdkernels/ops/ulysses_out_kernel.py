@@ -20,7 +20,7 @@ from tdkernels import lang as td
 from tdkernels.lang._trace import ALL_PEERS
 from tdkernels.ops import _device, _operands, _trace
 from tdkernels.ops._config import text_of
-from tdkernels.ops._gemm import as_aligned, store_rows, swizzle, with_bias
+from tdkernels.ops._gemm import add_product, as_aligned, store_rows, swizzle, with_bias
 from tdkernels.ops._tiles import next_power_of_2
 from tdkernels.symm import get_workspace
 
@@ -133,12 +133,7 @@ def _tile_of_columns(
             else:
                 b_ptrs = b_ptr + offs_n[None, :].to(tl.int64) * stride_b + columns[:, None]
             b = tl.load(b_ptrs, mask=mask_n & inside[:, None], other=0.0)
-            if a.dtype == tl.float32 and PRECISION == "ieee":
-                # By blocks and not in one chain, as in gemm_tile.
-                part = td.dot(a, b, tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32), PRECISION)
-                acc = tl.fma(part, tl.full((BLOCK_M, BLOCK_N), 1.0, tl.float32), acc)
-            else:
-                acc = td.dot(a, b, acc, PRECISION)
+            acc = add_product(acc, a, b, PRECISION)
     return acc
 
 
