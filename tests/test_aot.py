@@ -752,6 +752,13 @@ def test_decodes_compile_for_several_nodes(arch, name, ranks, nodes):
     assert len(re.findall(r"call\.uni [^;]*nvshmem_signal_wait_until", ptx)) >= len(puts)
 
 
+def test_a_decode_of_fp8_on_hopper_reads_no_single_bytes():
+    (decode,) = compile_launches(decode_launch("tokens, paged, fp8", "sm_90"), "sm_90")
+    ptx = decode.asm["ptx"]
+    assert ".m8n8.x4.trans.shared.b16" in ptx and "cvt.rn.f16x2.e4m3x2" in ptx
+    assert not re.search(r"ld\.shared\.[bsu]8\b", ptx)
+
+
 def test_a_decode_on_hopper_copies_ahead_and_uses_tensor_cores():
     decode, gradients = compile_launches(decode_launch("one token", "sm_90"), "sm_90")
     ptx = decode.asm["ptx"]

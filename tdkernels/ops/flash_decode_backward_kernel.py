@@ -78,12 +78,12 @@ def flash_decode_backward_kernel(
         k_rows = _key_rows(table, keys, there, stride_kb, stride_ks, PAGE)
         v_rows = _key_rows(table, keys, there, stride_vb, stride_vs, PAGE)
         WIDTH1: tl.constexpr = D if D < D1 else D1
-        k1 = _cache_rows(k_ptr, k_rows, there, tl.arange(0, D1), WIDTH1, D1, FP8_NONE)
-        v = _cache_rows(v_ptr, v_rows, there, columns, DV, DVP, FP8_NONE)
+        k1 = _cache_rows(k_ptr, k_rows, there, WIDTH1, D1, FP8_NONE, False)
+        v = _cache_rows(v_ptr, v_rows, there, DV, DVP, FP8_NONE, False)
         dk1 = tl.full((BLOCK_N, D1), 0.0, tl.float32)
         dv = tl.full((BLOCK_N, DVP), 0.0, tl.float32)
         if D2:
-            k2 = _cache_rows(k_ptr + D1, k_rows, there, tl.arange(0, D2), D - D1, D2, FP8_NONE)
+            k2 = _cache_rows(k_ptr + D1, k_rows, there, D - D1, D2, FP8_NONE, False)
             dk2 = tl.full((BLOCK_N, D2), 0.0, tl.float32)
         for from_row in range(0, TQ * G, BLOCK_M):
             row = from_row + tl.arange(0, BLOCK_M)

@@ -35,6 +35,18 @@ from tdkernels.ops.flash_decode_nodes import exchange_lengths_of_nodes, give_to_
 # What uint8 stands for in a cache: nothing, e4m3 that the GPU converts, e4m3 that is converted by integers.
 FP8_NONE, FP8_NATIVE, FP8_BITS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
+# fp16 of the even column of two keys, and of the odd one. Tensor cores want a column of two keys in one register, and
+# what reads shared memory in that order turns elements of 16 bits, but not bytes. So bytes are parted in registers
+# only, by one instruction here, while the compiler would move each of them by itself.
+_SPLIT = tl.constexpr("""{
+    .reg .b32 bytes;
+    .reg .b16 even, odd;
+    prmt.b32 bytes, $2, 0, 0x3120;
+    mov.b32 {even, odd}, bytes;
+    cvt.rn.f16x2.e4m3x2 $0, even;
+    cvt.rn.f16x2.e4m3x2 $1, odd;
+}""")
+
 
 # ---- the cache ----
 
@@ -51,15 +63,29 @@ def _from_e4m3(x, FP8: tl.constexpr):
 
 
 @td.jit
-def _cache_rows(ptr, rows, there, offs, WIDTH: tl.constexpr, PADDED: tl.constexpr, FP8: tl.constexpr):
-    """[rows, PADDED] of a cache, of which WIDTH columns are there; zeros elsewhere."""
+def _columns(pairs, FP8: tl.constexpr):
+    """(even columns, odd columns) in fp16, of e4m3 that was read two columns at a time."""
+    if FP8 == FP8_NATIVE:
+        return tl.inline_asm_elementwise(
+            _SPLIT, "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+        )  # fmt: skip
+    else:
+        return _from_e4m3((pairs & 0xFF).to(tl.uint8), FP8), _from_e4m3((pairs >> 8).to(tl.uint8), FP8)
+
+
+@td.jit
+def _cache_rows(ptr, rows, there, WIDTH: tl.constexpr, PADDED: tl.constexpr, FP8: tl.constexpr, PAIRS: tl.constexpr):
+    """[rows, PADDED] of a cache, of which WIDTH columns are there; zeros elsewhere. For ``_columns`` if in PAIRS."""
+    STEP: tl.constexpr = 2 if PAIRS else 1
+    rows_ptr = ptr + rows
+    if PAIRS:
+        rows_ptr = rows_ptr.to(tl.pointer_type(tl.uint16))
+    offs = tl.arange(0, PADDED // STEP)
     mask = there[:, None]
     if WIDTH != PADDED:
-        mask &= (offs < WIDTH)[None, :]
-    if FP8:
-        return _from_e4m3(tl.load(ptr + rows[:, None] + offs[None, :], mask=mask, other=0), FP8)
-    else:
-        return tl.load(ptr + rows[:, None] + offs[None, :], mask=mask, other=0.0)
+        mask &= (offs < WIDTH // STEP)[None, :]
+    tile = tl.load(rows_ptr[:, None] + offs[None, :], mask=mask, other=0)
+    return _from_e4m3(tile, FP8) if FP8 and not PAIRS else tile
 
 
 @td.jit
@@ -99,28 +125,64 @@ def _sees(keys, length, after, step, window, TQ: tl.constexpr, WINDOW: tl.conste
 
 
 @td.jit
+def _query_columns(q, WIDTH: tl.constexpr, PAIRS: tl.constexpr):
+    """(even columns, odd columns) of query rows, for keys in PAIRS; else (all, nothing)."""
+    if PAIRS:
+        return tl.split(q.reshape(q.shape[0], WIDTH // 2, 2))
+    else:
+        return q, 0
+
+
+@td.jit
+def _add_scores(scores, q, q_odd, k, FP8: tl.constexpr, PAIRS: tl.constexpr, PRECISION: tl.constexpr):
+    """scores + q @ k.T"""
+    if PAIRS:
+        even, odd = _columns(k, FP8)
+        scores = td.dot(q, tl.trans(even), scores, PRECISION)
+        return td.dot(q_odd, tl.trans(odd), scores, PRECISION)
+    else:
+        return td.dot(q, tl.trans(k), scores, PRECISION)
+
+
+@td.jit
+def _add_values(acc, acc_odd, shrink, p, v, FP8: tl.constexpr, PAIRS: tl.constexpr, PRECISION: tl.constexpr):
+    """acc * shrink + p @ v; its (even columns, odd columns) if in PAIRS, else (all, nothing)."""
+    if PAIRS:
+        even, odd = _columns(v, FP8)
+        p = p.to(tl.float16)
+        acc_odd = td.dot(p, odd, acc_odd * shrink[:, None], PRECISION)
+        return td.dot(p, even, acc * shrink[:, None], PRECISION), acc_odd
+    else:
+        return td.dot(td.from_float32(p, v.dtype), v, acc * shrink[:, None], PRECISION), acc_odd
+
+
+@td.jit
 def _attend(
     q1, q2, k_ptr, v_ptr, table_ptr, first, last, length, after, step, score_scale, cap, window,
     stride_kb, stride_ks, stride_vb, stride_vs,
     TQ: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, FP8: tl.constexpr, V_IS_K: tl.constexpr,
-    SOFT_CAP: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, FP8: tl.constexpr, PAIRS: tl.constexpr,
+    V_IS_K: tl.constexpr, SOFT_CAP: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """(o [BLOCK_M, DVP], lse [BLOCK_M] to base 2) of keys of blocks first to last; keys in two parts of D1 and D2."""
-    offs1, offs_v = tl.arange(0, D1), tl.arange(0, DVP)
     WIDTH1: tl.constexpr = D if D < D1 else D1
     highest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.full((BLOCK_M,), 0.0, tl.float32)
-    acc = tl.full((BLOCK_M, DVP), 0.0, tl.float32)
+    acc = tl.full((BLOCK_M, DVP // 2 if PAIRS else DVP), 0.0, tl.float32)
+    acc_odd = acc if PAIRS else 0
+    q1, q1_odd = _query_columns(q1, D1, PAIRS)
+    if D2:
+        q2, q2_odd = _query_columns(q2, D2, PAIRS)
     for block in range(first, last):
         keys = block * BLOCK_N + tl.arange(0, BLOCK_N)
         there = keys < length
         k_rows = _key_rows(table_ptr, keys, there, stride_kb, stride_ks, PAGE)
-        k1 = _cache_rows(k_ptr, k_rows, there, offs1, WIDTH1, D1, FP8)
-        scores = td.dot(q1, tl.trans(k1), tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32), PRECISION)
+        k1 = _cache_rows(k_ptr, k_rows, there, WIDTH1, D1, FP8, PAIRS)
+        scores = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
+        scores = _add_scores(scores, q1, q1_odd, k1, FP8, PAIRS, PRECISION)
         if D2:
-            k2 = _cache_rows(k_ptr + D1, k_rows, there, tl.arange(0, D2), D - D1, D2, FP8)
-            scores = td.dot(q2, tl.trans(k2), scores, PRECISION)
+            k2 = _cache_rows(k_ptr + D1, k_rows, there, D - D1, D2, FP8, PAIRS)
+            scores = _add_scores(scores, q2, q2_odd, k2, FP8, PAIRS, PRECISION)
         scores = _capped(scores * score_scale, cap, SOFT_CAP)
         scores = tl.where(_sees(keys, length, after, step, window, TQ, WINDOW), scores, float("-inf"))
         higher = tl.maximum(highest, td.max_of(scores, 1))
@@ -133,8 +195,10 @@ def _attend(
             v = k1
         else:
             v_rows = _key_rows(table_ptr, keys, there, stride_vb, stride_vs, PAGE)
-            v = _cache_rows(v_ptr, v_rows, there, offs_v, DV, DVP, FP8)
-        acc = td.dot(td.from_float32(p, v.dtype), v, acc * shrink[:, None], PRECISION)
+            v = _cache_rows(v_ptr, v_rows, there, DV, DVP, FP8, PAIRS)
+        acc, acc_odd = _add_values(acc, acc_odd, shrink, p, v, FP8, PAIRS, PRECISION)
+    if PAIRS:
+        acc = tl.join(acc, acc_odd).reshape(BLOCK_M, DVP)
     some = total > 0.0
     o = acc / tl.where(some, total, 1.0)[:, None]
     return o, tl.where(some, highest + tl.log2(tl.where(some, total, 1.0)), float("-inf"))
@@ -213,8 +277,9 @@ def flash_decode_kernel(
     stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, stride_table,
     RANKS: tl.constexpr, BP: tl.constexpr, TQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr, D1: tl.constexpr,
     D2: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, RP: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, PAGE: tl.constexpr, FP8: tl.constexpr, V_IS_K: tl.constexpr, SCALES: tl.constexpr,
-    SOFT_CAP: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr, NODES: tl.constexpr = 1,
+    BLOCK_N: tl.constexpr, PAGE: tl.constexpr, FP8: tl.constexpr, PAIRS: tl.constexpr, V_IS_K: tl.constexpr,
+    SCALES: tl.constexpr, SOFT_CAP: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+    NODES: tl.constexpr = 1,
 ):  # fmt: skip
     """q [B, TQ, heads * G, D], keys and values of ``heads`` heads, lens [B] -> o [B, TQ, heads * G, DV], lse.
 
@@ -224,7 +289,7 @@ def flash_decode_kernel(
     holds o and lse like a half does. With NODES > 1 a half holds what ``flash_decode_nodes`` says.
 
     flags_ptr: of one rank alone, which has no workspace. RP: rows of a tile, in memory; BP: B, as a power of two.
-    SCALES: 0, 1 for a tensor's, 2 for a head's.
+    PAIRS: columns of fp8 caches are read two at a time. SCALES: 0, 1 for a tensor's, 2 for a head's.
     """
     BLOCKS_R: tl.constexpr = (TQ * G + RP - 1) // RP
     PART: tl.constexpr = RP * DVP
@@ -293,7 +358,7 @@ def flash_decode_kernel(
             table_ptr + entry.to(tl.int64) * stride_table, skipped + pos - first, skipped + stop - first,
             length, other_keys, tl.where(is_row, row // G, -1),
             scale_k, cap, window, stride_kb, stride_ks, stride_vb, stride_vs,
-            TQ, D, D1, D2, DV, DVP, BLOCK_M, BLOCK_N, PAGE, FP8, V_IS_K, SOFT_CAP, WINDOW, PRECISION,
+            TQ, D, D1, D2, DV, DVP, BLOCK_M, BLOCK_N, PAGE, FP8, PAIRS, V_IS_K, SOFT_CAP, WINDOW, PRECISION,
         )  # fmt: skip
         o *= scale_v
         if stop - pos == of_tile:

@@ -33,6 +33,17 @@ def fp8_kind(cache):
     return FP8_NATIVE.value
 
 
+def _in_pairs(shape, *caches):
+    """Whether the columns of fp8 caches are read two at a time.
+
+    Even and odd columns are then multiplied by themselves: a product takes 16 of keys at least, and of fewer than 32 of
+    values its warps would all compute the same. Of 64 rows a product reads bytes in any order where it is Hopper's.
+    """
+    wide = all(part >= 32 for part in shape.parts_of_d if part) and shape.padded_dv >= 64 and shape.block_m < 64
+    numbers = [number for cache in caches for number in (cache.shape[3], *cache.stride()[:3])]
+    return wide and all(cache.data_ptr() % 16 == 0 for cache in caches) and not any(number % 2 for number in numbers)
+
+
 def value_is_key(k_cache, v_cache):
     """Whether the values are the first columns of the keys' own memory, as those of multi-head latent attention."""
     return (
@@ -190,8 +201,9 @@ def arguments(
         "RANKS": ranks, "BP": next_power_of_2(shape.batch), "TQ": shape.queries, "G": shape.group, "D": shape.d,
         "D1": d1, "D2": d2, "DV": shape.dv, "DVP": shape.padded_dv, "RP": shape.rows_of_tile,
         "BLOCK_M": shape.block_m, "BLOCK_N": config.block_n, "PAGE": k_cache.shape[1] if paged else 0, "FP8": kind,
-        "V_IS_K": shape.value_is_key, "SCALES": of_scales, "SOFT_CAP": soft_cap is not None,
-        "WINDOW": window is not None, "PRECISION": _operands.dot_precision(q.dtype), "NODES": nodes,
-        "num_warps": config.num_warps, "num_stages": config.num_stages,
+        "PAIRS": kind != FP8_NONE.value and _in_pairs(shape, k_cache, v_cache), "V_IS_K": shape.value_is_key,
+        "SCALES": of_scales, "SOFT_CAP": soft_cap is not None, "WINDOW": window is not None,
+        "PRECISION": _operands.dot_precision(q.dtype), "NODES": nodes, "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
     }  # fmt: skip
     return args, constants

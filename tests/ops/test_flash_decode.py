@@ -45,7 +45,10 @@ SPECS = {
     "fp8 by head, paged": dict(
         batch=2, heads=6, kv_heads=3, dim=32, keys=20, page=16, scales="head", dtype=FP16, soft_cap=3.0, seed=25
     ),
-    "fp8, scales of two kinds": dict(batch=2, heads=6, kv_heads=3, dim=16, keys=9, scales="mixed", seed=27),
+    "fp8, scales of two kinds": dict(
+        batch=2, heads=6, kv_heads=3, dim=90, value_dim=40, keys=9, scales="mixed", seed=27
+    ),
+    "fp8, odd heads": dict(batch=2, heads=3, kv_heads=1, dim=33, value_dim=50, keys=9, scales="tensor", seed=29),
     "fp8, latent": dict(
         batch=1, heads=4, kv_heads=1, dim=96, value_dim=64, keys=9, scales="one", latent=True, tokens=2, seed=26
     ),
@@ -59,6 +62,7 @@ ON_CPU = {
         "GQA", "MHA", "heads of 256", "heads of 192 and 128", "fp32", "odd heads", "latent",
         "latent, paged, two tokens", "one token", "more tokens than keys", "window of several blocks", "window of one",
         "no keys", "no keys of one", "fp8", "fp8 by head, paged", "fp8, latent", "fp8, scales of two kinds",
+        "fp8, odd heads",
     ],
     (2, "small blocks"): ["tokens", "paged", "pages of one", "pages, all at once"],
     (2, "one program"): ["soft cap", "all on the last"],
