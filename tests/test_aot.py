@@ -44,7 +44,7 @@ from tdkernels.ops.ag_gemm_nodes_kernel import ag_gemm_nodes_kernel
 from tdkernels.ops.ag_gemm_one_shot import ag_gemm_one_shot_kernel
 from tdkernels.ops.collective_config import EXCHANGES, CollectiveConfig
 from tdkernels.ops.ep_config import EpConfig
-from tdkernels.ops.flash_decode_kernel import flash_decode_nodes_kernel
+from tdkernels.ops.flash_decode_kernel import flash_decode_kernel, flash_decode_nodes_kernel
 from tdkernels.ops.gemm_ar_kernel import gemm_ar_kernel
 from tdkernels.ops.gemm_ar_nodes_kernel import gemm_ar_nodes_kernel
 from tdkernels.ops.gemm_ar_tiles import slice_columns
@@ -932,6 +932,7 @@ def compile_any(kernel, arch, **constants):
 
 TRACED_LAUNCHES = {
     ag_attention_kernel.ag_attention_kernel: lambda arch: attention_launches(arch, BF16)["attention"],
+    flash_decode_kernel: lambda arch: decode_launch("one token", arch)[0],
     moe_ag_gemm_kernel.moe_ag_gemm_kernel: lambda arch: sliced_launches(arch, BF16)["rows, swiglu"],
     moe_gemm_rs_kernel.moe_gemm_rs_kernel: lambda arch: sliced_launches(arch, BF16)["sums"],
     ulysses_out_kernel.ulysses_out_kernel: lambda arch: ulysses_launches(arch, BF16)["out"],

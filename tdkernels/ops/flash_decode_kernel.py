@@ -18,6 +18,7 @@ On several nodes what a program does with its tiles when it has nothing left to 
 import triton.language as tl
 
 from tdkernels import lang as td
+from tdkernels.lang._trace import ALL_PEERS, NO_PEER
 from tdkernels.ops._attention import LOG2_E
 from tdkernels.ops.flash_decode_merge import (
     NUMBERS_AT_A_TIME,
@@ -34,6 +35,9 @@ from tdkernels.ops.flash_decode_nodes import exchange_lengths_of_nodes, give_to_
 
 # What uint8 stands for in a cache: nothing, e4m3 that the GPU converts, e4m3 that is converted by integers.
 FP8_NONE, FP8_NATIVE, FP8_BITS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+# What a program notes with a number, at most: before its tiles, and of each of them.
+TURNS_BEFORE_TILES, TURNS_OF_TILE = tl.constexpr(2), tl.constexpr(3)
 
 # fp16 of the even column of two keys, and of the odd one. Tensor cores want a column of two keys in one register, and
 # what reads shared memory in that order turns elements of 16 bits, but not bytes. So bytes are parted in registers
@@ -279,7 +283,7 @@ def flash_decode_kernel(
     D2: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, RP: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, PAGE: tl.constexpr, FP8: tl.constexpr, PAIRS: tl.constexpr, V_IS_K: tl.constexpr,
     SCALES: tl.constexpr, SOFT_CAP: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
-    NODES: tl.constexpr = 1,
+    NODES: tl.constexpr = 1, trace_ptr=None,
 ):  # fmt: skip
     """q [B, TQ, heads * G, D], keys and values of ``heads`` heads, lens [B] -> o [B, TQ, heads * G, DV], lse.
 
@@ -299,6 +303,8 @@ def flash_decode_kernel(
     )
     KNOWS_OTHERS: tl.constexpr = RANKS > 1 and (TQ > 1 or WINDOW)
     pid = tl.program_id(0)
+    trace = (trace_ptr, pid)
+    td.mark(trace, "starts")
     entries = tl.arange(0, BP)
     tiles_of_entry = heads * BLOCKS_R
     tiles = B * tiles_of_entry
@@ -311,6 +317,8 @@ def flash_decode_kernel(
         flags = td.flag_at(ctx, 0)
         me = td.rank(ctx)
         epoch, half, signal = td.call(ctx, plan)
+        if KNOWS_OTHERS:
+            td.mark(trace, "waits", ALL_PEERS, 0)
         if KNOWS_OTHERS and NODES > 1:
             first_signal, lens_at = lengths_of_nodes_at(tiles, RANKS, NODES, RP, DVP)
             after = exchange_lengths_of_nodes(
@@ -319,6 +327,8 @@ def flash_decode_kernel(
         elif KNOWS_OTHERS:
             lens_at = (lse_at(tiles, RANKS, RP, DVP) + tl.cast(tiles, tl.int64) * (RANKS * RP)) * 4
             after = exchange_lengths(ctx, half, signal, lengths, entries, RANKS * tiles, lens_at, RANKS)
+        if KNOWS_OTHERS:
+            td.mark(trace, "starts", NO_PEER, 1)
 
     # An equal share of all blocks. A tile without keys has one block too, so that somebody sends it.
     blocks = _num_blocks(lengths, _first_blocks(lengths, after, window, TQ, BLOCK_N, WINDOW), BLOCK_N)
@@ -331,6 +341,7 @@ def flash_decode_kernel(
     rows_m = tl.arange(0, BLOCK_M)
     part_lse_ptr = scratch_ptr + tl.cast(tiles + tl.num_programs(0), tl.int64) * PART
 
+    first_tile = entry * tiles_of_entry + which
     pos = begin
     count = 0  # of tiles that we finish, which follow each other
     last = -1  # of them
@@ -351,6 +362,8 @@ def flash_decode_kernel(
         if SCALES:
             scale_k *= tl.load(k_scale_ptr + head * (SCALES - 1))
             scale_v = tl.load(v_scale_ptr + head * (SCALES - 1))
+        turn = TURNS_BEFORE_TILES + TURNS_OF_TILE * (tile - first_tile)
+        td.mark(trace, "multiplies", NO_PEER, turn)
         from_entry = tl.where(PAGE == 0, entry.to(tl.int64), 0)
         o, lse = _attend(
             q1, q2, k_ptr + from_entry * stride_kb + head.to(tl.int64) * stride_kh,
@@ -361,6 +374,7 @@ def flash_decode_kernel(
             TQ, D, D1, D2, DV, DVP, BLOCK_M, BLOCK_N, PAGE, FP8, PAIRS, V_IS_K, SOFT_CAP, WINDOW, PRECISION,
         )  # fmt: skip
         o *= scale_v
+        td.mark(trace, "stores", NO_PEER, turn + 1)
         if stop - pos == of_tile:
             count += 1
             last = tile
@@ -379,6 +393,7 @@ def flash_decode_kernel(
             if td.arrive(flags + tile, parts):
                 count += 1
                 last = tile
+                td.mark(trace, "joins", NO_PEER, turn + 2)
                 number = (tile + first_program).to(tl.int64)
                 for from_row in range(0, RP, ROWS):
                     rows = from_row + tl.arange(0, ROWS)
@@ -397,6 +412,7 @@ def flash_decode_kernel(
         pos = stop
 
     if NODES > 1:
+        td.mark(trace, "sums")  # and all that this has to push and to wait for
         merge_nodes(
             ctx, half, signal, last - count + 1, count, tiles, tiles_of_entry, heads, o_ptr, lse_ptr, lse2_ptr,
             RANKS, NODES, TQ, G, DV, DVP, RP, ROWS, KNOWS_OTHERS,
@@ -404,10 +420,12 @@ def flash_decode_kernel(
     elif RANKS > 1:
         merge_ranks(
             ctx, me, half, signal, last - count + 1, count, tiles, tiles_of_entry, heads, o_ptr, lse_ptr, lse2_ptr,
-            RANKS, TQ, G, DV, DVP, RP, ROWS, KNOWS_OTHERS,
+            RANKS, TQ, G, DV, DVP, RP, ROWS, KNOWS_OTHERS, trace,
         )  # fmt: skip
+    td.mark(trace, "finishes")
     if RANKS > 1:
         td.finish(ctx)
+    td.mark(trace, "ends")
 
 
 # The same with NODES > 1, which speaks to the network, and is linked with its library.

@@ -4,7 +4,7 @@ import functools
 
 import torch
 
-from tdkernels.ops import _operands
+from tdkernels.ops import _operands, _trace
 from tdkernels.ops._attention import LOG2_E
 from tdkernels.ops._config import text_of
 from tdkernels.ops._launch import Launch, alone_on, launch_kept, to_be_made
@@ -16,6 +16,8 @@ from tdkernels.ops.flash_decode_kernel import (
     FP8_BITS,
     FP8_NATIVE,
     FP8_NONE,
+    TURNS_BEFORE_TILES,
+    TURNS_OF_TILE,
     flash_decode_kernel,
     flash_decode_nodes_kernel,
 )
@@ -110,6 +112,13 @@ def _scratch(q, shape, programs):
     return to_be_made(q, (shape.tiles + programs) * shape.rows_of_tile * (shape.padded_dv + 1), dtype=torch.float32)
 
 
+def _turns(shape, config, capacity, programs):
+    """How often a program notes something with a number, at most: a tile takes one block of keys or more."""
+    blocks = shape.tiles * max(-(-capacity // config.block_n), 1)
+    tiles = min(-(-blocks // programs), shape.tiles)
+    return TURNS_BEFORE_TILES.value + TURNS_OF_TILE.value * tiles
+
+
 def _as_read(cache):
     """A cache as the kernel takes it, since not every GPU knows float8."""
     return cache.view(torch.uint8) if cache.dtype == FP8 else cache
@@ -177,6 +186,7 @@ def _prepare(workspace, alone, operands, kind, options, config, keep):
         ctx, q, k_cache, v_cache, kv_lens, block_table, scales, outputs, scratch, flags, shape, kind, config, options,
         plan, ranks, nodes, programs, capacity,
     )  # fmt: skip
+    constants["trace_ptr"] = _trace.buffer(q.device, programs, _turns(shape, config, capacity, programs))
     made = [tensor for tensor in (*outputs, scratch) if tensor is not None]
     return Launch(workspace, _kernel(nodes), (programs,), args, constants, operands, made, [ctx, flags])
 
@@ -204,6 +214,6 @@ def arguments(
         "PAIRS": kind != FP8_NONE.value and _in_pairs(shape, k_cache, v_cache), "V_IS_K": shape.value_is_key,
         "SCALES": of_scales, "SOFT_CAP": soft_cap is not None, "WINDOW": window is not None,
         "PRECISION": _operands.dot_precision(q.dtype), "NODES": nodes, "num_warps": config.num_warps,
-        "num_stages": config.num_stages,
+        "num_stages": config.num_stages, "trace_ptr": None,
     }  # fmt: skip
     return args, constants

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from tdkernels import lang as td
+from tdkernels.lang._trace import ALL_PEERS
 from tdkernels.ops._attention import LN_2
 
 # Numbers of a part, and parts, that are merged at a time: a read takes far longer than an addition.
@@ -117,7 +118,7 @@ def exchange_lengths(ctx, half, signal, lengths, entries, first_signal, lens_at,
 def merge_ranks(
     ctx, me, half, signal, ours, count, tiles, tiles_of_entry, heads, o_ptr, lse_ptr, lse2_ptr,
     RANKS: tl.constexpr, TQ: tl.constexpr, G: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, RP: tl.constexpr,
-    ROWS: tl.constexpr, PASSES_ON: tl.constexpr,
+    ROWS: tl.constexpr, PASSES_ON: tl.constexpr, trace,
 ):  # fmt: skip
     """Say that ``count`` tiles from number ``ours`` on are there, wait for the peers' and store what all make."""
     BLOCKS_R: tl.constexpr = (TQ * G + RP - 1) // RP
@@ -125,10 +126,13 @@ def merge_ranks(
     RANKS_P: tl.constexpr = triton.next_power_of_2(RANKS)
     data = td.pointer_to(td.data_at(ctx, half, me), tl.float32)
     if count > 0:
+        td.mark(trace, "pushes", ALL_PEERS)
         # waiter: the programs of each peer that finish these tiles there
         td.notify_all(ctx, td.signal_at(ctx, half, me * tiles + ours), signal, PASSES_ON=PASSES_ON, count=count)
+        td.mark(trace, "waits", ALL_PEERS)
         # producer: the programs of each peer that finish these tiles there
         td.wait_plan_all(ctx, td.signal_at(ctx, half, ours), tiles, signal, count=count)
+        td.mark(trace, "sums")
     for tile in range(ours, ours + count):
         which = tile % tiles_of_entry
         at = tl.cast(tile, tl.int64)

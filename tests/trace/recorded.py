@@ -22,6 +22,8 @@ WAYS = {
     "to heads": ("ulysses_qkv", {}, (70, 70, -48)),
     "to positions": ("ulysses_out", {"num_comm_sms": 2, "chunk_parts": 1}, (70, -70, 32)),
     "attention": ("ag_attention", {"chunk_rows": 16}, (-1, 36, -4, -2, -16, -16), "full"),
+    "decode": ("flash_decode", {"block_n": 16, "num_programs": 6}, (-2, -1, -4, -2, -16, -16, -56)),
+    "decode of tokens": ("flash_decode", {"num_programs": 2}, (-2, -2, -4, -2, -16, -16, -20), "paged"),
     "experts' rows": ("moe_ag_gemm", {"stages": 2}, (32, 48, -32, -3, -2)),
     "experts' sums": ("moe_gemm_rs", {"stages": 2}, (32, -48, 32, -3, -2)),
 }

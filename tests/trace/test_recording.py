@@ -37,11 +37,21 @@ ROLES = {
     "to heads": {("multiplies", "stores"), ("waits", "receives"), ()},
     "to positions": {("pushes",), ("multiplies", "waits", "multiplies", "stores")},
     "attention": {("pushes",), ("waits",), ()},
+    "decode": {("multiplies", "stores")},
+    "decode of tokens": {("waits", "starts", *("multiplies", "stores") * 2, "pushes", "waits", "sums")},
     "experts' rows": {("pushes",), ("copies",), ("waits", "copies"), ("waits", "multiplies", "stores"), ()},
     "experts' sums": {("multiplies", "stores"), ("waits", "joins", "pushes"), ("waits", "joins", "waits", "sums")},
 }
-# And may do: with one wait for each chunk of a peer, but for those that are known to be there.
-MORE = {"attention": {("multiplies", *("waits", "multiplies") * count, "stores") for count in range(1, 9)}}
+# And may do: with one wait for each chunk of a peer, but for those that are known to be there; and with parts of tiles,
+# of which somebody is the last to have one.
+PART = ("multiplies", "stores")
+LAST = (*PART, "joins")
+MORE = {
+    "attention": {("multiplies", *("waits", "multiplies") * count, "stores") for count in range(1, 9)},
+    "decode": {
+        PART + PART, *((*parts, "pushes", "waits", "sums") for parts in (LAST, PART + LAST, LAST + PART, LAST + LAST))
+    },
+}  # fmt: skip
 
 
 def by_program(intervals):
@@ -105,6 +115,8 @@ def test_waits_and_pushes_name_the_right_peer(way, world_size):
                         ("waits", peer) for _, peer in seen[2::2]
                     ] + [("stores", NO_PEER)]
                     assert {peer for _, peer in seen[1:-1]} == others
+                case (*_, "pushes", "waits", "sums") if way.startswith("decode"):
+                    assert seen[-3:] == [("pushes", ALL_PEERS), ("waits", ALL_PEERS), ("sums", NO_PEER)]
                 case ("copies",):
                     assert seen[0][1] == rank
                 case ("waits", "copies"):
