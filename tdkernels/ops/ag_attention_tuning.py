@@ -100,7 +100,7 @@ class AgAttentionTunable(ConfigTunable):
     def space(self, problem, device):
         rows = problem.shape[1] // problem.world_size
         on_cpu = device.type == "cpu"
-        chunks = (16, 32) if on_cpu else sorted({256, 512, 1024, 2048, self.default(problem, device).chunk_rows})
+        chunks = (16, 32) if on_cpu else sorted({256, 512, 1024, 2048, self.recordable(problem, device).chunk_rows})
         positions = problem.shape[0] * rows  # more than all of them is as much as just that
         chunks = [chunk for chunk in chunks if chunk == chunks[0] or chunk < 2 * positions]
         tiles = (
