@@ -122,7 +122,7 @@ def default_config(shape, device):
     if shape.paged:
         candidates = ((128, 3), (64, 3), (32, 3), (16, 3))
     elif shape.cache_bytes == 1:
-        candidates = ((64, 4), (64, 3), (32, 3), (64, 2), (32, 2), (16, 2))
+        candidates = ((128, 3), (64, 4), (64, 3), (32, 3), (64, 2), (32, 2), (16, 2))
     else:
         candidates = ((64, 3), (32, 3), (64, 2), (32, 2), (16, 2))
     for block_n, stages in candidates:
