@@ -16,6 +16,7 @@ long they may take for one call is TDKERNELS_TEST_TIMEOUT_S: 240 s, which on bor
 import contextlib
 import gc
 import os
+import sys
 
 import pytest
 import torch.distributed as dist
@@ -57,7 +58,23 @@ def on_ranks(world_size, fn, /, *args, **kwargs) -> list:
     pool = _pools.get(world_size)
     if pool is None or not pool.usable:
         pool = _pools[world_size] = RankPool(world_size, DEVICE, timeout_s=TIMEOUT_S)
-    return pool.run(fn, *args, **kwargs)
+    return pool.run(_call, fn, *args, **kwargs)
+
+
+_modules_frozen = 0
+
+
+def _call(fn, /, *args, **kwargs):
+    """In a rank: the call, and no collection of garbage in it goes through what was imported before.
+
+    That is nearly all there is, each group of a test's own ends with a collection, and the ranks share few cores.
+    """
+    global _modules_frozen
+    if len(sys.modules) > _modules_frozen:
+        gc.collect()
+        gc.freeze()
+        _modules_frozen = len(sys.modules)
+    return fn(*args, **kwargs)
 
 
 def fresh_ranks(world_size, *, timeout_s=TIMEOUT_S, grace_s=20.0) -> RankPool:
