@@ -781,11 +781,14 @@ def test_attention_compiles(arch, name, dtype):
     compile_attention(name, arch, dtype)
 
 
-@pytest.mark.parametrize("arch, name, sizes", [
+ODD_ATTENTION = [
     ("sm_90", "attention", dict(d=17, dv=33, rows=1, heads=1, kv_heads=1, ranks=1)),
     ("sm_90", "gradients of k and v", dict(d=192, dv=128, dtype=FP16, rows=3, heads=3, kv_heads=1, ranks=3)),
     ("gfx942", "gradients of k and v", dict(d=17, dv=256, rows=3, heads=3, kv_heads=1, ranks=3, sharding="contiguous")),
-], ids=str)  # fmt: skip
+]
+
+
+@pytest.mark.parametrize("arch, name, sizes", ODD_ATTENTION, ids=str)
 def test_attention_of_odd_sizes_compiles(arch, name, sizes):
     compile_attention(name, arch, **sizes)
 
@@ -910,7 +913,7 @@ def test_threads_come_together_after_a_spin():
     """Else those of a warp may go on one by one, and wgmma, which the warp does as one, reads anywhere."""
     spinning = [compile_gemm(kernel, "sm_90", BF16) for kernel in PRODUCTS]
     spinning += [compile_one_shot(kernel, "sm_90", BF16, split=2) for kernel in ONE_SHOT]
-    spinning += [compile_attention(name, "sm_90", d=33, dv=17) for name in ("attention", "gradients of k and v")]
+    spinning += [compile_attention(name, arch, **sizes) for arch, name, sizes in ODD_ATTENTION if arch == "sm_90"]
     for compiled in spinning:
         ptx = compiled.asm["ptx"]
         assert len(re.findall(r"REACHED:\s*bar\.warp\.sync 0xffffffff", ptx)) == ptx.count("nanosleep") > 0
