@@ -29,6 +29,7 @@ def as_if_on(monkeypatch):
         monkeypatch.setattr(_device, "shared_memory_bytes", lambda device: shared)
         monkeypatch.setattr(_device, "num_sms", lambda device: num_sms)
         monkeypatch.setattr(_device, "capability", lambda device: capability)
+        monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
 
     return on
 
