@@ -12,7 +12,7 @@ def config_in_short(config):
         return ""
     if config.get("method") == "torch":
         return "the sequence"
-    words = []
+    words = [f"{config['method']} by parts"] if config.get("method") in ("cudnn", "flash") else []
     if tiles := config.get("tiles"):
         words.append(f"{tiles['block_m']}x{tiles['block_n']}x{tiles['block_k']}, {tiles['num_stages']} stages")
     how = "one_shot" if "one_shot" in config.values() else config.get("transport")

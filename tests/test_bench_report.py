@@ -209,6 +209,7 @@ def test_multicast_that_was_on_is_said(results):
     [
         (None, ""),
         ({"method": "torch", "tiles": None}, "the sequence"),
+        ({"method": "cudnn"}, "cudnn by parts"),
         ({**CONFIG, "transport": "copy_engine"}, "64x32x16, 7 stages, copy engine, chunks of 3"),
         ({"method": "fused", "tiles": TILES, "item_tiles": 8}, "64x32x16, 7 stages, items of 8"),
         ({"method": "fused", "tiles": None, "new_field": 2}, "new field 2"),

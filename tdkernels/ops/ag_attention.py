@@ -9,6 +9,9 @@ waiting for each chunk's signal; the longest tiles come first. The softmax is on
 blocks is fixed, so the result does not depend on time. A last piece waits until every peer has begun the call: causal,
 a rank may need nothing of a peer, and without it the two halves of the workspace would not be enough.
 
+By parts (``ag_attention_parts``). Kernels that torch brings attend to one rank's keys at a time, own keys first, while
+the copy engine brings the others; so do they backwards. Long shards take cuDNN's unless told or tuned otherwise.
+
 Causal, rank W - 1 of contiguous shards has nearly twice the work of the mean rank. "zigzag" cuts the sequence into 2 W
 pieces, of which rank r has r and 2 W - 1 - r: then all have the same.
 
@@ -288,12 +291,13 @@ def ag_attention(
               config: AgAttentionConfig, the same on all ranks; None takes the best one known, see tdkernels.autotune
     Returns:  o: [B, S / W, Hq, Dv], dtype of q, accumulated in fp32; with return_lse also lse: [B, S / W, Hq] fp32,
               the natural logarithm of each query's sum of exponentiated scores
-    Gradient: dq, dk, dv, each of its shard, over the queries of all ranks; the same bits each time. dlse counts too
+    Gradient: dq, dk, dv, each of its shard, over the queries of all ranks; dlse counts too. The same bits each time,
+              unless they are made by torch's kernels (config.backward; see AgAttentionConfig)
     Raises:   TypeError or ValueError for operands that do not fit, with their shapes, before anything is launched;
               ValueError on every rank when the ranks disagree; PeerTimeoutError when a peer does not come (on a GPU at
               the next call or at tdkernels.synchronize()); RuntimeError in a backward with create_graph=True
-    Contract: collective over group, and so is the backward: all ranks must want gradients of the same operands; host
-              sync: no (the first call with a shape agrees with the peers and allocates); CUDA graph: yes, after one
+    Contract: collective over group, and so is the backward: all ranks must want gradients of the same operands, and
+              of lse or not; host sync: no (the first call with a shape agrees with the peers and allocates); CUDA graph: yes, after one
               call outside; the caller owns the output
     Source:   online softmax by blocks: FlashAttention-2 (https://arxiv.org/abs/2307.08691); the gather beside it:
               Triton-distributed (https://arxiv.org/abs/2504.19442); two pieces a rank: Llama 3
