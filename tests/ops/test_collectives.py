@@ -180,12 +180,12 @@ def dies():
 @pytest.mark.parametrize("ways", at_once(WAYS), ids=str)
 def test_killed_rank(ways):
     with fresh_ranks(3, grace_s=60.0) as pool, pytest.raises(RankError) as caught:
-        pool.run(collective.loses_rank_1, ways, dies, 2.0)
+        pool.run(collective.loses_rank_1, ways, dies, 1.0)
     assert isinstance(caught.value.exceptions[1], ChildProcessError)
     for rank in (0, 2):
         for (operator, changes), error in zip(ways, caught.value.results[rank], strict=True):
             assert type(error) is PeerTimeoutError, f"{operator} {changes}: {error!r}"
-            assert (error.operator, error.rank, error.peer, error.timeout_s) == (operator, rank, 1, 2.0)
+            assert (error.operator, error.rank, error.peer, error.timeout_s) == (operator, rank, 1, 1.0)
             assert error.seen < error.expected
 
 
