@@ -14,12 +14,10 @@ import torch.distributed as dist
 import tdkernels
 from tdkernels.symm import emulated, resolve_group, topology
 from tdkernels.symm.group import group_state, scratch_state
-from tests.ranks import DEVICE
+from tests.selection import THOROUGH
 
 # For what says little that is new: run only where somebody asks for all.
-thorough = pytest.mark.skipif(
-    DEVICE != "cuda" and not os.environ.get("TDKERNELS_TEST_THOROUGH"), reason="set TDKERNELS_TEST_THOROUGH=1 to run it"
-)
+thorough = pytest.mark.skipif(not THOROUGH, reason="set TDKERNELS_TEST_THOROUGH=1 to run it")
 
 
 @contextlib.contextmanager

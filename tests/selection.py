@@ -4,12 +4,14 @@ What breaks in one combination nearly always breaks in all that share a value or
 """
 
 import itertools
+import os
 
 import torch
 
 from tests.ranks import DEVICE
 
 EVERYTHING = DEVICE == "cuda"
+THOROUGH = EVERYTHING or bool(os.environ.get("TDKERNELS_TEST_THOROUGH"))
 MAYBE_ON_GPUS = EVERYTHING or DEVICE == "auto" and torch.cuda.is_available()
 
 

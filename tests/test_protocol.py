@@ -28,7 +28,7 @@ from tests.nodes import thorough
 from tests.ops.dense import config_for
 from tests.ranks import a_group, device, fresh_ranks, on_ranks
 from tests.reference import DIVIDED, OPERATORS, Case
-from tests.selection import at_once, turns
+from tests.selection import THOROUGH, at_once, turns
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 TIMEOUT_S = 1.0
@@ -437,7 +437,8 @@ def is_not_fooled_by_a_known_plan(operator, shapes, changes):
 
 
 @pytest.mark.parametrize(
-    "operator, changes, other", turns(WAYS, [((140, 6, 5),), ((71, 6, 5),), ((70, 7, 5),), ((70, 6, 9),)]), ids=str
+    "operator, changes, other",
+    turns(WAYS, [((140, 6, 5),), ((71, 6, 5),), ((70, 7, 5),), ((70, 6, 9),)], everything=THOROUGH), ids=str,
 )
 def test_known_but_different_shapes_never_give_a_result(operator, changes, other):
     on_ranks(3, is_not_fooled_by_a_known_plan, operator, [(70, 6, 5), other], [changes, changes])

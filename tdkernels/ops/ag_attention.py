@@ -296,9 +296,9 @@ def ag_attention(
     Raises:   TypeError or ValueError for operands that do not fit, with their shapes, before anything is launched;
               ValueError on every rank when the ranks disagree; PeerTimeoutError when a peer does not come (on a GPU at
               the next call or at tdkernels.synchronize()); RuntimeError in a backward with create_graph=True
-    Contract: collective over group, and so is the backward: all ranks must want gradients of the same operands, and
-              of lse or not; host sync: no (the first call with a shape agrees with the peers and allocates); CUDA graph: yes, after one
-              call outside; the caller owns the output
+    Contract: collective over group, and so is the backward: all ranks must want gradients of the same operands, and of
+              lse or not; host sync: no (the first call with a shape agrees with the peers and allocates); CUDA graph:
+              yes, after one call outside; the caller owns the output
     Source:   online softmax by blocks: FlashAttention-2 (https://arxiv.org/abs/2307.08691); the gather beside it:
               Triton-distributed (https://arxiv.org/abs/2504.19442); two pieces a rank: Llama 3
               (https://arxiv.org/abs/2407.21783)
