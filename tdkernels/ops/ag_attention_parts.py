@@ -18,6 +18,8 @@ from tdkernels.ops.ag_attention_kernel import plan_fields
 from tdkernels.ops.ag_attention_merge import merge
 from tdkernels.ops.ag_attention_torch_kernels import KERNELS
 
+_CONTIGUOUS = torch.contiguous_format
+
 
 def seen(rows, causal, sharding, rank, source):
     """(first, count): our queries from ``first`` on see the first ``count`` keys of another rank, and no others."""
@@ -63,9 +65,15 @@ class _Keys:
 
 
 def _of_one_width(*tensors):
-    """The tensors, with heads of as many elements, a multiple of 8: of zeros past their ends."""
+    """The tensors, with heads of as many elements, a multiple of 8: of zeros past their ends. Rows are aligned."""
     width = -(-max(x.shape[3] for x in tensors) // 8) * 8
-    return [_operands.widened(x, width) for x in tensors]
+    return [_aligned(_operands.widened(x, width)) for x in tensors]
+
+
+def _aligned(x):
+    """x, copied unless every row of a head lies as its elements follow, from a multiple of 16 bytes on."""
+    steps = [x.data_ptr(), *(stride * x.element_size() for stride in x.stride()[:3])]
+    return x if x.stride(3) == 1 and not any(step % 16 for step in steps) else x.clone(memory_format=_CONTIGUOUS)
 
 
 def _fields(what, q, k, v, causal, sharding, scale, config):
@@ -112,8 +120,8 @@ def backward(q, k, v, o, lse, do, wanted, causal, sharding, scale, group, config
         total[:, first:] += dq
     dk, dv = sums.of(*own) if sums is not None else (None, None)
     keys.close()
-    found = (total.to(q.dtype), dk, dv)
-    return tuple(x[..., :width] if need else None for x, width, need in zip(found, widths, wanted, strict=True))
+    found = zip((total.to(q.dtype), dk, dv), widths, wanted, strict=True)
+    return tuple(x[..., :width] if need else None for x, width, need in found)
 
 
 class _KeySums:
@@ -140,28 +148,29 @@ class _KeySums:
 
     def of(self, dk, dv):
         """Our (dk, dv), with what the others have sent of them."""
-        own = torch.cat([dk, dv], 3)
-        parts = [own if source == self._rank else self._from(source, own) for source in range(self._ranks)]
-        total = _sum(own, [part for part in parts if part is not None])
+        parts = [(dk, dv) if source == self._rank else self._from(source, dk) for source in range(self._ranks)]
+        sums = [_sum(own, of_all) for own, of_all in zip((dk, dv), zip(*filter(None, parts)), strict=True)]
         if self._ranks > 1:
             self._scatter.close()
-        return total.split(self._d, 3)
+        return sums
 
-    def _from(self, source, own):
-        """The part of another rank, if its queries see any of our keys."""
+    def _from(self, source, dk):
+        """The (dk, dv) of another rank, if its queries see any of our keys."""
         _, count = seen(self._rows, *self._call, source, self._rank)
-        return self._scatter.wait(source, own[:, :count].shape, own.dtype) if count else None
+        if not count:
+            return None
+        shape = (dk.shape[0], count, dk.shape[2], 2 * self._d)
+        return self._scatter.wait(source, shape, dk.dtype).split(self._d, 3)
 
 
 def _sum(own, parts):
-    """Parts added in fp32 and in their order; where there are two, a single addition rounds once, as that does."""
-    if len(parts) == 1:
-        return own
-    if len(parts) == 2:
-        other = parts[0] if parts[1] is own else parts[1]
-        own[:, : other.shape[1]] += other
-        return own
-    total = torch.zeros(own.shape, dtype=torch.float32, device=own.device)
+    """Parts added in fp32 and in their order; of two, one of them ours, a single addition rounds once, as that does."""
+    if len(parts) > 2:
+        total = torch.zeros(own.shape, dtype=torch.float32, device=own.device)
+        for part in parts:
+            total[:, : part.shape[1]] += part
+        return total.to(own.dtype)
     for part in parts:
-        total[:, : part.shape[1]] += part
-    return total.to(own.dtype)
+        if part is not own:
+            own[:, : part.shape[1]] += part
+    return own

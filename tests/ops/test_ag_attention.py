@@ -115,8 +115,9 @@ def test_autograd(what):
     on_ranks(2, what)
 
 
-def test_subgroup():
-    on_ranks(3, asked.computes_in_a_subgroup)
+@pytest.mark.parametrize("config", ["default", "flash"])
+def test_subgroup(config):
+    on_ranks(3, asked.computes_in_a_subgroup, config)
 
 
 @pytest.mark.parametrize("world_size, calls", [(2, 60), (3, 60), (4, 60)] if ON_GPU else [(2, 5)])

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import tdkernels
+from tdkernels.ops._config import as_argument
 from tests.ranks import DEVICE, device, on_ranks
 
 HIDDEN, INNER = 16, 24
@@ -223,6 +224,11 @@ def opcheck_attention():
     o, lse = op("ag_attention")(q, k, v, True, 0.2, "zigzag", group, "")
     opcheck("ag_attention", q, k, v, True, 0.2, "zigzag", group, "")
     opcheck("ag_attention_backward", o, None, q, k, v, o, lse, True, True, False, True, 0.2, "zigzag", group, "")
+    by_parts = as_argument(tdkernels.AgAttentionConfig(method="flash"))
+    call = [x.bfloat16() for x in (q, k.transpose(1, 2).contiguous().transpose(1, 2), v)]
+    o, lse = op("ag_attention")(*call, True, 0.2, "zigzag", group, by_parts)
+    opcheck("ag_attention", *call, True, 0.2, "zigzag", group, by_parts)
+    opcheck("ag_attention_backward", o, None, *call, o, lse, True, True, True, True, 0.2, "zigzag", group, by_parts)
     q, lens = q[:, :2].contiguous(), torch.tensor([6, 3], dtype=torch.int32, device=device())
     for by in (group, ""):  # the latter for this rank alone
         cache = q, k, v, lens, None
