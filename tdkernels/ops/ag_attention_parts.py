@@ -18,8 +18,6 @@ from tdkernels.ops.ag_attention_kernel import plan_fields
 from tdkernels.ops.ag_attention_merge import merge
 from tdkernels.ops.ag_attention_torch_kernels import KERNELS
 
-_CONTIGUOUS = torch.contiguous_format
-
 
 def seen(rows, causal, sharding, rank, source):
     """(first, count): our queries from ``first`` on see the first ``count`` keys of another rank, and no others."""
@@ -71,9 +69,10 @@ def _of_one_width(*tensors):
 
 
 def _aligned(x):
-    """x, copied unless every row of a head lies as its elements follow, from a multiple of 16 bytes on."""
-    steps = [x.data_ptr(), *(stride * x.element_size() for stride in x.stride()[:3])]
-    return x if x.stride(3) == 1 and not any(step % 16 for step in steps) else x.clone(memory_format=_CONTIGUOUS)
+    """x, copied unless every row of a head is memory of its own, and begins at a multiple of 16 bytes."""
+    steps = [stride * x.element_size() for stride, size in zip(x.stride()[:3], x.shape) if size > 1]
+    lies = x.stride(3) == 1 and all(steps) and not any(step % 16 for step in (x.data_ptr(), *steps))
+    return x if lies else x.clone(memory_format=torch.contiguous_format)
 
 
 def _fields(what, q, k, v, causal, sharding, scale, config):
@@ -125,10 +124,9 @@ def backward(q, k, v, o, lse, do, wanted, causal, sharding, scale, group, config
 
 
 class _KeySums:
-    """The gradients of k and v of each rank, of which every rank that sees them makes a part: ``begin``, ``send``,
-    ``of``.
+    """Gradients of keys and values, of which every rank that sees them makes a part: ``begin``, ``send``, ``of``.
 
-    A part [B, n, Hkv, D + Dv] is of the first n keys, gradients of k and v side by side.
+    A part [B, n, Hkv, D + Dv] is of the owner's first n keys, gradients of k and v side by side.
     """
 
     def __init__(self, k, v, group, fields, causal, sharding):

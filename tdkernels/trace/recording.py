@@ -76,7 +76,7 @@ def _generator(device, seed):
 
 
 def _config(problem, device, group, changes):
-    """The config to run, the same on all ranks; never the plain sequence, in which there is nothing to record."""
+    """The config to run, the same on all ranks; never one, like the plain sequence, that has nothing to record."""
     tuned = tunable(problem.operator)
     default = tuned.recordable(problem, device)
     if changes is None:
@@ -92,7 +92,7 @@ def _config(problem, device, group, changes):
     except (TypeError, ValueError) as error:
         reason = str(error)
     if reason is None and tuned.compiled(config) is None:
-        reason = "it is the plain sequence, of which there is nothing to record"
+        reason = "it launches torch's kernels, of which there is nothing to record"
     if reason is not None:
         raise ValueError(f"--config cannot run: {reason}")
     return config

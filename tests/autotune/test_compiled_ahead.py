@@ -12,6 +12,7 @@ import torch
 from tdkernels.autotune.operator import tunable
 from tdkernels.autotune.problem import Problem
 from tdkernels.ops import _device, _operands, ag_attention_kernel, flash_decode_launch, ulysses_out_kernel
+from tdkernels.ops.ag_attention_torch_kernels import KERNELS
 from tests.aot import SHARED_MEMORY, recorded_launches, specialised
 from tests.autotune.sequences import LAUNCHERS, OPERATORS
 
@@ -55,6 +56,13 @@ def as_on_a_gpu(operator, ranks, nodes):
         yield launches
 
 
+def ours(op, problem):
+    """The configs worth trying that launch a kernel of ours; of ag_attention there are others, all of which say so."""
+    space = op.space(problem, GPU)
+    assert {config.method for config in space if op.compiled(config) is None} <= set(KERNELS)
+    return [config for config in space if op.compiled(config) is not None]
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_a_call_launches_what_was_compiled_ahead(operator, dtype):
@@ -65,8 +73,8 @@ def test_a_call_launches_what_was_compiled_ahead(operator, dtype):
         with as_on_a_gpu(operator, ranks, nodes) as launches, torch.no_grad():
             assert op.why_not(problem) is None
             operands = op.operands(problem, CPU, torch.Generator().manual_seed(1))
-            kernels = {op.compiled(config): config for config in op.space(problem, GPU)}
-            assert len(kernels) > 2 and None not in kernels
+            kernels = {op.compiled(config): config for config in ours(op, problem)}
+            assert len(kernels) > 2
             for config in kernels.values():
                 launches.clear()
                 op.compile(operands, problem, config)
@@ -84,7 +92,7 @@ def test_what_differs_for_the_tuner_is_compiled_once(operator):
     with as_on_a_gpu(operator, ranks, 1) as launches:
         operands = op.operands(problem, CPU, torch.Generator().manual_seed(1))
         compiled = {}
-        for config in op.space(problem, GPU):
+        for config in ours(op, problem):
             launches.clear()
             op.compile(operands, problem, config)
             compiled.setdefault(op.compiled(config), []).append(specialised(*launches[0], ARCH))
