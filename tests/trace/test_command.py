@@ -87,7 +87,7 @@ def test_a_config_that_is_no_json_is_refused(capsys):
     [
         pytest.param('{"colour": 1}', "colour", marks=thorough),
         ('{"chunk_tiles": 0}', "chunk_tiles must be at least 1"),
-        pytest.param('{"method": "torch"}', "plain sequence", marks=thorough),
+        pytest.param('{"method": "torch"}', "torch's kernels", marks=thorough),
     ],
 )
 def test_a_config_that_cannot_run_is_refused_by_the_ranks(config, message, tmp_path, capsys):
