@@ -17,6 +17,8 @@ from tdkernels.ops._scatter import Scatter
 from tdkernels.ops.ag_attention_kernel import plan_fields
 from tdkernels.ops.ag_attention_merge import merge
 from tdkernels.ops.ag_attention_torch_kernels import KERNELS
+from tdkernels.symm.group import group_state
+from tdkernels.symm.workspace import refuse_nodes
 
 
 def seen(rows, causal, sharding, rank, source):
@@ -81,6 +83,8 @@ def _fields(what, q, k, v, causal, sharding, scale, config):
 
 def forward(q, k, v, causal, sharding, scale, group, config):
     """(o, lse) of q, k and v [B, S / W, ·, ·] that are not empty; ``config`` is complete."""
+    # Keys could be gathered across nodes, but the sums of the backward have no form for them yet.
+    refuse_nodes("ag_attention", group_state(group))
     kernel, dv = KERNELS[config.method], v.shape[3]
     fields = _fields("forward", q, k, v, causal, sharding, scale, config)
     q, k, v = _of_one_width(q, k, v)

@@ -33,6 +33,15 @@ def _round_up(n, multiple):
     return -(-n // multiple) * multiple
 
 
+def refuse_nodes(name, state):
+    """Raise NotImplementedError for a group on several nodes, of what has no form for them."""
+    if state.topology.num_nodes > 1:
+        raise NotImplementedError(
+            f"{name}: runs on one node, and the group's {state.world_size} ranks are on {state.topology.num_nodes} "
+            f"nodes of {state.local_world_size}; use a group of one node"
+        )
+
+
 class Workspace:
     """One buffer of one group on one device, for the launches of one family of kernels.
 
@@ -43,11 +52,8 @@ class Workspace:
     """
 
     def __init__(self, state, device, name, halves=2, across_nodes=False):
-        if state.topology.num_nodes > 1 and not across_nodes:
-            raise NotImplementedError(
-                f"{name}: runs on one node, and the group's {state.world_size} ranks are on {state.topology.num_nodes} "
-                f"nodes of {state.local_world_size}; use a group of one node"
-            )
+        if not across_nodes:
+            refuse_nodes(name, state)
         self.group = state
         self.device = device
         self.name = name

@@ -52,11 +52,22 @@ def _experts():
     return operands, call, reference, tdkernels.MoeTpConfig()
 
 
+def _attention_by_parts():
+    operands, call, reference, _ = _attention()
+
+    def in_bf16_by_config(*own, config=None, **options):
+        """On GPUs flash attention has no fp32."""
+        return call(*(x.bfloat16() if config else x for x in own), config=config, **options)
+
+    return operands, in_bf16_by_config, reference, tdkernels.AgAttentionConfig(method="flash")
+
+
 CASES = {
     "all_gather": lambda: _collective("all_gather"),
     "reduce_scatter": lambda: _collective("reduce_scatter"),
     "all_reduce": lambda: _collective("all_reduce"),
     "ag_attention": _attention,
+    "ag_attention by parts": _attention_by_parts,
     "ulysses_qkv": lambda: _ulysses("ulysses_qkv", 16, 12),
     "ulysses_out": lambda: _ulysses("ulysses_out", 10, 24),
     "tp_moe": _experts,
