@@ -1,5 +1,7 @@
 """Configs in the few words of a table."""
 
+from tdkernels.ops.ag_attention_torch_kernels import KERNELS
+
 _WORDS = {"num_comm_sms": "push by {}", "chunk_tiles": "chunks of {}", "item_tiles": "items of {}"}
 
 # Fields that a way of transport makes no use of.
@@ -12,7 +14,7 @@ def config_in_short(config):
         return ""
     if config.get("method") == "torch":
         return "the sequence"
-    words = [f"{config['method']} by parts"] if config.get("method") in ("cudnn", "flash") else []
+    words = [f"{config['method']} by parts"] if config.get("method") in KERNELS else []
     if tiles := config.get("tiles"):
         words.append(f"{tiles['block_m']}x{tiles['block_n']}x{tiles['block_k']}, {tiles['num_stages']} stages")
     how = "one_shot" if "one_shot" in config.values() else config.get("transport")

@@ -16,7 +16,8 @@ from tdkernels.symm import get_workspace
 class Exchange:
     """One call's use of the group's workspace of that name; every rank makes the same one.
 
-    A subclass sets ``plan``, by ``workspace.prepare``, before ``begin``.
+    A subclass sets ``plan``, by ``workspace.prepare``, before ``begin``. As a context it is closed whatever happens:
+    what is still being sent would tell a later call's peers that it had come.
     """
 
     def __init__(self, name, group, device, across_nodes=False):
@@ -25,6 +26,13 @@ class Exchange:
         self.topology = self.workspace.group.topology
         self.rank, self.world_size = self.workspace.rank, self.workspace.world_size
         self._sending = False
+
+    def __enter__(self):
+        self.begin()
+        return self
+
+    def __exit__(self, *_error):
+        self.close()
 
     def begin(self):
         """Wait, on the device, until every peer has come to this call."""

@@ -2,7 +2,7 @@
 
     q [B, S / W, Hq, D], k [B, S / W, Hkv, D], v [B, S / W, Hkv, Dv] on each rank  ->  o [B, S / W, Hq, Dv]
 
-Schedule (``ag_attention_kernel``). Programs take pieces of work from a list. The first pieces push our keys and values
+Fused (``ag_attention_kernel``). Programs take pieces of work from a list. The first pieces push our keys and values
 in chunks to the peers that see them and raise one signal for each chunk. Every other one is a tile, a block of queries
 of one head, which attends to our own keys first and then to those of the peers in the order in which they arrive,
 waiting for each chunk's signal; the longest tiles come first. The softmax is online, in fp32, and the order of its
@@ -15,9 +15,9 @@ the copy engine brings the others; so do they backwards. Long shards take cuDNN'
 Causal, rank W - 1 of contiguous shards has nearly twice the work of the mean rank. "zigzag" cuts the sequence into 2 W
 pieces, of which rank r has r and 2 W - 1 - r: then all have the same.
 
-Backward (``ag_attention_backward_kernel``, ``ag_attention_dkv_kernel``). Only shards are saved. The gradient of q goes
-through keys and values like the forward; those of k and v through queries, which are pushed with the gradients of o,
-and are complete on the rank that has the keys: nothing is added up between ranks.
+The fused backward (``ag_attention_backward_kernel``, ``ag_attention_dkv_kernel``). Only shards are saved. The gradient
+of q goes through keys and values like the forward; those of k and v through queries, which are pushed with the
+gradients of o, and are complete on the rank that has the keys: nothing is added up between ranks.
 
 Example:
     o = tdkernels.ag_attention(q, k, v)         # instead of all-gathers of k and v and an attention with a mask
@@ -161,9 +161,10 @@ def _chosen(q, k, v, causal, scale, sharding, group):
 
 def _settled(q, k, v, causal, scale, sharding, group, config):
     """The complete config of a call, on which all ranks have agreed as on the rest of it."""
-    if config is None:
+    chosen_for_it = config is None
+    if chosen_for_it:
         config = _chosen(q, k, v, causal, scale, sharding, group)
-    config = completed(config, q.shape[1], max(q.shape[3], v.shape[3]), q.dtype, q.device)
+    config = completed(config, q.shape[1], max(q.shape[3], v.shape[3]), q.dtype, q.device, chosen_for_it)
     fields = kernel.plan_fields(q, k, v, causal, sharding, scale, config)
     group_state(group).agree_once("ag_attention", fields)
     return config

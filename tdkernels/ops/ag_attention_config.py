@@ -28,8 +28,8 @@ class AgAttentionConfig:
     num_comm_sms:          programs that push at the same time, before they attend like the others
     chunk_rows:            positions that travel together under one signal, a multiple of 16
     backward:              "fused", "cudnn" or "flash" likewise, of what is not "torch". The latter two may add up in
-                           any order, and where lse has a gradient it is "fused". "": what is known to be faster, but
-                           "fused" where one of its tiles is given or torch.use_deterministic_algorithms is on
+                           any order, and where lse has a gradient it is "fused". "": as method; of a call without a
+                           config what is known to be faster; "fused" where torch.use_deterministic_algorithms is on
     """
 
     method: str = "fused"
@@ -59,7 +59,7 @@ class AgAttentionConfig:
                 return f"{name} {given!r}: {why_not(given, device, dtype)}"
         if self.method == "torch":
             return None  # takes none of the rest
-        for field in fields(self)[1:-1]:
+        for field in (field for field in fields(self) if field.type is int):
             size = getattr(self, field.name)
             if size < 0:
                 return f"{field.name} must be at least 1, or 0 for the default, not {size}"
@@ -95,31 +95,34 @@ def _default_tiles(widest, dtype, device):
 
 
 def _prefers_cudnn(rows, least_rows, widest, dtype, device):
-    """Whether cuDNN's kernels are faster than ours: of shards of at least so many positions, on Hopper and later."""
+    """Whether cuDNN's kernels are faster than ours: of shards of at least so many positions, on Hopper."""
     if device.type != "cuda" or rows < least_rows or widest > KERNELS["cudnn"].widest:
         return False
-    return _device.capability(device) >= (9, 0) and why_not("cudnn", device, dtype) is None
+    return _device.capability(device)[0] == 9 and why_not("cudnn", device, dtype) is None
 
 
-def _default_backward(config, rows, widest, dtype, device):
+def _default_backward(config, chosen, rows, widest, dtype, device):
     """Whose kernels make the gradients where the config leaves it open."""
-    tiles = (field.name for field in fields(config) if field.name.startswith(("dq_", "dkv_")))
-    if any(getattr(config, name) for name in tiles) or torch.are_deterministic_algorithms_enabled():
+    if torch.are_deterministic_algorithms_enabled():
         return "fused"
-    if config.method in KERNELS:
-        return config.method
-    return "cudnn" if _prefers_cudnn(rows, _CUDNN_BACKWARD_ROWS, widest, dtype, device) else "fused"
+    if chosen and config.method == "fused" and _prefers_cudnn(rows, _CUDNN_BACKWARD_ROWS, widest, dtype, device):
+        return "cudnn"
+    return config.method
 
 
-def completed(config, rows, widest, dtype, device):
-    """The config with what it leaves open filled in, for shards of ``rows`` positions and heads of so many elements."""
+def completed(config, rows, widest, dtype, device, chosen=False):
+    """The config with what it leaves open filled in, for shards of ``rows`` positions and heads of so many elements.
+
+    ``chosen``: by its forward, for a call that was given none, as is None.
+    """
+    chosen |= config is None
     if config is None:
         faster = _prefers_cudnn(rows, _CUDNN_ROWS, widest, dtype, device)
         config = AgAttentionConfig(method="cudnn" if faster else "fused")
     if config.method == "torch":
         return config
     if not config.backward:
-        config = replace(config, backward=_default_backward(config, rows, widest, dtype, device))
+        config = replace(config, backward=_default_backward(config, chosen, rows, widest, dtype, device))
     cpu = device.type == "cpu"
     names = ("block_q", "block_k", "num_warps", "num_stages")
     defaults = {"num_comm_sms": 2 if cpu else 16, "chunk_rows": 16 if cpu else _chunk_rows(rows)}

@@ -9,6 +9,8 @@ keys a part of them is enough for its share of the gradients. Ours of k and v of
 next ones are made (``_scatter``), and added up by the owner, in fp32 and in rank order.
 """
 
+from contextlib import nullcontext
+
 import torch
 
 from tdkernels.ops import _operands
@@ -32,7 +34,7 @@ def seen(rows, causal, sharding, rank, source):
 
 
 class _Keys:
-    """All ranks' keys and values: ``begin``, ``of`` what is ``far`` in its order, ``close``.
+    """All ranks' keys and values: a context in which those ``of`` what is ``far`` can be read, in its order.
 
     ``far``: for each rank of which we see some, as they come: (step, rank, our first query, how many keys)
     """
@@ -48,20 +50,21 @@ class _Keys:
             spans = ((*at, *seen(self._rows, causal, sharding, group.rank(), at[1])) for at in sources)
             self.far = [span for span in spans if span[3]]
 
-    def begin(self):
+    def __enter__(self):
         if self._gather is not None:
             self._gather.begin()
             self._gather.copy(own=False)
+        return self
+
+    def __exit__(self, *_error):
+        if self._gather is not None:
+            self._gather.close()
 
     def of(self, step, source, count):
         """The first keys and values of a rank, for which the current stream waits."""
         self._gather.wait(step)
         lines = self._gather.gathered[source].unflatten(0, (-1, self._rows))[:, :count]
         return [x.unflatten(2, (self._heads, -1)) for x in lines.split(self._heads * self._d, 2)]
-
-    def close(self):
-        if self._gather is not None:
-            self._gather.close()
 
 
 def _of_one_width(*tensors):
@@ -88,13 +91,11 @@ def forward(q, k, v, causal, sharding, scale, group, config):
     kernel, dv = KERNELS[config.method], v.shape[3]
     fields = _fields("forward", q, k, v, causal, sharding, scale, config)
     q, k, v = _of_one_width(q, k, v)
-    keys = _Keys(k, v, causal, sharding, group, fields)
-    keys.begin()
-    o, lse = kernel.forward(q, k, v, causal, scale)
-    for number, (step, source, first, count) in enumerate(keys.far, 1):
-        part = kernel.forward(q[:, first:], *keys.of(step, source, count), False, scale)
-        o, lse = merge(o, lse, *part, first, q.dtype if number == len(keys.far) else torch.float32)
-    keys.close()
+    with _Keys(k, v, causal, sharding, group, fields) as keys:
+        o, lse = kernel.forward(q, k, v, causal, scale)
+        for number, (step, source, first, count) in enumerate(keys.far, 1):
+            part = kernel.forward(q[:, first:], *keys.of(step, source, count), False, scale)
+            o, lse = merge(o, lse, *part, first, q.dtype if number == len(keys.far) else torch.float32)
     return o[..., :dv].contiguous(), lse
 
 
@@ -105,45 +106,45 @@ def backward(q, k, v, o, lse, do, wanted, causal, sharding, scale, group, config
     widths = q.shape[3], k.shape[3], v.shape[3]
     q, k, v, o, do = _of_one_width(q, k, v, o, do)
     keys = _Keys(k, v, causal, sharding, group, fields)
-    sums = _KeySums(k, v, group, fields, causal, sharding) if wanted[1] or wanted[2] else None
-    keys.begin()
-    if sums is not None:
-        sums.begin()
+    sums = _KeySums(k, v, causal, sharding, group, fields) if wanted[1] or wanted[2] else None
 
     def gradients(first, k, v, is_causal):
         queries = q[:, first:], o[:, first:], lse[:, first:], do[:, first:]
         return kernel.backward(*queries, k, v, is_causal, scale)
 
-    dq, *own = gradients(0, k, v, causal)
-    total = dq.float() if len(keys.far) > 1 else dq  # a single addition rounds once, whatever it adds to
-    for step, source, first, count in keys.far:
-        dq, *of_source = gradients(first, *keys.of(step, source, count), False)
-        if sums is not None:
-            sums.send(source, *of_source)
-        total[:, first:] += dq
-    dk, dv = sums.of(*own) if sums is not None else (None, None)
-    keys.close()
+    with keys, sums or nullcontext():
+        dq, *own = gradients(0, k, v, causal)
+        total = dq.float() if len(keys.far) > 1 else dq  # a single addition rounds once, whatever it adds to
+        for step, source, first, count in keys.far:
+            dq, *of_source = gradients(first, *keys.of(step, source, count), False)
+            if sums is not None:
+                sums.send(source, *of_source)
+            total[:, first:] += dq
+        dk, dv = sums.of(*own) if sums is not None else (None, None)
     found = zip((total.to(q.dtype), dk, dv), widths, wanted, strict=True)
     return tuple(x[..., :width] if need else None for x, width, need in found)
 
 
 class _KeySums:
-    """Gradients of keys and values, of which every rank that sees them makes a part: ``begin``, ``send``, ``of``.
+    """Gradients of keys and values, of which every rank that sees them makes a part: a context for ``send`` and ``of``.
 
     A part [B, n, Hkv, D + Dv] is of the owner's first n keys, gradients of k and v side by side.
     """
 
-    def __init__(self, k, v, group, fields, causal, sharding):
+    def __init__(self, k, v, causal, sharding, group, fields):
         self._rank, self._ranks = group.rank(), group.size()
         self._rows, self._d = k.shape[1], k.shape[3]
         self._call = causal, sharding
+        self._scatter = nullcontext()
         if self._ranks > 1:
             fields = {"sums": True, **fields}
             self._scatter = Scatter("ag_attention", fields, k.nbytes + v.nbytes, group, k.device)
 
-    def begin(self):
-        if self._ranks > 1:
-            self._scatter.begin()
+    def __enter__(self):
+        self._scatter.__enter__()
+
+    def __exit__(self, *error):
+        self._scatter.__exit__(*error)
 
     def send(self, owner, dk, dv):
         self._scatter.send(owner, torch.cat([dk, dv], 3))
@@ -151,10 +152,7 @@ class _KeySums:
     def of(self, dk, dv):
         """Our (dk, dv), with what the others have sent of them."""
         parts = [(dk, dv) if source == self._rank else self._from(source, dk) for source in range(self._ranks)]
-        sums = [_sum(own, of_all) for own, of_all in zip((dk, dv), zip(*filter(None, parts)), strict=True)]
-        if self._ranks > 1:
-            self._scatter.close()
-        return sums
+        return [_sum(own, of_all) for own, of_all in zip((dk, dv), zip(*filter(None, parts)), strict=True)]
 
     def _from(self, source, dk):
         """The (dk, dv) of another rank, if its queries see any of our keys."""

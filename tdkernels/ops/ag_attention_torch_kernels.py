@@ -14,6 +14,8 @@ import torch
 from tdkernels.ops import _device
 
 _aten = torch.ops.aten
+_HAS_CUDNN = torch.backends.cudnn.is_available()  # here, since torch.compile cannot ask
+_HAS_FLASH = torch.backends.cuda.is_flash_attention_available()
 
 
 class TorchKernel(NamedTuple):
@@ -58,7 +60,7 @@ def _cudnn_backward(q, o, lse, do, k, v, causal, scale):
 def _why_not_cudnn(device):
     if device.type != "cuda" or torch.version.hip:
         return "cuDNN runs on NVIDIA GPUs"
-    if _device.capability(device) < (8, 0) or not torch.backends.cudnn.is_available():
+    if _device.capability(device) < (8, 0) or not _HAS_CUDNN:
         return "cuDNN's attention wants a GPU of sm_80 or later, and a torch that brings cuDNN"
     return None
 
@@ -88,7 +90,7 @@ def _why_not_flash(device):
     if device.type == "cpu":
         return None
     old = not torch.version.hip and _device.capability(device) < (8, 0)
-    if old or not torch.backends.cuda.is_flash_attention_available():
+    if old or not _HAS_FLASH:
         return "flash attention wants a GPU of sm_80 or later, and a torch that brings it"
     return None
 

@@ -14,6 +14,9 @@ from tdkernels.autotune.operator import Floors, register
 from tdkernels.ops import (
     _attention,
     _device,
+    _exchange,
+    _gather,
+    _gather_kernels,
     _gemm,
     ag_attention_config,
     ag_attention_merge,
@@ -44,7 +47,8 @@ class AgAttentionTunable(ConfigTunable):
     layouts = tuple(_CALLS)
     config_class = AgAttentionConfig
     sources = (
-        op, kernel, parts, ag_attention_torch_kernels, ag_attention_merge, ag_attention_config, _attention, _gemm
+        op, kernel, parts, ag_attention_torch_kernels, ag_attention_merge, ag_attention_config, _attention, _exchange,
+        _gather, _gather_kernels, _gemm,
     )  # fmt: skip
     plain_words = "torch all-gathers, then its attention", "torch's all-gathers and attention"
     across_nodes = False

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 
 from tdkernels.autotune.operator import Floors, register
 from tdkernels.ops import _dense_tuning as dense
-from tdkernels.ops import _few_rows, _gather, _gather_kernels, _gather_nodes_kernels, _gemm, _tiles
+from tdkernels.ops import _exchange, _few_rows, _gather, _gather_kernels, _gather_nodes_kernels, _gemm, _tiles
 from tdkernels.ops import ag_gemm as op
 from tdkernels.ops import ag_gemm_kernel as kernel
 from tdkernels.ops import ag_gemm_nodes_kernel as nodes_kernel
@@ -24,7 +24,8 @@ def _numbers_of_programs(peers):
 class AgGemmTunable(dense.DenseTunable):
     name = "ag_gemm"
     sources = (
-        op, kernel, one_shot, nodes_kernel, _few_rows, _gather, _gather_kernels, _gather_nodes_kernels, _gemm, _tiles,
+        op, kernel, one_shot, nodes_kernel, _exchange, _few_rows, _gather, _gather_kernels, _gather_nodes_kernels,
+        _gemm, _tiles,
     )  # fmt: skip
     divided = (0, 1)
     config_class = AgGemmConfig

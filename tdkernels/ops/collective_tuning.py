@@ -9,7 +9,7 @@ import torch
 
 from tdkernels.autotune.operator import Floors, register
 from tdkernels.ops import _dense_tuning as dense
-from tdkernels.ops import _device, _gather, _gather_kernels, collective_kernels, collective_launch
+from tdkernels.ops import _device, _exchange, _gather, _gather_kernels, collective_kernels, collective_launch
 from tdkernels.ops import collectives as op
 from tdkernels.ops._tuning import ConfigTunable
 from tdkernels.ops.collective_config import EXCHANGES, CollectiveConfig, default_config
@@ -28,7 +28,7 @@ class CollectiveTunable(ConfigTunable):
     in_graphs = True
     plain_words = "torch collective", "torch's collective"
     across_nodes = False  # torch alone reaches other nodes
-    sources = (op, collective_kernels, collective_launch, _gather, _gather_kernels)
+    sources = (op, collective_kernels, collective_launch, _exchange, _gather, _gather_kernels)
 
     def __init__(self, name):
         self.name = name

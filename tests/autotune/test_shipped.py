@@ -7,7 +7,7 @@ from tdkernels.autotune import cache, table
 from tdkernels.autotune.operator import operators, tunable
 from tdkernels.autotune.problem import slug
 from tdkernels.models import MODELS, problems
-from tdkernels.ops import _device
+from tdkernels.ops import _device, ag_attention_torch_kernels
 
 FILES = cache.files(cache.SHIPPED)
 # What a program may have on the GPUs that there are tables for, and how many run at a time.
@@ -29,7 +29,7 @@ def as_if_on(monkeypatch):
         monkeypatch.setattr(_device, "shared_memory_bytes", lambda device: shared)
         monkeypatch.setattr(_device, "num_sms", lambda device: num_sms)
         monkeypatch.setattr(_device, "capability", lambda device: capability)
-        monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+        monkeypatch.setattr(ag_attention_torch_kernels, "_HAS_CUDNN", True)
 
     return on
 

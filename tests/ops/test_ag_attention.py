@@ -9,7 +9,7 @@ import torch
 
 from tdkernels import AgAttentionConfig, PeerTimeoutError
 from tdkernels.launch import RankError
-from tdkernels.ops import _device, ag_attention_config
+from tdkernels.ops import _device, ag_attention_config, ag_attention_torch_kernels
 from tdkernels.ops.ag_attention_torch_kernels import KERNELS
 from tests.ops import attention as asked
 from tests.ops.sharded import BF16, FP16, FP32, many
@@ -144,6 +144,23 @@ def test_slow_rank(config):
     on_ranks(2, asked.waits_for_a_slow_rank, config)
 
 
+def test_configs_of_torchs_kernels_are_looked_at_when_compiled(monkeypatch):
+    """For a GPU, as fullgraph compiles a call; what torch brings is no question that torch.compile can ask."""
+    monkeypatch.setattr(_device, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(_device, "num_sms", lambda device: 132)
+    monkeypatch.setattr(ag_attention_torch_kernels, "_HAS_CUDNN", True)
+    monkeypatch.setattr(ag_attention_torch_kernels, "_HAS_FLASH", True)
+    for name in KERNELS:
+        config = AgAttentionConfig(method=name, backward=name)
+
+        def looked_at(x, config=config):
+            assert config.illegal(torch.device("cuda", 0), BF16) is None
+            return x + 1
+
+        torch._dynamo.reset()
+        assert torch.compile(looked_at, backend="eager", fullgraph=True)(torch.zeros(1)).item() == 1.0
+
+
 @needs_gpu
 def test_no_sums_of_what_has_not_come_are_announced():
     with fresh_ranks(2) as pool:
@@ -188,8 +205,9 @@ DEFAULTS = {
     "wide": (1 << 15, 192, BF16, (9, 0), None, "fused", "fused"),
     "fp32": (1 << 15, 128, FP32, (9, 0), None, "fused", "fused"),
     "Ampere": (1 << 15, 128, BF16, (8, 0), None, "fused", "fused"),
-    "ours forwards": (1 << 15, 128, BF16, (9, 0), AgAttentionConfig(), "fused", "cudnn"),
-    "ours, tiled": (1 << 15, 128, BF16, (9, 0), AgAttentionConfig(dkv_block_k=64), "fused", "fused"),
+    "Blackwell": (1 << 15, 128, BF16, (10, 0), None, "fused", "fused"),
+    "ours, chosen": (1 << 15, 128, BF16, (9, 0), "chosen", "fused", "cudnn"),
+    "ours, given": (1 << 15, 128, BF16, (9, 0), AgAttentionConfig(), "fused", "fused"),
     "theirs forwards": (64, 128, BF16, (9, 0), AgAttentionConfig(method="flash"), "flash", "flash"),
     "given": (64, 128, BF16, (9, 0), AgAttentionConfig(backward="cudnn"), "fused", "cudnn"),
 }
@@ -204,6 +222,8 @@ def test_whose_kernels(what, deterministic, monkeypatch):
     missing = "fp32" if dtype == FP32 else None
     monkeypatch.setattr(ag_attention_config, "why_not", lambda name, device, dtype: missing)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
-    config = ag_attention_config.completed(given, rows, width, dtype, SimpleNamespace(type="cuda"))
+    of = rows, width, dtype, SimpleNamespace(type="cuda")
+    chosen = given == "chosen"
+    config = ag_attention_config.completed(AgAttentionConfig() if chosen else given, *of, chosen=chosen)
     expected = "fused" if deterministic and what != "given" else backward
     assert (config.method, config.backward) == (forward, expected)
