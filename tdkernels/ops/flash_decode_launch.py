@@ -38,8 +38,9 @@ def fp8_kind(cache):
 def _in_pairs(shape, *caches):
     """Whether the columns of fp8 caches are read two at a time.
 
-    Even and odd columns are then multiplied by themselves: a product takes 16 of keys at least, and of fewer than 32 of
-    values its warps would all compute the same. Of 64 rows a product reads bytes in any order where it is Hopper's.
+    Even and odd columns are then multiplied apart. Keys need parts of 32 columns, since a product takes 16 at least;
+    values need 64, or the warps of a product would all compute the same ones. Tiles of 64 rows need no pairs: Hopper's
+    product for them reads shared memory by itself. Widths and strides are even, and rows begin where 16 bytes do.
     """
     wide = all(part >= 32 for part in shape.parts_of_d if part) and shape.padded_dv >= 64 and shape.block_m < 64
     numbers = [number for cache in caches for number in (cache.shape[3], *cache.stride()[:3])]
