@@ -52,13 +52,13 @@ class _Keys:
 
     def __enter__(self):
         if self._gather is not None:
-            self._gather.begin()
+            self._gather.__enter__()
             self._gather.copy(own=False)
         return self
 
-    def __exit__(self, *_error):
+    def __exit__(self, *error):
         if self._gather is not None:
-            self._gather.close()
+            self._gather.__exit__(*error)
 
     def of(self, step, source, count):
         """The first keys and values of a rank, for which the current stream waits."""

@@ -127,12 +127,11 @@ def _by_copy_engine(operator, x, group, config):
     world_size, rank = gather.world_size, gather.workspace.rank
     output = x.new_empty(output_shape(operator, x.shape, world_size))
     slots = as_bytes(output).view(world_size, -1)
-    gather.begin()
-    gather.copy(own=False)
-    slots[rank].copy_(shard)
-    for step in range(1, world_size):
-        gather.wait(step)
-        source = gather.source(step)
-        slots[source].copy_(gather.gathered[source].view(-1))
-    gather.close()
+    with gather:
+        gather.copy(own=False)
+        slots[rank].copy_(shard)
+        for step in range(1, world_size):
+            gather.wait(step)
+            source = gather.source(step)
+            slots[source].copy_(gather.gathered[source].view(-1))
     return output

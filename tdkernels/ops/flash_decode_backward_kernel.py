@@ -11,15 +11,8 @@ import triton.language as tl
 from tdkernels import lang as td
 from tdkernels.ops import _device, _operands
 from tdkernels.ops._attention import LOG2_E
-from tdkernels.ops.flash_decode_kernel import (
-    FP8_NONE,
-    _cache_rows,
-    _capped,
-    _first_blocks,
-    _key_rows,
-    _query,
-    _sees,
-)
+from tdkernels.ops.flash_decode_cache import FP8_NONE, cache_rows, key_rows, load_query
+from tdkernels.ops.flash_decode_kernel import _capped, _first_blocks, _sees
 from tdkernels.ops.flash_decode_merge import query_rows
 
 _MAX_BLOCK_BYTES = 32 << 10  # of a block of keys and values, which stay with the program
@@ -75,28 +68,28 @@ def flash_decode_backward_kernel(
         keys = block * BLOCK_N + tl.arange(0, BLOCK_N)
         there = keys < length
         table = table_ptr + entry.to(tl.int64) * stride_table
-        k_rows = _key_rows(table, keys, there, stride_kb, stride_ks, PAGE)
-        v_rows = _key_rows(table, keys, there, stride_vb, stride_vs, PAGE)
+        k_rows = key_rows(table, keys, there, stride_kb, stride_ks, PAGE)
+        v_rows = key_rows(table, keys, there, stride_vb, stride_vs, PAGE)
         WIDTH1: tl.constexpr = D if D < D1 else D1
-        k1 = _cache_rows(k_ptr, k_rows, there, WIDTH1, D1, FP8_NONE, False)
-        v = _cache_rows(v_ptr, v_rows, there, DV, DVP, FP8_NONE, False)
+        k1 = cache_rows(k_ptr, k_rows, there, WIDTH1, D1, FP8_NONE, False)
+        v = cache_rows(v_ptr, v_rows, there, DV, DVP, FP8_NONE, False)
         dk1 = tl.full((BLOCK_N, D1), 0.0, tl.float32)
         dv = tl.full((BLOCK_N, DVP), 0.0, tl.float32)
         if D2:
-            k2 = _cache_rows(k_ptr + D1, k_rows, there, D - D1, D2, FP8_NONE, False)
+            k2 = cache_rows(k_ptr + D1, k_rows, there, D - D1, D2, FP8_NONE, False)
             dk2 = tl.full((BLOCK_N, D2), 0.0, tl.float32)
         for from_row in range(0, TQ * G, BLOCK_M):
             row = from_row + tl.arange(0, BLOCK_M)
             is_row = row < TQ * G
             query = query_rows(entry, head, row, heads, G, TQ)
-            q1 = _query(q_ptr, query, is_row, D, 0, D1, FP8_NONE)
+            q1 = load_query(q_ptr, query, is_row, D, 0, D1, FP8_NONE)
             do_mask = is_row[:, None] & (columns < DV)[None, :]
             do = tl.load(do_ptr + query[:, None] * DV + columns[None, :], mask=do_mask, other=0.0)
             lse = tl.load(lse2_ptr + query, mask=is_row, other=float("-inf"))
             delta = tl.load(delta_ptr + query, mask=is_row, other=0.0)
             scores = td.dot(q1, tl.trans(k1), tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32), PRECISION)
             if D2:
-                q2 = _query(q_ptr, query, is_row, D, D1, D2, FP8_NONE)
+                q2 = load_query(q_ptr, query, is_row, D, D1, D2, FP8_NONE)
                 scores = td.dot(q2, tl.trans(k2), scores, PRECISION)
             scores = _capped(scores * score_scale, cap, SOFT_CAP)
             seen = _sees(keys, length, after, tl.where(is_row, row // G, -1), window, TQ, WINDOW)

@@ -20,6 +20,7 @@ import triton.language as tl
 from tdkernels import lang as td
 from tdkernels.lang._trace import ALL_PEERS, NO_PEER
 from tdkernels.ops._attention import LOG2_E
+from tdkernels.ops.flash_decode_cache import add_scores, add_values, cache_rows, key_rows, load_query, query_columns
 from tdkernels.ops.flash_decode_merge import (
     NUMBERS_AT_A_TIME,
     PARTS_AT_A_TIME,
@@ -33,73 +34,11 @@ from tdkernels.ops.flash_decode_merge import (
 )
 from tdkernels.ops.flash_decode_nodes import exchange_lengths_of_nodes, give_to_owner, lengths_of_nodes_at, merge_nodes
 
-# What uint8 stands for in a cache: nothing, e4m3 that the GPU converts, e4m3 that is converted by integers.
-FP8_NONE, FP8_NATIVE, FP8_BITS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-
 # What a program notes with a number, at most: before its tiles, and of each of them.
 TURNS_BEFORE_TILES, TURNS_OF_TILE = tl.constexpr(2), tl.constexpr(3)
 
-# fp16 of the even column of two keys, and of the odd one. Tensor cores want a column of two keys in one register, and
-# what reads shared memory in that order turns elements of 16 bits, but not bytes. So bytes are parted in registers
-# only, by one instruction here, while the compiler would move each of them by itself.
-_SPLIT = tl.constexpr("""{
-    .reg .b32 bytes;
-    .reg .b16 even, odd;
-    prmt.b32 bytes, $2, 0, 0x3120;
-    mov.b32 {even, odd}, bytes;
-    cvt.rn.f16x2.e4m3x2 $0, even;
-    cvt.rn.f16x2.e4m3x2 $1, odd;
-}""")
 
-
-# ---- the cache ----
-
-
-@td.jit
-def _from_e4m3(x, FP8: tl.constexpr):
-    """fp16 of the bits of e4m3, exact; NaN becomes 480 where it is done by integers."""
-    if FP8 == FP8_NATIVE:
-        return x.to(tl.float8e4nv, bitcast=True).to(tl.float16)
-    else:
-        # The same fields, but for a bias that is larger by 8: multiplied by 2**8 at the end.
-        bits = x.to(tl.uint16)
-        return (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True) * 256.0
-
-
-@td.jit
-def _columns(pairs, FP8: tl.constexpr):
-    """(even columns, odd columns) in fp16, of e4m3 that was read two columns at a time."""
-    if FP8 == FP8_NATIVE:
-        return tl.inline_asm_elementwise(
-            _SPLIT, "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
-        )  # fmt: skip
-    else:
-        return _from_e4m3((pairs & 0xFF).to(tl.uint8), FP8), _from_e4m3((pairs >> 8).to(tl.uint8), FP8)
-
-
-@td.jit
-def _cache_rows(ptr, rows, there, WIDTH: tl.constexpr, PADDED: tl.constexpr, FP8: tl.constexpr, PAIRS: tl.constexpr):
-    """[rows, PADDED] of a cache, of which WIDTH columns are there; zeros elsewhere. For ``_columns`` if in PAIRS."""
-    STEP: tl.constexpr = 2 if PAIRS else 1
-    rows_ptr = ptr + rows
-    if PAIRS:
-        rows_ptr = rows_ptr.to(tl.pointer_type(tl.uint16))
-    offs = tl.arange(0, PADDED // STEP)
-    mask = there[:, None]
-    if WIDTH != PADDED:
-        mask &= (offs < WIDTH // STEP)[None, :]
-    tile = tl.load(rows_ptr[:, None] + offs[None, :], mask=mask, other=0)
-    return _from_e4m3(tile, FP8) if FP8 and not PAIRS else tile
-
-
-@td.jit
-def _key_rows(table_ptr, keys, there, stride_block, stride_key, PAGE: tl.constexpr):
-    """Offsets of keys in a cache, which is paged if PAGE is not 0."""
-    if PAGE:
-        pages = tl.load(table_ptr + keys // PAGE, mask=there, other=0)
-        return pages.to(tl.int64) * stride_block + (keys % PAGE).to(tl.int64) * stride_key
-    else:
-        return keys.to(tl.int64) * stride_key
+# ---- attention of one tile over some blocks of keys ----
 
 
 @td.jit
@@ -125,41 +64,6 @@ def _sees(keys, length, after, step, window, TQ: tl.constexpr, WINDOW: tl.conste
     return seen
 
 
-# ---- attention of one tile over some blocks of keys ----
-
-
-@td.jit
-def _query_columns(q, WIDTH: tl.constexpr, PAIRS: tl.constexpr):
-    """(even columns, odd columns) of query rows, for keys in PAIRS; else (all, nothing)."""
-    if PAIRS:
-        return tl.split(q.reshape(q.shape[0], WIDTH // 2, 2))
-    else:
-        return q, 0
-
-
-@td.jit
-def _add_scores(scores, q, q_odd, k, FP8: tl.constexpr, PAIRS: tl.constexpr, PRECISION: tl.constexpr):
-    """scores + q @ k.T"""
-    if PAIRS:
-        even, odd = _columns(k, FP8)
-        scores = td.dot(q, tl.trans(even), scores, PRECISION)
-        return td.dot(q_odd, tl.trans(odd), scores, PRECISION)
-    else:
-        return td.dot(q, tl.trans(k), scores, PRECISION)
-
-
-@td.jit
-def _add_values(acc, acc_odd, shrink, p, v, FP8: tl.constexpr, PAIRS: tl.constexpr, PRECISION: tl.constexpr):
-    """acc * shrink + p @ v; its (even columns, odd columns) if in PAIRS, else (all, nothing)."""
-    if PAIRS:
-        even, odd = _columns(v, FP8)
-        p = p.to(tl.float16)
-        acc_odd = td.dot(p, odd, acc_odd * shrink[:, None], PRECISION)
-        return td.dot(p, even, acc * shrink[:, None], PRECISION), acc_odd
-    else:
-        return td.dot(td.from_float32(p, v.dtype), v, acc * shrink[:, None], PRECISION), acc_odd
-
-
 @td.jit
 def _attend(
     q1, q2, k_ptr, v_ptr, table_ptr, first, last, length, after, step, score_scale, cap, window,
@@ -174,19 +78,19 @@ def _attend(
     total = tl.full((BLOCK_M,), 0.0, tl.float32)
     acc = tl.full((BLOCK_M, DVP // 2 if PAIRS else DVP), 0.0, tl.float32)
     acc_odd = acc if PAIRS else 0
-    q1, q1_odd = _query_columns(q1, D1, PAIRS)
+    q1, q1_odd = query_columns(q1, D1, PAIRS)
     if D2:
-        q2, q2_odd = _query_columns(q2, D2, PAIRS)
+        q2, q2_odd = query_columns(q2, D2, PAIRS)
     for block in range(first, last):
         keys = block * BLOCK_N + tl.arange(0, BLOCK_N)
         there = keys < length
-        k_rows = _key_rows(table_ptr, keys, there, stride_kb, stride_ks, PAGE)
-        k1 = _cache_rows(k_ptr, k_rows, there, WIDTH1, D1, FP8, PAIRS)
+        k_rows = key_rows(table_ptr, keys, there, stride_kb, stride_ks, PAGE)
+        k1 = cache_rows(k_ptr, k_rows, there, WIDTH1, D1, FP8, PAIRS)
         scores = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
-        scores = _add_scores(scores, q1, q1_odd, k1, FP8, PAIRS, PRECISION)
+        scores = add_scores(scores, q1, q1_odd, k1, FP8, PAIRS, PRECISION)
         if D2:
-            k2 = _cache_rows(k_ptr + D1, k_rows, there, D - D1, D2, FP8, PAIRS)
-            scores = _add_scores(scores, q2, q2_odd, k2, FP8, PAIRS, PRECISION)
+            k2 = cache_rows(k_ptr + D1, k_rows, there, D - D1, D2, FP8, PAIRS)
+            scores = add_scores(scores, q2, q2_odd, k2, FP8, PAIRS, PRECISION)
         scores = _capped(scores * score_scale, cap, SOFT_CAP)
         scores = tl.where(_sees(keys, length, after, step, window, TQ, WINDOW), scores, float("-inf"))
         higher = tl.maximum(highest, td.max_of(scores, 1))
@@ -198,9 +102,9 @@ def _attend(
         if V_IS_K:
             v = k1
         else:
-            v_rows = _key_rows(table_ptr, keys, there, stride_vb, stride_vs, PAGE)
-            v = _cache_rows(v_ptr, v_rows, there, DV, DVP, FP8, PAIRS)
-        acc, acc_odd = _add_values(acc, acc_odd, shrink, p, v, FP8, PAIRS, PRECISION)
+            v_rows = key_rows(table_ptr, keys, there, stride_vb, stride_vs, PAGE)
+            v = cache_rows(v_ptr, v_rows, there, DV, DVP, FP8, PAIRS)
+        acc, acc_odd = add_values(acc, acc_odd, shrink, p, v, FP8, PAIRS, PRECISION)
     if PAIRS:
         acc = tl.join(acc, acc_odd).reshape(BLOCK_M, DVP)
     some = total > 0.0
@@ -237,15 +141,6 @@ def _place(pos, ends, blocks, tiles_of_entry):
     start = td.pick(ends, entries, entry) - of_tile * tiles_of_entry
     which = (pos - start) // of_tile
     return entry, which, start + which * of_tile
-
-
-@td.jit
-def _query(q_ptr, rows, there, D: tl.constexpr, FIRST: tl.constexpr, PADDED: tl.constexpr, FP8: tl.constexpr):
-    """PADDED columns of query rows from FIRST on, as far as they go, in the type that the cache is read as."""
-    offs = FIRST + tl.arange(0, PADDED)
-    mask = there[:, None] & (offs < D)[None, :]
-    q = tl.load(q_ptr + rows[:, None] * D + offs[None, :], mask=mask, other=0.0)
-    return td.to_float32(q).to(tl.float16) if FP8 else q
 
 
 @td.jit
@@ -356,8 +251,8 @@ def flash_decode_kernel(
         row = block_r * RP + rows_m
         is_row = (rows_m < RP) & (row < TQ * G)
         query = query_rows(entry, head, row, heads, G, TQ)
-        q1 = _query(q_ptr, query, is_row, D, 0, D1, FP8)
-        q2 = _query(q_ptr, query, is_row, D, D1, D2, FP8) if D2 else q1
+        q1 = load_query(q_ptr, query, is_row, D, 0, D1, FP8)
+        q2 = load_query(q_ptr, query, is_row, D, D1, D2, FP8) if D2 else q1
         scale_k, scale_v = tl.cast(score_scale, tl.float32), tl.full((), 1.0, tl.float32)
         if SCALES:
             scale_k *= tl.load(k_scale_ptr + head * (SCALES - 1))

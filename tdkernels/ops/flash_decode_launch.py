@@ -10,12 +10,10 @@ from tdkernels.ops._config import text_of
 from tdkernels.ops._launch import Launch, alone_on, launch_kept, to_be_made
 from tdkernels.ops._local_flags import local_flags
 from tdkernels.ops._tiles import next_power_of_2
+from tdkernels.ops.flash_decode_cache import FP8_BITS, FP8_NATIVE, FP8_NONE
 from tdkernels.ops.flash_decode_checks import FP8
 from tdkernels.ops.flash_decode_config import DecodeShape, default_config, num_programs
 from tdkernels.ops.flash_decode_kernel import (
-    FP8_BITS,
-    FP8_NATIVE,
-    FP8_NONE,
     TURNS_BEFORE_TILES,
     TURNS_OF_TILE,
     flash_decode_kernel,

@@ -16,7 +16,14 @@ from dataclasses import replace
 import torch
 
 from tdkernels.autotune.operator import Floors, register
-from tdkernels.ops import _attention, _device, flash_decode_config, flash_decode_kernel, flash_decode_merge
+from tdkernels.ops import (
+    _attention,
+    _device,
+    flash_decode_cache,
+    flash_decode_config,
+    flash_decode_kernel,
+    flash_decode_merge,
+)
 from tdkernels.ops import _dense_tuning as dense
 from tdkernels.ops import flash_decode as op
 from tdkernels.ops import flash_decode_launch as launcher
@@ -58,7 +65,10 @@ class FlashDecodeTunable(ConfigTunable):
     sizes = ("batch", "queries", "heads", "kv_heads", "d", "dv", "keys")
     layouts = tuple(layout_of(*kinds) for kinds in itertools.product((False, True), repeat=3))
     config_class = FlashDecodeConfig
-    sources = (op, launcher, flash_decode_config, flash_decode_kernel, flash_decode_merge, nodes, _attention)
+    sources = (
+        op, launcher, flash_decode_cache, flash_decode_config, flash_decode_kernel, flash_decode_merge, nodes,
+        _attention,
+    )  # fmt: skip
     plain_words = "torch attention, then an all-gather", "torch's attention and all-gather"
     local_words = "a copy of as many bytes"
     alone = True
