@@ -7,7 +7,7 @@ from tdkernels.ops._tiles import next_power_of_2
 
 _MAX_ROWS, _MAX_WIDE_ROWS = 64, 32  # query rows of a tile; of heads of more than 256
 _FEW_BLOCKS = 16  # of keys, for a multiprocessor
-_MAX_PARTS = 8192  # of tiles' shares: what scratch memory is made for
+MAX_PROGRAMS = 8192  # more than any GPU holds at a time: what there are private words for
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class FlashDecodeConfig:
             return f"num_warps must be 1, 2, 4, 8 or 16, not {self.num_warps}"
         if self.num_stages < 1:
             return f"num_stages must be at least 1, not {self.num_stages}"
-        if not 0 <= self.num_programs <= _MAX_PARTS:
-            return f"num_programs must be from 0 to {_MAX_PARTS}, not {self.num_programs}"
+        if not 0 <= self.num_programs <= MAX_PROGRAMS:
+            return f"num_programs must be from 0 to {MAX_PROGRAMS}, not {self.num_programs}"
         return None
 
     def shared_memory_bytes(self, shape):

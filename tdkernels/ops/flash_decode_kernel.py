@@ -3,7 +3,8 @@
 A *tile* is what belongs to one entry of the batch, one head of the cache and one block of query rows. All tiles' blocks
 of keys make one line, in that order, of which every program takes an equal share: so any batch with any lengths fills
 the GPU, and the lengths may stay on the device. Who has a part of a tile leaves it in scratch memory; the last to come
-merges the parts in their order and stores the result in every rank's buffer. When a program has nothing left to compute
+merges the parts in their order, of many parts those that the last ones of groups have made of theirs, and stores the
+result in every rank's buffer. When a program has nothing left to compute
 it raises one signal for each of its tiles at each peer, together, for each release waits for stores to arrive; then it
 waits for these tiles from all peers, and merges them in rank order.
 
@@ -22,10 +23,13 @@ from tdkernels.lang._trace import ALL_PEERS, NO_PEER
 from tdkernels.ops._attention import LOG2_E
 from tdkernels.ops.flash_decode_cache import add_scores, add_values, cache_rows, key_rows, load_query, query_columns
 from tdkernels.ops.flash_decode_merge import (
+    MOST_PARTS,
     NUMBERS_AT_A_TIME,
     PARTS_AT_A_TIME,
+    PARTS_OF_GROUP,
     exchange_lengths,
     lse_at,
+    merge_group,
     merge_parts,
     merge_ranks,
     query_rows,
@@ -35,7 +39,7 @@ from tdkernels.ops.flash_decode_merge import (
 from tdkernels.ops.flash_decode_nodes import exchange_lengths_of_nodes, give_to_owner, lengths_of_nodes_at, merge_nodes
 
 # What a program notes with a number, at most: before its tiles, and of each of them.
-TURNS_BEFORE_TILES, TURNS_OF_TILE = tl.constexpr(2), tl.constexpr(3)
+TURNS_BEFORE_TILES, TURNS_OF_TILE = tl.constexpr(2), tl.constexpr(4)
 
 
 # ---- attention of one tile over some blocks of keys ----
@@ -184,8 +188,8 @@ def flash_decode_kernel(
 
     A half holds o [RANKS, tiles, RP, DVP] and lse [RANKS, tiles, RP] of every rank's tiles, in fp32, then lengths
     [RANKS, BP]. Signal number ``source * tiles + tile`` says that the source's tile is there; behind these, ``source``
-    says the same of its lengths. Flag number ``tile`` counts those that have left a part of it in scratch memory, which
-    holds o and lse like a half does. With NODES > 1 a half holds what ``flash_decode_nodes`` says.
+    says the same of its lengths. Flag number ``tile`` counts those that have left a part of it in scratch memory, or what
+    a group of parts makes; groups' flags are behind those of the tiles. Scratch memory holds o and lse like a half does. With NODES > 1 a half holds what ``flash_decode_nodes`` says.
 
     flags_ptr: of one rank alone, which has no workspace. RP: rows of a tile, in memory; BP: B, as a power of two.
     PAIRS: columns of fp8 caches are read two at a time. SCALES: 0, 1 for a tensor's, 2 for a head's.
@@ -285,16 +289,28 @@ def flash_decode_kernel(
             tl.store(part_lse_ptr + number * RP + rows_m, lse, mask=rows_m < RP)
             first_program = first // share
             parts = (first + of_tile - 1) // share - first_program + 1
-            if td.arrive(flags + tile, parts):
+            first_number = (tile + first_program).to(tl.int64)
+            apart = tl.full((), 1, tl.int64)
+            here = parts > 0
+            if parts > MOST_PARTS:
+                td.mark(trace, "joins", NO_PEER, turn + 2)
+                here = merge_group(
+                    scratch_ptr, part_lse_ptr, flags + tiles + tile, number, first_number, parts, ROWS, RP, DVP,
+                    PARTS_OF_GROUP,
+                )  # fmt: skip
+                parts = (parts + PARTS_OF_GROUP - 1) // PARTS_OF_GROUP
+                apart += PARTS_OF_GROUP - 1
+            if here:
+                here = td.arrive(flags + tile, parts)
+            if here:
                 count += 1
                 last = tile
-                td.mark(trace, "joins", NO_PEER, turn + 2)
-                number = (tile + first_program).to(tl.int64)
+                td.mark(trace, "joins", NO_PEER, turn + 3)
                 for from_row in range(0, RP, ROWS):
                     rows = from_row + tl.arange(0, ROWS)
                     merged, merged_lse = merge_parts(
-                        scratch_ptr + number * PART, part_lse_ptr + number * RP, PART, RP, parts, rows, DVP,
-                        PARTS_AT_A_TIME,
+                        scratch_ptr + first_number * PART, part_lse_ptr + first_number * RP, apart * PART, apart * RP,
+                        parts, rows, DVP, PARTS_AT_A_TIME,
                     )  # fmt: skip
                     _give(
                         ctx, half, merged, merged_lse, rows, entry, head, block_r, tile, tiles, heads, o_ptr, lse_ptr,

@@ -12,13 +12,14 @@ from tdkernels.ops._local_flags import local_flags
 from tdkernels.ops._tiles import next_power_of_2
 from tdkernels.ops.flash_decode_cache import FP8_BITS, FP8_NATIVE, FP8_NONE
 from tdkernels.ops.flash_decode_checks import FP8
-from tdkernels.ops.flash_decode_config import DecodeShape, default_config, num_programs
+from tdkernels.ops.flash_decode_config import MAX_PROGRAMS, DecodeShape, default_config, num_programs
 from tdkernels.ops.flash_decode_kernel import (
     TURNS_BEFORE_TILES,
     TURNS_OF_TILE,
     flash_decode_kernel,
     flash_decode_nodes_kernel,
 )
+from tdkernels.ops.flash_decode_merge import PARTS_OF_GROUP
 from tdkernels.ops.flash_decode_nodes import num_slots, slot_numbers
 from tdkernels.symm import get_workspace
 from tdkernels.symm.group import group_state
@@ -111,6 +112,11 @@ def _scratch(q, shape, programs):
     return to_be_made(q, (shape.tiles + programs) * shape.rows_of_tile * (shape.padded_dv + 1), dtype=torch.float32)
 
 
+def _num_flags(shape):
+    """Private words of a launch: for tiles, and for groups of their parts; the same on all ranks, whatever they hold."""
+    return 2 * shape.tiles + -(-(shape.tiles + MAX_PROGRAMS) // PARTS_OF_GROUP.value)
+
+
 def _turns(shape, config, capacity, programs):
     """How often a program notes something with a number, at most: a tile takes one block of keys or more."""
     blocks = shape.tiles * max(-(-capacity // config.block_n), 1)
@@ -171,12 +177,12 @@ def _prepare(workspace, alone, operands, kind, options, config, keep):
     programs = num_programs(config, shape, capacity, q.device)
     ctx, plan, ranks, nodes, flags = None, 0, 1, 1, None
     if alone:
-        flags = local_flags(q.device, shape.tiles)
+        flags = local_flags(q.device, _num_flags(shape))
     else:
         ranks, nodes = workspace.world_size, workspace.group.topology.num_nodes
         plan = workspace.prepare(
             "flash_decode", _plan_fields(q, shape, options, config), *half_sizes(shape, ranks, nodes),
-            num_flags=shape.tiles,
+            num_flags=_num_flags(shape),
         )  # fmt: skip
         ctx = workspace.ctx
     outputs, scratch = _outputs(q, shape, keep), _scratch(q, shape, programs)

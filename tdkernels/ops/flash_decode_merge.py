@@ -11,7 +11,9 @@ from tdkernels.lang._trace import ALL_PEERS
 from tdkernels.ops._attention import LN_2
 
 # Numbers of a part, and parts, that are merged at a time: a read takes far longer than an addition.
-NUMBERS_AT_A_TIME, PARTS_AT_A_TIME = tl.constexpr(512), tl.constexpr(16)
+NUMBERS_AT_A_TIME, PARTS_AT_A_TIME = tl.constexpr(512), tl.constexpr(32)
+# Of more parts than these a tile's are merged in two steps, so many at first: groups side by side, by their last ones.
+MOST_PARTS, PARTS_OF_GROUP = tl.constexpr(64), tl.constexpr(16)
 
 
 @td.jit
@@ -50,6 +52,30 @@ def merge_parts(o, lse, stride_o, stride_lse, count, rows, DVP: tl.constexpr, ST
     some = total > 0.0
     merged = merged / tl.where(some, total, 1.0)[:, None]
     return merged, tl.where(some, highest + tl.log2(tl.where(some, total, 1.0)), float("-inf"))
+
+
+@td.jit
+def merge_group(
+    o, lse, flags, number, first, parts, ROWS: tl.constexpr, RP: tl.constexpr, DVP: tl.constexpr, STEP: tl.constexpr
+):
+    """Leave in the place of its first part what part ``number`` and its group make, if we are the group's last to come.
+
+    Returns whether we were. Parts of the tile have numbers from ``first`` on, and lie by their number.
+    """
+    begin = first + (number - first) // PARTS_OF_GROUP * PARTS_OF_GROUP
+    count = tl.minimum(PARTS_OF_GROUP, first + parts - begin)
+    # Each group has a word of its own: a tile's begin PARTS_OF_GROUP apart, and ``flags`` is one further for each tile.
+    is_last = td.arrive(flags + begin // PARTS_OF_GROUP, count)
+    if is_last:
+        o += begin * (RP * DVP)
+        lse += begin * RP
+        for from_row in range(0, RP, ROWS):
+            rows = from_row + tl.arange(0, ROWS)
+            merged, merged_lse = merge_parts(o, lse, RP * DVP, RP, count, rows, DVP, STEP)
+            tl.debug_barrier()  # all threads have read what is now written over
+            tl.store(o + rows[:, None] * DVP + tl.arange(0, DVP)[None, :], merged)
+            tl.store(lse + rows, merged_lse)
+    return is_last
 
 
 @td.jit

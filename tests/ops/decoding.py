@@ -17,6 +17,7 @@ CONFIGS = {
     "default": None,
     "small blocks": dict(block_n=16, num_warps=2, num_stages=1, num_programs=3),
     "one program": dict(block_n=32, num_warps=4, num_stages=1, num_programs=1),
+    "many programs": dict(block_n=16, num_warps=4, num_stages=1, num_programs=225),
     "torch": dict(method="torch"),
 }
 SMALL = many(dict(batch=2, heads=4, kv_heads=2, dim=16, keys=7))

@@ -53,6 +53,12 @@ SPECS = {
         batch=1, heads=4, kv_heads=1, dim=96, value_dim=64, keys=9, scales="one", latent=True, tokens=2, seed=26
     ),
 }
+# So many blocks of 16 keys for each tile that its parts are merged in two steps: 200 and more, and 68 to 76.
+LONG = {
+    "one head": dict(batch=1, heads=3, kv_heads=1, dim=16, keys=3580, lens="full", seed=30),
+    "some heads": dict(batch=1, heads=66, kv_heads=3, dim=32, value_dim=16, keys=1190, lens="full", dtype=FP16, seed=31),
+    "wide": dict(batch=1, heads=18, kv_heads=1, dim=40, value_dim=140, keys=1250, lens="full", tokens=2, seed=32),
+}
 
 # The interpreter takes long, so CPU ranks are not asked everything everywhere.
 ON_CPU = {
@@ -79,6 +85,13 @@ ON_CPU = {
 ])  # fmt: skip
 def test_everything(world_size, config, spec):
     on_ranks(world_size, asked.computes, many(SPECS[spec]), config)
+
+
+@pytest.mark.parametrize("world_size, spec", [
+    (world_size, spec) for world_size in (1, 2) for spec in LONG if ON_GPU or world_size == 1 or spec == "wide"
+])  # fmt: skip
+def test_everything_of_many_parts(world_size, spec):
+    on_ranks(world_size, asked.computes, LONG[spec], "many programs")
 
 
 def test_every_spec_is_asked_on_cpu_ranks():
