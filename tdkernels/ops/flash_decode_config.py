@@ -75,7 +75,11 @@ class DecodeShape:
 
     @property
     def rows_of_tile(self):
-        return min(next_power_of_2(self.rows), _MAX_ROWS if max(self.d, self.dv) <= 256 else _MAX_WIDE_ROWS)
+        return min(next_power_of_2(self.rows), _MAX_WIDE_ROWS if self.is_wide else _MAX_ROWS)
+
+    @property
+    def is_wide(self):
+        return max(self.d, self.dv) > 256
 
     @property
     def block_m(self):
@@ -119,7 +123,11 @@ def default_config(shape, device):
     warps = 8 if shape.block_m * shape.padded_dv >= 8192 else 4
     # Two programs a multiprocessor, so that one reads while the other is between two tiles.
     room = _device.shared_memory_bytes(device) // 2 - 1024
-    if shape.paged:
+    if shape.is_wide and shape.cache_bytes == 2:
+        # Fewer programs of eight warps were slower, of any tile, but for 64K keys of one sequence.
+        warps = 4
+        candidates = ((32, 3 + shape.paged), (32, 2 + shape.paged), (16, 2 + shape.paged))
+    elif shape.paged:
         candidates = ((128, 3), (64, 3), (32, 3), (16, 3))
     elif shape.cache_bytes == 1:
         candidates = ((128, 3), (64, 4), (64, 3), (32, 3), (64, 2), (32, 2), (16, 2))

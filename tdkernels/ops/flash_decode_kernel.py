@@ -23,8 +23,10 @@ from tdkernels.lang._trace import ALL_PEERS, NO_PEER
 from tdkernels.ops._attention import LOG2_E
 from tdkernels.ops.flash_decode_cache import add_scores, add_values, cache_rows, key_rows, load_query, query_columns
 from tdkernels.ops.flash_decode_merge import (
+    LARGE_PART,
+    LARGE_PARTS_OF_GROUP,
+    MOST_LARGE_PARTS,
     MOST_PARTS,
-    NUMBERS_AT_A_TIME,
     PARTS_AT_A_TIME,
     PARTS_OF_GROUP,
     exchange_lengths,
@@ -33,6 +35,7 @@ from tdkernels.ops.flash_decode_merge import (
     merge_parts,
     merge_ranks,
     query_rows,
+    rows_at_a_time,
     store_output,
     store_parts,
 )
@@ -182,24 +185,29 @@ def flash_decode_kernel(
     D2: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, RP: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, PAGE: tl.constexpr, FP8: tl.constexpr, PAIRS: tl.constexpr, V_IS_K: tl.constexpr,
     SCALES: tl.constexpr, SOFT_CAP: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
-    NODES: tl.constexpr = 1, trace_ptr=None,
+    NUMBERS: tl.constexpr, NODES: tl.constexpr = 1, trace_ptr=None,
 ):  # fmt: skip
     """q [B, TQ, heads * G, D], keys and values of ``heads`` heads, lens [B] -> o [B, TQ, heads * G, DV], lse.
 
     A half holds o [RANKS, tiles, RP, DVP] and lse [RANKS, tiles, RP] of every rank's tiles, in fp32, then lengths
     [RANKS, BP]. Signal number ``source * tiles + tile`` says that the source's tile is there; behind these, ``source``
-    says the same of its lengths. Flag number ``tile`` counts those that have left a part of it in scratch memory, or what
-    a group of parts makes; groups' flags are behind those of the tiles. Scratch memory holds o and lse like a half does. With NODES > 1 a half holds what ``flash_decode_nodes`` says.
+    says the same of its lengths. Flag number ``tile`` counts those that have left a part of it, or of a group of parts
+    the sum, in scratch memory, which holds o and lse like a half does; groups' flags are behind those of the tiles.
+    With NODES > 1 a half holds what ``flash_decode_nodes`` says.
 
     flags_ptr: of one rank alone, which has no workspace. RP: rows of a tile, in memory; BP: B, as a power of two.
-    PAIRS: columns of fp8 caches are read two at a time. SCALES: 0, 1 for a tensor's, 2 for a head's.
+    PAIRS: columns of fp8 caches are read two at a time. SCALES: 0, 1 for a tensor's, 2 for a head's. NUMBERS: that are
+    read at a time to merge parts.
     """
     BLOCKS_R: tl.constexpr = (TQ * G + RP - 1) // RP
     PART: tl.constexpr = RP * DVP
-    # Rows that are merged at a time.
-    ROWS: tl.constexpr = (
-        RP if PART < NUMBERS_AT_A_TIME else (NUMBERS_AT_A_TIME // DVP if DVP < NUMBERS_AT_A_TIME else 1)
-    )
+    LARGE: tl.constexpr = PART >= LARGE_PART
+    MOST: tl.constexpr = MOST_LARGE_PARTS if LARGE else MOST_PARTS
+    GROUP: tl.constexpr = LARGE_PARTS_OF_GROUP if LARGE else PARTS_OF_GROUP
+    # Parts and rows that are merged at a time: of wide rows rather more of these.
+    STEP: tl.constexpr = PARTS_AT_A_TIME // 2 if 2 * DVP * PARTS_AT_A_TIME >= NUMBERS else PARTS_AT_A_TIME
+    ROWS: tl.constexpr = rows_at_a_time(RP, DVP, STEP, NUMBERS)
+    ROWS_OF_GROUP: tl.constexpr = rows_at_a_time(RP, DVP, GROUP, NUMBERS)
     KNOWS_OTHERS: tl.constexpr = RANKS > 1 and (TQ > 1 or WINDOW)
     pid = tl.program_id(0)
     trace = (trace_ptr, pid)
@@ -292,14 +300,14 @@ def flash_decode_kernel(
             first_number = (tile + first_program).to(tl.int64)
             apart = tl.full((), 1, tl.int64)
             here = parts > 0
-            if parts > MOST_PARTS:
+            if parts > MOST:
                 td.mark(trace, "joins", NO_PEER, turn + 2)
                 here = merge_group(
-                    scratch_ptr, part_lse_ptr, flags + tiles + tile, number, first_number, parts, ROWS, RP, DVP,
-                    PARTS_OF_GROUP,
+                    scratch_ptr, part_lse_ptr, flags + tiles + tile, number, first_number, parts,
+                    ROWS_OF_GROUP, RP, DVP, GROUP,
                 )  # fmt: skip
-                parts = (parts + PARTS_OF_GROUP - 1) // PARTS_OF_GROUP
-                apart += PARTS_OF_GROUP - 1
+                parts = (parts + GROUP - 1) // GROUP
+                apart += GROUP - 1
             if here:
                 here = td.arrive(flags + tile, parts)
             if here:
@@ -310,7 +318,7 @@ def flash_decode_kernel(
                     rows = from_row + tl.arange(0, ROWS)
                     merged, merged_lse = merge_parts(
                         scratch_ptr + first_number * PART, part_lse_ptr + first_number * RP, apart * PART, apart * RP,
-                        parts, rows, DVP, PARTS_AT_A_TIME,
+                        parts, rows, DVP, STEP,
                     )  # fmt: skip
                     _give(
                         ctx, half, merged, merged_lse, rows, entry, head, block_r, tile, tiles, heads, o_ptr, lse_ptr,

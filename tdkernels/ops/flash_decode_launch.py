@@ -19,7 +19,7 @@ from tdkernels.ops.flash_decode_kernel import (
     flash_decode_kernel,
     flash_decode_nodes_kernel,
 )
-from tdkernels.ops.flash_decode_merge import PARTS_OF_GROUP
+from tdkernels.ops.flash_decode_merge import LARGE_PARTS_OF_GROUP, NUMBERS_OF_WARP
 from tdkernels.ops.flash_decode_nodes import num_slots, slot_numbers
 from tdkernels.symm import get_workspace
 from tdkernels.symm.group import group_state
@@ -113,8 +113,8 @@ def _scratch(q, shape, programs):
 
 
 def _num_flags(shape):
-    """Private words of a launch: for tiles, and for groups of their parts; the same on all ranks, whatever they hold."""
-    return 2 * shape.tiles + -(-(shape.tiles + MAX_PROGRAMS) // PARTS_OF_GROUP.value)
+    """Private words of a launch, for tiles and for groups of their parts: the same on all ranks, whatever they hold."""
+    return 2 * shape.tiles + -(-(shape.tiles + MAX_PROGRAMS) // LARGE_PARTS_OF_GROUP.value)
 
 
 def _turns(shape, config, capacity, programs):
@@ -218,7 +218,7 @@ def arguments(
         "BLOCK_M": shape.block_m, "BLOCK_N": config.block_n, "PAGE": k_cache.shape[1] if paged else 0, "FP8": kind,
         "PAIRS": kind != FP8_NONE.value and _in_pairs(shape, k_cache, v_cache), "V_IS_K": shape.value_is_key,
         "SCALES": of_scales, "SOFT_CAP": soft_cap is not None, "WINDOW": window is not None,
-        "PRECISION": _operands.dot_precision(q.dtype), "NODES": nodes, "num_warps": config.num_warps,
-        "num_stages": config.num_stages, "trace_ptr": None,
+        "PRECISION": _operands.dot_precision(q.dtype), "NUMBERS": NUMBERS_OF_WARP * config.num_warps, "NODES": nodes,
+        "num_warps": config.num_warps, "num_stages": config.num_stages, "trace_ptr": None,
     }  # fmt: skip
     return args, constants

@@ -10,10 +10,18 @@ from tdkernels import lang as td
 from tdkernels.lang._trace import ALL_PEERS
 from tdkernels.ops._attention import LN_2
 
-# Numbers of a part, and parts, that are merged at a time: a read takes far longer than an addition.
-NUMBERS_AT_A_TIME, PARTS_AT_A_TIME = tl.constexpr(512), tl.constexpr(32)
+# Numbers that a warp reads at a time to merge parts, for a read takes far longer than an addition, and parts at a time.
+NUMBERS_OF_WARP, PARTS_AT_A_TIME = 4096, tl.constexpr(32)
 # Of more parts than these a tile's are merged in two steps, so many at first: groups side by side, by their last ones.
+# Of large parts fewer, since what one program reads from the L2 cache is what counts then, not how often it waits.
 MOST_PARTS, PARTS_OF_GROUP = tl.constexpr(64), tl.constexpr(16)
+MOST_LARGE_PARTS, LARGE_PARTS_OF_GROUP, LARGE_PART = tl.constexpr(16), tl.constexpr(8), tl.constexpr(16384)  # numbers
+
+
+@triton.constexpr_function
+def rows_at_a_time(rows, width, parts, numbers):
+    """Of so many rows of a part, so wide, as many as make ``numbers`` with those of ``parts`` parts; one at least."""
+    return min(rows, max(numbers // (parts * width), 1))
 
 
 @td.jit
@@ -56,22 +64,22 @@ def merge_parts(o, lse, stride_o, stride_lse, count, rows, DVP: tl.constexpr, ST
 
 @td.jit
 def merge_group(
-    o, lse, flags, number, first, parts, ROWS: tl.constexpr, RP: tl.constexpr, DVP: tl.constexpr, STEP: tl.constexpr
+    o, lse, flags, number, first, parts, ROWS: tl.constexpr, RP: tl.constexpr, DVP: tl.constexpr, GROUP: tl.constexpr
 ):
     """Leave in the place of its first part what part ``number`` and its group make, if we are the group's last to come.
 
     Returns whether we were. Parts of the tile have numbers from ``first`` on, and lie by their number.
     """
-    begin = first + (number - first) // PARTS_OF_GROUP * PARTS_OF_GROUP
-    count = tl.minimum(PARTS_OF_GROUP, first + parts - begin)
-    # Each group has a word of its own: a tile's begin PARTS_OF_GROUP apart, and ``flags`` is one further for each tile.
-    is_last = td.arrive(flags + begin // PARTS_OF_GROUP, count)
+    begin = first + (number - first) // GROUP * GROUP
+    count = tl.minimum(GROUP, first + parts - begin)
+    # Each group has a word of its own: a tile's begin GROUP apart, and ``flags`` is one further for each tile.
+    is_last = td.arrive(flags + begin // GROUP, count)
     if is_last:
         o += begin * (RP * DVP)
         lse += begin * RP
         for from_row in range(0, RP, ROWS):
             rows = from_row + tl.arange(0, ROWS)
-            merged, merged_lse = merge_parts(o, lse, RP * DVP, RP, count, rows, DVP, STEP)
+            merged, merged_lse = merge_parts(o, lse, RP * DVP, RP, count, rows, DVP, GROUP)
             tl.debug_barrier()  # all threads have read what is now written over
             tl.store(o + rows[:, None] * DVP + tl.arange(0, DVP)[None, :], merged)
             tl.store(lse + rows, merged_lse)

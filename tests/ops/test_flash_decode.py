@@ -56,7 +56,9 @@ SPECS = {
 # So many blocks of 16 keys for each tile that its parts are merged in two steps: 200 and more, and 68 to 76.
 LONG = {
     "one head": dict(batch=1, heads=3, kv_heads=1, dim=16, keys=3580, lens="full", seed=30),
-    "some heads": dict(batch=1, heads=66, kv_heads=3, dim=32, value_dim=16, keys=1190, lens="full", dtype=FP16, seed=31),
+    "some heads": dict(
+        batch=1, heads=66, kv_heads=3, dim=32, value_dim=16, keys=1190, lens="full", dtype=FP16, seed=31
+    ),
     "wide": dict(batch=1, heads=18, kv_heads=1, dim=40, value_dim=140, keys=1250, lens="full", tokens=2, seed=32),
 }
 
