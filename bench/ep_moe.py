@@ -158,6 +158,7 @@ def _methods(case, part, plan, room, add_up):
         "parts": ep_moe_methods.parts(part, experts, room),
         "tdkernels": ep_moe_methods.ours(part, experts),
         "tdkernels-max-tokens": ep_moe_methods.ours(part, experts, room),
+        "tdkernels-overlapped": ep_moe_methods.ours(part, experts, room, EpMoeConfig(method="fused")),
     }
     tries, absent = parts.overridden(
         plan, default_config(rank_device()), _override,

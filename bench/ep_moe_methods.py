@@ -5,7 +5,7 @@
     sequence        both, with the permutes that a user would write (``permutes``); the host knows all sizes
     parts           ep_dispatch, group_gemm and ep_combine one after the other, with max_tokens
     tdkernels       ep_moe as it comes, where the host waits for how many rows there are; -max-tokens: where it never
-                    waits
+                    waits; -overlapped: that with method "fused", whose products overlap the ways there and back
 
 The sequence finds out where rows belong while they are under way.
 """

@@ -23,7 +23,10 @@ from tdkernels.ops import (
     ag_attention_kernel,
     ag_attention_merge,
     collective_launch,
+    ep_dispatch_gemm_kernel,
+    ep_gemm_combine_kernel,
     ep_launch,
+    ep_moe_fused,
     ep_routing,
     flash_decode_backward_kernel,
     flash_decode_launch,
@@ -331,6 +334,45 @@ def sliced_launches(arch, dtype, sizes=(256, 2, 4, 512, 256), ranks=4):
 
 def compile_sliced(name, arch, dtype=BF16, **options):
     (compiled,) = compile_launches([sliced_launches(arch, dtype, **options)[name]], arch)
+    return compiled
+
+
+# What an ep_moe that overlaps launches, with its gradients: the order of its rows, and the two kernels.
+EXPERT_LAYER = ["order", "rows, swiglu", "rows, interleaved", "gradient of sums", "sums", "gradient of rows"]
+
+
+@functools.cache
+def expert_layer_launches(arch, dtype, sizes=(256, 2, 4, 512, 256), ranks=4):
+    """{name: (kernel, args, kwargs)}; sizes are those of a rank: T, k, E / W, H, I."""
+    tokens, k, each, width, hidden = sizes
+    group, tiles = SimpleNamespace(size=lambda: ranks), tiles_for(arch, dtype)
+    x, weights = torch.zeros(tokens, width, dtype=dtype), torch.ones(tokens, k)
+    gate_up, down = (torch.zeros(each, *size, dtype=dtype) for size in ((2 * hidden, width), (width, hidden)))
+    with contextlib.ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setattr(_device, "has_tma", lambda device: arch in ("sm_90", "sm_100"))
+        patch.setattr(ep_dispatch_gemm_kernel, "rows_of_buffer", lambda workspace, x: x[:1])
+        stack.enter_context(recorded_launches(ep_routing, ranks))
+        of_order, of_rows, of_sums = (
+            stack.enter_context(recorded_launches(module, ranks))
+            for module in (ep_moe_fused, ep_dispatch_gemm_kernel, ep_gemm_combine_kernel)
+        )
+        ids, most = torch.zeros(tokens, k, dtype=torch.int64), 2 * tokens
+        routing = ep_routing.route("op", ids, each * ranks, group, EpConfig(), max_tokens=most, whole=True)
+        order = ep_moe_fused._order(routing)
+        rows, sums = ep_dispatch_gemm_kernel.launch, ep_gemm_combine_kernel.launch
+        came = rows(routing, order, x, weights, gate_up, tiles, activation="swiglu", keep=True, keep_rows=True)
+        rows(routing, order, x, weights, gate_up, tiles, activation="swiglu_interleaved")
+        of_h = rows(
+            routing, order, x, None, down.transpose(1, 2), tiles, gradient=(came.y, came.weights), keep_rows=True
+        )  # fmt: skip
+        sums(routing, came.y, down, came.origins, tiles, weights=weights)
+        sums(routing, came.pre, gate_up.transpose(1, 2), came.origins, tiles, dots=of_h.dots)
+    return dict(zip(EXPERT_LAYER, of_order + of_rows + of_sums, strict=True))
+
+
+def compile_expert_layer(name, arch, dtype=BF16, **options):
+    (compiled,) = compile_launches([expert_layer_launches(arch, dtype, **options)[name]], arch)
     return compiled
 
 
@@ -692,6 +734,34 @@ def test_sliced_experts_on_hopper_use_wgmma_and_tma(name):
         assert ptx.find("cp.async.bulk.tensor", fence) > fence
 
 
+# The others are for one target of each vendor, to save time.
+@pytest.mark.parametrize("arch, name, dtype", [
+    (arch, name, dtype) for arch in TARGETS for name in EXPERT_LAYER for dtype in (BF16, FP32)
+    if dtype == BF16 and (name in ("order", "rows, swiglu", "sums") or arch in ("sm_90", "gfx942"))
+    or dtype == FP32 and name in ("gradient of sums", "gradient of rows") and arch == "sm_80"
+], ids=str)  # fmt: skip
+def test_overlapping_expert_layer_compiles(arch, name, dtype):
+    compile_expert_layer(name, arch, dtype)
+
+
+@pytest.mark.parametrize("arch, sizes, ranks", [("sm_90", (1, 1, 1, 1, 1), 1), ("gfx942", (3, 5, 7, 13, 9), 3)])
+def test_overlapping_expert_layer_of_odd_sizes_compiles(arch, sizes, ranks):
+    for name in ("order", "rows, swiglu", "gradient of sums", "sums", "gradient of rows"):
+        compile_expert_layer(name, arch, sizes=sizes, ranks=ranks)
+
+
+@pytest.mark.parametrize("name", EXPERT_LAYER[1:])
+def test_overlapping_expert_layer_on_hopper_uses_wgmma_and_tma(name):
+    ptx = compile_expert_layer(name, "sm_90").asm["ptx"]
+    assert "wgmma.mma_async" in ptx and "mma.sync" not in ptx
+    assert not re.search(r"(?:ld|st)\.global\.[bu]16\b", ptx), "single elements"
+    assert "st.release.sys.global.b64" in ptx and "ld.acquire.sys.global.b64" in ptx
+    if name in ("rows, swiglu", "rows, interleaved", "gradient of sums"):
+        # Rows that other ranks have stored are read by TMA, whose proxy has to be fenced after the wait.
+        fence = ptx.index("fence.proxy.async.global", ptx.index("ld.acquire.sys"))
+        assert ptx.find("cp.async.bulk.tensor", fence) > fence
+
+
 # Another dtype is for one target of each vendor, to save time.
 @pytest.mark.parametrize("arch, name, dtype", [
     (arch, name, dtype) for arch in TARGETS for name in ULYSSES for dtype in (BF16, FP32)
@@ -994,7 +1064,8 @@ def test_every_kernel_is_compiled_here():
     compiled = {*PRODUCTS, *ACROSS_NODES, *ONE_SHOT, *COLLECTIVES.values(), *small_launches()}
     compiled |= set(small_launches_across_nodes())
     of_ulysses = {kernel for kernel, *_ in ulysses_launches("sm_90", BF16).values()}
-    compiled |= of_experts | of_groups | of_sliced | of_ulysses
+    of_layer = {kernel for kernel, *_ in expert_layer_launches("sm_90", BF16).values()}
+    compiled |= of_experts | of_groups | of_sliced | of_ulysses | of_layer
     for nodes in (1, 2):
         compiled |= {kernel for kernel, *_ in decode_launch("one token", "sm_90", nodes=nodes)}
     compiled |= {kernel for kernel, *_ in attention_launches("sm_90", BF16).values()}

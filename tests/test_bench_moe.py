@@ -114,7 +114,7 @@ def measures_ep():
 def test_every_part_of_ep_moe_is_checked_and_timed():
     found = on_ranks(2, measures_ep)[0]
     case = ep_case(backward=True)
-    names = {*NAMES, "parts", "tdkernels-max-tokens"}
+    names = {*NAMES, "parts", "tdkernels-max-tokens", "tdkernels-overlapped"}
     timed = {(part, name) for (part, name), _, times in found if times.get("ms")}
     assert timed == {(part, name) for part in case.parts for name in names}
     rows = ep_moe.rows(case, found, 400.0)

@@ -183,15 +183,18 @@ def _wait_each(ctx, signal_ptrs, expected, peers, there):
 
 
 @jit
-def arrive(flag_ptr, count):
+def arrive(flag_ptr, count, mine=1):
     """Whether we are the last of ``count`` programs of this rank to come here; they share a private word, of zero.
+
+    ``mine``: for so many of them, say pieces of work, of which a program has done several: each coming waits until all
+    that was stored is in memory, at whatever rank.
 
     The last one sees all that the others have stored, and may speak for them in a ``notify``. It sets the word back to
     zero, for the next launch. Acquire and release at GPU scope, after the whole program's stores.
     """
     tl.debug_barrier()
-    before = tl.atomic_add(flag_ptr, tl.full((), 1, tl.int64), sem="acq_rel", scope="gpu")
-    is_last = before == count - 1
+    before = tl.atomic_add(flag_ptr, tl.full((), 0, tl.int64) + mine, sem="acq_rel", scope="gpu")
+    is_last = before == count - mine
     if is_last:
         tl.store(flag_ptr, tl.full((), 0, tl.int64))
     return is_last

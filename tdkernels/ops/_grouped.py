@@ -38,7 +38,7 @@ def tile_of_groups(tile, rows, tiles, tiles_n, group_m, EXPERTS: tl.constexpr, B
 @td.jit
 def grouped_tile(
     acc, second,
-    a_at, a_desc, a_row, a_mask,  # A: addresses of the rows, or a descriptor of [1, rows, K] and the first row
+    a_at, a_desc, a_plane, a_row, a_mask,  # A: addresses of rows, or a descriptor [planes, rows, K] and the first row
     w_ptr, w_desc, plane, col, stride_plane, stride_w,  # W: [planes, N, K], or [planes, K, N] if W_IS_KN
     N, K, DTYPE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
@@ -51,7 +51,7 @@ def grouped_tile(
     """
     for k in range(0, K, BLOCK_K):
         if TMA_A:
-            a = a_desc.load([0, a_row, k]).reshape(BLOCK_M, BLOCK_K)
+            a = a_desc.load([a_plane, a_row, k]).reshape(BLOCK_M, BLOCK_K)
         else:
             offs_k = k + tl.arange(0, BLOCK_K)
             a_ptrs = td.pointer_to(a_at, DTYPE, EVEN_K)[:, None] + offs_k[None, :]

@@ -11,6 +11,8 @@ host waits for nothing but the number of rows, and with max_tokens not for that 
 
 Backward: that of the three, in turn. It sends two things, the gradient of y to the experts and that of x back.
 
+With ``EpMoeConfig(method="fused")`` the products overlap what is sent, forward and backward: ``ep_moe_fused``.
+
 Example:
     weights, ids = torch.topk(torch.softmax(x @ router, -1), 8)
     y = tdkernels.ep_moe(x, ids, weights, w_gate_up, w_down, num_experts=64)
@@ -27,6 +29,7 @@ from tdkernels.ops._swiglu import ACTIVATIONS
 from tdkernels.ops.ep_checks import check_dispatch, check_tensor
 from tdkernels.ops.ep_config import EpConfig
 from tdkernels.ops.ep_moe_compiled import ep_moe_compiled
+from tdkernels.ops.ep_moe_fused import ep_moe_fused, why_not
 from tdkernels.ops.ep_moe_steps import experts, receive
 from tdkernels.ops.group_gemm import check_activation, check_experts, group_gemm_ref
 from tdkernels.ops.group_gemm_kernel import GroupGemmConfig
@@ -40,13 +43,21 @@ class EpMoeConfig:
 
     ep:    the ways there and back, see ``EpConfig``; the same on all ranks
     gemm:  both products, see ``GroupGemmConfig``
+    method: "fused": products overlap the ways there and back, see ``ep_moe_fused``; "sequence": one step after the
+           other, which sends fewer bytes where tokens have several experts on a rank; "": the default; the same on all
+           ranks
     """
 
     ep: EpConfig | None = None
     gemm: GroupGemmConfig | None = None
+    method: str = ""
 
     def illegal(self, device, dtype):
         """Why this config cannot run on a device with a dtype; None when it can."""
+        if self.method not in ("", "fused", "sequence"):
+            return f'method must be "fused", "sequence" or "", not {self.method!r}'
+        if self.method == "fused" and self.gemm is not None and self.gemm.method != "fused":
+            return f'method "fused" multiplies by its own kernels, not by {self.gemm.method!r}'
         for name, kind in (("ep", EpConfig), ("gemm", GroupGemmConfig)):
             part = getattr(self, name)
             if part is None:
@@ -133,7 +144,8 @@ def ep_moe(
               "swiglu_interleaved": gate and up by turns
               quantize: None, or "fp8": tokens travel as float8_e4m3fn with an fp32 scale for 128 channels, and are
               multiplied in x's dtype again. x then has no gradient, all else has
-              max_tokens: as in ep_dispatch: how many rows any rank may receive or stage; the host does not wait then
+              max_tokens: as in ep_dispatch: how many rows any rank may receive or stage; the host does not wait then.
+              With method "fused" any rank's choices T * k have to fit, too
               group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the world (W ranks)
               config: EpMoeConfig; None takes the best one known for each part
     Returns:  y: [T, H], dtype of x. Products are summed in fp32, their results rounded to x's dtype; the sum over a
@@ -161,10 +173,24 @@ def ep_moe(
     return _run(*layer, *settings, group, config)
 
 
+def _is_fused(config, quantize, group):
+    """Whether a call overlaps its steps. Raises ValueError if it cannot and is told to."""
+    if config.method != "fused":
+        return False
+    reason = why_not(group, quantize)
+    if reason is not None:
+        raise ValueError(f'ep_moe: config cannot run: method "fused" does not go here: {reason}')
+    return True
+
+
 @outside_graphs
 def _run(
     x, topk_ids, topk_weights, w_gate_up, w_down, num_experts, activation, quantize, max_tokens, group, config
 ):
+    if _is_fused(config, quantize, group):
+        return ep_moe_fused(
+            x, topk_ids, topk_weights, w_gate_up, w_down, num_experts, activation, max_tokens, group, config
+        )
     rows, splits, handle = receive(x, topk_ids, topk_weights, num_experts, quantize, max_tokens, group, config.ep)
     made = experts(rows, splits, w_gate_up, w_down, activation, config.gemm)
     return ep_combine(made, handle, group=group)

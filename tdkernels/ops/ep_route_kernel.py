@@ -245,14 +245,24 @@ def state_facts(
 
 
 @td.jit
+def _most_choices(tables, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr):
+    """Choices of the rank that has most, of experts or of none."""
+    ranks = tl.arange(0, triton.next_power_of_2(RANKS))
+    return td.max_of(tl.load(tables + (ranks + 1) * (EXPERTS + RANKS + 2) - 1, mask=ranks < RANKS, other=0), 0) * K
+
+
+@td.jit
 def _agree(
-    ctx, tables, splits_ptr, capacity, plan, BY_SOURCE: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr
-):
-    """Of our totals make the tables: by one program, when all else is done."""
+    ctx, tables, splits_ptr, capacity, plan,
+    WHOLE: tl.constexpr, BY_SOURCE: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr,
+):  # fmt: skip
+    """Of our totals make the tables: by one program, when all else is done. WHOLE: every choice is sent by itself."""
     me = td.rank(ctx)
     _exchange(ctx, tables, plan, EXPERTS, RANKS)
     rows = lay_out_rows(tables, splits_ptr, me, BY_SOURCE, EXPERTS, RANKS)
     staged = _lay_out_tokens(tables, me, EXPERTS, RANKS)
+    if WHOLE:
+        staged = tl.maximum(staged, _most_choices(tables, K, EXPERTS, RANKS))
     tl.debug_barrier()  # splits may be stored again
     state_facts(ctx, tables, splits_ptr, me, rows, staged, capacity, BY_SOURCE, EXPERTS, RANKS)
 
@@ -260,8 +270,8 @@ def _agree(
 @td.jit(do_not_specialize=["num_tokens", "capacity", "plan"])
 def ep_route_kernel(
     ctx, ids_ptr, bad_ptr, tables, splits_ptr, num_tokens, capacity, plan,
-    AGREE: tl.constexpr, BY_SOURCE: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr,
-    N: tl.constexpr, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr,
+    AGREE: tl.constexpr, WHOLE: tl.constexpr, BY_SOURCE: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr,
+    RANKS: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Number the rows of ids [T, K], a tile of N ids a program; AGREE: add up, and lay out what all ranks send.
 
@@ -275,20 +285,20 @@ def ep_route_kernel(
             for start in range(0, EXPERTS + RANKS + 2, BLOCK):
                 add_up(tables, me, start, tiles, num_tokens, bad_ptr, K, EXPERTS, RANKS, BLOCK, AT_ONCE)
             tl.debug_barrier()  # others read what each thread has written
-            _agree(ctx, tables, splits_ptr, capacity, plan, BY_SOURCE, EXPERTS, RANKS)
+            _agree(ctx, tables, splits_ptr, capacity, plan, WHOLE, BY_SOURCE, K, EXPERTS, RANKS)
         td.finish(ctx)
 
 
 @td.jit(do_not_specialize=["num_tokens", "tiles", "capacity", "plan"])
 def ep_agree_kernel(
     ctx, bad_ptr, tables, splits_ptr, num_tokens, tiles, capacity, plan,
-    BY_SOURCE: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr,
-    AT_ONCE: tl.constexpr,
+    WHOLE: tl.constexpr, BY_SOURCE: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr,
+    BLOCK: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Add up what ``ep_route_kernel`` has left for many tiles, BLOCK columns a program, and lay out as it does."""
     num_tokens, tiles = tl.cast(num_tokens, tl.int32), tl.cast(tiles, tl.int32)
     start = tl.program_id(0) * BLOCK
     add_up(tables, td.rank(ctx), start, tiles, num_tokens, bad_ptr, K, EXPERTS, RANKS, BLOCK, AT_ONCE)
     if td.arrive(td.flag_at(ctx, 0), tl.num_programs(0)):
-        _agree(ctx, tables, splits_ptr, capacity, plan, BY_SOURCE, EXPERTS, RANKS)
+        _agree(ctx, tables, splits_ptr, capacity, plan, WHOLE, BY_SOURCE, K, EXPERTS, RANKS)
     td.finish(ctx)

@@ -27,6 +27,13 @@ _NO_LIMIT = (1 << 31) - 1
 _FEWEST_SLOTS = 64
 
 
+class Reach(NamedTuple):
+    """How much any rank has at most, for memory that is laid out alike on all of them: the same numbers everywhere."""
+
+    rows: int  # that it receives
+    choices: int  # of its tokens
+
+
 @dataclass
 class Routing:
     """Which rows the tokens of all ranks have: made by ``route``, completed by the first ``dispatch``."""
@@ -46,6 +53,7 @@ class Routing:
     came: torch.Tensor | None = None  # int32, see ep_tables: what has been received
     crossing: Crossing | None = None  # in a group on several nodes
     config_is_given: bool = True
+    reach: Reach | None = None  # where ``whole`` was asked for
 
     @property
     def world_size(self):
@@ -78,15 +86,18 @@ def _error_of_note(operator, name, kind, first, second, third):
         return ValueError(f"{operator}: the ids or splits of rank {first} are out of range or do not add up")
     return ValueError(
         f"{operator}: max_tokens={third} is too small: a rank receives {first} rows, and {second} tokens are staged at "
-        "most (on a rank, counted once for each peer); nothing was sent"
+        "most (on a rank, counted once for each peer; where rows go straight to experts, choices of tokens); nothing "
+        "was sent"
     )
 
 
-def route(operator, ids, num_experts, group, config, *, max_tokens=None, by_source=False, bad=None):
+def route(operator, ids, num_experts, group, config, *, max_tokens=None, by_source=False, bad=None, whole=False):
     """The Routing of ids [T, K]; the host waits for it unless ``max_tokens`` says how many rows there may be.
 
     ``config``: None if it is to be chosen by what is found
     ``bad``: an int32 scalar on the device, not zero if something is wrong with the ids that their values do not show
+    ``whole``: each choice is to be sent by itself, and all choices of a rank have to fit ``max_tokens``, too. Not in a
+    group on several nodes
     Raises:   ValueError on every rank for wrong ids (-1 is a dropped choice) or more rows than ``max_tokens``: on a GPU
               with ``max_tokens`` later, see ``Workspace.check``
     """
@@ -103,7 +114,7 @@ def route(operator, ids, num_experts, group, config, *, max_tokens=None, by_sour
     tables = torch.empty(length, dtype=torch.int32, device=device)
     local = num_experts // world_size
     splits = torch.empty((world_size, local) if by_source else (local,), dtype=torch.int32, device=device)
-    counting = _Counting(operator, tokens, k, num_experts, max_tokens, by_source, as_argument(config))
+    counting = _Counting(operator, tokens, k, num_experts, max_tokens, by_source, as_argument(config), whole)
     _launch_route(workspace, counting, crossing, ids.contiguous(), bad, tables, splits)
     rows = staged = crosses = max_tokens
     if max_tokens is None:
@@ -112,11 +123,15 @@ def route(operator, ids, num_experts, group, config, *, max_tokens=None, by_sour
         workspace.check()
         rows, staged = facts[Fact.ROWS], facts[Fact.MOST_STAGED if crossing is None else Fact.MOST_HERE]
         crosses = facts[Fact.MOST_PASSED]
+    reach = None
+    if whole:
+        known = max_tokens is None
+        reach = Reach(*map(_room, (facts[Fact.MOST_ROWS], facts[Fact.MOST_TOKENS] * k) if known else (max_tokens,) * 2))
     if crossing is not None:
         crossing.most = _slots(crosses)
     return Routing(
         group, config, operator, tokens, k, num_experts, max_tokens, rows, staged, _slots(staged), tables, splits,
-        crossing=crossing, config_is_given=config is not None,
+        crossing=crossing, config_is_given=config is not None, reach=reach,
     )  # fmt: skip
 
 
@@ -130,6 +145,7 @@ class _Counting(NamedTuple):
     max_tokens: int | None
     by_source: bool
     config: str  # as text, for the ranks to agree on
+    whole: bool
 
 
 def _launch_route(workspace, counting, crossing, ids, bad, tables, splits):
@@ -145,6 +161,12 @@ def _launch_route(workspace, counting, crossing, ids, bad, tables, splits):
         )  # fmt: skip
 
 
+def _room(most):
+    """Room for at most so many rows, a few more than must be: few different numbers ever have to be agreed upon."""
+    step = max(next_power_of_2(most) // 16, _FEWEST_SLOTS)
+    return max(-(-most // step), 1) * step
+
+
 def _slots(most):
     """How many slots there are for at most so many tokens: few different numbers ever have to be agreed upon."""
     return max(next_power_of_2(most), _FEWEST_SLOTS)
@@ -153,7 +175,10 @@ def _slots(most):
 def _route_plan(workspace, counting, crossing):
     """The number of the plan; see ``Workspace.prepare``."""
     world_size, experts = workspace.world_size, counting.num_experts
-    fields = {"num_experts": experts, "k": counting.k, "max_tokens": counting.max_tokens, "config": counting.config}
+    fields = {
+        "num_experts": experts, "k": counting.k, "max_tokens": counting.max_tokens, "config": counting.config,
+        "whole": counting.whole,
+    }  # fmt: skip
     columns = experts + world_size + 2
     line = 4 * columns if crossing is None else line_bytes(experts, world_size, crossing.local_world_size)
     return workspace.prepare(counting.operator, fields, world_size * line, world_size, num_flags=1)
@@ -170,6 +195,8 @@ def _count(workspace, counting, crossing, operands):
     constants, agreeing = _route_constants(counting.tokens, _columns(workspace, counting), counting.by_source, places)
     args = workspace.ctx, ids, bad, *written, counting.tokens, counting.max_tokens or _NO_LIMIT, plan
     kernel = ep_route_kernel if crossing is None else ep_route_nodes_kernel
+    if crossing is None:
+        constants["WHOLE"] = counting.whole
     constants["AGREE"] = agreeing is None
     grid = (_tiles(counting.tokens, counting.k),)
     return Launch(workspace, kernel, grid, args, constants, operands, [], [workspace.ctx])
@@ -182,6 +209,8 @@ def _agree(workspace, counting, crossing, operands):
     columns = _columns(workspace, counting)
     _, constants = _route_constants(counting.tokens, columns, counting.by_source, places)
     kernel = ep_agree_kernel if crossing is None else ep_agree_nodes_kernel
+    if crossing is None:
+        constants["WHOLE"] = counting.whole
     capacity = counting.max_tokens or _NO_LIMIT
     args = workspace.ctx, bad, *written, counting.tokens, _tiles(counting.tokens, counting.k), capacity, plan
     grid = (-(-columns // constants["BLOCK"]),)

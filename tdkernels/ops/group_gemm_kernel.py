@@ -138,7 +138,7 @@ def group_gemm_kernel(
         x_at = x_ptr.to(tl.int64) + inside * K * (x_ptr.dtype.element_ty.primitive_bitwidth // 8)
         acc = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
         acc, second = grouped_tile(
-            acc, acc, x_at, x_desc, row, offs_m < end,
+            acc, acc, x_at, x_desc, 0, row, offs_m < end,
             w_ptr, w_desc, expert * (2 if PAIR else 1), col, stride_plane, stride_w, N, K, x_ptr.dtype.element_ty,
             BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, USE_TMA, USE_TMA, W_IS_KN, PAIR, PRECISION,
         )  # fmt: skip

@@ -129,7 +129,7 @@ def _copy_piece(
 
 
 @td.jit
-def _store_gradient(
+def store_gradient(
     acc, y_ptr, h_ptr, weighted_ptr, weight, offs_m, end, col, N, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
     """Store WIDTH columns of the rows' gradients, and of the rows h, both times the weights of the rows' choices.
@@ -140,8 +140,8 @@ def _store_gradient(
         # A part at a time: the rows h and the accumulator do not fit the registers together.
         HALF: tl.constexpr = WIDTH // 2
         left, right = acc.reshape(BLOCK_M, 2, HALF).permute(0, 2, 1).split()
-        dots = _store_gradient(left, y_ptr, h_ptr, weighted_ptr, weight, offs_m, end, col, N, BLOCK_M, HALF)
-        dots += _store_gradient(right, y_ptr, h_ptr, weighted_ptr, weight, offs_m, end, col + HALF, N, BLOCK_M, HALF)
+        dots = store_gradient(left, y_ptr, h_ptr, weighted_ptr, weight, offs_m, end, col, N, BLOCK_M, HALF)
+        dots += store_gradient(right, y_ptr, h_ptr, weighted_ptr, weight, offs_m, end, col + HALF, N, BLOCK_M, HALF)
         return dots
     else:
         dtype: tl.constexpr = y_ptr.dtype.element_ty
@@ -170,7 +170,7 @@ def moe_ag_gemm_kernel(
 ):  # fmt: skip
     """y [R, N] = the tokens of the rows, of all ranks, times the weights of the rows' experts; sorted [R, K] they.
 
-    With ``weights_ptr``: the gradients of rows h, and what else is made of them, see ``_store_gradient``.
+    With ``weights_ptr``: the gradients of rows h, and what else is made of them, see ``store_gradient``.
     ``done_ptr``: of each stage, how many pieces have been copied; zeros at first.
     """
     N = as_aligned(N, ALIGNED)
@@ -241,7 +241,7 @@ def moe_ag_gemm_kernel(
                 td.mark(trace, "multiplies")
                 acc = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
                 acc, second = grouped_tile(
-                    acc, acc, x_at, sorted_desc, row, offs_m < past,
+                    acc, acc, x_at, sorted_desc, 0, row, offs_m < past,
                     w_ptr, w_desc, expert * (2 if PAIR else 1), col, stride_plane, stride_w, N, K, DTYPE,
                     BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, USE_TMA, USE_TMA, W_IS_KN, PAIR, PRECISION,
                 )  # fmt: skip
@@ -250,7 +250,7 @@ def moe_ag_gemm_kernel(
                 if weights_ptr is not None:
                     choice = tl.load(choices_ptr + offs_m, mask=offs_m < past, other=0)
                     weight = tl.load(weights_ptr + choice, mask=offs_m < past, other=0.0)
-                    dots = _store_gradient(
+                    dots = store_gradient(
                         acc, y_ptr, h_ptr, weighted_ptr, weight, offs_m, past, col, N, BLOCK_M, BLOCK_N
                     )  # fmt: skip
                     # This tile column's part; the host adds them up.

@@ -163,7 +163,7 @@ def moe_gemm_rs_kernel(
             td.mark(trace, "multiplies")
             acc = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
             acc, second = grouped_tile(
-                acc, acc, h_at, h_desc, row, offs_m < past,
+                acc, acc, h_at, h_desc, 0, row, offs_m < past,
                 w_ptr, w_desc, expert, col, stride_plane, stride_w, N, K, h_ptr.dtype.element_ty,
                 BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, USE_TMA, USE_TMA, W_IS_KN, False, PRECISION,
             )  # fmt: skip

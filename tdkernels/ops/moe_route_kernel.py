@@ -58,7 +58,8 @@ def _stage_of(choice, choices, chunk_choices, shard_choices, me, ranks, num_chun
 def split_piece(piece, tiles, others, lead):
     """(whether it is one of the others, its number among its kind) of a piece of ``tiles`` with others strewn in.
 
-    The first ``lead`` pieces, if there are as many tiles, are tiles.
+    The first ``lead`` pieces, if there are as many tiles, are tiles. Where others are more than tiles they come first,
+    together: strewn in proportion they make a tp_moe 2 to 5 % slower, for a copy alone among products waits for itself.
     """
     lead = tl.minimum(lead, tiles)
     period = tl.maximum((tiles - lead + others) // tl.maximum(others, 1), 1)

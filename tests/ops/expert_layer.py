@@ -20,6 +20,7 @@ UNEVEN = [7, 0, 11, 4]  # tokens of ranks
 FEW_PROGRAMS = EpConfig(combine="per_expert", num_senders=2, num_receivers=2, chunk_tokens=4, num_warps=1)
 CONFIGS = {
     "default": None,
+    "fused": EpMoeConfig(method="fused"),
     "per expert, torch's product": EpMoeConfig(FEW_PROGRAMS, GroupGemmConfig(method="torch")),
 }
 
@@ -103,32 +104,35 @@ def computes(spec, config):
         layer.check({"y": layer.call(tdkernels.ep_moe_ref).detach()})
 
 
-def is_called_again():
+def is_called_again(config):
     """New tokens, weights and numbers of rows in the same workspaces."""
     for seed in range(3):
         layer = Layer(UNEVEN[seed:] + UNEVEN[:seed], 2, 2, 16, 8, seed=seed)
-        layer.check(layer.run())
+        layer.check(layer.run(config=CONFIGS[config]))
 
 
-def takes_interleaved_weights():
+def takes_interleaved_weights(config):
     layer = Layer(UNEVEN, 2, 2, 16, 8, FP32)
     halves = layer.own["w_gate_up"]
     layer.own["w_gate_up"] = halves.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
-    results = layer.run(activation="swiglu_interleaved")
+    results = layer.run(activation="swiglu_interleaved", config=CONFIGS[config])
     by_turns = results["dw_gate_up"].unflatten(1, (-1, 2))
     layer.check(results | {"dw_gate_up": by_turns.transpose(1, 2).flatten(1, 2)})
 
 
-def keeps_to_a_capacity():
+def keeps_to_a_capacity(config):
     """Rows that no token has take part in nothing, forward or backward; one row less is refused on every rank."""
     layer = Layer(UNEVEN, 2, 2, 16, 8, FP32, seed=3)
     needed = max(layer.case.capacity())
+    if config == "fused":  # and has slots for all choices
+        needed = max(needed, 2 * max(UNEVEN[: dist.get_world_size()]))
     for capacity in (needed, needed + 40):
-        layer.check(layer.run(max_tokens=capacity))
-    with pytest.raises(ValueError, match="max_tokens=1 is too small"):
-        layer.call(max_tokens=1)
-        tdkernels.synchronize()
-    layer.check(layer.run())
+        layer.check(layer.run(max_tokens=capacity, config=CONFIGS[config]))
+    for capacity in (1, needed - 1):
+        with pytest.raises(ValueError, match=f"max_tokens={capacity} is too small"):
+            layer.call(max_tokens=capacity, config=CONFIGS[config])
+            tdkernels.synchronize()
+    layer.check(layer.run(config=CONFIGS[config]))
 
 
 def sends_codes(width):
@@ -165,27 +169,36 @@ def computes_what_is_wanted():
         assert not layer.call().requires_grad
 
 
-def casts_as_autocast_says():
+def overlaps_only_what_is_wanted():
+    """Any one gradient alone, of a call whose products overlap the ways."""
+    layer = Layer(UNEVEN, 2, 2, 16, 64, FP32, seed=5)
+    for name in NAMES:
+        layer.check(layer.run(wanted=(name,), config=CONFIGS["fused"]))
+    with torch.no_grad():
+        assert not layer.call(config=CONFIGS["fused"]).requires_grad
+
+
+def casts_as_autocast_says(config):
     layer = Layer(UNEVEN, 2, 2, 16, 8, BF16, seed=6)
     layer.own = {name: operand.float() for name, operand in layer.own.items()}
     with torch.autocast(device().type, BF16):
-        results = layer.run()
+        results = layer.run(config=CONFIGS[config])
     assert {results[f"d{name}"].dtype for name in NAMES} == {FP32}
     results = {name: result.to(BF16) for name, result in results.items()}
     results["dtopk_weights"] = results["dtopk_weights"].float()
     layer.check(results)
 
 
-def computes_in_a_subgroup():
+def computes_in_a_subgroup(config):
     """Of the last two ranks; the first does something else."""
     with a_group([1, 2]) as group:
         if dist.get_rank() == 0:
             return
         layer = Layer([4, 3, 0], 2, 2, 16, 8, group=group)
-        layer.check(layer.run(group=group))
+        layer.check(layer.run(group=group, config=CONFIGS[config]))
 
 
-def refuses_wrong_ids():
+def refuses_wrong_ids(config):
     """One id of one rank: all are told whose, and the next call is right."""
     layer = Layer([2, 3, 1, 2], 2, 2, 16, 8, seed=7)
     right = layer.case.ids
@@ -193,9 +206,9 @@ def refuses_wrong_ids():
     if dist.get_rank() == dist.get_world_size() - 1:
         layer.case.ids[0, 1] = layer.experts
     with pytest.raises(ValueError, match="the ids or splits of rank . are out of range"):
-        layer.call()
+        layer.call(config=CONFIGS[config])
     layer.case.ids = right
-    layer.check({"y": layer.call()})
+    layer.check({"y": layer.call(config=CONFIGS[config])})
 
 
 # ---- what cannot be ----
@@ -237,6 +250,15 @@ def refuses():
         (dict(config=EpConfig()), TypeError, "config must be an EpMoeConfig or None, not EpConfig"),
         (dict(config=EpMoeConfig(ep=EpConfig(num_warps=3))), ValueError, "config cannot run: ep: num_warps must be"),
         (dict(config=EpMoeConfig(gemm=GroupGemmConfig("best"))), ValueError, "config cannot run: gemm: method must"),
+        (dict(config=EpMoeConfig(method="best")), ValueError, 'config cannot run: method must be "fused", "sequence"'),
+        (
+            dict(config=EpMoeConfig(gemm=GroupGemmConfig("torch"), method="fused")), ValueError,
+            'method "fused" multiplies by its own kernels, not by',
+        ),
+        (
+            dict(config=EpMoeConfig(method="fused"), quantize="fp8"), ValueError,
+            'method "fused" does not go here: rows are multiplied as they come, and codes are not',
+        ),
         (dict(config=EpMoeConfig(gemm=3)), ValueError, "config cannot run: gemm must be of GroupGemmConfig or None"),
         (dict(group="world"), TypeError, "group"),
     ]

@@ -8,6 +8,7 @@ from tests.ops.routed import BF16, FP16, FP32
 from tests.ranks import DEVICE, on_ranks
 
 ON_GPU = DEVICE == "cuda"
+either_way = pytest.mark.parametrize("config", ["default", "fused"])
 
 # Tokens of the ranks, choices, experts of each rank, H and I. Ids of "any" are dropped here and there.
 SPECS = {
@@ -23,15 +24,19 @@ SPECS = {
 ON_CPU = {
     (1, "default"): ["fp32"],
     (2, "default"): list(SPECS),
+    (1, "fused"): ["fp32"],
+    (2, "fused"): list(SPECS),
+    (3, "fused"): ["fp32"],
     (3, "per expert, torch's product"): ["fp32"],
     (4, "default"): ["uneven"],
+    (4, "fused"): ["uneven"],
 }
 
 
 def spec_for(config, spec):
     """torch's product wants bf16 on a GPU, and rows of so many bytes."""
     spec = SPECS[spec]
-    if not ON_GPU or config == "default":
+    if not ON_GPU or config in ("default", "fused"):
         return spec
     if spec["width"] % 8 or spec["hidden"] % 8:
         pytest.skip("torch._grouped_mm takes no such rows")
@@ -45,16 +50,19 @@ def test_everything(world_size, config, spec):
     on_ranks(world_size, expert_layer.computes, spec_for(config, spec), config)
 
 
-def test_three_calls():
-    on_ranks(2, expert_layer.is_called_again)
+@either_way
+def test_three_calls(config):
+    on_ranks(2, expert_layer.is_called_again, config)
 
 
-def test_interleaved_weights():
-    on_ranks(2, expert_layer.takes_interleaved_weights)
+@either_way
+def test_interleaved_weights(config):
+    on_ranks(2, expert_layer.takes_interleaved_weights, config)
 
 
-def test_capacity():
-    on_ranks(2, expert_layer.keeps_to_a_capacity)
+@either_way
+def test_capacity(config):
+    on_ranks(2, expert_layer.keeps_to_a_capacity, config)
 
 
 @pytest.mark.parametrize("world_size, width", [(1, 128), (2, 200)])
@@ -66,16 +74,23 @@ def test_only_what_is_wanted():
     on_ranks(2, expert_layer.computes_what_is_wanted)
 
 
-def test_autocast():
-    on_ranks(2, expert_layer.casts_as_autocast_says)
+@either_way
+def test_autocast(config):
+    on_ranks(2, expert_layer.casts_as_autocast_says, config)
 
 
-def test_subgroup():
-    on_ranks(3, expert_layer.computes_in_a_subgroup)
+@either_way
+def test_subgroup(config):
+    on_ranks(3, expert_layer.computes_in_a_subgroup, config)
 
 
-def test_wrong_ids():
-    on_ranks(2, expert_layer.refuses_wrong_ids)
+def test_only_what_is_wanted_overlapping():
+    on_ranks(2, expert_layer.overlaps_only_what_is_wanted)
+
+
+@either_way
+def test_wrong_ids(config):
+    on_ranks(2, expert_layer.refuses_wrong_ids, config)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -1,0 +1,119 @@
+"""ep_moe with its products hidden behind the ways there and back: two launches forward, two and the weights' backward.
+
+    forward     rows = tokens to their experts, multiplied by w_gate_up as they come: ``ep_dispatch_gemm_kernel``
+                y    = their hidden states times w_down, brought to the tokens' ranks and added up there:
+                       ``ep_gemm_combine_kernel``
+    backward    the same two, of dy with w_down transposed, and of what comes of it with w_gate_up transposed; a weight
+                of a choice gets the product of its row's gradient with its hidden state, which goes back with dx
+
+A token crosses the wire once for each of its experts, both ways. What is kept for the backward are the rows, what
+SwiGLU is of, the hidden states, and where each row came from.
+"""
+
+import torch
+
+from tdkernels.ops import _operands
+from tdkernels.ops import ep_dispatch_gemm_kernel as there
+from tdkernels.ops import ep_gemm_combine_kernel as back
+from tdkernels.ops import group_gemm_kernel as grouped
+from tdkernels.ops._launch import Launch, launch_kept, to_be_made
+from tdkernels.ops._nodes import spans_nodes
+from tdkernels.ops._tiles import default_tiles
+from tdkernels.ops.ep_config import default_config
+from tdkernels.ops.ep_order_kernel import constants as order_constants
+from tdkernels.ops.ep_order_kernel import ep_order_kernel
+from tdkernels.ops.ep_order_kernel import programs as order_programs
+from tdkernels.ops.ep_routing import places_constants, route, tile_tokens
+from tdkernels.symm import get_workspace
+
+
+def why_not(group, quantize):
+    """Why the fused kernels cannot take a call; None when they can."""
+    if spans_nodes(group):
+        return "rows go straight to experts of the same node only"
+    if quantize is not None:
+        return "rows are multiplied as they come, and codes are not"
+    return None
+
+
+def _order(routing):
+    """Choices [T * k] by expert, see ``ep_order_kernel``."""
+    workspace = get_workspace(routing.group, routing.tables.device, "ep_counts", across_nodes=True)
+    (order,) = launch_kept(
+        workspace, ("order", routing.sizes), (routing.tables,), lambda *of: _prepare_order(workspace, routing, *of)
+    )
+    return order
+
+
+def _prepare_order(workspace, routing, tables):
+    order = to_be_made(tables, max(routing.tokens * routing.choices, 1))
+    known = places_constants(routing.choices, routing.num_experts, routing.world_size, None)
+    return Launch(
+        workspace, ep_order_kernel, (order_programs(routing.tokens, routing.choices),),
+        (workspace.ctx, tables, order, routing.tokens), order_constants(known, tile_tokens(routing.choices)),
+        (tables,), [order], [workspace.ctx],
+    )  # fmt: skip
+
+
+def _tiles(config, rows, n, x):
+    """The tile of a product of about so many ``rows`` of an expert."""
+    if config is not None and config.gemm is not None and config.gemm.tiles is not None:
+        return config.gemm.tiles
+    return default_tiles(rows, n, x.dtype, x.device)
+
+
+class _EpMoe(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, topk_weights, w_gate_up, w_down, topk_ids, call, keep):
+        num_experts, activation, max_tokens, group, config = call
+        ep = (config.ep if config else None) or default_config(x.device)
+        routing = route("ep_moe", topk_ids, num_experts, group, ep, max_tokens=max_tokens, whole=True)
+        order, weights = _order(routing), topk_weights.to(torch.float32).contiguous()
+        each = routing.rows // w_gate_up.shape[0]
+        up_tiles = _tiles(config, each, w_gate_up.shape[1], x)
+        down_tiles = _tiles(config, each, w_down.shape[1], x)
+        came = there.launch(
+            routing, order, x, weights, w_gate_up, up_tiles, activation=activation, keep=keep,
+            keep_rows=keep and ctx.needs_input_grad[2],
+        )  # fmt: skip
+        y, _ = back.launch(routing, came.y, w_down, came.origins, down_tiles, weights=weights)
+        if keep:
+            ctx.save_for_backward(
+                topk_weights, w_gate_up, w_down, order, came.kept, came.pre, came.y, came.origins, came.weights
+            )  # fmt: skip
+            ctx.routing, ctx.activation, ctx.tiles = routing, activation, (up_tiles, down_tiles)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        _operands.refuse_second_derivatives("ep_moe")
+        topk_weights, w_gate_up, w_down, order, rows, pre, h, origins, row_weights = ctx.saved_tensors
+        need_dx, need_dweights, need_dgate_up, need_ddown = ctx.needs_input_grad[:4]
+        routing, (up_tiles, down_tiles) = ctx.routing, ctx.tiles
+        experts = w_down.shape[0]
+        came = there.launch(
+            routing, order, dy, None, w_down.transpose(1, 2), down_tiles, gradient=(h, row_weights),
+            keep_rows=need_ddown,
+        )  # fmt: skip
+        dx = dweights = dgate_up = ddown = None
+        dpre = None
+        if need_dx or need_dweights or need_dgate_up:
+            dpre = grouped.swiglu_backward(came.y, pre, routing.splits, ctx.activation)
+        if need_dx or need_dweights:
+            dx, dweights = back.launch(
+                routing, dpre, w_gate_up.transpose(1, 2), origins, up_tiles, dots=came.dots if need_dweights else None
+            )  # fmt: skip
+        if need_dgate_up:
+            dgate_up = grouped.weight_gradient(dpre, rows, routing.splits, experts)
+        if need_ddown:
+            ddown = grouped.weight_gradient(came.kept, came.weighted, routing.splits, experts)
+        dweights = dweights.to(topk_weights.dtype) if need_dweights else None
+        return dx if need_dx else None, dweights, dgate_up, ddown, None, None, None
+
+
+def ep_moe_fused(x, topk_ids, topk_weights, w_gate_up, w_down, num_experts, activation, max_tokens, group, config):
+    """y of checked operands that ``why_not`` has nothing against."""
+    operands = x, topk_weights, w_gate_up, w_down
+    keep = _operands.may_be_differentiated(operands)
+    call = num_experts, activation, max_tokens, group, config
+    return _EpMoe.apply(*operands, topk_ids, call, keep)

@@ -1,0 +1,151 @@
+"""What holds between the ranks of an ep_moe whose products overlap the ways, as functions that every rank runs.
+
+test_ep_moe_ranks.py asks: reuse of memory, disagreement, and peers that come late or never.
+"""
+
+import random
+import time
+
+import torch.distributed as dist
+
+import tdkernels
+from tdkernels import EpMoeConfig, PeerTimeoutError, PlanMismatchError
+from tdkernels.ops import ep_dispatch_gemm_kernel, ep_gemm_combine_kernel
+from tests.ops.expert_layer import CONFIGS, Layer
+from tests.ops.routed import BF16, FP16, FP32
+from tests.ranks import a_group
+from tests.test_protocol import failure_of, poison, timeout
+
+FUSED = CONFIGS["fused"]
+# Few kinds of layers, since a GPU compiles each; what differs from call to call is where tokens go and how many.
+KINDS = [
+    dict(k=2, experts_each=2, width=24, hidden=16, dtype=BF16),
+    dict(k=3, experts_each=5, width=16, hidden=8, dtype=FP16),
+    dict(k=1, experts_each=1, width=7, hidden=3, dtype=BF16),
+]
+
+
+def endures(calls, most_tokens, seed):
+    """Random tokens on random ways, between which ranks wait at random and all memory is filled with NaNs."""
+    of_all, own = random.Random(seed), random.Random(seed * 100 + dist.get_rank())
+    for _ in range(calls):
+        tokens = [of_all.choice([0, 1, of_all.randrange(most_tokens + 1)]) for _ in range(dist.get_world_size())]
+        ids = of_all.choice(["any", "any", "distinct", "one", "last", "none"])
+        layer = Layer(tokens, **of_all.choice(KINDS), ids=ids, seed=of_all.randrange(1 << 30))
+        if of_all.random() < 0.3:
+            poison()
+        time.sleep(own.choice([0.0, own.uniform(0.0, 0.01)]))
+        results = layer.run(config=FUSED)
+        if of_all.random() < 0.3:
+            poison()  # what we got is ours and does not change with the workspace
+        # Of a handful of tokens plain torch's gradients are right by luck.
+        layer.check(results if sum(tokens) >= 8 else {"y": results["y"]})
+
+
+def waits_for_a_slow_rank():
+    for slow in range(dist.get_world_size()):
+        layer = Layer([3, 5, 2], 2, 2, 16, 8, seed=slow)
+        for _ in range(2):
+            time.sleep(0.15 if dist.get_rank() == slow else 0.0)
+            layer.check(layer.run(config=FUSED))
+
+
+def grows(widths):
+    """Each call wants more room than the one before, or less."""
+    for seed, (tokens, width) in enumerate(widths):
+        layer = Layer(tokens, 2, 2, width, 8, seed=seed)
+        layer.check(layer.run(config=FUSED))
+
+
+# ---- ranks that call for different things ----
+
+USUAL = dict(tokens=[3] * 4, k=2, experts_each=2, width=16, hidden=8)
+DISAGREEMENTS = {
+    "method": ({}, EpMoeConfig(method="sequence"), "whole is "),
+    "width": (dict(width=24), FUSED, "width is "),
+    "dtype": (dict(dtype=FP32), FUSED, "dtype is "),
+    "choices": (dict(k=1), FUSED, "k is "),
+}
+
+
+def disagrees(what):
+    """Everybody is told, and the group is as good as before."""
+    changes, config, words = DISAGREEMENTS[what]
+    odd = dist.get_rank() == 1
+    with a_group() as group:
+        layer = Layer(**USUAL | (changes if odd else {}), group=group)
+        error = failure_of(layer.call, group=group, config=config if odd else FUSED)
+        assert type(error) is ValueError and ": the ranks disagree: " in str(error), repr(error)
+        assert words in str(error) and "on rank 1" in str(error), str(error)
+        layer = Layer(**USUAL, group=group)
+        layer.check(layer.run(group=group, config=FUSED))
+        del group, layer
+
+
+def is_not_fooled_by_a_known_plan():
+    """Calls of two widths have been made before, so nobody asks the others; only the signals can tell."""
+    with a_group() as group:
+        layers = [Layer(**USUAL | {"width": width}, group=group) for width in (16, 24)]
+        for layer in layers * 2:
+            layer.check({"y": layer.call(group=group, config=FUSED).detach()})
+        dist.barrier()
+        layer = layers[dist.get_rank() == 1]
+        with timeout(1.0):
+            error = failure_of(layer.call, group=group, config=FUSED)
+        assert isinstance(error, PlanMismatchError | PeerTimeoutError) and "ep_moe" in str(error), repr(error)
+        again = failure_of(layer.call, group=group, config=FUSED)
+        assert type(again) is type(error) and str(again) == str(error), f"{again!r} after {error!r}"
+        del group, layer, layers
+
+
+# ---- ranks that do not come ----
+
+STEPS = {"rows": ep_dispatch_gemm_kernel, "sums": ep_gemm_combine_kernel}
+
+
+def loses_rank_1(leave, when, timeout_s):
+    """Rank 1 is gone before the counts, the rows or the sums; the others say so, now and whenever asked again."""
+    layer = Layer(**USUAL)
+    for _ in range(2):
+        layer.check(layer.run(config=FUSED))
+    tdkernels.set_timeout(timeout_s)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        if when in STEPS:  # the others know of all counts, and wait for what comes after them
+            STEPS[when].launch = lambda *args, **kwargs: leave()
+            layer.call(config=FUSED)
+        leave()
+
+    def call():
+        layer.call(config=FUSED)
+        tdkernels.synchronize()
+
+    start = time.monotonic()
+    error = failure_of(call)
+    assert time.monotonic() - start < timeout_s + 5.0
+    again = failure_of(call)
+    assert type(again) is type(error) and again.peer == error.peer, f"{again!r} after {error!r}"
+    raise error
+
+
+def comes_when_rank_0_has_given_up():
+    """Rank 1 is late. Whoever needs what rank 0 would have made of what it had not, must not get anything."""
+    rank = dist.get_rank()
+    with a_group() as group:
+        layer = Layer(**USUAL, group=group)
+        for _ in range(2):
+            layer.check(layer.run(group=group, config=FUSED))
+        dist.barrier()
+        if rank == 1:
+            time.sleep(0.9)
+        with timeout(0.3 if rank == 0 else 2.0):
+            try:
+                y = layer.call(group=group, config=FUSED)
+                tdkernels.synchronize()
+                answer = "right"
+            except PeerTimeoutError as error:
+                answer = f"missed {error.peer}"
+                error.__traceback__ = None
+        y = None
+        del group, layer, y
+    return answer
