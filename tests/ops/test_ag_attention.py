@@ -12,6 +12,7 @@ from tdkernels.launch import RankError
 from tdkernels.ops import _device, ag_attention_config, ag_attention_torch_kernels
 from tdkernels.ops.ag_attention_torch_kernels import KERNELS
 from tests.ops import attention as asked
+from tests.ops import attention_ranks as ranks_asked
 from tests.ops.sharded import BF16, FP16, FP32, many
 from tests.ranks import DEVICE, fresh_ranks, on_ranks
 
@@ -122,26 +123,26 @@ def test_subgroup(config):
 
 @pytest.mark.parametrize("world_size, calls", [(2, 60), (3, 60), (4, 60)] if ON_GPU else [(2, 5)])
 def test_the_same_bits(world_size, calls):
-    on_ranks(world_size, asked.repeats, asked.KINDS, calls, seed=world_size)
+    on_ranks(world_size, ranks_asked.repeats, ranks_asked.KINDS, calls, seed=world_size)
 
 
 @needs_gpu
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8])
 @pytest.mark.parametrize("spec", LARGE)
 def test_the_same_bits_of_many_tiles(world_size, spec):
-    on_ranks(world_size, asked.repeats, [(LARGE[spec], "default")], 20, seed=world_size)
+    on_ranks(world_size, ranks_asked.repeats, [(LARGE[spec], "default")], 20, seed=world_size)
 
 
 @pytest.mark.parametrize("world_size, calls", [(2, 60), (3, 60)] if ON_GPU else [(3, 3)])
 @pytest.mark.parametrize("sharding", ["contiguous", "zigzag"] if ON_GPU else ["contiguous"])
 @pytest.mark.parametrize("config", ["small blocks", "flash"])
 def test_no_rank_overtakes_its_peers_data(world_size, calls, sharding, config):
-    on_ranks(world_size, asked.outruns_its_peers, calls, sharding, config)
+    on_ranks(world_size, ranks_asked.outruns_its_peers, calls, sharding, config)
 
 
 @pytest.mark.parametrize("config", ["default", "flash"])
 def test_slow_rank(config):
-    on_ranks(2, asked.waits_for_a_slow_rank, config)
+    on_ranks(2, ranks_asked.waits_for_a_slow_rank, config)
 
 
 def test_configs_of_torchs_kernels_are_looked_at_when_compiled(monkeypatch):
@@ -164,27 +165,27 @@ def test_configs_of_torchs_kernels_are_looked_at_when_compiled(monkeypatch):
 @needs_gpu
 def test_no_sums_of_what_has_not_come_are_announced():
     with fresh_ranks(2) as pool:
-        pool.run(asked.announces_no_sums_of_what_has_not_come, 1.0)
+        pool.run(ranks_asked.announces_no_sums_of_what_has_not_come, 1.0)
 
 
-@pytest.mark.parametrize("what", asked.DISAGREEMENTS)
+@pytest.mark.parametrize("what", ranks_asked.DISAGREEMENTS)
 def test_disagreement_is_named_on_every_rank(what):
-    on_ranks(3, asked.disagrees, what)
+    on_ranks(3, ranks_asked.disagrees, what)
 
 
-@pytest.mark.parametrize("what", asked.KNOWN)
+@pytest.mark.parametrize("what", ranks_asked.KNOWN)
 def test_known_but_different_calls_never_give_a_result(what):
-    on_ranks(2, asked.is_not_fooled_by_a_known_plan, what)
+    on_ranks(2, ranks_asked.is_not_fooled_by_a_known_plan, what)
 
 
 def dies():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("when", asked.LOST)
+@pytest.mark.parametrize("when", ranks_asked.LOST)
 def test_killed_rank(when):
     with fresh_ranks(2) as pool, pytest.raises(RankError) as caught:
-        pool.run(asked.loses_rank_1, dies, when, 0.7)
+        pool.run(ranks_asked.loses_rank_1, dies, when, 0.7)
     exceptions = caught.value.exceptions
     assert isinstance(exceptions[1], ChildProcessError)
     error = exceptions[0]
