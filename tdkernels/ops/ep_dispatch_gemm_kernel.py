@@ -14,7 +14,7 @@ with a call that another has not begun). A tile waits only for what comes before
 With a row goes where it came from (``origin``: source << 32 | choice, for the way back) and its weight.
 
 GRADIENT: the rows that are sent are gradients of y, and what is made of them the gradients of rows h, weighted.
-KEEP: the rows are left in ``kept_ptr`` as well, for a weight's gradient; each tile copies a part of its columns.
+Into ``kept_ptr``, if there is one, the rows are copied, for a weight's gradient: a part of the columns by each tile.
 """
 
 from dataclasses import dataclass
@@ -56,13 +56,18 @@ def _blocks(count, BLOCK_ROWS: tl.constexpr):
 
 
 @td.jit
-def _piece_to_send(counts, number, expert, me, EACH: tl.constexpr, RANKS: tl.constexpr, BLOCK_ROWS: tl.constexpr):
-    """(the rank to send to, its expert among all, the block, the rows for the expert) of a piece; peers first."""
+def _piece_to_send(
+    counts, goes, number, expert, me, EACH: tl.constexpr, RANKS: tl.constexpr, BLOCK_ROWS: tl.constexpr
+):
+    """(the rank to send to, its expert among all, the block, the rows for the expert) of a piece; peers first.
+
+    If nothing ``goes`` there is a piece without rows for each rank, as in the list.
+    """
     to, block, rows = me, number, tl.full((), 0, tl.int32)
     left = number
     for step in tl.static_range(RANKS):
         dest = (me + 1 + step) % RANKS
-        count = tl.load(counts + dest * EACH + expert)
+        count = tl.where(goes, tl.load(counts + dest * EACH + expert), 0)
         blocks = _blocks(count, BLOCK_ROWS)
         is_here = (left >= 0) & (left < blocks)
         to, block, rows = tl.where(is_here, dest, to), tl.where(is_here, left, block), tl.where(is_here, count, rows)
@@ -119,13 +124,13 @@ def _beside_rows(data, slot_rows, row_bytes):
 
 @td.jit
 def _keep_rows(
-    rows_at, kept_ptr, offs_m, past, pid_n, tiles_n, K, DTYPE: tl.constexpr, ALIGNED: tl.constexpr
+    x_at, kept_ptr, offs_m, past, pid_n, tiles_n, K, DTYPE: tl.constexpr, ALIGNED: tl.constexpr
 ):
     """Copy every ``tiles_n``-th block of columns of a tile's rows, from the ``pid_n``-th on."""
     for first in range(pid_n * _KEPT_COLUMNS, K, tiles_n * _KEPT_COLUMNS):
         columns = first + tl.arange(0, _KEPT_COLUMNS)
         mask = (offs_m < past)[:, None] & (columns < K)[None, :]
-        rows = tl.load(td.pointer_to(rows_at, DTYPE, ALIGNED)[:, None] + columns[None, :], mask=mask)
+        rows = tl.load(td.pointer_to(x_at, DTYPE, ALIGNED)[:, None] + columns[None, :], mask=mask)
         tl.store(kept_ptr + offs_m[:, None].to(tl.int64) * K + columns[None, :], rows, mask=mask)
 
 
@@ -189,11 +194,12 @@ def ep_dispatch_gemm_kernel(
             if within >= among + of_sends:
                 is_send, number = within < 0, within - of_sends
             if is_send:
-                to, expert, block, to_send = _piece_to_send(counts, number, at, me, EACH, RANKS, BLOCK_ROWS)
+                to, expert, block, to_send = _piece_to_send(
+                    counts, goes > 0, number, at, me, EACH, RANKS, BLOCK_ROWS
+                )  # fmt: skip
                 answer = _send(
-                    ctx, half, signal, me, to, expert, at, block, tl.where(goes > 0, to_send, 0), x_ptr, weights_ptr,
-                    tables, order_ptr, slot_rows, K, GRADIENT, CHOICES, EXPERTS, RANKS, BLOCK_ROWS, BLOCK_COLUMNS,
-                    ALIGNED,
+                    ctx, half, signal, me, to, expert, at, block, to_send, x_ptr, weights_ptr, tables, order_ptr,
+                    slot_rows, K, GRADIENT, CHOICES, EXPERTS, RANKS, BLOCK_ROWS, BLOCK_COLUMNS, ALIGNED,
                 )  # fmt: skip
             else:
                 expert = at - AHEAD

@@ -6,9 +6,9 @@ them a second time. When all of a rank's tiles are stored one signal is raised a
 pieces that add up the choices of a block of our own tokens, weighted, in fp32 and in the order of the choices.
 
 Pieces are taken by ticket, tiles first. Sums wait for the tiles of all ranks, which wait for nobody, and of which each
-program tells before it waits (law 1); there is
-one sum at least, so that no rank is done with a call that another has not begun (law 3). A row whose origin is none,
-because a peer did not come, is not stored.
+program tells before it waits (law 1). There is one sum at least, so that no rank is done with a call that another has
+not begun (law 3). A row whose origin is none, because a peer did not come, is not stored, and nothing is by a launch
+that is void.
 
 A half holds the slots [slots, N] and a number for each (``numbers``: the gradient of the choice's weight), fp32.
 """
@@ -38,11 +38,11 @@ def _numbers_begin(slots, slot_bytes):
 
 
 @td.jit
-def _slots_of_rows(ctx, half, me, origins_ptr, offs_m, past, slots, slot_bytes, RANKS: tl.constexpr):
-    """(addresses of the slots of rows, of their numbers); 0 for rows that have none."""
+def _slots_of_rows(ctx, half, signal, me, origins_ptr, offs_m, past, slots, slot_bytes, RANKS: tl.constexpr):
+    """(addresses of the slots of rows, of their numbers); 0 for rows that have none, and all of a void launch."""
     origin = tl.load(origins_ptr + offs_m, mask=offs_m < past, other=-1)
     source, choice = origin >> 32, origin & 0xFFFFFFFF
-    there = (origin >= 0) & (source < RANKS) & (choice < slots)
+    there = (origin >= 0) & (source < RANKS) & (choice < slots) & (signal > 0)
     area = tl.load(ctx + CTX_BASES + source, mask=there, other=0) + td.data_at(ctx, half, me) - td.symm_base(ctx, me)
     slot = tl.where(there, area + choice * slot_bytes, 0)
     return slot, tl.where(there, area + _numbers_begin(slots, slot_bytes) + choice * 4, 0)
@@ -130,7 +130,7 @@ def ep_gemm_combine_kernel(
         if piece > num_tiles:
             if done > 0:
                 _tell(ctx, half, me, signal, num_tiles + 1, done)
-                done -= done
+                done -= done  # 0, of the same type
             # producer: the last tile of every rank, ours too
             td.wait_plan_all(ctx, td.signal_at(ctx, half, 0), 1, signal, WITH_OWN=True)
             _add_up(
@@ -151,7 +151,9 @@ def ep_gemm_combine_kernel(
                     w_ptr, w_desc, expert, col, stride_plane, stride_w, N, K, DTYPE,
                     BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, USE_TMA, USE_TMA, W_IS_KN, False, PRECISION,
                 )  # fmt: skip
-                slot, number = _slots_of_rows(ctx, half, me, origins_ptr, offs_m, past, slots, slot_bytes, RANKS)
+                slot, number = _slots_of_rows(
+                    ctx, half, signal, me, origins_ptr, offs_m, past, slots, slot_bytes, RANKS
+                )  # fmt: skip
                 to = td.pointer_to(slot, DTYPE, ALIGNED)
                 mask = (slot != 0)[:, None] & (offs_n < N)[None, :]
                 tl.store(to[:, None] + offs_n[None, :], td.from_float32(acc, DTYPE), mask=mask)

@@ -43,9 +43,9 @@ class EpMoeConfig:
 
     ep:    the ways there and back, see ``EpConfig``; the same on all ranks
     gemm:  both products, see ``GroupGemmConfig``
-    method: "fused": products overlap the ways there and back, see ``ep_moe_fused``; "sequence": one step after the
-           other, which sends fewer bytes where tokens have several experts on a rank; "": the default; the same on all
-           ranks
+    method: "fused": products overlap the ways there and back, see ``ep_moe_fused``; of the parts' configs it takes the
+           tiles of ``gemm`` alone; "sequence": one step after the other, which sends fewer bytes where tokens have
+           several experts on a rank; "": the sequence. The same on all ranks. torch.compile sees the sequence always
     """
 
     ep: EpConfig | None = None
@@ -166,11 +166,12 @@ def ep_moe(
         group.size(),
     )  # fmt: skip
     config = config or EpMoeConfig()
+    fused = _is_fused(config, quantize, group)
     layer, settings = (x, topk_ids, topk_weights, w_gate_up, w_down), (num_experts, activation, quantize, max_tokens)
     if max_tokens is not None and torch.compiler.is_compiling():
         texts = as_argument(config.ep), as_argument(config.gemm)
         return ep_moe_compiled(*layer, *settings, group.group_name, *texts)
-    return _run(*layer, *settings, group, config)
+    return _run(*layer, *settings, group, config, fused)
 
 
 def _is_fused(config, quantize, group):
@@ -185,9 +186,9 @@ def _is_fused(config, quantize, group):
 
 @outside_graphs
 def _run(
-    x, topk_ids, topk_weights, w_gate_up, w_down, num_experts, activation, quantize, max_tokens, group, config
+    x, topk_ids, topk_weights, w_gate_up, w_down, num_experts, activation, quantize, max_tokens, group, config, fused
 ):
-    if _is_fused(config, quantize, group):
+    if fused:
         return ep_moe_fused(
             x, topk_ids, topk_weights, w_gate_up, w_down, num_experts, activation, max_tokens, group, config
         )

@@ -16,7 +16,7 @@ from tdkernels.ops import _operands
 from tdkernels.ops import ep_dispatch_gemm_kernel as there
 from tdkernels.ops import ep_gemm_combine_kernel as back
 from tdkernels.ops import group_gemm_kernel as grouped
-from tdkernels.ops._launch import Launch, launch_kept, to_be_made
+from tdkernels.ops._launch import Launch, alone_on, launch_kept, to_be_made
 from tdkernels.ops._nodes import spans_nodes
 from tdkernels.ops._tiles import default_tiles
 from tdkernels.ops.ep_config import default_config
@@ -24,7 +24,6 @@ from tdkernels.ops.ep_order_kernel import constants as order_constants
 from tdkernels.ops.ep_order_kernel import ep_order_kernel
 from tdkernels.ops.ep_order_kernel import programs as order_programs
 from tdkernels.ops.ep_routing import places_constants, route, tile_tokens
-from tdkernels.symm import get_workspace
 
 
 def why_not(group, quantize):
@@ -37,26 +36,28 @@ def why_not(group, quantize):
 
 
 def _order(routing):
-    """Choices [T * k] by expert, see ``ep_order_kernel``."""
-    workspace = get_workspace(routing.group, routing.tables.device, "ep_counts", across_nodes=True)
-    (order,) = launch_kept(
-        workspace, ("order", routing.sizes), (routing.tables,), lambda *of: _prepare_order(workspace, routing, *of)
-    )
+    """Choices [T * k] by expert, see ``ep_order_kernel``.
+
+    Launched without a workspace: that would look for what an earlier launch had to tell, and a rank that finds a note
+    of this call's routing before it has sent anything leaves its peers waiting.
+    """
+    me, tables = torch.distributed.get_rank(routing.group), routing.tables
+    key = "order", routing.sizes, me, routing.world_size
+    (order,) = launch_kept(alone_on(tables.device), key, (tables,), lambda tables: _prepare_order(routing, me, tables))
     return order
 
 
-def _prepare_order(workspace, routing, tables):
+def _prepare_order(routing, me, tables):
     order = to_be_made(tables, max(routing.tokens * routing.choices, 1))
     known = places_constants(routing.choices, routing.num_experts, routing.world_size, None)
-    return Launch(
-        workspace, ep_order_kernel, (order_programs(routing.tokens, routing.choices),),
-        (workspace.ctx, tables, order, routing.tokens), order_constants(known, tile_tokens(routing.choices)),
-        (tables,), [order], [workspace.ctx],
-    )  # fmt: skip
+    constants = order_constants(known, tile_tokens(routing.choices))
+    grid = (order_programs(routing.tokens, routing.choices),)
+    args = tables, order, me, routing.tokens
+    return Launch(alone_on(tables.device), ep_order_kernel, grid, args, constants, (tables,), [order], [])
 
 
 def _tiles(config, rows, n, x):
-    """The tile of a product of about so many ``rows`` of an expert."""
+    """The tile of a product of about so many ``rows`` of an expert: that of the config, or the default."""
     if config is not None and config.gemm is not None and config.gemm.tiles is not None:
         return config.gemm.tiles
     return default_tiles(rows, n, x.dtype, x.device)
@@ -79,15 +80,16 @@ class _EpMoe(torch.autograd.Function):
         y, _ = back.launch(routing, came.y, w_down, came.origins, down_tiles, weights=weights)
         if keep:
             ctx.save_for_backward(
-                topk_weights, w_gate_up, w_down, order, came.kept, came.pre, came.y, came.origins, came.weights
+                w_gate_up, w_down, order, came.kept, came.pre, came.y, came.origins, came.weights
             )  # fmt: skip
             ctx.routing, ctx.activation, ctx.tiles = routing, activation, (up_tiles, down_tiles)
+            ctx.weights_dtype = topk_weights.dtype
         return y
 
     @staticmethod
     def backward(ctx, dy):
         _operands.refuse_second_derivatives("ep_moe")
-        topk_weights, w_gate_up, w_down, order, rows, pre, h, origins, row_weights = ctx.saved_tensors
+        w_gate_up, w_down, order, rows, pre, h, origins, row_weights = ctx.saved_tensors
         need_dx, need_dweights, need_dgate_up, need_ddown = ctx.needs_input_grad[:4]
         routing, (up_tiles, down_tiles) = ctx.routing, ctx.tiles
         experts = w_down.shape[0]
@@ -95,8 +97,7 @@ class _EpMoe(torch.autograd.Function):
             routing, order, dy, None, w_down.transpose(1, 2), down_tiles, gradient=(h, row_weights),
             keep_rows=need_ddown,
         )  # fmt: skip
-        dx = dweights = dgate_up = ddown = None
-        dpre = None
+        dx = dweights = dgate_up = ddown = dpre = None
         if need_dx or need_dweights or need_dgate_up:
             dpre = grouped.swiglu_backward(came.y, pre, routing.splits, ctx.activation)
         if need_dx or need_dweights:
@@ -107,7 +108,7 @@ class _EpMoe(torch.autograd.Function):
             dgate_up = grouped.weight_gradient(dpre, rows, routing.splits, experts)
         if need_ddown:
             ddown = grouped.weight_gradient(came.kept, came.weighted, routing.splits, experts)
-        dweights = dweights.to(topk_weights.dtype) if need_dweights else None
+        dweights = dweights.to(ctx.weights_dtype) if need_dweights else None
         return dx if need_dx else None, dweights, dgate_up, ddown, None, None, None
 
 

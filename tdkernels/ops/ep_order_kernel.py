@@ -21,12 +21,12 @@ def first_of_expert(counts, expert, EXPERTS: tl.constexpr):
     return td.sum_of(before, 0)
 
 
-@td.jit(do_not_specialize=["num_tokens"])
+@td.jit(do_not_specialize=["me", "num_tokens"])
 def ep_order_kernel(
-    ctx, tables, order_ptr, num_tokens,
+    tables, order_ptr, me, num_tokens,
     K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr, TILE_TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """order [T * K]: choices, as token * K + j, by expert; of places as ``ep_route_kernel`` leaves them."""
+    """order [T * K]: choices of rank ``me``, token * K + j, by expert; of places as ``ep_route_kernel`` leaves them."""
     num_tokens = tl.cast(num_tokens, tl.int32)
     choice = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = choice < num_tokens * K
@@ -36,7 +36,7 @@ def ep_order_kernel(
     tile = tiles_at(tables, choice // K // TILE_TOKENS, num_tokens, K, EXPERTS, RANKS)
     place += tl.load(tile + expert, mask=there, other=0)
     experts = tl.arange(0, triton.next_power_of_2(EXPERTS))
-    counts = tl.load(counts_of(tables, td.rank(ctx), EXPERTS, RANKS) + experts, mask=experts < EXPERTS, other=0)
+    counts = tl.load(counts_of(tables, me, EXPERTS, RANKS) + experts, mask=experts < EXPERTS, other=0)
     place += td.sum_of(tl.where(experts[None, :] < expert[:, None], counts[None, :], 0), 1)
     tl.store(order_ptr + place, choice, mask=there)
 

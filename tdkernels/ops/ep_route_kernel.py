@@ -208,6 +208,14 @@ def _lay_out_tokens(tables, me, EXPERTS: tl.constexpr, RANKS: tl.constexpr):
 
 
 @td.jit
+def _most_tokens(tables, EXPERTS: tl.constexpr, RANKS: tl.constexpr):
+    """Tokens of the rank that has most."""
+    ranks = tl.arange(0, triton.next_power_of_2(RANKS))
+    tokens = tl.load(tables + (ranks + 1) * (EXPERTS + RANKS + 2) - 1, mask=ranks < RANKS, other=0)
+    return td.max_of(tokens, 0)
+
+
+@td.jit
 def state_facts(
     ctx, tables, splits_ptr, me, rows, staged, capacity,
     BY_SOURCE: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr,
@@ -221,7 +229,7 @@ def state_facts(
     bad = tl.load(totals, mask=mask, other=0) != 0
     bad_rank = td.max_of(tl.where(bad, RANKS - ranks, 0), 0)  # of the first of them
     bad_rank = tl.where(bad_rank > 0, RANKS - bad_rank, -1)
-    most_tokens = td.max_of(tl.load(totals + 1, mask=mask, other=0), 0)
+    most_tokens = _most_tokens(tables, EXPERTS, RANKS)
     most_rows = td.max_of(rows, 0)
     needed = tl.maximum(most_rows, staged)
     goes = (bad_rank < 0) & (needed <= capacity)
@@ -245,13 +253,6 @@ def state_facts(
 
 
 @td.jit
-def _most_choices(tables, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr):
-    """Choices of the rank that has most, of experts or of none."""
-    ranks = tl.arange(0, triton.next_power_of_2(RANKS))
-    return td.max_of(tl.load(tables + (ranks + 1) * (EXPERTS + RANKS + 2) - 1, mask=ranks < RANKS, other=0), 0) * K
-
-
-@td.jit
 def _agree(
     ctx, tables, splits_ptr, capacity, plan,
     WHOLE: tl.constexpr, BY_SOURCE: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr,
@@ -262,7 +263,7 @@ def _agree(
     rows = lay_out_rows(tables, splits_ptr, me, BY_SOURCE, EXPERTS, RANKS)
     staged = _lay_out_tokens(tables, me, EXPERTS, RANKS)
     if WHOLE:
-        staged = tl.maximum(staged, _most_choices(tables, K, EXPERTS, RANKS))
+        staged = tl.maximum(staged, _most_tokens(tables, EXPERTS, RANKS) * K)
     tl.debug_barrier()  # splits may be stored again
     state_facts(ctx, tables, splits_ptr, me, rows, staged, capacity, BY_SOURCE, EXPERTS, RANKS)
 

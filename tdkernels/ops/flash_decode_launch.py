@@ -112,9 +112,9 @@ def _scratch(q, shape, programs):
     return to_be_made(q, (shape.tiles + programs) * shape.rows_of_tile * (shape.padded_dv + 1), dtype=torch.float32)
 
 
-def _num_flags(shape):
-    """Private words of a launch, for tiles and for groups of their parts: the same on all ranks, whatever they hold."""
-    return 2 * shape.tiles + -(-(shape.tiles + MAX_PROGRAMS) // LARGE_PARTS_OF_GROUP.value)
+def _num_flags(shape, programs):
+    """Private words of a launch of so many programs at most: for tiles, and for groups of their parts."""
+    return 2 * shape.tiles + -(-(shape.tiles + programs) // LARGE_PARTS_OF_GROUP.value)
 
 
 def _turns(shape, config, capacity, programs):
@@ -177,12 +177,12 @@ def _prepare(workspace, alone, operands, kind, options, config, keep):
     programs = num_programs(config, shape, capacity, q.device)
     ctx, plan, ranks, nodes, flags = None, 0, 1, 1, None
     if alone:
-        flags = local_flags(q.device, _num_flags(shape))
+        flags = local_flags(q.device, _num_flags(shape, programs))
     else:
         ranks, nodes = workspace.world_size, workspace.group.topology.num_nodes
         plan = workspace.prepare(
             "flash_decode", _plan_fields(q, shape, options, config), *half_sizes(shape, ranks, nodes),
-            num_flags=_num_flags(shape),
+            num_flags=_num_flags(shape, MAX_PROGRAMS),  # ranks have other numbers of programs, by what they hold
         )  # fmt: skip
         ctx = workspace.ctx
     outputs, scratch = _outputs(q, shape, keep), _scratch(q, shape, programs)

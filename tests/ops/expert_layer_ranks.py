@@ -5,12 +5,14 @@ test_ep_moe_ranks.py asks: reuse of memory, disagreement, and peers that come la
 
 import random
 import time
+from unittest import mock
 
 import torch.distributed as dist
 
 import tdkernels
 from tdkernels import EpMoeConfig, PeerTimeoutError, PlanMismatchError
 from tdkernels.ops import ep_dispatch_gemm_kernel, ep_gemm_combine_kernel
+from tdkernels.symm.workspace import Workspace
 from tests.ops.expert_layer import CONFIGS, Layer
 from tests.ops.routed import BF16, FP16, FP32
 from tests.ranks import a_group
@@ -55,6 +57,22 @@ def grows(widths):
     for seed, (tokens, width) in enumerate(widths):
         layer = Layer(tokens, 2, 2, width, 8, seed=seed)
         layer.check(layer.run(config=FUSED))
+
+
+def overflows_unseen(tokens):
+    """More rows than there is room for, and no host that looks before the whole call is launched, as with a GPU.
+
+    Every rank is told, none waits for what nobody sends, and the next call is right.
+    """
+    with a_group() as group:
+        layer = Layer(tokens, 2, 2, 16, 8, ids="one", group=group)
+        with mock.patch.object(Workspace, "_raise_note"), timeout(5.0):
+            for _ in range(2):
+                layer.call(group=group, max_tokens=1, config=FUSED)
+        error = failure_of(layer.call, group=group, max_tokens=4 * tokens * dist.get_world_size(), config=FUSED)
+        assert type(error) is ValueError and "max_tokens=1 is too small" in str(error), repr(error)
+        layer.check({"y": layer.call(group=group, config=FUSED).detach()})
+        del group, layer
 
 
 # ---- ranks that call for different things ----

@@ -26,6 +26,11 @@ def test_memory_grows():
     on_ranks(2, asked.grows, [(9, 8), ([70, 13], 16), (11, 200), (9, 8)])
 
 
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_an_overflow_that_the_host_sees_late(world_size):
+    on_ranks(world_size, asked.overflows_unseen, 70)
+
+
 @pytest.mark.parametrize("what", asked.DISAGREEMENTS)
 def test_disagreement_is_named_on_every_rank(what):
     on_ranks(3, asked.disagrees, what)
