@@ -345,7 +345,7 @@ EXPERT_LAYER = ["order", "rows, swiglu", "rows, interleaved", "gradient of sums"
 def expert_layer_launches(arch, dtype, sizes=(256, 2, 4, 512, 256), ranks=4):
     """{name: (kernel, args, kwargs)}; sizes are those of a rank: T, k, E / W, H, I."""
     tokens, k, each, width, hidden = sizes
-    group, tiles = SimpleNamespace(size=lambda: ranks), tiles_for(arch, dtype)
+    group, tiles = SimpleNamespace(size=lambda: ranks, rank=lambda: 0), tiles_for(arch, dtype)
     x, weights = torch.zeros(tokens, width, dtype=dtype), torch.ones(tokens, k)
     gate_up, down = (torch.zeros(each, *size, dtype=dtype) for size in ((2 * hidden, width), (width, hidden)))
     with contextlib.ExitStack() as stack:

@@ -41,7 +41,7 @@ def _order(routing):
     Launched without a workspace: that would look for what an earlier launch had to tell, and a rank that finds a note
     of this call's routing before it has sent anything leaves its peers waiting.
     """
-    me, tables = torch.distributed.get_rank(routing.group), routing.tables
+    me, tables = routing.group.rank(), routing.tables
     key = "order", routing.sizes, me, routing.world_size
     (order,) = launch_kept(alone_on(tables.device), key, (tables,), lambda tables: _prepare_order(routing, me, tables))
     return order
