@@ -214,7 +214,7 @@ def _agree(workspace, counting, crossing, operands):
     capacity = counting.max_tokens or _NO_LIMIT
     args = workspace.ctx, bad, *written, counting.tokens, _tiles(counting.tokens, counting.k), capacity, plan
     grid = (-(-columns // constants["BLOCK"]),)
-    return Launch(workspace, kernel, grid, args, constants, operands, [], [workspace.ctx])
+    return Launch(workspace, kernel, grid, args, constants, operands, [], [workspace.ctx], looks=False)
 
 
 def _place(workspace, counting, crossing, operands):
@@ -223,7 +223,7 @@ def _place(workspace, counting, crossing, operands):
     places = _route_places(workspace, counting, crossing)
     constants = {"TILE_TOKENS": tile_tokens(counting.k), **places, "num_warps": 1}
     grid = (_tiles(counting.tokens, counting.k),)
-    return Launch(workspace, ep_places_kernel, grid, args, constants, operands, [], [workspace.ctx])
+    return Launch(workspace, ep_places_kernel, grid, args, constants, operands, [], [workspace.ctx], looks=False)
 
 
 def _tile_ids(k):

@@ -100,3 +100,32 @@ def test_a_tensor_that_is_nobodys_is_refused():
     _launch.Launch(None, "kernel", (1,), (ctx, x, *made, 7, None), {}, (x,), made, [ctx])
     with pytest.raises(AssertionError, match="argument 1 of kernel is a tensor that no call gives or makes"):
         _launch.Launch(None, "kernel", (1,), (ctx, copy, *made), {}, (x,), made, [ctx])
+
+
+class _Tells:
+    """In the place of a workspace: it counts how often it is asked whether there is something to tell."""
+
+    def __init__(self):
+        self.asked = 0
+
+    def check(self):
+        self.asked += 1
+
+    def before_launch(self):
+        pass
+
+    def after_launch(self, stream):
+        pass
+
+
+class _Nothing:
+    def launch_alike(self, *_):
+        pass
+
+
+@pytest.mark.parametrize("looks", [True, False])
+def test_in_the_middle_of_an_operator_nobody_looks_for_what_went_wrong(looks):
+    tells, x = _Tells(), torch.zeros(1)
+    launch = _launch.Launch(tells, _Nothing(), (1,), (x,), {}, (x,), [], [], looks=looks)
+    launch((x,))
+    assert tells.asked == looks
