@@ -16,6 +16,7 @@ long they may take for one call is TDKERNELS_TEST_TIMEOUT_S: 240 s, which on bor
 import contextlib
 import gc
 import os
+import signal
 import sys
 
 import pytest
@@ -81,6 +82,11 @@ def fresh_ranks(world_size, *, timeout_s=TIMEOUT_S, grace_s=20.0) -> RankPool:
     """A pool of the test's own, for a `with`: where a test kills ranks, or sets environment variables for them."""
     _count(world_size)
     return RankPool(world_size, DEVICE, timeout_s=timeout_s, grace_s=grace_s)
+
+
+def dies():
+    """In a rank: it is gone, without a word."""
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def close_all() -> None:

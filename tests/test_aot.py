@@ -26,7 +26,7 @@ from tdkernels.ops import (
     ep_dispatch_gemm_kernel,
     ep_gemm_combine_kernel,
     ep_launch,
-    ep_moe_fused,
+    ep_order_kernel,
     ep_routing,
     flash_decode_backward_kernel,
     flash_decode_launch,
@@ -355,11 +355,11 @@ def expert_layer_launches(arch, dtype, sizes=(256, 2, 4, 512, 256), ranks=4):
         stack.enter_context(recorded_launches(ep_routing, ranks))
         of_order, of_rows, of_sums = (
             stack.enter_context(recorded_launches(module, ranks))
-            for module in (ep_moe_fused, ep_dispatch_gemm_kernel, ep_gemm_combine_kernel)
+            for module in (ep_order_kernel, ep_dispatch_gemm_kernel, ep_gemm_combine_kernel)
         )
         ids, most = torch.zeros(tokens, k, dtype=torch.int64), 2 * tokens
         routing = ep_routing.route("op", ids, each * ranks, group, EpConfig(), max_tokens=most, whole=True)
-        order = ep_moe_fused._order(routing)
+        order = ep_order_kernel.order_of(routing)
         rows, sums = ep_dispatch_gemm_kernel.launch, ep_gemm_combine_kernel.launch
         came = rows(routing, order, x, weights, gate_up, tiles, activation="swiglu", keep=True, keep_rows=True)
         rows(routing, order, x, weights, gate_up, tiles, activation="swiglu_interleaved")

@@ -227,7 +227,7 @@ def ep_dispatch_gemm_kernel(
                     dots = store_gradient(
                         acc, y_ptr, h_ptr, weighted_ptr, weight, offs_m, past, col, N, BLOCK_M, BLOCK_N
                     )  # fmt: skip
-                    # This tile column's part; the host adds them up.
+                    # This tile column's part; who sends the rows back adds them up (``ep_gemm_combine_kernel``).
                     tl.store(dots_ptr + pid_n.to(tl.int64) * R + offs_m, dots, mask=offs_m < past)
                 else:
                     store_product(acc, second, y_ptr, pre_ptr, offs_m, past, col, N, ACTIVATION, BLOCK_M, BLOCK_N)

@@ -16,14 +16,11 @@ from tdkernels.ops import _operands
 from tdkernels.ops import ep_dispatch_gemm_kernel as there
 from tdkernels.ops import ep_gemm_combine_kernel as back
 from tdkernels.ops import group_gemm_kernel as grouped
-from tdkernels.ops._launch import Launch, alone_on, launch_kept, to_be_made
 from tdkernels.ops._nodes import spans_nodes
 from tdkernels.ops._tiles import default_tiles
 from tdkernels.ops.ep_config import default_config
-from tdkernels.ops.ep_order_kernel import constants as order_constants
-from tdkernels.ops.ep_order_kernel import ep_order_kernel
-from tdkernels.ops.ep_order_kernel import programs as order_programs
-from tdkernels.ops.ep_routing import places_constants, route, tile_tokens
+from tdkernels.ops.ep_order_kernel import order_of
+from tdkernels.ops.ep_routing import route
 
 
 def why_not(group, quantize):
@@ -33,27 +30,6 @@ def why_not(group, quantize):
     if quantize is not None:
         return "rows are multiplied as they come, and codes are not"
     return None
-
-
-def _order(routing):
-    """Choices [T * k] by expert, see ``ep_order_kernel``.
-
-    Launched without a workspace: that would look for what an earlier launch had to tell, and a rank that finds a note
-    of this call's routing before it has sent anything leaves its peers waiting.
-    """
-    me, tables = routing.group.rank(), routing.tables
-    key = "order", routing.sizes, me, routing.world_size
-    (order,) = launch_kept(alone_on(tables.device), key, (tables,), lambda tables: _prepare_order(routing, me, tables))
-    return order
-
-
-def _prepare_order(routing, me, tables):
-    order = to_be_made(tables, max(routing.tokens * routing.choices, 1))
-    known = places_constants(routing.choices, routing.num_experts, routing.world_size, None)
-    constants = order_constants(known, tile_tokens(routing.choices))
-    grid = (order_programs(routing.tokens, routing.choices),)
-    args = tables, order, me, routing.tokens
-    return Launch(alone_on(tables.device), ep_order_kernel, grid, args, constants, (tables,), [order], [])
 
 
 def _tiles(config, rows, n, x):
@@ -69,7 +45,7 @@ class _EpMoe(torch.autograd.Function):
         num_experts, activation, max_tokens, group, config = call
         ep = (config.ep if config else None) or default_config(x.device)
         routing = route("ep_moe", topk_ids, num_experts, group, ep, max_tokens=max_tokens, whole=True)
-        order, weights = _order(routing), topk_weights.to(torch.float32).contiguous()
+        order, weights = order_of(routing), topk_weights.to(torch.float32).contiguous()
         each = routing.rows // w_gate_up.shape[0]
         up_tiles = _tiles(config, each, w_gate_up.shape[1], x)
         down_tiles = _tiles(config, each, w_down.shape[1], x)

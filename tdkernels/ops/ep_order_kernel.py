@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 
 from tdkernels import lang as td
+from tdkernels.ops._launch import Launch, alone_on, launch_kept, to_be_made
+from tdkernels.ops.ep_routing import places_constants, tile_tokens
 from tdkernels.ops.ep_tables import counts_of, experts_at, places_at, tiles_at
 
 _BLOCK = 64
@@ -41,9 +43,26 @@ def ep_order_kernel(
     tl.store(order_ptr + place, choice, mask=there)
 
 
-def programs(tokens, k):
-    return max(-(-tokens * k // _BLOCK), 1)
+# ---- launcher ----
 
 
-def constants(routing_constants, tile_tokens):
-    return {**routing_constants, "TILE_TOKENS": tile_tokens, "BLOCK": _BLOCK, "num_warps": 4}
+def order_of(routing):
+    """Choices [T * k] by expert.
+
+    Launched without a workspace: that would look for what an earlier launch had to tell, and a rank that finds a note
+    of this call's routing before it has sent anything leaves its peers waiting.
+    """
+    me, tables = routing.group.rank(), routing.tables
+    key = "order", routing.sizes, me, routing.world_size
+    (order,) = launch_kept(alone_on(tables.device), key, (tables,), lambda tables: _prepare(routing, me, tables))
+    return order
+
+
+def _prepare(routing, me, tables):
+    choices = routing.tokens * routing.choices
+    order = to_be_made(tables, max(choices, 1))
+    known = places_constants(routing.choices, routing.num_experts, routing.world_size, None)
+    constants = {**known, "TILE_TOKENS": tile_tokens(routing.choices), "BLOCK": _BLOCK, "num_warps": 4}
+    grid = (max(-(-choices // _BLOCK), 1),)
+    args = tables, order, me, routing.tokens
+    return Launch(alone_on(tables.device), ep_order_kernel, grid, args, constants, (tables,), [order], [])

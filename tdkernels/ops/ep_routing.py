@@ -185,7 +185,9 @@ def _route_plan(workspace, counting, crossing):
 
 
 def _route_places(workspace, counting, crossing):
-    return places_constants(counting.k, counting.num_experts, workspace.world_size, crossing)
+    """What the launches of a ``route`` know when they are compiled."""
+    places = places_constants(counting.k, counting.num_experts, workspace.world_size, crossing)
+    return places if crossing is not None else {**places, "WHOLE": counting.whole}
 
 
 def _count(workspace, counting, crossing, operands):
@@ -195,8 +197,6 @@ def _count(workspace, counting, crossing, operands):
     constants, agreeing = _route_constants(counting.tokens, _columns(workspace, counting), counting.by_source, places)
     args = workspace.ctx, ids, bad, *written, counting.tokens, counting.max_tokens or _NO_LIMIT, plan
     kernel = ep_route_kernel if crossing is None else ep_route_nodes_kernel
-    if crossing is None:
-        constants["WHOLE"] = counting.whole
     constants["AGREE"] = agreeing is None
     grid = (_tiles(counting.tokens, counting.k),)
     return Launch(workspace, kernel, grid, args, constants, operands, [], [workspace.ctx])
@@ -209,8 +209,6 @@ def _agree(workspace, counting, crossing, operands):
     columns = _columns(workspace, counting)
     _, constants = _route_constants(counting.tokens, columns, counting.by_source, places)
     kernel = ep_agree_kernel if crossing is None else ep_agree_nodes_kernel
-    if crossing is None:
-        constants["WHOLE"] = counting.whole
     capacity = counting.max_tokens or _NO_LIMIT
     args = workspace.ctx, bad, *written, counting.tokens, _tiles(counting.tokens, counting.k), capacity, plan
     grid = (-(-columns // constants["BLOCK"]),)

@@ -4,9 +4,9 @@ A *tile* is what belongs to one entry of the batch, one head of the cache and on
 of keys make one line, in that order, of which every program takes an equal share: so any batch with any lengths fills
 the GPU, and the lengths may stay on the device. Who has a part of a tile leaves it in scratch memory; the last to come
 merges the parts in their order, of many parts those that the last ones of groups have made of theirs, and stores the
-result in every rank's buffer. When a program has nothing left to compute
-it raises one signal for each of its tiles at each peer, together, for each release waits for stores to arrive; then it
-waits for these tiles from all peers, and merges them in rank order.
+result in every rank's buffer. When a program has nothing left to compute it raises one signal for each of its tiles at
+each peer, together, for each release waits for stores to arrive; then it waits for these tiles from all peers, and
+merges them in rank order.
 
 Nobody waits before he has sent everything. Shares are in the order of programs, so the programs of a rank that have
 started, whatever their number, have sent a first part of the tiles, and wait for tiles of that part only. The rank on

@@ -1,7 +1,5 @@
 """ag_attention against the attention of the whole sequence, and what holds between its ranks."""
 
-import os
-import signal
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +12,7 @@ from tdkernels.ops.ag_attention_torch_kernels import KERNELS
 from tests.ops import attention as asked
 from tests.ops import attention_ranks as ranks_asked
 from tests.ops.sharded import BF16, FP16, FP32, many
-from tests.ranks import DEVICE, fresh_ranks, on_ranks
+from tests.ranks import DEVICE, dies, fresh_ranks, on_ranks
 
 ON_GPU = DEVICE == "cuda"
 needs_gpu = pytest.mark.skipif(not ON_GPU, reason="takes too long without a GPU")
@@ -176,10 +174,6 @@ def test_disagreement_is_named_on_every_rank(what):
 @pytest.mark.parametrize("what", ranks_asked.KNOWN)
 def test_known_but_different_calls_never_give_a_result(what):
     on_ranks(2, ranks_asked.is_not_fooled_by_a_known_plan, what)
-
-
-def dies():
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize("when", ranks_asked.LOST)

@@ -1,8 +1,5 @@
 """all_gather, reduce_scatter and all_reduce alone: by every exchange, against what all ranks' operands give."""
 
-import os
-import signal
-
 import pytest
 import torch
 
@@ -11,7 +8,7 @@ from tdkernels.launch import RankError
 from tdkernels.ops.collective_config import EXCHANGES, CollectiveConfig, default_config
 from tests.ops import collective
 from tests.ops.collective import OPERATORS, SHAPES, SMALL
-from tests.ranks import fresh_ranks, on_ranks
+from tests.ranks import dies, fresh_ranks, on_ranks
 from tests.selection import EVERYTHING, at_once, pairs, turns
 
 TIMEOUT_S = 2.0 if EVERYTHING else 1.0  # a GPU may have to load a kernel first
@@ -173,10 +170,6 @@ def test_known_but_different_shapes_never_give_a_result(operator, changes):
 def test_known_but_different_configs_never_give_a_result(operator):
     other = TWO_SHOT | ONE_BY_ONE if operator == "all_reduce" else {**ONE_BY_ONE, "num_programs": 1}
     on_ranks(3, collective.is_not_fooled_by_a_known_plan, operator, ONE_BY_ONE, (150,), other)
-
-
-def dies():
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize("ways", at_once(WAYS), ids=str)

@@ -1,14 +1,11 @@
 """ep_moe with its products hidden behind the ways, between the ranks: memory used again, disagreement, lost peers."""
 
-import os
-import signal
-
 import pytest
 
 from tdkernels import PeerTimeoutError
 from tdkernels.launch import RankError
 from tests.ops import expert_layer_ranks as asked
-from tests.ranks import DEVICE, fresh_ranks, on_ranks
+from tests.ranks import DEVICE, dies, fresh_ranks, on_ranks
 
 ON_GPU = DEVICE == "cuda"
 
@@ -38,10 +35,6 @@ def test_disagreement_is_named_on_every_rank(what):
 
 def test_known_but_different_calls_never_give_a_result():
     on_ranks(3, asked.is_not_fooled_by_a_known_plan)
-
-
-def dies():
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize("world_size, when", [(3, "counts"), (2, "rows"), (3, "rows"), (2, "sums")])

@@ -1,15 +1,12 @@
 """flash_decode between the ranks: the same bits whenever, disagreement, peers that fail."""
 
-import os
-import signal
-
 import pytest
 
 from tdkernels import PeerTimeoutError
 from tdkernels.launch import RankError
 from tests.ops import decode_ranks
 from tests.ops.decode_ranks import DISAGREEMENTS, KINDS, KNOWN
-from tests.ranks import DEVICE, fresh_ranks, on_ranks
+from tests.ranks import DEVICE, dies, fresh_ranks, on_ranks
 
 ON_GPU = DEVICE == "cuda"
 needs_gpu = pytest.mark.skipif(not ON_GPU, reason="takes too long without a GPU")
@@ -63,10 +60,6 @@ def test_rooms_may_differ():
 @pytest.mark.parametrize("what", KNOWN)
 def test_known_but_different_calls_never_give_a_result(what):
     on_ranks(2, decode_ranks.is_not_fooled_by_a_known_plan, what)
-
-
-def dies():
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_killed_rank():

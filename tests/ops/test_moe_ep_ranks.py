@@ -1,15 +1,12 @@
 """ep_dispatch and ep_combine between the ranks: memory used again, groups, disagreement, peers that fail."""
 
-import os
-import signal
-
 import pytest
 
 from tdkernels import PeerTimeoutError
 from tdkernels.launch import RankError
 from tests.ops import expert_ranks
 from tests.ops.expert_ranks import DISAGREEMENTS, KNOWN
-from tests.ranks import DEVICE, fresh_ranks, on_ranks
+from tests.ranks import DEVICE, dies, fresh_ranks, on_ranks
 
 ON_GPU = DEVICE == "cuda"
 
@@ -62,10 +59,6 @@ def test_known_but_different_calls_never_give_a_result(what):
 
 def test_known_but_different_combines_never_give_a_result():
     on_ranks(3, expert_ranks.combine_is_not_fooled_by_a_known_plan)
-
-
-def dies():
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize("world_size, when", [(3, "counts"), (2, "dispatch"), (2, "combine")])

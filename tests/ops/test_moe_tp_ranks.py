@@ -1,15 +1,12 @@
 """tp_moe and its halves between the ranks: the same bits whenever, disagreement, peers that fail."""
 
-import os
-import signal
-
 import pytest
 
 from tdkernels import PeerTimeoutError
 from tdkernels.launch import RankError
 from tests.ops import tensor_expert_ranks
 from tests.ops.tensor_expert_ranks import DISAGREEMENTS, KINDS, KNOWN
-from tests.ranks import DEVICE, fresh_ranks, on_ranks
+from tests.ranks import DEVICE, dies, fresh_ranks, on_ranks
 
 ON_GPU = DEVICE == "cuda"
 needs_gpu = pytest.mark.skipif(not ON_GPU, reason="takes too long without a GPU")
@@ -59,10 +56,6 @@ def test_disagreement_in_the_operator():
 @pytest.mark.parametrize("what", KNOWN)
 def test_known_but_different_calls_never_give_a_result(what):
     on_ranks(2, tensor_expert_ranks.is_not_fooled_by_a_known_plan, what)
-
-
-def dies():
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize("when, operator", [("rows", "moe_ag_gemm"), ("sums", "moe_gemm_rs")])
