@@ -38,8 +38,7 @@ class Tunable(ABC):
 
     Attributes: ``name``; ``sizes``, the names of the problem's sizes; ``layouts``, the first being the usual one: how
     operands lie, and whatever else of a call is no size and matters; ``sources``, the modules that hold its kernels and
-    launchers; ``alone``, whether one rank by itself has something to tune; ``in_graphs``, whether every config of it
-    can be captured in a CUDA graph.
+    launchers; ``alone``, whether one rank by itself has something to tune.
     """
 
     name: str
@@ -47,7 +46,6 @@ class Tunable(ABC):
     layouts: tuple
     sources: tuple
     alone = False
-    in_graphs = False
     # The plain config, as explain() calls it: what runs, and what was measured.
     plain_words = "torch collective, then matmul", "torch's collective and matmul"
     local_words = "the library alone"  # and what ``local`` is, where it was measured
@@ -59,6 +57,10 @@ class Tunable(ABC):
     def key(self, problem):
         """The problem without what of its sizes and layout is each rank's own business: the ranks choose for that."""
         return problem
+
+    def goes_in_graphs(self, problem):
+        """Whether every config of a problem can be captured in a CUDA graph."""
+        return False
 
     @abstractmethod
     def sizes_of(self, *shapes, world_size):

@@ -52,7 +52,12 @@ def burst_in_graph(call, input_sets, calls, device, group=None):
     lead = lead_calls(device)
     for i in range(lead):
         call(input_sets[i % len(input_sets)])
-    graph = _captured(lambda: [call(input_sets[i % len(input_sets)]) for i in range(lead, lead + calls)])
+
+    def calls_in_turn():
+        for i in range(lead, lead + calls):
+            call(input_sets[i % len(input_sets)])  # whose results' memory the next call can have
+
+    graph = _captured(calls_in_turn)
     barrier(device, group)
     graph.replay()  # brings the ranks into step
     begin, end = _Stamp(device), _Stamp(device)

@@ -305,7 +305,7 @@ class _Tuner:
         """Whether the fastest call takes the host about as long as the GPU, and can be captured."""
         timed = [trial for trial in trials if trial.reason is None and trial.samples]
         best = min(timed, key=lambda t: t.ms, default=None)
-        can = self.tunable.in_graphs and _HAS_GRAPHS[self.device.type]
+        can = self.tunable.goes_in_graphs(self.problem) and _HAS_GRAPHS[self.device.type]
         return can and best is not None and best.host_ms >= _HOST_COUNTS[self.device.type] * best.ms
 
     def _run_round(self, trials, round_, number, stage, budget_s=float("inf")):

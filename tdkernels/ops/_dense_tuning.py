@@ -33,10 +33,12 @@ class DenseTunable(ConfigTunable):
 
     sizes = ("m", "n", "k")
     layouts = ("nk", "kn")
-    in_graphs = True
     divided: tuple
     op: ModuleType
     kernel: ModuleType
+
+    def goes_in_graphs(self, problem):
+        return True
 
     def why_not(self, problem):
         return super().why_not(problem) or self.why_not_divided(problem, self.divided)

@@ -25,13 +25,15 @@ class CollectiveTunable(ConfigTunable):
     sizes = ("n",)
     config_class = CollectiveConfig
     layouts = ("rows",)
-    in_graphs = True
     plain_words = "torch collective", "torch's collective"
     across_nodes = False  # torch alone reaches other nodes
     sources = (op, collective_kernels, collective_launch, _exchange, _gather, _gather_kernels)
 
     def __init__(self, name):
         self.name = name
+
+    def goes_in_graphs(self, problem):
+        return True
 
     def why_not(self, problem):
         reason = super().why_not(problem)
