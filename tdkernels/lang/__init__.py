@@ -10,6 +10,7 @@ from tdkernels.lang._context import (
     data_at,
     epoch,
     failed,
+    failed_for_all,
     finish,
     flag_at,
     keep_signal,
@@ -48,10 +49,10 @@ from tdkernels.lang._trace import mark
 
 __all__ = [
     "add_release", "arrive", "await_put", "await_tma_stores", "call", "clock_ns", "consume_token", "data_at", "dot",
-    "epoch", "failed", "fence", "fence_before_tma_load", "finish", "flag_at", "from_float32", "in_time", "jit",
-    "keep_signal", "load_acquire", "local_ranks", "mark", "max_of", "note_if", "notify", "notify_all", "notify_node",
-    "num_ranks", "pick", "pointer_to", "prefetch", "put", "put_nbi", "put_signal", "quiet", "rank", "ready_at",
-    "running_sum", "signal", "signal_at", "signal_of", "store_release", "store_release_each", "store_release_if",
-    "sum_of", "symm_at", "symm_base", "take_ticket", "target", "ticket_of", "to_e4m3", "to_float32", "turns_of", "wait",
-    "wait_plan", "wait_plan_all", "wait_plan_node",
+    "epoch", "failed", "failed_for_all", "fence", "fence_before_tma_load", "finish", "flag_at", "from_float32",
+    "in_time", "jit", "keep_signal", "load_acquire", "local_ranks", "mark", "max_of", "note_if", "notify",
+    "notify_all", "notify_node", "num_ranks", "pick", "pointer_to", "prefetch", "put", "put_nbi", "put_signal",
+    "quiet", "rank", "ready_at", "running_sum", "signal", "signal_at", "signal_of", "store_release",
+    "store_release_each", "store_release_if", "sum_of", "symm_at", "symm_base", "take_ticket", "target", "ticket_of",
+    "to_e4m3", "to_float32", "turns_of", "wait", "wait_plan", "wait_plan_all", "wait_plan_node",
 ]  # fmt: skip

@@ -26,6 +26,8 @@ CTX_BASES = tl.constexpr(11)
 # A symmetric buffer begins with one "ready" word for each rank; two halves of signals and two of data follow.
 MAX_RANKS = tl.constexpr(128)
 
+_MAX_THREADS = tl.constexpr(512)  # of a program
+
 STATE_EPOCH = tl.constexpr(0)
 STATE_FINISHED = tl.constexpr(1)
 STATE_SIGNAL = tl.constexpr(2)  # the signal value of the running call, for transports that copy it
@@ -133,6 +135,13 @@ def failed(ctx):
     Each thread reads it for itself: for a mask, not for a branch with a barrier in it.
     """
     return tl.load(failed_at(ctx), volatile=True) != 0
+
+
+@jit
+def failed_for_all(ctx):
+    """``failed``: one answer of all threads, for a branch."""
+    words = failed_at(ctx) + tl.full((_MAX_THREADS,), 0, tl.int32)
+    return tl.reduce((tl.load(words, volatile=True) != 0).to(tl.int32), 0, tl.standard._elementwise_max) != 0
 
 
 @jit

@@ -37,11 +37,20 @@ def dot(a, b, acc, PRECISION: tl.constexpr):
 
 
 @jit
-def to_e4m3(x):
+def to_e4m3(x, CONVERTS: tl.constexpr = False):
     """The bits (uint8) of fp32 ``x`` in float8_e4m3fn, rounded to nearest even; beyond ±448 the largest number.
 
-    By integers: not every GPU converts, and AMD's gfx942 has another e4m3.
+    By integers, unless the GPU ``CONVERTS``: NVIDIA's do from sm_89 on; AMD's gfx942 has another e4m3. What was no
+    number remains none, but may lose its sign.
     """
+    if CONVERTS:
+        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        return _to_e4m3_by_integers(x)
+
+
+@jit
+def _to_e4m3_by_integers(x):
     bits = x.to(tl.uint32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     normal = (magnitude + 0x7FFFF + ((magnitude >> 20) & 1) >> 20).to(tl.int32) - ((127 - 7) << 3)

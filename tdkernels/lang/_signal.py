@@ -147,39 +147,49 @@ def wait_plan_all(ctx, first_ptr, stride, expected, count=None, WITH_OWN: tl.con
     """``wait_plan`` for a signal of every peer at once; that of rank r is ``stride * r`` words behind ``first_ptr``.
 
     What all peers have stored before is visible to the loads that follow, tensor descriptors excepted. ``count``: so
-    many signals of every peer, which follow each other. ``WITH_OWN``: and ours, which stand among them.
+    many signals of every peer, which follow each other. ``WITH_OWN``: and ours, which stand among them. Returns whether
+    all have come in time, as ``in_time``: one answer of all threads, which costs nothing where nobody asks for it.
     """
     me = rank(ctx)
     ranks = num_ranks(ctx)
     if target() == "cuda":
+        missed = tl.full((MAX_RANKS,), 0, tl.int32)
         if count is None:
             peers = tl.arange(0, MAX_RANKS)
             is_peer = (peers < ranks) & (WITH_OWN | (peers != me))
             # A thread without a peer looks at a word of our own, which is always late enough for it.
-            _wait_each(ctx, first_ptr + tl.where(is_peer, peers, me).to(tl.int64) * stride, expected, peers, is_peer)
+            signal_ptrs = first_ptr + tl.where(is_peer, peers, me).to(tl.int64) * stride
+            missed |= _wait_each(ctx, signal_ptrs, expected, peers, is_peer)
         else:
             peers, numbers, step = _lanes(ctx)
             for first in range(0, count, step):
                 there = (numbers < step) & (first + numbers < count) & (WITH_OWN | (peers != me))
                 offsets = tl.where(there, peers, me).to(tl.int64) * stride + tl.where(there, first + numbers, 0)
-                _wait_each(ctx, first_ptr + offsets, expected, peers, there)
+                missed |= _wait_each(ctx, first_ptr + offsets, expected, peers, there)
         tl.debug_barrier()  # each thread has acquired from one peer; now all of them have from all
+        return max_of(missed, 0) == 0
     else:
+        all_came = _wide(expected) > 0
         for number in range(1 if count is None else count):
             for source in range(ranks):
                 if WITH_OWN or source != me:
-                    wait_plan(ctx, first_ptr + source * stride + number, expected, source)
+                    all_came &= wait_plan(ctx, first_ptr + source * stride + number, expected, source) == expected
+        return all_came
 
 
 @jit
 def _wait_each(ctx, signal_ptrs, expected, peers, there):
-    """``wait_plan`` by each thread for a word of its own, where one is ``there``; other threads only look at it."""
+    """``wait_plan`` by each thread for a word of its own, where one is ``there``; other threads only look at it.
+
+    Returns what is not 0 where a word did not come in time.
+    """
     expected = tl.where(there, _wide(expected), NEVER)
     start = (expected >> 8) << 8
     seen = _spin(ctx, signal_ptrs, start, SYS, 1)
     _record_if(ctx, seen < start, RECORD_PLAN_TIMEOUT, peers, signal_ptrs, expected, seen)
     mismatch = (seen != expected) & ((seen >> 8) == (expected >> 8))
     _record_if(ctx, mismatch, RECORD_PLAN_MISMATCH, peers, signal_ptrs, expected, seen)
+    return (there & ((seen != expected) | (expected <= 0))).to(tl.int32)
 
 
 @jit
