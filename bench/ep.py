@@ -204,7 +204,7 @@ def _methods(case, plan, room, sets):
         else:
             methods[name] = method
     default = default_config(rank_device())
-    methods |= ep_methods.ours(case, room, sets, default)
+    methods |= ep_methods.ours(case, room, sets)
     for number, override in enumerate(plan.overrides, 1):
         name = f"tdkernels c{number} {json.dumps(override)}"
         try:

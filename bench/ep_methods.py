@@ -160,20 +160,24 @@ def sequences(case, sets):
 
 # ---- ours ----
 
+MOST_DIRECT = 256  # tokens of a rank up to which a bound on them, known to all, is tried
 
-def ours(case, room, sets, default):
-    """{name: Method} of ours in the default config; ``room``: max_tokens."""
-    with_room = ours_with(case, room, sets, default)
-    if case.operator in ("ep_combine", "ep_latency"):
-        return {"tdkernels": with_room}
-    exact = _ours_without_room(case, default)
-    if case.operator == "all_to_all":
-        return {"tdkernels": exact, "tdkernels-max-tokens": with_room}
-    return {"tdkernels": exact, "tdkernels-max-tokens": with_room, "tdkernels-again": _ours_again(case, sets)}
+
+def ours(case, room, sets):
+    """{name: Method} of ours as it comes, with the best config that is known; ``room``: max_tokens."""
+    with_room = ours_with(case, room, sets, None)
+    methods = {"tdkernels": with_room}
+    if case.operator in ("ep_dispatch", "all_to_all"):
+        methods = {"tdkernels": _ours_without_room(case), "tdkernels-max-tokens": with_room}
+    if case.operator in ("ep_dispatch", "ep_latency") and case.tokens <= MOST_DIRECT:
+        methods["tdkernels-direct"] = _ours_direct(case, room)
+    if case.operator == "ep_dispatch":
+        methods["tdkernels-again"] = _ours_again(case, sets)
+    return methods
 
 
 def ours_with(case, room, sets, config):
-    """Ours in a config, with max_tokens, so that the host does not wait."""
+    """Ours in a config, or None for the best known, with max_tokens, so that the host does not wait."""
     call = _dispatch_call(case, room, config)
     if case.operator == "all_to_all":
         call = _all_to_all_call(room, config)
@@ -181,12 +185,29 @@ def ours_with(case, room, sets, config):
         call = _combine_call(case, room, sets, config)
     if case.operator == "ep_latency":
         call = _there_and_back_call(case, room, config)
-    return Method(call, _rows_of(case.operator), config=config)
+    return Method(call, _rows_of(case.operator), config=config or known_config(case, "static"))
 
 
-def _ours_without_room(case, default):
+def known_config(case, layout):
+    """What a call without a config runs with."""
+    operator = "ep_dispatch" if case.operator == "ep_latency" else case.operator
+    sizes = case.ranks * case.tokens, case.hidden, case.experts
+    if operator != "all_to_all":
+        sizes += (case.choices,)
+    layout += "_fp8" * (operator == "ep_dispatch" and case.payload != "bf16")
+    return tdkernels.explain(operator, *sizes, layout=layout, group=dist.group.WORLD).config
+
+
+def _ours_without_room(case):
     call = _all_to_all_call(None, None) if case.operator == "all_to_all" else _dispatch_call(case, None, None)
-    return Method(call, _rows_of(case.operator), host_waits=True, config=default)
+    return Method(call, _rows_of(case.operator), host_waits=True, config=known_config(case, "exact"))
+
+
+def _ours_direct(case, room):
+    """Of few tokens: with a bound on those of each rank, so that nothing is counted before they leave."""
+    bounds = {"max_tokens_per_rank": case.tokens}
+    call = _there_and_back_call if case.operator == "ep_latency" else _dispatch_call
+    return Method(call(case, room, None, **bounds), _rows_of(case.operator), config=known_config(case, "bounded"))
 
 
 def _dispatch(case, s, ids, **how):
@@ -198,8 +219,8 @@ def _fields(recv):
     return recv.x, recv.scales, recv.splits, recv.topk_weights
 
 
-def _dispatch_call(case, room, config):
-    how = {"num_experts": case.experts, "max_tokens": room, "config": config}
+def _dispatch_call(case, room, config, **bounds):
+    how = {"num_experts": case.experts, "max_tokens": room, "config": config, **bounds}
     return lambda s: _fields(_dispatch(case, s, s.ids, **how)[0])
 
 
@@ -219,17 +240,17 @@ def _all_to_all_call(room, config):
 
 def _combine_call(case, room, sets, config):
     handles = {
-        id(s): tdkernels.ep_dispatch(
-            s.x, s.ids, s.weights, num_experts=case.experts, max_tokens=room, config=config
-        )[1]
+        id(s): tdkernels.ep_dispatch(s.x, s.ids, s.weights, num_experts=case.experts, max_tokens=room)[1]
         for s in sets
     }  # fmt: skip
-    return lambda s: tdkernels.ep_combine(s.expert_out, handles[id(s)])
+    return lambda s: tdkernels.ep_combine(s.expert_out, handles[id(s)], config=config)
 
 
-def _there_and_back_call(case, room, config):
+def _there_and_back_call(case, room, config, **bounds):
+    how = {"num_experts": case.experts, "max_tokens": room, "config": config, **bounds}
+
     def call(s):
-        _, handle = _dispatch(case, s, s.ids, num_experts=case.experts, max_tokens=room, config=config)
+        _, handle = _dispatch(case, s, s.ids, **how)
         return tdkernels.ep_combine(s.expert_out, handle)
 
     return call

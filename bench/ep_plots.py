@@ -9,6 +9,7 @@ _STYLES = {
     **{name: (name, colour, "--") for name, colour in zip(PEERS, ("#7fbc41", "#8c6bb1"))},
     "tdkernels": ("ours", "#2166ac", "-"),
     "tdkernels-max-tokens": ("ours, max_tokens", "#67a9cf", "-"),
+    "tdkernels-direct": ("ours, max_tokens_per_rank", "#1a9850", "-"),
 }
 
 

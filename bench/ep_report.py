@@ -4,13 +4,15 @@ from bench import ep_plots
 from bench.ep import PEERS
 
 _SEQUENCES = ("sequence", "sequence-known-splits")
-_OURS = ("tdkernels", "tdkernels-max-tokens", "tdkernels-again")
+_OURS = ("tdkernels", "tdkernels-max-tokens", "tdkernels-direct", "tdkernels-again")
 _INTRO = """## Expert parallelism
 
 - **sequence** is NCCL's all_to_all_single with the permutes around it in plain torch, the host waiting for the sizes;
   **sequence-known-splits** is told them, and never waits, as in a graph. It sends a row for each choice.
 - **tdkernels** is a call as it comes, where the host waits for how many rows there are; **-max-tokens** one with a
-  capacity, for which it never waits; **-again** one by the handle of a dispatch before. All in the default config.
+  capacity, for which it never waits; **-direct** one with a bound on the tokens of each rank (max_tokens_per_rank) as
+  well, so that few tokens leave before anything is counted; **-again** one by the handle of a dispatch before. All with
+  the best config that is known, rows from before 2026-11-23 with the default one.
 - **wire** is the floor: what the busiest GPU has to send or receive, each token once for a rank, over the best rate of
   a link. **Efficiency** is wire / ours, **over sequence** is of ours, that with a capacity in graphs.
 - Outputs were checked against the reference before the clock started. DeepEP gives a token one row on a rank: spreading

@@ -13,8 +13,8 @@ _TIMEOUT_S = 600.0
 _REPETITIONS = {"cuda": 7, "cpu": 3}
 _MAX_RANKS = 128
 _OPERATORS = (  # whose kernels note what they do
-    "ag_attention", "ag_gemm", "flash_decode", "gemm_ar", "gemm_rs", "moe_ag_gemm", "moe_gemm_rs", "ulysses_out",
-    "ulysses_qkv",
+    "ag_attention", "ag_gemm", "ep_combine", "ep_dispatch", "flash_decode", "gemm_ar", "gemm_rs", "moe_ag_gemm",
+    "moe_gemm_rs", "ulysses_out", "ulysses_qkv",
 )  # fmt: skip
 
 

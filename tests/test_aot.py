@@ -23,6 +23,7 @@ from tdkernels.ops import (
     ag_attention_kernel,
     ag_attention_merge,
     collective_launch,
+    ep_direct,
     ep_dispatch_gemm_kernel,
     ep_gemm_combine_kernel,
     ep_launch,
@@ -47,6 +48,7 @@ from tdkernels.ops.ag_gemm_nodes_kernel import ag_gemm_nodes_kernel
 from tdkernels.ops.ag_gemm_one_shot import ag_gemm_one_shot_kernel
 from tdkernels.ops.collective_config import EXCHANGES, CollectiveConfig
 from tdkernels.ops.ep_config import EpConfig
+from tdkernels.ops.ep_dispatch_kernel import BY_INSTRUCTION
 from tdkernels.ops.flash_decode_kernel import flash_decode_kernel, flash_decode_nodes_kernel
 from tdkernels.ops.gemm_ar_kernel import gemm_ar_kernel
 from tdkernels.ops.gemm_ar_nodes_kernel import gemm_ar_nodes_kernel
@@ -216,9 +218,10 @@ MOVES = [
     "dispatch", "dispatch again, with scales", "dispatch, quantized", "gradient of a combine", "combine per rank",
     "gradient of a dispatch", "combine per expert",
 ]  # fmt: skip
+DIRECT = ["direct dispatch", "direct dispatch, quantized"]  # in a group on one node
 ROUTES = ["route", "route of many tokens", "route by source"]
 # Between them they hold every function of the kernels; the others are for one target, to save time.
-EVERYWHERE = ["route of many tokens", "dispatch, quantized", "combine per rank"]
+EVERYWHERE = ["route of many tokens", "dispatch, quantized", "combine per rank", "direct dispatch, quantized"]
 
 
 @functools.cache
@@ -229,7 +232,7 @@ def expert_launches(tokens=128, k=8, experts=256, ranks=8, width=7168, dtype=BF1
     """
     group, capacity, found = SimpleNamespace(size=lambda: ranks), 2 * tokens, {}
     per_rank, per_expert = EpConfig(), EpConfig(combine="per_expert")
-    with recorded_launches((ep_routing, ep_launch), ranks, ranks // (local or ranks)) as launches:
+    with recorded_launches((ep_routing, ep_launch, ep_direct), ranks, ranks // (local or ranks)) as launches:
 
         def keep(name):
             found[name] = list(launches)
@@ -260,11 +263,20 @@ def expert_launches(tokens=128, k=8, experts=256, ranks=8, width=7168, dtype=BF1
         keep("gradient of a dispatch")
         ep_launch.combine(routing, rows, weights=weights, row_weights=of_rows, config=per_expert)
         keep("combine per expert")
-    assert list(found) == ROUTES + MOVES and all(found.values())
+        for name in DIRECT if local is None else []:
+            ids, quantize = torch.zeros(tokens, k, dtype=torch.int64), name.endswith("quantized")
+            routing = ep_direct.bounded_routing("op", ids, experts, group, per_rank, capacity, tokens)
+            ep_direct.leave_uncounted(routing, ids)
+            ep_launch.dispatch(routing, x, weights=weights, quantize=quantize)
+            keep(name)
+    assert list(found) == ROUTES + MOVES + (DIRECT if local is None else []) and all(found.values())
     return found
 
 
 def compile_launches(launches, arch):
+    """As that GPU would be launched on: here, launchers see one that does not quantize by an instruction."""
+    by = BY_INSTRUCTION.value if arch in ("sm_89", "sm_90", "sm_100") else 1
+    launches = [(k, a, {**kw, "QUANTIZE": by} if kw.get("QUANTIZE") == 1 else kw) for k, a, kw in launches]
     compiled = [compile_for(*launch, arch) for launch in launches]
     assert all(each.metadata.shared <= SHARED_MEMORY[arch] for each in compiled)
     return compiled
@@ -626,7 +638,7 @@ def test_collectives_move_sixteen_bytes_at_a_time(operator, exchange, block_byte
 
 
 @pytest.mark.parametrize("name, arch", [
-    (name, arch) for name in ROUTES + MOVES for arch in TARGETS if name in EVERYWHERE or arch == "sm_90"
+    (name, arch) for name in ROUTES + MOVES + DIRECT for arch in TARGETS if name in EVERYWHERE or arch == "sm_90"
 ])  # fmt: skip
 def test_expert_parallel_compiles(name, arch):
     compile_launches(expert_launches()[name], arch)
@@ -662,19 +674,21 @@ def test_expert_parallel_across_nodes_compiles(name, arch):
 
 def test_expert_parallel_of_one_rank_a_node_compiles():
     launches = expert_launches(tokens=1, k=1, experts=3, ranks=3, width=1, dtype=FP16, local=1)
-    for name in EVERYWHERE:
+    for name in set(EVERYWHERE) - set(DIRECT):
         compile_launches(launches[name], "sm_90")
 
 
-@pytest.mark.parametrize("name", MOVES)
+@pytest.mark.parametrize("name", MOVES + DIRECT)
 def test_tokens_are_moved_sixteen_bytes_at_a_time(name):
     """What is narrower are ids, places and weights, of which there are few."""
     (compiled,) = compile_launches(expert_launches()[name], "sm_90")
     ptx = compiled.asm["ptx"]
+    # One that is direct has two places to store to, and notes to leave.
+    least, words = (4, 10) if name in DIRECT else (6, 7)
     for move in ("ld", "st"):  # of a block each thread has four, or two of codes, wherever it is moved
-        assert len(re.findall(rf"{move}\.global\.v2\.b64|{move}\.global\.v4\.b32", ptx)) >= 6
+        assert len(re.findall(rf"{move}\.global\.v2\.b64|{move}\.global\.v4\.b32", ptx)) >= least
         assert not re.search(rf"{move}\.global\.[bu]16\b", ptx), "single elements"
-    assert len(re.findall(r"st\.global\.b64", ptx)) <= 7, "single words"
+    assert len(re.findall(r"st\.global\.b64", ptx)) <= words, "single words"
     assert "ld.acquire.sys.global.b64" in ptx and "st.release.sys.global.b64" in ptx
 
 

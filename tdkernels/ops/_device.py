@@ -44,6 +44,11 @@ def capability(device):
     return properties.major, properties.minor
 
 
+def converts_to_e4m3(device):
+    """Whether it has instructions that make float8_e4m3fn of fp32."""
+    return capability(device) >= (8, 9)
+
+
 def has_tma(device):
     """Whether the bulk tensor copy engine is there (NVIDIA sm_90 on)."""
     return capability(device) >= (9, 0)

@@ -48,6 +48,15 @@ def check_payload(operator, x, scales, max_tokens):
         raise ValueError(f"{operator}: max_tokens must be a positive integer below 2**30, not {max_tokens!r}")
 
 
+def check_most_tokens(operator, most, choices, world_size):
+    """max_tokens_per_rank, of so many choices each: all ranks' rows have numbers of 32 bits."""
+    if most is not None and (type(most) is not int or not 0 < most * choices * world_size < 1 << 30):
+        raise ValueError(
+            f"{operator}: max_tokens_per_rank must be a positive integer, below 2**30 times {choices} choices and "
+            f"{world_size} ranks, not {most!r}"
+        )
+
+
 def check_num_experts(operator, num_experts, world_size):
     if type(num_experts) is not int or num_experts < 1:
         raise ValueError(f"{operator}: num_experts must be a positive integer, not {num_experts!r}")

@@ -3,7 +3,7 @@
 Ranks may have different numbers of tokens, so that none of them is what a config can be looked up by. What all ranks
 know of a routing is how many tokens the rank stages that stages most. ``tokens_of`` makes of that the tokens of all
 ranks which, routed evenly, would be as many. With max_tokens nobody waits for a routing: then they are those for which
-max_tokens is enough, whatever the routing.
+max_tokens is enough, whatever the routing; or as many as max_tokens_per_rank allows.
 """
 
 import functools
@@ -31,20 +31,33 @@ def choose_config(operator, routing, x, quantized=False):
 
     Args:     quantized: whether they travel as codes with scales
     """
-    ranks, experts, choices = routing.world_size, routing.num_experts, routing.choices
-    tokens, width = tokens_of(routing.staged, routing.max_tokens, ranks, experts, choices), x.shape[1]
-    call = operator, tokens, width, experts, choices, x.dtype, x.device, routing.max_tokens is None, quantized
+    experts, choices = routing.num_experts, routing.choices
+    tokens, width, layout = _tokens_of(routing), x.shape[1], _layout_of(operator, routing)
+    call = operator, tokens, width, experts, choices, x.dtype, x.device, layout, quantized
     known = known_config(routing.group, call)
     if known is not None:
         return known
     fields = {"tokens": tokens, "width": width, "dtype": str(x.dtype), "k": choices, "num_experts": experts}
-    layout = "exact" if routing.max_tokens is None else "static"
     if x.dtype.itemsize == 1:  # codes already, which nobody tunes for: what counts are the bytes
         x = x.new_empty(0, dtype=torch.bfloat16)
         quantized, width = operator == "ep_dispatch", width if operator == "ep_dispatch" else max(width // 2, 1)
     sizes = (tokens, width, experts) if operator == "all_to_all" else (tokens, width, experts, choices)
     fields["quantize"] = quantized
     return chosen(operator, sizes, layout + "_fp8" * quantized, x, routing.group, fields, call)
+
+
+def _layout_of(operator, routing):
+    if routing.max_tokens is None:
+        return "exact"
+    return "bounded" if operator == "ep_dispatch" and routing.most_tokens is not None else "static"
+
+
+def _tokens_of(routing):
+    if routing.most_tokens is not None:
+        return bucket(routing.world_size * routing.most_tokens)
+    return tokens_of(
+        routing.staged, routing.max_tokens, routing.world_size, routing.num_experts, routing.choices
+    )
 
 
 def crossing_share(world_size, num_experts, choices):

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from tdkernels import lang as td
+from tdkernels.lang._trace import ALL_PEERS
 from tdkernels.ops.ep_tables import (
     GOES,
     MAX_CHUNKS,
@@ -37,6 +38,8 @@ from tdkernels.ops.ep_tables import (
     whole_items,
 )
 
+MOST_AT_ONCE = tl.constexpr(8)  # rows of a token, or parts of it, that are read at the same time
+
 
 @td.jit
 def part_bytes(items, DTYPE: tl.constexpr):
@@ -52,52 +55,69 @@ def slot_bytes(items, DTYPE: tl.constexpr, K: tl.constexpr, PER_EXPERT: tl.const
 
 
 @td.jit
-def row_addresses(rows_ptr, places, items, DTYPE: tl.constexpr):
-    """Where rows are; 0 for those of number -1."""
-    addresses = rows_ptr.to(tl.int64) + places.to(tl.int64) * items * (DTYPE.primitive_bitwidth // 8)
-    return tl.where(places >= 0, addresses, 0)
+def word_at(ptr, number, count):
+    """Word ``number`` of so many, in all threads; -1 beyond. One load: a vector's would have to be looked through."""
+    return tl.load(ptr + number, mask=number < count, other=-1)
 
 
 @td.jit
-def add_rows(
-    total, addresses, weights, block, items, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Add, one after the other, a block of the rows at those addresses that are not 0, each times its weight if any."""
-    turns, count = td.turns_of(addresses != 0)
-    offs = block * BLOCK + tl.arange(0, BLOCK)
-    for turn in range(0, count, 2):  # two reads on their way at a time
-        first = td.sum_of(tl.where(turns == turn, addresses, 0), 0)
-        second = td.sum_of(tl.where(turns == turn + 1, addresses, 0), 0)
-        row0 = tl.load(td.pointer_to(first, DTYPE, ALIGNED) + offs, mask=offs < items, other=0.0)
-        row1 = tl.load(td.pointer_to(second, DTYPE, ALIGNED) + offs, mask=(offs < items) & (second != 0), other=0.0)
-        if weights is None:
-            total += td.to_float32(row0)
-            total += td.to_float32(row1)
-        else:
-            total += td.to_float32(row0) * td.sum_of(tl.where(turns == turn, weights, 0.0), 0)
-            total += td.to_float32(row1) * td.sum_of(tl.where(turns == turn + 1, weights, 0.0), 0)
-    return total
+def _add(total, address, weight, offs, items, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr):
+    """Add a block of the row at an address, times a weight; nothing if the address is 0."""
+    there = address != 0
+    mask = there if WHOLE else there & (offs < items)
+    row = tl.load(td.pointer_to(address, DTYPE, ALIGNED) + offs, mask=mask, other=0.0)
+    return total + td.to_float32(row) * weight
+
+
+@td.jit
+def _row_address(rows_ptr, place, items, DTYPE: tl.constexpr):
+    """Where a row is; 0 for number -1."""
+    address = rows_ptr.to(tl.int64) + place.to(tl.int64) * items * (DTYPE.primitive_bitwidth // 8)
+    return tl.where(place >= 0, address, 0)
 
 
 # ---- senders ----
 
 
 @td.jit
-def _staged_token(came, row_weights_ptr, number, there, K: tl.constexpr, RANKS: tl.constexpr):
-    """(its rows here, their weights) of a token that has come, by choice; nothing is read unless it is ``there``."""
-    choice = tl.arange(0, triton.next_power_of_2(K))
-    here = tl.load(slot_at(came, number, K, RANKS) + choice, mask=(choice < K) & there, other=-1)
-    if row_weights_ptr is not None:
-        return here, tl.load(row_weights_ptr + here, mask=here >= 0, other=0.0)
-    else:
-        return here, tl.full(here.shape, 1.0, tl.float32)
+def _sum_here(
+    places_ptr, rows_ptr, row_weights_ptr, offs, items, K: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """A block of the weighted sum of the rows that a token has here, of which the numbers are at ``places_ptr``."""
+    AT_ONCE: tl.constexpr = min(triton.next_power_of_2(K), MOST_AT_ONCE)
+    total = tl.full((BLOCK,), 0.0, tl.float32)
+    for first in range(0, K, AT_ONCE):
+        for j in tl.static_range(AT_ONCE):  # all on their way before the first has come
+            place = word_at(places_ptr, first + j, K)
+            weight = 1.0
+            if row_weights_ptr is not None:
+                weight = tl.load(row_weights_ptr + place, mask=place >= 0, other=0.0)
+            address = _row_address(rows_ptr, place, items, DTYPE)
+            total = _add(total, address, weight, offs, items, DTYPE, ALIGNED, WHOLE)
+    return total
+
+
+@td.jit
+def _send_rows(
+    places_ptr, rows_ptr, slot, items, K: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Copy all rows that a token has here to their places in its slot."""
+    for j in range(K):
+        address = _row_address(rows_ptr, tl.load(places_ptr + j), items, DTYPE)
+        part = slot + j * part_bytes(items, DTYPE)
+        if address != 0:
+            for block in range((items + BLOCK - 1) // BLOCK):
+                offs = block * BLOCK + tl.arange(0, BLOCK)
+                row = tl.load(td.pointer_to(address, DTYPE, ALIGNED) + offs, mask=offs < items)
+                tl.store(td.pointer_to(part, DTYPE) + offs, row, mask=offs < items)
 
 
 @td.jit
 def send_chunk(
     ctx, half, signal, owner, chunk, rows_ptr, row_weights_ptr, row_numbers_ptr, tables, came, items,
     PER_EXPERT: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr, LOCAL: tl.constexpr,
-    DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, trace,
 ):  # fmt: skip
     """Send the owner of a chunk of tokens what we have for them, and signal it.
 
@@ -118,31 +138,30 @@ def send_chunk(
     staged = tl.load(theirs_at(tables, EXPERTS, RANKS) + owner)
     goes = tl.load(their_at(tables, EXPERTS, RANKS) + owner)
     area = td.data_at(ctx, half, to)
-    here, weights = _staged_token(came, row_weights_ptr, staged + first, first < end, K, RANKS)
     for i in range(first, end):
         slot = area + (goes + i).to(tl.int64) * bytes_of_slot
-        addresses = row_addresses(rows_ptr, here, items, DTYPE)
-        # On its way while the rows of this one are read.
-        next_here, next_weights = _staged_token(came, row_weights_ptr, staged + i + 1, i + 1 < end, K, RANKS)
-        for block in range(blocks):
-            offs = block * BLOCK + tl.arange(0, BLOCK)
-            if PER_EXPERT:
-                turns, count = td.turns_of(here >= 0)
-                for turn in range(count):
-                    address = td.sum_of(tl.where(turns == turn, addresses, 0), 0)
-                    row = tl.load(td.pointer_to(address, DTYPE, ALIGNED) + offs, mask=offs < items)
-                    part = slot + td.pick(choice, turns, turn) * part_bytes(items, DTYPE)
-                    tl.store(td.pointer_to(part, DTYPE) + offs, row, mask=offs < items)
-            else:
-                total = tl.full((BLOCK,), 0.0, tl.float32)
-                total = add_rows(total, addresses, weights, block, items, DTYPE, ALIGNED, BLOCK)
+        places_ptr = slot_at(came, staged + i, K, RANKS)
+        if PER_EXPERT:
+            _send_rows(places_ptr, rows_ptr, slot, items, K, DTYPE, ALIGNED, BLOCK)
+        else:
+            for block in range(blocks):
+                offs = block * BLOCK + tl.arange(0, BLOCK)
+                total = _sum_here(
+                    places_ptr, rows_ptr, row_weights_ptr, offs, items, K, DTYPE, ALIGNED, BLOCK, WHOLE
+                )  # fmt: skip
                 tl.store(td.pointer_to(slot, DTYPE) + offs, td.from_float32(total, DTYPE), mask=offs < items)
-        if row_numbers_ptr is not None:
-            numbers = tl.load(row_numbers_ptr + here, mask=here >= 0, other=0.0)
-            tl.store((slot + parts).to(tl.pointer_type(tl.float32)) + choice, numbers, mask=choice < K)
-        if ACROSS and PER_EXPERT:
-            tl.store((slot + parts).to(tl.pointer_type(tl.float32)) + K + choice, weights, mask=choice < K)
-        here, weights = next_here, next_weights
+        if (row_numbers_ptr is not None) or (ACROSS and PER_EXPERT):
+            here = tl.load(places_ptr + choice, mask=choice < K, other=-1)
+            numbers_at = (slot + parts).to(tl.pointer_type(tl.float32)) + choice
+            if row_numbers_ptr is not None:
+                numbers = tl.load(row_numbers_ptr + here, mask=here >= 0, other=0.0)
+                tl.store(numbers_at, numbers, mask=choice < K)
+            if ACROSS and PER_EXPERT:
+                weights = tl.full(here.shape, 1.0, tl.float32)
+                if row_weights_ptr is not None:
+                    weights = tl.load(row_weights_ptr + here, mask=here >= 0, other=0.0)
+                tl.store(numbers_at + K, weights, mask=choice < K)
+    td.mark(trace, "pushes", to)
     # waiter: the owner's receiver of this chunk; across nodes its relay's program for it
     td.notify(ctx, td.signal_at(ctx, half, 0) + number * MAX_CHUNKS + chunk, to, signal)
 
@@ -151,27 +170,79 @@ def send_chunk(
 
 
 @td.jit
-def own_token(
-    tables, weights_ptr, token, num_tokens, there, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr
-):
-    """(the ranks of its choices, their rows there, their weights; its place among our tokens for each rank).
+def _add_parts(
+    total, first_rank, end_rank, area, parts_ptr, sent_ptr, bytes_of_slot, offs, items,
+    RANKS: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Add what some ranks have sent for a token."""
+    AT_ONCE: tl.constexpr = min(triton.next_power_of_2(RANKS - 1), MOST_AT_ONCE)
+    for first in range(first_rank, end_rank, AT_ONCE):
+        for j in tl.static_range(AT_ONCE):
+            sent = word_at(sent_ptr, first + j, end_rank)
+            part = area + (word_at(parts_ptr, first + j, end_rank) + sent).to(tl.int64) * bytes_of_slot
+            total = _add(total, tl.where(sent >= 0, part, 0), 1.0, offs, items, DTYPE, ALIGNED, WHOLE)
+    return total
 
-    -1 is nowhere; nothing is read unless the token is ``there``.
-    """
+
+@td.jit
+def _add_own(
+    total, experts_ptr, places_ptr, weights_ptr, me, rows_ptr, area, parts_ptr, sent_ptr, bytes_of_slot, offs, items,
+    PER_EXPERT: tl.constexpr, K: tl.constexpr, EACH: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
+    WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Add the weighted rows of a token that are on this rank; PER_EXPERT: and those that others have sent."""
+    AT_ONCE: tl.constexpr = min(triton.next_power_of_2(K), MOST_AT_ONCE)
+    for first in range(0, K, AT_ONCE):
+        for j in tl.static_range(AT_ONCE):
+            choice = first + j
+            place = word_at(places_ptr, choice, K)
+            dest = word_at(experts_ptr, choice, K) // EACH
+            here = (place >= 0) & (dest == me)
+            weight = 1.0
+            if weights_ptr is not None:  # not that of a dropped choice, which may be anything
+                weight = tl.load(weights_ptr + choice, mask=here | (PER_EXPERT & (place >= 0)), other=0.0)
+            address = _row_address(rows_ptr, tl.where(here, place, -1), items, DTYPE)
+            if PER_EXPERT:
+                away = (place >= 0) & (dest != me)
+                number = tl.load(parts_ptr + dest, mask=away, other=0) + tl.load(sent_ptr + dest, mask=away, other=0)
+                part = area + number.to(tl.int64) * bytes_of_slot + choice * part_bytes(items, DTYPE)
+                address = tl.where(away, part, address)
+            total = _add(total, address, weight, offs, items, DTYPE, ALIGNED, WHOLE)
+    return total
+
+
+@td.jit
+def own_token(tables, weights_ptr, token, num_tokens, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr):
+    """(the ranks of a token's choices, their rows there, their weights); -1 is nowhere."""
     choice = tl.arange(0, triton.next_power_of_2(K))
-    ranks = tl.arange(0, triton.next_power_of_2(RANKS))
-    mask = (choice < K) & there
-    places = tl.load(places_at(tables, token, num_tokens, K, EXPERTS, RANKS) + choice, mask=mask, other=-1)
-    experts = tl.load(experts_at(tables, token, K, EXPERTS, RANKS) + choice, mask=mask, other=-1)
-    sent_ptr = sent_at(tables, token, num_tokens, K, EXPERTS, RANKS)
-    sent = tl.load(sent_ptr + ranks, mask=(ranks < RANKS) & there, other=-1)
+    places = tl.load(places_at(tables, token, num_tokens, K, EXPERTS, RANKS) + choice, mask=choice < K, other=-1)
+    experts = tl.load(experts_at(tables, token, K, EXPERTS, RANKS) + choice, mask=choice < K, other=-1)
     dest = tl.where(places >= 0, experts // (EXPERTS // RANKS), -1)
     if weights_ptr is not None:
         weights_at = weights_ptr + tl.cast(token, tl.int64) * K + choice
         # Not of a dropped choice, whose weight may be anything.
-        return dest, places, tl.load(weights_at, mask=mask & (places >= 0), other=0.0), sent
+        return dest, places, tl.load(weights_at, mask=places >= 0, other=0.0)
     else:
-        return dest, places, tl.full(places.shape, 1.0, tl.float32), sent
+        return dest, places, tl.full(places.shape, 1.0, tl.float32)
+
+
+@td.jit
+def _receive_numbers(
+    token, num_tokens, me, area, parts, bytes_of_slot, row_numbers_ptr, tables, numbers_ptr,
+    K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr,
+):  # fmt: skip
+    """Bring the numbers of a token's rows, from wherever these are, to where its choices are."""
+    choice = tl.arange(0, triton.next_power_of_2(K))
+    dest, places, _ = own_token(tables, None, token, num_tokens, K, EXPERTS, RANKS)
+    here = tl.where(dest == me, places, -1)
+    away = (dest >= 0) & (dest != me)
+    number = tl.load(parts_at(tables, EXPERTS, RANKS) + dest, mask=away, other=0)
+    number += tl.load(sent_at(tables, token, num_tokens, K, EXPERTS, RANKS) + dest, mask=away, other=0)
+    came_at = (area + number.to(tl.int64) * bytes_of_slot + parts).to(tl.pointer_type(tl.float32))
+    came = tl.load(came_at + choice, mask=away, other=0.0)
+    ours = tl.load(row_numbers_ptr + here, mask=here >= 0, other=0.0)
+    entry = tl.cast(token, tl.int64) * K + choice
+    tl.store(numbers_ptr + entry, tl.where(away, came, ours), mask=choice < K)
 
 
 @td.jit
@@ -179,53 +250,43 @@ def _receive_chunk(
     ctx, half, chunk, chunk_tokens, num_tokens,
     rows_ptr, row_numbers_ptr, weights_ptr, tables, y_ptr, numbers_ptr, items,
     PER_EXPERT: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr, DTYPE: tl.constexpr,
-    ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    ALIGNED: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Add up what has come for a chunk of our tokens, and what we have ourselves."""
-    choice = tl.arange(0, triton.next_power_of_2(K))
-    ranks = tl.arange(0, triton.next_power_of_2(RANKS))
+    EACH: tl.constexpr = EXPERTS // RANKS
     me = td.rank(ctx)
     parts, bytes_of_slot = slot_bytes(items, DTYPE, K, PER_EXPERT)
-    blocks = (items + BLOCK - 1) // BLOCK
     area = td.data_at(ctx, half, me)
     parts_ptr = parts_at(tables, EXPERTS, RANKS)
-    parts_first = tl.load(parts_ptr + ranks, mask=ranks < RANKS, other=0)
     start = chunk * chunk_tokens
-    end = tl.minimum(start + chunk_tokens, num_tokens)
-    dest, places, weights, sent = own_token(tables, weights_ptr, start, num_tokens, start < end, K, EXPERTS, RANKS)
-    for token in range(start, end):
-        # On its way while the rows of this one are read.
-        next_dest, next_places, next_weights, next_sent = own_token(
-            tables, weights_ptr, token + 1, num_tokens, token + 1 < end, K, EXPERTS, RANKS
-        )
-        here = tl.where(dest == me, places, -1)
-        own = row_addresses(rows_ptr, here, items, DTYPE)
-        slots = tl.where((sent >= 0) & (ranks != me), area + (parts_first + sent).to(tl.int64) * bytes_of_slot, 0)
-        # Where a choice's row or number has come to.
-        away = (dest >= 0) & (dest != me)
+    for token in range(start, tl.minimum(start + chunk_tokens, num_tokens)):
+        experts_ptr = experts_at(tables, token, K, EXPERTS, RANKS)
+        places_ptr = places_at(tables, token, num_tokens, K, EXPERTS, RANKS)
         sent_ptr = sent_at(tables, token, num_tokens, K, EXPERTS, RANKS)
-        choice_slots = area + bytes_of_slot * (
-            tl.load(parts_ptr + dest, mask=away, other=0) + tl.load(sent_ptr + dest, mask=away, other=0)
-        ).to(tl.int64)
-        for block in range(blocks):
+        weights_of = None if weights_ptr is None else weights_ptr + tl.cast(token, tl.int64) * K
+        y = y_ptr.to(tl.int64) + tl.cast(token, tl.int64) * items * (DTYPE.primitive_bitwidth // 8)
+        for block in range((items + BLOCK - 1) // BLOCK):
             offs = block * BLOCK + tl.arange(0, BLOCK)
             total = tl.full((BLOCK,), 0.0, tl.float32)
-            if PER_EXPERT:
-                addresses = tl.where(away, choice_slots + choice * part_bytes(items, DTYPE), own)
-                total = add_rows(total, addresses, weights, block, items, DTYPE, ALIGNED, BLOCK)
-            else:
-                before, after = tl.where(ranks < me, slots, 0), tl.where(ranks > me, slots, 0)
-                total = add_rows(total, before, None, block, items, DTYPE, ALIGNED, BLOCK)
-                total = add_rows(total, own, weights, block, items, DTYPE, ALIGNED, BLOCK)
-                total = add_rows(total, after, None, block, items, DTYPE, ALIGNED, BLOCK)
-            y = y_ptr.to(tl.int64) + tl.cast(token, tl.int64) * items * (DTYPE.primitive_bitwidth // 8)
+            if not PER_EXPERT and RANKS > 1:
+                total = _add_parts(
+                    total, 0, me, area, parts_ptr, sent_ptr, bytes_of_slot, offs, items, RANKS, DTYPE, ALIGNED, WHOLE
+                )  # fmt: skip
+            total = _add_own(
+                total, experts_ptr, places_ptr, weights_of, me, rows_ptr, area, parts_ptr, sent_ptr, bytes_of_slot,
+                offs, items, PER_EXPERT, K, EACH, DTYPE, ALIGNED, WHOLE,
+            )  # fmt: skip
+            if not PER_EXPERT and RANKS > 1:
+                total = _add_parts(
+                    total, me + 1, RANKS, area, parts_ptr, sent_ptr, bytes_of_slot, offs, items,
+                    RANKS, DTYPE, ALIGNED, WHOLE,
+                )  # fmt: skip
             tl.store(td.pointer_to(y, DTYPE, ALIGNED) + offs, td.from_float32(total, DTYPE), mask=offs < items)
         if row_numbers_ptr is not None:
-            came = tl.load((choice_slots + parts).to(tl.pointer_type(tl.float32)) + choice, mask=away, other=0.0)
-            numbers = tl.load(row_numbers_ptr + here, mask=here >= 0, other=0.0)
-            entry = tl.cast(token, tl.int64) * K + choice
-            tl.store(numbers_ptr + entry, tl.where(away, came, numbers), mask=choice < K)
-        dest, places, weights, sent = next_dest, next_places, next_weights, next_sent
+            _receive_numbers(
+                token, num_tokens, me, area, parts, bytes_of_slot, row_numbers_ptr, tables, numbers_ptr,
+                K, EXPERTS, RANKS,
+            )  # fmt: skip
 
 
 @td.jit(do_not_specialize=["num_tokens", "chunk_tokens", "num_senders", "items", "plan"])
@@ -233,7 +294,7 @@ def ep_combine_kernel(
     ctx, rows_ptr, row_weights_ptr, row_numbers_ptr, weights_ptr, tables, came, y_ptr, numbers_ptr,
     num_tokens, chunk_tokens, num_senders, items, plan,
     ADVANCE: tl.constexpr, PER_EXPERT: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr,
-    DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, trace_ptr=None,
 ):  # fmt: skip
     """rows [R, items] of each rank to y [T, items] of the tokens' ranks, and row_numbers [R] to numbers [T, K].
 
@@ -255,18 +316,29 @@ def ep_combine_kernel(
             chunk = piece // (RANKS - 1)
             _, chunks = chunk_of(tokens_of(tables, owner, EXPERTS, RANKS), chunk_tokens)
             if chunk < chunks:
+                trace = (trace_ptr, MAX_CHUNKS + piece)
+                td.mark(trace, "starts")
+                td.mark(trace, "joins")
                 send_chunk(
                     ctx, half, signal, owner, chunk, rows_ptr, row_weights_ptr, row_numbers_ptr, tables, came,
-                    items, PER_EXPERT, K, EXPERTS, RANKS, RANKS, DTYPE, ALIGNED, BLOCK,
+                    items, PER_EXPERT, K, EXPERTS, RANKS, RANKS, DTYPE, ALIGNED, BLOCK, WHOLE, trace,
                 )  # fmt: skip
+                td.mark(trace, "finishes")
+                td.mark(trace, "ends")
     size, chunks = chunk_of(tl.cast(num_tokens, tl.int32), chunk_tokens)
     first_chunk = tl.where((goes >= 0) & (pid >= num_senders), pid - num_senders, chunks)
     for chunk in range(first_chunk, chunks, tl.maximum(tl.num_programs(0) - num_senders, 1)):
+        trace = (trace_ptr, chunk)
+        td.mark(trace, "starts")
+        td.mark(trace, "waits", ALL_PEERS)
         # producer: every peer's sender of this chunk
         td.wait_plan_all(ctx, td.signal_at(ctx, half, 0) + chunk, MAX_CHUNKS, signal)
+        td.mark(trace, "sums", ALL_PEERS)
         _receive_chunk(
             ctx, half, chunk, size, num_tokens,
             rows_ptr, row_numbers_ptr, weights_ptr, tables, y_ptr, numbers_ptr, items,
-            PER_EXPERT, K, EXPERTS, RANKS, DTYPE, ALIGNED, BLOCK,
+            PER_EXPERT, K, EXPERTS, RANKS, DTYPE, ALIGNED, BLOCK, WHOLE,
         )  # fmt: skip
+        td.mark(trace, "finishes")
+        td.mark(trace, "ends")
     td.finish(ctx, ADVANCE)

@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 from tdkernels import lang as td
-from tdkernels.ops.ep_combine_kernel import add_rows, own_token, part_bytes, row_addresses, send_chunk, slot_bytes
+from tdkernels.ops.ep_combine_kernel import own_token, part_bytes, send_chunk, slot_bytes
 from tdkernels.ops.ep_nodes_tables import going_at, home_at, number_at, passed_at, passing_at, tokens_across
 from tdkernels.ops.ep_tables import (
     GOES,
@@ -46,6 +46,34 @@ from tdkernels.ops.ep_tables import (
 def crossing_bytes(items, DTYPE: tl.constexpr, K: tl.constexpr):
     """Bytes of a node's sum with K numbers; see ``ep_nodes_launch.sum_slot_memory``."""
     return (part_bytes(items, DTYPE) + 4 * K + 127) // 128 * 128
+
+
+@td.jit
+def _row_addresses(rows_ptr, places, items, DTYPE: tl.constexpr):
+    """Where rows are; 0 for those of number -1."""
+    addresses = rows_ptr.to(tl.int64) + places.to(tl.int64) * items * (DTYPE.primitive_bitwidth // 8)
+    return tl.where(places >= 0, addresses, 0)
+
+
+@td.jit
+def _add_rows(
+    total, addresses, weights, block, items, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Add, one after the other, a block of the rows at those addresses that are not 0, each times its weight if any."""
+    turns, count = td.turns_of(addresses != 0)
+    offs = block * BLOCK + tl.arange(0, BLOCK)
+    for turn in range(0, count, 2):  # two reads on their way at a time
+        first = td.sum_of(tl.where(turns == turn, addresses, 0), 0)
+        second = td.sum_of(tl.where(turns == turn + 1, addresses, 0), 0)
+        row0 = tl.load(td.pointer_to(first, DTYPE, ALIGNED) + offs, mask=offs < items, other=0.0)
+        row1 = tl.load(td.pointer_to(second, DTYPE, ALIGNED) + offs, mask=(offs < items) & (second != 0), other=0.0)
+        if weights is None:
+            total += td.to_float32(row0)
+            total += td.to_float32(row1)
+        else:
+            total += td.to_float32(row0) * td.sum_of(tl.where(turns == turn, weights, 0.0), 0)
+            total += td.to_float32(row1) * td.sum_of(tl.where(turns == turn + 1, weights, 0.0), 0)
+    return total
 
 
 @td.jit
@@ -77,13 +105,13 @@ def _sum_on_node(
     if PER_EXPERT:
         choice = tl.arange(0, own.shape[0])
         addresses = tl.where(choice_slots != 0, choice_slots + choice * part_bytes(items, DTYPE), own)
-        return add_rows(total, addresses, weights, block, items, DTYPE, ALIGNED, BLOCK)
+        return _add_rows(total, addresses, weights, block, items, DTYPE, ALIGNED, BLOCK)
     else:
         numbers = tl.arange(0, slots.shape[0])
         before, after = tl.where(numbers < local, slots, 0), tl.where(numbers > local, slots, 0)
-        total = add_rows(total, before, None, block, items, DTYPE, ALIGNED, BLOCK)
-        total = add_rows(total, own, weights, block, items, DTYPE, ALIGNED, BLOCK)
-        return add_rows(total, after, None, block, items, DTYPE, ALIGNED, BLOCK)
+        total = _add_rows(total, before, None, block, items, DTYPE, ALIGNED, BLOCK)
+        total = _add_rows(total, own, weights, block, items, DTYPE, ALIGNED, BLOCK)
+        return _add_rows(total, after, None, block, items, DTYPE, ALIGNED, BLOCK)
 
 
 # ---- relays ----
@@ -117,7 +145,7 @@ def _send_sums(
         places = tl.load(kept + K + choice, mask=choice < K, other=-1)
         sent = tl.load(kept + 2 * K + numbers, mask=numbers < LOCAL, other=-1)
         here = tl.where(dest == local, places, -1)
-        own = row_addresses(rows_ptr, here, items, DTYPE)
+        own = _row_addresses(rows_ptr, here, items, DTYPE)
         slots = _slots_at(ctx, half, tables, node, sent, bytes_of_slot, EXPERTS, RANKS, LOCAL)
         choice_slots = _slots_of_choices(slots, dest, LOCAL)
         numbers_at = (choice_slots + parts).to(tl.pointer_type(tl.float32)) + choice
@@ -199,10 +227,10 @@ def _receive_chunk(
     blocks = (items + BLOCK - 1) // BLOCK
     begin = tl.load(going_at(node_tables, nodes, RANKS, NODES), mask=nodes < NODES, other=0)
     for token in range(start, end):
-        dest, places, weights, _ = own_token(tables, weights_ptr, token, num_tokens, True, K, EXPERTS, RANKS)
+        dest, places, weights = own_token(tables, weights_ptr, token, num_tokens, K, EXPERTS, RANKS)
         on_node = tl.where((dest >= 0) & (dest // LOCAL == node), dest % LOCAL, -1)
         here = tl.where(dest == me, places, -1)
-        own = row_addresses(rows_ptr, here, items, DTYPE)
+        own = _row_addresses(rows_ptr, here, items, DTYPE)
         sent_ptr = sent_at(tables, token, num_tokens, K, EXPERTS, RANKS) + node * LOCAL
         sent = tl.load(sent_ptr + numbers, mask=numbers < LOCAL, other=-1)
         slots = _slots_at(ctx, half, tables, node, sent, bytes_of_slot, EXPERTS, RANKS, LOCAL)
@@ -212,11 +240,11 @@ def _receive_chunk(
         for block in range(blocks):
             offs = block * BLOCK + tl.arange(0, BLOCK)
             total = tl.full((BLOCK,), 0.0, tl.float32)
-            total = add_rows(total, tl.where(nodes < node, sums, 0), None, block, items, DTYPE, ALIGNED, BLOCK)
+            total = _add_rows(total, tl.where(nodes < node, sums, 0), None, block, items, DTYPE, ALIGNED, BLOCK)
             total += _sum_on_node(
                 local, slots, choice_slots, own, weights, block, items, PER_EXPERT, DTYPE, ALIGNED, BLOCK
             )
-            total = add_rows(total, tl.where(nodes > node, sums, 0), None, block, items, DTYPE, ALIGNED, BLOCK)
+            total = _add_rows(total, tl.where(nodes > node, sums, 0), None, block, items, DTYPE, ALIGNED, BLOCK)
             y = y_ptr.to(tl.int64) + tl.cast(token, tl.int64) * items * (DTYPE.primitive_bitwidth // 8)
             tl.store(td.pointer_to(y, DTYPE, ALIGNED) + offs, td.from_float32(total, DTYPE), mask=offs < items)
         if row_numbers_ptr is not None:
@@ -279,7 +307,7 @@ def ep_combine_nodes_kernel(
             if chunk < chunks:
                 send_chunk(
                     ctx, half, signal, owner, chunk, rows_ptr, row_weights_ptr, row_numbers_ptr, tables, came,
-                    items, PER_EXPERT, K, EXPERTS, RANKS, LOCAL, DTYPE, ALIGNED, BLOCK,
+                    items, PER_EXPERT, K, EXPERTS, RANKS, LOCAL, DTYPE, ALIGNED, BLOCK, False, (None, 0),
                 )  # fmt: skip
 
     number = pid - num_senders

@@ -20,6 +20,8 @@ class EpConfig:
                     has that of the dispatch which made it
     block_bytes:    what a program moves at a time
     num_warps:      of a program
+    direct_tokens:  with a max_tokens_per_rank up to this many, at most 1024, a dispatch is one launch: each token is a
+                    chunk, and leaves for a slot of its own before anything has been counted; 0: never
     """
 
     combine: str = "per_rank"
@@ -28,6 +30,7 @@ class EpConfig:
     chunk_tokens: int = 1
     block_bytes: int = 8192
     num_warps: int = 4
+    direct_tokens: int = 256
 
     method = "fused"  # no field, for there is no other; configs of all operators can be asked for it
 
@@ -41,14 +44,26 @@ class EpConfig:
                 return f"{name} must be an integer of at least 1, not {value!r}"
         if self.block_bytes not in (1 << exponent for exponent in range(8, 17)):
             return f"block_bytes must be a power of two from 256 to 65536, not {self.block_bytes!r}"
+        if type(self.direct_tokens) is not int or not 0 <= self.direct_tokens <= 1024:
+            return f"direct_tokens must be an integer from 0 to 1024, not {self.direct_tokens!r}"
         if self.num_warps not in (1, 2, 4, 8, 16):
             return f"num_warps must be 1, 2, 4, 8 or 16, not {self.num_warps!r}"
         return None
 
 
-def default_config(device):
-    """The config for what nobody has tuned."""
+def default_config(device, operator="ep_dispatch", bounded=False, tokens=None):
+    """The config for what nobody has tuned.
+
+    Args:     bounded: whether there is a max_tokens_per_rank; tokens: about how many a rank has, or None: many
+    """
     if device.type == "cpu":  # each program takes the interpreter long
         return EpConfig(num_senders=2, num_receivers=2, chunk_tokens=8, block_bytes=65536, num_warps=1)
     most = _device.num_sms(device)
-    return EpConfig(num_senders=4 * most, num_receivers=4 * most)
+    if operator == "ep_combine":
+        # Few senders, so that receivers have room beside them and the memory is busy while the wire is; but of few
+        # tokens as many as can be at the same time.
+        few = tokens is not None and tokens <= 2 * most
+        return EpConfig(num_senders=4 * most if few else most, num_receivers=8 * most, num_warps=8)
+    if bounded:
+        return EpConfig(num_senders=4 * most, num_receivers=4 * most, block_bytes=16384)
+    return EpConfig(num_senders=3 * most, num_receivers=4 * most)

@@ -20,6 +20,7 @@ import triton.language as tl
 
 from tdkernels import lang as td
 from tdkernels.lang._context import CTX_BASES
+from tdkernels.lang._trace import ALL_PEERS
 from tdkernels.ops.ep_tables import (
     GOES,
     MAX_CHUNKS,
@@ -41,6 +42,7 @@ from tdkernels.ops.ep_tables import (
 )
 
 QUANTUM = tl.constexpr(128)  # channels under one scale
+BY_INSTRUCTION = tl.constexpr(2)  # QUANTIZE, where the GPU converts; 1 by integers, 0 not at all
 SMALLEST_QUANTUM = tl.constexpr(2.0**-118)
 NO_PLACE = tl.constexpr(1 << 30)
 
@@ -70,7 +72,7 @@ def read_block(
         # A quantum's largest number becomes the largest of e4m3, unless it is so small that the factor were infinite.
         most = tl.where(most > 0, tl.maximum(most, SMALLEST_QUANTUM), 448.0)
         largest = tl.full(most.shape, 448.0, tl.float32)
-        codes = td.to_e4m3(quanta * tl.div_rn(largest, most)[:, None])
+        codes = td.to_e4m3(quanta * tl.div_rn(largest, most)[:, None], QUANTIZE == BY_INSTRUCTION)
         return tl.reshape(codes, (BLOCK,)), tl.div_rn(most, largest)
     else:
         word = block * SCALE_BLOCK + tl.arange(0, SCALE_BLOCK)
@@ -89,7 +91,7 @@ def write_block(
 
 
 @td.jit
-def _spread(
+def spread(
     here, weights, row, row_scales, block, items, scale_words, rows_ptr, scales_ptr, expert_rows_ptr, dots_ptr,
     ITEM: tl.constexpr, SCALE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, SCALE_BLOCK: tl.constexpr,
     GRADIENT: tl.constexpr,
@@ -192,7 +194,7 @@ def send_token(
                     there = (slot + places_begin).to(tl.pointer_type(tl.int32)) + choice
                     tl.store(there, tl.where(dest == peer, places, -1), mask=choice < K)
                     tl.store((there + K).to(tl.pointer_type(tl.float32)), weights, mask=choice < K)
-        _spread(
+        spread(
             here, weights, row, row_scales, block, items, scale_words, rows_ptr, row_scales_ptr,
             expert_rows_ptr, dots_ptr, ITEM, SCALE, ALIGNED, BLOCK, SCALE_BLOCK, GRADIENT,
         )  # fmt: skip
@@ -207,7 +209,7 @@ def _send_chunk(
     rows_ptr, row_scales_ptr, row_weights_ptr, expert_rows_ptr, dots_ptr, items, scale_words,
     FIRST: tl.constexpr, GRADIENT: tl.constexpr, QUANTIZE: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr,
     RANKS: tl.constexpr, TILE_TOKENS: tl.constexpr, SOURCE: tl.constexpr, ITEM: tl.constexpr, SCALE: tl.constexpr,
-    ALIGNED: tl.constexpr, BLOCK: tl.constexpr, SCALE_BLOCK: tl.constexpr,
+    ALIGNED: tl.constexpr, BLOCK: tl.constexpr, SCALE_BLOCK: tl.constexpr, trace,
 ):  # fmt: skip
     """Send a chunk of our tokens to all peers and to our own rows, and signal it."""
     ITEM_BYTES: tl.constexpr = ITEM.primitive_bitwidth // 8
@@ -239,6 +241,7 @@ def _send_chunk(
         )  # fmt: skip
         first_sent = tl.where(sent >= 0, tl.minimum(first_sent, sent), first_sent)
         num_sent += (sent >= 0).to(tl.int32)
+    td.mark(trace, "pushes", ALL_PEERS)
     # Where the chunk begins, and how many tokens it has: to each peer what it is to hear.
     beginnings = (areas + 8 * (me * MAX_CHUNKS + chunk)).to(tl.pointer_type(tl.int32))
     tl.store(beginnings, first_sent, mask=areas != 0)
@@ -288,7 +291,7 @@ def receive_chunk(
                     slot, slot + scales_begin, block, items, scale_words, True,
                     ITEM, SCALE, False, True, BLOCK, SCALE_BLOCK,
                 )  # fmt: skip
-            _spread(
+            spread(
                 here, weights, row, row_scales, block, items, scale_words, rows_ptr, row_scales_ptr,
                 expert_rows_ptr, dots_ptr, ITEM, SCALE, ALIGNED, BLOCK, SCALE_BLOCK, GRADIENT,
             )  # fmt: skip
@@ -304,6 +307,7 @@ def ep_dispatch_kernel(
     ADVANCE: tl.constexpr, FIRST: tl.constexpr, GRADIENT: tl.constexpr, QUANTIZE: tl.constexpr,
     K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr, TILE_TOKENS: tl.constexpr, SOURCE: tl.constexpr,
     ITEM: tl.constexpr, SCALE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, SCALE_BLOCK: tl.constexpr,
+    trace_ptr=None,
 ):  # fmt: skip
     """x [T, items] of each rank to rows [R, items] of the ranks with its experts; see the module.
 
@@ -326,12 +330,18 @@ def ep_dispatch_kernel(
     ours = tl.load(ours_at(tables, EXPERTS, RANKS) + ranks, mask=ranks < RANKS, other=0).to(tl.int64)
     firsts = areas + 8 * MAX_CHUNKS * RANKS + ours * slot_bytes
     for chunk in range(first_chunk, chunks, tl.maximum(num_senders, 1)):
+        trace = (trace_ptr, chunk)
+        td.mark(trace, "starts")
+        td.mark(trace, "copies", ALL_PEERS)
         _send_chunk(
             ctx, half, areas, firsts, signal, chunk, size, num_tokens, goes > 0,
             x_ptr, scales_ptr, weights_ptr, tables,
             rows_ptr, row_scales_ptr, row_weights_ptr, expert_rows_ptr, dots_ptr, items, scale_words,
             FIRST, GRADIENT, QUANTIZE, K, EXPERTS, RANKS, TILE_TOKENS, SOURCE, ITEM, SCALE, ALIGNED, BLOCK, SCALE_BLOCK,
+            trace,
         )  # fmt: skip
+        td.mark(trace, "finishes")
+        td.mark(trace, "ends")
     if RANKS > 1:
         area = td.data_at(ctx, half, me)
         work = chunks_at_most(tl.load(facts + MOST_TOKENS), chunk_tokens) * (RANKS - 1)
@@ -341,10 +351,14 @@ def ep_dispatch_kernel(
             chunk = piece // (RANKS - 1)
             _, chunks = chunk_of(tokens_of(tables, source, EXPERTS, RANKS), chunk_tokens)
             if chunk < chunks:
+                trace = (trace_ptr, MAX_CHUNKS + piece)
+                td.mark(trace, "starts")
+                td.mark(trace, "waits", source)
                 staged = tl.load(theirs_at(tables, EXPERTS, RANKS) + source)
                 # producer: the source's sender of this chunk
                 seen = td.wait_plan(ctx, td.signal_at(ctx, half, 0) + source * MAX_CHUNKS + chunk, signal, source)
                 if td.in_time(seen, signal):
+                    td.mark(trace, "receives", source)
                     receive_chunk(
                         area, source, chunk, staged, came,
                         rows_ptr, row_scales_ptr, row_weights_ptr, expert_rows_ptr, dots_ptr, items, scale_words,
@@ -352,4 +366,6 @@ def ep_dispatch_kernel(
                     )  # fmt: skip
                 else:
                     tl.store(facts + GOES, -1)  # no combine may go by tables that are not complete
+                td.mark(trace, "finishes")
+                td.mark(trace, "ends")
     td.finish(ctx, ADVANCE)

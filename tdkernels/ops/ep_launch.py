@@ -6,13 +6,11 @@
 from dataclasses import dataclass
 
 import torch
-import triton.language as tl
 
 from tdkernels.ops import ep_tables
 from tdkernels.ops._config import text_of
 from tdkernels.ops._launch import Launch, by_address, launch_kept
 from tdkernels.ops._operands import rows_contiguous
-from tdkernels.ops._tiles import next_power_of_2
 from tdkernels.ops.ep_combine_kernel import ep_combine_kernel
 from tdkernels.ops.ep_combine_nodes_kernel import ep_combine_nodes_kernel
 from tdkernels.ops.ep_crossing import (
@@ -20,14 +18,24 @@ from tdkernels.ops.ep_crossing import (
     round_up,
     sum_slot_memory,
 )
+from tdkernels.ops.ep_direct import launch_direct
 from tdkernels.ops.ep_dispatch_kernel import QUANTUM, ep_dispatch_kernel
 from tdkernels.ops.ep_dispatch_nodes_kernel import ep_dispatch_nodes_kernel
+from tdkernels.ops.ep_payload import (
+    FLOATS,
+    MAX_CHUNKS,
+    Sending,
+    as_memory,
+    block_of,
+    or_else,
+    parts_of,
+    pieces_trace,
+    scale_bytes_of,
+    size_of,
+)
 from tdkernels.ops.ep_routing import places_constants, tile_tokens
 from tdkernels.symm import get_workspace
 
-MAX_CHUNKS = ep_tables.MAX_CHUNKS.value
-_FLOATS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-_WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.uint8}
 _FEWEST_CHUNKS = 32  # of a peer, that we are ready for
 
 
@@ -42,61 +50,6 @@ def combine_slot_memory(row_bytes, k, per_expert, with_weights=False):
 
 
 # ---- dispatch ----
-
-
-def _memory(tensor):
-    """What a kernel gets for memory to which it makes pointers of its own: not every GPU knows pointers to fp8."""
-    if tensor is None or tensor.dtype.itemsize > 1 or tensor.dtype == torch.uint8:
-        return tensor
-    return tensor.view(torch.uint8)
-
-
-def _or(tensor, other):
-    """What a kernel gets for a tensor that is not there and that it does not touch then."""
-    return other if tensor is None else tensor
-
-
-def _word(nbytes):
-    """What rows of so many bytes are moved in: (Triton's type, its bytes)."""
-    size = next(size for size in _WORDS if nbytes % size == 0)
-    return _WORDS[size], size
-
-
-def _size(dtype):
-    return dtype.primitive_bitwidth // 8
-
-
-def _block(items, item_bytes, block_bytes, least=1):
-    return max(min(next_power_of_2(max(items, 1)), block_bytes // item_bytes), least)
-
-
-def _scale_bytes(sending):
-    """Of a token."""
-    return 0 if sending.scales is None else sending.scales.shape[1:].numel() * sending.scales.element_size()
-
-
-def parts_of(sending, config):
-    """(items of a row, words of its scales, what the kernel's constants say of them)."""
-    x, quantize, gradient, scale_bytes = sending.x, sending.quantize, sending.gradient, _scale_bytes(sending)
-    width = x.shape[1]
-    nbytes = width * x.element_size()
-    if quantize or gradient:
-        source, source_bytes, items = _FLOATS[x.dtype], x.element_size(), width
-    else:
-        source, source_bytes = _word(nbytes)
-        items = nbytes // source_bytes
-    item, item_bytes = (tl.uint8, 1) if quantize else (source, source_bytes)
-    block = _block(items, source_bytes, config.block_bytes, QUANTUM.value if quantize else 1)
-    if quantize:
-        scale, scale_size, scale_words, scale_block = tl.float32, 4, -(-width // QUANTUM.value), block // QUANTUM.value
-    else:
-        scale, scale_size = _word(scale_bytes) if scale_bytes else (tl.uint8, 1)
-        scale_words = scale_bytes // scale_size
-        scale_block = next_power_of_2(max(scale_words, 1))
-    return items, scale_words, {
-        "GRADIENT": gradient, "QUANTIZE": quantize, "SOURCE": source, "ITEM": item, "SCALE": scale,
-        "ALIGNED": items * item_bytes % 16 == 0, "BLOCK": block, "SCALE_BLOCK": scale_block,
-    }  # fmt: skip
 
 
 def _constants_of(routing):
@@ -133,32 +86,6 @@ def _chunks_at_most(routing):
 def _chunks_of_peers(routing):
     """About how many chunks there are of the peers' tokens: as of ours, of which alone the host knows."""
     return max(_chunks_at_most(routing), _FEWEST_CHUNKS) * (routing.world_size - 1)
-
-
-@dataclass
-class Sending:
-    """Tensors of a dispatch, from its first half to its second."""
-
-    x: torch.Tensor
-    scales: torch.Tensor | None
-    weights: torch.Tensor | None
-    rows: torch.Tensor
-    row_scales: torch.Tensor | None
-    row_weights: torch.Tensor | None
-    expert_rows: torch.Tensor | None = None
-    dots: torch.Tensor | None = None
-    quantize: bool = False
-    gradient: bool = False
-    first: bool = False
-
-    @property
-    def tensors(self):
-        return (
-            self.x, self.scales, self.weights, self.rows, self.row_scales, self.row_weights, self.expert_rows, self.dots
-        )  # fmt: skip
-
-    def with_tensors(self, tensors):
-        return Sending(*tensors, quantize=self.quantize, gradient=self.gradient, first=self.first)
 
 
 def dispatch(routing, x, *, scales=None, weights=None, quantize=False):
@@ -209,29 +136,36 @@ def launch_dispatch(routing, sending, halves="both"):
     """Launch the kernel for both halves of a dispatch, or for one."""
     workspace = get_workspace(routing.group, sending.x.device, "ep_dispatch", across_nodes=True)
     _check_turn(workspace, routing.operator, sending, "dispatch", halves)
+    try:
+        if routing.uncounted is not None:
+            launch_direct(routing, sending, halves)
+        else:
+            _launch_counted(workspace, routing, sending, halves)
+    finally:
+        workspace.kept["pending"] = sending if halves == "send" else None
+
+
+def _launch_counted(workspace, routing, sending, halves):
     x, scales = sending.x, sending.scales
     key = (
         halves, *routing.sizes, x.dtype, x.shape[1], None if scales is None else scales.shape[1:], sending.quantize,
         sending.gradient, sending.first,
     )  # fmt: skip
-    operands = *map(_memory, sending.tensors), *routing.known
-    try:
-        launch_kept(
-            workspace, key, operands, lambda *of: _prepare_dispatch(workspace, routing, sending, halves, of),
-            lies=by_address,
-        )  # fmt: skip
-    finally:
-        workspace.kept["pending"] = sending if halves == "send" else None
+    operands = *map(as_memory, sending.tensors), *routing.known
+    launch_kept(
+        workspace, key, operands, lambda *of: _prepare_dispatch(workspace, routing, sending, halves, of),
+        lies=by_address,
+    )  # fmt: skip
 
 
 def _prepare_dispatch(workspace, routing, sending, halves, operands):
     x, world_size, crossing = sending.x, routing.world_size, routing.crossing
     parts = parts_of(sending, routing.config)
     items, scale_words, constants = parts
-    row_bytes, scale_row_bytes = items * _size(constants["ITEM"]), scale_words * _size(constants["SCALE"])
+    row_bytes, scale_row_bytes = items * size_of(constants["ITEM"]), scale_words * size_of(constants["SCALE"])
     slot = slot_memory(row_bytes, scale_row_bytes, routing.choices)
     fields = {
-        "dtype": str(x.dtype), "width": x.shape[1], "scales": _scale_bytes(sending), "quantize": sending.quantize,
+        "dtype": str(x.dtype), "width": x.shape[1], "scales": scale_bytes_of(sending), "quantize": sending.quantize,
         "weighted": sending.weights is not None, "gradient": sending.gradient, "k": routing.choices,
         "num_experts": routing.num_experts,
         "slots": routing.most_staged, "config": text_of(routing.config),
@@ -256,15 +190,18 @@ def dispatch_call(ctx, routing, sending, parts, plan, halves="both"):
     if crossing is None:
         constants["TILE_TOKENS"] = tile_tokens(routing.choices)
     args = (
-        ctx, _memory(x), _memory(_or(sending.scales, x)), sending.weights, *routing.known,
-        _memory(sending.rows), _memory(_or(sending.row_scales, sending.rows)), sending.row_weights,
+        ctx, as_memory(x), as_memory(or_else(sending.scales, x)), sending.weights, *routing.known,
+        as_memory(sending.rows), as_memory(or_else(sending.row_scales, sending.rows)), sending.row_weights,
         sending.expert_rows, sending.dots, routing.tokens, config.chunk_tokens, *extents, items, scale_words, plan,
     )  # fmt: skip
     constants = {
         "ADVANCE": halves != "send", "FIRST": sending.first, **_constants_of(routing), **constants,
         "num_warps": config.num_warps,
     }  # fmt: skip
-    return ep_dispatch_kernel if crossing is None else ep_dispatch_nodes_kernel, programs, args, constants
+    if crossing is not None:
+        return ep_dispatch_nodes_kernel, programs, args, constants
+    constants["trace_ptr"] = pieces_trace(x.device, routing.world_size)
+    return ep_dispatch_kernel, programs, args, constants
 
 
 def _check_turn(workspace, operator, tensors, what, halves):
@@ -379,8 +316,12 @@ def combine_call(ctx, routing, returning, plan, config, halves="both"):
         returning.y, returning.numbers, routing.tokens, routing.config.chunk_tokens, *extents, width, plan,
     )  # fmt: skip
     constants = {
-        "ADVANCE": halves != "send", "PER_EXPERT": returning.per_expert, "DTYPE": _FLOATS[rows.dtype],
-        "ALIGNED": width * item_bytes % 16 == 0, "BLOCK": _block(width, item_bytes, config.block_bytes),
+        "ADVANCE": halves != "send", "PER_EXPERT": returning.per_expert, "DTYPE": FLOATS[rows.dtype],
+        "ALIGNED": width * item_bytes % 16 == 0, "BLOCK": block_of(width, item_bytes, config.block_bytes),
         **_constants_of(routing), "num_warps": config.num_warps,
     }  # fmt: skip
-    return ep_combine_kernel if crossing is None else ep_combine_nodes_kernel, programs, args, constants
+    if crossing is not None:
+        return ep_combine_nodes_kernel, programs, args, constants
+    constants["WHOLE"] = width % constants["BLOCK"] == 0
+    constants["trace_ptr"] = pieces_trace(rows.device, routing.world_size)
+    return ep_combine_kernel, programs, args, constants

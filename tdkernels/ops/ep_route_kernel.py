@@ -34,7 +34,7 @@ from tdkernels.ops.ep_tables import (
 )
 
 # Kinds of notes, see lang._note.
-NOTE_BAD_IDS = tl.constexpr(1)  # the rank
+NOTE_BAD_IDS = tl.constexpr(1)  # the rank, and how many of its ids are wrong; or minus how many tokens are too many
 NOTE_OVERFLOW = tl.constexpr(2)  # rows and staged tokens that there are at most, and how many fit
 
 
@@ -122,7 +122,7 @@ def add_up(
     columns = start + tl.arange(0, BLOCK)
     total = add_tiles(first_tile, columns, C, tiles, BLOCK, AT_ONCE)
     if bad_ptr is not None:
-        total += ((columns == C - 2) & (tl.load(bad_ptr) != 0)).to(tl.int32)
+        total += tl.where(columns == C - 2, tl.load(bad_ptr), 0)
     total = tl.where(columns == C - 1, num_tokens, total)
     tl.store(counts_of(tables, me, EXPERTS, RANKS) + columns, total, mask=columns < C)
 
@@ -226,15 +226,16 @@ def state_facts(
     ranks = tl.arange(0, R)
     mask = ranks < RANKS
     totals = tables + ranks * (EXPERTS + RANKS + 2) + EXPERTS + RANKS
-    bad = tl.load(totals, mask=mask, other=0) != 0
-    bad_rank = td.max_of(tl.where(bad, RANKS - ranks, 0), 0)  # of the first of them
+    bad = tl.load(totals, mask=mask, other=0)
+    bad_rank = td.max_of(tl.where(bad != 0, RANKS - ranks, 0), 0)  # of the first of them
     bad_rank = tl.where(bad_rank > 0, RANKS - bad_rank, -1)
+    how_bad = td.sum_of(tl.where(ranks == bad_rank, bad, 0), 0)
     most_tokens = _most_tokens(tables, EXPERTS, RANKS)
     most_rows = td.max_of(rows, 0)
     needed = tl.maximum(most_rows, staged)
     goes = (bad_rank < 0) & (needed <= capacity)
     # What a peer that did not come would have sent is not to be used as an address, and nobody is to hear of it.
-    is_broken = td.failed(ctx)
+    is_broken = td.failed_for_all(ctx)
     facts = facts_at(tables, EXPERTS, RANKS)
     tl.store(facts + GOES, tl.where(is_broken, -1, goes.to(tl.int32)))
     tl.store(facts + ROWS, tl.where(goes, td.sum_of(tl.where(ranks == me, rows, 0), 0), 0))
@@ -247,7 +248,7 @@ def state_facts(
         for source in range(RANKS if BY_SOURCE else 1):
             nothing = tl.full((LOCAL,), 0, tl.int32)
             tl.store(splits_ptr + source * (EXPERTS // RANKS) + local, nothing, mask=local < EXPERTS // RANKS)
-    td.note_if(ctx, (bad_rank >= 0) & (is_broken == 0), NOTE_BAD_IDS, bad_rank, bad_rank, bad_rank)
+    td.note_if(ctx, (bad_rank >= 0) & (is_broken == 0), NOTE_BAD_IDS, bad_rank, how_bad, bad_rank)
     capacity = tl.full((), 0, tl.int64) + capacity
     td.note_if(ctx, (bad_rank < 0) & (needed > capacity) & (is_broken == 0), NOTE_OVERFLOW, most_rows, staged, capacity)
 

@@ -54,6 +54,8 @@ class Routing:
     crossing: Crossing | None = None  # in a group on several nodes
     config_is_given: bool = True
     reach: Reach | None = None  # where ``whole`` was asked for
+    most_tokens: int | None = None  # max_tokens_per_rank
+    uncounted: tuple | None = None  # the ids, and what else is wrong with them, that the first dispatch is to count
 
     @property
     def world_size(self):
@@ -82,6 +84,8 @@ class Routing:
 
 def _error_of_note(operator, name, kind, first, second, third):
     """What a note of ``ep_route_kernel`` says, as an error."""
+    if kind == NOTE_BAD_IDS.value and second < 0:
+        return ValueError(f"{operator}: rank {first} has {-second} tokens, more than max_tokens_per_rank")
     if kind == NOTE_BAD_IDS.value:
         return ValueError(f"{operator}: the ids or splits of rank {first} are out of range or do not add up")
     return ValueError(
@@ -95,7 +99,8 @@ def route(operator, ids, num_experts, group, config, *, max_tokens=None, by_sour
     """The Routing of ids [T, K]; the host waits for it unless ``max_tokens`` says how many rows there may be.
 
     ``config``: None if it is to be chosen by what is found
-    ``bad``: an int32 scalar on the device, not zero if something is wrong with the ids that their values do not show
+    ``bad``: an int32 scalar on the device, not zero if something is wrong with the ids that their values do not show:
+              1, or minus the number of tokens that were too many to be among them
     ``whole``: each choice is to be sent by itself, and all choices of a rank have to fit ``max_tokens``, too. Not in a
     group on several nodes
     Raises:   ValueError on every rank for wrong ids (-1 is a dropped choice) or more rows than ``max_tokens``: on a GPU
@@ -128,9 +133,9 @@ def route(operator, ids, num_experts, group, config, *, max_tokens=None, by_sour
         known = max_tokens is None
         reach = Reach(*map(_room, (facts[Fact.MOST_ROWS], facts[Fact.MOST_TOKENS] * k) if known else (max_tokens,) * 2))
     if crossing is not None:
-        crossing.most = _slots(crosses)
+        crossing.most = slots_for(crosses)
     return Routing(
-        group, config, operator, tokens, k, num_experts, max_tokens, rows, staged, _slots(staged), tables, splits,
+        group, config, operator, tokens, k, num_experts, max_tokens, rows, staged, slots_for(staged), tables, splits,
         crossing=crossing, config_is_given=config is not None, reach=reach,
     )  # fmt: skip
 
@@ -148,9 +153,14 @@ class _Counting(NamedTuple):
     whole: bool
 
 
-def _launch_route(workspace, counting, crossing, ids, bad, tables, splits):
+def listen(workspace, operator):
+    """Make notes of this workspace's kernels errors of an operator, after the note of an earlier call."""
     workspace.check()
-    workspace.error_of_note = partial(_error_of_note, counting.operator)  # after a note of an earlier call
+    workspace.error_of_note = partial(_error_of_note, operator)
+
+
+def _launch_route(workspace, counting, crossing, ids, bad, tables, splits):
+    listen(workspace, counting.operator)
     known = (tables,) if crossing is None else (tables, crossing.tables)
     steps = [_count, *([_agree] if _agrees_apart(counting.tokens, counting.k) else []), *([_place] if crossing else [])]
     for step in steps:
@@ -167,7 +177,7 @@ def _room(most):
     return max(-(-most // step), 1) * step
 
 
-def _slots(most):
+def slots_for(most):
     """How many slots there are for at most so many tokens: few different numbers ever have to be agreed upon."""
     return max(next_power_of_2(most), _FEWEST_SLOTS)
 

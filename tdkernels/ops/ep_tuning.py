@@ -2,8 +2,8 @@
 
 A problem's first size are the tokens of all ranks, about as many on each, whose experts are all as likely. Layouts are
 "exact", where the host waits for the number of rows, and "static", with the max_tokens that are always enough;
-ep_dispatch has both with "_fp8", which quantizes. Calls look their config up by what all ranks know (``ep_choice``), up
-to a power of two.
+ep_dispatch has "bounded", too, with the max_tokens_per_rank that it has, and all of them with "_fp8", which quantizes.
+Calls look their config up by what all ranks know (``ep_choice``), up to a power of two.
 """
 
 from dataclasses import replace
@@ -18,8 +18,11 @@ from tdkernels.ops import (
     all_to_all,
     ep_combine_kernel,
     ep_config,
+    ep_direct,
+    ep_direct_kernel,
     ep_dispatch_kernel,
     ep_launch,
+    ep_payload,
     ep_route_kernel,
     ep_routing,
     ep_tables,
@@ -36,6 +39,7 @@ _LAUNCH_S = 5e-6
 _CHUNK_S, _TOKEN_S = 1e-6, 0.5e-6  # of a program: to find and to signal a chunk; for each token, one after the other
 _HOST_S = 30e-6  # until the host knows the number of rows
 _E4M3_MAX = 448.0
+_MOST_DIRECT = ep_tables.MAX_CHUNKS.value  # of EpConfig.direct_tokens
 
 
 class _EpTunable(ConfigTunable):
@@ -44,9 +48,10 @@ class _EpTunable(ConfigTunable):
     sizes = ("tokens", "hidden", "experts", "choices")
     layouts = ("exact", "static")
     config_class = EpConfig
+    _blocks = (4096, 4), (8192, 4), (8192, 8), (16384, 4)  # bytes at a time, warps
     sources = (
-        moe_ep, all_to_all, ep_routing, ep_launch, ep_config, ep_tables, ep_route_kernel, ep_dispatch_kernel,
-        ep_combine_kernel,
+        moe_ep, all_to_all, ep_routing, ep_launch, ep_payload, ep_config, ep_tables, ep_route_kernel,
+        ep_dispatch_kernel, ep_combine_kernel, ep_direct, ep_direct_kernel,
     )  # fmt: skip
 
     def why_not(self, problem):
@@ -72,22 +77,27 @@ class _EpTunable(ConfigTunable):
         return None
 
     def default(self, problem, device):
-        return ep_config.default_config(device)
+        return ep_config.default_config(device, self.name, _is_bounded(problem), _tokens(problem))
+
+    def goes_in_graphs(self, problem):
+        return not problem.layout.startswith("exact")
 
     def space(self, problem, device):
         tokens, ranks = _tokens(problem), problem.world_size
         if device.type == "cpu":
-            default = ep_config.default_config(device)
+            default = self.default(problem, device)
             return [replace(default, chunk_tokens=chunk, num_senders=n) for chunk in (8, 32) for n in (1, 2)]
         most = _device.num_sms(device)
         configs = []
         for chunk_tokens in self._chunks():
             work = max(-(-tokens // chunk_tokens) * (ranks - 1), 1)
             for programs in sorted({min(number * most, work) for number in (1, 2, 4, 8)}):
-                for block_bytes, num_warps in ((4096, 4), (8192, 4), (8192, 8), (16384, 8)):
-                    configs.append(
-                        EpConfig("per_rank", programs, programs, chunk_tokens, block_bytes, num_warps)
-                    )
+                # As many of both, or so many receivers that some have room beside the senders all the time.
+                for receivers in sorted({programs, min(8 * most, work)}):
+                    for block_bytes, num_warps in self._blocks:
+                        configs.append(
+                            EpConfig("per_rank", programs, receivers, chunk_tokens, block_bytes, num_warps)
+                        )  # fmt: skip
         return configs
 
     def _chunks(self):
@@ -97,16 +107,17 @@ class _EpTunable(ConfigTunable):
         tokens, crosses = _tokens(problem), _crossing(problem)
         chunks = min(max(-(-tokens // config.chunk_tokens), 1), ep_launch.MAX_CHUNKS)
         in_chunk = -(-tokens // chunks)
-        senders, receivers = min(config.num_senders, chunks), min(config.num_receivers, chunks)
+        senders = min(config.num_senders, chunks)
+        receivers = min(config.num_receivers, chunks)
         # A program goes through its chunks, and their tokens, one after the other; others do so meanwhile.
         turns = -(-chunks // senders) + -(-chunks // receivers)
         walking = turns * (_CHUNK_S + in_chunk * _TOKEN_S)
         floors = self.floors(problem)
         moved = floors.memory_bytes + 2 * crosses * self._row_bytes(problem)
         moving = max(floors.wire_bytes / dense.push_rate(senders, hardware), moved / hardware.memory)
-        return 1e3 * (self._latency_s(problem) + walking + moving)
+        return 1e3 * (self._latency_s(problem, config) + walking + moving)
 
-    def _latency_s(self, problem):
+    def _latency_s(self, problem, config):
         """Before and after all that: with a routing, which is exchanged first."""
         waits = _HOST_S if problem.layout.startswith("exact") else 0.0
         return 2 * (_LAUNCH_S + dense.SIGNAL_S) + waits
@@ -178,8 +189,14 @@ def _compile_dispatch(problem, config, x, weights=None, quantize=False):
         return  # interpreted
     routing = _unrouted(problem, config, x.device)
     sending = ep_launch.prepare_dispatch(routing, x, weights=weights, quantize=quantize)
-    parts = ep_launch.parts_of(sending, config)
-    kernel, _, args, constants = ep_launch.dispatch_call(_ctx(x), routing, sending, parts, 0)
+    parts = ep_payload.parts_of(sending, config)
+    if _is_direct(config, problem):
+        routing.most_tokens = _tokens(problem)
+        ids = torch.empty(1, dtype=torch.int64, device=x.device)
+        known = routing.tables, routing.tables, ids, None, routing.tables
+        kernel, _, args, constants = ep_direct.direct_call(_ctx(x), routing, sending, parts, 0, known)
+    else:
+        kernel, _, args, constants = ep_launch.dispatch_call(_ctx(x), routing, sending, parts, 0)
     kernel.warmup(*args, grid=(1,), **constants)
 
 
@@ -189,7 +206,20 @@ def _ctx(x):
 
 class EpDispatchTunable(_EpTunable):
     name = "ep_dispatch"
-    layouts = ("exact", "static", "exact_fp8", "static_fp8")
+    layouts = ("exact", "static", "bounded", "exact_fp8", "static_fp8", "bounded_fp8")
+
+    def space(self, problem, device):
+        configs = super().space(problem, device)
+        if not _is_bounded(problem):
+            return configs
+        direct = [replace(config, direct_tokens=_MOST_DIRECT) for config in configs]
+        direct = [config for config in direct if config.chunk_tokens == direct[0].chunk_tokens]
+        counted = [replace(config, direct_tokens=0) for config in configs]
+        return direct + counted if _is_direct(direct[0], problem) else counted
+
+    def _latency_s(self, problem, config):
+        latency = super()._latency_s(problem, config)
+        return latency / 2 if _is_direct(config, problem) else latency
 
     def _row_bytes(self, problem):
         hidden = problem.shape[1]
@@ -207,7 +237,8 @@ class EpDispatchTunable(_EpTunable):
         x, ids, weights = operands
         return moe_ep.ep_dispatch(
             x, ids, weights, num_experts=problem.shape[2], quantize="fp8" if _is_quantized(problem) else None,
-            max_tokens=_capacity(problem), group=group, config=config,
+            max_tokens=_capacity(problem), max_tokens_per_rank=_tokens(problem) if _is_bounded(problem) else None,
+            group=group, config=config,
         )  # fmt: skip
 
     def comparable(self, output, problem):
@@ -215,6 +246,9 @@ class EpDispatchTunable(_EpTunable):
         rows = int(recv.splits.sum())
         x = recv.x[:rows]
         return x if recv.scales is None else dequantize(x, recv.scales[:rows], problem.torch_dtype)
+
+    def compiled(self, config):
+        return config.direct_tokens, *super().compiled(config)
 
     def compile(self, operands, problem, config):
         x, _, weights = operands
@@ -225,11 +259,15 @@ class EpCombineTunable(_EpTunable):
     """The way back of rows that a dispatch in the default config has brought, by whose chunks they go."""
 
     name = "ep_combine"
+    _blocks = (4096, 4), (8192, 4), (8192, 8), (16384, 16)
+
+    def goes_in_graphs(self, problem):
+        return True  # all is known since the dispatch
 
     def _chunks(self):
         return (EpConfig().chunk_tokens,)
 
-    def _latency_s(self, problem):
+    def _latency_s(self, problem, config):
         return _LAUNCH_S + dense.SIGNAL_S
 
     def reference(self, operands, problem, group):
@@ -239,7 +277,7 @@ class EpCombineTunable(_EpTunable):
     def prepared(self, operands, problem, group, config):
         recv, handle = moe_ep.ep_dispatch(
             *operands, num_experts=problem.shape[2], max_tokens=_capacity(problem), group=group,
-            config=self.default(problem, operands[0].device),
+            config=ep_config.default_config(operands[0].device),
         )  # fmt: skip
         return recv.x, handle
 
@@ -289,6 +327,15 @@ class AllToAllTunable(_EpTunable):
 
     def compile(self, operands, problem, config):
         _compile_dispatch(problem, config, operands[0])
+
+
+def _is_bounded(problem):
+    return problem.layout.startswith("bounded")
+
+
+def _is_direct(config, problem):
+    sizes = _tokens(problem), _choices(problem), problem.shape[2], problem.world_size
+    return _is_bounded(problem) and ep_direct.can_be_direct(config, *sizes)
 
 
 def _is_quantized(problem):

@@ -5,8 +5,9 @@
 
 T may be another on each rank, and 0. Schedule: ``ep_route_kernel`` counts, exchanges the counts (4 bytes an expert) and
 lays everything out; ``ep_dispatch_kernel`` sends each token once to every rank that has an expert of it, where it is
-copied to its rows; ``ep_combine_kernel`` adds a token's rows up where the experts are, sends the sum, and adds the sums
-up at home, in fp32 and in the order of the ranks. Chunks of tokens are signalled, so receiving overlaps sending.
+copied to its rows. Of few tokens ``ep_direct_kernel`` does both in one launch. ``ep_combine_kernel`` adds a token's
+rows up where the experts are, sends the sum, and adds the sums up at home, in fp32 and in the order of the ranks. Of
+each chunk of tokens there is a signal, so receiving overlaps sending.
 
 Backward. That of ep_dispatch is an unweighted combine, which takes the weights' gradients along. That of ep_combine is
 a dispatch of dy, by which a row gets dy times its weight and a weight the product of dy with its row; these go back
@@ -23,10 +24,12 @@ import torch
 
 from tdkernels.ops import _operands
 from tdkernels.ops import ep_launch as launcher
+from tdkernels.ops._nodes import spans_nodes
 from tdkernels.ops._operands import refuse_second_derivatives
 from tdkernels.ops._outside_graphs import outside_graphs
-from tdkernels.ops.ep_checks import check_again, check_combine, check_config, check_dispatch
-from tdkernels.ops.ep_choice import choose_config, config_to_route
+from tdkernels.ops.ep_checks import check_again, check_combine, check_config, check_dispatch, check_most_tokens
+from tdkernels.ops.ep_choice import choose_config, config_to_route, sure_capacity
+from tdkernels.ops.ep_direct import bounded_routing, can_be_direct, leave_uncounted
 from tdkernels.ops.ep_routing import route
 from tdkernels.symm import resolve_group
 
@@ -34,8 +37,8 @@ from tdkernels.symm import resolve_group
 class EpTokens(NamedTuple):
     """What a rank received.
 
-    x:             [R, H], grouped by local expert, within one by source rank, then as there; with max_tokens R is that,
-                   and the rows that no token has are not written
+    x:             [R, H], grouped by local expert, within one by source rank, then as there; with max_tokens, or
+                   what max_tokens_per_rank makes of it, R is that, and the rows that no token has are not written
     splits:        [E / W] int32, on the device: rows of each local expert
     topk_weights:  [R] fp32, the weight of each row's choice, or None
     scales:        [R] or [R, S], or None
@@ -166,7 +169,7 @@ class _Combine(torch.autograd.Function):
 # ---- the public functions ----
 
 
-def _handle(x, topk_ids, topk_weights, scales, num_experts, quantize, max_tokens, group, config):
+def _handle(x, topk_ids, topk_weights, scales, num_experts, quantize, max_tokens, max_tokens_per_rank, group, config):
     """The EpHandle of a dispatch: of ids that are counted now, or of those of a handle. Raises for bad input."""
     group = resolve_group(group)
     if isinstance(topk_ids, EpHandle):
@@ -176,24 +179,63 @@ def _handle(x, topk_ids, topk_weights, scales, num_experts, quantize, max_tokens
         check_again(x, known, topk_weights, scales, quantize)
         return EpHandle(known, topk_weights)
     check_dispatch(x, topk_ids, topk_weights, scales, num_experts, quantize, max_tokens, group.size())
+    check_most_tokens("ep_dispatch", max_tokens_per_rank, topk_ids.shape[1], group.size())
     check_config("ep_dispatch", config, x.device)
-    routing = route_tokens("ep_dispatch", x, topk_ids, num_experts, quantize, max_tokens, group, config)
-    return EpHandle(routing, topk_weights)
+    how = num_experts, quantize, max_tokens, group, config, max_tokens_per_rank
+    if max_tokens_per_rank is not None and len(x) > max_tokens_per_rank:
+        _refuse_too_many(x, topk_ids, topk_weights, scales, how)
+    return EpHandle(route_tokens("ep_dispatch", x, topk_ids, *how), topk_weights)
 
 
-def route_tokens(operator, x, topk_ids, num_experts, quantize, max_tokens, group, config):
-    """The Routing of checked tokens, with the config of their dispatch."""
+def route_tokens(
+    operator, x, topk_ids, num_experts, quantize, max_tokens, group, config, max_tokens_per_rank=None, bad=None
+):  # fmt: skip
+    """The Routing of checked tokens, with the config of their dispatch.
+
+    ``bad``: as of ``route``
+    """
     config = config_to_route(config, group, x.device)
-    routing = route(operator, topk_ids, num_experts, group, config, max_tokens=max_tokens)
+    bounded = None
+    if max_tokens_per_rank is not None:
+        bounded = _bounded_routing(
+            operator, x, topk_ids, num_experts, quantize, max_tokens, group, config, max_tokens_per_rank, bad
+        )  # fmt: skip
+        if bounded.uncounted is not None:
+            return bounded
+        max_tokens = bounded.max_tokens
+    routing = route(operator, topk_ids, num_experts, group, config, max_tokens=max_tokens, bad=bad)
+    routing.most_tokens = max_tokens_per_rank
+    if config is None:
+        routing.config = bounded.config if bounded else choose_config("ep_dispatch", routing, x, quantize is not None)
+    return routing
+
+
+def _bounded_routing(operator, x, topk_ids, num_experts, quantize, max_tokens, group, config, most, bad):
+    """A Routing that its dispatch finds, of tokens of which a rank has at most so many; or what one is to be like."""
+    k, ranks = topk_ids.shape[1], group.size()
+    if max_tokens is None:
+        max_tokens = sure_capacity(ranks * most, ranks, num_experts, k)
+    routing = bounded_routing(operator, topk_ids, num_experts, group, config, max_tokens, most)
     if config is None:
         routing.config = choose_config("ep_dispatch", routing, x, quantize is not None)
+    if not spans_nodes(group) and can_be_direct(routing.config, most, k, num_experts, ranks):
+        leave_uncounted(routing, topk_ids, bad)
     return routing
+
+
+def _refuse_too_many(x, topk_ids, topk_weights, scales, how):
+    """Raise for more tokens than max_tokens_per_rank; the peers, which wait for them, hear of it and get none."""
+    none = [None if tensor is None else tensor[:0] for tensor in (x, topk_ids, topk_weights, scales)]
+    bad = torch.full((), -len(x), dtype=torch.int32, device=x.device)
+    routing = route_tokens("ep_dispatch", *none[:2], *how, bad=bad)
+    launcher.dispatch(routing, none[0], weights=none[2], scales=none[3], quantize=how[1] is not None)
+    raise ValueError(f"ep_dispatch: x {list(x.shape)} has more tokens than max_tokens_per_rank = {how[-1]}")
 
 
 @outside_graphs
 def ep_dispatch(
-    x, topk_ids, topk_weights=None, *, num_experts=None, scales=None, quantize=None, max_tokens=None, group=None,
-    config=None,
+    x, topk_ids, topk_weights=None, *, num_experts=None, scales=None, quantize=None, max_tokens=None,
+    max_tokens_per_rank=None, group=None, config=None,
 ):  # fmt: skip
     """Send each token to the ranks that have its experts; rank r has experts r * E / W to (r + 1) * E / W - 1.
 
@@ -208,21 +250,27 @@ def ep_dispatch(
               max_tokens: how many rows any rank may receive, and any rank may stage (tokens, once for each peer). The
               output then has so many rows, of which sum(recv.splits) are written, and the host does not wait. None:
               as many rows as come, for which the host waits
+              max_tokens_per_rank: a bound on the T of every rank, the same on all. Then few tokens are sent in one
+              launch, before anything is counted (EpConfig.direct_tokens); max_tokens is, if not given, what is enough
+              for so many tokens, each of different experts: W * max_tokens_per_rank * min(k, E / W), and the host does
+              not wait
               group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the world (W ranks)
               config: EpConfig, the same on all ranks; None takes the best one known, see tdkernels.autotune (in a
               group on several nodes the default)
     Returns:  (recv, handle): EpTokens, see there, and the EpHandle for ep_combine
     Gradient: dx = the sum of the token's rows' gradients, in fp32; dtopk_weights = those of recv.topk_weights
     Raises:   TypeError or ValueError for operands that do not fit, before anything is launched; ValueError on every
-              rank when the ranks disagree, for ids out of range on any rank, and for more rows than max_tokens, of
-              which then none is sent (on a GPU with max_tokens at a later call or at tdkernels.synchronize());
-              PeerTimeoutError
-    Contract: collective over group; host sync: without max_tokens; CUDA graph: with max_tokens, after one call outside;
-              the caller owns the output
+              rank when the ranks disagree, for ids out of range on any rank, and for more rows than max_tokens or more
+              tokens than max_tokens_per_rank, of which then none arrives (on a GPU with either of these at a later
+              call or at tdkernels.synchronize(); at once on a rank with too many tokens); PeerTimeoutError
+    Contract: collective over group; host sync: unless max_tokens or max_tokens_per_rank is given; CUDA graph: with
+              either, after one call outside; the caller owns the output
     Source:   tokens once for a rank and the handle: DeepEP (https://github.com/deepseek-ai/DeepEP)
     """
     _refuse_gradient_of_codes(x, quantize)
-    handle = _handle(x, topk_ids, topk_weights, scales, num_experts, quantize, max_tokens, group, config)
+    handle = _handle(
+        x, topk_ids, topk_weights, scales, num_experts, quantize, max_tokens, max_tokens_per_rank, group, config
+    )  # fmt: skip
     routing, quantize = handle._routing, quantize is not None
     if _wants_gradient(x, topk_weights):
         rows, row_scales, row_weights = _Dispatch.apply(x, topk_weights, scales, routing, quantize)
@@ -270,8 +318,8 @@ def ep_combine(expert_out, handle, topk_weights=None, *, group=None, config=None
               in their order, this one's choices one by one at its turn; with "per_expert" over the choices in order
     Gradient: dexpert_out = weight * dy of the row's token; dtopk_weights = the product of dy with the row
     Raises:   TypeError or ValueError for operands that do not fit, before anything is launched; PeerTimeoutError
-    Contract: collective over group; host sync: no; CUDA graph: if the dispatch had max_tokens; the caller owns the
-              output
+    Contract: collective over group; host sync: no; CUDA graph: if the dispatch had max_tokens or max_tokens_per_rank;
+              the caller owns the output
     Source:   DeepEP (https://github.com/deepseek-ai/DeepEP)
     """
     topk_weights, config = _check_combine(expert_out, handle, topk_weights, group, config)
@@ -317,8 +365,8 @@ def _refuse_gradients(operator, *tensors):
 
 @outside_graphs
 def ep_dispatch_send(
-    x, topk_ids, topk_weights=None, *, num_experts=None, scales=None, quantize=None, max_tokens=None, group=None,
-    config=None,
+    x, topk_ids, topk_weights=None, *, num_experts=None, scales=None, quantize=None, max_tokens=None,
+    max_tokens_per_rank=None, group=None, config=None,
 ):  # fmt: skip
     """The first half of ``ep_dispatch``, whose arguments it has; what is called before ``receive()`` hides the wire.
 
@@ -327,7 +375,9 @@ def ep_dispatch_send(
     Raises:   as ep_dispatch; RuntimeError while another dispatch of the group is under way
     """
     _refuse_gradients("ep_dispatch_send", x, topk_weights)
-    handle = _handle(x, topk_ids, topk_weights, scales, num_experts, quantize, max_tokens, group, config)
+    handle = _handle(
+        x, topk_ids, topk_weights, scales, num_experts, quantize, max_tokens, max_tokens_per_rank, group, config
+    )  # fmt: skip
     routing = handle._routing
     sending = launcher.prepare_dispatch(
         routing, x, scales=scales, weights=topk_weights, quantize=quantize is not None

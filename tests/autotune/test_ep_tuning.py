@@ -1,5 +1,7 @@
 """Tuning ep_dispatch, ep_combine, all_to_all and group_gemm, and calls that take what was tuned."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +11,7 @@ from tdkernels import EpConfig, GroupGemmConfig, Tiles, autotune, explain
 from tdkernels.autotune import choose
 from tdkernels.autotune.operator import tunable
 from tdkernels.autotune.problem import Problem
-from tdkernels.ops import _device, ep_launch, ep_routing, group_gemm_kernel
+from tdkernels.ops import _device, ep_direct, ep_launch, ep_routing, group_gemm_kernel
 from tdkernels.ops.ep_choice import bucket, crossing_share, sure_capacity, tokens_of
 from tdkernels.ops.ep_config import default_config
 from tdkernels.ops.group_gemm import group_gemm_ref
@@ -29,6 +31,7 @@ OPERATORS = ["all_to_all", "ep_combine", "ep_dispatch"]
 # Tokens of all ranks, H, experts, choices.
 PROBLEMS = [
     ("ep_dispatch", (8, 16, 4, 2), "exact", BF16), ("ep_dispatch", (8, 130, 4, 2), "static_fp8", BF16),
+    ("ep_dispatch", (8, 16, 4, 2), "bounded_fp8", BF16),
     ("ep_combine", (8, 16, 4, 2), "static", FP32), ("all_to_all", (7, 16, 4), "exact", FP16),
 ]  # fmt: skip
 
@@ -106,10 +109,19 @@ def take_the_entry(folder):
         assert there_and_back(a_case([5, 0], seed=2), group, config=EXPLICIT) == [EXPLICIT] * 2
         assert state.choices == known
         # Of calls whose host does not wait for a routing nothing is known yet.
-        assert there_and_back(a_case([3, 5]), group, max_tokens=16) == [default_config(device())] * 2
+        usual = [default_config(device()), default_config(device(), "ep_combine")]
+        assert there_and_back(a_case([3, 5]), group, max_tokens=16) == usual
         tune_by_hand(entry_of(TUNED, "ep_dispatch", (8, 16, 4, 2), "static", dtype="bfloat16"))
         state.choices.clear()
-        assert there_and_back(a_case([3, 5]), group, max_tokens=16) == [TUNED, default_config(device())]
+        assert there_and_back(a_case([3, 5]), group, max_tokens=16) == [TUNED, usual[1]]
+        # With a bound on the tokens of each rank they are that many; they leave at once, each with a signal of its own.
+        usual[0] = replace(default_config(device(), bounded=True), chunk_tokens=1)
+        assert there_and_back(a_case([3, 2]), group, max_tokens_per_rank=4) == usual
+        tune_by_hand(entry_of(TUNED, "ep_dispatch", (8, 16, 4, 2), "bounded", dtype="bfloat16"))
+        state.choices.clear()
+        bounded = there_and_back(a_case([3, 2]), group, max_tokens_per_rank=4)
+        assert bounded == [replace(TUNED, chunk_tokens=1), usual[1]]
+        assert there_and_back(a_case([3, 2], seed=4), group, max_tokens_per_rank=4) == bounded
         asked = explain("ep_dispatch", 8, 16, 4, 2, layout="static", group=group)
         assert (asked.source, asked.config, asked.method, asked.plain_ms) == ("cache", TUNED, "fused", 3.0)
         del group, state
@@ -265,6 +277,7 @@ def compiled_and_launched(operator, layout, launch, *launchers):
     problem = Problem(operator, "cpu", ranks, ranks, "bfloat16", layout, sizes)
     with pytest.MonkeyPatch.context() as patch, recorded_launches(*launchers, 2) as launches:
         patch.setattr(_device, "has_tma", lambda device: True)
+        patch.setattr(_device, "converts_to_e4m3", lambda device: True)
         operands = op.operands(problem, torch.device("cpu"), torch.Generator())
         launch(problem, *operands)
         launched = launches[-1]
@@ -286,6 +299,28 @@ def test_a_dispatch_is_compiled_ahead(layout):
         ep_launch.dispatch(route(problem, ids), x, weights=weights, quantize=layout == "static_fp8")
 
     compiled_and_launched("ep_dispatch", layout, launch, (ep_routing, ep_launch))
+
+
+@pytest.mark.parametrize("layout", ["bounded", "bounded_fp8"])
+def test_a_direct_dispatch_is_compiled_ahead(layout):
+    def launch(problem, x, ids, weights):
+        group = type("Group", (), {"size": lambda self: problem.world_size})()
+        routing = ep_direct.bounded_routing(problem.operator, ids, problem.shape[2], group, TUNED, 32, len(x))
+        ep_direct.leave_uncounted(routing, ids)
+        ep_launch.dispatch(routing, x, weights=weights, quantize=layout == "bounded_fp8")
+
+    compiled_and_launched("ep_dispatch", layout, launch, (ep_routing, ep_launch, ep_direct))
+
+
+def test_what_is_direct_is_a_candidate_beside_what_is_counted_first():
+    with experts.an_h200():
+        op = tunable("ep_dispatch")
+        for tokens, most in ((128, True), (1024, True), (2048, False)):
+            problem = Problem("ep_dispatch", "h200", 8, 8, "bfloat16", "bounded_fp8", (8 * tokens, 7168, 256, 8))
+            direct = [config for config in op.space(problem, torch.device("cuda")) if config.direct_tokens >= tokens]
+            counted = [config for config in op.space(problem, torch.device("cuda")) if config.direct_tokens == 0]
+            assert counted and bool(direct) == most
+            assert {config.chunk_tokens for config in direct} <= {1} < {config.chunk_tokens for config in counted}
 
 
 def test_a_combine_is_compiled_ahead():

@@ -7,6 +7,7 @@ import random
 import time
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 
 import tdkernels
@@ -15,7 +16,7 @@ from tdkernels.ops import ep_dispatch_gemm_kernel, ep_gemm_combine_kernel
 from tdkernels.symm.workspace import Workspace
 from tests.ops.expert_layer import CONFIGS, Layer
 from tests.ops.routed import BF16, FP16, FP32
-from tests.ranks import a_group
+from tests.ranks import a_group, device
 from tests.test_protocol import failure_of, poison, timeout
 
 FUSED = CONFIGS["fused"]
@@ -69,6 +70,8 @@ def overflows_unseen(tokens):
         with mock.patch.object(Workspace, "_raise_note"), timeout(5.0):
             for _ in range(2):
                 layer.call(group=group, max_tokens=1, config=FUSED)
+            if device().type == "cuda":  # both have found out by now, of which one is told
+                torch.cuda.synchronize()
         error = failure_of(layer.call, group=group, max_tokens=4 * tokens * dist.get_world_size(), config=FUSED)
         assert type(error) is ValueError and "max_tokens=1 is too small" in str(error), repr(error)
         layer.check({"y": layer.call(group=group, config=FUSED).detach()})

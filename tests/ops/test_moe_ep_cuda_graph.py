@@ -20,10 +20,10 @@ def new_case(seed, ids="any", tokens=(33, 0, 70, 5)):
     return Routed(list(tokens[:world_size]), K, EXPERTS_EACH * world_size, WIDTH, ids=ids, seed=seed)
 
 
-def step(x, ids, weights, dy):
+def step(x, ids, weights, dy, **bounds):
     """A layer whose experts double what they get: (recv, y, dx, dtopk_weights)."""
     recv, handle = tdkernels.ep_dispatch(
-        x, ids, weights, num_experts=EXPERTS_EACH * dist.get_world_size(), max_tokens=CAPACITY
+        x, ids, weights, num_experts=EXPERTS_EACH * dist.get_world_size(), max_tokens=CAPACITY, **bounds
     )
     y = tdkernels.ep_combine(recv.x * 2, handle)
     return recv, y.detach(), *torch.autograd.grad(y, [x, weights], dy)
@@ -43,7 +43,7 @@ def gradient_of(case):
     return case.draw(sum(case.tokens), WIDTH, BF16)
 
 
-def captured():
+def captured(**bounds):
     """(a graph of a step, the tensors that it reads, what it leaves)."""
     case = new_case(0)
     dy = gradient_of(case)[case.mine].to(device())
@@ -52,11 +52,11 @@ def captured():
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(3):
-            step(*static)
+            step(*static, **bounds)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        results = step(*static)
+        results = step(*static, **bounds)
     return graph, static, results
 
 
@@ -66,8 +66,8 @@ def refill(static, case, all_dy):
             tensor.copy_(fresh)
 
 
-def replays_with_new_routing():
-    graph, static, (recv, *others) = captured()
+def replays_with_new_routing(**bounds):
+    graph, static, (recv, *others) = captured(**bounds)
     seed = 1
     for replays in (1, 2, 3, 5):
         for _ in range(replays):
@@ -105,9 +105,9 @@ def survives_growth():
         check_step(fresh, all_dy, *results)
 
 
-def says_when_a_replay_is_too_much():
+def says_when_a_replay_is_too_much(**bounds):
     """Told once, on all ranks, by a replay whose ids are wrong; the next replay is right."""
-    graph, static, results = captured()
+    graph, static, results = captured(**bounds)
     for seed in (1, 2):
         fresh = new_case(seed)
         all_dy = gradient_of(fresh)
@@ -174,12 +174,21 @@ def test_replay(world_size):
     on_ranks(world_size, replays_with_new_routing)
 
 
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_replay_of_one_launch(world_size):
+    on_ranks(world_size, replays_with_new_routing, max_tokens_per_rank=80)
+
+
 def test_growth():
     on_ranks(2, survives_growth)
 
 
 def test_replay_of_what_is_wrong():
     on_ranks(2, says_when_a_replay_is_too_much)
+
+
+def test_replay_of_what_is_wrong_in_one_launch():
+    on_ranks(2, says_when_a_replay_is_too_much, max_tokens_per_rank=70)
 
 
 def test_what_cannot_be_captured():

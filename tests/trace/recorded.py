@@ -25,6 +25,9 @@ WAYS = {
     "decode": ("flash_decode", {"block_n": 16, "num_programs": 6}, (-2, -1, -4, -2, -16, -16, -56)),
     "decode of tokens": ("flash_decode", {"num_programs": 2}, (-2, -2, -4, -2, -16, -16, -20), "paged"),
     "experts' rows": ("moe_ag_gemm", {"stages": 2}, (32, 48, -32, -3, -2)),
+    "tokens to experts": ("ep_dispatch", {"chunk_tokens": 4}, (9, -33, 4, -2), "static"),
+    "tokens straight to experts": ("ep_dispatch", {}, (9, -33, 4, -2), "bounded_fp8"),
+    "tokens from experts": ("ep_combine", {"combine": "per_expert"}, (9, -33, 4, -2), "exact"),
     "experts' sums": ("moe_gemm_rs", {"stages": 2}, (32, -48, 32, -3, -2)),
 }
 REPETITIONS = 2

@@ -52,7 +52,7 @@ def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ([], "say which operator: one of ag_attention, ag_gemm, flash_decode,"),
+        ([], "say which operator: one of ag_attention, ag_gemm, ep_combine, ep_dispatch,"),
         (["ag_gemm"], "say which shape"),
         (["nonsense", "--shape", "8x8x8"], "ulysses_out, ulysses_qkv, not 'nonsense'"),
         (["ag_gemm", "--shape", "8x8"], "--shape must be 3 positive whole numbers, MxNxK, not '8x8'"),

@@ -1,0 +1,143 @@
+"""ep_dispatch with ``max_tokens_per_rank``: one launch, in which tokens leave before anything has been counted."""
+
+import pytest
+import torch
+
+from tdkernels import EpConfig, PeerTimeoutError
+from tdkernels.launch import RankError
+from tdkernels.ops.ep_direct import can_be_direct
+from tests.ops import expert_direct
+from tests.ops.expert_direct import DISAGREEMENTS, KNOWN
+from tests.ops.expert_parallel import SMALL
+from tests.ops.routed import BF16, FP16, FP32
+from tests.ops.test_moe_ep import BITS, FULL_RANK, SPECS
+from tests.ranks import DEVICE, dies, fresh_ranks, on_ranks
+
+ON_GPU = DEVICE == "cuda"
+CONFIGS = {"default": None, "small": SMALL, "per expert": {**SMALL, "combine": "per_expert"}}
+
+# The interpreter takes long, so CPU ranks are not asked everything everywhere.
+ON_CPU = {
+    (1, "small"): ["distinct", "rows of several blocks"],
+    (2, "default"): list(SPECS),
+    (3, "per expert"): ["uneven", "all to one"],
+    (4, "small"): ["uneven", "as many choices as experts"],
+}
+
+
+@pytest.mark.parametrize("world_size, config, spec", [
+    (*ranks_and_config, spec) for ranks_and_config, specs in ON_CPU.items() for spec in (SPECS if ON_GPU else specs)
+])  # fmt: skip
+def test_everything(world_size, config, spec):
+    on_ranks(world_size, expert_direct.computes, SPECS[spec], CONFIGS[config], 4)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_any_bits_are_moved(world_size):
+    on_ranks(world_size, expert_direct.moves_any_bits, BITS)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("width, dtype", [(1, BF16), (127, FP32), (129, BF16), (600, FP16)], ids=str)
+def test_quantized(world_size, width, dtype):
+    on_ranks(world_size, expert_direct.quantizes, width, dtype, SMALL if width > 256 else None)
+
+
+def test_many_choices():
+    on_ranks(2, expert_direct.counts_many)
+
+
+@pytest.mark.parametrize("config, most, k", [
+    (EpConfig(**SMALL, direct_tokens=0), 7, 2), (EpConfig(**SMALL, direct_tokens=7), 8, 2),
+], ids=["never", "too many"])  # fmt: skip
+def test_the_other_way(config, most, k):
+    on_ranks(2, expert_direct.takes_the_other_way, config, most, k)
+
+
+def test_what_can_be_direct():
+    """What is compared grows with choices and experts, and a rank has no more than 1024 signals."""
+    config = EpConfig(direct_tokens=1024)
+    assert can_be_direct(config, 1024, 8, 256, 8) and can_be_direct(config, 1, 8, 1024, 8)
+    assert not can_be_direct(config, 1025, 8, 256, 8)
+    assert not can_be_direct(config, 1, 16, 1024, 8) and not can_be_direct(config, 1, 512, 8, 8)
+    assert "direct_tokens must be" in EpConfig(direct_tokens=1025).illegal(torch.device("cpu"))
+    assert "direct_tokens must be" in EpConfig(direct_tokens=True).illegal(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_halves(world_size):
+    on_ranks(world_size, expert_direct.comes_in_halves, EpConfig(**SMALL))
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_more_than_the_capacity(world_size):
+    on_ranks(world_size, expert_direct.refuses_what_is_too_much, FULL_RANK)
+
+
+@pytest.mark.parametrize("halves", [False, True])
+def test_nothing_comes_back_of_what_was_too_much(halves):
+    on_ranks(2, expert_direct.nothing_comes_back_of_what_was_too_much, halves)
+
+
+@pytest.mark.parametrize("wrong, where, id_dtype", [
+    (-2, 0, torch.int64), ((1 << 32) + 1, 1, torch.int64), (9, 0, torch.int32)
+], ids=str)  # fmt: skip
+def test_wrong_ids(wrong, where, id_dtype):
+    on_ranks(3, expert_direct.refuses_wrong_ids, wrong, where, id_dtype)
+
+
+@pytest.mark.parametrize("config", [EpConfig(**SMALL), EpConfig(**SMALL, direct_tokens=0)], ids=["direct", "counted"])
+def test_more_tokens_than_were_promised(config):
+    on_ranks(3, expert_direct.refuses_too_many_tokens, config)
+
+
+def test_bad_input():
+    on_ranks(2, expert_direct.refuses)
+
+
+# ---- between the ranks ----
+
+
+@pytest.mark.parametrize("world_size, calls", [(2, 12), (3, 6), (4, 3)])
+def test_stress(world_size, calls):
+    on_ranks(world_size, expert_direct.endures, *((500, 200) if ON_GPU else (calls, 6)), seed=world_size)
+
+
+@pytest.mark.parametrize("world_size, calls", [(2, 6), (3, 4)] if ON_GPU else [(3, 4)])
+def test_no_rank_overtakes_its_peers_data(world_size, calls):
+    on_ranks(world_size, expert_direct.outruns_its_peers, calls * (20 if ON_GPU else 1))
+
+
+def test_memory_grows():
+    on_ranks(2, expert_direct.grows, [(1, 3), ([70, 3, 0, 6], 5), (2, 300), (3, 4)])
+
+
+def test_subgroups():
+    on_ranks(3, expert_direct.uses_subgroups)
+
+
+@pytest.mark.parametrize("what", DISAGREEMENTS)
+def test_disagreement_is_named_on_every_rank(what):
+    on_ranks(3, expert_direct.disagrees, what)
+
+
+@pytest.mark.parametrize("what", KNOWN)
+def test_known_but_different_calls_never_give_a_result(what):
+    on_ranks(3, expert_direct.is_not_fooled_by_a_known_plan, what)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_killed_rank(world_size):
+    with fresh_ranks(world_size) as pool, pytest.raises(RankError) as caught:
+        pool.run(expert_direct.loses_rank_1, dies, 1.5)
+    exceptions = caught.value.exceptions
+    assert isinstance(exceptions[1], ChildProcessError)
+    for rank in range(0, world_size, 2):
+        error = exceptions[rank]
+        assert type(error) is PeerTimeoutError, repr(error)
+        assert (error.operator, error.rank, error.peer, error.timeout_s) == ("ep_dispatch", rank, 1, 1.5)
+        assert error.seen < error.expected
+
+
+def test_what_others_sent_is_right_when_one_has_given_up():
+    assert on_ranks(3, expert_direct.comes_when_rank_0_has_given_up) == ["missed 1", "right", "right"]
