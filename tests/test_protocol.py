@@ -107,6 +107,8 @@ def poison(group=None):
     synchronize()
     dist.barrier(group)
     for workspace in group_state(group).workspaces.values():
+        if workspace.buffer is None:  # nobody has launched anything there yet
+            continue
         data = workspace.buffer.tensor(workspace.rank)[workspace.data_offset :]
         data.fill_(0xFF)  # NaN in every dtype
     synchronize()
