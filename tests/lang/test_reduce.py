@@ -125,7 +125,8 @@ def test_codes_are_those_of_torch():
 
 
 @pytest.mark.skipif(
-    DEVICE == "cpu" or torch.cuda.get_device_capability() < (8, 9), reason="needs a GPU that makes codes of numbers"
+    DEVICE == "cpu" or not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9),
+    reason="needs a GPU that makes codes of numbers",
 )
 def test_codes_by_instruction_are_those_of_torch():
     on_ranks(1, has_the_codes_of_torch, True)
