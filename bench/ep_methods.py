@@ -240,10 +240,12 @@ def _all_to_all_call(room, config):
 
 def _combine_call(case, room, sets, config):
     handles = {
-        id(s): tdkernels.ep_dispatch(s.x, s.ids, s.weights, num_experts=case.experts, max_tokens=room)[1]
+        id(s): tdkernels.ep_dispatch(
+            s.x, s.ids, s.weights, num_experts=case.experts, max_tokens=room, config=config
+        )[1]
         for s in sets
     }  # fmt: skip
-    return lambda s: tdkernels.ep_combine(s.expert_out, handles[id(s)], config=config)
+    return lambda s: tdkernels.ep_combine(s.expert_out, handles[id(s)])
 
 
 def _there_and_back_call(case, room, config, **bounds):

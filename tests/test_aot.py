@@ -48,7 +48,7 @@ from tdkernels.ops.ag_gemm_nodes_kernel import ag_gemm_nodes_kernel
 from tdkernels.ops.ag_gemm_one_shot import ag_gemm_one_shot_kernel
 from tdkernels.ops.collective_config import EXCHANGES, CollectiveConfig
 from tdkernels.ops.ep_config import EpConfig
-from tdkernels.ops.ep_dispatch_kernel import BY_INSTRUCTION
+from tdkernels.ops.ep_dispatch_kernel import BY_INSTRUCTION, BY_INTEGERS
 from tdkernels.ops.flash_decode_kernel import flash_decode_kernel, flash_decode_nodes_kernel
 from tdkernels.ops.gemm_ar_kernel import gemm_ar_kernel
 from tdkernels.ops.gemm_ar_nodes_kernel import gemm_ar_nodes_kernel
@@ -275,8 +275,8 @@ def expert_launches(tokens=128, k=8, experts=256, ranks=8, width=7168, dtype=BF1
 
 def compile_launches(launches, arch):
     """As that GPU would be launched on: here, launchers see one that does not quantize by an instruction."""
-    by = BY_INSTRUCTION.value if arch in ("sm_89", "sm_90", "sm_100") else 1
-    launches = [(k, a, {**kw, "QUANTIZE": by} if kw.get("QUANTIZE") == 1 else kw) for k, a, kw in launches]
+    by = (BY_INSTRUCTION if arch in ("sm_89", "sm_90", "sm_100") else BY_INTEGERS).value
+    launches = [(k, a, {**kw, "QUANTIZE": by} if kw.get("QUANTIZE") else kw) for k, a, kw in launches]
     compiled = [compile_for(*launch, arch) for launch in launches]
     assert all(each.metadata.shared <= SHARED_MEMORY[arch] for each in compiled)
     return compiled

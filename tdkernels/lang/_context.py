@@ -7,6 +7,7 @@ The order of the words is shared with ``tdkernels.symm``, which writes them.
 import triton.language as tl
 
 from tdkernels.lang._jit import jit
+from tdkernels.lang._reduce import max_of
 
 # Indices into the table; from CTX_BASES on follow the base addresses of all ranks, 0 for those on other nodes, then the
 # numbers by which the network knows the ranks.
@@ -26,7 +27,8 @@ CTX_BASES = tl.constexpr(11)
 # A symmetric buffer begins with one "ready" word for each rank; two halves of signals and two of data follow.
 MAX_RANKS = tl.constexpr(128)
 
-_MAX_THREADS = tl.constexpr(512)  # of a program
+# Of a program. Where each of them is to have an element of its own there are so many: one with more would share them.
+MAX_THREADS = tl.constexpr(512)
 
 STATE_EPOCH = tl.constexpr(0)
 STATE_FINISHED = tl.constexpr(1)
@@ -140,8 +142,8 @@ def failed(ctx):
 @jit
 def failed_for_all(ctx):
     """``failed``: one answer of all threads, for a branch."""
-    words = failed_at(ctx) + tl.full((_MAX_THREADS,), 0, tl.int32)
-    return tl.reduce((tl.load(words, volatile=True) != 0).to(tl.int32), 0, tl.standard._elementwise_max) != 0
+    words = failed_at(ctx) + tl.full((MAX_THREADS,), 0, tl.int32)
+    return max_of((tl.load(words, volatile=True) != 0).to(tl.int32), 0) != 0
 
 
 @jit

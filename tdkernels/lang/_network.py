@@ -10,28 +10,18 @@ import triton.language as tl
 
 from tdkernels.lang import _nvshmem as nvshmem
 from tdkernels.lang import _rocshmem as rocshmem
-from tdkernels.lang._context import CTX_BASES, CTX_STATE, failed_at, num_ranks
+from tdkernels.lang._context import CTX_BASES, CTX_STATE, failed_for_all, num_ranks
 from tdkernels.lang._emulation import interpreter_fence, interpreter_put, interpreter_quiet, interpreter_signal
 from tdkernels.lang._jit import jit
 from tdkernels.lang._memory import fence_before_tma_load
-from tdkernels.lang._reduce import max_of
 from tdkernels.lang._signal import _wide, wait_plan
 from tdkernels.lang._target import target
-
-_MAX_THREADS = tl.constexpr(512)  # of a program
 
 
 @jit
 def _pe(ctx, peer):
     """What the network calls ``peer``."""
     return tl.load(ctx + CTX_BASES + num_ranks(ctx) + peer).to(tl.int32)
-
-
-@jit
-def _may_pass_on(ctx):
-    """Whether no wait of this rank has given up: one answer of all threads, since all of them call the network."""
-    words = failed_at(ctx) + tl.full((_MAX_THREADS,), 0, tl.int32)
-    return max_of(tl.load(words, volatile=True), 0) == 0
 
 
 @jit
@@ -73,7 +63,7 @@ def put_signal(ctx, dst, src, num_bytes, signal_ptr, value, peer, PASSES_ON: tl.
     value = _wide(value)
     goes = True
     if PASSES_ON:
-        goes = _may_pass_on(ctx)
+        goes = failed_for_all(ctx) == 0
     if target() == "interpreter":
         if goes:
             interpreter_put(
@@ -94,7 +84,7 @@ def signal(ctx, signal_ptr, value, peer, PASSES_ON: tl.constexpr = False):
     value = _wide(value)
     goes = True
     if PASSES_ON:
-        goes = _may_pass_on(ctx)
+        goes = failed_for_all(ctx) == 0
     if target() == "interpreter":
         if goes:
             interpreter_signal(tl.load(ctx + CTX_STATE), signal_ptr.to(tl.int64), value, peer)

@@ -12,6 +12,7 @@ from tdkernels.lang._context import (
     CTX_STATE,
     CTX_TIMEOUT_NS,
     MAX_RANKS,
+    MAX_THREADS,
     failed,
     failed_at,
     num_ranks,
@@ -41,7 +42,6 @@ RECORD_PLAN_MISMATCH = tl.constexpr(3)
 
 SET = tl.constexpr("set")
 NEVER = tl.constexpr(-(1 << 62))  # below every signal
-_MAX_THREADS = tl.constexpr(512)  # of a program
 # Timeouts that a wait for a program of our own may take. What that program does may take several waits for peers, each
 # of them bounded; if one of these ends late it shall be the one that is recorded, for it knows which peer did not come.
 _OWN_PATIENCE = tl.constexpr(4)
@@ -239,7 +239,7 @@ def in_time(seen, expected):
         missed = tl.inline_asm_elementwise(
             "{ .reg .pred p; setp.eq.s64 p, $1, $2; setp.gt.and.s64 p, $2, 0, p; "
             "selp.b32 $0, 0, 1, p; or.b32 $0, $0, $3; }",
-            "=r,l,l,r", [seen, _wide(expected), tl.full((_MAX_THREADS,), 0, tl.int32)], tl.int32, is_pure=False, pack=1,
+            "=r,l,l,r", [seen, _wide(expected), tl.full((MAX_THREADS,), 0, tl.int32)], tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
         return max_of(missed, 0) == 0
     else:

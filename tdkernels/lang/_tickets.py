@@ -18,12 +18,9 @@ done: take it when little of the piece before is left.
 
 import triton.language as tl
 
-from tdkernels.lang._context import STATE_TICKETS, _state
+from tdkernels.lang._context import MAX_THREADS, STATE_TICKETS, _state
 from tdkernels.lang._jit import jit
 from tdkernels.lang._target import target
-
-# A program has no more threads than this; a larger one would ask twice.
-_MAX_THREADS = tl.constexpr(512)
 
 
 @jit
@@ -44,7 +41,7 @@ def take_ticket(ctx):
             mov.b32 $0, 0;
             @first atom.relaxed.gpu.global.add.u32 $0, [$1], 1;
             }""",
-            "=r,l,r,~{memory}", [counter, tl.arange(0, _MAX_THREADS)], tl.int32, is_pure=False, pack=1,
+            "=r,l,r,~{memory}", [counter, tl.arange(0, MAX_THREADS)], tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
     else:
         return tl.atomic_add(counter, tl.full((), 1, tl.int32), sem="relaxed", scope="gpu")

@@ -70,10 +70,10 @@ def _add(total, address, weight, offs, items, DTYPE: tl.constexpr, ALIGNED: tl.c
 
 
 @td.jit
-def _row_address(rows_ptr, place, items, DTYPE: tl.constexpr):
-    """Where a row is; 0 for number -1."""
-    address = rows_ptr.to(tl.int64) + place.to(tl.int64) * items * (DTYPE.primitive_bitwidth // 8)
-    return tl.where(place >= 0, address, 0)
+def row_addresses(rows_ptr, places, items, DTYPE: tl.constexpr):
+    """Where a row is, or several; 0 for those of number -1."""
+    addresses = rows_ptr.to(tl.int64) + places.to(tl.int64) * items * (DTYPE.primitive_bitwidth // 8)
+    return tl.where(places >= 0, addresses, 0)
 
 
 # ---- senders ----
@@ -93,7 +93,7 @@ def _sum_here(
             weight = 1.0
             if row_weights_ptr is not None:
                 weight = tl.load(row_weights_ptr + place, mask=place >= 0, other=0.0)
-            address = _row_address(rows_ptr, place, items, DTYPE)
+            address = row_addresses(rows_ptr, place, items, DTYPE)
             total = _add(total, address, weight, offs, items, DTYPE, ALIGNED, WHOLE)
     return total
 
@@ -104,7 +104,7 @@ def _send_rows(
 ):  # fmt: skip
     """Copy all rows that a token has here to their places in its slot."""
     for j in range(K):
-        address = _row_address(rows_ptr, tl.load(places_ptr + j), items, DTYPE)
+        address = row_addresses(rows_ptr, tl.load(places_ptr + j), items, DTYPE)
         part = slot + j * part_bytes(items, DTYPE)
         if address != 0:
             for block in range((items + BLOCK - 1) // BLOCK):
@@ -201,7 +201,7 @@ def _add_own(
             weight = 1.0
             if weights_ptr is not None:  # not that of a dropped choice, which may be anything
                 weight = tl.load(weights_ptr + choice, mask=here | (PER_EXPERT & (place >= 0)), other=0.0)
-            address = _row_address(rows_ptr, tl.where(here, place, -1), items, DTYPE)
+            address = row_addresses(rows_ptr, tl.where(here, place, -1), items, DTYPE)
             if PER_EXPERT:
                 away = (place >= 0) & (dest != me)
                 number = tl.load(parts_ptr + dest, mask=away, other=0) + tl.load(sent_ptr + dest, mask=away, other=0)

@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 from tdkernels import lang as td
-from tdkernels.ops.ep_combine_kernel import own_token, part_bytes, send_chunk, slot_bytes
+from tdkernels.ops.ep_combine_kernel import own_token, part_bytes, row_addresses, send_chunk, slot_bytes
 from tdkernels.ops.ep_nodes_tables import going_at, home_at, number_at, passed_at, passing_at, tokens_across
 from tdkernels.ops.ep_tables import (
     GOES,
@@ -46,13 +46,6 @@ from tdkernels.ops.ep_tables import (
 def crossing_bytes(items, DTYPE: tl.constexpr, K: tl.constexpr):
     """Bytes of a node's sum with K numbers; see ``ep_nodes_launch.sum_slot_memory``."""
     return (part_bytes(items, DTYPE) + 4 * K + 127) // 128 * 128
-
-
-@td.jit
-def _row_addresses(rows_ptr, places, items, DTYPE: tl.constexpr):
-    """Where rows are; 0 for those of number -1."""
-    addresses = rows_ptr.to(tl.int64) + places.to(tl.int64) * items * (DTYPE.primitive_bitwidth // 8)
-    return tl.where(places >= 0, addresses, 0)
 
 
 @td.jit
@@ -145,7 +138,7 @@ def _send_sums(
         places = tl.load(kept + K + choice, mask=choice < K, other=-1)
         sent = tl.load(kept + 2 * K + numbers, mask=numbers < LOCAL, other=-1)
         here = tl.where(dest == local, places, -1)
-        own = _row_addresses(rows_ptr, here, items, DTYPE)
+        own = row_addresses(rows_ptr, here, items, DTYPE)
         slots = _slots_at(ctx, half, tables, node, sent, bytes_of_slot, EXPERTS, RANKS, LOCAL)
         choice_slots = _slots_of_choices(slots, dest, LOCAL)
         numbers_at = (choice_slots + parts).to(tl.pointer_type(tl.float32)) + choice
@@ -230,7 +223,7 @@ def _receive_chunk(
         dest, places, weights = own_token(tables, weights_ptr, token, num_tokens, K, EXPERTS, RANKS)
         on_node = tl.where((dest >= 0) & (dest // LOCAL == node), dest % LOCAL, -1)
         here = tl.where(dest == me, places, -1)
-        own = _row_addresses(rows_ptr, here, items, DTYPE)
+        own = row_addresses(rows_ptr, here, items, DTYPE)
         sent_ptr = sent_at(tables, token, num_tokens, K, EXPERTS, RANKS) + node * LOCAL
         sent = tl.load(sent_ptr + numbers, mask=numbers < LOCAL, other=-1)
         slots = _slots_at(ctx, half, tables, node, sent, bytes_of_slot, EXPERTS, RANKS, LOCAL)

@@ -13,12 +13,10 @@ from tdkernels.ops._config import text_of
 from tdkernels.ops._launch import Launch, by_address, launch_kept
 from tdkernels.ops._tiles import next_power_of_2
 from tdkernels.ops.ep_crossing import round_up
-from tdkernels.ops.ep_direct_kernel import MOST_COMPARED, ep_direct_kernel
-from tdkernels.ops.ep_payload import as_memory, or_else, parts_of, pieces_trace, scale_bytes_of, size_of
+from tdkernels.ops.ep_direct_kernel import MOST_COMPARED, ep_direct_kernel, line_words
+from tdkernels.ops.ep_payload import MAX_CHUNKS, as_memory, or_else, parts_of, pieces_trace, scale_bytes_of, size_of
 from tdkernels.ops.ep_routing import Routing, listen, slots_for
 from tdkernels.symm import get_workspace
-
-_MAX_CHUNKS = ep_tables.MAX_CHUNKS.value
 
 
 def slot_memory(row_bytes, scale_bytes, k):
@@ -26,16 +24,11 @@ def slot_memory(row_bytes, scale_bytes, k):
     return round_up(round_up(row_bytes, 16) + round_up(scale_bytes, 16) + 12 * k, 128)
 
 
-def line_words(num_experts, world_size):
-    """Words of a rank's line there."""
-    return round_up(num_experts + 2 * world_size + 2, 4)
-
-
 def can_be_direct(config, most, k, num_experts, world_size):
     """Whether tokens, at most so many on a rank, can: what is compared fits small tiles, and each has its signal."""
     each = next_power_of_2(world_size) * next_power_of_2(num_experts // world_size)
     small = next_power_of_2(k) * max(each, 32) <= MOST_COMPARED.value
-    return small and most <= min(config.direct_tokens, _MAX_CHUNKS)
+    return small and most <= min(config.direct_tokens, MAX_CHUNKS)
 
 
 def bounded_routing(operator, ids, num_experts, group, config, max_tokens, most):
@@ -93,7 +86,7 @@ def _prepare(workspace, routing, sending, halves, operands):
         "config": text_of(routing.config),
     }  # fmt: skip
     half_bytes = round_up(4 * ranks * line_words(routing.num_experts, ranks), 128) + ranks * most * slot
-    plan = workspace.prepare(routing.operator, fields, half_bytes, ranks * _MAX_CHUNKS + ranks)
+    plan = workspace.prepare(routing.operator, fields, half_bytes, ranks * MAX_CHUNKS + ranks)
     *given, tables, came, ids, bad, splits = operands
     kernel, programs, args, constants = direct_call(
         workspace.ctx, routing, sending.with_tensors(given), parts, plan, (tables, came, ids, bad, splits), halves

@@ -52,10 +52,10 @@ def direct_slot_parts(row_bytes, scale_bytes, K: tl.constexpr):
     return scales_begin, experts_begin, (experts_begin + 12 * K + 127) // 128 * 128
 
 
-@td.jit
-def line_words(EXPERTS: tl.constexpr, RANKS: tl.constexpr):
-    """Words of a line, in multiples of 16 bytes; see ``ep_direct.line_words``."""
-    return (EXPERTS + 2 * RANKS + 2 + 3) // 4 * 4
+@triton.constexpr_function
+def line_words(num_experts, world_size):
+    """Words of a line, in multiples of 16 bytes."""
+    return (num_experts + 2 * world_size + 2 + 3) // 4 * 4
 
 
 @td.jit

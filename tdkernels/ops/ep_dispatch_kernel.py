@@ -42,7 +42,9 @@ from tdkernels.ops.ep_tables import (
 )
 
 QUANTUM = tl.constexpr(128)  # channels under one scale
-BY_INSTRUCTION = tl.constexpr(2)  # QUANTIZE, where the GPU converts; 1 by integers, 0 not at all
+# QUANTIZE, where it is not 0: how codes are made.
+BY_INTEGERS = tl.constexpr(1)
+BY_INSTRUCTION = tl.constexpr(2)  # of a GPU that has one
 SMALLEST_QUANTUM = tl.constexpr(2.0**-118)
 NO_PLACE = tl.constexpr(1 << 30)
 

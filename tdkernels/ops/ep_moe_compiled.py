@@ -12,7 +12,8 @@ from tdkernels.ops._config import from_text
 from tdkernels.ops._wanted import received, to_expect, to_send
 from tdkernels.ops.ep_config import EpConfig
 from tdkernels.ops.ep_moe_steps import receive
-from tdkernels.ops.moe_ep import ep_combine, route_tokens
+from tdkernels.ops.ep_ways import route_tokens
+from tdkernels.ops.moe_ep import ep_combine
 
 
 def _forward(

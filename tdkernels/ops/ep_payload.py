@@ -11,10 +11,9 @@ import triton.language as tl
 
 from tdkernels.ops import _device, _trace, ep_tables
 from tdkernels.ops._tiles import next_power_of_2
-from tdkernels.ops.ep_dispatch_kernel import BY_INSTRUCTION, QUANTUM
+from tdkernels.ops.ep_dispatch_kernel import BY_INSTRUCTION, BY_INTEGERS, QUANTUM
 
 MAX_CHUNKS = ep_tables.MAX_CHUNKS.value
-NOT_QUANTIZED, BY_INTEGERS = 0, 1  # and BY_INSTRUCTION
 FLOATS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 _WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.uint8}
 
@@ -84,8 +83,8 @@ def scale_bytes_of(sending):
 def _how(quantize, device):
     """QUANTIZE, for a kernel."""
     if not quantize:
-        return NOT_QUANTIZED
-    return BY_INSTRUCTION.value if _device.converts_to_e4m3(device) else BY_INTEGERS
+        return 0
+    return (BY_INSTRUCTION if _device.converts_to_e4m3(device) else BY_INTEGERS).value
 
 
 def parts_of(sending, config):

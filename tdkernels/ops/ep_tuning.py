@@ -26,6 +26,7 @@ from tdkernels.ops import (
     ep_route_kernel,
     ep_routing,
     ep_tables,
+    ep_ways,
     moe_ep,
 )
 from tdkernels.ops._expert_tuning import expert_ids, why_not_shared
@@ -50,7 +51,7 @@ class _EpTunable(ConfigTunable):
     config_class = EpConfig
     _blocks = (4096, 4), (8192, 4), (8192, 8), (16384, 4)  # bytes at a time, warps
     sources = (
-        moe_ep, all_to_all, ep_routing, ep_launch, ep_payload, ep_config, ep_tables, ep_route_kernel,
+        moe_ep, all_to_all, ep_ways, ep_routing, ep_launch, ep_payload, ep_config, ep_tables, ep_route_kernel,
         ep_dispatch_kernel, ep_combine_kernel, ep_direct, ep_direct_kernel,
     )  # fmt: skip
 
@@ -107,8 +108,7 @@ class _EpTunable(ConfigTunable):
         tokens, crosses = _tokens(problem), _crossing(problem)
         chunks = min(max(-(-tokens // config.chunk_tokens), 1), ep_launch.MAX_CHUNKS)
         in_chunk = -(-tokens // chunks)
-        senders = min(config.num_senders, chunks)
-        receivers = min(config.num_receivers, chunks)
+        senders, receivers = min(config.num_senders, chunks), min(config.num_receivers, chunks)
         # A program goes through its chunks, and their tokens, one after the other; others do so meanwhile.
         turns = -(-chunks // senders) + -(-chunks // receivers)
         walking = turns * (_CHUNK_S + in_chunk * _TOKEN_S)

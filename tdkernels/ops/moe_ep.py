@@ -24,13 +24,11 @@ import torch
 
 from tdkernels.ops import _operands
 from tdkernels.ops import ep_launch as launcher
-from tdkernels.ops._nodes import spans_nodes
 from tdkernels.ops._operands import refuse_second_derivatives
 from tdkernels.ops._outside_graphs import outside_graphs
 from tdkernels.ops.ep_checks import check_again, check_combine, check_config, check_dispatch, check_most_tokens
-from tdkernels.ops.ep_choice import choose_config, config_to_route, sure_capacity
-from tdkernels.ops.ep_direct import bounded_routing, can_be_direct, leave_uncounted
-from tdkernels.ops.ep_routing import route
+from tdkernels.ops.ep_choice import choose_config
+from tdkernels.ops.ep_ways import route_tokens
 from tdkernels.symm import resolve_group
 
 
@@ -181,55 +179,28 @@ def _handle(x, topk_ids, topk_weights, scales, num_experts, quantize, max_tokens
     check_dispatch(x, topk_ids, topk_weights, scales, num_experts, quantize, max_tokens, group.size())
     check_most_tokens("ep_dispatch", max_tokens_per_rank, topk_ids.shape[1], group.size())
     check_config("ep_dispatch", config, x.device)
-    how = num_experts, quantize, max_tokens, group, config, max_tokens_per_rank
     if max_tokens_per_rank is not None and len(x) > max_tokens_per_rank:
-        _refuse_too_many(x, topk_ids, topk_weights, scales, how)
-    return EpHandle(route_tokens("ep_dispatch", x, topk_ids, *how), topk_weights)
+        none = (None if tensor is None else tensor[:0] for tensor in (x, topk_ids, topk_weights, scales))
+        _refuse_too_many(x.shape, *none, num_experts, quantize, max_tokens, max_tokens_per_rank, group, config)
+    routing = route_tokens(
+        "ep_dispatch", x, topk_ids, num_experts, quantize, max_tokens, group, config, max_tokens_per_rank
+    )  # fmt: skip
+    return EpHandle(routing, topk_weights)
 
 
-def route_tokens(
-    operator, x, topk_ids, num_experts, quantize, max_tokens, group, config, max_tokens_per_rank=None, bad=None
+def _refuse_too_many(
+    shape, x, topk_ids, topk_weights, scales, num_experts, quantize, max_tokens, max_tokens_per_rank, group, config
 ):  # fmt: skip
-    """The Routing of checked tokens, with the config of their dispatch.
+    """Raise for an x of a shape with more tokens than max_tokens_per_rank.
 
-    ``bad``: as of ``route``
+    The peers wait for them: they hear of it, and of the tensors, which have no tokens, get none.
     """
-    config = config_to_route(config, group, x.device)
-    bounded = None
-    if max_tokens_per_rank is not None:
-        bounded = _bounded_routing(
-            operator, x, topk_ids, num_experts, quantize, max_tokens, group, config, max_tokens_per_rank, bad
-        )  # fmt: skip
-        if bounded.uncounted is not None:
-            return bounded
-        max_tokens = bounded.max_tokens
-    routing = route(operator, topk_ids, num_experts, group, config, max_tokens=max_tokens, bad=bad)
-    routing.most_tokens = max_tokens_per_rank
-    if config is None:
-        routing.config = bounded.config if bounded else choose_config("ep_dispatch", routing, x, quantize is not None)
-    return routing
-
-
-def _bounded_routing(operator, x, topk_ids, num_experts, quantize, max_tokens, group, config, most, bad):
-    """A Routing that its dispatch finds, of tokens of which a rank has at most so many; or what one is to be like."""
-    k, ranks = topk_ids.shape[1], group.size()
-    if max_tokens is None:
-        max_tokens = sure_capacity(ranks * most, ranks, num_experts, k)
-    routing = bounded_routing(operator, topk_ids, num_experts, group, config, max_tokens, most)
-    if config is None:
-        routing.config = choose_config("ep_dispatch", routing, x, quantize is not None)
-    if not spans_nodes(group) and can_be_direct(routing.config, most, k, num_experts, ranks):
-        leave_uncounted(routing, topk_ids, bad)
-    return routing
-
-
-def _refuse_too_many(x, topk_ids, topk_weights, scales, how):
-    """Raise for more tokens than max_tokens_per_rank; the peers, which wait for them, hear of it and get none."""
-    none = [None if tensor is None else tensor[:0] for tensor in (x, topk_ids, topk_weights, scales)]
-    bad = torch.full((), -len(x), dtype=torch.int32, device=x.device)
-    routing = route_tokens("ep_dispatch", *none[:2], *how, bad=bad)
-    launcher.dispatch(routing, none[0], weights=none[2], scales=none[3], quantize=how[1] is not None)
-    raise ValueError(f"ep_dispatch: x {list(x.shape)} has more tokens than max_tokens_per_rank = {how[-1]}")
+    bad = torch.full((), -shape[0], dtype=torch.int32, device=x.device)
+    routing = route_tokens(
+        "ep_dispatch", x, topk_ids, num_experts, quantize, max_tokens, group, config, max_tokens_per_rank, bad
+    )  # fmt: skip
+    launcher.dispatch(routing, x, weights=topk_weights, scales=scales, quantize=quantize is not None)
+    raise ValueError(f"ep_dispatch: x {list(shape)} has more tokens than max_tokens_per_rank = {max_tokens_per_rank}")
 
 
 @outside_graphs

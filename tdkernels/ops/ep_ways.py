@@ -1,0 +1,42 @@
+"""Which way the tokens of a dispatch go: counted first, or of few tokens all in one launch."""
+
+from tdkernels.ops._nodes import spans_nodes
+from tdkernels.ops.ep_choice import choose_config, config_to_route, sure_capacity
+from tdkernels.ops.ep_direct import bounded_routing, can_be_direct, leave_uncounted
+from tdkernels.ops.ep_routing import route
+
+
+def route_tokens(
+    operator, x, topk_ids, num_experts, quantize, max_tokens, group, config, max_tokens_per_rank=None, bad=None
+):  # fmt: skip
+    """The Routing of checked tokens, with the config of their dispatch.
+
+    ``bad``: as of ``route``
+    """
+    config = config_to_route(config, group, x.device)
+    bounded = None
+    if max_tokens_per_rank is not None:
+        bounded = _bounded_routing(
+            operator, x, topk_ids, num_experts, quantize, max_tokens, group, config, max_tokens_per_rank, bad
+        )  # fmt: skip
+        if bounded.uncounted is not None:
+            return bounded
+        max_tokens = bounded.max_tokens
+    routing = route(operator, topk_ids, num_experts, group, config, max_tokens=max_tokens, bad=bad)
+    routing.most_tokens = max_tokens_per_rank
+    if config is None:
+        routing.config = bounded.config if bounded else choose_config("ep_dispatch", routing, x, quantize is not None)
+    return routing
+
+
+def _bounded_routing(operator, x, topk_ids, num_experts, quantize, max_tokens, group, config, most, bad):
+    """A Routing that its dispatch finds, of tokens of which a rank has at most so many; or what one is to be like."""
+    k, ranks = topk_ids.shape[1], group.size()
+    if max_tokens is None:
+        max_tokens = sure_capacity(ranks * most, ranks, num_experts, k)
+    routing = bounded_routing(operator, topk_ids, num_experts, group, config, max_tokens, most)
+    if config is None:
+        routing.config = choose_config("ep_dispatch", routing, x, quantize is not None)
+    if not spans_nodes(group) and can_be_direct(routing.config, most, k, num_experts, ranks):
+        leave_uncounted(routing, topk_ids, bad)
+    return routing
