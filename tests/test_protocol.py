@@ -35,6 +35,7 @@ TIMEOUT_S = 2.0 if EVERYTHING else 1.0  # a GPU may have to load a kernel first
 PUSH, COPY_ENGINE, AT_ONCE = {"transport": "push"}, {"transport": "copy_engine"}, {"transport": "one_shot"}
 FORWARD, DIRECT = {"transport": "forward"}, {"transport": "direct"}
 TWO_SHOT, ONE_SHOT = {"exchange": "two_shot"}, {"exchange": "one_shot"}
+PARTS = {"method": "parts", "pieces": 2}
 # Every way in which data goes between the ranks: operator and changes to the config.
 WAYS = [
     ("ag_gemm", PUSH),
@@ -525,7 +526,7 @@ def test_new_shape_on_one_rank_only(operator):
 
 # Ways, each with whether the ranks know the shape of the call that rank 1 does not come to.
 LOST = [("ag_gemm", {}, True), ("gemm_rs", {}, True), ("gemm_ar", TWO_SHOT, True), ("gemm_ar", ONE_SHOT, True)]
-LOST += [("ag_gemm", {}, False)]
+LOST += [("ag_gemm", {}, False), ("ag_gemm", PARTS, True), ("gemm_rs", PARTS, True)]
 
 
 def loses_rank_1(ways):

@@ -17,6 +17,9 @@ def to_text(config):
     return " ".join([f"{name}={value}" for name, value in values.items()])
 
 
+# Of the dense operators that have all of them: one kernel; products of torch's beside copies; one after the other.
+METHODS = "fused", "parts", "torch"
+
 text_of = functools.cache(to_text)  # for what torch.compile does not see: writing it anew is a fifth of a small call
 
 

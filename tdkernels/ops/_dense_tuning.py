@@ -17,11 +17,12 @@ from tdkernels.ops._tuning import ConfigTunable, problem_of
 # What programs and copy engines reach of a link's best rate, and how many programs it takes (H200).
 _PUSH_SHARE, _COPY_SHARE, _PROGRAMS_A_LINK = 0.88, 0.8, 8
 _COLLECTIVE_SHARE = 0.85
-_LAUNCH_S = 20e-6
+LAUNCH_S = 20e-6
 SIGNAL_S = 3e-6  # from a store to a peer until the peer has seen the signal
 # A sequence that takes less is left to torch where nobody has tuned, unless all rows fit into one tile: the weight is
 # then read by each tile row of each shard, and cuBLAS reads it once (2 H200; see bench/NOTES.md).
 _SMALL_MS = 0.2
+_PIECE_ROWS = 256  # less than that in a piece is not worth trying
 
 
 class DenseTunable(ConfigTunable):
@@ -46,6 +47,13 @@ class DenseTunable(ConfigTunable):
     def layout_of(self, *operands):
         weight = operands[1] if len(operands) > 1 else None
         return "kn" if isinstance(weight, torch.Tensor) and _operands.lies_as_kn(weight) else "nk"
+
+    def config_to_dict(self, config):
+        values = super().config_to_dict(config)
+        if config.method == "parts":
+            return {name: values[name] for name in ("method", "pieces")}  # it takes none of the rest
+        values.pop("pieces", None)
+        return values
 
     def completed(self, config, problem, device):
         if not _leaves_tiles_open(config):
@@ -90,7 +98,7 @@ class DenseTunable(ConfigTunable):
     def run(self, operands, problem, group, config):
         if config.method == "torch":
             return self.reference(operands, problem, group)
-        return self.kernel.launch(*operands, None, group, config)
+        return self.op.run(*operands, None, group, config)
 
     def compile(self, operands, problem, config):
         self.kernel.compile(*operands, None, problem.world_size, config, problem.num_nodes)
@@ -147,6 +155,11 @@ def config_for(operator, text, x, weight, group, fields):
 # ---- spaces and costs ----
 
 
+def in_parts(config_class, rows):
+    """Configs of that method for ``rows`` rows of a rank: few pieces, for of few rows a GEMM leaves some GPU idle."""
+    return [config_class(method="parts", pieces=pieces) for pieces in (1, 2, 4) if rows >= _PIECE_ROWS * (pieces - 1)]
+
+
 def tile_space(device, dtype):
     """Tiles worth trying on a device, legal or not."""
     if device.type == "cpu":
@@ -181,15 +194,27 @@ def product_s(m, n, k, dtype, tiles, num_sms, hardware):
     return max(-(-waves // 1) * tile_s, (n * k + m * k + m * n) * dtype.itemsize / hardware.memory), tile_s
 
 
+def vendor_s(m, n, k, dtype, hardware):
+    """Seconds of a product by the vendor's library."""
+    return max(2.0 * m * n * k / hardware.flops, (n * k + m * k + m * n) * dtype.itemsize / hardware.memory)
+
+
 def sequence_s(m, n, k, wire_bytes, dtype, hardware):
     """Seconds of the plain sequence."""
-    product = max(2.0 * m * n * k / hardware.flops, (n * k + m * k + m * n) * dtype.itemsize / hardware.memory)
-    return product + collective_s(wire_bytes, hardware)
+    return vendor_s(m, n, k, dtype, hardware) + collective_s(wire_bytes, hardware)
 
 
 def collective_s(wire_bytes, hardware):
     """Seconds of a collective of torch's by itself."""
-    return wire_bytes / (_COLLECTIVE_SHARE * hardware.link) + _LAUNCH_S
+    return wire_bytes / (_COLLECTIVE_SHARE * hardware.link) + LAUNCH_S
+
+
+def parts_s(count, product, wire, received, hardware):
+    """Seconds of ``count`` products that follow one another, beside transfers one ahead or one behind of them.
+
+    Args:     product, wire: seconds of all of them; received: bytes, which were stored and are read again
+    """
+    return max(product, wire) + min(product, wire) / count + count * LAUNCH_S + received / hardware.memory
 
 
 def push_rate(programs, hardware):

@@ -8,7 +8,7 @@ by a stream of its own, beside what the caller launches meanwhile.
 import torch
 
 from tdkernels.ops._device import side_stream
-from tdkernels.ops._gather_kernels import begin_kernel
+from tdkernels.ops._gather_kernels import begin_kernel, notify_kernel
 from tdkernels.ops._gather_nodes_kernels import begin_nodes_kernel
 from tdkernels.symm import get_workspace
 
@@ -25,7 +25,7 @@ class Exchange:
         self.workspace = get_workspace(group, device, name, halves=1, across_nodes=across_nodes)
         self.topology = self.workspace.group.topology
         self.rank, self.world_size = self.workspace.rank, self.workspace.world_size
-        self._sending = False
+        self._last_sent = None  # on the side stream
 
     def __enter__(self):
         self.begin()
@@ -59,13 +59,24 @@ class Exchange:
         side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(side):
             enqueue()
-        self._sending = True
+        self._last_sent = side.record_event()
 
     def _join(self):
-        """Make the current stream wait until all has been sent."""
-        if self._sending:
-            torch.cuda.current_stream(self.device).wait_stream(side_stream(self.device))
-            self._sending = False
+        """Make the current stream wait until all has been sent, but not for what others send after it."""
+        if self._last_sent is not None:
+            torch.cuda.current_stream(self.device).wait_event(self._last_sent)
+            self._last_sent = None
+
+    def _announce(self, peer, index):
+        """Raise our signal number ``index`` at a peer, as a part of what goes ``_beside``.
+
+        By a copy: a kernel might never find room beside others that wait for it.
+        """
+        workspace = self.workspace
+        if self.device.type == "cpu":
+            notify_kernel[(1,)](workspace.ctx, index, peer, self.plan, PASSES_ON=False)
+        else:
+            workspace.signal_word(peer, index).copy_(workspace.signal_value(), non_blocking=True)
 
     def _check(self):
         """On the CPU a launch has ended: raise what it recorded."""

@@ -13,7 +13,7 @@ def forward(operator, kernel, run, x, weight, bias, group, config):
     """The body of the ``torch.library`` op: the output for 2-D operands, as the config of the call says.
 
     Args:     kernel: the operator's kernel module, which knows what must be the same on all ranks
-              run: (x, weight, bias, group, config) -> output, by the fused kernel or by torch's sequence
+              run: (x, weight, bias, group, config) -> output, by whatever method the config says
               group, config: as they go through torch.library, by name and as text
     """
     group = _operands.group_by_name(group)
@@ -23,7 +23,7 @@ def forward(operator, kernel, run, x, weight, bias, group, config):
         group_state(group).agree_once(operator, kernel.problem_fields(x, weight))
         return x.new_empty(0, weight.shape[0])
     config = config_for(operator, config, x, weight, group, lambda: kernel.problem_fields(x, weight))
-    if config.method != "fused":
+    if config.method == "torch":
         group_state(group).agree_once(operator, kernel.plan_fields(x, weight, config))
     return run(x, weight, bias, group, config)
 

@@ -13,7 +13,7 @@ that found no room begin, and none waits in vain.
 import torch
 
 from tdkernels.ops._exchange import Exchange
-from tdkernels.ops._gather_kernels import await_kernel, notify_kernel, push_kernel
+from tdkernels.ops._gather_kernels import await_kernel, push_kernel
 from tdkernels.ops._gather_nodes_kernels import await_nodes_kernel, num_pieces, push_nodes_kernel
 from tdkernels.ops._operands import rows_contiguous
 
@@ -100,18 +100,21 @@ class Gather(Exchange):
         node = (self.topology.node_rank - nodes_down) % self.topology.num_nodes
         return node * local + (self.topology.local_rank - down) % local
 
-    def wait(self, step):
-        """Make the current stream wait for the shard of the rank ``source(step)``; ours itself is in x."""
-        self._await(step, step + 1)
+    def wait(self, step, chunk=None):
+        """Make the current stream wait for the shard of the rank ``source(step)``, or a chunk; ours itself is in x."""
+        self._await(step, step + 1, chunk)
 
     def finish(self):
         """Make the current stream wait for all shards, the copy of our own included: ``gathered`` is whole then."""
         self._join()
         self._await(1, self.world_size)
 
-    def _await(self, first_step, last_step):
+    def _await(self, first_step, last_step, chunk=None):
         kernel = await_nodes_kernel if self.spans_nodes else await_kernel
-        kernel[(1,)](self.workspace.ctx, self.num_chunks, first_step, last_step, self.plan, num_warps=1)
+        chunks = (0, self.num_chunks) if chunk is None else (chunk, chunk + 1)
+        kernel[(1,)](
+            self.workspace.ctx, self.num_chunks, *chunks, first_step, last_step, self.plan, num_warps=1
+        )  # fmt: skip
         self._check()
 
     @property
@@ -136,17 +139,8 @@ class Gather(Exchange):
                 stop = min(start + self.chunk_rows * self.row_bytes, self.rows * self.row_bytes)
                 self._slot_on(peer)[start:stop].copy_(shard[start:stop], non_blocking=True)
                 if peer != rank:
-                    self._announce(peer, chunk)
+                    self._announce(peer, rank * self.num_chunks + chunk)
 
     def _slot_on(self, peer):
         first = self.workspace.data_offset + self.rank * self.slot_bytes
         return self.workspace.buffer.tensor(peer)[first : first + self.slot_bytes]
-
-    def _announce(self, peer, chunk):
-        workspace = self.workspace
-        if self.x.device.type == "cpu":
-            notify_kernel[(1,)](workspace.ctx, self.num_chunks, chunk, peer, self.plan, PASSES_ON=False)
-        else:
-            # A kernel might never find room beside tiles that wait for it; a copy always does.
-            index = self.rank * self.num_chunks + chunk
-            workspace.signal_word(peer, index).copy_(workspace.signal_value(), non_blocking=True)

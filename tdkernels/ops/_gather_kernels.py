@@ -71,22 +71,25 @@ def push_kernel(
     )  # fmt: skip
 
 
-@td.jit(do_not_specialize=["num_chunks", "chunk", "peer", "plan"])
-def notify_kernel(ctx, num_chunks, chunk, peer, plan, PASSES_ON: tl.constexpr):
-    """Announce a chunk that the host has copied to a peer."""
+@td.jit(do_not_specialize=["index", "peer", "plan"])
+def notify_kernel(ctx, index, peer, plan, PASSES_ON: tl.constexpr):
+    """Announce by signal number ``index`` what the host has copied to a peer."""
     signal = td.signal_of(ctx, td.epoch(ctx), plan)
     # waiter: the peer's await_kernel, or its tiles of this chunk
-    td.notify(ctx, td.signal_at(ctx, 0, td.rank(ctx) * num_chunks + chunk), peer, signal, PASSES_ON=PASSES_ON)
+    td.notify(ctx, td.signal_at(ctx, 0, index), peer, signal, PASSES_ON=PASSES_ON)
 
 
-@td.jit(do_not_specialize=["num_chunks", "first_step", "last_step", "plan"])
-def await_kernel(ctx, num_chunks, first_step, last_step, plan):
-    """Return when the shards of the ranks ``first_step`` to ``last_step`` (excluded) below ours have arrived."""
+@td.jit(do_not_specialize=["num_chunks", "first_chunk", "last_chunk", "first_step", "last_step", "plan"])
+def await_kernel(ctx, num_chunks, first_chunk, last_chunk, first_step, last_step, plan):
+    """Return when chunks of the shards of the ranks ``first_step`` to ``last_step`` below ours have arrived.
+
+    The last of both are excluded.
+    """
     me = td.rank(ctx)
     ranks = td.num_ranks(ctx)
     signal = td.signal_of(ctx, td.epoch(ctx), plan)
     for step in range(first_step, last_step):
         source = (me + ranks - step) % ranks
-        for chunk in range(num_chunks):
+        for chunk in range(first_chunk, last_chunk):
             # producer: push_kernel, the copy engine or notify_kernel of the source
             td.wait_plan(ctx, td.signal_at(ctx, 0, source * num_chunks + chunk), signal, source)

@@ -217,14 +217,19 @@ def push_nodes_kernel(
         )  # fmt: skip
 
 
-@td.jit(network=True, do_not_specialize=["num_chunks", "first_step", "last_step", "plan"])
-def await_nodes_kernel(ctx, num_chunks, first_step, last_step, plan):
-    """Return when the shards that come as numbers ``first_step`` to ``last_step`` (excluded) have arrived."""
+@td.jit(
+    network=True, do_not_specialize=["num_chunks", "first_chunk", "last_chunk", "first_step", "last_step", "plan"]
+)
+def await_nodes_kernel(ctx, num_chunks, first_chunk, last_chunk, first_step, last_step, plan):
+    """Return when chunks of the shards that come as numbers ``first_step`` to ``last_step`` have arrived.
+
+    The last of both are excluded.
+    """
     me = td.rank(ctx)
     ranks = td.num_ranks(ctx)
     local = td.local_ranks(ctx)
     signal = td.signal_of(ctx, td.epoch(ctx), plan)
     for step in range(first_step, last_step):
         source = source_at(step, me, ranks, local)
-        for chunk in range(num_chunks):
+        for chunk in range(first_chunk, last_chunk):
             await_chunk(ctx, 0, source, chunk, num_chunks, signal)

@@ -1,53 +1,85 @@
 """Parts of what other ranks add up: each goes to its owner when it is made, beside what is made next.
 
-Every rank has a slot for each source, in memory at a fixed address (``_exchange``). Signal number ``source`` is raised
-when the source's part stands in its slot.
+Every rank has a slot for each source, in memory at a fixed address (``_exchange``). Signal number ``source * pieces +
+piece`` is raised when that piece of the source's part stands in its slot.
 """
 
 import math
 
+import triton
+
+from tdkernels.ops._device import num_sms
 from tdkernels.ops._exchange import Exchange
 from tdkernels.ops._gather_kernels import await_kernel, notify_kernel
+from tdkernels.ops._scatter_kernel import add_parts_kernel
 
 _ALIGN = 256
+_SUM_BLOCK = 4096
 
 
 class Scatter(Exchange):
     """One call's parts, of at most ``part_bytes``, inside one node; every rank makes the same one.
 
     Args:     operator, fields: as for Workspace.prepare
+              pieces: in which each part is sent
+              passes_on: parts are made of what has come from peers, and must not be announced if it has not
     """
 
-    def __init__(self, operator, fields, part_bytes, group, device):
+    def __init__(self, operator, fields, part_bytes, group, device, pieces=1, passes_on=True):
         super().__init__("scatter", group, device)
         self._slot_bytes = -(-part_bytes // _ALIGN) * _ALIGN
-        self.plan = self.workspace.prepare(operator, fields, self.world_size * self._slot_bytes, self.world_size)
-        self._sent = []
+        self._pieces, self._passes_on = pieces, passes_on
+        ranks = self.world_size
+        self.plan = self.workspace.prepare(operator, fields, ranks * self._slot_bytes, ranks * pieces)
+        self._kept = []
 
-    def send(self, owner, part):
-        """Copy a contiguous part to its owner, by the copy engine; it must not change before ``close``."""
-        self._sent.append(part)
-        self._beside(lambda: self._copy_to(owner, part))
+    def send(self, owner, part, piece=0, offset=0):
+        """Copy a contiguous part to its owner, by the copy engine; it must not change before ``close``.
+
+        Args:     piece, offset: of the part this is piece number ``piece``, which begins at byte ``offset``
+        """
+        self._kept.append(part)
+        self._beside(lambda: self._copy_to(owner, part, piece, offset))
 
     def wait(self, source, shape, dtype):
         """The source's part, for which the current stream waits; it can be read until ``close``."""
         step = (self.rank - source) % self.world_size
-        await_kernel[(1,)](self.workspace.ctx, 1, step, step + 1, self.plan, num_warps=1)
-        self._check()
+        self._await(step, step + 1)
         return self._slot(self.rank, source, shape, dtype)
+
+    def add_to(self, own, bias=None):
+        """Add all others' parts to ours, contiguous [rows, n], in place; in fp32 and in rank order, then a bias [n]."""
+        self._await(1, self.world_size)
+        block = 1024 if self.device.type == "cpu" else _SUM_BLOCK
+        programs = min(triton.cdiv(own.numel(), block), 4 * num_sms(self.device))
+        add_parts_kernel[(programs,)](
+            self.workspace.ctx, own, bias, own.numel(), own.shape[1], self._slot_bytes, RANKS=self.world_size,
+            ALIGNED=own.shape[1] % 8 == 0 and own.data_ptr() % 16 == 0, HAS_BIAS=bias is not None, BLOCK=block,
+            num_warps=8,
+        )  # fmt: skip
+        return own
 
     def close(self):
         super().close()
-        self._sent.clear()
+        self._kept.clear()
 
-    def _slot(self, rank, source, shape, dtype):
-        """Where a part of the source stands, or shall, in the memory of a rank."""
+    def _await(self, first_step, last_step):
+        pieces = self._pieces, 0, self._pieces
+        await_kernel[(1,)](self.workspace.ctx, *pieces, first_step, last_step, self.plan, num_warps=1)
+        self._check()
+
+    def _slot(self, rank, source, shape, dtype, offset=0):
+        """Where a part of the source stands, or shall, in the memory of a rank; of a piece, where that does."""
         first = self.workspace.data_offset + source * self._slot_bytes
-        data = self.workspace.buffer.tensor(rank)[first : first + self._slot_bytes].view(dtype)
-        return data[: math.prod(shape)].view(shape)
+        data = self.workspace.buffer.tensor(rank)[first + offset : first + self._slot_bytes]
+        return data[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
-    def _copy_to(self, owner, part):
-        self._slot(owner, self.rank, part.shape, part.dtype).copy_(part, non_blocking=True)
-        # By a kernel, since it must not announce a part that is made of what has not come. It may have to wait for
-        # room; of those that take it none waits for this signal.
-        notify_kernel[(1,)](self.workspace.ctx, 1, 0, owner, self.plan, PASSES_ON=True, num_warps=1)
+    def _copy_to(self, owner, part, piece, offset):
+        self._slot(owner, self.rank, part.shape, part.dtype, offset).copy_(part, non_blocking=True)
+        index = self.rank * self._pieces + piece
+        if self._passes_on:
+            # By a kernel, which looks for that. It may have to wait for room; of those that take it none waits for
+            # this signal.
+            notify_kernel[(1,)](self.workspace.ctx, index, owner, self.plan, PASSES_ON=True, num_warps=1)
+        else:
+            self._announce(owner, index)

@@ -56,7 +56,7 @@ class ConfigTunable(tunables.Tunable):
         values = dict(values)
         known = {field.name for field in fields(self.config_class)}
         tiles = values.pop("tiles", None)
-        needs_tiles = "tiles" in known and values.get("method") != "torch"
+        needs_tiles = "tiles" in known and values.get("method", "fused") == "fused"
         if not isinstance(tiles, dict) and (needs_tiles or tiles is not None):
             raise ValueError(f"tiles must be an object, not {tiles!r}")
         tiles = tiles or {}
@@ -77,7 +77,7 @@ class ConfigTunable(tunables.Tunable):
 
     def compiled(self, config):
         """Of a config with tiles."""
-        if config.method == "torch":
+        if config.tiles is None:
             return None
         tiles = config.tiles
         return tiles.block_m, tiles.block_n, tiles.block_k, tiles.num_warps, tiles.num_stages

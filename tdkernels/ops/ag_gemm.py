@@ -14,8 +14,11 @@ compute; a barrier opens the call.
 On several nodes (``ag_gemm_nodes_kernel``) a shard crosses the network once for each other node, to the rank of the
 same number there, which relays it to its node peers; tiles follow in order of arrival over both ways.
 
-Backward. dx = reduce_scatter(dy @ weight) is a GEMM-RS; dweight = dy.T @ all_gather(x) gathers x again, while that
-GEMM-RS runs (or, without it, while the shards that have come are being multiplied). Only shards are saved.
+With ``method="parts"`` (``ag_gemm_parts``) products are the vendor's, one a shard, beside copies of the next shards.
+
+Backward. dx = reduce_scatter(dy @ weight) and dweight = dy.T @ all_gather(x) are two products of the vendor's: x is
+gathered again beside the first, and parts of dx travel beside both (``ag_gemm_parts``). On several nodes, or if only dx
+is asked for, dx is a GEMM-RS; dweight alone is multiplied shard by shard as they come. Only shards are saved.
 
 Example:
     y = tdkernels.ag_gemm(x, weight)            # instead of all_gather_into_tensor(full, x); y = full @ weight.T
@@ -26,6 +29,7 @@ import torch.nn.functional as F
 
 from tdkernels.ops import _operands
 from tdkernels.ops import ag_gemm_kernel as kernel
+from tdkernels.ops import ag_gemm_parts as parts
 from tdkernels.ops import gemm_rs_kernel as dual
 from tdkernels.ops._calls import find
 from tdkernels.ops._collectives import all_gather_rows, reduce_scatter_rows
@@ -34,6 +38,7 @@ from tdkernels.ops._dense_tuning import config_for
 from tdkernels.ops._forward import forward, keep_call
 from tdkernels.ops._gather import Gather
 from tdkernels.ops._gradients import gathered_weight_gradient
+from tdkernels.ops._nodes import spans_nodes
 from tdkernels.ops._wanted import to_expect
 from tdkernels.ops.ag_gemm_kernel import AgGemmConfig
 from tdkernels.symm import resolve_group
@@ -47,14 +52,14 @@ def ag_gemm_ref(x, weight, bias=None, *, group=None):
 # ---- torch.library: what torch.compile sees ----
 
 
-def _run(x, weight, bias, group, config):
-    if config.method == "fused":
+def run(x, weight, bias, group, config):
+    if config.method != "torch":
         return kernel.launch(x, weight, bias, group, config)[0]
     return ag_gemm_ref(x, weight, bias, group=group)
 
 
 def _forward(x, weight, bias, group, config):
-    return forward("ag_gemm", kernel, _run, x, weight, bias, group, config)
+    return forward("ag_gemm", kernel, run, x, weight, bias, group, config)
 
 
 def _method(config):
@@ -70,21 +75,23 @@ def _backward(dy, x, weight, need_dx, need_dweight, group, config):
     elif _method(config) == "torch":
         dx = reduce_scatter_rows(dy @ weight, group) if need_dx else dx
         dweight = dy.t() @ all_gather_rows(x, group) if need_dweight else dweight
-    else:
-        if need_dx:
-            back = weight.t()
-            choice = config_for(
-                "gemm_rs", "", dy, back, group, lambda: {"backward of": "ag_gemm", **dual.problem_fields(dy, back)}
-            )
+    elif need_dx:
+        back = weight.t()
+        fields = lambda: {"backward of": "ag_gemm", **dual.problem_fields(dy, back)}  # noqa: E731
+        choice = config_for("gemm_rs", "", dy, back, group, fields)
+        if choice.method != "torch" and need_dweight and not spans_nodes(group):
+            return parts.backward(dy, x, weight, group)
         # x travels while the GEMM-RS computes and sends dx; then all of it is here for dweight.
         gather = Gather.start("ag_gemm backward", x, group) if need_dweight else None
-        if need_dx and choice.method == "fused":
-            dx = dual.launch(dy, back, None, group, choice)
-        elif need_dx:
-            dx = reduce_scatter_rows(dy @ weight, group)
+        overlapped = choice.method != "torch"
+        dx = dual.launch(dy, back, None, group, choice) if overlapped else reduce_scatter_rows(dy @ weight, group)
         if need_dweight:
-            dweight = gathered_weight_gradient(gather, dy, gathered_on_left=False, overlapped=need_dx)
+            dweight = gathered_weight_gradient(gather, dy, gathered_on_left=False, overlapped=True)
             gather.close()
+    elif need_dweight:
+        gather = Gather.start("ag_gemm backward", x, group)
+        dweight = gathered_weight_gradient(gather, dy, gathered_on_left=False, overlapped=False)
+        gather.close()
     return dx, dweight
 
 
@@ -163,5 +170,5 @@ def ag_gemm(x, weight, bias=None, *, group=None, config=None):
     call = x_rows, weight, bias, group.group_name, as_argument(config)
     y = _operands.apply(_AgGemm, torch.ops.tdkernels.ag_gemm, *call)
     y = y.view(group.size() * x.shape[0], *x.shape[1:-1], weight.shape[0])
-    keep_call("ag_gemm", _run, group, x, weight, bias, config, x_rows, y)
+    keep_call("ag_gemm", run, group, x, weight, bias, config, x_rows, y)
     return y

@@ -13,7 +13,8 @@ from tdkernels import lang as td
 from tdkernels.ops import _device, _few_rows, _operands, _trace
 from tdkernels.ops import ag_gemm_nodes_kernel as nodes
 from tdkernels.ops import ag_gemm_one_shot as one_shot
-from tdkernels.ops._config import text_of
+from tdkernels.ops import ag_gemm_parts as parts
+from tdkernels.ops._config import METHODS, text_of
 from tdkernels.ops._gather import Gather, rows_of_buffer, slot_rows_of
 from tdkernels.ops._gather_kernels import push_shard
 from tdkernels.ops._gemm import as_aligned, gemm_tile, store_rows, swizzle, with_bias
@@ -33,13 +34,15 @@ _ONE_SHOT_ROWS = {"cpu": 16, "cuda": 256}
 class AgGemmConfig:
     """How ``ag_gemm`` runs.
 
-    method:          "fused", or "torch": a plain all-gather, then a plain GEMM
+    method:          "fused"; "parts": torch's GEMM of a part of the rows at a time, as the copy engine brings them; or
+                     "torch": a plain all-gather, then a plain GEMM
     tiles:           the tile of the product, see ``Tiles``; None takes the default for the device and shape
     transport:       "push" (by programs); "copy_engine"; "one_shot": by programs, and nothing is multiplied before
                      all of it is there, for few rows; in a group on several nodes it is always push
     num_comm_sms:    programs that push at the same time, before they multiply like the others; not for copy_engine
     chunk_tiles:     tile rows that travel together under one signal; not for one_shot
     split_k:         programs that share the K of one tile; one_shot only
+    pieces:          in which a shard travels and is multiplied; parts only, which takes none of the others
     """
 
     method: str = "fused"
@@ -48,11 +51,12 @@ class AgGemmConfig:
     num_comm_sms: int = 24
     chunk_tiles: int = 1
     split_k: int = 1
+    pieces: int = 1
 
     def illegal(self, device, dtype):
         """Why this config cannot run on a device with a dtype; None when it can."""
-        if self.method not in ("fused", "torch"):
-            return f'method must be "fused" or "torch", not {self.method!r}'
+        if self.method not in METHODS:
+            return f'method must be "fused", "parts" or "torch", not {self.method!r}'
         if self.method == "torch":
             return None  # takes none of the rest
         if self.transport not in ("push", "copy_engine", "one_shot"):
@@ -61,7 +65,7 @@ class AgGemmConfig:
             return f"num_comm_sms must be at least 1, not {self.num_comm_sms}"
         if device.type == "cuda" and self.num_comm_sms >= _device.num_sms(device):
             return f"num_comm_sms must leave some of the {_device.num_sms(device)} free, not be {self.num_comm_sms}"
-        for name in ("chunk_tiles", "split_k"):
+        for name in ("chunk_tiles", "split_k", "pieces"):
             if getattr(self, name) < 1:
                 return f"{name} must be at least 1, not {getattr(self, name)}"
         return self.tiles.illegal(device, dtype) if self.tiles is not None else None
@@ -221,8 +225,8 @@ def _arguments(ctx, x, gathered, weight, bias, y, slot_rows, plan, num_comm, fix
 
 def compile(x, weight, bias, world_size, config, num_nodes=1):
     """Compile what ``launch`` with the same operands would launch, into Triton's cache; launches nothing."""
-    if x.device.type == "cpu":
-        return  # interpreted
+    if x.device.type == "cpu" or config.method != "fused":
+        return  # interpreted; nothing of it depends on the config
     config = _that_reaches(config, num_nodes)
     if config.transport == "one_shot":
         return one_shot.compile(x, weight, bias, config)
@@ -260,7 +264,9 @@ def _pushing(config):
 
 
 def launch(x, weight, bias, group, config, keep_gathered=False):
-    """Launch the fused operator on 2-D operands; returns y and, if kept, the Gather of x, to be closed."""
+    """Launch an overlapping form on 2-D operands; returns y and, if kept, the Gather of x, to be closed."""
+    if config.method == "parts":
+        return parts.launch(x, weight, bias, group, config, plan_fields(x, weight, config), keep_gathered)
     config = _that_reaches(config, group_state(group).topology.num_nodes)
     if keep_gathered and config.transport == "one_shot":
         config = _pushing(config)  # in a backward; what one_shot gathers is not kept

@@ -5,7 +5,17 @@ import torch.nn.functional as F
 
 from tdkernels.autotune.operator import Floors, register
 from tdkernels.ops import _dense_tuning as dense
-from tdkernels.ops import _exchange, _few_rows, _gather, _gather_kernels, _gather_nodes_kernels, _gemm, _tiles
+from tdkernels.ops import (
+    _exchange,
+    _few_rows,
+    _gather,
+    _gather_kernels,
+    _gather_nodes_kernels,
+    _gemm,
+    _parts,
+    _tiles,
+    ag_gemm_parts,
+)
 from tdkernels.ops import ag_gemm as op
 from tdkernels.ops import ag_gemm_kernel as kernel
 from tdkernels.ops import ag_gemm_nodes_kernel as nodes_kernel
@@ -24,8 +34,8 @@ def _numbers_of_programs(peers):
 class AgGemmTunable(dense.DenseTunable):
     name = "ag_gemm"
     sources = (
-        op, kernel, one_shot, nodes_kernel, _exchange, _few_rows, _gather, _gather_kernels, _gather_nodes_kernels,
-        _gemm, _tiles,
+        op, kernel, ag_gemm_parts, one_shot, nodes_kernel, _exchange, _few_rows, _gather, _gather_kernels,
+        _gather_nodes_kernels, _gemm, _parts, _tiles,
     )  # fmt: skip
     divided = (0, 1)
     config_class = AgGemmConfig
@@ -55,6 +65,7 @@ class AgGemmTunable(dense.DenseTunable):
                     configs.append(AgGemmConfig("fused", tiles, "push", num_comm, chunk_tiles))
             for chunk_tiles in sorted({of_a_shard, -(-of_a_shard // 2)}) if problem.num_nodes == 1 else ():
                 configs.append(AgGemmConfig("fused", tiles, "copy_engine", chunk_tiles=chunk_tiles))
+        configs += dense.in_parts(AgGemmConfig, rows)
         m = problem.shape[0]
         if m <= _ONE_SHOT_MOST_ROWS and problem.num_nodes == 1:
             configs += [
@@ -70,6 +81,10 @@ class AgGemmTunable(dense.DenseTunable):
         wire_bytes = self.floors(problem).wire_bytes
         if config.method == "torch":
             return 1e3 * dense.sequence_s(m, n, k, wire_bytes, dtype, hardware)
+        if config.method == "parts":
+            product = dense.vendor_s(m, n, k, dtype, hardware)
+            count = config.pieces * problem.world_size
+            return 1e3 * dense.parts_s(count, product, wire_bytes / dense.copy_rate(hardware), 0, hardware)
         tiles = config.tiles
         if config.transport == "one_shot":
             product = _few_rows.seconds(m, n, k, dtype, tiles, config.split_k, hardware)
@@ -98,10 +113,6 @@ class AgGemmTunable(dense.DenseTunable):
         x, weight = operands
         full = x.repeat(problem.world_size, 1)
         return lambda: F.linear(full, weight)
-
-    def run(self, operands, problem, group, config):
-        result = super().run(operands, problem, group, config)
-        return result if config.method == "torch" else result[0]  # and not what it has gathered
 
     def compiled(self, config):
         same = super().compiled(config)

@@ -41,14 +41,14 @@ def gemm_ar_ref(x, weight, bias=None, *, group=None):
 # ---- torch.library: what torch.compile sees ----
 
 
-def _run(x, weight, bias, group, config):
-    if config.method == "fused":
+def run(x, weight, bias, group, config):
+    if config.method != "torch":
         return kernel.launch(x, weight, bias, group, config)
     return gemm_ar_ref(x, weight, bias, group=group)
 
 
 def _forward(x, weight, bias, group, config):
-    return forward("gemm_ar", kernel, _run, x, weight, bias, group, config)
+    return forward("gemm_ar", kernel, run, x, weight, bias, group, config)
 
 
 _library = torch.library.Library("tdkernels", "FRAGMENT")
@@ -111,5 +111,5 @@ def gemm_ar(x, weight, bias=None, *, group=None, config=None):
     call = x_rows, weight, bias, group.group_name, as_argument(config)
     z = _operands.apply(_GemmAr, torch.ops.tdkernels.gemm_ar, *call)
     z = z.view(*x.shape[:-1], weight.shape[0])
-    keep_call("gemm_ar", _run, group, x, weight, bias, config, x_rows, z)
+    keep_call("gemm_ar", run, group, x, weight, bias, config, x_rows, z)
     return z

@@ -9,6 +9,7 @@ tile is sent from where it was computed, with a signal of its own. Its own rows 
 its epilogue, for the peers' partials of that tile, and adds all partials in fp32 in rank order, so that the result does
 not depend on timing. Partials travel in the dtype of x, as those of a plain reduce-scatter do. Call t uses half t mod
 2 of the workspace; as with ag_gemm no rank can finish call t + 1 before all have begun it, so there is no barrier.
+With ``method="parts"`` (``gemm_rs_parts``) products are the vendor's, one an owner, beside copies of those before.
 Across nodes (``gemm_rs_nodes_kernel``) each node adds its own ranks' partials first, and one sum of them leaves it.
 
 Backward. dx = all_gather(dz) @ weight is an AG-GEMM, which leaves all_gather(dz) behind for dweight and dbias.
@@ -43,14 +44,14 @@ def gemm_rs_ref(x, weight, bias=None, *, group=None):
 # ---- torch.library: what torch.compile sees ----
 
 
-def _run(x, weight, bias, group, config):
-    if config.method == "fused":
+def run(x, weight, bias, group, config):
+    if config.method != "torch":
         return kernel.launch(x, weight, bias, group, config)
     return gemm_rs_ref(x, weight, bias, group=group)
 
 
 def _forward(x, weight, bias, group, config):
-    return forward("gemm_rs", kernel, _run, x, weight, bias, group, config)
+    return forward("gemm_rs", kernel, run, x, weight, bias, group, config)
 
 
 def _method(config):
@@ -169,5 +170,5 @@ def gemm_rs(x, weight, bias=None, *, group=None, config=None):
     call = x_rows, weight, bias, group.group_name, as_argument(config)
     z = _operands.apply(_GemmRs, torch.ops.tdkernels.gemm_rs, *call)
     z = z.view(x.shape[0] // world_size, *x.shape[1:-1], weight.shape[0])
-    keep_call("gemm_rs", _run, group, x, weight, bias, config, x_rows, z)
+    keep_call("gemm_rs", run, group, x, weight, bias, config, x_rows, z)
     return z

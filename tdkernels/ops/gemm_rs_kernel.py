@@ -26,7 +26,8 @@ from tdkernels.ops import _device, _few_rows, _operands, _trace
 from tdkernels.ops import gemm_one_shot as one_shot
 from tdkernels.ops import gemm_rs_direct as direct
 from tdkernels.ops import gemm_rs_nodes_kernel as nodes
-from tdkernels.ops._config import text_of
+from tdkernels.ops import gemm_rs_parts as parts
+from tdkernels.ops._config import METHODS, text_of
 from tdkernels.ops._gemm import as_aligned, gemm_tile, in_register_order, store_rows, swizzle
 from tdkernels.ops._launch import Launch, launch_product, to_be_made
 from tdkernels.ops._nodes import spans_nodes
@@ -43,13 +44,15 @@ _ONE_SHOT_ROWS = {"cpu": 16, "cuda": 512}
 class GemmRsConfig:
     """How ``gemm_rs`` runs.
 
-    method:      "fused", or "torch": a plain GEMM, then a plain reduce-scatter
+    method:      "fused"; "parts": torch's GEMM of a part of the rows at a time, which the copy engine brings to their
+                 owner; or "torch": a plain GEMM, then a plain reduce-scatter; several nodes know no parts
     tiles:       the tile of the product, see ``Tiles``; None takes the default for the device and shape
     transport:   "forward": partial tiles are staged and sent on by other programs; "direct": they are sent from
                  where they were computed, while the next one is; "one_shot": by programs of one tile each, with all
                  rows in it, for few rows; a group on several nodes always forwards
     item_tiles:  tiles that are forwarded together under one signal; forward only
     split_k:     programs that share the K of one tile; one_shot only
+    pieces:      in which the rows of an owner are multiplied and travel; parts only, which takes none of the others
     """
 
     method: str = "fused"
@@ -57,16 +60,17 @@ class GemmRsConfig:
     transport: str = "forward"
     item_tiles: int = 4
     split_k: int = 1
+    pieces: int = 1
 
     def illegal(self, device, dtype):
         """Why this config cannot run on a device with a dtype; None when it can."""
-        if self.method not in ("fused", "torch"):
-            return f'method must be "fused" or "torch", not {self.method!r}'
+        if self.method not in METHODS:
+            return f'method must be "fused", "parts" or "torch", not {self.method!r}'
         if self.method == "torch":
             return None  # takes none of the rest
         if self.transport not in ("forward", "direct", "one_shot"):
             return f'transport must be "forward", "direct" or "one_shot", not {self.transport!r}'
-        for name in ("item_tiles", "split_k"):
+        for name in ("item_tiles", "split_k", "pieces"):
             if getattr(self, name) < 1:
                 return f"{name} must be at least 1, not {getattr(self, name)}"
         if self.tiles is None:
@@ -197,8 +201,8 @@ def _arguments(ctx, x, weight, bias, z, stage, rows, lag, plan, world_size, conf
 
 def compile(x, weight, bias, world_size, config, num_nodes=1):
     """Compile what ``launch`` with the same operands would launch, into Triton's cache; launches nothing."""
-    if x.device.type == "cpu":
-        return  # interpreted
+    if x.device.type == "cpu" or config.method != "fused":
+        return  # interpreted; nothing of it depends on the config
     if num_nodes > 1:
         return nodes.compile(x, weight, bias, world_size, config, num_nodes)
     if config.transport == "direct":
@@ -213,7 +217,9 @@ def compile(x, weight, bias, world_size, config, num_nodes=1):
 
 
 def launch(x, weight, bias, group, config):
-    """Launch the fused operator on 2-D operands."""
+    """Launch an overlapping form on 2-D operands."""
+    if config.method == "parts":
+        return parts.launch(x, weight, bias, group, config, plan_fields(x, weight, config))
     if spans_nodes(group):
         return nodes.launch(*_operands.ready(x, weight, bias), group, config, plan_fields(x, weight, config))
     name = "gemm_rs one shot" if config.transport == "one_shot" else "gemm_rs"

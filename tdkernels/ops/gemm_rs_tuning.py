@@ -4,7 +4,21 @@ import torch
 
 from tdkernels.autotune.operator import Floors, register
 from tdkernels.ops import _dense_tuning as dense
-from tdkernels.ops import _device, _few_rows, _gemm, _node_sum, _rank_sum, _staging, _tiles
+from tdkernels.ops import (
+    _device,
+    _exchange,
+    _few_rows,
+    _gather_kernels,
+    _gemm,
+    _node_sum,
+    _parts,
+    _rank_sum,
+    _scatter,
+    _scatter_kernel,
+    _staging,
+    _tiles,
+    gemm_rs_parts,
+)
 from tdkernels.ops import gemm_one_shot as one_shot
 from tdkernels.ops import gemm_rs as op
 from tdkernels.ops import gemm_rs_direct as direct
@@ -31,7 +45,10 @@ def _direct_tiles(device, dtype):
 
 class GemmRsTunable(dense.DenseTunable):
     name = "gemm_rs"
-    sources = (op, kernel, direct, one_shot, nodes_kernel, _few_rows, _gemm, _node_sum, _rank_sum, _staging, _tiles)
+    sources = (
+        op, kernel, direct, gemm_rs_parts, one_shot, nodes_kernel, _exchange, _few_rows, _gather_kernels, _gemm,
+        _node_sum, _parts, _rank_sum, _scatter, _scatter_kernel, _staging, _tiles,
+    )  # fmt: skip
     divided = (0, 2)
     config_class = GemmRsConfig
     op, kernel = op, kernel
@@ -59,6 +76,8 @@ class GemmRsTunable(dense.DenseTunable):
             configs += [
                 GemmRsConfig(tiles=tiles, transport="direct") for tiles in _direct_tiles(device, problem.torch_dtype)
             ]
+        if problem.num_nodes == 1:
+            configs += dense.in_parts(GemmRsConfig, rows)
         m = problem.shape[0]
         if problem.num_nodes == 1 and m <= _ONE_SHOT_MOST_ROWS:
             configs += [
@@ -76,6 +95,10 @@ class GemmRsTunable(dense.DenseTunable):
         dtype, wire_bytes = problem.torch_dtype, self.floors(problem).wire_bytes
         if config.method == "torch":
             return 1e3 * dense.sequence_s(m, n, k, wire_bytes, dtype, hardware)
+        if config.method == "parts":
+            product = dense.vendor_s(m, n, k, dtype, hardware)
+            count, wire = config.pieces * problem.world_size, wire_bytes / dense.copy_rate(hardware)
+            return 1e3 * dense.parts_s(count, product, wire, wire_bytes, hardware)
         tiles = config.tiles
         if config.transport == "one_shot":
             product = _few_rows.seconds(m, n, k, dtype, tiles, config.split_k, hardware)

@@ -40,6 +40,7 @@ CONFIGS = {
     "three programs, chunks of two tiles": {"tiles": Tiles(16, 64, 16), "num_comm_sms": 3, "chunk_tiles": 2},
     "chunks longer than a shard": {"tiles": Tiles(16, 128, 32, 2, 4, 1), "chunk_tiles": 9},
     "copy engine, which pushes": {**SMALL, "transport": "copy_engine", "chunk_tiles": 2},
+    "parts, in two pieces": {"method": "parts", "pieces": 2},
     "torch": {"method": "torch"},
 }
 

@@ -159,7 +159,13 @@ def each_config(**others):
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-@each_config(**{"ag_gemm by copy engine": tdkernels.AgGemmConfig(transport="copy_engine")})
+@each_config(
+    **{
+        "ag_gemm by copy engine": tdkernels.AgGemmConfig(transport="copy_engine"),
+        "ag_gemm in parts": tdkernels.AgGemmConfig(method="parts", pieces=2),
+        "gemm_rs in parts": tdkernels.GemmRsConfig(method="parts", pieces=2),
+    }
+)
 def test_replay(world_size, operator, config):
     on_ranks(world_size, replays_with_new_data, operator, config)
 

@@ -23,6 +23,8 @@ CONFIGS = {
         "copy engine": {"transport": "copy_engine"},
         "copy engine, small tiles": {"transport": "copy_engine", "tiles": Tiles(16, 32, 64)},
         "copy engine, chunks of two tiles": {"transport": "copy_engine", "tiles": Tiles(32, 16, 16), "chunk_tiles": 2},
+        "parts": {"method": "parts"},
+        "parts, in three pieces": {"method": "parts", "pieces": 3},
         "one shot": AT_ONCE,
         "one shot, small tiles, K in two": {**AT_ONCE, "tiles": Tiles(16, 16, 16, 1, 4, 2), "split_k": 2},
         "one shot, one pushing program, K in three": {
@@ -42,6 +44,8 @@ CONFIGS = {
         "direct": {"transport": "direct"},
         "direct, small tiles": {"transport": "direct", "tiles": Tiles(16, 16, 16, 1, 4, 2)},
         "direct, one wide tile": {"transport": "direct", "tiles": Tiles(128, 256, 16, 8, 8, 2)},
+        "parts": {"method": "parts"},
+        "parts, in three pieces": {"method": "parts", "pieces": 3},
         "one shot": AT_ONCE,
         "one shot, small tiles, K in two": {**AT_ONCE, "tiles": Tiles(16, 16, 16, 1, 4, 2), "split_k": 2},
         "one shot, K in three": {**AT_ONCE, "tiles": Tiles(32, 64, 16), "split_k": 3},
@@ -65,9 +69,13 @@ CONFIGS = {
 # Those whose order of sums and sends depends most on who comes first.
 HASTY = {
     "ag_gemm": [
-        "default", "three pushing programs, chunks of two tiles", "copy engine", "one shot, small tiles, K in two",
+        "default", "three pushing programs, chunks of two tiles", "copy engine", "parts, in three pieces",
+        "one shot, small tiles, K in two",
     ],
-    "gemm_rs": ["default", "small tiles, sent one by one", "direct, small tiles", "one shot, K in three"],
+    "gemm_rs": [
+        "default", "small tiles, sent one by one", "direct, small tiles", "parts, in three pieces",
+        "one shot, K in three",
+    ],
     "gemm_ar": ["default", "small tiles, sent one by one", "one shot, K in three"],
 }
 

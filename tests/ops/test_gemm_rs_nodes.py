@@ -2,10 +2,12 @@
 
 import pytest
 
+import tdkernels
 from tdkernels import Tiles
-from tests.nodes import thorough
+from tests.nodes import a_group_on_nodes, thorough
 from tests.ops import across_nodes, dense
 from tests.ranks import on_ranks
+from tests.reference import Case
 
 BF16, FP16, FP32 = dense.DTYPES
 SMALL = {"tiles": Tiles(16, 16, 16, 1, 4, 2), "item_tiles": 1}
@@ -76,6 +78,18 @@ def test_sums_are_in_the_order_of_ranks_and_nodes(dtype, world_size, local):
 def test_missing_rank():
     # Rank 0 misses its node peer, and rank 3 the other node's sum; rank 2 that of rank 0, which could not make it.
     assert on_ranks(4, across_nodes.misses_a_rank, "gemm_rs", 2, 1) == [1, None, 0, 1]
+
+
+def _refuses_parts():
+    with a_group_on_nodes(1) as group:
+        case = Case("gemm_rs", FP32, 4, 3, 8)
+        with pytest.raises(NotImplementedError, match="gemm_rs: runs on one node, .* are on 2 nodes"):
+            case.call(group=group, config=tdkernels.GemmRsConfig(method="parts"))
+        case.check(case.run(group=group))
+
+
+def test_parts_are_refused():
+    on_ranks(2, _refuses_parts)
 
 
 def test_disagreement():

@@ -55,8 +55,12 @@ def ag_gemm_is_exact(rows, n, k, transport):
     for repeat in range(REPEATS):
         x, weight = ternary(rows, k).requires_grad_(), ternary(n, k).requires_grad_()
         dy = ternary(dist.get_world_size() * rows, n)
-        more = {"split_k" if transport == "one_shot" else "chunk_tiles": 1 + repeat % 3}
-        config = tdkernels.AgGemmConfig(transport=transport, **more)
+        number = 1 + repeat % 3
+        if transport == "parts":
+            config = tdkernels.AgGemmConfig(method="parts", pieces=number)
+        else:
+            more = {"split_k" if transport == "one_shot" else "chunk_tiles": number}
+            config = tdkernels.AgGemmConfig(transport=transport, **more)
         poison_and_skew(repeat)
         y = tdkernels.ag_gemm(x, weight, config=config)
         y.backward(dy)
@@ -72,8 +76,11 @@ def ag_gemm_is_exact(rows, n, k, transport):
 def gemm_rs_is_exact(rows, n, k, transport):
     torch.manual_seed(dist.get_rank())
     for repeat in range(REPEATS):
-        split_k = 1 + repeat % 3 if transport == "one_shot" else 1
-        config = tdkernels.GemmRsConfig(transport=transport, split_k=split_k)
+        number = 1 + repeat % 3
+        if transport == "parts":
+            config = tdkernels.GemmRsConfig(method="parts", pieces=number)
+        else:
+            config = tdkernels.GemmRsConfig(transport=transport, split_k=number if transport == "one_shot" else 1)
         x, weight = ternary(dist.get_world_size() * rows, k).requires_grad_(), ternary(n, k).requires_grad_()
         dz = ternary(rows, n)
         poison_and_skew(repeat)
@@ -172,7 +179,7 @@ def test_many_calls_of_a_collective(world_size, operator, exchange, elements):
 # Partials of gemm_rs and gemm_ar travel in bf16, which holds integers up to 256: K / W of 2048 keeps within 5.6
 # standard deviations of that, and a sum that does not would fail for every rank, every time.
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize("transport", ["push", "copy_engine"])
+@pytest.mark.parametrize("transport", ["push", "copy_engine", "parts"])
 @pytest.mark.parametrize("shape", [(1024, 1024, 4096), (2048, 512, 16384), (777, 520, 1032)], ids=str)
 def test_ag_gemm(world_size, transport, shape):
     on_ranks(world_size, ag_gemm_is_exact, *shape, transport)
@@ -191,7 +198,7 @@ def test_few_rows(world_size, exact, rows, n, k):
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize("transport", ["forward", "direct"])
+@pytest.mark.parametrize("transport", ["forward", "direct", "parts"])
 @pytest.mark.parametrize("shape", [(1024, 4096, 1024), (2048, 16384, 512), (777, 520, 1032)], ids=str)
 def test_gemm_rs(world_size, transport, shape):
     on_ranks(world_size, gemm_rs_is_exact, *shape, transport)

@@ -1,0 +1,55 @@
+"""AG-GEMM by torch's GEMM: a piece of a shard is multiplied while the copy engine brings those that follow.
+
+Our own shard comes first, for it is here; then those of the ranks below us, which all ranks send at the same time and
+each to another. No multiprocessor is taken from the product, which is as fast as the vendor's library; but nothing of a
+piece can begin before all of it is here, and the last one is multiplied when all else is done.
+"""
+
+from contextlib import ExitStack
+
+from tdkernels.ops import _operands, gemm_rs_parts
+from tdkernels.ops._gather import Gather
+from tdkernels.ops._parts import cut, product
+
+_PIECES = 2  # of a rank's part of dx: the last is on its way when all else is done
+
+
+def launch(x, weight, bias, group, config, fields, keep_gathered):
+    """As ``ag_gemm_kernel.launch``, for a config of this method; ``fields``: what must be the same on all ranks."""
+    x = _operands.rows_contiguous(x)
+    rows = x.shape[0]
+    pieces = cut(rows, config.pieces)
+    gather = Gather("ag_gemm", fields, x, group, pieces[0][1])
+    y = x.new_empty(gather.world_size, rows, weight.shape[0])
+    with ExitStack() as closing:
+        closing.enter_context(gather)
+        gather.copy(own=keep_gathered)
+        for step in range(gather.world_size):
+            source = gather.source(step)
+            for number, (first, count) in enumerate(pieces if step else [(0, rows)]):
+                if step:
+                    gather.wait(step, number)
+                shard = gather.gathered[source] if step else x
+                product(shard[first : first + count], weight, bias, y[source, first : first + count])
+        if keep_gathered:
+            closing.pop_all()
+    return y.view(-1, weight.shape[0]), gather
+
+
+def backward(dy, x, weight, group):
+    """dx and dweight of ``ag_gemm`` on one node.
+
+    x travels while dx is multiplied, and the parts of dx while that is and dweight is: two products of the vendor's,
+    behind which both transfers are hidden as long as they take less.
+    """
+    x = _operands.rows_contiguous(x)
+    back = weight.t()
+    fields = {"rows": x.shape[0], "n": weight.shape[0], "width": x.shape[1], "dtype": str(x.dtype)}
+    gather = Gather("ag_gemm backward", fields, x, group, x.shape[0])
+    scatter = gemm_rs_parts.start("ag_gemm backward", fields, dy, back, group, _PIECES)
+    with gather, scatter:
+        gather.copy()
+        dx = gemm_rs_parts.send_products(scatter, dy, back, _PIECES)
+        gather.finish()
+        dweight = dy.t() @ gather.gathered.reshape(-1, gather.width)
+        return scatter.add_to(dx), dweight
