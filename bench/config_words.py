@@ -14,13 +14,15 @@ def config_in_short(config):
         return ""
     if config.get("method") == "torch":
         return "the sequence"
+    if config.get("method") == "parts":
+        return "parts" if config["pieces"] == 1 else f"parts, in {config['pieces']} pieces"
     words = [f"{config['method']} by parts"] if config.get("method") in KERNELS else []
     if tiles := config.get("tiles"):
         words.append(f"{tiles['block_m']}x{tiles['block_n']}x{tiles['block_k']}, {tiles['num_stages']} stages")
     how = "one_shot" if "one_shot" in config.values() else config.get("transport")
     skipped = {"method", "tiles", "transport", *_IDLE.get(how, ())}
     for name, value in config.items():
-        if name in skipped or value is None or (name == "split_k" and value == 1):
+        if name in skipped or value is None or (name in ("split_k", "pieces") and value == 1):
             continue
         words.append(_WORDS.get(name, f"{name.replace('_', ' ')} {{}}").format(value))
     if how in _IDLE:

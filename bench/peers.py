@@ -14,6 +14,7 @@ import torch.distributed._symmetric_memory as symm_mem  # defines torch.ops.symm
 from bench import harness
 from bench.operators import DTYPE
 from tdkernels.launch import rank_device
+from tdkernels.ops._collectives import all_gather_beside, reduce_scatter_beside
 
 _FEW_ROWS = 2048
 _ONE_SHOT_BYTES = 512 << 10  # above, every rank reading everything costs more than a second step
@@ -45,6 +46,25 @@ def _torch_fused(case):
     return lambda s: fused(s.x, s.weight.t(), "sum", 0, name)
 
 
+def _nccl_async(case):
+    """What trainers such as Megatron-LM write: NCCL's collectives of the backward beside cuBLAS's products."""
+    if not case.backward:
+        raise Absent("measured for the backward only")
+
+    def call(s):
+        full = s.x.new_empty(case.ranks * s.x.shape[0], s.x.shape[1])
+        gathered = all_gather_beside(full, s.x)
+        partial = s.dy @ s.weight
+        gathered.wait()
+        dx = torch.empty_like(s.x)
+        scattered = reduce_scatter_beside(dx, partial)
+        dweight = s.dy.t() @ full
+        scattered.wait()
+        return dx, dweight
+
+    return call
+
+
 def _torch_symm_all_reduce(case):
     """cuBLAS into symmetric memory, then torch's own all-reduce of it, in one or in two steps."""
     if rank_device().type != "cuda":
@@ -65,6 +85,7 @@ def _torch_symm_all_reduce(case):
 
 PEERS = {
     "torch-fused": Peer(("ag_gemm", "gemm_rs"), _torch_fused),
+    "nccl-async": Peer(("ag_gemm",), _nccl_async),
     "torch-symm-all-reduce": Peer(("gemm_ar",), _torch_symm_all_reduce),
 }
 

@@ -47,7 +47,8 @@ Losses are in the tables, marked ▼. All was measured but the last part, which 
 - Times are milliseconds: the median of bursts on each rank, of which the slowest rank counts. All methods of a shape
   ran in turns in one run, on the same inputs, and were checked before the clock started. The newest run counts.
 - **GEMM** is cuBLAS alone, **collective** NCCL alone, **sequence** one after the other. **Best peer** is the fastest of
-  the other libraries that run there; torch-fused is torch's own fused operators (`torch.ops.symm_mem`).
+  the other libraries that run there; torch-fused is torch's own fused operators (`torch.ops.symm_mem`), nccl-async
+  NCCL's collectives of the backward beside cuBLAS's products, as Megatron-LM does it.
 - **Ours** is a call as it comes, with the best config that is known; **default** a call that nobody has tuned for. A
   config that is called "default:" is from a run in which ours was not tuned.
 - **Efficiency** is floor / ours. The floor is the larger of the GEMM and the wire, which is bytes over the best rate

@@ -21,6 +21,16 @@ def reduce_scatter_rows(partial, group=None):
     return z
 
 
+def all_gather_beside(full, x, group=None):
+    """Begin to gather x into ``full``; wait() of what it returns makes the current stream wait for it."""
+    return _all_gather(full, x, group=group, async_op=True)
+
+
+def reduce_scatter_beside(z, partial, group=None):
+    """Begin to reduce and scatter ``partial`` into z; as ``all_gather_beside``."""
+    return _reduce_scatter(z, partial, op=dist.ReduceOp.SUM, group=group, async_op=True)
+
+
 def all_reduce(partial, group=None):
     """The sum of all ranks' partial, of the same shape on all of them; in place where it is contiguous."""
     total = partial.contiguous()
