@@ -35,8 +35,25 @@ def there_and_back(case, changes=None, group=None, **options):
     case.check_combined(y, combine=config.combine if config else "per_rank")
 
 
-def endures(calls, most_tokens, seed):
-    """Random tokens on random ways, between which ranks wait at random and all memory is filled with NaNs."""
+def padded(rows, capacity):
+    """[capacity, …] that begins with rows; the others are NaN, which nobody may add to anything. None: just rows."""
+    if capacity is None:
+        return rows
+    out = rows.new_full((capacity, *rows.shape[1:]), torch.nan)
+    out[: len(rows)] = rows
+    return out
+
+
+def counted(case, config, _of_all):
+    return *case.dispatch(config=config), None
+
+
+def endures(calls, most_tokens, seed, dispatch=counted):
+    """Random tokens on random ways, between which ranks wait at random and all memory is filled with NaNs.
+
+    Args:     dispatch: (case, config, a generator like that of all ranks) -> recv, handle, rows of recv.x or None if
+              there are just as many as have come
+    """
     world_size = dist.get_world_size()
     of_all, own = random.Random(seed), random.Random(seed * 100 + dist.get_rank())
     for _ in range(calls):
@@ -49,13 +66,13 @@ def endures(calls, most_tokens, seed):
         if of_all.random() < 0.2:
             poison()
         time.sleep(own.choice([0.0, own.uniform(0.0, 0.01)]))
-        recv, handle = case.dispatch(config=config_of(kind["changes"]))
-        expert_out = case.expert_out()
+        recv, handle, capacity = dispatch(case, config_of(kind["changes"]), of_all)
+        expert_out = padded(case.expert_out(), capacity)
         time.sleep(own.choice([0.0, own.uniform(0.0, 0.01)]))
         y = tdkernels.ep_combine(expert_out, handle)
         if of_all.random() < 0.2:
             poison()  # what we got is ours and does not change with the workspace
-        case.check_received(recv)
+        case.check_received(recv, capacity=capacity)
         case.check_combined(y, combine=(kind["changes"] or {}).get("combine", "per_rank"))
 
 
@@ -328,3 +345,14 @@ def comes_when_rank_0_has_given_up(when):
         handle = recv = None
         del group, handle, recv
     return answer
+
+
+def check_killed(caught, world_size, timeout_s):
+    """What ranks other than 1, which was killed, have said of it in ``ep_dispatch``."""
+    exceptions = caught.value.exceptions
+    assert isinstance(exceptions[1], ChildProcessError)
+    for rank in range(0, world_size, 2):
+        error = exceptions[rank]
+        assert type(error) is PeerTimeoutError, repr(error)
+        assert (error.operator, error.rank, error.peer, error.timeout_s) == ("ep_dispatch", rank, 1, timeout_s)
+        assert error.seen < error.expected

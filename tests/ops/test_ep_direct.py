@@ -3,26 +3,18 @@
 import pytest
 import torch
 
-from tdkernels import EpConfig, PeerTimeoutError
+from tdkernels import EpConfig
 from tdkernels.launch import RankError
 from tdkernels.ops.ep_direct import can_be_direct
-from tests.ops import expert_direct
-from tests.ops.expert_direct import DISAGREEMENTS, KNOWN
+from tests.ops import expert_direct, expert_direct_ranks
+from tests.ops.expert_direct_ranks import DISAGREEMENTS, KNOWN
 from tests.ops.expert_parallel import SMALL
+from tests.ops.expert_ranks import check_killed
 from tests.ops.routed import BF16, FP16, FP32
-from tests.ops.test_moe_ep import BITS, FULL_RANK, SPECS
+from tests.ops.test_moe_ep import BITS, CONFIGS, FULL_RANK, ON_CPU, SPECS
 from tests.ranks import DEVICE, dies, fresh_ranks, on_ranks
 
 ON_GPU = DEVICE == "cuda"
-CONFIGS = {"default": None, "small": SMALL, "per expert": {**SMALL, "combine": "per_expert"}}
-
-# The interpreter takes long, so CPU ranks are not asked everything everywhere.
-ON_CPU = {
-    (1, "small"): ["distinct", "rows of several blocks"],
-    (2, "default"): list(SPECS),
-    (3, "per expert"): ["uneven", "all to one"],
-    (4, "small"): ["uneven", "as many choices as experts"],
-}
 
 
 @pytest.mark.parametrize("world_size, config, spec", [
@@ -100,44 +92,38 @@ def test_bad_input():
 
 @pytest.mark.parametrize("world_size, calls", [(2, 12), (3, 6), (4, 3)])
 def test_stress(world_size, calls):
-    on_ranks(world_size, expert_direct.endures, *((500, 200) if ON_GPU else (calls, 6)), seed=world_size)
+    on_ranks(world_size, expert_direct_ranks.endures, *((500, 200) if ON_GPU else (calls, 6)), seed=world_size)
 
 
 @pytest.mark.parametrize("world_size, calls", [(2, 6), (3, 4)] if ON_GPU else [(3, 4)])
 def test_no_rank_overtakes_its_peers_data(world_size, calls):
-    on_ranks(world_size, expert_direct.outruns_its_peers, calls * (20 if ON_GPU else 1))
+    on_ranks(world_size, expert_direct_ranks.outruns_its_peers, calls * (20 if ON_GPU else 1))
 
 
 def test_memory_grows():
-    on_ranks(2, expert_direct.grows, [(1, 3), ([70, 3, 0, 6], 5), (2, 300), (3, 4)])
+    on_ranks(2, expert_direct_ranks.grows, [(1, 3), ([70, 3, 0, 6], 5), (2, 300), (3, 4)])
 
 
 def test_subgroups():
-    on_ranks(3, expert_direct.uses_subgroups)
+    on_ranks(3, expert_direct_ranks.uses_subgroups)
 
 
 @pytest.mark.parametrize("what", DISAGREEMENTS)
 def test_disagreement_is_named_on_every_rank(what):
-    on_ranks(3, expert_direct.disagrees, what)
+    on_ranks(3, expert_direct_ranks.disagrees, what)
 
 
 @pytest.mark.parametrize("what", KNOWN)
 def test_known_but_different_calls_never_give_a_result(what):
-    on_ranks(3, expert_direct.is_not_fooled_by_a_known_plan, what)
+    on_ranks(3, expert_direct_ranks.is_not_fooled_by_a_known_plan, what)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_killed_rank(world_size):
     with fresh_ranks(world_size) as pool, pytest.raises(RankError) as caught:
-        pool.run(expert_direct.loses_rank_1, dies, 1.5)
-    exceptions = caught.value.exceptions
-    assert isinstance(exceptions[1], ChildProcessError)
-    for rank in range(0, world_size, 2):
-        error = exceptions[rank]
-        assert type(error) is PeerTimeoutError, repr(error)
-        assert (error.operator, error.rank, error.peer, error.timeout_s) == ("ep_dispatch", rank, 1, 1.5)
-        assert error.seen < error.expected
+        pool.run(expert_direct_ranks.loses_rank_1, dies, 1.5)
+    check_killed(caught, world_size, 1.5)
 
 
 def test_what_others_sent_is_right_when_one_has_given_up():
-    assert on_ranks(3, expert_direct.comes_when_rank_0_has_given_up) == ["missed 1", "right", "right"]
+    assert on_ranks(3, expert_direct_ranks.comes_when_rank_0_has_given_up) == ["missed 1", "right", "right"]
