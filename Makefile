@@ -22,7 +22,7 @@ $(READY): pyproject.toml constraints.txt
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu lint bench clean
+.PHONY: help demo test test-gpu test-one-gpu lint bench clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*##/\1\t/p' Makefile | expand -t 12
@@ -50,6 +50,10 @@ test: $(READY)  ## the test suite; ranks are processes, on GPUs where a test fin
 REPEAT ?= 1
 test-gpu: $(READY)  ## the test suite on GPUs only, each test REPEAT times; one that needs more of them is skipped
 	TDKERNELS_TEST_DEVICE=cuda $(PY) -m pytest -q --repeat $(REPEAT)
+
+TESTS ?= tests/ops tests/lang tests/symm tests/test_protocol.py
+test-one-gpu: $(READY)  ## TESTS on ranks that share the GPUs there are, however few, each REPEAT times; it takes long
+	TDKERNELS_TEST_DEVICE=shared $(PY) -m pytest -q --repeat $(REPEAT) $(TESTS)
 
 # No `ruff format`: kernels keep their columns aligned by hand.
 lint: $(READY)  ## ruff

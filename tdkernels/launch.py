@@ -55,12 +55,20 @@ class RankError(RuntimeError):
 
 
 def pick_device(device: str, world_size: int) -> str:
-    """Where world_size ranks would run, "cpu" or "cuda"; "auto" takes GPUs if every rank can have its own."""
-    if device not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"device must be 'auto', 'cpu' or 'cuda', not {device!r}")
+    """Where world_size ranks would run, "cpu", "cuda" or "shared"; "auto" takes GPUs if every rank can have its own.
+
+    "shared": any number of ranks on the GPUs that there are, which run the kernels of one rank at a time: for tests,
+    since it takes long and hides nothing. torch's collectives on GPU tensors are gloo's then, which knows few of them.
+    """
+    if device not in ("auto", "cpu", "cuda", "shared"):
+        raise ValueError(f"device must be 'auto', 'cpu', 'cuda' or 'shared', not {device!r}")
     if device == "cpu":
         return "cpu"
     gpus = torch.cuda.device_count()
+    if device == "shared":
+        if not gpus:
+            raise ValueError("ranks that share GPUs need one, and torch sees none on this machine")
+        return "shared"
     if gpus >= world_size:
         return "cuda"
     if device == "cuda":
@@ -297,6 +305,11 @@ def _join_group(rank: int, world_size: int, device: str, port: int) -> None:
         _rank_device = torch.device("cuda", rank)
         torch.cuda.set_device(_rank_device)
         backend, device_id = "cpu:gloo,cuda:nccl", _rank_device
+    elif device == "shared":
+        _rank_device = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(_rank_device)
+        os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+        backend, device_id = "cpu:gloo,cuda:gloo", None
     else:
         _rank_device = torch.device("cpu")
         torch.set_num_threads(1)  # the ranks share the cores

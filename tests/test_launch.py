@@ -350,6 +350,11 @@ def test_bad_arguments():
         RankPool(1, "tpu")
     with pytest.raises(ValueError, match="10000 ranks need 10000 GPUs"):
         RankPool(10000, "cuda")
+    if torch.cuda.device_count():
+        assert pick_device("shared", 10000) == "shared"
+    else:
+        with pytest.raises(ValueError, match="share GPUs need one"):
+            RankPool(2, "shared")
     assert pick_device("auto", 10000) == "cpu"
     with pytest.raises(RuntimeError, match="not one of its ranks"):
         rank_device()
