@@ -81,7 +81,7 @@ def _says_little(item, params):
 
 
 def pytest_report_header(config):
-    return f"ranks run on: {ranks.DEVICE} (TDKERNELS_TEST_DEVICE)"
+    return f"ranks run on: {ranks.ASKED} (TDKERNELS_TEST_DEVICE)"
 
 
 def _whole_suite(config) -> bool:
@@ -112,4 +112,4 @@ def pytest_terminal_summary(terminalreporter, config):
     if _nothing_ran_on_ranks(config):
         terminalreporter.section("FAILED: no test ran on two ranks or more", red=True)
         terminalreporter.line("All of them were skipped or are missing, so this run says nothing about the operators.")
-        terminalreporter.line(f"Ranks ran on: {ranks.DEVICE}. TDKERNELS_TEST_DEVICE=cpu runs them without GPUs.")
+        terminalreporter.line(f"Ranks ran on: {ranks.ASKED}. TDKERNELS_TEST_DEVICE=cpu runs them without GPUs.")

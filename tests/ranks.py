@@ -26,9 +26,9 @@ import torch.distributed as dist
 from tdkernels.launch import RankPool, pick_device, rank_device
 from tests import host_collectives
 
-_ASKED = os.environ.get("TDKERNELS_TEST_DEVICE") or "auto"
-DEVICE = "cuda" if _ASKED == "shared" else _ASKED  # what the kernels run on
-if _ASKED == "shared":
+ASKED = os.environ.get("TDKERNELS_TEST_DEVICE") or "auto"
+DEVICE = "cuda" if ASKED == "shared" else ASKED  # what the kernels run on
+if ASKED == "shared":
     host_collectives.install()
 
 # Less than pytest's own timeout, so that a hang is reported by the pool, which can say which rank hung and where.
@@ -63,7 +63,7 @@ def on_ranks(world_size, fn, /, *args, **kwargs) -> list:
     _count(world_size)
     pool = _pools.get(world_size)
     if pool is None or not pool.usable:
-        pool = _pools[world_size] = RankPool(world_size, _ASKED, timeout_s=TIMEOUT_S)
+        pool = _pools[world_size] = RankPool(world_size, ASKED, timeout_s=TIMEOUT_S)
     return pool.run(_call, fn, *args, **kwargs)
 
 
@@ -86,7 +86,7 @@ def _call(fn, /, *args, **kwargs):
 def fresh_ranks(world_size, *, timeout_s=TIMEOUT_S, grace_s=20.0) -> RankPool:
     """A pool of the test's own, for a `with`: where a test kills ranks, or sets environment variables for them."""
     _count(world_size)
-    return RankPool(world_size, _ASKED, timeout_s=timeout_s, grace_s=grace_s)
+    return RankPool(world_size, ASKED, timeout_s=timeout_s, grace_s=grace_s)
 
 
 def dies():
@@ -102,7 +102,7 @@ def close_all() -> None:
 def _count(world_size: int) -> None:
     global multi_rank_runs
     try:
-        pick_device(_ASKED, world_size)
+        pick_device(ASKED, world_size)
     except ValueError as err:
         if DEVICE != "cuda":  # a wrong value of the variable is no reason to skip
             raise

@@ -376,7 +376,7 @@ def test_on_ranks_keeps_its_pool_until_it_breaks(monkeypatch):
         first = ranks.on_ranks(2, who, 1, b=2)
         assert ranks.multi_rank_runs == 1
         assert ranks.on_ranks(2, who, 1, b=2) == first
-        assert ranks.on_ranks(2, my_device) == [(2.0, pick_device(ranks.DEVICE, 2))] * 2
+        assert ranks.on_ranks(2, my_device) == [(2.0, pick_device(ranks.ASKED, 2))] * 2
         with pytest.raises(RankError):
             ranks.on_ranks(2, die, 0, by_exit)
         assert ranks.on_ranks(2, who, 1, b=2) != first
@@ -386,7 +386,7 @@ def test_on_ranks_keeps_its_pool_until_it_breaks(monkeypatch):
 
 def test_too_few_gpus_is_a_skip_that_counts_for_nothing(monkeypatch):
     monkeypatch.setattr(ranks, "multi_rank_runs", 0)
-    monkeypatch.setattr(ranks, "DEVICE", "cuda")
+    monkeypatch.setattr(ranks, "ASKED", "cuda")
     with pytest.raises(pytest.skip.Exception, match="10000 GPUs"):
         ranks.on_ranks(10000, who)
     assert ranks.multi_rank_runs == 0
