@@ -104,7 +104,7 @@ def _count(world_size: int) -> None:
     try:
         pick_device(ASKED, world_size)
     except ValueError as err:
-        if DEVICE != "cuda":  # a wrong value of the variable is no reason to skip
+        if ASKED != "cuda":  # a wrong value of the variable is no reason to skip
             raise
         pytest.skip(str(err))
     multi_rank_runs += world_size >= 2

@@ -404,7 +404,7 @@ def test_too_few_gpus_is_a_skip_that_counts_for_nothing(monkeypatch):
 )
 def test_suite_without_several_ranks_fails(tmp_path, world_size, args, ci, passes):
     (tmp_path / "tests").mkdir()
-    for name in ("__init__.py", "conftest.py", "nodes.py", "ranks.py", "selection.py"):
+    for name in ("__init__.py", "conftest.py", "host_collectives.py", "nodes.py", "ranks.py", "selection.py"):
         shutil.copy(REPO / "tests" / name, tmp_path / "tests")
     (tmp_path / "pytest.ini").write_text("[pytest]\ntestpaths = tests\n")
     (tmp_path / "tests" / "test_one.py").write_text(

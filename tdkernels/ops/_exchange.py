@@ -12,6 +12,8 @@ from tdkernels.ops._gather_kernels import begin_kernel, notify_kernel
 from tdkernels.ops._gather_nodes_kernels import begin_nodes_kernel
 from tdkernels.symm import get_workspace
 
+_MAX_KEPT = 4096  # of a workspace; shapes may go on changing for ever
+
 
 class Exchange:
     """One call's use of the group's workspace of that name; every rank makes the same one.
@@ -37,8 +39,7 @@ class Exchange:
     def begin(self):
         """Wait, on the device, until every peer has come to this call."""
         self.workspace.before_launch()
-        kernel = begin_nodes_kernel if self.spans_nodes else begin_kernel
-        kernel[(1,)](self.workspace.ctx, self.plan, num_warps=1)
+        self._launch(begin_nodes_kernel if self.spans_nodes else begin_kernel, self.plan)
         self._check()
 
     def close(self):
@@ -74,9 +75,24 @@ class Exchange:
         """
         workspace = self.workspace
         if self.device.type == "cpu":
-            notify_kernel[(1,)](workspace.ctx, index, peer, self.plan, PASSES_ON=False)
+            self._launch(notify_kernel, index, peer, self.plan, PASSES_ON=False)
         else:
-            workspace.signal_word(peer, index).copy_(workspace.signal_value(), non_blocking=True)
+            word = self._kept((peer, index), lambda: workspace.signal_word(peer, index))
+            word.copy_(self._kept("signal", workspace.signal_value), non_blocking=True)
+
+    def _launch(self, kernel, *args, **constants):
+        """Launch one program of a kernel, which takes integers that are never compiled for."""
+        known = self._kept((kernel, *constants.items()), dict)
+        kernel.launch_alike(known, (1, 1, 1), (self.workspace.ctx, *args), {"num_warps": 1, **constants})
+
+    def _kept(self, key, make):
+        """What ``make`` gave when it was first asked for: a tensor takes the host longer to make than to copy."""
+        kept = self.workspace.kept
+        if key not in kept:
+            if len(kept) >= _MAX_KEPT:
+                kept.clear()
+            kept[key] = make()
+        return kept[key]
 
     def _check(self):
         """On the CPU a launch has ended: raise what it recorded."""

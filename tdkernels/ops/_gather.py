@@ -112,17 +112,19 @@ class Gather(Exchange):
     def _await(self, first_step, last_step, chunk=None):
         kernel = await_nodes_kernel if self.spans_nodes else await_kernel
         chunks = (0, self.num_chunks) if chunk is None else (chunk, chunk + 1)
-        kernel[(1,)](
-            self.workspace.ctx, self.num_chunks, *chunks, first_step, last_step, self.plan, num_warps=1
-        )  # fmt: skip
+        self._launch(kernel, self.num_chunks, *chunks, first_step, last_step, self.plan)
         self._check()
 
     @property
     def storage(self):
         """The buffer as [W, slot_rows, K]; the rows past a shard's last hold anything."""
+        shape = self.world_size, self.slot_rows, self.width
+        return self._kept((shape, self.x.dtype), lambda: self._storage(shape))
+
+    def _storage(self, shape):
         workspace = self.workspace
         data = workspace.buffer.tensor(workspace.rank)[workspace.data_offset :][: self.world_size * self.slot_bytes]
-        return data.view(self.x.dtype).view(self.world_size, self.slot_rows, self.width)
+        return data.view(self.x.dtype).view(shape)
 
     @property
     def gathered(self):
@@ -137,10 +139,12 @@ class Gather(Exchange):
             for chunk in range(self.num_chunks):
                 start = chunk * self.chunk_rows * self.row_bytes
                 stop = min(start + self.chunk_rows * self.row_bytes, self.rows * self.row_bytes)
-                self._slot_on(peer)[start:stop].copy_(shard[start:stop], non_blocking=True)
+                self._slot_on(peer, start, stop).copy_(shard[start:stop], non_blocking=True)
                 if peer != rank:
                     self._announce(peer, rank * self.num_chunks + chunk)
 
-    def _slot_on(self, peer):
-        first = self.workspace.data_offset + self.rank * self.slot_bytes
-        return self.workspace.buffer.tensor(peer)[first : first + self.slot_bytes]
+    def _slot_on(self, peer, start, stop):
+        """Bytes ``start`` to ``stop`` of our slot in the memory of a peer."""
+        workspace, first = self.workspace, self.workspace.data_offset + self.rank * self.slot_bytes
+        make = lambda: workspace.buffer.tensor(peer)[first + start : first + stop]  # noqa: E731
+        return self._kept((peer, self.slot_bytes, start, stop), make)

@@ -31,14 +31,14 @@ class Scatter(Exchange):
         self._pieces, self._passes_on = pieces, passes_on
         ranks = self.world_size
         self.plan = self.workspace.prepare(operator, fields, ranks * self._slot_bytes, ranks * pieces)
-        self._kept = []
+        self._parts = []
 
     def send(self, owner, part, piece=0, offset=0):
         """Copy a contiguous part to its owner, by the copy engine; it must not change before ``close``.
 
         Args:     piece, offset: of the part this is piece number ``piece``, which begins at byte ``offset``
         """
-        self._kept.append(part)
+        self._parts.append(part)
         self._beside(lambda: self._copy_to(owner, part, piece, offset))
 
     def wait(self, source, shape, dtype):
@@ -61,11 +61,11 @@ class Scatter(Exchange):
 
     def close(self):
         super().close()
-        self._kept.clear()
+        self._parts.clear()
 
     def _await(self, first_step, last_step):
         pieces = self._pieces, 0, self._pieces
-        await_kernel[(1,)](self.workspace.ctx, *pieces, first_step, last_step, self.plan, num_warps=1)
+        self._launch(await_kernel, *pieces, first_step, last_step, self.plan)
         self._check()
 
     def _slot(self, rank, source, shape, dtype, offset=0):
@@ -75,11 +75,12 @@ class Scatter(Exchange):
         return data[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
     def _copy_to(self, owner, part, piece, offset):
-        self._slot(owner, self.rank, part.shape, part.dtype, offset).copy_(part, non_blocking=True)
+        place = owner, self.rank, part.shape, part.dtype, offset
+        self._kept((self._slot_bytes, *place), lambda: self._slot(*place)).copy_(part, non_blocking=True)
         index = self.rank * self._pieces + piece
         if self._passes_on:
             # By a kernel, which looks for that. It may have to wait for room; of those that take it none waits for
             # this signal.
-            notify_kernel[(1,)](self.workspace.ctx, index, owner, self.plan, PASSES_ON=True, num_warps=1)
+            self._launch(notify_kernel, index, owner, self.plan, PASSES_ON=True)
         else:
             self._announce(owner, index)
