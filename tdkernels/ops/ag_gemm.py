@@ -17,8 +17,9 @@ same number there, which relays it to its node peers; tiles follow in order of a
 With ``method="parts"`` (``ag_gemm_parts``) products are the vendor's, one a shard, beside copies of the next shards.
 
 Backward. dx = reduce_scatter(dy @ weight) and dweight = dy.T @ all_gather(x) are two products of the vendor's: x is
-gathered again beside the first, and parts of dx travel beside both (``ag_gemm_parts``). On several nodes, or if only dx
-is asked for, dx is a GEMM-RS; dweight alone is multiplied shard by shard as they come. Only shards are saved.
+gathered again beside the first, and parts of dx travel beside both (``ag_gemm_parts``). Where that would take the host
+longer than the GPU, on several nodes, or if only dx is asked for, dx is a GEMM-RS, beside which x is gathered; dweight
+alone is multiplied shard by shard as they come. Only shards are saved.
 
 Example:
     y = tdkernels.ag_gemm(x, weight)            # instead of all_gather_into_tensor(full, x); y = full @ weight.T
@@ -63,7 +64,14 @@ def _forward(x, weight, bias, group, config):
 
 
 def _method(config):
-    return from_text(AgGemmConfig, config).method if config else "fused"
+    return from_text(AgGemmConfig, config).method if config else None
+
+
+def _in_parts(config, dy, x, group):
+    """Whether both gradients are made of two products of the vendor's, which takes the host longer to launch."""
+    if spans_nodes(group):
+        return False  # sums across nodes have no parts
+    return _method(config) == "parts" or (not config and parts.is_worth_its_launches(dy, x, group.size()))
 
 
 def _backward(dy, x, weight, need_dx, need_dweight, group, config):
@@ -79,7 +87,7 @@ def _backward(dy, x, weight, need_dx, need_dweight, group, config):
         back = weight.t()
         fields = lambda: {"backward of": "ag_gemm", **dual.problem_fields(dy, back)}  # noqa: E731
         choice = config_for("gemm_rs", "", dy, back, group, fields)
-        if choice.method != "torch" and need_dweight and not spans_nodes(group):
+        if need_dweight and choice.method != "torch" and _in_parts(config, dy, x, group):
             return parts.backward(dy, x, weight, group)
         # x travels while the GEMM-RS computes and sends dx; then all of it is here for dweight.
         gather = Gather.start("ag_gemm backward", x, group) if need_dweight else None

@@ -11,7 +11,9 @@ from tdkernels.ops import _operands, gemm_rs_parts
 from tdkernels.ops._gather import Gather
 from tdkernels.ops._parts import cut, product
 
-_PIECES = 2  # of a rank's part of dx: the last is on its way when all else is done
+# A backward that takes the GPU less, at H200's rates, takes the host longer to launch in parts (2 H200).
+_LEAST_S, _FLOPS, _LINK = 0.75e-3, 750e12, 330e9
+_PIECES = 1  # of a part of dx: the last are on their way while dweight is multiplied
 
 
 def launch(x, weight, bias, group, config, fields, keep_gathered):
@@ -34,6 +36,12 @@ def launch(x, weight, bias, group, config, fields, keep_gathered):
         if keep_gathered:
             closing.pop_all()
     return y.view(-1, weight.shape[0]), gather
+
+
+def is_worth_its_launches(dy, x, ranks):
+    """Whether a backward of x [M / W, K] is so large that ``backward`` is faster; the same on all ranks."""
+    products_s = 4.0 * dy.numel() * x.shape[1] / _FLOPS
+    return products_s + 2.0 * (ranks - 1) * x.nbytes / _LINK >= _LEAST_S
 
 
 def backward(dy, x, weight, group):

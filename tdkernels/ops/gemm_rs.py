@@ -58,6 +58,14 @@ def _method(config):
     return from_text(GemmRsConfig, config).method if config else "fused"
 
 
+def _config_of_dx(config, dz, back, group):
+    """That of the AG-GEMM of dx."""
+    if _method(config) == "parts":
+        return dual.AgGemmConfig(method="parts")
+    fields = lambda: {"backward of": "gemm_rs", **dual.problem_fields(dz, back)}  # noqa: E731
+    return config_for("ag_gemm", "", dz, back, group, fields)
+
+
 def _backward(dz, x, weight, need_dx, need_dweight, need_dbias, group, config):
     group = _operands.group_by_name(group)
     dx, dweight, dbias = x.new_empty(0), x.new_empty(0), x.new_empty(0)
@@ -65,9 +73,7 @@ def _backward(dz, x, weight, need_dx, need_dweight, need_dbias, group, config):
     plain = group.size() == 1 or x.shape[0] == 0 or _method(config) == "torch"
     if not plain and need_dx:
         back = weight.t()
-        choice = config_for(
-            "ag_gemm", "", dz, back, group, lambda: {"backward of": "gemm_rs", **dual.problem_fields(dz, back)}
-        )
+        choice = _config_of_dx(config, dz, back, group)
         plain = choice.method == "torch"
     if plain:
         full = all_gather_rows(dz, group) if group.size() > 1 and x.shape[0] else dz
