@@ -22,7 +22,8 @@ SIGNAL_S = 3e-6  # from a store to a peer until the peer has seen the signal
 # A sequence that takes less is left to torch where nobody has tuned, unless all rows fit into one tile: the weight is
 # then read by each tile row of each shard, and cuBLAS reads it once (2 H200; see bench/NOTES.md).
 _SMALL_MS = 0.2
-_PIECE_ROWS = 256  # less than that in a piece is not worth trying
+# Of a piece of a shard: less takes the GPU less than the host takes to wait for it and to multiply it (2 H200).
+_PIECE_FLOPS = 1e11
 
 
 class DenseTunable(ConfigTunable):
@@ -155,9 +156,11 @@ def config_for(operator, text, x, weight, group, fields):
 # ---- spaces and costs ----
 
 
-def in_parts(config_class, rows):
-    """Configs of that method for ``rows`` rows of a rank: few pieces, for of few rows a GEMM leaves some GPU idle."""
-    return [config_class(method="parts", pieces=pieces) for pieces in (1, 2, 4) if rows >= _PIECE_ROWS * (pieces - 1)]
+def in_parts(config_class, m, n, k, world_size):
+    """Configs of that method for a product on a rank; a piece is to take the GPU longer than the host."""
+    flops = 2.0 * m * n * k / world_size
+    numbers = [pieces for pieces in (1, 2, 4) if pieces == 1 or flops / pieces >= _PIECE_FLOPS]
+    return [config_class(method="parts", pieces=pieces) for pieces in numbers]
 
 
 def tile_space(device, dtype):

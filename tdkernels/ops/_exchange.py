@@ -27,6 +27,7 @@ class Exchange:
         self.workspace = get_workspace(group, device, name, halves=1, across_nodes=across_nodes)
         self.topology = self.workspace.group.topology
         self.rank, self.world_size = self.workspace.rank, self.workspace.world_size
+        self._stream = None  # that the caller launches on, once begun
         self._last_sent = None  # on the side stream
 
     def __enter__(self):
@@ -38,14 +39,14 @@ class Exchange:
 
     def begin(self):
         """Wait, on the device, until every peer has come to this call."""
-        self.workspace.before_launch()
+        self._stream = self.workspace.before_launch()
         self._launch(begin_nodes_kernel if self.spans_nodes else begin_kernel, self.plan)
         self._check()
 
     def close(self):
         """Say that what has arrived was read for the last time; what was sent may change after it, in stream order."""
         self._join()
-        self.workspace.after_launch()
+        self.workspace.after_launch(self._stream)
 
     @property
     def spans_nodes(self):
@@ -57,15 +58,18 @@ class Exchange:
             enqueue()
             return
         side = side_stream(self.device)
-        side.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(side):
+        side.wait_stream(self._stream)
+        torch.cuda.set_stream(side)  # torch.cuda.stream() would ask for the current one again, which takes long
+        try:
             enqueue()
+        finally:
+            torch.cuda.set_stream(self._stream)
         self._last_sent = side.record_event()
 
     def _join(self):
         """Make the current stream wait until all has been sent, but not for what others send after it."""
         if self._last_sent is not None:
-            torch.cuda.current_stream(self.device).wait_event(self._last_sent)
+            self._stream.wait_event(self._last_sent)
             self._last_sent = None
 
     def _announce(self, peer, index):

@@ -2,6 +2,9 @@
 
 import torch
 
+# A backward that takes the GPU less, at H200's rates, takes the host longer to launch in parts (2 H200).
+_LEAST_S, _FLOPS, _LINK = 0.75e-3, 750e12, 330e9
+
 
 def cut(rows, pieces):
     """[(first row, how many)] of the pieces of ``rows``, all but the last of the same size; fewer if rows are few."""
@@ -15,3 +18,8 @@ def product(x, weight, bias, out):
         torch.mm(x, weight.t(), out=out)
     else:
         torch.addmm(bias, x, weight.t(), out=out)
+
+
+def is_worth_its_launches(flops, wire_bytes):
+    """Whether a backward is so large that it is faster in parts; the same on all ranks."""
+    return flops / _FLOPS + wire_bytes / _LINK >= _LEAST_S

@@ -40,6 +40,7 @@ from tdkernels.ops._forward import forward, keep_call
 from tdkernels.ops._gather import Gather
 from tdkernels.ops._gradients import gathered_weight_gradient
 from tdkernels.ops._nodes import spans_nodes
+from tdkernels.ops._parts import is_worth_its_launches
 from tdkernels.ops._wanted import to_expect
 from tdkernels.ops.ag_gemm_kernel import AgGemmConfig
 from tdkernels.symm import resolve_group
@@ -68,10 +69,10 @@ def _method(config):
 
 
 def _in_parts(config, dy, x, group):
-    """Whether both gradients are made of two products of the vendor's, which takes the host longer to launch."""
-    if spans_nodes(group):
-        return False  # sums across nodes have no parts
-    return _method(config) == "parts" or (not config and parts.is_worth_its_launches(dy, x, group.size()))
+    """Whether both gradients are made of two products of the vendor's."""
+    if config or spans_nodes(group):  # sums across nodes have no parts
+        return _method(config) == "parts" and not spans_nodes(group)
+    return is_worth_its_launches(4 * dy.numel() * x.shape[1], 2 * (group.size() - 1) * x.nbytes)
 
 
 def _backward(dy, x, weight, need_dx, need_dweight, group, config):

@@ -11,8 +11,6 @@ from tdkernels.ops import _operands, gemm_rs_parts
 from tdkernels.ops._gather import Gather
 from tdkernels.ops._parts import cut, product
 
-# A backward that takes the GPU less, at H200's rates, takes the host longer to launch in parts (2 H200).
-_LEAST_S, _FLOPS, _LINK = 0.75e-3, 750e12, 330e9
 _PIECES = 1  # of a part of dx: the last are on their way while dweight is multiplied
 
 
@@ -35,13 +33,7 @@ def launch(x, weight, bias, group, config, fields, keep_gathered):
                 product(shard[first : first + count], weight, bias, y[source, first : first + count])
         if keep_gathered:
             closing.pop_all()
-    return y.view(-1, weight.shape[0]), gather
-
-
-def is_worth_its_launches(dy, x, ranks):
-    """Whether a backward of x [M / W, K] is so large that ``backward`` is faster; the same on all ranks."""
-    products_s = 4.0 * dy.numel() * x.shape[1] / _FLOPS
-    return products_s + 2.0 * (ranks - 1) * x.nbytes / _LINK >= _LEAST_S
+    return y.view(-1, weight.shape[0]), gather if keep_gathered else None
 
 
 def backward(dy, x, weight, group):

@@ -65,8 +65,8 @@ class AgGemmTunable(dense.DenseTunable):
                     configs.append(AgGemmConfig("fused", tiles, "push", num_comm, chunk_tiles))
             for chunk_tiles in sorted({of_a_shard, -(-of_a_shard // 2)}) if problem.num_nodes == 1 else ():
                 configs.append(AgGemmConfig("fused", tiles, "copy_engine", chunk_tiles=chunk_tiles))
-        configs += dense.in_parts(AgGemmConfig, rows)
         m = problem.shape[0]
+        configs += dense.in_parts(AgGemmConfig, m, *self.of_a_rank(problem)[1:], problem.world_size)
         if m <= _ONE_SHOT_MOST_ROWS and problem.num_nodes == 1:
             configs += [
                 AgGemmConfig("fused", tiles, "one_shot", num_comm, split_k=split)

@@ -12,7 +12,8 @@ not depend on timing. Partials travel in the dtype of x, as those of a plain red
 With ``method="parts"`` (``gemm_rs_parts``) products are the vendor's, one an owner, beside copies of those before.
 Across nodes (``gemm_rs_nodes_kernel``) each node adds its own ranks' partials first, and one sum of them leaves it.
 
-Backward. dx = all_gather(dz) @ weight is an AG-GEMM, which leaves all_gather(dz) behind for dweight and dbias.
+Backward. dx = all_gather(dz) @ weight is an AG-GEMM, which leaves all_gather(dz) behind for dweight and dbias; of large
+ones in parts, since its own kernels gather more slowly beside a product when all of it is to be kept.
 
 Example:
     z = tdkernels.gemm_rs(x, weight)            # instead of partial = x @ weight.T; reduce_scatter_tensor(z, partial)
@@ -31,6 +32,8 @@ from tdkernels.ops._dense_tuning import config_for
 from tdkernels.ops._forward import forward, keep_call
 from tdkernels.ops._gather import Gather
 from tdkernels.ops._gradients import gathered_weight_gradient
+from tdkernels.ops._nodes import spans_nodes
+from tdkernels.ops._parts import is_worth_its_launches
 from tdkernels.ops.gemm_rs_kernel import GemmRsConfig
 from tdkernels.symm import resolve_group
 
@@ -58,9 +61,16 @@ def _method(config):
     return from_text(GemmRsConfig, config).method if config else "fused"
 
 
-def _config_of_dx(config, dz, back, group):
+def _in_parts(config, dz, x, group):
+    """Whether dx is multiplied by the vendor's library: what is tuned are calls that keep nothing for dweight."""
+    if config or spans_nodes(group):
+        return _method(config) == "parts"
+    return is_worth_its_launches(4 * x.numel() * dz.shape[1], (group.size() - 1) * dz.nbytes)
+
+
+def _config_of_dx(config, dz, x, back, group):
     """That of the AG-GEMM of dx."""
-    if _method(config) == "parts":
+    if _in_parts(config, dz, x, group):
         return dual.AgGemmConfig(method="parts")
     fields = lambda: {"backward of": "gemm_rs", **dual.problem_fields(dz, back)}  # noqa: E731
     return config_for("ag_gemm", "", dz, back, group, fields)
@@ -73,7 +83,7 @@ def _backward(dz, x, weight, need_dx, need_dweight, need_dbias, group, config):
     plain = group.size() == 1 or x.shape[0] == 0 or _method(config) == "torch"
     if not plain and need_dx:
         back = weight.t()
-        choice = _config_of_dx(config, dz, back, group)
+        choice = _config_of_dx(config, dz, x, back, group)
         plain = choice.method == "torch"
     if plain:
         full = all_gather_rows(dz, group) if group.size() > 1 and x.shape[0] else dz

@@ -77,7 +77,7 @@ class GemmRsTunable(dense.DenseTunable):
                 GemmRsConfig(tiles=tiles, transport="direct") for tiles in _direct_tiles(device, problem.torch_dtype)
             ]
         if problem.num_nodes == 1:
-            configs += dense.in_parts(GemmRsConfig, rows)
+            configs += dense.in_parts(GemmRsConfig, *self.operand_sizes(problem), problem.world_size)
         m = problem.shape[0]
         if problem.num_nodes == 1 and m <= _ONE_SHOT_MOST_ROWS:
             configs += [
