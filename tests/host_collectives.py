@@ -34,8 +34,9 @@ def _by_host(collective):
     @functools.wraps(collective)
     def call(*args, async_op=False, **kwargs):
         copies = []
-        args = [_to_host(arg, copies) for arg in args]
-        kwargs = {name: _to_host(arg, copies) for name, arg in kwargs.items()}
+        # What they write to is the first argument of all of them.
+        args = [_to_host(arg, [] if number else copies) for number, arg in enumerate(args)]
+        kwargs = {name: _to_host(arg, [] if args else copies) for name, arg in kwargs.items()}
         result = collective(*args, **kwargs)
         with torch.no_grad():
             for there, here in copies:

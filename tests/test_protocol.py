@@ -41,9 +41,11 @@ WAYS = [
     ("ag_gemm", PUSH),
     ("ag_gemm", COPY_ENGINE),
     ("ag_gemm", AT_ONCE),
+    ("ag_gemm", PARTS),
     ("gemm_rs", FORWARD),
     ("gemm_rs", DIRECT),
     ("gemm_rs", AT_ONCE),
+    ("gemm_rs", PARTS),
     ("gemm_ar", TWO_SHOT),
     ("gemm_ar", ONE_SHOT),
 ]
@@ -97,6 +99,8 @@ CALLS = [
     ("ag_gemm", BF16, (70, 5, 33), COPY_ENGINE),
     ("gemm_rs", BF16, (9, 70, 33), DIRECT),
     ("gemm_rs", FP32, (70, 33, 40), {}),
+    ("gemm_rs", BF16, (70, 33, 40), PARTS),
+    ("ag_gemm", BF16, (70, 33, 40), PARTS),
     ("gemm_ar", FP32, (70, 33, 40), TWO_SHOT),
     ("gemm_ar", FP16, (66, 20, 7), ONE_SHOT),
 ]

@@ -90,12 +90,16 @@ class Exchange:
         kernel.launch_alike(known, (1, 1, 1), (self.workspace.ctx, *args), {"num_warps": 1, **constants})
 
     def _kept(self, key, make):
-        """What ``make`` gave when it was first asked for: a tensor takes the host longer to make than to copy."""
+        """What ``make`` gave when it was first asked for: a tensor takes the host longer to make than to copy.
+
+        Nobody may hand a tensor that requires a gradient to what is kept: its history would be kept, too.
+        """
         kept = self.workspace.kept
         if key not in kept:
             if len(kept) >= _MAX_KEPT:
                 kept.clear()
-            kept[key] = make()
+            with torch.inference_mode(False):  # it is written to later, whatever mode this call is in
+                kept[key] = make()
         return kept[key]
 
     def _check(self):

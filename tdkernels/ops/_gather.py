@@ -41,7 +41,7 @@ class Gather(Exchange):
 
     def __init__(self, operator, fields, x, group, chunk_rows):
         super().__init__("gather", group, x.device, across_nodes=True)
-        self.x = x
+        self.x = x.detach()
         self.rows, self.width = x.shape
         self.chunk_rows = chunk_rows
         self.num_chunks = -(-self.rows // chunk_rows)

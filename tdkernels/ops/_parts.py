@@ -7,8 +7,11 @@ _LEAST_S, _FLOPS, _LINK = 0.75e-3, 750e12, 330e9
 
 
 def cut(rows, pieces):
-    """[(first row, how many)] of the pieces of ``rows``, all but the last of the same size; fewer if rows are few."""
-    size = -(-rows // pieces)
+    """[(first row, how many)] of the pieces of ``rows``, all but the last of the same size; fewer if rows are few.
+
+    Pieces begin at multiples of 8 rows, so that each is aligned for copies by programs.
+    """
+    size = -(-rows // (8 * pieces)) * 8
     return [(first, min(size, rows - first)) for first in range(0, rows, size)]
 
 

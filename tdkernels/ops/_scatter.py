@@ -38,6 +38,7 @@ class Scatter(Exchange):
 
         Args:     piece, offset: of the part this is piece number ``piece``, which begins at byte ``offset``
         """
+        part = part.detach()
         self._parts.append(part)
         self._beside(lambda: self._copy_to(owner, part, piece, offset))
 
@@ -52,6 +53,7 @@ class Scatter(Exchange):
         self._await(1, self.world_size)
         block = 1024 if self.device.type == "cpu" else _SUM_BLOCK
         programs = min(triton.cdiv(own.numel(), block), 4 * num_sms(self.device))
+        bias = None if bias is None else bias.contiguous()
         add_parts_kernel[(programs,)](
             self.workspace.ctx, own, bias, own.numel(), own.shape[1], self._slot_bytes, RANKS=self.world_size,
             ALIGNED=own.shape[1] % 8 == 0 and own.data_ptr() % 16 == 0, HAS_BIAS=bias is not None, BLOCK=block,

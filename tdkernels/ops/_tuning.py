@@ -77,7 +77,7 @@ class ConfigTunable(tunables.Tunable):
 
     def compiled(self, config):
         """Of a config with tiles."""
-        if config.tiles is None:
+        if config.method in ("torch", "parts"):
             return None
         tiles = config.tiles
         return tiles.block_m, tiles.block_n, tiles.block_k, tiles.num_warps, tiles.num_stages

@@ -75,6 +75,12 @@ def _in_parts(config, dy, x, group):
     return is_worth_its_launches(4 * dy.numel() * x.shape[1], 2 * (group.size() - 1) * x.nbytes)
 
 
+def _config_of_dx(dy, back, group):
+    """That of the GEMM-RS of dx."""
+    fields = lambda: {"backward of": "ag_gemm", **dual.problem_fields(dy, back)}  # noqa: E731
+    return config_for("gemm_rs", "", dy, back, group, fields)
+
+
 def _backward(dy, x, weight, need_dx, need_dweight, group, config):
     group = _operands.group_by_name(group)
     dx, dweight = x.new_empty(0), x.new_empty(0)
@@ -84,23 +90,18 @@ def _backward(dy, x, weight, need_dx, need_dweight, group, config):
     elif _method(config) == "torch":
         dx = reduce_scatter_rows(dy @ weight, group) if need_dx else dx
         dweight = dy.t() @ all_gather_rows(x, group) if need_dweight else dweight
-    elif need_dx:
-        back = weight.t()
-        fields = lambda: {"backward of": "ag_gemm", **dual.problem_fields(dy, back)}  # noqa: E731
-        choice = config_for("gemm_rs", "", dy, back, group, fields)
-        if need_dweight and choice.method != "torch" and _in_parts(config, dy, x, group):
-            return parts.backward(dy, x, weight, group)
+    elif need_dx and need_dweight and _in_parts(config, dy, x, group):
+        dx, dweight = parts.backward(dy, x, weight, group)
+    else:
+        choice = _config_of_dx(dy, weight.t(), group) if need_dx else None
         # x travels while the GEMM-RS computes and sends dx; then all of it is here for dweight.
         gather = Gather.start("ag_gemm backward", x, group) if need_dweight else None
-        overlapped = choice.method != "torch"
-        dx = dual.launch(dy, back, None, group, choice) if overlapped else reduce_scatter_rows(dy @ weight, group)
+        if need_dx:
+            fused = choice.method != "torch"
+            dx = dual.launch(dy, weight.t(), None, group, choice) if fused else reduce_scatter_rows(dy @ weight, group)
         if need_dweight:
-            dweight = gathered_weight_gradient(gather, dy, gathered_on_left=False, overlapped=True)
+            dweight = gathered_weight_gradient(gather, dy, gathered_on_left=False, overlapped=need_dx)
             gather.close()
-    elif need_dweight:
-        gather = Gather.start("ag_gemm backward", x, group)
-        dweight = gathered_weight_gradient(gather, dy, gathered_on_left=False, overlapped=False)
-        gather.close()
     return dx, dweight
 
 

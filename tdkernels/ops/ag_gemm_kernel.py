@@ -59,13 +59,17 @@ class AgGemmConfig:
             return f'method must be "fused", "parts" or "torch", not {self.method!r}'
         if self.method == "torch":
             return None  # takes none of the rest
+        if self.pieces < 1:
+            return f"pieces must be at least 1, not {self.pieces}"
+        if self.method == "parts":
+            return None  # takes no others
         if self.transport not in ("push", "copy_engine", "one_shot"):
             return f'transport must be "push", "copy_engine" or "one_shot", not {self.transport!r}'
         if self.num_comm_sms < 1:
             return f"num_comm_sms must be at least 1, not {self.num_comm_sms}"
         if device.type == "cuda" and self.num_comm_sms >= _device.num_sms(device):
             return f"num_comm_sms must leave some of the {_device.num_sms(device)} free, not be {self.num_comm_sms}"
-        for name in ("chunk_tiles", "split_k", "pieces"):
+        for name in ("chunk_tiles", "split_k"):
             if getattr(self, name) < 1:
                 return f"{name} must be at least 1, not {getattr(self, name)}"
         return self.tiles.illegal(device, dtype) if self.tiles is not None else None

@@ -58,19 +58,19 @@ def _forward(x, weight, bias, group, config):
 
 
 def _method(config):
-    return from_text(GemmRsConfig, config).method if config else "fused"
+    return from_text(GemmRsConfig, config).method if config else None
 
 
-def _in_parts(config, dz, x, group):
-    """Whether dx is multiplied by the vendor's library: what is tuned are calls that keep nothing for dweight."""
+def _in_parts(config, dz, x, keeps, group):
+    """Whether dx is multiplied by the vendor's library. What is tuned are calls that keep nothing that is gathered."""
     if config or spans_nodes(group):
         return _method(config) == "parts"
-    return is_worth_its_launches(4 * x.numel() * dz.shape[1], (group.size() - 1) * dz.nbytes)
+    return keeps and is_worth_its_launches(4 * x.numel() * dz.shape[1], (group.size() - 1) * dz.nbytes)
 
 
-def _config_of_dx(config, dz, x, back, group):
-    """That of the AG-GEMM of dx."""
-    if _in_parts(config, dz, x, group):
+def _config_of_dx(config, dz, x, back, keeps, group):
+    """That of the AG-GEMM of dx; ``keeps``: what it gathers, for the other gradients."""
+    if _in_parts(config, dz, x, keeps, group):
         return dual.AgGemmConfig(method="parts")
     fields = lambda: {"backward of": "gemm_rs", **dual.problem_fields(dz, back)}  # noqa: E731
     return config_for("ag_gemm", "", dz, back, group, fields)
@@ -83,7 +83,8 @@ def _backward(dz, x, weight, need_dx, need_dweight, need_dbias, group, config):
     plain = group.size() == 1 or x.shape[0] == 0 or _method(config) == "torch"
     if not plain and need_dx:
         back = weight.t()
-        choice = _config_of_dx(config, dz, x, back, group)
+        keeps = need_dweight or need_dbias
+        choice = _config_of_dx(config, dz, x, back, keeps, group)
         plain = choice.method == "torch"
     if plain:
         full = all_gather_rows(dz, group) if group.size() > 1 and x.shape[0] else dz
@@ -91,7 +92,7 @@ def _backward(dz, x, weight, need_dx, need_dweight, need_dbias, group, config):
         dweight = full.t() @ x if need_dweight else dweight
     elif need_dx:
         # The AG-GEMM leaves what it gathers where the weight gradient can read it.
-        dx, gather = dual.launch(dz, back, None, group, choice, keep_gathered=need_dweight or need_dbias)
+        dx, gather = dual.launch(dz, back, None, group, choice, keep_gathered=keeps)
         if gather is not None:
             gather.finish()
             full = gather.gathered.reshape(x.shape[0], dz.shape[1])

@@ -68,9 +68,13 @@ class GemmRsConfig:
             return f'method must be "fused", "parts" or "torch", not {self.method!r}'
         if self.method == "torch":
             return None  # takes none of the rest
+        if self.pieces < 1:
+            return f"pieces must be at least 1, not {self.pieces}"
+        if self.method == "parts":
+            return None  # takes no others
         if self.transport not in ("forward", "direct", "one_shot"):
             return f'transport must be "forward", "direct" or "one_shot", not {self.transport!r}'
-        for name in ("item_tiles", "split_k", "pieces"):
+        for name in ("item_tiles", "split_k"):
             if getattr(self, name) < 1:
                 return f"{name} must be at least 1, not {getattr(self, name)}"
         if self.tiles is None:

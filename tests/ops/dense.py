@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tdkernels
 from tdkernels.ops import ag_gemm_kernel, gemm_ar_kernel, gemm_rs_kernel
-from tests.ranks import device
+from tests.ranks import a_group, device
 from tests.reference import GRADIENTS, Case
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -91,15 +91,15 @@ def every_second(t, fill):
 LAYOUTS = {layout.__name__: layout for layout in (transposed, row_strided, misaligned, every_second)}
 
 
-def computes_with_strided_bias(operator, dtype):
+def computes_with_strided_bias(operator, dtype, **changes):
     case = Case(operator, dtype, 37, 29, 51)
     wide = case.bias.new_full((2 * case.bias.numel(),), torch.nan)
     wide[1::2] = case.bias.detach()
     case.bias = wide[1::2].requires_grad_()
-    case.check(case.run())
+    case.check(case.run(config=config_for(case, **changes)))
 
 
-def computes_with_layout(operator, dtype, operand, layout):
+def computes_with_layout(operator, dtype, operand, layout, **changes):
     """One operand, or the gradient of the output, in a layout of its own; with and without alignment of its rows."""
     for shape in [(37, 29, 51), (40, 24, 48)]:
         case = Case(operator, dtype, *shape)
@@ -107,7 +107,7 @@ def computes_with_layout(operator, dtype, operand, layout):
         changed = LAYOUTS[layout](original, _between(case, operand))
         assert torch.equal(changed, original)
         setattr(case, operand, changed.requires_grad_(operand != "dy"))
-        case.check(case.run())
+        case.check(case.run(config=config_for(case, **changes)))
 
 
 def _between(case, operand):
@@ -119,14 +119,15 @@ def _between(case, operand):
     return torch.finfo(case.dtype).max if by_torch else torch.nan
 
 
-def takes_an_expanded_gradient(operator):
+def takes_an_expanded_gradient(operator, **changes):
     """What ``output.sum().backward()`` passes down has strides of zero."""
     # Small integers: a library may add in another order for other strides, which must not make a difference.
     case = Case(operator, torch.float32, 9, 7, 5, exact=True)
     case.dy = torch.ones_like(case.dy)
-    expected = case.run()
+    config = config_for(case, **changes)
+    expected = case.run(config=config)
     case.dy = torch.ones((), device=device()).expand(case.dy.shape)
-    for name, result in case.run().items():
+    for name, result in case.run(config=config).items():
         assert torch.equal(result, expected[name]), name
 
 
@@ -155,14 +156,14 @@ def computes_nothing(operator, dtype, config_changes):
 # ---- autograd ----
 
 
-def computes_only_the_gradients_asked_for(operator, dtype):
+def computes_only_the_gradients_asked_for(operator, dtype, **changes):
     names = list(GRADIENTS)
     subsets = [subset for size in range(len(names) + 1) for subset in itertools.combinations(names, size)]
     for subset in subsets:
         case = Case(operator, dtype, 19, 13, 17)
         for name in names:
             getattr(case, name).requires_grad_(name in subset)
-        results = case.run()
+        results = case.run(config=config_for(case, **changes))
         assert set(results) == {"output", *(GRADIENTS[name] for name in subset)}, f"asked for {subset}: {set(results)}"
         case.check(results)
 
@@ -174,6 +175,18 @@ def computes_without_grad(operator):
             output = case.call()
         assert not output.requires_grad
         case.check({"output": output})
+
+
+def trains_after_inference(operator, **changes):
+    """What a first call has left in a workspace, whatever mode it was in, serves one in another mode."""
+    with a_group() as group:
+        for seed in range(2):
+            case = Case(operator, torch.bfloat16, 19, 13, 17, seed=seed)
+            config = config_for(case, **changes)
+            with torch.inference_mode():
+                case.check({"output": case.call(group=group, config=config)})
+            case.check(case.run(group=group, config=config))
+        del group
 
 
 def uses_an_output_twice(operator):

@@ -79,6 +79,8 @@ HASTY = {
     "gemm_ar": ["default", "small tiles, sent one by one", "one shot, K in three"],
 }
 
+BY_TORCHS_GEMM = [(name, {"method": "parts", "pieces": 2}) for name in ("ag_gemm", "gemm_rs")]
+
 assert list(CONFIGS) == list(HASTY) == OPERATORS
 each_operator = pytest.mark.parametrize("operator", OPERATORS)
 
@@ -126,14 +128,25 @@ def test_layouts(operand, layout, operator):
     on_ranks(2, dense.computes_with_layout, operator, BF16, operand, layout)
 
 
-@each_operator
-def test_strided_bias(operator):
-    on_ranks(2, dense.computes_with_strided_bias, operator, FP16)
+@pytest.mark.parametrize("operator, changes", BY_TORCHS_GEMM, ids=str)
+@pytest.mark.parametrize("operand", ["x", "weight", "dy"])
+def test_layouts_in_parts(operand, operator, changes):
+    on_ranks(2, dense.computes_with_layout, operator, BF16, operand, "every_second", **changes)
 
 
-@each_operator
-def test_expanded_gradient(operator):
-    on_ranks(2, dense.takes_an_expanded_gradient, operator)
+@pytest.mark.parametrize("operator, changes", [(name, {}) for name in OPERATORS] + BY_TORCHS_GEMM, ids=str)
+def test_strided_bias(operator, changes):
+    on_ranks(2, dense.computes_with_strided_bias, operator, FP16, **changes)
+
+
+@pytest.mark.parametrize("operator, changes", [(name, {}) for name in OPERATORS] + BY_TORCHS_GEMM, ids=str)
+def test_expanded_gradient(operator, changes):
+    on_ranks(2, dense.takes_an_expanded_gradient, operator, **changes)
+
+
+@pytest.mark.parametrize("operator, changes", BY_TORCHS_GEMM, ids=str)
+def test_each_subset_of_gradients_in_parts(operator, changes):
+    on_ranks(2, dense.computes_only_the_gradients_asked_for, operator, BF16, **changes)
 
 
 @pytest.mark.parametrize(
@@ -167,6 +180,11 @@ def test_each_subset_of_gradients(world_size, dtype, operator):
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_autograd(world_size, what, operator):
     on_ranks(world_size, what, operator)
+
+
+@pytest.mark.parametrize("operator, config", configs_of(HASTY))
+def test_training_after_inference(operator, config):
+    on_ranks(2, dense.trains_after_inference, operator, **CONFIGS[operator][config])
 
 
 @each_operator
