@@ -4,8 +4,8 @@ Unlike the forward operators, which alternate between two halves of their worksp
 address, so that other libraries' kernels can read it: that is what the barrier in ``begin`` is for. What is sent goes
 by a stream of its own, beside what the caller launches meanwhile.
 
-A rank whose wait in ``begin`` has given up still sends, for a copy cannot look. Whoever comes to this call later than the
-timeout may find what it was still reading of its last one written over; the rank that gave up says that it came late.
+A rank whose wait in ``begin`` has given up still sends, for a copy cannot look. Whoever comes to this call later than
+the timeout may find what it was still reading of its last one written over; the rank that gave up says who was late.
 """
 
 import torch
