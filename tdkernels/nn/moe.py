@@ -74,7 +74,7 @@ class EPMoE(_MoE):
     Args:     gate: Router, or any module of this rank's rows [T, H] to (topk_ids, topk_weights) with the attributes
               hidden and num_experts; the same on every rank
               intermediate: I
-              quantize, max_tokens, config: of ``ep_moe``
+              quantize, max_tokens, max_tokens_per_rank, config: of ``ep_moe``
               group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the world
               device, dtype: of the parameters
     Call:     x [..., H], this rank's tokens, whose number may differ between ranks -> y [..., H]. Collective
@@ -87,9 +87,11 @@ class EPMoE(_MoE):
         y = layer(x)
     """
 
-    def __init__(self, gate, intermediate, *, quantize=None, max_tokens=None, **options):
+    def __init__(
+        self, gate, intermediate, *, quantize=None, max_tokens=None, max_tokens_per_rank=None, **options
+    ):  # fmt: skip
         super().__init__(gate, intermediate, **options)
-        self.quantize, self.max_tokens = quantize, max_tokens
+        self.quantize, self.max_tokens, self.max_tokens_per_rank = quantize, max_tokens, max_tokens_per_rank
 
     @staticmethod
     def _divide(num_experts, intermediate, rank, world_size):
@@ -101,7 +103,8 @@ class EPMoE(_MoE):
     def _experts(self, x, topk_ids, topk_weights):
         return tdkernels.ep_moe(
             x, topk_ids, topk_weights, self.w_gate_up, self.w_down, num_experts=self.gate.num_experts,
-            quantize=self.quantize, max_tokens=self.max_tokens, group=self.group, config=self.config,
+            quantize=self.quantize, max_tokens=self.max_tokens, max_tokens_per_rank=self.max_tokens_per_rank,
+            group=self.group, config=self.config,
         )  # fmt: skip
 
 

@@ -7,7 +7,7 @@
 Rank r has experts r * E / W to (r + 1) * E / W - 1. T may be another on each rank, and 0. Schedule: three steps, one
 after the other. ``receive`` brings the tokens to the ranks of their experts (``ep_dispatch``), ``experts`` is two
 products by group (``group_gemm``) with SwiGLU in between, ``ep_combine`` weighs the rows and adds them up at home. The
-host waits for nothing but the number of rows, and with max_tokens not for that either.
+host waits for nothing but the number of rows, and with max_tokens or max_tokens_per_rank not for that either.
 
 Backward: that of the three, in turn. It sends two things, the gradient of y to the experts and that of x back.
 
@@ -26,7 +26,8 @@ from tdkernels.ops import _operands
 from tdkernels.ops._config import as_argument
 from tdkernels.ops._outside_graphs import outside_graphs
 from tdkernels.ops._swiglu import ACTIVATIONS
-from tdkernels.ops.ep_checks import check_dispatch, check_tensor
+from tdkernels.ops.ep_checks import check_dispatch, check_most_tokens, check_tensor
+from tdkernels.ops.ep_choice import sure_capacity
 from tdkernels.ops.ep_config import EpConfig
 from tdkernels.ops.ep_moe_compiled import ep_moe_compiled
 from tdkernels.ops.ep_moe_fused import ep_moe_fused, why_not
@@ -129,7 +130,7 @@ def _check_config(operator, config, x):
 
 def ep_moe(
     x, topk_ids, topk_weights, w_gate_up, w_down, *, num_experts, activation="swiglu", quantize=None, max_tokens=None,
-    group=None, config=None,
+    max_tokens_per_rank=None, group=None, config=None,
 ):  # fmt: skip
     """A mixture of experts, divided between ranks: rank r has experts r * E / W to (r + 1) * E / W - 1.
 
@@ -146,6 +147,8 @@ def ep_moe(
               multiplied in x's dtype again. x then has no gradient, all else has
               max_tokens: as in ep_dispatch: how many rows any rank may receive or stage; the host does not wait then.
               With method "fused" any rank's choices T * k have to fit, too
+              max_tokens_per_rank: as in ep_dispatch: a bound on the T of all ranks, the same on all of them. Few tokens
+              then go in one launch, and max_tokens need not be given. Not with method "fused"
               group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the world (W ranks)
               config: EpMoeConfig; None takes the best one known for each part
     Returns:  y: [T, H], dtype of x. Products are summed in fp32, their results rounded to x's dtype; the sum over a
@@ -154,9 +157,10 @@ def ep_moe(
               without any. All ranks take part in the backward, also those without tokens
     Raises:   TypeError or ValueError for operands that do not fit, with their shapes, before anything is launched;
               ValueError on every rank as in ep_dispatch: when the ranks disagree, for ids out of range, for more rows
-              than max_tokens; PeerTimeoutError; RuntimeError in a backward with create_graph=True
-    Contract: collective over group; host sync: without max_tokens; CUDA graph: with max_tokens, after one call outside;
-              the caller owns the output
+              than max_tokens or tokens than max_tokens_per_rank; PeerTimeoutError; RuntimeError in a backward with
+              create_graph=True
+    Contract: collective over group; host sync: without max_tokens and max_tokens_per_rank; CUDA graph: with one of
+              them, after one call outside; the caller owns the output
     Source:   ep_dispatch, group_gemm and ep_combine in a row, as in DeepEP (https://github.com/deepseek-ai/DeepEP)
     """
     group = resolve_group(group)
@@ -165,20 +169,27 @@ def ep_moe(
         x, topk_ids, topk_weights, w_gate_up, w_down, num_experts, activation, quantize, max_tokens, config,
         group.size(),
     )  # fmt: skip
+    check_most_tokens("ep_moe", max_tokens_per_rank, topk_ids.shape[1], group.size())
     config = config or EpMoeConfig()
-    fused = _is_fused(config, quantize, group)
-    layer, settings = (x, topk_ids, topk_weights, w_gate_up, w_down), (num_experts, activation, quantize, max_tokens)
+    fused = _is_fused(config, quantize, max_tokens_per_rank, group)
+    if max_tokens_per_rank is not None and max_tokens is None:
+        tokens = group.size() * max_tokens_per_rank
+        max_tokens = sure_capacity(tokens, group.size(), num_experts, topk_ids.shape[1])
+    layer = x, topk_ids, topk_weights, w_gate_up, w_down
+    settings = num_experts, activation, quantize, max_tokens, max_tokens_per_rank
     if max_tokens is not None and torch.compiler.is_compiling():
         texts = as_argument(config.ep), as_argument(config.gemm)
         return ep_moe_compiled(*layer, *settings, group.group_name, *texts)
     return _run(*layer, *settings, group, config, fused)
 
 
-def _is_fused(config, quantize, group):
+def _is_fused(config, quantize, max_tokens_per_rank, group):
     """Whether a call overlaps its steps. Raises ValueError if it cannot and is told to."""
     if config.method != "fused":
         return False
     reason = why_not(group, quantize)
+    if reason is None and max_tokens_per_rank is not None:
+        reason = "it sends no tokens by themselves, and takes no max_tokens_per_rank"
     if reason is not None:
         raise ValueError(f'ep_moe: config cannot run: method "fused" does not go here: {reason}')
     return True
@@ -186,12 +197,15 @@ def _is_fused(config, quantize, group):
 
 @outside_graphs
 def _run(
-    x, topk_ids, topk_weights, w_gate_up, w_down, num_experts, activation, quantize, max_tokens, group, config, fused
-):
+    x, topk_ids, topk_weights, w_gate_up, w_down, num_experts, activation, quantize, max_tokens, max_tokens_per_rank,
+    group, config, fused,
+):  # fmt: skip
     if fused:
         return ep_moe_fused(
             x, topk_ids, topk_weights, w_gate_up, w_down, num_experts, activation, max_tokens, group, config
         )
-    rows, splits, handle = receive(x, topk_ids, topk_weights, num_experts, quantize, max_tokens, group, config.ep)
+    rows, splits, handle = receive(
+        x, topk_ids, topk_weights, num_experts, quantize, max_tokens, max_tokens_per_rank, group, config.ep
+    )
     made = experts(rows, splits, w_gate_up, w_down, activation, config.gemm)
     return ep_combine(made, handle, group=group)

@@ -17,11 +17,12 @@ from tdkernels.ops.moe_ep import ep_combine
 
 
 def _forward(
-    x, topk_ids, topk_weights, w_gate_up, w_down, num_experts, activation, quantize, max_tokens, keep, group, ep, gemm
-):
+    x, topk_ids, topk_weights, w_gate_up, w_down, num_experts, activation, quantize, max_tokens, max_tokens_per_rank,
+    keep, group, ep, gemm,
+):  # fmt: skip
     group, config = _operands.group_by_name(group), from_text(EpConfig, ep) if ep else None
     rows, splits, handle = receive(
-        x, topk_ids, topk_weights, num_experts, quantize, max_tokens, group, config
+        x, topk_ids, topk_weights, num_experts, quantize, max_tokens, max_tokens_per_rank, group, config
     )  # fmt: skip
     hidden, pre = torch.ops.tdkernels.group_gemm(rows, w_gate_up, splits, activation, keep, gemm)
     made, _ = torch.ops.tdkernels.group_gemm(hidden, w_down, splits, "", False, gemm)
@@ -31,7 +32,7 @@ def _forward(
 
 def _backward(
     dy, x, topk_ids, topk_weights, w_gate_up, w_down, rows, pre, hidden, made, need_dx, need_dtopk, need_dgate_up,
-    need_ddown, num_experts, activation, quantize, max_tokens, group, ep,
+    need_ddown, num_experts, activation, quantize, max_tokens, _max_tokens_per_rank, group, ep,
 ):  # fmt: skip
     group, config = _operands.group_by_name(group), from_text(EpConfig, ep) if ep else None
     routing = route_tokens("ep_moe", x, topk_ids, num_experts, quantize, max_tokens, group, config)
@@ -58,7 +59,7 @@ def _backward(
 
 _library = torch.library.Library("tdkernels", "FRAGMENT")
 _OPERANDS = "Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor w_gate_up, Tensor w_down"
-_SETTINGS = "int num_experts, str activation, str? quantize, SymInt max_tokens"
+_SETTINGS = "int num_experts, str activation, str? quantize, SymInt max_tokens, int? max_tokens_per_rank"
 _library.define(
     f"ep_moe({_OPERANDS}, {_SETTINGS}, bool keep, str group, str ep, str gemm)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
@@ -73,7 +74,7 @@ _library.impl("ep_moe_backward", _backward, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("tdkernels::ep_moe", lib=_library)
-def _(x, topk_ids, topk_weights, w_gate_up, w_down, num_experts, activation, quantize, max_tokens, keep, *_call):
+def _(x, topk_ids, topk_weights, w_gate_up, w_down, num_experts, activation, quantize, max_tokens, _most, keep, *_call):
     y = x.new_empty(x.shape)
     if not keep:
         return y, *(x.new_empty(0) for _ in range(4))
@@ -103,14 +104,16 @@ class _EpMoe(torch.autograd.Function):
         needs = need_dx, *others
         made = torch.ops.tdkernels.ep_moe_backward(dy, *ctx.saved_tensors, *needs, *ctx.call)
         dx, *gradients = received(made, needs)
-        return dx, None, *gradients, *[None] * 7
+        return dx, None, *gradients, *[None] * 8
 
 
 def ep_moe_compiled(
-    x, topk_ids, topk_weights, w_gate_up, w_down, num_experts, activation, quantize, max_tokens, group, ep, gemm
-):
+    x, topk_ids, topk_weights, w_gate_up, w_down, num_experts, activation, quantize, max_tokens, max_tokens_per_rank,
+    group, ep, gemm,
+):  # fmt: skip
     """y of checked operands; the group is a name, and the configs are texts."""
-    operands, settings = (x, topk_ids, topk_weights, w_gate_up, w_down), (num_experts, activation, quantize, max_tokens)
+    operands = x, topk_ids, topk_weights, w_gate_up, w_down
+    settings = num_experts, activation, quantize, max_tokens, max_tokens_per_rank
     if _operands.may_be_differentiated([x, topk_weights, w_gate_up, w_down]):
         return _EpMoe.apply(*operands, *settings, group, ep, gemm)
     return torch.ops.tdkernels.ep_moe(*operands, *settings, False, group, ep, gemm)[0]

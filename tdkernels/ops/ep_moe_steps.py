@@ -13,11 +13,11 @@ def dequantize(codes, scales, dtype):
     return (codes.to(torch.float32) * by_channel).to(dtype)
 
 
-def receive(x, topk_ids, topk_weights, num_experts, quantize, max_tokens, group, config):
+def receive(x, topk_ids, topk_weights, num_experts, quantize, max_tokens, max_tokens_per_rank, group, config):
     """(rows of this rank's experts in the dtype of x, how many of each, the EpHandle): the way there."""
     recv, handle = ep_dispatch(
         x, topk_ids, topk_weights.detach(), num_experts=num_experts, quantize=quantize, max_tokens=max_tokens,
-        group=group, config=config,
+        max_tokens_per_rank=max_tokens_per_rank, group=group, config=config,
     )  # fmt: skip
     # The combine applies the weights and has their gradient: they are sent without one, and nothing of it comes back.
     handle._topk_weights = topk_weights

@@ -209,12 +209,15 @@ def starts_differently_on_each_rank(kind):
 def passes_options_on():
     """What is said of a call once, when the layer is made."""
     calls = []
-    module = make("EPMoE", max_tokens=100, config=tdkernels.EpMoeConfig())
+    module = make("EPMoE", max_tokens=100, max_tokens_per_rank=7, config=tdkernels.EpMoeConfig())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tdkernels, "ep_moe", lambda x, *_, **options: calls.append(options) or x)
         module(torch.randn(3, H, device=device()))
     assert calls == [
-        dict(num_experts=E, quantize=None, max_tokens=100, group=dist.group.WORLD, config=tdkernels.EpMoeConfig())
+        dict(
+            num_experts=E, quantize=None, max_tokens=100, max_tokens_per_rank=7, group=dist.group.WORLD,
+            config=tdkernels.EpMoeConfig(),
+        )  # fmt: skip
     ]
     sizes = {"EPMoE": ("num_experts 7", Router(H, 7, K), I), "TPMoE": ("intermediate 13", Router(H, E, K), 13)}
     for kind, (words, gate, intermediate) in sizes.items():

@@ -33,8 +33,8 @@ def bound_of(case):
     return max(*case.tokens, 1)
 
 
-def goes_straight(dispatch, straight=True, **options):
-    """What a dispatch returns, which has to take the one launch; or not if not ``straight``."""
+def launches_of(call, **options):
+    """What a call returns, and of each of its launches whether it is a dispatch in one."""
     launched = []
     launch = Kernel.launch_alike
 
@@ -43,7 +43,12 @@ def goes_straight(dispatch, straight=True, **options):
         return launch(kernel, *args, **kwargs)
 
     with mock.patch.object(Kernel, "launch_alike", spied):
-        result = dispatch(**options)
+        return call(**options), launched
+
+
+def goes_straight(dispatch, straight=True, **options):
+    """What a dispatch returns, which has to take the one launch; or not if not ``straight``."""
+    result, launched = launches_of(dispatch, **options)
     assert launched == [True] if straight else launched and not any(launched), f"launches that are direct: {launched}"
     return result
 

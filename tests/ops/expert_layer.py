@@ -10,6 +10,7 @@ from tdkernels.ops import ep_launch
 from tdkernels.ops.ep_moe_steps import dequantize
 from tests import mixture
 from tests.mixture import NAMES
+from tests.ops.expert_direct import launches_of
 from tests.ops.expert_parallel import quantized, tokens_of
 from tests.ops.routed import BF16, FP32, Routed
 from tests.ranks import a_group, device
@@ -135,6 +136,23 @@ def keeps_to_a_capacity(config):
     layer.check(layer.run(config=CONFIGS[config]))
 
 
+def sends_few_tokens(quantize):
+    """By one launch, whose rows are those that counting first gives; more tokens than promised are refused."""
+    layer = Layer(UNEVEN, 2, 2, 128, 8, quantize=quantize is not None, seed=3)
+    most = max(layer.case.tokens)
+    wanted = [name for name in NAMES if name != "x" or quantize is None]
+    for bounds in ({"max_tokens_per_rank": most}, {"max_tokens_per_rank": most + 3, "max_tokens": 100}):
+        results, launched = launches_of(layer.run, wanted=wanted, quantize=quantize, **bounds)
+        assert launched.count(True) == 1, launched
+        layer.check(results)
+    with pytest.raises(ValueError, match=f"has (more|{most}) tokens,? (more )?than max_tokens_per_rank"):
+        layer.call(max_tokens_per_rank=most - 1)
+        tdkernels.synchronize()
+    with pytest.raises(ValueError, match='method "fused" does not go here: .* no max_tokens_per_rank'):
+        layer.call(max_tokens_per_rank=most, config=EpMoeConfig(method="fused"))
+    layer.check(layer.run(wanted=wanted, quantize=quantize))
+
+
 def sends_codes(width):
     """In fp8 the tokens are what is left of them; only they have no gradient."""
     layer = Layer(UNEVEN, 2, 2, width, 8, quantize=True, seed=4)
@@ -247,6 +265,7 @@ def refuses():
         (dict(activation="gelu"), ValueError, "activation must be one of .*, not 'gelu'"),
         (dict(quantize="fp4"), ValueError, "quantize must be None or \"fp8\", not 'fp4'"),
         (dict(max_tokens=0), ValueError, "max_tokens must be a positive integer below .*, not 0"),
+        (dict(max_tokens_per_rank=0), ValueError, "ep_moe: max_tokens_per_rank must be a positive integer, .* not 0"),
         (dict(config=EpConfig()), TypeError, "config must be an EpMoeConfig or None, not EpConfig"),
         (dict(config=EpMoeConfig(ep=EpConfig(num_warps=3))), ValueError, "config cannot run: ep: num_warps must be"),
         (dict(config=EpMoeConfig(gemm=GroupGemmConfig("best"))), ValueError, "config cannot run: gemm: method must"),

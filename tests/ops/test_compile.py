@@ -180,7 +180,7 @@ class Mixture(nn.Module):
         super().__init__()
         where = {"device": device(), "dtype": torch.float32}
         gates = (tdkernels.nn.Router(HIDDEN, 4, 2, **where) for _ in range(2))
-        self.divided = tdkernels.nn.EPMoE(next(gates), INNER, max_tokens=64, **where)
+        self.divided = tdkernels.nn.EPMoE(next(gates), INNER, max_tokens_per_rank=24, **where)
         self.sliced = tdkernels.nn.TPMoE(next(gates), INNER, **where)
         for parameter in self.parameters():
             nn.init.normal_(parameter, std=0.3)
@@ -250,7 +250,7 @@ def opcheck_experts():
         _, *kept = op("tp_moe")(*layer, activation, True, group, "")
         opcheck("tp_moe", *layer, activation, False, group, "")
         opcheck("tp_moe_backward", dy, *layer, *kept, True, False, True, True, activation, group, "")
-    layer, settings = (x, ids, weights, gate_up[:2], down[:2]), (4, "swiglu", None, 16)
+    layer, settings = (x, ids, weights, gate_up[:2], down[:2]), (4, "swiglu", None, 16, 8)
     _, *kept = op("ep_moe")(*layer, *settings, True, group, "", "")
     opcheck("ep_moe", *layer, *settings, False, group, "", "")
     opcheck("ep_moe_backward", dy, *layer, *kept, True, True, False, True, *settings, group, "")

@@ -55,6 +55,12 @@ def test_three_calls(config):
     on_ranks(2, expert_layer.is_called_again, config)
 
 
+@pytest.mark.parametrize("quantize", [None, "fp8"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_few_tokens(world_size, quantize):
+    on_ranks(world_size, expert_layer.sends_few_tokens, quantize)
+
+
 @either_way
 def test_interleaved_weights(config):
     on_ranks(2, expert_layer.takes_interleaved_weights, config)
