@@ -17,7 +17,7 @@ from tdkernels.ops._tuning import ConfigTunable, problem_of
 # What programs and copy engines reach of a link's best rate, and how many programs it takes (H200).
 _PUSH_SHARE, _COPY_SHARE, _PROGRAMS_A_LINK = 0.88, 0.8, 8
 _COLLECTIVE_SHARE = 0.85
-LAUNCH_S = 20e-6
+_LAUNCH_S = 20e-6
 SIGNAL_S = 3e-6  # from a store to a peer until the peer has seen the signal
 # A sequence that takes less is left to torch where nobody has tuned, unless all rows fit into one tile: the weight is
 # then read by each tile row of each shard, and cuBLAS reads it once (2 H200; see bench/NOTES.md).
@@ -209,7 +209,7 @@ def sequence_s(m, n, k, wire_bytes, dtype, hardware):
 
 def collective_s(wire_bytes, hardware):
     """Seconds of a collective of torch's by itself."""
-    return wire_bytes / (_COLLECTIVE_SHARE * hardware.link) + LAUNCH_S
+    return wire_bytes / (_COLLECTIVE_SHARE * hardware.link) + _LAUNCH_S
 
 
 def parts_s(count, product, wire, received, hardware):
@@ -217,7 +217,7 @@ def parts_s(count, product, wire, received, hardware):
 
     Args:     product, wire: seconds of all of them; received: bytes, which were stored and are read again
     """
-    return max(product, wire) + min(product, wire) / count + count * LAUNCH_S + received / hardware.memory
+    return max(product, wire) + min(product, wire) / count + count * _LAUNCH_S + received / hardware.memory
 
 
 def push_rate(programs, hardware):

@@ -56,7 +56,7 @@ class ConfigTunable(tunables.Tunable):
         values = dict(values)
         known = {field.name for field in fields(self.config_class)}
         tiles = values.pop("tiles", None)
-        needs_tiles = "tiles" in known and values.get("method", "fused") == "fused"
+        needs_tiles = "tiles" in known and values.get("method") not in ("torch", "parts")
         if not isinstance(tiles, dict) and (needs_tiles or tiles is not None):
             raise ValueError(f"tiles must be an object, not {tiles!r}")
         tiles = tiles or {}

@@ -70,8 +70,10 @@ def _method(config):
 
 def _in_parts(config, dy, x, group):
     """Whether both gradients are made of two products of the vendor's."""
-    if config or spans_nodes(group):  # sums across nodes have no parts
-        return _method(config) == "parts" and not spans_nodes(group)
+    if spans_nodes(group):  # sums across nodes have no parts
+        return False
+    if config:
+        return _method(config) == "parts"
     return is_worth_its_launches(4 * dy.numel() * x.shape[1], 2 * (group.size() - 1) * x.nbytes)
 
 

@@ -24,13 +24,13 @@ def launch(x, weight, bias, group, config, fields, keep_gathered):
     with ExitStack() as closing:
         closing.enter_context(gather)
         gather.copy(own=keep_gathered)
-        for step in range(gather.world_size):
+        product(x, weight, bias, y[gather.rank])
+        for step in range(1, gather.world_size):
             source = gather.source(step)
-            for number, (first, count) in enumerate(pieces if step else [(0, rows)]):
-                if step:
-                    gather.wait(step, number)
-                shard = gather.gathered[source] if step else x
-                product(shard[first : first + count], weight, bias, y[source, first : first + count])
+            shard, made = gather.gathered[source], y[source]
+            for number, (first, count) in enumerate(pieces):
+                gather.wait(step, number)
+                product(shard[first : first + count], weight, bias, made[first : first + count])
         if keep_gathered:
             closing.pop_all()
     return y.view(-1, weight.shape[0]), gather if keep_gathered else None

@@ -29,9 +29,10 @@ def send_products(scatter, x, weight, pieces):
     """Send each rank its rows of x @ weight.T, and return ours."""
     ranks, n = scatter.world_size, weight.shape[0]
     by_owner = x.unflatten(0, (ranks, -1))
+    spans = cut(by_owner.shape[1], pieces)
     for step in range(1, ranks):
         owner = (scatter.rank + step) % ranks
-        for piece, (first, count) in enumerate(cut(by_owner.shape[1], pieces)):
+        for piece, (first, count) in enumerate(spans):
             part = x.new_empty(count, n)
             product(by_owner[owner, first : first + count], weight, None, part)
             scatter.send(owner, part, piece, offset=first * n * x.element_size())
