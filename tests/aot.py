@@ -158,8 +158,8 @@ class _Recorder:
     def warmup(self, *args, grid, **kwargs):
         self[grid](*args, **kwargs)
 
-    def launch_alike(self, known, grid, args, kwargs):
-        self[grid](*args, **kwargs)
+    def launch_alike(self, alike, values, stream=None):
+        self[alike.grid](*alike.filled(values), **alike.constants)
 
 
 @contextlib.contextmanager

@@ -75,24 +75,20 @@ class Kernel(JITFunction):
         parameters = list(self.signature.parameters.values())[len(args) :]
         return [kwargs.get(parameter.name, parameter.default) for parameter in parameters]
 
-    def launch_alike(self, known, grid, args, kwargs):
-        """``self[grid](*args, **kwargs)``, where nothing that Triton compiles for differs from call to call.
+    def launch_alike(self, alike, values, stream=None):
+        """``self[alike.grid](*alike.filled(values), **alike.constants)``, without looking again at what is the same.
 
-        Then not even that has to be looked at again, which for many arguments takes longer than to launch.
-
-        Args:     known: a dict of the caller's, for calls that are alike: empty at first
-                  grid: three numbers
+        Args:     alike: an Alike; values: for its places; stream: the number of the current one, if the caller knows it
         """
         where = None
         if torch.cuda.is_initialized() and not self.pre_run_hooks and not _is_inspected():
             where = torch.cuda.current_device(), knobs.runtime.debug
-            if where in known:
-                compiled, others = known[where]
-                compiled[grid](*args, *others)
+            if alike.launch_known(where, values, stream):
                 return
-        compiled = self.run(*args, grid=grid, warmup=False, **kwargs)
+        args = alike.filled(values)
+        compiled = self.run(*args, grid=alike.grid, warmup=False, **alike.constants)
         if where is not None and isinstance(compiled, CompiledKernel):  # it has not been interpreted
-            known[where] = compiled, self._others(args, kwargs)
+            alike.keep(where, compiled, self._others(args, alike.constants))
 
     def _key(self, args, kwargs):
         """All that decides what a launch runs, or None for one with something in it that is not usual here."""

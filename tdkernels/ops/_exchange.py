@@ -10,6 +10,7 @@ the timeout may find what it was still reading of its last one written over; the
 
 import torch
 
+from tdkernels.lang._alike import Alike
 from tdkernels.ops._device import side_stream
 from tdkernels.ops._gather_kernels import begin_kernel, notify_kernel
 from tdkernels.ops._gather_nodes_kernels import begin_nodes_kernel
@@ -89,8 +90,10 @@ class Exchange:
 
     def _launch(self, kernel, *args, **constants):
         """Launch one program of a kernel, which takes integers that are never compiled for."""
-        known = self._kept((kernel, *constants.items()), dict)
-        kernel.launch_alike(known, (1, 1, 1), (self.workspace.ctx, *args), {"num_warps": 1, **constants})
+        places = range(1, 1 + len(args))
+        make = lambda: Alike((1, 1, 1), (self.workspace.ctx, *args), places, {"num_warps": 1, **constants})  # noqa: E731
+        alike = self._kept((kernel, *constants.items()), make)
+        kernel.launch_alike(alike, args)
 
     def _kept(self, key, make):
         """What ``make`` gave when it was first asked for: a tensor takes the host longer to make than to copy.

@@ -17,6 +17,17 @@ def rows_of_groups(splits_ptr, num_experts, R, EXPERTS: tl.constexpr):
 
 
 @td.jit
+def group_of(expert, splits_ptr, num_experts, R, EXPERTS: tl.constexpr):
+    """(first row, the row past the last) of one group, as ``rows_of_groups`` has them, for who needs no other."""
+    experts = tl.arange(0, EXPERTS)
+    splits = tl.load(splits_ptr + experts, mask=experts < num_experts, other=0).to(tl.int64)
+    rows = tl.minimum(tl.maximum(splits, 0), R)
+    begin = td.sum_of(tl.where(experts < expert, rows, 0), 0)
+    end = begin + td.sum_of(tl.where(experts == expert, rows, 0), 0)
+    return tl.minimum(begin, R).to(tl.int32), tl.minimum(end, R).to(tl.int32)
+
+
+@td.jit
 def tiles_of_groups(rows, tiles_n, BLOCK_M: tl.constexpr):
     """How many tiles each group has."""
     return (rows + BLOCK_M - 1) // BLOCK_M * tiles_n

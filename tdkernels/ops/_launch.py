@@ -11,6 +11,7 @@ import functools
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tdkernels.lang._alike import Alike
 from tdkernels.lang._jit import pointer_kind
 from tdkernels.ops import _operands, _trace
 
@@ -121,24 +122,19 @@ class Launch:
     """
 
     def __init__(self, workspace, kernel, grid, args, constants, operands, made, fixed, looks=True):
-        self._workspace, self._kernel, self._constants, self._looks = workspace, kernel, constants, looks
-        self._grid = (*grid, 1, 1)[:3]
-        self._known = {}
+        self._workspace, self._kernel, self._looks = workspace, kernel, looks
         self._made = [(tuple(tensor.shape), tensor.dtype) for tensor in made]
         numbers = {id(tensor): number for number, tensor in enumerate((*operands, *made)) if tensor is not None}
-        self._args, self._tensors, self._descriptors = list(args), [], []
+        places, self._numbers = [], []  # of the tensors that differ: among args, and among operands and what is made
         for at, arg in enumerate(args):
-            described = isinstance(arg, TensorDescriptor)
-            tensor = arg.base if described else arg
-            if id(tensor) not in numbers:
+            tensor = arg.base if isinstance(arg, TensorDescriptor) else arg
+            if id(tensor) in numbers:
+                places.append(at)
+                self._numbers.append(numbers[id(tensor)])
+            else:
                 known = not isinstance(tensor, torch.Tensor) or any(tensor is one for one in fixed)
                 assert known, f"argument {at} of {kernel} is a tensor that no call gives or makes"
-                continue
-            self._args[at] = None
-            if described:
-                self._descriptors.append((at, numbers[id(tensor)], {**vars(arg), "base": None}))
-            else:
-                self._tensors.append((at, numbers[id(tensor)]))
+        self._alike = Alike((*grid, 1, 1)[:3], args, places, constants)
 
     def __call__(self, operands):
         workspace = self._workspace
@@ -146,20 +142,8 @@ class Launch:
             workspace.check()
         made = [operands[0].new_empty(shape, dtype=dtype) for shape, dtype in self._made]
         tensors = (*operands, *made)
-        args = self._args.copy()
-        for at, number in self._tensors:
-            args[at] = tensors[number]
-        for at, number, values in self._descriptors:
-            args[at] = _descriptor(tensors[number], values)
         stream = workspace.before_launch()
-        self._kernel.launch_alike(self._known, self._grid, args, self._constants)
+        values = [tensors[number] for number in self._numbers]
+        self._kernel.launch_alike(self._alike, values, stream and stream.cuda_stream)
         workspace.after_launch(stream)
         return made
-
-
-def _descriptor(base, values):
-    """A TensorDescriptor like one that was checked when it was made."""
-    descriptor = object.__new__(TensorDescriptor)
-    descriptor.__dict__.update(values)
-    descriptor.base = base
-    return descriptor

@@ -15,9 +15,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tdkernels import lang as td
 from tdkernels.ops import _device, _operands
 from tdkernels.ops._gemm import add_product, as_aligned, store_rows, swizzle
-from tdkernels.ops._grouped import grouped_tile, rows_of_groups, tile_of_groups, tiles_of_groups
+from tdkernels.ops._grouped import group_of, grouped_tile, rows_of_groups, tile_of_groups, tiles_of_groups
 from tdkernels.ops._swiglu import HALVES, INTERLEAVED, NUMBERS, swiglu, swiglu_backward_kernel
 from tdkernels.ops._tiles import Tiles, default_tiles, next_power_of_2
+
+# Of a weight's gradient: rows that are masked at the end of a group, the fewest that tensor cores take; and how many
+# make a group long.
+_LAST_R = 16
+_LONG_GROUP = 4096
 
 
 @dataclass(frozen=True)
@@ -153,21 +158,41 @@ def _block_of_rows(ptr, offs_r, end, offs, WIDTH):
 
 
 @td.jit
+def _rows_before(end, row, desc, col, BLOCK_R: tl.constexpr):
+    """Block of a descriptor's rows before ``end``; zeros after it, where those of the next group are."""
+    block = desc.load([row, col])
+    offs_r = row + tl.arange(0, BLOCK_R)
+    return tl.where((offs_r < end)[:, None], block, tl.full((), 0.0, block.dtype))
+
+
+@td.jit
+def _transposed_product_by_tma(
+    acc, begin, end, a_desc, a_last_desc, a_col, b_desc, b_last_desc, b_col, BLOCK_R: tl.constexpr,
+    LAST_R: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """As ``_transposed_product``. Of what is left of a group after whole blocks only the last LAST_R rows are masked:
+    that takes a block through registers."""
+    whole = begin + (end - begin) // BLOCK_R * BLOCK_R
+    for row in range(begin, whole, BLOCK_R):
+        acc = td.dot(a_desc.load([row, a_col]).T, b_desc.load([row, b_col]), acc, PRECISION)
+    last = begin + (end - begin) // LAST_R * LAST_R
+    for row in range(whole, last, LAST_R):
+        acc = td.dot(a_last_desc.load([row, a_col]).T, b_last_desc.load([row, b_col]), acc, PRECISION)
+    if last < end:
+        a = _rows_before(end, last, a_last_desc, a_col, LAST_R)
+        acc = td.dot(a.T, _rows_before(end, last, b_last_desc, b_col, LAST_R), acc, PRECISION)
+    return acc
+
+
+@td.jit
 def _transposed_product(
-    acc, begin, end, a_ptr, a_desc, a_col, A_WIDTH, b_ptr, b_desc, b_col, B_WIDTH,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, USE_TMA: tl.constexpr,
-    PRECISION: tl.constexpr,
+    acc, begin, end, a_ptr, a_col, A_WIDTH, b_ptr, b_col, B_WIDTH,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """acc + A[begin : end, a_col : +BLOCK_M].T @ B[begin : end, b_col : +BLOCK_N], both row-major."""
-    whole = begin
-    if USE_TMA:
-        # A block past the group's end would hold rows of the next group.
-        whole = begin + (end - begin) // BLOCK_R * BLOCK_R
-        for row in range(begin, whole, BLOCK_R):
-            acc = td.dot(a_desc.load([row, a_col]).T, b_desc.load([row, b_col]), acc, PRECISION)
     offs_a = a_col + tl.arange(0, BLOCK_M)
     offs_b = b_col + tl.arange(0, BLOCK_N)
-    for row in tl.range(whole, end, BLOCK_R, num_stages=1 if USE_TMA else None):
+    for row in range(begin, end, BLOCK_R):
         offs_r = row + tl.arange(0, BLOCK_R)
         a = _block_of_rows(a_ptr, offs_r, end, offs_a, A_WIDTH)
         b = _block_of_rows(b_ptr, offs_r, end, offs_b, B_WIDTH)
@@ -175,11 +200,12 @@ def _transposed_product(
     return acc
 
 
+# Each descriptor of rows has another of LAST_R rows beside it.
 @td.jit(do_not_specialize=["num_experts", "R", "N", "K", "group_m"])
 def group_gemm_weights_kernel(
-    dy_ptr, dy_desc, x_ptr, x_desc, splits_ptr, dw_ptr,
+    dy_ptr, dy_desc, dy_last_desc, x_ptr, x_desc, x_last_desc, splits_ptr, dw_ptr, dw_desc,
     num_experts, R, N, K, group_m,
-    EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LAST_R: tl.constexpr,
     ALIGNED: tl.constexpr, USE_TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dw[e] = dy[rows of e].T @ x[rows of e], [E, N, K]; zeros for a group without rows."""
@@ -188,18 +214,23 @@ def group_gemm_weights_kernel(
     tiles_m, tiles_n = (N + BLOCK_M - 1) // BLOCK_M, (K + BLOCK_N - 1) // BLOCK_N
     expert = tl.program_id(0) // (tiles_m * tiles_n)
     pid_m, pid_n = swizzle(tl.program_id(0) % (tiles_m * tiles_n), tiles_m, tiles_n, group_m)
-    rows = rows_of_groups(splits_ptr, num_experts, R, EXPERTS)
-    experts = tl.arange(0, EXPERTS)
-    begin = td.sum_of(tl.where(experts < expert, rows, 0), 0)
-    end = begin + td.sum_of(tl.where(experts == expert, rows, 0), 0)
-    acc = _transposed_product(
-        tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32), begin, end,
-        dy_ptr, dy_desc, pid_m * BLOCK_M, N, x_ptr, x_desc, pid_n * BLOCK_N, K,
-        BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, PRECISION,
-    )  # fmt: skip
+    begin, end = group_of(expert, splits_ptr, num_experts, R, EXPERTS)
+    row, col = pid_m * BLOCK_M, pid_n * BLOCK_N
+    acc = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
+    if USE_TMA:
+        acc = _transposed_product_by_tma(
+            acc, begin, end, dy_desc, dy_last_desc, row, x_desc, x_last_desc, col, BLOCK_K, LAST_R, PRECISION
+        )  # fmt: skip
+    else:
+        acc = _transposed_product(
+            acc, begin, end, dy_ptr, row, N, x_ptr, col, K, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION
+        )  # fmt: skip
     dw = td.from_float32(acc, dw_ptr.dtype.element_ty)
-    offs_m, offs_n = pid_m * BLOCK_M + tl.arange(0, BLOCK_M), pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    store_rows(dw_ptr + expert.to(tl.int64) * N * K, dw, offs_m, offs_n, N, K)
+    if USE_TMA:
+        dw_desc.store([expert, row, col], dw.reshape(1, BLOCK_M, BLOCK_N))
+    else:
+        offs_m, offs_n = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
+        store_rows(dw_ptr + expert.to(tl.int64) * N * K, dw, offs_m, offs_n, N, K)
 
 
 # ---- launchers ----
@@ -268,12 +299,17 @@ def _arguments(x, w, splits, y, pre, activation, config):
     return args, {**extra, **constants}, tiles
 
 
-def _weight_tiles(n, k, dtype, device):
-    """The tile of a weight's gradient, small enough for two on a multiprocessor: groups are short, so that one computes
-    while the other stores."""
-    if _device.has_tma(device) and dtype.itemsize == 2:
-        return Tiles(128, 128, 32, num_warps=4, num_stages=5)
-    return default_tiles(n, k, dtype, device)
+def _weight_tiles(rows, n, k, dtype, device):
+    """The tile of a weight's gradient for so many rows of a group.
+
+    Most groups are short: a tile is small enough for three on a multiprocessor, of which others compute while one
+    begins or stores. Long ones load less with a larger tile.
+    """
+    if not _device.has_tma(device) or dtype.itemsize != 2:
+        return default_tiles(n, k, dtype, device)
+    if rows >= _LONG_GROUP:
+        return Tiles(128, 256, 64, num_warps=8, num_stages=4)
+    return Tiles(128, 128, 32, num_warps=4, num_stages=3)
 
 
 def weight_gradient(dy, x, splits, experts):
@@ -283,16 +319,18 @@ def weight_gradient(dy, x, splits, experts):
     dw = x.new_empty(experts, n, k)
     if not rows:
         return dw.zero_()
-    tiles = _weight_tiles(n, k, x.dtype, x.device)
+    tiles = _weight_tiles(rows // experts, n, k, x.dtype, x.device)
     use_tma = _device.has_tma(x.device) and x.element_size() == 2 and n % 8 == 0 and k % 8 == 0
-    dy_desc = x_desc = None
+    of_dy = of_x = (None, None)
+    dw_desc = None
     if use_tma:
-        dy_desc = TensorDescriptor(dy, [rows, n], [n, 1], [tiles.block_k, tiles.block_m])
-        x_desc = TensorDescriptor(x, [rows, k], [k, 1], [tiles.block_k, tiles.block_n])
+        of_dy = [TensorDescriptor(dy, [rows, n], [n, 1], [block, tiles.block_m]) for block in (tiles.block_k, _LAST_R)]
+        of_x = [TensorDescriptor(x, [rows, k], [k, 1], [block, tiles.block_n]) for block in (tiles.block_k, _LAST_R)]
+        dw_desc = TensorDescriptor(dw, [experts, n, k], [n * k, k, 1], [1, tiles.block_m, tiles.block_n])
     programs = experts * -(-n // tiles.block_m) * -(-k // tiles.block_n)
     group_gemm_weights_kernel[(programs,)](
-        dy, dy_desc, x, x_desc, splits, dw, experts, rows, n, k, tiles.group_m,
-        EXPERTS=next_power_of_2(experts), **tiles.constants(), ALIGNED=_operands.aligned(n, k),
+        dy, *of_dy, x, *of_x, splits, dw, dw_desc, experts, rows, n, k, tiles.group_m,
+        EXPERTS=next_power_of_2(experts), **tiles.constants(), LAST_R=_LAST_R, ALIGNED=_operands.aligned(n, k),
         USE_TMA=use_tma, PRECISION=_operands.dot_precision(x.dtype), **tiles.options(),
     )  # fmt: skip
     return dw

@@ -14,6 +14,7 @@ calls of different shapes never overlap. Beside it, private to the rank: the epo
 import copy
 
 import torch
+from triton.runtime import driver
 
 from tdkernels.errors import PeerTimeoutError, PlanMismatchError
 from tdkernels.lang import _context as words
@@ -172,10 +173,17 @@ class Workspace:
         if self.device.type == "cpu":
             return None
         self._captured |= capturing
-        stream = torch.cuda.current_stream(self.device)
+        stream = self._current_stream()
         if self._last_event is not None and not capturing and stream != self._last_stream:
             stream.wait_event(self._last_event)
         return stream
+
+    def _current_stream(self):
+        """As torch's, which takes the host several microseconds to make: mostly it is the one of the last launch."""
+        last = self._last_stream
+        if last is not None and driver.active.get_current_stream(self.device.index) == last.cuda_stream:
+            return last
+        return torch.cuda.current_stream(self.device)
 
     def after_launch(self, stream=None):
         """Remember where the launch went. On the CPU it has ended: raise what it recorded.
