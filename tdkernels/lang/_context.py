@@ -153,13 +153,14 @@ def keep_signal(ctx, signal):
 
 
 @jit
-def finish(ctx, ADVANCE: tl.constexpr = True):
+def finish(ctx, ADVANCE: tl.constexpr = True, step=1):
     """Advance the epoch when the last program of the launch comes here; the last statement of a collective kernel.
 
     Done on the device so that a replayed CUDA graph counts on. Every program read the epoch before it came here, and
     the next launch on this workspace is ordered after this one by the stream, so nobody reads a word that changes.
-    Tickets begin at zero again. ``ADVANCE=False`` does not count, for a launch in the middle of a call. After a wait
-    has given up, later launches are void (``signal_of``).
+    Tickets begin at zero again. ``ADVANCE=False`` does not count, for a launch in the middle of a call; nor does
+    ``step`` 0, for one that had to do with no peer, as all ranks know. After a wait has given up, later launches are
+    void (``signal_of``).
     """
     state = _state(ctx)
     tl.debug_barrier()
@@ -170,4 +171,4 @@ def finish(ctx, ADVANCE: tl.constexpr = True):
         words = failed_at(ctx)
         tl.store(words + 1, tl.full((), 1, tl.int64), mask=tl.load(words, volatile=True) != 0)
         if ADVANCE:
-            tl.store(state + STATE_EPOCH, tl.load(state + STATE_EPOCH) + 1)
+            tl.store(state + STATE_EPOCH, tl.load(state + STATE_EPOCH) + step)

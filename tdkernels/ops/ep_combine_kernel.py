@@ -9,7 +9,8 @@ What this rank's own experts have for its tokens is added row by row where its p
 between.
 
 Nobody waits but receivers, and those for senders only (law 1). All ranks signal at least one chunk to all peers and
-wait for one from each (law 3).
+wait for one from each (law 3). Of a routing that was refused, as all ranks know, nobody sends anything or waits, sums
+are 0 and the call does not count: a rank that has raised the error already makes no such call.
 
 A slot holds a token's parts, and a number for each of its K choices if there are any to take along (``row_numbers``).
 """
@@ -310,7 +311,7 @@ def ep_combine_kernel(
     # One loop or the other runs; none if a peer did not come when the routing was exchanged.
     if RANKS > 1:
         work = chunks_at_most(tl.load(facts + MOST_TOKENS), chunk_tokens) * (RANKS - 1)
-        first_piece = tl.where((goes >= 0) & (pid < num_senders), pid, work)
+        first_piece = tl.where((goes > 0) & (pid < num_senders), pid, work)
         for piece in range(first_piece, work, tl.maximum(num_senders, 1)):
             owner = (me + 1 + piece % (RANKS - 1)) % RANKS
             chunk = piece // (RANKS - 1)
@@ -331,8 +332,9 @@ def ep_combine_kernel(
         trace = (trace_ptr, chunk)
         td.mark(trace, "starts")
         td.mark(trace, "waits", ALL_PEERS)
-        # producer: every peer's sender of this chunk
-        td.wait_plan_all(ctx, td.signal_at(ctx, half, 0) + chunk, MAX_CHUNKS, signal)
+        if goes > 0:
+            # producer: every peer's sender of this chunk
+            td.wait_plan_all(ctx, td.signal_at(ctx, half, 0) + chunk, MAX_CHUNKS, signal)
         td.mark(trace, "sums", ALL_PEERS)
         _receive_chunk(
             ctx, half, chunk, size, num_tokens,
@@ -341,4 +343,4 @@ def ep_combine_kernel(
         )  # fmt: skip
         td.mark(trace, "finishes")
         td.mark(trace, "ends")
-    td.finish(ctx, ADVANCE)
+    td.finish(ctx, ADVANCE, (goes != 0).to(tl.int32))

@@ -287,7 +287,7 @@ def ep_combine_nodes_kernel(
     if LOCAL > 1:
         PEERS: tl.constexpr = NODES * (LOCAL - 1)
         work = most * PEERS
-        is_sender = (goes >= 0) & (pid < num_senders)
+        is_sender = (goes > 0) & (pid < num_senders)
         for piece in range(tl.where(is_sender, pid, work), work, tl.maximum(num_senders, 1)):
             chunk = piece // PEERS
             # Those of other nodes first: they have further to go.
@@ -305,7 +305,7 @@ def ep_combine_nodes_kernel(
 
     number = pid - num_senders
     work = most * (NODES - 1)
-    is_relay = (goes >= 0) & (number >= 0) & (number < num_relays)
+    is_relay = (goes > 0) & (number >= 0) & (number < num_relays)
     for piece in range(tl.where(is_relay, number, work), work, tl.maximum(num_relays, 1)):
         owner = (me + LOCAL * (1 + piece % (NODES - 1))) % RANKS
         chunk = piece // (NODES - 1)
@@ -327,12 +327,13 @@ def ep_combine_nodes_kernel(
     for chunk in range(first_chunk, chunks, tl.maximum(tl.num_programs(0) - num_senders - num_relays, 1)):
         start = chunk * size
         end = tl.minimum(start + size, num_tokens)
-        # producer: every node peer's sender of this chunk
-        td.wait_plan_node(ctx, signals + node * LOCAL * MAX_CHUNKS + chunk, MAX_CHUNKS, signal)
-        _await_sums(ctx, signals, signal, goes, chunk, start, end, chunk_tokens, node_tables, RANKS, LOCAL)
+        if goes > 0:
+            # producer: every node peer's sender of this chunk
+            td.wait_plan_node(ctx, signals + node * LOCAL * MAX_CHUNKS + chunk, MAX_CHUNKS, signal)
+            _await_sums(ctx, signals, signal, goes, chunk, start, end, chunk_tokens, node_tables, RANKS, LOCAL)
         _receive_chunk(
             ctx, half, arriving, chunk, start, end, num_tokens,
             rows_ptr, row_numbers_ptr, weights_ptr, tables, node_tables, y_ptr, numbers_ptr, items,
             PER_EXPERT, K, EXPERTS, RANKS, LOCAL, DTYPE, ALIGNED, BLOCK,
         )  # fmt: skip
-    td.finish(ctx, ADVANCE)
+    td.finish(ctx, ADVANCE, (goes != 0).to(tl.int32))

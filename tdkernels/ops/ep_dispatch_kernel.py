@@ -324,7 +324,8 @@ def ep_dispatch_kernel(
     pid = tl.program_id(0)
     # One loop or the other runs; none if a peer did not come when the routing was exchanged.
     size, chunks = chunk_of(tl.cast(num_tokens, tl.int32), chunk_tokens)
-    first_chunk = tl.where((goes >= 0) & (pid < num_senders), pid, chunks)
+    runs = (goes > 0) | (FIRST & (goes == 0))  # of one that was refused only what its call launches: see the combine
+    first_chunk = tl.where(runs & (pid < num_senders), pid, chunks)
     areas = _areas(ctx, half, RANKS)
     ranks = tl.arange(0, triton.next_power_of_2(RANKS))
     row_bytes, scale_bytes = items * (ITEM.primitive_bitwidth // 8), scale_words * (SCALE.primitive_bitwidth // 8)
@@ -347,7 +348,7 @@ def ep_dispatch_kernel(
     if RANKS > 1:
         area = td.data_at(ctx, half, me)
         work = chunks_at_most(tl.load(facts + MOST_TOKENS), chunk_tokens) * (RANKS - 1)
-        first_piece = tl.where((goes >= 0) & (pid >= num_senders), pid - num_senders, work)
+        first_piece = tl.where(runs & (pid >= num_senders), pid - num_senders, work)
         for piece in range(first_piece, work, tl.maximum(tl.num_programs(0) - num_senders, 1)):
             source = (me + 1 + piece % (RANKS - 1)) % RANKS
             chunk = piece // (RANKS - 1)
@@ -370,4 +371,4 @@ def ep_dispatch_kernel(
                     tl.store(facts + GOES, -1)  # no combine may go by tables that are not complete
                 td.mark(trace, "finishes")
                 td.mark(trace, "ends")
-    td.finish(ctx, ADVANCE)
+    td.finish(ctx, ADVANCE, (FIRST | (goes != 0)).to(tl.int32))

@@ -318,7 +318,8 @@ def ep_dispatch_nodes_kernel(
     leaving = arriving + tl.cast(crossing_slots, tl.int64) * crossing_bytes
 
     # The loops of one kind of program run; none if a peer did not come when the routing was exchanged.
-    is_sender = (goes >= 0) & (pid < num_senders)
+    runs = (goes > 0) | (FIRST & (goes == 0))  # of one that was refused only what its call launches: see the combine
+    is_sender = runs & (pid < num_senders)
     stride = tl.maximum(num_senders, 1)
     work = chunks_at_most(num_tokens, chunk_tokens) * (NODES - 1)
     for piece in range(tl.where(is_sender, pid, work), work, stride):
@@ -344,7 +345,7 @@ def ep_dispatch_nodes_kernel(
     most = chunks_at_most(tl.load(facts + MOST_TOKENS), chunk_tokens)
     number = pid - num_senders
     work = most * (NODES - 1)
-    is_relay = (goes >= 0) & (number >= 0) & (number < num_relays)
+    is_relay = runs & (number >= 0) & (number < num_relays)
     for piece in range(tl.where(is_relay, number, work), work, tl.maximum(num_relays, 1)):
         source = (me + LOCAL * (1 + piece % (NODES - 1))) % RANKS
         chunk = piece // (NODES - 1)
@@ -365,7 +366,7 @@ def ep_dispatch_nodes_kernel(
     if LOCAL > 1:
         number -= num_relays
         work = most * (NODES * (LOCAL - 1))
-        first_piece = tl.where((goes >= 0) & (number >= 0), number, work)
+        first_piece = tl.where(runs & (number >= 0), number, work)
         for piece in range(first_piece, work, tl.maximum(tl.num_programs(0) - num_senders - num_relays, 1)):
             source, chunk = _piece_of_receivers(piece, most, me, RANKS, LOCAL)
             tokens, sender = tokens_of(tables, source, EXPERTS, RANKS), source
@@ -385,4 +386,4 @@ def ep_dispatch_nodes_kernel(
                     )  # fmt: skip
                 else:
                     tl.store(facts + GOES, -1)
-    td.finish(ctx, ADVANCE)
+    td.finish(ctx, ADVANCE, (FIRST | (goes != 0)).to(tl.int32))

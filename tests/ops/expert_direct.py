@@ -11,6 +11,7 @@ import tdkernels
 from tdkernels import EpConfig
 from tdkernels.lang._jit import Kernel
 from tdkernels.ops.ep_direct_kernel import ep_direct_kernel
+from tdkernels.symm.timeout import shorter_timeout
 from tdkernels.symm.workspace import Workspace
 from tests.ops.collective import same
 from tests.ops.expert_parallel import (
@@ -240,6 +241,36 @@ def refuses_too_many_tokens(config):
     recv, handle = case.dispatch(config=config, max_tokens_per_rank=most)
     case.check_received(recv, capacity=recv.x.shape[0])
     case.check_combined(tdkernels.ep_combine(padded(case.expert_out(), recv.x.shape[0]), handle))
+
+
+def leaves_the_others_in_step(config):
+    """The rank with too many tokens has raised, and makes no other call. For the others, whose hosts have not looked
+    yet, it need not: what they launch of that routing waits for nobody, and counts for nothing."""
+    case = case_of(UNEVEN, 3, 3, 8, seed=9)
+    offender = max(range(case.world_size), key=case.tokens.__getitem__)
+    most = case.tokens[offender] - 1
+
+    def layer(tokens):
+        x, ids, weights = case.x[:tokens], case.ids[:tokens], case.weights[:tokens]
+        bounds = {"config": config, "max_tokens_per_rank": most}
+        recv, handle = tdkernels.ep_dispatch(x, ids, weights, num_experts=case.experts, **bounds)
+        y = tdkernels.ep_combine(torch.full_like(recv.x, torch.nan), handle)
+        tdkernels.ep_dispatch(x, handle)
+        return recv, y
+
+    layer(most)  # what is new is agreed on by all hosts
+    with mock.patch.object(Workspace, "_raise_note"), shorter_timeout(5.0):
+        if dist.get_rank() == offender:
+            error = failure_of(layer, case.tokens[offender])
+            assert type(error) is ValueError and "more tokens than max_tokens_per_rank" in str(error), repr(error)
+        else:
+            recv, y = layer(case.tokens[dist.get_rank()])
+            if device().type == "cuda":
+                torch.cuda.synchronize()
+            assert not recv.splits.any() and not y.any()
+    error = failure_of(tdkernels.synchronize)
+    assert type(error) is ValueError and f"rank {offender} has" in str(error), repr(error)
+    there_and_back(case)
 
 
 def refuses():

@@ -78,9 +78,18 @@ def test_wrong_ids(wrong, where, id_dtype):
     on_ranks(3, expert_direct.refuses_wrong_ids, wrong, where, id_dtype)
 
 
-@pytest.mark.parametrize("config", [EpConfig(**SMALL), EpConfig(**SMALL, direct_tokens=0)], ids=["direct", "counted"])
+EITHER = [EpConfig(**SMALL), EpConfig(**SMALL, direct_tokens=0)]
+
+
+@pytest.mark.parametrize("config", EITHER, ids=["direct", "counted"])
 def test_more_tokens_than_were_promised(config):
     on_ranks(3, expert_direct.refuses_too_many_tokens, config)
+
+
+@pytest.mark.parametrize("config", EITHER, ids=["direct", "counted"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_who_was_told_at_once_leaves_the_others_in_step(world_size, config):
+    on_ranks(world_size, expert_direct.leaves_the_others_in_step, config)
 
 
 def test_bad_input():
