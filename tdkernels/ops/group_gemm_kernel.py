@@ -16,6 +16,7 @@ from tdkernels import lang as td
 from tdkernels.ops import _device, _operands
 from tdkernels.ops._gemm import add_product, as_aligned, store_rows, swizzle
 from tdkernels.ops._grouped import group_of, grouped_tile, rows_of_groups, tile_of_groups, tiles_of_groups
+from tdkernels.ops._launch import Launch, alone_on, launch_kept, to_be_made
 from tdkernels.ops._swiglu import HALVES, INTERLEAVED, NUMBERS, swiglu, swiglu_backward_kernel
 from tdkernels.ops._tiles import Tiles, default_tiles, next_power_of_2
 
@@ -265,17 +266,27 @@ def _tiles_for(rows, n, x, config):
 def product(x, w, splits, activation=None, keep=False, config=None):
     """(y, what SwiGLU was made of if ``keep``, else None) of x [R, K], w [E, N, K] and splits [E]."""
     x = _operands.rows_contiguous(x)
-    rows, experts = x.shape[0], w.shape[0]
-    width = w.shape[1] // 2 if activation else w.shape[1]
-    y = x.new_empty(rows, width)
-    pre = x.new_empty(rows, w.shape[1]) if keep and activation else None
-    if not rows:
-        return y, pre
-    args, constants, tiles = _arguments(x, w, splits, y, pre, activation, config)
+    if not x.shape[0]:
+        return x.new_empty(0, w.shape[1] // 2 if activation else w.shape[1]), x.new_empty(0, w.shape[1])
+    w = weight_layout(w, activation)[0]
+    keep = keep and activation is not None
+    workspace = alone_on(x.device)
+    made = launch_kept(
+        workspace, ("group_gemm", activation, keep, config, _operands.dot_precision(x.dtype)), (x, w, splits),
+        lambda *of: _prepare(workspace, *of, activation, keep, config),
+    )  # fmt: skip
+    return made[0], made[1] if keep else None
+
+
+def _prepare(workspace, x, w, splits, activation, keep, config):
+    rows, experts, width = x.shape[0], *w.shape[:2]
+    made = [to_be_made(x, rows, width // 2 if activation else width)]
+    if keep:
+        made.append(to_be_made(x, rows, width))
+    args, constants, tiles = _arguments(x, w, splits, made[0], made[1] if keep else None, activation, config)
     upper = (rows // tiles.block_m + min(experts, rows)) * -(-planes_of(w, activation)[1] // constants["BLOCK_N"])
-    programs = min(upper, _device.resident_programs(x.device, tiles, x.dtype))
-    group_gemm_kernel[(programs,)](*args, **constants)
-    return y, pre
+    grid = (min(upper, _device.resident_programs(x.device, tiles, x.dtype)),)
+    return Launch(workspace, group_gemm_kernel, grid, args, constants, (x, w, splits), made, [])
 
 
 def compile(x, w, splits, activation, config):
@@ -315,10 +326,18 @@ def _weight_tiles(rows, n, k, dtype, device):
 def weight_gradient(dy, x, splits, experts):
     """dw [E, N, K] of dy [R, N] and x [R, K]."""
     dy, x = _operands.rows_contiguous(dy), _operands.rows_contiguous(x)
+    if not x.shape[0]:
+        return x.new_zeros(experts, dy.shape[1], x.shape[1])
+    workspace = alone_on(x.device)
+    return launch_kept(
+        workspace, ("group_gemm weights", experts, _operands.dot_precision(x.dtype)), (dy, x, splits),
+        lambda *of: _prepare_gradient(workspace, *of, experts),
+    )[0]  # fmt: skip
+
+
+def _prepare_gradient(workspace, dy, x, splits, experts):
     (rows, n), k = dy.shape, x.shape[1]
-    dw = x.new_empty(experts, n, k)
-    if not rows:
-        return dw.zero_()
+    dw = to_be_made(x, experts, n, k)
     tiles = _weight_tiles(rows // experts, n, k, x.dtype, x.device)
     use_tma = _device.has_tma(x.device) and x.element_size() == 2 and n % 8 == 0 and k % 8 == 0
     of_dy = of_x = (None, None)
@@ -328,12 +347,13 @@ def weight_gradient(dy, x, splits, experts):
         of_x = [TensorDescriptor(x, [rows, k], [k, 1], [block, tiles.block_n]) for block in (tiles.block_k, _LAST_R)]
         dw_desc = TensorDescriptor(dw, [experts, n, k], [n * k, k, 1], [1, tiles.block_m, tiles.block_n])
     programs = experts * -(-n // tiles.block_m) * -(-k // tiles.block_n)
-    group_gemm_weights_kernel[(programs,)](
-        dy, *of_dy, x, *of_x, splits, dw, dw_desc, experts, rows, n, k, tiles.group_m,
-        EXPERTS=next_power_of_2(experts), **tiles.constants(), LAST_R=_LAST_R, ALIGNED=_operands.aligned(n, k),
-        USE_TMA=use_tma, PRECISION=_operands.dot_precision(x.dtype), **tiles.options(),
-    )  # fmt: skip
-    return dw
+    args = dy, *of_dy, x, *of_x, splits, dw, dw_desc, experts, rows, n, k, tiles.group_m
+    constants = {
+        "EXPERTS": next_power_of_2(experts), **tiles.constants(), "LAST_R": _LAST_R,
+        "ALIGNED": _operands.aligned(n, k), "USE_TMA": use_tma, "PRECISION": _operands.dot_precision(x.dtype),
+        **tiles.options(),
+    }  # fmt: skip
+    return Launch(workspace, group_gemm_weights_kernel, (programs,), args, constants, (dy, x, splits), [dw], [])
 
 
 def swiglu_backward(dh, pre, splits, activation):
