@@ -27,7 +27,7 @@ from tdkernels.ops._collectives import all_gather_rows, all_reduce, reduce_scatt
 
 ROWS, K, N, KEYS = 64, 4096, 1536, 1024  # of a product on a rank, and of a cache; for a collective, one row of 512
 REHEARSAL = 8, 16, 16, 16
-CALLS, WARM_UP, ROUNDS = 60, 30, 5
+CALLS, WARM_UP, ROUNDS = 60, 30, 12
 SEQUENCE, BY_TORCH, OURS = "sequence", "ours by torch", "ours"
 
 
@@ -64,33 +64,40 @@ def _methods():
 
 @torch.no_grad()
 def measure():
-    """[(operator, method, us until it is launched, us until it is done)] of the slowest rank."""
+    """[(operator, method, us until it is launched, us until it is done)] of the slowest rank.
+
+    All take turns, round after round: a core of a shared machine is half as fast for seconds now and then.
+    """
     device = rank_device()
-    table = []
+    on_gpu = device.type == "cuda"
+    calls = {(operator, method): call for operator, methods in _methods().items() for method, call in methods.items()}
+    times = {key: [] for key in calls}
     with autotune.mode("off"):  # the fused kernel in its default config
-        for operator, methods in _methods().items():
-            for method, call in methods.items():
-                times = harness.slowest(_times(call, device))
-                table.append((operator, method, *[round(us, 1) for us in times]))
+        for call in calls.values():
+            for _ in range(WARM_UP if on_gpu else 1):
+                call()
+        for _ in range(ROUNDS if on_gpu else 1):
+            for key, call in calls.items():
+                times[key].append(_time(call, device))
         tdkernels.synchronize()
+    table = []
+    for (operator, method), pairs in times.items():
+        launched, done = zip(*pairs, strict=True)
+        slowest = harness.slowest((min(launched), statistics.median(done)))
+        table.append((operator, method, *[round(us, 1) for us in slowest]))
     return table
 
 
-def _times(call, device):
-    on_gpu = device.type == "cuda"
-    calls = CALLS if on_gpu else 2
-    for _ in range(WARM_UP if on_gpu else 1):
+def _time(call, device):
+    """(us until a call is launched, until it is done), of many in a row."""
+    calls = CALLS if device.type == "cuda" else 2
+    barrier(device)
+    begin = time.perf_counter()
+    for _ in range(calls):
         call()
-    launched, done = [], []
-    for _ in range(ROUNDS if on_gpu else 1):
-        barrier(device)
-        begin = time.perf_counter()
-        for _ in range(calls):
-            call()
-        launched.append((time.perf_counter() - begin) / calls * 1e6)
-        synchronize(device)
-        done.append((time.perf_counter() - begin) / calls * 1e6)
-    return min(launched), statistics.median(done)
+    launched = time.perf_counter() - begin
+    synchronize(device)
+    return launched / calls * 1e6, (time.perf_counter() - begin) / calls * 1e6
 
 
 def main():
