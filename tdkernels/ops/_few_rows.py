@@ -12,7 +12,7 @@ from tdkernels import lang as td
 from tdkernels.ops import _device, _operands
 from tdkernels.ops._gemm import add_product, as_aligned
 from tdkernels.ops._launch import to_be_made
-from tdkernels.ops._tiles import Tiles, next_power_of_2
+from tdkernels.ops._tiles import LARGE, Tiles, next_power_of_2
 
 _MAX_SPLIT = 8
 _MIN_STEPS = 4  # steps of block_k that a program should have, to be worth starting
@@ -44,6 +44,8 @@ def _sixteen_bit_tiles(rows, n, num_sms, device):
     """
     if torch.version.hip:  # gfx942 has 64 KiB for all stages
         return Tiles(_height(rows, 64), 64, 128, num_warps=4, num_stages=2)
+    if _device.capability(device) >= (9, 0) and rows > LARGE.block_m and LARGE.count(rows, n) >= 0.8 * num_sms:
+        return LARGE  # no more multiprocessors to be had by smaller ones
     block_m = _height(rows, 128)
     if _device.capability(device) < (9, 0):
         return Tiles(block_m, 64, 64, num_warps=4, num_stages=4 if block_m <= 64 else 3)

@@ -52,9 +52,17 @@ class Tiles:
             "BLOCK_K": self.block_k,
         }
 
+    def count(self, rows, n):
+        """How many of them a product [rows, n] has."""
+        return -(-rows // self.block_m) * -(-n // self.block_n)
+
     def options(self):
         """The tile as launch options."""
         return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+
+
+# What keeps the tensor cores of Hopper busy.
+LARGE = Tiles(128, 256, 64, num_warps=8, num_stages=4)
 
 
 def default_tiles(rows, n, dtype, device):
@@ -72,4 +80,15 @@ def default_tiles(rows, n, dtype, device):
         return Tiles(64, 128, 64, num_warps=4, num_stages=5)
     if n <= 128:
         return Tiles(128, 128, 64, num_warps=8, num_stages=5)
-    return Tiles(128, 256, 64, num_warps=8, num_stages=4)
+    return LARGE
+
+
+def tiles_of_product(rows, n, shards, waves, dtype, device):
+    """``default_tiles`` of ``shards`` times so many rows; smaller ones if there are no more than so many waves of them.
+
+    In half a wave every other multiprocessor has none, and what the last of two sends has nothing to hide behind.
+    """
+    tiles = default_tiles(rows, n, dtype, device)
+    if tiles != LARGE or shards * LARGE.count(rows, n) > waves * _device.num_sms(device):
+        return tiles
+    return Tiles(128, 128, 64, num_warps=8, num_stages=5)

@@ -19,7 +19,7 @@ from tdkernels.ops._gather import Gather, rows_of_buffer, slot_rows_of
 from tdkernels.ops._gather_kernels import push_shard
 from tdkernels.ops._gemm import as_aligned, gemm_tile, store_rows, swizzle, with_bias
 from tdkernels.ops._launch import Launch, launch_product, to_be_made
-from tdkernels.ops._tiles import Tiles, default_tiles
+from tdkernels.ops._tiles import Tiles, tiles_of_product
 from tdkernels.symm import get_workspace
 from tdkernels.symm.group import group_state
 
@@ -81,7 +81,7 @@ def default_config(rows, n, k, dtype, device, world_size, num_nodes=1):
         tiles, split_k = _few_rows.default_tiles(rows * world_size, n, k, dtype, device)
         num_comm = 2 if device.type == "cpu" else 24
         return AgGemmConfig(tiles=tiles, transport="one_shot", num_comm_sms=num_comm, split_k=split_k)
-    tiles = default_tiles(rows, n, dtype, device)
+    tiles = tiles_of_product(rows, n, world_size, 0.5, dtype, device)
     if device.type == "cpu":
         return AgGemmConfig(tiles=tiles, num_comm_sms=2)
     if rows * k * dtype.itemsize >= _LARGE_SHARD_BYTES and num_nodes == 1:

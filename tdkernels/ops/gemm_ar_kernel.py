@@ -33,7 +33,7 @@ from tdkernels.ops._launch import Launch, launch_product, to_be_made
 from tdkernels.ops._nodes import spans_nodes
 from tdkernels.ops._rank_sum import sum_in_rank_order
 from tdkernels.ops._staging import COPY_WORDS, forward_item
-from tdkernels.ops._tiles import Tiles, default_tiles
+from tdkernels.ops._tiles import Tiles, tiles_of_product
 from tdkernels.ops.gemm_ar_tiles import multiply_tile, receive_tile, slice_columns
 from tdkernels.symm import get_workspace
 
@@ -81,7 +81,7 @@ def default_config(rows, n, k, dtype, device, world_size):
     if rows <= _ONE_SHOT_ROWS[device.type] and more <= _ONE_SHOT_MORE_BYTES:
         tiles, split_k = _few_rows.default_tiles(rows, n, k, dtype, device)
         return GemmArConfig(exchange="one_shot", tiles=tiles, split_k=split_k)
-    tiles = default_tiles(rows, n, dtype, device)
+    tiles = tiles_of_product(rows, n, 1, 2, dtype, device)
     return GemmArConfig(tiles=tiles, item_tiles=2 if device.type == "cpu" else 4)
 
 

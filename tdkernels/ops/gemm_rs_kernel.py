@@ -33,10 +33,11 @@ from tdkernels.ops._launch import Launch, launch_product, to_be_made
 from tdkernels.ops._nodes import spans_nodes
 from tdkernels.ops._rank_sum import sum_of_tile
 from tdkernels.ops._staging import COPY_WORDS, forward_item
-from tdkernels.ops._tiles import Tiles, default_tiles
+from tdkernels.ops._tiles import Tiles, tiles_of_product
 from tdkernels.symm import get_workspace
 
-# Up to so many rows of all ranks what is hidden counts less than what it takes to hide it.
+# Up to so many rows of all ranks what is hidden counts less than what it takes to hide it; of two ranks up to twice as
+# many (2 H200; of more it has not been measured).
 _ONE_SHOT_ROWS = {"cpu": 16, "cuda": 512}
 
 
@@ -84,10 +85,10 @@ class GemmRsConfig:
 
 def default_config(rows, n, k, dtype, device, world_size):
     """The config for rows of an output [rows, n] of a shape that nobody has tuned."""
-    if rows * world_size <= _ONE_SHOT_ROWS[device.type]:
+    if rows * world_size <= _ONE_SHOT_ROWS[device.type] * (2 if world_size == 2 else 1):
         tiles, split_k = _few_rows.default_tiles(rows * world_size, n, k, dtype, device)
         return GemmRsConfig(transport="one_shot", tiles=tiles, split_k=split_k)
-    tiles = default_tiles(rows, n, dtype, device)
+    tiles = tiles_of_product(rows, n, world_size, 2, dtype, device)
     return GemmRsConfig(tiles=tiles, item_tiles=2 if device.type == "cpu" else 4)
 
 

@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tdkernels
 from tdkernels import AgGemmConfig, CollectiveConfig, GemmArConfig, GemmRsConfig, Tiles, autotune
-from tdkernels.ops import _calls
+from tdkernels.ops import _calls, _launch, collective_launch
+from tdkernels.ops._trace import Recorder, record
 from tdkernels.symm.group import group_state
 from tests.autotune.test_choose import entry_of, tables_in, tune_by_hand
 from tests.ranks import a_group, device, on_ranks
@@ -88,6 +89,53 @@ def is_known_the_second_time():
 
 def test_a_call_is_known_the_second_time():
     on_ranks(2, is_known_the_second_time)
+
+
+def as_one_launch(operator, tensors, group, **options):
+    """Whether a call, which is checked, went to its launch without asking how tensors lie."""
+    asked, kept = [], _launch.launch_kept
+    with pytest.MonkeyPatch.context() as patch:
+        asks = lambda *args, **options: asked.append(args) or kept(*args, **options)  # noqa: E731
+        for module in (_launch, collective_launch):
+            patch.setattr(module, "launch_kept", asks)
+        call = getattr(tdkernels, operator)
+        y = call(*tensors, group=group, **options)
+    expected = getattr(tdkernels, f"{operator}_ref")(*tensors, group=group)
+    tdkernels.synchronize()
+    torch.testing.assert_close(y, expected, rtol=2e-2, atol=2e-2)
+    return not asked
+
+
+def is_one_launch_from_the_third_time():
+    half = lambda operator, seed, **rows: tuple(t.bfloat16() for t in operands_of(operator, seed, **rows))  # noqa: E731
+    with a_group() as group, autotune.mode("off"):
+        for operator in (*CONFIGS, "all_gather"):
+            seen = [as_one_launch(operator, half(operator, seed), group) for seed in range(4)]
+            assert seen == [False, False, True, True], operator
+            # Another call in the same workspace, for which its buffer grows: what was kept is of the old one.
+            is_right(operator, operands_of(operator, 0, rows=8 if operator in CONFIGS else 1024), group)
+            seen = [as_one_launch(operator, half(operator, seed), group) for seed in range(2)]
+            assert seen == [False, True], operator
+            with record(Recorder()):
+                assert not as_one_launch(operator, half(operator, 5), group)
+            assert as_one_launch(operator, half(operator, 6), group)
+        x, weight = half("gemm_ar", 7)
+        moved = torch.empty(x.numel() + 1, dtype=x.dtype, device=device())[1:].view_as(x).copy_(x)
+        assert moved.stride() == x.stride() and not as_one_launch("gemm_ar", (moved, weight), group)
+        batch, biases = x.view(2, 4, K), [draw(seed, 12).bfloat16() for seed in range(3)]
+        seen = [as_one_launch("gemm_ar", (batch + seed, weight, biases[seed]), group) for seed in range(3)]
+        assert seen == [False, False, True]
+        exact = operands_of("gemm_ar", 0)  # how fp32 is multiplied is a setting that a call has to look at
+        assert [as_one_launch("gemm_ar", exact, group) for _ in range(4)] == [False] * 4
+        parts = [
+            as_one_launch("gemm_rs", half("gemm_rs", 0), group, config=GemmRsConfig(method="parts")) for _ in range(6)
+        ]  # fmt: skip
+        assert set(parts) == {True}, "by torch's products, which never ask"
+        del group
+
+
+def test_a_call_that_is_one_launch_goes_straight_to_it():
+    on_ranks(2, is_one_launch_from_the_third_time)
 
 
 class Sees(TorchDispatchMode):

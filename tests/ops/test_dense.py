@@ -1,8 +1,11 @@
 """Every dense operator, in every kind of config: forward and every gradient against the unsharded computation."""
 
 import pytest
+import torch
 
 from tdkernels import Tiles
+from tdkernels.autotune.operator import tunable
+from tdkernels.ops import _device
 from tests.ops import dense
 from tests.ranks import on_ranks
 from tests.reference import DIVIDED, OPERATORS
@@ -217,3 +220,21 @@ def test_gradients_of_an_output_that_all_have_take_no_peer(operator):
 @pytest.mark.parametrize("dtype", dense.DTYPES, ids=str)
 def test_one_rank_is_plain_linear(dtype, operator):
     on_ranks(1, dense.is_plain_linear_on_one_rank, operator, dtype)
+
+
+# As the tuner has found them on H200, of shapes near to those.
+@pytest.mark.parametrize("operator, world_size, sizes, columns, way", [
+    ("ag_gemm", 2, (256, 4096, 28672), 128, "push"), ("ag_gemm", 4, (2048, 2560, 8192), 256, "push"),
+    ("ag_gemm", 2, (128, 14336, 4096), 256, "one_shot"), ("ag_gemm", 2, (128, 5120, 8192), 128, "one_shot"),
+    ("gemm_ar", 2, (128, 57344, 4096), 128, "one_shot"), ("gemm_ar", 2, (256, 57344, 4096), 256, "one_shot"),
+    ("gemm_rs", 2, (256, 4096, 2048), 128, "one_shot"), ("gemm_rs", 2, (512, 4096, 7168), 256, "one_shot"),
+    ("gemm_rs", 4, (256, 4096, 3584), 128, "forward"), ("gemm_rs", 4, (2048, 8192, 7168), 256, "forward"),
+    ("gemm_ar", 4, (2048, 4096, 1024), 128, "two_shot"), ("gemm_ar", 2, (8192, 8192, 14336), 256, "two_shot"),
+])  # fmt: skip
+def test_default_tiles_on_hopper(operator, world_size, sizes, columns, way, monkeypatch):
+    """Of a rank's rows (those of its shard, but of gemm_ar), n and k."""
+    monkeypatch.setattr(_device, "num_sms", lambda device: 132)
+    monkeypatch.setattr(_device, "capability", lambda device: (9, 0))
+    config = tunable(operator).kernel.default_config(*sizes, torch.bfloat16, torch.device("cuda", 0), world_size)
+    found = config.tiles.block_m, config.tiles.block_n, getattr(config, "transport", None) or config.exchange
+    assert found == (128, columns, way)
