@@ -9,8 +9,8 @@ import torch
 from torch.autograd import profiler
 
 from tdkernels.autotune.modes import get_mode
-from tdkernels.ops._launch import watched
 from tdkernels.ops._operands import DEVICES, may_be_differentiated
+from tdkernels.ops._shortcut import watched
 from tdkernels.symm.group import group_state
 
 _MAX_KEPT = 1024  # calls of a group; shapes may go on changing for ever
