@@ -43,7 +43,7 @@ from tdkernels.ops import _gather_kernels as gather
 from tdkernels.ops import _gather_nodes_kernels as gather_nodes
 from tdkernels.ops import collective_kernels as collectives
 from tdkernels.ops._operands import aligned
-from tdkernels.ops._tiles import Tiles
+from tdkernels.ops._tiles import LARGE, Tiles
 from tdkernels.ops.ag_gemm_kernel import ag_gemm_kernel
 from tdkernels.ops.ag_gemm_nodes_kernel import ag_gemm_nodes_kernel
 from tdkernels.ops.ag_gemm_one_shot import ag_gemm_one_shot_kernel
@@ -163,10 +163,10 @@ def one_shot_tiles_for(arch, dtype, rows):
 
 
 def compile_one_shot(
-    kernel, arch, dtype, *, split, scatters=False, w_is_kn=False, bias=False, shape=(16, N, K), **more
+    kernel, arch, dtype, *, split, scatters=False, w_is_kn=False, bias=False, shape=(16, N, K), tiles=None, **more
 ):  # fmt: skip
     rows, n, k = shape
-    tiles = one_shot_tiles_for(arch, dtype, max(rows, 16))
+    tiles = tiles or one_shot_tiles_for(arch, dtype, max(rows, 16))
     has_tma = uses_tma(arch, dtype) and k % 8 == 0
     tma = has_tma and tiles.block_m > 16
     rows_desc = descriptor(dtype, (2, 256, 512), [1, tiles.block_m, tiles.block_k]) if tma else None
@@ -583,6 +583,15 @@ def test_one_shot_compiles(dtype, arch, kernel):
     if arch in ("sm_90", "gfx942"):
         compile_one_shot(kernel, arch, dtype, split=2, scatters=True, shape=(1, 1, 1))
         compile_one_shot(kernel, arch, dtype, split=1, scatters=True, w_is_kn=dtype == BF16, shape=(64, N, K))
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
+def test_large_tiles_of_defaults(arch):
+    """Those of one shot for many columns, and of a weight's gradient for long groups."""
+    for kernel, w_is_kn in zip(ONE_SHOT, (False, True), strict=True):
+        compile_one_shot(kernel, arch, BF16, split=1, scatters=True, w_is_kn=w_is_kn, shape=(256, N, K), tiles=LARGE)
+    compiled = compile_grouped("gradient of w", arch, BF16, sizes=(4 * 4096, 512, 512))
+    assert compiled.metadata.num_warps == 8 and compiled.metadata.shared <= SHARED_MEMORY[arch]
 
 
 def narrow(ptx):

@@ -44,7 +44,7 @@ class Alike:
     def launch_known(self, where, values, stream=None):
         """Launch what was kept for ``where``; False if nothing was.
 
-        Args:     stream: its number; None is the current one
+        Args:     stream: of the device in ``where``, or it is not taken; None: the current one
         """
         found = self._found.get(where)
         if found is None:
@@ -54,7 +54,8 @@ class Alike:
             args = [*self.filled(values), *others]
             repeat = found[2] = Repeat.of(compiled, self.grid, args, self.places)
         if repeat is not None and _nobody_listens():
-            repeat(values, driver.active.get_current_stream(where[0]) if stream is None else stream)
+            known = stream is not None and stream.device_index == where[0]
+            repeat(values, stream.cuda_stream if known else driver.active.get_current_stream(where[0]))
         else:
             compiled[self.grid](*self.filled(values), *others)
         return True
@@ -93,8 +94,15 @@ class Repeat:
     @classmethod
     def of(cls, compiled, grid, args, places):
         """For a compiled kernel and its arguments; None where Triton's launcher is not as it is known here."""
+        try:
+            return cls._of(compiled, grid, args, places)
+        except Exception:  # whatever another Triton makes of it: then each launch goes its way
+            return None
+
+    @classmethod
+    def _of(cls, compiled, grid, args, places):
         launcher = compiled.run
-        launch = _c_function(launcher)
+        launch = _c_function(launcher, any(isinstance(arg, TensorDescriptor) for arg in args))
         if launch is None:
             return None
         flat, plain, maps = _flattened(args, places, getattr(compiled.metadata, "tensordesc_meta", None))
@@ -103,7 +111,10 @@ class Repeat:
         twin(*grid, cls.STREAM, compiled.function, compiled.packed_metadata, None, None, None, *flat)
         if isinstance(given[-1], tuple) and len(given[-1]) == len(flat):  # from triton 3.7 on
             return cls(launch, [*given[:-1], flat], None, plain, maps)
-        return cls(launch, given, len(given) - len(flat), plain, maps)
+        first = len(given) - len(flat)
+        if not all(mine is theirs for mine, theirs in zip(flat, given[first:], strict=True)):
+            return None
+        return cls(launch, given, first, plain, maps)
 
     def __call__(self, values, stream):
         args = self._args.copy()
@@ -145,15 +156,18 @@ def _calls_of(hook):
     return hook is not None and getattr(hook, "calls", True)
 
 
-def _c_function(launcher):
-    """What a launcher of Triton's calls at last; None for launchers that are not of the kind that is known here."""
+def _c_function(launcher, describes):
+    """What a launcher of Triton's calls at last; None for launchers that are not of the kind that is known here.
+
+    ``describes``: descriptors are among the arguments, which a function of Python expands before that
+    """
     if type(launcher).__module__ != "triton.backends.nvidia.driver" or type(launcher).__name__ != "CudaLauncher":
         return None
     if launcher.global_scratch_size or launcher.profile_scratch_size:
         return None  # which each launch allocates
-    if not inspect.isfunction(launcher.launch):
-        return launcher.launch
-    return inspect.getclosurevars(launcher.launch).nonlocals.get("launcher")
+    if inspect.isfunction(launcher.launch):
+        return inspect.getclosurevars(launcher.launch).nonlocals.get("launcher")
+    return None if describes else launcher.launch
 
 
 def _flattened(args, places, described):

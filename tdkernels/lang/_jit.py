@@ -78,7 +78,7 @@ class Kernel(JITFunction):
     def launch_alike(self, alike, values, stream=None):
         """``self[alike.grid](*alike.filled(values), **alike.constants)``, without looking again at what is the same.
 
-        Args:     alike: an Alike; values: for its places; stream: the number of the current one, if the caller knows it
+        Args:     alike: an Alike; values: for its places; stream: the current one, if the caller knows it
         """
         where = None
         if torch.cuda.is_initialized() and not self.pre_run_hooks and not _is_inspected():

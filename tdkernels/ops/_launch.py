@@ -144,7 +144,7 @@ class Launch:
         tensors = (*operands, *made)
         stream = workspace.before_launch()
         values = [tensors[number] for number in self._numbers]
-        self._kernel.launch_alike(self._alike, values, stream and stream.cuda_stream)
+        self._kernel.launch_alike(self._alike, values, stream)
         workspace.after_launch(stream)
         watch = _shortcut.watch
         if watch is not None:

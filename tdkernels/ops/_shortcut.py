@@ -4,10 +4,12 @@
 """
 
 import threading
+import weakref
 
 from tdkernels.ops import _trace
 
 watch = None  # of the one call of this process that is watched
+_turn = threading.Lock()
 
 
 class _Watch:
@@ -24,45 +26,52 @@ class _Watch:
 def watched(run, tensors):
     """(what ``run()`` returns, the Shortcut for calls of tensors that lie as these do, or None if there is none)."""
     global watch
-    if watch is not None or _trace.is_recording():  # another thread's, or one with a trace: the next call will do
+    if _trace.is_recording() or not _turn.acquire(blocking=False):  # one with a trace, or while another thread watches
         return run(), None
     mine = watch = _Watch()
     try:
         y = run()
     finally:
         watch = None
+        _turn.release()
     if len(mine.launched) != 1:
         return y, None
     launch, operands, made = mine.launched[0]
     same = list(map(_address, operands)) == list(map(_address, tensors))
-    whole = made and y.is_contiguous() and (y.data_ptr(), y.shape.numel()) == (made[0].data_ptr(), made[0].numel())
-    return y, Shortcut(launch, tensors, made[0], y) if same and whole else None
+    return y, Shortcut(launch, tensors, made[0], y) if same and made and _is_all_of(y, made[0]) else None
 
 
 def _address(tensor):
     return None if tensor is None else tensor.data_ptr()
 
 
+def _is_all_of(y, made):
+    """Whether y is the tensor that a launch made, or another shape of it."""
+    return y.dtype == made.dtype and y.is_contiguous() and (y.data_ptr(), y.numel()) == (made.data_ptr(), made.numel())
+
+
 class Shortcut:
     """The launch that a call was: it is found without asking how tensors lie, of which the caller knows that.
+
+    It does not keep the launch, which goes with the buffer that it was for.
 
     Args:     tensors: of the call, as the launch took them; made, y: its first output, and that of the call
     """
 
     def __init__(self, launch, tensors, made, y):
-        self._launch, self._kept = launch, launch.workspace.launches
+        self._launch, self._ctx = weakref.ref(launch), launch.workspace.ctx
         self._misaligned = [_misalignment(tensor) for tensor in tensors]
         self._shape = None if y.shape == made.shape else y.shape
 
-    def serves(self, tensors):
-        """Whether it is the launch still: the workspace may have grown, or a tensor begin elsewhere."""
-        if self._launch.workspace.launches is not self._kept or _trace.is_recording():
-            return False
-        return [_misalignment(tensor) for tensor in tensors] == self._misaligned
+    def launch_for(self, tensors):
+        """The launch; None if the workspace has grown since, or a tensor begins elsewhere in 16 bytes."""
+        launch = self._launch()
+        if launch is None or launch.workspace.ctx is not self._ctx or _trace.is_recording():
+            return None
+        return launch if [_misalignment(tensor) for tensor in tensors] == self._misaligned else None
 
-    def __call__(self, tensors):
-        y = self._launch(tensors)[0]
-        return y if self._shape is None else y.view(self._shape)
+    def output_of(self, made):
+        return made[0] if self._shape is None else made[0].view(self._shape)
 
 
 def _misalignment(tensor):

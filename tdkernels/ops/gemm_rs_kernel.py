@@ -36,9 +36,9 @@ from tdkernels.ops._staging import COPY_WORDS, forward_item
 from tdkernels.ops._tiles import Tiles, tiles_of_product
 from tdkernels.symm import get_workspace
 
-# Up to so many rows of all ranks what is hidden counts less than what it takes to hide it; of two ranks up to twice as
-# many (2 H200; of more it has not been measured).
+# Up to so many rows of all ranks what is hidden counts less than what it takes to hide it.
 _ONE_SHOT_ROWS = {"cpu": 16, "cuda": 512}
+_ONE_SHOT_ROWS_OF_TWO = 1024  # of two ranks on Hopper; of more it has not been measured
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,8 @@ class GemmRsConfig:
 
 def default_config(rows, n, k, dtype, device, world_size):
     """The config for rows of an output [rows, n] of a shape that nobody has tuned."""
-    if rows * world_size <= _ONE_SHOT_ROWS[device.type] * (2 if world_size == 2 else 1):
+    of_two = world_size == 2 and _device.capability(device) >= (9, 0)
+    if rows * world_size <= (_ONE_SHOT_ROWS_OF_TWO if of_two else _ONE_SHOT_ROWS[device.type]):
         tiles, split_k = _few_rows.default_tiles(rows * world_size, n, k, dtype, device)
         return GemmRsConfig(transport="one_shot", tiles=tiles, split_k=split_k)
     tiles = tiles_of_product(rows, n, world_size, 2, dtype, device)

@@ -266,10 +266,11 @@ def _tiles_for(rows, n, x, config):
 def product(x, w, splits, activation=None, keep=False, config=None):
     """(y, what SwiGLU was made of if ``keep``, else None) of x [R, K], w [E, N, K] and splits [E]."""
     x = _operands.rows_contiguous(x)
-    if not x.shape[0]:
-        return x.new_empty(0, w.shape[1] // 2 if activation else w.shape[1]), x.new_empty(0, w.shape[1])
-    w = weight_layout(w, activation)[0]
     keep = keep and activation is not None
+    if not x.shape[0]:
+        width = w.shape[1] // 2 if activation else w.shape[1]
+        return x.new_empty(0, width), x.new_empty(0, w.shape[1]) if keep else None
+    w = weight_layout(w, activation)[0]
     workspace = alone_on(x.device)
     made = launch_kept(
         workspace, ("group_gemm", activation, keep, config, _operands.dot_precision(x.dtype)), (x, w, splits),

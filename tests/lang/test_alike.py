@@ -155,13 +155,17 @@ def test_what_is_kept_are_no_operands(encoded):
     assert [vars(filled[at]) for at in (1, 4)] == [vars(other[at]) for at in (1, 4)]
 
 
-@pytest.mark.parametrize("unknown", ["scratch", "module", "wrapper"])
-def test_another_launcher_than_is_known_is_called_as_it_is(encoded, unknown):
+@pytest.mark.parametrize("unknown", ["scratch", "module", "wrapper", "expands by itself", "takes fewer"])
+def test_another_launcher_than_is_known_is_called_as_it_is(encoded, monkeypatch, unknown):
     compiled = _Compiled(scratch=16 if unknown == "scratch" else 0)
     if unknown == "module":
         compiled._run = SimpleNamespace(launch=print)
     elif unknown == "wrapper":
         compiled.run.launch = lambda *args: None
+    elif unknown == "expands by itself":
+        compiled.run.launch = compiled.given
+    elif unknown == "takes fewer":
+        monkeypatch.setattr(driver.CudaLauncher, "__call__", lambda self, x, y: None)
     assert Repeat.of(compiled, GRID, arguments(4096, 1), PLACES) is None
 
 
@@ -203,8 +207,9 @@ def test_the_second_launch_does_not_search_and_the_third_does_not_work_anything_
     encoded.clear()
     launch(alike, 8192)
     assert not encoded
-    launch(alike, 8192, stream=5)
-    assert 5 in found[0].given[-1] and STREAM not in found[0].given[-1]
+    for device, stream in ((0, 99), (1, STREAM)):  # that of another device is not the current one
+        launch(alike, 8192, stream=SimpleNamespace(cuda_stream=99, device_index=device))
+        assert [number for number in (99, STREAM) if number in found[0].given[-1]] == [stream]
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     launch(alike, 8192)
     assert len(found) == 2, "another device has its own"

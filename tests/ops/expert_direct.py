@@ -243,7 +243,7 @@ def refuses_too_many_tokens(config):
     case.check_combined(tdkernels.ep_combine(padded(case.expert_out(), recv.x.shape[0]), handle))
 
 
-def leaves_the_others_in_step(config):
+def leaves_the_others_in_step(config, how):
     """The rank with too many tokens has raised, and makes no other call. For the others, whose hosts have not looked
     yet, it need not: what they launch of that routing waits for nobody, and counts for nothing."""
     case = case_of(UNEVEN, 3, 3, 8, seed=9)
@@ -252,13 +252,21 @@ def leaves_the_others_in_step(config):
 
     def layer(tokens):
         x, ids, weights = case.x[:tokens], case.ids[:tokens], case.weights[:tokens]
-        bounds = {"config": config, "max_tokens_per_rank": most}
-        recv, handle = tdkernels.ep_dispatch(x, ids, weights, num_experts=case.experts, **bounds)
-        y = tdkernels.ep_combine(torch.full_like(recv.x, torch.nan), handle)
-        tdkernels.ep_dispatch(x, handle)
-        return recv, y
+        bounds = {"num_experts": case.experts, "config": config, "max_tokens_per_rank": most}
+        if how == "halves":
+            recv, handle = tdkernels.ep_dispatch_send(x, ids, weights, **bounds).receive()
+            y = tdkernels.ep_combine_send(torch.full_like(recv.x, torch.nan), handle).receive()
+            tdkernels.ep_dispatch_send(x, handle).receive()
+            return recv, y
+        x = x.clone().requires_grad_(how == "backward")
+        recv, handle = tdkernels.ep_dispatch(x, ids, weights, **bounds)
+        y = tdkernels.ep_combine(recv.x * 2 if how == "backward" else torch.full_like(recv.x, torch.nan), handle)
+        if how == "backward":
+            y.sum().backward()
+        tdkernels.ep_dispatch(x.detach(), handle)
+        return recv, y.detach()
 
-    layer(most)  # what is new is agreed on by all hosts
+    layer(min(case.tokens[dist.get_rank()], most))  # what is new is agreed on by all hosts
     with mock.patch.object(Workspace, "_raise_note"), shorter_timeout(5.0):
         if dist.get_rank() == offender:
             error = failure_of(layer, case.tokens[offender])
@@ -270,7 +278,9 @@ def leaves_the_others_in_step(config):
             assert not recv.splits.any() and not y.any()
     error = failure_of(tdkernels.synchronize)
     assert type(error) is ValueError and f"rank {offender} has" in str(error), repr(error)
-    there_and_back(case)
+    for _ in range(2):
+        recv, handle = case.dispatch(config=config, max_tokens_per_rank=most + 1)
+        case.check_combined(tdkernels.ep_combine(padded(case.expert_out(), recv.x.shape[0]), handle))
 
 
 def refuses():

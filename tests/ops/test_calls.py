@@ -71,11 +71,13 @@ def is_known_the_second_time():
             is_right(operator, operands_of(operator, 3, rows=6), group)
             assert answers == [False]
             answers.clear()
-        for value in (1, 2):  # of a dtype for which nothing is tuned
-            y = tdkernels.all_gather(torch.full((3,), value, dtype=torch.int32, device=device()), group=group)
-            assert y.tolist() == [value] * 6
-        assert answers == [False, True]
-        answers.clear()
+        for dtype in (torch.int32, torch.int8, torch.bool, torch.float8_e4m3fn):  # for which nothing is tuned
+            for value in (1, 0, 1, 1):
+                x = torch.full((3,), value, device=device()).to(dtype)
+                y = tdkernels.all_gather(x, group=group)
+                assert y.dtype == dtype and y.tolist() == [value] * 6
+            assert answers == [False, True, True, True]
+            answers.clear()
         x, weight = operands_of("gemm_ar", 0)
         is_right("gemm_ar", (x.view(2, 4, K), weight), group)
         is_right("gemm_ar", (draw(5, 2, 4, K), weight), group)
@@ -106,6 +108,12 @@ def as_one_launch(operator, tensors, group, **options):
     return not asked
 
 
+def calls_shortcut(group, operator):
+    """That of the last call of an operator."""
+    known = group_state(group).known_calls
+    return [call._shortcut for key, (call, *_) in known.items() if key[0] == operator and call._shortcut][-1]
+
+
 def is_one_launch_from_the_third_time():
     half = lambda operator, seed, **rows: tuple(t.bfloat16() for t in operands_of(operator, seed, **rows))  # noqa: E731
     with a_group() as group, autotune.mode("off"):
@@ -127,6 +135,12 @@ def is_one_launch_from_the_third_time():
         assert seen == [False, False, True]
         exact = operands_of("gemm_ar", 0)  # how fp32 is multiplied is a setting that a call has to look at
         assert [as_one_launch("gemm_ar", exact, group) for _ in range(4)] == [False] * 4
+        launch = calls_shortcut(group, "ag_gemm")._launch()
+        space, kept = launch.workspace, weakref.ref(launch)
+        del launch
+        space._allocate(2 * space.half_bytes, space.half_signals, space.num_flags)  # on all ranks
+        assert kept() is None, "a launch of a buffer that is gone"
+        assert not as_one_launch("ag_gemm", half("ag_gemm", 1), group)
         parts = [
             as_one_launch("gemm_rs", half("gemm_rs", 0), group, config=GemmRsConfig(method="parts")) for _ in range(6)
         ]  # fmt: skip

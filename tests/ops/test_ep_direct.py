@@ -88,8 +88,9 @@ def test_more_tokens_than_were_promised(config):
 
 @pytest.mark.parametrize("config", EITHER, ids=["direct", "counted"])
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_who_was_told_at_once_leaves_the_others_in_step(world_size, config):
-    on_ranks(world_size, expert_direct.leaves_the_others_in_step, config)
+@pytest.mark.parametrize("how", ["calls", "halves", "backward"])
+def test_who_was_told_at_once_leaves_the_others_in_step(how, world_size, config):
+    on_ranks(world_size, expert_direct.leaves_the_others_in_step, config, how)
 
 
 def test_bad_input():

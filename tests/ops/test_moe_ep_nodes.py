@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from tdkernels import EpConfig
 from tests.nodes import on_nodes, thorough
-from tests.ops import expert_nodes, expert_parallel, expert_ranks
+from tests.ops import expert_direct, expert_nodes, expert_parallel, expert_ranks
 from tests.ops.routed import BF16, FP16, FP32
 from tests.ops.test_moe_ep import BITS, CONFIGS, FULL_RANK, FULL_STAGE, SMALL, SPECS
 from tests.ranks import DEVICE, on_ranks
@@ -166,3 +167,8 @@ def test_what_was_given_up_is_not_passed_on(impatient, when, answers):
 
 def test_disagreement():
     on_ranks(2, expert_nodes.disagrees, 1)
+
+
+@pytest.mark.parametrize("world_size, local, how", [(4, 2, "calls"), (2, 1, "halves"), (3, 1, "backward")])
+def test_who_was_told_at_once_leaves_the_others_in_step(world_size, local, how):
+    on_ranks(world_size, on_nodes, local, expert_direct.leaves_the_others_in_step, EpConfig(**SMALL), how)
