@@ -120,7 +120,9 @@ def look_up(tunable, problem, device, mode):
                 return choice
         similar = table.nearest(mine + shipped, problem)
         choice = _usable(tunable, problem, device, NEAREST, similar) if similar is not None else None
-        return choice or Choice(tunable.fallback(problem, device), DEFAULT)
+        if choice is None or not tunable.suits(choice.config, problem, device):
+            choice = Choice(tunable.fallback(problem, device), DEFAULT)
+        return choice
     return Choice(tunable.default(problem, device), DEFAULT)
 
 

@@ -58,6 +58,10 @@ class Tunable(ABC):
         """The problem without what of its sizes and layout is each rank's own business: the ranks choose for that."""
         return problem
 
+    def suits(self, config, problem, device):
+        """Whether a config that was tuned for a similar problem is to run for this one; else the default does."""
+        return True
+
     def goes_in_graphs(self, problem):
         """Whether every config of a problem can be captured in a CUDA graph."""
         return False

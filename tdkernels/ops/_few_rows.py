@@ -44,8 +44,6 @@ def _sixteen_bit_tiles(rows, n, num_sms, device):
     """
     if torch.version.hip:  # gfx942 has 64 KiB for all stages
         return Tiles(_height(rows, 64), 64, 128, num_warps=4, num_stages=2)
-    if _device.capability(device) >= (9, 0) and rows > LARGE.block_m and LARGE.count(rows, n) >= 0.8 * num_sms:
-        return LARGE  # no more multiprocessors to be had by smaller ones
     block_m = _height(rows, 128)
     if _device.capability(device) < (9, 0):
         return Tiles(block_m, 64, 64, num_warps=4, num_stages=4 if block_m <= 64 else 3)
@@ -55,7 +53,9 @@ def _sixteen_bit_tiles(rows, n, num_sms, device):
     wide = -(-rows // block_m) * columns > num_sms
     if block_m <= 64:
         return Tiles(block_m, *((128, 128) if wide else (64, 128)), num_warps=4, num_stages=4 if wide else 6)
-    return Tiles(block_m, *((128, 64) if wide else (64, 128)), num_warps=4, num_stages=6 if wide else 4)
+    tiles = Tiles(block_m, *((128, 64) if wide else (64, 128)), num_warps=4, num_stages=6 if wide else 4)
+    fewer_waves = LARGE.waves_take(rows, n, num_sms) < tiles.waves_take(rows, n, num_sms)
+    return LARGE if rows > LARGE.block_m and fewer_waves else tiles
 
 
 def tiles_to_try(rows, dtype, device):

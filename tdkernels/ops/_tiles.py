@@ -56,6 +56,21 @@ class Tiles:
         """How many of them a product [rows, n] has."""
         return -(-rows // self.block_m) * -(-n // self.block_n)
 
+    @property
+    def reach(self):
+        """What share of the tensor cores' rate a tile reaches: the larger it is, the less it loads for each flop."""
+        # 128 x 256 keeps those of Hopper busy.
+        return min(1.0, self.block_m * self.block_n / (self.block_m + self.block_n) / 85.0) ** 0.5
+
+    def waves_take(self, rows, n, num_sms):
+        """How long a product [rows, n] takes by large tiles, to be compared: whole waves of them."""
+        return -(-self.count(rows, n) // num_sms) * self.block_m * self.block_n / self.reach
+
+    def busy_share(self, shards, rows, n, num_sms):
+        """What share of the multiprocessors' waves has a tile, of ``shards`` products [rows, n]."""
+        count = shards * self.count(rows, n)
+        return count / max(-(-count // num_sms) * num_sms, 1)
+
     def options(self):
         """The tile as launch options."""
         return {"num_warps": self.num_warps, "num_stages": self.num_stages}

@@ -171,6 +171,9 @@ def follows_the_order(folder, operator):
         assert run_of(operator, group) == (default, "default")
         ship(folder, entry_of(operator, nearest, near))
         assert run_of(operator, group) == (nearest, "nearest")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(type(tunable(operator)), "suits", lambda self, config, *_: config != nearest)
+            assert run_of(operator, group) == (default, "default")
         ship(folder, entry_of(operator, nearest, near), entry_of(operator, shipped))
         assert run_of(operator, group) == (shipped, "shipped")
         tune_by_hand(entry_of(operator, cached, near))

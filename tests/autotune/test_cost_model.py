@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tdkernels import Tiles
 from tdkernels.autotune.hardware import _MEASURED, Hardware
 from tdkernels.autotune.operator import tunable
 from tdkernels.autotune.problem import Problem
@@ -72,3 +73,17 @@ def test_one_shot_is_for_few_rows(an_h200):
             key=lambda exchange: op.estimate_ms(replace(default, exchange=exchange), problem, H200),
         )
     assert faster == {1: "one_shot", 8192: "two_shot"}
+
+
+@pytest.mark.parametrize("operator, world_size, shape, columns, suits", [
+    ("gemm_rs", 2, (512, 10240, 8192), 256, False),  # 160 tiles for 132 multiprocessors, by default 320
+    ("gemm_ar", 2, (512, 10240, 8192), 256, False), ("gemm_rs", 2, (512, 8192, 8192), 256, True),
+    ("gemm_rs", 2, (128, 10240, 8192), 256, True), ("ag_gemm", 4, (8192, 4096, 12288), 128, True),
+    ("ag_gemm", 2, (512, 8192, 28672), 256, False),
+])  # fmt: skip
+def test_tiles_that_were_tuned_for_a_similar_problem(an_h200, operator, world_size, shape, columns, suits):
+    op = tunable(operator)
+    problem = Problem(operator, "NVIDIA H200", world_size, world_size, "bfloat16", "nk", shape)
+    config = replace(op.default(problem, GPU), tiles=Tiles(128, columns, 64))
+    assert op.suits(config, problem, GPU) == suits
+    assert op.suits(op.plain(), problem, GPU)
