@@ -8,12 +8,14 @@ addresses and integers differ: what Triton's C function was given is kept, and t
 
 import copy
 import inspect
+import logging
 
 import torch
 from triton import knobs
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+_log = logging.getLogger(__name__)
 _UNTRIED = object()
 _MAX_MAPS = 256  # of one descriptor; addresses may go on changing for ever
 
@@ -97,6 +99,7 @@ class Repeat:
         try:
             return cls._of(compiled, grid, args, places)
         except Exception:  # whatever another Triton makes of it: then each launch goes its way
+            _log.debug("launches of %s are not repeated", compiled, exc_info=True)
             return None
 
     @classmethod

@@ -175,8 +175,9 @@ def ep_dispatch_gemm_kernel(
         sends += tl.where(step < EACH, _blocks(count, BLOCK_ROWS), 0)
     ends = td.running_sum(tiles + sends, 0)
     last = td.max_of(ends, 0)
-    # Not a piece if a peer did not come when the routing was exchanged: then the tables are none.
-    pieces = tl.where(goes >= 0, last + 1, 0)
+    # Not a piece if a peer did not come when the routing was exchanged, for then the tables are none; nor of one that
+    # was refused, as all ranks know, and then the call does not count (see ``ep_combine_kernel``).
+    pieces = tl.where(goes > 0, last + 1, 0)
 
     piece = td.ticket_of(td.take_ticket(ctx))
     while piece < pieces:
@@ -238,7 +239,7 @@ def ep_dispatch_gemm_kernel(
                 if kept_ptr is not None:
                     _keep_rows(x_at, kept_ptr, offs_m, past, pid_n, tiles_n, K, DTYPE, ALIGNED)
         piece = td.ticket_of(answer)
-    td.finish(ctx)
+    td.finish(ctx, True, (goes != 0).to(tl.int32))
 
 
 # ---- launcher ----

@@ -120,6 +120,7 @@ def ep_gemm_combine_kernel(
     rows = rows_of_groups(splits_ptr, EXPERTS // RANKS, R, LOCAL)
     tiles = tiles_of_groups(rows, tiles_n, BLOCK_M)
     # Tiles, one piece that there is without any, and sums; none if a peer did not come when the routing was exchanged.
+    # Of one that was refused, as all ranks know, sums of nothing, and the call does not count (``ep_combine_kernel``).
     num_tiles = td.sum_of(tiles, 0)
     sums = (num_tokens + BLOCK_TOKENS - 1) // BLOCK_TOKENS * ((N + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS)
     pieces = tl.where(goes >= 0, num_tiles + 1 + tl.maximum(sums, 1), 0)
@@ -131,8 +132,9 @@ def ep_gemm_combine_kernel(
             if done > 0:
                 _tell(ctx, half, me, signal, num_tiles + 1, done)
                 done -= done  # 0, of the same type
-            # producer: the last tile of every rank, ours too
-            td.wait_plan_all(ctx, td.signal_at(ctx, half, 0), 1, signal, WITH_OWN=True)
+            if goes > 0:
+                # producer: the last tile of every rank, ours too
+                td.wait_plan_all(ctx, td.signal_at(ctx, half, 0), 1, signal, WITH_OWN=True)
             _add_up(
                 td.data_at(ctx, half, me), tables, weights_ptr, y_ptr, numbers_ptr, piece - num_tiles - 1, num_tokens,
                 goes > 0, slots, slot_bytes, N, CHOICES, EXPERTS, RANKS, BLOCK_TOKENS, BLOCK_COLUMNS, ALIGNED,
@@ -164,12 +166,12 @@ def ep_gemm_combine_kernel(
                             at = dots_ptr + tl.cast(column, tl.int64) * R + offs_m
                             total += tl.load(at, mask=offs_m < past, other=0.0)
                         tl.store(number.to(tl.pointer_type(tl.float32)), total, mask=number != 0)
-            done += 1
+            done += (goes > 0).to(tl.int32)
             answer = td.take_ticket(ctx)
         piece = td.ticket_of(answer)
     if done > 0:
         _tell(ctx, half, me, signal, num_tiles + 1, done)
-    td.finish(ctx)
+    td.finish(ctx, True, (goes != 0).to(tl.int32))
 
 
 # ---- launcher ----

@@ -78,6 +78,29 @@ def overflows_unseen(tokens):
         del group, layer
 
 
+def one_is_told_of_an_overflow(tokens):
+    """Rank 0 hears of it at once and makes no more of that call; the others, who have not looked, go on to its
+    backward. They wait for nobody, and the next call is right."""
+    with a_group() as group:
+        layer = Layer(tokens, 2, 2, 16, 8, ids="one", group=group)
+        too_few = {"group": group, "max_tokens": 1, "config": FUSED}
+        with mock.patch.object(Workspace, "_raise_note"):
+            layer.run(**too_few)  # what is new is agreed on by all hosts
+        failure_of(tdkernels.synchronize)
+        if dist.get_rank() == 0:
+            error = failure_of(layer.call, **too_few)
+        else:
+            with mock.patch.object(Workspace, "_raise_note"), timeout(5.0):
+                results = layer.run(**too_few)
+                if device().type == "cuda":
+                    torch.cuda.synchronize()
+            assert not any(result.any() for result in results.values()), "a sum or a gradient of nothing"
+            error = failure_of(tdkernels.synchronize)
+        assert type(error) is ValueError and "max_tokens=1 is too small" in str(error), repr(error)
+        layer.check(layer.run(group=group, config=FUSED))
+        del group, layer
+
+
 # ---- ranks that call for different things ----
 
 USUAL = dict(tokens=[3] * 4, k=2, experts_each=2, width=16, hidden=8)
