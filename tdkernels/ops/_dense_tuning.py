@@ -208,7 +208,7 @@ def product_s(m, n, k, dtype, tiles, num_sms, hardware):
     """Seconds of a product by tiles on some of the multiprocessors, and of one tile."""
     per_sm = hardware.flops / hardware.num_sms * tiles.reach
     tile_s = 2.0 * tiles.block_m * tiles.block_n * k / per_sm
-    waves = -(-m // tiles.block_m) * -(-n // tiles.block_n) / num_sms
+    waves = tiles.count(m, n) / num_sms
     return max(-(-waves // 1) * tile_s, (n * k + m * k + m * n) * dtype.itemsize / hardware.memory), tile_s
 
 

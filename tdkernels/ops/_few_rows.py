@@ -27,7 +27,7 @@ def default_tiles(rows, n, k, dtype, device):
         tiles = Tiles(_height(rows, 64), 64, 32, num_warps=4, num_stages=2)
     else:
         tiles = _sixteen_bit_tiles(rows, n, num_sms, device)
-    programs = max(-(-rows // tiles.block_m) * -(-n // tiles.block_n), 1)
+    programs = max(tiles.count(rows, n), 1)
     split_k = min(num_sms // (2 * programs), k // (_MIN_STEPS * tiles.block_k), _MAX_SPLIT)
     return tiles, max(split_k, 1)
 
@@ -91,7 +91,7 @@ def k_of_part(k, tiles, split_k):
 
 def seconds(rows, n, k, dtype, tiles, split_k, hardware):
     """About how long the product takes: reading the weight, which too few programs cannot do at full speed."""
-    programs = -(-rows // tiles.block_m) * -(-n // tiles.block_n) * split_k
+    programs = tiles.count(rows, n) * split_k
     reading = (n * k + rows * k) * dtype.itemsize / hardware.memory / min(1.0, programs / hardware.num_sms)
     multiplying = 2.0 * max(rows, tiles.block_m) * n * k / hardware.flops
     parts = 2 * split_k * rows * n * 4 if split_k > 1 else 0

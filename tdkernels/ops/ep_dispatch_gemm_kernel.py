@@ -56,18 +56,13 @@ def _blocks(count, BLOCK_ROWS: tl.constexpr):
 
 
 @td.jit
-def _piece_to_send(
-    counts, goes, number, expert, me, EACH: tl.constexpr, RANKS: tl.constexpr, BLOCK_ROWS: tl.constexpr
-):
-    """(the rank to send to, its expert among all, the block, the rows for the expert) of a piece; peers first.
-
-    If nothing ``goes`` there is a piece without rows for each rank, as in the list.
-    """
+def _piece_to_send(counts, number, expert, me, EACH: tl.constexpr, RANKS: tl.constexpr, BLOCK_ROWS: tl.constexpr):
+    """(the rank to send to, its expert among all, the block, the rows for the expert) of a piece; peers first."""
     to, block, rows = me, number, tl.full((), 0, tl.int32)
     left = number
     for step in tl.static_range(RANKS):
         dest = (me + 1 + step) % RANKS
-        count = tl.where(goes, tl.load(counts + dest * EACH + expert), 0)
+        count = tl.load(counts + dest * EACH + expert)
         blocks = _blocks(count, BLOCK_ROWS)
         is_here = (left >= 0) & (left < blocks)
         to, block, rows = tl.where(is_here, dest, to), tl.where(is_here, left, block), tl.where(is_here, count, rows)
@@ -195,9 +190,7 @@ def ep_dispatch_gemm_kernel(
             if within >= among + of_sends:
                 is_send, number = within < 0, within - of_sends
             if is_send:
-                to, expert, block, to_send = _piece_to_send(
-                    counts, goes > 0, number, at, me, EACH, RANKS, BLOCK_ROWS
-                )  # fmt: skip
+                to, expert, block, to_send = _piece_to_send(counts, number, at, me, EACH, RANKS, BLOCK_ROWS)
                 answer = _send(
                     ctx, half, signal, me, to, expert, at, block, to_send, x_ptr, weights_ptr, tables, order_ptr,
                     slot_rows, K, GRADIENT, CHOICES, EXPERTS, RANKS, BLOCK_ROWS, BLOCK_COLUMNS, ALIGNED,

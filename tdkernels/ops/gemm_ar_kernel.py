@@ -320,7 +320,7 @@ def _prepare(workspace, x, weight, bias, config):
     m, n = x.shape[0], weight.shape[0]
     world_size = workspace.world_size
     tiles = config.tiles
-    count = -(-m // tiles.block_m) * -(-n // tiles.block_n)
+    count = tiles.count(m, n)
     schedule = _Schedule.of(count, config.item_tiles, world_size, _device.num_sms(x.device))
     slots = schedule.rounds * world_size * config.item_tiles  # tiles, the last item filled up
     tile_bytes = tiles.block_m * tiles.block_n * x.element_size()

@@ -314,7 +314,7 @@ def launch(x, weight, bias, group, config, fields):
     ranks, nodes, local = topology.world_size, topology.num_nodes, topology.local_world_size
     m, n = x.shape[0], weight.shape[0]
     tiles = config.tiles
-    count = -(-m // tiles.block_m) * -(-n // tiles.block_n)
+    count = tiles.count(m, n)
     # Of few tiles each rank of a node shall own some.
     config = replace(config, item_tiles=min(config.item_tiles, -(-count // local)))
     schedule = _Schedule.of(count, config.item_tiles, local, _device.num_sms(x.device))

@@ -37,7 +37,7 @@ class GemmArTunable(dense.DenseTunable):
         m, n, _ = self.of_a_rank(problem)
         configs = []
         for tiles in dense.tile_space(device, problem.torch_dtype):
-            tiles_of_z = -(-m // tiles.block_m) * -(-n // tiles.block_n)
+            tiles_of_z = tiles.count(m, n)
             for item_tiles in sorted({min(item, tiles_of_z) for item in (1, 2, 4, 8)}):
                 configs.append(GemmArConfig("fused", "two_shot", tiles, item_tiles))
         if m <= _ONE_SHOT_MOST_ROWS:

@@ -143,7 +143,7 @@ def prepare(workspace, operator, x, weight, bias, config, fields, scatters):
     """The Launch on 2-D operands that are ready; ``operator``: for errors."""
     m, n = x.shape[0], weight.shape[0]
     tiles, ranks = config.tiles, workspace.world_size
-    count = -(-m // tiles.block_m) * -(-n // tiles.block_n)
+    count = tiles.count(m, n)
     tile = tiles.block_m * tiles.block_n
     plan = workspace.prepare(operator, fields, ranks * count * tile * x.element_size(), ranks * count, num_flags=count)
     scratch = _few_rows.scratch_to_be_made(x, count, tiles, config.split_k)

@@ -193,7 +193,7 @@ def prepare(workspace, x, weight, bias, config, fields):
     n = weight.shape[0]
     tiles = config.tiles
     rows = x.shape[0] // world_size
-    count = -(-rows // tiles.block_m) * -(-n // tiles.block_n)  # tiles of one shard
+    count = tiles.count(rows, n)  # tiles of one shard
     slots = world_size * count
     plan = workspace.prepare(
         "gemm_rs", fields, slots * tiles.block_m * tiles.block_n * x.element_size(), world_size * count

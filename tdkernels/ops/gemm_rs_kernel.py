@@ -243,7 +243,7 @@ def _prepare(workspace, x, weight, bias, config):
     world_size = workspace.world_size
     rows = x.shape[0] // world_size
     tiles = config.tiles
-    count = -(-rows // tiles.block_m) * -(-n // tiles.block_n)  # tiles of one shard
+    count = tiles.count(rows, n)  # tiles of one shard
     items = -(-count // config.item_tiles)
     # Late enough that the tiles of an item are ready when its forwarding program starts, never later than a shard.
     lag = min(-(-_device.num_sms(x.device) // config.item_tiles), items)

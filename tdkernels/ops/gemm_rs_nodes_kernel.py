@@ -218,7 +218,7 @@ def launch(x, weight, bias, group, config, fields):
     n = weight.shape[0]
     rows = x.shape[0] // ranks
     tiles = config.tiles
-    count = -(-rows // tiles.block_m) * -(-n // tiles.block_n)  # tiles of one shard
+    count = tiles.count(rows, n)  # tiles of one shard
     items = -(-count // config.item_tiles)
     # Late enough that the tiles of an item are ready when its forwarding program starts, never later than a shard.
     lag = min(-(-_device.num_sms(x.device) // config.item_tiles), items)

@@ -69,7 +69,7 @@ class GemmRsTunable(dense.DenseTunable):
         rows, n, _ = self.of_a_rank(problem)
         configs = []
         for tiles in dense.tile_space(device, problem.torch_dtype):
-            of_a_shard = -(-rows // tiles.block_m) * -(-n // tiles.block_n)
+            of_a_shard = tiles.count(rows, n)
             for item_tiles in sorted({min(item, of_a_shard) for item in (1, 2, 4, 8)}):
                 configs.append(GemmRsConfig(tiles=tiles, item_tiles=item_tiles))
         if problem.num_nodes == 1 and problem.world_size <= direct.MAX_RANKS:

@@ -344,17 +344,22 @@ def _prepare_gradient(workspace, dy, x, splits, experts):
     of_dy = of_x = (None, None)
     dw_desc = None
     if use_tma:
-        of_dy = [TensorDescriptor(dy, [rows, n], [n, 1], [block, tiles.block_m]) for block in (tiles.block_k, _LAST_R)]
-        of_x = [TensorDescriptor(x, [rows, k], [k, 1], [block, tiles.block_n]) for block in (tiles.block_k, _LAST_R)]
+        of_dy, of_x = _row_blocks(dy, tiles, tiles.block_m), _row_blocks(x, tiles, tiles.block_n)
         dw_desc = TensorDescriptor(dw, [experts, n, k], [n * k, k, 1], [1, tiles.block_m, tiles.block_n])
-    programs = experts * -(-n // tiles.block_m) * -(-k // tiles.block_n)
+    grid = (experts * tiles.count(n, k),)
     args = dy, *of_dy, x, *of_x, splits, dw, dw_desc, experts, rows, n, k, tiles.group_m
     constants = {
         "EXPERTS": next_power_of_2(experts), **tiles.constants(), "LAST_R": _LAST_R,
         "ALIGNED": _operands.aligned(n, k), "USE_TMA": use_tma, "PRECISION": _operands.dot_precision(x.dtype),
         **tiles.options(),
     }  # fmt: skip
-    return Launch(workspace, group_gemm_weights_kernel, (programs,), args, constants, (dy, x, splits), [dw], [])
+    return Launch(workspace, group_gemm_weights_kernel, grid, args, constants, (dy, x, splits), [dw], [])
+
+
+def _row_blocks(rows, tiles, columns):
+    """Descriptors of rows [R, width] for a gradient's main loop, and for the last rows of a group."""
+    strides = [rows.shape[1], 1]
+    return [TensorDescriptor(rows, list(rows.shape), strides, [block, columns]) for block in (tiles.block_k, _LAST_R)]
 
 
 def swiglu_backward(dh, pre, splits, activation):

@@ -347,8 +347,8 @@ def launch(operator, o, weight, bias, batch, group, config, keep=False):
     own = _own_positions(o, batch, rank, world_size)
     z = o.new_empty(rows, n)
     kept = o.new_empty(rows, k) if keep else None
-    num_tiles = -(-rows // tiles.block_m) * -(-n // tiles.block_n)
-    copies = -(-rows // tiles.block_m) * -(-k // tiles.block_n) if keep else 0
+    num_tiles = tiles.count(rows, n)
+    copies = tiles.count(rows, k) if keep else 0
     pieces = config.num_comm_sms + num_tiles + copies
     programs = min(pieces, _device.resident_programs(o.device, tiles, o.dtype))
     workspace.before_launch()

@@ -174,7 +174,7 @@ def launch(operator, x, weight, bias, batch, group, config):
     bias = None if bias is None else bias.contiguous()
     world_size, rows, tiles = group.size(), x.shape[0], config.tiles
     width = weight.shape[0] // world_size
-    count = -(-rows // tiles.block_m) * -(-width // tiles.block_n)  # tiles of one rank's heads
+    count = tiles.count(rows, width)  # tiles of one rank's heads
     workspace = get_workspace(group, x.device, "ulysses_qkv")
     half_bytes = world_size * count * tiles.block_m * tiles.block_n * x.element_size()
     fields = plan_fields(x, weight, batch, config)

@@ -209,7 +209,7 @@ class OutTunable(UlyssesTunable):
 
 
 def _tiles_of(rows, columns, tiles):
-    return -(-rows // tiles.block_m) * -(-columns // tiles.block_n)
+    return tiles.count(rows, columns)
 
 
 register(QkvTunable())

@@ -17,31 +17,15 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tdkernels import lang as td
 from tdkernels.lang import _alike
 from tdkernels.lang._alike import Alike, Repeat
+from tests.lang.gpu_tensor import gpu_tensor
 
 GRID, STREAM = (3, 2, 1), 77
 MAPPED = {"swizzle": 3}  # what Triton has compiled for, where it is a tensor map
 SIGNATURE = {0: "*bf16", 1: "tensordesc<bf16[4,4]>", 2: "i32", 3: "*bf16", 4: "tensordesc<bf16[4,4]>", 5: "constexpr"}
 
 
-class _Tensor(torch.Tensor):
-    """A tensor that says it is on a GPU, at an address of the test's choice."""
-
-    address = 0
-    is_cuda = True
-    device = torch.device("cuda", 0)
-
-    def data_ptr(self):
-        return self.address
-
-
-def tensor(address):
-    made = torch.empty(4, 4, dtype=torch.bfloat16).as_subclass(_Tensor)
-    made.address = address
-    return made
-
-
-def descriptor(base):
-    made = object.__new__(TensorDescriptor)
+def descriptor(address):
+    made, base = object.__new__(TensorDescriptor), gpu_tensor(address)
     made.__dict__.update(base=base, shape=[4, 8], strides=[8, 1], block_shape=[4, 4], padding="zero")
     made.round_f32_to_tf32 = False
     return made
@@ -103,7 +87,7 @@ def by_address(given):
 
 
 def arguments(address, number):
-    return [tensor(address), descriptor(tensor(address + 64)), number, tensor(8), descriptor(tensor(address + 128)), 5]
+    return [gpu_tensor(address), descriptor(address + 64), number, gpu_tensor(8), descriptor(address + 128), 5]
 
 
 PLACES = 4, 0, 2, 1  # of the arguments; 3 and 5 are the same in all launches
@@ -128,9 +112,9 @@ def test_the_c_function_gets_what_triton_would_give_it(encoded):
 
 def test_of_kernels_without_descriptors_too(encoded):
     compiled = _Compiled(described=None)
-    repeat = Repeat.of(compiled, GRID, [tensor(16), 2, None], [1, 0])
-    expected = by_address(compiled.by_triton(GRID, [tensor(32), 3, None]))
-    repeat([3, tensor(32)], STREAM)
+    repeat = Repeat.of(compiled, GRID, [gpu_tensor(16), 2, None], [1, 0])
+    expected = by_address(compiled.by_triton(GRID, [gpu_tensor(32), 3, None]))
+    repeat([3, gpu_tensor(32)], STREAM)
     assert by_address(compiled.given[-1]) == expected
     repeat([3, None], STREAM)
     assert by_address(compiled.given[-1]) == by_address(compiled.by_triton(GRID, [None, 3, None]))

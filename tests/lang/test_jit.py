@@ -20,6 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tdkernels import lang as td
 from tdkernels.lang import _jit
 from tdkernels.lang._target import interpreter_yield
+from tests.lang.gpu_tensor import gpu_tensor
 
 
 @td.jit(do_not_specialize=["n"])
@@ -50,45 +51,26 @@ def searches(monkeypatch):
     return found
 
 
-class _Tensor(torch.Tensor):
-    """A tensor that says it is on a GPU, at an address of the test's choice."""
-
-    address = 0
-
-    @property
-    def device(self):
-        return torch.device("cuda", 0)
-
-    def data_ptr(self):
-        return self.address
-
-
-def _tensor(address=4096, dtype=torch.bfloat16):
-    tensor = torch.empty(4, dtype=dtype).as_subclass(_Tensor)
-    tensor.address = address
-    return tensor
-
-
 def _descriptor(block):
     return TensorDescriptor(torch.empty(64, 64), [64, 64], [64, 1], [block, block])
 
 
 def _launch(x=None, y=None, desc=None, n=5, m=7, grid=(3,), **constants):
-    args = x if x is not None else _tensor(), y if y is not None else _tensor(), desc, n, m
+    args = x if x is not None else gpu_tensor(), y if y is not None else gpu_tensor(), desc, n, m
     _kernel[grid](*args, **{"SIZE": 16, "FLAG": True, **constants})
     return args
 
 
 def test_the_second_launch_does_not_search(searches):
     _launch()
-    args = _launch(x=_tensor(8192), y=_tensor(32), n=6, grid=(9,))
+    args = _launch(x=gpu_tensor(8192), y=gpu_tensor(32), n=6, grid=(9,))
     assert len(searches) == 1
     assert searches[0].launches == [((9, 1, 1), (*args, 16, True, None))]
 
 
 def test_constants_go_to_their_places_in_whatever_order_they_come(searches):
     for _ in range(2):
-        _kernel[(1, 2)](_tensor(), _tensor(), None, 1, 1, FLAG=False, SIZE=32, num_warps=8)
+        _kernel[(1, 2)](gpu_tensor(), gpu_tensor(), None, 1, 1, FLAG=False, SIZE=32, num_warps=8)
     assert len(searches) == 1
     assert [(grid, args[5:]) for grid, args in searches[0].launches] == [((1, 2, 1), (32, False, None))]
 
@@ -96,7 +78,7 @@ def test_constants_go_to_their_places_in_whatever_order_they_come(searches):
 @pytest.mark.parametrize(
     "other",
     [
-        {"x": _tensor(4098)}, {"y": _tensor(dtype=torch.float32)}, {"n": 1 << 31}, {"m": 8}, {"SIZE": 32},
+        {"x": gpu_tensor(4098)}, {"y": gpu_tensor(dtype=torch.float32)}, {"n": 1 << 31}, {"m": 8}, {"SIZE": 32},
         {"FLAG": False}, {"num_warps": 8}, {"desc": _descriptor(16)},
     ],
     ids=lambda other: next(iter(other)),
@@ -144,7 +126,7 @@ def test_all_floats_are_served_by_one_kernel(searches):
 @pytest.mark.parametrize(
     "unusual",
     [
-        {"extra": _tensor()}, {"extra": [1]}, {"extra": _descriptor(16)}, {"n": 1j}, {"desc": (_tensor(), 1)},
+        {"extra": gpu_tensor()}, {"extra": [1]}, {"extra": _descriptor(16)}, {"n": 1j}, {"desc": (gpu_tensor(), 1)},
         {"grid": lambda meta: (1,)},
     ],
     ids=lambda unusual: next(iter(unusual)),
@@ -164,7 +146,7 @@ def test_debugging_is_another_kernel(searches, monkeypatch):
 
 def test_on_amd_a_large_tensor_is_another_kernel(searches, monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    large = _tensor()
+    large = gpu_tensor()
     large.untyped_storage = lambda: SimpleNamespace(size=lambda: 1 << 31)
     _launch()
     _launch(x=large)
