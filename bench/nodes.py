@@ -13,6 +13,8 @@ it is assumed. Times are ms and sizes bytes, unless a name says otherwise; rates
 import math
 from dataclasses import dataclass, field, fields, replace
 
+from tdkernels.ops.gemm_ar_nodes_kernel import adds_once
+
 ITEM = 2  # bytes of bf16
 
 
@@ -181,13 +183,15 @@ def gemm_rs_bytes(m, n, world):
     return Bytes((world.nodes - 1) * block, world.nodes * (world.local - 1) * block)
 
 
-def gemm_ar_bytes(m, n, world):
+def gemm_ar_bytes(m, n, world, once=False):
     """An owner has m n 2 / L bytes of tiles: its sums to N - 1 owners, partials and results to L - 1 local peers.
 
-    network = (N - 1) owned, link = 2 (L - 1) owned
+    network = (N - 1) owned, or where one owner of a tile adds for all, ``once``, 2 (N - 1) / N owned
+    link = 2 (L - 1) owned
     """
     owned = m * n * ITEM / world.local
-    return Bytes((world.nodes - 1) * owned, 2 * (world.local - 1) * owned)
+    times = 2 / world.nodes if once else 1
+    return Bytes(times * (world.nodes - 1) * owned, 2 * (world.local - 1) * owned)
 
 
 @dataclass(frozen=True)
@@ -260,20 +264,21 @@ def gemm_rs(machine, m, n, k, world):
     return _cost(machine, world, sent, product, machine.nccl_scatter_gbps, ours, far)
 
 
-def gemm_ar(machine, m, n, k, world, scattered=False):
+def gemm_ar(machine, m, n, k, world, once=None):
     """The same for all ranks: an owner sends its node's sum to the N - 1 owners of the tile on other nodes.
 
-    Args:     scattered: another form, which costs a second trip over the network: the owner of the tile on one of the
-              nodes adds up and sends the result to the others. 2 (N - 1) / N as many bytes instead of N - 1, which is
-              also what NCCL sends
+    Args:     once: instead of that, which costs a second trip over the network, the owner of the tile on one of the
+              nodes adds up and sends the result to the others: 2 (N - 1) / N as many bytes instead of N - 1, which is
+              also what NCCL sends. As the operator chooses, if not told
     """
-    sent, product = gemm_ar_bytes(m, n, world), machine.products.ms(m, n, k // world.ranks)
-    in_two = Bytes(2 * sent.network / world.nodes, sent.link)
-    sent = in_two if scattered else sent
-    second = trip(machine, world) if scattered else 0.0
+    if once is None:
+        once = adds_once(world.nodes, m * n * ITEM / world.local)
+    sent, product = gemm_ar_bytes(m, n, world, once), machine.products.ms(m, n, k // world.ranks)
+    second = trip(machine, world) if once else 0.0
     ours = second + _adding_up(machine, product, sent, m, n, machine.ar_share, world)
     far = machine.products.is_far(m, n, k // world.ranks)
-    return _cost(machine, world, sent, product, machine.nccl_reduce_gbps, ours, far, in_two)
+    nccl = gemm_ar_bytes(m, n, world, once=True)
+    return _cost(machine, world, sent, product, machine.nccl_reduce_gbps, ours, far, nccl)
 
 
 def _adding_up(machine, product, sent, m, n, share, world):

@@ -199,21 +199,21 @@ _SHAPES = {
 _WIRES = """A rank sends N (L - 1) / (N - 1) times as much over NVLink as over the network: with 8 GPUs a node 14 times
 on 2 nodes, 8 times on 8. NVLink is {ratio:.1f} times as fast here. So {which} is what takes longer.
 """
-_SCATTERED = """What an owner sends over the network is N - 1 times its tiles, so it grows with the number of nodes.
-**Scattered** is another form, in which one of a tile's owners adds up for all: 2 (N - 1) / N times its tiles, as in
-NCCL, and a second trip.
+_OWNERS = """From three nodes on, where there is much to send, one of a tile's owners adds up for all: 2 (N - 1) / N
+times its tiles go over the network, as in NCCL, and there is a second trip. **All add** is the other form, in which
+each owner adds for its node: N - 1 times its tiles, so it grows with the number of nodes.
 """
 
 
 def _dense(machine):
     parts = []
     for operator, shapes in _SHAPES.items():
-        scattered = operator == "gemm_ar"
+        owners = operator == "gemm_ar"
         lines = [_dense_line(machine, operator, sizes, world) for sizes in shapes for world in WORLDS]
-        titles = ("M x N x K", *_DENSE, *(("scattered",) if scattered else ()))
+        titles = ("M x N x K", *_DENSE, *(("all add",) if owners else ()))
         ratio = machine.link_gbps / machine.network_rate
         which = "NVLink" if ratio < 8 else "on many nodes the network" if ratio < 14 else "the network"
-        note = _SCATTERED if scattered else _WIRES.format(ratio=ratio, which=which)
+        note = _OWNERS if owners else _WIRES.format(ratio=ratio, which=which)
         parts += [f"### {operator}, predicted\n", note, _table(titles, lines)]
     return "\n".join(parts)
 
@@ -226,7 +226,7 @@ def _dense_line(machine, operator, sizes, world):
         _share(cost.efficiency), _share(cost.hidden),
     ]  # fmt: skip
     if operator == "gemm_ar":
-        line.append(_time(nodes.gemm_ar(machine, *sizes, world, scattered=True).ours))
+        line.append(_time(nodes.gemm_ar(machine, *sizes, world, once=False).ours))
     return line
 
 

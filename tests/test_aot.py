@@ -121,8 +121,9 @@ def compile_gemm(
     elif kernel is gemm_ar_nodes_kernel:
         stage = pointer(dtype)
         args = [ctx, x, rows_desc, weight, weight_desc, bias, output, stage]
-        args += [rows, n, k, stride, 33, 6, 7, 8, PLAN, 4, 8]
-        constants = {"SLICE_N": slice_columns(tiles), "NODES": nodes, "LOCAL": local, **constants}
+        args += [rows, n, k, stride, 33, 6, 7, 8, 9, PLAN, 4, 8]
+        across = {"NODES": nodes, "LOCAL": local, "ADDS_ONCE": nodes > 2}
+        constants = {"SLICE_N": slice_columns(tiles), **across, **constants}
     elif kernel is gemm_rs_direct_kernel:
         tiles = replace(tiles, num_stages=min(tiles.num_stages, 3))
         sent = descriptor(dtype, (2, 256, tiles.block_n), [1, tiles.block_m, tiles.block_n]) if tma else None
@@ -552,9 +553,11 @@ def test_products_across_nodes_compile(kernel, arch, dtype, local):
         compile_gemm(kernel, arch, dtype, shape=(1, 1, 1), local=local)
 
 
-@each_across_nodes
-def test_products_across_nodes_on_hopper(kernel):
-    ptx = compile_gemm(kernel, "sm_90", BF16).asm["ptx"]
+@pytest.mark.parametrize("kernel, nodes", [
+    *((kernel, 2) for kernel in ACROSS_NODES), (gemm_ar_nodes_kernel, 3),
+], ids=lambda value: getattr(value, "__name__", str(value)))  # fmt: skip
+def test_products_across_nodes_on_hopper(kernel, nodes):
+    ptx = compile_gemm(kernel, "sm_90", BF16, nodes=nodes).asm["ptx"]
     assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx and "mma.sync" not in ptx
     assert not narrow(ptx)
     assert "ld.global.v2.b64" in ptx and "st.global.v2.b64" in ptx  # what is pushed

@@ -130,8 +130,15 @@ def test_gemm_ar_sends_sums_of_nodes_between_owners(machine, world):
     tile_bytes = m * n * ITEM // world.local
     assert nodes.gemm_ar_bytes(m, n, world) == all_reduce(world, tile_bytes, 1)
     if world.nodes > 1:
-        scattered = nodes.gemm_ar(machine, m, n, 4096 * world.ranks, world, scattered=True)
-        assert scattered.sent == all_reduce(world, tile_bytes, world.nodes)
+        once = nodes.gemm_ar(machine, m, n, 4096 * world.ranks, world, once=True)
+        assert once.sent == all_reduce(world, tile_bytes, world.nodes)
+
+
+def test_gemm_ar_is_what_the_operator_chooses(machine):
+    large, small = (8192, 8192), (1, 8192)
+    for world, shape, once in ((World(4), large, True), (World(4), small, False), (World(2), large, False)):
+        chosen, told = (nodes.gemm_ar(machine, *shape, 8192, world, **how) for how in ({}, {"once": once}))
+        assert chosen == told and chosen.sent == nodes.gemm_ar_bytes(*shape, world, once)
 
 
 @pytest.mark.parametrize("world", SMALL, ids=str)
@@ -290,8 +297,8 @@ def test_on_two_nodes_sums_by_hand(machine, product):
         computing, last = product + 0.5 * (network + link) / 100, 0.040 + item / 10
         assert cost.ours == pytest.approx(max(computing, product / 4 + wire) + last), operator
         assert cost.sequence == pytest.approx(product + wire + 0.030), operator
-    scattered = nodes.gemm_ar(easy, 4096, 4096, 256, world, scattered=True)
-    assert scattered.ours == pytest.approx(cost.ours + 0.040), "as many bytes on 2 nodes, and a trip more"
+    once = nodes.gemm_ar(easy, 4096, 4096, 256, world, once=True)
+    assert once.ours == pytest.approx(cost.ours + 0.040), "as many bytes on 2 nodes, and a trip more"
 
 
 def test_on_two_nodes_tokens_and_decoding_by_hand(machine):
@@ -340,7 +347,7 @@ def every_call():
     ]
     return [
         *calls,
-        lambda machine, world: nodes.gemm_ar(machine, 8192, 8192, 28672, world, scattered=world.nodes > 1),
+        lambda machine, world: nodes.gemm_ar(machine, 8192, 8192, 28672, world, once=world.nodes > 1),
         lambda machine, world: nodes_tokens.ep_dispatch(machine, 128, 7168, 256, 8, 7392, world),
         lambda machine, world: nodes_tokens.ep_combine(machine, 4096, 7168, 256, 8, world),
         lambda machine, world: nodes_tokens.all_to_all(machine, 128, 7168, 8, 7392, world),

@@ -7,18 +7,25 @@ order, pieces that
     forward     an item that was computed ``lag`` items ago to its owner on our node
     multiply    a tile each: the item of rank + 1 of our node, that of rank + 2 and so on, our own item last
     sum         a tile of our own item of ``sum_after`` rounds ago: add our node's partials in the order of the ranks,
-                round the sum, put it into the memory of the owner on each other node
+                round the sum, put it into the memory of the owners on other nodes that add
     total       a tile of our own item of ``total_after`` rounds ago: add the nodes' sums in the order of the nodes, and
                 the bias, store the total in z and at the node peers
+    relay       a tile of our own item of ``relay_after`` rounds ago that another node has added: bring its total from
+                our buffer to z and to the node peers
     receive     a tile of the node peers' items of ``receive_after`` rounds ago: bring its total from our buffer to z
 
-Sums are in fp32, of partials and of nodes' sums that were rounded to the dtype of x, our own included: so all nodes add
-the same numbers in the same order, and z has the same bits on all ranks. A sum crosses the network once for each other
-node, between ranks of the same number only; a put is one tile.
+The nodes' sums of an item are added in one of two ways (``adds_once``). By all its owners, each for its node: a sum
+crosses the network N - 1 times, and nothing relays. Or, with three nodes or more and much to send, by the owner on node
+``round mod NODES`` only, which puts the total back: a sum crosses once and a total N - 1 times, so 2 (N - 1) / N of an
+item leave a rank instead of N - 1, as with a reduce-scatter and an all-gather, for one more trip.
+
+Sums are in fp32, of partials and of nodes' sums that were rounded to the dtype of x, our own included: so whoever adds,
+adds the same numbers in the same order, and z has the same bits on all ranks. The network is crossed between ranks of
+the same number only; a put is one tile.
 
 Each piece waits for pieces of smaller numbers only, here and on every peer: sums come later than what forwards their
-partials, totals later than the sums, on whatever node, and what receives later than the totals. Programs take pieces by
-tickets (``lang._tickets``).
+partials, totals later than the sums, what relays later than the totals, on whatever node, and what receives later than
+both. Programs take pieces by tickets (``lang._tickets``).
 
 Of a half's signals, number ``s * rounds + round`` says that the partials of rank s of our node of our item of a round
 are here; then come [nodes, slots] of nodes' sums, and one of the total of each tile. Of its data, partials of our own
@@ -27,9 +34,9 @@ items come first, [LOCAL, slots] tiles in register order (``_gemm.in_register_or
 That is about 2 + NODES / LOCAL times z.
 
 Halves are used again two calls later, with nothing to wait for between: a rank has z when it has the totals, of at
-least one tile; their owner has waited for the other owners, and all of these for all of their node. So nobody finishes
+least one tile; who added it has waited for the other owners, and all of these for all of their node. So nobody finishes
 call t + 1 before everybody has begun it, and has finished call t: has read what came, partials, sums and totals, hence
-the sums that we sent in call t have arrived, and are not read for the network any more.
+the sums and totals that we sent in call t have arrived, and are not read for the network any more.
 """
 
 from dataclasses import dataclass, replace
@@ -46,8 +53,20 @@ from tdkernels.ops._staging import COPY_WORDS, forward_item
 from tdkernels.ops.gemm_ar_tiles import multiply_tile, receive_tile, slice_columns
 from tdkernels.symm import get_workspace
 
-# What a piece of work does; it receives if none of these.
-_FORWARD, _MULTIPLY, _SUM, _TOTAL = (tl.constexpr(role) for role in range(4))
+# What a piece of work does.
+_FORWARD, _MULTIPLY, _SUM, _TOTAL, _RELAY, _RECEIVE = (tl.constexpr(role) for role in range(6))
+
+# What a network of 400 Gb/s carries in the time of one more trip, 10 us: reckoned, for want of two hosts.
+_TRIP_BYTES = 450_000
+
+
+def adds_once(num_nodes, owned_bytes):
+    """Whether one owner of a tile adds all nodes' sums and puts the total back, instead of each owner for its node.
+
+    Args:     owned_bytes: of the tiles of a rank's items
+    """
+    saved = (num_nodes - 1) * (num_nodes - 2) / num_nodes * owned_bytes  # of N - 1 times, by 2 (N - 1) / N times
+    return saved > _TRIP_BYTES
 
 
 @td.jit
@@ -73,10 +92,11 @@ def _sum_tile(
 @td.jit
 def _total_tile(
     ctx, sums, part_bytes, totals_offset, half, bias_ptr, z_ptr, row, col, M, N, node, local,
-    NODES: tl.constexpr, LOCAL: tl.constexpr,
+    NODES: tl.constexpr, LOCAL: tl.constexpr, ADDS_ONCE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLICE_N: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Add all nodes' sums of a tile; store the total in z and in the buffer of every node peer."""
+    """Add all nodes' sums of a tile; store the total in z and at every node peer, to be sent from in ours, too."""
+    FIRST: tl.constexpr = 0 if ADDS_ONCE else 1
     DTYPE: tl.constexpr = z_ptr.dtype.element_ty
     rows = tl.arange(0, BLOCK_M)
     for first in range(0, BLOCK_N, SLICE_N):
@@ -85,15 +105,33 @@ def _total_tile(
         cols = first + tl.arange(0, SLICE_N)
         total = with_bias(total, bias_ptr, col + cols, N, HAS_BIAS)
         z = td.from_float32(total, DTYPE)
-        for step in tl.static_range(1, LOCAL):
+        for step in tl.static_range(FIRST, LOCAL):
             peer_totals = td.data_at(ctx, half, node * LOCAL + (local + step) % LOCAL) + totals_offset
             tl.store(td.pointer_to(peer_totals, DTYPE) + rows[:, None] * BLOCK_N + cols[None, :], z)
         store_rows(z_ptr, z, row + rows, col + cols, M, N)
 
 
 @td.jit
+def _relay_tile(
+    ctx, src, totals_offset, half, z_ptr, row, col, M, N, node, local,
+    LOCAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Bring the total of a tile from our buffer to z and into the buffer of every node peer."""
+    DTYPE: tl.constexpr = z_ptr.dtype.element_ty
+    rows = tl.arange(0, BLOCK_M)
+    cols = tl.arange(0, BLOCK_N)
+    offs = rows[:, None] * BLOCK_N + cols[None, :]
+    z = tl.load(td.pointer_to(src, DTYPE) + offs)
+    for step in tl.static_range(1, LOCAL):
+        peer_totals = td.data_at(ctx, half, node * LOCAL + (local + step) % LOCAL) + totals_offset
+        tl.store(td.pointer_to(peer_totals, DTYPE) + offs, z)
+    store_rows(z_ptr, z, row + rows, col + cols, M, N)
+
+
+@td.jit
 def _role(
-    piece, item_tiles, lag, sum_after, total_after, receive_after, LOCAL: tl.constexpr, FORWARDS: tl.constexpr
+    piece, item_tiles, lag, sum_after, total_after, relay_after, receive_after,
+    LOCAL: tl.constexpr, FORWARDS: tl.constexpr, RELAYS: tl.constexpr,
 ):  # fmt: skip
     """What is to be done, and to which tile: (role, round, sequence, tile of the item).
 
@@ -101,9 +139,10 @@ def _role(
     round is negative.
     """
     per_item = FORWARDS + item_tiles
-    in_round = piece % (LOCAL * per_item + (LOCAL + 1) * item_tiles)
-    round_ = piece // (LOCAL * per_item + (LOCAL + 1) * item_tiles)
-    other = in_round - LOCAL * per_item  # which of those that sum, make totals or receive
+    per_round = LOCAL * per_item + (LOCAL + 1 + RELAYS) * item_tiles
+    in_round = piece % per_round
+    round_ = piece // per_round
+    other = in_round - LOCAL * per_item  # which of those that sum, make totals, relay or receive
     if other < 0:
         i = in_round % per_item - FORWARDS
         role = tl.where(i < 0, _FORWARD, _MULTIPLY)
@@ -112,21 +151,25 @@ def _role(
     else:
         i = other % item_tiles
         role = _SUM + other // item_tiles
+        peer = role - _TOTAL - RELAYS - 1  # whose item is received
+        role = tl.where(peer >= 0, _RECEIVE, role)
         after = tl.where(role == _SUM, sum_after, tl.where(role == _TOTAL, total_after, receive_after))
-        place = tl.where(role <= _TOTAL, LOCAL - 1, role - _TOTAL - 1)
-        sequence = (round_ - after) * LOCAL + place
+        after = tl.where(role == _RELAY, relay_after, after)
+        sequence = (round_ - after) * LOCAL + tl.where(peer >= 0, peer, LOCAL - 1)
     round_ = tl.where(sequence < 0, -1, sequence // LOCAL)
     return role, round_, sequence, i
 
 
 # Compiled once for a tile, whatever the shape, plan and size of an item: that is what makes tuning cheap.
 @td.jit(network=True, do_not_specialize=[
-    "M", "N", "K", "stride_w", "lag", "sum_after", "total_after", "receive_after", "plan", "item_tiles", "group_m",
+    "M", "N", "K", "stride_w", "lag", "sum_after", "total_after", "relay_after", "receive_after", "plan",
+    "item_tiles", "group_m",
 ])  # fmt: skip
 def gemm_ar_nodes_kernel(
     ctx, x_ptr, x_desc, w_ptr, w_desc, bias_ptr, z_ptr, stage_ptr,
-    M, N, K, stride_w, lag, sum_after, total_after, receive_after, plan, item_tiles, group_m,
-    COPY_WORDS: tl.constexpr, SLICE_N: tl.constexpr, NODES: tl.constexpr, LOCAL: tl.constexpr,
+    M, N, K, stride_w, lag, sum_after, total_after, relay_after, receive_after, plan, item_tiles, group_m,
+    COPY_WORDS: tl.constexpr, SLICE_N: tl.constexpr,
+    NODES: tl.constexpr, LOCAL: tl.constexpr, ADDS_ONCE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     ELEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, HAS_BIAS: tl.constexpr, USE_TMA: tl.constexpr,
     W_IS_KN: tl.constexpr, PRECISION: tl.constexpr, trace_ptr=None,
@@ -142,6 +185,7 @@ def gemm_ar_nodes_kernel(
     TILE_BYTES: tl.constexpr = BLOCK_M * BLOCK_N * ELEM_BYTES
     DTYPE: tl.constexpr = z_ptr.dtype.element_ty
     FORWARDS: tl.constexpr = 1 if LOCAL > 1 else 0  # pieces for each item that forward
+    RELAYS: tl.constexpr = 1 if ADDS_ONCE else 0  # pieces for each of our tiles that relay
     me = td.rank(ctx)
     own_node = me // LOCAL
     own_local = me % LOCAL
@@ -157,15 +201,16 @@ def gemm_ar_nodes_kernel(
     totals_offset = (LOCAL + NODES) * part_bytes
     first_sum = LOCAL * rounds  # signals
     first_total = first_sum + NODES * slots
-    pieces = (rounds + receive_after) * (LOCAL * FORWARDS + (2 * LOCAL + 1) * item_tiles)
+    pieces = (rounds + receive_after) * (LOCAL * FORWARDS + (2 * LOCAL + 1 + RELAYS) * item_tiles)
 
     piece = td.ticket_of(td.take_ticket(ctx))
     while piece < pieces:
         trace = (trace_ptr, piece)
         td.mark(trace, "starts")
         role, round_, sequence, i = _role(
-            piece, item_tiles, lag, sum_after, total_after, receive_after, LOCAL, FORWARDS
+            piece, item_tiles, lag, sum_after, total_after, relay_after, receive_after, LOCAL, FORWARDS, RELAYS
         )
+        adder = round_ % NODES  # the node whose owner makes the total, if only one does
         local = (own_local + 1 + sequence % LOCAL + LOCAL) % LOCAL  # the owner on our node
         owner = own_node * LOCAL + local
         tile = (round_ * LOCAL + local) * item_tiles + i
@@ -173,13 +218,19 @@ def gemm_ar_nodes_kernel(
         stage = stage_ptr.to(tl.int64) + staged * TILE_BYTES
         number = round_ * item_tiles + i  # among the tiles of the owner's items
         slot = tl.cast(number, tl.int64) * TILE_BYTES
+        goes = (round_ >= 0) & (tile < tiles)
+        if ADDS_ONCE:
+            goes = goes & ((role != _TOTAL) | (adder == own_node)) & ((role != _RELAY) | (adder != own_node))
 
-        if (round_ >= 0) & (tile < tiles):
+        if goes:
             pid_m, pid_n = swizzle(tile, tiles_m, tiles_n, group_m)
             row = pid_m * BLOCK_M
             col = pid_n * BLOCK_N
             own_parts = td.data_at(ctx, half, me) + slot
             own_sums = own_parts + sums_offset
+            tile_offset = totals_offset + tl.cast(tile, tl.int64) * TILE_BYTES
+            own_total = td.data_at(ctx, half, me) + tile_offset
+            total_signal = td.signal_at(ctx, half, first_total + tile)
             if role == _FORWARD:
                 if local != own_local:
                     answer = forward_item(
@@ -211,11 +262,16 @@ def gemm_ar_nodes_kernel(
                 td.store_release(td.flag_at(ctx, LOCAL * slots + number), epoch, SCOPE="gpu")
                 td.mark(trace, "pushes", ALL_PEERS)
                 for step in tl.static_range(1, NODES):
-                    # waiter: the program of the owner on another node that makes the total of the tile
-                    td.put_signal(
-                        ctx, src, src, TILE_BYTES, td.signal_at(ctx, half, first_sum + own_node * slots + number),
-                        signal, (own_node + step) % NODES * LOCAL + own_local, PASSES_ON=True,
-                    )  # fmt: skip
+                    other = (own_node + step) % NODES
+                    adds = True
+                    if ADDS_ONCE:
+                        adds = other == adder
+                    if adds:
+                        # waiter: the program of the owner on another node that makes the total of the tile
+                        td.put_signal(
+                            ctx, src, src, TILE_BYTES, td.signal_at(ctx, half, first_sum + own_node * slots + number),
+                            signal, other * LOCAL + own_local, PASSES_ON=True,
+                        )  # fmt: skip
             elif role == _TOTAL:
                 td.mark(trace, "waits", me)
                 # producer: our own program that sums the tile
@@ -230,22 +286,41 @@ def gemm_ar_nodes_kernel(
                     )  # fmt: skip
                 td.mark(trace, "sums", ALL_PEERS)
                 _total_tile(
-                    ctx, own_sums, part_bytes, totals_offset + tl.cast(tile, tl.int64) * TILE_BYTES, half,
-                    bias_ptr, z_ptr, row, col, M, N, own_node, own_local,
-                    NODES, LOCAL, BLOCK_M, BLOCK_N, SLICE_N, HAS_BIAS,
+                    ctx, own_sums, part_bytes, tile_offset, half, bias_ptr, z_ptr, row, col, M, N,
+                    own_node, own_local, NODES, LOCAL, ADDS_ONCE, BLOCK_M, BLOCK_N, SLICE_N, HAS_BIAS,
+                )  # fmt: skip
+                answer = td.take_ticket(ctx)
+                if ADDS_ONCE:
+                    td.mark(trace, "pushes", ALL_PEERS)
+                    for step in tl.static_range(1, NODES):
+                        # waiter: the program of the owner on another node that relays the tile
+                        td.put_signal(
+                            ctx, own_total, own_total, TILE_BYTES, total_signal, signal,
+                            (own_node + step) % NODES * LOCAL + own_local, PASSES_ON=True,
+                        )  # fmt: skip
+                if LOCAL > 1:
+                    # waiter: every node peer's program that receives the tile
+                    td.notify_node(ctx, total_signal, signal, PASSES_ON=True)
+            elif role == _RELAY:
+                td.mark(trace, "waits", adder * LOCAL + own_local)
+                # producer: the program of the owner on another node that makes the total of the tile
+                seen = td.await_put(ctx, total_signal, signal, adder * LOCAL + own_local)
+                td.mark(trace, "pushes", ALL_PEERS)
+                _relay_tile(
+                    ctx, td.consume_token(own_total, seen), tile_offset, half, z_ptr, row, col, M, N,
+                    own_node, own_local, LOCAL, BLOCK_M, BLOCK_N,
                 )  # fmt: skip
                 answer = td.take_ticket(ctx)
                 if LOCAL > 1:
                     # waiter: every node peer's program that receives the tile
-                    td.notify_node(ctx, td.signal_at(ctx, half, first_total + tile), signal, PASSES_ON=True)
+                    td.notify_node(ctx, total_signal, signal, PASSES_ON=True)
             else:
                 td.mark(trace, "waits", owner)
-                # producer: the owner's program that makes the total of the tile
-                seen = td.wait_plan(ctx, td.signal_at(ctx, half, first_total + tile), signal, owner)
+                # producer: the owner's program that makes the total of the tile, or relays it
+                seen = td.wait_plan(ctx, total_signal, signal, owner)
                 answer = td.take_ticket(ctx)
                 td.mark(trace, "receives", owner)
-                src = td.data_at(ctx, half, me) + totals_offset + tl.cast(tile, tl.int64) * TILE_BYTES
-                receive_tile(td.consume_token(src, seen), z_ptr, row, col, M, N, BLOCK_M, BLOCK_N)
+                receive_tile(td.consume_token(own_total, seen), z_ptr, row, col, M, N, BLOCK_M, BLOCK_N)
         else:
             answer = td.take_ticket(ctx)
         td.mark(trace, "finishes")
@@ -262,22 +337,26 @@ class _Schedule:
     lag: int
     sum_after: int
     total_after: int
+    relay_after: int
     receive_after: int
+    relays: bool
 
     @classmethod
-    def of(cls, tiles, item_tiles, local, num_sms):
+    def of(cls, tiles, item_tiles, local, num_sms, relays):
         items = -(-tiles // item_tiles)
         rounds = -(-items // local)
         lag = min(-(-num_sms // item_tiles), rounds * local)
         # The last partial is on its way after a wave. A program that comes too early keeps a multiprocessor waiting,
         # one that comes late costs nothing but at the end: so one more wave for partials to arrive, one for sums and
-        # one for totals. What is no more than a wave is at its end from the beginning.
+        # one for totals, on each of their trips. What is no more than a wave is at its end from the beginning.
         wave = -(-lag // local)
         gap = wave + 1 if lag < rounds * local else 0
-        return cls(rounds, lag, wave + gap, wave + 2 * gap, wave + 3 * gap)
+        sum_after, total_after, relay_after = (wave + trips * gap for trips in (1, 2, 3))
+        return cls(rounds, lag, sum_after, total_after, relay_after, relay_after + relays * gap, relays)
 
     def num_pieces(self, item_tiles, local):
-        return (self.rounds + self.receive_after) * (local * (local > 1) + (2 * local + 1) * item_tiles)
+        per_round = local * (local > 1) + (2 * local + 1 + self.relays) * item_tiles
+        return (self.rounds + self.receive_after) * per_round
 
 
 def _arguments(ctx, x, weight, bias, z, stage, schedule, plan, world_size, num_nodes, config):
@@ -289,11 +368,17 @@ def _arguments(ctx, x, weight, bias, z, stage, schedule, plan, world_size, num_n
     weight, stride_w, x_desc, w_desc, constants = _operands.product(x, weight, bias, tiles, by_tma)
     args = (
         ctx, x, x_desc, weight, w_desc, bias, z, stage,
-        m, n, k, stride_w, schedule.lag, schedule.sum_after, schedule.total_after, schedule.receive_after, plan,
-        config.item_tiles, tiles.group_m,
+        m, n, k, stride_w, schedule.lag, schedule.sum_after, schedule.total_after, schedule.relay_after,
+        schedule.receive_after, plan, config.item_tiles, tiles.group_m,
     )  # fmt: skip
-    nodes = {"NODES": num_nodes, "LOCAL": world_size // num_nodes}
+    nodes = {"NODES": num_nodes, "LOCAL": world_size // num_nodes, "ADDS_ONCE": schedule.relays}
     return args, {"COPY_WORDS": COPY_WORDS, "SLICE_N": slice_columns(tiles), **nodes, **constants}
+
+
+def _relays(x, weight, world_size, num_nodes):
+    """Whether one owner adds all nodes' sums of a tile, for x [M, K] and weight [N, K]; the same on all ranks."""
+    owned_bytes = x.shape[0] * weight.shape[0] * x.element_size() * num_nodes // world_size
+    return adds_once(num_nodes, owned_bytes)
 
 
 def compile(x, weight, bias, world_size, config, num_nodes):
@@ -301,9 +386,8 @@ def compile(x, weight, bias, world_size, config, num_nodes):
     x = _operands.rows_contiguous(x)
     ctx = torch.empty(1, dtype=torch.int64, device=x.device)
     z = stage = x.new_empty(1)
-    args, constants = _arguments(
-        ctx, x, weight, bias, z, stage, _Schedule(1, 1, 1, 1, 1), 0, world_size, num_nodes, config
-    )
+    schedule = _Schedule(1, 1, 1, 1, 1, 1, _relays(x, weight, world_size, num_nodes))
+    args, constants = _arguments(ctx, x, weight, bias, z, stage, schedule, 0, world_size, num_nodes, config)
     gemm_ar_nodes_kernel.warmup(*args, grid=(1,), **constants)
 
 
@@ -315,9 +399,10 @@ def launch(x, weight, bias, group, config, fields):
     m, n = x.shape[0], weight.shape[0]
     tiles = config.tiles
     count = tiles.count(m, n)
-    # Of few tiles each rank of a node shall own some.
-    config = replace(config, item_tiles=min(config.item_tiles, -(-count // local)))
-    schedule = _Schedule.of(count, config.item_tiles, local, _device.num_sms(x.device))
+    relays = _relays(x, weight, ranks, nodes)
+    # Of few tiles each rank that adds shall own some.
+    config = replace(config, item_tiles=min(config.item_tiles, -(-count // (ranks if relays else local))))
+    schedule = _Schedule.of(count, config.item_tiles, local, _device.num_sms(x.device), relays)
     slots = schedule.rounds * config.item_tiles  # tiles of a rank's items, the last one filled up
     tile_bytes = tiles.block_m * tiles.block_n * x.element_size()
     plan = workspace.prepare(

@@ -6,15 +6,24 @@
 import random
 import time
 
+import pytest
 import torch
 import torch.distributed as dist
 
 import tdkernels
 from tdkernels import PeerTimeoutError
+from tdkernels.ops import gemm_ar_nodes_kernel
 from tests.nodes import a_group_on_nodes, reseed
 from tests.ops.dense import config_for, has_the_bits_of_rank_0
 from tests.reference import Case
 from tests.test_protocol import failure_of, poison, timeout
+
+
+def adding_once(fn, *args, **kwargs):
+    """Call a function, for which one owner of gemm_ar's tiles adds all nodes' sums, however little there is to send."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gemm_ar_nodes_kernel, "_TRIP_BYTES", -1)
+        return fn(*args, **kwargs)
 
 
 def computes(operator, dtype, local, shapes, *, bias=True, exact=False, **changes):

@@ -3,6 +3,7 @@
 import pytest
 
 from tdkernels import Tiles
+from tdkernels.ops.gemm_ar_nodes_kernel import adds_once
 from tests.nodes import thorough
 from tests.ops import across_nodes, dense
 from tests.ranks import on_ranks
@@ -66,6 +67,55 @@ def test_same_bits_every_time(world_size, local):
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 def test_sums_are_in_the_order_of_ranks_and_nodes(dtype, world_size, local):
     on_ranks(world_size, across_nodes.adds_in_order, "gemm_ar", local, dtype)
+
+
+# ---- one owner of a tile adds all nodes' sums ----
+
+
+def test_one_owner_adds_where_that_saves_more_than_a_trip():
+    few, many = 1 << 12, 1 << 24
+    assert [adds_once(nodes, few) for nodes in (2, 3, 8)] == [False, False, False]
+    assert [adds_once(nodes, many) for nodes in (1, 2, 3, 8)] == [False, False, True, True]
+
+
+@pytest.mark.parametrize("world_size, local, dtype, shapes", [
+    (4, 2, BF16, [(5, 3, 7), (65, 21, 33)]), (3, 1, FP16, [(17, 21, 33), (1, 1, 1)]),
+    pytest.param(6, 2, BF16, [(65, 21, 33)], marks=thorough),
+], ids=str)  # fmt: skip
+def test_one_owner_adds(world_size, local, dtype, shapes):
+    on_ranks(world_size, across_nodes.adding_once, across_nodes.computes, "gemm_ar", dtype, local, shapes)
+
+
+@thorough
+@pytest.mark.parametrize("config", CONFIGS)
+def test_one_owner_adds_configs(config):
+    args = ("gemm_ar", FP16, 1, [(20, 37, 24), (70, 66, 9)])
+    on_ranks(3, across_nodes.adding_once, across_nodes.computes, *args, **CONFIGS[config])
+
+
+@pytest.mark.parametrize("world_size, local, seeds, shapes, changes", [
+    (4, 2, 25, [(1, 1, 1), (2, 3, 1)], {}), (4, 2, 12, [(1, 65, 1)], SMALL), (3, 1, 50, [(1, 1, 1), (2, 65, 1)], SMALL),
+], ids=["default", "several tiles", "one rank a node"])  # fmt: skip
+def test_one_owner_adds_in_any_order_of_the_network(world_size, local, seeds, shapes, changes):
+    args = ("gemm_ar", local, seeds, shapes)
+    on_ranks(world_size, across_nodes.adding_once, across_nodes.is_right_on_every_network, *args, **changes)
+
+
+def test_one_owner_adds_in_memory_that_is_reused():
+    args = ("gemm_ar", 1, [(5, 3, 7), (66, 20, 9), (5, 3, 7)])
+    on_ranks(3, across_nodes.adding_once, across_nodes.reuses_poisoned_memory, *args)
+
+
+@pytest.mark.parametrize("world_size, local", [(4, 2), (3, 1)])
+def test_one_owner_adds_the_same_bits(world_size, local):
+    # Whoever adds, adds the same numbers in the same order.
+    on_ranks(world_size, across_nodes.adding_once, across_nodes.adds_in_order, "gemm_ar", local, BF16, **SMALL)
+
+
+def test_one_owner_misses_a_rank():
+    # Rank 1 misses its node peer; ranks 2 and 3 relay what rank 0 and 1 would have added, or receive what they relay.
+    errors = on_ranks(4, across_nodes.adding_once, across_nodes.misses_a_rank, "gemm_ar", 2, 0)
+    assert errors == [None, 0, 0, 2]
 
 
 def test_missing_rank():
