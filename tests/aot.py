@@ -36,6 +36,8 @@ _ROCSHMEM = Path(__file__).parent / "lang" / "rocshmem_stand_in.ll"
 # What one program may have, in bytes; a kernel that needs more compiles but cannot be launched.
 SHARED_MEMORY = {"sm_80": 166912, "sm_89": 101376, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536, "gfx950": 163840}
 
+PLAN = 3  # the number of the plan that launches are given
+
 
 def compile_for(kernel, args, kwargs, arch):
     """The compiled kernel (``.asm``, ``.metadata``) for a launch ``kernel[grid](*args, **kwargs)`` on ``arch``."""
@@ -71,6 +73,11 @@ def pointer(dtype):
 def descriptor(dtype, shape, block):
     """Something that specialises like a host-made tensor descriptor."""
     return TensorDescriptor(torch.empty(shape, dtype=dtype), list(shape), list(torch.empty(shape).stride()), block)
+
+
+def narrow(ptx):
+    """Loads and stores of less than 8 bytes a thread; words of 8 are what signals and tables are made of."""
+    return re.findall(r"(?:ld|st)\.global\.[bu](?:8|16|32)\b.*", ptx)
 
 
 def assemble(ptx, gpu="sm_90a"):
@@ -173,7 +180,7 @@ def recorded_launches(launchers, ranks=1, nodes=1):
     workspace = MagicMock(ctx=pointer(torch.int64), kept={}, launches={}, world_size=ranks, half_bytes=1 << 30)
     workspace.group.topology = Topology(0, ranks, ranks // nodes)
     workspace.group.local_world_size = ranks // nodes if nodes > 1 else 1 << 30
-    workspace.prepare.return_value = 3  # the plan
+    workspace.prepare.return_value = PLAN
     with pytest.MonkeyPatch.context() as patch:
         for launcher in launchers if isinstance(launchers, tuple) else (launchers,):
             patch.setattr(launcher, "get_workspace", lambda *args, **options: workspace, raising=False)

@@ -43,12 +43,12 @@ _FOR_ONE_GPU = ("test_traced_kernels_compile", "test_a_size_of_one_compiles", "t
 _LONG = {
     "test_ag_attention.py": ("test_everything",),
     "test_all_to_all.py": ("test_rows_go_there_and_back",),
-    "test_aot.py": ("test_traced_kernels_compile", "test_without_a_trace_nothing_of_it_is_compiled"),
     "test_compile.py": ("test_fullgraph",),
     "test_dense.py": ("test_minimal_shapes_in_every_config", "test_same_bits_every_time"),
     "test_flash_decode.py": ("test_everything",),
     "test_flash_decode_nodes.py": ("test_everything",),
     "test_moe_tp.py": ("test_everything",),
+    "test_traces.py": ("test_traced_kernels_compile", "test_without_a_trace_nothing_of_it_is_compiled"),
     "test_ulysses.py": ("test_everything",),
 }
 
@@ -66,10 +66,13 @@ def pytest_collection_modifyitems(items):
 
 def _says_little(item, params):
     """Operators across nodes are asked at 2 x 2; for one GPU of each vendor most is compiled, for others some."""
-    if item.path.name.endswith("_nodes.py"):
-        return params.get("world_size", 4) != 4
-    if item.path.name != "test_aot.py" or "arch" not in params:
-        return False
+    if item.path.parent.name == "compiled":
+        return "arch" in params and _compiled_for_little(item, params)
+    return item.path.name.endswith("_nodes.py") and params.get("world_size", 4) != 4
+
+
+def _compiled_for_little(item, params):
+    """Is it for a GPU, or of a dtype, that others stand for?"""
     dtype = params.get("dtype", torch.bfloat16)
     if params["arch"] == "sm_90":
         return dtype == torch.float16  # the same code as of bf16

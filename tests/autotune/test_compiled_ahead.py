@@ -1,6 +1,6 @@
 """What the tuner compiles ahead is what a call launches: else it would be compiled again, while the peers wait.
 
-That the launches compile is asked in tests/test_aot.py.
+That the launches compile is asked in tests/compiled.
 """
 
 import contextlib

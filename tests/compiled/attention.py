@@ -1,0 +1,56 @@
+"""What ag_attention and its backward launch."""
+
+import contextlib
+import functools
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tdkernels.ops import (
+    _device,
+    ag_attention_backward_kernel,
+    ag_attention_config,
+    ag_attention_dkv_kernel,
+    ag_attention_kernel,
+)
+from tests.aot import recorded_launches
+from tests.compiled.targets import BF16, FP16, compile_launches
+
+ATTENTION = ["attention", "statistics", "gradient of q", "gradients of k and v"]
+ODD_ATTENTION = [
+    ("sm_90", "attention", dict(d=17, dv=33, rows=1, heads=1, kv_heads=1, ranks=1)),
+    ("sm_90", "gradients of k and v", dict(d=192, dv=128, dtype=FP16, rows=3, heads=3, kv_heads=1, ranks=3)),
+    ("gfx942", "gradients of k and v", dict(d=17, dv=256, rows=3, heads=3, kv_heads=1, ranks=3, sharding="contiguous")),
+]
+
+
+@functools.cache
+def attention_launches(
+    arch, dtype, d=64, dv=64, rows=256, heads=4, kv_heads=2, ranks=2, sharding="zigzag", causal=True
+):  # fmt: skip
+    """{name: (kernel, args, kwargs)} of a training step with the default tiles of ``arch``."""
+    device, of_forward, of_keys = SimpleNamespace(type="cuda"), ag_attention_kernel, ag_attention_dkv_kernel
+    q, k, v = (torch.zeros(1, rows, *size, dtype=dtype) for size in ((heads, d), (kv_heads, d), (kv_heads, dv)))
+    with contextlib.ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setattr(_device, "has_tma", lambda device: arch in ("sm_90", "sm_100"))
+        patch.setattr(_device, "capability", lambda device: (int(arch[3:-1]), int(arch[-1])))
+        patch.setattr(torch.version, "hip", "7.0" if arch.startswith("gfx") else None)
+        config = ag_attention_config.completed(None, rows, max(d, dv), dtype, device)
+        # The memory that peers write to is none here, and its descriptor like that of any tensor.
+        for module in (of_forward, of_keys):
+            patch.setattr(module, "gathered_descriptor", lambda *args: of_forward.shard_descriptor(args[2], *args[4:]))
+        forward, query, keys = [
+            stack.enter_context(recorded_launches(module))
+            for module in (of_forward, ag_attention_backward_kernel, of_keys)
+        ]
+        call = causal, sharding, d**-0.5, SimpleNamespace(size=lambda: ranks), config
+        o, lse = of_forward.launch(q, k, v, *call)
+        ag_attention_backward_kernel.launch(q, k, v, o, lse, o, lse, (True,) * 3, *call)
+    return dict(zip(ATTENTION, (*forward, keys[0], *query, *keys[1:]), strict=True))
+
+
+def compile_attention(name, arch, dtype=BF16, **options):
+    (compiled,) = compile_launches([attention_launches(arch, dtype, **options)[name]], arch)
+    return compiled

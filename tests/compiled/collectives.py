@@ -1,0 +1,24 @@
+"""Kernels of the collectives alone, compiled as their launcher would launch them."""
+
+import torch
+
+from tdkernels.ops import collective_kernels as collectives
+from tdkernels.ops import collective_launch
+from tdkernels.ops.collective_config import CollectiveConfig
+from tests.aot import PLAN, SHARED_MEMORY, compile_for, pointer
+
+COLLECTIVES = {
+    ("all_gather", "one_shot"): collectives.all_gather_kernel,
+    ("reduce_scatter", "one_shot"): collectives.reduce_scatter_kernel,
+    ("all_reduce", "one_shot"): collectives.all_reduce_one_shot_kernel,
+    ("all_reduce", "two_shot"): collectives.all_reduce_two_shot_kernel,
+}
+
+
+def compile_collective(operator, exchange, arch, dtype, *, block_bytes=8192, num_warps=8, nbytes=1 << 20):
+    config = CollectiveConfig(exchange=exchange, block_bytes=block_bytes, num_warps=num_warps)
+    x = torch.empty(64, dtype=dtype)
+    args, kwargs = collective_launch.arguments(operator, pointer(torch.int64), x, x, nbytes, PLAN, config)
+    compiled = compile_for(COLLECTIVES[operator, exchange], list(args), kwargs, arch)
+    assert compiled.metadata.shared <= SHARED_MEMORY[arch]
+    return compiled

@@ -1,0 +1,117 @@
+"""Kernels of the dense operators, compiled as their launchers would launch them."""
+
+from dataclasses import replace
+
+import torch
+
+from tdkernels.ops._operands import aligned
+from tdkernels.ops._tiles import Tiles
+from tdkernels.ops.ag_gemm_kernel import ag_gemm_kernel
+from tdkernels.ops.ag_gemm_nodes_kernel import ag_gemm_nodes_kernel
+from tdkernels.ops.ag_gemm_one_shot import ag_gemm_one_shot_kernel
+from tdkernels.ops.gemm_ar_kernel import gemm_ar_kernel
+from tdkernels.ops.gemm_ar_nodes_kernel import gemm_ar_nodes_kernel
+from tdkernels.ops.gemm_ar_tiles import slice_columns
+from tdkernels.ops.gemm_one_shot import gemm_one_shot_kernel
+from tdkernels.ops.gemm_rs_direct import gemm_rs_direct_kernel
+from tdkernels.ops.gemm_rs_kernel import gemm_rs_kernel
+from tdkernels.ops.gemm_rs_nodes_kernel import gemm_rs_nodes_kernel
+from tests.aot import PLAN, SHARED_MEMORY, compile_for, descriptor, pointer
+from tests.compiled.targets import FP32, tiles_for, uses_tma
+
+ROWS, N, K = 2048, 8192, 7168
+COPYING = [ag_gemm_kernel, gemm_ar_kernel, gemm_rs_kernel]  # whose programs copy to the peers
+PRODUCTS = [*COPYING, gemm_rs_direct_kernel]
+ACROSS_NODES = [ag_gemm_nodes_kernel, gemm_ar_nodes_kernel, gemm_rs_nodes_kernel]  # which speak to the network too
+ONE_SHOT = [ag_gemm_one_shot_kernel, gemm_one_shot_kernel]
+
+
+def compile_gemm(
+    kernel, arch, dtype, *, w_is_kn=False, bias=False, shape=(ROWS, N, K), nodes=2, local=2, **constants
+):  # fmt: skip
+    """Compile one of the product kernels as its launcher would launch it, by default on a large shape."""
+    rows, n, k = shape
+    tiles = tiles_for(arch, dtype)
+    tma = uses_tma(arch, dtype) and k % 8 == 0
+    rows_desc = descriptor(dtype, (1, 256, 512), [1, tiles.block_m, tiles.block_k]) if tma else None
+    weight_block = [tiles.block_k, tiles.block_n] if w_is_kn else [tiles.block_n, tiles.block_k]
+    weight_desc = descriptor(dtype, (512, 512), weight_block) if tma else None
+    stride = n if w_is_kn else k
+    x = weight = output = pointer(dtype)
+    bias = pointer(dtype) if bias else None
+    ctx = pointer(torch.int64)
+    if kernel in (ag_gemm_kernel, ag_gemm_nodes_kernel):
+        args = [ctx, x, rows_desc, rows_desc, weight, weight_desc, bias, output]
+        args += [rows, n, k, stride, rows, PLAN, 16, 1, 8]
+        constants = {"FIXED_HALF": False, **constants}  # and as many nodes as there are
+    elif kernel is gemm_ar_kernel:
+        stage = pointer(dtype)
+        args = [ctx, x, rows_desc, weight, weight_desc, bias, output, stage, rows, n, k, stride, 33, 6, 7, PLAN, 4, 8]
+        constants = {"SLICE_N": slice_columns(tiles), "RANKS": 4, **constants}
+    elif kernel is gemm_ar_nodes_kernel:
+        stage = pointer(dtype)
+        args = [ctx, x, rows_desc, weight, weight_desc, bias, output, stage]
+        args += [rows, n, k, stride, 33, 6, 7, 8, 9, PLAN, 4, 8]
+        across = {"NODES": nodes, "LOCAL": local, "ADDS_ONCE": nodes > 2}
+        constants = {"SLICE_N": slice_columns(tiles), **across, **constants}
+    elif kernel is gemm_rs_direct_kernel:
+        tiles = replace(tiles, num_stages=min(tiles.num_stages, 3))
+        sent = descriptor(dtype, (2, 256, tiles.block_n), [1, tiles.block_m, tiles.block_n]) if tma else None
+        z_desc = descriptor(dtype, (1, 512, 512), [1, tiles.block_m, tiles.block_n]) if tma and n % 8 == 0 else None
+        args = [ctx, x, rows_desc, weight, weight_desc, bias, output, z_desc, *[sent] * 3, *[None] * 4]
+        args += [rows, n, k, stride, PLAN, 8]
+        constants = {"RANKS": 4, **constants}
+    else:
+        stage = pointer(dtype)
+        args = [ctx, x, rows_desc, weight, weight_desc, bias, output, stage, rows, n, k, stride, 33, PLAN, 4, 8]
+        ranks = {"RANKS": 4} if kernel is gemm_rs_kernel else {"NODES": nodes, "LOCAL": local}
+        constants = {**ranks, **constants}
+    copying = kernel in (*COPYING, *ACROSS_NODES)
+    kwargs = {
+        **({"COPY_WORDS": 4096} if copying else {}), **constants, **tiles.constants(), **tiles.options(),
+        "ELEM_BYTES": dtype.itemsize, "ALIGNED": aligned(n, k, stride), "HAS_BIAS": bias is not None, "USE_TMA": tma,
+        "W_IS_KN": w_is_kn, "PRECISION": "ieee",
+    }  # fmt: skip
+    compiled = compile_for(kernel, args, kwargs, arch)
+    assert compiled.metadata.shared <= SHARED_MEMORY[arch]
+    return compiled
+
+
+def one_shot_tiles_for(arch, dtype, rows):
+    """The tiles that _few_rows.default_tiles gives few rows, for the reason of ``tiles_for``."""
+    if dtype == FP32:
+        return Tiles(rows, 64, 32, num_warps=4, num_stages=2)
+    if arch in ("sm_90", "sm_100"):
+        return Tiles(rows, 64, 128, num_warps=4, num_stages=6)
+    gfx = arch.startswith("gfx")
+    return Tiles(rows, 64, 128 if gfx else 64, num_warps=4, num_stages=2 if gfx else 4)
+
+
+def compile_one_shot(
+    kernel, arch, dtype, *, split, scatters=False, w_is_kn=False, bias=False, shape=(16, N, K), tiles=None, **more
+):  # fmt: skip
+    rows, n, k = shape
+    tiles = tiles or one_shot_tiles_for(arch, dtype, max(rows, 16))
+    has_tma = uses_tma(arch, dtype) and k % 8 == 0
+    tma = has_tma and tiles.block_m > 16
+    rows_desc = descriptor(dtype, (2, 256, 512), [1, tiles.block_m, tiles.block_k]) if tma else None
+    weight_block = [tiles.block_k, tiles.block_n] if w_is_kn else [tiles.block_n, tiles.block_k]
+    weight_desc = descriptor(dtype, (512, 512), weight_block) if tma else None
+    stride = n if w_is_kn else k
+    bias = pointer(dtype) if bias else None
+    args = [pointer(torch.int64), pointer(dtype), rows_desc, pointer(dtype), weight_desc, bias]
+    args += [pointer(dtype), pointer(FP32)]
+    if kernel is ag_gemm_one_shot_kernel:
+        args += [rows, n, k, stride, rows, k, 4096, PLAN, 24, split]
+        constants = {"COPY_BLOCK": 2048, "PREFETCH": 1024 if has_tma else 0}
+    else:
+        args += [rows, n, k, rows, stride, k, PLAN, split]
+        constants = {"SCATTERS": scatters, "RANKS": 8}
+    kwargs = {
+        **constants, **more, **tiles.constants(), **tiles.options(), "ELEM_BYTES": dtype.itemsize,
+        "ALIGNED": aligned(n, k, stride), "HAS_BIAS": bias is not None, "USE_TMA": tma, "W_IS_KN": w_is_kn,
+        "PRECISION": "ieee", "SPLIT": split > 1,
+    }  # fmt: skip
+    compiled = compile_for(kernel, args, kwargs, arch)
+    assert compiled.metadata.shared <= SHARED_MEMORY[arch]
+    return compiled

@@ -1,0 +1,69 @@
+"""What dispatches and combines launch, and the routing before them."""
+
+import functools
+from types import SimpleNamespace
+
+import torch
+
+from tdkernels.ops import ep_direct, ep_launch, ep_routing
+from tdkernels.ops.ep_config import EpConfig
+from tests.aot import recorded_launches
+from tests.compiled.targets import BF16
+
+MOVES = [
+    "dispatch", "dispatch again, with scales", "dispatch, quantized", "gradient of a combine", "combine per rank",
+    "gradient of a dispatch", "combine per expert",
+]  # fmt: skip
+DIRECT = ["direct dispatch", "direct dispatch, quantized"]  # in a group on one node
+ROUTES = ["route", "route of many tokens", "route by source"]
+# Between them they hold every function of the kernels; the others are for one target, to save time.
+EVERYWHERE = ["route of many tokens", "dispatch, quantized", "combine per rank", "direct dispatch, quantized"]
+
+
+@functools.cache
+def expert_launches(tokens=128, k=8, experts=256, ranks=8, width=7168, dtype=BF16, local=None):
+    """What dispatches, combines and their gradients launch, by name: lists of (kernel, args, kwargs).
+
+    ``local``: ranks of a node, of several; None for one node.
+    """
+    group, capacity, found = SimpleNamespace(size=lambda: ranks), 2 * tokens, {}
+    per_rank, per_expert = EpConfig(), EpConfig(combine="per_expert")
+    with recorded_launches((ep_routing, ep_launch, ep_direct), ranks, ranks // (local or ranks)) as launches:
+
+        def keep(name):
+            found[name] = list(launches)
+            launches.clear()
+
+        def route(tokens, k, **options):
+            ids = torch.zeros(tokens, k, dtype=torch.int64)
+            return ep_routing.route("op", ids, experts, group, per_rank, max_tokens=capacity, **options)
+
+        routing = route(tokens, k)
+        keep("route")
+        route(64 * tokens, k)
+        keep("route of many tokens")
+        route(tokens, 1, by_source=True, bad=torch.zeros((), dtype=torch.int32))
+        keep("route by source")
+        x, weights, of_rows = torch.zeros(tokens, width, dtype=dtype), torch.ones(tokens, k), torch.ones(capacity)
+        rows, _, _ = ep_launch.dispatch(routing, x, weights=weights)
+        keep("dispatch")
+        ep_launch.dispatch(routing, x.to(torch.float8_e4m3fn), weights=weights, scales=torch.ones(tokens, 56))
+        keep("dispatch again, with scales")
+        ep_launch.dispatch(routing, x, weights=weights, quantize=True)
+        keep("dispatch, quantized")
+        ep_launch.dispatch_gradient(routing, x, rows, weights, True)
+        keep("gradient of a combine")
+        ep_launch.combine(routing, rows, weights=weights, row_weights=of_rows)
+        keep("combine per rank")
+        ep_launch.combine(routing, rows, row_numbers=of_rows)
+        keep("gradient of a dispatch")
+        ep_launch.combine(routing, rows, weights=weights, row_weights=of_rows, config=per_expert)
+        keep("combine per expert")
+        for name in DIRECT if local is None else []:
+            ids, quantize = torch.zeros(tokens, k, dtype=torch.int64), name.endswith("quantized")
+            routing = ep_direct.bounded_routing("op", ids, experts, group, per_rank, capacity, tokens)
+            ep_direct.leave_uncounted(routing, ids)
+            ep_launch.dispatch(routing, x, weights=weights, quantize=quantize)
+            keep(name)
+    assert list(found) == ROUTES + MOVES + (DIRECT if local is None else []) and all(found.values())
+    return found

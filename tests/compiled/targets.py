@@ -1,0 +1,35 @@
+"""What launches of all families share: dtypes, and what differs from GPU to GPU."""
+
+import pytest
+import torch
+
+from tdkernels.ops._tiles import Tiles
+from tdkernels.ops.ep_dispatch_kernel import BY_INSTRUCTION, BY_INTEGERS
+from tests.aot import SHARED_MEMORY, compile_for
+from tests.ranks import DEVICE
+
+needs_no_gpu = pytest.mark.skipif(DEVICE == "cuda", reason="needs no GPU and takes minutes: `make test` runs it")
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def tiles_for(arch, dtype):
+    """The tiles that ``default_tiles`` gives large shapes; it cannot be asked about a device that is not there."""
+    if dtype == FP32:
+        return Tiles(64, 64, 32, num_warps=4, num_stages=2)
+    if arch.startswith("gfx"):
+        return Tiles(128, 128, 64, num_warps=8, num_stages=2)
+    return Tiles() if arch in ("sm_90", "sm_100") else Tiles(128, 128, 64, num_warps=8, num_stages=3)
+
+
+def uses_tma(arch, dtype):
+    return arch in ("sm_90", "sm_100") and dtype != FP32
+
+
+def compile_launches(launches, arch):
+    """As that GPU would be launched on: here, launchers see one that does not quantize by an instruction."""
+    by = (BY_INSTRUCTION if arch in ("sm_89", "sm_90", "sm_100") else BY_INTEGERS).value
+    launches = [(k, a, {**kw, "QUANTIZE": by} if kw.get("QUANTIZE") else kw) for k, a, kw in launches]
+    compiled = [compile_for(*launch, arch) for launch in launches]
+    assert all(each.metadata.shared <= SHARED_MEMORY[arch] for each in compiled)
+    return compiled

@@ -1,0 +1,51 @@
+"""Collectives alone."""
+
+import re
+
+import pytest
+import torch
+
+from tdkernels.ops.collective_config import EXCHANGES
+from tests.aot import TARGETS, narrow
+from tests.compiled.collectives import COLLECTIVES, compile_collective
+from tests.compiled.targets import BF16, FP16, FP32, needs_no_gpu
+
+pytestmark = needs_no_gpu
+
+each_collective = pytest.mark.parametrize("operator, exchange", COLLECTIVES, ids=str)
+# (block_bytes, num_warps) of the defaults for few bytes, some, and many.
+BLOCKS = [(4096, 4), (8192, 8), (16384, 16), (32768, 16)]
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+@each_collective
+def test_collectives_compile(operator, exchange, dtype, arch):
+    compile_collective(operator, exchange, arch, dtype)
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
+@each_collective
+def test_collectives_of_odd_sizes_compile(operator, exchange, arch):
+    """Of one element, and of bytes that are no multiple of 16, which are moved in words of 1, 2, 4 or 8 bytes."""
+    for dtype, nbytes in ((torch.int8, 1), (torch.bool, 1 << 20 | 2), (BF16, 2), (FP32, 4 * 1001), (BF16, 8 * 1001)):
+        if operator == "all_gather" or dtype.is_floating_point:
+            compile_collective(operator, exchange, arch, dtype, nbytes=nbytes)
+
+
+@pytest.mark.parametrize("block_bytes, num_warps", BLOCKS)
+@each_collective
+def test_collectives_move_sixteen_bytes_at_a_time(operator, exchange, block_bytes, num_warps):
+    ptx = compile_collective(
+        operator, exchange, "sm_90", BF16, block_bytes=block_bytes, num_warps=num_warps
+    ).asm["ptx"]  # fmt: skip
+    assert not narrow(ptx)
+    assert re.search(r"ld\.global\.v2\.b64|ld\.global\.v4\.b32", ptx)
+    assert re.search(r"st\.global\.v2\.b64|st\.global\.v4\.b32", ptx)
+    assert len(re.findall(r"st\.global\.b64", ptx)) <= 4, "a copy stores single words"
+    assert "ld.acquire.sys.global.b64" in ptx and "st.release.sys.global.b64" in ptx
+
+
+def test_every_exchange_is_compiled_here():
+    exchanges = {(operator, exchange) for operator, names in EXCHANGES.items() for exchange in names}
+    assert set(COLLECTIVES) == exchanges - {("all_gather", "copy_engine")}  # whose kernels are those of the gather

@@ -1,0 +1,56 @@
+"""flash_decode, on one node and on several, and its gradients."""
+
+import re
+
+import pytest
+
+from tdkernels.ops.flash_decode_kernel import flash_decode_nodes_kernel
+from tests.aot import TARGETS
+from tests.compiled.flash_decode import decode_launch
+from tests.compiled.targets import BF16, FP16, FP32, compile_launches, needs_no_gpu
+
+pytestmark = needs_no_gpu
+
+
+@pytest.mark.parametrize("arch, name, dtype", [
+    *((arch, "one token", BF16) for arch in TARGETS),
+    *((arch, "tokens, paged, fp8", FP16) for arch in ("sm_80", "sm_90", "gfx942")),
+    ("sm_90", "latent", BF16), ("gfx942", "latent", BF16), ("sm_80", "one token", FP32),
+])  # fmt: skip
+def test_decodes_compile(arch, name, dtype):
+    compile_launches(decode_launch(name, arch, dtype), arch)
+
+
+@pytest.mark.parametrize("arch, name, ranks, nodes", [
+    ("sm_90", "one token", 8, 2), ("sm_90", "latent", 6, 3), ("sm_80", "tokens, paged, fp8", 4, 4),
+    ("gfx942", "one token", 8, 2),
+])  # fmt: skip
+def test_decodes_compile_for_several_nodes(arch, name, ranks, nodes):
+    decode = decode_launch(name, arch, ranks=ranks, nodes=nodes)[0]
+    assert decode[0] is flash_decode_nodes_kernel
+    (compiled,) = compile_launches([decode], arch)
+    if arch.startswith("gfx"):
+        return
+    ptx = compiled.asm["ptx"]
+    puts = [call.start() for call in re.finditer(r"call\.uni [^;]*nvshmemx_putmem_signal_nbi_block", ptx)]
+    # Of what a node has of a tile, and with several query tokens of the lengths; in loops, unrolled or not.
+    assert len(puts) >= 1 + (name == "tokens, paged, fp8")
+    assert all("fence.acq_rel.sys" in ptx[max(put - 4000, 0) : put] for put in puts)
+    assert len(re.findall(r"call\.uni [^;]*nvshmem_signal_wait_until", ptx)) >= len(puts)
+
+
+def test_a_decode_of_fp8_on_hopper_reads_no_single_bytes():
+    (decode,) = compile_launches(decode_launch("tokens, paged, fp8", "sm_90"), "sm_90")
+    ptx = decode.asm["ptx"]
+    assert ".m8n8.x4.trans.shared.b16" in ptx and "cvt.rn.f16x2.e4m3x2" in ptx
+    assert not re.search(r"ld\.shared\.[bsu]8\b", ptx)
+
+
+def test_a_decode_on_hopper_copies_ahead_and_uses_tensor_cores():
+    decode, gradients = compile_launches(decode_launch("one token", "sm_90"), "sm_90")
+    ptx = decode.asm["ptx"]
+    assert "mma.sync.aligned.m16n8k16" in ptx and "ldmatrix" in ptx
+    loop = ptx[: ptx.rindex("mma.sync")]
+    assert loop.count("cp.async.cg") >= 2 * 16  # keys and values of a block, before the loop and in it
+    assert "st.release.sys.global.b64" in ptx and "ld.acquire.sys.global.b64" in ptx
+    assert "mma.sync" in gradients.asm["ptx"]

@@ -1,0 +1,46 @@
+"""Dense operators of few rows, whose kernels exchange all of them at once."""
+
+import re
+
+import pytest
+
+from tdkernels.ops._tiles import LARGE
+from tdkernels.ops.ag_gemm_one_shot import ag_gemm_one_shot_kernel
+from tests.aot import SHARED_MEMORY, TARGETS, narrow
+from tests.compiled.dense import ONE_SHOT, K, N, compile_one_shot
+from tests.compiled.expert_products import compile_grouped
+from tests.compiled.targets import BF16, FP16, FP32, needs_no_gpu
+
+pytestmark = needs_no_gpu
+
+each_one_shot = pytest.mark.parametrize("kernel", ONE_SHOT, ids=lambda k: k.__name__)
+
+
+@each_one_shot
+@pytest.mark.parametrize("arch", TARGETS)
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+def test_one_shot_compiles(dtype, arch, kernel):
+    compile_one_shot(kernel, arch, dtype, split=2 if dtype == BF16 else 1, bias=dtype == FP16, w_is_kn=dtype == FP32)
+    if arch in ("sm_90", "gfx942"):
+        compile_one_shot(kernel, arch, dtype, split=2, scatters=True, shape=(1, 1, 1))
+        compile_one_shot(kernel, arch, dtype, split=1, scatters=True, w_is_kn=dtype == BF16, shape=(64, N, K))
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
+def test_large_tiles_of_defaults(arch):
+    """Those of one shot for many columns, and of a weight's gradient for long groups."""
+    for kernel, w_is_kn in zip(ONE_SHOT, (False, True), strict=True):
+        compile_one_shot(kernel, arch, BF16, split=1, scatters=True, w_is_kn=w_is_kn, shape=(256, N, K), tiles=LARGE)
+    compiled = compile_grouped("gradient of w", arch, BF16, sizes=(4 * 4096, 512, 512))
+    assert compiled.metadata.num_warps == 8 and compiled.metadata.shared <= SHARED_MEMORY[arch]
+
+
+@each_one_shot
+@pytest.mark.parametrize("rows, split, scatters", [(16, 1, True), (64, 2, False)])
+def test_one_shot_moves_sixteen_bytes_at_a_time(rows, split, scatters, kernel):
+    ptx = compile_one_shot(kernel, "sm_90", BF16, split=split, scatters=scatters, shape=(rows, N, K)).asm["ptx"]
+    assert not narrow(ptx)
+    staged = re.findall(r"cp\.async\.\w+\.shared\.global.*", ptx)
+    assert all(" 0x10" in line for line in staged)
+    assert "wgmma" in ptx and bool(staged) == (rows == 16) and ("cp.async.bulk.tensor" in ptx) == (rows == 64)
+    assert ("cp.async.bulk.prefetch.L2" in ptx) == (kernel is ag_gemm_one_shot_kernel)

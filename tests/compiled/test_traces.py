@@ -1,0 +1,80 @@
+"""Kernels with a trace and without one, and those that compare clocks."""
+
+import re
+
+import pytest
+import torch
+
+from tdkernels.ops import (
+    ag_attention_kernel,
+    moe_ag_gemm_kernel,
+    moe_gemm_rs_kernel,
+    ulysses_out_kernel,
+    ulysses_qkv_kernel,
+)
+from tdkernels.ops.flash_decode_kernel import flash_decode_kernel
+from tdkernels.trace import clocks
+from tests.aot import TARGETS, compile_for, pointer
+from tests.compiled.attention import attention_launches
+from tests.compiled.dense import ONE_SHOT, PRODUCTS, compile_gemm, compile_one_shot
+from tests.compiled.expert_products import sliced_launches
+from tests.compiled.flash_decode import decode_launch
+from tests.compiled.targets import BF16, compile_launches, needs_no_gpu
+from tests.compiled.ulysses import ulysses_launches
+
+pytestmark = needs_no_gpu
+
+TRACED_LAUNCHES = {
+    ag_attention_kernel.ag_attention_kernel: lambda arch: attention_launches(arch, BF16)["attention"],
+    flash_decode_kernel: lambda arch: decode_launch("one token", arch)[0],
+    moe_ag_gemm_kernel.moe_ag_gemm_kernel: lambda arch: sliced_launches(arch, BF16)["rows, swiglu"],
+    moe_gemm_rs_kernel.moe_gemm_rs_kernel: lambda arch: sliced_launches(arch, BF16)["sums"],
+    ulysses_out_kernel.ulysses_out_kernel: lambda arch: ulysses_launches(arch, BF16)["out"],
+    ulysses_qkv_kernel.ulysses_qkv_kernel: lambda arch: ulysses_launches(arch, BF16)["qkv"],
+}
+every_traced_kernel = pytest.mark.parametrize(
+    "kernel", [*PRODUCTS, *ONE_SHOT, *TRACED_LAUNCHES], ids=lambda k: k.__name__
+)
+
+
+def compile_any(kernel, arch, **constants):
+    if kernel in ONE_SHOT:
+        return compile_one_shot(kernel, arch, BF16, split=2, **constants)
+    if kernel in TRACED_LAUNCHES:
+        _, args, options = TRACED_LAUNCHES[kernel](arch)
+        (compiled,) = compile_launches([(kernel, args, {**options, **constants})], arch)
+        return compiled
+    return compile_gemm(kernel, arch, BF16, **constants)
+
+
+@every_traced_kernel
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "gfx942", "gfx950"])
+def test_traced_kernels_compile(kernel, arch):
+    compile_any(kernel, arch, trace_ptr=pointer(torch.int64))
+
+
+@every_traced_kernel
+def test_without_a_trace_nothing_of_it_is_compiled(kernel):
+    """The clock is read by waits alone, which look twice at it, and the multiprocessor by nobody."""
+    ptx = compile_any(kernel, "sm_90").asm["ptx"]
+    assert ptx.count("globaltimer") == 2 * ptx.count("nanosleep") > 0
+    assert "%smid" not in ptx
+    traced = compile_any(kernel, "sm_90", trace_ptr=pointer(torch.int64)).asm["ptx"]
+    marks = traced.count("%smid")
+    assert marks >= 6 and traced.count("globaltimer") == 2 * traced.count("nanosleep") + marks
+    assert traced.count("nanosleep") == ptx.count("nanosleep")
+
+
+@pytest.mark.parametrize("kernel", PRODUCTS, ids=lambda k: k.__name__)
+def test_a_product_is_done_when_the_clock_is_read_after_it(kernel):
+    ptx = compile_gemm(kernel, "sm_90", BF16, trace_ptr=pointer(torch.int64)).asm["ptx"]
+    for done in re.finditer(r"wgmma\.wait_group\.sync\.aligned 0;", ptx):
+        clock = ptx.index("globaltimer", done.end())
+        assert "bar.sync" in ptx[done.end() : clock]
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+def test_kernels_that_compare_clocks_compile(arch):
+    ctx = pointer(torch.int64)
+    compile_for(clocks.meet_kernel, [ctx, 3_000_000], {"num_warps": 1}, arch)
+    compile_for(clocks.clocks_kernel, [ctx, pointer(torch.int64), 32], {"num_warps": 1}, arch)

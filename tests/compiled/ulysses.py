@@ -1,0 +1,47 @@
+"""What the projections of Ulysses launch."""
+
+import contextlib
+import functools
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tdkernels.ops import _operands, ulysses_out_kernel, ulysses_qkv_kernel
+from tdkernels.ops.ulysses_config import UlyssesConfig
+from tests.aot import descriptor, recorded_launches
+from tests.compiled.targets import BF16, compile_launches, tiles_for
+
+# The projections round an attention whose heads are divided, and their gradients, which have the weights the other way
+# round; of the second one with and without what is kept for a gradient.
+ULYSSES = ["qkv", "gradient of o", "out", "gradient of x"]
+
+
+@functools.cache
+def ulysses_launches(arch, dtype, sizes=(2, 256, 512, 256), bias=False, ranks=4, tiles=None):
+    """{name: (kernel, args, kwargs)}; sizes are those of a rank: B, S / W, K, N / W."""
+    batch, positions, k, width = sizes
+    group = SimpleNamespace(size=lambda: ranks, rank=lambda: 1)
+    tiles = tiles or tiles_for(arch, dtype)
+    config = UlyssesConfig(tiles=tiles)
+    x, o = torch.zeros(batch * positions, k, dtype=dtype), torch.zeros(ranks * batch * positions, width, dtype=dtype)
+    weight = torch.zeros(ranks * width, k, dtype=dtype)
+    of_qkv, of_out = (torch.zeros(n, dtype=dtype) if bias else None for n in weight.shape)
+    with contextlib.ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setattr(_operands, "has_tma", lambda device: arch in ("sm_90", "sm_100"))
+        patch.setattr(ulysses_out_kernel, "_push_bytes", lambda device: 32 << 10)
+        gathered = descriptor(dtype, (2, 256, 512), [1, tiles.block_m, tiles.block_k])
+        patch.setattr(ulysses_out_kernel, "_gathered_descriptor", lambda *_: gathered)
+        qkv = stack.enter_context(recorded_launches(ulysses_qkv_kernel))
+        out = stack.enter_context(recorded_launches(ulysses_out_kernel))
+        ulysses_qkv_kernel.launch("op", x, weight, of_qkv, batch, group, config)
+        ulysses_qkv_kernel.launch("op", x, weight.t().contiguous().t(), None, batch, group, config)
+        ulysses_out_kernel.launch("op", o, weight.t().contiguous(), of_out, batch, group, config)
+        ulysses_out_kernel.launch("op", o, weight.t(), None, batch, group, config, keep=True)
+    return dict(zip(ULYSSES, qkv + out, strict=True))
+
+
+def compile_ulysses(name, arch, dtype=BF16, **options):
+    (compiled,) = compile_launches([ulysses_launches(arch, dtype, **options)[name]], arch)
+    return compiled
