@@ -17,11 +17,11 @@ each_across_nodes = pytest.mark.parametrize("kernel", ACROSS_NODES, ids=lambda k
 
 # Of NVIDIA's GPUs these two take all the ways there are.
 @pytest.mark.parametrize("arch, dtype, local", [
-    ("sm_80", FP32, 2), ("sm_90", FP16, 1), ("gfx942", BF16, 2), ("gfx950", FP16, 1),
+    ("sm_80", FP32, 2), ("sm_90", BF16, 1), ("gfx942", BF16, 2), ("gfx950", FP16, 1),
 ], ids=str)  # fmt: skip
 @each_across_nodes
 def test_products_across_nodes_compile(kernel, arch, dtype, local):
-    compile_gemm(kernel, arch, dtype, bias=dtype == FP16, w_is_kn=dtype == FP16, nodes=3, local=local)
+    compile_gemm(kernel, arch, dtype, bias=local == 1, w_is_kn=local == 1, nodes=3, local=local)
     if arch == "sm_90":
         compile_gemm(kernel, arch, dtype, shape=(1, 1, 1), local=local)
 
