@@ -13,11 +13,13 @@ Example:
 import torch
 
 from tdkernels.ops import ep_launch as launcher
+from tdkernels.ops import ep_torch
 from tdkernels.ops._operands import refuse_second_derivatives
 from tdkernels.ops._outside_graphs import outside_graphs
 from tdkernels.ops.ep_checks import INTEGERS, check_config, check_num_experts, check_payload, check_tensor
 from tdkernels.ops.ep_choice import choose_config, config_to_route
 from tdkernels.ops.ep_routing import route
+from tdkernels.ops.ep_ways import as_chosen
 from tdkernels.symm import resolve_group
 
 _NAME = "all_to_all"
@@ -74,6 +76,19 @@ def _check(x, splits, scales, max_tokens, config, world_size):
     check_config(_NAME, config, x.device)
 
 
+def _route(x, splits, max_tokens, group, config):
+    """The Routing of rows by checked splits, with its config."""
+    ids, bad = _experts_of_rows(splits, x.shape[0])
+    options = {"max_tokens": max_tokens, "by_source": True, "bad": bad}
+    if config is not None and config.method == "torch":
+        return ep_torch.route(_NAME, ids, splits.shape[0], group, config, **options)
+    config = config_to_route(config, group, x.device)
+    routing = route(_NAME, ids, splits.shape[0], group, config, **options)
+    if config is None:
+        routing.config = choose_config(_NAME, routing, x)
+    return as_chosen(routing, ids, **options)
+
+
 @outside_graphs
 def all_to_all(x, splits, *, scales=None, max_tokens=None, group=None, config=None):
     """Send each rank its rows of x; rank r's come r-th.
@@ -101,13 +116,7 @@ def all_to_all(x, splits, *, scales=None, max_tokens=None, group=None, config=No
     """
     group = resolve_group(group)
     _check(x, splits, scales, max_tokens, config, group.size())
-    ids, bad = _experts_of_rows(splits, x.shape[0])
-    config = config_to_route(config, group, x.device)
-    routing = route(
-        _NAME, ids, splits.shape[0], group, config, max_tokens=max_tokens, by_source=True, bad=bad
-    )  # fmt: skip
-    if config is None:
-        routing.config = choose_config(_NAME, routing, x)
+    routing = _route(x, splits, max_tokens, group, config)
     out, out_scales = _AllToAll.apply(x, scales, routing)
     out_splits = routing.splits
     return out, (out_splits.flatten() if splits.shape[0] == group.size() else out_splits), out_scales

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from tdkernels.ops import _device
 
 COMBINES = ("per_rank", "per_expert")
+METHODS = ("fused", "torch")
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,9 @@ class EpConfig:
     num_warps:      of a program
     direct_tokens:  with a max_tokens_per_rank up to this many, at most 1024, a dispatch is one launch: each token is a
                     chunk, and leaves for a slot of its own before anything has been counted; 0: never
+    method:         "fused", our kernels; or "torch": torch's all-to-all between sorts, of which the host waits for the
+                    counts whatever max_tokens says, so that no CUDA graph captures it; it has no halves, sums as
+                    "per_expert" and takes nothing of the above. What goes by a handle goes as its dispatch went
     """
 
     combine: str = "per_rank"
@@ -31,11 +35,14 @@ class EpConfig:
     block_bytes: int = 8192
     num_warps: int = 4
     direct_tokens: int = 256
-
-    method = "fused"  # no field, for there is no other; configs of all operators can be asked for it
+    method: str = "fused"
 
     def illegal(self, device, dtype=None):
         """Why this config cannot run; None when it can."""
+        if self.method not in METHODS:
+            return f'method must be "fused" or "torch", not {self.method!r}'
+        if self.method == "torch":
+            return None
         if self.combine not in COMBINES:
             return f'combine must be "per_rank" or "per_expert", not {self.combine!r}'
         for name in ("num_senders", "num_receivers", "chunk_tokens"):

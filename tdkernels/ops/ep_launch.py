@@ -1,13 +1,14 @@
 """Launches of the kernels of all_to_all, ep_dispatch and ep_combine, for a ``Routing``.
 
-``dispatch`` sends tokens to rows, ``combine`` rows back to tokens. A group on several nodes has kernels of its own.
+``dispatch`` sends tokens to rows, ``combine`` rows back to tokens. A group on several nodes has kernels of its own;
+what goes by torch's collectives (``ep_torch``) launches none.
 """
 
 from dataclasses import dataclass
 
 import torch
 
-from tdkernels.ops import ep_tables
+from tdkernels.ops import ep_tables, ep_torch
 from tdkernels.ops._config import text_of
 from tdkernels.ops._launch import Launch, by_address, launch_kept
 from tdkernels.ops._operands import rows_contiguous
@@ -90,6 +91,8 @@ def _chunks_of_peers(routing):
 
 def dispatch(routing, x, *, scales=None, weights=None, quantize=False):
     """x [T, H] of each rank as rows [R, H]; returns (rows, scales [R, S] or None, weights [R] or None)."""
+    if routing.by_torch is not None:
+        return ep_torch.dispatch(routing, x, scales=scales, weights=weights, quantize=quantize)
     sending = prepare_dispatch(routing, x, scales=scales, weights=weights, quantize=quantize)
     launch_dispatch(routing, sending)
     return sending.rows, sending.row_scales, sending.row_weights
@@ -120,6 +123,8 @@ def prepare_dispatch(routing, x, *, scales=None, weights=None, quantize=False):
 
 def dispatch_gradient(routing, dy, expert_rows, weights, want_dots):
     """(gradient of the rows [R, H], of their weights [R] or None) of a sum of rows, times ``weights`` [T, K] or 1."""
+    if routing.by_torch is not None:
+        return ep_torch.dispatch_gradient(routing, dy, expert_rows, weights, want_dots)
     dy = rows_contiguous(dy)
     # With a capacity some rows belong to no token, and have no part in any sum.
     new = dy.new_empty if routing.max_tokens is None else dy.new_zeros
@@ -245,6 +250,8 @@ def combine(routing, rows, *, weights=None, row_weights=None, row_numbers=None, 
               ``weighs_rows`` tells of; row_numbers: [R] fp32 or None
     Returns:  (y, numbers or None)
     """
+    if routing.by_torch is not None:
+        return ep_torch.combine(routing, rows, weights=weights, row_numbers=row_numbers)
     returning = prepare_combine(routing, rows, weights, row_weights, row_numbers, config)
     launch_combine(routing, returning, config=config)
     return returning.y, returning.numbers
@@ -265,6 +272,8 @@ def prepare_combine(routing, rows, weights=None, row_weights=None, row_numbers=N
 
 def weighs_rows(routing, config):
     """Whether a combine needs the weights where the rows are: for sums that are made there, or on another node."""
+    if routing.by_torch is not None:
+        return False
     return config.combine == "per_rank" or routing.crossing is not None
 
 

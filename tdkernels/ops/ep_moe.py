@@ -46,7 +46,8 @@ class EpMoeConfig:
     gemm:  both products, see ``GroupGemmConfig``
     method: "fused": products overlap the ways there and back, see ``ep_moe_fused``; of the parts' configs it takes the
            tiles of ``gemm`` alone; "sequence": one step after the other, which sends fewer bytes where tokens have
-           several experts on a rank; "": the sequence. The same on all ranks. torch.compile sees the sequence always
+           several experts on a rank; "torch": the sequence by torch's collectives and torch's grouped product, the
+           latter where it has one; "": the sequence. The same on all ranks. torch.compile sees the sequence always
     """
 
     ep: EpConfig | None = None
@@ -55,8 +56,10 @@ class EpMoeConfig:
 
     def illegal(self, device, dtype):
         """Why this config cannot run on a device with a dtype; None when it can."""
-        if self.method not in ("", "fused", "sequence"):
-            return f'method must be "fused", "sequence" or "", not {self.method!r}'
+        if self.method not in ("", "fused", "sequence", "torch"):
+            return f'method must be "fused", "sequence", "torch" or "", not {self.method!r}'
+        if self.method == "torch" and (self.ep, self.gemm) != (None, None):
+            return 'method "torch" takes no ep and no gemm'
         if self.method == "fused" and self.gemm is not None and self.gemm.method != "fused":
             return f'method "fused" multiplies by its own kernels, not by {self.gemm.method!r}'
         for name, kind in (("ep", EpConfig), ("gemm", GroupGemmConfig)):
@@ -69,6 +72,13 @@ class EpMoeConfig:
             if reason is not None:
                 return f"{name}: {reason}"
         return None
+
+    def parts(self, x):
+        """(ep, gemm) of a call with tokens x, each None if it is to be chosen."""
+        if self.method != "torch":
+            return self.ep, self.gemm
+        gemm = GroupGemmConfig(method="torch")
+        return EpConfig(method="torch"), None if gemm.illegal(x.device, x.dtype) else gemm
 
 
 def ep_moe_ref(x, topk_ids, topk_weights, w_gate_up, w_down, *, num_experts, activation="swiglu", group=None):
@@ -178,7 +188,7 @@ def ep_moe(
     layer = x, topk_ids, topk_weights, w_gate_up, w_down
     settings = num_experts, activation, quantize, max_tokens, max_tokens_per_rank
     if max_tokens is not None and torch.compiler.is_compiling():
-        texts = as_argument(config.ep), as_argument(config.gemm)
+        texts = map(as_argument, config.parts(x))
         return ep_moe_compiled(*layer, *settings, group.group_name, *texts)
     return _run(*layer, *settings, group, config, fused)
 
@@ -204,8 +214,9 @@ def _run(
         return ep_moe_fused(
             x, topk_ids, topk_weights, w_gate_up, w_down, num_experts, activation, max_tokens, group, config
         )
+    ep, gemm = config.parts(x)
     rows, splits, handle = receive(
-        x, topk_ids, topk_weights, num_experts, quantize, max_tokens, max_tokens_per_rank, group, config.ep
+        x, topk_ids, topk_weights, num_experts, quantize, max_tokens, max_tokens_per_rank, group, ep
     )
-    made = experts(rows, splits, w_gate_up, w_down, activation, config.gemm)
+    made = experts(rows, splits, w_gate_up, w_down, activation, gemm)
     return ep_combine(made, handle, group=group)

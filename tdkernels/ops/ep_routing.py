@@ -55,6 +55,7 @@ class Routing:
     config_is_given: bool = True
     reach: Reach | None = None  # where ``whole`` was asked for
     most_tokens: int | None = None  # max_tokens_per_rank
+    by_torch: object = None  # the ByTorch of what goes by torch's collectives
     uncounted: tuple | None = None  # the ids, and what else is wrong with them, that the first dispatch is to count
 
     @property
@@ -82,12 +83,17 @@ class Routing:
         return self.operator, self.tokens, self.choices, self.num_experts, self.most_staged, self.config, crossing
 
 
+def refused_ids(operator, rank, bad):
+    """The error for ids of a rank that is told by ``bad``, see ``route``."""
+    if bad < 0:
+        return ValueError(f"{operator}: rank {rank} has {-bad} tokens, more than max_tokens_per_rank")
+    return ValueError(f"{operator}: the ids or splits of rank {rank} are out of range or do not add up")
+
+
 def _error_of_note(operator, name, kind, first, second, third):
     """What a note of ``ep_route_kernel`` says, as an error."""
-    if kind == NOTE_BAD_IDS.value and second < 0:
-        return ValueError(f"{operator}: rank {first} has {-second} tokens, more than max_tokens_per_rank")
     if kind == NOTE_BAD_IDS.value:
-        return ValueError(f"{operator}: the ids or splits of rank {first} are out of range or do not add up")
+        return refused_ids(operator, first, second)
     return ValueError(
         f"{operator}: max_tokens={third} is too small: a rank receives {first} rows, and {second} tokens are staged at "
         "most (on a rank, counted once for each peer; where rows go straight to experts, choices of tokens); nothing "

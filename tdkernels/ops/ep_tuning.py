@@ -26,6 +26,7 @@ from tdkernels.ops import (
     ep_route_kernel,
     ep_routing,
     ep_tables,
+    ep_torch,
     ep_ways,
     moe_ep,
 )
@@ -44,7 +45,7 @@ _MOST_DIRECT = ep_tables.MAX_CHUNKS.value  # of EpConfig.direct_tokens
 
 
 class _EpTunable(ConfigTunable):
-    """What the three have in common. There is no torch sequence among their configs."""
+    """What the three have in common."""
 
     sizes = ("tokens", "hidden", "experts", "choices")
     layouts = ("exact", "static")
@@ -52,7 +53,7 @@ class _EpTunable(ConfigTunable):
     _blocks = (4096, 4), (8192, 4), (8192, 8), (16384, 4)  # bytes at a time, warps
     sources = (
         moe_ep, all_to_all, ep_ways, ep_routing, ep_launch, ep_payload, ep_config, ep_tables, ep_route_kernel,
-        ep_dispatch_kernel, ep_combine_kernel, ep_direct, ep_direct_kernel,
+        ep_dispatch_kernel, ep_combine_kernel, ep_direct, ep_direct_kernel, ep_torch,
     )  # fmt: skip
 
     def why_not(self, problem):
@@ -74,8 +75,10 @@ class _EpTunable(ConfigTunable):
     def layout_of(self, *operands):
         return self.layouts[0]
 
-    def plain(self):
-        return None
+    def illegal(self, config, problem, device):
+        if config.method == "torch" and not problem.layout.startswith("exact"):
+            return "torch's sequence waits for the host, which a call with max_tokens does not"
+        return super().illegal(config, problem, device)
 
     def default(self, problem, device):
         return ep_config.default_config(device, self.name, _is_bounded(problem), _tokens(problem))
@@ -105,6 +108,8 @@ class _EpTunable(ConfigTunable):
         return 1, 2, 4, 8
 
     def estimate_ms(self, config, problem, hardware):
+        if config.method == "torch":
+            return self._sequence_ms(problem, hardware)
         tokens, crosses = _tokens(problem), _crossing(problem)
         chunks = min(max(-(-tokens // config.chunk_tokens), 1), ep_launch.MAX_CHUNKS)
         in_chunk = -(-tokens // chunks)
@@ -116,6 +121,13 @@ class _EpTunable(ConfigTunable):
         moved = floors.memory_bytes + 2 * crosses * self._row_bytes(problem)
         moving = max(floors.wire_bytes / dense.push_rate(senders, hardware), moved / hardware.memory)
         return 1e3 * (self._latency_s(problem, config) + walking + moving)
+
+    def _sequence_ms(self, problem, hardware):
+        """Rows once for each choice, gathered and sorted in memory before and after."""
+        floors, choices = self.floors(problem), _choices(problem)
+        sent = _tokens(problem) * choices * self._row_bytes(problem)
+        memory = (4 * sent + floors.memory_bytes) / hardware.memory
+        return 1e3 * (_HOST_S + 8 * _LAUNCH_S + memory + dense.collective_s(sent, hardware))
 
     def _latency_s(self, problem, config):
         """Before and after all that: with a routing, which is exchanged first."""
@@ -148,7 +160,7 @@ class _EpTunable(ConfigTunable):
         return lambda: x.repeat_interleave(choices, 0)  # one rank alone copies
 
     def compiled(self, config):
-        return config.block_bytes, config.num_warps
+        return None if config.method == "torch" else (config.block_bytes, config.num_warps)
 
 
 def _choices(problem):
@@ -248,7 +260,8 @@ class EpDispatchTunable(_EpTunable):
         return x if recv.scales is None else dequantize(x, recv.scales[:rows], problem.torch_dtype)
 
     def compiled(self, config):
-        return config.direct_tokens, *super().compiled(config)
+        same = super().compiled(config)
+        return same and (config.direct_tokens, *same)
 
     def compile(self, operands, problem, config):
         x, _, weights = operands
@@ -256,10 +269,16 @@ class EpDispatchTunable(_EpTunable):
 
 
 class EpCombineTunable(_EpTunable):
-    """The way back of rows that a dispatch in the default config has brought, by whose chunks they go."""
+    """The way back of rows that a dispatch in the default config has brought, by whose chunks they go.
+
+    Torch's sequence is none of its configs: what a dispatch has brought by our kernels goes back by them.
+    """
 
     name = "ep_combine"
     _blocks = (4096, 4), (8192, 4), (8192, 8), (16384, 16)
+
+    def plain(self):
+        return None
 
     def goes_in_graphs(self, problem):
         return True  # all is known since the dispatch

@@ -1,18 +1,26 @@
-"""Which way the tokens of a dispatch go: counted first, or of few tokens all in one launch."""
+"""Which way the tokens of a dispatch go: counted first, or of few tokens all in one launch; or by torch."""
 
+from tdkernels.ops import ep_torch
 from tdkernels.ops._nodes import spans_nodes
 from tdkernels.ops.ep_choice import choose_config, config_to_route, sure_capacity
+from tdkernels.ops.ep_config import default_config
 from tdkernels.ops.ep_direct import bounded_routing, can_be_direct, leave_uncounted
 from tdkernels.ops.ep_routing import route
 
 
 def route_tokens(
-    operator, x, topk_ids, num_experts, quantize, max_tokens, group, config, max_tokens_per_rank=None, bad=None
+    operator, x, topk_ids, num_experts, quantize, max_tokens, group, config, max_tokens_per_rank=None, bad=None,
+    by_torch=True,
 ):  # fmt: skip
     """The Routing of checked tokens, with the config of their dispatch.
 
-    ``bad``: as of ``route``
+    ``bad``: as of ``route``; ``by_torch``: whether torch's way may be chosen, where no config is given
     """
+    ids = operator, topk_ids, num_experts, group
+    if config is not None and config.method == "torch":
+        if max_tokens_per_rank is not None and max_tokens is None:
+            max_tokens = sure_capacity(group.size() * max_tokens_per_rank, group.size(), num_experts, topk_ids.shape[1])
+        return ep_torch.route(*ids, config, max_tokens=max_tokens, bad=bad, max_tokens_per_rank=max_tokens_per_rank)
     config = config_to_route(config, group, x.device)
     bounded = None
     if max_tokens_per_rank is not None:
@@ -22,11 +30,25 @@ def route_tokens(
         if bounded.uncounted is not None:
             return bounded
         max_tokens = bounded.max_tokens
-    routing = route(operator, topk_ids, num_experts, group, config, max_tokens=max_tokens, bad=bad)
+    routing = route(*ids, config, max_tokens=max_tokens, bad=bad)
     routing.most_tokens = max_tokens_per_rank
     if config is None:
         routing.config = bounded.config if bounded else choose_config("ep_dispatch", routing, x, quantize is not None)
-    return routing
+    return as_chosen(routing, topk_ids, by_torch=by_torch, max_tokens=max_tokens, bad=bad)
+
+
+def as_chosen(routing, ids, *, by_torch=True, **options):
+    """The Routing of the same ids by torch, if that has been chosen for one and is possible; else it itself.
+
+    ``options``: of ``ep_torch.route``
+    """
+    if routing.config.method != "torch":
+        return routing
+    if not by_torch:
+        routing.config = default_config(ids.device)
+        return routing
+    same = routing.operator, ids, routing.num_experts, routing.group, routing.config
+    return ep_torch.route(*same, config_is_given=False, **options)
 
 
 def _bounded_routing(operator, x, topk_ids, num_experts, quantize, max_tokens, group, config, most, bad):

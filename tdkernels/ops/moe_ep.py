@@ -7,7 +7,8 @@ T may be another on each rank, and 0. Schedule: ``ep_route_kernel`` counts, exch
 lays everything out; ``ep_dispatch_kernel`` sends each token once to every rank that has an expert of it, where it is
 copied to its rows. Of few tokens ``ep_direct_kernel`` does both in one launch. ``ep_combine_kernel`` adds a token's
 rows up where the experts are, sends the sum, and adds the sums up at home, in fp32 and in the order of the ranks. Of
-each chunk of tokens there is a signal, so receiving overlaps sending.
+each chunk of tokens there is a signal, so receiving overlaps sending. ``EpConfig(method="torch")`` goes by torch's
+collectives instead (``ep_torch``).
 
 Backward. That of ep_dispatch is an unweighted combine, which takes the weights' gradients along. That of ep_combine is
 a dispatch of dy, by which a row gets dy times its weight and a weight the product of dy with its row; these go back
@@ -167,7 +168,10 @@ class _Combine(torch.autograd.Function):
 # ---- the public functions ----
 
 
-def _handle(x, topk_ids, topk_weights, scales, num_experts, quantize, max_tokens, max_tokens_per_rank, group, config):
+def _handle(
+    x, topk_ids, topk_weights, scales, num_experts, quantize, max_tokens, max_tokens_per_rank, group, config,
+    in_halves=False,
+):  # fmt: skip
     """The EpHandle of a dispatch: of ids that are counted now, or of those of a handle. Raises for bad input."""
     group = resolve_group(group)
     if isinstance(topk_ids, EpHandle):
@@ -175,15 +179,20 @@ def _handle(x, topk_ids, topk_weights, scales, num_experts, quantize, max_tokens
         if known.group is not group:
             raise ValueError("ep_dispatch: the handle is of another group than the call")
         check_again(x, known, topk_weights, scales, quantize)
+        if in_halves:
+            _refuse_halves("ep_dispatch_send", known.config)
         return EpHandle(known, topk_weights)
     check_dispatch(x, topk_ids, topk_weights, scales, num_experts, quantize, max_tokens, group.size())
     check_most_tokens("ep_dispatch", max_tokens_per_rank, topk_ids.shape[1], group.size())
     check_config("ep_dispatch", config, x.device)
+    if in_halves:
+        _refuse_halves("ep_dispatch_send", config)
     if max_tokens_per_rank is not None and len(x) > max_tokens_per_rank:
         none = (None if tensor is None else tensor[:0] for tensor in (x, topk_ids, topk_weights, scales))
         _refuse_too_many(x.shape, *none, num_experts, quantize, max_tokens, max_tokens_per_rank, group, config)
     routing = route_tokens(
-        "ep_dispatch", x, topk_ids, num_experts, quantize, max_tokens, group, config, max_tokens_per_rank
+        "ep_dispatch", x, topk_ids, num_experts, quantize, max_tokens, group, config, max_tokens_per_rank,
+        by_torch=not in_halves,
     )  # fmt: skip
     return EpHandle(routing, topk_weights)
 
@@ -310,9 +319,19 @@ def _check_combine(expert_out, handle, topk_weights, group, config):
         raise ValueError("ep_combine: the handle is of another group than the call")
     check_combine(expert_out, routing, topk_weights)
     check_config("ep_combine", config, expert_out.device)
-    if config is None and not routing.config_is_given:
+    _check_method(routing, config)
+    if config is None and not routing.config_is_given and routing.by_torch is None:
         config = choose_config("ep_combine", routing, expert_out)
     return handle._topk_weights if topk_weights is None else topk_weights, config or routing.config
+
+
+def _check_method(routing, config):
+    """What goes by a handle goes as its dispatch went."""
+    went = "fused" if routing.by_torch is None else "torch"
+    if config is not None and config.method != went:
+        raise ValueError(
+            f'ep_combine: config has method "{config.method}", but the dispatch of the handle went by "{went}"'
+        )
 
 
 # ---- in halves ----
@@ -334,6 +353,12 @@ def _refuse_gradients(operator, *tensors):
         raise ValueError(f"{operator}: the halves have no gradient; use torch.no_grad, or {whole}")
 
 
+def _refuse_halves(operator, config):
+    if config is not None and config.method == "torch":
+        whole = operator.removesuffix("_send")
+        raise ValueError(f'{operator}: method "torch" has no halves; use {whole}')
+
+
 @outside_graphs
 def ep_dispatch_send(
     x, topk_ids, topk_weights=None, *, num_experts=None, scales=None, quantize=None, max_tokens=None,
@@ -347,7 +372,8 @@ def ep_dispatch_send(
     """
     _refuse_gradients("ep_dispatch_send", x, topk_weights)
     handle = _handle(
-        x, topk_ids, topk_weights, scales, num_experts, quantize, max_tokens, max_tokens_per_rank, group, config
+        x, topk_ids, topk_weights, scales, num_experts, quantize, max_tokens, max_tokens_per_rank, group, config,
+        in_halves=True,
     )  # fmt: skip
     routing = handle._routing
     sending = launcher.prepare_dispatch(
@@ -372,6 +398,7 @@ def ep_combine_send(expert_out, handle, topk_weights=None, *, group=None, config
     Raises:   as ep_combine; RuntimeError while another combine of the group is under way
     """
     topk_weights, config = _check_combine(expert_out, handle, topk_weights, group, config)
+    _refuse_halves("ep_combine_send", config)
     _refuse_gradients("ep_combine_send", expert_out, topk_weights)
     row_weights = _row_weights(handle, topk_weights, config)
     routing = handle._routing

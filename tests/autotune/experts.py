@@ -114,7 +114,8 @@ def estimates_are_sensible(operator, problems):
         assert op.why_not(problem) is None is op.why_not(larger)
         floors = op.floors(problem)
         floor_ms = max(floors.computation_ms(H200), floors.wire_bytes / H200.link * 1e3)
-        configs = [*op.space(problem, GPU), op.default(problem, GPU), *filter(None, [op.plain()])]
+        plain = [config for config in [op.plain()] if config and op.illegal(config, problem, GPU) is None]
+        configs = [*op.space(problem, GPU), op.default(problem, GPU), *plain]
         assert len(set(configs)) > 4
         for config in configs:
             assert op.illegal(config, problem, GPU) is None, config

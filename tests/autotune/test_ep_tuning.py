@@ -11,7 +11,7 @@ from tdkernels import EpConfig, GroupGemmConfig, Tiles, autotune, explain
 from tdkernels.autotune import choose
 from tdkernels.autotune.operator import tunable
 from tdkernels.autotune.problem import Problem
-from tdkernels.ops import _device, ep_direct, ep_launch, ep_routing, group_gemm_kernel
+from tdkernels.ops import _device, ep_direct, ep_launch, ep_routing, ep_torch, group_gemm_kernel
 from tdkernels.ops.ep_choice import bucket, crossing_share, sure_capacity, tokens_of
 from tdkernels.ops.ep_config import default_config
 from tdkernels.ops.group_gemm import group_gemm_ref
@@ -26,6 +26,7 @@ from tests.ranks import a_group, device, on_ranks
 
 TUNED = EpConfig(num_senders=1, num_receivers=2, chunk_tokens=4, block_bytes=16384, num_warps=2)
 BACK = EpConfig(num_senders=2, num_receivers=1, block_bytes=8192, num_warps=2)
+BY_TORCH = EpConfig(method="torch")
 EXPLICIT = EpConfig(num_senders=1, num_receivers=1, chunk_tokens=8, block_bytes=32768, num_warps=1)
 OPERATORS = ["all_to_all", "ep_combine", "ep_dispatch"]
 # Tokens of all ranks, H, experts, choices.
@@ -125,6 +126,42 @@ def take_the_entry(folder):
         asked = explain("ep_dispatch", 8, 16, 4, 2, layout="static", group=group)
         assert (asked.source, asked.config, asked.method, asked.plain_ms) == ("cache", TUNED, "fused", 3.0)
         del group, state
+
+
+def take_torchs_sequence(folder):
+    """Where it was the best, there and back and with gradients; what a graph is to capture goes by our kernels."""
+    with a_group() as group, tables_in(folder):
+        sizes, exact = (16, 4, 2), {"layout": "exact", "dtype": "bfloat16"}
+        tune_by_hand(
+            *(entry_of(BY_TORCH, "ep_dispatch", (tokens, *sizes), **exact) for tokens in (4, 8, 16)),
+            *(entry_of(BY_TORCH, "all_to_all", (tokens, 16, 2), **exact) for tokens in (4, 8, 16)),
+        )
+        x, splits = torch.ones(5, 16, dtype=BF16, device=device()), torch.tensor([2, 3], device=device())
+        with counted(ep_torch, "route") as routes:
+            assert there_and_back(a_case([3, 5]), group) == [] and routes == [1]
+            tdkernels.all_to_all(x, splits, group=group)
+            assert routes == [2]
+            assert len(there_and_back(a_case([3, 5]), group, max_tokens=16)) == 2 and routes == [2]
+        asked = explain("ep_dispatch", 8, 16, 4, 2, layout="exact", group=group)
+        assert (asked.source, asked.config, asked.method) == ("cache", BY_TORCH, "torch")
+        del group
+
+
+def test_a_call_goes_by_torch_where_that_was_the_best(tmp_path):
+    on_ranks(2, take_torchs_sequence, tmp_path)
+
+
+@pytest.mark.parametrize("operator, layout", [
+    (operator, layout) for operator in OPERATORS for layout in tunable(operator).layouts
+])  # fmt: skip
+def test_torchs_sequence_is_a_candidate_where_the_host_waits_anyway(operator, layout):
+    op, sizes = tunable(operator), (16, 64, 4) if operator == "all_to_all" else (16, 64, 4, 2)
+    problem = Problem(operator, "cpu", 2, 2, "bfloat16", layout, sizes)
+    if operator == "ep_combine":
+        assert op.plain() is None  # what has come by our kernels goes back by them
+    else:
+        assert op.plain() == BY_TORCH
+        assert (op.illegal(BY_TORCH, problem, torch.device("cpu")) is None) == layout.startswith("exact")
 
 
 def test_a_call_takes_what_was_tuned(tmp_path):

@@ -24,6 +24,7 @@ CONFIGS = {
     "default": None,
     "fused": EpMoeConfig(method="fused"),
     "per expert, torch's product": EpMoeConfig(FEW_PROGRAMS, GroupGemmConfig(method="torch")),
+    "torch": EpMoeConfig(method="torch"),
 }
 
 
@@ -126,6 +127,8 @@ def keeps_to_a_capacity(config):
     """Rows that no token has take part in nothing, forward or backward; one row less is refused on every rank."""
     layer = Layer(UNEVEN, 2, 2, 16, 8, FP32, seed=3)
     needed = max(layer.case.capacity())
+    if config == "torch":  # and stages nothing
+        needed = layer.case.capacity()[0]
     if config == "fused":  # and has slots for all choices
         needed = max(needed, 2 * max(UNEVEN[: dist.get_world_size()]))
     for capacity in (needed, needed + 40):
@@ -272,6 +275,7 @@ def refuses():
         (dict(config=EpMoeConfig(ep=EpConfig(num_warps=3))), ValueError, "config cannot run: ep: num_warps must be"),
         (dict(config=EpMoeConfig(gemm=GroupGemmConfig("best"))), ValueError, "config cannot run: gemm: method must"),
         (dict(config=EpMoeConfig(method="best")), ValueError, 'config cannot run: method must be "fused", "sequence"'),
+        (dict(config=EpMoeConfig(EpConfig(), method="torch")), ValueError, 'method "torch" takes no ep and no gemm'),
         (
             dict(config=EpMoeConfig(gemm=GroupGemmConfig("torch"), method="fused")), ValueError,
             'method "fused" multiplies by its own kernels, not by',

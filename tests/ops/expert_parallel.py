@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import tdkernels
 from tdkernels import EpConfig
-from tdkernels.ops import ep_launch
+from tdkernels.ops import ep_launch, ep_routing, ep_ways
 from tdkernels.symm import resolve_group
 from tdkernels.symm.group import group_state
 from tests.ops.collective import same
@@ -106,7 +106,9 @@ def moves_any_bits(dtypes, changes):
         assert recv.scales is None
 
 
-def takes_any_layout():
+def takes_any_layout(changes):
+    config = config_of(changes)
+    combine = config.combine if config else "per_rank"
     case = case_of(5, 3, 3, 24, FP32)
 
     def misaligned(tensor):
@@ -122,14 +124,14 @@ def takes_any_layout():
     for name, layout in layouts.items():
         x, ids, weights = layout(case.x), layout(case.ids), layout(case.weights)
         before = [tensor.clone() for tensor in (x, ids, weights)]
-        recv, handle = tdkernels.ep_dispatch(x, ids, weights, num_experts=case.experts)
+        recv, handle = tdkernels.ep_dispatch(x, ids, weights, num_experts=case.experts, config=config)
         case.check_received(recv)
         y = tdkernels.ep_combine(layout(case.expert_out()), handle)
-        case.check_combined(y)
+        case.check_combined(y, combine=combine)
         for tensor, was in zip((x, ids, weights), before, strict=True):
             assert same(tensor, was.cpu()), f"{name}: an operand was written to"
     ones = torch.ones((), device=device()).expand(case.x.shape)
-    recv, _ = tdkernels.ep_dispatch(ones, case.ids, num_experts=case.experts)
+    recv, _ = tdkernels.ep_dispatch(ones, case.ids, num_experts=case.experts, config=config)
     assert same(recv.x, torch.ones(case.num_rows, 24)), "strides of zero"
 
 
@@ -161,7 +163,7 @@ def combine_takes_other_weights(changes):
     case.check_combined(tdkernels.ep_combine(case.expert_out(), handle))
 
 
-def uses_the_handle_again():
+def uses_the_handle_again(changes):
     """Other rows with other weights go the same ways, whatever their width and dtype; gradients too."""
     case, other = (
         case_of(UNEVEN, 3, 3, width, dtype, weights=weights, seed=4)
@@ -169,7 +171,9 @@ def uses_the_handle_again():
     )
     other.all_weights = (other.all_weights * 2).to(BF16)
     other.weights = other.all_weights[other.mine].to(device()).requires_grad_()
-    _, handle = case.dispatch()
+    config = config_of(changes)
+    combine = config.combine if config else "per_rank"
+    _, handle = case.dispatch(config=config)
     other.x.requires_grad_()
     for _ in range(2):
         recv, again = tdkernels.ep_dispatch(other.x, handle, other.weights)
@@ -177,23 +181,25 @@ def uses_the_handle_again():
         assert again is not handle and again.num_experts == case.experts
         expert_out = other.expert_out().requires_grad_()
         y = tdkernels.ep_combine(expert_out, again)
-        other.check_combined(y)
-        check_gradients_of_dispatch(other, recv, "per_rank")
+        other.check_combined(y, combine=combine)
+        check_gradients_of_dispatch(other, recv, combine)
         check_gradients_of_combine(other, y, expert_out)
         handle_of_nothing = tdkernels.ep_dispatch(case.x, again)[1]  # which is of the same routing, without weights
-        case.check_combined(tdkernels.ep_combine(case.expert_out(), handle_of_nothing), weighted=False)
-    case.check_combined(tdkernels.ep_combine(case.expert_out(), handle))  # its own weights
+        unweighted = tdkernels.ep_combine(case.expert_out(), handle_of_nothing)
+        case.check_combined(unweighted, weighted=False, combine=combine)
+    case.check_combined(tdkernels.ep_combine(case.expert_out(), handle), combine=combine)  # its own weights
 
 
-def adds_in_order(dtype, combine):
+def adds_in_order(dtype, changes):
     """Numbers whose sum depends on the order and on where it is rounded, weighted by such as leave them as they are."""
     case = case_of([4, 2, 5, 3], 4, 3, 50, dtype, values="normal", seed=16)
     case.all_weights = 2.0 ** torch.randint(-2, 3, case.valid.shape, generator=case.generator)
     case.weights = case.all_weights[case.mine].to(device())
-    _, handle = case.dispatch(config=config_of({**SMALL, "combine": combine}))
+    _, handle = case.dispatch(config=config_of(changes))
     y = tdkernels.ep_combine(case.expert_out(), handle)
     tdkernels.synchronize()
-    assert same(y, case.combined(case.all_out, case.all_weights, combine)[1]), f"{case.title}, {combine}"
+    expected = case.combined(case.all_out, case.all_weights, changes["combine"])[1]
+    assert same(y, expected), f"{case.title}, {changes}"
 
 
 def is_within_the_bound(dtype, changes):
@@ -201,12 +207,12 @@ def is_within_the_bound(dtype, changes):
     computes(spec, changes)
 
 
-def adds_up_gradients():
+def adds_up_gradients(changes):
     """What is used twice gets the sum of both gradients, and a graph can be gone through twice."""
     case = case_of(UNEVEN, 2, 2, 12, FP32, seed=5)
     case.x.requires_grad_()
     case.weights.requires_grad_()
-    recv, handle = case.dispatch()
+    recv, handle = case.dispatch(config=config_of(changes))
     expert_out = recv.x * 2.0
     first = tdkernels.ep_combine(expert_out, handle)
     second = tdkernels.ep_combine(recv.x, handle)
@@ -328,7 +334,7 @@ def keeps_what_it_needs():
 # ---- a layer made of it ----
 
 
-def is_a_layer(weights_in, seed):
+def is_a_layer(weights_in, seed, changes):
     """A mixture of experts, its tokens and experts divided between ranks, against the whole of it, all gradients.
 
     Everything is a small integer, so sums are exact in whatever order: each gradient is equal.
@@ -357,7 +363,7 @@ def is_a_layer(weights_in, seed):
     weights = (own["x"] @ own["gate"].t()).gather(1, case.ids)
     by_combine = weights_in == "combine"
     recv, handle = tdkernels.ep_dispatch(
-        own["x"], case.ids, None if by_combine else weights, num_experts=case.experts
+        own["x"], case.ids, None if by_combine else weights, num_experts=case.experts, config=config_of(changes)
     )  # fmt: skip
     rows = experts(recv.x, recv.splits.tolist(), own["up"], own["down"])
     if weights_in == "experts":  # which multiply by what has come along; nothing is left to weigh
@@ -480,23 +486,25 @@ def refuses_what_is_too_much(spec, which):
     case.check_received(recv)
 
 
-def refuses_wrong_ids(wrong, where, id_dtype):
+def refuses_wrong_ids(wrong, where, id_dtype, changes):
     """One id of one rank: all are told whose, once, and the next call is right."""
     case = case_of(UNEVEN, 3, 3, 8, seed=9)
     offender = [rank for rank, tokens in enumerate(case.tokens) if tokens][where]
     right = case.ids
+    config = config_of(changes)
+    combine = config.combine if config else "per_rank"
     for max_tokens in (None, 50):
         case.ids = right.to(id_dtype).clone()
         if dist.get_rank() == offender:
             case.ids[where, 1] = wrong
-        error = told(case, max_tokens=max_tokens)
+        error = told(case, max_tokens=max_tokens, config=config)
         assert type(error) is ValueError, repr(error)
         assert f"ep_dispatch: the ids or splits of rank {offender} are out of range" in str(error), str(error)
         tdkernels.synchronize()
         case.ids = right
-        recv, handle = case.dispatch()
+        recv, handle = case.dispatch(config=config)
         case.check_received(recv)
-        case.check_combined(tdkernels.ep_combine(case.expert_out(), handle))
+        case.check_combined(tdkernels.ep_combine(case.expert_out(), handle), combine=combine)
 
 
 # ---- codes and scales ----
@@ -547,13 +555,15 @@ def quantized_rows_have_no_gradient():
     assert same(case.weights.grad, torch.where(case.valid, 2.0, 0.0)[case.mine])
 
 
-def sends_scales_along(scales):
+def sends_scales_along(scales, changes):
     """Of any dtype and number, to the bit, with rows of codes."""
     for seed, (dtype, shape) in enumerate(scales):
         case = case_of([4, 0, 2, 5], 2, 2, 20, torch.float8_e4m3fn, values="bits", seed=seed)
         all_scales = case.draw(sum(case.tokens), shape[0] if shape else 1, dtype)
         all_scales = all_scales if shape else all_scales.flatten()
-        recv, _ = case.dispatch(weighted=False, scales=all_scales[case.mine].to(device()))
+        recv, _ = case.dispatch(
+            weighted=False, scales=all_scales[case.mine].to(device()), config=config_of(changes)
+        )  # fmt: skip
         case.check_received(recv, weighted=False)
         assert same(recv.scales, case.received(all_scales)), f"scales {dtype} {shape}"
 
@@ -749,6 +759,106 @@ def halves_have_no_gradient():
     handle = case.dispatch()[1]  # whose weights require a gradient, which the combine would have
     with pytest.raises(ValueError, match="_send: the halves have no gradient"):
         tdkernels.ep_combine_send(case.expert_out(), handle)
+
+
+# ---- by torch's collectives ----
+
+BY_TORCH = EpConfig(method="torch")
+
+
+def needs_no_symmetric_memory(spec):
+    """Nor NVSHMEM, between nodes."""
+
+    def refuse(*_, **__):
+        raise AssertionError("a workspace was asked for")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ep_launch, "get_workspace", refuse)
+        patch.setattr(ep_routing, "get_workspace", refuse)
+        computes(spec, {"method": "torch", "combine": "per_expert"})
+
+
+def refuses_what_torch_cannot():
+    """Halves, and another way back than there; on each rank by itself, and the next call is right."""
+    case = case_of(UNEVEN, 2, 3, 16, seed=17)
+    handles = {config: case.dispatch(config=config)[1] for config in (BY_TORCH, EpConfig(**SMALL))}
+    rows, operands = case.expert_out(), (case.x, case.ids)
+    for call in (
+        lambda: tdkernels.ep_dispatch_send(*operands, num_experts=case.experts, config=BY_TORCH),
+        lambda: tdkernels.ep_dispatch_send(case.x, handles[BY_TORCH]),
+        lambda: tdkernels.ep_combine_send(rows, handles[BY_TORCH]),
+    ):
+        with pytest.raises(ValueError, match='ep_[a-z]*_send: method "torch" has no halves; use ep_'):
+            call()
+    for config, other in zip(handles, reversed(handles), strict=True):
+        words = f'ep_combine: config has method "{other.method}", but the dispatch .* went by "{config.method}"'
+        with pytest.raises(ValueError, match=words):
+            tdkernels.ep_combine(rows, handles[config], config=other)
+        combine = "per_expert" if config is BY_TORCH else "per_rank"
+        case.check_combined(tdkernels.ep_combine(rows, handles[config], config=config), combine=combine)
+
+
+def tells_of_different_rows_by_torch():
+    """torch would hang or mix up rows of different sizes, of which no rank has seen any yet; the next call is right."""
+    case = case_of(UNEVEN, 2, 3, 16, FP32, seed=21)
+    odd = dist.get_rank() == 1
+    _, handle = case.dispatch(config=BY_TORCH)
+    rows = case.expert_out()
+    for call in (
+        lambda: tdkernels.ep_dispatch(case.x[:, : 7 if odd else 9], handle),
+        lambda: tdkernels.ep_dispatch(case.x[:, :5].to(BF16 if odd else FP16), handle),
+        lambda: tdkernels.ep_dispatch(case.x[:, :3], handle, case.weights if odd else None),
+        lambda: tdkernels.ep_combine(rows[:, :5].to(BF16 if odd else FP16), handle),
+    ):
+        error = failure_of(call)
+        assert type(error) is ValueError and "the ranks disagree" in str(error), repr(error)
+        case.check_combined(tdkernels.ep_combine(rows, handle), combine="per_expert")
+
+
+def tells_all_ranks_by_torch():
+    """Too many rows, too many tokens, and ranks that disagree."""
+    case = case_of(UNEVEN, 2, 3, 16, seed=18)
+    rows, _ = case.capacity()
+    too_many = max(case.tokens) - 1
+    for options, words in (
+        ({"max_tokens": rows - 1}, f"ep_dispatch: max_tokens={rows - 1} is too small: a rank receives {rows} rows"),
+        ({"max_tokens_per_rank": too_many}, f"has {too_many + 1} tokens, more than max_tokens_per_rank"),
+        ({"max_tokens": rows + dist.get_rank()}, "ep_dispatch: the ranks disagree"),
+    ):
+        if "disagree" in words and dist.get_world_size() == 1:
+            continue
+        error = failure_of(lambda options=options: case.dispatch(config=BY_TORCH, **options))
+        assert type(error) is ValueError and words in str(error), repr(error)
+        recv, handle = case.dispatch(config=BY_TORCH)
+        case.check_received(recv)
+        case.check_combined(tdkernels.ep_combine(case.expert_out(), handle), combine="per_expert")
+
+
+def takes_a_bound_by_torch():
+    case = case_of(UNEVEN, 2, 3, 16, seed=19)
+    recv, handle = case.dispatch(config=BY_TORCH, max_tokens_per_rank=max(case.tokens))
+    capacity = dist.get_world_size() * max(case.tokens) * 2
+    case.check_received(recv, capacity=capacity)
+    expert_out = case.all_out.new_zeros(capacity, 16).to(device())
+    expert_out[: case.num_rows] = case.expert_out()
+    case.check_combined(tdkernels.ep_combine(expert_out, handle), combine="per_expert")
+
+
+def goes_by_torch_where_chosen():
+    """As the group has found to be best, which is known once the rows are; halves go by our kernels all the same."""
+    case = case_of(UNEVEN, 2, 3, 16, seed=20)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ep_ways, "choose_config", lambda *_: BY_TORCH)
+        for options in ({}, {"max_tokens": 60}):
+            recv, handle = case.dispatch(**options)
+            assert handle._routing.by_torch is not None
+            case.check_received(recv, capacity=options.get("max_tokens"))
+            expert_out = case.all_out.new_zeros(recv.x.shape[0], 16).to(device())
+            expert_out[: case.num_rows] = case.expert_out()
+            case.check_combined(tdkernels.ep_combine(expert_out, handle), combine="per_expert")
+        recv, handle = tdkernels.ep_dispatch_send(case.x, case.ids, case.weights, num_experts=case.experts).receive()
+        assert handle._routing.by_torch is None
+        case.check_received(recv)
 
 
 # ---- torch.compile ----

@@ -62,6 +62,10 @@ class Exchange:
             parts.append(data[start : start + sum(splits[self.here])])
         return torch.cat(parts).view(of_all[0].dtype)
 
+    def of_ranks(self):
+        """[W, W] rows from each rank to each."""
+        return self.splits.view(self.world_size, self.world_size, -1).sum(2)
+
     def call(self, **options):
         return tdkernels.all_to_all(self.x, self.own_splits, **options)
 
@@ -121,31 +125,35 @@ def agrees_with_the_specification(experts_each):
     assert out_splits.shape == expected_splits.shape, f"{list(out_splits.shape)}, not {list(expected_splits.shape)}"
 
 
-def keeps_to_a_capacity(experts_each):
+def keeps_to_a_capacity(experts_each, changes=None):
     exchange = Exchange(splits_of("any", experts_each, seed=1), 12, seed=1)
-    needed = exchange_needs(exchange)
+    config = config_of(changes)
+    by_torch = config is not None and config.method == "torch"
+    needed = exchange.of_ranks().sum(0).max().item() if by_torch else exchange_needs(exchange)  # it stages nothing
     for capacity in (needed, 60):
-        out, out_splits, _ = exchange.call(max_tokens=capacity)
+        out, out_splits, _ = exchange.call(max_tokens=capacity, config=config)
         exchange.check(out, out_splits, capacity)
-    error = failure_of(exchange.call, max_tokens=needed - 1)
+    error = failure_of(exchange.call, max_tokens=needed - 1, config=config)
     assert type(error) is ValueError and f"all_to_all: max_tokens={needed - 1} is too small" in str(error), repr(error)
     tdkernels.synchronize()  # says it once only
-    exchange.check(*exchange.call()[:2])
+    exchange.check(*exchange.call(config=config)[:2])
 
 
 def exchange_needs(exchange):
     """Rows that any rank receives, or sends to others."""
-    to_ranks = exchange.splits.view(exchange.world_size, exchange.world_size, -1).sum(2)
+    to_ranks = exchange.of_ranks()
     crossing = to_ranks - to_ranks.diagonal().diag()
     return max(to_ranks.sum(0).max().item(), crossing.sum(1).max().item(), crossing.sum(0).max().item())
 
 
-def sends_scales_along(scales):
+def sends_scales_along(scales, changes=None):
     for seed, (dtype, shape) in enumerate(scales):
         exchange = Exchange(splits_of("any", 2, seed), 20, torch.float8_e4m3fn, seed=seed)
         all_scales = [exchange.draw(len(x), shape[0] if shape else 1, dtype) for x in exchange.all_x]
         all_scales = [scales if shape else scales.flatten() for scales in all_scales]
-        out, out_splits, out_scales = exchange.call(scales=all_scales[exchange.rank].to(device()))
+        out, out_splits, out_scales = exchange.call(
+            scales=all_scales[exchange.rank].to(device()), config=config_of(changes)
+        )  # fmt: skip
         exchange.check(out, out_splits)
         assert same(out_scales, exchange.received(all_scales)), f"scales {dtype} {shape}"
 
@@ -166,13 +174,14 @@ def has_a_gradient(dtype, experts_each, capacity, changes):
     assert same(exchange.x.grad, all_dx[exchange.rank]), f"dx {dtype}"
     out.backward(dout)
     assert same(exchange.x.grad, 2 * all_dx[exchange.rank]), "gradients add up"
+    config = config_of(changes)
     with torch.no_grad():
-        assert not exchange.call()[0].requires_grad
+        assert not exchange.call(config=config)[0].requires_grad
     with pytest.raises(RuntimeError, match="all_to_all.*second derivative|second derivative.*all_to_all"):
-        torch.autograd.grad(exchange.call()[0].sum(), exchange.x, create_graph=True)
+        torch.autograd.grad(exchange.call(config=config)[0].sum(), exchange.x, create_graph=True)
 
 
-def refuses_splits(what, offender, max_tokens):
+def refuses_splits(what, offender, max_tokens, changes=None):
     """Those of one rank are wrong: all are told whose, once, and the next call is right."""
     exchange = Exchange(splits_of("any", seed=5), 8, seed=5)
     right, x = exchange.own_splits, exchange.x
@@ -190,13 +199,13 @@ def refuses_splits(what, offender, max_tokens):
         elif what == "negative of no rows":
             exchange.x, exchange.own_splits = x[:0], torch.tensor([1, -1, *right[2:] * 0], device=device())
     for _ in range(2):
-        error = failure_of(exchange.call, max_tokens=max_tokens)
+        error = failure_of(exchange.call, max_tokens=max_tokens, config=config_of(changes))
         assert type(error) is ValueError, repr(error)
         words = f"all_to_all: the ids or splits of rank {offender} are out of range or do not add up"
         assert words in str(error), str(error)
         tdkernels.synchronize()
     exchange.own_splits, exchange.x = right, x
-    out, out_splits, _ = exchange.call()
+    out, out_splits, _ = exchange.call(config=config_of(changes))
     exchange.check(out, out_splits)
 
 
@@ -237,7 +246,7 @@ def refuses():
     exchange.check(*exchange.call()[:2])
 
 
-def takes_any_layout():
+def takes_any_layout(changes=None):
     exchange = Exchange(splits_of("any", seed=7), 24, FP32, values="exact", seed=7)
     x = exchange.x
     layouts = {
@@ -245,13 +254,14 @@ def takes_any_layout():
         "misaligned": torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape),
         "every second": x.repeat_interleave(2, 0)[::2],
     }
+    config = config_of(changes)
     for exchange.x in layouts.values():
-        exchange.check(*exchange.call()[:2])
+        exchange.check(*exchange.call(config=config)[:2])
     exchange.own_splits = exchange.own_splits.repeat_interleave(2)[::2]
-    exchange.check(*exchange.call()[:2])
+    exchange.check(*exchange.call(config=config)[:2])
 
 
-def endures(calls, most_rows, seed):
+def endures(calls, most_rows, seed, changes=None):
     """Random splits, between which ranks wait at random and all memory is filled with NaNs."""
     world_size = dist.get_world_size()
     of_all, own = random.Random(seed), random.Random(seed * 100 + dist.get_rank())
@@ -262,35 +272,37 @@ def endures(calls, most_rows, seed):
         if of_all.random() < 0.2:
             poison()
         time.sleep(own.choice([0.0, own.uniform(0.0, 0.01)]))
-        out, out_splits, _ = exchange.call(max_tokens=of_all.choice([None, 2 * most_rows * experts]))
+        max_tokens = of_all.choice([None, 2 * most_rows * experts])
+        out, out_splits, _ = exchange.call(max_tokens=max_tokens, config=config_of(changes))
         if of_all.random() < 0.2:
             poison()  # what we got is ours and does not change with the workspace
         exchange.check(out, out_splits, None if len(out) == exchange.num_rows else len(out))
 
 
-def uses_subgroups():
+def uses_subgroups(changes=None):
     rank = dist.get_rank()
     with a_group([0, 1]) as low, a_group([1, 2, 3]) as most:
         for group, members in ((low, [0, 1]), (most, [1, 2, 3])):
             if rank in members:
                 splits = [[1 + i + j for j in range(len(members))] for i in range(len(members))]
                 exchange = Exchange(splits, 16, seed=members[0], rank=members.index(rank))
-                exchange.check(*exchange.call(group=group)[:2])
+                exchange.check(*exchange.call(group=group, config=config_of(changes))[:2])
         del low, most, group
 
 
-def disagrees(what):
+def disagrees(what, changes=None):
     odd = dist.get_rank() == 1
     exchange = Exchange(splits_of("any", 2 if what == "num_experts" and odd else 1), 16, FP32, values="exact")
     x = exchange.x[:, :8].contiguous() if what == "width" and odd else exchange.x
     x = x.half() if what == "dtype" and odd else x
     max_tokens = 50 + odd if what == "max_tokens" else None
     with a_group() as group:
-        error = failure_of(tdkernels.all_to_all, x, exchange.own_splits, max_tokens=max_tokens, group=group)
+        options = {"max_tokens": max_tokens, "group": group, "config": config_of(changes)}
+        error = failure_of(tdkernels.all_to_all, x, exchange.own_splits, **options)
         assert type(error) is ValueError, repr(error)
         assert f"all_to_all: the ranks disagree: {what} is " in str(error) and "on rank 1" in str(error), str(error)
         right = Exchange(splits_of("any"), 16, FP32, values="exact")
-        right.check(*right.call(group=group)[:2])
+        right.check(*right.call(group=group, config=config_of(changes))[:2])
         del group
 
 

@@ -8,12 +8,15 @@ from tests.ops.rows_to_all import BF16, FP16, FP32, SMALL
 from tests.ranks import DEVICE, on_ranks
 
 FP8 = torch.float8_e4m3fn
+BY_TORCH = {"method": "torch"}
+each_way = pytest.mark.parametrize("changes", [None, BY_TORCH], ids=["default", "torch"])
 # As many as there are kinds of splits, with rows of 1, 2, 4, 8 and 16 bytes' multiples and of several blocks.
 BITS = [(BF16, 12), (FP8, 301), (FP32, 70), (FP16, 1), (torch.float8_e5m2, 16)]
 
 
 @pytest.mark.parametrize("world_size, experts_each, changes", [
     (1, 3, None), (2, 1, None), (2, 3, SMALL), (3, 1, SMALL), (3, 2, None), (4, 1, SMALL),
+    (1, 3, BY_TORCH), (3, 1, BY_TORCH), (3, 2, BY_TORCH),
 ], ids=str)  # fmt: skip
 def test_rows_go_there_and_back(world_size, experts_each, changes):
     on_ranks(world_size, rows_to_all.moves, BITS, experts_each, changes)
@@ -26,20 +29,22 @@ def test_specification(world_size, experts_each):
 
 
 @pytest.mark.parametrize("world_size, experts_each", [(1, 4), (3, 1), (3, 2)])
-def test_capacity(world_size, experts_each):
-    on_ranks(world_size, rows_to_all.keeps_to_a_capacity, experts_each)
+@each_way
+def test_capacity(world_size, experts_each, changes):
+    on_ranks(world_size, rows_to_all.keeps_to_a_capacity, experts_each, changes)
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_scales(world_size):
+@each_way
+def test_scales(world_size, changes):
     on_ranks(world_size, rows_to_all.sends_scales_along, [
         (FP32, ()), (FP32, (3,)), (BF16, (1,)), (torch.uint8, (5,)), (torch.int64, ()),
-    ])  # fmt: skip
+    ], changes)  # fmt: skip
 
 
 @pytest.mark.parametrize("world_size, dtype, experts_each, capacity, changes", [
     (1, FP32, 2, None, None), (2, BF16, 1, None, SMALL), (3, FP16, 2, 40, None),
-    (3, FP32, 1, None, {**SMALL, "combine": "per_expert"}),
+    (3, FP32, 1, None, {**SMALL, "combine": "per_expert"}), (3, BF16, 2, 40, BY_TORCH), (1, FP32, 2, None, BY_TORCH),
 ], ids=str)  # fmt: skip
 def test_gradient(world_size, dtype, experts_each, capacity, changes):
     on_ranks(world_size, rows_to_all.has_a_gradient, dtype, experts_each, capacity, changes)
@@ -48,12 +53,14 @@ def test_gradient(world_size, dtype, experts_each, capacity, changes):
 @pytest.mark.parametrize("what", [
     "negative", "sum too large", "sum too small", "large", "of no rows", "negative of no rows",
 ])  # fmt: skip
-def test_wrong_splits_of_one_rank(what):
-    on_ranks(3, rows_to_all.refuses_splits, what, 1, None)
+@each_way
+def test_wrong_splits_of_one_rank(what, changes):
+    on_ranks(3, rows_to_all.refuses_splits, what, 1, None, changes)
 
 
-def test_wrong_splits_with_a_capacity():
-    on_ranks(2, rows_to_all.refuses_splits, "sum too small", 0, 40)
+@each_way
+def test_wrong_splits_with_a_capacity(changes):
+    on_ranks(2, rows_to_all.refuses_splits, "sum too small", 0, 40, changes)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -61,21 +68,25 @@ def test_bad_input(world_size):
     on_ranks(world_size, rows_to_all.refuses)
 
 
-def test_layouts():
-    on_ranks(2, rows_to_all.takes_any_layout)
+@each_way
+def test_layouts(changes):
+    on_ranks(2, rows_to_all.takes_any_layout, changes)
 
 
-def test_stress():
-    on_ranks(3, rows_to_all.endures, *((500, 100) if DEVICE == "cuda" else (8, 5)), seed=0)
+@each_way
+def test_stress(changes):
+    on_ranks(3, rows_to_all.endures, *((500, 100) if DEVICE == "cuda" else (8, 5)), seed=0, changes=changes)
 
 
-def test_subgroups():
-    on_ranks(4, rows_to_all.uses_subgroups)
+@each_way
+def test_subgroups(changes):
+    on_ranks(4, rows_to_all.uses_subgroups, changes)
 
 
 @pytest.mark.parametrize("what", ["width", "dtype", "num_experts", "max_tokens"])
-def test_disagreement_is_named_on_every_rank(what):
-    on_ranks(3, rows_to_all.disagrees, what)
+@each_way
+def test_disagreement_is_named_on_every_rank(what, changes):
+    on_ranks(3, rows_to_all.disagrees, what, changes)
 
 
 @pytest.mark.parametrize("what", ["width", "max_tokens"])

@@ -276,12 +276,13 @@ CASES = {
         DividedExperts, tdkernels.EpMoeConfig(tdkernels.EpConfig(combine="per_expert", num_warps=1))
     ),
     "DividedExperts by codes": (DividedExpertsByCodes, None),
+    "DividedExperts by torch": (DividedExperts, tdkernels.EpMoeConfig(method="torch")),
     "Mixture": (Mixture, None),
 }  # fmt: skip
 # On CPU ranks, which compile slowly, one of each kind.
 COVERING = (
     "Mlp", "MlpOfAllRows, one shot", "Reduced", "PagedDecoder", "Attention", "Decoder by torch", "Attention by torch",
-    "SlicedExperts, two stages", "DividedExperts",
+    "SlicedExperts, two stages", "DividedExperts", "DividedExperts by torch",
 )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from tests.ops.routed import BF16, FP16, FP32
 from tests.ranks import DEVICE, on_ranks
 
 ON_GPU = DEVICE == "cuda"
-either_way = pytest.mark.parametrize("config", ["default", "fused"])
+either_way = pytest.mark.parametrize("config", ["default", "fused", "torch"])
 
 # Tokens of the ranks, choices, experts of each rank, H and I. Ids of "any" are dropped here and there.
 SPECS = {
@@ -30,6 +30,8 @@ ON_CPU = {
     (3, "per expert, torch's product"): ["fp32"],
     (4, "default"): ["uneven"],
     (4, "fused"): ["uneven"],
+    (1, "torch"): ["fp32"],
+    (3, "torch"): ["weights in bf16", "fp32", "all to one", "no tokens", "all dropped"],
 }
 
 

@@ -15,8 +15,10 @@ ON_GPU = DEVICE == "cuda"
 FP8 = torch.float8_e4m3fn
 PER_EXPERT = {**SMALL, "combine": "per_expert"}
 WIDE_CHUNKS = {"num_senders": 1, "num_receivers": 1, "chunk_tokens": 3, "num_warps": 1}
-CONFIGS = {"default": None, "small": SMALL, "per expert": PER_EXPERT, "wide chunks": WIDE_CHUNKS}
-each_sum = pytest.mark.parametrize("config", ["default", "per expert"])
+BY_TORCH = {"method": "torch", "combine": "per_expert"}  # which is how it sums
+CONFIGS = {"default": None, "small": SMALL, "per expert": PER_EXPERT, "wide chunks": WIDE_CHUNKS, "torch": BY_TORCH}
+each_sum = pytest.mark.parametrize("config", ["default", "per expert", "torch"])
+each_way = pytest.mark.parametrize("config", ["default", "torch"])
 
 # Tokens of the ranks, choices, experts of each rank, sizes of rows.
 SPECS = {
@@ -47,6 +49,12 @@ def test_everything(world_size, config, spec):
     on_ranks(world_size, expert_parallel.computes, SPECS[spec], CONFIGS[config])
 
 
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_everything_by_torch(world_size, spec):
+    on_ranks(world_size, expert_parallel.computes, SPECS[spec], BY_TORCH)
+
+
 def test_counts_of_many_tiles():
     """A program counts few ids, and where there are many programs a launch of its own adds them up: here on rank 0."""
     places = {"K": 33, "EXPERTS": 66, "RANKS": 2}
@@ -64,24 +72,25 @@ def test_error_is_that_of_torch(world_size, dtype, combine):
     on_ranks(world_size, expert_parallel.is_within_the_bound, dtype, {**SMALL, "combine": combine})
 
 
-@pytest.mark.parametrize("combine", ["per_rank", "per_expert"])
+@pytest.mark.parametrize("changes", [{"combine": "per_rank"}, {"combine": "per_expert"}, BY_TORCH], ids=str)
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
-def test_sums_are_in_order(dtype, combine):
-    on_ranks(3, expert_parallel.adds_in_order, dtype, combine)
+def test_sums_are_in_order(dtype, changes):
+    on_ranks(3, expert_parallel.adds_in_order, dtype, {**SMALL, **changes})
 
 
 # Multiples of 1, 2, 4, 8 and 16 bytes, and rows of several blocks of 256 bytes.
 BITS = [(BF16, 5), (FP8, 1), (FP8, 300), (torch.float8_e5m2, 6), (FP32, 70), (FP16, 64), (FP8, 12), (BF16, 12)]
 
 
-@pytest.mark.parametrize("world_size, config", [(1, "default"), (2, "small"), (3, "wide chunks")])
+@pytest.mark.parametrize("world_size, config", [(1, "default"), (2, "small"), (3, "wide chunks"), (3, "torch")])
 def test_any_bits_are_moved(world_size, config):
     on_ranks(world_size, expert_parallel.moves_any_bits, BITS, CONFIGS[config])
 
 
+@each_way
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_layouts(world_size):
-    on_ranks(world_size, expert_parallel.takes_any_layout)
+def test_layouts(world_size, config):
+    on_ranks(world_size, expert_parallel.takes_any_layout, CONFIGS[config])
 
 
 @each_sum
@@ -95,13 +104,15 @@ def test_combine_with_other_weights(config):
     on_ranks(2, expert_parallel.combine_takes_other_weights, CONFIGS[config])
 
 
+@each_way
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_handle_is_used_again(world_size):
-    on_ranks(world_size, expert_parallel.uses_the_handle_again)
+def test_handle_is_used_again(world_size, config):
+    on_ranks(world_size, expert_parallel.uses_the_handle_again, CONFIGS[config])
 
 
-def test_gradients_of_what_is_used_twice_add_up():
-    on_ranks(3, expert_parallel.adds_up_gradients)
+@each_way
+def test_gradients_of_what_is_used_twice_add_up(config):
+    on_ranks(3, expert_parallel.adds_up_gradients, CONFIGS[config])
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -119,16 +130,16 @@ def test_second_derivatives_are_refused(world_size):
 
 
 @pytest.mark.parametrize("weights_in", ["dispatch", "experts", "combine"])
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_layer(world_size, weights_in):
-    on_ranks(world_size, expert_parallel.is_a_layer, weights_in, world_size)
+@pytest.mark.parametrize("world_size, config", [(1, "default"), (3, "default"), (3, "torch")])
+def test_layer(world_size, config, weights_in):
+    on_ranks(world_size, expert_parallel.is_a_layer, weights_in, world_size, CONFIGS[config])
 
 
 def test_same_bits_twice():
     on_ranks(3, expert_parallel.gives_the_same_bits)
 
 
-@pytest.mark.parametrize("world_size, config", [(1, "default"), (2, "small"), (3, "per expert")])
+@pytest.mark.parametrize("world_size, config", [(1, "default"), (2, "small"), (3, "per expert"), (3, "torch")])
 def test_capacity(world_size, config):
     on_ranks(world_size, expert_parallel.keeps_to_a_capacity, CONFIGS[config])
 
@@ -146,13 +157,15 @@ def test_more_than_the_capacity(world_size, spec, which):
 @pytest.mark.parametrize("wrong, id_dtype", [
     (-2, torch.int64), (9, torch.int64), ((1 << 32) + 1, torch.int64), (-(1 << 31), torch.int32)
 ], ids=str)  # fmt: skip
-def test_wrong_ids(wrong, id_dtype):
-    on_ranks(3, expert_parallel.refuses_wrong_ids, wrong, 0, id_dtype)
+@each_way
+def test_wrong_ids(config, wrong, id_dtype):
+    on_ranks(3, expert_parallel.refuses_wrong_ids, wrong, 0, id_dtype, CONFIGS[config])
 
 
+@each_way
 @pytest.mark.parametrize("where", [0, 1])
-def test_wrong_ids_are_told_of_their_rank(where):
-    on_ranks(3, expert_parallel.refuses_wrong_ids, 100, where, torch.int64)
+def test_wrong_ids_are_told_of_their_rank(where, config):
+    on_ranks(3, expert_parallel.refuses_wrong_ids, 100, where, torch.int64, CONFIGS[config])
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -161,16 +174,22 @@ def test_quantized(world_size, width, dtype):
     on_ranks(world_size, expert_parallel.quantizes, width, dtype, SMALL if width > 256 else None)
 
 
+@pytest.mark.parametrize("width, dtype", [(1, BF16), (127, FP32), (600, FP16)], ids=str)
+def test_quantized_by_torch(width, dtype):
+    on_ranks(2, expert_parallel.quantizes, width, dtype, BY_TORCH)
+
+
 def test_quantized_rows_have_no_gradient():
     on_ranks(2, expert_parallel.quantized_rows_have_no_gradient)
 
 
+@each_way
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_scales(world_size):
+def test_scales(world_size, config):
     on_ranks(world_size, expert_parallel.sends_scales_along, [
         (FP32, ()), (FP32, (1,)), (FP32, (5,)), (BF16, (3,)), (torch.uint8, ()), (torch.uint8, (7,)),
         (torch.float64, (2,)), (torch.int64, ()), (torch.float8_e5m2, (4,)),
-    ])  # fmt: skip
+    ], CONFIGS[config])  # fmt: skip
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -221,6 +240,34 @@ def test_configs_that_cannot_run():
     for combine in COMBINES:
         assert EpConfig(combine=combine, block_bytes=256, num_warps=16, chunk_tokens=1000).illegal(cpu) is None
     assert default_config(cpu).illegal(cpu) is None and EpConfig().illegal(cpu) is None
+
+
+# ---- by torch ----
+
+
+def test_torch_refuses_what_it_cannot_do():
+    on_ranks(2, expert_parallel.refuses_what_torch_cannot)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_torch_tells_all_ranks(world_size):
+    on_ranks(world_size, expert_parallel.tells_all_ranks_by_torch)
+
+
+def test_torch_tells_of_different_rows():
+    on_ranks(3, expert_parallel.tells_of_different_rows_by_torch)
+
+
+def test_torch_needs_no_symmetric_memory():
+    on_ranks(2, expert_parallel.needs_no_symmetric_memory, SPECS["uneven"])
+
+
+def test_torch_takes_a_bound_on_tokens():
+    on_ranks(3, expert_parallel.takes_a_bound_by_torch)
+
+
+def test_torch_where_it_has_been_chosen():
+    on_ranks(3, expert_parallel.goes_by_torch_where_chosen)
 
 
 def test_between_compiled_graphs():

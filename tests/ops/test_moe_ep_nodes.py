@@ -43,7 +43,7 @@ def test_error_is_that_of_torch(world_size, local, combine):
     (4, 2, BF16, "per_rank"), (4, 2, FP16, "per_expert"), (3, 1, BF16, "per_rank"),
 ], ids=str)  # fmt: skip
 def test_sums_are_in_the_order_of_ranks_and_nodes(world_size, local, dtype, combine):
-    on_ranks(world_size, on_nodes, local, expert_parallel.adds_in_order, dtype, combine)
+    on_ranks(world_size, on_nodes, local, expert_parallel.adds_in_order, dtype, {**SMALL, "combine": combine})
 
 
 @thorough
@@ -58,12 +58,12 @@ def test_weights_of_the_combine():
 
 @thorough
 def test_handle_is_used_again():
-    on_ranks(2, on_nodes, 1, expert_parallel.uses_the_handle_again)
+    on_ranks(2, on_nodes, 1, expert_parallel.uses_the_handle_again, None)
 
 
 @thorough
 def test_layer():
-    on_ranks(2, on_nodes, 1, expert_parallel.is_a_layer, "combine", 0)
+    on_ranks(2, on_nodes, 1, expert_parallel.is_a_layer, "combine", 0, None)
 
 
 @thorough
@@ -76,7 +76,7 @@ def test_counts_of_many_tiles():
 @pytest.mark.parametrize("world_size, local", [(4, 2), (2, 1)] if ON_GPU else [(4, 2)])
 def test_codes_and_scales(world_size, local):
     on_ranks(world_size, on_nodes, local, expert_parallel.quantizes, 129, BF16, SMALL)
-    on_ranks(world_size, on_nodes, local, expert_parallel.sends_scales_along, [(FP32, (5,)), (torch.uint8, ())])
+    on_ranks(world_size, on_nodes, local, expert_parallel.sends_scales_along, [(FP32, (5,)), (torch.uint8, ())], None)
 
 
 @thorough
@@ -89,6 +89,10 @@ def test_more_than_the_capacity(world_size, local, spec, which):
     on_ranks(world_size, on_nodes, local, expert_parallel.refuses_what_is_too_much, spec, which)
 
 
+def test_torch_needs_no_network_of_ours():
+    on_ranks(4, on_nodes, 2, expert_parallel.needs_no_symmetric_memory, SPECS["uneven"])
+
+
 @emulated_only
 def test_what_does_not_fit_is_not_sent():
     on_ranks(4, on_nodes, 2, expert_nodes.sends_nothing_that_does_not_fit)
@@ -96,7 +100,7 @@ def test_what_does_not_fit_is_not_sent():
 
 @thorough
 def test_wrong_ids():
-    on_ranks(3, on_nodes, 1, expert_parallel.refuses_wrong_ids, 100, 1, torch.int64)
+    on_ranks(3, on_nodes, 1, expert_parallel.refuses_wrong_ids, 100, 1, torch.int64, None)
 
 
 @pytest.mark.parametrize("world_size, local, config, options", HALVES, ids=str)
