@@ -30,6 +30,7 @@ from tdkernels.symm import set_timeout, synchronize
 # As for what is imported later, so for what the tuner knows of it.
 autotune.operator.register_later("tdkernels.ops.ag_attention_tuning", "ag_attention")
 autotune.operator.register_later("tdkernels.ops.ep_tuning", "all_to_all", "ep_combine", "ep_dispatch")
+autotune.operator.register_later("tdkernels.ops.ep_moe_tuning", "ep_moe")
 autotune.operator.register_later("tdkernels.ops.flash_decode_tuning", "flash_decode")
 autotune.operator.register_later("tdkernels.ops.group_gemm_tuning", "group_gemm")
 autotune.operator.register_later("tdkernels.ops.moe_tp_tuning", "moe_ag_gemm", "moe_gemm_rs", "tp_moe")

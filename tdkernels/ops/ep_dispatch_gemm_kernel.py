@@ -289,6 +289,19 @@ def launch(routing, order, x, weights, w, tiles, *, activation=None, keep=False,
     return Launched(**dict(zip(names, made, strict=True)))
 
 
+def compile(x, w, routing, tiles, activation):
+    """Compile what ``launch`` with the same operands would launch, forward, into Triton's cache; launches nothing."""
+    x = _operands.rows_contiguous(x)
+    ctx = torch.empty(1, dtype=torch.int64, device=x.device)
+    weights, splits = x.new_empty(1, dtype=torch.float32), x.new_empty(w.shape[0], dtype=torch.int32)
+    outputs = Launched(x.new_empty(1, 1), origins=ctx, weights=weights)
+    args, constants = arguments(
+        ctx, x, weights, routing.tables, routing.tables, splits, x[:1], 2 * x.shape[1], w, outputs, None, None, routing,
+        0, tiles, activation,
+    )  # fmt: skip
+    ep_dispatch_gemm_kernel.warmup(*args, grid=(1,), **constants)
+
+
 def _outputs(x, rows, w, tiles_n, activation, keep, keep_rows, gradient):
     """Launched, to be made."""
     width = w.shape[1] // 2 if activation else w.shape[1]

@@ -198,6 +198,17 @@ def launch(routing, h, w, origins, tiles, *, weights=None, dots=None):
     return made if dots is not None else (made[0], None)
 
 
+def compile(h, w, routing, tiles):
+    """Compile what ``launch`` with the same operands would launch, forward, into Triton's cache; launches nothing."""
+    h = _operands.rows_contiguous(h)
+    ctx = torch.empty(1, dtype=torch.int64, device=h.device)
+    weights, splits = h.new_empty(1, dtype=torch.float32), h.new_empty(w.shape[0], dtype=torch.int32)
+    args, constants = arguments(
+        ctx, h, w, routing.tables, splits, ctx, None, weights, h.new_empty(1), None, routing, 0, tiles
+    )
+    ep_gemm_combine_kernel.warmup(*args, grid=(1,), **constants)
+
+
 def _prepare(workspace, routing, operands, tiles):
     h, w, tables, splits, origins, dots, weights = operands
     n, slots = w.shape[1], routing.reach.choices

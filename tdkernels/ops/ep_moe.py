@@ -18,8 +18,6 @@ Example:
     y = tdkernels.ep_moe(x, ids, weights, w_gate_up, w_down, num_experts=64)
 """
 
-from dataclasses import dataclass
-
 import torch
 
 from tdkernels.ops import _operands
@@ -28,57 +26,13 @@ from tdkernels.ops._outside_graphs import outside_graphs
 from tdkernels.ops._swiglu import ACTIVATIONS
 from tdkernels.ops.ep_checks import check_dispatch, check_most_tokens, check_tensor
 from tdkernels.ops.ep_choice import sure_capacity
-from tdkernels.ops.ep_config import EpConfig
 from tdkernels.ops.ep_moe_compiled import ep_moe_compiled
+from tdkernels.ops.ep_moe_config import SEQUENCE, EpMoeConfig, choose_config, is_open
 from tdkernels.ops.ep_moe_fused import ep_moe_fused, why_not
 from tdkernels.ops.ep_moe_steps import experts, receive
 from tdkernels.ops.group_gemm import check_activation, check_experts, group_gemm_ref
-from tdkernels.ops.group_gemm_kernel import GroupGemmConfig
 from tdkernels.ops.moe_ep import ep_combine, ep_combine_ref, ep_dispatch_ref
 from tdkernels.symm import resolve_group
-
-
-@dataclass(frozen=True)
-class EpMoeConfig:
-    """How ``ep_moe`` runs; None takes the best config known of the part, see tdkernels.autotune.
-
-    ep:    the ways there and back, see ``EpConfig``; the same on all ranks
-    gemm:  both products, see ``GroupGemmConfig``
-    method: "fused": products overlap the ways there and back, see ``ep_moe_fused``; of the parts' configs it takes the
-           tiles of ``gemm`` alone; "sequence": one step after the other, which sends fewer bytes where tokens have
-           several experts on a rank; "torch": the sequence by torch's collectives and torch's grouped product, the
-           latter where it has one; "": the sequence. The same on all ranks. torch.compile sees the sequence always
-    """
-
-    ep: EpConfig | None = None
-    gemm: GroupGemmConfig | None = None
-    method: str = ""
-
-    def illegal(self, device, dtype):
-        """Why this config cannot run on a device with a dtype; None when it can."""
-        if self.method not in ("", "fused", "sequence", "torch"):
-            return f'method must be "fused", "sequence", "torch" or "", not {self.method!r}'
-        if self.method == "torch" and (self.ep, self.gemm) != (None, None):
-            return 'method "torch" takes no ep and no gemm'
-        if self.method == "fused" and self.gemm is not None and self.gemm.method != "fused":
-            return f'method "fused" multiplies by its own kernels, not by {self.gemm.method!r}'
-        for name, kind in (("ep", EpConfig), ("gemm", GroupGemmConfig)):
-            part = getattr(self, name)
-            if part is None:
-                continue
-            if not isinstance(part, kind):
-                return f"{name} must be of {kind.__name__} or None, not of {type(part).__name__}"
-            reason = part.illegal(device, dtype)
-            if reason is not None:
-                return f"{name}: {reason}"
-        return None
-
-    def parts(self, x):
-        """(ep, gemm) of a call with tokens x, each None if it is to be chosen."""
-        if self.method != "torch":
-            return self.ep, self.gemm
-        gemm = GroupGemmConfig(method="torch")
-        return EpConfig(method="torch"), None if gemm.illegal(x.device, x.dtype) else gemm
 
 
 def ep_moe_ref(x, topk_ids, topk_weights, w_gate_up, w_down, *, num_experts, activation="swiglu", group=None):
@@ -160,7 +114,8 @@ def ep_moe(
               max_tokens_per_rank: as in ep_dispatch: a bound on the T of all ranks, the same on all of them. Few tokens
               then go in one launch, and max_tokens need not be given. Not with method "fused"
               group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the world (W ranks)
-              config: EpMoeConfig; None takes the best one known for each part
+              config: EpMoeConfig; None takes the best one known, of the layer and then of each part, see
+              tdkernels.autotune
     Returns:  y: [T, H], dtype of x. Products are summed in fp32, their results rounded to x's dtype; the sum over a
               token's choices is that of ep_combine. 0 for a token all of whose choices are dropped
     Gradient: of x, topk_weights, w_gate_up and w_down; w's are complete, of all ranks' tokens, and zeros for an expert
@@ -180,15 +135,14 @@ def ep_moe(
         group.size(),
     )  # fmt: skip
     check_most_tokens("ep_moe", max_tokens_per_rank, topk_ids.shape[1], group.size())
-    config = config or EpMoeConfig()
-    fused = _is_fused(config, quantize, max_tokens_per_rank, group)
+    fused = config is not None and _is_fused(config, quantize, max_tokens_per_rank, group)
     if max_tokens_per_rank is not None and max_tokens is None:
         tokens = group.size() * max_tokens_per_rank
         max_tokens = sure_capacity(tokens, group.size(), num_experts, topk_ids.shape[1])
     layer = x, topk_ids, topk_weights, w_gate_up, w_down
     settings = num_experts, activation, quantize, max_tokens, max_tokens_per_rank
     if max_tokens is not None and torch.compiler.is_compiling():
-        texts = map(as_argument, config.parts(x))
+        texts = map(as_argument, (config or SEQUENCE).parts(x))
         return ep_moe_compiled(*layer, *settings, group.group_name, *texts)
     return _run(*layer, *settings, group, config, fused)
 
@@ -210,13 +164,19 @@ def _run(
     x, topk_ids, topk_weights, w_gate_up, w_down, num_experts, activation, quantize, max_tokens, max_tokens_per_rank,
     group, config, fused,
 ):  # fmt: skip
+    ids = topk_ids
+    if config is None:
+        config = SEQUENCE
+        if is_open(quantize, max_tokens_per_rank, group):
+            config, ids = choose_config(x, topk_ids, w_down, num_experts, max_tokens, group)
+        fused = config.method == "fused"
     if fused:
         return ep_moe_fused(
             x, topk_ids, topk_weights, w_gate_up, w_down, num_experts, activation, max_tokens, group, config
         )
     ep, gemm = config.parts(x)
     rows, splits, handle = receive(
-        x, topk_ids, topk_weights, num_experts, quantize, max_tokens, max_tokens_per_rank, group, ep
+        x, ids, topk_weights, num_experts, quantize, max_tokens, max_tokens_per_rank, group, ep
     )
     made = experts(rows, splits, w_gate_up, w_down, activation, gemm)
     return ep_combine(made, handle, group=group)

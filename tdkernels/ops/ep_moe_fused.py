@@ -20,7 +20,7 @@ from tdkernels.ops._nodes import spans_nodes
 from tdkernels.ops._tiles import default_tiles
 from tdkernels.ops.ep_config import default_config
 from tdkernels.ops.ep_order_kernel import order_of
-from tdkernels.ops.ep_routing import route
+from tdkernels.ops.ep_routing import Reach, route, unrouted
 
 
 def why_not(group, quantize):
@@ -86,6 +86,19 @@ class _EpMoe(torch.autograd.Function):
             ddown = grouped.weight_gradient(came.kept, came.weighted, routing.splits, experts)
         dweights = dweights.to(ctx.weights_dtype) if need_dweights else None
         return dx if need_dx else None, dweights, dgate_up, ddown, None, None, None
+
+
+def compile(x, w_gate_up, w_down, choices, world_size, rows, config):
+    """Compile what a call without gradients would launch for about so many ``rows`` of a rank; launches nothing."""
+    if x.device.type == "cpu":
+        return  # interpreted
+    experts = w_gate_up.shape[0]
+    ep = config.ep or default_config(x.device)
+    sizes = "ep_moe", x.shape[0], choices, experts * world_size, world_size
+    routing = unrouted(*sizes, ep, x.device, reach=Reach(rows, x.shape[0] * choices))
+    up_tiles, down_tiles = (_tiles(config, rows // experts, w.shape[1], x) for w in (w_gate_up, w_down))
+    there.compile(x, w_gate_up, routing, up_tiles, "swiglu")
+    back.compile(x.new_empty(1, w_down.shape[2]), w_down, routing, down_tiles)
 
 
 def ep_moe_fused(x, topk_ids, topk_weights, w_gate_up, w_down, num_experts, activation, max_tokens, group, config):

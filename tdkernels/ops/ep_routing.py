@@ -6,6 +6,7 @@ does. A group on several nodes has kernels of its own, and its routing a ``Cross
 
 from dataclasses import dataclass, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -88,6 +89,15 @@ def refused_ids(operator, rank, bad):
     if bad < 0:
         return ValueError(f"{operator}: rank {rank} has {-bad} tokens, more than max_tokens_per_rank")
     return ValueError(f"{operator}: the ids or splits of rank {rank} are out of range or do not add up")
+
+
+def unrouted(operator, tokens, choices, num_experts, world_size, config, device, *, max_tokens=None, reach=None):
+    """A Routing that nobody has found: what kernels can be compiled with."""
+    tables = torch.empty(1, dtype=torch.int32, device=device)
+    return Routing(
+        SimpleNamespace(size=lambda: world_size), config, operator, tokens, choices, num_experts, max_tokens, rows=1,
+        staged=1, most_staged=1, tables=tables, splits=tables, reach=reach,
+    )  # fmt: skip
 
 
 def _error_of_note(operator, name, kind, first, second, third):

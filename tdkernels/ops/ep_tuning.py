@@ -7,7 +7,6 @@ Calls look their config up by what all ranks know (``ep_choice``), up to a power
 """
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import torch
 
@@ -187,13 +186,8 @@ def _capacity(problem):
 
 
 def _unrouted(problem, config, device):
-    """A Routing that nobody has found: what kernels can be compiled with."""
-    tables = torch.empty(1, dtype=torch.int32, device=device)
-    return ep_routing.Routing(
-        SimpleNamespace(size=lambda: problem.world_size), config, problem.operator,
-        _tokens(problem), _choices(problem), problem.shape[2], _capacity(problem), rows=1, staged=1, most_staged=1,
-        tables=tables, splits=tables,
-    )  # fmt: skip
+    sizes = problem.operator, _tokens(problem), _choices(problem), problem.shape[2], problem.world_size
+    return ep_routing.unrouted(*sizes, config, device, max_tokens=_capacity(problem))
 
 
 def _compile_dispatch(problem, config, x, weights=None, quantize=False):

@@ -1,0 +1,183 @@
+"""Tuning ep_moe: whether its products overlap the ways, what calls take of that, and how long each way should take."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tdkernels import EpMoeConfig, GroupGemmConfig, Tiles, autotune, explain
+from tdkernels.autotune.operator import tunable
+from tdkernels.autotune.problem import Problem
+from tdkernels.ops import (
+    _device,
+    ep_dispatch_gemm_kernel,
+    ep_gemm_combine_kernel,
+    ep_moe,
+    ep_order_kernel,
+    ep_routing,
+    ep_torch,
+)
+from tdkernels.ops.ep_moe_config import SEQUENCE
+from tdkernels.symm.group import group_state
+from tests.aot import recorded_launches
+from tests.autotune import experts
+from tests.autotune.entries import cache_in
+from tests.autotune.experts import entry_of
+from tests.autotune.test_choose import counted, tables_in, tune_by_hand
+from tests.ops.expert_layer import Layer
+from tests.ops.routed import BF16, FP32
+from tests.ranks import a_group, on_ranks
+
+FUSED = EpMoeConfig(gemm=GroupGemmConfig(tiles=Tiles(32, 32, 32, num_warps=4, num_stages=2)), method="fused")
+BY_TORCH = EpMoeConfig(method="torch")
+SIZES = (16, 8, 4, 2)  # H, I, E, k
+# Tokens of all ranks, H, I, experts, choices.
+PROBLEMS = [((8, *SIZES), "exact", FP32), ((7, 24, 9, 4, 3), "static", BF16)]
+
+
+def are_tuned(folder):
+    with cache_in(folder / f"rank{dist.get_rank()}"):
+        return [experts.tunes("ep_moe", shape, layout, FUSED, dtype) for shape, layout, dtype in PROBLEMS]
+
+
+def test_all_ranks_find_the_same(tmp_path):
+    first, second = on_ranks(2, are_tuned, tmp_path)
+    assert first == second
+
+
+BAD = [
+    (("ep_moe", 8, 16, 8, 5, 2), {}, "ep_moe: EXPERTS = 5 is not divisible by 2 ranks"),
+    (("ep_moe", 8, 16, 8, 4, 5), {}, "ep_moe: a token has at most EXPERTS = 4 choices, not 5"),
+    (("ep_moe", 8, 16, 8, 4, 2), {"layout": "exact_fp8"}, "layout must be one of exact, static, not 'exact_fp8'"),
+    (("ep_moe", 8, 16, 8, 4), {}, "5 positive sizes, TOKENS x HIDDEN x INTERMEDIATE x EXPERTS x CHOICES"),
+]
+
+
+def test_problems_that_there_are_not():
+    on_ranks(2, experts.are_refused, BAD)
+
+
+# ---- what a call takes ----
+
+
+def methods_of(layer, group, **options):
+    """How a layer ran, forward and backward: whether it was the one that overlaps, with which config, and by torch."""
+    launches = (ep_moe, "ep_moe_fused", lambda args, options: args[-1])
+    with experts.recorded(launches) as ran, counted(ep_torch, "route") as by_torch:
+        layer.check(layer.run(group=group, **options))
+    return [config for _, config in ran], by_torch[0]
+
+
+def take_the_entry(folder):
+    with a_group() as group, tables_in(folder):
+        state = group_state(group)
+        layer = Layer([3, 5], 2, 2, 16, 8, FP32, group=group)
+        assert methods_of(layer, group) == methods_of(layer, group, max_tokens=16) == ([], 0), "nobody has tuned it"
+        for config, layout, options, expected in (
+            (FUSED, "static", {"max_tokens": 16}, ([FUSED], 0)), (FUSED, "exact", {}, ([FUSED], 0)),
+            (BY_TORCH, "exact", {}, ([], 1)), (SEQUENCE, "exact", {}, ([], 0)),
+        ):
+            entries = [entry_of(config, "ep_moe", (tokens, *SIZES), layout, dtype="float32") for tokens in (4, 8, 16)]
+            tune_by_hand(*entries)
+            state.choices.clear()
+            assert methods_of(layer, group, **options) == expected, (config, layout)
+            known = dict(state.choices)
+            with counted(state, "exchange") as exchanges:
+                assert methods_of(layer, group, **options) == expected and exchanges == [0], "asked again"
+            assert state.choices == known
+        tune_by_hand(*(entry_of(FUSED, "ep_moe", (tokens, *SIZES), "exact", dtype="float32") for tokens in (4, 8, 16)))
+        state.choices.clear()
+        # What is said counts, and what cannot overlap does not.
+        assert methods_of(layer, group, config=EpMoeConfig()) == ([], 0)
+        assert methods_of(layer, group, max_tokens_per_rank=5) == ([], 0)
+        with autotune.mode("off"):
+            assert methods_of(layer, group) == ([], 0)
+        assert methods_of(layer, group) == ([FUSED], 0)
+        asked = explain("ep_moe", 8, *SIZES, layout="exact", dtype=torch.float32, group=group)
+        assert (asked.source, asked.config, asked.method) == ("cache", FUSED, "fused")
+        del group, state, layer
+
+
+def test_a_call_takes_what_was_tuned(tmp_path):
+    on_ranks(2, take_the_entry, tmp_path)
+
+
+def take_it_with_few_tokens(folder):
+    """Tokens on some ranks only, or on none: all ranks come to the same."""
+    with a_group() as group, tables_in(folder):
+        tune_by_hand(*(entry_of(FUSED, "ep_moe", (2**n, *SIZES), "exact", dtype="float32") for n in range(5)))
+        for tokens in ([0, 0], [0, 3], [7, 1]):
+            assert methods_of(Layer(tokens, 2, 2, 16, 8, FP32, group=group), group) == ([FUSED], 0)
+        del group
+
+
+def test_ranks_without_tokens(tmp_path):
+    on_ranks(2, take_it_with_few_tokens, tmp_path)
+
+
+# ---- without ranks ----
+
+
+def test_operands_tell_the_sizes():
+    shapes = (5, 16), (5, 2), (5, 2), (2, 16, 16), (2, 16, 8)
+    assert tunable("ep_moe").sizes_of(*shapes, world_size=2) == (10, *SIZES)
+    for wrong in (shapes[:4], (*shapes[:3], (2, 12, 16), shapes[4]), ((6, 16), *shapes[1:])):
+        with pytest.raises(ValueError, match="ep_moe: the operands"):
+            tunable("ep_moe").sizes_of(*wrong, world_size=2)
+    assert explain("ep_moe", *shapes, world_size=2).config == SEQUENCE
+
+
+def test_configs_are_kept_as_text():
+    op = tunable("ep_moe")
+    for config in (SEQUENCE, BY_TORCH, FUSED, EpMoeConfig(method="fused")):
+        assert op.config_from_dict(op.config_to_dict(config)) == config
+    for values in ({}, {"method": 3}, {"method": "fused", "tiles": 3}, {"method": "fused", "stages": 2},
+                   {"method": "fused", "tiles": {"block_m": "64"}}):  # fmt: skip
+        with pytest.raises((TypeError, ValueError)):
+            op.config_from_dict(values)
+
+
+def test_torchs_sequence_is_a_candidate_where_the_host_waits_anyway():
+    op = tunable("ep_moe")
+    for layout in op.layouts:
+        problem = Problem("ep_moe", "cpu", 2, 2, "bfloat16", layout, (8, *SIZES))
+        assert (op.illegal(op.plain(), problem, torch.device("cpu")) is None) == (layout == "exact")
+
+
+@pytest.mark.parametrize("layout", ["exact", "static"])
+def test_estimates(layout):
+    sizes = [(2, 8192, 7168, 2048, 256, 8), (8, 1024, 7168, 2048, 256, 8), (4, 512, 64, 64, 4, 1)]
+    with experts.an_h200():
+        experts.estimates_are_sensible("ep_moe", [(ranks, layout, *shape) for ranks, *shape in sizes])
+
+
+def test_overlapping_is_thought_better_where_the_wire_counts_and_worse_where_choices_meet():
+    """Fine experts of one choice: as many bytes either way. Two ranks and eight choices: four times as many."""
+    with experts.an_h200():
+        op, fused = tunable("ep_moe"), EpMoeConfig(method="fused")
+        for ranks, sizes, better in ((8, (65536, 7168, 512, 8, 1), True), (2, (8192, 7168, 256, 256, 8), False)):
+            problem = Problem("ep_moe", "NVIDIA H200", ranks, ranks, "bfloat16", "static", sizes)
+            found = op.estimate_ms(fused, problem, experts.H200) < op.estimate_ms(SEQUENCE, problem, experts.H200)
+            assert found == better, problem
+
+
+def test_what_overlaps_is_compiled_ahead():
+    op, ranks = tunable("ep_moe"), 2
+    problem = Problem("ep_moe", "cpu", ranks, ranks, "bfloat16", "static", (64, 64, 128, 4, 2))
+    config = EpMoeConfig(gemm=GroupGemmConfig(tiles=Tiles(64, 64, 64)), method="fused")
+    modules = ep_dispatch_gemm_kernel, ep_gemm_combine_kernel
+    with pytest.MonkeyPatch.context() as patch, recorded_launches(modules, ranks) as launches:
+        patch.setattr(_device, "has_tma", lambda device: True)
+        patch.setattr(_device, "num_sms", lambda device: 132)
+        patch.setattr(ep_dispatch_gemm_kernel, "rows_of_buffer", lambda workspace, x: x[:1])
+        operands = op.operands(problem, torch.device("cpu"), torch.Generator())
+        group = type("Group", (), {"size": lambda self: ranks, "rank": lambda self: 0})()
+        with recorded_launches((ep_routing, ep_order_kernel), ranks):
+            x, ids, weights, gate_up, down = operands
+            call = 4, "swiglu", 256, group, config
+            ep_moe.ep_moe_fused(x, ids, weights, gate_up, down, *call)
+        launched = list(launches)
+        launches.clear()
+        op.compile([tensor.to("meta") for tensor in operands], problem, config)
+        assert len(launched) == len(launches) == 2
+        for ran, compiled in zip(launched, launches, strict=True):
+            experts.same_code(ran, compiled)
