@@ -63,11 +63,14 @@ class Exchange:
             return
         side = side_stream(self.device)
         side.wait_stream(self._stream)
+        current = torch.cuda.current_device()
         torch.cuda.set_stream(side)  # torch.cuda.stream() would ask for the current one again, which takes long
         try:
             enqueue()
         finally:
             torch.cuda.set_stream(self._stream)
+            if current != self.device.index:  # tensors may be on another GPU than the current one, which that selects
+                torch.cuda.set_device(current)
         self._last_sent = side.record_event()
 
     def _join(self):
