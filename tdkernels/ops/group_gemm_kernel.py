@@ -365,13 +365,22 @@ def _row_blocks(rows, tiles, columns):
 def swiglu_backward(dh, pre, splits, activation):
     """The gradient of ``pre`` [R, 2 * I] from that of its SwiGLU; rows that belong to no group are not written."""
     dh, pre = dh.contiguous(), pre.contiguous()
+    if not dh.shape[0]:
+        return torch.empty_like(pre)
+    workspace = alone_on(dh.device)
+    return launch_kept(
+        workspace, ("swiglu backward", activation), (dh, pre, splits),
+        lambda *of: _prepare_swiglu_backward(workspace, *of, activation),
+    )[0]  # fmt: skip
+
+
+def _prepare_swiglu_backward(workspace, dh, pre, splits, activation):
     rows, width = dh.shape
-    dpre = torch.empty_like(pre)
-    if rows:
-        block = min(next_power_of_2(width), 1024)
-        programs = min(rows, 8 * _device.num_sms(dh.device))
-        swiglu_backward_kernel[(programs,)](
-            dh, pre, splits, dpre, rows, width, splits.shape[0], EXPERTS=next_power_of_2(splits.shape[0]),
-            ACTIVATION=NUMBERS[activation], BLOCK=block, num_warps=4,
-        )  # fmt: skip
-    return dpre
+    dpre = to_be_made(pre, *pre.shape)
+    grid = (min(rows, 8 * _device.num_sms(dh.device)),)
+    args = dh, pre, splits, dpre, rows, width, splits.shape[0]
+    constants = {
+        "EXPERTS": next_power_of_2(splits.shape[0]), "ACTIVATION": NUMBERS[activation],
+        "BLOCK": min(next_power_of_2(width), 1024), "num_warps": 4,
+    }  # fmt: skip
+    return Launch(workspace, swiglu_backward_kernel, grid, args, constants, (dh, pre, splits), [dpre], [])
