@@ -14,6 +14,7 @@ from tdkernels.lang._alike import Alike
 from tdkernels.ops._device import side_stream
 from tdkernels.ops._gather_kernels import begin_kernel, notify_kernel
 from tdkernels.ops._gather_nodes_kernels import begin_nodes_kernel
+from tdkernels.ops._launch import by_address
 from tdkernels.symm import get_workspace
 
 _MAX_KEPT = 4096  # of a workspace; shapes may go on changing for ever
@@ -97,6 +98,17 @@ class Exchange:
         make = lambda: Alike((1, 1, 1), (self.workspace.ctx, *args), places, {"num_warps": 1, **constants})  # noqa: E731
         alike = self._kept((kernel, *constants.items()), make)
         kernel.launch_alike(alike, args)
+
+    def _launch_on(self, tensors, kernel, programs, *numbers, **constants):
+        """Launch a kernel of (ctx, tensors or None, numbers); it is kept for the same numbers and other tensors.
+
+        Of a tensor the kernel takes no more than where it begins. All else that a launch follows from, the plan among
+        it, is in the numbers and constants: as they are compiled for, large ones otherwise than small ones, too.
+        """
+        places = range(1, 1 + len(tensors))
+        make = lambda: Alike((programs, 1, 1), (self.workspace.ctx, *tensors, *numbers), places, constants)  # noqa: E731
+        key = kernel, programs, *numbers, *map(by_address, tensors), *constants.items()
+        kernel.launch_alike(self._kept(key, make), tensors)
 
     def _kept(self, key, make):
         """What ``make`` gave when it was first asked for: a tensor takes the host longer to make than to copy.

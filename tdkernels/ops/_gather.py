@@ -74,9 +74,9 @@ class Gather(Exchange):
         def launch():
             if self.spans_nodes:
                 send, relay = num_pieces(num_programs, self.num_chunks, self.topology.local_world_size)
-                push_nodes_kernel[(send + relay,)](self.workspace.ctx, self.x, send, *sizes, **options)
+                self._launch_on((self.x,), push_nodes_kernel, send + relay, send, *sizes, **options)
             else:
-                push_kernel[(num_programs,)](self.workspace.ctx, self.x, *sizes, **options)
+                self._launch_on((self.x,), push_kernel, num_programs, *sizes, **options)
 
         self._beside(launch)
 

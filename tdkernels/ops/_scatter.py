@@ -54,10 +54,10 @@ class Scatter(Exchange):
         block = 1024 if self.device.type == "cpu" else _SUM_BLOCK
         programs = min(triton.cdiv(own.numel(), block), 4 * num_sms(self.device))
         bias = None if bias is None else bias.contiguous()
-        add_parts_kernel[(programs,)](
-            self.workspace.ctx, own, bias, own.numel(), own.shape[1], self._slot_bytes, RANKS=self.world_size,
-            ALIGNED=own.shape[1] % 8 == 0 and own.data_ptr() % 16 == 0, HAS_BIAS=bias is not None, BLOCK=block,
-            num_warps=8,
+        self._launch_on(
+            (own, bias), add_parts_kernel, programs, own.numel(), own.shape[1], self._slot_bytes,
+            RANKS=self.world_size, ALIGNED=own.shape[1] % 8 == 0 and own.data_ptr() % 16 == 0,
+            HAS_BIAS=bias is not None, BLOCK=block, num_warps=8,
         )  # fmt: skip
         return own
 
