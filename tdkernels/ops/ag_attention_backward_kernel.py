@@ -4,10 +4,10 @@ The gradient of q goes through the keys like the forward, and they are pushed ag
 their own (``ag_attention_dkv_kernel``).
 """
 
-import torch
 import triton.language as tl
 
 from tdkernels import lang as td
+from tdkernels.ops import _operands
 from tdkernels.ops._attention import (
     LOG2_E,
     accumulate,
@@ -20,8 +20,10 @@ from tdkernels.ops._attention import (
     slot_bytes,
     store_rows_of,
 )
-from tdkernels.ops.ag_attention_dkv_kernel import constants, launch_dkv, load_stats, statistics
+from tdkernels.ops._launch import Launch, launch_kept, to_be_made
+from tdkernels.ops.ag_attention_dkv_kernel import constants_of, launch_dkv, load_stats, statistics
 from tdkernels.ops.ag_attention_kernel import (
+    bases_of,
     far_limits,
     key_descriptors,
     own_blocks,
@@ -34,6 +36,7 @@ from tdkernels.ops.ag_attention_kernel import (
     uses_tma,
     widths_of,
 )
+from tdkernels.symm import get_workspace
 
 
 @td.jit
@@ -159,26 +162,36 @@ def ag_attention_dq_kernel(
 
 def launch_dq(q, k, v, do, stats, causal, sharding, scale, group, config):
     """The gradient of q."""
-    ranks = group.size()
-    batch, rows, heads, _ = q.shape
+    workspace = get_workspace(group, q.device, "ag_attention")
+    call = causal, sharding, scale, config
+    return launch_kept(
+        workspace, ("dq", *call, _operands.dot_precision(q.dtype)), (q, k, v, do, stats),
+        lambda *of: _prepare_dq(workspace, *of, *call),
+    )[0]  # fmt: skip
+
+
+def _prepare_dq(workspace, q, k, v, do, stats, causal, sharding, scale, config):
+    ranks, (batch, rows, heads, _) = workspace.world_size, q.shape
     fields = {"gradient": "q", **plan_fields(q, k, v, causal, sharding, scale, config)}
-    workspace, plan, num_comm = prepare_keys("ag_attention", q, k, v, group, config, fields)
-    dq = torch.empty_like(q)
-    tma = uses_tma(q, k, v)
+    plan, num_comm = prepare_keys(workspace, k, v, config, fields)
+    dq = to_be_made(q, *q.shape)
     descriptors = (None,) * 6
-    if tma:
+    if uses_tma(q, k, v):
         own = (shard_descriptor(x, config.dq_block_q, width) for x, width in zip((q, do), widths_of(q, do)))
         descriptors = *own, *key_descriptors(workspace, k, v, ranks, config.dq_block_k)
-    pieces = num_comm + -(-rows // config.dq_block_q) * batch * heads + (ranks > 1)
-    workspace.before_launch()
-    ag_attention_dq_kernel[(min(pieces, resident_programs(q.device, config.dq_num_warps)),)](
+    args = (
         workspace.ctx, q, k, v, do, stats, dq, *descriptors, scale, batch, rows, heads, k.shape[2], plan, num_comm,
-        config.chunk_rows, BLOCK_Q=config.dq_block_q, BLOCK_K=config.dq_block_k, STAGES=config.dq_num_stages,
-        STRADDLES=straddles(rows, config.dq_block_k, causal, sharding),
-        **constants(q, v, causal, sharding, tma), num_warps=config.dq_num_warps, num_stages=config.dq_num_stages,
+        config.chunk_rows,
     )  # fmt: skip
-    workspace.after_launch()
-    return dq
+    constants = {
+        "BLOCK_Q": config.dq_block_q, "BLOCK_K": config.dq_block_k, "STAGES": config.dq_num_stages,
+        "STRADDLES": straddles(rows, config.dq_block_k, causal, sharding), **constants_of(q, k, v, causal, sharding),
+        "num_warps": config.dq_num_warps, "num_stages": config.dq_num_stages,
+    }  # fmt: skip
+    pieces = num_comm + -(-rows // config.dq_block_q) * batch * heads + (ranks > 1)
+    grid = (min(pieces, resident_programs(q.device, config.dq_num_warps)),)
+    fixed = workspace.ctx, *bases_of(descriptors[-2:])
+    return Launch(workspace, ag_attention_dq_kernel, grid, args, constants, (q, k, v, do, stats), [dq], fixed)
 
 
 def launch(q, k, v, o, lse, do, dlse, wanted, causal, sharding, scale, group, config):

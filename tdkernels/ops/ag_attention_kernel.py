@@ -32,6 +32,7 @@ from tdkernels.ops._attention import (
     store_rows_of,
 )
 from tdkernels.ops._config import text_of
+from tdkernels.ops._launch import Launch, launch_kept, to_be_made
 from tdkernels.ops._tiles import next_power_of_2
 from tdkernels.symm import get_workspace
 
@@ -287,14 +288,13 @@ def resident_programs(device, num_warps):
     return _device.num_sms(device) * max(1, 8 // num_warps)
 
 
-def prepare_keys(name, q, k, v, group, config, fields):
-    """The workspace through which keys and values go, the plan, and how many programs push."""
-    ranks = group.size()
+def prepare_keys(workspace, k, v, config, fields):
+    """The plan of a launch for which keys and values go through a workspace, and how many programs push."""
+    ranks = workspace.world_size
     num_chunks = -(-k.shape[0] * k.shape[1] // config.chunk_rows)
-    workspace = get_workspace(group, q.device, "ag_attention")
     half_bytes = ranks * (slot_size(k) + slot_size(v)) if ranks > 1 else 256
-    plan = workspace.prepare(name, fields, half_bytes, ranks * num_chunks + ranks)
-    return workspace, plan, config.num_comm_sms if ranks > 1 else 0
+    plan = workspace.prepare("ag_attention", fields, half_bytes, ranks * num_chunks + ranks)
+    return plan, config.num_comm_sms if ranks > 1 else 0
 
 
 def key_descriptors(workspace, k, v, ranks, block_k):
@@ -307,53 +307,69 @@ def key_descriptors(workspace, k, v, ranks, block_k):
     return *own, gathered_descriptor(workspace, 0, k, ranks, block_k, wide), far_v
 
 
-def _arguments(workspace, q, k, v, o, lse, causal, sharding, scale, ranks, plan, num_comm, config):
-    """The kernel's arguments; ``workspace`` is None where nothing is launched."""
+def bases_of(descriptors):
+    """What they describe, for ``Launch``: those of gathered memory, or of operands, which are told apart there."""
+    return [descriptor.base for descriptor in descriptors if descriptor is not None]
+
+
+def _descriptors(workspace, q, k, v, ranks, config):
+    """Of q, k and v, and of all ranks' k and v; None where the kernel takes none."""
+    if not uses_tma(q, k, v):
+        return (None,) * 5
+    of_queries = shard_descriptor(q, config.block_q, widths_of(k, v)[0])
+    return of_queries, *key_descriptors(workspace, k, v, ranks, config.block_k)
+
+
+def _arguments(ctx, q, k, v, o, lse, descriptors, causal, sharding, scale, plan, num_comm, config):
+    """The kernel's arguments."""
     batch, rows, heads, d = q.shape
-    tma = uses_tma(q, k, v)
-    descriptors = (None,) * 5
     block_d, block_dv = widths_of(k, v)
-    if tma:
-        of_queries = shard_descriptor(q, config.block_q, block_d)
-        descriptors = of_queries, *key_descriptors(workspace, k, v, ranks, config.block_k)
-    ctx = torch.empty(1, dtype=torch.int64, device=q.device) if workspace is None else workspace.ctx
     args = (
         ctx, q, k, v, o, lse, *descriptors, scale * LOG2_E.value, batch, rows, heads, k.shape[2], plan, num_comm,
         config.chunk_rows,
     )  # fmt: skip
     constants = {
         "D": d, "DV": v.shape[3], "BLOCK_D": block_d, "BLOCK_DV": block_dv, "BLOCK_Q": config.block_q,
-        "BLOCK_K": config.block_k, "MASK": mask_of(causal, sharding), "ELEM_BYTES": q.element_size(), "USE_TMA": tma,
-        "STRADDLES": straddles(rows, config.block_k, causal, sharding), "PRECISION": _operands.dot_precision(q.dtype),
-        "STAGES": config.num_stages, "COPY_WORDS": _COPY_WORDS, "trace_ptr": None,
-        "num_warps": config.num_warps, "num_stages": config.num_stages,
+        "BLOCK_K": config.block_k, "MASK": mask_of(causal, sharding), "ELEM_BYTES": q.element_size(),
+        "USE_TMA": descriptors[0] is not None, "STRADDLES": straddles(rows, config.block_k, causal, sharding),
+        "PRECISION": _operands.dot_precision(q.dtype), "STAGES": config.num_stages, "COPY_WORDS": _COPY_WORDS,
+        "trace_ptr": None, "num_warps": config.num_warps, "num_stages": config.num_stages,
     }  # fmt: skip
     return args, constants
-
-
-def _outputs(q, v):
-    return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 def compile(q, k, v, causal, sharding, world_size, config):
     """Compile what ``launch`` with the same operands would launch, into Triton's cache; launches nothing."""
     q, k, v = (_operands.rows_contiguous(x) for x in (q, k, v))
-    args, constants = _arguments(None, q, k, v, *_outputs(q, v), causal, sharding, 1.0, world_size, 0, 1, config)
+    ctx = torch.empty(1, dtype=torch.int64, device=q.device)
+    made = q.new_empty(1), q.new_empty(1, dtype=torch.float32)
+    descriptors = _descriptors(None, q, k, v, world_size, config)
+    args, constants = _arguments(ctx, q, k, v, *made, descriptors, causal, sharding, 1.0, 0, 1, config)
     ag_attention_kernel.warmup(*args, grid=(1,), **constants)
 
 
 def launch(q, k, v, causal, sharding, scale, group, config):
     """(o, lse) of contiguous q, k and v [B, S / W, ·, ·] that are not empty; ``config`` is complete."""
-    ranks = group.size()
-    batch, rows, heads, _ = q.shape
-    o, lse = _outputs(q, v)
+    workspace = get_workspace(group, q.device, "ag_attention")
+    call = causal, sharding, scale, config
+    return launch_kept(
+        workspace, ("o", *call, _operands.dot_precision(q.dtype)), (q, k, v),
+        lambda *of: _prepare(workspace, *of, *call),
+    )  # fmt: skip
+
+
+def _prepare(workspace, q, k, v, causal, sharding, scale, config):
+    ranks, (batch, rows, heads, _) = workspace.world_size, q.shape
     fields = plan_fields(q, k, v, causal, sharding, scale, config)
-    workspace, plan, num_comm = prepare_keys("ag_attention", q, k, v, group, config, fields)
+    plan, num_comm = prepare_keys(workspace, k, v, config, fields)
+    made = to_be_made(q, *q.shape[:3], v.shape[3]), to_be_made(q, *q.shape[:3], dtype=torch.float32)
+    descriptors = _descriptors(workspace, q, k, v, ranks, config)
+    args, constants = _arguments(
+        workspace.ctx, q, k, v, *made, descriptors, causal, sharding, scale, plan, num_comm, config
+    )  # fmt: skip
     pieces = num_comm + -(-rows // config.block_q) * batch * heads + (ranks > 1)
-    args, constants = _arguments(workspace, q, k, v, o, lse, causal, sharding, scale, ranks, plan, num_comm, config)
     far_chunks = (ranks - 1) * -(-batch * rows // config.chunk_rows)
     constants["trace_ptr"] = _trace.buffer(q.device, pieces, 2 * far_chunks)
-    workspace.before_launch()
-    ag_attention_kernel[(min(pieces, resident_programs(q.device, config.num_warps)),)](*args, **constants)
-    workspace.after_launch()
-    return o, lse
+    grid = (min(pieces, resident_programs(q.device, config.num_warps)),)
+    fixed = workspace.ctx, *bases_of(descriptors[-2:])
+    return Launch(workspace, ag_attention_kernel, grid, args, constants, (q, k, v), made, fixed)

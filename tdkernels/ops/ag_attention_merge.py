@@ -1,9 +1,9 @@
 """Attention to some keys merged with attention to others, by how large the sums of their weights are."""
 
-import torch
 import triton.language as tl
 
 from tdkernels import lang as td
+from tdkernels.ops._launch import Launch, alone_on, launch_kept, to_be_made
 from tdkernels.ops._tiles import next_power_of_2
 
 _LINES = 32  # of a program: rows of one head
@@ -40,11 +40,18 @@ def merge(o, lse, part, part_lse, first, dtype):
 
     Args:     o: [B, n, H, D], lse: [B, n, H] fp32; part, part_lse: the same of the rows from ``first`` on; contiguous
     """
-    batch, rows, heads, d = o.shape
-    merged, merged_lse = torch.empty_like(o, dtype=dtype), torch.empty_like(lse)
-    grid = (-(-o[..., 0].numel() // _LINES),)
-    merge_kernel[grid](
-        merged, merged_lse, o, lse, part, part_lse, batch * rows * heads, rows * heads, first * heads,
-        D=d, BLOCK_D=next_power_of_2(d), BLOCK=_LINES, num_warps=4,
+    workspace = alone_on(o.device)
+    return launch_kept(
+        workspace, ("attention merged", first, dtype), (o, lse, part, part_lse),
+        lambda *of: _prepare(workspace, of, first, dtype),
     )  # fmt: skip
-    return merged, merged_lse
+
+
+def _prepare(workspace, operands, first, dtype):
+    o, lse, _, _ = operands
+    batch, rows, heads, d = o.shape
+    made = to_be_made(o, *o.shape, dtype=dtype), to_be_made(lse, *lse.shape)
+    args = *made, *operands, batch * rows * heads, rows * heads, first * heads
+    constants = {"D": d, "BLOCK_D": next_power_of_2(d), "BLOCK": _LINES, "num_warps": 4}
+    grid = (-(-batch * rows * heads // _LINES),)
+    return Launch(workspace, merge_kernel, grid, args, constants, operands, made, [])

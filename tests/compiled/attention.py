@@ -42,7 +42,7 @@ def attention_launches(
         for module in (of_forward, of_keys):
             patch.setattr(module, "gathered_descriptor", lambda *args: of_forward.shard_descriptor(args[2], *args[4:]))
         forward, query, keys = [
-            stack.enter_context(recorded_launches(module))
+            stack.enter_context(recorded_launches(module, ranks))
             for module in (of_forward, ag_attention_backward_kernel, of_keys)
         ]
         call = causal, sharding, d**-0.5, SimpleNamespace(size=lambda: ranks), config
