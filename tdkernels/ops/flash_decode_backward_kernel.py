@@ -11,6 +11,7 @@ import triton.language as tl
 from tdkernels import lang as td
 from tdkernels.ops import _device, _operands
 from tdkernels.ops._attention import LOG2_E
+from tdkernels.ops._launch import Launch, alone_on, launch_kept
 from tdkernels.ops.flash_decode_cache import FP8_NONE, cache_rows, key_rows, load_query
 from tdkernels.ops.flash_decode_kernel import _capped, _first_blocks, _sees
 from tdkernels.ops.flash_decode_merge import query_rows
@@ -129,26 +130,41 @@ def launch(q, k_cache, v_cache, kv_lens, after, block_table, do, lse2, delta, sh
     Args:     after: [B] int32, how many keys later ranks have; lse2: of all ranks, to base 2; the rest as for
               ``flash_decode_launch.launch``
     """
-    scale, soft_cap, window = options
-    paged = block_table is not None
-    capacity = k_cache.shape[1] * (block_table.shape[1] if paged else 1)
-    d1, d2 = shape.parts_of_d
-    block_m, block_n, num_warps = _tile(shape, q.element_size(), q.device)
-    programs = shape.batch * shape.heads
-    most = max(1, -(-capacity // block_n))
-    splits = min(most, max(1, 4 * _device.num_sms(q.device) // max(programs, 1)))
+    capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
+    splits = _splits(shape, capacity, q)
     dq = torch.zeros(splits, *q.shape, dtype=torch.float32, device=q.device)
     dk = k_cache.new_zeros(shape.batch, capacity, shape.heads, shape.d)
     dv = v_cache.new_zeros(shape.batch, capacity, shape.heads, shape.dv)
-    if not programs:  # no sequences
-        return dq.sum(0), dk, dv
-    flash_decode_backward_kernel[(programs, splits)](
-        q, k_cache, v_cache, kv_lens, after, block_table if paged else kv_lens, do, lse2, delta, dq, dk, dv,
+    if shape.batch * shape.heads:  # else there are no sequences
+        workspace = alone_on(q.device)
+        key = "flash_decode backward", shape, options, _operands.dot_precision(q.dtype)
+        operands = q, k_cache, v_cache, kv_lens, after, block_table, do, lse2, delta, dq, dk, dv
+        launch_kept(workspace, key, operands, lambda *of: _prepare(workspace, of, shape, options, capacity, splits))
+    return dq.sum(0), dk, dv
+
+
+def _splits(shape, capacity, q):
+    """Into how many parts the keys of a sequence go, each for programs of its own."""
+    most = max(1, -(-capacity // _tile(shape, q.element_size(), q.device)[1]))
+    return min(most, max(1, 4 * _device.num_sms(q.device) // max(shape.batch * shape.heads, 1)))
+
+
+def _prepare(workspace, operands, shape, options, capacity, splits):
+    q, k_cache, v_cache, kv_lens, _, block_table, *_ = operands
+    scale, soft_cap, window = options
+    paged = block_table is not None
+    d1, d2 = shape.parts_of_d
+    block_m, block_n, num_warps = _tile(shape, q.element_size(), q.device)
+    args = (
+        *operands[:5], block_table if paged else kv_lens, *operands[6:],
         shape.heads, capacity, scale * LOG2_E.value, scale, (soft_cap or 0.0) * LOG2_E.value, window or 0,
         *k_cache.stride()[:3], *v_cache.stride()[:3], block_table.stride(0) if paged else 0,
-        TQ=shape.queries, G=shape.group, D=shape.d, D1=d1, D2=d2, DV=shape.dv, DVP=shape.padded_dv, BLOCK_M=block_m,
-        BLOCK_N=block_n, PAGE=k_cache.shape[1] if paged else 0, SOFT_CAP=soft_cap is not None,
-        WINDOW=window is not None, PRECISION=_operands.dot_precision(q.dtype),
-        num_warps=num_warps, num_stages=1,
     )  # fmt: skip
-    return dq.sum(0), dk, dv
+    constants = {
+        "TQ": shape.queries, "G": shape.group, "D": shape.d, "D1": d1, "D2": d2, "DV": shape.dv,
+        "DVP": shape.padded_dv, "BLOCK_M": block_m, "BLOCK_N": block_n, "PAGE": k_cache.shape[1] if paged else 0,
+        "SOFT_CAP": soft_cap is not None, "WINDOW": window is not None,
+        "PRECISION": _operands.dot_precision(q.dtype), "num_warps": num_warps, "num_stages": 1,
+    }  # fmt: skip
+    grid = shape.batch * shape.heads, splits
+    return Launch(workspace, flash_decode_backward_kernel, grid, args, constants, operands, [], [])
