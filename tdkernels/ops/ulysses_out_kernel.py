@@ -21,6 +21,7 @@ from tdkernels.lang._trace import ALL_PEERS
 from tdkernels.ops import _device, _operands, _trace
 from tdkernels.ops._config import text_of
 from tdkernels.ops._gemm import add_product, as_aligned, store_rows, swizzle, with_bias
+from tdkernels.ops._launch import Launch, launch_kept, to_be_made
 from tdkernels.ops._tiles import next_power_of_2
 from tdkernels.symm import get_workspace
 
@@ -302,7 +303,10 @@ def _gathered_descriptor(workspace, like, rows, k, tiles):
 
 
 def _arguments(workspace, o, own, weight, bias, z, kept, batch, world_size, programs, plan, config):
-    """The kernel's arguments; ``workspace`` is None where nothing is launched."""
+    """(the kernel's arguments, its constants, the gathered rows if it has a descriptor of them).
+
+    ``workspace`` is None where nothing is launched.
+    """
     weight, stride_w, _ = _operands.weight_layout(weight)
     tiles, width, n = config.tiles, o.shape[1], weight.shape[0]
     rows, k = o.shape[0] // world_size, world_size * width
@@ -319,44 +323,53 @@ def _arguments(workspace, o, own, weight, bias, z, kept, batch, world_size, prog
         rows, n, rows // batch, width, stride_w, plan, config.num_comm_sms, config.chunk_tiles, config.chunk_parts,
         programs, config.sources_at_once if even else 1, world_size if even else 1, tiles.group_m,
     )  # fmt: skip
-    return args, {"PUSH_ROWS": push_rows, "PUSH_COLUMNS": push_columns, "trace_ptr": None, **constants}
+    constants |= {"PUSH_ROWS": push_rows, "PUSH_COLUMNS": push_columns, "trace_ptr": None}
+    return args, constants, [] if gathered_desc is None else [gathered_desc.base]
 
 
 def compile(o, weight, bias, world_size, config):
     """Compile what ``launch`` with the same operands would launch, into Triton's cache; launches nothing."""
     o = _operands.rows_contiguous(o)
     own = o[: o.shape[0] // world_size]
-    args, constants = _arguments(None, o, own, weight, bias, own, None, 1, world_size, 1, 0, config)
+    args, constants, _ = _arguments(None, o, own, weight, bias, own, None, 1, world_size, 1, 0, config)
     ulysses_out_kernel.warmup(*args, grid=(1,), **constants)
 
 
 def launch(operator, o, weight, bias, batch, group, config, keep=False):
     """(z [B * S / W, N] of o [B * S, K / W], what was gathered for it [B * S / W, K] if it is to be kept)."""
     o = _operands.rows_contiguous(o)
-    bias = None if bias is None else bias.contiguous()
-    world_size, rank = group.size(), group.rank()
-    n, tiles = weight.shape[0], config.tiles
+    workspace = get_workspace(group, o.device, "ulysses_out")
+    own = _own_positions(o, batch, group.rank(), group.size())
+    z, *kept = launch_kept(
+        workspace, (operator, batch, config, keep, _operands.dot_precision(o.dtype)), (o, own, weight, bias),
+        lambda *of: _prepare(workspace, operator, *of, batch, config, keep), _ready,
+    )  # fmt: skip
+    return z, kept[0] if keep else None
+
+
+def _ready(o, own, weight, bias):
+    """The operands as a launch takes them, of which o and own are such already."""
+    return o, own, _operands.weight_layout(weight)[0], None if bias is None else bias.contiguous()
+
+
+def _prepare(workspace, operator, o, own, weight, bias, batch, config, keep):
+    world_size, n, tiles = workspace.world_size, weight.shape[0], config.tiles
     rows, k = o.shape[0] // world_size, world_size * o.shape[1]
     num_chunks = -(-rows // (config.chunk_tiles * tiles.block_m))
-    workspace = get_workspace(group, o.device, "ulysses_out")
     fields = {**plan_fields(o, weight, batch, config), "kept": keep}
     plan = workspace.prepare(
         operator, fields, rows * k * o.element_size(), world_size * num_chunks,
         num_flags=(world_size - 1) * num_chunks,
     )  # fmt: skip
-    own = _own_positions(o, batch, rank, world_size)
-    z = o.new_empty(rows, n)
-    kept = o.new_empty(rows, k) if keep else None
-    num_tiles = tiles.count(rows, n)
+    z, kept = to_be_made(o, rows, n), to_be_made(o, rows, k) if keep else None
     copies = tiles.count(rows, k) if keep else 0
-    pieces = config.num_comm_sms + num_tiles + copies
+    pieces = config.num_comm_sms + tiles.count(rows, n) + copies
     programs = min(pieces, _device.resident_programs(o.device, tiles, o.dtype))
-    workspace.before_launch()
-    args, constants = _arguments(
+    args, constants, gathered = _arguments(
         workspace, o, own, weight, bias, z, kept, batch, world_size, programs, plan, config
     )  # fmt: skip
     pushes = -(-num_chunks * (world_size - 1) * config.chunk_parts // config.num_comm_sms)
     constants["trace_ptr"] = _trace.buffer(o.device, pieces, max(pushes, 2 * (world_size - 1)))
-    ulysses_out_kernel[(programs,)](*args, **constants)
-    workspace.after_launch()
-    return z, kept
+    operands, made = (o, own, weight, bias), [z, kept] if keep else [z]
+    fixed = workspace.ctx, *gathered
+    return Launch(workspace, ulysses_out_kernel, (programs,), args, constants, operands, made, fixed)

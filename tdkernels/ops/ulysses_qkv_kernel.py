@@ -21,6 +21,7 @@ from tdkernels import lang as td
 from tdkernels.ops import _device, _operands, _trace
 from tdkernels.ops._config import text_of
 from tdkernels.ops._gemm import as_aligned, gemm_tile, swizzle
+from tdkernels.ops._launch import Launch, launch_kept, to_be_made
 from tdkernels.symm import get_workspace
 
 
@@ -170,22 +171,26 @@ def compile(x, weight, bias, world_size, config):
 
 def launch(operator, x, weight, bias, batch, group, config):
     """Our heads of all positions, [B * S, N / W], of x [B * S / W, K]; ``operator`` is who calls, for errors."""
-    x = _operands.rows_contiguous(x)
-    bias = None if bias is None else bias.contiguous()
-    world_size, rows, tiles = group.size(), x.shape[0], config.tiles
+    workspace = get_workspace(group, x.device, "ulysses_qkv")
+    key = operator, batch, config, _operands.dot_precision(x.dtype)
+    return launch_kept(
+        workspace, key, (x, weight, bias), lambda *of: _prepare(workspace, operator, *of, batch, config),
+        _operands.ready,
+    )[0]  # fmt: skip
+
+
+def _prepare(workspace, operator, x, weight, bias, batch, config):
+    world_size, rows, tiles = workspace.world_size, x.shape[0], config.tiles
     width = weight.shape[0] // world_size
     count = tiles.count(rows, width)  # tiles of one rank's heads
-    workspace = get_workspace(group, x.device, "ulysses_qkv")
     half_bytes = world_size * count * tiles.block_m * tiles.block_n * x.element_size()
     fields = plan_fields(x, weight, batch, config)
     plan = workspace.prepare(operator, fields, half_bytes, world_size * count)
-    y = x.new_empty(world_size * rows, width)
+    y = to_be_made(x, world_size * rows, width)
     resident = _device.resident_programs(x.device, tiles, x.dtype)
     lag = min(config.lag_tiles or -(-3 * resident // 2), world_size * count)
     pieces = lag + 2 * max(world_size * count - lag, (world_size - 1) * count)
     args, constants = _arguments(workspace.ctx, x, weight, bias, y, batch, world_size, lag, plan, config)
     constants["trace_ptr"] = _trace.buffer(x.device, pieces)
-    workspace.before_launch()
-    ulysses_qkv_kernel[(min(pieces, resident),)](*args, **constants)
-    workspace.after_launch()
-    return y
+    grid, operands = (min(pieces, resident),), (x, weight, bias)
+    return Launch(workspace, ulysses_qkv_kernel, grid, args, constants, operands, [y], [workspace.ctx])
