@@ -226,15 +226,17 @@ def launch(x, weight, bias, group, config):
     """Launch an overlapping form on 2-D operands."""
     if config.method == "parts":
         return parts.launch(x, weight, bias, group, config, plan_fields(x, weight, config))
-    if spans_nodes(group):
-        return nodes.launch(*_operands.ready(x, weight, bias), group, config, plan_fields(x, weight, config))
-    name = "gemm_rs one shot" if config.transport == "one_shot" else "gemm_rs"
-    z, *_ = launch_product(get_workspace(group, x.device, name), x, weight, bias, config, _prepare)
+    across = spans_nodes(group)
+    name = "gemm_rs one shot" if config.transport == "one_shot" and not across else "gemm_rs"
+    workspace = get_workspace(group, x.device, name, across_nodes=across)
+    z, *_ = launch_product(workspace, x, weight, bias, config, _prepare)
     return z
 
 
 def _prepare(workspace, x, weight, bias, config):
     fields = plan_fields(x, weight, config)
+    if workspace.group.topology.num_nodes > 1:
+        return nodes.prepare(workspace, x, weight, bias, config, fields)
     if config.transport == "direct":
         return direct.prepare(workspace, x, weight, bias, config, fields)
     if config.transport == "one_shot":

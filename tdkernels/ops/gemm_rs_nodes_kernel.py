@@ -38,10 +38,10 @@ from tdkernels import lang as td
 from tdkernels.lang._trace import ALL_PEERS
 from tdkernels.ops import _device, _operands, _trace
 from tdkernels.ops._gemm import as_aligned, gemm_tile, in_register_order, store_rows, swizzle
+from tdkernels.ops._launch import Launch, to_be_made
 from tdkernels.ops._node_sum import sum_of_tile_over_nodes
 from tdkernels.ops._rank_sum import sum_of_tile
 from tdkernels.ops._staging import COPY_WORDS, forward_item
-from tdkernels.symm import get_workspace
 
 
 @td.jit
@@ -210,9 +210,8 @@ def compile(x, weight, bias, world_size, config, num_nodes):
     gemm_rs_nodes_kernel.warmup(*args, grid=(1,), **constants)
 
 
-def launch(x, weight, bias, group, config, fields):
-    """Launch on 2-D operands, contiguous as gemm_rs_kernel.launch makes them."""
-    workspace = get_workspace(group, x.device, "gemm_rs", across_nodes=True)
+def prepare(workspace, x, weight, bias, config, fields):
+    """The Launch for operands that are ``ready``."""
     topology = workspace.group.topology
     ranks, nodes, local = topology.world_size, topology.num_nodes, topology.local_world_size
     n = weight.shape[0]
@@ -228,12 +227,11 @@ def launch(x, weight, bias, group, config, fields):
         "gemm_rs", fields, (ranks + nodes) * slots * tiles.block_m * tiles.block_n * x.element_size(),
         ranks * items + nodes * count, num_flags=staged,
     )  # fmt: skip
-    stage = x.new_empty(max(staged * tiles.block_m * tiles.block_n, 1))
-    z = x.new_empty(rows, n)
-    workspace.before_launch()
+    stage = to_be_made(x, max(staged * tiles.block_m * tiles.block_n, 1))
+    z = to_be_made(x, rows, n)
     args, constants = _arguments(workspace.ctx, x, weight, bias, z, stage, rows, lag, plan, ranks, nodes, config)
     pieces = ranks * items * ((local > 1) + config.item_tiles)
     programs = min(pieces, _device.resident_programs(x.device, tiles, x.dtype))
-    gemm_rs_nodes_kernel[(programs,)](*args, **constants, trace_ptr=_trace.buffer(x.device, pieces))
-    workspace.after_launch()
-    return z
+    constants["trace_ptr"] = _trace.buffer(x.device, pieces)
+    operands, made = (x, weight, bias), (z, stage)
+    return Launch(workspace, gemm_rs_nodes_kernel, (programs,), args, constants, operands, made, [workspace.ctx])

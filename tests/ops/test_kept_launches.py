@@ -6,6 +6,7 @@ result; how many are kept says that those which differ in nothing share one, and
 
 import gc
 import weakref
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -26,6 +27,7 @@ from tdkernels.ops.group_gemm import swiglu_ref
 from tdkernels.ops.group_gemm_kernel import swiglu_backward
 from tdkernels.symm import get_workspace, resolve_group
 from tdkernels.symm.group import group_state
+from tests.nodes import a_group_on_nodes
 from tests.ops.decode import Decode
 from tests.ops.sequence_parallel import OPERATORS, Projection, misaligned, strided, transposed
 from tests.ops.sharded import Sharded
@@ -38,8 +40,9 @@ def draw(seed, *shape, dtype=FP32):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device(), dtype)
 
 
-def in_a_group(asked, *args):
-    with a_group() as group:
+def in_a_group(asked, *args, local=None):
+    """In a rank: a function of a group of its own, on nodes of so many ranks if that is said."""
+    with a_group() if local is None else a_group_on_nodes(local) as group:
         asked(resolve_group(group), *args)
         del group
 
@@ -115,6 +118,34 @@ def projects(group, operator):
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_projections(operator):
     on_ranks(2, in_a_group, projects, operator)
+
+
+# ---- gemm_rs across nodes ----
+
+
+def scatters_across_nodes(group):
+    seeds = iter(range(0, 1000, 10))
+
+    def runs(lie=lambda t: t, has_bias=True, recorder=None):
+        seed = next(seeds)
+        x, weight = draw(seed + dist.get_rank(), 4 * group.size(), 16), lie(draw(seed + 8, 6, 16))
+        bias = draw(seed + 9, 6) if has_bias else None
+        with nullcontext() if recorder is None else _trace.record(recorder):
+            z = tdkernels.gemm_rs(x, weight, bias, group=group)
+        torch.testing.assert_close(z, tdkernels.gemm_rs_ref(x, weight, bias, group=group), rtol=1e-5, atol=1e-5)
+        return kept(group)["gemm_rs"]
+
+    with tdkernels.autotune.mode("off"):
+        assert [runs() for _ in range(5)] == [1] * 5  # the last of them without being asked how tensors lie
+        assert [runs(transposed), runs(misaligned), runs(has_bias=False), runs()] == [2, 3, 4, 4]
+        recorder = _trace.Recorder()
+        assert runs(recorder=recorder) == 4 and recorder.events.any()
+        recorder.clear()
+        assert runs() == 4 and not recorder.events.any()
+
+
+def test_products_across_nodes():
+    on_ranks(3, in_a_group, scatters_across_nodes, local=1)
 
 
 # ---- ag_attention and its gradients ----
