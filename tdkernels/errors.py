@@ -5,10 +5,12 @@ class PeerTimeoutError(RuntimeError):
     """A peer did not raise a signal in time.
 
     Attributes name what was being waited for: ``operator``, ``rank`` (who waited), ``peer`` (for whom), ``signal``
-    (which word of the signal area), ``expected`` and ``seen`` (epochs), ``timeout_s``.
+    (which word of the signal area, or "agreement"), ``expected`` and ``seen`` (epochs), ``timeout_s``; ``hint``, what
+    else there is to say, or "".
     """
 
-    def __init__(self, operator, rank, peer, signal, expected, seen, timeout_s):
+    def __init__(self, operator, rank, peer, signal, expected, seen, timeout_s, hint=""):
+        self.hint = hint
         self.operator, self.rank, self.peer, self.signal = operator, rank, peer, signal
         self.expected, self.seen, self.timeout_s = expected, seen, timeout_s
         stands = f"signal {signal} should have reached epoch {expected}, it stands at {seen}"
@@ -22,11 +24,24 @@ class PeerTimeoutError(RuntimeError):
                 f"rank {rank} waited {timeout_s:g} s for rank {peer}: {stands}. Either rank {peer} died, or it did not "
                 "make the same call, or it is later than the timeout (TDKERNELS_TIMEOUT_S or tdkernels.set_timeout)"
             )
-        super().__init__(f"{operator}: {text}.")
+        super().__init__(f"{operator}: {text}." + (f" {hint}" if hint else ""))
+
+    def asking(self, fields):
+        """The same, of a rank that waited for all others to agree on a call with these fields."""
+        what = ", ".join(f"{name} {value}" for name, value in fields.items())
+        hint = (
+            f"Rank {self.rank} waited for the agreement on a call that is new to it ({what}); rank {self.peer} may be "
+            "in one that it knows, with other shapes."
+        )
+        return type(self)(*self._fields()[:-1], hint)
+
+    def _fields(self):
+        return (
+            self.operator, self.rank, self.peer, self.signal, self.expected, self.seen, self.timeout_s, self.hint
+        )  # fmt: skip
 
     def __reduce__(self):
-        fields = (self.operator, self.rank, self.peer, self.signal, self.expected, self.seen, self.timeout_s)
-        return type(self), fields
+        return type(self), self._fields()
 
 
 class PlanMismatchError(ValueError):

@@ -1,6 +1,7 @@
 """Whatever is wrong with a call is said before anything is launched, by type, argument and shape."""
 
 import dataclasses
+import pickle
 
 import pytest
 import torch
@@ -9,8 +10,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import tdkernels
 from tdkernels import AgGemmConfig, GemmArConfig, GemmRsConfig, Tiles
-from tests.ranks import device, on_ranks
+from tests.ranks import a_group, device, on_ranks
 from tests.reference import Case
+from tests.test_protocol import failure_of, timeout
 
 ROWS, N, K = 4, 6, 8
 
@@ -83,7 +85,7 @@ def tiles(**changes):
 
 
 AG_GEMM = {
-    "config of gemm_rs": (lambda: rs(), TypeError, "config must be a AgGemmConfig or None, not GemmRsConfig"),
+    "config of gemm_rs": (lambda: rs(), TypeError, "config must be an AgGemmConfig or None, not GemmRsConfig"),
     "config is a dict": (lambda: {"config": {"method": "fused"}}, TypeError, "AgGemmConfig", "dict"),
     "unknown method": (lambda: ag(method="nccl"), ValueError, "method", "'nccl'"),
     "unknown transport": (lambda: ag(transport="pull"), ValueError, "transport", "'pull'"),
@@ -95,6 +97,10 @@ AG_GEMM = {
     "three warps": (lambda: ag(tiles=tiles(num_warps=3)), ValueError, "num_warps", "3"),
     "no stages": (lambda: ag(tiles=tiles(num_stages=0)), ValueError, "num_stages", "0"),
     "group of no tiles": (lambda: ag(tiles=tiles(group_m=0)), ValueError, "group_m", "0"),
+    "tiles is a tuple": (lambda: ag(tiles=(64, 64, 64)), TypeError, "tiles must be a Tiles or None", "(64, 64, 64)"),
+    "programs in words": (lambda: ag(num_comm_sms="24"), TypeError, "num_comm_sms must be an integer", "'24'"),
+    "half a program": (lambda: ag(num_comm_sms=2.5), TypeError, "num_comm_sms must be an integer", "2.5"),
+    "a float for a block": (lambda: ag(tiles=tiles(block_m=64.0)), TypeError, "tiles: block_m must be an integer"),
 }
 
 GEMM_RS = {
@@ -197,3 +203,54 @@ def options_are_keywords(operator):
 @pytest.mark.parametrize("operator", TABLES)
 def test_options_are_keywords(operator):
     on_ranks(1, options_are_keywords, operator)
+
+
+# ---- of calls that are not the same on all ranks ----
+
+
+def comes_with_other_rows():
+    """Rank 1 has a shorter last batch, in a call that is new to it alone: it says which, and is not said to be dead."""
+    with a_group() as group, timeout(1.0):
+        for _ in range(2):
+            tdkernels.ag_gemm(tensor(ROWS, K), tensor(N, K), group=group)
+        error = failure_of(tdkernels.ag_gemm, tensor(ROWS - dist.get_rank(), K), tensor(N, K), group=group)
+        again = failure_of(tdkernels.ag_gemm, tensor(ROWS - 2, K), tensor(N, K), group=group)
+        del group
+    return type(error).__name__, str(error), pickle.loads(pickle.dumps(error)).hint == error.hint, str(again)
+
+
+def test_a_call_that_is_new_to_one_rank_alone():
+    (kind, text, _, _), (kind_of_1, text_of_1, survives, again) = on_ranks(2, comes_with_other_rows)
+    assert kind == kind_of_1 == "PeerTimeoutError" and survives
+    assert "ag_gemm: rank 0 waited 1 s for rank 1: signal " in text
+    assert "Rank 1 waited for the agreement on a call that is new to it (M/W 3, K 8" in text_of_1
+    assert "rank 0 may be in one that it knows, with other shapes." in text_of_1
+    assert "lost step" in again
+
+
+@pytest.mark.parametrize("seconds", ["60", True, 0, -1, 1e10, float("nan")], ids=str)
+def test_timeouts_that_are_none(seconds):
+    with pytest.raises(ValueError, match="timeout must be a positive number of seconds"):
+        tdkernels.set_timeout(seconds)
+
+
+def test_decoding_alone_where_there_should_be_others(monkeypatch):
+    """Each rank by itself would attend to its own keys, and nothing would say so."""
+    q, cache = torch.zeros(1, 2, 16), torch.zeros(1, 4, 1, 16)
+    call = q, cache, cache, torch.tensor([4])
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert tdkernels.flash_decode(*call).shape == q.shape
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="torch.distributed is not initialized, but WORLD_SIZE is 2"):
+        tdkernels.flash_decode(*call)
+
+
+def asks_a_reference_for_gradients():
+    operand, w = tensor(ROWS, K).requires_grad_(), tensor(N, K).requires_grad_()
+    for operator in TABLES:
+        assert not getattr(tdkernels, f"{operator}_ref")(operand, w).requires_grad, operator
+    assert tdkernels.gemm_rs(operand, w).requires_grad
+
+
+def test_references_have_no_gradient_rather_than_a_wrong_one():
+    on_ranks(2, asks_a_reference_for_gradients)

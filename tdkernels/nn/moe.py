@@ -16,6 +16,9 @@ class _MoE(torch.nn.Module):
 
     def __init__(self, gate, intermediate, *, group=None, config=None, device=None, dtype=None):
         super().__init__()
+        if not hasattr(gate, "num_experts") or not hasattr(gate, "hidden"):
+            name = type(self).__name__
+            raise TypeError(f"{name}: gate must be a Router, or have hidden and num_experts, not {type(gate).__name__}")
         self.gate, self.group, self.config = gate, resolve_group(group), config
         self.intermediate = intermediate
         experts, channels = self._divide(gate.num_experts, intermediate, self.group.rank(), self.group.size())

@@ -1,4 +1,7 @@
-"""The plain collectives that the references and the method "torch" are made of."""
+"""The plain collectives that the references and the method "torch" are made of.
+
+They have no gradient, or a wrong one, so the references (``gemm_rs_ref`` and all others of that kind) give none.
+"""
 
 import torch.distributed as dist
 

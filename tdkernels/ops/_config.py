@@ -41,12 +41,41 @@ def from_text(cls, text):
     return cls(**values)
 
 
+_KINDS = {
+    int: ("an integer", (int,)), str: ("a string", (str,)), Tiles | None: ("a Tiles or None", (Tiles, type(None))),
+}  # fmt: skip
+
+
+@functools.lru_cache(1024)
+def _mistyped_field(cls, kinds):
+    """The first field of a dataclass whose value, of these types, is of another than it says; None if there is none."""
+    for field, kind in zip(fields(cls), kinds, strict=True):
+        if field.type in _KINDS and kind not in _KINDS[field.type][1]:
+            return field
+    return None
+
+
+def mistyped(config):
+    """Which field of a config, or of its tiles, is of another type than it says, in words; None if none is."""
+    values = vars(config)
+    field = _mistyped_field(type(config), tuple(map(type, values.values())))
+    if field is not None:
+        return f"{field.name} must be {_KINDS[field.type][0]}, not {values[field.name]!r}"
+    tiles = values.get("tiles")
+    wrong = None if tiles is None else mistyped(tiles)
+    return wrong and f"tiles: {wrong}"
+
+
 def check_config(operator, config, cls, x):
     """Raise unless ``config`` is None or a ``cls`` that can run on the device of x, in its dtype."""
     if config is None:
         return
     if not isinstance(config, cls):
-        raise TypeError(f"{operator}: config must be a {cls.__name__} or None, not {type(config).__name__}")
+        article = "an" if cls.__name__[0] in "AEIOU" else "a"
+        raise TypeError(f"{operator}: config must be {article} {cls.__name__} or None, not {type(config).__name__}")
+    wrong = None if torch.compiler.is_compiling() else mistyped(config)
+    if wrong is not None:
+        raise TypeError(f"{operator}: config cannot run: {wrong}")
     reason = config.illegal(x.device, x.dtype)
     if reason is not None:
         raise ValueError(f"{operator}: config cannot run: {reason}")

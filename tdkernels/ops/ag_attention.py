@@ -123,6 +123,7 @@ def attend_by_torch(q, k, v, causal, scale, sharding, group, return_lse=False, a
     return o.transpose(1, 2), lse.transpose(1, 2)
 
 
+@torch.no_grad()
 def ag_attention_ref(q, k, v, *, causal=True, scale=None, sharding="contiguous", return_lse=False, group=None):
     """The specification of ``ag_attention``: keys and values are gathered, then torch attends."""
     scale = q.shape[3] ** -0.5 if scale is None else scale

@@ -46,6 +46,7 @@ from tdkernels.ops.ag_gemm_kernel import AgGemmConfig
 from tdkernels.symm import resolve_group
 
 
+@torch.no_grad()
 def ag_gemm_ref(x, weight, bias=None, *, group=None):
     """The specification of ``ag_gemm``, in plain torch.distributed."""
     return F.linear(all_gather_rows(x, group), weight, bias)

@@ -25,6 +25,7 @@ from tdkernels.symm import resolve_group
 _NAME = "all_to_all"
 
 
+@torch.no_grad()
 def all_to_all_ref(x, splits, *, group=None):
     """The specification of ``all_to_all``, in plain torch.distributed; returns (out, out_splits)."""
     world_size = torch.distributed.get_world_size(group)

@@ -32,17 +32,20 @@ from tdkernels.symm import resolve_group
 from tdkernels.symm.group import group_state
 
 
+@torch.no_grad()
 def all_gather_ref(x, *, group=None):
     """The specification of ``all_gather``, in plain torch.distributed; of bytes, as backends do not know all dtypes."""
     full = plain.all_gather_rows(launcher.as_bytes(x.contiguous()), group)
     return full.view(x.dtype).view(-1, *x.shape[1:])
 
 
+@torch.no_grad()
 def reduce_scatter_ref(x, *, group=None):
     """The specification of ``reduce_scatter``, in plain torch.distributed."""
     return plain.reduce_scatter_rows(x, group)
 
 
+@torch.no_grad()
 def all_reduce_ref(x, *, group=None):
     """The specification of ``all_reduce``, in plain torch.distributed."""
     return plain.all_reduce(x.clone(memory_format=torch.contiguous_format), group)

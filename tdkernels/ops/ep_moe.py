@@ -35,6 +35,7 @@ from tdkernels.ops.moe_ep import ep_combine, ep_combine_ref, ep_dispatch_ref
 from tdkernels.symm import resolve_group
 
 
+@torch.no_grad()
 def ep_moe_ref(x, topk_ids, topk_weights, w_gate_up, w_down, *, num_experts, activation="swiglu", group=None):
     """The specification of ``ep_moe``, in plain torch and torch.distributed."""
     recv, state = ep_dispatch_ref(x, topk_ids, topk_weights, num_experts=num_experts, group=group)

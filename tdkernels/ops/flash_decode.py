@@ -17,6 +17,7 @@ Example:
 """
 
 import math
+import os
 
 import torch
 
@@ -77,6 +78,7 @@ def _scores(q, k, lens, after, scale, soft_cap, window):
     return scores.masked_fill(~seen[:, :, None, None, :], -math.inf)
 
 
+@torch.no_grad()
 def flash_decode_ref(
     q, k_cache, v_cache, kv_lens, *, block_table=None, k_scale=None, v_scale=None, scale=None, soft_cap=None,
     window=None, return_lse=False, group=None, alone=False,
@@ -111,7 +113,16 @@ def _ranks(group):
 
 
 def _is_initialized():
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
+    """Whether there are groups. Raises ValueError if there should be: this process alone would see its keys only."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return True
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    if ranks != "1":
+        raise ValueError(
+            f"flash_decode: group: torch.distributed is not initialized, but WORLD_SIZE is {ranks}; call "
+            "torch.distributed.init_process_group first"
+        )
+    return False
 
 
 # ---- torch.library: what torch.compile sees ----

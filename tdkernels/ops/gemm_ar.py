@@ -32,6 +32,7 @@ from tdkernels.ops.gemm_ar_kernel import GemmArConfig
 from tdkernels.symm import resolve_group
 
 
+@torch.no_grad()
 def gemm_ar_ref(x, weight, bias=None, *, group=None):
     """The specification of ``gemm_ar``, in plain torch.distributed."""
     z = all_reduce(F.linear(x, weight), group)

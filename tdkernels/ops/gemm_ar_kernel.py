@@ -306,15 +306,17 @@ def compile(x, weight, bias, world_size, config, num_nodes=1):
 
 def launch(x, weight, bias, group, config):
     """Launch the fused operator on 2-D operands."""
-    if spans_nodes(group):
-        return nodes.launch(*_operands.ready(x, weight, bias), group, config, plan_fields(x, weight, config))
-    name = "gemm_ar one shot" if config.exchange == "one_shot" else "gemm_ar"
-    z, *_ = launch_product(get_workspace(group, x.device, name), x, weight, bias, config, _prepare)
+    across = spans_nodes(group)
+    name = "gemm_ar one shot" if config.exchange == "one_shot" and not across else "gemm_ar"
+    workspace = get_workspace(group, x.device, name, across_nodes=across)
+    z, *_ = launch_product(workspace, x, weight, bias, config, _prepare)
     return z
 
 
 def _prepare(workspace, x, weight, bias, config):
     fields = plan_fields(x, weight, config)
+    if workspace.group.topology.num_nodes > 1:
+        return nodes.prepare(workspace, x, weight, bias, config, fields)
     if config.exchange == "one_shot":
         return one_shot.prepare(workspace, "gemm_ar", x, weight, bias, config, fields, scatters=False)
     m, n = x.shape[0], weight.shape[0]

@@ -48,10 +48,10 @@ from tdkernels import lang as td
 from tdkernels.lang._trace import ALL_PEERS
 from tdkernels.ops import _device, _operands, _trace
 from tdkernels.ops._gemm import as_aligned, from_register_order, store_rows, swizzle, with_bias
+from tdkernels.ops._launch import Launch, to_be_made
 from tdkernels.ops._rank_sum import sum_in_rank_order
 from tdkernels.ops._staging import COPY_WORDS, forward_item
 from tdkernels.ops.gemm_ar_tiles import multiply_tile, receive_tile, slice_columns
-from tdkernels.symm import get_workspace
 
 # What a piece of work does.
 _FORWARD, _MULTIPLY, _SUM, _TOTAL, _RELAY, _RECEIVE = (tl.constexpr(role) for role in range(6))
@@ -391,9 +391,8 @@ def compile(x, weight, bias, world_size, config, num_nodes):
     gemm_ar_nodes_kernel.warmup(*args, grid=(1,), **constants)
 
 
-def launch(x, weight, bias, group, config, fields):
-    """Launch on 2-D operands, contiguous as gemm_ar_kernel.launch makes them."""
-    workspace = get_workspace(group, x.device, "gemm_ar", across_nodes=True)
+def prepare(workspace, x, weight, bias, config, fields):
+    """The Launch for operands that are ``ready``."""
     topology = workspace.group.topology
     ranks, nodes, local = topology.world_size, topology.num_nodes, topology.local_world_size
     m, n = x.shape[0], weight.shape[0]
@@ -409,12 +408,11 @@ def launch(x, weight, bias, group, config, fields):
         "gemm_ar", fields, ((local + nodes) * slots + count) * tile_bytes,
         local * schedule.rounds + nodes * slots + count, num_flags=(local + 1) * slots,
     )  # fmt: skip
-    stage = x.new_empty(local * slots * tiles.block_m * tiles.block_n)
-    z = x.new_empty(m, n)
-    workspace.before_launch()
+    stage = to_be_made(x, local * slots * tiles.block_m * tiles.block_n)
+    z = to_be_made(x, m, n)
     args, constants = _arguments(workspace.ctx, x, weight, bias, z, stage, schedule, plan, ranks, nodes, config)
     pieces = schedule.num_pieces(config.item_tiles, local)
     programs = min(pieces, _device.resident_programs(x.device, tiles, x.dtype))
-    gemm_ar_nodes_kernel[(programs,)](*args, **constants, trace_ptr=_trace.buffer(x.device, pieces, 1))
-    workspace.after_launch()
-    return z
+    constants["trace_ptr"] = _trace.buffer(x.device, pieces, 1)
+    operands, made = (x, weight, bias), (z, stage)
+    return Launch(workspace, gemm_ar_nodes_kernel, (programs,), args, constants, operands, made, [workspace.ctx])

@@ -38,6 +38,7 @@ from tdkernels.ops.gemm_rs_kernel import GemmRsConfig
 from tdkernels.symm import resolve_group
 
 
+@torch.no_grad()
 def gemm_rs_ref(x, weight, bias=None, *, group=None):
     """The specification of ``gemm_rs``, in plain torch.distributed."""
     z = reduce_scatter_rows(F.linear(x, weight), group)

@@ -72,6 +72,7 @@ class EpHandle:
 # ---- the specification, in plain torch.distributed ----
 
 
+@torch.no_grad()
 def ep_dispatch_ref(x, topk_ids, topk_weights=None, *, num_experts, group=None):
     """The specification of ``ep_dispatch``; returns (EpTokens, what ``ep_combine_ref`` needs)."""
     world_size = torch.distributed.get_world_size(group)
@@ -91,6 +92,7 @@ def ep_dispatch_ref(x, topk_ids, topk_weights=None, *, num_experts, group=None):
     return tokens, (by_expert, order, sent, received, topk_ids.shape, topk_weights)
 
 
+@torch.no_grad()
 def ep_combine_ref(rows, state, topk_weights=None, *, group=None):
     """The specification of ``ep_combine``: the sum in fp32, in the order of the choices."""
     by_expert, order, sent, received, (tokens, k), weights = state

@@ -50,6 +50,7 @@ def _by_expert(topk_ids, experts, group):
     return order, torch.bincount(ids[order], minlength=experts), kept
 
 
+@torch.no_grad()
 def moe_ag_gemm_ref(x, topk_ids, w, *, activation=None, group=None):
     """The specification of ``moe_ag_gemm``, but for the order: h by choice, 0 for those that are dropped."""
     order, splits, kept = _by_expert(topk_ids, w.shape[0], group)
@@ -58,6 +59,7 @@ def moe_ag_gemm_ref(x, topk_ids, w, *, activation=None, group=None):
     return made.new_zeros(kept.numel(), made.shape[1]).index_copy(0, order, made)
 
 
+@torch.no_grad()
 def moe_gemm_rs_ref(h, topk_ids, topk_weights, w, *, group=None):
     """The specification of ``moe_gemm_rs``, of h by choice: rows multiplied, weighted, added up in fp32 by token."""
     order, splits, kept = _by_expert(topk_ids, w.shape[0], group)
@@ -69,6 +71,7 @@ def moe_gemm_rs_ref(h, topk_ids, topk_weights, w, *, group=None):
     return reduce_scatter_rows(partial.to(out.dtype), group)
 
 
+@torch.no_grad()
 def tp_moe_ref(x, topk_ids, topk_weights, w_gate_up, w_down, *, activation="swiglu", group=None):
     """The specification of ``tp_moe``."""
     h = moe_ag_gemm_ref(x, topk_ids, w_gate_up, activation=activation, group=group)

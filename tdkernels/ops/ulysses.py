@@ -63,6 +63,7 @@ def _to_positions(o, batch, group):
     return _all_to_all(parts, group).permute(1, 2, 0, 3).reshape(-1, world_size * o.shape[1])
 
 
+@torch.no_grad()
 def ulysses_qkv_ref(x, weight, bias=None, *, group=None):
     """The specification of ``ulysses_qkv``."""
     y = F.linear(x, weight, bias)
@@ -70,6 +71,7 @@ def ulysses_qkv_ref(x, weight, bias=None, *, group=None):
     return rows.view(*x.shape[:-2], dist.get_world_size(group) * x.shape[-2], rows.shape[1])
 
 
+@torch.no_grad()
 def ulysses_out_ref(o, weight, bias=None, *, group=None):
     """The specification of ``ulysses_out``."""
     rows = _to_positions(o.reshape(-1, o.shape[-1]), o.shape[:-2].numel(), group)

@@ -97,7 +97,10 @@ class GroupState:
 
         Raises:   ValueError on every rank when they differ; PeerTimeoutError when a rank does not come in time
         """
-        texts = self.exchange(operator, json.dumps([{"operator": operator, **fields}, offer]))
+        try:
+            texts = self.exchange(operator, json.dumps([{"operator": operator, **fields}, offer]))
+        except PeerTimeoutError as error:
+            raise error.asking(fields) from error.__cause__
         plans, offers = zip(*map(json.loads, texts), strict=True)
         if any(plan != plans[0] for plan in plans):
             raise ValueError(f"{operator}: the ranks disagree: " + _differences(plans))

@@ -17,7 +17,8 @@ def set_timeout(seconds):
     Raises:   ValueError when it is not positive or beyond 1e9
     """
     global _chosen_s
-    if seconds is not None and not 0 < seconds <= MAX_S:
+    is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+    if seconds is not None and not (is_number and 0 < seconds <= MAX_S):
         raise ValueError(f"timeout must be a positive number of seconds up to {MAX_S:g}, not {seconds!r}")
     _chosen_s = None if seconds is None else float(seconds)
 

@@ -236,7 +236,7 @@ def refuses():
         (dict(scale="1"), TypeError, "scale must be a number or None, not str"),
         (dict(scale=0.0), ValueError, "scale must be positive and finite, not 0.0"),
         (dict(scale=float("nan")), ValueError, "scale must be positive and finite, not nan"),
-        (dict(config="best"), TypeError, "config must be a AgAttentionConfig or None, not str"),
+        (dict(config="best"), TypeError, "config must be an AgAttentionConfig or None, not str"),
         (dict(config=AgAttentionConfig("best")), ValueError, "config cannot run: method must be"),
         (dict(config=AgAttentionConfig(backward="torch")), ValueError, "config cannot run: backward must be one of ''"),
         not_here,
