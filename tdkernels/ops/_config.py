@@ -71,7 +71,7 @@ def check_config(operator, config, cls, x):
     if config is None:
         return
     if not isinstance(config, cls):
-        article = "an" if cls.__name__[0] in "AEIOU" else "a"
+        article = "an" if cls.__name__[0] in "AEIO" else "a"
         raise TypeError(f"{operator}: config must be {article} {cls.__name__} or None, not {type(config).__name__}")
     wrong = None if torch.compiler.is_compiling() else mistyped(config)
     if wrong is not None:
