@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "tp_mlp.py"
-EXPERTS = ROOT / "examples" / "ep_moe.py"
+EXPERTS, DECODING = ROOT / "examples" / "ep_moe.py", ROOT / "examples" / "decode.py"
 
 
 def printed(*command):
@@ -32,6 +32,10 @@ def test_the_example_of_experts_runs():
     shown = printed(EXPERTS)
     for word in ("y ", "dx", "dgate", "dw_gate_up", "dw_down", "by hand", "loss, tdkernels", "All as it should be"):
         assert word in shown
+
+
+def test_the_example_of_decoding_runs():
+    assert "5 tokens, 40 keys on 2 ranks" in (shown := printed(DECODING)) and "All as it should be" in shown
 
 
 @pytest.fixture(scope="module")
