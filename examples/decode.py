@@ -5,8 +5,8 @@
 
 Prints how far the last token's hidden state is from float64, ours and that of plain torch on one device, and on GPUs
 the time of a token, eagerly and as a replay of a CUDA graph; exit code 1 if it is too far off. The part to copy is
-Decoder: all that changes from token to token (lengths, whose turn it is to keep the token's key) stays on the device, so
-that one graph serves every token.
+Decoder: all that changes from token to token (lengths, whose turn it is to keep the token's key) stays on the device,
+so that one graph serves every token.
 """
 
 import argparse

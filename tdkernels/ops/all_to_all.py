@@ -82,12 +82,12 @@ def _route(x, splits, max_tokens, group, config):
     ids, bad = _experts_of_rows(splits, x.shape[0])
     options = {"max_tokens": max_tokens, "by_source": True, "bad": bad}
     if config is not None and config.method == "torch":
-        return ep_torch.route(_NAME, ids, splits.shape[0], group, config, **options)
+        return ep_torch.route(_NAME, ids, splits.shape[0], group, config, x, **options)
     config = config_to_route(config, group, x.device)
     routing = route(_NAME, ids, splits.shape[0], group, config, **options)
     if config is None:
         routing.config = choose_config(_NAME, routing, x)
-    return as_chosen(routing, ids, **options)
+    return as_chosen(routing, ids, by_source=True)
 
 
 @outside_graphs

@@ -24,8 +24,9 @@ class EpConfig:
     direct_tokens:  with a max_tokens_per_rank up to this many, at most 1024, a dispatch is one launch: each token is a
                     chunk, and leaves for a slot of its own before anything has been counted; 0: never
     method:         "fused", our kernels; or "torch": torch's all-to-all between sorts, of which the host waits for the
-                    counts whatever max_tokens says, so that no CUDA graph captures it; it has no halves, sums as
-                    "per_expert" and takes nothing of the above. What goes by a handle goes as its dispatch went
+                    counts whatever max_tokens says, so that no CUDA graph captures it; the first of its halves does it
+                    all, it sums as "per_expert" and takes nothing of the above. What goes by a handle goes as its
+                    dispatch went
     """
 
     combine: str = "per_rank"

@@ -27,7 +27,7 @@ from tdkernels.ops._swiglu import ACTIVATIONS
 from tdkernels.ops.ep_checks import check_dispatch, check_most_tokens, check_tensor
 from tdkernels.ops.ep_choice import sure_capacity
 from tdkernels.ops.ep_moe_compiled import ep_moe_compiled
-from tdkernels.ops.ep_moe_config import SEQUENCE, EpMoeConfig, choose_config, is_open
+from tdkernels.ops.ep_moe_config import SEQUENCE, EpMoeConfig, choose_config, handle_for, is_open
 from tdkernels.ops.ep_moe_fused import ep_moe_fused, why_not
 from tdkernels.ops.ep_moe_steps import experts, receive
 from tdkernels.ops.group_gemm import check_activation, check_experts, group_gemm_ref
@@ -115,8 +115,8 @@ def ep_moe(
               max_tokens_per_rank: as in ep_dispatch: a bound on the T of all ranks, the same on all of them. Few tokens
               then go in one launch, and max_tokens need not be given. Not with method "fused"
               group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the world (W ranks)
-              config: EpMoeConfig; None takes the best one known, of the layer and then of each part, see
-              tdkernels.autotune
+              config: EpMoeConfig; None takes the best one known of each part, see tdkernels.autotune, and where the
+              host waits for the number of rows that of the layer first
     Returns:  y: [T, H], dtype of x. Products are summed in fp32, their results rounded to x's dtype; the sum over a
               token's choices is that of ep_combine. 0 for a token all of whose choices are dropped
     Gradient: of x, topk_weights, w_gate_up and w_down; w's are complete, of all ranks' tokens, and zeros for an expert
@@ -165,16 +165,18 @@ def _run(
     x, topk_ids, topk_weights, w_gate_up, w_down, num_experts, activation, quantize, max_tokens, max_tokens_per_rank,
     group, config, fused,
 ):  # fmt: skip
-    ids = topk_ids
+    ids, routing = topk_ids, None
     if config is None:
         config = SEQUENCE
-        if is_open(quantize, max_tokens_per_rank, group):
-            config, ids = choose_config(x, topk_ids, w_down, num_experts, max_tokens, group)
+        if is_open(quantize, max_tokens, max_tokens_per_rank, group):
+            config, routing = choose_config(x, topk_ids, w_down, num_experts, group)
         fused = config.method == "fused"
     if fused:
         return ep_moe_fused(
-            x, topk_ids, topk_weights, w_gate_up, w_down, num_experts, activation, max_tokens, group, config
+            x, topk_ids, topk_weights, w_gate_up, w_down, num_experts, activation, max_tokens, group, config, routing
         )
+    if routing is not None:
+        ids = handle_for(config, routing, topk_ids)
     ep, gemm = config.parts(x)
     rows, splits, handle = receive(
         x, ids, topk_weights, num_experts, quantize, max_tokens, max_tokens_per_rank, group, ep

@@ -7,7 +7,8 @@ from tdkernels.ops._nodes import spans_nodes
 from tdkernels.ops._tuning import chosen
 from tdkernels.ops.ep_choice import tokens_of
 from tdkernels.ops.ep_config import EpConfig
-from tdkernels.ops.ep_ways import route_tokens
+from tdkernels.ops.ep_torch import routed
+from tdkernels.ops.ep_ways import as_chosen, route_tokens
 from tdkernels.ops.group_gemm_kernel import GroupGemmConfig
 from tdkernels.ops.moe_ep import EpHandle
 
@@ -58,33 +59,37 @@ class EpMoeConfig:
 SEQUENCE = EpMoeConfig(method="sequence")
 
 
-def is_open(quantize, max_tokens_per_rank, group):
-    """Whether a call without a config can run by either method."""
-    return quantize is None and max_tokens_per_rank is None and group.size() > 1 and not spans_nodes(group)
+def is_open(quantize, max_tokens, max_tokens_per_rank, group):
+    """Whether a call without a config can run by any method.
 
-
-def choose_config(x, topk_ids, w_down, num_experts, max_tokens, group):
-    """(the EpMoeConfig that the group has chosen, what ep_dispatch is to be given for ids) of a call that ``is_open``.
-
-    Collective at the first call with a problem. How many tokens there are all ranks know by max_tokens, or when they
-    are counted; so without it they are, as ep_dispatch would do next, and it is given the handle.
+    With ``max_tokens`` nobody knows whether the choices of other ranks fit, as the overlapping layer needs it.
     """
-    routed, staged, k = topk_ids, None, topk_ids.shape[1]
-    if max_tokens is None:
-        routing = route_tokens("ep_dispatch", x, topk_ids, num_experts, None, None, group, None)
-        routed = EpHandle(routing, None)
-        if routing.by_torch is not None:  # which knows nothing of that, and is a choice for the sequence
-            return SEQUENCE, routed
-        staged = routing.staged
-    tokens = tokens_of(staged, max_tokens, group.size(), num_experts, k)
-    hidden, inner = w_down.shape[1:]
-    layout = "exact" if max_tokens is None else "static"
-    call = "ep_moe", tokens, hidden, inner, num_experts, k, x.dtype, x.device, layout
+    bounds = quantize, max_tokens, max_tokens_per_rank
+    return bounds == (None, None, None) and group.size() > 1 and not spans_nodes(group)
+
+
+def choose_config(x, topk_ids, w_down, num_experts, group):
+    """(the EpMoeConfig that the group has chosen, the Routing of the tokens) of a call that ``is_open``.
+
+    Collective at the first call with a problem. How many tokens there are all ranks know when they are counted; so they
+    are, as the first step of either method does.
+    """
+    routing = route_tokens("ep_dispatch", x, topk_ids, num_experts, None, None, group, None)
+    k, (hidden, inner) = topk_ids.shape[1], w_down.shape[1:]
+    tokens = tokens_of(routing.staged, None, group.size(), num_experts, k)
+    call = "ep_moe", tokens, hidden, inner, num_experts, k, x.dtype, x.device
     config = known_config(group, call)
     if config is None:
         fields = {
             "tokens": tokens, "width": hidden, "hidden": inner, "dtype": str(x.dtype), "k": k,
             "num_experts": num_experts,
         }  # fmt: skip
-        config = chosen("ep_moe", (tokens, hidden, inner, num_experts, k), layout, x, group, fields, call)
-    return config, topk_ids if config.method == "torch" else routed
+        config = chosen("ep_moe", (tokens, hidden, inner, num_experts, k), "exact", x, group, fields, call)
+    return config, routing
+
+
+def handle_for(config, routing, ids):
+    """The EpHandle by which the tokens of a Routing go, if not to be multiplied as they come."""
+    if config.method == "torch":
+        return EpHandle(routed(routing, ids), None)
+    return EpHandle(as_chosen(routing, ids), None)

@@ -10,6 +10,8 @@ A token crosses the wire once for each of its experts, both ways. What is kept f
 SwiGLU is of, the hidden states, and where each row came from.
 """
 
+from dataclasses import replace
+
 import torch
 
 from tdkernels.ops import _operands
@@ -42,9 +44,11 @@ def _tiles(config, rows, n, x):
 class _EpMoe(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, topk_weights, w_gate_up, w_down, topk_ids, call, keep):
-        num_experts, activation, max_tokens, group, config = call
+        num_experts, activation, max_tokens, group, config, routing = call
         ep = (config.ep if config else None) or default_config(x.device)
-        routing = route("ep_moe", topk_ids, num_experts, group, ep, max_tokens=max_tokens, whole=True)
+        if routing is None:
+            routing = route("ep_moe", topk_ids, num_experts, group, ep, max_tokens=max_tokens, whole=True)
+        routing = replace(routing, operator="ep_moe", config=ep)
         order, weights = order_of(routing), topk_weights.to(torch.float32).contiguous()
         each = routing.rows // w_gate_up.shape[0]
         up_tiles = _tiles(config, each, w_gate_up.shape[1], x)
@@ -101,9 +105,11 @@ def compile(x, w_gate_up, w_down, choices, world_size, rows, config):
     back.compile(x.new_empty(1, w_down.shape[2]), w_down, routing, down_tiles)
 
 
-def ep_moe_fused(x, topk_ids, topk_weights, w_gate_up, w_down, num_experts, activation, max_tokens, group, config):
-    """y of checked operands that ``why_not`` has nothing against."""
+def ep_moe_fused(
+    x, topk_ids, topk_weights, w_gate_up, w_down, num_experts, activation, max_tokens, group, config, routing=None
+):  # fmt: skip
+    """y of checked operands that ``why_not`` has nothing against; ``routing``: their Routing, if it has been found."""
     operands = x, topk_weights, w_gate_up, w_down
     keep = _operands.may_be_differentiated(operands)
-    call = num_experts, activation, max_tokens, group, config
+    call = num_experts, activation, max_tokens, group, config, routing
     return _EpMoe.apply(*operands, topk_ids, call, keep)

@@ -3,7 +3,7 @@
 A problem's first size are the tokens of all ranks, about as many on each, whose experts are all as likely. The parts
 of the sequence (``ep_dispatch``, ``group_gemm``, ``ep_combine``) are tuned by their own names; here the sequence, as it
 runs with what is known of them, is one candidate, the overlapping layer with different tiles are others, and torch's is
-one where the host waits anyway. Layouts are those of ``ep_dispatch``: "exact" and "static".
+one. The layout is "exact": the host waits for the number of rows. With max_tokens nothing is chosen (``is_open``).
 """
 
 from dataclasses import asdict, replace
@@ -27,10 +27,11 @@ from tdkernels.ops import ep_dispatch_gemm_kernel as there
 from tdkernels.ops import ep_gemm_combine_kernel as back
 from tdkernels.ops import ep_moe as op
 from tdkernels.ops import group_gemm_kernel as grouped
+from tdkernels.ops._config import text_of
 from tdkernels.ops._expert_tuning import expert_ids, rows_by_expert, why_not_shared
 from tdkernels.ops._tiles import Tiles
 from tdkernels.ops._tuning import ConfigTunable
-from tdkernels.ops.ep_choice import bucket, crossing_share, sure_capacity
+from tdkernels.ops.ep_choice import bucket, crossing_share
 from tdkernels.ops.ep_moe_config import SEQUENCE, EpMoeConfig
 from tdkernels.ops.group_gemm_kernel import GroupGemmConfig
 
@@ -43,7 +44,7 @@ _SLOWED = 1.15  # times a product takes beside stores to peers, which hold up it
 class EpMoeTunable(ConfigTunable):
     name = "ep_moe"
     sizes = ("tokens", "hidden", "intermediate", "experts", "choices")
-    layouts = ("exact", "static")
+    layouts = ("exact",)
     config_class = EpMoeConfig
     plain_words = "torch's all-to-all and grouped matmul", "torch's all-to-all and grouped matmul"
     sources = (
@@ -77,8 +78,13 @@ class EpMoeTunable(ConfigTunable):
     # ---- configs ----
 
     def config_to_dict(self, config):
-        tiles = {} if config.gemm is None else {"tiles": asdict(config.gemm.tiles)}
-        return {"method": config.method, **tiles}
+        gemm = config.gemm
+        tiles = {} if gemm is None or gemm.tiles is None else {"tiles": asdict(gemm.tiles)}
+        # What no entry has, but an explanation may be asked for.
+        others = {} if config.ep is None else {"ep": text_of(config.ep)}
+        if gemm is not None and gemm.method != "fused":
+            others["gemm"] = gemm.method
+        return {"method": config.method or "sequence", **tiles, **others}
 
     def config_from_dict(self, values):
         if not values.keys() <= {"method", "tiles"} or not isinstance(values.get("method"), str):
@@ -90,17 +96,8 @@ class EpMoeTunable(ConfigTunable):
             raise ValueError(f"tiles must be an object of integers, not {tiles!r}")
         return EpMoeConfig(gemm=GroupGemmConfig(tiles=Tiles(**tiles)), method=values["method"])
 
-    def illegal(self, config, problem, device):
-        reason = super().illegal(config, problem, device)
-        if reason is None and config.method == "torch" and problem.layout != "exact":
-            return "torch's sequence waits for the host, which a call with max_tokens does not"
-        return reason
-
     def default(self, problem, device):
         return SEQUENCE
-
-    def recordable(self, problem, device):
-        return EpMoeConfig(method="fused")
 
     def space(self, problem, device):
         fused = [
@@ -108,9 +105,6 @@ class EpMoeTunable(ConfigTunable):
             for tiles in dense.tile_space(device, problem.torch_dtype)
         ]
         return [SEQUENCE, EpMoeConfig(method="fused"), *fused]
-
-    def goes_in_graphs(self, problem):
-        return problem.layout == "static"
 
     # ---- costs ----
 
@@ -121,7 +115,7 @@ class EpMoeTunable(ConfigTunable):
         rows = -(-tokens * choices // ranks)
         tiles = config.gemm.tiles if config.gemm else Tiles()  # about what a default is
         products, last = self._products_s(rows, tiles, problem, hardware)
-        waits = _HOST_S if problem.layout == "exact" else 0.0
+        waits = _HOST_S
         rate = dense.push_rate(_PROGRAMS, hardware)
         if config.method == "fused":
             wire = 2 * (ranks - 1) * rows // ranks * row / rate  # every choice by itself
@@ -191,9 +185,7 @@ class EpMoeTunable(ConfigTunable):
         return multiply
 
     def run(self, operands, problem, group, config):
-        return op.ep_moe(
-            *operands, num_experts=problem.shape[3], max_tokens=_capacity(problem), group=group, config=config
-        )  # fmt: skip
+        return op.ep_moe(*operands, num_experts=problem.shape[3], group=group, config=config)
 
     def compiled(self, config):
         if config.method != "fused":
@@ -204,17 +196,8 @@ class EpMoeTunable(ConfigTunable):
     def compile(self, operands, problem, config):
         x, _, _, gate_up, down = operands
         tokens, *_, choices = problem.shape
-        rows = _capacity(problem) or -(-tokens * choices // problem.world_size)
+        rows = -(-tokens * choices // problem.world_size)
         ep_moe_fused.compile(x, gate_up, down, choices, problem.world_size, rows, config)
-
-
-def _capacity(problem):
-    """The max_tokens of a call."""
-    if problem.layout == "exact":
-        return None
-    tokens, *_, experts, choices = problem.shape
-    ranks = problem.world_size
-    return sure_capacity(ranks * -(-tokens // ranks), ranks, experts, choices)
 
 
 register(EpMoeTunable())

@@ -54,7 +54,7 @@ class Routing:
     came: torch.Tensor | None = None  # int32, see ep_tables: what has been received
     crossing: Crossing | None = None  # in a group on several nodes
     config_is_given: bool = True
-    reach: Reach | None = None  # where ``whole`` was asked for
+    reach: Reach | None = None  # where ``whole`` was asked for, and where the host has waited, on one node
     most_tokens: int | None = None  # max_tokens_per_rank
     by_torch: object = None  # the ByTorch of what goes by torch's collectives
     uncounted: tuple | None = None  # the ids, and what else is wrong with them, that the first dispatch is to count
@@ -144,9 +144,8 @@ def route(operator, ids, num_experts, group, config, *, max_tokens=None, by_sour
         workspace.check()
         rows, staged = facts[Fact.ROWS], facts[Fact.MOST_STAGED if crossing is None else Fact.MOST_HERE]
         crosses = facts[Fact.MOST_PASSED]
-    reach = None
-    if whole:
-        known = max_tokens is None
+    reach, known = None, max_tokens is None
+    if whole or (known and crossing is None):
         reach = Reach(*map(_room, (facts[Fact.MOST_ROWS], facts[Fact.MOST_TOKENS] * k) if known else (max_tokens,) * 2))
     if crossing is not None:
         crossing.most = slots_for(crosses)

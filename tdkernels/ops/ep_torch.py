@@ -7,7 +7,9 @@ Every rank learns all counts first, by an all-gather for which the host waits, w
 A ``Routing`` that was found here has ``by_torch``, and every call with it comes here, gradients included.
 """
 
-from dataclasses import dataclass
+import functools
+import hashlib
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -20,6 +22,10 @@ from tdkernels.symm.group import group_state
 
 _E4M3_MAX = 448.0
 _LEAST_MAGNITUDE = 2.0**-118  # below it 448 / magnitude would be infinite
+_KNOWN = {
+    torch.float8_e4m3fn: torch.uint8, torch.float8_e5m2: torch.uint8, torch.uint16: torch.int16,
+    torch.uint32: torch.int32, torch.uint64: torch.int64,
+}  # fmt: skip
 
 
 @dataclass
@@ -37,60 +43,79 @@ class ByTorch:
 
 
 def route(
-    operator, ids, num_experts, group, config, *, max_tokens=None, by_source=False, bad=None, max_tokens_per_rank=None,
-    config_is_given=True,
+    operator, ids, num_experts, group, config, x, *, max_tokens=None, by_source=False, bad=None,
+    max_tokens_per_rank=None, quantize=None,
 ):  # fmt: skip
-    """The Routing of ids [T, K], as ``ep_routing.route``; the host waits for it in any case.
+    """The Routing of ids [T, K] of x, as ``ep_routing.route``; the host waits for it in any case.
 
     Raises:   ValueError on every rank, for wrong ids, for more rows than ``max_tokens``, for more tokens of a rank than
               ``max_tokens_per_rank``, and when the ranks disagree; RuntimeError while a CUDA graph is captured
     """
-    (tokens, k), world_size, rank = ids.shape, group.size(), dist.get_rank(group)
+    k, world_size, state = ids.shape[1], group.size(), group_state(group)
     if ids.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(f'{operator}: method "torch" waits for the host, which a CUDA graph cannot capture')
     fields = {
         "num_experts": num_experts, "k": k, "max_tokens": max_tokens, "max_tokens_per_rank": max_tokens_per_rank,
-        "config": as_argument(config),
+        "dtype": str(x.dtype), "width": x.shape[1], "quantize": quantize, "config": as_argument(config),
     }  # fmt: skip
-    group_state(group).agree_once(operator, fields)
-    ids = ids.flatten().long()
-    wrong = ((ids < -1) | (ids >= num_experts)).any().long()
+    state.agree_once(operator, fields)
+    experts, wrong = _experts_of(ids, num_experts)
     if bad is not None:
         wrong = torch.where(bad != 0, bad.long(), wrong)
-    experts = torch.where((ids < 0) | (ids >= num_experts), num_experts, ids)  # the last of them: of no expert
-    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids.device)
-    counts.scatter_add_(0, experts, torch.ones_like(experts))
-    counts[-1] = wrong
-    lines = all_gather_rows(counts[None], group)
+    lines = torch.zeros(num_experts + 3, dtype=torch.int64, device=ids.device)
+    lines.scatter_add_(0, experts, torch.ones_like(experts))
+    lines[-2], lines[-1] = wrong, _digest(str(fields))
+    lines = all_gather_rows(lines[None], group)
     told = lines.cpu()  # the host waits
-    _refuse(operator, told, max_tokens, group)
-    table = told[:, :-1].view(world_size, world_size, -1)  # from a rank to a rank, of each of its experts
-    to_ranks, from_ranks = table[rank].sum(1).tolist(), table[:, rank].sum(1).tolist()
-    ours = lines[:, :-1].view(world_size, world_size, -1)[:, rank]  # on the device
-    rows = sum(from_ranks)
-    by_torch = ByTorch(
-        torch.argsort(experts, stable=True)[: sum(to_ranks)],
-        torch.arange(rows, device=ids.device) if by_source else _by_expert(ours, rows),
-        (to_ranks, from_ranks),
-    )
-    splits = (ours if by_source else ours.sum(0)).to(torch.int32)
-    return Routing(
-        group, config, operator, tokens, k, num_experts, max_tokens, rows if max_tokens is None else max_tokens,
-        staged=0, most_staged=0, tables=splits, splits=splits, config_is_given=config_is_given,
-        most_tokens=max_tokens_per_rank, by_torch=by_torch,
-    )  # fmt: skip
-
-
-def _refuse(operator, told, max_tokens, group):
-    """Raise on all ranks what any of them has to say, or what nobody has room for."""
-    wrong = told[:, -1].tolist()
+    if (told[:, -1] != told[0, -1]).any():
+        state.agree(operator, fields)  # who has known its own all along hears here that others differ
+    told, lines, wrong = told[:, :num_experts], lines[:, :num_experts], told[:, -2].tolist()
     for rank, number in enumerate(wrong):
         if number:
             raise refused_ids(operator, rank, number)
-    most = int(told[:, :-1].sum(0).view(group.size(), -1).sum(1).max())
+    most = int(told.sum(0).view(world_size, -1).sum(1).max())
     if max_tokens is not None and most > max_tokens:
         words = f"max_tokens={max_tokens} is too small: a rank receives {most} rows; nothing was sent"
         raise ValueError(f"{operator}: {words}")
+    by_torch, splits, rows = _ways(experts, told, lines, group, by_source)
+    return Routing(
+        group, config, operator, ids.shape[0], k, num_experts, max_tokens, rows if max_tokens is None else max_tokens,
+        staged=0, most_staged=0, tables=splits, splits=splits, most_tokens=max_tokens_per_rank, by_torch=by_torch,
+    )  # fmt: skip
+
+
+def routed(routing, ids, by_source=False):
+    """The same of a Routing that our kernels have found without ``max_tokens``: its counts are those of all ranks."""
+    world_size, num_experts = routing.world_size, routing.num_experts
+    columns = num_experts + world_size + 2
+    lines = routing.tables[: world_size * columns].view(world_size, columns)[:, :num_experts].long()
+    experts, _ = _experts_of(ids, num_experts)
+    by_torch, splits, _ = _ways(experts, lines.cpu(), lines, routing.group, by_source)
+    return replace(routing, staged=0, most_staged=0, tables=splits, splits=splits, by_torch=by_torch)
+
+
+def _experts_of(ids, num_experts):
+    """([T * K] the expert of each choice, ``num_experts`` for none, whether any id is out of range)."""
+    ids = ids.flatten().long()
+    wrong = ((ids < -1) | (ids >= num_experts)).any().long()
+    return torch.where((ids < 0) | (ids >= num_experts), num_experts, ids), wrong
+
+
+def _ways(experts, told, lines, group, by_source):
+    """(ByTorch, splits, how many rows come) of all ranks' counts [W, E], on the host and on the device."""
+    world_size, rank = group.size(), dist.get_rank(group)
+    table = told.view(world_size, world_size, -1)  # from a rank to a rank, of each of its experts
+    to_ranks, from_ranks = table[rank].sum(1).tolist(), table[:, rank].sum(1).tolist()
+    ours, rows = lines.reshape(world_size, world_size, -1)[:, rank], sum(from_ranks)
+    came = torch.arange(rows, device=experts.device) if by_source else _by_expert(ours, rows)
+    sent = torch.argsort(experts, stable=True)[: sum(to_ranks)]
+    return ByTorch(sent, came, (to_ranks, from_ranks)), (ours if by_source else ours.sum(0)).to(torch.int32), rows
+
+
+@functools.lru_cache(4096)
+def _digest(text):
+    """A number of 63 bits that differs where a text does."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 def _by_expert(counts, rows):
@@ -162,7 +187,8 @@ def combine(routing, rows, *, weights=None, row_numbers=None):
 def _agree(routing, what, **fields):
     """Raise ValueError on every rank unless all of them send the same kind of rows: torch would hang or mix them up.
 
-    That is asked once of each kind: ranks of which some have seen theirs before are not told apart.
+    That is asked once of each kind, for the host has nothing to compare here: ranks that differ in what each of them
+    has seen before are not told. ``route``, where it waits anyway, asks each time.
     """
     group_state(routing.group).agree_once(routing.operator, {"way": what, **fields, "k": routing.choices})
 
@@ -171,7 +197,7 @@ def quantized(x):
     """(codes, scales) of rows [T, H] in float8_e4m3fn, to the bit as ``ep_dispatch_kernel`` makes them."""
     width = x.shape[1]
     quanta = torch.nn.functional.pad(x.float(), (0, -width % QUANTUM.value)).unflatten(1, (-1, QUANTUM.value))
-    most = quanta.abs().amax(2)
+    most = torch.where(quanta.isnan(), 0.0, quanta).abs().amax(2)
     most = torch.where(most > 0, most.clamp(min=_LEAST_MAGNITUDE), _E4M3_MAX)
     largest = torch.full_like(most, _E4M3_MAX)  # a tensor: a GPU would multiply by the reciprocal of a number
     codes = (quanta * (largest / most)[..., None]).to(torch.float8_e4m3fn)
@@ -214,16 +240,17 @@ def _exchange(rows, sent, received, group):
 
 def _take(x, numbers):
     """Rows of x [T, …], whatever its dtype."""
-    if x.dtype.itemsize > 1:
-        return x[numbers]
-    return x.view(torch.uint8)[numbers].view(x.dtype)
+    return _as_known(x)[numbers].view(x.dtype)
 
 
 def _put(rows, numbers, values):
     """Let rows [R, …] have values, whatever their dtype."""
-    if rows.dtype.itemsize == 1:
-        rows, values = rows.view(torch.uint8), values.view(torch.uint8)
-    rows[numbers] = values
+    _as_known(rows)[numbers] = _as_known(values)
+
+
+def _as_known(x):
+    """The same bits in a dtype that torch takes rows of."""
+    return x.view(_KNOWN.get(x.dtype, x.dtype))
 
 
 def _as_bytes(rows):

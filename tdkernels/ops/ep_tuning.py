@@ -49,6 +49,7 @@ class _EpTunable(ConfigTunable):
     sizes = ("tokens", "hidden", "experts", "choices")
     layouts = ("exact", "static")
     config_class = EpConfig
+    plain_words = "torch's all-to-all between sorts", "torch's all-to-all and sorts"
     _blocks = (4096, 4), (8192, 4), (8192, 8), (16384, 4)  # bytes at a time, warps
     sources = (
         moe_ep, all_to_all, ep_ways, ep_routing, ep_launch, ep_payload, ep_config, ep_tables, ep_route_kernel,
@@ -273,6 +274,11 @@ class EpCombineTunable(_EpTunable):
 
     def plain(self):
         return None
+
+    def illegal(self, config, problem, device):
+        if config.method == "torch":
+            return "what a dispatch has brought by our kernels goes back by them"
+        return super().illegal(config, problem, device)
 
     def goes_in_graphs(self, problem):
         return True  # all is known since the dispatch

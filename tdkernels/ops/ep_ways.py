@@ -9,18 +9,19 @@ from tdkernels.ops.ep_routing import route
 
 
 def route_tokens(
-    operator, x, topk_ids, num_experts, quantize, max_tokens, group, config, max_tokens_per_rank=None, bad=None,
-    by_torch=True,
+    operator, x, topk_ids, num_experts, quantize, max_tokens, group, config, max_tokens_per_rank=None, bad=None
 ):  # fmt: skip
-    """The Routing of checked tokens, with the config of their dispatch.
+    """The Routing of checked tokens, with the config of their dispatch: to be taken ``as_chosen``, if none was given.
 
-    ``bad``: as of ``route``; ``by_torch``: whether torch's way may be chosen, where no config is given
+    ``bad``: as of ``route``
     """
     ids = operator, topk_ids, num_experts, group
     if config is not None and config.method == "torch":
         if max_tokens_per_rank is not None and max_tokens is None:
             max_tokens = sure_capacity(group.size() * max_tokens_per_rank, group.size(), num_experts, topk_ids.shape[1])
-        return ep_torch.route(*ids, config, max_tokens=max_tokens, bad=bad, max_tokens_per_rank=max_tokens_per_rank)
+        return ep_torch.route(
+            *ids, config, x, max_tokens=max_tokens, bad=bad, max_tokens_per_rank=max_tokens_per_rank, quantize=quantize
+        )  # fmt: skip
     config = config_to_route(config, group, x.device)
     bounded = None
     if max_tokens_per_rank is not None:
@@ -34,21 +35,20 @@ def route_tokens(
     routing.most_tokens = max_tokens_per_rank
     if config is None:
         routing.config = bounded.config if bounded else choose_config("ep_dispatch", routing, x, quantize is not None)
-    return as_chosen(routing, topk_ids, by_torch=by_torch, max_tokens=max_tokens, bad=bad)
+    return routing
 
 
-def as_chosen(routing, ids, *, by_torch=True, **options):
-    """The Routing of the same ids by torch, if that has been chosen for one and is possible; else it itself.
+def as_chosen(routing, ids, by_torch=True, by_source=False):
+    """A Routing of ids that our kernels have found, as the way that has been chosen for it needs it.
 
-    ``options``: of ``ep_torch.route``
+    ``by_torch``: whether torch's way is possible
     """
-    if routing.config.method != "torch":
+    if routing.by_torch is not None or routing.config.method != "torch":
         return routing
-    if not by_torch:
-        routing.config = default_config(ids.device)
-        return routing
-    same = routing.operator, ids, routing.num_experts, routing.group, routing.config
-    return ep_torch.route(*same, config_is_given=False, **options)
+    if by_torch and routing.max_tokens is None:
+        return ep_torch.routed(routing, ids, by_source)
+    routing.config = default_config(ids.device)
+    return routing
 
 
 def _bounded_routing(operator, x, topk_ids, num_experts, quantize, max_tokens, group, config, most, bad):

@@ -160,7 +160,7 @@ def _role(
     return role, round_, sequence, i
 
 
-# Compiled once for a tile, whatever the shape, plan and size of an item: that is what makes tuning cheap.
+# Compiled once for a tile and for who adds, whatever the shape, plan and size of an item: that makes tuning cheap.
 @td.jit(network=True, do_not_specialize=[
     "M", "N", "K", "stride_w", "lag", "sum_after", "total_after", "relay_after", "receive_after", "plan",
     "item_tiles", "group_m",

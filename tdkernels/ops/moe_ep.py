@@ -29,7 +29,7 @@ from tdkernels.ops._operands import refuse_second_derivatives
 from tdkernels.ops._outside_graphs import outside_graphs
 from tdkernels.ops.ep_checks import check_again, check_combine, check_config, check_dispatch, check_most_tokens
 from tdkernels.ops.ep_choice import choose_config
-from tdkernels.ops.ep_ways import route_tokens
+from tdkernels.ops.ep_ways import as_chosen, route_tokens
 from tdkernels.symm import resolve_group
 
 
@@ -181,22 +181,17 @@ def _handle(
         if known.group is not group:
             raise ValueError("ep_dispatch: the handle is of another group than the call")
         check_again(x, known, topk_weights, scales, quantize)
-        if in_halves:
-            _refuse_halves("ep_dispatch_send", known.config)
         return EpHandle(known, topk_weights)
     check_dispatch(x, topk_ids, topk_weights, scales, num_experts, quantize, max_tokens, group.size())
     check_most_tokens("ep_dispatch", max_tokens_per_rank, topk_ids.shape[1], group.size())
     check_config("ep_dispatch", config, x.device)
-    if in_halves:
-        _refuse_halves("ep_dispatch_send", config)
     if max_tokens_per_rank is not None and len(x) > max_tokens_per_rank:
         none = (None if tensor is None else tensor[:0] for tensor in (x, topk_ids, topk_weights, scales))
         _refuse_too_many(x.shape, *none, num_experts, quantize, max_tokens, max_tokens_per_rank, group, config)
     routing = route_tokens(
-        "ep_dispatch", x, topk_ids, num_experts, quantize, max_tokens, group, config, max_tokens_per_rank,
-        by_torch=not in_halves,
+        "ep_dispatch", x, topk_ids, num_experts, quantize, max_tokens, group, config, max_tokens_per_rank
     )  # fmt: skip
-    return EpHandle(routing, topk_weights)
+    return EpHandle(as_chosen(routing, topk_ids, by_torch=not in_halves), topk_weights)  # halves are there to overlap
 
 
 def _refuse_too_many(
@@ -246,7 +241,7 @@ def ep_dispatch(
               tokens than max_tokens_per_rank, of which then none arrives (on a GPU with either of these at a later
               call or at tdkernels.synchronize(); on a rank with too many tokens at once as well); PeerTimeoutError
     Contract: collective over group; host sync: unless max_tokens or max_tokens_per_rank is given; CUDA graph: with
-              either, after one call outside; the caller owns the output
+              either, after one call outside; by EpConfig(method="torch") always, and never; the caller owns the output
     Source:   tokens once for a rank and the handle: DeepEP (https://github.com/deepseek-ai/DeepEP)
     """
     _refuse_gradient_of_codes(x, quantize)
@@ -300,8 +295,8 @@ def ep_combine(expert_out, handle, topk_weights=None, *, group=None, config=None
               in their order, this one's choices one by one at its turn; with "per_expert" over the choices in order
     Gradient: dexpert_out = weight * dy of the row's token; dtopk_weights = the product of dy with the row
     Raises:   TypeError or ValueError for operands that do not fit, before anything is launched; PeerTimeoutError
-    Contract: collective over group; host sync: no; CUDA graph: if the dispatch had max_tokens or max_tokens_per_rank;
-              the caller owns the output
+    Contract: collective over group; host sync: no; CUDA graph: if the dispatch had max_tokens or max_tokens_per_rank,
+              and did not go by torch; the caller owns the output
     Source:   DeepEP (https://github.com/deepseek-ai/DeepEP)
     """
     topk_weights, config = _check_combine(expert_out, handle, topk_weights, group, config)
@@ -328,9 +323,10 @@ def _check_combine(expert_out, handle, topk_weights, group, config):
 
 
 def _check_method(routing, config):
-    """What goes by a handle goes as its dispatch went."""
+    """What goes by a handle goes as its dispatch went, which may have been told so, or have chosen it."""
     went = "fused" if routing.by_torch is None else "torch"
-    if config is not None and config.method != went:
+    told = went == "fused" or routing.config_is_given
+    if config is not None and config.method != went and told:
         raise ValueError(
             f'ep_combine: config has method "{config.method}", but the dispatch of the handle went by "{went}"'
         )
@@ -355,12 +351,6 @@ def _refuse_gradients(operator, *tensors):
         raise ValueError(f"{operator}: the halves have no gradient; use torch.no_grad, or {whole}")
 
 
-def _refuse_halves(operator, config):
-    if config is not None and config.method == "torch":
-        whole = operator.removesuffix("_send")
-        raise ValueError(f'{operator}: method "torch" has no halves; use {whole}')
-
-
 @outside_graphs
 def ep_dispatch_send(
     x, topk_ids, topk_weights=None, *, num_experts=None, scales=None, quantize=None, max_tokens=None,
@@ -378,6 +368,12 @@ def ep_dispatch_send(
         in_halves=True,
     )  # fmt: skip
     routing = handle._routing
+    if routing.by_torch is not None:  # which knows no halves: the first does it all
+        rows, row_scales, row_weights = launcher.dispatch(
+            routing, x, scales=scales, weights=topk_weights, quantize=quantize is not None
+        )  # fmt: skip
+        handle._row_weights = row_weights
+        return EpSent(lambda: (EpTokens(rows, routing.splits, row_weights, row_scales), handle))
     sending = launcher.prepare_dispatch(
         routing, x, scales=scales, weights=topk_weights, quantize=quantize is not None
     )  # fmt: skip
@@ -400,10 +396,12 @@ def ep_combine_send(expert_out, handle, topk_weights=None, *, group=None, config
     Raises:   as ep_combine; RuntimeError while another combine of the group is under way
     """
     topk_weights, config = _check_combine(expert_out, handle, topk_weights, group, config)
-    _refuse_halves("ep_combine_send", config)
     _refuse_gradients("ep_combine_send", expert_out, topk_weights)
     row_weights = _row_weights(handle, topk_weights, config)
     routing = handle._routing
+    if routing.by_torch is not None:
+        y = launcher.combine(routing, expert_out, weights=topk_weights)[0]
+        return EpSent(lambda: y)
     returning = launcher.prepare_combine(routing, expert_out, topk_weights, row_weights, config=config)
     launcher.launch_combine(routing, returning, "send", config)
 

@@ -1,10 +1,12 @@
 """Tuning ep_moe: whether its products overlap the ways, what calls take of that, and how long each way should take."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.distributed as dist
 
-from tdkernels import EpMoeConfig, GroupGemmConfig, Tiles, autotune, explain
+from tdkernels import EpConfig, EpMoeConfig, GroupGemmConfig, Tiles, autotune, explain
 from tdkernels.autotune.operator import tunable
 from tdkernels.autotune.problem import Problem
 from tdkernels.ops import (
@@ -12,9 +14,11 @@ from tdkernels.ops import (
     ep_dispatch_gemm_kernel,
     ep_gemm_combine_kernel,
     ep_moe,
+    ep_moe_fused,
     ep_order_kernel,
     ep_routing,
     ep_torch,
+    ep_ways,
 )
 from tdkernels.ops.ep_moe_config import SEQUENCE
 from tdkernels.symm.group import group_state
@@ -28,10 +32,10 @@ from tests.ops.routed import BF16, FP32
 from tests.ranks import a_group, on_ranks
 
 FUSED = EpMoeConfig(gemm=GroupGemmConfig(tiles=Tiles(32, 32, 32, num_warps=4, num_stages=2)), method="fused")
-BY_TORCH = EpMoeConfig(method="torch")
+BY_TORCH, EP_BY_TORCH = EpMoeConfig(method="torch"), EpConfig(method="torch")
 SIZES = (16, 8, 4, 2)  # H, I, E, k
 # Tokens of all ranks, H, I, experts, choices.
-PROBLEMS = [((8, *SIZES), "exact", FP32), ((7, 24, 9, 4, 3), "static", BF16)]
+PROBLEMS = [((8, *SIZES), "exact", FP32), ((7, 24, 9, 4, 3), "exact", BF16)]
 
 
 def are_tuned(folder):
@@ -47,7 +51,7 @@ def test_all_ranks_find_the_same(tmp_path):
 BAD = [
     (("ep_moe", 8, 16, 8, 5, 2), {}, "ep_moe: EXPERTS = 5 is not divisible by 2 ranks"),
     (("ep_moe", 8, 16, 8, 4, 5), {}, "ep_moe: a token has at most EXPERTS = 4 choices, not 5"),
-    (("ep_moe", 8, 16, 8, 4, 2), {"layout": "exact_fp8"}, "layout must be one of exact, static, not 'exact_fp8'"),
+    (("ep_moe", 8, 16, 8, 4, 2), {"layout": "static"}, "layout must be one of exact, not 'static'"),
     (("ep_moe", 8, 16, 8, 4), {}, "5 positive sizes, TOKENS x HIDDEN x INTERMEDIATE x EXPERTS x CHOICES"),
 ]
 
@@ -60,10 +64,17 @@ def test_problems_that_there_are_not():
 
 
 def methods_of(layer, group, **options):
-    """How a layer ran, forward and backward: whether it was the one that overlaps, with which config, and by torch."""
-    launches = (ep_moe, "ep_moe_fused", lambda args, options: args[-1])
-    with experts.recorded(launches) as ran, counted(ep_torch, "route") as by_torch:
+    """How a layer ran: by which config if it was the one that overlaps, and whether by torch.
+
+    However it is, the ids are counted once.
+    """
+    launches = (ep_moe, "ep_moe_fused", lambda args, options: args[-2])
+    with contextlib.ExitStack() as stack:
+        ran = stack.enter_context(experts.recorded(launches))
+        by_torch = stack.enter_context(counted(ep_torch, "dispatch"))
+        routes = [stack.enter_context(counted(module, "route")) for module in (ep_ways, ep_moe_fused, ep_torch)]
         layer.check(layer.run(group=group, **options))
+    assert "max_tokens_per_rank" in options or sum(map(sum, routes)) == 1, routes
     return [config for _, config in ran], by_torch[0]
 
 
@@ -72,26 +83,28 @@ def take_the_entry(folder):
         state = group_state(group)
         layer = Layer([3, 5], 2, 2, 16, 8, FP32, group=group)
         assert methods_of(layer, group) == methods_of(layer, group, max_tokens=16) == ([], 0), "nobody has tuned it"
-        for config, layout, options, expected in (
-            (FUSED, "static", {"max_tokens": 16}, ([FUSED], 0)), (FUSED, "exact", {}, ([FUSED], 0)),
-            (BY_TORCH, "exact", {}, ([], 1)), (SEQUENCE, "exact", {}, ([], 0)),
-        ):
-            entries = [entry_of(config, "ep_moe", (tokens, *SIZES), layout, dtype="float32") for tokens in (4, 8, 16)]
-            tune_by_hand(*entries)
+        for config, expected in ((FUSED, ([FUSED], 0)), (BY_TORCH, ([], 1)), (SEQUENCE, ([], 0))):
+            tune_by_hand(*(entry_of(config, "ep_moe", (n, *SIZES), "exact", dtype="float32") for n in (4, 8, 16)))
             state.choices.clear()
-            assert methods_of(layer, group, **options) == expected, (config, layout)
+            assert methods_of(layer, group) == expected, config
             known = dict(state.choices)
             with counted(state, "exchange") as exchanges:
-                assert methods_of(layer, group, **options) == expected and exchanges == [0], "asked again"
+                assert methods_of(layer, group) == expected and exchanges == [0], "asked again"
             assert state.choices == known
+        # The sequence goes as its parts have been tuned to, and what overlaps does not ask them.
+        tune_by_hand(
+            *(entry_of(EP_BY_TORCH, "ep_dispatch", (n, 16, 4, 2), "exact", dtype="float32") for n in (4, 8, 16))
+        )  # fmt: skip
+        state.choices.clear()
+        assert methods_of(layer, group) == ([], 1)
         tune_by_hand(*(entry_of(FUSED, "ep_moe", (tokens, *SIZES), "exact", dtype="float32") for tokens in (4, 8, 16)))
         state.choices.clear()
-        # What is said counts, and what cannot overlap does not.
-        assert methods_of(layer, group, config=EpMoeConfig()) == ([], 0)
-        assert methods_of(layer, group, max_tokens_per_rank=5) == ([], 0)
+        assert methods_of(layer, group) == ([FUSED], 0)
+        # What is said counts, and what need not fit on other ranks does not overlap.
+        assert methods_of(layer, group, config=EpMoeConfig(ep=EpConfig())) == ([], 0)
+        assert methods_of(layer, group, max_tokens_per_rank=5) == methods_of(layer, group, max_tokens=16) == ([], 0)
         with autotune.mode("off"):
             assert methods_of(layer, group) == ([], 0)
-        assert methods_of(layer, group) == ([FUSED], 0)
         asked = explain("ep_moe", 8, *SIZES, layout="exact", dtype=torch.float32, group=group)
         assert (asked.source, asked.config, asked.method) == ("cache", FUSED, "fused")
         del group, state, layer
@@ -130,24 +143,19 @@ def test_configs_are_kept_as_text():
     op = tunable("ep_moe")
     for config in (SEQUENCE, BY_TORCH, FUSED, EpMoeConfig(method="fused")):
         assert op.config_from_dict(op.config_to_dict(config)) == config
+    parts = EpMoeConfig(EP_BY_TORCH, GroupGemmConfig(method="torch"))  # nothing that is tuned, but can be explained
+    shown = op.config_to_dict(parts)
+    assert (shown["method"], shown["gemm"]) == ("sequence", "torch") and "method=torch" in shown["ep"]
     for values in ({}, {"method": 3}, {"method": "fused", "tiles": 3}, {"method": "fused", "stages": 2},
                    {"method": "fused", "tiles": {"block_m": "64"}}):  # fmt: skip
         with pytest.raises((TypeError, ValueError)):
             op.config_from_dict(values)
 
 
-def test_torchs_sequence_is_a_candidate_where_the_host_waits_anyway():
-    op = tunable("ep_moe")
-    for layout in op.layouts:
-        problem = Problem("ep_moe", "cpu", 2, 2, "bfloat16", layout, (8, *SIZES))
-        assert (op.illegal(op.plain(), problem, torch.device("cpu")) is None) == (layout == "exact")
-
-
-@pytest.mark.parametrize("layout", ["exact", "static"])
-def test_estimates(layout):
+def test_estimates():
     sizes = [(2, 8192, 7168, 2048, 256, 8), (8, 1024, 7168, 2048, 256, 8), (4, 512, 64, 64, 4, 1)]
     with experts.an_h200():
-        experts.estimates_are_sensible("ep_moe", [(ranks, layout, *shape) for ranks, *shape in sizes])
+        experts.estimates_are_sensible("ep_moe", [(ranks, "exact", *shape) for ranks, *shape in sizes])
 
 
 def test_overlapping_is_thought_better_where_the_wire_counts_and_worse_where_choices_meet():
@@ -155,14 +163,14 @@ def test_overlapping_is_thought_better_where_the_wire_counts_and_worse_where_cho
     with experts.an_h200():
         op, fused = tunable("ep_moe"), EpMoeConfig(method="fused")
         for ranks, sizes, better in ((8, (65536, 7168, 512, 8, 1), True), (2, (8192, 7168, 256, 256, 8), False)):
-            problem = Problem("ep_moe", "NVIDIA H200", ranks, ranks, "bfloat16", "static", sizes)
+            problem = Problem("ep_moe", "NVIDIA H200", ranks, ranks, "bfloat16", "exact", sizes)
             found = op.estimate_ms(fused, problem, experts.H200) < op.estimate_ms(SEQUENCE, problem, experts.H200)
             assert found == better, problem
 
 
 def test_what_overlaps_is_compiled_ahead():
     op, ranks = tunable("ep_moe"), 2
-    problem = Problem("ep_moe", "cpu", ranks, ranks, "bfloat16", "static", (64, 64, 128, 4, 2))
+    problem = Problem("ep_moe", "cpu", ranks, ranks, "bfloat16", "exact", (64, 64, 128, 4, 2))
     config = EpMoeConfig(gemm=GroupGemmConfig(tiles=Tiles(64, 64, 64)), method="fused")
     modules = ep_dispatch_gemm_kernel, ep_gemm_combine_kernel
     with pytest.MonkeyPatch.context() as patch, recorded_launches(modules, ranks) as launches:

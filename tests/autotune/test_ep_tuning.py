@@ -137,11 +137,11 @@ def take_torchs_sequence(folder):
             *(entry_of(BY_TORCH, "all_to_all", (tokens, 16, 2), **exact) for tokens in (4, 8, 16)),
         )
         x, splits = torch.ones(5, 16, dtype=BF16, device=device()), torch.tensor([2, 3], device=device())
-        with counted(ep_torch, "route") as routes:
-            assert there_and_back(a_case([3, 5]), group) == [] and routes == [1]
+        with counted(ep_torch, "dispatch") as by_torch, counted(ep_torch, "route") as counts:
+            assert there_and_back(a_case([3, 5]), group) == [] and by_torch == [1]
             tdkernels.all_to_all(x, splits, group=group)
-            assert routes == [2]
-            assert len(there_and_back(a_case([3, 5]), group, max_tokens=16)) == 2 and routes == [2]
+            assert by_torch == [2] and counts == [0], "what our kernels have counted is counted again"
+            assert len(there_and_back(a_case([3, 5]), group, max_tokens=16)) == 2 and by_torch == [2]
         asked = explain("ep_dispatch", 8, 16, 4, 2, layout="exact", group=group)
         assert (asked.source, asked.config, asked.method) == ("cache", BY_TORCH, "torch")
         del group
@@ -157,8 +157,8 @@ def test_a_call_goes_by_torch_where_that_was_the_best(tmp_path):
 def test_torchs_sequence_is_a_candidate_where_the_host_waits_anyway(operator, layout):
     op, sizes = tunable(operator), (16, 64, 4) if operator == "all_to_all" else (16, 64, 4, 2)
     problem = Problem(operator, "cpu", 2, 2, "bfloat16", layout, sizes)
-    if operator == "ep_combine":
-        assert op.plain() is None  # what has come by our kernels goes back by them
+    if operator == "ep_combine":  # what has come by our kernels goes back by them
+        assert op.plain() is None and op.illegal(BY_TORCH, problem, torch.device("cpu")) is not None
     else:
         assert op.plain() == BY_TORCH
         assert (op.illegal(BY_TORCH, problem, torch.device("cpu")) is None) == layout.startswith("exact")

@@ -11,7 +11,7 @@ from tdkernels.ops.ep_moe_steps import dequantize
 from tests import mixture
 from tests.mixture import NAMES
 from tests.ops.expert_direct import launches_of
-from tests.ops.expert_parallel import quantized, tokens_of
+from tests.ops.expert_parallel import quantized, tokens_of, without_symmetric_memory
 from tests.ops.routed import BF16, FP32, Routed
 from tests.ranks import a_group, device
 from tests.reference import assert_close
@@ -105,6 +105,11 @@ def computes(spec, config):
     layer.check(layer.run(config=CONFIGS[config]))
     if dist.get_world_size() > 1:
         layer.check({"y": layer.call(tdkernels.ep_moe_ref).detach()})
+
+
+def needs_no_symmetric_memory(spec):
+    with without_symmetric_memory():
+        computes(spec, "torch")
 
 
 def is_called_again(config):

@@ -1,5 +1,6 @@
 """What ep_dispatch and ep_combine are asked, as functions that every rank runs. test_moe_ep.py asks."""
 
+import contextlib
 import time
 
 import pytest
@@ -8,7 +9,14 @@ import torch.distributed as dist
 
 import tdkernels
 from tdkernels import EpConfig
-from tdkernels.ops import ep_launch, ep_routing, ep_ways
+from tdkernels.ops import (
+    ep_direct,
+    ep_dispatch_gemm_kernel,
+    ep_gemm_combine_kernel,
+    ep_launch,
+    ep_routing,
+    ep_ways,
+)
 from tdkernels.symm import resolve_group
 from tdkernels.symm.group import group_state
 from tests.ops.collective import same
@@ -766,36 +774,79 @@ def halves_have_no_gradient():
 BY_TORCH = EpConfig(method="torch")
 
 
-def needs_no_symmetric_memory(spec):
-    """Nor NVSHMEM, between nodes."""
+@contextlib.contextmanager
+def without_symmetric_memory():
+    """Within, nothing may ask for a workspace of experts."""
 
     def refuse(*_, **__):
         raise AssertionError("a workspace was asked for")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ep_launch, "get_workspace", refuse)
-        patch.setattr(ep_routing, "get_workspace", refuse)
+        for module in (ep_launch, ep_routing, ep_direct, ep_dispatch_gemm_kernel, ep_gemm_combine_kernel):
+            patch.setattr(module, "get_workspace", refuse)
+        yield
+
+
+def needs_no_symmetric_memory(spec):
+    """Nor NVSHMEM, between nodes."""
+    with without_symmetric_memory():
         computes(spec, {"method": "torch", "combine": "per_expert"})
 
 
 def refuses_what_torch_cannot():
-    """Halves, and another way back than there; on each rank by itself, and the next call is right."""
+    """Another way back than there; on each rank by itself, and the next call is right."""
     case = case_of(UNEVEN, 2, 3, 16, seed=17)
     handles = {config: case.dispatch(config=config)[1] for config in (BY_TORCH, EpConfig(**SMALL))}
-    rows, operands = case.expert_out(), (case.x, case.ids)
-    for call in (
-        lambda: tdkernels.ep_dispatch_send(*operands, num_experts=case.experts, config=BY_TORCH),
-        lambda: tdkernels.ep_dispatch_send(case.x, handles[BY_TORCH]),
-        lambda: tdkernels.ep_combine_send(rows, handles[BY_TORCH]),
-    ):
-        with pytest.raises(ValueError, match='ep_[a-z]*_send: method "torch" has no halves; use ep_'):
-            call()
+    rows = case.expert_out()
     for config, other in zip(handles, reversed(handles), strict=True):
         words = f'ep_combine: config has method "{other.method}", but the dispatch .* went by "{config.method}"'
         with pytest.raises(ValueError, match=words):
             tdkernels.ep_combine(rows, handles[config], config=other)
         combine = "per_expert" if config is BY_TORCH else "per_rank"
         case.check_combined(tdkernels.ep_combine(rows, handles[config], config=config), combine=combine)
+
+
+def comes_in_halves_by_torch():
+    """The first does it all; also by a handle, and where torch has been chosen for the dispatch."""
+    case = case_of(UNEVEN, 2, 3, 16, seed=22)
+    for handle in (case.dispatch(config=BY_TORCH)[1], case.ids):
+        options = {} if handle is not case.ids else {"num_experts": case.experts, "config": BY_TORCH}
+        recv, again = tdkernels.ep_dispatch_send(case.x, handle, case.weights, **options).receive()
+        assert again._routing.by_torch is not None
+        case.check_received(recv)
+        sent = tdkernels.ep_combine_send(case.expert_out(), again)
+        case.check_combined(sent.receive(), combine="per_expert")
+
+
+def makes_the_same_codes():
+    """As our kernels, of numbers that are none, too, and of every magnitude."""
+    case = case_of(UNEVEN, 2, 3, 300, FP32, values="normal", seed=23)
+    case.x *= 2.0 ** torch.randint(-140, 120, case.x.shape, generator=case.generator).float().to(device())
+    case.x[:, 5::131] = torch.nan
+    case.x[:, 256:] = 0.0
+    ours, torchs = (case.dispatch(quantize="fp8", config=config)[0] for config in (EpConfig(**SMALL), BY_TORCH))
+    tdkernels.synchronize()
+    numbers = ~ours.x.float().isnan()
+    assert torch.equal(numbers, ~torchs.x.float().isnan()) and not numbers.all()
+    assert torch.equal(ours.scales, torchs.scales)
+    assert torch.equal(ours.x.view(torch.uint8)[numbers], torchs.x.view(torch.uint8)[numbers])
+
+
+def tells_of_what_each_has_seen():
+    """Ranks that differ in what all of them have seen before: where ids are counted, they are told each time."""
+    case = case_of(UNEVEN, 2, 3, 16, seed=24)
+    odd = dist.get_rank() == 1
+    calls = {
+        "max_tokens": lambda other: case.dispatch(config=BY_TORCH, max_tokens=90 if other else 80),
+        "dtype": lambda other: tdkernels.ep_dispatch(
+            case.x.half() if other else case.x, case.ids, num_experts=case.experts, config=BY_TORCH
+        ),
+    }
+    for name, call in calls.items():
+        call(False), call(True)
+        error = failure_of(lambda call=call: call(odd))
+        assert type(error) is ValueError and f"the ranks disagree: {name} is" in str(error), repr(error)
+        call(True)
 
 
 def tells_of_different_rows_by_torch():
@@ -845,17 +896,23 @@ def takes_a_bound_by_torch():
 
 
 def goes_by_torch_where_chosen():
-    """As the group has found to be best, which is known once the rows are; halves go by our kernels all the same."""
+    """As the group has found to be best, which is known once the rows are: whatever could be called before still can.
+
+    Halves, and calls for which the host does not wait, go by our kernels all the same.
+    """
     case = case_of(UNEVEN, 2, 3, 16, seed=20)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ep_ways, "choose_config", lambda *_: BY_TORCH)
-        for options in ({}, {"max_tokens": 60}):
-            recv, handle = case.dispatch(**options)
-            assert handle._routing.by_torch is not None
-            case.check_received(recv, capacity=options.get("max_tokens"))
-            expert_out = case.all_out.new_zeros(recv.x.shape[0], 16).to(device())
-            expert_out[: case.num_rows] = case.expert_out()
-            case.check_combined(tdkernels.ep_combine(expert_out, handle), combine="per_expert")
+        assert case.dispatch(max_tokens=60)[1]._routing.by_torch is None
+        recv, handle = case.dispatch()
+        assert handle._routing.by_torch is not None
+        case.check_received(recv)
+        for config in (None, EpConfig(**SMALL, combine="per_expert")):
+            y = tdkernels.ep_combine(case.expert_out(), handle, config=config)
+            case.check_combined(y, combine="per_expert")
+        case.check_combined(tdkernels.ep_combine_send(case.expert_out(), handle).receive(), combine="per_expert")
+        recv, _ = tdkernels.ep_dispatch_send(case.x, handle, case.weights).receive()
+        case.check_received(recv)
         recv, handle = tdkernels.ep_dispatch_send(case.x, case.ids, case.weights, num_experts=case.experts).receive()
         assert handle._routing.by_torch is None
         case.check_received(recv)

@@ -52,6 +52,10 @@ def test_everything(world_size, config, spec):
     on_ranks(world_size, expert_layer.computes, spec_for(config, spec), config)
 
 
+def test_torch_needs_no_symmetric_memory():
+    on_ranks(2, expert_layer.needs_no_symmetric_memory, SPECS["fp32"])
+
+
 @either_way
 def test_three_calls(config):
     on_ranks(2, expert_layer.is_called_again, config)

@@ -112,10 +112,12 @@ def test_one_owner_adds_the_same_bits(world_size, local):
     on_ranks(world_size, across_nodes.adding_once, across_nodes.adds_in_order, "gemm_ar", local, BF16, **SMALL)
 
 
-def test_one_owner_misses_a_rank():
-    # Rank 1 misses its node peer; ranks 2 and 3 relay what rank 0 and 1 would have added, or receive what they relay.
-    errors = on_ranks(4, across_nodes.adding_once, across_nodes.misses_a_rank, "gemm_ar", 2, 0)
-    assert errors == [None, 0, 0, 2]
+# Rank 0 adds the only tile, rank 2 relays it. Without 0 rank 2 misses the total; without 1 rank 0 gives up and passes
+# nothing on, and what it has not passed on rank 2 does not either.
+@pytest.mark.parametrize("missing, missed", [(0, [None, 0, 0, 2]), (1, [1, None, 0, 2])], ids=["adder", "its peer"])
+def test_one_owner_misses_a_rank(missing, missed):
+    errors = on_ranks(4, across_nodes.adding_once, across_nodes.misses_a_rank, "gemm_ar", 2, missing)
+    assert errors == missed
 
 
 def test_missing_rank():

@@ -8,6 +8,7 @@ from tests.ops.decode import many
 from tests.ops.dense import DTYPES
 from tests.ops.test_all_to_all import BITS
 from tests.ops.test_flash_decode import SPECS as DECODE
+from tests.ops.test_gemm_ar_nodes import SMALL
 from tests.ops.test_moe_ep import CONFIGS as EXPERTS
 from tests.ranks import on_ranks
 
@@ -23,8 +24,9 @@ def test_dense(world_size, local, operator):
 
 @each_topology
 def test_one_owner_adds(world_size, local):
-    args = (across_nodes.computes, "gemm_ar", DTYPES[0], local, SHAPES)
-    on_ranks(world_size, across_nodes.adding_once, *args)
+    # Several tiles for each owner, so that each node adds some.
+    args = (across_nodes.computes, "gemm_ar", DTYPES[0], local, [(83, 70, 9), (19, 33, 9)])
+    on_ranks(world_size, across_nodes.adding_once, *args, **SMALL)
 
 
 @each_topology

@@ -188,7 +188,7 @@ def test_quantized_rows_have_no_gradient():
 def test_scales(world_size, config):
     on_ranks(world_size, expert_parallel.sends_scales_along, [
         (FP32, ()), (FP32, (1,)), (FP32, (5,)), (BF16, (3,)), (torch.uint8, ()), (torch.uint8, (7,)),
-        (torch.float64, (2,)), (torch.int64, ()), (torch.float8_e5m2, (4,)),
+        (torch.float64, (2,)), (torch.int64, ()), (torch.float8_e5m2, (4,)), (torch.uint32, ()), (torch.uint16, (3,)),
     ], CONFIGS[config])  # fmt: skip
 
 
@@ -243,6 +243,18 @@ def test_configs_that_cannot_run():
 
 
 # ---- by torch ----
+
+
+def test_torch_in_halves():
+    on_ranks(2, expert_parallel.comes_in_halves_by_torch)
+
+
+def test_torch_makes_the_same_codes():
+    on_ranks(2, expert_parallel.makes_the_same_codes)
+
+
+def test_torch_tells_of_what_each_rank_has_seen():
+    on_ranks(3, expert_parallel.tells_of_what_each_has_seen)
 
 
 def test_torch_refuses_what_it_cannot_do():
