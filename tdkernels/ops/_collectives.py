@@ -1,6 +1,6 @@
 """The plain collectives that the references and the method "torch" are made of.
 
-They have no gradient, or a wrong one, so the references (``gemm_rs_ref`` and all others of that kind) give none.
+They have no gradient, or a wrong one, so the references that are made of them (``gemm_rs_ref`` and others) give none.
 """
 
 import torch.distributed as dist

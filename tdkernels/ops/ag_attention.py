@@ -123,9 +123,8 @@ def attend_by_torch(q, k, v, causal, scale, sharding, group, return_lse=False, a
     return o.transpose(1, 2), lse.transpose(1, 2)
 
 
-@torch.no_grad()
 def ag_attention_ref(q, k, v, *, causal=True, scale=None, sharding="contiguous", return_lse=False, group=None):
-    """The specification of ``ag_attention``: keys and values are gathered, then torch attends."""
+    """The specification of ``ag_attention``: keys and values are gathered, then torch attends; with gradients."""
     scale = q.shape[3] ** -0.5 if scale is None else scale
     o, lse = attend_by_torch(q, k, v, causal, scale, sharding, resolve_group(group), return_lse)
     return (o, lse) if return_lse else o
