@@ -42,6 +42,7 @@ __version__ = "0.1.0"
 _LATER = {
     "tdkernels.ops.ag_attention": ("AgAttentionConfig", "ag_attention", "ag_attention_ref"),
     "tdkernels.ops.all_to_all": ("all_to_all", "all_to_all_ref"),
+    "tdkernels.ops.ep_halves": ("ep_combine_send", "ep_dispatch_send"),
     "tdkernels.ops.ep_moe": ("EpMoeConfig", "ep_moe", "ep_moe_ref"),
     "tdkernels.ops.flash_decode": ("flash_decode", "flash_decode_ref"),
     "tdkernels.ops.flash_decode_config": ("FlashDecodeConfig",),
@@ -50,8 +51,7 @@ _LATER = {
     "tdkernels.ops.moe_routing": ("MoeRouting",),
     "tdkernels.ops.moe_tp": ("moe_ag_gemm", "moe_gemm_rs", "tp_moe", "tp_moe_ref"),
     "tdkernels.ops.moe_ep": (
-        "EpHandle", "EpTokens", "ep_combine", "ep_combine_ref", "ep_combine_send", "ep_dispatch", "ep_dispatch_ref",
-        "ep_dispatch_send",
+        "EpHandle", "EpTokens", "ep_combine", "ep_combine_ref", "ep_dispatch", "ep_dispatch_ref",
     ),
     "tdkernels.ops.ulysses": ("ulysses_out", "ulysses_out_ref", "ulysses_qkv", "ulysses_qkv_ref"),
     "tdkernels.ops.ulysses_config": ("UlyssesConfig",),

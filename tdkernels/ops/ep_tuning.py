@@ -39,7 +39,6 @@ _QUANTUM = ep_dispatch_kernel.QUANTUM.value
 _LAUNCH_S = 5e-6
 _CHUNK_S, _TOKEN_S = 1e-6, 0.5e-6  # of a program: to find and to signal a chunk; for each token, one after the other
 _HOST_S = 30e-6  # until the host knows the number of rows
-_E4M3_MAX = 448.0
 _MOST_DIRECT = ep_tables.MAX_CHUNKS.value  # of EpConfig.direct_tokens
 
 
@@ -363,10 +362,7 @@ def _is_quantized(problem):
 
 def _there_and_back(x):
     """x as it is when it has been float8_e4m3fn on its way."""
-    padded = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % _QUANTUM)).view(x.shape[0], -1, _QUANTUM)
-    scales = padded.abs().amax(2) / _E4M3_MAX
-    codes = (padded / torch.where(scales > 0, scales, 1.0).unsqueeze(2)).view(x.shape[0], -1)[:, : x.shape[1]]
-    return dequantize(codes.to(torch.float8_e4m3fn), scales, x.dtype)
+    return dequantize(*ep_torch.quantized(x), x.dtype)
 
 
 for _tunable in (EpDispatchTunable(), EpCombineTunable(), AllToAllTunable()):

@@ -90,6 +90,16 @@ def _sum_tile(
 
 
 @td.jit
+def _store_on_node(
+    ctx, half, offset, offs, values, node, local, FIRST: tl.constexpr, LOCAL: tl.constexpr, DTYPE: tl.constexpr
+):  # fmt: skip
+    """Store values at an offset in the buffer of every node peer, and if FIRST is 0 in ours."""
+    for step in tl.static_range(FIRST, LOCAL):
+        dst = td.data_at(ctx, half, node * LOCAL + (local + step) % LOCAL) + offset
+        tl.store(td.pointer_to(dst, DTYPE) + offs, values)
+
+
+@td.jit
 def _total_tile(
     ctx, sums, part_bytes, totals_offset, half, bias_ptr, z_ptr, row, col, M, N, node, local,
     NODES: tl.constexpr, LOCAL: tl.constexpr, ADDS_ONCE: tl.constexpr,
@@ -105,9 +115,8 @@ def _total_tile(
         cols = first + tl.arange(0, SLICE_N)
         total = with_bias(total, bias_ptr, col + cols, N, HAS_BIAS)
         z = td.from_float32(total, DTYPE)
-        for step in tl.static_range(FIRST, LOCAL):
-            peer_totals = td.data_at(ctx, half, node * LOCAL + (local + step) % LOCAL) + totals_offset
-            tl.store(td.pointer_to(peer_totals, DTYPE) + rows[:, None] * BLOCK_N + cols[None, :], z)
+        offs = rows[:, None] * BLOCK_N + cols[None, :]
+        _store_on_node(ctx, half, totals_offset, offs, z, node, local, FIRST, LOCAL, DTYPE)
         store_rows(z_ptr, z, row + rows, col + cols, M, N)
 
 
@@ -122,10 +131,23 @@ def _relay_tile(
     cols = tl.arange(0, BLOCK_N)
     offs = rows[:, None] * BLOCK_N + cols[None, :]
     z = tl.load(td.pointer_to(src, DTYPE) + offs)
-    for step in tl.static_range(1, LOCAL):
-        peer_totals = td.data_at(ctx, half, node * LOCAL + (local + step) % LOCAL) + totals_offset
-        tl.store(td.pointer_to(peer_totals, DTYPE) + offs, z)
+    _store_on_node(ctx, half, totals_offset, offs, z, node, local, 1, LOCAL, DTYPE)
     store_rows(z_ptr, z, row + rows, col + cols, M, N)
+
+
+@td.jit
+def _put_to_nodes(
+    ctx, src, num_bytes, signal_ptr, signal, node, local, only,
+    NODES: tl.constexpr, LOCAL: tl.constexpr, ONE: tl.constexpr,
+):  # fmt: skip
+    """Put what is at the address ``src`` to our rail peers, or if ONE to that on node ``only``, and raise a signal."""
+    for step in tl.static_range(1, NODES):
+        other = (node + step) % NODES
+        goes = True
+        if ONE:
+            goes = other == only
+        if goes:
+            td.put_signal(ctx, src, src, num_bytes, signal_ptr, signal, other * LOCAL + local, PASSES_ON=True)
 
 
 @td.jit
@@ -261,17 +283,11 @@ def gemm_ar_nodes_kernel(
                 # waiter: the program of this rank that makes the total of the tile
                 td.store_release(td.flag_at(ctx, LOCAL * slots + number), epoch, SCOPE="gpu")
                 td.mark(trace, "pushes", ALL_PEERS)
-                for step in tl.static_range(1, NODES):
-                    other = (own_node + step) % NODES
-                    adds = True
-                    if ADDS_ONCE:
-                        adds = other == adder
-                    if adds:
-                        # waiter: the program of the owner on another node that makes the total of the tile
-                        td.put_signal(
-                            ctx, src, src, TILE_BYTES, td.signal_at(ctx, half, first_sum + own_node * slots + number),
-                            signal, other * LOCAL + own_local, PASSES_ON=True,
-                        )  # fmt: skip
+                # waiter: the program of the owner on another node that makes the total of the tile
+                _put_to_nodes(
+                    ctx, src, TILE_BYTES, td.signal_at(ctx, half, first_sum + own_node * slots + number), signal,
+                    own_node, own_local, adder, NODES, LOCAL, ONE=ADDS_ONCE,
+                )  # fmt: skip
             elif role == _TOTAL:
                 td.mark(trace, "waits", me)
                 # producer: our own program that sums the tile
@@ -292,12 +308,11 @@ def gemm_ar_nodes_kernel(
                 answer = td.take_ticket(ctx)
                 if ADDS_ONCE:
                     td.mark(trace, "pushes", ALL_PEERS)
-                    for step in tl.static_range(1, NODES):
-                        # waiter: the program of the owner on another node that relays the tile
-                        td.put_signal(
-                            ctx, own_total, own_total, TILE_BYTES, total_signal, signal,
-                            (own_node + step) % NODES * LOCAL + own_local, PASSES_ON=True,
-                        )  # fmt: skip
+                    # waiter: the program of the owner on another node that relays the tile
+                    _put_to_nodes(
+                        ctx, own_total, TILE_BYTES, total_signal, signal, own_node, own_local, adder, NODES, LOCAL,
+                        ONE=False,
+                    )  # fmt: skip
                 if LOCAL > 1:
                     # waiter: every node peer's program that receives the tile
                     td.notify_node(ctx, total_signal, signal, PASSES_ON=True)

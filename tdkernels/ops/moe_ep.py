@@ -170,7 +170,7 @@ class _Combine(torch.autograd.Function):
 # ---- the public functions ----
 
 
-def _handle(
+def handle_of(
     x, topk_ids, topk_weights, scales, num_experts, quantize, max_tokens, max_tokens_per_rank, group, config,
     in_halves=False,
 ):  # fmt: skip
@@ -245,11 +245,11 @@ def ep_dispatch(
     Source:   tokens once for a rank and the handle: DeepEP (https://github.com/deepseek-ai/DeepEP)
     """
     _refuse_gradient_of_codes(x, quantize)
-    handle = _handle(
+    handle = handle_of(
         x, topk_ids, topk_weights, scales, num_experts, quantize, max_tokens, max_tokens_per_rank, group, config
     )  # fmt: skip
     routing, quantize = handle._routing, quantize is not None
-    if _wants_gradient(x, topk_weights):
+    if wants_gradient(x, topk_weights):
         rows, row_scales, row_weights = _Dispatch.apply(x, topk_weights, scales, routing, quantize)
     else:
         rows, row_scales, row_weights = launcher.dispatch(
@@ -260,7 +260,7 @@ def ep_dispatch(
     return EpTokens(rows, routing.splits, row_weights, row_scales), handle
 
 
-def _wants_gradient(*tensors):
+def wants_gradient(*tensors):
     return _operands.may_be_differentiated([tensor for tensor in tensors if tensor is not None])
 
 
@@ -269,7 +269,7 @@ def _refuse_gradient_of_codes(x, quantize):
         raise ValueError('ep_dispatch: quantize="fp8" has no gradient, and x requires one: detach it, or no_grad')
 
 
-def _row_weights(handle, topk_weights, config):
+def row_weights_of(handle, topk_weights, config):
     """The weights of a combine by rows, if they are needed there, or None."""
     if topk_weights is None or not launcher.weighs_rows(handle._routing, config):
         return None
@@ -299,15 +299,15 @@ def ep_combine(expert_out, handle, topk_weights=None, *, group=None, config=None
               and did not go by torch; the caller owns the output
     Source:   DeepEP (https://github.com/deepseek-ai/DeepEP)
     """
-    topk_weights, config = _check_combine(expert_out, handle, topk_weights, group, config)
-    row_weights = _row_weights(handle, topk_weights, config)
+    topk_weights, config = checked_combine(expert_out, handle, topk_weights, group, config)
+    row_weights = row_weights_of(handle, topk_weights, config)
     routing = handle._routing
-    if _wants_gradient(expert_out, topk_weights):
+    if wants_gradient(expert_out, topk_weights):
         return _Combine.apply(expert_out, topk_weights, routing, row_weights, config)
     return launcher.combine(routing, expert_out, weights=topk_weights, row_weights=row_weights, config=config)[0]
 
 
-def _check_combine(expert_out, handle, topk_weights, group, config):
+def checked_combine(expert_out, handle, topk_weights, group, config):
     """(the weights [T, k] that count or None, the config that does) of a combine; raises unless it makes sense."""
     if not isinstance(handle, EpHandle):
         raise TypeError(f"ep_combine: handle must be the EpHandle of an ep_dispatch, not {type(handle).__name__}")
@@ -330,83 +330,3 @@ def _check_method(routing, config):
         raise ValueError(
             f'ep_combine: config has method "{config.method}", but the dispatch of the handle went by "{went}"'
         )
-
-
-# ---- in halves ----
-
-
-class EpSent:
-    """What has been sent and is to be received: ``receive()`` gives what the whole call would have returned."""
-
-    def __init__(self, receive):
-        self._receive = receive
-
-    def receive(self):
-        return self._receive()
-
-
-def _refuse_gradients(operator, *tensors):
-    if _wants_gradient(*(tensor for tensor in tensors if isinstance(tensor, torch.Tensor))):
-        whole = operator.removesuffix("_send")
-        raise ValueError(f"{operator}: the halves have no gradient; use torch.no_grad, or {whole}")
-
-
-@outside_graphs
-def ep_dispatch_send(
-    x, topk_ids, topk_weights=None, *, num_experts=None, scales=None, quantize=None, max_tokens=None,
-    max_tokens_per_rank=None, group=None, config=None,
-):  # fmt: skip
-    """The first half of ``ep_dispatch``, whose arguments it has; what is called before ``receive()`` hides the wire.
-
-    Returns:  EpSent; its receive() returns (recv, handle). One dispatch of a group may be under way at a time
-    Gradient: none; ValueError if one may be asked for
-    Raises:   as ep_dispatch; RuntimeError while another dispatch of the group is under way
-    """
-    _refuse_gradients("ep_dispatch_send", x, topk_weights)
-    handle = _handle(
-        x, topk_ids, topk_weights, scales, num_experts, quantize, max_tokens, max_tokens_per_rank, group, config,
-        in_halves=True,
-    )  # fmt: skip
-    routing = handle._routing
-    if routing.by_torch is not None:  # which knows no halves: the first does it all
-        rows, row_scales, row_weights = launcher.dispatch(
-            routing, x, scales=scales, weights=topk_weights, quantize=quantize is not None
-        )  # fmt: skip
-        handle._row_weights = row_weights
-        return EpSent(lambda: (EpTokens(rows, routing.splits, row_weights, row_scales), handle))
-    sending = launcher.prepare_dispatch(
-        routing, x, scales=scales, weights=topk_weights, quantize=quantize is not None
-    )  # fmt: skip
-    launcher.launch_dispatch(routing, sending, "send")
-
-    def receive():
-        launcher.launch_dispatch(routing, sending, "receive")
-        handle._row_weights = sending.row_weights
-        return EpTokens(sending.rows, routing.splits, sending.row_weights, sending.row_scales), handle
-
-    return EpSent(receive)
-
-
-@outside_graphs
-def ep_combine_send(expert_out, handle, topk_weights=None, *, group=None, config=None):
-    """The first half of ``ep_combine``, whose arguments it has; what is called before ``receive()`` hides the wire.
-
-    Returns:  EpSent; its receive() returns y. One combine of a group may be under way at a time
-    Gradient: none; ValueError if one may be asked for
-    Raises:   as ep_combine; RuntimeError while another combine of the group is under way
-    """
-    topk_weights, config = _check_combine(expert_out, handle, topk_weights, group, config)
-    _refuse_gradients("ep_combine_send", expert_out, topk_weights)
-    row_weights = _row_weights(handle, topk_weights, config)
-    routing = handle._routing
-    if routing.by_torch is not None:
-        y = launcher.combine(routing, expert_out, weights=topk_weights)[0]
-        return EpSent(lambda: y)
-    returning = launcher.prepare_combine(routing, expert_out, topk_weights, row_weights, config=config)
-    launcher.launch_combine(routing, returning, "send", config)
-
-    def receive():
-        launcher.launch_combine(routing, returning, "receive", config)
-        return returning.y
-
-    return EpSent(receive)

@@ -1,6 +1,7 @@
 """How long a rank waits for its peers before it says who did not come."""
 
 import contextlib
+import numbers
 import os
 
 # Long enough for a rank that compiles, reads data or writes a checkpoint; short enough to be noticed.
@@ -17,7 +18,7 @@ def set_timeout(seconds):
     Raises:   ValueError when it is not positive or beyond 1e9
     """
     global _chosen_s
-    is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+    is_number = isinstance(seconds, numbers.Real) and not isinstance(seconds, bool)
     if seconds is not None and not (is_number and 0 < seconds <= MAX_S):
         raise ValueError(f"timeout must be a positive number of seconds up to {MAX_S:g}, not {seconds!r}")
     _chosen_s = None if seconds is None else float(seconds)
