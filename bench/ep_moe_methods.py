@@ -17,7 +17,7 @@ import tdkernels
 from bench import permutes
 from bench.ep_methods import Method
 from bench.tp_moe_methods import both_ways, grouped
-from tdkernels.ops.group_gemm import swiglu_ref
+from tdkernels.ops.group_gemm_ways import swiglu_ref
 
 FORWARD, BOTH = "forward", "forward+backward"
 

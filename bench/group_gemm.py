@@ -22,8 +22,8 @@ from bench import graphs, harness
 from bench.measure import _override, timed
 from bench.operators import DTYPE
 from tdkernels.launch import rank_device
-from tdkernels.ops.group_gemm import swiglu_ref
 from tdkernels.ops.group_gemm_kernel import default_config
+from tdkernels.ops.group_gemm_ways import swiglu_ref
 
 OPERATORS = ["group_gemm"]
 ROUTINGS = ("balanced", "skewed")

@@ -19,7 +19,8 @@ from bench import permutes
 from bench.ep_methods import Method
 from tdkernels.ops import _collectives
 from tdkernels.ops._collectives import all_gather_rows, reduce_scatter_rows
-from tdkernels.ops.group_gemm import group_gemm_ref, swiglu_ref
+from tdkernels.ops.group_gemm import group_gemm_ref
+from tdkernels.ops.group_gemm_ways import swiglu_ref
 
 FORWARDS = ("ag_gemm", "gemm_rs", "forward")
 BOTH = "forward+backward"

@@ -23,6 +23,7 @@ from tdkernels.ops._tiles import default_tiles
 from tdkernels.ops.ep_config import default_config
 from tdkernels.ops.ep_order_kernel import order_of
 from tdkernels.ops.ep_routing import Reach, route, unrouted
+from tdkernels.ops.group_gemm_ways import weight_gradient
 
 
 def why_not(group, quantize):
@@ -85,9 +86,9 @@ class _EpMoe(torch.autograd.Function):
                 routing, dpre, w_gate_up.transpose(1, 2), origins, up_tiles, dots=came.dots if need_dweights else None
             )  # fmt: skip
         if need_dgate_up:
-            dgate_up = grouped.weight_gradient(dpre, rows, routing.splits, experts)
+            dgate_up = weight_gradient(dpre, rows, routing.splits, experts)
         if need_ddown:
-            ddown = grouped.weight_gradient(came.kept, came.weighted, routing.splits, experts)
+            ddown = weight_gradient(came.kept, came.weighted, routing.splits, experts)
         dweights = dweights.to(ctx.weights_dtype) if need_dweights else None
         return dx if need_dx else None, dweights, dgate_up, ddown, None, None, None
 

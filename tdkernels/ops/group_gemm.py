@@ -13,92 +13,37 @@ Example:
     y = tdkernels.ep_combine(tdkernels.group_gemm(h, w_down, recv.splits), handle)
 """
 
-import functools
-
 import torch
-import torch.nn.functional as F
 
-from tdkernels.autotune import operator as tunables
-from tdkernels.autotune.choose import DEFAULT, look_up
-from tdkernels.autotune.modes import get_mode
-from tdkernels.autotune.problem import Problem
 from tdkernels.ops import _operands
 from tdkernels.ops import group_gemm_kernel as kernel
+from tdkernels.ops import group_gemm_ways as ways
 from tdkernels.ops._config import as_argument, check_config, from_text
 from tdkernels.ops._swiglu import ACTIVATIONS
 from tdkernels.ops._wanted import received, to_expect
 from tdkernels.ops.group_gemm_kernel import GroupGemmConfig
-
-
-def swiglu_ref(pre, activation):
-    """silu(gate) * up of pre [R, 2 * I]; as it is if ``activation`` is None."""
-    if activation is None:
-        return pre
-    if activation == "swiglu":
-        gate, up = pre.chunk(2, dim=-1)
-    else:
-        gate, up = pre[..., ::2], pre[..., 1::2]
-    return F.silu(gate) * up
-
-
-def ends_of(splits, rows):
-    """The row past the last of each group, int64 [E]; none past the rows that there are."""
-    return splits.clamp(0, rows).cumsum(0).clamp(max=rows)
+from tdkernels.ops.group_gemm_ways import product_by_group, swiglu_ref, why_not_torch
 
 
 def group_gemm_ref(x, w, splits, *, activation=None):
     """The specification of ``group_gemm``, in plain torch: a product for each group."""
-    parts = torch.tensor_split(x, ends_of(splits, x.shape[0]).tolist())  # the last: rows of no group
-    products = [F.linear(part, weight) for part, weight in zip(parts, w, strict=False)]
-    return swiglu_ref(torch.cat([*products, x.new_zeros(parts[-1].shape[0], w.shape[1])]), activation)
+    return swiglu_ref(product_by_group(x, w, splits), activation)
 
 
 # ---- torch.library: what torch.compile sees ----
 
 
 def _forward(x, w, splits, activation, keep, config):
-    config = from_text(GroupGemmConfig, config) if config else _choose(x, w, activation)
-    if config is None or config.method == "fused":
-        y, pre = kernel.product(x, w, splits, activation or None, keep, config)
-        return y, x.new_empty(0) if pre is None else pre
-    pre = by_torch(x, w, splits)
-    y = swiglu_ref(pre, activation or None)
-    return (y, pre) if keep and activation else (y, x.new_empty(0))
-
-
-def _choose(x, w, activation):
-    """The config of a call that was given none, None for the default: what is known, and nobody else is asked."""
-    mode = get_mode()
-    if mode == "off" or not x.shape[0]:
-        return None
-    rows = 1 << (x.shape[0] - 1).bit_length()  # differs from call to call
-    return _look_up((rows, w.shape[1], w.shape[2], w.shape[0]), activation or "none", x.dtype, x.device, mode)
-
-
-@functools.lru_cache(maxsize=4096)
-def _look_up(sizes, layout, dtype, device, mode):
-    problem = Problem.on(device, "group_gemm", sizes, dtype, layout, 1, 1)
-    choice = look_up(tunables.tunable("group_gemm"), problem, device, mode)
-    return None if choice.source == DEFAULT else choice.config
-
-
-def forget_choices():
-    """Let the next calls look their configs up again."""
-    _look_up.cache_clear()
-
-
-def by_torch(x, w, splits):
-    """The products without an activation, by what torch has for them on the device."""
-    if x.device.type == "cpu":
-        return group_gemm_ref(x, w, splits)
-    return torch._grouped_mm(x, w.transpose(1, 2), offs=ends_of(splits, x.shape[0]).int())
+    config = from_text(GroupGemmConfig, config) if config else None
+    y, pre = ways.product(x, w, splits, activation or None, keep, config)
+    return y, x.new_empty(0) if pre is None else pre
 
 
 def _backward(dy, x, w, splits, pre, activation, need_dx, need_dw):
     if activation:
         dy = kernel.swiglu_backward(dy, pre, splits, activation)
-    dx = kernel.product(dy, w.transpose(1, 2), splits)[0] if need_dx else x.new_empty(0)
-    dw = kernel.weight_gradient(dy, x, splits, w.shape[0]) if need_dw else x.new_empty(0)
+    dx = ways.input_gradient(dy, w, splits) if need_dx else x.new_empty(0)
+    dw = ways.weight_gradient(dy, x, splits, w.shape[0]) if need_dw else x.new_empty(0)
     return dx, dw
 
 
@@ -185,13 +130,6 @@ def check_method(operator, config, w, name="w"):
     reason = why_not_torch(w.shape, w.dtype, w.device)
     if reason is not None:
         raise ValueError(f"{operator}: {reason}; {name} is {list(w.shape)} of {w.dtype}")
-
-
-def why_not_torch(shape, dtype, device):
-    """Why torch's grouped product cannot take a weight [E, N, K], or None."""
-    if device.type == "cpu" or not any(size * dtype.itemsize % 16 for size in shape[1:]):
-        return None
-    return 'method "torch" needs rows and columns of a multiple of 16 bytes'
 
 
 def _check_splits(x, w, splits):

@@ -58,19 +58,28 @@ def planes_of(w, activation):
     return (2 * w.shape[0], w.shape[1] // 2) if activation == "swiglu" else tuple(w.shape[:2])
 
 
+def _lies_as_nk(w, halves=False):
+    """Whether each plane has its rows one after the other; where its ``halves`` are planes, all of them have."""
+    experts, n, k = w.shape
+    return w.stride(2) == 1 and w.stride(1) >= k and (not halves or experts == 1 or w.stride(0) == n * w.stride(1))
+
+
+def lies_as_kn(w):
+    """Whether the planes of a weight [E, N, K] lie as [K, N], as those of a transposed one do."""
+    return not _lies_as_nk(w) and w.stride(1) == 1 and w.stride(2) >= w.shape[1]
+
+
 def weight_layout(w, activation=None):
     """(the weight, the stride of its planes, of its rows, whether its planes lie as [K, N]); copied only if as neither.
 
     Where SwiGLU's halves are planes of their own they have to lie one after the other.
     """
-    experts, n, k = w.shape
     halves = activation == "swiglu"
-    as_nk = w.stride(2) == 1 and w.stride(1) >= k and (not halves or experts == 1 or w.stride(0) == n * w.stride(1))
-    if not as_nk and not halves and w.stride(1) == 1 and w.stride(2) >= n:
+    if not halves and lies_as_kn(w):
         return w, w.stride(0), w.stride(2), True
-    if not as_nk:
+    if not _lies_as_nk(w, halves):
         w = w.contiguous()
-    return w, n // 2 * w.stride(1) if halves else w.stride(0), w.stride(1), False
+    return w, w.shape[1] // 2 * w.stride(1) if halves else w.stride(0), w.stride(1), False
 
 
 def tma_fits(x_k, w, stride_plane, stride_w, is_kn, tiles):
@@ -311,7 +320,7 @@ def _arguments(x, w, splits, y, pre, activation, config):
     return args, {**extra, **constants}, tiles
 
 
-def _weight_tiles(rows, n, k, dtype, device):
+def weight_tiles(rows, n, k, dtype, device):
     """The tile of a weight's gradient for so many rows of a group.
 
     Most groups are short: a tile is small enough for three on a multiprocessor, of which others compute while one
@@ -324,36 +333,51 @@ def _weight_tiles(rows, n, k, dtype, device):
     return Tiles(128, 128, 32, num_warps=4, num_stages=3)
 
 
-def weight_gradient(dy, x, splits, experts):
-    """dw [E, N, K] of dy [R, N] and x [R, K]."""
+def weight_gradient(dy, x, splits, experts, config=None):
+    """dw [E, N, K] of dy [R, N] and x [R, K]; of a config the tiles count, of N x K outputs by steps of rows."""
     dy, x = _operands.rows_contiguous(dy), _operands.rows_contiguous(x)
     if not x.shape[0]:
         return x.new_zeros(experts, dy.shape[1], x.shape[1])
     workspace = alone_on(x.device)
     return launch_kept(
-        workspace, ("group_gemm weights", experts, _operands.dot_precision(x.dtype)), (dy, x, splits),
-        lambda *of: _prepare_gradient(workspace, *of, experts),
+        workspace, ("group_gemm weights", experts, config, _operands.dot_precision(x.dtype)), (dy, x, splits),
+        lambda *of: _prepare_gradient(workspace, *of, experts, config),
     )[0]  # fmt: skip
 
 
-def _prepare_gradient(workspace, dy, x, splits, experts):
-    (rows, n), k = dy.shape, x.shape[1]
-    dw = to_be_made(x, experts, n, k)
-    tiles = _weight_tiles(rows // experts, n, k, x.dtype, x.device)
+def compile_gradient(dy, x, splits, experts, config):
+    """As ``compile``, of ``weight_gradient``."""
+    if x.device.type == "cpu":
+        return  # interpreted
+    operands = _operands.rows_contiguous(dy), _operands.rows_contiguous(x), splits
+    args, constants, _ = _gradient_arguments(*operands, x.new_empty(experts, dy.shape[1], x.shape[1]), config)
+    group_gemm_weights_kernel.warmup(*args, grid=(1,), **constants)
+
+
+def _prepare_gradient(workspace, dy, x, splits, experts, config):
+    dw = to_be_made(x, experts, dy.shape[1], x.shape[1])
+    args, constants, tiles = _gradient_arguments(dy, x, splits, dw, config)
+    grid = (experts * tiles.count(dy.shape[1], x.shape[1]),)
+    return Launch(workspace, group_gemm_weights_kernel, grid, args, constants, (dy, x, splits), [dw], [])
+
+
+def _gradient_arguments(dy, x, splits, dw, config):
+    rows, (experts, n, k) = dy.shape[0], dw.shape
+    tiles = config.tiles if config is not None else None
+    tiles = tiles or weight_tiles(rows // experts, n, k, x.dtype, x.device)
     use_tma = _device.has_tma(x.device) and x.element_size() == 2 and n % 8 == 0 and k % 8 == 0
     of_dy = of_x = (None, None)
     dw_desc = None
     if use_tma:
         of_dy, of_x = _row_blocks(dy, tiles, tiles.block_m), _row_blocks(x, tiles, tiles.block_n)
         dw_desc = TensorDescriptor(dw, [experts, n, k], [n * k, k, 1], [1, tiles.block_m, tiles.block_n])
-    grid = (experts * tiles.count(n, k),)
     args = dy, *of_dy, x, *of_x, splits, dw, dw_desc, experts, rows, n, k, tiles.group_m
     constants = {
         "EXPERTS": next_power_of_2(experts), **tiles.constants(), "LAST_R": _LAST_R,
         "ALIGNED": _operands.aligned(n, k), "USE_TMA": use_tma, "PRECISION": _operands.dot_precision(x.dtype),
         **tiles.options(),
     }  # fmt: skip
-    return Launch(workspace, group_gemm_weights_kernel, grid, args, constants, (dy, x, splits), [dw], [])
+    return args, constants, tiles
 
 
 def _row_blocks(rows, tiles, columns):

@@ -1,6 +1,8 @@
-"""group_gemm for the tuner: problems, the space of its configs, and about how long each takes.
+"""group_gemm and its gradients for the tuner: problems, the space of their configs, and about how long each takes.
 
-It is of one rank, so a group of one tunes it. Calls look their config up by their rows up to a power of two.
+They are of one rank, so a group of one tunes them. Calls look their config up by their rows up to a power of two. The
+layout says what is computed: y, with an activation or without; y of weights that lie as [K, N], which dx is, of dy and
+the weights the other way round; or dw [E, N, K], of whose tiles block_m and block_n are of N and K, block_k of rows.
 """
 
 import torch
@@ -10,21 +12,33 @@ from tdkernels.ops import _dense_tuning as dense
 from tdkernels.ops import _gemm, _grouped, _swiglu, _tiles
 from tdkernels.ops import group_gemm as op
 from tdkernels.ops import group_gemm_kernel as kernel
+from tdkernels.ops import group_gemm_ways as ways
 from tdkernels.ops._expert_tuning import activation_of, rows_by_expert
+from tdkernels.ops._tiles import Tiles
 from tdkernels.ops._tuning import ConfigTunable
 from tdkernels.ops.group_gemm_kernel import GroupGemmConfig
+from tdkernels.ops.group_gemm_ways import DW, KN, LAYOUTS
 
 _LAUNCH_S = 5e-6
+# Of dw, beside those of a product: the loops are as short as the groups, so that several small programs on a
+# multiprocessor gain more than large tiles.
+_SMALL = [
+    Tiles(128, 128, 32, num_warps=4, num_stages=3),
+    Tiles(128, 128, 32, num_warps=4, num_stages=5),
+    Tiles(128, 128, 64, num_warps=4, num_stages=2),
+    Tiles(128, 256, 32, num_warps=8, num_stages=4),
+    Tiles(64, 256, 32, num_warps=4, num_stages=4),
+]
 
 
 class GroupGemmTunable(ConfigTunable):
     name = "group_gemm"
     sizes = ("rows", "n", "k", "experts")
-    layouts = ("none", "swiglu", "swiglu_interleaved")
+    layouts = LAYOUTS
     alone = True
     config_class = GroupGemmConfig
     plain_words = "torch's grouped matmul", "torch's grouped matmul"
-    sources = (op, kernel, _gemm, _grouped, _swiglu, _tiles)
+    sources = (op, ways, kernel, _gemm, _grouped, _swiglu, _tiles)
 
     def why_not(self, problem):
         if problem.world_size > 1:
@@ -43,12 +57,12 @@ class GroupGemmTunable(ConfigTunable):
         return rows, w[1], k, w[0]
 
     def layout_of(self, *operands):
-        return self.layouts[0]
+        return ways.layout_of(operands[1]) if isinstance(operands[1], torch.Tensor) else self.layouts[0]
 
     def illegal(self, config, problem, device):
         reason = super().illegal(config, problem, device)
         if reason is None and config.method == "torch":
-            return op.why_not_torch((problem.shape[3], *problem.shape[1:3]), problem.torch_dtype, device)
+            return ways.why_not_torch((problem.shape[3], *problem.shape[1:3]), problem.torch_dtype, device)
         return reason
 
     def completed(self, config, problem, device):
@@ -57,11 +71,16 @@ class GroupGemmTunable(ConfigTunable):
         return self.default(problem, device)
 
     def default(self, problem, device):
-        rows, n, _, experts = problem.shape
+        rows, n, k, experts = problem.shape
+        if problem.layout == DW:
+            return GroupGemmConfig(tiles=kernel.weight_tiles(rows // experts, n, k, problem.torch_dtype, device))
         return kernel.default_config(rows // experts, n, problem.torch_dtype, device)
 
     def space(self, problem, device):
-        return [GroupGemmConfig(tiles=tiles) for tiles in dense.tile_space(device, problem.torch_dtype)]
+        tiles = dense.tile_space(device, problem.torch_dtype)
+        if problem.layout == DW and device.type == "cuda" and problem.torch_dtype != torch.float32:
+            tiles = [*tiles, *_SMALL]
+        return [GroupGemmConfig(tiles=each) for each in tiles]
 
     def estimate_ms(self, config, problem, hardware):
         rows, n, k, experts = problem.shape
@@ -69,10 +88,16 @@ class GroupGemmTunable(ConfigTunable):
         reading = floors.memory_bytes / hardware.memory
         if config.method == "torch":
             return 1e3 * (max(floors.flops / hardware.flops, reading) + _LAUNCH_S)
-        tiles = config.tiles
-        padded = experts * -(-rows // experts // tiles.block_m) * tiles.block_m  # with rows that there are not
-        product = dense.product_s(padded, n, k, problem.torch_dtype, tiles, hardware.num_sms, hardware)[0]
-        return 1e3 * (max(product, reading) + _LAUNCH_S)
+        computed = self._tiles_s(config.tiles, problem, hardware)
+        return 1e3 * (max(computed, reading) + _LAUNCH_S)
+
+    def _tiles_s(self, tiles, problem, hardware):
+        """Seconds of the product, what its tiles compute beyond it included."""
+        rows, n, k, experts = problem.shape
+        each = -(-rows // experts)
+        height, width, depth = (n, k, each) if problem.layout == DW else (each, n, k)
+        padded = experts * -(-height // tiles.block_m) * tiles.block_m  # with rows that there are not
+        return dense.product_s(padded, width, depth, problem.torch_dtype, tiles, hardware.num_sms, hardware)[0]
 
     def floors(self, problem):
         rows, n, k, experts = problem.shape
@@ -83,29 +108,48 @@ class GroupGemmTunable(ConfigTunable):
     def operands(self, problem, device, generator):
         rows, n, k, experts = problem.shape
         dtype = problem.torch_dtype
-        x = torch.randn(rows, k, generator=generator, dtype=dtype, device=device)
-        w = torch.randn(experts, n, k, generator=generator, dtype=dtype, device=device).mul_(k**-0.5)
         of_rows = torch.randint(experts, (rows,), generator=generator, device=device)
-        return x, w, torch.bincount(of_rows, minlength=experts).to(torch.int32)
+        splits = torch.bincount(of_rows, minlength=experts).to(torch.int32)
+
+        def draw(*shape):
+            return torch.randn(shape, generator=generator, dtype=dtype, device=device)
+
+        x = draw(rows, k)
+        if problem.layout == DW:
+            return draw(rows, n), x, splits
+        if problem.layout == KN:
+            return x, draw(experts, k, n).mul_(k**-0.5).transpose(1, 2), splits
+        return x, draw(experts, n, k).mul_(k**-0.5), splits
 
     def reference_bytes(self, problem):
         rows, n, k, experts = problem.shape
         return 2 * max(problem.torch_dtype.itemsize, 4) * (experts * n * k + rows * (k + 4 * n))
 
     def reference(self, operands, problem, group):
+        if problem.layout == DW:
+            return ways.weight_gradient_by_group(*operands)
         return op.group_gemm_ref(*operands, activation=activation_of(problem))
 
     def local(self, operands, problem):
         """The product by the library: as many rows for each expert."""
-        x, w, _ = operands
-        rows, weights = rows_by_expert(x, problem.shape[0], problem.shape[3]), w.transpose(1, 2)
-        return lambda: torch.bmm(rows, weights)
+        rows, experts = problem.shape[0], problem.shape[3]
+        x = rows_by_expert(operands[0], rows, experts)
+        if problem.layout == DW:
+            of_dy = x.transpose(1, 2)
+            of_x = rows_by_expert(operands[1], rows, experts)
+            return lambda: torch.bmm(of_dy, of_x)
+        weights = operands[1].transpose(1, 2)
+        return lambda: torch.bmm(x, weights)
 
     def run(self, operands, problem, group, config):
-        op.forget_choices()  # made before it was tuned
+        ways.forget_choices()  # made before it was tuned
+        if problem.layout == DW:
+            return ways.weight_gradient(*operands, problem.shape[3], config)
         return op.group_gemm(*operands, activation=activation_of(problem), config=config)
 
     def compile(self, operands, problem, config):
+        if problem.layout == DW:
+            return kernel.compile_gradient(*operands, problem.shape[3], config)
         kernel.compile(*operands, activation_of(problem), config)
 
 

@@ -15,7 +15,7 @@ from tdkernels.ops._gather import Gather
 from tdkernels.ops._nodes import torch_across_nodes
 from tdkernels.ops._tuning import problem_of
 from tdkernels.ops.collectives import all_gather, reduce_scatter
-from tdkernels.ops.group_gemm import by_torch, swiglu_ref
+from tdkernels.ops.group_gemm_ways import by_torch, swiglu_ref
 from tdkernels.ops.moe_ag_gemm_kernel import MoeTpConfig
 from tdkernels.ops.moe_routing import route
 from tdkernels.ops.moe_stages import best_stages

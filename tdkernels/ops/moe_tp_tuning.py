@@ -26,7 +26,7 @@ from tdkernels.ops import moe_gemm_rs_kernel as rs
 from tdkernels.ops import moe_tp as op
 from tdkernels.ops._expert_tuning import activation_of, expert_ids, rows_by_expert, why_not_shared
 from tdkernels.ops._tuning import ConfigTunable
-from tdkernels.ops.group_gemm import why_not_torch
+from tdkernels.ops.group_gemm_ways import why_not_torch
 from tdkernels.ops.moe_ag_gemm_kernel import MoeTpConfig
 from tdkernels.ops.moe_route_kernel import MAX_STAGES
 from tdkernels.ops.moe_tp_halves import routing_of, with_tiles

@@ -1,4 +1,4 @@
-"""Tuning ep_dispatch, ep_combine, all_to_all and group_gemm, and calls that take what was tuned."""
+"""Tuning ep_dispatch, ep_combine and all_to_all, and calls that take what was tuned."""
 
 from dataclasses import replace
 
@@ -7,14 +7,13 @@ import torch
 import torch.distributed as dist
 
 import tdkernels
-from tdkernels import EpConfig, GroupGemmConfig, Tiles, autotune, explain
+from tdkernels import EpConfig, explain
 from tdkernels.autotune import choose
 from tdkernels.autotune.operator import tunable
 from tdkernels.autotune.problem import Problem
-from tdkernels.ops import _device, ep_direct, ep_launch, ep_routing, ep_torch, group_gemm_kernel
+from tdkernels.ops import _device, ep_direct, ep_launch, ep_routing, ep_torch
 from tdkernels.ops.ep_choice import bucket, crossing_share, sure_capacity, tokens_of
 from tdkernels.ops.ep_config import default_config
-from tdkernels.ops.group_gemm import group_gemm_ref
 from tdkernels.symm.group import group_state
 from tests.aot import recorded_launches
 from tests.autotune import experts
@@ -202,36 +201,6 @@ def test_all_to_all_takes_what_was_tuned(tmp_path):
     on_ranks(2, send_rows, tmp_path)
 
 
-# ---- without a group ----
-
-
-def multiply(folder):
-    """One rank tunes and takes what it has found; "off" and what is known of other sizes change nothing."""
-    tiles = GroupGemmConfig(tiles=Tiles(32, 64, 32, num_warps=4, num_stages=2))
-    with tables_in(folder):
-        x, w = torch.randn(13, 16), torch.randn(3, 8, 16)
-        x, w, splits = x.to(device()), w.to(device()), torch.tensor([5, 0, 8], device=device())
-        launches = (group_gemm_kernel, "product", lambda args, options: args[5])
-        with experts.recorded(launches) as ran:
-            tdkernels.group_gemm(x, w, splits)
-            experts.tunes("group_gemm", (16, 8, 16, 3), "swiglu", tiles, FP32)
-            tune_by_hand(entry_of(tiles, "group_gemm", (16, 8, 16, 3), "none", world_size=1))
-            ran.clear()
-            y = tdkernels.group_gemm(x, w, splits)
-            assert torch.allclose(y, group_gemm_ref(x, w, splits), rtol=1e-4, atol=1e-4)
-            assert ran == [("product", tiles)]
-            with autotune.mode("off"):
-                tdkernels.group_gemm(x, w, splits)
-            tdkernels.group_gemm(x, w, splits, config=GroupGemmConfig())
-        assert [config for _, config in ran[1:]] == [None, GroupGemmConfig()]
-        asked = explain("group_gemm", x, w, splits, world_size=1)
-        assert (asked.problem.shape, asked.problem.world_size) == ((13, 8, 16, 3), 1)
-
-
-def test_group_gemm(tmp_path):
-    on_ranks(1, multiply, tmp_path)
-
-
 # ---- without ranks ----
 
 
@@ -300,13 +269,7 @@ def test_codes_take_less_on_the_wire():
         )
 
 
-def test_estimates_of_group_gemm():
-    with experts.an_h200():
-        sizes = [(1, "swiglu", 64, 4096, 4096, 8), (1, "none", 65536, 2048, 7168, 32)]
-        experts.estimates_are_sensible("group_gemm", sizes)
-
-
-def compiled_and_launched(operator, layout, launch, *launchers):
+def compiled_and_launched(operator, layout, launch, *launchers, config=TUNED):
     """Of one problem: what a call would launch last, and what the tuner compiles for it."""
     op = tunable(operator)
     sizes = {"all_to_all": (16, 64, 4), "group_gemm": (64, 128, 64, 4)}.get(operator, (16, 64, 4, 2))
@@ -319,7 +282,6 @@ def compiled_and_launched(operator, layout, launch, *launchers):
         launch(problem, *operands)
         launched = launches[-1]
         launches.clear()
-        config = GroupGemmConfig(tiles=Tiles(64, 64, 64)) if op.alone else TUNED
         op.compile([tensor.to("meta") for tensor in operands], problem, config)
         assert len(launches) == 1
         experts.same_code(launched, launches[0])
@@ -374,12 +336,3 @@ def test_an_all_to_all_is_compiled_ahead():
         ep_launch.dispatch(route(problem, torch.zeros(len(x), 1, dtype=torch.int64)), x)
 
     compiled_and_launched("all_to_all", "static", launch, (ep_routing, ep_launch))
-
-
-@pytest.mark.parametrize("layout", ["none", "swiglu"])
-def test_a_product_is_compiled_ahead(layout):
-    def launch(problem, x, w, splits):
-        config = GroupGemmConfig(tiles=Tiles(64, 64, 64))
-        group_gemm_kernel.product(x, w, splits, None if layout == "none" else layout, config=config)
-
-    compiled_and_launched("group_gemm", layout, launch, group_gemm_kernel)

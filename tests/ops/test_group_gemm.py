@@ -15,7 +15,7 @@ from tdkernels import GroupGemmConfig, Tiles
 from tdkernels import lang as td
 from tdkernels.ops import group_gemm_kernel as kernel
 from tdkernels.ops._grouped import rows_of_groups
-from tdkernels.ops.group_gemm import ends_of, swiglu_ref
+from tdkernels.ops.group_gemm_ways import ends_of, swiglu_ref
 from tests.ops import dense
 from tests.ops.grouped import Grouped, counts_within
 from tests.ranks import DEVICE, device, on_ranks

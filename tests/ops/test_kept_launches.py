@@ -23,8 +23,8 @@ from tdkernels.ops._gather import Gather
 from tdkernels.ops._launch import alone_on
 from tdkernels.ops._scatter import Scatter
 from tdkernels.ops.ag_attention_merge import merge
-from tdkernels.ops.group_gemm import swiglu_ref
 from tdkernels.ops.group_gemm_kernel import swiglu_backward
+from tdkernels.ops.group_gemm_ways import swiglu_ref
 from tdkernels.symm import get_workspace, resolve_group
 from tdkernels.symm.group import group_state
 from tests.nodes import a_group_on_nodes

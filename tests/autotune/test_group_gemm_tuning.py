@@ -1,0 +1,128 @@
+"""Tuning group_gemm and its gradients, and calls that take what was tuned: one rank, which asks nobody."""
+
+import pytest
+import torch
+
+import tdkernels
+from tdkernels import GroupGemmConfig, Tiles, autotune, explain
+from tdkernels.ops import group_gemm_kernel
+from tdkernels.ops.group_gemm import group_gemm_ref
+from tdkernels.ops.group_gemm_ways import forget_choices
+from tests.autotune import experts
+from tests.autotune.entries import cache_in
+from tests.autotune.experts import entry_of
+from tests.autotune.test_choose import tables_in, tune_by_hand
+from tests.autotune.test_ep_tuning import compiled_and_launched
+from tests.ops.grouped import Grouped
+from tests.ops.routed import BF16, FP32
+from tests.ranks import DEVICE, device, on_ranks
+
+SMALL = GroupGemmConfig(tiles=Tiles(32, 64, 32, num_warps=4, num_stages=2))
+TILED = GroupGemmConfig(tiles=Tiles(64, 64, 64))
+TORCH = GroupGemmConfig(method="torch")
+
+
+def multiply(folder):
+    """One rank tunes and takes what it has found; "off" and what is known of other sizes change nothing."""
+    with tables_in(folder):
+        x, w = torch.randn(13, 16), torch.randn(3, 8, 16)
+        x, w, splits = x.to(device()), w.to(device()), torch.tensor([5, 0, 8], device=device())
+        launches = (group_gemm_kernel, "product", lambda args, options: args[5])
+        with experts.recorded(launches) as ran:
+            tdkernels.group_gemm(x, w, splits)
+            experts.tunes("group_gemm", (16, 8, 16, 3), "swiglu", SMALL, FP32)
+            tune_by_hand(entry_of(SMALL, "group_gemm", (16, 8, 16, 3), "none", world_size=1))
+            ran.clear()
+            y = tdkernels.group_gemm(x, w, splits)
+            assert torch.allclose(y, group_gemm_ref(x, w, splits), rtol=1e-4, atol=1e-4)
+            assert ran == [("product", SMALL)]
+            with autotune.mode("off"):
+                tdkernels.group_gemm(x, w, splits)
+            tdkernels.group_gemm(x, w, splits, config=GroupGemmConfig())
+        assert [config for _, config in ran[1:]] == [None, GroupGemmConfig()]
+        asked = explain("group_gemm", x, w, splits, world_size=1)
+        assert (asked.problem.shape, asked.problem.world_size) == ((13, 8, 16, 3), 1)
+
+
+def test_group_gemm(tmp_path):
+    on_ranks(1, multiply, tmp_path)
+
+
+def takes_what_is_known_of_gradients(folder):
+    """Each gradient has its own entry, by torch or our kernel, whatever config the forward has; "off" leaves both."""
+    problem = Grouped(FP32, [5, 0, 8], 8, 16)
+    dx, dw = (16, 16, 8, 3), (16, 8, 16, 3)  # 13 rows up to a power of two
+    launches = [(group_gemm_kernel, "product", lambda args, options: args[5]),
+                (group_gemm_kernel, "weight_gradient", lambda args, options: args[4])]  # fmt: skip
+
+    def gradients(**options):
+        with experts.recorded(*launches) as ran:
+            problem.check(problem.run(**options))
+        return ran[1:]
+
+    with tables_in(folder):
+        default = [("product", None), ("weight_gradient", None)]
+        assert gradients() == default
+        tune_by_hand(entry_of(SMALL, "group_gemm", dx, "kn", world_size=1),
+                     entry_of(SMALL, "group_gemm", dw, "dw", world_size=1))  # fmt: skip
+        assert gradients() == default  # known calls ask nobody again
+        forget_choices()
+        assert gradients() == gradients(config=GroupGemmConfig()) == [("product", SMALL), ("weight_gradient", SMALL)]
+        with autotune.mode("off"):
+            assert gradients() == default
+        tune_by_hand(entry_of(TORCH, "group_gemm", dx, "kn", world_size=1),
+                     entry_of(TORCH, "group_gemm", dw, "dw", world_size=1))  # fmt: skip
+        forget_choices()
+        assert gradients() == []
+    forget_choices()
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="torch has no grouped product of fp32 on a GPU")
+def test_gradients_of_group_gemm(tmp_path):
+    on_ranks(1, takes_what_is_known_of_gradients, tmp_path)
+
+
+def tunes_gradients(folder):
+    with cache_in(folder):
+        for layout in ("kn", "dw"):
+            for dtype in (BF16, FP32):
+                experts.tunes("group_gemm", (64, 24, 16, 3), layout, SMALL, dtype)
+
+
+def test_gradients_of_group_gemm_are_tuned(tmp_path):
+    on_ranks(1, tunes_gradients, tmp_path)
+
+
+def knows_a_transposed_weight():
+    x, w, splits = torch.randn(13, 16), torch.randn(3, 16, 8), torch.tensor([5, 0, 8])
+    assert explain("group_gemm", x, w.transpose(1, 2), splits, world_size=1).problem.layout == "kn"
+    assert explain("group_gemm", x, torch.randn(3, 8, 16), splits, world_size=1).problem.layout == "none"
+
+
+def test_a_transposed_weight_is_a_problem_of_its_own():
+    on_ranks(1, knows_a_transposed_weight)
+
+
+# ---- without ranks ----
+
+
+def test_estimates_of_group_gemm():
+    with experts.an_h200():
+        sizes = [(1, "swiglu", 64, 4096, 4096, 8), (1, "none", 65536, 2048, 7168, 32)]
+        sizes += [(1, "kn", 4096, 7168, 4096, 8), (1, "dw", 4096, 3584, 4096, 8)]
+        experts.estimates_are_sensible("group_gemm", sizes)
+
+
+def test_a_gradient_of_weights_is_compiled_ahead():
+    def launch(problem, dy, x, splits):
+        group_gemm_kernel.weight_gradient(dy, x, splits, problem.shape[3], TILED)
+
+    compiled_and_launched("group_gemm", "dw", launch, group_gemm_kernel, config=TILED)
+
+
+@pytest.mark.parametrize("layout", ["none", "swiglu", "kn"])
+def test_a_product_is_compiled_ahead(layout):
+    def launch(problem, x, w, splits):
+        group_gemm_kernel.product(x, w, splits, "swiglu" if layout == "swiglu" else None, config=TILED)
+
+    compiled_and_launched("group_gemm", layout, launch, group_gemm_kernel, config=TILED)
