@@ -160,6 +160,14 @@ def group_gemm_kernel(
         store_product(acc, second, y_ptr, pre_ptr, offs_m, end, col, N, ACTIVATION, BLOCK_M, BLOCK_N)
 
 
+@td.jit(do_not_specialize=["num_experts", "R"])
+def ends_kernel(splits_ptr, ends_ptr, num_experts, R, EXPERTS: tl.constexpr):
+    """The row past the last of each group, int32."""
+    experts = tl.arange(0, EXPERTS)
+    ends = td.running_sum(rows_of_groups(splits_ptr, num_experts, R, EXPERTS), 0)
+    tl.store(ends_ptr + experts, ends, mask=experts < num_experts)
+
+
 @td.jit
 def _block_of_rows(ptr, offs_r, end, offs, WIDTH):
     """Block of rows before ``end`` of [rows, WIDTH]; zeros outside."""
@@ -318,6 +326,22 @@ def _arguments(x, w, splits, y, pre, activation, config):
     args = x, x_desc, w, w_desc, splits, y, pre, experts, rows, n, k, *strides, tiles.group_m
     extra = {"EXPERTS": next_power_of_2(experts), "ACTIVATION": NUMBERS[activation]}
     return args, {**extra, **constants}, tiles
+
+
+def ends_of_groups(splits, x):
+    """The row past the last of each group, int32 [E], none past those of x: what torch's grouped product is told."""
+    workspace = alone_on(x.device)
+    return launch_kept(
+        workspace, ("ends of groups", x.shape[0]), (splits,), lambda *of: _prepare_ends(workspace, *of, x.shape[0])
+    )[0]  # fmt: skip
+
+
+def _prepare_ends(workspace, splits, rows):
+    experts = splits.shape[0]
+    ends = to_be_made(splits, experts, dtype=torch.int32)
+    constants = {"EXPERTS": next_power_of_2(experts), "num_warps": 1}
+    args = splits, ends, experts, rows
+    return Launch(workspace, ends_kernel, (1,), args, constants, (splits,), [ends], [])
 
 
 def weight_tiles(rows, n, k, dtype, device):

@@ -117,7 +117,7 @@ def by_torch(x, w, splits):
     if x.device.type == "cpu":
         return product_by_group(x, w, splits)
     w = _as_torch_takes_it(w).transpose(1, 2)
-    return torch._grouped_mm(_operands.rows_contiguous(x), w, offs=_offsets(splits, x))
+    return torch._grouped_mm(_operands.rows_contiguous(x), w, offs=kernel.ends_of_groups(splits, x))
 
 
 def weight_gradient_by_torch(dy, x, splits):
@@ -125,7 +125,7 @@ def weight_gradient_by_torch(dy, x, splits):
     if x.device.type == "cpu":
         return weight_gradient_by_group(dy, x, splits)
     dy, x = _operands.rows_contiguous(dy), _operands.rows_contiguous(x)
-    return torch._grouped_mm(dy.t(), x, offs=_offsets(splits, x))
+    return torch._grouped_mm(dy.t(), x, offs=kernel.ends_of_groups(splits, x))
 
 
 def _as_torch_takes_it(w):
@@ -133,10 +133,6 @@ def _as_torch_takes_it(w):
     w, *strides, _ = kernel.weight_layout(w)
     starts = w.data_ptr(), *(stride * w.element_size() for stride in strides)
     return w.clone(memory_format=torch.contiguous_format) if any(start % 16 for start in starts) else w
-
-
-def _offsets(splits, x):
-    return ends_of(splits, x.shape[0]).int()
 
 
 def why_not_torch(shape, dtype, device):

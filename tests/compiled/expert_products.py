@@ -22,8 +22,9 @@ from tdkernels.ops.ep_config import EpConfig
 from tests.aot import recorded_launches
 from tests.compiled.targets import BF16, compile_launches, tiles_for
 
-# What the launches of a training step of group_gemm are, in their order; without an activation there is no "swiglu".
-GROUPED = ["product", "swiglu", "gradient of x", "gradient of w"]
+# What the launches of a training step of group_gemm are, in their order, and what torch's product is told; without an
+# activation there is no "swiglu".
+GROUPED = ["product", "swiglu", "gradient of x", "gradient of w", "ends"]
 
 
 @functools.cache
@@ -39,6 +40,7 @@ def grouped_launches(arch, dtype, activation, sizes=(256, 512, 512)):
         dy = y if pre is None else group_gemm_kernel.swiglu_backward(y, pre, splits, activation)
         group_gemm_kernel.product(dy, w.transpose(1, 2), splits)
         group_gemm_kernel.weight_gradient(dy, x, splits, 4)
+        group_gemm_kernel.ends_of_groups(splits, x)
     names = [name for name in GROUPED if activation or name != "swiglu"]
     return dict(zip(names, launches, strict=True))
 

@@ -182,6 +182,18 @@ def test_rows_of_groups_never_pass_the_rows_there_are():
     on_ranks(1, gives_the_rows_of_groups)
 
 
+def finds_ends_of_groups():
+    for splits in ([20, 100, -5, 7], [3, -5, 7], [2**31 - 1] * 3, [0], [4, 0, 4, 4, 1], [2**40, 5], [2**62] * 4 + [5]):
+        splits = torch.tensor(splits, dtype=torch.int32 if max(splits) < 2**31 else torch.int64, device=device())
+        for rows in (0, 8, 20):
+            ends = kernel.ends_of_groups(splits, torch.empty(rows, 3, device=device()))
+            assert ends.dtype == torch.int32 and ends.tolist() == ends_of(splits, rows).tolist(), (splits, rows)
+
+
+def test_ends_of_groups():
+    on_ranks(1, finds_ends_of_groups)
+
+
 def test_ends_of_groups_never_pass_the_rows_there_are():
     """torch's product on a GPU believes what it is told."""
     assert ends_of(torch.tensor([3, 100, -5, 7]), 20).tolist() == [3, 20, 20, 20]
