@@ -22,8 +22,8 @@ from bench import graphs, harness
 from bench.measure import _override, timed
 from bench.operators import DTYPE
 from tdkernels.launch import rank_device
-from tdkernels.ops.group_gemm_kernel import default_config
-from tdkernels.ops.group_gemm_ways import swiglu_ref
+from tdkernels.ops.group_gemm_kernel import GroupGemmConfig, default_config, weight_tiles
+from tdkernels.ops.group_gemm_ways import known_config, swiglu_ref
 
 OPERATORS = ["group_gemm"]
 ROUTINGS = ("balanced", "skewed")
@@ -130,7 +130,7 @@ def measure(case, plan):
     first = case.inputs(0)
     count = max(2, min(_MAX_SETS, -(-_COLD_BYTES // (first.x.nbytes + first.w.nbytes))))
     sets = [first, *(case.inputs(seed) for seed in range(1, count))]
-    calls, configs, absent = _methods(case, plan)
+    calls, configs, absent = _methods(case, plan, first)
     references = _references(case, sets[:2])
     for name in list(calls):
         reason = harness.why_it_fails(calls[name], first) or harness.why_it_is_wrong(calls[name], references)
@@ -149,23 +149,41 @@ def measure(case, plan):
     return found
 
 
-def _methods(case, plan):
+def _methods(case, plan, first):
     """({name: call}, {name: config}, {name: why it is absent})."""
     calls = {"cublas-loop": lambda s: by_loop(case, s), "torch-grouped": lambda s: by_torch(case, s)}
     calls["tdkernels"] = lambda s: ours(case, s, None)
-    if case.direction != "forward":  # it chooses its own configs
-        return calls, {}, {}
-    shape, configs, absent = case.shape, {}, {}
-    default = configs["tdkernels"] = default_config(shape.rows // shape.experts, shape.n, DTYPE, rank_device())
+    configs, absent = {"tdkernels": _config_of_a_call(case, first)}, {}
+    if case.direction != "forward":  # gradients take no other
+        return calls, configs, absent
     for number, override in enumerate(plan.overrides, 1):
         name = f"c{number} {json.dumps(override)}"
         try:
-            configs[name] = _override(default, override)
+            configs[name] = _override(_default(case), override)
         except TypeError as err:  # a field of another operator
             absent[name] = str(err)
         else:
             calls[name] = lambda s, config=configs[name]: ours(case, s, config)
     return calls, configs, absent
+
+
+def _config_of_a_call(case, s):
+    """What runs where no config is given: the one that is known, or the default."""
+    shape = case.shape
+    rows, sizes, layout = s.x, (shape.n, shape.k, shape.experts), case.activation or "none"
+    if case.direction == "dx":
+        rows, sizes, layout = s.dy, (shape.k, shape.n, shape.experts), "kn"
+    elif case.direction == "dw":
+        layout = "dw"
+    return known_config(rows, sizes, layout) or _default(case)
+
+
+def _default(case):
+    shape, device = case.shape, rank_device()
+    each = shape.rows // shape.experts
+    if case.direction == "dw":
+        return GroupGemmConfig(tiles=weight_tiles(each, shape.n, shape.k, DTYPE, device))
+    return default_config(each, shape.k if case.direction == "dx" else shape.n, DTYPE, device)
 
 
 def ours(case, s, config):

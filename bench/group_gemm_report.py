@@ -1,13 +1,15 @@
 """Tables of products by expert, a part of the report."""
 
 from bench import run_tables
+from bench.config_words import config_in_short
 from bench.run_tables import of
 
 _INTRO = """## Products by expert
 
 Milliseconds of group_gemm on one GPU, beside cuBLAS for each expert, the splits known to the host (**loop**), and
-torch's grouped product (**torch**). Ours is a call as it comes, in the default config. SwiGLU is inside ours; that of
-the other two is torch's. The passes dx and dw are the gradients of the product alone.
+torch's grouped product (**torch**). Ours is a call as it comes, in the config that is known for about its size, or the
+default ("the sequence" is torch's). SwiGLU is inside ours; that of the other two is torch's. The passes dx and dw are
+the gradients of the product alone.
 """
 _PASSES = ("forward", "dx", "dw")
 
@@ -41,10 +43,14 @@ def _table(runs):
         "activation": lambda run: _some(run)["activation"] or "–",
     }
     methods = {"loop": "cublas-loop", "torch": "torch-grouped", "ours": "tdkernels"}
-    more = {"TFLOP/s": _tflops, "x best": of("tdkernels", "speedup")}
+    more = {"TFLOP/s": _tflops, "x best": of("tdkernels", "speedup"), "config": _config}
     return run_tables.table(title, "Best is the faster of the other two", runs, first, methods, more)
 
 
 def _tflops(run):
     value = run.get("tdkernels", {}).get("tflops")
     return f"{value:.0f}" if value else "–"
+
+
+def _config(run):
+    return config_in_short(run.get("tdkernels", {}).get("config")) or "–"

@@ -155,8 +155,8 @@ def group_gemm(x, w, splits, *, activation=None, config=None):
               R: rows past it are not read, those of y are not written. Rows beyond R are left out
               activation: None; "swiglu": w is [E, 2 * I, K], the first I rows of an expert for the gate and the rest
               for up, y is silu(gate) * up; "swiglu_interleaved": the same of rows that are gate and up by turns
-              config: GroupGemmConfig; None takes the best one known, see tdkernels.autotune; the gradients take the
-              default
+              config: GroupGemmConfig of the forward; None takes the best one known, as each gradient always does, see
+              tdkernels.autotune
     Returns:  y: [R, N], or [R, I] with an activation, dtype of x, accumulated and activated in fp32
     Gradient: dx = dy @ w[e], rows past the sum of splits are not written; dw[e] = dy.T @ x over the rows of e, zeros
               for an expert without any

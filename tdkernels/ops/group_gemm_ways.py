@@ -34,7 +34,7 @@ def layout_of(w, activation=None):
 def product(x, w, splits, activation=None, keep=False, config=None):
     """(y, what SwiGLU was made of if there is one and it is to ``keep``, else None)."""
     if config is None:
-        config = _known(x, (*w.shape[1:], w.shape[0]), layout_of(w, activation))
+        config = known_config(x, (*w.shape[1:], w.shape[0]), layout_of(w, activation))
     if config is None or config.method == "fused":
         return kernel.product(x, w, splits, activation, keep, config)
     pre = by_torch(x, w, splits)
@@ -49,7 +49,7 @@ def input_gradient(dy, w, splits):
 def weight_gradient(dy, x, splits, experts, config=None):
     """dw [E, N, K] of dy [R, N] and x [R, K]; zeros for an expert without rows."""
     if config is None:
-        config = _known(x, (dy.shape[1], x.shape[1], experts), DW)
+        config = known_config(x, (dy.shape[1], x.shape[1], experts), DW)
     if config is None or config.method == "fused":
         return kernel.weight_gradient(dy, x, splits, experts, config)
     return weight_gradient_by_torch(dy, x, splits)
@@ -58,7 +58,7 @@ def weight_gradient(dy, x, splits, experts, config=None):
 # ---- what is known ----
 
 
-def _known(x, sizes, layout):
+def known_config(x, sizes, layout):
     """The config for rows x and (N, K, experts) if one is known that is better than the default, else None."""
     mode = get_mode()
     if mode == "off" or not x.shape[0]:
