@@ -169,7 +169,7 @@ def ours(case, room, sets):
     methods = {"tdkernels": with_room}
     if case.operator in ("ep_dispatch", "all_to_all"):
         methods = {"tdkernels": _ours_without_room(case), "tdkernels-max-tokens": with_room}
-    if case.operator in ("ep_dispatch", "ep_latency") and case.tokens <= MOST_DIRECT:
+    if case.operator in ("ep_dispatch", "ep_latency", "all_to_all") and case.tokens <= MOST_DIRECT:
         methods["tdkernels-direct"] = _ours_direct(case, room)
     if case.operator == "ep_dispatch":
         methods["tdkernels-again"] = _ours_again(case, sets)
@@ -206,8 +206,13 @@ def _ours_without_room(case):
 def _ours_direct(case, room):
     """Of few tokens: with a bound on those of each rank, so that nothing is counted before they leave."""
     bounds = {"max_tokens_per_rank": case.tokens}
-    call = _there_and_back_call if case.operator == "ep_latency" else _dispatch_call
-    return Method(call(case, room, None, **bounds), _rows_of(case.operator), config=known_config(case, "bounded"))
+    if case.operator == "all_to_all":
+        call = _all_to_all_call(room, None, **bounds)
+    elif case.operator == "ep_latency":
+        call = _there_and_back_call(case, room, None, **bounds)
+    else:
+        call = _dispatch_call(case, room, None, **bounds)
+    return Method(call, _rows_of(case.operator), config=known_config(case, "bounded"))
 
 
 def _dispatch(case, s, ids, **how):
@@ -231,9 +236,9 @@ def _ours_again(case, sets):
     return Method(lambda s: _fields(_dispatch(case, s, s.handle)[0]), _rows_of(case.operator))
 
 
-def _all_to_all_call(room, config):
+def _all_to_all_call(room, config, **bounds):
     def call(s):
-        return tdkernels.all_to_all(s.x, s.counts, max_tokens=room, config=config)[:2]
+        return tdkernels.all_to_all(s.x, s.counts, max_tokens=room, config=config, **bounds)[:2]
 
     return call
 

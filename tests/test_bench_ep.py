@@ -92,7 +92,7 @@ def test_everything_is_checked_and_timed(arguments):
     expected |= {"sequence-known-splits"} if operator != "ep_combine" else set()
     expected |= {"tdkernels-max-tokens"} if operator in ("ep_dispatch", "all_to_all") else set()
     expected |= {"tdkernels-again"} if operator == "ep_dispatch" else set()
-    expected |= {"tdkernels-direct"} if operator in ("ep_dispatch", "ep_latency") else set()
+    expected |= {"tdkernels-direct"} if operator != "ep_combine" else set()
     assert {name for name, entry in times.items() if entry.get("ms")} == expected
     absent = {"ep_dispatch": set(ep.PEERS), "ep_combine": {"deepep"}}.get(operator, set())
     assert {name for name, entry in times.items() if entry.get("absent")} == {*absent, 'tdkernels c2 {"nope": 1}'}

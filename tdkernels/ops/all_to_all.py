@@ -3,7 +3,8 @@
     x [T, H], sorted by destination, splits [W] on each rank  ->  out [R, H], in the order of the ranks they come from
 
 Splits [E], E / W for each rank, tell the experts of a rank apart. It is a dispatch of one choice a token
-(``moe_ep``), whose rows are laid out by their source; the backward is the same way back.
+(``moe_ep``), whose rows are laid out by their source; of few rows, with max_tokens_per_rank, it is one launch
+(``ep_direct_kernel``). The backward is the same way back.
 
 Example:
     out, out_splits, _ = tdkernels.all_to_all(x, splits)
@@ -13,13 +14,17 @@ Example:
 import torch
 
 from tdkernels.ops import ep_launch as launcher
-from tdkernels.ops import ep_torch
 from tdkernels.ops._operands import refuse_second_derivatives
 from tdkernels.ops._outside_graphs import outside_graphs
-from tdkernels.ops.ep_checks import INTEGERS, check_config, check_num_experts, check_payload, check_tensor
-from tdkernels.ops.ep_choice import choose_config, config_to_route
-from tdkernels.ops.ep_routing import route
-from tdkernels.ops.ep_ways import as_chosen
+from tdkernels.ops.ep_checks import (
+    INTEGERS,
+    check_config,
+    check_most_tokens,
+    check_num_experts,
+    check_payload,
+    check_tensor,
+)
+from tdkernels.ops.ep_ways import as_chosen, route_tokens
 from tdkernels.symm import resolve_group
 
 _NAME = "all_to_all"
@@ -62,7 +67,7 @@ def _experts_of_rows(splits, rows):
     return ids, ((splits < 0).any() | (total != rows)).to(torch.int32)
 
 
-def _check(x, splits, scales, max_tokens, config, world_size):
+def _check(x, splits, scales, max_tokens, max_tokens_per_rank, config, world_size):
     check_payload(_NAME, x, scales, max_tokens)
     check_tensor(_NAME, "splits", splits, x)
     if splits.dtype not in INTEGERS:
@@ -74,24 +79,25 @@ def _check(x, splits, scales, max_tokens, config, world_size):
             f"{_NAME}: splits {list(splits.shape)} must be divisible by the group's {world_size} ranks"
         )  # fmt: skip
     check_num_experts(_NAME, splits.shape[0], world_size)
+    check_most_tokens(_NAME, max_tokens_per_rank, 1, world_size)
     check_config(_NAME, config, x.device)
 
 
-def _route(x, splits, max_tokens, group, config):
-    """The Routing of rows by checked splits, with its config."""
-    ids, bad = _experts_of_rows(splits, x.shape[0])
-    options = {"max_tokens": max_tokens, "by_source": True, "bad": bad}
-    if config is not None and config.method == "torch":
-        return ep_torch.route(_NAME, ids, splits.shape[0], group, config, x, **options)
-    config = config_to_route(config, group, x.device)
-    routing = route(_NAME, ids, splits.shape[0], group, config, **options)
-    if config is None:
-        routing.config = choose_config(_NAME, routing, x)
-    return as_chosen(routing, ids, by_source=True)
+def _refuse_too_many(x, num_experts, scales, max_tokens, max_tokens_per_rank, group, config):
+    """Raise for an x with more rows than max_tokens_per_rank. The peers wait for them: they hear of it and get none."""
+    none, ids = x[:0], torch.empty(0, 1, dtype=torch.int64, device=x.device)
+    bad = torch.full((), -len(x), dtype=torch.int32, device=x.device)
+    routing = route_tokens(
+        _NAME, none, ids, num_experts, None, max_tokens, group, config, max_tokens_per_rank, bad, by_source=True
+    )  # fmt: skip
+    launcher.dispatch(routing, none, scales=None if scales is None else scales[:0])
+    raise ValueError(f"{_NAME}: x {list(x.shape)} has more rows than max_tokens_per_rank = {max_tokens_per_rank}")
 
 
 @outside_graphs
-def all_to_all(x, splits, *, scales=None, max_tokens=None, group=None, config=None):
+def all_to_all(
+    x, splits, *, scales=None, max_tokens=None, max_tokens_per_rank=None, group=None, config=None
+):
     """Send each rank its rows of x; rank r's come r-th.
 
     Args:     x: [T, H] bf16, fp16, fp32, float8_e4m3fn or float8_e5m2, sorted by destination; T may differ between
@@ -101,6 +107,9 @@ def all_to_all(x, splits, *, scales=None, max_tokens=None, group=None, config=No
               scales: [T] or [T, S], sent along as they are, or None
               max_tokens: how many rows any rank may receive or send to others. The output then has so many rows, of
               which sum(out_splits) are written, and the host does not wait. None: as many rows as come
+              max_tokens_per_rank: a bound on the T of every rank, the same on all. Then few rows are sent in one
+              launch, before anything is counted (EpConfig.direct_tokens); max_tokens is, if not given,
+              W * max_tokens_per_rank, and the host does not wait
               group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the world (W ranks)
               config: EpConfig, the same on all ranks; None takes the best one known, see tdkernels.autotune (in a
               group on several nodes the default)
@@ -109,15 +118,21 @@ def all_to_all(x, splits, *, scales=None, max_tokens=None, group=None, config=No
     Gradient: dx = the rows of dout sent back
     Raises:   TypeError or ValueError for operands that do not fit, before anything is launched; ValueError on every
               rank when the ranks disagree, for splits that do not add up on any rank, and for more rows than
-              max_tokens, of which then none is sent (on a GPU with max_tokens at a later call or at
-              tdkernels.synchronize()); PeerTimeoutError
-    Contract: collective over group; host sync: without max_tokens; CUDA graph: with max_tokens, after one call outside;
-              the caller owns the output
+              max_tokens or max_tokens_per_rank, of which then none arrives (on a GPU with either of these at a later
+              call or at tdkernels.synchronize(); on a rank with too many rows at once as well); PeerTimeoutError
+    Contract: collective over group; host sync: unless max_tokens or max_tokens_per_rank is given; CUDA graph: with
+              either, after one call outside; the caller owns the output
     Source:   splits on the device, as torch.ops.symm_mem.all_to_all_vdev has them
     """
     group = resolve_group(group)
-    _check(x, splits, scales, max_tokens, config, group.size())
-    routing = _route(x, splits, max_tokens, group, config)
+    _check(x, splits, scales, max_tokens, max_tokens_per_rank, config, group.size())
+    if max_tokens_per_rank is not None and len(x) > max_tokens_per_rank:
+        _refuse_too_many(x, len(splits), scales, max_tokens, max_tokens_per_rank, group, config)
+    ids, bad = _experts_of_rows(splits, len(x))
+    routing = route_tokens(
+        _NAME, x, ids, len(splits), None, max_tokens, group, config, max_tokens_per_rank, bad, by_source=True
+    )  # fmt: skip
+    routing = as_chosen(routing, ids, by_source=True)
     out, out_scales = _AllToAll.apply(x, scales, routing)
     out_splits = routing.splits
     return out, (out_splits.flatten() if splits.shape[0] == group.size() else out_splits), out_scales

@@ -52,7 +52,7 @@ def choose_config(operator, routing, x, quantized=False):
 def _layout_of(operator, routing):
     if routing.max_tokens is None:
         return "exact"
-    return "bounded" if operator == "ep_dispatch" and routing.most_tokens is not None else "static"
+    return "bounded" if operator != "ep_combine" and routing.most_tokens is not None else "static"
 
 
 def _tokens_of(routing):

@@ -43,11 +43,13 @@ def bounded_routing(operator, ids, num_experts, group, config, max_tokens, most)
     )  # fmt: skip
 
 
-def leave_uncounted(routing, ids, bad=None):
-    """Let the first dispatch of a Routing find it. ``bad``: as of ``route``."""
+def leave_uncounted(routing, ids, bad=None, by_source=False):
+    """Let the first dispatch of a Routing find it. ``bad``, ``by_source``: as of ``route``."""
     length = ep_tables.length(routing.num_experts, routing.world_size, routing.tokens, routing.choices, 0)
     routing.tables = torch.empty(length, dtype=torch.int32, device=ids.device)
-    routing.splits = torch.empty(routing.num_experts // routing.world_size, dtype=torch.int32, device=ids.device)
+    local = routing.num_experts // routing.world_size
+    shape = (routing.world_size, local) if by_source else (local,)
+    routing.splits = torch.empty(shape, dtype=torch.int32, device=ids.device)
     routing.uncounted = ids.contiguous(), bad
     routing.config = replace(routing.config, chunk_tokens=1)  # each token has a signal of its own
 
@@ -63,8 +65,8 @@ def launch_direct(routing, sending, halves):
     if halves != "receive":
         listen(workspace, routing.operator)
     key = (
-        "direct", halves, *routing.sizes, routing.most_tokens, routing.max_tokens, x.dtype, x.shape[1],
-        None if scales is None else scales.shape[1:], sending.quantize,
+        "direct", halves, *routing.sizes, routing.most_tokens, routing.max_tokens, _by_source(routing), x.dtype,
+        x.shape[1], None if scales is None else scales.shape[1:], sending.quantize,
     )  # fmt: skip
     operands = *map(as_memory, sending.tensors), *routing.known, *routing.uncounted, routing.splits
     launch_kept(
@@ -96,6 +98,10 @@ def _prepare(workspace, routing, sending, halves, operands):
     )
 
 
+def _by_source(routing):
+    return routing.splits.dim() == 2
+
+
 def direct_call(ctx, routing, sending, parts, plan, known, halves="both"):
     """(kernel, programs, arguments, constants) of a launch; ``known``: tables, came, ids, bad, splits."""
     config, x = routing.config, sending.x
@@ -110,8 +116,9 @@ def direct_call(ctx, routing, sending, parts, plan, known, halves="both"):
         routing.tokens, routing.most_tokens, routing.max_tokens, senders, items, scale_words, plan,
     )  # fmt: skip
     constants = {name: value for name, value in constants.items() if name != "GRADIENT"} | {
-        "ADVANCE": halves != "send", "K": routing.choices, "EXPERTS": routing.num_experts,
-        "RANKS": routing.world_size, "N": MOST_COMPARED.value // next_power_of_2(routing.choices),
+        "ADVANCE": halves != "send", "BY_SOURCE": _by_source(routing), "K": routing.choices,
+        "EXPERTS": routing.num_experts, "RANKS": routing.world_size,
+        "N": MOST_COMPARED.value // next_power_of_2(routing.choices),
         "num_warps": config.num_warps, "trace_ptr": pieces_trace(x.device, routing.world_size),
     }  # fmt: skip
     return ep_direct_kernel, senders + receivers, args, constants

@@ -191,8 +191,9 @@ def _send_token(
 
 @td.jit
 def _settle(
-    ctx, area, most, tables, splits_ptr, capacity, EXPERTS: tl.constexpr, RANKS: tl.constexpr
-):
+    ctx, area, most, tables, splits_ptr, capacity,
+    BY_SOURCE: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr,
+):  # fmt: skip
     """Make of all lines the tables that are not of tokens."""
     C: tl.constexpr = EXPERTS + RANKS + 2
     BLOCK: tl.constexpr = min(triton.next_power_of_2(C), 512)
@@ -208,9 +209,9 @@ def _settle(
         begins = tl.where((table == 0) | (table == 3), me, ranks) * most
         tl.store(ours + table * RANKS, begins, mask=ranks < RANKS)
     tl.debug_barrier()  # counts are read by other threads than have written them
-    rows = lay_out_rows(tables, splits_ptr, me, False, EXPERTS, RANKS)
+    rows = lay_out_rows(tables, splits_ptr, me, BY_SOURCE, EXPERTS, RANKS)
     tl.debug_barrier()  # splits may be stored again
-    state_facts(ctx, tables, splits_ptr, me, rows, tl.full((), 0, tl.int32), capacity, False, EXPERTS, RANKS)
+    state_facts(ctx, tables, splits_ptr, me, rows, tl.full((), 0, tl.int32), capacity, BY_SOURCE, EXPERTS, RANKS)
     # A receiver that gave up meanwhile has said so, and that may just have been written over. It had given up before.
     goes = facts_at(tables, EXPERTS, RANKS) + GOES
     tl.atomic_add(goes, 0, sem="acq_rel", scope="gpu")
@@ -218,12 +219,12 @@ def _settle(
 
 
 @td.jit
-def _give_up(tables, splits_ptr, EXPERTS: tl.constexpr, RANKS: tl.constexpr):
+def _give_up(tables, splits_ptr, BY_SOURCE: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr):
     """What the tables say where a line did not come: no combine may go by them, and no product has rows."""
-    EACH: tl.constexpr = EXPERTS // RANKS
-    local = tl.arange(0, triton.next_power_of_2(EACH))
+    SPLITS: tl.constexpr = EXPERTS if BY_SOURCE else EXPERTS // RANKS
+    number = tl.arange(0, triton.next_power_of_2(SPLITS))
     tl.store(facts_at(tables, EXPERTS, RANKS) + GOES, -1)
-    tl.store(splits_ptr + local, tl.full(local.shape, 0, tl.int32), mask=local < EACH)
+    tl.store(splits_ptr + number, tl.full(number.shape, 0, tl.int32), mask=number < SPLITS)
 
 
 # ---- 4. receivers ----
@@ -242,8 +243,11 @@ def _everything_fits(area, capacity, EXPERTS: tl.constexpr, RANKS: tl.constexpr)
 
 
 @td.jit
-def _first_rows(area, source, EXPERTS: tl.constexpr, RANKS: tl.constexpr):
-    """(experts, where a source's rows for each begin among those of the expert's rank): in any order."""
+def _first_rows(area, source, BY_SOURCE: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr):
+    """(experts, where a source's rows for each begin among those of the expert's rank): in any order.
+
+    BY_SOURCE: as of ``lay_out_rows``.
+    """
     EACH: tl.constexpr = EXPERTS // RANKS
     R: tl.constexpr = triton.next_power_of_2(RANKS)
     LOCAL: tl.constexpr = triton.next_power_of_2(EACH)
@@ -251,11 +255,16 @@ def _first_rows(area, source, EXPERTS: tl.constexpr, RANKS: tl.constexpr):
     there = (rank < RANKS) & (local < EACH)
     total = tl.full((R, LOCAL), 0, tl.int32)
     before = tl.full((R, LOCAL), 0, tl.int32)
+    own = tl.full((R, LOCAL), 0, tl.int32)
     for other in range(RANKS):
         counts = tl.load(_line_of(area, other, EXPERTS, RANKS) + rank * EACH + local, mask=there, other=0)
         total += counts
         before += tl.where(other < source, counts, 0)
-    first = td.running_sum(total, 1) - total + before
+        own += tl.where(other == source, counts, 0)
+    if BY_SOURCE:
+        first = td.sum_of(before, 1)[:, None] + td.running_sum(own, 1) - own
+    else:
+        first = td.running_sum(total, 1) - total + before
     experts = tl.where(there, rank * EACH + local, -2)
     return tl.reshape(experts, (R * LOCAL,)), tl.reshape(first, (R * LOCAL,))
 
@@ -329,9 +338,9 @@ def ep_direct_kernel(
     ctx, ids_ptr, bad_ptr, x_ptr, scales_ptr, weights_ptr, tables, came, splits_ptr,
     rows_ptr, row_scales_ptr, row_weights_ptr,
     num_tokens, most, capacity, num_senders, items, scale_words, plan,
-    ADVANCE: tl.constexpr, QUANTIZE: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr,
-    N: tl.constexpr, SOURCE: tl.constexpr, ITEM: tl.constexpr, SCALE: tl.constexpr, ALIGNED: tl.constexpr,
-    BLOCK: tl.constexpr, SCALE_BLOCK: tl.constexpr, trace_ptr=None,
+    ADVANCE: tl.constexpr, QUANTIZE: tl.constexpr, BY_SOURCE: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr,
+    RANKS: tl.constexpr, N: tl.constexpr, SOURCE: tl.constexpr, ITEM: tl.constexpr, SCALE: tl.constexpr,
+    ALIGNED: tl.constexpr, BLOCK: tl.constexpr, SCALE_BLOCK: tl.constexpr, trace_ptr=None,
 ):  # fmt: skip
     """x [T, items] of each rank, T <= most, to rows [capacity, items] of the ranks with its experts; see the module.
 
@@ -366,9 +375,9 @@ def ep_direct_kernel(
         all_came = td.wait_plan_all(ctx, signals + RANKS * MAX_CHUNKS, 1, signal, WITH_OWN=True)
         if pid == num_senders:
             if all_came:
-                _settle(ctx, area, most, tables, splits_ptr, capacity, EXPERTS, RANKS)
+                _settle(ctx, area, most, tables, splits_ptr, capacity, BY_SOURCE, EXPERTS, RANKS)
             else:
-                _give_up(tables, splits_ptr, EXPERTS, RANKS)
+                _give_up(tables, splits_ptr, BY_SOURCE, EXPERTS, RANKS)
     scales_begin, experts_begin, slot_bytes = direct_slot_parts(
         items * (ITEM.primitive_bitwidth // 8), scale_words * (SCALE.primitive_bitwidth // 8), K
     )
@@ -381,7 +390,7 @@ def ep_direct_kernel(
         td.mark(trace, "starts")
         goes = _everything_fits(area, capacity, EXPERTS, RANKS)
         tokens = tl.load(_line_of(area, source, EXPERTS, RANKS) + EXPERTS + RANKS + 1)
-        all_experts, first_rows = _first_rows(area, source, EXPERTS, RANKS)
+        all_experts, first_rows = _first_rows(area, source, BY_SOURCE, EXPERTS, RANKS)
         is_sent = token < tl.minimum(tokens, most)
         if is_sent:
             td.mark(trace, "waits", source)

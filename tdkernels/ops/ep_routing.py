@@ -50,7 +50,7 @@ class Routing:
     staged: int  # tokens on the rank that stages most, or max_tokens: the same on all ranks
     most_staged: int  # slots that are enough on any rank; across nodes for what its node peers send
     tables: torch.Tensor  # int32, see ep_tables
-    splits: torch.Tensor  # [E / W] int32: rows of each expert here; by source [W, E / W]
+    splits: torch.Tensor  # [E / W] int32: rows of each expert here; of rows laid out by source [W, E / W]
     came: torch.Tensor | None = None  # int32, see ep_tables: what has been received
     crossing: Crossing | None = None  # in a group on several nodes
     config_is_given: bool = True
@@ -91,12 +91,14 @@ def refused_ids(operator, rank, bad):
     return ValueError(f"{operator}: the ids or splits of rank {rank} are out of range or do not add up")
 
 
-def unrouted(operator, tokens, choices, num_experts, world_size, config, device, *, max_tokens=None, reach=None):
+def unrouted(
+    operator, tokens, choices, num_experts, world_size, config, device, *, max_tokens=None, by_source=False, reach=None
+):  # fmt: skip
     """A Routing that nobody has found: what kernels can be compiled with."""
     tables = torch.empty(1, dtype=torch.int32, device=device)
     return Routing(
         SimpleNamespace(size=lambda: world_size), config, operator, tokens, choices, num_experts, max_tokens, rows=1,
-        staged=1, most_staged=1, tables=tables, splits=tables, reach=reach,
+        staged=1, most_staged=1, tables=tables, splits=tables[None] if by_source else tables, reach=reach,
     )  # fmt: skip
 
 

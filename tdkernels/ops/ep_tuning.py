@@ -2,7 +2,8 @@
 
 A problem's first size are the tokens of all ranks, about as many on each, whose experts are all as likely. Layouts are
 "exact", where the host waits for the number of rows, and "static", with the max_tokens that are always enough;
-ep_dispatch has "bounded", too, with the max_tokens_per_rank that it has, and all of them with "_fp8", which quantizes.
+ep_dispatch and all_to_all have "bounded", too, with the max_tokens_per_rank that there are, and ep_dispatch all of them
+with "_fp8", which quantizes.
 Calls look their config up by what all ranks know (``ep_choice``), up to a power of two.
 """
 
@@ -187,7 +188,8 @@ def _capacity(problem):
 
 def _unrouted(problem, config, device):
     sizes = problem.operator, _tokens(problem), _choices(problem), problem.shape[2], problem.world_size
-    return ep_routing.unrouted(*sizes, config, device, max_tokens=_capacity(problem))
+    by_source = problem.operator == "all_to_all"
+    return ep_routing.unrouted(*sizes, config, device, max_tokens=_capacity(problem), by_source=by_source)
 
 
 def _compile_dispatch(problem, config, x, weights=None, quantize=False):
@@ -199,7 +201,8 @@ def _compile_dispatch(problem, config, x, weights=None, quantize=False):
     if _is_direct(config, problem):
         routing.most_tokens = _tokens(problem)
         ids = torch.empty(1, dtype=torch.int64, device=x.device)
-        known = routing.tables, routing.tables, ids, None, routing.tables
+        bad = routing.tables[0] if problem.operator == "all_to_all" else None  # whether the splits add up
+        known = routing.tables, routing.tables, ids, bad, routing.tables
         kernel, _, args, constants = ep_direct.direct_call(_ctx(x), routing, sending, parts, 0, known)
     else:
         kernel, _, args, constants = ep_launch.dispatch_call(_ctx(x), routing, sending, parts, 0)
@@ -210,9 +213,8 @@ def _ctx(x):
     return torch.empty(1, dtype=torch.int64, device=x.device)
 
 
-class EpDispatchTunable(_EpTunable):
-    name = "ep_dispatch"
-    layouts = ("exact", "static", "bounded", "exact_fp8", "static_fp8", "bounded_fp8")
+class _DirectTunable(_EpTunable):
+    """What goes in one launch where there is a bound on the tokens of a rank, and there are few."""
 
     def space(self, problem, device):
         configs = super().space(problem, device)
@@ -226,6 +228,15 @@ class EpDispatchTunable(_EpTunable):
     def _latency_s(self, problem, config):
         latency = super()._latency_s(problem, config)
         return latency / 2 if _is_direct(config, problem) else latency
+
+    def compiled(self, config):
+        same = super().compiled(config)
+        return same and (config.direct_tokens, *same)
+
+
+class EpDispatchTunable(_DirectTunable):
+    name = "ep_dispatch"
+    layouts = ("exact", "static", "bounded", "exact_fp8", "static_fp8", "bounded_fp8")
 
     def _row_bytes(self, problem):
         hidden = problem.shape[1]
@@ -243,8 +254,7 @@ class EpDispatchTunable(_EpTunable):
         x, ids, weights = operands
         return moe_ep.ep_dispatch(
             x, ids, weights, num_experts=problem.shape[2], quantize="fp8" if _is_quantized(problem) else None,
-            max_tokens=_capacity(problem), max_tokens_per_rank=_tokens(problem) if _is_bounded(problem) else None,
-            group=group, config=config,
+            max_tokens=_capacity(problem), max_tokens_per_rank=_most_tokens(problem), group=group, config=config,
         )  # fmt: skip
 
     def comparable(self, output, problem):
@@ -252,10 +262,6 @@ class EpDispatchTunable(_EpTunable):
         rows = int(recv.splits.sum())
         x = recv.x[:rows]
         return x if recv.scales is None else dequantize(x, recv.scales[:rows], problem.torch_dtype)
-
-    def compiled(self, config):
-        same = super().compiled(config)
-        return same and (config.direct_tokens, *same)
 
     def compile(self, operands, problem, config):
         x, _, weights = operands
@@ -317,8 +323,9 @@ class EpCombineTunable(_EpTunable):
         kernel.warmup(*args, grid=(1,), **constants)
 
 
-class AllToAllTunable(_EpTunable):
+class AllToAllTunable(_DirectTunable):
     name = "all_to_all"
+    layouts = ("exact", "static", "bounded")
     sizes = ("tokens", "hidden", "experts")
 
     def sizes_of(self, *shapes, world_size):
@@ -337,7 +344,10 @@ class AllToAllTunable(_EpTunable):
         return all_to_all.all_to_all_ref(*operands, group=group)[0]
 
     def run(self, operands, problem, group, config):
-        return all_to_all.all_to_all(*operands, max_tokens=_capacity(problem), group=group, config=config)
+        return all_to_all.all_to_all(
+            *operands, max_tokens=_capacity(problem), max_tokens_per_rank=_most_tokens(problem), group=group,
+            config=config,
+        )  # fmt: skip
 
     def comparable(self, output, problem):
         out, out_splits, _ = output
@@ -345,6 +355,11 @@ class AllToAllTunable(_EpTunable):
 
     def compile(self, operands, problem, config):
         _compile_dispatch(problem, config, operands[0])
+
+
+def _most_tokens(problem):
+    """The max_tokens_per_rank of a call."""
+    return _tokens(problem) if _is_bounded(problem) else None
 
 
 def _is_bounded(problem):

@@ -9,32 +9,35 @@ from tdkernels.ops.ep_routing import route
 
 
 def route_tokens(
-    operator, x, topk_ids, num_experts, quantize, max_tokens, group, config, max_tokens_per_rank=None, bad=None
+    operator, x, topk_ids, num_experts, quantize, max_tokens, group, config, max_tokens_per_rank=None, bad=None,
+    by_source=False,
 ):  # fmt: skip
     """The Routing of checked tokens, with the config of their dispatch: to be taken ``as_chosen``, if none was given.
 
-    ``bad``: as of ``route``
+    ``bad``, ``by_source``: as of ``route``; rows are laid out by source in an all_to_all alone
     """
     ids = operator, topk_ids, num_experts, group
     if config is not None and config.method == "torch":
         if max_tokens_per_rank is not None and max_tokens is None:
             max_tokens = sure_capacity(group.size() * max_tokens_per_rank, group.size(), num_experts, topk_ids.shape[1])
         return ep_torch.route(
-            *ids, config, x, max_tokens=max_tokens, bad=bad, max_tokens_per_rank=max_tokens_per_rank, quantize=quantize
+            *ids, config, x, max_tokens=max_tokens, bad=bad, max_tokens_per_rank=max_tokens_per_rank, quantize=quantize,
+            by_source=by_source,
         )  # fmt: skip
     config = config_to_route(config, group, x.device)
     bounded = None
     if max_tokens_per_rank is not None:
         bounded = _bounded_routing(
-            operator, x, topk_ids, num_experts, quantize, max_tokens, group, config, max_tokens_per_rank, bad
+            operator, x, topk_ids, num_experts, quantize, max_tokens, group, config, max_tokens_per_rank, bad, by_source
         )  # fmt: skip
         if bounded.uncounted is not None:
             return bounded
         max_tokens = bounded.max_tokens
-    routing = route(*ids, config, max_tokens=max_tokens, bad=bad)
+    routing = route(*ids, config, max_tokens=max_tokens, bad=bad, by_source=by_source)
     routing.most_tokens = max_tokens_per_rank
     if config is None:
-        routing.config = bounded.config if bounded else choose_config("ep_dispatch", routing, x, quantize is not None)
+        chosen = bounded.config if bounded else choose_config(_tuned(by_source), routing, x, quantize is not None)
+        routing.config = chosen
     return routing
 
 
@@ -51,14 +54,19 @@ def as_chosen(routing, ids, by_torch=True, by_source=False):
     return routing
 
 
-def _bounded_routing(operator, x, topk_ids, num_experts, quantize, max_tokens, group, config, most, bad):
+def _tuned(by_source):
+    """By whose name the config is looked up."""
+    return "all_to_all" if by_source else "ep_dispatch"
+
+
+def _bounded_routing(operator, x, topk_ids, num_experts, quantize, max_tokens, group, config, most, bad, by_source):
     """A Routing that its dispatch finds, of tokens of which a rank has at most so many; or what one is to be like."""
     k, ranks = topk_ids.shape[1], group.size()
     if max_tokens is None:
         max_tokens = sure_capacity(ranks * most, ranks, num_experts, k)
     routing = bounded_routing(operator, topk_ids, num_experts, group, config, max_tokens, most)
     if config is None:
-        routing.config = choose_config("ep_dispatch", routing, x, quantize is not None)
+        routing.config = choose_config(_tuned(by_source), routing, x, quantize is not None)
     if not spans_nodes(group) and can_be_direct(routing.config, most, k, num_experts, ranks):
-        leave_uncounted(routing, topk_ids, bad)
+        leave_uncounted(routing, topk_ids, bad, by_source)
     return routing

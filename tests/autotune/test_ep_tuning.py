@@ -33,6 +33,7 @@ PROBLEMS = [
     ("ep_dispatch", (8, 16, 4, 2), "exact", BF16), ("ep_dispatch", (8, 130, 4, 2), "static_fp8", BF16),
     ("ep_dispatch", (8, 16, 4, 2), "bounded_fp8", BF16),
     ("ep_combine", (8, 16, 4, 2), "static", FP32), ("all_to_all", (7, 16, 4), "exact", FP16),
+    ("all_to_all", (8, 16, 4), "bounded", BF16),
 ]  # fmt: skip
 
 
@@ -336,3 +337,13 @@ def test_an_all_to_all_is_compiled_ahead():
         ep_launch.dispatch(route(problem, torch.zeros(len(x), 1, dtype=torch.int64)), x)
 
     compiled_and_launched("all_to_all", "static", launch, (ep_routing, ep_launch))
+
+
+def test_a_direct_all_to_all_is_compiled_ahead():
+    def launch(problem, x, splits):
+        group, ids = type("Group", (), {"size": lambda self: problem.world_size})(), torch.zeros(len(x), 1).long()
+        routing = ep_direct.bounded_routing(problem.operator, ids, problem.shape[2], group, TUNED, 32, len(x))
+        ep_direct.leave_uncounted(routing, ids, torch.zeros((), dtype=torch.int32), by_source=True)
+        ep_launch.dispatch(routing, x)
+
+    compiled_and_launched("all_to_all", "bounded", launch, (ep_routing, ep_launch, ep_direct))

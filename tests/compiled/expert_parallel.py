@@ -14,7 +14,7 @@ MOVES = [
     "dispatch", "dispatch again, with scales", "dispatch, quantized", "gradient of a combine", "combine per rank",
     "gradient of a dispatch", "combine per expert",
 ]  # fmt: skip
-DIRECT = ["direct dispatch", "direct dispatch, quantized"]  # in a group on one node
+DIRECT = ["direct dispatch", "direct dispatch, quantized", "direct, by source"]  # in a group on one node
 ROUTES = ["route", "route of many tokens", "route by source"]
 # Between them they hold every function of the kernels; the others are for one target, to save time.
 EVERYWHERE = ["route of many tokens", "dispatch, quantized", "combine per rank", "direct dispatch, quantized"]
@@ -60,10 +60,12 @@ def expert_launches(tokens=128, k=8, experts=256, ranks=8, width=7168, dtype=BF1
         ep_launch.combine(routing, rows, weights=weights, row_weights=of_rows, config=per_expert)
         keep("combine per expert")
         for name in DIRECT if local is None else []:
-            ids, quantize = torch.zeros(tokens, k, dtype=torch.int64), name.endswith("quantized")
+            by_source = name.endswith("source")  # an all_to_all, of a choice a token and without weights
+            ids, bad = torch.zeros(tokens, 1 if by_source else k, dtype=torch.int64), torch.zeros((), dtype=torch.int32)
             routing = ep_direct.bounded_routing("op", ids, experts, group, per_rank, capacity, tokens)
-            ep_direct.leave_uncounted(routing, ids)
-            ep_launch.dispatch(routing, x, weights=weights, quantize=quantize)
+            ep_direct.leave_uncounted(routing, ids, bad if by_source else None, by_source)
+            quantize = name.endswith("quantized")
+            ep_launch.dispatch(routing, x, weights=None if by_source else weights, quantize=quantize)
             keep(name)
     assert list(found) == ROUTES + MOVES + (DIRECT if local is None else []) and all(found.values())
     return found
