@@ -1,5 +1,7 @@
 """What tp_moe and its halves have in common for the tuner: configs, operands, and about how long each half takes."""
 
+import functools
+
 import torch
 
 from tdkernels.autotune.operator import Floors
@@ -15,6 +17,7 @@ from tdkernels.ops import (
     moe_route_kernel,
     moe_routing,
     moe_stages,
+    moe_tp_halves,
 )
 from tdkernels.ops import group_gemm_kernel as grouped
 from tdkernels.ops import moe_ag_gemm_kernel as ag
@@ -43,8 +46,8 @@ class MoeTunable(ConfigTunable):
     divided: tuple
     plain_words = "torch collective and grouped matmul", "torch's collective and grouped matmul"
     sources = (
-        op, ag, rs, grouped, moe_route_kernel, moe_routing, moe_stages, _gather, _gather_kernels, _gemm, _grouped,
-        _rank_sum, _swiglu, _tiles,
+        op, ag, rs, grouped, moe_route_kernel, moe_routing, moe_stages, moe_tp_halves, _gather, _gather_kernels, _gemm,
+        _grouped, _rank_sum, _swiglu, _tiles,
     )  # fmt: skip
 
     def weights(self, problem):
@@ -110,13 +113,12 @@ class MoeTunable(ConfigTunable):
         tokens //= problem.world_size
         ids = expert_ids(tokens, choices, experts, device, generator)
         weights = torch.rand(tokens, choices, generator=generator, device=device)
-        new = [
-            torch.randn(shape, generator=generator, dtype=problem.torch_dtype, device=device).mul_(shape[-1] ** -0.5)
-            for shape in self.weights(problem)
-        ]
-        rows = self._rows(problem)
-        x = torch.randn(rows, generator=generator, dtype=problem.torch_dtype, device=device)
-        return x, ids, weights, *new
+        draw = functools.partial(torch.randn, generator=generator, dtype=problem.torch_dtype, device=device)
+        if problem.layout == "kn":
+            new = [draw(e, k, n).mul_(k**-0.5).transpose(1, 2) for e, n, k in self.weights(problem)]
+        else:
+            new = [draw(shape).mul_(shape[-1] ** -0.5) for shape in self.weights(problem)]
+        return draw(self._rows(problem)), ids, weights, *new
 
     def _rows(self, problem):
         """The shape of the first operand of a rank."""
