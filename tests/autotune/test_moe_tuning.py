@@ -201,11 +201,11 @@ OF_DX = MoeTpConfig(tiles=Tiles(64, 32, 32, num_warps=4, num_stages=2), chunk_ro
 WIDE = {"width": 16, "hidden": 8, "dtype": BF16}
 
 
-def of_gradients(of_dh, of_dx):
-    """Entries for the gradients of ``a_layer`` with WIDE."""
+def of_gradients(of_dh, of_dx, tokens=8):
+    """Entries for the gradients of ``a_layer`` with WIDE, of so many tokens of all ranks."""
     return (
-        entry_of(of_dh, "moe_ag_gemm", (8, 16, 16, 2, 1), "kn", dtype="bfloat16"),
-        entry_of(of_dx, "moe_gemm_rs", (8, 16, 32, 2, 1), "kn", dtype="bfloat16"),
+        entry_of(of_dh, "moe_ag_gemm", (tokens, 16, 16, 2, 1), "kn", dtype="bfloat16"),
+        entry_of(of_dx, "moe_gemm_rs", (tokens, 16, 32, 2, 1), "kn", dtype="bfloat16"),
     )
 
 
@@ -261,6 +261,21 @@ def go_backward(folder, call):
 @pytest.mark.parametrize("call", CALLS)
 def test_gradients_take_what_was_tuned(tmp_path, call):
     on_ranks(2, go_backward, tmp_path, call)
+
+
+def go_backward_by_the_routing(folder):
+    """Three chunks and as many stages, as the forward has made them, by entries that say otherwise."""
+    forward = MoeTpConfig(tiles=TILES, num_comm_sms=1, chunk_rows=16, stages=3)
+    with a_group() as group, tables_in(folder):
+        entry = entry_of(forward, "tp_moe", (80, 16, 16, 2, 1), dtype="bfloat16")
+        tune_by_hand(entry, *of_gradients(OF_DH, OF_DX, tokens=80))
+        layer = a_layer(group, tokens=40, **WIDE)
+        assert trained(layer, Sliced.call) == [forward, forward, OF_DH, OF_DX]
+        del group, layer
+
+
+def test_gradients_keep_chunks_and_stages_of_the_forward(tmp_path):
+    on_ranks(2, go_backward_by_the_routing, tmp_path)
 
 
 def go_backward_by_torch(folder, which):
