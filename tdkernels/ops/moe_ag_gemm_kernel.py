@@ -341,7 +341,7 @@ def _tensors_of(routing, tile_rows):
     return routing.rows, routing.choices, tiling.table, tiling.begins
 
 
-def compile(x, w, routing, config, activation=None):
+def compile(x, w, routing, config, activation=None, gradients=None):
     """Compile what ``launch`` with the same operands would launch, into Triton's cache; launches nothing."""
     if x.device.type == "cpu":
         return  # interpreted
@@ -349,7 +349,12 @@ def compile(x, w, routing, config, activation=None):
     ctx = torch.empty(1, dtype=torch.int64, device=x.device)
     made = Launched(x.new_empty(1), None, x.new_empty(1, x.shape[1]))
     routed = _tensors_of(routing, config.tiles.block_m)
-    args, constants = _arguments(ctx, x, w, routing, routed, made, ctx, 0, config.num_comm_sms, config, activation)
+    if gradients is not None:
+        made_of_h = x.new_empty(1), x.new_empty(1, dtype=torch.float32)
+        gradients = Gradients(gradients.h, gradients.weights, *made_of_h)
+    args, constants = _arguments(
+        ctx, x, w, routing, routed, made, ctx, 0, config.num_comm_sms, config, activation, gradients
+    )  # fmt: skip
     moe_ag_gemm_kernel.warmup(*args, grid=(1,), **constants)
 
 

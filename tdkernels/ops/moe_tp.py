@@ -11,7 +11,8 @@ computed the choices of finished tokens are added up and sent to the rank that h
 those of the other ranks, in fp32 and in the order of ranks.
 
 Backward. The gradient of h is a moe_ag_gemm of dy, which leaves what the gradients of the choices' weights and of w are
-made of; that of x is a moe_gemm_rs, beside which x is gathered for that of w. Only shards are saved.
+made of; that of x is a moe_gemm_rs, beside which x is gathered for that of w. Each is looked up by itself, under the
+layout "kn", and goes by the chunks and stages of the forward's routing. Only shards are saved.
 
 Example:
     y = tdkernels.tp_moe(x, topk_ids, topk_weights, w_gate_up, w_down)
@@ -137,8 +138,9 @@ def moe_ag_gemm(x, topk_ids, w, *, activation=None, group=None, config=None):
               w: [E, N / W, H], this rank's rows of every expert's weight; same dtype
               activation: None, "swiglu" or "swiglu_interleaved", as for group_gemm: w has gate rows and up rows
               group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the world (W ranks)
-              config: MoeTpConfig, the same on all ranks; None takes the best one known, see tdkernels.autotune (in a
-              group on several nodes torch's sequence), and for the gradients the default, or torch where it is best
+              config: MoeTpConfig, the same on all ranks, for the gradients too; None takes the best one known, see
+              tdkernels.autotune (in a group on several nodes torch's sequence), and for each gradient's product the one
+              that is known for that, or torch where it is best forwards
     Returns:  (h, routing): h [M * k, N / W], or half as wide with an activation, a row for each choice of all ranks'
               tokens, grouped by expert; rows past the last expert's, where choices were dropped, are not written.
               MoeRouting says which row is whose, for moe_gemm_rs

@@ -1,7 +1,8 @@
 """tp_moe as torch.compile sees it: one operator forwards, and one backwards.
 
 A routing is no tensor and does not go from the one to the other: the backward finds it again, by a gather of ids and
-three small launches. It must find the same rows for that, so compiled calls of a shape keep the config of the first.
+three small launches. It must find the same rows for that, so compiled calls of a shape keep the config of the first;
+gradients' own configs are looked up in the backward, as ever.
 """
 
 import torch

@@ -1,6 +1,6 @@
 """Both halves of tensor-parallel experts and their gradients, by our kernels or by torch."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -15,7 +15,7 @@ from tdkernels.ops._gather import Gather
 from tdkernels.ops._nodes import torch_across_nodes
 from tdkernels.ops._tuning import problem_of
 from tdkernels.ops.collectives import all_gather, reduce_scatter
-from tdkernels.ops.group_gemm_ways import by_torch, swiglu_ref
+from tdkernels.ops.group_gemm_ways import by_torch, swiglu_ref, weight_gradient
 from tdkernels.ops.moe_ag_gemm_kernel import MoeTpConfig
 from tdkernels.ops.moe_routing import route
 from tdkernels.ops.moe_stages import best_stages
@@ -27,6 +27,8 @@ from tdkernels.symm.group import group_state
 def choose_configs(operator, config, sizes, layout, w, group, fields):
     """(the config of a call, that of its backward): the one that it was given, else what the group has chosen.
 
+    None stands for the default; of the backward, for what ``config_of_gradient`` finds for each product.
+
     Args:     fields: what must be the same on all ranks
     """
     config = torch_across_nodes(config, MoeTpConfig, group)
@@ -34,10 +36,31 @@ def choose_configs(operator, config, sizes, layout, w, group, fields):
         problem = problem_of(operator, sizes, layout, w, group)
         choice = choose(tunables.tunable(operator), problem, w.device, group, fields)
         best = None if choice.source == DEFAULT else choice.config  # each half has a default of its own
-        # What is best forwards says nothing of the gradients, but that torch is the better one.
+        # What is best forwards says nothing of the gradients, but that torch is the better one: they are looked up.
         return best, best if _is_torch(best) else None
     group_state(group).agree_once(operator, {**fields, "config": as_argument(config)})
     return config, config
+
+
+def config_of_gradient(operator, back, routing, config):
+    """The config of a gradient's product with ``back``: the backward's, else what the group has chosen; collective.
+
+    It says nothing of chunks and stages: these are the routing's, with which the launches begin.
+
+    Args:     operator: the half whose kernel it is, "moe_gemm_rs" or "moe_ag_gemm", for the gradient of the other one
+              back: its weight, [E, N, K] of this rank
+    """
+    group, ranks, (experts, n, k) = routing.group, routing.world_size, back.shape
+    if config is None and ranks > 1:
+        sums = operator == "moe_gemm_rs"
+        n, k = (n, ranks * k) if sums else (ranks * n, k)
+        problem = problem_of(operator, (ranks * routing.tokens, n, k, experts, routing.num_choices), "kn", back, group)
+        fields = {
+            "backward of": "moe_ag_gemm" if sums else "moe_gemm_rs", "M/W": routing.tokens, "k": routing.num_choices,
+            "w": tuple(back.shape), "dtype": str(back.dtype),
+        }  # fmt: skip
+        config = choose(tunables.tunable(operator), problem, back.device, group, fields).config
+    return _config(config, routing, back)
 
 
 def routing_of(operator, topk_ids, w, group, config):
@@ -114,24 +137,23 @@ def first_forward(x, w, routing, activation, config, keep):
 
 
 def first_backward(dh, x, w, pre, routing, activation, config, need_dx, need_dw):
-    """(dx, dw), None for what nobody needs."""
+    """(dx, dw), None for what nobody needs.
+
+    Args:     config: of all of it; None to look up that of dx, whose method torch is then for dx alone
+    """
+    dx = dw = gather = None
+    back = w.transpose(1, 2)
+    # Before anything is on its way: it may tune.
+    of_dx = config_of_gradient("moe_gemm_rs", back, routing, config) if need_dx else None
     dpre = grouped.swiglu_backward(dh, pre, routing.splits, activation) if activation else dh
-    dx = dw = None
-    if _is_torch(config):
-        if need_dw:
-            dw = grouped.weight_gradient(dpre, _all_rows(x, routing), routing.splits, w.shape[0])
-        if need_dx:
-            dx = _by_token(by_torch(dpre, w.transpose(1, 2), routing.splits), routing, None)
-        return dx, dw
-    gather = None
-    if need_dw and routing.world_size > 1:
+    gathers = need_dw and not _is_torch(config)
+    if gathers and routing.world_size > 1:
         gather = Gather.start("moe_ag_gemm backward", x, routing.group)
     if need_dx:
-        back = w.transpose(1, 2)
-        dx = rs.launch(dpre, back, routing, None, _config(config, routing, back))
+        dx = sums_by_token(dpre, back, routing, None, of_dx)
     if need_dw:
-        rows = _gathered_rows(gather, x, routing)
-        dw = grouped.weight_gradient(dpre, rows, routing.splits, w.shape[0])
+        rows = _gathered_rows(gather, x, routing) if gathers else _all_rows(x, routing)
+        dw = weight_gradient(dpre, rows, routing.splits, w.shape[0])
     return dx, dw
 
 
@@ -139,24 +161,53 @@ def second_forward(h, w, topk_weights, routing, config):
     """(y, the weights [M, k] of all ranks' choices)."""
     weights = topk_weights.float().contiguous()
     weights = all_gather(weights, group=routing.group) if routing.world_size > 1 else weights
+    return sums_by_token(h, w, routing, weights, _config(config, routing, w)), weights
+
+
+def sums_by_token(rows, w, routing, weights, config):
+    """[M / W, N]: our tokens' sums, over choices and ranks, of weight * rows @ w[expert].T; weights None for 1."""
     if _is_torch(config):
-        return _by_token(by_torch(h, w, routing.splits), routing, weights), weights
-    return rs.launch(h, w, routing, weights, _config(config, routing, w)), weights
+        return _by_token(by_torch(rows, w, routing.splits), routing, weights)
+    return rs.launch(rows, w, routing, weights, config)
 
 
 def second_backward(dy, h, w, weights, routing, config, need_dw, need_dweights):
-    """(dh, dw, dtopk_weights in fp32), None for what nobody needs; dh is made at any rate."""
-    if _is_torch(config):
-        return _torch_gradients(dy, h, w, weights, routing)
+    """(dh, dw, dtopk_weights in fp32), None for what nobody needs; dh is made at any rate.
+
+    Args:     config: of all of it; None to look up that of dh, whose method torch is then for dh alone
+    """
     back = w.transpose(1, 2)
-    gradients = ag.Gradients(h.contiguous(), weights)
-    launched = ag.launch(dy, back, routing, _config(config, routing, back), gradients=gradients)
+    made = gradients_of_rows(dy, h, back, weights, routing, config_of_gradient("moe_ag_gemm", back, routing, config))
     dw = dweights = None
     if need_dw:
-        dw = grouped.weight_gradient(launched.rows, gradients.weighted, routing.splits, w.shape[0])
+        dw = weight_gradient(made.rows, made.weighted, routing.splits, w.shape[0])
     if need_dweights:
-        dweights = _summed_over_ranks(gradients.dots.sum(0), routing)
-    return launched.y, dw, dweights
+        dweights = _summed_over_ranks(made.dots.sum(0), routing, _is_torch(config))
+    return made.dh, dw, dweights
+
+
+@dataclass
+class GradientsOfRows:
+    """The gradient of rows h [R, N], and what those of w and of the choices' weights are made of.
+
+    dh, weighted:  [R, N]: the gradient; the rows h times their weights
+    rows:          [R, K]: the tokens' gradients by rows
+    dots:          [·, R] fp32: parts of the product of each row of h with its gradient, weights aside
+    """
+
+    dh: torch.Tensor
+    weighted: torch.Tensor
+    rows: torch.Tensor
+    dots: torch.Tensor
+
+
+def gradients_of_rows(dy, h, back, weights, routing, config):
+    """The GradientsOfRows for tokens' gradients dy [M / W, K], by the weight back [E, N, K]; weights [M, k] of all."""
+    if _is_torch(config):
+        return _torch_gradients(dy, h, back, weights, routing)
+    gradients = ag.Gradients(h.contiguous(), weights)
+    launched = ag.launch(dy, back, routing, config, gradients=gradients)
+    return GradientsOfRows(launched.y, gradients.weighted, launched.rows, gradients.dots)
 
 
 def _gathered_rows(gather, x, routing):
@@ -169,19 +220,18 @@ def _gathered_rows(gather, x, routing):
     return rows
 
 
-def _summed_over_ranks(dots, routing):
-    """The gradients [M / W, k] of this rank's weights, of each row's part here."""
+def _summed_over_ranks(dots, routing, plainly):
+    """The gradients [M / W, k] of this rank's weights, of each row's part here; ``plainly``: by torch's collective."""
     choices = torch.where(routing.rows >= 0, dots[routing.rows.clamp(min=0)], 0.0)
+    if plainly:
+        return reduce_scatter_rows(choices, routing.group)
     return reduce_scatter(choices, group=routing.group) if routing.world_size > 1 else choices
 
 
-def _torch_gradients(dy, h, w, weights, routing):
-    """(dh, dw, dtopk_weights) by plain collectives and torch's grouped product."""
-    of_rows = _all_rows(dy, routing)
+def _torch_gradients(dy, h, back, weights, routing):
+    """``gradients_of_rows`` by a plain all-gather and torch's grouped product."""
+    rows = _all_rows(dy, routing)
     row_weights = weights.view(-1)[routing.choices].unsqueeze(-1)
-    unweighted = by_torch(of_rows, w.transpose(1, 2), routing.splits)
-    dots = (unweighted.float() * h.float()).sum(1)
-    dh = (unweighted.float() * row_weights).to(h.dtype)
-    dw = grouped.weight_gradient(of_rows, (h.float() * row_weights).to(h.dtype), routing.splits, w.shape[0])
-    choices = torch.where(routing.rows >= 0, dots[routing.rows.clamp(min=0)], 0.0)
-    return dh, dw, reduce_scatter_rows(choices, routing.group)
+    unweighted, h_wide = by_torch(rows, back, routing.splits).float(), h.float()
+    dh, weighted = ((wide * row_weights).to(h.dtype) for wide in (unweighted, h_wide))
+    return GradientsOfRows(dh, weighted, rows, (unweighted * h_wide).sum(1).unsqueeze(0))

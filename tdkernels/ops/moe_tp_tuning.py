@@ -2,226 +2,41 @@
 
 Each is tuned by its own name, and what has been tuned is what runs: a call of tp_moe takes one config for both halves,
 a half that is called alone takes that of its own table. Ids are drawn evenly, of different experts for a token.
+
+The gradients take the configs of the layout "kn" of the other half, be it called alone or not, with the weight as
+[K, N] (whatever the strides of the forward's are). Their sizes are in the words of that product: what is M x N x K of a
+half is M x K x N of its gradient.
+
+    moe_gemm_rs  "kn"   dx of moe_ag_gemm: sums by token without weights
+    moe_ag_gemm  "kn"   dh of moe_gemm_rs, with what its other gradients are made of
+
+The forward has made their routing, whose chunks and stages they keep. Tiles are free: one of other rows than the
+forward's costs two small launches more, to list them, which are not timed.
 """
 
 import torch
 
-from tdkernels.autotune.operator import Floors, register
-from tdkernels.ops import _dense_tuning as dense
-from tdkernels.ops import (
-    _gather,
-    _gather_kernels,
-    _gemm,
-    _grouped,
-    _rank_sum,
-    _swiglu,
-    _tiles,
-    moe_route_kernel,
-    moe_routing,
-    moe_stages,
-)
-from tdkernels.ops import group_gemm_kernel as grouped
+from tdkernels.autotune.operator import register
 from tdkernels.ops import moe_ag_gemm_kernel as ag
 from tdkernels.ops import moe_gemm_rs_kernel as rs
 from tdkernels.ops import moe_tp as op
-from tdkernels.ops._expert_tuning import activation_of, expert_ids, rows_by_expert, why_not_shared
-from tdkernels.ops._tuning import ConfigTunable
-from tdkernels.ops.group_gemm_ways import why_not_torch
-from tdkernels.ops.moe_ag_gemm_kernel import MoeTpConfig
-from tdkernels.ops.moe_route_kernel import MAX_STAGES
-from tdkernels.ops.moe_tp_halves import routing_of, with_tiles
+from tdkernels.ops._collectives import all_gather_rows
+from tdkernels.ops._expert_tuning import activation_of
+from tdkernels.ops._moe_tuning import MoeTunable
+from tdkernels.ops.moe_tp_halves import gradients_of_rows, routing_of, sums_by_token
 
-_SEND_PROGRAMS = 64  # of the second half, that send at a time: enough for the link
 _ROUTE_S = 30e-6  # to gather ids and sort them
-_CHUNK_S = 1e-6  # of a pushing program, to raise the signals of a chunk
-_SUM_BYTES = 5  # times an output by rows: what torch moves to weigh and add it up in fp32
+# Times h: what is moved beside the product for the gradient of its rows, to read it and store it weighted; and by
+# torch, which goes through both in fp32.
+_GRADIENT_BYTES, _TORCH_GRADIENT_BYTES = 2, 30
 
 
-class _MoeTunable(ConfigTunable):
-    """What the three have in common: a problem's first size are all ranks' tokens, the last are experts and choices.
+class MoeAgGemmTunable(MoeTunable):
+    """In the layout "kn" x are the gradients of tokens, and operands have another one, h [M * k, N / W] by choice."""
 
-    divided:  the sizes, by number, that the ranks divide
-    """
-
-    config_class = MoeTpConfig
-    across_nodes = False
-    divided: tuple
-    plain_words = "torch collective and grouped matmul", "torch's collective and grouped matmul"
-    sources = (
-        op, ag, rs, grouped, moe_route_kernel, moe_routing, moe_stages, _gather, _gather_kernels, _gemm, _grouped,
-        _rank_sum, _swiglu, _tiles,
-    )  # fmt: skip
-
-    def weights(self, problem):
-        """The shapes [E, rows, columns] of a rank's weights."""
-        raise NotImplementedError
-
-    def why_not(self, problem):
-        reason = super().why_not(problem)
-        if reason is not None:
-            return reason
-        reason = why_not_shared(self, problem, self.divided, *problem.shape[-2:])
-        if reason is None and activation_of(problem) is not None and self.weights(problem)[0][1] % 2:
-            return f"a rank's rows of gate and up must be even, not {self.weights(problem)[0][1]}"
-        return reason
-
-    def illegal(self, config, problem, device):
-        reason = super().illegal(config, problem, device)
-        if reason is None and config.method == "torch":
-            for shape in self.weights(problem):
-                reason = reason or why_not_torch(shape, problem.torch_dtype, device)
-        return reason
-
-    def completed(self, config, problem, device):
-        if config.method == "torch" or config.tiles is not None:
-            return config
-        return with_tiles(config, self.default(problem, device))
-
-    def default(self, problem, device):
-        tokens, *_, experts, choices = problem.shape
-        return ag.default_config(tokens, choices, experts, self.weights(problem)[0][1], problem.torch_dtype, device)
-
-    def plans(self, problem, device):
-        """What may stand in a config beside tiles: (num_comm_sms, chunk_rows, stages)."""
-        rows = -(-problem.shape[0] // problem.world_size // ag.BLOCK_TOKENS) * ag.BLOCK_TOKENS
-        on_cpu = device.type == "cpu"
-        chunks = sorted({min(chunk, rows) for chunk in ((16,) if on_cpu else (128, 256, 512))})
-        found = []
-        for chunk_rows in chunks:
-            most = min(MAX_STAGES.value, 1 + (problem.world_size - 1) * -(-rows // chunk_rows))
-            for stages in sorted({min(stages, most) for stages in ((1, 2) if on_cpu else (1, 2, 3, 4, 6, 8))}):
-                found += [(num_comm, chunk_rows, stages) for num_comm in ((2,) if on_cpu else (8, 16, 32))]
-        return found
-
-    def space(self, problem, device):
-        return [
-            MoeTpConfig("fused", tiles, *plan)
-            for tiles in dense.tile_space(device, problem.torch_dtype) for plan in self.plans(problem, device)
-        ]  # fmt: skip
-
-    def floors(self, problem):
-        tokens, *_, choices = problem.shape
-        size = problem.torch_dtype.itemsize
-        weights = sum(experts * n * k for experts, n, k in self.weights(problem))
-        flops = 2 * tokens * choices * weights // problem.shape[-2]
-        return Floors(flops, self._rows_on_the_wire(problem) * size, weights * size)
-
-    def _rows_on_the_wire(self, problem):
-        """Elements that come in from the peers, ids and weights of choices aside."""
-        raise NotImplementedError
-
-    def operands(self, problem, device, generator):
-        tokens, *_, experts, choices = problem.shape
-        tokens //= problem.world_size
-        ids = expert_ids(tokens, choices, experts, device, generator)
-        weights = torch.rand(tokens, choices, generator=generator, device=device)
-        new = [
-            torch.randn(shape, generator=generator, dtype=problem.torch_dtype, device=device).mul_(shape[-1] ** -0.5)
-            for shape in self.weights(problem)
-        ]
-        rows = self._rows(problem)
-        x = torch.randn(rows, generator=generator, dtype=problem.torch_dtype, device=device)
-        return x, ids, weights, *new
-
-    def _rows(self, problem):
-        """The shape of the first operand of a rank."""
-        return problem.shape[0] // problem.world_size, self.weights(problem)[0][2]
-
-    def reference_bytes(self, problem):
-        tokens, *_, choices = problem.shape
-        weights = self.weights(problem)
-        widths = sum(n + k for _, n, k in weights)
-        elements = sum(experts * n * k for experts, n, k in weights) + 2 * tokens * (1 + choices) * widths
-        return 2 * max(problem.torch_dtype.itemsize, 4) * elements
-
-    def local(self, operands, problem):
-        """The products alone, by the library: as many rows for each expert."""
-        weights = [w.transpose(1, 2) for w in operands[-len(self.weights(problem)) :]]
-        tokens, *_, experts, choices = problem.shape
-        rows = rows_by_expert(operands[0], tokens * choices, experts)
-
-        def multiply():
-            made = rows
-            for w in weights:  # of gate and up the next one takes as much as SwiGLU leaves
-                made = torch.bmm(made[..., : w.shape[1]], w)
-            return made
-
-        return multiply
-
-    def _unrouted(self, problem, config, device):
-        tokens, *_, experts, choices = problem.shape
-        tokens //= problem.world_size
-        return moe_routing.unrouted(problem.world_size, tokens, choices, experts, config, device)
-
-    # ---- costs ----
-
-    def _product(self, weight, problem, tiles, hardware):
-        """Seconds of the product with a weight: (its tiles, reading the weight once, one tile)."""
-        tokens, *_, choices = problem.shape
-        experts, n, k = weight
-        dtype = problem.torch_dtype
-        if tiles is None:
-            product = 2.0 * tokens * choices * n * k / hardware.flops
-        else:
-            of_expert = -(-tokens * choices // experts // tiles.block_m) * tiles.block_m  # rows, with those of no token
-            product, tile = dense.product_s(experts * of_expert, n, k, dtype, tiles, hardware.num_sms, hardware)
-        moved = tokens * choices * (n + k) * dtype.itemsize / hardware.memory
-        return max(product, moved), experts * n * k * dtype.itemsize / hardware.memory, 0.0 if tiles is None else tile
-
-    def _first_s(self, config, weight, problem, hardware):
-        """Seconds of the half that gathers tokens and multiplies them by a weight."""
-        tokens, ranks = problem.shape[0], problem.world_size
-        row_bytes = weight[2] * problem.torch_dtype.itemsize
-        wire = (ranks - 1) * tokens // ranks * row_bytes
-        product, reading, tile = self._product(weight, problem, config.tiles, hardware)
-        if config.method == "torch":
-            moved = (2 * problem.shape[-1] + 1) * tokens * row_bytes / hardware.memory  # tokens to their rows
-            return self._collective_s(wire, hardware) + moved + max(product, reading)
-        rate = dense.push_rate(config.num_comm_sms, hardware)
-        chunks = (ranks - 1) * -(-tokens // ranks // config.chunk_rows)
-        # What comes first and what comes last is a chunk.
-        chunk = min(config.chunk_rows, tokens // ranks) * row_bytes / rate
-        wire = wire / rate + chunk + -(-chunks // config.num_comm_sms) * _CHUNK_S
-        stages = [config.stages] if config.stages else range(1, MAX_STAGES.value + 1)  # or as often as pays
-        return min(moe_stages.seconds_of_stages(n, ranks, wire, product, reading, 0.5 * tile) for n in stages)
-
-    def _second_s(self, config, weight, problem, hardware):
-        """Seconds of the half that multiplies rows by a weight and brings sums to the tokens' ranks."""
-        tokens, ranks = problem.shape[0], problem.world_size
-        row_bytes = weight[1] * problem.torch_dtype.itemsize
-        wire = (ranks - 1) * tokens // ranks * row_bytes
-        product, reading, tile = self._product(weight, problem, config.tiles, hardware)
-        rows = problem.shape[-1] * tokens * row_bytes / hardware.memory
-        if config.method == "torch":
-            return max(product, reading) + _SUM_BYTES * rows + self._collective_s(wire, hardware)
-        # Our own tokens come last, when all else is on its way.
-        return max(product, reading, wire / dense.push_rate(_SEND_PROGRAMS, hardware)) + 2 * tile + 2 * rows / ranks
-
-    def _collective_s(self, wire_bytes, hardware):
-        return dense.sequence_s(0, 0, 0, wire_bytes, torch.bfloat16, hardware)
-
-    # ---- the operands that an explanation gets ----
-
-    def _operands(self, names, shapes):
-        """The shapes of a rank's operands by name; ValueError unless they are as many, and of tokens and weights."""
-        if len(shapes) != len(names) or any(
-            len(shape) != (3 if name.startswith("w") else 2) for name, shape in zip(names, shapes, strict=True)
-        ):
-            raise ValueError(f"{self.name}: the operands are {', '.join(names)}, not of shapes {list(shapes)}")
-        return shapes
-
-    def _unless(self, fits, shapes):
-        if not fits:
-            raise ValueError(f"{self.name}: the operands {list(map(list, shapes))} do not fit")
-
-    def layout_of(self, *operands):
-        return self.layouts[0]
-
-
-class MoeAgGemmTunable(_MoeTunable):
     name = "moe_ag_gemm"
     sizes = ("m", "n", "k", "experts", "choices")
-    layouts = ("none", "swiglu", "swiglu_interleaved")
+    layouts = ("none", "swiglu", "swiglu_interleaved", "kn")
     divided = (0, 1)
 
     def sizes_of(self, *shapes, world_size):
@@ -236,32 +51,96 @@ class MoeAgGemmTunable(_MoeTunable):
     def _rows_on_the_wire(self, problem):
         return (problem.world_size - 1) * problem.shape[0] // problem.world_size * problem.shape[2]
 
+    def plans(self, problem, device):
+        plans = super().plans(problem, device)
+        if problem.layout != "kn":
+            return plans
+        default = self.default(problem, device)
+        numbers = dict.fromkeys(num_comm for num_comm, *_ in plans)
+        return [(num_comm, default.chunk_rows, default.stages) for num_comm in numbers]
+
+    def operands(self, problem, device, generator):
+        x, *others = super().operands(problem, device, generator)
+        if problem.layout != "kn":
+            return x, *others
+        shape = self._rows_of_h(problem)
+        return x, torch.randn(shape, generator=generator, dtype=x.dtype, device=device), *others
+
+    def _rows_of_h(self, problem):
+        return problem.shape[0] * problem.shape[-1], self.weights(problem)[0][1]
+
+    def reference_bytes(self, problem):
+        nbytes = super().reference_bytes(problem)
+        if problem.layout != "kn":
+            return nbytes
+        rows, width = self._rows_of_h(problem)
+        return nbytes + 2 * max(problem.torch_dtype.itemsize, 4) * 8 * rows * width
+
     def estimate_ms(self, config, problem, hardware):
-        return 1e3 * (_ROUTE_S + self._first_s(config, self.weights(problem)[0], problem, hardware))
+        product = self._first_s(config, self.weights(problem)[0], problem, hardware)
+        if problem.layout != "kn":
+            return 1e3 * (_ROUTE_S + product)
+        rows, width = self._rows_of_h(problem)
+        times = _TORCH_GRADIENT_BYTES if config.method == "torch" else _GRADIENT_BYTES
+        return 1e3 * (product + times * rows * width * problem.torch_dtype.itemsize / hardware.memory)
 
     def reference(self, operands, problem, group):
+        if problem.layout == "kn":
+            return _gradients_ref(*operands, group)
         x, ids, _, w = operands
         return op.moe_ag_gemm_ref(x, ids, w, activation=activation_of(problem), group=group)
 
+    def prepared(self, operands, problem, group, config):
+        """Of a gradient with a routing, as the forward would have made it, h in its order, and all ranks' weights."""
+        if problem.layout != "kn":
+            return operands
+        x, h, ids, weights, w = operands
+        routing = routing_of(self.name, ids, w, group, config)
+        return x, h[routing.choices], w, all_gather_rows(weights, group), routing
+
     def run(self, operands, problem, group, config):
+        if problem.layout == "kn":
+            made = gradients_of_rows(*operands, config)
+            return made.dh, made.weighted, made.dots, operands[-1]
         x, ids, _, w = operands
         return op.moe_ag_gemm(x, ids, w, activation=activation_of(problem), group=group, config=config)
 
     def comparable(self, output, problem):
-        h, routing = output
+        h, *others, routing = output
+        if problem.layout == "kn":
+            weighted, dots = others
+            h = torch.cat([h, weighted, dots.sum(0).unsqueeze(1).to(h.dtype)], 1)
         return h[routing.rows.flatten()]  # by choice: none of ours is dropped
 
     def compile(self, operands, problem, config):
-        x, *_, w = operands
-        ag.compile(x, w, self._unrouted(problem, config, x.device), config, activation_of(problem))
+        x, *_, weights, w = operands
+        gradients = ag.Gradients(operands[1], weights) if problem.layout == "kn" else None
+        routing = self._unrouted(problem, config, x.device)
+        ag.compile(x, w, routing, config, activation_of(problem), gradients)
 
 
-class MoeGemmRsTunable(_MoeTunable):
-    """Chunks and stages are those of the routing, which another half has made: only tiles are to be found."""
+def _gradients_ref(dy, h, topk_ids, topk_weights, w, group):
+    """By choice, of all tokens, beside each other: the gradient of h, h weighted, and h times its gradient unweighted.
+
+    [M * k, 2 * N / W + 1], of tokens' gradients dy [M / W, K] and h [M * k, N / W] by choice.
+    """
+    unweighted = op.moe_ag_gemm_ref(dy, topk_ids, w, group=group)
+    wide = torch.promote_types(dy.dtype, torch.float32)
+    weights = all_gather_rows(topk_weights, group).view(-1, 1).to(wide)
+    unweighted, h = unweighted.to(wide), h.to(wide)
+    parts = unweighted * weights, h * weights, (unweighted * h).sum(1, keepdim=True)
+    return torch.cat(parts, 1).to(dy.dtype)
+
+
+class MoeGemmRsTunable(MoeTunable):
+    """Chunks and stages are those of the routing, which another half has made: only tiles are to be found.
+
+    In the layout "kn" there are no weights of choices: of the operands their shape counts.
+    """
 
     name = "moe_gemm_rs"
     sizes = ("m", "n", "k", "experts", "choices")
-    layouts = ("nk",)
+    layouts = ("nk", "kn")
     divided = (0, 2)
 
     def sizes_of(self, *shapes, world_size):
@@ -288,23 +167,31 @@ class MoeGemmRsTunable(_MoeTunable):
         return 1e3 * self._second_s(config, self.weights(problem)[0], problem, hardware)
 
     def reference(self, operands, problem, group):
-        return op.moe_gemm_rs_ref(*operands, group=group)
+        h, ids, weights, w = operands
+        weights = torch.ones_like(weights) if problem.layout == "kn" else weights
+        return op.moe_gemm_rs_ref(h, ids, weights, w, group=group)
 
     def prepared(self, operands, problem, group, config):
         """With a routing, as a first half would have made it, and rows in its order."""
         h, ids, weights, w = operands
-        routing = routing_of(self.name, ids, w, group, config)
+        # That of a gradient was made for the weight that this one is the transpose of.
+        of_forward = w.transpose(1, 2) if problem.layout == "kn" else w
+        routing = routing_of(self.name, ids, of_forward, group, config)
         return h[routing.choices], routing, weights, w
 
     def run(self, operands, problem, group, config):
+        if problem.layout == "kn":
+            h, routing, _, w = operands
+            return sums_by_token(h, w, routing, None, config)
         return op.moe_gemm_rs(*operands, group=group, config=config)
 
     def compile(self, operands, problem, config):
         h, _, weights, w = operands
-        rs.compile(h, w, self._unrouted(problem, config, h.device), weights.new_empty(1), config)
+        weights = None if problem.layout == "kn" else weights.new_empty(1)
+        rs.compile(h, w, self._unrouted(problem, config, h.device), weights, config)
 
 
-class TpMoeTunable(_MoeTunable):
+class TpMoeTunable(MoeTunable):
     name = "tp_moe"
     sizes = ("m", "hidden", "intermediate", "experts", "choices")
     layouts = ("swiglu", "swiglu_interleaved", "none")

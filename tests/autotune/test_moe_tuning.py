@@ -7,19 +7,23 @@ import torch
 import torch.distributed as dist
 
 import tdkernels
-from tdkernels import MoeTpConfig, Tiles, explain
+from tdkernels import MoeTpConfig, Tiles, autotune, explain
 from tdkernels.autotune import choose, tuner
 from tdkernels.autotune.operator import tunable
 from tdkernels.autotune.problem import Problem
-from tdkernels.ops import _device, moe_ag_gemm_kernel, moe_gemm_rs_kernel
+from tdkernels.autotune.reference import Reference
+from tdkernels.ops import _device, moe_ag_gemm_kernel, moe_gemm_rs_kernel, moe_tp_halves
+from tdkernels.ops._config import as_argument
+from tdkernels.ops.moe_tp_compiled import tp_moe_compiled
 from tdkernels.symm.group import group_state
 from tests.aot import recorded_launches
 from tests.autotune import experts
 from tests.autotune.entries import cache_in
 from tests.autotune.experts import entry_of, problem_of
 from tests.autotune.test_choose import counted, tables_in, tune_by_hand
+from tests.mixture import NAMES
 from tests.ops.sliced import BF16, FP32, Sliced
-from tests.ranks import a_group, on_ranks
+from tests.ranks import a_group, device, on_ranks
 
 TILES = Tiles(32, 32, 32, num_warps=4, num_stages=2)
 TUNED = MoeTpConfig(tiles=TILES, num_comm_sms=1, chunk_rows=16, stages=2)
@@ -27,23 +31,50 @@ EXPLICIT = MoeTpConfig(tiles=TILES, num_comm_sms=1, chunk_rows=32, stages=1)
 TORCH = MoeTpConfig(method="torch")
 # Tokens, H and I or N and K, experts and choices of the whole problem. In fp32 so many that errors are those of sums:
 # with a few elements plain torch happens to be exact on some CPUs.
-PROBLEMS = {
-    "tp_moe": ((16, 96, 64, 2, 1), "swiglu", FP32),
-    "moe_ag_gemm": ((8, 12, 16, 2, 1), "swiglu_interleaved", BF16),
-    "moe_gemm_rs": ((8, 12, 6, 2, 1), "nk", BF16),
-}
-OPERATORS = list(PROBLEMS)
+PROBLEMS = [
+    ("tp_moe", (16, 96, 64, 2, 1), "swiglu", FP32),
+    ("moe_ag_gemm", (8, 12, 16, 2, 1), "swiglu_interleaved", BF16),
+    ("moe_gemm_rs", (8, 12, 6, 2, 1), "nk", BF16),
+    ("moe_ag_gemm", (8, 32, 16, 3, 2), "kn", BF16),
+    ("moe_gemm_rs", (8, 16, 32, 3, 2), "kn", BF16),
+]
+OPERATORS = ["tp_moe", "moe_ag_gemm", "moe_gemm_rs"]
+GRADIENTS = [("moe_ag_gemm", "kn"), ("moe_gemm_rs", "kn")]
 
 
-def are_tuned(folder):
+def is_tuned(folder, *problem):
+    operator, shape, layout, dtype = problem
     with cache_in(folder / f"rank{dist.get_rank()}"):
-        return [experts.tunes(operator, shape, layout, TUNED, dtype)
-                for operator, (shape, layout, dtype) in PROBLEMS.items()]  # fmt: skip
+        return experts.tunes(operator, shape, layout, TUNED, dtype)
 
 
-def test_all_ranks_find_the_same(tmp_path):
-    first, second = on_ranks(2, are_tuned, tmp_path)
+@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: f"{problem[0]}-{problem[2]}")
+def test_all_ranks_find_the_same(tmp_path, problem):
+    first, second = on_ranks(2, is_tuned, tmp_path, *problem)
     assert first == second
+
+
+def refuses_what_is_wrong(operator):
+    """A gradient's candidate is right in all that it leaves, or out."""
+    group, op = dist.group.WORLD, tunable(operator)
+    problem = problem_of(operator, (8, 16, 16, 3, 2), "kn", "bfloat16")
+    operands = op.operands(problem, device(), torch.Generator(device()).manual_seed(1 + dist.get_rank()))
+    reference = Reference(op, problem, operands, group)
+    for config in (TUNED, TORCH):
+        made = op.run(op.prepared(operands, problem, group, config), problem, group, config)
+        tdkernels.synchronize()
+        reference.check(op.comparable(made, problem))
+        for part in made[:3] if operator == "moe_ag_gemm" else [made]:
+            right = part.clone()
+            part.mul_(1.25)
+            with pytest.raises(ArithmeticError, match="wrong: errors"):
+                reference.check(op.comparable(made, problem))
+            part.copy_(right)
+
+
+@pytest.mark.parametrize("operator", ["moe_ag_gemm", "moe_gemm_rs"])
+def test_what_is_wrong_in_a_gradient(operator):
+    on_ranks(2, refuses_what_is_wrong, operator)
 
 
 BAD = [
@@ -57,7 +88,11 @@ BAD = [
     (("moe_ag_gemm", 8, 14, 16, 3, 2), {"layout": "swiglu"}, "a rank's rows of gate and up must be even, not 7"),
     (("moe_gemm_rs", 8, 12, 7, 3, 2), {}, "moe_gemm_rs: K = 7 is not divisible by 2 ranks"),
     (("moe_gemm_rs", 8, 0, 6, 3, 2), {}, "5 positive sizes"),
-    (("moe_gemm_rs", 8, 12, 6, 3, 2), {"layout": "kn"}, "layout must be one of nk, not 'kn'"),
+    (("moe_gemm_rs", 8, 12, 6, 3, 2), {"layout": "swiglu"}, "layout must be one of nk, kn, not 'swiglu'"),
+    (("moe_gemm_rs", 8, 12, 7, 3, 2), {"layout": "kn"}, "moe_gemm_rs: K = 7 is not divisible by 2 ranks"),
+    (("moe_ag_gemm", 8, 15, 16, 3, 2), {"layout": "kn"}, "moe_ag_gemm: N = 15 is not divisible by 2 ranks"),
+    (("moe_ag_gemm", 8, 14, 16, 3, 2), {"layout": "nk"}, "layout must be one of none, swiglu, swiglu_interleaved, kn,"),
+    (("tp_moe", 8, 12, 6, 3, 2), {"layout": "kn"}, "layout must be one of swiglu, swiglu_interleaved, none, not 'kn'"),
 ]
 
 
@@ -99,7 +134,8 @@ def entries(config, other=None, width=12, hidden=3, dtype="float32"):
 
 
 def take_the_entry(folder):
-    """Forward ours in the tuned config, backward in the default; later calls ask nobody; an explicit config wins."""
+    """Forward in the tuned config, backward in the default, of which nothing is known; later calls ask nobody; an
+    explicit config wins."""
     rows = MoeTpConfig(tiles=Tiles(32, 64, 32, num_warps=4, num_stages=2), chunk_rows=16)
     with a_group() as group, tables_in(folder):
         tune_by_hand(*entries(TUNED, rows))
@@ -113,7 +149,8 @@ def take_the_entry(folder):
             layer.check({"y": halves(layer).detach()})
         assert [config for _, config in ran] == [TUNED, rows]
         assert {(problem.operator, choice.source) for (problem, _), choice in state.choices.items()
-                if problem.operator in OPERATORS} == {(operator, "cache") for operator in OPERATORS}  # fmt: skip
+                if problem.operator in OPERATORS and problem.layout != "kn"
+                } == {(operator, "cache") for operator in OPERATORS}  # fmt: skip
         with launches() as ran, counted(state, "exchange") as exchanges, counted(choose, "look_up") as looks:
             layer.check({"y": layer.call().detach()})
             assert (exchanges, looks) == ([0], [0])
@@ -157,6 +194,124 @@ def test_a_call_takes_torchs_sequence(tmp_path):
     on_ranks(2, take_torch, tmp_path)
 
 
+# Of gradients' products. Chunks and stages are the routing's, whatever these say.
+OF_DH = MoeTpConfig(tiles=Tiles(32, 64, 32, num_warps=4, num_stages=2), num_comm_sms=3, chunk_rows=48, stages=5)
+OF_DX = MoeTpConfig(tiles=Tiles(64, 32, 32, num_warps=4, num_stages=2), chunk_rows=64, stages=1)
+# Of a type and sizes that torch's product takes on a GPU.
+WIDE = {"width": 16, "hidden": 8, "dtype": BF16}
+
+
+def of_gradients(of_dh, of_dx, tokens=8):
+    """Entries for the gradients of ``a_layer`` with WIDE, of so many tokens of all ranks."""
+    return (
+        entry_of(of_dh, "moe_ag_gemm", (tokens, 16, 16, 2, 1), "kn", dtype="bfloat16"),
+        entry_of(of_dx, "moe_gemm_rs", (tokens, 16, 32, 2, 1), "kn", dtype="bfloat16"),
+    )
+
+
+def compiled(layer, config=None):
+    """A layer as torch.compile has it called."""
+    group, text = layer.group.group_name, as_argument(config)
+    return tp_moe_compiled(*layer.operands(), layer.activation, group, text)
+
+
+CALLS = {"tp_moe": Sliced.call, "halves": halves, "compiled": compiled}
+
+
+def trained(layer, call, wanted=NAMES, **options):
+    """The configs of the kernels that ran; y and the gradients that are wanted are right."""
+    layer.require(wanted)
+    with launches() as ran:
+        y = call(layer, **options)
+        y.backward(layer.dy)
+    results = {"y": y.detach(), **layer.gradients()}
+    assert results.keys() == {"y", *(f"d{name}" for name in wanted)}
+    layer.check(results)
+    return [config for _, config in ran]
+
+
+def go_backward(folder, call):
+    """Gradients run as was tuned for them; later calls ask nobody; an explicit config is that of the gradients, too."""
+    call = CALLS[call]
+    with a_group() as group, tables_in(folder, user=f"rank{dist.get_rank()}"):
+        tune_by_hand(*entries(TUNED, width=16, hidden=8, dtype="bfloat16"), *of_gradients(OF_DH, OF_DX))  # on rank 0
+        layer, state = a_layer(group, **WIDE), group_state(group)
+        with counted(choose, "look_up") as looks:
+            assert trained(layer, call) == [TUNED, TUNED, OF_DH, OF_DX]
+        assert (looks[0] > 0) == (dist.get_rank() == 0)
+        sources = {
+            problem.operator: choice.source for (problem, _), choice in state.choices.items() if problem.layout == "kn"
+        }  # fmt: skip
+        assert sources == {"moe_ag_gemm": "cache", "moe_gemm_rs": "cache"}
+        known = dict(state.choices)
+        with counted(state, "exchange") as exchanges, counted(choose, "look_up") as looks:
+            assert trained(layer, call) == [TUNED, TUNED, OF_DH, OF_DX]
+            assert (exchanges, looks) == ([0], [0])
+        assert trained(layer, call, config=EXPLICIT) == [EXPLICIT] * 4 and state.choices == known
+        for name, expected in (
+            ("x", [OF_DH, OF_DX]), ("topk_weights", [OF_DH]), ("w_gate_up", [OF_DH]), ("w_down", [OF_DH]),
+        ):  # fmt: skip
+            assert trained(layer, call, wanted=(name,))[2:] == expected, name
+        with autotune.mode("off"):
+            ran = trained(a_layer(group, **WIDE), call)
+            assert len(ran) == 4 and not {TUNED, OF_DH, OF_DX} & set(ran[2:])
+        del group, layer, state
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_gradients_take_what_was_tuned(tmp_path, call):
+    on_ranks(2, go_backward, tmp_path, call)
+
+
+def go_backward_by_the_routing(folder):
+    """Three chunks and as many stages, as the forward has made them, by entries that say otherwise."""
+    forward = MoeTpConfig(tiles=TILES, num_comm_sms=1, chunk_rows=16, stages=3)
+    with a_group() as group, tables_in(folder):
+        entry = entry_of(forward, "tp_moe", (80, 16, 16, 2, 1), dtype="bfloat16")
+        tune_by_hand(entry, *of_gradients(OF_DH, OF_DX, tokens=80))
+        layer = a_layer(group, tokens=40, **WIDE)
+        assert trained(layer, Sliced.call) == [forward, forward, OF_DH, OF_DX]
+        del group, layer
+
+
+def test_gradients_keep_chunks_and_stages_of_the_forward(tmp_path):
+    on_ranks(2, go_backward_by_the_routing, tmp_path)
+
+
+def go_backward_by_torch(folder, which):
+    """By torch for one gradient alone, whose other products are ours; of nothing else is anything known."""
+    with a_group() as group, tables_in(folder):
+        tune_by_hand(*of_gradients(*((TORCH, OF_DX) if which == "dh" else (OF_DH, TORCH))))
+        for call in CALLS.values():
+            layer = a_layer(group, **WIDE)
+            forward, ran = trained(layer, call)[:2], trained(layer, call)
+            assert ran == [*forward, OF_DX if which == "dh" else OF_DH]
+            assert {config.method for config in forward} == {"fused"}
+        del group, layer
+
+
+@pytest.mark.parametrize("which", ["dh", "dx"])
+def test_one_gradient_by_torch(tmp_path, which):
+    on_ranks(2, go_backward_by_torch, tmp_path, which)
+
+
+def go_backward_unevenly():
+    """Ranks whose gradients are of other operators: named, on both."""
+    with a_group() as group, autotune.mode("cached"):
+        layer = a_layer(group, **WIDE)
+        x, ids, weights, w_gate_up, w_down = layer.operands()
+        h, routing = tdkernels.moe_ag_gemm(x, ids, w_gate_up, activation="swiglu", group=group)
+        back = (w_gate_up, w_down)[group.rank()].transpose(1, 2)
+        operator = ("moe_gemm_rs", "moe_ag_gemm")[group.rank()]
+        with pytest.raises(ValueError, match="moe_gemm_rs.*moe_ag_gemm"):
+            moe_tp_halves.config_of_gradient(operator, back, routing, None)
+        del group, layer, routing
+
+
+def test_gradients_that_differ():
+    on_ranks(2, go_backward_unevenly)
+
+
 @contextlib.contextmanager
 def nested_tuning():
     """What is tuned within: (the operator, in how many others' tuning)."""
@@ -195,6 +350,29 @@ def test_the_mode_on(tmp_path):
     on_ranks(2, tune_in_a_call, tmp_path)
 
 
+def tune_in_a_backward(folder):
+    """Each gradient when it is first asked for, and the gradients that were under way are right."""
+    with contextlib.ExitStack() as stack:
+        group = stack.enter_context(a_group())
+        stack.enter_context(tables_in(folder, mode="on"))
+        for operator in (*OPERATORS, "all_gather", "reduce_scatter"):
+            stack.enter_context(experts.space(operator))
+        tune_by_hand(*entries(TUNED))
+        tuned = stack.enter_context(nested_tuning())
+        for call, expected in ((Sliced.call, ["moe_ag_gemm", "moe_gemm_rs"]), (halves, [])):
+            tuned.clear()
+            trained(a_layer(group), call)
+            assert [name for name, depth in tuned if name in OPERATORS and not depth] == expected
+        found = {(problem.operator, problem.layout): choice.source
+                 for (problem, _), choice in group_state(group).choices.items()}  # fmt: skip
+        assert found["moe_ag_gemm", "kn"] == found["moe_gemm_rs", "kn"] == "cache"
+        del group
+
+
+def test_the_mode_on_in_a_backward(tmp_path):
+    on_ranks(2, tune_in_a_backward, tmp_path)
+
+
 # ---- without ranks ----
 
 
@@ -204,6 +382,8 @@ def test_the_mode_on(tmp_path):
         ("moe_ag_gemm", ((4, 12), (4, 2), (3, 8, 12)), {}, (8, 16, 12, 3, 2), "none"),
         ("moe_ag_gemm", ((4, 12), (4, 2), (3, 8, 12)), {"layout": "swiglu"}, (8, 16, 12, 3, 2), "swiglu"),
         ("moe_gemm_rs", ((16, 6), None, (4, 2), (3, 12, 6)), {}, (8, 12, 12, 3, 2), "nk"),
+        ("moe_ag_gemm", ((4, 12), (4, 2), (3, 6, 12)), {"layout": "kn"}, (8, 12, 12, 3, 2), "kn"),
+        ("moe_gemm_rs", ((16, 8), None, (4, 2), (3, 12, 8)), {"layout": "kn"}, (8, 12, 16, 3, 2), "kn"),
         ("tp_moe", ((4, 12), (4, 2), (4, 2), (3, 8, 12), (3, 12, 4)), {}, (8, 12, 8, 3, 2), "swiglu"),
         ("tp_moe", ((4, 12), (4, 2), (4, 2), (3, 4, 12), (3, 12, 4)), {}, (8, 12, 8, 3, 2), "none"),
     ],
@@ -246,9 +426,8 @@ def test_what_cannot_run_is_no_candidate():
 SIZES = [(2, 64, 64, 64, 4, 2), (8, 8192, 14336, 4096, 8, 2), (4, 512, 2048, 7168, 256, 8), (3, 96, 312, 48, 5, 5)]
 
 
-@pytest.mark.parametrize("operator", OPERATORS)
-def test_estimates(operator):
-    layout = tunable(operator).layouts[0]
+@pytest.mark.parametrize("operator, layout", [*((name, tunable(name).layouts[0]) for name in OPERATORS), *GRADIENTS])
+def test_estimates(operator, layout):
     swap = operator != "moe_ag_gemm"
     sizes = [(ranks, layout, m, k if swap else n, n if swap else k, *rest) for ranks, m, n, k, *rest in SIZES]
     with experts.an_h200():
@@ -270,9 +449,11 @@ def test_more_stages_pay_where_experts_have_many_rows():
         assert best[64] == 1 < best[32768]
 
 
-@pytest.mark.parametrize("operator", OPERATORS)
-def test_what_is_compiled_ahead_is_what_a_call_launches(operator):
-    shape, layout = (64, 128, 64, 4, 2), tunable(operator).layouts[-1]
+@pytest.mark.parametrize("operator, layout", [
+    ("tp_moe", "none"), ("moe_ag_gemm", "swiglu_interleaved"), ("moe_gemm_rs", "nk"), *GRADIENTS,
+])  # fmt: skip
+def test_what_is_compiled_ahead_is_what_a_call_launches(operator, layout):
+    shape = 64, 128, 64, 4, 2
     problem = Problem(operator, "cpu", 2, 2, "bfloat16", layout, shape)
     op, config = tunable(operator), MoeTpConfig(tiles=Tiles(64, 64, 64))
     first, second = moe_ag_gemm_kernel, moe_gemm_rs_kernel
@@ -281,12 +462,13 @@ def test_what_is_compiled_ahead_is_what_a_call_launches(operator):
         operands = op.operands(problem, torch.device("cpu"), torch.Generator())
         x, *_, weights, w = operands if operator != "tp_moe" else (operands[0], *operands[2:4])
         routing = op._unrouted(problem, config, x.device)
-        activation = None if layout in ("nk", "none") else layout
+        activation = None if layout in ("nk", "kn", "none") else layout
+        gradients = moe_ag_gemm_kernel.Gradients(operands[1], torch.ones(64, 2)) if layout == "kn" else None
         if operator != "moe_gemm_rs":
-            first.launch(x, w, routing, config, activation)
+            first.launch(x, w, routing, config, activation, gradients=gradients)
         if operator != "moe_ag_gemm":
-            down = operands[-1]
-            second.launch(x.new_empty(128, down.shape[2]), down, routing, torch.ones(64, 2), config)
+            down, of_choices = operands[-1], None if layout == "kn" else torch.ones(64, 2)
+            second.launch(x.new_empty(128, down.shape[2]), down, routing, of_choices, config)
         launched = [*rows, *sums]
         rows.clear(), sums.clear()
         op.compile([tensor.to("meta") for tensor in operands], problem, config)

@@ -58,7 +58,7 @@ def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch):
         (["ag_gemm", "--shape", "8x8"], "--shape must be 3 positive whole numbers, MxNxK, not '8x8'"),
         (["ag_gemm", "--shape", "8x0x8"], "--shape must be 3 positive whole numbers"),
         (["moe_ag_gemm", "--shape", "8x8x8"], "--shape must be 5 positive whole numbers, MxNxKxEXPERTSxCHOICES"),
-        (["moe_ag_gemm", "--shape", "8x8x8x4x2", "--layout", "kn", "--world-size", "2"], "layout must be one of none"),
+        (["moe_ag_gemm", "--shape", "8x8x8x4x2", "--layout", "nk", "--world-size", "2"], "layout must be one of none"),
         (["ag_gemm", "--shape", "7x8x8", "--world-size", "2"], "M = 7 is not divisible by 2 ranks"),
         (["gemm_rs", "--shape", "8x8x9", "--world-size", "2"], "K = 9 is not divisible by 2 ranks"),
         (["ag_gemm", "--shape", "8x8x8", "--world-size", "1"], "--world-size must be auto or a number from 2"),
