@@ -1,9 +1,9 @@
 """Which config a call runs with, and how the ranks come to the same one.
 
 In this order: the config that the call was given; the user's cache; the table that came with the package; the nearest
-shape of either; the default. An entry of the user's cache counts only for the versions that it was measured with, the
-package's tables count for all: what was best elsewhere is a better guess than a default. Rank 0 looks up and the others
-follow, so that it does not matter what is in their files.
+shape of either; the table that came for a kindred GPU; the default. An entry of the user's cache counts only for the
+versions that it was measured with, the package's tables count for all: what was best elsewhere is a better guess than a
+default. Rank 0 looks up and the others follow, so that it does not matter what is in their files.
 """
 
 import logging
@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from tdkernels.autotune import cache, table
+from tdkernels.autotune.hardware import KIN
 from tdkernels.autotune.modes import get_mode
 from tdkernels.autotune.operator import versions
 from tdkernels.symm.group import group_state
@@ -21,6 +22,8 @@ _log = logging.getLogger("tdkernels")
 
 # Where a config came from.
 EXPLICIT, CACHE, SHIPPED, NEAREST, DEFAULT = "explicit", "cache", "shipped", "nearest", "default"
+KINDRED = "kindred"
+_GUESSES = NEAREST, KINDRED, DEFAULT  # worth tuning instead, where that is wished
 
 _warned = set()  # (operator, GPU) of which this process has said that nobody has tuned them
 _MAX_CALLS = 4096  # whose shapes may go on changing for ever
@@ -108,22 +111,41 @@ def forget(tunable, problem, choices):
 
 def look_up(tunable, problem, device, mode):
     """What this rank would choose by itself."""
-    if mode != "off":
-        current = versions(tunable)
-        name = problem.operator, problem.gpu
-        mine = [entry for entry in cache.user_entries(*name) if entry.versions == current]
-        shipped = cache.shipped_entries(*name)
-        for source, entries in ((CACHE, mine), (SHIPPED, shipped)):
-            exact = [entry for entry in entries if entry.problem == problem]
-            choice = _usable(tunable, problem, device, source, exact[-1]) if exact else None
-            if choice is not None:
-                return choice
-        similar = table.nearest(mine + shipped, problem)
-        choice = _usable(tunable, problem, device, NEAREST, similar) if similar is not None else None
-        if choice is None or not tunable.suits(choice.config, problem, device):
-            choice = Choice(tunable.fallback(problem, device), DEFAULT)
-        return choice
-    return Choice(tunable.default(problem, device), DEFAULT)
+    if mode == "off":
+        return Choice(tunable.default(problem, device), DEFAULT)
+    current = versions(tunable)
+    name = problem.operator, problem.gpu
+    mine = [entry for entry in cache.user_entries(*name) if entry.versions == current]
+    shipped = cache.shipped_entries(*name)
+    for source, entries in ((CACHE, mine), (SHIPPED, shipped)):
+        choice = _exact(tunable, problem, device, source, entries)
+        if choice is not None:
+            return choice
+    choice = _similar(tunable, problem, device, NEAREST, mine + shipped) or _of_kin(tunable, problem, device)
+    return choice or Choice(tunable.fallback(problem, device), DEFAULT)
+
+
+def _exact(tunable, problem, device, source, entries):
+    """The Choice that entries have for this very problem, or None."""
+    exact = [entry for entry in entries if entry.problem == problem]
+    return _usable(tunable, problem, device, source, exact[-1]) if exact else None
+
+
+def _similar(tunable, problem, device, source, entries):
+    """The Choice of the nearest shape, or None."""
+    similar = table.nearest(entries, problem)
+    choice = _usable(tunable, problem, device, source, similar) if similar is not None else None
+    return choice if choice is not None and tunable.suits(choice.config, problem, device) else None
+
+
+def _of_kin(tunable, problem, device):
+    """The Choice that would be made on a kindred GPU, which has the same ways to lose time, or None."""
+    kin = KIN.get(problem.gpu)
+    if kin is None:
+        return None
+    theirs = replace(problem, gpu=kin)
+    shipped = cache.shipped_entries(problem.operator, kin)
+    return _exact(tunable, theirs, device, KINDRED, shipped) or _similar(tunable, theirs, device, KINDRED, shipped)
 
 
 def _usable(tunable, problem, device, source, entry):
@@ -157,7 +179,7 @@ def _agree(tunable, problem, device, group, fields):
     if "error" in offers[0]:
         raise RuntimeError(f"{tunable.name}: rank 0 could not choose a config: {offers[0]['error']}")
     choice = own or _from_offer(tunable, offers[0])
-    if mode != "on" or choice.source not in (NEAREST, DEFAULT):
+    if mode != "on" or choice.source not in _GUESSES:
         return choice, True
     if not all(offer["tune"] for offer in offers):
         return choice, False

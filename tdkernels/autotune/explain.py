@@ -17,7 +17,7 @@ from tdkernels.symm.group import group_state
 class Explanation:
     """What would run; ``str()`` of it is meant to be read.
 
-    problem, config, source:    source is "explicit", "cache", "shipped", "nearest" or "default"
+    problem, config, source:    source is "explicit", "cache", "shipped", "nearest", "kindred" or "default"
     tuned_for:                  the problem for which the config was tuned; None for a default or explicit one
     expected_ms, measured:      of a call; measured for this very problem, or estimated
     plain_ms:                   of torch's collective and matmul in sequence, where it was measured
@@ -110,6 +110,7 @@ _ORIGIN = {
     "cache": "the cache on disk: tuned here",
     "shipped": "the table that comes with tdkernels",
     "nearest": "the nearest shape that was tuned",
+    "kindred": "the table that comes with tdkernels, of a GPU of the same kind",
     "default": "nowhere: the default, nobody has tuned anything near it",
 }
 

@@ -27,6 +27,9 @@ class Hardware:
 # flops of 16-bit types, memory, link. cuBLAS at 8192 cubed, a device-to-device copy and copies round a ring of 4 GPUs.
 _MEASURED = {"NVIDIA H200": (790e12, 4.3e12, 380e9)}
 
+# GPUs of which nothing is shipped, by what stands for them: as many multiprocessors of the same kind, as many links.
+KIN = {"NVIDIA H100 80GB HBM3": "NVIDIA H200"}
+
 # 16-bit flops of a multiprocessor a cycle, of which a library reaches about four fifths; by compute capability.
 _FLOPS_PER_CYCLE = {8: 2048, 9: 4096, 10: 8192, 12: 2048}
 _REACHED = 0.8
@@ -56,4 +59,5 @@ def _guess(properties):
     per_cycle = properties.multi_processor_count * _FLOPS_PER_CYCLE.get(properties.major, 2048)
     flops = per_cycle * of("clock_rate", 1.5e6) * 1e3
     memory = 2 * of("memory_clock_rate", 1e6) * 1e3 * of("memory_bus_width", 4096) / 8  # twice a clock
-    return flops * _REACHED, memory * _REACHED, _LINK_GUESS
+    kin = _MEASURED.get(KIN.get(properties.name))
+    return flops * _REACHED, memory * _REACHED, kin[2] if kin else _LINK_GUESS

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 import tdkernels
-from tdkernels import autotune
+from tdkernels import autotune, explain
 from tdkernels.autotune import cache, choose, table, tuner
-from tdkernels.autotune.hardware import Hardware
+from tdkernels.autotune.hardware import KIN, Hardware
 from tdkernels.autotune.operator import tunable, versions
 from tdkernels.autotune.problem import Problem, gpu_name
 from tdkernels.ops import _dense_tuning, _device
@@ -194,6 +194,37 @@ def follows_the_order(folder, operator):
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_explicit_then_cache_then_shipped_then_nearest_then_default(tmp_path, operator):
     on_ranks(2, follows_the_order, tmp_path, operator)
+
+
+def follows_a_kindred_table(folder):
+    """Where nothing near is known of this GPU, what is shipped for one of the same kind: this shape, or one near it."""
+    operator = OPERATORS[0]
+    own, theirs, near = (config_of(operator, number) for number in (3, 4, 5))
+    twice = tuple(2 * size for size in problem_of(operator).shape)
+
+    def on_kin(config, *shape):
+        entry = entry_of(operator, config, *shape)
+        return replace(entry, problem=replace(entry.problem, gpu="Kin 9000"))
+
+    with a_group() as group, tables_in(folder), pytest.MonkeyPatch.context() as patch:
+        ship(folder, on_kin(near, twice))
+        assert run_of(operator, group) == (untuned(operator), "default")
+        patch.setitem(KIN, problem_of(operator).gpu, "Kin 9000")
+        assert run_of(operator, group) == (near, "kindred")
+        explained = explain(operator, *problem_of(operator).shape, dtype=FP32, group=group)
+        assert (explained.source, explained.tuned_for.gpu, explained.measured) == ("kindred", "Kin 9000", False)
+        assert "a GPU of the same kind" in str(explained)
+        ship(folder, on_kin(near, twice), on_kin(theirs))
+        assert run_of(operator, group) == (theirs, "kindred")
+        with autotune.mode("off"):
+            assert run_of(operator, group)[1] == "default"
+        tune_by_hand(entry_of(operator, own, twice))
+        assert run_of(operator, group) == (own, "nearest")  # measured on this GPU
+        del group
+
+
+def test_tables_of_a_kindred_gpu(tmp_path):
+    on_ranks(2, follows_a_kindred_table, tmp_path)
 
 
 def decides_once(folder):
