@@ -112,8 +112,9 @@ def ep_moe(
               multiplied in x's dtype again. x then has no gradient, all else has
               max_tokens: as in ep_dispatch: how many rows any rank may receive or stage; the host does not wait then.
               With method "fused" any rank's choices T * k have to fit, too
-              max_tokens_per_rank: as in ep_dispatch: a bound on the T of all ranks, the same on all of them. Few tokens
-              then go in one launch, and max_tokens need not be given. Not with method "fused"
+              max_tokens_per_rank: as in ep_dispatch: a bound B on the T of all ranks, the same on all of them. Few
+              tokens then go in one launch, and max_tokens need not be given: it is W * B * min(k, E / W). With method
+              "fused" symmetric memory is for so many rows, and for B * k choices; for large bounds that is much
               group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the world (W ranks)
               config: EpMoeConfig; None takes the best one known of each part, see tdkernels.autotune, and where the
               host waits for the number of rows that of the layer first
@@ -136,7 +137,7 @@ def ep_moe(
         group.size(),
     )  # fmt: skip
     check_most_tokens("ep_moe", max_tokens_per_rank, topk_ids.shape[1], group.size())
-    fused = config is not None and _is_fused(config, quantize, max_tokens_per_rank, group)
+    fused = config is not None and _is_fused(config, quantize, group)
     if max_tokens_per_rank is not None and max_tokens is None:
         tokens = group.size() * max_tokens_per_rank
         max_tokens = sure_capacity(tokens, group.size(), num_experts, topk_ids.shape[1])
@@ -148,13 +149,11 @@ def ep_moe(
     return _run(*layer, *settings, group, config, fused)
 
 
-def _is_fused(config, quantize, max_tokens_per_rank, group):
+def _is_fused(config, quantize, group):
     """Whether a call overlaps its steps. Raises ValueError if it cannot and is told to."""
     if config.method != "fused":
         return False
     reason = why_not(group, quantize)
-    if reason is None and max_tokens_per_rank is not None:
-        reason = "it sends no tokens by themselves, and takes no max_tokens_per_rank"
     if reason is not None:
         raise ValueError(f'ep_moe: config cannot run: method "fused" does not go here: {reason}')
     return True
@@ -173,8 +172,9 @@ def _run(
         fused = config.method == "fused"
     if fused:
         return ep_moe_fused(
-            x, topk_ids, topk_weights, w_gate_up, w_down, num_experts, activation, max_tokens, group, config, routing
-        )
+            x, topk_ids, topk_weights, w_gate_up, w_down, num_experts, activation, max_tokens, max_tokens_per_rank,
+            group, config, routing,
+        )  # fmt: skip
     if routing is not None:
         ids = handle_for(config, routing, topk_ids)
     ep, gemm = config.parts(x)

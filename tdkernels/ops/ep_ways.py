@@ -31,8 +31,7 @@ def route_tokens(
         if bounded.uncounted is not None:
             return bounded
         max_tokens = bounded.max_tokens
-    routing = route(*ids, config, max_tokens=max_tokens, bad=bad)
-    routing.most_tokens = max_tokens_per_rank
+    routing = route(*ids, config, max_tokens=max_tokens, most_tokens=max_tokens_per_rank, bad=bad)
     if config is None:
         routing.config = bounded.config if bounded else choose_config("ep_dispatch", routing, x, quantize is not None)
     return routing

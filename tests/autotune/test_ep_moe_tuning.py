@@ -181,7 +181,7 @@ def test_what_overlaps_is_compiled_ahead():
         group = type("Group", (), {"size": lambda self: ranks, "rank": lambda self: 0})()
         with recorded_launches((ep_routing, ep_order_kernel), ranks):
             x, ids, weights, gate_up, down = operands
-            call = 4, "swiglu", 256, group, config
+            call = 4, "swiglu", 256, None, group, config
             ep_moe.ep_moe_fused(x, ids, weights, gate_up, down, *call)
         launched = list(launches)
         launches.clear()
