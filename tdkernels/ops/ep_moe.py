@@ -27,7 +27,7 @@ from tdkernels.ops._swiglu import ACTIVATIONS
 from tdkernels.ops.ep_checks import check_dispatch, check_most_tokens, check_tensor
 from tdkernels.ops.ep_choice import sure_capacity
 from tdkernels.ops.ep_moe_compiled import ep_moe_compiled
-from tdkernels.ops.ep_moe_config import SEQUENCE, EpMoeConfig, choose_config, handle_for, is_open
+from tdkernels.ops.ep_moe_config import SEQUENCE, EpMoeConfig, choose_config, handle_for, layout_of
 from tdkernels.ops.ep_moe_fused import ep_moe_fused, why_not
 from tdkernels.ops.ep_moe_steps import experts, receive
 from tdkernels.ops.group_gemm import check_activation, check_experts, group_gemm_ref
@@ -116,8 +116,9 @@ def ep_moe(
               tokens then go in one launch, and max_tokens need not be given: it is W * B * min(k, E / W). With method
               "fused" symmetric memory is for so many rows, and for B * k choices; for large bounds that is much
               group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the world (W ranks)
-              config: EpMoeConfig; None takes the best one known of each part, see tdkernels.autotune, and where the
-              host waits for the number of rows that of the layer first
+              config: EpMoeConfig; None takes the best one known of each part, see tdkernels.autotune, and that of the
+              layer first where the host waits for the number of rows, or max_tokens_per_rank is given and max_tokens,
+              if given too, is no less than B * k and B * (W - 1)
     Returns:  y: [T, H], dtype of x. Products are summed in fp32, their results rounded to x's dtype; the sum over a
               token's choices is that of ep_combine. 0 for a token all of whose choices are dropped
     Gradient: of x, topk_weights, w_gate_up and w_down; w's are complete, of all ranks' tokens, and zeros for an expert
@@ -167,8 +168,9 @@ def _run(
     ids, routing = topk_ids, None
     if config is None:
         config = SEQUENCE
-        if is_open(quantize, max_tokens, max_tokens_per_rank, group):
-            config, routing = choose_config(x, topk_ids, w_down, num_experts, group)
+        layout = layout_of(quantize, max_tokens, max_tokens_per_rank, topk_ids.shape[1], group)
+        if layout is not None:
+            config, routing = choose_config(layout, x, topk_ids, w_down, num_experts, max_tokens_per_rank, group)
         fused = config.method == "fused"
     if fused:
         return ep_moe_fused(
