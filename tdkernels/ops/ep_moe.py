@@ -27,7 +27,7 @@ from tdkernels.ops._swiglu import ACTIVATIONS
 from tdkernels.ops.ep_checks import check_dispatch, check_most_tokens, check_tensor
 from tdkernels.ops.ep_choice import sure_capacity
 from tdkernels.ops.ep_moe_compiled import ep_moe_compiled
-from tdkernels.ops.ep_moe_config import SEQUENCE, EpMoeConfig, choose_config, handle_for, is_open
+from tdkernels.ops.ep_moe_config import SEQUENCE, EpMoeConfig, choose_config, handle_for, layout_of
 from tdkernels.ops.ep_moe_fused import ep_moe_fused, why_not
 from tdkernels.ops.ep_moe_steps import experts, receive
 from tdkernels.ops.group_gemm import check_activation, check_experts, group_gemm_ref
@@ -112,11 +112,13 @@ def ep_moe(
               multiplied in x's dtype again. x then has no gradient, all else has
               max_tokens: as in ep_dispatch: how many rows any rank may receive or stage; the host does not wait then.
               With method "fused" any rank's choices T * k have to fit, too
-              max_tokens_per_rank: as in ep_dispatch: a bound on the T of all ranks, the same on all of them. Few tokens
-              then go in one launch, and max_tokens need not be given. Not with method "fused"
+              max_tokens_per_rank: as in ep_dispatch: a bound B on the T of all ranks, the same on all of them. Few
+              tokens then go in one launch, and max_tokens need not be given: it is W * B * min(k, E / W). With method
+              "fused" symmetric memory is for so many rows, and for B * k choices; for large bounds that is much
               group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the world (W ranks)
-              config: EpMoeConfig; None takes the best one known of each part, see tdkernels.autotune, and where the
-              host waits for the number of rows that of the layer first
+              config: EpMoeConfig; None takes the best one known of each part, see tdkernels.autotune, and that of the
+              layer first where the host waits for the number of rows, or max_tokens_per_rank is given and max_tokens,
+              if given too, is no less than B * k and B * (W - 1)
     Returns:  y: [T, H], dtype of x. Products are summed in fp32, their results rounded to x's dtype; the sum over a
               token's choices is that of ep_combine. 0 for a token all of whose choices are dropped
     Gradient: of x, topk_weights, w_gate_up and w_down; w's are complete, of all ranks' tokens, and zeros for an expert
@@ -136,7 +138,7 @@ def ep_moe(
         group.size(),
     )  # fmt: skip
     check_most_tokens("ep_moe", max_tokens_per_rank, topk_ids.shape[1], group.size())
-    fused = config is not None and _is_fused(config, quantize, max_tokens_per_rank, group)
+    fused = config is not None and _is_fused(config, quantize, group)
     if max_tokens_per_rank is not None and max_tokens is None:
         tokens = group.size() * max_tokens_per_rank
         max_tokens = sure_capacity(tokens, group.size(), num_experts, topk_ids.shape[1])
@@ -148,13 +150,11 @@ def ep_moe(
     return _run(*layer, *settings, group, config, fused)
 
 
-def _is_fused(config, quantize, max_tokens_per_rank, group):
+def _is_fused(config, quantize, group):
     """Whether a call overlaps its steps. Raises ValueError if it cannot and is told to."""
     if config.method != "fused":
         return False
     reason = why_not(group, quantize)
-    if reason is None and max_tokens_per_rank is not None:
-        reason = "it sends no tokens by themselves, and takes no max_tokens_per_rank"
     if reason is not None:
         raise ValueError(f'ep_moe: config cannot run: method "fused" does not go here: {reason}')
     return True
@@ -168,13 +168,15 @@ def _run(
     ids, routing = topk_ids, None
     if config is None:
         config = SEQUENCE
-        if is_open(quantize, max_tokens, max_tokens_per_rank, group):
-            config, routing = choose_config(x, topk_ids, w_down, num_experts, group)
+        layout = layout_of(quantize, max_tokens, max_tokens_per_rank, topk_ids.shape[1], group)
+        if layout is not None:
+            config, routing = choose_config(layout, x, topk_ids, w_down, num_experts, max_tokens_per_rank, group)
         fused = config.method == "fused"
     if fused:
         return ep_moe_fused(
-            x, topk_ids, topk_weights, w_gate_up, w_down, num_experts, activation, max_tokens, group, config, routing
-        )
+            x, topk_ids, topk_weights, w_gate_up, w_down, num_experts, activation, max_tokens, max_tokens_per_rank,
+            group, config, routing,
+        )  # fmt: skip
     if routing is not None:
         ids = handle_for(config, routing, topk_ids)
     ep, gemm = config.parts(x)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from tdkernels.autotune.choose import known_config
 from tdkernels.ops._nodes import spans_nodes
 from tdkernels.ops._tuning import chosen
-from tdkernels.ops.ep_choice import tokens_of
+from tdkernels.ops.ep_choice import bucket, tokens_of
 from tdkernels.ops.ep_config import EpConfig
 from tdkernels.ops.ep_torch import routed
 from tdkernels.ops.ep_ways import as_chosen, route_tokens
@@ -59,32 +59,41 @@ class EpMoeConfig:
 SEQUENCE = EpMoeConfig(method="sequence")
 
 
-def is_open(quantize, max_tokens, max_tokens_per_rank, group):
-    """Whether a call without a config can run by any method.
+def layout_of(quantize, max_tokens, max_tokens_per_rank, choices, group):
+    """The layout by which the config of a call without one is looked up; None: the sequence, whatever is known.
 
-    With ``max_tokens`` nobody knows whether the choices of other ranks fit, as the overlapping layer needs it.
+    With ``max_tokens`` the overlapping layer needs room for all choices of any rank and for all tokens that any rank
+    could stage, which the sequence need not have. Nobody knows the tokens of others; a bound on them all know.
     """
-    bounds = quantize, max_tokens, max_tokens_per_rank
-    return bounds == (None, None, None) and group.size() > 1 and not spans_nodes(group)
+    ranks = group.size()
+    if quantize is not None or ranks == 1 or spans_nodes(group):
+        return None
+    if max_tokens is None:
+        return "exact"
+    fits = max_tokens_per_rank is not None and max_tokens >= max_tokens_per_rank * max(choices, ranks - 1)
+    return "bounded" if fits else None
 
 
-def choose_config(x, topk_ids, w_down, num_experts, group):
-    """(the EpMoeConfig that the group has chosen, the Routing of the tokens) of a call that ``is_open``.
+def choose_config(layout, x, topk_ids, w_down, num_experts, max_tokens_per_rank, group):
+    """(the EpMoeConfig that the group has chosen, the Routing of the tokens or None) of a call of a ``layout_of``.
 
-    Collective at the first call with a problem. How many tokens there are all ranks know when they are counted; so they
-    are, as the first step of either method does.
+    Collective at the first call with a problem. How many tokens there are all ranks know by the bound, or else when
+    they are counted; so they are then, as the first step of either method does.
     """
-    routing = route_tokens("ep_dispatch", x, topk_ids, num_experts, None, None, group, None)
-    k, (hidden, inner) = topk_ids.shape[1], w_down.shape[1:]
-    tokens = tokens_of(routing.staged, None, group.size(), num_experts, k)
-    call = "ep_moe", tokens, hidden, inner, num_experts, k, x.dtype, x.device
+    k, (hidden, inner), routing = topk_ids.shape[1], w_down.shape[1:], None
+    if layout == "bounded":
+        tokens = bucket(group.size() * max_tokens_per_rank)
+    else:
+        routing = route_tokens("ep_dispatch", x, topk_ids, num_experts, None, None, group, None)
+        tokens = tokens_of(routing.staged, None, group.size(), num_experts, k)
+    call = "ep_moe", layout, tokens, hidden, inner, num_experts, k, x.dtype, x.device
     config = known_config(group, call)
     if config is None:
         fields = {
-            "tokens": tokens, "width": hidden, "hidden": inner, "dtype": str(x.dtype), "k": k,
-            "num_experts": num_experts,
+            "max_tokens_per_rank": max_tokens_per_rank, "tokens": tokens, "width": hidden, "hidden": inner,
+            "dtype": str(x.dtype), "k": k, "num_experts": num_experts,
         }  # fmt: skip
-        config = chosen("ep_moe", (tokens, hidden, inner, num_experts, k), "exact", x, group, fields, call)
+        config = chosen("ep_moe", (tokens, hidden, inner, num_experts, k), layout, x, group, fields, call)
     return config, routing
 
 

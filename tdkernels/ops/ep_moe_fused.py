@@ -8,6 +8,9 @@
 
 A token crosses the wire once for each of its experts, both ways. What is kept for the backward are the rows, what
 SwiGLU is of, the hidden states, and where each row came from.
+
+With max_tokens there is room for that many rows, and for as many choices of a rank's own tokens, or with
+max_tokens_per_rank for those of that many tokens. Only rows that come take time.
 """
 
 from dataclasses import replace
@@ -35,6 +38,17 @@ def why_not(group, quantize):
     return None
 
 
+def _rows_of_expert(routing, experts):
+    """About how many rows an expert has: its share of those that come, or of those that there is room for.
+
+    With a bound on the tokens there is room for more than can come to all ranks: then its share of all choices.
+    """
+    if routing.most_tokens is None:
+        return routing.rows // experts
+    choices = routing.world_size * routing.most_tokens * routing.choices
+    return min(choices // routing.num_experts, routing.rows // experts)
+
+
 def _tiles(config, rows, n, x):
     """The tile of a product of about so many ``rows`` of an expert: that of the config, or the default."""
     if config is not None and config.gemm is not None and config.gemm.tiles is not None:
@@ -44,14 +58,9 @@ def _tiles(config, rows, n, x):
 
 class _EpMoe(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, topk_weights, w_gate_up, w_down, topk_ids, call, keep):
-        num_experts, activation, max_tokens, group, config, routing = call
-        ep = (config.ep if config else None) or default_config(x.device)
-        if routing is None:
-            routing = route("ep_moe", topk_ids, num_experts, group, ep, max_tokens=max_tokens, whole=True)
-        routing = replace(routing, operator="ep_moe", config=ep)
+    def forward(ctx, x, topk_weights, w_gate_up, w_down, activation, config, routing, keep):
         order, weights = order_of(routing), topk_weights.to(torch.float32).contiguous()
-        each = routing.rows // w_gate_up.shape[0]
+        each = _rows_of_expert(routing, w_gate_up.shape[0])
         up_tiles = _tiles(config, each, w_gate_up.shape[1], x)
         down_tiles = _tiles(config, each, w_down.shape[1], x)
         came = there.launch(
@@ -90,7 +99,7 @@ class _EpMoe(torch.autograd.Function):
         if need_ddown:
             ddown = weight_gradient(came.kept, came.weighted, routing.splits, experts)
         dweights = dweights.to(ctx.weights_dtype) if need_dweights else None
-        return dx if need_dx else None, dweights, dgate_up, ddown, None, None, None
+        return dx if need_dx else None, dweights, dgate_up, ddown, None, None, None, None
 
 
 def compile(x, w_gate_up, w_down, choices, world_size, rows, config):
@@ -107,10 +116,30 @@ def compile(x, w_gate_up, w_down, choices, world_size, rows, config):
 
 
 def ep_moe_fused(
-    x, topk_ids, topk_weights, w_gate_up, w_down, num_experts, activation, max_tokens, group, config, routing=None
+    x, topk_ids, topk_weights, w_gate_up, w_down, num_experts, activation, max_tokens, max_tokens_per_rank, group,
+    config, routing=None, bad=None,
 ):  # fmt: skip
-    """y of checked operands that ``why_not`` has nothing against; ``routing``: their Routing, if it has been found."""
+    """y of checked operands that ``why_not`` has nothing against; ``routing``: their Routing, if it has been found.
+
+    ``max_tokens_per_rank`` goes with a max_tokens; ``bad``: as of ``route``
+    """
+    if max_tokens_per_rank is not None and len(x) > max_tokens_per_rank:
+        tokens = (tensor[:0] for tensor in (x, topk_ids, topk_weights))
+        bad = torch.full((), -len(x), dtype=torch.int32, device=x.device)
+        with torch.no_grad():  # the peers hear of it, and of no tokens
+            ep_moe_fused(
+                *tokens, w_gate_up, w_down, num_experts, activation, max_tokens, max_tokens_per_rank, group, config,
+                bad=bad,
+            )  # fmt: skip
+        raise ValueError(
+            f"ep_moe: x {list(x.shape)} has more tokens than max_tokens_per_rank = {max_tokens_per_rank}"
+        )  # fmt: skip
+    ep = (config.ep if config else None) or default_config(x.device)
+    if routing is None:
+        routing = route(
+            "ep_moe", topk_ids, num_experts, group, ep, max_tokens=max_tokens, most_tokens=max_tokens_per_rank, bad=bad,
+            whole=True,
+        )  # fmt: skip
+    routing = replace(routing, operator="ep_moe", config=ep)
     operands = x, topk_weights, w_gate_up, w_down
-    keep = _operands.may_be_differentiated(operands)
-    call = num_experts, activation, max_tokens, group, config, routing
-    return _EpMoe.apply(*operands, topk_ids, call, keep)
+    return _EpMoe.apply(*operands, activation, config, routing, _operands.may_be_differentiated(operands))

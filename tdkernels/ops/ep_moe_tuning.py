@@ -2,8 +2,9 @@
 
 A problem's first size are the tokens of all ranks, about as many on each, whose experts are all as likely. The parts
 of the sequence (``ep_dispatch``, ``group_gemm``, ``ep_combine``) are tuned by their own names; here the sequence, as it
-runs with what is known of them, is one candidate, the overlapping layer with different tiles are others, and torch's is
-one. The layout is "exact": the host waits for the number of rows. With max_tokens nothing is chosen (``is_open``).
+runs with what is known of them, is one candidate, the overlapping layer with different tiles are others. Layouts are
+"exact", where the host waits for the number of rows, and torch's sequence is a candidate, too; and "bounded", with the
+max_tokens_per_rank that each rank has, where nobody waits. With max_tokens alone nothing is chosen (``layout_of``).
 """
 
 from dataclasses import asdict, replace
@@ -32,6 +33,8 @@ from tdkernels.ops._expert_tuning import expert_ids, rows_by_expert, why_not_sha
 from tdkernels.ops._tiles import Tiles
 from tdkernels.ops._tuning import ConfigTunable
 from tdkernels.ops.ep_choice import bucket, crossing_share
+from tdkernels.ops.ep_config import EpConfig
+from tdkernels.ops.ep_direct import can_be_direct
 from tdkernels.ops.ep_moe_config import SEQUENCE, EpMoeConfig
 from tdkernels.ops.group_gemm_kernel import GroupGemmConfig
 
@@ -46,7 +49,7 @@ _SLOWED = 1.15
 class EpMoeTunable(ConfigTunable):
     name = "ep_moe"
     sizes = ("tokens", "hidden", "intermediate", "experts", "choices")
-    layouts = ("exact",)
+    layouts = ("exact", "bounded")
     config_class = EpMoeConfig
     plain_words = "torch's all-to-all and grouped matmul", "torch's all-to-all and grouped matmul"
     sources = (
@@ -98,8 +101,16 @@ class EpMoeTunable(ConfigTunable):
             raise ValueError(f"tiles must be an object of integers, not {tiles!r}")
         return EpMoeConfig(gemm=GroupGemmConfig(tiles=Tiles(**tiles)), method=values["method"])
 
+    def illegal(self, config, problem, device):
+        if isinstance(config, EpMoeConfig) and config.method == "torch" and _is_bounded(problem):
+            return "torch's sequence waits for the host, which a call with max_tokens_per_rank does not"
+        return super().illegal(config, problem, device)
+
     def default(self, problem, device):
         return SEQUENCE
+
+    def goes_in_graphs(self, problem):
+        return _is_bounded(problem)
 
     def space(self, problem, device):
         fused = [
@@ -117,7 +128,9 @@ class EpMoeTunable(ConfigTunable):
         rows = -(-tokens * choices // ranks)
         tiles = config.gemm.tiles if config.gemm else Tiles()  # about what a default is
         products, last = self._products_s(rows, tiles, problem, hardware)
-        waits = _HOST_S
+        # Rows that nobody has take memory and no time: kernels go by how many have come. But the sequence's products,
+        # which know no more than how many there is room for, have large tiles by default, as is assumed here of all.
+        waits = 0.0 if _is_bounded(problem) else _HOST_S
         rate = dense.push_rate(_PROGRAMS, hardware)
         if config.method == "fused":
             wire = 2 * (ranks - 1) * rows // ranks * row / rate  # every choice by itself
@@ -127,6 +140,8 @@ class EpMoeTunable(ConfigTunable):
             sent = (ranks - 1) * rows // ranks * row
             return 1e3 * (products + 2 * moved + 2 * dense.collective_s(sent, hardware) + waits + 16 * _LAUNCH_S)
         wire = 2 * self._crossing(problem) * row / rate
+        if _is_direct(problem):  # nothing is counted before
+            waits -= _LAUNCH_S + dense.SIGNAL_S
         return 1e3 * (products + max(wire, moved) + waits + 5 * _LAUNCH_S + 2 * dense.SIGNAL_S)
 
     def _products_s(self, rows, tiles, problem, hardware):
@@ -187,7 +202,10 @@ class EpMoeTunable(ConfigTunable):
         return multiply
 
     def run(self, operands, problem, group, config):
-        return op.ep_moe(*operands, num_experts=problem.shape[3], group=group, config=config)
+        most = operands[0].shape[0] if _is_bounded(problem) else None
+        return op.ep_moe(
+            *operands, num_experts=problem.shape[3], max_tokens_per_rank=most, group=group, config=config
+        )  # fmt: skip
 
     def compiled(self, config):
         if config.method != "fused":
@@ -200,6 +218,17 @@ class EpMoeTunable(ConfigTunable):
         tokens, *_, choices = problem.shape
         rows = -(-tokens * choices // problem.world_size)
         ep_moe_fused.compile(x, gate_up, down, choices, problem.world_size, rows, config)
+
+
+def _is_bounded(problem):
+    return problem.layout == "bounded"
+
+
+def _is_direct(problem):
+    """Whether the sequence's dispatch finds its routing, in its default config."""
+    tokens, _, _, experts, choices = problem.shape
+    ranks = problem.world_size
+    return _is_bounded(problem) and can_be_direct(EpConfig(), -(-tokens // ranks), choices, experts, ranks)
 
 
 register(EpMoeTunable())

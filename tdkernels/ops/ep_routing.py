@@ -113,10 +113,14 @@ def _error_of_note(operator, name, kind, first, second, third):
     )
 
 
-def route(operator, ids, num_experts, group, config, *, max_tokens=None, by_source=False, bad=None, whole=False):
+def route(
+    operator, ids, num_experts, group, config, *, max_tokens=None, most_tokens=None, by_source=False, bad=None,
+    whole=False,
+):  # fmt: skip
     """The Routing of ids [T, K]; the host waits for it unless ``max_tokens`` says how many rows there may be.
 
     ``config``: None if it is to be chosen by what is found
+    ``most_tokens``: max_tokens_per_rank, which goes with a ``max_tokens``; who has more says so by ``bad``
     ``bad``: an int32 scalar on the device, not zero if something is wrong with the ids that their values do not show:
               1, or minus the number of tokens that were too many to be among them
     ``whole``: each choice is to be sent by itself, and all choices of a rank have to fit ``max_tokens``, too. Not in a
@@ -137,7 +141,9 @@ def route(operator, ids, num_experts, group, config, *, max_tokens=None, by_sour
     tables = torch.empty(length, dtype=torch.int32, device=device)
     local = num_experts // world_size
     splits = torch.empty((world_size, local) if by_source else (local,), dtype=torch.int32, device=device)
-    counting = _Counting(operator, tokens, k, num_experts, max_tokens, by_source, as_argument(config), whole)
+    counting = _Counting(
+        operator, tokens, k, num_experts, max_tokens, most_tokens, by_source, as_argument(config), whole
+    )  # fmt: skip
     _launch_route(workspace, counting, crossing, ids.contiguous(), bad, tables, splits)
     rows = staged = crosses = max_tokens
     if max_tokens is None:
@@ -148,12 +154,16 @@ def route(operator, ids, num_experts, group, config, *, max_tokens=None, by_sour
         crosses = facts[Fact.MOST_PASSED]
     reach, known = None, max_tokens is None
     if whole or (known and crossing is None):
-        reach = Reach(*map(_room, (facts[Fact.MOST_ROWS], facts[Fact.MOST_TOKENS] * k) if known else (max_tokens,) * 2))
+        if known:
+            most_rows, most_choices = facts[Fact.MOST_ROWS], facts[Fact.MOST_TOKENS] * k
+        else:
+            most_rows, most_choices = max_tokens, min(max_tokens, k * (most_tokens or max_tokens))
+        reach = Reach(_room(most_rows), _room(most_choices))
     if crossing is not None:
         crossing.most = slots_for(crosses)
     return Routing(
         group, config, operator, tokens, k, num_experts, max_tokens, rows, staged, slots_for(staged), tables, splits,
-        crossing=crossing, config_is_given=config is not None, reach=reach,
+        crossing=crossing, config_is_given=config is not None, reach=reach, most_tokens=most_tokens,
     )  # fmt: skip
 
 
@@ -165,6 +175,7 @@ class _Counting(NamedTuple):
     k: int
     num_experts: int
     max_tokens: int | None
+    most_tokens: int | None
     by_source: bool
     config: str  # as text, for the ranks to agree on
     whole: bool
@@ -203,8 +214,8 @@ def _route_plan(workspace, counting, crossing):
     """The number of the plan; see ``Workspace.prepare``."""
     world_size, experts = workspace.world_size, counting.num_experts
     fields = {
-        "num_experts": experts, "k": counting.k, "max_tokens": counting.max_tokens, "config": counting.config,
-        "whole": counting.whole,
+        "num_experts": experts, "k": counting.k, "max_tokens": counting.max_tokens,
+        "max_tokens_per_rank": counting.most_tokens, "config": counting.config, "whole": counting.whole,
     }  # fmt: skip
     columns = experts + world_size + 2
     line = 4 * columns if crossing is None else line_bytes(experts, world_size, crossing.local_world_size)

@@ -33,8 +33,8 @@ def route_tokens(
         if bounded.uncounted is not None:
             return bounded
         max_tokens = bounded.max_tokens
-    routing = route(*ids, config, max_tokens=max_tokens, bad=bad, by_source=by_source)
-    routing.most_tokens = max_tokens_per_rank
+    options = {"max_tokens": max_tokens, "most_tokens": max_tokens_per_rank, "bad": bad, "by_source": by_source}
+    routing = route(*ids, config, **options)
     if config is None:
         chosen = bounded.config if bounded else choose_config(_tuned(by_source), routing, x, quantize is not None)
         routing.config = chosen

@@ -1,26 +1,32 @@
 """Tuning ep_moe: whether its products overlap the ways, what calls take of that, and how long each way should take."""
 
 import contextlib
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import tdkernels
 from tdkernels import EpConfig, EpMoeConfig, GroupGemmConfig, Tiles, autotune, explain
+from tdkernels.autotune import cache
 from tdkernels.autotune.operator import tunable
-from tdkernels.autotune.problem import Problem
+from tdkernels.autotune.problem import Problem, gpu_name
 from tdkernels.ops import (
     _device,
     ep_dispatch_gemm_kernel,
     ep_gemm_combine_kernel,
     ep_moe,
+    ep_moe_config,
     ep_moe_fused,
     ep_order_kernel,
     ep_routing,
     ep_torch,
     ep_ways,
 )
-from tdkernels.ops.ep_moe_config import SEQUENCE
+from tdkernels.ops.ep_choice import sure_capacity
+from tdkernels.ops.ep_moe_config import SEQUENCE, layout_of
 from tdkernels.symm.group import group_state
 from tests.aot import recorded_launches
 from tests.autotune import experts
@@ -29,13 +35,14 @@ from tests.autotune.experts import entry_of
 from tests.autotune.test_choose import counted, tables_in, tune_by_hand
 from tests.ops.expert_layer import Layer
 from tests.ops.routed import BF16, FP32
-from tests.ranks import a_group, on_ranks
+from tests.ranks import a_group, device, on_ranks
+from tests.test_protocol import failure_of
 
 FUSED = EpMoeConfig(gemm=GroupGemmConfig(tiles=Tiles(32, 32, 32, num_warps=4, num_stages=2)), method="fused")
 BY_TORCH, EP_BY_TORCH = EpMoeConfig(method="torch"), EpConfig(method="torch")
 SIZES = (16, 8, 4, 2)  # H, I, E, k
 # Tokens of all ranks, H, I, experts, choices.
-PROBLEMS = [((8, *SIZES), "exact", FP32), ((7, 24, 9, 4, 3), "exact", BF16)]
+PROBLEMS = [((8, *SIZES), "exact", FP32), ((7, 24, 9, 4, 3), "exact", BF16), ((8, *SIZES), "bounded", FP32)]
 
 
 def are_tuned(folder):
@@ -51,7 +58,7 @@ def test_all_ranks_find_the_same(tmp_path):
 BAD = [
     (("ep_moe", 8, 16, 8, 5, 2), {}, "ep_moe: EXPERTS = 5 is not divisible by 2 ranks"),
     (("ep_moe", 8, 16, 8, 4, 5), {}, "ep_moe: a token has at most EXPERTS = 4 choices, not 5"),
-    (("ep_moe", 8, 16, 8, 4, 2), {"layout": "static"}, "layout must be one of exact, not 'static'"),
+    (("ep_moe", 8, 16, 8, 4, 2), {"layout": "static"}, "layout must be one of exact, bounded, not 'static'"),
     (("ep_moe", 8, 16, 8, 4), {}, "5 positive sizes, TOKENS x HIDDEN x INTERMEDIATE x EXPERTS x CHOICES"),
 ]
 
@@ -114,6 +121,96 @@ def test_a_call_takes_what_was_tuned(tmp_path):
     on_ranks(2, take_the_entry, tmp_path)
 
 
+def take_the_bounded_entry(folder):
+    """Only rank 0 knows what was tuned; nothing is counted in order to choose, and known calls ask nobody."""
+    with a_group() as group, tables_in(folder, user=f"rank{dist.get_rank()}"):
+        state = group_state(group)
+        layer = Layer([3, 5], 2, 2, 16, 8, FP32, group=group)
+        bound = {"max_tokens_per_rank": 5}
+        exact = [entry_of(FUSED, "ep_moe", (n, *SIZES), "exact", dtype="float32") for n in (4, 8, 16)]
+        tune_by_hand(*exact, entry_of(BY_TORCH, "ep_moe", (16, *SIZES), "bounded", dtype="float32"))
+        assert methods_of(layer, group, **bound) == ([], 0), "torch's sequence would wait for the host"
+        tune_by_hand(*(entry_of(FUSED, "ep_moe", (n, *SIZES), "bounded", dtype="float32") for n in (16, 32)))
+        state.choices.clear()
+        asked = [(bound, True)]
+        # A max_tokens that is enough for all choices of any rank, and one that is not.
+        asked += [({"max_tokens_per_rank": 9, "max_tokens": most}, most >= 18) for most in (18, 17)]
+        for bounds, overlaps in asked:
+            assert methods_of(layer, group, **bounds) == ([FUSED] if overlaps else [], 0), bounds
+            known = dict(state.choices)
+            with counted(state, "exchange") as exchanges, counted(ep_ways, "route") as routes:
+                assert methods_of(layer, group, **bounds) == ([FUSED] if overlaps else [], 0)
+                assert exchanges == [0] and state.choices == known and (not overlaps or routes == [0])
+        assert methods_of(layer, group, max_tokens=18) == ([], 0), "nobody knows the tokens of others"
+        assert methods_of(layer, group, config=EpMoeConfig(ep=EpConfig()), **bound) == ([], 0)
+        assert methods_of(layer, group, config=EpMoeConfig(method="fused"), **bound)[0][0].gemm is None
+        with autotune.mode("off"):
+            assert methods_of(layer, group, **bound) == ([], 0)
+        error = failure_of(layer.call, group=group, max_tokens_per_rank=4) or failure_of(tdkernels.synchronize)
+        assert type(error) is ValueError and "max_tokens_per_rank" in str(error), repr(error)
+        failure_of(tdkernels.synchronize)
+        for tokens in ([0, 0], [5, 0]):
+            layer = Layer(tokens, 2, 2, 16, 8, FP32, group=group)
+            assert methods_of(layer, group, **bound) == ([FUSED], 0)
+        asked = explain("ep_moe", 10, *SIZES, layout="bounded", dtype=torch.float32, group=group)
+        assert (asked.source, asked.config) == ("cache", FUSED)
+        assert bool(cache.user_entries("ep_moe", gpu_name(device()))) == (dist.get_rank() == 0)
+        del group, state, layer
+
+
+def test_a_call_with_a_bound_takes_what_was_tuned(tmp_path):
+    on_ranks(2, take_the_bounded_entry, tmp_path)
+
+
+def compile_a_call_with_a_bound(folder):
+    with a_group() as group, tables_in(folder):
+        tune_by_hand(entry_of(FUSED, "ep_moe", (16, *SIZES), "bounded", dtype="float32"))
+        layer = Layer([3, 5], 2, 2, 16, 8, FP32, group=group)
+        bound = {"num_experts": layer.experts, "max_tokens_per_rank": 5, "group": group}
+        compiled = torch.compile(tdkernels.ep_moe, backend="eager", fullgraph=True)
+        with counted(ep_moe, "ep_moe_fused") as overlapped:
+            layer.check({"y": compiled(*layer.operands(), **bound)})
+            assert overlapped == [0]
+            layer.check({"y": layer.call(max_tokens_per_rank=5, group=group)})
+            assert overlapped == [1]
+        del group, layer, bound, compiled
+
+
+def test_a_compiled_graph_has_the_sequence(tmp_path):
+    on_ranks(2, compile_a_call_with_a_bound, tmp_path)
+
+
+def test_a_method_is_chosen_only_where_each_would_run():
+    """Of (quantize, max_tokens, max_tokens_per_rank, choices), by how many ranks of how many nodes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ep_moe_config, "spans_nodes", lambda group: group.nodes > 1)
+        for ranks, nodes, call, layout in (
+            (2, 1, (None, None, None, 2), "exact"),
+            (2, 1, (None, 40, 5, 2), "bounded"),
+            (2, 1, (None, 10, 5, 2), "bounded"),
+            (2, 1, (None, 9, 5, 2), None),  # choices of a rank may be 10
+            (8, 1, (None, 34, 5, 2), None),  # and of 8 ranks one may stage 35 tokens
+            (8, 1, (None, 35, 5, 2), "bounded"),
+            (2, 1, (None, 40, None, 2), None),
+            (2, 1, ("fp8", None, None, 2), None),
+            (2, 1, ("fp8", 40, 5, 2), None),
+            (1, 1, (None, 40, 5, 2), None),
+            (4, 2, (None, 40, 5, 2), None),
+        ):
+            group = SimpleNamespace(size=lambda ranks=ranks: ranks, nodes=nodes)
+            assert layout_of(*call, group) == layout, (ranks, nodes, call)
+
+
+@pytest.mark.parametrize("ranks, experts, choices", [(2, 4, 2), (8, 64, 8), (8, 8, 8), (4, 4, 1), (3, 6, 6)])
+def test_a_bound_alone_leaves_every_method_open(ranks, experts, choices):
+    group = SimpleNamespace(size=lambda: ranks)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ep_moe_config, "spans_nodes", lambda group: False)
+        for most in (1, 7, 4096):
+            capacity = sure_capacity(ranks * most, ranks, experts, choices)
+            assert layout_of(None, capacity, most, choices, group) == "bounded"
+
+
 def take_it_with_few_tokens(folder):
     """Tokens on some ranks only, or on none: all ranks come to the same."""
     with a_group() as group, tables_in(folder):
@@ -155,7 +252,31 @@ def test_configs_are_kept_as_text():
 def test_estimates():
     sizes = [(2, 8192, 7168, 2048, 256, 8), (8, 1024, 7168, 2048, 256, 8), (4, 512, 64, 64, 4, 1)]
     with experts.an_h200():
-        experts.estimates_are_sensible("ep_moe", [(ranks, "exact", *shape) for ranks, *shape in sizes])
+        for layout in tunable("ep_moe").layouts:
+            experts.estimates_are_sensible("ep_moe", [(ranks, layout, *shape) for ranks, *shape in sizes])
+
+
+def test_a_bound_saves_the_wait_and_few_tokens_the_counting_of_the_sequence():
+    op, fused = tunable("ep_moe"), EpMoeConfig(method="fused")
+    with experts.an_h200():
+        for tokens, direct in ((2 * 128, True), (2 * 4096, False)):
+            problem = Problem("ep_moe", "NVIDIA H200", 2, 2, "bfloat16", "bounded", (tokens, 7168, 2048, 256, 8))
+            less = [
+                op.estimate_ms(config, replace(problem, layout="exact"), experts.H200)
+                - op.estimate_ms(config, problem, experts.H200)
+                for config in (fused, SEQUENCE)
+            ]
+            assert less[0] > 0 and (less[1] > less[0] if direct else less[1] == pytest.approx(less[0]))
+
+
+def test_torchs_sequence_is_a_candidate_where_the_host_waits_anyway():
+    op = tunable("ep_moe")
+    problem = Problem("ep_moe", "cpu", 2, 2, "bfloat16", "exact", (64, *SIZES))
+    for layout, goes in (("exact", True), ("bounded", False)):
+        problem = replace(problem, layout=layout)
+        assert (op.illegal(BY_TORCH, problem, torch.device("cpu")) is None) == goes
+        assert op.goes_in_graphs(problem) != goes
+        assert op.illegal(EP_BY_TORCH, problem, torch.device("cpu")) == "it must be a EpMoeConfig, not EpConfig"
 
 
 def test_overlapping_is_thought_better_where_the_wire_counts_and_worse_where_choices_meet():
@@ -166,6 +287,13 @@ def test_overlapping_is_thought_better_where_the_wire_counts_and_worse_where_cho
             problem = Problem("ep_moe", "NVIDIA H200", ranks, ranks, "bfloat16", "exact", sizes)
             found = op.estimate_ms(fused, problem, experts.H200) < op.estimate_ms(SEQUENCE, problem, experts.H200)
             assert found == better, problem
+
+
+@pytest.mark.parametrize("max_tokens, most_tokens, rows", [(8192, None, 256), (8192, 128, 32), (256, 128, 8)])
+def test_tiles_are_for_rows_that_may_come_and_not_for_all_there_is_room_for(max_tokens, most_tokens, rows):
+    unrouted = ep_routing.unrouted("ep_moe", 128, 8, 256, 8, None, torch.device("cpu"), max_tokens=max_tokens)
+    routing = replace(unrouted, rows=max_tokens, most_tokens=most_tokens)
+    assert ep_moe_fused._rows_of_expert(routing, 32) == rows
 
 
 def test_what_overlaps_is_compiled_ahead():
@@ -181,7 +309,7 @@ def test_what_overlaps_is_compiled_ahead():
         group = type("Group", (), {"size": lambda self: ranks, "rank": lambda self: 0})()
         with recorded_launches((ep_routing, ep_order_kernel), ranks):
             x, ids, weights, gate_up, down = operands
-            call = 4, "swiglu", 256, group, config
+            call = 4, "swiglu", 256, None, group, config
             ep_moe.ep_moe_fused(x, ids, weights, gate_up, down, *call)
         launched = list(launches)
         launches.clear()

@@ -1,13 +1,16 @@
 """What ep_moe is asked, as functions that every rank runs. test_ep_moe.py asks."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
 
 import tdkernels
 from tdkernels import EpConfig, EpMoeConfig, GroupGemmConfig
-from tdkernels.ops import ep_launch
+from tdkernels.ops import ep_launch, ep_moe_fused
 from tdkernels.ops.ep_moe_steps import dequantize
+from tdkernels.ops.ep_order_kernel import order_of
 from tests import mixture
 from tests.mixture import NAMES
 from tests.ops.expert_direct import launches_of
@@ -158,9 +161,30 @@ def sends_few_tokens(quantize):
         layer.call(max_tokens_per_rank=most - 1)
         tdkernels.synchronize()
     failure_of(tdkernels.synchronize)  # on a GPU the rank that has them is told once more
-    with pytest.raises(ValueError, match='method "fused" does not go here: .* no max_tokens_per_rank'):
-        layer.call(max_tokens_per_rank=most, config=EpMoeConfig(method="fused"))
     layer.check(layer.run(wanted=wanted, quantize=quantize))
+
+
+def overlaps_with_a_bound(tokens, ids):
+    """There is room for whatever so many tokens choose; more tokens on one rank are refused on all."""
+    layer = Layer(tokens, 2, 2, 16, 8, FP32, ids=ids, seed=8)
+    most, world_size = max(*layer.case.tokens, 2), dist.get_world_size()
+    routings = []
+    with mock.patch.object(ep_moe_fused, "order_of", lambda routing: routings.append(routing) or order_of(routing)):
+        for bounds in ({"max_tokens_per_rank": most}, {"max_tokens_per_rank": most + 3, "max_tokens": 128}):
+            layer.check(layer.run(config=CONFIGS["fused"], **bounds))
+    # Rows of all ranks' choices, in steps of 64; of their own choices ranks have as many slots as they need.
+    rows = 2 * most * world_size
+    assert [routing.rows for routing in routings] == [rows, 128]
+    assert [routing.reach for routing in routings] == [(-(-rows // 64) * 64, 64), (128, 64)]
+    if any(layer.case.tokens):
+        with pytest.raises(ValueError, match="max_tokens=1 is too small"):
+            layer.call(max_tokens_per_rank=most, max_tokens=1, config=CONFIGS["fused"])
+            tdkernels.synchronize()
+        with pytest.raises(ValueError, match=f"ep_moe: .* has (more|{most}) tokens,? (more )?than max_tokens_per_rank"):
+            layer.call(max_tokens_per_rank=most - 1, config=CONFIGS["fused"])
+            tdkernels.synchronize()
+        failure_of(tdkernels.synchronize)
+    layer.check(layer.run(max_tokens_per_rank=most, config=CONFIGS["fused"]))
 
 
 def sends_codes(width):

@@ -38,7 +38,8 @@ def endures(calls, most_tokens, seed):
         if of_all.random() < 0.3:
             poison()
         time.sleep(own.choice([0.0, own.uniform(0.0, 0.01)]))
-        results = layer.run(config=FUSED)
+        bounds = of_all.choice([{}, {"max_tokens_per_rank": most_tokens}])
+        results = layer.run(config=FUSED, **bounds)
         if of_all.random() < 0.3:
             poison()  # what we got is ours and does not change with the workspace
         # Of a handful of tokens plain torch's gradients are right by luck.
@@ -101,24 +102,55 @@ def one_is_told_of_an_overflow(tokens):
         del group, layer
 
 
+def one_has_too_many_tokens():
+    """Its host raises at once and makes no more of that call; the others, who have not looked, go on to its backward.
+    They wait for nobody, also where hosts have yet to agree on what is launched, and the next call is right."""
+    tokens = [2, 3, 5][-dist.get_world_size() :]
+    most, odd = tokens[-1] - 1, dist.get_rank() == len(tokens) - 1
+    with a_group() as group:
+        layer, fewer = (
+            Layer([min(n, limit) for n in tokens], 2, 2, 16, 8, group=group) for limit in (most + 1, most)
+        )
+        bounds = {"group": group, "max_tokens_per_rank": most, "config": FUSED}
+        for call in (layer.call, layer.run):
+            with mock.patch.object(Workspace, "_raise_note"), timeout(5.0):
+                if odd:
+                    error = failure_of(call, **bounds)
+                    words = f"ep_moe: x [{most + 1}, 16] has more tokens than max_tokens_per_rank = {most}"
+                    assert type(error) is ValueError and str(error) == words, repr(error)
+                else:
+                    made = call(**bounds)
+                    if device().type == "cuda":
+                        torch.cuda.synchronize()
+                    results = made if isinstance(made, dict) else {"y": made}
+                    assert not any(result.any() for result in results.values()), "a sum or a gradient of nothing"
+            error = failure_of(tdkernels.synchronize)
+            words = f"ep_moe: rank {len(tokens) - 1} has {most + 1} tokens, more than max_tokens_per_rank"
+            assert type(error) is ValueError and str(error) == words, repr(error)
+            fewer.check(fewer.run(**bounds))
+        del group, layer, fewer
+
+
 # ---- ranks that call for different things ----
 
 USUAL = dict(tokens=[3] * 4, k=2, experts_each=2, width=16, hidden=8)
 DISAGREEMENTS = {
-    "method": ({}, EpMoeConfig(method="sequence"), "whole is "),
-    "width": (dict(width=24), FUSED, "width is "),
-    "dtype": (dict(dtype=FP32), FUSED, "dtype is "),
-    "choices": (dict(k=1), FUSED, "k is "),
+    "method": ({}, {"config": EpMoeConfig(method="sequence")}, "whole is "),
+    "bound": ({}, {"max_tokens_per_rank": 4}, "max_tokens_per_rank is "),
+    "width": (dict(width=24), {}, "width is "),
+    "dtype": (dict(dtype=FP32), {}, "dtype is "),
+    "choices": (dict(k=1), {}, "k is "),
 }
 
 
 def disagrees(what):
     """Everybody is told, and the group is as good as before."""
-    changes, config, words = DISAGREEMENTS[what]
+    changes, options, words = DISAGREEMENTS[what]
     odd = dist.get_rank() == 1
     with a_group() as group:
         layer = Layer(**USUAL | (changes if odd else {}), group=group)
-        error = failure_of(layer.call, group=group, config=config if odd else FUSED)
+        options = {"config": FUSED, "max_tokens": 100, **(options if odd else {})}
+        error = failure_of(layer.call, group=group, **options)
         assert type(error) is ValueError and ": the ranks disagree: " in str(error), repr(error)
         assert words in str(error) and "on rank 1" in str(error), str(error)
         layer = Layer(**USUAL, group=group)

@@ -67,6 +67,17 @@ def test_few_tokens(world_size, quantize):
     on_ranks(world_size, expert_layer.sends_few_tokens, quantize)
 
 
+# The last: no more rows than can come at all.
+BOUNDED = {"uneven": (UNEVEN, "any"), "no tokens": (0, "any"), "all to the last rank": (5, "last")}
+
+
+@pytest.mark.parametrize("world_size, spec", [
+    *((2, spec) for spec in BOUNDED), *((ranks, "uneven") for ranks in ((1, 3, 4) if ON_GPU else (1, 3)))
+])  # fmt: skip
+def test_overlapping_with_a_bound_on_tokens(world_size, spec):
+    on_ranks(world_size, expert_layer.overlaps_with_a_bound, *BOUNDED[spec])
+
+
 @either_way
 def test_interleaved_weights(config):
     on_ranks(2, expert_layer.takes_interleaved_weights, config)

@@ -33,6 +33,11 @@ def test_one_that_was_told_of_an_overflow_leaves_the_others_in_step(world_size):
     on_ranks(world_size, asked.one_is_told_of_an_overflow, [4] * 4)
 
 
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_one_that_has_too_many_tokens_leaves_the_others_in_step(world_size):
+    on_ranks(world_size, asked.one_has_too_many_tokens)
+
+
 @pytest.mark.parametrize("what", asked.DISAGREEMENTS)
 def test_disagreement_is_named_on_every_rank(what):
     on_ranks(3, asked.disagrees, what)
