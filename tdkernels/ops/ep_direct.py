@@ -13,7 +13,7 @@ from tdkernels.ops._config import text_of
 from tdkernels.ops._launch import Launch, by_address, launch_kept
 from tdkernels.ops._tiles import next_power_of_2
 from tdkernels.ops.ep_crossing import round_up
-from tdkernels.ops.ep_direct_kernel import MOST_COMPARED, ep_direct_kernel, line_words
+from tdkernels.ops.ep_direct_kernel import MOST_COMPARED, MOST_IDS, ep_direct_kernel, line_words
 from tdkernels.ops.ep_payload import MAX_CHUNKS, as_memory, or_else, parts_of, pieces_trace, scale_bytes_of, size_of
 from tdkernels.ops.ep_routing import Routing, listen, slots_for
 from tdkernels.symm import get_workspace
@@ -118,7 +118,7 @@ def direct_call(ctx, routing, sending, parts, plan, known, halves="both"):
     constants = {name: value for name, value in constants.items() if name != "GRADIENT"} | {
         "ADVANCE": halves != "send", "BY_SOURCE": _by_source(routing), "K": routing.choices,
         "EXPERTS": routing.num_experts, "RANKS": routing.world_size,
-        "N": MOST_COMPARED.value // next_power_of_2(routing.choices),
+        "N": min(MOST_COMPARED.value // next_power_of_2(routing.choices), MOST_IDS.value),
         "num_warps": config.num_warps, "trace_ptr": pieces_trace(x.device, routing.world_size),
     }  # fmt: skip
     return ep_direct_kernel, senders + receivers, args, constants

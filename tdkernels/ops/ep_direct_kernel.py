@@ -41,8 +41,9 @@ from tdkernels.ops.ep_tables import (
     whole_items,
 )
 
-# Elements of the tiles in which choices are compared with ids, and with experts.
-MOST_COMPARED = tl.constexpr(8192)
+# Elements of the tiles in which choices are compared with ids, and with experts; and ids of the former at most, which
+# are counted, too: more of them take long to compile, and tokens of few choices have not more.
+MOST_COMPARED, MOST_IDS = tl.constexpr(8192), tl.constexpr(1024)
 
 
 @td.jit

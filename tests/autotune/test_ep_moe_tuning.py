@@ -214,9 +214,9 @@ def test_a_bound_alone_leaves_every_method_open(ranks, experts, choices):
 def take_it_with_few_tokens(folder):
     """Tokens on some ranks only, or on none: all ranks come to the same."""
     with a_group() as group, tables_in(folder):
-        tune_by_hand(*(entry_of(FUSED, "ep_moe", (2**n, *SIZES), "exact", dtype="float32") for n in range(5)))
+        tune_by_hand(*(entry_of(FUSED, "ep_moe", (2**n, *SIZES), "exact", dtype="bfloat16") for n in range(5)))
         for tokens in ([0, 0], [0, 3], [7, 1]):
-            assert methods_of(Layer(tokens, 2, 2, 16, 8, FP32, group=group), group) == ([FUSED], 0)
+            assert methods_of(Layer(tokens, 2, 2, 16, 8, BF16, group=group), group) == ([FUSED], 0)
         del group
 
 

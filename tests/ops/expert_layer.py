@@ -166,7 +166,7 @@ def sends_few_tokens(quantize):
 
 def overlaps_with_a_bound(tokens, ids):
     """There is room for whatever so many tokens choose; more tokens on one rank are refused on all."""
-    layer = Layer(tokens, 2, 2, 16, 8, FP32, ids=ids, seed=8)
+    layer = Layer(tokens, 2, 2, 16, 8, ids=ids, seed=8)
     most, world_size = max(*layer.case.tokens, 2), dist.get_world_size()
     routings = []
     with mock.patch.object(ep_moe_fused, "order_of", lambda routing: routings.append(routing) or order_of(routing)):
