@@ -23,6 +23,7 @@ import triton
 import tdkernels
 from tdkernels._self_test import try_operators
 from tdkernels.autotune import cache, get_mode
+from tdkernels.autotune.hardware import KIN
 from tdkernels.autotune.operator import operators
 from tdkernels.launch import RankError, run_ranks
 from tdkernels.symm import get_timeout, topology
@@ -256,8 +257,10 @@ def check_tuning():
             sum(len(known(operator, name)) for operator in operators())
             for known in (cache.user_entries, cache.shipped_entries)
         )
-        found.append(f"{name}: {cached} configs tuned here, {shipped} shipped")
-        missing |= not cached and not shipped
+        kin = KIN.get(name)
+        of_kin = f", and those of {kin}, which is of the same kind" if kin else ""
+        found.append(f"{name}: {cached} configs tuned here, {shipped} shipped{of_kin}")
+        missing |= not (cached or shipped or kin)
     advice = "Tune your shapes once: python -m tdkernels tune --help" if missing else ""
     return Check("tuning", "warning" if missing else "ok", "; ".join(found), advice)
 

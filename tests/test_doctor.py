@@ -66,7 +66,9 @@ def test_a_cache_folder_that_cannot_be_written_is_a_warning(monkeypatch, tmp_pat
     assert "TDKERNELS_CACHE_DIR" in check.advice
 
 
-@pytest.mark.parametrize("gpu, status", [("NVIDIA H200", "ok"), ("NVIDIA Untuned", "warning")])
+@pytest.mark.parametrize("gpu, status", [
+    ("NVIDIA H200", "ok"), ("NVIDIA H100 80GB HBM3", "ok"), ("NVIDIA Untuned", "warning"),
+])  # fmt: skip
 def test_a_gpu_without_a_table_is_a_warning(gpu, status, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: gpu)
