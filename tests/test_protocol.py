@@ -26,7 +26,7 @@ from tdkernels.symm.group import group_state
 from tdkernels.symm.workspace import Workspace
 from tests.nodes import thorough
 from tests.ops.dense import config_for
-from tests.ranks import a_group, device, fresh_ranks, on_ranks
+from tests.ranks import DEVICE, a_group, device, fresh_ranks, on_ranks
 from tests.reference import DIVIDED, OPERATORS, Case
 from tests.selection import EVERYTHING, THOROUGH, at_once, turns
 
@@ -364,6 +364,38 @@ def forgets_a_destroyed_group_that_broke():
 
 def test_destroyed_group_is_forgotten_with_its_errors():
     on_ranks(2, forgets_a_destroyed_group_that_broke)
+
+
+def is_refused_where_it_was_forked():
+    """A child of a rank, as a data loader's worker is: it has the rank's memory, and its calls would count as ours."""
+    cases = [Case("ag_gemm", FP32, rows, 3, 7, exact=True) for rows in (5, 6)]
+    with a_group() as group, a_group() as unused:
+        for _ in range(2):
+            cases[0].check(cases[0].run(group=group))
+        told, tells = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                known, new = (failure_of(case.call, group=group) for case in cases)
+                first = failure_of(cases[0].call, group=unused)
+                os.write(tells, pickle.dumps([repr(error) for error in (known, new, first)]))
+            finally:
+                os._exit(0)
+        os.close(tells)
+        os.waitpid(child, 0)
+        with open(told, "rb") as pipe:
+            errors = pickle.loads(pipe.read())
+        words = f"RuntimeError('process {child} was forked from rank {dist.get_rank()} of this group and is no rank"
+        assert [error[: len(words)] for error in errors] == [words] * 3, errors
+        for case in cases:
+            case.check(case.run(group=group))
+        cases[0].check(cases[0].run(group=unused))
+        del group, unused
+
+
+@pytest.mark.skipif(DEVICE != "cpu" and torch.cuda.device_count() > 0, reason="CUDA refuses forked processes itself")
+def test_a_forked_process_is_no_rank():
+    on_ranks(2, is_refused_where_it_was_forked)
 
 
 def test_without_a_process_group():

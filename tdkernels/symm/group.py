@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import json
+import os
 import time
 import weakref
 from collections import defaultdict
@@ -51,6 +52,7 @@ class GroupState:
         self.chosen_calls = {}  # {a call: what was chosen for it}, see tdkernels.autotune.choose
         self.compiled_calls = {}  # {a call that torch.compile has traced: its configs}, where these must not change
         self.known_calls = {}  # what whole calls have come to: see tdkernels.ops._calls
+        self.refusal = None  # the error of every call, in a process that is no rank of the group
         self._failures = {}
         self._store = c10d._get_process_group_store(group)
         self._prefix = prefix
@@ -77,6 +79,8 @@ class GroupState:
 
     def _know_topology(self, operator):
         """Find the nodes, before whatever it is that the ranks exchange first: they may begin with different things."""
+        if self.refusal is not None:
+            raise copy.copy(self.refusal)
         if self._topology is None:
             self._store.set(f"{self._prefix}/where/{self.rank}", offer())
             deadline = time.monotonic() + get_timeout()
@@ -149,6 +153,8 @@ class GroupState:
 
     def error_on(self, device):
         """The error that a launch on a device has recorded, or None as long as no wait has given up."""
+        if self.refusal is not None:
+            return self.refusal
         failure = self._failures.get(device)
         if failure is None:
             return None
@@ -220,3 +226,15 @@ def scratch_state(group):
 
 def live_states():
     return list(_states.values())
+
+
+def _refuse_groups_of_the_parent():
+    """In a process that was just forked: it has the stores and the memory of a rank, and would speak in its name."""
+    for group in list(c10d._world.pg_map):
+        group_state(group).refusal = RuntimeError(
+            f"process {os.getpid()} was forked from rank {dist.get_rank(group)} of this group and is no rank itself; "
+            "call the operators where the group was made, or start workers by spawn and give them a group of their own"
+        )
+
+
+os.register_at_fork(after_in_child=_refuse_groups_of_the_parent)
