@@ -18,6 +18,7 @@ from tdkernels.ops._operands import refuse_second_derivatives
 from tdkernels.ops._outside_graphs import outside_graphs
 from tdkernels.ops.ep_checks import INTEGERS, check_config, check_num_experts, check_payload, check_tensor
 from tdkernels.ops.ep_choice import choose_config, config_to_route
+from tdkernels.ops.ep_refusals import Splits
 from tdkernels.ops.ep_routing import route
 from tdkernels.ops.ep_ways import as_chosen
 from tdkernels.symm import resolve_group
@@ -80,7 +81,7 @@ def _check(x, splits, scales, max_tokens, config, world_size):
 def _route(x, splits, max_tokens, group, config):
     """The Routing of rows by checked splits, with its config."""
     ids, bad = _experts_of_rows(splits, x.shape[0])
-    options = {"max_tokens": max_tokens, "by_source": True, "bad": bad}
+    options = {"max_tokens": max_tokens, "by_source": True, "bad": bad, "given": Splits(splits, x.shape[0])}
     if config is not None and config.method == "torch":
         return ep_torch.route(_NAME, ids, splits.shape[0], group, config, x, **options)
     config = config_to_route(config, group, x.device)

@@ -15,6 +15,7 @@ from tdkernels.ops._tiles import next_power_of_2
 from tdkernels.ops.ep_crossing import round_up
 from tdkernels.ops.ep_direct_kernel import MOST_COMPARED, ep_direct_kernel, line_words
 from tdkernels.ops.ep_payload import MAX_CHUNKS, as_memory, or_else, parts_of, pieces_trace, scale_bytes_of, size_of
+from tdkernels.ops.ep_refusals import TopkIds
 from tdkernels.ops.ep_routing import Routing, listen, slots_for
 from tdkernels.symm import get_workspace
 
@@ -48,7 +49,7 @@ def leave_uncounted(routing, ids, bad=None):
     length = ep_tables.length(routing.num_experts, routing.world_size, routing.tokens, routing.choices, 0)
     routing.tables = torch.empty(length, dtype=torch.int32, device=ids.device)
     routing.splits = torch.empty(routing.num_experts // routing.world_size, dtype=torch.int32, device=ids.device)
-    routing.uncounted = ids.contiguous(), bad
+    routing.uncounted, routing.given = (ids.contiguous(), bad), TopkIds(ids, routing.num_experts)
     routing.config = replace(routing.config, chunk_tokens=1)  # each token has a signal of its own
 
 
@@ -61,7 +62,7 @@ def launch_direct(routing, sending, halves):
     x, scales = sending.x, sending.scales
     workspace = get_workspace(routing.group, x.device, "ep_direct")
     if halves != "receive":
-        listen(workspace, routing.operator)
+        listen(workspace, routing.operator, routing.given)
     key = (
         "direct", halves, *routing.sizes, routing.most_tokens, routing.max_tokens, x.dtype, x.shape[1],
         None if scales is None else scales.shape[1:], sending.quantize,

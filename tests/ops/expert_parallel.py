@@ -494,6 +494,14 @@ def refuses_what_is_too_much(spec, which):
     case.check_received(recv)
 
 
+def refusal(case, offender, wrong):
+    """What this rank is told of an id of a rank."""
+    words = f"ep_dispatch: topk_ids of rank {offender} are out of range: "
+    words += f"each must be from 0 to {case.experts - 1}, or -1 for none"
+    mine = dist.get_rank() == offender
+    return f"{words}; here topk_ids {list(case.ids.shape)} has {wrong}" if mine else words
+
+
 def refuses_wrong_ids(wrong, where, id_dtype, changes):
     """One id of one rank: all are told whose, once, and the next call is right."""
     case = case_of(UNEVEN, 3, 3, 8, seed=9)
@@ -507,7 +515,7 @@ def refuses_wrong_ids(wrong, where, id_dtype, changes):
             case.ids[where, 1] = wrong
         error = told(case, max_tokens=max_tokens, config=config)
         assert type(error) is ValueError, repr(error)
-        assert f"ep_dispatch: the ids or splits of rank {offender} are out of range" in str(error), str(error)
+        assert str(error) == refusal(case, offender, wrong), str(error)
         tdkernels.synchronize()
         case.ids = right
         recv, handle = case.dispatch(config=config)
