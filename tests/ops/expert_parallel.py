@@ -171,6 +171,21 @@ def combine_takes_other_weights(changes):
     case.check_combined(tdkernels.ep_combine(case.expert_out(), handle))
 
 
+def combine_takes_changed_weights(changes):
+    """Weights that were changed in place since the dispatch count as they are, those of other ranks' rows too."""
+    case = case_of(UNEVEN, 2, 2, 9, weights=FP32, seed=3)
+    config = config_of(changes)
+    combine = config.combine if config else "per_rank"
+    case.weights = case.weights.clone()  # it may be a part of all_weights
+    _, handle = case.dispatch(config=config)
+    case.weights.mul_(2)
+    case.all_weights = case.all_weights * 2
+    case.check_combined(tdkernels.ep_combine(case.expert_out(), handle), combine=combine)
+    recv, handle = case.dispatch(config=config)
+    recv.topk_weights.detach().zero_()
+    case.check_combined(tdkernels.ep_combine(case.expert_out(), handle), combine=combine)
+
+
 def uses_the_handle_again(changes):
     """Other rows with other weights go the same ways, whatever their width and dtype; gradients too."""
     case, other = (
