@@ -366,6 +366,24 @@ def test_destroyed_group_is_forgotten_with_its_errors():
     on_ranks(2, forgets_a_destroyed_group_that_broke)
 
 
+def has_its_memory_where_it_belongs():
+    """Whatever torch.set_default_device says, or a block of torch.device, when a group makes its first calls."""
+    x, w = (torch.randn(*shape, device=device()) for shape in ((4, 16), (2, 8, 16)))
+    splits = torch.tensor([1, 3], device=device())
+    for where in ("meta", device().type):
+        with a_group() as group:
+            with torch.device(where):
+                rows, *_ = tdkernels.all_to_all(x, splits, group=group)
+                y = tdkernels.group_gemm(x, w, splits)
+            assert torch.equal(rows, tdkernels.all_to_all_ref(x, splits, group=group)[0])
+            torch.testing.assert_close(y, tdkernels.group_gemm_ref(x, w, splits), rtol=1e-3, atol=1e-3)
+            del group
+
+
+def test_the_default_device_does_not_matter():
+    on_ranks(2, has_its_memory_where_it_belongs)
+
+
 def is_refused_where_it_was_forked():
     """A child of a rank, as a data loader's worker is: it has the rank's memory, and its calls would count as ours."""
     cases = [Case("ag_gemm", FP32, rows, 3, 7, exact=True) for rows in (5, 6)]
