@@ -119,6 +119,7 @@ class Workspace:
                 self._make(half_bytes, half_signals, num_flags)
         except Exception as error:
             self.buffer = None  # the old one is gone, and tables and plans speak of it: nobody can go on from here
+            self.half_bytes = self.half_signals = self.num_flags = 0  # what is asked for next is still to be made
             if grows:
                 self._broken = RuntimeError(f"{self.name}: its buffer could not grow: {type(error).__name__}: {error}")
             raise
