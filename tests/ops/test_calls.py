@@ -227,6 +227,27 @@ def test_memory_that_is_negated():
     on_ranks(2, reads_no_negated_memory)
 
 
+def refuses_transforms():
+    x, q, w = draw(0, 4, 16), draw(1, 1, 4, 2, 16), draw(2, 2, 8, 16)
+    splits = torch.tensor([2, 2], device=device())
+    for operator, first, others, options in (
+        ("all_to_all", x, (splits,), {}),
+        ("ep_dispatch", x, (splits.expand(4, 2),), {"num_experts": 4}),
+        ("group_gemm", x, (w, splits), {}),
+        ("ag_attention", q, (q, q), {}),
+        ("flash_decode", q[0], (q, q, splits[:1]), {}),
+    ):
+        for transform in (torch.func.grad, torch.func.vmap):
+            call = transform(lambda one: getattr(tdkernels, operator)(one, *others, **options)[0].sum())  # noqa: B023
+            operand = first if transform is torch.func.grad else first[None]
+            with pytest.raises(RuntimeError, match=f"{operator}: transforms of torch.func .functorch. are not"):
+                call(operand)
+
+
+def test_transforms_are_refused():
+    on_ranks(2, refuses_transforms)
+
+
 def still_refuses_what_makes_no_sense():
     with a_group() as group, autotune.mode("off"):
         x, weight = operands_of("gemm_ar", 0)
