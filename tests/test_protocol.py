@@ -22,7 +22,7 @@ import tdkernels.symm.workspace as workspace_module
 from tdkernels import PeerTimeoutError, PlanMismatchError
 from tdkernels.launch import RankError
 from tdkernels.symm import get_timeout, get_workspace, resolve_group
-from tdkernels.symm.group import group_state
+from tdkernels.symm.group import GroupState, group_state
 from tdkernels.symm.workspace import Workspace
 from tests.nodes import thorough
 from tests.ops.dense import config_for
@@ -364,6 +364,23 @@ def forgets_a_destroyed_group_that_broke():
 
 def test_destroyed_group_is_forgotten_with_its_errors():
     on_ranks(2, forgets_a_destroyed_group_that_broke)
+
+
+def meets_where_others_have_met():
+    """As after destroy_process_group and init_process_group under torchrun: the same name at the same store again."""
+    rank = dist.get_rank()
+    with a_group() as group:
+        for which in ("first", "second"):
+            state = GroupState(group)
+            for turn in range(3):
+                time.sleep(0.2 * rank)  # what was left by the one before is there already
+                texts = state.exchange("op", f"{which} {turn} {rank}")
+                assert texts == [f"{which} {turn} 0", f"{which} {turn} 1"]
+        del group
+
+
+def test_what_another_group_of_the_name_has_left_is_not_read():
+    on_ranks(2, meets_where_others_have_met)
 
 
 def has_its_memory_where_it_belongs():

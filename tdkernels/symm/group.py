@@ -6,7 +6,7 @@ import json
 import os
 import time
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -40,6 +40,9 @@ def resolve_group(group=None):
     return group
 
 
+_meetings = Counter()  # how often ranks have met in a group of a name, by that and who they are
+
+
 class GroupState:
     """What is kept for one process group, for as long as it lives: its store, agreed plans and workspaces."""
 
@@ -55,7 +58,8 @@ class GroupState:
         self.refusal = None  # the error of every call, in a process that is no rank of the group
         self._failures = {}
         self._store = c10d._get_process_group_store(group)
-        self._prefix = prefix
+        self._prefix, self._has_met = prefix, False
+        self._members = self.name, *dist.get_process_group_ranks(group)
         self._turn = 0
         self._scratches = 0
         self._agreed = set()
@@ -82,10 +86,20 @@ class GroupState:
         if self.refusal is not None:
             raise copy.copy(self.refusal)
         if self._topology is None:
+            self._take_keys()
             self._store.set(f"{self._prefix}/where/{self.rank}", offer())
             deadline = time.monotonic() + get_timeout()
             texts = [self._get(operator, "where", peer, deadline) for peer in range(self.world_size)]
             self._topology = topology_of(self.rank, texts)
+
+    def _take_keys(self):
+        """Have keys in the store that no group had before this one.
+
+        torch gives names again once all groups are destroyed, and a store may outlive these, as that of torchrun does.
+        """
+        if not self._has_met:
+            self._prefix, self._has_met = f"{self._prefix}/{_meetings[self._members]}", True
+            _meetings[self._members] += 1
 
     def agree_once(self, operator, fields):
         """``agree``, unless all ranks have agreed on just this before; costs a look-up then."""
@@ -214,8 +228,9 @@ def scratch_state(group):
     """
     kept = group_state(group)
     kept._scratches += 1
-    scratch = GroupState(group, f"tdkernels/scratch{kept._scratches}")
-    scratch._topology = kept.topology
+    topology = kept.topology
+    scratch = GroupState(group, f"{kept._prefix}/scratch{kept._scratches}")
+    scratch._topology = topology
     _states[group] = scratch
     try:
         yield scratch
