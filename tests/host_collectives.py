@@ -1,7 +1,8 @@
 """torch's collectives on GPU tensors by way of the host, for ranks that share GPUs.
 
 NCCL takes one rank a GPU, and gloo knows few collectives of GPU tensors. These are what tests compare with, so they
-need not be fast: each tensor is copied to the host, exchanged there, and copied back.
+need not be fast: each tensor is copied to the host, exchanged there, and copied back. Collectives of host tensors are
+torch's own.
 """
 
 import functools
@@ -32,8 +33,10 @@ def install():
 
 def _by_host(collective):
     @functools.wraps(collective)
-    def call(*args, async_op=False, **kwargs):
-        copies = []
+    def call(*args, **kwargs):
+        if not _has_gpu_tensor((*args, *kwargs.values())):
+            return collective(*args, **kwargs)
+        copies, async_op = [], kwargs.pop("async_op", False)
         # What they write to is the first argument of all of them.
         args = [_to_host(arg, [] if number else copies) for number, arg in enumerate(args)]
         kwargs = {name: _to_host(arg, [] if args else copies) for name, arg in kwargs.items()}
@@ -44,6 +47,11 @@ def _by_host(collective):
         return _Done() if async_op else result
 
     return call
+
+
+def _has_gpu_tensor(args):
+    lists = (list, tuple)
+    return any(_has_gpu_tensor(arg) if isinstance(arg, lists) else getattr(arg, "is_cuda", False) for arg in args)
 
 
 def _to_host(arg, copies):

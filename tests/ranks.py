@@ -8,10 +8,10 @@
     def test_gathers():
         on_ranks(4, gathers, torch.ones(3))
 
-The ranks are kept from test to test, since starting them takes seconds. Where they run is TDKERNELS_TEST_DEVICE: cpu,
-cuda (a test that needs more GPUs than there are is skipped), shared (all of its ranks share them) or auto, the default
-(such a test runs on the CPU). How long they may take for one call is TDKERNELS_TEST_TIMEOUT_S: 240 s, which on borrowed
-GPUs is long for a hang.
+The ranks are kept from test to test, since starting them takes seconds; those that share GPUs, whose memory they would
+fill, until two pools of other sizes are in use. Where they run is TDKERNELS_TEST_DEVICE: cpu, cuda (a test that needs
+more GPUs than there are is skipped), shared (all of its ranks share them) or auto, the default (such a test runs on the
+CPU). How long they may take for one call is TDKERNELS_TEST_TIMEOUT_S: 240 s, which on borrowed GPUs is long for a hang.
 """
 
 import contextlib
@@ -38,6 +38,8 @@ TIMEOUT_S = float(os.environ.get("TDKERNELS_TEST_TIMEOUT_S") or 240.0)
 multi_rank_runs = 0
 
 _pools: dict[int, RankPool] = {}
+# Ranks that share a GPU have 1 to 2 GiB of it each for as long as they live.
+_MOST_POOLS = 2 if ASKED == "shared" else sys.maxsize
 
 
 def device():
@@ -61,9 +63,12 @@ def a_group(ranks=None):
 def on_ranks(world_size, fn, /, *args, **kwargs) -> list:
     """Call fn(*args, **kwargs) on ranks shared with other tests; the results in rank order, or launch.RankError."""
     _count(world_size)
-    pool = _pools.get(world_size)
+    pool = _pools.pop(world_size, None)
     if pool is None or not pool.usable:
-        pool = _pools[world_size] = RankPool(world_size, ASKED, timeout_s=TIMEOUT_S)
+        while len(_pools) >= _MOST_POOLS:
+            _pools.pop(next(iter(_pools))).close()
+        pool = RankPool(world_size, ASKED, timeout_s=TIMEOUT_S)
+    _pools[world_size] = pool  # the last of them is the one that was used last
     return pool.run(_call, fn, *args, **kwargs)
 
 

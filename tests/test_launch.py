@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from tdkernels.launch import RankError, RankPool, pick_device, rank_device, run_ranks
-from tests import ranks
+from tests import host_collectives, ranks
 
 REPO = Path(__file__).parent.parent
 
@@ -382,6 +382,44 @@ def test_on_ranks_keeps_its_pool_until_it_breaks(monkeypatch):
         assert ranks.on_ranks(2, who, 1, b=2) != first
     finally:
         ranks.close_all()
+
+
+class PoolOfNoRanks:
+    """In the place of a RankPool, where only the pools count."""
+
+    def __init__(self, world_size, *_, **__):
+        self.world_size, self.usable = world_size, True
+
+    def run(self, *_):
+        return self
+
+    def close(self):
+        self.usable = False
+
+
+def test_on_ranks_closes_the_pools_that_were_used_longest_ago(monkeypatch):
+    monkeypatch.setattr(ranks, "multi_rank_runs", 0)
+    monkeypatch.setattr(ranks, "RankPool", PoolOfNoRanks)
+    for most, kept in ((sys.maxsize, [1, 2, 3, 4]), (2, [3, 4])):
+        monkeypatch.setattr(ranks, "_pools", {})
+        monkeypatch.setattr(ranks, "_MOST_POOLS", most)
+        pools = [ranks.on_ranks(size, who) for size in (1, 2, 3, 1, 3, 4)]
+        assert list(ranks._pools) == sorted(kept, key=[2, 1, 3, 4].index)
+        assert {pool.world_size for pool in pools if pool.usable} == set(kept)
+        assert pools[4] is pools[2], "it was among the last two"
+        assert (pools[3] is pools[0]) == (most > 2)
+
+
+def test_collectives_of_host_tensors_are_torchs():
+    """Also where those of GPU tensors go by way of the host: who starts one has not waited for it."""
+
+    def collective(*args, **kwargs):
+        return args, kwargs
+
+    x = torch.ones(2)
+    by_host = host_collectives._by_host(collective)
+    for args, kwargs in (((x,), {"async_op": True}), (([x, x],), {"tensor": x, "group": None})):
+        assert by_host(*args, **kwargs) == (args, kwargs)
 
 
 def test_too_few_gpus_is_a_skip_that_counts_for_nothing(monkeypatch):

@@ -22,11 +22,11 @@ import tdkernels.symm.workspace as workspace_module
 from tdkernels import PeerTimeoutError, PlanMismatchError
 from tdkernels.launch import RankError
 from tdkernels.symm import get_timeout, get_workspace, resolve_group
-from tdkernels.symm.group import group_state
+from tdkernels.symm.group import GroupState, group_state
 from tdkernels.symm.workspace import Workspace
 from tests.nodes import thorough
 from tests.ops.dense import config_for
-from tests.ranks import a_group, device, fresh_ranks, on_ranks
+from tests.ranks import DEVICE, a_group, device, fresh_ranks, on_ranks
 from tests.reference import DIVIDED, OPERATORS, Case
 from tests.selection import EVERYTHING, THOROUGH, at_once, turns
 
@@ -364,6 +364,73 @@ def forgets_a_destroyed_group_that_broke():
 
 def test_destroyed_group_is_forgotten_with_its_errors():
     on_ranks(2, forgets_a_destroyed_group_that_broke)
+
+
+def meets_where_others_have_met():
+    """As after destroy_process_group and init_process_group under torchrun: the same name at the same store again."""
+    rank = dist.get_rank()
+    with a_group() as group:
+        for which in ("first", "second"):
+            state = GroupState(group)
+            for turn in range(3):
+                time.sleep(0.2 * rank)  # what was left by the one before is there already
+                texts = state.exchange("op", f"{which} {turn} {rank}")
+                assert texts == [f"{which} {turn} 0", f"{which} {turn} 1"]
+        del group
+
+
+def test_what_another_group_of_the_name_has_left_is_not_read():
+    on_ranks(2, meets_where_others_have_met)
+
+
+def has_its_memory_where_it_belongs():
+    """Whatever torch.set_default_device says, or a block of torch.device, when a group makes its first calls."""
+    x, w = (torch.randn(*shape, device=device()) for shape in ((4, 16), (2, 8, 16)))
+    splits = torch.tensor([1, 3], device=device())
+    for where in ("meta", device().type):
+        with a_group() as group:
+            with torch.device(where):
+                rows, *_ = tdkernels.all_to_all(x, splits, group=group)
+                y = tdkernels.group_gemm(x, w, splits)
+            assert torch.equal(rows, tdkernels.all_to_all_ref(x, splits, group=group)[0])
+            torch.testing.assert_close(y, tdkernels.group_gemm_ref(x, w, splits), rtol=1e-3, atol=1e-3)
+            del group
+
+
+def test_the_default_device_does_not_matter():
+    on_ranks(2, has_its_memory_where_it_belongs)
+
+
+def is_refused_where_it_was_forked():
+    """A child of a rank, as a data loader's worker is: it has the rank's memory, and its calls would count as ours."""
+    cases = [Case("ag_gemm", FP32, rows, 3, 7, exact=True) for rows in (5, 6)]
+    with a_group() as group, a_group() as unused:
+        for _ in range(2):
+            cases[0].check(cases[0].run(group=group))
+        told, tells = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                known, new = (failure_of(case.call, group=group) for case in cases)
+                first = failure_of(cases[0].call, group=unused)
+                os.write(tells, pickle.dumps([repr(error) for error in (known, new, first)]))
+            finally:
+                os._exit(0)
+        os.close(tells)
+        os.waitpid(child, 0)
+        with open(told, "rb") as pipe:
+            errors = pickle.loads(pipe.read())
+        words = f"RuntimeError('process {child} was forked from rank {dist.get_rank()} of this group and is no rank"
+        assert [error[: len(words)] for error in errors] == [words] * 3, errors
+        for case in cases:
+            case.check(case.run(group=group))
+        cases[0].check(cases[0].run(group=unused))
+        del group, unused
+
+
+@pytest.mark.skipif(DEVICE != "cpu" and torch.cuda.device_count() > 0, reason="CUDA refuses forked processes itself")
+def test_a_forked_process_is_no_rank():
+    on_ranks(2, is_refused_where_it_was_forked)
 
 
 def test_without_a_process_group():

@@ -8,6 +8,7 @@ a kernel on the CPU and compile the same kernel for a GPU.
 import contextlib
 import dataclasses
 import functools
+import threading
 
 import torch
 import triton
@@ -40,7 +41,7 @@ class Kernel(JITFunction):
 
     def run(self, *args, grid, warmup, **kwargs):
         if _on_cpu(args) or _on_cpu(kwargs.values()):
-            with _interpreter_options():
+            with _interpreting, _interpreter_options():
                 return self._interpreted.run(*args, grid=grid, warmup=warmup, **kwargs)
         key = None if warmup or self.pre_run_hooks or type(grid) is not tuple else self._key(args, kwargs)
         if key is None:
@@ -107,6 +108,10 @@ class Kernel(JITFunction):
         """For each parameter whether Triton compiles anew for other integers than those seen."""
         return [not parameter.do_not_specialize for parameter in self.params]
 
+
+# The interpreter has one state for all threads: what program it is in, and triton.language as it has patched it. Who
+# waits here for a kernel that waits for a peer is as bounded as that wait.
+_interpreting = threading.RLock()
 
 _MAX_KNOWN = 4096  # of one kernel; whoever has more of them searches
 _PLAIN = {int, bool, str, type(None), tl.dtype}

@@ -89,6 +89,8 @@ def are_plain(tensors):
     for tensor in tensors:
         if type(tensor) not in _PLAIN or (tensor is not None and tensor.layout != torch.strided):
             return False
+        if tensor is not None and (tensor.is_neg() or tensor.is_conj()):  # which the dispatcher resolves
+            return False
     if profiler._is_profiler_enabled or torch._C._len_torch_dispatch_stack():
         return False
     given = [tensor for tensor in tensors if tensor is not None]

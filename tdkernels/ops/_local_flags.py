@@ -25,7 +25,7 @@ def local_flags(device, count):
     """``count`` words of zero for a launch on the current stream."""
     count = -(-count // 128) * 128
     if device.type == "cpu":
-        return torch.zeros(count, dtype=torch.int64)
+        return torch.zeros(count, dtype=torch.int64, device=device)
     if torch.cuda.is_current_stream_capturing():
         zeros, taken = _slabs.get(device, ((), 0))
         if taken + count > len(zeros):

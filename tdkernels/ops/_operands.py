@@ -43,6 +43,22 @@ def check_operands(operator, x, weight, bias):
         )
 
 
+def check_memory(operator, name, tensor):
+    """Raise TypeError for a tensor with values that its memory does not hold, where torch does not see to that itself.
+
+    It does for what goes through its dispatcher. Other operators would read what is there. RuntimeError in a transform
+    of torch.func, whose tensors have no memory.
+    """
+    if torch.compiler.is_compiling():
+        return
+    if torch._C._are_functorch_transforms_active():
+        raise RuntimeError(f"{operator}: transforms of torch.func (functorch) are not supported")
+    if hasattr(tensor, "to_local"):
+        raise TypeError(f"{operator}: {name} {_shape(tensor)} is a {type(tensor).__name__}; pass its to_local()")
+    if tensor.is_neg():
+        raise TypeError(f"{operator}: {name} {_shape(tensor)} is a view that negates its memory; pass resolve_neg()")
+
+
 def _shape(tensor):
     return list(tensor.shape)
 

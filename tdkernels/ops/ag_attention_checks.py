@@ -5,7 +5,7 @@ import math
 import torch
 
 from tdkernels.ops._config import check_config
-from tdkernels.ops._operands import DEVICES, DTYPES
+from tdkernels.ops._operands import DEVICES, DTYPES, check_memory
 from tdkernels.ops.ag_attention_config import AgAttentionConfig
 from tdkernels.ops.ag_attention_torch_kernels import KERNELS
 
@@ -44,6 +44,7 @@ def _check_widths(operator, config, q, v):
 def _check_tensor(operator, name, tensor, q):
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{operator}: {name} must be a torch.Tensor, not {type(tensor).__name__}")
+    check_memory(operator, name, tensor)
     if tensor.dtype not in DTYPES:
         raise TypeError(f"{operator}: {name} is {tensor.dtype}; bfloat16, float16 and float32 are supported")
     if tensor.dtype != q.dtype:

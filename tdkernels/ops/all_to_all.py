@@ -24,6 +24,7 @@ from tdkernels.ops.ep_checks import (
     check_payload,
     check_tensor,
 )
+from tdkernels.ops.ep_refusals import Splits
 from tdkernels.ops.ep_ways import as_chosen, route_tokens
 from tdkernels.symm import resolve_group
 
@@ -130,7 +131,8 @@ def all_to_all(
         _refuse_too_many(x, len(splits), scales, max_tokens, max_tokens_per_rank, group, config)
     ids, bad = _experts_of_rows(splits, len(x))
     routing = route_tokens(
-        _NAME, x, ids, len(splits), None, max_tokens, group, config, max_tokens_per_rank, bad, by_source=True
+        _NAME, x, ids, len(splits), None, max_tokens, group, config, max_tokens_per_rank, bad, by_source=True,
+        given=Splits(splits, len(x)),
     )  # fmt: skip
     routing = as_chosen(routing, ids, by_source=True)
     out, out_scales = _AllToAll.apply(x, scales, routing)

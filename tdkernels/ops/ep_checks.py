@@ -2,7 +2,7 @@
 
 import torch
 
-from tdkernels.ops._operands import DEVICES, DTYPES
+from tdkernels.ops._operands import DEVICES, DTYPES, check_memory
 from tdkernels.ops.ep_config import EpConfig
 
 PAYLOADS = (*DTYPES, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -18,6 +18,7 @@ def check_tensor(operator, name, tensor, like=None):
         raise TypeError(f"{operator}: {name} must be a torch.Tensor, not {type(tensor).__name__}")
     if tensor.layout != torch.strided:
         raise TypeError(f"{operator}: {name} must be a plain dense tensor, not {tensor.layout}")
+    check_memory(operator, name, tensor)
     if like is not None and tensor.device != like.device:
         raise ValueError(f"{operator}: x is on {like.device} but {name} is on {tensor.device}")
 

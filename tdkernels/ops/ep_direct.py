@@ -15,6 +15,7 @@ from tdkernels.ops._tiles import next_power_of_2
 from tdkernels.ops.ep_crossing import round_up
 from tdkernels.ops.ep_direct_kernel import MOST_COMPARED, MOST_IDS, ep_direct_kernel, line_words
 from tdkernels.ops.ep_payload import MAX_CHUNKS, as_memory, or_else, parts_of, pieces_trace, scale_bytes_of, size_of
+from tdkernels.ops.ep_refusals import TopkIds
 from tdkernels.ops.ep_routing import Routing, listen, slots_for
 from tdkernels.symm import get_workspace
 
@@ -43,14 +44,14 @@ def bounded_routing(operator, ids, num_experts, group, config, max_tokens, most)
     )  # fmt: skip
 
 
-def leave_uncounted(routing, ids, bad=None, by_source=False):
-    """Let the first dispatch of a Routing find it. ``bad``, ``by_source``: as of ``route``."""
+def leave_uncounted(routing, ids, bad=None, by_source=False, given=None):
+    """Let the first dispatch of a Routing find it. ``bad``, ``by_source``, ``given``: as of ``route``."""
     length = ep_tables.length(routing.num_experts, routing.world_size, routing.tokens, routing.choices, 0)
     routing.tables = torch.empty(length, dtype=torch.int32, device=ids.device)
     local = routing.num_experts // routing.world_size
     shape = (routing.world_size, local) if by_source else (local,)
     routing.splits = torch.empty(shape, dtype=torch.int32, device=ids.device)
-    routing.uncounted = ids.contiguous(), bad
+    routing.uncounted, routing.given = (ids.contiguous(), bad), given or TopkIds(ids, routing.num_experts)
     routing.config = replace(routing.config, chunk_tokens=1)  # each token has a signal of its own
 
 
@@ -63,7 +64,7 @@ def launch_direct(routing, sending, halves):
     x, scales = sending.x, sending.scales
     workspace = get_workspace(routing.group, x.device, "ep_direct")
     if halves != "receive":
-        listen(workspace, routing.operator)
+        listen(workspace, routing.operator, routing.given)
     key = (
         "direct", halves, *routing.sizes, routing.most_tokens, routing.max_tokens, _by_source(routing), x.dtype,
         x.shape[1], None if scales is None else scales.shape[1:], sending.quantize,

@@ -52,7 +52,7 @@ def ep_dispatch_send(
         rows, row_scales, row_weights = launcher.dispatch(
             routing, x, scales=scales, weights=topk_weights, quantize=quantize is not None
         )  # fmt: skip
-        handle._row_weights = row_weights
+        handle.keep_row_weights(row_weights)
         return EpSent(lambda: (EpTokens(rows, routing.splits, row_weights, row_scales), handle))
     sending = launcher.prepare_dispatch(
         routing, x, scales=scales, weights=topk_weights, quantize=quantize is not None
@@ -61,7 +61,7 @@ def ep_dispatch_send(
 
     def receive():
         launcher.launch_dispatch(routing, sending, "receive")
-        handle._row_weights = sending.row_weights
+        handle.keep_row_weights(sending.row_weights)
         return EpTokens(sending.rows, routing.splits, sending.row_weights, sending.row_scales), handle
 
     return EpSent(receive)

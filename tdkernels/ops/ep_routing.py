@@ -17,6 +17,7 @@ from tdkernels.ops._launch import Launch, by_address, launch_kept
 from tdkernels.ops._tiles import next_power_of_2
 from tdkernels.ops.ep_config import EpConfig
 from tdkernels.ops.ep_crossing import Crossing, line_bytes, make_crossing
+from tdkernels.ops.ep_refusals import TopkIds, too_many_tokens
 from tdkernels.ops.ep_route_kernel import NOTE_BAD_IDS, ep_agree_kernel, ep_route_kernel
 from tdkernels.ops.ep_route_nodes_kernel import ep_agree_nodes_kernel, ep_places_kernel, ep_route_nodes_kernel
 from tdkernels.ops.ep_tables import Fact
@@ -58,6 +59,7 @@ class Routing:
     most_tokens: int | None = None  # max_tokens_per_rank
     by_torch: object = None  # the ByTorch of what goes by torch's collectives
     uncounted: tuple | None = None  # the ids, and what else is wrong with them, that the first dispatch is to count
+    given: object = None  # and those ids as errors name them, see ep_refusals
 
     @property
     def world_size(self):
@@ -84,13 +86,6 @@ class Routing:
         return self.operator, self.tokens, self.choices, self.num_experts, self.most_staged, self.config, crossing
 
 
-def refused_ids(operator, rank, bad):
-    """The error for ids of a rank that is told by ``bad``, see ``route``."""
-    if bad < 0:
-        return ValueError(f"{operator}: rank {rank} has {-bad} tokens, more than max_tokens_per_rank")
-    return ValueError(f"{operator}: the ids or splits of rank {rank} are out of range or do not add up")
-
-
 def unrouted(
     operator, tokens, choices, num_experts, world_size, config, device, *, max_tokens=None, by_source=False, reach=None
 ):  # fmt: skip
@@ -102,10 +97,10 @@ def unrouted(
     )  # fmt: skip
 
 
-def _error_of_note(operator, name, kind, first, second, third):
+def _error_of_note(operator, given, here, name, kind, first, second, third):
     """What a note of ``ep_route_kernel`` says, as an error."""
     if kind == NOTE_BAD_IDS.value:
-        return refused_ids(operator, first, second)
+        return too_many_tokens(operator, first, -second) if second < 0 else given.refused(operator, first, here)
     return ValueError(
         f"{operator}: max_tokens={third} is too small: a rank receives {first} rows, and {second} tokens are staged at "
         "most (on a rank, counted once for each peer; where rows go straight to experts, choices of tokens); nothing "
@@ -115,7 +110,7 @@ def _error_of_note(operator, name, kind, first, second, third):
 
 def route(
     operator, ids, num_experts, group, config, *, max_tokens=None, most_tokens=None, by_source=False, bad=None,
-    whole=False,
+    whole=False, given=None,
 ):  # fmt: skip
     """The Routing of ids [T, K]; the host waits for it unless ``max_tokens`` says how many rows there may be.
 
@@ -125,6 +120,7 @@ def route(
               1, or minus the number of tokens that were too many to be among them
     ``whole``: each choice is to be sent by itself, and all choices of a rank have to fit ``max_tokens``, too. Not in a
     group on several nodes
+    ``given``: what the ids were made of, see ``ep_refusals``; None: they are the topk_ids of the call
     Raises:   ValueError on every rank for wrong ids (-1 is a dropped choice) or more rows than ``max_tokens``: on a GPU
               with ``max_tokens`` later, see ``Workspace.check``
     """
@@ -144,6 +140,7 @@ def route(
     counting = _Counting(
         operator, tokens, k, num_experts, max_tokens, most_tokens, by_source, as_argument(config), whole
     )  # fmt: skip
+    listen(workspace, operator, given or TopkIds(ids, num_experts))
     _launch_route(workspace, counting, crossing, ids.contiguous(), bad, tables, splits)
     rows = staged = crosses = max_tokens
     if max_tokens is None:
@@ -181,14 +178,13 @@ class _Counting(NamedTuple):
     whole: bool
 
 
-def listen(workspace, operator):
+def listen(workspace, operator, given):
     """Make notes of this workspace's kernels errors of an operator, after the note of an earlier call."""
     workspace.check()
-    workspace.error_of_note = partial(_error_of_note, operator)
+    workspace.error_of_note = partial(_error_of_note, operator, given, workspace.rank)
 
 
 def _launch_route(workspace, counting, crossing, ids, bad, tables, splits):
-    listen(workspace, counting.operator)
     known = (tables,) if crossing is None else (tables, crossing.tables)
     steps = [_count, *([_agree] if _agrees_apart(counting.tokens, counting.k) else []), *([_place] if crossing else [])]
     for step in steps:

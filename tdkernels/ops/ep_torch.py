@@ -17,7 +17,8 @@ import torch.distributed as dist
 from tdkernels.ops._collectives import all_gather_rows
 from tdkernels.ops._config import as_argument
 from tdkernels.ops.ep_dispatch_kernel import QUANTUM
-from tdkernels.ops.ep_routing import Routing, refused_ids
+from tdkernels.ops.ep_refusals import TopkIds, too_many_tokens
+from tdkernels.ops.ep_routing import Routing
 from tdkernels.symm.group import group_state
 
 _E4M3_MAX = 448.0
@@ -44,7 +45,7 @@ class ByTorch:
 
 def route(
     operator, ids, num_experts, group, config, x, *, max_tokens=None, by_source=False, bad=None,
-    max_tokens_per_rank=None, quantize=None,
+    max_tokens_per_rank=None, quantize=None, given=None,
 ):  # fmt: skip
     """The Routing of ids [T, K] of x, as ``ep_routing.route``; the host waits for it in any case.
 
@@ -71,8 +72,10 @@ def route(
         state.agree(operator, fields)  # who has known its own all along hears here that others differ
     told, lines, wrong = told[:, :num_experts], lines[:, :num_experts], told[:, -2].tolist()
     for rank, number in enumerate(wrong):
+        if number < 0:
+            raise too_many_tokens(operator, rank, -number)
         if number:
-            raise refused_ids(operator, rank, number)
+            raise (given or TopkIds(ids, num_experts)).refused(operator, rank, group.rank())
     most = int(told.sum(0).view(world_size, -1).sum(1).max())
     if max_tokens is not None and most > max_tokens:
         words = f"max_tokens={max_tokens} is too small: a rank receives {most} rows; nothing was sent"

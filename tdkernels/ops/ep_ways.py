@@ -10,11 +10,11 @@ from tdkernels.ops.ep_routing import route
 
 def route_tokens(
     operator, x, topk_ids, num_experts, quantize, max_tokens, group, config, max_tokens_per_rank=None, bad=None,
-    by_source=False,
+    by_source=False, given=None,
 ):  # fmt: skip
     """The Routing of checked tokens, with the config of their dispatch: to be taken ``as_chosen``, if none was given.
 
-    ``bad``, ``by_source``: as of ``route``; rows are laid out by source in an all_to_all alone
+    ``bad``, ``by_source``, ``given``: as of ``route``; rows are laid out by source in an all_to_all alone
     """
     ids = operator, topk_ids, num_experts, group
     if config is not None and config.method == "torch":
@@ -22,19 +22,20 @@ def route_tokens(
             max_tokens = sure_capacity(group.size() * max_tokens_per_rank, group.size(), num_experts, topk_ids.shape[1])
         return ep_torch.route(
             *ids, config, x, max_tokens=max_tokens, bad=bad, max_tokens_per_rank=max_tokens_per_rank, quantize=quantize,
-            by_source=by_source,
+            by_source=by_source, given=given,
         )  # fmt: skip
     config = config_to_route(config, group, x.device)
     bounded = None
     if max_tokens_per_rank is not None:
         bounded = _bounded_routing(
-            operator, x, topk_ids, num_experts, quantize, max_tokens, group, config, max_tokens_per_rank, bad, by_source
+            operator, x, topk_ids, num_experts, quantize, max_tokens, group, config, max_tokens_per_rank, bad,
+            by_source, given,
         )  # fmt: skip
         if bounded.uncounted is not None:
             return bounded
         max_tokens = bounded.max_tokens
     options = {"max_tokens": max_tokens, "most_tokens": max_tokens_per_rank, "bad": bad, "by_source": by_source}
-    routing = route(*ids, config, **options)
+    routing = route(*ids, config, given=given, **options)
     if config is None:
         chosen = bounded.config if bounded else choose_config(_tuned(by_source), routing, x, quantize is not None)
         routing.config = chosen
@@ -59,7 +60,9 @@ def _tuned(by_source):
     return "all_to_all" if by_source else "ep_dispatch"
 
 
-def _bounded_routing(operator, x, topk_ids, num_experts, quantize, max_tokens, group, config, most, bad, by_source):
+def _bounded_routing(
+    operator, x, topk_ids, num_experts, quantize, max_tokens, group, config, most, bad, by_source, given
+):  # fmt: skip
     """A Routing that its dispatch finds, of tokens of which a rank has at most so many; or what one is to be like."""
     k, ranks = topk_ids.shape[1], group.size()
     if max_tokens is None:
@@ -68,5 +71,5 @@ def _bounded_routing(operator, x, topk_ids, num_experts, quantize, max_tokens, g
     if config is None:
         routing.config = choose_config(_tuned(by_source), routing, x, quantize is not None)
     if not spans_nodes(group) and can_be_direct(routing.config, most, k, num_experts, ranks):
-        leave_uncounted(routing, topk_ids, bad, by_source)
+        leave_uncounted(routing, topk_ids, bad, by_source, given)
     return routing

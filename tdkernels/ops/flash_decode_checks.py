@@ -6,7 +6,7 @@ import os
 import torch
 
 from tdkernels.ops._config import check_config
-from tdkernels.ops._operands import DEVICES, DTYPES
+from tdkernels.ops._operands import DEVICES, DTYPES, check_memory
 from tdkernels.ops.flash_decode_config import FlashDecodeConfig
 
 FP8 = torch.float8_e4m3fn
@@ -22,6 +22,7 @@ def _shape(tensor):
 def _tensor(name, value, device, dtypes, what):
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"flash_decode: {name} must be a torch.Tensor, not {type(value).__name__}")
+    check_memory("flash_decode", name, value)
     if value.dtype not in dtypes:
         raise TypeError(f"flash_decode: {name} is {value.dtype}; {what} supported")
     if value.device != device:
@@ -47,6 +48,7 @@ def check(q, k_cache, v_cache, kv_lens, block_table, scales, scale, soft_cap, wi
 def _check_q(q):
     if not isinstance(q, torch.Tensor):
         raise TypeError(f"flash_decode: q must be a torch.Tensor, not {type(q).__name__}")
+    check_memory("flash_decode", "q", q)
     if q.dtype not in DTYPES:
         raise TypeError(f"flash_decode: q is {q.dtype}; bfloat16, float16 and float32 are supported")
     if q.device.type not in DEVICES:

@@ -96,6 +96,7 @@ def check_experts(operator, x, w, name="w", rows="x"):
     for argument, tensor in ((rows, x), (name, w)):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{operator}: {argument} must be a torch.Tensor, not {type(tensor).__name__}")
+        _operands.check_memory(operator, argument, tensor)
         if tensor.dtype not in _operands.DTYPES:
             raise TypeError(f"{operator}: {argument} is {tensor.dtype}; bfloat16, float16 and float32 are supported")
     if w.dtype != x.dtype:

@@ -49,6 +49,11 @@ class EpTokens(NamedTuple):
     scales: torch.Tensor | None
 
 
+def _version(tensor):
+    """A number that changes with whatever is written to a tensor by torch; those of inference mode have none."""
+    return None if tensor is None or tensor.is_inference() else tensor._version
+
+
 class EpHandle:
     """Which rows the tokens went to. For ``ep_combine``, and for another ``ep_dispatch`` of the same routing."""
 
@@ -56,6 +61,16 @@ class EpHandle:
         self._routing = routing
         self._topk_weights = topk_weights  # [T, k] as they were given, or None
         self._row_weights = None  # the same by rows
+        self._versions = _version(topk_weights), None
+
+    def keep_row_weights(self, row_weights):
+        """Weights [R] that have come with the tokens: those of a combine, unless somebody changes any in place."""
+        self._row_weights, self._versions = row_weights, (self._versions[0], _version(row_weights))
+
+    def known_row_weights(self):
+        """What ``keep_row_weights`` was given, or None if it is out of date."""
+        now = _version(self._topk_weights), _version(self._row_weights)
+        return self._row_weights if now == self._versions else None
 
     @property
     def num_experts(self):
@@ -256,7 +271,7 @@ def ep_dispatch(
             routing, x, scales=scales, weights=topk_weights, quantize=quantize
         )  # fmt: skip
     if row_weights is not None:
-        handle._row_weights = row_weights.detach()
+        handle.keep_row_weights(row_weights.detach())
     return EpTokens(rows, routing.splits, row_weights, row_scales), handle
 
 
@@ -273,8 +288,9 @@ def row_weights_of(handle, topk_weights, config):
     """The weights of a combine by rows, if they are needed there, or None."""
     if topk_weights is None or not launcher.weighs_rows(handle._routing, config):
         return None
-    if topk_weights is handle._topk_weights and handle._row_weights is not None:
-        return handle._row_weights
+    known = handle.known_row_weights() if topk_weights is handle._topk_weights else None
+    if known is not None:
+        return known
     nothing = topk_weights.new_empty(handle._routing.tokens, 0, dtype=torch.float32)
     return launcher.dispatch(handle._routing, nothing, weights=topk_weights.detach())[2]
 
@@ -286,7 +302,9 @@ def ep_combine(expert_out, handle, topk_weights=None, *, group=None, config=None
     Args:     expert_out: [R, H] bf16, fp16 or fp32, a row for each of recv.x; H may be another
               handle: of the ep_dispatch that has sent the tokens
               topk_weights: [T, k] floats; None takes those that ep_dispatch was given, or 1 if there were none. Experts
-              that have applied recv.topk_weights themselves need a handle without weights, or ones here
+              that have applied recv.topk_weights themselves need a handle without weights, or ones here. Weights that
+              were changed in place since then, on all ranks, count as they are now; not in inference mode, where that
+              goes unnoticed
               group: as in ep_dispatch, whose group it must be
               config: EpConfig, as in ep_dispatch; None takes that which the dispatch was given, or if it was given
               none the best one known

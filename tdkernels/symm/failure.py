@@ -9,12 +9,17 @@ import torch
 _WORDS = 8  # see lang._signal for what a record holds
 
 
+def host_words(count, device):
+    """Words of zero in the memory of the host, whatever device is the default one, that a kernel can write to."""
+    return torch.zeros(count, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
+
+
 class Failure:
     """Attributes: ``flags``, the device's words; ``record``, what the host can read; ``error``, what it was read as."""
 
     def __init__(self, device):
         self.flags = torch.zeros(2, dtype=torch.int64, device=device)
-        self.record = torch.zeros(_WORDS, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self.record = host_words(_WORDS, device)
         self._words = self.record.numpy()
         self.error = None
 

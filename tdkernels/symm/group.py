@@ -3,9 +3,10 @@
 import contextlib
 import copy
 import json
+import os
 import time
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -39,6 +40,9 @@ def resolve_group(group=None):
     return group
 
 
+_meetings = Counter()  # how often ranks have met in a group of a name, by that and who they are
+
+
 class GroupState:
     """What is kept for one process group, for as long as it lives: its store, agreed plans and workspaces."""
 
@@ -51,9 +55,11 @@ class GroupState:
         self.chosen_calls = {}  # {a call: what was chosen for it}, see tdkernels.autotune.choose
         self.compiled_calls = {}  # {a call that torch.compile has traced: its configs}, where these must not change
         self.known_calls = {}  # what whole calls have come to: see tdkernels.ops._calls
+        self.refusal = None  # the error of every call, in a process that is no rank of the group
         self._failures = {}
         self._store = c10d._get_process_group_store(group)
-        self._prefix = prefix
+        self._prefix, self._has_met = prefix, False
+        self._members = self.name, *dist.get_process_group_ranks(group)
         self._turn = 0
         self._scratches = 0
         self._agreed = set()
@@ -77,11 +83,23 @@ class GroupState:
 
     def _know_topology(self, operator):
         """Find the nodes, before whatever it is that the ranks exchange first: they may begin with different things."""
+        if self.refusal is not None:
+            raise copy.copy(self.refusal)
         if self._topology is None:
+            self._take_keys()
             self._store.set(f"{self._prefix}/where/{self.rank}", offer())
             deadline = time.monotonic() + get_timeout()
             texts = [self._get(operator, "where", peer, deadline) for peer in range(self.world_size)]
             self._topology = topology_of(self.rank, texts)
+
+    def _take_keys(self):
+        """Have keys in the store that no group had before this one.
+
+        torch gives names again once all groups are destroyed, and a store may outlive these, as that of torchrun does.
+        """
+        if not self._has_met:
+            self._prefix, self._has_met = f"{self._prefix}/{_meetings[self._members]}", True
+            _meetings[self._members] += 1
 
     def agree_once(self, operator, fields):
         """``agree``, unless all ranks have agreed on just this before; costs a look-up then."""
@@ -149,6 +167,8 @@ class GroupState:
 
     def error_on(self, device):
         """The error that a launch on a device has recorded, or None as long as no wait has given up."""
+        if self.refusal is not None:
+            return self.refusal
         failure = self._failures.get(device)
         if failure is None:
             return None
@@ -208,8 +228,9 @@ def scratch_state(group):
     """
     kept = group_state(group)
     kept._scratches += 1
-    scratch = GroupState(group, f"tdkernels/scratch{kept._scratches}")
-    scratch._topology = kept.topology
+    topology = kept.topology
+    scratch = GroupState(group, f"{kept._prefix}/scratch{kept._scratches}")
+    scratch._topology = topology
     _states[group] = scratch
     try:
         yield scratch
@@ -220,3 +241,15 @@ def scratch_state(group):
 
 def live_states():
     return list(_states.values())
+
+
+def _refuse_groups_of_the_parent():
+    """In a process that was just forked: it has the stores and the memory of a rank, and would speak in its name."""
+    for group in list(c10d._world.pg_map):
+        group_state(group).refusal = RuntimeError(
+            f"process {os.getpid()} was forked from rank {dist.get_rank(group)} of this group and is no rank itself; "
+            "call the operators where the group was made, or start workers by spawn and give them a group of their own"
+        )
+
+
+os.register_at_fork(after_in_child=_refuse_groups_of_the_parent)

@@ -21,6 +21,7 @@ from tdkernels.lang import _context as words
 from tdkernels.lang import _emulation as networks
 from tdkernels.lang import _signal as records
 from tdkernels.symm.buffer import make_buffer
+from tdkernels.symm.failure import host_words
 from tdkernels.symm.group import group_state, live_states
 from tdkernels.symm.timeout import get_timeout
 
@@ -118,6 +119,7 @@ class Workspace:
                 self._make(half_bytes, half_signals, num_flags)
         except Exception as error:
             self.buffer = None  # the old one is gone, and tables and plans speak of it: nobody can go on from here
+            self.half_bytes = self.half_signals = self.num_flags = 0  # what is asked for next is still to be made
             if grows:
                 self._broken = RuntimeError(f"{self.name}: its buffer could not grow: {type(error).__name__}: {error}")
             raise
@@ -130,7 +132,7 @@ class Workspace:
         self.data_offset = data_offset
         self._captured = False
         self.state = torch.zeros(words.STATE_FLAGS.value + num_flags, dtype=torch.int64, device=self.device)
-        self.note = torch.zeros(_NOTE_WORDS, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        self.note = host_words(_NOTE_WORDS, self.device)
         self._note_words = self.note.numpy()
         self._timeout_s = get_timeout()
         table = [0] * words.CTX_BASES.value

@@ -4,6 +4,8 @@ And what the interpreter remembers, to be quicker, is what it would have found.
 """
 
 import contextlib
+import sys
+import threading
 import time
 from types import SimpleNamespace
 
@@ -226,3 +228,38 @@ def test_who_has_waited_for_long_looks_less_often(monkeypatch):
     for waited_ms in (0, 1, 8, 20, 4000):
         interpreter_yield(now - waited_ms * 1_000_000)
     assert naps == pytest.approx([0.0002, 0.00025, 0.002, 0.005, 0.01])
+
+
+@td.jit
+def _number_kernel(out_ptr, factor, SIZE: tl.constexpr):
+    """Each program writes its number, times ``factor``, once for each element."""
+    for at in range(SIZE):
+        tl.store(out_ptr + tl.program_id(0) * SIZE + at, tl.program_id(0) * factor)
+
+
+def test_threads_interpret_one_after_the_other():
+    """The interpreter knows of one program at a time: of two threads, one computed with the other's numbers."""
+    programs, size, wrong = 16, 4, []
+
+    def work(factor):
+        expected = (torch.arange(programs) * factor).repeat_interleave(size)
+        for _ in range(10):
+            out = torch.zeros(programs * size, dtype=torch.int64)
+            try:
+                _number_kernel[(programs,)](out, factor, SIZE=size)
+            except Exception as error:
+                wrong.append(repr(error))
+            else:
+                wrong.extend([] if torch.equal(out, expected) else [out.tolist()])
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = [threading.Thread(target=work, args=(factor,)) for factor in (3, 5)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not wrong, wrong[0]

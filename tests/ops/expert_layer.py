@@ -257,7 +257,7 @@ def refuses_wrong_ids(config):
     layer.case.ids = right.clone()
     if dist.get_rank() == dist.get_world_size() - 1:
         layer.case.ids[0, 1] = layer.experts
-    with pytest.raises(ValueError, match="the ids or splits of rank . are out of range"):
+    with pytest.raises(ValueError, match="topk_ids of rank . are out of range"):
         layer.call(config=CONFIGS[config])
     layer.case.ids = right
     layer.check({"y": layer.call(config=CONFIGS[config])})

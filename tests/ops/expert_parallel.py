@@ -171,6 +171,21 @@ def combine_takes_other_weights(changes):
     case.check_combined(tdkernels.ep_combine(case.expert_out(), handle))
 
 
+def combine_takes_changed_weights(changes):
+    """Weights that were changed in place since the dispatch count as they are, those of other ranks' rows too."""
+    case = case_of(UNEVEN, 2, 2, 9, weights=FP32, seed=3)
+    config = config_of(changes)
+    combine = config.combine if config else "per_rank"
+    case.weights = case.weights.clone()  # it may be a part of all_weights
+    _, handle = case.dispatch(config=config)
+    case.weights.mul_(2)
+    case.all_weights = case.all_weights * 2
+    case.check_combined(tdkernels.ep_combine(case.expert_out(), handle), combine=combine)
+    recv, handle = case.dispatch(config=config)
+    recv.topk_weights.detach().zero_()
+    case.check_combined(tdkernels.ep_combine(case.expert_out(), handle), combine=combine)
+
+
 def uses_the_handle_again(changes):
     """Other rows with other weights go the same ways, whatever their width and dtype; gradients too."""
     case, other = (
@@ -494,6 +509,14 @@ def refuses_what_is_too_much(spec, which):
     case.check_received(recv)
 
 
+def refusal(case, offender, wrong):
+    """What this rank is told of an id of a rank."""
+    words = f"ep_dispatch: topk_ids of rank {offender} are out of range: "
+    words += f"each must be from 0 to {case.experts - 1}, or -1 for none"
+    mine = dist.get_rank() == offender
+    return f"{words}; here topk_ids {list(case.ids.shape)} has {wrong}" if mine else words
+
+
 def refuses_wrong_ids(wrong, where, id_dtype, changes):
     """One id of one rank: all are told whose, once, and the next call is right."""
     case = case_of(UNEVEN, 3, 3, 8, seed=9)
@@ -507,7 +530,7 @@ def refuses_wrong_ids(wrong, where, id_dtype, changes):
             case.ids[where, 1] = wrong
         error = told(case, max_tokens=max_tokens, config=config)
         assert type(error) is ValueError, repr(error)
-        assert f"ep_dispatch: the ids or splits of rank {offender} are out of range" in str(error), str(error)
+        assert str(error) == refusal(case, offender, wrong), str(error)
         tdkernels.synchronize()
         case.ids = right
         recv, handle = case.dispatch(config=config)

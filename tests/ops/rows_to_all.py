@@ -201,8 +201,12 @@ def refuses_splits(what, offender, max_tokens, changes=None):
     for _ in range(2):
         error = failure_of(exchange.call, max_tokens=max_tokens, config=config_of(changes))
         assert type(error) is ValueError, repr(error)
-        words = f"all_to_all: the ids or splits of rank {offender} are out of range or do not add up"
-        assert words in str(error), str(error)
+        words = f"all_to_all: splits of rank {offender} are negative or do not add up to the rows of its x"
+        if dist.get_rank() == offender:
+            splits, rows = exchange.own_splits, len(exchange.x)
+            words += f"; here splits {list(splits.shape)}, the least of which is {splits.min()}, add up to "
+            words += f"{splits.sum()}, and x has {rows}"
+        assert str(error) == words, str(error)
         tdkernels.synchronize()
     exchange.own_splits, exchange.x = right, x
     out, out_splits, _ = exchange.call(config=config_of(changes))

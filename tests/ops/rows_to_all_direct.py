@@ -101,7 +101,9 @@ def refuses_splits(what, offender):
     error = failure_of(exchange.call, max_tokens_per_rank=bound)
     if error is None:
         error = failure_of(tdkernels.synchronize)
-    assert type(error) is ValueError and f"of rank {offender} are out of range" in str(error), repr(error)
+    words = f"all_to_all: splits of rank {offender} are negative or do not add up to the rows of its x"
+    assert type(error) is ValueError and words in str(error), repr(error)
+    assert (f"; here splits {list(right.shape)}, " in str(error)) == (dist.get_rank() == offender), str(error)
     failure_of(tdkernels.synchronize)
     exchange.own_splits = right
     straight(exchange, max_tokens_per_rank=bound)

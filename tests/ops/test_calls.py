@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import re
 import weakref
 
 import pytest
@@ -195,6 +196,56 @@ def is_not_known_to_others():
 
 def test_who_would_see_the_operator_does():
     on_ranks(2, is_not_known_to_others)
+
+
+def reads_no_negated_memory():
+    """A view such as z.conj().imag, in whose memory its values stand negated."""
+    negated = lambda *tensors: [torch._neg_view(-tensor) for tensor in tensors]  # noqa: E731
+    with a_group() as group, autotune.mode("off"):
+        for operator in (*CONFIGS, *COLLECTIVES):
+            for seed in range(3):
+                operands = operands_of(operator, seed)
+                y = getattr(tdkernels, operator)(*negated(*operands), group=group)
+                expected = getattr(tdkernels, f"{operator}_ref")(*operands, group=group)
+                torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
+        del group
+    (x,), (q,), w = negated(draw(0, 4, 16)), negated(draw(1, 1, 4, 2, 16)), draw(2, 2, 8, 16)
+    splits = torch.tensor([2, 2], device=device())
+    for operator, operands, words, options in (
+        ("all_to_all", (x, splits), "x [4, 16]", {}),
+        ("ep_dispatch", (x, splits.expand(4, 2)), "x [4, 16]", {"num_experts": 4}),
+        ("group_gemm", (x, w, splits), "x [4, 16]", {}),
+        ("ag_attention", (q, q, q), "q [1, 4, 2, 16]", {}),
+        ("flash_decode", (q[0], q, q, splits), "q [4, 2, 16]", {}),
+        ("flash_decode", (-q[0], q, q, splits), "k_cache [1, 4, 2, 16]", {}),
+    ):
+        with pytest.raises(TypeError, match=re.escape(f"{operator}: {words} is a view that negates its memory")):
+            getattr(tdkernels, operator)(*operands, **options)
+
+
+def test_memory_that_is_negated():
+    on_ranks(2, reads_no_negated_memory)
+
+
+def refuses_transforms():
+    x, q, w = draw(0, 4, 16), draw(1, 1, 4, 2, 16), draw(2, 2, 8, 16)
+    splits = torch.tensor([2, 2], device=device())
+    for operator, first, others, options in (
+        ("all_to_all", x, (splits,), {}),
+        ("ep_dispatch", x, (splits.expand(4, 2),), {"num_experts": 4}),
+        ("group_gemm", x, (w, splits), {}),
+        ("ag_attention", q, (q, q), {}),
+        ("flash_decode", q[0], (q, q, splits[:1]), {}),
+    ):
+        for transform in (torch.func.grad, torch.func.vmap):
+            call = transform(lambda one: getattr(tdkernels, operator)(one, *others, **options)[0].sum())  # noqa: B023
+            operand = first if transform is torch.func.grad else first[None]
+            with pytest.raises(RuntimeError, match=f"{operator}: transforms of torch.func .functorch. are not"):
+                call(operand)
+
+
+def test_transforms_are_refused():
+    on_ranks(2, refuses_transforms)
 
 
 def still_refuses_what_makes_no_sense():

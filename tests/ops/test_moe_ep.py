@@ -104,6 +104,11 @@ def test_combine_with_other_weights(config):
     on_ranks(2, expert_parallel.combine_takes_other_weights, CONFIGS[config])
 
 
+@each_sum
+def test_combine_with_weights_that_were_changed(config):
+    on_ranks(2, expert_parallel.combine_takes_changed_weights, CONFIGS[config])
+
+
 @each_way
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_handle_is_used_again(world_size, config):

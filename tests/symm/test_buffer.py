@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import tdkernels.symm.workspace as workspace_module
 from tdkernels.symm import allocate, get_workspace, resolve_group
 from tests.ranks import a_group, device, fresh_ranks, on_ranks
 
@@ -241,6 +242,26 @@ def grows():
 
 def test_workspace_grows_and_is_reused():
     on_ranks(2, grows)
+
+
+def is_made_after_all():
+    def no_memory(*_):
+        raise torch.OutOfMemoryError("not even for these")
+
+    with a_group() as group, pytest.MonkeyPatch.context() as patch:
+        workspace = get_workspace(group, device(), "late")
+        patch.setattr(workspace_module, "host_words", no_memory)
+        with pytest.raises(torch.OutOfMemoryError, match="not even for these"):
+            workspace.prepare("op", {"n": 1}, 100, 3)
+        patch.undo()
+        assert workspace.prepare("op", {"n": 1}, 100, 3) == 0
+        assert workspace.half_bytes >= 100
+        assert workspace.ctx.device == device() and workspace.note.tolist() == [0] * 4
+        del group
+
+
+def test_a_first_buffer_that_could_not_be_made_is_asked_for_again():
+    on_ranks(2, is_made_after_all)
 
 
 def goes_with_its_group(use):

@@ -1,0 +1,54 @@
+"""The errors for ids and splits that are wrong: every rank hears whose they are, and that rank what is wrong with them.
+
+Kernels find out, and leave the host a note, which on a GPU may be read long after the call. So what an error is to say
+of an operand is kept without the operand, and its values are looked up only if it is still there.
+"""
+
+import weakref
+
+import torch
+
+
+class _Operand:
+    """What was given to be routed: ``rule`` says what is wrong with it where something is."""
+
+    def __init__(self, tensor, rule):
+        self._tensor, self._shape, self._rule = weakref.ref(tensor), list(tensor.shape), rule
+
+    def refused(self, operator, rank, here):
+        """The error for the operand of ``rank``, on rank ``here``."""
+        words = f"{operator}: {self.name} of rank {rank} {self._rule}"
+        return ValueError(f"{words}; here {self.name} {self._shape}{self._values()}" if rank == here else words)
+
+    def _values(self):
+        tensor = self._tensor()
+        if tensor is None or (tensor.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            return ""
+        return self.wrong_values(tensor)
+
+
+class TopkIds(_Operand):
+    name = "topk_ids"
+
+    def __init__(self, ids, num_experts):
+        super().__init__(ids, f"are out of range: each must be from 0 to {num_experts - 1}, or -1 for none")
+        self._num_experts = num_experts
+
+    def wrong_values(self, ids):
+        wrong = ids[(ids < -1) | (ids >= self._num_experts)]
+        return f" has {wrong[0].item()}" if len(wrong) else ""
+
+
+class Splits(_Operand):
+    name = "splits"
+
+    def __init__(self, splits, rows):
+        super().__init__(splits, "are negative or do not add up to the rows of its x")
+        self._rows = rows
+
+    def wrong_values(self, splits):
+        return f", the least of which is {splits.min().item()}, add up to {splits.sum().item()}, and x has {self._rows}"
+
+
+def too_many_tokens(operator, rank, tokens):
+    return ValueError(f"{operator}: rank {rank} has {tokens} tokens, more than max_tokens_per_rank")
