@@ -9,7 +9,7 @@
         on_ranks(4, gathers, torch.ones(3))
 
 The ranks are kept from test to test, since starting them takes seconds; those that share GPUs, whose memory they would
-fill, until two pools of other sizes are in use. Where they run is TDKERNELS_TEST_DEVICE: cpu, cuda (a test that needs
+fill, until four pools of other sizes are in use. Where they run is TDKERNELS_TEST_DEVICE: cpu, cuda (a test that needs
 more GPUs than there are is skipped), shared (all of its ranks share them) or auto, the default (such a test runs on the
 CPU). How long they may take for one call is TDKERNELS_TEST_TIMEOUT_S: 240 s, which on borrowed GPUs is long for a hang.
 """
@@ -21,6 +21,7 @@ import signal
 import sys
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tdkernels.launch import RankPool, pick_device, rank_device
@@ -38,8 +39,9 @@ TIMEOUT_S = float(os.environ.get("TDKERNELS_TEST_TIMEOUT_S") or 240.0)
 multi_rank_runs = 0
 
 _pools: dict[int, RankPool] = {}
-# Ranks that share a GPU have 1 to 2 GiB of it each for as long as they live.
-_MOST_POOLS = 2 if ASKED == "shared" else sys.maxsize
+# Ranks that share a GPU have half a GiB of it each for as long as they live. Those of 1 to 4, which most tests ask for
+# by turns, may stay.
+_MOST_POOLS = 4 if ASKED == "shared" else sys.maxsize
 
 
 def device():
@@ -85,7 +87,11 @@ def _call(fn, /, *args, **kwargs):
         gc.collect()
         gc.freeze()
         _modules_frozen = len(sys.modules)
-    return fn(*args, **kwargs)
+    try:
+        return fn(*args, **kwargs)
+    finally:
+        if ASKED == "shared":
+            torch.cuda.empty_cache()  # what it keeps for later calls others cannot have
 
 
 def fresh_ranks(world_size, *, timeout_s=TIMEOUT_S, grace_s=20.0) -> RankPool:

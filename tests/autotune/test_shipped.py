@@ -11,7 +11,7 @@ from tdkernels.ops import _device, ag_attention_torch_kernels
 
 FILES = cache.files(cache.SHIPPED)
 # What a program may have on the GPUs that there are tables for, and how many run at a time.
-LIMITS = {"NVIDIA H200": (232448, 132, (9, 0))}
+LIMITS = {"NVIDIA H200": (232448, 132, (9, 0)), "NVIDIA H100 80GB HBM3": (232448, 132, (9, 0))}
 TOKENS = [8192]
 # Rows that were tuned, up to 32768. Since there are kernels for few rows these have run at 2 ranks only.
 MANY = [1 << i for i in range(10, 16)]
