@@ -57,7 +57,10 @@ class GroupGemmTunable(ConfigTunable):
         return rows, w[1], k, w[0]
 
     def layout_of(self, *operands):
-        return ways.layout_of(operands[1]) if isinstance(operands[1], torch.Tensor) else self.layouts[0]
+        w = operands[1] if len(operands) == 3 else None
+        if not isinstance(w, torch.Tensor) or w.dim() != 3:
+            return self.layouts[0]  # what is wrong with them ``sizes_of`` says
+        return ways.layout_of(w)
 
     def illegal(self, config, problem, device):
         reason = super().illegal(config, problem, device)

@@ -157,7 +157,10 @@ def _place(workspace, routing, tile_rows, operands):
         routing.num_stages,
     )  # fmt: skip
     constants = {"EXPERTS": next_power_of_2(experts), "BLOCK": 1024, "BLOCK_TILES": 64, "num_warps": 4}
-    return Launch(workspace, moe_place_kernel, (experts + 1,), args, constants, operands, [], [workspace.ctx])
+    # In the middle of an operator, forward or backward: the counts of this very routing may have had something to tell.
+    return Launch(
+        workspace, moe_place_kernel, (experts + 1,), args, constants, operands, [], [workspace.ctx], looks=False
+    )
 
 
 def _order(workspace, routing, tile_rows, most, operands):
@@ -168,4 +171,4 @@ def _order(workspace, routing, tile_rows, most, operands):
         "num_warps": 4,
     }  # fmt: skip
     grid = (-(-most // _TILES_OF_A_PROGRAM),)
-    return Launch(workspace, moe_order_kernel, grid, args, constants, operands, [], [])
+    return Launch(workspace, moe_order_kernel, grid, args, constants, operands, [], [], looks=False)

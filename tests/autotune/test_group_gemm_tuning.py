@@ -97,6 +97,9 @@ def knows_a_transposed_weight():
     x, w, splits = torch.randn(13, 16), torch.randn(3, 16, 8), torch.tensor([5, 0, 8])
     assert explain("group_gemm", x, w.transpose(1, 2), splits, world_size=1).problem.layout == "kn"
     assert explain("group_gemm", x, torch.randn(3, 8, 16), splits, world_size=1).problem.layout == "none"
+    for operands in ((x,), (x, w), (x, w[0], splits), (x, None, splits)):
+        with pytest.raises(ValueError, match="group_gemm: the operands are x, w and splits, not of shapes"):
+            explain("group_gemm", *operands, world_size=1)
 
 
 def test_a_transposed_weight_is_a_problem_of_its_own():

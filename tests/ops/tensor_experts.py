@@ -11,11 +11,13 @@ from torch.utils.checkpoint import checkpoint
 import tdkernels
 from tdkernels import MoeTpConfig, Tiles
 from tdkernels.ops import group_gemm_kernel as grouped
-from tdkernels.ops import moe_ag_gemm_kernel, moe_gemm_rs_kernel
+from tdkernels.ops import moe_ag_gemm_kernel, moe_gemm_rs_kernel, moe_tp_halves
 from tdkernels.ops._gather import Gather
+from tdkernels.symm.workspace import Workspace
 from tests.mixture import NAMES
 from tests.ops.sliced import BF16, FP32, Sliced
 from tests.ranks import a_group, device
+from tests.test_protocol import timeout
 
 LOW, TALL = Tiles(16, 32, 16, 2, num_warps=4, num_stages=2), Tiles(128, 32, 32, num_warps=4, num_stages=2)
 CONFIGS = {
@@ -272,6 +274,34 @@ def refuses_wrong_ids():
             tdkernels.synchronize()
         layer.ids = right
         layer.check({"y": layer.call().detach()})
+
+
+def one_hears_of_wrong_ids_on_the_way():
+    """Rank 0 could hear of them at each launch, the others at none: it goes on, backward too, where tiles of other rows
+    are listed, for the others wait for it. Then all are told, and the next call is right."""
+    tall = MoeTpConfig(tiles=TALL, num_comm_sms=1)
+    config_of_gradient = mock.patch.object(moe_tp_halves, "config_of_gradient", lambda *call: tall)
+    with a_group() as group, config_of_gradient:
+        layer = Sliced(**SMALL, group=group, seed=15)
+        layer.check(layer.run(config=CONFIGS["three stages"]))
+        right, layer.ids = layer.ids, layer.ids.clone()
+        if layer.rank == 1:
+            layer.ids[0, 1] = layer.experts
+        late = mock.patch.object(Workspace, "after_launch", _ends_a_launch)
+        deaf = mock.patch.object(Workspace, "_raise_note") if layer.rank else contextlib.nullcontext()
+        with timeout(5.0), late, deaf:
+            layer.run(config=CONFIGS["three stages"])
+        with pytest.raises(ValueError, match=r"tp_moe: 1 of all ranks' topk_ids are not -1 to num_experts - 1 = 2"):
+            tdkernels.synchronize()
+        layer.ids = right
+        layer.check(layer.run(config=CONFIGS["three stages"]))
+        del group, layer
+
+
+def _ends_a_launch(workspace, stream=None):
+    """After a launch: it has ended, and nobody has looked for what it had to tell."""
+    if workspace.device.type == "cuda":
+        torch.cuda.synchronize(workspace.device)
 
 
 def refuses():

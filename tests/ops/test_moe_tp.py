@@ -94,6 +94,11 @@ def test_wrong_ids(world_size):
     on_ranks(world_size, asked.refuses_wrong_ids)
 
 
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_one_that_hears_of_wrong_ids_on_the_way_leaves_nobody_waiting(world_size):
+    on_ranks(world_size, asked.one_hears_of_wrong_ids_on_the_way)
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_bad_input(world_size):
     on_ranks(world_size, asked.refuses)
