@@ -90,7 +90,7 @@ def says_when_ids_of_a_replay_are_wrong(config):
             tdkernels.synchronize()
 
         error = failure_of(replay)
-        assert type(error) is ValueError and "the ids or splits of rank 0 are out of range" in str(error), repr(error)
+        assert type(error) is ValueError and "topk_ids of rank 0 are out of range" in str(error), repr(error)
         refill(static, dy, fresh)
         graph.replay()
         fresh.check(results)
