@@ -215,6 +215,8 @@ def folder(tmp_path):
     case = group_gemm.Case(group_gemm.SHAPES[1], "skewed", "dx")
     times = {"cublas-loop": 2.0, "torch-grouped": 0.9, "tdkernels": 1.0}
     found = [(name, False, {"ms": time}) for name, time in times.items()]
+    tiles = {"block_m": 64, "block_n": 32, "block_k": 16, "num_stages": 3}
+    found[-1][2]["config"] = {"method": "fused", "tiles": tiles}
     rows += [{**row, **MACHINE, "num_gpus": 1, "date": "2026-01-02"} for row in group_gemm.rows(case, found, None)]
     path = tmp_path / "results" / "testingx2" / "layers.jsonl"
     path.parent.mkdir(parents=True)
@@ -245,7 +247,8 @@ def test_tables_show_the_newest_runs(folder):
 def test_products_by_expert_have_a_table(folder):
     text = group_gemm_report.text(points.read_layers(folder))
     found = line(text, "### group_gemm, dx, 1 x NVIDIA Testing", "4096x3584x4096x8")
-    assert found == ["4096x3584x4096x8", "mixtral-tp8 skewed", "–", "2.000", "0.900", "1.000", "120", "0.90 ▼"]
+    times = ["2.000", "0.900", "1.000", "120", "0.90 ▼"]
+    assert found == ["4096x3584x4096x8", "mixtral-tp8 skewed", "–", *times, "64x32x16, 3 stages"]
     assert "NCCL" not in text and group_gemm_report.text([]) == ""
 
 
