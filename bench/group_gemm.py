@@ -21,9 +21,10 @@ import tdkernels
 from bench import graphs, harness
 from bench.measure import _override, timed
 from bench.operators import DTYPE
+from tdkernels.autotune.operator import tunable
+from tdkernels.autotune.problem import Problem
 from tdkernels.launch import rank_device
-from tdkernels.ops.group_gemm_kernel import GroupGemmConfig, default_config, weight_tiles
-from tdkernels.ops.group_gemm_ways import known_config, swiglu_ref
+from tdkernels.ops.group_gemm_ways import DW, KN, known_config, swiglu_ref
 
 OPERATORS = ["group_gemm"]
 ROUTINGS = ("balanced", "skewed")
@@ -167,23 +168,22 @@ def _methods(case, plan, first):
     return calls, configs, absent
 
 
+def _problem(case):
+    """What a pass is for the tuner: dx is a product of weights that lie the other way round."""
+    shape = case.shape
+    n, k = (shape.k, shape.n) if case.direction == "dx" else (shape.n, shape.k)
+    layout = {"forward": case.activation or "none", "dx": KN, "dw": DW}[case.direction]
+    return Problem.on(rank_device(), "group_gemm", (shape.rows, n, k, shape.experts), DTYPE, layout, 1, 1)
+
+
 def _config_of_a_call(case, s):
     """What runs where no config is given: the one that is known, or the default."""
-    shape = case.shape
-    rows, sizes, layout = s.x, (shape.n, shape.k, shape.experts), case.activation or "none"
-    if case.direction == "dx":
-        rows, sizes, layout = s.dy, (shape.k, shape.n, shape.experts), "kn"
-    elif case.direction == "dw":
-        layout = "dw"
-    return known_config(rows, sizes, layout) or _default(case)
+    problem = _problem(case)
+    return known_config(s.x, problem.shape[1:], problem.layout) or _default(case)
 
 
 def _default(case):
-    shape, device = case.shape, rank_device()
-    each = shape.rows // shape.experts
-    if case.direction == "dw":
-        return GroupGemmConfig(tiles=weight_tiles(each, shape.n, shape.k, DTYPE, device))
-    return default_config(each, shape.k if case.direction == "dx" else shape.n, DTYPE, device)
+    return tunable("group_gemm").default(_problem(case), rank_device())
 
 
 def ours(case, s, config):

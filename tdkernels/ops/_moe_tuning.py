@@ -20,12 +20,12 @@ from tdkernels.ops import (
     moe_tp_halves,
 )
 from tdkernels.ops import group_gemm_kernel as grouped
+from tdkernels.ops import group_gemm_ways as ways
 from tdkernels.ops import moe_ag_gemm_kernel as ag
 from tdkernels.ops import moe_gemm_rs_kernel as rs
 from tdkernels.ops import moe_tp as op
 from tdkernels.ops._expert_tuning import activation_of, expert_ids, rows_by_expert, why_not_shared
 from tdkernels.ops._tuning import ConfigTunable
-from tdkernels.ops.group_gemm_ways import why_not_torch
 from tdkernels.ops.moe_ag_gemm_kernel import MoeTpConfig
 from tdkernels.ops.moe_route_kernel import MAX_STAGES
 from tdkernels.ops.moe_tp_halves import with_tiles
@@ -46,8 +46,8 @@ class MoeTunable(ConfigTunable):
     divided: tuple
     plain_words = "torch collective and grouped matmul", "torch's collective and grouped matmul"
     sources = (
-        op, ag, rs, grouped, moe_route_kernel, moe_routing, moe_stages, moe_tp_halves, _gather, _gather_kernels, _gemm,
-        _grouped, _rank_sum, _swiglu, _tiles,
+        op, ag, rs, grouped, ways, moe_route_kernel, moe_routing, moe_stages, moe_tp_halves, _gather, _gather_kernels,
+        _gemm, _grouped, _rank_sum, _swiglu, _tiles,
     )  # fmt: skip
 
     def weights(self, problem):
@@ -67,7 +67,7 @@ class MoeTunable(ConfigTunable):
         reason = super().illegal(config, problem, device)
         if reason is None and config.method == "torch":
             for shape in self.weights(problem):
-                reason = reason or why_not_torch(shape, problem.torch_dtype, device)
+                reason = reason or ways.why_not_torch(shape, problem.torch_dtype, device)
         return reason
 
     def completed(self, config, problem, device):

@@ -25,7 +25,7 @@ from tdkernels.ops.ep_checks import (
     check_tensor,
 )
 from tdkernels.ops.ep_refusals import Splits
-from tdkernels.ops.ep_ways import as_chosen, route_tokens
+from tdkernels.ops.ep_ways import as_chosen, refuse_too_many, route_tokens
 from tdkernels.symm import resolve_group
 
 _NAME = "all_to_all"
@@ -84,21 +84,8 @@ def _check(x, splits, scales, max_tokens, max_tokens_per_rank, config, world_siz
     check_config(_NAME, config, x.device)
 
 
-def _refuse_too_many(x, num_experts, scales, max_tokens, max_tokens_per_rank, group, config):
-    """Raise for an x with more rows than max_tokens_per_rank. The peers wait for them: they hear of it and get none."""
-    none, ids = x[:0], torch.empty(0, 1, dtype=torch.int64, device=x.device)
-    bad = torch.full((), -len(x), dtype=torch.int32, device=x.device)
-    routing = route_tokens(
-        _NAME, none, ids, num_experts, None, max_tokens, group, config, max_tokens_per_rank, bad, by_source=True
-    )  # fmt: skip
-    launcher.dispatch(routing, none, scales=None if scales is None else scales[:0])
-    raise ValueError(f"{_NAME}: x {list(x.shape)} has more rows than max_tokens_per_rank = {max_tokens_per_rank}")
-
-
 @outside_graphs
-def all_to_all(
-    x, splits, *, scales=None, max_tokens=None, max_tokens_per_rank=None, group=None, config=None
-):
+def all_to_all(x, splits, *, scales=None, max_tokens=None, max_tokens_per_rank=None, group=None, config=None):
     """Send each rank its rows of x; rank r's come r-th.
 
     Args:     x: [T, H] bf16, fp16, fp32, float8_e4m3fn or float8_e5m2, sorted by destination; T may differ between
@@ -127,9 +114,12 @@ def all_to_all(
     """
     group = resolve_group(group)
     _check(x, splits, scales, max_tokens, max_tokens_per_rank, config, group.size())
-    if max_tokens_per_rank is not None and len(x) > max_tokens_per_rank:
-        _refuse_too_many(x, len(splits), scales, max_tokens, max_tokens_per_rank, group, config)
     ids, bad = _experts_of_rows(splits, len(x))
+    if max_tokens_per_rank is not None and len(x) > max_tokens_per_rank:
+        refuse_too_many(
+            _NAME, x, ids, None, scales, len(splits), None, max_tokens, max_tokens_per_rank, group, config,
+            by_source=True,
+        )  # fmt: skip
     routing = route_tokens(
         _NAME, x, ids, len(splits), None, max_tokens, group, config, max_tokens_per_rank, bad, by_source=True,
         given=Splits(splits, len(x)),

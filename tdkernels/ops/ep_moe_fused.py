@@ -25,6 +25,7 @@ from tdkernels.ops._nodes import spans_nodes
 from tdkernels.ops._tiles import default_tiles
 from tdkernels.ops.ep_config import default_config
 from tdkernels.ops.ep_order_kernel import order_of
+from tdkernels.ops.ep_refusals import own_too_many
 from tdkernels.ops.ep_routing import Reach, route, unrouted
 from tdkernels.ops.group_gemm_ways import weight_gradient
 
@@ -131,9 +132,7 @@ def ep_moe_fused(
                 *tokens, w_gate_up, w_down, num_experts, activation, max_tokens, max_tokens_per_rank, group, config,
                 bad=bad,
             )  # fmt: skip
-        raise ValueError(
-            f"ep_moe: x {list(x.shape)} has more tokens than max_tokens_per_rank = {max_tokens_per_rank}"
-        )  # fmt: skip
+        raise own_too_many("ep_moe", x, "tokens", max_tokens_per_rank)
     ep = (config.ep if config else None) or default_config(x.device)
     if routing is None:
         routing = route(

@@ -12,13 +12,13 @@ import torch
 class _Operand:
     """What was given to be routed: ``rule`` says what is wrong with it where something is."""
 
-    def __init__(self, tensor, rule):
-        self._tensor, self._shape, self._rule = weakref.ref(tensor), list(tensor.shape), rule
+    def __init__(self, tensor):
+        self._tensor, self._shape = weakref.ref(tensor), tensor.shape
 
     def refused(self, operator, rank, here):
         """The error for the operand of ``rank``, on rank ``here``."""
-        words = f"{operator}: {self.name} of rank {rank} {self._rule}"
-        return ValueError(f"{words}; here {self.name} {self._shape}{self._values()}" if rank == here else words)
+        words = f"{operator}: {self.name} of rank {rank} {self.rule}"
+        return ValueError(f"{words}; here {self.name} {list(self._shape)}{self._values()}" if rank == here else words)
 
     def _values(self):
         tensor = self._tensor()
@@ -31,8 +31,12 @@ class TopkIds(_Operand):
     name = "topk_ids"
 
     def __init__(self, ids, num_experts):
-        super().__init__(ids, f"are out of range: each must be from 0 to {num_experts - 1}, or -1 for none")
+        super().__init__(ids)
         self._num_experts = num_experts
+
+    @property
+    def rule(self):
+        return f"are out of range: each must be from 0 to {self._num_experts - 1}, or -1 for none"
 
     def wrong_values(self, ids):
         wrong = ids[(ids < -1) | (ids >= self._num_experts)]
@@ -41,9 +45,10 @@ class TopkIds(_Operand):
 
 class Splits(_Operand):
     name = "splits"
+    rule = "are negative or do not add up to the rows of its x"
 
     def __init__(self, splits, rows):
-        super().__init__(splits, "are negative or do not add up to the rows of its x")
+        super().__init__(splits)
         self._rows = rows
 
     def wrong_values(self, splits):
@@ -52,3 +57,8 @@ class Splits(_Operand):
 
 def too_many_tokens(operator, rank, tokens):
     return ValueError(f"{operator}: rank {rank} has {tokens} tokens, more than max_tokens_per_rank")
+
+
+def own_too_many(operator, x, what, most):
+    """The error of the rank that has them, at once; ``what`` the rows of x are."""
+    return ValueError(f"{operator}: x {list(x.shape)} has more {what} than max_tokens_per_rank = {most}")

@@ -1,10 +1,14 @@
 """Which way the tokens of a dispatch go: counted first, or of few tokens all in one launch; or by torch."""
 
+import torch
+
+from tdkernels.ops import ep_launch as launcher
 from tdkernels.ops import ep_torch
 from tdkernels.ops._nodes import spans_nodes
 from tdkernels.ops.ep_choice import choose_config, config_to_route, sure_capacity
 from tdkernels.ops.ep_config import default_config
 from tdkernels.ops.ep_direct import bounded_routing, can_be_direct, leave_uncounted
+from tdkernels.ops.ep_refusals import own_too_many
 from tdkernels.ops.ep_routing import route
 
 
@@ -17,9 +21,9 @@ def route_tokens(
     ``bad``, ``by_source``, ``given``: as of ``route``; rows are laid out by source in an all_to_all alone
     """
     ids = operator, topk_ids, num_experts, group
+    if max_tokens_per_rank is not None and max_tokens is None:
+        max_tokens = sure_capacity(group.size() * max_tokens_per_rank, group.size(), num_experts, topk_ids.shape[1])
     if config is not None and config.method == "torch":
-        if max_tokens_per_rank is not None and max_tokens is None:
-            max_tokens = sure_capacity(group.size() * max_tokens_per_rank, group.size(), num_experts, topk_ids.shape[1])
         return ep_torch.route(
             *ids, config, x, max_tokens=max_tokens, bad=bad, max_tokens_per_rank=max_tokens_per_rank, quantize=quantize,
             by_source=by_source, given=given,
@@ -33,13 +37,27 @@ def route_tokens(
         )  # fmt: skip
         if bounded.uncounted is not None:
             return bounded
-        max_tokens = bounded.max_tokens
     options = {"max_tokens": max_tokens, "most_tokens": max_tokens_per_rank, "bad": bad, "by_source": by_source}
     routing = route(*ids, config, given=given, **options)
-    if config is None:
-        chosen = bounded.config if bounded else choose_config(_tuned(by_source), routing, x, quantize is not None)
-        routing.config = chosen
+    if bounded is not None:
+        routing.config = bounded.config
+    elif config is None:
+        routing.config = choose_config(_tuned(by_source), routing, x, quantize is not None)
     return routing
+
+
+def refuse_too_many(
+    operator, x, topk_ids, topk_weights, scales, num_experts, quantize, max_tokens, max_tokens_per_rank, group, config,
+    by_source=False,
+):  # fmt: skip
+    """Raise for an x with more rows than max_tokens_per_rank. The peers wait for them: they hear of it and get none."""
+    none, ids, weights, scales = (None if one is None else one[:0] for one in (x, topk_ids, topk_weights, scales))
+    bad = torch.full((), -len(x), dtype=torch.int32, device=x.device)
+    routing = route_tokens(
+        operator, none, ids, num_experts, quantize, max_tokens, group, config, max_tokens_per_rank, bad, by_source
+    )  # fmt: skip
+    launcher.dispatch(routing, none, weights=weights, scales=scales, quantize=quantize is not None)
+    raise own_too_many(operator, x, "rows" if by_source else "tokens", max_tokens_per_rank)
 
 
 def as_chosen(routing, ids, by_torch=True, by_source=False):
@@ -64,12 +82,10 @@ def _bounded_routing(
     operator, x, topk_ids, num_experts, quantize, max_tokens, group, config, most, bad, by_source, given
 ):  # fmt: skip
     """A Routing that its dispatch finds, of tokens of which a rank has at most so many; or what one is to be like."""
-    k, ranks = topk_ids.shape[1], group.size()
-    if max_tokens is None:
-        max_tokens = sure_capacity(ranks * most, ranks, num_experts, k)
     routing = bounded_routing(operator, topk_ids, num_experts, group, config, max_tokens, most)
     if config is None:
         routing.config = choose_config(_tuned(by_source), routing, x, quantize is not None)
-    if not spans_nodes(group) and can_be_direct(routing.config, most, k, num_experts, ranks):
+    sizes = most, topk_ids.shape[1], num_experts, group.size()
+    if not spans_nodes(group) and can_be_direct(routing.config, *sizes):
         leave_uncounted(routing, topk_ids, bad, by_source, given)
     return routing

@@ -29,7 +29,7 @@ from tdkernels.ops._operands import refuse_second_derivatives
 from tdkernels.ops._outside_graphs import outside_graphs
 from tdkernels.ops.ep_checks import check_again, check_combine, check_config, check_dispatch, check_most_tokens
 from tdkernels.ops.ep_choice import choose_config
-from tdkernels.ops.ep_ways import as_chosen, route_tokens
+from tdkernels.ops.ep_ways import as_chosen, refuse_too_many, route_tokens
 from tdkernels.symm import resolve_group
 
 
@@ -201,27 +201,14 @@ def handle_of(
     check_most_tokens("ep_dispatch", max_tokens_per_rank, topk_ids.shape[1], group.size())
     check_config("ep_dispatch", config, x.device)
     if max_tokens_per_rank is not None and len(x) > max_tokens_per_rank:
-        none = (None if tensor is None else tensor[:0] for tensor in (x, topk_ids, topk_weights, scales))
-        _refuse_too_many(x.shape, *none, num_experts, quantize, max_tokens, max_tokens_per_rank, group, config)
+        refuse_too_many(
+            "ep_dispatch", x, topk_ids, topk_weights, scales, num_experts, quantize, max_tokens, max_tokens_per_rank,
+            group, config,
+        )  # fmt: skip
     routing = route_tokens(
         "ep_dispatch", x, topk_ids, num_experts, quantize, max_tokens, group, config, max_tokens_per_rank
     )  # fmt: skip
     return EpHandle(as_chosen(routing, topk_ids, by_torch=not in_halves), topk_weights)  # halves are there to overlap
-
-
-def _refuse_too_many(
-    shape, x, topk_ids, topk_weights, scales, num_experts, quantize, max_tokens, max_tokens_per_rank, group, config
-):  # fmt: skip
-    """Raise for an x of a shape with more tokens than max_tokens_per_rank.
-
-    The peers wait for them: they hear of it, and of the tensors, which have no tokens, get none.
-    """
-    bad = torch.full((), -shape[0], dtype=torch.int32, device=x.device)
-    routing = route_tokens(
-        "ep_dispatch", x, topk_ids, num_experts, quantize, max_tokens, group, config, max_tokens_per_rank, bad
-    )  # fmt: skip
-    launcher.dispatch(routing, x, weights=topk_weights, scales=scales, quantize=quantize is not None)
-    raise ValueError(f"ep_dispatch: x {list(shape)} has more tokens than max_tokens_per_rank = {max_tokens_per_rank}")
 
 
 @outside_graphs
