@@ -4,7 +4,7 @@ import importlib
 
 from tdkernels import autotune
 from tdkernels.autotune.explain import explain
-from tdkernels.errors import PeerTimeoutError, PlanMismatchError
+from tdkernels.errors import PeerFailedError, PeerTimeoutError, PlanMismatchError
 from tdkernels.ops import (  # noqa: F401  the modules called tuning make the operators known to the tuner
     ag_gemm_tuning,
     collective_tuning,
@@ -75,7 +75,8 @@ def __dir__():
 __all__ = [
     "AgAttentionConfig", "AgGemmConfig", "CollectiveConfig", "EpConfig", "EpHandle", "EpMoeConfig", "EpTokens",
     "FlashDecodeConfig", "GemmArConfig", "GemmRsConfig", "GroupGemmConfig", "MoeRouting", "MoeTpConfig",
-    "PeerTimeoutError", "PlanMismatchError", "Tiles", "UlyssesConfig", "ag_attention", "ag_attention_ref",
+    "PeerFailedError", "PeerTimeoutError", "PlanMismatchError", "Tiles", "UlyssesConfig", "ag_attention",
+    "ag_attention_ref",
     "ag_gemm", "ag_gemm_ref", "all_gather", "all_gather_ref", "all_reduce", "all_reduce_ref", "all_to_all",
     "all_to_all_ref", "autotune", "ep_combine", "ep_combine_ref", "ep_combine_send", "ep_dispatch",
     "ep_dispatch_ref", "ep_dispatch_send", "ep_moe", "ep_moe_ref", "explain", "flash_decode", "flash_decode_ref",

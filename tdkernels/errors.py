@@ -13,18 +13,20 @@ class PeerTimeoutError(RuntimeError):
         self.hint = hint
         self.operator, self.rank, self.peer, self.signal = operator, rank, peer, signal
         self.expected, self.seen, self.timeout_s = expected, seen, timeout_s
-        stands = f"signal {signal} should have reached epoch {expected}, it stands at {seen}"
+        text = self._text(f"signal {signal} should have reached epoch {expected}, it stands at {seen}")
+        super().__init__(f"{operator}: {text}." + (f" {hint}" if hint else ""))
+
+    def _text(self, stands):
+        rank, peer, timeout_s = self.rank, self.peer, self.timeout_s
         if peer == rank:
-            text = (
+            return (
                 f"rank {rank} waited for several times {timeout_s:g} s for another program of its own: {stands}. No "
                 "peer is to blame: either this GPU has stopped, or it is a fault of the kernel"
             )
-        else:
-            text = (
-                f"rank {rank} waited {timeout_s:g} s for rank {peer}: {stands}. Either rank {peer} died, or it did not "
-                "make the same call, or it is later than the timeout (TDKERNELS_TIMEOUT_S or tdkernels.set_timeout)"
-            )
-        super().__init__(f"{operator}: {text}." + (f" {hint}" if hint else ""))
+        return (
+            f"rank {rank} waited {timeout_s:g} s for rank {peer}: {stands}. Either rank {peer} died, or it did not "
+            "make the same call, or it is later than the timeout (TDKERNELS_TIMEOUT_S or tdkernels.set_timeout)"
+        )
 
     def asking(self, fields):
         """The same, of a rank that waited for all others to agree on a call with these fields."""
@@ -42,6 +44,20 @@ class PeerTimeoutError(RuntimeError):
 
     def __reduce__(self):
         return type(self), self._fields()
+
+
+class PeerFailedError(PeerTimeoutError):
+    """A peer gave up and told this rank, which therefore did not wait for the timeout.
+
+    Raised if the peer can no longer send what this rank waits for, or may have overwritten what this rank was still
+    reading. The attributes are those of ``PeerTimeoutError``. The error of rank ``peer`` says why it gave up.
+    """
+
+    def _text(self, stands):
+        return (
+            f"rank {self.peer} has failed in this group, so rank {self.rank} has no valid result of this call ({stands}"
+            f"). The error of rank {self.peer} says why"
+        )
 
 
 class PlanMismatchError(ValueError):

@@ -5,25 +5,21 @@ context, stock Triton takes it as an explicit argument, ``ctx``. Each word has t
 time: inline PTX for NVIDIA, Triton's atomics for AMD, and the interpreter. ``docs/primitives.md`` is the tutorial.
 """
 
+from tdkernels.lang._call import call, check_alone, epoch, finish, is_void, is_void_for_all, keep_signal, signal_of
 from tdkernels.lang._context import (
-    call,
     data_at,
-    epoch,
-    failed,
-    failed_for_all,
-    finish,
     flag_at,
-    keep_signal,
     local_ranks,
     num_ranks,
     rank,
     ready_at,
     signal_at,
-    signal_of,
+    status_at,
     symm_at,
     symm_base,
 )
 from tdkernels.lang._copy import put
+from tdkernels.lang._failure import end_wait, failed, failed_for_all
 from tdkernels.lang._jit import jit
 from tdkernels.lang._math import dot, from_float32, to_e4m3, to_float32
 from tdkernels.lang._memory import (
@@ -42,17 +38,29 @@ from tdkernels.lang._network import await_put, fence, put_nbi, put_signal, quiet
 from tdkernels.lang._node import notify_node, wait_plan_node
 from tdkernels.lang._note import note_if
 from tdkernels.lang._reduce import max_of, pick, running_sum, sum_of, turns_of
-from tdkernels.lang._signal import arrive, consume_token, in_time, notify, notify_all, wait, wait_plan, wait_plan_all
+from tdkernels.lang._signal import (
+    announce_failure,
+    arrive,
+    check_peers,
+    consume_token,
+    in_time,
+    notify,
+    notify_all,
+    wait,
+    wait_plan,
+    wait_plan_all,
+)
 from tdkernels.lang._target import target
-from tdkernels.lang._tickets import take_ticket, ticket_of
+from tdkernels.lang._tickets import take_first_ticket, take_ticket, ticket_of
 from tdkernels.lang._trace import mark
 
 __all__ = [
-    "add_release", "arrive", "await_put", "await_tma_stores", "call", "clock_ns", "consume_token", "data_at", "dot",
-    "epoch", "failed", "failed_for_all", "fence", "fence_before_tma_load", "finish", "flag_at", "from_float32",
-    "in_time", "jit", "keep_signal", "load_acquire", "local_ranks", "mark", "max_of", "note_if", "notify",
-    "notify_all", "notify_node", "num_ranks", "pick", "pointer_to", "prefetch", "put", "put_nbi", "put_signal",
-    "quiet", "rank", "ready_at", "running_sum", "signal", "signal_at", "signal_of", "store_release",
-    "store_release_each", "store_release_if", "sum_of", "symm_at", "symm_base", "take_ticket", "target", "ticket_of",
+    "add_release", "announce_failure", "arrive", "await_put", "await_tma_stores", "call", "check_alone", "check_peers",
+    "clock_ns", "consume_token", "data_at", "dot", "end_wait", "epoch", "failed", "failed_for_all", "fence",
+    "fence_before_tma_load", "finish", "flag_at", "from_float32", "in_time", "is_void", "is_void_for_all", "jit",
+    "keep_signal", "load_acquire", "local_ranks", "mark", "max_of", "note_if", "notify", "notify_all", "notify_node",
+    "num_ranks", "pick", "pointer_to", "prefetch", "put", "put_nbi", "put_signal", "quiet", "rank", "ready_at",
+    "running_sum", "signal", "signal_at", "signal_of", "status_at", "store_release", "store_release_each",
+    "store_release_if", "sum_of", "symm_at", "symm_base", "take_first_ticket", "take_ticket", "target", "ticket_of",
     "to_e4m3", "to_float32", "turns_of", "wait", "wait_plan", "wait_plan_all", "wait_plan_node",
 ]  # fmt: skip

@@ -7,7 +7,6 @@ The order of the words is shared with ``tdkernels.symm``, which writes them.
 import triton.language as tl
 
 from tdkernels.lang._jit import jit
-from tdkernels.lang._reduce import max_of
 
 # Indices into the table; from CTX_BASES on follow the base addresses of all ranks, 0 for those on other nodes, then the
 # numbers by which the network knows the ranks.
@@ -22,10 +21,21 @@ CTX_HALF_SIGNALS = tl.constexpr(7)  # how many signals a half holds
 CTX_DATA = tl.constexpr(8)  # offset of the data area in a symmetric buffer
 CTX_HALF_DATA = tl.constexpr(9)  # bytes of one half of the data area
 CTX_LOCAL_RANKS = tl.constexpr(10)  # ranks on a node
-CTX_BASES = tl.constexpr(11)
+CTX_DEVICE_FAILED = tl.constexpr(11)  # address of a word: a launch of any group on this device has failed
+CTX_ID = tl.constexpr(12)  # number of this table, by which the host finds the workspace that a record belongs to
+CTX_BASES = tl.constexpr(13)
 
-# A symmetric buffer begins with one "ready" word for each rank; two halves of signals and two of data follow.
+# A symmetric buffer begins with one "ready" word and one "status" word for each rank; two halves of signals and two of
+# data follow.
 MAX_RANKS = tl.constexpr(128)
+SIGNALS_BEGIN = tl.constexpr(256)  # words before the signals
+
+# A signal is ``call number << PLAN_BITS | plan id``.
+PLAN_BITS = tl.constexpr(16)
+
+# Values of a status word. 0: nothing is known against the peer. From ``1 << PLAN_BITS`` on: the peer does not make the
+# call of that signal, nor a later one, since its host waits for an agreement.
+STATUS_FAILED = tl.constexpr(1)  # the peer has failed, and may overwrite what it has sent
 
 # Of a program. Where each of them is to have an element of its own there are so many: one with more would share them.
 MAX_THREADS = tl.constexpr(512)
@@ -34,6 +44,7 @@ STATE_EPOCH = tl.constexpr(0)
 STATE_FINISHED = tl.constexpr(1)
 STATE_SIGNAL = tl.constexpr(2)  # the signal value of the running call, for transports that copy it
 STATE_TICKETS = tl.constexpr(3)  # how many pieces of work of the running call have been taken
+STATE_STARTED = tl.constexpr(4)  # programs of the running launch that have started, see ``check_alone``
 STATE_FLAGS = tl.constexpr(16)  # from here on: flags between programs of this rank
 
 
@@ -75,9 +86,15 @@ def ready_at(ctx, peer):
 
 
 @jit
+def status_at(ctx, peer):
+    """Pointer to our own copy of the status word of ``peer``: not zero if the peer cannot serve later calls."""
+    return symm_base(ctx, rank(ctx)).to(tl.pointer_type(tl.int64)) + MAX_RANKS + peer
+
+
+@jit
 def signal_at(ctx, half, index):
     """Pointer to signal number ``index`` of a half (0 or 1), in our own symmetric buffer."""
-    first = symm_base(ctx, rank(ctx)).to(tl.pointer_type(tl.int64)) + MAX_RANKS
+    first = symm_base(ctx, rank(ctx)).to(tl.pointer_type(tl.int64)) + SIGNALS_BEGIN
     return first + half * tl.load(ctx + CTX_HALF_SIGNALS) + index
 
 
@@ -93,82 +110,6 @@ def _state(ctx):
 
 
 @jit
-def failed_at(ctx):
-    """Pointer to the word that is not zero when a wait of this rank has given up, in whatever launch of the group.
-
-    The next word is not zero when that launch is over.
-    """
-    return tl.load(ctx + CTX_FAILED).to(tl.pointer_type(tl.int64))
-
-
-@jit
 def flag_at(ctx, index):
     """Pointer to private word number ``index``, for signals between programs of this rank."""
     return _state(ctx) + STATE_FLAGS + index
-
-
-@jit
-def epoch(ctx):
-    """How many collective kernels have finished on this workspace: the running one is number ``epoch + 1``."""
-    return tl.load(_state(ctx) + STATE_EPOCH)
-
-
-@jit
-def signal_of(ctx, number, plan):
-    """What the ranks tell each other in call ``number`` (int64) by a plan; 0 if an earlier launch of this rank gave up.
-
-    Then the operands may be what an earlier launch could not compute. 0 is below every signal: nobody waits for it, and
-    no peer that hears it goes on. The launch itself waits for nothing, and ``in_time`` holds for nothing.
-    """
-    return tl.where(tl.load(failed_at(ctx) + 1) == 0, (number << 8) | plan, 0)
-
-
-@jit
-def call(ctx, plan):
-    """(number, half, signal) of the running call of a collective kernel; see ``signal_of``."""
-    number = epoch(ctx) + 1
-    return number, (number % 2).to(tl.int32), signal_of(ctx, number, plan)
-
-
-@jit
-def failed(ctx):
-    """Whether a wait of this rank has given up, so that what it computes must not be passed on as right.
-
-    Each thread reads it for itself: for a mask, not for a branch with a barrier in it.
-    """
-    return tl.load(failed_at(ctx), volatile=True) != 0
-
-
-@jit
-def failed_for_all(ctx):
-    """``failed``: one answer of all threads, for a branch."""
-    words = failed_at(ctx) + tl.full((MAX_THREADS,), 0, tl.int32)
-    return max_of((tl.load(words, volatile=True) != 0).to(tl.int32), 0) != 0
-
-
-@jit
-def keep_signal(ctx, signal):
-    """Leave the value of this call's signals where the copy engine can take it from."""
-    tl.store(_state(ctx) + STATE_SIGNAL, signal)
-
-
-@jit
-def finish(ctx, ADVANCE: tl.constexpr = True, step=1):
-    """Advance the epoch when the last program of the launch comes here; the last statement of a collective kernel.
-
-    Done on the device so that a replayed CUDA graph counts on. Every program read the epoch before it came here, and
-    the next launch on this workspace is ordered after this one by the stream, so nobody reads a word that changes.
-    Tickets begin at zero again. ``ADVANCE=False`` does not count, for a launch in the middle of a call; nor does
-    ``step`` 0, for one that had to do with no peer, as all ranks know. After a wait has given up, later launches are
-    void (``signal_of``).
-    """
-    state = _state(ctx)
-    tl.debug_barrier()
-    before = tl.atomic_add(state + STATE_FINISHED, tl.full((), 1, tl.int64), sem="acq_rel", scope="gpu")
-    if before == tl.num_programs(0) - 1:
-        tl.store(state + STATE_FINISHED, tl.full((), 0, tl.int64))
-        tl.store(state + STATE_TICKETS, tl.full((), 0, tl.int64))
-        words = failed_at(ctx)
-        tl.store(words + 1, tl.full((), 1, tl.int64), mask=tl.load(words, volatile=True) != 0)
-        if ADVANCE:
-            tl.store(state + STATE_EPOCH, tl.load(state + STATE_EPOCH) + step)

@@ -74,6 +74,17 @@ def add_release(ptr, value, SCOPE: tl.constexpr = SYS):
 
 
 @jit
+def fence_acquire_release():
+    """Order what this thread has read before what it reads and writes from now on, at system scope."""
+    if target() == "cuda":
+        tl.inline_asm_elementwise(
+            "fence.acq_rel.sys; mov.b32 $0, 0;", "=r,~{memory}", [], tl.int32, is_pure=False, pack=1
+        )
+    else:
+        tl.debug_barrier()
+
+
+@jit
 def fence_before_tma_load():
     """Order an acquire before loads of the bulk copy engine, which reads through another proxy (NVIDIA sm_90 on)."""
     if target() == "cuda":

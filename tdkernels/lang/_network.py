@@ -10,8 +10,9 @@ import triton.language as tl
 
 from tdkernels.lang import _nvshmem as nvshmem
 from tdkernels.lang import _rocshmem as rocshmem
-from tdkernels.lang._context import CTX_BASES, CTX_STATE, failed_for_all, num_ranks
+from tdkernels.lang._context import CTX_BASES, CTX_STATE, PLAN_BITS, num_ranks
 from tdkernels.lang._emulation import interpreter_fence, interpreter_put, interpreter_quiet, interpreter_signal
+from tdkernels.lang._failure import failed_for_all
 from tdkernels.lang._jit import jit
 from tdkernels.lang._memory import fence_before_tma_load
 from tdkernels.lang._signal import _wide, wait_plan
@@ -131,7 +132,7 @@ def await_put(ctx, signal_ptr, expected, peer, FOR_TMA: tl.constexpr = False):
     """``wait_plan`` for a signal that has come by the network, with data that must be seen after it."""
     seen = wait_plan(ctx, signal_ptr, expected, peer)
     if target() == "cuda":
-        start = (_wide(expected) >> 8) << 8
+        start = (_wide(expected) >> PLAN_BITS) << PLAN_BITS
         if seen >= start:  # else it would wait without end
             nvshmem.signal_wait_until(signal_ptr.to(tl.int64), start)
         tl.debug_barrier()

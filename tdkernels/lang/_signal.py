@@ -8,23 +8,34 @@ import triton.language as tl
 
 from tdkernels.lang._context import (
     CTX_BASES,
-    CTX_RECORD,
-    CTX_STATE,
+    CTX_RANK,
     CTX_TIMEOUT_NS,
     MAX_RANKS,
     MAX_THREADS,
-    failed,
-    failed_at,
+    PLAN_BITS,
+    STATUS_FAILED,
     num_ranks,
     rank,
+    status_at,
     symm_at,
     symm_base,
+)
+from tdkernels.lang._failure import (
+    RECORD_PEER_FAILED,
+    RECORD_PLAN_MISMATCH,
+    RECORD_PLAN_TIMEOUT,
+    RECORD_TIMEOUT,
+    end_wait,
+    failed,
+    failed_at,
+    record_if,
 )
 from tdkernels.lang._jit import jit
 from tdkernels.lang._memory import (
     SYS,
     add_release,
     clock_ns,
+    fence_acquire_release,
     fence_before_tma_load,
     load_acquire,
     store_release,
@@ -34,17 +45,44 @@ from tdkernels.lang._memory import (
 from tdkernels.lang._reduce import max_of
 from tdkernels.lang._target import interpreter_yield, target
 
-# The record's first word says what happened; then peer, address of the signal, expected and seen value, and the address
-# of the state of the workspace in which it happened.
-RECORD_TIMEOUT = tl.constexpr(1)
-RECORD_PLAN_TIMEOUT = tl.constexpr(2)
-RECORD_PLAN_MISMATCH = tl.constexpr(3)
-
 SET = tl.constexpr("set")
 NEVER = tl.constexpr(-(1 << 62))  # below every signal
 # Timeouts that a wait for a program of our own may take. What that program does may take several waits for peers, each
 # of them bounded; if one of these ends late it shall be the one that is recorded, for it knows which peer did not come.
 _OWN_PATIENCE = tl.constexpr(4)
+
+
+_SPIN = tl.constexpr(
+    f"""{{
+    .reg .pred p, q; .reg .b64 start, now, failed, status, at;
+    ld.acquire.sys.global.b64 $0, [$1];
+    setp.ge.s64 p, $0, $2;
+    @p bra REACHED;
+    ld.global.b64 at, [$5+{8 * CTX_RANK.value}];
+    mad.lo.s64 at, at, 8, $5;
+    ld.global.b64 at, [at+{8 * CTX_BASES.value}];
+    mad.lo.s64 at, $6, 8, at;
+    mov.u64 start, %globaltimer;
+    SPIN:
+    nanosleep.u32 32;
+    ld.acquire.sys.global.b64 $0, [$1];
+    setp.ge.s64 p, $0, $2;
+    @p bra REACHED;
+    ld.relaxed.gpu.global.b64 failed, [$4];
+    setp.ne.s64 p, failed, 0;
+    @p bra REACHED;
+    ld.relaxed.sys.global.b64 status, [at+{8 * MAX_RANKS.value}];
+    setp.ne.s64 q, status, 0;
+    setp.le.and.s64 q, status, $2, q;
+    @q bra REACHED;
+    mov.u64 now, %globaltimer;
+    sub.s64 now, now, start;
+    setp.lt.s64 p, now, $3;
+    @p bra SPIN;
+    REACHED:
+    bar.warp.sync 0xffffffff;
+    }}"""
+)
 
 
 @jit
@@ -63,8 +101,8 @@ def wait(ctx, signal_ptr, expected, peer, SCOPE: tl.constexpr = SYS, FOR_TMA: tl
     For a producer on the same GPU, which may itself wait for peers, the bound is four timeouts.
     """
     expected = _wide(expected)
-    seen = _spin(ctx, signal_ptr, expected, SCOPE, 1 if SCOPE == SYS else _OWN_PATIENCE)
-    _record_if(ctx, seen < expected, RECORD_TIMEOUT, peer, signal_ptr, expected, seen)
+    seen = _spin(ctx, signal_ptr, expected, peer, SCOPE, 1 if SCOPE == SYS else _OWN_PATIENCE)
+    _record_wait(ctx, seen < expected, RECORD_TIMEOUT, peer, signal_ptr, expected, seen)
     if FOR_TMA:
         fence_before_tma_load()
     return seen
@@ -184,11 +222,11 @@ def _wait_each(ctx, signal_ptrs, expected, peers, there):
     Returns what is not 0 where a word did not come in time.
     """
     expected = tl.where(there, _wide(expected), NEVER)
-    start = (expected >> 8) << 8
-    seen = _spin(ctx, signal_ptrs, start, SYS, 1)
-    _record_if(ctx, seen < start, RECORD_PLAN_TIMEOUT, peers, signal_ptrs, expected, seen)
-    mismatch = (seen != expected) & ((seen >> 8) == (expected >> 8))
-    _record_if(ctx, mismatch, RECORD_PLAN_MISMATCH, peers, signal_ptrs, expected, seen)
+    start = (expected >> PLAN_BITS) << PLAN_BITS
+    seen = _spin(ctx, signal_ptrs, start, peers, SYS, 1)
+    _record_wait(ctx, seen < start, RECORD_PLAN_TIMEOUT, peers, signal_ptrs, expected, seen)
+    mismatch = (seen != expected) & ((seen >> PLAN_BITS) == (expected >> PLAN_BITS))
+    _record_wait(ctx, mismatch, RECORD_PLAN_MISMATCH, peers, signal_ptrs, expected, seen)
     return (there & ((seen != expected) | (expected <= 0))).to(tl.int32)
 
 
@@ -212,20 +250,53 @@ def arrive(flag_ptr, count, mine=1):
 
 @jit
 def wait_plan(ctx, signal_ptr, expected, peer, SCOPE: tl.constexpr = SYS, FOR_TMA: tl.constexpr = False):
-    """``wait`` for a signal of an operator, ``epoch << 8 | plan``, and refuse a peer that follows another plan.
+    """``wait`` for a signal of an operator, ``epoch << PLAN_BITS | plan``, and refuse a peer that follows another plan.
 
     The same epoch with another plan means that the peer made this call with another shape or config: its data must not
     be used, and the record says so.
     """
     expected = _wide(expected)
-    start = (expected >> 8) << 8
-    seen = _spin(ctx, signal_ptr, start, SCOPE, 1)
-    _record_if(ctx, seen < start, RECORD_PLAN_TIMEOUT, peer, signal_ptr, expected, seen)
-    mismatch = (seen != expected) & ((seen >> 8) == (expected >> 8))
-    _record_if(ctx, mismatch, RECORD_PLAN_MISMATCH, peer, signal_ptr, expected, seen)
+    start = (expected >> PLAN_BITS) << PLAN_BITS
+    seen = _spin(ctx, signal_ptr, start, peer, SCOPE, 1)
+    _record_wait(ctx, seen < start, RECORD_PLAN_TIMEOUT, peer, signal_ptr, expected, seen)
+    mismatch = (seen != expected) & ((seen >> PLAN_BITS) == (expected >> PLAN_BITS))
+    _record_wait(ctx, mismatch, RECORD_PLAN_MISMATCH, peer, signal_ptr, expected, seen)
     if FOR_TMA:
         fence_before_tma_load()
     return seen
+
+
+@jit
+def announce_failure(ctx):
+    """Tell every peer on this node if this rank has failed: from here on it may overwrite what it has sent them.
+
+    For copies by the host, which cannot look. The peers' ``check_peers`` comes after they have read it.
+    """
+    me = rank(ctx)
+    peers = tl.arange(0, MAX_RANKS)
+    bases = tl.load(ctx + CTX_BASES + peers, mask=peers < num_ranks(ctx), other=0)
+    words = (bases + 8 * (MAX_RANKS + me)).to(tl.pointer_type(tl.int64))
+    has_failed = tl.load(failed_at(ctx), volatile=True) != 0
+    store_release_each(words, tl.full((), STATUS_FAILED, tl.int64), (bases != 0) & (peers != me) & has_failed)
+
+
+@jit
+def check_peers(ctx):
+    """Record a failure if a peer has failed: what it had sent may have been overwritten while this rank read it."""
+    fence_acquire_release()
+    if target() == "cuda":
+        peers = tl.arange(0, MAX_RANKS)
+        _check_peer(ctx, peers)
+    else:
+        for peer in range(num_ranks(ctx)):
+            _check_peer(ctx, peer)
+    end_wait(ctx)
+
+
+@jit
+def _check_peer(ctx, peer):
+    status = tl.load(status_at(ctx, peer), volatile=True)
+    _record_wait(ctx, status == STATUS_FAILED, RECORD_PEER_FAILED, peer, status_at(ctx, peer), status, status)
 
 
 @jit
@@ -247,11 +318,12 @@ def in_time(seen, expected):
 
 
 @jit
-def _spin(ctx, signal_ptr, expected, SCOPE: tl.constexpr, PATIENCE: tl.constexpr):
+def _spin(ctx, signal_ptr, expected, peer, SCOPE: tl.constexpr, PATIENCE: tl.constexpr):
+    """Wait for a word to reach ``expected``; give up after the timeout, or if this rank or ``peer`` cannot go on."""
     timeout_ns = tl.load(ctx + CTX_TIMEOUT_NS) * PATIENCE
     failed_ptr = failed_at(ctx)
     if target() == "cuda":
-        return _spin_ptx(signal_ptr, expected, timeout_ns, failed_ptr)
+        return _spin_ptx(ctx, signal_ptr, expected, peer, timeout_ns, failed_ptr)
     else:
         seen = load_acquire(signal_ptr, SCOPE)
         deadline = clock_ns() + timeout_ns
@@ -260,41 +332,24 @@ def _spin(ctx, signal_ptr, expected, SCOPE: tl.constexpr, PATIENCE: tl.constexpr
             if target() == "interpreter":
                 interpreter_yield(deadline - timeout_ns)
             seen = load_acquire(signal_ptr, SCOPE)
-            gave_up = (clock_ns() > deadline) | (tl.load(failed_ptr, volatile=True) != 0)
+            status = tl.load(status_at(ctx, peer), volatile=True)
+            is_hopeless = (status != 0) & (status <= expected)
+            gave_up = (clock_ns() > deadline) | (tl.load(failed_ptr, volatile=True) != 0) | is_hopeless
             waiting = (seen < expected) & (gave_up == 0)
         return seen
 
 
 @jit
-def _spin_ptx(signal_ptr, expected, timeout_ns, failed_ptr):
+def _spin_ptx(ctx, signal_ptr, expected, peer, timeout_ns, failed_ptr):
     # Each thread spins for itself: no barrier, no shared memory, and each has acquired what it goes on to read. The
     # scope is always sys: on a word that is in our own memory it costs the same as gpu. Threads of a warp leave the
     # loop one by one and need not come together again by themselves, but what follows wants them together: wgmma, whose
-    # descriptors the warp holds in common, went astray.
+    # descriptors the warp holds in common, went astray. The address of the peer's status word is worked out only where
+    # the signal is not there at once.
     return tl.inline_asm_elementwise(
-        """{
-        .reg .pred p; .reg .b64 start, now, failed;
-        ld.acquire.sys.global.b64 $0, [$1];
-        setp.ge.s64 p, $0, $2;
-        @p bra REACHED;
-        mov.u64 start, %globaltimer;
-        SPIN:
-        nanosleep.u32 32;
-        ld.acquire.sys.global.b64 $0, [$1];
-        setp.ge.s64 p, $0, $2;
-        @p bra REACHED;
-        ld.relaxed.gpu.global.b64 failed, [$4];
-        setp.ne.s64 p, failed, 0;
-        @p bra REACHED;
-        mov.u64 now, %globaltimer;
-        sub.s64 now, now, start;
-        setp.lt.s64 p, now, $3;
-        @p bra SPIN;
-        REACHED:
-        bar.warp.sync 0xffffffff;
-        }""",
-        "=&l,l,l,l,l,~{memory}",
-        [signal_ptr, expected, timeout_ns, failed_ptr],
+        _SPIN,
+        "=&l,l,l,l,l,l,l,~{memory}",
+        [signal_ptr, expected, timeout_ns, failed_ptr, ctx, _wide(peer)],
         tl.int64,
         is_pure=False,
         pack=1,
@@ -302,49 +357,6 @@ def _spin_ptx(signal_ptr, expected, timeout_ns, failed_ptr):
 
 
 @jit
-def _record_if(ctx, condition, kind, peer, signal_ptr, expected, seen):
-    """Let the first program for which ``condition`` holds leave a record, and mark this rank as failed."""
-    failed_ptr = failed_at(ctx)
-    record_ptr = tl.load(ctx + CTX_RECORD)
-    workspace = tl.load(ctx + CTX_STATE)
-    where = signal_ptr.to(tl.int64)
-    peer = _wide(peer)
-    if target() == "cuda":
-        # Per thread and without a barrier: threads of a program may have seen different values of the signal.
-        tl.inline_asm_elementwise(
-            """{
-            .reg .pred p; .reg .b64 before, kind;
-            setp.eq.s32 p, $1, 0;
-            @p bra FINE;
-            atom.acq_rel.gpu.global.cas.b64 before, [$2], 0, 1;
-            setp.ne.s64 p, before, 0;
-            @p bra FINE;
-            st.relaxed.sys.global.b64 [$3+8], $5;
-            st.relaxed.sys.global.b64 [$3+16], $6;
-            st.relaxed.sys.global.b64 [$3+24], $7;
-            st.relaxed.sys.global.b64 [$3+32], $8;
-            st.relaxed.sys.global.b64 [$3+40], $9;
-            cvt.s64.s32 kind, $4;
-            st.release.sys.global.b64 [$3], kind;
-            FINE:
-            bar.warp.sync 0xffffffff;
-            mov.b32 $0, 0;
-            }""",
-            "=r,r,l,l,r,l,l,l,l,l,~{memory}",
-            [condition.to(tl.int32), failed_ptr, record_ptr, kind, peer, where, expected, seen, workspace],
-            tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-    elif condition:
-        before = tl.atomic_cas(
-            failed_ptr, tl.full((), 0, tl.int64), tl.full((), 1, tl.int64), sem="acq_rel", scope="gpu"
-        )
-        if before == 0:
-            words = record_ptr.to(tl.pointer_type(tl.int64))
-            tl.store(words + 1, peer)
-            tl.store(words + 2, where)
-            tl.store(words + 3, expected)
-            tl.store(words + 4, seen)
-            tl.store(words + 5, workspace)
-            store_release(words, tl.full((), 0, tl.int64) + kind, "sys")
+def _record_wait(ctx, condition, KIND: tl.constexpr, peer, signal_ptr, expected, seen):
+    """``record_if`` for a wait for a signal of ``peer``."""
+    record_if(ctx, condition, KIND, _wide(peer), signal_ptr.to(tl.int64), expected, seen)

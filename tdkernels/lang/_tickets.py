@@ -1,6 +1,6 @@
 """Tickets: how the programs of a launch share a list of work.
 
-    piece = td.ticket_of(td.take_ticket(ctx))
+    piece = td.ticket_of(td.take_first_ticket(ctx, signal))
     while piece < pieces:
         ...  # most of the piece
         answer = td.take_ticket(ctx)  # the next one, which is known by the time the rest is done
@@ -21,6 +21,31 @@ import triton.language as tl
 from tdkernels.lang._context import MAX_THREADS, STATE_TICKETS, _state
 from tdkernels.lang._jit import jit
 from tdkernels.lang._target import target
+
+NO_TICKET = tl.constexpr(1 << 30)  # beyond the number of pieces of every call
+
+
+@jit
+def take_first_ticket(ctx, signal):
+    """``take_ticket`` for a program's first piece; in a void launch (``is_void``) the number is beyond all pieces.
+
+    Thread 0 decides for all, so that they leave the loop together.
+    """
+    answer = take_ticket(ctx)
+    if target() == "cuda":
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .pred p; .reg .b32 t;
+            mov.u32 t, %tid.x;
+            or.b32 t, t, $3;
+            setp.eq.u32 p, t, 0;
+            setp.eq.and.s64 p, $2, 0, p;
+            selp.b32 $0, 0x40000000, $1, p;
+            }""",
+            "=r,r,l,r", [answer, signal, tl.arange(0, MAX_THREADS)], tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        return tl.where(signal == 0, NO_TICKET, answer)
 
 
 @jit

@@ -4,15 +4,15 @@ Unlike the forward operators, which alternate between two halves of their worksp
 address, so that other libraries' kernels can read it: that is what the barrier in ``begin`` is for. What is sent goes
 by a stream of its own, beside what the caller launches meanwhile.
 
-A rank whose wait in ``begin`` has given up still sends, for a copy cannot look. Whoever comes to this call later than
-the timeout may find what it was still reading of its last one written over; the rank that gave up says who was late.
+A copy by the host cannot look whether the wait in ``begin`` has failed. So ``begin`` tells the peers if it has, before
+the copies may overwrite what a peer still reads, and a peer's ``close`` looks for that after it has read.
 """
 
 import torch
 
 from tdkernels.lang._alike import Alike
 from tdkernels.ops._device import side_stream
-from tdkernels.ops._gather_kernels import begin_kernel, notify_kernel
+from tdkernels.ops._gather_kernels import begin_kernel, end_kernel, notify_kernel
 from tdkernels.ops._gather_nodes_kernels import begin_nodes_kernel
 from tdkernels.ops._launch import by_address
 from tdkernels.symm import get_workspace
@@ -39,7 +39,9 @@ class Exchange:
         self.begin()
         return self
 
-    def __exit__(self, *_error):
+    def __exit__(self, _kind, error, _traceback):
+        if error is not None:
+            self.workspace.group.end_abruptly(self.workspace.name, error)
         self.close()
 
     def begin(self):
@@ -51,6 +53,8 @@ class Exchange:
     def close(self):
         """Say that what has arrived was read for the last time; what was sent may change after it, in stream order."""
         self._join()
+        if self.workspace.may_be_overwritten():
+            self._launch(end_kernel)
         self.workspace.after_launch(self._stream)
 
     @property

@@ -37,9 +37,10 @@ class Gather(Exchange):
     """One call's gather of ``x`` [rows, K], in chunks of ``chunk_rows`` rows; every rank makes the same one.
 
     Args:     operator, fields: as for Workspace.prepare; x: contiguous, 16-byte aligned
+              copies: ``copy`` will be called
     """
 
-    def __init__(self, operator, fields, x, group, chunk_rows):
+    def __init__(self, operator, fields, x, group, chunk_rows, copies=False):
         super().__init__("gather", group, x.device, across_nodes=True)
         self.x = x.detach()
         self.rows, self.width = x.shape
@@ -51,6 +52,8 @@ class Gather(Exchange):
         self.plan = self.workspace.prepare(
             operator, fields, self.world_size * self.slot_bytes, self.world_size * self.num_chunks
         )
+        if copies and not self.spans_nodes:
+            self.workspace.expect_copies()
 
     @classmethod
     def start(cls, operator, x, group):

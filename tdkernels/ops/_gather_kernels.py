@@ -56,7 +56,14 @@ def begin_kernel(ctx, plan):
     for step in range(1, ranks):
         peer = (me + step) % ranks
         td.wait_plan(ctx, td.ready_at(ctx, peer), signal, peer)  # producer: the peer's begin_kernel
+    td.announce_failure(ctx)  # before copies by the host, which come in any case
     td.finish(ctx)
+
+
+@td.jit
+def end_kernel(ctx):
+    """Close a call whose peers copied by the host: record a failure if a peer may have overwritten what was read."""
+    td.check_peers(ctx)
 
 
 @td.jit(do_not_specialize=["shard_bytes", "chunk_bytes", "num_chunks", "slot_bytes", "plan"])
@@ -93,3 +100,4 @@ def await_kernel(ctx, num_chunks, first_chunk, last_chunk, first_step, last_step
         for chunk in range(first_chunk, last_chunk):
             # producer: push_kernel, the copy engine or notify_kernel of the source
             td.wait_plan(ctx, td.signal_at(ctx, 0, source * num_chunks + chunk), signal, source)
+    td.end_wait(ctx)

@@ -16,6 +16,7 @@ from tdkernels.lang._jit import pointer_kind
 from tdkernels.ops import _operands, _shortcut, _trace
 
 _MAX_KEPT = 1024  # launches of a workspace; shapes may go on changing for ever
+CALL_NUMBER = object()  # among a Launch's args: the workspace's ``note_call``, which is another one in every call
 
 
 def by_address(tensor):
@@ -92,6 +93,9 @@ class _Alone:
     def after_launch(self, stream):
         pass
 
+    def break_off(self, error):
+        pass
+
 
 @functools.cache
 def _alone_on_stream(device, stream):
@@ -125,6 +129,8 @@ class Launch:
         self._workspace, self._kernel, self._looks = workspace, kernel, looks
         self._made = [(tuple(tensor.shape), tensor.dtype) for tensor in made]
         numbers = {id(tensor): number for number, tensor in enumerate((*operands, *made)) if tensor is not None}
+        call_at = next((at for at, arg in enumerate(args) if arg is CALL_NUMBER), None)
+        self._tells_call = call_at is not None
         places, self._numbers = [], []  # of the tensors that differ: among args, and among operands and what is made
         for at, arg in enumerate(args):
             tensor = arg.base if isinstance(arg, TensorDescriptor) else arg
@@ -134,6 +140,8 @@ class Launch:
             else:
                 known = not isinstance(tensor, torch.Tensor) or any(tensor is one for one in fixed)
                 assert known, f"argument {at} of {kernel} is a tensor that no call gives or makes"
+        if self._tells_call:
+            places.append(call_at)
         self._alike = Alike((*grid, 1, 1)[:3], args, places, constants)
 
     def __call__(self, operands):
@@ -142,9 +150,15 @@ class Launch:
             workspace.check()
         made = [operands[0].new_empty(shape, dtype=dtype) for shape, dtype in self._made]
         tensors = (*operands, *made)
-        stream = workspace.before_launch()
         values = [tensors[number] for number in self._numbers]
-        self._kernel.launch_alike(self._alike, values, stream)
+        if self._tells_call:
+            values.append(workspace.note_call)
+        stream = workspace.before_launch()
+        try:
+            self._kernel.launch_alike(self._alike, values, stream)
+        except BaseException as error:
+            workspace.break_off(error)
+            raise
         workspace.after_launch(stream)
         watch = _shortcut.watch
         if watch is not None:

@@ -31,6 +31,7 @@ class Scatter(Exchange):
         self._pieces, self._passes_on = pieces, passes_on
         ranks = self.world_size
         self.plan = self.workspace.prepare(operator, fields, ranks * self._slot_bytes, ranks * pieces)
+        self.workspace.expect_copies()
         self._parts = []
 
     def send(self, owner, part, piece=0, offset=0):

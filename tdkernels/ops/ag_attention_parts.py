@@ -45,7 +45,7 @@ class _Keys:
         if group.size() > 1:
             # Side by side, for a gather has one tensor.
             lines = torch.cat([k.flatten(2), v.flatten(2)], 2).flatten(0, 1)
-            self._gather = Gather("ag_attention", fields, lines, group, lines.shape[0])
+            self._gather = Gather("ag_attention", fields, lines, group, lines.shape[0], copies=True)
             sources = ((step, self._gather.source(step)) for step in range(1, group.size()))
             spans = ((*at, *seen(self._rows, causal, sharding, group.rank(), at[1])) for at in sources)
             self.far = [span for span in spans if span[3]]

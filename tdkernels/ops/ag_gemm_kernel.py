@@ -308,12 +308,14 @@ def _prepare(workspace, x, weight, bias, config):
 def _launch_beside_gather(x, weight, bias, group, config, keep_gathered):
     """The same where x is gathered into the memory of a Gather: since it is kept, or as the copy engine sends it."""
     rows, k = x.shape
-    gather = Gather("ag_gemm", plan_fields(x, weight, config), x, group, config.chunk_tiles * config.tiles.block_m)
+    copies = config.transport == "copy_engine"
+    fields, chunk_rows = plan_fields(x, weight, config), config.chunk_tiles * config.tiles.block_m
+    gather = Gather("ag_gemm", fields, x, group, chunk_rows, copies)
     workspace, topology = gather.workspace, gather.topology
     y = x.new_empty(topology.world_size * rows, weight.shape[0])
     gather.begin()
     num_comm = config.num_comm_sms
-    if config.transport == "copy_engine":
+    if copies:
         gather.copy(own=keep_gathered)
         num_comm = 0
     all_rows = topology.world_size * gather.slot_rows

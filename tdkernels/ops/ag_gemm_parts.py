@@ -19,7 +19,7 @@ def launch(x, weight, bias, group, config, fields, keep_gathered):
     x = _operands.rows_contiguous(x)
     rows = x.shape[0]
     pieces = cut(rows, config.pieces)
-    gather = Gather("ag_gemm", fields, x, group, pieces[0][1])
+    gather = Gather("ag_gemm", fields, x, group, pieces[0][1], copies=True)
     y = x.new_empty(gather.world_size, rows, weight.shape[0])
     with ExitStack() as closing:
         closing.enter_context(gather)
@@ -45,7 +45,7 @@ def backward(dy, x, weight, group):
     x = _operands.rows_contiguous(x)
     back = weight.t()
     fields = {"rows": x.shape[0], "n": weight.shape[0], "width": x.shape[1], "dtype": str(x.dtype)}
-    gather = Gather("ag_gemm backward", fields, x, group, x.shape[0])
+    gather = Gather("ag_gemm backward", fields, x, group, x.shape[0], copies=True)
     scatter = gemm_rs_parts.start("ag_gemm backward", fields, dy, back, group, _PIECES)
     with gather, scatter:
         gather.copy()

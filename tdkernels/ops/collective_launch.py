@@ -123,7 +123,7 @@ def _by_copy_engine(operator, x, group, config):
     """all_gather by copies of whole shards; each is brought to the output while later ones are on their way."""
     shard = as_bytes(x)
     lines = shard.view(-1, 16 if x.nbytes % 16 == 0 else 1)
-    gather = Gather(operator, plan_fields(x, config), lines, group, lines.shape[0])
+    gather = Gather(operator, plan_fields(x, config), lines, group, lines.shape[0], copies=True)
     world_size, rank = gather.world_size, gather.workspace.rank
     output = x.new_empty(output_shape(operator, x.shape, world_size))
     slots = as_bytes(output).view(world_size, -1)

@@ -10,7 +10,7 @@ import torch
 
 from tdkernels.ops import ep_tables
 from tdkernels.ops._config import text_of
-from tdkernels.ops._launch import Launch, by_address, launch_kept
+from tdkernels.ops._launch import CALL_NUMBER, Launch, by_address, launch_kept
 from tdkernels.ops._tiles import next_power_of_2
 from tdkernels.ops.ep_crossing import round_up
 from tdkernels.ops.ep_direct_kernel import MOST_COMPARED, MOST_IDS, ep_direct_kernel, line_words
@@ -92,7 +92,8 @@ def _prepare(workspace, routing, sending, halves, operands):
     plan = workspace.prepare(routing.operator, fields, half_bytes, ranks * MAX_CHUNKS + ranks)
     *given, tables, came, ids, bad, splits = operands
     kernel, programs, args, constants = direct_call(
-        workspace.ctx, routing, sending.with_tensors(given), parts, plan, (tables, came, ids, bad, splits), halves
+        workspace.ctx, routing, sending.with_tensors(given), parts, plan, (tables, came, ids, bad, splits), halves,
+        CALL_NUMBER,
     )
     return Launch(
         workspace, kernel, (programs,), args, constants, operands, [], [workspace.ctx], looks=halves != "receive"
@@ -103,7 +104,7 @@ def _by_source(routing):
     return routing.splits.dim() == 2
 
 
-def direct_call(ctx, routing, sending, parts, plan, known, halves="both"):
+def direct_call(ctx, routing, sending, parts, plan, known, halves="both", call=0):
     """(kernel, programs, arguments, constants) of a launch; ``known``: tables, came, ids, bad, splits."""
     config, x = routing.config, sending.x
     items, scale_words, constants = parts
@@ -115,6 +116,7 @@ def direct_call(ctx, routing, sending, parts, plan, known, halves="both"):
         ctx, ids, bad, as_memory(x), as_memory(or_else(sending.scales, x)), sending.weights, tables, came, splits,
         as_memory(sending.rows), as_memory(or_else(sending.row_scales, sending.rows)), sending.row_weights,
         routing.tokens, routing.most_tokens, routing.max_tokens, senders, items, scale_words, plan,
+        call,
     )  # fmt: skip
     constants = {name: value for name, value in constants.items() if name != "GRADIENT"} | {
         "ADVANCE": halves != "send", "BY_SOURCE": _by_source(routing), "K": routing.choices,

@@ -192,7 +192,7 @@ def _send_token(
 
 @td.jit
 def _settle(
-    ctx, area, most, tables, splits_ptr, capacity,
+    ctx, area, most, tables, splits_ptr, capacity, call,
     BY_SOURCE: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
     """Make of all lines the tables that are not of tokens."""
@@ -212,7 +212,8 @@ def _settle(
     tl.debug_barrier()  # counts are read by other threads than have written them
     rows = lay_out_rows(tables, splits_ptr, me, BY_SOURCE, EXPERTS, RANKS)
     tl.debug_barrier()  # splits may be stored again
-    state_facts(ctx, tables, splits_ptr, me, rows, tl.full((), 0, tl.int32), capacity, BY_SOURCE, EXPERTS, RANKS)
+    nothing = tl.full((), 0, tl.int32)
+    state_facts(ctx, tables, splits_ptr, me, rows, nothing, capacity, call, BY_SOURCE, EXPERTS, RANKS)
     # A receiver that gave up meanwhile has said so, and that may just have been written over. It had given up before.
     goes = facts_at(tables, EXPERTS, RANKS) + GOES
     tl.atomic_add(goes, 0, sem="acq_rel", scope="gpu")
@@ -334,11 +335,11 @@ def _complete(
     tl.store(sent, tl.where(is_sent, token, -1), mask=ranks < RANKS)
 
 
-@td.jit(do_not_specialize=["num_tokens", "most", "capacity", "num_senders", "items", "scale_words", "plan"])
+@td.jit(do_not_specialize=["num_tokens", "most", "capacity", "num_senders", "items", "scale_words", "plan", "call"])
 def ep_direct_kernel(
     ctx, ids_ptr, bad_ptr, x_ptr, scales_ptr, weights_ptr, tables, came, splits_ptr,
     rows_ptr, row_scales_ptr, row_weights_ptr,
-    num_tokens, most, capacity, num_senders, items, scale_words, plan,
+    num_tokens, most, capacity, num_senders, items, scale_words, plan, call,
     ADVANCE: tl.constexpr, QUANTIZE: tl.constexpr, BY_SOURCE: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr,
     RANKS: tl.constexpr, N: tl.constexpr, SOURCE: tl.constexpr, ITEM: tl.constexpr, SCALE: tl.constexpr,
     ALIGNED: tl.constexpr, BLOCK: tl.constexpr, SCALE_BLOCK: tl.constexpr, trace_ptr=None,
@@ -376,7 +377,7 @@ def ep_direct_kernel(
         all_came = td.wait_plan_all(ctx, signals + RANKS * MAX_CHUNKS, 1, signal, WITH_OWN=True)
         if pid == num_senders:
             if all_came:
-                _settle(ctx, area, most, tables, splits_ptr, capacity, BY_SOURCE, EXPERTS, RANKS)
+                _settle(ctx, area, most, tables, splits_ptr, capacity, call, BY_SOURCE, EXPERTS, RANKS)
             else:
                 _give_up(tables, splits_ptr, BY_SOURCE, EXPERTS, RANKS)
     scales_begin, experts_begin, slot_bytes = direct_slot_parts(

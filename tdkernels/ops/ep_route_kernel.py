@@ -133,7 +133,7 @@ def _exchange(ctx, tables, plan, EXPERTS: tl.constexpr, RANKS: tl.constexpr):
     C: tl.constexpr = EXPERTS + RANKS + 2
     BLOCK: tl.constexpr = min(triton.next_power_of_2(C), 512)
     me = td.rank(ctx)
-    epoch, half, signal = td.call(ctx, plan)
+    epoch, half, signal = td.call(ctx, plan, COUNTS=False)  # one program alone comes here
     signals = td.signal_at(ctx, half, 0)
     for start in range(0, C, BLOCK):
         columns = start + tl.arange(0, BLOCK)
@@ -217,7 +217,7 @@ def _most_tokens(tables, EXPERTS: tl.constexpr, RANKS: tl.constexpr):
 
 @td.jit
 def state_facts(
-    ctx, tables, splits_ptr, me, rows, staged, capacity,
+    ctx, tables, splits_ptr, me, rows, staged, capacity, call,
     BY_SOURCE: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
     """Decide whether anything can be sent, as all ranks do by the same numbers; if not, tell the host why."""
@@ -248,14 +248,15 @@ def state_facts(
         for source in range(RANKS if BY_SOURCE else 1):
             nothing = tl.full((LOCAL,), 0, tl.int32)
             tl.store(splits_ptr + source * (EXPERTS // RANKS) + local, nothing, mask=local < EXPERTS // RANKS)
-    td.note_if(ctx, (bad_rank >= 0) & (is_broken == 0), NOTE_BAD_IDS, bad_rank, how_bad, bad_rank)
+    td.note_if(ctx, (bad_rank >= 0) & (is_broken == 0), NOTE_BAD_IDS, bad_rank, how_bad, bad_rank, call)
     capacity = tl.full((), 0, tl.int64) + capacity
-    td.note_if(ctx, (bad_rank < 0) & (needed > capacity) & (is_broken == 0), NOTE_OVERFLOW, most_rows, staged, capacity)
+    overflows = (bad_rank < 0) & (needed > capacity) & (is_broken == 0)
+    td.note_if(ctx, overflows, NOTE_OVERFLOW, most_rows, staged, capacity, call)
 
 
 @td.jit
 def _agree(
-    ctx, tables, splits_ptr, capacity, plan,
+    ctx, tables, splits_ptr, capacity, plan, call,
     WHOLE: tl.constexpr, BY_SOURCE: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
     """Of our totals make the tables: by one program, when all else is done. WHOLE: every choice is sent by itself."""
@@ -266,12 +267,12 @@ def _agree(
     if WHOLE:
         staged = tl.maximum(staged, _most_tokens(tables, EXPERTS, RANKS) * K)
     tl.debug_barrier()  # splits may be stored again
-    state_facts(ctx, tables, splits_ptr, me, rows, staged, capacity, BY_SOURCE, EXPERTS, RANKS)
+    state_facts(ctx, tables, splits_ptr, me, rows, staged, capacity, call, BY_SOURCE, EXPERTS, RANKS)
 
 
-@td.jit(do_not_specialize=["num_tokens", "capacity", "plan"])
+@td.jit(do_not_specialize=["num_tokens", "capacity", "plan", "call"])
 def ep_route_kernel(
-    ctx, ids_ptr, bad_ptr, tables, splits_ptr, num_tokens, capacity, plan,
+    ctx, ids_ptr, bad_ptr, tables, splits_ptr, num_tokens, capacity, plan, call,
     AGREE: tl.constexpr, WHOLE: tl.constexpr, BY_SOURCE: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr,
     RANKS: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
@@ -287,13 +288,13 @@ def ep_route_kernel(
             for start in range(0, EXPERTS + RANKS + 2, BLOCK):
                 add_up(tables, me, start, tiles, num_tokens, bad_ptr, K, EXPERTS, RANKS, BLOCK, AT_ONCE)
             tl.debug_barrier()  # others read what each thread has written
-            _agree(ctx, tables, splits_ptr, capacity, plan, WHOLE, BY_SOURCE, K, EXPERTS, RANKS)
+            _agree(ctx, tables, splits_ptr, capacity, plan, call, WHOLE, BY_SOURCE, K, EXPERTS, RANKS)
         td.finish(ctx)
 
 
-@td.jit(do_not_specialize=["num_tokens", "tiles", "capacity", "plan"])
+@td.jit(do_not_specialize=["num_tokens", "tiles", "capacity", "plan", "call"])
 def ep_agree_kernel(
-    ctx, bad_ptr, tables, splits_ptr, num_tokens, tiles, capacity, plan,
+    ctx, bad_ptr, tables, splits_ptr, num_tokens, tiles, capacity, plan, call,
     WHOLE: tl.constexpr, BY_SOURCE: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr,
     BLOCK: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
@@ -302,5 +303,5 @@ def ep_agree_kernel(
     start = tl.program_id(0) * BLOCK
     add_up(tables, td.rank(ctx), start, tiles, num_tokens, bad_ptr, K, EXPERTS, RANKS, BLOCK, AT_ONCE)
     if td.arrive(td.flag_at(ctx, 0), tl.num_programs(0)):
-        _agree(ctx, tables, splits_ptr, capacity, plan, WHOLE, BY_SOURCE, K, EXPERTS, RANKS)
+        _agree(ctx, tables, splits_ptr, capacity, plan, call, WHOLE, BY_SOURCE, K, EXPERTS, RANKS)
     td.finish(ctx)

@@ -140,7 +140,7 @@ def _exchange(
     NODES: tl.constexpr = RANKS // LOCAL
     me = td.rank(ctx)
     node, local = me // LOCAL, me % LOCAL
-    epoch, half, signal = td.call(ctx, plan)
+    epoch, half, signal = td.call(ctx, plan, COUNTS=False)
     signals = td.signal_at(ctx, half, 0)
     line_bytes = 4 * line_words(EXPERTS, RANKS, NODES)
     for step in range(LOCAL):
@@ -242,7 +242,7 @@ def _lay_out_crossing(node_tables, me, RANKS: tl.constexpr, LOCAL: tl.constexpr)
 
 @td.jit
 def _agree(
-    ctx, tables, node_tables, splits_ptr, capacity, plan, BY_SOURCE: tl.constexpr, EXPERTS: tl.constexpr,
+    ctx, tables, node_tables, splits_ptr, capacity, plan, call, BY_SOURCE: tl.constexpr, EXPERTS: tl.constexpr,
     RANKS: tl.constexpr, LOCAL: tl.constexpr,
 ):  # fmt: skip
     """Of our totals make the tables: by one program, when all else is done."""
@@ -256,15 +256,15 @@ def _agree(
     tl.store(facts + MOST_PASSED, crossing)
     tl.debug_barrier()  # splits may be stored again
     most = tl.maximum(staged, crossing)
-    state_facts(ctx, tables, splits_ptr, me, rows, most, capacity, BY_SOURCE, EXPERTS, RANKS)
+    state_facts(ctx, tables, splits_ptr, me, rows, most, capacity, call, BY_SOURCE, EXPERTS, RANKS)
 
 
 # ---- the kernels ----
 
 
-@td.jit(network=True, do_not_specialize=["num_tokens", "capacity", "plan"])
+@td.jit(network=True, do_not_specialize=["num_tokens", "capacity", "plan", "call"])
 def ep_route_nodes_kernel(
-    ctx, ids_ptr, bad_ptr, tables, node_tables, splits_ptr, num_tokens, capacity, plan,
+    ctx, ids_ptr, bad_ptr, tables, node_tables, splits_ptr, num_tokens, capacity, plan, call,
     AGREE: tl.constexpr, BY_SOURCE: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr,
     LOCAL: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
@@ -283,13 +283,13 @@ def ep_route_nodes_kernel(
                 add_up(tables, me, start, tiles, num_tokens, bad_ptr, K, EXPERTS, RANKS, BLOCK, AT_ONCE)
             _add_up_crossing(node_tables, me, tiles, num_tokens, RANKS, LOCAL)
             tl.debug_barrier()  # others read what each thread has written
-            _agree(ctx, tables, node_tables, splits_ptr, capacity, plan, BY_SOURCE, EXPERTS, RANKS, LOCAL)
+            _agree(ctx, tables, node_tables, splits_ptr, capacity, plan, call, BY_SOURCE, EXPERTS, RANKS, LOCAL)
         td.finish(ctx)
 
 
-@td.jit(network=True, do_not_specialize=["num_tokens", "tiles", "capacity", "plan"])
+@td.jit(network=True, do_not_specialize=["num_tokens", "tiles", "capacity", "plan", "call"])
 def ep_agree_nodes_kernel(
-    ctx, bad_ptr, tables, node_tables, splits_ptr, num_tokens, tiles, capacity, plan,
+    ctx, bad_ptr, tables, node_tables, splits_ptr, num_tokens, tiles, capacity, plan, call,
     BY_SOURCE: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr, LOCAL: tl.constexpr,
     BLOCK: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
@@ -300,7 +300,7 @@ def ep_agree_nodes_kernel(
     if start == 0:
         _add_up_crossing(node_tables, me, tiles, num_tokens, RANKS, LOCAL)
     if td.arrive(td.flag_at(ctx, 0), tl.num_programs(0)):
-        _agree(ctx, tables, node_tables, splits_ptr, capacity, plan, BY_SOURCE, EXPERTS, RANKS, LOCAL)
+        _agree(ctx, tables, node_tables, splits_ptr, capacity, plan, call, BY_SOURCE, EXPERTS, RANKS, LOCAL)
     td.finish(ctx)
 
 

@@ -13,7 +13,7 @@ import torch
 
 from tdkernels.ops import ep_tables
 from tdkernels.ops._config import as_argument
-from tdkernels.ops._launch import Launch, by_address, launch_kept
+from tdkernels.ops._launch import CALL_NUMBER, Launch, by_address, launch_kept
 from tdkernels.ops._tiles import next_power_of_2
 from tdkernels.ops.ep_config import EpConfig
 from tdkernels.ops.ep_crossing import Crossing, line_bytes, make_crossing
@@ -179,9 +179,9 @@ class _Counting(NamedTuple):
 
 
 def listen(workspace, operator, given):
-    """Make notes of this workspace's kernels errors of an operator, after the note of an earlier call."""
+    """Make the note of this workspace's next call an error of an operator, after the notes of earlier calls."""
     workspace.check()
-    workspace.error_of_note = partial(_error_of_note, operator, given, workspace.rank)
+    workspace.explain_notes(partial(_error_of_note, operator, given, workspace.rank))
 
 
 def _launch_route(workspace, counting, crossing, ids, bad, tables, splits):
@@ -229,7 +229,7 @@ def _count(workspace, counting, crossing, operands):
     ids, bad, *written = operands
     plan, places = _route_plan(workspace, counting, crossing), _route_places(workspace, counting, crossing)
     constants, agreeing = _route_constants(counting.tokens, _columns(workspace, counting), counting.by_source, places)
-    args = workspace.ctx, ids, bad, *written, counting.tokens, counting.max_tokens or _NO_LIMIT, plan
+    args = workspace.ctx, ids, bad, *written, counting.tokens, counting.max_tokens or _NO_LIMIT, plan, CALL_NUMBER
     kernel = ep_route_kernel if crossing is None else ep_route_nodes_kernel
     constants["AGREE"] = agreeing is None
     grid = (_tiles(counting.tokens, counting.k),)
@@ -244,7 +244,8 @@ def _agree(workspace, counting, crossing, operands):
     _, constants = _route_constants(counting.tokens, columns, counting.by_source, places)
     kernel = ep_agree_kernel if crossing is None else ep_agree_nodes_kernel
     capacity = counting.max_tokens or _NO_LIMIT
-    args = workspace.ctx, bad, *written, counting.tokens, _tiles(counting.tokens, counting.k), capacity, plan
+    tiles = _tiles(counting.tokens, counting.k)
+    args = workspace.ctx, bad, *written, counting.tokens, tiles, capacity, plan, CALL_NUMBER
     grid = (-(-columns // constants["BLOCK"]),)
     return Launch(workspace, kernel, grid, args, constants, operands, [], [workspace.ctx], looks=False)
 

@@ -70,8 +70,8 @@ def split_piece(piece, tiles, others, lead):
     return is_other, tl.where(is_other, turn, piece - before)
 
 
-@td.jit(do_not_specialize=["num_ids", "num_experts"])
-def moe_count_kernel(ctx, ids_ptr, splits_ptr, num_ids, num_experts, BLOCK: tl.constexpr):
+@td.jit(do_not_specialize=["num_ids", "num_experts", "call"])
+def moe_count_kernel(ctx, ids_ptr, splits_ptr, num_ids, num_experts, call, BLOCK: tl.constexpr):
     """splits[e] = how many choices are of expert e; a program for each. Notes ids that are none, but for -1."""
     expert = tl.program_id(0)
     count = tl.full((BLOCK,), 0, tl.int32)
@@ -84,7 +84,7 @@ def moe_count_kernel(ctx, ids_ptr, splits_ptr, num_ids, num_experts, BLOCK: tl.c
     tl.store(splits_ptr + expert, td.sum_of(count, 0))
     if expert == 0:
         wrong = td.sum_of(bad, 0)
-        td.note_if(ctx, wrong > 0, NOTE_BAD_IDS, wrong, wrong, wrong)
+        td.note_if(ctx, wrong > 0, NOTE_BAD_IDS, wrong, wrong, wrong, call)
 
 
 @td.jit(do_not_specialize=["num_experts", "choices", "chunk_rows", "M_shard", "tile_rows", "stages"])

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import torch
 
 from tdkernels.ops._gather import slot_rows_of
-from tdkernels.ops._launch import Launch, by_address, launch_kept
+from tdkernels.ops._launch import CALL_NUMBER, Launch, by_address, launch_kept
 from tdkernels.ops._tiles import next_power_of_2
 from tdkernels.ops.collectives import all_gather
 from tdkernels.ops.moe_route_kernel import MAX_STAGES, TILE_WORDS, moe_count_kernel, moe_order_kernel, moe_place_kernel
@@ -104,7 +104,7 @@ def route(operator, topk_ids, num_experts, group, chunk_rows, tile_rows, stages)
     routing = MoeRouting(group, ids, topk_ids.shape[0], num_experts, chunk_rows, stages)
     workspace = get_workspace(group, ids.device, "moe_route", across_nodes=True)
     workspace.check()
-    workspace.error_of_note = partial(_error_of_note, operator, num_experts)  # after a note of an earlier call
+    workspace.explain_notes(partial(_error_of_note, operator, num_experts))
     launch_kept(
         workspace, (operator, ids.numel(), num_experts), (ids, routing.splits),
         lambda *of: _count(workspace, operator, num_experts, of), lies=by_address,
@@ -117,7 +117,8 @@ def _count(workspace, operator, num_experts, operands):
     """The Launch that counts the rows of each expert."""
     workspace.prepare(operator, {"num_experts": num_experts}, 256, 1)
     ids, splits = operands
-    args, constants = (workspace.ctx, ids, splits, ids.numel(), num_experts), {"BLOCK": 4096, "num_warps": 8}
+    args = workspace.ctx, ids, splits, ids.numel(), num_experts, CALL_NUMBER
+    constants = {"BLOCK": 4096, "num_warps": 8}
     return Launch(workspace, moe_count_kernel, (num_experts,), args, constants, operands, [], [workspace.ctx])
 
 

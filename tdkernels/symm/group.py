@@ -6,14 +6,18 @@ import json
 import os
 import time
 import weakref
-from collections import Counter, defaultdict
+from collections import defaultdict
 from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from tdkernels.errors import PeerTimeoutError
+from tdkernels.errors import PeerTimeoutError, PlanMismatchError
+from tdkernels.lang import _failure as records
+from tdkernels.symm.agreement import Agreement, conflict_key, describe
 from tdkernels.symm.failure import Failure
+from tdkernels.symm.session import MissingRank, meet
+from tdkernels.symm.streams import StreamOrder
 from tdkernels.symm.timeout import get_timeout
 from tdkernels.symm.topology import likely_size, offer, topology_of
 
@@ -40,9 +44,6 @@ def resolve_group(group=None):
     return group
 
 
-_meetings = Counter()  # how often ranks have met in a group of a name, by that and who they are
-
-
 class GroupState:
     """What is kept for one process group, for as long as it lives: its store, agreed plans and workspaces."""
 
@@ -56,14 +57,18 @@ class GroupState:
         self.compiled_calls = {}  # {a call that torch.compile has traced: its configs}, where these must not change
         self.known_calls = {}  # what whole calls have come to: see tdkernels.ops._calls
         self.refusal = None  # the error of every call, in a process that is no rank of the group
+        self.launches = 0  # that this rank has begun in the group
+        self.tables = {}  # {id of a table: what errors say of its workspace}, see symm.workspace
         self._failures = {}
+        self._stream_orders = {}
         self._store = c10d._get_process_group_store(group)
-        self._prefix, self._has_met = prefix, False
-        self._members = self.name, *dist.get_process_group_ranks(group)
+        members = "-".join(map(str, dist.get_process_group_ranks(group)))
+        self._prefix, self._has_met = f"{prefix}/{members}", False
         self._turn = 0
         self._scratches = 0
         self._agreed = set()
         self._broken = None
+        self._interrupted = None  # the error of every call after one that ended in the middle, see break_off
         self._topology = None
 
     @property
@@ -86,20 +91,23 @@ class GroupState:
         if self.refusal is not None:
             raise copy.copy(self.refusal)
         if self._topology is None:
-            self._take_keys()
-            self._store.set(f"{self._prefix}/where/{self.rank}", offer())
             deadline = time.monotonic() + get_timeout()
-            texts = [self._get(operator, "where", peer, deadline) for peer in range(self.world_size)]
-            self._topology = topology_of(self.rank, texts)
+            self._meet(operator, deadline)
+            self._store.set(f"{self._prefix}/where/{self.rank}", offer())
+            keys = [f"{self._prefix}/where/{peer}" for peer in range(self.world_size)]
+            self._await(operator, keys, deadline)
+            self._topology = topology_of(self.rank, [self._store.get(key).decode() for key in keys])
 
-    def _take_keys(self):
-        """Have keys in the store that no group had before this one.
-
-        torch gives names again once all groups are destroyed, and a store may outlive these, as that of torchrun does.
-        """
+    def _meet(self, operator, deadline):
+        """Agree on keys in the store that no group had before this one."""
         if not self._has_met:
-            self._prefix, self._has_met = f"{self._prefix}/{_meetings[self._members]}", True
-            _meetings[self._members] += 1
+            try:
+                self._prefix = meet(self._store, self._prefix, self.rank, self.world_size, deadline)
+            except MissingRank as error:
+                raise self._lost(operator, error.rank) from error
+            except RuntimeError as error:
+                raise self._lost(operator, 0) from error
+            self._has_met = True
 
     def agree_once(self, operator, fields):
         """``agree``, unless all ranks have agreed on just this before; costs a look-up then."""
@@ -121,7 +129,7 @@ class GroupState:
             raise error.asking(fields) from error.__cause__
         plans, offers = zip(*map(json.loads, texts), strict=True)
         if any(plan != plans[0] for plan in plans):
-            raise ValueError(f"{operator}: the ranks disagree: " + _differences(plans))
+            raise in_step(ValueError(f"{operator}: the ranks disagree: " + _differences(plans)))
         return offers
 
     def exchange(self, operator, text):
@@ -129,13 +137,16 @@ class GroupState:
         if self._broken is not None:
             cause = copy.copy(self._broken)  # the original would keep the frames that it is raised through
             raise RuntimeError("the ranks of this group lost step; destroy it and make a new one") from cause
+        if self._interrupted is not None:
+            raise copy.copy(self._interrupted)
         self._know_topology(operator)
         turn, self._turn = self._turn, self._turn + 1
-        self._store.set(self._key(turn, self.rank), text)
-        deadline = time.monotonic() + get_timeout()
-        texts = [self._get(operator, turn, peer, deadline) for peer in range(self.world_size)]
+        keys = [self._key(turn, peer) for peer in range(self.world_size)]
+        self._store.set(keys[self.rank], text)
+        Agreement(self, operator, turn, keys).await_all()
+        texts = [self._store.get(key).decode() for key in keys]
         if turn > 0:
-            # Everyone has posted this turn, so everyone has read the one before.
+            # Every rank has posted this turn, so every rank has read the one before.
             self._store.delete_key(self._key(turn - 1, self.rank))
         return texts
 
@@ -143,18 +154,28 @@ class GroupState:
         """Return when every rank has come here."""
         self.exchange(operator, "")
 
-    def _get(self, operator, turn, peer, deadline):
-        key = self._key(turn, peer)
-        remaining = max(deadline - time.monotonic(), 0.001)
+    def _await(self, operator, keys, deadline):
+        """Return when the store has all keys, one of each rank."""
         try:
-            self._store.wait([key], timedelta(seconds=remaining))
-            return self._store.get(key).decode()
+            self._store.wait(keys, timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
         except RuntimeError as error:  # what a store raises when the time is up, and when its server is gone
-            calls = max(self._turn, 1)
-            self._broken = PeerTimeoutError(
-                operator, self.rank, peer, "agreement", calls, calls - 1, get_timeout()
-            )
-            raise copy.copy(self._broken) from error
+            raise self._lost(operator, self._first_missing(keys)) from error
+
+    def _first_missing(self, keys):
+        """The first rank whose key is not in the store; the first peer if the store is gone."""
+        for peer, key in enumerate(keys):
+            try:
+                if not self._store.check([key]):
+                    return peer
+            except RuntimeError:
+                break
+        return int(self.rank == 0)
+
+    def _lost(self, operator, peer):
+        """The error of a rank that waited in vain for an agreement; the group is broken from now on."""
+        calls = max(self._turn, 1)
+        self._broken = PeerTimeoutError(operator, self.rank, peer, "agreement", calls, calls - 1, get_timeout())
+        return copy.copy(self._broken)
 
     def _key(self, turn, peer):
         return f"{self._prefix}/{turn}/{peer}"
@@ -162,22 +183,88 @@ class GroupState:
     def failure(self, device):
         """The Failure of this rank on a device; made on first use, and never while a CUDA graph is captured."""
         if device not in self._failures:
-            self._failures[device] = Failure(device)
+            self._failures[device] = Failure(device, self._error_of)
         return self._failures[device]
 
+    def stream_order(self, device):
+        """The StreamOrder of the group's launches on a device."""
+        if device not in self._stream_orders:
+            self._stream_orders[device] = StreamOrder(device)
+        return self._stream_orders[device]
+
     def error_on(self, device):
-        """The error that a launch on a device has recorded, or None as long as no wait has given up."""
+        """The error of every call on a device: of a launch that has failed, or of a call that was interrupted; or None.
+
+        If a launch of another group has failed on the device, its error once: what that launch did not compute may be
+        an operand of this call.
+        """
         if self.refusal is not None:
             return self.refusal
         failure = self._failures.get(device)
         if failure is None:
-            return None
-        if failure.error is None:
-            record = failure.words()
-            if record is not None:
-                errors = (workspace.error_of(record) for workspace in self.workspaces.values())
-                failure.error = next(error for error in errors if error is not None)
-        return failure.error
+            return self._interrupted
+        if failure.error is None and failure.device.is_set():
+            return failure.device.report() if failure.error is None else failure.error
+        return failure.error or self._interrupted
+
+    def _error_of(self, record, source):
+        """What a record of this group means, see ``lang._failure``; ``source``: the error of another group, or None."""
+        kind, *rest, number = record
+        table = self.tables.get(number)
+        workspace = table and table.workspace()
+        name = table.name if table else self.name
+        if kind == records.RECORD_VOID.value:
+            cause = "" if source is None else f": {source}"
+            return RuntimeError(
+                f"{name}: rank {self.rank} launched this call after another group had failed on the same device, so it "
+                f"did not run, and its output is undefined{cause}"
+            )
+        if workspace is None:
+            return RuntimeError(f"{name}: a launch of this group has failed on rank {self.rank}")
+        return workspace.read_record(table, kind, *rest)
+
+    def conflict_with(self, peer, call, description):
+        """The error of a rank in a known call whose peer waits for the agreement on another; the peer hears of it."""
+        turn = self._turn  # of the agreement that this rank has not come to
+        key, conflict = self._key(turn, peer), conflict_key(self, turn)
+        try:
+            self._store.set(conflict, json.dumps([self.rank, description]))
+            new = describe(self._store.get(key).decode()) if self._store.check([key]) else "another call"
+        except RuntimeError:  # the store is gone
+            new = "another call"
+        return PlanMismatchError(
+            f"{description.partition('(')[0]}: rank {self.rank} makes {description} as call {call} of its workspace, "
+            f"while rank {peer} waits for the agreement on a call that is new to it, {new}"
+        )
+
+    def break_off(self, error):
+        """Let every later call of this rank raise ``error``: its peers may be in the middle of a call."""
+        self._interrupted = self._interrupted or error
+
+    @contextlib.contextmanager
+    def whole_call(self, name):
+        """Within, launches belong together: if an exception ends the block between them, the group is broken here.
+
+        Peers would take what the next call sends for the rest of this one. An exception that all ranks raise at the
+        same place (``in_step``) does no harm, nor does one before the first launch.
+        """
+        before = self.launches
+        try:
+            yield
+        except BaseException as error:
+            if self.launches != before:
+                self.end_abruptly(name, error)
+            raise
+
+    def end_abruptly(self, name, error):
+        """Break the group on this rank after an exception between the launches of a call."""
+        if not getattr(error, "in_step", False):
+            self.break_off(
+                RuntimeError(
+                    f"{name}: {type(error).__name__} in the middle of a call on rank {self.rank}: {error}. Its peers "
+                    "wait for the rest of the call; destroy the process group and make a new one"
+                )
+            )
 
     def check(self):
         """Raise the first error that a kernel of the group has recorded."""
@@ -188,6 +275,12 @@ class GroupState:
         for workspace in self.workspaces.values():
             workspace.close()
         self.workspaces.clear()
+
+
+def in_step(error):
+    """Mark an error that every rank of the group raises in the same place, so that they are in step after it."""
+    error.in_step = True
+    return error
 
 
 def _differences(plans):
@@ -230,7 +323,7 @@ def scratch_state(group):
     kept._scratches += 1
     topology = kept.topology
     scratch = GroupState(group, f"{kept._prefix}/scratch{kept._scratches}")
-    scratch._topology = topology
+    scratch._topology, scratch._has_met = topology, True
     _states[group] = scratch
     try:
         yield scratch

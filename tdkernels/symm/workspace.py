@@ -3,6 +3,7 @@
 What a symmetric buffer holds, in this order (``lang._context`` reads it):
 
     ready words [128]   one 64-bit word for each peer: "I have come to this barrier"
+    status words [128]  one for each peer: not zero if it cannot serve later calls
     signals     [2, half_signals]   64-bit words that only grow
     data        [halves, half_bytes]   two, or one for what gathers behind a barrier into a fixed place
 
@@ -12,23 +13,28 @@ calls of different shapes never overlap. Beside it, private to the rank: the epo
 """
 
 import copy
+import itertools
+import weakref
+from collections import OrderedDict
+from typing import NamedTuple
 
 import torch
-from triton.runtime import driver
 
-from tdkernels.errors import PeerTimeoutError, PlanMismatchError
+from tdkernels.errors import PeerFailedError, PeerTimeoutError, PlanMismatchError
 from tdkernels.lang import _context as words
 from tdkernels.lang import _emulation as networks
-from tdkernels.lang import _signal as records
+from tdkernels.lang import _failure as records
 from tdkernels.symm.buffer import make_buffer
 from tdkernels.symm.failure import host_words
-from tdkernels.symm.group import group_state, live_states
+from tdkernels.symm.group import group_state, in_step, live_states
 from tdkernels.symm.timeout import get_timeout
 
 _WORD = 8
 _ALIGN = 256
-_NOTE_WORDS = 4  # see lang._note
-_MAX_PLANS = 256  # a plan's number is the low byte of a signal
+_NOTE_WORDS = 5  # see lang._note
+_MAX_PLANS = 1 << words.PLAN_BITS.value  # a plan's id is the low part of a signal
+_MAX_CALLS = 64  # that a note may belong to: far more than a host runs ahead of its GPU
+_table_ids = itertools.count(1)
 
 
 def _round_up(n, multiple):
@@ -44,12 +50,22 @@ def refuse_nodes(name, state):
         )
 
 
+class _Table(NamedTuple):
+    """What an error needs to know of a table of a workspace, also after another has taken its place."""
+
+    workspace: object  # weak reference
+    name: str
+    base: int  # address of this rank's buffer
+    half_signals: int
+
+
 class Workspace:
     """One buffer of one group on one device, for the launches of one family of kernels.
 
     Attributes: ``ctx`` is the table that goes to a kernel as its first argument, ``buffer`` the symmetric memory,
     ``kept`` a dict for what launchers make of the buffer once, emptied when another takes its place, and
-    ``error_of_note`` what makes an exception of a kernel's note: of the workspace's name, its kind, three numbers.
+    ``error_of_note`` what makes an exception of a kernel's note: of the workspace's name, its kind, three numbers; for
+    notes of calls that ``explain_notes`` was not told of.
     ``launches`` is for ``ops._launch``, and emptied with ``kept``.
     """
 
@@ -67,11 +83,15 @@ class Workspace:
         self.half_bytes = self.half_signals = self.num_flags = 0
         self.kept, self.launches = {}, {}
         self.error_of_note = None
+        self.note = None
+        self.note_call = 0
+        self._notes_of_calls = OrderedDict()
         self._plans = {}  # fields of a plan -> its number
         self._retired = []
         self._captured = False
         self._broken = None
-        self._last_stream = self._last_event = None
+        self._is_open = False
+        self._copies = False
 
     # ---- before the first launch of a plan ----
 
@@ -97,21 +117,26 @@ class Workspace:
                 f"capture; make the call once before capture ({fields})"
             )
         self.group.agree(operator, fields)
+        if len(self._plans) >= _MAX_PLANS:
+            # All ranks come here together, since they agree on the same plans. In a new buffer no signal of an old
+            # plan is left, and every shape is agreed upon anew.
+            self._allocate(max(half_bytes, self.half_bytes), max(half_signals, self.half_signals), self.num_flags)
+            self._plans.clear()
         if half_bytes > self.half_bytes or half_signals > self.half_signals or num_flags > self.num_flags:
             # Twice what is asked for would spare growing again, but the data is too large to waste.
             half_bytes = max(_round_up(half_bytes, _ALIGN), self.half_bytes)
             half_signals = max(_round_up(half_signals, 128), self.half_signals)
             self._allocate(half_bytes, half_signals, max(_round_up(num_flags, 128), self.num_flags))
-        return len(self._plans) % _MAX_PLANS
+        return len(self._plans)
 
     def _allocate(self, half_bytes, half_signals, num_flags):
         """Replace the buffer; all ranks come here together, since they grow by the same agreed plans."""
         grows = self.buffer is not None
         if grows:
-            self.buffer.barrier()  # nobody may still be writing into the old one
+            self._end_use()
             self.kept, self.launches = {}, {}
             if self._captured:
-                self._retired.append((self.buffer, self.ctx, self.state, self.note))  # a graph may be replayed on it
+                self._retired.append((self.buffer, self.ctx, self.state))  # a graph may be replayed on it
             else:
                 self.buffer.close()
         try:
@@ -124,16 +149,38 @@ class Workspace:
                 self._broken = RuntimeError(f"{self.name}: its buffer could not grow: {type(error).__name__}: {error}")
             raise
 
+    def _end_use(self):
+        """Return when no rank uses the buffer any more, unless a rank has an error to report; collective.
+
+        The kernels that ran until now may have recorded one since ``prepare`` has looked, and all ranks have to hear
+        of it: they would wait in vain for the rank that raises.
+        """
+        error = None
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        try:
+            self.check()
+        except Exception as found:
+            error = found
+        texts = self.group.exchange(self.name, "" if error is None else f"{type(error).__name__}: {error}")
+        if error is not None:
+            raise error
+        for rank, text in enumerate(texts):
+            if text:
+                self.group.break_off(error := RuntimeError(f"{self.name}: rank {rank} has failed: {text}"))
+                raise error
+
     def _make(self, half_bytes, half_signals, num_flags):
-        data_offset = _round_up((words.MAX_RANKS.value + 2 * half_signals) * _WORD, _ALIGN)
+        data_offset = _round_up((words.SIGNALS_BEGIN.value + 2 * half_signals) * _WORD, _ALIGN)
         self.buffer = make_buffer(self.group, data_offset + self.halves * half_bytes, self.device)
         self.half_bytes, self.half_signals, self.num_flags = half_bytes, half_signals, num_flags
         self.kept, self.launches = {}, {}
         self.data_offset = data_offset
         self._captured = False
         self.state = torch.zeros(words.STATE_FLAGS.value + num_flags, dtype=torch.int64, device=self.device)
-        self.note = host_words(_NOTE_WORDS, self.device)
-        self._note_words = self.note.numpy()
+        if self.note is None:  # one for all buffers, so that no note is lost with a buffer
+            self.note = host_words(_NOTE_WORDS, self.device)
+            self._note_words = self.note.numpy()
         self._timeout_s = get_timeout()
         table = [0] * words.CTX_BASES.value
         table[words.CTX_RANK.value] = self.rank
@@ -143,6 +190,8 @@ class Workspace:
         failure = self.group.failure(self.device)
         table[words.CTX_FAILED.value] = failure.flags.data_ptr()
         table[words.CTX_RECORD.value] = failure.record.data_ptr()
+        table[words.CTX_DEVICE_FAILED.value] = failure.device.flag.data_ptr()
+        table[words.CTX_ID.value] = number = next(_table_ids)
         table[words.CTX_NOTE.value] = self.note.data_ptr()
         table[words.CTX_HALF_SIGNALS.value] = half_signals
         table[words.CTX_DATA.value] = data_offset
@@ -150,18 +199,35 @@ class Workspace:
         table[words.CTX_LOCAL_RANKS.value] = self.group.local_world_size
         table[words.CTX_BASES.value :] = [*self.buffer.addresses, *self.buffer.pes]
         self.ctx = torch.tensor(table, dtype=torch.int64, device=self.device)
+        base = self.buffer.addresses[self.rank]
+        self.group.tables[number] = _Table(weakref.ref(self), self.name, base, half_signals)
         networks.name(self.state.data_ptr(), self.buffer.network)
 
     # ---- for transports that copy a signal instead of raising it from a kernel ----
 
     def signal_word(self, peer, index):
         """Signal number ``index`` of half 0 in the memory of ``peer``, as eight bytes."""
-        first = (words.MAX_RANKS.value + index) * _WORD
+        first = (words.SIGNALS_BEGIN.value + index) * _WORD
         return self.buffer.tensor(peer)[first : first + _WORD]
 
     def signal_value(self):
         """The eight bytes that ``lang.keep_signal`` has left."""
         return self.state[words.STATE_SIGNAL.value : words.STATE_SIGNAL.value + 1].view(torch.uint8)
+
+    # ---- for transports by which the host copies to peers: a copy cannot look whether this rank has failed ----
+
+    def expect_copies(self):
+        """Prepare for copies by the host; collective the first time.
+
+        Calls until then close without a look at their peers (``may_be_overwritten``), so they have to be over.
+        """
+        if not self._copies:
+            self._end_use()
+            self._copies = True
+
+    def may_be_overwritten(self):
+        """Whether a peer that has failed may overwrite what a call reads, now or when a graph is replayed."""
+        return self._copies or self._capturing()
 
     # ---- around each launch ----
 
@@ -173,19 +239,10 @@ class Workspace:
             self._timeout_s = timeout_s
             self.ctx[words.CTX_TIMEOUT_NS.value] = int(timeout_s * 1e9)
         if self.device.type == "cpu":
+            self._open_launch()
             return None
         self._captured |= capturing
-        stream = self._current_stream()
-        if self._last_event is not None and not capturing and stream != self._last_stream:
-            stream.wait_event(self._last_event)
-        return stream
-
-    def _current_stream(self):
-        """As torch's, which takes the host several microseconds to make: mostly it is the one of the last launch."""
-        last = self._last_stream
-        if last is not None and driver.active.get_current_stream(self.device.index) == last.cuda_stream:
-            return last
-        return torch.cuda.current_stream(self.device)
+        return self.group.stream_order(self.device).before(capturing)
 
     def after_launch(self, stream=None):
         """Remember where the launch went. On the CPU it has ended: raise what it recorded.
@@ -193,12 +250,28 @@ class Workspace:
         Args:     stream: the one that it went to, if the caller knows it
         """
         if self.device.type == "cpu":
+            self._is_open = False
             self.check()
-        elif not self._capturing():
-            self._last_stream = stream or torch.cuda.current_stream(self.device)
-            if self._last_event is None:
-                self._last_event = torch.cuda.Event()
-            self._last_event.record(self._last_stream)
+            return
+        self.group.launches += 1
+        if not self._capturing():
+            self.group.stream_order(self.device).after(stream)
+
+    def _open_launch(self):
+        """Note that a kernel begins, on the CPU, where an exception can end it after it has sent a part."""
+        if self._is_open:
+            self.group.break_off(RuntimeError(f"{self.name}: an earlier call ended in the middle of its kernel"))
+            self.check()
+        self._is_open = True
+        self.group.launches += 1
+
+    def break_off(self, error):
+        """Let every later call of the group raise: an exception has ended a kernel after it may have sent a part.
+
+        On a GPU an exception of a launch comes before the kernel runs.
+        """
+        if self.device.type == "cpu":
+            self.group.end_abruptly(self.name, error)
 
     def _capturing(self):
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -213,44 +286,76 @@ class Workspace:
         if self.buffer is not None:
             self._raise_note()
 
+    def explain_notes(self, error_of_note):
+        """Let ``error_of_note`` make the exception of a note that the next call of this workspace leaves.
+
+        On a GPU the note of a call comes after later calls were made, so those of the last calls are kept. The kernel
+        is given ``note_call``, and leaves it in its note.
+        """
+        self.note_call += 1
+        self._notes_of_calls[self.note_call] = error_of_note
+        # What a CUDA graph has captured may be replayed at any time.
+        if len(self._notes_of_calls) > _MAX_CALLS and not self._captured:
+            self._notes_of_calls.popitem(last=False)
+
     def _raise_note(self):
         """Raise, once, what a kernel has left to tell (``lang._note``); the workspace is as good as before."""
         if self._note_words[0]:
-            kind, *numbers = self._note_words.tolist()
+            kind, *numbers, number = self._note_words.tolist()
             self._note_words[0] = 0
-            raise self.error_of_note(self.name, kind, *numbers)
+            error_of_note = self._notes_of_calls.get(number, self.error_of_note)
+            raise in_step(error_of_note(self.name, kind, *numbers))
 
-    def error_of(self, words):
-        """The error that a group's record means if it was left by a launch on this workspace, else None."""
-        *record, address = words
-        current = [(self.buffer, None, self.state)] if self.buffer is not None else []
-        for buffer, _, state, *_ in current + self._retired:
-            if state.data_ptr() == address:
-                return self._read_record(buffer, *record)
-        return None
-
-    def _read_record(self, buffer, kind, peer, address, expected, seen):
-        signal = self._signal_name(buffer, address)
+    def read_record(self, table, kind, peer, address, expected, seen):
+        """The error that a record of this group means, see ``lang._failure``; ``table``: of the workspace."""
+        signal = _signal_name(table, address)
         if kind == records.RECORD_TIMEOUT.value:
-            return PeerTimeoutError(self.name, self.rank, peer, signal, expected, seen, self._timeout_s)
-        operator = self._operator(expected % _MAX_PLANS)
+            error = PeerFailedError if self._status_of(peer) == words.STATUS_FAILED.value else PeerTimeoutError
+            return error(self.name, self.rank, peer, signal, expected, seen, self._timeout_s)
+        call, plan = divmod(expected, _MAX_PLANS)
+        operator = self._operator(plan)
         if kind == records.RECORD_PLAN_TIMEOUT.value:
-            epochs = expected // _MAX_PLANS, seen // _MAX_PLANS
-            return PeerTimeoutError(operator, self.rank, peer, signal, *epochs, self._timeout_s)
+            return self._error_of_wait(operator, peer, signal, call, plan, seen // _MAX_PLANS)
+        if kind == records.RECORD_PEER_FAILED.value:
+            return PeerFailedError(self.name, self.rank, peer, signal, expected, seen, self._timeout_s)
+        if kind == records.RECORD_OVERLAP.value:
+            return RuntimeError(
+                f"{self.name}: two launches of one workspace were in flight together on rank {self.rank}: {seen} "
+                f"programs had started where the launch has {expected}. Order the calls and the CUDA graph replays of "
+                "a group on each rank: on one stream, or by events"
+            )
         return PlanMismatchError(
-            f"{operator}: rank {peer} made call {expected // _MAX_PLANS} with another shape, dtype or config than rank "
-            f"{self.rank}: {self._describe(seen % _MAX_PLANS)} there, {self._describe(expected % _MAX_PLANS)} here"
+            f"{operator}: rank {peer} made call {call} with another shape, dtype or config than rank "
+            f"{self.rank}: {self._describe(seen % _MAX_PLANS)} there, {self._describe(plan)} here"
         )
 
-    def _signal_name(self, buffer, address):
-        """Which word an address in a record means."""
-        index = (address - buffer.addresses[self.rank]) // _WORD
-        if not 0 <= index < words.MAX_RANKS.value + 2 * self.half_signals:
-            return "between programs of this rank"
-        if index < words.MAX_RANKS.value:
-            return f"ready[{index}]"
-        half, number = divmod(index - words.MAX_RANKS.value, self.half_signals)
-        return f"{number} of half {half}"
+    def _error_of_wait(self, operator, peer, signal, call, plan, seen):
+        """The error of a wait that a peer ended in vain: by its status word, if that says why."""
+        status = self._status_of(peer)
+        if status >= _MAX_PLANS:
+            return self.group.conflict_with(peer, call, self._describe(plan))
+        kind = PeerFailedError if status else PeerTimeoutError
+        return kind(operator, self.rank, peer, signal, call, seen, self._timeout_s)
+
+    def _status_of(self, peer):
+        first = (words.MAX_RANKS.value + peer) * _WORD
+        return int(self.buffer.tensor(self.rank)[first : first + _WORD].view(torch.int64))
+
+    # ---- for a host that waits for an agreement, see ``group`` ----
+
+    def post_status(self, is_waiting):
+        """Tell the peers of this node which call this rank does not make while its host waits, or that it goes on.
+
+        The device must be idle.
+        """
+        if self.buffer is None:
+            return
+        number = int(self.state[words.STATE_EPOCH.value]) + 1 if is_waiting else 0
+        value = torch.tensor([number * _MAX_PLANS], dtype=torch.int64).view(torch.uint8)
+        first = (words.MAX_RANKS.value + self.rank) * _WORD
+        for peer in range(self.world_size):
+            if peer != self.rank and self.buffer.topology.is_local(peer):
+                self.buffer.tensor(peer)[first : first + _WORD].copy_(value)
 
     def _operator(self, plan):
         return self._plan_key(plan)[0]
@@ -260,8 +365,8 @@ class Workspace:
         return f"{operator}({', '.join(f'{name}={value}' for name, value in fields)})"
 
     def _plan_key(self, plan):
-        """The key of the plan with this number; numbers are used again after 256, so the youngest is meant."""
-        for key, number in reversed(self._plans.items()):
+        """The key of the plan with this id."""
+        for key, number in self._plans.items():
             if number == plan:
                 return key
         return (self.name,)
@@ -271,6 +376,19 @@ class Workspace:
         if self.buffer is not None:
             self.buffer.close()
         self.buffer, self.kept, self.launches, self._retired = None, {}, {}, []
+
+
+def _signal_name(table, address):
+    """Which word an address in a record means."""
+    index = (address - table.base) // _WORD
+    if not 0 <= index < words.SIGNALS_BEGIN.value + 2 * table.half_signals:
+        return "between programs of this rank"
+    if index < words.MAX_RANKS.value:
+        return f"ready[{index}]"
+    if index < words.SIGNALS_BEGIN.value:
+        return f"status[{index - words.MAX_RANKS.value}]"
+    half, number = divmod(index - words.SIGNALS_BEGIN.value, table.half_signals)
+    return f"{number} of half {half}"
 
 
 def get_workspace(group, device, name, halves=2, across_nodes=False):

@@ -256,7 +256,7 @@ def is_made_after_all():
         patch.undo()
         assert workspace.prepare("op", {"n": 1}, 100, 3) == 0
         assert workspace.half_bytes >= 100
-        assert workspace.ctx.device == device() and workspace.note.tolist() == [0] * 4
+        assert workspace.ctx.device == device() and workspace.note.tolist() == [0] * 5
         del group
 
 

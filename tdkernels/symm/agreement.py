@@ -1,0 +1,129 @@
+"""The wait of a rank for its peers at an agreement, and what it tells those that are in another call.
+
+A rank that makes a call for the first time waits here, on the host, for all ranks. If a peer has made a call that it
+knows instead, its kernel waits for this rank, and both would wait until the timeout. So after a moment this rank tells
+its peers, by a status word in their memory, which call of each workspace it has not made: a kernel that waits for that
+call, or for a later one, gives up at once, and its host names both calls.
+"""
+
+import json
+import time
+from datetime import timedelta
+
+import torch
+
+from tdkernels.errors import PlanMismatchError
+from tdkernels.symm.timeout import get_timeout
+
+_PATIENCE_S = 0.2  # before a rank tells its peers, which makes it wait for its device
+_POLL_S = 0.05
+
+
+class Agreement:
+    """One wait of a rank until every rank has posted its key.
+
+    Args:
+        state: the GroupState.
+        operator: for errors.
+        turn: number of the exchange.
+        keys: in the store, one of each rank.
+    """
+
+    def __init__(self, state, operator, turn, keys):
+        self._state, self._store = state, state._store
+        self._operator, self._keys = operator, keys
+        self._told, self._withdrawn = (f"{state._prefix}/{word}/{turn}" for word in ("told", "withdrawn"))
+        self._conflict = conflict_key(state, turn)
+        self._deadline = time.monotonic() + get_timeout()
+
+    def await_all(self):
+        """Return when all keys are there.
+
+        Raises:
+            PeerTimeoutError: at the timeout.
+            PlanMismatchError: if a peer has found that it is in another call.
+        """
+        if self._all_come(_PATIENCE_S):
+            self._await_withdrawals()
+            return
+        if self._tell():
+            while not self._all_come(_POLL_S):
+                self._raise_conflict()
+                if time.monotonic() >= self._deadline:
+                    raise self._state._lost(self._operator, self._state._first_missing(self._keys))
+            self._post(False)
+        self._add(self._withdrawn, 1)
+        self._await_withdrawals()
+
+    def _all_come(self, seconds):
+        """Whether all keys are there, after at most so many seconds."""
+        remaining = self._deadline - time.monotonic()
+        try:
+            self._store.wait(self._keys, timedelta(seconds=max(min(seconds, remaining), 0.001)))
+            return True
+        except RuntimeError as error:
+            if remaining <= seconds:
+                raise self._state._lost(self._operator, self._state._first_missing(self._keys)) from error
+            time.sleep(0.001)  # a store whose server is gone raises at once
+            return False
+
+    def _tell(self):
+        """Tell the peers, unless all have come meanwhile; whether they were told.
+
+        A rank that finds all keys looks at the count of ranks that tell only then. So either it sees that this rank
+        tells and waits until that is withdrawn, or this rank sees here that all have come.
+        """
+        _synchronize(self._state)
+        self._add(self._told, 1)
+        if self._store.check(self._keys):
+            return False
+        self._post(True)
+        return True
+
+    def _post(self, is_waiting):
+        for workspace in self._state.workspaces.values():
+            workspace.post_status(is_waiting)
+        _synchronize(self._state)
+
+    def _await_withdrawals(self):
+        """Return when no rank tells its peers any more: their status words would end waits that are in order."""
+        told = self._add(self._told, 0)
+        while self._add(self._withdrawn, 0) < told:
+            if time.monotonic() >= self._deadline:
+                raise self._state._lost(self._operator, int(self._state.rank == 0))
+            time.sleep(0.001)
+
+    def _add(self, key, number):
+        return self._store.add(key, number)
+
+    def _raise_conflict(self):
+        if self._store.check([self._conflict]):
+            rank, call = json.loads(self._store.get(self._conflict).decode())
+            own = describe(self._store.get(self._keys[self._state.rank]).decode())
+            error = PlanMismatchError(
+                f"{self._operator}: rank {self._state.rank} waits for the agreement on a call that is new to it, "
+                f"{own}, while rank {rank} makes {call}, which it knows"
+            )
+            self._state.break_off(error)
+            raise error
+
+
+def conflict_key(state, turn):
+    """Where a rank says, in the store, which known call it makes while others wait for an agreement."""
+    return f"{state._prefix}/conflict/{turn}"
+
+
+def describe(text):
+    """A posted text as the call that it is about."""
+    try:
+        (fields, *_) = json.loads(text)
+        fields = dict(fields)
+        return f"{fields.pop('operator')}({', '.join(f'{name}={value}' for name, value in fields.items())})"
+    except (ValueError, TypeError, KeyError):
+        return "an allocation of symmetric memory"
+
+
+def _synchronize(state):
+    for device in {workspace.device for workspace in state.workspaces.values()}:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
