@@ -60,7 +60,7 @@ def _hops(ctx, hops, BY_NETWORK: tl.constexpr):
     epoch = td.epoch(ctx) + 1
     half = (epoch % 2).to(tl.int32)
     for hop in range(hops):
-        signal = (epoch * 1024 + hop) << 8
+        signal = (epoch * 1024 + hop) << 16
         if me == hop % 2:
             _send(ctx, half, 0, 8, 0, signal, 1 - me, BY_NETWORK)
         else:
@@ -73,7 +73,7 @@ def _chunks(ctx, chunk_bytes, chunks, BY_NETWORK: tl.constexpr):
     peer = 1 - td.rank(ctx)
     epoch = td.epoch(ctx) + 1
     half = (epoch % 2).to(tl.int32)
-    signal = (epoch * 1024) << 8
+    signal = (epoch * 1024) << 16
     for chunk in range(tl.program_id(0), chunks, tl.num_programs(0)):
         _send(ctx, half, tl.cast(chunk, tl.int64) * chunk_bytes, chunk_bytes, chunk, signal, peer, BY_NETWORK)
     for chunk in range(tl.program_id(0), chunks, tl.num_programs(0)):

@@ -6,6 +6,7 @@ import gc
 import os
 import pickle
 import random
+import re
 import signal
 import threading
 import time
@@ -558,7 +559,8 @@ def sends_on_nothing_after_giving_up(operator, changes):
             assert type(again) is PeerTimeoutError and str(again) == str(error), repr(again)
         else:
             assert missed is None, repr(missed)
-            assert type(error) is PeerTimeoutError and (error.operator, error.peer) == (operator, 1), repr(error)
+            # PeerFailedError: rank 1 says so before its copies, which come in any case.
+            assert isinstance(error, PeerTimeoutError) and (error.operator, error.peer) == (operator, 1), repr(error)
         del group
 
 
@@ -568,22 +570,22 @@ def test_what_a_rank_could_not_compute_reaches_nobody_by_its_next_call(operator,
 
 
 def meets_a_new_shape(operator):
-    """Rank 0 wants to agree on a shape that the others do not know; they wait for its data."""
+    """Rank 0 waits for the agreement on a shape that the others do not know; they wait for its data."""
     with a_group() as group:
         known, new = (Case(operator, FP32, rows, 4, 8, exact=True) for rows in (6, 7))
         known.check(known.run(group=group))
         dist.barrier()
         start = time.monotonic()
-        with timeout(TIMEOUT_S):
+        with timeout(60.0):
             error = failure_of((new if dist.get_rank() == 0 else known).call, group=group)
-        assert time.monotonic() - start < TIMEOUT_S + 5.0
-        assert type(error) is PeerTimeoutError, repr(error)
-        assert error.operator == operator and error.rank == dist.get_rank() and error.timeout_s == TIMEOUT_S
-        if dist.get_rank() == 0:
-            assert error.peer != 0 and error.signal == "agreement"
-            assert isinstance(failure_of(new.call, group=group), RuntimeError)
-        else:
-            assert error.peer == 0
+            again = failure_of(known.call, group=group)
+        assert time.monotonic() - start < 20.0, "they waited for the timeout"
+        # Both calls are named on every rank: the new one by its rows, and the known one.
+        assert type(error) is PlanMismatchError and type(again) is PlanMismatchError, (error, again)
+        field = field_name(operator, "M")
+        rows = [str(case.x.shape[0]) for case in (new, known)]
+        assert re.search(rf"rank 0 waits for the agreement on a call that is new to it, .*{field}={rows[0]}", str(error))
+        assert re.search(rf"rank [12] makes {operator}\(.*{field}={rows[1]}", str(error)), str(error)
         del group
 
 

@@ -59,7 +59,8 @@ def failed_for_all(ctx):
 def end_wait(ctx):
     """Make later launches void if a wait of this one has failed; at the end of a launch that does not ``finish``."""
     words = failed_at(ctx)
-    failed_now = tl.load(words, volatile=True) != 0
+    # Once: the host clears the device's word when it has reported the failure, and other groups go on.
+    failed_now = (tl.load(words, volatile=True) != 0) & (tl.load(words + 1, volatile=True) == 0)
     tl.store(words + 1, tl.full((), 1, tl.int64), mask=failed_now)
     tl.store(device_failed_at(ctx), tl.full((), 1, tl.int64), mask=failed_now)
 

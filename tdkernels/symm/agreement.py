@@ -8,7 +8,6 @@ call, or for a later one, gives up at once, and its host names both calls.
 
 import json
 import time
-from datetime import timedelta
 
 import torch
 
@@ -43,29 +42,28 @@ class Agreement:
             PeerTimeoutError: at the timeout.
             PlanMismatchError: if a peer has found that it is in another call.
         """
-        if self._all_come(_PATIENCE_S):
+        try:
+            if not self._all_come(_PATIENCE_S):
+                self._await_late_peers()
             self._await_withdrawals()
-            return
+        except PlanMismatchError:
+            raise
+        except RuntimeError as error:  # the server of the store is gone
+            raise self._state._lost(self._operator, self._state._first_missing(self._keys)) from error
+
+    def _await_late_peers(self):
         if self._tell():
             while not self._all_come(_POLL_S):
                 self._raise_conflict()
                 if time.monotonic() >= self._deadline:
                     raise self._state._lost(self._operator, self._state._first_missing(self._keys))
             self._post(False)
-        self._add(self._withdrawn, 1)
-        self._await_withdrawals()
+        self._store.add(self._withdrawn, 1)
 
     def _all_come(self, seconds):
         """Whether all keys are there, after at most so many seconds."""
-        remaining = self._deadline - time.monotonic()
-        try:
-            self._store.wait(self._keys, timedelta(seconds=max(min(seconds, remaining), 0.001)))
-            return True
-        except RuntimeError as error:
-            if remaining <= seconds:
-                raise self._state._lost(self._operator, self._state._first_missing(self._keys)) from error
-            time.sleep(0.001)  # a store whose server is gone raises at once
-            return False
+        until = min(time.monotonic() + seconds, self._deadline)
+        return poll(lambda: self._store.check(self._keys), until)
 
     def _tell(self):
         """Tell the peers, unless all have come meanwhile; whether they were told.
@@ -74,7 +72,7 @@ class Agreement:
         tells and waits until that is withdrawn, or this rank sees here that all have come.
         """
         _synchronize(self._state)
-        self._add(self._told, 1)
+        self._store.add(self._told, 1)
         if self._store.check(self._keys):
             return False
         self._post(True)
@@ -87,14 +85,9 @@ class Agreement:
 
     def _await_withdrawals(self):
         """Return when no rank tells its peers any more: their status words would end waits that are in order."""
-        told = self._add(self._told, 0)
-        while self._add(self._withdrawn, 0) < told:
-            if time.monotonic() >= self._deadline:
-                raise self._state._lost(self._operator, int(self._state.rank == 0))
-            time.sleep(0.001)
-
-    def _add(self, key, number):
-        return self._store.add(key, number)
+        told = self._store.add(self._told, 0)
+        if not poll(lambda: self._store.add(self._withdrawn, 0) >= told, self._deadline):
+            raise self._state._lost(self._operator, int(self._state.rank == 0))
 
     def _raise_conflict(self):
         if self._store.check([self._conflict]):
@@ -106,6 +99,20 @@ class Agreement:
             )
             self._state.break_off(error)
             raise error
+
+
+def poll(condition, until):
+    """Whether a condition came to hold by a time on ``time.monotonic``'s clock.
+
+    Not by the store's own wait, which logs a warning each time that it ends in vain.
+    """
+    pause = 0.0002
+    while not condition():
+        if time.monotonic() >= until:
+            return False
+        time.sleep(pause)
+        pause = min(1.5 * pause, 0.02)
+    return True
 
 
 def conflict_key(state, turn):
@@ -120,7 +127,7 @@ def describe(text):
         fields = dict(fields)
         return f"{fields.pop('operator')}({', '.join(f'{name}={value}' for name, value in fields.items())})"
     except (ValueError, TypeError, KeyError):
-        return "an allocation of symmetric memory"
+        return "a barrier, or an allocation of symmetric memory"
 
 
 def _synchronize(state):

@@ -204,7 +204,8 @@ class GroupState:
         if failure is None:
             return self._interrupted
         if failure.error is None and failure.device.is_set():
-            return failure.device.report() if failure.error is None else failure.error
+            source = failure.device.report()
+            return failure.error or source or self._interrupted
         return failure.error or self._interrupted
 
     def _error_of(self, record, source):

@@ -8,7 +8,8 @@ just said hello. A hello of an earlier group may still be in the store; it is an
 
 import secrets
 import time
-from datetime import timedelta
+
+from tdkernels.symm.agreement import poll
 
 _POLL_S = 0.002
 
@@ -41,13 +42,8 @@ def meet(store, prefix, rank, world_size, deadline):
         return session
     store.set(f"{prefix}/hello/{rank}", nonce)
     welcome = f"{prefix}/welcome/{nonce}"
-    while not store.check([welcome]):
-        if time.monotonic() > deadline:
-            raise MissingRank(0)
-        try:
-            store.wait([welcome], timedelta(seconds=max(0.001, min(deadline - time.monotonic(), 1.0))))
-        except RuntimeError:  # not yet; or the store is gone, which the next check raises
-            pass
+    if not poll(lambda: store.check([welcome]), deadline):
+        raise MissingRank(0)
     session = store.get(welcome).decode()
     store.set(f"{session}/here/{rank}", "")
     return session

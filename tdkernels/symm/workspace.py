@@ -332,9 +332,9 @@ class Workspace:
     def _error_of_wait(self, operator, peer, signal, call, plan, seen):
         """The error of a wait that a peer ended in vain: by its status word, if that says why."""
         status = self._status_of(peer)
-        if status >= _MAX_PLANS:
+        if _MAX_PLANS <= status <= call * _MAX_PLANS:
             return self.group.conflict_with(peer, call, self._describe(plan))
-        kind = PeerFailedError if status else PeerTimeoutError
+        kind = PeerFailedError if status == words.STATUS_FAILED.value else PeerTimeoutError
         return kind(operator, self.rank, peer, signal, call, seen, self._timeout_s)
 
     def _status_of(self, peer):

@@ -30,7 +30,7 @@ def exchange_kernel(
     local = td.local_ranks(ctx)
     epoch = td.epoch(ctx) + 1
     half = (epoch % 2).to(tl.int32)
-    signal = epoch << 8
+    signal = epoch << 16
     offs = tl.arange(0, WORDS)
     data = td.data_at(ctx, half, me)
     tl.store(td.pointer_to(data, tl.int64) + offs, (seed * 1000 + me).to(tl.int64) * 1000 + offs)
@@ -112,9 +112,9 @@ def signal_kernel(ctx, peer, to_whom, FAILS: tl.constexpr, PASSES_ON: tl.constex
         if me == 0:
             td.wait(ctx, td.signal_at(ctx, 0, 2), 1, peer)
     if me == 0:
-        td.signal(ctx, td.signal_at(ctx, 0, 0), 5 << 8, to_whom, PASSES_ON=PASSES_ON)
+        td.signal(ctx, td.signal_at(ctx, 0, 0), 5 << 16, to_whom, PASSES_ON=PASSES_ON)
         td.put_signal(
-            ctx, td.data_at(ctx, 0, me), td.data_at(ctx, 0, me), 8, td.signal_at(ctx, 0, 1), 6 << 8, to_whom,
+            ctx, td.data_at(ctx, 0, me), td.data_at(ctx, 0, me), 8, td.signal_at(ctx, 0, 1), 6 << 16, to_whom,
             PASSES_ON=PASSES_ON,
         )  # fmt: skip
         td.quiet(ctx)
@@ -144,11 +144,11 @@ def _signals(fails, passes_on, to_whom):
 
 @pytest.mark.parametrize("passes_on", [False, True])
 def test_signals_arrive(passes_on):
-    assert on_ranks(2, _signals, False, passes_on, 1) == [([0, 0], None), ([5 << 8, 6 << 8], None)]
+    assert on_ranks(2, _signals, False, passes_on, 1) == [([0, 0], None), ([5 << 16, 6 << 16], None)]
 
 
 def test_to_oneself():
-    assert on_ranks(2, _signals, False, True, 0) == [([5 << 8, 6 << 8], None), ([0, 0], None)]
+    assert on_ranks(2, _signals, False, True, 0) == [([5 << 16, 6 << 16], None), ([0, 0], None)]
 
 
 def test_a_rank_that_gave_up_passes_nothing_on():
@@ -157,7 +157,7 @@ def test_a_rank_that_gave_up_passes_nothing_on():
 
 @td.jit(network=True)
 def waiting_kernel(ctx, peer):
-    td.await_put(ctx, td.signal_at(ctx, 0, 0), 1 << 8, peer)
+    td.await_put(ctx, td.signal_at(ctx, 0, 0), 1 << 16, peer)
     td.finish(ctx)
 
 

@@ -111,7 +111,7 @@ def knows_its_place():
     run(workspace, facts_kernel, 1, out, (1 << 40) + rank)
     out = out.tolist()
     assert out[:4] == [rank, world_size, 3 * 8, 8]
-    signal = (128 + 5) * 8
+    signal = (256 + 5) * 8
     for peer in range(world_size):
         assert out[8 + 8 * peer : 15 + 8 * peer] == [
             workspace.buffer.addresses[peer],
@@ -122,7 +122,7 @@ def knows_its_place():
             100 * (peer - rank),
             100 * (peer - rank),
         ]
-    assert workspace.data_offset >= (128 + 2 * workspace.half_signals) * 8
+    assert workspace.data_offset >= (256 + 2 * workspace.half_signals) * 8
     assert workspace.signal_value().view(torch.int64).item() == (1 << 40) + rank
 
 
@@ -441,7 +441,7 @@ def test_who_is_missing_is_known_by_the_one_that_waits_for_a_peer():
 
 @td.jit
 def plan_kernel(ctx, seen_ptr, sent, expected):
-    """Send `sent` to the right neighbour, wait for `expected` from the left one; both are call << 8 | plan."""
+    """Send `sent` to the right neighbour, wait for `expected` from the left one; both are call << 16 | plan."""
     me, ranks = td.rank(ctx), td.num_ranks(ctx)
     right, left = (me + 1) % ranks, (me + ranks - 1) % ranks
     td.notify(ctx, td.signal_at(ctx, 0, 2), right, sent + tl.full((), 0, tl.int64))  # waiter: right
@@ -451,7 +451,7 @@ def plan_kernel(ctx, seen_ptr, sent, expected):
 
 
 def signal_value(call, plan):
-    return call << 8 | plan
+    return call << 16 | plan
 
 
 def follows_plans(case):
