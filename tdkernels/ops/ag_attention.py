@@ -41,6 +41,7 @@ from tdkernels.ops.ag_attention_config import AgAttentionConfig, completed
 from tdkernels.ops.ag_attention_torch_kernels import KERNELS
 from tdkernels.symm import resolve_group
 from tdkernels.symm.group import group_state
+from tdkernels.symm.whole_call import whole_call
 
 # ---- the specification, in plain torch.distributed ----
 
@@ -177,6 +178,7 @@ def _by_name(q, k, v, causal, scale, sharding, group, config):
     return group, _settled(q, k, v, causal, scale, sharding, group, given)
 
 
+@whole_call
 def _forward(q, k, v, causal, scale, sharding, group, config):
     group, config = _by_name(q, k, v, causal, scale, sharding, group, config)
     if config.method == "torch" and q.shape[1]:
@@ -196,6 +198,7 @@ def _overlapped(q, k, v, causal, scale, sharding, group, config):
     return _cut(o, v.shape[3]), lse
 
 
+@whole_call
 def _backward(do, dlse, q, k, v, o, lse, need_dq, need_dk, need_dv, causal, scale, sharding, group, config):
     wanted = need_dq, need_dk, need_dv
     group, config = _by_name(q, k, v, causal, scale, sharding, group, config)

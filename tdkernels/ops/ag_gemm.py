@@ -44,6 +44,7 @@ from tdkernels.ops._parts import is_worth_its_launches
 from tdkernels.ops._wanted import to_expect
 from tdkernels.ops.ag_gemm_kernel import AgGemmConfig
 from tdkernels.symm import resolve_group
+from tdkernels.symm.whole_call import whole_call
 
 
 @torch.no_grad()
@@ -84,6 +85,7 @@ def _config_of_dx(dy, back, group):
     return config_for("gemm_rs", "", dy, back, group, fields)
 
 
+@whole_call
 def _backward(dy, x, weight, need_dx, need_dweight, group, config):
     group = _operands.group_by_name(group)
     dx, dweight = x.new_empty(0), x.new_empty(0)

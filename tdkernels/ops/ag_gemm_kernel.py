@@ -22,6 +22,7 @@ from tdkernels.ops._launch import Launch, launch_product, to_be_made
 from tdkernels.ops._tiles import Tiles, tiles_of_product
 from tdkernels.symm import get_workspace
 from tdkernels.symm.group import group_state
+from tdkernels.symm.whole_call import whole_call
 
 _COPY_WORDS = 4096
 # From here on one copy a peer is faster than programs that push: it takes no multiprocessor (4 H200).
@@ -305,6 +306,7 @@ def _prepare(workspace, x, weight, bias, config):
     return Launch(workspace, _kernel(topology.num_nodes), grid, args, constants, (x, weight, bias), (y,), fixed)
 
 
+@whole_call
 def _launch_beside_gather(x, weight, bias, group, config, keep_gathered):
     """The same where x is gathered into the memory of a Gather: since it is kept, or as the copy engine sends it."""
     rows, k = x.shape

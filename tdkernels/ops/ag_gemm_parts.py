@@ -10,10 +10,12 @@ from contextlib import ExitStack
 from tdkernels.ops import _operands, gemm_rs_parts
 from tdkernels.ops._gather import Gather
 from tdkernels.ops._parts import cut, product
+from tdkernels.symm.whole_call import whole_call
 
 _PIECES = 1  # of a part of dx: the last are on their way while dweight is multiplied
 
 
+@whole_call
 def launch(x, weight, bias, group, config, fields, keep_gathered):
     """As ``ag_gemm_kernel.launch``, for a config of this method; ``fields``: what must be the same on all ranks."""
     x = _operands.rows_contiguous(x)
@@ -36,6 +38,7 @@ def launch(x, weight, bias, group, config, fields, keep_gathered):
     return y.view(-1, weight.shape[0]), gather if keep_gathered else None
 
 
+@whole_call
 def backward(dy, x, weight, group):
     """dx and dweight of ``ag_gemm`` on one node.
 

@@ -27,6 +27,7 @@ from tdkernels.ops.ep_checks import (
 from tdkernels.ops.ep_refusals import Splits
 from tdkernels.ops.ep_ways import as_chosen, refuse_too_many, route_tokens
 from tdkernels.symm import resolve_group
+from tdkernels.symm.whole_call import whole_call
 
 _NAME = "all_to_all"
 
@@ -85,6 +86,7 @@ def _check(x, splits, scales, max_tokens, max_tokens_per_rank, config, world_siz
 
 
 @outside_graphs
+@whole_call
 def all_to_all(x, splits, *, scales=None, max_tokens=None, max_tokens_per_rank=None, group=None, config=None):
     """Send each rank its rows of x; rank r's come r-th.
 

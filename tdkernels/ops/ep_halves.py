@@ -13,6 +13,7 @@ import torch
 from tdkernels.ops import ep_launch as launcher
 from tdkernels.ops._outside_graphs import outside_graphs
 from tdkernels.ops.moe_ep import EpTokens, checked_combine, handle_of, row_weights_of, wants_gradient
+from tdkernels.symm.whole_call import whole_call
 
 
 class EpSent:
@@ -32,6 +33,7 @@ def _refuse_gradients(operator, *tensors):
 
 
 @outside_graphs
+@whole_call
 def ep_dispatch_send(
     x, topk_ids, topk_weights=None, *, num_experts=None, scales=None, quantize=None, max_tokens=None,
     max_tokens_per_rank=None, group=None, config=None,
@@ -68,6 +70,7 @@ def ep_dispatch_send(
 
 
 @outside_graphs
+@whole_call
 def ep_combine_send(expert_out, handle, topk_weights=None, *, group=None, config=None):
     """The first half of ``ep_combine``, whose arguments it has; what is called before ``receive()`` hides the wire.
 

@@ -36,6 +36,8 @@ from tdkernels.ops.ep_payload import (
 )
 from tdkernels.ops.ep_routing import places_constants, tile_tokens
 from tdkernels.symm import get_workspace
+from tdkernels.symm.group import in_step
+from tdkernels.symm.whole_call import whole_call
 
 _FEWEST_CHUNKS = 32  # of a peer, that we are ready for
 
@@ -89,6 +91,7 @@ def _chunks_of_peers(routing):
     return max(_chunks_at_most(routing), _FEWEST_CHUNKS) * (routing.world_size - 1)
 
 
+@whole_call
 def dispatch(routing, x, *, scales=None, weights=None, quantize=False):
     """x [T, H] of each rank as rows [R, H]; returns (rows, scales [R, S] or None, weights [R] or None)."""
     if routing.by_torch is not None:
@@ -121,6 +124,7 @@ def prepare_dispatch(routing, x, *, scales=None, weights=None, quantize=False):
     return Sending(x, scales, weights, out, row_scales, row_weights, quantize=quantize, first=first)
 
 
+@whole_call
 def dispatch_gradient(routing, dy, expert_rows, weights, want_dots):
     """(gradient of the rows [R, H], of their weights [R] or None) of a sum of rows, times ``weights`` [T, K] or 1."""
     if routing.by_torch is not None:
@@ -213,11 +217,10 @@ def _check_turn(workspace, operator, tensors, what, halves):
     """Refuse to send anew before what was sent has been received, which it would write over; and to receive twice."""
     pending = workspace.kept.get("pending")
     if halves == "receive" and pending is not tensors:
-        raise RuntimeError(f"{operator}: nothing of this {what} is left to be received")
+        raise in_step(RuntimeError(f"{operator}: nothing of this {what} is left to be received"))
     if halves != "receive" and pending is not None:
-        raise RuntimeError(
-            f"{operator}: an earlier {what} of this group was sent and not yet received; receive it first"
-        )
+        words = f"{operator}: an earlier {what} of this group was sent and not yet received; receive it first"
+        raise in_step(RuntimeError(words))
 
 
 # ---- combine ----
@@ -243,6 +246,7 @@ class Returning:
         return Returning(*tensors, self.per_expert)
 
 
+@whole_call
 def combine(routing, rows, *, weights=None, row_weights=None, row_numbers=None, config=None):
     """rows [R, H] as y [T, H]; and numbers [T, K], if each row has one to take along.
 

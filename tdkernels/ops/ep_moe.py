@@ -33,6 +33,7 @@ from tdkernels.ops.ep_moe_steps import experts, receive
 from tdkernels.ops.group_gemm import check_activation, check_experts, group_gemm_ref
 from tdkernels.ops.moe_ep import ep_combine, ep_combine_ref, ep_dispatch_ref
 from tdkernels.symm import resolve_group
+from tdkernels.symm.whole_call import whole_call
 
 
 @torch.no_grad()
@@ -161,6 +162,7 @@ def _is_fused(config, quantize, group):
 
 
 @outside_graphs
+@whole_call
 def _run(
     x, topk_ids, topk_weights, w_gate_up, w_down, num_experts, activation, quantize, max_tokens, max_tokens_per_rank,
     group, config, fused,

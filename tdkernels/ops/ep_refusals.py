@@ -8,6 +8,8 @@ import weakref
 
 import torch
 
+from tdkernels.symm.group import in_step
+
 
 class _Operand:
     """What was given to be routed: ``rule`` says what is wrong with it where something is."""
@@ -56,9 +58,9 @@ class Splits(_Operand):
 
 
 def too_many_tokens(operator, rank, tokens):
-    return ValueError(f"{operator}: rank {rank} has {tokens} tokens, more than max_tokens_per_rank")
+    return in_step(ValueError(f"{operator}: rank {rank} has {tokens} tokens, more than max_tokens_per_rank"))
 
 
 def own_too_many(operator, x, what, most):
     """The error of the rank that has them, at once; ``what`` the rows of x are."""
-    return ValueError(f"{operator}: x {list(x.shape)} has more {what} than max_tokens_per_rank = {most}")
+    return in_step(ValueError(f"{operator}: x {list(x.shape)} has more {what} than max_tokens_per_rank = {most}"))

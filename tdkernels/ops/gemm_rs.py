@@ -36,6 +36,7 @@ from tdkernels.ops._nodes import spans_nodes
 from tdkernels.ops._parts import is_worth_its_launches
 from tdkernels.ops.gemm_rs_kernel import GemmRsConfig
 from tdkernels.symm import resolve_group
+from tdkernels.symm.whole_call import whole_call
 
 
 @torch.no_grad()
@@ -77,6 +78,7 @@ def _config_of_dx(config, dz, x, back, keeps, group):
     return config_for("ag_gemm", "", dz, back, group, fields)
 
 
+@whole_call
 def _backward(dz, x, weight, need_dx, need_dweight, need_dbias, group, config):
     group = _operands.group_by_name(group)
     dx, dweight, dbias = x.new_empty(0), x.new_empty(0), x.new_empty(0)

@@ -7,9 +7,11 @@ rounded to the dtype of x. No multiprocessor is taken from the product; the sum 
 from tdkernels.ops._parts import cut, product
 from tdkernels.ops._scatter import Scatter
 from tdkernels.symm.group import group_state
+from tdkernels.symm.whole_call import whole_call
 from tdkernels.symm.workspace import refuse_nodes
 
 
+@whole_call
 def launch(x, weight, bias, group, config, fields):
     """As ``gemm_rs_kernel.launch``, for a config of this method; ``fields``: what must be the same on all ranks."""
     scatter = start("gemm_rs", fields, x, weight, group, config.pieces)

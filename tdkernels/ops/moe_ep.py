@@ -31,6 +31,7 @@ from tdkernels.ops.ep_checks import check_again, check_combine, check_config, ch
 from tdkernels.ops.ep_choice import choose_config
 from tdkernels.ops.ep_ways import as_chosen, refuse_too_many, route_tokens
 from tdkernels.symm import resolve_group
+from tdkernels.symm.whole_call import whole_call
 
 
 class EpTokens(NamedTuple):
@@ -212,6 +213,7 @@ def handle_of(
 
 
 @outside_graphs
+@whole_call
 def ep_dispatch(
     x, topk_ids, topk_weights=None, *, num_experts=None, scales=None, quantize=None, max_tokens=None,
     max_tokens_per_rank=None, group=None, config=None,
@@ -283,6 +285,7 @@ def row_weights_of(handle, topk_weights, config):
 
 
 @outside_graphs
+@whole_call
 def ep_combine(expert_out, handle, topk_weights=None, *, group=None, config=None):
     """Bring the experts' rows back to their tokens and add them up, weighted.
 

@@ -39,6 +39,7 @@ from tdkernels.ops.moe_tp_halves import (
     tp_moe_configs,
 )
 from tdkernels.symm import resolve_group
+from tdkernels.symm.whole_call import whole_call
 
 # ---- the specification, in plain torch.distributed ----
 
@@ -130,6 +131,7 @@ def _first_half(operator, x, topk_ids, w, activation, group, configs):
 
 
 @outside_graphs
+@whole_call
 def moe_ag_gemm(x, topk_ids, w, *, activation=None, group=None, config=None):
     """Gather tokens while multiplying each of them by the weights of its experts.
 
@@ -162,6 +164,7 @@ def moe_ag_gemm(x, topk_ids, w, *, activation=None, group=None, config=None):
 
 
 @outside_graphs
+@whole_call
 def moe_gemm_rs(h, routing, topk_weights, w, *, group=None, config=None):
     """Multiply rows by the weights of their experts, and bring each token's sum back to its rank.
 
@@ -194,6 +197,7 @@ def moe_gemm_rs(h, routing, topk_weights, w, *, group=None, config=None):
     return _GemmRs.apply(h, w, topk_weights, routing, *configs)
 
 
+@whole_call
 def tp_moe(x, topk_ids, topk_weights, w_gate_up, w_down, *, activation="swiglu", group=None, config=None):
     """A layer of experts, each of which is sliced between the ranks: moe_ag_gemm, then moe_gemm_rs.
 

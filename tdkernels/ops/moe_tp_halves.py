@@ -20,6 +20,7 @@ from tdkernels.ops.moe_ag_gemm_kernel import MoeTpConfig
 from tdkernels.ops.moe_routing import route
 from tdkernels.ops.moe_stages import best_stages
 from tdkernels.symm.group import group_state
+from tdkernels.symm.whole_call import whole_call
 
 # ---- configs and the routing ----
 
@@ -136,6 +137,7 @@ def first_forward(x, w, routing, activation, config, keep):
     return launched.y, launched.pre
 
 
+@whole_call
 def first_backward(dh, x, w, pre, routing, activation, config, need_dx, need_dw):
     """(dx, dw), None for what nobody needs.
 
@@ -171,6 +173,7 @@ def sums_by_token(rows, w, routing, weights, config):
     return rs.launch(rows, w, routing, weights, config)
 
 
+@whole_call
 def second_backward(dy, h, w, weights, routing, config, need_dw, need_dweights):
     """(dh, dw, dtopk_weights in fp32), None for what nobody needs; dh is made at any rate.
 

@@ -37,6 +37,7 @@ from tdkernels.ops.ulysses_checks import check_divided, check_product
 from tdkernels.ops.ulysses_config import UlyssesConfig
 from tdkernels.symm import resolve_group
 from tdkernels.symm.group import group_state
+from tdkernels.symm.whole_call import whole_call
 
 # ---- the specification, in plain torch.distributed ----
 
@@ -133,6 +134,7 @@ def _forward_out(o, weight, bias, batch, keep, group, config):
     return z, kept if keep and group.size() > 1 else o.new_empty(0)
 
 
+@whole_call
 def _backward_qkv(dy, x, weight, need_dx, need_dweight, need_dbias, batch, group, config):
     group = _operands.group_by_name(group)
     dx, dweight, dbias = x.new_empty(0), x.new_empty(0), x.new_empty(0)
@@ -151,6 +153,7 @@ def _backward_qkv(dy, x, weight, need_dx, need_dweight, need_dbias, batch, group
     return dx, dweight, dbias
 
 
+@whole_call
 def _backward_out(dz, weight, batch, group, config):
     return _qkv("ulysses_out backward", dz, weight.t(), None, batch, _operands.group_by_name(group), config)
 

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import json
 import os
+import threading
 import time
 import weakref
 from collections import defaultdict
@@ -44,6 +45,14 @@ def resolve_group(group=None):
     return group
 
 
+_launches = 0  # of all groups
+
+
+def number_of_launches():
+    """How many kernels of any group this process has launched."""
+    return _launches
+
+
 class GroupState:
     """What is kept for one process group, for as long as it lives: its store, agreed plans and workspaces."""
 
@@ -57,7 +66,7 @@ class GroupState:
         self.compiled_calls = {}  # {a call that torch.compile has traced: its configs}, where these must not change
         self.known_calls = {}  # what whole calls have come to: see tdkernels.ops._calls
         self.refusal = None  # the error of every call, in a process that is no rank of the group
-        self.launches = 0  # that this rank has begun in the group
+        self.last_launch = 0, 0  # (thread, number of the launch among all of this process)
         self.tables = {}  # {id of a table: what errors say of its workspace}, see symm.workspace
         self._failures = {}
         self._stream_orders = {}
@@ -123,6 +132,10 @@ class GroupState:
 
         Raises:   ValueError on every rank when they differ; PeerTimeoutError when a rank does not come in time
         """
+        known = [failure.error for failure in self._failures.values()]
+        for error in (self._interrupted, *known):  # peers that know of it do not come
+            if error is not None:
+                raise copy.copy(error)
         try:
             texts = self.exchange(operator, json.dumps([{"operator": operator, **fields}, offer]))
         except PeerTimeoutError as error:
@@ -137,8 +150,6 @@ class GroupState:
         if self._broken is not None:
             cause = copy.copy(self._broken)  # the original would keep the frames that it is raised through
             raise RuntimeError("the ranks of this group lost step; destroy it and make a new one") from cause
-        if self._interrupted is not None:
-            raise copy.copy(self._interrupted)
         self._know_topology(operator)
         turn, self._turn = self._turn, self._turn + 1
         keys = [self._key(turn, peer) for peer in range(self.world_size)]
@@ -242,20 +253,11 @@ class GroupState:
         """Let every later call of this rank raise ``error``: its peers may be in the middle of a call."""
         self._interrupted = self._interrupted or error
 
-    @contextlib.contextmanager
-    def whole_call(self, name):
-        """Within, launches belong together: if an exception ends the block between them, the group is broken here.
-
-        Peers would take what the next call sends for the rest of this one. An exception that all ranks raise at the
-        same place (``in_step``) does no harm, nor does one before the first launch.
-        """
-        before = self.launches
-        try:
-            yield
-        except BaseException as error:
-            if self.launches != before:
-                self.end_abruptly(name, error)
-            raise
+    def count_launch(self):
+        """Note that this thread launches a kernel of the group, see ``whole_call``."""
+        global _launches
+        _launches += 1
+        self.last_launch = threading.get_ident(), _launches
 
     def end_abruptly(self, name, error):
         """Break the group on this rank after an exception between the launches of a call."""

@@ -32,7 +32,7 @@ from tdkernels.symm.timeout import get_timeout
 _WORD = 8
 _ALIGN = 256
 _NOTE_WORDS = 5  # see lang._note
-_MAX_PLANS = 1 << words.PLAN_BITS.value  # a plan's id is the low part of a signal
+_PLANS = 1 << words.PLAN_BITS.value  # a plan's id is the low part of a signal
 _MAX_CALLS = 64  # that a note may belong to: far more than a host runs ahead of its GPU
 _table_ids = itertools.count(1)
 
@@ -68,6 +68,8 @@ class Workspace:
     notes of calls that ``explain_notes`` was not told of.
     ``launches`` is for ``ops._launch``, and emptied with ``kept``.
     """
+
+    max_plans = _PLANS
 
     def __init__(self, state, device, name, halves=2, across_nodes=False):
         if not across_nodes:
@@ -117,7 +119,7 @@ class Workspace:
                 f"capture; make the call once before capture ({fields})"
             )
         self.group.agree(operator, fields)
-        if len(self._plans) >= _MAX_PLANS:
+        if len(self._plans) >= self.max_plans:
             # All ranks come here together, since they agree on the same plans. In a new buffer no signal of an old
             # plan is left, and every shape is agreed upon anew.
             self._allocate(max(half_bytes, self.half_bytes), max(half_signals, self.half_signals), self.num_flags)
@@ -253,7 +255,7 @@ class Workspace:
             self._is_open = False
             self.check()
             return
-        self.group.launches += 1
+        self.group.count_launch()
         if not self._capturing():
             self.group.stream_order(self.device).after(stream)
 
@@ -263,7 +265,7 @@ class Workspace:
             self.group.break_off(RuntimeError(f"{self.name}: an earlier call ended in the middle of its kernel"))
             self.check()
         self._is_open = True
-        self.group.launches += 1
+        self.group.count_launch()
 
     def break_off(self, error):
         """Let every later call of the group raise: an exception has ended a kernel after it may have sent a part.
@@ -312,10 +314,10 @@ class Workspace:
         if kind == records.RECORD_TIMEOUT.value:
             error = PeerFailedError if self._status_of(peer) == words.STATUS_FAILED.value else PeerTimeoutError
             return error(self.name, self.rank, peer, signal, expected, seen, self._timeout_s)
-        call, plan = divmod(expected, _MAX_PLANS)
+        call, plan = divmod(expected, _PLANS)
         operator = self._operator(plan)
         if kind == records.RECORD_PLAN_TIMEOUT.value:
-            return self._error_of_wait(operator, peer, signal, call, plan, seen // _MAX_PLANS)
+            return self._error_of_wait(operator, peer, signal, call, plan, seen // _PLANS)
         if kind == records.RECORD_PEER_FAILED.value:
             return PeerFailedError(self.name, self.rank, peer, signal, expected, seen, self._timeout_s)
         if kind == records.RECORD_OVERLAP.value:
@@ -326,13 +328,13 @@ class Workspace:
             )
         return PlanMismatchError(
             f"{operator}: rank {peer} made call {call} with another shape, dtype or config than rank "
-            f"{self.rank}: {self._describe(seen % _MAX_PLANS)} there, {self._describe(plan)} here"
+            f"{self.rank}: {self._describe(seen % _PLANS)} there, {self._describe(plan)} here"
         )
 
     def _error_of_wait(self, operator, peer, signal, call, plan, seen):
         """The error of a wait that a peer ended in vain: by its status word, if that says why."""
         status = self._status_of(peer)
-        if _MAX_PLANS <= status <= call * _MAX_PLANS:
+        if _PLANS <= status <= call * _PLANS:
             return self.group.conflict_with(peer, call, self._describe(plan))
         kind = PeerFailedError if status == words.STATUS_FAILED.value else PeerTimeoutError
         return kind(operator, self.rank, peer, signal, call, seen, self._timeout_s)
@@ -351,7 +353,7 @@ class Workspace:
         if self.buffer is None:
             return
         number = int(self.state[words.STATE_EPOCH.value]) + 1 if is_waiting else 0
-        value = torch.tensor([number * _MAX_PLANS], dtype=torch.int64).view(torch.uint8)
+        value = torch.tensor([number * _PLANS], dtype=torch.int64).view(torch.uint8)
         first = (words.MAX_RANKS.value + self.rank) * _WORD
         for peer in range(self.world_size):
             if peer != self.rank and self.buffer.topology.is_local(peer):

@@ -1,0 +1,445 @@
+"""What a rank returns and raises after something has gone wrong: never wrong numbers, and errors that name the call.
+
+On a GPU the host runs ahead of the kernels, so that it has launched later calls before it can see a failure. On CPU
+ranks a launch has ended when the call returns; there ``host_ahead`` makes the host as blind.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import time
+from datetime import timedelta
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tdkernels
+from tdkernels import PeerTimeoutError, PlanMismatchError
+from tdkernels import lang as td
+from tdkernels.lang import _context as words
+from tdkernels.ops import ep_launch, moe_routing
+from tdkernels.symm import get_workspace
+from tdkernels.symm.workspace import Workspace
+from tests.ops.dense import config_for
+from tests.ranks import DEVICE, a_group, device, fresh_ranks, on_ranks
+from tests.reference import Case
+from tests.test_protocol import failure_of, timeout
+
+FP32 = torch.float32
+ON_CPU = DEVICE != "cuda"
+
+
+@contextlib.contextmanager
+def host_ahead():
+    """Let the host launch without a look at what earlier launches have recorded, as if these were still queued."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Workspace, "check", lambda self: None)
+        yield
+
+
+def ones(rows=2, value=None, where=None):
+    """Operands of an ``ag_gemm`` by which an element of y is 4 times a value of the rank that has its row."""
+    value = dist.get_rank() + 1.0 if value is None else value
+    where = where or device()
+    return torch.full((rows, 4), value, device=where), torch.ones(3, 4, device=where)
+
+
+# ---- groups made anew ----
+
+
+def _new_world(store, rank, world_size):
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
+
+
+def makes_the_world_anew():
+    """Rank 1 raises in the first call; then both do as README says, and make the right call in a new world."""
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    # Both worlds have one store, as under a launcher whose store outlives them; of gloo's own keys each has a prefix.
+    port = int(os.environ["TEST_STORE_PORT"])
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    for world in range(3):
+        _new_world(dist.PrefixStore(f"gloo{world}", store), rank, 2)
+        x, weight = ones()
+        with timeout(1.0 if world < 2 else 60.0):
+            wrong = rank == 1 and world < 2
+            error = failure_of(tdkernels.ag_gemm, x.double() if wrong else x, weight)
+            if world < 2:
+                assert isinstance(error, TypeError if wrong else PeerTimeoutError), repr(error)
+            else:
+                assert error is None, repr(error)
+                y = tdkernels.ag_gemm(x, weight)
+                assert torch.equal(y[:, 0], torch.tensor([4.0, 4.0, 8.0, 8.0], device=y.device)), y
+        dist.destroy_process_group()
+    _new_world(dist.PrefixStore("last", store), rank, 2)  # for the pool to take down
+
+
+@pytest.mark.skipif(not ON_CPU, reason="the pool's ranks have a world on their GPUs")
+def test_ranks_meet_in_a_new_world_after_one_had_raised(monkeypatch):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("TEST_STORE_PORT", str(store.port))
+    with fresh_ranks(2) as pool:
+        pool.run(makes_the_world_anew)
+
+
+def _survives(ports, results):
+    """Rank 0 of two worlds, between which rank 1 has died."""
+    x, weight = ones(value=1.0, where="cpu")
+    for world, port in enumerate(ports):
+        _new_world(dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False), 0, 2)
+        for _ in range(2):
+            y = tdkernels.ag_gemm(x, weight)
+        results.put((world, y[:, 0].tolist()))
+        if world == 0:
+            tdkernels.set_timeout(1.0)
+            results.put(("lost", type(failure_of(tdkernels.ag_gemm, x, weight)).__name__))
+            tdkernels.set_timeout(60.0)
+        dist.destroy_process_group()
+
+
+def _dies_or_replaces(port, dies):
+    _new_world(dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False), 1, 2)
+    x, weight = ones(value=2.0 + (not dies), where="cpu")
+    for _ in range(2):
+        tdkernels.ag_gemm(x, weight)
+    if dies:
+        os._exit(0)
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(not ON_CPU, reason="processes of its own, on the CPU")
+def test_a_new_process_takes_the_place_of_a_dead_one():
+    spawn = multiprocessing.get_context("spawn")
+    stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(2)]
+    ports, results = [store.port for store in stores], spawn.Queue()
+    survivor = spawn.Process(target=_survives, args=(ports, results), daemon=True)
+    dead = spawn.Process(target=_dies_or_replaces, args=(ports[0], True), daemon=True)
+    new = spawn.Process(target=_dies_or_replaces, args=(ports[1], False), daemon=True)
+    for process in (survivor, dead, new):
+        process.start()
+    assert results.get(timeout=120) == (0, [4.0, 4.0, 8.0, 8.0])
+    assert results.get(timeout=60) == ("lost", "PeerTimeoutError")
+    assert results.get(timeout=60) == (1, [4.0, 4.0, 12.0, 12.0])
+    for process in (survivor, dead, new):
+        process.join(60)
+        assert process.exitcode == 0
+
+
+# ---- errors and notes outlive the buffer beside which they were recorded, and name their call ----
+
+
+def dispatch(group, ids, experts=6, rows=2, **options):
+    x = torch.ones(rows, 8, device=device())
+    ids = torch.tensor(ids, device=device()).expand(rows, -1)
+    return tdkernels.ep_dispatch(x, ids, num_experts=experts, group=group, **options)
+
+
+def grows_after_a_note():
+    with a_group() as group:
+        dispatch(group, [1, 5], max_tokens=64)
+        with host_ahead():
+            wrong = [1, 77] if dist.get_rank() == 0 else [1, 5]
+            dispatch(group, wrong, max_tokens=64)  # of which nothing arrives
+            counts = get_workspace(group, device(), "ep_counts", across_nodes=True)
+            before = counts.buffer
+            dispatch(group, [1, 599], experts=600, max_tokens=64)
+            assert counts.buffer is not before, "it has not grown"
+        error = failure_of(tdkernels.synchronize)
+        assert type(error) is ValueError, repr(error)
+        assert "ep_dispatch: topk_ids of rank 0 are out of range" in str(error)
+        dispatch(group, [1, 5], max_tokens=64)  # and the group goes on
+        del group
+
+
+def test_a_note_outlives_a_growing_workspace():
+    on_ranks(2, grows_after_a_note)
+
+
+def grows_after_a_failure(real_check):
+    """Two known shapes disagree; then both ranks make a larger call, which grows the workspace."""
+    rank = dist.get_rank()
+    with a_group() as group:
+        small, other, large = (Case("ag_gemm", FP32, rows, 4, 8, exact=True) for rows in (5, 6, 90))
+        config = config_for(small, transport="push")
+        for _ in range(2):
+            for case in (small, other):
+                case.check(case.run(group=group, config=config))
+        dist.barrier()
+        end_use = Workspace._end_use
+        with host_ahead(), pytest.MonkeyPatch.context() as patch, timeout(20.0):
+            failure_of((small if rank == 0 else other).call, group=group, config=config)
+            if real_check:  # the host sees it when it waits for the device to grow
+
+                def looks(self):
+                    with pytest.MonkeyPatch.context() as inner:
+                        inner.setattr(Workspace, "check", CHECK)
+                        end_use(self)
+
+                patch.setattr(Workspace, "_end_use", looks)
+            start = time.monotonic()
+            grown = failure_of(large.call, group=group, config=config)
+            assert time.monotonic() - start < 15.0
+        assert (type(grown) is PlanMismatchError) == real_check, repr(grown)
+        workspace = get_workspace(group, device(), "ag_gemm", across_nodes=True)
+        for _ in range(2):
+            error = failure_of(workspace.check)
+            assert type(error) is PlanMismatchError and "M/W=5" in str(error) and "M/W=6" in str(error), repr(error)
+        del group
+
+
+CHECK = Workspace.check
+
+
+@pytest.mark.parametrize("real_check", [False, True])
+def test_a_failure_outlives_a_growing_workspace(real_check):
+    on_ranks(2, grows_after_a_failure, real_check)
+
+
+def one_rank_fails_before_growing():
+    """Only rank 0 has a failure to report when all ranks grow; the others hear of it at once."""
+    rank = dist.get_rank()
+    with a_group() as group:
+        small, large = (Case("ag_gemm", FP32, rows, 4, 8, exact=True) for rows in (5, 90))
+        config = config_for(small, transport="push")
+        small.check(small.run(group=group, config=config))
+        workspace = get_workspace(group, device(), "ag_gemm", across_nodes=True)
+        end_use = Workspace._end_use
+
+        def fails(self):
+            if rank == 0:
+                self.group.break_off(RuntimeError("a failure of rank 0"))
+            end_use(self)
+
+        with pytest.MonkeyPatch.context() as patch, timeout(60.0):
+            patch.setattr(Workspace, "_end_use", fails)
+            start = time.monotonic()
+            error = failure_of(large.call, group=group, config=config)
+            assert time.monotonic() - start < 20.0
+        expected = "a failure of rank 0" if rank == 0 else "rank 0 has failed: RuntimeError: a failure of rank 0"
+        assert type(error) is RuntimeError and expected in str(error), repr(error)
+        again = failure_of(workspace.check)
+        assert str(again) == str(error), repr(again)
+        del group
+
+
+def test_all_ranks_hear_of_a_failure_that_one_finds_when_they_grow():
+    on_ranks(3, one_rank_fails_before_growing)
+
+
+def names_the_call_of_a_note(captured):
+    rank = dist.get_rank()
+    with a_group() as group:
+        for rows in (3, 2):
+            dispatch(group, [1, 5], rows=rows, max_tokens=64)
+        ids = torch.tensor([[6, 2]] * 3, device=device())  # kept alive: its values are named
+        x = torch.ones(3, 8, device=device())
+        with host_ahead():
+            if rank == 0:
+                tdkernels.ep_dispatch(x, ids, num_experts=6, max_tokens=64, group=group)
+            else:
+                dispatch(group, [1, 5], rows=3, max_tokens=64)
+            tdkernels.all_to_all(x, torch.tensor([2, 1], device=device()), max_tokens=64, group=group)
+            dispatch(group, [0, 5], rows=2, max_tokens=64)
+        error = failure_of(tdkernels.synchronize)
+        text = "ep_dispatch: topk_ids of rank 0 are out of range: each must be from 0 to 5, or -1 for none"
+        assert type(error) is ValueError and str(error).startswith(text), repr(error)
+        assert str(error)[len(text) :] == ("; here topk_ids [3, 2] has 6" if rank == 0 else ""), str(error)
+        del group
+
+
+def test_a_note_names_the_operands_of_its_own_call():
+    on_ranks(2, names_the_call_of_a_note, False)
+
+
+# ---- exceptions in the middle of a call ----
+
+
+class Interrupt(Exception):
+    pass
+
+
+def _notifies_and_raises(notify, *args, **kwargs):
+    notify(*args, **kwargs)
+    raise Interrupt("a signal handler")
+
+
+def raises_in_a_kernel():
+    """An exception ends a kernel of rank 1 after it has sent a part; the caller goes on."""
+    rank = dist.get_rank()
+    with a_group() as group, timeout(3.0):
+        outcomes = []
+        for number in range(6):
+            x, weight = ones(value=float(number + 1))
+            with pytest.MonkeyPatch.context() as patch:
+                if rank == 1 and number == 2:
+                    patch.setattr(td, "notify", partial(_notifies_and_raises, td.notify))
+                try:
+                    y = tdkernels.ag_gemm(x, weight, group=group, config=tdkernels.AgGemmConfig(transport="push"))
+                    assert torch.equal(y, torch.full_like(y, 4.0 * (number + 1))), f"call {number} is wrong: {y}"
+                    outcomes.append(None)  # right
+                except Exception as error:
+                    outcomes.append(error)
+        del group
+    assert outcomes[:2] == [None, None]
+    if rank == 1:
+        assert "Interrupt" in repr(outcomes[2])  # the interpreter wraps it
+        for error in outcomes[3:]:
+            assert type(error) is RuntimeError and "in the middle of a call on rank 1: Interrupt" in str(error), error
+    else:
+        assert all(isinstance(error, PeerTimeoutError) for error in outcomes[3:]), outcomes
+
+
+@pytest.mark.skipif(not ON_CPU, reason="an exception cannot end a kernel on a GPU")
+def test_an_exception_in_a_kernel_breaks_the_group():
+    on_ranks(2, raises_in_a_kernel)
+
+
+def _layer(group):
+    ids, weights = torch.tensor([[0, 1]] * 4, device=device()), torch.ones(4, 2, device=device())
+    x, w_gate_up, w_down = (torch.ones(*shape, device=device()) for shape in ((4, 8), (2, 8, 8), (2, 8, 4)))
+    return tdkernels.tp_moe(x, ids, weights, w_gate_up, w_down, group=group)
+
+
+def _no_memory(*args, **kwargs):
+    raise torch.OutOfMemoryError("not this much")
+
+
+CALLS = {  # each with what has no memory in it, after its first launch
+    "ep_dispatch": (lambda group: dispatch(group, [1, 5])[0].x, ep_launch, "prepare_dispatch"),
+    "tp_moe": (_layer, moe_routing, "_tile"),
+}
+
+
+def raises_between_launches(operator):
+    """No memory for an output of rank 1, after the first launch of a call has sent something."""
+    call, module, name = CALLS[operator]
+    with a_group() as group:
+        expected = [call(group) for _ in range(2)][-1]
+        dist.barrier()
+        errors = []
+        with timeout(3.0):
+            for number in range(3):
+                with pytest.MonkeyPatch.context() as patch:
+                    if dist.get_rank() == 1 and number == 0:
+                        patch.setattr(module, name, _no_memory)
+                    try:
+                        assert torch.equal(call(group), expected), "a wrong result"
+                    except (RuntimeError, ValueError) as error:
+                        errors.append(error)
+        if dist.get_rank() == 1:
+            assert isinstance(errors[0], torch.OutOfMemoryError) and len(errors) == 3, errors
+            for error in errors[1:]:
+                assert type(error) is RuntimeError and "OutOfMemoryError in the middle of a call" in str(error), error
+        else:
+            assert isinstance(errors[-1], PeerTimeoutError), errors
+        del group
+
+
+@pytest.mark.parametrize("operator", ["ep_dispatch", "tp_moe"])
+def test_an_exception_between_launches_breaks_the_group(operator):
+    on_ranks(2, raises_between_launches, operator)
+
+
+# ---- plan ids ----
+
+
+def has_plans_a_byte_apart():
+    """Shapes whose plan ids differ by 256, which took the same id when ids had 8 bits."""
+    with a_group() as group:
+        cases = [Case("ag_gemm", FP32, rows, 3, 7, exact=True) for rows in (5, 6)]
+        config = config_for(cases[0], transport="push")
+        workspace = get_workspace(group, device(), "ag_gemm", across_nodes=True)
+        cases[0].check(cases[0].run(group=group, config=config))
+        for i in range(255):
+            workspace.prepare("ag_gemm", {"i": i}, 1, 1)
+        cases[1].check(cases[1].run(group=group, config=config))
+        cases[0].check(cases[0].run(group=group, config=config))
+        dist.barrier()
+        with timeout(20.0):
+            error = failure_of(cases[dist.get_rank()].call, group=group, config=config)
+        assert type(error) is PlanMismatchError, repr(error)
+        del group
+
+
+def test_plan_ids_have_more_than_eight_bits():
+    on_ranks(2, has_plans_a_byte_apart)
+
+
+def uses_up_its_plans():
+    with a_group() as group, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Workspace, "max_plans", 4)
+        cases = [Case("gemm_rs", FP32, rows, 3, 7, exact=True, seed=rows) for rows in range(4, 24, 2)]
+        for _ in range(2):
+            for case in cases:
+                case.check(case.run(group=group, config=config_for(case, transport="forward")))
+        workspace = get_workspace(group, device(), "gemm_rs")
+        assert len(workspace._plans) <= 4
+        error = failure_of(cases[dist.get_rank() - 2].call, group=group, config=config_for(cases[0]))
+        assert error is not None, "ranks with different shapes have to disagree"
+        del group
+
+
+def test_plan_ids_that_are_used_up_are_agreed_upon_anew():
+    on_ranks(2, uses_up_its_plans)
+
+
+# ---- several groups on a device ----
+
+
+def computes_with_what_another_group_lacks():
+    """Rank 1 has no result of group A, since rank 0 stays away, and hands it to group B before it looks."""
+    rank = dist.get_rank()
+    with a_group([0, 1]) as first, a_group([1, 2]) as second:
+        if rank < 2:
+            for _ in range(2):
+                tdkernels.ag_gemm(*ones(), group=first)
+        if rank > 0:
+            for _ in range(2):
+                tdkernels.ag_gemm(*ones(rows=4), group=second)
+        dist.barrier()
+        config = tdkernels.AgGemmConfig(transport="push")
+        if rank == 1:
+            with host_ahead(), timeout(0.5):
+                y = tdkernels.ag_gemm(*ones(), group=first)
+                tdkernels.ag_gemm(y.repeat(1, 2)[:, :4].contiguous(), ones()[1], group=second)
+            error = failure_of(tdkernels.synchronize)
+            assert isinstance(error, PeerTimeoutError) and error.peer == 0, repr(error)
+            errors = [failure_of(tdkernels.ag_gemm, *ones(rows=4), group=group) for group in (first, second)]
+            assert isinstance(errors[0], PeerTimeoutError), repr(errors)
+            assert type(errors[1]) is RuntimeError and "after another group had failed" in str(errors[1]), repr(errors)
+        elif rank == 2:
+            with timeout(2.0):
+                error = failure_of(tdkernels.ag_gemm, *ones(rows=4), group=second)
+            assert isinstance(error, PeerTimeoutError) and error.peer == 0, repr(error)  # rank 0 of that group
+        del config
+        dist.barrier()
+        # A group of which no launch came behind the failure goes on.
+        y = tdkernels.ag_gemm(*ones())
+        assert torch.equal(y[::2, 0].cpu(), torch.tensor([4.0, 8.0, 12.0]))
+        del first, second
+
+
+def test_no_group_of_a_device_announces_what_another_could_not_compute():
+    on_ranks(3, computes_with_what_another_group_lacks)
+
+
+# ---- launches of one workspace in flight together ----
+
+
+def finds_another_launch_in_flight():
+    with a_group() as group:
+        x, weight = ones()
+        config = tdkernels.AgGemmConfig(transport="push")
+        for _ in range(2):
+            tdkernels.ag_gemm(x, weight, group=group, config=config)
+        workspace = get_workspace(group, device(), "ag_gemm", across_nodes=True)
+        workspace.state[words.STATE_STARTED.value] = 3  # as programs of another launch leave it
+        error = failure_of(tdkernels.ag_gemm, x, weight, group=group, config=config)
+        assert type(error) is RuntimeError and "in flight together" in str(error), repr(error)
+        del group
+
+
+def test_launches_in_flight_together_are_reported():
+    on_ranks(2, finds_another_launch_in_flight)
