@@ -16,14 +16,16 @@ import torch
 
 from tdkernels.symm.buffer import SymmetricBuffer
 from tdkernels.symm.emulated import EmulatedNetwork
+from tdkernels.symm.store_values import whole_number
 
+_NAME = "tdkernels"  # of the memory files, as /proc shows it
 _NONCE_BYTES = 16
 
 
 class ShmBuffer(SymmetricBuffer):
     def __init__(self, state, nbytes, device):
         super().__init__(state, nbytes, device)
-        fd = os.memfd_create("tdkernels", os.MFD_CLOEXEC)
+        fd = os.memfd_create(_NAME, os.MFD_CLOEXEC)
         try:
             own = _create(fd, nbytes)
             nonce = own[-_NONCE_BYTES:]
@@ -32,7 +34,7 @@ class ShmBuffer(SymmetricBuffer):
             try:
                 self._maps = [own if r == self.rank else _open(o, nbytes, r) for r, o in enumerate(offers)]
                 failure = ""
-            except OSError as error:
+            except (OSError, ValueError) as error:
                 failure = f"rank {self.rank}: {error}"
             # Nobody closes its file before everybody has opened it, and all fail if one does.
             failures = [text for text in state.exchange("symm.allocate", failure) if text]
@@ -69,7 +71,11 @@ def _create(fd, nbytes):
 def _open(offer, nbytes, peer):
     if offer["host"] != _host():
         raise OSError(f"rank {peer} runs on another host; CPU ranks must share one")
-    path = f"/proc/{offer['pid']}/fd/{offer['fd']}"
+    pid, number = (whole_number(offer.get(name), f"{name} of rank {peer}", 1 << 31) for name in ("pid", "fd"))
+    path = f"/proc/{pid}/fd/{number}"
+    # Checked before it is opened: opening some files, such as devices, has effects of its own.
+    if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
+        raise OSError(f"{path} is not rank {peer}'s memory; do the ranks run in different containers?")
     fd = os.open(path, os.O_RDWR)
     try:
         mapping = mmap.mmap(fd, nbytes + _NONCE_BYTES)
