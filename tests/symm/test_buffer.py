@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import weakref
 from datetime import timedelta
@@ -211,6 +212,49 @@ def closes():
 
 def test_close():
     on_ranks(2, closes)
+
+
+def num_descriptors():
+    return len(os.listdir("/proc/self/fd"))
+
+
+def keeps_no_descriptors():
+    """Live buffers and workspaces take none, however many there are and however often these grow."""
+    rank = dist.get_rank()
+    with a_group() as group:
+        kept = [allocate(64, group, device())]
+        get_workspace(group, device(), "first").prepare("an operator", {"size": 64}, 64, 1)
+        before = num_descriptors()
+        kept += [allocate(64 * (n + 1), group, device()) for n in range(10)]
+        for n in range(10):
+            for size in (64, 70001):
+                workspace = get_workspace(group, device(), f"workspace {n}")
+                workspace.prepare("an operator", {"size": size}, size, 1)
+        assert num_descriptors() == before
+        kept[0].barrier()
+        for buffer in kept:  # they are still shared
+            buffer.tensor((rank + 1) % dist.get_world_size())[0] = 1 + rank
+            buffer.barrier()
+            assert buffer.tensor(rank)[0] == 1 + (rank - 1) % dist.get_world_size()
+        for buffer in kept:
+            buffer.close()
+
+
+def test_live_workspaces_keep_no_descriptors():
+    if DEVICE == "cuda":
+        pytest.skip("the memory of GPUs is shared by torch")
+    on_ranks(3, keeps_no_descriptors)
+
+
+def test_a_file_that_is_too_short_is_not_mapped():
+    from tdkernels.symm.shm import _map
+
+    with tempfile.TemporaryFile() as file:
+        file.write(bytes(100))
+        file.flush()
+        with pytest.raises(ValueError):
+            _map(file.fileno(), 101)
+        assert bytes(_map(file.fileno(), 100)) == bytes(100)
 
 
 # ---- bad arguments ----
