@@ -22,7 +22,7 @@ $(READY): pyproject.toml constraints.txt
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu test-one-gpu lint bench clean
+.PHONY: help demo test test-newest test-gpu test-one-gpu lint bench clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*##/\1\t/p' Makefile | expand -t 12
@@ -47,6 +47,14 @@ test: $(READY)  ## the test suite; ranks are processes, on GPUs where a test fin
 	wait $$other; second=$$?; echo '$(PY) -m pytest -q, the other tests'; cat $$beside/log; \
 	[ $$first = 0 ] && [ $$second = 0 ]
 
+# An environment of its own, which is brought up to date each time. It takes about 6 GB: the newest torch is a CUDA build.
+NEWEST ?= .venv-newest
+test-newest:  ## the test suite with the newest versions that pip finds, instead of those in constraints.txt
+	[ -x $(NEWEST)/bin/python ] || $(PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --upgrade --upgrade-strategy eager -e '.[dev,bench]'
+	$(NEWEST)/bin/python -c 'import torch, triton; print("torch", torch.__version__, "triton", triton.__version__)'
+	$(MAKE) test VENV= PYTHON=$(NEWEST)/bin/python
+
 REPEAT ?= 1
 test-gpu: $(READY)  ## the test suite on GPUs only, each test REPEAT times; one that needs more of them is skipped
 	TDKERNELS_TEST_DEVICE=cuda $(PY) -m pytest -q --repeat $(REPEAT)
@@ -62,6 +70,6 @@ lint: $(READY)  ## ruff
 bench: $(READY)  ## the benchmarks
 	$(PY) -m tdkernels bench
 
-clean:  ## remove what the other targets made, the environment in .venv included
-	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+clean:  ## remove what the other targets made, the environments included
+	rm -rf .venv .venv-newest build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

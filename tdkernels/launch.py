@@ -23,6 +23,7 @@ import multiprocessing.connection
 import os
 import pickle
 import signal
+import socket
 import sys
 import threading
 import time
@@ -97,8 +98,7 @@ class RankPool:
         self._unusable: str | None = None  # why, once it is
         self._procs: list[multiprocessing.process.BaseProcess] = []
         self._conns: list[multiprocessing.connection.Connection] = []
-        # The ranks meet at a store that lives here, on a port that the system picks: there is no free port to guess.
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = _loopback_store()  # at which the ranks meet
         # Not fork: CUDA does not survive it, nor do the threads of torch.
         spawn = multiprocessing.get_context("spawn")
         try:
@@ -259,6 +259,21 @@ def run_ranks(world_size: int, fn, /, *args, device: str = "auto", timeout_s: fl
     """Start world_size ranks, call fn(*args, **kwargs) on each, stop them; the results in rank order."""
     with RankPool(world_size, device, timeout_s=timeout_s) as pool:
         return pool.run(fn, *args, **kwargs)
+
+
+def _loopback_store() -> dist.TCPStore:
+    """Return a store that is served by this process, on a port that the system picks, to this machine only.
+
+    A TCPStore listens on all interfaces, whatever its host name, unless it is given a socket that is bound already.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(socket.SOMAXCONN)
+        port = listener.getsockname()[1]
+        # The store owns the descriptor from here on, and closes it with its server.
+        return dist.TCPStore(
+            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
 
 
 # ---- What follows runs in the ranks. ----

@@ -131,6 +131,9 @@ def _uniform_registers(text):
     if opcode.startswith(("U", "R2UR", "S2UR", "VOTEU", "REDUX")) and not others and re.match(r"UR\d", operands[0]):
         pair = not opcode.startswith(("R2UR", "S2UR")) and (".64" in opcode or ".WIDE" in opcode)
         written = (3 if pair else 1) << int(operands.pop(0).strip()[2:])
+    elif opcode == "ELECT":  # a predicate, and which thread it was
+        register = operands.pop(1).strip()[2:]
+        written = 0 if register == "Z" else 1 << int(register)
     for operand in operands:
         for register in map(int, re.findall(r"\bUR(\d+)\b", operand)):
             if "gdesc" in operand:  # of both matrices, of which the first may be in registers of the threads

@@ -154,6 +154,43 @@ def test_merge_of_what_is_no_table(text, tmp_path, capsys):
     assert "bad.json" in errors and "missing.json" in errors and "good.json" not in errors
 
 
+# Each must stay inside the cache, or be refused with an error that names the file and the field.
+BAD_NAMES = {
+    "operator": [
+        "../../victim/settings", "{victim}", "..", ".", "", "a/b", "a\\b", "a.b", "a\0b", "a\n", "1a", "a" * 300
+    ],
+    "gpu": ["", "a\0b", "a\n", "a" * 300],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("field, name", [(field, name) for field, names in BAD_NAMES.items() for name in names])
+def test_merge_refuses_names_that_name_no_file_of_the_cache(field, name, folder, tmp_path, capsys):
+    victim = tmp_path / "victim" / "settings.json"
+    victim.parent.mkdir()
+    victim.write_text('{"color": "dark"}')
+    bad = json.loads(table.to_json([an_entry()]))
+    bad[field] = name.format(victim=victim.with_suffix(""))
+    source = tmp_path / "passed_round.json"
+    source.write_text(json.dumps(bad))
+    assert main(["cache", "merge", str(source)]) == 1
+    error = capsys.readouterr().err
+    assert str(source) in error and f"{field} must be" in error and len(error) < 1000
+    assert victim.read_text() == '{"color": "dark"}'
+    left = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert sorted(left) == sorted([victim, source]) and not folder.exists()
+
+
+@pytest.mark.parametrize("gpu", ["../../victim", "/victim", "..", "~", "a/../../b"])
+def test_merge_keeps_any_name_of_a_gpu_inside_the_cache(gpu, folder, tmp_path):
+    source = tmp_path / "passed_round.json"
+    source.write_text(table.to_json([an_entry(gpu=gpu)]))
+    assert main(["cache", "merge", str(source)]) == 0
+    assert cache.user_entries("ag_gemm", gpu) == [an_entry(gpu=gpu)]
+    outside = [path for path in tmp_path.rglob("*") if path.is_file() and folder not in path.parents]
+    assert outside == [source]
+    assert {file.parent.parent for file in folder.rglob("*.json")} == {folder}
+
+
 def test_show_and_path(folder, capsys):
     assert main(["cache", "show"]) == 0
     assert "nothing was tuned yet" in capsys.readouterr().out

@@ -4,7 +4,11 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
+import pytest
+
+ROOT = Path(__file__).parent.parent
 PROGRAM = """
 import json, sys, time
 import torch
@@ -37,3 +41,41 @@ def test_import_is_quiet_and_quick():
         if seconds[-1] < 0.3:
             break
     assert min(seconds) < 0.3, f"import tdkernels took {seconds} s beyond torch and triton"
+
+
+# Another Triton: of a version that nobody has tested, or without what is patched in its interpreter.
+OTHER_TRITONS = {
+    "another version": "triton.__version__ = '3.999.0'",
+    "no patched functions": "del interpreter._get_np_dtype, interpreter._patch_lang_tensor",
+    "no interpreter": "del interpreter.InterpretedFunction, interpreter.interpreter_builder",
+}
+WITH_ANOTHER = """
+import torch
+import triton
+import triton.language as tl
+from triton.runtime import interpreter
+{change}
+before = dict(vars(interpreter))
+import tdkernels
+from tdkernels import lang as td
+assert not [name for name in tdkernels.__all__ if not hasattr(tdkernels, name)]
+if {change!r}.startswith("del"):
+    raise SystemExit
+assert dict(vars(interpreter)) == before, "it is left alone"
+@td.jit
+def kernel(x_ptr, SIZE: tl.constexpr):
+    offs = tl.arange(0, SIZE)
+    tl.store(x_ptr + offs, tl.load(x_ptr + offs) * tl.cast(SIZE, tl.int32))
+x = torch.arange(4, dtype=torch.int32)
+kernel[(1,)](x, SIZE=4)
+assert x.tolist() == [0, 4, 8, 12]
+"""
+
+
+@pytest.mark.parametrize("change", OTHER_TRITONS)
+def test_import_with_another_triton(change, tmp_path):
+    program = tmp_path / "program.py"  # a kernel's source is read from its file
+    program.write_text(WITH_ANOTHER.format(change=OTHER_TRITONS[change]))
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=120, env=env)
+    assert done.returncode == 0, done.stderr

@@ -4,6 +4,7 @@ These start pools with device="cpu" wherever they test the pool and not the rank
 rule of conftest.py: they run no operator.
 """
 
+import contextlib
 import os
 import shutil
 import signal
@@ -34,6 +35,22 @@ def gone(pids, within_s=10.0):
     while any(map(running, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)
     return not any(map(running, pids))
+
+
+def listening():
+    """{socket: (address, port)} on which this process listens, as /proc/net/tcp and tcp6 show them."""
+    own = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the listing's own
+            own.add(os.readlink(f"/proc/self/fd/{fd}"))
+    found = {}
+    for table in ("tcp", "tcp6"):
+        for line in Path("/proc/self/net", table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in own:
+                address, port = fields[1].split(":")
+                found[fields[9]] = address, int(port, 16)
+    return found
 
 
 # ---- what the ranks run ----
@@ -207,6 +224,20 @@ def test_function_without_a_name_is_refused_before_anything_runs(pool):
 def test_two_pools_at_once(pool):
     assert run_ranks(1, who, 5, b=6, device="cpu")[0][3:] == (5, 6)
     assert pool.run(raise_on, [], None) == [0, 1]
+
+
+def test_the_store_listens_on_loopback_only(pool):
+    """Each pool has one listening socket, on 127.0.0.1, which goes with the pool."""
+    before = listening()
+    with RankPool(2, "cpu", timeout_s=60) as other:
+        added = {socket: at for socket, at in listening().items() if socket not in before}
+        assert [*added.values()] == [("0100007F", other._store.port)]
+        assert [t.item() for t in other.run(all_reduced, torch.ones(()))] == [3, 3]
+    deadline = time.monotonic() + 10
+    while listening() != before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert listening() == before
+    assert (("0100007F", pool._store.port)) in before.values()
 
 
 # ---- a pool that breaks, each in its own way ----

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from tdkernels.autotune.problem import Problem
 
 FORMAT = 1
+_MAX_NAME = 128  # characters; a file name has 255 bytes, which must hold ".json.lock" too, and temporary names
 _TIMES = ("ms", "plain_ms", "default_ms", "local_ms", "wire_ms")
 
 
@@ -85,8 +86,30 @@ def from_json(text):
     names = table.get("operator"), table.get("gpu")
     if not all(isinstance(name, str) for name in names) or not isinstance(table.get("entries"), list):
         raise TableError("not a table of configs for an operator and a GPU")
+    _check_names(*names)
     entries = [_from_dict(*names, item) for item in table["entries"]]
     return [entry for entry in entries if entry is not None], entries.count(None)
+
+
+def _check_names(operator, gpu):
+    """Reject names that cannot name a file of the cache, ``<slug of gpu>/<operator>.json``.
+
+    Tables are passed from machine to machine, so a name in one must not lead out of the cache's folder. The operator
+    becomes a file name as it is; of the GPU's name only letters, digits and hyphens remain (``slug``).
+
+    Raises:   TableError
+    """
+    if not operator.isidentifier() or len(operator) > _MAX_NAME:
+        raise TableError(
+            f"operator must be an identifier of at most {_MAX_NAME} characters, such as 'ag_gemm', not "
+            f"{_shortened(operator)}"
+        )
+    if not gpu.isprintable() or not 0 < len(gpu) <= _MAX_NAME:
+        raise TableError(f"gpu must be 1 to {_MAX_NAME} printable characters, not {_shortened(gpu)}")
+
+
+def _shortened(name):
+    return repr(name if len(name) <= _MAX_NAME else name[:_MAX_NAME] + "…")
 
 
 def merge(*tables):

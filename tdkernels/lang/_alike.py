@@ -7,17 +7,50 @@ addresses and integers differ: what Triton's C function was given is kept, and t
 """
 
 import copy
+import functools
 import inspect
 import logging
+import types
 
 import torch
+import triton
 from triton import knobs
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 _log = logging.getLogger(__name__)
 _UNTRIED = object()
+# What is kept from launch to launch depends on internals of Triton. tests/lang/test_alike.py compares it with what the
+# launcher of the installed version does; these are the versions with which it has passed (make test, make test-newest).
+TESTED_VERSIONS = ("3.6", "3.7", "3.8")
 _MAX_MAPS = 256  # of one descriptor; addresses may go on changing for ever
+
+
+@functools.cache
+def triton_is_tested():
+    """Whether the version of Triton that is installed is one of TESTED_VERSIONS."""
+    return ".".join(triton.__version__.split(".")[:2]) in TESTED_VERSIONS
+
+
+def may_keep_launches():
+    """Whether what one launch has found out may serve the next; if not, say so, since launches take the host longer."""
+    if triton_is_tested():
+        return True
+    _report_slow_launches(f"it was tested with triton {', '.join(TESTED_VERSIONS)}")
+    return False
+
+
+_reported_slow_launches = False
+
+
+def _report_slow_launches(why):
+    """Log a warning, once a process."""
+    global _reported_slow_launches
+    if not _reported_slow_launches:
+        _reported_slow_launches = True
+        _log.warning(
+            "tdkernels leaves kernel launches to triton %s, which takes the host longer: %s", triton.__version__, why
+        )
 
 
 class Alike:
@@ -96,28 +129,28 @@ class Repeat:
     @classmethod
     def of(cls, compiled, grid, args, places):
         """For a compiled kernel and its arguments; None where Triton's launcher is not as it is known here."""
+        described = any(isinstance(arg, TensorDescriptor) for arg in args)
+        if not may_keep_launches() or not _is_known(compiled.run, described):
+            return None
         try:
             return cls._of(compiled, grid, args, places)
-        except Exception:  # whatever another Triton makes of it: then each launch goes its way
-            _log.debug("launches of %s are not repeated", compiled, exc_info=True)
+        except Exception as error:  # whatever another build of Triton makes of it
+            _report_slow_launches(f"its launcher is not the one that was tested ({type(error).__name__}: {error})")
+            _log.debug("launches of %s are not kept", compiled, exc_info=True)
             return None
 
     @classmethod
     def _of(cls, compiled, grid, args, places):
-        launcher = compiled.run
-        launch = _c_function(launcher, any(isinstance(arg, TensorDescriptor) for arg in args))
-        if launch is None:
-            return None
-        flat, plain, maps = _flattened(args, places, getattr(compiled.metadata, "tensordesc_meta", None))
-        twin, given = copy.copy(launcher), []
-        twin.launch = lambda *args: given.extend(args)
-        twin(*grid, cls.STREAM, compiled.function, compiled.packed_metadata, None, None, None, *flat)
-        if isinstance(given[-1], tuple) and len(given[-1]) == len(flat):  # from triton 3.7 on
-            return cls(launch, [*given[:-1], flat], None, plain, maps)
-        first = len(given) - len(flat)
-        if not all(mine is theirs for mine, theirs in zip(flat, given[first:], strict=True)):
-            return None
-        return cls(launch, given, first, plain, maps)
+        flat, expected, plain, maps = _flattened(args, places, getattr(compiled.metadata, "tensordesc_meta", None))
+        given, again = (_given(compiled, grid, cls.STREAM, args) for _ in range(2))
+        nested = isinstance(given[-1], (tuple, list)) and len(given[-1]) == len(flat)  # from triton 3.7 on
+        first = len(given) - (1 if nested else len(flat))
+        _compare("argument of the kernel", given[-1] if nested else given[first:], expected)
+        # An object that is another one each time, such as scratch memory, must not be kept.
+        _compare("argument of the launch", given[:first], again[:first])
+        launch = _c_function(compiled.run)
+        return cls(launch, [*given[:first], flat] if nested else [*given[:first], *flat],
+                   None if nested else first, plain, maps)  # fmt: skip
 
     def __call__(self, values, stream):
         args = self._args.copy()
@@ -159,30 +192,91 @@ def _calls_of(hook):
     return hook is not None and getattr(hook, "calls", True)
 
 
-def _c_function(launcher, describes):
-    """What a launcher of Triton's calls at last; None for launchers that are not of the kind that is known here.
+def _is_known(launcher, describes):
+    """Whether a launcher of Triton's is of the kind that is known here, and gives each launch nothing of its own.
 
-    ``describes``: descriptors are among the arguments, which a function of Python expands before that
+    ``describes``: descriptors are among the arguments, which a function of Python expands before the C function
     """
     if type(launcher).__module__ != "triton.backends.nvidia.driver" or type(launcher).__name__ != "CudaLauncher":
-        return None
-    if launcher.global_scratch_size or launcher.profile_scratch_size:
-        return None  # which each launch allocates
+        return False
+    if launcher.global_scratch_size or launcher.profile_scratch_size or getattr(launcher, "gsan_enabled", False):
+        return False  # memory that each launch allocates, and a launch that is followed by another call
     if inspect.isfunction(launcher.launch):
-        return inspect.getclosurevars(launcher.launch).nonlocals.get("launcher")
-    return None if describes else launcher.launch
+        return _INNER in launcher.launch.__code__.co_freevars
+    return not describes
+
+
+_INNER = "launcher"  # how the function that expands descriptors calls the C function
+
+
+def _c_function(launcher):
+    """What a launcher of Triton's calls at last."""
+    if inspect.isfunction(launcher.launch):
+        return inspect.getclosurevars(launcher.launch).nonlocals[_INNER]
+    return launcher.launch
+
+
+def _given(compiled, grid, stream, args):
+    """What Triton's launcher gives its C function for a launch, which does not take place."""
+    given, twin = [], copy.copy(compiled.run)
+
+    def take(*args):
+        given.extend(args)
+
+    twin.launch = _with_nonlocal(twin.launch, _INNER, take) if inspect.isfunction(twin.launch) else take
+    twin(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *args)
+    return given
+
+
+def _with_nonlocal(function, name, value):
+    """A copy of a function that has another value in the place of a variable of the function around it."""
+    cells = [
+        types.CellType(value) if free == name else cell
+        for free, cell in zip(function.__code__.co_freevars, function.__closure__, strict=True)
+    ]
+    return types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(cells)
+    )
+
+
+class _SomeMap:
+    """Stands for a tensor map of a type, of which each launch makes another."""
+
+    def __init__(self, tensor_map):
+        self.type = type(tensor_map)
+
+
+def _compare(what, given, expected):
+    """Raise ValueError unless both are the same objects in the same order; of numbers, equal ones of the same type."""
+    if len(given) != len(expected):
+        raise ValueError(f"{len(given)} {what}s instead of {len(expected)}")
+    for number, (mine, theirs) in enumerate(zip(expected, given, strict=True)):
+        same = mine is theirs or (type(mine) is type(theirs) and type(mine) in _NUMBERS and mine == theirs)
+        if not same and not (isinstance(mine, _SomeMap) and type(theirs) is mine.type):
+            raise ValueError(f"{what} {number} is {_shown(theirs)} instead of {_shown(mine)}")
+
+
+_NUMBERS = {int, bool, float}
+
+
+def _shown(value):
+    return repr(value) if type(value) in _NUMBERS or value is None else f"a {type(value).__name__}"
 
 
 def _flattened(args, places, described):
-    """The kernel's arguments as the C function takes them, and of those that differ where they are (see ``Repeat``).
+    """The kernel's arguments as the C function takes them.
 
     Args:     described: of each descriptor, what Triton has compiled for; None: it is no tensor map
+    Returns:  (the arguments, with addresses for tensors; the same as Triton's launcher hands them on; of those that
+              differ from launch to launch ``plain`` and ``maps``, see ``Repeat``)
     """
     from triton.backends.nvidia.driver import make_tensordesc_arg
 
+    # From triton 3.8 on it is given the arguments of the launch as well, which it does not use for our descriptors.
+    unused = (None,) * (len(inspect.signature(make_tensordesc_arg).parameters) - 2)
     number_of = {at: number for number, at in enumerate(places)}
     described = iter(described or ())
-    flat, plain, maps = [], [], []
+    flat, expected, plain, maps = [], [], [], []
     for at, arg in enumerate(args):
         number = number_of.get(at)
         if isinstance(arg, TensorDescriptor):
@@ -191,11 +285,14 @@ def _flattened(args, places, described):
                 plain.append((len(flat), number))
             elif number is not None:
                 like = _like(arg, None)
-                make = lambda base, like=like, meta=meta: make_tensordesc_arg(_like(like, base), meta)[0]  # noqa: E731
+                make = lambda base, like=like, meta=meta: make_tensordesc_arg(_like(like, base), meta, *unused)[0]  # noqa: E731
                 maps.append((len(flat), number, make))
-            flat += make_tensordesc_arg(arg, meta)
+            expanded = make_tensordesc_arg(arg, meta, *unused)
+            flat += expanded
+            expected += expanded if meta is None else [_SomeMap(expanded[0]), *expanded[1:]]
             continue
         if number is not None:
             plain.append((len(flat), number))
         flat.append(arg.data_ptr() if isinstance(arg, torch.Tensor) and arg.is_cuda else arg)
-    return flat, plain, maps
+        expected.append(arg)
+    return flat, expected, plain, maps

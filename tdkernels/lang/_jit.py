@@ -16,11 +16,11 @@ import triton.language as tl
 from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime import interpreter
-from triton.runtime.interpreter import InterpretedFunction, interpreter_builder
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tdkernels.lang import _device_library
+from tdkernels.lang._alike import may_keep_launches, triton_is_tested
 
 
 class Kernel(JITFunction):
@@ -32,8 +32,11 @@ class Kernel(JITFunction):
     def __init__(self, fn, network=False, **options):
         super().__init__(fn, **options)
         self._network = network
-        self._interpreted = InterpretedFunction(fn)
         self._known = {}  # what launches were found to run, by all that decides it
+
+    @functools.cached_property
+    def _interpreted(self):
+        return interpreter.InterpretedFunction(self.fn)
 
     def __call__(self, *args, **kwargs):
         """A device function called by an interpreted kernel, whose launch has already patched ``triton.language``."""
@@ -43,7 +46,8 @@ class Kernel(JITFunction):
         if _on_cpu(args) or _on_cpu(kwargs.values()):
             with _interpreting, _interpreter_options():
                 return self._interpreted.run(*args, grid=grid, warmup=warmup, **kwargs)
-        key = None if warmup or self.pre_run_hooks or type(grid) is not tuple else self._key(args, kwargs)
+        may_be_known = not warmup and not self.pre_run_hooks and type(grid) is tuple and may_keep_launches()
+        key = self._key(args, kwargs) if may_be_known else None
         if key is None:
             return self._search(args, grid, warmup, kwargs)
         return self._launch(key, args, grid, kwargs)
@@ -82,7 +86,9 @@ class Kernel(JITFunction):
         Args:     alike: an Alike; values: for its places; stream: the current one, if the caller knows it
         """
         where = None
-        if torch.cuda.is_initialized() and not self.pre_run_hooks and not _is_inspected():
+        if (
+            torch.cuda.is_initialized() and not self.pre_run_hooks and not _is_inspected() and may_keep_launches()
+        ):
             where = torch.cuda.current_device(), knobs.runtime.debug
             if alike.launch_known(where, values, stream):
                 return
@@ -154,12 +160,13 @@ def _kind(specialized, arg):
 @contextlib.contextmanager
 def _interpreter_options():
     """Check every integer operation for overflow only where the compiler would: it takes a third of the time."""
-    saved = interpreter_builder.options
-    interpreter_builder.options = dataclasses.replace(saved, sanitize_overflow=knobs.runtime.debug)
+    builder = interpreter.interpreter_builder
+    saved = builder.options
+    builder.options = dataclasses.replace(saved, sanitize_overflow=knobs.runtime.debug)
     try:
         yield
     finally:
-        interpreter_builder.options = saved
+        builder.options = saved
 
 
 def _let_scalars_be_indices(tensor, scope):
@@ -240,8 +247,11 @@ def _and_ours(patch):
     return patched
 
 
-interpreter._get_np_dtype = _remember_np_dtype(interpreter._get_np_dtype)
-interpreter._patch_lang_tensor = _and_ours(interpreter._patch_lang_tensor)
+# The interpreter of another Triton may lack these functions, or may keep more in a tensor than is copied above. Without
+# the patches it takes longer, and compiled kernels need none of them.
+if triton_is_tested() and hasattr(interpreter, "_get_np_dtype") and hasattr(interpreter, "_patch_lang_tensor"):
+    interpreter._get_np_dtype = _remember_np_dtype(interpreter._get_np_dtype)
+    interpreter._patch_lang_tensor = _and_ours(interpreter._patch_lang_tensor)
 
 
 def _on_cpu(args):

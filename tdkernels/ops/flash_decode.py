@@ -41,38 +41,48 @@ from tdkernels.symm import resolve_group
 def _dense(cache, block_table, scale):
     """The cache as [B, capacity, Hkv, D] in fp32."""
     if block_table is not None:
-        cache = cache[block_table.long()].flatten(1, 2)
+        cache = cache[block_table.long().clamp(0, cache.shape[0] - 1)].flatten(1, 2)
     dense = cache.to(torch.promote_types(cache.dtype, torch.float32) if cache.dtype != FP8 else torch.float32)
     return dense if scale is None else dense * scale.view(-1, 1)
 
 
-def _local_ref(q, k, v, lens, after, scale, soft_cap, window):
-    """(o, lse) of this rank's keys alone, of q [B, Tq, Hq, D]."""
+def _local_ref(q, k, v, lens, in_cache, after, scale, soft_cap, window):
+    """(o, lse) of this rank's keys alone, of q [B, Tq, Hq, D]; ``in_cache`` as ``_in_cache`` returns it."""
     batch, queries, q_heads, _ = q.shape
-    scores = _scores(q, k, lens, after, scale, soft_cap, window)
+    scores = _scores(q, k, lens, in_cache, after, scale, soft_cap, window)
     lse = scores.logsumexp(-1)
     weights = torch.exp(scores - torch.where(lse.isinf(), 0.0, lse).unsqueeze(-1))
-    v = torch.where(_in_cache(v, lens), v, 0.0)  # what is not the cache's may be anything
+    v = torch.where(in_cache[..., None, None], v, 0.0)  # beyond the length memory may hold anything, NaN included
     o = torch.einsum("btgin,bngd->btgid", weights, v)
     return o.reshape(batch, queries, q_heads, -1), lse.reshape(batch, queries, q_heads)
 
 
-def _in_cache(cache, lens):
-    keys = torch.arange(cache.shape[1], device=cache.device)
-    return (keys < lens.view(-1, 1)).view(*cache.shape[:2], 1, 1)
+def _lengths(kv_lens, k_cache, block_table):
+    """The lengths as int64, from 0 to what the cache has room for."""
+    return kv_lens.long().clamp(0, launcher.capacity_of(k_cache, block_table))
 
 
-def _scores(q, k, lens, after, scale, soft_cap, window):
+def _in_cache(lens, k_cache, block_table):
+    """[B, capacity], whether each key can be read: it is below the length, and its page is in the cache."""
+    keys = torch.arange(launcher.capacity_of(k_cache, block_table), device=k_cache.device)
+    there = keys < lens.view(-1, 1)
+    if block_table is not None:
+        pages = block_table.repeat_interleave(k_cache.shape[1], 1)
+        there &= (pages >= 0) & (pages < k_cache.shape[0])
+    return there
+
+
+def _scores(q, k, lens, in_cache, after, scale, soft_cap, window):
     """[B, Tq, Hkv, Hq / Hkv, capacity], -inf for keys that are not seen."""
     batch, queries, q_heads, _ = q.shape
     grouped = q.to(k.dtype).view(batch, queries, k.shape[2], q_heads // k.shape[2], -1)
-    scores = torch.einsum("btgid,bngd->btgin", grouped, torch.where(_in_cache(k, lens), k, 0.0)) * scale
+    scores = torch.einsum("btgid,bngd->btgin", grouped, torch.where(in_cache[..., None, None], k, 0.0)) * scale
     if soft_cap is not None:
         scores = soft_cap * torch.tanh(scores / soft_cap)
     keys = torch.arange(k.shape[1], device=q.device)
     steps = torch.arange(queries, device=q.device)
     behind = (lens + after - queries).view(-1, 1, 1) + steps.view(1, -1, 1) - keys
-    seen = (keys < lens.view(-1, 1, 1)) & (behind >= 0)
+    seen = in_cache[:, None, :] & (behind >= 0)
     if window is not None:
         seen &= behind < window
     return scores.masked_fill(~seen[:, :, None, None, :], -math.inf)
@@ -90,11 +100,12 @@ def flash_decode_ref(
     q4 = q if q.dim() == 4 else q.unsqueeze(1)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     ranks, rank = (1, 0) if alone else _ranks(group)
-    lens = kv_lens.long().unsqueeze(0)
-    all_lens = all_gather_rows(lens, group) if ranks > 1 else lens
+    lens = _lengths(kv_lens, k_cache, block_table)
+    all_lens = all_gather_rows(lens.unsqueeze(0), group) if ranks > 1 else lens.unsqueeze(0)
     after = all_lens[rank + 1 :].sum(0)
+    in_cache = _in_cache(lens, k_cache, block_table)
     k, v = _dense(k_cache, block_table, k_scale), _dense(v_cache, block_table, v_scale)
-    o, lse = _local_ref(q4, k, v, lens[0], after, scale, soft_cap, window)
+    o, lse = _local_ref(q4, k, v, lens, in_cache, after, scale, soft_cap, window)
     if ranks > 1:
         parts = all_gather_rows(torch.cat([o, lse.unsqueeze(-1)], -1).unsqueeze(0), group)
         part_o, part_lse = parts[..., :-1], parts[..., -1]
@@ -178,7 +189,7 @@ def _backward(
     delta = (do.float() * o.float()).sum(-1)
     if dlse is not None:
         delta = delta - dlse
-    after = _keys_after(kv_lens, q.shape[1], window, group)
+    after = _keys_after(kv_lens, k_cache, block_table, q.shape[1], window, group)
     if by_torch:
         lse = lse * LN_2.value
         dq, dk, dv = _torch_gradients(
@@ -203,19 +214,21 @@ def _torch_gradients(q, k_cache, v_cache, kv_lens, after, block_table, do, lse, 
     """What the backward's kernel gives, by plain torch: the gradients of a sum made for that, with lse a constant."""
     inputs = q.float(), _dense(k_cache, block_table, None), _dense(v_cache, block_table, None)
     q, k, v = (x.detach().requires_grad_() for x in inputs)
-    scores = _scores(q, k, kv_lens.long(), after, *options)
+    lens = _lengths(kv_lens, k_cache, block_table)
+    in_cache = _in_cache(lens, k_cache, block_table)
+    scores = _scores(q, k, lens, in_cache, after, *options)
     lse = lse.view(scores.shape[:-1])
     weights = torch.exp(scores - torch.where(lse.isinf(), 0.0, lse).unsqueeze(-1))
-    o = torch.einsum("btgin,bngd->btgid", weights, torch.where(_in_cache(v, kv_lens), v, 0.0))
+    o = torch.einsum("btgin,bngd->btgid", weights, torch.where(in_cache[..., None, None], v, 0.0))
     total = (o * do.view(o.shape)).sum() - (weights.sum(-1) * delta.view(lse.shape)).sum()
     return torch.autograd.grad(total, (q, k, v))
 
 
-def _keys_after(kv_lens, queries, window, group):
+def _keys_after(kv_lens, k_cache, block_table, queries, window, group):
     """How many keys later ranks have, [B] int32; not asked for where nothing depends on it."""
     if group is None or (queries == 1 and window is None):
         return torch.zeros_like(kv_lens, dtype=torch.int32)
-    all_lens = all_gather_rows(kv_lens.int().unsqueeze(0), group)
+    all_lens = all_gather_rows(_lengths(kv_lens, k_cache, block_table).int().unsqueeze(0), group)
     return all_lens[torch.distributed.get_rank(group) + 1 :].sum(0, dtype=torch.int32)
 
 
@@ -225,7 +238,8 @@ def _of_cache(gradient, cache, block_table):
         return gradient
     paged = torch.zeros_like(cache, dtype=torch.float32, memory_format=torch.contiguous_format)
     blocks = gradient.reshape(-1, *cache.shape[1:]).float()
-    numbers = block_table.long().clamp(0, cache.shape[0] - 1).flatten()  # past an entry's last they may be anything
+    # Numbers of pages beyond the length, and of pages that are not in the cache, have a gradient of zeros here.
+    numbers = block_table.long().clamp(0, cache.shape[0] - 1).flatten()
     return paged.index_put_((numbers,), blocks, accumulate=True)
 
 
@@ -326,8 +340,11 @@ def flash_decode(
               k_cache, v_cache: [B, S, Hkv, D] and [B, S, Hkv, Dv], or paged, [blocks, block_size, Hkv, D]; in the dtype
               of q, or float8_e4m3fn. Hq is a multiple of Hkv: head h of q reads head h // (Hq / Hkv). Any strides but
               in the last dimension. v_cache may be the first columns of k_cache (MLA: D 576, Dv 512)
-              kv_lens: [B] int32 or int64, how many keys this rank has of each sequence, 0 allowed; on the device
-              block_table: [B, max_blocks] int32 or int64, the blocks of each sequence, if the caches are paged
+              kv_lens: [B] int32 or int64, how many keys this rank has of each sequence, 0 allowed; on the device. A
+              length below 0 counts as 0, one beyond the cache as what the cache has room for
+              block_table: [B, max_blocks] int32 or int64, the blocks of each sequence, if the caches are paged. Keys of
+              a block outside [0, blocks) are masked: they have no weight and no gradient, and nothing is read for them;
+              they still count for the positions of the other keys
               k_scale, v_scale: float32, one number or [Hkv]: what an element of a float8 cache is multiplied by
               scale: of the scores, D ** -0.5 if None
               soft_cap: scores s become soft_cap * tanh(s / soft_cap), after scale
@@ -343,8 +360,8 @@ def flash_decode(
               gradients of o and lse are taken to be the same on all ranks, as these are. Not for float8 caches
     Raises:   TypeError or ValueError for operands that do not fit, with their shapes, before anything is launched;
               ValueError on every rank when the ranks disagree; with TDKERNELS_DEBUG=1, which waits for the device, also
-              for lengths beyond the cache and blocks that there are not (otherwise a length counts as what there is
-              room for, and blocks are not looked at); PeerTimeoutError when a peer does not come
+              for lengths and blocks outside the cache, which are otherwise clamped and masked on the device;
+              PeerTimeoutError when a peer does not come
     Contract: collective over group; host sync: no; CUDA graph: yes, after one call outside, kv_lens and block_table may
               change between replays; the caller owns the output
     Source:   split keys: Flash-Decoding (https://crfm.stanford.edu/2023/10/12/flashdecoding.html); equal shares of one

@@ -12,7 +12,7 @@ from tdkernels import lang as td
 from tdkernels.ops import _device, _operands
 from tdkernels.ops._attention import LOG2_E
 from tdkernels.ops._launch import Launch, alone_on, launch_kept
-from tdkernels.ops.flash_decode_cache import FP8_NONE, cache_rows, key_rows, load_query
+from tdkernels.ops.flash_decode_cache import FP8_NONE, cache_rows, key_rows, load_query, num_keys
 from tdkernels.ops.flash_decode_kernel import _capped, _first_blocks, _sees
 from tdkernels.ops.flash_decode_merge import query_rows
 
@@ -37,10 +37,10 @@ def _store_keys(ptr, keys, there, stride, WIDTH: tl.constexpr, FIRST: tl.constex
     tl.store(ptr + at, values, mask=there[:, None] & (offs < WIDTH)[None, :])
 
 
-@td.jit(do_not_specialize=["heads", "capacity", "score_scale", "scale", "cap", "window"])
+@td.jit(do_not_specialize=["heads", "capacity", "num_pages", "score_scale", "scale", "cap", "window"])
 def flash_decode_backward_kernel(
     q_ptr, k_ptr, v_ptr, lens_ptr, after_ptr, table_ptr, do_ptr, lse2_ptr, delta_ptr, dq_ptr, dk_ptr, dv_ptr,
-    heads, capacity, score_scale, scale, cap, window,
+    heads, capacity, num_pages, score_scale, scale, cap, window,
     stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, stride_table,
     TQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DV: tl.constexpr,
     DVP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
@@ -50,7 +50,7 @@ def flash_decode_backward_kernel(
     of its split, fp32 of zeros before. ``after`` [B] keys follow ours; delta [B, TQ, heads * G] is rowsum(do * o)."""
     entry, head = tl.program_id(0) // heads, tl.program_id(0) % heads
     split, splits = tl.program_id(1), tl.num_programs(1)
-    length = tl.minimum(tl.maximum(tl.load(lens_ptr + entry).to(tl.int32), 0), capacity)
+    length = num_keys(lens_ptr, entry, True, capacity)
     after = tl.load(after_ptr + entry).to(tl.int32)
     first_block = _first_blocks(length, after, window, TQ, BLOCK_N, WINDOW)
     num_blocks = (length + BLOCK_N - 1) // BLOCK_N - first_block
@@ -67,10 +67,9 @@ def flash_decode_backward_kernel(
     columns = tl.arange(0, DVP)
     for block in range(begin, end):
         keys = block * BLOCK_N + tl.arange(0, BLOCK_N)
-        there = keys < length
         table = table_ptr + entry.to(tl.int64) * stride_table
-        k_rows = key_rows(table, keys, there, stride_kb, stride_ks, PAGE)
-        v_rows = key_rows(table, keys, there, stride_vb, stride_vs, PAGE)
+        k_rows, there = key_rows(table, keys, keys < length, num_pages, stride_kb, stride_ks, PAGE)
+        v_rows, _ = key_rows(table, keys, keys < length, num_pages, stride_vb, stride_vs, PAGE)
         WIDTH1: tl.constexpr = D if D < D1 else D1
         k1 = cache_rows(k_ptr, k_rows, there, WIDTH1, D1, FP8_NONE, False)
         v = cache_rows(v_ptr, v_rows, there, DV, DVP, FP8_NONE, False)
@@ -95,6 +94,8 @@ def flash_decode_backward_kernel(
             scores = _capped(scores * score_scale, cap, SOFT_CAP)
             seen = _sees(keys, length, after, tl.where(is_row, row // G, -1), window, TQ, WINDOW)
             seen &= (lse > float("-inf"))[:, None]
+            if PAGE:
+                seen &= there[None, :]
             p = tl.exp2(tl.where(seen, scores - lse[:, None], float("-inf")))
             dp = td.dot(do, tl.trans(v), tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32), PRECISION)
             ds = p * (dp - delta[:, None]) * scale
@@ -157,7 +158,8 @@ def _prepare(workspace, operands, shape, options, capacity, splits):
     block_m, block_n, num_warps = _tile(shape, q.element_size(), q.device)
     args = (
         *operands[:5], block_table if paged else kv_lens, *operands[6:],
-        shape.heads, capacity, scale * LOG2_E.value, scale, (soft_cap or 0.0) * LOG2_E.value, window or 0,
+        shape.heads, capacity, k_cache.shape[0] if paged else 0,
+        scale * LOG2_E.value, scale, (soft_cap or 0.0) * LOG2_E.value, window or 0,
         *k_cache.stride()[:3], *v_cache.stride()[:3], block_table.stride(0) if paged else 0,
     )  # fmt: skip
     constants = {

@@ -65,13 +65,38 @@ def cache_rows(ptr, rows, there, WIDTH: tl.constexpr, PADDED: tl.constexpr, FP8:
 
 
 @td.jit
-def key_rows(table_ptr, keys, there, stride_block, stride_key, PAGE: tl.constexpr):
-    """Offsets of keys in a cache, which is paged if PAGE is not 0."""
+def num_keys(lens_ptr, entry, there, capacity):
+    """Number of keys of an entry, from 0 to ``capacity``, as int32.
+
+    A length of 64 bits is clamped before it is cut to 32, or 2**32 + 5 would count as 5.
+    """
+    return tl.minimum(tl.maximum(tl.load(lens_ptr + entry, mask=there, other=0), 0), capacity).to(tl.int32)
+
+
+@td.jit
+def key_rows(table_ptr, keys, there, num_pages, stride_block, stride_key, PAGE: tl.constexpr):
+    """(offsets of keys in a cache, whether each key can be read); the cache is paged if PAGE is not 0.
+
+    A page outside [0, num_pages) has no memory in the cache, so a key in one is masked like a key beyond the length.
+    """
     if PAGE:
         pages = tl.load(table_ptr + keys // PAGE, mask=there, other=0)
-        return pages.to(tl.int64) * stride_block + (keys % PAGE).to(tl.int64) * stride_key
+        rows = pages.to(tl.int64) * stride_block + (keys % PAGE).to(tl.int64) * stride_key
+        return rows, there & (pages >= 0) & (pages < num_pages)
     else:
-        return keys.to(tl.int64) * stride_key
+        return keys.to(tl.int64) * stride_key, there
+
+
+@td.jit
+def pages_exist(table_ptr, keys, there, num_pages, PAGE: tl.constexpr):
+    """Whether the page of each key is in the cache, for masking its scores.
+
+    Another load than that of ``key_rows``, told apart from it by its cache modifier. If one load served both, Triton's
+    pipeliner would take it for an operand of the product, and not for one that the loads of keys and values wait for:
+    it then keeps twice as many blocks of these in shared memory, and half as many programs fit an SM.
+    """
+    pages = tl.load(table_ptr + keys // PAGE, mask=there, other=0, cache_modifier=".ca")
+    return (pages >= 0) & (pages < num_pages)
 
 
 @td.jit

@@ -21,7 +21,16 @@ import triton.language as tl
 from tdkernels import lang as td
 from tdkernels.lang._trace import ALL_PEERS, NO_PEER
 from tdkernels.ops._attention import LOG2_E
-from tdkernels.ops.flash_decode_cache import add_scores, add_values, cache_rows, key_rows, load_query, query_columns
+from tdkernels.ops.flash_decode_cache import (
+    add_scores,
+    add_values,
+    cache_rows,
+    key_rows,
+    load_query,
+    num_keys,
+    pages_exist,
+    query_columns,
+)
 from tdkernels.ops.flash_decode_merge import (
     LARGE_PART,
     LARGE_PARTS_OF_GROUP,
@@ -73,7 +82,7 @@ def _sees(keys, length, after, step, window, TQ: tl.constexpr, WINDOW: tl.conste
 
 @td.jit
 def _attend(
-    q1, q2, k_ptr, v_ptr, table_ptr, first, last, length, after, step, score_scale, cap, window,
+    q1, q2, k_ptr, v_ptr, table_ptr, num_pages, first, last, length, after, step, score_scale, cap, window,
     stride_kb, stride_ks, stride_vb, stride_vs,
     TQ: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, FP8: tl.constexpr, PAIRS: tl.constexpr,
@@ -90,8 +99,7 @@ def _attend(
         q2, q2_odd = query_columns(q2, D2, PAIRS)
     for block in range(first, last):
         keys = block * BLOCK_N + tl.arange(0, BLOCK_N)
-        there = keys < length
-        k_rows = key_rows(table_ptr, keys, there, stride_kb, stride_ks, PAGE)
+        k_rows, there = key_rows(table_ptr, keys, keys < length, num_pages, stride_kb, stride_ks, PAGE)
         k1 = cache_rows(k_ptr, k_rows, there, WIDTH1, D1, FP8, PAIRS)
         scores = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
         scores = add_scores(scores, q1, q1_odd, k1, FP8, PAIRS, PRECISION)
@@ -99,7 +107,10 @@ def _attend(
             k2 = cache_rows(k_ptr + D1, k_rows, there, D - D1, D2, FP8, PAIRS)
             scores = add_scores(scores, q2, q2_odd, k2, FP8, PAIRS, PRECISION)
         scores = _capped(scores * score_scale, cap, SOFT_CAP)
-        scores = tl.where(_sees(keys, length, after, step, window, TQ, WINDOW), scores, float("-inf"))
+        seen = _sees(keys, length, after, step, window, TQ, WINDOW)
+        if PAGE:
+            seen &= pages_exist(table_ptr, keys, keys < length, num_pages, PAGE)[None, :]
+        scores = tl.where(seen, scores, float("-inf"))
         higher = tl.maximum(highest, td.max_of(scores, 1))
         base = tl.where(higher == float("-inf"), 0.0, higher)
         p = tl.exp2(scores - base[:, None])
@@ -109,8 +120,8 @@ def _attend(
         if V_IS_K:
             v = k1
         else:
-            v_rows = key_rows(table_ptr, keys, there, stride_vb, stride_vs, PAGE)
-            v = cache_rows(v_ptr, v_rows, there, DV, DVP, FP8, PAIRS)
+            v_rows, v_there = key_rows(table_ptr, keys, keys < length, num_pages, stride_vb, stride_vs, PAGE)
+            v = cache_rows(v_ptr, v_rows, v_there, DV, DVP, FP8, PAIRS)
         acc, acc_odd = add_values(acc, acc_odd, shrink, p, v, FP8, PAIRS, PRECISION)
     if PAIRS:
         acc = tl.join(acc, acc_odd).reshape(BLOCK_M, DVP)
@@ -151,12 +162,6 @@ def _place(pos, ends, blocks, tiles_of_entry):
 
 
 @td.jit
-def _length(lens_ptr, entry, there, capacity):
-    """How many keys this rank has of an entry; never more than the cache has room for."""
-    return tl.minimum(tl.maximum(tl.load(lens_ptr + entry, mask=there, other=0).to(tl.int32), 0), capacity)
-
-
-@td.jit
 def _first_blocks(lengths, after, window, TQ: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr):
     """Of each entry, the block of the first key that the first query sees."""
     if WINDOW:
@@ -172,14 +177,14 @@ def _num_blocks(length, skipped, BLOCK_N: tl.constexpr):
     return tl.maximum((length + BLOCK_N - 1) // BLOCK_N - skipped, 1)
 
 
-_OF_A_CALL = ["B", "heads", "capacity", "score_scale", "cap", "window", "plan"]
+_OF_A_CALL = ["B", "heads", "capacity", "num_pages", "score_scale", "cap", "window", "plan"]
 
 
 @td.jit(do_not_specialize=_OF_A_CALL)
 def flash_decode_kernel(
     ctx, q_ptr, k_ptr, v_ptr, lens_ptr, table_ptr, k_scale_ptr, v_scale_ptr, o_ptr, lse_ptr, lse2_ptr, scratch_ptr,
     flags_ptr,
-    B, heads, capacity, score_scale, cap, window, plan,
+    B, heads, capacity, num_pages, score_scale, cap, window, plan,
     stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, stride_table,
     RANKS: tl.constexpr, BP: tl.constexpr, TQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr, D1: tl.constexpr,
     D2: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, RP: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -215,7 +220,7 @@ def flash_decode_kernel(
     entries = tl.arange(0, BP)
     tiles_of_entry = heads * BLOCKS_R
     tiles = B * tiles_of_entry
-    lengths = _length(lens_ptr, entries, entries < B, capacity)
+    lengths = num_keys(lens_ptr, entries, entries < B, capacity)
     after = tl.full((BP,), 0, tl.int32)
     half = 0
     signal = 0
@@ -253,7 +258,7 @@ def flash_decode_kernel(
     count = 0  # of tiles that we finish, which follow each other
     last = -1  # of them
     while pos < end:
-        length = _length(lens_ptr, entry, True, capacity)
+        length = num_keys(lens_ptr, entry, True, capacity)
         other_keys = td.pick(after, entries, entry) if KNOWS_OTHERS else 0
         skipped = _first_blocks(length, other_keys, window, TQ, BLOCK_N, WINDOW)
         of_tile = _num_blocks(length, skipped, BLOCK_N)
@@ -275,7 +280,7 @@ def flash_decode_kernel(
         o, lse = _attend(
             q1, q2, k_ptr + from_entry * stride_kb + head.to(tl.int64) * stride_kh,
             v_ptr + from_entry * stride_vb + head.to(tl.int64) * stride_vh,
-            table_ptr + entry.to(tl.int64) * stride_table, skipped + pos - first, skipped + stop - first,
+            table_ptr + entry.to(tl.int64) * stride_table, num_pages, skipped + pos - first, skipped + stop - first,
             length, other_keys, tl.where(is_row, row // G, -1),
             scale_k, cap, window, stride_kb, stride_ks, stride_vb, stride_vs,
             TQ, D, D1, D2, DV, DVP, BLOCK_M, BLOCK_N, PAGE, FP8, PAIRS, V_IS_K, SOFT_CAP, WINDOW, PRECISION,

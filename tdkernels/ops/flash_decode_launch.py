@@ -209,8 +209,9 @@ def arguments(
     d1, d2 = shape.parts_of_d
     args = (
         ctx, q, k_cache, v_cache, kv_lens, block_table if paged else kv_lens, k_scale, v_scale, *outputs, scratch,
-        flags, shape.batch, shape.heads, capacity, scale * LOG2_E.value, (soft_cap or 0.0) * LOG2_E.value,
-        window or 0, plan, *k_cache.stride()[:3], *v_cache.stride()[:3], block_table.stride(0) if paged else 0,
+        flags, shape.batch, shape.heads, capacity, k_cache.shape[0] if paged else 0, scale * LOG2_E.value,
+        (soft_cap or 0.0) * LOG2_E.value, window or 0, plan,
+        *k_cache.stride()[:3], *v_cache.stride()[:3], block_table.stride(0) if paged else 0,
     )  # fmt: skip
     constants = {
         "RANKS": ranks, "BP": next_power_of_2(shape.batch), "TQ": shape.queries, "G": shape.group, "D": shape.d,

@@ -16,6 +16,7 @@ import torch
 from tdkernels.lang import _device_library
 from tdkernels.symm.buffer import SymmetricBuffer
 from tdkernels.symm.group import GroupState, resolve_group
+from tdkernels.symm.store_values import whole_number
 
 VARIABLE = "TDKERNELS_HEAP_MB"
 DEFAULT_MB = 2048
@@ -50,6 +51,19 @@ def first_fit(taken, nbytes, size):
     return start if start + nbytes <= size else None
 
 
+def _checked(peer, offer):
+    """(PE, [(size, intervals taken) of each piece]) that a rank has put into the store; from them follow addresses.
+
+    Raises:   ValueError unless all are integers in range
+    """
+    what = f"a piece of the heap of rank {peer}"
+    pieces = [
+        (whole_number(size, what), [[whole_number(end, what) for end in interval] for interval in taken])
+        for size, taken in offer["pieces"]
+    ]
+    return whole_number(offer["pe"], f"pe of rank {peer}", 1 << 31), pieces
+
+
 @dataclass
 class _Piece:
     """One allocation of the library, the same on all its processes, and which intervals of it are taken here."""
@@ -73,10 +87,11 @@ class Heap:
         """
         nbytes = -(-nbytes // _ALIGN) * _ALIGN
         here = {"pe": self.runtime.pe, "pieces": [[piece.size, piece.taken] for piece in self._pieces]}
-        offers = [json.loads(text) for text in state.exchange("symm.allocate", json.dumps(here))]
-        piece, start = self._place([offer["pieces"] for offer in offers], nbytes)
+        texts = state.exchange("symm.allocate", json.dumps(here))
+        pes, pieces = zip(*[_checked(peer, json.loads(text)) for peer, text in enumerate(texts)], strict=True)
+        piece, start = self._place(pieces, nbytes)
         piece.taken.append((start, start + nbytes))
-        return piece.base + start, [offer["pe"] for offer in offers]
+        return piece.base + start, list(pes)
 
     def _place(self, pieces_of_ranks, nbytes):
         """(piece, offset) of the first place that is free on all these ranks, in a new piece if need be."""

@@ -14,6 +14,7 @@ from tests.compiled.targets import BF16
 DECODES = {
     "one token": ((8, 1, 32, 128), 8, 128, 0, False, (None, None)),
     "tokens, paged, fp8": ((3, 2, 12, 96), 4, 80, 16, True, (30.0, 100)),
+    "paged": ((8, 1, 32, 128), 8, 128, 16, False, (None, None)),
     "latent": ((4, 1, 128, 576), 1, 512, 64, False, (None, None)),
 }
 

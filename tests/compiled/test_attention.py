@@ -69,3 +69,7 @@ def test_registers_that_nothing_has_written_are_found():
     # Only one way to the products goes through what writes UR4; UR7 has no way at all, and 0x80 is never reached.
     assert [address for address, _ in unwritten(code)] == [0x40, 0x50]
     assert [address for address, _ in unwritten([(0x00, "R2UR UR7, R7 "), *code[1:]])] == []
+    # ELECT writes its second operand, and URZ is none.
+    for written, found in (("UR62", []), ("URZ", [0x10])):
+        elected = [(0x00, f"ELECT P0, {written}, PT "), (0x10, "MOV R4, UR62 "), (0x20, "EXIT ")]
+        assert [address for address, _ in unwritten(elected)] == found

@@ -46,6 +46,13 @@ def test_a_decode_of_fp8_on_hopper_reads_no_single_bytes():
     assert not re.search(r"ld\.shared\.[bsu]8\b", ptx)
 
 
+@pytest.mark.parametrize("name, dtype", [("paged", BF16), ("tokens, paged, fp8", FP16), ("latent", BF16)])
+def test_two_paged_decodes_fit_a_multiprocessor_of_hopper(name, dtype):
+    """The default config reckons with two, and masking by pages must not change how many blocks are copied ahead."""
+    decode = compile_launches(decode_launch(name, "sm_90", dtype), "sm_90")[0]
+    assert 2 * (decode.metadata.shared + 1024) <= 228 << 10  # the driver takes 1 KiB for each program
+
+
 def test_a_decode_on_hopper_copies_ahead_and_uses_tensor_cores():
     decode, gradients = compile_launches(decode_launch("one token", "sm_90"), "sm_90")
     ptx = decode.asm["ptx"]

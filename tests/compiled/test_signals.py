@@ -31,6 +31,6 @@ def test_threads_come_together_after_a_spin():
     spinning += [compile_one_shot(kernel, "sm_90", BF16, split=2) for kernel in ONE_SHOT]
     spinning += [compile_attention(name, arch, **sizes) for arch, name, sizes in ODD_ATTENTION if arch == "sm_90"]
     for compiled in spinning:
-        ptx = compiled.asm["ptx"]
+        ptx = re.sub(r"\n\s*\.loc\b.*", "", compiled.asm["ptx"])  # triton 3.8 writes these into inline assembly as well
         assert len(re.findall(r"REACHED:\s*bar\.warp\.sync 0xffffffff", ptx)) == ptx.count("nanosleep") > 0
         assert "wgmma" in ptx

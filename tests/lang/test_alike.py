@@ -3,10 +3,13 @@
 On the launcher of the Triton that is installed, without a GPU: its C function is one that takes notes.
 """
 
+import functools
+import logging
 from types import SimpleNamespace
 
 import pytest
 import torch
+import triton
 import triton.language as tl
 from triton import knobs
 from triton.backends.nvidia import driver
@@ -41,17 +44,20 @@ class _Notes(list):
 class _Compiled(CompiledKernel):
     """A compiled kernel with Triton's launcher, whose C function keeps what it is given in ``given``."""
 
+    module = None  # nothing to unload, see CompiledKernel.__del__ from triton 3.8 on
+
     def __init__(self, described=(MAPPED, None), scratch=0):
         self.given = _Notes()
         self.function, self.packed_metadata = 11, (4, 1, 0)
         self.metadata = SimpleNamespace(tensordesc_meta=described)
         launcher = object.__new__(driver.CudaLauncher)
-        launcher.__dict__.update(num_ctas=1, launch_cooperative_grid=False, launch_pdl=True)
+        launcher.__dict__.update(num_ctas=1, launch_cooperative_grid=False, launch_pdl=True, gsan_enabled=False)
         launcher.__dict__.update(arg_annotations="annotations", kernel_signature=b"signature")
         for size in ("global_scratch", "profile_scratch"):
             launcher.__dict__.update({f"{size}_size": scratch, f"{size}_align": 1})
         signature = SIGNATURE if described is not None else {0: "*bf16", 1: "i32", 2: "*bf16"}
-        launcher.launch = driver.wrap_handle_tensordesc(self.given, signature, described)
+        meta = None if described is None else [*described]
+        launcher.launch = driver.wrap_handle_tensordesc(self.given, signature, meta)
         self._run = launcher
 
     run = property(lambda self: self._run)
@@ -64,14 +70,21 @@ class _Compiled(CompiledKernel):
         return self.given[-1]
 
 
+@pytest.fixture(autouse=True)
+def a_driver(monkeypatch):
+    """Triton's launcher asks for the active driver in each launch, from 3.8 on; here there is no GPU for it."""
+    monkeypatch.setattr(triton.runtime.driver, "_active", SimpleNamespace())
+
+
 @pytest.fixture
 def encoded(monkeypatch):
     """The addresses for which a tensor map was made, in turn."""
     addresses, plain = [], driver.make_tensordesc_arg
 
-    def make(arg, metadata):
+    @functools.wraps(plain)
+    def make(arg, metadata, *rest):
         if metadata is None:
-            return plain(arg, None)
+            return plain(arg, None, *rest)
         addresses.append(arg.base.data_ptr())
         return [("map", arg.base.data_ptr()), *arg.shape, *arg.strides]
 
@@ -153,6 +166,69 @@ def test_another_launcher_than_is_known_is_called_as_it_is(encoded, monkeypatch,
     assert Repeat.of(compiled, GRID, arguments(4096, 1), PLACES) is None
 
 
+def _changed(compiled, change):
+    """Let Triton's launcher hand on what ``change`` makes of the arguments of the launch and those of the kernel."""
+    expand, launcher = compiled.run.launch, compiled.given
+
+    def inner(*args):
+        given = []
+        _alike._with_nonlocal(expand, "launcher", lambda *args: given.extend(args))(*args)
+        nested = isinstance(given[-1], (tuple, list))
+        first = len(given) - 1 if nested else next(at for at, arg in enumerate(given) if isinstance(arg, torch.Tensor))
+        of_launch, of_kernel = change(given[:first], list(given[-1] if nested else given[first:]))
+        launcher(*of_launch, of_kernel) if nested else launcher(*of_launch, *of_kernel)
+
+    compiled.run.launch = inner
+
+
+CHANGES = {
+    "nothing": lambda of_launch, of_kernel: (of_launch, of_kernel),
+    "the order": lambda of_launch, of_kernel: (
+        of_launch, [of_kernel[7], *of_kernel[1:7], of_kernel[0], *of_kernel[8:]]
+    ),
+    "the number": lambda of_launch, of_kernel: (of_launch, [*of_kernel, 0]),
+    "an integer": lambda of_launch, of_kernel: (of_launch, [*of_kernel[:-1], of_kernel[-1] + 1]),
+    "the type of a number": lambda of_launch, of_kernel: (of_launch, [*of_kernel[:-1], float(of_kernel[-1])]),
+    "a tensor": lambda of_launch, of_kernel: (of_launch, [gpu_tensor(of_kernel[0].data_ptr()), *of_kernel[1:]]),
+    "what a map is": lambda of_launch, of_kernel: (of_launch, [of_kernel[0], 4160, *of_kernel[2:]]),
+    "memory of each launch": lambda of_launch, of_kernel: (
+        [object() if arg is None else arg for arg in of_launch], of_kernel
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_launcher_that_hands_on_other_arguments_is_called_as_it_is(encoded, caplog, monkeypatch, change):
+    monkeypatch.setattr(_alike, "_reported_slow_launches", False)
+    compiled = _Compiled()
+    args = arguments(4096, 1)
+    of_kernel = by_address(compiled.by_triton(GRID, args)[-1])
+    assert not isinstance(of_kernel, list) or of_kernel[7:9] == [8, 4224], "the pointers that CHANGES swaps"
+    _changed(compiled, CHANGES[change])
+    with caplog.at_level(logging.WARNING):
+        repeats = [Repeat.of(compiled, GRID, args, PLACES) for _ in range(3)]
+    if change == "nothing":
+        assert None not in repeats and not caplog.records
+    else:
+        assert repeats == [None] * 3
+        assert ["its launcher is not the one that was tested" in record.message for record in caplog.records] == [True]
+
+
+@pytest.fixture
+def another_version(monkeypatch):
+    """As if a Triton were installed that nobody has tested."""
+    monkeypatch.setattr(triton, "__version__", "3.999.0")
+    monkeypatch.setattr(_alike, "_reported_slow_launches", False)
+    _alike.triton_is_tested.cache_clear()
+    yield
+    monkeypatch.undo()
+    _alike.triton_is_tested.cache_clear()
+
+
+def test_the_installed_version_is_tested():
+    assert _alike.triton_is_tested(), "add it to TESTED_VERSIONS once these tests pass with it"
+
+
 @td.jit(do_not_specialize=["n"])
 def _kernel(x_ptr, desc, n, y_ptr, other, SIZE: tl.constexpr):
     pass
@@ -197,6 +273,19 @@ def test_the_second_launch_does_not_search_and_the_third_does_not_work_anything_
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     launch(alike, 8192)
     assert len(found) == 2, "another device has its own"
+
+
+def test_of_another_version_every_launch_is_left_to_triton(found, another_version, caplog):
+    alike = Alike(GRID, arguments(0, 1)[:5], PLACES, {"SIZE": 5})
+    with caplog.at_level(logging.WARNING):
+        for address in (4096, 4096, 4096):
+            launch(alike, address)
+        for _ in range(2):
+            _kernel[GRID](*arguments(4096, 1)[:5], SIZE=5)
+    assert len(found) == 5 and not _kernel._known
+    assert Repeat.of(_Compiled(), GRID, arguments(4096, 1), PLACES) is None
+    (record,) = caplog.records
+    assert "triton 3.999.0, which takes the host longer: it was tested with triton 3.6, 3.7, 3.8" in record.message
 
 
 def test_who_listens_to_launches_hears_of_them(found, encoded):

@@ -31,6 +31,8 @@ def _kernel(x_ptr, y_ptr, desc, n, m, SIZE: "tl.constexpr", FLAG: "tl.constexpr"
 
 
 class _Compiled(CompiledKernel):
+    module = None  # nothing to unload, see CompiledKernel.__del__ from triton 3.8 on
+
     def __init__(self):
         self.launches = []
 

@@ -77,6 +77,7 @@ class Decode:
         self.dtype, self.dim, self.value_dim, self.latent = dtype, dim, value_dim or dim, latent
         self.how = dict(scale=scale, soft_cap=soft_cap, window=window)
         self.page, self.table, self.options = page, None, {}
+        self.masked = None  # per sequence the keys of all ranks that have no weight, see ``attention``
         self.cpu = torch.Generator().manual_seed(seed)
         few = batch * keys * kv_heads * dim <= _ROOM
         self.generator = self.cpu if few else torch.Generator(device()).manual_seed(seed)
@@ -241,7 +242,8 @@ class Decode:
         q = of_rows(self.q, self.dim).to(dtype).requires_grad_(backward)
         k, v = (self._counted(name, sequence, heads, kv_heads, dtype).requires_grad_(backward) for name in CACHES)
         one_leaf = self.latent and "k_scale" not in self.options
-        o, lse = attention(q, k, k[..., : self.value_dim] if one_leaf else v, **self.how)
+        masked = None if self.masked is None else self.masked[sequence]
+        o, lse = attention(q, k, k[..., : self.value_dim] if one_leaf else v, **self.how, masked=masked)
         found = {"o": o.detach(), "lse": lse.detach()}
         if backward:
             incoming = [of_rows(self.do, self.value_dim).to(dtype), of_rows(self.dlse).to(lse.dtype)]
@@ -257,10 +259,11 @@ class Decode:
         return (stored.double() * factor.expand(kv_heads)[heads, None]).to(dtype)
 
 
-def attention(q, k, v, scale, soft_cap, window):
+def attention(q, k, v, scale, soft_cap, window, masked=None):
     """(o [Tq, Hq, Dv], lse [Tq, Hq]) of one sequence, by plain torch in the dtype of q; sums in no less than fp32.
 
     Args:     q: [Tq, Hq, D], the last positions of the sequence; k: [L, Hkv, D]; v: [L, Hkv, Dv]
+              masked: [L] bool, keys that have no weight for any token, whatever their position; None: there are none
     """
     (tokens, heads, dim), (length, kv_heads, _) = q.shape, k.shape
     wide = torch.promote_types(q.dtype, FP32)
@@ -273,6 +276,8 @@ def attention(q, k, v, scale, soft_cap, window):
     visible = key <= position
     if window is not None:
         visible &= key > position - window
+    if masked is not None:
+        visible &= ~masked
     any_key = visible.any(1)[:, None]
     # A token that sees nothing is taken as one that sees all, and its result replaced: so no gradient becomes NaN.
     scores = scores.masked_fill((any_key & ~visible)[:, None], -torch.inf)

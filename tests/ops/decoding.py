@@ -302,6 +302,78 @@ def refuses():
     case.check({"o": case.call()})
 
 
+# Of 64 bits: pages before and behind the cache, some that would be in it if they were cut to 32 bits, and some whose
+# offset in bytes is beyond 64 bits.
+WRONG_PAGES = [-1, None, 10**9, 1 << 32, -(1 << 32) + 1, 1 << 62, -(1 << 62)]  # None: the first behind the cache
+
+
+def masks_pages_outside_the_cache(config):
+    """Half of all pages are outside the cache, on every rank; what lies beside the cache in memory is NaN."""
+    for spec in (
+        dict(batch=4, heads=4, kv_heads=2, dim=16, keys=24, page=4, dtype=FP32),
+        dict(batch=3, heads=4, kv_heads=2, dim=16, keys=40, page=4, tokens=3, window=37, dtype=FP32),
+        dict(batch=2, heads=4, kv_heads=1, dim=24, value_dim=16, keys=12, page=4, tokens=2, latent=True),
+        dict(batch=2, heads=4, kv_heads=2, dim=32, keys=12, page=4, lens="full", scales="head"),
+    ):
+        case = Decode(**many(spec), seed=21)
+        wrong, case.masked = _wrong_pages(case)
+        blocks = case.k_cache.shape[0]
+        table = case.options["block_table"].long()
+        for number, (sequence, page) in enumerate(wrong[case.rank].nonzero().tolist()):
+            value = WRONG_PAGES[number % len(WRONG_PAGES)]
+            table[sequence, page] = blocks if value is None else value
+        case.options["block_table"] = table
+        for name in CACHES if not case.latent else CACHES[:1]:
+            setattr(case, name, _between_nans(getattr(case, name)))
+        if case.latent:
+            case.v_cache = case.k_cache[..., : case.value_dim]
+        _computes_as_expected(case, config, spec)
+
+
+def clamps_lengths_of_64_bits(config):
+    """Lengths that are right once they are clamped, and other lengths of 5 keys if they are cut to 32 bits first."""
+    for spec in (
+        dict(batch=6, heads=4, kv_heads=2, dim=16, keys=12, dtype=FP32),
+        dict(batch=6, heads=4, kv_heads=2, dim=16, keys=12, page=4, tokens=3, window=9, dtype=FP32),
+    ):
+        case = Decode(**many(spec), seed=22)
+        lens = case.all_lens[case.rank].clone()
+        lens[case.all_lens[case.rank] == spec["keys"]] = (1 << 32) + 5
+        lens[case.all_lens[case.rank] == 0] = -(1 << 32) + 5
+        assert case.all_lens.eq(0).any() and case.all_lens.eq(spec["keys"]).any(), "the case says little"
+        case.lens = lens.to(device())
+        _computes_as_expected(case, config, spec)
+
+
+def _computes_as_expected(case, config, spec):
+    wanted = () if spec.get("scales") else OPERANDS
+    with poisoned_outputs():
+        case.check(case.run(wanted, config=config_of(config)))
+    with torch.no_grad():
+        o, lse = case.call(tdkernels.flash_decode_ref, return_lse=True)
+        case.check({"o": o, "lse": lse})
+
+
+def _wrong_pages(case):
+    """([W, B, pages], every other page of each rank; per sequence whether its keys of all ranks are in such pages)."""
+    ranks, batch, pages = case.world_size, *case.table.shape
+    wrong = (torch.arange(batch)[:, None] + torch.arange(pages) + torch.arange(ranks)[:, None, None]) % 2 == 0
+    of_keys = wrong.repeat_interleave(case.page, 2)
+    masked = [
+        torch.cat([of_keys[rank, sequence, : case.all_lens[rank, sequence]] for rank in range(ranks)]).to(device())
+        for sequence in range(batch)
+    ]
+    return wrong, masked
+
+
+def _between_nans(cache):
+    """The cache, in memory that holds NaNs for two blocks before and behind it."""
+    whole = torch.full((cache.shape[0] + 4, *cache.shape[1:]), torch.nan, device=cache.device).to(cache.dtype)
+    view = whole[2:-2]
+    view.copy_(cache)
+    return view
+
+
 def refuses_what_only_the_device_knows():
     """With TDKERNELS_DEBUG each rank looks at its own lengths and pages."""
     with mock.patch.dict("os.environ", TDKERNELS_DEBUG="1"):

@@ -141,6 +141,17 @@ def test_bad_input(world_size):
     on_ranks(world_size, asked.refuses)
 
 
+# A rank of several nodes takes pages and lengths by the same kernel.
+@pytest.mark.parametrize("world_size, config", [(1, "default"), (2, "many programs"), (3, "default"), (2, "torch")])
+def test_keys_of_pages_outside_the_cache_are_masked(world_size, config):
+    on_ranks(world_size, asked.masks_pages_outside_the_cache, config)
+
+
+@pytest.mark.parametrize("world_size, config", [(1, "default"), (2, "many programs"), (3, "default"), (2, "torch")])
+def test_lengths_of_64_bits_are_clamped(world_size, config):
+    on_ranks(world_size, asked.clamps_lengths_of_64_bits, config)
+
+
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_wrong_lens_and_pages(world_size):
     on_ranks(world_size, asked.refuses_what_only_the_device_knows)

@@ -1,14 +1,18 @@
 """Symmetric buffers and workspaces seen from the host: what is shared, who may ask for it, and where it goes."""
 
+import contextlib
 import gc
+import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import weakref
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +20,7 @@ import torch.distributed as dist
 
 import tdkernels.symm.workspace as workspace_module
 from tdkernels.symm import allocate, get_workspace, resolve_group
-from tests.ranks import a_group, device, fresh_ranks, on_ranks
+from tests.ranks import DEVICE, a_group, device, fresh_ranks, on_ranks
 
 ROOT = Path(__file__).parent.parent.parent
 # Never a multiple of what a page, a word or a vector holds, but for one.
@@ -119,6 +123,52 @@ def test_who_has_met_less_often_makes_the_same_groups():
         pool.run(meets_once_more_on_rank_0)
 
 
+@contextlib.contextmanager
+def offering(**fields):
+    """This rank puts these values into the store in the place of what describes its memory."""
+    dumps = json.dumps
+
+    def altered(value):
+        return dumps({**value, **fields} if isinstance(value, dict) and "fd" in value else value)
+
+    with mock.patch("tdkernels.symm.shm.json.dumps", altered):
+        yield
+
+
+def opens_no_file_of_others(folder):
+    """Rank 1 offers paths, and numbers of files that are not its memory: all ranks refuse, and open nothing."""
+    victim = Path(folder) / f"victim{dist.get_rank()}"
+    victim.write_bytes(bytes(8192))
+    opened, really_open = [], os.open
+    with open(victim, "r+b") as file:
+        file.read()
+        no_number = "of rank 1 must be an integer"
+        offers = [
+            ({"pid": f"self/root/{victim}/..", "fd": victim.name}, f"pid {no_number}"),
+            *(({"pid": pid}, f"pid {no_number}") for pid in (str(os.getpid()), -1, None)),
+            *(({"fd": fd}, f"fd {no_number}") for fd in (f"../root{victim}", True, 1.5, None, 1 << 40)),
+            ({"fd": file.fileno()}, "is not rank 1's memory"),
+        ]
+        for offer, message in offers:
+            with a_group() as group, contextlib.ExitStack() as stack:
+                stack.enter_context(
+                    mock.patch("tdkernels.symm.shm.os.open", lambda *args: opened.append(args[0]) or really_open(*args))
+                )
+                if dist.get_rank() == 1:
+                    stack.enter_context(offering(**offer))
+                with pytest.raises(RuntimeError, match=f"cannot share memory.*{message}"):
+                    allocate(4096, group, device())
+    # Rank 0's memory is opened by rank 1, as ever; nothing that rank 1 has offered is opened by rank 0.
+    assert len(opened) == (len(offers) if dist.get_rank() == 1 else 0), opened
+    assert victim.read_bytes() == bytes(8192)
+
+
+def test_values_of_the_store_name_no_file(tmp_path):
+    if DEVICE == "cuda":
+        pytest.skip("the memory of GPUs is shared by torch")
+    on_ranks(2, opens_no_file_of_others, str(tmp_path))
+
+
 def waits_at_the_barrier():
     rank, world_size = dist.get_rank(), dist.get_world_size()
     buffer = allocate(8, device=device())
@@ -162,6 +212,49 @@ def closes():
 
 def test_close():
     on_ranks(2, closes)
+
+
+def num_descriptors():
+    return len(os.listdir("/proc/self/fd"))
+
+
+def keeps_no_descriptors():
+    """Live buffers and workspaces take none, however many there are and however often these grow."""
+    rank = dist.get_rank()
+    with a_group() as group:
+        kept = [allocate(64, group, device())]
+        get_workspace(group, device(), "first").prepare("an operator", {"size": 64}, 64, 1)
+        before = num_descriptors()
+        kept += [allocate(64 * (n + 1), group, device()) for n in range(10)]
+        for n in range(10):
+            for size in (64, 70001):
+                workspace = get_workspace(group, device(), f"workspace {n}")
+                workspace.prepare("an operator", {"size": size}, size, 1)
+        assert num_descriptors() == before
+        kept[0].barrier()
+        for buffer in kept:  # they are still shared
+            buffer.tensor((rank + 1) % dist.get_world_size())[0] = 1 + rank
+            buffer.barrier()
+            assert buffer.tensor(rank)[0] == 1 + (rank - 1) % dist.get_world_size()
+        for buffer in kept:
+            buffer.close()
+
+
+def test_live_workspaces_keep_no_descriptors():
+    if DEVICE == "cuda":
+        pytest.skip("the memory of GPUs is shared by torch")
+    on_ranks(3, keeps_no_descriptors)
+
+
+def test_a_file_that_is_too_short_is_not_mapped():
+    from tdkernels.symm.shm import _map
+
+    with tempfile.TemporaryFile() as file:
+        file.write(bytes(100))
+        file.flush()
+        with pytest.raises(ValueError):
+            _map(file.fileno(), 101)
+        assert bytes(_map(file.fileno(), 100)) == bytes(100)
 
 
 # ---- bad arguments ----

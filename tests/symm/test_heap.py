@@ -1,5 +1,6 @@
 """Where groups put their buffers in one heap, and NVSHMEM from the host, against stand-ins for its modules."""
 
+import json
 import os
 import sys
 import types
@@ -34,7 +35,7 @@ def test_first_fit(taken, nbytes, place):
 class _Runtime:
     """A library whose processes are the ranks, in reverse order."""
 
-    pe = property(lambda self: 10 - dist.get_rank())
+    pe = property(lambda self: 10 - dist.get_rank() if dist.is_initialized() else 10)
     num_pes = 3
 
     def __init__(self):
@@ -72,6 +73,22 @@ def test_groups_agree_on_a_place():
     first, last = [(one, [10, 9])], [(one + 4608, [10, 9])]
     sizes = [8192, 8192, 9216]
     assert on_ranks(3, _places) == [(first + world + last, sizes)] * 2 + [(world, sizes)]
+
+
+OFFERS = [
+    ({"pe": "0", "pieces": [[8192, []]]}, "pe of rank 0"),
+    ({"pe": -1, "pieces": [[8192, []]]}, "pe of rank 0"),
+    ({"pe": 0, "pieces": [["8192", []]]}, "a piece of the heap of rank 0"),
+    ({"pe": 0, "pieces": [[8192, [[0, -4096]]]]}, "a piece of the heap of rank 0"),
+    ({"pe": 0, "pieces": [[8192, [[0, 512.5]]]]}, "a piece of the heap of rank 0"),
+]
+
+
+@pytest.mark.parametrize("offer, what", OFFERS)
+def test_what_is_no_number_becomes_no_address(offer, what):
+    group = types.SimpleNamespace(exchange=lambda operator, text: [json.dumps(offer)])
+    with pytest.raises(ValueError, match=f"{what} must be an integer from 0 to"):
+        heap.Heap(_Runtime(), 8192).take(group, 1000)
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "many"])
