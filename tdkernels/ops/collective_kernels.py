@@ -45,6 +45,12 @@ def _blocks(left, piece_blocks, BLOCK: tl.constexpr):
 
 
 @td.jit
+def _sent(left, signal):
+    """How many of ``left`` items are stored at peers: none in a void launch, as a peer may still read earlier ones."""
+    return tl.where(td.is_void(signal), 0, left)
+
+
+@td.jit
 def _first_block(
     x_ptr, piece, piece_blocks, n,
     DTYPE: tl.constexpr, ITEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
@@ -242,7 +248,7 @@ def all_gather_kernel(
         y = y_ptr.to(tl.int64) + start * ITEM_BYTES
         slots = area + start * ITEM_BYTES
         _send_to_all(
-            ctx, me, ranks, block, x, slots + me * slot_bytes, y + me * n * ITEM_BYTES, left, blocks,
+            ctx, me, ranks, block, x, slots + me * slot_bytes, y + me * n * ITEM_BYTES, _sent(left, signal), blocks,
             True, DTYPE, ITEM_BYTES, ALIGNED, BLOCK,
         )  # fmt: skip
         # waiter: every peer's program of this piece
@@ -280,7 +286,7 @@ def reduce_scatter_kernel(
         z = z_ptr.to(tl.int64) + start * ITEM_BYTES
         slots = area + start * ITEM_BYTES
         _send_to_each(
-            ctx, me, ranks, x, n * ITEM_BYTES, slots + me * slot_bytes, left, 0, blocks,
+            ctx, me, ranks, x, n * ITEM_BYTES, slots + me * slot_bytes, _sent(left, signal), 0, blocks,
             DTYPE, ITEM_BYTES, ALIGNED, BLOCK,
         )  # fmt: skip
         # waiter: every peer's program of this piece
@@ -317,7 +323,7 @@ def all_reduce_one_shot_kernel(
         z = z_ptr.to(tl.int64) + start * ITEM_BYTES
         slots = area + start * ITEM_BYTES
         _send_to_all(
-            ctx, me, ranks, block, x, slots + me * slot_bytes, z, left, blocks,
+            ctx, me, ranks, block, x, slots + me * slot_bytes, z, _sent(left, signal), blocks,
             False, DTYPE, ITEM_BYTES, ALIGNED, BLOCK,
         )  # fmt: skip
         # waiter: every peer's program of this piece
@@ -363,7 +369,7 @@ def all_reduce_two_shot_kernel(
         slots = area + round_ * piece_bytes
         sums = area + ranks * part_bytes + start * ITEM_BYTES
         _send_to_each(
-            ctx, me, ranks, x, piece_bytes, slots + me * part_bytes, left, piece, blocks,
+            ctx, me, ranks, x, piece_bytes, slots + me * part_bytes, _sent(left, signal), piece, blocks,
             DTYPE, ITEM_BYTES, ALIGNED, BLOCK,
         )  # fmt: skip
         # waiter: every peer's program of this round, before it sums
@@ -371,8 +377,8 @@ def all_reduce_two_shot_kernel(
         # producer: every peer's program of this round, before it waits
         td.wait_plan_all(ctx, signals + round_, rounds, signal)
         _sum_blocks(
-            ctx, me, ranks, x + own, buffer + slots, part_bytes, sums + own, z + own, left - me * piece, blocks,
-            True, DTYPE, ITEM_BYTES, ALIGNED, BLOCK,
+            ctx, me, ranks, x + own, buffer + slots, part_bytes, sums + own, z + own, _sent(left - me * piece, signal),
+            blocks, True, DTYPE, ITEM_BYTES, ALIGNED, BLOCK,
         )  # fmt: skip
         # waiter: every peer's program of this round, at its end
         td.notify_all(ctx, signals + (ranks + me) * rounds + round_, signal, PASSES_ON=True)
