@@ -177,7 +177,7 @@ def begin_nodes_kernel(ctx, plan):
         if peer // local == me // local:
             td.notify(ctx, td.ready_at(ctx, me), peer, signal)
         else:
-            td.signal(ctx, td.ready_at(ctx, me), signal, peer)
+            td.signal(ctx, td.ready_at(ctx, me), signal, peer, PASSES_ON=True)  # a void launch sends nothing
     for step in range(1, ranks):
         peer = (me + step) % ranks
         # producer: the peer's begin_nodes_kernel
