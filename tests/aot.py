@@ -181,6 +181,7 @@ def recorded_launches(launchers, ranks=1, nodes=1):
     """
     launches = []
     workspace = MagicMock(ctx=pointer(torch.int64), kept={}, launches={}, world_size=ranks, half_bytes=1 << 30)
+    workspace.note_call = 1
     workspace.group.topology = Topology(0, ranks, ranks // nodes)
     workspace.group.local_world_size = ranks // nodes if nodes > 1 else 1 << 30
     workspace.prepare.return_value = PLAN

@@ -72,6 +72,8 @@ def push_kernel(
 ):
     """Push a shard into everybody's fixed half, our own included, after ``begin_kernel``; waits for nothing."""
     signal = td.signal_of(ctx, td.epoch(ctx), plan)
+    # A void launch pushes nothing: a peer may still read what an earlier launch has pushed.
+    num_chunks = tl.where(td.is_void_for_all(signal), 0, num_chunks)
     push_shard(
         ctx, x_ptr.to(tl.int64), 0, signal, shard_bytes, chunk_bytes, num_chunks, slot_bytes,
         tl.program_id(0), tl.num_programs(0), COPY_OWN=True, COPY_WORDS=COPY_WORDS, trace=(None, 0),

@@ -177,7 +177,7 @@ def begin_nodes_kernel(ctx, plan):
         if peer // local == me // local:
             td.notify(ctx, td.ready_at(ctx, me), peer, signal)
         else:
-            td.signal(ctx, td.ready_at(ctx, me), signal, peer)
+            td.signal(ctx, td.ready_at(ctx, me), signal, peer, PASSES_ON=True)  # a void launch sends nothing
     for step in range(1, ranks):
         peer = (me + step) % ranks
         # producer: the peer's begin_nodes_kernel
@@ -199,6 +199,8 @@ def push_nodes_kernel(
     The first ``num_send`` programs wait for nothing; the others, which relay, wait for those of other ranks.
     """
     signal = td.signal_of(ctx, td.epoch(ctx), plan)
+    # A void launch pushes nothing: a peer, or the network, may still read what an earlier launch has pushed.
+    num_chunks = tl.where(td.is_void_for_all(signal), 0, num_chunks)
     pid = tl.program_id(0)
     if pid < num_send:
         send_shard(
@@ -233,3 +235,4 @@ def await_nodes_kernel(ctx, num_chunks, first_chunk, last_chunk, first_step, las
         source = source_at(step, me, ranks, local)
         for chunk in range(first_chunk, last_chunk):
             await_chunk(ctx, 0, source, chunk, num_chunks, signal)
+    td.end_wait(ctx)

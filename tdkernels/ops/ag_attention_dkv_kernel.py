@@ -172,7 +172,7 @@ def ag_attention_dkv_kernel(
     pieces = num_comm + tiles + tl.where(ranks > 1, 1, 0)
     known = tl.full((), 0, tl.int32)
 
-    piece = td.ticket_of(td.take_ticket(ctx))
+    piece = td.ticket_of(td.take_first_ticket(ctx, signal))
     while piece < pieces:
         if piece < num_comm:
             push_rows(

@@ -133,7 +133,7 @@ def ag_attention_kernel(
     pieces = num_comm + tiles + tl.where(ranks > 1, 1, 0)
     known = tl.full((), 0, tl.int32)  # chunks of the peers, as they arrive, that this program has waited for
 
-    piece = td.ticket_of(td.take_ticket(ctx))
+    piece = td.ticket_of(td.take_first_ticket(ctx, signal))
     while piece < pieces:
         trace = (trace_ptr, piece)
         td.mark(trace, "starts")

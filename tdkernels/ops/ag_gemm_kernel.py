@@ -150,7 +150,7 @@ def ag_gemm_kernel(
 
     pieces = num_comm + tiles_n * (tiles_m + (ranks - 1) * num_chunks * chunk_tiles)
 
-    piece = td.ticket_of(td.take_ticket(ctx))
+    piece = td.ticket_of(td.take_first_ticket(ctx, signal))
     while piece < pieces:
         trace = (trace_ptr, piece)
         td.mark(trace, "starts")

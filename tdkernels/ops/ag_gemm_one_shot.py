@@ -28,16 +28,19 @@ _PREFETCH_COLUMNS = 1024
 
 @td.jit
 def _push(
-    ctx, x_ptr, half, slot, size, share, pusher, me, ranks,
+    ctx, x_ptr, half, signal, slot, size, share, pusher, me, ranks,
     DTYPE: tl.constexpr, ELEM_BYTES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store elements share * pusher … of our shard, which has ``size``, ``slot`` bytes into everybody's buffer."""
+    """Store elements share * pusher … of our shard, which has ``size``, ``slot`` bytes into everybody's buffer.
+
+    A void launch stores nothing: a peer may still read what an earlier launch has pushed.
+    """
     offs = tl.arange(0, BLOCK)
     begin = tl.cast(pusher, tl.int64) * share
     left = tl.minimum(size - begin, share)
     for start in range(0, left, BLOCK):
         at = (begin + start) * ELEM_BYTES
-        mask = offs < left - start
+        mask = (offs < left - start) & (td.is_void(signal) == 0)
         block = tl.load(td.pointer_to(x_ptr.to(tl.int64) + at, DTYPE) + offs, mask=mask)
         for step in range(1, ranks + 1):
             dst = td.data_at(ctx, half, (me + step) % ranks) + slot + at
@@ -93,7 +96,7 @@ def ag_gemm_one_shot_kernel(
         td.mark(trace, "pushes", ALL_PEERS)
         slot = tl.cast(me, tl.int64) * slot_rows * K * ELEM_BYTES
         size = tl.cast(M_shard, tl.int64) * K
-        _push(ctx, x_ptr, half, slot, size, share, program, me, ranks, DTYPE, ELEM_BYTES, COPY_BLOCK)
+        _push(ctx, x_ptr, half, signal, slot, size, share, program, me, ranks, DTYPE, ELEM_BYTES, COPY_BLOCK)
         # waiter: everybody's programs that multiply
         td.notify_all(ctx, td.signal_at(ctx, half, me * num_comm + program), signal, WITH_OWN=True)
     else:

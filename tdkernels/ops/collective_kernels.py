@@ -21,14 +21,16 @@ from tdkernels.lang._context import MAX_RANKS
 
 @td.jit
 def _begin(ctx, plan):
-    """(our rank, how many there are, this call's signal, its first signal word, where in a buffer its half begins).
+    """(our rank, how many there are, this call's signal, its first signal word, where in a buffer its half begins,
+    sent).
 
-    Read once: after a wait the table is in no cache near by.
+    ``sent``: whether anything is stored at peers, for masks (``td.is_void``). Not in a void launch, since a peer may
+    still read what an earlier launch has stored. All of it is read once: after a wait the table is in no cache near by.
     """
     me = td.rank(ctx)
     epoch, half, signal = td.call(ctx, plan)
     area = td.data_at(ctx, half, me) - td.symm_base(ctx, me)
-    return me, td.num_ranks(ctx), signal, td.signal_at(ctx, half, 0), area
+    return me, td.num_ranks(ctx), signal, td.signal_at(ctx, half, 0), area, td.is_void(signal) == 0
 
 
 @td.jit
@@ -58,12 +60,12 @@ def _first_block(
 
 @td.jit
 def _send_to_all(
-    ctx, me, ranks, block, x, slot, y, left, blocks,
+    ctx, me, ranks, block, x, slot, y, left, sent, blocks,
     KEEP: tl.constexpr, DTYPE: tl.constexpr, ITEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Store blocks at x, of which ``left`` items exist, ``slot`` bytes into every peer's buffer; KEEP: at y too.
 
-    ``block`` is the first of them.
+    ``block`` is the first of them. Nothing goes to peers if not ``sent``.
     """
     offs = tl.arange(0, BLOCK)
     for b in range(blocks):
@@ -75,7 +77,7 @@ def _send_to_all(
         )
         for step in range(1, ranks):
             dst = td.symm_base(ctx, (me + step) % ranks) + slot + start * ITEM_BYTES
-            tl.store(td.pointer_to(dst, DTYPE) + offs, block, mask=mask)
+            tl.store(td.pointer_to(dst, DTYPE) + offs, block, mask=mask & sent)
         if KEEP:
             tl.store(td.pointer_to(y + start * ITEM_BYTES, DTYPE, ALIGNED) + offs, block, mask=mask)
         block = ahead
@@ -97,20 +99,20 @@ def _read_from(
 
 
 @td.jit
-def _send_to(ctx, i, me, ranks, slot, part, offs, left, spacing, DTYPE: tl.constexpr):
-    """Store a part ``slot`` bytes into the buffer of the i-th peer above us."""
+def _send_to(ctx, i, me, ranks, slot, part, offs, left, spacing, sent, DTYPE: tl.constexpr):
+    """Store a part ``slot`` bytes into the buffer of the i-th peer above us, if it is ``sent``."""
     dst = td.symm_base(ctx, (me + 1 + i) % ranks) + slot
-    tl.store(td.pointer_to(dst, DTYPE) + offs, part, mask=_mask_of(i, me, ranks, offs, left, spacing))
+    tl.store(td.pointer_to(dst, DTYPE) + offs, part, mask=_mask_of(i, me, ranks, offs, left, spacing) & sent)
 
 
 @td.jit
 def _send_to_each(
-    ctx, me, ranks, x, stride, slot, left, spacing, blocks,
+    ctx, me, ranks, x, stride, slot, left, spacing, sent, blocks,
     DTYPE: tl.constexpr, ITEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Store blocks at address x + r * stride ``slot`` bytes into the buffer of rank r, for every peer r.
 
-    Of them ``left - r * spacing`` items exist.
+    Of them ``left - r * spacing`` items exist; none is stored if they are not ``sent``.
     """
     offs = tl.arange(0, BLOCK)
     for b in range(blocks):
@@ -123,10 +125,10 @@ def _send_to_each(
             part1 = _read_from(i + 1, me, ranks, src, stride, offs, rest, spacing, DTYPE, ALIGNED)
             part2 = _read_from(i + 2, me, ranks, src, stride, offs, rest, spacing, DTYPE, ALIGNED)
             part3 = _read_from(i + 3, me, ranks, src, stride, offs, rest, spacing, DTYPE, ALIGNED)
-            _send_to(ctx, i, me, ranks, dst, part0, offs, rest, spacing, DTYPE)
-            _send_to(ctx, i + 1, me, ranks, dst, part1, offs, rest, spacing, DTYPE)
-            _send_to(ctx, i + 2, me, ranks, dst, part2, offs, rest, spacing, DTYPE)
-            _send_to(ctx, i + 3, me, ranks, dst, part3, offs, rest, spacing, DTYPE)
+            _send_to(ctx, i, me, ranks, dst, part0, offs, rest, spacing, sent, DTYPE)
+            _send_to(ctx, i + 1, me, ranks, dst, part1, offs, rest, spacing, sent, DTYPE)
+            _send_to(ctx, i + 2, me, ranks, dst, part2, offs, rest, spacing, sent, DTYPE)
+            _send_to(ctx, i + 3, me, ranks, dst, part3, offs, rest, spacing, sent, DTYPE)
 
 
 @td.jit
@@ -189,12 +191,12 @@ def _sum_of_ranks(
 
 @td.jit
 def _sum_blocks(
-    ctx, me, ranks, x, parts, part_bytes, sums, z, left, blocks,
+    ctx, me, ranks, x, parts, part_bytes, sums, z, left, sent, blocks,
     SEND: tl.constexpr, DTYPE: tl.constexpr, ITEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """z = the sums of blocks, ours at address x and that of rank r at parts + r * part_bytes in our buffer.
 
-    SEND: they are stored ``sums`` bytes into every peer's buffer, too.
+    SEND: they are stored ``sums`` bytes into every peer's buffer, too, if ``sent``.
     """
     offs = tl.arange(0, BLOCK)
     for b in range(blocks):
@@ -205,7 +207,7 @@ def _sum_blocks(
         if SEND:
             for step in range(1, ranks):
                 dst = td.symm_base(ctx, (me + step) % ranks) + sums + at
-                tl.store(td.pointer_to(dst, DTYPE) + offs, total, mask=mask)
+                tl.store(td.pointer_to(dst, DTYPE) + offs, total, mask=mask & sent)
         tl.store(td.pointer_to(z + at, DTYPE, ALIGNED) + offs, total, mask=mask)
 
 
@@ -231,7 +233,7 @@ def all_gather_kernel(
     n = _length(n, ITEM_BYTES, ALIGNED)
     # On its way while the table is read.
     block = _first_block(x_ptr, tl.program_id(0), piece_blocks, n, DTYPE, ITEM_BYTES, ALIGNED, BLOCK)
-    me, ranks, signal, signals, area = _begin(ctx, plan)
+    me, ranks, signal, signals, area, sent = _begin(ctx, plan)
     pieces, slot_bytes = _pieces(n, piece_blocks, ITEM_BYTES, BLOCK)
     buffer = td.symm_base(ctx, me)
     for piece in range(tl.program_id(0), pieces, tl.num_programs(0)):
@@ -242,7 +244,7 @@ def all_gather_kernel(
         y = y_ptr.to(tl.int64) + start * ITEM_BYTES
         slots = area + start * ITEM_BYTES
         _send_to_all(
-            ctx, me, ranks, block, x, slots + me * slot_bytes, y + me * n * ITEM_BYTES, left, blocks,
+            ctx, me, ranks, block, x, slots + me * slot_bytes, y + me * n * ITEM_BYTES, left, sent, blocks,
             True, DTYPE, ITEM_BYTES, ALIGNED, BLOCK,
         )  # fmt: skip
         # waiter: every peer's program of this piece
@@ -269,7 +271,7 @@ def reduce_scatter_kernel(
     buffer, which is [ranks, pieces * PIECE].
     """
     n = _length(n, ITEM_BYTES, ALIGNED)
-    me, ranks, signal, signals, area = _begin(ctx, plan)
+    me, ranks, signal, signals, area, sent = _begin(ctx, plan)
     pieces, slot_bytes = _pieces(n, piece_blocks, ITEM_BYTES, BLOCK)
     buffer = td.symm_base(ctx, me)
     for piece in range(tl.program_id(0), pieces, tl.num_programs(0)):
@@ -280,7 +282,7 @@ def reduce_scatter_kernel(
         z = z_ptr.to(tl.int64) + start * ITEM_BYTES
         slots = area + start * ITEM_BYTES
         _send_to_each(
-            ctx, me, ranks, x, n * ITEM_BYTES, slots + me * slot_bytes, left, 0, blocks,
+            ctx, me, ranks, x, n * ITEM_BYTES, slots + me * slot_bytes, left, 0, sent, blocks,
             DTYPE, ITEM_BYTES, ALIGNED, BLOCK,
         )  # fmt: skip
         # waiter: every peer's program of this piece
@@ -288,7 +290,7 @@ def reduce_scatter_kernel(
         # producer: every peer's program of this piece
         td.wait_plan_all(ctx, signals + piece, pieces, signal)
         _sum_blocks(
-            ctx, me, ranks, x + me * n * ITEM_BYTES, buffer + slots, slot_bytes, 0, z, left, blocks,
+            ctx, me, ranks, x + me * n * ITEM_BYTES, buffer + slots, slot_bytes, 0, z, left, sent, blocks,
             False, DTYPE, ITEM_BYTES, ALIGNED, BLOCK,
         )  # fmt: skip
     td.finish(ctx)
@@ -306,7 +308,7 @@ def all_reduce_one_shot_kernel(
     n = _length(n, ITEM_BYTES, ALIGNED)
     # On its way while the table is read.
     block = _first_block(x_ptr, tl.program_id(0), piece_blocks, n, DTYPE, ITEM_BYTES, ALIGNED, BLOCK)
-    me, ranks, signal, signals, area = _begin(ctx, plan)
+    me, ranks, signal, signals, area, sent = _begin(ctx, plan)
     pieces, slot_bytes = _pieces(n, piece_blocks, ITEM_BYTES, BLOCK)
     buffer = td.symm_base(ctx, me)
     for piece in range(tl.program_id(0), pieces, tl.num_programs(0)):
@@ -317,7 +319,7 @@ def all_reduce_one_shot_kernel(
         z = z_ptr.to(tl.int64) + start * ITEM_BYTES
         slots = area + start * ITEM_BYTES
         _send_to_all(
-            ctx, me, ranks, block, x, slots + me * slot_bytes, z, left, blocks,
+            ctx, me, ranks, block, x, slots + me * slot_bytes, z, left, sent, blocks,
             False, DTYPE, ITEM_BYTES, ALIGNED, BLOCK,
         )  # fmt: skip
         # waiter: every peer's program of this piece
@@ -325,7 +327,7 @@ def all_reduce_one_shot_kernel(
         # producer: every peer's program of this piece
         td.wait_plan_all(ctx, signals + piece, pieces, signal)
         _sum_blocks(
-            ctx, me, ranks, x, buffer + slots, slot_bytes, 0, z, left, blocks,
+            ctx, me, ranks, x, buffer + slots, slot_bytes, 0, z, left, sent, blocks,
             False, DTYPE, ITEM_BYTES, ALIGNED, BLOCK,
         )  # fmt: skip
         block = _first_block(
@@ -347,7 +349,7 @@ def all_reduce_two_shot_kernel(
     [ranks, rounds * PIECE], then the sums of all pieces, [rounds, ranks, PIECE].
     """
     n = _length(n, ITEM_BYTES, ALIGNED)
-    me, ranks, signal, signals, area = _begin(ctx, plan)
+    me, ranks, signal, signals, area, sent = _begin(ctx, plan)
     piece = tl.cast(piece_blocks, tl.int64) * BLOCK
     piece_bytes = piece * ITEM_BYTES
     rounds = ((n + ranks * piece - 1) // (ranks * piece)).to(tl.int32)
@@ -363,7 +365,7 @@ def all_reduce_two_shot_kernel(
         slots = area + round_ * piece_bytes
         sums = area + ranks * part_bytes + start * ITEM_BYTES
         _send_to_each(
-            ctx, me, ranks, x, piece_bytes, slots + me * part_bytes, left, piece, blocks,
+            ctx, me, ranks, x, piece_bytes, slots + me * part_bytes, left, piece, sent, blocks,
             DTYPE, ITEM_BYTES, ALIGNED, BLOCK,
         )  # fmt: skip
         # waiter: every peer's program of this round, before it sums
@@ -371,8 +373,8 @@ def all_reduce_two_shot_kernel(
         # producer: every peer's program of this round, before it waits
         td.wait_plan_all(ctx, signals + round_, rounds, signal)
         _sum_blocks(
-            ctx, me, ranks, x + own, buffer + slots, part_bytes, sums + own, z + own, left - me * piece, blocks,
-            True, DTYPE, ITEM_BYTES, ALIGNED, BLOCK,
+            ctx, me, ranks, x + own, buffer + slots, part_bytes, sums + own, z + own, left - me * piece, sent,
+            blocks, True, DTYPE, ITEM_BYTES, ALIGNED, BLOCK,
         )  # fmt: skip
         # waiter: every peer's program of this round, at its end
         td.notify_all(ctx, signals + (ranks + me) * rounds + round_, signal, PASSES_ON=True)

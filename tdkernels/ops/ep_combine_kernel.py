@@ -101,7 +101,8 @@ def _sum_here(
 
 @td.jit
 def _send_rows(
-    places_ptr, rows_ptr, slot, items, K: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    places_ptr, rows_ptr, slot, items, is_sent, K: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Copy all rows that a token has here to their places in its slot."""
     for j in range(K):
@@ -111,7 +112,7 @@ def _send_rows(
             for block in range((items + BLOCK - 1) // BLOCK):
                 offs = block * BLOCK + tl.arange(0, BLOCK)
                 row = tl.load(td.pointer_to(address, DTYPE, ALIGNED) + offs, mask=offs < items)
-                tl.store(td.pointer_to(part, DTYPE) + offs, row, mask=offs < items)
+                tl.store(td.pointer_to(part, DTYPE) + offs, row, mask=(offs < items) & is_sent)
 
 
 @td.jit
@@ -139,29 +140,31 @@ def send_chunk(
     staged = tl.load(theirs_at(tables, EXPERTS, RANKS) + owner)
     goes = tl.load(their_at(tables, EXPERTS, RANKS) + owner)
     area = td.data_at(ctx, half, to)
+    is_sent = td.is_void(signal) == 0  # the peer may still read what an earlier launch has sent
     for i in range(first, end):
         slot = area + (goes + i).to(tl.int64) * bytes_of_slot
         places_ptr = slot_at(came, staged + i, K, RANKS)
         if PER_EXPERT:
-            _send_rows(places_ptr, rows_ptr, slot, items, K, DTYPE, ALIGNED, BLOCK)
+            _send_rows(places_ptr, rows_ptr, slot, items, is_sent, K, DTYPE, ALIGNED, BLOCK)
         else:
             for block in range(blocks):
                 offs = block * BLOCK + tl.arange(0, BLOCK)
                 total = _sum_here(
                     places_ptr, rows_ptr, row_weights_ptr, offs, items, K, DTYPE, ALIGNED, BLOCK, WHOLE
                 )  # fmt: skip
-                tl.store(td.pointer_to(slot, DTYPE) + offs, td.from_float32(total, DTYPE), mask=offs < items)
+                part = td.from_float32(total, DTYPE)
+                tl.store(td.pointer_to(slot, DTYPE) + offs, part, mask=(offs < items) & is_sent)
         if (row_numbers_ptr is not None) or (ACROSS and PER_EXPERT):
             here = tl.load(places_ptr + choice, mask=choice < K, other=-1)
             numbers_at = (slot + parts).to(tl.pointer_type(tl.float32)) + choice
             if row_numbers_ptr is not None:
                 numbers = tl.load(row_numbers_ptr + here, mask=here >= 0, other=0.0)
-                tl.store(numbers_at, numbers, mask=choice < K)
+                tl.store(numbers_at, numbers, mask=(choice < K) & is_sent)
             if ACROSS and PER_EXPERT:
                 weights = tl.full(here.shape, 1.0, tl.float32)
                 if row_weights_ptr is not None:
                     weights = tl.load(row_weights_ptr + here, mask=here >= 0, other=0.0)
-                tl.store(numbers_at + K, weights, mask=choice < K)
+                tl.store(numbers_at + K, weights, mask=(choice < K) & is_sent)
     td.mark(trace, "pushes", to)
     # waiter: the owner's receiver of this chunk; across nodes its relay's program for it
     td.notify(ctx, td.signal_at(ctx, half, 0) + number * MAX_CHUNKS + chunk, to, signal)

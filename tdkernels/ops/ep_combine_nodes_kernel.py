@@ -276,7 +276,8 @@ def ep_combine_nodes_kernel(
     me = td.rank(ctx)
     node = me // LOCAL
     facts = facts_at(tables, EXPERTS, RANKS)
-    goes = tl.load(facts + GOES)
+    # A void launch does nothing: a peer, or the network, may still read what an earlier launch has sent.
+    goes = tl.where(td.is_void_for_all(signal), -1, tl.load(facts + GOES))
     pid = tl.program_id(0)
     bytes_of_slot = slot_bytes(items, DTYPE, K, PER_EXPERT, True)[1]
     leaving = td.data_at(ctx, half, me) + tl.cast(here_slots, tl.int64) * bytes_of_slot

@@ -104,14 +104,15 @@ def _send_counts(
         bad += td.sum_of(is_wrong.to(tl.int32), 0)
     expert, rank = tl.arange(0, E), tl.arange(0, R)
     rows = td.sum_of(tl.where(expert[None, :] // (EXPERTS // RANKS) == rank[:, None], counts[None, :], 0), 1)
+    is_sent = td.is_void(signal) == 0  # a peer may still read what an earlier launch has sent
     for step in range(RANKS):
         to = (me + 1 + step) % RANKS
         line = _line_of(td.data_at(ctx, half, to), me, EXPERTS, RANKS)
-        tl.store(line + expert, counts, mask=expert < EXPERTS)
-        tl.store(line + EXPERTS + rank, tl.full((R,), 0, tl.int32), mask=rank < RANKS)
-        tl.store(line + EXPERTS + RANKS, bad)
-        tl.store(line + EXPERTS + RANKS + 1, num_tokens)
-        tl.store(line + C + rank, rows, mask=rank < RANKS)
+        tl.store(line + expert, counts, mask=(expert < EXPERTS) & is_sent)
+        tl.store(line + EXPERTS + rank, tl.full((R,), 0, tl.int32), mask=(rank < RANKS) & is_sent)
+        tl.store(line + EXPERTS + RANKS, bad, mask=is_sent)
+        tl.store(line + EXPERTS + RANKS + 1, num_tokens, mask=is_sent)
+        tl.store(line + C + rank, rows, mask=(rank < RANKS) & is_sent)
     # waiter: on every rank, our own included, the program that settles and all receivers
     td.notify_all(ctx, td.signal_at(ctx, half, 0) + RANKS * MAX_CHUNKS + me, signal, WITH_OWN=True)
 
@@ -157,6 +158,8 @@ def _send_token(
         weights = tl.load(weights_ptr + tl.cast(token, tl.int64) * K + choice, mask=choice < K, other=0.0)
     experts = _experts_of(ids_ptr, token * K + choice, choice < K, EXPERTS, -1)
     dest = tl.where(experts >= 0, experts // (EXPERTS // RANKS), -1)
+    is_sent = td.is_void(signal) == 0  # a peer may still read what an earlier launch has sent
+    sent_items, sent_words = tl.where(is_sent, items, 0), tl.where(is_sent, scale_words, 0)
     td.mark(trace, "copies", ALL_PEERS)
     for block in range(blocks):
         if block > 0:
@@ -168,7 +171,7 @@ def _send_token(
             if td.max_of((dest == to).to(tl.int32), 0) != 0:
                 slot = _slot_of(td.data_at(ctx, half, to), me, token, most, slot_bytes, EXPERTS, RANKS)
                 write_block(
-                    row, row_scales, slot, slot + scales_begin, block, items, scale_words,
+                    row, row_scales, slot, slot + scales_begin, block, sent_items, sent_words,
                     ITEM, SCALE, True, BLOCK, SCALE_BLOCK,
                 )  # fmt: skip
     number = _number(ids_ptr, token, experts, K, EXPERTS, N)  # while the token is on its way
@@ -176,9 +179,9 @@ def _send_token(
         to = (me + 1 + step) % RANKS
         slot = _slot_of(td.data_at(ctx, half, to), me, token, most, slot_bytes, EXPERTS, RANKS)
         there = (slot + experts_begin).to(tl.pointer_type(tl.int32)) + choice
-        tl.store(there, tl.where(dest == to, experts, -1), mask=choice < K)
-        tl.store(there + K, number, mask=choice < K)
-        tl.store((there + 2 * K).to(tl.pointer_type(tl.float32)), weights, mask=choice < K)
+        tl.store(there, tl.where(dest == to, experts, -1), mask=(choice < K) & is_sent)
+        tl.store(there + K, number, mask=(choice < K) & is_sent)
+        tl.store((there + 2 * K).to(tl.pointer_type(tl.float32)), weights, mask=(choice < K) & is_sent)
     td.mark(trace, "pushes", ALL_PEERS)
     # Completed by the receiver of this token on this rank.
     tl.store(experts_at(tables, token, K, EXPERTS, RANKS) + choice, experts, mask=choice < K)
@@ -355,11 +358,9 @@ def ep_direct_kernel(
     epoch, half, signal = td.call(ctx, plan)
     me = td.rank(ctx)
     pid = tl.program_id(0)
-    # Nothing is sent where an earlier launch gave up: a peer may still be reading what was sent before.
-    is_void = signal <= 0
-    if (pid == 0) & (num_senders > 0) & (is_void == 0):
+    if (pid == 0) & (num_senders > 0):
         _send_counts(ctx, half, signal, ids_ptr, bad_ptr, num_tokens, K, EXPERTS, RANKS, N)
-    first_token = tl.where((pid > 0) & (pid < num_senders) & (is_void == 0), pid - 1, num_tokens)
+    first_token = tl.where((pid > 0) & (pid < num_senders), pid - 1, num_tokens)
     for token in range(first_token, num_tokens, tl.maximum(num_senders - 1, 1)):
         trace = (trace_ptr, token)
         td.mark(trace, "starts")
@@ -371,7 +372,7 @@ def ep_direct_kernel(
         td.mark(trace, "ends")
     area = td.data_at(ctx, half, me)
     signals = td.signal_at(ctx, half, 0)
-    all_came = is_void
+    all_came = num_tokens < 0
     if pid >= num_senders:
         # producer: every rank's program 0
         all_came = td.wait_plan_all(ctx, signals + RANKS * MAX_CHUNKS, 1, signal, WITH_OWN=True)

@@ -174,7 +174,7 @@ def ep_dispatch_gemm_kernel(
     # was refused, as all ranks know, and then the call does not count (see ``ep_combine_kernel``).
     pieces = tl.where(goes > 0, last + 1, 0)
 
-    piece = td.ticket_of(td.take_ticket(ctx))
+    piece = td.ticket_of(td.take_first_ticket(ctx, signal))
     while piece < pieces:
         if piece == last:
             # producer: every peer's last piece that sends to an expert of ours

@@ -322,9 +322,13 @@ def ep_dispatch_kernel(
     facts = facts_at(tables, EXPERTS, RANKS)
     goes = tl.load(facts + GOES)
     pid = tl.program_id(0)
-    # One loop or the other runs; none if a peer did not come when the routing was exchanged.
+    # One loop or the other runs; none if a peer did not come when the routing was exchanged, or in a void launch: a
+    # peer may still read what an earlier launch has sent.
     size, chunks = chunk_of(tl.cast(num_tokens, tl.int32), chunk_tokens)
     runs = (goes > 0) | (FIRST & (goes == 0))  # of one that was refused only what its call launches: see the combine
+    is_void = td.is_void_for_all(signal)
+    runs &= is_void == 0
+    tl.store(facts + GOES, -1, mask=is_void)  # no combine may go by tables that are not complete
     first_chunk = tl.where(runs & (pid < num_senders), pid, chunks)
     areas = _areas(ctx, half, RANKS)
     ranks = tl.arange(0, triton.next_power_of_2(RANKS))

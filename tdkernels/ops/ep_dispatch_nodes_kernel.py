@@ -317,8 +317,12 @@ def ep_dispatch_nodes_kernel(
     arriving = area + 8 * MAX_CHUNKS * RANKS + tl.cast(here_slots, tl.int64) * slot_bytes
     leaving = arriving + tl.cast(crossing_slots, tl.int64) * crossing_bytes
 
-    # The loops of one kind of program run; none if a peer did not come when the routing was exchanged.
+    # The loops of one kind of program run; none if a peer did not come when the routing was exchanged, or in a void
+    # launch: a peer, or the network, may still read what an earlier launch has sent.
     runs = (goes > 0) | (FIRST & (goes == 0))  # of one that was refused only what its call launches: see the combine
+    is_void = td.is_void_for_all(signal)
+    runs &= is_void == 0
+    tl.store(facts + GOES, -1, mask=is_void)  # no combine may go by tables that are not complete
     is_sender = runs & (pid < num_senders)
     stride = tl.maximum(num_senders, 1)
     work = chunks_at_most(num_tokens, chunk_tokens) * (NODES - 1)

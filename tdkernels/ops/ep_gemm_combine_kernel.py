@@ -126,7 +126,7 @@ def ep_gemm_combine_kernel(
     pieces = tl.where(goes >= 0, num_tiles + 1 + tl.maximum(sums, 1), 0)
 
     done = tl.full((), 0, tl.int32)  # pieces that nobody has been told of
-    piece = td.ticket_of(td.take_ticket(ctx))
+    piece = td.ticket_of(td.take_first_ticket(ctx, signal))
     while piece < pieces:
         if piece > num_tiles:
             if done > 0:

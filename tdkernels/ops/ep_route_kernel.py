@@ -140,7 +140,8 @@ def _exchange(ctx, tables, plan, EXPERTS: tl.constexpr, RANKS: tl.constexpr):
         totals = tl.load(counts_of(tables, me, EXPERTS, RANKS) + columns, mask=columns < C)
         for step in range(1, RANKS):
             dst = td.pointer_to(td.data_at(ctx, half, (me + step) % RANKS), tl.int32) + me * C
-            tl.store(dst + columns, totals, mask=columns < C)
+            # A void launch sends nothing: a peer may still read what an earlier launch has sent.
+            tl.store(dst + columns, totals, mask=(columns < C) & (td.is_void(signal) == 0))
     # waiter: every peer's last program of this launch
     td.notify_all(ctx, signals + me, signal)
     # producer: every peer's last program of this launch
@@ -233,16 +234,16 @@ def state_facts(
     most_tokens = _most_tokens(tables, EXPERTS, RANKS)
     most_rows = td.max_of(rows, 0)
     needed = tl.maximum(most_rows, staged)
-    goes = (bad_rank < 0) & (needed <= capacity)
     # What a peer that did not come would have sent is not to be used as an address, and nobody is to hear of it.
     is_broken = td.failed_for_all(ctx)
+    goes = (bad_rank < 0) & (needed <= capacity) & (is_broken == 0)
     facts = facts_at(tables, EXPERTS, RANKS)
     tl.store(facts + GOES, tl.where(is_broken, -1, goes.to(tl.int32)))
     tl.store(facts + ROWS, tl.where(goes, td.sum_of(tl.where(ranks == me, rows, 0), 0), 0))
-    tl.store(facts + MOST_ROWS, most_rows)
-    tl.store(facts + MOST_STAGED, staged)
+    tl.store(facts + MOST_ROWS, tl.where(is_broken, 0, most_rows))
+    tl.store(facts + MOST_STAGED, tl.where(is_broken, 0, staged))
     tl.store(facts + BAD_RANK, bad_rank)
-    tl.store(facts + MOST_TOKENS, most_tokens)
+    tl.store(facts + MOST_TOKENS, tl.where(is_broken, 0, most_tokens))
     if goes == 0:
         local = tl.arange(0, LOCAL)
         for source in range(RANKS if BY_SOURCE else 1):

@@ -141,36 +141,38 @@ def _exchange(
     me = td.rank(ctx)
     node, local = me // LOCAL, me % LOCAL
     epoch, half, signal = td.call(ctx, plan, COUNTS=False)
-    signals = td.signal_at(ctx, half, 0)
-    line_bytes = 4 * line_words(EXPERTS, RANKS, NODES)
-    for step in range(LOCAL):
-        to = node * LOCAL + (local + step) % LOCAL
-        _store_line(ctx, half, tables, node_tables, me, to, EXPERTS, RANKS, NODES)
-    line = td.data_at(ctx, half, me) + me * line_bytes
-    for step in range(1, NODES):
-        # waiter: the last program of that rank of our rail, below
-        td.put_signal(ctx, line, line, line_bytes, signals + me, signal, (me + step * LOCAL) % RANKS)
-    # waiter: every node peer's last program of this launch
-    td.notify_node(ctx, signals + me, signal)
-    for step in range(1, NODES):
-        source = (me + step * LOCAL) % RANKS
-        # producer: the source's last program of this launch, by the network
-        td.await_put(ctx, signals + source, signal, source)
-        _take_line(ctx, half, tables, node_tables, source, EXPERTS, RANKS, NODES)
-        tl.debug_barrier()  # what a thread has stored is read by others
-        for peer in range(1, LOCAL):
-            to = node * LOCAL + (local + peer) % LOCAL
-            _store_line(ctx, half, tables, node_tables, source, to, EXPERTS, RANKS, NODES)
+    # A void launch sends nothing: a peer, or the network, may still read what an earlier launch has sent.
+    if td.is_void_for_all(signal) == 0:
+        signals = td.signal_at(ctx, half, 0)
+        line_bytes = 4 * line_words(EXPERTS, RANKS, NODES)
+        for step in range(LOCAL):
+            to = node * LOCAL + (local + step) % LOCAL
+            _store_line(ctx, half, tables, node_tables, me, to, EXPERTS, RANKS, NODES)
+        line = td.data_at(ctx, half, me) + me * line_bytes
+        for step in range(1, NODES):
+            # waiter: the last program of that rank of our rail, below
+            td.put_signal(ctx, line, line, line_bytes, signals + me, signal, (me + step * LOCAL) % RANKS)
         # waiter: every node peer's last program of this launch
-        td.notify_node(ctx, signals + source, signal, PASSES_ON=True)
-    for step in range(NODES):
-        first = (node + step) % NODES * LOCAL
-        # producer: every node peer's last program of this launch, with its own totals or those of its rail
-        td.wait_plan_node(ctx, signals + first, 1, signal)
-        for peer in range(1, LOCAL):
-            _take_line(
-                ctx, half, tables, node_tables, first + (local + peer) % LOCAL, EXPERTS, RANKS, NODES
-            )  # fmt: skip
+        td.notify_node(ctx, signals + me, signal)
+        for step in range(1, NODES):
+            source = (me + step * LOCAL) % RANKS
+            # producer: the source's last program of this launch, by the network
+            td.await_put(ctx, signals + source, signal, source)
+            _take_line(ctx, half, tables, node_tables, source, EXPERTS, RANKS, NODES)
+            tl.debug_barrier()  # what a thread has stored is read by others
+            for peer in range(1, LOCAL):
+                to = node * LOCAL + (local + peer) % LOCAL
+                _store_line(ctx, half, tables, node_tables, source, to, EXPERTS, RANKS, NODES)
+            # waiter: every node peer's last program of this launch
+            td.notify_node(ctx, signals + source, signal, PASSES_ON=True)
+        for step in range(NODES):
+            first = (node + step) % NODES * LOCAL
+            # producer: every node peer's last program of this launch, with its own totals or those of its rail
+            td.wait_plan_node(ctx, signals + first, 1, signal)
+            for peer in range(1, LOCAL):
+                _take_line(
+                    ctx, half, tables, node_tables, first + (local + peer) % LOCAL, EXPERTS, RANKS, NODES
+                )  # fmt: skip
     tl.debug_barrier()
 
 

@@ -135,15 +135,15 @@ def _attend(
 
 @td.jit
 def _give(
-    ctx, half, o, lse, rows, entry, head, block_r, tile, tiles, heads, o_ptr, lse_ptr, lse2_ptr,
+    ctx, half, signal, o, lse, rows, entry, head, block_r, tile, tiles, heads, o_ptr, lse_ptr, lse2_ptr,
     RANKS: tl.constexpr, TQ: tl.constexpr, G: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, RP: tl.constexpr,
     NODES: tl.constexpr,
 ):  # fmt: skip
     """Store rows of a tile that is complete on this rank: for who merges it, or, if we are alone, for the caller."""
     if NODES > 1:
-        give_to_owner(ctx, half, o, lse, rows, tile, tiles, RANKS, NODES, RP, DVP)
+        give_to_owner(ctx, half, signal, o, lse, rows, tile, tiles, RANKS, NODES, RP, DVP)
     elif RANKS > 1:
-        store_parts(ctx, half, o, lse, rows, tile, tiles, RANKS, RP, DVP)
+        store_parts(ctx, half, signal, o, lse, rows, tile, tiles, RANKS, RP, DVP)
     else:
         row = tl.where(rows < RP, block_r * RP + rows, TQ * G)
         store_output(o_ptr, lse_ptr, lse2_ptr, o, lse, entry, head, row, heads, TQ * G, G, TQ, DV, DVP)
@@ -229,12 +229,13 @@ def flash_decode_kernel(
         flags = td.flag_at(ctx, 0)
         me = td.rank(ctx)
         epoch, half, signal = td.call(ctx, plan)
+        is_void = td.is_void_for_all(signal) if NODES > 1 else False
         if KNOWS_OTHERS:
             td.mark(trace, "waits", ALL_PEERS, 0)
         if KNOWS_OTHERS and NODES > 1:
             first_signal, lens_at = lengths_of_nodes_at(tiles, RANKS, NODES, RP, DVP)
             after = exchange_lengths_of_nodes(
-                ctx, half, signal, lengths, entries, first_signal, lens_at, RANKS, NODES
+                ctx, half, signal, is_void, lengths, entries, first_signal, lens_at, RANKS, NODES
             )
         elif KNOWS_OTHERS:
             lens_at = (lse_at(tiles, RANKS, RP, DVP) + tl.cast(tiles, tl.int64) * (RANKS * RP)) * 4
@@ -291,7 +292,7 @@ def flash_decode_kernel(
             count += 1
             last = tile
             _give(
-                ctx, half, o, lse, rows_m, entry, head, block_r, tile, tiles, heads, o_ptr, lse_ptr, lse2_ptr,
+                ctx, half, signal, o, lse, rows_m, entry, head, block_r, tile, tiles, heads, o_ptr, lse_ptr, lse2_ptr,
                 RANKS, TQ, G, DV, DVP, RP, NODES,
             )  # fmt: skip
         else:
@@ -326,8 +327,8 @@ def flash_decode_kernel(
                         parts, rows, DVP, STEP,
                     )  # fmt: skip
                     _give(
-                        ctx, half, merged, merged_lse, rows, entry, head, block_r, tile, tiles, heads, o_ptr, lse_ptr,
-                        lse2_ptr, RANKS, TQ, G, DV, DVP, RP, NODES,
+                        ctx, half, signal, merged, merged_lse, rows, entry, head, block_r, tile, tiles, heads, o_ptr,
+                        lse_ptr, lse2_ptr, RANKS, TQ, G, DV, DVP, RP, NODES,
                     )  # fmt: skip
         is_last = which == tiles_of_entry - 1
         entry += tl.where(is_last, 1, 0)
@@ -338,8 +339,8 @@ def flash_decode_kernel(
     if NODES > 1:
         td.mark(trace, "sums")  # and all that this has to push and to wait for
         merge_nodes(
-            ctx, half, signal, last - count + 1, count, tiles, tiles_of_entry, heads, o_ptr, lse_ptr, lse2_ptr,
-            RANKS, NODES, TQ, G, DV, DVP, RP, ROWS, KNOWS_OTHERS,
+            ctx, half, signal, last - count + 1, tl.where(is_void, 0, count), tiles, tiles_of_entry, heads, o_ptr,
+            lse_ptr, lse2_ptr, RANKS, NODES, TQ, G, DV, DVP, RP, ROWS, KNOWS_OTHERS,
         )  # fmt: skip
     elif RANKS > 1:
         merge_ranks(

@@ -110,11 +110,14 @@ def store_output(
 
 @td.jit
 def store_parts(
-    ctx, half, o, lse, rows, tile, tiles, RANKS: tl.constexpr, RP: tl.constexpr, DVP: tl.constexpr
+    ctx, half, signal, o, lse, rows, tile, tiles, RANKS: tl.constexpr, RP: tl.constexpr, DVP: tl.constexpr
 ):
-    """Store some rows of a tile in the slot of this rank in every rank's buffer, our own first."""
+    """Store some rows of a tile in the slot of this rank in every rank's buffer, our own first.
+
+    A void launch stores nothing: a peer may still read what an earlier launch has stored.
+    """
     me = td.rank(ctx)
-    there = rows < RP
+    there = (rows < RP) & (td.is_void(signal) == 0)
     number = me.to(tl.int64) * tiles + tile
     offs = number * (RP * DVP) + rows[:, None] * DVP + tl.arange(0, DVP)[None, :]
     for step in tl.static_range(RANKS):
@@ -137,15 +140,16 @@ def exchange_lengths(ctx, half, signal, lengths, entries, first_signal, lens_at,
     if tl.program_id(0) == 0:
         for step in tl.static_range(1, RANKS):
             data = (td.data_at(ctx, half, (me + step) % RANKS) + lens_at).to(tl.pointer_type(tl.int32))
-            tl.store(data + me * BP + entries, lengths)
+            tl.store(data + me * BP + entries, lengths, mask=(entries >= 0) & (td.is_void(signal) == 0))
         td.notify_all(ctx, td.signal_at(ctx, half, first_signal + me), signal)  # waiter: all programs of all peers
     # producer: program 0 of every peer
-    td.wait_plan_all(ctx, td.signal_at(ctx, half, first_signal), 1, signal)
+    in_time = td.wait_plan_all(ctx, td.signal_at(ctx, half, first_signal), 1, signal)
     after = tl.full(entries.shape, 0, tl.int32)
     data = (td.data_at(ctx, half, me) + lens_at).to(tl.pointer_type(tl.int32))
     for source in tl.static_range(RANKS):
         after += tl.load(data + source * BP + entries, mask=(entries >= 0) & (source > me), other=0)
-    return after
+    # Without all lengths, threads may have read different ones, and loops with barriers depend on them.
+    return tl.where(in_time, after, 0)
 
 
 @td.jit

@@ -33,6 +33,7 @@ import triton
 import triton.language as tl
 
 from tdkernels import lang as td
+from tdkernels.lang._context import PLAN_BITS
 from tdkernels.lang._signal import NEVER
 from tdkernels.ops.flash_decode_merge import PARTS_AT_A_TIME, merge_parts, store_output
 
@@ -97,9 +98,8 @@ def _slot(ctx, half, peer, number, RP: tl.constexpr, DVP: tl.constexpr):
 
 
 @td.jit
-def _store_slot(slot, o, lse, rows, RP: tl.constexpr, DVP: tl.constexpr):
-    """Store some rows of a tile in a slot."""
-    there = rows < RP
+def _store_slot(slot, o, lse, rows, there, RP: tl.constexpr, DVP: tl.constexpr):
+    """Store some rows of a tile in a slot, those that are ``there``."""
     tl.store(slot + rows[:, None] * DVP + tl.arange(0, DVP)[None, :], o, mask=there[:, None])
     tl.store(slot + RP * DVP + rows, lse, mask=there)
 
@@ -116,10 +116,13 @@ def _merge_slots(slot, stride, COUNT: tl.constexpr, rows, RP: tl.constexpr, DVP:
 
 @td.jit
 def give_to_owner(
-    ctx, half, o, lse, rows, tile, tiles,
+    ctx, half, signal, o, lse, rows, tile, tiles,
     RANKS: tl.constexpr, NODES: tl.constexpr, RP: tl.constexpr, DVP: tl.constexpr,
 ):  # fmt: skip
-    """Store rows of a tile that is complete on this rank at the owner of our node."""
+    """Store rows of a tile that is complete on this rank at the owner of our node.
+
+    A void launch stores nothing: a peer, or the network, may still read what an earlier launch has stored.
+    """
     LOCAL: tl.constexpr = RANKS // NODES
     me = td.rank(ctx)
     if LOCAL == 1:
@@ -127,7 +130,7 @@ def give_to_owner(
     else:
         local = me % LOCAL
         slot = _slot(ctx, half, me - local + tile % LOCAL, _part_slot(local, tile, tiles, LOCAL), RP, DVP)
-    _store_slot(slot, o, lse, rows, RP, DVP)
+    _store_slot(slot, o, lse, rows, (rows < RP) & (td.is_void(signal) == 0), RP, DVP)
 
 
 # ---- signals between the ranks of a node, each by a thread of its own ----
@@ -180,7 +183,7 @@ def _are_there(ctx, first_ptr, stride, signal, LOCAL: tl.constexpr):
     lanes = tl.arange(0, _LANES)
     there = (lanes < LOCAL) & (lanes != td.rank(ctx) % LOCAL)
     seen = tl.load(first_ptr + tl.where(there, lanes, 0) * stride, mask=there, other=0, volatile=True)
-    return td.max_of((there & (seen < ((signal >> 8) << 8))).to(tl.int32), 0) == 0
+    return td.max_of((there & (seen < ((signal >> PLAN_BITS) << PLAN_BITS))).to(tl.int32), 0) == 0
 
 
 # ---- lengths ----
@@ -205,9 +208,9 @@ def _store_lengths(ctx, half, lengths, entries, lens_at, source, FIRST: tl.const
 
 @td.jit
 def exchange_lengths_of_nodes(
-    ctx, half, signal, lengths, entries, first_signal, lens_at, RANKS: tl.constexpr, NODES: tl.constexpr
+    ctx, half, signal, is_void, lengths, entries, first_signal, lens_at, RANKS: tl.constexpr, NODES: tl.constexpr
 ):  # fmt: skip
-    """How many keys the ranks after us have, of each entry.
+    """How many keys the ranks after us have, of each entry; 0 in a void launch.
 
     Program 0 tells our node, and the rank of our number on each other node; what these tell us it passes on to ours.
     """
@@ -216,7 +219,7 @@ def exchange_lengths_of_nodes(
     me = td.rank(ctx)
     signals = td.signal_at(ctx, half, first_signal)
     ours = td.data_at(ctx, half, me) + lens_at
-    if tl.program_id(0) == 0:
+    if (tl.program_id(0) == 0) & (is_void == 0):
         _store_lengths(ctx, half, lengths, entries, lens_at, me, 0, LOCAL)
         if LOCAL > 1:
             td.notify_node(ctx, signals + me, signal)  # waiter: all programs of our node
@@ -284,7 +287,7 @@ def _send(
         for from_row in range(0, RP, ROWS):
             rows = from_row + tl.arange(0, ROWS)
             o, lse = _merge_slots(_slot(ctx, half, me, first, RP, DVP), stride, LOCAL, rows, RP, DVP)
-            _store_slot(slot, o, lse, rows, RP, DVP)
+            _store_slot(slot, o, lse, rows, rows < RP, RP, DVP)
     for step in range(1, NODES):
         # waiter: the program of that rank that finishes this tile there
         td.put_signal(
@@ -314,7 +317,7 @@ def _complete(
         for number in tl.static_range(1, LOCAL):
             peer = me - me % LOCAL + (me + number) % LOCAL
             result = _slot(ctx, half, peer, _result_slot(tile, tiles, RANKS, NODES), RP, DVP)
-            _store_slot(result, o, lse, rows, RP, DVP)
+            _store_slot(result, o, lse, rows, rows < RP, RP, DVP)
         _store_rows(o_ptr, lse_ptr, lse2_ptr, o, lse, tile, rows, tiles_of_entry, heads, TQ, G, DV, DVP, RP)
     if LOCAL > 1:
         # waiter: the programs of our node's peers that finish this tile there

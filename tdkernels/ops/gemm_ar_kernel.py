@@ -173,7 +173,7 @@ def gemm_ar_kernel(
     sums_offset = ranks * part_bytes
     pieces = (rounds + receive_after) * ranks * (1 + 2 * item_tiles)
 
-    piece = td.ticket_of(td.take_ticket(ctx))
+    piece = td.ticket_of(td.take_first_ticket(ctx, signal))
     while piece < pieces:
         trace = (trace_ptr, piece)
         td.mark(trace, "starts")

@@ -225,7 +225,7 @@ def gemm_ar_nodes_kernel(
     first_total = first_sum + NODES * slots
     pieces = (rounds + receive_after) * (LOCAL * FORWARDS + (2 * LOCAL + 1 + RELAYS) * item_tiles)
 
-    piece = td.ticket_of(td.take_ticket(ctx))
+    piece = td.ticket_of(td.take_first_ticket(ctx, signal))
     while piece < pieces:
         trace = (trace_ptr, piece)
         td.mark(trace, "starts")

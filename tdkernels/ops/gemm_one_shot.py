@@ -89,13 +89,15 @@ def gemm_one_shot_kernel(
         own = td.from_float32(acc, DTYPE)
         slot = (tl.cast(me, tl.int64) * tiles + tile) * TILE_BYTES
         first_row = 0
+        # A void launch sends nothing: a peer may still read what an earlier launch has sent.
+        is_sent = mask & (td.is_void(signal) == 0)
         if SCATTERS:
             first_row = me * owned_rows
             _send_to_owners(
-                ctx, half, slot, own, offs_m, owned_rows, mask, me, BLOCK_M, BLOCK_N, RANKS, ELEM_BYTES, DTYPE
+                ctx, half, slot, own, offs_m, owned_rows, is_sent, me, BLOCK_M, BLOCK_N, RANKS, ELEM_BYTES, DTYPE
             )
         else:
-            _send_to_all(ctx, half, slot, own, offs, mask, me, RANKS, DTYPE)
+            _send_to_all(ctx, half, slot, own, offs, is_sent, me, RANKS, DTYPE)
         # waiter: every peer's last program of the same tile
         td.notify_all(ctx, td.signal_at(ctx, half, me * tiles + tile), signal)
         if (row < first_row + owned_rows) & (row + BLOCK_M > first_row):

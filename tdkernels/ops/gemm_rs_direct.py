@@ -74,6 +74,8 @@ def gemm_rs_direct_kernel(
     sends = tl.program_id(0) < programs
     first = tl.where(sends, tl.program_id(0), sent + tl.program_id(0) - programs)
     last = tl.where(sends, sent, sent + tiles)
+    # A void launch has no pieces: a peer may still read what an earlier launch has sent.
+    last = tl.where(td.is_void_for_all(signal), first, last)
 
     for piece in tl.range(first, last, programs):
         trace = (trace_ptr, piece)

@@ -123,7 +123,7 @@ def gemm_rs_kernel(
     items = (tiles + item_tiles - 1) // item_tiles
     pieces = ranks * items * (1 + item_tiles)
 
-    piece = td.ticket_of(td.take_ticket(ctx))
+    piece = td.ticket_of(td.take_first_ticket(ctx, signal))
     while piece < pieces:
         trace = (trace_ptr, piece)
         td.mark(trace, "starts")

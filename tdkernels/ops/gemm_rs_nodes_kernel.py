@@ -87,7 +87,7 @@ def gemm_rs_nodes_kernel(
     sums_offset = RANKS * part_bytes
     pieces = RANKS * items * (FORWARDS + item_tiles)
 
-    piece = td.ticket_of(td.take_ticket(ctx))
+    piece = td.ticket_of(td.take_first_ticket(ctx, signal))
     while piece < pieces:
         trace = (trace_ptr, piece)
         td.mark(trace, "starts")

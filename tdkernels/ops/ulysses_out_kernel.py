@@ -192,7 +192,7 @@ def ulysses_out_kernel(
     if kept_ptr is not None:
         pieces += tiles_m * kept_n
 
-    piece = td.ticket_of(td.take_ticket(ctx))
+    piece = td.ticket_of(td.take_first_ticket(ctx, signal))
     while piece < pieces:
         trace = (trace_ptr, piece)
         td.mark(trace, "starts")

@@ -74,7 +74,7 @@ def ulysses_qkv_kernel(
     offs_n = tl.arange(0, BLOCK_N)
     within = offs_m[:, None] * BLOCK_N + offs_n[None, :]
 
-    piece = td.ticket_of(td.take_ticket(ctx))
+    piece = td.ticket_of(td.take_first_ticket(ctx, signal))
     while piece < pieces:
         trace = (trace_ptr, piece)
         td.mark(trace, "starts")

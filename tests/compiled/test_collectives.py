@@ -42,7 +42,7 @@ def test_collectives_move_sixteen_bytes_at_a_time(operator, exchange, block_byte
     assert not narrow(ptx)
     assert re.search(r"ld\.global\.v2\.b64|ld\.global\.v4\.b32", ptx)
     assert re.search(r"st\.global\.v2\.b64|st\.global\.v4\.b32", ptx)
-    assert len(re.findall(r"st\.global\.b64", ptx)) <= 4, "a copy stores single words"
+    assert len(re.findall(r"st\.global\.b64", ptx)) <= 6, "a copy stores single words"  # six are those of `finish`
     assert "ld.acquire.sys.global.b64" in ptx and "st.release.sys.global.b64" in ptx
 
 
