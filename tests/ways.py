@@ -5,14 +5,14 @@ functions are those that the operators' own tests use; each makes one call or a 
 a backward, and compares the results with the reference.
 """
 
+from dataclasses import dataclass
+
 import torch
 
 from tests.nodes import on_nodes
 from tests.ops import (
-    across_nodes,
     attention,
     collective,
-    decode_nodes,
     decoding,
     dense,
     expert_direct,
@@ -45,50 +45,72 @@ def _exact(operator, shape, changes):
     dense.computes(operator, FP32, [shape], exact=True, **changes)
 
 
-def _exact_across_nodes(operator, local, changes):
-    """The group is the world's scratch state, so that all calls share workspaces, as in one group."""
-    on_nodes(local, _exact, operator, (5, 9, 7), changes)
-
-
 def _name(operator, changes):
     return " ".join([operator, *(str(value) for value in (changes or {}).values())])
 
 
-# name -> (operator, world size, function, arguments)
+@dataclass(frozen=True)
+class Way:
+    """One variant of an operator.
+
+    Attributes: operator; function and args, which make ``calls`` calls of it in each of ``world_size`` ranks; local,
+    the ranks of a simulated node, if the ranks are on several.
+    """
+
+    operator: str
+    world_size: int
+    function: object
+    args: tuple
+    calls: int = 1
+    local: int | None = None
+
+    def run(self, calls=1):
+        """Make at least so many calls, all of them in one group."""
+        if self.local is None:
+            self._run(calls)
+        else:
+            on_nodes(self.local, self._run, calls)
+
+    def _run(self, calls):
+        for _ in range(-(-calls // self.calls)):
+            self.function(*self.args)
+
+
 ONE_NODE = {
-    **{_name(op, changes): (op, 3, _exact, (op, _DENSE, changes)) for op, changes in DENSE},
+    **{_name(op, changes): Way(op, 3, _exact, (op, _DENSE, changes)) for op, changes in DENSE},
+    "gemm_ar one_shot split K": Way(
+        "gemm_ar", 3, _exact, ("gemm_ar", (5, 9, 140), {"exchange": "one_shot", "split_k": 2})
+    ),
     **{
-        _name(op, changes): (op, 3, collective.has_a_gradient, (op, FP32, changes))
+        _name(op, changes): Way(op, 3, collective.has_a_gradient, (op, FP32, changes), 3)
         for op, changes in COLLECTIVES
     },
-    "all_to_all": ("all_to_all", 3, rows_to_all.moves, (_ROWS, 2, None)),
-    "all_to_all low latency": ("all_to_all", 3, rows_to_all_direct.moves, (_ROWS, 2, None)),
+    "all_to_all": Way("all_to_all", 3, rows_to_all.moves, (_ROWS, 2, None), 2),
+    "all_to_all low latency": Way("all_to_all", 3, rows_to_all_direct.moves, (_ROWS, 2, None), 2),
     **{
-        f"ep_dispatch ep_combine {config}": ("ep_dispatch", 3, expert_parallel.computes, (_EXPERTS, EXPERTS[config]))
+        f"ep_dispatch {config}": Way("ep_dispatch", 3, expert_parallel.computes, (_EXPERTS, EXPERTS[config]))
         for config in ("small", "per expert")
     },
-    "ep_dispatch ep_combine low latency": ("ep_dispatch", 3, expert_direct.computes, (_EXPERTS, EXPERTS["small"], 2)),
-    "ep_moe": ("ep_moe", 3, expert_layer.computes, (_LAYER, "default")),
-    "ep_moe fused": ("ep_moe", 3, expert_layer.computes, (_LAYER, "fused")),
-    "tp_moe": ("tp_moe", 3, tensor_experts.computes, (_SLICED, "default")),
-    "tp_moe three stages": ("tp_moe", 3, tensor_experts.computes, (_SLICED, "three stages")),
-    "flash_decode": ("flash_decode", 3, decoding.computes, (of_sequences(_DECODE), "small blocks")),
-    "ag_attention": ("ag_attention", 3, attention.computes, (of_shards(_ATTENTION), "small blocks")),
-    "ag_attention large chunks": ("ag_attention", 3, attention.computes, (of_shards(_ATTENTION), "large chunks")),
+    "ep_dispatch low latency": Way("ep_dispatch", 3, expert_direct.computes, (_EXPERTS, EXPERTS["small"], 2), 4),
+    "ep_moe": Way("ep_moe", 3, expert_layer.computes, (_LAYER, "default")),
+    "ep_moe fused": Way("ep_moe", 3, expert_layer.computes, (_LAYER, "fused")),
+    "tp_moe": Way("tp_moe", 3, tensor_experts.computes, (_SLICED, "default")),
+    "tp_moe three stages": Way("tp_moe", 3, tensor_experts.computes, (_SLICED, "three stages")),
+    "flash_decode": Way("flash_decode", 3, decoding.computes, (of_sequences(_DECODE), "small blocks")),
+    "ag_attention": Way("ag_attention", 3, attention.computes, (of_shards(_ATTENTION), "small blocks")),
+    "ag_attention large chunks": Way("ag_attention", 3, attention.computes, (of_shards(_ATTENTION), "large chunks")),
     **{
-        f"ulysses {config}": ("ulysses", 3, sequence_parallel.computes, (_ULYSSES, config))
+        f"ulysses {config}": Way("ulysses", 3, sequence_parallel.computes, (_ULYSSES, config))
         for config in ("pulled at once", "pushed")
     },
 }  # fmt: skip
 ACROSS_NODES = {
     **{
-        f"{op} across nodes of {local}": (op, world_size, _exact_across_nodes, (op, local, {}))
+        f"{op} across nodes of {local}": Way(op, world_size, _exact, (op, (5, 9, 7), {}), local=local)
         for op in ("ag_gemm", "gemm_rs", "gemm_ar") for world_size, local in ((3, 1), (4, 2))
     },
-    "all_to_all across nodes": ("all_to_all", 4, on_nodes, (2, rows_to_all.moves, _ROWS, 2, None)),
-    "ep_dispatch ep_combine across nodes": (
-        "ep_dispatch", 4, on_nodes, (2, expert_parallel.computes, _EXPERTS, EXPERTS["small"])
-    ),
-    "flash_decode across nodes": ("flash_decode", 4, decode_nodes.computes, (_DECODE, "small blocks", 2)),
+    "all_to_all across nodes": Way("all_to_all", 4, rows_to_all.moves, (_ROWS, 2, None), 2, local=2),
+    "ep_dispatch across nodes": Way("ep_dispatch", 4, expert_parallel.computes, (_EXPERTS, EXPERTS["small"]), local=2),
+    "flash_decode across nodes": Way("flash_decode", 4, decoding.computes, (of_sequences(_DECODE), "small blocks"), local=2),
 }  # fmt: skip
 WAYS = ONE_NODE | ACROSS_NODES

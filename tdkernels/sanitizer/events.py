@@ -3,7 +3,7 @@
 An event is a tuple; the first four items are (kind, time in ns, program, site). ``site`` is an index into ``sites``:
 the innermost Python frame that belongs neither to Triton nor to ``tdkernels.lang``, that is a line of the operator.
 
-    launch     kernel, stream, whether waits outlive the work items      end
+    launch     kernel, stream, what a program keeps between items        end
     read       pieces                                                    write   pieces
     atomic     [(inode, offset, old, new or None)], operation, semantics, scope, value waited for, by await_put
     item       number                                                    finish
@@ -70,7 +70,7 @@ class Recorder(Observer):
     @contextlib.contextmanager
     def launch(self, kernel):
         self.locations.describe()
-        self._add("launch", kernel.fn.__name__, self._stream, getattr(kernel, "waits_outlive_items", False))
+        self._add("launch", kernel.fn.__name__, self._stream, getattr(kernel, "program_keeps", None))
         self._expected.clear()
         self._by_network.clear()
         try:

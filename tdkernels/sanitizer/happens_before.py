@@ -201,11 +201,11 @@ class _Rank:
 
     # ---- launches ----
 
-    def _launch(self, program, site, kernel, stream, waits_outlive_items):
+    def _launch(self, program, site, kernel, stream, program_keeps):
         self.shadow = Shadow()
         self._launches[stream] += 1
         self._running = _Launch(
-            self._analysis, self._number, stream, self._launches[stream], kernel, self._bases[stream], waits_outlive_items
+            self._analysis, self._number, stream, self._launches[stream], kernel, self._bases[stream], program_keeps
         )  # fmt: skip
         self._pages = next(self._written)
 
@@ -321,13 +321,13 @@ class _Rank:
 class _Launch:
     """The threads of a launch that is being processed."""
 
-    def __init__(self, analysis, rank, stream, number, kernel, base, waits_outlive_items):
+    def __init__(self, analysis, rank, stream, number, kernel, base, program_keeps):
         self._analysis, self._rank, self._kernel, self._base = analysis, rank, kernel, base
         self.stream, self.number = stream, number
         self.threads = []
         self._current = {}  # program -> its thread
-        self._learnt = {}  # program -> what its waits have taught it, where these outlive the items
-        self._waits_outlive_items = waits_outlive_items
+        self._learnt = {}  # program -> what its waits have taught it
+        self._program_keeps = program_keeps
         self.sent, self.fenced = {}, {}  # (thread, peer) -> clock
 
     def thread(self, program):
@@ -336,10 +336,17 @@ class _Launch:
         return self._begin(program, None, self._base) if thread is None else thread
 
     def begin_item(self, program, number):
-        """Any program may take any item on a GPU, so an item knows no more than the launch."""
-        base = self._base
-        if self._waits_outlive_items:
-            base = join(dict(base), self._learnt.get(program, {}))
+        """Any program may take any item on a GPU, so an item knows no more than the launch.
+
+        A kernel whose programs keep count between their items says what these rely on: the attribute ``program_keeps``
+        is "waits" if an item reads what an earlier item of its program has waited for, and "stores" if it announces
+        what an earlier one has stored.
+        """
+        base, before = dict(self._base), self._current.get(program)
+        if self._program_keeps == "waits":
+            join(base, self._learnt.get(program, {}))
+        elif self._program_keeps == "stores" and before is not None:
+            join(base, before.snapshot())
         self._begin(program, number, base)
 
     def finish(self, program):
@@ -351,7 +358,7 @@ class _Launch:
 
     def learn(self, thread, program, clock):
         join(thread.clock, clock)
-        if self._waits_outlive_items:
+        if self._program_keeps == "waits":
             join(self._learnt.setdefault(program, {}), clock)
 
     def _begin(self, program, item, base):

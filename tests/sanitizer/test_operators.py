@@ -10,15 +10,14 @@ pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="the race checker runs 
 CALLS = 4
 
 
-def has_no_race(function, args):
+def has_no_race(way):
     with record() as races:
-        for _ in range(CALLS):
-            function(*args)
+        way.run(CALLS)
     return races.events
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_no_race(way):
-    _, world_size, function, args = WAYS[way]
-    (events, *_) = on_ranks(world_size, has_no_race, function, args)
+@pytest.mark.parametrize("name", WAYS)
+def test_no_race(name):
+    way = WAYS[name]
+    (events, *_) = on_ranks(way.world_size, has_no_race, way)
     assert events > 100, "nothing was recorded"
