@@ -111,6 +111,8 @@ ACROSS_NODES = {
     },
     "all_to_all across nodes": Way("all_to_all", 4, rows_to_all.moves, (_ROWS, 2, None), 2, local=2),
     "ep_dispatch across nodes": Way("ep_dispatch", 4, expert_parallel.computes, (_EXPERTS, EXPERTS["small"]), local=2),
-    "flash_decode across nodes": Way("flash_decode", 4, decoding.computes, (of_sequences(_DECODE), "small blocks"), local=2),
+    "flash_decode across nodes": Way(
+        "flash_decode", 4, decoding.computes, (of_sequences(_DECODE), "small blocks"), local=2
+    ),
 }  # fmt: skip
 WAYS = ONE_NODE | ACROSS_NODES

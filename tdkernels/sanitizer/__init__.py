@@ -7,6 +7,6 @@ With ``TDKERNELS_SANITIZE=1`` each run of a RankPool is recorded. ``docs/race-ch
 """
 
 from tdkernels.sanitizer.report import AccessReport, Race, RaceError
-from tdkernels.sanitizer.session import Races, is_enabled, record
+from tdkernels.sanitizer.session import Races, record
 
-__all__ = ["AccessReport", "Race", "RaceError", "Races", "is_enabled", "record"]
+__all__ = ["AccessReport", "Race", "RaceError", "Races", "record"]

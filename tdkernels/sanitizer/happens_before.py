@@ -22,7 +22,7 @@ _FOREVER = 1 << 60
 
 
 class Analysis:
-    """One pass over the logs of all ranks. ``races`` holds one Race for each pair of lines."""
+    """One pass over the logs of all ranks, which finds a Race for each pair of lines."""
 
     def __init__(self, logs):
         self.logs = logs
@@ -30,7 +30,7 @@ class Analysis:
         for log in logs.values():
             for inode, layout in log["names"].items():
                 self.names.setdefault(inode, layout)
-        self.races = {}
+        self._found = {}  # lines of two accesses -> (how often, the earliest race)
         self._numbers, self._launch_of = count(1), {}
         self._accesses = [None]
         self._shadows = defaultdict(Shadow)  # by inode
@@ -60,7 +60,8 @@ class Analysis:
             if not self._ranks[number].is_over():
                 queue.append((self._ranks[number].time(), number))
             heapq.heapify(queue)
-        return list(self.races.values())
+        ordered = sorted(self._found.values(), key=lambda found: found[1][0])
+        return [Race.of(self, *pair, inode, offset, times) for times, (_, pair, inode, offset) in ordered]
 
     def _written_values(self):
         """The values that each symmetric word is given in the logs: an acquire of one waits for that event."""
@@ -96,11 +97,20 @@ class Analysis:
                 self._report(self._accesses[other], access, inode, offset)
 
     def _report(self, first, second, inode, offset):
-        lines = tuple((self.site(access), access.kind) for access in (first, second))
-        if lines in self.races:
-            self.races[lines].times += 1
-        else:
-            self.races[lines] = Race.of(self, first, second, inode, offset)
+        """Enter a race. Of each pair of lines the earliest is kept, so that a report does not depend on the timing."""
+        pair = sorted((first, second), key=self._order)
+        lines = tuple((self.site(access), access.kind) for access in pair)
+        one_rank = first.thread.rank == second.thread.rank  # a race between ranks says more
+        entry = [one_rank, *map(self._order, pair), offset], pair, inode, offset
+        times, earliest = self._found.get(lines, (0, entry))
+        self._found[lines] = times + 1, min(earliest, entry, key=lambda one: one[0])
+
+    def _order(self, access):
+        """Of two accesses that nothing orders the one of the earlier launch counts as the first, then a write."""
+        thread = access.thread
+        host = thread.program is None
+        launch = -1 if type(thread.launch) is not int or thread.stream == "network" else thread.launch
+        return launch, access.kind == "read", thread.rank, host, thread.program or (), str(thread.item), access.time
 
     def site(self, access):
         return self.site_of(access.thread.rank, access.site)
@@ -238,10 +248,8 @@ class _Rank:
         inode, starts, stops = piece
         if inode != PRIVATE:
             return piece
-        keep = np.fromiter(
-            (not self._pages.isdisjoint(range(a >> 12, (b - 1 >> 12) + 1)) for a, b in zip(starts.tolist(), stops.tolist())),
-            dtype=bool, count=starts.size,
-        )  # fmt: skip
+        pages = zip((starts >> 12).tolist(), ((stops - 1) >> 12).tolist())
+        keep = np.array([not self._pages.isdisjoint(range(first, last + 1)) for first, last in pages], dtype=bool)
         return inode, starts[keep], stops[keep]
 
     def _write(self, program, site, pieces):

@@ -21,8 +21,8 @@ from tdkernels.symm.shm import ShmBuffer
 from tdkernels.symm.workspace import Workspace
 
 ON_GPU = (
-    "tdkernels.sanitizer: the race checker and the scheduler run on CPU ranks only, where Triton's interpreter executes "
-    'the kernels. Start the ranks with RankPool(world_size, device="cpu") and pass CPU tensors'
+    "tdkernels.sanitizer: the race checker and the scheduler run on CPU ranks only, where Triton's interpreter "
+    'executes the kernels. Start the ranks with RankPool(world_size, device="cpu") and pass CPU tensors'
 )
 
 

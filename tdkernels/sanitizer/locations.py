@@ -31,9 +31,10 @@ class Locations:
         """Read again what is mapped, after a buffer was made or closed."""
         with open("/proc/self/maps") as maps:
             found = _MAPPING.findall(maps.read())
-        mapped = sorted((int(start, 16), int(stop, 16), int(inode), int(offset, 16)) for start, stop, offset, inode in found)
-        self._starts = [start for start, *_ in mapped]
-        self._mapped = mapped
+        self._mapped = sorted(
+            (int(start, 16), int(stop, 16), int(inode), int(offset, 16)) for start, stop, offset, inode in found
+        )
+        self._starts = [start for start, *_ in self._mapped]
 
     def of(self, address):
         """(inode, offset) of an address; (PRIVATE, address) if it is in no symmetric memory."""

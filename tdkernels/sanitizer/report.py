@@ -49,7 +49,7 @@ class Race:
     """Two accesses to the same memory, at least one of them a write, that no signal orders.
 
     Attributes:
-        first, second: The accesses, as AccessReport, in the order in which they were analysed.
+        first, second: The accesses, as AccessReport; first that of the earlier launch, then a write.
         workspace: The workspace and the rank whose memory it is.
         place: The part of the workspace.
         offset: Bytes into that part, of the first byte in conflict.
@@ -68,11 +68,11 @@ class Race:
     times: int = 1
 
     @classmethod
-    def of(cls, analysis, first, second, inode, offset):
+    def of(cls, analysis, first, second, inode, offset, times):
         workspace, place, byte = place_of(analysis.names, inode, offset)
         return cls(
             _access(analysis, first), _access(analysis, second), workspace, place, byte,
-            _acquired(analysis, first.thread.rank, second), _released(analysis, first),
+            _acquired(analysis, first.thread.rank, second), _released(analysis, first), times,
         )  # fmt: skip
 
     def __str__(self):
@@ -106,22 +106,17 @@ def _access(analysis, access):
 
 def _acquired(analysis, rank, access):
     thread = access.thread
-    if thread.rank == rank:
-        # Between programs of one rank the last signal of a peer says nothing.
-        found = [a for r, a in thread.acquired.items() if r == rank]
-        source = "another program of its rank"
-    else:
-        found, source = [a for r, a in thread.acquired.items() if r == rank], f"rank {rank}"
-    if not found:
+    if rank not in thread.acquired:
+        source = "another program of its rank" if thread.rank == rank else f"rank {rank}"
         return f"acquired before the second access: no signal from {source} was acquired by this work item"
-    inode, offset, value, site = found[0]
+    inode, offset, value, site = thread.acquired[rank]
     return f"acquired before the second access: {_signal(analysis, thread.rank, inode, offset, value, site)}"
 
 
 def _released(analysis, access):
-    for time, inode, offset, value, site in access.thread.released:
+    for time, *release in access.thread.released:
         if time >= access.time:
-            return f"released after the first access: {_signal(analysis, access.thread.rank, inode, offset, value, site)}"
+            return f"released after the first access: {_signal(analysis, access.thread.rank, *release)}"
     return "released after the first access: no signal by this work item"
 
 

@@ -17,7 +17,6 @@ from tdkernels.sanitizer.hooks import ON_GPU, observed, restart_barriers
 from tdkernels.sanitizer.report import RaceError
 from tdkernels.symm.group import resolve_group
 
-VARIABLE = "TDKERNELS_SANITIZE"
 _TIMEOUT = timedelta(minutes=10)
 _sessions = {}  # name of a group -> how many recordings it has had
 
@@ -26,11 +25,6 @@ class Races(list):
     """The races found, once the block of ``record`` has ended; ``events`` is the number of events of all ranks."""
 
     events = 0
-
-
-def is_enabled():
-    """Whether ``TDKERNELS_SANITIZE`` asks for a recording of each run of a RankPool."""
-    return os.environ.get(VARIABLE, "") not in ("", "0")
 
 
 @contextlib.contextmanager

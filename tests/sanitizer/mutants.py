@@ -9,7 +9,7 @@ from importlib import import_module
 def mutated(kernel, old, new):
     """Within, interpreted launches run ``kernel`` (a ``td.jit`` function) with ``old`` replaced by ``new``.
 
-    Raises:   AssertionError if ``old`` is not in the source exactly once: the kernel was changed, and so must the mutant
+    Raises:   AssertionError if ``old`` is not in the source exactly once: then the mutant has to change, too
     """
     rewriter, interpreted = kernel._interpreted.rewriter, kernel._interpreted
     prepare = rewriter._prepare_source
