@@ -59,8 +59,8 @@ _LATER = {
 
 
 def __getattr__(name):
-    if name == "nn":
-        return importlib.import_module("tdkernels.nn")
+    if name in ("nn", "sanitizer"):
+        return importlib.import_module(f"tdkernels.{name}")
     for module, names in _LATER.items():
         if name in names:
             globals()[name] = value = getattr(importlib.import_module(module), name)

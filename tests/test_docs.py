@@ -26,6 +26,7 @@ TUTORIAL = REPO / "docs" / "primitives.md"
 EXPERTS = REPO / "docs" / "expert-parallel.md"
 LAYERS = REPO / "docs" / "moe.md"
 ATTENTION = REPO / "docs" / "attention.md"
+RACES = REPO / "docs" / "race-checker.md"
 EXAMPLE = REPO / "examples" / "first_kernel.py"
 DOCUMENTS = sorted([*REPO.glob("*.md"), *(REPO / "docs").glob("*.md")])
 
@@ -95,6 +96,23 @@ def test_the_bytes_on_paper_are_those_of_the_formula():
         sizes = [once * row_fp8, once * row_bf16, once * row_bf16, each * row_bf16]
         cells = [f"{size / 1e6:.2f} MB, {size / rate * 1e6:.1f} µs" for size in sizes]
         assert f"| {world_size} | {tokens} | {once:.0f} | {each:.0f} | {' | '.join(cells)} |" in EXPERTS.read_text()
+
+
+# ---- docs/race-checker.md ----
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(ranks.DEVICE == "cuda", reason="the race checker runs on CPU ranks")
+def test_the_page_on_the_race_checker_shows_what_its_program_prints(tmp_path):
+    (program,) = blocks(RACES, "python")
+    assert run(program, tmp_path) == "".join(blocks(RACES, "text"))
+
+
+def test_the_racy_kernel_is_that_of_the_tutorial_with_two_lines_swapped():
+    (program,) = blocks(RACES, "python")
+    kernels = [text[text.index("@td.jit") : text.index("def all_sum(")] for text in (program, EXAMPLE.read_text())]
+    racy, right = (kernel.splitlines() for kernel in kernels)
+    assert sorted(racy) == sorted(right) and sum(a != b for a, b in zip(racy, right, strict=True)) == 2
 
 
 # ---- docs/moe.md ----

@@ -84,6 +84,10 @@ class Exchange:
             self._stream.wait_event(self._last_sent)
             self._last_sent = None
 
+    def _copy(self, dst, src):
+        """Copy by the copy engine, as a part of what goes ``_beside``."""
+        dst.copy_(src, non_blocking=True)
+
     def _announce(self, peer, index):
         """Raise our signal number ``index`` at a peer, as a part of what goes ``_beside``.
 
@@ -94,7 +98,7 @@ class Exchange:
             self._launch(notify_kernel, index, peer, self.plan, PASSES_ON=False)
         else:
             word = self._kept((peer, index), lambda: workspace.signal_word(peer, index))
-            word.copy_(self._kept("signal", workspace.signal_value), non_blocking=True)
+            self._copy(word, self._kept("signal", workspace.signal_value))
 
     def _launch(self, kernel, *args, **constants):
         """Launch one program of a kernel, which takes integers that are never compiled for."""

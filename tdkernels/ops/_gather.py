@@ -142,7 +142,7 @@ class Gather(Exchange):
             for chunk in range(self.num_chunks):
                 start = chunk * self.chunk_rows * self.row_bytes
                 stop = min(start + self.chunk_rows * self.row_bytes, self.rows * self.row_bytes)
-                self._slot_on(peer, start, stop).copy_(shard[start:stop], non_blocking=True)
+                self._copy(self._slot_on(peer, start, stop), shard[start:stop])
                 if peer != rank:
                     self._announce(peer, rank * self.num_chunks + chunk)
 

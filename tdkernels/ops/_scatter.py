@@ -79,7 +79,7 @@ class Scatter(Exchange):
 
     def _copy_to(self, owner, part, piece, offset):
         place = owner, self.rank, part.shape, part.dtype, offset
-        self._kept((self._slot_bytes, *place), lambda: self._slot(*place)).copy_(part, non_blocking=True)
+        self._copy(self._kept((self._slot_bytes, *place), lambda: self._slot(*place)), part)
         index = self.rank * self._pieces + piece
         if self._passes_on:
             # By a kernel, which looks for that. It may have to wait for room; of those that take it none waits for

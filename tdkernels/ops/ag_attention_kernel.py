@@ -210,6 +210,10 @@ def ag_attention_kernel(
     td.finish(ctx)
 
 
+# For tdkernels.sanitizer: ``known`` keeps what a program has waited for from one tile to the next.
+ag_attention_kernel.program_keeps = "waits"
+
+
 # ---- launcher ----
 
 

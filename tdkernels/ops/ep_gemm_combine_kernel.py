@@ -174,6 +174,10 @@ def ep_gemm_combine_kernel(
     td.finish(ctx, True, (goes != 0).to(tl.int32))
 
 
+# For tdkernels.sanitizer: a program counts its tiles in ``done`` and announces the stores of all of them at once.
+ep_gemm_combine_kernel.program_keeps = "stores"
+
+
 # ---- launcher ----
 
 

@@ -1,0 +1,116 @@
+"""Map addresses of a rank to locations that mean the same on all ranks.
+
+The symmetric memory of CPU ranks consists of memory files, which every rank maps at addresses of its own. A file's
+inode identifies the memory; so a location is (inode, offset). Every other address is private to its rank.
+"""
+
+import bisect
+import re
+
+import numpy as np
+
+from tdkernels.lang import _context as words
+from tdkernels.symm.group import live_states
+
+PRIVATE = 0  # in place of an inode
+_MAPPING = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) \S+ ([0-9a-f]+) \S+ (\d+) +/memfd:tdkernels", re.MULTILINE)
+_WORD = 8
+
+
+class Locations:
+    """The symmetric memory that this process maps.
+
+    ``names`` describes each memory by its inode: a dict with the workspace, the owner's rank and the layout.
+    """
+
+    def __init__(self):
+        self.names = {}
+        self.refresh()
+
+    def refresh(self):
+        """Read again what is mapped, after a buffer was made or closed."""
+        with open("/proc/self/maps") as maps:
+            found = _MAPPING.findall(maps.read())
+        self._mapped = sorted(
+            (int(start, 16), int(stop, 16), int(inode), int(offset, 16)) for start, stop, offset, inode in found
+        )
+        self._starts = [start for start, *_ in self._mapped]
+
+    def of(self, address):
+        """(inode, offset) of an address; (PRIVATE, address) if it is in no symmetric memory."""
+        at = bisect.bisect_right(self._starts, address) - 1
+        if at >= 0:
+            start, stop, inode, offset = self._mapped[at]
+            if address < stop:
+                return inode, address - start + offset
+        return PRIVATE, address
+
+    def pieces(self, addresses, itemsize):
+        """The memory at some addresses, of ``itemsize`` bytes each, as a list of (inode, starts, stops).
+
+        The starts and stops are int64 arrays of disjoint intervals.
+        """
+        addresses = addresses.astype(np.int64)
+        if addresses.size > 1:
+            steps = np.diff(addresses)
+            if (steps < itemsize).any():
+                addresses = np.unique(addresses)
+                steps = np.diff(addresses)
+            cuts = np.flatnonzero(steps != itemsize) + 1
+            starts = addresses[np.concatenate(([0], cuts))]
+            stops = addresses[np.concatenate((cuts - 1, [addresses.size - 1]))] + itemsize
+        else:
+            starts, stops = addresses, addresses + itemsize
+        first, last = self.of(int(starts[0])), self.of(int(stops[-1]) - 1)
+        same = first[0] == last[0] and (first[0] != PRIVATE or not self._between(starts[0], stops[-1]))
+        if same and first[1] - int(starts[0]) == last[1] - int(stops[-1]) + 1:
+            shift = first[1] - int(starts[0])
+            return [(first[0], starts + shift, stops + shift)]
+        return self._split(starts, stops)
+
+    def _between(self, start, stop):
+        """Whether symmetric memory begins between two private addresses."""
+        return bisect.bisect_right(self._starts, int(start)) != bisect.bisect_right(self._starts, int(stop))
+
+    def _split(self, starts, stops):
+        which = np.searchsorted(np.array(self._starts, dtype=np.int64), starts, side="right") - 1
+        found = []
+        for at in np.unique(which):
+            chosen = which == at
+            inode, offset = self.of(int(starts[chosen][0]))
+            shift = offset - int(starts[chosen][0])
+            found.append((inode, starts[chosen] + shift, stops[chosen] + shift))
+        return found
+
+    def describe(self):
+        """Learn the names of the workspaces that exist now; buffers are closed and replaced, so this is done often."""
+        for state in live_states():
+            for workspace in state.workspaces.values():
+                if workspace.buffer is not None and workspace.device.type == "cpu":
+                    self._describe(state, workspace)
+
+    def _describe(self, state, workspace):
+        layout = {
+            "name": workspace.name, "half_signals": workspace.half_signals, "half_bytes": workspace.half_bytes,
+            "data_offset": workspace.data_offset,
+        }  # fmt: skip
+        for owner, tensor in enumerate(workspace.buffer._tensors):
+            inode, _ = self.of(tensor.data_ptr())
+            if inode not in self.names:
+                self.names[inode] = {**layout, "rank": state._members[1 + owner]}
+
+
+def place_of(names, inode, offset):
+    """A location in words: (workspace and owner, part of the workspace, bytes into that part)."""
+    layout = names.get(inode)
+    if layout is None:
+        return ("private memory" if inode == PRIVATE else "symmetric memory without a workspace"), "byte", offset
+    owner = f"workspace '{layout['name']}' of rank {layout['rank']}"
+    if offset < layout["data_offset"]:
+        index = offset // _WORD
+        if index < words.MAX_RANKS.value:
+            return owner, f"ready word {index}", offset % _WORD
+        half, number = divmod(index - words.MAX_RANKS.value, max(layout["half_signals"], 1))
+        return owner, f"signal {number} of half {half}", offset % _WORD
+    half, byte = divmod(offset - layout["data_offset"], max(layout["half_bytes"], 1))
+    return owner, f"data of half {half}, byte", byte

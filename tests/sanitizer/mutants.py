@@ -1,0 +1,107 @@
+"""Kernels with a bug planted: what the interpreter executes is made of source text in which a line was replaced."""
+
+import contextlib
+from dataclasses import dataclass
+from importlib import import_module
+
+
+@contextlib.contextmanager
+def mutated(kernel, old, new):
+    """Within, interpreted launches run ``kernel`` (a ``td.jit`` function) with ``old`` replaced by ``new``.
+
+    Raises:   AssertionError if ``old`` is not in the source exactly once: then the mutant has to change, too
+    """
+    rewriter, interpreted = kernel._interpreted.rewriter, kernel._interpreted
+    prepare = rewriter._prepare_source
+
+    def prepare_mutated(lines):
+        source = prepare(lines)
+        assert source.count(old) == 1, f"{old!r} is {source.count(old)} times in {kernel.fn.__name__}"
+        assert old.count("\n") == new.count("\n"), "line numbers would change"
+        return source.replace(old, new)
+
+    rewriter._prepare_source = prepare_mutated
+    interpreted.rewritten_fn.pop(kernel.fn, None)
+    try:
+        interpreted.rewrite()
+        yield
+    finally:
+        del rewriter._prepare_source
+        interpreted.rewritten_fn.pop(kernel.fn, None)
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A bug and a way in which it is a race.
+
+    Attributes: way, a name of ``tests.ways``; module, kernel, old, new as for ``mutated``; file, which one of the two
+    accesses of a report has to name; calls that are made, and whether with a backward pass. It lets the ranks meet in
+    another operator after each call, which orders what would be a race without it.
+    """
+
+    way: str
+    module: str
+    kernel: str
+    old: str
+    new: str
+    file: str
+    calls: int = 2
+    backward: bool = True
+
+    def planted(self):
+        return mutated(getattr(import_module(self.module), self.kernel), self.old, self.new)
+
+
+# The letters are those of the reliability report.
+MUTANTS = {
+    "A: push_shard notifies before it puts": Mutant(
+        "ag_gemm push", "tdkernels.ops._gather_kernels", "push_shard",
+        "        td.put(dst, shard + start, tl.minimum(chunk_bytes, shard_bytes - start), COPY_WORDS)\n"
+        "        # waiter: the peer's tiles of this chunk\n"
+        "        td.notify(ctx, td.signal_at(ctx, half, me * num_chunks + chunk), peer, signal)",
+        "        # waiter: the peer's tiles of this chunk\n"
+        "        td.notify(ctx, td.signal_at(ctx, half, me * num_chunks + chunk), peer, signal)\n"
+        "        td.put(dst, shard + start, tl.minimum(chunk_bytes, shard_bytes - start), COPY_WORDS)",
+        "_gather_kernels.py",
+    ),
+    "C: a call always uses half 0": Mutant(
+        "ag_gemm push", "tdkernels.lang._context", "call",
+        "(number % 2).to(tl.int32)", "(number * 0).to(tl.int32)", "_gather_kernels.py", 3, False,
+    ),
+    "F: begin_kernel does not wait": Mutant(
+        "ag_gemm copy_engine", "tdkernels.ops._gather_kernels", "begin_kernel",
+        "        td.wait_plan(ctx, td.ready_at(ctx, peer), signal, peer)", "        pass", "_gather.py", 3,
+    ),
+    "H: gemm_rs forwards without waiting for its own tiles": Mutant(
+        "gemm_rs forward", "tdkernels.ops._staging", "forward_item",
+        '        td.wait(ctx, td.flag_at(ctx, staged + i), epoch, me, SCOPE="gpu")', "        pass", "_staging.py",
+    ),
+    "I: a one-shot sum does not wait": Mutant(
+        "gemm_ar one_shot", "tdkernels.ops.gemm_one_shot", "gemm_one_shot_kernel",
+        "td.wait_plan_all(ctx, td.signal_at(ctx, half, tile), tiles, signal)", "pass", "gemm_one_shot.py",
+    ),
+    "K: a release store is relaxed": Mutant(
+        "gemm_rs forward", "tdkernels.lang._memory", "store_release_if",
+        'sem="release", scope=SCOPE', 'sem="relaxed", scope=SCOPE', "_staging.py",
+    ),
+    "L: an acquire load is relaxed": Mutant(
+        "gemm_ar one_shot", "tdkernels.lang._memory", "load_acquire",
+        'sem="acquire", scope=SCOPE', 'sem="relaxed", scope=SCOPE', "gemm_one_shot.py",
+    ),
+    "a release between ranks has the scope of a GPU": Mutant(
+        "ag_gemm push", "tdkernels.lang._signal", "notify",
+        "store_release(remote, value, SCOPE)", 'store_release(remote, value, "gpu")', "_gather_kernels.py",
+    ),
+    "an acquire between ranks has the scope of a GPU": Mutant(
+        "ag_gemm push", "tdkernels.lang._signal", "wait_plan",
+        "_spin(ctx, signal_ptr, start, SCOPE, 1)", '_spin(ctx, signal_ptr, start, "gpu", 1)', "_gather_kernels.py",
+    ),
+    "arrive is relaxed": Mutant(
+        "gemm_ar one_shot split K", "tdkernels.lang._signal", "arrive",
+        'sem="acq_rel", scope="gpu"', 'sem="relaxed", scope="gpu"', "_few_rows.py",
+    ),
+    "a put that came by the network is awaited without await_put": Mutant(
+        "ag_gemm across nodes of 1", "tdkernels.ops._gather_nodes_kernels", "await_chunk",
+        "td.await_put(", "td.wait_plan(", "_gather_nodes_kernels.py",
+    ),
+}  # fmt: skip

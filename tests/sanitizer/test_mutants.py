@@ -1,0 +1,83 @@
+"""The race checker reports planted bugs, most of which do not show in the values that the interpreter computes."""
+
+import pytest
+import torch
+
+from tdkernels.lang import _memory
+from tdkernels.sanitizer import RaceError, record
+from tests.nodes import on_nodes
+from tests.ops.dense import config_for
+from tests.ranks import DEVICE, on_ranks
+from tests.reference import Case
+from tests.sanitizer.mutants import MUTANTS, mutated
+from tests.ways import WAYS
+
+pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="the race checker runs on CPU ranks")
+
+
+def calls(way, number, backward):
+    """Calls of a dense operator without looking at the values: of some mutants they are wrong, too."""
+    operator, shape, changes = way.args
+    case = Case(operator, torch.float32, *shape, exact=True)
+    for _ in range(number):
+        if backward:
+            case.run(config=config_for(case, **changes))
+        else:
+            with torch.no_grad():
+                case.call(config=config_for(case, **changes))
+
+
+def races_of(mutant):
+    """What the checker finds. The first call is made without the bug, so that the ranks have agreed on everything."""
+    way = WAYS[mutant.way]
+
+    def run():
+        calls(way, 1, mutant.backward)
+        with record(check=False) as races, mutant.planted():
+            calls(way, mutant.calls, mutant.backward)
+        return list(races)
+
+    return run() if way.local is None else on_nodes(way.local, run)
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutant_is_caught(name):
+    mutant = MUTANTS[name]
+    first, *others = on_ranks(WAYS[mutant.way].world_size, races_of, mutant)
+    assert first, "no race was found"
+    assert all([str(race) for race in other] == [str(race) for race in first] for other in others)
+    files = {access.file.rpartition("/")[2] for race in first for access in (race.first, race.second)}
+    assert mutant.file in files, first[0]
+
+
+def raises_on_every_rank():
+    way = WAYS["gemm_ar one_shot"]
+    calls(way, 1, True)
+    with pytest.raises(RaceError, match="race in workspace 'gemm_ar one shot' of rank") as caught:
+        with record(), MUTANTS["L: an acquire load is relaxed"].planted():
+            calls(way, 1, True)
+    race = caught.value.races[0]
+    with record() as races:
+        calls(way, 1, True)
+    return race, list(races)
+
+
+def test_a_report_names_both_accesses_and_the_signal():
+    for race, after in on_ranks(3, raises_on_every_rank):
+        assert not after, "the mutant was not taken back"
+        write, read = race.first, race.second
+        assert {write.kind, read.kind} == {"write", "read"} and write.rank != read.rank
+        for access in (write, read):
+            assert access.kernel == "gemm_one_shot_kernel" and access.program is not None
+            with open(access.file) as file:
+                line = file.read().splitlines()[access.line - 1]
+            assert f"tl.{'store' if access.kind == 'write' else 'load'}(" in line or access.function in line, line
+        assert "data of half" in race.place
+        assert "signal" in race.released and "gemm_one_shot.py" in race.released
+        assert f"no signal from rank {write.rank} was acquired" in race.acquired
+
+
+def test_a_mutant_that_matches_nothing_fails():
+    with pytest.raises(AssertionError, match="0 times in load_acquire"):
+        with mutated(_memory.load_acquire, "no such line", ""):
+            pass
