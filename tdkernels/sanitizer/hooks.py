@@ -334,8 +334,8 @@ def _close(original):
 
 def _exchange(original):
     def exchange(self, operator, text):
-        key = f"{self._prefix if self._has_met else self._members}/{self._turn}"
-        with _all(observer.meets(key, self._members[1:]) for observer in _observers):
+        key = f"{self._prefix if self._has_met else self.members}/{self._turn}"
+        with _all(observer.meets(key, self.members) for observer in _observers):
             return original(self, operator, text)
 
     return exchange

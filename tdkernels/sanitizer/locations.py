@@ -97,7 +97,7 @@ class Locations:
         for owner, tensor in enumerate(workspace.buffer._tensors):
             inode, _ = self.of(tensor.data_ptr())
             if inode not in self.names:
-                self.names[inode] = {**layout, "rank": state._members[1 + owner]}
+                self.names[inode] = {**layout, "rank": state.members[owner]}
 
 
 def place_of(names, inode, offset):
@@ -110,7 +110,9 @@ def place_of(names, inode, offset):
         index = offset // _WORD
         if index < words.MAX_RANKS.value:
             return owner, f"ready word {index}", offset % _WORD
-        half, number = divmod(index - words.MAX_RANKS.value, max(layout["half_signals"], 1))
+        if index < words.SIGNALS_BEGIN.value:
+            return owner, f"status word {index - words.MAX_RANKS.value}", offset % _WORD
+        half, number = divmod(index - words.SIGNALS_BEGIN.value, max(layout["half_signals"], 1))
         return owner, f"signal {number} of half {half}", offset % _WORD
     half, byte = divmod(offset - layout["data_offset"], max(layout["half_bytes"], 1))
     return owner, f"data of half {half}, byte", byte

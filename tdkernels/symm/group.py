@@ -71,8 +71,8 @@ class GroupState:
         self._failures = {}
         self._stream_orders = {}
         self._store = c10d._get_process_group_store(group)
-        members = "-".join(map(str, dist.get_process_group_ranks(group)))
-        self._prefix, self._has_met = f"{prefix}/{members}", False
+        self.members = dist.get_process_group_ranks(group)  # as ranks of the world
+        self._prefix, self._has_met = f"{prefix}/{'-'.join(map(str, self.members))}", False
         self._turn = 0
         self._scratches = 0
         self._agreed = set()

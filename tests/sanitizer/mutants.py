@@ -65,7 +65,7 @@ MUTANTS = {
         "_gather_kernels.py",
     ),
     "C: a call always uses half 0": Mutant(
-        "ag_gemm push", "tdkernels.lang._context", "call",
+        "ag_gemm push", "tdkernels.lang._call", "call",
         "(number % 2).to(tl.int32)", "(number * 0).to(tl.int32)", "_gather_kernels.py", 3, False,
     ),
     "F: begin_kernel does not wait": Mutant(
@@ -94,7 +94,7 @@ MUTANTS = {
     ),
     "an acquire between ranks has the scope of a GPU": Mutant(
         "ag_gemm push", "tdkernels.lang._signal", "wait_plan",
-        "_spin(ctx, signal_ptr, start, SCOPE, 1)", '_spin(ctx, signal_ptr, start, "gpu", 1)', "_gather_kernels.py",
+        "_spin(ctx, signal_ptr, start, peer, SCOPE, 1)", '_spin(ctx, signal_ptr, start, "gpu", 1)', "_gather_kernels.py",
     ),
     "arrive is relaxed": Mutant(
         "gemm_ar one_shot split K", "tdkernels.lang._signal", "arrive",
