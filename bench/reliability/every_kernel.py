@@ -16,6 +16,7 @@ import tdkernels  # noqa: E402
 from tdkernels.launch import RankError  # noqa: E402
 from tests import ranks, ways  # noqa: E402
 
+
 def aligned(operator, changes):
     """A size at which kernels load and store by TMA on Hopper."""
     ways.dense.computes(operator, torch.bfloat16, [(128, 128, 128)], exact=True, **changes)
