@@ -1,0 +1,510 @@
+"""A void launch, one that follows a failure of its rank, changes nothing that a peer can read.
+
+A peer that is a call behind may still read what an earlier launch of this rank has stored: what a void launch stores
+over it would be a wrong result without an error. So the launches of every operator are made void on rank 0, and the
+buffers of all ranks are compared before and after. The test does not depend on timing. A second test makes a peer late
+and compares the results of a third rank.
+"""
+
+import contextlib
+import functools
+import time
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tdkernels
+from tdkernels import (
+    AgAttentionConfig,
+    CollectiveConfig,
+    EpConfig,
+    EpMoeConfig,
+    FlashDecodeConfig,
+    MoeTpConfig,
+    PeerTimeoutError,
+)
+from tdkernels.lang import _context as words
+from tdkernels.ops import ep_moe_fused
+from tdkernels.ops.ep_routing import route
+from tdkernels.symm.emulated import EmulatedNetwork
+from tdkernels.symm.group import group_state
+from tdkernels.symm.workspace import Workspace
+from tests.nodes import a_group_on_nodes
+from tests.ops import sequence_parallel, tensor_experts
+from tests.ops.across_nodes import adding_once
+from tests.ops.collective import expected_of, whole
+from tests.ops.decode import Decode
+from tests.ops.dense import config_for
+from tests.ops.expert_layer import Layer
+from tests.ops.expert_ranks import padded
+from tests.ops.routed import Routed
+from tests.ops.sequence_parallel import Projection
+from tests.ops.sharded import Sharded
+from tests.ops.sharded import attention as sharded_attention
+from tests.ops.sliced import Sliced
+from tests.ranks import a_group, device, on_ranks
+from tests.reference import Case
+from tests.selection import THOROUGH
+from tests.test_protocol import COPY_ENGINE, PARTS, WAYS, failure_of, synchronize, timeout
+
+FP32 = torch.float32
+PATTERN = 0xA5  # no operand consists of it, and as a number of rows or an address it is out of bounds
+TIMEOUT_S, MOST_S = 20.0, 15.0  # a void launch waits for nothing
+
+
+# ---- making launches void ----
+
+
+def workspaces(group):
+    """The workspaces of a group that have a buffer, by name."""
+    found = group_state(group).workspaces.values()
+    return {workspace.name: workspace for workspace in found if workspace.buffer is not None}
+
+
+def memory(workspace):
+    """This rank's data in a symmetric buffer, without the signals, as bytes."""
+    return workspace.buffer.tensor(workspace.rank)[workspace.data_offset :]
+
+
+def forget_failures(workspace):
+    """Clear the status words by which peers have said that they have failed."""
+    ranks = words.MAX_RANKS.value
+    workspace.buffer.tensor(workspace.rank)[: 2 * 8 * ranks].view(torch.int64)[ranks:].zero_()
+
+
+def meet(group):
+    """Return when no rank sends anything any more."""
+    synchronize()
+    for workspace in workspaces(group).values():
+        if isinstance(workspace.buffer.network, EmulatedNetwork):
+            workspace.buffer.network.quiet()
+    dist.barrier(group)
+
+
+@contextlib.contextmanager
+def void_launches(group):
+    """Within, all launches of this rank are void, and the host goes on as if it had launched them before the failure.
+
+    Afterwards the group is as if it had made no call. Yields a list that names, at the end, what the launches must not
+    do: send messages to other nodes, wait, or leave private words changed that the next launch relies on.
+    """
+    failure, sent, wrong = group_state(group).failure(device()), [], []
+    states = {name: workspace.state.clone() for name, workspace in workspaces(group).items()}
+    failure.flags[:2] = 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Workspace, "check", lambda self: None)
+        patch.setattr(EmulatedNetwork, "_add", lambda self, peer, message: sent.append((peer, message)))
+        try:
+            start = time.monotonic()
+            yield wrong
+            synchronize()
+        finally:
+            failure.flags[:2] = 0
+            failure.device.flag.zero_()
+    if sent:
+        wrong.append(f"{len(sent)} messages to other nodes")
+    if time.monotonic() - start > MOST_S:
+        wrong.append(f"took {time.monotonic() - start:.1f} s")
+    for name, state in states.items():
+        workspace = workspaces(group)[name]
+        for word in (words.STATE_FINISHED, words.STATE_TICKETS, words.STATE_STARTED):
+            if workspace.state[word.value]:
+                wrong.append(f"word {word.value} of the state of {name} is not 0")
+        flags = slice(words.STATE_FLAGS.value, None)
+        if not torch.equal(workspace.state[flags], state[flags]):
+            wrong.append(f"flags of {name} have changed")
+        workspace.state.copy_(state)
+        workspace._note_words[0] = 0
+
+
+def changes_nothing(group, calls):
+    """``calls``: {name: function} or {name: (before, function of what that returns)}; the first part is never void."""
+    calls = {
+        name: call if isinstance(call, tuple) else (lambda: None, lambda _, call=call: call())
+        for name, call in calls.items()
+    }
+    wrong = []
+    with timeout(TIMEOUT_S):
+        for before, call in calls.values():
+            call(before())  # then all ranks know it, and agree on nothing any more
+        for name, (before, call) in calls.items():
+            given = before()
+            meet(group)
+            for workspace in workspaces(group).values():
+                memory(workspace).fill_(PATTERN)
+            meet(group)
+            if dist.get_rank(group) == 0:
+                with void_launches(group) as found:
+                    call(given)
+                wrong += [f"{name}: {what}" for what in found]
+            meet(group)
+            for workspace in workspaces(group).values():
+                if workspace._copies:  # copies by the host are made in any case, and close() finds out
+                    continue
+                changed = (memory(workspace) != PATTERN).sum().item()
+                if changed:
+                    wrong.append(f"{name}: {changed} bytes of {workspace.name}")
+            for workspace in workspaces(group).values():
+                forget_failures(workspace)
+            meet(group)  # all have compared
+    assert not wrong, f"on rank {dist.get_rank(group)}: {wrong}"
+
+
+# ---- the calls of each family ----
+
+
+# Copies by the host are made in any case; the peers' ``close`` finds out.
+BY_PROGRAMS = [(operator, changes) for operator, changes in WAYS if changes not in (COPY_ENGINE, PARTS)]
+
+
+def dense(group, ways=BY_PROGRAMS):
+    """Each way, and the gradients once for each operator."""
+    calls, differentiated = {}, set()
+    for operator, changes in ways:
+        case = Case(operator, FP32, 20, 9, 7, rank=dist.get_rank(group), world_size=group.size())
+        forward = functools.partial(case.call, group=group, config=config_for(case, **changes))
+        calls[f"{operator} {changes}"] = forward
+        if operator not in differentiated:
+            calls[f"{operator} {changes} backward"] = forward, lambda y, case=case: y.backward(case.dy)
+        differentiated.add(operator)
+    return calls
+
+
+def collectives(group):
+    x = torch.ones(group.size() * 150, device=device())
+    ways = [("all_gather", {}), ("reduce_scatter", {})]
+    ways += [("all_reduce", {"exchange": exchange}) for exchange in ("one_shot", "two_shot")]
+    calls = {}
+    for operator, changes in ways:
+        config = CollectiveConfig(block_bytes=256, num_warps=1, **changes)
+        calls[f"{operator} {changes}"] = functools.partial(getattr(tdkernels, operator), x, config=config, group=group)
+    return calls
+
+
+def decodes(group):
+    few = FlashDecodeConfig(block_n=16, num_warps=1, num_stages=1, num_programs=3)
+    calls = {}
+    for name, spec in {"one token": {}, "a window": dict(tokens=2, window=9)}.items():
+        case = Decode(2, heads=2, kv_heads=1, dim=16, keys=20, **spec, group=group)
+        calls[f"flash_decode {name}"] = lambda case=case: case.call(config=few)
+    return calls
+
+
+def attends(group):
+    case = Sharded(21, heads=2, kv_heads=1, d=16, dv=24, group=group)
+    case.require()
+    config = AgAttentionConfig(
+        block_q=16, block_k=32, num_warps=4, num_stages=2, dq_block_q=32, dq_block_k=16, dq_num_warps=4,
+        dkv_block_q=16, dkv_block_k=32, dkv_num_warps=4, num_comm_sms=1, chunk_rows=16,
+    )  # fmt: skip
+
+    def forward():
+        return case.call(config=config)
+
+    return {"ag_attention": forward, "ag_attention backward": (forward, lambda out: case.backward(*out))}
+
+
+def projects(group):
+    calls = {}
+    for operator in sequence_parallel.OPERATORS:
+        for name in ("pulled at once", "pushed"):
+            case = Projection(operator, FP32, positions=9, k=7, n=6, group=group)
+
+            def forward(case=case, config=sequence_parallel.CONFIGS[name]):
+                return case.call(config=config)
+
+            calls[f"{operator} {name}"] = forward
+            calls[f"{operator} {name} backward"] = forward, lambda y, case=case: y.backward(case.dy)
+    return calls
+
+
+def sliced_experts(group):
+    layer = Sliced(**tensor_experts.SMALL, group=group)
+    layer.require()
+    config = MoeTpConfig(num_comm_sms=2, chunk_rows=16, stages=2)
+
+    def forward():
+        return layer.call(config=config)
+
+    return {"tp_moe": forward, "tp_moe backward": (forward, lambda y: y.backward(layer.dy))}
+
+
+EP = {"num_senders": 2, "num_receivers": 2, "chunk_tokens": 2, "block_bytes": 256, "num_warps": 1}
+
+
+def routed(group, directs=True):
+    rank, ranks = dist.get_rank(group), group.size()
+    tokens = [5, 0, 4, 3][:ranks]
+    local = group_state(group).local_world_size
+    case = Routed(tokens, 2, 2 * ranks, 24, FP32, rank=rank, local_world_size=local)
+    rows, staged = case.capacity()
+    bounds = {"counted": dict(max_tokens=max(rows, staged) + 3)}
+    if directs:
+        bounds["direct"] = dict(max_tokens_per_rank=max(tokens), max_tokens=rows + 3)
+    case.x.requires_grad_()
+    case.weights.requires_grad_()
+    calls = {}
+    for combine in ("per_rank", "per_expert"):
+        for name, bound in bounds.items():
+            config = EpConfig(**EP, combine=combine)
+            out = padded(case.expert_out(), bound["max_tokens"]).requires_grad_()
+
+            def dispatch(bound=bound, config=config):
+                return case.dispatch(**bound, config=config, group=group)
+
+            def gather(sent, out=out):
+                return tdkernels.ep_combine(out, sent[1], group=group)
+
+            def there_and_back(dispatch=dispatch, gather=gather):
+                sent = dispatch()
+                return sent[0], gather(sent)
+
+            def again(sent):
+                return tdkernels.ep_dispatch(case.x.detach(), sent[1], case.weights.detach(), group=group)
+
+            def backward(both, out=out):
+                recv, y = both
+                incoming = [torch.ones_like(recv.x), torch.ones_like(recv.topk_weights), torch.ones_like(y)]
+                wanted = [case.x, case.weights, out]
+                return torch.autograd.grad([recv.x, recv.topk_weights, y], wanted, incoming, retain_graph=True)
+
+            title = f"{name} {combine}"
+            calls[f"ep_combine {title}"] = dispatch, gather
+            if combine == "per_rank":
+                calls[f"ep_dispatch, then ep_combine, {title}"] = there_and_back
+                calls[f"ep_dispatch by a handle {title}"] = dispatch, again
+            if combine == "per_rank" and name == "counted":
+                calls[f"backward of both {title}"] = there_and_back, backward
+    return calls
+
+
+def overlapping_experts(group):
+    layer = Layer([5, 0, 4][: group.size()], 2, 2, 24, 8, FP32, group=group)
+    layer.own = {name: operand.detach().requires_grad_() for name, operand in layer.own.items()}
+    config = EpMoeConfig(method="fused")
+    routings = []
+
+    def forward(**options):
+        return layer.call(config=config, group=group, **options)
+
+    def keeps_routing():
+        def kept(*args, **kwargs):
+            routings[:] = [route(*args, **kwargs)]
+            return routings[0]
+
+        with mock.patch.object(ep_moe_fused, "route", kept):
+            return forward()
+
+    def goes_by_it(_):
+        with mock.patch.object(ep_moe_fused, "route", lambda *args, **kwargs: routings[0]):
+            return forward()
+
+    dy = layer.all_dy[layer.case.mine].to(device())
+    return {
+        "ep_moe": lambda: forward(max_tokens=40),
+        "ep_moe of a routing that is right": (keeps_routing, goes_by_it),
+        "ep_moe backward": (forward, lambda y: y.backward(dy)),
+    }
+
+
+# ---- nothing is changed ----
+
+FAMILIES = [dense, collectives, decodes, attends, projects, sliced_experts, routed, overlapping_experts]
+
+
+def change_nothing(family):
+    with a_group() as group:
+        changes_nothing(group, family(group))
+        del group
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.__name__)
+def test_a_void_launch_changes_nothing(family):
+    on_ranks(3, change_nothing, family)
+
+
+def dense_across_nodes(group):
+    return dense(group, [("ag_gemm", {}), ("gemm_rs", {}), ("gemm_ar", {})])
+
+
+def routed_across_nodes(group):
+    return routed(group, directs=False)
+
+
+def change_nothing_across_nodes(families, local):
+    with a_group_on_nodes(local) as group:
+        for family in families:
+            changes_nothing(group, family(group))
+        del group
+
+
+@pytest.mark.parametrize("world_size, local, families", [
+    (4, 2, [dense_across_nodes]), (4, 2, [decodes]), (4, 2, [routed_across_nodes]), (2, 1, [decodes]),
+], ids=str)  # fmt: skip
+def test_a_void_launch_changes_nothing_across_nodes(world_size, local, families):
+    on_ranks(world_size, change_nothing_across_nodes, families, local)
+
+
+def adds_once(local):
+    with a_group_on_nodes(local) as group:
+        adding_once(changes_nothing, group, dense(group, [("gemm_ar", {})]))
+        del group
+
+
+def test_a_void_launch_of_one_adding_owner_changes_nothing():
+    on_ranks(4, adds_once, 2)
+
+
+# ---- a rank that is late ----
+
+LATE_S, GIVES_UP_S, WAITS_S = 0.5, 0.3, 1.0
+
+
+class Late:
+    """A call of rank 1 that waits for rank 2, while rank 0 has given up and makes two more calls, which are void.
+
+    Args:
+        call: Makes the call, and returns its result.
+        check: Raises AssertionError if a result is wrong.
+        operand: What rank 0 changes before its void calls, so that their data would be seen.
+    """
+
+    def __init__(self, call, check, operand):
+        self.call, self.check, self.operand = call, check, operand
+
+
+def late_dense(group, operator, changes):
+    case = Case(operator, FP32, 6, 4, 8, exact=True, rank=dist.get_rank(group), world_size=group.size())
+    case.x.requires_grad_(False)
+    case.weight.requires_grad_(False)
+    case.bias.requires_grad_(False)
+    config = config_for(case, **changes)
+    return Late(lambda: case.call(group=group, config=config), lambda y: case.check({"output": y}), case.x)
+
+
+def late_collective(group, operator, changes):
+    full = whole(operator, (150,), FP32, world_size=group.size())
+    x = full[dist.get_rank(group)].to(device())
+    expected = expected_of(operator, full, dist.get_rank(group)).to(device())
+
+    def check(y):
+        assert torch.equal(y, expected), operator
+
+    return Late(lambda: getattr(tdkernels, operator)(x, config=CollectiveConfig(**changes), group=group), check, x)
+
+
+def late_decode(group, spec):
+    case = Decode(2, heads=2, kv_heads=1, dim=16, keys=20, **spec, group=group)
+    exact = case.expected(torch.double, False)["o"]
+
+    def check(o):
+        assert (o.cpu().double() - exact).abs().max() < 0.1  # a void call has another q
+
+    return Late(lambda: case.call(), check, case.q)
+
+
+def late_attention(group):
+    case = Sharded(21, heads=2, kv_heads=1, d=16, dv=24, group=group)
+    exact = case.part(sharded_attention(*(case.whole[name].double() for name in "qkv"), True, 16**-0.5)[0])
+
+    def check(result):
+        assert (result[0].cpu().double() - exact).abs().max() < 0.1
+
+    return Late(lambda: case.call(), check, case.own["k"])
+
+
+def late_projection(group, operator, way):
+    case = Projection(operator, FP32, positions=9, k=7, n=6, exact=True, group=group)
+    case.require(())
+    config = sequence_parallel.CONFIGS[way]
+    return Late(lambda: case.call(config=config), lambda y: case.check({"output": y}), case.x)
+
+
+def late_tokens(group, direct):
+    case = Routed([5, 2, 4], 2, 6, 24, FP32, rank=dist.get_rank(group))
+    rows, staged = case.capacity()
+    capacity = max(rows, staged) + 3
+    bound = {"max_tokens": capacity, **({"max_tokens_per_rank": 5} if direct else {})}
+    out = padded(case.expert_out(), capacity)
+
+    def call():
+        recv, handle = case.dispatch(**bound, config=EpConfig(**EP), group=group)
+        return recv, tdkernels.ep_combine(out, handle, group=group)
+
+    def check(result):
+        recv, y = result
+        assert torch.equal(recv.splits.cpu(), case.splits), recv.splits
+        assert torch.equal(recv.x[: case.num_rows].cpu(), case.received(case.all_x))
+        case.check_combined(y)
+
+    return Late(call, check, case.x)
+
+
+LATE = {
+    **{f"{operator} {changes}": (late_dense, operator, changes) for operator, changes in BY_PROGRAMS},
+    "all_reduce": (late_collective, "all_reduce", {}),
+    "all_reduce in two shots": (late_collective, "all_reduce", {"exchange": "two_shot"}),
+    "flash_decode": (late_decode, {}),
+    "ep_dispatch": (late_tokens, False),
+    "ep_dispatch in one launch": (late_tokens, True),
+}
+if THOROUGH:
+    LATE |= {
+        **{f"{operator} {changes}": (late_dense, operator, changes) for operator, changes in WAYS},
+        "all_gather": (late_collective, "all_gather", {}),
+        "reduce_scatter": (late_collective, "reduce_scatter", {}),
+        "flash_decode with a window": (late_decode, dict(tokens=2, window=9)),
+        "ag_attention": (late_attention,),
+        "ulysses_qkv": (late_projection, "ulysses_qkv", "pulled at once"),
+        "ulysses_qkv pushed": (late_projection, "ulysses_qkv", "pushed"),
+        "ulysses_out": (late_projection, "ulysses_out", "pushed"),
+    }
+
+
+def answers(name):
+    """This rank's answer to a call to which rank 2 is late: "right", or the error's type."""
+    rank = dist.get_rank()
+    make, *options = LATE[name]
+    with a_group() as group:
+        late = make(group, *options)
+        for _ in range(2):
+            late.check(late.call())
+        dist.barrier()
+        with timeout(GIVES_UP_S if rank == 0 else WAITS_S), pytest.MonkeyPatch.context() as patch:
+            if rank == 0:
+                patch.setattr(Workspace, "check", lambda self: None)
+                late.call()
+                late.operand.fill_(100)
+                late.call()
+                late.call()
+                patch.undo()
+                error = failure_of(late.call)
+                assert isinstance(error, PeerTimeoutError), repr(error)
+                answer = "gave up"
+            else:
+                time.sleep(LATE_S if rank == 2 else 0.0)
+                try:
+                    result = late.call()
+                    synchronize()
+                    late.check(result)
+                    answer = "right"
+                except PeerTimeoutError as error:
+                    error.__traceback__ = None
+                    answer = f"{type(error).__name__}"
+        dist.barrier()
+        del group, late
+    return answer
+
+
+def all_answers(names):
+    return {name: answers(name) for name in names}
+
+
+def test_a_peer_that_is_a_call_behind_has_the_right_result_or_an_error():
+    rank_0, *others = on_ranks(3, all_answers, list(LATE))
+    assert set(rank_0.values()) == {"gave up"}
+    assert all(set(answer.values()) <= {"right", "PeerTimeoutError", "PeerFailedError"} for answer in others)
+    # Without any result the test would show nothing.
+    assert "right" in others[0].values()
