@@ -129,8 +129,7 @@ class Repeat:
     @classmethod
     def of(cls, compiled, grid, args, places):
         """For a compiled kernel and its arguments; None where Triton's launcher is not as it is known here."""
-        described = any(isinstance(arg, TensorDescriptor) for arg in args)
-        if not may_keep_launches() or not _is_known(compiled.run, described):
+        if not may_keep_launches():
             return None
         try:
             return cls._of(compiled, grid, args, places)
@@ -141,6 +140,8 @@ class Repeat:
 
     @classmethod
     def _of(cls, compiled, grid, args, places):
+        if not _is_known(compiled.run, any(isinstance(arg, TensorDescriptor) for arg in args)):
+            return None
         flat, expected, plain, maps = _flattened(args, places, getattr(compiled.metadata, "tensordesc_meta", None))
         given, again = (_given(compiled, grid, cls.STREAM, args) for _ in range(2))
         nested = isinstance(given[-1], (tuple, list)) and len(given[-1]) == len(flat)  # from triton 3.7 on
@@ -149,8 +150,9 @@ class Repeat:
         # An object that is another one each time, such as scratch memory, must not be kept.
         _compare("argument of the launch", given[:first], again[:first])
         launch = _c_function(compiled.run)
-        return cls(launch, [*given[:first], flat] if nested else [*given[:first], *flat],
-                   None if nested else first, plain, maps)  # fmt: skip
+        if nested:
+            return cls(launch, [*given[:first], flat], None, plain, maps)
+        return cls(launch, [*given[:first], *flat], first, plain, maps)
 
     def __call__(self, values, stream):
         args = self._args.copy()

@@ -152,10 +152,12 @@ def test_what_is_kept_are_no_operands(encoded):
     assert [vars(filled[at]) for at in (1, 4)] == [vars(other[at]) for at in (1, 4)]
 
 
-@pytest.mark.parametrize("unknown", ["scratch", "module", "wrapper", "expands by itself", "takes fewer"])
+@pytest.mark.parametrize("unknown", ["scratch", "no scratch", "module", "wrapper", "expands by itself", "takes fewer"])
 def test_another_launcher_than_is_known_is_called_as_it_is(encoded, monkeypatch, unknown):
     compiled = _Compiled(scratch=16 if unknown == "scratch" else 0)
-    if unknown == "module":
+    if unknown == "no scratch":
+        del compiled.run.global_scratch_size
+    elif unknown == "module":
         compiled._run = SimpleNamespace(launch=print)
     elif unknown == "wrapper":
         compiled.run.launch = lambda *args: None
