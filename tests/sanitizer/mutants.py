@@ -94,7 +94,8 @@ MUTANTS = {
     ),
     "an acquire between ranks has the scope of a GPU": Mutant(
         "ag_gemm push", "tdkernels.lang._signal", "wait_plan",
-        "_spin(ctx, signal_ptr, start, peer, SCOPE, 1)", '_spin(ctx, signal_ptr, start, "gpu", 1)', "_gather_kernels.py",
+        "_spin(ctx, signal_ptr, start, peer, SCOPE, 1)", '_spin(ctx, signal_ptr, start, peer, "gpu", 1)',
+        "_gather_kernels.py",
     ),
     "arrive is relaxed": Mutant(
         "gemm_ar one_shot split K", "tdkernels.lang._signal", "arrive",
