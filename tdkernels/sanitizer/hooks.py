@@ -1,8 +1,8 @@
 """Hook points in Triton's interpreter and in the host code, for the race checker and the scheduler.
 
-The library contains no check whether it is observed. While at least one ``Observer`` is installed, methods of the
-interpreter, of ``lang.jit.Kernel`` and of the host classes are replaced by versions that call the observers; when the
-last observer leaves, the original methods are put back. Everything here applies to CPU ranks only.
+The library contains no check whether it is observed. While at least one ``observer.Observer`` is installed, methods of
+the interpreter, of ``lang.jit.Kernel`` and of the host classes are replaced by versions that call the observers; when
+the last observer leaves, the original methods are put back. Everything here applies to CPU ranks only.
 """
 
 import contextlib
@@ -17,7 +17,6 @@ from tdkernels.lang._jit import Kernel
 from tdkernels.ops import _collectives
 from tdkernels.ops._exchange import Exchange
 from tdkernels.ops._gather import Gather
-from tdkernels.sanitizer.observer import Observer
 from tdkernels.symm.emulated import EmulatedNetwork
 from tdkernels.symm.group import GroupState
 from tdkernels.symm.shm import ShmBuffer

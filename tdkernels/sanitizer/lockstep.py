@@ -11,11 +11,13 @@ import mmap
 import os
 import random
 import socket
+import time
 
 import numpy as np
 
 _STEP, _VERSION, _DEAD, _FIRST = 0, 1, 2, 8
-_RUNS, _WAITS, _OUT, _DONE = 0, 1, 2, 3  # of a rank; the word after it is the version that it has waited at
+_PER_RANK = 3  # words: its status, the version that it has waited at, how often it was out
+_RUNS, _WAITS, _OUT, _DONE = 0, 1, 2, 3
 _PERIOD = 150  # steps for which the ranks keep their weights
 _WEIGHTS = (1.0, 0.3, 0.05, 0.01)  # a rank of a small weight is slow for a while
 _STALLED_S = 240.0
@@ -82,6 +84,7 @@ class Lockstep:
         self.progress()
         self._words[_STEP] += 1
         self._set(self.rank, _OUT)
+        self._words[_FIRST + _PER_RANK * self.rank + 2] += 1
         chosen = self._next()
         if chosen is not None:
             self._send(chosen)
@@ -89,7 +92,14 @@ class Lockstep:
             self._die()
 
     def back(self):
-        """End it. The last rank that comes back draws who goes on: until then none runs."""
+        """End it. The last rank that comes back draws who goes on: until then none runs.
+
+        A rank may be done with a collective before others have begun it, as the source of a broadcast is.
+        """
+        while any(self._outs(rank) < self._outs(self.rank) for rank in range(self._world_size)):
+            if self._words[_DEAD]:
+                raise DeadlockError
+            time.sleep(0.0002)
         fcntl.flock(self._file, fcntl.LOCK_EX)
         try:
             self._set(self.rank, _RUNS)
@@ -127,14 +137,19 @@ class Lockstep:
         return order.choices(can, [weights[rank] for rank in can])[0]
 
     def _status(self, rank):
-        return self._words[_FIRST + 2 * rank]
+        return self._words[_FIRST + _PER_RANK * rank]
+
+    def _outs(self, rank):
+        """How often a rank has begun something outside; one that has left is never waited for."""
+        done = self._status(rank) == _DONE
+        return 1 << 60 if done else self._words[_FIRST + _PER_RANK * rank + 2]
 
     def _waited_at(self, rank):
-        return self._words[_FIRST + 2 * rank + 1]
+        return self._words[_FIRST + _PER_RANK * rank + 1]
 
     def _set(self, rank, status):
-        self._words[_FIRST + 2 * rank] = status
-        self._words[_FIRST + 2 * rank + 1] = self._words[_VERSION]
+        self._words[_FIRST + _PER_RANK * rank] = status
+        self._words[_FIRST + _PER_RANK * rank + 1] = self._words[_VERSION]
 
     def _send(self, rank):
         with contextlib.suppress(OSError):  # after a deadlock it may be gone
@@ -144,8 +159,9 @@ class Lockstep:
         try:
             self._socket.recv(1)
         except TimeoutError:
-            raise RuntimeError(f"rank {self.rank} had no turn for {_STALLED_S:g} s: a rank waits outside of the schedule"
-                               ) from None  # fmt: skip
+            raise RuntimeError(
+                f"rank {self.rank} had no turn for {_STALLED_S:g} s: another rank waits outside of the schedule"
+            ) from None
         if self._words[_DEAD]:
             raise DeadlockError
 

@@ -21,7 +21,7 @@ from tdkernels.sanitizer.session import Meeting, reject_gpus
 from tdkernels.symm import emulated
 from tdkernels.symm.group import live_states, resolve_group
 
-_CHANCES = (0.05, 0.2, 0.6)  # of a switch at a point; a schedule has one of these between ranks, and one between programs
+_CHANCES = (0.05, 0.2, 0.6)  # of a switch at a point: a schedule has one for ranks, and one for programs
 _RESIDENT = (1, 2, 3, 5)  # programs of a launch at a time
 
 
