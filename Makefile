@@ -22,7 +22,7 @@ $(READY): pyproject.toml constraints.txt
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-newest test-gpu test-one-gpu lint bench clean
+.PHONY: help demo test test-newest test-gpu test-one-gpu fuzz lint bench clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*##/\1\t/p' Makefile | expand -t 12
@@ -62,6 +62,11 @@ test-gpu: $(READY)  ## the test suite on GPUs only, each test REPEAT times; one 
 TESTS ?= tests/ops tests/lang tests/symm tests/test_protocol.py
 test-one-gpu: $(READY)  ## TESTS on ranks that share the GPUs there are, however few, each REPEAT times; it takes long
 	TDKERNELS_TEST_DEVICE=shared $(PY) -m pytest -q --repeat $(REPEAT) $(TESTS)
+
+SEEDS ?= 10
+OPS ?=
+fuzz: $(READY)  ## SEEDS schedules of every variant of the operators OPS (all if empty), values compared
+	$(PY) -m tests.fuzz --seeds $(SEEDS) --ops "$(OPS)"
 
 # No `ruff format`: kernels keep their columns aligned by hand.
 lint: $(READY)  ## ruff

@@ -67,11 +67,12 @@ class Way:
     def run(self, calls=1):
         """Make at least so many calls, all of them in one group."""
         if self.local is None:
-            self._run(calls)
+            self.run_here(calls)
         else:
-            on_nodes(self.local, self._run, calls)
+            on_nodes(self.local, self.run_here, calls)
 
-    def _run(self, calls):
+    def run_here(self, calls):
+        """As ``run``, where the group is on nodes already."""
         for _ in range(-(-calls // self.calls)):
             self.function(*self.args)
 

@@ -6,7 +6,9 @@
 With ``TDKERNELS_SANITIZE=1`` each run of a RankPool is recorded. ``docs/race-checker.md`` explains the reports.
 """
 
+from tdkernels.sanitizer.lockstep import DeadlockError
 from tdkernels.sanitizer.report import AccessReport, Race, RaceError
+from tdkernels.sanitizer.schedule import schedule
 from tdkernels.sanitizer.session import Races, record
 
-__all__ = ["AccessReport", "Race", "RaceError", "Races", "record"]
+__all__ = ["AccessReport", "DeadlockError", "Race", "RaceError", "Races", "record", "schedule"]

@@ -21,8 +21,9 @@ from pathlib import Path
 import numpy as np
 import triton
 
-from tdkernels.sanitizer.hooks import Observer, program
+from tdkernels.sanitizer.hooks import program
 from tdkernels.sanitizer.locations import Locations
+from tdkernels.sanitizer.observer import Observer
 
 MAIN, SIDE = 0, 1
 _HERE = Path(__file__).resolve().parent

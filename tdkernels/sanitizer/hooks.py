@@ -1,18 +1,20 @@
 """Hook points in Triton's interpreter and in the host code, for the race checker and the scheduler.
 
-The library contains no check whether it is observed. While at least one ``Observer`` is installed, methods of the
-interpreter, of ``lang.jit.Kernel`` and of the host classes are replaced by versions that call the observers; when the
-last observer leaves, the original methods are put back. Everything here applies to CPU ranks only.
+The library contains no check whether it is observed. While at least one ``observer.Observer`` is installed, methods of
+the interpreter, of ``lang.jit.Kernel`` and of the host classes are replaced by versions that call the observers; when
+the last observer leaves, the original methods are put back. Everything here applies to CPU ranks only.
 """
 
 import contextlib
+import functools
 
 import numpy as np
 import torch.distributed as dist
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, interpreter_builder
 
-from tdkernels.lang import _jit
+from tdkernels.lang import _jit, _signal
 from tdkernels.lang._jit import Kernel
+from tdkernels.ops import _collectives
 from tdkernels.ops._exchange import Exchange
 from tdkernels.ops._gather import Gather
 from tdkernels.symm.emulated import EmulatedNetwork
@@ -24,59 +26,6 @@ ON_GPU = (
     "tdkernels.sanitizer: the race checker and the scheduler run on CPU ranks only, where Triton's interpreter "
     'executes the kernels. Start the ranks with RankPool(world_size, device="cpu") and pass CPU tensors'
 )
-
-
-class Observer:
-    """Calls that an observer may want; each does nothing by default. ``addresses`` are flat uint64 arrays."""
-
-    def launch(self, kernel):
-        """Return a context manager around one launch of a kernel."""
-        return contextlib.nullcontext()
-
-    def before(self, kind, addresses):
-        """Run before a "store" or "atomic"."""
-
-    def accessed(self, kind, addresses, itemsize):
-        """Run after a "read" or "write" by an interpreted kernel."""
-
-    def atomic(self, op, addresses, operands, olds, sem, scope):
-        """Run after an atomic; ``op`` as Triton names it, or "CAS"."""
-
-    def device_function(self, name, args):
-        """Return a context manager around a call of one of ``DEVICE_FUNCTIONS``."""
-        return contextlib.nullcontext()
-
-    def device_function_returned(self, name, result):
-        pass
-
-    def host_access(self, kind, start, stop):
-        """Run when the host reads or writes symmetric memory outside a kernel."""
-
-    def on_side_stream(self):
-        return contextlib.nullcontext()
-
-    def joins_side_stream(self):
-        pass
-
-    def meets(self, key, ranks):
-        """Return a context manager around a collective of the host (``GroupState.exchange``, ``dist.barrier``)."""
-        return contextlib.nullcontext()
-
-    def puts(self, network, dst, src, num_bytes, peer, signal, value):
-        """Run when a program hands a put or a signal (``num_bytes`` 0) to the emulated network."""
-
-    def fences(self, network):
-        pass
-
-    def quiets(self, network):
-        pass
-
-    def buffers_changed(self):
-        """Run after a symmetric buffer was made or closed."""
-
-    def run_programs(self, executor, call):
-        """Execute the programs of a launch; ``call()`` runs them one after the other."""
-        return call()
 
 
 DEVICE_FUNCTIONS = {"_spin", "finish", "ticket_of", "await_put"}
@@ -135,6 +84,11 @@ def _install():
     _replace(Exchange, "close", _close)
     _replace(GroupState, "exchange", _exchange)
     _replace(dist, "barrier", _barrier)
+    for name in _COLLECTIVES:
+        _replace(dist, name, _collective)
+    _replace(_collectives, "_all_gather", _collective)
+    _replace(_collectives, "_reduce_scatter", _collective)
+    _replace(_signal, "interpreter_yield", _spin)
     _replace(EmulatedNetwork, "put", _put)
     _replace(EmulatedNetwork, "set_signal", _set_signal)
     _replace(EmulatedNetwork, "fence", _fence)
@@ -339,6 +293,30 @@ def _exchange(original):
             return original(self, operator, text)
 
     return exchange
+
+
+# Those that block until other ranks come; the library and its tests use no others.
+_COLLECTIVES = (
+    "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all_single", "broadcast",
+    "new_group", "reduce_scatter_tensor",
+)  # fmt: skip
+
+
+def _collective(original):
+    def collective(*args, **kwargs):
+        with _all(observer.blocks() for observer in _observers):
+            return original(*args, **kwargs)
+
+    return collective
+
+
+def _spin(original):
+    @functools.wraps(original)  # it stays a builtin for Triton, which looks at what kernels refer to
+    def interpreter_yield(start_ns, _semantic=None):
+        if not any([observer.spins() for observer in _observers]):
+            original(start_ns)
+
+    return interpreter_yield
 
 
 _barriers = {}

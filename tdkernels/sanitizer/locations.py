@@ -89,6 +89,11 @@ class Locations:
                 if workspace.buffer is not None and workspace.device.type == "cpu":
                     self._describe(state, workspace)
 
+    def name_of(self, address):
+        """A word in words."""
+        workspace, place, _ = place_of(self.names, *self.of(address))
+        return f"{place} in {workspace}"
+
     def _describe(self, state, workspace):
         layout = {
             "name": workspace.name, "half_signals": workspace.half_signals, "half_bytes": workspace.half_bytes,

@@ -56,7 +56,7 @@ def record(group=None, check=True):
     """
     reject_gpus()
     group = resolve_group(group)
-    meeting = _Meeting(group)
+    meeting = Meeting(group)
     races = Races()
     meeting.texts("begin", "")
     restart_barriers()
@@ -82,21 +82,21 @@ def reject_gpus():
         raise RuntimeError(ON_GPU)
 
 
-class _Meeting:
+class Meeting:
     """Texts that the ranks of a group pass each other through its store."""
 
     def __init__(self, group):
         self.ranks = dist.get_process_group_ranks(group)
-        self._rank = dist.get_rank(group)
+        self.rank = dist.get_rank(group)
         number = _sessions[group.group_name] = _sessions.get(group.group_name, 0) + 1
         self._store, self._prefix = c10d._get_process_group_store(group), f"tdkernels sanitizer/{number}"
 
     @property
     def is_first(self):
-        return self._rank == 0
+        return self.rank == 0
 
     def post(self, what, text):
-        self._store.set(f"{self._prefix}/{what}/{self._rank}", text)
+        self._store.set(f"{self._prefix}/{what}/{self.rank}", text)
 
     def text(self, what, rank):
         key = f"{self._prefix}/{what}/{rank}"
