@@ -53,7 +53,7 @@ def void_launch(operator):
         call(number)
     tdkernels.synchronize()
     dist.barrier()
-    tdkernels.set_timeout(0.5 if rank == 0 else 30.0)
+    tdkernels.set_timeout(0.5 if rank == 0 else 8.0)
     if rank == 2:
         time.sleep(2.0)
     made, errors = [], []

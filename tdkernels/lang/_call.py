@@ -29,8 +29,8 @@ def signal_of(ctx, number, plan):
     """Return the signal of call ``number`` (int64) by a plan, or 0 in a void launch.
 
     A launch is void if an earlier launch of this group, or of any group on this device, has failed: its operands may
-    hold what that launch could not compute. A void launch announces 0, which is below every signal, waits for nothing,
-    and must store nothing that a peer can read: see ``is_void``. ``in_time`` holds for nothing in it.
+    hold what that launch could not compute. A void launch announces nothing, waits for nothing, and must store
+    nothing that a peer can read: see ``is_void``. ``in_time`` holds for nothing in it.
     """
     over = tl.load(failed_at(ctx) + 1) | tl.load(device_failed_at(ctx))
     return tl.where(over == 0, (number << PLAN_BITS) | plan, 0)
@@ -77,8 +77,8 @@ def call(ctx, plan, COUNTS: tl.constexpr = True):
 
 @jit
 def keep_signal(ctx, signal):
-    """Leave the value of this call's signals where the copy engine can take it from."""
-    tl.store(_state(ctx) + STATE_SIGNAL, signal)
+    """Leave the value of this call's signals where the copy engine can take it from; in a void launch the last one."""
+    tl.store(_state(ctx) + STATE_SIGNAL, signal, mask=signal != 0)
 
 
 @jit

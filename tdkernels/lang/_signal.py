@@ -38,7 +38,6 @@ from tdkernels.lang._memory import (
     fence_acquire_release,
     fence_before_tma_load,
     load_acquire,
-    store_release,
     store_release_each,
     store_release_if,
 )
@@ -131,13 +130,15 @@ def notify(
     """
     remote = symm_at(ctx, signal_ptr, peer)
     value = _wide(value)
-    if PASSES_ON:
-        tl.static_assert(OP == "set")
+    if OP == "set":
+        # 0 is the signal of a void launch. The word may hold one of an earlier call that the peer has yet to see.
         tl.debug_barrier()
-        store_release_if(remote, value, (failed(ctx) == 0).to(tl.int32), SCOPE)
-    elif OP == "set":
-        store_release(remote, value, SCOPE)
+        goes = value != 0
+        if PASSES_ON:
+            goes &= failed(ctx) == 0
+        store_release_if(remote, value, goes.to(tl.int32), SCOPE)
     else:
+        tl.static_assert(PASSES_ON == False)  # noqa: E712  a constexpr
         add_release(remote, value, SCOPE)
 
 
@@ -166,6 +167,7 @@ def notify_all(
 def _set_all(ctx, offsets, peers, there, value, PASSES_ON: tl.constexpr):
     """Set the words at some offsets of some peers' buffers, as many as there are, by a thread each."""
     bases = tl.load(ctx + CTX_BASES + peers, mask=there, other=0)
+    there &= value != 0  # that of a void launch, as in notify
     if PASSES_ON:
         tl.debug_barrier()  # another thread may just have given up
         there &= failed(ctx) == 0

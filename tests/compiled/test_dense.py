@@ -51,8 +51,8 @@ def test_products_move_sixteen_bytes_at_a_time(kernel):
     ptx = compile_gemm(kernel, "sm_90", BF16).asm["ptx"]
     assert not narrow(ptx)
     assert "ld.global.v2.b64" in ptx and "st.global.v2.b64" in ptx  # what is pushed
-    # Signals and tables are read one by one; of what is copied, whole blocks of words are. finish stores four words.
-    assert len(re.findall(r"st\.global\.b64", ptx)) <= 4, "a copy stores single words"
+    # Signals and tables are read one by one; of what is copied, whole blocks of words are. finish stores six words.
+    assert len(re.findall(r"st\.global\.b64", ptx)) <= 6, "a copy stores single words"
 
 
 def test_rows_without_tma_are_read_in_wide_pieces():

@@ -21,7 +21,9 @@ def test_signals_are_released_and_acquired_at_system_scope():
     for kernel in PRODUCTS:
         ptx = compile_gemm(kernel, "sm_90", BF16).asm["ptx"]
         release = ptx.index("@first st.release.sys.global.b64")
-        assert "bar.sync" in ptx[max(release - 1500, 0) : release]  # all threads' stores come first
+        stores = re.finditer(r"\bst\.global\.|bulk\.tensor\S*\.global", ptx[:release])
+        stored = max((match.end() for match in stores), default=0)
+        assert "bar.sync" in ptx[stored:release], "all threads' stores come first"
         assert "ld.acquire.sys.global.b64" in ptx
 
 
