@@ -261,7 +261,7 @@ class Named(Problem):
 
 
 class ExpertLayer(Named):
-    SHAPES = [(16, 8), (24, 8), (16, 12), (32, 16)]
+    SHAPES = [(16, 8), (24, 8), (20, 12), (32, 16)]  # width and hidden, of which the ranks have to agree on the width
 
     def __init__(self, operator, changes, shape, seed, group):
         rng, world_size = random.Random(seed), dist.get_world_size()
@@ -315,7 +315,8 @@ class SlicedExperts(Named):
 
 
 class Decoding(Named):
-    SHAPES = [dict(batch=2, keys=7), dict(batch=3, keys=7), dict(batch=1, keys=20), dict(batch=2, keys=40)]
+    # The ranks have to agree on the batch, not on the keys.
+    SHAPES = [dict(batch=2, keys=7), dict(batch=3, keys=7), dict(batch=1, keys=20), dict(batch=4, keys=40)]
 
     def __init__(self, operator, changes, shape, seed, group):
         self.case = Decode(heads=4, kv_heads=2, dim=16, dtype=FP32, seed=seed, **self.SHAPES[shape])
