@@ -1,0 +1,266 @@
+"""The fault campaign: pools of ranks that play cases, the counts of what came of them, and the summary."""
+
+import json
+import multiprocessing
+import queue
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from unittest import mock
+
+from tdkernels import launch
+from tdkernels.launch import RankError, RankPool
+from tests.chaos.plan import plan_of
+from tests.chaos.play import BAD, play, warm_all_shapes
+from tests.chaos.problems import TABLE
+from tests.ranks import ASKED, _call
+
+RESULTS = Path(__file__).parents[2] / "bench" / "results" / "reliability"
+# A rank that has not returned by then hangs. Waits, kernels and references of a case take a few seconds.
+CASE_TIMEOUT_S = 180.0 if ASKED == "cpu" else 240.0
+GRACE_S = 90.0  # for the others, when one has been killed or has raised
+WARM_UP_S = 400.0
+
+
+def use_forkserver():
+    """Let pools fork their ranks from a process that has imported everything already; return a context manager.
+
+    To start a rank then takes 0.1 s rather than 5 s, and a campaign kills many.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.chaos.play"])
+    return mock.patch.object(launch.multiprocessing, "get_context", lambda method=None: context)
+
+
+class Ranks:
+    """A pool of ranks that is made anew when it is lost."""
+
+    def __init__(self, world_size, device):
+        self._world_size, self._device, self._pool = world_size, device, None
+
+    def run(self, function, *args, timeout_s=CASE_TIMEOUT_S):
+        """[(what a rank returned, or None; its exception, or None)]"""
+        if self._pool is None or not self._pool.usable:
+            self._pool = RankPool(self._world_size, self._device, timeout_s=timeout_s, grace_s=GRACE_S)
+        self._pool.timeout_s = timeout_s
+        try:
+            return [(report, None) for report in self._pool.run(_call, function, *args)]
+        except RankError as error:
+            return list(zip(error.results, error.exceptions, strict=True))
+
+    def close(self):
+        if self._pool is not None:
+            self._pool.close()
+
+
+def play_case(ranks, plan):
+    """{"plan", "ranks": a report of each rank} of a case."""
+    start = time.monotonic()
+    reports = []
+    for rank, (report, error) in enumerate(ranks.run(play, plan)):
+        if report is None:
+            report = {"rank": rank, "log": [], "faulty": rank == plan.faulty, "ahead": rank == plan.ahead, "broken": ""}
+            was_killed = plan.fault == "kill" and rank == plan.faulty and isinstance(error, ChildProcessError)
+            outcome = "killed" if was_killed else "HANG" if isinstance(error, TimeoutError) else "BROKEN"
+            report["log"] = [(plan.at, outcome, 0.0, str(error)[:2000])]
+            report["triggered"] = was_killed
+        elif report["broken"]:
+            report["log"].append((-1, "BROKEN", 0.0, report["broken"]))
+        reports.append(report)
+    return {"plan": plan, "ranks": reports, "seconds": time.monotonic() - start}
+
+
+class Campaign:
+    """Cases of consecutive seeds, some at a time."""
+
+    def __init__(self, device, jobs):
+        self.device, self.jobs, self.cases, self._lock = device, jobs, [], threading.Lock()
+
+    def warm_up(self):
+        """Compile all kernels, by some pools at a time."""
+        work, problems = queue.Queue(), []
+
+        def compile_some(world_size):
+            ranks = Ranks(world_size, self.device)
+            while True:
+                try:
+                    name = work.get_nowait()
+                except queue.Empty:
+                    break
+                for _, error in ranks.run(warm_all_shapes, name, timeout_s=WARM_UP_S):
+                    if error is not None:
+                        problems.append(f"{name}: {str(error)[-500:]}")
+            ranks.close()
+
+        for world_size in (2, 3):  # kernels are compiled for a number of ranks
+            for name in TABLE:
+                work.put(name)
+            _in_threads([lambda world_size=world_size: compile_some(world_size)] * 4)
+        return problems
+
+    def run(self, first_seed, cases, seconds, tell=print):
+        """Play cases until there are so many, or the time is over."""
+        deadline = None if seconds is None else time.monotonic() + seconds
+        plans = {2: queue.Queue(), 3: queue.Queue()}
+        seeds = iter(range(first_seed, first_seed + cases)) if cases else iter(range(first_seed, first_seed + 10**9))
+
+        def next_plan(world_size):
+            with self._lock:
+                while plans[world_size].empty():
+                    if deadline is not None and time.monotonic() > deadline:
+                        return None
+                    seed = next(seeds, None)
+                    if seed is None:
+                        return None
+                    plan = plan_of(seed, self.device)
+                    plans[plan.world_size].put(plan)
+                return plans[world_size].get()
+
+        def play_some(number):
+            pools = {world_size: Ranks(world_size, self.device) for world_size in (2, 3)}
+            prefers = 3 - number % 2
+            while (plan := next_plan(prefers) or next_plan(5 - prefers)) is not None:
+                case = play_case(pools[plan.world_size], plan)
+                with self._lock:
+                    self.cases.append(case)
+                    count = len(self.cases)
+                bad = bad_outcomes(case)
+                if bad:
+                    tell(f"seed {plan.seed}: " + "; ".join(bad), flush=True)
+                if count % 25 == 0:
+                    tell(f"{count} cases", flush=True)
+            for ranks in pools.values():
+                ranks.close()
+
+        _in_threads([lambda number=number: play_some(number) for number in range(self.jobs)])
+        return self.cases
+
+
+def _in_threads(functions):
+    threads = [threading.Thread(target=function) for function in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+# ---- what came of it ----
+
+
+def bad_outcomes(case):
+    return [
+        f"rank {report['rank']} call {number}: {outcome}: {text}"
+        for report in case["ranks"] for number, outcome, _, text in report["log"] if outcome in BAD
+    ]  # fmt: skip
+
+
+def describe(case):
+    """The lines that tell what happened on each rank."""
+    plan = case["plan"]
+    lines = [str(plan)]
+    for report in case["ranks"]:
+        kinds = [word for word in ("faulty", "ahead") if report[word]]
+        lines.append(f"rank {report['rank']}{' (' + ', '.join(kinds) + ')' if kinds else ''}:")
+        for number, outcome, seconds, text in report["log"]:
+            lines.append(f"  call {number}: {outcome}, {seconds:.2f} s{': ' if text else ''}{text}")
+    return lines
+
+
+def summarize(cases):
+    """The counts, as JSON has them."""
+    by_fault, by_operator, bad = {}, {}, []
+    happened, over, ratio, allowance = Counter(), [0.0], [0.0], [0.0]
+    for case in cases:
+        plan = case["plan"]
+        happened[plan.fault] += plan.fault == "none" or any(report["triggered"] for report in case["ranks"])
+        for report in case["ranks"]:
+            who = "faulty rank" if report["faulty"] else "healthy ranks"
+            for number, outcome, seconds, text in report["log"]:
+                by_fault.setdefault(f"{plan.fault}, {who}", Counter())[outcome] += 1
+                by_operator.setdefault(plan.operator, Counter())[outcome] += 1
+                if outcome in BAD:
+                    bad.append({"seed": plan.seed, "rank": report["rank"], "call": number, "outcome": outcome,
+                                "text": text[:600]})  # fmt: skip
+                elif outcome.endswith("Error") and not report["faulty"]:
+                    over.append(seconds - report["timeout"])
+                    ratio.append(seconds / report["timeout"])
+                    allowance.append(report["allowance"])
+    return {
+        "cases": len(cases),
+        "cases_by_fault": dict(Counter(case["plan"].fault for case in cases)),
+        "cases_in_which_the_fault_happened": dict(happened),
+        "cases_with_a_host_that_runs_ahead": sum(case["plan"].ahead is not None for case in cases),
+        "calls_by_fault": {key: dict(counts) for key, counts in sorted(by_fault.items())},
+        "calls_by_operator": {key: dict(counts) for key, counts in sorted(by_operator.items())},
+        "longest_error_beyond_the_timeout_s": round(max(over), 2),
+        "longest_error_over_the_timeout": round(max(ratio), 2),
+        "largest_allowance_s": round(max(allowance), 2),
+        "wrong": sum(one["outcome"] == "WRONG" for one in bad),
+        "hangs": sum(one["outcome"] in ("HANG", "LATE") for one in bad),
+        "bad": bad,
+    }
+
+
+def add_up(one, other):
+    """The sum of two summaries."""
+    if isinstance(one, dict):
+        return {key: add_up(one[key], other[key]) if key in one and key in other else one.get(key, other.get(key))
+                for key in {**one, **other}}  # fmt: skip
+    return one + other
+
+
+def merge(one, other):
+    total = add_up(one, other)
+    for name in one:
+        if name.startswith(("longest_", "largest_")):
+            total[name] = max(one[name], other[name])
+    total["seeds"] = one["seeds"] + other["seeds"]
+    for name in ("device", "machine"):
+        total[name] = one.get(name, other.get(name))
+    return total
+
+
+def table(summary):
+    """The calls by fault and outcome, in markdown."""
+    counts = summary["calls_by_fault"]
+    outcomes = sorted({outcome for row in counts.values() for outcome in row}, key=lambda name: (name in BAD, name))
+    lines = [f"| fault | {' | '.join(outcomes)} |", "|---" * (len(outcomes) + 1) + "|"]
+    for fault in counts:
+        lines.append(f"| {fault} | {' | '.join(str(counts[fault].get(outcome, 0)) for outcome in outcomes)} |")
+    return "\n".join(lines)
+
+
+def run_and_report(args):
+    """Run what the command line asks for; the exit status."""
+    cases = args.cases or (None if args.seconds else 1000)
+    with use_forkserver():
+        campaign = Campaign(args.device, args.jobs or (1 if args.device == "shared" or cases == 1 else 4))
+        start = time.monotonic()
+        if args.device != "cpu" and cases != 1:
+            for problem in campaign.warm_up():
+                print(f"not warmed up: {problem}", flush=True)
+            print(f"kernels are compiled after {time.monotonic() - start:.0f} s", flush=True)
+            start = time.monotonic()
+        played = campaign.run(args.seed, cases, args.seconds)
+    summary = summarize(played)
+    if cases == 1:
+        print("\n".join(describe(played[0])))
+        return int(bool(summary["bad"]))
+    summary |= {"device": args.device, "seconds": round(time.monotonic() - start)}
+    summary["seeds"] = [[args.seed, args.seed + len(played)]]
+    folder = Path(args.out) if args.out else RESULTS
+    path = folder / f"chaos-{args.device}.json"
+    if args.add and path.exists():
+        summary = merge(json.loads(path.read_text()), summary)
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(summary, indent=1) + "\n")
+    print(table(summary))
+    print(f"{summary['cases']} cases in {summary['seconds']} s; wrong results: {summary['wrong']}; "
+          f"hangs: {summary['hangs']}; an error came at most {summary['longest_error_beyond_the_timeout_s']} s after "
+          f"the timeout; written to {path}")  # fmt: skip
+    for one in summary["bad"]:
+        print(f"seed {one['seed']} rank {one['rank']} call {one['call']}: {one['outcome']}: {one['text']}")
+    return int(bool(summary["bad"]))
+
+

@@ -1,0 +1,92 @@
+"""What happens in a case of the fault campaign, from its seed."""
+
+import random
+from dataclasses import dataclass
+
+from tests.chaos.problems import TABLE
+
+# Faults, with how many cases of 100 have each. "raise" comes from a kernel in the middle (CPU ranks), "between" between
+# two launches of a call; "type" is an argument of a wrong type, so that the rank skips a collective.
+FAULTS = {
+    "none": 6, "kill": 14, "stop": 16, "delay": 18, "known shape": 10, "new shape": 8, "raise": 12, "between": 8,
+    "type": 4, "ids": 4,
+}  # fmt: skip
+CONTROL_TIMEOUT_S = 60.0  # without a fault no rank may give up, however busy the machine is
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One case.
+
+    Attributes:
+        name: of ``problems.TABLE``.
+        shape, other: of the right calls, and of a faulty rank's call if the fault is another shape.
+        cold: whether the ranks make no call before the timeout is set, so that they meet under the fault.
+        timeouts: of each rank, in seconds.
+        faulty, fault, at: which rank does what, in which call.
+        moment: from 0 to 1, how far into the call; precise: at a store of a kernel rather than at a time.
+        pause: seconds of a stop or a delay.
+        ahead: the rank whose host does not look at what launches have recorded, or None.
+    """
+
+    seed: int
+    world_size: int
+    name: str
+    operator: str
+    shape: int
+    other: int
+    backward: bool
+    calls: int
+    cold: bool
+    timeouts: tuple
+    faulty: int
+    fault: str
+    at: int
+    moment: float
+    precise: bool
+    pause: float
+    ahead: int | None
+
+    @property
+    def known_shapes(self):
+        if self.cold:
+            return []
+        return [self.shape] + [self.other] * (self.fault == "known shape")
+
+
+def plan_of(seed, device="cpu"):
+    """The Plan of a seed; on GPUs ("shared") that of "raise" is "between", since nothing can end a kernel there."""
+    rng = random.Random(f"chaos {seed}")
+    fault = rng.choices(list(FAULTS), FAULTS.values())[0]
+    names = list(TABLE)
+    if fault == "ids":
+        names = [name for name in names if TABLE[name][0].takes_ids()]
+    name = rng.choice(names)
+    kind, operator, changes = TABLE[name]
+    world_size, calls = rng.choice([2, 3]), rng.randint(4, 8)
+    shape = rng.choice([0, 0, 3])
+    other = rng.choice([1, 2]) if fault == "known shape" else rng.choice([1, 2, 3 - shape])
+    cold = rng.random() < 0.15 and fault not in ("none", "known shape", "new shape")
+    faulty, at = rng.randrange(world_size), rng.randrange(calls)
+    timeout = round(rng.uniform(0.5, 1.5) if not cold else rng.uniform(1.5, 3.0), 2)
+    pause = round(timeout * rng.uniform(0.5, 1.5), 2)
+    ahead = rng.randrange(world_size) if rng.random() < 0.3 else None
+    patient = rng.random() < 0.5
+    moment, precise, backward = rng.random(), rng.random() < 0.6, rng.random() < 0.6
+    if device != "cpu":
+        timeout, pause, precise = timeout + 0.5, pause + 0.5, False
+        fault = "between" if fault == "raise" else fault
+    elif ahead is not None:
+        waits = "max_tokens" not in str(changes) and operator in ("all_to_all", "ep_dispatch", "ep_moe")
+        if waits or cold or fault not in ("none", "kill", "stop", "delay", "known shape"):
+            ahead = None  # the emulated host would go on where a real one has to wait, or has seen the error
+    if fault == "none":
+        timeout = CONTROL_TIMEOUT_S
+    # A rank that gives up early, while the others still wait, overwrites what they read if anything does.
+    timeouts = [3 * timeout if patient and ahead not in (None, rank) else timeout for rank in range(world_size)]
+    return Plan(
+        seed, world_size, name, operator, shape, other, backward and "halves" not in name, calls, cold, tuple(timeouts),
+        faulty, fault, at, moment, precise, pause, ahead,
+    )  # fmt: skip
+
+

@@ -1,0 +1,343 @@
+"""A case of the fault campaign, on one rank: the calls, the fault, and how each call has ended."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from triton.runtime import interpreter
+
+import tdkernels
+from tdkernels import PeerTimeoutError, PlanMismatchError
+from tdkernels.lang._jit import Kernel
+from tdkernels.symm.group import number_of_launches
+from tdkernels.symm.workspace import Workspace
+from tests.chaos import problems
+from tests.chaos.plan import CONTROL_TIMEOUT_S
+from tests.ranks import a_group, device
+
+# Outcomes of a call. Those in BAD fail the campaign.
+CORRECT, INJECTED, NOT_REPORTED = "correct", "injected", "not reported"
+WRONG, UNNAMED, LATE, SILENT, SPURIOUS = "WRONG", "UNNAMED", "LATE", "SILENT", "SPURIOUS"
+BAD = {WRONG, UNNAMED, LATE, SILENT, SPURIOUS, "HANG", "BROKEN"}
+NAMED = {"PeerTimeoutError", "PeerFailedError", "PlanMismatchError", "ValueError", "RuntimeError"}
+WARM_TIMEOUT_S = 120.0
+
+
+class Interrupt(Exception):
+    """What a fault raises in the middle of a call."""
+
+
+class Moments:
+    """Counts the launches and, on CPU ranks, the stores of kernels; ``act`` is called at one of them."""
+
+    def __init__(self):
+        self.launches = self.stores = 0
+        self.at_launch = self.at_store = self.act = None
+
+    def _launch(self, original, *args, **kwargs):
+        self.launches += 1
+        if self.act is not None and self.launches == self.at_launch:
+            self._act()
+        return original(*args, **kwargs)
+
+    def _store(self, original, *args, **kwargs):
+        self.stores += 1
+        if self.act is not None and self.stores == self.at_store:
+            self._act()
+        return original(*args, **kwargs)
+
+    def _act(self):
+        act, self.act = self.act, None
+        act()
+
+    @contextlib.contextmanager
+    def watched(self):
+        self.launches = self.stores = 0
+        launch_alike = Kernel.launch_alike
+        builder = interpreter.interpreter_builder
+        names = ("create_masked_store", "create_atomic_rmw", "create_atomic_cas")
+        Kernel.launch_alike = lambda *args, **kwargs: self._launch(launch_alike, *args, **kwargs)
+        for name in names:
+            original = getattr(builder, name)
+            setattr(builder, name, lambda *args, original=original, **kwargs: self._store(original, *args, **kwargs))
+        try:
+            yield
+        finally:
+            Kernel.launch_alike = launch_alike
+            for name in names:
+                delattr(builder, name)
+
+
+class Player:
+    def __init__(self, plan, group):
+        self.plan, self.group, self.rank = plan, group, dist.get_rank()
+        self.timeout, self.pause = plan.timeouts[self.rank], plan.pause
+        self.is_faulty = self.rank == plan.faulty and plan.fault != "none"
+        self.on_cpu = device().type == "cpu"
+        # On a GPU the hosts of all ranks run ahead, on the CPU one is let do so.
+        self.ahead = plan.ahead is not None and (not self.on_cpu or plan.ahead == self.rank)
+        self.moments, self.helpers = Moments(), []
+        self.longest_warm, self.warm_launches, self.warm_stores = 0.0, 4, 20
+        self.log, self.waiting = [], []  # outcomes; calls whose results are looked at in the end
+        self.triggered = False
+
+    # ---- calls ----
+
+    def warm_up(self):
+        """Make the shapes known, and see how long a call takes."""
+        tdkernels.set_timeout(WARM_TIMEOUT_S)
+        for turn in range(2):
+            for shape in self.plan.known_shapes:
+                problem = self._problem(shape, 90 + turn)
+                start = time.monotonic()
+                with self.moments.watched():
+                    for _ in problem.steps(self.plan.backward):
+                        pass
+                    tdkernels.synchronize()
+                if shape == self.plan.shape:
+                    self.longest_warm = max(self.longest_warm, time.monotonic() - start)
+                    self.warm_launches, self.warm_stores = self.moments.launches, self.moments.stores
+                problem.check()
+
+    def _problem(self, shape, call):
+        return problems.make_problem(self.plan.name, shape, 100 * self.plan.seed + call, self.group)
+
+    def play(self):
+        plan = self.plan
+        self.warm_up()
+        calls = [self._problem(plan.shape, number) for number in range(plan.calls + 1)]
+        if self.is_faulty:
+            self._prepare_fault(calls)
+        self._scale_times()
+        tdkernels.set_timeout(self.timeout)
+        with contextlib.ExitStack() as stack:
+            if self.ahead and self.on_cpu:
+                patch = stack.enter_context(pytest.MonkeyPatch.context())
+                patch.setattr(Workspace, "check", lambda workspace: None)
+            ended = self._make_calls(calls)
+        if self.ahead:
+            self._look_at_the_end(ended)
+        for helper in self.helpers:
+            helper.wait()
+        self.waiting.clear()
+
+    def _scale_times(self):
+        """Let the timeout be at least twice what a call takes on any rank; all ranks come here."""
+        longest = torch.tensor([self.longest_warm], dtype=torch.float64)
+        dist.all_reduce(longest, dist.ReduceOp.MAX)
+        self.longest_of_all = longest.item()
+        scale = max(1.0, 2 * self.longest_of_all / min(self.plan.timeouts))
+        self.timeout, self.pause = self.timeout * scale, self.plan.pause * scale
+        # What a call may take beside the waits of the library: the machine is busy, and the interpreter slow.
+        self.allowance = (1.0 if self.on_cpu else 3.0) + 3 * max(self.longest_of_all, 0.5)
+
+    def _make_calls(self, calls):
+        """Call until an error, and once more; return the number of the call with the error, or None."""
+        for number, problem in enumerate(calls[:-1]):
+            error, seconds, launched = self._call(number, problem)
+            if error is None and self.ahead:
+                self.waiting.append((number, problem))
+                continue
+            self._note(number, seconds, *self._judge(problem, error, seconds))
+            if error is None or (getattr(error, "in_step", False) and not self.ahead):
+                continue  # all ranks have raised it in the same call
+            may_go_on = isinstance(error, TypeError) or (_is_injected(error) and not launched)
+            if not may_go_on:  # it has skipped a collective, and must not go on
+                self._must_raise(number + 1, calls[number + 1])
+            return number
+        return None
+
+    def _call(self, number, problem):
+        """(the error or None, seconds, whether anything was launched in the step that failed)"""
+        is_here = self.is_faulty and number == self.plan.at
+        before = number_of_launches()
+        with self.moments.watched():
+            if is_here:
+                self._begin_fault()
+            start = time.monotonic()
+            try:
+                for _ in problem.steps(self.plan.backward):
+                    before = number_of_launches()
+                if not self.ahead:
+                    tdkernels.synchronize()
+                error = None
+            except Exception as raised:
+                error = _without_frames(raised)
+            seconds = time.monotonic() - start
+            self.moments.act = None
+        return error, seconds, number_of_launches() > before
+
+    def _must_raise(self, number, problem):
+        error, seconds, _ = self._call(number, problem)
+        try:
+            if error is None and self.ahead:
+                tdkernels.synchronize()
+        except Exception as raised:
+            error = _without_frames(raised)
+        if error is None:
+            self._note(number, seconds, SILENT, "a call after an error raised nothing")
+        else:
+            outcome, text = self._judge(problem, error, seconds)
+            if outcome in BAD:
+                self._note(number, seconds, outcome, text)
+
+    def _look_at_the_end(self, ended):
+        """The results of calls before the host has looked count if there is no error."""
+        start, error = time.monotonic(), None
+        try:
+            tdkernels.synchronize()
+        except Exception as raised:
+            error = _without_frames(raised)
+        for number, problem in self.waiting:
+            if error is None and ended is None:
+                self._note(number, 0.0, *self._judge(problem, None, 0.0))
+            else:
+                self._note(number, 0.0, NOT_REPORTED, "")
+        if error is not None and ended is None:
+            seconds = time.monotonic() - start
+            self._note(self.plan.calls, seconds, *self._judge(None, error, seconds))
+
+    # ---- judgement ----
+
+    def _judge(self, problem, error, seconds):
+        """(outcome, text) of a call."""
+        plan = self.plan
+        if error is None:
+            try:
+                problem.check()
+            except AssertionError as wrong:
+                return WRONG, str(wrong)
+            return CORRECT, ""
+        text = f"{type(error).__name__}: {error}"
+        if self.is_faulty and (_is_injected(error) or (plan.fault == "type" and isinstance(error, TypeError))):
+            return INJECTED, text
+        if plan.fault == "none":
+            return SPURIOUS, text
+        if not _names_its_call(error, self.rank):
+            return UNNAMED, text
+        if seconds > 2 * self.timeout + self.allowance and not self.is_faulty:
+            return LATE, text
+        return type(error).__name__, text
+
+    def _note(self, number, seconds, outcome, text):
+        self.log.append((number, outcome, round(seconds, 3), text[:600]))
+
+    # ---- faults ----
+
+    def _prepare_fault(self, calls):
+        plan, problem = self.plan, calls[self.plan.at]
+        if plan.fault in ("known shape", "new shape"):
+            calls[plan.at] = self._problem(plan.other, plan.at)
+        elif plan.fault == "ids":
+            problem.spoil_ids()
+        elif plan.fault == "type":
+            problem.options["config"] = "a word"
+
+    def _begin_fault(self):
+        plan, moments = self.plan, self.moments
+        self.triggered = plan.fault not in ("raise", "between")
+        if plan.fault == "delay":
+            time.sleep(self.pause)
+        elif plan.fault == "raise":
+            self._at_a_store(_raise, self._trigger)
+        elif plan.fault == "between":
+            moments.at_launch = 1 + int(plan.moment * self.warm_launches)
+            moments.act = lambda: (self._trigger(), _raise())
+        elif plan.fault in ("kill", "stop") and plan.precise and self.on_cpu:
+            self._at_a_store(self._kill if plan.fault == "kill" else self._stop)
+        elif plan.fault in ("kill", "stop"):
+            signals = "-KILL" if plan.fault == "kill" else "-STOP"
+            after = plan.moment * max(self.longest_warm, 0.05)
+            goes_on = f"; sleep {self.pause:.3f}; kill -CONT {os.getpid()}" if plan.fault == "stop" else ""
+            self._help(f"sleep {after:.3f}; kill {signals} {os.getpid()}{goes_on}")
+
+    def _at_a_store(self, *acts):
+        self.moments.at_store = 1 + int(self.plan.moment * self.warm_stores)
+        self.moments.act = lambda: [act() for act in reversed(acts)]
+
+    def _trigger(self):
+        self.triggered = True
+
+    def _kill(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def _stop(self):
+        self._help(f"sleep {self.pause:.3f}; kill -CONT {os.getpid()}")
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def _help(self, command):
+        """Run a command beside this rank, which cannot continue itself."""
+        self.helpers.append(subprocess.Popen(["sh", "-c", command], stdin=subprocess.DEVNULL))
+
+
+def _raise():
+    raise Interrupt("injected by the campaign")
+
+
+def _is_injected(error):
+    if "in the middle of a call" in str(error):  # that of a later call, by the library
+        return False
+    return "injected by the campaign" in f"{error!r} {error.__cause__!r}"
+
+
+def _without_frames(error):
+    """The error without the frames that hold the group's tensors."""
+    chain = error
+    while chain is not None:
+        chain.__traceback__ = None
+        chain = chain.__cause__ or chain.__context__
+    return error
+
+
+def _names_its_call(error, rank):
+    """Whether an error is of the library's kinds, and says which operator or rank it is about."""
+    if isinstance(error, PeerTimeoutError):
+        return bool(error.operator) and error.rank == rank and error.peer != rank
+    if not isinstance(error, RuntimeError | ValueError) or isinstance(error, torch.cuda.OutOfMemoryError):
+        return False
+    text = str(error)
+    if any(name in text for name in problems.OPERATORS):
+        return True
+    return not isinstance(error, PlanMismatchError) and bool(re.search(r"rank \d", text))
+
+
+def play(plan):
+    """Play a case on this rank; what happened, in plain types."""
+    with a_group() as group:
+        player = Player(plan, group)
+        try:
+            player.play()
+            broken = ""
+        except Exception as error:
+            broken = f"{type(error).__name__}: {error}"
+            _without_frames(error)
+        finally:
+            tdkernels.set_timeout(CONTROL_TIMEOUT_S)
+        report = {
+            "rank": player.rank, "log": player.log, "triggered": player.triggered, "warm": player.longest_warm,
+            "timeout": player.timeout, "faulty": player.is_faulty, "ahead": player.ahead, "broken": broken,
+            "allowance": getattr(player, "allowance", 0.0),
+        }  # fmt: skip
+        del group, player
+    if device().type == "cuda":
+        torch.cuda.empty_cache()
+    return report
+
+
+def warm_all_shapes(name):
+    """Compile what calls of a name of ``problems.TABLE`` need, of each shape, on this rank."""
+    tdkernels.set_timeout(4 * WARM_TIMEOUT_S)
+    with a_group() as group:
+        for shape in range(4):
+            problem = problems.make_problem(name, shape, shape, group)
+            for _ in problem.steps("halves" not in name):
+                pass
+            problem.check()
+        del problem, group
+    tdkernels.set_timeout(CONTROL_TIMEOUT_S)

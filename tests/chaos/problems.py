@@ -1,0 +1,429 @@
+"""The calls of a fault campaign: every operator with small operands whose results each rank knows without its peers.
+
+    problem = make_problem("gemm_rs forward", shape=0, seed=7, group=group)
+    for _ in problem.steps(backward=True):   # one public call, or one backward pass, after the other
+        pass
+    problem.check()                          # AssertionError for a wrong result
+
+The operands of all ranks follow from the seed, so a check needs no communication: it must work when a peer is dead.
+"""
+
+import random
+
+import torch
+import torch.distributed as dist
+
+import tdkernels
+from tdkernels import EpConfig, EpMoeConfig
+from tests.ops import attention, collective, decoding, sequence_parallel, tensor_experts
+from tests.ops.decode import CACHES, Decode
+from tests.ops.dense import config_for
+from tests.ops.expert_layer import Layer
+from tests.ops.expert_parallel import expected_gradients_of_combine
+from tests.ops.expert_ranks import padded
+from tests.ops.routed import Routed
+from tests.ops.rows_to_all import Exchange
+from tests.ops.sequence_parallel import Projection
+from tests.ops.sharded import Sharded
+from tests.ops.sliced import Sliced
+from tests.ops.test_collectives import WAYS as COLLECTIVE_WAYS
+from tests.ranks import DEVICE, device
+from tests.reference import Case
+from tests.test_protocol import WAYS as DENSE_WAYS
+
+BF16, FP32 = torch.bfloat16, torch.float32
+MOST_TOKENS, ROOM = 6, 64  # tokens of a rank of an expert operator; rows that any rank has room for
+EXACT_DTYPES = (BF16,) if DEVICE == "cuda" else (BF16, FP32)  # each is compiled on a GPU
+TOLERANCE = 2e-2 if DEVICE == "cuda" else 1e-3  # TF32, fp32; wrong data is off by about 1
+
+
+def near(name, got, exact):
+    """Raise AssertionError unless each element of ``got`` is near ``exact``, which is in fp64."""
+    got, exact = got.detach().cpu().double(), exact.detach().cpu().double()
+    assert got.shape == exact.shape, f"{name}: shape {list(got.shape)}, not {list(exact.shape)}"
+    infinite = exact.isinf()
+    assert torch.equal(got[infinite], exact[infinite]), f"{name}: not infinite where it should be"
+    got, exact = got[~infinite], exact[~infinite]
+    if exact.numel():
+        bound = TOLERANCE * (exact.abs() + exact.square().mean().sqrt()) + 1e-6
+        wrong = ~((got - exact).abs() <= bound)  # a NaN is wrong, too
+        assert not wrong.any(), f"{name}: {int(wrong.sum())} of {wrong.numel()} elements are wrong"
+
+
+class Problem:
+    """One call of every rank of the group.
+
+    Attributes:
+        options: further arguments of the first public call; a fault may change them.
+        results: by name, after ``steps``.
+    """
+
+    bounded = True  # whether the host can run ahead: no step waits for its device
+
+    def spoil_ids(self):
+        """Put an id or a split that is out of range into this rank's operands."""
+        raise NotImplementedError
+
+    @classmethod
+    def takes_ids(cls):
+        return cls.spoil_ids is not Problem.spoil_ids
+
+
+class Dense(Problem):
+    SHAPES = [(5, 3, 7), (6, 3, 7), (9, 4, 6), (70, 6, 5)]  # rows, n, k of a rank; the last is several tiles
+
+    def __init__(self, operator, changes, shape, seed, group):
+        dtype = EXACT_DTYPES[seed // 100 % len(EXACT_DTYPES)]
+        self.case = Case(operator, dtype, *self.SHAPES[shape], exact=True, seed=seed)
+        self.options = {"config": config_for(self.case, **changes)}
+        self.group, self.results = group, {}
+
+    def steps(self, backward):
+        output = self.case.call(group=self.group, **self.options)
+        self.results = {"output": output.detach()}
+        yield
+        if backward:
+            output.backward(self.case.dy)
+            self.results |= self.case.gradients()
+            yield
+
+    def check(self):
+        self.case.check(self.results)
+
+
+class Collective(Problem):
+    SHAPES = [(5, 3), (7, 3), (4, 5), (150, 3)]
+
+    def __init__(self, operator, changes, shape, seed, group):
+        self.operator, self.group, self.results = operator, group, {}
+        rank, shape = dist.get_rank(), self.SHAPES[shape]
+        dtype = EXACT_DTYPES[seed // 100 % len(EXACT_DTYPES)]
+        full = collective.whole(operator, shape, FP32, seed).to(dtype)
+        self.expected = {"output": collective.expected_of(operator, full)}
+        if operator == "all_reduce":
+            dy = dx = collective.whole(operator, shape, FP32, seed + 50)[0].to(dtype)
+        else:
+            dual = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}[operator]
+            dys = collective.whole(dual, shape, FP32, seed + 50).to(dtype)
+            dy, dx = dys[rank], collective.expected_of(dual, dys)
+        self.expected["dx"], self.dy = dx, dy.to(device())
+        self.x = full[rank].to(device()).requires_grad_()
+        self.options = {"config": collective.config_of(changes)}
+
+    def steps(self, backward):
+        output = getattr(tdkernels, self.operator)(self.x, group=self.group, **self.options)
+        self.results = {"output": output.detach()}
+        yield
+        if backward:
+            output.backward(self.dy)
+            self.results["dx"] = self.x.grad
+            yield
+
+    def check(self):
+        for name, got in self.results.items():
+            assert collective.same(got, self.expected[name]), f"{name} of {self.operator}"
+
+
+class AllToAll(Problem):
+    SHAPES = [8, 12, 7, 24]
+
+    def __init__(self, operator, changes, shape, seed, group):
+        world_size = dist.get_world_size()
+        rng = random.Random(seed)
+        splits = [[rng.randrange(4) for _ in range(2 * world_size)] for _ in range(world_size)]
+        self.case = case = Exchange(splits, self.SHAPES[shape], FP32, values="exact", seed=seed)
+        all_d = [case.draw(len(x), self.SHAPES[shape], FP32) for x in case.all_x]
+        self.d_out, self.d_x = case.received(all_d).to(device()), all_d[case.rank]
+        case.x.requires_grad_()
+        self.options, self.group, self.results = dict(changes), group, {}
+        self.bounded = "max_tokens" in changes
+
+    def steps(self, backward):
+        out, splits, _ = self.case.call(group=self.group, **self.options)
+        self.results = {"out": out.detach(), "splits": splits}
+        yield
+        if backward:
+            out.backward(padded(self.d_out, self.options.get("max_tokens")))
+            self.results["dx"] = self.case.x.grad
+            yield
+
+    def check(self):
+        self.case.check(self.results["out"], self.results["splits"], self.options.get("max_tokens"))
+        if "dx" in self.results:
+            assert collective.same(self.results["dx"], self.d_x), "dx of all_to_all"
+
+    def spoil_ids(self):
+        self.case.own_splits = self.case.own_splits.clone()
+        self.case.own_splits[0] = -3
+
+
+class Experts(Problem):
+    """A dispatch and the combine of its handle; ``halves``: each in two calls, without gradients."""
+
+    SHAPES = [8, 12, 7, 24]
+
+    def __init__(self, operator, changes, shape, seed, group):
+        changes, world_size = dict(changes), dist.get_world_size()
+        self.halves, self.combine = changes.pop("halves", False), changes.pop("combine", "per_rank")
+        rng = random.Random(seed)
+        tokens = [rng.randrange(MOST_TOKENS + 1) for _ in range(world_size)]
+        width = self.SHAPES[shape]
+        self.case = case = Routed(tokens, 2, 2 * world_size, width, FP32, seed=seed)
+        changes["config"] = EpConfig(combine=self.combine, num_senders=2, num_receivers=2, num_warps=1)
+        self.options, self.group, self.results = changes, group, {}
+        self.bounded = "max_tokens" in changes or "max_tokens_per_rank" in changes
+        self.expert_out = case.expert_out()
+        if not self.halves:
+            case.x.requires_grad_()
+            case.weights.requires_grad_()
+        self.all_dy = case.draw(sum(tokens), width, FP32)
+        self.d_rows = case.draw(case.all_ids.numel(), width, FP32)
+        self.d_weights = case.draw(case.all_ids.numel(), 1, FP32)
+
+    def steps(self, backward):
+        case, group = self.case, self.group
+        if self.halves:
+            yield from self._halves()
+            return
+        recv, handle = case.dispatch(group=group, **self.options)
+        self.recv = recv
+        yield
+        rows = recv.x.shape[0]
+        expert_out = padded(self.expert_out, rows if rows != case.num_rows else None).detach().requires_grad_()
+        self.y = y = tdkernels.ep_combine(expert_out, handle, group=group)
+        yield
+        if backward:
+            dy = self.all_dy[case.mine].to(device())
+            self.results["d_out"], self.results["dw"] = torch.autograd.grad(y, [expert_out, case.weights], dy)
+            yield
+            d_recv = padded(self.d_rows[case.order].to(device()), rows)
+            d_row_weights = padded(self.d_weights.flatten()[case.order].to(device()), rows)
+            self.results["dx"], self.results["dw of dispatch"] = torch.autograd.grad(
+                [recv.x, recv.topk_weights], [case.x, case.weights], [d_recv, d_row_weights]
+            )  # fmt: skip
+            yield
+
+    def _halves(self):
+        case, group = self.case, self.group
+        with torch.no_grad():
+            sent = tdkernels.ep_dispatch_send(
+                case.x, case.ids, case.weights, num_experts=case.experts, group=group, **self.options
+            )  # fmt: skip
+            self.recv, handle = sent.receive()
+            yield
+            rows = self.recv.x.shape[0]
+            expert_out = padded(self.expert_out, rows if rows != case.num_rows else None)
+            self.y = tdkernels.ep_combine_send(expert_out, handle, group=group).receive()
+            yield
+
+    def check(self):
+        case, results = self.case, self.results
+        case.check_received(self.recv, capacity=self.recv.x.shape[0] if self.bounded else None)
+        case.check_combined(self.y, combine=self.combine)
+        if not results:
+            return
+        d_rows, exact, low = expected_gradients_of_combine(case, self.all_dy, case.all_weights)
+        assert collective.same(results["d_out"][: case.num_rows], d_rows), "dexpert_out"
+        case.check_numbers("dtopk_weights of combine", results["dw"], exact, low)
+        case.check_numbers("dx of dispatch", results["dx"], *case.combined(self.d_rows, None, self.combine))
+        d_weights = self.d_weights.view(case.valid.shape).where(case.valid, 0.0)[case.mine]
+        assert collective.same(results["dw of dispatch"], d_weights), "dtopk_weights of dispatch"
+
+    def spoil_ids(self):
+        self.case.ids = _with_a_wrong_id(self.case.ids, self.case.experts)
+
+
+def _with_a_wrong_id(ids, experts):
+    if ids.numel():
+        ids = ids.clone()
+        ids.view(-1)[-1] = experts + 71
+    return ids
+
+
+class Named(Problem):
+    """A problem whose results and fp64 references are dictionaries; subclasses say how they are called."""
+
+    def steps(self, backward):
+        self.case.group = self.group
+        outputs, gradients = self._call()
+        self.results = {name: output.detach() for name, output in outputs.items()}
+        yield
+        if backward:
+            torch.autograd.backward(list(outputs.values()), gradients)
+            self.results |= self._gradients()
+            yield
+
+    def check(self):
+        tdkernels.synchronize()
+        expected = self._expected()
+        for name, got in self.results.items():
+            near(name, got, expected[name])
+
+
+class ExpertLayer(Named):
+    SHAPES = [(16, 8), (24, 8), (20, 12), (32, 16)]  # width and hidden, of which the ranks have to agree on the width
+
+    def __init__(self, operator, changes, shape, seed, group):
+        rng, world_size = random.Random(seed), dist.get_world_size()
+        tokens = [rng.randrange(MOST_TOKENS + 1) for _ in range(world_size)]
+        self.case = case = Layer(tokens, 2, 2, *self.SHAPES[shape], FP32, seed=seed, ids="distinct")
+        case.own = {name: operand.detach().requires_grad_() for name, operand in case.own.items()}
+        self.options, self.group, self.results = dict(changes), group, {}
+        self.bounded = "max_tokens" in changes
+
+    def _call(self):
+        y = self.case.call(group=self.group, **self.options)
+        return {"y": y}, [self.case.all_dy[self.case.case.mine].to(device())]
+
+    def _gradients(self):
+        return {f"d{name}": operand.grad for name, operand in self.case.own.items()}
+
+    def _expected(self):
+        layer, rank = self.case, self.case.case.rank
+        each = layer.experts // layer.case.world_size
+        whole = layer.expected(torch.double)
+        mine = {name: slice(rank * each, (rank + 1) * each) if "_" in name and "topk" not in name else layer.case.mine
+                for name in whole}  # fmt: skip
+        return {name: of_all[mine[name]] for name, of_all in whole.items()}
+
+    def spoil_ids(self):
+        self.case.case.ids = _with_a_wrong_id(self.case.case.ids, self.case.experts)
+
+
+class SlicedExperts(Named):
+    SHAPES = [(6, 10, 3), (7, 10, 3), (6, 12, 5), (20, 16, 8)]  # tokens, width, hidden
+
+    def __init__(self, operator, changes, shape, seed, group):
+        tokens, width, hidden = self.SHAPES[shape]
+        self.case = Sliced(tokens, 2, 3, width, hidden, FP32, seed=seed)
+        self.case.require()
+        self.options = {"config": tensor_experts.CONFIGS[changes]}
+        self.group, self.results = group, {}
+
+    def _call(self):
+        return {"y": self.case.call(**self.options)}, [self.case.dy]
+
+    def _gradients(self):
+        return self.case.gradients()
+
+    def _expected(self):
+        whole, rank = self.case.expected(torch.double), self.case.rank
+        return {name: self.case.part(name.removeprefix("d"), of_all, rank) for name, of_all in whole.items()}
+
+    def spoil_ids(self):
+        self.case.ids = _with_a_wrong_id(self.case.ids, 3)
+
+
+class Decoding(Named):
+    # The ranks have to agree on the batch, not on the keys.
+    SHAPES = [dict(batch=2, keys=7), dict(batch=3, keys=7), dict(batch=1, keys=20), dict(batch=4, keys=40)]
+
+    def __init__(self, operator, changes, shape, seed, group):
+        self.case = Decode(heads=4, kv_heads=2, dim=16, dtype=FP32, seed=seed, **self.SHAPES[shape])
+        self.case.require()
+        self.options = {"config": decoding.config_of(changes)}
+        self.group, self.results = group, {}
+
+    def _call(self):
+        o, lse = self.case.call(return_lse=True, **self.options)
+        return {"o": o, "lse": lse}, [self.case.do, self.case.dlse]
+
+    def _gradients(self):
+        return self.case.gradients()
+
+    def check(self):
+        tdkernels.synchronize()
+        case, expected = self.case, self.case.expected(torch.double, True)
+        first = int(case.all_lens[: case.rank].sum())
+        for name, got in self.results.items():
+            if name[1:] in CACHES:
+                parts = torch.cat(case._keys_of(name, got))
+                near(name, parts, expected[name][first : first + len(parts)])
+            else:
+                near(name, got, expected[name])
+
+
+class Attention(Named):
+    SHAPES = [dict(rows=9), dict(rows=10), dict(rows=7, batch=2), dict(rows=21, sharding="zigzag")]
+
+    def __init__(self, operator, changes, shape, seed, group):
+        self.case = Sharded(heads=2, kv_heads=1, d=16, dv=16, dtype=FP32, seed=seed, **self.SHAPES[shape])
+        self.case.require()
+        self.options = {"config": attention.CONFIGS[changes]}
+        self.group, self.results = group, {}
+
+    def _call(self):
+        o, lse = self.case.call(**self.options)
+        return {"o": o, "lse": lse}, [self.case.do, self.case.dlse]
+
+    def _gradients(self):
+        return self.case.gradients()
+
+    def _expected(self):
+        return {name: self.case.part(whole) for name, whole in self.case.expected(torch.double).items()}
+
+
+class Ulysses(Problem):
+    SHAPES = [(5, 7, 3), (6, 7, 3), (9, 8, 4), (20, 12, 9)]  # positions, k, n
+
+    def __init__(self, operator, changes, shape, seed, group):
+        positions, k, n = self.SHAPES[shape]
+        self.case = Projection(operator, FP32, positions, k, n, batch=1, exact=True, seed=seed)
+        self.options = {"config": sequence_parallel.CONFIGS[changes]}
+        self.group, self.results = group, {}
+
+    def steps(self, backward):
+        self.case.group = self.group
+        output = self.case.call(**self.options)
+        self.results = {"output": output.detach()}
+        yield
+        if backward:
+            output.backward(self.case.dy)
+            self.results |= self.case.gradients()
+            yield
+
+    def check(self):
+        self.case.check(self.results)
+
+
+def _table():
+    """{name: (class, operator, changes)}"""
+    table = {}
+    for operator, changes in DENSE_WAYS:
+        table[f"{operator} {next(iter(changes.values()))}"] = Dense, operator, changes
+    for operator, changes in COLLECTIVE_WAYS:
+        table[f"{operator} {changes.get('exchange', 'one_shot')}"] = Collective, operator, changes
+    room, bound = {"max_tokens": ROOM}, {"max_tokens_per_rank": MOST_TOKENS}
+    table |= {
+        "all_to_all": (AllToAll, "all_to_all", {}),
+        "all_to_all bounded": (AllToAll, "all_to_all", room),
+        "ep two-phase": (Experts, "ep_dispatch", {}),
+        "ep two-phase bounded": (Experts, "ep_dispatch", room),
+        "ep two-phase per_expert": (Experts, "ep_dispatch", {"combine": "per_expert"}),
+        "ep low-latency": (Experts, "ep_dispatch", bound),
+        "ep low-latency per_expert": (Experts, "ep_dispatch", {**bound, **room, "combine": "per_expert"}),
+        "ep halves": (Experts, "ep_dispatch", {**room, "halves": True}),
+        "ep halves low-latency": (Experts, "ep_dispatch", {**bound, "halves": True}),
+    }
+    for method in ("sequence", "fused"):
+        config = {"config": EpMoeConfig(method=method)}
+        table[f"ep_moe {method}"] = ExpertLayer, "ep_moe", config
+        table[f"ep_moe {method} bounded"] = ExpertLayer, "ep_moe", {**config, **bound, **room}
+    table |= {f"tp_moe {config}": (SlicedExperts, "tp_moe", config) for config in ("default", "two stages")}
+    table |= {f"flash_decode {name}": (Decoding, "flash_decode", name) for name in ("default", "small blocks")}
+    table |= {f"ag_attention {name}": (Attention, "ag_attention", name) for name in ("default", "small blocks")}
+    table["ulysses_out default"] = Ulysses, "ulysses_out", "default"
+    table["ulysses_out sources at once"] = Ulysses, "ulysses_out", "pulled at once"
+    table["ulysses_qkv pull"] = Ulysses, "ulysses_qkv", "pulled at once"
+    table["ulysses_qkv push"] = Ulysses, "ulysses_qkv", "pushed"
+    return table
+
+
+TABLE = _table()
+OPERATORS = sorted({operator for _, operator, _ in TABLE.values()} | {"ep_combine", "moe_ag_gemm", "moe_gemm_rs"})
+
+
+def make_problem(name, shape, seed, group):
+    """Make the operands of this rank, and what is to come out, of a call of one of TABLE."""
+    kind, operator, changes = TABLE[name]
+    return kind(operator, changes, shape, seed, group)
