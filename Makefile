@@ -22,7 +22,7 @@ $(READY): pyproject.toml constraints.txt
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-newest test-gpu test-one-gpu lint bench clean
+.PHONY: help demo test test-newest test-gpu test-one-gpu chaos lint bench clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*##/\1\t/p' Makefile | expand -t 12
@@ -62,6 +62,14 @@ test-gpu: $(READY)  ## the test suite on GPUs only, each test REPEAT times; one 
 TESTS ?= tests/ops tests/lang tests/symm tests/test_protocol.py
 test-one-gpu: $(READY)  ## TESTS on ranks that share the GPUs there are, however few, each REPEAT times; it takes long
 	TDKERNELS_TEST_DEVICE=shared $(PY) -m pytest -q --repeat $(REPEAT) $(TESTS)
+
+# CASES=1 prints what happened on each rank in the case of SEED. SECONDS bounds the time instead of the number of cases.
+# DEVICE=shared: ranks that share one GPU. OUT: a folder for the summary; CHAOS: further options, see tests/chaos.
+SEED   ?= 0
+DEVICE ?= cpu
+chaos: $(READY)  ## faults in CASES calls of all operators on 2 and 3 ranks, or for SECONDS; DEVICE=cpu or shared
+	$(PY) -m tests.chaos --device $(DEVICE) --seed $(SEED) $(if $(CASES),--cases $(CASES)) \
+		$(if $(SECONDS),--seconds $(SECONDS)) $(if $(OUT),--out $(OUT)) $(CHAOS)
 
 # No `ruff format`: kernels keep their columns aligned by hand.
 lint: $(READY)  ## ruff
