@@ -22,7 +22,7 @@ $(READY): pyproject.toml constraints.txt
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-newest test-gpu test-one-gpu fuzz lint bench clean
+.PHONY: help demo test test-newest test-gpu test-one-gpu fuzz chaos lint bench clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*##/\1\t/p' Makefile | expand -t 12
@@ -67,6 +67,14 @@ SEEDS ?= 10
 OPS ?=
 fuzz: $(READY)  ## SEEDS schedules of every variant of the operators OPS (all if empty), values compared
 	$(PY) -m tests.fuzz --seeds $(SEEDS) --ops "$(OPS)"
+
+# CASES=1 prints what happened on each rank in the case of SEED. SECONDS bounds the time instead of the number of cases.
+# DEVICE=shared: ranks that share one GPU. OUT: a folder for the summary; CHAOS: further options, see tests/chaos.
+SEED   ?= 0
+DEVICE ?= cpu
+chaos: $(READY)  ## faults in CASES calls of all operators on 2 and 3 ranks, or for SECONDS; DEVICE=cpu or shared
+	$(PY) -m tests.chaos --device $(DEVICE) --seed $(SEED) $(if $(CASES),--cases $(CASES)) \
+		$(if $(SECONDS),--seconds $(SECONDS)) $(if $(OUT),--out $(OUT)) $(CHAOS)
 
 # No `ruff format`: kernels keep their columns aligned by hand.
 lint: $(READY)  ## ruff

@@ -47,7 +47,11 @@ class Exchange:
     def begin(self):
         """Wait, on the device, until every peer has come to this call."""
         self._stream = self.workspace.before_launch()
-        self._launch(begin_nodes_kernel if self.spans_nodes else begin_kernel, self.plan)
+        try:
+            self._launch(begin_nodes_kernel if self.spans_nodes else begin_kernel, self.plan)
+        except BaseException as error:  # the peers may have been told that this rank has come
+            self.workspace.break_off(error)
+            raise
         self._check()
 
     def close(self):

@@ -28,6 +28,7 @@ from tdkernels.ops.ep_order_kernel import order_of
 from tdkernels.ops.ep_refusals import own_too_many
 from tdkernels.ops.ep_routing import Reach, route, unrouted
 from tdkernels.ops.group_gemm_ways import weight_gradient
+from tdkernels.symm.whole_call import whole_call
 
 
 def why_not(group, quantize):
@@ -80,27 +81,33 @@ class _EpMoe(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         _operands.refuse_second_derivatives("ep_moe")
-        w_gate_up, w_down, order, rows, pre, h, origins, row_weights = ctx.saved_tensors
-        need_dx, need_dweights, need_dgate_up, need_ddown = ctx.needs_input_grad[:4]
-        routing, (up_tiles, down_tiles) = ctx.routing, ctx.tiles
-        experts = w_down.shape[0]
-        came = there.launch(
-            routing, order, dy, None, w_down.transpose(1, 2), down_tiles, gradient=(h, row_weights),
-            keep_rows=need_ddown,
+        return *_ep_moe_backward(ctx, dy), None, None, None, None
+
+
+@whole_call
+def _ep_moe_backward(ctx, dy):
+    """Return the gradients of x, topk_weights, w_gate_up and w_down, each None if it is not needed."""
+    w_gate_up, w_down, order, rows, pre, h, origins, row_weights = ctx.saved_tensors
+    need_dx, need_dweights, need_dgate_up, need_ddown = ctx.needs_input_grad[:4]
+    routing, (up_tiles, down_tiles) = ctx.routing, ctx.tiles
+    experts = w_down.shape[0]
+    came = there.launch(
+        routing, order, dy, None, w_down.transpose(1, 2), down_tiles, gradient=(h, row_weights),
+        keep_rows=need_ddown,
+    )  # fmt: skip
+    dx = dweights = dgate_up = ddown = dpre = None
+    if need_dx or need_dweights or need_dgate_up:
+        dpre = grouped.swiglu_backward(came.y, pre, routing.splits, ctx.activation)
+    if need_dx or need_dweights:
+        dx, dweights = back.launch(
+            routing, dpre, w_gate_up.transpose(1, 2), origins, up_tiles, dots=came.dots if need_dweights else None
         )  # fmt: skip
-        dx = dweights = dgate_up = ddown = dpre = None
-        if need_dx or need_dweights or need_dgate_up:
-            dpre = grouped.swiglu_backward(came.y, pre, routing.splits, ctx.activation)
-        if need_dx or need_dweights:
-            dx, dweights = back.launch(
-                routing, dpre, w_gate_up.transpose(1, 2), origins, up_tiles, dots=came.dots if need_dweights else None
-            )  # fmt: skip
-        if need_dgate_up:
-            dgate_up = weight_gradient(dpre, rows, routing.splits, experts)
-        if need_ddown:
-            ddown = weight_gradient(came.kept, came.weighted, routing.splits, experts)
-        dweights = dweights.to(ctx.weights_dtype) if need_dweights else None
-        return dx if need_dx else None, dweights, dgate_up, ddown, None, None, None, None
+    if need_dgate_up:
+        dgate_up = weight_gradient(dpre, rows, routing.splits, experts)
+    if need_ddown:
+        ddown = weight_gradient(came.kept, came.weighted, routing.splits, experts)
+    dweights = dweights.to(ctx.weights_dtype) if need_dweights else None
+    return dx if need_dx else None, dweights, dgate_up, ddown
 
 
 def compile(x, w_gate_up, w_down, choices, world_size, rows, config):

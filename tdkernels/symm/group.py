@@ -149,7 +149,10 @@ class GroupState:
         """All ranks' texts, in rank order; collective and bounded by the timeout."""
         if self._broken is not None:
             cause = copy.copy(self._broken)  # the original would keep the frames that it is raised through
-            raise RuntimeError("the ranks of this group lost step; destroy it and make a new one") from cause
+            raise RuntimeError(
+                f"{operator}: the ranks of this group lost step: rank {self.rank} waited for rank {cause.peer} in vain "
+                f"at an agreement ({cause.operator}). Destroy the group and make a new one"
+            ) from cause
         self._know_topology(operator)
         turn, self._turn = self._turn, self._turn + 1
         keys = [self._key(turn, peer) for peer in range(self.world_size)]

@@ -262,7 +262,9 @@ class Workspace:
     def _open_launch(self):
         """Note that a kernel begins, on the CPU, where an exception can end it after it has sent a part."""
         if self._is_open:
-            self.group.break_off(RuntimeError(f"{self.name}: an earlier call ended in the middle of its kernel"))
+            self.group.break_off(
+                RuntimeError(f"{self.name}: an earlier call of rank {self.rank} ended in the middle of its kernel")
+            )
             self.check()
         self._is_open = True
         self.group.count_launch()

@@ -21,6 +21,7 @@ def main():
     os.environ["TDKERNELS_TEST_DEVICE"] = args.device
     os.environ["TDKERNELS_AUTOTUNE"] = "off"
     os.environ["TDKERNELS_CACHE_DIR"] = cache = tempfile.mkdtemp(prefix="tdkernels-chaos-")
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # to ask for GPUs must not make a process unfit to be forked
     from tests.chaos import campaign  # after the environment, which it reads
 
     try:

@@ -1,7 +1,9 @@
 """The fault campaign: pools of ranks that play cases, the counts of what came of them, and the summary."""
 
+import contextlib
 import json
 import multiprocessing
+import multiprocessing.forkserver
 import queue
 import threading
 import time
@@ -9,12 +11,14 @@ from collections import Counter
 from pathlib import Path
 from unittest import mock
 
+import torch
+
 from tdkernels import launch
 from tdkernels.launch import RankError, RankPool
 from tests.chaos.plan import plan_of
 from tests.chaos.play import BAD, play, warm_all_shapes
 from tests.chaos.problems import TABLE
-from tests.ranks import ASKED, _call
+from tests.ranks import ASKED, _call, device
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results" / "reliability"
 # A rank that has not returned by then hangs. Waits, kernels and references of a case take a few seconds.
@@ -23,21 +27,41 @@ GRACE_S = 90.0  # for the others, when one has been killed or has raised
 WARM_UP_S = 400.0
 
 
+@contextlib.contextmanager
 def use_forkserver():
-    """Let pools fork their ranks from a process that has imported everything already; return a context manager.
+    """Let pools fork their ranks from a process that has imported everything already.
 
     To start a rank then takes 0.1 s rather than 5 s, and a campaign kills many.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.chaos.play"])
-    return mock.patch.object(launch.multiprocessing, "get_context", lambda method=None: context)
+    with mock.patch.object(launch.multiprocessing, "get_context", lambda method=None: context):
+        yield
+    multiprocessing.forkserver._forkserver._stop()  # it would live as long as this process
+
+
+def use_fastest_start(where):
+    """``use_forkserver`` if ranks that were forked can use the device; else nothing, so that ranks are spawned."""
+    with use_forkserver():
+        ranks = Ranks(2, where)
+        try:
+            works = all(error is None for _, error in ranks.run(_use_device, timeout_s=60.0))
+        except Exception as error:
+            print(f"ranks cannot be forked: {error}", flush=True)
+            works = False
+        ranks.close()
+    return use_forkserver() if works else contextlib.nullcontext()
+
+
+def _use_device():
+    torch.ones(4, device=device()).sum().item()
 
 
 class Ranks:
     """A pool of ranks that is made anew when it is lost."""
 
-    def __init__(self, world_size, device):
-        self._world_size, self._device, self._pool = world_size, device, None
+    def __init__(self, world_size, where):
+        self._world_size, self._device, self._pool = world_size, where, None
 
     def run(self, function, *args, timeout_s=CASE_TIMEOUT_S):
         """[(what a rank returned, or None; its exception, or None)]"""
@@ -54,11 +78,11 @@ class Ranks:
             self._pool.close()
 
 
-def play_case(ranks, plan):
-    """{"plan", "ranks": a report of each rank} of a case."""
+def play_case(ranks, plan, function=play, timeout_s=CASE_TIMEOUT_S):
+    """{"plan", "ranks": a report of each rank} of a case that ``function`` plays."""
     start = time.monotonic()
     reports = []
-    for rank, (report, error) in enumerate(ranks.run(play, plan)):
+    for rank, (report, error) in enumerate(ranks.run(function, plan, timeout_s=timeout_s)):
         if report is None:
             report = {"rank": rank, "log": [], "faulty": rank == plan.faulty, "ahead": rank == plan.ahead, "broken": ""}
             was_killed = plan.fault == "kill" and rank == plan.faulty and isinstance(error, ChildProcessError)
@@ -74,8 +98,8 @@ def play_case(ranks, plan):
 class Campaign:
     """Cases of consecutive seeds, some at a time."""
 
-    def __init__(self, device, jobs):
-        self.device, self.jobs, self.cases, self._lock = device, jobs, [], threading.Lock()
+    def __init__(self, where, jobs):
+        self.device, self.jobs, self.cases, self._lock = where, jobs, [], threading.Lock()
 
     def warm_up(self):
         """Compile all kernels, by some pools at a time."""
@@ -234,7 +258,7 @@ def table(summary):
 def run_and_report(args):
     """Run what the command line asks for; the exit status."""
     cases = args.cases or (None if args.seconds else 1000)
-    with use_forkserver():
+    with use_fastest_start(args.device):
         campaign = Campaign(args.device, args.jobs or (1 if args.device == "shared" or cases == 1 else 4))
         start = time.monotonic()
         if args.device != "cpu" and cases != 1:

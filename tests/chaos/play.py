@@ -83,7 +83,7 @@ class Player:
         # On a GPU the hosts of all ranks run ahead, on the CPU one is let do so.
         self.ahead = plan.ahead is not None and (not self.on_cpu or plan.ahead == self.rank)
         self.moments, self.helpers = Moments(), []
-        self.longest_warm, self.warm_launches, self.warm_stores = 0.0, 4, 20
+        self.warm_s, self.longest_warm, self.warm_launches, self.warm_stores = 0.0, 0.0, 4, 20
         self.log, self.waiting = [], []  # outcomes; calls whose results are looked at in the end
         self.triggered = False
 
@@ -101,7 +101,8 @@ class Player:
                         pass
                     tdkernels.synchronize()
                 if shape == self.plan.shape:
-                    self.longest_warm = max(self.longest_warm, time.monotonic() - start)
+                    self.warm_s = time.monotonic() - start  # the first call also loads or translates the kernels
+                    self.longest_warm = max(self.longest_warm, self.warm_s)
                     self.warm_launches, self.warm_stores = self.moments.launches, self.moments.stores
                 problem.check()
 
@@ -129,13 +130,13 @@ class Player:
 
     def _scale_times(self):
         """Let the timeout be at least twice what a call takes on any rank; all ranks come here."""
-        longest = torch.tensor([self.longest_warm], dtype=torch.float64)
-        dist.all_reduce(longest, dist.ReduceOp.MAX)
-        self.longest_of_all = longest.item()
-        scale = max(1.0, 2 * self.longest_of_all / min(self.plan.timeouts))
+        times = torch.tensor([self.warm_s, self.longest_warm], dtype=torch.float64)
+        dist.all_reduce(times, dist.ReduceOp.MAX)
+        usual, longest = times.tolist()
+        scale = max(1.0, 2 * usual / min(self.plan.timeouts))
         self.timeout, self.pause = self.timeout * scale, self.plan.pause * scale
         # What a call may take beside the waits of the library: the machine is busy, and the interpreter slow.
-        self.allowance = (1.0 if self.on_cpu else 3.0) + 3 * max(self.longest_of_all, 0.5)
+        self.allowance = (1.0 if self.on_cpu else 3.0) + 3 * max(longest, 0.5)
 
     def _make_calls(self, calls):
         """Call until an error, and once more; return the number of the call with the error, or None."""
@@ -253,7 +254,7 @@ class Player:
             self._at_a_store(self._kill if plan.fault == "kill" else self._stop)
         elif plan.fault in ("kill", "stop"):
             signals = "-KILL" if plan.fault == "kill" else "-STOP"
-            after = plan.moment * max(self.longest_warm, 0.05)
+            after = plan.moment * max(self.warm_s, 0.05)
             goes_on = f"; sleep {self.pause:.3f}; kill -CONT {os.getpid()}" if plan.fault == "stop" else ""
             self._help(f"sleep {after:.3f}; kill {signals} {os.getpid()}{goes_on}")
 

@@ -1,0 +1,145 @@
+"""A few cases of the fault campaign (tests/chaos), and whether its judge sees what it is there for."""
+
+import dataclasses
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+
+from tdkernels import PeerTimeoutError
+from tests.chaos import campaign
+from tests.chaos.plan import FAULTS, plan_of
+from tests.chaos.play import BAD, Player, _names_its_call, play
+from tests.chaos.problems import TABLE
+from tests.ranks import DEVICE
+
+pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="`make chaos DEVICE=shared` is for GPUs")
+EACH = 2  # cases of a fault
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    """{W: ranks that play cases}"""
+    with campaign.use_forkserver():
+        pools = {world_size: campaign.Ranks(world_size, "cpu") for world_size in (2, 3)}
+        yield pools
+        for pool in pools.values():
+            pool.close()
+
+
+def _plans():
+    """The first plans of each fault, every one of another operator."""
+    chosen, operators = {fault: [] for fault in FAULTS}, set()
+    for seed in range(2000):
+        plan = plan_of(seed)
+        if len(chosen[plan.fault]) < EACH and (plan.operator not in operators or seed > 500):
+            chosen[plan.fault].append(plan)
+            operators.add(plan.operator)
+    return [plan for plans in chosen.values() for plan in plans]
+
+
+def test_no_fault_gives_a_wrong_result_or_a_hang(ranks):
+    plans = _plans()
+    assert {plan.fault for plan in plans} == set(FAULTS) and len({plan.operator for plan in plans}) > 10
+    cases, lock = [], threading.Lock()
+
+    def play_all(world_size, mine):
+        for plan in mine:
+            case = campaign.play_case(ranks[world_size], plan)
+            with lock:
+                cases.append(case)
+
+    threads = [
+        threading.Thread(target=play_all, args=(world_size, [plan for plan in plans if plan.world_size == world_size]))
+        for world_size in (2, 3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    summary = campaign.summarize(cases)
+    assert summary["cases"] == len(plans) == EACH * len(FAULTS)
+    assert not summary["bad"], "\n".join(line for case in cases for line in campaign.describe(case))
+    assert (summary["wrong"], summary["hangs"]) == (0, 0)
+    happened = summary["cases_in_which_the_fault_happened"]
+    assert all(happened[fault] for fault in FAULTS if fault not in ("raise", "between")), happened
+
+
+def _control(name, **changes):
+    plan = next(plan for plan in map(plan_of, range(2000)) if plan.fault == "none" and plan.shape == 0)
+    return dataclasses.replace(plan, name=name, operator=TABLE[name][1], world_size=2, calls=3, **changes)
+
+
+# What the campaign has found. A rank that raised between the launches of a backward of ep_moe went on as if nothing had
+# happened; one that raised at the barrier of a copy, and one whose peers had missed an agreement, raised at the next
+# call without a word on the rank or the operator.
+FOUND = [
+    dict(name="ep_moe fused", fault="between", faulty=1, at=1, moment=0.79, backward=True),
+    dict(name="all_gather copy_engine", fault="between", faulty=0, at=1, moment=0.8, backward=True, cold=True, shape=3),
+    dict(name="ep two-phase", fault="delay", faulty=0, at=0, pause=4.0, cold=True, backward=False),
+]
+
+
+@pytest.mark.parametrize("changes", FOUND, ids=lambda changes: changes["name"])
+def test_what_the_campaign_has_found(ranks, changes):
+    plan = dataclasses.replace(_control(changes["name"]), **changes, timeouts=(2.5, 2.5))
+    case = campaign.play_case(ranks[2], plan)
+    assert not campaign.bad_outcomes(case) and case["ranks"][plan.faulty]["triggered"], campaign.describe(case)
+    outcomes = {outcome for report in case["ranks"] for _, outcome, _, _ in report["log"]}
+    assert "PeerTimeoutError" in outcomes, campaign.describe(case)
+
+
+def plays_with_stale_data(plan):
+    """In call 1 rank 1 has the operands of call 2, as if a peer had received the data of another call."""
+    with pytest.MonkeyPatch.context() as patch:
+        make = Player._problem
+
+        def stale(player, shape, call):
+            return make(player, shape, 2 if (dist.get_rank(), call) == (1, 1) else call)
+
+        patch.setattr(Player, "_problem", stale)
+        return play(plan)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["ag_gemm push", "all_reduce one_shot", "all_to_all", "ep low-latency", "ep_moe fused", "tp_moe default",
+     "flash_decode default", "ag_attention default", "ulysses_qkv pull"],
+)  # fmt: skip
+def test_the_data_of_another_call_is_found(ranks, name):
+    backward = name.startswith("ag_attention")  # forward the first rank of causal attention needs nothing of the other
+    case = campaign.play_case(ranks[2], _control(name, backward=backward), plays_with_stale_data)
+    outcomes = [[outcome for _, outcome, _, _ in report["log"]] for report in case["ranks"]]
+    assert outcomes[0] == ["correct", "WRONG", "correct"], campaign.describe(case)
+    assert campaign.summarize([case])["wrong"] >= 1
+
+
+def plays_and_does_not_return(plan):
+    report = play(plan)
+    if dist.get_rank() == 1:
+        time.sleep(600)
+    return report
+
+
+def test_a_hang_is_found(ranks):
+    case = campaign.play_case(ranks[2], _control("ag_gemm push"), plays_and_does_not_return, timeout_s=15.0)
+    assert [outcome for _, outcome, _, _ in case["ranks"][1]["log"]] == ["HANG"], campaign.describe(case)
+    assert campaign.summarize([case])["hangs"] == 1
+
+
+def test_errors_that_name_nothing_are_found():
+    assert not _names_its_call(RuntimeError("connection closed by peer"), 0)
+    assert not _names_its_call(KeyError("ag_gemm"), 0)
+    assert not _names_its_call(PeerTimeoutError("ag_gemm", 0, 0, "1", 2, 1, 1.0), 0)
+    assert _names_its_call(PeerTimeoutError("ag_gemm", 0, 1, "1", 2, 1, 1.0), 0)
+    assert _names_its_call(RuntimeError("scatter: rank 1 has failed"), 0)
+    assert {"WRONG", "HANG", "UNNAMED", "LATE", "SILENT", "SPURIOUS"} <= BAD
+
+
+def test_every_operator_is_played():
+    plans = [plan_of(seed) for seed in range(1000)]
+    assert {plan.name for plan in plans} == set(TABLE)
+    for operator in {plan.operator for plan in plans}:
+        faults = {plan.fault for plan in plans if plan.operator == operator}
+        assert faults >= {"kill", "stop", "delay", "known shape", "raise"}, operator
