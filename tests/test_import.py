@@ -43,7 +43,7 @@ def test_import_is_quiet_and_quick():
     assert min(seconds) < 0.3, f"import tdkernels took {seconds} s beyond torch and triton"
 
 
-# Another Triton: of a version that nobody has tested, or without what is patched in its interpreter.
+# Another Triton: of an untested version, or without what is patched in its interpreter.
 OTHER_TRITONS = {
     "another version": "triton.__version__ = '3.999.0'",
     "no patched functions": "del interpreter._get_np_dtype, interpreter._patch_lang_tensor",

@@ -242,7 +242,7 @@ def _with_nonlocal(function, name, value):
 
 
 class _SomeMap:
-    """Stands for a tensor map of a type, of which each launch makes another."""
+    """A placeholder for a tensor map, which each launch makes anew."""
 
     def __init__(self, tensor_map):
         self.type = type(tensor_map)

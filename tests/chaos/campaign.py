@@ -1,4 +1,4 @@
-"""The fault campaign: pools of ranks that play cases, the counts of what came of them, and the summary."""
+"""The fault campaign: pools of ranks that play cases, the counts of their outcomes, and the summary."""
 
 import contextlib
 import json
@@ -169,7 +169,7 @@ def _in_threads(functions):
         thread.join()
 
 
-# ---- what came of it ----
+# ---- outcomes ----
 
 
 def bad_outcomes(case):

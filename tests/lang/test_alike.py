@@ -218,7 +218,7 @@ def test_a_launcher_that_hands_on_other_arguments_is_called_as_it_is(encoded, ca
 
 @pytest.fixture
 def another_version(monkeypatch):
-    """As if a Triton were installed that nobody has tested."""
+    """As if a Triton of an untested version were installed."""
     monkeypatch.setattr(triton, "__version__", "3.999.0")
     monkeypatch.setattr(_alike, "_reported_slow_launches", False)
     _alike.triton_is_tested.cache_clear()
