@@ -90,7 +90,8 @@ MUTANTS = {
     ),
     "a release between ranks has the scope of a GPU": Mutant(
         "ag_gemm push", "tdkernels.lang._signal", "notify",
-        "store_release(remote, value, SCOPE)", 'store_release(remote, value, "gpu")', "_gather_kernels.py",
+        "store_release_if(remote, value, goes.to(tl.int32), SCOPE)",
+        'store_release_if(remote, value, goes.to(tl.int32), "gpu")', "_gather_kernels.py",
     ),
     "an acquire between ranks has the scope of a GPU": Mutant(
         "ag_gemm push", "tdkernels.lang._signal", "wait_plan",
