@@ -67,10 +67,10 @@ def _late(seed, rng, timeout, backward):
     """The plan of a seed from LATE_SEEDS on."""
     name = rng.choice([name for name in TABLE if not _waits_for_its_device(name)])
     ahead, faulty, _ = rng.sample(range(3), 3)
-    timeouts = tuple(timeout if rank == ahead else 6 * timeout for rank in range(3))
+    timeouts = tuple(timeout if rank == ahead else 3 * timeout for rank in range(3))
     return Plan(
         seed, 3, name, TABLE[name][1], rng.choice([0, 3]), 1, backward and "halves" not in name, 8, False, timeouts,
-        faulty, "delay", rng.randrange(5), 0.0, False, round(timeout * rng.uniform(1.1, 2.0), 2), ahead,
+        faulty, "delay", rng.randrange(5), 0.0, False, round(timeout * rng.uniform(1.1, 1.6), 2), ahead,
     )  # fmt: skip
 
 
