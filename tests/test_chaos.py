@@ -8,8 +8,9 @@ import pytest
 import torch.distributed as dist
 
 from tdkernels import PeerTimeoutError
+from tdkernels import lang as td
 from tests.chaos import campaign
-from tests.chaos.plan import FAULTS, plan_of
+from tests.chaos.plan import FAULTS, LATE_SEEDS, plan_of
 from tests.chaos.play import BAD, Player, _names_its_call, play
 from tests.chaos.problems import TABLE
 from tests.ranks import DEVICE
@@ -113,6 +114,24 @@ def test_the_data_of_another_call_is_found(ranks, name):
     outcomes = [[outcome for _, outcome, _, _ in report["log"]] for report in case["ranks"]]
     assert outcomes[0] == ["correct", "WRONG", "correct"], campaign.describe(case)
     assert campaign.summarize([case])["wrong"] >= 1
+
+
+def plays_with_launches_that_are_not_void(plan):
+    """After a failure launches go on to store, as before there were void launches."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("is_void", "is_void_for_all"):
+            patch.setattr(td, name, lambda signal: signal == -1)
+        return play(plan)
+
+
+def test_what_launches_after_a_failure_overwrite_is_found(ranks):
+    plan = dataclasses.replace(
+        plan_of(LATE_SEEDS), name="gemm_ar one_shot", operator="gemm_ar", backward=False, shape=0, at=2, faulty=2,
+        ahead=1, timeouts=(4.5, 1.5, 4.5), pause=2.2,
+    )  # fmt: skip
+    case = campaign.play_case(ranks[3], plan, plays_with_launches_that_are_not_void)
+    assert "WRONG" in [outcome for _, outcome, _, _ in case["ranks"][0]["log"]], campaign.describe(case)
+    assert not campaign.bad_outcomes(case := campaign.play_case(ranks[3], plan)), campaign.describe(case)
 
 
 def plays_and_does_not_return(plan):

@@ -194,7 +194,7 @@ def describe(case):
 def summarize(cases):
     """The counts, as JSON has them."""
     by_fault, by_operator, bad = {}, {}, []
-    happened, over, ratio, allowance = Counter(), [0.0], [0.0], [0.0]
+    happened, over, ratio, allowance, slow = Counter(), [0.0], [0.0], [0.0], []
     for case in cases:
         plan = case["plan"]
         happened[plan.fault] += plan.fault == "none" or any(report["triggered"] for report in case["ranks"])
@@ -208,6 +208,9 @@ def summarize(cases):
                                 "text": text[:600]})  # fmt: skip
                 elif outcome.endswith("Error") and not report["faulty"]:
                     over.append(seconds - report["timeout"])
+                    slow.append({"seed": plan.seed, "rank": report["rank"], "call": number, "seconds": seconds,
+                                 "timeout": round(report["timeout"], 2),
+                                 "allowance": round(report["allowance"], 2)})  # fmt: skip
                     ratio.append(seconds / report["timeout"])
                     allowance.append(report["allowance"])
     return {
@@ -220,6 +223,7 @@ def summarize(cases):
         "longest_error_beyond_the_timeout_s": round(max(over), 2),
         "longest_error_over_the_timeout": round(max(ratio), 2),
         "largest_allowance_s": round(max(allowance), 2),
+        "slowest_errors": _slowest(slow),
         "wrong": sum(one["outcome"] == "WRONG" for one in bad),
         "hangs": sum(one["outcome"] in ("HANG", "LATE") for one in bad),
         "bad": bad,
@@ -239,10 +243,12 @@ def merge(one, other):
     for name in one:
         if name.startswith(("longest_", "largest_")):
             total[name] = max(one[name], other[name])
-    total["seeds"] = one["seeds"] + other["seeds"]
-    for name in ("device", "machine"):
-        total[name] = one.get(name, other.get(name))
-    return total
+    total["slowest_errors"] = _slowest(total.get("slowest_errors", []))
+    return total | {"device": one["device"], "seeds": one["seeds"] + other["seeds"]}
+
+
+def _slowest(errors):
+    return sorted(errors, key=lambda one: one["timeout"] - one["seconds"])[:5]
 
 
 def table(summary):

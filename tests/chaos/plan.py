@@ -11,6 +11,9 @@ FAULTS = {
     "none": 6, "kill": 14, "stop": 16, "delay": 18, "known shape": 10, "new shape": 8, "raise": 12, "between": 8,
     "type": 4, "ids": 4,
 }  # fmt: skip
+# From this seed on each case has a rank that comes a little later than one peer waits, whose host has launched further
+# calls by then, and before the third gives up: what the void launches store would be read by the third.
+LATE_SEEDS = 100_000
 CONTROL_TIMEOUT_S = 60.0  # without a fault no rank may give up, however busy the machine is
 
 
@@ -54,6 +57,23 @@ class Plan:
         return [self.shape] + [self.other] * (self.fault == "known shape")
 
 
+def _waits_for_its_device(name):
+    """Whether the host of a call waits for what the device counts, so that it cannot run ahead."""
+    _, operator, changes = TABLE[name]
+    return "max_tokens" not in str(changes) and operator in ("all_to_all", "ep_dispatch", "ep_moe")
+
+
+def _late(seed, rng, timeout, backward):
+    """The plan of a seed from LATE_SEEDS on."""
+    name = rng.choice([name for name in TABLE if not _waits_for_its_device(name)])
+    ahead, faulty, _ = rng.sample(range(3), 3)
+    timeouts = tuple(timeout if rank == ahead else 3 * timeout for rank in range(3))
+    return Plan(
+        seed, 3, name, TABLE[name][1], rng.choice([0, 3]), 1, backward and "halves" not in name, 8, False, timeouts,
+        faulty, "delay", rng.randrange(5), 0.0, False, round(timeout * rng.uniform(1.1, 1.6), 2), ahead,
+    )  # fmt: skip
+
+
 def plan_of(seed, device="cpu"):
     """The Plan of a seed; on GPUs ("shared") that of "raise" is "between", since nothing can end a kernel there."""
     rng = random.Random(f"chaos {seed}")
@@ -62,7 +82,7 @@ def plan_of(seed, device="cpu"):
     if fault == "ids":
         names = [name for name in names if TABLE[name][0].takes_ids()]
     name = rng.choice(names)
-    kind, operator, changes = TABLE[name]
+    operator = TABLE[name][1]
     world_size, calls = rng.choice([2, 3]), rng.randint(4, 8)
     shape = rng.choice([0, 0, 3])
     other = rng.choice([1, 2]) if fault == "known shape" else rng.choice([1, 2, 3 - shape])
@@ -77,9 +97,10 @@ def plan_of(seed, device="cpu"):
         timeout, pause, precise = timeout + 0.5, pause + 0.5, False
         fault = "between" if fault == "raise" else fault
     elif ahead is not None:
-        waits = "max_tokens" not in str(changes) and operator in ("all_to_all", "ep_dispatch", "ep_moe")
-        if waits or cold or fault not in ("none", "kill", "stop", "delay", "known shape"):
+        if _waits_for_its_device(name) or cold or fault not in ("none", "kill", "stop", "delay", "known shape"):
             ahead = None  # the emulated host would go on where a real one has to wait, or has seen the error
+    if seed >= LATE_SEEDS:
+        return _late(seed, rng, timeout, backward)
     if fault == "none":
         timeout = CONTROL_TIMEOUT_S
     # A rank that gives up early, while the others still wait, overwrites what they read if anything does.
