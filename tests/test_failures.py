@@ -11,6 +11,7 @@ import pickle
 import time
 from datetime import timedelta
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +22,10 @@ from tdkernels import PeerTimeoutError, PlanMismatchError
 from tdkernels import lang as td
 from tdkernels.lang import _context as words
 from tdkernels.ops import ep_launch, moe_routing
+from tdkernels.ops._gather import Gather
 from tdkernels.symm import get_workspace
+from tdkernels.symm.failure import DeviceFailure
+from tdkernels.symm.group import group_state
 from tdkernels.symm.workspace import Workspace
 from tests.ops.dense import config_for
 from tests.ranks import DEVICE, a_group, device, fresh_ranks, on_ranks
@@ -455,3 +459,61 @@ def finds_another_launch_in_flight():
 
 def test_launches_in_flight_together_are_reported():
     on_ranks(2, finds_another_launch_in_flight)
+
+
+# ---- errors are those of the failure at hand ----
+
+
+def raises_beside_copies():
+    """An exception between the copies of a gather is what the caller sees, not the error that later calls get."""
+    with a_group() as group, timeout(5.0):
+        x = torch.full((6, 4), dist.get_rank() + 1.0, device=device())
+        config = tdkernels.CollectiveConfig(exchange="copy_engine")
+        for _ in range(2):
+            tdkernels.all_gather(x, group=group, config=config)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Gather, "wait", _no_memory)
+            with pytest.raises(torch.OutOfMemoryError, match="not this much") as caught:
+                tdkernels.all_gather(x, group=group, config=config)
+        del caught
+        again = failure_of(tdkernels.all_gather, x, group=group, config=config)
+        assert type(again) is RuntimeError and "OutOfMemoryError in the middle of a call" in str(again), repr(again)
+        del group
+
+
+def test_an_exception_beside_copies_is_raised_as_it_is():
+    on_ranks(2, raises_beside_copies)
+
+
+def has_an_old_failure_and_a_new_one():
+    """Only the failure that was not reported yet is the cause of void launches."""
+    device_failure = DeviceFailure(torch.device("cpu"))
+    old, new, void = (SimpleNamespace(error=None, is_void=False, read=lambda source: None) for _ in range(3))
+    old.error = RuntimeError("reported long ago")
+    causes = []
+    new.read = lambda source: setattr(new, "error", RuntimeError("just now"))
+    void.is_void, void.read = True, causes.append
+    device_failure.failures = [void, old, new]
+    assert str(device_failure.report()) == "just now" and [str(cause) for cause in causes] == ["just now"]
+
+
+def test_a_failure_that_was_reported_is_not_the_cause_of_a_later_one():
+    has_an_old_failure_and_a_new_one()
+
+
+def leaves_no_keys():
+    with a_group() as group:
+        state = group_state(group)
+        for turn in range(3):
+            state.exchange("op", str(turn))
+        dist.barrier()
+        before = state._store.num_keys()
+        for turn in range(20):
+            state.exchange("op", str(turn))
+        dist.barrier()
+        assert state._store.num_keys() <= before, "each agreement leaves keys in the store"
+        del group, state
+
+
+def test_agreements_leave_no_keys_in_the_store():
+    on_ranks(2, leaves_no_keys)

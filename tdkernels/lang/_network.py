@@ -14,7 +14,7 @@ from tdkernels.lang._context import CTX_BASES, CTX_STATE, PLAN_BITS, num_ranks
 from tdkernels.lang._emulation import interpreter_fence, interpreter_put, interpreter_quiet, interpreter_signal
 from tdkernels.lang._failure import failed_for_all
 from tdkernels.lang._jit import jit
-from tdkernels.lang._memory import fence_before_tma_load
+from tdkernels.lang._memory import fence_acquire_release, fence_before_tma_load
 from tdkernels.lang._signal import _wide, wait_plan
 from tdkernels.lang._target import target
 
@@ -29,9 +29,7 @@ def _pe(ctx, peer):
 def _publish():
     """Let what the whole program has stored be seen by whatever reads it for the network."""
     if target() == "cuda":
-        tl.inline_asm_elementwise(
-            "fence.acq_rel.sys; mov.b32 $0, 0;", "=r,~{memory}", [], tl.int32, is_pure=False, pack=1
-        )
+        fence_acquire_release()
     tl.debug_barrier()
 
 

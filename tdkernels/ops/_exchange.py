@@ -8,6 +8,8 @@ A copy by the host cannot look whether the wait in ``begin`` has failed. So ``be
 the copies may overwrite what a peer still reads, and a peer's ``close`` looks for that after it has read.
 """
 
+import contextlib
+
 import torch
 
 from tdkernels.lang._alike import Alike
@@ -40,9 +42,12 @@ class Exchange:
         return self
 
     def __exit__(self, _kind, error, _traceback):
-        if error is not None:
-            self.workspace.group.end_abruptly(self.workspace.name, error)
-        self.close()
+        if error is None:
+            self.close()
+            return
+        self.workspace.group.end_abruptly(self.workspace.name, error)
+        with contextlib.suppress(RuntimeError, ValueError):  # of the group; the caller gets that of the block
+            self.close()
 
     def begin(self):
         """Wait, on the device, until every peer has come to this call."""

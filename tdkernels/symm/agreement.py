@@ -1,9 +1,9 @@
-"""The wait of a rank for its peers at an agreement, and what it tells those that are in another call.
+"""The wait of a rank for its peers at an agreement, and its notice to peers that are in another call.
 
-A rank that makes a call for the first time waits here, on the host, for all ranks. If a peer has made a call that it
-knows instead, its kernel waits for this rank, and both would wait until the timeout. So after a moment this rank tells
-its peers, by a status word in their memory, which call of each workspace it has not made: a kernel that waits for that
-call, or for a later one, gives up at once, and its host names both calls.
+A rank that makes a call for the first time waits here, on the host, for all ranks. If a peer has made a known call
+instead, its kernel waits for this rank, and both would wait until the timeout. So after a moment this rank posts a
+notice, a status word in the memory of its peers: the number of the first call of each workspace that it has not made. A
+kernel that waits for that call, or for a later one, gives up at once, and its host names both calls.
 """
 
 import json
@@ -14,7 +14,7 @@ import torch
 from tdkernels.errors import PlanMismatchError
 from tdkernels.symm.timeout import get_timeout
 
-_PATIENCE_S = 0.2  # before a rank tells its peers, which makes it wait for its device
+_PATIENCE_S = 0.2  # before a rank posts a notice, for which it waits for its device
 _POLL_S = 0.05
 
 
@@ -31,7 +31,7 @@ class Agreement:
     def __init__(self, state, operator, turn, keys):
         self._state, self._store = state, state._store
         self._operator, self._keys = operator, keys
-        self._told, self._withdrawn = (f"{state._prefix}/{word}/{turn}" for word in ("told", "withdrawn"))
+        self._announced, self._withdrawn = counter_keys(state, turn)
         self._conflict = conflict_key(state, turn)
         self._deadline = time.monotonic() + get_timeout()
 
@@ -52,7 +52,7 @@ class Agreement:
             raise self._state._lost(self._operator, self._state._first_missing(self._keys)) from error
 
     def _await_late_peers(self):
-        if self._tell():
+        if self._announce():
             while not self._all_come(_POLL_S):
                 self._raise_conflict()
                 if time.monotonic() >= self._deadline:
@@ -65,14 +65,14 @@ class Agreement:
         until = min(time.monotonic() + seconds, self._deadline)
         return poll(lambda: self._store.check(self._keys), until)
 
-    def _tell(self):
-        """Tell the peers, unless all have come meanwhile; whether they were told.
+    def _announce(self):
+        """Post a notice to the peers, unless all keys are there by now; return whether it was posted.
 
-        A rank that finds all keys looks at the count of ranks that tell only then. So either it sees that this rank
-        tells and waits until that is withdrawn, or this rank sees here that all have come.
+        A rank reads the count of notices after it has found all keys. So either it sees the count of this rank and
+        waits until the notice is withdrawn, or this rank finds all keys here.
         """
         _synchronize(self._state)
-        self._store.add(self._told, 1)
+        self._store.add(self._announced, 1)
         if self._store.check(self._keys):
             return False
         self._post(True)
@@ -84,9 +84,9 @@ class Agreement:
         _synchronize(self._state)
 
     def _await_withdrawals(self):
-        """Return when no rank tells its peers any more: their status words would end waits that are in order."""
-        told = self._store.add(self._told, 0)
-        if not poll(lambda: self._store.add(self._withdrawn, 0) >= told, self._deadline):
+        """Return when all notices are withdrawn: they would end waits of the calls that follow."""
+        announced = self._store.add(self._announced, 0)
+        if not poll(lambda: self._store.add(self._withdrawn, 0) >= announced, self._deadline):
             raise self._state._lost(self._operator, int(self._state.rank == 0))
 
     def _raise_conflict(self):
@@ -113,6 +113,11 @@ def poll(condition, until):
         time.sleep(pause)
         pause = min(1.5 * pause, 0.02)
     return True
+
+
+def counter_keys(state, turn):
+    """Where ranks count, in the store, the notices that they have announced and withdrawn at an agreement."""
+    return [f"{state._prefix}/{word}/{turn}" for word in ("announced", "withdrawn")]
 
 
 def conflict_key(state, turn):

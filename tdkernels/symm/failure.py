@@ -40,7 +40,7 @@ class Failure:
         self.device.failures.add(self)
 
     def read(self, source):
-        """Turn a record into an error; ``source`` is the error of another group, for launches that were void."""
+        """Turn a record into ``error``; ``source`` is the error of another group, for launches that were void."""
         error_of = self._error_of()
         if self.error is None and self._words[0] and error_of is not None:
             self.error = error_of(tuple(int(word) for word in self._words[:6]), source)
@@ -80,9 +80,10 @@ class DeviceFailure:
         can_wait = self._device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
         if can_wait:
             self._synchronize()
-        failures = sorted(self.failures, key=lambda failure: failure.is_void)
+        # Errors that are known already were reported: they are not the cause of launches that were void since.
+        new = [failure for failure in self.failures if failure.error is None]
         source = None
-        for failure in failures:
+        for failure in sorted(new, key=lambda failure: failure.is_void):
             failure.read(source)
             source = source or failure.error
         if can_wait:

@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from tdkernels.errors import PeerTimeoutError, PlanMismatchError
 from tdkernels.lang import _failure as records
-from tdkernels.symm.agreement import Agreement, conflict_key, describe
+from tdkernels.symm.agreement import Agreement, conflict_key, counter_keys, describe
 from tdkernels.symm.failure import Failure
 from tdkernels.symm.session import MissingRank, meet
 from tdkernels.symm.streams import StreamOrder
@@ -162,6 +162,9 @@ class GroupState:
         if turn > 0:
             # Every rank has posted this turn, so every rank has read the one before.
             self._store.delete_key(self._key(turn - 1, self.rank))
+            if self.rank == 0:
+                for key in counter_keys(self, turn - 1):
+                    self._store.delete_key(key)
         return texts
 
     def barrier(self, operator):
