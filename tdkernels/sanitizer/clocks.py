@@ -1,4 +1,4 @@
-"""Vector clocks of threads, where a thread is a work item of a program of a launch, or what runs beside it.
+"""Vector clocks of threads, where a thread is a work item of a program of a launch, or a side-stream operation.
 
 A clock is a dict. ``clock[thread number]`` is how far it has seen a thread; ``clock[rank, stream]`` is the number of
 the last launch of a stream that it has seen to its end, which covers all threads of this launch and of those before it.

@@ -1,4 +1,4 @@
-"""The programs of one interpreted launch, each in a thread, of which one runs at a time.
+"""The programs of one interpreted launch, each in a thread; one thread runs at a time.
 
 They are started in the order of their ids, and so many are alive at a time: as on a GPU, where the rest finds no room.
 The interpreter has one global program id, which is set to that of the program that runs.

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from tdkernels.errors import PeerTimeoutError, PlanMismatchError
-from tdkernels.lang import _failure as records
 from tdkernels.symm.agreement import Agreement, conflict_key, counter_keys, describe
 from tdkernels.symm.failure import Failure
+from tdkernels.symm.record import read_record
 from tdkernels.symm.session import MissingRank, meet
 from tdkernels.symm.streams import StreamOrder
 from tdkernels.symm.timeout import get_timeout
@@ -226,20 +226,7 @@ class GroupState:
         return failure.error or self._interrupted
 
     def _error_of(self, record, source):
-        """What a record of this group means, see ``lang._failure``; ``source``: the error of another group, or None."""
-        kind, *rest, number = record
-        table = self.tables.get(number)
-        workspace = table and table.workspace()
-        name = table.name if table else self.name
-        if kind == records.RECORD_VOID.value:
-            cause = "" if source is None else f": {source}"
-            return RuntimeError(
-                f"{name}: rank {self.rank} launched this call after another group had failed on the same device, so it "
-                f"did not run, and its output is undefined{cause}"
-            )
-        if workspace is None:
-            return RuntimeError(f"{name}: a launch of this group has failed on rank {self.rank}")
-        return workspace.read_record(table, kind, *rest)
+        return read_record(self, record, source)
 
     def conflict_with(self, peer, call, description):
         """The error of a rank in a known call whose peer waits for the agreement on another; the peer hears of it."""

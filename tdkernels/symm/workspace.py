@@ -16,17 +16,15 @@ import copy
 import itertools
 import weakref
 from collections import OrderedDict
-from typing import NamedTuple
 
 import torch
 
-from tdkernels.errors import PeerFailedError, PeerTimeoutError, PlanMismatchError
 from tdkernels.lang import _context as words
 from tdkernels.lang import _emulation as networks
-from tdkernels.lang import _failure as records
 from tdkernels.symm.buffer import make_buffer
 from tdkernels.symm.failure import host_words
 from tdkernels.symm.group import group_state, in_step, live_states
+from tdkernels.symm.record import Table
 from tdkernels.symm.timeout import get_timeout
 
 _WORD = 8
@@ -48,15 +46,6 @@ def refuse_nodes(name, state):
             f"{name}: runs on one node, and the group's {state.world_size} ranks are on {state.topology.num_nodes} "
             f"nodes of {state.local_world_size}; use a group of one node"
         )
-
-
-class _Table(NamedTuple):
-    """What an error needs to know of a table of a workspace, also after another has taken its place."""
-
-    workspace: object  # weak reference
-    name: str
-    base: int  # address of this rank's buffer
-    half_signals: int
 
 
 class Workspace:
@@ -183,11 +172,11 @@ class Workspace:
         if self.note is None:  # one for all buffers, so that no note is lost with a buffer
             self.note = host_words(_NOTE_WORDS, self.device)
             self._note_words = self.note.numpy()
-        self._timeout_s = get_timeout()
+        self.timeout_s = get_timeout()
         table = [0] * words.CTX_BASES.value
         table[words.CTX_RANK.value] = self.rank
         table[words.CTX_NUM_RANKS.value] = self.world_size
-        table[words.CTX_TIMEOUT_NS.value] = int(self._timeout_s * 1e9)
+        table[words.CTX_TIMEOUT_NS.value] = int(self.timeout_s * 1e9)
         table[words.CTX_STATE.value] = self.state.data_ptr()
         failure = self.group.failure(self.device)
         table[words.CTX_FAILED.value] = failure.flags.data_ptr()
@@ -202,7 +191,7 @@ class Workspace:
         table[words.CTX_BASES.value :] = [*self.buffer.addresses, *self.buffer.pes]
         self.ctx = torch.tensor(table, dtype=torch.int64, device=self.device)
         base = self.buffer.addresses[self.rank]
-        self.group.tables[number] = _Table(weakref.ref(self), self.name, base, half_signals)
+        self.group.tables[number] = Table(weakref.ref(self), self.name, base, half_signals)
         networks.name(self.state.data_ptr(), self.buffer.network)
 
     # ---- for transports that copy a signal instead of raising it from a kernel ----
@@ -237,8 +226,8 @@ class Workspace:
         """Bring the timeout up to date and order this launch after those on other streams; the stream, if any."""
         capturing = self._capturing()
         timeout_s = get_timeout()
-        if self._timeout_s != timeout_s and not capturing:
-            self._timeout_s = timeout_s
+        if self.timeout_s != timeout_s and not capturing:
+            self.timeout_s = timeout_s
             self.ctx[words.CTX_TIMEOUT_NS.value] = int(timeout_s * 1e9)
         if self.device.type == "cpu":
             self._open_launch()
@@ -310,41 +299,6 @@ class Workspace:
             error_of_note = self._notes_of_calls.get(number, self.error_of_note)
             raise in_step(error_of_note(self.name, kind, *numbers))
 
-    def read_record(self, table, kind, peer, address, expected, seen):
-        """The error that a record of this group means, see ``lang._failure``; ``table``: of the workspace."""
-        signal = _signal_name(table, address)
-        if kind == records.RECORD_TIMEOUT.value:
-            error = PeerFailedError if self._status_of(peer) == words.STATUS_FAILED.value else PeerTimeoutError
-            return error(self.name, self.rank, peer, signal, expected, seen, self._timeout_s)
-        call, plan = divmod(expected, _PLANS)
-        operator = self._operator(plan)
-        if kind == records.RECORD_PLAN_TIMEOUT.value:
-            return self._error_of_wait(operator, peer, signal, call, plan, seen // _PLANS)
-        if kind == records.RECORD_PEER_FAILED.value:
-            return PeerFailedError(self.name, self.rank, peer, signal, expected, seen, self._timeout_s)
-        if kind == records.RECORD_OVERLAP.value:
-            return RuntimeError(
-                f"{self.name}: two launches of one workspace were in flight together on rank {self.rank}: {seen} "
-                f"programs had started where the launch has {expected}. Order the calls and the CUDA graph replays of "
-                "a group on each rank: on one stream, or by events"
-            )
-        return PlanMismatchError(
-            f"{operator}: rank {peer} made call {call} with another shape, dtype or config than rank "
-            f"{self.rank}: {self._describe(seen % _PLANS)} there, {self._describe(plan)} here"
-        )
-
-    def _error_of_wait(self, operator, peer, signal, call, plan, seen):
-        """The error of a wait that a peer ended in vain: by its status word, if that says why."""
-        status = self._status_of(peer)
-        if _PLANS <= status <= call * _PLANS:
-            return self.group.conflict_with(peer, call, self._describe(plan))
-        kind = PeerFailedError if status == words.STATUS_FAILED.value else PeerTimeoutError
-        return kind(operator, self.rank, peer, signal, call, seen, self._timeout_s)
-
-    def _status_of(self, peer):
-        first = (words.MAX_RANKS.value + peer) * _WORD
-        return int(self.buffer.tensor(self.rank)[first : first + _WORD].view(torch.int64))
-
     # ---- for a host that waits for an agreement, see ``group`` ----
 
     def post_status(self, is_waiting):
@@ -361,15 +315,13 @@ class Workspace:
             if peer != self.rank and self.buffer.topology.is_local(peer):
                 self.buffer.tensor(peer)[first : first + _WORD].copy_(value)
 
-    def _operator(self, plan):
-        return self._plan_key(plan)[0]
+    def status_of(self, peer):
+        """The status word of ``peer`` in our memory, see ``lang._context``."""
+        first = (words.MAX_RANKS.value + peer) * _WORD
+        return int(self.buffer.tensor(self.rank)[first : first + _WORD].view(torch.int64))
 
-    def _describe(self, plan):
-        operator, *fields = self._plan_key(plan)
-        return f"{operator}({', '.join(f'{name}={value}' for name, value in fields)})"
-
-    def _plan_key(self, plan):
-        """The key of the plan with this id."""
+    def plan_key(self, plan):
+        """(operator, (name, value) of each field) of the plan with this id; (name of the workspace,) if none has it."""
         for key, number in self._plans.items():
             if number == plan:
                 return key
@@ -380,19 +332,6 @@ class Workspace:
         if self.buffer is not None:
             self.buffer.close()
         self.buffer, self.kept, self.launches, self._retired = None, {}, {}, []
-
-
-def _signal_name(table, address):
-    """Which word an address in a record means."""
-    index = (address - table.base) // _WORD
-    if not 0 <= index < words.SIGNALS_BEGIN.value + 2 * table.half_signals:
-        return "between programs of this rank"
-    if index < words.MAX_RANKS.value:
-        return f"ready[{index}]"
-    if index < words.SIGNALS_BEGIN.value:
-        return f"status[{index - words.MAX_RANKS.value}]"
-    half, number = divmod(index - words.SIGNALS_BEGIN.value, table.half_signals)
-    return f"{number} of half {half}"
 
 
 def get_workspace(group, device, name, halves=2, across_nodes=False):

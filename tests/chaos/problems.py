@@ -261,7 +261,7 @@ class Named(Problem):
 
 
 class ExpertLayer(Named):
-    SHAPES = [(16, 8), (24, 8), (20, 12), (32, 16)]  # width and hidden, of which the ranks have to agree on the width
+    SHAPES = [(16, 8), (24, 8), (20, 12), (32, 16)]  # (width, hidden); the ranks have to agree on the width
 
     def __init__(self, operator, changes, shape, seed, group):
         rng, world_size = random.Random(seed), dist.get_world_size()
