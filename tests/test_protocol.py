@@ -1,14 +1,11 @@
 """What holds between the ranks, whatever the operator: reuse of memory, groups, disagreement, and peers that fail."""
 
 import contextlib
-import ctypes
 import gc
 import os
 import pickle
-import random
 import re
 import signal
-import threading
 import time
 import weakref
 from pathlib import Path
@@ -134,26 +131,6 @@ def reuses_poisoned_memory():
 @pytest.mark.parametrize("world_size", [pytest.param(2, marks=thorough), pytest.param(3, marks=thorough), 4])
 def test_memory_is_reused_by_other_shapes_and_dtypes(world_size):
     on_ranks(world_size, reuses_poisoned_memory)
-
-
-@contextlib.contextmanager
-def stalls(seed):
-    """Stop this process for a while, again and again, in the middle of whatever it is doing."""
-    over = threading.Event()
-    usleep = ctypes.PyDLL(None).usleep  # what is called in this way keeps the lock of the interpreter, and no core
-    generator = random.Random(seed)
-
-    def hold_the_interpreter():
-        while not over.wait(generator.uniform(0.001, 0.03)):
-            usleep(generator.randrange(60_000))
-
-    thread = threading.Thread(target=hold_the_interpreter)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
 
 
 def in_any_order(seed):

@@ -22,7 +22,7 @@ from tests.ops.attention import BY_PARTS, CONFIGS
 from tests.ops.sharded import FP16, FP32, NAMES, Sharded, many
 from tests.ops.tensor_experts import poisoned_outputs
 from tests.ranks import a_group
-from tests.test_protocol import failure_of, poison, stalls, timeout
+from tests.test_protocol import failure_of, in_any_order, poison, timeout
 
 # Few kinds of calls, since a GPU compiles each.
 KINDS = [
@@ -65,7 +65,7 @@ def outruns_its_peers(calls, sharding, config):
     cases[0].run(config=config)
     for case in cases:
         case.require()
-    with stalls(seed=dist.get_rank()):
+    with in_any_order(seed=calls):
         outputs = [case.call(config=config) for case in cases]
         for case, (o, lse) in zip(cases, outputs, strict=True):
             case.backward(o, lse)

@@ -16,7 +16,7 @@ from tests.ops.decode import FP16, FP32, Decode, gives_memory_back, many
 from tests.ops.decoding import config_of
 from tests.ops.tensor_experts import poisoned_outputs
 from tests.ranks import a_group
-from tests.test_protocol import failure_of, poison, stalls, timeout
+from tests.test_protocol import failure_of, in_any_order, poison, timeout
 
 # Few kinds of calls, since a GPU compiles each.
 KINDS = [
@@ -61,7 +61,7 @@ def outruns_its_peers(calls):
     cases[0].run()
     for case in cases:
         case.require()
-    with stalls(seed=dist.get_rank()):
+    with in_any_order(seed=calls):
         outputs = [case.call(return_lse=True) for case in cases]
         for case, of_case in zip(cases, outputs, strict=True):
             torch.autograd.backward(of_case, [case.do, case.dlse])
