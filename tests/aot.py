@@ -19,6 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tdkernels.lang import _rocshmem as rocshmem
 from tdkernels.lang._jit import Kernel
 from tdkernels.symm.topology import Topology
+from tests import kernel_digests
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -42,7 +43,9 @@ PLAN = 3  # the number of the plan that launches are given
 def compile_for(kernel, args, kwargs, arch):
     """The compiled kernel (``.asm``, ``.metadata``) for a launch ``kernel[grid](*args, **kwargs)`` on ``arch``."""
     options, *specialization = specialised(kernel, args, kwargs, arch)
-    return triton.compile(ASTSource(kernel, *specialization), target=TARGETS[arch], options=options)
+    compiled = triton.compile(ASTSource(kernel, *specialization), target=TARGETS[arch], options=options)
+    kernel_digests.record(kernel, arch, compiled)
+    return compiled
 
 
 def specialised(kernel, args, kwargs, arch):
