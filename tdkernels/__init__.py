@@ -1,8 +1,9 @@
 """Communication that hides behind computation: ready-made overlapping operators on stock Triton and PyTorch."""
 
 import importlib
+import os
 
-from tdkernels import autotune
+from tdkernels import autotune, launch
 from tdkernels.autotune.explain import explain
 from tdkernels.errors import PeerFailedError, PeerTimeoutError, PlanMismatchError
 from tdkernels.ops import (  # noqa: F401  the modules called tuning make the operators known to the tuner
@@ -84,3 +85,6 @@ __all__ = [
     "moe_gemm_rs", "reduce_scatter", "reduce_scatter_ref", "set_timeout", "synchronize", "tp_moe", "tp_moe_ref",
     "ulysses_out", "ulysses_out_ref", "ulysses_qkv", "ulysses_qkv_ref",
 ]  # fmt: skip
+
+if os.environ.get("TDKERNELS_SANITIZE", "0") not in ("", "0"):
+    launch.around_runs = importlib.import_module("tdkernels.sanitizer").record

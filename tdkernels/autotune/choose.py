@@ -6,8 +6,6 @@ versions that it was measured with, the package's tables count for all: what was
 default. Rank 0 looks up and the others follow, so that it does not matter what is in their files.
 """
 
-import logging
-import shlex
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,14 +16,13 @@ from tdkernels.autotune.modes import get_mode
 from tdkernels.autotune.operator import versions
 from tdkernels.symm.group import group_state
 
-_log = logging.getLogger("tdkernels")
-
 # Where a config came from.
 EXPLICIT, CACHE, SHIPPED, NEAREST, DEFAULT = "explicit", "cache", "shipped", "nearest", "default"
 KINDRED = "kindred"
 _GUESSES = NEAREST, KINDRED, DEFAULT  # worth tuning instead, where that is wished
 
-_warned = set()  # (operator, GPU) of which this process has said that nobody has tuned them
+# (tunable, problem, device, group) -> Choice or None, and (tunable, problem, device, choice) -> None: see ``on_demand``
+tune_on_demand = report_choice = None
 _MAX_CALLS = 4096  # whose shapes may go on changing for ever
 _alone, _calls_alone = {}, {}  # where there is no group, as ``GroupState.choices`` and ``chosen_calls``
 
@@ -69,7 +66,7 @@ def choose(tunable, problem, device, group, fields):
         if final:
             choices[key] = choice
         if group is None or group_state(group).rank == 0:
-            _say(tunable, problem, device, choice)
+            report_choice(tunable, problem, device, choice)
     return choice
 
 
@@ -184,19 +181,7 @@ def _agree(tunable, problem, device, group, fields):
     if not all(offer["tune"] for offer in offers):
         return choice, False
     of_rank_0 = replace(problem, shape=tuple(offers[0]["shape"]), layout=offers[0]["layout"])
-    return _tuned(tunable, of_rank_0, device, group, choice), True
-
-
-def _tuned(tunable, problem, device, group, otherwise):
-    from tdkernels.autotune.tuner import TuningError, tune_problem
-
-    try:
-        entry = tune_problem(tunable, problem, device, group).entry
-    except TuningError as error:  # on every rank
-        if group_state(group).rank == 0:
-            _log.warning("%s: could not be tuned: %s", problem, error)
-        return otherwise
-    return Choice(tunable.config_from_dict(entry.config), CACHE, entry)
+    return tune_on_demand(tunable, of_rank_0, device, group) or choice, True
 
 
 def _to_offer(tunable, choice):
@@ -211,33 +196,3 @@ def _from_offer(tunable, offer):
 
 def _capturing(device):
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def _say(tunable, problem, device, choice):
-    """Once for each problem: what runs, and a warning where nobody has tuned anything."""
-    try:
-        _log_choice(tunable, problem, device, choice)
-    except Exception:  # rank 0 must not fall behind the others for the sake of a log
-        _log.exception("%s: could not say what runs", problem)
-
-
-def _log_choice(tunable, problem, device, choice):
-    from tdkernels.autotune.explain import explanation
-
-    if choice.source == DEFAULT and device.type == "cuda" and get_mode() != "off":
-        _warn_once(tunable, problem)
-    _log.info("%s", explanation(tunable, problem, device, choice).line())
-
-
-def _warn_once(tunable, problem):
-    """Say how to tune an operator of which nothing is known for a GPU; once, and not for each of its shapes."""
-    table_of = problem.operator, problem.gpu
-    if table_of in _warned or cache.user_entries(*table_of) or cache.shipped_entries(*table_of):
-        return
-    _warned.add(table_of)
-    sizes = "x".join(map(str, problem.shape))
-    layout = "" if problem.layout == tunable.layouts[0] else f" --layout {shlex.quote(problem.layout)}"
-    _log.warning(
-        "%s runs with a default config: there is no table of %s for this GPU. Tune it once: python -m tdkernels tune "
-        "%s --shape %s%s --nproc %d", problem, problem.operator, problem.operator, sizes, layout, problem.world_size,
-    )  # fmt: skip

@@ -7,50 +7,20 @@ addresses and integers differ: what Triton's C function was given is kept, and t
 """
 
 import copy
-import functools
 import inspect
 import logging
 import types
 
 import torch
-import triton
 from triton import knobs
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tdkernels.lang._tested_versions import may_keep_launches, report_slow_launches
+
 _log = logging.getLogger(__name__)
 _UNTRIED = object()
-# What is kept from launch to launch depends on internals of Triton. tests/lang/test_alike.py compares it with what the
-# launcher of the installed version does; these are the versions with which it has passed (make test, make test-newest).
-TESTED_VERSIONS = ("3.6", "3.7", "3.8")
 _MAX_MAPS = 256  # of one descriptor; addresses may go on changing for ever
-
-
-@functools.cache
-def triton_is_tested():
-    """Whether the version of Triton that is installed is one of TESTED_VERSIONS."""
-    return ".".join(triton.__version__.split(".")[:2]) in TESTED_VERSIONS
-
-
-def may_keep_launches():
-    """Whether what one launch has found out may serve the next; if not, say so, since launches take the host longer."""
-    if triton_is_tested():
-        return True
-    _report_slow_launches(f"it was tested with triton {', '.join(TESTED_VERSIONS)}")
-    return False
-
-
-_reported_slow_launches = False
-
-
-def _report_slow_launches(why):
-    """Log a warning, once a process."""
-    global _reported_slow_launches
-    if not _reported_slow_launches:
-        _reported_slow_launches = True
-        _log.warning(
-            "tdkernels leaves kernel launches to triton %s, which takes the host longer: %s", triton.__version__, why
-        )
 
 
 class Alike:
@@ -134,7 +104,7 @@ class Repeat:
         try:
             return cls._of(compiled, grid, args, places)
         except Exception as error:  # whatever another build of Triton makes of it
-            _report_slow_launches(f"its launcher is not the one that was tested ({type(error).__name__}: {error})")
+            report_slow_launches(f"its launcher is not the one that was tested ({type(error).__name__}: {error})")
             _log.debug("launches of %s are not kept", compiled, exc_info=True)
             return None
 

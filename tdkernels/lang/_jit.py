@@ -20,7 +20,7 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tdkernels.lang import _device_library
-from tdkernels.lang._alike import may_keep_launches, triton_is_tested
+from tdkernels.lang._tested_versions import may_keep_launches, triton_is_tested
 
 
 class Kernel(JITFunction):

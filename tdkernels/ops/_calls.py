@@ -8,25 +8,25 @@ a call came to. Whoever would see the operator itself, such as a compiler, a pro
 import torch
 from torch.autograd import profiler
 
-from tdkernels.autotune.modes import get_mode
-from tdkernels.ops._operands import DEVICES, may_be_differentiated
 from tdkernels.ops._shortcut import watched
+from tdkernels.ops._wanted import DEVICES, may_be_differentiated
 from tdkernels.symm.group import group_state
 
 _MAX_KEPT = 1024  # calls of a group; shapes may go on changing for ever
 _PLAIN = (torch.Tensor, torch.nn.Parameter, type(None))
 
 
-def find(operator, group, tensors, config):
+def find(operator, group, tensors, settings):
     """The function (group, *tensors) that a call like this was before, or None.
 
-    Args:     group: resolved; tensors: the operands as they were given, None among them; config: the same
+    Args:     group: resolved; tensors: the operands as they were given, None among them; settings: a tuple of all else
+              that decides what runs: the config as it was given, and the tuning mode
     """
     if not are_plain(tensors):
         return None
     state = group_state(group)
     try:
-        known = state.known_calls.get(_key(operator, tensors, config))
+        known = state.known_calls.get(_key(operator, tensors, settings))
     except TypeError:  # no config can be hashed that is none; the call will say so
         return None
     if known is None:
@@ -37,7 +37,7 @@ def find(operator, group, tensors, config):
     return run
 
 
-def keep(operator, group, tensors, config, run, chosen):
+def keep(operator, group, tensors, settings, run, chosen):
     """Let ``find`` find what a call of tensors that ``are_plain`` has come to.
 
     Args:     run: it must not hold the group, with which it is kept
@@ -46,7 +46,7 @@ def keep(operator, group, tensors, config, run, chosen):
     known = group_state(group).known_calls
     if len(known) >= _MAX_KEPT:
         known.clear()
-    known[_key(operator, tensors, config)] = _Known(run, tensors), *(chosen or (None, None))
+    known[_key(operator, tensors, settings)] = _Known(run, tensors), *(chosen or (None, None))
 
 
 class _Known:
@@ -74,8 +74,8 @@ class _Known:
         return y
 
 
-def _key(operator, tensors, config):
-    return operator, config, get_mode(), *map(_place, tensors)
+def _key(operator, tensors, settings):
+    return operator, settings, *map(_place, tensors)
 
 
 def _place(tensor):

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from tdkernels.autotune import operator as tunables
 from tdkernels.autotune.choose import choose, keep_config, known_config
 from tdkernels.autotune.hardware import hardware
-from tdkernels.ops import _device, _operands
+from tdkernels.ops import _device, _gemm_operands
 from tdkernels.ops._config import from_text
 from tdkernels.ops._tiles import Tiles
 from tdkernels.ops._tuning import ConfigTunable, problem_of
@@ -51,7 +51,7 @@ class DenseTunable(ConfigTunable):
 
     def layout_of(self, *operands):
         weight = operands[1] if len(operands) > 1 else None
-        return "kn" if isinstance(weight, torch.Tensor) and _operands.lies_as_kn(weight) else "nk"
+        return "kn" if isinstance(weight, torch.Tensor) and _gemm_operands.lies_as_kn(weight) else "nk"
 
     def config_to_dict(self, config):
         values = super().config_to_dict(config)

@@ -9,7 +9,7 @@ import torch
 import triton.language as tl
 
 from tdkernels import lang as td
-from tdkernels.ops import _device, _operands
+from tdkernels.ops import _device, _gemm_operands
 from tdkernels.ops._gemm import add_product, as_aligned
 from tdkernels.ops._launch import to_be_made
 from tdkernels.ops._tiles import LARGE, Tiles, next_power_of_2
@@ -80,7 +80,7 @@ def product(x, weight, bias, tiles):
 
     With 16 rows or fewer the loads that each thread makes for itself read the weight as fast (H200).
     """
-    return _operands.product(x, weight, bias, tiles, by_tma=tiles.block_m > 16)
+    return _gemm_operands.product(x, weight, bias, tiles, by_tma=tiles.block_m > 16)
 
 
 def k_of_part(k, tiles, split_k):

@@ -3,7 +3,8 @@
 import torch.nn.functional as F
 
 from tdkernels.autotune.choose import known_choice
-from tdkernels.ops import _calls, _operands
+from tdkernels.autotune.modes import get_mode
+from tdkernels.ops import _calls, _outside_graphs
 from tdkernels.ops._config import as_argument
 from tdkernels.ops._dense_tuning import call_of, config_for
 from tdkernels.symm.group import group_state
@@ -16,7 +17,7 @@ def forward(operator, kernel, run, x, weight, bias, group, config):
               run: (x, weight, bias, group, config) -> output, by whatever method the config says
               group, config: as they go through torch.library, by name and as text
     """
-    group = _operands.group_by_name(group)
+    group = _outside_graphs.group_by_name(group)
     if group.size() == 1:
         return F.linear(x, weight, bias)
     if not x.shape[0]:
@@ -51,4 +52,4 @@ def keep_call(operator, run, group, x, weight, bias, config, rows, y):
             return run(x, weight, bias, group, resolved)
         return run(x.reshape(rows), weight, bias, group, resolved).view(shape)
 
-    _calls.keep(operator, group, operands, config, again, chosen)
+    _calls.keep(operator, group, operands, (config, get_mode()), again, chosen)

@@ -15,7 +15,7 @@ import torch
 from tdkernels.ops._exchange import Exchange
 from tdkernels.ops._gather_kernels import await_kernel, push_kernel
 from tdkernels.ops._gather_nodes_kernels import await_nodes_kernel, num_pieces, push_nodes_kernel
-from tdkernels.ops._operands import rows_contiguous
+from tdkernels.ops._gemm_operands import rows_contiguous
 
 _SLOT_ROWS = 8  # shards begin at multiples of this many rows, so that every slot is aligned for 16-byte copies
 _COPY_WORDS = 4096

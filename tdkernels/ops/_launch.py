@@ -13,7 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tdkernels.lang._alike import Alike
 from tdkernels.lang._jit import pointer_kind
-from tdkernels.ops import _operands, _shortcut, _trace
+from tdkernels.ops import _shortcut, _trace
 
 _MAX_KEPT = 1024  # launches of a workspace; shapes may go on changing for ever
 CALL_NUMBER = object()  # among a Launch's args: the workspace's ``note_call``, which is another one in every call
@@ -56,17 +56,6 @@ def launch_kept(workspace, key, operands, prepare, ready=None, lies=_lies):
             launches.clear()
         workspace.launches[whole_key] = launch  # of a buffer that may have come to be just now
     return launch(operands)
-
-
-def launch_product(workspace, x, weight, bias, config, prepare):
-    """``launch_kept`` of a dense operator.
-
-    Args:     prepare: (workspace, x, weight, bias, config) -> Launch, for operands that are ``ready``
-    """
-    return launch_kept(
-        workspace, (config, _operands.dot_precision(x.dtype)), (x, weight, bias),
-        lambda *of: prepare(workspace, *of, config), _operands.ready,
-    )  # fmt: skip
 
 
 def _prepared(operands, prepare):

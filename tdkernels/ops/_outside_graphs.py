@@ -1,9 +1,10 @@
-"""For operators that torch.compile cannot trace: their calls run between graphs, as they are."""
+"""Operators of torch.library: groups by their names, and calls that torch.compile cannot trace, between its graphs."""
 
 import functools
 import sys
 
 import torch
+from torch.distributed import distributed_c10d as c10d
 
 
 def outside_graphs(function):
@@ -20,3 +21,12 @@ def outside_graphs(function):
         return disabled[0](*args, **kwargs)
 
     return call
+
+
+def group_by_name(name):
+    """The process group that an operator was called with, inside the torch.library op."""
+    return c10d._resolve_process_group(name)
+
+
+def world_size_by_name(name):
+    return group_by_name(name).size()

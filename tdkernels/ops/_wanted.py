@@ -1,4 +1,43 @@
-"""Gradients on their way through torch.library, where what nobody wants is an empty tensor, for None cannot be told."""
+"""What autograd and autocast ask of an operator: whether it has to go through them, and how gradients go back."""
+
+import torch
+from torch.autograd import forward_ad
+
+DEVICES = ("cpu", "cuda")  # AMD's are called cuda too
+
+
+def refuse_second_derivatives(operator):
+    """Raise in a backward that is to be differentiated itself: autograd would leave terms out with a mere warning."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError(f"{operator}: second derivatives (create_graph=True) are not supported")
+
+
+def apply(function, op, *call):
+    """``op`` of a call, through its autograd Function only where a gradient may be asked for: that takes time."""
+    tensors = [arg for arg in call if isinstance(arg, torch.Tensor)]
+    return function.apply(*call) if may_be_differentiated(tensors) else op(*call)
+
+
+def may_be_differentiated(tensors):
+    """Whether autograd has to hear of an operation, be it only to refuse forward mode and functorch's transforms."""
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return True
+    if torch.compiler.is_compiling():
+        return False
+    return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
+
+
+def apply_autocast(x, *others):
+    """The operands as ``torch.matmul`` would take them under ``torch.autocast``."""
+    known = isinstance(x, torch.Tensor) and x.device.type in DEVICES  # what is not is refused by check_operands
+    if known and torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        floats = [isinstance(t, torch.Tensor) and t.is_floating_point() for t in (x, *others)]
+        return tuple(t.to(dtype) if is_float else t for t, is_float in zip((x, *others), floats, strict=True))
+    return (x, *others)
+
+
+# ---- gradients through torch.library, which has no None: what is not wanted is an empty tensor ----
 
 
 def to_send(gradients, operands, wanted):

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
-from tdkernels.ops import _operands
+from tdkernels.ops import _gemm_operands, _outside_graphs, _wanted
 from tdkernels.ops import ag_attention_backward_kernel as backward_kernel
 from tdkernels.ops import ag_attention_kernel as kernel
 from tdkernels.ops import ag_attention_parts as parts
@@ -56,7 +56,7 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        _operands.refuse_second_derivatives("ag_attention")
+        _wanted.refuse_second_derivatives("ag_attention")
         return reduce_scatter_rows(dy.flatten(0, 1), ctx.group), None
 
 
@@ -136,11 +136,11 @@ def ag_attention_ref(q, k, v, *, causal=True, scale=None, sharding="contiguous",
 
 def padded(x):
     """x with heads of a multiple of 16 bytes: what TMA can fetch. fp32 is not fetched so."""
-    return _operands.widened(x, -(-x.shape[3] // 8) * 8) if x.element_size() == 2 else x
+    return _gemm_operands.widened(x, -(-x.shape[3] // 8) * 8) if x.element_size() == 2 else x
 
 
 def _ready(*tensors):
-    return [_operands.rows_contiguous(padded(x)) for x in tensors]
+    return [_gemm_operands.rows_contiguous(padded(x)) for x in tensors]
 
 
 def _cut(x, width):
@@ -173,7 +173,7 @@ def _settled(q, k, v, causal, scale, sharding, group, config):
 
 def _by_name(q, k, v, causal, scale, sharding, group, config):
     """(the group, its config) of a call that has come through torch.library, where both are text."""
-    group = _operands.group_by_name(group)
+    group = _outside_graphs.group_by_name(group)
     given = from_text(AgAttentionConfig, config) if config else None
     return group, _settled(q, k, v, causal, scale, sharding, group, given)
 
@@ -259,7 +259,7 @@ class _AgAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, do, dlse):
-        _operands.refuse_second_derivatives("ag_attention")
+        _wanted.refuse_second_derivatives("ag_attention")
         need = ctx.needs_input_grad[:3]
         dlse = dlse if ctx.returns_lse else None  # torch.compile makes zeros of None
         gradients = torch.ops.tdkernels.ag_attention_backward(do, dlse, *ctx.saved_tensors, *need, *ctx.call)
@@ -273,7 +273,7 @@ def attend(q, k, v, causal, scale, sharding, return_lse, group, config):
     """
     if config.method == "torch" and q.shape[1]:
         return attend_by_torch(q, k, v, causal, scale, sharding, group, return_lse)
-    if _operands.may_be_differentiated([q, k, v]):
+    if _wanted.may_be_differentiated([q, k, v]):
         return _AgAttention.apply(q, k, v, return_lse, causal, scale, sharding, group.group_name, as_argument(config))
     return _overlapped(q, k, v, causal, scale, sharding, group, config)
 
@@ -307,13 +307,13 @@ def ag_attention(
               Triton-distributed (https://arxiv.org/abs/2504.19442); two pieces a rank: Llama 3
               (https://arxiv.org/abs/2407.21783)
     """
-    q, k, v = _operands.apply_autocast(q, k, v)
+    q, k, v = _wanted.apply_autocast(q, k, v)
     group = resolve_group(group)
     check_attention("ag_attention", q, k, v, causal, scale, sharding, config)
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     if torch.compiler.is_compiling():
         call = causal, scale, sharding, group.group_name, as_argument(config)
-        if _operands.may_be_differentiated([q, k, v]):
+        if _wanted.may_be_differentiated([q, k, v]):
             o, lse = _AgAttention.apply(q, k, v, return_lse, *call)
         else:
             o, lse = torch.ops.tdkernels.ag_attention(q, k, v, *call)

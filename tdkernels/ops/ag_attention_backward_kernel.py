@@ -7,7 +7,7 @@ their own (``ag_attention_dkv_kernel``).
 import triton.language as tl
 
 from tdkernels import lang as td
-from tdkernels.ops import _operands
+from tdkernels.ops import _gemm_operands
 from tdkernels.ops._attention import (
     LOG2_E,
     accumulate,
@@ -169,7 +169,7 @@ def launch_dq(q, k, v, do, stats, causal, sharding, scale, group, config):
     workspace = get_workspace(group, q.device, "ag_attention")
     call = causal, sharding, scale, config
     return launch_kept(
-        workspace, ("dq", *call, _operands.dot_precision(q.dtype)), (q, k, v, do, stats),
+        workspace, ("dq", *call, _gemm_operands.dot_precision(q.dtype)), (q, k, v, do, stats),
         lambda *of: _prepare_dq(workspace, *of, *call),
     )[0]  # fmt: skip
 

@@ -5,7 +5,8 @@ import math
 import torch
 
 from tdkernels.ops._config import check_config
-from tdkernels.ops._operands import DEVICES, DTYPES, check_memory
+from tdkernels.ops._operands import DTYPES, check_memory
+from tdkernels.ops._wanted import DEVICES
 from tdkernels.ops.ag_attention_config import AgAttentionConfig
 from tdkernels.ops.ag_attention_torch_kernels import KERNELS
 

@@ -9,7 +9,7 @@ import torch
 import triton.language as tl
 
 from tdkernels import lang as td
-from tdkernels.ops import _operands
+from tdkernels.ops import _gemm_operands
 from tdkernels.ops._attention import (
     ALL,
     LOG2_E,
@@ -246,9 +246,9 @@ def constants_of(q, k, v, causal, sharding):
     """The constexpr arguments that both gradients take."""
     block_d, block_dv = widths_of(q, v)
     return {
-        "D": q.shape[3], "DV": v.shape[3], "BLOCK_D": block_d, "BLOCK_DV": block_dv, "MASK": mask_of(causal, sharding),
-        "ELEM_BYTES": q.element_size(), "USE_TMA": uses_tma(q, k, v), "PRECISION": _operands.dot_precision(q.dtype),
-        "COPY_WORDS": _COPY_WORDS,
+        "D": q.shape[3], "DV": v.shape[3], "BLOCK_D": block_d, "BLOCK_DV": block_dv,
+        "MASK": mask_of(causal, sharding), "ELEM_BYTES": q.element_size(), "USE_TMA": uses_tma(q, k, v),
+        "PRECISION": _gemm_operands.dot_precision(q.dtype), "COPY_WORDS": _COPY_WORDS,
     }  # fmt: skip
 
 
@@ -277,7 +277,7 @@ def launch_dkv(q, k, v, do, stats, causal, sharding, scale, group, config):
     workspace = get_workspace(group, q.device, "ag_attention_dkv")
     call = causal, sharding, scale, config
     return launch_kept(
-        workspace, (*call, _operands.dot_precision(q.dtype)), (q, k, v, do, stats),
+        workspace, (*call, _gemm_operands.dot_precision(q.dtype)), (q, k, v, do, stats),
         lambda *of: _prepare_dkv(workspace, *of, *call),
     )  # fmt: skip
 

@@ -12,7 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tdkernels import lang as td
 from tdkernels.lang._trace import ALL_PEERS
-from tdkernels.ops import _device, _operands, _trace
+from tdkernels.ops import _device, _gemm_operands, _trace
 from tdkernels.ops._attention import (
     ALL,
     CONTIGUOUS,
@@ -336,7 +336,7 @@ def _arguments(ctx, q, k, v, o, lse, descriptors, causal, sharding, scale, plan,
         "D": d, "DV": v.shape[3], "BLOCK_D": block_d, "BLOCK_DV": block_dv, "BLOCK_Q": config.block_q,
         "BLOCK_K": config.block_k, "MASK": mask_of(causal, sharding), "ELEM_BYTES": q.element_size(),
         "USE_TMA": descriptors[0] is not None, "STRADDLES": straddles(rows, config.block_k, causal, sharding),
-        "PRECISION": _operands.dot_precision(q.dtype), "STAGES": config.num_stages, "COPY_WORDS": _COPY_WORDS,
+        "PRECISION": _gemm_operands.dot_precision(q.dtype), "STAGES": config.num_stages, "COPY_WORDS": _COPY_WORDS,
         "trace_ptr": None, "num_warps": config.num_warps, "num_stages": config.num_stages,
     }  # fmt: skip
     return args, constants
@@ -344,7 +344,7 @@ def _arguments(ctx, q, k, v, o, lse, descriptors, causal, sharding, scale, plan,
 
 def compile(q, k, v, causal, sharding, world_size, config):
     """Compile what ``launch`` with the same operands would launch, into Triton's cache; launches nothing."""
-    q, k, v = (_operands.rows_contiguous(x) for x in (q, k, v))
+    q, k, v = (_gemm_operands.rows_contiguous(x) for x in (q, k, v))
     ctx = torch.empty(1, dtype=torch.int64, device=q.device)
     made = q.new_empty(1), q.new_empty(1, dtype=torch.float32)
     descriptors = _descriptors(None, q, k, v, world_size, config)
@@ -357,7 +357,7 @@ def launch(q, k, v, causal, sharding, scale, group, config):
     workspace = get_workspace(group, q.device, "ag_attention")
     call = causal, sharding, scale, config
     return launch_kept(
-        workspace, ("o", *call, _operands.dot_precision(q.dtype)), (q, k, v),
+        workspace, ("o", *call, _gemm_operands.dot_precision(q.dtype)), (q, k, v),
         lambda *of: _prepare(workspace, *of, *call),
     )  # fmt: skip
 

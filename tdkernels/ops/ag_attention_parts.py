@@ -13,7 +13,7 @@ from contextlib import nullcontext
 
 import torch
 
-from tdkernels.ops import _operands
+from tdkernels.ops import _gemm_operands
 from tdkernels.ops._gather import Gather
 from tdkernels.ops._scatter import Scatter
 from tdkernels.ops.ag_attention_kernel import plan_fields
@@ -70,7 +70,7 @@ class _Keys:
 def _of_one_width(*tensors):
     """The tensors, with heads of as many elements, a multiple of 8: of zeros past their ends. Rows are aligned."""
     width = -(-max(x.shape[3] for x in tensors) // 8) * 8
-    return [_aligned(_operands.widened(x, width)) for x in tensors]
+    return [_aligned(_gemm_operands.widened(x, width)) for x in tensors]
 
 
 def _aligned(x):

@@ -28,23 +28,17 @@ Example:
 import torch
 import torch.nn.functional as F
 
-from tdkernels.ops import _operands
+from tdkernels.autotune.modes import get_mode
+from tdkernels.ops import _operands, _outside_graphs, _wanted
 from tdkernels.ops import ag_gemm_kernel as kernel
-from tdkernels.ops import ag_gemm_parts as parts
-from tdkernels.ops import gemm_rs_kernel as dual
 from tdkernels.ops._calls import find
-from tdkernels.ops._collectives import all_gather_rows, reduce_scatter_rows
-from tdkernels.ops._config import as_argument, check_config, from_text
-from tdkernels.ops._dense_tuning import config_for
+from tdkernels.ops._collectives import all_gather_rows
+from tdkernels.ops._config import as_argument, check_config
 from tdkernels.ops._forward import forward, keep_call
-from tdkernels.ops._gather import Gather
-from tdkernels.ops._gradients import gathered_weight_gradient
-from tdkernels.ops._nodes import spans_nodes
-from tdkernels.ops._parts import is_worth_its_launches
+from tdkernels.ops._gradients import ag_gemm_backward
 from tdkernels.ops._wanted import to_expect
 from tdkernels.ops.ag_gemm_kernel import AgGemmConfig
 from tdkernels.symm import resolve_group
-from tdkernels.symm.whole_call import whole_call
 
 
 @torch.no_grad()
@@ -66,50 +60,6 @@ def _forward(x, weight, bias, group, config):
     return forward("ag_gemm", kernel, run, x, weight, bias, group, config)
 
 
-def _method(config):
-    return from_text(AgGemmConfig, config).method if config else None
-
-
-def _in_parts(config, dy, x, group):
-    """Whether both gradients are made of two products of the vendor's."""
-    if spans_nodes(group):  # sums across nodes have no parts
-        return False
-    if config:
-        return _method(config) == "parts"
-    return is_worth_its_launches(4 * dy.numel() * x.shape[1], 2 * (group.size() - 1) * x.nbytes)
-
-
-def _config_of_dx(dy, back, group):
-    """That of the GEMM-RS of dx."""
-    fields = lambda: {"backward of": "ag_gemm", **dual.problem_fields(dy, back)}  # noqa: E731
-    return config_for("gemm_rs", "", dy, back, group, fields)
-
-
-@whole_call
-def _backward(dy, x, weight, need_dx, need_dweight, group, config):
-    group = _operands.group_by_name(group)
-    dx, dweight = x.new_empty(0), x.new_empty(0)
-    if group.size() == 1 or x.shape[0] == 0:
-        dx = dy @ weight if need_dx else dx
-        dweight = dy.t() @ x if need_dweight else dweight
-    elif _method(config) == "torch":
-        dx = reduce_scatter_rows(dy @ weight, group) if need_dx else dx
-        dweight = dy.t() @ all_gather_rows(x, group) if need_dweight else dweight
-    elif need_dx and need_dweight and _in_parts(config, dy, x, group):
-        dx, dweight = parts.backward(dy, x, weight, group)
-    else:
-        choice = _config_of_dx(dy, weight.t(), group) if need_dx else None
-        # x travels while the GEMM-RS computes and sends dx; then all of it is here for dweight.
-        gather = Gather.start("ag_gemm backward", x, group) if need_dweight else None
-        if need_dx:
-            fused = choice.method != "torch"
-            dx = dual.launch(dy, weight.t(), None, group, choice) if fused else reduce_scatter_rows(dy @ weight, group)
-        if need_dweight:
-            dweight = gathered_weight_gradient(gather, dy, gathered_on_left=False, overlapped=need_dx)
-            gather.close()
-    return dx, dweight
-
-
 _library = torch.library.Library("tdkernels", "FRAGMENT")
 _library.define("ag_gemm(Tensor x, Tensor weight, Tensor? bias, str group, str config) -> Tensor")
 _library.define(
@@ -117,12 +67,12 @@ _library.define(
     " -> (Tensor, Tensor)"
 )
 _library.impl("ag_gemm", _forward, "CompositeExplicitAutograd")
-_library.impl("ag_gemm_backward", _backward, "CompositeExplicitAutograd")
+_library.impl("ag_gemm_backward", ag_gemm_backward, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("tdkernels::ag_gemm", lib=_library)
 def _(x, weight, bias, group, config):
-    return x.new_empty(_operands.world_size_by_name(group) * x.shape[0], weight.shape[0])
+    return x.new_empty(_outside_graphs.world_size_by_name(group) * x.shape[0], weight.shape[0])
 
 
 @torch.library.register_fake("tdkernels::ag_gemm_backward", lib=_library)
@@ -139,7 +89,7 @@ class _AgGemm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        _operands.refuse_second_derivatives("ag_gemm")
+        _wanted.refuse_second_derivatives("ag_gemm")
         x, weight = ctx.saved_tensors
         need_dx, need_dweight, need_dbias, _, _ = ctx.needs_input_grad
         dx = dweight = dbias = None
@@ -174,16 +124,16 @@ def ag_gemm(x, weight, bias=None, *, group=None, config=None):
               (https://arxiv.org/abs/2504.19442)
     """
     group = resolve_group(group)
-    known = find("ag_gemm", group, (x, weight, bias), config)
+    known = find("ag_gemm", group, (x, weight, bias), (config, get_mode()))
     if known is not None:
         return known(group, x, weight, bias)
-    x, weight, bias = _operands.apply_autocast(x, weight, bias)
+    x, weight, bias = _wanted.apply_autocast(x, weight, bias)
     _operands.check_operands("ag_gemm", x, weight, bias)
     rows = x.shape[:-1].numel()
     x_rows = x.reshape(rows, x.shape[-1])
     check_config("ag_gemm", config, AgGemmConfig, x)
     call = x_rows, weight, bias, group.group_name, as_argument(config)
-    y = _operands.apply(_AgGemm, torch.ops.tdkernels.ag_gemm, *call)
+    y = _wanted.apply(_AgGemm, torch.ops.tdkernels.ag_gemm, *call)
     y = y.view(group.size() * x.shape[0], *x.shape[1:-1], weight.shape[0])
     keep_call("ag_gemm", run, group, x, weight, bias, config, x_rows, y)
     return y

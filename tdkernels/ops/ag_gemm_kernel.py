@@ -10,7 +10,7 @@ import torch
 import triton.language as tl
 
 from tdkernels import lang as td
-from tdkernels.ops import _device, _few_rows, _operands, _trace
+from tdkernels.ops import _device, _few_rows, _gemm_operands, _trace
 from tdkernels.ops import ag_gemm_nodes_kernel as nodes
 from tdkernels.ops import ag_gemm_one_shot as one_shot
 from tdkernels.ops import ag_gemm_parts as parts
@@ -18,7 +18,8 @@ from tdkernels.ops._config import METHODS, text_of
 from tdkernels.ops._gather import Gather, rows_of_buffer, slot_rows_of
 from tdkernels.ops._gather_kernels import push_shard
 from tdkernels.ops._gemm import as_aligned, gemm_tile, store_rows, swizzle, with_bias
-from tdkernels.ops._launch import Launch, launch_product, to_be_made
+from tdkernels.ops._gemm_operands import launch_product
+from tdkernels.ops._launch import Launch, to_be_made
 from tdkernels.ops._tiles import Tiles, tiles_of_product
 from tdkernels.symm import get_workspace
 from tdkernels.symm.group import group_state
@@ -217,10 +218,10 @@ def _arguments(ctx, x, gathered, weight, bias, y, slot_rows, plan, num_comm, fix
     tiles = config.tiles
     rows, k = x.shape
     n = weight.shape[0]
-    weight, stride_w, x_desc, w_desc, constants = _operands.product(x, weight, bias, tiles)
+    weight, stride_w, x_desc, w_desc, constants = _gemm_operands.product(x, weight, bias, tiles)
     gathered_desc = None
     if constants["USE_TMA"]:
-        gathered_desc = _operands.rows_descriptor(*gathered, tiles.block_m, tiles.block_k)
+        gathered_desc = _gemm_operands.rows_descriptor(*gathered, tiles.block_m, tiles.block_k)
     args = (
         ctx, x, x_desc, gathered_desc, weight, w_desc, bias, y,
         rows, n, k, stride_w, slot_rows, plan, num_comm, config.chunk_tiles, tiles.group_m,
@@ -235,7 +236,7 @@ def compile(x, weight, bias, world_size, config, num_nodes=1):
     config = _that_reaches(config, num_nodes)
     if config.transport == "one_shot":
         return one_shot.compile(x, weight, bias, config)
-    x = _operands.rows_contiguous(x)
+    x = _gemm_operands.rows_contiguous(x)
     ctx = torch.empty(1, dtype=torch.int64, device=x.device)
     y = x.new_empty(1, weight.shape[0])
     fixed_half = config.transport == "copy_engine"
@@ -276,7 +277,7 @@ def launch(x, weight, bias, group, config, keep_gathered=False):
     if keep_gathered and config.transport == "one_shot":
         config = _pushing(config)  # in a backward; what one_shot gathers is not kept
     if keep_gathered or config.transport == "copy_engine":
-        return _launch_beside_gather(*_operands.ready(x, weight, bias), group, config, keep_gathered)
+        return _launch_beside_gather(*_gemm_operands.ready(x, weight, bias), group, config, keep_gathered)
     name = "ag_gemm one shot" if config.transport == "one_shot" else "ag_gemm"
     workspace = get_workspace(group, x.device, name, across_nodes=True)
     y, *_ = launch_product(workspace, x, weight, bias, config, _prepare)

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from tdkernels import lang as td
 from tdkernels.lang._trace import ALL_PEERS
-from tdkernels.ops import _few_rows, _operands, _trace
+from tdkernels.ops import _few_rows, _gemm_operands, _trace
 from tdkernels.ops._few_rows import few_rows_tile, place_of, sum_of_parts
 from tdkernels.ops._gather import rows_of_buffer, slot_rows_of
 from tdkernels.ops._gemm import as_aligned, with_bias
@@ -156,7 +156,7 @@ def _arguments(ctx, x, gathered, weight, bias, y, scratch, plan, config):
     weight, stride_w, _, w_desc, constants = _few_rows.product(x, weight, bias, tiles)
     gathered_desc = None
     if constants["USE_TMA"]:
-        gathered_desc = _operands.rows_descriptor(*gathered, tiles.block_m, tiles.block_k)
+        gathered_desc = _gemm_operands.rows_descriptor(*gathered, tiles.block_m, tiles.block_k)
     pushers = _num_pushers(x, config)
     share = -(-x.numel() // (16 * pushers)) * 16
     args = (
@@ -164,13 +164,13 @@ def _arguments(ctx, x, gathered, weight, bias, y, scratch, plan, config):
         rows, n, k, stride_w, _slot_rows(x), _few_rows.k_of_part(k, tiles, config.split_k), share, plan, pushers,
         config.split_k,
     )  # fmt: skip
-    prefetch = _PREFETCH_COLUMNS if _operands.tma_fits(x, weight) else 0  # by the engine that TMA is a part of
+    prefetch = _PREFETCH_COLUMNS if _gemm_operands.tma_fits(x, weight) else 0  # by the engine that TMA is a part of
     return args, {"COPY_BLOCK": _COPY_BLOCK, "PREFETCH": prefetch, "SPLIT": config.split_k > 1, **constants}
 
 
 def compile(x, weight, bias, config):
     """Compile what ``launch`` with the same operands would launch, into Triton's cache; launches nothing."""
-    x = _operands.rows_contiguous(x)
+    x = _gemm_operands.rows_contiguous(x)
     ctx = torch.empty(1, dtype=torch.int64, device=x.device)
     y, scratch = x.new_empty(1, weight.shape[0]), torch.empty(1, dtype=torch.float32, device=x.device)
     args, constants = _arguments(ctx, x, (x, 2, x.shape[0], x.numel()), weight, bias, y, scratch, 0, config)

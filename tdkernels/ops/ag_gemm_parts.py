@@ -7,18 +7,16 @@ piece can begin before all of it is here, and the last one is multiplied when al
 
 from contextlib import ExitStack
 
-from tdkernels.ops import _operands, gemm_rs_parts
+from tdkernels.ops import _gemm_operands
 from tdkernels.ops._gather import Gather
 from tdkernels.ops._parts import cut, product
 from tdkernels.symm.whole_call import whole_call
-
-_PIECES = 1  # of a part of dx: the last are on their way while dweight is multiplied
 
 
 @whole_call
 def launch(x, weight, bias, group, config, fields, keep_gathered):
     """As ``ag_gemm_kernel.launch``, for a config of this method; ``fields``: what must be the same on all ranks."""
-    x = _operands.rows_contiguous(x)
+    x = _gemm_operands.rows_contiguous(x)
     rows = x.shape[0]
     pieces = cut(rows, config.pieces)
     gather = Gather("ag_gemm", fields, x, group, pieces[0][1], copies=True)
@@ -36,23 +34,3 @@ def launch(x, weight, bias, group, config, fields, keep_gathered):
         if keep_gathered:
             closing.pop_all()
     return y.view(-1, weight.shape[0]), gather if keep_gathered else None
-
-
-@whole_call
-def backward(dy, x, weight, group):
-    """dx and dweight of ``ag_gemm`` on one node.
-
-    x travels while dx is multiplied, and the parts of dx while that is and dweight is: two products of the vendor's,
-    behind which both transfers are hidden as long as they take less.
-    """
-    x = _operands.rows_contiguous(x)
-    back = weight.t()
-    fields = {"rows": x.shape[0], "n": weight.shape[0], "width": x.shape[1], "dtype": str(x.dtype)}
-    gather = Gather("ag_gemm backward", fields, x, group, x.shape[0], copies=True)
-    scatter = gemm_rs_parts.start("ag_gemm backward", fields, dy, back, group, _PIECES)
-    with gather, scatter:
-        gather.copy()
-        dx = gemm_rs_parts.send_products(scatter, dy, back, _PIECES)
-        gather.finish()
-        dweight = dy.t() @ gather.gathered.reshape(-1, gather.width)
-        return scatter.add_to(dx), dweight

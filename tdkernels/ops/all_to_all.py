@@ -14,16 +14,10 @@ Example:
 import torch
 
 from tdkernels.ops import ep_launch as launcher
-from tdkernels.ops._operands import refuse_second_derivatives
+from tdkernels.ops._operands import INTEGERS, check_tensor
 from tdkernels.ops._outside_graphs import outside_graphs
-from tdkernels.ops.ep_checks import (
-    INTEGERS,
-    check_config,
-    check_most_tokens,
-    check_num_experts,
-    check_payload,
-    check_tensor,
-)
+from tdkernels.ops._wanted import refuse_second_derivatives
+from tdkernels.ops.ep_checks import check_config, check_most_tokens, check_num_experts, check_payload
 from tdkernels.ops.ep_refusals import Splits
 from tdkernels.ops.ep_ways import as_chosen, refuse_too_many, route_tokens
 from tdkernels.symm import resolve_group

@@ -6,8 +6,8 @@ import triton.language as tl
 from tdkernels.ops import collective_kernels as kernels
 from tdkernels.ops._config import text_of
 from tdkernels.ops._gather import Gather
+from tdkernels.ops._gemm_operands import rows_contiguous
 from tdkernels.ops._launch import Launch, launch_kept, to_be_made
-from tdkernels.ops._operands import rows_contiguous
 from tdkernels.symm import get_workspace
 
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}

@@ -21,7 +21,8 @@ import torch
 
 from tdkernels.autotune import operator as tunables
 from tdkernels.autotune.choose import choose, keep_config, known_choice, known_config
-from tdkernels.ops import _calls, _operands
+from tdkernels.autotune.modes import get_mode
+from tdkernels.ops import _calls, _operands, _outside_graphs, _wanted
 from tdkernels.ops import _collectives as plain
 from tdkernels.ops import collective_launch as launcher
 from tdkernels.ops._config import as_argument, from_text
@@ -59,7 +60,7 @@ _REFERENCES = {"all_gather": all_gather_ref, "reduce_scatter": reduce_scatter_re
 
 def _run(operator, x, group, config):
     """The output, by our kernels or by torch's collective, as the config of the call says."""
-    group = _operands.group_by_name(group)
+    group = _outside_graphs.group_by_name(group)
     if group.size() == 1:
         return x.clone(memory_format=torch.contiguous_format)
     if not x.numel():
@@ -111,7 +112,7 @@ def _define(operator):
 
     @torch.library.register_fake(f"tdkernels::{operator}", lib=_library)
     def _(x, group, config):
-        return x.new_empty(launcher.output_shape(operator, x.shape, _operands.world_size_by_name(group)))
+        return x.new_empty(launcher.output_shape(operator, x.shape, _outside_graphs.world_size_by_name(group)))
 
 
 for _operator in _REFERENCES:
@@ -134,7 +135,7 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        _operands.refuse_second_derivatives("all_gather")
+        _wanted.refuse_second_derivatives("all_gather")
         return torch.ops.tdkernels.reduce_scatter(dy, ctx.group, _config_of_backward(ctx.config)), None, None
 
 
@@ -146,7 +147,7 @@ class _ReduceScatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dz):
-        _operands.refuse_second_derivatives("reduce_scatter")
+        _wanted.refuse_second_derivatives("reduce_scatter")
         return torch.ops.tdkernels.all_gather(dz, ctx.group, _config_of_backward(ctx.config)), None, None
 
 
@@ -157,7 +158,7 @@ class _AllReduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dz):
-        _operands.refuse_second_derivatives("all_reduce")
+        _wanted.refuse_second_derivatives("all_reduce")
         return dz, None, None
 
 
@@ -173,7 +174,7 @@ def _check(operator, x, world_size, config):
         raise TypeError(f"{operator}: x must be a plain dense tensor, not {kind}")
     if operator != "all_gather" and x.dtype not in _operands.DTYPES:
         raise TypeError(f"{operator}: x is {x.dtype}; bfloat16, float16 and float32 are supported")
-    if x.device.type not in _operands.DEVICES:
+    if x.device.type not in _wanted.DEVICES:
         raise ValueError(f"{operator}: x is on {x.device}; cpu and cuda (NVIDIA, AMD) are supported")
     if operator != "all_reduce" and x.dim() == 0:
         raise ValueError(f"{operator}: x must have at least one dimension, the rows; it is a scalar")
@@ -192,12 +193,12 @@ def _check(operator, x, world_size, config):
 
 def _call(function, operator, x, group, config):
     group = resolve_group(group)
-    known = _calls.find(operator, group, (x,), config)
+    known = _calls.find(operator, group, (x,), (config, get_mode()))
     if known is not None:
         return known(group, x)
     _check(operator, x, group.size(), config)
     op = getattr(torch.ops.tdkernels, operator)
-    y = _operands.apply(function, op, x, group.group_name, as_argument(config))
+    y = _wanted.apply(function, op, x, group.group_name, as_argument(config))
     _keep(operator, group, x, config)
     return y
 
@@ -212,7 +213,8 @@ def _keep(operator, group, x, config):
         if chosen is None and x.dtype in _operands.DTYPES:
             return  # it is to be chosen again; for bytes of another dtype there is nothing to choose
     resolved = _config_for(operator, as_argument(config), x, group) if chosen is None else chosen[1].config
-    _calls.keep(operator, group, (x,), config, lambda group, x: _run_by(resolved, operator, x, group), chosen)
+    run = lambda group, x: _run_by(resolved, operator, x, group)  # noqa: E731
+    _calls.keep(operator, group, (x,), (config, get_mode()), run, chosen)
 
 
 # ---- the public functions ----

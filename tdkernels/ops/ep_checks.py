@@ -2,37 +2,14 @@
 
 import torch
 
-from tdkernels.ops._operands import DEVICES, DTYPES, check_memory
+from tdkernels.ops._operands import DTYPES, INTEGERS, check_rows, check_tensor
 from tdkernels.ops.ep_config import EpConfig
 
 PAYLOADS = (*DTYPES, torch.float8_e4m3fn, torch.float8_e5m2)
-INTEGERS = (torch.int32, torch.int64)
 
 
 def _shape(tensor):
     return list(tensor.shape)
-
-
-def check_tensor(operator, name, tensor, like=None):
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{operator}: {name} must be a torch.Tensor, not {type(tensor).__name__}")
-    if tensor.layout != torch.strided:
-        raise TypeError(f"{operator}: {name} must be a plain dense tensor, not {tensor.layout}")
-    check_memory(operator, name, tensor)
-    if like is not None and tensor.device != like.device:
-        raise ValueError(f"{operator}: x is on {like.device} but {name} is on {tensor.device}")
-
-
-def check_rows(operator, name, x, dtypes, dtype_words):
-    check_tensor(operator, name, x)
-    if x.dtype not in dtypes:
-        raise TypeError(f"{operator}: {name} is {x.dtype}; {dtype_words} are supported")
-    if x.device.type not in DEVICES:
-        raise ValueError(f"{operator}: {name} is on {x.device}; cpu and cuda (NVIDIA, AMD) are supported")
-    if x.dim() != 2:
-        raise ValueError(f"{operator}: {name} must have 2 dimensions [rows, H], its shape is {_shape(x)}")
-    if x.shape[1] == 0:
-        raise ValueError(f"{operator}: {name} {_shape(x)} has empty rows")
 
 
 def check_payload(operator, x, scales, max_tokens):

@@ -24,19 +24,18 @@ import triton
 import triton.language as tl
 
 from tdkernels import lang as td
-from tdkernels.ops import _device, _operands
+from tdkernels.ops import _device, _gemm_operands
 from tdkernels.ops._config import text_of
 from tdkernels.ops._gather import rows_of_buffer
 from tdkernels.ops._gemm import as_aligned, swizzle
-from tdkernels.ops._grouped import grouped_tile
+from tdkernels.ops._grouped import grouped_tile, store_gradient
+from tdkernels.ops._interleaving import split_piece
 from tdkernels.ops._launch import Launch, launch_kept, to_be_made
 from tdkernels.ops._swiglu import HALVES, NUMBERS
 from tdkernels.ops._tiles import next_power_of_2
 from tdkernels.ops.ep_order_kernel import first_of_expert
 from tdkernels.ops.ep_tables import GOES, counts_of, facts_at, rows_at
 from tdkernels.ops.group_gemm_kernel import planes_of, product_constants, store_product, weight_layout
-from tdkernels.ops.moe_ag_gemm_kernel import store_gradient
-from tdkernels.ops.moe_route_kernel import split_piece
 from tdkernels.symm import get_workspace
 
 _BLOCK_ROWS = 32  # that a program sends as one piece
@@ -278,10 +277,10 @@ def launch(routing, order, x, weights, w, tiles, *, activation=None, keep=False,
     h, row_weights = gradient or (None, None)
     operands = x, weights, routing.tables, order, routing.splits, w, h, row_weights
     made = launch_kept(
-        workspace, (*key, _operands.dot_precision(x.dtype)), operands,
+        workspace, (*key, _gemm_operands.dot_precision(x.dtype)), operands,
         lambda *of: _prepare(workspace, routing, of, tiles, activation, keep, keep_rows),
         lambda x, weights, tables, order, splits, w, *others: (
-            _operands.rows_contiguous(x), weights, tables, order, splits, weight_layout(w, activation)[0], *others
+            _gemm_operands.rows_contiguous(x), weights, tables, order, splits, weight_layout(w, activation)[0], *others
         ),
     )  # fmt: skip
     names = ["y", *(["pre"] if keep and activation else []), *(["kept"] if keep_rows else [])]
@@ -291,7 +290,7 @@ def launch(routing, order, x, weights, w, tiles, *, activation=None, keep=False,
 
 def compile(x, w, routing, tiles, activation):
     """Compile what ``launch`` with the same operands would launch, forward, into Triton's cache; launches nothing."""
-    x = _operands.rows_contiguous(x)
+    x = _gemm_operands.rows_contiguous(x)
     ctx = torch.empty(1, dtype=torch.int64, device=x.device)
     weights, splits = x.new_empty(1, dtype=torch.float32), x.new_empty(w.shape[0], dtype=torch.int32)
     outputs = Launched(x.new_empty(1, 1), origins=ctx, weights=weights)
@@ -353,7 +352,7 @@ def arguments(
     desc, constants = product_constants(k, w, planes, n, strides, is_kn, activation, tiles)
     buffer_desc = None
     if constants["USE_TMA"]:
-        buffer_desc = _operands.rows_descriptor(buffer, 2, slot_rows, half_elements, tiles.block_m, tiles.block_k)
+        buffer_desc = _gemm_operands.rows_descriptor(buffer, 2, slot_rows, half_elements, tiles.block_m, tiles.block_k)
     args = (
         ctx, x, weights, tables, order, splits, buffer_desc, w, desc, outputs.y, outputs.pre, outputs.kept,
         outputs.origins, outputs.weights if h is None else row_weights, h, outputs.weighted, outputs.dots,

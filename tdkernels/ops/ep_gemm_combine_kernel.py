@@ -18,7 +18,7 @@ import triton.language as tl
 
 from tdkernels import lang as td
 from tdkernels.lang._context import CTX_BASES
-from tdkernels.ops import _device, _operands
+from tdkernels.ops import _device, _gemm_operands
 from tdkernels.ops._config import text_of
 from tdkernels.ops._gemm import as_aligned
 from tdkernels.ops._grouped import grouped_tile, rows_of_groups, tile_of_groups, tiles_of_groups
@@ -195,16 +195,16 @@ def launch(routing, h, w, origins, tiles, *, weights=None, dots=None):
     workspace = get_workspace(routing.group, h.device, "ep_gemm_combine")
     operands = h, w, routing.tables, routing.splits, origins, dots, weights
     made = launch_kept(
-        workspace, (routing.sizes, routing.reach, tiles, _operands.dot_precision(h.dtype)), operands,
+        workspace, (routing.sizes, routing.reach, tiles, _gemm_operands.dot_precision(h.dtype)), operands,
         lambda *of: _prepare(workspace, routing, of, tiles),
-        lambda h, w, *others: (_operands.rows_contiguous(h), weight_layout(w)[0], *others),
+        lambda h, w, *others: (_gemm_operands.rows_contiguous(h), weight_layout(w)[0], *others),
     )  # fmt: skip
     return made if dots is not None else (made[0], None)
 
 
 def compile(h, w, routing, tiles):
     """Compile what ``launch`` with the same operands would launch, forward, into Triton's cache; launches nothing."""
-    h = _operands.rows_contiguous(h)
+    h = _gemm_operands.rows_contiguous(h)
     ctx = torch.empty(1, dtype=torch.int64, device=h.device)
     weights, splits = h.new_empty(1, dtype=torch.float32), h.new_empty(w.shape[0], dtype=torch.int32)
     args, constants = arguments(

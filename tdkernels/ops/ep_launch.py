@@ -10,8 +10,8 @@ import torch
 
 from tdkernels.ops import ep_tables, ep_torch
 from tdkernels.ops._config import text_of
+from tdkernels.ops._gemm_operands import rows_contiguous
 from tdkernels.ops._launch import Launch, by_address, launch_kept
-from tdkernels.ops._operands import rows_contiguous
 from tdkernels.ops.ep_combine_kernel import ep_combine_kernel
 from tdkernels.ops.ep_combine_nodes_kernel import ep_combine_nodes_kernel
 from tdkernels.ops.ep_crossing import (

@@ -20,11 +20,12 @@ Example:
 
 import torch
 
-from tdkernels.ops import _operands
+from tdkernels.ops import _wanted
 from tdkernels.ops._config import as_argument
+from tdkernels.ops._operands import check_tensor
 from tdkernels.ops._outside_graphs import outside_graphs
 from tdkernels.ops._swiglu import ACTIVATIONS
-from tdkernels.ops.ep_checks import check_dispatch, check_most_tokens, check_tensor
+from tdkernels.ops.ep_checks import check_dispatch, check_most_tokens
 from tdkernels.ops.ep_choice import sure_capacity
 from tdkernels.ops.ep_moe_compiled import ep_moe_compiled
 from tdkernels.ops.ep_moe_config import SEQUENCE, EpMoeConfig, choose_config, handle_for, layout_of
@@ -133,7 +134,7 @@ def ep_moe(
     Source:   ep_dispatch, group_gemm and ep_combine in a row, as in DeepEP (https://github.com/deepseek-ai/DeepEP)
     """
     group = resolve_group(group)
-    x, w_gate_up, w_down = _operands.apply_autocast(x, w_gate_up, w_down)
+    x, w_gate_up, w_down = _wanted.apply_autocast(x, w_gate_up, w_down)
     _check(
         x, topk_ids, topk_weights, w_gate_up, w_down, num_experts, activation, quantize, max_tokens, config,
         group.size(),

@@ -6,7 +6,7 @@ dispatch of nothing to learn which rows came from where. Rows lie the same way w
 
 import torch
 
-from tdkernels.ops import _operands
+from tdkernels.ops import _outside_graphs, _wanted
 from tdkernels.ops import ep_launch as launcher
 from tdkernels.ops._config import from_text
 from tdkernels.ops._wanted import received, to_expect, to_send
@@ -20,7 +20,7 @@ def _forward(
     x, topk_ids, topk_weights, w_gate_up, w_down, num_experts, activation, quantize, max_tokens, max_tokens_per_rank,
     keep, group, ep, gemm,
 ):  # fmt: skip
-    group, config = _operands.group_by_name(group), from_text(EpConfig, ep) if ep else None
+    group, config = _outside_graphs.group_by_name(group), from_text(EpConfig, ep) if ep else None
     rows, splits, handle = receive(
         x, topk_ids, topk_weights, num_experts, quantize, max_tokens, max_tokens_per_rank, group, config
     )  # fmt: skip
@@ -34,7 +34,7 @@ def _backward(
     dy, x, topk_ids, topk_weights, w_gate_up, w_down, rows, pre, hidden, made, need_dx, need_dtopk, need_dgate_up,
     need_ddown, num_experts, activation, quantize, max_tokens, _max_tokens_per_rank, group, ep,
 ):  # fmt: skip
-    group, config = _operands.group_by_name(group), from_text(EpConfig, ep) if ep else None
+    group, config = _outside_graphs.group_by_name(group), from_text(EpConfig, ep) if ep else None
     routing = route_tokens("ep_moe", x, topk_ids, num_experts, quantize, max_tokens, group, config)
     launcher.dispatch(routing, x.new_empty(x.shape[0], 0))
     weights = topk_weights.to(torch.float32).contiguous()
@@ -99,7 +99,7 @@ class _EpMoe(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        _operands.refuse_second_derivatives("ep_moe")
+        _wanted.refuse_second_derivatives("ep_moe")
         need_dx, _, *others = ctx.needs_input_grad[:5]
         needs = need_dx, *others
         made = torch.ops.tdkernels.ep_moe_backward(dy, *ctx.saved_tensors, *needs, *ctx.call)
@@ -114,6 +114,6 @@ def ep_moe_compiled(
     """y of checked operands; the group is a name, and the configs are texts."""
     operands = x, topk_ids, topk_weights, w_gate_up, w_down
     settings = num_experts, activation, quantize, max_tokens, max_tokens_per_rank
-    if _operands.may_be_differentiated([x, topk_weights, w_gate_up, w_down]):
+    if _wanted.may_be_differentiated([x, topk_weights, w_gate_up, w_down]):
         return _EpMoe.apply(*operands, *settings, group, ep, gemm)
     return torch.ops.tdkernels.ep_moe(*operands, *settings, False, group, ep, gemm)[0]

@@ -17,7 +17,7 @@ from dataclasses import replace
 
 import torch
 
-from tdkernels.ops import _operands
+from tdkernels.ops import _wanted
 from tdkernels.ops import ep_dispatch_gemm_kernel as there
 from tdkernels.ops import ep_gemm_combine_kernel as back
 from tdkernels.ops import group_gemm_kernel as grouped
@@ -80,7 +80,7 @@ class _EpMoe(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        _operands.refuse_second_derivatives("ep_moe")
+        _wanted.refuse_second_derivatives("ep_moe")
         return *_ep_moe_backward(ctx, dy), None, None, None, None
 
 
@@ -148,4 +148,4 @@ def ep_moe_fused(
         )  # fmt: skip
     routing = replace(routing, operator="ep_moe", config=ep)
     operands = x, topk_weights, w_gate_up, w_down
-    return _EpMoe.apply(*operands, activation, config, routing, _operands.may_be_differentiated(operands))
+    return _EpMoe.apply(*operands, activation, config, routing, _wanted.may_be_differentiated(operands))

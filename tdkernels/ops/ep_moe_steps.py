@@ -1,16 +1,8 @@
 """The steps of ep_moe before its ep_combine: tokens to the ranks of their experts, and what these make of them."""
 
-import torch
-
-from tdkernels.ops.ep_dispatch_kernel import QUANTUM
+from tdkernels.ops.ep_quantize import dequantize
 from tdkernels.ops.group_gemm import group_gemm
 from tdkernels.ops.moe_ep import ep_dispatch
-
-
-def dequantize(codes, scales, dtype):
-    """What codes [R, H] stand for, in ``dtype``: each times the scale, of [R, ceil(H / 128)], of its 128 channels."""
-    by_channel = scales.repeat_interleave(QUANTUM.value, dim=1)[:, : codes.shape[1]]
-    return (codes.to(torch.float32) * by_channel).to(dtype)
 
 
 def receive(x, topk_ids, topk_weights, num_experts, quantize, max_tokens, max_tokens_per_rank, group, config):

@@ -34,7 +34,7 @@ from tdkernels.ops._expert_tuning import expert_ids, why_not_shared
 from tdkernels.ops._tuning import ConfigTunable
 from tdkernels.ops.ep_choice import bucket, crossing_share, sure_capacity
 from tdkernels.ops.ep_config import EpConfig
-from tdkernels.ops.ep_moe_steps import dequantize
+from tdkernels.ops.ep_quantize import dequantize
 
 _QUANTUM = ep_dispatch_kernel.QUANTUM.value
 _LAUNCH_S = 5e-6

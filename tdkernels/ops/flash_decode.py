@@ -22,7 +22,7 @@ import os
 import torch
 
 from tdkernels.autotune.choose import known_config
-from tdkernels.ops import _operands, flash_decode_backward_kernel
+from tdkernels.ops import _outside_graphs, _wanted, flash_decode_backward_kernel
 from tdkernels.ops import flash_decode_launch as launcher
 from tdkernels.ops._attention import LN_2, LOG2_E
 from tdkernels.ops._collectives import all_gather_rows
@@ -163,9 +163,8 @@ def _settled(q, k_cache, v_cache, block_table, options, group, config):
 
 def _by_name(group, config):
     """The group and the config, or None, that went through torch.library as text."""
-    return (
-        _operands.group_by_name(group) if group else None, from_text(FlashDecodeConfig, config) if config else None
-    )  # fmt: skip
+    config = from_text(FlashDecodeConfig, config) if config else None
+    return _outside_graphs.group_by_name(group) if group else None, config
 
 
 def _forward(
@@ -286,7 +285,7 @@ class _FlashDecode(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, do, dlse):
-        _operands.refuse_second_derivatives("flash_decode")
+        _wanted.refuse_second_derivatives("flash_decode")
         need = ctx.needs_input_grad[:3]
         gradients = torch.ops.tdkernels.flash_decode_backward(do, dlse, *ctx.saved_tensors, *need, *ctx.call)
         return *received(gradients, need), *[None] * 9
@@ -370,7 +369,7 @@ def flash_decode(
     check(q, k_cache, v_cache, kv_lens, block_table, (k_scale, v_scale), scale, soft_cap, window, config)
     if group is not None or _is_initialized():
         group = resolve_group(group)
-    differentiated = _operands.may_be_differentiated([q, k_cache, v_cache])
+    differentiated = _wanted.may_be_differentiated([q, k_cache, v_cache])
     if differentiated and k_cache.dtype == FP8:
         raise ValueError(f"flash_decode: there is no gradient with a cache of {k_cache.dtype}; use torch.no_grad()")
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)

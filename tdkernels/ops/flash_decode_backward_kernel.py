@@ -9,7 +9,7 @@ import torch
 import triton.language as tl
 
 from tdkernels import lang as td
-from tdkernels.ops import _device, _operands
+from tdkernels.ops import _device, _gemm_operands
 from tdkernels.ops._attention import LOG2_E
 from tdkernels.ops._launch import Launch, alone_on, launch_kept
 from tdkernels.ops.flash_decode_cache import FP8_NONE, cache_rows, key_rows, load_query, num_keys
@@ -138,7 +138,7 @@ def launch(q, k_cache, v_cache, kv_lens, after, block_table, do, lse2, delta, sh
     dv = v_cache.new_zeros(shape.batch, capacity, shape.heads, shape.dv)
     if shape.batch * shape.heads:  # else there are no sequences
         workspace = alone_on(q.device)
-        key = "flash_decode backward", shape, options, _operands.dot_precision(q.dtype)
+        key = "flash_decode backward", shape, options, _gemm_operands.dot_precision(q.dtype)
         operands = q, k_cache, v_cache, kv_lens, after, block_table, do, lse2, delta, dq, dk, dv
         launch_kept(workspace, key, operands, lambda *of: _prepare(workspace, of, shape, options, capacity, splits))
     return dq.sum(0), dk, dv
@@ -166,7 +166,7 @@ def _prepare(workspace, operands, shape, options, capacity, splits):
         "TQ": shape.queries, "G": shape.group, "D": shape.d, "D1": d1, "D2": d2, "DV": shape.dv,
         "DVP": shape.padded_dv, "BLOCK_M": block_m, "BLOCK_N": block_n, "PAGE": k_cache.shape[1] if paged else 0,
         "SOFT_CAP": soft_cap is not None, "WINDOW": window is not None,
-        "PRECISION": _operands.dot_precision(q.dtype), "num_warps": num_warps, "num_stages": 1,
+        "PRECISION": _gemm_operands.dot_precision(q.dtype), "num_warps": num_warps, "num_stages": 1,
     }  # fmt: skip
     grid = shape.batch * shape.heads, splits
     return Launch(workspace, flash_decode_backward_kernel, grid, args, constants, operands, [], [])

@@ -6,7 +6,8 @@ import os
 import torch
 
 from tdkernels.ops._config import check_config
-from tdkernels.ops._operands import DEVICES, DTYPES, check_memory
+from tdkernels.ops._operands import DTYPES, check_memory
+from tdkernels.ops._wanted import DEVICES
 from tdkernels.ops.flash_decode_config import FlashDecodeConfig
 
 FP8 = torch.float8_e4m3fn

@@ -4,7 +4,7 @@ import functools
 
 import torch
 
-from tdkernels.ops import _operands, _trace
+from tdkernels.ops import _gemm_operands, _trace
 from tdkernels.ops._attention import LOG2_E
 from tdkernels.ops._config import text_of
 from tdkernels.ops._launch import Launch, alone_on, launch_kept, to_be_made
@@ -161,7 +161,7 @@ def launch(q, k_cache, v_cache, kv_lens, block_table, scales, options, group, co
     workspace = alone_on(q.device) if alone else get_workspace(group, q.device, "flash_decode", across_nodes=True)
     kind, latent = fp8_kind(k_cache), value_is_key(k_cache, v_cache)
     operands = q, _as_read(k_cache), _as_read(v_cache), kv_lens, block_table, *(scales or (None, None))
-    key = config, options, keep, kind, latent, _operands.dot_precision(q.dtype)
+    key = config, options, keep, kind, latent, _gemm_operands.dot_precision(q.dtype)
     o, lse, *kept, _ = launch_kept(
         workspace, key, operands, lambda *of: _prepare(workspace, alone, of, kind, options, config, keep)
     )
@@ -219,7 +219,7 @@ def arguments(
         "BLOCK_M": shape.block_m, "BLOCK_N": config.block_n, "PAGE": k_cache.shape[1] if paged else 0, "FP8": kind,
         "PAIRS": kind != FP8_NONE.value and _in_pairs(shape, k_cache, v_cache), "V_IS_K": shape.value_is_key,
         "SCALES": of_scales, "SOFT_CAP": soft_cap is not None, "WINDOW": window is not None,
-        "PRECISION": _operands.dot_precision(q.dtype), "NUMBERS": NUMBERS_OF_WARP * config.num_warps, "NODES": nodes,
-        "num_warps": config.num_warps, "num_stages": config.num_stages, "trace_ptr": None,
+        "PRECISION": _gemm_operands.dot_precision(q.dtype), "NUMBERS": NUMBERS_OF_WARP * config.num_warps,
+        "NODES": nodes, "num_warps": config.num_warps, "num_stages": config.num_stages, "trace_ptr": None,
     }  # fmt: skip
     return args, constants

@@ -22,7 +22,8 @@ Example:
 import torch
 import torch.nn.functional as F
 
-from tdkernels.ops import _operands
+from tdkernels.autotune.modes import get_mode
+from tdkernels.ops import _operands, _wanted
 from tdkernels.ops import gemm_ar_kernel as kernel
 from tdkernels.ops._calls import find
 from tdkernels.ops._collectives import all_reduce
@@ -70,7 +71,7 @@ class _GemmAr(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dz):
-        _operands.refuse_second_derivatives("gemm_ar")
+        _wanted.refuse_second_derivatives("gemm_ar")
         x, weight = ctx.saved_tensors
         need_dx, need_dweight, need_dbias, _, _ = ctx.needs_input_grad
         dx = dz @ weight if need_dx else None
@@ -101,16 +102,16 @@ def gemm_ar(x, weight, bias=None, *, group=None, config=None):
               product by signals: Triton-distributed (https://arxiv.org/abs/2504.19442)
     """
     group = resolve_group(group)
-    known = find("gemm_ar", group, (x, weight, bias), config)
+    known = find("gemm_ar", group, (x, weight, bias), (config, get_mode()))
     if known is not None:
         return known(group, x, weight, bias)
-    x, weight, bias = _operands.apply_autocast(x, weight, bias)
+    x, weight, bias = _wanted.apply_autocast(x, weight, bias)
     _operands.check_operands("gemm_ar", x, weight, bias)
     rows = x.shape[:-1].numel()
     x_rows = x.reshape(rows, x.shape[-1])
     check_config("gemm_ar", config, GemmArConfig, x)
     call = x_rows, weight, bias, group.group_name, as_argument(config)
-    z = _operands.apply(_GemmAr, torch.ops.tdkernels.gemm_ar, *call)
+    z = _wanted.apply(_GemmAr, torch.ops.tdkernels.gemm_ar, *call)
     z = z.view(*x.shape[:-1], weight.shape[0])
     keep_call("gemm_ar", run, group, x, weight, bias, config, x_rows, z)
     return z

@@ -24,12 +24,13 @@ import triton.language as tl
 
 from tdkernels import lang as td
 from tdkernels.lang._trace import ALL_PEERS
-from tdkernels.ops import _device, _few_rows, _operands, _trace
+from tdkernels.ops import _device, _few_rows, _gemm_operands, _trace
 from tdkernels.ops import gemm_ar_nodes_kernel as nodes
 from tdkernels.ops import gemm_one_shot as one_shot
 from tdkernels.ops._config import text_of
 from tdkernels.ops._gemm import as_aligned, from_register_order, store_rows, swizzle, with_bias
-from tdkernels.ops._launch import Launch, launch_product, to_be_made
+from tdkernels.ops._gemm_operands import launch_product
+from tdkernels.ops._launch import Launch, to_be_made
 from tdkernels.ops._nodes import spans_nodes
 from tdkernels.ops._rank_sum import sum_in_rank_order
 from tdkernels.ops._staging import COPY_WORDS, forward_item
@@ -278,7 +279,7 @@ def _arguments(ctx, x, weight, bias, z, stage, schedule, plan, world_size, confi
     tiles = config.tiles
     m, k = x.shape
     n = weight.shape[0]
-    weight, stride_w, x_desc, w_desc, constants = _operands.product(x, weight, bias, tiles)
+    weight, stride_w, x_desc, w_desc, constants = _gemm_operands.product(x, weight, bias, tiles)
     args = (
         ctx, x, x_desc, weight, w_desc, bias, z, stage,
         m, n, k, stride_w, schedule.lag, schedule.reduce_after, schedule.receive_after, plan,
@@ -296,7 +297,7 @@ def compile(x, weight, bias, world_size, config, num_nodes=1):
     elif config.exchange == "one_shot":
         one_shot.compile(x, weight, bias, world_size, config, scatters=False)
     else:
-        x = _operands.rows_contiguous(x)
+        x = _gemm_operands.rows_contiguous(x)
         ctx = torch.empty(1, dtype=torch.int64, device=x.device)
         args, constants = _arguments(
             ctx, x, weight, bias, x.new_empty(1), x.new_empty(1), _Schedule(1, 1, 1, 1), 0, world_size, config

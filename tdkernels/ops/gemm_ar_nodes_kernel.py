@@ -46,7 +46,7 @@ import triton.language as tl
 
 from tdkernels import lang as td
 from tdkernels.lang._trace import ALL_PEERS
-from tdkernels.ops import _device, _operands, _trace
+from tdkernels.ops import _device, _gemm_operands, _trace
 from tdkernels.ops._gemm import as_aligned, from_register_order, store_rows, swizzle, with_bias
 from tdkernels.ops._launch import Launch, to_be_made
 from tdkernels.ops._rank_sum import sum_in_rank_order
@@ -380,7 +380,7 @@ def _arguments(ctx, x, weight, bias, z, stage, schedule, plan, world_size, num_n
     m, k = x.shape
     n = weight.shape[0]
     by_tma = config.exchange != "one_shot"  # whose tiles are for few rows, and chosen for a kernel that reads without
-    weight, stride_w, x_desc, w_desc, constants = _operands.product(x, weight, bias, tiles, by_tma)
+    weight, stride_w, x_desc, w_desc, constants = _gemm_operands.product(x, weight, bias, tiles, by_tma)
     args = (
         ctx, x, x_desc, weight, w_desc, bias, z, stage,
         m, n, k, stride_w, schedule.lag, schedule.sum_after, schedule.total_after, schedule.relay_after,
@@ -398,7 +398,7 @@ def _relays(x, weight, world_size, num_nodes):
 
 def compile(x, weight, bias, world_size, config, num_nodes):
     """Compile what ``launch`` with the same operands would launch, into Triton's cache; launches nothing."""
-    x = _operands.rows_contiguous(x)
+    x = _gemm_operands.rows_contiguous(x)
     ctx = torch.empty(1, dtype=torch.int64, device=x.device)
     z = stage = x.new_empty(1)
     schedule = _Schedule(1, 1, 1, 1, 1, 1, _relays(x, weight, world_size, num_nodes))

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from tdkernels import lang as td
 from tdkernels.lang._trace import ALL_PEERS
-from tdkernels.ops import _few_rows, _operands, _trace
+from tdkernels.ops import _few_rows, _gemm_operands, _trace
 from tdkernels.ops._few_rows import few_rows_tile, place_of, sum_of_parts
 from tdkernels.ops._gemm import as_aligned, with_bias
 from tdkernels.ops._launch import Launch, to_be_made
@@ -134,7 +134,7 @@ def _arguments(ctx, x, weight, bias, z, scratch, plan, world_size, config, scatt
 
 def compile(x, weight, bias, world_size, config, scatters):
     """Compile what ``launch`` with the same operands would launch, into Triton's cache; launches nothing."""
-    x = _operands.rows_contiguous(x)
+    x = _gemm_operands.rows_contiguous(x)
     ctx = torch.empty(1, dtype=torch.int64, device=x.device)
     scratch = torch.empty(1, dtype=torch.float32, device=x.device)
     args, constants = _arguments(ctx, x, weight, bias, x.new_empty(1), scratch, 0, world_size, config, scatters)

@@ -22,21 +22,16 @@ Example:
 import torch
 import torch.nn.functional as F
 
-from tdkernels.ops import _operands
-from tdkernels.ops import ag_gemm_kernel as dual
+from tdkernels.autotune.modes import get_mode
+from tdkernels.ops import _operands, _outside_graphs, _wanted
 from tdkernels.ops import gemm_rs_kernel as kernel
 from tdkernels.ops._calls import find
-from tdkernels.ops._collectives import all_gather_rows, reduce_scatter_rows
-from tdkernels.ops._config import as_argument, check_config, from_text
-from tdkernels.ops._dense_tuning import config_for
+from tdkernels.ops._collectives import reduce_scatter_rows
+from tdkernels.ops._config import as_argument, check_config
 from tdkernels.ops._forward import forward, keep_call
-from tdkernels.ops._gather import Gather
-from tdkernels.ops._gradients import gathered_weight_gradient
-from tdkernels.ops._nodes import spans_nodes
-from tdkernels.ops._parts import is_worth_its_launches
+from tdkernels.ops._gradients import gemm_rs_backward
 from tdkernels.ops.gemm_rs_kernel import GemmRsConfig
 from tdkernels.symm import resolve_group
-from tdkernels.symm.whole_call import whole_call
 
 
 @torch.no_grad()
@@ -59,60 +54,6 @@ def _forward(x, weight, bias, group, config):
     return forward("gemm_rs", kernel, run, x, weight, bias, group, config)
 
 
-def _method(config):
-    return from_text(GemmRsConfig, config).method if config else None
-
-
-def _in_parts(config, dz, x, keeps, group):
-    """Whether dx is multiplied by the vendor's library. What is tuned are calls that keep nothing that is gathered."""
-    if config or spans_nodes(group):
-        return _method(config) == "parts"
-    return keeps and is_worth_its_launches(4 * x.numel() * dz.shape[1], (group.size() - 1) * dz.nbytes)
-
-
-def _config_of_dx(config, dz, x, back, keeps, group):
-    """That of the AG-GEMM of dx; ``keeps``: what it gathers, for the other gradients."""
-    if _in_parts(config, dz, x, keeps, group):
-        return dual.AgGemmConfig(method="parts")
-    fields = lambda: {"backward of": "gemm_rs", **dual.problem_fields(dz, back)}  # noqa: E731
-    return config_for("ag_gemm", "", dz, back, group, fields)
-
-
-@whole_call
-def _backward(dz, x, weight, need_dx, need_dweight, need_dbias, group, config):
-    group = _operands.group_by_name(group)
-    dx, dweight, dbias = x.new_empty(0), x.new_empty(0), x.new_empty(0)
-    full = gather = choice = None
-    plain = group.size() == 1 or x.shape[0] == 0 or _method(config) == "torch"
-    if not plain and need_dx:
-        back = weight.t()
-        keeps = need_dweight or need_dbias
-        choice = _config_of_dx(config, dz, x, back, keeps, group)
-        plain = choice.method == "torch"
-    if plain:
-        full = all_gather_rows(dz, group) if group.size() > 1 and x.shape[0] else dz
-        dx = full @ weight if need_dx else dx
-        dweight = full.t() @ x if need_dweight else dweight
-    elif need_dx:
-        # The AG-GEMM leaves what it gathers where the weight gradient can read it.
-        dx, gather = dual.launch(dz, back, None, group, choice, keep_gathered=keeps)
-        if gather is not None:
-            gather.finish()
-            full = gather.gathered.reshape(x.shape[0], dz.shape[1])
-        dweight = full.t() @ x if need_dweight else dweight
-    else:
-        gather = Gather.start("gemm_rs backward", dz, group)
-        if need_dweight:
-            dweight = gathered_weight_gradient(gather, x, gathered_on_left=True, overlapped=False)
-        gather.finish()
-        full = gather.gathered.reshape(x.shape[0], dz.shape[1])
-    if need_dbias:
-        dbias = full.sum(0, dtype=torch.float32).to(dz.dtype)
-    if gather is not None:
-        gather.close()
-    return dx, dweight, dbias
-
-
 _library = torch.library.Library("tdkernels", "FRAGMENT")
 _library.define("gemm_rs(Tensor x, Tensor weight, Tensor? bias, str group, str config) -> Tensor")
 _library.define(
@@ -120,12 +61,12 @@ _library.define(
     "str group, str config) -> (Tensor, Tensor, Tensor)"
 )
 _library.impl("gemm_rs", _forward, "CompositeExplicitAutograd")
-_library.impl("gemm_rs_backward", _backward, "CompositeExplicitAutograd")
+_library.impl("gemm_rs_backward", gemm_rs_backward, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("tdkernels::gemm_rs", lib=_library)
 def _(x, weight, bias, group, config):
-    return x.new_empty(x.shape[0] // _operands.world_size_by_name(group), weight.shape[0])
+    return x.new_empty(x.shape[0] // _outside_graphs.world_size_by_name(group), weight.shape[0])
 
 
 @torch.library.register_fake("tdkernels::gemm_rs_backward", lib=_library)
@@ -146,7 +87,7 @@ class _GemmRs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dz):
-        _operands.refuse_second_derivatives("gemm_rs")
+        _wanted.refuse_second_derivatives("gemm_rs")
         x, weight = ctx.saved_tensors
         need = ctx.needs_input_grad[:3]
         grads = torch.ops.tdkernels.gemm_rs_backward(dz, x, weight, *need, ctx.group, ctx.config)
@@ -175,10 +116,10 @@ def gemm_rs(x, weight, bias=None, *, group=None, config=None):
     Source:   reduction in the epilogue of the owner's tiles: FLUX (https://arxiv.org/abs/2406.06858)
     """
     group = resolve_group(group)
-    known = find("gemm_rs", group, (x, weight, bias), config)
+    known = find("gemm_rs", group, (x, weight, bias), (config, get_mode()))
     if known is not None:
         return known(group, x, weight, bias)
-    x, weight, bias = _operands.apply_autocast(x, weight, bias)
+    x, weight, bias = _wanted.apply_autocast(x, weight, bias)
     _operands.check_operands("gemm_rs", x, weight, bias)
     world_size = group.size()
     if x.shape[0] % world_size:
@@ -188,7 +129,7 @@ def gemm_rs(x, weight, bias=None, *, group=None, config=None):
     x_rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
     check_config("gemm_rs", config, GemmRsConfig, x)
     call = x_rows, weight, bias, group.group_name, as_argument(config)
-    z = _operands.apply(_GemmRs, torch.ops.tdkernels.gemm_rs, *call)
+    z = _wanted.apply(_GemmRs, torch.ops.tdkernels.gemm_rs, *call)
     z = z.view(x.shape[0] // world_size, *x.shape[1:-1], weight.shape[0])
     keep_call("gemm_rs", run, group, x, weight, bias, config, x_rows, z)
     return z

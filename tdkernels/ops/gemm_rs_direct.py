@@ -17,7 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tdkernels import lang as td
 from tdkernels.lang._trace import ALL_PEERS
-from tdkernels.ops import _device, _operands, _trace
+from tdkernels.ops import _device, _gemm_operands, _trace
 from tdkernels.ops._gemm import as_aligned, gemm_tile, in_register_order, store_rows, swizzle
 from tdkernels.ops._launch import Launch, to_be_made
 from tdkernels.ops._rank_sum import sum_of_tile
@@ -160,7 +160,7 @@ def _arguments(ctx, x, weight, bias, z, peers, rows, plan, world_size, config):
     """The kernel's arguments; ``peers``: descriptors of the peers' buffers, or None where there are none."""
     tiles = config.tiles
     n, k = weight.shape
-    weight, stride_w, x_desc, w_desc, constants = _operands.product(x, weight, bias, tiles)
+    weight, stride_w, x_desc, w_desc, constants = _gemm_operands.product(x, weight, bias, tiles)
     z_desc = None
     if peers is not None and n % 8 == 0:
         z_desc = TensorDescriptor(z, [1, rows, n], [rows * n, n, 1], [1, tiles.block_m, tiles.block_n])
@@ -174,10 +174,10 @@ def _arguments(ctx, x, weight, bias, z, peers, rows, plan, world_size, config):
 
 def compile(x, weight, bias, world_size, config):
     """Compile what ``launch`` with the same operands would launch, into Triton's cache; launches nothing."""
-    x = _operands.rows_contiguous(x)
+    x = _gemm_operands.rows_contiguous(x)
     ctx = torch.empty(1, dtype=torch.int64, device=x.device)
     tiles, rows, z, peers = config.tiles, x.shape[0] // world_size, x.new_empty(1), None
-    if _operands.tma_fits(x, weight):
+    if _gemm_operands.tma_fits(x, weight):
         memory = x.new_empty(2 * tiles.block_m * tiles.block_n)
         peers = [_tiles_descriptor(memory, 1, memory.nbytes // 2, tiles)] * (world_size - 1)
     args, constants = _arguments(ctx, x, weight, bias, z, peers, rows, 0, world_size, config)
@@ -201,7 +201,7 @@ def prepare(workspace, x, weight, bias, config, fields):
         "gemm_rs", fields, slots * tiles.block_m * tiles.block_n * x.element_size(), world_size * count
     )
     z = to_be_made(x, rows, n)
-    peers = _peer_descriptors(workspace, x.dtype, tiles, slots) if _operands.tma_fits(x, weight) else None
+    peers = _peer_descriptors(workspace, x.dtype, tiles, slots) if _gemm_operands.tma_fits(x, weight) else None
     args, constants = _arguments(workspace.ctx, x, weight, bias, z, peers, rows, plan, world_size, config)
     programs = min(count * (world_size - 1), _device.num_sms(x.device))  # of each half
     constants["trace_ptr"] = _trace.buffer(x.device, world_size * count)

@@ -22,14 +22,15 @@ import triton.language as tl
 
 from tdkernels import lang as td
 from tdkernels.lang._trace import ALL_PEERS
-from tdkernels.ops import _device, _few_rows, _operands, _trace
+from tdkernels.ops import _device, _few_rows, _gemm_operands, _trace
 from tdkernels.ops import gemm_one_shot as one_shot
 from tdkernels.ops import gemm_rs_direct as direct
 from tdkernels.ops import gemm_rs_nodes_kernel as nodes
 from tdkernels.ops import gemm_rs_parts as parts
 from tdkernels.ops._config import METHODS, text_of
 from tdkernels.ops._gemm import as_aligned, gemm_tile, in_register_order, store_rows, swizzle
-from tdkernels.ops._launch import Launch, launch_product, to_be_made
+from tdkernels.ops._gemm_operands import launch_product
+from tdkernels.ops._launch import Launch, to_be_made
 from tdkernels.ops._nodes import spans_nodes
 from tdkernels.ops._rank_sum import sum_of_tile
 from tdkernels.ops._staging import COPY_WORDS, forward_item
@@ -197,7 +198,7 @@ def _arguments(ctx, x, weight, bias, z, stage, rows, lag, plan, world_size, conf
     """The kernel's arguments."""
     tiles = config.tiles
     n, k = weight.shape
-    weight, stride_w, x_desc, w_desc, constants = _operands.product(x, weight, bias, tiles)
+    weight, stride_w, x_desc, w_desc, constants = _gemm_operands.product(x, weight, bias, tiles)
     args = (
         ctx, x, x_desc, weight, w_desc, bias, z, stage,
         rows, n, k, stride_w, lag, plan, config.item_tiles, tiles.group_m,
@@ -215,7 +216,7 @@ def compile(x, weight, bias, world_size, config, num_nodes=1):
         return direct.compile(x, weight, bias, world_size, config)
     if config.transport == "one_shot":
         return one_shot.compile(x, weight, bias, world_size, config, scatters=True)
-    x = _operands.rows_contiguous(x)
+    x = _gemm_operands.rows_contiguous(x)
     ctx = torch.empty(1, dtype=torch.int64, device=x.device)
     stage = x.new_empty(1)
     args, constants = _arguments(ctx, x, weight, bias, x.new_empty(1), stage, x.shape[0], 0, 0, world_size, config)

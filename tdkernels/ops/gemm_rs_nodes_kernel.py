@@ -36,7 +36,7 @@ import triton.language as tl
 
 from tdkernels import lang as td
 from tdkernels.lang._trace import ALL_PEERS
-from tdkernels.ops import _device, _operands, _trace
+from tdkernels.ops import _device, _gemm_operands, _trace
 from tdkernels.ops._gemm import as_aligned, gemm_tile, in_register_order, store_rows, swizzle
 from tdkernels.ops._launch import Launch, to_be_made
 from tdkernels.ops._node_sum import sum_of_tile_over_nodes
@@ -191,7 +191,7 @@ def _arguments(ctx, x, weight, bias, z, stage, rows, lag, plan, world_size, num_
     """The kernel's arguments."""
     tiles = config.tiles
     n, k = weight.shape
-    weight, stride_w, x_desc, w_desc, constants = _operands.product(x, weight, bias, tiles)
+    weight, stride_w, x_desc, w_desc, constants = _gemm_operands.product(x, weight, bias, tiles)
     args = (
         ctx, x, x_desc, weight, w_desc, bias, z, stage,
         rows, n, k, stride_w, lag, plan, config.item_tiles, tiles.group_m,
@@ -202,7 +202,7 @@ def _arguments(ctx, x, weight, bias, z, stage, rows, lag, plan, world_size, num_
 
 def compile(x, weight, bias, world_size, config, num_nodes):
     """Compile what ``launch`` with the same operands would launch, into Triton's cache; launches nothing."""
-    x = _operands.rows_contiguous(x)
+    x = _gemm_operands.rows_contiguous(x)
     ctx = torch.empty(1, dtype=torch.int64, device=x.device)
     z = stage = x.new_empty(1)
     rows = x.shape[0] // world_size

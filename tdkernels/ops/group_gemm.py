@@ -15,7 +15,7 @@ Example:
 
 import torch
 
-from tdkernels.ops import _operands
+from tdkernels.ops import _operands, _wanted
 from tdkernels.ops import group_gemm_kernel as kernel
 from tdkernels.ops import group_gemm_ways as ways
 from tdkernels.ops._config import as_argument, check_config, from_text
@@ -81,7 +81,7 @@ class _GroupGemm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        _operands.refuse_second_derivatives("group_gemm")
+        _wanted.refuse_second_derivatives("group_gemm")
         need = ctx.needs_input_grad[:2]
         x, w, splits, pre = ctx.saved_tensors
         gradients = torch.ops.tdkernels.group_gemm_backward(dy, x, w, splits, pre, ctx.activation, *need)
@@ -103,7 +103,7 @@ def check_experts(operator, x, w, name="w", rows="x"):
         raise TypeError(f"{operator}: {rows} is {x.dtype} but {name} is {w.dtype}")
     if w.device != x.device:
         raise ValueError(f"{operator}: {rows} is on {x.device} but {name} is on {w.device}")
-    if x.device.type not in _operands.DEVICES:
+    if x.device.type not in _wanted.DEVICES:
         raise ValueError(f"{operator}: {rows} is on {x.device}; cpu and cuda (NVIDIA, AMD) are supported")
     if x.dim() != 2:
         raise ValueError(f"{operator}: {rows} must have 2 dimensions [rows, K], its shape is {list(x.shape)}")
@@ -166,13 +166,13 @@ def group_gemm(x, w, splits, *, activation=None, config=None):
     Contract: local, no group; host sync: no; CUDA graph: yes, after one call outside; the caller owns the output
     Source:   persistent programs that find their group: the grouped GEMM of Triton's tutorials
     """
-    x, w = _operands.apply_autocast(x, w)
+    x, w = _wanted.apply_autocast(x, w)
     check_experts("group_gemm", x, w)
     check_activation("group_gemm", activation, w)
     _check_splits(x, w, splits)
     check_config("group_gemm", config, GroupGemmConfig, x)
     check_method("group_gemm", config, w)
     splits, text = splits.contiguous(), as_argument(config)
-    if _operands.may_be_differentiated([x, w]):
+    if _wanted.may_be_differentiated([x, w]):
         return _GroupGemm.apply(x, w, splits, activation or "", text)
     return torch.ops.tdkernels.group_gemm(x, w, splits, activation or "", False, text)[0]

@@ -13,7 +13,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tdkernels import lang as td
-from tdkernels.ops import _device, _operands
+from tdkernels.ops import _device, _gemm_operands
 from tdkernels.ops._gemm import add_product, as_aligned, store_rows, swizzle
 from tdkernels.ops._grouped import group_of, grouped_tile, rows_of_groups, tile_of_groups, tiles_of_groups
 from tdkernels.ops._launch import Launch, alone_on, launch_kept, to_be_made
@@ -263,9 +263,9 @@ def product_constants(rows_k, w, planes, n, strides, is_kn, activation, tiles):
     of_plane = Tiles(block_n=block_n, block_k=tiles.block_k)
     desc = weight_descriptor(w, planes, n, stride_plane, stride_w, is_kn, of_plane) if tma else None
     return desc, {
-        **tiles.constants(), "BLOCK_N": block_n, "ALIGNED": _operands.aligned(n, rows_k, stride_plane, stride_w),
+        **tiles.constants(), "BLOCK_N": block_n, "ALIGNED": _gemm_operands.aligned(n, rows_k, stride_plane, stride_w),
         "EVEN_K": rows_k % tiles.block_k == 0, "USE_TMA": tma, "W_IS_KN": is_kn,
-        "PRECISION": _operands.dot_precision(w.dtype), **tiles.options(),
+        "PRECISION": _gemm_operands.dot_precision(w.dtype), **tiles.options(),
     }  # fmt: skip
 
 
@@ -273,7 +273,7 @@ def rows_descriptor(rows, constants, tiles):
     """The descriptor of rows [R, K], if the kernel takes one."""
     if not constants["USE_TMA"]:
         return None
-    return _operands.rows_descriptor(rows, 1, rows.shape[0], rows.numel(), tiles.block_m, tiles.block_k)
+    return _gemm_operands.rows_descriptor(rows, 1, rows.shape[0], rows.numel(), tiles.block_m, tiles.block_k)
 
 
 def _tiles_for(rows, n, x, config):
@@ -283,7 +283,7 @@ def _tiles_for(rows, n, x, config):
 
 def product(x, w, splits, activation=None, keep=False, config=None):
     """(y, what SwiGLU was made of if ``keep``, else None) of x [R, K], w [E, N, K] and splits [E]."""
-    x = _operands.rows_contiguous(x)
+    x = _gemm_operands.rows_contiguous(x)
     keep = keep and activation is not None
     if not x.shape[0]:
         width = w.shape[1] // 2 if activation else w.shape[1]
@@ -291,7 +291,7 @@ def product(x, w, splits, activation=None, keep=False, config=None):
     w = weight_layout(w, activation)[0]
     workspace = alone_on(x.device)
     made = launch_kept(
-        workspace, ("group_gemm", activation, keep, config, _operands.dot_precision(x.dtype)), (x, w, splits),
+        workspace, ("group_gemm", activation, keep, config, _gemm_operands.dot_precision(x.dtype)), (x, w, splits),
         lambda *of: _prepare(workspace, *of, activation, keep, config),
     )  # fmt: skip
     return made[0], made[1] if keep else None
@@ -312,7 +312,8 @@ def compile(x, w, splits, activation, config):
     """Compile what ``product`` with the same operands would launch, into Triton's cache; launches nothing."""
     if x.device.type == "cpu":
         return  # interpreted
-    args, constants, _ = _arguments(_operands.rows_contiguous(x), w, splits, x.new_empty(1), None, activation, config)
+    x = _gemm_operands.rows_contiguous(x)
+    args, constants, _ = _arguments(x, w, splits, x.new_empty(1), None, activation, config)
     group_gemm_kernel.warmup(*args, grid=(1,), **constants)
 
 
@@ -360,12 +361,12 @@ def weight_tiles(rows, n, k, dtype, device):
 
 def weight_gradient(dy, x, splits, experts, config=None):
     """dw [E, N, K] of dy [R, N] and x [R, K]; of a config the tiles count, of N x K outputs by steps of rows."""
-    dy, x = _operands.rows_contiguous(dy), _operands.rows_contiguous(x)
+    dy, x = _gemm_operands.rows_contiguous(dy), _gemm_operands.rows_contiguous(x)
     if not x.shape[0]:
         return x.new_zeros(experts, dy.shape[1], x.shape[1])
     workspace = alone_on(x.device)
     return launch_kept(
-        workspace, ("group_gemm weights", experts, config, _operands.dot_precision(x.dtype)), (dy, x, splits),
+        workspace, ("group_gemm weights", experts, config, _gemm_operands.dot_precision(x.dtype)), (dy, x, splits),
         lambda *of: _prepare_gradient(workspace, *of, experts, config),
     )[0]  # fmt: skip
 
@@ -374,7 +375,7 @@ def compile_gradient(dy, x, splits, experts, config):
     """As ``compile``, of ``weight_gradient``."""
     if x.device.type == "cpu":
         return  # interpreted
-    operands = _operands.rows_contiguous(dy), _operands.rows_contiguous(x), splits
+    operands = _gemm_operands.rows_contiguous(dy), _gemm_operands.rows_contiguous(x), splits
     args, constants, _ = _gradient_arguments(*operands, x.new_empty(experts, dy.shape[1], x.shape[1]), config)
     group_gemm_weights_kernel.warmup(*args, grid=(1,), **constants)
 
@@ -399,7 +400,7 @@ def _gradient_arguments(dy, x, splits, dw, config):
     args = dy, *of_dy, x, *of_x, splits, dw, dw_desc, experts, rows, n, k, tiles.group_m
     constants = {
         "EXPERTS": next_power_of_2(experts), **tiles.constants(), "LAST_R": _LAST_R,
-        "ALIGNED": _operands.aligned(n, k), "USE_TMA": use_tma, "PRECISION": _operands.dot_precision(x.dtype),
+        "ALIGNED": _gemm_operands.aligned(n, k), "USE_TMA": use_tma, "PRECISION": _gemm_operands.dot_precision(x.dtype),
         **tiles.options(),
     }  # fmt: skip
     return args, constants, tiles

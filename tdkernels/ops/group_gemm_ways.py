@@ -17,7 +17,7 @@ from tdkernels.autotune import operator as tunables
 from tdkernels.autotune.choose import DEFAULT, look_up
 from tdkernels.autotune.modes import get_mode
 from tdkernels.autotune.problem import Problem
-from tdkernels.ops import _operands
+from tdkernels.ops import _gemm_operands
 from tdkernels.ops import group_gemm_kernel as kernel
 
 # What is tuned apart: the plain product, those with an activation, that of weights which lie as [K, N], as they do for
@@ -117,14 +117,14 @@ def by_torch(x, w, splits):
     if x.device.type == "cpu":
         return product_by_group(x, w, splits)
     w = _as_torch_takes_it(w).transpose(1, 2)
-    return torch._grouped_mm(_operands.rows_contiguous(x), w, offs=kernel.ends_of_groups(splits, x))
+    return torch._grouped_mm(_gemm_operands.rows_contiguous(x), w, offs=kernel.ends_of_groups(splits, x))
 
 
 def weight_gradient_by_torch(dy, x, splits):
     """The gradient of the weights by what torch has for it on the device; zeros for a group without rows."""
     if x.device.type == "cpu":
         return weight_gradient_by_group(dy, x, splits)
-    dy, x = _operands.rows_contiguous(dy), _operands.rows_contiguous(x)
+    dy, x = _gemm_operands.rows_contiguous(dy), _gemm_operands.rows_contiguous(x)
     return torch._grouped_mm(dy.t(), x, offs=kernel.ends_of_groups(splits, x))
 
 

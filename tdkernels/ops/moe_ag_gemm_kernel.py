@@ -16,21 +16,21 @@ import torch
 import triton.language as tl
 
 from tdkernels import lang as td
-from tdkernels.ops import _device, _operands, _trace
+from tdkernels.ops import _device, _gemm_operands, _trace
 from tdkernels.ops._config import text_of
 from tdkernels.ops._gather_kernels import push_shard
-from tdkernels.ops._gemm import as_aligned, store_rows, swizzle
-from tdkernels.ops._grouped import grouped_tile
+from tdkernels.ops._gemm import as_aligned, swizzle
+from tdkernels.ops._grouped import grouped_tile, store_gradient
+from tdkernels.ops._interleaving import split_piece
 from tdkernels.ops._launch import Launch, launch_kept, to_be_made
 from tdkernels.ops._swiglu import HALVES, NUMBERS
 from tdkernels.ops._tiles import Tiles, default_tiles, next_power_of_2
 from tdkernels.ops.group_gemm_kernel import planes_of, product_constants, rows_descriptor, store_product, weight_layout
-from tdkernels.ops.moe_route_kernel import MAX_STAGES, TILE_WORDS, chunk_at_turn, first_turn_of, split_piece
+from tdkernels.ops.moe_route_kernel import MAX_STAGES, TILE_WORDS, chunk_at_turn, first_turn_of
 from tdkernels.symm import get_workspace
 
 _COPY_WORDS = 4096
 BLOCK_TOKENS, BLOCK_COLUMNS = 16, 512  # of a piece that copies or adds up rows
-_COLUMNS = tl.constexpr(64)  # of a gradient's tile that are stored at a time
 
 
 @dataclass(frozen=True)
@@ -126,31 +126,6 @@ def _copy_piece(
         td.pointer_to(at, x_ptr.dtype.element_ty), rows_ptr, sorted_ptr, tokens, source * M_shard, M_shard, columns, K,
         CHOICES, BLOCK_TOKENS, BLOCK_COLUMNS,
     )  # fmt: skip
-
-
-@td.jit
-def store_gradient(
-    acc, y_ptr, h_ptr, weighted_ptr, weight, offs_m, end, col, N, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr
-):  # fmt: skip
-    """Store WIDTH columns of the rows' gradients, and of the rows h, both times the weights of the rows' choices.
-
-    Returns the columns' part of the product of each row's unweighted gradient with its h, fp32 [BLOCK_M].
-    """
-    if WIDTH > _COLUMNS:
-        # A part at a time: the rows h and the accumulator do not fit the registers together.
-        HALF: tl.constexpr = WIDTH // 2
-        left, right = acc.reshape(BLOCK_M, 2, HALF).permute(0, 2, 1).split()
-        dots = store_gradient(left, y_ptr, h_ptr, weighted_ptr, weight, offs_m, end, col, N, BLOCK_M, HALF)
-        dots += store_gradient(right, y_ptr, h_ptr, weighted_ptr, weight, offs_m, end, col + HALF, N, BLOCK_M, HALF)
-        return dots
-    else:
-        dtype: tl.constexpr = y_ptr.dtype.element_ty
-        offs_n = col + tl.arange(0, WIDTH)
-        mask = (offs_m < end)[:, None] & (offs_n < N)[None, :]
-        h = td.to_float32(tl.load(h_ptr + offs_m[:, None].to(tl.int64) * N + offs_n[None, :], mask=mask, other=0.0))
-        store_rows(weighted_ptr, td.from_float32(h * weight[:, None], dtype), offs_m, offs_n, end, N)
-        store_rows(y_ptr, td.from_float32(acc * weight[:, None], dtype), offs_m, offs_n, end, N)
-        return td.sum_of(tl.where(mask, acc, 0.0) * h, 1)
 
 
 # Compiled once for a tile and a number of choices, whatever the shape and plan: that is what makes tuning cheap.
@@ -345,7 +320,7 @@ def compile(x, w, routing, config, activation=None, gradients=None):
     """Compile what ``launch`` with the same operands would launch, into Triton's cache; launches nothing."""
     if x.device.type == "cpu":
         return  # interpreted
-    x = _operands.rows_contiguous(x)
+    x = _gemm_operands.rows_contiguous(x)
     ctx = torch.empty(1, dtype=torch.int64, device=x.device)
     made = Launched(x.new_empty(1), None, x.new_empty(1, x.shape[1]))
     routed = _tensors_of(routing, config.tiles.block_m)
@@ -364,11 +339,11 @@ def launch(x, w, routing, config, activation=None, keep=False, gradients=None):
     routed = _tensors_of(routing, config.tiles.block_m)
     done = torch.zeros(MAX_STAGES.value, dtype=torch.int64, device=x.device)
     of_gradient = (None, None) if gradients is None else (gradients.h, gradients.weights)
-    differs = activation, keep, gradients is not None, _operands.dot_precision(x.dtype)
+    differs = activation, keep, gradients is not None, _gemm_operands.dot_precision(x.dtype)
     y, rows, *others = launch_kept(
         workspace, (config, routing.sizes, *differs), (x, w, *routed, done, *of_gradient),
         lambda *of: _prepare(workspace, routing, of, config, *differs[:3]),
-        lambda x, w, *others: (_operands.rows_contiguous(x), weight_layout(w, activation)[0], *others),
+        lambda x, w, *others: (_gemm_operands.rows_contiguous(x), weight_layout(w, activation)[0], *others),
     )  # fmt: skip
     if gradients is not None:
         gradients.weighted, gradients.dots = others

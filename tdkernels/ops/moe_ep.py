@@ -23,10 +23,10 @@ from typing import NamedTuple
 
 import torch
 
-from tdkernels.ops import _operands
+from tdkernels.ops import _wanted
 from tdkernels.ops import ep_launch as launcher
-from tdkernels.ops._operands import refuse_second_derivatives
 from tdkernels.ops._outside_graphs import outside_graphs
+from tdkernels.ops._wanted import refuse_second_derivatives
 from tdkernels.ops.ep_checks import check_again, check_combine, check_config, check_dispatch, check_most_tokens
 from tdkernels.ops.ep_choice import choose_config
 from tdkernels.ops.ep_ways import as_chosen, refuse_too_many, route_tokens
@@ -265,7 +265,7 @@ def ep_dispatch(
 
 
 def wants_gradient(*tensors):
-    return _operands.may_be_differentiated([tensor for tensor in tensors if tensor is not None])
+    return _wanted.may_be_differentiated([tensor for tensor in tensors if tensor is not None])
 
 
 def _refuse_gradient_of_codes(x, quantize):

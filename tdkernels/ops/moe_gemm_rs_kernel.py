@@ -16,9 +16,10 @@ import triton.language as tl
 
 from tdkernels import lang as td
 from tdkernels.lang._trace import ALL_PEERS
-from tdkernels.ops import _device, _operands, _trace
+from tdkernels.ops import _device, _gemm_operands, _trace
 from tdkernels.ops._gemm import as_aligned, store_rows, swizzle
 from tdkernels.ops._grouped import grouped_tile
+from tdkernels.ops._interleaving import split_piece
 from tdkernels.ops._launch import Launch, launch_kept, to_be_made
 from tdkernels.ops._rank_sum import sum_in_rank_order
 from tdkernels.ops._tiles import next_power_of_2
@@ -31,7 +32,7 @@ from tdkernels.ops.moe_ag_gemm_kernel import (
     plan_fields,
     tiles_of,
 )
-from tdkernels.ops.moe_route_kernel import MAX_STAGES, TILE_WORDS, chunk_at_turn, first_turn_of, split_piece
+from tdkernels.ops.moe_route_kernel import MAX_STAGES, TILE_WORDS, chunk_at_turn, first_turn_of
 from tdkernels.symm import get_workspace
 
 _ALIGN = tl.constexpr(16)  # bytes, to a multiple of which a rank's sums are rounded up
@@ -208,7 +209,7 @@ def compile(h, w, routing, weights, config):
     """Compile what ``launch`` with the same operands would launch, into Triton's cache; launches nothing."""
     if h.device.type == "cpu":
         return  # interpreted
-    h = _operands.rows_contiguous(h)
+    h = _gemm_operands.rows_contiguous(h)
     ctx = torch.empty(1, dtype=torch.int64, device=h.device)
     routed, empty = _tensors_of(routing, config.tiles.block_m), h.new_empty(1)
     args, constants = _arguments(ctx, h, w, routing, routed, weights, ctx, empty, empty, 0, config)
@@ -224,9 +225,9 @@ def launch(h, w, routing, weights, config):
     routed = _tensors_of(routing, config.tiles.block_m)
     done = torch.zeros(MAX_STAGES.value, dtype=torch.int64, device=h.device)
     z, _ = launch_kept(
-        workspace, (config, routing.sizes, _operands.dot_precision(h.dtype)), (h, w, *routed, weights, done),
+        workspace, (config, routing.sizes, _gemm_operands.dot_precision(h.dtype)), (h, w, *routed, weights, done),
         lambda *of: _prepare(workspace, routing, of, config),
-        lambda h, w, *others: (_operands.rows_contiguous(h), weight_layout(w)[0], *others),
+        lambda h, w, *others: (_gemm_operands.rows_contiguous(h), weight_layout(w)[0], *others),
     )  # fmt: skip
     return z
 

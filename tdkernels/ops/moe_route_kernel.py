@@ -54,22 +54,6 @@ def _stage_of(choice, choices, chunk_choices, shard_choices, me, ranks, num_chun
     return tl.where((step == 0) | (stages == 1), 0, stage)
 
 
-@td.jit
-def split_piece(piece, tiles, others, lead):
-    """(whether it is one of the others, its number among its kind) of a piece of ``tiles`` with others strewn in.
-
-    The first ``lead`` pieces, if there are as many tiles, are tiles. Where others are more than tiles they come first,
-    together: strewn in proportion they make a tp_moe 2 to 5 % slower, for a copy alone among products waits for itself.
-    """
-    lead = tl.minimum(lead, tiles)
-    period = tl.maximum((tiles - lead + others) // tl.maximum(others, 1), 1)
-    within = tl.maximum(piece - lead, 0)
-    turn = within // period
-    is_other = (piece >= lead) & (within % period == period - 1) & (turn < others)
-    before = tl.where(piece >= lead, tl.minimum(turn, others), 0)
-    return is_other, tl.where(is_other, turn, piece - before)
-
-
 @td.jit(do_not_specialize=["num_ids", "num_experts", "call"])
 def moe_count_kernel(ctx, ids_ptr, splits_ptr, num_ids, num_experts, call, BLOCK: tl.constexpr):
     """splits[e] = how many choices are of expert e; a program for each. Notes ids that are none, but for -1."""

@@ -20,7 +20,7 @@ Example:
 
 import torch
 
-from tdkernels.ops import _operands
+from tdkernels.ops import _wanted
 from tdkernels.ops._collectives import all_gather_rows, reduce_scatter_rows
 from tdkernels.ops._config import as_argument
 from tdkernels.ops._outside_graphs import outside_graphs
@@ -93,7 +93,7 @@ class _AgGemm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dh):
-        _operands.refuse_second_derivatives("moe_ag_gemm")
+        _wanted.refuse_second_derivatives("moe_ag_gemm")
         x, w, pre = ctx.saved_tensors
         need = ctx.needs_input_grad[:2]
         return *first_backward(dh, x, w, pre, ctx.routing, ctx.activation, ctx.config, *need), *[None] * 5
@@ -109,7 +109,7 @@ class _GemmRs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        _operands.refuse_second_derivatives("moe_gemm_rs")
+        _wanted.refuse_second_derivatives("moe_gemm_rs")
         h, w, weights = ctx.saved_tensors
         need = ctx.needs_input_grad[:3]
         gradients = second_backward(dy, h, w, weights, ctx.routing, ctx.config, *need[1:])
@@ -126,7 +126,7 @@ def _first_half(operator, x, topk_ids, w, activation, group, configs):
     if not x.shape[0]:
         return _nothing(w.shape[1] // (2 if activation else 1), x, w), routing
     # A forward that nobody differentiates keeps nothing, though weights may require gradients.
-    keep = _operands.may_be_differentiated([x, w])
+    keep = _wanted.may_be_differentiated([x, w])
     return _AgGemm.apply(x, w, routing, activation, *configs, keep), routing
 
 
@@ -153,7 +153,7 @@ def moe_ag_gemm(x, topk_ids, w, *, activation=None, group=None, config=None):
     Contract: collective over group; host sync: no; CUDA graph: yes, after one call outside; the caller owns the output
     Source:   tiles ordered by arrival within an expert: FLUX (https://arxiv.org/abs/2406.06858)
     """
-    x, w = _operands.apply_autocast(x, w)
+    x, w = _wanted.apply_autocast(x, w)
     group = resolve_group(group)
     check_ag_gemm("moe_ag_gemm", x, topk_ids, w, activation, config)
     (tokens, choices), ranks = topk_ids.shape, group.size()
@@ -185,7 +185,7 @@ def moe_gemm_rs(h, routing, topk_weights, w, *, group=None, config=None):
         raise TypeError(f"moe_gemm_rs: routing must be the MoeRouting of a moe_ag_gemm, not {type(routing).__name__}")
     if resolve_group(group) is not routing.group:
         raise ValueError("moe_gemm_rs: the routing is of another group than the call")
-    h, w = _operands.apply_autocast(h, w)
+    h, w = _wanted.apply_autocast(h, w)
     check_gemm_rs("moe_gemm_rs", h, routing, topk_weights, w, config)
     tokens, choices, ranks = routing.tokens, routing.num_choices, routing.world_size
     sizes = ranks * tokens, w.shape[1], ranks * w.shape[2], w.shape[0], choices
@@ -213,7 +213,7 @@ def tp_moe(x, topk_ids, topk_weights, w_gate_up, w_down, *, activation="swiglu",
     Raises:   as moe_ag_gemm and moe_gemm_rs
     Contract: as for moe_ag_gemm
     """
-    x, w_gate_up, w_down = _operands.apply_autocast(x, w_gate_up, w_down)
+    x, w_gate_up, w_down = _wanted.apply_autocast(x, w_gate_up, w_down)
     group = resolve_group(group)
     check_tp_moe(x, topk_ids, topk_weights, w_gate_up, w_down, activation, config)
     if torch.compiler.is_compiling():

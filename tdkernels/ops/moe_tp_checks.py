@@ -3,8 +3,7 @@
 import torch
 
 from tdkernels.ops._config import check_config
-from tdkernels.ops._operands import DTYPES
-from tdkernels.ops.ep_checks import INTEGERS
+from tdkernels.ops._operands import DTYPES, INTEGERS
 from tdkernels.ops.group_gemm import check_activation, check_experts, check_method
 from tdkernels.ops.moe_ag_gemm_kernel import MoeTpConfig
 

@@ -7,7 +7,7 @@ gradients' own configs are looked up in the backward, as ever.
 
 import torch
 
-from tdkernels.ops import _operands
+from tdkernels.ops import _outside_graphs, _wanted
 from tdkernels.ops._config import from_text
 from tdkernels.ops._wanted import received, to_expect, to_send
 from tdkernels.ops.moe_ag_gemm_kernel import MoeTpConfig
@@ -34,7 +34,7 @@ def _configs(x, topk_ids, w_gate_up, w_down, activation, group, text):
 
 
 def _forward(x, topk_ids, topk_weights, w_gate_up, w_down, activation, keep, group, config):
-    group, activation = _operands.group_by_name(group), activation or None
+    group, activation = _outside_graphs.group_by_name(group), activation or None
     configs = _configs(x, topk_ids, w_gate_up, w_down, activation, group, config)
     if not x.shape[0]:
         return _made(x, topk_ids, w_gate_up, w_down, activation, keep, group.size())
@@ -66,7 +66,7 @@ def _backward(
     operands, needs = (x, topk_weights, w_gate_up, w_down), (need_dx, need_dtopk, need_dgate_up, need_ddown)
     if not x.shape[0]:
         return tuple(tensor.zero_() for tensor in to_expect(operands, needs))
-    group, activation = _operands.group_by_name(group), activation or None
+    group, activation = _outside_graphs.group_by_name(group), activation or None
     configs = _configs(x, topk_ids, w_gate_up, w_down, activation, group, config)
     routing = routing_of("tp_moe", topk_ids, w_gate_up, group, configs[0])
     dh, ddown, dtopk = second_backward(dy, h, w_down, weights, routing, configs[1], need_ddown, need_dtopk)
@@ -92,7 +92,7 @@ _library.impl("tp_moe_backward", _backward, "CompositeExplicitAutograd")
 
 @torch.library.register_fake("tdkernels::tp_moe", lib=_library)
 def _(x, topk_ids, topk_weights, w_gate_up, w_down, activation, keep, group, config):
-    return _made(x, topk_ids, w_gate_up, w_down, activation, keep, _operands.world_size_by_name(group))
+    return _made(x, topk_ids, w_gate_up, w_down, activation, keep, _outside_graphs.world_size_by_name(group))
 
 
 @torch.library.register_fake("tdkernels::tp_moe_backward", lib=_library)
@@ -111,7 +111,7 @@ class _TpMoe(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        _operands.refuse_second_derivatives("tp_moe")
+        _wanted.refuse_second_derivatives("tp_moe")
         need_dx, _, *others = ctx.needs_input_grad[:5]
         needs = need_dx, *others
         made = torch.ops.tdkernels.tp_moe_backward(dy, *ctx.saved_tensors, *needs, *ctx.call)
@@ -122,6 +122,6 @@ class _TpMoe(torch.autograd.Function):
 def tp_moe_compiled(x, topk_ids, topk_weights, w_gate_up, w_down, activation, group, config):
     """y of checked operands; the group is a name, the config a text."""
     operands = x, topk_ids, topk_weights, w_gate_up, w_down
-    if _operands.may_be_differentiated([x, topk_weights, w_gate_up, w_down]):
+    if _wanted.may_be_differentiated([x, topk_weights, w_gate_up, w_down]):
         return _TpMoe.apply(*operands, activation or "", group, config)
     return torch.ops.tdkernels.tp_moe(*operands, activation or "", False, group, config)[0]

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from tdkernels.ops import _operands
+from tdkernels.ops import _outside_graphs, _wanted
 from tdkernels.ops import ulysses_out_kernel as out_kernel
 from tdkernels.ops import ulysses_qkv_kernel as qkv_kernel
 from tdkernels.ops._config import as_argument, check_config
@@ -125,18 +125,18 @@ def _out(operator, o, weight, bias, batch, group, text, keep):
 
 
 def _forward_qkv(x, weight, bias, batch, group, config):
-    return _qkv("ulysses_qkv", x, weight, bias, batch, _operands.group_by_name(group), config)
+    return _qkv("ulysses_qkv", x, weight, bias, batch, _outside_graphs.group_by_name(group), config)
 
 
 def _forward_out(o, weight, bias, batch, keep, group, config):
-    group = _operands.group_by_name(group)
+    group = _outside_graphs.group_by_name(group)
     z, kept = _out("ulysses_out", o, weight, bias, batch, group, config, keep and group.size() > 1)
     return z, kept if keep and group.size() > 1 else o.new_empty(0)
 
 
 @whole_call
 def _backward_qkv(dy, x, weight, need_dx, need_dweight, need_dbias, batch, group, config):
-    group = _operands.group_by_name(group)
+    group = _outside_graphs.group_by_name(group)
     dx, dweight, dbias = x.new_empty(0), x.new_empty(0), x.new_empty(0)
     keeps = need_dweight or need_dbias
     gathered = dy
@@ -155,7 +155,7 @@ def _backward_qkv(dy, x, weight, need_dx, need_dweight, need_dbias, batch, group
 
 @whole_call
 def _backward_out(dz, weight, batch, group, config):
-    return _qkv("ulysses_out backward", dz, weight.t(), None, batch, _operands.group_by_name(group), config)
+    return _qkv("ulysses_out backward", dz, weight.t(), None, batch, _outside_graphs.group_by_name(group), config)
 
 
 _library = torch.library.Library("tdkernels", "FRAGMENT")
@@ -179,7 +179,7 @@ for _name, _function in (
 
 @torch.library.register_fake("tdkernels::ulysses_qkv", lib=_library)
 def _(x, weight, bias, batch, group, config):
-    world_size = _operands.world_size_by_name(group)
+    world_size = _outside_graphs.world_size_by_name(group)
     return x.new_empty(world_size * x.shape[0], weight.shape[0] // world_size)
 
 
@@ -194,7 +194,7 @@ def _(dy, x, weight, need_dx, need_dweight, need_dbias, batch, group, config):
 
 @torch.library.register_fake("tdkernels::ulysses_out", lib=_library)
 def _(o, weight, bias, batch, keep, group, config):
-    world_size = _operands.world_size_by_name(group)
+    world_size = _outside_graphs.world_size_by_name(group)
     rows = o.shape[0] // world_size
     kept = (rows, weight.shape[1]) if keep and world_size > 1 else (0,)
     return o.new_empty(rows, weight.shape[0]), o.new_empty(kept)
@@ -202,7 +202,7 @@ def _(o, weight, bias, batch, keep, group, config):
 
 @torch.library.register_fake("tdkernels::ulysses_out_backward", lib=_library)
 def _(dz, weight, batch, group, config):
-    world_size = _operands.world_size_by_name(group)
+    world_size = _outside_graphs.world_size_by_name(group)
     return dz.new_empty(world_size * dz.shape[0], weight.shape[1] // world_size)
 
 
@@ -215,7 +215,7 @@ class _Qkv(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        _operands.refuse_second_derivatives("ulysses_qkv")
+        _wanted.refuse_second_derivatives("ulysses_qkv")
         need = ctx.needs_input_grad[:3]
         grads = torch.ops.tdkernels.ulysses_qkv_backward(dy, *ctx.saved_tensors, *need, *ctx.call)
         return *received(grads, need), None, None, None
@@ -234,7 +234,7 @@ class _Out(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dz):
-        _operands.refuse_second_derivatives("ulysses_out")
+        _wanted.refuse_second_derivatives("ulysses_out")
         weight, kept = ctx.saved_tensors
         need_do, need_dweight, need_dbias = ctx.needs_input_grad[:3]
         do = dweight = dbias = None
@@ -269,13 +269,13 @@ def ulysses_qkv(x, weight, bias=None, *, group=None, config=None):
     Source:   DeepSpeed-Ulysses (https://arxiv.org/abs/2309.14509)
     """
     group = resolve_group(group)
-    x, weight, bias = _operands.apply_autocast(x, weight, bias)
+    x, weight, bias = _wanted.apply_autocast(x, weight, bias)
     check_product("ulysses_qkv", "x", x, weight, bias, 1)
     check_divided("ulysses_qkv", "weight", weight, 0, "N", group.size())
     check_config("ulysses_qkv", config, UlyssesConfig, x)
     batch = x.shape[:-2].numel()
     call = x.reshape(-1, x.shape[-1]), weight, bias, batch, group.group_name, as_argument(config)
-    y = _operands.apply(_Qkv, torch.ops.tdkernels.ulysses_qkv, *call)
+    y = _wanted.apply(_Qkv, torch.ops.tdkernels.ulysses_qkv, *call)
     return y.view(*x.shape[:-2], group.size() * x.shape[-2], y.shape[1])
 
 
@@ -295,13 +295,13 @@ def ulysses_out(o, weight, bias=None, *, group=None, config=None):
     Source:   DeepSpeed-Ulysses (https://arxiv.org/abs/2309.14509)
     """
     group = resolve_group(group)
-    o, weight, bias = _operands.apply_autocast(o, weight, bias)
+    o, weight, bias = _wanted.apply_autocast(o, weight, bias)
     check_product("ulysses_out", "o", o, weight, bias, group.size())
     check_divided("ulysses_out", "o", o, -2, "S", group.size())
     check_config("ulysses_out", config, UlyssesConfig, o)
     batch = o.shape[:-2].numel()
     call = o.reshape(-1, o.shape[-1]), weight, bias, batch, group.group_name, as_argument(config)
-    if _operands.may_be_differentiated([o, weight] if bias is None else [o, weight, bias]):
+    if _wanted.may_be_differentiated([o, weight] if bias is None else [o, weight, bias]):
         z = _Out.apply(*call)
     else:
         z, _ = torch.ops.tdkernels.ulysses_out(*call[:4], False, *call[4:])

@@ -2,7 +2,8 @@
 
 import torch
 
-from tdkernels.ops._operands import DEVICES, DTYPES
+from tdkernels.ops._operands import DTYPES
+from tdkernels.ops._wanted import DEVICES
 
 
 def _shape(tensor):

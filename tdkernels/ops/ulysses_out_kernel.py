@@ -18,7 +18,7 @@ import triton.language as tl
 
 from tdkernels import lang as td
 from tdkernels.lang._trace import ALL_PEERS
-from tdkernels.ops import _device, _operands, _trace
+from tdkernels.ops import _device, _gemm_operands, _trace
 from tdkernels.ops._config import text_of
 from tdkernels.ops._gemm import add_product, as_aligned, store_rows, swizzle, with_bias
 from tdkernels.ops._launch import Launch, launch_kept, to_be_made
@@ -275,7 +275,7 @@ def plan_fields(o, weight, batch, config):
 
 def _own_positions(o, batch, rank, world_size):
     """Our positions of our heads, [B * S / W, K / W]; a copy only where there are several sequences."""
-    return _operands.rows_contiguous(o.view(batch, world_size, -1, o.shape[1])[:, rank].reshape(-1, o.shape[1]))
+    return _gemm_operands.rows_contiguous(o.view(batch, world_size, -1, o.shape[1])[:, rank].reshape(-1, o.shape[1]))
 
 
 def _push_bytes(device):
@@ -299,7 +299,7 @@ def _gathered_descriptor(workspace, like, rows, k, tiles):
         data = workspace.buffer.tensor(workspace.rank)[workspace.data_offset :].view(like.dtype)
         plane_stride = workspace.half_bytes // like.element_size()
     first = data.as_strided((1, k), (k, 1))
-    return _operands.rows_descriptor(first, 2, rows, plane_stride, tiles.block_m, tiles.block_k)
+    return _gemm_operands.rows_descriptor(first, 2, rows, plane_stride, tiles.block_m, tiles.block_k)
 
 
 def _arguments(workspace, o, own, weight, bias, z, kept, batch, world_size, programs, plan, config):
@@ -307,14 +307,14 @@ def _arguments(workspace, o, own, weight, bias, z, kept, batch, world_size, prog
 
     ``workspace`` is None where nothing is launched.
     """
-    weight, stride_w, _ = _operands.weight_layout(weight)
+    weight, stride_w, _ = _gemm_operands.weight_layout(weight)
     tiles, width, n = config.tiles, o.shape[1], weight.shape[0]
     rows, k = o.shape[0] // world_size, world_size * width
-    constants = _operands.product_constants(o, weight, bias, tiles)
+    constants = _gemm_operands.product_constants(o, weight, bias, tiles)
     even = width % tiles.block_k == 0  # no block of columns has some of two ranks
     constants["USE_TMA"] = constants["USE_TMA"] and even
-    constants["ALIGNED"] = _operands.aligned(width, n, stride_w)
-    own_desc, w_desc = _operands.product_descriptors(own, weight, tiles, constants)
+    constants["ALIGNED"] = _gemm_operands.aligned(width, n, stride_w)
+    own_desc, w_desc = _gemm_operands.product_descriptors(own, weight, tiles, constants)
     gathered_desc = _gathered_descriptor(workspace, o, rows, k, tiles) if constants["USE_TMA"] else None
     push_rows, push_columns = _push_block(width, _push_bytes(o.device) // o.element_size())
     ctx = torch.empty(1, dtype=torch.int64, device=o.device) if workspace is None else workspace.ctx
@@ -329,7 +329,7 @@ def _arguments(workspace, o, own, weight, bias, z, kept, batch, world_size, prog
 
 def compile(o, weight, bias, world_size, config):
     """Compile what ``launch`` with the same operands would launch, into Triton's cache; launches nothing."""
-    o = _operands.rows_contiguous(o)
+    o = _gemm_operands.rows_contiguous(o)
     own = o[: o.shape[0] // world_size]
     args, constants, _ = _arguments(None, o, own, weight, bias, own, None, 1, world_size, 1, 0, config)
     ulysses_out_kernel.warmup(*args, grid=(1,), **constants)
@@ -337,11 +337,11 @@ def compile(o, weight, bias, world_size, config):
 
 def launch(operator, o, weight, bias, batch, group, config, keep=False):
     """(z [B * S / W, N] of o [B * S, K / W], what was gathered for it [B * S / W, K] if it is to be kept)."""
-    o = _operands.rows_contiguous(o)
+    o = _gemm_operands.rows_contiguous(o)
     workspace = get_workspace(group, o.device, "ulysses_out")
     own = _own_positions(o, batch, group.rank(), group.size())
     z, *kept = launch_kept(
-        workspace, (operator, batch, config, keep, _operands.dot_precision(o.dtype)), (o, own, weight, bias),
+        workspace, (operator, batch, config, keep, _gemm_operands.dot_precision(o.dtype)), (o, own, weight, bias),
         lambda *of: _prepare(workspace, operator, *of, batch, config, keep), _ready,
     )  # fmt: skip
     return z, kept[0] if keep else None
@@ -349,7 +349,7 @@ def launch(operator, o, weight, bias, batch, group, config, keep=False):
 
 def _ready(o, own, weight, bias):
     """The operands as a launch takes them, of which o and own are such already."""
-    return o, own, _operands.weight_layout(weight)[0], None if bias is None else bias.contiguous()
+    return o, own, _gemm_operands.weight_layout(weight)[0], None if bias is None else bias.contiguous()
 
 
 def _prepare(workspace, operator, o, own, weight, bias, batch, config, keep):

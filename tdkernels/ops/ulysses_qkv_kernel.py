@@ -18,7 +18,7 @@ import torch
 import triton.language as tl
 
 from tdkernels import lang as td
-from tdkernels.ops import _device, _operands, _trace
+from tdkernels.ops import _device, _gemm_operands, _trace
 from tdkernels.ops._config import text_of
 from tdkernels.ops._gemm import as_aligned, gemm_tile, swizzle
 from tdkernels.ops._launch import Launch, launch_kept, to_be_made
@@ -149,11 +149,11 @@ def plan_fields(x, weight, batch, config):
 
 def _arguments(ctx, x, weight, bias, y, batch, world_size, lag, plan, config):
     """The kernel's arguments."""
-    weight, stride_w, _ = _operands.weight_layout(weight)
+    weight, stride_w, _ = _gemm_operands.weight_layout(weight)
     tiles, (rows, k), width = config.tiles, x.shape, weight.shape[0] // world_size
-    constants = _operands.product_constants(x, weight, bias, tiles)
-    constants.update(ALIGNED=_operands.aligned(width, k, stride_w), trace_ptr=None)
-    x_desc, w_desc = _operands.product_descriptors(x, weight, tiles, constants)
+    constants = _gemm_operands.product_constants(x, weight, bias, tiles)
+    constants.update(ALIGNED=_gemm_operands.aligned(width, k, stride_w), trace_ptr=None)
+    x_desc, w_desc = _gemm_operands.product_descriptors(x, weight, tiles, constants)
     args = (
         ctx, x, x_desc, weight, w_desc, bias, y,
         rows, k, rows // batch, width, stride_w, lag, plan, int(config.transport == "push"), tiles.group_m,
@@ -163,7 +163,7 @@ def _arguments(ctx, x, weight, bias, y, batch, world_size, lag, plan, config):
 
 def compile(x, weight, bias, world_size, config):
     """Compile what ``launch`` with the same operands would launch, into Triton's cache; launches nothing."""
-    x = _operands.rows_contiguous(x)
+    x = _gemm_operands.rows_contiguous(x)
     ctx = torch.empty(1, dtype=torch.int64, device=x.device)
     args, constants = _arguments(ctx, x, weight, bias, x.new_empty(1), 1, world_size, 0, 0, config)
     ulysses_qkv_kernel.warmup(*args, grid=(1,), **constants)
@@ -172,10 +172,10 @@ def compile(x, weight, bias, world_size, config):
 def launch(operator, x, weight, bias, batch, group, config):
     """Our heads of all positions, [B * S, N / W], of x [B * S / W, K]; ``operator`` is who calls, for errors."""
     workspace = get_workspace(group, x.device, "ulysses_qkv")
-    key = operator, batch, config, _operands.dot_precision(x.dtype)
+    key = operator, batch, config, _gemm_operands.dot_precision(x.dtype)
     return launch_kept(
         workspace, key, (x, weight, bias), lambda *of: _prepare(workspace, operator, *of, batch, config),
-        _operands.ready,
+        _gemm_operands.ready,
     )[0]  # fmt: skip
 
 

@@ -4,7 +4,8 @@ One small interface (``SymmetricBuffer``), one file for each way of getting such
 ``p2p`` for GPUs of one host. ``Workspace`` adds what a collective kernel needs: signals, an epoch and two halves.
 """
 
-from tdkernels.symm.buffer import SymmetricBuffer, allocate
+from tdkernels.symm.buffer import SymmetricBuffer
+from tdkernels.symm.factory import allocate
 from tdkernels.symm.group import resolve_group
 from tdkernels.symm.timeout import get_timeout, set_timeout
 from tdkernels.symm.workspace import Workspace, get_workspace, synchronize

@@ -1,10 +1,8 @@
-"""The interface of symmetric memory and the choice of its backend."""
+"""The interface of symmetric memory."""
 
 from abc import ABC, abstractmethod
 
 import torch
-
-from tdkernels.symm.group import group_state, resolve_group
 
 
 class SymmetricBuffer(ABC):
@@ -53,38 +51,3 @@ class SymmetricBuffer(ABC):
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self._state.barrier("SymmetricBuffer.barrier")
-
-
-def allocate(nbytes, group=None, device=None):
-    """Allocate zeroed symmetric memory; collective over the group.
-
-    Args:     nbytes: bytes on each rank, the same on all; group: as for the operators; device: where; None means the
-              current GPU when there is one, the CPU otherwise
-    Returns:  SymmetricBuffer
-    Raises:   ValueError when the ranks disagree on nbytes or on the kind of device; PeerTimeoutError
-    """
-    state = group_state(resolve_group(group))
-    if device is None:
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
-    device = torch.device(device)
-    if not isinstance(nbytes, int) or nbytes <= 0:
-        raise ValueError(f"nbytes must be a positive integer, not {nbytes!r}")
-    state.agree("symm.allocate", {"nbytes": nbytes, "device": device.type})
-    return make_buffer(state, nbytes, device)
-
-
-def make_buffer(state, nbytes, device):
-    """As ``allocate``, after the ranks have agreed."""
-    if device.type == "cpu":
-        from tdkernels.symm.shm import ShmBuffer
-
-        return ShmBuffer(state, nbytes, device)
-    if device.type == "cuda":  # ROCm's devices are called cuda too
-        if state.topology.num_nodes > 1:
-            from tdkernels.symm.heap import HeapBuffer
-
-            return HeapBuffer(state, nbytes, device)
-        from tdkernels.symm.p2p import P2PBuffer
-
-        return P2PBuffer(state, nbytes, device)
-    raise ValueError(f"there is no symmetric memory for device type {device.type!r}; use cpu or cuda")

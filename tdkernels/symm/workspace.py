@@ -21,7 +21,7 @@ import torch
 
 from tdkernels.lang import _context as words
 from tdkernels.lang import _emulation as networks
-from tdkernels.symm.buffer import make_buffer
+from tdkernels.symm.factory import make_buffer
 from tdkernels.symm.failure import host_words
 from tdkernels.symm.group import group_state, in_step, live_states
 from tdkernels.symm.record import Table

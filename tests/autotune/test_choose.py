@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import tdkernels
 from tdkernels import autotune, explain
-from tdkernels.autotune import cache, choose, table, tuner
+from tdkernels.autotune import cache, choose, on_demand, table, tuner
 from tdkernels.autotune.hardware import KIN, Hardware
 from tdkernels.autotune.operator import tunable, versions
 from tdkernels.autotune.problem import Problem, gpu_name
@@ -37,7 +37,7 @@ def tables_in(folder, mode="cached", user="user"):
     """In a rank: the user's cache and the shipped tables are in this folder, and nothing is remembered from before."""
     with pytest.MonkeyPatch.context() as patch, cache_in(folder / user), autotune.mode(mode):
         patch.setattr(cache, "SHIPPED", folder / "shipped")
-        patch.setattr(choose, "_warned", set())
+        patch.setattr(on_demand, "_warned", set())
         yield
 
 

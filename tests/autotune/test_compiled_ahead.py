@@ -11,7 +11,7 @@ import torch
 
 from tdkernels.autotune.operator import tunable
 from tdkernels.autotune.problem import Problem
-from tdkernels.ops import _device, _operands, ag_attention_kernel, flash_decode_launch, ulysses_out_kernel
+from tdkernels.ops import _device, _gemm_operands, ag_attention_kernel, flash_decode_launch, ulysses_out_kernel
 from tdkernels.ops.ag_attention_torch_kernels import KERNELS
 from tests.aot import SHARED_MEMORY, recorded_launches, specialised
 from tests.autotune.sequences import LAUNCHERS, OPERATORS
@@ -43,7 +43,7 @@ def as_on_a_gpu(operator, ranks, nodes):
         return lambda workspace, *args: real(None, *args)
 
     with pytest.MonkeyPatch.context() as patch, recorded_launches(LAUNCHERS[operator], ranks, nodes) as launches:
-        for module in (_device, _operands):
+        for module in (_device, _gemm_operands):
             patch.setattr(module, "has_tma", lambda device: True)
         patch.setattr(_device, "capability", lambda device: (9, 0))
         patch.setattr(_device, "num_sms", lambda device: 132)

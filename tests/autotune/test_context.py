@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import tdkernels
 from tdkernels import AgGemmConfig, autotune
-from tdkernels.autotune import choose, tuner
+from tdkernels.autotune import choose, on_demand, tuner
 from tdkernels.autotune.operator import tunable
 from tdkernels.autotune.reference import Reference
 from tdkernels.autotune.together import Together
@@ -93,8 +93,8 @@ def test_a_rank_0_that_cannot_choose_says_so_on_all_ranks():
 
 def cannot_say():
     with a_group() as group, autotune.mode("cached"), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(choose, "_log_choice", lambda *_: 1 / 0)
-        patch.setattr(choose._log, "exception", lambda *_: None)
+        patch.setattr(on_demand, "_log_choice", lambda *_: 1 / 0)
+        patch.setattr(on_demand._log, "exception", lambda *_: None)
         for _ in range(2):
             still_works(group)
 

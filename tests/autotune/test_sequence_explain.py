@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tdkernels import explain
-from tdkernels.autotune import choose
+from tdkernels.autotune import choose, on_demand
 from tdkernels.autotune.operator import tunable
 from tests.autotune.sequences import FP32, problem_of
 from tests.autotune.test_choose import log_of, tables_in
@@ -111,7 +111,7 @@ def test_the_advice_to_tune_names_a_layout_that_is_not_the_usual_one(monkeypatch
         problem = replace(problem_of("ag_attention", layout, on=CPU), gpu=f"NVIDIA Testing {layout}")
         with log_of(logging.WARNING) as records:
             for _ in range(2):  # once for a GPU
-                choose._log_choice(op, problem, GPU, choose.Choice(op.plain(), "default"))
+                on_demand._log_choice(op, problem, GPU, choose.Choice(op.plain(), "default"))
         advice += [record.getMessage().split("python -m ")[1] for record in records]
     assert advice == [
         "tdkernels tune ag_attention --shape 1x32x2x1x16x16 --nproc 2",

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from tdkernels.ops._operands import aligned
+from tdkernels.ops._gemm_operands import aligned
 from tdkernels.ops._tiles import Tiles
 from tdkernels.ops.ag_gemm_kernel import ag_gemm_kernel
 from tdkernels.ops.ag_gemm_nodes_kernel import ag_gemm_nodes_kernel

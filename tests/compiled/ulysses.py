@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tdkernels.ops import _operands, ulysses_out_kernel, ulysses_qkv_kernel
+from tdkernels.ops import _gemm_operands, ulysses_out_kernel, ulysses_qkv_kernel
 from tdkernels.ops.ulysses_config import UlyssesConfig
 from tests.aot import descriptor, recorded_launches
 from tests.compiled.targets import BF16, compile_launches, tiles_for
@@ -29,7 +29,7 @@ def ulysses_launches(arch, dtype, sizes=(2, 256, 512, 256), bias=False, ranks=4,
     of_qkv, of_out = (torch.zeros(n, dtype=dtype) if bias else None for n in weight.shape)
     with contextlib.ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        patch.setattr(_operands, "has_tma", lambda device: arch in ("sm_90", "sm_100"))
+        patch.setattr(_gemm_operands, "has_tma", lambda device: arch in ("sm_90", "sm_100"))
         patch.setattr(ulysses_out_kernel, "_push_bytes", lambda device: 32 << 10)
         gathered = descriptor(dtype, (2, 256, 512), [1, tiles.block_m, tiles.block_k])
         patch.setattr(ulysses_out_kernel, "_gathered_descriptor", lambda *_: gathered)

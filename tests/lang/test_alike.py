@@ -18,7 +18,7 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tdkernels import lang as td
-from tdkernels.lang import _alike
+from tdkernels.lang import _alike, _tested_versions
 from tdkernels.lang._alike import Alike, Repeat
 from tests.lang.gpu_tensor import gpu_tensor
 
@@ -221,14 +221,14 @@ def another_version(monkeypatch):
     """As if a Triton of an untested version were installed."""
     monkeypatch.setattr(triton, "__version__", "3.999.0")
     monkeypatch.setattr(_alike, "_reported_slow_launches", False)
-    _alike.triton_is_tested.cache_clear()
+    _tested_versions.triton_is_tested.cache_clear()
     yield
     monkeypatch.undo()
-    _alike.triton_is_tested.cache_clear()
+    _tested_versions.triton_is_tested.cache_clear()
 
 
 def test_the_installed_version_is_tested():
-    assert _alike.triton_is_tested(), "add it to TESTED_VERSIONS once these tests pass with it"
+    assert _tested_versions.triton_is_tested(), "add it to TESTED_VERSIONS once these tests pass with it"
 
 
 @td.jit(do_not_specialize=["n"])

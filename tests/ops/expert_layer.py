@@ -9,8 +9,8 @@ import torch.distributed as dist
 import tdkernels
 from tdkernels import EpConfig, EpMoeConfig, GroupGemmConfig
 from tdkernels.ops import ep_launch, ep_moe_fused
-from tdkernels.ops.ep_moe_steps import dequantize
 from tdkernels.ops.ep_order_kernel import order_of
+from tdkernels.ops.ep_quantize import dequantize
 from tests import mixture
 from tests.mixture import NAMES
 from tests.ops.expert_direct import launches_of

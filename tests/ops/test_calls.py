@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tdkernels
 from tdkernels import AgGemmConfig, CollectiveConfig, GemmArConfig, GemmRsConfig, Tiles, autotune
-from tdkernels.ops import _calls, _launch, collective_launch
+from tdkernels.ops import _calls, _gemm_operands, _launch, collective_launch
 from tdkernels.ops._trace import Recorder, record
 from tdkernels.symm.group import group_state
 from tests.autotune.test_choose import entry_of, tables_in, tune_by_hand
@@ -99,7 +99,7 @@ def as_one_launch(operator, tensors, group, **options):
     asked, kept = [], _launch.launch_kept
     with pytest.MonkeyPatch.context() as patch:
         asks = lambda *args, **options: asked.append(args) or kept(*args, **options)  # noqa: E731
-        for module in (_launch, collective_launch):
+        for module in (_gemm_operands, collective_launch):
             patch.setattr(module, "launch_kept", asks)
         call = getattr(tdkernels, operator)
         y = call(*tensors, group=group, **options)

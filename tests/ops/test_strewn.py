@@ -5,7 +5,7 @@ import torch
 import triton.language as tl
 
 from tdkernels import lang as td
-from tdkernels.ops.moe_route_kernel import split_piece
+from tdkernels.ops._interleaving import split_piece
 from tests.ranks import device, on_ranks
 
 

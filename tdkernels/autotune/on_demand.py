@@ -1,0 +1,55 @@
+"""What follows when a call without a config has chosen one: it is tuned, where that is wished, and reported.
+
+``choose`` is given these functions, since the tuner and ``explain`` are made of it.
+"""
+
+import logging
+import shlex
+
+from tdkernels.autotune import cache, tuner
+from tdkernels.autotune.choose import CACHE, DEFAULT, Choice
+from tdkernels.autotune.explain import explanation
+from tdkernels.autotune.modes import get_mode
+from tdkernels.symm.group import group_state
+
+_log = logging.getLogger("tdkernels")
+_warned = set()  # (operator, GPU) of which this process has said that nobody has tuned them
+
+
+def tune(tunable, problem, device, group):
+    """The Choice that tuning a problem gives, on all ranks; None if it could not be tuned."""
+    try:
+        entry = tuner.tune_problem(tunable, problem, device, group).entry
+    except tuner.TuningError as error:  # on every rank
+        if group_state(group).rank == 0:
+            _log.warning("%s: could not be tuned: %s", problem, error)
+        return None
+    return Choice(tunable.config_from_dict(entry.config), CACHE, entry)
+
+
+def report(tunable, problem, device, choice):
+    """Once for each problem: what runs, and a warning where nobody has tuned anything."""
+    try:
+        _log_choice(tunable, problem, device, choice)
+    except Exception:  # rank 0 must not fall behind the others for the sake of a log
+        _log.exception("%s: could not say what runs", problem)
+
+
+def _log_choice(tunable, problem, device, choice):
+    if choice.source == DEFAULT and device.type == "cuda" and get_mode() != "off":
+        _warn_once(tunable, problem)
+    _log.info("%s", explanation(tunable, problem, device, choice).line())
+
+
+def _warn_once(tunable, problem):
+    """Say how to tune an operator of which nothing is known for a GPU; once, and not for each of its shapes."""
+    table_of = problem.operator, problem.gpu
+    if table_of in _warned or cache.user_entries(*table_of) or cache.shipped_entries(*table_of):
+        return
+    _warned.add(table_of)
+    sizes = "x".join(map(str, problem.shape))
+    layout = "" if problem.layout == tunable.layouts[0] else f" --layout {shlex.quote(problem.layout)}"
+    _log.warning(
+        "%s runs with a default config: there is no table of %s for this GPU. Tune it once: python -m tdkernels tune "
+        "%s --shape %s%s --nproc %d", problem, problem.operator, problem.operator, sizes, layout, problem.world_size,
+    )  # fmt: skip
