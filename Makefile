@@ -35,7 +35,7 @@ demo: $(READY)  ## a tensor-parallel MLP, on GPUs if there are any, else on proc
 # tests that look at what processes leave on the machine, or at the time. CI=true: each part has to run something on
 # several ranks.
 ALONE := tests/symm tests/test_import.py
-FIRST := tests/ops tests/lang $(addprefix tests/test_,errors.py example.py)
+FIRST := tests/ops tests/lang tests/runtime $(addprefix tests/test_,errors.py example.py)
 test: $(READY)  ## the test suite; ranks are processes, on GPUs where a test finds enough of them
 	CI=true $(PY) -m pytest -q $(ALONE)
 	@beside=$$(mktemp -d); \
@@ -59,7 +59,7 @@ REPEAT ?= 1
 test-gpu: $(READY)  ## the test suite on GPUs only, each test REPEAT times; one that needs more of them is skipped
 	TDKERNELS_TEST_DEVICE=cuda $(PY) -m pytest -q --repeat $(REPEAT)
 
-TESTS ?= tests/ops tests/lang tests/symm tests/test_protocol.py
+TESTS ?= tests/ops tests/lang tests/runtime tests/symm tests/test_protocol.py
 test-one-gpu: $(READY)  ## TESTS on ranks that share the GPUs there are, however few, each REPEAT times; it takes long
 	TDKERNELS_TEST_DEVICE=shared $(PY) -m pytest -q --repeat $(REPEAT) $(TESTS)
 

@@ -18,24 +18,15 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
-from bench import (  # noqa: E402
-    ag_attention,
-    collectives,
-    ep,
-    ep_moe,
-    flash_decode,
-    group_gemm,
-    harness,
-    measure,
-    moe_shapes,
-    report,
-    sequence_shapes,
-    tp_moe,
-    ulysses,
-)
-from bench.operators import OPERATORS, Case  # noqa: E402
-from bench.peers import PEERS  # noqa: E402
-from bench.shapes import DEFAULT_GROUPS, GROUPS, Shape, select, takes_tokens  # noqa: E402
+from bench.attention import ag_attention, flash_decode, ulysses  # noqa: E402
+from bench.attention import shapes as sequence_shapes  # noqa: E402
+from bench.collectives import cases as collectives  # noqa: E402
+from bench.core import harness, measure  # noqa: E402
+from bench.dense.operators import OPERATORS, Case  # noqa: E402
+from bench.dense.peers import PEERS  # noqa: E402
+from bench.dense.shapes import DEFAULT_GROUPS, GROUPS, Shape, select, takes_tokens  # noqa: E402
+from bench.experts import dispatch, ep_moe, grouped_gemm, moe_shapes, tp_moe  # noqa: E402
+from bench.report import main as report  # noqa: E402
 from tdkernels.launch import RankError, RankPool  # noqa: E402
 
 RESULTS = ROOT / "bench" / "results"
@@ -52,22 +43,22 @@ _COLUMNS = {  # of the printed table: title, field, format
 
 
 def main(options):
-    """Measure, or report; the exit code. ``options`` are those of ``tdkernels/bench_command.py``."""
+    """Measure, or report; the exit code. ``options`` are those of ``tdkernels/cli/bench.py``."""
     began = time.monotonic()
     try:
         folder = _folder(options.out)
         operators, alone, experts, grouped, layers, decode, sequences = _operators(options.operators)
         peers = _peers(options.peers)
-        parsed = group_gemm.parse_shapes if grouped else _shapes
+        parsed = grouped_gemm.parse_shapes if grouped else _shapes
         shapes = None if layers or decode or sequences else parsed(options.shapes)
         tp_shapes, ep_shapes = moe_shapes.parse(options.shapes, layers) if layers else ([], [])
         tokens = _tokens(options.tokens)
         caches = flash_decode.parse_shapes(options.shapes, tokens) if decode else []
         lengths = sequence_shapes.parse(options.shapes, tokens, sequences) if sequences else {}
         shardings = _some("--sharding", options.sharding, ag_attention.SHARDINGS)
-        layer, payloads = ep.parse_layer(options.moe), _some("--payload", options.payload, ep.PAYLOADS)
-        if options.routing not in ep.ROUTINGS:
-            raise ValueError(f"--routing must be {' or '.join(ep.ROUTINGS)}, not {options.routing!r}")
+        layer, payloads = dispatch.parse_layer(options.moe), _some("--payload", options.payload, dispatch.PAYLOADS)
+        if options.routing not in dispatch.ROUTINGS:
+            raise ValueError(f"--routing must be {' or '.join(dispatch.ROUTINGS)}, not {options.routing!r}")
         if options.seconds is not None and not options.seconds > 0:
             raise ValueError(f"--seconds must be more than 0, not {options.seconds:g}")
         if tokens and operators and not any(map(takes_tokens, shapes)):
@@ -93,8 +84,8 @@ def main(options):
         print(warning, flush=True)
         selected = {operator: [_REHEARSAL_SHAPE] for operator, chosen in selected.items() if chosen}
         sizes = collectives.REHEARSAL_SIZES
-        layer, tokens = ep.REHEARSAL_LAYER, ep.REHEARSAL_TOKENS
-        shapes = group_gemm.REHEARSAL_SHAPES if grouped else shapes
+        layer, tokens = dispatch.REHEARSAL_LAYER, dispatch.REHEARSAL_TOKENS
+        shapes = grouped_gemm.REHEARSAL_SHAPES if grouped else shapes
         tp_shapes, ep_shapes = moe_shapes.TP_REHEARSAL, moe_shapes.EP_REHEARSAL
         caches, lengths = flash_decode.REHEARSAL_SHAPES, sequence_shapes.REHEARSAL
     plan = measure.Plan(
@@ -104,8 +95,8 @@ def main(options):
     cases = [
         *_cases(selected, ranks, options.backward),
         *_possible(collectives.Case(operator, nbytes, ranks) for operator in alone for nbytes in sizes),
-        *_possible(ep.cases(experts, tokens, ranks, layer, payloads, options.routing)),
-        *group_gemm.cases(grouped, shapes, options.routing, options.backward),
+        *_possible(dispatch.cases(experts, tokens, ranks, layer, payloads, options.routing)),
+        *grouped_gemm.cases(grouped, shapes, options.routing, options.backward),
         *_possible(tp_moe.cases(_among(layers, tp_moe), tp_shapes, ranks, options.routing, options.backward)),
         *_possible(ep_moe.cases(_among(layers, ep_moe), ep_shapes, tokens, ranks, options.routing, options.backward)),
         *_possible(flash_decode.cases(decode, caches, ranks)),
@@ -138,14 +129,14 @@ def _operators(names):
 
     Each is a list.
     """
-    apart = group_gemm.OPERATORS, _LAYERS, flash_decode.OPERATORS, _SEQUENCES
-    groups = OPERATORS, collectives.OPERATORS, ep.OPERATORS, *apart
+    apart = grouped_gemm.OPERATORS, _LAYERS, flash_decode.OPERATORS, _SEQUENCES
+    groups = OPERATORS, collectives.OPERATORS, dispatch.OPERATORS, *apart
     known = [name for group in groups for name in group]
     for name in names:
         if name not in known:
             raise ValueError(f"operator must be one of {', '.join(known)}, not {name!r}")
     names = list(dict.fromkeys(names)) or OPERATORS
-    local = [name for name in names if name in group_gemm.OPERATORS]
+    local = [name for name in names if name in grouped_gemm.OPERATORS]
     if local and len(local) < len(names):
         raise ValueError(f"{local[0]} is measured by itself, on one GPU")
     if len(names) > 1 and set(names) & set(flash_decode.OPERATORS):
@@ -161,7 +152,7 @@ def _among(names, module):
 
 
 def _peers(text):
-    known = (*PEERS, *collectives.PEERS, *ep.PEERS, *dict.fromkeys((*flash_decode.PEERS, *ag_attention.PEERS)))
+    known = (*PEERS, *collectives.PEERS, *dispatch.PEERS, *dict.fromkeys((*flash_decode.PEERS, *ag_attention.PEERS)))
     if text in ("all", "none"):
         return known if text == "all" else ()
     names = tuple(dict.fromkeys(text.split(",")))
@@ -250,7 +241,7 @@ def revision():
         return os.environ.get("TDKERNELS_GIT_REVISION", "unknown")
 
 
-_APART = (collectives, ep, group_gemm, tp_moe, ep_moe, flash_decode, ag_attention, ulysses)
+_APART = (collectives, dispatch, grouped_gemm, tp_moe, ep_moe, flash_decode, ag_attention, ulysses)
 _MODULES = {Case: measure} | {module.Case: module for module in _APART}
 
 

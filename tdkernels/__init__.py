@@ -6,16 +6,8 @@ import os
 from tdkernels import autotune, launch
 from tdkernels.autotune.explain import explain
 from tdkernels.errors import PeerFailedError, PeerTimeoutError, PlanMismatchError
-from tdkernels.ops import (  # noqa: F401  the modules called tuning make the operators known to the tuner
-    ag_gemm_tuning,
-    collective_tuning,
-    gemm_ar_tuning,
-    gemm_rs_tuning,
-)
-from tdkernels.ops._tiles import Tiles
-from tdkernels.ops.ag_gemm import AgGemmConfig, ag_gemm, ag_gemm_ref
-from tdkernels.ops.collective_config import CollectiveConfig
-from tdkernels.ops.collectives import (
+from tdkernels.ops.collectives.config import CollectiveConfig
+from tdkernels.ops.collectives.op import (
     all_gather,
     all_gather_ref,
     all_reduce,
@@ -23,39 +15,45 @@ from tdkernels.ops.collectives import (
     reduce_scatter,
     reduce_scatter_ref,
 )
-from tdkernels.ops.ep_config import EpConfig
-from tdkernels.ops.gemm_ar import GemmArConfig, gemm_ar, gemm_ar_ref
-from tdkernels.ops.gemm_rs import GemmRsConfig, gemm_rs, gemm_rs_ref
+from tdkernels.ops.common.tile_config import Tiles
+from tdkernels.ops.dense.ag_gemm.op import AgGemmConfig, ag_gemm, ag_gemm_ref
+from tdkernels.ops.dense.gemm_ar.op import GemmArConfig, gemm_ar, gemm_ar_ref
+from tdkernels.ops.dense.gemm_rs.op import GemmRsConfig, gemm_rs, gemm_rs_ref
+from tdkernels.ops.experts.dispatch.config import EpConfig
 from tdkernels.symm import set_timeout, synchronize
 
-# As for what is imported later, so for what the tuner knows of it.
-autotune.operator.register_later("tdkernels.ops.ag_attention_tuning", "ag_attention")
-autotune.operator.register_later("tdkernels.ops.ep_tuning", "all_to_all", "ep_combine", "ep_dispatch")
-autotune.operator.register_later("tdkernels.ops.ep_moe_tuning", "ep_moe")
-autotune.operator.register_later("tdkernels.ops.flash_decode_tuning", "flash_decode")
-autotune.operator.register_later("tdkernels.ops.group_gemm_tuning", "group_gemm")
-autotune.operator.register_later("tdkernels.ops.moe_tp_tuning", "moe_ag_gemm", "moe_gemm_rs", "tp_moe")
-autotune.operator.register_later("tdkernels.ops.ulysses_tuning", "ulysses_qkv", "ulysses_out")
+# The tuner learns of an operator when the operator's module ``tuning`` is imported.
+autotune.tunable.register_later("tdkernels.ops.collectives.tuning", "all_gather", "all_reduce", "reduce_scatter")
+autotune.tunable.register_later("tdkernels.ops.dense.ag_gemm.tuning", "ag_gemm")
+autotune.tunable.register_later("tdkernels.ops.dense.gemm_ar.tuning", "gemm_ar")
+autotune.tunable.register_later("tdkernels.ops.dense.gemm_rs.tuning", "gemm_rs")
+autotune.tunable.register_later("tdkernels.ops.attention.ag_attention.tuning", "ag_attention")
+autotune.tunable.register_later("tdkernels.ops.experts.dispatch.tuning", "all_to_all", "ep_combine", "ep_dispatch")
+autotune.tunable.register_later("tdkernels.ops.experts.ep_moe.tuning", "ep_moe")
+autotune.tunable.register_later("tdkernels.ops.attention.flash_decode.tuning", "flash_decode")
+autotune.tunable.register_later("tdkernels.ops.experts.grouped_gemm.tuning", "group_gemm")
+autotune.tunable.register_later("tdkernels.ops.experts.tp_moe.tuning", "moe_ag_gemm", "moe_gemm_rs", "tp_moe")
+autotune.tunable.register_later("tdkernels.ops.attention.ulysses.tuning", "ulysses_qkv", "ulysses_out")
 
 __version__ = "0.1.0"
 
 # What is for experts is imported when it is first asked for: its kernels would be a third of the time that this takes.
 _LATER = {
-    "tdkernels.ops.ag_attention": ("AgAttentionConfig", "ag_attention", "ag_attention_ref"),
-    "tdkernels.ops.all_to_all": ("all_to_all", "all_to_all_ref"),
-    "tdkernels.ops.ep_halves": ("ep_combine_send", "ep_dispatch_send"),
-    "tdkernels.ops.ep_moe": ("EpMoeConfig", "ep_moe", "ep_moe_ref"),
-    "tdkernels.ops.flash_decode": ("flash_decode", "flash_decode_ref"),
-    "tdkernels.ops.flash_decode_config": ("FlashDecodeConfig",),
-    "tdkernels.ops.group_gemm": ("GroupGemmConfig", "group_gemm", "group_gemm_ref"),
-    "tdkernels.ops.moe_ag_gemm_kernel": ("MoeTpConfig",),
-    "tdkernels.ops.moe_routing": ("MoeRouting",),
-    "tdkernels.ops.moe_tp": ("moe_ag_gemm", "moe_gemm_rs", "tp_moe", "tp_moe_ref"),
-    "tdkernels.ops.moe_ep": (
+    "tdkernels.ops.attention.ag_attention.op": ("AgAttentionConfig", "ag_attention", "ag_attention_ref"),
+    "tdkernels.ops.experts.dispatch.all_to_all": ("all_to_all", "all_to_all_ref"),
+    "tdkernels.ops.experts.dispatch.send": ("ep_combine_send", "ep_dispatch_send"),
+    "tdkernels.ops.experts.ep_moe.op": ("EpMoeConfig", "ep_moe", "ep_moe_ref"),
+    "tdkernels.ops.attention.flash_decode.op": ("flash_decode", "flash_decode_ref"),
+    "tdkernels.ops.attention.flash_decode.config": ("FlashDecodeConfig",),
+    "tdkernels.ops.experts.grouped_gemm.op": ("GroupGemmConfig", "group_gemm", "group_gemm_ref"),
+    "tdkernels.ops.experts.tp_moe.kernel_ag_gemm": ("MoeTpConfig",),
+    "tdkernels.ops.experts.tp_moe.routing": ("MoeRouting",),
+    "tdkernels.ops.experts.tp_moe.op": ("moe_ag_gemm", "moe_gemm_rs", "tp_moe", "tp_moe_ref"),
+    "tdkernels.ops.experts.dispatch.op": (
         "EpHandle", "EpTokens", "ep_combine", "ep_combine_ref", "ep_dispatch", "ep_dispatch_ref",
     ),
-    "tdkernels.ops.ulysses": ("ulysses_out", "ulysses_out_ref", "ulysses_qkv", "ulysses_qkv_ref"),
-    "tdkernels.ops.ulysses_config": ("UlyssesConfig",),
+    "tdkernels.ops.attention.ulysses.op": ("ulysses_out", "ulysses_out_ref", "ulysses_qkv", "ulysses_qkv_ref"),
+    "tdkernels.ops.attention.ulysses.config": ("UlyssesConfig",),
 }  # fmt: skip
 
 

@@ -3,7 +3,10 @@
 import argparse
 import sys
 
-from tdkernels import bench_command, cache_command, trace_command, tune_command
+from tdkernels.cli import bench as bench_command
+from tdkernels.cli import cache as cache_command
+from tdkernels.cli import trace as trace_command
+from tdkernels.cli import tune as tune_command
 
 
 def main(argv=None):
@@ -42,7 +45,7 @@ def main(argv=None):
         return bench_command.main(options)
     if options.command == "trace":
         return trace_command.main(options)
-    from tdkernels import doctor
+    from tdkernels.cli import doctor
 
     return doctor.main(self_test=not options.no_self_test, as_json=options.json)
 

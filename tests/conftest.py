@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import nodes, ranks
+from tests.support import ranks, simulated_nodes
 
 # The ranks inherit these. What somebody has tuned on this machine, or what is shipped for it, must not decide which
 # path a test takes: without a config it takes the default, and tests of the tuner say what they want.
@@ -63,7 +63,7 @@ def pytest_collection_modifyitems(items):
         which = item.path.name, getattr(item, "originalname", None)
         is_long = which[1] in _LONG.get(which[0], ())
         if is_long and seen[which] % 2 or _says_little(item, getattr(getattr(item, "callspec", None), "params", {})):
-            item.add_marker(nodes.thorough)
+            item.add_marker(simulated_nodes.thorough)
         seen[which] += 1
 
 

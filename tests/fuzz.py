@@ -19,9 +19,9 @@ os.environ.setdefault("TDKERNELS_AUTOTUNE", "off")
 
 from tdkernels.launch import RankError  # noqa: E402
 from tdkernels.sanitizer import schedule  # noqa: E402
-from tests import ranks  # noqa: E402
-from tests.nodes import on_nodes  # noqa: E402
-from tests.ways import WAYS  # noqa: E402
+from tests.support import ranks  # noqa: E402
+from tests.support.simulated_nodes import on_nodes  # noqa: E402
+from tests.support.variants import WAYS  # noqa: E402
 
 _AT_ONCE = 10  # schedules of a variant before the next variant has its turn
 

@@ -13,7 +13,7 @@ from tests.chaos import campaign
 from tests.chaos.plan import FAULTS, LATE_SEEDS, plan_of
 from tests.chaos.play import BAD, Player, _names_its_call, play
 from tests.chaos.problems import TABLE
-from tests.ranks import DEVICE
+from tests.support.ranks import DEVICE
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="`make chaos DEVICE=shared` is for GPUs")
 EACH = 2  # cases of a fault

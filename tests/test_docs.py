@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 import tdkernels
 from tdkernels import lang
-from tests import ranks
-from tests.ops.decode import Decode
+from tests.ops.attention.flash_decode.oracle import Decode
+from tests.support import ranks
 
 REPO = Path(__file__).parent.parent
 README = REPO / "README.md"

@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import tdkernels
 from tdkernels import AgGemmConfig, GemmArConfig, GemmRsConfig, Tiles
-from tests.ranks import a_group, device, on_ranks
-from tests.reference import Case
+from tests.support.dense_oracle import Case
+from tests.support.ranks import a_group, device, on_ranks
 from tests.test_protocol import failure_of, timeout
 
 ROWS, N, K = 4, 6, 8

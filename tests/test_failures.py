@@ -20,16 +20,17 @@ import torch.distributed as dist
 import tdkernels
 from tdkernels import PeerTimeoutError, PlanMismatchError
 from tdkernels import lang as td
-from tdkernels.lang import _context as words
-from tdkernels.ops import ep_launch, moe_routing
-from tdkernels.ops._gather import Gather
+from tdkernels.lang import context as words
+from tdkernels.ops.collectives.async_all_gather import Gather
+from tdkernels.ops.experts.dispatch import launch as ep_launch
+from tdkernels.ops.experts.tp_moe import routing
 from tdkernels.symm import get_workspace
 from tdkernels.symm.failure import DeviceFailure
 from tdkernels.symm.group import group_state
 from tdkernels.symm.workspace import Workspace
-from tests.ops.dense import config_for
-from tests.ranks import DEVICE, a_group, device, fresh_ranks, on_ranks
-from tests.reference import Case
+from tests.ops.dense.cases import config_for
+from tests.support.dense_oracle import Case
+from tests.support.ranks import DEVICE, a_group, device, fresh_ranks, on_ranks
 from tests.test_protocol import failure_of, timeout
 
 FP32 = torch.float32
@@ -322,7 +323,7 @@ def _no_memory(*args, **kwargs):
 
 CALLS = {  # each with what has no memory in it, after its first launch
     "ep_dispatch": (lambda group: dispatch(group, [1, 5])[0].x, ep_launch, "prepare_dispatch"),
-    "tp_moe": (_layer, moe_routing, "_tile"),
+    "tp_moe": (_layer, routing, "_tile"),
 }
 
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from tdkernels.launch import RankError, RankPool, pick_device, rank_device, run_ranks
-from tests import host_collectives, ranks
+from tests.support import host_collectives, ranks
 
 REPO = Path(__file__).parent.parent
 
@@ -391,7 +391,7 @@ def test_bad_arguments():
         rank_device()
 
 
-# ---- tests/ranks.py and tests/conftest.py ----
+# ---- tests/support/ranks.py and tests/conftest.py ----
 
 
 def my_device():
@@ -477,7 +477,8 @@ def test_suite_without_several_ranks_fails(tmp_path, world_size, args, ci, passe
         shutil.copy(REPO / "tests" / name, tmp_path / "tests")
     (tmp_path / "pytest.ini").write_text("[pytest]\ntestpaths = tests\n")
     (tmp_path / "tests" / "test_one.py").write_text(
-        f"from tests.ranks import on_ranks\ndef test_one():\n    {world_size} and on_ranks({world_size}, print)\n"
+        "from tests.support.ranks import on_ranks\n"
+        f"def test_one():\n    {world_size} and on_ranks({world_size}, print)\n"
     )
     env = {**os.environ, "PYTHONPATH": str(REPO), "CI": ci, "TDKERNELS_TEST_DEVICE": "cpu"}
     command = [sys.executable, "-m", "pytest", "-q", *args]

@@ -2,31 +2,28 @@
 
 import pytest
 
-from tests.nodes import thorough
-from tests.ops import (
-    attention,
-    collective,
-    decoding,
-    dense,
-    expert_direct,
-    expert_layer,
-    expert_parallel,
-    rows_to_all,
-    sequence_parallel,
-    tensor_experts,
-)
-from tests.ops.decode import many as of_many_sequences
-from tests.ops.sharded import many as of_many_shards
-from tests.ops.test_ag_attention import SPECS as ATTENTION
-from tests.ops.test_all_to_all import BITS
-from tests.ops.test_collectives import WAYS
-from tests.ops.test_dense import CONFIGS as DENSE
-from tests.ops.test_dense import HASTY
-from tests.ops.test_flash_decode import SPECS as DECODE
-from tests.ops.test_moe_ep import CONFIGS as EXPERTS
-from tests.ops.test_moe_tp import SPECS as SLICED
-from tests.ops.test_ulysses import SPECS as ULYSSES
-from tests.ranks import on_ranks
+from tests.ops.attention.ag_attention import cases as attention
+from tests.ops.attention.ag_attention.oracle import many as of_many_shards
+from tests.ops.attention.ag_attention.test_ag_attention import SPECS as ATTENTION
+from tests.ops.attention.flash_decode import cases as decoding
+from tests.ops.attention.flash_decode.oracle import many as of_many_sequences
+from tests.ops.attention.flash_decode.test_flash_decode import SPECS as DECODE
+from tests.ops.attention.ulysses import cases as sequence_parallel
+from tests.ops.attention.ulysses.test_ulysses import SPECS as ULYSSES
+from tests.ops.collectives import cases as collective
+from tests.ops.collectives.test_collectives import WAYS
+from tests.ops.dense import cases as dense
+from tests.ops.dense.test_dense import CONFIGS as DENSE
+from tests.ops.dense.test_dense import HASTY
+from tests.ops.experts.dispatch import all_to_all_cases, low_latency_cases
+from tests.ops.experts.dispatch import cases as expert_parallel
+from tests.ops.experts.dispatch.test_all_to_all import BITS
+from tests.ops.experts.dispatch.test_dispatch import CONFIGS as EXPERTS
+from tests.ops.experts.ep_moe import cases as expert_layer
+from tests.ops.experts.tp_moe import cases as tensor_experts
+from tests.ops.experts.tp_moe.test_tp_moe import SPECS as SLICED
+from tests.support.ranks import on_ranks
+from tests.support.simulated_nodes import thorough
 
 UNEVEN = [3, 0, 7, 1, 2, 5, 0, 4]  # tokens of ranks
 
@@ -65,12 +62,12 @@ def test_dispatch_and_combine(world_size, config):
 @each_size
 def test_dispatch_in_one_launch(world_size):
     spec = dict(tokens=UNEVEN, k=3, experts_each=3, width=33, seed=2)
-    on_ranks(world_size, expert_direct.computes, spec, EXPERTS["small"], 1)
+    on_ranks(world_size, low_latency_cases.computes, spec, EXPERTS["small"], 1)
 
 
 @each_size
 def test_all_to_all(world_size):
-    on_ranks(world_size, rows_to_all.moves, BITS[:3], 2, None)
+    on_ranks(world_size, all_to_all_cases.moves, BITS[:3], 2, None)
 
 
 @each_size

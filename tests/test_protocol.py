@@ -23,11 +23,11 @@ from tdkernels.sanitizer import schedule
 from tdkernels.symm import get_timeout, get_workspace, resolve_group
 from tdkernels.symm.group import GroupState, group_state
 from tdkernels.symm.workspace import Workspace
-from tests.nodes import thorough
-from tests.ops.dense import config_for
-from tests.ranks import DEVICE, a_group, device, fresh_ranks, on_ranks
-from tests.reference import DIVIDED, OPERATORS, Case
-from tests.selection import EVERYTHING, THOROUGH, at_once, turns
+from tests.ops.dense.cases import config_for
+from tests.support.dense_oracle import DIVIDED, OPERATORS, Case
+from tests.support.ranks import DEVICE, a_group, device, fresh_ranks, on_ranks
+from tests.support.simulated_nodes import thorough
+from tests.support.subset import EVERYTHING, THOROUGH, at_once, turns
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 TIMEOUT_S = 2.0 if EVERYTHING else 1.0  # a GPU may have to load a kernel first

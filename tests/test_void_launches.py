@@ -25,28 +25,29 @@ from tdkernels import (
     MoeTpConfig,
     PeerTimeoutError,
 )
-from tdkernels.lang import _context as words
-from tdkernels.ops import ep_moe_fused
-from tdkernels.ops.ep_routing import route
-from tdkernels.symm.emulated import EmulatedNetwork
+from tdkernels.lang import context as words
+from tdkernels.ops.experts.dispatch.routing import route
+from tdkernels.ops.experts.ep_moe import fused
+from tdkernels.symm.backends.emulated_network import EmulatedNetwork
 from tdkernels.symm.group import group_state
 from tdkernels.symm.workspace import Workspace
-from tests.nodes import a_group_on_nodes
-from tests.ops import sequence_parallel, tensor_experts
-from tests.ops.across_nodes import adding_once
-from tests.ops.collective import expected_of, whole
-from tests.ops.decode import Decode
-from tests.ops.dense import config_for
-from tests.ops.expert_layer import Layer
-from tests.ops.expert_ranks import padded
-from tests.ops.routed import Routed
-from tests.ops.sequence_parallel import Projection
-from tests.ops.sharded import Sharded
-from tests.ops.sharded import attention as sharded_attention
-from tests.ops.sliced import Sliced
-from tests.ranks import a_group, device, on_ranks
-from tests.reference import Case
-from tests.selection import THOROUGH
+from tests.ops.attention.ag_attention.oracle import Sharded
+from tests.ops.attention.ag_attention.oracle import attention as sharded_attention
+from tests.ops.attention.flash_decode.oracle import Decode
+from tests.ops.attention.ulysses import cases as sequence_parallel
+from tests.ops.attention.ulysses.cases import Projection
+from tests.ops.collectives.cases import expected_of, whole
+from tests.ops.dense.cases import config_for
+from tests.ops.dense.multinode_cases import adding_once
+from tests.ops.experts.dispatch.oracle import Routed
+from tests.ops.experts.dispatch.rank_cases import padded
+from tests.ops.experts.ep_moe.cases import Layer
+from tests.ops.experts.tp_moe import cases as tensor_experts
+from tests.ops.experts.tp_moe.oracle import Sliced
+from tests.support.dense_oracle import Case
+from tests.support.ranks import a_group, device, on_ranks
+from tests.support.simulated_nodes import a_group_on_nodes
+from tests.support.subset import THOROUGH
 from tests.test_protocol import COPY_ENGINE, PARTS, WAYS, failure_of, synchronize, timeout
 
 FP32 = torch.float32
@@ -294,11 +295,11 @@ def overlapping_experts(group):
             routings[:] = [route(*args, **kwargs)]
             return routings[0]
 
-        with mock.patch.object(ep_moe_fused, "route", kept):
+        with mock.patch.object(fused, "route", kept):
             return forward()
 
     def goes_by_it(_):
-        with mock.patch.object(ep_moe_fused, "route", lambda *args, **kwargs: routings[0]):
+        with mock.patch.object(fused, "route", lambda *args, **kwargs: routings[0]):
             return forward()
 
     dy = layer.all_dy[layer.case.mine].to(device())

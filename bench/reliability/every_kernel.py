@@ -14,12 +14,12 @@ import torch  # noqa: E402
 
 import tdkernels  # noqa: E402
 from tdkernels.launch import RankError  # noqa: E402
-from tests import ranks, ways  # noqa: E402
+from tests.support import ranks, variants  # noqa: E402
 
 
 def aligned(operator, changes):
     """A size at which kernels load and store by TMA on Hopper."""
-    ways.dense.computes(operator, torch.bfloat16, [(128, 128, 128)], exact=True, **changes)
+    variants.dense.computes(operator, torch.bfloat16, [(128, 128, 128)], exact=True, **changes)
 
 
 def run(function, args):
@@ -29,8 +29,8 @@ def run(function, args):
 
 
 def main(world_size):
-    calls = [(name, way.function, way.args) for name, way in ways.ONE_NODE.items()]
-    dense = [(way.operator, way.args[2]) for way in ways.ONE_NODE.values() if way.function is ways._exact]
+    calls = [(name, way.function, way.args) for name, way in variants.ONE_NODE.items()]
+    dense = [(way.operator, way.args[2]) for way in variants.ONE_NODE.values() if way.function is variants._exact]
     calls += [(f"{operator} {changes}, aligned", aligned, (operator, changes)) for operator, changes in dense]
     failed = 0
     for name, function, args in calls:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import tdkernels
 from tdkernels.launch import RankError, RankPool, rank_device
-from tdkernels.ops import ep_launch
+from tdkernels.ops.experts.dispatch import launch as ep_launch
 from tdkernels.symm import get_workspace
 
 

@@ -5,10 +5,10 @@
 operators.
 """
 
-from tdkernels.autotune import choose, on_demand
+from tdkernels.autotune import on_demand, selection
 from tdkernels.autotune.modes import get_mode, mode, set_mode
 from tdkernels.autotune.tuner import TuningError, tune
 
-choose.tune_on_demand, choose.report_choice = on_demand.tune, on_demand.report
+selection.tune_on_demand, selection.report_choice = on_demand.tune, on_demand.report
 
 __all__ = ["TuningError", "get_mode", "mode", "set_mode", "tune"]

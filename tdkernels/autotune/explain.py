@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 import torch
 
-from tdkernels.autotune.choose import CACHE, EXPLICIT, SHIPPED, Choice, choices_of, look_up
 from tdkernels.autotune.hardware import hardware
 from tdkernels.autotune.modes import get_mode
-from tdkernels.autotune.operator import tunable as tunable_by_name
 from tdkernels.autotune.problem import Problem, device_of
+from tdkernels.autotune.selection import CACHE, EXPLICIT, SHIPPED, Choice, choices_of, look_up
+from tdkernels.autotune.tunable import tunable as tunable_by_name
 from tdkernels.symm import resolve_group
 from tdkernels.symm.group import group_state
 

@@ -6,10 +6,10 @@
 import logging
 import shlex
 
-from tdkernels.autotune import cache, tuner
-from tdkernels.autotune.choose import CACHE, DEFAULT, Choice
+from tdkernels.autotune import disk_cache, tuner
 from tdkernels.autotune.explain import explanation
 from tdkernels.autotune.modes import get_mode
+from tdkernels.autotune.selection import CACHE, DEFAULT, Choice
 from tdkernels.symm.group import group_state
 
 _log = logging.getLogger("tdkernels")
@@ -44,7 +44,7 @@ def _log_choice(tunable, problem, device, choice):
 def _warn_once(tunable, problem):
     """Say how to tune an operator of which nothing is known for a GPU; once, and not for each of its shapes."""
     table_of = problem.operator, problem.gpu
-    if table_of in _warned or cache.user_entries(*table_of) or cache.shipped_entries(*table_of):
+    if table_of in _warned or disk_cache.user_entries(*table_of) or disk_cache.shipped_entries(*table_of):
         return
     _warned.add(table_of)
     sizes = "x".join(map(str, problem.shape))

@@ -27,18 +27,18 @@ from datetime import date
 
 import torch
 
-from tdkernels.autotune import cache
-from tdkernels.autotune.choose import forget
+from tdkernels.autotune import disk_cache
+from tdkernels.autotune.accuracy import Reference, spoil
+from tdkernels.autotune.candidate import Result, Trial
+from tdkernels.autotune.group_step import Together, TuningError, one_line
 from tdkernels.autotune.hardware import hardware
 from tdkernels.autotune.modes import get_mode, mode
-from tdkernels.autotune.operator import tunable as tunable_by_name
-from tdkernels.autotune.operator import versions
 from tdkernels.autotune.problem import Problem, device_of, with_index
-from tdkernels.autotune.reference import Reference, spoil
+from tdkernels.autotune.selection import forget
 from tdkernels.autotune.table import Entry
 from tdkernels.autotune.timing import burst, burst_in_graph, lead_calls, slowest_link, synchronize
-from tdkernels.autotune.together import Together, TuningError, one_line
-from tdkernels.autotune.trial import Result, Trial
+from tdkernels.autotune.tunable import tunable as tunable_by_name
+from tdkernels.autotune.tunable import versions
 from tdkernels.symm import resolve_group
 from tdkernels.symm.group import group_state
 from tdkernels.symm.timeout import get_timeout
@@ -137,7 +137,7 @@ class _Tuner:
         entry = self._final(trials, finalists)
         self.ranks.settle()
         if self.state.rank == 0:
-            cache.store([entry])
+            disk_cache.store([entry])
         forget(self.tunable, self.problem, self.state.choices)
         self.state.barrier("tune")  # nobody looks for the entry before it is there
         # Later rounds are longer, and clocks move: times of different rounds do not compare.
@@ -221,7 +221,7 @@ class _Tuner:
 
     def _know_network(self):
         """Initialise the network's library, which kernels for several nodes are linked with."""
-        from tdkernels.symm.heap import heap_for
+        from tdkernels.symm.backends.shmem_heap import heap_for
 
         heap_for(self.device)
 

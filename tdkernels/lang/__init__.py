@@ -5,8 +5,8 @@ context, stock Triton takes it as an explicit argument, ``ctx``. Each word has t
 time: inline PTX for NVIDIA, Triton's atomics for AMD, and the interpreter. ``docs/primitives.md`` is the tutorial.
 """
 
-from tdkernels.lang._call import call, check_alone, epoch, finish, is_void, is_void_for_all, keep_signal, signal_of
-from tdkernels.lang._context import (
+from tdkernels.lang.calls import call, check_alone, epoch, finish, is_void, is_void_for_all, keep_signal, signal_of
+from tdkernels.lang.context import (
     data_at,
     flag_at,
     local_ranks,
@@ -18,11 +18,13 @@ from tdkernels.lang._context import (
     symm_at,
     symm_base,
 )
-from tdkernels.lang._copy import put
-from tdkernels.lang._failure import end_wait, failed, failed_for_all
-from tdkernels.lang._jit import jit
-from tdkernels.lang._math import dot, from_float32, to_e4m3, to_float32
-from tdkernels.lang._memory import (
+from tdkernels.lang.copy import put
+from tdkernels.lang.failure_record import end_wait, failed, failed_for_all
+from tdkernels.lang.host_error import note_if
+from tdkernels.lang.intra_node import notify_node, wait_plan_node
+from tdkernels.lang.kernel import jit
+from tdkernels.lang.math import dot, from_float32, to_e4m3, to_float32
+from tdkernels.lang.memory import (
     add_release,
     await_tma_stores,
     clock_ns,
@@ -34,11 +36,10 @@ from tdkernels.lang._memory import (
     store_release_each,
     store_release_if,
 )
-from tdkernels.lang._network import await_put, fence, put_nbi, put_signal, quiet, signal
-from tdkernels.lang._node import notify_node, wait_plan_node
-from tdkernels.lang._note import note_if
-from tdkernels.lang._reduce import max_of, pick, running_sum, sum_of, turns_of
-from tdkernels.lang._signal import (
+from tdkernels.lang.profile import mark
+from tdkernels.lang.rdma import await_put, fence, put_nbi, put_signal, quiet, signal
+from tdkernels.lang.reduce import max_of, pick, running_sum, sum_of, turns_of
+from tdkernels.lang.signals import (
     announce_failure,
     arrive,
     check_peers,
@@ -50,9 +51,8 @@ from tdkernels.lang._signal import (
     wait_plan,
     wait_plan_all,
 )
-from tdkernels.lang._target import target
-from tdkernels.lang._tickets import take_first_ticket, take_ticket, ticket_of
-from tdkernels.lang._trace import mark
+from tdkernels.lang.targets import target
+from tdkernels.lang.work_queue import take_first_ticket, take_ticket, ticket_of
 
 __all__ = [
     "add_release", "announce_failure", "arrive", "await_put", "await_tma_stores", "call", "check_alone", "check_peers",

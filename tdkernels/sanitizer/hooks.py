@@ -1,8 +1,8 @@
 """Hook points in Triton's interpreter and in the host code, for the race checker and the scheduler.
 
 The library contains no check whether it is observed. While at least one ``observer.Observer`` is installed, methods of
-the interpreter, of ``lang.jit.Kernel`` and of the host classes are replaced by versions that call the observers; when
-the last observer leaves, the original methods are put back. Everything here applies to CPU ranks only.
+the interpreter, of ``lang.kernel.Kernel`` and of the host classes are replaced by versions that call the observers;
+when the last observer leaves, the original methods are put back. Everything here applies to CPU ranks only.
 """
 
 import contextlib
@@ -12,14 +12,15 @@ import numpy as np
 import torch.distributed as dist
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, interpreter_builder
 
-from tdkernels.lang import _jit, _signal
-from tdkernels.lang._jit import Kernel
-from tdkernels.ops import _collectives
-from tdkernels.ops._exchange import Exchange
-from tdkernels.ops._gather import Gather
-from tdkernels.symm.emulated import EmulatedNetwork
+from tdkernels.lang import signals
+from tdkernels.lang.interpreter import on_cpu
+from tdkernels.lang.kernel import Kernel
+from tdkernels.ops.collectives.async_all_gather import Gather
+from tdkernels.ops.collectives.async_collective import Exchange
+from tdkernels.ops.common import torch_collectives
+from tdkernels.symm.backends.emulated_network import EmulatedNetwork
+from tdkernels.symm.backends.shm import ShmBuffer
 from tdkernels.symm.group import GroupState
-from tdkernels.symm.shm import ShmBuffer
 from tdkernels.symm.workspace import Workspace
 
 ON_GPU = (
@@ -86,9 +87,9 @@ def _install():
     _replace(dist, "barrier", _barrier)
     for name in _COLLECTIVES:
         _replace(dist, name, _collective)
-    _replace(_collectives, "_all_gather", _collective)
-    _replace(_collectives, "_reduce_scatter", _collective)
-    _replace(_signal, "interpreter_yield", _spin)
+    _replace(torch_collectives, "_all_gather", _collective)
+    _replace(torch_collectives, "_reduce_scatter", _collective)
+    _replace(signals, "interpreter_yield", _spin)
     _replace(EmulatedNetwork, "put", _put)
     _replace(EmulatedNetwork, "set_signal", _set_signal)
     _replace(EmulatedNetwork, "fence", _fence)
@@ -190,7 +191,7 @@ def _nested(observer, executor, call):
 
 def _run(original):
     def run(self, *args, grid, warmup, **kwargs):
-        if warmup or not (_jit._on_cpu(args) or _jit._on_cpu(kwargs.values())):
+        if warmup or not (on_cpu(args) or on_cpu(kwargs.values())):
             return original(self, *args, grid=grid, warmup=warmup, **kwargs)
         with _all(observer.launch(self) for observer in list(_observers)):
             return original(self, *args, grid=grid, warmup=warmup, **kwargs)

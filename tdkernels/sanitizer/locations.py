@@ -9,7 +9,7 @@ import re
 
 import numpy as np
 
-from tdkernels.lang import _context as words
+from tdkernels.lang import context as words
 from tdkernels.symm.group import live_states
 
 PRIVATE = 0  # in place of an inode

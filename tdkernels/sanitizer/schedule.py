@@ -18,7 +18,7 @@ from tdkernels.sanitizer.lockstep import DeadlockError, Lockstep
 from tdkernels.sanitizer.observer import Observer
 from tdkernels.sanitizer.programs import Collector, Program
 from tdkernels.sanitizer.session import Meeting, reject_gpus
-from tdkernels.symm import emulated
+from tdkernels.symm.backends import emulated_network
 from tdkernels.symm.group import live_states, resolve_group
 
 _CHANCES = (0.05, 0.2, 0.6)  # of a switch at a point: a schedule has one for ranks, and one for programs
@@ -147,7 +147,7 @@ class Schedule(Observer):
             while to_start or alive:
                 can = [program for program in alive if program.can_run()]
                 choices = can + ["start"] * (len(alive) < self._resident and bool(to_start))
-                choices += ["network"] * any(network._left for network in emulated._live)
+                choices += ["network"] * any(network._left for network in emulated_network._live)
                 if not choices:
                     self._lockstep.switch(waits=True)
                     continue
@@ -190,7 +190,7 @@ class Schedule(Observer):
     @contextlib.contextmanager
     def network_delivers(self):
         """Keep the networks' own threads asleep: what is put is delivered when the schedule says so."""
-        networks = list(emulated._live)
+        networks = list(emulated_network._live)
         for network in networks:
             network._add = lambda peer, message, network=network: _add_quietly(network, peer, message)
             network.reseed(f"{self._lockstep._seed}/{self._lockstep.rank}")
@@ -201,7 +201,7 @@ class Schedule(Observer):
                 del network._add
 
     def _deliver_one(self):
-        network = self._random.choice([network for network in emulated._live if network._left])
+        network = self._random.choice([network for network in emulated_network._live if network._left])
         self.events.append((self._lockstep.step, None, "deliver"))
         with network._changed:
             network._deliver_one()
@@ -210,7 +210,7 @@ class Schedule(Observer):
             self._lockstep.switch()
 
     def deliver_all(self):
-        for network in emulated._live:
+        for network in emulated_network._live:
             self._deliver_from(network)
 
     def _deliver_from(self, network):

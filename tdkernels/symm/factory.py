@@ -26,15 +26,15 @@ def allocate(nbytes, group=None, device=None):
 def make_buffer(state, nbytes, device):
     """As ``allocate``, after the ranks have agreed."""
     if device.type == "cpu":
-        from tdkernels.symm.shm import ShmBuffer
+        from tdkernels.symm.backends.shm import ShmBuffer
 
         return ShmBuffer(state, nbytes, device)
     if device.type == "cuda":  # ROCm's devices are called cuda too
         if state.topology.num_nodes > 1:
-            from tdkernels.symm.heap import HeapBuffer
+            from tdkernels.symm.backends.shmem_heap import HeapBuffer
 
             return HeapBuffer(state, nbytes, device)
-        from tdkernels.symm.p2p import P2PBuffer
+        from tdkernels.symm.backends.cuda_ipc import P2PBuffer
 
         return P2PBuffer(state, nbytes, device)
     raise ValueError(f"there is no symmetric memory for device type {device.type!r}; use cpu or cuda")

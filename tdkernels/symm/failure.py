@@ -1,4 +1,4 @@
-"""Failures on a device, as the kernels leave them (``lang._failure``) and the host reports them.
+"""Failures on a device, as the kernels leave them (``lang.failure_record``) and the host reports them.
 
 A wait that gives up marks its group for good, on this device, and the device until the host has reported the failure.
 Launches that start in between are void: what they would compute from may be missing. A group of which a launch was void
@@ -9,9 +9,9 @@ import weakref
 
 import torch
 
-from tdkernels.lang import _failure as records
+from tdkernels.lang import failure_record as records
 
-_WORDS = 8  # see lang._failure for what a record holds
+_WORDS = 8  # see lang.failure_record for what a record holds
 
 
 def host_words(count, device):

@@ -62,9 +62,9 @@ class GroupState:
         self.world_size = dist.get_world_size(group)
         self.workspaces = {}
         self.choices = {}  # what has been agreed to run, see tdkernels.autotune
-        self.chosen_calls = {}  # {a call: what was chosen for it}, see tdkernels.autotune.choose
+        self.chosen_calls = {}  # {a call: what was chosen for it}, see tdkernels.autotune.selection
         self.compiled_calls = {}  # {a call that torch.compile has traced: its configs}, where these must not change
-        self.known_calls = {}  # what whole calls have come to: see tdkernels.ops._calls
+        self.known_calls = {}  # what whole calls have come to: see tdkernels.runtime.call_cache
         self.refusal = None  # the error of every call, in a process that is no rank of the group
         self.last_launch = 0, 0  # (thread, number of the launch among all of this process)
         self.tables = {}  # {id of a table: what errors say of its workspace}, see symm.workspace

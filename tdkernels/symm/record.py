@@ -1,10 +1,10 @@
-"""The record that a failed launch leaves (``lang._failure``), read as an error."""
+"""The record that a failed launch leaves (``lang.failure_record``), read as an error."""
 
 from typing import NamedTuple
 
 from tdkernels.errors import PeerFailedError, PeerTimeoutError, PlanMismatchError
-from tdkernels.lang import _context as words
-from tdkernels.lang import _failure as records
+from tdkernels.lang import context as words
+from tdkernels.lang import failure_record as records
 
 _WORD = 8
 _PLANS = 1 << words.PLAN_BITS.value  # a signal is a call's number times this, plus the id of its plan

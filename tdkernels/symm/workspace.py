@@ -1,6 +1,6 @@
 """Symmetric memory made ready for one family of collective kernels: signals, an epoch, and two halves of data.
 
-What a symmetric buffer holds, in this order (``lang._context`` reads it):
+What a symmetric buffer holds, in this order (``lang.context`` reads it):
 
     ready words [128]   one 64-bit word for each peer: "I have come to this barrier"
     status words [128]  one for each peer: not zero if it cannot serve later calls
@@ -19,8 +19,8 @@ from collections import OrderedDict
 
 import torch
 
-from tdkernels.lang import _context as words
-from tdkernels.lang import _emulation as networks
+from tdkernels.lang import context as words
+from tdkernels.lang import emulation as networks
 from tdkernels.symm.factory import make_buffer
 from tdkernels.symm.failure import host_words
 from tdkernels.symm.group import group_state, in_step, live_states
@@ -29,7 +29,7 @@ from tdkernels.symm.timeout import get_timeout
 
 _WORD = 8
 _ALIGN = 256
-_NOTE_WORDS = 5  # see lang._note
+_NOTE_WORDS = 5  # see lang.host_error
 _PLANS = 1 << words.PLAN_BITS.value  # a plan's id is the low part of a signal
 _MAX_CALLS = 64  # that a note may belong to: far more than a host runs ahead of its GPU
 _table_ids = itertools.count(1)
@@ -55,7 +55,7 @@ class Workspace:
     ``kept`` a dict for what launchers make of the buffer once, emptied when another takes its place, and
     ``error_of_note`` what makes an exception of a kernel's note: of the workspace's name, its kind, three numbers; for
     notes of calls that ``explain_notes`` was not told of.
-    ``launches`` is for ``ops._launch``, and emptied with ``kept``.
+    ``launches`` is for ``runtime.kernel_launch``, and emptied with ``kept``.
     """
 
     max_plans = _PLANS
@@ -292,7 +292,7 @@ class Workspace:
             self._notes_of_calls.popitem(last=False)
 
     def _raise_note(self):
-        """Raise, once, what a kernel has left to tell (``lang._note``); the workspace is as good as before."""
+        """Raise, once, what a kernel has left to tell (``lang.host_error``); the workspace is as good as before."""
         if self._note_words[0]:
             kind, *numbers, number = self._note_words.tolist()
             self._note_words[0] = 0
@@ -316,7 +316,7 @@ class Workspace:
                 self.buffer.tensor(peer)[first : first + _WORD].copy_(value)
 
     def status_of(self, peer):
-        """The status word of ``peer`` in our memory, see ``lang._context``."""
+        """The status word of ``peer`` in our memory, see ``lang.context``."""
         first = (words.MAX_RANKS.value + peer) * _WORD
         return int(self.buffer.tensor(self.rank)[first : first + _WORD].view(torch.int64))
 

@@ -10,6 +10,6 @@
 ``python -m tdkernels trace`` does all of it; docs/tracing.md says how to read what comes out.
 """
 
-from tdkernels.ops._trace import Recorder, record
+from tdkernels.runtime.recorder import Recorder, record
 
 __all__ = ["Recorder", "record"]

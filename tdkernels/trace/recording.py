@@ -6,13 +6,13 @@ import triton
 
 import tdkernels
 from tdkernels.autotune import timing
-from tdkernels.autotune.choose import choose
-from tdkernels.autotune.operator import tunable
 from tdkernels.autotune.problem import Problem
+from tdkernels.autotune.selection import choose
+from tdkernels.autotune.tunable import tunable
 from tdkernels.launch import rank_device
-from tdkernels.ops import _device
-from tdkernels.ops._config import text_of
-from tdkernels.ops._trace import Recorder, record
+from tdkernels.ops.common.config import text_of
+from tdkernels.runtime import gpu
+from tdkernels.runtime.recorder import Recorder, record
 from tdkernels.symm import resolve_group
 from tdkernels.trace.clocks import Clocks
 
@@ -60,7 +60,7 @@ def record_operator(operator, shape, dtype, changes=None, repetitions=7, layout=
     return {
         "operator": operator, "shape": "x".join(map(str, shape)), "dtype": problem.dtype, "gpu": problem.gpu,
         "world_size": world_size, "config": text_of(config), "torch": torch.__version__, "triton": triton.__version__,
-        "num_multiprocessors": _device.num_sms(device) if device.type == "cuda" else 0,
+        "num_multiprocessors": gpu.num_sms(device) if device.type == "cuda" else 0,
         "untraced_ms": untraced_ms, "traced_ms": traced_ms, "events": events, "times": times,
     }  # fmt: skip
 

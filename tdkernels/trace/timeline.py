@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tdkernels.lang import _trace as words
+from tdkernels.lang import profile as words
 from tdkernels.trace.clocks import offsets
 
 KINDS = tuple(words.KINDS.value.split())

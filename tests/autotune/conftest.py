@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tdkernels.ops import _device
+from tdkernels.runtime import gpu
 
 
 @pytest.fixture
@@ -12,4 +12,4 @@ def an_h200(monkeypatch):
     properties = SimpleNamespace(
         name="NVIDIA H200", major=9, minor=0, multi_processor_count=132, shared_memory_per_block_optin=232448
     )
-    monkeypatch.setattr(_device, "_properties", lambda index: properties)
+    monkeypatch.setattr(gpu, "_properties", lambda index: properties)

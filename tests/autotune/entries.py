@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 
-from tdkernels.autotune import cache
+from tdkernels.autotune import disk_cache
 from tdkernels.autotune.problem import Problem
 from tdkernels.autotune.table import Entry
 
@@ -25,8 +25,8 @@ def cache_in(folder):
     """The user's cache is in this folder, and nothing is remembered from before; in this process or in a rank."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TDKERNELS_CACHE_DIR", str(folder))
-        cache.forget()
+        disk_cache.forget()
         try:
             yield folder
         finally:
-            cache.forget()
+            disk_cache.forget()

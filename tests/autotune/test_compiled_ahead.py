@@ -9,12 +9,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tdkernels.autotune.operator import tunable
 from tdkernels.autotune.problem import Problem
-from tdkernels.ops import _device, _gemm_operands, ag_attention_kernel, flash_decode_launch, ulysses_out_kernel
-from tdkernels.ops.ag_attention_torch_kernels import KERNELS
-from tests.aot import SHARED_MEMORY, recorded_launches, specialised
-from tests.autotune.sequences import LAUNCHERS, OPERATORS
+from tdkernels.autotune.tunable import tunable
+from tdkernels.ops.attention.ag_attention import kernel as ag_attention_kernel
+from tdkernels.ops.attention.ag_attention.vendor_attention import KERNELS
+from tdkernels.ops.attention.flash_decode import launch as flash_decode_launch
+from tdkernels.ops.attention.ulysses import kernel_out
+from tdkernels.ops.common import gemm_operands
+from tdkernels.runtime import gpu
+from tests.autotune.attention_support import LAUNCHERS, OPERATORS
+from tests.support.aot import SHARED_MEMORY, recorded_launches, specialised
 
 ARCH, GPU, CPU = "sm_90", torch.device("cuda", 0), torch.device("cpu")
 # (ranks, nodes, layout, sizes): such as let TMA fetch what it can, and such as do not.
@@ -35,7 +39,7 @@ PROBLEMS = {
 def as_on_a_gpu(operator, ranks, nodes):
     """Within, the launcher of an operator takes the CPU's tensors for those of a GPU, and its launches are recorded."""
     gathered = {module: name for module, name in (
-        (ag_attention_kernel, "gathered_descriptor"), (ulysses_out_kernel, "_gathered_descriptor")
+        (ag_attention_kernel, "gathered_descriptor"), (kernel_out, "_gathered_descriptor")
     )}  # fmt: skip
 
     def of_some_memory(real):
@@ -43,13 +47,13 @@ def as_on_a_gpu(operator, ranks, nodes):
         return lambda workspace, *args: real(None, *args)
 
     with pytest.MonkeyPatch.context() as patch, recorded_launches(LAUNCHERS[operator], ranks, nodes) as launches:
-        for module in (_device, _gemm_operands):
+        for module in (gpu, gemm_operands):
             patch.setattr(module, "has_tma", lambda device: True)
-        patch.setattr(_device, "capability", lambda device: (9, 0))
-        patch.setattr(_device, "num_sms", lambda device: 132)
-        patch.setattr(_device, "resident_programs", lambda device, tiles, dtype: 132)
-        patch.setattr(_device, "shared_memory_bytes", lambda device: SHARED_MEMORY[ARCH])
-        patch.setattr(ulysses_out_kernel, "_push_bytes", lambda device: 32 << 10)
+        patch.setattr(gpu, "capability", lambda device: (9, 0))
+        patch.setattr(gpu, "num_sms", lambda device: 132)
+        patch.setattr(gpu, "resident_programs", lambda device, tiles, dtype: 132)
+        patch.setattr(gpu, "shared_memory_bytes", lambda device: SHARED_MEMORY[ARCH])
+        patch.setattr(kernel_out, "_push_bytes", lambda device: 32 << 10)
         patch.setattr(flash_decode_launch, "fp8_kind", lambda cache: int(cache.dtype == torch.float8_e4m3fn))
         for module, name in gathered.items():
             patch.setattr(module, name, of_some_memory(getattr(module, name)))

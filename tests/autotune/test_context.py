@@ -8,14 +8,14 @@ import torch.distributed as dist
 
 import tdkernels
 from tdkernels import AgGemmConfig, autotune
-from tdkernels.autotune import choose, on_demand, tuner
-from tdkernels.autotune.operator import tunable
-from tdkernels.autotune.reference import Reference
-from tdkernels.autotune.together import Together
+from tdkernels.autotune import on_demand, selection, tuner
+from tdkernels.autotune.accuracy import Reference
+from tdkernels.autotune.group_step import Together
+from tdkernels.autotune.tunable import tunable
 from tdkernels.symm.group import group_state
 from tests.autotune.entries import cache_in
-from tests.ranks import a_group, device, on_ranks
-from tests.reference import Case
+from tests.support.dense_oracle import Case
+from tests.support.ranks import a_group, device, on_ranks
 
 FP32, BF16 = torch.float32, torch.bfloat16
 
@@ -79,7 +79,7 @@ def cannot_look_up():
         raise ZeroDivisionError("of rank 0 alone")
 
     with a_group() as group, autotune.mode("cached"), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(choose, "look_up", broken)
+        patch.setattr(selection, "look_up", broken)
         case = Case("ag_gemm", FP32, 16, 8, 8, exact=True)
         with pytest.raises(RuntimeError, match="rank 0 could not choose a config: ZeroDivisionError: of rank 0 alone"):
             case.call(group=group)
@@ -128,10 +128,10 @@ def is_captured_first(folder):
     with cache_in(folder), a_group() as group, autotune.mode("on"), pytest.MonkeyPatch.context() as patch:
         patch.setattr(tuner, "tune_problem", tune_problem)
         case = Case("ag_gemm", FP32, 16, 8, 8)
-        patch.setattr(choose, "_capturing", lambda device: dist.get_rank() == 1)
+        patch.setattr(selection, "_capturing", lambda device: dist.get_rank() == 1)
         case.call(group=group)
         assert not tuned and not group_state(group).choices
-        patch.setattr(choose, "_capturing", lambda device: False)
+        patch.setattr(selection, "_capturing", lambda device: False)
         case.call(group=group)
         assert len(tuned) == 1
         case.call(group=group)

@@ -7,9 +7,9 @@ import torch
 
 from tdkernels import Tiles
 from tdkernels.autotune.hardware import _MEASURED, Hardware
-from tdkernels.autotune.operator import tunable
 from tdkernels.autotune.problem import Problem
-from tests.reference import OPERATORS
+from tdkernels.autotune.tunable import tunable
+from tests.support.dense_oracle import OPERATORS
 
 H200 = Hardware(*_MEASURED["NVIDIA H200"], num_sms=132, measured=True)
 GPU = torch.device("cuda", 0)

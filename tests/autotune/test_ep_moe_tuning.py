@@ -10,32 +10,27 @@ import torch.distributed as dist
 
 import tdkernels
 from tdkernels import EpConfig, EpMoeConfig, GroupGemmConfig, Tiles, autotune, explain
-from tdkernels.autotune import cache
-from tdkernels.autotune.operator import tunable
+from tdkernels.autotune import disk_cache
 from tdkernels.autotune.problem import Problem, gpu_name
-from tdkernels.ops import (
-    _device,
-    ep_dispatch_gemm_kernel,
-    ep_gemm_combine_kernel,
-    ep_moe,
-    ep_moe_config,
-    ep_moe_fused,
-    ep_order_kernel,
-    ep_routing,
-    ep_torch,
-    ep_ways,
-)
-from tdkernels.ops.ep_choice import sure_capacity
-from tdkernels.ops.ep_moe_config import SEQUENCE, layout_of
+from tdkernels.autotune.tunable import tunable
+from tdkernels.ops.experts.dispatch import route, torch_backend
+from tdkernels.ops.experts.dispatch import routing as ep_routing
+from tdkernels.ops.experts.dispatch.token_buckets import sure_capacity
+from tdkernels.ops.experts.ep_moe import config as ep_moe_config
+from tdkernels.ops.experts.ep_moe import fused as ep_moe_fused
+from tdkernels.ops.experts.ep_moe import kernel_dispatch_gemm, kernel_gemm_combine, kernel_sort
+from tdkernels.ops.experts.ep_moe import op as ep_moe
+from tdkernels.ops.experts.ep_moe.config import SEQUENCE, layout_of
+from tdkernels.runtime import gpu
 from tdkernels.symm.group import group_state
-from tests.aot import recorded_launches
-from tests.autotune import experts
+from tests.autotune import expert_support
 from tests.autotune.entries import cache_in
-from tests.autotune.experts import entry_of
-from tests.autotune.test_choose import counted, tables_in, tune_by_hand
-from tests.ops.expert_layer import Layer
-from tests.ops.routed import BF16, FP32
-from tests.ranks import a_group, device, on_ranks
+from tests.autotune.expert_support import entry_of
+from tests.autotune.test_selection import counted, tables_in, tune_by_hand
+from tests.ops.experts.dispatch.oracle import BF16, FP32
+from tests.ops.experts.ep_moe.cases import Layer
+from tests.support.aot import recorded_launches
+from tests.support.ranks import a_group, device, on_ranks
 from tests.test_protocol import failure_of
 
 FUSED = EpMoeConfig(gemm=GroupGemmConfig(tiles=Tiles(32, 32, 32, num_warps=4, num_stages=2)), method="fused")
@@ -47,7 +42,7 @@ PROBLEMS = [((8, *SIZES), "exact", FP32), ((7, 24, 9, 4, 3), "exact", BF16), ((8
 
 def are_tuned(folder):
     with cache_in(folder / f"rank{dist.get_rank()}"):
-        return [experts.tunes("ep_moe", shape, layout, FUSED, dtype) for shape, layout, dtype in PROBLEMS]
+        return [expert_support.tunes("ep_moe", shape, layout, FUSED, dtype) for shape, layout, dtype in PROBLEMS]
 
 
 def test_all_ranks_find_the_same(tmp_path):
@@ -64,7 +59,7 @@ BAD = [
 
 
 def test_problems_that_there_are_not():
-    on_ranks(2, experts.are_refused, BAD)
+    on_ranks(2, expert_support.are_refused, BAD)
 
 
 # ---- what a call takes ----
@@ -77,9 +72,9 @@ def methods_of(layer, group, **options):
     """
     launches = (ep_moe, "ep_moe_fused", lambda args, options: args[-2])
     with contextlib.ExitStack() as stack:
-        ran = stack.enter_context(experts.recorded(launches))
-        by_torch = stack.enter_context(counted(ep_torch, "dispatch"))
-        routes = [stack.enter_context(counted(module, "route")) for module in (ep_ways, ep_moe_fused, ep_torch)]
+        ran = stack.enter_context(expert_support.recorded(launches))
+        by_torch = stack.enter_context(counted(torch_backend, "dispatch"))
+        routes = [stack.enter_context(counted(module, "route")) for module in (route, ep_moe_fused, torch_backend)]
         layer.check(layer.run(group=group, **options))
     assert "max_tokens_per_rank" in options or sum(map(sum, routes)) == 1, routes
     return [config for _, config in ran], by_torch[0]
@@ -138,7 +133,7 @@ def take_the_bounded_entry(folder):
         for bounds, overlaps in asked:
             assert methods_of(layer, group, **bounds) == ([FUSED] if overlaps else [], 0), bounds
             known = dict(state.choices)
-            with counted(state, "exchange") as exchanges, counted(ep_ways, "route") as routes:
+            with counted(state, "exchange") as exchanges, counted(route, "route") as routes:
                 assert methods_of(layer, group, **bounds) == ([FUSED] if overlaps else [], 0)
                 assert exchanges == [0] and state.choices == known and (not overlaps or routes == [0])
         assert methods_of(layer, group, max_tokens=18) == ([], 0), "nobody knows the tokens of others"
@@ -154,7 +149,7 @@ def take_the_bounded_entry(folder):
             assert methods_of(layer, group, **bound) == ([FUSED], 0)
         asked = explain("ep_moe", 10, *SIZES, layout="bounded", dtype=torch.float32, group=group)
         assert (asked.source, asked.config) == ("cache", FUSED)
-        assert bool(cache.user_entries("ep_moe", gpu_name(device()))) == (dist.get_rank() == 0)
+        assert bool(disk_cache.user_entries("ep_moe", gpu_name(device()))) == (dist.get_rank() == 0)
         del group, state, layer
 
 
@@ -207,7 +202,7 @@ def test_a_bound_alone_leaves_every_method_open(ranks, experts, choices):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ep_moe_config, "spans_nodes", lambda group: False)
         for most in (1, 7, 4096):
-            capacity = sure_capacity(ranks * most, ranks, experts, choices)
+            capacity = sure_capacity(ranks * most, ranks, expert_support, choices)
             assert layout_of(None, capacity, most, choices, group) == "bounded"
 
 
@@ -251,19 +246,19 @@ def test_configs_are_kept_as_text():
 
 def test_estimates():
     sizes = [(2, 8192, 7168, 2048, 256, 8), (8, 1024, 7168, 2048, 256, 8), (4, 512, 64, 64, 4, 1)]
-    with experts.an_h200():
+    with expert_support.an_h200():
         for layout in tunable("ep_moe").layouts:
-            experts.estimates_are_sensible("ep_moe", [(ranks, layout, *shape) for ranks, *shape in sizes])
+            expert_support.estimates_are_sensible("ep_moe", [(ranks, layout, *shape) for ranks, *shape in sizes])
 
 
 def test_a_bound_saves_the_wait_and_few_tokens_the_counting_of_the_sequence():
     op, fused = tunable("ep_moe"), EpMoeConfig(method="fused")
-    with experts.an_h200():
+    with expert_support.an_h200():
         for tokens, direct in ((2 * 128, True), (2 * 4096, False)):
             problem = Problem("ep_moe", "NVIDIA H200", 2, 2, "bfloat16", "bounded", (tokens, 7168, 2048, 256, 8))
             less = [
-                op.estimate_ms(config, replace(problem, layout="exact"), experts.H200)
-                - op.estimate_ms(config, problem, experts.H200)
+                op.estimate_ms(config, replace(problem, layout="exact"), expert_support.H200)
+                - op.estimate_ms(config, problem, expert_support.H200)
                 for config in (fused, SEQUENCE)
             ]
             assert less[0] > 0 and (less[1] > less[0] if direct else less[1] == pytest.approx(less[0]))
@@ -281,12 +276,12 @@ def test_torchs_sequence_is_a_candidate_where_the_host_waits_anyway():
 
 def test_overlapping_is_thought_better_where_the_wire_counts_and_worse_where_choices_meet():
     """Fine experts of one choice: as many bytes either way. Two ranks and eight choices: four times as many."""
-    with experts.an_h200():
+    with expert_support.an_h200():
         op, fused = tunable("ep_moe"), EpMoeConfig(method="fused")
         for ranks, sizes, better in ((8, (65536, 7168, 512, 8, 1), True), (2, (8192, 7168, 256, 256, 8), False)):
             problem = Problem("ep_moe", "NVIDIA H200", ranks, ranks, "bfloat16", "exact", sizes)
-            found = op.estimate_ms(fused, problem, experts.H200) < op.estimate_ms(SEQUENCE, problem, experts.H200)
-            assert found == better, problem
+            times = [op.estimate_ms(config, problem, expert_support.H200) for config in (fused, SEQUENCE)]
+            assert (times[0] < times[1]) == better, problem
 
 
 @pytest.mark.parametrize("max_tokens, most_tokens, rows", [(8192, None, 256), (8192, 128, 32), (256, 128, 8)])
@@ -300,14 +295,14 @@ def test_what_overlaps_is_compiled_ahead():
     op, ranks = tunable("ep_moe"), 2
     problem = Problem("ep_moe", "cpu", ranks, ranks, "bfloat16", "exact", (64, 64, 128, 4, 2))
     config = EpMoeConfig(gemm=GroupGemmConfig(tiles=Tiles(64, 64, 64)), method="fused")
-    modules = ep_dispatch_gemm_kernel, ep_gemm_combine_kernel
+    modules = kernel_dispatch_gemm, kernel_gemm_combine
     with pytest.MonkeyPatch.context() as patch, recorded_launches(modules, ranks) as launches:
-        patch.setattr(_device, "has_tma", lambda device: True)
-        patch.setattr(_device, "num_sms", lambda device: 132)
-        patch.setattr(ep_dispatch_gemm_kernel, "rows_of_buffer", lambda workspace, x: x[:1])
+        patch.setattr(gpu, "has_tma", lambda device: True)
+        patch.setattr(gpu, "num_sms", lambda device: 132)
+        patch.setattr(kernel_dispatch_gemm, "rows_of_buffer", lambda workspace, x: x[:1])
         operands = op.operands(problem, torch.device("cpu"), torch.Generator())
         group = type("Group", (), {"size": lambda self: ranks, "rank": lambda self: 0})()
-        with recorded_launches((ep_routing, ep_order_kernel), ranks):
+        with recorded_launches((ep_routing, kernel_sort), ranks):
             x, ids, weights, gate_up, down = operands
             call = 4, "swiglu", 256, None, group, config
             ep_moe.ep_moe_fused(x, ids, weights, gate_up, down, *call)
@@ -316,4 +311,4 @@ def test_what_overlaps_is_compiled_ahead():
         op.compile([tensor.to("meta") for tensor in operands], problem, config)
         assert len(launched) == len(launches) == 2
         for ran, compiled in zip(launched, launches, strict=True):
-            experts.same_code(ran, compiled)
+            expert_support.same_code(ran, compiled)

@@ -8,20 +8,23 @@ import torch.distributed as dist
 
 import tdkernels
 from tdkernels import EpConfig, explain
-from tdkernels.autotune import choose
-from tdkernels.autotune.operator import tunable
+from tdkernels.autotune import selection
 from tdkernels.autotune.problem import Problem
-from tdkernels.ops import _device, ep_direct, ep_launch, ep_routing, ep_torch
-from tdkernels.ops.ep_choice import bucket, crossing_share, sure_capacity, tokens_of
-from tdkernels.ops.ep_config import default_config
+from tdkernels.autotune.tunable import tunable
+from tdkernels.ops.experts.dispatch import launch as ep_launch
+from tdkernels.ops.experts.dispatch import low_latency, torch_backend
+from tdkernels.ops.experts.dispatch import routing as ep_routing
+from tdkernels.ops.experts.dispatch.config import default_config
+from tdkernels.ops.experts.dispatch.token_buckets import bucket, crossing_share, sure_capacity, tokens_of
+from tdkernels.runtime import gpu
 from tdkernels.symm.group import group_state
-from tests.aot import recorded_launches
-from tests.autotune import experts
+from tests.autotune import expert_support
 from tests.autotune.entries import cache_in
-from tests.autotune.experts import entry_of
-from tests.autotune.test_choose import counted, tables_in, tune_by_hand
-from tests.ops.routed import BF16, FP16, FP32, Routed
-from tests.ranks import a_group, device, on_ranks
+from tests.autotune.expert_support import entry_of
+from tests.autotune.test_selection import counted, tables_in, tune_by_hand
+from tests.ops.experts.dispatch.oracle import BF16, FP16, FP32, Routed
+from tests.support.aot import recorded_launches
+from tests.support.ranks import a_group, device, on_ranks
 
 TUNED = EpConfig(num_senders=1, num_receivers=2, chunk_tokens=4, block_bytes=16384, num_warps=2)
 BACK = EpConfig(num_senders=2, num_receivers=1, block_bytes=8192, num_warps=2)
@@ -39,7 +42,9 @@ PROBLEMS = [
 
 def are_tuned(folder):
     with cache_in(folder / f"rank{dist.get_rank()}"):
-        return [experts.tunes(operator, shape, layout, TUNED, dtype) for operator, shape, layout, dtype in PROBLEMS]
+        return [
+            expert_support.tunes(operator, shape, layout, TUNED, dtype) for operator, shape, layout, dtype in PROBLEMS
+        ]
 
 
 def test_all_ranks_find_the_same(tmp_path):
@@ -59,7 +64,7 @@ BAD = [
 
 
 def test_problems_that_there_are_not():
-    on_ranks(2, experts.are_refused, BAD)
+    on_ranks(2, expert_support.are_refused, BAD)
 
 
 # ---- what a call takes ----
@@ -76,7 +81,7 @@ def there_and_back(case, group, config=None, **options):
         (ep_launch, "launch_combine", lambda args, options: options.get("config") or args[0].config),
     )
     x, weights = case.x.clone().requires_grad_(), case.weights.nan_to_num().requires_grad_()
-    with experts.recorded(*launches) as ran:
+    with expert_support.recorded(*launches) as ran:
         recv, handle = tdkernels.ep_dispatch(
             x, case.ids, weights, num_experts=case.experts, group=group, config=config, **options
         )
@@ -104,7 +109,7 @@ def take_the_entry(folder):
         case = a_case([4, 5], seed=1)
         there_and_back(case, group)  # perhaps the next power of two
         known = dict(state.choices)
-        with counted(state, "exchange") as exchanges, counted(choose, "look_up") as looks:
+        with counted(state, "exchange") as exchanges, counted(selection, "look_up") as looks:
             assert there_and_back(case, group) == [TUNED, BACK] and (exchanges, looks) == ([0], [0])
         # What a dispatch was given is its combine's, too; then nothing is chosen.
         assert there_and_back(a_case([5, 0], seed=2), group, config=EXPLICIT) == [EXPLICIT] * 2
@@ -137,7 +142,7 @@ def take_torchs_sequence(folder):
             *(entry_of(BY_TORCH, "all_to_all", (tokens, 16, 2), **exact) for tokens in (4, 8, 16)),
         )
         x, splits = torch.ones(5, 16, dtype=BF16, device=device()), torch.tensor([2, 3], device=device())
-        with counted(ep_torch, "dispatch") as by_torch, counted(ep_torch, "route") as counts:
+        with counted(torch_backend, "dispatch") as by_torch, counted(torch_backend, "route") as counts:
             assert there_and_back(a_case([3, 5]), group) == [] and by_torch == [1]
             tdkernels.all_to_all(x, splits, group=group)
             assert by_torch == [2] and counts == [0], "what our kernels have counted is counted again"
@@ -189,7 +194,7 @@ def send_rows(folder):
         tune_by_hand(*entries, *codes)
         launches = (ep_launch, "launch_dispatch", lambda args, options: args[0].config)
         for payload, expected in ((x, TUNED), (x.to(torch.float8_e4m3fn), BACK)):
-            with experts.recorded(launches) as ran:
+            with expert_support.recorded(launches) as ran:
                 out, out_splits, _ = tdkernels.all_to_all(payload, splits, group=group)
                 back, _, _ = tdkernels.all_to_all(out, out_splits, group=group)
             assert torch.equal(back.view(torch.uint8), payload.view(torch.uint8))
@@ -250,12 +255,12 @@ SIZES = [(2, 128, 1024, 8, 2), (8, 1024, 7168, 256, 8), (8, 65536, 7168, 256, 8)
 @pytest.mark.parametrize("layout", ["exact", "static"])
 def test_estimates(operator, layout):
     sizes = [(size[0], layout, *size[1 : 4 if operator == "all_to_all" else 5]) for size in SIZES]
-    with experts.an_h200():
-        experts.estimates_are_sensible(operator, sizes)
+    with expert_support.an_h200():
+        expert_support.estimates_are_sensible(operator, sizes)
 
 
 def test_codes_take_less_on_the_wire():
-    with experts.an_h200():
+    with expert_support.an_h200():
         op = tunable("ep_dispatch")
         of = {
             layout: Problem("ep_dispatch", "NVIDIA H200", 8, 8, "bfloat16", layout, (32768, 7168, 256, 8))
@@ -264,9 +269,9 @@ def test_codes_take_less_on_the_wire():
         # The documents say how many bytes.
         assert op.floors(of["static"]).wire_bytes == pytest.approx(269.80e6, rel=0.01)
         assert op.floors(of["static_fp8"]).wire_bytes == pytest.approx(139.12e6, rel=0.01)
-        default = op.default(of["static"], experts.GPU)
-        assert op.estimate_ms(default, of["static_fp8"], experts.H200) < op.estimate_ms(
-            default, of["static"], experts.H200
+        default = op.default(of["static"], expert_support.GPU)
+        assert op.estimate_ms(default, of["static_fp8"], expert_support.H200) < op.estimate_ms(
+            default, of["static"], expert_support.H200
         )
 
 
@@ -277,15 +282,15 @@ def compiled_and_launched(operator, layout, launch, *launchers, config=TUNED):
     ranks = 1 if op.alone else 2
     problem = Problem(operator, "cpu", ranks, ranks, "bfloat16", layout, sizes)
     with pytest.MonkeyPatch.context() as patch, recorded_launches(*launchers, 2) as launches:
-        patch.setattr(_device, "has_tma", lambda device: True)
-        patch.setattr(_device, "converts_to_e4m3", lambda device: True)
+        patch.setattr(gpu, "has_tma", lambda device: True)
+        patch.setattr(gpu, "converts_to_e4m3", lambda device: True)
         operands = op.operands(problem, torch.device("cpu"), torch.Generator())
         launch(problem, *operands)
         launched = launches[-1]
         launches.clear()
         op.compile([tensor.to("meta") for tensor in operands], problem, config)
         assert len(launches) == 1
-        experts.same_code(launched, launches[0])
+        expert_support.same_code(launched, launches[0])
 
 
 def route(problem, ids):
@@ -305,15 +310,15 @@ def test_a_dispatch_is_compiled_ahead(layout):
 def test_a_direct_dispatch_is_compiled_ahead(layout):
     def launch(problem, x, ids, weights):
         group = type("Group", (), {"size": lambda self: problem.world_size})()
-        routing = ep_direct.bounded_routing(problem.operator, ids, problem.shape[2], group, TUNED, 32, len(x))
-        ep_direct.leave_uncounted(routing, ids)
+        routing = low_latency.bounded_routing(problem.operator, ids, problem.shape[2], group, TUNED, 32, len(x))
+        low_latency.leave_uncounted(routing, ids)
         ep_launch.dispatch(routing, x, weights=weights, quantize=layout == "bounded_fp8")
 
-    compiled_and_launched("ep_dispatch", layout, launch, (ep_routing, ep_launch, ep_direct))
+    compiled_and_launched("ep_dispatch", layout, launch, (ep_routing, ep_launch, low_latency))
 
 
 def test_what_is_direct_is_a_candidate_beside_what_is_counted_first():
-    with experts.an_h200():
+    with expert_support.an_h200():
         op = tunable("ep_dispatch")
         for tokens, most in ((128, True), (1024, True), (2048, False)):
             problem = Problem("ep_dispatch", "h200", 8, 8, "bfloat16", "bounded_fp8", (8 * tokens, 7168, 256, 8))
@@ -342,8 +347,8 @@ def test_an_all_to_all_is_compiled_ahead():
 def test_a_direct_all_to_all_is_compiled_ahead():
     def launch(problem, x, splits):
         group, ids = type("Group", (), {"size": lambda self: problem.world_size})(), torch.zeros(len(x), 1).long()
-        routing = ep_direct.bounded_routing(problem.operator, ids, problem.shape[2], group, TUNED, 32, len(x))
-        ep_direct.leave_uncounted(routing, ids, torch.zeros((), dtype=torch.int32), by_source=True)
+        routing = low_latency.bounded_routing(problem.operator, ids, problem.shape[2], group, TUNED, 32, len(x))
+        low_latency.leave_uncounted(routing, ids, torch.zeros((), dtype=torch.int32), by_source=True)
         ep_launch.dispatch(routing, x)
 
-    compiled_and_launched("all_to_all", "bounded", launch, (ep_routing, ep_launch, ep_direct))
+    compiled_and_launched("all_to_all", "bounded", launch, (ep_routing, ep_launch, low_latency))

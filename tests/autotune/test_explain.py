@@ -10,16 +10,16 @@ import torch.distributed as dist
 
 import tdkernels
 from tdkernels import AgGemmConfig, GemmArConfig, GemmRsConfig, Tiles, autotune, explain
-from tdkernels.autotune import cache, table
-from tdkernels.autotune.choose import Choice
+from tdkernels.autotune import disk_cache, table
 from tdkernels.autotune.explain import explanation
 from tdkernels.autotune.hardware import Hardware, hardware
-from tdkernels.autotune.operator import tunable, versions
 from tdkernels.autotune.problem import Problem, gpu_name
+from tdkernels.autotune.selection import Choice
+from tdkernels.autotune.tunable import tunable, versions
 from tdkernels.symm.group import GroupState, group_state
 from tests.autotune.entries import cache_in
-from tests.ranks import a_group, device, on_ranks
-from tests.reference import OPERATORS, Case
+from tests.support.dense_oracle import OPERATORS, Case
+from tests.support.ranks import a_group, device, on_ranks
 
 FP32 = torch.float32
 SHAPE = (64, 32, 96)  # M, N, K, for two ranks
@@ -47,14 +47,14 @@ def entry_of(operator, shape=SHAPE, ms=2.0, plain_ms=3.0, local_ms=0.5, wire_ms=
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     """Tables of the test's own, none at first, and the mode that people have."""
-    monkeypatch.setattr(cache, "SHIPPED", tmp_path / "shipped")
+    monkeypatch.setattr(disk_cache, "SHIPPED", tmp_path / "shipped")
     with cache_in(tmp_path / "user"), autotune.mode("cached"):
         yield tmp_path
 
 
 def ship(*entries):
     problem = entries[0].problem
-    file = cache.SHIPPED / cache.path(problem.operator, problem.gpu).relative_to(cache.folder())
+    file = disk_cache.SHIPPED / disk_cache.path(problem.operator, problem.gpu).relative_to(disk_cache.folder())
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(table.to_json(entries), encoding="utf-8")
 
@@ -144,7 +144,7 @@ def test_estimated_on_a_gpu(operator, rate, monkeypatch):
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_measured(operator, source):
     entry = entry_of(operator)
-    (cache.store if source == "cache" else lambda entries: ship(*entries))([entry])
+    (disk_cache.store if source == "cache" else lambda entries: ship(*entries))([entry])
     result = explained(operator)
     assert (result.source, result.config, result.method) == (source, TUNED[operator], "fused")
     assert result.problem == result.tuned_for == entry.problem
@@ -166,7 +166,7 @@ def test_measured(operator, source):
 
 
 def test_measured_only_in_part():
-    cache.store([entry_of("ag_gemm", plain_ms=None, local_ms=None, wire_ms=None)])
+    disk_cache.store([entry_of("ag_gemm", plain_ms=None, local_ms=None, wire_ms=None)])
     result = explained("ag_gemm")
     assert (result.source, result.expected_ms, result.measured, result.plain_ms) == ("cache", 2.0, True, None)
     assert not result.local_measured
@@ -178,7 +178,7 @@ def test_measured_only_in_part():
 
 
 def test_the_plain_sequence():
-    cache.store([entry_of("gemm_rs", ms=3.0, config=GemmRsConfig(method="torch"))])
+    disk_cache.store([entry_of("gemm_rs", ms=3.0, config=GemmRsConfig(method="torch"))])
     result = explained("gemm_rs")
     assert (result.method, result.config, result.source) == ("torch", GemmRsConfig(method="torch"), "cache")
     text = str(result)
@@ -189,7 +189,7 @@ def test_the_plain_sequence():
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_nearest(operator):
     far = tuple(2 * size for size in SHAPE)
-    cache.store([entry_of(operator, far)])
+    disk_cache.store([entry_of(operator, far)])
     result = explained(operator)
     assert (result.source, result.config) == ("nearest", TUNED[operator])
     assert (result.problem, result.tuned_for) == (problem_of(operator), problem_of(operator, far))
@@ -200,7 +200,7 @@ def test_nearest(operator):
 
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_explicit(operator):
-    cache.store([entry_of(operator)])
+    disk_cache.store([entry_of(operator)])
     config = replace(TUNED[operator], tiles=None)
     result = explained(operator, config=config)
     tiles = tunable(operator).default(problem_of(operator), DEVICE).tiles
@@ -212,7 +212,7 @@ def test_explicit(operator):
 
 
 def test_mode_off_knows_no_tables():
-    cache.store([entry_of("ag_gemm")])
+    disk_cache.store([entry_of("ag_gemm")])
     with autotune.mode("off"):
         assert explained("ag_gemm").source == "default"
     assert explained("ag_gemm").source == "cache"
@@ -253,7 +253,7 @@ def test_by_sizes_by_shapes_and_by_tensors(operator):
 
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_layout_of_a_transposed_weight(operator):
-    cache.store([entry_of(operator, layout="kn")])
+    disk_cache.store([entry_of(operator, layout="kn")])
     x, weight = (torch.empty(shape, device=DEVICE) for shape in OPERANDS[operator])
     assert explain(operator, x, weight, world_size=2).source == "default"
     transposed = weight.t().contiguous().t()
@@ -355,7 +355,7 @@ def reports_what_was_agreed(folder):
     agreed, others = (replace(default, num_comm_sms=number) for number in (3, 4))
 
     def tuned(config, ms):
-        cache.store([entry_of("ag_gemm", config=config, ms=ms, device=device())])
+        disk_cache.store([entry_of("ag_gemm", config=config, ms=ms, device=device())])
 
     def asked(group):
         result = explain("ag_gemm", case.x, case.weight, group=group)
@@ -364,8 +364,8 @@ def reports_what_was_agreed(folder):
 
     with a_group() as group, pytest.MonkeyPatch.context() as patch, autotune.mode("cached"):
         patch.setenv("TDKERNELS_CACHE_DIR", str(folder / f"rank{rank}"))
-        patch.setattr(cache, "SHIPPED", folder / "none")
-        cache.forget()
+        patch.setattr(disk_cache, "SHIPPED", folder / "none")
+        disk_cache.forget()
         try:
             tuned(*[(agreed, 7.0), (others, 9.0)][rank])
             assert asked(group) == [(agreed, 7.0), (others, 9.0)][rank], "what this rank would propose"
@@ -378,7 +378,7 @@ def reports_what_was_agreed(folder):
             # A config that the call is given needs no agreement.
             assert explain("ag_gemm", case.x, case.weight, group=group, config=others).source == "explicit"
         finally:
-            cache.forget()
+            disk_cache.forget()
         del group
 
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tdkernels.autotune import TuningError, cache, tune, tuner
-from tdkernels.autotune.operator import tunable
+from tdkernels.autotune import TuningError, disk_cache, tune, tuner
+from tdkernels.autotune.group_step import Together
 from tdkernels.autotune.problem import gpu_name
-from tdkernels.autotune.together import Together
+from tdkernels.autotune.tunable import tunable
 from tdkernels.symm.group import GroupState, group_state
 from tests.autotune.entries import cache_in
-from tests.autotune.tuning import (
+from tests.autotune.support import (
     CALL_LIMIT_S,
     FP32,
     SHAPE,
@@ -25,7 +25,7 @@ from tests.autotune.tuning import (
     same_everywhere,
     unharmed,
 )
-from tests.ranks import a_group, device, on_ranks
+from tests.support.ranks import a_group, device, on_ranks
 
 
 def raises_before(real, *call):
@@ -257,7 +257,7 @@ def fails(folder, what):
         changes = {"operands": {"operands": no_operands}, "all": {"run": run}}[what]
         with candidates(one_of(op, 1), **changes), pytest.raises(TuningError) as caught:
             tune("ag_gemm", *SHAPE, dtype=FP32, group=group)
-        assert cache.user_entries("ag_gemm", gpu_name(device())) == []
+        assert disk_cache.user_entries("ag_gemm", gpu_name(device())) == []
         text = str(caught.value)
         del group, caught  # the traceback holds the group
     return text

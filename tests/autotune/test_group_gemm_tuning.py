@@ -5,17 +5,17 @@ import torch
 
 import tdkernels
 from tdkernels import GroupGemmConfig, Tiles, autotune, explain
-from tdkernels.ops import group_gemm_kernel
-from tdkernels.ops.group_gemm import group_gemm_ref
-from tdkernels.ops.group_gemm_ways import forget_choices
-from tests.autotune import experts
+from tdkernels.ops.experts.grouped_gemm import kernel as group_gemm_kernel
+from tdkernels.ops.experts.grouped_gemm.dispatch import forget_choices
+from tdkernels.ops.experts.grouped_gemm.op import group_gemm_ref
+from tests.autotune import expert_support
 from tests.autotune.entries import cache_in
-from tests.autotune.experts import entry_of
-from tests.autotune.test_choose import tables_in, tune_by_hand
+from tests.autotune.expert_support import entry_of
 from tests.autotune.test_ep_tuning import compiled_and_launched
-from tests.ops.grouped import Grouped
-from tests.ops.routed import BF16, FP32
-from tests.ranks import DEVICE, device, on_ranks
+from tests.autotune.test_selection import tables_in, tune_by_hand
+from tests.ops.experts.dispatch.oracle import BF16, FP32
+from tests.ops.experts.grouped_gemm.oracle import Grouped
+from tests.support.ranks import DEVICE, device, on_ranks
 
 SMALL = GroupGemmConfig(tiles=Tiles(32, 64, 32, num_warps=4, num_stages=2))
 TILED = GroupGemmConfig(tiles=Tiles(64, 64, 64))
@@ -28,9 +28,9 @@ def multiply(folder):
         x, w = torch.randn(13, 16), torch.randn(3, 8, 16)
         x, w, splits = x.to(device()), w.to(device()), torch.tensor([5, 0, 8], device=device())
         launches = (group_gemm_kernel, "product", lambda args, options: args[5])
-        with experts.recorded(launches) as ran:
+        with expert_support.recorded(launches) as ran:
             tdkernels.group_gemm(x, w, splits)
-            experts.tunes("group_gemm", (16, 8, 16, 3), "swiglu", SMALL, FP32)
+            expert_support.tunes("group_gemm", (16, 8, 16, 3), "swiglu", SMALL, FP32)
             tune_by_hand(entry_of(SMALL, "group_gemm", (16, 8, 16, 3), "none", world_size=1))
             ran.clear()
             y = tdkernels.group_gemm(x, w, splits)
@@ -56,7 +56,7 @@ def takes_what_is_known_of_gradients(folder):
                 (group_gemm_kernel, "weight_gradient", lambda args, options: args[4])]  # fmt: skip
 
     def gradients(**options):
-        with experts.recorded(*launches) as ran:
+        with expert_support.recorded(*launches) as ran:
             problem.check(problem.run(**options))
         return ran[1:]
 
@@ -86,7 +86,7 @@ def tunes_gradients(folder):
     with cache_in(folder):
         for layout in ("kn", "dw"):
             for dtype in (BF16, FP32):
-                experts.tunes("group_gemm", (64, 24, 16, 3), layout, SMALL, dtype)
+                expert_support.tunes("group_gemm", (64, 24, 16, 3), layout, SMALL, dtype)
 
 
 def test_gradients_of_group_gemm_are_tuned(tmp_path):
@@ -110,10 +110,10 @@ def test_a_transposed_weight_is_a_problem_of_its_own():
 
 
 def test_estimates_of_group_gemm():
-    with experts.an_h200():
+    with expert_support.an_h200():
         sizes = [(1, "swiglu", 64, 4096, 4096, 8), (1, "none", 65536, 2048, 7168, 32)]
         sizes += [(1, "kn", 4096, 7168, 4096, 8), (1, "dw", 4096, 3584, 4096, 8)]
-        experts.estimates_are_sensible("group_gemm", sizes)
+        expert_support.estimates_are_sensible("group_gemm", sizes)
 
 
 def test_a_gradient_of_weights_is_compiled_ahead():

@@ -3,13 +3,14 @@
 import pytest
 import torch
 
-from tdkernels.autotune import cache, table
-from tdkernels.autotune.operator import operators, tunable
+from tdkernels.autotune import disk_cache, table
 from tdkernels.autotune.problem import slug
-from tdkernels.models import MODELS, problems
-from tdkernels.ops import _device, ag_attention_torch_kernels
+from tdkernels.autotune.tunable import operators, tunable
+from tdkernels.model_shapes import MODELS, problems
+from tdkernels.ops.attention.ag_attention import vendor_attention
+from tdkernels.runtime import gpu as _device
 
-FILES = cache.files(cache.SHIPPED)
+FILES = disk_cache.files(disk_cache.SHIPPED)
 # What a program may have on the GPUs that there are tables for, and how many run at a time.
 LIMITS = {"NVIDIA H200": (232448, 132, (9, 0)), "NVIDIA H100 80GB HBM3": (232448, 132, (9, 0))}
 TOKENS = [8192]
@@ -19,7 +20,7 @@ SWEPT = {2: [2, 8, 32, 64, 128, 256, 512, *MANY], 4: MANY, 8: MANY}
 
 
 def entries(operator, gpu="NVIDIA H200"):
-    return cache.load(cache.SHIPPED / slug(gpu) / f"{operator}.json")
+    return disk_cache.load(disk_cache.SHIPPED / slug(gpu) / f"{operator}.json")
 
 
 @pytest.fixture
@@ -29,7 +30,7 @@ def as_if_on(monkeypatch):
         monkeypatch.setattr(_device, "shared_memory_bytes", lambda device: shared)
         monkeypatch.setattr(_device, "num_sms", lambda device: num_sms)
         monkeypatch.setattr(_device, "capability", lambda device: capability)
-        monkeypatch.setattr(ag_attention_torch_kernels, "_HAS_CUDNN", True)
+        monkeypatch.setattr(vendor_attention, "_HAS_CUDNN", True)
 
     return on
 

@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 
 import tdkernels
-from tdkernels.autotune import cache, tune, tuner
-from tdkernels.autotune.operator import tunable
+from tdkernels.autotune import disk_cache, tune, tuner
 from tdkernels.autotune.problem import gpu_name
+from tdkernels.autotune.tunable import tunable
 from tdkernels.symm import get_timeout
 from tests.autotune.entries import cache_in
-from tests.autotune.tuning import (
+from tests.autotune.support import (
     FP32,
     SHAPE,
     SHAPES,
@@ -26,9 +26,9 @@ from tests.autotune.tuning import (
     same_everywhere,
     unharmed,
 )
-from tests.nodes import thorough
-from tests.ranks import DEVICE, a_group, device, on_ranks
-from tests.reference import OPERATORS
+from tests.support.dense_oracle import OPERATORS
+from tests.support.ranks import DEVICE, a_group, device, on_ranks
+from tests.support.simulated_nodes import thorough
 
 # ---- what it finds ----
 
@@ -62,8 +62,8 @@ def tunes(folder, operator):
         else:
             assert not progress
 
-        cache.forget()
-        kept = cache.user_entries(operator, gpu_name(device()))
+        disk_cache.forget()
+        kept = disk_cache.user_entries(operator, gpu_name(device()))
         if dist.get_rank() == 0:
             assert [(e.problem, e.versions, e.config, e.when) for e in kept] == [
                 (entry.problem, entry.versions, entry.config, entry.when)
@@ -81,7 +81,7 @@ def tunes(folder, operator):
 def test_all_ranks_find_the_same_entry_and_keep_it(tmp_path, world_size, operator):
     entries = on_ranks(world_size, tunes, tmp_path, operator)
     assert entries == [entries[0]] * world_size
-    assert [file.name for file in cache.files(tmp_path / "rank0")] == [f"{operator}.json"]
+    assert [file.name for file in disk_cache.files(tmp_path / "rank0")] == [f"{operator}.json"]
 
 
 def tunes_other_layouts_and_dtypes(folder):
@@ -231,7 +231,7 @@ def tells_by_graphs(folder, host_share):
         with candidates(best), made_up_times(ms, host_share, in_graph):
             entry = tune("ag_gemm", *SHAPE, dtype=FP32).entry
         if dist.get_rank() == 0:
-            assert cache.user_entries("ag_gemm", entry.problem.gpu) == [entry]
+            assert disk_cache.user_entries("ag_gemm", entry.problem.gpu) == [entry]
     found = op.config_from_dict(entry.config)
     expected = in_graph if entry.graph else ms
     assert found == min((best, default, plain), key=expected.get)
@@ -325,7 +325,7 @@ def is_refused(folder, arguments, options, message):
 @pytest.mark.parametrize("what", BAD)
 def test_bad_problems_are_refused_on_every_rank(tmp_path, what):
     on_ranks(2, is_refused, tmp_path, *BAD[what])
-    assert not cache.files(tmp_path)
+    assert not disk_cache.files(tmp_path)
 
 
 def is_alone(folder):

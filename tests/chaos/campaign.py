@@ -18,7 +18,7 @@ from tdkernels.launch import RankError, RankPool
 from tests.chaos.plan import plan_of
 from tests.chaos.play import BAD, play, warm_all_shapes
 from tests.chaos.problems import TABLE
-from tests.ranks import ASKED, _call, device
+from tests.support.ranks import ASKED, _call, device
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results" / "reliability"
 # A rank that has not returned by then hangs. Waits, kernels and references of a case take a few seconds.

@@ -14,12 +14,12 @@ from triton.runtime import interpreter
 
 import tdkernels
 from tdkernels import PeerTimeoutError, PlanMismatchError
-from tdkernels.lang._jit import Kernel
+from tdkernels.lang.kernel import Kernel
 from tdkernels.symm.group import number_of_launches
 from tdkernels.symm.workspace import Workspace
 from tests.chaos import problems
 from tests.chaos.plan import CONTROL_TIMEOUT_S
-from tests.ranks import a_group, device
+from tests.support.ranks import a_group, device
 
 # Outcomes of a call. Those in BAD fail the campaign.
 CORRECT, INJECTED, NOT_REPORTED = "correct", "injected", "not reported"

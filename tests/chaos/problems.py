@@ -15,20 +15,24 @@ import torch.distributed as dist
 
 import tdkernels
 from tdkernels import EpConfig, EpMoeConfig
-from tests.ops import attention, collective, decoding, sequence_parallel, tensor_experts
-from tests.ops.decode import CACHES, Decode
-from tests.ops.dense import config_for
-from tests.ops.expert_layer import Layer
-from tests.ops.expert_parallel import expected_gradients_of_combine
-from tests.ops.expert_ranks import padded
-from tests.ops.routed import Routed
-from tests.ops.rows_to_all import Exchange
-from tests.ops.sequence_parallel import Projection
-from tests.ops.sharded import Sharded
-from tests.ops.sliced import Sliced
-from tests.ops.test_collectives import WAYS as COLLECTIVE_WAYS
-from tests.ranks import DEVICE, device
-from tests.reference import Case
+from tests.ops.attention.ag_attention import cases as attention
+from tests.ops.attention.ag_attention.oracle import Sharded
+from tests.ops.attention.flash_decode import cases as decoding
+from tests.ops.attention.flash_decode.oracle import CACHES, Decode
+from tests.ops.attention.ulysses import cases as sequence_parallel
+from tests.ops.attention.ulysses.cases import Projection
+from tests.ops.collectives import cases as collective
+from tests.ops.collectives.test_collectives import WAYS as COLLECTIVE_WAYS
+from tests.ops.dense.cases import config_for
+from tests.ops.experts.dispatch.all_to_all_cases import Exchange
+from tests.ops.experts.dispatch.cases import expected_gradients_of_combine
+from tests.ops.experts.dispatch.oracle import Routed
+from tests.ops.experts.dispatch.rank_cases import padded
+from tests.ops.experts.ep_moe.cases import Layer
+from tests.ops.experts.tp_moe import cases as tensor_experts
+from tests.ops.experts.tp_moe.oracle import Sliced
+from tests.support.dense_oracle import Case
+from tests.support.ranks import DEVICE, device
 from tests.test_protocol import WAYS as DENSE_WAYS
 
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -7,15 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tdkernels.ops import (
-    _device,
-    ag_attention_backward_kernel,
-    ag_attention_config,
-    ag_attention_dkv_kernel,
-    ag_attention_kernel,
-)
-from tests.aot import recorded_launches
+from tdkernels.ops.attention.ag_attention import config as ag_attention_config
+from tdkernels.ops.attention.ag_attention import kernel as ag_attention_kernel
+from tdkernels.ops.attention.ag_attention import kernel_dkv, kernel_dq
+from tdkernels.runtime import gpu
 from tests.compiled.targets import BF16, FP16, compile_launches
+from tests.support.aot import recorded_launches
 
 ATTENTION = ["attention", "statistics", "gradient of q", "gradients of k and v"]
 ODD_ATTENTION = [
@@ -30,12 +27,12 @@ def attention_launches(
     arch, dtype, d=64, dv=64, rows=256, heads=4, kv_heads=2, ranks=2, sharding="zigzag", causal=True
 ):  # fmt: skip
     """{name: (kernel, args, kwargs)} of a training step with the default tiles of ``arch``."""
-    device, of_forward, of_keys = SimpleNamespace(type="cuda"), ag_attention_kernel, ag_attention_dkv_kernel
+    device, of_forward, of_keys = SimpleNamespace(type="cuda"), ag_attention_kernel, kernel_dkv
     q, k, v = (torch.zeros(1, rows, *size, dtype=dtype) for size in ((heads, d), (kv_heads, d), (kv_heads, dv)))
     with contextlib.ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        patch.setattr(_device, "has_tma", lambda device: arch in ("sm_90", "sm_100"))
-        patch.setattr(_device, "capability", lambda device: (int(arch[3:-1]), int(arch[-1])))
+        patch.setattr(gpu, "has_tma", lambda device: arch in ("sm_90", "sm_100"))
+        patch.setattr(gpu, "capability", lambda device: (int(arch[3:-1]), int(arch[-1])))
         patch.setattr(torch.version, "hip", "7.0" if arch.startswith("gfx") else None)
         config = ag_attention_config.completed(None, rows, max(d, dv), dtype, device)
         # The memory that peers write to is none here, and its descriptor like that of any tensor.
@@ -43,11 +40,11 @@ def attention_launches(
             patch.setattr(module, "gathered_descriptor", lambda *args: of_forward.shard_descriptor(args[2], *args[4:]))
         forward, query, keys = [
             stack.enter_context(recorded_launches(module, ranks))
-            for module in (of_forward, ag_attention_backward_kernel, of_keys)
+            for module in (of_forward, kernel_dq, of_keys)
         ]
         call = causal, sharding, d**-0.5, SimpleNamespace(size=lambda: ranks), config
         o, lse = of_forward.launch(q, k, v, *call)
-        ag_attention_backward_kernel.launch(q, k, v, o, lse, o, lse, (True,) * 3, *call)
+        kernel_dq.launch(q, k, v, o, lse, o, lse, (True,) * 3, *call)
     return dict(zip(ATTENTION, (*forward, keys[0], *query, *keys[1:]), strict=True))
 
 

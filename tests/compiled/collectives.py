@@ -2,10 +2,10 @@
 
 import torch
 
-from tdkernels.ops import collective_kernels as collectives
-from tdkernels.ops import collective_launch
-from tdkernels.ops.collective_config import CollectiveConfig
-from tests.aot import PLAN, SHARED_MEMORY, compile_for, pointer
+from tdkernels.ops.collectives import kernel as collectives
+from tdkernels.ops.collectives import launch as collective_launch
+from tdkernels.ops.collectives.config import CollectiveConfig
+from tests.support.aot import PLAN, SHARED_MEMORY, compile_for, pointer
 
 COLLECTIVES = {
     ("all_gather", "one_shot"): collectives.all_gather_kernel,

@@ -4,20 +4,20 @@ from dataclasses import replace
 
 import torch
 
-from tdkernels.ops._gemm_operands import aligned
-from tdkernels.ops._tiles import Tiles
-from tdkernels.ops.ag_gemm_kernel import ag_gemm_kernel
-from tdkernels.ops.ag_gemm_nodes_kernel import ag_gemm_nodes_kernel
-from tdkernels.ops.ag_gemm_one_shot import ag_gemm_one_shot_kernel
-from tdkernels.ops.gemm_ar_kernel import gemm_ar_kernel
-from tdkernels.ops.gemm_ar_nodes_kernel import gemm_ar_nodes_kernel
-from tdkernels.ops.gemm_ar_tiles import slice_columns
-from tdkernels.ops.gemm_one_shot import gemm_one_shot_kernel
-from tdkernels.ops.gemm_rs_direct import gemm_rs_direct_kernel
-from tdkernels.ops.gemm_rs_kernel import gemm_rs_kernel
-from tdkernels.ops.gemm_rs_nodes_kernel import gemm_rs_nodes_kernel
-from tests.aot import PLAN, SHARED_MEMORY, compile_for, descriptor, pointer
+from tdkernels.ops.common.gemm_operands import aligned
+from tdkernels.ops.common.tile_config import Tiles
+from tdkernels.ops.dense.ag_gemm.kernel import ag_gemm_kernel
+from tdkernels.ops.dense.ag_gemm.kernel_multinode import ag_gemm_nodes_kernel
+from tdkernels.ops.dense.ag_gemm.kernel_one_shot import ag_gemm_one_shot_kernel
+from tdkernels.ops.dense.gemm_ar.kernel import gemm_ar_kernel
+from tdkernels.ops.dense.gemm_ar.kernel_multinode import gemm_ar_nodes_kernel
+from tdkernels.ops.dense.gemm_ar.tile import slice_columns
+from tdkernels.ops.dense.gemm_rs.kernel import gemm_rs_kernel
+from tdkernels.ops.dense.gemm_rs.kernel_direct import gemm_rs_direct_kernel
+from tdkernels.ops.dense.gemm_rs.kernel_multinode import gemm_rs_nodes_kernel
+from tdkernels.ops.dense.kernel_one_shot import gemm_one_shot_kernel
 from tests.compiled.targets import FP32, tiles_for, uses_tma
+from tests.support.aot import PLAN, SHARED_MEMORY, compile_for, descriptor, pointer
 
 ROWS, N, K = 2048, 8192, 7168
 COPYING = [ag_gemm_kernel, gemm_ar_kernel, gemm_rs_kernel]  # whose programs copy to the peers

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from tdkernels.ops._tiles import Tiles
-from tdkernels.ops.ep_dispatch_kernel import BY_INSTRUCTION, BY_INTEGERS
-from tests.aot import SHARED_MEMORY, compile_for
-from tests.ranks import DEVICE
+from tdkernels.ops.common.tile_config import Tiles
+from tdkernels.ops.experts.dispatch.kernel_dispatch import BY_INSTRUCTION, BY_INTEGERS
+from tests.support.aot import SHARED_MEMORY, compile_for
+from tests.support.ranks import DEVICE
 
 needs_no_gpu = pytest.mark.skipif(DEVICE == "cuda", reason="needs no GPU and takes minutes: `make test` runs it")
 

@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from tests.aot import TARGETS, assemble, product_loops, unwritten
 from tests.compiled.attention import ATTENTION, ODD_ATTENTION, compile_attention
 from tests.compiled.targets import BF16, FP32, needs_no_gpu
+from tests.support.aot import TARGETS, assemble, product_loops, unwritten
 
 pytestmark = needs_no_gpu
 

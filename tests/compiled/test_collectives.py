@@ -5,10 +5,10 @@ import re
 import pytest
 import torch
 
-from tdkernels.ops.collective_config import EXCHANGES
-from tests.aot import TARGETS, narrow
+from tdkernels.ops.collectives.config import EXCHANGES
 from tests.compiled.collectives import COLLECTIVES, compile_collective
 from tests.compiled.targets import BF16, FP16, FP32, needs_no_gpu
+from tests.support.aot import TARGETS, narrow
 
 pytestmark = needs_no_gpu
 

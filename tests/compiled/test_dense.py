@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from tdkernels.ops._tiles import Tiles
-from tdkernels.ops.ag_gemm_kernel import ag_gemm_kernel
-from tests.aot import SHARED_MEMORY, TARGETS, narrow
+from tdkernels.ops.common.tile_config import Tiles
+from tdkernels.ops.dense.ag_gemm.kernel import ag_gemm_kernel
 from tests.compiled.dense import COPYING, PRODUCTS, ROWS, K, N, compile_gemm
 from tests.compiled.targets import BF16, FP16, FP32, needs_no_gpu
+from tests.support.aot import SHARED_MEMORY, TARGETS, narrow
 
 pytestmark = needs_no_gpu
 

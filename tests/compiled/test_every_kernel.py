@@ -5,14 +5,14 @@ import pkgutil
 from importlib import import_module
 
 import tdkernels.ops
-from tdkernels.lang._jit import Kernel
+from tdkernels.lang.kernel import Kernel
 from tests.compiled.attention import attention_launches
 from tests.compiled.collectives import COLLECTIVES
 from tests.compiled.dense import ACROSS_NODES, ONE_SHOT, PRODUCTS
-from tests.compiled.expert_parallel import expert_launches
-from tests.compiled.expert_products import expert_layer_launches, grouped_launches, sliced_launches
+from tests.compiled.dispatch import expert_launches
+from tests.compiled.expert_gemm import expert_layer_launches, grouped_launches, sliced_launches
 from tests.compiled.flash_decode import decode_launch
-from tests.compiled.small import small_launches, small_launches_across_nodes
+from tests.compiled.helper_kernels import small_launches, small_launches_across_nodes
 from tests.compiled.targets import BF16, needs_no_gpu
 from tests.compiled.ulysses import ulysses_launches
 
@@ -35,7 +35,7 @@ def test_every_kernel_is_compiled_here():
         compiled |= {kernel for kernel, *_ in decode_launch("one token", "sm_90", nodes=nodes)}
     compiled |= {kernel for kernel, *_ in attention_launches("sm_90", BF16).values()}
     found = set()
-    for module in pkgutil.iter_modules(tdkernels.ops.__path__):
-        members = inspect.getmembers(import_module(f"tdkernels.ops.{module.name}"))
+    for module in pkgutil.walk_packages(tdkernels.ops.__path__, "tdkernels.ops."):
+        members = inspect.getmembers(import_module(module.name))
         found |= {value for name, value in members if isinstance(value, Kernel) and name.endswith("_kernel")}
     assert found == compiled

@@ -4,10 +4,10 @@ import re
 
 import pytest
 
-from tdkernels.ops.flash_decode_kernel import flash_decode_nodes_kernel
-from tests.aot import TARGETS
+from tdkernels.ops.attention.flash_decode.kernel import flash_decode_nodes_kernel
 from tests.compiled.flash_decode import decode_launch
 from tests.compiled.targets import BF16, FP16, FP32, compile_launches, needs_no_gpu
+from tests.support.aot import TARGETS
 
 pytestmark = needs_no_gpu
 

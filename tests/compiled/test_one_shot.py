@@ -4,12 +4,12 @@ import re
 
 import pytest
 
-from tdkernels.ops._tiles import LARGE
-from tdkernels.ops.ag_gemm_one_shot import ag_gemm_one_shot_kernel
-from tests.aot import SHARED_MEMORY, TARGETS, narrow
+from tdkernels.ops.common.tile_config import LARGE
+from tdkernels.ops.dense.ag_gemm.kernel_one_shot import ag_gemm_one_shot_kernel
 from tests.compiled.dense import ONE_SHOT, K, N, compile_one_shot
-from tests.compiled.expert_products import compile_grouped
+from tests.compiled.expert_gemm import compile_grouped
 from tests.compiled.targets import BF16, FP16, FP32, needs_no_gpu
+from tests.support.aot import SHARED_MEMORY, TARGETS, narrow
 
 pytestmark = needs_no_gpu
 

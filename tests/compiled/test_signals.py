@@ -2,7 +2,7 @@
 
 import re
 
-from tdkernels.ops.ag_gemm_kernel import ag_gemm_kernel
+from tdkernels.ops.dense.ag_gemm.kernel import ag_gemm_kernel
 from tests.compiled.attention import ODD_ATTENTION, compile_attention
 from tests.compiled.dense import ONE_SHOT, PRODUCTS, compile_gemm, compile_one_shot
 from tests.compiled.targets import BF16, needs_no_gpu

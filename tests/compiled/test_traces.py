@@ -5,32 +5,28 @@ import re
 import pytest
 import torch
 
-from tdkernels.ops import (
-    ag_attention_kernel,
-    moe_ag_gemm_kernel,
-    moe_gemm_rs_kernel,
-    ulysses_out_kernel,
-    ulysses_qkv_kernel,
-)
-from tdkernels.ops.flash_decode_kernel import flash_decode_kernel
+from tdkernels.ops.attention.ag_attention import kernel as ag_attention_kernel
+from tdkernels.ops.attention.flash_decode.kernel import flash_decode_kernel
+from tdkernels.ops.attention.ulysses import kernel_out, kernel_qkv
+from tdkernels.ops.experts.tp_moe import kernel_ag_gemm, kernel_gemm_rs
 from tdkernels.trace import clocks
-from tests.aot import TARGETS, compile_for, pointer
 from tests.compiled.attention import attention_launches
 from tests.compiled.dense import ONE_SHOT, PRODUCTS, compile_gemm, compile_one_shot
-from tests.compiled.expert_products import sliced_launches
+from tests.compiled.expert_gemm import sliced_launches
 from tests.compiled.flash_decode import decode_launch
 from tests.compiled.targets import BF16, compile_launches, needs_no_gpu
 from tests.compiled.ulysses import ulysses_launches
+from tests.support.aot import TARGETS, compile_for, pointer
 
 pytestmark = needs_no_gpu
 
 TRACED_LAUNCHES = {
     ag_attention_kernel.ag_attention_kernel: lambda arch: attention_launches(arch, BF16)["attention"],
     flash_decode_kernel: lambda arch: decode_launch("one token", arch)[0],
-    moe_ag_gemm_kernel.moe_ag_gemm_kernel: lambda arch: sliced_launches(arch, BF16)["rows, swiglu"],
-    moe_gemm_rs_kernel.moe_gemm_rs_kernel: lambda arch: sliced_launches(arch, BF16)["sums"],
-    ulysses_out_kernel.ulysses_out_kernel: lambda arch: ulysses_launches(arch, BF16)["out"],
-    ulysses_qkv_kernel.ulysses_qkv_kernel: lambda arch: ulysses_launches(arch, BF16)["qkv"],
+    kernel_ag_gemm.moe_ag_gemm_kernel: lambda arch: sliced_launches(arch, BF16)["rows, swiglu"],
+    kernel_gemm_rs.moe_gemm_rs_kernel: lambda arch: sliced_launches(arch, BF16)["sums"],
+    kernel_out.ulysses_out_kernel: lambda arch: ulysses_launches(arch, BF16)["out"],
+    kernel_qkv.ulysses_qkv_kernel: lambda arch: ulysses_launches(arch, BF16)["qkv"],
 }
 every_traced_kernel = pytest.mark.parametrize(
     "kernel", [*PRODUCTS, *ONE_SHOT, *TRACED_LAUNCHES], ids=lambda k: k.__name__

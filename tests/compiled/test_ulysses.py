@@ -4,10 +4,10 @@ import re
 
 import pytest
 
-from tdkernels.ops._tiles import Tiles
-from tests.aot import TARGETS, narrow
+from tdkernels.ops.common.tile_config import Tiles
 from tests.compiled.targets import BF16, FP32, needs_no_gpu
 from tests.compiled.ulysses import ULYSSES, compile_ulysses
+from tests.support.aot import TARGETS, narrow
 
 pytestmark = needs_no_gpu
 

@@ -7,10 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tdkernels.ops import _gemm_operands, ulysses_out_kernel, ulysses_qkv_kernel
-from tdkernels.ops.ulysses_config import UlyssesConfig
-from tests.aot import descriptor, recorded_launches
+from tdkernels.ops.attention.ulysses import kernel_out, kernel_qkv
+from tdkernels.ops.attention.ulysses.config import UlyssesConfig
+from tdkernels.ops.common import gemm_operands
 from tests.compiled.targets import BF16, compile_launches, tiles_for
+from tests.support.aot import descriptor, recorded_launches
 
 # The projections round an attention whose heads are divided, and their gradients, which have the weights the other way
 # round; of the second one with and without what is kept for a gradient.
@@ -29,16 +30,16 @@ def ulysses_launches(arch, dtype, sizes=(2, 256, 512, 256), bias=False, ranks=4,
     of_qkv, of_out = (torch.zeros(n, dtype=dtype) if bias else None for n in weight.shape)
     with contextlib.ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        patch.setattr(_gemm_operands, "has_tma", lambda device: arch in ("sm_90", "sm_100"))
-        patch.setattr(ulysses_out_kernel, "_push_bytes", lambda device: 32 << 10)
+        patch.setattr(gemm_operands, "has_tma", lambda device: arch in ("sm_90", "sm_100"))
+        patch.setattr(kernel_out, "_push_bytes", lambda device: 32 << 10)
         gathered = descriptor(dtype, (2, 256, 512), [1, tiles.block_m, tiles.block_k])
-        patch.setattr(ulysses_out_kernel, "_gathered_descriptor", lambda *_: gathered)
-        qkv = stack.enter_context(recorded_launches(ulysses_qkv_kernel, ranks))
-        out = stack.enter_context(recorded_launches(ulysses_out_kernel, ranks))
-        ulysses_qkv_kernel.launch("op", x, weight, of_qkv, batch, group, config)
-        ulysses_qkv_kernel.launch("op", x, weight.t().contiguous().t(), None, batch, group, config)
-        ulysses_out_kernel.launch("op", o, weight.t().contiguous(), of_out, batch, group, config)
-        ulysses_out_kernel.launch("op", o, weight.t(), None, batch, group, config, keep=True)
+        patch.setattr(kernel_out, "_gathered_descriptor", lambda *_: gathered)
+        qkv = stack.enter_context(recorded_launches(kernel_qkv, ranks))
+        out = stack.enter_context(recorded_launches(kernel_out, ranks))
+        kernel_qkv.launch("op", x, weight, of_qkv, batch, group, config)
+        kernel_qkv.launch("op", x, weight.t().contiguous().t(), None, batch, group, config)
+        kernel_out.launch("op", o, weight.t().contiguous(), of_out, batch, group, config)
+        kernel_out.launch("op", o, weight.t(), None, batch, group, config, keep=True)
     return dict(zip(ULYSSES, qkv + out, strict=True))
 
 

@@ -9,8 +9,8 @@ import tdkernels
 from tdkernels import PeerTimeoutError, PlanMismatchError
 from tdkernels import lang as td
 from tdkernels.symm import get_workspace
-from tests.lang.test_words import TIMEOUT_S, a_group, error_of, launch, prepared, run, signal_value, words
-from tests.ranks import device, on_ranks
+from tests.lang.test_primitives import TIMEOUT_S, a_group, error_of, launch, prepared, run, signal_value, words
+from tests.support.ranks import device, on_ranks
 
 BLOCK = 1024  # 64-bit words that each rank sends to each
 

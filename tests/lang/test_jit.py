@@ -20,8 +20,8 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tdkernels import lang as td
-from tdkernels.lang import _jit
-from tdkernels.lang._target import interpreter_yield
+from tdkernels.lang import interpreter as our_interpreter
+from tdkernels.lang.targets import interpreter_yield
 from tests.lang.gpu_tensor import gpu_tensor
 
 
@@ -181,7 +181,7 @@ def test_tensors_are_made_as_triton_makes_them():
     for _ in range(2):
         for number, kind in enumerate(KINDS):
             ours = tl.tensor.__new__(tl.tensor)
-            _jit._tensor_init(ours, number, kind)
+            our_interpreter._tensor_init(ours, number, kind)
             assert ours.type is kind and ours.dtype is kind.scalar
             assert _described(ours) == _described(tl.tensor(number, kind)), kind
 
@@ -191,7 +191,7 @@ def test_types_of_blocks_are_made_as_triton_makes_them(shape):
     for _ in range(2):
         for element_ty in (*TYPES, tl.pointer_type(tl.int8)):
             ours = tl.block_type.__new__(tl.block_type)
-            _jit._block_init(ours, element_ty, shape)
+            our_interpreter._block_init(ours, element_ty, shape)
             assert ours.element_ty is element_ty
             assert _described(ours) == _described(tl.block_type(element_ty, shape))
 
@@ -199,9 +199,9 @@ def test_types_of_blocks_are_made_as_triton_makes_them(shape):
 @pytest.mark.parametrize("shape", [[], [3], [2.0], [1 << 30], (4, 8)], ids=str)
 def test_a_shape_that_no_block_has_is_refused_each_time(shape):
     for known in ([2, 8], [4, 8], [2]):
-        _jit._block_init(tl.block_type.__new__(tl.block_type), tl.int32, known)
+        our_interpreter._block_init(tl.block_type.__new__(tl.block_type), tl.int32, known)
         with pytest.raises((AssertionError, TypeError, ValueError)):
-            _jit._block_init(tl.block_type.__new__(tl.block_type), tl.int32, shape)
+            our_interpreter._block_init(tl.block_type.__new__(tl.block_type), tl.int32, shape)
 
 
 @td.jit
@@ -216,7 +216,7 @@ def test_the_compiler_keeps_what_is_its_own(fails):
     before, found = (tl.tensor.__init__, tl.block_type.__init__), []
     with contextlib.suppress(InterpreterError):
         _asks[(1,)](lambda *inits: found.append(inits), fails, torch.zeros(1))
-    assert found == [(_jit._tensor_init, _jit._block_init)]
+    assert found == [(our_interpreter._tensor_init, our_interpreter._block_init)]
     assert (tl.tensor.__init__, tl.block_type.__init__) == before
 
 

@@ -5,8 +5,8 @@ import torch
 import triton.language as tl
 
 from tdkernels import lang as td
-from tests.lang.test_words import floats_to_round
-from tests.ranks import DEVICE, device, on_ranks
+from tests.lang.test_primitives import floats_to_round
+from tests.support.ranks import DEVICE, device, on_ranks
 
 
 @td.jit

@@ -11,11 +11,11 @@ import pytest
 import torch
 import triton.language as tl
 
-from tdkernels.lang import _rocshmem as words
 from tdkernels.lang import jit, target
-from tdkernels.symm._rocshmem_library import RocshmemError
-from tests.aot import compile_for, pointer
-from tests.ranks import DEVICE
+from tdkernels.lang import rocshmem as words
+from tdkernels.lang.rocshmem_library import RocshmemError
+from tests.support.aot import compile_for, pointer
+from tests.support.ranks import DEVICE
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="needs no GPU: `make test` runs it")
 

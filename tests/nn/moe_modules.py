@@ -9,9 +9,9 @@ import torch.distributed as dist
 
 import tdkernels
 from tdkernels.nn import EPMoE, Router, TPMoE, full_state_dict, replace_moe
-from tests.mixture import mixture
-from tests.ranks import device
-from tests.reference import assert_close
+from tests.support.dense_oracle import assert_close
+from tests.support.moe_oracle import mixture
+from tests.support.ranks import device
 
 KINDS = {"EPMoE": EPMoE, "TPMoE": TPMoE}
 E, K, H, I = 6, 2, 16, 12  # each divisible by 1, 2 and 3 ranks where it has to be

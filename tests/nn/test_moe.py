@@ -5,7 +5,7 @@ import torch
 
 from tdkernels.nn import Router
 from tests.nn import moe_modules
-from tests.ranks import on_ranks
+from tests.support.ranks import on_ranks
 
 each_kind = pytest.mark.parametrize("kind", list(moe_modules.KINDS))
 

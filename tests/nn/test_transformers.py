@@ -6,7 +6,7 @@ transformers is in the extra "models"; without it this is skipped.
 import pytest
 
 from tests.nn import transformers_models as models
-from tests.ranks import on_ranks
+from tests.support.ranks import on_ranks
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 

@@ -9,8 +9,8 @@ import torch.distributed as dist
 import tdkernels
 from tdkernels.nn import EPMoE, full_state_dict, replace_moe
 from tests.nn.moe_modules import KINDS, compare, part_of
-from tests.ranks import device
-from tests.reference import relative_error
+from tests.support.dense_oracle import relative_error
+from tests.support.ranks import device
 
 SEQUENCES, LENGTH, WORDS = 2, 3, 32
 SIZES = dict(

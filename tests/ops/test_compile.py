@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import tdkernels
-from tdkernels.ops._config import as_argument
-from tests.ranks import DEVICE, device, on_ranks
+from tdkernels.ops.common.config import as_argument
+from tests.support.ranks import DEVICE, device, on_ranks
 
 HIDDEN, INNER = 16, 24
 

@@ -5,9 +5,9 @@ import torch
 import torch.distributed as dist
 
 import tdkernels
-from tests.ops import collective
-from tests.ranks import DEVICE, a_group, device, on_ranks
-from tests.reference import OPERATORS, Case
+from tests.ops.collectives import cases as collective
+from tests.support.dense_oracle import OPERATORS, Case
+from tests.support.ranks import DEVICE, a_group, device, on_ranks
 
 pytestmark = pytest.mark.skipif(DEVICE == "cpu" or not torch.cuda.is_available(), reason="CUDA graphs need GPUs")
 

@@ -5,9 +5,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tdkernels import AgGemmConfig, GemmArConfig, GemmRsConfig, Tiles
-from tests.ops.dense import has_the_bits_of_rank_0
-from tests.ranks import DEVICE, on_ranks
-from tests.reference import OPERATORS, Case
+from tests.ops.dense.cases import has_the_bits_of_rank_0
+from tests.support.dense_oracle import OPERATORS, Case
+from tests.support.ranks import DEVICE, on_ranks
 
 # A GPU compiles a kernel for each tile, dtype and kind of alignment, so it gets fewer kinds and fewer examples.
 ON_GPU = DEVICE == "cuda"

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 import tdkernels
-from tdkernels.ops._collectives import all_gather_rows
-from tdkernels.ops.collective_config import default_config
+from tdkernels.ops.collectives.config import default_config
+from tdkernels.ops.common.torch_collectives import all_gather_rows
 from tdkernels.symm import resolve_group
 from tdkernels.symm.group import group_state
-from tests.ranks import DEVICE, device, on_ranks
+from tests.support.ranks import DEVICE, device, on_ranks
 
 pytestmark = pytest.mark.skipif(DEVICE == "cpu" or not torch.cuda.is_available(), reason="needs GPUs")
 

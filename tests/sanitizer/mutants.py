@@ -34,9 +34,9 @@ def mutated(kernel, old, new):
 class Mutant:
     """A bug and a way in which it is a race.
 
-    Attributes: way, a name of ``tests.ways``; module, kernel, old, new as for ``mutated``; file, which one of the two
-    accesses of a report has to name; calls that are made, and whether with a backward pass. It lets the ranks meet in
-    another operator after each call, which orders what would be a race without it.
+    Attributes: way, a name of ``tests.support.variants``; module, kernel, old, new as for ``mutated``; file, which one
+    of the two accesses of a report has to name; calls that are made, and whether with a backward pass. It lets the
+    ranks meet in another operator after each call, which orders what would be a race without it.
     """
 
     way: str
@@ -55,7 +55,7 @@ class Mutant:
 # The letters are those of the reliability report.
 MUTANTS = {
     "A: push_shard notifies before it puts": Mutant(
-        "ag_gemm push", "tdkernels.ops._gather_kernels", "push_shard",
+        "ag_gemm push", "tdkernels.ops.collectives.kernel_async_all_gather", "push_shard",
         "        td.put(dst, shard + start, tl.minimum(chunk_bytes, shard_bytes - start), COPY_WORDS)\n"
         "        # waiter: the peer's tiles of this chunk\n"
         "        td.notify(ctx, td.signal_at(ctx, half, me * num_chunks + chunk), peer, signal)",
@@ -65,45 +65,45 @@ MUTANTS = {
         "_gather_kernels.py",
     ),
     "C: a call always uses half 0": Mutant(
-        "ag_gemm push", "tdkernels.lang._call", "call",
+        "ag_gemm push", "tdkernels.lang.calls", "call",
         "(number % 2).to(tl.int32)", "(number * 0).to(tl.int32)", "_gather_kernels.py", 3, False,
     ),
     "F: begin_kernel does not wait": Mutant(
-        "ag_gemm copy_engine", "tdkernels.ops._gather_kernels", "begin_kernel",
+        "ag_gemm copy_engine", "tdkernels.ops.collectives.kernel_async_all_gather", "begin_kernel",
         "        td.wait_plan(ctx, td.ready_at(ctx, peer), signal, peer)", "        pass", "_gather.py", 3,
     ),
     "H: gemm_rs forwards without waiting for its own tiles": Mutant(
-        "gemm_rs forward", "tdkernels.ops._staging", "forward_item",
+        "gemm_rs forward", "tdkernels.ops.common.staging", "forward_item",
         '        td.wait(ctx, td.flag_at(ctx, staged + i), epoch, me, SCOPE="gpu")', "        pass", "_staging.py",
     ),
     "I: a one-shot sum does not wait": Mutant(
-        "gemm_ar one_shot", "tdkernels.ops.gemm_one_shot", "gemm_one_shot_kernel",
+        "gemm_ar one_shot", "tdkernels.ops.dense.kernel_one_shot", "gemm_one_shot_kernel",
         "td.wait_plan_all(ctx, td.signal_at(ctx, half, tile), tiles, signal)", "pass", "gemm_one_shot.py",
     ),
     "K: a release store is relaxed": Mutant(
-        "gemm_rs forward", "tdkernels.lang._memory", "store_release_if",
+        "gemm_rs forward", "tdkernels.lang.memory", "store_release_if",
         'sem="release", scope=SCOPE', 'sem="relaxed", scope=SCOPE', "_staging.py",
     ),
     "L: an acquire load is relaxed": Mutant(
-        "gemm_ar one_shot", "tdkernels.lang._memory", "load_acquire",
+        "gemm_ar one_shot", "tdkernels.lang.memory", "load_acquire",
         'sem="acquire", scope=SCOPE', 'sem="relaxed", scope=SCOPE', "gemm_one_shot.py",
     ),
     "a release between ranks has the scope of a GPU": Mutant(
-        "ag_gemm push", "tdkernels.lang._signal", "notify",
+        "ag_gemm push", "tdkernels.lang.signals", "notify",
         "store_release_if(remote, value, goes.to(tl.int32), SCOPE)",
         'store_release_if(remote, value, goes.to(tl.int32), "gpu")', "_gather_kernels.py",
     ),
     "an acquire between ranks has the scope of a GPU": Mutant(
-        "ag_gemm push", "tdkernels.lang._signal", "wait_plan",
+        "ag_gemm push", "tdkernels.lang.signals", "wait_plan",
         "_spin(ctx, signal_ptr, start, peer, SCOPE, 1)", '_spin(ctx, signal_ptr, start, peer, "gpu", 1)',
         "_gather_kernels.py",
     ),
     "arrive is relaxed": Mutant(
-        "gemm_ar one_shot split K", "tdkernels.lang._signal", "arrive",
+        "gemm_ar one_shot split K", "tdkernels.lang.signals", "arrive",
         'sem="acq_rel", scope="gpu"', 'sem="relaxed", scope="gpu"', "_few_rows.py",
     ),
     "a put that came by the network is awaited without await_put": Mutant(
-        "ag_gemm across nodes of 1", "tdkernels.ops._gather_nodes_kernels", "await_chunk",
+        "ag_gemm across nodes of 1", "tdkernels.ops.collectives.kernel_async_multinode", "await_chunk",
         "td.await_put(", "td.wait_plan(", "_gather_nodes_kernels.py",
     ),
 }  # fmt: skip

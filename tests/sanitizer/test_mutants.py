@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from tdkernels.lang import _memory
+from tdkernels.lang import memory
 from tdkernels.sanitizer import RaceError, record
-from tests.nodes import on_nodes
-from tests.ops.dense import config_for
-from tests.ranks import DEVICE, on_ranks
-from tests.reference import Case
+from tests.ops.dense.cases import config_for
 from tests.sanitizer.mutants import MUTANTS, mutated
-from tests.ways import WAYS
+from tests.support.dense_oracle import Case
+from tests.support.ranks import DEVICE, on_ranks
+from tests.support.simulated_nodes import on_nodes
+from tests.support.variants import WAYS
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="the race checker runs on CPU ranks")
 
@@ -79,5 +79,5 @@ def test_a_report_names_both_accesses_and_the_signal():
 
 def test_a_mutant_that_matches_nothing_fails():
     with pytest.raises(AssertionError, match="0 times in load_acquire"):
-        with mutated(_memory.load_acquire, "no such line", ""):
+        with mutated(memory.load_acquire, "no such line", ""):
             pass

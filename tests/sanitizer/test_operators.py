@@ -3,8 +3,8 @@
 import pytest
 
 from tdkernels.sanitizer import record
-from tests.ranks import DEVICE, on_ranks
-from tests.ways import WAYS
+from tests.support.ranks import DEVICE, on_ranks
+from tests.support.variants import WAYS
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="the race checker runs on CPU ranks")
 CALLS = 4

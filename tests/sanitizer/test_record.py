@@ -10,13 +10,13 @@ from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
 
 from tdkernels import lang as td
 from tdkernels import launch
-from tdkernels.lang._jit import Kernel
+from tdkernels.lang.kernel import Kernel
 from tdkernels.launch import RankError
-from tdkernels.ops._exchange import Exchange
+from tdkernels.ops.collectives.async_collective import Exchange
 from tdkernels.sanitizer import RaceError, record
 from tdkernels.symm import get_workspace, resolve_group
-from tests.nodes import on_nodes
-from tests.ranks import DEVICE, fresh_ranks, on_ranks
+from tests.support.ranks import DEVICE, fresh_ranks, on_ranks
+from tests.support.simulated_nodes import on_nodes
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="the race checker runs on CPU ranks")
 WORDS = 16

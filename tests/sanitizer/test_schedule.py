@@ -9,11 +9,11 @@ from tdkernels.launch import RankError
 from tdkernels.sanitizer import schedule
 from tdkernels.symm import get_workspace, resolve_group
 from tests.fuzz import fuzz
-from tests.ops.dense import config_for
-from tests.ranks import DEVICE, on_ranks
-from tests.reference import Case
+from tests.ops.dense.cases import config_for
 from tests.sanitizer.mutants import MUTANTS
-from tests.ways import WAYS
+from tests.support.dense_oracle import Case
+from tests.support.ranks import DEVICE, on_ranks
+from tests.support.variants import WAYS
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="the scheduler runs on CPU ranks")
 SEEDS = range(2)

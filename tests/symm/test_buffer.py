@@ -20,7 +20,8 @@ import torch.distributed as dist
 
 import tdkernels.symm.workspace as workspace_module
 from tdkernels.symm import allocate, get_workspace, resolve_group
-from tests.ranks import DEVICE, a_group, device, fresh_ranks, on_ranks
+from tdkernels.symm.backends import shm
+from tests.support.ranks import DEVICE, a_group, device, fresh_ranks, on_ranks
 
 ROOT = Path(__file__).parent.parent.parent
 # Never a multiple of what a page, a word or a vector holds, but for one.
@@ -131,7 +132,7 @@ def offering(**fields):
     def altered(value):
         return dumps({**value, **fields} if isinstance(value, dict) and "fd" in value else value)
 
-    with mock.patch("tdkernels.symm.shm.json.dumps", altered):
+    with mock.patch("tdkernels.symm.backends.shm.json.dumps", altered):
         yield
 
 
@@ -152,7 +153,7 @@ def opens_no_file_of_others(folder):
         for offer, message in offers:
             with a_group() as group, contextlib.ExitStack() as stack:
                 stack.enter_context(
-                    mock.patch("tdkernels.symm.shm.os.open", lambda *args: opened.append(args[0]) or really_open(*args))
+                    mock.patch.object(shm.os, "open", lambda *args: opened.append(args[0]) or really_open(*args))
                 )
                 if dist.get_rank() == 1:
                     stack.enter_context(offering(**offer))
@@ -247,7 +248,7 @@ def test_live_workspaces_keep_no_descriptors():
 
 
 def test_a_file_that_is_too_short_is_not_mapped():
-    from tdkernels.symm.shm import _map
+    from tdkernels.symm.backends.shm import _map
 
     with tempfile.TemporaryFile() as file:
         file.write(bytes(100))

@@ -9,9 +9,9 @@ import numpy
 import pytest
 import torch.distributed as dist
 
-from tdkernels.symm import heap, nvshmem
+from tdkernels.symm.backends import nvshmem, shmem_heap
 from tdkernels.symm.group import group_state, resolve_group
-from tests.ranks import on_ranks
+from tests.support.ranks import on_ranks
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ from tests.ranks import on_ranks
     ],
 )
 def test_first_fit(taken, nbytes, place):
-    assert heap.first_fit(taken, nbytes, 100) == place
+    assert shmem_heap.first_fit(taken, nbytes, 100) == place
 
 
 class _Runtime:
@@ -48,7 +48,7 @@ class _Runtime:
 
 def _places():
     """Addresses and numbers of what groups take one after the other, and of which sizes pieces were allocated."""
-    mine = heap.Heap(_Runtime(), 8192)
+    mine = shmem_heap.Heap(_Runtime(), 8192)
     pair, found = dist.new_group([0, 1]), []
     in_pair = dist.get_rank() < 2
     if in_pair:
@@ -88,14 +88,14 @@ OFFERS = [
 def test_what_is_no_number_becomes_no_address(offer, what):
     group = types.SimpleNamespace(exchange=lambda operator, text: [json.dumps(offer)])
     with pytest.raises(ValueError, match=f"{what} must be an integer from 0 to"):
-        heap.Heap(_Runtime(), 8192).take(group, 1000)
+        shmem_heap.Heap(_Runtime(), 8192).take(group, 1000)
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "many"])
 def test_a_heap_of_no_size(monkeypatch, text):
-    monkeypatch.setenv(heap.VARIABLE, text)
-    with pytest.raises(ValueError, match=f"{heap.VARIABLE} must be a positive number of MiB, not '{text}'"):
-        heap.heap_bytes()
+    monkeypatch.setenv(shmem_heap.VARIABLE, text)
+    with pytest.raises(ValueError, match=f"{shmem_heap.VARIABLE} must be a positive number of MiB, not '{text}'"):
+        shmem_heap.heap_bytes()
 
 
 # ---- NVSHMEM ----

@@ -17,9 +17,10 @@ from pathlib import Path
 
 import pytest
 
-from tdkernels.symm import _rocshmem_library, rocshmem
-from tdkernels.symm._rocshmem_library import UNIQUE_ID_BYTES, InitAttributes, RocshmemError, RocshmemLibrary
-from tests.ranks import DEVICE
+from tdkernels.lang import rocshmem_library
+from tdkernels.lang.rocshmem_library import UNIQUE_ID_BYTES, InitAttributes, RocshmemError, RocshmemLibrary
+from tdkernels.symm.backends import rocshmem
+from tests.support.ranks import DEVICE
 
 pytestmark = [
     pytest.mark.skipif(DEVICE == "cuda", reason="needs no GPU: `make test` runs it"),
@@ -226,7 +227,7 @@ def test_streams(on_pes):
 
 
 def a_life(rank, world_size, exchange):
-    _rocshmem_library._LONGEST = 100
+    rocshmem_library._LONGEST = 100
     runtime = rocshmem.start(rank, world_size, exchange)
     assert rocshmem.start(rank, world_size, exchange) is runtime, "the second start exchanges nothing"
     first, second = runtime.malloc(300), runtime.malloc(300)
@@ -509,9 +510,9 @@ def alone(monkeypatch):
     """No environment variable, no folder and no module says where a library is."""
     for name in (VARIABLE, "ROCSHMEM_HOME", "ROCM_PATH"):
         monkeypatch.delenv(name, raising=False)
-    folders = _rocshmem_library.library_folders
+    folders = rocshmem_library.library_folders
     elsewhere = lambda: [folder for folder in folders() if not str(folder).startswith(("/opt", "/usr"))]  # noqa: E731
-    monkeypatch.setattr(_rocshmem_library, "library_folders", elsewhere)
+    monkeypatch.setattr(rocshmem_library, "library_folders", elsewhere)
     monkeypatch.setattr(ctypes.util, "find_library", lambda name: None)
     return monkeypatch
 
@@ -530,7 +531,7 @@ def test_names_of_cxx(stand_in):
         pytest.skip("needs c++ and nm")
     symbols = subprocess.run(["nm", "-D", "--defined-only", stand_in(cxx=True)], capture_output=True, text=True)
     found = set(re.findall(r"\bT (_ZN8rocshmem\w+)", symbols.stdout))
-    assert found == {_rocshmem_library.mangled(name) for name in _rocshmem_library.SYMBOLS}
+    assert found == {rocshmem_library.mangled(name) for name in rocshmem_library.SYMBOLS}
     assert ctypes.sizeof(InitAttributes) == 144
 
 
@@ -543,30 +544,30 @@ def test_finds_the_library(alone, stand_in, tmp_path):
         install(tmp_path, "mine.so", library=stand_in()),
     ]
     alone.setenv("ROCM_PATH", str(rocm))
-    assert _rocshmem_library.load().path == str(paths[0])
+    assert rocshmem_library.load().path == str(paths[0])
     alone.setenv("ROCSHMEM_HOME", str(home))
-    assert _rocshmem_library.load().path == str(paths[1])
+    assert rocshmem_library.load().path == str(paths[1])
     alone.setitem(sys.modules, "_rocshmem4py", type(sys)("_rocshmem4py"))
     sys.modules["_rocshmem4py"].__file__ = str(extension)
-    assert _rocshmem_library.load().path == str(paths[2]), "what the program has imported it may have started"
+    assert rocshmem_library.load().path == str(paths[2]), "what the program has imported it may have started"
     alone.setenv(VARIABLE, str(paths[3]))
-    assert _rocshmem_library.load().path == str(paths[3])
+    assert rocshmem_library.load().path == str(paths[3])
 
 
 def test_finds_the_extension_that_is_not_imported(alone, stand_in, tmp_path):
     path = install(tmp_path, "_rocshmem4py.so", library=stand_in())
     alone.syspath_prepend(str(tmp_path))
-    assert _rocshmem_library.load().path == str(path)
+    assert rocshmem_library.load().path == str(path)
     assert "_rocshmem4py" not in sys.modules
 
 
 def test_finds_nothing(alone, tmp_path):
     alone.setenv("ROCSHMEM_HOME", str(tmp_path))
     with pytest.raises(RocshmemError, match=rf"was not found in {tmp_path}/lib, {tmp_path}/lib64. It needs rocSHMEM"):
-        _rocshmem_library.load()
+        rocshmem_library.load()
     install(tmp_path, "lib/librocshmem.a")
     with pytest.raises(RocshmemError, match=f"There is only a static archive, {tmp_path}/lib/librocshmem.a. It needs"):
-        _rocshmem_library.load()
+        rocshmem_library.load()
 
 
 @pytest.mark.parametrize("defines, words", [

@@ -4,9 +4,9 @@ import functools
 
 import torch
 
-from tdkernels.autotune.operator import tunable
+from tdkernels.autotune.tunable import tunable
 from tdkernels.trace.recording import record_operator
-from tests.ranks import on_ranks
+from tests.support.ranks import on_ranks
 
 # Operator, changes to the default config, and its sizes, such as M, N and K: multiples of the number of ranks or,
 # negative, as they are; and how its operands lie, if not as usual.

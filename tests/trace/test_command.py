@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tdkernels.__main__ import main
-from tests.nodes import thorough
+from tests.support.simulated_nodes import thorough
 
 ROOT = Path(__file__).parent.parent.parent
 SMALL = ["ag_gemm", "--shape", "128x64x32", "--dtype", "fp32", "--device", "cpu", "--world-size", "2"]
@@ -29,24 +29,24 @@ def test_it_writes_a_trace_and_a_picture_and_says_where_the_time_went(tmp_path):
 
 
 def check_drawing_anew(file):
-    picture = file.with_suffix(".png")
-    picture.unlink()
+    plot = file.with_suffix(".png")
+    plot.unlink()
     assert main(["trace", "--draw", str(file)]) == 0
-    assert picture.stat().st_size > 10_000
-    picture.unlink()
+    assert plot.stat().st_size > 10_000
+    plot.unlink()
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "matplotlib", None)
         assert main(["trace", "--draw", str(file)]) == 1
         assert main(["trace", "--draw", str(file), "--no-picture"]) == 0
-    assert not picture.exists()
+    assert not plot.exists()
 
 
 def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch):
-    from tdkernels.trace import picture
+    from tdkernels.trace import plot
 
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(picture.NoMatplotlib, match=r"tdkernels\[bench\]"):
-        picture.draw(None, tmp_path / "trace.png")
+    with pytest.raises(plot.NoMatplotlib, match=r"tdkernels\[bench\]"):
+        plot.draw(None, tmp_path / "trace.png")
 
 
 @pytest.mark.parametrize(

@@ -8,17 +8,17 @@ import torch
 import torch.distributed as dist
 
 import tdkernels
-from tdkernels.autotune.operator import tunable
 from tdkernels.autotune.problem import Problem
-from tdkernels.ops import _trace
+from tdkernels.autotune.tunable import tunable
+from tdkernels.runtime import recorder as _trace
 from tdkernels.symm import resolve_group
 from tdkernels.trace import Recorder, record
 from tdkernels.trace.clocks import offsets
 from tdkernels.trace.recording import _config
 from tdkernels.trace.summary import arrivals, headline, longest_waits, shares, tables
 from tdkernels.trace.timeline import ALL_PEERS, NO_PEER, make_trace, row_of
-from tests.nodes import thorough
-from tests.ranks import DEVICE, device, on_ranks
+from tests.support.ranks import DEVICE, device, on_ranks
+from tests.support.simulated_nodes import thorough
 from tests.trace.recorded import REPETITIONS, WAYS, problem, recordings
 
 each_way = pytest.mark.parametrize("way", WAYS)

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from tdkernels.trace import chrome
+from tdkernels.trace import perfetto
 from tdkernels.trace.summary import arrivals, shares, tables
 from tdkernels.trace.timeline import ALL_PEERS, KINDS, NO_PEER, make_trace
 
@@ -121,7 +121,7 @@ def test_a_program_that_noted_no_end_is_an_error():
 def test_the_file_is_what_perfetto_reads(tmp_path):
     trace = make_trace(two_ranks())
     path = tmp_path / "trace.json"
-    chrome.save(trace, path)
+    perfetto.save(trace, path)
     found = json.loads(path.read_text())
     complete = [event for event in found["traceEvents"] if event["ph"] == "X"]
     assert len(complete) == sum(map(len, trace.ranks))
@@ -134,29 +134,29 @@ def test_the_file_is_what_perfetto_reads(tmp_path):
     threads = {(e["pid"], e["tid"]) for e in named if e["name"] == "thread_name"}
     assert {(event["pid"], event["tid"]) for event in complete} == threads
     assert {e["pid"] for e in named if e["name"] == "process_name"} == {0, 1}
-    assert chrome.load(path) == trace
+    assert perfetto.load(path) == trace
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"otherData": {"world_size": 1}, "traceEvents": [{"ph": "X"}]}'])
 def test_what_is_no_trace_is_refused(text, tmp_path):
     (tmp_path / "some.json").write_text(text)
     with pytest.raises(ValueError, match="no trace of tdkernels"):
-        chrome.load(tmp_path / "some.json")
+        perfetto.load(tmp_path / "some.json")
 
 
 def test_the_picture_shows_what_was_done(tmp_path):
     pytest.importorskip("matplotlib")
     from PIL import Image
 
-    from tdkernels.trace import picture
+    from tdkernels.trace import plot
 
     trace = make_trace(two_ranks())
-    picture.draw(trace, tmp_path / "trace.png")
+    plot.draw(trace, tmp_path / "trace.png")
     image = Image.open(tmp_path / "trace.png").convert("RGB")
     pixels = dict((colour, count) for count, colour in image.getcolors(1 << 24))
 
     def area(kind):
-        value = picture._COLOURS[kind]
+        value = plot._COLOURS[kind]
         return pixels.get(tuple(int(value[i : i + 2], 16) for i in (1, 3, 5)), 0)
 
     assert area("multiplies") > area("pushes") > area("waits") > 1000
@@ -164,9 +164,9 @@ def test_the_picture_shows_what_was_done(tmp_path):
 
 
 def test_every_kind_has_a_colour_and_a_meaning():
-    from tdkernels.trace import picture
+    from tdkernels.trace import plot
 
-    assert picture._COLOURS.keys() == picture._MEANING.keys() == set(KINDS) - {"ends"}
+    assert plot._COLOURS.keys() == plot._MEANING.keys() == set(KINDS) - {"ends"}
 
 
 def test_a_trace_of_the_interpreter_has_a_row_for_each_program():

@@ -1,0 +1,164 @@
+"""One case, on the ranks: which methods there are, whether they are right, how long they take; and the rows of that."""
+
+import dataclasses
+import json
+
+import tdkernels
+from bench.core import graphs, harness
+from bench.dense import peers
+from bench.dense.operators import DTYPE
+from tdkernels.autotune.tunable import tunable
+from tdkernels.launch import rank_device
+
+PLAIN = ("gemm", "collective", "sequence")  # cuBLAS alone, NCCL alone, one after the other
+_COLD_BYTES = 256 << 20  # input sets take turns until this much has gone by: several times any L2 cache
+_MAX_SETS = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How to measure: ``peers`` by name, ``overrides`` of the default config as further methods, ``cuda_graph`` too."""
+
+    rounds: int
+    burst_ms: float
+    peers: tuple = ()
+    overrides: tuple = ()
+    cuda_graph: bool = False
+
+
+# ---- On the ranks ----
+
+
+@harness.measurement
+def measure(case, plan):
+    """[(method, whether in a CUDA graph, what ``harness.time_methods`` found with "config", or {"absent": why})]."""
+    sets = _input_sets(case)
+    calls, configs, absent = _methods(case, plan)
+    references = _references(case, sets[:2])  # two: our workspaces have two halves
+    for name in [name for name in calls if name not in PLAIN]:
+        if reason := _why_absent(name, calls[name], references):
+            absent[name] = reason
+            del calls[name]
+    _add_what_runs(configs, case, sets[0])
+    captured, not_captured = {}, {}
+    if plan.cuda_graph:
+        # Alone, cuBLAS and NCCL compute something else than the references say.
+        captured, not_captured = graphs.capture_all(calls, sets, references, unchecked=("gemm", "collective"))
+    del references
+    return timed(calls, captured, sets, plan, configs, absent, not_captured)
+
+
+def timed(calls, captured, sets, plan, configs, absent, not_captured):
+    """Time methods, eager and captured, in one run: what ``measure`` returns.
+
+    Args:     calls, captured, configs, absent, not_captured: dicts by the name of a method; the last two say why
+    """
+    methods = {(name, False): call for name, call in calls.items()}
+    methods |= {(name, True): graph for name, graph in captured.items()}
+    found = harness.time_methods(methods, sets, plan.rounds, plan.burst_ms)
+    tdkernels.synchronize()  # raises if a peer did not come in time while the clock ran
+    table = [(*key, {**times, "config": _as_dict(configs.get(key[0]))}) for key, times in found.items()]
+    table += [(name, False, {"absent": reason}) for name, reason in absent.items()]
+    return table + [(name, True, {"absent": reason}) for name, reason in not_captured.items()]
+
+
+def _input_sets(case):
+    sets = [case.inputs(0)]
+    nbytes = sets[0].x.nbytes + sets[0].weight.nbytes
+    count = max(2, min(_MAX_SETS, -(-_COLD_BYTES // nbytes)))
+    return sets + [case.inputs(seed) for seed in range(1, count)]
+
+
+def _methods(case, plan):
+    """({name: call}, {name: config}, {name: why it is absent}); "tdkernels" runs what is known to be best."""
+    direction = case.direction
+    calls, absent = peers.calls(case, plan.peers)
+    calls = {name: getattr(direction, name) for name in PLAIN} | calls | {"tdkernels": direction.ours(case, None)}
+    if case.backward:  # it chooses its own configs
+        return calls, {}, absent
+    configs = {}
+    default = configs["tdkernels-default"] = _default_config(case)
+    for number, override in enumerate(plan.overrides, 1):
+        name = f"c{number} {json.dumps(override)}"
+        try:
+            configs[name] = _override(default, override)
+        except TypeError as err:  # a field of another operator
+            absent[name] = str(err)
+    return calls | {name: direction.ours(case, config) for name, config in configs.items()}, configs, absent
+
+
+def _default_config(case):
+    """The overlapping config that the forward takes if nobody has tuned."""
+    return tunable(case.operator).default(case.problem(rank_device()), rank_device())
+
+
+def _override(config, overrides):
+    if "tiles" in overrides:
+        overrides = {**overrides, "tiles": dataclasses.replace(config.tiles, **overrides["tiles"])}
+    return dataclasses.replace(config, **overrides)
+
+
+def _add_what_runs(configs, case, inputs):
+    """The config that the call without one has taken."""
+    if not case.backward:
+        configs["tdkernels"] = tdkernels.explain(case.operator, inputs.x, inputs.weight).config
+
+
+def _as_dict(config):
+    return None if config is None else dataclasses.asdict(config)
+
+
+def _references(case, sets):
+    """Per set its operands, the results in fp32, and how far off torch + NCCL is in the dtype."""
+    sequence = case.direction.sequence
+    found = []
+    for s in sets:
+        operands = {name: getattr(s, name).float() for name in ("x", "weight", "dy") if hasattr(s, name)}
+        exact = sequence(type(s)(**operands))
+        found.append((s, exact, harness.errors(sequence(s), exact)))
+    return found
+
+
+def _why_absent(name, call, references):
+    """None if a method can be timed; raises where ours is wrong, or fails in its default config."""
+    reason = harness.why_it_fails(call, references[0][0])
+    wrong = None if reason else harness.why_it_is_wrong(call, references)
+    if (wrong and name not in peers.PEERS) or (reason and name.startswith("tdkernels")):
+        raise RuntimeError(f"{name}: {wrong or reason}")
+    return reason or wrong
+
+
+# ---- In the calling process ----
+
+
+def rows(case, found, link_gbps):
+    """One row a method: what was measured and what follows from it."""
+    eager = {method: times for method, graph, times in found if not graph}
+    gemm_ms, sequence_ms = eager["gemm"]["ms"], eager["sequence"]["ms"]
+    in_graph = {method: times.get("ms") for method, graph, times in found if graph}
+    wire_ms = case.wire_bytes / link_gbps / 1e6 if link_gbps else 0.0
+    table = []
+    for method, graph, times in found:
+        ms = times.get("ms")
+        both = ms is not None and method not in ("gemm", "collective")
+        # What runs in a graph is compared with what runs in a graph, where that could be captured.
+        base_ms = in_graph.get("sequence") if graph else sequence_ms
+        floor_ms = max((in_graph.get("gemm") or gemm_ms) if graph else gemm_ms, wire_ms)
+        table.append({
+            "op": case.operator,
+            "pass": "backward" if case.backward else "forward",
+            "shape": str(case.shape), "name": case.shape.name,
+            "m": case.shape.m, "n": case.shape.n, "k": case.shape.k, "dtype": str(DTYPE).removeprefix("torch."),
+            "method": method,
+            "graph": graph,
+            "absent": times.get("absent"),
+            "ms": ms, "host_ms": times.get("host_ms"), "burst": times.get("burst"),
+            "tflops": case.flops / ms / 1e9 if both or (ms and method == "gemm") else None,
+            "wire_gbps": case.wire_bytes / ms / 1e6 if both or (ms and method == "collective") else None,
+            "speedup": base_ms / ms if both and base_ms else None,
+            "floor_ms": floor_ms,
+            "efficiency": floor_ms / ms if both else None,
+            "link_gbps": link_gbps,
+            "config": times.get("config"),
+        })  # fmt: skip
+    return table

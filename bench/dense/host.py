@@ -1,0 +1,128 @@
+"""How long small calls take the host, and so take at all without a CUDA graph: ``python -m bench.dense.host``.
+
+A call is timed twice, of many in a row: until the host has launched it, and until the device has done it. Each runs by
+torch's sequence as a user would write it, by our call that takes torch's sequence, and by our kernels. Prints a line
+for each and adds rows to a file in ``--out``.
+"""
+
+import argparse
+import functools
+import json
+import statistics
+import time
+from datetime import datetime, timezone
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import tdkernels
+from bench.core import harness
+from bench.run import revision
+from tdkernels import autotune
+from tdkernels.autotune.timing import barrier, synchronize
+from tdkernels.launch import RankPool, pick_device, rank_device
+from tdkernels.ops.common.torch_collectives import all_gather_rows, all_reduce, reduce_scatter_rows
+
+ROWS, K, N, KEYS = 64, 4096, 1536, 1024  # of a product on a rank, and of a cache; for a collective, one row of 512
+REHEARSAL = 8, 16, 16, 16
+CALLS, WARM_UP, ROUNDS = 60, 30, 12
+SEQUENCE, BY_TORCH, OURS = "sequence", "ours by torch", "ours"
+
+
+def _methods():
+    """{operator: {method: a call}}"""
+    device, dtype = rank_device(), torch.bfloat16
+    rows, k, n, keys = (ROWS, K, N, KEYS) if device.type == "cuda" else REHEARSAL
+    ranks = dist.get_world_size()
+
+    def draw(*shape):
+        return torch.randn(shape, dtype=dtype, device=device)
+
+    shard, few = draw(-(-rows // ranks), k), draw(1, 512)
+    x, weight = draw(ranks * shard.shape[0], k), draw(n, k)
+    q, cache = draw(1, 32, 128), draw(1, keys, 8, 128)
+    lens = torch.full((1,), keys, dtype=torch.int32, device=device)
+
+    operands = {"ag_gemm": (shard, weight), "gemm_rs": (x, weight), "gemm_ar": (x, weight)}
+    operands |= {"all_reduce": (few,), "all_gather": (few,), "flash_decode": (q, cache, cache, lens)}
+    sequences = {
+        "ag_gemm": lambda: F.linear(all_gather_rows(shard), weight),
+        "gemm_rs": lambda: reduce_scatter_rows(F.linear(x, weight)),
+        "gemm_ar": lambda: all_reduce(F.linear(x, weight)), "all_reduce": lambda: all_reduce(few.clone()),
+        "all_gather": lambda: all_gather_rows(few),
+    }  # fmt: skip
+    found = {}
+    for operator, of_call in operands.items():
+        call, kind = getattr(tdkernels, operator), autotune.tunable.tunable(operator).config_class
+        by_torch = functools.partial(call, *of_call, config=kind(method="torch"))
+        plain = {SEQUENCE: sequences[operator]} if operator in sequences else {}
+        found[operator] = {**plain, BY_TORCH: by_torch, OURS: functools.partial(call, *of_call)}
+    return found
+
+
+@torch.no_grad()
+def measure():
+    """[(operator, method, us until it is launched, us until it is done)] of the slowest rank.
+
+    All take turns, round after round: a core of a shared machine is half as fast for seconds now and then.
+    """
+    device = rank_device()
+    on_gpu = device.type == "cuda"
+    calls = {(operator, method): call for operator, methods in _methods().items() for method, call in methods.items()}
+    times = {key: [] for key in calls}
+    with autotune.mode("off"):  # the fused kernel in its default config
+        for call in calls.values():
+            for _ in range(WARM_UP if on_gpu else 1):
+                call()
+        for _ in range(ROUNDS if on_gpu else 1):
+            for key, call in calls.items():
+                times[key].append(_time(call, device))
+        tdkernels.synchronize()
+    table = []
+    for (operator, method), pairs in times.items():
+        launched, done = zip(*pairs, strict=True)
+        slowest = harness.slowest((min(launched), statistics.median(done)))
+        table.append((operator, method, *[round(us, 1) for us in slowest]))
+    return table
+
+
+def _time(call, device):
+    """(us until a call is launched, until it is done), of many in a row."""
+    calls = CALLS if device.type == "cuda" else 2
+    barrier(device)
+    begin = time.perf_counter()
+    for _ in range(calls):
+        call()
+    launched = time.perf_counter() - begin
+    synchronize(device)
+    return launched / calls * 1e6, (time.perf_counter() - begin) / calls * 1e6
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--nproc", type=int, help="ranks; all GPUs by default, or 2")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results")
+    options = parser.parse_args()
+    ranks = options.nproc or (torch.cuda.device_count() if torch.cuda.device_count() > 1 else 2)
+    device = pick_device("auto", ranks)
+    with RankPool(ranks, device) as pool:
+        machine = pool.run(harness.machine)[0]
+        table = pool.run(measure)[0]
+    stamp = {"git": revision(), "date": datetime.now(timezone.utc).isoformat(timespec="seconds")}
+    rows = [{"op": operator, "what": "host", "method": method, "host_us": host, "call_us": call, **machine, **stamp}
+            for operator, method, host, call in table]  # fmt: skip
+    for row in rows:
+        print(f"{row['op']:13} {row['method']:14} {row['host_us']:8.1f} us launched {row['call_us']:8.1f} us done")
+    if device == "cpu":
+        print("On CPU ranks an interpreter runs the kernels: these times say nothing about a GPU, and are not kept.")
+        return
+    folder = options.out / f"{machine['gpu'].split()[-1].lower()}x{ranks}"
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "host.jsonl").open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+if __name__ == "__main__":
+    main()

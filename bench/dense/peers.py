@@ -1,0 +1,114 @@
+"""Other libraries' ways to compute the same. Which of them can run is found out on the ranks, by running them.
+
+A peer is a function of a Case; it returns a call on one set of operands, or raises Absent with the reason. A call that
+fails, or computes something else, makes its peer absent as well: none is left out in silence.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem  # defines torch.ops.symm_mem
+
+from bench.core import harness
+from bench.dense.operators import DTYPE
+from tdkernels.launch import rank_device
+from tdkernels.ops.common.torch_collectives import all_gather_beside, reduce_scatter_beside
+
+_FEW_ROWS = 2048
+_ONE_SHOT_BYTES = 512 << 10  # above, every rank reading everything costs more than a second step
+
+
+class Absent(Exception):
+    """Why a peer cannot be measured."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """``operators``: those that it has anything for. ``call``: from a Case to a function of its operands."""
+
+    operators: tuple
+    call: Callable
+
+
+def _torch_fused(case):
+    """torch's fused operators, those that its asynchronous tensor parallelism is made of."""
+    if case.backward:
+        raise Absent("measured for the forward only")
+    name = dist.group.WORLD.group_name
+    if case.operator == "ag_gemm":
+        fused = torch.ops.symm_mem.fused_all_gather_matmul
+        # For few rows it would use multicast, but not if it has to return what it gathered.
+        return_gathered = case.shape.m <= _FEW_ROWS
+        return lambda s: fused(s.x, [s.weight.t()], 0, name, return_A=return_gathered)[1][0]
+    fused = torch.ops.symm_mem.fused_matmul_reduce_scatter
+    return lambda s: fused(s.x, s.weight.t(), "sum", 0, name)
+
+
+def _nccl_async(case):
+    """What trainers such as Megatron-LM write: NCCL's collectives of the backward beside cuBLAS's products."""
+    if not case.backward:
+        raise Absent("measured for the backward only")
+
+    def call(s):
+        full = s.x.new_empty(case.ranks * s.x.shape[0], s.x.shape[1])
+        gathered = all_gather_beside(full, s.x)
+        partial = s.dy @ s.weight
+        gathered.wait()
+        dx = torch.empty_like(s.x)
+        scattered = reduce_scatter_beside(dx, partial)
+        dweight = s.dy.t() @ full
+        scattered.wait()
+        return dx, dweight
+
+    return call
+
+
+def _torch_symm_all_reduce(case):
+    """cuBLAS into symmetric memory, then torch's own all-reduce of it, in one or in two steps."""
+    if rank_device().type != "cuda":
+        raise Absent("torch's symmetric memory needs GPUs")
+    name = dist.group.WORLD.group_name
+    z = symm_mem.empty(case.shape.m, case.shape.n, dtype=DTYPE, device=rank_device())
+    symm_mem.rendezvous(z, name)
+    few = z.nbytes <= _ONE_SHOT_BYTES
+
+    def call(s):
+        torch.mm(s.x, s.weight.t(), out=z)
+        if few:
+            return torch.ops.symm_mem.one_shot_all_reduce(z, "sum", name)
+        return torch.ops.symm_mem.two_shot_all_reduce_(z, "sum", name)
+
+    return call
+
+
+PEERS = {
+    "torch-fused": Peer(("ag_gemm", "gemm_rs"), _torch_fused),
+    "nccl-async": Peer(("ag_gemm",), _nccl_async),
+    "torch-symm-all-reduce": Peer(("gemm_ar",), _torch_symm_all_reduce),
+}
+
+
+def calls(case, names):
+    """({name: call}, {name: why it is absent}) of those named that have anything for the operator."""
+    found, absent = {}, {}
+    for name in names:
+        if name not in PEERS or case.operator not in PEERS[name].operators:
+            continue
+        call, reason = _call_of(PEERS[name], case)
+        if harness.slowest([reason is not None])[0]:  # on any rank: all of them go on with the same peers
+            absent[name] = reason or "failed on another rank"
+        else:
+            found[name] = call
+    return found, absent
+
+
+def _call_of(peer, case):
+    """(call, None) or (None, why not)."""
+    try:
+        return peer.call(case), None
+    except Absent as reason:
+        return None, str(reason)
+    except Exception as err:
+        return None, f"{type(err).__name__}: {err}".splitlines()[0]

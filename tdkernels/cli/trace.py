@@ -1,0 +1,189 @@
+"""``python -m tdkernels trace``: start ranks, record one launch of an operator, show what its programs did and when."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import torch
+
+from tdkernels.cli.tune import DTYPES
+
+_TIMEOUT_S = 600.0
+_REPETITIONS = {"cuda": 7, "cpu": 3}
+_MAX_RANKS = 128
+_OPERATORS = (  # whose kernels note what they do
+    "ag_attention", "ag_gemm", "ep_combine", "ep_dispatch", "flash_decode", "gemm_ar", "gemm_rs", "moe_ag_gemm",
+    "moe_gemm_rs", "ulysses_out", "ulysses_qkv",
+)  # fmt: skip
+
+
+def add_arguments(parser):
+    parser.add_argument("operator", nargs="?", help=", ".join(_OPERATORS))
+    parser.add_argument(
+        "--shape", metavar="SIZES", help="of the whole problem, before ranks divide it: MxNxK of a product; as tune"
+    )
+    parser.add_argument("--layout", help='of the operands, as tune has it: "swiglu", "causal zigzag" …')
+    parser.add_argument(
+        "--world-size", "--nproc", "--tp", default="auto", metavar="W", help="ranks; auto: all GPUs, or 2 processes"
+    )
+    parser.add_argument(
+        "--config", type=_json_object, metavar="JSON",
+        help='fields of the default config to change: {"tiles": {"block_n": 128}}; left out: the best config known',
+    )  # fmt: skip
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    parser.add_argument("--repetitions", type=int, metavar="N", help="launches, of which the median is kept (7; 3)")
+    parser.add_argument("--out", type=Path, default=Path("traces"), metavar="DIR", help="where files go (traces)")
+    parser.add_argument("--no-picture", action="store_true", help="write no PNG, which needs matplotlib")
+    parser.add_argument("--draw", type=Path, metavar="FILE", help="record nothing; show a trace kept before, anew")
+
+
+def _json_object(text):
+    value = json.loads(text)
+    if not isinstance(value, dict) or not isinstance(value.get("tiles", {}), dict):
+        raise ValueError
+    return value
+
+
+_json_object.__name__ = "JSON object"  # argparse says it
+
+
+def main(options):
+    """Exit code 0; 1 if something failed on the way; 2 for arguments that make no sense."""
+    from tdkernels.launch import RankError
+
+    try:
+        if options.draw is not None:
+            from tdkernels.trace.perfetto import load
+
+            trace, path = load(options.draw), options.draw
+        else:
+            trace, path = _record(options)
+    except (ValueError, OSError) as error:
+        print(f"trace: {error}", file=sys.stderr)
+        return 2
+    except RankError as error:
+        print(f"trace: {error}", file=sys.stderr)
+        return 1
+    _print(trace)
+    print(f"for https://ui.perfetto.dev or chrome://tracing: {path}")
+    return 0 if options.no_picture else _draw(trace, path)
+
+
+def _record(options):
+    """Record as the options say: the Trace, and where it was saved."""
+    from tdkernels.launch import RankError, RankPool
+    from tdkernels.trace.perfetto import save
+    from tdkernels.trace.recording import record_operator
+    from tdkernels.trace.timeline import make_trace
+
+    shape, ranks, device = _problem(options)
+    options.out.mkdir(parents=True, exist_ok=True)
+    if device == "cpu":
+        print("On CPU ranks an interpreter runs the kernels: what they do is shown truly, their times mean nothing.")
+    repetitions = options.repetitions or _REPETITIONS[device]
+    with RankPool(ranks, device, timeout_s=_TIMEOUT_S) as pool:
+        try:
+            recordings = pool.run(
+                record_operator, options.operator, shape, DTYPES[options.dtype], options.config, repetitions,
+                options.layout,
+            )  # fmt: skip
+        except RankError as error:
+            if isinstance(error.exceptions[error.rank], ValueError):  # what only a rank could find out
+                raise error.exceptions[error.rank] from None
+            raise
+    trace = make_trace(recordings)
+    path = options.out / f"{_file_name(trace)}.json"
+    save(trace, path)
+    return trace, path
+
+
+def _problem(options):
+    """(M, N and K, number of ranks, kind of device); ValueError where they make no sense."""
+    from tdkernels.autotune.problem import Problem
+    from tdkernels.autotune.tunable import tunable
+    from tdkernels.launch import pick_device
+
+    if options.operator is None:
+        raise ValueError(f"say which operator: one of {', '.join(_OPERATORS)}")
+    if options.operator not in _OPERATORS:
+        raise ValueError(f"operator must be one of {', '.join(_OPERATORS)}, not {options.operator!r}")
+    tuned = tunable(options.operator)
+    sizes = "x".join(name.upper() for name in tuned.sizes)
+    if options.shape is None:
+        raise ValueError(f"say which shape: --shape {sizes}")
+    if not re.fullmatch(r"[1-9]\d*" + r"x[1-9]\d*" * (len(tuned.sizes) - 1), options.shape):
+        raise ValueError(
+            f"--shape must be {len(tuned.sizes)} positive whole numbers, {sizes}, not {options.shape!r}"
+        )  # fmt: skip
+    if options.repetitions is not None and options.repetitions < 1:
+        raise ValueError(f"--repetitions must be at least 1, not {options.repetitions}")
+    if options.out.exists() and not options.out.is_dir():
+        raise ValueError(f"--out: {options.out} is not a folder")
+    shape = tuple(map(int, options.shape.split("x")))
+    ranks = _num_ranks(options)
+    device = pick_device(options.device, ranks)
+    layout = options.layout or tuned.layouts[0]
+    problem = Problem.on(torch.device("cpu"), options.operator, shape, DTYPES[options.dtype], layout, ranks, ranks)
+    reason = tuned.why_not(problem)
+    if reason is not None:
+        raise ValueError(f"{options.operator} {options.shape}: {reason}")
+    return shape, ranks, device
+
+
+def _num_ranks(options):
+    gpus = torch.cuda.device_count() if options.device != "cpu" else 0
+    text = options.world_size
+    if text == "auto":
+        return gpus if gpus > 1 else 2
+    if not text.isdigit() or not 2 <= int(text) <= _MAX_RANKS:
+        raise ValueError(f"--world-size must be auto or a number from 2 to {_MAX_RANKS}, not {text!r}")
+    if int(text) > gpus > 1:
+        raise ValueError(f"--world-size: {text} ranks need as many GPUs, and torch sees {gpus} (--device cpu: none)")
+    return int(text)
+
+
+def _file_name(trace):
+    from tdkernels.autotune.problem import slug
+
+    about = trace.about
+    gpu = slug(about["gpu"].removeprefix("NVIDIA "))
+    return f"{about['operator']}-{about['shape']}-{about['dtype']}-{gpu}x{about['world_size']}"
+
+
+def _print(trace):
+    from tdkernels.trace.summary import headline, tables
+
+    for title, columns, rows in tables(trace):
+        _print_table(title, columns, rows)
+    print(headline(trace))
+    print(f"config: {trace.about['config']}")
+
+
+def _print_table(title, columns, rows):
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:  # where torch is installed and nothing else should be
+        print("\n".join([title, *("\t".join(line) for line in [columns, *rows])]))
+        return
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for column in columns:
+        table.add_column(column, justify="right")
+    for row, following in zip(rows, [*rows[1:], None]):
+        table.add_row(*row, end_section=following is not None and following[0] != row[0] and "program" in columns)
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
+
+
+def _draw(trace, path):
+    from tdkernels.trace.plot import NoMatplotlib, draw
+
+    picture = path.with_suffix(".png")
+    try:
+        draw(trace, picture)
+    except NoMatplotlib as error:
+        print(f"trace: {error}; then python -m tdkernels trace --draw {path}", file=sys.stderr)
+        return 1
+    print(f"picture: {picture}")
+    return 0

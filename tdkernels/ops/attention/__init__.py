@@ -1,0 +1,1 @@
+"""Attention with sequences or caches that are divided between the ranks."""

@@ -1,0 +1,321 @@
+"""The kernels behind the gradients of k and v of ag_attention, with tickets, pushes and waits as in its forward.
+
+Every rank keeps its own keys, and what is pushed are queries, the gradients of what they have attended to, and two
+numbers a row, the statistics. A tile of keys goes through all queries that see it, of all ranks and of all heads that
+share it, so nothing has to be added up between ranks or programs.
+"""
+
+import torch
+import triton.language as tl
+
+from tdkernels import lang as td
+from tdkernels.ops.attention.ag_attention.kernel import (
+    bases_of,
+    gathered_descriptor,
+    mask_of,
+    plan_fields,
+    resident_programs,
+    shard_descriptor,
+    slot_size,
+    straddles,
+    uses_tma,
+    width_of,
+    widths_of,
+)
+from tdkernels.ops.attention.tile import (
+    ALL,
+    LOG2_E,
+    STAT_ROWS,
+    accumulate,
+    await_chunks,
+    await_peers,
+    blocks_of,
+    chunks_of,
+    load_rows,
+    pieces_of,
+    push_rows,
+    queries_seeing,
+    slot_bytes,
+    store_rows_of,
+)
+from tdkernels.ops.common import gemm_operands
+from tdkernels.runtime.kernel_launch import Launch, alone_on, launch_kept, to_be_made
+from tdkernels.symm import get_workspace
+
+_COPY_WORDS = 4096
+_STAT_BLOCK = 64  # rows of a program that makes statistics
+
+
+# ---- statistics: of each row and head the logarithm of the sum of weights, and the part of the gradient all share ----
+
+
+@td.jit
+def _stat_places(row, head, heads, BLOCK: tl.constexpr, WHICH: tl.constexpr):
+    """Where the statistics of rows from ``row`` on are, of one head: [rows / STAT_ROWS, 2, heads, STAT_ROWS]."""
+    first = ((row // STAT_ROWS).to(tl.int64) * 2 + WHICH) * heads + head
+    offs = row % STAT_ROWS + tl.arange(0, BLOCK)
+    return first * STAT_ROWS + (offs // STAT_ROWS * (2 * STAT_ROWS) * heads + offs % STAT_ROWS)
+
+
+@td.jit
+def load_stats(at, first_row, head, heads, row, rows, BLOCK: tl.constexpr, WHICH: tl.constexpr):
+    """One of the statistics, WHICH, of rows of one head; zeros past the shard."""
+    places = _stat_places(first_row + row, head, heads, BLOCK, WHICH)
+    return tl.load(td.pointer_to(at, tl.float32) + places, mask=tl.arange(0, BLOCK) < rows - row, other=0.0)
+
+
+@td.jit(do_not_specialize=["positions", "heads"])
+def ag_attention_stats_kernel(
+    o_ptr, do_ptr, lse_ptr, dlse_ptr, stats_ptr, positions, heads,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Statistics of a block of rows of one head; needs no peer."""
+    DTYPE: tl.constexpr = o_ptr.dtype.element_ty
+    head = tl.program_id(0) % heads
+    row = tl.program_id(0) // heads * BLOCK
+    o = load_rows(
+        None, o_ptr.to(tl.int64), 0, 0, 0, head, heads, row, positions, DTYPE, DV, BLOCK, BLOCK_DV, False, False
+    )  # fmt: skip
+    do = load_rows(
+        None, do_ptr.to(tl.int64), 0, 0, 0, head, heads, row, positions, DTYPE, DV, BLOCK, BLOCK_DV, False, False
+    )  # fmt: skip
+    delta = td.sum_of(td.to_float32(o) * td.to_float32(do), 1)
+    offs = row + tl.arange(0, BLOCK)
+    inside = offs < positions
+    places = offs.to(tl.int64) * heads + head
+    if dlse_ptr is not None:
+        delta -= tl.load(dlse_ptr + places, mask=inside, other=0.0)
+    lse = tl.load(lse_ptr + places, mask=inside, other=0.0)
+    tl.store(stats_ptr + _stat_places(row, head, heads, BLOCK, 0), lse * LOG2_E, mask=inside)
+    tl.store(stats_ptr + _stat_places(row, head, heads, BLOCK, 1), delta, mask=inside)
+
+
+# ---- the gradients of k and v ----
+
+
+@td.jit
+def _dkv_blocks(
+    dk, dv, k, v, q_desc, do_desc, q_at, do_at, stats_at, plane, sheet, first_row, kv_head, heads,
+    begin, first, last, starts, rows, scale,
+    DTYPE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, USE_TMA: tl.constexpr, MASKED: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """(dk, dv) with what blocks ``first`` to ``last`` of queries of one shard add, of the group's heads.
+
+    Blocks are counted from query ``begin`` on. If MASKED, a key is seen by queries from its start on. Heads are what
+    changes fastest, so that sums do not depend on where a segment ends. Queries past the shard are zeros. One loop with
+    a mask and one without, one after the other, ptxas would not let run their products at the same time.
+    """
+    for turn in tl.range(first * GROUP, last * GROUP, num_stages=STAGES):
+        row = begin + turn // GROUP * BLOCK_Q
+        head = kv_head * GROUP + turn % GROUP
+        q = load_rows(
+            q_desc, q_at, plane, sheet, first_row, head, heads, row, rows, DTYPE, D, BLOCK_Q, BLOCK_D, USE_TMA, False
+        )  # fmt: skip
+        lse = load_stats(stats_at, first_row, head, heads, row, rows, BLOCK_Q, 0)
+        delta = load_stats(stats_at, first_row, head, heads, row, rows, BLOCK_Q, 1)
+        do = load_rows(
+            do_desc, do_at, plane, sheet, first_row, head, heads, row, rows,
+            DTYPE, DV, BLOCK_Q, BLOCK_DV, USE_TMA, False,
+        )  # fmt: skip
+        zeros = tl.full((BLOCK_K, BLOCK_Q), 0.0, tl.float32)
+        weights = tl.exp2(td.dot(k, q.T, zeros, PRECISION) * scale - lse[None, :])
+        if MASKED:
+            offs = row + tl.arange(0, BLOCK_Q)
+            weights = tl.where(offs[None, :] >= starts[:, None], weights, 0.0)
+        dweights = td.dot(v, do.T, zeros, PRECISION)
+        dv = accumulate(dv, weights, do, PRECISION)
+        dk = accumulate(dk, weights * (dweights - delta[None, :]), q, PRECISION)
+    return dk, dv
+
+
+@td.jit
+def _own_starts(row, BLOCK_K: tl.constexpr, MASK: tl.constexpr):
+    """(starts of a tile's keys among our own queries, the first of them)."""
+    offs = row + tl.arange(0, BLOCK_K)
+    if MASK == ALL:
+        return offs * 0, row * 0
+    else:
+        return offs, row
+
+
+@td.jit
+def _far_starts(row, source, me, rows, BLOCK_K: tl.constexpr, MASK: tl.constexpr):
+    """(starts of a tile's keys among another rank's queries, the first of them)."""
+    of_first, of_second = queries_seeing(source, me, rows, MASK)
+    piece = pieces_of(rows)
+    starts = tl.where(row + tl.arange(0, BLOCK_K) < piece, of_first, of_second)
+    return starts, tl.where(row < piece, of_first, of_second)
+
+
+@td.jit(do_not_specialize=["batch", "rows", "heads", "kv_heads", "plan", "num_comm", "chunk_rows"])
+def ag_attention_dkv_kernel(
+    ctx, q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dk_ptr, dv_ptr, k_desc, v_desc, q_desc, do_desc, far_q_desc,
+    far_do_desc, scale, batch, rows, heads, kv_heads, plan, num_comm, chunk_rows,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, MASK: tl.constexpr, ELEM_BYTES: tl.constexpr,
+    GROUP: tl.constexpr, STRADDLES: tl.constexpr, USE_TMA: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, COPY_WORDS: tl.constexpr,
+):  # fmt: skip
+    """The gradients of k and v: tiles of keys, of which the first are seen by most queries and come first."""
+    DTYPE: tl.constexpr = q_ptr.dtype.element_ty
+    me, ranks = td.rank(ctx), td.num_ranks(ctx)
+    epoch, half, signal = td.call(ctx, plan)
+    positions = batch * rows
+    num_chunks = (positions + chunk_rows - 1) // chunk_rows
+    q_bytes, do_bytes = heads * (D * ELEM_BYTES), heads * (DV * ELEM_BYTES)
+    stat_bytes = heads * (2 * 4 * STAT_ROWS)
+    q_slot, do_slot = slot_bytes(positions, q_bytes), slot_bytes(positions, do_bytes)
+    stat_slot = slot_bytes((positions + STAT_ROWS - 1) // STAT_ROWS, stat_bytes)
+    tiles = (rows + BLOCK_K - 1) // BLOCK_K * batch * kv_heads
+    pieces = num_comm + tiles + tl.where(ranks > 1, 1, 0)
+    known = tl.full((), 0, tl.int32)
+
+    piece = td.ticket_of(td.take_first_ticket(ctx, signal))
+    while piece < pieces:
+        if piece < num_comm:
+            push_rows(
+                ctx, half, signal, piece, num_comm, rows, positions, chunk_rows, q_ptr.to(tl.int64), q_bytes,
+                do_ptr.to(tl.int64), do_bytes, stats_ptr.to(tl.int64), stat_bytes, MASK, True, COPY_WORDS,
+                (None, 0),
+            )  # fmt: skip
+            answer = td.take_ticket(ctx)
+        elif piece >= num_comm + tiles:
+            await_peers(ctx, half, signal, num_chunks)
+            answer = td.take_ticket(ctx)
+        else:
+            tile = piece - num_comm
+            row = tile // (batch * kv_heads) * BLOCK_K
+            entry = tile % (batch * kv_heads) // kv_heads
+            kv_head = tile % kv_heads
+            first_row = entry * rows
+            k = load_rows(
+                k_desc, k_ptr.to(tl.int64), 0, entry, first_row, kv_head, kv_heads, row, rows,
+                DTYPE, D, BLOCK_K, BLOCK_D, USE_TMA, False,
+            )  # fmt: skip
+            v = load_rows(
+                v_desc, v_ptr.to(tl.int64), 0, entry, first_row, kv_head, kv_heads, row, rows,
+                DTYPE, DV, BLOCK_K, BLOCK_DV, USE_TMA, False,
+            )  # fmt: skip
+            dk = tl.full((BLOCK_K, BLOCK_D), 0.0, tl.float32)
+            dv = tl.full((BLOCK_K, BLOCK_DV), 0.0, tl.float32)
+            starts, begin = _own_starts(row, BLOCK_K, MASK)
+            q_at, do_at, stats_at = q_ptr.to(tl.int64), do_ptr.to(tl.int64), stats_ptr.to(tl.int64)
+            dk, dv = _dkv_blocks(
+                dk, dv, k, v, q_desc, do_desc, q_at, do_at, stats_at, 0, entry, first_row, kv_head, heads,
+                begin, 0, (rows - begin + BLOCK_Q - 1) // BLOCK_Q, starts, rows, scale * LOG2_E,
+                DTYPE, D, DV, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_K, GROUP, USE_TMA, MASK != ALL, PRECISION, STAGES,
+            )  # fmt: skip
+            for step in range(1, ranks):
+                source = (me + ranks - step) % ranks
+                starts, begin = _far_starts(row, source, me, rows, BLOCK_K, MASK)
+                before = (step - 1) * num_chunks
+                segments, last_chunk = chunks_of(first_row, begin, rows, chunk_rows, known, before)
+                for segment in range(0, segments):
+                    chunk, start, stop = blocks_of(
+                        segment, segments, last_chunk, first_row, begin, rows, chunk_rows, BLOCK_Q
+                    )  # fmt: skip
+                    at = await_chunks(
+                        ctx, half, signal, td.data_at(ctx, half, me), known, before + chunk + 1, rows, positions,
+                        chunk_rows, MASK, True, USE_TMA,
+                    )  # fmt: skip
+                    known = tl.maximum(known, before + chunk + 1)
+                    q_at, do_at = at + source * q_slot, at + ranks * q_slot + source * do_slot
+                    stats_at = at + ranks * (q_slot + do_slot) + source * stat_slot
+                    dk, dv = _dkv_blocks(
+                        dk, dv, k, v, far_q_desc, far_do_desc, q_at, do_at, stats_at, half, source * batch + entry,
+                        first_row, kv_head, heads, begin, start, stop, starts, rows, scale * LOG2_E,
+                        DTYPE, D, DV, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_K, GROUP, USE_TMA, STRADDLES, PRECISION, STAGES,
+                    )  # fmt: skip
+            answer = td.take_ticket(ctx)
+            store_rows_of(dk_ptr, dk * scale, first_row, kv_head, kv_heads, row, rows, D, BLOCK_K, BLOCK_D)
+            store_rows_of(dv_ptr, dv, first_row, kv_head, kv_heads, row, rows, DV, BLOCK_K, BLOCK_DV)
+        piece = td.ticket_of(answer)
+    td.finish(ctx)
+
+
+# For tdkernels.sanitizer: ``known`` keeps what a program has waited for from one tile to the next.
+ag_attention_dkv_kernel.program_keeps = "waits"
+
+
+# ---- launchers ----
+
+
+def constants_of(q, k, v, causal, sharding):
+    """The constexpr arguments that both gradients take."""
+    block_d, block_dv = widths_of(q, v)
+    return {
+        "D": q.shape[3], "DV": v.shape[3], "BLOCK_D": block_d, "BLOCK_DV": block_dv,
+        "MASK": mask_of(causal, sharding), "ELEM_BYTES": q.element_size(), "USE_TMA": uses_tma(q, k, v),
+        "PRECISION": gemm_operands.dot_precision(q.dtype), "COPY_WORDS": _COPY_WORDS,
+    }  # fmt: skip
+
+
+def statistics(o, do, lse, dlse):
+    """What both gradients need of each row, [rows / 16, 2, Hq, 16] fp32."""
+    workspace = alone_on(o.device)
+    return launch_kept(
+        workspace, ("ag_attention statistics",), (o, do, lse, dlse), lambda *of: _prepare_statistics(workspace, of)
+    )[0]
+
+
+def _prepare_statistics(workspace, operands):
+    batch, rows, heads, dv = operands[0].shape
+    positions = batch * rows
+    stats = to_be_made(
+        operands[0], -(-positions // STAT_ROWS.value), 2, heads, STAT_ROWS.value, dtype=torch.float32
+    )  # fmt: skip
+    args = *operands, stats, positions, heads
+    constants = {"DV": dv, "BLOCK_DV": width_of(dv), "BLOCK": _STAT_BLOCK, "num_warps": 4}
+    grid = (-(-positions // _STAT_BLOCK) * heads,)
+    return Launch(workspace, ag_attention_stats_kernel, grid, args, constants, operands, [stats], [])
+
+
+def launch_dkv(q, k, v, do, stats, causal, sharding, scale, group, config):
+    """The gradients of k and v."""
+    workspace = get_workspace(group, q.device, "ag_attention_dkv")
+    call = causal, sharding, scale, config
+    return launch_kept(
+        workspace, (*call, gemm_operands.dot_precision(q.dtype)), (q, k, v, do, stats),
+        lambda *of: _prepare_dkv(workspace, *of, *call),
+    )  # fmt: skip
+
+
+def _prepare_dkv(workspace, q, k, v, do, stats, causal, sharding, scale, config):
+    ranks, (batch, rows, heads, _) = workspace.world_size, q.shape
+    fields = {"gradient": "k and v", **plan_fields(q, k, v, causal, sharding, scale, config)}
+    num_chunks = -(-batch * rows // config.chunk_rows)
+    half_bytes = ranks * (slot_size(q) + slot_size(do) + slot_size(stats)) if ranks > 1 else 256
+    plan = workspace.prepare("ag_attention", fields, half_bytes, ranks * num_chunks + ranks)
+    num_comm = config.num_comm_sms if ranks > 1 else 0
+    made = to_be_made(k, *k.shape), to_be_made(v, *v.shape)
+    descriptors = _dkv_descriptors(workspace, q, k, v, do, ranks, config)
+    args = (
+        workspace.ctx, q, k, v, do, stats, *made, *descriptors, scale, batch, rows, heads, k.shape[2], plan, num_comm,
+        config.chunk_rows,
+    )  # fmt: skip
+    constants = {
+        "BLOCK_Q": config.dkv_block_q, "BLOCK_K": config.dkv_block_k, "STAGES": config.dkv_num_stages,
+        "GROUP": heads // k.shape[2], "STRADDLES": straddles(rows, config.dkv_block_k, causal, sharding),
+        **constants_of(q, k, v, causal, sharding), "num_warps": config.dkv_num_warps,
+        "num_stages": config.dkv_num_stages,
+    }  # fmt: skip
+    pieces = num_comm + -(-rows // config.dkv_block_k) * batch * k.shape[2] + (ranks > 1)
+    grid = (min(pieces, resident_programs(q.device, config.dkv_num_warps)),)
+    fixed = workspace.ctx, *bases_of(descriptors[-2:])
+    return Launch(workspace, ag_attention_dkv_kernel, grid, args, constants, (q, k, v, do, stats), made, fixed)
+
+
+def _dkv_descriptors(workspace, q, k, v, do, ranks, config):
+    """Of k, v, q and do, and of all ranks' q and do; None where the kernel takes none."""
+    if not uses_tma(q, k, v):
+        return (None,) * 6
+    widths = widths_of(q, do)
+    own_k, own_v = (shard_descriptor(x, config.dkv_block_k, width) for x, width in zip((k, v), widths))
+    own_q, own_do = (shard_descriptor(x, config.dkv_block_q, width) for x, width in zip((q, do), widths))
+    if ranks == 1:
+        return own_k, own_v, own_q, own_do, own_q, own_do
+    far_q = gathered_descriptor(workspace, 0, q, ranks, config.dkv_block_q, widths[0])
+    far_do = gathered_descriptor(workspace, ranks * slot_size(q), do, ranks, config.dkv_block_q, widths[1])
+    return own_k, own_v, own_q, own_do, far_q, far_do

@@ -1,0 +1,207 @@
+"""The kernel behind the gradient of q of ag_attention, and all that its backward launches.
+
+The gradient of q goes through the keys like the forward, and they are pushed again. Those of k and v have a kernel of
+their own (``ag_attention_dkv_kernel``).
+"""
+
+import triton.language as tl
+
+from tdkernels import lang as td
+from tdkernels.ops.attention.ag_attention.kernel import (
+    bases_of,
+    far_limits,
+    key_descriptors,
+    own_blocks,
+    plan_fields,
+    prepare_keys,
+    query_tile,
+    resident_programs,
+    shard_descriptor,
+    straddles,
+    uses_tma,
+    widths_of,
+)
+from tdkernels.ops.attention.ag_attention.kernel_dkv import constants_of, launch_dkv, load_stats, statistics
+from tdkernels.ops.attention.tile import (
+    LOG2_E,
+    accumulate,
+    await_chunks,
+    await_peers,
+    blocks_of,
+    chunks_of,
+    load_rows,
+    push_rows,
+    slot_bytes,
+    store_rows_of,
+)
+from tdkernels.ops.common import gemm_operands
+from tdkernels.runtime.kernel_launch import Launch, launch_kept, to_be_made
+from tdkernels.symm import get_workspace
+
+
+@td.jit
+def _dq_blocks(
+    dq, q, do, lse, delta, k_desc, v_desc, k_at, v_at, plane, sheet, first_row, head, heads, first, last, limits, stop,
+    scale, DTYPE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, USE_TMA: tl.constexpr, MASKED: tl.constexpr, CLEAN: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """dq with what blocks ``first`` to ``last`` of the keys of one shard add to it; arguments as of ``_attend``."""
+    for block in tl.range(first, last, num_stages=STAGES):
+        row = block * BLOCK_K
+        k = load_rows(
+            k_desc, k_at, plane, sheet, first_row, head, heads, row, stop,
+            DTYPE, D, BLOCK_K, BLOCK_D, USE_TMA, CLEAN,
+        )  # fmt: skip
+        v = load_rows(
+            v_desc, v_at, plane, sheet, first_row, head, heads, row, stop,
+            DTYPE, DV, BLOCK_K, BLOCK_DV, USE_TMA, CLEAN,
+        )  # fmt: skip
+        zeros = tl.full((BLOCK_Q, BLOCK_K), 0.0, tl.float32)
+        weights = tl.exp2(td.dot(q, k.T, zeros, PRECISION) * scale - lse[:, None])
+        if MASKED:
+            offs = row + tl.arange(0, BLOCK_K)
+            weights = tl.where(offs[None, :] < limits[:, None], weights, 0.0)
+        dweights = td.dot(do, v.T, zeros, PRECISION)
+        dq = accumulate(dq, weights * (dweights - delta[:, None]), k, PRECISION)
+    return dq
+
+
+@td.jit(do_not_specialize=["batch", "rows", "heads", "kv_heads", "plan", "num_comm", "chunk_rows"])
+def ag_attention_dq_kernel(
+    ctx, q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dq_ptr, q_desc, do_desc, k_desc, v_desc, far_k_desc, far_v_desc,
+    scale, batch, rows, heads, kv_heads, plan, num_comm, chunk_rows,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, MASK: tl.constexpr, ELEM_BYTES: tl.constexpr,
+    STRADDLES: tl.constexpr, USE_TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    COPY_WORDS: tl.constexpr,
+):  # fmt: skip
+    """The gradient of q, piece by piece as ``ag_attention_kernel``."""
+    DTYPE: tl.constexpr = q_ptr.dtype.element_ty
+    me, ranks = td.rank(ctx), td.num_ranks(ctx)
+    epoch, half, signal = td.call(ctx, plan)
+    positions = batch * rows
+    num_chunks = (positions + chunk_rows - 1) // chunk_rows
+    k_bytes, v_bytes = kv_heads * (D * ELEM_BYTES), kv_heads * (DV * ELEM_BYTES)
+    k_slot, v_slot = slot_bytes(positions, k_bytes), slot_bytes(positions, v_bytes)
+    tiles = (rows + BLOCK_Q - 1) // BLOCK_Q * batch * heads
+    pieces = num_comm + tiles + tl.where(ranks > 1, 1, 0)
+    known = tl.full((), 0, tl.int32)
+
+    piece = td.ticket_of(td.take_first_ticket(ctx, signal))
+    while piece < pieces:
+        if piece < num_comm:
+            push_rows(
+                ctx, half, signal, piece, num_comm, rows, positions, chunk_rows, k_ptr.to(tl.int64), k_bytes,
+                v_ptr.to(tl.int64), v_bytes, None, 0, MASK, False, COPY_WORDS, (None, 0),
+            )  # fmt: skip
+            answer = td.take_ticket(ctx)
+        elif piece >= num_comm + tiles:
+            await_peers(ctx, half, signal, num_chunks)
+            answer = td.take_ticket(ctx)
+        else:
+            entry, head, kv_head, row = query_tile(piece - num_comm, batch, rows, heads, kv_heads, BLOCK_Q)
+            first_row = entry * rows
+            q = load_rows(
+                q_desc, q_ptr.to(tl.int64), 0, entry, first_row, head, heads, row, rows,
+                DTYPE, D, BLOCK_Q, BLOCK_D, USE_TMA, False,
+            )  # fmt: skip
+            do = load_rows(
+                do_desc, do_ptr.to(tl.int64), 0, entry, first_row, head, heads, row, rows,
+                DTYPE, DV, BLOCK_Q, BLOCK_DV, USE_TMA, False,
+            )  # fmt: skip
+            lse = load_stats(stats_ptr.to(tl.int64), first_row, head, heads, row, rows, BLOCK_Q, 0)
+            delta = load_stats(stats_ptr.to(tl.int64), first_row, head, heads, row, rows, BLOCK_Q, 1)
+            dq = tl.full((BLOCK_Q, BLOCK_D), 0.0, tl.float32)
+            limits, plain, blocks = own_blocks(row, rows, BLOCK_Q, BLOCK_K, MASK)
+            k_at, v_at = k_ptr.to(tl.int64), v_ptr.to(tl.int64)
+            dq = _dq_blocks(
+                dq, q, do, lse, delta, k_desc, v_desc, k_at, v_at, 0, entry, first_row, kv_head, kv_heads,
+                0, plain, limits, rows, scale * LOG2_E,
+                DTYPE, D, DV, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_K, USE_TMA, False, False, PRECISION, STAGES,
+            )  # fmt: skip
+            dq = _dq_blocks(
+                dq, q, do, lse, delta, k_desc, v_desc, k_at, v_at, 0, entry, first_row, kv_head, kv_heads,
+                plain, blocks, limits, rows, scale * LOG2_E,
+                DTYPE, D, DV, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_K, USE_TMA, True, False, PRECISION, 1,
+            )  # fmt: skip
+            for step in range(1, ranks):
+                source = (me + ranks - step) % ranks
+                limits, least, most = far_limits(row, source, me, rows, BLOCK_Q, MASK)
+                before = (step - 1) * num_chunks
+                segments, last_chunk = chunks_of(first_row, 0, most, chunk_rows, known, before)
+                for segment in range(0, segments):
+                    chunk, start, stop = blocks_of(
+                        segment, segments, last_chunk, first_row, 0, most, chunk_rows, BLOCK_K
+                    )  # fmt: skip
+                    at = await_chunks(
+                        ctx, half, signal, td.data_at(ctx, half, me), known, before + chunk + 1, rows, positions,
+                        chunk_rows, MASK, False, USE_TMA,
+                    )  # fmt: skip
+                    known = tl.maximum(known, before + chunk + 1)
+                    k_at, v_at = at + source * k_slot, at + ranks * k_slot + source * v_slot
+                    middle = tl.minimum(tl.maximum(least // BLOCK_K, start), stop)
+                    dq = _dq_blocks(
+                        dq, q, do, lse, delta, far_k_desc, far_v_desc, k_at, v_at, half, source * batch + entry,
+                        first_row, kv_head, kv_heads, start, middle, limits, most, scale * LOG2_E,
+                        DTYPE, D, DV, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_K, USE_TMA, False, False, PRECISION, STAGES,
+                    )  # fmt: skip
+                    dq = _dq_blocks(
+                        dq, q, do, lse, delta, far_k_desc, far_v_desc, k_at, v_at, half, source * batch + entry,
+                        first_row, kv_head, kv_heads, middle, stop, limits, most, scale * LOG2_E,
+                        DTYPE, D, DV, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_K, USE_TMA, True, STRADDLES, PRECISION, 1,
+                    )  # fmt: skip
+            answer = td.take_ticket(ctx)
+            store_rows_of(dq_ptr, dq * scale, first_row, head, heads, row, rows, D, BLOCK_Q, BLOCK_D)
+        piece = td.ticket_of(answer)
+    td.finish(ctx)
+
+
+# For tdkernels.sanitizer: ``known`` keeps what a program has waited for from one tile to the next.
+ag_attention_dq_kernel.program_keeps = "waits"
+
+
+# ---- launchers ----
+
+
+def launch_dq(q, k, v, do, stats, causal, sharding, scale, group, config):
+    """The gradient of q."""
+    workspace = get_workspace(group, q.device, "ag_attention")
+    call = causal, sharding, scale, config
+    return launch_kept(
+        workspace, ("dq", *call, gemm_operands.dot_precision(q.dtype)), (q, k, v, do, stats),
+        lambda *of: _prepare_dq(workspace, *of, *call),
+    )[0]  # fmt: skip
+
+
+def _prepare_dq(workspace, q, k, v, do, stats, causal, sharding, scale, config):
+    ranks, (batch, rows, heads, _) = workspace.world_size, q.shape
+    fields = {"gradient": "q", **plan_fields(q, k, v, causal, sharding, scale, config)}
+    plan, num_comm = prepare_keys(workspace, k, v, config, fields)
+    dq = to_be_made(q, *q.shape)
+    descriptors = (None,) * 6
+    if uses_tma(q, k, v):
+        own = (shard_descriptor(x, config.dq_block_q, width) for x, width in zip((q, do), widths_of(q, do)))
+        descriptors = *own, *key_descriptors(workspace, k, v, ranks, config.dq_block_k)
+    args = (
+        workspace.ctx, q, k, v, do, stats, dq, *descriptors, scale, batch, rows, heads, k.shape[2], plan, num_comm,
+        config.chunk_rows,
+    )  # fmt: skip
+    constants = {
+        "BLOCK_Q": config.dq_block_q, "BLOCK_K": config.dq_block_k, "STAGES": config.dq_num_stages,
+        "STRADDLES": straddles(rows, config.dq_block_k, causal, sharding), **constants_of(q, k, v, causal, sharding),
+        "num_warps": config.dq_num_warps, "num_stages": config.dq_num_stages,
+    }  # fmt: skip
+    pieces = num_comm + -(-rows // config.dq_block_q) * batch * heads + (ranks > 1)
+    grid = (min(pieces, resident_programs(q.device, config.dq_num_warps)),)
+    fixed = workspace.ctx, *bases_of(descriptors[-2:])
+    return Launch(workspace, ag_attention_dq_kernel, grid, args, constants, (q, k, v, do, stats), [dq], fixed)
+
+
+def launch(q, k, v, o, lse, do, dlse, wanted, causal, sharding, scale, group, config):
+    """(dq, dk, dv), those that are ``wanted`` or None; k and v are made together."""
+    stats = statistics(o, do, lse, dlse)
+    call = q, k, v, do, stats, causal, sharding, scale, group, config
+    dq = launch_dq(*call) if wanted[0] else None
+    dk, dv = launch_dkv(*call) if wanted[1] or wanted[2] else (None, None)
+    return dq, dk if wanted[1] else None, dv if wanted[2] else None

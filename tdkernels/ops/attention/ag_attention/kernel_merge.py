@@ -1,0 +1,57 @@
+"""Attention to some keys merged with attention to others, by how large the sums of their weights are."""
+
+import triton.language as tl
+
+from tdkernels import lang as td
+from tdkernels.ops.common.tile_config import next_power_of_2
+from tdkernels.runtime.kernel_launch import Launch, alone_on, launch_kept, to_be_made
+
+_LINES = 32  # of a program: rows of one head
+
+
+@td.jit(do_not_specialize=["lines", "per_entry", "before"])
+def merge_kernel(
+    o_ptr, lse_ptr, a_ptr, a_lse_ptr, b_ptr, b_lse_ptr, lines, per_entry, before,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Lines of a, of which each batch entry has ``per_entry``; b has none of the first ``before`` of each."""
+    line = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    here = line < lines
+    entry, place = line // per_entry, line % per_entry
+    other = line - (entry + 1) * before
+    both = here & (place >= before)
+    a_lse = tl.load(a_lse_ptr + line, mask=here, other=0.0)
+    b_lse = tl.load(b_lse_ptr + other, mask=both, other=float("-inf"))
+    top = tl.maximum(a_lse, b_lse)
+    a_sum, b_sum = tl.exp(a_lse - top), tl.exp(b_lse - top)
+    total = a_sum + b_sum
+    cols = tl.arange(0, BLOCK_D)
+    within = (cols < D)[None, :]
+    a = tl.load(a_ptr + line[:, None] * D + cols[None, :], mask=here[:, None] & within, other=0.0)
+    b = tl.load(b_ptr + other[:, None] * D + cols[None, :], mask=both[:, None] & within, other=0.0)
+    o = td.to_float32(a) * (a_sum / total)[:, None] + td.to_float32(b) * (b_sum / total)[:, None]
+    places = o_ptr + line[:, None] * D + cols[None, :]
+    tl.store(places, o.to(o_ptr.dtype.element_ty), mask=here[:, None] & within)
+    tl.store(lse_ptr + line, top + tl.log(total), mask=here)
+
+
+def merge(o, lse, part, part_lse, first, dtype):
+    """(o, lse) of attention to all keys, in ``dtype``, of that to some and that to others.
+
+    Args:     o: [B, n, H, D], lse: [B, n, H] fp32; part, part_lse: the same of the rows from ``first`` on; contiguous
+    """
+    workspace = alone_on(o.device)
+    return launch_kept(
+        workspace, ("attention merged", first, dtype), (o, lse, part, part_lse),
+        lambda *of: _prepare(workspace, of, first, dtype),
+    )  # fmt: skip
+
+
+def _prepare(workspace, operands, first, dtype):
+    o, lse, _, _ = operands
+    batch, rows, heads, d = o.shape
+    made = to_be_made(o, *o.shape, dtype=dtype), to_be_made(lse, *lse.shape)
+    args = *made, *operands, batch * rows * heads, rows * heads, first * heads
+    constants = {"D": d, "BLOCK_D": next_power_of_2(d), "BLOCK": _LINES, "num_warps": 4}
+    grid = (-(-batch * rows * heads // _LINES),)
+    return Launch(workspace, merge_kernel, grid, args, constants, operands, made, [])

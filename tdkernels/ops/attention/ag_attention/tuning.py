@@ -1,0 +1,250 @@
+"""ag_attention for the tuner: problems, the space of its configs, and about how long each takes.
+
+A problem has the batch, the positions of all ranks, the heads of queries and of keys, and the elements of a head of
+keys and of values. Its layout says what of the scores is left out, and how positions are dealt out where that matters.
+What is timed is the forward. So a config that was tuned leaves the fields of the backward at 0, their defaults; where
+torch's sequence is the fastest, torch differentiates that.
+"""
+
+from dataclasses import asdict
+
+import torch
+
+from tdkernels.autotune.tunable import Floors, register
+from tdkernels.ops.attention import tile as _attention
+from tdkernels.ops.attention.ag_attention import config as ag_attention_config
+from tdkernels.ops.attention.ag_attention import kernel, kernel_merge, op, vendor_attention
+from tdkernels.ops.attention.ag_attention import pipelined as parts
+from tdkernels.ops.attention.ag_attention.config import AgAttentionConfig, completed
+from tdkernels.ops.attention.ag_attention.validation import LEAST, MOST
+from tdkernels.ops.attention.ag_attention.vendor_attention import KERNELS
+from tdkernels.ops.collectives import async_all_gather, async_collective, kernel_async_all_gather
+from tdkernels.ops.common import gemm_tile
+from tdkernels.ops.common import gemm_tunable as dense
+from tdkernels.ops.common.tunable_base import ConfigTunable
+from tdkernels.runtime import gpu
+
+_FORWARD = ("method", "block_q", "block_k", "num_warps", "num_stages", "num_comm_sms", "chunk_rows")
+_REACHED_BY = {"cudnn": 0.75, "flash": 0.5}
+_LAUNCHES_S = 30e-6  # of a rank's keys: their arrival, attention to them, and the merge
+_REACHED = 0.75  # of a product's flops, by the best attention: the rest goes to the softmax
+_SIGNAL_S, _WAIT_S = 3e-6, 1e-6  # what the signal of a chunk costs who sends it, and who finds that it is there
+_BARRIERS_BYTES = 1 << 10  # of shared memory, beside the tiles, which the copies of TMA signal
+_SCORES_BYTES = 4 << 30  # of the reference, at a time
+_CALLS = {"causal contiguous": (True, "contiguous"), "causal zigzag": (True, "zigzag"), "full": (False, "contiguous")}
+
+
+class AgAttentionTunable(ConfigTunable):
+    name = "ag_attention"
+    sizes = ("batch", "seq", "heads", "kv_heads", "d", "dv")
+    layouts = tuple(_CALLS)
+    config_class = AgAttentionConfig
+    sources = (
+        op, kernel, parts, vendor_attention, kernel_merge, ag_attention_config, _attention, async_collective,
+        async_all_gather, kernel_async_all_gather, gemm_tile,
+    )  # fmt: skip
+    plain_words = "torch all-gathers, then its attention", "torch's all-gathers and attention"
+    across_nodes = False
+
+    def why_not(self, problem):
+        reason = super().why_not(problem)
+        if reason is not None:
+            return reason
+        _, seq, heads, kv_heads, *elements = problem.shape
+        if seq % problem.world_size:
+            return f"SEQ = {seq} is not divisible by {problem.world_size} ranks"
+        if heads % kv_heads:
+            return f"HEADS = {heads} is not a multiple of KV_HEADS = {kv_heads}"
+        if not LEAST <= min(elements) <= max(elements) <= MOST:
+            return f"D and DV must be from {LEAST} to {MOST}, not {elements[0]} and {elements[1]}"
+        return None
+
+    def sizes_of(self, *shapes, world_size):
+        if len(shapes) != 3:
+            raise ValueError(f"ag_attention: the operands are q, k and v, not {len(shapes)} of them")
+        q, k, v = map(tuple, shapes)
+        if {len(q), len(k), len(v)} != {4} or q[:2] != k[:2] or k[:3] != v[:3] or q[3] != k[3]:
+            raise ValueError(f"ag_attention: q {list(q)}, k {list(k)} and v {list(v)} do not fit")
+        return q[0], world_size * q[1], q[2], k[2], q[3], v[3]
+
+    def layout_of(self, *operands):
+        return self.layouts[0]  # they do not show it
+
+    def config_to_dict(self, config):
+        return {name: value for name, value in super().config_to_dict(config).items() if value}
+
+    def illegal(self, config, problem, device):
+        reason = super().illegal(config, problem, device)
+        if reason is None and config.method in KERNELS and max(problem.shape[4:]) > KERNELS[config.method].widest:
+            return f"{config.method} takes heads of at most {KERNELS[config.method].widest} elements"
+        if reason is None and config.method == "fused":
+            needed = _shared_memory_bytes(self.completed(config, problem, device), problem)
+            available = gpu.shared_memory_bytes(device)
+            if needed > available:
+                return f"its tiles need {needed} bytes of shared memory, {device} has {available}"
+        return reason
+
+    def completed(self, config, problem, device):
+        rows, widest = problem.shape[1] // problem.world_size, max(problem.shape[4:])
+        return completed(config, rows, widest, problem.torch_dtype, device)
+
+    def default(self, problem, device):
+        return _of_forward(self.completed(None, problem, device))
+
+    def recordable(self, problem, device):
+        return _of_forward(self.completed(AgAttentionConfig(), problem, device))
+
+    def space(self, problem, device):
+        rows = problem.shape[1] // problem.world_size
+        on_cpu = device.type == "cpu"
+        chunks = (16, 32) if on_cpu else sorted({256, 512, 1024, 2048, self.recordable(problem, device).chunk_rows})
+        positions = problem.shape[0] * rows  # more than all of them is as much as just that
+        chunks = [chunk for chunk in chunks if chunk == chunks[0] or chunk < 2 * positions]
+        tiles = (
+            dict(zip(_FORWARD[1:], tile)) for tile in _tiles(max(problem.shape[4:]), problem.torch_dtype, device)
+        )
+        return [AgAttentionConfig(method=name) for name in KERNELS] + [
+            AgAttentionConfig(**tile, num_comm_sms=num_comm, chunk_rows=chunk)
+            for tile in tiles for num_comm in ((2,) if on_cpu else (8, 16, 32)) for chunk in chunks
+        ]  # fmt: skip
+
+    def estimate_ms(self, config, problem, hardware):
+        batch, seq, heads, kv_heads, d, dv = problem.shape
+        ranks, floors, size = problem.world_size, self.floors(problem), problem.torch_dtype.itemsize
+        rows = seq // ranks
+        if config.method == "torch":
+            attention = floors.flops / (_REACHED * hardware.flops)
+            moved = 4 * batch * seq * (d + dv) * heads * size / hardware.memory  # gathered, put in order, repeated
+            return 1e3 * (attention + moved + 2 * dense.collective_s(floors.wire_bytes / 2, hardware))
+        if config.method in KERNELS:
+            merging = 3 * (ranks - 1) * batch * rows * heads * dv * size / hardware.memory
+            attention = floors.flops / (_REACHED_BY[config.method] * hardware.flops)
+            return 1e3 * (max(attention, floors.wire_bytes / hardware.link) + merging + ranks * _LAUNCHES_S)
+        tiles = batch * heads * -(-rows // config.block_q)
+        # The smaller a tile, the less it does with what it loads; more stages hide more of the loads.
+        reach = _REACHED * min(1.0, config.block_q * config.block_k / (128 * 128)) ** 0.2
+        reach *= 1.0 - 0.15 / max(config.num_stages, 1)
+        a_tile = floors.flops / tiles / (reach * hardware.flops / hardware.num_sms)
+        # Tiles differ in length, the longest come first: the last wave is filled but for about a tile.
+        product = max(tiles / hardware.num_sms, 1.0) * a_tile
+        chunks = -(-batch * rows // config.chunk_rows)
+        rate = dense.push_rate(min(config.num_comm_sms, (ranks - 1) * chunks), hardware)
+        wire = floors.wire_bytes / rate + _SIGNAL_S * (ranks - 1) * chunks / config.num_comm_sms
+        pushing = wire * config.num_comm_sms / hardware.num_sms  # who pushes attends later
+        first = min(config.chunk_rows, batch * rows) * kv_heads * (d + dv) * size / dense.push_rate(1, hardware)
+        own = a_tile / ranks  # of a tile, which needs nobody
+        waits = _WAIT_S * (ranks - 1) * chunks  # of a program's first tile
+        return 1e3 * (max(product + pushing, wire) + a_tile / 2 + max(0.0, first - own) + waits)
+
+    def floors(self, problem):
+        batch, seq, heads, kv_heads, d, dv = problem.shape
+        rows = seq // problem.world_size
+        pairs = batch * heads * _pairs(seq, rows, problem.layout, problem.world_size)
+        wire_bytes = (problem.world_size - 1) * batch * rows * kv_heads * (d + dv) * problem.torch_dtype.itemsize
+        return Floors(2 * (d + dv) * pairs, wire_bytes)  # of the rank that has most to do, and sees most
+
+    def operands(self, problem, device, generator):
+        batch, seq, heads, kv_heads, d, dv = problem.shape
+        rows, dtype = seq // problem.world_size, problem.torch_dtype
+        return tuple(
+            torch.randn(batch, rows, *of_row, generator=generator, dtype=dtype, device=device)
+            for of_row in ((heads, d), (kv_heads, d), (kv_heads, dv))
+        )
+
+    def reference_bytes(self, problem):
+        batch, seq, heads, _, d, dv = problem.shape
+        wide, rows = 2 * problem.torch_dtype.itemsize, seq // problem.world_size
+        # Keys and values, gathered, put in order, and once for each query head; what comes of them, and is compared.
+        nbytes = wide * batch * heads * (3 * seq * (d + dv) + 4 * rows * dv)
+        # Scores, masked and as weights: of some rows at a time, but of all where torch attends in fp32.
+        scores = wide * batch * heads * rows * seq
+        return nbytes + 3 * (scores if problem.dtype == "float32" else min(scores, max(_SCORES_BYTES, scores // rows)))
+
+    def reference(self, operands, problem, group):
+        causal, sharding = _CALLS[problem.layout]
+        batch, seq, heads = problem.shape[:3]
+        at_once = max(1, _SCORES_BYTES // (batch * heads * seq * operands[0].element_size()))
+        scale = problem.shape[4] ** -0.5
+        return op.attend_by_torch(*operands, causal, scale, sharding, group, at_once=at_once)[0]
+
+    def local(self, operands, problem):
+        causal, sharding = _CALLS[problem.layout]
+        q, k, v = (x.transpose(1, 2) for x in operands)
+        keys, values = (x.repeat(1, 1, problem.world_size, 1) for x in (k, v))
+        # Of the last rank, which has most to do.
+        pieces = op.pieces_of(operands[0].shape[1], sharding, problem.world_size - 1, problem.world_size)
+        parts = [part for part in zip(q.split([count for _, count in pieces], 2), pieces, strict=True) if part[1][1]]
+        scale = q.shape[3] ** -0.5
+
+        def attend():
+            return [op.attend_to_part(part, keys, values, first, causal, scale) for part, (first, _) in parts]
+
+        return attend
+
+    def run(self, operands, problem, group, config):
+        causal, sharding = _CALLS[problem.layout]
+        config = self.completed(config, problem, operands[0].device)
+        return op.attend(*operands, causal, problem.shape[4] ** -0.5, sharding, False, group, config)[0]
+
+    def compiled(self, config):
+        if config.method != "fused":
+            return None
+        return config.block_q, config.block_k, config.num_warps, config.num_stages
+
+    def compile(self, operands, problem, config):
+        causal, sharding = _CALLS[problem.layout]
+        config = self.completed(config, problem, operands[0].device)
+        if config.method != "fused":
+            return
+        kernel.compile(*map(op.padded, operands), causal, sharding, problem.world_size, config)
+
+
+def _of_forward(config):
+    """What of a complete config the forward takes."""
+    values = asdict(config)
+    return AgAttentionConfig(**{name: values[name] for name in (_FORWARD if config.method == "fused" else ("method",))})
+
+
+def _tiles(widest, dtype, device):
+    """(block_q, block_k, num_warps, num_stages) worth trying for heads of so many elements, legal or not."""
+    narrow = widest <= 128
+    if device.type == "cpu":
+        return (32, 32, 1, 1), (16, 32, 1, 1)
+    if dtype == torch.float32:
+        small = 32 if narrow else 16
+        return (small, small, 4, 1), (2 * small, small, 4, 1), (small, 2 * small, 4, 1)
+    if torch.version.hip:
+        if narrow:
+            return (64, 64, 4, 1), (64, 32, 4, 1), (128, 32, 4, 1), (128, 64, 8, 1)
+        return (64, 32, 4, 1), (32, 32, 4, 1), (64, 16, 4, 1), (64, 32, 8, 1)
+    if gpu.capability(device) < (9, 0):
+        if narrow:
+            return (128, 64, 8, 2), (128, 32, 4, 3), (128, 32, 8, 3), (64, 64, 4, 2), (64, 32, 4, 3)
+        return (64, 32, 8, 2), (64, 32, 4, 2), (32, 32, 4, 2), (64, 16, 4, 3)
+    if narrow:
+        return (
+            (128, 128, 8, 3), (128, 128, 8, 2), (128, 64, 8, 4), (128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 8, 3),
+            (64, 64, 4, 3), (64, 64, 4, 2),
+        )  # fmt: skip
+    return (128, 64, 8, 2), (128, 32, 8, 3), (128, 32, 8, 2), (64, 64, 8, 2), (64, 32, 8, 2), (64, 32, 4, 2)
+
+
+def _shared_memory_bytes(config, problem):
+    """What a tile of queries and the stages of a main loop take."""
+    d, dv = (kernel.width_of(size) for size in problem.shape[4:])
+    stages = config.num_stages * config.block_k * (d + dv)
+    return (config.block_q * d + stages) * problem.torch_dtype.itemsize + _BARRIERS_BYTES
+
+
+def _pairs(seq, rows, layout, ranks):
+    """How many pairs of a query and a key the rank has to do that has most of them, for one head."""
+    causal, sharding = _CALLS[layout]
+    if not causal:
+        return rows * seq
+    return max(
+        sum(count * first + count * (count + 1) // 2 for first, count in op.pieces_of(rows, sharding, rank, ranks))
+        for rank in range(ranks)
+    )
+
+
+register(AgAttentionTunable())

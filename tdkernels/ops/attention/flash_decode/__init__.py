@@ -1,0 +1,1 @@
+"""Attention of new tokens to a cache whose keys are divided between the ranks."""

@@ -1,0 +1,173 @@
+"""The gradients of flash_decode on one rank: of its own keys and values, and its part of that of the queries.
+
+A program takes some blocks of keys of one entry and one head of the cache. It computes the scores of all query rows
+again, and with the lse of all ranks' keys they become the weights of the whole. What it adds to dq stays in memory of
+its own; the parts are added up afterwards, in their order.
+"""
+
+import torch
+import triton.language as tl
+
+from tdkernels import lang as td
+from tdkernels.ops.attention.flash_decode.kernel import _capped, _first_blocks, _sees
+from tdkernels.ops.attention.flash_decode.kernel_merge import query_rows
+from tdkernels.ops.attention.flash_decode.kv_cache import FP8_NONE, cache_rows, key_rows, load_query, num_keys
+from tdkernels.ops.attention.tile import LOG2_E
+from tdkernels.ops.common import gemm_operands
+from tdkernels.runtime import gpu
+from tdkernels.runtime.kernel_launch import Launch, alone_on, launch_kept
+
+_MAX_BLOCK_BYTES = 32 << 10  # of a block of keys and values, which stay with the program
+
+
+@td.jit
+def _add_rows(ptr, rows, there, D: tl.constexpr, FIRST: tl.constexpr, values):
+    """Add to columns from FIRST on of fp32 rows that are the program's own."""
+    offs = FIRST + tl.arange(0, values.shape[1])
+    at = rows[:, None] * D + offs[None, :]
+    mask = there[:, None] & (offs < D)[None, :]
+    tl.store(ptr + at, tl.load(ptr + at, mask=mask, other=0.0) + values, mask=mask)
+
+
+@td.jit
+def _store_keys(ptr, keys, there, stride, WIDTH: tl.constexpr, FIRST: tl.constexpr, values):
+    """Store the gradient of a block of keys, columns from FIRST on."""
+    offs = FIRST + tl.arange(0, values.shape[1])
+    at = keys.to(tl.int64)[:, None] * stride + offs[None, :]
+    values = td.from_float32(values, ptr.dtype.element_ty)
+    tl.store(ptr + at, values, mask=there[:, None] & (offs < WIDTH)[None, :])
+
+
+@td.jit(do_not_specialize=["heads", "capacity", "num_pages", "score_scale", "scale", "cap", "window"])
+def flash_decode_backward_kernel(
+    q_ptr, k_ptr, v_ptr, lens_ptr, after_ptr, table_ptr, do_ptr, lse2_ptr, delta_ptr, dq_ptr, dk_ptr, dv_ptr,
+    heads, capacity, num_pages, score_scale, scale, cap, window,
+    stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, stride_table,
+    TQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DV: tl.constexpr,
+    DVP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
+    SOFT_CAP: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Program (b * heads + head, split): dk [B, capacity, heads, D], dv of its keys; dq [splits, B, TQ, heads * G, D]
+    of its split, fp32 of zeros before. ``after`` [B] keys follow ours; delta [B, TQ, heads * G] is rowsum(do * o)."""
+    entry, head = tl.program_id(0) // heads, tl.program_id(0) % heads
+    split, splits = tl.program_id(1), tl.num_programs(1)
+    length = num_keys(lens_ptr, entry, True, capacity)
+    after = tl.load(after_ptr + entry).to(tl.int32)
+    first_block = _first_blocks(length, after, window, TQ, BLOCK_N, WINDOW)
+    num_blocks = (length + BLOCK_N - 1) // BLOCK_N - first_block
+    share = (num_blocks + splits - 1) // splits
+    begin = first_block + split * share
+    end = tl.minimum(begin + share, first_block + num_blocks)
+    queries = (tl.num_programs(0) // heads).to(tl.int64) * (TQ * heads * G)
+    dq_ptr += split * queries * D
+    from_entry = tl.where(PAGE == 0, entry.to(tl.int64), 0)
+    k_ptr += from_entry * stride_kb + head.to(tl.int64) * stride_kh
+    v_ptr += from_entry * stride_vb + head.to(tl.int64) * stride_vh
+    dk_ptr += (entry.to(tl.int64) * capacity * heads + head) * D
+    dv_ptr += (entry.to(tl.int64) * capacity * heads + head) * DV
+    columns = tl.arange(0, DVP)
+    for block in range(begin, end):
+        keys = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        table = table_ptr + entry.to(tl.int64) * stride_table
+        k_rows, there = key_rows(table, keys, keys < length, num_pages, stride_kb, stride_ks, PAGE)
+        v_rows, _ = key_rows(table, keys, keys < length, num_pages, stride_vb, stride_vs, PAGE)
+        WIDTH1: tl.constexpr = D if D < D1 else D1
+        k1 = cache_rows(k_ptr, k_rows, there, WIDTH1, D1, FP8_NONE, False)
+        v = cache_rows(v_ptr, v_rows, there, DV, DVP, FP8_NONE, False)
+        dk1 = tl.full((BLOCK_N, D1), 0.0, tl.float32)
+        dv = tl.full((BLOCK_N, DVP), 0.0, tl.float32)
+        if D2:
+            k2 = cache_rows(k_ptr + D1, k_rows, there, D - D1, D2, FP8_NONE, False)
+            dk2 = tl.full((BLOCK_N, D2), 0.0, tl.float32)
+        for from_row in range(0, TQ * G, BLOCK_M):
+            row = from_row + tl.arange(0, BLOCK_M)
+            is_row = row < TQ * G
+            query = query_rows(entry, head, row, heads, G, TQ)
+            q1 = load_query(q_ptr, query, is_row, D, 0, D1, FP8_NONE)
+            do_mask = is_row[:, None] & (columns < DV)[None, :]
+            do = tl.load(do_ptr + query[:, None] * DV + columns[None, :], mask=do_mask, other=0.0)
+            lse = tl.load(lse2_ptr + query, mask=is_row, other=float("-inf"))
+            delta = tl.load(delta_ptr + query, mask=is_row, other=0.0)
+            scores = td.dot(q1, tl.trans(k1), tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32), PRECISION)
+            if D2:
+                q2 = load_query(q_ptr, query, is_row, D, D1, D2, FP8_NONE)
+                scores = td.dot(q2, tl.trans(k2), scores, PRECISION)
+            scores = _capped(scores * score_scale, cap, SOFT_CAP)
+            seen = _sees(keys, length, after, tl.where(is_row, row // G, -1), window, TQ, WINDOW)
+            seen &= (lse > float("-inf"))[:, None]
+            if PAGE:
+                seen &= there[None, :]
+            p = tl.exp2(tl.where(seen, scores - lse[:, None], float("-inf")))
+            dp = td.dot(do, tl.trans(v), tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32), PRECISION)
+            ds = p * (dp - delta[:, None]) * scale
+            if SOFT_CAP:
+                ds *= 1.0 - (scores / cap) * (scores / cap)
+            p_low, ds_low = td.from_float32(p, v.dtype), td.from_float32(ds, v.dtype)
+            dv = td.dot(tl.trans(p_low), do, dv, PRECISION)
+            dk1 = td.dot(tl.trans(ds_low), q1, dk1, PRECISION)
+            dq1 = td.dot(ds_low, k1, tl.full((BLOCK_M, D1), 0.0, tl.float32), PRECISION)
+            _add_rows(dq_ptr, query, is_row, D, 0, dq1)
+            if D2:
+                dk2 = td.dot(tl.trans(ds_low), q2, dk2, PRECISION)
+                dq2 = td.dot(ds_low, k2, tl.full((BLOCK_M, D2), 0.0, tl.float32), PRECISION)
+                _add_rows(dq_ptr, query, is_row, D, D1, dq2)
+        _store_keys(dk_ptr, keys, there, heads * D, WIDTH1, 0, dk1)
+        if D2:
+            _store_keys(dk_ptr, keys, there, heads * D, D, D1, dk2)
+        _store_keys(dv_ptr, keys, there, heads * DV, DV, 0, dv)
+
+
+def _tile(shape, element_size, device):
+    """(query rows, keys, warps) of a program at a time."""
+    if device.type == "cpu":
+        return shape.block_m, 16, 1
+    bytes_of_key = (sum(shape.parts_of_d) + shape.padded_dv) * element_size
+    block_n = 1 << (_MAX_BLOCK_BYTES // bytes_of_key).bit_length() - 1
+    return min(shape.block_m, 32), max(16, min(64, block_n)), 8 if shape.d > 128 else 4
+
+
+def launch(q, k_cache, v_cache, kv_lens, after, block_table, do, lse2, delta, shape, options):
+    """(this rank's part of dq [B, Tq, Hq, D] in fp32; dk, dv [B, capacity, Hkv, …], zeros beyond the lengths).
+
+    Args:     after: [B] int32, how many keys later ranks have; lse2: of all ranks, to base 2; the rest as for
+              ``flash_decode_launch.launch``
+    """
+    capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
+    splits = _splits(shape, capacity, q)
+    dq = torch.zeros(splits, *q.shape, dtype=torch.float32, device=q.device)
+    dk = k_cache.new_zeros(shape.batch, capacity, shape.heads, shape.d)
+    dv = v_cache.new_zeros(shape.batch, capacity, shape.heads, shape.dv)
+    if shape.batch * shape.heads:  # else there are no sequences
+        workspace = alone_on(q.device)
+        key = "flash_decode backward", shape, options, gemm_operands.dot_precision(q.dtype)
+        operands = q, k_cache, v_cache, kv_lens, after, block_table, do, lse2, delta, dq, dk, dv
+        launch_kept(workspace, key, operands, lambda *of: _prepare(workspace, of, shape, options, capacity, splits))
+    return dq.sum(0), dk, dv
+
+
+def _splits(shape, capacity, q):
+    """Into how many parts the keys of a sequence go, each for programs of its own."""
+    most = max(1, -(-capacity // _tile(shape, q.element_size(), q.device)[1]))
+    return min(most, max(1, 4 * gpu.num_sms(q.device) // max(shape.batch * shape.heads, 1)))
+
+
+def _prepare(workspace, operands, shape, options, capacity, splits):
+    q, k_cache, v_cache, kv_lens, _, block_table, *_ = operands
+    scale, soft_cap, window = options
+    paged = block_table is not None
+    d1, d2 = shape.parts_of_d
+    block_m, block_n, num_warps = _tile(shape, q.element_size(), q.device)
+    args = (
+        *operands[:5], block_table if paged else kv_lens, *operands[6:],
+        shape.heads, capacity, k_cache.shape[0] if paged else 0,
+        scale * LOG2_E.value, scale, (soft_cap or 0.0) * LOG2_E.value, window or 0,
+        *k_cache.stride()[:3], *v_cache.stride()[:3], block_table.stride(0) if paged else 0,
+    )  # fmt: skip
+    constants = {
+        "TQ": shape.queries, "G": shape.group, "D": shape.d, "D1": d1, "D2": d2, "DV": shape.dv,
+        "DVP": shape.padded_dv, "BLOCK_M": block_m, "BLOCK_N": block_n, "PAGE": k_cache.shape[1] if paged else 0,
+        "SOFT_CAP": soft_cap is not None, "WINDOW": window is not None,
+        "PRECISION": gemm_operands.dot_precision(q.dtype), "num_warps": num_warps, "num_stages": 1,
+    }  # fmt: skip
+    grid = shape.batch * shape.heads, splits
+    return Launch(workspace, flash_decode_backward_kernel, grid, args, constants, operands, [], [])

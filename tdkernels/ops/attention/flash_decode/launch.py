@@ -1,0 +1,226 @@
+"""What a call of flash_decode launches."""
+
+import functools
+
+import torch
+
+from tdkernels.ops.attention.flash_decode.config import MAX_PROGRAMS, DecodeShape, default_config, num_programs
+from tdkernels.ops.attention.flash_decode.kernel import (
+    TURNS_BEFORE_TILES,
+    TURNS_OF_TILE,
+    flash_decode_kernel,
+    flash_decode_nodes_kernel,
+)
+from tdkernels.ops.attention.flash_decode.kernel_merge import LARGE_PARTS_OF_GROUP, NUMBERS_OF_WARP
+from tdkernels.ops.attention.flash_decode.kernel_multinode import num_slots, slot_numbers
+from tdkernels.ops.attention.flash_decode.kv_cache import FP8_BITS, FP8_NATIVE, FP8_NONE
+from tdkernels.ops.attention.flash_decode.validation import FP8
+from tdkernels.ops.attention.tile import LOG2_E
+from tdkernels.ops.common import gemm_operands
+from tdkernels.ops.common.config import text_of
+from tdkernels.ops.common.tile_config import next_power_of_2
+from tdkernels.runtime import recorder
+from tdkernels.runtime.kernel_launch import Launch, alone_on, launch_kept, to_be_made
+from tdkernels.runtime.local_workspace import local_flags
+from tdkernels.symm import get_workspace
+from tdkernels.symm.group import group_state
+
+
+def fp8_kind(cache):
+    """How the kernel reads a cache: by the GPU's own conversion where it has one."""
+    if cache.dtype != FP8:
+        return FP8_NONE.value
+    if cache.device.type == "cpu" or torch.version.hip or torch.cuda.get_device_capability(cache.device) < (8, 9):
+        return FP8_BITS.value
+    return FP8_NATIVE.value
+
+
+def _in_pairs(shape, *caches):
+    """Whether the columns of fp8 caches are read two at a time.
+
+    Even and odd columns are then multiplied apart. Keys need parts of 32 columns, since a product takes 16 at least;
+    values need 64, or the warps of a product would all compute the same ones. Tiles of 64 rows need no pairs: Hopper's
+    product for them reads shared memory by itself. Widths and strides are even, and rows begin where 16 bytes do.
+    """
+    wide = all(part >= 32 for part in shape.parts_of_d if part) and shape.padded_dv >= 64 and shape.block_m < 64
+    numbers = [number for cache in caches for number in (cache.shape[3], *cache.stride()[:3])]
+    return wide and all(cache.data_ptr() % 16 == 0 for cache in caches) and not any(number % 2 for number in numbers)
+
+
+def value_is_key(k_cache, v_cache):
+    """Whether the values are the first columns of the keys' own memory, as those of multi-head latent attention."""
+    return (
+        v_cache.data_ptr() == k_cache.data_ptr() and v_cache.stride() == k_cache.stride()
+        and v_cache.dtype == k_cache.dtype and v_cache.shape[3] == 1 << (k_cache.shape[3].bit_length() - 1)
+    )  # fmt: skip
+
+
+_shape = functools.lru_cache(1024)(DecodeShape)  # a call asks for it more than once
+
+
+def shape_of(q, k_cache, v_cache, block_table=None):
+    batch, queries, q_heads, d = q.shape
+    heads = k_cache.shape[2]
+    return _shape(
+        batch, queries, heads, q_heads // heads, d, v_cache.shape[3], k_cache.element_size(),
+        value_is_key(k_cache, v_cache), block_table is not None,
+    )  # fmt: skip
+
+
+def half_sizes(shape, ranks, nodes):
+    """(bytes, signals) of a half: of tiles, with o and lse in fp32, and of lengths."""
+    if nodes > 1:
+        tiles = num_slots(shape.tiles, ranks, nodes)
+        numbers = tiles * slot_numbers(shape.rows_of_tile, shape.padded_dv)
+    else:
+        tiles = ranks * shape.tiles
+        numbers = tiles * shape.rows_of_tile * (shape.padded_dv + 1)
+    return 4 * (numbers + ranks * next_power_of_2(shape.batch)), tiles + ranks
+
+
+def problem_fields(q, shape, options):
+    """What all ranks must agree on before a config is chosen; how much room a cache has is each rank's own business."""
+    scale, soft_cap, window = options
+    return {
+        "q": tuple(q.shape), "heads": shape.heads, "Dv": shape.dv, "dtype": str(q.dtype), "scale": scale,
+        "soft_cap": soft_cap, "window": window,
+    }  # fmt: skip
+
+
+def _plan_fields(q, shape, options, config):
+    """What all ranks must agree on."""
+    return {**problem_fields(q, shape, options), "config": text_of(config)}
+
+
+def capacity_of(k_cache, block_table=None):
+    """For how many keys of a sequence a cache has room."""
+    return k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
+
+
+def agree(q, shape, options, group, config):
+    """The same for a call that launches nothing of ours; None for a group is this rank alone."""
+    if group is not None:
+        group_state(group).agree_once("flash_decode", _plan_fields(q, shape, options, config))
+
+
+def _outputs(q, shape, keep):
+    """(o, lse, lse to base 2 if it is to be kept), to be made."""
+    lse, *kept = (to_be_made(q, *q.shape[:3], dtype=torch.float32) for _ in range(1 + keep))
+    return to_be_made(q, *q.shape[:3], shape.dv), lse, *(kept or [None])
+
+
+def _scratch(q, shape, programs):
+    return to_be_made(q, (shape.tiles + programs) * shape.rows_of_tile * (shape.padded_dv + 1), dtype=torch.float32)
+
+
+def _num_flags(shape, programs):
+    """Private words of a launch of so many programs at most: for tiles, and for groups of their parts."""
+    return 2 * shape.tiles + -(-(shape.tiles + programs) // LARGE_PARTS_OF_GROUP.value)
+
+
+def _turns(shape, config, capacity, programs):
+    """How often a program notes something with a number, at most: a tile takes one block of keys or more."""
+    blocks = shape.tiles * max(-(-capacity // config.block_n), 1)
+    tiles = min(-(-blocks // programs), shape.tiles)
+    return TURNS_BEFORE_TILES.value + TURNS_OF_TILE.value * tiles
+
+
+def _as_read(cache):
+    """A cache as the kernel takes it, since not every GPU knows float8."""
+    return cache.view(torch.uint8) if cache.dtype == FP8 else cache
+
+
+def compile(q, k_cache, v_cache, kv_lens, block_table, options, world_size, num_nodes, config):
+    """Compile what ``launch`` with the same operands would launch, into Triton's cache; launches nothing."""
+    shape = shape_of(q, k_cache, v_cache, block_table)
+    ctx = torch.empty(1, dtype=torch.int64, device=q.device) if world_size > 1 else None
+    flags = None if ctx is not None else local_flags(q.device, 1)
+    lse = q.new_empty(1, dtype=torch.float32)
+    args, constants = arguments(
+        ctx, q, _as_read(k_cache), _as_read(v_cache), kv_lens, block_table, None, (q, lse, None), lse, flags,
+        shape, fp8_kind(k_cache), config, options, 0, world_size, num_nodes, 1, capacity_of(k_cache, block_table),
+    )  # fmt: skip
+    _kernel(num_nodes).warmup(*args, grid=(1,), **constants)
+
+
+def _kernel(num_nodes):
+    return flash_decode_kernel if num_nodes == 1 else flash_decode_nodes_kernel
+
+
+def launch(q, k_cache, v_cache, kv_lens, block_table, scales, options, group, config, keep=False):
+    """(o [B, Tq, Hq, Dv], lse [B, Tq, Hq], the same to base 2 if a gradient is to ``keep`` it) of checked operands.
+
+    Args:     q: [B, Tq, Hq, D]; scales: (k_scale, v_scale) or None; options: (scale, soft_cap, window)
+              group: None for this rank alone
+    """
+    if not q.numel():
+        shape = shape_of(q, k_cache, v_cache, block_table)
+        agree(q, shape, options, group, config or default_config(shape, q.device))
+        return [None if output is None else torch.empty_like(output, device=q.device)
+                for output in _outputs(q, shape, keep)]  # fmt: skip
+    alone = group is None or group.size() == 1
+    workspace = alone_on(q.device) if alone else get_workspace(group, q.device, "flash_decode", across_nodes=True)
+    kind, latent = fp8_kind(k_cache), value_is_key(k_cache, v_cache)
+    operands = q, _as_read(k_cache), _as_read(v_cache), kv_lens, block_table, *(scales or (None, None))
+    key = config, options, keep, kind, latent, gemm_operands.dot_precision(q.dtype)
+    o, lse, *kept, _ = launch_kept(
+        workspace, key, operands, lambda *of: _prepare(workspace, alone, of, kind, options, config, keep)
+    )
+    return o, lse, *(kept or [None])
+
+
+def _prepare(workspace, alone, operands, kind, options, config, keep):
+    """The Launch of a call; caches ``_as_read``."""
+    q, k_cache, v_cache, kv_lens, block_table, k_scale, v_scale = operands
+    shape = shape_of(q, k_cache, v_cache, block_table)
+    config = config or default_config(shape, q.device)
+    capacity = capacity_of(k_cache, block_table)
+    programs = num_programs(config, shape, capacity, q.device)
+    ctx, plan, ranks, nodes, flags = None, 0, 1, 1, None
+    if alone:
+        flags = local_flags(q.device, _num_flags(shape, programs))
+    else:
+        ranks, nodes = workspace.world_size, workspace.group.topology.num_nodes
+        plan = workspace.prepare(
+            "flash_decode", _plan_fields(q, shape, options, config), *half_sizes(shape, ranks, nodes),
+            num_flags=_num_flags(shape, MAX_PROGRAMS),  # ranks have other numbers of programs, by what they hold
+        )  # fmt: skip
+        ctx = workspace.ctx
+    outputs, scratch = _outputs(q, shape, keep), _scratch(q, shape, programs)
+    scales = None if k_scale is None else (k_scale, v_scale)
+    args, constants = arguments(
+        ctx, q, k_cache, v_cache, kv_lens, block_table, scales, outputs, scratch, flags, shape, kind, config, options,
+        plan, ranks, nodes, programs, capacity,
+    )  # fmt: skip
+    constants["trace_ptr"] = recorder.buffer(q.device, programs, _turns(shape, config, capacity, programs))
+    made = [tensor for tensor in (*outputs, scratch) if tensor is not None]
+    return Launch(workspace, _kernel(nodes), (programs,), args, constants, operands, made, [ctx, flags])
+
+
+def arguments(
+    ctx, q, k_cache, v_cache, kv_lens, block_table, scales, outputs, scratch, flags, shape, kind, config, options,
+    plan, ranks, nodes, programs, capacity,
+):  # fmt: skip
+    """The kernel's arguments; for one rank there is no ``ctx`` but ``flags``; ``kind`` of caches is ``fp8_kind``."""
+    scale, soft_cap, window = options
+    paged = block_table is not None
+    of_scales, (k_scale, v_scale) = 0, scales or (None, None)
+    if scales is not None:
+        of_scales = 1 if k_scale.numel() == 1 else 2
+    d1, d2 = shape.parts_of_d
+    args = (
+        ctx, q, k_cache, v_cache, kv_lens, block_table if paged else kv_lens, k_scale, v_scale, *outputs, scratch,
+        flags, shape.batch, shape.heads, capacity, k_cache.shape[0] if paged else 0, scale * LOG2_E.value,
+        (soft_cap or 0.0) * LOG2_E.value, window or 0, plan,
+        *k_cache.stride()[:3], *v_cache.stride()[:3], block_table.stride(0) if paged else 0,
+    )  # fmt: skip
+    constants = {
+        "RANKS": ranks, "BP": next_power_of_2(shape.batch), "TQ": shape.queries, "G": shape.group, "D": shape.d,
+        "D1": d1, "D2": d2, "DV": shape.dv, "DVP": shape.padded_dv, "RP": shape.rows_of_tile,
+        "BLOCK_M": shape.block_m, "BLOCK_N": config.block_n, "PAGE": k_cache.shape[1] if paged else 0, "FP8": kind,
+        "PAIRS": kind != FP8_NONE.value and _in_pairs(shape, k_cache, v_cache), "V_IS_K": shape.value_is_key,
+        "SCALES": of_scales, "SOFT_CAP": soft_cap is not None, "WINDOW": window is not None,
+        "PRECISION": gemm_operands.dot_precision(q.dtype), "NUMBERS": NUMBERS_OF_WARP * config.num_warps,
+        "NODES": nodes, "num_warps": config.num_warps, "num_stages": config.num_stages, "trace_ptr": None,
+    }  # fmt: skip
+    return args, constants

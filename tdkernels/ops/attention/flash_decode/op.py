@@ -1,0 +1,394 @@
+"""flash_decode: attention of a few query tokens over a key-value cache that is sharded along the sequence.
+
+    q [B, Hq, D] the same on all ranks, k_cache, v_cache [B, S, Hkv, D] this rank's keys  ->  o [B, Hq, Dv] on all ranks
+
+Schedule, all of it in one launch (``flash_decode_kernel``): the keys of all entries and heads are dealt evenly to the
+programs that fit the GPU; the last program of an entry's head merges what this rank has for it, stores that in every
+rank's buffer with one signal, and later waits for the signals of the peers and merges all ranks' results, in fp32 and
+in rank order. So all ranks get the same bits. There is no barrier and no second kernel. What crosses the wire for a
+query head and peer is its Dv numbers and its lse, in fp32. Across nodes (``flash_decode_nodes``) a node's parts of a
+tile are merged by one of its ranks first, so that between two nodes each tile goes over the network once each way.
+
+Backward. o and its gradient are the same on all ranks. With the lse of the whole each rank computes the gradients of
+its own keys and values, and its part of dq, which is added up over ranks.
+
+Example:
+    o = tdkernels.flash_decode(q, k_cache, v_cache, kv_lens)    # of the keys of all ranks
+"""
+
+import math
+import os
+
+import torch
+
+from tdkernels.autotune.selection import known_config
+from tdkernels.ops.attention.flash_decode import kernel_backward
+from tdkernels.ops.attention.flash_decode import launch as launcher
+from tdkernels.ops.attention.flash_decode.config import FlashDecodeConfig, layout_of
+from tdkernels.ops.attention.flash_decode.validation import FP8, check, check_values
+from tdkernels.ops.attention.tile import LN_2, LOG2_E
+from tdkernels.ops.collectives.op import all_reduce
+from tdkernels.ops.common.config import as_argument, from_text
+from tdkernels.ops.common.torch_collectives import all_gather_rows
+from tdkernels.ops.common.torch_collectives import all_reduce as plain_all_reduce
+from tdkernels.ops.common.tunable_base import chosen
+from tdkernels.runtime import autograd, torch_op
+from tdkernels.runtime.autograd import received, to_expect, to_send
+from tdkernels.symm import resolve_group
+
+# ---- the specification, in plain torch.distributed ----
+
+
+def _dense(cache, block_table, scale):
+    """The cache as [B, capacity, Hkv, D] in fp32."""
+    if block_table is not None:
+        cache = cache[block_table.long().clamp(0, cache.shape[0] - 1)].flatten(1, 2)
+    dense = cache.to(torch.promote_types(cache.dtype, torch.float32) if cache.dtype != FP8 else torch.float32)
+    return dense if scale is None else dense * scale.view(-1, 1)
+
+
+def _local_ref(q, k, v, lens, in_cache, after, scale, soft_cap, window):
+    """(o, lse) of this rank's keys alone, of q [B, Tq, Hq, D]; ``in_cache`` as ``_in_cache`` returns it."""
+    batch, queries, q_heads, _ = q.shape
+    scores = _scores(q, k, lens, in_cache, after, scale, soft_cap, window)
+    lse = scores.logsumexp(-1)
+    weights = torch.exp(scores - torch.where(lse.isinf(), 0.0, lse).unsqueeze(-1))
+    v = torch.where(in_cache[..., None, None], v, 0.0)  # beyond the length memory may hold anything, NaN included
+    o = torch.einsum("btgin,bngd->btgid", weights, v)
+    return o.reshape(batch, queries, q_heads, -1), lse.reshape(batch, queries, q_heads)
+
+
+def _lengths(kv_lens, k_cache, block_table):
+    """The lengths as int64, from 0 to what the cache has room for."""
+    return kv_lens.long().clamp(0, launcher.capacity_of(k_cache, block_table))
+
+
+def _in_cache(lens, k_cache, block_table):
+    """[B, capacity], whether each key can be read: it is below the length, and its page is in the cache."""
+    keys = torch.arange(launcher.capacity_of(k_cache, block_table), device=k_cache.device)
+    there = keys < lens.view(-1, 1)
+    if block_table is not None:
+        pages = block_table.repeat_interleave(k_cache.shape[1], 1)
+        there &= (pages >= 0) & (pages < k_cache.shape[0])
+    return there
+
+
+def _scores(q, k, lens, in_cache, after, scale, soft_cap, window):
+    """[B, Tq, Hkv, Hq / Hkv, capacity], -inf for keys that are not seen."""
+    batch, queries, q_heads, _ = q.shape
+    grouped = q.to(k.dtype).view(batch, queries, k.shape[2], q_heads // k.shape[2], -1)
+    scores = torch.einsum("btgid,bngd->btgin", grouped, torch.where(in_cache[..., None, None], k, 0.0)) * scale
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    keys = torch.arange(k.shape[1], device=q.device)
+    steps = torch.arange(queries, device=q.device)
+    behind = (lens + after - queries).view(-1, 1, 1) + steps.view(1, -1, 1) - keys
+    seen = in_cache[:, None, :] & (behind >= 0)
+    if window is not None:
+        seen &= behind < window
+    return scores.masked_fill(~seen[:, :, None, None, :], -math.inf)
+
+
+@torch.no_grad()
+def flash_decode_ref(
+    q, k_cache, v_cache, kv_lens, *, block_table=None, k_scale=None, v_scale=None, scale=None, soft_cap=None,
+    window=None, return_lse=False, group=None, alone=False,
+):  # fmt: skip
+    """The specification of ``flash_decode``: attention of each rank's keys in fp32, gathered and merged.
+
+    ``alone``: without a group, be torch.distributed initialised or not.
+    """
+    q4 = q if q.dim() == 4 else q.unsqueeze(1)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    ranks, rank = (1, 0) if alone else _ranks(group)
+    lens = _lengths(kv_lens, k_cache, block_table)
+    all_lens = all_gather_rows(lens.unsqueeze(0), group) if ranks > 1 else lens.unsqueeze(0)
+    after = all_lens[rank + 1 :].sum(0)
+    in_cache = _in_cache(lens, k_cache, block_table)
+    k, v = _dense(k_cache, block_table, k_scale), _dense(v_cache, block_table, v_scale)
+    o, lse = _local_ref(q4, k, v, lens, in_cache, after, scale, soft_cap, window)
+    if ranks > 1:
+        parts = all_gather_rows(torch.cat([o, lse.unsqueeze(-1)], -1).unsqueeze(0), group)
+        part_o, part_lse = parts[..., :-1], parts[..., -1]
+        lse = part_lse.logsumexp(0)
+        weights = torch.exp(part_lse - torch.where(lse.isinf(), 0.0, lse))
+        o = (part_o * weights.unsqueeze(-1)).sum(0)
+    o, lse = (x if q.dim() == 4 else x.squeeze(1) for x in (o.to(q.dtype), lse.float()))
+    return (o, lse) if return_lse else o
+
+
+def _ranks(group):
+    """(how many ranks, which we are); one where nobody has initialised torch.distributed."""
+    if group is None and not _is_initialized():
+        return 1, 0
+    return torch.distributed.get_world_size(group), torch.distributed.get_rank(group)
+
+
+def _is_initialized():
+    """Whether there are groups. Raises ValueError if there should be: this process alone would see its keys only."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return True
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    if ranks != "1":
+        raise ValueError(
+            f"flash_decode: group: torch.distributed is not initialized, but WORLD_SIZE is {ranks}; call "
+            "torch.distributed.init_process_group first"
+        )
+    return False
+
+
+# ---- torch.library: what torch.compile sees ----
+
+
+def forward(q, k_cache, v_cache, kv_lens, block_table, scales, options, group, config, keep=False):
+    """(o, lse, the same to base 2 if a gradient is to ``keep`` it); ``group`` is None for this rank alone."""
+    check_values(k_cache, kv_lens, block_table)
+    if config is None or config.method == "fused":
+        return launcher.launch(q, k_cache, v_cache, kv_lens, block_table, scales, options, group, config, keep)
+    launcher.agree(q, launcher.shape_of(q, k_cache, v_cache, block_table), options, group, config)
+    scale, soft_cap, window = options
+    k_scale, v_scale = scales or (None, None)
+    o, lse = flash_decode_ref(
+        q, k_cache, v_cache, kv_lens, block_table=block_table, k_scale=k_scale, v_scale=v_scale, scale=scale,
+        soft_cap=soft_cap, window=window, return_lse=True, group=group, alone=group is None,
+    )  # fmt: skip
+    return o, lse, lse * LOG2_E.value if keep else None
+
+
+def _settled(q, k_cache, v_cache, block_table, options, group, config):
+    """(the group, or None for this rank alone; the config, if there is one to run with) of a call."""
+    if config is None:
+        config = _chosen(q, k_cache, v_cache, block_table, options, group)
+    return None if group is None or group.size() == 1 else group, config
+
+
+def _by_name(group, config):
+    """The group and the config, or None, that went through torch.library as text."""
+    config = from_text(FlashDecodeConfig, config) if config else None
+    return torch_op.group_by_name(group) if group else None, config
+
+
+def _forward(
+    q, k_cache, v_cache, kv_lens, block_table, k_scale, v_scale, scale, soft_cap, window, keep, group, config
+):
+    scales = None if k_scale is None else (k_scale, v_scale)
+    options = scale, soft_cap, window
+    group, config = _settled(q, k_cache, v_cache, block_table, options, *_by_name(group, config))
+    o, lse, kept = forward(q, k_cache, v_cache, kv_lens, block_table, scales, options, group, config, keep)
+    return o, lse, lse.new_empty(0) if kept is None else kept
+
+
+def _backward(
+    do, dlse, q, k_cache, v_cache, kv_lens, block_table, o, lse, need_dq, need_dk, need_dv, scale, soft_cap, window,
+    group, config,
+):  # fmt: skip
+    options = scale, soft_cap, window
+    group, config = _settled(q, k_cache, v_cache, block_table, options, *_by_name(group, config))
+    by_torch = config is not None and config.method == "torch"
+    do = torch.zeros_like(o) if do is None else do.contiguous()
+    delta = (do.float() * o.float()).sum(-1)
+    if dlse is not None:
+        delta = delta - dlse
+    after = _keys_after(kv_lens, k_cache, block_table, q.shape[1], window, group)
+    if by_torch:
+        lse = lse * LN_2.value
+        dq, dk, dv = _torch_gradients(
+            q, k_cache, v_cache, kv_lens, after, block_table, do.float(), lse, delta, options
+        )
+    else:
+        shape = launcher.shape_of(q, k_cache, v_cache)
+        dq, dk, dv = kernel_backward.launch(
+            q, k_cache, v_cache, kv_lens, after, block_table, do, lse, delta.contiguous(), shape, options
+        )
+    if need_dq and group is not None:
+        dq = plain_all_reduce(dq, group) if by_torch else all_reduce(dq, group=group)
+    if need_dk:
+        dk = _of_cache(dk, k_cache, block_table)
+    if need_dv:
+        dv = _of_cache(dv, v_cache, block_table)
+    return to_send((dq, dk, dv), (q, k_cache, v_cache), (need_dq, need_dk, need_dv))
+
+
+@torch.enable_grad()
+def _torch_gradients(q, k_cache, v_cache, kv_lens, after, block_table, do, lse, delta, options):
+    """What the backward's kernel gives, by plain torch: the gradients of a sum made for that, with lse a constant."""
+    inputs = q.float(), _dense(k_cache, block_table, None), _dense(v_cache, block_table, None)
+    q, k, v = (x.detach().requires_grad_() for x in inputs)
+    lens = _lengths(kv_lens, k_cache, block_table)
+    in_cache = _in_cache(lens, k_cache, block_table)
+    scores = _scores(q, k, lens, in_cache, after, *options)
+    lse = lse.view(scores.shape[:-1])
+    weights = torch.exp(scores - torch.where(lse.isinf(), 0.0, lse).unsqueeze(-1))
+    o = torch.einsum("btgin,bngd->btgid", weights, torch.where(in_cache[..., None, None], v, 0.0))
+    total = (o * do.view(o.shape)).sum() - (weights.sum(-1) * delta.view(lse.shape)).sum()
+    return torch.autograd.grad(total, (q, k, v))
+
+
+def _keys_after(kv_lens, k_cache, block_table, queries, window, group):
+    """How many keys later ranks have, [B] int32; not asked for where nothing depends on it."""
+    if group is None or (queries == 1 and window is None):
+        return torch.zeros_like(kv_lens, dtype=torch.int32)
+    all_lens = all_gather_rows(_lengths(kv_lens, k_cache, block_table).int().unsqueeze(0), group)
+    return all_lens[torch.distributed.get_rank(group) + 1 :].sum(0, dtype=torch.int32)
+
+
+def _of_cache(gradient, cache, block_table):
+    """The gradient [B, capacity, Hkv, D] in the layout of the cache; blocks that entries share get the sum."""
+    if block_table is None:
+        return gradient
+    paged = torch.zeros_like(cache, dtype=torch.float32, memory_format=torch.contiguous_format)
+    blocks = gradient.reshape(-1, *cache.shape[1:]).float()
+    # Numbers of pages beyond the length, and of pages that are not in the cache, have a gradient of zeros here.
+    numbers = block_table.long().clamp(0, cache.shape[0] - 1).flatten()
+    return paged.index_put_((numbers,), blocks, accumulate=True)
+
+
+_library = torch.library.Library("tdkernels", "FRAGMENT")
+_OPERANDS = "Tensor q, Tensor k_cache, Tensor v_cache, Tensor kv_lens, Tensor? block_table"
+_OPTIONS = "float scale, float? soft_cap, int? window"
+_library.define(
+    f"flash_decode({_OPERANDS}, Tensor? k_scale, Tensor? v_scale, {_OPTIONS}, bool keep, str group, str config)"
+    " -> (Tensor, Tensor, Tensor)"
+)
+_library.define(
+    f"flash_decode_backward(Tensor? do, Tensor? dlse, {_OPERANDS}, Tensor o, Tensor lse, bool need_dq, bool need_dk,"
+    f" bool need_dv, {_OPTIONS}, str group, str config) -> (Tensor, Tensor, Tensor)"
+)
+_library.impl("flash_decode", _forward, "CompositeExplicitAutograd")
+_library.impl("flash_decode_backward", _backward, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("tdkernels::flash_decode", lib=_library)
+def _(q, k_cache, v_cache, kv_lens, block_table, k_scale, v_scale, scale, soft_cap, window, keep, group, config):
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    return q.new_empty(*q.shape[:3], v_cache.shape[3]), lse, lse.new_empty(lse.shape if keep else (0,))
+
+
+@torch.library.register_fake("tdkernels::flash_decode_backward", lib=_library)
+def _(
+    do, dlse, q, k_cache, v_cache, kv_lens, block_table, o, lse, need_dq, need_dk, need_dv, scale, soft_cap, window,
+    group, config,
+):  # fmt: skip
+    return to_expect((q, k_cache, v_cache), (need_dq, need_dk, need_dv))
+
+
+class _FlashDecode(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k_cache, v_cache, kv_lens, block_table, k_scale, v_scale, scale, soft_cap, window, *call):
+        options = scale, soft_cap, window
+        o, lse, kept = torch.ops.tdkernels.flash_decode(
+            q, k_cache, v_cache, kv_lens, block_table, k_scale, v_scale, *options, True, *call
+        )
+        ctx.save_for_backward(q, k_cache, v_cache, kv_lens, block_table, o, kept)
+        ctx.call = *options, *call
+        ctx.set_materialize_grads(False)
+        return o, lse
+
+    @staticmethod
+    def backward(ctx, do, dlse):
+        autograd.refuse_second_derivatives("flash_decode")
+        need = ctx.needs_input_grad[:3]
+        gradients = torch.ops.tdkernels.flash_decode_backward(do, dlse, *ctx.saved_tensors, *need, *ctx.call)
+        return *received(gradients, need), *[None] * 9
+
+
+# ---- the public function ----
+
+
+def _scales_of(k_cache, k_scale, v_scale):
+    """(k_scale, v_scale) as many numbers in both, or None."""
+    if k_cache.dtype != FP8 or (k_scale is None and v_scale is None):
+        return None
+    heads = k_cache.shape[2]
+    one = torch.ones((), device=k_cache.device)
+    pair = [one if scale is None else scale.contiguous() for scale in (k_scale, v_scale)]
+    if pair[0].numel() != pair[1].numel():
+        pair = [scale.expand(heads).contiguous() if scale.numel() == 1 else scale for scale in pair]
+    return tuple(pair)
+
+
+def _chosen(q, k_cache, v_cache, block_table, options, group):
+    """The config of a call that was given none, of q [B, Tq, Hq, D]; None for no sequences, which need none."""
+    if not q.shape[0]:
+        return None
+    call = (
+        "flash_decode", q.shape, q.dtype, q.device, k_cache.shape, v_cache.shape, k_cache.dtype, options,
+        None if block_table is None else block_table.shape, launcher.value_is_key(k_cache, v_cache),
+    )  # fmt: skip
+    known = known_config(group, call)
+    if known is not None:
+        return known
+    shape = launcher.shape_of(q, k_cache, v_cache, block_table)
+    room = launcher.capacity_of(k_cache, block_table)
+    # A rank without room calls as well, and its caches do not show whether they share their memory.
+    layout = layout_of(shape.paged, room > 0 and shape.value_is_key, k_cache.dtype == FP8)
+    sizes = (*q.shape[:3], shape.heads, shape.d, shape.dv, max(room, 1))
+    return chosen("flash_decode", sizes, layout, q, group, launcher.problem_fields(q, shape, options), call)
+
+
+def flash_decode(
+    q, k_cache, v_cache, kv_lens, *, block_table=None, k_scale=None, v_scale=None, scale=None, soft_cap=None,
+    window=None, return_lse=False, group=None, config=None,
+):  # fmt: skip
+    """Attention of the last tokens of each sequence over all ranks' keys and values.
+
+    The keys of rank r come before those of rank r + 1; query tokens are the last Tq positions of the whole sequence, so
+    the last keys are their own, on whichever ranks these are. In a group on several nodes the ranks of each node are
+    merged first, in rank order, and then the nodes, in theirs.
+
+    Args:     q: [B, Hq, D], or [B, Tq, Hq, D], causal among the Tq; bf16, fp16 or fp32, the same on all ranks
+              k_cache, v_cache: [B, S, Hkv, D] and [B, S, Hkv, Dv], or paged, [blocks, block_size, Hkv, D]; in the dtype
+              of q, or float8_e4m3fn. Hq is a multiple of Hkv: head h of q reads head h // (Hq / Hkv). Any strides but
+              in the last dimension. v_cache may be the first columns of k_cache (MLA: D 576, Dv 512)
+              kv_lens: [B] int32 or int64, how many keys this rank has of each sequence, 0 allowed; on the device. A
+              length below 0 counts as 0, one beyond the cache as what the cache has room for
+              block_table: [B, max_blocks] int32 or int64, the blocks of each sequence, if the caches are paged. Keys of
+              a block outside [0, blocks) are masked: they have no weight and no gradient, and nothing is read for them;
+              they still count for the positions of the other keys
+              k_scale, v_scale: float32, one number or [Hkv]: what an element of a float8 cache is multiplied by
+              scale: of the scores, D ** -0.5 if None
+              soft_cap: scores s become soft_cap * tanh(s / soft_cap), after scale
+              window: each query sees the last ``window`` keys up to its own, which counts
+              return_lse: give the log of the sum of exponentials of each query's scores too
+              group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the world (W ranks); where
+              torch.distributed is not initialised, this process alone
+              config: FlashDecodeConfig, the same on all ranks; None takes the best one known, see tdkernels.autotune,
+              the same whatever room the caches have later
+    Returns:  o: [B, Hq, Dv] or [B, Tq, Hq, Dv], dtype of q, the same bits on all ranks, summed in fp32; zeros where
+              a query sees no key. With return_lse (o, lse): lse [B, Hq] or [B, Tq, Hq] float32, natural, -inf there
+    Gradient: dq complete, the same on all ranks; dk_cache, dv_cache of this rank's keys, zeros beyond kv_lens. The
+              gradients of o and lse are taken to be the same on all ranks, as these are. Not for float8 caches
+    Raises:   TypeError or ValueError for operands that do not fit, with their shapes, before anything is launched;
+              ValueError on every rank when the ranks disagree; with TDKERNELS_DEBUG=1, which waits for the device, also
+              for lengths and blocks outside the cache, which are otherwise clamped and masked on the device;
+              PeerTimeoutError when a peer does not come
+    Contract: collective over group; host sync: no; CUDA graph: yes, after one call outside, kv_lens and block_table may
+              change between replays; the caller owns the output
+    Source:   split keys: Flash-Decoding (https://crfm.stanford.edu/2023/10/12/flashdecoding.html); equal shares of one
+              line of work: Stream-K (https://arxiv.org/abs/2301.03598)
+    """
+    check(q, k_cache, v_cache, kv_lens, block_table, (k_scale, v_scale), scale, soft_cap, window, config)
+    if group is not None or _is_initialized():
+        group = resolve_group(group)
+    differentiated = autograd.may_be_differentiated([q, k_cache, v_cache])
+    if differentiated and k_cache.dtype == FP8:
+        raise ValueError(f"flash_decode: there is no gradient with a cache of {k_cache.dtype}; use torch.no_grad()")
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    options = scale, None if soft_cap is None else float(soft_cap), window
+    q4 = (q if q.dim() == 4 else q.unsqueeze(1)).contiguous()
+    table = None if block_table is None else block_table.contiguous()
+    operands = q4, k_cache, v_cache, kv_lens.contiguous(), table
+    scales = _scales_of(k_cache, k_scale, v_scale)
+    if differentiated or torch.compiler.is_compiling():
+        call = *operands, *(scales or (None, None)), *options
+        text = "" if group is None else group.group_name, as_argument(config)
+        if differentiated:
+            o, lse = _FlashDecode.apply(*call, *text)
+        else:
+            o, lse, _ = torch.ops.tdkernels.flash_decode(*call, False, *text)
+    else:
+        group, config = _settled(q4, k_cache, v_cache, table, options, group, config)
+        o, lse, _ = forward(*operands, scales, options, group, config)
+    if q.dim() == 3:
+        o, lse = o.squeeze(1), lse.squeeze(1)
+    return (o, lse) if return_lse else o

@@ -1,0 +1,238 @@
+"""flash_decode for the tuner: problems, the space of its configs, and about how long each takes.
+
+A problem has the entries of the batch, query tokens, heads of queries and of the cache, the elements of a head of keys
+and of values, and the keys of an entry that a rank's cache has room for; when it is tuned, caches are full. The layout
+says whether the cache is paged, whether its values are its keys' first columns ("latent"), and whether it is fp8.
+Nothing is tuned anew for a window, a soft cap or scales.
+
+How much room there is is each rank's own business, and who has none cannot tell whether values are keys. So the ranks
+agree on a config without the two (``key``), by what rank 0 has; it stays, whatever room there is later.
+"""
+
+import functools
+import itertools
+from dataclasses import replace
+
+import torch
+
+from tdkernels.autotune.tunable import Floors, register
+from tdkernels.ops.attention import tile as _attention
+from tdkernels.ops.attention.flash_decode import config as flash_decode_config
+from tdkernels.ops.attention.flash_decode import kernel, kernel_merge, kv_cache, op
+from tdkernels.ops.attention.flash_decode import kernel_multinode as nodes
+from tdkernels.ops.attention.flash_decode import launch as launcher
+from tdkernels.ops.attention.flash_decode.config import (
+    DecodeShape,
+    FlashDecodeConfig,
+    default_config,
+    layout_of,
+    num_programs,
+)
+from tdkernels.ops.attention.flash_decode.validation import FP8, MAX_BATCH, MAX_D
+from tdkernels.ops.common import gemm_tunable as dense
+from tdkernels.ops.common.tunable_base import ConfigTunable
+from tdkernels.runtime import gpu
+
+_PAGE = 16  # keys of a block of the paged caches that are tuned with
+_AT_ONCE_BYTES = 1 << 30  # of the reference, which goes through the batch by parts
+_MORE_BYTES = 1 << 10  # of shared memory, which a kernel may need beside what its config says
+_LAUNCH_S = 5e-6
+_IN_FLIGHT = 32 << 10  # bytes that a multiprocessor has to ask for at a time to keep the memory busy (H200)
+_BLOCK_S = 0.3e-6  # of a block of keys, beside reading and multiplying it
+_STEPS = 12  # launches of torch's sequence
+
+
+@functools.lru_cache(1024)
+def _key(problem):
+    return replace(problem, shape=problem.shape[:-1], layout=problem.layout.replace(" latent", ""))
+
+
+@functools.lru_cache(1024)
+def _shape_of(problem):
+    batch, queries, heads, kv_heads, d, dv, _ = problem.shape
+    size = 1 if "fp8" in problem.layout else problem.torch_dtype.itemsize
+    latent, paged = "latent" in problem.layout, "paged" in problem.layout
+    return DecodeShape(batch, queries, kv_heads, heads // kv_heads, d, dv, size, latent, paged)
+
+
+class FlashDecodeTunable(ConfigTunable):
+    name = "flash_decode"
+    sizes = ("batch", "queries", "heads", "kv_heads", "d", "dv", "keys")
+    layouts = tuple(layout_of(*kinds) for kinds in itertools.product((False, True), repeat=3))
+    config_class = FlashDecodeConfig
+    sources = (
+        op, launcher, kv_cache, flash_decode_config, kernel, kernel_merge, nodes,
+        _attention,
+    )  # fmt: skip
+    plain_words = "torch attention, then an all-gather", "torch's attention and all-gather"
+    local_words = "a copy of as many bytes"
+    alone = True
+
+    def key(self, problem):
+        return _key(problem)
+
+    def why_not(self, problem):
+        reason = super().why_not(problem)
+        if reason is not None:
+            return reason
+        batch, _, heads, kv_heads, d, dv, _ = problem.shape
+        if batch > MAX_BATCH or max(d, dv) > MAX_D:
+            return f"BATCH is at most {MAX_BATCH}, D and DV at most {MAX_D}, not {batch}, {d} and {dv}"
+        if heads % kv_heads:
+            return f"HEADS = {heads} is not a multiple of KV_HEADS = {kv_heads}"
+        if "latent" in problem.layout and dv != 1 << (d.bit_length() - 1):
+            return f"latent values are the first columns of keys, as many as the greatest power of two in D, not {dv}"
+        return None
+
+    def sizes_of(self, *shapes, world_size):
+        if not 3 <= len(shapes) <= 5:
+            raise ValueError(
+                "flash_decode: the operands are q, k_cache, v_cache, kv_lens and perhaps block_table, not "
+                f"{len(shapes)} of them"
+            )
+        q, k, v, *_ = map(tuple, shapes)
+        table = tuple(shapes[4]) if len(shapes) == 5 else None
+        fit = len(q) in (3, 4) and len(k) == len(v) == 4 and q[-1] == k[3] and k[:3] == v[:3]
+        if not fit or (len(table) != 2 or table[0] != q[0] if table else k[0] != q[0]):
+            paged = f" and block_table {list(table)}" if table else ""
+            raise ValueError(f"flash_decode: q {list(q)}, k_cache {list(k)}, v_cache {list(v)}{paged} do not fit")
+        queries = q[1] if len(q) == 4 else 1
+        return q[0], queries, q[-2], k[2], q[-1], v[3], k[1] * (table[1] if table else 1)
+
+    def layout_of(self, *operands):
+        caches, paged = operands[1:3], len(operands) == 5 and operands[4] is not None
+        if len(caches) < 2 or not all(isinstance(cache, torch.Tensor) and cache.dim() == 4 for cache in caches):
+            return layout_of(paged, False, False)
+        return layout_of(paged, launcher.value_is_key(*caches), caches[0].dtype == FP8)
+
+    def illegal(self, config, problem, device):
+        reason = super().illegal(config, problem, device)
+        if reason is None and config.method != "torch":
+            needed = config.shared_memory_bytes(_shape_of(problem)) + _MORE_BYTES
+            available = gpu.shared_memory_bytes(device)
+            if needed > available:
+                return f"its blocks of keys need {needed} bytes of shared memory, {device} has {available}"
+        return reason
+
+    def default(self, problem, device):
+        return default_config(_shape_of(problem), device)
+
+    def space(self, problem, device):
+        if device.type == "cpu":
+            return [FlashDecodeConfig("fused", block_n, 1, 1, programs) for block_n in (16, 32) for programs in (0, 2)]
+        shape, num_sms = _shape_of(problem), gpu.num_sms(device)
+        configs = []
+        for block_n, num_warps, num_stages in itertools.product((16, 32, 64, 128), (4, 8), (2, 3, 4)):
+            config = FlashDecodeConfig("fused", block_n, num_warps, num_stages)
+            usual = num_programs(config, shape, problem.shape[-1], device)
+            others = {num_sms, 2 * num_sms, 4 * num_sms} - {usual}
+            configs += [replace(config, num_programs=number) for number in (0, *sorted(others))]
+        return configs
+
+    def estimate_ms(self, config, problem, hardware):
+        if config.method == "torch":
+            return 1e3 * self._sequence_s(problem, hardware)
+        floors, shape, keys = self.floors(problem), _shape_of(problem), problem.shape[-1]
+        num_sms = hardware.num_sms
+        resident = num_sms * max(1, 8 // config.num_warps)
+        programs = config.num_programs or resident
+        blocks = shape.tiles * -(-keys // config.block_n)
+        share = -(-blocks // programs)
+        # What is asked of the memory at a time: by all programs, but for the block that each computes with.
+        asked = max(config.num_stages - 1, 1) * config.block_n * shape.bytes_of_key * min(programs, resident) / num_sms
+        memory = hardware.memory * min(1.0, asked / _IN_FLIGHT)
+        read = floors.memory_bytes * share * programs / blocks  # as if no program had less to do than another
+        padded = 2 * shape.tiles * shape.block_m * keys * (sum(shape.parts_of_d) + shape.padded_dv)
+        busy = max(read / memory, padded / (hardware.flops * min(1.0, programs / num_sms)))
+        steps = -(-programs // resident) * share * _BLOCK_S
+        # Of a tile that several programs share each leaves a part in memory, from where one of them adds them up.
+        parts = 2 * programs * shape.rows_of_tile * (shape.padded_dv + 1) * 4 / hardware.memory
+        sent = (problem.world_size - 1) * shape.tiles * shape.rows_of_tile * (shape.padded_dv + 1) * 4
+        wire = 2 * dense.SIGNAL_S + sent / dense.push_rate(programs, hardware) if sent else 0.0
+        return 1e3 * (_LAUNCH_S + busy + steps + parts + wire)
+
+    def _sequence_s(self, problem, hardware):
+        """Seconds of torch's, which makes fp32 of keys and values, and writes and reads scores."""
+        batch, queries, heads, kv_heads, d, dv, keys = problem.shape
+        floors = self.floors(problem)
+        moved = floors.memory_bytes + 16 * batch * keys * kv_heads * (d + dv) + 40 * batch * queries * heads * keys
+        attention = max(moved / hardware.memory, 16 * floors.flops / hardware.flops)  # without tensor cores
+        return attention + dense.collective_s(floors.wire_bytes, hardware) + _STEPS * _LAUNCH_S
+
+    def floors(self, problem):
+        batch, queries, heads, kv_heads, d, dv, keys = problem.shape
+        shape, ranks = _shape_of(problem), problem.world_size
+        of_key = shape.cache_bytes * (d if shape.value_is_key else d + dv)
+        # A rank needs what its peers have for its part of the output, and the rest of what comes of that.
+        wire = 2 * (ranks - 1) * batch * queries * heads * dv * problem.torch_dtype.itemsize // ranks
+        return Floors(2 * batch * queries * heads * keys * (d + dv), wire, batch * keys * kv_heads * of_key)
+
+    def operands(self, problem, device, generator):
+        batch, queries, heads, kv_heads, d, dv, keys = problem.shape
+        dtype, shape = problem.torch_dtype, _shape_of(problem)
+        same = torch.Generator(device).manual_seed(0)  # on all ranks
+        q = torch.randn(batch, queries, heads, d, generator=same, dtype=dtype, device=device)
+        pages = -(-keys // _PAGE)
+        rows = (batch * pages, _PAGE) if shape.paged else (batch, keys)
+
+        def draw(width):
+            cache = torch.randn(*rows, kv_heads, width, generator=generator, dtype=dtype, device=device)
+            return cache.to(FP8) if shape.cache_bytes == 1 else cache
+
+        k = draw(d)
+        v = k[..., :dv] if shape.value_is_key else draw(dv)
+        lens = torch.full((batch,), keys, dtype=torch.int32, device=device)
+        if not shape.paged:
+            return q, k, v, lens
+        table = torch.randperm(batch * pages, generator=generator, device=device).to(torch.int32)
+        return q, k, v, lens, table.view(batch, pages)
+
+    def reference_bytes(self, problem):
+        batch, queries, heads, kv_heads, d, dv, keys = problem.shape
+        wide = 8 if problem.dtype == "float32" else 4
+        # The wide operands, and as much again where torch's sequence makes fp32 of all of them; and its scores.
+        return batch * keys * (2 * wide * kv_heads * (d + dv) + 12 * queries * heads) + 2 * _AT_ONCE_BYTES
+
+    def reference(self, operands, problem, group):
+        q, k, v, lens, *table = operands
+        _, queries, heads, kv_heads, d, dv, keys = problem.shape
+        of_entry = 8 * keys * (2 * kv_heads * (d + dv) + 3 * queries * heads)
+        at_once = max(1, _AT_ONCE_BYTES // of_entry)
+        outputs = []
+        for part in range(0, len(q), at_once):
+            of = slice(part, part + at_once)
+            caches = (k, v) if table else (k[of], v[of])
+            outputs.append(op.flash_decode_ref(
+                q[of], *caches, lens[of], block_table=table[0][of] if table else None, group=group
+            ))  # fmt: skip
+        return torch.cat(outputs)
+
+    def local(self, operands, problem):
+        """A copy that reads and writes as many bytes as there are of keys and values to read."""
+        _, k, v, *_ = operands
+        halves = [cache.view(torch.uint8).flatten() for cache in ((k,) if _shape_of(problem).value_is_key else (k, v))]
+        halves = [cache[: cache.numel() // 2] for cache in halves]
+        copies = [torch.empty_like(half) for half in halves]
+        return lambda: [copy.copy_(half) for copy, half in zip(copies, halves, strict=True)]
+
+    def run(self, operands, problem, group, config):
+        q, k, v, lens, *table = operands
+        others = group if problem.world_size > 1 else None
+        return op.forward(q, k, v, lens, *(table or [None]), None, _options(problem), others, config)[0]
+
+    def compiled(self, config):
+        return None if config.method == "torch" else (config.block_n, config.num_warps, config.num_stages)
+
+    def compile(self, operands, problem, config):
+        q, k, v, lens, *table = operands
+        launcher.compile(
+            q, k, v, lens, *(table or [None]), _options(problem), problem.world_size, problem.num_nodes, config
+        )
+
+
+def _options(problem):
+    """(scale, soft_cap, window)"""
+    return problem.shape[4] ** -0.5, None, None
+
+
+register(FlashDecodeTunable())

@@ -1,0 +1,376 @@
+"""The kernel behind ulysses_out: some of the work is sending every peer its positions, the rest multiplies.
+
+The first pieces send, in chunks of rows that several of them push together, what the peers have of our heads into their
+gathered rows [M, K], M = B * S / W: ours are K / W of the columns. The others compute tiles. A tile begins with our own
+heads, which need nothing from anybody, and goes on with those of rank + 1, rank + 2 and so on, in the order in which
+they come, always the same for a rank. Tiles of the first wave wait for a few peers at a time; later ones, for which all
+has most likely come, for all at once, because each wait empties the pipeline of the main loop.
+
+Signal number ``source * num_chunks + chunk`` of a half is raised by ``source`` when its heads of those rows stand in
+our memory; the waiters are the tiles made of them, and, where the gathered rows are kept for a gradient, the pieces at
+the end that copy them into a tensor of their own.
+
+All tiles wait for all peers, so nobody can finish call t + 1 before all have begun it, and two halves suffice.
+"""
+
+import torch
+import triton.language as tl
+
+from tdkernels import lang as td
+from tdkernels.lang.profile import ALL_PEERS
+from tdkernels.ops.common import gemm_operands
+from tdkernels.ops.common.config import text_of
+from tdkernels.ops.common.gemm_tile import add_product, as_aligned, store_rows, swizzle, with_bias
+from tdkernels.ops.common.tile_config import next_power_of_2
+from tdkernels.runtime import gpu, recorder
+from tdkernels.runtime.kernel_launch import Launch, launch_kept, to_be_made
+from tdkernels.symm import get_workspace
+
+_PUSH_ROWS, _PUSH_COLUMNS = 64, 2048  # that a program moves at a time, at most
+_FEW_COLUMNS = 256  # that are worth a block of their own
+
+
+@td.jit
+def _offsets(block, first, last, positions, all_positions, from_position, source_column, width, K,
+             ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
+    """(where a block of a peer's rows first … last - 1 is in o, where it goes to in its gathered rows, the mask)."""
+    across = (width + COLUMNS - 1) // COLUMNS
+    rows = first + block // across * ROWS + tl.arange(0, ROWS)
+    columns = block % across * COLUMNS + tl.arange(0, COLUMNS)
+    mask = (rows < last)[:, None] & (columns < width)[None, :]
+    at = (rows // positions).to(tl.int64) * all_positions + from_position + rows % positions
+    to = rows.to(tl.int64) * K + source_column
+    return at[:, None] * width + columns[None, :], to[:, None] + columns[None, :], mask
+
+
+@td.jit
+def _push_rows(
+    o_ptr, dst_ptr, first, last, positions, all_positions, from_position, source_column, width, K,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Copy what a peer has of our heads, of its rows first … last - 1, into its gathered rows."""
+    blocks = (last - first + ROWS - 1) // ROWS * ((width + COLUMNS - 1) // COLUMNS)
+    if blocks > 0:
+        at, to, mask = _offsets(
+            0, first, last, positions, all_positions, from_position, source_column, width, K, ROWS, COLUMNS
+        )
+        held = tl.load(o_ptr + at, mask=mask, other=0.0)
+        for block in range(1, blocks + 1):
+            at, to, mask = _offsets(
+                block, first, last, positions, all_positions, from_position, source_column, width, K, ROWS, COLUMNS
+            )
+            ahead = tl.load(o_ptr + at, mask=mask, other=0.0)  # on its way while the block before is stored
+            at, to, mask = _offsets(
+                block - 1, first, last, positions, all_positions, from_position, source_column, width, K, ROWS, COLUMNS
+            )
+            tl.store(dst_ptr + to, held, mask=mask)
+            held = ahead
+
+
+@td.jit
+def _push(
+    ctx, o_ptr, half, signal, M, positions, width, chunk_rows, num_chunks, parts, worker, num_workers,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, trace,
+):  # fmt: skip
+    """Push to all peers, a part of a chunk at a time; one of ``num_workers`` programs."""
+    me = td.rank(ctx)
+    ranks = td.num_ranks(ctx)
+    others = ranks - 1
+    part_rows = (chunk_rows + parts - 1) // parts
+    for item in range(worker, num_chunks * others * parts, num_workers):
+        pair = item // parts
+        chunk = pair // others
+        # Each begins with the next lower one, so that no link is used twice at a time, and rank + 1 is the first to
+        # come.
+        peer = (me + ranks - 1 - pair % others) % ranks
+        end = tl.minimum(chunk * chunk_rows + chunk_rows, M)
+        first = chunk * chunk_rows + item % parts * part_rows
+        td.mark(trace, "pushes", peer, item // num_workers)
+        _push_rows(
+            o_ptr, td.pointer_to(td.data_at(ctx, half, peer), o_ptr.dtype.element_ty),
+            first, tl.minimum(first + part_rows, end), positions, positions * ranks, peer * positions,
+            me * width, width, width * ranks, ROWS, COLUMNS,
+        )  # fmt: skip
+        if td.arrive(td.flag_at(ctx, pair), parts):  # by the programs of this rank that push the same chunk
+            # waiter: the peer's tiles of this chunk
+            td.notify(ctx, td.signal_at(ctx, half, me * num_chunks + chunk), peer, signal)
+
+
+@td.jit
+def _tile_of_columns(
+    acc, a_ptr, a_desc, a_plane, a_row, a_rows, a_shift, stride_a, b_ptr, b_desc, b_col, stride_b, N, K, first, count,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    USE_TMA: tl.constexpr, B_IS_KN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """``gemm_tile`` over ``count`` of B's K columns from ``first`` on, those at 0 coming after the last.
+
+    A's columns are numbered from ``a_shift`` on. A block of columns must not go over the last one, but where it is cut
+    off by ``count``; a descriptor does not cut.
+    """
+    if USE_TMA:
+        for k in range(0, count, BLOCK_K):
+            column = first + k
+            column = tl.where(column >= K, column - K, column)
+            a = a_desc.load([a_plane, a_row, column - a_shift]).reshape(BLOCK_M, BLOCK_K)
+            if B_IS_KN:
+                b = b_desc.load([column, b_col])
+            else:
+                b = b_desc.load([b_col, column]).T
+            acc = td.dot(a, b, acc, PRECISION)
+    else:
+        offs_m = a_row + tl.arange(0, BLOCK_M)
+        offs_n = b_col + tl.arange(0, BLOCK_N)
+        offs_k = tl.arange(0, BLOCK_K)
+        a_rows_ptr = a_ptr + offs_m[:, None].to(tl.int64) * stride_a
+        mask_m = offs_m[:, None] < a_rows
+        mask_n = offs_n[None, :] < N
+        for k in range(0, count, BLOCK_K):
+            column = first + k
+            column = tl.where(column >= K, column - K, column)
+            inside = offs_k < count - k
+            a = tl.load(a_rows_ptr + (column - a_shift + offs_k)[None, :], mask=mask_m & inside[None, :], other=0.0)
+            columns = column + offs_k
+            if B_IS_KN:
+                b_ptrs = b_ptr + offs_n[None, :] + columns[:, None].to(tl.int64) * stride_b
+            else:
+                b_ptrs = b_ptr + offs_n[None, :].to(tl.int64) * stride_b + columns[:, None]
+            b = tl.load(b_ptrs, mask=mask_n & inside[:, None], other=0.0)
+            acc = add_product(acc, a, b, PRECISION)
+    return acc
+
+
+@td.jit
+def _keep_block(
+    ctx, own_ptr, kept_ptr, half, row, column, width, M,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Copy a block of the gathered rows, all of which have come, and of our own heads beside them."""
+    me = td.rank(ctx)
+    K = width * td.num_ranks(ctx)
+    gathered_ptr = td.pointer_to(td.data_at(ctx, half, me), own_ptr.dtype.element_ty)
+    rows = row + tl.arange(0, BLOCK_M)
+    columns = column + tl.arange(0, BLOCK_N)
+    inside = (rows < M)[:, None] & (columns < K)[None, :]
+    own = ((columns >= me * width) & (columns < me * width + width))[None, :]
+    at = rows[:, None].to(tl.int64)
+    theirs = tl.load(gathered_ptr + at * K + columns[None, :], mask=inside & (own == 0), other=0.0)
+    ours = tl.load(own_ptr + at * width + (columns - me * width)[None, :], mask=inside & own, other=0.0)
+    tl.store(kept_ptr + at * K + columns[None, :], tl.where(own, ours, theirs), mask=inside)
+
+
+# Compiled once for a tile and a block to push, whatever the shape and plan: that is what makes tuning cheap.
+@td.jit(do_not_specialize=[
+    "M", "N", "positions", "width", "stride_w", "plan", "num_comm", "chunk_tiles", "parts", "early", "early_at_once",
+    "late_at_once", "group_m",
+])  # fmt: skip
+def ulysses_out_kernel(
+    ctx, o_ptr, own_ptr, own_desc, gathered_desc, w_ptr, w_desc, bias_ptr, z_ptr, kept_ptr,
+    M, N, positions, width, stride_w, plan, num_comm, chunk_tiles, parts, early, early_at_once, late_at_once, group_m,
+    PUSH_ROWS: tl.constexpr, PUSH_COLUMNS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    ELEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, HAS_BIAS: tl.constexpr, USE_TMA: tl.constexpr,
+    W_IS_KN: tl.constexpr, PRECISION: tl.constexpr, trace_ptr=None,
+):  # fmt: skip
+    """z [M, N] = our positions of all ranks' heads @ w.T; o is [W * M, width], w [N, W * width].
+
+    own: [M, width], our positions of o; kept: [M, W * width] or None, for what was gathered
+    early: so many tiles wait for ``early_at_once`` peers at a time, the others for ``late_at_once``
+    """
+    N = as_aligned(N, ALIGNED)
+    width = as_aligned(width, ALIGNED)
+    stride_w = as_aligned(stride_w, ALIGNED)
+    DTYPE: tl.constexpr = z_ptr.dtype.element_ty
+    me = td.rank(ctx)
+    ranks = td.num_ranks(ctx)
+    K = width * ranks
+    epoch, half, signal = td.call(ctx, plan)
+    tiles_m = (M + BLOCK_M - 1) // BLOCK_M
+    tiles_n = (N + BLOCK_N - 1) // BLOCK_N
+    num_chunks = (tiles_m + chunk_tiles - 1) // chunk_tiles
+    kept_n = (K + BLOCK_N - 1) // BLOCK_N
+    first_kept = num_comm + tiles_m * tiles_n
+    pieces = first_kept
+    if kept_ptr is not None:
+        pieces += tiles_m * kept_n
+
+    piece = td.ticket_of(td.take_first_ticket(ctx, signal))
+    while piece < pieces:
+        trace = (trace_ptr, piece)
+        td.mark(trace, "starts")
+        if piece < num_comm:
+            _push(
+                ctx, o_ptr, half, signal, M, positions, width, chunk_tiles * BLOCK_M, num_chunks, parts, piece,
+                num_comm, PUSH_ROWS, PUSH_COLUMNS, trace,
+            )  # fmt: skip
+            answer = td.take_ticket(ctx)
+        elif piece < first_kept:
+            tile = piece - num_comm
+            pid_m, pid_n = swizzle(tile, tiles_m, tiles_n, group_m)
+            row = pid_m * BLOCK_M
+            col = pid_n * BLOCK_N
+            # Of the chunk, by each source: ``num_chunks`` words apart.
+            signals = td.signal_at(ctx, half, pid_m // chunk_tiles)
+            at_once = tl.where(tile < early, early_at_once, late_at_once)
+            if tile >= early:
+                td.mark(trace, "waits", ALL_PEERS)
+                td.wait_plan_all(ctx, signals, num_chunks, signal)  # producer: _push of every peer
+                if USE_TMA:
+                    td.fence_before_tma_load()
+            td.mark(trace, "multiplies", me)
+            acc = _tile_of_columns(
+                tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32), own_ptr, own_desc, 0, row, M, me * width, width,
+                w_ptr, w_desc, col, stride_w, N, K, me * width, width,
+                BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, W_IS_KN, PRECISION,
+            )  # fmt: skip
+            slot = td.data_at(ctx, half, me)
+            for step in range(1, ranks, at_once):
+                end = tl.minimum(step + at_once, ranks)
+                if tile < early:
+                    td.mark(trace, "waits", (me + step) % ranks, 2 * (step - 1))
+                    for later in range(step, end):
+                        source = (me + later) % ranks
+                        # producer: _push of the source
+                        seen = td.wait_plan(ctx, signals + source * num_chunks, signal, source, FOR_TMA=USE_TMA)
+                        slot = td.consume_token(slot, seen)
+                td.mark(trace, "multiplies", (me + step) % ranks, 2 * (step - 1) + 1)
+                acc = _tile_of_columns(
+                    acc, td.pointer_to(slot, DTYPE), gathered_desc, half, row, M, 0, K,
+                    w_ptr, w_desc, col, stride_w, N, K, (me + step) % ranks * width, (end - step) * width,
+                    BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, W_IS_KN, PRECISION,
+                )  # fmt: skip
+            answer = td.take_ticket(ctx)
+            td.mark(trace, "stores")
+            offs_n = col + tl.arange(0, BLOCK_N)
+            acc = with_bias(acc, bias_ptr, offs_n, N, HAS_BIAS)
+            store_rows(z_ptr, td.from_float32(acc, DTYPE), row + tl.arange(0, BLOCK_M), offs_n, M, N)
+        else:
+            if kept_ptr is not None:
+                block = piece - first_kept
+                pid_m = block // kept_n
+                td.mark(trace, "waits", ALL_PEERS)
+                # producer: _push of every peer
+                td.wait_plan_all(ctx, td.signal_at(ctx, half, pid_m // chunk_tiles), num_chunks, signal)
+                td.mark(trace, "copies")
+                _keep_block(
+                    ctx, own_ptr, kept_ptr, half, pid_m * BLOCK_M, block % kept_n * BLOCK_N, width, M, BLOCK_M, BLOCK_N
+                )
+            answer = td.take_ticket(ctx)
+        td.mark(trace, "finishes")
+        piece = td.ticket_of(answer)
+        td.mark(trace, "ends")
+    td.finish(ctx)
+
+
+def problem_fields(o, weight, batch):
+    """What must be the same on all ranks before a config is chosen."""
+    return {
+        "B": batch, "S": o.shape[0] // batch if batch else 0, "K/W": o.shape[1], "N": weight.shape[0],
+        "dtype": str(o.dtype),
+    }  # fmt: skip
+
+
+def plan_fields(o, weight, batch, config):
+    """What must be the same on all ranks."""
+    return {**problem_fields(o, weight, batch), "config": text_of(config)}
+
+
+def _own_positions(o, batch, rank, world_size):
+    """Our positions of our heads, [B * S / W, K / W]; a copy only where there are several sequences."""
+    return gemm_operands.rows_contiguous(o.view(batch, world_size, -1, o.shape[1])[:, rank].reshape(-1, o.shape[1]))
+
+
+def _push_bytes(device):
+    """How much a program moves at a time; in the interpreter little, so that it comes to a second time."""
+    return 2048 if device.type == "cpu" else 32 << 10
+
+
+def _push_block(width, elements):
+    """(rows, columns) of ``width`` that a program moves at a time: powers of two, of about so many elements."""
+    columns = min(next_power_of_2(width), _PUSH_COLUMNS)
+    while columns > _FEW_COLUMNS and width % columns:
+        columns //= 2  # or the last block would be partly empty
+    return min(max(1, elements // columns), _PUSH_ROWS), columns
+
+
+def _gathered_descriptor(workspace, like, rows, k, tiles):
+    """Descriptor of the gathered rows of both halves, [2, rows, K]; without a workspace, of nobody's memory."""
+    if workspace is None:
+        data, plane_stride = like.new_empty(1, k), rows * k
+    else:
+        data = workspace.buffer.tensor(workspace.rank)[workspace.data_offset :].view(like.dtype)
+        plane_stride = workspace.half_bytes // like.element_size()
+    first = data.as_strided((1, k), (k, 1))
+    return gemm_operands.rows_descriptor(first, 2, rows, plane_stride, tiles.block_m, tiles.block_k)
+
+
+def _arguments(workspace, o, own, weight, bias, z, kept, batch, world_size, programs, plan, config):
+    """(the kernel's arguments, its constants, the gathered rows if it has a descriptor of them).
+
+    ``workspace`` is None where nothing is launched.
+    """
+    weight, stride_w, _ = gemm_operands.weight_layout(weight)
+    tiles, width, n = config.tiles, o.shape[1], weight.shape[0]
+    rows, k = o.shape[0] // world_size, world_size * width
+    constants = gemm_operands.product_constants(o, weight, bias, tiles)
+    even = width % tiles.block_k == 0  # no block of columns has some of two ranks
+    constants["USE_TMA"] = constants["USE_TMA"] and even
+    constants["ALIGNED"] = gemm_operands.aligned(width, n, stride_w)
+    own_desc, w_desc = gemm_operands.product_descriptors(own, weight, tiles, constants)
+    gathered_desc = _gathered_descriptor(workspace, o, rows, k, tiles) if constants["USE_TMA"] else None
+    push_rows, push_columns = _push_block(width, _push_bytes(o.device) // o.element_size())
+    ctx = torch.empty(1, dtype=torch.int64, device=o.device) if workspace is None else workspace.ctx
+    args = (
+        ctx, o, own, own_desc, gathered_desc, weight, w_desc, bias, z, kept,
+        rows, n, rows // batch, width, stride_w, plan, config.num_comm_sms, config.chunk_tiles, config.chunk_parts,
+        programs, config.sources_at_once if even else 1, world_size if even else 1, tiles.group_m,
+    )  # fmt: skip
+    constants |= {"PUSH_ROWS": push_rows, "PUSH_COLUMNS": push_columns, "trace_ptr": None}
+    return args, constants, [] if gathered_desc is None else [gathered_desc.base]
+
+
+def compile(o, weight, bias, world_size, config):
+    """Compile what ``launch`` with the same operands would launch, into Triton's cache; launches nothing."""
+    o = gemm_operands.rows_contiguous(o)
+    own = o[: o.shape[0] // world_size]
+    args, constants, _ = _arguments(None, o, own, weight, bias, own, None, 1, world_size, 1, 0, config)
+    ulysses_out_kernel.warmup(*args, grid=(1,), **constants)
+
+
+def launch(operator, o, weight, bias, batch, group, config, keep=False):
+    """(z [B * S / W, N] of o [B * S, K / W], what was gathered for it [B * S / W, K] if it is to be kept)."""
+    o = gemm_operands.rows_contiguous(o)
+    workspace = get_workspace(group, o.device, "ulysses_out")
+    own = _own_positions(o, batch, group.rank(), group.size())
+    z, *kept = launch_kept(
+        workspace, (operator, batch, config, keep, gemm_operands.dot_precision(o.dtype)), (o, own, weight, bias),
+        lambda *of: _prepare(workspace, operator, *of, batch, config, keep), _ready,
+    )  # fmt: skip
+    return z, kept[0] if keep else None
+
+
+def _ready(o, own, weight, bias):
+    """The operands as a launch takes them, of which o and own are such already."""
+    return o, own, gemm_operands.weight_layout(weight)[0], None if bias is None else bias.contiguous()
+
+
+def _prepare(workspace, operator, o, own, weight, bias, batch, config, keep):
+    world_size, n, tiles = workspace.world_size, weight.shape[0], config.tiles
+    rows, k = o.shape[0] // world_size, world_size * o.shape[1]
+    num_chunks = -(-rows // (config.chunk_tiles * tiles.block_m))
+    fields = {**plan_fields(o, weight, batch, config), "kept": keep}
+    plan = workspace.prepare(
+        operator, fields, rows * k * o.element_size(), world_size * num_chunks,
+        num_flags=(world_size - 1) * num_chunks,
+    )  # fmt: skip
+    z, kept = to_be_made(o, rows, n), to_be_made(o, rows, k) if keep else None
+    copies = tiles.count(rows, k) if keep else 0
+    pieces = config.num_comm_sms + tiles.count(rows, n) + copies
+    programs = min(pieces, gpu.resident_programs(o.device, tiles, o.dtype))
+    args, constants, gathered = _arguments(
+        workspace, o, own, weight, bias, z, kept, batch, world_size, programs, plan, config
+    )  # fmt: skip
+    pushes = -(-num_chunks * (world_size - 1) * config.chunk_parts // config.num_comm_sms)
+    constants["trace_ptr"] = recorder.buffer(o.device, pieces, max(pushes, 2 * (world_size - 1)))
+    operands, made = (o, own, weight, bias), [z, kept] if keep else [z]
+    fixed = workspace.ctx, *gathered
+    return Launch(workspace, ulysses_out_kernel, (programs,), args, constants, operands, made, fixed)

@@ -1,0 +1,308 @@
+"""Ulysses sequence parallelism: the projections round an attention, each fused with its all-to-all.
+
+    ulysses_qkv   x [B, S / W, K] our positions, weight [N, K] whole  ->  y [B, S, N / W] our heads of all positions
+    ulysses_out   o [B, S, K / W] our heads, weight [N, K] whole      ->  z [B, S / W, N] our positions again
+
+Between them every rank has all positions of its heads, so that any attention will do. The rows of the first weight are
+those of rank 0's heads, then those of rank 1's and so on, and so are the columns of the second one.
+
+Schedule. ``ulysses_qkv_kernel``: a rank computes the tiles of the other ranks' heads first, and while it computes later
+ones takes those of its own heads from where the others have computed them. ``ulysses_out_kernel``: some programs send
+every peer its positions in chunks of rows, the others begin each tile with our own heads and go on with those that
+have come. Call t uses half t mod 2 of a workspace, and there is no barrier.
+
+Backward. Each is the other's gradient: dx = ulysses_out(dy, weight.T), which leaves the gathered dy behind for dweight
+and dbias; do = ulysses_qkv(dz, weight.T), while the gathered o for dweight is kept from the forward: it has the size of
+o, and to gather it again would take the link while do is on it. The weights are whole on every rank, so their
+gradients are those of this rank's positions alone; their sum over ranks is that over the tokens of a data-parallel
+group, which whoever has whole weights makes anyway.
+
+Example:
+    qkv = tdkernels.ulysses_qkv(x, w_qkv)       # instead of all_to_all(x @ w_qkv.T)
+    z = tdkernels.ulysses_out(attention(qkv), w_out)
+"""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from tdkernels.ops.attention.ulysses import kernel_out as out_kernel
+from tdkernels.ops.attention.ulysses import kernel_qkv as qkv_kernel
+from tdkernels.ops.attention.ulysses.config import UlyssesConfig
+from tdkernels.ops.attention.ulysses.validation import check_divided, check_product
+from tdkernels.ops.common.config import as_argument, check_config
+from tdkernels.ops.common.gemm_tunable import config_for
+from tdkernels.ops.common.multinode import spans_nodes
+from tdkernels.runtime import autograd, torch_op
+from tdkernels.runtime.autograd import received
+from tdkernels.symm import resolve_group
+from tdkernels.symm.group import group_state
+from tdkernels.symm.whole_call import whole_call
+
+# ---- the specification, in plain torch.distributed ----
+
+
+def _all_to_all(parts, group):
+    """What all ranks have in their ``parts`` [W, …] for us, in the order of ranks."""
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts, group=group)
+    return received
+
+
+def _to_heads(y, batch, group):
+    """All heads of our positions [B * S / W, N] -> our heads of all positions [B * S, N / W]."""
+    world_size = dist.get_world_size(group)
+    width = y.shape[1] // world_size
+    parts = y.view(batch, y.shape[0] // max(batch, 1), world_size, width).permute(2, 0, 1, 3).contiguous()
+    return _all_to_all(parts, group).transpose(0, 1).reshape(-1, width)
+
+
+def _to_positions(o, batch, group):
+    """Our heads of all positions [B * S, K / W] -> all heads of our positions [B * S / W, K]."""
+    world_size, positions = dist.get_world_size(group), o.shape[0] // max(batch, 1)
+    parts = o.view(batch, world_size, positions // world_size, o.shape[1]).transpose(0, 1).contiguous()
+    return _all_to_all(parts, group).permute(1, 2, 0, 3).reshape(-1, world_size * o.shape[1])
+
+
+@torch.no_grad()
+def ulysses_qkv_ref(x, weight, bias=None, *, group=None):
+    """The specification of ``ulysses_qkv``."""
+    y = F.linear(x, weight, bias)
+    rows = _to_heads(y.reshape(-1, y.shape[-1]), x.shape[:-2].numel(), group)
+    return rows.view(*x.shape[:-2], dist.get_world_size(group) * x.shape[-2], rows.shape[1])
+
+
+@torch.no_grad()
+def ulysses_out_ref(o, weight, bias=None, *, group=None):
+    """The specification of ``ulysses_out``."""
+    rows = _to_positions(o.reshape(-1, o.shape[-1]), o.shape[:-2].numel(), group)
+    positions = o.shape[-2] // dist.get_world_size(group)
+    return F.linear(rows, weight, bias).view(*o.shape[:-2], positions, weight.shape[0])
+
+
+# ---- torch.library: what torch.compile sees; operands are [rows, ·], of ``batch`` sequences ----
+
+
+def _config(text, kind, operator, x, weight, group, fields):
+    """The config of a call of a kind, "ulysses_qkv" or "ulysses_out", be it for the operator or for a gradient."""
+    if not text and spans_nodes(group):
+        return UlyssesConfig(method="torch")
+    of_call = {} if kind == operator else {"call": operator}
+    return config_for(kind, text, x, weight, group, lambda: {**of_call, **fields})
+
+
+def _qkv(operator, x, weight, bias, batch, group, text):
+    """Our heads of all positions."""
+    world_size = group.size()
+    if world_size == 1:
+        return F.linear(x, weight, bias)
+    fields = qkv_kernel.problem_fields(x, weight, batch)
+    if not x.shape[0]:
+        group_state(group).agree_once(operator, fields)
+        return x.new_empty(0, weight.shape[0] // world_size)
+    config = _config(text, "ulysses_qkv", operator, x, weight, group, fields)
+    if config.method == "fused":
+        return qkv_kernel.launch(operator, x, weight, bias, batch, group, config)
+    group_state(group).agree_once(operator, qkv_kernel.plan_fields(x, weight, batch, config))
+    return _to_heads(F.linear(x, weight, bias), batch, group)
+
+
+def _out(operator, o, weight, bias, batch, group, text, keep):
+    """(our positions, what was gathered for them if it is to be kept)."""
+    world_size = group.size()
+    if world_size == 1:
+        return F.linear(o, weight, bias), None
+    fields = {**out_kernel.problem_fields(o, weight, batch), "kept": keep}
+    if not o.shape[0]:
+        group_state(group).agree_once(operator, fields)
+        return o.new_empty(0, weight.shape[0]), o.new_empty(0, weight.shape[1])
+    config = _config(text, "ulysses_out", operator, o, weight, group, fields)
+    if config.method == "fused":
+        return out_kernel.launch(operator, o, weight, bias, batch, group, config, keep)
+    group_state(group).agree_once(operator, {**out_kernel.plan_fields(o, weight, batch, config), "kept": keep})
+    rows = _to_positions(o, batch, group)
+    return F.linear(rows, weight, bias), rows
+
+
+def _forward_qkv(x, weight, bias, batch, group, config):
+    return _qkv("ulysses_qkv", x, weight, bias, batch, torch_op.group_by_name(group), config)
+
+
+def _forward_out(o, weight, bias, batch, keep, group, config):
+    group = torch_op.group_by_name(group)
+    z, kept = _out("ulysses_out", o, weight, bias, batch, group, config, keep and group.size() > 1)
+    return z, kept if keep and group.size() > 1 else o.new_empty(0)
+
+
+@whole_call
+def _backward_qkv(dy, x, weight, need_dx, need_dweight, need_dbias, batch, group, config):
+    group = torch_op.group_by_name(group)
+    dx, dweight, dbias = x.new_empty(0), x.new_empty(0), x.new_empty(0)
+    keeps = need_dweight or need_dbias
+    gathered = dy
+    if need_dx:
+        dx, gathered = _out("ulysses_qkv backward", dy, weight.t(), None, batch, group, config, keeps)
+        gathered = dy if gathered is None else gathered
+    elif group.size() > 1 and x.shape[0]:
+        gathered = _to_positions(dy, batch, group)  # there is no product to hide it behind
+    gathered = gathered.view(x.shape[0], weight.shape[0])
+    if need_dweight:
+        dweight = gathered.t() @ x
+    if need_dbias:
+        dbias = gathered.sum(0, dtype=torch.float32).to(dy.dtype)
+    return dx, dweight, dbias
+
+
+@whole_call
+def _backward_out(dz, weight, batch, group, config):
+    return _qkv("ulysses_out backward", dz, weight.t(), None, batch, torch_op.group_by_name(group), config)
+
+
+_library = torch.library.Library("tdkernels", "FRAGMENT")
+_TAIL = "int batch, str group, str config"
+_library.define(f"ulysses_qkv(Tensor x, Tensor weight, Tensor? bias, {_TAIL}) -> Tensor")
+_library.define(
+    "ulysses_qkv_backward(Tensor dy, Tensor x, Tensor weight, bool need_dx, bool need_dweight, bool need_dbias, "
+    f"{_TAIL}) -> (Tensor, Tensor, Tensor)"
+)
+_library.define(
+    "ulysses_out(Tensor o, Tensor weight, Tensor? bias, int batch, bool keep, str group, str config)"
+    " -> (Tensor, Tensor)"
+)
+_library.define(f"ulysses_out_backward(Tensor dz, Tensor weight, {_TAIL}) -> Tensor")
+for _name, _function in (
+    ("ulysses_qkv", _forward_qkv), ("ulysses_qkv_backward", _backward_qkv), ("ulysses_out", _forward_out),
+    ("ulysses_out_backward", _backward_out),
+):  # fmt: skip
+    _library.impl(_name, _function, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("tdkernels::ulysses_qkv", lib=_library)
+def _(x, weight, bias, batch, group, config):
+    world_size = torch_op.world_size_by_name(group)
+    return x.new_empty(world_size * x.shape[0], weight.shape[0] // world_size)
+
+
+@torch.library.register_fake("tdkernels::ulysses_qkv_backward", lib=_library)
+def _(dy, x, weight, need_dx, need_dweight, need_dbias, batch, group, config):
+    return (
+        x.new_empty(x.shape if need_dx else (0,)),
+        x.new_empty(weight.shape if need_dweight else (0,)),
+        x.new_empty(weight.shape[:1] if need_dbias else (0,)),
+    )
+
+
+@torch.library.register_fake("tdkernels::ulysses_out", lib=_library)
+def _(o, weight, bias, batch, keep, group, config):
+    world_size = torch_op.world_size_by_name(group)
+    rows = o.shape[0] // world_size
+    kept = (rows, weight.shape[1]) if keep and world_size > 1 else (0,)
+    return o.new_empty(rows, weight.shape[0]), o.new_empty(kept)
+
+
+@torch.library.register_fake("tdkernels::ulysses_out_backward", lib=_library)
+def _(dz, weight, batch, group, config):
+    world_size = torch_op.world_size_by_name(group)
+    return dz.new_empty(world_size * dz.shape[0], weight.shape[1] // world_size)
+
+
+class _Qkv(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, *call):
+        ctx.save_for_backward(x, weight)
+        ctx.call = call
+        return torch.ops.tdkernels.ulysses_qkv(x, weight, bias, *call)
+
+    @staticmethod
+    def backward(ctx, dy):
+        autograd.refuse_second_derivatives("ulysses_qkv")
+        need = ctx.needs_input_grad[:3]
+        grads = torch.ops.tdkernels.ulysses_qkv_backward(dy, *ctx.saved_tensors, *need, *ctx.call)
+        return *received(grads, need), None, None, None
+
+
+class _Out(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, o, weight, bias, batch, group, config):
+        keep = ctx.needs_input_grad[1]
+        z, kept = torch.ops.tdkernels.ulysses_out(o, weight, bias, batch, keep, group, config)
+        if keep and not kept.numel():
+            kept = o  # of one rank, or of no positions
+        ctx.save_for_backward(weight, kept if keep else None)
+        ctx.call = batch, group, config
+        return z
+
+    @staticmethod
+    def backward(ctx, dz):
+        autograd.refuse_second_derivatives("ulysses_out")
+        weight, kept = ctx.saved_tensors
+        need_do, need_dweight, need_dbias = ctx.needs_input_grad[:3]
+        do = dweight = dbias = None
+        if need_do:
+            do = torch.ops.tdkernels.ulysses_out_backward(dz, weight, *ctx.call)
+        if need_dweight:
+            dweight = dz.t() @ kept.view(dz.shape[0], weight.shape[1])
+        if need_dbias:
+            dbias = dz.sum(0, dtype=torch.float32).to(dz.dtype)
+        return do, dweight, dbias, None, None, None
+
+
+def ulysses_qkv(x, weight, bias=None, *, group=None, config=None):
+    """Multiply our positions by the whole weight, and get our heads of all positions.
+
+    Args:     x: [B, S / W, K] or [S / W, K] bf16, fp16 or fp32, rank r's positions being the r-th S / W of each
+              sequence; further leading dimensions are sequences too
+              weight: [N, K], the layout of torch.nn.Linear, whole and the same on all ranks, with the rows of rank r's
+              heads r-th; same dtype
+              bias: [N], in the order of those rows, or None
+              group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the world (W ranks)
+              config: UlyssesConfig, the same on all ranks; None takes the best one known, see tdkernels.autotune; the
+              backward takes what it was given, too, or else what is best for its own product
+    Returns:  y: [B, S, N / W], dtype of x, accumulated in fp32
+    Gradient: dx; dweight and dbias of this rank's positions alone: whoever keeps whole weights adds them up over ranks,
+              as those of data-parallel ranks
+    Raises:   TypeError or ValueError for operands that do not fit, with their shapes, before anything is launched;
+              ValueError on every rank when the ranks disagree; PeerTimeoutError when a peer does not come (on a GPU at
+              the next call or at tdkernels.synchronize()); RuntimeError in a backward with create_graph=True
+    Contract: collective over group; host sync: no (the first call with a shape agrees with the peers and allocates);
+              CUDA graph: yes, after one call outside; the caller owns the output
+    Source:   DeepSpeed-Ulysses (https://arxiv.org/abs/2309.14509)
+    """
+    group = resolve_group(group)
+    x, weight, bias = autograd.apply_autocast(x, weight, bias)
+    check_product("ulysses_qkv", "x", x, weight, bias, 1)
+    check_divided("ulysses_qkv", "weight", weight, 0, "N", group.size())
+    check_config("ulysses_qkv", config, UlyssesConfig, x)
+    batch = x.shape[:-2].numel()
+    call = x.reshape(-1, x.shape[-1]), weight, bias, batch, group.group_name, as_argument(config)
+    y = autograd.apply(_Qkv, torch.ops.tdkernels.ulysses_qkv, *call)
+    return y.view(*x.shape[:-2], group.size() * x.shape[-2], y.shape[1])
+
+
+def ulysses_out(o, weight, bias=None, *, group=None, config=None):
+    """Get all heads of our positions, and multiply them by the whole weight.
+
+    Args:     o: [B, S, K / W] or [S, K / W] bf16, fp16 or fp32, our heads of all positions, as ulysses_qkv has given
+              them; further leading dimensions are sequences too
+              weight: [N, K], whole and the same on all ranks, with the columns of rank r's heads r-th; same dtype
+              bias: [N] or None
+              group, config: as for ulysses_qkv
+    Returns:  z: [B, S / W, N], our positions, dtype of o, accumulated in fp32, our own heads first and then those of
+              the ranks after us, whenever they come
+    Gradient: do; dweight and dbias of this rank's positions alone, as those of ulysses_qkv
+    Raises:   as ulysses_qkv
+    Contract: as for ulysses_qkv
+    Source:   DeepSpeed-Ulysses (https://arxiv.org/abs/2309.14509)
+    """
+    group = resolve_group(group)
+    o, weight, bias = autograd.apply_autocast(o, weight, bias)
+    check_product("ulysses_out", "o", o, weight, bias, group.size())
+    check_divided("ulysses_out", "o", o, -2, "S", group.size())
+    check_config("ulysses_out", config, UlyssesConfig, o)
+    batch = o.shape[:-2].numel()
+    call = o.reshape(-1, o.shape[-1]), weight, bias, batch, group.group_name, as_argument(config)
+    if autograd.may_be_differentiated([o, weight] if bias is None else [o, weight, bias]):
+        z = _Out.apply(*call)
+    else:
+        z, _ = torch.ops.tdkernels.ulysses_out(*call[:4], False, *call[4:])
+    return z.view(*o.shape[:-2], o.shape[-2] // group.size(), z.shape[1])

@@ -1,0 +1,218 @@
+"""ulysses_qkv and ulysses_out for the tuner: problems, the spaces of their configs, and about how long each takes.
+
+A problem has the M = B * S positions of all sequences and the N and K of the whole weight. The gradient of each
+operator is a call of the other with the weight as [K, N]: its configs are those that were tuned for the other operator
+in the layout "kn". What is timed is the forward of one sequence.
+"""
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+
+from tdkernels.autotune.tunable import Floors, register
+from tdkernels.ops.attention.ulysses import config as ulysses_config
+from tdkernels.ops.attention.ulysses import kernel_out, kernel_qkv, op
+from tdkernels.ops.attention.ulysses.config import TRANSPORTS, UlyssesConfig
+from tdkernels.ops.common import gemm_tile, tile_config
+from tdkernels.ops.common import gemm_tunable as dense
+from tdkernels.runtime import gpu
+
+_WAIT_S = 3e-6  # what a wait for a signal costs a main loop, which has to begin anew
+_LOAD_S = 2e-6  # from a load of what lies at a peer until it is here
+_PROGRAM_LINK_SHARE = 1 / 8  # of a link's rate, for one program that loads what lies at a peer
+
+
+class UlyssesTunable(dense.DenseTunable):
+    """One of the two."""
+
+    config_class = UlyssesConfig
+    op = op
+    across_nodes = False
+
+    def fallback(self, problem, device):
+        return self.default(problem, device)
+
+    def default(self, problem, device):
+        rows, n, _ = self.of_a_rank(problem)
+        return ulysses_config.completed(None, rows, n, problem.torch_dtype, device)
+
+    def product(self, problem):
+        """Rows, columns and depth of what a rank multiplies."""
+        m, n, k = problem.shape
+        return m // problem.world_size, n, k
+
+    def operands(self, problem, device, generator):
+        _, n, k = problem.shape
+        rows, columns = self.operand_sizes(problem)
+        dtype = problem.torch_dtype
+        x = torch.randn(rows, columns, generator=generator, dtype=dtype, device=device)
+        shape = (n, k) if problem.layout == "nk" else (k, n)
+        weight = torch.randn(shape, generator=generator, dtype=dtype, device=device).mul_(k**-0.5)
+        return x, weight if problem.layout == "nk" else weight.t()
+
+    def reference_bytes(self, problem):
+        rows, n, k = self.product(problem)
+        # Twice x, gathered or not, the weight, and the product, as it is, in parts, received, and compared.
+        return 2 * problem.torch_dtype.itemsize * (2 * rows * k + n * k + 5 * rows * n)
+
+    def sequence_s(self, problem, moved_bytes, hardware):
+        """Seconds of torch's sequence, which copies what it exchanges before and after that."""
+        wire_bytes, dtype = self.floors(problem).wire_bytes, problem.torch_dtype
+        return dense.sequence_s(*self.product(problem), wire_bytes, dtype, hardware) + 4 * moved_bytes / hardware.memory
+
+
+class QkvTunable(UlyssesTunable):
+    name = "ulysses_qkv"
+    kernel = kernel_qkv
+    sources = (op, ulysses_config, kernel_qkv, gemm_tile, tile_config)
+    divided = (0, 1)
+    plain_words = "torch matmul, then all-to-all", "torch's matmul and all-to-all"
+
+    def sizes_of(self, *shapes, world_size):
+        x, weight = dense.two_operands(self.name, shapes)
+        return world_size * torch.Size(x[:-1]).numel(), weight[0], weight[1]
+
+    def of_a_rank(self, problem):
+        m, n, k = problem.shape
+        return m // problem.world_size, n // problem.world_size, k
+
+    def operand_sizes(self, problem):
+        return problem.shape[0] // problem.world_size, problem.shape[2]
+
+    def space(self, problem, device):
+        rows, width, _ = self.of_a_rank(problem)
+        num_sms = gpu.num_sms(device)
+        lags = (0, 2) if device.type == "cpu" else (0, num_sms // 2, num_sms, 3 * num_sms)
+        default, configs = self.default(problem, device), []
+        for tiles in dense.tile_space(device, problem.torch_dtype):
+            most = problem.world_size * _tiles_of(rows, width, tiles)
+            for lag in sorted({min(number, most) for number in lags}):
+                configs += [replace(default, tiles=tiles, transport=how, lag_tiles=lag) for how in TRANSPORTS]
+        return configs
+
+    def estimate_ms(self, config, problem, hardware):
+        rows, width, k = self.of_a_rank(problem)
+        ranks, dtype = problem.world_size, problem.torch_dtype
+        if config.method == "torch":
+            return 1e3 * self.sequence_s(problem, rows * ranks * width * dtype.itemsize, hardware)
+        tiles, num_sms = config.tiles, hardware.num_sms
+        count = _tiles_of(rows, width, tiles)  # of one rank's heads; its last column of tiles may be partly empty
+        padded = ranks * -(-width // tiles.block_n) * tiles.block_n
+        product, tile = dense.product_s(rows, padded, k, dtype, tiles, num_sms, hardware)
+        # A program that takes a tile does not multiply: it loads from a peer, or from its own memory what was pushed.
+        nbytes = tiles.block_m * tiles.block_n * dtype.itemsize
+        if config.transport == "pull":
+            take = _LOAD_S + nbytes / (hardware.link * _PROGRAM_LINK_SHARE)
+        else:
+            take = 2 * nbytes * num_sms / hardware.memory
+        takes = (ranks - 1) * count
+        lag = min(config.lag_tiles or 1.5 * num_sms, ranks * count)
+        early = max(0.0, 1.0 - lag / num_sms) * tile  # the first ones are still being computed
+        late = max(0.0, lag - count) * nbytes / hardware.link  # when nothing is left to compute meanwhile
+        wire = self.floors(problem).wire_bytes / dense.push_rate(num_sms, hardware)
+        return 1e3 * (max(product + takes / num_sms * take, wire) + tile + early + late)
+
+    def floors(self, problem):
+        rows, n, k = self.product(problem)
+        width = n // problem.world_size
+        return Floors(2 * rows * n * k, (problem.world_size - 1) * rows * width * problem.torch_dtype.itemsize)
+
+    def local(self, operands, problem):
+        return lambda: F.linear(*operands)
+
+    def run(self, operands, problem, group, config):
+        if config.method == "torch":
+            return self.reference(operands, problem, group)
+        return kernel_qkv.launch(self.name, *operands, None, 1, group, config)
+
+    def compile(self, operands, problem, config):
+        kernel_qkv.compile(*operands, None, problem.world_size, config)
+
+
+class OutTunable(UlyssesTunable):
+    name = "ulysses_out"
+    kernel = kernel_out
+    sources = (op, ulysses_config, kernel_out, gemm_tile, tile_config)
+    divided = (0, 2)
+    plain_words = "torch all-to-all, then matmul", "torch's all-to-all and matmul"
+
+    def sizes_of(self, *shapes, world_size):
+        if not 2 <= len(shapes) <= 3:
+            raise ValueError(f"ulysses_out: the operands are o and weight, not {len(shapes)} of them")
+        o, weight = shapes[:2]
+        if len(o) < 2 or len(weight) != 2 or world_size * o[-1] != weight[1]:
+            raise ValueError(
+                f"ulysses_out: o {list(o)}, of {world_size} ranks, and weight {list(weight)} do not fit"
+            )  # fmt: skip
+        return torch.Size(o[:-1]).numel(), weight[0], weight[1]
+
+    def of_a_rank(self, problem):
+        return self.product(problem)
+
+    def operand_sizes(self, problem):
+        return problem.shape[0], problem.shape[2] // problem.world_size
+
+    def space(self, problem, device):
+        rows, _, _ = self.of_a_rank(problem)
+        width, peers = problem.shape[2] // problem.world_size, problem.world_size - 1
+        on_cpu = device.type == "cpu"
+        pushing = ((2, 1), (2, 2)) if on_cpu else ((8, 2), (16, 4), (32, 4))  # programs, and those that share a chunk
+        configs = []
+        for tiles in dense.tile_space(device, problem.torch_dtype):
+            chunks = {min(chunk, -(-rows // tiles.block_m)) for chunk in ((1,) if on_cpu else (1, 2))}
+            # Where a block of columns has some of two ranks, the kernel waits for one source at a time.
+            at_once = {1} if width % tiles.block_k else {min(2, peers), peers}
+            configs += [
+                UlyssesConfig(
+                    tiles=tiles, num_comm_sms=programs, chunk_tiles=chunk, chunk_parts=parts, sources_at_once=sources
+                ) for programs, parts in pushing for chunk in sorted(chunks) for sources in sorted(at_once)
+            ]  # fmt: skip
+        return configs
+
+    def estimate_ms(self, config, problem, hardware):
+        rows, n, k = self.of_a_rank(problem)
+        ranks, dtype = problem.world_size, problem.torch_dtype
+        wire_bytes = self.floors(problem).wire_bytes
+        if config.method == "torch":
+            return 1e3 * self.sequence_s(problem, rows * k * dtype.itemsize, hardware)
+        tiles = config.tiles
+        product, tile = dense.product_s(rows, n, k, dtype, tiles, hardware.num_sms, hardware)
+        chunk_rows = min(config.chunk_tiles * tiles.block_m, rows)
+        parts = (ranks - 1) * -(-rows // chunk_rows) * config.chunk_parts
+        rate = dense.push_rate(min(config.num_comm_sms, parts), hardware)
+        wire = wire_bytes / rate
+        # Who pushes multiplies later.
+        pushing = wire * config.num_comm_sms / hardware.num_sms
+        # The first tiles have their own heads to begin with, a W-th of the work, until a chunk of each peer is here.
+        first = min((ranks - 1) * chunk_rows * (k // ranks) * dtype.itemsize / rate, wire)
+        waits = -(-(ranks - 1) // config.sources_at_once) * _WAIT_S
+        # A part of the chunk is with one program, whose turn comes last.
+        last = chunk_rows * (k // ranks) * dtype.itemsize / config.chunk_parts / dense.push_rate(1, hardware)
+        return 1e3 * (max(product + pushing, wire + last) + tile + max(0.0, first - tile / ranks) + waits)
+
+    def floors(self, problem):
+        rows, n, k = self.product(problem)
+        width = k // problem.world_size
+        return Floors(2 * rows * n * k, (problem.world_size - 1) * rows * width * problem.torch_dtype.itemsize)
+
+    def local(self, operands, problem):
+        o, weight = operands
+        rows = o.view(problem.world_size, -1, o.shape[1]).transpose(0, 1).reshape(-1, weight.shape[1])
+        return lambda: F.linear(rows, weight)
+
+    def run(self, operands, problem, group, config):
+        if config.method == "torch":
+            return self.reference(operands, problem, group)
+        return kernel_out.launch(self.name, *operands, None, 1, group, config)[0]  # and not what it gathers
+
+    def compile(self, operands, problem, config):
+        kernel_out.compile(*operands, None, problem.world_size, config)
+
+
+def _tiles_of(rows, columns, tiles):
+    return tiles.count(rows, columns)
+
+
+register(QkvTunable())
+register(OutTunable())

@@ -1,0 +1,1 @@
+"""All-gather, reduce-scatter and all-reduce: as operators, and asynchronous ones for other operators."""

@@ -1,0 +1,42 @@
+"""Sums over the ranks of a node, then over the nodes, in fp32 and in order: the same inputs give the same bits."""
+
+import triton.language as tl
+
+from tdkernels import lang as td
+from tdkernels.ops.common.gemm_tile import from_register_order, in_register_order, with_bias
+from tdkernels.ops.common.rank_reduce import _COLUMNS, sum_in_rank_order
+
+
+@td.jit
+def sum_of_tile_over_nodes(
+    acc, parts, sums, part_bytes, bias_ptr, col, N, node, local, DTYPE: tl.constexpr,
+    NODES: tl.constexpr, LOCAL: tl.constexpr, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr,
+    SKIPPED: tl.constexpr = 0,
+):  # fmt: skip
+    """``acc`` plus our node peers' partials of the same tile, plus the other nodes' sums of it, as a DTYPE.
+
+    Rank s of our node has its partial at ``parts + s * part_bytes``, node m its sum at ``sums + m * part_bytes``, both
+    in register order; ours are not rounded, neither the partial nor the node's sum. SKIPPED: see ``sum_of_tile``.
+    """
+    if WIDTH > _COLUMNS:
+        # A part at a time, as in ``sum_of_tile``.
+        HALF: tl.constexpr = WIDTH // 2
+        left, right = acc.reshape(BLOCK_M, 2, HALF).permute(0, 2, 1).split()
+        left = sum_of_tile_over_nodes(
+            left, parts, sums, part_bytes, bias_ptr, col, N, node, local, DTYPE,
+            NODES, LOCAL, BLOCK_M, HALF, HAS_BIAS, SKIPPED,
+        )  # fmt: skip
+        right = sum_of_tile_over_nodes(
+            right, parts, sums, part_bytes, bias_ptr, col + HALF, N, node, local, DTYPE,
+            NODES, LOCAL, BLOCK_M, HALF, HAS_BIAS, SKIPPED + BLOCK_M * HALF,
+        )  # fmt: skip
+        return tl.join(left, right).permute(0, 2, 1).reshape(BLOCK_M, WIDTH)
+    else:
+        offs = tl.arange(0, BLOCK_M * WIDTH)
+        total = in_register_order(acc, BLOCK_M, WIDTH)
+        if LOCAL > 1:
+            total = sum_in_rank_order(parts, part_bytes, offs, offs >= 0, total, local, LOCAL, DTYPE, SKIPPED)
+        total = sum_in_rank_order(sums, part_bytes, offs, offs >= 0, total, node, NODES, DTYPE, SKIPPED)
+        total = from_register_order(total, BLOCK_M, WIDTH)
+        total = with_bias(total, bias_ptr, col + tl.arange(0, WIDTH), N, HAS_BIAS)
+        return td.from_float32(total, DTYPE)

@@ -1,0 +1,182 @@
+"""Products of few rows, which are as fast as the weight can be read: what the kernels for them share.
+
+A tile has all rows, so that the weight is read once, and few columns, so that every multiprocessor reads a part of it.
+The tensor cores get the weight as the operand with many rows and x as the one with few: x as the first would be filled
+up to 64 rows on Hopper. Where columns are too few for the multiprocessors, ``split_k`` programs share the K of a tile.
+"""
+
+import torch
+import triton.language as tl
+
+from tdkernels import lang as td
+from tdkernels.ops.common import gemm_operands
+from tdkernels.ops.common.gemm_tile import add_product, as_aligned
+from tdkernels.ops.common.tile_config import LARGE, Tiles, next_power_of_2
+from tdkernels.runtime import gpu
+from tdkernels.runtime.kernel_launch import to_be_made
+
+_MAX_SPLIT = 8
+_MIN_STEPS = 4  # steps of block_k that a program should have, to be worth starting
+
+
+def default_tiles(rows, n, k, dtype, device):
+    """(tiles, split_k) of a product [rows, k] x [n, k] that enough programs share to read at full speed."""
+    num_sms = gpu.num_sms(device)
+    if device.type == "cpu":
+        tiles = Tiles(_height(rows, 64), 64, 64, num_warps=1, num_stages=1)
+    elif dtype == torch.float32:
+        tiles = Tiles(_height(rows, 64), 64, 32, num_warps=4, num_stages=2)
+    else:
+        tiles = _sixteen_bit_tiles(rows, n, num_sms, device)
+    programs = max(tiles.count(rows, n), 1)
+    split_k = min(num_sms // (2 * programs), k // (_MIN_STEPS * tiles.block_k), _MAX_SPLIT)
+    return tiles, max(split_k, 1)
+
+
+def _height(rows, most):
+    return min(max(next_power_of_2(rows), 16), most)
+
+
+def _sixteen_bit_tiles(rows, n, num_sms, device):
+    """As deep as shared memory allows: what is on its way is what keeps the memory busy.
+
+    The tile of all rows is halved where there are multiprocessors for that, and twice as wide where there are tiles for
+    all of them even then, for that reads x half as often.
+    """
+    if torch.version.hip:  # gfx942 has 64 KiB for all stages
+        return Tiles(_height(rows, 64), 64, 128, num_warps=4, num_stages=2)
+    block_m = _height(rows, 128)
+    if gpu.capability(device) < (9, 0):
+        return Tiles(block_m, 64, 64, num_warps=4, num_stages=4 if block_m <= 64 else 3)
+    columns = -(-n // 64)
+    if block_m > 64 and -(-rows // 64) * columns <= num_sms:
+        block_m = 64
+    wide = -(-rows // block_m) * columns > num_sms
+    if block_m <= 64:
+        return Tiles(block_m, *((128, 128) if wide else (64, 128)), num_warps=4, num_stages=4 if wide else 6)
+    tiles = Tiles(block_m, *((128, 64) if wide else (64, 128)), num_warps=4, num_stages=6 if wide else 4)
+    fewer_waves = LARGE.waves_take(rows, n, num_sms) < tiles.waves_take(rows, n, num_sms)
+    return LARGE if rows > LARGE.block_m and fewer_waves else tiles
+
+
+def tiles_to_try(rows, dtype, device):
+    """Tiles worth trying for so many rows."""
+    if device.type == "cpu" or dtype == torch.float32:
+        return [default_tiles(rows, 64, 1, dtype, device)[0]]
+    heights = sorted({_height(rows, 64), _height(rows, 64 if torch.version.hip else 128)})
+    if torch.version.hip or gpu.capability(device) < (9, 0):
+        shapes = [(64, 64, 4, 2), (64, 128, 4, 2), (128, 64, 4, 2)]
+    else:
+        shapes = [(64, 128, 4, 6), (64, 128, 4, 4), (128, 64, 4, 6), (128, 128, 4, 4), (128, 128, 4, 3)]
+        shapes += [(256, 64, 8, 4)] if rows > 128 else []
+    tiles = [
+        Tiles(height, width, depth, num_warps=warps, num_stages=stages)
+        for height in heights for width, depth, warps, stages in shapes
+    ]  # fmt: skip
+    return [tile for tile in tiles if tile.illegal(device, dtype) is None]
+
+
+def product(x, weight, bias, tiles):
+    """``gemm_operands.product`` for few rows: by descriptors only where they are worth the host's time to fill them in.
+
+    With 16 rows or fewer the loads that each thread makes for itself read the weight as fast (H200).
+    """
+    return gemm_operands.product(x, weight, bias, tiles, by_tma=tiles.block_m > 16)
+
+
+def k_of_part(k, tiles, split_k):
+    """How much of K one of split_k programs takes, in whole steps; for the last ones less, or nothing, may be left."""
+    steps = -(-k // tiles.block_k)
+    return -(-steps // split_k) * tiles.block_k
+
+
+def seconds(rows, n, k, dtype, tiles, split_k, hardware):
+    """About how long the product takes: reading the weight, which too few programs cannot do at full speed."""
+    programs = tiles.count(rows, n) * split_k
+    reading = (n * k + rows * k) * dtype.itemsize / hardware.memory / min(1.0, programs / hardware.num_sms)
+    multiplying = 2.0 * max(rows, tiles.block_m) * n * k / hardware.flops
+    parts = 2 * split_k * rows * n * 4 if split_k > 1 else 0
+    return max(reading, multiplying) + parts / hardware.memory
+
+
+def scratch_to_be_made(like, num_tiles, tiles, split_k):
+    """Where programs that share the K of a tile leave their parts, for ``sum_of_parts``; one element if none do."""
+    size = num_tiles * split_k * tiles.block_m * tiles.block_n if split_k > 1 else 1
+    return to_be_made(like, size, dtype=torch.float32)
+
+
+@td.jit
+def place_of(
+    program, tiles_m, K, k_of_part, split_k,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """(tile, part, first row, first column, first k, last k) of a program that multiplies, of which tiles have split_k.
+
+    Those of a tile follow one another, and so do the tiles of a column.
+    """
+    tile = program // split_k
+    part = program % split_k
+    row = tile % tiles_m * BLOCK_M
+    col = tile // tiles_m * BLOCK_N
+    first_k = part * (k_of_part // BLOCK_K * BLOCK_K)
+    last_k = as_aligned(tl.minimum(first_k + k_of_part, K), ALIGNED)
+    return tile, part, row, col, first_k, last_k
+
+
+@td.jit
+def few_rows_tile(
+    x_ptr, x_desc, plane, row, rows, stride_x, w_ptr, w_desc, col, stride_w, N, first_k, last_k,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    USE_TMA: tl.constexpr, W_IS_KN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """x[row : +BLOCK_M] @ w[col : +BLOCK_N].T over columns first_k … last_k - 1 of both, fp32 [BLOCK_M, BLOCK_N].
+
+    x is [rows, K] by pointer, [planes, rows, K] by descriptor; first_k is a multiple of BLOCK_K, and last_k too, unless
+    it is K. Rows and columns that there are not hold anything.
+    """
+    acc = tl.full((BLOCK_N, BLOCK_M), 0.0, tl.float32)
+    if USE_TMA:
+        for k in range(first_k, last_k, BLOCK_K):
+            x = x_desc.load([plane, row, k]).reshape(BLOCK_M, BLOCK_K)
+            if W_IS_KN:
+                w = w_desc.load([k, col]).T
+            else:
+                w = w_desc.load([col, k])
+            acc = td.dot(w, x.T, acc, PRECISION)
+    else:
+        offs_m = row + tl.arange(0, BLOCK_M)
+        offs_n = col + tl.arange(0, BLOCK_N)
+        offs_k = tl.arange(0, BLOCK_K)
+        first = tl.cast(first_k, tl.int64)
+        x_ptrs = x_ptr + offs_m[None, :].to(tl.int64) * stride_x + (first + offs_k[:, None])
+        if W_IS_KN:
+            step_w = tl.cast(stride_w, tl.int64) * BLOCK_K
+            w_ptrs = w_ptr + offs_n[:, None] + (first + offs_k[None, :]) * stride_w
+        else:
+            step_w = tl.full((), BLOCK_K, tl.int64)
+            w_ptrs = w_ptr + offs_n[:, None].to(tl.int64) * stride_w + (first + offs_k[None, :])
+        mask_m = offs_m[None, :] < rows
+        mask_n = offs_n[:, None] < N
+        for k in range(first_k, last_k, BLOCK_K):
+            x = tl.load(x_ptrs, mask=mask_m & (offs_k[:, None] < last_k - k), other=0.0)
+            w = tl.load(w_ptrs, mask=mask_n & (offs_k[None, :] < last_k - k), other=0.0)
+            acc = add_product(acc, w, x, PRECISION)
+            x_ptrs += BLOCK_K
+            w_ptrs += step_w
+    return acc.T
+
+
+@td.jit
+def sum_of_parts(ctx, acc, scratch_ptr, tile, part, split_k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(the sum of all parts' ``acc`` in their order, whether we are the last to come): only the last may use it."""
+    TILE: tl.constexpr = BLOCK_M * BLOCK_N
+    offs = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    own_ptr = scratch_ptr + (tile.to(tl.int64) * split_k + part) * TILE
+    tl.store(own_ptr + offs, acc)
+    is_last = td.arrive(td.flag_at(ctx, tile), split_k)
+    if is_last:
+        first_ptr = scratch_ptr + tile.to(tl.int64) * split_k * TILE
+        acc = tl.load(first_ptr + offs)
+        for other in range(1, split_k):
+            acc += tl.load(first_ptr + other * TILE + offs)
+    return acc, is_last

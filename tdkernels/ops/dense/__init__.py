@@ -1,0 +1,1 @@
+"""Matrix products with a collective: ag_gemm, gemm_rs, gemm_ar."""

@@ -1,0 +1,1 @@
+"""All-gather, then a matrix product."""

@@ -1,0 +1,163 @@
+"""The kernel behind AG-GEMM in a group on several nodes; ``kernel_async_multinode`` says how the shards travel.
+
+Pieces of work, in the order in which programs take them:
+
+    send     our shard, chunk by chunk, is staged in our own slot and put into those of our rail peers
+    push     our shard goes to our node peers; then what comes from our rail peers is relayed to them
+    tiles    of our own shard, which wait for nobody; of our node peers' shards; of those from other nodes, chunk by
+             chunk, and of each chunk first the rail peers' own rows, then those that node peers relay
+
+A piece waits only for pieces of smaller numbers, on whatever rank: a relay for sends, a tile for sends and pushes. And
+sends, which end early and take no program for long, come before any wait; so however few programs there are at a time,
+what other nodes wait for goes out.
+"""
+
+import triton.language as tl
+
+from tdkernels import lang as td
+from tdkernels.ops.collectives.kernel_async_multinode import (
+    await_chunk,
+    num_pieces,
+    push_to_node,
+    relay_to_node,
+    send_shard,
+    source_at,
+)
+from tdkernels.ops.common.gemm_tile import as_aligned, gemm_tile, store_rows, swizzle, with_bias
+
+
+def comm_pieces(num_comm, num_chunks, topology):
+    """How many pieces send, push and relay, and how many things, at most, one of them does."""
+    others, elsewhere = topology.local_world_size - 1, topology.num_nodes - 1
+    send, push = num_pieces(num_comm, num_chunks, topology.local_world_size)
+    turns = -(-num_chunks // send) * elsewhere
+    if push:
+        relays = -(-num_chunks * others * elsewhere // push)
+        turns = max(turns, -(-num_chunks * others // push) + 2 * relays)  # for each it waits, then pushes
+    return send + push, turns
+
+
+@td.jit
+def _tile_by_arrival(tile, me, ranks, local, tiles_m, tiles_n, group_m, chunk_tiles, num_chunks):
+    """Which shard, tile row and tile column: own shard, those of the node, those of other nodes, by chunks."""
+    own_tiles = tiles_m * tiles_n
+    source = me
+    pid_m, pid_n = swizzle(tile, tiles_m, tiles_n, group_m)
+    if tile >= own_tiles:
+        per_chunk = chunk_tiles * tiles_n
+        on_node = (local - 1) * num_chunks * per_chunk
+        remote = tile - own_tiles
+        is_elsewhere = remote >= on_node
+        remote = tl.where(is_elsewhere, remote - on_node, remote)
+        shards = tl.where(is_elsewhere, ranks - local, local - 1)
+        first = tl.where(is_elsewhere, local, 1)
+        chunk = remote // (per_chunk * shards)
+        source = source_at(first + remote % (per_chunk * shards) // per_chunk, me, ranks, local)
+        within = remote % per_chunk
+        pid_m = chunk * chunk_tiles + within % chunk_tiles
+        pid_n = within // chunk_tiles
+    return source, pid_m, pid_n
+
+
+# Compiled once for a tile, whatever the shape, plan and nodes, as ``ag_gemm_kernel``, whose arguments these are.
+@td.jit(network=True, do_not_specialize=[
+    "M_shard", "N", "K", "stride_w", "slot_rows", "plan", "num_comm", "chunk_tiles", "group_m",
+])  # fmt: skip
+def ag_gemm_nodes_kernel(
+    ctx, x_ptr, x_desc, gathered_desc, w_ptr, w_desc, bias_ptr, y_ptr,
+    M_shard, N, K, stride_w, slot_rows, plan, num_comm, chunk_tiles, group_m,
+    COPY_WORDS: tl.constexpr, FIXED_HALF: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    ELEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, HAS_BIAS: tl.constexpr, USE_TMA: tl.constexpr,
+    W_IS_KN: tl.constexpr, PRECISION: tl.constexpr, trace_ptr=None,
+):  # fmt: skip
+    """Send, push and relay shards, and multiply them in order of arrival.
+
+    FIXED_HALF: a ``begin_nodes_kernel`` has opened the call; the gathered rows stay in half 0 for the launches that
+    follow.
+    """
+    N = as_aligned(N, ALIGNED)
+    K = as_aligned(K, ALIGNED)
+    stride_w = as_aligned(stride_w, ALIGNED)
+    me = td.rank(ctx)
+    ranks = td.num_ranks(ctx)
+    local = td.local_ranks(ctx)
+    if FIXED_HALF:  # behind the barrier of a Gather, which has counted this call
+        half = tl.full((), 0, tl.int32)
+        signal = td.signal_of(ctx, td.epoch(ctx), plan)
+    else:
+        epoch, half, signal = td.call(ctx, plan)
+    tiles_m = (M_shard + BLOCK_M - 1) // BLOCK_M
+    tiles_n = (N + BLOCK_N - 1) // BLOCK_N
+    num_chunks = (tiles_m + chunk_tiles - 1) // chunk_tiles
+    row_bytes = tl.cast(K, tl.int64) * ELEM_BYTES
+    slot_bytes = slot_rows * row_bytes
+    shard_bytes = M_shard * row_bytes
+    chunk_bytes = chunk_tiles * BLOCK_M * row_bytes
+
+    num_send = tl.minimum(num_comm, num_chunks)  # as num_pieces
+    num_push = tl.where(local > 1, num_comm, 0)
+    first_tile = num_send + num_push
+    pieces = first_tile + tiles_n * (tiles_m + (ranks - 1) * num_chunks * chunk_tiles)
+
+    piece = td.ticket_of(td.take_first_ticket(ctx, signal))
+    while piece < pieces:
+        trace = (trace_ptr, piece)
+        td.mark(trace, "starts")
+        if piece < num_send:
+            send_shard(
+                ctx, x_ptr.to(tl.int64), half, signal, shard_bytes, chunk_bytes, num_chunks, slot_bytes,
+                piece, num_send, FIXED_HALF=FIXED_HALF, COPY_WORDS=COPY_WORDS, trace=trace,
+            )  # fmt: skip
+            answer = td.take_ticket(ctx)
+        elif piece < first_tile:
+            push_to_node(
+                ctx, x_ptr.to(tl.int64), half, signal, shard_bytes, chunk_bytes, num_chunks, slot_bytes,
+                piece - num_send, num_push, FIXED_HALF=FIXED_HALF, COPY_WORDS=COPY_WORDS, trace=trace,
+            )  # fmt: skip
+            relay_to_node(
+                ctx, half, signal, shard_bytes, chunk_bytes, num_chunks, slot_bytes,
+                piece - num_send, num_push, COPY_WORDS=COPY_WORDS, trace=trace,
+            )  # fmt: skip
+            answer = td.take_ticket(ctx)
+        else:
+            source, pid_m, pid_n = _tile_by_arrival(
+                piece - first_tile, me, ranks, local, tiles_m, tiles_n, group_m, chunk_tiles, num_chunks
+            )
+            if pid_m < tiles_m:  # the last chunk of a shard may have fewer tile rows
+                row = pid_m * BLOCK_M
+                col = pid_n * BLOCK_N
+                # Two loops in a row, of which one is empty: see ag_gemm_kernel.
+                own_k = tl.where(source == me, K, 0)
+                td.mark(trace, "multiplies", source)
+                acc = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
+                acc = gemm_tile(
+                    acc, x_ptr, x_desc, 0, row, M_shard, w_ptr, w_desc, col, stride_w, N, own_k, K,
+                    BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, W_IS_KN, PRECISION,
+                )  # fmt: skip
+                slot = td.data_at(ctx, half, me) + source.to(tl.int64) * slot_bytes
+                if source != me:
+                    td.mark(trace, "waits", source)
+                    seen = await_chunk(
+                        ctx, half, source, pid_m // chunk_tiles, num_chunks, signal, FOR_TMA=USE_TMA
+                    )
+                    slot = td.consume_token(slot, seen)
+                    td.mark(trace, "multiplies", source)
+                acc = gemm_tile(
+                    acc, td.pointer_to(slot, x_ptr.dtype.element_ty), gathered_desc, half,
+                    row + source * slot_rows * USE_TMA, M_shard, w_ptr, w_desc, col, stride_w, N, K - own_k, K,
+                    BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, W_IS_KN, PRECISION,
+                )  # fmt: skip
+                answer = td.take_ticket(ctx)
+                td.mark(trace, "stores")
+                offs_n = col + tl.arange(0, BLOCK_N)
+                acc = with_bias(acc, bias_ptr, offs_n, N, HAS_BIAS)
+                y = td.from_float32(acc, y_ptr.dtype.element_ty)
+                y_rows = y_ptr + source.to(tl.int64) * M_shard * N
+                store_rows(y_rows, y, row + tl.arange(0, BLOCK_M), offs_n, M_shard, N)
+            else:
+                answer = td.take_ticket(ctx)
+        td.mark(trace, "finishes")
+        piece = td.ticket_of(answer)
+        td.mark(trace, "ends")
+    td.finish(ctx, ADVANCE=FIXED_HALF == 0)

@@ -1,0 +1,201 @@
+"""The kernel behind AG-GEMM for few rows: everything is sent at once, and multiplied when all of it is there.
+
+The first programs push our shard to everybody, ourselves included; each of the others waits for all shards and then
+computes one tile with the rows of all ranks in it, or ``split_k`` of them share its K. So the weight is read once, not
+once for each shard; and what a program has to wait, it uses to bring the weight that it will read first nearer, into
+the L2 cache: reading the weight is what takes the time, and it goes on while the rows are on their way.
+
+Programs that push wait for nothing, and the others for those alone (law 1).
+"""
+
+import torch
+import triton.language as tl
+
+from tdkernels import lang as td
+from tdkernels.lang.profile import ALL_PEERS
+from tdkernels.ops.collectives.async_all_gather import rows_of_buffer, slot_rows_of
+from tdkernels.ops.common import gemm_operands, small_m_gemm
+from tdkernels.ops.common.gemm_tile import as_aligned, with_bias
+from tdkernels.ops.common.small_m_gemm import few_rows_tile, place_of, sum_of_parts
+from tdkernels.runtime import recorder
+from tdkernels.runtime.kernel_launch import Launch, to_be_made
+
+_COPY_BLOCK = 2048  # elements
+_LEAST_PUSH_BYTES = 4096  # of a shard, by a program
+# Columns of the weight that are brought nearer meanwhile: with a tile of 64 on each of 132 multiprocessors 17 MB, about
+# what the memory gives in the 4 us that the rows take.
+_PREFETCH_COLUMNS = 1024
+
+
+@td.jit
+def _push(
+    ctx, x_ptr, half, signal, slot, size, share, pusher, me, ranks,
+    DTYPE: tl.constexpr, ELEM_BYTES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Store elements share * pusher … of our shard, which has ``size``, ``slot`` bytes into everybody's buffer.
+
+    A void launch stores nothing: a peer may still read what an earlier launch has pushed.
+    """
+    offs = tl.arange(0, BLOCK)
+    begin = tl.cast(pusher, tl.int64) * share
+    left = tl.minimum(size - begin, share)
+    for start in range(0, left, BLOCK):
+        at = (begin + start) * ELEM_BYTES
+        mask = (offs < left - start) & (td.is_void(signal) == 0)
+        block = tl.load(td.pointer_to(x_ptr.to(tl.int64) + at, DTYPE) + offs, mask=mask)
+        for step in range(1, ranks + 1):
+            dst = td.data_at(ctx, half, (me + step) % ranks) + slot + at
+            tl.store(td.pointer_to(dst, DTYPE) + offs, block, mask=mask)
+
+
+@td.jit
+def _bring_nearer(
+    w_ptr, stride_w, col, N, first_k, last_k,
+    BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, W_IS_KN: tl.constexpr, ELEM_BYTES: tl.constexpr,
+):  # fmt: skip
+    """Prefetch what a program will read of the weight first."""
+    if W_IS_KN:
+        rows = first_k + tl.arange(0, COLUMNS)
+        there = rows < last_k
+        first, last = col, tl.minimum(col + BLOCK_N, N)
+    else:
+        rows = col + tl.arange(0, BLOCK_N)
+        there = rows < N
+        first, last = first_k, tl.minimum(first_k + COLUMNS, last_k)
+    addresses = w_ptr.to(tl.int64) + (rows.to(tl.int64) * stride_w + first) * ELEM_BYTES
+    td.prefetch(addresses, (last - first) * ELEM_BYTES, there)
+
+
+@td.jit(do_not_specialize=[
+    "M_shard", "N", "K", "stride_w", "slot_rows", "k_of_part", "share", "plan", "num_comm", "split_k",
+])  # fmt: skip
+def ag_gemm_one_shot_kernel(
+    ctx, x_ptr, gathered_desc, w_ptr, w_desc, bias_ptr, y_ptr, scratch_ptr,
+    M_shard, N, K, stride_w, slot_rows, k_of_part, share, plan, num_comm, split_k,
+    COPY_BLOCK: tl.constexpr, PREFETCH: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    ELEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, HAS_BIAS: tl.constexpr, USE_TMA: tl.constexpr,
+    W_IS_KN: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr, trace_ptr=None,
+):  # fmt: skip
+    """y = all ranks' x @ w.T; x is [M_shard, K], y is [ranks * M_shard, N].
+
+    Signal number ``source * num_comm + program`` of a half says that this program's share of the source's shard is in
+    our buffer, which is [ranks, slot_rows, K].
+    """
+    trace = (trace_ptr, tl.program_id(0))
+    td.mark(trace, "starts")
+    N = as_aligned(N, ALIGNED)
+    K = as_aligned(K, ALIGNED)
+    stride_w = as_aligned(stride_w, ALIGNED)
+    share = share // 16 * 16
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    me = td.rank(ctx)
+    ranks = td.num_ranks(ctx)
+    epoch, half, signal = td.call(ctx, plan)
+    program = tl.program_id(0)
+    if program < num_comm:
+        td.mark(trace, "pushes", ALL_PEERS)
+        slot = tl.cast(me, tl.int64) * slot_rows * K * ELEM_BYTES
+        size = tl.cast(M_shard, tl.int64) * K
+        _push(ctx, x_ptr, half, signal, slot, size, share, program, me, ranks, DTYPE, ELEM_BYTES, COPY_BLOCK)
+        # waiter: everybody's programs that multiply
+        td.notify_all(ctx, td.signal_at(ctx, half, me * num_comm + program), signal, WITH_OWN=True)
+    else:
+        rows = ranks * slot_rows
+        tiles_m = (rows + BLOCK_M - 1) // BLOCK_M
+        tile, part, row, col, first_k, last_k = place_of(
+            program - num_comm, tiles_m, K, k_of_part, split_k, BLOCK_M, BLOCK_N, BLOCK_K, ALIGNED
+        )
+        if PREFETCH > 0:
+            _bring_nearer(w_ptr, stride_w, col, N, first_k, last_k, BLOCK_N, PREFETCH, W_IS_KN, ELEM_BYTES)
+        td.mark(trace, "waits", ALL_PEERS)
+        # producer: everybody's programs that push
+        td.wait_plan_all(ctx, td.signal_at(ctx, half, 0), num_comm, signal, count=num_comm, WITH_OWN=True)
+        if USE_TMA:
+            td.fence_before_tma_load()
+        td.mark(trace, "multiplies")
+        acc = few_rows_tile(
+            td.pointer_to(td.data_at(ctx, half, me), DTYPE), gathered_desc, half, row, rows, K,
+            w_ptr, w_desc, col, stride_w, N, first_k, last_k,
+            BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, W_IS_KN, PRECISION,
+        )  # fmt: skip
+        stores = True
+        if SPLIT:
+            td.mark(trace, "joins")
+            acc, stores = sum_of_parts(ctx, acc, scratch_ptr, tile, part, split_k, BLOCK_M, BLOCK_N)
+        if stores:
+            td.mark(trace, "stores")
+            offs_m = row + tl.arange(0, BLOCK_M)
+            offs_n = col + tl.arange(0, BLOCK_N)
+            acc = with_bias(acc, bias_ptr, offs_n, N, HAS_BIAS)
+            source = offs_m // slot_rows
+            within = offs_m % slot_rows
+            y_rows = (source * M_shard + within).to(tl.int64)[:, None] * N
+            there = (source < ranks) & (within < M_shard)
+            y = td.from_float32(acc, y_ptr.dtype.element_ty)
+            tl.store(y_ptr + y_rows + offs_n[None, :], y, mask=there[:, None] & (offs_n < N)[None, :])
+    td.mark(trace, "finishes")
+    td.finish(ctx)
+    td.mark(trace, "ends")
+
+
+def _slot_rows(x):
+    """Rows from one rank's shard to the next one's: its rows, if slots then begin at multiples of 16 bytes."""
+    rows = x.shape[0]
+    return rows if x.shape[1] * x.element_size() % 16 == 0 else slot_rows_of(rows)
+
+
+def _num_pushers(x, config):
+    return max(1, min(config.num_comm_sms, -(-x.nbytes // _LEAST_PUSH_BYTES)))
+
+
+def _arguments(ctx, x, gathered, weight, bias, y, scratch, plan, config):
+    """The kernel's arguments; ``gathered`` is (rows as [1, K], planes, rows of a plane, elements between planes)."""
+    tiles = config.tiles
+    rows, k = x.shape
+    n = weight.shape[0]
+    weight, stride_w, _, w_desc, constants = small_m_gemm.product(x, weight, bias, tiles)
+    gathered_desc = None
+    if constants["USE_TMA"]:
+        gathered_desc = gemm_operands.rows_descriptor(*gathered, tiles.block_m, tiles.block_k)
+    pushers = _num_pushers(x, config)
+    share = -(-x.numel() // (16 * pushers)) * 16
+    args = (
+        ctx, x, gathered_desc, weight, w_desc, bias, y, scratch,
+        rows, n, k, stride_w, _slot_rows(x), small_m_gemm.k_of_part(k, tiles, config.split_k), share, plan, pushers,
+        config.split_k,
+    )  # fmt: skip
+    prefetch = _PREFETCH_COLUMNS if gemm_operands.tma_fits(x, weight) else 0  # by the engine that TMA is a part of
+    return args, {"COPY_BLOCK": _COPY_BLOCK, "PREFETCH": prefetch, "SPLIT": config.split_k > 1, **constants}
+
+
+def compile(x, weight, bias, config):
+    """Compile what ``launch`` with the same operands would launch, into Triton's cache; launches nothing."""
+    x = gemm_operands.rows_contiguous(x)
+    ctx = torch.empty(1, dtype=torch.int64, device=x.device)
+    y, scratch = x.new_empty(1, weight.shape[0]), torch.empty(1, dtype=torch.float32, device=x.device)
+    args, constants = _arguments(ctx, x, (x, 2, x.shape[0], x.numel()), weight, bias, y, scratch, 0, config)
+    ag_gemm_one_shot_kernel.warmup(*args, grid=(1,), **constants)
+
+
+def prepare(workspace, x, weight, bias, config, fields):
+    """The Launch on 2-D operands that are ready."""
+    rows, k = x.shape
+    n = weight.shape[0]
+    tiles, ranks = config.tiles, workspace.world_size
+    slot_rows = _slot_rows(x)
+    count = -(-ranks * slot_rows // tiles.block_m) * -(-n // tiles.block_n)
+    pushers = _num_pushers(x, config)
+    plan = workspace.prepare(
+        "ag_gemm", fields, ranks * slot_rows * k * x.element_size(), ranks * pushers, num_flags=count
+    )
+    first = rows_of_buffer(workspace, x)
+    gathered = first, 2, ranks * slot_rows, workspace.half_bytes // x.element_size()
+    scratch = small_m_gemm.scratch_to_be_made(x, count, tiles, config.split_k)
+    y = to_be_made(x, ranks * rows, n)
+    args, constants = _arguments(workspace.ctx, x, gathered, weight, bias, y, scratch, plan, config)
+    programs = pushers + count * config.split_k
+    constants["trace_ptr"] = recorder.buffer(x.device, programs)
+    operands, made = (x, weight, bias), (y, scratch)
+    fixed = [workspace.ctx, first]
+    return Launch(workspace, ag_gemm_one_shot_kernel, (programs,), args, constants, operands, made, fixed)

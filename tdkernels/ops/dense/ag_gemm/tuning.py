@@ -1,0 +1,118 @@
+"""AG-GEMM for the tuner: problems, the space of its configs, and about how long each takes."""
+
+import torch
+import torch.nn.functional as F
+
+from tdkernels.autotune.tunable import Floors, register
+from tdkernels.ops.collectives import (
+    async_all_gather,
+    async_collective,
+    kernel_async_all_gather,
+    kernel_async_multinode,
+)
+from tdkernels.ops.common import gemm_tile, small_m_gemm, tile_config
+from tdkernels.ops.common import gemm_tunable as dense
+from tdkernels.ops.dense import vendor_gemm
+from tdkernels.ops.dense.ag_gemm import kernel, op, pipelined
+from tdkernels.ops.dense.ag_gemm import kernel_multinode as nodes_kernel
+from tdkernels.ops.dense.ag_gemm import kernel_one_shot as one_shot
+from tdkernels.ops.dense.ag_gemm.kernel import AgGemmConfig
+
+_COPY_S = 20e-6  # of the copy engine, to start one copy
+_ONE_SHOT_MOST_ROWS = 1024  # of all ranks; beyond, few rows they are not
+
+
+def _numbers_of_programs(peers):
+    """Numbers of pushing programs worth trying: enough for the link, and the same for each of the peers."""
+    return sorted({8, 16, 24, 32} | {peers * each for each in (1, 2, 3, 4, 6, 8, 12) if 6 <= peers * each <= 36})
+
+
+class AgGemmTunable(dense.DenseTunable):
+    name = "ag_gemm"
+    sources = (
+        op, kernel, pipelined, one_shot, nodes_kernel, async_collective, small_m_gemm, async_all_gather,
+        kernel_async_all_gather, kernel_async_multinode, gemm_tile, vendor_gemm, tile_config,
+    )  # fmt: skip
+    divided = (0, 1)
+    config_class = AgGemmConfig
+    op, kernel = op, kernel
+
+    def sizes_of(self, *shapes, world_size):
+        x, weight = dense.two_operands("ag_gemm", shapes)
+        return world_size * torch.Size(x[:-1]).numel(), world_size * weight[0], weight[1]
+
+    def of_a_rank(self, problem):
+        m, n, k = problem.shape
+        return m // problem.world_size, n // problem.world_size, k
+
+    operand_sizes = of_a_rank
+
+    def default(self, problem, device):
+        sizes = self.of_a_rank(problem)
+        return kernel.default_config(*sizes, problem.torch_dtype, device, problem.world_size, problem.num_nodes)
+
+    def space(self, problem, device):
+        rows = problem.shape[0] // problem.world_size
+        configs = []
+        for tiles in dense.tile_space(device, problem.torch_dtype):
+            of_a_shard = -(-rows // tiles.block_m)
+            for chunk_tiles in sorted({min(chunk, of_a_shard) for chunk in (1, 2, 4)}):
+                for num_comm in (2,) if device.type == "cpu" else _numbers_of_programs(problem.world_size - 1):
+                    configs.append(AgGemmConfig("fused", tiles, "push", num_comm, chunk_tiles))
+            for chunk_tiles in sorted({of_a_shard, -(-of_a_shard // 2)}) if problem.num_nodes == 1 else ():
+                configs.append(AgGemmConfig("fused", tiles, "copy_engine", chunk_tiles=chunk_tiles))
+        m = problem.shape[0]
+        configs += dense.in_parts(AgGemmConfig, m, *self.of_a_rank(problem)[1:], problem.world_size)
+        if m <= _ONE_SHOT_MOST_ROWS and problem.num_nodes == 1:
+            configs += [
+                AgGemmConfig("fused", tiles, "one_shot", num_comm, split_k=split)
+                for tiles in small_m_gemm.tiles_to_try(m, problem.torch_dtype, device)
+                for num_comm in ((2,) if device.type == "cpu" else (16, 32)) for split in (1, 2, 4)
+            ]  # fmt: skip
+        return configs
+
+    def estimate_ms(self, config, problem, hardware):
+        rows, n, k = self.of_a_rank(problem)
+        m, peers, dtype = problem.shape[0], problem.world_size - 1, problem.torch_dtype
+        wire_bytes = self.floors(problem).wire_bytes
+        if config.method == "torch":
+            return 1e3 * dense.sequence_s(m, n, k, wire_bytes, dtype, hardware)
+        if config.method == "parts":
+            product = dense.vendor_s(m, n, k, dtype, hardware)
+            count = config.pieces * problem.world_size
+            return 1e3 * dense.parts_s(count, product, wire_bytes / dense.copy_rate(hardware), 0, hardware)
+        tiles = config.tiles
+        if config.transport == "one_shot":
+            product = small_m_gemm.seconds(m, n, k, dtype, tiles, config.split_k, hardware)
+            return 1e3 * (product + wire_bytes / dense.push_rate(config.num_comm_sms, hardware) + dense.SIGNAL_S)
+        copies = peers * -(-rows // (config.chunk_tiles * tiles.block_m))
+        if config.transport == "push":
+            num_sms = max(hardware.num_sms - config.num_comm_sms, 1)
+            # A chunk for a peer is one program's work: those left for the last turn may be too few for the link.
+            turns, left = divmod(copies - 1, config.num_comm_sms)
+            full, last = (dense.push_rate(programs, hardware) for programs in (config.num_comm_sms, left + 1))
+            rate = copies / (turns * config.num_comm_sms / full + (left + 1) / last)
+            start = 0.0
+        else:
+            num_sms, rate, start = hardware.num_sms, dense.copy_rate(hardware), copies * _COPY_S
+        product, tile = dense.product_s(m, n, k, dtype, tiles, num_sms, hardware)
+        # What comes last can only be multiplied when it is here.
+        chunk = min(config.chunk_tiles * tiles.block_m, rows) * k * dtype.itemsize * peers
+        return 1e3 * (max(product, wire_bytes / rate + start) + tile + min(chunk / rate, product))
+
+    def floors(self, problem):
+        rows, n, k = self.of_a_rank(problem)
+        wire_bytes = (problem.world_size - 1) * rows * k * problem.torch_dtype.itemsize
+        return Floors(2 * problem.shape[0] * n * k, wire_bytes)
+
+    def local(self, operands, problem):
+        x, weight = operands
+        full = x.repeat(problem.world_size, 1)
+        return lambda: F.linear(full, weight)
+
+    def compiled(self, config):
+        same = super().compiled(config)
+        return same and (*same, config.transport, config.split_k > 1)
+
+
+register(AgGemmTunable())

@@ -1,0 +1,181 @@
+"""The backward of ag_gemm and gemm_rs. Each is made of the other's kernels, since one gathers what the other scatters.
+
+dweight is a product over all rows, one side of which is gathered.
+"""
+
+import torch
+
+from tdkernels.ops.collectives.async_all_gather import Gather
+from tdkernels.ops.common import gemm_operands
+from tdkernels.ops.common.config import from_text
+from tdkernels.ops.common.gemm_tunable import config_for
+from tdkernels.ops.common.multinode import spans_nodes
+from tdkernels.ops.common.torch_collectives import all_gather_rows, reduce_scatter_rows
+from tdkernels.ops.dense.ag_gemm import kernel as ag_gemm_kernel
+from tdkernels.ops.dense.ag_gemm.kernel import AgGemmConfig
+from tdkernels.ops.dense.gemm_rs import kernel as gemm_rs_kernel
+from tdkernels.ops.dense.gemm_rs import pipelined
+from tdkernels.ops.dense.gemm_rs.kernel import GemmRsConfig
+from tdkernels.ops.dense.vendor_gemm import is_worth_its_launches
+from tdkernels.runtime.torch_op import group_by_name
+from tdkernels.symm.whole_call import whole_call
+
+_PIECES = 1  # of a part of dx: the last are on their way while dweight is multiplied
+
+
+def _method(config_class, config):
+    return from_text(config_class, config).method if config else None
+
+
+# ---- ag_gemm ----
+
+
+def _ag_gemm_in_parts(config, dy, x, group):
+    """Whether both gradients are made of two products of the vendor's."""
+    if spans_nodes(group):  # sums across nodes have no parts
+        return False
+    if config:
+        return _method(AgGemmConfig, config) == "parts"
+    return is_worth_its_launches(4 * dy.numel() * x.shape[1], 2 * (group.size() - 1) * x.nbytes)
+
+
+def _ag_gemm_config_of_dx(dy, back, group):
+    """That of the GEMM-RS of dx."""
+    fields = lambda: {"backward of": "ag_gemm", **gemm_rs_kernel.problem_fields(dy, back)}  # noqa: E731
+    return config_for("gemm_rs", "", dy, back, group, fields)
+
+
+@whole_call
+def ag_gemm_backward(dy, x, weight, need_dx, need_dweight, group, config):
+    group = group_by_name(group)
+    dx, dweight = x.new_empty(0), x.new_empty(0)
+    if group.size() == 1 or x.shape[0] == 0:
+        dx = dy @ weight if need_dx else dx
+        dweight = dy.t() @ x if need_dweight else dweight
+    elif _method(AgGemmConfig, config) == "torch":
+        dx = reduce_scatter_rows(dy @ weight, group) if need_dx else dx
+        dweight = dy.t() @ all_gather_rows(x, group) if need_dweight else dweight
+    elif need_dx and need_dweight and _ag_gemm_in_parts(config, dy, x, group):
+        dx, dweight = _ag_gemm_backward_in_parts(dy, x, weight, group)
+    else:
+        choice = _ag_gemm_config_of_dx(dy, weight.t(), group) if need_dx else None
+        # x travels while the GEMM-RS computes and sends dx; then all of it is here for dweight.
+        gather = Gather.start("ag_gemm backward", x, group) if need_dweight else None
+        if need_dx:
+            if choice.method == "torch":
+                dx = reduce_scatter_rows(dy @ weight, group)
+            else:
+                dx = gemm_rs_kernel.launch(dy, weight.t(), None, group, choice)
+        if need_dweight:
+            dweight = gathered_weight_gradient(gather, dy, gathered_on_left=False, overlapped=need_dx)
+            gather.close()
+    return dx, dweight
+
+
+@whole_call
+def _ag_gemm_backward_in_parts(dy, x, weight, group):
+    """dx and dweight of ``ag_gemm`` on one node.
+
+    x travels while dx is multiplied, and the parts of dx while that is and dweight is: two products of the vendor's,
+    behind which both transfers are hidden as long as they take less.
+    """
+    x = gemm_operands.rows_contiguous(x)
+    back = weight.t()
+    fields = {"rows": x.shape[0], "n": weight.shape[0], "width": x.shape[1], "dtype": str(x.dtype)}
+    gather = Gather("ag_gemm backward", fields, x, group, x.shape[0], copies=True)
+    scatter = pipelined.start("ag_gemm backward", fields, dy, back, group, _PIECES)
+    with gather, scatter:
+        gather.copy()
+        dx = pipelined.send_products(scatter, dy, back, _PIECES)
+        gather.finish()
+        dweight = dy.t() @ gather.gathered.reshape(-1, gather.width)
+        return scatter.add_to(dx), dweight
+
+
+# ---- gemm_rs ----
+
+
+def _gemm_rs_in_parts(config, dz, x, keeps, group):
+    """Whether dx is multiplied by the vendor's library. What is tuned are calls that keep nothing that is gathered."""
+    if config or spans_nodes(group):
+        return _method(GemmRsConfig, config) == "parts"
+    return keeps and is_worth_its_launches(4 * x.numel() * dz.shape[1], (group.size() - 1) * dz.nbytes)
+
+
+def _gemm_rs_config_of_dx(config, dz, x, back, keeps, group):
+    """That of the AG-GEMM of dx; ``keeps``: what it gathers, for the other gradients."""
+    if _gemm_rs_in_parts(config, dz, x, keeps, group):
+        return AgGemmConfig(method="parts")
+    fields = lambda: {"backward of": "gemm_rs", **ag_gemm_kernel.problem_fields(dz, back)}  # noqa: E731
+    return config_for("ag_gemm", "", dz, back, group, fields)
+
+
+@whole_call
+def gemm_rs_backward(dz, x, weight, need_dx, need_dweight, need_dbias, group, config):
+    group = group_by_name(group)
+    dx, dweight, dbias = x.new_empty(0), x.new_empty(0), x.new_empty(0)
+    full = gather = choice = None
+    plain = group.size() == 1 or x.shape[0] == 0 or _method(GemmRsConfig, config) == "torch"
+    if not plain and need_dx:
+        back = weight.t()
+        keeps = need_dweight or need_dbias
+        choice = _gemm_rs_config_of_dx(config, dz, x, back, keeps, group)
+        plain = choice.method == "torch"
+    if plain:
+        full = all_gather_rows(dz, group) if group.size() > 1 and x.shape[0] else dz
+        dx = full @ weight if need_dx else dx
+        dweight = full.t() @ x if need_dweight else dweight
+    elif need_dx:
+        # The AG-GEMM leaves what it gathers where the weight gradient can read it.
+        dx, gather = ag_gemm_kernel.launch(dz, back, None, group, choice, keep_gathered=keeps)
+        if gather is not None:
+            gather.finish()
+            full = gather.gathered.reshape(x.shape[0], dz.shape[1])
+        dweight = full.t() @ x if need_dweight else dweight
+    else:
+        gather = Gather.start("gemm_rs backward", dz, group)
+        if need_dweight:
+            dweight = gathered_weight_gradient(gather, x, gathered_on_left=True, overlapped=False)
+        gather.finish()
+        full = gather.gathered.reshape(x.shape[0], dz.shape[1])
+    if need_dbias:
+        dbias = full.sum(0, dtype=torch.float32).to(dz.dtype)
+    if gather is not None:
+        gather.close()
+    return dx, dweight, dbias
+
+
+# ---- dweight ----
+
+
+def gathered_weight_gradient(gather, local, *, gathered_on_left, overlapped):
+    """sum over ranks of gathered.T @ local (``gathered_on_left``), or of local.T @ gathered.
+
+    Args:     gather: a started Gather of [rows, P] a rank; local: [W * rows, Q], in the dtype of the gathered
+              overlapped: the gather has run beside another product, so that all of it will be here at once; otherwise
+              each shard is multiplied while later ones are on their way
+    Returns:  [P, Q] (gathered on the left) or [Q, P], accumulated in fp32
+    """
+    if overlapped:
+        gather.finish()
+        full = gather.gathered.reshape(-1, gather.width)
+        return full.t() @ local if gathered_on_left else local.t() @ full
+    locals_by_rank = local.view(gather.world_size, gather.rows, local.shape[1])
+    total = None
+    for step in range(gather.world_size):
+        source = gather.source(step)
+        if step == 0:
+            shard = gather.x
+        else:
+            gather.wait(step)
+            shard = gather.gathered[source]
+        left, right = (shard, locals_by_rank[source]) if gathered_on_left else (locals_by_rank[source], shard)
+        product = _matmul_fp32(left.t(), right)
+        total = product if total is None else total.add_(product)
+    return total.to(local.dtype)
+
+
+def _matmul_fp32(a, b):
+    if a.device.type == "cuda" and a.dtype != torch.float32:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()

@@ -1,0 +1,1 @@
+"""A matrix product, then an all-reduce."""

@@ -1,0 +1,44 @@
+"""What the kernels of GEMM-AR in two shots do with a tile, whether the group is on one node or on several."""
+
+import triton.language as tl
+
+from tdkernels import lang as td
+from tdkernels.ops.common.gemm_tile import gemm_tile, in_register_order, store_rows
+
+_SLICE = 8192  # elements of a tile that a program sums at a time: what fits its registers
+
+
+@td.jit
+def multiply_tile(
+    ctx, x_ptr, x_desc, w_ptr, w_desc, dst, staged, pid_m, pid_n, M, N, K, stride_w, epoch,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    USE_TMA: tl.constexpr, W_IS_KN: tl.constexpr, PRECISION: tl.constexpr, trace,
+):  # fmt: skip
+    """Leave our partial of a tile at the address ``dst`` and raise flag number ``staged``; takes the next ticket."""
+    td.mark(trace, "multiplies")
+    acc = gemm_tile(
+        tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32), x_ptr, x_desc, 0, pid_m * BLOCK_M, M,
+        w_ptr, w_desc, pid_n * BLOCK_N, stride_w, N, K, K,
+        BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, W_IS_KN, PRECISION,
+    )  # fmt: skip
+    answer = td.take_ticket(ctx)
+    td.mark(trace, "stores")
+    partial = in_register_order(td.from_float32(acc, x_ptr.dtype.element_ty), BLOCK_M, BLOCK_N)
+    tl.store(td.pointer_to(dst, x_ptr.dtype.element_ty) + tl.arange(0, BLOCK_M * BLOCK_N), partial)
+    # waiter: the program of this rank that forwards the item, or the one that sums the tile
+    td.store_release(td.flag_at(ctx, staged), epoch, SCOPE="gpu")
+    return answer
+
+
+@td.jit
+def receive_tile(src, z_ptr, row, col, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Bring the sum of a tile from our buffer to z."""
+    rows = tl.arange(0, BLOCK_M)
+    cols = tl.arange(0, BLOCK_N)
+    z = tl.load(td.pointer_to(src, z_ptr.dtype.element_ty) + rows[:, None] * BLOCK_N + cols[None, :])
+    store_rows(z_ptr, z, row + rows, col + cols, M, N)
+
+
+def slice_columns(tiles):
+    """How many columns are summed at a time: whole groups of 32, see ``in_register_order``."""
+    return min(tiles.block_n, max(32, _SLICE // tiles.block_m))

@@ -1,0 +1,75 @@
+"""GEMM-AR for the tuner: problems, the space of its configs, and about how long each takes."""
+
+import torch
+
+from tdkernels.autotune.tunable import Floors, register
+from tdkernels.ops.common import gemm_tile, rank_reduce, small_m_gemm, staging, tile_config
+from tdkernels.ops.common import gemm_tunable as dense
+from tdkernels.ops.dense import kernel_one_shot as one_shot
+from tdkernels.ops.dense.gemm_ar import kernel, op
+from tdkernels.ops.dense.gemm_ar import kernel_multinode as nodes_kernel
+from tdkernels.ops.dense.gemm_ar import tile as shared
+from tdkernels.ops.dense.gemm_ar.kernel import GemmArConfig
+
+_PROGRAMS = 64  # that send at a time: enough for the link
+_ONE_SHOT_MOST_ROWS = 1024  # beyond, the wire alone takes far longer than two_shot
+
+
+class GemmArTunable(dense.DenseTunable):
+    name = "gemm_ar"
+    sources = (op, kernel, one_shot, nodes_kernel, shared, small_m_gemm, gemm_tile, rank_reduce, staging, tile_config)
+    divided = (2,)
+    config_class = GemmArConfig
+    op, kernel = op, kernel
+
+    def sizes_of(self, *shapes, world_size):
+        x, weight = dense.two_operands("gemm_ar", shapes)
+        return torch.Size(x[:-1]).numel(), weight[0], world_size * weight[1]
+
+    def of_a_rank(self, problem):
+        m, n, k = problem.shape
+        return m, n, k // problem.world_size
+
+    operand_sizes = of_a_rank
+
+    def space(self, problem, device):
+        m, n, _ = self.of_a_rank(problem)
+        configs = []
+        for tiles in dense.tile_space(device, problem.torch_dtype):
+            tiles_of_z = tiles.count(m, n)
+            for item_tiles in sorted({min(item, tiles_of_z) for item in (1, 2, 4, 8)}):
+                configs.append(GemmArConfig("fused", "two_shot", tiles, item_tiles))
+        if m <= _ONE_SHOT_MOST_ROWS:
+            for tiles in small_m_gemm.tiles_to_try(m, problem.torch_dtype, device):
+                splits = (1, 2, 4, 8) if problem.num_nodes == 1 else (1,)  # on several K stays whole
+                configs += [GemmArConfig("fused", "one_shot", tiles, split_k=split) for split in splits]
+        return configs
+
+    def estimate_ms(self, config, problem, hardware):
+        m, n, k = self.of_a_rank(problem)
+        ranks, dtype = problem.world_size, problem.torch_dtype
+        nbytes = m * n * dtype.itemsize
+        if config.method == "torch":
+            return 1e3 * dense.sequence_s(m, n, k, self.floors(problem).wire_bytes, dtype, hardware)
+        tiles, rate = config.tiles, dense.push_rate(_PROGRAMS, hardware)
+        if config.exchange == "one_shot":
+            product = small_m_gemm.seconds(m, n, k, dtype, tiles, config.split_k, hardware)
+            summing = (ranks + 1) * nbytes / hardware.memory
+            return 1e3 * (product + (ranks - 1) * nbytes / rate + summing + dense.SIGNAL_S)
+        product, tile = dense.product_s(m, n, k, dtype, tiles, hardware.num_sms, hardware)
+        item = config.item_tiles * tiles.block_m * tiles.block_n * dtype.itemsize
+        wire = self.floors(problem).wire_bytes / rate
+        return 1e3 * (max(product, wire) + tile + 3 * item / rate + 4 * nbytes / hardware.memory + 2 * dense.SIGNAL_S)
+
+    def floors(self, problem):
+        m, n, k = self.of_a_rank(problem)
+        # A rank needs its peers' partials of a W-th of z, and the sums of the rest.
+        wire_bytes = 2 * (problem.world_size - 1) * m * n * problem.torch_dtype.itemsize // problem.world_size
+        return Floors(2 * m * n * k, wire_bytes)
+
+    def compiled(self, config):
+        same = super().compiled(config)
+        return same and (*same, config.exchange, config.split_k > 1)
+
+
+register(GemmArTunable())

@@ -1,0 +1,1 @@
+"""A matrix product, then a reduce-scatter."""

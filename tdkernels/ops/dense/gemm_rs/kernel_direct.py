@@ -1,0 +1,210 @@
+"""The kernel behind GEMM-RS without a stop on the way: partial tiles go from registers to their owner's memory.
+
+The first half of the programs goes through the tiles of the other ranks, those of rank + 1 first; the second half goes
+through our own tiles and adds the peers' partials to them. Only the second half waits, for what the first half of the
+peers has sent: program order is dataflow order, however few programs fit the GPU at a time.
+
+A tile leaves by the copy engine of the multiprocessor (TMA), which takes it from shared memory and sends it while the
+program multiplies the next tile; only then the program makes sure that it has arrived, and says so. Nothing is staged
+in our own memory, and nobody forwards. Where there is no such engine, a program stores its tile at the peer itself.
+
+Tiles travel in register order (``common.gemm_tile.in_register_order``), as [BLOCK_M, BLOCK_N] like any other tile.
+"""
+
+import torch
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tdkernels import lang as td
+from tdkernels.lang.profile import ALL_PEERS
+from tdkernels.ops.common import gemm_operands
+from tdkernels.ops.common.gemm_tile import as_aligned, gemm_tile, in_register_order, store_rows, swizzle
+from tdkernels.ops.common.rank_reduce import sum_of_tile
+from tdkernels.runtime import gpu, recorder
+from tdkernels.runtime.kernel_launch import Launch, to_be_made
+
+MAX_RANKS = 8  # one descriptor for each peer is an argument of its own
+
+
+@td.jit
+def _send(step, half, row, tile, descs, RANKS: tl.constexpr):
+    """Start the copy of a tile to rank + 1 + ``step``, to ``row`` of a half of its buffer."""
+    for peer in tl.static_range(RANKS - 1):
+        if step == peer:
+            descs[peer].store([half, row, 0], tile)
+
+
+@td.jit
+def _announce(ctx, piece, tiles, half, signal, me, RANKS: tl.constexpr, BY_ENGINE: tl.constexpr):
+    """Raise the signal of a tile that was sent, when it has arrived."""
+    if BY_ENGINE:
+        td.await_tma_stores()
+    owner = (me + 1 + piece // tiles) % RANKS
+    # waiter: the owner's program for the same tile
+    td.notify(ctx, td.signal_at(ctx, half, me * tiles + piece % tiles), owner, signal)
+
+
+# Compiled once for a tile, whatever the shape and plan: that is what makes tuning cheap.
+@td.jit(do_not_specialize=["M_shard", "N", "K", "stride_w", "plan", "group_m"])
+def gemm_rs_direct_kernel(
+    ctx, x_ptr, x_desc, w_ptr, w_desc, bias_ptr, z_ptr, z_desc,
+    desc1, desc2, desc3, desc4, desc5, desc6, desc7,
+    M_shard, N, K, stride_w, plan, group_m, RANKS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    ELEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, HAS_BIAS: tl.constexpr, USE_TMA: tl.constexpr,
+    W_IS_KN: tl.constexpr, PRECISION: tl.constexpr, trace_ptr=None,
+):  # fmt: skip
+    """z = our rows of the sum over ranks of x @ w.T; x is [W * M_shard, K], z is [M_shard, N].
+
+    Signal number ``source * tiles + tile`` of a half says that the source's partial of one of our tiles is in our
+    buffer, which is [ranks, tiles, BLOCK_M, BLOCK_N]. ``desc1`` … are those of rank + 1 …, [halves, rows, BLOCK_N].
+    """
+    N = as_aligned(N, ALIGNED)
+    K = as_aligned(K, ALIGNED)
+    stride_w = as_aligned(stride_w, ALIGNED)
+    TILE: tl.constexpr = BLOCK_M * BLOCK_N
+    DTYPE: tl.constexpr = z_ptr.dtype.element_ty
+    BY_ENGINE: tl.constexpr = desc1 is not None
+    me = td.rank(ctx)
+    epoch, half, signal = td.call(ctx, plan)
+    tiles_m = (M_shard + BLOCK_M - 1) // BLOCK_M
+    tiles_n = (N + BLOCK_N - 1) // BLOCK_N
+    tiles = tiles_m * tiles_n
+    sent = tiles * (RANKS - 1)
+    programs = tl.num_programs(0) // 2
+    sends = tl.program_id(0) < programs
+    first = tl.where(sends, tl.program_id(0), sent + tl.program_id(0) - programs)
+    last = tl.where(sends, sent, sent + tiles)
+    # A void launch has no pieces: a peer may still read what an earlier launch has sent.
+    last = tl.where(td.is_void_for_all(signal), first, last)
+
+    for piece in tl.range(first, last, programs):
+        trace = (trace_ptr, piece)
+        td.mark(trace, "starts")
+        step = piece // tiles
+        owner = (me + 1 + step) % RANKS
+        pid_m, pid_n = swizzle(piece % tiles, tiles_m, tiles_n, group_m)
+        row = pid_m * BLOCK_M
+        col = pid_n * BLOCK_N
+        td.mark(trace, "multiplies", owner)
+        acc = gemm_tile(
+            tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32), x_ptr, x_desc, 0, owner * M_shard + row, RANKS * M_shard,
+            w_ptr, w_desc, col, stride_w, N, K, K, BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, W_IS_KN, PRECISION,
+        )  # fmt: skip
+        if owner != me:
+            td.mark(trace, "pushes", owner)
+            slot = me * tiles + piece % tiles
+            partial = in_register_order(td.from_float32(acc, DTYPE), BLOCK_M, BLOCK_N)
+            if BY_ENGINE:
+                if piece != first:
+                    _announce(ctx, piece - programs, tiles, half, signal, me, RANKS, True)
+                _send(
+                    step, half, slot * BLOCK_M, partial.reshape(1, BLOCK_M, BLOCK_N),
+                    (desc1, desc2, desc3, desc4, desc5, desc6, desc7), RANKS,
+                )  # fmt: skip
+            else:
+                dst = td.data_at(ctx, half, owner) + slot.to(tl.int64) * (TILE * ELEM_BYTES)
+                tl.store(td.pointer_to(dst, DTYPE) + tl.arange(0, TILE), partial)
+                _announce(ctx, piece, tiles, half, signal, me, RANKS, False)
+        else:
+            tile = piece % tiles
+            td.mark(trace, "waits", ALL_PEERS)
+            # producer: every peer's program for the same tile
+            td.wait_plan_all(ctx, td.signal_at(ctx, half, tile), tiles, signal)
+            td.mark(trace, "sums")
+            z = sum_of_tile(
+                acc, td.data_at(ctx, half, me) + tile.to(tl.int64) * (TILE * ELEM_BYTES),
+                tl.cast(tiles, tl.int64) * (TILE * ELEM_BYTES), bias_ptr, col, N, me,
+                DTYPE, RANKS, BLOCK_M, BLOCK_N, HAS_BIAS,
+            )  # fmt: skip
+            if z_desc is not None:
+                z_desc.store([0, row, col], z.reshape(1, BLOCK_M, BLOCK_N))  # three-dimensional as _send's: one buffer
+            else:
+                store_rows(z_ptr, z, row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N), M_shard, N)
+        td.mark(trace, "finishes")
+        td.mark(trace, "ends")
+    if BY_ENGINE:
+        if sends & (first < last):
+            _announce(
+                ctx, first + (last - 1 - first) // programs * programs, tiles, half, signal, me, RANKS, True
+            )
+    td.finish(ctx)
+
+
+def shared_memory_bytes(config, device, dtype):
+    """What a config needs beside the stages of the main loop: a tile that is on its way out."""
+    leaves_by_engine = config.transport == "direct" and gpu.has_tma(device) and dtype.itemsize == 2
+    return config.tiles.block_m * config.tiles.block_n * dtype.itemsize if leaves_by_engine else 0
+
+
+def _tiles_descriptor(memory, slots, half_bytes, tiles):
+    """Descriptor of a buffer of whole tiles, [halves, slots * block_m, block_n]; memory begins with its first half."""
+    shape = [2, slots * tiles.block_m, tiles.block_n]
+    strides = [half_bytes // memory.element_size(), tiles.block_n, 1]
+    return TensorDescriptor(memory, shape, strides, [1, tiles.block_m, tiles.block_n])
+
+
+def _peer_descriptors(workspace, dtype, tiles, slots):
+    """Descriptors of the buffers of rank + 1, rank + 2 …, kept for as long as the buffers are."""
+    key = "gemm_rs_direct", dtype, tiles.block_m, tiles.block_n, slots
+    found = workspace.kept.get(key)
+    if found is None:
+        ranks, me = workspace.world_size, workspace.rank
+        peers = [workspace.buffer.tensor((me + step) % ranks) for step in range(1, ranks)]
+        halves = [peer[workspace.data_offset :].view(dtype) for peer in peers]
+        found = [_tiles_descriptor(memory, slots, workspace.half_bytes, tiles) for memory in halves]
+        workspace.kept[key] = found
+    return found
+
+
+def _arguments(ctx, x, weight, bias, z, peers, rows, plan, world_size, config):
+    """The kernel's arguments; ``peers``: descriptors of the peers' buffers, or None where there are none."""
+    tiles = config.tiles
+    n, k = weight.shape
+    weight, stride_w, x_desc, w_desc, constants = gemm_operands.product(x, weight, bias, tiles)
+    z_desc = None
+    if peers is not None and n % 8 == 0:
+        z_desc = TensorDescriptor(z, [1, rows, n], [rows * n, n, 1], [1, tiles.block_m, tiles.block_n])
+    peers = [] if peers is None else peers
+    args = (
+        ctx, x, x_desc, weight, w_desc, bias, z, z_desc, *peers, *[None] * (MAX_RANKS - 1 - len(peers)),
+        rows, n, k, stride_w, plan, tiles.group_m,
+    )  # fmt: skip
+    return args, {"RANKS": world_size, **constants}
+
+
+def compile(x, weight, bias, world_size, config):
+    """Compile what ``launch`` with the same operands would launch, into Triton's cache; launches nothing."""
+    x = gemm_operands.rows_contiguous(x)
+    ctx = torch.empty(1, dtype=torch.int64, device=x.device)
+    tiles, rows, z, peers = config.tiles, x.shape[0] // world_size, x.new_empty(1), None
+    if gemm_operands.tma_fits(x, weight):
+        memory = x.new_empty(2 * tiles.block_m * tiles.block_n)
+        peers = [_tiles_descriptor(memory, 1, memory.nbytes // 2, tiles)] * (world_size - 1)
+    args, constants = _arguments(ctx, x, weight, bias, z, peers, rows, 0, world_size, config)
+    gemm_rs_direct_kernel.warmup(*args, grid=(1,), **constants)
+
+
+def prepare(workspace, x, weight, bias, config, fields):
+    """The Launch on 2-D operands, as gemm_rs_kernel.launch makes them."""
+    world_size = workspace.world_size
+    if world_size > MAX_RANKS:
+        raise ValueError(
+            f'gemm_rs: config: transport "direct" is for at most {MAX_RANKS} ranks, the group has {world_size}; '
+            f'"forward" is for any number'
+        )
+    n = weight.shape[0]
+    tiles = config.tiles
+    rows = x.shape[0] // world_size
+    count = tiles.count(rows, n)  # tiles of one shard
+    slots = world_size * count
+    plan = workspace.prepare(
+        "gemm_rs", fields, slots * tiles.block_m * tiles.block_n * x.element_size(), world_size * count
+    )
+    z = to_be_made(x, rows, n)
+    peers = _peer_descriptors(workspace, x.dtype, tiles, slots) if gemm_operands.tma_fits(x, weight) else None
+    args, constants = _arguments(workspace.ctx, x, weight, bias, z, peers, rows, plan, world_size, config)
+    programs = min(count * (world_size - 1), gpu.num_sms(x.device))  # of each half
+    constants["trace_ptr"] = recorder.buffer(x.device, world_size * count)
+    fixed = [workspace.ctx, *(peer.base for peer in peers or [])]
+    return Launch(workspace, gemm_rs_direct_kernel, (2 * programs,), args, constants, (x, weight, bias), (z,), fixed)

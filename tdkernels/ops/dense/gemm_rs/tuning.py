@@ -1,0 +1,115 @@
+"""GEMM-RS for the tuner: problems, the space of its configs, and about how long each takes."""
+
+import torch
+
+from tdkernels.autotune.tunable import Floors, register
+from tdkernels.ops.collectives import (
+    async_collective,
+    async_reduce_scatter,
+    kernel_async_all_gather,
+    kernel_async_reduce_scatter,
+)
+from tdkernels.ops.common import gemm_tile, node_reduce, rank_reduce, small_m_gemm, staging, tile_config
+from tdkernels.ops.common import gemm_tunable as dense
+from tdkernels.ops.common.tile_config import Tiles
+from tdkernels.ops.dense import kernel_one_shot as one_shot
+from tdkernels.ops.dense import vendor_gemm
+from tdkernels.ops.dense.gemm_rs import kernel, op, pipelined
+from tdkernels.ops.dense.gemm_rs import kernel_direct as direct
+from tdkernels.ops.dense.gemm_rs import kernel_multinode as nodes_kernel
+from tdkernels.ops.dense.gemm_rs.kernel import GemmRsConfig
+from tdkernels.runtime import gpu
+
+_PROGRAMS = 64  # that forward at a time: enough for the link
+_ONE_SHOT_MOST_ROWS = 1024  # of all ranks; beyond, few rows they are not
+
+
+def _direct_tiles(device, dtype):
+    """Tiles that leave room in shared memory for one of them on its way out."""
+    if device.type == "cpu" or dtype.itemsize > 2 or not gpu.has_tma(device):
+        return dense.tile_space(device, dtype)
+    return [
+        Tiles(128, 256, 64, num_warps=8, num_stages=3),
+        Tiles(256, 128, 64, num_warps=8, num_stages=3),
+        Tiles(128, 128, 64, num_warps=8, num_stages=4),
+        Tiles(64, 128, 64, num_warps=4, num_stages=5),
+    ]
+
+
+class GemmRsTunable(dense.DenseTunable):
+    name = "gemm_rs"
+    sources = (
+        op, kernel, direct, pipelined, one_shot, nodes_kernel, async_collective, small_m_gemm, kernel_async_all_gather,
+        gemm_tile, node_reduce, vendor_gemm, rank_reduce, async_reduce_scatter, kernel_async_reduce_scatter, staging,
+        tile_config,
+    )  # fmt: skip
+    divided = (0, 2)
+    config_class = GemmRsConfig
+    op, kernel = op, kernel
+
+    def sizes_of(self, *shapes, world_size):
+        x, weight = dense.two_operands("gemm_rs", shapes)
+        return torch.Size(x[:-1]).numel(), weight[0], world_size * weight[1]
+
+    def of_a_rank(self, problem):
+        m, n, k = problem.shape
+        return m // problem.world_size, n, k // problem.world_size
+
+    def operand_sizes(self, problem):
+        m, n, k = problem.shape
+        return m, n, k // problem.world_size
+
+    def space(self, problem, device):
+        rows, n, _ = self.of_a_rank(problem)
+        configs = []
+        for tiles in dense.tile_space(device, problem.torch_dtype):
+            of_a_shard = tiles.count(rows, n)
+            for item_tiles in sorted({min(item, of_a_shard) for item in (1, 2, 4, 8)}):
+                configs.append(GemmRsConfig(tiles=tiles, item_tiles=item_tiles))
+        if problem.num_nodes == 1 and problem.world_size <= direct.MAX_RANKS:
+            configs += [
+                GemmRsConfig(tiles=tiles, transport="direct") for tiles in _direct_tiles(device, problem.torch_dtype)
+            ]
+        if problem.num_nodes == 1:
+            configs += dense.in_parts(GemmRsConfig, *self.operand_sizes(problem), problem.world_size)
+        m = problem.shape[0]
+        if problem.num_nodes == 1 and m <= _ONE_SHOT_MOST_ROWS:
+            configs += [
+                GemmRsConfig(tiles=tiles, transport="one_shot", split_k=split)
+                for tiles in small_m_gemm.tiles_to_try(m, problem.torch_dtype, device) for split in (1, 2, 4, 8)
+            ]  # fmt: skip
+        return configs
+
+    def compiled(self, config):
+        tiles = super().compiled(config)
+        return tiles and (config.transport, config.split_k > 1, *tiles)
+
+    def estimate_ms(self, config, problem, hardware):
+        m, n, k = self.operand_sizes(problem)
+        dtype, wire_bytes = problem.torch_dtype, self.floors(problem).wire_bytes
+        if config.method == "torch":
+            return 1e3 * dense.sequence_s(m, n, k, wire_bytes, dtype, hardware)
+        if config.method == "parts":
+            product = dense.vendor_s(m, n, k, dtype, hardware)
+            count, wire = config.pieces * problem.world_size, wire_bytes / dense.copy_rate(hardware)
+            return 1e3 * dense.parts_s(count, product, wire, wire_bytes, hardware)
+        tiles = config.tiles
+        if config.transport == "one_shot":
+            product = small_m_gemm.seconds(m, n, k, dtype, tiles, config.split_k, hardware)
+            wire = wire_bytes / dense.push_rate(_PROGRAMS, hardware)
+            return 1e3 * (product + wire + wire_bytes / hardware.memory + dense.SIGNAL_S)
+        product, tile = dense.product_s(m, n, k, dtype, tiles, hardware.num_sms, hardware)
+        rate = dense.push_rate(_PROGRAMS, hardware)
+        if config.transport == "direct":
+            return 1e3 * (max(product, wire_bytes / rate) + 2 * tile + wire_bytes / hardware.memory)
+        item = config.item_tiles * tiles.block_m * tiles.block_n * dtype.itemsize
+        total = wire_bytes / hardware.memory  # partials are read once more, to be added
+        return 1e3 * (max(product, wire_bytes / rate) + tile + item / rate + total)
+
+    def floors(self, problem):
+        m, n, k = self.operand_sizes(problem)
+        wire_bytes = (problem.world_size - 1) * (m // problem.world_size) * n * problem.torch_dtype.itemsize
+        return Floors(2 * m * n * k, wire_bytes)
+
+
+register(GemmRsTunable())

@@ -1,0 +1,158 @@
+"""The kernel behind GEMM-AR and GEMM-RS for few rows: partial tiles go straight to whoever sums them.
+
+One program, or ``split_k`` of them that share the K of a tile, computes our partial; the last of them to come adds the
+others', rounds the partial to what travels, and stores it at the peers with one signal: all of it at every peer, or of
+each peer its own rows (``scatters``). Then it waits for the peers' partials of the same tile and adds them in rank
+order. Everybody adds the same numbers in the same order, so that GEMM-AR's z has the same bits on all ranks. There is
+no barrier, and nothing waits before it has sent.
+
+The programs of a tile wait only for the programs of the same tile on the peers, all of which have sent before they
+wait themselves, and which wait for nothing else: so what runs in order of the program ids gets through (law 1).
+"""
+
+import torch
+import triton.language as tl
+
+from tdkernels import lang as td
+from tdkernels.lang.profile import ALL_PEERS
+from tdkernels.ops.common import gemm_operands, small_m_gemm
+from tdkernels.ops.common.gemm_tile import as_aligned, with_bias
+from tdkernels.ops.common.rank_reduce import sum_in_rank_order
+from tdkernels.ops.common.small_m_gemm import few_rows_tile, place_of, sum_of_parts
+from tdkernels.runtime import recorder
+from tdkernels.runtime.kernel_launch import Launch, to_be_made
+
+
+@td.jit
+def _send_to_all(ctx, half, slot, partial, offs, mask, me, RANKS: tl.constexpr, DTYPE: tl.constexpr):
+    """Store a partial tile ``slot`` bytes into a half of every peer's buffer."""
+    for step in tl.static_range(1, RANKS):
+        dst = td.data_at(ctx, half, (me + step) % RANKS) + slot
+        tl.store(td.pointer_to(dst, DTYPE) + offs, partial, mask=mask)
+
+
+@td.jit
+def _send_to_owners(
+    ctx, half, slot, partial, offs_m, owned_rows, mask, me,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, RANKS: tl.constexpr, ELEM_BYTES: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Store each row of a partial tile at the rank that owns it, but for our own rows."""
+    owners = tl.minimum(offs_m // owned_rows, RANKS - 1)
+    rows = td.data_at(ctx, half, owners) + slot + tl.arange(0, BLOCK_M).to(tl.int64) * (BLOCK_N * ELEM_BYTES)
+    dst = td.pointer_to(rows, DTYPE)[:, None] + tl.arange(0, BLOCK_N)[None, :]
+    tl.store(dst, partial, mask=mask & (owners != me)[:, None])
+
+
+@td.jit(do_not_specialize=["M", "N", "K", "owned_rows", "stride_w", "k_of_part", "plan", "split_k"])
+def gemm_one_shot_kernel(
+    ctx, x_ptr, x_desc, w_ptr, w_desc, bias_ptr, z_ptr, scratch_ptr,
+    M, N, K, owned_rows, stride_w, k_of_part, plan, split_k,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    ELEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, HAS_BIAS: tl.constexpr, USE_TMA: tl.constexpr,
+    W_IS_KN: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr, SCATTERS: tl.constexpr,
+    RANKS: tl.constexpr, trace_ptr=None,
+):  # fmt: skip
+    """z = the sum over ranks of x @ w.T, of which each has its ``owned_rows`` if SCATTERS, else all; x is [M, K].
+
+    Signal number ``source * tiles + tile`` of a half says that the source's partial of a tile is in our buffer, which
+    is [ranks, tiles, BLOCK_M, BLOCK_N]; of a tile only the rows and columns that we sum.
+    """
+    trace = (trace_ptr, tl.program_id(0))
+    td.mark(trace, "starts")
+    N = as_aligned(N, ALIGNED)
+    K = as_aligned(K, ALIGNED)
+    stride_w = as_aligned(stride_w, ALIGNED)
+    DTYPE: tl.constexpr = z_ptr.dtype.element_ty
+    TILE_BYTES: tl.constexpr = BLOCK_M * BLOCK_N * ELEM_BYTES
+    me = td.rank(ctx)
+    epoch, half, signal = td.call(ctx, plan)
+    tiles_m = (M + BLOCK_M - 1) // BLOCK_M
+    tiles = tiles_m * ((N + BLOCK_N - 1) // BLOCK_N)
+    tile, part, row, col, first_k, last_k = place_of(
+        tl.program_id(0), tiles_m, K, k_of_part, split_k, BLOCK_M, BLOCK_N, BLOCK_K, ALIGNED
+    )
+    offs_m = row + tl.arange(0, BLOCK_M)
+    offs_n = col + tl.arange(0, BLOCK_N)
+    mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
+    offs = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+
+    td.mark(trace, "multiplies")
+    acc = few_rows_tile(
+        x_ptr, x_desc, 0, row, M, K, w_ptr, w_desc, col, stride_w, N, first_k, last_k,
+        BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, W_IS_KN, PRECISION,
+    )  # fmt: skip
+    sends = True
+    if SPLIT:
+        td.mark(trace, "joins")
+        acc, sends = sum_of_parts(ctx, acc, scratch_ptr, tile, part, split_k, BLOCK_M, BLOCK_N)
+    if sends:
+        td.mark(trace, "pushes", ALL_PEERS)
+        own = td.from_float32(acc, DTYPE)
+        slot = (tl.cast(me, tl.int64) * tiles + tile) * TILE_BYTES
+        first_row = 0
+        # A void launch sends nothing: a peer may still read what an earlier launch has sent.
+        is_sent = mask & (td.is_void(signal) == 0)
+        if SCATTERS:
+            first_row = me * owned_rows
+            _send_to_owners(
+                ctx, half, slot, own, offs_m, owned_rows, is_sent, me, BLOCK_M, BLOCK_N, RANKS, ELEM_BYTES, DTYPE
+            )
+        else:
+            _send_to_all(ctx, half, slot, own, offs, is_sent, me, RANKS, DTYPE)
+        # waiter: every peer's last program of the same tile
+        td.notify_all(ctx, td.signal_at(ctx, half, me * tiles + tile), signal)
+        if (row < first_row + owned_rows) & (row + BLOCK_M > first_row):
+            td.mark(trace, "waits", ALL_PEERS)
+            # producer: every peer's last program of the same tile
+            td.wait_plan_all(ctx, td.signal_at(ctx, half, tile), tiles, signal)
+            td.mark(trace, "sums")
+            mask &= ((offs_m >= first_row) & (offs_m < first_row + owned_rows))[:, None]
+            parts = td.data_at(ctx, half, me) + tl.cast(tile, tl.int64) * TILE_BYTES
+            total = sum_in_rank_order(
+                parts, tl.cast(tiles, tl.int64) * TILE_BYTES, offs, mask, td.to_float32(own), me, RANKS, DTYPE
+            )
+            total = with_bias(total, bias_ptr, offs_n, N, HAS_BIAS)
+            rows = (offs_m - first_row).to(tl.int64)[:, None] * N
+            tl.store(z_ptr + rows + offs_n[None, :], td.from_float32(total, DTYPE), mask=mask)
+    td.mark(trace, "finishes")
+    td.finish(ctx)
+    td.mark(trace, "ends")
+
+
+def _arguments(ctx, x, weight, bias, z, scratch, plan, world_size, config, scatters):
+    """The kernel's arguments."""
+    m, k = x.shape
+    n = weight.shape[0]
+    weight, stride_w, x_desc, w_desc, constants = small_m_gemm.product(x, weight, bias, config.tiles)
+    constants |= {"SPLIT": config.split_k > 1, "SCATTERS": scatters, "RANKS": world_size}
+    args = (
+        ctx, x, x_desc, weight, w_desc, bias, z, scratch,
+        m, n, k, m // world_size if scatters else m, stride_w, small_m_gemm.k_of_part(k, config.tiles, config.split_k),
+        plan, config.split_k,
+    )  # fmt: skip
+    return args, constants
+
+
+def compile(x, weight, bias, world_size, config, scatters):
+    """Compile what ``launch`` with the same operands would launch, into Triton's cache; launches nothing."""
+    x = gemm_operands.rows_contiguous(x)
+    ctx = torch.empty(1, dtype=torch.int64, device=x.device)
+    scratch = torch.empty(1, dtype=torch.float32, device=x.device)
+    args, constants = _arguments(ctx, x, weight, bias, x.new_empty(1), scratch, 0, world_size, config, scatters)
+    gemm_one_shot_kernel.warmup(*args, grid=(1,), **constants)
+
+
+def prepare(workspace, operator, x, weight, bias, config, fields, scatters):
+    """The Launch on 2-D operands that are ready; ``operator``: for errors."""
+    m, n = x.shape[0], weight.shape[0]
+    tiles, ranks = config.tiles, workspace.world_size
+    count = tiles.count(m, n)
+    tile = tiles.block_m * tiles.block_n
+    plan = workspace.prepare(operator, fields, ranks * count * tile * x.element_size(), ranks * count, num_flags=count)
+    scratch = small_m_gemm.scratch_to_be_made(x, count, tiles, config.split_k)
+    z = to_be_made(x, m // ranks if scatters else m, n)
+    args, constants = _arguments(workspace.ctx, x, weight, bias, z, scratch, plan, ranks, config, scatters)
+    programs = count * config.split_k
+    constants["trace_ptr"] = recorder.buffer(x.device, programs)
+    operands, made = (x, weight, bias), (z, scratch)
+    return Launch(workspace, gemm_one_shot_kernel, (programs,), args, constants, operands, made, [workspace.ctx])

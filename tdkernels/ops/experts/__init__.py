@@ -1,0 +1,1 @@
+"""Mixture-of-experts operators: expert parallelism and tensor-parallel experts."""

@@ -1,0 +1,1 @@
+"""Dispatch and combine in a group on several nodes."""

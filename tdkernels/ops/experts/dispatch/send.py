@@ -1,0 +1,95 @@
+"""ep_dispatch and ep_combine in halves, which send and which receive, so that something else runs in between.
+
+What is sent is received once, by the EpSent that it gave. By torch's collectives the first half does it all.
+
+Example:
+    sent = tdkernels.ep_dispatch_send(x, topk_ids, topk_weights, num_experts=64, max_tokens=capacity)
+    shared = shared_expert(x)  # what hides the wire
+    recv, handle = sent.receive()
+"""
+
+import torch
+
+from tdkernels.ops.experts.dispatch import launch as launcher
+from tdkernels.ops.experts.dispatch.op import EpTokens, checked_combine, handle_of, row_weights_of, wants_gradient
+from tdkernels.runtime.torch_op import outside_graphs
+from tdkernels.symm.whole_call import whole_call
+
+
+class EpSent:
+    """What has been sent and is to be received: ``receive()`` gives what the whole call would have returned."""
+
+    def __init__(self, receive):
+        self._receive = receive
+
+    def receive(self):
+        return self._receive()
+
+
+def _refuse_gradients(operator, *tensors):
+    if wants_gradient(*(tensor for tensor in tensors if isinstance(tensor, torch.Tensor))):
+        whole = operator.removesuffix("_send")
+        raise ValueError(f"{operator}: the halves have no gradient; use torch.no_grad, or {whole}")
+
+
+@outside_graphs
+@whole_call
+def ep_dispatch_send(
+    x, topk_ids, topk_weights=None, *, num_experts=None, scales=None, quantize=None, max_tokens=None,
+    max_tokens_per_rank=None, group=None, config=None,
+):  # fmt: skip
+    """The first half of ``ep_dispatch``, whose arguments it has; what is called before ``receive()`` hides the wire.
+
+    Returns:  EpSent; its receive() returns (recv, handle). One dispatch of a group may be under way at a time
+    Gradient: none; ValueError if one may be asked for
+    Raises:   as ep_dispatch; RuntimeError while another dispatch of the group is under way
+    """
+    _refuse_gradients("ep_dispatch_send", x, topk_weights)
+    handle = handle_of(
+        x, topk_ids, topk_weights, scales, num_experts, quantize, max_tokens, max_tokens_per_rank, group, config,
+        in_halves=True,
+    )  # fmt: skip
+    routing = handle._routing
+    if routing.by_torch is not None:  # which knows no halves: the first does it all
+        rows, row_scales, row_weights = launcher.dispatch(
+            routing, x, scales=scales, weights=topk_weights, quantize=quantize is not None
+        )  # fmt: skip
+        handle.keep_row_weights(row_weights)
+        return EpSent(lambda: (EpTokens(rows, routing.splits, row_weights, row_scales), handle))
+    sending = launcher.prepare_dispatch(
+        routing, x, scales=scales, weights=topk_weights, quantize=quantize is not None
+    )  # fmt: skip
+    launcher.launch_dispatch(routing, sending, "send")
+
+    def receive():
+        launcher.launch_dispatch(routing, sending, "receive")
+        handle.keep_row_weights(sending.row_weights)
+        return EpTokens(sending.rows, routing.splits, sending.row_weights, sending.row_scales), handle
+
+    return EpSent(receive)
+
+
+@outside_graphs
+@whole_call
+def ep_combine_send(expert_out, handle, topk_weights=None, *, group=None, config=None):
+    """The first half of ``ep_combine``, whose arguments it has; what is called before ``receive()`` hides the wire.
+
+    Returns:  EpSent; its receive() returns y. One combine of a group may be under way at a time
+    Gradient: none; ValueError if one may be asked for
+    Raises:   as ep_combine; RuntimeError while another combine of the group is under way
+    """
+    topk_weights, config = checked_combine(expert_out, handle, topk_weights, group, config)
+    _refuse_gradients("ep_combine_send", expert_out, topk_weights)
+    row_weights = row_weights_of(handle, topk_weights, config)
+    routing = handle._routing
+    if routing.by_torch is not None:
+        y = launcher.combine(routing, expert_out, weights=topk_weights)[0]
+        return EpSent(lambda: y)
+    returning = launcher.prepare_combine(routing, expert_out, topk_weights, row_weights, config=config)
+    launcher.launch_combine(routing, returning, "send", config)
+
+    def receive():
+        launcher.launch_combine(routing, returning, "receive", config)
+        return returning.y
+
+    return EpSent(receive)

@@ -1,0 +1,384 @@
+"""ep_dispatch, ep_combine and all_to_all for the tuner: problems, the space of their configs, and how long each takes.
+
+A problem's first size are the tokens of all ranks, about as many on each, whose experts are all as likely. Layouts are
+"exact", where the host waits for the number of rows, and "static", with the max_tokens that are always enough;
+ep_dispatch and all_to_all have "bounded", too, with the max_tokens_per_rank that there are, and ep_dispatch all of them
+with "_fp8", which quantizes.
+Calls look their config up by what all ranks know (``ep_choice``), up to a power of two.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from tdkernels.autotune.tunable import Floors, register
+from tdkernels.ops.common import gemm_tunable as dense
+from tdkernels.ops.common.tunable_base import ConfigTunable
+from tdkernels.ops.experts.dispatch import (
+    all_to_all,
+    kernel_combine,
+    kernel_dispatch,
+    kernel_low_latency,
+    kernel_route,
+    launch,
+    layout,
+    low_latency,
+    op,
+    payload,
+    route,
+    torch_backend,
+)
+from tdkernels.ops.experts.dispatch import config as ep_config
+from tdkernels.ops.experts.dispatch import routing as ep_routing
+from tdkernels.ops.experts.dispatch.config import EpConfig
+from tdkernels.ops.experts.dispatch.quantize import dequantize
+from tdkernels.ops.experts.dispatch.token_buckets import bucket, crossing_share, sure_capacity
+from tdkernels.ops.experts.grouped_gemm.synthetic import expert_ids, why_not_shared
+from tdkernels.runtime import gpu
+
+_QUANTUM = kernel_dispatch.QUANTUM.value
+_LAUNCH_S = 5e-6
+_CHUNK_S, _TOKEN_S = 1e-6, 0.5e-6  # of a program: to find and to signal a chunk; for each token, one after the other
+_HOST_S = 30e-6  # until the host knows the number of rows
+_MOST_DIRECT = layout.MAX_CHUNKS.value  # of EpConfig.direct_tokens
+
+
+class _EpTunable(ConfigTunable):
+    """What the three have in common."""
+
+    sizes = ("tokens", "hidden", "experts", "choices")
+    layouts = ("exact", "static")
+    config_class = EpConfig
+    plain_words = "torch's all-to-all between sorts", "torch's all-to-all and sorts"
+    _blocks = (4096, 4), (8192, 4), (8192, 8), (16384, 4)  # bytes at a time, warps
+    sources = (
+        op, all_to_all, route, ep_routing, launch, payload, ep_config, layout, kernel_route,
+        kernel_dispatch, kernel_combine, low_latency, kernel_low_latency, torch_backend,
+    )  # fmt: skip
+
+    def why_not(self, problem):
+        if problem.num_nodes > 1:
+            return "on several nodes it runs in its default config, and there is nothing to tune"
+        reason = super().why_not(problem)
+        return reason or why_not_shared(self, problem, (2,), problem.shape[2], _choices(problem))
+
+    def key(self, problem):
+        """Calls know about how many tokens there are, up to a power of two."""
+        return replace(problem, shape=(bucket(problem.shape[0]), *problem.shape[1:]))
+
+    def sizes_of(self, *shapes, world_size):
+        raise ValueError(
+            f"{self.name}: operands do not tell all of its sizes; say them: {', '.join(self.sizes)}, tokens of all "
+            "ranks"
+        )
+
+    def layout_of(self, *operands):
+        return self.layouts[0]
+
+    def illegal(self, config, problem, device):
+        if config.method == "torch" and not problem.layout.startswith("exact"):
+            return "torch's sequence waits for the host, which a call with max_tokens does not"
+        return super().illegal(config, problem, device)
+
+    def default(self, problem, device):
+        return ep_config.default_config(device, self.name, _is_bounded(problem), _tokens(problem))
+
+    def goes_in_graphs(self, problem):
+        return not problem.layout.startswith("exact")
+
+    def space(self, problem, device):
+        tokens, ranks = _tokens(problem), problem.world_size
+        if device.type == "cpu":
+            default = self.default(problem, device)
+            return [replace(default, chunk_tokens=chunk, num_senders=n) for chunk in (8, 32) for n in (1, 2)]
+        most = gpu.num_sms(device)
+        configs = []
+        for chunk_tokens in self._chunks():
+            work = max(-(-tokens // chunk_tokens) * (ranks - 1), 1)
+            for programs in sorted({min(number * most, work) for number in (1, 2, 4, 8)}):
+                # As many of both, or so many receivers that some have room beside the senders all the time.
+                for receivers in sorted({programs, min(8 * most, work)}):
+                    for block_bytes, num_warps in self._blocks:
+                        configs.append(
+                            EpConfig("per_rank", programs, receivers, chunk_tokens, block_bytes, num_warps)
+                        )  # fmt: skip
+        return configs
+
+    def _chunks(self):
+        return 1, 2, 4, 8
+
+    def estimate_ms(self, config, problem, hardware):
+        if config.method == "torch":
+            return self._sequence_ms(problem, hardware)
+        tokens, crosses = _tokens(problem), _crossing(problem)
+        chunks = min(max(-(-tokens // config.chunk_tokens), 1), launch.MAX_CHUNKS)
+        in_chunk = -(-tokens // chunks)
+        senders, receivers = min(config.num_senders, chunks), min(config.num_receivers, chunks)
+        # A program goes through its chunks, and their tokens, one after the other; others do so meanwhile.
+        turns = -(-chunks // senders) + -(-chunks // receivers)
+        walking = turns * (_CHUNK_S + in_chunk * _TOKEN_S)
+        floors = self.floors(problem)
+        moved = floors.memory_bytes + 2 * crosses * self._row_bytes(problem)
+        moving = max(floors.wire_bytes / dense.push_rate(senders, hardware), moved / hardware.memory)
+        return 1e3 * (self._latency_s(problem, config) + walking + moving)
+
+    def _sequence_ms(self, problem, hardware):
+        """Rows once for each choice, gathered and sorted in memory before and after."""
+        floors, choices = self.floors(problem), _choices(problem)
+        sent = _tokens(problem) * choices * self._row_bytes(problem)
+        memory = (4 * sent + floors.memory_bytes) / hardware.memory
+        return 1e3 * (_HOST_S + 8 * _LAUNCH_S + memory + dense.collective_s(sent, hardware))
+
+    def _latency_s(self, problem, config):
+        """Before and after all that: with a routing, which is exchanged first."""
+        waits = _HOST_S if problem.layout.startswith("exact") else 0.0
+        return 2 * (_LAUNCH_S + dense.SIGNAL_S) + waits
+
+    def _row_bytes(self, problem):
+        """Of a row as it travels."""
+        return problem.shape[1] * problem.torch_dtype.itemsize
+
+    def floors(self, problem):
+        tokens = _tokens(problem)
+        own = problem.shape[1] * problem.torch_dtype.itemsize
+        # Each token is read or written at home, each row where the experts are.
+        memory = tokens * own + tokens * _choices(problem) * self._row_bytes(problem)
+        return Floors(0, int(_crossing(problem) * self._row_bytes(problem)), memory)
+
+    def operands(self, problem, device, generator):
+        tokens, (_, hidden, experts, choices) = _tokens(problem), problem.shape
+        x = torch.randn(tokens, hidden, generator=generator, dtype=problem.torch_dtype, device=device)
+        ids = expert_ids(tokens, choices, experts, device, generator)
+        return x, ids, torch.rand(tokens, choices, generator=generator, device=device)
+
+    def reference_bytes(self, problem):
+        elements = problem.shape[1] * _tokens(problem) * (4 * _choices(problem) + 2)
+        return 2 * max(problem.torch_dtype.itemsize, 4) * elements
+
+    def local(self, operands, problem):
+        x, choices = operands[0], _choices(problem)
+        return lambda: x.repeat_interleave(choices, 0)  # one rank alone copies
+
+    def compiled(self, config):
+        return None if config.method == "torch" else (config.block_bytes, config.num_warps)
+
+
+def _choices(problem):
+    return problem.shape[3] if len(problem.shape) > 3 else 1
+
+
+def _tokens(problem):
+    """Of a rank."""
+    return -(-problem.shape[0] // problem.world_size)
+
+
+def _crossing(problem):
+    """How many tokens come to a rank from its peers, each once."""
+    ranks = problem.world_size
+    return (ranks - 1) * _tokens(problem) * crossing_share(ranks, problem.shape[2], _choices(problem))
+
+
+def _capacity(problem):
+    """The max_tokens of a call."""
+    if problem.layout.startswith("exact"):
+        return None
+    ranks = problem.world_size
+    return sure_capacity(ranks * _tokens(problem), ranks, problem.shape[2], _choices(problem))
+
+
+def _unrouted(problem, config, device):
+    sizes = problem.operator, _tokens(problem), _choices(problem), problem.shape[2], problem.world_size
+    by_source = problem.operator == "all_to_all"
+    return ep_routing.unrouted(*sizes, config, device, max_tokens=_capacity(problem), by_source=by_source)
+
+
+def _compile_dispatch(problem, config, x, weights=None, quantize=False):
+    if x.device.type == "cpu":
+        return  # interpreted
+    routing = _unrouted(problem, config, x.device)
+    sending = launch.prepare_dispatch(routing, x, weights=weights, quantize=quantize)
+    parts = payload.parts_of(sending, config)
+    if _is_direct(config, problem):
+        routing.most_tokens = _tokens(problem)
+        ids = torch.empty(1, dtype=torch.int64, device=x.device)
+        bad = routing.tables[0] if problem.operator == "all_to_all" else None  # whether the splits add up
+        known = routing.tables, routing.tables, ids, bad, routing.tables
+        kernel, _, args, constants = low_latency.direct_call(_ctx(x), routing, sending, parts, 0, known)
+    else:
+        kernel, _, args, constants = launch.dispatch_call(_ctx(x), routing, sending, parts, 0)
+    kernel.warmup(*args, grid=(1,), **constants)
+
+
+def _ctx(x):
+    return torch.empty(1, dtype=torch.int64, device=x.device)
+
+
+class _DirectTunable(_EpTunable):
+    """What goes in one launch where there is a bound on the tokens of a rank, and there are few."""
+
+    def space(self, problem, device):
+        configs = super().space(problem, device)
+        if not _is_bounded(problem):
+            return configs
+        direct = [replace(config, direct_tokens=_MOST_DIRECT) for config in configs]
+        direct = [config for config in direct if config.chunk_tokens == direct[0].chunk_tokens]
+        counted = [replace(config, direct_tokens=0) for config in configs]
+        return direct + counted if _is_direct(direct[0], problem) else counted
+
+    def _latency_s(self, problem, config):
+        latency = super()._latency_s(problem, config)
+        return latency / 2 if _is_direct(config, problem) else latency
+
+    def compiled(self, config):
+        same = super().compiled(config)
+        return same and (config.direct_tokens, *same)
+
+
+class EpDispatchTunable(_DirectTunable):
+    name = "ep_dispatch"
+    layouts = ("exact", "static", "bounded", "exact_fp8", "static_fp8", "bounded_fp8")
+
+    def _row_bytes(self, problem):
+        hidden = problem.shape[1]
+        if _is_quantized(problem):
+            return hidden + 4 * -(-hidden // _QUANTUM)
+        return super()._row_bytes(problem)
+
+    def reference(self, operands, problem, group):
+        x, ids, _ = operands
+        if _is_quantized(problem) and x.dtype == problem.torch_dtype:
+            x = _there_and_back(x)  # as plain torch would send it; in a wider type it is what it should be
+        return op.ep_dispatch_ref(x, ids, num_experts=problem.shape[2], group=group)[0].x
+
+    def run(self, operands, problem, group, config):
+        x, ids, weights = operands
+        return op.ep_dispatch(
+            x, ids, weights, num_experts=problem.shape[2], quantize="fp8" if _is_quantized(problem) else None,
+            max_tokens=_capacity(problem), max_tokens_per_rank=_most_tokens(problem), group=group, config=config,
+        )  # fmt: skip
+
+    def comparable(self, output, problem):
+        recv, _ = output
+        rows = int(recv.splits.sum())
+        x = recv.x[:rows]
+        return x if recv.scales is None else dequantize(x, recv.scales[:rows], problem.torch_dtype)
+
+    def compile(self, operands, problem, config):
+        x, _, weights = operands
+        _compile_dispatch(problem, config, x, weights, _is_quantized(problem))
+
+
+class EpCombineTunable(_EpTunable):
+    """The way back of rows that a dispatch in the default config has brought, by whose chunks they go.
+
+    Torch's sequence is none of its configs: what a dispatch has brought by our kernels goes back by them.
+    """
+
+    name = "ep_combine"
+    _blocks = (4096, 4), (8192, 4), (8192, 8), (16384, 16)
+
+    def plain(self):
+        return None
+
+    def illegal(self, config, problem, device):
+        if config.method == "torch":
+            return "what a dispatch has brought by our kernels goes back by them"
+        return super().illegal(config, problem, device)
+
+    def goes_in_graphs(self, problem):
+        return True  # all is known since the dispatch
+
+    def _chunks(self):
+        return (EpConfig().chunk_tokens,)
+
+    def _latency_s(self, problem, config):
+        return _LAUNCH_S + dense.SIGNAL_S
+
+    def reference(self, operands, problem, group):
+        recv, state = op.ep_dispatch_ref(*operands, num_experts=problem.shape[2], group=group)
+        return op.ep_combine_ref(recv.x, state, group=group)
+
+    def prepared(self, operands, problem, group, config):
+        recv, handle = op.ep_dispatch(
+            *operands, num_experts=problem.shape[2], max_tokens=_capacity(problem), group=group,
+            config=ep_config.default_config(operands[0].device),
+        )  # fmt: skip
+        return recv.x, handle
+
+    def run(self, operands, problem, group, config):
+        return op.ep_combine(*operands, group=group, config=config)
+
+    def compiled(self, config):
+        return config.combine, *super().compiled(config)
+
+    def compile(self, operands, problem, config):
+        x, _, weights = operands
+        if x.device.type == "cpu":
+            return  # interpreted
+        routing = _unrouted(problem, config, x.device)
+        routing.came = routing.tables
+        row_weights = weights.new_empty(1) if launch.weighs_rows(routing, config) else None
+        returning = launch.prepare_combine(routing, x[:1], weights, row_weights)
+        kernel, _, args, constants = launch.combine_call(_ctx(x), routing, returning, 0, config)
+        kernel.warmup(*args, grid=(1,), **constants)
+
+
+class AllToAllTunable(_DirectTunable):
+    name = "all_to_all"
+    layouts = ("exact", "static", "bounded")
+    sizes = ("tokens", "hidden", "experts")
+
+    def sizes_of(self, *shapes, world_size):
+        if len(shapes) != 2 or len(shapes[0]) != 2 or len(shapes[1]) != 1:
+            raise ValueError(f"{self.name}: the operands are x [T, H] and splits [E], not of shapes {list(shapes)}")
+        (tokens, hidden), (experts,) = shapes
+        return world_size * tokens, hidden, experts
+
+    def operands(self, problem, device, generator):
+        tokens, (_, hidden, experts) = _tokens(problem), problem.shape
+        x = torch.randn(tokens, hidden, generator=generator, dtype=problem.torch_dtype, device=device)
+        ids = torch.randint(experts, (tokens,), generator=generator, device=device)
+        return x, torch.bincount(ids, minlength=experts)
+
+    def reference(self, operands, problem, group):
+        return all_to_all.all_to_all_ref(*operands, group=group)[0]
+
+    def run(self, operands, problem, group, config):
+        return all_to_all.all_to_all(
+            *operands, max_tokens=_capacity(problem), max_tokens_per_rank=_most_tokens(problem), group=group,
+            config=config,
+        )  # fmt: skip
+
+    def comparable(self, output, problem):
+        out, out_splits, _ = output
+        return out[: int(out_splits.sum())]
+
+    def compile(self, operands, problem, config):
+        _compile_dispatch(problem, config, operands[0])
+
+
+def _most_tokens(problem):
+    """The max_tokens_per_rank of a call."""
+    return _tokens(problem) if _is_bounded(problem) else None
+
+
+def _is_bounded(problem):
+    return problem.layout.startswith("bounded")
+
+
+def _is_direct(config, problem):
+    sizes = _tokens(problem), _choices(problem), problem.shape[2], problem.world_size
+    return _is_bounded(problem) and low_latency.can_be_direct(config, *sizes)
+
+
+def _is_quantized(problem):
+    return problem.layout.endswith("_fp8")
+
+
+def _there_and_back(x):
+    """x as it is when it has been float8_e4m3fn on its way."""
+    return dequantize(*torch_backend.quantized(x), x.dtype)
+
+
+for _tunable in (EpDispatchTunable(), EpCombineTunable(), AllToAllTunable()):
+    register(_tunable)

@@ -1,0 +1,113 @@
+"""Checks of what a user passes to all_to_all, ep_dispatch and ep_combine, before anything is launched."""
+
+import torch
+
+from tdkernels.ops.common.validation import DTYPES, INTEGERS, check_rows, check_tensor
+from tdkernels.ops.experts.dispatch.config import EpConfig
+
+PAYLOADS = (*DTYPES, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def _shape(tensor):
+    return list(tensor.shape)
+
+
+def check_payload(operator, x, scales, max_tokens):
+    """x [T, H] and scales [T] or [T, S] that go with it."""
+    check_rows(operator, "x", x, PAYLOADS, "bfloat16, float16, float32, float8_e4m3fn and float8_e5m2")
+    if scales is not None:
+        check_tensor(operator, "scales", scales, x)
+        if scales.dim() not in (1, 2) or scales.shape[0] != x.shape[0]:
+            raise ValueError(
+                f"{operator}: scales must be [T] or [T, S] with the T = {x.shape[0]} rows of x, its shape is "
+                f"{_shape(scales)}"
+            )
+    if max_tokens is not None and (type(max_tokens) is not int or not 0 < max_tokens < 1 << 30):
+        raise ValueError(f"{operator}: max_tokens must be a positive integer below 2**30, not {max_tokens!r}")
+
+
+def check_most_tokens(operator, most, choices, world_size):
+    """max_tokens_per_rank, of so many choices each: all ranks' rows have numbers of 32 bits."""
+    if most is not None and (type(most) is not int or not 0 < most * choices * world_size < 1 << 30):
+        raise ValueError(
+            f"{operator}: max_tokens_per_rank must be a positive integer, below 2**30 times {choices} choices and "
+            f"{world_size} ranks, not {most!r}"
+        )
+
+
+def check_num_experts(operator, num_experts, world_size):
+    if type(num_experts) is not int or num_experts < 1:
+        raise ValueError(f"{operator}: num_experts must be a positive integer, not {num_experts!r}")
+    if num_experts % world_size:
+        raise ValueError(f"{operator}: num_experts {num_experts} must be divisible by the group's {world_size} ranks")
+
+
+def check_dispatch(
+    x, topk_ids, topk_weights, scales, num_experts, quantize, max_tokens, world_size, operator="ep_dispatch"
+):  # fmt: skip
+    """Raise TypeError or ValueError, naming the argument and its shape, unless x can be dispatched."""
+    check_payload(operator, x, scales, max_tokens)
+    check_tensor(operator, "topk_ids", topk_ids, x)
+    if topk_ids.dtype not in INTEGERS:
+        raise TypeError(f"{operator}: topk_ids is {topk_ids.dtype}; int32 and int64 are supported")
+    if topk_ids.dim() != 2 or topk_ids.shape[0] != x.shape[0]:
+        raise ValueError(
+            f"{operator}: topk_ids must be [T, k] with the T = {x.shape[0]} rows of x, its shape is {_shape(topk_ids)}"
+        )
+    check_num_experts(operator, num_experts, world_size)
+    if not 1 <= topk_ids.shape[1] <= num_experts:
+        raise ValueError(
+            f"{operator}: topk_ids {_shape(topk_ids)} must have from 1 to num_experts = {num_experts} choices"
+        )
+    check_weights(operator, topk_weights, x, topk_ids.shape)
+    _check_quantize(operator, x, scales, quantize)
+
+
+def check_again(x, routing, topk_weights, scales, quantize):
+    """Raise TypeError or ValueError, naming the argument and its shape, unless x can go by a known routing."""
+    operator = "ep_dispatch"
+    check_payload(operator, x, scales, None)
+    check_tensor(operator, "topk_ids (the handle)", routing.tables, x)
+    if x.shape[0] != routing.tokens:
+        raise ValueError(f"{operator}: x {_shape(x)} must have the {routing.tokens} tokens of the handle")
+    check_weights(operator, topk_weights, x, (routing.tokens, routing.choices))
+    _check_quantize(operator, x, scales, quantize)
+
+
+def _check_quantize(operator, x, scales, quantize):
+    if quantize not in (None, "fp8"):
+        raise ValueError(f'{operator}: quantize must be None or "fp8", not {quantize!r}')
+    if quantize is not None and (x.dtype not in DTYPES or scales is not None):
+        raise ValueError(f"{operator}: quantize needs an x in bf16, fp16 or fp32 (it is {x.dtype}) and no scales")
+
+
+def check_weights(operator, weights, x, shape):
+    if weights is None:
+        return
+    check_tensor(operator, "topk_weights", weights, x)
+    if weights.dtype not in DTYPES:
+        raise TypeError(f"{operator}: topk_weights is {weights.dtype}; bfloat16, float16 and float32 are supported")
+    if tuple(weights.shape) != tuple(shape):
+        raise ValueError(f"{operator}: topk_weights {_shape(weights)} must have the shape of topk_ids {list(shape)}")
+
+
+def check_combine(expert_out, routing, topk_weights):
+    operator = "ep_combine"
+    check_rows(operator, "expert_out", expert_out, DTYPES, "bfloat16, float16 and float32")
+    if expert_out.device != routing.tables.device:
+        raise ValueError(
+            f"{operator}: expert_out is on {expert_out.device} but the tokens were on {routing.tables.device}"
+        )
+    if expert_out.shape[0] != routing.rows:
+        raise ValueError(f"{operator}: expert_out {_shape(expert_out)} must have the {routing.rows} rows of recv.x")
+    check_weights(operator, topk_weights, expert_out, (routing.tokens, routing.choices))
+
+
+def check_config(operator, config, device):
+    if config is None:
+        return
+    if not isinstance(config, EpConfig):
+        raise TypeError(f"{operator}: config must be an EpConfig or None, not {type(config).__name__}")
+    reason = config.illegal(device)
+    if reason is not None:
+        raise ValueError(f"{operator}: config cannot run: {reason}")

@@ -1,0 +1,1 @@
+"""A layer of experts that are divided between the ranks."""

@@ -1,0 +1,373 @@
+"""The kernel of ep_moe that sends tokens to their experts and multiplies them there, both at the same time.
+
+A program takes one piece of work after the other, by ticket. The list goes through the experts of a rank in order, the
+same on all ranks: what we send to expert 0 of every rank, ourselves included, then to expert 1, and between these the
+tiles of our own expert 0, and so on, so that sending is ``AHEAD`` experts ahead of multiplying, and half of one more. A
+row goes straight to its place among those of its expert, in memory that all ranks can write to, from where it is
+multiplied: nothing is received, sorted or copied. In return a token crosses the wire once for each of its experts, not
+once for a rank.
+
+Signal number ``source * E / W + expert`` of a half is raised by the last of the source's programs that send to that
+expert; the waiters are the tiles of the expert, and one piece at the end that waits for all (law 3: no rank is done
+with a call that another has not begun). A tile waits only for what comes before it in every rank's list (law 1).
+
+With a row goes where it came from (``origin``: source << 32 | choice, for the way back) and its weight.
+
+GRADIENT: the rows that are sent are gradients of y, and what is made of them the gradients of rows h, weighted.
+Into ``kept_ptr``, if there is one, the rows are copied, for a weight's gradient: a part of the columns by each tile.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from tdkernels import lang as td
+from tdkernels.ops.collectives.async_all_gather import rows_of_buffer
+from tdkernels.ops.common import gemm_operands
+from tdkernels.ops.common.config import text_of
+from tdkernels.ops.common.gemm_tile import as_aligned, swizzle
+from tdkernels.ops.common.tile_config import next_power_of_2
+from tdkernels.ops.common.work_interleaving import split_piece
+from tdkernels.ops.experts.dispatch.layout import GOES, counts_of, facts_at, rows_at
+from tdkernels.ops.experts.ep_moe.kernel_sort import first_of_expert
+from tdkernels.ops.experts.grouped_gemm.kernel import planes_of, product_constants, store_product, weight_layout
+from tdkernels.ops.experts.grouped_gemm.swiglu import HALVES, NUMBERS
+from tdkernels.ops.experts.grouped_gemm.tile import grouped_tile, store_gradient
+from tdkernels.runtime import gpu
+from tdkernels.runtime.kernel_launch import Launch, launch_kept, to_be_made
+from tdkernels.symm import get_workspace
+
+_BLOCK_ROWS = 32  # that a program sends as one piece
+_BYTES_OF_THREAD = 256  # that are on their way at a time, for every thread of a program that sends
+_FEW_EXPERTS = 16  # of a rank, up to which sending is one expert ahead, not two: the first ones are not hidden
+_KEPT_COLUMNS = tl.constexpr(64)
+_ROW_BYTES = 16  # beside a row: its origin (8), its weight (4)
+
+
+# ---- sending ----
+
+
+@td.jit
+def _blocks(count, BLOCK_ROWS: tl.constexpr):
+    """Pieces in which rows are sent: one at least, which signals."""
+    return tl.maximum((count + BLOCK_ROWS - 1) // BLOCK_ROWS, 1)
+
+
+@td.jit
+def _piece_to_send(counts, number, expert, me, EACH: tl.constexpr, RANKS: tl.constexpr, BLOCK_ROWS: tl.constexpr):
+    """(the rank to send to, its expert among all, the block, the rows for the expert) of a piece; peers first."""
+    to, block, rows = me, number, tl.full((), 0, tl.int32)
+    left = number
+    for step in tl.static_range(RANKS):
+        dest = (me + 1 + step) % RANKS
+        count = tl.load(counts + dest * EACH + expert)
+        blocks = _blocks(count, BLOCK_ROWS)
+        is_here = (left >= 0) & (left < blocks)
+        to, block, rows = tl.where(is_here, dest, to), tl.where(is_here, left, block), tl.where(is_here, count, rows)
+        left -= blocks
+    return to, to * EACH + expert, block, rows
+
+
+@td.jit
+def _send(
+    ctx, half, signal, me, to, expert, local, block, count, x_ptr, weights_ptr, tables, order_ptr, slot_rows, K,
+    GRADIENT: tl.constexpr, CHOICES: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Store a block of our ``count`` rows for an expert at its rank; the last of its blocks raises the signal.
+
+    Returns a ticket, asked for when the rows are on their way.
+    """
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    counts = counts_of(tables, me, EXPERTS, RANKS)
+    row = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    there = row < count
+    choice = tl.load(order_ptr + first_of_expert(counts, expert, EXPERTS) + row, mask=there, other=0)
+    place = tl.load(rows_at(tables, EXPERTS, RANKS) + expert) + row
+    data = td.data_at(ctx, half, to)
+    row_bytes = tl.cast(K, tl.int64) * (DTYPE.primitive_bitwidth // 8)
+    source = td.pointer_to(x_ptr.to(tl.int64) + (choice // CHOICES).to(tl.int64) * row_bytes, DTYPE, ALIGNED)
+    dest = td.pointer_to(data + place.to(tl.int64) * row_bytes, DTYPE, ALIGNED)
+    for first in range(0, K, BLOCK_COLUMNS):
+        columns = first + tl.arange(0, BLOCK_COLUMNS)
+        mask = there[:, None] & (columns < K)[None, :]
+        values = tl.load(source[:, None] + columns[None, :], mask=mask)
+        tl.store(dest[:, None] + columns[None, :], values, mask=mask)
+    if not GRADIENT:
+        origins, weights = _beside_rows(data, slot_rows, row_bytes)
+        tl.store(origins + place, (me.to(tl.int64) << 32) + choice, mask=there)
+        tl.store(weights + place, tl.load(weights_ptr + choice, mask=there, other=0.0), mask=there)
+    answer = td.take_ticket(ctx)
+    if td.arrive(td.flag_at(ctx, expert), _blocks(count, BLOCK_ROWS)):
+        # waiter: the tiles of the expert
+        td.notify(ctx, td.signal_at(ctx, half, me * (EXPERTS // RANKS) + local), to, signal)
+    return answer
+
+
+@td.jit
+def _beside_rows(data, slot_rows, row_bytes):
+    """Pointers to the origins and to the weights of the rows of a half."""
+    origins = data + (tl.cast(slot_rows, tl.int64) * row_bytes + 15) // 16 * 16
+    weights = origins + tl.cast(slot_rows, tl.int64) * 8
+    return origins.to(tl.pointer_type(tl.int64)), weights.to(tl.pointer_type(tl.float32))
+
+
+# ---- what a tile does beside its product ----
+
+
+@td.jit
+def _keep_rows(
+    x_at, kept_ptr, offs_m, past, pid_n, tiles_n, K, DTYPE: tl.constexpr, ALIGNED: tl.constexpr
+):
+    """Copy every ``tiles_n``-th block of columns of a tile's rows, from the ``pid_n``-th on."""
+    for first in range(pid_n * _KEPT_COLUMNS, K, tiles_n * _KEPT_COLUMNS):
+        columns = first + tl.arange(0, _KEPT_COLUMNS)
+        mask = (offs_m < past)[:, None] & (columns < K)[None, :]
+        rows = tl.load(td.pointer_to(x_at, DTYPE, ALIGNED)[:, None] + columns[None, :], mask=mask)
+        tl.store(kept_ptr + offs_m[:, None].to(tl.int64) * K + columns[None, :], rows, mask=mask)
+
+
+# Compiled once for a tile, a number of ranks, experts and choices, whatever the shape and plan.
+@td.jit(do_not_specialize=["R", "slot_rows", "N", "K", "stride_plane", "stride_w", "plan", "group_m"])
+def ep_dispatch_gemm_kernel(
+    ctx, x_ptr, weights_ptr, tables, order_ptr, splits_ptr, buffer_desc, w_ptr, w_desc,
+    y_ptr, pre_ptr, kept_ptr, origins_ptr, row_weights_ptr, h_ptr, weighted_ptr, dots_ptr,
+    R, slot_rows, N, K, stride_plane, stride_w, plan, group_m,
+    CHOICES: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr, ACTIVATION: tl.constexpr,
+    AHEAD: tl.constexpr, GRADIENT: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ELEM_BYTES: tl.constexpr,
+    ALIGNED: tl.constexpr, EVEN_K: tl.constexpr, USE_TMA: tl.constexpr, W_IS_KN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """y [R, N] = act(the rows that come here, of all ranks' x [T, K], @ w[their expert].T), by expert.
+
+    AHEAD: experts, by which sending is ahead of multiplying.
+
+    A half holds the rows [slot_rows, K], their origins and their weights. origins and row_weights [R] are written, with
+    GRADIENT the weights are read, and of h [R, N] comes what ``store_gradient`` says.
+    """
+    N = as_aligned(N, ALIGNED)
+    K = as_aligned(K, ALIGNED)
+    stride_plane = as_aligned(stride_plane, ALIGNED)
+    stride_w = as_aligned(stride_w, ALIGNED)
+    EACH: tl.constexpr = EXPERTS // RANKS
+    STEPS: tl.constexpr = triton.next_power_of_2(EACH + AHEAD)
+    PAIR: tl.constexpr = ACTIVATION == HALVES
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    me = td.rank(ctx)
+    epoch, half, signal = td.call(ctx, plan)
+    tiles_n = (N + BLOCK_N - 1) // BLOCK_N
+    goes = tl.load(facts_at(tables, EXPERTS, RANKS) + GOES)
+    counts = counts_of(tables, me, EXPERTS, RANKS)
+    # The list: of each step what is sent to its expert, and the tiles of the expert AHEAD before it.
+    step = tl.arange(0, STEPS)
+    rows = tl.load(splits_ptr + step - AHEAD, mask=(step >= AHEAD) & (step < EACH + AHEAD), other=0).to(tl.int32)
+    tiles = (rows + BLOCK_M - 1) // BLOCK_M * tiles_n
+    sends = tl.full((STEPS,), 0, tl.int32)
+    for dest in tl.static_range(RANKS):
+        count = tl.load(counts + dest * EACH + step, mask=(step < EACH) & (goes > 0), other=0)
+        sends += tl.where(step < EACH, _blocks(count, BLOCK_ROWS), 0)
+    ends = td.running_sum(tiles + sends, 0)
+    last = td.max_of(ends, 0)
+    # Not a piece if a peer did not come when the routing was exchanged, for then the tables are none; nor of one that
+    # was refused, as all ranks know, and then the call does not count (see ``ep_combine_kernel``).
+    pieces = tl.where(goes > 0, last + 1, 0)
+
+    piece = td.ticket_of(td.take_first_ticket(ctx, signal))
+    while piece < pieces:
+        if piece == last:
+            # producer: every peer's last piece that sends to an expert of ours
+            td.wait_plan_all(ctx, td.signal_at(ctx, half, 0), EACH, signal, count=EACH)
+            answer = td.take_ticket(ctx)
+        else:
+            at = td.sum_of((ends <= piece).to(tl.int32), 0)
+            of_tiles, of_sends = td.pick(tiles, step, at), td.pick(sends, step, at)
+            within = piece - (td.pick(ends, step, at) - of_tiles - of_sends)
+            # Sends are strewn among the first half of the tiles, so that the others hide the last of them.
+            among = (of_tiles + 1) // 2
+            is_send, number = split_piece(within, among, of_sends, 0)
+            if within >= among + of_sends:
+                is_send, number = within < 0, within - of_sends
+            if is_send:
+                to, expert, block, to_send = _piece_to_send(counts, number, at, me, EACH, RANKS, BLOCK_ROWS)
+                answer = _send(
+                    ctx, half, signal, me, to, expert, at, block, to_send, x_ptr, weights_ptr, tables, order_ptr,
+                    slot_rows, K, GRADIENT, CHOICES, EXPERTS, RANKS, BLOCK_ROWS, BLOCK_COLUMNS, ALIGNED,
+                )  # fmt: skip
+            else:
+                expert = at - AHEAD
+                begin = td.sum_of(tl.where(step < at, rows, 0), 0)
+                past = begin + td.pick(rows, step, at)
+                pid_m, pid_n = swizzle(number, of_tiles // tiles_n, tiles_n, group_m)
+                row, col = begin + pid_m * BLOCK_M, pid_n * BLOCK_N
+                offs_m = row + tl.arange(0, BLOCK_M)
+                data = td.data_at(ctx, half, me)
+                # producer: the last piece of every rank, ours too, that sends to the expert
+                td.wait_plan_all(ctx, td.signal_at(ctx, half, expert), EACH, signal, WITH_OWN=True)
+                if USE_TMA:
+                    td.fence_before_tma_load()
+                row_bytes = tl.cast(K, tl.int64) * ELEM_BYTES
+                x_at = data + tl.minimum(offs_m, past - 1).to(tl.int64) * row_bytes
+                acc = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
+                acc, second = grouped_tile(
+                    acc, acc, x_at, buffer_desc, half, row, offs_m < past,
+                    w_ptr, w_desc, expert * (2 if PAIR else 1), col, stride_plane, stride_w, N, K, DTYPE,
+                    BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, USE_TMA, USE_TMA, W_IS_KN, PAIR, PRECISION,
+                )  # fmt: skip
+                answer = td.take_ticket(ctx)
+                if GRADIENT:
+                    weight = tl.load(row_weights_ptr + offs_m, mask=offs_m < past, other=0.0)
+                    dots = store_gradient(
+                        acc, y_ptr, h_ptr, weighted_ptr, weight, offs_m, past, col, N, BLOCK_M, BLOCK_N
+                    )  # fmt: skip
+                    # This tile column's part; who sends the rows back adds them up (``ep_gemm_combine_kernel``).
+                    tl.store(dots_ptr + pid_n.to(tl.int64) * R + offs_m, dots, mask=offs_m < past)
+                else:
+                    store_product(acc, second, y_ptr, pre_ptr, offs_m, past, col, N, ACTIVATION, BLOCK_M, BLOCK_N)
+                    if pid_n == 0:
+                        origins, weights = _beside_rows(data, slot_rows, row_bytes)
+                        tl.store(origins_ptr + offs_m, tl.load(origins + offs_m, mask=offs_m < past), offs_m < past)
+                        tl.store(row_weights_ptr + offs_m, tl.load(weights + offs_m, mask=offs_m < past), offs_m < past)
+                if kept_ptr is not None:
+                    _keep_rows(x_at, kept_ptr, offs_m, past, pid_n, tiles_n, K, DTYPE, ALIGNED)
+        piece = td.ticket_of(answer)
+    td.finish(ctx, True, (goes != 0).to(tl.int32))
+
+
+# ---- launcher ----
+
+
+@dataclass
+class Launched:
+    """What a launch leaves of the rows that came, [R, ·] or [1, ·] for none; of a gradient no origins and weights.
+
+    y: the products; pre: what SwiGLU was made of; kept: the rows; origins: int64; weights: fp32; weighted: h times the
+    rows' weights; dots: fp32 [tile columns, R], parts of the products of the unweighted gradients with h
+    """
+
+    y: torch.Tensor
+    pre: torch.Tensor | None = None
+    kept: torch.Tensor | None = None
+    origins: torch.Tensor | None = None
+    weights: torch.Tensor | None = None
+    weighted: torch.Tensor | None = None
+    dots: torch.Tensor | None = None
+
+    @property
+    def made(self):
+        fields = self.y, self.pre, self.kept, self.origins, self.weights, self.weighted, self.dots
+        return [tensor for tensor in fields if tensor is not None]
+
+
+def half_bytes(slot_rows, row_bytes):
+    return -(-slot_rows * row_bytes // 16) * 16 + slot_rows * _ROW_BYTES
+
+
+def launch(routing, order, x, weights, w, tiles, *, activation=None, keep=False, keep_rows=False, gradient=None):
+    """Send x [T, K] to its experts and multiply it there by w [E / W, N, K].
+
+    Args:     routing: with a ``Reach``; order: of ``ep_order_kernel``; weights: [T, k] fp32, None for a gradient
+              keep: what SwiGLU is of; keep_rows: the rows
+              gradient: (h [R, N], the rows' weights [R]) to get the gradient of h, for a w of [E / W, N, K] that is
+              the second weight transposed
+    Returns:  Launched
+    """
+    workspace = get_workspace(routing.group, x.device, "ep_dispatch_gemm")
+    key = routing.sizes, routing.rows, routing.reach, tiles, activation, keep, keep_rows, gradient is not None
+    h, row_weights = gradient or (None, None)
+    operands = x, weights, routing.tables, order, routing.splits, w, h, row_weights
+    made = launch_kept(
+        workspace, (*key, gemm_operands.dot_precision(x.dtype)), operands,
+        lambda *of: _prepare(workspace, routing, of, tiles, activation, keep, keep_rows),
+        lambda x, weights, tables, order, splits, w, *others: (
+            gemm_operands.rows_contiguous(x), weights, tables, order, splits, weight_layout(w, activation)[0], *others
+        ),
+    )  # fmt: skip
+    names = ["y", *(["pre"] if keep and activation else []), *(["kept"] if keep_rows else [])]
+    names += ["origins", "weights"] if gradient is None else ["weighted", "dots"]
+    return Launched(**dict(zip(names, made, strict=True)))
+
+
+def compile(x, w, routing, tiles, activation):
+    """Compile what ``launch`` with the same operands would launch, forward, into Triton's cache; launches nothing."""
+    x = gemm_operands.rows_contiguous(x)
+    ctx = torch.empty(1, dtype=torch.int64, device=x.device)
+    weights, splits = x.new_empty(1, dtype=torch.float32), x.new_empty(w.shape[0], dtype=torch.int32)
+    outputs = Launched(x.new_empty(1, 1), origins=ctx, weights=weights)
+    args, constants = arguments(
+        ctx, x, weights, routing.tables, routing.tables, splits, x[:1], 2 * x.shape[1], w, outputs, None, None, routing,
+        0, tiles, activation,
+    )  # fmt: skip
+    ep_dispatch_gemm_kernel.warmup(*args, grid=(1,), **constants)
+
+
+def _outputs(x, rows, w, tiles_n, activation, keep, keep_rows, gradient):
+    """Launched, to be made."""
+    width = w.shape[1] // 2 if activation else w.shape[1]
+    launched = Launched(to_be_made(x, rows, width))
+    if keep and activation:
+        launched.pre = to_be_made(x, rows, w.shape[1])
+    if keep_rows:
+        launched.kept = to_be_made(x, rows, x.shape[1])
+    if gradient:
+        launched.weighted = to_be_made(x, rows, width)
+        launched.dots = to_be_made(x, tiles_n, rows, dtype=torch.float32)
+    else:
+        launched.origins = to_be_made(x, rows, dtype=torch.int64)
+        launched.weights = to_be_made(x, rows, dtype=torch.float32)
+    return launched
+
+
+def _prepare(workspace, routing, operands, tiles, activation, keep, keep_rows):
+    x, weights, tables, order, splits, w, h, row_weights = operands
+    k, slot_rows, rows, gradient = x.shape[1], routing.reach.rows, max(routing.rows, 1), h is not None
+    fields = {
+        "dtype": str(x.dtype), "width": k, "k": routing.choices, "num_experts": routing.num_experts,
+        "rows": slot_rows, "gradient": gradient, "config": text_of(routing.config),
+    }  # fmt: skip
+    plan = workspace.prepare(
+        routing.operator, fields, half_bytes(slot_rows, k * x.element_size()), routing.num_experts,
+        num_flags=routing.num_experts,
+    )  # fmt: skip
+    tiles_n = -(-w.shape[1] // tiles.block_n)
+    outputs = _outputs(x, rows, w, tiles_n, activation, keep, keep_rows, gradient)
+    buffer = rows_of_buffer(workspace, x)
+    args, constants = arguments(
+        workspace.ctx, x, weights, tables, order, splits, buffer, workspace.half_bytes // x.element_size(), w, outputs,
+        h, row_weights, routing, plan, tiles, activation,
+    )  # fmt: skip
+    grid = (gpu.resident_programs(x.device, tiles, x.dtype),)
+    made = outputs.made
+    return Launch(workspace, ep_dispatch_gemm_kernel, grid, args, constants, operands, made, [workspace.ctx, buffer])
+
+
+def arguments(
+    ctx, x, weights, tables, order, splits, buffer, half_elements, w, outputs, h, row_weights, routing, plan, tiles,
+    activation,
+):  # fmt: skip
+    """The kernel's arguments and constants; ``buffer``: rows of the symmetric buffer, from where its halves begin."""
+    k, slot_rows = x.shape[1], routing.reach.rows
+    w, *strides, is_kn = weight_layout(w, activation)
+    planes, n = planes_of(w, activation)
+    desc, constants = product_constants(k, w, planes, n, strides, is_kn, activation, tiles)
+    buffer_desc = None
+    if constants["USE_TMA"]:
+        buffer_desc = gemm_operands.rows_descriptor(buffer, 2, slot_rows, half_elements, tiles.block_m, tiles.block_k)
+    args = (
+        ctx, x, weights, tables, order, splits, buffer_desc, w, desc, outputs.y, outputs.pre, outputs.kept,
+        outputs.origins, outputs.weights if h is None else row_weights, h, outputs.weighted, outputs.dots,
+        outputs.y.shape[0], slot_rows, n, k, *strides, plan, tiles.group_m,
+    )  # fmt: skip
+    return args, {
+        "CHOICES": routing.choices, "EXPERTS": routing.num_experts, "RANKS": routing.world_size,
+        "ACTIVATION": NUMBERS[activation], "AHEAD": 1 if len(splits) <= _FEW_EXPERTS else 2, "GRADIENT": h is not None,
+        "BLOCK_ROWS": _BLOCK_ROWS, "BLOCK_COLUMNS": _block_columns(k, x.element_size(), tiles),
+        "ELEM_BYTES": x.element_size(), **constants,
+    }  # fmt: skip
+
+
+def _block_columns(k, elem_bytes, tiles):
+    """Columns of rows that a program moves at a time."""
+    at_a_time = _BYTES_OF_THREAD * 32 * tiles.num_warps // (_BLOCK_ROWS * elem_bytes)
+    return min(next_power_of_2(k), at_a_time)

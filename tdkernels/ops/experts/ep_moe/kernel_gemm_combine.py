@@ -1,0 +1,251 @@
+"""The kernel of ep_moe that multiplies rows by their experts' second weights, and brings the products to their tokens.
+
+A tile of the product is stored, row by row, where the row's token is: on the token's rank, in the slot of its choice
+(``origin``, which came with the row). So products cross the wire while the next tiles are computed, and nobody moves
+them a second time. When all of a rank's tiles are stored one signal is raised at every rank, itself included; then come
+pieces that add up the choices of a block of our own tokens, weighted, in fp32 and in the order of the choices.
+
+Pieces are taken by ticket, tiles first. Sums wait for the tiles of all ranks, which wait for nobody, and of which each
+program tells before it waits (law 1). There is one sum at least, so that no rank is done with a call that another has
+not begun (law 3). A row whose origin is none, because a peer did not come, is not stored, and nothing is by a launch
+that is void.
+
+A half holds the slots [slots, N] and a number for each (``numbers``: the gradient of the choice's weight), fp32.
+"""
+
+import torch
+import triton.language as tl
+
+from tdkernels import lang as td
+from tdkernels.lang.context import CTX_BASES
+from tdkernels.ops.common import gemm_operands
+from tdkernels.ops.common.config import text_of
+from tdkernels.ops.common.gemm_tile import as_aligned
+from tdkernels.ops.common.tile_config import next_power_of_2
+from tdkernels.ops.experts.dispatch.layout import GOES, experts_at, facts_at
+from tdkernels.ops.experts.grouped_gemm.kernel import planes_of, product_constants, rows_descriptor, weight_layout
+from tdkernels.ops.experts.grouped_gemm.tile import grouped_tile, rows_of_groups, tile_of_groups, tiles_of_groups
+from tdkernels.runtime import gpu
+from tdkernels.runtime.kernel_launch import Launch, launch_kept, to_be_made
+from tdkernels.symm import get_workspace
+
+_BLOCK_TOKENS, _BLOCK_COLUMNS = 16, 512  # that a program adds up as one piece
+
+
+@td.jit
+def _numbers_begin(slots, slot_bytes):
+    """Where in a half the numbers of slots begin."""
+    return (tl.cast(slots, tl.int64) * slot_bytes + 15) // 16 * 16
+
+
+@td.jit
+def _slots_of_rows(ctx, half, signal, me, origins_ptr, offs_m, past, slots, slot_bytes, RANKS: tl.constexpr):
+    """(addresses of the slots of rows, of their numbers); 0 for rows that have none, and all of a void launch."""
+    origin = tl.load(origins_ptr + offs_m, mask=offs_m < past, other=-1)
+    source, choice = origin >> 32, origin & 0xFFFFFFFF
+    there = (origin >= 0) & (source < RANKS) & (choice < slots) & (signal > 0)
+    area = tl.load(ctx + CTX_BASES + source, mask=there, other=0) + td.data_at(ctx, half, me) - td.symm_base(ctx, me)
+    slot = tl.where(there, area + choice * slot_bytes, 0)
+    return slot, tl.where(there, area + _numbers_begin(slots, slot_bytes) + choice * 4, 0)
+
+
+@td.jit
+def _tell(ctx, half, me, signal, pieces, done):
+    """We have done some of the pieces before the sums; whoever does the last one tells all ranks.
+
+    Not piece by piece: that would wait each time until what was stored has crossed the wire.
+    """
+    if td.arrive(td.flag_at(ctx, 0), pieces, done):
+        # waiter: the sums of every rank
+        td.notify_all(ctx, td.signal_at(ctx, half, me), signal, PASSES_ON=True, WITH_OWN=True)
+
+
+@td.jit
+def _add_up(
+    area, tables, weights_ptr, y_ptr, numbers_ptr, piece, num_tokens, goes, slots, slot_bytes, N,
+    CHOICES: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """y of a block of our tokens and of columns; with the first columns go the numbers."""
+    DTYPE: tl.constexpr = y_ptr.dtype.element_ty
+    column_blocks = (N + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
+    first = piece % column_blocks * BLOCK_COLUMNS
+    tokens = piece // column_blocks * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    columns = first + tl.arange(0, BLOCK_COLUMNS)
+    there, inside = tokens < num_tokens, columns < N
+    experts = experts_at(tables, 0, CHOICES, EXPERTS, RANKS)
+    numbers = (area + _numbers_begin(slots, slot_bytes)).to(tl.pointer_type(tl.float32))
+    total = tl.full((BLOCK_TOKENS, BLOCK_COLUMNS), 0.0, tl.float32)
+    for j in tl.static_range(CHOICES):
+        choice = tokens.to(tl.int64) * CHOICES + j
+        chosen = there & goes & (tl.load(experts + choice, mask=there, other=-1) >= 0)
+        row = td.pointer_to(area + choice * slot_bytes, DTYPE, ALIGNED)
+        mask = chosen[:, None] & inside[None, :]
+        part = td.to_float32(tl.load(row[:, None] + columns[None, :], mask=mask, other=0.0))
+        if weights_ptr is not None:
+            part *= tl.load(weights_ptr + choice, mask=chosen, other=0.0)[:, None]
+        total += part
+        if numbers_ptr is not None:
+            if first == 0:
+                tl.store(numbers_ptr + choice, tl.load(numbers + choice, mask=chosen, other=0.0), mask=there)
+    at = y_ptr + tokens[:, None].to(tl.int64) * N + columns[None, :]
+    tl.store(at, td.from_float32(total, DTYPE), mask=there[:, None] & inside[None, :])
+
+
+# Compiled once for a tile, a number of ranks, experts and choices, whatever the shape and plan.
+@td.jit(do_not_specialize=["num_tokens", "R", "slots", "N", "K", "stride_plane", "stride_w", "plan", "group_m"])
+def ep_gemm_combine_kernel(
+    ctx, h_ptr, h_desc, w_ptr, w_desc, tables, splits_ptr, origins_ptr, dots_ptr, weights_ptr, y_ptr, numbers_ptr,
+    num_tokens, R, slots, N, K, stride_plane, stride_w, plan, group_m,
+    CHOICES: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr, LOCAL: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ELEM_BYTES: tl.constexpr,
+    ALIGNED: tl.constexpr, EVEN_K: tl.constexpr, USE_TMA: tl.constexpr, W_IS_KN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """y [T, N] = for each of our tokens the sum over its choices of weight * h[row of the choice] @ w[expert].T.
+
+    LOCAL: experts of a rank, as a power of two. ``dots_ptr`` [TILE_COLUMNS, R]: what is added up over the first axis
+    and taken along as a row's number, to ``numbers_ptr`` [T * k].
+    """
+    N = as_aligned(N, ALIGNED)
+    K = as_aligned(K, ALIGNED)
+    stride_plane = as_aligned(stride_plane, ALIGNED)
+    stride_w = as_aligned(stride_w, ALIGNED)
+    DTYPE: tl.constexpr = h_ptr.dtype.element_ty
+    me = td.rank(ctx)
+    epoch, half, signal = td.call(ctx, plan)
+    num_tokens = tl.cast(num_tokens, tl.int32)
+    goes = tl.load(facts_at(tables, EXPERTS, RANKS) + GOES)
+    tiles_n = (N + BLOCK_N - 1) // BLOCK_N
+    slot_bytes = tl.cast(N, tl.int64) * ELEM_BYTES
+    rows = rows_of_groups(splits_ptr, EXPERTS // RANKS, R, LOCAL)
+    tiles = tiles_of_groups(rows, tiles_n, BLOCK_M)
+    # Tiles, one piece that there is without any, and sums; none if a peer did not come when the routing was exchanged.
+    # Of one that was refused, as all ranks know, sums of nothing, and the call does not count (``ep_combine_kernel``).
+    num_tiles = td.sum_of(tiles, 0)
+    sums = (num_tokens + BLOCK_TOKENS - 1) // BLOCK_TOKENS * ((N + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS)
+    pieces = tl.where(goes >= 0, num_tiles + 1 + tl.maximum(sums, 1), 0)
+
+    done = tl.full((), 0, tl.int32)  # pieces that nobody has been told of
+    piece = td.ticket_of(td.take_first_ticket(ctx, signal))
+    while piece < pieces:
+        if piece > num_tiles:
+            if done > 0:
+                _tell(ctx, half, me, signal, num_tiles + 1, done)
+                done -= done  # 0, of the same type
+            if goes > 0:
+                # producer: the last tile of every rank, ours too
+                td.wait_plan_all(ctx, td.signal_at(ctx, half, 0), 1, signal, WITH_OWN=True)
+            _add_up(
+                td.data_at(ctx, half, me), tables, weights_ptr, y_ptr, numbers_ptr, piece - num_tiles - 1, num_tokens,
+                goes > 0, slots, slot_bytes, N, CHOICES, EXPERTS, RANKS, BLOCK_TOKENS, BLOCK_COLUMNS, ALIGNED,
+            )  # fmt: skip
+            answer = td.take_ticket(ctx)
+        else:
+            if piece < num_tiles:
+                expert, begin, past, row, pid_n = tile_of_groups(piece, rows, tiles, tiles_n, group_m, LOCAL, BLOCK_M)
+                col = pid_n * BLOCK_N
+                offs_m = row + tl.arange(0, BLOCK_M)
+                offs_n = col + tl.arange(0, BLOCK_N)
+                h_at = h_ptr.to(tl.int64) + tl.minimum(offs_m, past - 1).to(tl.int64) * K * ELEM_BYTES
+                acc = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
+                acc, second = grouped_tile(
+                    acc, acc, h_at, h_desc, 0, row, offs_m < past,
+                    w_ptr, w_desc, expert, col, stride_plane, stride_w, N, K, DTYPE,
+                    BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, USE_TMA, USE_TMA, W_IS_KN, False, PRECISION,
+                )  # fmt: skip
+                slot, number = _slots_of_rows(
+                    ctx, half, signal, me, origins_ptr, offs_m, past, slots, slot_bytes, RANKS
+                )  # fmt: skip
+                to = td.pointer_to(slot, DTYPE, ALIGNED)
+                mask = (slot != 0)[:, None] & (offs_n < N)[None, :]
+                tl.store(to[:, None] + offs_n[None, :], td.from_float32(acc, DTYPE), mask=mask)
+                if dots_ptr is not None:
+                    if pid_n == 0:
+                        total = tl.full((BLOCK_M,), 0.0, tl.float32)
+                        for column in range(TILE_COLUMNS):
+                            at = dots_ptr + tl.cast(column, tl.int64) * R + offs_m
+                            total += tl.load(at, mask=offs_m < past, other=0.0)
+                        tl.store(number.to(tl.pointer_type(tl.float32)), total, mask=number != 0)
+            done += (goes > 0).to(tl.int32)
+            answer = td.take_ticket(ctx)
+        piece = td.ticket_of(answer)
+    if done > 0:
+        _tell(ctx, half, me, signal, num_tiles + 1, done)
+    td.finish(ctx, True, (goes != 0).to(tl.int32))
+
+
+# For tdkernels.sanitizer: a program counts its tiles in ``done`` and announces the stores of all of them at once.
+ep_gemm_combine_kernel.program_keeps = "stores"
+
+
+# ---- launcher ----
+
+
+def half_bytes(slots, slot_bytes):
+    return -(-slots * slot_bytes // 16) * 16 + 4 * slots
+
+
+def launch(routing, h, w, origins, tiles, *, weights=None, dots=None):
+    """y [T, N] of rows h [R, K] and weights w [E / W, N, K] of experts; and numbers [T, k] fp32 if there are ``dots``.
+
+    Args:     routing: with a ``Reach``; origins: [R] int64 of ``ep_dispatch_gemm_kernel``
+              weights: [T, k] fp32, of our tokens' choices, or None for 1
+              dots: fp32 [any, R], added up over the first axis for each row's number
+    """
+    workspace = get_workspace(routing.group, h.device, "ep_gemm_combine")
+    operands = h, w, routing.tables, routing.splits, origins, dots, weights
+    made = launch_kept(
+        workspace, (routing.sizes, routing.reach, tiles, gemm_operands.dot_precision(h.dtype)), operands,
+        lambda *of: _prepare(workspace, routing, of, tiles),
+        lambda h, w, *others: (gemm_operands.rows_contiguous(h), weight_layout(w)[0], *others),
+    )  # fmt: skip
+    return made if dots is not None else (made[0], None)
+
+
+def compile(h, w, routing, tiles):
+    """Compile what ``launch`` with the same operands would launch, forward, into Triton's cache; launches nothing."""
+    h = gemm_operands.rows_contiguous(h)
+    ctx = torch.empty(1, dtype=torch.int64, device=h.device)
+    weights, splits = h.new_empty(1, dtype=torch.float32), h.new_empty(w.shape[0], dtype=torch.int32)
+    args, constants = arguments(
+        ctx, h, w, routing.tables, splits, ctx, None, weights, h.new_empty(1), None, routing, 0, tiles
+    )
+    ep_gemm_combine_kernel.warmup(*args, grid=(1,), **constants)
+
+
+def _prepare(workspace, routing, operands, tiles):
+    h, w, tables, splits, origins, dots, weights = operands
+    n, slots = w.shape[1], routing.reach.choices
+    fields = {
+        "dtype": str(h.dtype), "width": n, "k": routing.choices, "num_experts": routing.num_experts, "slots": slots,
+        "weighted": weights is not None, "numbers": dots is not None, "config": text_of(routing.config),
+    }  # fmt: skip
+    plan = workspace.prepare(
+        routing.operator, fields, half_bytes(slots, n * h.element_size()), routing.world_size, num_flags=1
+    )  # fmt: skip
+    y = to_be_made(h, routing.tokens, n)
+    numbers = None if dots is None else to_be_made(h, routing.tokens, routing.choices, dtype=torch.float32)
+    args, constants = arguments(workspace.ctx, h, w, tables, splits, origins, dots, weights, y, numbers, routing, plan,
+                                tiles)  # fmt: skip
+    grid = (gpu.resident_programs(h.device, tiles, h.dtype),)
+    made = [y] if numbers is None else [y, numbers]
+    return Launch(workspace, ep_gemm_combine_kernel, grid, args, constants, operands, made, [workspace.ctx])
+
+
+def arguments(ctx, h, w, tables, splits, origins, dots, weights, y, numbers, routing, plan, tiles):
+    """The kernel's arguments and constants."""
+    rows, k = h.shape
+    w, *strides, is_kn = weight_layout(w)
+    planes, n = planes_of(w, None)
+    desc, constants = product_constants(k, w, planes, n, strides, is_kn, None, tiles)
+    args = (
+        ctx, h, rows_descriptor(h, constants, tiles), w, desc, tables, splits, origins, dots, weights, y, numbers,
+        routing.tokens, rows, routing.reach.choices, n, k, *strides, plan, tiles.group_m,
+    )  # fmt: skip
+    return args, {
+        "CHOICES": routing.choices, "EXPERTS": routing.num_experts, "RANKS": routing.world_size,
+        "LOCAL": next_power_of_2(routing.num_experts // routing.world_size), "BLOCK_TOKENS": _BLOCK_TOKENS,
+        "BLOCK_COLUMNS": min(next_power_of_2(n), _BLOCK_COLUMNS), "TILE_COLUMNS": 0 if dots is None else dots.shape[0],
+        "ELEM_BYTES": h.element_size(), **constants,
+    }  # fmt: skip

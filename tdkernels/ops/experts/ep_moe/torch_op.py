@@ -1,0 +1,119 @@
+"""ep_moe as torch.compile sees it, where ``max_tokens`` makes shapes static: an operator forwards and one backwards.
+
+A routing is no tensor and does not go from the one to the other: the backward counts the ids again, and sends a
+dispatch of nothing to learn which rows came from where. Rows lie the same way whatever the configs.
+"""
+
+import torch
+
+from tdkernels.ops.common.config import from_text
+from tdkernels.ops.experts.dispatch import launch as launcher
+from tdkernels.ops.experts.dispatch.config import EpConfig
+from tdkernels.ops.experts.dispatch.op import ep_combine
+from tdkernels.ops.experts.dispatch.route import route_tokens
+from tdkernels.ops.experts.ep_moe.steps import receive
+from tdkernels.runtime import autograd, torch_op
+from tdkernels.runtime.autograd import received, to_expect, to_send
+
+
+def _forward(
+    x, topk_ids, topk_weights, w_gate_up, w_down, num_experts, activation, quantize, max_tokens, max_tokens_per_rank,
+    keep, group, ep, gemm,
+):  # fmt: skip
+    group, config = torch_op.group_by_name(group), from_text(EpConfig, ep) if ep else None
+    rows, splits, handle = receive(
+        x, topk_ids, topk_weights, num_experts, quantize, max_tokens, max_tokens_per_rank, group, config
+    )  # fmt: skip
+    hidden, pre = torch.ops.tdkernels.group_gemm(rows, w_gate_up, splits, activation, keep, gemm)
+    made, _ = torch.ops.tdkernels.group_gemm(hidden, w_down, splits, "", False, gemm)
+    y = ep_combine(made, handle, group=group)
+    return (y, rows, pre, hidden, made) if keep else (y, *(y.new_empty(0) for _ in range(4)))
+
+
+def _backward(
+    dy, x, topk_ids, topk_weights, w_gate_up, w_down, rows, pre, hidden, made, need_dx, need_dtopk, need_dgate_up,
+    need_ddown, num_experts, activation, quantize, max_tokens, _max_tokens_per_rank, group, ep,
+):  # fmt: skip
+    group, config = torch_op.group_by_name(group), from_text(EpConfig, ep) if ep else None
+    routing = route_tokens("ep_moe", x, topk_ids, num_experts, quantize, max_tokens, group, config)
+    launcher.dispatch(routing, x.new_empty(x.shape[0], 0))
+    weights = topk_weights.to(torch.float32).contiguous()
+    dmade, dots = launcher.dispatch_gradient(routing, dy, made, weights, need_dtopk)
+    dx = dtopk = None
+    if need_dtopk:
+        _, dtopk = launcher.combine(routing, dy.new_empty(routing.rows, 0), row_numbers=dots)
+    need_dhidden = need_dx or need_dgate_up
+    dhidden, ddown = torch.ops.tdkernels.group_gemm_backward(
+        dmade, hidden, w_down, routing.splits, hidden.new_empty(0), "", need_dhidden, need_ddown
+    )
+    drows = dgate_up = None
+    if need_dhidden:
+        drows, dgate_up = torch.ops.tdkernels.group_gemm_backward(
+            dhidden, rows, w_gate_up, routing.splits, pre, activation, need_dx, need_dgate_up
+        )
+    if need_dx:
+        dx, _ = launcher.combine(routing, drows)
+    needs = need_dx, need_dtopk, need_dgate_up, need_ddown
+    return to_send((dx, dtopk, dgate_up, ddown), (x, topk_weights, w_gate_up, w_down), needs)
+
+
+_library = torch.library.Library("tdkernels", "FRAGMENT")
+_OPERANDS = "Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor w_gate_up, Tensor w_down"
+_SETTINGS = "int num_experts, str activation, str? quantize, SymInt max_tokens, int? max_tokens_per_rank"
+_library.define(
+    f"ep_moe({_OPERANDS}, {_SETTINGS}, bool keep, str group, str ep, str gemm)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+_library.define(
+    f"ep_moe_backward(Tensor dy, {_OPERANDS}, Tensor rows, Tensor pre, Tensor hidden, Tensor made, bool need_dx,"
+    f" bool need_dtopk, bool need_dgate_up, bool need_ddown, {_SETTINGS}, str group, str ep)"
+    " -> (Tensor, Tensor, Tensor, Tensor)"
+)
+_library.impl("ep_moe", _forward, "CompositeExplicitAutograd")
+_library.impl("ep_moe_backward", _backward, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("tdkernels::ep_moe", lib=_library)
+def _(x, topk_ids, topk_weights, w_gate_up, w_down, num_experts, activation, quantize, max_tokens, _most, keep, *_call):
+    y = x.new_empty(x.shape)
+    if not keep:
+        return y, *(x.new_empty(0) for _ in range(4))
+    widths = x.shape[1], w_gate_up.shape[1], w_down.shape[2], x.shape[1]
+    return y, *(x.new_empty(max_tokens, width) for width in widths)
+
+
+@torch.library.register_fake("tdkernels::ep_moe_backward", lib=_library)
+def _(dy, x, topk_ids, topk_weights, w_gate_up, w_down, rows, pre, hidden, made, *call):
+    return to_expect((x, topk_weights, w_gate_up, w_down), call[:4])
+
+
+class _EpMoe(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, topk_ids, topk_weights, w_gate_up, w_down, *call):
+        *settings, group, ep, gemm = call
+        operands = x, topk_ids, topk_weights, w_gate_up, w_down
+        y, *kept = torch.ops.tdkernels.ep_moe(*operands, *settings, True, group, ep, gemm)
+        ctx.save_for_backward(*operands, *kept)
+        ctx.call = *settings, group, ep
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        autograd.refuse_second_derivatives("ep_moe")
+        need_dx, _, *others = ctx.needs_input_grad[:5]
+        needs = need_dx, *others
+        made = torch.ops.tdkernels.ep_moe_backward(dy, *ctx.saved_tensors, *needs, *ctx.call)
+        dx, *gradients = received(made, needs)
+        return dx, None, *gradients, *[None] * 8
+
+
+def ep_moe_compiled(
+    x, topk_ids, topk_weights, w_gate_up, w_down, num_experts, activation, quantize, max_tokens, max_tokens_per_rank,
+    group, ep, gemm,
+):  # fmt: skip
+    """y of checked operands; the group is a name, and the configs are texts."""
+    operands = x, topk_ids, topk_weights, w_gate_up, w_down
+    settings = num_experts, activation, quantize, max_tokens, max_tokens_per_rank
+    if autograd.may_be_differentiated([x, topk_weights, w_gate_up, w_down]):
+        return _EpMoe.apply(*operands, *settings, group, ep, gemm)
+    return torch.ops.tdkernels.ep_moe(*operands, *settings, False, group, ep, gemm)[0]

@@ -1,0 +1,229 @@
+"""ep_moe for the tuner: whether its products overlap the ways there and back, and by which tiles.
+
+A problem's first size are the tokens of all ranks, about as many on each, whose experts are all as likely. The parts
+of the sequence (``ep_dispatch``, ``group_gemm``, ``ep_combine``) are tuned by their own names; here the sequence, as it
+runs with what is known of them, is one candidate, the overlapping layer with different tiles are others. Layouts are
+"exact", where the host waits for the number of rows, and torch's sequence is a candidate, too; and "bounded", with the
+max_tokens_per_rank that each rank has, where nobody waits. With max_tokens alone nothing is chosen (``layout_of``).
+"""
+
+from dataclasses import asdict, replace
+
+import torch
+
+from tdkernels.autotune.tunable import Floors, register
+from tdkernels.ops.common import gemm_tile, tile_config
+from tdkernels.ops.common import gemm_tunable as dense
+from tdkernels.ops.common.config import text_of
+from tdkernels.ops.common.tile_config import Tiles
+from tdkernels.ops.common.tunable_base import ConfigTunable
+from tdkernels.ops.experts.dispatch import tuning as ep_tuning
+from tdkernels.ops.experts.dispatch.config import EpConfig
+from tdkernels.ops.experts.dispatch.low_latency import can_be_direct
+from tdkernels.ops.experts.dispatch.token_buckets import bucket, crossing_share
+from tdkernels.ops.experts.ep_moe import config as ep_moe_config
+from tdkernels.ops.experts.ep_moe import fused as ep_moe_fused
+from tdkernels.ops.experts.ep_moe import kernel_dispatch_gemm as there
+from tdkernels.ops.experts.ep_moe import kernel_gemm_combine as back
+from tdkernels.ops.experts.ep_moe import kernel_sort, op, steps
+from tdkernels.ops.experts.ep_moe.config import SEQUENCE, EpMoeConfig
+from tdkernels.ops.experts.grouped_gemm import kernel as grouped
+from tdkernels.ops.experts.grouped_gemm import swiglu
+from tdkernels.ops.experts.grouped_gemm import tile as _grouped
+from tdkernels.ops.experts.grouped_gemm.kernel import GroupGemmConfig
+from tdkernels.ops.experts.grouped_gemm.synthetic import expert_ids, rows_by_expert, why_not_shared
+
+_LAUNCH_S = 5e-6
+_HOST_S = 30e-6  # until the host knows the number of rows
+_PROGRAMS = 64  # that send at a time
+# Times that both products take where tokens come and go beside them: 1.10 to 1.19 for the three largest experts of the
+# table in bench/NOTES.md, at 2 ranks; 1.35 and 1.55 for small ones.
+_SLOWED = 1.15
+
+
+class EpMoeTunable(ConfigTunable):
+    name = "ep_moe"
+    sizes = ("tokens", "hidden", "intermediate", "experts", "choices")
+    layouts = ("exact", "bounded")
+    config_class = EpMoeConfig
+    plain_words = "torch's all-to-all and grouped matmul", "torch's all-to-all and grouped matmul"
+    sources = (
+        *ep_tuning.EpDispatchTunable.sources, op, ep_moe_config, ep_moe_fused, steps, kernel_sort, there,
+        back, grouped, gemm_tile, _grouped, swiglu, tile_config,
+    )  # fmt: skip
+
+    def why_not(self, problem):
+        if problem.num_nodes > 1:
+            return "on several nodes it is the sequence of its parts, and there is nothing to tune"
+        reason = super().why_not(problem)
+        return reason or why_not_shared(self, problem, (3,), *problem.shape[3:])
+
+    def key(self, problem):
+        """Calls know about how many tokens there are, up to a power of two."""
+        return replace(problem, shape=(bucket(problem.shape[0]), *problem.shape[1:]))
+
+    def sizes_of(self, *shapes, world_size):
+        names = "x", "topk_ids", "topk_weights", "w_gate_up", "w_down"
+        if list(map(len, shapes)) != [2, 2, 2, 3, 3]:
+            raise ValueError(f"{self.name}: the operands are {', '.join(names)}, not of shapes {list(shapes)}")
+        x, ids, weights, gate_up, down = map(tuple, shapes)
+        fits = x[0] == ids[0] and ids == weights and down[:2] == (gate_up[0], x[1])
+        if not fits or gate_up[1:] != (2 * down[2], x[1]):
+            raise ValueError(f"{self.name}: the operands {list(map(list, shapes))} do not fit")
+        return world_size * x[0], x[1], down[2], world_size * down[0], ids[1]
+
+    def layout_of(self, *operands):
+        return self.layouts[0]
+
+    # ---- configs ----
+
+    def config_to_dict(self, config):
+        gemm = config.gemm
+        tiles = {} if gemm is None or gemm.tiles is None else {"tiles": asdict(gemm.tiles)}
+        # What no entry has, but an explanation may be asked for.
+        others = {} if config.ep is None else {"ep": text_of(config.ep)}
+        if gemm is not None and gemm.method != "fused":
+            others["gemm"] = gemm.method
+        return {"method": config.method or "sequence", **tiles, **others}
+
+    def config_from_dict(self, values):
+        if not values.keys() <= {"method", "tiles"} or not isinstance(values.get("method"), str):
+            raise ValueError(f"no EpMoeConfig: {values}")
+        tiles = values.get("tiles")
+        if tiles is None:
+            return EpMoeConfig(method=values["method"])
+        if not isinstance(tiles, dict) or any(type(value) is not int for value in tiles.values()):
+            raise ValueError(f"tiles must be an object of integers, not {tiles!r}")
+        return EpMoeConfig(gemm=GroupGemmConfig(tiles=Tiles(**tiles)), method=values["method"])
+
+    def illegal(self, config, problem, device):
+        if isinstance(config, EpMoeConfig) and config.method == "torch" and _is_bounded(problem):
+            return "torch's sequence waits for the host, which a call with max_tokens_per_rank does not"
+        return super().illegal(config, problem, device)
+
+    def default(self, problem, device):
+        return SEQUENCE
+
+    def goes_in_graphs(self, problem):
+        return _is_bounded(problem)
+
+    def space(self, problem, device):
+        fused = [
+            EpMoeConfig(gemm=GroupGemmConfig(tiles=tiles), method="fused")
+            for tiles in dense.tile_space(device, problem.torch_dtype)
+        ]
+        return [SEQUENCE, EpMoeConfig(method="fused"), *fused]
+
+    # ---- costs ----
+
+    def estimate_ms(self, config, problem, hardware):
+        tokens, hidden, _, _, choices = problem.shape
+        ranks = problem.world_size
+        row = hidden * problem.torch_dtype.itemsize
+        rows = -(-tokens * choices // ranks)
+        tiles = config.gemm.tiles if config.gemm else Tiles()  # about what a default is
+        products, last = self._products_s(rows, tiles, problem, hardware)
+        # Rows that nobody has take memory and no time: kernels go by how many have come. But the sequence's products,
+        # which know no more than how many there is room for, have large tiles by default, as is assumed here of all.
+        waits = 0.0 if _is_bounded(problem) else _HOST_S
+        rate = dense.push_rate(_PROGRAMS, hardware)
+        if config.method == "fused":
+            wire = 2 * (ranks - 1) * rows // ranks * row / rate  # every choice by itself
+            return 1e3 * (max(_SLOWED * products, wire) + last + waits + 4 * _LAUNCH_S + 2 * dense.SIGNAL_S)
+        moved = (2 * -(-tokens // ranks) + 4 * rows) * row / hardware.memory  # tokens, and rows to and from staging
+        if config.method == "torch":
+            sent = (ranks - 1) * rows // ranks * row
+            return 1e3 * (products + 2 * moved + 2 * dense.collective_s(sent, hardware) + waits + 16 * _LAUNCH_S)
+        wire = 2 * self._crossing(problem) * row / rate
+        if _is_direct(problem):  # nothing is counted before
+            waits -= _LAUNCH_S + dense.SIGNAL_S
+        return 1e3 * (products + max(wire, moved) + waits + 5 * _LAUNCH_S + 2 * dense.SIGNAL_S)
+
+    def _products_s(self, rows, tiles, problem, hardware):
+        """Seconds of both products of so many rows, with those that tiles add, and of one tile of the second."""
+        _, hidden, inner, experts, _ = problem.shape
+        mine = experts // problem.world_size
+        padded = mine * -(-max(rows // mine, 1) // tiles.block_m) * tiles.block_m
+        dtype = problem.torch_dtype
+        up, _ = dense.product_s(padded, 2 * inner, hidden, dtype, tiles, hardware.num_sms, hardware)
+        down, last = dense.product_s(padded, hidden, inner, dtype, tiles, hardware.num_sms, hardware)
+        reading = 3 * mine * hidden * inner * dtype.itemsize / hardware.memory
+        return max(up + down, reading), last
+
+    def _crossing(self, problem):
+        """How many tokens come to a rank from its peers, each once."""
+        tokens, *_, experts, choices = problem.shape
+        ranks = problem.world_size
+        return (ranks - 1) * -(-tokens // ranks) * crossing_share(ranks, experts, choices)
+
+    def floors(self, problem):
+        tokens, hidden, inner, experts, choices = problem.shape
+        ranks, size = problem.world_size, problem.torch_dtype.itemsize
+        weights = 3 * hidden * inner
+        memory = (experts // ranks * weights + 2 * -(-tokens // ranks) * hidden) * size
+        flops = 2 * (tokens * choices // ranks) * weights
+        return Floors(flops, int(2 * self._crossing(problem) * hidden * size), memory)
+
+    # ---- calls ----
+
+    def operands(self, problem, device, generator):
+        tokens, hidden, inner, experts, choices = problem.shape
+        tokens, mine = -(-tokens // problem.world_size), experts // problem.world_size
+        options = {"generator": generator, "dtype": problem.torch_dtype, "device": device}
+        x = torch.randn(tokens, hidden, **options)
+        ids = expert_ids(tokens, choices, experts, device, generator)
+        weights = torch.rand(tokens, choices, generator=generator, device=device)
+        gate_up = torch.randn(mine, 2 * inner, hidden, **options).mul_(hidden**-0.5)
+        return x, ids, weights, gate_up, torch.randn(mine, hidden, inner, **options).mul_(inner**-0.5)
+
+    def reference_bytes(self, problem):
+        tokens, hidden, inner, experts, choices = problem.shape
+        rows = 2 * tokens * choices  # a rank may have more than its share
+        elements = 3 * experts * hidden * inner + rows * (4 * hidden + 4 * inner)
+        return 2 * max(problem.torch_dtype.itemsize, 4) * elements // problem.world_size
+
+    def reference(self, operands, problem, group):
+        return op.ep_moe_ref(*operands, num_experts=problem.shape[3], group=group)
+
+    def local(self, operands, problem):
+        """Both products by the library: as many rows for each expert."""
+        x, ids, _, gate_up, down = operands
+        rows = rows_by_expert(x, ids.numel(), gate_up.shape[0])
+        inner = down.shape[2]
+
+        def multiply():
+            return torch.bmm(torch.bmm(rows, gate_up.transpose(1, 2))[..., :inner], down.transpose(1, 2))
+
+        return multiply
+
+    def run(self, operands, problem, group, config):
+        most = operands[0].shape[0] if _is_bounded(problem) else None
+        return op.ep_moe(
+            *operands, num_experts=problem.shape[3], max_tokens_per_rank=most, group=group, config=config
+        )  # fmt: skip
+
+    def compiled(self, config):
+        if config.method != "fused":
+            return None  # by the names of its parts
+        tiles = config.gemm and config.gemm.tiles
+        return "fused", tiles and replace(tiles, group_m=1)
+
+    def compile(self, operands, problem, config):
+        x, _, _, gate_up, down = operands
+        tokens, *_, choices = problem.shape
+        rows = -(-tokens * choices // problem.world_size)
+        ep_moe_fused.compile(x, gate_up, down, choices, problem.world_size, rows, config)
+
+
+def _is_bounded(problem):
+    return problem.layout == "bounded"
+
+
+def _is_direct(problem):
+    """Whether the sequence's dispatch finds its routing, in its default config."""
+    tokens, _, _, experts, choices = problem.shape
+    ranks = problem.world_size
+    return _is_bounded(problem) and can_be_direct(EpConfig(), -(-tokens // ranks), choices, experts, ranks)
+
+
+register(EpMoeTunable())

@@ -1,0 +1,52 @@
+"""SwiGLU, silu(gate) * up, on what one product gives for both; and its gradient.
+
+``w`` of such a product has 2 * I rows: "swiglu" takes the first I for the gate and the rest for up, as most checkpoints
+have them; "swiglu_interleaved" takes them by turns, gate first.
+"""
+
+import triton.language as tl
+
+from tdkernels import lang as td
+from tdkernels.ops.experts.grouped_gemm.tile import rows_of_groups
+
+ACTIVATIONS = (None, "swiglu", "swiglu_interleaved")
+HALVES, INTERLEAVED = tl.constexpr(1), tl.constexpr(2)
+NUMBERS = {None: 0, "swiglu": HALVES.value, "swiglu_interleaved": INTERLEAVED.value}
+
+_COLUMNS = 512
+
+
+@td.jit
+def swiglu(gate, up):
+    return gate / (1.0 + tl.exp(-gate)) * up
+
+
+@td.jit
+def swiglu_gradient(dh, gate, up):
+    """(gradient of gate, of up)"""
+    share = 1.0 / (1.0 + tl.exp(-gate))
+    return dh * up * share * (1.0 + gate * (1.0 - share)), dh * gate * share
+
+
+@td.jit(do_not_specialize=["R", "I", "num_experts"])
+def swiglu_backward_kernel(
+    dh_ptr, pre_ptr, splits_ptr, dpre_ptr, R, I, num_experts,
+    EXPERTS: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """dpre [R, 2 * I] of dh [R, I] and pre [R, 2 * I]; a program takes every so manieth row of those that there are."""
+    rows = td.sum_of(rows_of_groups(splits_ptr, num_experts, R, EXPERTS), 0)
+    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
+        for first in range(0, I, BLOCK):
+            offs = first + tl.arange(0, BLOCK)
+            mask = offs < I
+            pre = tl.cast(row, tl.int64) * 2 * I
+            if ACTIVATION == HALVES:
+                at_gate, at_up = pre + offs, pre + I + offs
+            else:
+                at_gate, at_up = pre + 2 * offs, pre + 2 * offs + 1
+            gate = td.to_float32(tl.load(pre_ptr + at_gate, mask=mask, other=0.0))
+            up = td.to_float32(tl.load(pre_ptr + at_up, mask=mask, other=0.0))
+            dh = td.to_float32(tl.load(dh_ptr + tl.cast(row, tl.int64) * I + offs, mask=mask, other=0.0))
+            dgate, dup = swiglu_gradient(dh, gate, up)
+            tl.store(dpre_ptr + at_gate, td.from_float32(dgate, dpre_ptr.dtype.element_ty), mask=mask)
+            tl.store(dpre_ptr + at_up, td.from_float32(dup, dpre_ptr.dtype.element_ty), mask=mask)

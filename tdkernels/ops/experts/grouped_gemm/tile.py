@@ -1,0 +1,131 @@
+"""Products of rows that are grouped by expert, a weight for each group: which tile is whose, and its main loop."""
+
+import triton.language as tl
+
+from tdkernels import lang as td
+from tdkernels.ops.common.gemm_tile import add_product, store_rows, swizzle
+
+_COLUMNS = tl.constexpr(64)  # of a gradient's tile that are stored at a time
+
+
+@td.jit
+def rows_of_groups(splits_ptr, num_experts, R, EXPERTS: tl.constexpr):
+    """The rows of each group, int32 [EXPERTS], none past the R that there are, whatever ``splits_ptr`` says."""
+    experts = tl.arange(0, EXPERTS)
+    splits = tl.load(splits_ptr + experts, mask=experts < num_experts, other=0).to(tl.int64)
+    rows = tl.minimum(tl.maximum(splits, 0), R)  # so that their sum cannot wrap around to fewer than there are
+    ends = td.running_sum(rows, 0)
+    return tl.maximum(tl.minimum(rows, R - (ends - rows)), 0).to(tl.int32)
+
+
+@td.jit
+def group_of(expert, splits_ptr, num_experts, R, EXPERTS: tl.constexpr):
+    """(first row, the row past the last) of one group, as ``rows_of_groups`` has them, for who needs no other."""
+    experts = tl.arange(0, EXPERTS)
+    splits = tl.load(splits_ptr + experts, mask=experts < num_experts, other=0).to(tl.int64)
+    rows = tl.minimum(tl.maximum(splits, 0), R)
+    begin = td.sum_of(tl.where(experts < expert, rows, 0), 0)
+    end = begin + td.sum_of(tl.where(experts == expert, rows, 0), 0)
+    return tl.minimum(begin, R).to(tl.int32), tl.minimum(end, R).to(tl.int32)
+
+
+@td.jit
+def tiles_of_groups(rows, tiles_n, BLOCK_M: tl.constexpr):
+    """How many tiles each group has."""
+    return (rows + BLOCK_M - 1) // BLOCK_M * tiles_n
+
+
+@td.jit
+def tile_of_groups(tile, rows, tiles, tiles_n, group_m, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """(group, its first row, the row past its last, the tile's first row, its tile column) of a tile."""
+    experts = tl.arange(0, EXPERTS)
+    expert = td.sum_of((td.running_sum(tiles, 0) <= tile).to(tl.int32), 0)
+    before = experts < expert
+    begin = td.sum_of(tl.where(before, rows, 0), 0)
+    end = begin + td.sum_of(tl.where(experts == expert, rows, 0), 0)
+    within = tile - td.sum_of(tl.where(before, tiles, 0), 0)
+    pid_m, pid_n = swizzle(within, (end - begin + BLOCK_M - 1) // BLOCK_M, tiles_n, group_m)
+    return expert, begin, end, begin + pid_m * BLOCK_M, pid_n
+
+
+@td.jit
+def grouped_tile(
+    acc, second,
+    a_at, a_desc, a_plane, a_row, a_mask,  # A: addresses of rows, or a descriptor [planes, rows, K] and the first row
+    w_ptr, w_desc, plane, col, stride_plane, stride_w,  # W: [planes, N, K], or [planes, K, N] if W_IS_KN
+    N, K, DTYPE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
+    TMA_A: tl.constexpr, TMA_W: tl.constexpr, W_IS_KN: tl.constexpr, PAIR: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """(acc + A @ W[plane, col : +BLOCK_N].T, for a PAIR second + the same with the next plane), fp32.
+
+    Rows without ``a_mask`` and columns past ``N`` hold anything. EVEN_K: K is a multiple of BLOCK_K and the rows of A
+    begin at multiples of 16 bytes; then all of ``a_at`` is read, ``a_mask`` or not.
+    """
+    for k in range(0, K, BLOCK_K):
+        if TMA_A:
+            a = a_desc.load([a_plane, a_row, k]).reshape(BLOCK_M, BLOCK_K)
+        else:
+            offs_k = k + tl.arange(0, BLOCK_K)
+            a_ptrs = td.pointer_to(a_at, DTYPE, EVEN_K)[:, None] + offs_k[None, :]
+            if EVEN_K:
+                a = tl.load(a_ptrs)
+            else:
+                a = tl.load(a_ptrs, mask=a_mask[:, None] & (offs_k < K)[None, :], other=0.0)
+        b = _weight_block(
+            w_ptr, w_desc, plane, col, k, stride_plane, stride_w, N, K, BLOCK_N, BLOCK_K, TMA_W, W_IS_KN
+        )  # fmt: skip
+        acc = add_product(acc, a, b, PRECISION)
+        if PAIR:
+            b = _weight_block(
+                w_ptr, w_desc, plane + 1, col, k, stride_plane, stride_w, N, K, BLOCK_N, BLOCK_K, TMA_W, W_IS_KN
+            )  # fmt: skip
+            second = add_product(second, a, b, PRECISION)
+    return acc, second
+
+
+@td.jit
+def _weight_block(
+    w_ptr, w_desc, plane, col, k, stride_plane, stride_w, N, K,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA_W: tl.constexpr, W_IS_KN: tl.constexpr,
+):  # fmt: skip
+    """Block [BLOCK_K, BLOCK_N] of a plane of the weight; zeros past K, anything past N."""
+    if TMA_W:
+        if W_IS_KN:
+            return w_desc.load([plane, k, col]).reshape(BLOCK_K, BLOCK_N)
+        else:
+            return w_desc.load([plane, col, k]).reshape(BLOCK_N, BLOCK_K).T
+    else:
+        offs_n = col + tl.arange(0, BLOCK_N)
+        offs_k = k + tl.arange(0, BLOCK_K)
+        base = w_ptr + tl.cast(plane, tl.int64) * stride_plane
+        mask = (offs_k < K)[:, None] & (offs_n < N)[None, :]
+        if W_IS_KN:
+            return tl.load(base + offs_k[:, None].to(tl.int64) * stride_w + offs_n[None, :], mask=mask, other=0.0)
+        else:
+            return tl.load(base + offs_n[None, :].to(tl.int64) * stride_w + offs_k[:, None], mask=mask, other=0.0)
+
+
+@td.jit
+def store_gradient(
+    acc, y_ptr, h_ptr, weighted_ptr, weight, offs_m, end, col, N, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """Store WIDTH columns of the rows' gradients, and of the rows h, both times the weights of the rows' choices.
+
+    Returns the columns' part of the product of each row's unweighted gradient with its h, fp32 [BLOCK_M].
+    """
+    if WIDTH > _COLUMNS:
+        # A part at a time: the rows h and the accumulator do not fit the registers together.
+        HALF: tl.constexpr = WIDTH // 2
+        left, right = acc.reshape(BLOCK_M, 2, HALF).permute(0, 2, 1).split()
+        dots = store_gradient(left, y_ptr, h_ptr, weighted_ptr, weight, offs_m, end, col, N, BLOCK_M, HALF)
+        dots += store_gradient(right, y_ptr, h_ptr, weighted_ptr, weight, offs_m, end, col + HALF, N, BLOCK_M, HALF)
+        return dots
+    else:
+        dtype: tl.constexpr = y_ptr.dtype.element_ty
+        offs_n = col + tl.arange(0, WIDTH)
+        mask = (offs_m < end)[:, None] & (offs_n < N)[None, :]
+        h = td.to_float32(tl.load(h_ptr + offs_m[:, None].to(tl.int64) * N + offs_n[None, :], mask=mask, other=0.0))
+        store_rows(weighted_ptr, td.from_float32(h * weight[:, None], dtype), offs_m, offs_n, end, N)
+        store_rows(y_ptr, td.from_float32(acc * weight[:, None], dtype), offs_m, offs_n, end, N)
+        return td.sum_of(tl.where(mask, acc, 0.0) * h, 1)

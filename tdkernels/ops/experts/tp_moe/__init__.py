@@ -1,0 +1,1 @@
+"""A layer of experts whose weights are divided between the ranks."""

@@ -1,0 +1,207 @@
+"""What tp_moe and its halves have in common for the tuner: configs, operands, and about how long each half takes."""
+
+import functools
+
+import torch
+
+from tdkernels.autotune.tunable import Floors
+from tdkernels.ops.collectives import async_all_gather, kernel_async_all_gather
+from tdkernels.ops.common import gemm_tile, rank_reduce, tile_config
+from tdkernels.ops.common import gemm_tunable as dense
+from tdkernels.ops.common.tunable_base import ConfigTunable
+from tdkernels.ops.experts.grouped_gemm import dispatch as ways
+from tdkernels.ops.experts.grouped_gemm import kernel as grouped
+from tdkernels.ops.experts.grouped_gemm import swiglu
+from tdkernels.ops.experts.grouped_gemm import tile as _grouped
+from tdkernels.ops.experts.grouped_gemm.synthetic import activation_of, expert_ids, rows_by_expert, why_not_shared
+from tdkernels.ops.experts.tp_moe import kernel_ag_gemm as ag
+from tdkernels.ops.experts.tp_moe import kernel_gemm_rs as rs
+from tdkernels.ops.experts.tp_moe import kernel_route, op, routing, steps
+from tdkernels.ops.experts.tp_moe import stages as moe_stages
+from tdkernels.ops.experts.tp_moe.kernel_ag_gemm import MoeTpConfig
+from tdkernels.ops.experts.tp_moe.kernel_route import MAX_STAGES
+from tdkernels.ops.experts.tp_moe.steps import with_tiles
+
+_SEND_PROGRAMS = 64  # of the second half, that send at a time: enough for the link
+_CHUNK_S = 1e-6  # of a pushing program, to raise the signals of a chunk
+_SUM_BYTES = 5  # times an output by rows: what torch moves to weigh and add it up in fp32
+
+
+class MoeTunable(ConfigTunable):
+    """What the three have in common: a problem's first size are all ranks' tokens, the last are experts and choices.
+
+    divided:  the sizes, by number, that the ranks divide
+    """
+
+    config_class = MoeTpConfig
+    across_nodes = False
+    divided: tuple
+    plain_words = "torch collective and grouped matmul", "torch's collective and grouped matmul"
+    sources = (
+        op, ag, rs, grouped, ways, kernel_route, routing, moe_stages, steps, async_all_gather, kernel_async_all_gather,
+        gemm_tile, _grouped, rank_reduce, swiglu, tile_config,
+    )  # fmt: skip
+
+    def weights(self, problem):
+        """The shapes [E, rows, columns] of a rank's weights."""
+        raise NotImplementedError
+
+    def why_not(self, problem):
+        reason = super().why_not(problem)
+        if reason is not None:
+            return reason
+        reason = why_not_shared(self, problem, self.divided, *problem.shape[-2:])
+        if reason is None and activation_of(problem) is not None and self.weights(problem)[0][1] % 2:
+            return f"a rank's rows of gate and up must be even, not {self.weights(problem)[0][1]}"
+        return reason
+
+    def illegal(self, config, problem, device):
+        reason = super().illegal(config, problem, device)
+        if reason is None and config.method == "torch":
+            for shape in self.weights(problem):
+                reason = reason or ways.why_not_torch(shape, problem.torch_dtype, device)
+        return reason
+
+    def completed(self, config, problem, device):
+        if config.method == "torch" or config.tiles is not None:
+            return config
+        return with_tiles(config, self.default(problem, device))
+
+    def default(self, problem, device):
+        tokens, *_, experts, choices = problem.shape
+        return ag.default_config(tokens, choices, experts, self.weights(problem)[0][1], problem.torch_dtype, device)
+
+    def plans(self, problem, device):
+        """What may stand in a config beside tiles: (num_comm_sms, chunk_rows, stages)."""
+        rows = -(-problem.shape[0] // problem.world_size // ag.BLOCK_TOKENS) * ag.BLOCK_TOKENS
+        on_cpu = device.type == "cpu"
+        chunks = sorted({min(chunk, rows) for chunk in ((16,) if on_cpu else (128, 256, 512))})
+        found = []
+        for chunk_rows in chunks:
+            most = min(MAX_STAGES.value, 1 + (problem.world_size - 1) * -(-rows // chunk_rows))
+            for stages in sorted({min(stages, most) for stages in ((1, 2) if on_cpu else (1, 2, 3, 4, 6, 8))}):
+                found += [(num_comm, chunk_rows, stages) for num_comm in ((2,) if on_cpu else (8, 16, 32))]
+        return found
+
+    def space(self, problem, device):
+        return [
+            MoeTpConfig("fused", tiles, *plan)
+            for tiles in dense.tile_space(device, problem.torch_dtype) for plan in self.plans(problem, device)
+        ]  # fmt: skip
+
+    def floors(self, problem):
+        tokens, *_, choices = problem.shape
+        size = problem.torch_dtype.itemsize
+        weights = sum(experts * n * k for experts, n, k in self.weights(problem))
+        flops = 2 * tokens * choices * weights // problem.shape[-2]
+        return Floors(flops, self._rows_on_the_wire(problem) * size, weights * size)
+
+    def _rows_on_the_wire(self, problem):
+        """Elements that come in from the peers, ids and weights of choices aside."""
+        raise NotImplementedError
+
+    def operands(self, problem, device, generator):
+        tokens, *_, experts, choices = problem.shape
+        tokens //= problem.world_size
+        ids = expert_ids(tokens, choices, experts, device, generator)
+        weights = torch.rand(tokens, choices, generator=generator, device=device)
+        draw = functools.partial(torch.randn, generator=generator, dtype=problem.torch_dtype, device=device)
+        if problem.layout == "kn":
+            new = [draw(e, k, n).mul_(k**-0.5).transpose(1, 2) for e, n, k in self.weights(problem)]
+        else:
+            new = [draw(shape).mul_(shape[-1] ** -0.5) for shape in self.weights(problem)]
+        return draw(self._rows(problem)), ids, weights, *new
+
+    def _rows(self, problem):
+        """The shape of the first operand of a rank."""
+        return problem.shape[0] // problem.world_size, self.weights(problem)[0][2]
+
+    def reference_bytes(self, problem):
+        tokens, *_, choices = problem.shape
+        weights = self.weights(problem)
+        widths = sum(n + k for _, n, k in weights)
+        elements = sum(experts * n * k for experts, n, k in weights) + 2 * tokens * (1 + choices) * widths
+        return 2 * max(problem.torch_dtype.itemsize, 4) * elements
+
+    def local(self, operands, problem):
+        """The products alone, by the library: as many rows for each expert."""
+        weights = [w.transpose(1, 2) for w in operands[-len(self.weights(problem)) :]]
+        tokens, *_, experts, choices = problem.shape
+        rows = rows_by_expert(operands[0], tokens * choices, experts)
+
+        def multiply():
+            made = rows
+            for w in weights:  # of gate and up the next one takes as much as SwiGLU leaves
+                made = torch.bmm(made[..., : w.shape[1]], w)
+            return made
+
+        return multiply
+
+    def _unrouted(self, problem, config, device):
+        tokens, *_, experts, choices = problem.shape
+        tokens //= problem.world_size
+        return routing.unrouted(problem.world_size, tokens, choices, experts, config, device)
+
+    # ---- costs ----
+
+    def _product(self, weight, problem, tiles, hardware):
+        """Seconds of the product with a weight: (its tiles, reading the weight once, one tile)."""
+        tokens, *_, choices = problem.shape
+        experts, n, k = weight
+        dtype = problem.torch_dtype
+        if tiles is None:
+            product = 2.0 * tokens * choices * n * k / hardware.flops
+        else:
+            of_expert = -(-tokens * choices // experts // tiles.block_m) * tiles.block_m  # rows, with those of no token
+            product, tile = dense.product_s(experts * of_expert, n, k, dtype, tiles, hardware.num_sms, hardware)
+        moved = tokens * choices * (n + k) * dtype.itemsize / hardware.memory
+        return max(product, moved), experts * n * k * dtype.itemsize / hardware.memory, 0.0 if tiles is None else tile
+
+    def _first_s(self, config, weight, problem, hardware):
+        """Seconds of the half that gathers tokens and multiplies them by a weight."""
+        tokens, ranks = problem.shape[0], problem.world_size
+        row_bytes = weight[2] * problem.torch_dtype.itemsize
+        wire = (ranks - 1) * tokens // ranks * row_bytes
+        product, reading, tile = self._product(weight, problem, config.tiles, hardware)
+        if config.method == "torch":
+            moved = (2 * problem.shape[-1] + 1) * tokens * row_bytes / hardware.memory  # tokens to their rows
+            return self._collective_s(wire, hardware) + moved + max(product, reading)
+        rate = dense.push_rate(config.num_comm_sms, hardware)
+        chunks = (ranks - 1) * -(-tokens // ranks // config.chunk_rows)
+        # What comes first and what comes last is a chunk.
+        chunk = min(config.chunk_rows, tokens // ranks) * row_bytes / rate
+        wire = wire / rate + chunk + -(-chunks // config.num_comm_sms) * _CHUNK_S
+        stages = [config.stages] if config.stages else range(1, MAX_STAGES.value + 1)  # or as often as pays
+        return min(moe_stages.seconds_of_stages(n, ranks, wire, product, reading, 0.5 * tile) for n in stages)
+
+    def _second_s(self, config, weight, problem, hardware):
+        """Seconds of the half that multiplies rows by a weight and brings sums to the tokens' ranks."""
+        tokens, ranks = problem.shape[0], problem.world_size
+        row_bytes = weight[1] * problem.torch_dtype.itemsize
+        wire = (ranks - 1) * tokens // ranks * row_bytes
+        product, reading, tile = self._product(weight, problem, config.tiles, hardware)
+        rows = problem.shape[-1] * tokens * row_bytes / hardware.memory
+        if config.method == "torch":
+            return max(product, reading) + _SUM_BYTES * rows + self._collective_s(wire, hardware)
+        # Our own tokens come last, when all else is on its way.
+        return max(product, reading, wire / dense.push_rate(_SEND_PROGRAMS, hardware)) + 2 * tile + 2 * rows / ranks
+
+    def _collective_s(self, wire_bytes, hardware):
+        return dense.sequence_s(0, 0, 0, wire_bytes, torch.bfloat16, hardware)
+
+    # ---- the operands that an explanation gets ----
+
+    def _operands(self, names, shapes):
+        """The shapes of a rank's operands by name; ValueError unless they are as many, and of tokens and weights."""
+        if len(shapes) != len(names) or any(
+            len(shape) != (3 if name.startswith("w") else 2) for name, shape in zip(names, shapes, strict=True)
+        ):
+            raise ValueError(f"{self.name}: the operands are {', '.join(names)}, not of shapes {list(shapes)}")
+        return shapes
+
+    def _unless(self, fits, shapes):
+        if not fits:
+            raise ValueError(f"{self.name}: the operands {list(map(list, shapes))} do not fit")
+
+    def layout_of(self, *operands):
+        return self.layouts[0]

@@ -1,0 +1,252 @@
+"""The kernel behind moe_gemm_rs: experts' rows are multiplied, added up by token, and sent to the tokens' ranks.
+
+The tiles of the grouped product come in the stages of ``moe_route_kernel`` backwards, so that the tokens of the other
+ranks are done with first and our own last. Strewn between the tiles of a stage are pieces for the tokens of the stage
+before it in this order: they add up each token's rows, weighted, in fp32 and in the order of its choices, and store
+the sums at the token's rank, with a signal of their own. For our own tokens they add the peers' sums to ours, in fp32
+and in the order of ranks.
+
+How many tiles a stage has is known on the device only, and so is the list of pieces: each program goes along with it. A
+piece waits only for pieces of smaller numbers of this rank, or, for our own tokens, for pieces of the peers that come
+before any piece of theirs which waits for a peer.
+"""
+
+import torch
+import triton.language as tl
+
+from tdkernels import lang as td
+from tdkernels.lang.profile import ALL_PEERS
+from tdkernels.ops.common import gemm_operands
+from tdkernels.ops.common.gemm_tile import as_aligned, store_rows, swizzle
+from tdkernels.ops.common.rank_reduce import sum_in_rank_order
+from tdkernels.ops.common.tile_config import next_power_of_2
+from tdkernels.ops.common.work_interleaving import split_piece
+from tdkernels.ops.experts.grouped_gemm.kernel import planes_of, product_constants, rows_descriptor, weight_layout
+from tdkernels.ops.experts.grouped_gemm.tile import grouped_tile
+from tdkernels.ops.experts.tp_moe.kernel_ag_gemm import (
+    BLOCK_COLUMNS,
+    BLOCK_TOKENS,
+    piece_of_turn,
+    pieces_of_turn,
+    plan_fields,
+    tiles_of,
+)
+from tdkernels.ops.experts.tp_moe.kernel_route import MAX_STAGES, TILE_WORDS, chunk_at_turn, first_turn_of
+from tdkernels.runtime import gpu, recorder
+from tdkernels.runtime.kernel_launch import Launch, launch_kept, to_be_made
+from tdkernels.symm import get_workspace
+
+_ALIGN = tl.constexpr(16)  # bytes, to a multiple of which a rank's sums are rounded up
+
+
+@td.jit
+def _sum_of_choices(
+    out_ptr, rows_ptr, weights_ptr, tokens, there, columns, inside, N,
+    CHOICES: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Each token's rows of the product, weighted and added up in fp32; nothing for choices without a row."""
+    total = tl.full((BLOCK_TOKENS, BLOCK_COLUMNS), 0.0, tl.float32)
+    for j in tl.static_range(CHOICES):
+        choice = tokens.to(tl.int64) * CHOICES + j
+        row = tl.load(rows_ptr + choice, mask=there, other=-1)
+        at = row[:, None].to(tl.int64) * N + columns[None, :]
+        part = td.to_float32(tl.load(out_ptr + at, mask=(row >= 0)[:, None] & inside[None, :], other=0.0))
+        if weights_ptr is not None:
+            part *= tl.load(weights_ptr + choice, mask=row >= 0, other=0.0)[:, None]
+        total += part
+    return total
+
+
+@td.jit
+def _add_up(
+    ctx, out_ptr, rows_ptr, weights_ptr, z_ptr, half, signal, owner, tokens, columns, number, of_shard, M_shard, N,
+    CHOICES: tl.constexpr, RANKS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, trace,
+):  # fmt: skip
+    """Piece ``number`` of the ``of_shard`` of a rank's tokens, all of whose rows have been computed."""
+    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
+    ELEM_BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
+    me = td.rank(ctx)
+    there, inside = tokens < M_shard, columns < N
+    td.mark(trace, "joins", owner)
+    total = _sum_of_choices(
+        out_ptr, rows_ptr, weights_ptr, owner * M_shard + tokens, there, columns, inside, N,
+        CHOICES, BLOCK_TOKENS, BLOCK_COLUMNS,
+    )  # fmt: skip
+    offs = tokens[:, None].to(tl.int64) * N + columns[None, :]
+    mask = there[:, None] & inside[None, :]
+    shard_bytes = (tl.cast(M_shard, tl.int64) * N * ELEM_BYTES + _ALIGN - 1) // _ALIGN * _ALIGN
+    if owner != me:
+        td.mark(trace, "pushes", owner)
+        to = td.pointer_to(td.data_at(ctx, half, owner) + me * shard_bytes, DTYPE)
+        tl.store(to + offs, td.from_float32(total, DTYPE), mask=mask)
+        # waiter: the owner's piece that adds up the same tokens and columns
+        td.notify(ctx, td.signal_at(ctx, half, me * of_shard + number), owner, signal, PASSES_ON=True)
+    else:
+        if RANKS > 1:
+            td.mark(trace, "waits", ALL_PEERS)
+            # producer: the same piece of every peer
+            td.wait_plan_all(ctx, td.signal_at(ctx, half, number), of_shard, signal)
+        td.mark(trace, "sums")
+        total = sum_in_rank_order(td.data_at(ctx, half, me), shard_bytes, offs, mask, total, me, RANKS, DTYPE)
+        tl.store(z_ptr + offs, td.from_float32(total, DTYPE), mask=mask)
+
+
+# Compiled once for a tile, a number of ranks and of choices, whatever the shape and plan.
+@td.jit(do_not_specialize=[
+    "M_shard", "R", "N", "K", "stride_plane", "stride_w", "plan", "chunk_rows", "stages", "group_m",
+])  # fmt: skip
+def moe_gemm_rs_kernel(
+    ctx, h_ptr, h_desc, w_ptr, w_desc, rows_ptr, weights_ptr, table_ptr, begins_ptr, done_ptr, out_ptr, z_ptr,
+    M_shard, R, N, K, stride_plane, stride_w, plan, chunk_rows, stages, group_m,
+    CHOICES: tl.constexpr, RANKS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ELEM_BYTES: tl.constexpr,
+    ALIGNED: tl.constexpr, EVEN_K: tl.constexpr, USE_TMA: tl.constexpr, W_IS_KN: tl.constexpr, PRECISION: tl.constexpr,
+    trace_ptr=None,
+):  # fmt: skip
+    """z [M_shard, N] = our tokens' sums, over ranks and choices, of weight * h[row of the choice] @ w[expert].T.
+
+    ``done_ptr``: of each stage, how many of its tiles have been computed; zeros at first.
+    """
+    N = as_aligned(N, ALIGNED)
+    K = as_aligned(K, ALIGNED)
+    stride_plane = as_aligned(stride_plane, ALIGNED)
+    stride_w = as_aligned(stride_w, ALIGNED)
+    me = td.rank(ctx)
+    epoch, half, signal = td.call(ctx, plan)
+    num_chunks = (M_shard + chunk_rows - 1) // chunk_rows
+    tiles_n = (N + BLOCK_N - 1) // BLOCK_N
+    of_turn = pieces_of_turn(chunk_rows, N, BLOCK_TOKENS, BLOCK_COLUMNS)
+    pieces = tl.load(begins_ptr + stages) * tiles_n + RANKS * num_chunks * of_turn
+    # The part of the list that we are in: up to ``end`` pieces are tiles of a stage, and sums of the stage after it.
+    stage = tl.full((), 0, tl.int32) + stages
+    end = tl.full((), 0, tl.int32)
+    first_tile, tiles, sums = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
+
+    piece = td.ticket_of(td.take_first_ticket(ctx, signal))
+    while piece < pieces:
+        trace = (trace_ptr, piece)
+        td.mark(trace, "starts")
+        for _step in range(0, stage + 1):
+            if piece >= end:
+                first_tile, tiles = tiles_of(begins_ptr, stage - 1)
+                turns = first_turn_of(stage + 1, stages, RANKS, num_chunks)
+                turns -= first_turn_of(stage, stages, RANKS, num_chunks)
+                sums = tl.where(stage < stages, turns * of_turn, 0)
+                end += tiles * tiles_n + sums
+                stage -= 1
+        # Not at once: the last tiles of the stage before are still being computed.
+        lead = tl.num_programs(0)
+        is_sum, number = split_piece(piece - end + tiles * tiles_n + sums, tiles * tiles_n, sums, lead)
+        if is_sum:
+            td.mark(trace, "waits", me, 0)
+            for later in range(stage + 1, stages):
+                expected = (tl.load(begins_ptr + later + 1) - tl.load(begins_ptr + later)) * tiles_n
+                # producer: the programs of this rank that compute the stage's tiles
+                td.wait(ctx, done_ptr + later, expected, me, SCOPE="gpu")
+            # Backwards: the peers' tokens before ours, for which we wait until they have done the same.
+            turn = first_turn_of(stage + 2, stages, RANKS, num_chunks) - 1 - number // of_turn
+            owner, chunk = chunk_at_turn(turn, me, RANKS, num_chunks)
+            within = number % of_turn
+            tokens, columns = piece_of_turn(within, chunk, chunk_rows, N, BLOCK_TOKENS, BLOCK_COLUMNS)
+            _add_up(
+                ctx, out_ptr, rows_ptr, weights_ptr, z_ptr, half, signal, owner, tokens, columns,
+                chunk * of_turn + within, num_chunks * of_turn, M_shard, N,
+                CHOICES, RANKS, BLOCK_TOKENS, BLOCK_COLUMNS, trace,
+            )  # fmt: skip
+            answer = td.take_ticket(ctx)
+        else:
+            pid_m, pid_n = swizzle(number, tiles, tiles_n, group_m)
+            entry = table_ptr + (first_tile + pid_m) * TILE_WORDS
+            expert, row, count = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
+            col = pid_n * BLOCK_N
+            offs_m = row + tl.arange(0, BLOCK_M)
+            past = row + count
+            h_at = h_ptr.to(tl.int64) + tl.minimum(offs_m, past - 1).to(tl.int64) * K * ELEM_BYTES
+            td.mark(trace, "multiplies")
+            acc = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
+            acc, second = grouped_tile(
+                acc, acc, h_at, h_desc, 0, row, offs_m < past,
+                w_ptr, w_desc, expert, col, stride_plane, stride_w, N, K, h_ptr.dtype.element_ty,
+                BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, USE_TMA, USE_TMA, W_IS_KN, False, PRECISION,
+            )  # fmt: skip
+            answer = td.take_ticket(ctx)
+            td.mark(trace, "stores")
+            product = td.from_float32(acc, out_ptr.dtype.element_ty)
+            store_rows(out_ptr, product, offs_m, col + tl.arange(0, BLOCK_N), past, N)
+            # waiter: the pieces of this rank that add up the stage's tokens
+            td.add_release(done_ptr + stage, tl.full((), 1, tl.int64), SCOPE="gpu")
+        td.mark(trace, "finishes")
+        piece = td.ticket_of(answer)
+        td.mark(trace, "ends")
+    td.finish(ctx)
+
+
+def _arguments(ctx, h, w, routing, routed, weights, done, out, z, plan, config):
+    """The kernel's arguments and its constants; ``routed``: the rows of choices, the table of tiles and its begins."""
+    k, tiles = h.shape[1], config.tiles
+    w, *strides, is_kn = weight_layout(w)
+    planes, n = planes_of(w, None)
+    desc, constants = product_constants(k, w, planes, n, strides, is_kn, None, tiles)
+    args = (
+        ctx, h, rows_descriptor(h, constants, tiles), w, desc, routed[0], weights, *routed[1:], done,
+        out, z, routing.tokens, h.shape[0], n, k, *strides, plan, routing.chunk_rows, routing.num_stages, tiles.group_m,
+    )  # fmt: skip
+    return args, {
+        "CHOICES": routing.num_choices, "RANKS": routing.world_size, "BLOCK_TOKENS": BLOCK_TOKENS,
+        "BLOCK_COLUMNS": _block_columns(n), "ELEM_BYTES": h.element_size(), "trace_ptr": None, **constants,
+    }  # fmt: skip
+
+
+def _tensors_of(routing, tile_rows):
+    tiling = routing.tiling(tile_rows)
+    return routing.rows, tiling.table, tiling.begins
+
+
+def _block_columns(n):
+    return min(next_power_of_2(n), BLOCK_COLUMNS)
+
+
+def compile(h, w, routing, weights, config):
+    """Compile what ``launch`` with the same operands would launch, into Triton's cache; launches nothing."""
+    if h.device.type == "cpu":
+        return  # interpreted
+    h = gemm_operands.rows_contiguous(h)
+    ctx = torch.empty(1, dtype=torch.int64, device=h.device)
+    routed, empty = _tensors_of(routing, config.tiles.block_m), h.new_empty(1)
+    args, constants = _arguments(ctx, h, w, routing, routed, weights, ctx, empty, empty, 0, config)
+    moe_gemm_rs_kernel.warmup(*args, grid=(1,), **constants)
+
+
+def launch(h, w, routing, weights, config):
+    """z [M / W, N]: our tokens' sums, over ranks and choices, of weight * h[row] @ w[expert].T.
+
+    weights: [M, k] fp32 of all ranks' choices, or None for 1
+    """
+    workspace = get_workspace(routing.group, h.device, "moe_gemm_rs")
+    routed = _tensors_of(routing, config.tiles.block_m)
+    done = torch.zeros(MAX_STAGES.value, dtype=torch.int64, device=h.device)
+    z, _ = launch_kept(
+        workspace, (config, routing.sizes, gemm_operands.dot_precision(h.dtype)), (h, w, *routed, weights, done),
+        lambda *of: _prepare(workspace, routing, of, config),
+        lambda h, w, *others: (gemm_operands.rows_contiguous(h), weight_layout(w)[0], *others),
+    )  # fmt: skip
+    return z
+
+
+def _prepare(workspace, routing, operands, config):
+    """The Launch for tensors of a routing; of the routing itself it takes nothing but sizes."""
+    h, w, *routed, weights, done = operands
+    _, table, _ = routed
+    tokens, n, tiles = routing.tokens, w.shape[1], config.tiles
+    z, out = to_be_made(h, tokens, n), to_be_made(h, h.shape[0], n)
+    of_shard = routing.num_chunks * (routing.chunk_rows // BLOCK_TOKENS) * -(-n // _block_columns(n))
+    fields = {**plan_fields(h, w, routing, None, config), "M/W": tokens, "weighted": weights is not None}
+    plan = workspace.prepare(
+        "moe_gemm_rs", fields, routing.world_size * (tokens * n * h.element_size() + _ALIGN.value),
+        routing.world_size * of_shard,
+    )  # fmt: skip
+    args, constants = _arguments(workspace.ctx, h, w, routing, routed, weights, done, out, z, plan, config)
+    most = table.shape[0] * -(-n // tiles.block_n) + routing.world_size * of_shard
+    grid = (min(most, gpu.resident_programs(h.device, tiles, h.dtype)),)
+    constants["trace_ptr"] = recorder.buffer(h.device, most, turns=1, all_run=False)
+    return Launch(workspace, moe_gemm_rs_kernel, grid, args, constants, operands, (z, out), [workspace.ctx])

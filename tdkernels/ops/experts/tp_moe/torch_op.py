@@ -1,0 +1,127 @@
+"""tp_moe as torch.compile sees it: one operator forwards, and one backwards.
+
+A routing is no tensor and does not go from the one to the other: the backward finds it again, by a gather of ids and
+three small launches. It must find the same rows for that, so compiled calls of a shape keep the config of the first;
+gradients' own configs are looked up in the backward, as ever.
+"""
+
+import torch
+
+from tdkernels.ops.common.config import from_text
+from tdkernels.ops.experts.tp_moe.kernel_ag_gemm import MoeTpConfig
+from tdkernels.ops.experts.tp_moe.steps import (
+    first_backward,
+    first_forward,
+    routing_of,
+    second_backward,
+    second_forward,
+    tp_moe_configs,
+)
+from tdkernels.runtime import autograd, torch_op
+from tdkernels.runtime.autograd import received, to_expect, to_send
+from tdkernels.symm.group import group_state
+
+
+def _configs(x, topk_ids, w_gate_up, w_down, activation, group, text):
+    """(the config forwards, that of the gradient): as the first compiled call like this has found them."""
+    operands = x, topk_ids, w_gate_up, w_down
+    call = "tp_moe", *(tensor.shape for tensor in operands), x.dtype, x.device, activation, text
+    known = group_state(group).compiled_calls
+    if call not in known:
+        given = from_text(MoeTpConfig, text) if text else None
+        known[call] = tp_moe_configs(*operands, activation, group, given)
+    return known[call]
+
+
+def _forward(x, topk_ids, topk_weights, w_gate_up, w_down, activation, keep, group, config):
+    group, activation = torch_op.group_by_name(group), activation or None
+    configs = _configs(x, topk_ids, w_gate_up, w_down, activation, group, config)
+    if not x.shape[0]:
+        return _made(x, topk_ids, w_gate_up, w_down, activation, keep, group.size())
+    routing = routing_of("tp_moe", topk_ids, w_gate_up, group, configs[0])
+    h, pre = first_forward(x, w_gate_up, routing, activation, configs[0], keep)
+    y, weights = second_forward(h, w_down, topk_weights, routing, configs[0])
+    if not keep:
+        return y, *(y.new_empty(0) for _ in range(3))
+    # What goes out must be neither what came in nor an output twice.
+    weights = weights.clone() if weights.data_ptr() == topk_weights.data_ptr() else weights
+    return y, h, y.new_empty(0) if pre is None else pre, weights
+
+
+def _made(x, topk_ids, w_gate_up, w_down, activation, keep, ranks):
+    """(y, what the backward wants of h, of what SwiGLU was made of, and of all ranks' weights), to be filled."""
+    y = x.new_empty(x.shape[0], w_down.shape[1])
+    if not keep:
+        return y, *(x.new_empty(0) for _ in range(3))
+    tokens, choices = ranks * x.shape[0], topk_ids.shape[1]
+    pre = x.new_empty((tokens * choices, w_gate_up.shape[1]) if activation else (0,))
+    weights = x.new_empty(tokens, choices, dtype=torch.float32)
+    return y, x.new_empty(tokens * choices, w_down.shape[2]), pre, weights
+
+
+def _backward(
+    dy, x, topk_ids, topk_weights, w_gate_up, w_down, h, pre, weights, need_dx, need_dtopk, need_dgate_up, need_ddown,
+    activation, group, config,
+):  # fmt: skip
+    operands, needs = (x, topk_weights, w_gate_up, w_down), (need_dx, need_dtopk, need_dgate_up, need_ddown)
+    if not x.shape[0]:
+        return tuple(tensor.zero_() for tensor in to_expect(operands, needs))
+    group, activation = torch_op.group_by_name(group), activation or None
+    configs = _configs(x, topk_ids, w_gate_up, w_down, activation, group, config)
+    routing = routing_of("tp_moe", topk_ids, w_gate_up, group, configs[0])
+    dh, ddown, dtopk = second_backward(dy, h, w_down, weights, routing, configs[1], need_ddown, need_dtopk)
+    dx = dgate_up = None
+    if need_dx or need_dgate_up:
+        dx, dgate_up = first_backward(dh, x, w_gate_up, pre, routing, activation, configs[1], need_dx, need_dgate_up)
+    return to_send((dx, dtopk, dgate_up, ddown), operands, needs)
+
+
+_library = torch.library.Library("tdkernels", "FRAGMENT")
+_OPERANDS = "Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor w_gate_up, Tensor w_down"
+_library.define(
+    f"tp_moe({_OPERANDS}, str activation, bool keep, str group, str config) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+_library.define(
+    f"tp_moe_backward(Tensor dy, {_OPERANDS}, Tensor h, Tensor pre, Tensor weights, bool need_dx, bool need_dtopk,"
+    " bool need_dgate_up, bool need_ddown, str activation, str group, str config)"
+    " -> (Tensor, Tensor, Tensor, Tensor)"
+)
+_library.impl("tp_moe", _forward, "CompositeExplicitAutograd")
+_library.impl("tp_moe_backward", _backward, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("tdkernels::tp_moe", lib=_library)
+def _(x, topk_ids, topk_weights, w_gate_up, w_down, activation, keep, group, config):
+    return _made(x, topk_ids, w_gate_up, w_down, activation, keep, torch_op.world_size_by_name(group))
+
+
+@torch.library.register_fake("tdkernels::tp_moe_backward", lib=_library)
+def _(dy, x, topk_ids, topk_weights, w_gate_up, w_down, h, pre, weights, *call):
+    return to_expect((x, topk_weights, w_gate_up, w_down), call[:4])
+
+
+class _TpMoe(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, topk_ids, topk_weights, w_gate_up, w_down, activation, *call):
+        operands = x, topk_ids, topk_weights, w_gate_up, w_down
+        y, *kept = torch.ops.tdkernels.tp_moe(*operands, activation, True, *call)
+        ctx.save_for_backward(*operands, *kept)
+        ctx.call = activation, *call
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        autograd.refuse_second_derivatives("tp_moe")
+        need_dx, _, *others = ctx.needs_input_grad[:5]
+        needs = need_dx, *others
+        made = torch.ops.tdkernels.tp_moe_backward(dy, *ctx.saved_tensors, *needs, *ctx.call)
+        dx, *gradients = received(made, needs)
+        return dx, None, *gradients, None, None, None
+
+
+def tp_moe_compiled(x, topk_ids, topk_weights, w_gate_up, w_down, activation, group, config):
+    """y of checked operands; the group is a name, the config a text."""
+    operands = x, topk_ids, topk_weights, w_gate_up, w_down
+    if autograd.may_be_differentiated([x, topk_weights, w_gate_up, w_down]):
+        return _TpMoe.apply(*operands, activation or "", group, config)
+    return torch.ops.tdkernels.tp_moe(*operands, activation or "", False, group, config)[0]

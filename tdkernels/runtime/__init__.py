@@ -1,0 +1,1 @@
+"""How a call becomes a launch: known calls, kept launches, torch.library, autograd, traces. Knows no operator."""

@@ -1,0 +1,159 @@
+"""A launch of which everything is decided but its operands, kept for the next call with operands like those.
+
+What a call works out before it can launch is how large things are, what the ranks have agreed on, how tiles lie in
+memory and which of the kernel's compiled forms it is. Together that takes the host several times as long as the launch,
+and a fused call of few rows is then slower than torch's sequence. All of it follows from the config and from how the
+operands lie; a call with the same ones fills in their addresses, makes its outputs, and launches.
+"""
+
+import functools
+
+import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tdkernels.lang.kernel import pointer_kind
+from tdkernels.runtime import launch_shortcut, recorder
+from tdkernels.runtime.triton_launcher import Alike
+
+_MAX_KEPT = 1024  # launches of a workspace; shapes may go on changing for ever
+CALL_NUMBER = object()  # among a Launch's args: the workspace's ``note_call``, which is another one in every call
+
+
+def by_address(tensor):
+    """How an operand lies of which a kernel takes no more than where it begins."""
+    return None if tensor is None else pointer_kind(tensor)
+
+
+def _lies(tensor):
+    """How an operand lies in memory, as far as launches may differ by it."""
+    return None if tensor is None else (tensor.shape, tensor.stride(), *pointer_kind(tensor))
+
+
+def launch_kept(workspace, key, operands, prepare, ready=None, lies=_lies):
+    """Launch on operands; what was made for that, outputs first.
+
+    Args:     workspace: in which the kernel runs, or ``alone_on``
+              key: all that the launch follows from, beside how the operands lie
+              operands: tensors or None
+              prepare: (*operands) -> Launch; called where none is kept, with other tensors of the same memory
+              ready: (*operands) -> operands that a kernel can take, copied if need be; None: these can be taken
+              lies: (operand or None) -> how it lies, as far as launches differ by it: all of it, or ``by_address``
+    """
+    if recorder.is_recording():
+        operands = operands if ready is None else ready(*operands)
+        return _prepared(operands, prepare)(operands)
+    launches = workspace.launches
+    whole_key = *key, *map(lies, operands)
+    launch = launches.get(whole_key)
+    if launch is None:
+        if ready is not None:
+            operands = ready(*operands)  # those that are will be found at once next time
+            whole_key = *key, *map(lies, operands)
+        launch = launches.get(whole_key)
+    if launch is None:
+        launch = _prepared(operands, prepare)
+        if len(launches) >= _MAX_KEPT:
+            launches.clear()
+        workspace.launches[whole_key] = launch  # of a buffer that may have come to be just now
+    return launch(operands)
+
+
+def _prepared(operands, prepare):
+    return prepare(*[None if operand is None else operand.detach() for operand in operands])
+
+
+def to_be_made(like, *shape, dtype=None):
+    """A tensor that stands for one which each call makes anew; it takes no memory."""
+    return torch.empty(shape, dtype=dtype or like.dtype, device="meta")
+
+
+class _Alone:
+    """In the place of a workspace, for what a rank launches by itself."""
+
+    def __init__(self):
+        self.launches = {}
+
+    def check(self):
+        pass
+
+    def before_launch(self):
+        pass
+
+    def after_launch(self, stream):
+        pass
+
+    def break_off(self, error):
+        pass
+
+
+@functools.cache
+def _alone_on_stream(device, stream):
+    return _Alone()
+
+
+def alone_on(device):
+    """Where launches without peers are kept: for each stream, and none of a CUDA graph (``local_workspace``)."""
+    if device.type == "cpu":
+        return _alone_on_stream(device, None)
+    if torch.cuda.is_current_stream_capturing():
+        return _Alone()
+    return _alone_on_stream(device, torch.cuda.current_stream(device).cuda_stream)
+
+
+class Launch:
+    """What ``prepare`` has found out.
+
+    Args:     workspace: as of ``launch_kept``
+              kernel, grid, args, constants: as for ``kernel[grid](*args, **constants)``
+              operands: of which args were made, each another object, so that they can be told apart there
+              made: from ``to_be_made``, what each call makes
+              fixed: tensors of the workspace's in args, and bases of descriptors: the same in every call
+              looks: whether a call looks for what earlier launches had to tell. Not in the middle of an operator: a
+              rank that finds a note of this very call there stops, and its peers wait for it
+    Raises:   AssertionError for a tensor in args that is none of these, say a copy of an operand: a later call would
+              read it again
+    """
+
+    def __init__(self, workspace, kernel, grid, args, constants, operands, made, fixed, looks=True):
+        self._workspace, self._kernel, self._looks = workspace, kernel, looks
+        self._made = [(tuple(tensor.shape), tensor.dtype) for tensor in made]
+        numbers = {id(tensor): number for number, tensor in enumerate((*operands, *made)) if tensor is not None}
+        call_at = next((at for at, arg in enumerate(args) if arg is CALL_NUMBER), None)
+        self._tells_call = call_at is not None
+        places, self._numbers = [], []  # of the tensors that differ: among args, and among operands and what is made
+        for at, arg in enumerate(args):
+            tensor = arg.base if isinstance(arg, TensorDescriptor) else arg
+            if id(tensor) in numbers:
+                places.append(at)
+                self._numbers.append(numbers[id(tensor)])
+            else:
+                known = not isinstance(tensor, torch.Tensor) or any(tensor is one for one in fixed)
+                assert known, f"argument {at} of {kernel} is a tensor that no call gives or makes"
+        if self._tells_call:
+            places.append(call_at)
+        self._alike = Alike((*grid, 1, 1)[:3], args, places, constants)
+
+    def __call__(self, operands):
+        workspace = self._workspace
+        if self._looks:
+            workspace.check()
+        made = [operands[0].new_empty(shape, dtype=dtype) for shape, dtype in self._made]
+        tensors = (*operands, *made)
+        values = [tensors[number] for number in self._numbers]
+        if self._tells_call:
+            values.append(workspace.note_call)
+        stream = workspace.before_launch()
+        try:
+            self._kernel.launch_alike(self._alike, values, stream)
+        except BaseException as error:
+            workspace.break_off(error)
+            raise
+        workspace.after_launch(stream)
+        watch = launch_shortcut.watch
+        if watch is not None:
+            watch.note(self, operands, made)
+        return made
+
+    @property
+    def workspace(self):
+        return self._workspace

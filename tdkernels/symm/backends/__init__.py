@@ -1,0 +1,1 @@
+"""The ways to get symmetric memory, one file for each."""

@@ -1,0 +1,119 @@
+"""What the tests of the operators for sequences share: small calls of each, and with what their kernels run."""
+
+import contextlib
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tdkernels
+from tdkernels.autotune import tuner
+from tdkernels.autotune.problem import Problem
+from tdkernels.autotune.table import Entry
+from tdkernels.autotune.tunable import tunable, versions
+from tdkernels.ops.attention.ag_attention import kernel as ag_attention_kernel
+from tdkernels.ops.attention.flash_decode import launch as flash_decode_launch
+from tdkernels.ops.attention.ulysses import kernel_out, kernel_qkv
+from tests.autotune.support import replace_in
+from tests.support.ranks import device
+
+FP32 = torch.float32
+LAUNCHERS = {
+    "ag_attention": ag_attention_kernel, "flash_decode": flash_decode_launch, "ulysses_out": kernel_out,
+    "ulysses_qkv": kernel_qkv,
+}  # fmt: skip
+OPERATORS = list(LAUNCHERS)
+# Of the whole, for two ranks, as ``Call`` makes them.
+SIZES = {
+    "ag_attention": (1, 32, 2, 1, 16, 16), "flash_decode": (2, 1, 4, 2, 16, 16, 24), "ulysses_out": (32, 16, 32),
+    "ulysses_qkv": (32, 32, 16),
+}  # fmt: skip
+# A legal config, told from others by a number.
+FIELD = {
+    "ag_attention": "num_comm_sms", "flash_decode": "num_programs", "ulysses_out": "num_comm_sms",
+    "ulysses_qkv": "lag_tiles",
+}  # fmt: skip
+
+
+def draw(seed, *shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device())
+
+
+def problem_of(operator, layout=None, sizes=None, ranks=2, local=None, on=None):
+    layout, sizes = layout or tunable(operator).layouts[0], sizes or SIZES[operator]
+    return Problem.on(on or device(), operator, sizes, FP32, layout, ranks, local or ranks)
+
+
+def config_of(operator, number, on=None):
+    on = on or device()
+    return replace(tunable(operator).default(problem_of(operator, on=on), on), **{FIELD[operator]: number})
+
+
+def entry_of(problem, config, ms=2.0):
+    op = tunable(problem.operator)
+    return Entry(problem, versions(op), op.config_to_dict(config), ms, plain_ms=3.0, local_ms=1.0, when="2026-01-02")
+
+
+class Call:
+    """A call of an operator by this rank of two, and what its specification gives; ``room``: keys of a rank's cache."""
+
+    def __init__(self, operator, room=24):
+        rank = dist.get_rank()
+        self.operator = operator
+        if operator == "ulysses_qkv":
+            self.operands = draw(rank, 16, 16), draw(9, 32, 16)
+        elif operator == "ulysses_out":
+            self.operands = draw(rank, 32, 16), draw(9, 16, 32)
+        elif operator == "ag_attention":
+            self.operands = tuple(draw(3 * rank + i, 1, 16, heads, 16) for i, heads in enumerate((2, 1, 1)))
+        else:
+            lens = torch.full((2,), min(room, 24), dtype=torch.int32, device=device())
+            self.operands = draw(9, 2, 4, 16), *(draw(2 * rank + i, 2, room, 2, 16) for i in (0, 1)), lens
+
+    def run(self, group, **options):
+        """Call it, and see that the result is right."""
+        got = getattr(tdkernels, self.operator)(*self.operands, group=group, **options)
+        expected = getattr(tdkernels, f"{self.operator}_ref")(*self.operands, group=group)
+        tdkernels.synchronize()
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+@contextlib.contextmanager
+def launched():
+    """The configs that our kernels run with within, by operator."""
+    ran = {operator: [] for operator in OPERATORS}
+    with pytest.MonkeyPatch.context() as patch:
+        for operator, module in LAUNCHERS.items():
+            kind = tunable(operator).config_class
+
+            def launch(*args, ran=ran[operator], launch=module.launch, kind=kind, **options):
+                ran.extend(arg for arg in args if isinstance(arg, kind))
+                return launch(*args, **options)
+
+            patch.setattr(module, "launch", launch)
+        yield ran
+
+
+@contextlib.contextmanager
+def fastest(operator, config):
+    """Within, the tuner times nothing: this config of an operator is the fastest, and torch's sequence the slowest.
+
+    All that it would try is checked.
+    """
+    op = tunable(operator)
+    space, estimate_ms = op.space, op.estimate_ms
+
+    def estimate(candidate, problem, hardware):
+        """As good as any for the one, which is tried even where the model would rule it out."""
+        alike = space(problem, device()) if candidate == config else [candidate]
+        return min(estimate_ms(each, problem, hardware) for each in alike)
+
+    def burst(self, trial, calls):
+        return [1.0 if trial.config == config else 9.0 if trial.config.method == "torch" else 4.0, 0.0, 0.0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tuner._Tuner, "_burst", burst)
+        replace_in(patch, op, "space", lambda problem, device: [config, *space(problem, device)])
+        replace_in(patch, op, "estimate_ms", estimate)
+        yield

@@ -1,0 +1,147 @@
+"""What the tests of tuning operators of experts share: few candidates, entries by hand, and what runs."""
+
+import contextlib
+import math
+from dataclasses import astuple, replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tdkernels import autotune
+from tdkernels.autotune import table, tuner
+from tdkernels.autotune.hardware import _MEASURED, Hardware
+from tdkernels.autotune.problem import Problem, gpu_name
+from tdkernels.autotune.tunable import tunable, versions
+from tdkernels.runtime import gpu
+from tdkernels.symm.group import group_state
+from tests.autotune.support import replace_in
+from tests.support.ranks import device
+from tests.test_protocol import failure_of
+
+H200 = Hardware(*_MEASURED["NVIDIA H200"], num_sms=132, measured=True)
+GPU = torch.device("cuda", 0)
+
+
+def problem_of(operator, shape, layout=None, dtype="float32", world_size=2):
+    layout = layout or tunable(operator).layouts[0]
+    return Problem(operator, gpu_name(device()), world_size, world_size, dtype, layout, tuple(shape))
+
+
+def entry_of(config, *problem, **options):
+    problem = problem_of(*problem, **options)
+    op = tunable(problem.operator)
+    return table.Entry(problem, versions(op), op.config_to_dict(config), 2.0, 3.0, when="2026-01-02")
+
+
+@contextlib.contextmanager
+def space(operator, *configs):
+    """The operator has just these configs beside its default and torch's sequence."""
+    with pytest.MonkeyPatch.context() as patch:
+        replace_in(patch, tunable(operator), "space", lambda problem, device: list(configs))
+        yield
+
+
+def tunes(operator, shape, layout, config, dtype, group=None):
+    """Tune with one candidate beside the default, in a short final; what all ranks must agree on."""
+    op = tunable(operator)
+    with space(operator, config), pytest.MonkeyPatch.context() as patch:
+        patch.setitem(tuner._FINAL, "cpu", replace(tuner._FINAL["cpu"], repeats=1))
+        patch.setitem(tuner._HOST_BOUND, device().type, math.inf)  # the fastest shall win, whoever takes the time
+        result = autotune.tune(operator, *shape, dtype=dtype, layout=layout, group=group)
+    entry = result.entry
+    problem = problem_of(operator, shape, layout, str(dtype).removeprefix("torch."), dist.get_world_size(group))
+    assert entry.problem == (problem if not op.alone else problem_of(operator, shape, layout, problem.dtype, 1))
+    # On a GPU torch's product does not take all sizes and types.
+    plain = op.plain()
+    plain = None if plain is None or op.illegal(plain, problem, device()) is not None else plain
+    expected = {config, op.default(problem, device())} | ({plain} - {None})
+    assert {trial.config for trial in result.trials} == expected
+    assert [trial.reason for trial in result.trials] == [None] * len(expected), result.log
+    assert op.illegal(op.config_from_dict(entry.config), problem, device()) is None
+    final = max(trial.last_round for trial in result.trials)  # those that dropped out before ran at another time
+    assert entry.ms == min(trial.ms for trial in result.trials if trial.last_round == final) and entry.local_ms > 0
+    assert (entry.plain_ms is None) == (plain is None)
+    return [entry.config, entry.ms, entry.plain_ms, entry.default_ms]
+
+
+def are_refused(bad):
+    """Problems that there are not, on every rank; the group is as it was."""
+    for arguments, options, words in bad:
+        error = failure_of(autotune.tune, *arguments, **options)
+        assert type(error) is ValueError and words in str(error), (arguments, error)
+    group_state(dist.group.WORLD).barrier("test")
+
+
+@contextlib.contextmanager
+def recorded(*launches):
+    """The configs that run within: (where, the name of a function, which of its arguments the config is)."""
+    ran = []
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name, at in launches:
+            patch.setattr(module, name, _noting(ran, getattr(module, name), name, at))
+        yield ran
+
+
+def _noting(ran, launch, name, at):
+    def launch_(*args, **options):
+        ran.append((name, at(args, options)))
+        return launch(*args, **options)
+
+    return launch_
+
+
+# ---- a GPU that is not there ----
+
+
+@contextlib.contextmanager
+def an_h200():
+    properties = SimpleNamespace(
+        name="NVIDIA H200", major=9, minor=0, multi_processor_count=132, shared_memory_per_block_optin=232448
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpu, "_properties", lambda index: properties)
+        yield
+
+
+def estimates_are_sensible(operator, problems):
+    """Within what the hardware can do, no better with a slower link, and longer for more tokens."""
+    op, slower = tunable(operator), Hardware(H200.flops, H200.memory, H200.link / 4, H200.num_sms, True)
+    for world_size, layout, *shape in problems:
+        problem = Problem(operator, "NVIDIA H200", world_size, world_size, "bfloat16", layout, tuple(shape))
+        larger = Problem(*astuple(problem)[:-1], (64 * shape[0], *shape[1:]))
+        assert op.why_not(problem) is None is op.why_not(larger)
+        floors = op.floors(problem)
+        floor_ms = max(floors.computation_ms(H200), floors.wire_bytes / H200.link * 1e3)
+        plain = [config for config in [op.plain()] if config and op.illegal(config, problem, GPU) is None]
+        configs = [*op.space(problem, GPU), op.default(problem, GPU), *plain]
+        assert len(set(configs)) > 4
+        for config in configs:
+            assert op.illegal(config, problem, GPU) is None, config
+            estimate = op.estimate_ms(config, problem, H200)
+            assert floor_ms <= estimate < 1e6, f"{config} for {problem}: {estimate}, not below {floor_ms}"
+            assert estimate <= op.estimate_ms(config, problem, slower), f"{config} for {problem}"
+            assert estimate < op.estimate_ms(config, larger, H200), f"{config} for {problem}"
+            assert op.config_from_dict(op.config_to_dict(config)) == config
+
+
+# ---- what is compiled ahead ----
+
+
+def same_code(launched, compiled):
+    """Whether two recorded launches (kernel, args, kwargs) are compiled alike, but for what only their sizes differ in.
+
+    Args:     compiled: of tensors that are nowhere ("meta")
+    """
+    assert launched[0] is compiled[0] and launched[2] == compiled[2]
+    names = [parameter.name for parameter in launched[0].params if parameter.do_not_specialize]
+    for parameter, one, other in zip(launched[0].params, launched[1], compiled[1], strict=False):
+        assert type(one) is type(other), parameter.name
+        if isinstance(one, torch.Tensor):
+            assert one.dtype == other.dtype, parameter.name
+            assert one.data_ptr() % 16 == other.data_ptr() % 16 == 0, parameter.name
+        elif isinstance(one, int):
+            assert parameter.name in names, parameter.name
+        elif one is not None:
+            assert (one.base.dtype, one.block_shape) == (other.base.dtype, other.block_shape), parameter.name

@@ -1,0 +1,130 @@
+"""Spaces, estimates and floors of the operators for sequences, on a GPU that is not there."""
+
+from dataclasses import replace
+
+import pytest
+
+from tdkernels.autotune import table
+from tdkernels.autotune.problem import Problem
+from tdkernels.autotune.tunable import tunable, versions
+from tests.autotune.attention_support import OPERATORS
+from tests.autotune.test_cost_model import GPU, H200, configs_of
+
+pytestmark = pytest.mark.usefixtures("an_h200")
+
+PROBLEMS = {  # (ranks, layout, sizes)
+    "ulysses_qkv": [(2, "nk", (8192, 6144, 4096)), (4, "kn", (512, 10240, 8192)), (3, "nk", (99, 51, 303))],
+    "ulysses_out": [(2, "nk", (8192, 4096, 4096)), (8, "kn", (1024, 8192, 8192)), (3, "nk", (99, 51, 303))],
+    "ag_attention": [
+        (2, "causal zigzag", (1, 8192, 32, 8, 128, 128)), (8, "full", (2, 131072, 32, 32, 192, 128)),
+        (4, "causal contiguous", (3, 64, 4, 1, 33, 17)),
+    ],
+    "flash_decode": [
+        (1, "dense", (128, 1, 32, 8, 128, 128, 1024)), (2, "paged fp8", (1, 1, 96, 12, 128, 128, 65536)),
+        (4, "paged latent", (32, 2, 128, 1, 576, 512, 8192)), (8, "dense", (1, 1, 1, 1, 16, 16, 1)),
+    ],
+}  # fmt: skip
+# Large enough that more of any size takes longer, by how much each.
+LARGE = {
+    "ulysses_qkv": (4, "nk", (8192, 8192, 8192)), "ulysses_out": (4, "nk", (8192, 8192, 8192)),
+    "ag_attention": (4, "causal zigzag", (4, 65536, 32, 8, 64, 64)),
+    "flash_decode": (4, "dense", (64, 8, 32, 8, 128, 128, 65536)),
+}  # fmt: skip
+each_operator = pytest.mark.parametrize("operator", OPERATORS)
+
+
+def problem_of(operator, ranks, layout, sizes, dtype="bfloat16"):
+    problem = Problem(operator, "NVIDIA H200", ranks, ranks, dtype, layout, sizes)
+    assert tunable(operator).why_not(problem) is None
+    return problem
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@each_operator
+def test_no_estimate_is_below_the_floors_and_a_slower_link_never_helps(operator, dtype):
+    op, slower = tunable(operator), replace(H200, link=H200.link / 4)
+    for of in PROBLEMS[operator]:
+        problem = problem_of(operator, *of, dtype)
+        floors = op.floors(problem)
+        floor_ms = max(floors.computation_ms(H200), floors.wire_bytes / H200.link * 1e3)
+        assert floors.flops > 0 and (floors.wire_bytes > 0) == (problem.world_size > 1)
+        configs = configs_of(op, problem)
+        legal = [config for config in configs if op.illegal(config, problem, GPU) is None]
+        assert len(legal) > 5 and {op.default(problem, GPU), op.plain()} <= set(legal)
+        assert op.fallback(problem, GPU) == op.default(problem, GPU), "ours, where nobody has tuned"
+        for config in legal:
+            estimate = op.estimate_ms(config, problem, H200)
+            assert floor_ms <= estimate < 1e6, f"{config} for {problem}"
+            assert estimate <= op.estimate_ms(config, problem, slower), f"{config} for {problem}"
+            assert op.config_from_dict(op.config_to_dict(config)) == config
+
+
+@each_operator
+def test_twice_the_work_takes_longer(operator):
+    op, small = tunable(operator), problem_of(operator, *LARGE[operator])
+    for number, name in enumerate(op.sizes):
+        if name == "kv_heads" and operator == "ag_attention":
+            continue  # which travel, but are not attended to once more
+        sizes = [size * (1 + (i == number)) for i, size in enumerate(small.shape)]
+        if name == "kv_heads":
+            sizes[number - 1] *= 2  # as many heads of queries for each
+        large = problem_of(operator, small.world_size, small.layout, tuple(sizes))
+        # Of wider heads a decode that does not keep the memory busy asks for more at a time.
+        least = 1.0 if operator == "flash_decode" and name in ("d", "dv") else 1.001
+        for config in configs_of(op, small):
+            ratio = op.estimate_ms(config, large, H200) / op.estimate_ms(config, small, H200)
+            assert ratio >= least, f"{name}: {config}"
+
+
+@each_operator
+def test_nothing_is_tried_twice_and_the_default_needs_no_kernel_of_its_own(operator):
+    op = tunable(operator)
+    for of in PROBLEMS[operator]:
+        problem = problem_of(operator, *of)
+        space = op.space(problem, GPU)
+        assert len(space) == len(set(space))
+        assert op.compiled(op.default(problem, GPU)) in {op.compiled(config) for config in space}
+
+
+def test_the_backward_has_its_defaults():
+    """What is tuned by the forward says nothing of tiles of the backward, which are filled in by the call."""
+    op = tunable("ag_attention")
+    problem = problem_of("ag_attention", *LARGE["ag_attention"])
+    for config in (op.default(problem, GPU), *op.space(problem, GPU)):
+        values = op.config_to_dict(config)
+        assert not any(name.startswith(("dq_", "dkv_")) for name in values)
+        complete = op.completed(config, problem, GPU)
+        assert complete.dq_block_q and complete.dkv_num_stages
+        assert config.method != "fused" or complete.block_q == config.block_q
+
+
+def test_what_needs_more_shared_memory_than_there_is_cannot_run():
+    """Also what was tuned for a narrower head, which is near enough to be looked up for this one."""
+    op = tunable("flash_decode")
+    narrow = problem_of("flash_decode", 2, "dense", (8, 1, 32, 8, 128, 128, 8192))
+    wide = replace(narrow, shape=(8, 1, 32, 8, 256, 256, 8192))
+    config = next(c for c in op.space(narrow, GPU) if (c.block_n, c.num_stages) == (128, 4))
+    assert op.illegal(config, narrow, GPU) is None
+    assert "need 410624 bytes of shared memory" in op.illegal(config, wide, GPU)
+    entry = table.Entry(narrow, versions(op), op.config_to_dict(config), 1.0)
+    assert table.nearest([entry], wide) == entry
+    attention = problem_of("ag_attention", 2, "full", (1, 4096, 8, 8, 256, 256))
+    config = replace(tunable("ag_attention").default(attention, GPU), block_k=128, num_stages=3)
+    assert "bytes of shared memory" in tunable("ag_attention").illegal(config, attention, GPU)
+
+
+def test_a_narrow_share_of_heads_waits_for_one_rank_at_a_time():
+    """Where a block of columns would have some of two ranks; more sources at once would be the same candidate twice."""
+    op = tunable("ulysses_out")
+    for sizes, expected in (((8192, 4096, 4096), {2, 3}), ((8192, 4096, 4128), {1})):
+        space = op.space(problem_of("ulysses_out", 4, "nk", sizes), GPU)
+        assert {config.sources_at_once for config in space} == expected
+
+
+def test_the_reference_is_made_by_parts_that_memory_holds():
+    """A long sequence's scores, in a wide type, would be far more than the memory of a GPU."""
+    op = tunable("ag_attention")
+    scores = 4 * 32 * 131072 * 131072 // 8
+    long = problem_of("ag_attention", 8, "full", (1, 131072, 32, 8, 128, 128))
+    assert op.reference_bytes(long) < 40 << 30 < scores
+    assert op.reference_bytes(replace(long, dtype="float32")) > scores, "where torch attends to all at once"

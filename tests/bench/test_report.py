@@ -1,0 +1,339 @@
+"""The report of the benchmarks, from made-up rows, and that the repository's own is not stale."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench import run as bench_run
+from bench.attention import flash_decode_plots, flash_decode_report
+from bench.collectives import cases as collectives
+from bench.collectives import plots as collective_plots
+from bench.collectives import report as collective_report
+from bench.core import points
+from bench.dense import host
+from bench.experts import dispatch_plots, dispatch_report
+from bench.report import host as host_report
+from bench.report import main as report
+from bench.report import plots
+from bench.report import tuned as tuned_report
+from bench.report.config_text import config_in_short
+from tdkernels.__main__ import main
+from tdkernels.launch import RankPool
+
+ROOT = Path(__file__).parents[2]
+
+# ---- made-up rows ----
+
+MACHINE = {"gpu": "NVIDIA Testing", "num_gpus": 4, "driver": "1.2", "torch": "2.99", "triton": "3.99", "nccl": "2.0",
+           "multicast": "off", "git": "0123456789abcdef"}  # fmt: skip
+TILES = {"block_m": 64, "block_n": 32, "block_k": 16, "group_m": 8, "num_warps": 4, "num_stages": 7}
+CONFIG = {"method": "fused", "tiles": TILES, "transport": "push", "num_comm_sms": 5, "chunk_tiles": 3}
+
+
+def run_of(shape, date="2026-01-01T00:00:00+00:00", op="ag_gemm", direction="forward", graph=False, floor=1.0, **ms):
+    """The rows of one run: times by method, - for _ in the names."""
+    m, n, k = map(int, shape.split("x"))
+    common = {"op": op, "pass": direction, "shape": shape, "name": "", "m": m, "n": n, "k": k, "dtype": "bfloat16",
+              "graph": graph, "absent": None, "floor_ms": floor, "link_gbps": 400.0, "date": date, **MACHINE}
+    config = {"tdkernels": CONFIG, "tdkernels_default": CONFIG}
+    times = {"gemm": 1.0, "collective": 0.5, "tdkernels_default": 3.0, **ms}
+    return [
+        {**common, "method": name.replace("_", "-"), "ms": time, "config": config.get(name)}
+        for name, time in times.items()
+    ]
+
+
+def tuned(shape, date="2026-01-01", op="ag_gemm", ms=1.0, sequence_ms=2.0, config=CONFIG, **fields):
+    m, n, k = map(int, shape.split("x"))
+    return {"op": op, "what": "tune", "shape": shape, "m": m, "n": n, "k": k, "dtype": "bfloat16", "layout": "nk",
+            "ms": ms, "sequence_ms": sequence_ms, "default_ms": 3.0, "gemm_ms": 0.5, "wire_ms": 0.25, "config": config,
+            **MACHINE, "date": date, **fields}  # fmt: skip
+
+
+@pytest.fixture
+def results(tmp_path):
+    """A function that writes rows to a folder of results, which it returns; a file a call."""
+    folder = tmp_path / "results"
+
+    def write(rows, file="rows", machine="testingx4"):
+        path = folder / machine / f"{file}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return folder
+
+    return write
+
+
+def text_of(folder):
+    return report.text(points.read(folder))
+
+
+def cells(text, start, after=""):
+    """The cells of the first table line that starts so, under a heading."""
+    part = text[text.index(after) :]
+    (line, *_) = [line for line in part.splitlines() if line.startswith(f"| {start} |")]
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+# ---- the report ----
+
+
+def test_a_line_of_the_report_has_what_was_measured(results):
+    text = text_of(results(run_of("8192x4096x12288", sequence=3.0, torch_fused=2.4, tdkernels=2.0, floor=1.5)))
+    assert cells(text, "8192x4096x12288", "### ag_gemm, forward") == [
+        "8192x4096x12288", "1.000", "0.500", "3.000", "2.400 (torch-fused)", "2.000", "3.000", "1.50", "1.20", "0.75",
+        "64x32x16, 7 stages, push by 5, chunks of 3",
+    ]  # fmt: skip
+    assert "2026-01-01, revision 0123456; torch 2.99, triton 3.99, NCCL 2.0, driver 1.2; NVLink multicast off" in text
+    assert "best link rate 400 GB/s" in text and "multicast was **off** in all rows" in text
+
+
+def test_layers_of_models_are_named(results):
+    text = text_of(results(run_of("8192x57344x8192", sequence=3.0, tdkernels=2.0)))
+    assert cells(text, "8192x57344x8192")[1] == "llama-70b gate-up"
+
+
+@pytest.mark.parametrize("newest_first", (False, True))
+def test_the_newest_run_counts_and_runs_do_not_mix(results, newest_first):
+    old = run_of("8x8x8", "2026-01-01T23:00:00+00:00", sequence=9.0, tdkernels=1.0, torch_fused=0.5)
+    new = run_of("8x8x8", "2026-01-02T01:00:00+00:00", sequence=3.0, tdkernels=2.0)
+    text = text_of(results(new + old if newest_first else old + new))
+    line = cells(text, "8x8x8", "### ag_gemm")
+    assert line[3:5] == ["3.000", "2.000"] and "1.50" in line
+    assert "0.500 (torch-fused)" not in text, "a peer of the older run"
+
+
+def test_means_worst_shape_and_losses(results):
+    rows = (
+        run_of("8192x8x8", sequence=4.0, torch_fused=3.0, tdkernels=1.0, floor=0.25)
+        + run_of("8192x16x8", sequence=4.5, torch_fused=1.0, tdkernels=9.0, floor=9.0)
+        + run_of("8192x24x8", sequence=0.997, torch_fused=0.994, tdkernels=1.0, floor=1.0)
+    )
+    text = text_of(results(rows))
+    assert cells(text, "8192x16x8")[7:10] == ["0.50 ▼", "0.11 ▼", "1.00"]
+    assert cells(text, "8192x24x8")[7:9] == ["1.00", "0.99 ▼"], "a loss is what is printed as one"
+    over = (4.0 * 0.5 * 0.997) ** (1 / 3)
+    fused = (3.0 * (1 / 9) * 0.994) ** (1 / 3)
+    assert f"means of 3 shapes: **{over:.2f} x** the sequence (worst 0.50 x, 8192x16x8; slower in 1 of 3)" in text
+    assert f"**{fused:.2f} x** torch-fused (worst 0.11 x, 8192x16x8; slower in 2 of 3)" in text
+    assert f"efficiency **{0.25 ** (1 / 3):.2f}**" in text
+    line = cells(text, "4 x NVIDIA Testing", "## In short")
+    assert line[3:] == ["a benchmark", "3", "1.26", "0.50 ▼", "0.69 ▼", "0.11 ▼", "0.63"]
+
+
+def test_few_rows_have_a_mean_of_their_own(results):
+    few, many = run_of("64x8x8", sequence=1.0, tdkernels=2.0), run_of("1024x8x8", sequence=3.0, tdkernels=1.0)
+    text = text_of(results(few + many))
+    assert "M < 1024: geometric means of 1 shape: **0.50 x**" in text
+    assert "M at least 1024: geometric means of 1 shape: **3.00 x**" in text
+    assert cells(text, "4 x NVIDIA Testing", "## In short")[5] == "3.00"
+
+
+def test_rows_of_the_tuner_stand_apart(results):
+    rows = run_of("8192x8x8", sequence=3.0, torch_fused=1.0, tdkernels=2.0)
+    rows += [tuned("8192x8x8", "2026-01-02", ms=1.0), tuned("8192x8x8", ms=0.125)]
+    text = text_of(results(rows))
+    benchmark, tuner = text.split("### From the tuner's last round")
+    assert cells(benchmark, "8192x8x8", "### ag_gemm")[5] == "2.000"
+    assert cells(tuner, "8192x8x8")[:5] == ["8192x8x8", "0.500", "2.000", "1.000", "3.000"]
+    assert "torch-fused" not in tuner and "Not a benchmark" in tuner
+    assert [line[3] for line in lines_in_short(text)] == ["a benchmark", "the tuner"]
+
+
+def lines_in_short(text):
+    part = text.split("## In short")[1].split("\n## ")[0]
+    return [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in part.splitlines() if line.startswith("| 4 x")
+    ]
+
+
+def test_a_sweep_of_the_tuner_is_a_table_of_rows_and_layers(results):
+    sweep = [tuned(f"{m}x6144x4096", ms=m / 10, sequence_ms=m / 5) for m in (16, 32, 64, 8192)]
+    sweep.append(tuned("32x6144x4096", "2026-01-03", ms=0.05, sequence_ms=0.05, config={"method": "torch"}))
+    text = text_of(results(sweep))
+    assert "| M | llama-8b qkv 6144 x 4096 |" in text
+    assert cells(text, "16") == ["16", "1.600 (2.00)"]
+    assert cells(text, "32") == ["32", "0.0500 (1.00)"]
+    assert "| 32x6144x4096 |" not in text, "of a layer that was swept only M = 8192 is a line of the other table"
+    assert cells(text, "8192x6144x4096")[-1] == "64x32x16, 7 stages, push by 5, chunks of 3"
+
+
+def test_graphs_passes_and_machines_have_tables_of_their_own(results):
+    eager = run_of("8x8x8", sequence=3.0, tdkernels=2.0)
+    in_graph = run_of("8x8x8", graph=True, sequence=0.5, tdkernels=0.25)
+    back = run_of("8x8x8", direction="backward", sequence=8.0, tdkernels=4.0)
+    other = run_of("8x8x8", sequence=30.0, tdkernels=2.0)
+    results(eager + in_graph + back)
+    text = text_of(results([{**row, "num_gpus": 16} for row in other], machine="testingx16"))
+    assert cells(text, "8x8x8", "### ag_gemm, forward\n")[3] == "3.000"
+    assert cells(text, "8x8x8", "### ag_gemm, forward, in a CUDA graph")[3] == "0.500"
+    assert cells(text, "8x8x8", "### ag_gemm, backward")[3] == "8.000"
+    assert text.index("## 4 x NVIDIA Testing") < text.index("## 16 x NVIDIA Testing")
+    assert cells(text, "8x8x8", "## 16 x")[3] == "30.000"
+
+
+def test_what_is_tried_and_what_is_absent_is_no_peer(results):
+    rows = run_of("8x8x8", sequence=3.0, tdkernels=2.0)
+    rows.append({**rows[0], "method": 'c1 {"num_comm_sms": 32}', "ms": 0.1})
+    rows.append({**rows[0], "method": "torch-fused", "ms": None, "absent": "why"})
+    text = text_of(results(rows))
+    assert "c1" not in text and "best peer |" not in text and "x torch-fused" not in text.split("## 4 x")[1]
+    rows += [{**rows[0], "method": "torch-fused", "ms": 2.5}, {**rows[0], "method": "another", "ms": 1.5}]
+    text = text_of(results(rows))
+    assert "1.500 (another)" in cells(text, "8x8x8") and "1.25" in cells(text, "8x8x8")
+
+
+def test_runs_from_before_there_was_a_tuner_are_called_so(results):
+    rows = [row for row in run_of("8192x8x8", sequence=3.0, tdkernels=2.0) if row["method"] != "tdkernels-default"]
+    text = text_of(results(rows))
+    assert cells(text, "8192x8x8")[-1] == "default: 64x32x16, 7 stages, push by 5, chunks of 3"
+    assert "a benchmark of the default" in text
+
+
+def test_multicast_that_was_on_is_said(results):
+    rows = run_of("8192x8x8", sequence=3.0, tdkernels=2.0)
+    text = text_of(results([{**row, "multicast": "on"} for row in rows]))
+    assert "multicast was **on** in all rows" in text and "NVLink multicast on" in text
+    assert "4 x Testing (multicast on)" in text and "multicast off" not in text
+
+
+@pytest.mark.parametrize(
+    "config, words",
+    [
+        (None, ""),
+        ({"method": "torch", "tiles": None}, "the sequence"),
+        ({"method": "cudnn"}, "cudnn by parts"),
+        ({**CONFIG, "transport": "copy_engine"}, "64x32x16, 7 stages, copy engine, chunks of 3"),
+        ({"method": "fused", "tiles": TILES, "item_tiles": 8}, "64x32x16, 7 stages, items of 8"),
+        ({"method": "fused", "tiles": None, "new_field": 2}, "new field 2"),
+    ],
+)
+def test_configs_in_short(config, words):
+    assert config_in_short(config) == words
+
+
+def test_the_report_names_the_line_that_is_no_row(results, capsys):
+    folder = results(run_of("8x8x8", sequence=3.0, tdkernels=2.0))
+    with (folder / "testingx4" / "rows.jsonl").open("a") as file:
+        file.write('{"op": "ag_gemm"}\n')
+    assert report.main(folder, folder) == 1
+    assert "rows.jsonl, line 6: KeyError" in capsys.readouterr().err
+    assert not (folder / "README.md").exists()
+
+
+def test_the_report_does_not_overwrite_what_somebody_wrote(results, capsys):
+    folder = results(run_of("8x8x8", sequence=3.0, tdkernels=2.0))
+    (folder / "README.md").write_text("Mine.\n")
+    assert report.main(folder, folder) == 2
+    assert (folder / "README.md").read_text() == "Mine.\n" and "not one of ours" in capsys.readouterr().err
+
+
+def test_without_matplotlib_the_tables_are_written_and_the_same(results, monkeypatch, capsys):
+    folder = results(run_of("8192x8x8", sequence=3.0, tdkernels=2.0))
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["bench", "--report", "--out", str(folder)]) == 0
+    assert (folder / "README.md").read_text() == text_of(folder)
+    assert not (folder / "plots").exists() and "plots are left out" in capsys.readouterr().err
+
+
+def collective(nbytes, ms, date="2026-01-01T00:00:00+00:00", op="all_reduce", graph=False):
+    """The rows of one run of a collective alone: times by method."""
+    case = collectives.Case(op, nbytes, MACHINE["num_gpus"])
+    found = [(method, graph, {"ms": time} if time else {"absent": "why"}) for method, time in ms.items()]
+    return [{**row, **MACHINE, "date": date} for row in collectives.rows(case, found, link_gbps=400.0)]
+
+
+def test_collectives_alone_have_a_section_of_their_own(results):
+    old = collective(1 << 20, {"nccl": 1.0, "tdkernels": 0.001}, "2025-12-31T00:00:00+00:00")
+    times = {"nccl": 0.02, "torch-symm-one-shot": None, "tdkernels": 0.025, "tdkernels-two-shot": 0.03}
+    new = collective(1 << 20, times)
+    new += collective(1 << 10, {"nccl": 0.012, "tdkernels": 0.006, 'tdkernels c1 {"num_programs": 2}': 0.001})
+    in_graph = collective(1 << 10, {"nccl": 0.010, "tdkernels": 0.005}, graph=True)
+    dense = run_of("8192x8x8", sequence=3.0, tdkernels=2.0)
+    folder = results(new + dense + old + in_graph)
+    text = report.text(points.read(folder), points.read_collectives(folder))
+    assert text.startswith(text_of(folder)), "the rest is as it was"
+    part = "### all_reduce alone, 4 x"
+    # 1.5 MiB at 400 GB/s are 3.9 us.
+    assert cells(text, "1M", part) == ["1M", "20.0", "–", "25.0", "30.0", "0.80 ▼", "0.16"]
+    assert cells(text, "1K", part)[:4] == ["1K", "12.0", "–", "6.0"] and "2.00" in cells(text, "1K", part)
+    assert "c1" not in text and cells(text, "1K", "### all_reduce alone, in a CUDA graph")[1:3] == ["10.0", "5.0"]
+    assert report.main(folder, folder) == 0 and (folder / "README.md").read_text() == text
+    for name in ("collectives-testingx4.png", "collectives-testingx4-graph.png"):
+        assert f"(plots/{name})" in text
+        if importlib.util.find_spec("matplotlib"):
+            assert (folder / "plots" / name).stat().st_size > 5000, "an empty picture"
+
+
+def test_the_same_rows_give_the_same_plots(results, tmp_path):
+    pytest.importorskip("matplotlib")
+    rows = []
+    for op, shape in (("ag_gemm", "{}x6144x4096"), ("gemm_ar", "{}x8192x8192")):
+        for m in (1, 64, 1024, 8192):
+            times = {"sequence": m / 100 + 0.1, "tdkernels": m / 120 + 0.05, "floor": m / 150}
+            rows += run_of(shape.format(m), op=op, torch_fused=m / 110, **times)
+            rows += run_of(shape.format(m), op=op, graph=True, **times)
+        rows.append(tuned(shape.format(8192), op=op))
+    rows += run_of("8192x8x8", sequence=None, tdkernels=1.0)  # nothing to compare with
+    folder = results(rows)
+    (tmp_path / "elsewhere").mkdir()
+    assert report.main(folder, folder) == 0 and report.main(folder, tmp_path / "elsewhere") == 0
+    names = sorted(path.name for path in (folder / "plots").iterdir())
+    assert names == [
+        "roofline.png", "speedup-testingx4-graph.png", "speedup-testingx4.png", "speedup-tuner.png",
+        "sweep-testingx4-graph.png", "sweep-testingx4.png",
+    ]  # fmt: skip
+    for name in names:
+        once, again = (place / "plots" / name for place in (folder, tmp_path / "elsewhere"))
+        assert once.read_bytes() == again.read_bytes(), name
+        assert f"(plots/{name})" in (folder / "README.md").read_text()
+
+
+def test_the_repositorys_report_is_that_of_its_rows():
+    found = points.read(bench_run.RESULTS)
+    alone, ep = points.read_collectives(bench_run.RESULTS), points.read_ep(bench_run.RESULTS)
+    layers, decode = points.read_layers(bench_run.RESULTS), points.read_decode(bench_run.RESULTS)
+    readers = points.read_sequences, points.read_network, points.read_host, points.read_chosen
+    others = [read(bench_run.RESULTS) for read in readers]
+    assert (ROOT / "bench" / "README.md").read_text() == report.text(found, alone, ep, layers, decode, *others), (
+        "bench/README.md is stale: python -m tdkernels bench --report"
+    )
+    drawn = {path.name: path.stat().st_size for path in (ROOT / "bench" / "plots").iterdir()}
+    figures = plots.figures(found) + collective_plots.figures(collective_report.newest_runs(alone))
+    figures += dispatch_plots.figures(dispatch_report.newest_runs(ep))
+    figures += flash_decode_plots.figures(flash_decode_report.newest_runs(decode))
+    assert drawn.keys() == {figure.file for figure in figures}
+    assert max(drawn.values()) < 120 << 10
+
+
+def test_what_calls_take_the_host():
+    """The newest rows of each place; what was not measured is said to be so."""
+    place = {"what": "host", "gpu": "Testing", "num_gpus": 2, "git": "0123456789"}
+    old = {"op": "ag_gemm", "method": "sequence", "host_us": 1.0, "call_us": 2.0, "date": "2026-01-01", **place}
+    new = [{**old, "method": method, "host_us": us, "call_us": 2 * us, "date": "2026-01-02"}
+           for method, us in (("sequence", 10.4), ("ours", 20.0))]  # fmt: skip
+    lines = host_report.text([old, *new]).splitlines()
+    assert "2 x Testing, 2026-01-02, revision 0123456." in lines
+    assert lines[-1] == "| ag_gemm | 10 / 21 | – | 20 / 40 |"
+    assert host_report.text([]) == ""
+
+
+def test_what_the_tuner_found():
+    row = {"what": "chosen", "op": "ep_combine", "shape": "8x4", "layout": "static", "ms": 2.0, "sequence_ms": None,
+           "default_ms": 3.0, "gemm_ms": 1.0, "wire_ms": None, "shipped": True, "config": {"num_warps": 4},
+           "gpu": "Testing", "num_gpus": 2, "git": "0123456789", "date": "2026-01-01"}  # fmt: skip
+    lines = tuned_report.text([row, {**row, "shipped": False, "config": {"method": "torch"}}]).splitlines()
+    assert lines[-2] == "| ep_combine | 8x4 | static | 2.000 | – | 1.50 | 1.000 | – | yes | num warps 4 |"
+    assert lines[-1].endswith("| host | the sequence |")
+    assert tuned_report.text([]) == ""
+
+
+def test_calls_are_measured_on_the_host():
+    with RankPool(2, "cpu") as pool:
+        table = pool.run(host.measure)[0]
+    found = {(operator, method) for operator, method, *_ in table}
+    assert found >= {(operator, method) for operator in ("ag_gemm", "all_reduce") for method in host_report._METHODS}
+    assert ("flash_decode", "ours") in found and all(0 < launched <= done for *_, launched, done in table)

@@ -1,0 +1,177 @@
+"""The doctor: each check on fakes, its exit code and output, and its self-test on CPU ranks."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tdkernels import __main__ as command_line
+from tdkernels.cli import doctor
+from tdkernels.cli.doctor import Check
+
+
+def test_versions_that_are_too_old_are_problems():
+    assert doctor.check_torch("2.10.3").status == "problem"
+    assert doctor.check_torch("2.11.0a0+git1234").status == "ok"
+    assert doctor.check_triton("3.5.1").status == "problem"
+    assert doctor.check_triton("3.10.0").status == "ok"
+
+
+@pytest.mark.parametrize("installed, status", [(True, "ok"), (False, "problem")])
+def test_without_numpy_there_are_no_cpu_ranks(installed, status, monkeypatch):
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: object() if installed else None)
+    assert doctor.check_numpy().status == status
+
+
+def test_a_missing_compiler_matters_to_gpus_only(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    assert doctor.check_compiler(gpus=0).status == "ok"
+    assert doctor.check_compiler(gpus=2).status == "problem"
+
+
+def test_gpus_that_do_not_reach_each_other_are_a_problem():
+    assert doctor.links_from([[True, True], [True, True]], "NV18").status == "ok"
+    check = doctor.links_from([[True, False], [True, True]], "")
+    assert check.status == "problem"
+    assert "0: yes NO" in check.found
+
+
+def test_link_kinds_are_read_from_the_topology():
+    matrix = "\t\x1b[4mGPU0\tGPU1\tNIC0\tCPU Affinity\x1b[0m\nGPU0\t X \tNV18\tSYS\t0-31\nGPU1\tNV18\t X \tSYS\t0-31\n"
+    assert doctor.kinds_in_topology(matrix) == "NV18"
+    assert doctor.kinds_in_topology("") == ""
+
+
+def test_a_tool_that_is_absent_fails_or_hangs_says_nothing(monkeypatch):
+    monkeypatch.setattr(doctor, "_TOOL_TIMEOUT_S", 0.2)
+    assert doctor._output_of("/no/such/tool") == ""
+    assert doctor._output_of(sys.executable, "-c", "import sys; sys.exit(3)") == ""
+    assert doctor._output_of("sleep", "20") == ""
+
+
+def test_the_cache_folder_is_the_one_of_the_environment(monkeypatch, tmp_path):
+    monkeypatch.setenv("TDKERNELS_CACHE_DIR", str(tmp_path / "new" / "folder"))
+    check = doctor.check_cache()
+    assert check.status == "ok" and str(tmp_path) in check.found
+
+
+def test_a_cache_folder_that_cannot_be_written_is_a_warning(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()  # not a folder without permissions: root may write to that
+    monkeypatch.setenv("TDKERNELS_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    check = doctor.check_cache()
+    assert check.status == "warning"
+    assert "TDKERNELS_CACHE_DIR" in check.advice
+
+
+@pytest.mark.parametrize("gpu, status", [
+    ("NVIDIA H200", "ok"), ("NVIDIA H100 80GB HBM3", "ok"), ("NVIDIA Untuned", "warning"),
+])  # fmt: skip
+def test_a_gpu_without_a_table_is_a_warning(gpu, status, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: gpu)
+    check = doctor.check_tuning()
+    assert check.status == status and gpu in check.found
+    assert ("tdkernels tune" in check.advice) == (status == "warning")
+
+
+def test_a_mode_that_is_none_is_a_problem(monkeypatch):
+    monkeypatch.setenv("TDKERNELS_AUTOTUNE", "sometimes")
+    assert doctor.check_tuning().status == "problem"
+
+
+def test_a_timeout_that_is_no_number_is_a_problem(monkeypatch):
+    monkeypatch.setenv("TDKERNELS_TIMEOUT_S", "soon")
+    assert doctor.check_timeout().status == "problem"
+    monkeypatch.setenv("TDKERNELS_TIMEOUT_S", "7")
+    assert "7 s" in doctor.check_timeout().found
+
+
+def test_multicast_variables_are_shown(monkeypatch):
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
+    monkeypatch.delenv("NVSHMEM_DISABLE_NVLS", raising=False)
+    found = doctor.check_multicast().found
+    assert "NCCL_NVLS_ENABLE is 0 (off)" in found and "NVSHMEM_DISABLE_NVLS is not set" in found
+
+
+def test_memory_that_cannot_be_shared_is_a_problem(monkeypatch):
+    monkeypatch.delattr("os.memfd_create")
+    assert doctor.check_cpu_memory().status == "problem"
+
+
+def _fine():
+    return Check("fine", "ok", "all there")
+
+
+def _so_so():
+    return Check("so so", "warning", "slow", "Wait.")
+
+
+def _bad():
+    return Check("bad", "problem", "[rank 0] is [no/such markup]", "Repair it.", "Traceback [/of] it")
+
+
+def _broken():
+    raise KeyError("oops")
+
+
+@pytest.mark.parametrize("looks, code", [((_fine, _so_so), 0), ((_fine, _bad), 1), ((_broken, _fine), 1)])
+@pytest.mark.parametrize("as_json", [False, True])
+def test_the_exit_code_tells_of_problems(monkeypatch, capsys, looks, code, as_json):
+    monkeypatch.setattr(doctor, "LOOKS", looks)
+    assert command_line.main(["doctor", "--no-self-test"] + ["--json"] * as_json) == code
+    assert "fine" in capsys.readouterr().out
+
+
+def test_a_problem_is_shown_as_it_is(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "LOOKS", (_bad,))
+    doctor.main(self_test=False)
+    out = capsys.readouterr().out
+    assert "[rank 0]" in out and "Repair it." in out and "Traceback [/of] it" in out and "1 problem" in out
+
+
+def test_the_self_test_passes_on_cpu_ranks(monkeypatch, capsys):
+    monkeypatch.setattr(doctor.torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(doctor, "LOOKS", (_fine,))
+    assert command_line.main(["doctor", "--json"]) == 0
+    fine, self_test = json.loads(capsys.readouterr().out)["checks"]
+    assert fine == {"name": "fine", "status": "ok", "found": "all there", "advice": "", "details": ""}
+    assert self_test["name"] == "self-test, 2 CPU ranks" and self_test["status"] == "ok"
+
+
+def _raise():
+    raise ZeroDivisionError("of a rank")
+
+
+def test_a_self_test_that_fails_shows_why(monkeypatch):
+    monkeypatch.setattr(doctor, "try_operators", _raise)
+    check = doctor.check_operators(1, "cpu")
+    assert check.status == "problem"
+    assert "ZeroDivisionError: of a rank" in check.found and "Traceback" in check.details
+
+
+@pytest.mark.parametrize("error", [1.0, float("nan")])
+def test_a_wrong_result_is_a_problem(monkeypatch, error):
+    monkeypatch.setattr(doctor, "run_ranks", lambda *_, **__: [{"dx of ag_gemm": (error, 0.1), "output": (0.0, 0.1)}])
+    check = doctor.check_operators(2, "cpu")
+    assert check.status == "problem"
+    assert check.found == "wrong results: dx of ag_gemm"
+
+
+def test_it_runs_as_a_module():
+    done = subprocess.run(
+        [sys.executable, "-m", "tdkernels", "doctor", "--no-self-test", "--json"],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    checks = json.loads(done.stdout)["checks"]
+    assert done.returncode == any(check["status"] == "problem" for check in checks)
+    assert {"torch", "GPUs", "NVSHMEM"} <= {check["name"] for check in checks}
+
+
+def test_a_command_that_does_not_exist_is_refused(capsys):
+    with pytest.raises(SystemExit) as exit_of:
+        command_line.main(["cure"])
+    assert exit_of.value.code == 2
+    assert "doctor" in capsys.readouterr().err

@@ -1,0 +1,311 @@
+"""What all dense operators are asked, as functions that every rank runs. test_dense.py asks."""
+
+import dataclasses
+import itertools
+import random
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
+
+import tdkernels
+from tdkernels.ops.dense.ag_gemm import kernel as ag_gemm_kernel
+from tdkernels.ops.dense.gemm_ar import kernel as gemm_ar_kernel
+from tdkernels.ops.dense.gemm_rs import kernel as gemm_rs_kernel
+from tests.support.dense_oracle import GRADIENTS, Case
+from tests.support.ranks import a_group, device
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+# rows, n, k of a rank (see Case). A default tile is 64 x 64 on the CPU, up to 128 x 256 on a GPU; a GPU reads by TMA
+# where n and k are multiples of 8.
+SHAPES = [(5, 3, 7), (37, 29, 51), (64, 64, 64), (65, 66, 70)]
+LARGE_SHAPES = [(130, 264, 72)]
+MINIMAL_SHAPES = [(1, 1, 1), (1, 17, 3), (17, 1, 3), (3, 17, 1)]
+FEW_ROWS = (2, 21, 200)  # as of a token or two; more of K than any config splits it into
+
+
+# The config that a call without one runs with, for operands of a rank and a number of ranks.
+_DEFAULTS = {
+    "ag_gemm": ag_gemm_kernel.default_config_for,
+    "gemm_rs": gemm_rs_kernel.default_config_for,
+    "gemm_ar": gemm_ar_kernel.default_config_for,
+}
+
+
+def config_for(case, **changes):
+    """The default config for the case's operands, some fields changed; None, which means the default, for none."""
+    if not changes:
+        return None
+    x = case.x.detach().reshape(-1, case.x.shape[-1])
+    return dataclasses.replace(_DEFAULTS[case.operator](x, case.weight, case.world_size), **changes)
+
+
+def computes(operator, dtype, shapes, *, bias=True, exact=False, **changes):
+    """Output and gradients of each shape, with the config changed as told."""
+    cases = [Case(operator, dtype, *shape, bias=bias, exact=exact, seed=i) for i, shape in enumerate(shapes)]
+    results = [case.run(config=config_for(case, **changes)) for case in cases]
+    for case, result in zip(cases, results, strict=True):
+        assert set(result) == {"output", "dx", "dweight", *["dbias"] * bias}
+        case.check(result)
+        has_the_bits_of_rank_0(case, result)
+
+
+def has_the_bits_of_rank_0(case, results):
+    """What every rank holds whole is the same to the bit, or the ranks of a model would drift apart."""
+    for name in sorted(case.whole & results.keys()):
+        mine = results[name].contiguous().view(torch.uint8)
+        of_rank_0 = mine.clone()
+        dist.broadcast(of_rank_0, 0)
+        wrong = (mine != of_rank_0).sum().item()
+        assert wrong == 0, f"{name} of {case.title}: {wrong} of {mine.numel()} bytes are not those of rank 0"
+
+
+# ---- layouts: the same values, laid out otherwise; what is not theirs holds ``fill`` ----
+
+
+def transposed(t, fill):
+    return t.t().contiguous().t()
+
+
+def row_strided(t, fill):
+    wide = t.new_full((t.shape[0], t.shape[1] + 3), fill)
+    wide[:, 1:-2] = t
+    return wide[:, 1:-2]
+
+
+def misaligned(t, fill):
+    flat = t.new_full((t.numel() + 1,), fill)
+    flat[1:] = t.flatten()
+    return flat[1:].view(t.shape)
+
+
+def every_second(t, fill):
+    wide = t.new_full((2 * t.shape[0], 2 * t.shape[1]), fill)
+    wide[::2, 1::2] = t
+    return wide[::2, 1::2]
+
+
+LAYOUTS = {layout.__name__: layout for layout in (transposed, row_strided, misaligned, every_second)}
+
+
+def computes_with_strided_bias(operator, dtype, **changes):
+    case = Case(operator, dtype, 37, 29, 51)
+    wide = case.bias.new_full((2 * case.bias.numel(),), torch.nan)
+    wide[1::2] = case.bias.detach()
+    case.bias = wide[1::2].requires_grad_()
+    case.check(case.run(config=config_for(case, **changes)))
+
+
+def computes_with_layout(operator, dtype, operand, layout, **changes):
+    """One operand, or the gradient of the output, in a layout of its own; with and without alignment of its rows."""
+    for shape in [(37, 29, 51), (40, 24, 48)]:
+        case = Case(operator, dtype, *shape)
+        original = getattr(case, operand).detach()
+        changed = LAYOUTS[layout](original, _between(case, operand))
+        assert torch.equal(changed, original)
+        setattr(case, operand, changed.requires_grad_(operand != "dy"))
+        case.check(case.run(config=config_for(case, **changes)))
+
+
+def _between(case, operand):
+    """What an operand may have between its rows: NaN, unless plain torch alone reads it.
+
+    On a CPU with AMX torch's bf16 product reads past an odd row and multiplies that by zero: uxlfoundation/oneDNN#5717.
+    """
+    by_torch = operand == "dy" and "output" in case.whole
+    return torch.finfo(case.dtype).max if by_torch else torch.nan
+
+
+def takes_an_expanded_gradient(operator, **changes):
+    """What ``output.sum().backward()`` passes down has strides of zero."""
+    # Small integers: a library may add in another order for other strides, which must not make a difference.
+    case = Case(operator, torch.float32, 9, 7, 5, exact=True)
+    case.dy = torch.ones_like(case.dy)
+    config = config_for(case, **changes)
+    expected = case.run(config=config)
+    case.dy = torch.ones((), device=device()).expand(case.dy.shape)
+    for name, result in case.run(config=config).items():
+        assert torch.equal(result, expected[name]), name
+
+
+def computes_with_leading_dims(operator, dtype, batch, seq):
+    """x […, seq, K], and […, seq, 1, K]: rows are flattened, and restored in the output."""
+    for leading in [(seq,), (seq, 1)]:
+        case = Case(operator, dtype, batch * seq, 21, 19)
+        case.x = case.x.detach().view(-1, *leading, case.x.shape[1]).requires_grad_()
+        results = case.run()
+        assert results["output"].shape == (case.dy.shape[0] // seq, *leading, case.dy.shape[1])
+        assert results["dx"].shape == case.x.shape
+        case.check(results)
+
+
+def computes_nothing(operator, dtype, config_changes):
+    """No rows at all: an empty output, and gradients that are zero."""
+    case = Case(operator, dtype, 0, 5, 3)
+    results = case.run(config=config_for(case, **config_changes))
+    assert set(results) == {"output", "dx", "dweight", "dbias"}
+    case.check(results)
+    # The ranks are still in step.
+    after = Case(operator, dtype, 4, 5, 3)
+    after.check(after.run())
+
+
+# ---- autograd ----
+
+
+def computes_only_the_gradients_asked_for(operator, dtype, **changes):
+    names = list(GRADIENTS)
+    subsets = [subset for size in range(len(names) + 1) for subset in itertools.combinations(names, size)]
+    for subset in subsets:
+        case = Case(operator, dtype, 19, 13, 17)
+        for name in names:
+            getattr(case, name).requires_grad_(name in subset)
+        results = case.run(config=config_for(case, **changes))
+        assert set(results) == {"output", *(GRADIENTS[name] for name in subset)}, f"asked for {subset}: {set(results)}"
+        case.check(results)
+
+
+def computes_without_grad(operator):
+    for mode in (torch.no_grad, torch.inference_mode):
+        case = Case(operator, torch.float32, 19, 13, 17)
+        with mode():
+            output = case.call()
+        assert not output.requires_grad
+        case.check({"output": output})
+
+
+def trains_after_inference(operator, **changes):
+    """What a first call has left in a workspace, whatever mode it was in, serves one in another mode."""
+    with a_group() as group:
+        for seed in range(2):
+            case = Case(operator, torch.bfloat16, 19, 13, 17, seed=seed)
+            config = config_for(case, **changes)
+            with torch.inference_mode():
+                case.check({"output": case.call(group=group, config=config)})
+            case.check(case.run(group=group, config=config))
+        del group
+
+
+def uses_an_output_twice(operator):
+    case = Case(operator, torch.float32, 19, 13, 17)
+    output = case.call()
+    ((output * case.dy / 2).sum() + (output * case.dy / 2).sum()).backward()
+    case.check(case.gradients())
+
+
+def feeds_one_x_to_two_calls(operator):
+    """As an attention block feeds q, k and v: the gradients of x add up."""
+    case, other = Case(operator, torch.float32, 19, 13, 17), Case(operator, torch.float32, 19, 11, 17, seed=1)
+    expected = case.run()["dx"] + other.run()["dx"]
+    case.x.grad, other.x = None, case.x  # dx does not depend on x
+    torch.autograd.backward([case.call(), other.call()], [case.dy, other.dy])
+    assert torch.equal(case.x.grad, expected)
+
+
+def goes_backward_twice(operator):
+    case = Case(operator, torch.bfloat16, 19, 13, 17)
+    output = case.call()
+    output.backward(case.dy, retain_graph=True)
+    output.backward(case.dy)
+    case.check({name: gradient / 2 for name, gradient in case.gradients().items()})
+
+
+def recomputes_in_a_checkpoint(operator):
+    case = Case(operator, torch.bfloat16, 19, 13, 17)
+    output = checkpoint(case.call, use_reentrant=False)
+    output.backward(case.dy)
+    case.check({"output": output, **case.gradients()})
+
+
+def refuses_second_derivatives(operator):
+    """Rather than leave terms out of them."""
+    case = Case(operator, torch.float32, 19, 13, 17)
+    output = case.call()
+    with pytest.raises(RuntimeError, match="second derivative"):
+        torch.autograd.grad(output, case.x, case.dy, create_graph=True)
+
+
+def refuses_forward_mode(operator):
+    """Rather than return a tangent of zero."""
+    case = Case(operator, torch.float32, 19, 13, 17)
+    x, weight = case.x.detach(), case.weight.detach()
+    call = getattr(tdkernels, operator)
+    with forward_ad.dual_level():
+        with pytest.raises(NotImplementedError, match="jvp"):
+            call(forward_ad.make_dual(x, torch.ones_like(x)), weight)
+    with pytest.raises(RuntimeError, match="functorch"):
+        torch.func.jvp(lambda x: call(x, weight), (x,), (torch.ones_like(x),))
+
+
+def obeys_autocast(operator):
+    """fp32 parameters under autocast: computed in bf16, with gradients in fp32."""
+    case = Case(operator, torch.bfloat16, 37, 29, 51)
+    for name in GRADIENTS:
+        setattr(case, name, getattr(case, name).detach().float().requires_grad_())
+    with torch.autocast(device().type, torch.bfloat16):
+        output = case.call()
+    assert output.dtype == torch.bfloat16
+    output.backward(case.dy)
+    gradients = case.gradients()
+    assert {gradient.dtype for gradient in gradients.values()} == {torch.float32}
+    case.check({"output": output, **{name: gradient.bfloat16() for name, gradient in gradients.items()}})
+
+
+# ---- the rest ----
+
+
+def repeats_its_bits(operator, dtype, **changes):
+    """The same bits every time, whoever comes first."""
+    case = Case(operator, dtype, 40, 37, 70)
+    config = config_for(case, **changes)
+    first = case.run(config=config)
+    case.check(first)
+    has_the_bits_of_rank_0(case, first)
+    delays = random.Random(dist.get_rank())
+    for _ in range(3):
+        time.sleep(delays.uniform(0, 0.03))
+        for name, result in case.run(config=config).items():
+            assert torch.equal(result, first[name]), f"{name} of {case.title} changed from call to call"
+
+
+def adds_in_rank_order(operator, dtype, **changes):
+    """z to the bit: partials, rounded to the dtype, are added in fp32, those of rank 0 first."""
+    # The partials are x[0] + x[1] / 16, which the order of a product cannot change. What gemm_rs adds of its own is not
+    # rounded before, so there they are x[0].
+    weights = [1.0] if operator == "gemm_rs" else [1.0, 1 / 16]
+    case = Case(operator, dtype, 40, 37, len(weights), bias=False)
+    with torch.no_grad():
+        case.weight.copy_(torch.tensor(weights))
+    column = case.x.detach().double() @ case.weight[:1].detach().double().t()
+    partial = column.float().to(dtype)
+    partials = [torch.empty_like(partial) for _ in range(case.world_size)]
+    dist.all_gather(partials, partial)
+    total = torch.zeros_like(partial, dtype=torch.float32)
+    for of_a_rank in partials:
+        total += of_a_rank.float()
+    expected = case.own_parts({"output": total.to(dtype).expand(-1, case.shape[1])})["output"]
+    got = case.call(config=config_for(case, **changes)).detach()
+    wrong = (got != expected).sum().item()
+    assert wrong == 0, f"{wrong} of {got.numel()} elements of {case.title} were added otherwise"
+
+
+def goes_backward_alone(operator):
+    """Where every rank has all of the output's gradient there is nothing to wait for."""
+    case = Case(operator, torch.bfloat16, 19, 13, 17)
+    output = case.call()
+    if dist.get_rank() == 0:
+        output.backward(case.dy)
+        case.check(case.gradients())
+    case.check({"output": case.call()})
+
+
+def is_plain_linear_on_one_rank(operator, dtype):
+    case = Case(operator, dtype, 37, 29, 51)
+    results = case.run()
+    assert torch.equal(results["output"], F.linear(case.x, case.weight, case.bias))
+    case.check(results)

@@ -1,0 +1,221 @@
+"""What ep_dispatch and ep_combine are asked of groups on several nodes alone, as functions that every rank runs.
+
+``local`` is how many ranks a simulated node has. What any group is asked they are asked on nodes as well: by
+``tests.support.simulated_nodes.on_nodes``, for which expert_parallel.py and expert_ranks.py need not know.
+"""
+
+import collections
+import contextlib
+import random
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tdkernels
+from tdkernels import PeerTimeoutError
+from tdkernels.ops.experts.dispatch.multinode import crossing, kernel_combine
+from tdkernels.symm.backends.emulated_network import EmulatedNetwork
+from tdkernels.symm.workspace import Workspace
+from tests.ops.experts.dispatch.cases import SMALL, case_of, config_of
+from tests.ops.experts.dispatch.oracle import BF16, FP32, Routed
+from tests.ops.experts.dispatch.rank_cases import there_and_back
+from tests.support.ranks import device
+from tests.support.simulated_nodes import a_group_on_nodes, reseed
+from tests.test_protocol import failure_of, poison, timeout
+
+SEEDS = 50
+
+
+def is_right_on_every_network(combine):
+    """Small calls with nothing between them, each on a network with an order of its own; some count anew."""
+    config = config_of({**SMALL, "num_senders": 1, "num_receivers": 1, "combine": combine})
+    cases = [case_of([2, 1, 0, 1], 1, 2, 3, FP32), case_of([1, 3, 2, 0], 1, 2, 3, FP32, ids="near")]
+    handles = [case.dispatch(config=config)[1] for case in cases]
+    own = random.Random(dist.get_rank())
+    for seed in range(SEEDS):
+        reseed(seed)
+        case = cases[seed % 2]
+        if seed % 10 > 7:
+            handles[seed % 2] = case.dispatch(config=config)[1]
+        recv, handle = tdkernels.ep_dispatch(case.x, handles[seed % 2], case.weights)
+        y = tdkernels.ep_combine(case.expert_out(), handle)
+        case.check_received(recv)
+        case.check_combined(y, combine=combine)
+        if own.random() < 0.2:
+            time.sleep(own.uniform(0, 0.01))
+
+
+def reuses_poisoned_memory():
+    for seed in range(3):
+        case = case_of([3, 0, 5, 2], 2, 2, 9, seed=seed)
+        there_and_back(case, SMALL)
+        poison()
+        there_and_back(case, SMALL)
+
+
+def repeats_its_bits():
+    """The same bits whatever the network does, forward and backward."""
+    case = case_of([3, 2, 0, 1], 3, 2, 40, values="normal", seed=7)
+    rows = case.expert_out()
+    dy = case.draw(sum(case.tokens), 40, BF16)[case.mine].to(device())
+    first = None
+    for seed in range(3):
+        reseed(seed)
+        x, weights, out = (tensor.clone().requires_grad_() for tensor in (case.x, case.weights, rows))
+        recv, handle = tdkernels.ep_dispatch(x, case.ids, weights, num_experts=case.experts, config=config_of(SMALL))
+        y = tdkernels.ep_combine(out, handle)
+        gradients = torch.autograd.grad([recv.x.float().sum(), y], [x, out, weights], [None, dy])
+        tdkernels.synchronize()
+        results = [recv.x, y, *gradients]
+        first = first or results
+        for name, one, other in zip(("recv.x", "y", "dx", "dexpert_out", "dweights"), first, results, strict=True):
+            assert torch.equal(one, other), f"{name} has other bits with seed {seed}"
+
+
+@contextlib.contextmanager
+def counted_bytes():
+    """How many this rank puts to each peer, while they are put: {peer: bytes}."""
+    sent = collections.Counter()
+    put = EmulatedNetwork.put
+
+    def counted(network, dst, src, num_bytes, peer, *signal):
+        sent[peer] += num_bytes
+        put(network, dst, src, num_bytes, peer, *signal)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EmulatedNetwork, "put", counted)
+        yield sent
+
+
+def crosses_once(local):
+    """Nothing goes by the network but along rails, and a token once for a node, there and back."""
+    case = case_of([4, 3, 5, 2], 3, 2, 50, FP32, ids="distinct", seed=1)
+    rank = dist.get_rank()
+    source = torch.repeat_interleave(torch.arange(case.world_size), torch.tensor(case.tokens))
+    with counted_bytes() as there:
+        handle = case.dispatch()[1]
+    with counted_bytes() as sent:
+        tdkernels.ep_combine(case.expert_out(), handle)
+    for peer in range(case.world_size):
+        if peer == rank or peer % local != rank % local:
+            assert there[peer] == sent[peer] == 0, f"{there[peer]} and {sent[peer]} bytes to rank {peer}"
+            continue
+        is_for = [
+            (case.dest // local == other // local).logical_and(case.valid).any(1) & (source == own)
+            for own, other in ((rank, peer), (peer, rank))
+        ]
+        going, coming = (int(tokens.sum()) for tokens in is_for)
+        counts = crossing.line_bytes(case.experts, case.world_size, local)
+        slot = crossing.crossing_slot_memory(200, 0, 3, local)
+        assert there[peer] == counts + going * slot, f"{there[peer]} bytes to rank {peer} for {going} tokens"
+        back = crossing.sum_slot_memory(200, 3)
+        assert sent[peer] == coming * back, f"{sent[peer]} bytes back to rank {peer} for {coming} tokens"
+
+
+# ---- ranks that come late or never ----
+
+
+def waits_for_every_part():
+    """Each chunk that rank 1 sends to its node peer comes late, those of the node's own tokens last."""
+    case = case_of([4, 3, 2, 2], 2, 2, 9, FP32, ids="near")
+    handle = case.dispatch(config=config_of(SMALL))[1]
+    case.check_combined(tdkernels.ep_combine(case.expert_out(), handle))
+    case.all_out = -case.all_out
+    send = kernel_combine.send_chunk
+
+    def slowly(*args):
+        time.sleep(0.02)
+        send(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(kernel_combine, "send_chunk", slowly)
+        for _ in range(2):
+            case.check_combined(tdkernels.ep_combine(case.expert_out(), handle))
+
+
+def misses_a_rank(local, missing, when):
+    """The peer whom this rank misses, when one does not come to the counts, the tokens or the sums; None there."""
+    with a_group_on_nodes(local) as group:
+        case = Routed([2] * dist.get_world_size(), 2, dist.get_world_size(), 8, local_world_size=local)
+        handle = case.dispatch(group=group)[1]
+        case.check_combined(tdkernels.ep_combine(case.expert_out(), handle, group=group))
+        call = _calls(case, handle, group)[when]
+        dist.barrier()
+        error = None
+        if dist.get_rank() != missing:
+            with timeout(1.0):
+                error = failure_of(call)
+            assert type(error) is PeerTimeoutError, repr(error)
+            assert error.rank == dist.get_rank() and error.seen < error.expected
+            again = failure_of(call)
+            assert str(again) == str(error), f"{again!r} after {error!r}"
+        dist.barrier()
+        del group, handle, call
+    return error and error.peer
+
+
+def _calls(case, handle, group):
+    expert_out = case.expert_out()
+    return {
+        "counts": lambda: case.check_received(case.dispatch(group=group)[0]),
+        "tokens": lambda: case.check_received(
+            tdkernels.ep_dispatch(case.x, handle, case.weights, group=group)[0]
+        ),
+        "sums": lambda: case.check_combined(tdkernels.ep_combine(expert_out, handle, group=group)),
+    }  # fmt: skip
+
+
+def comes_when_another_has_given_up(local, late, impatient, when):
+    """What each rank gets of a call to which one comes late, and for which another does not wait so long."""
+    rank = dist.get_rank()
+    with a_group_on_nodes(local) as group:
+        case = Routed([3] * dist.get_world_size(), 2, dist.get_world_size(), 8, ids="distinct", local_world_size=local)
+        handle = case.dispatch(group=group)[1]
+        case.check_combined(tdkernels.ep_combine(case.expert_out(), handle, group=group))
+        call = _calls(case, handle, group)[when]
+        dist.barrier()
+        if rank == late:
+            time.sleep(0.9)
+        with timeout(0.3 if rank == impatient else 2.0):
+            try:
+                call()
+                answer = "right"
+            except PeerTimeoutError as error:
+                answer = f"missed {error.peer}"
+                error.__traceback__ = None
+        dist.barrier()
+        del group, handle, call
+    return answer
+
+
+def disagrees(local):
+    """On the width of x: everybody is told, and the group is as good as before."""
+    with a_group_on_nodes(local) as group:
+        world_size, odd = dist.get_world_size(), dist.get_rank() == 1
+        case = Routed([3] * world_size, 2, world_size, 24 if odd else 16, local_world_size=local)
+        error = failure_of(case.dispatch, group=group)
+        assert type(error) is ValueError, repr(error)
+        assert "ep_dispatch: the ranks disagree: width is 16 on rank" in str(error), str(error)
+        case = Routed([3] * world_size, 2, world_size, 16, local_world_size=local)
+        there_and_back(case, group=group)
+        del group
+
+
+def sends_nothing_that_does_not_fit():
+    """With too small a capacity and no host that waits, the kernels run all the same, and send nothing."""
+    case = case_of([3, 4, 2, 5], 2, 2, 8, ids="last", seed=4)
+    local = case.local_world_size
+    with counted_bytes() as sent, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Workspace, "_raise_note", lambda workspace: None)  # as on a GPU, where it is read later
+        recv, handle = case.dispatch(max_tokens=3)
+        assert not recv.splits.any()
+        y = tdkernels.ep_combine(torch.full((3, 8), torch.nan, dtype=BF16, device=device()), handle)
+        assert not y.any()
+    counts = crossing.line_bytes(case.experts, case.world_size, local)
+    assert set(sent.values()) == {counts}, f"more than the counts was put: {sent}"
+    error = failure_of(tdkernels.synchronize)
+    assert type(error) is ValueError and "max_tokens=3 is too small" in str(error), repr(error)
+    there_and_back(case)

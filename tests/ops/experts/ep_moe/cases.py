@@ -1,0 +1,329 @@
+"""What ep_moe is asked, as functions that every rank runs. test_ep_moe.py asks."""
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tdkernels
+from tdkernels import EpConfig, EpMoeConfig, GroupGemmConfig
+from tdkernels.ops.experts.dispatch import launch as ep_launch
+from tdkernels.ops.experts.dispatch.quantize import dequantize
+from tdkernels.ops.experts.ep_moe import fused
+from tdkernels.ops.experts.ep_moe.kernel_sort import order_of
+from tests.ops.experts.dispatch.cases import quantized, tokens_of, without_symmetric_memory
+from tests.ops.experts.dispatch.low_latency_cases import launches_of
+from tests.ops.experts.dispatch.oracle import BF16, FP32, Routed
+from tests.support import moe_oracle
+from tests.support.dense_oracle import assert_close
+from tests.support.moe_oracle import NAMES
+from tests.support.ranks import a_group, device
+from tests.test_protocol import failure_of
+
+UNEVEN = [7, 0, 11, 4]  # tokens of ranks
+
+FEW_PROGRAMS = EpConfig(combine="per_expert", num_senders=2, num_receivers=2, chunk_tokens=4, num_warps=1)
+CONFIGS = {
+    "default": None,
+    "fused": EpMoeConfig(method="fused"),
+    "per expert, torch's product": EpMoeConfig(FEW_PROGRAMS, GroupGemmConfig(method="torch")),
+    "torch": EpMoeConfig(method="torch"),
+}
+
+
+class Layer:
+    """All ranks' tokens and experts, and this rank's part of them.
+
+    Args:     tokens: T of each rank, or a number for all; experts_each: E / W; width, hidden: H and I
+              quantize: whether the tokens are to be what is left of them in fp8
+              routing: of ``Routed``; the rest too
+
+    ``own`` has this rank's operands by name, on its device; ``dy`` the gradient of y.
+    """
+
+    def __init__(
+        self, tokens, k, experts_each, width, hidden, dtype=BF16, *, quantize=False, seed=0, group=None, **routing
+    ):  # fmt: skip
+        self.group, rank, world_size = group, dist.get_rank(group), dist.get_world_size(group)
+        tokens = tokens_of(tokens)[:world_size]
+        experts = experts_each * world_size
+        self.case = Routed(tokens, k, experts, width, dtype, values="normal", seed=seed, rank=rank, **routing)
+        case, generator = self.case, self.case.generator
+        self.dtype, self.experts = dtype, experts
+
+        def weights(*shape):
+            return (torch.randn(experts, *shape, generator=generator) * shape[-1] ** -0.5).to(dtype)
+
+        self.whole = {
+            "x": case.all_x, "topk_weights": case.all_weights, "w_gate_up": weights(2 * hidden, width),
+            "w_down": weights(width, hidden),
+        }  # fmt: skip
+        if quantize:
+            self.whole["x"] = dequantize(*quantized(case.all_x), dtype)
+        mine = slice(rank * experts_each, (rank + 1) * experts_each)
+        self.own = {name: self.whole[name][mine].to(device()) for name in ("w_gate_up", "w_down")}
+        self.own |= {"x": case.x, "topk_weights": case.weights}  # x as it is before it is quantized
+        self.all_dy = case.draw(sum(tokens), width, dtype)
+
+    def call(self, function=tdkernels.ep_moe, **options):
+        return function(*self.operands(), num_experts=self.experts, **options)
+
+    def operands(self):
+        return self.own["x"], self.case.ids, *(self.own[name] for name in NAMES[1:])
+
+    def run(self, wanted=NAMES, **options):
+        """Forward and backward: y and the gradients of the operands that are wanted, by name."""
+        self.own = {name: operand.detach().requires_grad_(name in wanted) for name, operand in self.own.items()}
+        y = self.call(**options)
+        y.backward(self.all_dy[self.case.mine].to(device()))
+        return {"y": y.detach(), **{f"d{name}": self.own[name].grad for name in wanted}}
+
+    def check(self, results):
+        """Each of the named results of all ranks, no further from fp64 than twice what plain torch is; collective.
+
+        Of all ranks together: a rank may have so few numbers that plain torch has them right by luck.
+        """
+        tdkernels.synchronize()
+        ranks = [None] * self.case.world_size
+        dist.all_gather_object(ranks, {name: got.cpu() for name, got in results.items()}, self.group)
+        exact, low = self.expected(torch.double), self.expected(self.dtype)
+        for name in results:
+            parts = [of_rank[name] for of_rank in ranks]
+            assert_close(f"{name} of {self.case.title}", torch.cat(parts), exact[name], low[name])
+
+    def expected(self, dtype):
+        operands = {name: operand.to(dtype) for name, operand in self.whole.items()}
+        operands["topk_weights"] = self.whole["topk_weights"]
+        if dtype == torch.double:
+            operands["topk_weights"] = operands["topk_weights"].double()
+        return moe_oracle.results_of(operands, self.case.all_ids, self.all_dy.to(dtype))
+
+
+# ---- what it computes ----
+
+
+def computes(spec, config):
+    """Forward and every gradient; and the specification's forward is the same."""
+    layer = Layer(**spec)
+    layer.check(layer.run(config=CONFIGS[config]))
+    if dist.get_world_size() > 1:
+        layer.check({"y": layer.call(tdkernels.ep_moe_ref).detach()})
+
+
+def needs_no_symmetric_memory(spec):
+    with without_symmetric_memory():
+        computes(spec, "torch")
+
+
+def is_called_again(config):
+    """New tokens, weights and numbers of rows in the same workspaces."""
+    for seed in range(3):
+        layer = Layer(UNEVEN[seed:] + UNEVEN[:seed], 2, 2, 16, 8, seed=seed)
+        layer.check(layer.run(config=CONFIGS[config]))
+
+
+def takes_interleaved_weights(config):
+    layer = Layer(UNEVEN, 2, 2, 16, 8, FP32)
+    halves = layer.own["w_gate_up"]
+    layer.own["w_gate_up"] = halves.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+    results = layer.run(activation="swiglu_interleaved", config=CONFIGS[config])
+    by_turns = results["dw_gate_up"].unflatten(1, (-1, 2))
+    layer.check(results | {"dw_gate_up": by_turns.transpose(1, 2).flatten(1, 2)})
+
+
+def keeps_to_a_capacity(config):
+    """Rows that no token has take part in nothing, forward or backward; one row less is refused on every rank."""
+    layer = Layer(UNEVEN, 2, 2, 16, 8, FP32, seed=3)
+    needed = max(layer.case.capacity())
+    if config == "torch":  # and stages nothing
+        needed = layer.case.capacity()[0]
+    if config == "fused":  # and has slots for all choices
+        needed = max(needed, 2 * max(UNEVEN[: dist.get_world_size()]))
+    for capacity in (needed, needed + 40):
+        layer.check(layer.run(max_tokens=capacity, config=CONFIGS[config]))
+    for capacity in (1, needed - 1):
+        with pytest.raises(ValueError, match=f"max_tokens={capacity} is too small"):
+            layer.call(max_tokens=capacity, config=CONFIGS[config])
+            tdkernels.synchronize()
+    layer.check(layer.run(config=CONFIGS[config]))
+
+
+def sends_few_tokens(quantize):
+    """By one launch, whose rows are those that counting first gives; more tokens than promised are refused."""
+    layer = Layer(UNEVEN, 2, 2, 128, 8, quantize=quantize is not None, seed=3)
+    most = max(layer.case.tokens)
+    wanted = [name for name in NAMES if name != "x" or quantize is None]
+    for bounds in ({"max_tokens_per_rank": most}, {"max_tokens_per_rank": most + 3, "max_tokens": 100}):
+        results, launched = launches_of(layer.run, wanted=wanted, quantize=quantize, **bounds)
+        assert launched.count(True) == 1, launched
+        layer.check(results)
+    with pytest.raises(ValueError, match=f"has (more|{most}) tokens,? (more )?than max_tokens_per_rank"):
+        layer.call(max_tokens_per_rank=most - 1)
+        tdkernels.synchronize()
+    failure_of(tdkernels.synchronize)  # on a GPU the rank that has them is told once more
+    layer.check(layer.run(wanted=wanted, quantize=quantize))
+
+
+def overlaps_with_a_bound(tokens, ids):
+    """There is room for whatever so many tokens choose; more tokens on one rank are refused on all."""
+    layer = Layer(tokens, 2, 2, 16, 8, ids=ids, seed=8)
+    most, world_size = max(*layer.case.tokens, 2), dist.get_world_size()
+    routings = []
+    with mock.patch.object(fused, "order_of", lambda routing: routings.append(routing) or order_of(routing)):
+        for bounds in ({"max_tokens_per_rank": most}, {"max_tokens_per_rank": most + 3, "max_tokens": 128}):
+            layer.check(layer.run(config=CONFIGS["fused"], **bounds))
+    # Rows of all ranks' choices, in steps of 64; of their own choices ranks have as many slots as they need.
+    rows = 2 * most * world_size
+    assert [routing.rows for routing in routings] == [rows, 128]
+    assert [routing.reach for routing in routings] == [(-(-rows // 64) * 64, 64), (128, 64)]
+    if any(layer.case.tokens):
+        with pytest.raises(ValueError, match="max_tokens=1 is too small"):
+            layer.call(max_tokens_per_rank=most, max_tokens=1, config=CONFIGS["fused"])
+            tdkernels.synchronize()
+        with pytest.raises(ValueError, match=f"ep_moe: .* has (more|{most}) tokens,? (more )?than max_tokens_per_rank"):
+            layer.call(max_tokens_per_rank=most - 1, config=CONFIGS["fused"])
+            tdkernels.synchronize()
+        failure_of(tdkernels.synchronize)
+    layer.check(layer.run(max_tokens_per_rank=most, config=CONFIGS["fused"]))
+
+
+def sends_codes(width):
+    """In fp8 the tokens are what is left of them; only they have no gradient."""
+    layer = Layer(UNEVEN, 2, 2, width, 8, quantize=True, seed=4)
+    layer.check(layer.run(wanted=NAMES[1:], quantize="fp8"))
+    layer.own["x"] = layer.own["x"].detach().requires_grad_()
+    with pytest.raises(ValueError, match='ep_moe: quantize="fp8" has no gradient, and x requires one'):
+        layer.call(quantize="fp8")
+    with torch.no_grad():
+        y = layer.call(quantize="fp8")
+    layer.check({"y": y})
+
+
+def computes_what_is_wanted():
+    """Any one gradient alone; and a dispatch has none to send back but that of x."""
+    layer = Layer(UNEVEN, 2, 2, 16, 64, FP32, seed=5)  # wide, as of few elements torch's sums are exact on some CPUs
+    sent = []
+
+    def combine(routing, rows, row_numbers=None, **options):
+        sent.append((rows.shape[1], row_numbers is not None))
+        return whole_combine(routing, rows, row_numbers=row_numbers, **options)
+
+    whole_combine = ep_launch.combine
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ep_launch, "combine", combine)
+        for name, back in (
+            ("x", [(16, False)]), ("topk_weights", [(0, True)]), ("w_gate_up", []), ("w_down", [])
+        ):  # fmt: skip
+            sent.clear()
+            layer.check(layer.run(wanted=(name,)))
+            assert sent == [(16, False), *back], f"{sent} for the gradient of {name}"
+    with torch.no_grad():
+        assert not layer.call().requires_grad
+
+
+def overlaps_only_what_is_wanted():
+    """Any one gradient alone, of a call whose products overlap the ways."""
+    layer = Layer(UNEVEN, 2, 2, 16, 64, FP32, seed=5)
+    for name in NAMES:
+        layer.check(layer.run(wanted=(name,), config=CONFIGS["fused"]))
+    with torch.no_grad():
+        assert not layer.call(config=CONFIGS["fused"]).requires_grad
+
+
+def casts_as_autocast_says(config):
+    layer = Layer(UNEVEN, 2, 2, 16, 8, BF16, seed=6)
+    layer.own = {name: operand.float() for name, operand in layer.own.items()}
+    with torch.autocast(device().type, BF16):
+        results = layer.run(config=CONFIGS[config])
+    assert {results[f"d{name}"].dtype for name in NAMES} == {FP32}
+    results = {name: result.to(BF16) for name, result in results.items()}
+    results["dtopk_weights"] = results["dtopk_weights"].float()
+    layer.check(results)
+
+
+def computes_in_a_subgroup(config):
+    """Of the last two ranks; the first does something else."""
+    with a_group([1, 2]) as group:
+        if dist.get_rank() == 0:
+            return
+        layer = Layer([4, 3, 0], 2, 2, 16, 8, group=group)
+        layer.check(layer.run(group=group, config=CONFIGS[config]))
+
+
+def refuses_wrong_ids(config):
+    """One id of one rank: all are told whose, and the next call is right."""
+    layer = Layer([2, 3, 1, 2], 2, 2, 16, 8, seed=7)
+    right = layer.case.ids
+    layer.case.ids = right.clone()
+    if dist.get_rank() == dist.get_world_size() - 1:
+        layer.case.ids[0, 1] = layer.experts
+    with pytest.raises(ValueError, match="topk_ids of rank . are out of range"):
+        layer.call(config=CONFIGS[config])
+    layer.case.ids = right
+    layer.check({"y": layer.call(config=CONFIGS[config])})
+
+
+# ---- what cannot be ----
+
+
+def refuses():
+    """Before anything is launched, so each rank by itself; then everything is as before."""
+    layer = Layer(4, 2, 3, 16, 8)
+    x, ids, weights, w_gate_up, w_down = layer.operands()
+    experts, world_size = layer.experts, dist.get_world_size()
+    good = dict(
+        x=x, topk_ids=ids, topk_weights=weights, w_gate_up=w_gate_up, w_down=w_down, num_experts=experts
+    )  # fmt: skip
+    table = [
+        (dict(x=[1.0]), TypeError, "x must be a torch.Tensor, not list"),
+        (dict(x=x.to(torch.float8_e4m3fn)), TypeError, "x is torch.float8_e4m3fn"),
+        (dict(x=x.float()), TypeError, "x is torch.float32 but w_gate_up is torch.bfloat16"),
+        (dict(x=x[0]), ValueError, r"x must have 2 dimensions \[rows, K\], its shape is \[16\]"),
+        (dict(x=x[:, :8]), ValueError, r"last dimension of x \[4, 8\] and of w_gate_up \[3, 16, 16\]"),
+        (dict(x=x[:3]), ValueError, r"topk_ids must be \[T, k\] with the T = 3 .*\[4, 2\]"),
+        (dict(topk_ids=None), TypeError, "topk_ids must be a torch.Tensor"),
+        (dict(topk_ids=ids.float()), TypeError, "topk_ids is torch.float32"),
+        (dict(topk_weights=None), TypeError, "topk_weights must be a torch.Tensor, not NoneType"),
+        (dict(topk_weights=weights[:, :1]), ValueError, r"topk_weights \[4, 1\] .* topk_ids \[4, 2\]"),
+        (dict(topk_weights=weights.double()), TypeError, "topk_weights is torch.float64"),
+        (dict(w_gate_up=w_gate_up[0]), ValueError, r"w_gate_up must have 3 dimensions .*\[16, 16\]"),
+        (dict(w_gate_up=w_gate_up[:, :5], w_down=w_down), ValueError, r"w_gate_up \[3, 5, 16\] must have an even N"),
+        (dict(w_gate_up=w_gate_up[:2]), ValueError, rf"w_gate_up must have the 3 experts of this rank \(of {experts}"),
+        (dict(w_gate_up=w_gate_up.to("meta")), ValueError, "x is on .* but w_gate_up is on meta"),
+        (dict(w_down=None), TypeError, "w_down must be a torch.Tensor"),
+        (dict(w_down=w_down.float()), TypeError, "x is torch.bfloat16 but w_down is torch.float32"),
+        (dict(w_down=w_down[:, :, :7]), ValueError, r"w_down must be .* = \[3, 16, 8\] .*, its shape is \[3, 16, 7\]"),
+        (dict(w_down=w_down[:, :15]), ValueError, r"w_down must be .* its shape is \[3, 15, 8\]"),
+        (dict(num_experts=0), ValueError, "num_experts must be a positive integer, not 0"),
+        (dict(activation=None), ValueError, r"activation must be one of \('swiglu', .*, not None"),
+        (dict(activation="gelu"), ValueError, "activation must be one of .*, not 'gelu'"),
+        (dict(quantize="fp4"), ValueError, "quantize must be None or \"fp8\", not 'fp4'"),
+        (dict(max_tokens=0), ValueError, "max_tokens must be a positive integer below .*, not 0"),
+        (dict(max_tokens_per_rank=0), ValueError, "ep_moe: max_tokens_per_rank must be a positive integer, .* not 0"),
+        (dict(config=EpConfig()), TypeError, "config must be an EpMoeConfig or None, not EpConfig"),
+        (dict(config=EpMoeConfig(ep=EpConfig(num_warps=3))), ValueError, "config cannot run: ep: num_warps must be"),
+        (dict(config=EpMoeConfig(gemm=GroupGemmConfig("best"))), ValueError, "config cannot run: gemm: method must"),
+        (dict(config=EpMoeConfig(method="best")), ValueError, 'config cannot run: method must be "fused", "sequence"'),
+        (dict(config=EpMoeConfig(EpConfig(), method="torch")), ValueError, 'method "torch" takes no ep and no gemm'),
+        (
+            dict(config=EpMoeConfig(gemm=GroupGemmConfig("torch"), method="fused")), ValueError,
+            'method "fused" multiplies by its own kernels, not by',
+        ),
+        (
+            dict(config=EpMoeConfig(method="fused"), quantize="fp8"), ValueError,
+            'method "fused" does not go here: rows are multiplied as they come, and codes are not',
+        ),
+        (dict(config=EpMoeConfig(gemm=3)), ValueError, "config cannot run: gemm must be of GroupGemmConfig or None"),
+        (dict(group="world"), TypeError, "group"),
+    ]
+    if world_size > 1:
+        words = f"num_experts {experts + 1} must be divisible by the group's {world_size} ranks"
+        table.append((dict(num_experts=experts + 1), ValueError, words))
+    for changes, kind, words in table:
+        with pytest.raises(kind, match=words) as caught:
+            tdkernels.ep_moe(**{**good, **changes})
+        assert "group" in changes or str(caught.value).startswith("ep_moe: "), str(caught.value)
+    with pytest.raises(TypeError, match="positional"):
+        tdkernels.ep_moe(x, ids, weights, w_gate_up, w_down, experts)
+    layer.check({"y": layer.call()})

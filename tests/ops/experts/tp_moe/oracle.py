@@ -1,0 +1,141 @@
+"""Experts that are sliced between the ranks, and what comes of them, from the layer that is not divided.
+
+    layer = Sliced(20, k=2, experts=5, width=33, hidden=13)      # tokens of each rank; channels of a rank
+    layer.check(layer.run())                                     # forward and every gradient, by name
+
+Every rank makes the same operands of all ranks from the seed and keeps its own part of them.
+"""
+
+import torch
+import torch.distributed as dist
+
+import tdkernels
+from tests.support import moe_oracle
+from tests.support.dense_oracle import assert_close
+from tests.support.moe_oracle import NAMES
+from tests.support.ranks import device
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+class Sliced:
+    """All ranks' tokens and whole experts, and this rank's part of them.
+
+    Args:     tokens: M / W; k, experts, width: k, E, H; hidden: I / W
+              activation: as of tp_moe
+              ids: "any", which may be -1 or twice the same; "distinct"; "one" expert for all; "few" of them; "none"
+              weights: the dtype of topk_weights; that of a choice of no expert is NaN, since nobody may look at it
+              exact: values so small that every sum of one product is exact in every dtype
+              group: None for the world
+
+    ``own`` has this rank's operands by name, on its device, and ``ids`` the ids; ``whole`` and ``all_ids`` those of all
+    ranks. A test may replace ``own`` and ``ids`` by tensors of the same values.
+    """
+
+    def __init__(
+        self, tokens, k, experts, width, hidden, dtype=BF16, *, activation="swiglu", ids="any", weights=FP32,
+        exact=False, seed=0, group=None,
+    ):  # fmt: skip
+        self.group, self.rank, self.world_size = group, dist.get_rank(group), dist.get_world_size(group)
+        self.tokens, self.experts, self.dtype, self.activation = tokens, experts, dtype, activation
+        self.title = f"M/W={tokens} k={k} E={experts} H={width} I/W={hidden} {dtype} {activation} ids={ids} seed={seed}"
+        generator = torch.Generator().manual_seed(seed)
+        total, channels = self.world_size * tokens, self.world_size * hidden
+
+        def draw(*shape, scale=1.0):
+            if exact:
+                return torch.randint(-1, 2, shape, generator=generator).to(dtype)
+            return (torch.randn(shape, generator=generator) * scale).to(dtype)
+
+        all_ids = _draw_ids(ids, total, k, experts, generator)
+        all_weights = torch.rand(total, k, generator=generator).to(weights)
+        halves = 2 if activation else 1
+        self.all_ids = all_ids.to(device())
+        self.whole = {
+            "x": draw(total, width), "topk_weights": all_weights.where(all_ids >= 0, torch.nan),
+            "w_gate_up": draw(experts, halves * channels, width, scale=width**-0.5),
+            "w_down": draw(experts, width, channels, scale=channels**-0.5),
+        }  # fmt: skip
+        self.all_dy = draw(total, width).to(device())
+        self.whole = {name: operand.to(device()) for name, operand in self.whole.items()}
+        self.mine = slice(self.rank * tokens, (self.rank + 1) * tokens)
+        self.own = {name: self.part(name, operand, self.rank).clone() for name, operand in self.whole.items()}
+        self.ids, self.dy = self.all_ids[self.mine].clone(), self.all_dy[self.mine].clone()
+        self._expected = {}
+
+    def part(self, name, whole, rank):
+        """A rank's part of a whole operand, of its gradient or of y."""
+        if name == "w_down":
+            return whole.tensor_split(self.world_size, 2)[rank]
+        if name != "w_gate_up":
+            return whole[rank * self.tokens : (rank + 1) * self.tokens]
+        if self.activation is None:
+            return whole.tensor_split(self.world_size, 1)[rank]
+        gate, up = (half.tensor_split(self.world_size, 1)[rank] for half in whole.chunk(2, dim=1))
+        if self.activation == "swiglu":
+            return torch.cat([gate, up], dim=1)
+        return torch.stack([gate, up], dim=2).flatten(1, 2)
+
+    # ---- calls ----
+
+    def operands(self):
+        return self.own["x"], self.ids, *(self.own[name] for name in NAMES[1:])
+
+    def call(self, function=tdkernels.tp_moe, **options):
+        return function(*self.operands(), activation=self.activation, group=self.group, **options)
+
+    def run(self, wanted=NAMES, **options):
+        """Forward and backward: y and the gradients of the operands that are wanted, by name."""
+        self.require(wanted)
+        y = self.call(**options)
+        y.backward(self.dy)
+        return {"y": y.detach(), **self.gradients()}
+
+    def require(self, wanted=NAMES):
+        """Let the named operands, and no others, want a gradient, of which they have none yet."""
+        self.own = {name: operand.detach().requires_grad_(name in wanted) for name, operand in self.own.items()}
+
+    def gradients(self):
+        """The gradients that the operands have, by name."""
+        return {f"d{name}": operand.grad for name, operand in self.own.items() if operand.grad is not None}
+
+    # ---- checks ----
+
+    def check(self, results):
+        """Each of the named results of all ranks, no further from fp64 than twice what plain torch is; collective.
+
+        Of all ranks together: a rank may have so few numbers that plain torch has them right by luck.
+        """
+        tdkernels.synchronize()
+        ranks = [None] * self.world_size
+        dist.all_gather_object(ranks, {name: got.cpu() for name, got in results.items()}, self.group)
+        exact, low = self.expected(torch.double), self.expected(self.dtype)
+        for name in results:
+            expected = [[self.part(name.removeprefix("d"), of[name], rank) for rank in range(self.world_size)]
+                        for of in (exact, low)]  # fmt: skip
+            for got, of_rank in zip((of[name] for of in ranks), expected[0], strict=True):
+                assert got.shape == of_rank.shape, f"{name} of {self.title}: {list(got.shape)}"
+            parts = [torch.cat([part.flatten() for part in parts])
+                     for parts in ([of[name] for of in ranks], *expected)]  # fmt: skip
+            assert_close(f"{name} of {self.title}", *parts)
+
+    def expected(self, dtype):
+        """y and gradients of the layer that is not divided, on the CPU."""
+        if dtype not in self._expected:
+            operands = {name: operand.to(dtype) for name, operand in self.whole.items()}
+            operands["topk_weights"] = self.whole["topk_weights"]
+            if dtype == torch.double:
+                operands["topk_weights"] = operands["topk_weights"].double()
+            results = moe_oracle.results_of(operands, self.all_ids, self.all_dy.to(dtype), self.activation is not None)
+            self._expected[dtype] = {name: result.cpu() for name, result in results.items()}
+        return self._expected[dtype]
+
+
+def _draw_ids(ids, total, k, experts, generator):
+    if ids == "any":
+        return torch.randint(-1, experts, (total, k), generator=generator)
+    if ids == "distinct":
+        return torch.rand(total, experts, generator=generator).argsort(1)[:, :k]
+    if ids == "few":  # the last and the one in the middle
+        return torch.tensor([experts - 1, experts // 2])[torch.randint(2, (total, k), generator=generator)]
+    return torch.full((total, k), {"one": experts // 2, "none": -1}[ids])

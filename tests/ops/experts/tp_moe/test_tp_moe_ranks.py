@@ -1,0 +1,78 @@
+"""tp_moe and its halves between the ranks: the same bits whenever, disagreement, peers that fail."""
+
+import pytest
+
+from tdkernels import PeerTimeoutError
+from tdkernels.launch import RankError
+from tests.ops.experts.tp_moe import rank_cases
+from tests.ops.experts.tp_moe.rank_cases import DISAGREEMENTS, KINDS, KNOWN
+from tests.support.ranks import DEVICE, dies, fresh_ranks, on_ranks
+
+ON_GPU = DEVICE == "cuda"
+needs_gpu = pytest.mark.skipif(not ON_GPU, reason="takes too long without a GPU")
+
+LARGE = [
+    (dict(tokens=1000, k=3, experts=7, width=1000, hidden=260, seed=4), "default"),
+    (dict(tokens=2048, k=4, experts=32, width=1024, hidden=256, ids="few", seed=5), "default"),
+    (dict(tokens=2048, k=4, experts=32, width=1024, hidden=256, ids="any", seed=6), "default"),
+]
+
+
+@pytest.mark.parametrize("world_size, calls", [(2, 60), (3, 60), (4, 60)] if ON_GPU else [(2, 6), (3, 2)])
+def test_the_same_bits(world_size, calls):
+    on_ranks(world_size, rank_cases.repeats, KINDS, calls, seed=world_size)
+
+
+@needs_gpu
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+@pytest.mark.parametrize("kind", LARGE, ids=lambda kind: kind[0]["ids"] if "ids" in kind[0] else "odd")
+def test_the_same_bits_of_many_tiles(world_size, kind):
+    on_ranks(world_size, rank_cases.repeats, [kind], 20, seed=world_size)
+
+
+@pytest.mark.parametrize("world_size, calls", [(2, 100), (3, 100)] if ON_GPU else [(3, 4)])
+def test_no_rank_overtakes_its_peers_data(world_size, calls):
+    on_ranks(world_size, rank_cases.outruns_its_peers, calls)
+
+
+def test_slow_rank():
+    on_ranks(2, rank_cases.waits_for_a_slow_rank)
+
+
+@pytest.mark.parametrize("what", DISAGREEMENTS)
+def test_disagreement_is_named_on_every_rank(what):
+    on_ranks(3, rank_cases.disagrees, what)
+
+
+@pytest.mark.parametrize("what", ["width", "method"])
+def test_disagreement_in_the_second_half(what):
+    on_ranks(3, rank_cases.disagrees_in_the_second_half, what)
+
+
+def test_disagreement_in_the_operator():
+    on_ranks(3, rank_cases.disagrees_in_the_operator)
+
+
+@pytest.mark.parametrize("what", KNOWN)
+def test_known_but_different_calls_never_give_a_result(what):
+    on_ranks(2, rank_cases.is_not_fooled_by_a_known_plan, what)
+
+
+@pytest.mark.parametrize("when, operator", [("rows", "moe_ag_gemm"), ("sums", "moe_gemm_rs")])
+def test_killed_rank(when, operator):
+    with fresh_ranks(2) as pool, pytest.raises(RankError) as caught:
+        pool.run(rank_cases.loses_rank_1, dies, when, 1.5)
+    exceptions = caught.value.exceptions
+    assert isinstance(exceptions[1], ChildProcessError)
+    error = exceptions[0]
+    assert type(error) is PeerTimeoutError, repr(error)
+    assert (error.rank, error.peer, error.timeout_s) == (0, 1, 1.5)
+    # What rank 1 had launched on its GPU before it died may have died with it.
+    assert error.operator == operator or DEVICE == "cuda" and error.operator == "all_gather"
+    assert error.seen < error.expected
+
+
+def test_what_was_given_up_is_not_passed_on():
+    """Without rank 1's tokens rank 0 has nothing to add up for rank 2; of sums it had long sent its own part."""
+    lates = {when: on_ranks(3, rank_cases.comes_when_rank_0_has_given_up, when) for when in ("rows", "sums")}
+    assert lates == {"rows": ["missed 1", "missed 0", "missed 0"], "sums": ["missed 1", "right", "right"]}

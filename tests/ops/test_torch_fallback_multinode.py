@@ -1,0 +1,95 @@
+"""Operators that have no form for several nodes: they run by torch's sequence there, and say so where they cannot."""
+
+import pytest
+import torch
+
+import tdkernels
+from tests.support.ranks import device, on_ranks
+from tests.support.simulated_nodes import a_group_on_nodes
+
+HEADS, DIM = 4, 16
+
+
+def _numbers(seed, *shape, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(device(), dtype)
+
+
+def _collective(name):
+    def operands(rank):
+        return [_numbers(rank, 4, 6)]
+
+    return operands, getattr(tdkernels, name), getattr(tdkernels, f"{name}_ref"), tdkernels.CollectiveConfig()
+
+
+def _attention():
+    def operands(rank):
+        return [_numbers(10 * rank + i, 1, 8, HEADS, DIM, dtype=torch.float32) for i in range(3)]
+
+    return operands, tdkernels.ag_attention, tdkernels.ag_attention_ref, tdkernels.AgAttentionConfig()
+
+
+def _ulysses(name, *weight):
+    def operands(rank):
+        return [_numbers(rank, 2, 8, 12), _numbers(7, *weight)]
+
+    return operands, getattr(tdkernels, name), getattr(tdkernels, f"{name}_ref"), tdkernels.UlyssesConfig()
+
+
+def _experts():
+    ids = torch.tensor([[0, 2], [1, -1], [2, 1]], device=device())
+
+    def operands(rank):
+        weights = _numbers(rank + 5, 3, 2).softmax(-1)
+        return [_numbers(rank, 3, 8), weights, _numbers(20 + rank, 3, 16, 8), _numbers(30 + rank, 3, 8, 8)]
+
+    def call(x, weights, gate_up, down, **options):
+        return tdkernels.tp_moe(x, ids, weights, gate_up, down, **options)
+
+    def reference(x, weights, gate_up, down, **options):
+        return tdkernels.tp_moe_ref(x, ids, weights, gate_up, down, **options)
+
+    return operands, call, reference, tdkernels.MoeTpConfig()
+
+
+def _attention_by_parts():
+    operands, call, reference, _ = _attention()
+
+    def in_bf16_by_config(*own, config=None, **options):
+        """On GPUs flash attention has no fp32."""
+        return call(*(x.bfloat16() if config else x for x in own), config=config, **options)
+
+    return operands, in_bf16_by_config, reference, tdkernels.AgAttentionConfig(method="flash")
+
+
+CASES = {
+    "all_gather": lambda: _collective("all_gather"),
+    "reduce_scatter": lambda: _collective("reduce_scatter"),
+    "all_reduce": lambda: _collective("all_reduce"),
+    "ag_attention": _attention,
+    "ag_attention by parts": _attention_by_parts,
+    "ulysses_qkv": lambda: _ulysses("ulysses_qkv", 16, 12),
+    "ulysses_out": lambda: _ulysses("ulysses_out", 10, 24),
+    "tp_moe": _experts,
+}
+
+
+def _is_right(name):
+    """The output is that of the reference, there are gradients, and a config of our own kernels is refused."""
+    operands, call, reference, fused = CASES[name]()
+    with a_group_on_nodes(1) as group:
+        own = operands(group.rank())
+        expected = reference(*own, group=group)
+        for operand in own:
+            operand.requires_grad_()
+        y = call(*own, group=group)
+        torch.testing.assert_close(y.detach(), expected, rtol=1e-4, atol=1e-4)
+        grads = torch.autograd.grad(y, own, torch.ones_like(y))
+        assert all(grad.isfinite().all() and grad.abs().sum() > 0 for grad in grads)
+        with pytest.raises(NotImplementedError, match="on one node, and the group's 2 ranks are on 2 nodes of 1"):
+            call(*own, group=group, config=fused)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_runs_by_torch(name):
+    on_ranks(2, _is_right, name)

@@ -1,0 +1,198 @@
+"""Compile a kernel for a GPU that is not there, with just the specialisation that a launch would give it."""
+
+import contextlib
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import create_function_from_signature
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tdkernels.lang import rocshmem
+from tdkernels.lang.kernel import Kernel
+from tdkernels.symm.topology import Topology
+from tests.support import kernel_digests
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_89": GPUTarget("cuda", 89, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+    "gfx950": GPUTarget("hip", "gfx950", 64),
+}
+
+# In the place of the network's libraries, NVSHMEM on NVIDIA and rocSHMEM on AMD.
+_NVSHMEM = Path(__file__).with_name("nvshmem_stub.ll")
+_ROCSHMEM = Path(__file__).parents[1] / "lang" / "rocshmem_stand_in.ll"
+
+# What one program may have, in bytes; a kernel that needs more compiles but cannot be launched.
+SHARED_MEMORY = {"sm_80": 166912, "sm_89": 101376, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536, "gfx950": 163840}
+
+PLAN = 3  # the number of the plan that launches are given
+
+
+def compile_for(kernel, args, kwargs, arch):
+    """The compiled kernel (``.asm``, ``.metadata``) for a launch ``kernel[grid](*args, **kwargs)`` on ``arch``."""
+    options, *specialization = specialised(kernel, args, kwargs, arch)
+    compiled = triton.compile(ASTSource(kernel, *specialization), target=TARGETS[arch], options=options)
+    kernel_digests.record(kernel, arch, compiled)
+    return compiled
+
+
+def specialised(kernel, args, kwargs, arch):
+    """All that Triton compiles a launch for: (options, signature, constants, attributes)."""
+    backend = make_backend(TARGETS[arch])
+    network = {"extern_libs": network_library(arch)} if kernel._network else {}
+    kwargs = {"debug": False, **network, **kwargs}
+    binder = create_function_from_signature(kernel.signature, kernel.params, backend)
+    bound, specialization, options = binder(*args, **kwargs)
+    options, *specialization = kernel._pack_args(backend, kwargs, bound, specialization, options)
+    return options.__dict__, *specialization
+
+
+def network_library(arch):
+    """What a kernel that speaks to the network is linked with."""
+    if arch.startswith("sm"):
+        return {"nvshmem": str(_NVSHMEM)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(rocshmem._VARIABLE, str(_ROCSHMEM))
+        return rocshmem.device_library(arch)
+
+
+def pointer(dtype):
+    """Something that specialises like an aligned tensor on the GPU."""
+    return torch.empty(64, dtype=dtype)
+
+
+def descriptor(dtype, shape, block):
+    """Something that specialises like a host-made tensor descriptor."""
+    return TensorDescriptor(torch.empty(shape, dtype=dtype), list(shape), list(torch.empty(shape).stride()), block)
+
+
+def narrow(ptx):
+    """Loads and stores of less than 8 bytes a thread; words of 8 are what signals and tables are made of."""
+    return re.findall(r"(?:ld|st)\.global\.[bu](?:8|16|32)\b.*", ptx)
+
+
+def assemble(ptx, gpu="sm_90a"):
+    """(what ptxas tells of it, its machine code: [(address, instruction)])."""
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder, "cubin")
+        ptxas = [knobs.nvidia.ptxas.path, "-v", f"--gpu-name={gpu}", "-o", cubin, "-"]
+        told = subprocess.run(ptxas, input=ptx, text=True, capture_output=True, check=True).stderr
+        dump = [knobs.nvidia.cuobjdump.path, "-sass", cubin]
+        sass = subprocess.run(dump, text=True, capture_output=True, check=True).stdout
+    return told, [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", sass)]
+
+
+def unwritten(code):
+    """Instructions that read a uniform register which nothing has written on some way there: [(address, instruction)].
+
+    ptxas 12.8 forgets where a tile lies in shared memory, and what a register happens to hold then decides which
+    numbers are multiplied. No test on a GPU need show it.
+    """
+    at = {address: number for number, (address, _) in enumerate(code)}
+    steps = [_uniform_registers(text) for _, text in code]
+    before, todo = {0: 0}, [0]  # the registers that every way to an instruction has written, as bits
+    while todo:
+        number = todo.pop()
+        after = before[number] | steps[number][0]
+        for target in _next(code[number][1], number, at):
+            known = before.get(target, after) & after
+            if target < len(code) and known != before.get(target):
+                before[target] = known
+                todo.append(target)
+    return [code[number] for number, known in sorted(before.items()) if steps[number][1] & ~known]
+
+
+def _next(text, number, at):
+    """The numbers of the instructions that may follow."""
+    guarded = text.startswith("@")
+    opcode, _, operands = text.split(" ", 1)[1].partition(" ") if guarded else text.partition(" ")
+    if opcode.startswith("BRA"):
+        follows = [at[int(target, 16)] for target in re.findall("0x[0-9a-f]+", operands)]
+        return follows + [number + 1] * (guarded or "," in operands)
+    return [] if opcode.startswith(("EXIT", "RET")) and not guarded else [number + 1]
+
+
+def _uniform_registers(text):
+    """(those that an instruction writes, those that it reads), as bits."""
+    opcode, _, operands = (text.split(" ", 1)[1] if text.startswith("@") else text).partition(" ")
+    operands = operands.split(", ")
+    written = read = 0
+    # What begins with U writes uniform registers, but for copies, which read them, and what writes predicates.
+    others = opcode.startswith(("UTMA", "UBLK", "UISETP"))
+    if opcode.startswith(("U", "R2UR", "S2UR", "VOTEU", "REDUX")) and not others and re.match(r"UR\d", operands[0]):
+        pair = not opcode.startswith(("R2UR", "S2UR")) and (".64" in opcode or ".WIDE" in opcode)
+        written = (3 if pair else 1) << int(operands.pop(0).strip()[2:])
+    elif opcode == "ELECT":  # a predicate, and which thread it was
+        register = operands.pop(1).strip()[2:]
+        written = 0 if register == "Z" else 1 << int(register)
+    for operand in operands:
+        for register in map(int, re.findall(r"\bUR(\d+)\b", operand)):
+            if "gdesc" in operand:  # of both matrices, of which the first may be in registers of the threads
+                count = 12 if re.match(r"R\d", operands[1]) else 15
+            else:
+                count = 3 if "desc" in operand or opcode.startswith("UIADD3.64") else 1
+            read |= count << register
+    return written, read
+
+
+def product_loops(code):
+    """The instructions of each loop that multiplies by wgmma and has none in it that does."""
+    jumps = [(at, re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text)) for at, text in code]
+    spans = [(int(to[1], 16), at) for at, to in jumps if to and int(to[1], 16) < at]
+    loops = {span: [text for at, text in code if span[0] <= at <= span[1]] for span in spans}
+    loops = {span: body for span, body in loops.items() if any("HGMMA" in text for text in body)}
+    return [
+        body for (first, last), body in loops.items()
+        if not any(first <= begin and end <= last and (begin, end) != (first, last) for begin, end in loops)
+    ]  # fmt: skip
+
+
+class _Recorder:
+    """In the place of a kernel: keeps what it would have been launched with."""
+
+    def __init__(self, kernel, launches):
+        self._kernel, self._launches = kernel, launches
+
+    def __getitem__(self, grid):
+        return lambda *args, **kwargs: self._launches.append((self._kernel, list(args), kwargs))
+
+    def warmup(self, *args, grid, **kwargs):
+        self[grid](*args, **kwargs)
+
+    def launch_alike(self, alike, values, stream=None):
+        self[alike.grid](*alike.filled(values), **alike.constants)
+
+
+@contextlib.contextmanager
+def recorded_launches(launchers, ranks=1, nodes=1):
+    """Within, a launcher's module launches nothing; gives the list of (kernel, args, kwargs) that it would have.
+
+    ``launchers``: the module, or a tuple of several; ``nodes``: on how many nodes the group's ``ranks`` are, for those
+    who ask their workspace.
+    """
+    launches = []
+    workspace = MagicMock(ctx=pointer(torch.int64), kept={}, launches={}, world_size=ranks, half_bytes=1 << 30)
+    workspace.note_call = 1
+    workspace.group.topology = Topology(0, ranks, ranks // nodes)
+    workspace.group.local_world_size = ranks // nodes if nodes > 1 else 1 << 30
+    workspace.prepare.return_value = PLAN
+    with pytest.MonkeyPatch.context() as patch:
+        for launcher in launchers if isinstance(launchers, tuple) else (launchers,):
+            patch.setattr(launcher, "get_workspace", lambda *args, **options: workspace, raising=False)
+            patch.setattr(launcher, "alone_on", lambda device: workspace, raising=False)
+            for name, value in list(vars(launcher).items()):
+                if isinstance(value, Kernel):
+                    patch.setattr(launcher, name, _Recorder(value, launches))
+        yield launches

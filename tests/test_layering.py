@@ -1,0 +1,115 @@
+"""Imports follow the layers, have no cycles, and leave the internals of operators alone.
+
+A module may import modules of its own package and of lower layers. Imports inside functions count, too.
+"""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+# From the bottom to the top. Packages in one row do not import each other.
+LAYERS = [
+    ("errors", "launch", "model_shapes"),
+    ("lang",),
+    ("symm",),
+    ("runtime", "autotune"),
+    ("ops.common",),
+    ("ops.collectives",),
+    ("ops.dense", "ops.attention", "ops.experts.grouped_gemm"),
+    ("ops.experts.dispatch",),
+    ("ops.experts.ep_moe", "ops.experts.tp_moe"),
+    ("", "ops"),  # tdkernels itself, whose names are public
+    ("nn", "trace", "sanitizer"),
+    ("cli",),
+    ("__main__",),
+]
+# The race checker observes the interpreter, the network and the collectives from inside.
+MAY_SEE_INTERNALS = ("sanitizer",)
+# What an operator's package shows to other families; in its own family all of it is shown.
+SHOWN = {"op", "config", "reference"}
+
+
+def modules():
+    """{name: file} of all modules of the package."""
+    found = {}
+    for file in sorted((ROOT / "tdkernels").rglob("*.py")):
+        parts = file.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
+    return found
+
+
+MODULES = modules()
+
+
+def imports(name):
+    """The modules of ours that a module imports, as {name: line}."""
+    found = {}
+    for node in ast.walk(ast.parse(MODULES[name].read_text())):
+        if isinstance(node, ast.Import):
+            found.update((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{name}, line {node.lineno}: a relative import"
+            for alias in node.names:
+                module = f"{node.module}.{alias.name}"
+                found[module if module in MODULES else node.module] = node.lineno
+    return {module: line for module, line in found.items() if module in MODULES}
+
+
+def layer(name):
+    """(number of the layer, the package) of a module: of the packages that hold it, the innermost."""
+    name = name.partition(".")[2]
+    places = [
+        (number, package) for number, packages in enumerate(LAYERS) for package in packages
+        if name == package or package and name.startswith(f"{package}.")
+    ]
+    assert places, f"{name} is in no layer: add it to LAYERS"
+    return max(places, key=lambda place: len(place[1]))
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_module_imports_lower_layers_only(name):
+    own = layer(name)
+    for other, line in imports(name).items():
+        theirs = layer(other)
+        allowed = theirs[0] < own[0] or theirs == own
+        assert allowed, f"{name}, line {line} imports {other}: {own[1]} is not above {theirs[1]}"
+
+
+def test_no_cycles():
+    graph, order, state = {name: sorted(imports(name)) for name in MODULES}, [], {}
+
+    def visit(name, path):
+        if state.get(name) == "done":
+            return
+        assert name not in path, "a cycle: " + " -> ".join([*path[path.index(name) :], name])
+        for other in graph[name]:
+            visit(other, [*path, name])
+        state[name] = "done"
+        order.append(name)
+
+    for name in MODULES:
+        visit(name, [])
+    assert len(order) == len(MODULES)
+
+
+def family(name):
+    """The family of operators that a module belongs to, or None."""
+    parts = name.split(".")
+    return parts[2] if parts[:2] == ["tdkernels", "ops"] and len(parts) > 3 else None
+
+
+def is_internal(name):
+    """Whether a module is internal to an operator's package."""
+    parts = name.split(".")
+    return family(name) is not None and len(parts) > 4 and parts[-1] not in SHOWN
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_internals_of_an_operator_stay_in_its_family(name):
+    if layer(name)[1] in MAY_SEE_INTERNALS:
+        return
+    for other, line in imports(name).items():
+        shown = not is_internal(other) or family(other) == family(name)
+        assert shown, f"{name}, line {line} imports {other}, which is internal to its operator"
