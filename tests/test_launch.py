@@ -472,9 +472,10 @@ def test_too_few_gpus_is_a_skip_that_counts_for_nothing(monkeypatch):
     ],
 )
 def test_suite_without_several_ranks_fails(tmp_path, world_size, args, ci, passes):
-    (tmp_path / "tests").mkdir()
-    for name in ("__init__.py", "conftest.py", "host_collectives.py", "nodes.py", "ranks.py", "selection.py"):
-        shutil.copy(REPO / "tests" / name, tmp_path / "tests")
+    (tmp_path / "tests" / "support").mkdir(parents=True)
+    support = ("__init__", "host_collectives", "ranks", "simulated_nodes", "subset")
+    for name in ("__init__", "conftest", *(f"support/{name}" for name in support)):
+        shutil.copy(REPO / "tests" / f"{name}.py", tmp_path / "tests" / f"{name}.py")
     (tmp_path / "pytest.ini").write_text("[pytest]\ntestpaths = tests\n")
     (tmp_path / "tests" / "test_one.py").write_text(
         "from tests.support.ranks import on_ranks\n"

@@ -62,48 +62,48 @@ MUTANTS = {
         "        # waiter: the peer's tiles of this chunk\n"
         "        td.notify(ctx, td.signal_at(ctx, half, me * num_chunks + chunk), peer, signal)\n"
         "        td.put(dst, shard + start, tl.minimum(chunk_bytes, shard_bytes - start), COPY_WORDS)",
-        "_gather_kernels.py",
+        "kernel_async_all_gather.py",
     ),
     "C: a call always uses half 0": Mutant(
         "ag_gemm push", "tdkernels.lang.calls", "call",
-        "(number % 2).to(tl.int32)", "(number * 0).to(tl.int32)", "_gather_kernels.py", 3, False,
+        "(number % 2).to(tl.int32)", "(number * 0).to(tl.int32)", "kernel_async_all_gather.py", 3, False,
     ),
     "F: begin_kernel does not wait": Mutant(
         "ag_gemm copy_engine", "tdkernels.ops.collectives.kernel_async_all_gather", "begin_kernel",
-        "        td.wait_plan(ctx, td.ready_at(ctx, peer), signal, peer)", "        pass", "_gather.py", 3,
+        "        td.wait_plan(ctx, td.ready_at(ctx, peer), signal, peer)", "        pass", "async_all_gather.py", 3,
     ),
     "H: gemm_rs forwards without waiting for its own tiles": Mutant(
         "gemm_rs forward", "tdkernels.ops.common.staging", "forward_item",
-        '        td.wait(ctx, td.flag_at(ctx, staged + i), epoch, me, SCOPE="gpu")', "        pass", "_staging.py",
+        '        td.wait(ctx, td.flag_at(ctx, staged + i), epoch, me, SCOPE="gpu")', "        pass", "staging.py",
     ),
     "I: a one-shot sum does not wait": Mutant(
         "gemm_ar one_shot", "tdkernels.ops.dense.kernel_one_shot", "gemm_one_shot_kernel",
-        "td.wait_plan_all(ctx, td.signal_at(ctx, half, tile), tiles, signal)", "pass", "gemm_one_shot.py",
+        "td.wait_plan_all(ctx, td.signal_at(ctx, half, tile), tiles, signal)", "pass", "kernel_one_shot.py",
     ),
     "K: a release store is relaxed": Mutant(
         "gemm_rs forward", "tdkernels.lang.memory", "store_release_if",
-        'sem="release", scope=SCOPE', 'sem="relaxed", scope=SCOPE', "_staging.py",
+        'sem="release", scope=SCOPE', 'sem="relaxed", scope=SCOPE', "staging.py",
     ),
     "L: an acquire load is relaxed": Mutant(
         "gemm_ar one_shot", "tdkernels.lang.memory", "load_acquire",
-        'sem="acquire", scope=SCOPE', 'sem="relaxed", scope=SCOPE', "gemm_one_shot.py",
+        'sem="acquire", scope=SCOPE', 'sem="relaxed", scope=SCOPE', "kernel_one_shot.py",
     ),
     "a release between ranks has the scope of a GPU": Mutant(
         "ag_gemm push", "tdkernels.lang.signals", "notify",
         "store_release_if(remote, value, goes.to(tl.int32), SCOPE)",
-        'store_release_if(remote, value, goes.to(tl.int32), "gpu")', "_gather_kernels.py",
+        'store_release_if(remote, value, goes.to(tl.int32), "gpu")', "kernel_async_all_gather.py",
     ),
     "an acquire between ranks has the scope of a GPU": Mutant(
         "ag_gemm push", "tdkernels.lang.signals", "wait_plan",
         "_spin(ctx, signal_ptr, start, peer, SCOPE, 1)", '_spin(ctx, signal_ptr, start, peer, "gpu", 1)',
-        "_gather_kernels.py",
+        "kernel_async_all_gather.py",
     ),
     "arrive is relaxed": Mutant(
         "gemm_ar one_shot split K", "tdkernels.lang.signals", "arrive",
-        'sem="acq_rel", scope="gpu"', 'sem="relaxed", scope="gpu"', "_few_rows.py",
+        'sem="acq_rel", scope="gpu"', 'sem="relaxed", scope="gpu"', "small_m_gemm.py",
     ),
     "a put that came by the network is awaited without await_put": Mutant(
         "ag_gemm across nodes of 1", "tdkernels.ops.collectives.kernel_async_multinode", "await_chunk",
-        "td.await_put(", "td.wait_plan(", "_gather_nodes_kernels.py",
+        "td.await_put(", "td.wait_plan(", "kernel_async_multinode.py",
     ),
 }  # fmt: skip

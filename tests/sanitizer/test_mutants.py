@@ -73,7 +73,7 @@ def test_a_report_names_both_accesses_and_the_signal():
                 line = file.read().splitlines()[access.line - 1]
             assert f"tl.{'store' if access.kind == 'write' else 'load'}(" in line or access.function in line, line
         assert "data of half" in race.place
-        assert "signal" in race.released and "gemm_one_shot.py" in race.released
+        assert "signal" in race.released and "kernel_one_shot.py" in race.released
         assert f"no signal from rank {write.rank} was acquired" in race.acquired
 
 
