@@ -46,7 +46,7 @@ _LATER = {
     "tdkernels.ops.attention.flash_decode.op": ("flash_decode", "flash_decode_ref"),
     "tdkernels.ops.attention.flash_decode.config": ("FlashDecodeConfig",),
     "tdkernels.ops.experts.grouped_gemm.op": ("GroupGemmConfig", "group_gemm", "group_gemm_ref"),
-    "tdkernels.ops.experts.tp_moe.kernel_ag_gemm": ("MoeTpConfig",),
+    "tdkernels.ops.experts.tp_moe.config": ("MoeTpConfig",),
     "tdkernels.ops.experts.tp_moe.routing": ("MoeRouting",),
     "tdkernels.ops.experts.tp_moe.op": ("moe_ag_gemm", "moe_gemm_rs", "tp_moe", "tp_moe_ref"),
     "tdkernels.ops.experts.dispatch.op": (

@@ -113,3 +113,19 @@ def test_internals_of_an_operator_stay_in_its_family(name):
     for other, line in imports(name).items():
         shown = not is_internal(other) or family(other) == family(name)
         assert shown, f"{name}, line {line} imports {other}, which is internal to its operator"
+
+
+def test_kernels_are_in_files_of_their_own():
+    """A launcher defines no kernel, and a file of kernels imports nothing that runs on the host."""
+    for name, file in MODULES.items():
+        if family(name) is None:
+            continue
+        last = name.rpartition(".")[2]
+        tree = ast.parse(file.read_text())
+        functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+        jitted = [node.name for node in functions if any("jit" in ast.unparse(d) for d in node.decorator_list)]
+        if last.startswith("launch_") or last == "launch":
+            assert not jitted, f"{name} defines {', '.join(jitted)}"
+        if last.startswith("kernel_") or last == "kernel":
+            host = {other for other in imports(name) if layer(other)[1] in ("symm", "runtime", "autotune")}
+            assert not host, f"{name} imports {', '.join(sorted(host))}"

@@ -20,7 +20,7 @@ from bench.experts.dispatch import drawn_ids
 from bench.experts.moe_shapes import TpShape
 from bench.experts.tp_moe_methods import ALONE, BOTH, FORWARDS, add_alone, in_fp32, one_by_one, ours, sequences
 from tdkernels.launch import rank_device
-from tdkernels.ops.experts.tp_moe import kernel_ag_gemm
+from tdkernels.ops.experts.tp_moe import config as tp_moe_config
 
 OPERATORS = ["tp_moe"]
 _COLD_BYTES = 256 << 20  # input sets take turns until this much has gone by: several times any L2 cache
@@ -145,7 +145,7 @@ def _default_config(case, part, s):
     """What a call without one takes; of a whole layer, whose halves each have their own, the first half's."""
     w = s.w_down if part == "gemm_rs" else s.w_gate_up
     shape = case.shape
-    return kernel_ag_gemm.default_config(
+    return tp_moe_config.default_config(
         shape.tokens, shape.choices, shape.experts, w.shape[1], DTYPE, rank_device()
     )  # fmt: skip
 

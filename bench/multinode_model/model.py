@@ -13,7 +13,7 @@ it is assumed. Times are ms and sizes bytes, unless a name says otherwise; rates
 import math
 from dataclasses import dataclass, field, fields, replace
 
-from tdkernels.ops.dense.gemm_ar.kernel_multinode import adds_once
+from tdkernels.ops.dense.gemm_ar.launch_multinode import adds_once
 
 ITEM = 2  # bytes of bf16
 

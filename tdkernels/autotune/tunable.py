@@ -5,12 +5,11 @@ import hashlib
 import importlib
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import triton
 
-from tdkernels import lang
+from tdkernels.autotune.sources import kernel_sources
 
 _registry = {}
 _later = {}  # name -> the module that registers it, which nobody need have imported yet
@@ -37,14 +36,13 @@ class Tunable(ABC):
     """One operator. ``operands`` are a tuple of tensors of one rank, made for a Problem.
 
     Attributes: ``name``; ``sizes``, the names of the problem's sizes; ``layouts``, the first being the usual one: how
-    operands lie, and whatever else of a call is no size and matters; ``sources``, the modules that hold its kernels and
-    launchers; ``alone``, whether one rank by itself has something to tune.
+    operands lie, and whatever else of a call is no size and matters; ``alone``, whether one rank by itself has
+    something to tune. Its class is in the package of the operator.
     """
 
     name: str
     sizes: tuple
     layouts: tuple
-    sources: tuple
     alone = False
     # The plain config, as explain() calls it: what runs, and what was measured.
     plain_words = "torch collective, then matmul", "torch's collective and matmul"
@@ -184,7 +182,6 @@ def tunable(name):
 def versions(tunable):
     """What an entry depends on besides its problem: torch, triton and a hash of the kernels' source."""
     digest = hashlib.sha256()
-    files = [Path(module.__file__) for module in tunable.sources]
-    for file in sorted([*files, *Path(lang.__file__).parent.glob("*.py")]):
+    for file in kernel_sources(type(tunable).__module__.rpartition(".")[0]):
         digest.update(file.read_bytes())
     return {"torch": torch.__version__, "triton": triton.__version__, "kernels": digest.hexdigest()[:12]}

@@ -12,16 +12,17 @@ from tdkernels.autotune import tuner
 from tdkernels.autotune.problem import Problem
 from tdkernels.autotune.table import Entry
 from tdkernels.autotune.tunable import tunable, versions
-from tdkernels.ops.attention.ag_attention import kernel as ag_attention_kernel
+from tdkernels.ops.attention.ag_attention import launch as ag_attention_launch
 from tdkernels.ops.attention.flash_decode import launch as flash_decode_launch
-from tdkernels.ops.attention.ulysses import kernel_out, kernel_qkv
+from tdkernels.ops.attention.ulysses import launch_out as ulysses_launch_out
+from tdkernels.ops.attention.ulysses import launch_qkv as ulysses_launch_qkv
 from tests.autotune.support import replace_in
 from tests.support.ranks import device
 
 FP32 = torch.float32
 LAUNCHERS = {
-    "ag_attention": ag_attention_kernel, "flash_decode": flash_decode_launch, "ulysses_out": kernel_out,
-    "ulysses_qkv": kernel_qkv,
+    "ag_attention": ag_attention_launch, "flash_decode": flash_decode_launch, "ulysses_out": ulysses_launch_out,
+    "ulysses_qkv": ulysses_launch_qkv,
 }  # fmt: skip
 OPERATORS = list(LAUNCHERS)
 # Of the whole, for two ranks, as ``Call`` makes them.

@@ -11,10 +11,10 @@ import torch
 
 from tdkernels.autotune.problem import Problem
 from tdkernels.autotune.tunable import tunable
-from tdkernels.ops.attention.ag_attention import kernel as ag_attention_kernel
+from tdkernels.ops.attention.ag_attention import launch as ag_attention_launch
 from tdkernels.ops.attention.ag_attention.vendor_attention import KERNELS
 from tdkernels.ops.attention.flash_decode import launch as flash_decode_launch
-from tdkernels.ops.attention.ulysses import kernel_out
+from tdkernels.ops.attention.ulysses import launch_out as ulysses_launch_out
 from tdkernels.ops.common import gemm_operands
 from tdkernels.runtime import gpu
 from tests.autotune.attention_support import LAUNCHERS, OPERATORS
@@ -39,7 +39,7 @@ PROBLEMS = {
 def as_on_a_gpu(operator, ranks, nodes):
     """Within, the launcher of an operator takes the CPU's tensors for those of a GPU, and its launches are recorded."""
     gathered = {module: name for module, name in (
-        (ag_attention_kernel, "gathered_descriptor"), (kernel_out, "_gathered_descriptor")
+        (ag_attention_launch, "gathered_descriptor"), (ulysses_launch_out, "_gathered_descriptor")
     )}  # fmt: skip
 
     def of_some_memory(real):
@@ -53,7 +53,7 @@ def as_on_a_gpu(operator, ranks, nodes):
         patch.setattr(gpu, "num_sms", lambda device: 132)
         patch.setattr(gpu, "resident_programs", lambda device, tiles, dtype: 132)
         patch.setattr(gpu, "shared_memory_bytes", lambda device: SHARED_MEMORY[ARCH])
-        patch.setattr(kernel_out, "_push_bytes", lambda device: 32 << 10)
+        patch.setattr(ulysses_launch_out, "_push_bytes", lambda device: 32 << 10)
         patch.setattr(flash_decode_launch, "fp8_kind", lambda cache: int(cache.dtype == torch.float8_e4m3fn))
         for module, name in gathered.items():
             patch.setattr(module, name, of_some_memory(getattr(module, name)))

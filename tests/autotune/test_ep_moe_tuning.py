@@ -18,7 +18,9 @@ from tdkernels.ops.experts.dispatch import routing as ep_routing
 from tdkernels.ops.experts.dispatch.token_buckets import sure_capacity
 from tdkernels.ops.experts.ep_moe import config as ep_moe_config
 from tdkernels.ops.experts.ep_moe import fused as ep_moe_fused
-from tdkernels.ops.experts.ep_moe import kernel_dispatch_gemm, kernel_gemm_combine, kernel_sort
+from tdkernels.ops.experts.ep_moe import launch_dispatch_gemm as ep_moe_launch_dispatch_gemm
+from tdkernels.ops.experts.ep_moe import launch_gemm_combine as ep_moe_launch_gemm_combine
+from tdkernels.ops.experts.ep_moe import launch_sort as ep_moe_launch_sort
 from tdkernels.ops.experts.ep_moe import op as ep_moe
 from tdkernels.ops.experts.ep_moe.config import SEQUENCE, layout_of
 from tdkernels.runtime import gpu
@@ -295,14 +297,14 @@ def test_what_overlaps_is_compiled_ahead():
     op, ranks = tunable("ep_moe"), 2
     problem = Problem("ep_moe", "cpu", ranks, ranks, "bfloat16", "exact", (64, 64, 128, 4, 2))
     config = EpMoeConfig(gemm=GroupGemmConfig(tiles=Tiles(64, 64, 64)), method="fused")
-    modules = kernel_dispatch_gemm, kernel_gemm_combine
+    modules = ep_moe_launch_dispatch_gemm, ep_moe_launch_gemm_combine
     with pytest.MonkeyPatch.context() as patch, recorded_launches(modules, ranks) as launches:
         patch.setattr(gpu, "has_tma", lambda device: True)
         patch.setattr(gpu, "num_sms", lambda device: 132)
-        patch.setattr(kernel_dispatch_gemm, "rows_of_buffer", lambda workspace, x: x[:1])
+        patch.setattr(ep_moe_launch_dispatch_gemm, "rows_of_buffer", lambda workspace, x: x[:1])
         operands = op.operands(problem, torch.device("cpu"), torch.Generator())
         group = type("Group", (), {"size": lambda self: ranks, "rank": lambda self: 0})()
-        with recorded_launches((ep_routing, kernel_sort), ranks):
+        with recorded_launches((ep_routing, ep_moe_launch_sort), ranks):
             x, ids, weights, gate_up, down = operands
             call = 4, "swiglu", 256, None, group, config
             ep_moe.ep_moe_fused(x, ids, weights, gate_up, down, *call)

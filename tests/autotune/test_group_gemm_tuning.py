@@ -5,7 +5,7 @@ import torch
 
 import tdkernels
 from tdkernels import GroupGemmConfig, Tiles, autotune, explain
-from tdkernels.ops.experts.grouped_gemm import kernel as group_gemm_kernel
+from tdkernels.ops.experts.grouped_gemm import launch as grouped_gemm_launch
 from tdkernels.ops.experts.grouped_gemm.dispatch import forget_choices
 from tdkernels.ops.experts.grouped_gemm.op import group_gemm_ref
 from tests.autotune import expert_support
@@ -27,7 +27,7 @@ def multiply(folder):
     with tables_in(folder):
         x, w = torch.randn(13, 16), torch.randn(3, 8, 16)
         x, w, splits = x.to(device()), w.to(device()), torch.tensor([5, 0, 8], device=device())
-        launches = (group_gemm_kernel, "product", lambda args, options: args[5])
+        launches = (grouped_gemm_launch, "product", lambda args, options: args[5])
         with expert_support.recorded(launches) as ran:
             tdkernels.group_gemm(x, w, splits)
             expert_support.tunes("group_gemm", (16, 8, 16, 3), "swiglu", SMALL, FP32)
@@ -52,8 +52,8 @@ def takes_what_is_known_of_gradients(folder):
     """Each gradient has its own entry, by torch or our kernel, whatever config the forward has; "off" leaves both."""
     problem = Grouped(FP32, [5, 0, 8], 8, 16)
     dx, dw = (16, 16, 8, 3), (16, 8, 16, 3)  # 13 rows up to a power of two
-    launches = [(group_gemm_kernel, "product", lambda args, options: args[5]),
-                (group_gemm_kernel, "weight_gradient", lambda args, options: args[4])]  # fmt: skip
+    launches = [(grouped_gemm_launch, "product", lambda args, options: args[5]),
+                (grouped_gemm_launch, "weight_gradient", lambda args, options: args[4])]  # fmt: skip
 
     def gradients(**options):
         with expert_support.recorded(*launches) as ran:
@@ -118,14 +118,14 @@ def test_estimates_of_group_gemm():
 
 def test_a_gradient_of_weights_is_compiled_ahead():
     def launch(problem, dy, x, splits):
-        group_gemm_kernel.weight_gradient(dy, x, splits, problem.shape[3], TILED)
+        grouped_gemm_launch.weight_gradient(dy, x, splits, problem.shape[3], TILED)
 
-    compiled_and_launched("group_gemm", "dw", launch, group_gemm_kernel, config=TILED)
+    compiled_and_launched("group_gemm", "dw", launch, grouped_gemm_launch, config=TILED)
 
 
 @pytest.mark.parametrize("layout", ["none", "swiglu", "kn"])
 def test_a_product_is_compiled_ahead(layout):
     def launch(problem, x, w, splits):
-        group_gemm_kernel.product(x, w, splits, "swiglu" if layout == "swiglu" else None, config=TILED)
+        grouped_gemm_launch.product(x, w, splits, "swiglu" if layout == "swiglu" else None, config=TILED)
 
-    compiled_and_launched("group_gemm", layout, launch, group_gemm_kernel, config=TILED)
+    compiled_and_launched("group_gemm", layout, launch, grouped_gemm_launch, config=TILED)

@@ -13,7 +13,9 @@ from tdkernels.autotune.accuracy import Reference
 from tdkernels.autotune.problem import Problem
 from tdkernels.autotune.tunable import tunable
 from tdkernels.ops.common.config import as_argument
-from tdkernels.ops.experts.tp_moe import kernel_ag_gemm, kernel_gemm_rs, steps
+from tdkernels.ops.experts.tp_moe import launch_ag_gemm as tp_moe_launch_ag_gemm
+from tdkernels.ops.experts.tp_moe import launch_gemm_rs as tp_moe_launch_gemm_rs
+from tdkernels.ops.experts.tp_moe import steps
 from tdkernels.ops.experts.tp_moe.torch_op import tp_moe_compiled
 from tdkernels.runtime import gpu
 from tdkernels.symm.group import group_state
@@ -107,8 +109,8 @@ def test_problems_that_there_are_not():
 def launches():
     """Within, the configs that the kernels run with."""
     return expert_support.recorded(
-        (kernel_ag_gemm, "launch", lambda args, options: args[3]),
-        (kernel_gemm_rs, "launch", lambda args, options: args[4]),
+        (tp_moe_launch_ag_gemm, "launch", lambda args, options: args[3]),
+        (tp_moe_launch_gemm_rs, "launch", lambda args, options: args[4]),
     )
 
 
@@ -459,14 +461,14 @@ def test_what_is_compiled_ahead_is_what_a_call_launches(operator, layout):
     shape = 64, 128, 64, 4, 2
     problem = Problem(operator, "cpu", 2, 2, "bfloat16", layout, shape)
     op, config = tunable(operator), MoeTpConfig(tiles=Tiles(64, 64, 64))
-    first, second = kernel_ag_gemm, kernel_gemm_rs
+    first, second = tp_moe_launch_ag_gemm, tp_moe_launch_gemm_rs
     with pytest.MonkeyPatch.context() as patch, recorded_launches(first) as rows, recorded_launches(second) as sums:
         patch.setattr(gpu, "has_tma", lambda device: True)
         operands = op.operands(problem, torch.device("cpu"), torch.Generator())
         x, *_, weights, w = operands if operator != "tp_moe" else (operands[0], *operands[2:4])
         routing = op._unrouted(problem, config, x.device)
         activation = None if layout in ("nk", "kn", "none") else layout
-        gradients = kernel_ag_gemm.Gradients(operands[1], torch.ones(64, 2)) if layout == "kn" else None
+        gradients = tp_moe_launch_ag_gemm.Gradients(operands[1], torch.ones(64, 2)) if layout == "kn" else None
         if operator != "moe_gemm_rs":
             first.launch(x, w, routing, config, activation, gradients=gradients)
         if operator != "moe_ag_gemm":

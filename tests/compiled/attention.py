@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from tdkernels.ops.attention.ag_attention import config as ag_attention_config
-from tdkernels.ops.attention.ag_attention import kernel as ag_attention_kernel
-from tdkernels.ops.attention.ag_attention import kernel_dkv, kernel_dq
+from tdkernels.ops.attention.ag_attention import launch as ag_attention_launch
+from tdkernels.ops.attention.ag_attention import launch_dkv as ag_attention_launch_dkv
+from tdkernels.ops.attention.ag_attention import launch_dq as ag_attention_launch_dq
 from tdkernels.runtime import gpu
 from tests.compiled.targets import BF16, FP16, compile_launches
 from tests.support.aot import recorded_launches
@@ -27,7 +28,7 @@ def attention_launches(
     arch, dtype, d=64, dv=64, rows=256, heads=4, kv_heads=2, ranks=2, sharding="zigzag", causal=True
 ):  # fmt: skip
     """{name: (kernel, args, kwargs)} of a training step with the default tiles of ``arch``."""
-    device, of_forward, of_keys = SimpleNamespace(type="cuda"), ag_attention_kernel, kernel_dkv
+    device, of_forward, of_keys = SimpleNamespace(type="cuda"), ag_attention_launch, ag_attention_launch_dkv
     q, k, v = (torch.zeros(1, rows, *size, dtype=dtype) for size in ((heads, d), (kv_heads, d), (kv_heads, dv)))
     with contextlib.ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
@@ -40,11 +41,11 @@ def attention_launches(
             patch.setattr(module, "gathered_descriptor", lambda *args: of_forward.shard_descriptor(args[2], *args[4:]))
         forward, query, keys = [
             stack.enter_context(recorded_launches(module, ranks))
-            for module in (of_forward, kernel_dq, of_keys)
+            for module in (of_forward, ag_attention_launch_dq, of_keys)
         ]
         call = causal, sharding, d**-0.5, SimpleNamespace(size=lambda: ranks), config
         o, lse = of_forward.launch(q, k, v, *call)
-        kernel_dq.launch(q, k, v, o, lse, o, lse, (True,) * 3, *call)
+        ag_attention_launch_dq.launch(q, k, v, o, lse, o, lse, (True,) * 3, *call)
     return dict(zip(ATTENTION, (*forward, keys[0], *query, *keys[1:]), strict=True))
 
 

@@ -9,9 +9,13 @@ import torch
 
 from tdkernels.ops.experts.dispatch import routing as ep_routing
 from tdkernels.ops.experts.dispatch.config import EpConfig
-from tdkernels.ops.experts.ep_moe import kernel_dispatch_gemm, kernel_gemm_combine, kernel_sort
-from tdkernels.ops.experts.grouped_gemm import kernel as group_gemm_kernel
-from tdkernels.ops.experts.tp_moe import kernel_ag_gemm, kernel_gemm_rs
+from tdkernels.ops.experts.ep_moe import launch_dispatch_gemm as ep_moe_launch_dispatch_gemm
+from tdkernels.ops.experts.ep_moe import launch_gemm_combine as ep_moe_launch_gemm_combine
+from tdkernels.ops.experts.ep_moe import launch_sort as ep_moe_launch_sort
+from tdkernels.ops.experts.grouped_gemm import launch as grouped_gemm_launch
+from tdkernels.ops.experts.tp_moe import config as tp_moe_config
+from tdkernels.ops.experts.tp_moe import launch_ag_gemm as tp_moe_launch_ag_gemm
+from tdkernels.ops.experts.tp_moe import launch_gemm_rs as tp_moe_launch_gemm_rs
 from tdkernels.ops.experts.tp_moe import routing as moe_routing
 from tdkernels.runtime import gpu
 from tests.compiled.targets import BF16, compile_launches, tiles_for
@@ -28,14 +32,14 @@ def grouped_launches(arch, dtype, activation, sizes=(256, 512, 512)):
     rows, n, k = sizes
     x, w = torch.zeros(rows, k, dtype=dtype), torch.zeros(4, n, k, dtype=dtype)
     splits = torch.zeros(4, dtype=torch.int32)
-    with recorded_launches(group_gemm_kernel) as launches, pytest.MonkeyPatch.context() as patch:
+    with recorded_launches(grouped_gemm_launch) as launches, pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpu, "has_tma", lambda device: arch in ("sm_90", "sm_100"))
-        patch.setattr(group_gemm_kernel, "default_tiles", lambda *_: tiles_for(arch, dtype))
-        y, pre = group_gemm_kernel.product(x, w, splits, activation, keep=True)
-        dy = y if pre is None else group_gemm_kernel.swiglu_backward(y, pre, splits, activation)
-        group_gemm_kernel.product(dy, w.transpose(1, 2), splits)
-        group_gemm_kernel.weight_gradient(dy, x, splits, 4)
-        group_gemm_kernel.ends_of_groups(splits, x)
+        patch.setattr(grouped_gemm_launch, "default_tiles", lambda *_: tiles_for(arch, dtype))
+        y, pre = grouped_gemm_launch.product(x, w, splits, activation, keep=True)
+        dy = y if pre is None else grouped_gemm_launch.swiglu_backward(y, pre, splits, activation)
+        grouped_gemm_launch.product(dy, w.transpose(1, 2), splits)
+        grouped_gemm_launch.weight_gradient(dy, x, splits, 4)
+        grouped_gemm_launch.ends_of_groups(splits, x)
     names = [name for name in GROUPED if activation or name != "swiglu"]
     return dict(zip(names, launches, strict=True))
 
@@ -57,7 +61,7 @@ def sliced_launches(arch, dtype, sizes=(256, 2, 4, 512, 256), ranks=4):
     """{name: (kernel, args, kwargs)}; sizes are those of a rank: M / W, k, E, H, I / W."""
     tokens, k, experts, width, hidden = sizes
     group = SimpleNamespace(size=lambda: ranks)
-    config = kernel_ag_gemm.MoeTpConfig(tiles=tiles_for(arch, dtype))
+    config = tp_moe_config.MoeTpConfig(tiles=tiles_for(arch, dtype))
     x, weights = torch.zeros(tokens, width, dtype=dtype), torch.ones(ranks * tokens, k)
     gate_up, down = (torch.zeros(experts, *size, dtype=dtype) for size in ((2 * hidden, width), (width, hidden)))
     with contextlib.ExitStack() as stack:
@@ -66,17 +70,17 @@ def sliced_launches(arch, dtype, sizes=(256, 2, 4, 512, 256), ranks=4):
         patch.setattr(moe_routing, "all_gather", lambda ids, group: ids.repeat(ranks, 1))
         of_route, of_rows, of_sums = (
             stack.enter_context(recorded_launches(module))
-            for module in (moe_routing, kernel_ag_gemm, kernel_gemm_rs)
+            for module in (moe_routing, tp_moe_launch_ag_gemm, tp_moe_launch_gemm_rs)
         )
         ids = torch.zeros(tokens, k, dtype=torch.int64)
         routing = moe_routing.route("op", ids, experts, group, config.chunk_rows, config.tiles.block_m, 3)
-        rows = functools.partial(kernel_ag_gemm.launch, routing=routing, config=config)
+        rows = functools.partial(tp_moe_launch_ag_gemm.launch, routing=routing, config=config)
         rows(x, gate_up)
         h = rows(x, gate_up, activation="swiglu", keep=True).y
         dpre = rows(x, gate_up, activation="swiglu_interleaved", keep=True).pre
-        rows(x, down.transpose(1, 2), gradients=kernel_ag_gemm.Gradients(h, weights))
-        kernel_gemm_rs.launch(h, down, routing, weights, config)
-        kernel_gemm_rs.launch(dpre, gate_up.transpose(1, 2), routing, None, config)
+        rows(x, down.transpose(1, 2), gradients=tp_moe_launch_ag_gemm.Gradients(h, weights))
+        tp_moe_launch_gemm_rs.launch(h, down, routing, weights, config)
+        tp_moe_launch_gemm_rs.launch(dpre, gate_up.transpose(1, 2), routing, None, config)
     names = SLICED_ROUTE + SLICED_ROWS + SLICED_SUMS
     return dict(zip(names, of_route + of_rows + of_sums, strict=True))
 
@@ -100,16 +104,16 @@ def expert_layer_launches(arch, dtype, sizes=(256, 2, 4, 512, 256), ranks=4):
     with contextlib.ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setattr(gpu, "has_tma", lambda device: arch in ("sm_90", "sm_100"))
-        patch.setattr(kernel_dispatch_gemm, "rows_of_buffer", lambda workspace, x: x[:1])
+        patch.setattr(ep_moe_launch_dispatch_gemm, "rows_of_buffer", lambda workspace, x: x[:1])
         stack.enter_context(recorded_launches(ep_routing, ranks))
         of_order, of_rows, of_sums = (
             stack.enter_context(recorded_launches(module, ranks))
-            for module in (kernel_sort, kernel_dispatch_gemm, kernel_gemm_combine)
+            for module in (ep_moe_launch_sort, ep_moe_launch_dispatch_gemm, ep_moe_launch_gemm_combine)
         )
         ids, most = torch.zeros(tokens, k, dtype=torch.int64), 2 * tokens
         routing = ep_routing.route("op", ids, each * ranks, group, EpConfig(), max_tokens=most, whole=True)
-        order = kernel_sort.order_of(routing)
-        rows, sums = kernel_dispatch_gemm.launch, kernel_gemm_combine.launch
+        order = ep_moe_launch_sort.order_of(routing)
+        rows, sums = ep_moe_launch_dispatch_gemm.launch, ep_moe_launch_gemm_combine.launch
         came = rows(routing, order, x, weights, gate_up, tiles, activation="swiglu", keep=True, keep_rows=True)
         rows(routing, order, x, weights, gate_up, tiles, activation="swiglu_interleaved")
         of_h = rows(

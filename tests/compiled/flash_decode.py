@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tdkernels.ops.attention.flash_decode import kernel_backward
 from tdkernels.ops.attention.flash_decode import launch as flash_decode_launch
+from tdkernels.ops.attention.flash_decode import launch_backward as flash_decode_launch_backward
 from tdkernels.runtime import gpu as _device
 from tests.compiled.targets import BF16
 from tests.support.aot import SHARED_MEMORY, recorded_launches
@@ -35,17 +35,17 @@ def decode_launch(name, arch, dtype=BF16, ranks=4, nodes=1):
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setattr(_device, "shared_memory_bytes", lambda device: SHARED_MEMORY[arch])
         gpu, default = torch.device("cuda", 0), flash_decode_launch.default_config
-        tile = kernel_backward._tile
+        tile = flash_decode_launch_backward._tile
         patch.setattr(flash_decode_launch, "default_config", lambda shape, _: default(shape, gpu))
-        patch.setattr(kernel_backward, "_tile", lambda shape, size, _: tile(shape, size, gpu))
+        patch.setattr(flash_decode_launch_backward, "_tile", lambda shape, size, _: tile(shape, size, gpu))
         kind = 0 if not fp8 else 1 if arch in ("sm_89", "sm_90", "sm_100") else 2
         patch.setattr(flash_decode_launch, "fp8_kind", lambda cache: kind)
         launches, gradients = (
             stack.enter_context(recorded_launches(module, ranks, nodes))
-            for module in (flash_decode_launch, kernel_backward)
+            for module in (flash_decode_launch, flash_decode_launch_backward)
         )
         o, _, lse = flash_decode_launch.launch(q, k, v, lens, table, scales, options, group, None, keep=not fp8)
         if not fp8:
             shape = flash_decode_launch.shape_of(q, k, v, table)
-            kernel_backward.launch(q, k, v, lens, lens, table, o, lse, lse, shape, options)
+            flash_decode_launch_backward.launch(q, k, v, lens, lens, table, o, lse, lse, shape, options)
     return launches + gradients

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tdkernels.ops.attention.ulysses import kernel_out, kernel_qkv
+from tdkernels.ops.attention.ulysses import launch_out as ulysses_launch_out
+from tdkernels.ops.attention.ulysses import launch_qkv as ulysses_launch_qkv
 from tdkernels.ops.attention.ulysses.config import UlyssesConfig
 from tdkernels.ops.common import gemm_operands
 from tests.compiled.targets import BF16, compile_launches, tiles_for
@@ -31,15 +32,15 @@ def ulysses_launches(arch, dtype, sizes=(2, 256, 512, 256), bias=False, ranks=4,
     with contextlib.ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setattr(gemm_operands, "has_tma", lambda device: arch in ("sm_90", "sm_100"))
-        patch.setattr(kernel_out, "_push_bytes", lambda device: 32 << 10)
+        patch.setattr(ulysses_launch_out, "_push_bytes", lambda device: 32 << 10)
         gathered = descriptor(dtype, (2, 256, 512), [1, tiles.block_m, tiles.block_k])
-        patch.setattr(kernel_out, "_gathered_descriptor", lambda *_: gathered)
-        qkv = stack.enter_context(recorded_launches(kernel_qkv, ranks))
-        out = stack.enter_context(recorded_launches(kernel_out, ranks))
-        kernel_qkv.launch("op", x, weight, of_qkv, batch, group, config)
-        kernel_qkv.launch("op", x, weight.t().contiguous().t(), None, batch, group, config)
-        kernel_out.launch("op", o, weight.t().contiguous(), of_out, batch, group, config)
-        kernel_out.launch("op", o, weight.t(), None, batch, group, config, keep=True)
+        patch.setattr(ulysses_launch_out, "_gathered_descriptor", lambda *_: gathered)
+        qkv = stack.enter_context(recorded_launches(ulysses_launch_qkv, ranks))
+        out = stack.enter_context(recorded_launches(ulysses_launch_out, ranks))
+        ulysses_launch_qkv.launch("op", x, weight, of_qkv, batch, group, config)
+        ulysses_launch_qkv.launch("op", x, weight.t().contiguous().t(), None, batch, group, config)
+        ulysses_launch_out.launch("op", o, weight.t().contiguous(), of_out, batch, group, config)
+        ulysses_launch_out.launch("op", o, weight.t(), None, batch, group, config, keep=True)
     return dict(zip(ULYSSES, qkv + out, strict=True))
 
 

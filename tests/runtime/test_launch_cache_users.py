@@ -17,12 +17,12 @@ import torch.distributed as dist
 import tdkernels
 from tdkernels import AgAttentionConfig, Tiles, UlyssesConfig
 from tdkernels.lang.kernel import Kernel
-from tdkernels.ops.attention.ag_attention.kernel_merge import merge
+from tdkernels.ops.attention.ag_attention.launch_merge import merge
 from tdkernels.ops.collectives.async_all_gather import Gather
 from tdkernels.ops.collectives.async_collective import Exchange
 from tdkernels.ops.collectives.async_reduce_scatter import Scatter
 from tdkernels.ops.experts.grouped_gemm.dispatch import swiglu_ref
-from tdkernels.ops.experts.grouped_gemm.kernel import swiglu_backward
+from tdkernels.ops.experts.grouped_gemm.launch import swiglu_backward
 from tdkernels.runtime import recorder as _trace
 from tdkernels.runtime.kernel_launch import alone_on
 from tdkernels.symm import get_workspace, resolve_group

@@ -8,7 +8,7 @@ import math
 import torch
 
 from tdkernels.autotune.tunable import Floors, register
-from tdkernels.ops.collectives import async_all_gather, async_collective, kernel, kernel_async_all_gather, launch, op
+from tdkernels.ops.collectives import launch, op
 from tdkernels.ops.collectives.config import EXCHANGES, CollectiveConfig, default_config
 from tdkernels.ops.common import gemm_tunable as dense
 from tdkernels.ops.common.tunable_base import ConfigTunable
@@ -27,7 +27,6 @@ class CollectiveTunable(ConfigTunable):
     layouts = ("rows",)
     plain_words = "torch collective", "torch's collective"
     across_nodes = False  # torch alone reaches other nodes
-    sources = (op, kernel, launch, async_collective, async_all_gather, kernel_async_all_gather)
 
     def __init__(self, name):
         self.name = name

@@ -11,11 +11,11 @@ from tdkernels.ops.common.config import from_text
 from tdkernels.ops.common.gemm_tunable import config_for
 from tdkernels.ops.common.multinode import spans_nodes
 from tdkernels.ops.common.torch_collectives import all_gather_rows, reduce_scatter_rows
-from tdkernels.ops.dense.ag_gemm import kernel as ag_gemm_kernel
-from tdkernels.ops.dense.ag_gemm.kernel import AgGemmConfig
-from tdkernels.ops.dense.gemm_rs import kernel as gemm_rs_kernel
+from tdkernels.ops.dense.ag_gemm import launch as ag_gemm_launch
+from tdkernels.ops.dense.ag_gemm.config import AgGemmConfig
+from tdkernels.ops.dense.gemm_rs import launch as gemm_rs_launch
 from tdkernels.ops.dense.gemm_rs import pipelined
-from tdkernels.ops.dense.gemm_rs.kernel import GemmRsConfig
+from tdkernels.ops.dense.gemm_rs.config import GemmRsConfig
 from tdkernels.ops.dense.vendor_gemm import is_worth_its_launches
 from tdkernels.runtime.torch_op import group_by_name
 from tdkernels.symm.whole_call import whole_call
@@ -41,7 +41,7 @@ def _ag_gemm_in_parts(config, dy, x, group):
 
 def _ag_gemm_config_of_dx(dy, back, group):
     """That of the GEMM-RS of dx."""
-    fields = lambda: {"backward of": "ag_gemm", **gemm_rs_kernel.problem_fields(dy, back)}  # noqa: E731
+    fields = lambda: {"backward of": "ag_gemm", **gemm_rs_launch.problem_fields(dy, back)}  # noqa: E731
     return config_for("gemm_rs", "", dy, back, group, fields)
 
 
@@ -65,7 +65,7 @@ def ag_gemm_backward(dy, x, weight, need_dx, need_dweight, group, config):
             if choice.method == "torch":
                 dx = reduce_scatter_rows(dy @ weight, group)
             else:
-                dx = gemm_rs_kernel.launch(dy, weight.t(), None, group, choice)
+                dx = gemm_rs_launch.launch(dy, weight.t(), None, group, choice)
         if need_dweight:
             dweight = gathered_weight_gradient(gather, dy, gathered_on_left=False, overlapped=need_dx)
             gather.close()
@@ -106,7 +106,7 @@ def _gemm_rs_config_of_dx(config, dz, x, back, keeps, group):
     """That of the AG-GEMM of dx; ``keeps``: what it gathers, for the other gradients."""
     if _gemm_rs_in_parts(config, dz, x, keeps, group):
         return AgGemmConfig(method="parts")
-    fields = lambda: {"backward of": "gemm_rs", **ag_gemm_kernel.problem_fields(dz, back)}  # noqa: E731
+    fields = lambda: {"backward of": "gemm_rs", **ag_gemm_launch.problem_fields(dz, back)}  # noqa: E731
     return config_for("ag_gemm", "", dz, back, group, fields)
 
 
@@ -127,7 +127,7 @@ def gemm_rs_backward(dz, x, weight, need_dx, need_dweight, need_dbias, group, co
         dweight = full.t() @ x if need_dweight else dweight
     elif need_dx:
         # The AG-GEMM leaves what it gathers where the weight gradient can read it.
-        dx, gather = ag_gemm_kernel.launch(dz, back, None, group, choice, keep_gathered=keeps)
+        dx, gather = ag_gemm_launch.launch(dz, back, None, group, choice, keep_gathered=keeps)
         if gather is not None:
             gather.finish()
             full = gather.gathered.reshape(x.shape[0], dz.shape[1])

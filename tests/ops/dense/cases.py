@@ -13,9 +13,9 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import tdkernels
-from tdkernels.ops.dense.ag_gemm import kernel as ag_gemm_kernel
-from tdkernels.ops.dense.gemm_ar import kernel as gemm_ar_kernel
-from tdkernels.ops.dense.gemm_rs import kernel as gemm_rs_kernel
+from tdkernels.ops.dense.ag_gemm import config as ag_gemm_config
+from tdkernels.ops.dense.gemm_ar import config as gemm_ar_config
+from tdkernels.ops.dense.gemm_rs import config as gemm_rs_config
 from tests.support.dense_oracle import GRADIENTS, Case
 from tests.support.ranks import a_group, device
 
@@ -31,9 +31,9 @@ FEW_ROWS = (2, 21, 200)  # as of a token or two; more of K than any config split
 
 # The config that a call without one runs with, for operands of a rank and a number of ranks.
 _DEFAULTS = {
-    "ag_gemm": ag_gemm_kernel.default_config_for,
-    "gemm_rs": gemm_rs_kernel.default_config_for,
-    "gemm_ar": gemm_ar_kernel.default_config_for,
+    "ag_gemm": ag_gemm_config.default_config_for,
+    "gemm_rs": gemm_rs_config.default_config_for,
+    "gemm_ar": gemm_ar_config.default_config_for,
 }
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import tdkernels
 from tdkernels import PeerTimeoutError
-from tdkernels.ops.dense.gemm_ar import kernel_multinode
+from tdkernels.ops.dense.gemm_ar import launch_multinode as gemm_ar_launch_multinode
 from tests.ops.dense.cases import config_for, has_the_bits_of_rank_0
 from tests.support.dense_oracle import Case
 from tests.support.simulated_nodes import a_group_on_nodes, reseed
@@ -22,7 +22,7 @@ from tests.test_protocol import failure_of, poison, timeout
 def adding_once(fn, *args, **kwargs):
     """Call a function, for which one owner of gemm_ar's tiles adds all nodes' sums, however little there is to send."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernel_multinode, "_TRIP_BYTES", -1)
+        patch.setattr(gemm_ar_launch_multinode, "_TRIP_BYTES", -1)
         return fn(*args, **kwargs)
 
 

@@ -16,7 +16,7 @@ from tdkernels.lang.profile import NUM_KINDS
 from tdkernels.ops.collectives.async_all_gather import Gather
 from tdkernels.ops.collectives.kernel_async_multinode import relay_of, source_at
 from tdkernels.ops.common.torch_collectives import all_gather_rows
-from tdkernels.ops.dense.ag_gemm import kernel as ag_gemm_kernel
+from tdkernels.ops.dense.ag_gemm import launch as ag_gemm_launch
 from tdkernels.ops.dense.ag_gemm.tuning import AgGemmTunable
 from tdkernels.ops.dense.backward import gathered_weight_gradient
 from tdkernels.runtime.recorder import Recorder, record
@@ -241,7 +241,7 @@ def _keeps_what_it_gathered(local):
             config = AgGemmConfig(**SMALL, transport=("push", "copy_engine")[seed % 2])
             if rank == seed:
                 time.sleep(0.03)
-            y, gather = ag_gemm_kernel.launch(x, weight, None, group, config, keep_gathered=True)
+            y, gather = ag_gemm_launch.launch(x, weight, None, group, config, keep_gathered=True)
             gather.finish()
             tdkernels.synchronize()
             case.check({"output": y})

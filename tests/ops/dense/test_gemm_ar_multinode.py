@@ -3,7 +3,7 @@
 import pytest
 
 from tdkernels import Tiles
-from tdkernels.ops.dense.gemm_ar.kernel_multinode import adds_once
+from tdkernels.ops.dense.gemm_ar.launch_multinode import adds_once
 from tests.ops.dense import cases, multinode_cases
 from tests.support.ranks import on_ranks
 from tests.support.simulated_nodes import thorough

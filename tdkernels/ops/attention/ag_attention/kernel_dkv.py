@@ -5,23 +5,9 @@ numbers a row, the statistics. A tile of keys goes through all queries that see 
 share it, so nothing has to be added up between ranks or programs.
 """
 
-import torch
 import triton.language as tl
 
 from tdkernels import lang as td
-from tdkernels.ops.attention.ag_attention.kernel import (
-    bases_of,
-    gathered_descriptor,
-    mask_of,
-    plan_fields,
-    resident_programs,
-    shard_descriptor,
-    slot_size,
-    straddles,
-    uses_tma,
-    width_of,
-    widths_of,
-)
 from tdkernels.ops.attention.tile import (
     ALL,
     LOG2_E,
@@ -38,13 +24,6 @@ from tdkernels.ops.attention.tile import (
     slot_bytes,
     store_rows_of,
 )
-from tdkernels.ops.common import gemm_operands
-from tdkernels.runtime.kernel_launch import Launch, alone_on, launch_kept, to_be_made
-from tdkernels.symm import get_workspace
-
-_COPY_WORDS = 4096
-_STAT_BLOCK = 64  # rows of a program that makes statistics
-
 
 # ---- statistics: of each row and head the logarithm of the sum of weights, and the part of the gradient all share ----
 
@@ -237,85 +216,3 @@ def ag_attention_dkv_kernel(
 
 # For tdkernels.sanitizer: ``known`` keeps what a program has waited for from one tile to the next.
 ag_attention_dkv_kernel.program_keeps = "waits"
-
-
-# ---- launchers ----
-
-
-def constants_of(q, k, v, causal, sharding):
-    """The constexpr arguments that both gradients take."""
-    block_d, block_dv = widths_of(q, v)
-    return {
-        "D": q.shape[3], "DV": v.shape[3], "BLOCK_D": block_d, "BLOCK_DV": block_dv,
-        "MASK": mask_of(causal, sharding), "ELEM_BYTES": q.element_size(), "USE_TMA": uses_tma(q, k, v),
-        "PRECISION": gemm_operands.dot_precision(q.dtype), "COPY_WORDS": _COPY_WORDS,
-    }  # fmt: skip
-
-
-def statistics(o, do, lse, dlse):
-    """What both gradients need of each row, [rows / 16, 2, Hq, 16] fp32."""
-    workspace = alone_on(o.device)
-    return launch_kept(
-        workspace, ("ag_attention statistics",), (o, do, lse, dlse), lambda *of: _prepare_statistics(workspace, of)
-    )[0]
-
-
-def _prepare_statistics(workspace, operands):
-    batch, rows, heads, dv = operands[0].shape
-    positions = batch * rows
-    stats = to_be_made(
-        operands[0], -(-positions // STAT_ROWS.value), 2, heads, STAT_ROWS.value, dtype=torch.float32
-    )  # fmt: skip
-    args = *operands, stats, positions, heads
-    constants = {"DV": dv, "BLOCK_DV": width_of(dv), "BLOCK": _STAT_BLOCK, "num_warps": 4}
-    grid = (-(-positions // _STAT_BLOCK) * heads,)
-    return Launch(workspace, ag_attention_stats_kernel, grid, args, constants, operands, [stats], [])
-
-
-def launch_dkv(q, k, v, do, stats, causal, sharding, scale, group, config):
-    """The gradients of k and v."""
-    workspace = get_workspace(group, q.device, "ag_attention_dkv")
-    call = causal, sharding, scale, config
-    return launch_kept(
-        workspace, (*call, gemm_operands.dot_precision(q.dtype)), (q, k, v, do, stats),
-        lambda *of: _prepare_dkv(workspace, *of, *call),
-    )  # fmt: skip
-
-
-def _prepare_dkv(workspace, q, k, v, do, stats, causal, sharding, scale, config):
-    ranks, (batch, rows, heads, _) = workspace.world_size, q.shape
-    fields = {"gradient": "k and v", **plan_fields(q, k, v, causal, sharding, scale, config)}
-    num_chunks = -(-batch * rows // config.chunk_rows)
-    half_bytes = ranks * (slot_size(q) + slot_size(do) + slot_size(stats)) if ranks > 1 else 256
-    plan = workspace.prepare("ag_attention", fields, half_bytes, ranks * num_chunks + ranks)
-    num_comm = config.num_comm_sms if ranks > 1 else 0
-    made = to_be_made(k, *k.shape), to_be_made(v, *v.shape)
-    descriptors = _dkv_descriptors(workspace, q, k, v, do, ranks, config)
-    args = (
-        workspace.ctx, q, k, v, do, stats, *made, *descriptors, scale, batch, rows, heads, k.shape[2], plan, num_comm,
-        config.chunk_rows,
-    )  # fmt: skip
-    constants = {
-        "BLOCK_Q": config.dkv_block_q, "BLOCK_K": config.dkv_block_k, "STAGES": config.dkv_num_stages,
-        "GROUP": heads // k.shape[2], "STRADDLES": straddles(rows, config.dkv_block_k, causal, sharding),
-        **constants_of(q, k, v, causal, sharding), "num_warps": config.dkv_num_warps,
-        "num_stages": config.dkv_num_stages,
-    }  # fmt: skip
-    pieces = num_comm + -(-rows // config.dkv_block_k) * batch * k.shape[2] + (ranks > 1)
-    grid = (min(pieces, resident_programs(q.device, config.dkv_num_warps)),)
-    fixed = workspace.ctx, *bases_of(descriptors[-2:])
-    return Launch(workspace, ag_attention_dkv_kernel, grid, args, constants, (q, k, v, do, stats), made, fixed)
-
-
-def _dkv_descriptors(workspace, q, k, v, do, ranks, config):
-    """Of k, v, q and do, and of all ranks' q and do; None where the kernel takes none."""
-    if not uses_tma(q, k, v):
-        return (None,) * 6
-    widths = widths_of(q, do)
-    own_k, own_v = (shard_descriptor(x, config.dkv_block_k, width) for x, width in zip((k, v), widths))
-    own_q, own_do = (shard_descriptor(x, config.dkv_block_q, width) for x, width in zip((q, do), widths))
-    if ranks == 1:
-        return own_k, own_v, own_q, own_do, own_q, own_do
-    far_q = gathered_descriptor(workspace, 0, q, ranks, config.dkv_block_q, widths[0])
-    far_do = gathered_descriptor(workspace, ranks * slot_size(q), do, ranks, config.dkv_block_q, widths[1])
-    return own_k, own_v, own_q, own_do, far_q, far_do

@@ -3,10 +3,6 @@
 import triton.language as tl
 
 from tdkernels import lang as td
-from tdkernels.ops.common.tile_config import next_power_of_2
-from tdkernels.runtime.kernel_launch import Launch, alone_on, launch_kept, to_be_made
-
-_LINES = 32  # of a program: rows of one head
 
 
 @td.jit(do_not_specialize=["lines", "per_entry", "before"])
@@ -33,25 +29,3 @@ def merge_kernel(
     places = o_ptr + line[:, None] * D + cols[None, :]
     tl.store(places, o.to(o_ptr.dtype.element_ty), mask=here[:, None] & within)
     tl.store(lse_ptr + line, top + tl.log(total), mask=here)
-
-
-def merge(o, lse, part, part_lse, first, dtype):
-    """(o, lse) of attention to all keys, in ``dtype``, of that to some and that to others.
-
-    Args:     o: [B, n, H, D], lse: [B, n, H] fp32; part, part_lse: the same of the rows from ``first`` on; contiguous
-    """
-    workspace = alone_on(o.device)
-    return launch_kept(
-        workspace, ("attention merged", first, dtype), (o, lse, part, part_lse),
-        lambda *of: _prepare(workspace, of, first, dtype),
-    )  # fmt: skip
-
-
-def _prepare(workspace, operands, first, dtype):
-    o, lse, _, _ = operands
-    batch, rows, heads, d = o.shape
-    made = to_be_made(o, *o.shape, dtype=dtype), to_be_made(lse, *lse.shape)
-    args = *made, *operands, batch * rows * heads, rows * heads, first * heads
-    constants = {"D": d, "BLOCK_D": next_power_of_2(d), "BLOCK": _LINES, "num_warps": 4}
-    grid = (-(-batch * rows * heads // _LINES),)
-    return Launch(workspace, merge_kernel, grid, args, constants, operands, made, [])

@@ -27,8 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
-from tdkernels.ops.attention.ag_attention import kernel
-from tdkernels.ops.attention.ag_attention import kernel_dq as backward_kernel
+from tdkernels.ops.attention.ag_attention import launch, launch_dq
 from tdkernels.ops.attention.ag_attention import pipelined as parts
 from tdkernels.ops.attention.ag_attention.config import AgAttentionConfig, completed
 from tdkernels.ops.attention.ag_attention.validation import check_attention
@@ -158,7 +157,7 @@ def _chosen(q, k, v, causal, scale, sharding, group):
         return AgAttentionConfig(method="torch")
     sizes = q.shape[0], ranks * q.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3]
     layout = f"causal {sharding}" if causal else "full"  # where all see all it does not matter who has what
-    return chosen("ag_attention", sizes, layout, q, group, kernel.problem_fields(q, k, v, causal, sharding, scale))
+    return chosen("ag_attention", sizes, layout, q, group, launch.problem_fields(q, k, v, causal, sharding, scale))
 
 
 def _settled(q, k, v, causal, scale, sharding, group, config):
@@ -167,7 +166,7 @@ def _settled(q, k, v, causal, scale, sharding, group, config):
     if chosen_for_it:
         config = _chosen(q, k, v, causal, scale, sharding, group)
     config = completed(config, q.shape[1], max(q.shape[3], v.shape[3]), q.dtype, q.device, chosen_for_it)
-    fields = kernel.plan_fields(q, k, v, causal, sharding, scale, config)
+    fields = launch.plan_fields(q, k, v, causal, sharding, scale, config)
     group_state(group).agree_once("ag_attention", fields)
     return config
 
@@ -195,7 +194,7 @@ def _overlapped(q, k, v, causal, scale, sharding, group, config):
         return _fake_forward(q, k, v)
     if config.method in KERNELS:
         return parts.forward(q, k, v, causal, sharding, scale, group, config)
-    o, lse = kernel.launch(*_ready(q, k, v), causal, sharding, scale, group, config)
+    o, lse = launch.launch(*_ready(q, k, v), causal, sharding, scale, group, config)
     return _cut(o, v.shape[3]), lse
 
 
@@ -213,7 +212,7 @@ def _backward(do, dlse, q, k, v, o, lse, need_dq, need_dk, need_dv, causal, scal
     else:
         dlse = None if dlse is None else dlse.contiguous()
         operands = *_ready(q, k, v, o), lse, *_ready(do), dlse
-        gradients = backward_kernel.launch(*operands, wanted, causal, sharding, scale, group, config)
+        gradients = launch_dq.launch(*operands, wanted, causal, sharding, scale, group, config)
     cut = (dx if dx is None else _cut(dx, x.shape[3]) for dx, x in zip(gradients, (q, k, v), strict=True))
     return to_send(cut, (q, k, v), wanted)
 

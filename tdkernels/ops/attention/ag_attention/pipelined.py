@@ -13,8 +13,8 @@ from contextlib import nullcontext
 
 import torch
 
-from tdkernels.ops.attention.ag_attention.kernel import plan_fields
-from tdkernels.ops.attention.ag_attention.kernel_merge import merge
+from tdkernels.ops.attention.ag_attention.launch import plan_fields
+from tdkernels.ops.attention.ag_attention.launch_merge import merge
 from tdkernels.ops.attention.ag_attention.vendor_attention import KERNELS
 from tdkernels.ops.collectives.async_all_gather import Gather
 from tdkernels.ops.collectives.async_reduce_scatter import Scatter

@@ -11,15 +11,10 @@ from dataclasses import asdict
 import torch
 
 from tdkernels.autotune.tunable import Floors, register
-from tdkernels.ops.attention import tile as _attention
-from tdkernels.ops.attention.ag_attention import config as ag_attention_config
-from tdkernels.ops.attention.ag_attention import kernel, kernel_merge, op, vendor_attention
-from tdkernels.ops.attention.ag_attention import pipelined as parts
+from tdkernels.ops.attention.ag_attention import launch, op
 from tdkernels.ops.attention.ag_attention.config import AgAttentionConfig, completed
 from tdkernels.ops.attention.ag_attention.validation import LEAST, MOST
 from tdkernels.ops.attention.ag_attention.vendor_attention import KERNELS
-from tdkernels.ops.collectives import async_all_gather, async_collective, kernel_async_all_gather
-from tdkernels.ops.common import gemm_tile
 from tdkernels.ops.common import gemm_tunable as dense
 from tdkernels.ops.common.tunable_base import ConfigTunable
 from tdkernels.runtime import gpu
@@ -39,10 +34,6 @@ class AgAttentionTunable(ConfigTunable):
     sizes = ("batch", "seq", "heads", "kv_heads", "d", "dv")
     layouts = tuple(_CALLS)
     config_class = AgAttentionConfig
-    sources = (
-        op, kernel, parts, vendor_attention, kernel_merge, ag_attention_config, _attention, async_collective,
-        async_all_gather, kernel_async_all_gather, gemm_tile,
-    )  # fmt: skip
     plain_words = "torch all-gathers, then its attention", "torch's all-gathers and attention"
     across_nodes = False
 
@@ -196,7 +187,7 @@ class AgAttentionTunable(ConfigTunable):
         config = self.completed(config, problem, operands[0].device)
         if config.method != "fused":
             return
-        kernel.compile(*map(op.padded, operands), causal, sharding, problem.world_size, config)
+        launch.compile(*map(op.padded, operands), causal, sharding, problem.world_size, config)
 
 
 def _of_forward(config):
@@ -231,7 +222,7 @@ def _tiles(widest, dtype, device):
 
 def _shared_memory_bytes(config, problem):
     """What a tile of queries and the stages of a main loop take."""
-    d, dv = (kernel.width_of(size) for size in problem.shape[4:])
+    d, dv = (launch.width_of(size) for size in problem.shape[4:])
     stages = config.num_stages * config.block_k * (d + dv)
     return (config.block_q * d + stages) * problem.torch_dtype.itemsize + _BARRIERS_BYTES
 

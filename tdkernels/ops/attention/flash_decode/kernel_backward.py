@@ -5,19 +5,12 @@ again, and with the lse of all ranks' keys they become the weights of the whole.
 its own; the parts are added up afterwards, in their order.
 """
 
-import torch
 import triton.language as tl
 
 from tdkernels import lang as td
 from tdkernels.ops.attention.flash_decode.kernel import _capped, _first_blocks, _sees
 from tdkernels.ops.attention.flash_decode.kernel_merge import query_rows
 from tdkernels.ops.attention.flash_decode.kv_cache import FP8_NONE, cache_rows, key_rows, load_query, num_keys
-from tdkernels.ops.attention.tile import LOG2_E
-from tdkernels.ops.common import gemm_operands
-from tdkernels.runtime import gpu
-from tdkernels.runtime.kernel_launch import Launch, alone_on, launch_kept
-
-_MAX_BLOCK_BYTES = 32 << 10  # of a block of keys and values, which stay with the program
 
 
 @td.jit
@@ -115,59 +108,3 @@ def flash_decode_backward_kernel(
         if D2:
             _store_keys(dk_ptr, keys, there, heads * D, D, D1, dk2)
         _store_keys(dv_ptr, keys, there, heads * DV, DV, 0, dv)
-
-
-def _tile(shape, element_size, device):
-    """(query rows, keys, warps) of a program at a time."""
-    if device.type == "cpu":
-        return shape.block_m, 16, 1
-    bytes_of_key = (sum(shape.parts_of_d) + shape.padded_dv) * element_size
-    block_n = 1 << (_MAX_BLOCK_BYTES // bytes_of_key).bit_length() - 1
-    return min(shape.block_m, 32), max(16, min(64, block_n)), 8 if shape.d > 128 else 4
-
-
-def launch(q, k_cache, v_cache, kv_lens, after, block_table, do, lse2, delta, shape, options):
-    """(this rank's part of dq [B, Tq, Hq, D] in fp32; dk, dv [B, capacity, Hkv, …], zeros beyond the lengths).
-
-    Args:     after: [B] int32, how many keys later ranks have; lse2: of all ranks, to base 2; the rest as for
-              ``flash_decode_launch.launch``
-    """
-    capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
-    splits = _splits(shape, capacity, q)
-    dq = torch.zeros(splits, *q.shape, dtype=torch.float32, device=q.device)
-    dk = k_cache.new_zeros(shape.batch, capacity, shape.heads, shape.d)
-    dv = v_cache.new_zeros(shape.batch, capacity, shape.heads, shape.dv)
-    if shape.batch * shape.heads:  # else there are no sequences
-        workspace = alone_on(q.device)
-        key = "flash_decode backward", shape, options, gemm_operands.dot_precision(q.dtype)
-        operands = q, k_cache, v_cache, kv_lens, after, block_table, do, lse2, delta, dq, dk, dv
-        launch_kept(workspace, key, operands, lambda *of: _prepare(workspace, of, shape, options, capacity, splits))
-    return dq.sum(0), dk, dv
-
-
-def _splits(shape, capacity, q):
-    """Into how many parts the keys of a sequence go, each for programs of its own."""
-    most = max(1, -(-capacity // _tile(shape, q.element_size(), q.device)[1]))
-    return min(most, max(1, 4 * gpu.num_sms(q.device) // max(shape.batch * shape.heads, 1)))
-
-
-def _prepare(workspace, operands, shape, options, capacity, splits):
-    q, k_cache, v_cache, kv_lens, _, block_table, *_ = operands
-    scale, soft_cap, window = options
-    paged = block_table is not None
-    d1, d2 = shape.parts_of_d
-    block_m, block_n, num_warps = _tile(shape, q.element_size(), q.device)
-    args = (
-        *operands[:5], block_table if paged else kv_lens, *operands[6:],
-        shape.heads, capacity, k_cache.shape[0] if paged else 0,
-        scale * LOG2_E.value, scale, (soft_cap or 0.0) * LOG2_E.value, window or 0,
-        *k_cache.stride()[:3], *v_cache.stride()[:3], block_table.stride(0) if paged else 0,
-    )  # fmt: skip
-    constants = {
-        "TQ": shape.queries, "G": shape.group, "D": shape.d, "D1": d1, "D2": d2, "DV": shape.dv,
-        "DVP": shape.padded_dv, "BLOCK_M": block_m, "BLOCK_N": block_n, "PAGE": k_cache.shape[1] if paged else 0,
-        "SOFT_CAP": soft_cap is not None, "WINDOW": window is not None,
-        "PRECISION": gemm_operands.dot_precision(q.dtype), "num_warps": num_warps, "num_stages": 1,
-    }  # fmt: skip
-    grid = shape.batch * shape.heads, splits
-    return Launch(workspace, flash_decode_backward_kernel, grid, args, constants, operands, [], [])

@@ -22,8 +22,8 @@ import os
 import torch
 
 from tdkernels.autotune.selection import known_config
-from tdkernels.ops.attention.flash_decode import kernel_backward
 from tdkernels.ops.attention.flash_decode import launch as launcher
+from tdkernels.ops.attention.flash_decode import launch_backward
 from tdkernels.ops.attention.flash_decode.config import FlashDecodeConfig, layout_of
 from tdkernels.ops.attention.flash_decode.validation import FP8, check, check_values
 from tdkernels.ops.attention.tile import LN_2, LOG2_E
@@ -197,7 +197,7 @@ def _backward(
         )
     else:
         shape = launcher.shape_of(q, k_cache, v_cache)
-        dq, dk, dv = kernel_backward.launch(
+        dq, dk, dv = launch_backward.launch(
             q, k_cache, v_cache, kv_lens, after, block_table, do, lse, delta.contiguous(), shape, options
         )
     if need_dq and group is not None:

@@ -16,11 +16,8 @@ from dataclasses import replace
 import torch
 
 from tdkernels.autotune.tunable import Floors, register
-from tdkernels.ops.attention import tile as _attention
-from tdkernels.ops.attention.flash_decode import config as flash_decode_config
-from tdkernels.ops.attention.flash_decode import kernel, kernel_merge, kv_cache, op
-from tdkernels.ops.attention.flash_decode import kernel_multinode as nodes
 from tdkernels.ops.attention.flash_decode import launch as launcher
+from tdkernels.ops.attention.flash_decode import op
 from tdkernels.ops.attention.flash_decode.config import (
     DecodeShape,
     FlashDecodeConfig,
@@ -60,10 +57,6 @@ class FlashDecodeTunable(ConfigTunable):
     sizes = ("batch", "queries", "heads", "kv_heads", "d", "dv", "keys")
     layouts = tuple(layout_of(*kinds) for kinds in itertools.product((False, True), repeat=3))
     config_class = FlashDecodeConfig
-    sources = (
-        op, launcher, kv_cache, flash_decode_config, kernel, kernel_merge, nodes,
-        _attention,
-    )  # fmt: skip
     plain_words = "torch attention, then an all-gather", "torch's attention and all-gather"
     local_words = "a copy of as many bytes"
     alone = True

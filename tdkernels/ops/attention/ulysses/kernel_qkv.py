@@ -14,16 +14,10 @@ Nobody can finish call t + 1 before all have begun it, since all take something 
 also where a peer reads our memory.
 """
 
-import torch
 import triton.language as tl
 
 from tdkernels import lang as td
-from tdkernels.ops.common import gemm_operands
-from tdkernels.ops.common.config import text_of
 from tdkernels.ops.common.gemm_tile import as_aligned, gemm_tile, swizzle
-from tdkernels.runtime import gpu, recorder
-from tdkernels.runtime.kernel_launch import Launch, launch_kept, to_be_made
-from tdkernels.symm import get_workspace
 
 
 @td.jit
@@ -133,65 +127,3 @@ def ulysses_qkv_kernel(
         piece = td.ticket_of(answer)
         td.mark(trace, "ends")
     td.finish(ctx)
-
-
-def problem_fields(x, weight, batch):
-    """What must be the same on all ranks before a config is chosen."""
-    return {
-        "B": batch, "S/W": x.shape[0] // batch if batch else 0, "K": x.shape[1], "N": weight.shape[0],
-        "dtype": str(x.dtype),
-    }  # fmt: skip
-
-
-def plan_fields(x, weight, batch, config):
-    """What must be the same on all ranks."""
-    return {**problem_fields(x, weight, batch), "config": text_of(config)}
-
-
-def _arguments(ctx, x, weight, bias, y, batch, world_size, lag, plan, config):
-    """The kernel's arguments."""
-    weight, stride_w, _ = gemm_operands.weight_layout(weight)
-    tiles, (rows, k), width = config.tiles, x.shape, weight.shape[0] // world_size
-    constants = gemm_operands.product_constants(x, weight, bias, tiles)
-    constants.update(ALIGNED=gemm_operands.aligned(width, k, stride_w), trace_ptr=None)
-    x_desc, w_desc = gemm_operands.product_descriptors(x, weight, tiles, constants)
-    args = (
-        ctx, x, x_desc, weight, w_desc, bias, y,
-        rows, k, rows // batch, width, stride_w, lag, plan, int(config.transport == "push"), tiles.group_m,
-    )  # fmt: skip
-    return args, constants
-
-
-def compile(x, weight, bias, world_size, config):
-    """Compile what ``launch`` with the same operands would launch, into Triton's cache; launches nothing."""
-    x = gemm_operands.rows_contiguous(x)
-    ctx = torch.empty(1, dtype=torch.int64, device=x.device)
-    args, constants = _arguments(ctx, x, weight, bias, x.new_empty(1), 1, world_size, 0, 0, config)
-    ulysses_qkv_kernel.warmup(*args, grid=(1,), **constants)
-
-
-def launch(operator, x, weight, bias, batch, group, config):
-    """Our heads of all positions, [B * S, N / W], of x [B * S / W, K]; ``operator`` is who calls, for errors."""
-    workspace = get_workspace(group, x.device, "ulysses_qkv")
-    key = operator, batch, config, gemm_operands.dot_precision(x.dtype)
-    return launch_kept(
-        workspace, key, (x, weight, bias), lambda *of: _prepare(workspace, operator, *of, batch, config),
-        gemm_operands.ready,
-    )[0]  # fmt: skip
-
-
-def _prepare(workspace, operator, x, weight, bias, batch, config):
-    world_size, rows, tiles = workspace.world_size, x.shape[0], config.tiles
-    width = weight.shape[0] // world_size
-    count = tiles.count(rows, width)  # tiles of one rank's heads
-    half_bytes = world_size * count * tiles.block_m * tiles.block_n * x.element_size()
-    fields = plan_fields(x, weight, batch, config)
-    plan = workspace.prepare(operator, fields, half_bytes, world_size * count)
-    y = to_be_made(x, world_size * rows, width)
-    resident = gpu.resident_programs(x.device, tiles, x.dtype)
-    lag = min(config.lag_tiles or -(-3 * resident // 2), world_size * count)
-    pieces = lag + 2 * max(world_size * count - lag, (world_size - 1) * count)
-    args, constants = _arguments(workspace.ctx, x, weight, bias, y, batch, world_size, lag, plan, config)
-    constants["trace_ptr"] = recorder.buffer(x.device, pieces)
-    grid, operands = (min(pieces, resident),), (x, weight, bias)
-    return Launch(workspace, ulysses_qkv_kernel, grid, args, constants, operands, [y], [workspace.ctx])

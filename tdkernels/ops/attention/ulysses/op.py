@@ -26,8 +26,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from tdkernels.ops.attention.ulysses import kernel_out as out_kernel
-from tdkernels.ops.attention.ulysses import kernel_qkv as qkv_kernel
+from tdkernels.ops.attention.ulysses import launch_out, launch_qkv
 from tdkernels.ops.attention.ulysses.config import UlyssesConfig
 from tdkernels.ops.attention.ulysses.validation import check_divided, check_product
 from tdkernels.ops.common.config import as_argument, check_config
@@ -96,14 +95,14 @@ def _qkv(operator, x, weight, bias, batch, group, text):
     world_size = group.size()
     if world_size == 1:
         return F.linear(x, weight, bias)
-    fields = qkv_kernel.problem_fields(x, weight, batch)
+    fields = launch_qkv.problem_fields(x, weight, batch)
     if not x.shape[0]:
         group_state(group).agree_once(operator, fields)
         return x.new_empty(0, weight.shape[0] // world_size)
     config = _config(text, "ulysses_qkv", operator, x, weight, group, fields)
     if config.method == "fused":
-        return qkv_kernel.launch(operator, x, weight, bias, batch, group, config)
-    group_state(group).agree_once(operator, qkv_kernel.plan_fields(x, weight, batch, config))
+        return launch_qkv.launch(operator, x, weight, bias, batch, group, config)
+    group_state(group).agree_once(operator, launch_qkv.plan_fields(x, weight, batch, config))
     return _to_heads(F.linear(x, weight, bias), batch, group)
 
 
@@ -112,14 +111,14 @@ def _out(operator, o, weight, bias, batch, group, text, keep):
     world_size = group.size()
     if world_size == 1:
         return F.linear(o, weight, bias), None
-    fields = {**out_kernel.problem_fields(o, weight, batch), "kept": keep}
+    fields = {**launch_out.problem_fields(o, weight, batch), "kept": keep}
     if not o.shape[0]:
         group_state(group).agree_once(operator, fields)
         return o.new_empty(0, weight.shape[0]), o.new_empty(0, weight.shape[1])
     config = _config(text, "ulysses_out", operator, o, weight, group, fields)
     if config.method == "fused":
-        return out_kernel.launch(operator, o, weight, bias, batch, group, config, keep)
-    group_state(group).agree_once(operator, {**out_kernel.plan_fields(o, weight, batch, config), "kept": keep})
+        return launch_out.launch(operator, o, weight, bias, batch, group, config, keep)
+    group_state(group).agree_once(operator, {**launch_out.plan_fields(o, weight, batch, config), "kept": keep})
     rows = _to_positions(o, batch, group)
     return F.linear(rows, weight, bias), rows
 

@@ -12,9 +12,8 @@ import torch.nn.functional as F
 
 from tdkernels.autotune.tunable import Floors, register
 from tdkernels.ops.attention.ulysses import config as ulysses_config
-from tdkernels.ops.attention.ulysses import kernel_out, kernel_qkv, op
+from tdkernels.ops.attention.ulysses import launch_out, launch_qkv, op
 from tdkernels.ops.attention.ulysses.config import TRANSPORTS, UlyssesConfig
-from tdkernels.ops.common import gemm_tile, tile_config
 from tdkernels.ops.common import gemm_tunable as dense
 from tdkernels.runtime import gpu
 
@@ -64,8 +63,7 @@ class UlyssesTunable(dense.DenseTunable):
 
 class QkvTunable(UlyssesTunable):
     name = "ulysses_qkv"
-    kernel = kernel_qkv
-    sources = (op, ulysses_config, kernel_qkv, gemm_tile, tile_config)
+    kernel = launch_qkv
     divided = (0, 1)
     plain_words = "torch matmul, then all-to-all", "torch's matmul and all-to-all"
 
@@ -124,16 +122,15 @@ class QkvTunable(UlyssesTunable):
     def run(self, operands, problem, group, config):
         if config.method == "torch":
             return self.reference(operands, problem, group)
-        return kernel_qkv.launch(self.name, *operands, None, 1, group, config)
+        return launch_qkv.launch(self.name, *operands, None, 1, group, config)
 
     def compile(self, operands, problem, config):
-        kernel_qkv.compile(*operands, None, problem.world_size, config)
+        launch_qkv.compile(*operands, None, problem.world_size, config)
 
 
 class OutTunable(UlyssesTunable):
     name = "ulysses_out"
-    kernel = kernel_out
-    sources = (op, ulysses_config, kernel_out, gemm_tile, tile_config)
+    kernel = launch_out
     divided = (0, 2)
     plain_words = "torch all-to-all, then matmul", "torch's all-to-all and matmul"
 
@@ -204,10 +201,10 @@ class OutTunable(UlyssesTunable):
     def run(self, operands, problem, group, config):
         if config.method == "torch":
             return self.reference(operands, problem, group)
-        return kernel_out.launch(self.name, *operands, None, 1, group, config)[0]  # and not what it gathers
+        return launch_out.launch(self.name, *operands, None, 1, group, config)[0]  # and not what it gathers
 
     def compile(self, operands, problem, config):
-        kernel_out.compile(*operands, None, problem.world_size, config)
+        launch_out.compile(*operands, None, problem.world_size, config)
 
 
 def _tiles_of(rows, columns, tiles):

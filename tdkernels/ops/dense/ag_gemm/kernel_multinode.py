@@ -17,24 +17,12 @@ import triton.language as tl
 from tdkernels import lang as td
 from tdkernels.ops.collectives.kernel_async_multinode import (
     await_chunk,
-    num_pieces,
     push_to_node,
     relay_to_node,
     send_shard,
     source_at,
 )
 from tdkernels.ops.common.gemm_tile import as_aligned, gemm_tile, store_rows, swizzle, with_bias
-
-
-def comm_pieces(num_comm, num_chunks, topology):
-    """How many pieces send, push and relay, and how many things, at most, one of them does."""
-    others, elsewhere = topology.local_world_size - 1, topology.num_nodes - 1
-    send, push = num_pieces(num_comm, num_chunks, topology.local_world_size)
-    turns = -(-num_chunks // send) * elsewhere
-    if push:
-        relays = -(-num_chunks * others * elsewhere // push)
-        turns = max(turns, -(-num_chunks * others // push) + 2 * relays)  # for each it waits, then pushes
-    return send + push, turns
 
 
 @td.jit

@@ -8,23 +8,12 @@ the L2 cache: reading the weight is what takes the time, and it goes on while th
 Programs that push wait for nothing, and the others for those alone (law 1).
 """
 
-import torch
 import triton.language as tl
 
 from tdkernels import lang as td
 from tdkernels.lang.profile import ALL_PEERS
-from tdkernels.ops.collectives.async_all_gather import rows_of_buffer, slot_rows_of
-from tdkernels.ops.common import gemm_operands, small_m_gemm
 from tdkernels.ops.common.gemm_tile import as_aligned, with_bias
 from tdkernels.ops.common.small_m_gemm import few_rows_tile, place_of, sum_of_parts
-from tdkernels.runtime import recorder
-from tdkernels.runtime.kernel_launch import Launch, to_be_made
-
-_COPY_BLOCK = 2048  # elements
-_LEAST_PUSH_BYTES = 4096  # of a shard, by a program
-# Columns of the weight that are brought nearer meanwhile: with a tile of 64 on each of 132 multiprocessors 17 MB, about
-# what the memory gives in the 4 us that the rows take.
-_PREFETCH_COLUMNS = 1024
 
 
 @td.jit
@@ -137,65 +126,3 @@ def ag_gemm_one_shot_kernel(
     td.mark(trace, "finishes")
     td.finish(ctx)
     td.mark(trace, "ends")
-
-
-def _slot_rows(x):
-    """Rows from one rank's shard to the next one's: its rows, if slots then begin at multiples of 16 bytes."""
-    rows = x.shape[0]
-    return rows if x.shape[1] * x.element_size() % 16 == 0 else slot_rows_of(rows)
-
-
-def _num_pushers(x, config):
-    return max(1, min(config.num_comm_sms, -(-x.nbytes // _LEAST_PUSH_BYTES)))
-
-
-def _arguments(ctx, x, gathered, weight, bias, y, scratch, plan, config):
-    """The kernel's arguments; ``gathered`` is (rows as [1, K], planes, rows of a plane, elements between planes)."""
-    tiles = config.tiles
-    rows, k = x.shape
-    n = weight.shape[0]
-    weight, stride_w, _, w_desc, constants = small_m_gemm.product(x, weight, bias, tiles)
-    gathered_desc = None
-    if constants["USE_TMA"]:
-        gathered_desc = gemm_operands.rows_descriptor(*gathered, tiles.block_m, tiles.block_k)
-    pushers = _num_pushers(x, config)
-    share = -(-x.numel() // (16 * pushers)) * 16
-    args = (
-        ctx, x, gathered_desc, weight, w_desc, bias, y, scratch,
-        rows, n, k, stride_w, _slot_rows(x), small_m_gemm.k_of_part(k, tiles, config.split_k), share, plan, pushers,
-        config.split_k,
-    )  # fmt: skip
-    prefetch = _PREFETCH_COLUMNS if gemm_operands.tma_fits(x, weight) else 0  # by the engine that TMA is a part of
-    return args, {"COPY_BLOCK": _COPY_BLOCK, "PREFETCH": prefetch, "SPLIT": config.split_k > 1, **constants}
-
-
-def compile(x, weight, bias, config):
-    """Compile what ``launch`` with the same operands would launch, into Triton's cache; launches nothing."""
-    x = gemm_operands.rows_contiguous(x)
-    ctx = torch.empty(1, dtype=torch.int64, device=x.device)
-    y, scratch = x.new_empty(1, weight.shape[0]), torch.empty(1, dtype=torch.float32, device=x.device)
-    args, constants = _arguments(ctx, x, (x, 2, x.shape[0], x.numel()), weight, bias, y, scratch, 0, config)
-    ag_gemm_one_shot_kernel.warmup(*args, grid=(1,), **constants)
-
-
-def prepare(workspace, x, weight, bias, config, fields):
-    """The Launch on 2-D operands that are ready."""
-    rows, k = x.shape
-    n = weight.shape[0]
-    tiles, ranks = config.tiles, workspace.world_size
-    slot_rows = _slot_rows(x)
-    count = -(-ranks * slot_rows // tiles.block_m) * -(-n // tiles.block_n)
-    pushers = _num_pushers(x, config)
-    plan = workspace.prepare(
-        "ag_gemm", fields, ranks * slot_rows * k * x.element_size(), ranks * pushers, num_flags=count
-    )
-    first = rows_of_buffer(workspace, x)
-    gathered = first, 2, ranks * slot_rows, workspace.half_bytes // x.element_size()
-    scratch = small_m_gemm.scratch_to_be_made(x, count, tiles, config.split_k)
-    y = to_be_made(x, ranks * rows, n)
-    args, constants = _arguments(workspace.ctx, x, gathered, weight, bias, y, scratch, plan, config)
-    programs = pushers + count * config.split_k
-    constants["trace_ptr"] = recorder.buffer(x.device, programs)
-    operands, made = (x, weight, bias), (y, scratch)
-    fixed = [workspace.ctx, first]
-    return Launch(workspace, ag_gemm_one_shot_kernel, (programs,), args, constants, operands, made, fixed)

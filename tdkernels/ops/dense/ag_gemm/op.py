@@ -32,8 +32,8 @@ from tdkernels.autotune.modes import get_mode
 from tdkernels.ops.common import validation as _operands
 from tdkernels.ops.common.config import as_argument, check_config
 from tdkernels.ops.common.torch_collectives import all_gather_rows
-from tdkernels.ops.dense.ag_gemm import kernel
-from tdkernels.ops.dense.ag_gemm.kernel import AgGemmConfig
+from tdkernels.ops.dense.ag_gemm import launch
+from tdkernels.ops.dense.ag_gemm.config import AgGemmConfig
 from tdkernels.ops.dense.backward import ag_gemm_backward
 from tdkernels.ops.dense.call import forward, keep_call
 from tdkernels.runtime import autograd, torch_op
@@ -53,12 +53,12 @@ def ag_gemm_ref(x, weight, bias=None, *, group=None):
 
 def run(x, weight, bias, group, config):
     if config.method != "torch":
-        return kernel.launch(x, weight, bias, group, config)[0]
+        return launch.launch(x, weight, bias, group, config)[0]
     return ag_gemm_ref(x, weight, bias, group=group)
 
 
 def _forward(x, weight, bias, group, config):
-    return forward("ag_gemm", kernel, run, x, weight, bias, group, config)
+    return forward("ag_gemm", launch, run, x, weight, bias, group, config)
 
 
 _library = torch.library.Library("tdkernels", "FRAGMENT")

@@ -4,19 +4,11 @@ import torch
 import torch.nn.functional as F
 
 from tdkernels.autotune.tunable import Floors, register
-from tdkernels.ops.collectives import (
-    async_all_gather,
-    async_collective,
-    kernel_async_all_gather,
-    kernel_async_multinode,
-)
-from tdkernels.ops.common import gemm_tile, small_m_gemm, tile_config
 from tdkernels.ops.common import gemm_tunable as dense
-from tdkernels.ops.dense import vendor_gemm
-from tdkernels.ops.dense.ag_gemm import kernel, op, pipelined
-from tdkernels.ops.dense.ag_gemm import kernel_multinode as nodes_kernel
-from tdkernels.ops.dense.ag_gemm import kernel_one_shot as one_shot
-from tdkernels.ops.dense.ag_gemm.kernel import AgGemmConfig
+from tdkernels.ops.common import small_m_gemm
+from tdkernels.ops.dense.ag_gemm import config as ag_gemm_config
+from tdkernels.ops.dense.ag_gemm import launch, op
+from tdkernels.ops.dense.ag_gemm.config import AgGemmConfig
 
 _COPY_S = 20e-6  # of the copy engine, to start one copy
 _ONE_SHOT_MOST_ROWS = 1024  # of all ranks; beyond, few rows they are not
@@ -29,13 +21,9 @@ def _numbers_of_programs(peers):
 
 class AgGemmTunable(dense.DenseTunable):
     name = "ag_gemm"
-    sources = (
-        op, kernel, pipelined, one_shot, nodes_kernel, async_collective, small_m_gemm, async_all_gather,
-        kernel_async_all_gather, kernel_async_multinode, gemm_tile, vendor_gemm, tile_config,
-    )  # fmt: skip
     divided = (0, 1)
     config_class = AgGemmConfig
-    op, kernel = op, kernel
+    op, kernel = op, launch
 
     def sizes_of(self, *shapes, world_size):
         x, weight = dense.two_operands("ag_gemm", shapes)
@@ -49,7 +37,7 @@ class AgGemmTunable(dense.DenseTunable):
 
     def default(self, problem, device):
         sizes = self.of_a_rank(problem)
-        return kernel.default_config(*sizes, problem.torch_dtype, device, problem.world_size, problem.num_nodes)
+        return ag_gemm_config.default_config(*sizes, problem.torch_dtype, device, problem.world_size, problem.num_nodes)
 
     def space(self, problem, device):
         rows = problem.shape[0] // problem.world_size

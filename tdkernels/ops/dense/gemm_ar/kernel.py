@@ -17,79 +17,15 @@ Buffers keep tiles whole, so an item is one contiguous piece of memory: partials
 (``common.gemm_tile.in_register_order``), sums [tiles, BLOCK_M, BLOCK_N].
 """
 
-from dataclasses import dataclass
 
-import torch
 import triton.language as tl
 
 from tdkernels import lang as td
 from tdkernels.lang.profile import ALL_PEERS
-from tdkernels.ops.common import gemm_operands, small_m_gemm
-from tdkernels.ops.common.config import text_of
-from tdkernels.ops.common.gemm_operands import launch_product
 from tdkernels.ops.common.gemm_tile import as_aligned, from_register_order, store_rows, swizzle, with_bias
-from tdkernels.ops.common.multinode import spans_nodes
 from tdkernels.ops.common.rank_reduce import sum_in_rank_order
-from tdkernels.ops.common.staging import COPY_WORDS, forward_item
-from tdkernels.ops.common.tile_config import Tiles, tiles_of_product
-from tdkernels.ops.dense import kernel_one_shot as one_shot
-from tdkernels.ops.dense.gemm_ar import kernel_multinode as nodes
-from tdkernels.ops.dense.gemm_ar.tile import multiply_tile, receive_tile, slice_columns
-from tdkernels.runtime import gpu, recorder
-from tdkernels.runtime.kernel_launch import Launch, to_be_made
-from tdkernels.symm import get_workspace
-
-# Up to so many rows each rank sums everything itself, which takes one way over the wire and not two, unless it sends so
-# many bytes more than in two shots.
-_ONE_SHOT_ROWS = {"cpu": 16, "cuda": 512}
-_ONE_SHOT_MORE_BYTES = 4 << 20
-
-
-@dataclass(frozen=True)
-class GemmArConfig:
-    """How ``gemm_ar`` runs.
-
-    method:      "fused", or "torch": a plain GEMM, then a plain all-reduce
-    exchange:    "two_shot": each tile is summed by one rank, which sends the sum to all; "one_shot": every rank gets
-                 all partials and sums everything itself, for few rows; a group on several nodes has but one way
-    tiles:       the tile of the product, see ``Tiles``; None takes the default for the device and shape
-    item_tiles:  tiles that are forwarded together under one signal; not for one_shot on one node
-    split_k:     programs that share the K of one tile; one_shot on one node only
-    """
-
-    method: str = "fused"
-    exchange: str = "two_shot"
-    tiles: Tiles | None = None
-    item_tiles: int = 4
-    split_k: int = 1
-
-    def illegal(self, device, dtype):
-        """Why this config cannot run on a device with a dtype; None when it can."""
-        if self.method not in ("fused", "torch"):
-            return f'method must be "fused" or "torch", not {self.method!r}'
-        if self.method == "torch":
-            return None  # takes none of the rest
-        if self.exchange not in ("two_shot", "one_shot"):
-            return f'exchange must be "two_shot" or "one_shot", not {self.exchange!r}'
-        for name in ("item_tiles", "split_k"):
-            if getattr(self, name) < 1:
-                return f"{name} must be at least 1, not {getattr(self, name)}"
-        return self.tiles.illegal(device, dtype) if self.tiles is not None else None
-
-
-def default_config(rows, n, k, dtype, device, world_size):
-    """The config for a product [rows, k] x [n, k] of a rank, of a shape that nobody has tuned."""
-    more = (world_size - 1) * (world_size - 2) * rows * n * dtype.itemsize // world_size
-    if rows <= _ONE_SHOT_ROWS[device.type] and more <= _ONE_SHOT_MORE_BYTES:
-        tiles, split_k = small_m_gemm.default_tiles(rows, n, k, dtype, device)
-        return GemmArConfig(exchange="one_shot", tiles=tiles, split_k=split_k)
-    tiles = tiles_of_product(rows, n, 1, 2, dtype, device)
-    return GemmArConfig(tiles=tiles, item_tiles=2 if device.type == "cpu" else 4)
-
-
-def default_config_for(x, weight, world_size):
-    """``default_config`` of operands [M, K / W] and [N, K / W]."""
-    return default_config(x.shape[0], *weight.shape, x.dtype, x.device, world_size)
+from tdkernels.ops.common.staging import forward_item
+from tdkernels.ops.dense.gemm_ar.tile import multiply_tile, receive_tile
 
 
 @td.jit
@@ -238,105 +174,3 @@ def gemm_ar_kernel(
         piece = td.ticket_of(answer)
         td.mark(trace, "ends")
     td.finish(ctx)
-
-
-def problem_fields(x, weight):
-    """What must be the same on all ranks before a config is chosen."""
-    return {"M": x.shape[0], "N": weight.shape[0], "K/W": x.shape[1], "dtype": str(x.dtype)}
-
-
-def plan_fields(x, weight, config):
-    """What must be the same on all ranks."""
-    return {**problem_fields(x, weight), "config": text_of(config)}
-
-
-@dataclass(frozen=True)
-class _Schedule:
-    """How many rounds there are, and by how much the roles follow one another."""
-
-    rounds: int
-    lag: int
-    reduce_after: int
-    receive_after: int
-
-    @classmethod
-    def of(cls, tiles, item_tiles, world_size, num_sms):
-        items = -(-tiles // item_tiles)
-        rounds = -(-items // world_size)
-        # Late enough that the tiles of an item are ready when its forwarding program starts: a wave of tiles.
-        lag = min(-(-num_sms // item_tiles), rounds * world_size)
-        # As many rounds until the last partial is on its way. A program that comes too early keeps a multiprocessor
-        # waiting, one that comes late costs nothing but at the end, where nothing else is left to do: so one more wave
-        # for partials to arrive, and another for the sums.
-        wave = -(-lag // world_size)
-        return cls(rounds, lag, 2 * wave + 1, 3 * wave + 2)
-
-    def num_pieces(self, item_tiles, world_size):
-        return (self.rounds + self.receive_after) * world_size * (1 + 2 * item_tiles)
-
-
-def _arguments(ctx, x, weight, bias, z, stage, schedule, plan, world_size, config):
-    """The kernel's arguments."""
-    tiles = config.tiles
-    m, k = x.shape
-    n = weight.shape[0]
-    weight, stride_w, x_desc, w_desc, constants = gemm_operands.product(x, weight, bias, tiles)
-    args = (
-        ctx, x, x_desc, weight, w_desc, bias, z, stage,
-        m, n, k, stride_w, schedule.lag, schedule.reduce_after, schedule.receive_after, plan,
-        config.item_tiles, tiles.group_m,
-    )  # fmt: skip
-    return args, {"COPY_WORDS": COPY_WORDS, "SLICE_N": slice_columns(tiles), "RANKS": world_size, **constants}
-
-
-def compile(x, weight, bias, world_size, config, num_nodes=1):
-    """Compile what ``launch`` with the same operands would launch, into Triton's cache; launches nothing."""
-    if x.device.type == "cpu":
-        return  # interpreted
-    if num_nodes > 1:
-        nodes.compile(x, weight, bias, world_size, config, num_nodes)
-    elif config.exchange == "one_shot":
-        one_shot.compile(x, weight, bias, world_size, config, scatters=False)
-    else:
-        x = gemm_operands.rows_contiguous(x)
-        ctx = torch.empty(1, dtype=torch.int64, device=x.device)
-        args, constants = _arguments(
-            ctx, x, weight, bias, x.new_empty(1), x.new_empty(1), _Schedule(1, 1, 1, 1), 0, world_size, config
-        )
-        gemm_ar_kernel.warmup(*args, grid=(1,), **constants)
-
-
-def launch(x, weight, bias, group, config):
-    """Launch the fused operator on 2-D operands."""
-    across = spans_nodes(group)
-    name = "gemm_ar one shot" if config.exchange == "one_shot" and not across else "gemm_ar"
-    workspace = get_workspace(group, x.device, name, across_nodes=across)
-    z, *_ = launch_product(workspace, x, weight, bias, config, _prepare)
-    return z
-
-
-def _prepare(workspace, x, weight, bias, config):
-    fields = plan_fields(x, weight, config)
-    if workspace.group.topology.num_nodes > 1:
-        return nodes.prepare(workspace, x, weight, bias, config, fields)
-    if config.exchange == "one_shot":
-        return one_shot.prepare(workspace, "gemm_ar", x, weight, bias, config, fields, scatters=False)
-    m, n = x.shape[0], weight.shape[0]
-    world_size = workspace.world_size
-    tiles = config.tiles
-    count = tiles.count(m, n)
-    schedule = _Schedule.of(count, config.item_tiles, world_size, gpu.num_sms(x.device))
-    slots = schedule.rounds * world_size * config.item_tiles  # tiles, the last item filled up
-    tile_bytes = tiles.block_m * tiles.block_n * x.element_size()
-    plan = workspace.prepare(
-        "gemm_ar", fields, 2 * slots * tile_bytes, world_size * schedule.rounds + count,
-        num_flags=slots,
-    )  # fmt: skip
-    stage = to_be_made(x, slots * tiles.block_m * tiles.block_n)
-    z = to_be_made(x, m, n)
-    args, constants = _arguments(workspace.ctx, x, weight, bias, z, stage, schedule, plan, world_size, config)
-    pieces = schedule.num_pieces(config.item_tiles, world_size)
-    programs = min(pieces, gpu.resident_programs(x.device, tiles, x.dtype))
-    constants["trace_ptr"] = recorder.buffer(x.device, pieces, 1)
-    operands, made = (x, weight, bias), (z, stage)
-    return Launch(workspace, gemm_ar_kernel, (programs,), args, constants, operands, made, [workspace.ctx])

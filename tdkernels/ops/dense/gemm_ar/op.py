@@ -27,8 +27,8 @@ from tdkernels.ops.common import validation as _operands
 from tdkernels.ops.common.config import as_argument, check_config
 from tdkernels.ops.common.torch_collectives import all_reduce
 from tdkernels.ops.dense.call import forward, keep_call
-from tdkernels.ops.dense.gemm_ar import kernel
-from tdkernels.ops.dense.gemm_ar.kernel import GemmArConfig
+from tdkernels.ops.dense.gemm_ar import launch
+from tdkernels.ops.dense.gemm_ar.config import GemmArConfig
 from tdkernels.runtime import autograd
 from tdkernels.runtime.call_cache import find
 from tdkernels.symm import resolve_group
@@ -46,12 +46,12 @@ def gemm_ar_ref(x, weight, bias=None, *, group=None):
 
 def run(x, weight, bias, group, config):
     if config.method != "torch":
-        return kernel.launch(x, weight, bias, group, config)
+        return launch.launch(x, weight, bias, group, config)
     return gemm_ar_ref(x, weight, bias, group=group)
 
 
 def _forward(x, weight, bias, group, config):
-    return forward("gemm_ar", kernel, run, x, weight, bias, group, config)
+    return forward("gemm_ar", launch, run, x, weight, bias, group, config)
 
 
 _library = torch.library.Library("tdkernels", "FRAGMENT")

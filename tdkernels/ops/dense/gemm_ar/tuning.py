@@ -3,13 +3,10 @@
 import torch
 
 from tdkernels.autotune.tunable import Floors, register
-from tdkernels.ops.common import gemm_tile, rank_reduce, small_m_gemm, staging, tile_config
 from tdkernels.ops.common import gemm_tunable as dense
-from tdkernels.ops.dense import kernel_one_shot as one_shot
-from tdkernels.ops.dense.gemm_ar import kernel, op
-from tdkernels.ops.dense.gemm_ar import kernel_multinode as nodes_kernel
-from tdkernels.ops.dense.gemm_ar import tile as shared
-from tdkernels.ops.dense.gemm_ar.kernel import GemmArConfig
+from tdkernels.ops.common import small_m_gemm
+from tdkernels.ops.dense.gemm_ar import launch, op
+from tdkernels.ops.dense.gemm_ar.config import GemmArConfig
 
 _PROGRAMS = 64  # that send at a time: enough for the link
 _ONE_SHOT_MOST_ROWS = 1024  # beyond, the wire alone takes far longer than two_shot
@@ -17,10 +14,9 @@ _ONE_SHOT_MOST_ROWS = 1024  # beyond, the wire alone takes far longer than two_s
 
 class GemmArTunable(dense.DenseTunable):
     name = "gemm_ar"
-    sources = (op, kernel, one_shot, nodes_kernel, shared, small_m_gemm, gemm_tile, rank_reduce, staging, tile_config)
     divided = (2,)
     config_class = GemmArConfig
-    op, kernel = op, kernel
+    op, kernel = op, launch
 
     def sizes_of(self, *shapes, world_size):
         x, weight = dense.two_operands("gemm_ar", shapes)

@@ -15,89 +15,14 @@ Buffers keep tiles whole, in the order in which they are computed, and each tile
 the order.
 """
 
-from dataclasses import dataclass
 
-import torch
 import triton.language as tl
 
 from tdkernels import lang as td
 from tdkernels.lang.profile import ALL_PEERS
-from tdkernels.ops.common import gemm_operands, small_m_gemm
-from tdkernels.ops.common.config import METHODS, text_of
-from tdkernels.ops.common.gemm_operands import launch_product
 from tdkernels.ops.common.gemm_tile import as_aligned, gemm_tile, in_register_order, store_rows, swizzle
-from tdkernels.ops.common.multinode import spans_nodes
 from tdkernels.ops.common.rank_reduce import sum_of_tile
-from tdkernels.ops.common.staging import COPY_WORDS, forward_item
-from tdkernels.ops.common.tile_config import Tiles, tiles_of_product
-from tdkernels.ops.dense import kernel_one_shot as one_shot
-from tdkernels.ops.dense.gemm_rs import kernel_direct as direct
-from tdkernels.ops.dense.gemm_rs import kernel_multinode as nodes
-from tdkernels.ops.dense.gemm_rs import pipelined as parts
-from tdkernels.runtime import gpu, recorder
-from tdkernels.runtime.kernel_launch import Launch, to_be_made
-from tdkernels.symm import get_workspace
-
-# Up to so many rows of all ranks what is hidden counts less than what it takes to hide it.
-_ONE_SHOT_ROWS = {"cpu": 16, "cuda": 512}
-_ONE_SHOT_ROWS_OF_TWO = 1024  # of two ranks on Hopper; of more it has not been measured
-
-
-@dataclass(frozen=True)
-class GemmRsConfig:
-    """How ``gemm_rs`` runs.
-
-    method:      "fused"; "parts": torch's GEMM of a part of the rows at a time, which the copy engine brings to their
-                 owner; or "torch": a plain GEMM, then a plain reduce-scatter; several nodes know no parts
-    tiles:       the tile of the product, see ``Tiles``; None takes the default for the device and shape
-    transport:   "forward": partial tiles are staged and sent on by other programs; "direct": they are sent from
-                 where they were computed, while the next one is; "one_shot": by programs of one tile each, with all
-                 rows in it, for few rows; a group on several nodes always forwards
-    item_tiles:  tiles that are forwarded together under one signal; forward only
-    split_k:     programs that share the K of one tile; one_shot only
-    pieces:      in which the rows of an owner are multiplied and travel; parts only, which takes none of the others
-    """
-
-    method: str = "fused"
-    tiles: Tiles | None = None
-    transport: str = "forward"
-    item_tiles: int = 4
-    split_k: int = 1
-    pieces: int = 1
-
-    def illegal(self, device, dtype):
-        """Why this config cannot run on a device with a dtype; None when it can."""
-        if self.method not in METHODS:
-            return f'method must be "fused", "parts" or "torch", not {self.method!r}'
-        if self.method == "torch":
-            return None  # takes none of the rest
-        if self.pieces < 1:
-            return f"pieces must be at least 1, not {self.pieces}"
-        if self.method == "parts":
-            return None  # takes no others
-        if self.transport not in ("forward", "direct", "one_shot"):
-            return f'transport must be "forward", "direct" or "one_shot", not {self.transport!r}'
-        for name in ("item_tiles", "split_k"):
-            if getattr(self, name) < 1:
-                return f"{name} must be at least 1, not {getattr(self, name)}"
-        if self.tiles is None:
-            return None
-        return self.tiles.illegal(device, dtype, direct.shared_memory_bytes(self, device, dtype))
-
-
-def default_config(rows, n, k, dtype, device, world_size):
-    """The config for rows of an output [rows, n] of a shape that nobody has tuned."""
-    of_two = world_size == 2 and gpu.capability(device) >= (9, 0)
-    if rows * world_size <= (_ONE_SHOT_ROWS_OF_TWO if of_two else _ONE_SHOT_ROWS[device.type]):
-        tiles, split_k = small_m_gemm.default_tiles(rows * world_size, n, k, dtype, device)
-        return GemmRsConfig(transport="one_shot", tiles=tiles, split_k=split_k)
-    tiles = tiles_of_product(rows, n, world_size, 2, dtype, device)
-    return GemmRsConfig(tiles=tiles, item_tiles=2 if device.type == "cpu" else 4)
-
-
-def default_config_for(x, weight, world_size):
-    """``default_config`` of operands [M, K / W] and [N, K / W]."""
-    return default_config(x.shape[0] // world_size, *weight.shape, x.dtype, x.device, world_size)
+from tdkernels.ops.common.staging import forward_item
 
 
 # Compiled once for a tile, whatever the shape, plan and size of an item: that is what makes tuning cheap.
@@ -183,84 +108,3 @@ def gemm_rs_kernel(
         piece = td.ticket_of(answer)
         td.mark(trace, "ends")
     td.finish(ctx)
-
-
-def problem_fields(x, weight):
-    """What must be the same on all ranks before a config is chosen."""
-    return {"M": x.shape[0], "N": weight.shape[0], "K/W": x.shape[1], "dtype": str(x.dtype)}
-
-
-def plan_fields(x, weight, config):
-    """What must be the same on all ranks."""
-    return {**problem_fields(x, weight), "config": text_of(config)}
-
-
-def _arguments(ctx, x, weight, bias, z, stage, rows, lag, plan, world_size, config):
-    """The kernel's arguments."""
-    tiles = config.tiles
-    n, k = weight.shape
-    weight, stride_w, x_desc, w_desc, constants = gemm_operands.product(x, weight, bias, tiles)
-    args = (
-        ctx, x, x_desc, weight, w_desc, bias, z, stage,
-        rows, n, k, stride_w, lag, plan, config.item_tiles, tiles.group_m,
-    )  # fmt: skip
-    return args, {"COPY_WORDS": COPY_WORDS, "RANKS": world_size, **constants}
-
-
-def compile(x, weight, bias, world_size, config, num_nodes=1):
-    """Compile what ``launch`` with the same operands would launch, into Triton's cache; launches nothing."""
-    if x.device.type == "cpu" or config.method != "fused":
-        return  # interpreted; nothing of it depends on the config
-    if num_nodes > 1:
-        return nodes.compile(x, weight, bias, world_size, config, num_nodes)
-    if config.transport == "direct":
-        return direct.compile(x, weight, bias, world_size, config)
-    if config.transport == "one_shot":
-        return one_shot.compile(x, weight, bias, world_size, config, scatters=True)
-    x = gemm_operands.rows_contiguous(x)
-    ctx = torch.empty(1, dtype=torch.int64, device=x.device)
-    stage = x.new_empty(1)
-    args, constants = _arguments(ctx, x, weight, bias, x.new_empty(1), stage, x.shape[0], 0, 0, world_size, config)
-    gemm_rs_kernel.warmup(*args, grid=(1,), **constants)
-
-
-def launch(x, weight, bias, group, config):
-    """Launch an overlapping form on 2-D operands."""
-    if config.method == "parts":
-        return parts.launch(x, weight, bias, group, config, plan_fields(x, weight, config))
-    across = spans_nodes(group)
-    name = "gemm_rs one shot" if config.transport == "one_shot" and not across else "gemm_rs"
-    workspace = get_workspace(group, x.device, name, across_nodes=across)
-    z, *_ = launch_product(workspace, x, weight, bias, config, _prepare)
-    return z
-
-
-def _prepare(workspace, x, weight, bias, config):
-    fields = plan_fields(x, weight, config)
-    if workspace.group.topology.num_nodes > 1:
-        return nodes.prepare(workspace, x, weight, bias, config, fields)
-    if config.transport == "direct":
-        return direct.prepare(workspace, x, weight, bias, config, fields)
-    if config.transport == "one_shot":
-        return one_shot.prepare(workspace, "gemm_rs", x, weight, bias, config, fields, scatters=True)
-    n = weight.shape[0]
-    world_size = workspace.world_size
-    rows = x.shape[0] // world_size
-    tiles = config.tiles
-    count = tiles.count(rows, n)  # tiles of one shard
-    items = -(-count // config.item_tiles)
-    # Late enough that the tiles of an item are ready when its forwarding program starts, never later than a shard.
-    lag = min(-(-gpu.num_sms(x.device) // config.item_tiles), items)
-    slots = items * config.item_tiles
-    plan = workspace.prepare(
-        "gemm_rs", fields, world_size * slots * tiles.block_m * tiles.block_n * x.element_size(), world_size * items,
-        num_flags=(world_size - 1) * slots,
-    )  # fmt: skip
-    stage = to_be_made(x, (world_size - 1) * slots * tiles.block_m * tiles.block_n)
-    z = to_be_made(x, rows, n)
-    args, constants = _arguments(workspace.ctx, x, weight, bias, z, stage, rows, lag, plan, world_size, config)
-    pieces = world_size * items * (1 + config.item_tiles)
-    programs = min(pieces, gpu.resident_programs(x.device, tiles, x.dtype))
-    constants["trace_ptr"] = recorder.buffer(x.device, pieces)
-    operands, made = (x, weight, bias), (z, stage)
-    return Launch(workspace, gemm_rs_kernel, (programs,), args, constants, operands, made, [workspace.ctx])

@@ -11,19 +11,12 @@ in our own memory, and nobody forwards. Where there is no such engine, a program
 Tiles travel in register order (``common.gemm_tile.in_register_order``), as [BLOCK_M, BLOCK_N] like any other tile.
 """
 
-import torch
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tdkernels import lang as td
 from tdkernels.lang.profile import ALL_PEERS
-from tdkernels.ops.common import gemm_operands
 from tdkernels.ops.common.gemm_tile import as_aligned, gemm_tile, in_register_order, store_rows, swizzle
 from tdkernels.ops.common.rank_reduce import sum_of_tile
-from tdkernels.runtime import gpu, recorder
-from tdkernels.runtime.kernel_launch import Launch, to_be_made
-
-MAX_RANKS = 8  # one descriptor for each peer is an argument of its own
 
 
 @td.jit
@@ -129,82 +122,3 @@ def gemm_rs_direct_kernel(
                 ctx, first + (last - 1 - first) // programs * programs, tiles, half, signal, me, RANKS, True
             )
     td.finish(ctx)
-
-
-def shared_memory_bytes(config, device, dtype):
-    """What a config needs beside the stages of the main loop: a tile that is on its way out."""
-    leaves_by_engine = config.transport == "direct" and gpu.has_tma(device) and dtype.itemsize == 2
-    return config.tiles.block_m * config.tiles.block_n * dtype.itemsize if leaves_by_engine else 0
-
-
-def _tiles_descriptor(memory, slots, half_bytes, tiles):
-    """Descriptor of a buffer of whole tiles, [halves, slots * block_m, block_n]; memory begins with its first half."""
-    shape = [2, slots * tiles.block_m, tiles.block_n]
-    strides = [half_bytes // memory.element_size(), tiles.block_n, 1]
-    return TensorDescriptor(memory, shape, strides, [1, tiles.block_m, tiles.block_n])
-
-
-def _peer_descriptors(workspace, dtype, tiles, slots):
-    """Descriptors of the buffers of rank + 1, rank + 2 …, kept for as long as the buffers are."""
-    key = "gemm_rs_direct", dtype, tiles.block_m, tiles.block_n, slots
-    found = workspace.kept.get(key)
-    if found is None:
-        ranks, me = workspace.world_size, workspace.rank
-        peers = [workspace.buffer.tensor((me + step) % ranks) for step in range(1, ranks)]
-        halves = [peer[workspace.data_offset :].view(dtype) for peer in peers]
-        found = [_tiles_descriptor(memory, slots, workspace.half_bytes, tiles) for memory in halves]
-        workspace.kept[key] = found
-    return found
-
-
-def _arguments(ctx, x, weight, bias, z, peers, rows, plan, world_size, config):
-    """The kernel's arguments; ``peers``: descriptors of the peers' buffers, or None where there are none."""
-    tiles = config.tiles
-    n, k = weight.shape
-    weight, stride_w, x_desc, w_desc, constants = gemm_operands.product(x, weight, bias, tiles)
-    z_desc = None
-    if peers is not None and n % 8 == 0:
-        z_desc = TensorDescriptor(z, [1, rows, n], [rows * n, n, 1], [1, tiles.block_m, tiles.block_n])
-    peers = [] if peers is None else peers
-    args = (
-        ctx, x, x_desc, weight, w_desc, bias, z, z_desc, *peers, *[None] * (MAX_RANKS - 1 - len(peers)),
-        rows, n, k, stride_w, plan, tiles.group_m,
-    )  # fmt: skip
-    return args, {"RANKS": world_size, **constants}
-
-
-def compile(x, weight, bias, world_size, config):
-    """Compile what ``launch`` with the same operands would launch, into Triton's cache; launches nothing."""
-    x = gemm_operands.rows_contiguous(x)
-    ctx = torch.empty(1, dtype=torch.int64, device=x.device)
-    tiles, rows, z, peers = config.tiles, x.shape[0] // world_size, x.new_empty(1), None
-    if gemm_operands.tma_fits(x, weight):
-        memory = x.new_empty(2 * tiles.block_m * tiles.block_n)
-        peers = [_tiles_descriptor(memory, 1, memory.nbytes // 2, tiles)] * (world_size - 1)
-    args, constants = _arguments(ctx, x, weight, bias, z, peers, rows, 0, world_size, config)
-    gemm_rs_direct_kernel.warmup(*args, grid=(1,), **constants)
-
-
-def prepare(workspace, x, weight, bias, config, fields):
-    """The Launch on 2-D operands, as gemm_rs_kernel.launch makes them."""
-    world_size = workspace.world_size
-    if world_size > MAX_RANKS:
-        raise ValueError(
-            f'gemm_rs: config: transport "direct" is for at most {MAX_RANKS} ranks, the group has {world_size}; '
-            f'"forward" is for any number'
-        )
-    n = weight.shape[0]
-    tiles = config.tiles
-    rows = x.shape[0] // world_size
-    count = tiles.count(rows, n)  # tiles of one shard
-    slots = world_size * count
-    plan = workspace.prepare(
-        "gemm_rs", fields, slots * tiles.block_m * tiles.block_n * x.element_size(), world_size * count
-    )
-    z = to_be_made(x, rows, n)
-    peers = _peer_descriptors(workspace, x.dtype, tiles, slots) if gemm_operands.tma_fits(x, weight) else None
-    args, constants = _arguments(workspace.ctx, x, weight, bias, z, peers, rows, plan, world_size, config)
-    programs = min(count * (world_size - 1), gpu.num_sms(x.device))  # of each half
-    constants["trace_ptr"] = recorder.buffer(x.device, world_size * count)
-    fixed = [workspace.ctx, *(peer.base for peer in peers or [])]
-    return Launch(workspace, gemm_rs_direct_kernel, (2 * programs,), args, constants, (x, weight, bias), (z,), fixed)

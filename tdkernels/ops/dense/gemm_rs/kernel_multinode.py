@@ -31,18 +31,14 @@ everybody has begun it, and so has finished call t: has read what came, partials
 it have arrived, and are not read for the network any more.
 """
 
-import torch
 import triton.language as tl
 
 from tdkernels import lang as td
 from tdkernels.lang.profile import ALL_PEERS
-from tdkernels.ops.common import gemm_operands
 from tdkernels.ops.common.gemm_tile import as_aligned, gemm_tile, in_register_order, store_rows, swizzle
 from tdkernels.ops.common.node_reduce import sum_of_tile_over_nodes
 from tdkernels.ops.common.rank_reduce import sum_of_tile
-from tdkernels.ops.common.staging import COPY_WORDS, forward_item
-from tdkernels.runtime import gpu, recorder
-from tdkernels.runtime.kernel_launch import Launch, to_be_made
+from tdkernels.ops.common.staging import forward_item
 
 
 @td.jit
@@ -186,53 +182,3 @@ def gemm_rs_nodes_kernel(
         piece = td.ticket_of(answer)
         td.mark(trace, "ends")
     td.finish(ctx)
-
-
-def _arguments(ctx, x, weight, bias, z, stage, rows, lag, plan, world_size, num_nodes, config):
-    """The kernel's arguments."""
-    tiles = config.tiles
-    n, k = weight.shape
-    weight, stride_w, x_desc, w_desc, constants = gemm_operands.product(x, weight, bias, tiles)
-    args = (
-        ctx, x, x_desc, weight, w_desc, bias, z, stage,
-        rows, n, k, stride_w, lag, plan, config.item_tiles, tiles.group_m,
-    )  # fmt: skip
-    nodes = {"NODES": num_nodes, "LOCAL": world_size // num_nodes}
-    return args, {"COPY_WORDS": COPY_WORDS, **nodes, **constants}
-
-
-def compile(x, weight, bias, world_size, config, num_nodes):
-    """Compile what ``launch`` with the same operands would launch, into Triton's cache; launches nothing."""
-    x = gemm_operands.rows_contiguous(x)
-    ctx = torch.empty(1, dtype=torch.int64, device=x.device)
-    z = stage = x.new_empty(1)
-    rows = x.shape[0] // world_size
-    args, constants = _arguments(ctx, x, weight, bias, z, stage, rows, 0, 0, world_size, num_nodes, config)
-    gemm_rs_nodes_kernel.warmup(*args, grid=(1,), **constants)
-
-
-def prepare(workspace, x, weight, bias, config, fields):
-    """The Launch for operands that are ``ready``."""
-    topology = workspace.group.topology
-    ranks, nodes, local = topology.world_size, topology.num_nodes, topology.local_world_size
-    n = weight.shape[0]
-    rows = x.shape[0] // ranks
-    tiles = config.tiles
-    count = tiles.count(rows, n)  # tiles of one shard
-    items = -(-count // config.item_tiles)
-    # Late enough that the tiles of an item are ready when its forwarding program starts, never later than a shard.
-    lag = min(-(-gpu.num_sms(x.device) // config.item_tiles), items)
-    slots = items * config.item_tiles
-    staged = (ranks - nodes) * slots  # tiles
-    plan = workspace.prepare(
-        "gemm_rs", fields, (ranks + nodes) * slots * tiles.block_m * tiles.block_n * x.element_size(),
-        ranks * items + nodes * count, num_flags=staged,
-    )  # fmt: skip
-    stage = to_be_made(x, max(staged * tiles.block_m * tiles.block_n, 1))
-    z = to_be_made(x, rows, n)
-    args, constants = _arguments(workspace.ctx, x, weight, bias, z, stage, rows, lag, plan, ranks, nodes, config)
-    pieces = ranks * items * ((local > 1) + config.item_tiles)
-    programs = min(pieces, gpu.resident_programs(x.device, tiles, x.dtype))
-    constants["trace_ptr"] = recorder.buffer(x.device, pieces)
-    operands, made = (x, weight, bias), (z, stage)
-    return Launch(workspace, gemm_rs_nodes_kernel, (programs,), args, constants, operands, made, [workspace.ctx])

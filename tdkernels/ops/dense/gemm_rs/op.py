@@ -28,8 +28,8 @@ from tdkernels.ops.common.config import as_argument, check_config
 from tdkernels.ops.common.torch_collectives import reduce_scatter_rows
 from tdkernels.ops.dense.backward import gemm_rs_backward
 from tdkernels.ops.dense.call import forward, keep_call
-from tdkernels.ops.dense.gemm_rs import kernel
-from tdkernels.ops.dense.gemm_rs.kernel import GemmRsConfig
+from tdkernels.ops.dense.gemm_rs import launch
+from tdkernels.ops.dense.gemm_rs.config import GemmRsConfig
 from tdkernels.runtime import autograd, torch_op
 from tdkernels.runtime.call_cache import find
 from tdkernels.symm import resolve_group
@@ -47,12 +47,12 @@ def gemm_rs_ref(x, weight, bias=None, *, group=None):
 
 def run(x, weight, bias, group, config):
     if config.method != "torch":
-        return kernel.launch(x, weight, bias, group, config)
+        return launch.launch(x, weight, bias, group, config)
     return gemm_rs_ref(x, weight, bias, group=group)
 
 
 def _forward(x, weight, bias, group, config):
-    return forward("gemm_rs", kernel, run, x, weight, bias, group, config)
+    return forward("gemm_rs", launch, run, x, weight, bias, group, config)
 
 
 _library = torch.library.Library("tdkernels", "FRAGMENT")

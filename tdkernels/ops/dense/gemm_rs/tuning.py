@@ -3,21 +3,11 @@
 import torch
 
 from tdkernels.autotune.tunable import Floors, register
-from tdkernels.ops.collectives import (
-    async_collective,
-    async_reduce_scatter,
-    kernel_async_all_gather,
-    kernel_async_reduce_scatter,
-)
-from tdkernels.ops.common import gemm_tile, node_reduce, rank_reduce, small_m_gemm, staging, tile_config
 from tdkernels.ops.common import gemm_tunable as dense
+from tdkernels.ops.common import small_m_gemm
 from tdkernels.ops.common.tile_config import Tiles
-from tdkernels.ops.dense import kernel_one_shot as one_shot
-from tdkernels.ops.dense import vendor_gemm
-from tdkernels.ops.dense.gemm_rs import kernel, op, pipelined
-from tdkernels.ops.dense.gemm_rs import kernel_direct as direct
-from tdkernels.ops.dense.gemm_rs import kernel_multinode as nodes_kernel
-from tdkernels.ops.dense.gemm_rs.kernel import GemmRsConfig
+from tdkernels.ops.dense.gemm_rs import launch, launch_direct, op
+from tdkernels.ops.dense.gemm_rs.config import GemmRsConfig
 from tdkernels.runtime import gpu
 
 _PROGRAMS = 64  # that forward at a time: enough for the link
@@ -38,14 +28,9 @@ def _direct_tiles(device, dtype):
 
 class GemmRsTunable(dense.DenseTunable):
     name = "gemm_rs"
-    sources = (
-        op, kernel, direct, pipelined, one_shot, nodes_kernel, async_collective, small_m_gemm, kernel_async_all_gather,
-        gemm_tile, node_reduce, vendor_gemm, rank_reduce, async_reduce_scatter, kernel_async_reduce_scatter, staging,
-        tile_config,
-    )  # fmt: skip
     divided = (0, 2)
     config_class = GemmRsConfig
-    op, kernel = op, kernel
+    op, kernel = op, launch
 
     def sizes_of(self, *shapes, world_size):
         x, weight = dense.two_operands("gemm_rs", shapes)
@@ -66,7 +51,7 @@ class GemmRsTunable(dense.DenseTunable):
             of_a_shard = tiles.count(rows, n)
             for item_tiles in sorted({min(item, of_a_shard) for item in (1, 2, 4, 8)}):
                 configs.append(GemmRsConfig(tiles=tiles, item_tiles=item_tiles))
-        if problem.num_nodes == 1 and problem.world_size <= direct.MAX_RANKS:
+        if problem.num_nodes == 1 and problem.world_size <= launch_direct.MAX_RANKS:
             configs += [
                 GemmRsConfig(tiles=tiles, transport="direct") for tiles in _direct_tiles(device, problem.torch_dtype)
             ]

@@ -16,16 +16,12 @@ from tdkernels.ops.common import gemm_tunable as dense
 from tdkernels.ops.common.tunable_base import ConfigTunable
 from tdkernels.ops.experts.dispatch import (
     all_to_all,
-    kernel_combine,
     kernel_dispatch,
-    kernel_low_latency,
-    kernel_route,
     launch,
     layout,
     low_latency,
     op,
     payload,
-    route,
     torch_backend,
 )
 from tdkernels.ops.experts.dispatch import config as ep_config
@@ -51,10 +47,6 @@ class _EpTunable(ConfigTunable):
     config_class = EpConfig
     plain_words = "torch's all-to-all between sorts", "torch's all-to-all and sorts"
     _blocks = (4096, 4), (8192, 4), (8192, 8), (16384, 4)  # bytes at a time, warps
-    sources = (
-        op, all_to_all, route, ep_routing, launch, payload, ep_config, layout, kernel_route,
-        kernel_dispatch, kernel_combine, low_latency, kernel_low_latency, torch_backend,
-    )  # fmt: skip
 
     def why_not(self, problem):
         if problem.num_nodes > 1:

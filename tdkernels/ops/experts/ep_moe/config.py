@@ -10,7 +10,7 @@ from tdkernels.ops.experts.dispatch.op import EpHandle
 from tdkernels.ops.experts.dispatch.route import as_chosen, route_tokens
 from tdkernels.ops.experts.dispatch.token_buckets import bucket, tokens_of
 from tdkernels.ops.experts.dispatch.torch_backend import routed
-from tdkernels.ops.experts.grouped_gemm.kernel import GroupGemmConfig
+from tdkernels.ops.experts.grouped_gemm.config import GroupGemmConfig
 
 
 @dataclass(frozen=True)

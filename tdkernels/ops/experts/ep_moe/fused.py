@@ -22,10 +22,9 @@ from tdkernels.ops.common.tile_config import default_tiles
 from tdkernels.ops.experts.dispatch.config import default_config
 from tdkernels.ops.experts.dispatch.device_errors import own_too_many
 from tdkernels.ops.experts.dispatch.routing import Reach, route, unrouted
-from tdkernels.ops.experts.ep_moe import kernel_dispatch_gemm as there
-from tdkernels.ops.experts.ep_moe import kernel_gemm_combine as back
-from tdkernels.ops.experts.ep_moe.kernel_sort import order_of
-from tdkernels.ops.experts.grouped_gemm import kernel as grouped
+from tdkernels.ops.experts.ep_moe import launch_dispatch_gemm, launch_gemm_combine
+from tdkernels.ops.experts.ep_moe.launch_sort import order_of
+from tdkernels.ops.experts.grouped_gemm import launch as grouped_gemm_launch
 from tdkernels.ops.experts.grouped_gemm.dispatch import weight_gradient
 from tdkernels.runtime import autograd
 from tdkernels.symm.whole_call import whole_call
@@ -65,11 +64,11 @@ class _EpMoe(torch.autograd.Function):
         each = _rows_of_expert(routing, w_gate_up.shape[0])
         up_tiles = _tiles(config, each, w_gate_up.shape[1], x)
         down_tiles = _tiles(config, each, w_down.shape[1], x)
-        came = there.launch(
+        came = launch_dispatch_gemm.launch(
             routing, order, x, weights, w_gate_up, up_tiles, activation=activation, keep=keep,
             keep_rows=keep and ctx.needs_input_grad[2],
         )  # fmt: skip
-        y, _ = back.launch(routing, came.y, w_down, came.origins, down_tiles, weights=weights)
+        y, _ = launch_gemm_combine.launch(routing, came.y, w_down, came.origins, down_tiles, weights=weights)
         if keep:
             ctx.save_for_backward(
                 w_gate_up, w_down, order, came.kept, came.pre, came.y, came.origins, came.weights
@@ -91,15 +90,15 @@ def _ep_moe_backward(ctx, dy):
     need_dx, need_dweights, need_dgate_up, need_ddown = ctx.needs_input_grad[:4]
     routing, (up_tiles, down_tiles) = ctx.routing, ctx.tiles
     experts = w_down.shape[0]
-    came = there.launch(
+    came = launch_dispatch_gemm.launch(
         routing, order, dy, None, w_down.transpose(1, 2), down_tiles, gradient=(h, row_weights),
         keep_rows=need_ddown,
     )  # fmt: skip
     dx = dweights = dgate_up = ddown = dpre = None
     if need_dx or need_dweights or need_dgate_up:
-        dpre = grouped.swiglu_backward(came.y, pre, routing.splits, ctx.activation)
+        dpre = grouped_gemm_launch.swiglu_backward(came.y, pre, routing.splits, ctx.activation)
     if need_dx or need_dweights:
-        dx, dweights = back.launch(
+        dx, dweights = launch_gemm_combine.launch(
             routing, dpre, w_gate_up.transpose(1, 2), origins, up_tiles, dots=came.dots if need_dweights else None
         )  # fmt: skip
     if need_dgate_up:
@@ -119,8 +118,8 @@ def compile(x, w_gate_up, w_down, choices, world_size, rows, config):
     sizes = "ep_moe", x.shape[0], choices, experts * world_size, world_size
     routing = unrouted(*sizes, ep, x.device, reach=Reach(rows, x.shape[0] * choices))
     up_tiles, down_tiles = (_tiles(config, rows // experts, w.shape[1], x) for w in (w_gate_up, w_down))
-    there.compile(x, w_gate_up, routing, up_tiles, "swiglu")
-    back.compile(x.new_empty(1, w_down.shape[2]), w_down, routing, down_tiles)
+    launch_dispatch_gemm.compile(x, w_gate_up, routing, up_tiles, "swiglu")
+    launch_gemm_combine.compile(x.new_empty(1, w_down.shape[2]), w_down, routing, down_tiles)
 
 
 def ep_moe_fused(

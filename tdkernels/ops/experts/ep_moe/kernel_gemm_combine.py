@@ -13,23 +13,13 @@ that is void.
 A half holds the slots [slots, N] and a number for each (``numbers``: the gradient of the choice's weight), fp32.
 """
 
-import torch
 import triton.language as tl
 
 from tdkernels import lang as td
 from tdkernels.lang.context import CTX_BASES
-from tdkernels.ops.common import gemm_operands
-from tdkernels.ops.common.config import text_of
 from tdkernels.ops.common.gemm_tile import as_aligned
-from tdkernels.ops.common.tile_config import next_power_of_2
 from tdkernels.ops.experts.dispatch.layout import GOES, experts_at, facts_at
-from tdkernels.ops.experts.grouped_gemm.kernel import planes_of, product_constants, rows_descriptor, weight_layout
 from tdkernels.ops.experts.grouped_gemm.tile import grouped_tile, rows_of_groups, tile_of_groups, tiles_of_groups
-from tdkernels.runtime import gpu
-from tdkernels.runtime.kernel_launch import Launch, launch_kept, to_be_made
-from tdkernels.symm import get_workspace
-
-_BLOCK_TOKENS, _BLOCK_COLUMNS = 16, 512  # that a program adds up as one piece
 
 
 @td.jit
@@ -177,75 +167,3 @@ def ep_gemm_combine_kernel(
 
 # For tdkernels.sanitizer: a program counts its tiles in ``done`` and announces the stores of all of them at once.
 ep_gemm_combine_kernel.program_keeps = "stores"
-
-
-# ---- launcher ----
-
-
-def half_bytes(slots, slot_bytes):
-    return -(-slots * slot_bytes // 16) * 16 + 4 * slots
-
-
-def launch(routing, h, w, origins, tiles, *, weights=None, dots=None):
-    """y [T, N] of rows h [R, K] and weights w [E / W, N, K] of experts; and numbers [T, k] fp32 if there are ``dots``.
-
-    Args:     routing: with a ``Reach``; origins: [R] int64 of ``ep_dispatch_gemm_kernel``
-              weights: [T, k] fp32, of our tokens' choices, or None for 1
-              dots: fp32 [any, R], added up over the first axis for each row's number
-    """
-    workspace = get_workspace(routing.group, h.device, "ep_gemm_combine")
-    operands = h, w, routing.tables, routing.splits, origins, dots, weights
-    made = launch_kept(
-        workspace, (routing.sizes, routing.reach, tiles, gemm_operands.dot_precision(h.dtype)), operands,
-        lambda *of: _prepare(workspace, routing, of, tiles),
-        lambda h, w, *others: (gemm_operands.rows_contiguous(h), weight_layout(w)[0], *others),
-    )  # fmt: skip
-    return made if dots is not None else (made[0], None)
-
-
-def compile(h, w, routing, tiles):
-    """Compile what ``launch`` with the same operands would launch, forward, into Triton's cache; launches nothing."""
-    h = gemm_operands.rows_contiguous(h)
-    ctx = torch.empty(1, dtype=torch.int64, device=h.device)
-    weights, splits = h.new_empty(1, dtype=torch.float32), h.new_empty(w.shape[0], dtype=torch.int32)
-    args, constants = arguments(
-        ctx, h, w, routing.tables, splits, ctx, None, weights, h.new_empty(1), None, routing, 0, tiles
-    )
-    ep_gemm_combine_kernel.warmup(*args, grid=(1,), **constants)
-
-
-def _prepare(workspace, routing, operands, tiles):
-    h, w, tables, splits, origins, dots, weights = operands
-    n, slots = w.shape[1], routing.reach.choices
-    fields = {
-        "dtype": str(h.dtype), "width": n, "k": routing.choices, "num_experts": routing.num_experts, "slots": slots,
-        "weighted": weights is not None, "numbers": dots is not None, "config": text_of(routing.config),
-    }  # fmt: skip
-    plan = workspace.prepare(
-        routing.operator, fields, half_bytes(slots, n * h.element_size()), routing.world_size, num_flags=1
-    )  # fmt: skip
-    y = to_be_made(h, routing.tokens, n)
-    numbers = None if dots is None else to_be_made(h, routing.tokens, routing.choices, dtype=torch.float32)
-    args, constants = arguments(workspace.ctx, h, w, tables, splits, origins, dots, weights, y, numbers, routing, plan,
-                                tiles)  # fmt: skip
-    grid = (gpu.resident_programs(h.device, tiles, h.dtype),)
-    made = [y] if numbers is None else [y, numbers]
-    return Launch(workspace, ep_gemm_combine_kernel, grid, args, constants, operands, made, [workspace.ctx])
-
-
-def arguments(ctx, h, w, tables, splits, origins, dots, weights, y, numbers, routing, plan, tiles):
-    """The kernel's arguments and constants."""
-    rows, k = h.shape
-    w, *strides, is_kn = weight_layout(w)
-    planes, n = planes_of(w, None)
-    desc, constants = product_constants(k, w, planes, n, strides, is_kn, None, tiles)
-    args = (
-        ctx, h, rows_descriptor(h, constants, tiles), w, desc, tables, splits, origins, dots, weights, y, numbers,
-        routing.tokens, rows, routing.reach.choices, n, k, *strides, plan, tiles.group_m,
-    )  # fmt: skip
-    return args, {
-        "CHOICES": routing.choices, "EXPERTS": routing.num_experts, "RANKS": routing.world_size,
-        "LOCAL": next_power_of_2(routing.num_experts // routing.world_size), "BLOCK_TOKENS": _BLOCK_TOKENS,
-        "BLOCK_COLUMNS": min(next_power_of_2(n), _BLOCK_COLUMNS), "TILE_COLUMNS": 0 if dots is None else dots.shape[0],
-        "ELEM_BYTES": h.element_size(), **constants,
-    }  # fmt: skip

@@ -12,25 +12,17 @@ from dataclasses import asdict, replace
 import torch
 
 from tdkernels.autotune.tunable import Floors, register
-from tdkernels.ops.common import gemm_tile, tile_config
 from tdkernels.ops.common import gemm_tunable as dense
 from tdkernels.ops.common.config import text_of
 from tdkernels.ops.common.tile_config import Tiles
 from tdkernels.ops.common.tunable_base import ConfigTunable
-from tdkernels.ops.experts.dispatch import tuning as ep_tuning
 from tdkernels.ops.experts.dispatch.config import EpConfig
 from tdkernels.ops.experts.dispatch.low_latency import can_be_direct
 from tdkernels.ops.experts.dispatch.token_buckets import bucket, crossing_share
-from tdkernels.ops.experts.ep_moe import config as ep_moe_config
 from tdkernels.ops.experts.ep_moe import fused as ep_moe_fused
-from tdkernels.ops.experts.ep_moe import kernel_dispatch_gemm as there
-from tdkernels.ops.experts.ep_moe import kernel_gemm_combine as back
-from tdkernels.ops.experts.ep_moe import kernel_sort, op, steps
+from tdkernels.ops.experts.ep_moe import op
 from tdkernels.ops.experts.ep_moe.config import SEQUENCE, EpMoeConfig
-from tdkernels.ops.experts.grouped_gemm import kernel as grouped
-from tdkernels.ops.experts.grouped_gemm import swiglu
-from tdkernels.ops.experts.grouped_gemm import tile as _grouped
-from tdkernels.ops.experts.grouped_gemm.kernel import GroupGemmConfig
+from tdkernels.ops.experts.grouped_gemm.config import GroupGemmConfig
 from tdkernels.ops.experts.grouped_gemm.synthetic import expert_ids, rows_by_expert, why_not_shared
 
 _LAUNCH_S = 5e-6
@@ -47,10 +39,6 @@ class EpMoeTunable(ConfigTunable):
     layouts = ("exact", "bounded")
     config_class = EpMoeConfig
     plain_words = "torch's all-to-all and grouped matmul", "torch's all-to-all and grouped matmul"
-    sources = (
-        *ep_tuning.EpDispatchTunable.sources, op, ep_moe_config, ep_moe_fused, steps, kernel_sort, there,
-        back, grouped, gemm_tile, _grouped, swiglu, tile_config,
-    )  # fmt: skip
 
     def why_not(self, problem):
         if problem.num_nodes > 1:

@@ -18,7 +18,7 @@ from tdkernels.autotune.modes import get_mode
 from tdkernels.autotune.problem import Problem
 from tdkernels.autotune.selection import DEFAULT, look_up
 from tdkernels.ops.common import gemm_operands
-from tdkernels.ops.experts.grouped_gemm import kernel
+from tdkernels.ops.experts.grouped_gemm import launch
 
 # What is tuned apart: the plain product, those with an activation, that of weights which lie as [K, N], as they do for
 # dx, and the gradient of the weights.
@@ -28,7 +28,7 @@ LAYOUTS = "none", "swiglu", "swiglu_interleaved", KN, DW
 
 def layout_of(w, activation=None):
     """Of LAYOUTS that of a product."""
-    return activation or (KN if kernel.lies_as_kn(w) else "none")
+    return activation or (KN if launch.lies_as_kn(w) else "none")
 
 
 def product(x, w, splits, activation=None, keep=False, config=None):
@@ -36,7 +36,7 @@ def product(x, w, splits, activation=None, keep=False, config=None):
     if config is None:
         config = known_config(x, (*w.shape[1:], w.shape[0]), layout_of(w, activation))
     if config is None or config.method == "fused":
-        return kernel.product(x, w, splits, activation, keep, config)
+        return launch.product(x, w, splits, activation, keep, config)
     pre = by_torch(x, w, splits)
     return swiglu_ref(pre, activation), pre if keep and activation else None
 
@@ -51,7 +51,7 @@ def weight_gradient(dy, x, splits, experts, config=None):
     if config is None:
         config = known_config(x, (dy.shape[1], x.shape[1], experts), DW)
     if config is None or config.method == "fused":
-        return kernel.weight_gradient(dy, x, splits, experts, config)
+        return launch.weight_gradient(dy, x, splits, experts, config)
     return weight_gradient_by_torch(dy, x, splits)
 
 
@@ -117,7 +117,7 @@ def by_torch(x, w, splits):
     if x.device.type == "cpu":
         return product_by_group(x, w, splits)
     w = _as_torch_takes_it(w).transpose(1, 2)
-    return torch._grouped_mm(gemm_operands.rows_contiguous(x), w, offs=kernel.ends_of_groups(splits, x))
+    return torch._grouped_mm(gemm_operands.rows_contiguous(x), w, offs=launch.ends_of_groups(splits, x))
 
 
 def weight_gradient_by_torch(dy, x, splits):
@@ -125,12 +125,12 @@ def weight_gradient_by_torch(dy, x, splits):
     if x.device.type == "cpu":
         return weight_gradient_by_group(dy, x, splits)
     dy, x = gemm_operands.rows_contiguous(dy), gemm_operands.rows_contiguous(x)
-    return torch._grouped_mm(dy.t(), x, offs=kernel.ends_of_groups(splits, x))
+    return torch._grouped_mm(dy.t(), x, offs=launch.ends_of_groups(splits, x))
 
 
 def _as_torch_takes_it(w):
     """The weight, copied unless its rows or columns are contiguous and all begin at multiples of 16 bytes."""
-    w, *strides, _ = kernel.weight_layout(w)
+    w, *strides, _ = launch.weight_layout(w)
     starts = w.data_ptr(), *(stride * w.element_size() for stride in strides)
     return w.clone(memory_format=torch.contiguous_format) if any(start % 16 for start in starts) else w
 

@@ -18,9 +18,9 @@ import torch
 from tdkernels.ops.common import validation as _operands
 from tdkernels.ops.common.config import as_argument, check_config, from_text
 from tdkernels.ops.experts.grouped_gemm import dispatch as ways
-from tdkernels.ops.experts.grouped_gemm import kernel
+from tdkernels.ops.experts.grouped_gemm import launch
+from tdkernels.ops.experts.grouped_gemm.config import GroupGemmConfig
 from tdkernels.ops.experts.grouped_gemm.dispatch import product_by_group, swiglu_ref, why_not_torch
-from tdkernels.ops.experts.grouped_gemm.kernel import GroupGemmConfig
 from tdkernels.ops.experts.grouped_gemm.swiglu import ACTIVATIONS
 from tdkernels.runtime import autograd
 from tdkernels.runtime.autograd import received, to_expect
@@ -42,7 +42,7 @@ def _forward(x, w, splits, activation, keep, config):
 
 def _backward(dy, x, w, splits, pre, activation, need_dx, need_dw):
     if activation:
-        dy = kernel.swiglu_backward(dy, pre, splits, activation)
+        dy = launch.swiglu_backward(dy, pre, splits, activation)
     dx = ways.input_gradient(dy, w, splits) if need_dx else x.new_empty(0)
     dw = ways.weight_gradient(dy, x, splits, w.shape[0]) if need_dw else x.new_empty(0)
     return dx, dw

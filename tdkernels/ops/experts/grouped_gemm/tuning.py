@@ -8,14 +8,14 @@ the weights the other way round; or dw [E, N, K], of whose tiles block_m and blo
 import torch
 
 from tdkernels.autotune.tunable import Floors, register
-from tdkernels.ops.common import gemm_tile, tile_config
 from tdkernels.ops.common import gemm_tunable as dense
 from tdkernels.ops.common.tile_config import Tiles
 from tdkernels.ops.common.tunable_base import ConfigTunable
+from tdkernels.ops.experts.grouped_gemm import config as grouped_gemm_config
 from tdkernels.ops.experts.grouped_gemm import dispatch as ways
-from tdkernels.ops.experts.grouped_gemm import kernel, op, swiglu, tile
+from tdkernels.ops.experts.grouped_gemm import launch, op
+from tdkernels.ops.experts.grouped_gemm.config import GroupGemmConfig
 from tdkernels.ops.experts.grouped_gemm.dispatch import DW, KN, LAYOUTS
-from tdkernels.ops.experts.grouped_gemm.kernel import GroupGemmConfig
 from tdkernels.ops.experts.grouped_gemm.synthetic import activation_of, rows_by_expert
 
 _LAUNCH_S = 5e-6
@@ -37,7 +37,6 @@ class GroupGemmTunable(ConfigTunable):
     alone = True
     config_class = GroupGemmConfig
     plain_words = "torch's grouped matmul", "torch's grouped matmul"
-    sources = (op, ways, kernel, gemm_tile, tile, swiglu, tile_config)
 
     def why_not(self, problem):
         if problem.world_size > 1:
@@ -75,8 +74,8 @@ class GroupGemmTunable(ConfigTunable):
     def default(self, problem, device):
         rows, n, k, experts = problem.shape
         if problem.layout == DW:
-            return GroupGemmConfig(tiles=kernel.weight_tiles(rows // experts, n, k, problem.torch_dtype, device))
-        return kernel.default_config(rows // experts, n, problem.torch_dtype, device)
+            return GroupGemmConfig(tiles=launch.weight_tiles(rows // experts, n, k, problem.torch_dtype, device))
+        return grouped_gemm_config.default_config(rows // experts, n, problem.torch_dtype, device)
 
     def space(self, problem, device):
         tiles = dense.tile_space(device, problem.torch_dtype)
@@ -151,8 +150,8 @@ class GroupGemmTunable(ConfigTunable):
 
     def compile(self, operands, problem, config):
         if problem.layout == DW:
-            return kernel.compile_gradient(*operands, problem.shape[3], config)
-        kernel.compile(*operands, activation_of(problem), config)
+            return launch.compile_gradient(*operands, problem.shape[3], config)
+        launch.compile(*operands, activation_of(problem), config)
 
 
 register(GroupGemmTunable())

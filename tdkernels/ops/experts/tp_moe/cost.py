@@ -5,20 +5,15 @@ import functools
 import torch
 
 from tdkernels.autotune.tunable import Floors
-from tdkernels.ops.collectives import async_all_gather, kernel_async_all_gather
-from tdkernels.ops.common import gemm_tile, rank_reduce, tile_config
 from tdkernels.ops.common import gemm_tunable as dense
 from tdkernels.ops.common.tunable_base import ConfigTunable
 from tdkernels.ops.experts.grouped_gemm import dispatch as ways
-from tdkernels.ops.experts.grouped_gemm import kernel as grouped
-from tdkernels.ops.experts.grouped_gemm import swiglu
-from tdkernels.ops.experts.grouped_gemm import tile as _grouped
 from tdkernels.ops.experts.grouped_gemm.synthetic import activation_of, expert_ids, rows_by_expert, why_not_shared
+from tdkernels.ops.experts.tp_moe import config as tp_moe_config
 from tdkernels.ops.experts.tp_moe import kernel_ag_gemm as ag
-from tdkernels.ops.experts.tp_moe import kernel_gemm_rs as rs
-from tdkernels.ops.experts.tp_moe import kernel_route, op, routing, steps
+from tdkernels.ops.experts.tp_moe import routing
 from tdkernels.ops.experts.tp_moe import stages as moe_stages
-from tdkernels.ops.experts.tp_moe.kernel_ag_gemm import MoeTpConfig
+from tdkernels.ops.experts.tp_moe.config import MoeTpConfig
 from tdkernels.ops.experts.tp_moe.kernel_route import MAX_STAGES
 from tdkernels.ops.experts.tp_moe.steps import with_tiles
 
@@ -37,10 +32,6 @@ class MoeTunable(ConfigTunable):
     across_nodes = False
     divided: tuple
     plain_words = "torch collective and grouped matmul", "torch's collective and grouped matmul"
-    sources = (
-        op, ag, rs, grouped, ways, kernel_route, routing, moe_stages, steps, async_all_gather, kernel_async_all_gather,
-        gemm_tile, _grouped, rank_reduce, swiglu, tile_config,
-    )  # fmt: skip
 
     def weights(self, problem):
         """The shapes [E, rows, columns] of a rank's weights."""
@@ -69,7 +60,8 @@ class MoeTunable(ConfigTunable):
 
     def default(self, problem, device):
         tokens, *_, experts, choices = problem.shape
-        return ag.default_config(tokens, choices, experts, self.weights(problem)[0][1], problem.torch_dtype, device)
+        width = self.weights(problem)[0][1]
+        return tp_moe_config.default_config(tokens, choices, experts, width, problem.torch_dtype, device)
 
     def plans(self, problem, device):
         """What may stand in a config beside tiles: (num_comm_sms, chunk_rows, stages)."""

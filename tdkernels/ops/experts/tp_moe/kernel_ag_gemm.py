@@ -10,78 +10,19 @@ our memory; the waiters are the pieces that copy its tokens. These count for eac
 waiters of that are the stage's tiles.
 """
 
-from dataclasses import dataclass
 
-import torch
 import triton.language as tl
 
 from tdkernels import lang as td
 from tdkernels.ops.collectives.kernel_async_all_gather import push_shard
-from tdkernels.ops.common import gemm_operands
-from tdkernels.ops.common.config import text_of
 from tdkernels.ops.common.gemm_tile import as_aligned, swizzle
-from tdkernels.ops.common.tile_config import Tiles, default_tiles, next_power_of_2
 from tdkernels.ops.common.work_interleaving import split_piece
-from tdkernels.ops.experts.grouped_gemm.kernel import (
-    planes_of,
-    product_constants,
-    rows_descriptor,
-    store_product,
-    weight_layout,
-)
-from tdkernels.ops.experts.grouped_gemm.swiglu import HALVES, NUMBERS
+from tdkernels.ops.experts.grouped_gemm.kernel import store_product
+from tdkernels.ops.experts.grouped_gemm.swiglu import HALVES
 from tdkernels.ops.experts.grouped_gemm.tile import grouped_tile, store_gradient
-from tdkernels.ops.experts.tp_moe.kernel_route import MAX_STAGES, TILE_WORDS, chunk_at_turn, first_turn_of
-from tdkernels.runtime import gpu, recorder
-from tdkernels.runtime.kernel_launch import Launch, launch_kept, to_be_made
-from tdkernels.symm import get_workspace
+from tdkernels.ops.experts.tp_moe.kernel_route import TILE_WORDS, chunk_at_turn, first_turn_of
 
-_COPY_WORDS = 4096
 BLOCK_TOKENS, BLOCK_COLUMNS = 16, 512  # of a piece that copies or adds up rows
-
-
-@dataclass(frozen=True)
-class MoeTpConfig:
-    """How ``moe_ag_gemm``, ``moe_gemm_rs`` and ``tp_moe`` run.
-
-    method:        "fused", or "torch": plain collectives and torch's grouped product
-    tiles:         the tile of the products, see ``Tiles``; None takes the default for the device and shape
-    num_comm_sms:  programs that push tokens at the same time, before they multiply like the others
-    chunk_rows:    tokens that travel together under one signal, a multiple of 16
-    stages:        how often the experts' weights are gone through, 1 to 8: once for our own tokens, the other times for
-                   those of the others, in parts; 0: as often as pays, by the number of rows an expert has
-    """
-
-    method: str = "fused"
-    tiles: Tiles | None = None
-    num_comm_sms: int = 16
-    chunk_rows: int = 256
-    stages: int = 0
-
-    def illegal(self, device, dtype):
-        """Why this config cannot run on a device with a dtype; None when it can."""
-        if self.method not in ("fused", "torch"):
-            return f'method must be "fused" or "torch", not {self.method!r}'
-        if self.method == "torch":
-            known = device.type == "cpu" or dtype == torch.bfloat16 and gpu.has_tma(device)
-            return None if known else f'method "torch" needs bfloat16 and sm_90 or sm_100, not {dtype} on {device}'
-        if self.num_comm_sms < 1:
-            return f"num_comm_sms must be at least 1, not {self.num_comm_sms}"
-        if device.type == "cuda" and self.num_comm_sms >= gpu.num_sms(device):
-            return f"num_comm_sms must leave some of the {gpu.num_sms(device)} free, not be {self.num_comm_sms}"
-        if self.chunk_rows < 16 or self.chunk_rows % BLOCK_TOKENS:
-            return f"chunk_rows must be a multiple of {BLOCK_TOKENS}, not {self.chunk_rows}"
-        if not 0 <= self.stages <= MAX_STAGES.value:
-            return f"stages must be 0 to {MAX_STAGES.value}, not {self.stages}"
-        return self.tiles.illegal(device, dtype) if self.tiles is not None else None
-
-
-def default_config(tokens, choices, experts, n, dtype, device):
-    """The config for ``tokens`` of ``choices`` of ``experts`` experts, weights of n rows, that nobody has tuned."""
-    tiles = default_tiles(tokens * choices // experts, n, dtype, device)
-    if device.type == "cpu":
-        return MoeTpConfig(tiles=tiles, num_comm_sms=2, chunk_rows=16)
-    return MoeTpConfig(tiles=tiles)
 
 
 @td.jit
@@ -251,137 +192,3 @@ def tiles_of(begins_ptr, stage):
     first = tl.load(begins_ptr + tl.maximum(stage, 0))
     last = tl.load(begins_ptr + stage + 1)  # of the stage -1: those before the first
     return first, last - first
-
-
-# ---- launcher ----
-
-
-def plan_fields(x, w, routing, activation, config):
-    """What must be the same on all ranks."""
-    return {
-        "M/W": x.shape[0], "K": x.shape[1], "w": tuple(w.shape), "k": routing.num_choices, "activation": activation,
-        "dtype": str(x.dtype), "config": text_of(config),
-    }  # fmt: skip
-
-
-@dataclass
-class Gradients:
-    """What a launch for the gradient of ``h`` takes beside, and what it leaves."""
-
-    h: torch.Tensor  # [R, N]
-    weights: torch.Tensor  # [M, k] fp32
-    weighted: torch.Tensor | None = None  # [R, N]: h times the weights of its rows
-    dots: torch.Tensor | None = None  # [tile columns, R]
-
-
-@dataclass
-class Launched:
-    """What a launch leaves.
-
-    y:       [R, ·]
-    pre:     what SwiGLU was made of, or None
-    rows:    [R, K], the tokens of all ranks by rows
-    """
-
-    y: torch.Tensor
-    pre: torch.Tensor | None
-    rows: torch.Tensor
-
-
-def _arguments(ctx, x, w, routing, routed, made, done, plan, num_comm, config, activation, gradients=None):
-    """The kernel's arguments and its constants; ``routed``: ``_tensors_of`` the routing, ``made``: Launched."""
-    tokens, k = x.shape
-    tiles, (of_choices, choices, table, begins) = config.tiles, routed
-    w, *strides, is_kn = weight_layout(w, activation)
-    planes, n = planes_of(w, activation)
-    desc, constants = product_constants(k, w, planes, n, strides, is_kn, activation, tiles)
-    of_gradient = (None,) * 5
-    if gradients is not None:
-        of_gradient = gradients.h, gradients.weighted, gradients.weights, gradients.dots, choices
-    args = (
-        ctx, x, made.rows, rows_descriptor(made.rows, constants, tiles), w, desc, of_choices, table,
-        begins, done, made.y, made.pre, *of_gradient, tokens, choices.shape[0], n, k, *strides,
-        routing.slot_rows, plan, num_comm, routing.chunk_rows, routing.num_stages, tiles.group_m,
-    )  # fmt: skip
-    return args, {
-        "COPY_WORDS": _COPY_WORDS, "ELEM_BYTES": x.element_size(), "ACTIVATION": NUMBERS[activation],
-        "CHOICES": routing.num_choices, "BLOCK_TOKENS": BLOCK_TOKENS,
-        "BLOCK_COLUMNS": min(next_power_of_2(k), BLOCK_COLUMNS), "trace_ptr": None, **constants,
-    }  # fmt: skip
-
-
-def _make(x, w, rows, activation, keep):
-    """Launched, of so many rows, to be made."""
-    y = to_be_made(x, rows, w.shape[1] // 2 if activation else w.shape[1])
-    pre = to_be_made(x, rows, w.shape[1]) if keep and activation else None
-    return Launched(y, pre, to_be_made(x, rows, x.shape[1]))
-
-
-def _tensors_of(routing, tile_rows):
-    """What a kernel reads of a routing: (the rows of choices, the choices of rows, the table of tiles, its begins)."""
-    tiling = routing.tiling(tile_rows)
-    return routing.rows, routing.choices, tiling.table, tiling.begins
-
-
-def compile(x, w, routing, config, activation=None, gradients=None):
-    """Compile what ``launch`` with the same operands would launch, into Triton's cache; launches nothing."""
-    if x.device.type == "cpu":
-        return  # interpreted
-    x = gemm_operands.rows_contiguous(x)
-    ctx = torch.empty(1, dtype=torch.int64, device=x.device)
-    made = Launched(x.new_empty(1), None, x.new_empty(1, x.shape[1]))
-    routed = _tensors_of(routing, config.tiles.block_m)
-    if gradients is not None:
-        made_of_h = x.new_empty(1), x.new_empty(1, dtype=torch.float32)
-        gradients = Gradients(gradients.h, gradients.weights, *made_of_h)
-    args, constants = _arguments(
-        ctx, x, w, routing, routed, made, ctx, 0, config.num_comm_sms, config, activation, gradients
-    )  # fmt: skip
-    moe_ag_gemm_kernel.warmup(*args, grid=(1,), **constants)
-
-
-def launch(x, w, routing, config, activation=None, keep=False, gradients=None):
-    """The products of all ranks' tokens x [M / W, K] with the weights of their experts; ``keep`` what SwiGLU is of."""
-    workspace = get_workspace(routing.group, x.device, "moe_ag_gemm")
-    routed = _tensors_of(routing, config.tiles.block_m)
-    done = torch.zeros(MAX_STAGES.value, dtype=torch.int64, device=x.device)
-    of_gradient = (None, None) if gradients is None else (gradients.h, gradients.weights)
-    differs = activation, keep, gradients is not None, gemm_operands.dot_precision(x.dtype)
-    y, rows, *others = launch_kept(
-        workspace, (config, routing.sizes, *differs), (x, w, *routed, done, *of_gradient),
-        lambda *of: _prepare(workspace, routing, of, config, *differs[:3]),
-        lambda x, w, *others: (gemm_operands.rows_contiguous(x), weight_layout(w, activation)[0], *others),
-    )  # fmt: skip
-    if gradients is not None:
-        gradients.weighted, gradients.dots = others
-        others = ()
-    return Launched(y, others[0] if others else None, rows)
-
-
-def _prepare(workspace, routing, operands, config, activation, keep, gradient):
-    """The Launch for tensors of a routing; of the routing itself it takes nothing but sizes."""
-    x, w, *routed, done, h, weights = operands
-    _, choices, table, _ = routed
-    k, tiles = x.shape[1], config.tiles
-    made = _make(x, w, choices.shape[0], activation, keep)
-    gradients, to_make = None, [made.y, made.rows]
-    if gradient:
-        dots = to_be_made(x, -(-w.shape[1] // tiles.block_n), choices.shape[0], dtype=torch.float32)
-        gradients = Gradients(h, weights, to_be_made(x, *made.y.shape), dots)
-        to_make += [gradients.weighted, dots]
-    elif made.pre is not None:
-        to_make.append(made.pre)
-    num_comm = config.num_comm_sms if routing.world_size > 1 else 0
-    half_bytes = routing.world_size * routing.slot_rows * k * x.element_size() if num_comm else 256
-    fields = {**plan_fields(x, w, routing, activation, config), "gradient": gradient}
-    plan = workspace.prepare("moe_ag_gemm", fields, half_bytes, routing.world_size * routing.num_chunks)
-    args, constants = _arguments(
-        workspace.ctx, x, w, routing, routed, made, done, plan, num_comm, config, activation, gradients
-    )  # fmt: skip
-    tiles_n = -(-planes_of(w, activation)[1] // constants["BLOCK_N"])
-    blocks = -(-routing.chunk_rows // BLOCK_TOKENS) * -(-k // constants["BLOCK_COLUMNS"])
-    most = num_comm + table.shape[0] * tiles_n + routing.world_size * routing.num_chunks * blocks
-    grid = (min(most, gpu.resident_programs(x.device, tiles, x.dtype)),)
-    turns = -(-routing.num_chunks * (routing.world_size - 1) // num_comm) if num_comm else 0
-    constants["trace_ptr"] = recorder.buffer(x.device, most, turns, all_run=False)
-    return Launch(workspace, moe_ag_gemm_kernel, grid, args, constants, operands, to_make, [workspace.ctx])

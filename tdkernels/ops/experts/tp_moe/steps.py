@@ -12,11 +12,11 @@ from tdkernels.ops.common.config import as_argument
 from tdkernels.ops.common.multinode import torch_across_nodes
 from tdkernels.ops.common.torch_collectives import all_gather_rows, reduce_scatter_rows
 from tdkernels.ops.common.tunable_base import problem_of
-from tdkernels.ops.experts.grouped_gemm import kernel as grouped
+from tdkernels.ops.experts.grouped_gemm import launch as grouped_gemm_launch
 from tdkernels.ops.experts.grouped_gemm.dispatch import by_torch, swiglu_ref, weight_gradient
-from tdkernels.ops.experts.tp_moe import kernel_ag_gemm as ag
-from tdkernels.ops.experts.tp_moe import kernel_gemm_rs as rs
-from tdkernels.ops.experts.tp_moe.kernel_ag_gemm import MoeTpConfig
+from tdkernels.ops.experts.tp_moe import config as tp_moe_config
+from tdkernels.ops.experts.tp_moe import launch_ag_gemm, launch_gemm_rs
+from tdkernels.ops.experts.tp_moe.config import MoeTpConfig
 from tdkernels.ops.experts.tp_moe.routing import route
 from tdkernels.ops.experts.tp_moe.stages import best_stages
 from tdkernels.symm.group import group_state
@@ -92,7 +92,7 @@ def _complete(config, tokens, choices, w):
     """The config of a product with w, of all ranks' ``tokens`` of so many ``choices``."""
     if config is not None and config.tiles is not None:
         return config
-    default = ag.default_config(tokens, choices, w.shape[0], w.shape[1], w.dtype, w.device)
+    default = tp_moe_config.default_config(tokens, choices, w.shape[0], w.shape[1], w.dtype, w.device)
     return with_tiles(config, default)
 
 
@@ -133,7 +133,7 @@ def first_forward(x, w, routing, activation, config, keep):
     if _is_torch(config):
         pre = by_torch(_all_rows(x, routing), w, routing.splits)
         return swiglu_ref(pre, activation), pre if keep and activation else None
-    launched = ag.launch(x, w, routing, _config(config, routing, w), activation, keep)
+    launched = launch_ag_gemm.launch(x, w, routing, _config(config, routing, w), activation, keep)
     return launched.y, launched.pre
 
 
@@ -147,7 +147,7 @@ def first_backward(dh, x, w, pre, routing, activation, config, need_dx, need_dw)
     back = w.transpose(1, 2)
     # Before anything is on its way: it may tune.
     of_dx = config_of_gradient("moe_gemm_rs", back, routing, config) if need_dx else None
-    dpre = grouped.swiglu_backward(dh, pre, routing.splits, activation) if activation else dh
+    dpre = grouped_gemm_launch.swiglu_backward(dh, pre, routing.splits, activation) if activation else dh
     gathers = need_dw and not _is_torch(config)
     if gathers and routing.world_size > 1:
         gather = Gather.start("moe_ag_gemm backward", x, routing.group)
@@ -170,7 +170,7 @@ def sums_by_token(rows, w, routing, weights, config):
     """[M / W, N]: our tokens' sums, over choices and ranks, of weight * rows @ w[expert].T; weights None for 1."""
     if _is_torch(config):
         return _by_token(by_torch(rows, w, routing.splits), routing, weights)
-    return rs.launch(rows, w, routing, weights, config)
+    return launch_gemm_rs.launch(rows, w, routing, weights, config)
 
 
 @whole_call
@@ -208,8 +208,8 @@ def gradients_of_rows(dy, h, back, weights, routing, config):
     """The GradientsOfRows for tokens' gradients dy [M / W, K], by the weight back [E, N, K]; weights [M, k] of all."""
     if _is_torch(config):
         return _torch_gradients(dy, h, back, weights, routing)
-    gradients = ag.Gradients(h.contiguous(), weights)
-    launched = ag.launch(dy, back, routing, config, gradients=gradients)
+    gradients = launch_ag_gemm.Gradients(h.contiguous(), weights)
+    launched = launch_ag_gemm.launch(dy, back, routing, config, gradients=gradients)
     return GradientsOfRows(launched.y, gradients.weighted, launched.rows, gradients.dots)
 
 

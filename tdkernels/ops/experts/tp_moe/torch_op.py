@@ -8,7 +8,7 @@ gradients' own configs are looked up in the backward, as ever.
 import torch
 
 from tdkernels.ops.common.config import from_text
-from tdkernels.ops.experts.tp_moe.kernel_ag_gemm import MoeTpConfig
+from tdkernels.ops.experts.tp_moe.config import MoeTpConfig
 from tdkernels.ops.experts.tp_moe.steps import (
     first_backward,
     first_forward,

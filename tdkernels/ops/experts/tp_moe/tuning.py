@@ -19,9 +19,7 @@ import torch
 from tdkernels.autotune.tunable import register
 from tdkernels.ops.common.torch_collectives import all_gather_rows
 from tdkernels.ops.experts.grouped_gemm.synthetic import activation_of
-from tdkernels.ops.experts.tp_moe import kernel_ag_gemm as ag
-from tdkernels.ops.experts.tp_moe import kernel_gemm_rs as rs
-from tdkernels.ops.experts.tp_moe import op
+from tdkernels.ops.experts.tp_moe import launch_ag_gemm, launch_gemm_rs, op
 from tdkernels.ops.experts.tp_moe.cost import MoeTunable
 from tdkernels.ops.experts.tp_moe.steps import gradients_of_rows, routing_of, sums_by_token
 
@@ -114,9 +112,9 @@ class MoeAgGemmTunable(MoeTunable):
 
     def compile(self, operands, problem, config):
         x, *_, weights, w = operands
-        gradients = ag.Gradients(operands[1], weights) if problem.layout == "kn" else None
+        gradients = launch_ag_gemm.Gradients(operands[1], weights) if problem.layout == "kn" else None
         routing = self._unrouted(problem, config, x.device)
-        ag.compile(x, w, routing, config, activation_of(problem), gradients)
+        launch_ag_gemm.compile(x, w, routing, config, activation_of(problem), gradients)
 
 
 def _gradients_ref(dy, h, topk_ids, topk_weights, w, group):
@@ -188,7 +186,7 @@ class MoeGemmRsTunable(MoeTunable):
     def compile(self, operands, problem, config):
         h, _, weights, w = operands
         weights = None if problem.layout == "kn" else weights.new_empty(1)
-        rs.compile(h, w, self._unrouted(problem, config, h.device), weights, config)
+        launch_gemm_rs.compile(h, w, self._unrouted(problem, config, h.device), weights, config)
 
 
 class TpMoeTunable(MoeTunable):
@@ -233,8 +231,8 @@ class TpMoeTunable(MoeTunable):
     def compile(self, operands, problem, config):
         x, _, weights, gate_up, down = operands
         routing = self._unrouted(problem, config, x.device)
-        ag.compile(x, gate_up, routing, config, activation_of(problem))
-        rs.compile(x.new_empty(1, down.shape[2]), down, routing, weights.new_empty(1), config)
+        launch_ag_gemm.compile(x, gate_up, routing, config, activation_of(problem))
+        launch_gemm_rs.compile(x.new_empty(1, down.shape[2]), down, routing, weights.new_empty(1), config)
 
 
 for _tunable in (MoeAgGemmTunable(), MoeGemmRsTunable(), TpMoeTunable()):

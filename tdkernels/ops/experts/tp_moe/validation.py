@@ -5,7 +5,7 @@ import torch
 from tdkernels.ops.common.config import check_config
 from tdkernels.ops.common.validation import DTYPES, INTEGERS
 from tdkernels.ops.experts.grouped_gemm.op import check_activation, check_experts, check_method
-from tdkernels.ops.experts.tp_moe.kernel_ag_gemm import MoeTpConfig
+from tdkernels.ops.experts.tp_moe.config import MoeTpConfig
 
 
 def _shape(tensor):

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tdkernels
 from tdkernels import AgAttentionConfig
-from tdkernels.ops.attention.ag_attention import kernel_dq as backward_kernel
+from tdkernels.ops.attention.ag_attention import launch_dq as ag_attention_launch_dq
 from tdkernels.ops.attention.ag_attention import pipelined as parts
 from tests.ops.attention.ag_attention.oracle import BF16, FP32, NAMES, Sharded, many
 from tests.ops.experts.tp_moe.cases import check_refusal, poisoned_outputs
@@ -48,7 +48,7 @@ def goes_backward_by_parts(spec, method, config):
     case = Sharded(**spec, lse=False)
     with (
         poisoned_outputs(),
-        mock.patch.object(backward_kernel, "launch", wraps=backward_kernel.launch) as fused,
+        mock.patch.object(ag_attention_launch_dq, "launch", wraps=ag_attention_launch_dq.launch) as fused,
         mock.patch.object(parts, "backward", wraps=parts.backward) as by_parts,
     ):
         results = case.run(config=replace(CONFIGS[config] or AgAttentionConfig(), backward=method))
@@ -87,8 +87,8 @@ def computes_what_is_wanted():
     case = Sharded(**SMALL, seed=5)
     for name, launches in (("q", (1, 0)), ("k", (0, 1)), ("v", (0, 1))):
         with (
-            mock.patch.object(backward_kernel, "launch_dq", wraps=backward_kernel.launch_dq) as dq,
-            mock.patch.object(backward_kernel, "launch_dkv", wraps=backward_kernel.launch_dkv) as dkv,
+            mock.patch.object(ag_attention_launch_dq, "launch_dq", wraps=ag_attention_launch_dq.launch_dq) as dq,
+            mock.patch.object(ag_attention_launch_dq, "launch_dkv", wraps=ag_attention_launch_dq.launch_dkv) as dkv,
         ):
             results = case.run(wanted=(name,))
         assert set(results) == {"o", "lse", f"d{name}"}

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 import tdkernels
 from tdkernels import AgAttentionConfig, PeerTimeoutError, PlanMismatchError
-from tdkernels.ops.attention.ag_attention import kernel
-from tdkernels.ops.attention.ag_attention import kernel_dq as backward_kernel
+from tdkernels.ops.attention.ag_attention import launch as ag_attention_launch
+from tdkernels.ops.attention.ag_attention import launch_dq as ag_attention_launch_dq
 from tdkernels.ops.attention.ag_attention import pipelined as parts
 from tdkernels.ops.collectives.async_all_gather import Gather
 from tdkernels.ops.collectives.async_reduce_scatter import Scatter
@@ -142,8 +142,8 @@ def is_not_fooled_by_a_known_plan(what):
 
 # What rank 1 does not come to, whether backward, and in which config.
 LOST = {
-    "keys": (kernel, "launch", False, "default"),
-    "queries": (backward_kernel, "launch_dkv", True, "default"),
+    "keys": (ag_attention_launch, "launch", False, "default"),
+    "queries": (ag_attention_launch_dq, "launch_dkv", True, "default"),
     "keys by parts": (parts, "forward", False, "flash"),
     "sums by parts": (Scatter, "send", True, "flash"),
 }

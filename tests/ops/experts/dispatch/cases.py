@@ -12,7 +12,8 @@ from tdkernels import EpConfig
 from tdkernels.ops.experts.dispatch import launch as ep_launch
 from tdkernels.ops.experts.dispatch import low_latency, route
 from tdkernels.ops.experts.dispatch import routing as ep_routing
-from tdkernels.ops.experts.ep_moe import kernel_dispatch_gemm, kernel_gemm_combine
+from tdkernels.ops.experts.ep_moe import launch_dispatch_gemm as ep_moe_launch_dispatch_gemm
+from tdkernels.ops.experts.ep_moe import launch_gemm_combine as ep_moe_launch_gemm_combine
 from tdkernels.symm import resolve_group
 from tdkernels.symm.group import group_state
 from tests.ops.collectives.cases import same
@@ -801,7 +802,7 @@ def without_symmetric_memory():
         raise AssertionError("a workspace was asked for")
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (ep_launch, ep_routing, low_latency, kernel_dispatch_gemm, kernel_gemm_combine):
+        for module in (ep_launch, ep_routing, low_latency, ep_moe_launch_dispatch_gemm, ep_moe_launch_gemm_combine):
             patch.setattr(module, "get_workspace", refuse)
         yield
 

@@ -11,7 +11,7 @@ from tdkernels import EpConfig, EpMoeConfig, GroupGemmConfig
 from tdkernels.ops.experts.dispatch import launch as ep_launch
 from tdkernels.ops.experts.dispatch.quantize import dequantize
 from tdkernels.ops.experts.ep_moe import fused
-from tdkernels.ops.experts.ep_moe.kernel_sort import order_of
+from tdkernels.ops.experts.ep_moe.launch_sort import order_of
 from tests.ops.experts.dispatch.cases import quantized, tokens_of, without_symmetric_memory
 from tests.ops.experts.dispatch.low_latency_cases import launches_of
 from tests.ops.experts.dispatch.oracle import BF16, FP32, Routed

@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 import tdkernels
 from tdkernels import EpMoeConfig, PeerTimeoutError, PlanMismatchError
-from tdkernels.ops.experts.ep_moe import kernel_dispatch_gemm, kernel_gemm_combine
+from tdkernels.ops.experts.ep_moe import launch_dispatch_gemm as ep_moe_launch_dispatch_gemm
+from tdkernels.ops.experts.ep_moe import launch_gemm_combine as ep_moe_launch_gemm_combine
 from tdkernels.symm.workspace import Workspace
 from tests.ops.experts.dispatch.oracle import BF16, FP16, FP32
 from tests.ops.experts.ep_moe.cases import CONFIGS, Layer
@@ -176,7 +177,7 @@ def is_not_fooled_by_a_known_plan():
 
 # ---- ranks that do not come ----
 
-STEPS = {"rows": kernel_dispatch_gemm, "sums": kernel_gemm_combine}
+STEPS = {"rows": ep_moe_launch_dispatch_gemm, "sums": ep_moe_launch_gemm_combine}
 
 
 def loses_rank_1(leave, when, timeout_s):

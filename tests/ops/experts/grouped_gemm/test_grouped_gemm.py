@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import tdkernels
 from tdkernels import GroupGemmConfig, Tiles
 from tdkernels import lang as td
-from tdkernels.ops.experts.grouped_gemm import kernel
+from tdkernels.ops.experts.grouped_gemm import launch
 from tdkernels.ops.experts.grouped_gemm.dispatch import ends_of, swiglu_ref
 from tdkernels.ops.experts.grouped_gemm.tile import rows_of_groups
 from tests.ops.dense import cases as dense
@@ -111,7 +111,7 @@ def computes_the_gradient_of_wide_rows(activation):
         swiglu_ref(operand, activation).backward(dh.to(dtype))
         found.append(operand.grad[:2])
     splits = torch.tensor([1, 0, 1], dtype=torch.int32, device=device())
-    got = kernel.swiglu_backward(dh.to(device()), pre.to(device()), splits, activation)
+    got = launch.swiglu_backward(dh.to(device()), pre.to(device()), splits, activation)
     assert_close("dpre", got[:2].cpu(), *found)
 
 
@@ -186,7 +186,7 @@ def finds_ends_of_groups():
     for splits in ([20, 100, -5, 7], [3, -5, 7], [2**31 - 1] * 3, [0], [4, 0, 4, 4, 1], [2**40, 5], [2**62] * 4 + [5]):
         splits = torch.tensor(splits, dtype=torch.int32 if max(splits) < 2**31 else torch.int64, device=device())
         for rows in (0, 8, 20):
-            ends = kernel.ends_of_groups(splits, torch.empty(rows, 3, device=device()))
+            ends = launch.ends_of_groups(splits, torch.empty(rows, 3, device=device()))
             assert ends.dtype == torch.int32 and ends.tolist() == ends_of(splits, rows).tolist(), (splits, rows)
 
 
@@ -273,10 +273,10 @@ def test_w_is_copied_only_where_it_must_be(layout, copied):
     given = torch.randn(3, 8, 5)
     w = given if layout == "given" else W_LAYOUTS[layout](given)
     for activation in ACTIVATIONS:
-        taken = kernel.weight_layout(w, activation)[0]
+        taken = launch.weight_layout(w, activation)[0]
         assert (taken is not w) == (activation in copied), activation
     back = w.transpose(1, 2)  # as the gradient of x takes it
-    assert kernel.weight_layout(back)[0] is back
+    assert launch.weight_layout(back)[0] is back
 
 
 # ---- autograd ----
@@ -288,8 +288,8 @@ def computes_only_the_gradients_asked_for():
         problem.x.requires_grad_("x" in names)
         problem.w.requires_grad_("w" in names)
         with (
-            mock.patch.object(kernel, "product", wraps=kernel.product) as product,
-            mock.patch.object(kernel, "weight_gradient", wraps=kernel.weight_gradient) as weight_gradient,
+            mock.patch.object(launch, "product", wraps=launch.product) as product,
+            mock.patch.object(launch, "weight_gradient", wraps=launch.weight_gradient) as weight_gradient,
         ):
             results = problem.run()
         assert set(results) == {"output", *(f"d{name}" for name in names)}
@@ -306,7 +306,8 @@ def computes_without_grad():
             output = problem.call()
         assert not output.requires_grad
         problem.check({"output": output})
-        assert kernel.product(problem.x.detach(), problem.w.detach(), problem.splits, problem.activation)[1] is None
+        x, w = problem.x.detach(), problem.w.detach()
+        assert launch.product(x, w, problem.splits, problem.activation)[1] is None
 
 
 def uses_an_output_twice():
@@ -472,7 +473,7 @@ def refuses(changes, error, message):
         return value.to(device()) if isinstance(value, torch.Tensor) and value.device.type != "meta" else value
 
     arguments = {name: here(value) for name, value in {"x": _X, "w": _W, "splits": _SPLITS, **changes}.items()}
-    with mock.patch.object(kernel, "product") as product, pytest.raises(error, match=f"group_gemm: .*{message}"):
+    with mock.patch.object(launch, "product") as product, pytest.raises(error, match=f"group_gemm: .*{message}"):
         tdkernels.group_gemm(**arguments)
     assert not product.called
 

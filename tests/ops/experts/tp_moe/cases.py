@@ -11,8 +11,10 @@ from torch.utils.checkpoint import checkpoint
 import tdkernels
 from tdkernels import MoeTpConfig, Tiles
 from tdkernels.ops.collectives.async_all_gather import Gather
-from tdkernels.ops.experts.grouped_gemm import kernel as grouped
-from tdkernels.ops.experts.tp_moe import kernel_ag_gemm, kernel_gemm_rs, steps
+from tdkernels.ops.experts.grouped_gemm import launch as grouped_launch
+from tdkernels.ops.experts.tp_moe import launch_ag_gemm as tp_moe_launch_ag_gemm
+from tdkernels.ops.experts.tp_moe import launch_gemm_rs as tp_moe_launch_gemm_rs
+from tdkernels.ops.experts.tp_moe import steps
 from tdkernels.symm.workspace import Workspace
 from tests.ops.experts.tp_moe.oracle import BF16, FP32, Sliced
 from tests.support.moe_oracle import NAMES
@@ -125,10 +127,10 @@ def computes_what_is_wanted():
         ("x", (2, 2, 0, 0)), ("topk_weights", (2, 1, 0, 0)), ("w_gate_up", (2, 1, 1, 1)), ("w_down", (2, 1, 0, 1)),
     ):  # fmt: skip
         with (
-            mock.patch.object(kernel_ag_gemm, "launch", wraps=kernel_ag_gemm.launch) as ag,
-            mock.patch.object(kernel_gemm_rs, "launch", wraps=kernel_gemm_rs.launch) as rs,
+            mock.patch.object(tp_moe_launch_ag_gemm, "launch", wraps=tp_moe_launch_ag_gemm.launch) as ag,
+            mock.patch.object(tp_moe_launch_gemm_rs, "launch", wraps=tp_moe_launch_gemm_rs.launch) as rs,
             mock.patch.object(Gather, "start", wraps=Gather.start) as gather,
-            mock.patch.object(grouped, "weight_gradient", wraps=grouped.weight_gradient) as of_weight,
+            mock.patch.object(grouped_launch, "weight_gradient", wraps=grouped_launch.weight_gradient) as of_weight,
         ):
             results = layer.run(wanted=(name,))
         assert set(results) == {"y", f"d{name}"}
@@ -140,7 +142,7 @@ def keeps_nothing_without_grad():
     layer = Sliced(**SMALL, seed=6)
     layer.require()
     for mode in (torch.no_grad, torch.inference_mode):
-        with mock.patch.object(kernel_ag_gemm, "launch", wraps=kernel_ag_gemm.launch) as launch, mode():
+        with mock.patch.object(tp_moe_launch_ag_gemm, "launch", wraps=tp_moe_launch_ag_gemm.launch) as launch, mode():
             y = layer.call()
         assert not y.requires_grad and launch.call_args.args[5] is False
         layer.check({"y": y})

@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 import tdkernels
 from tdkernels import MoeTpConfig, PeerTimeoutError, PlanMismatchError
-from tdkernels.ops.experts.tp_moe import kernel_ag_gemm, kernel_gemm_rs
+from tdkernels.ops.experts.tp_moe import launch_ag_gemm as tp_moe_launch_ag_gemm
+from tdkernels.ops.experts.tp_moe import launch_gemm_rs as tp_moe_launch_gemm_rs
 from tests.ops.experts.tp_moe.cases import CONFIGS, LOW, poisoned_outputs
 from tests.ops.experts.tp_moe.oracle import FP16, FP32, Sliced
 from tests.support.ranks import a_group
@@ -176,7 +177,7 @@ def is_not_fooled_by_a_known_plan(what):
 
 # ---- ranks that do not come ----
 
-LAUNCHES = {"rows": kernel_ag_gemm, "sums": kernel_gemm_rs}
+LAUNCHES = {"rows": tp_moe_launch_ag_gemm, "sums": tp_moe_launch_gemm_rs}
 
 
 def loses_rank_1(leave, when, timeout_s):

@@ -1,0 +1,33 @@
+"""The source files that decide how long an operator takes: kernels, launchers, and what they import of ops and lang."""
+
+import ast
+import functools
+from pathlib import Path
+
+_ROOT = Path(__file__).parents[1]
+_FOLLOWED = ("tdkernels.lang", "tdkernels.ops")
+_FIRST = ("kernel*.py", "launch*.py", "pipelined.py")  # of the operator's package; the others are not timed
+
+
+def kernel_sources(package):
+    """The files, sorted, for the package of an operator."""
+    folder = _ROOT.joinpath(*package.split(".")[1:])
+    left = [file for pattern in _FIRST for file in folder.rglob(pattern)]
+    found = set(left)
+    while left:
+        new = _imported(left.pop()) - found
+        found |= new
+        left += new
+    return sorted(found)
+
+
+@functools.cache
+def _imported(file):
+    """The files of ours that a file imports."""
+    names = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    paths = [_ROOT.joinpath(*name.split(".")[1:]) for name in names if name.startswith(_FOLLOWED)]
+    files = [path / "__init__.py" if path.is_dir() else path.with_suffix(".py") for path in paths]
+    return {file for file in files if file.exists()}

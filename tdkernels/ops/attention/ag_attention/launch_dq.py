@@ -1,0 +1,61 @@
+"""Launch the kernel of the gradient of queries of ag_attention."""
+
+from tdkernels.ops.attention.ag_attention.kernel_dq import ag_attention_dq_kernel
+from tdkernels.ops.attention.ag_attention.launch import (
+    bases_of,
+    key_descriptors,
+    plan_fields,
+    prepare_keys,
+    resident_programs,
+    shard_descriptor,
+    straddles,
+    uses_tma,
+    widths_of,
+)
+from tdkernels.ops.attention.ag_attention.launch_dkv import constants_of, launch_dkv, statistics
+from tdkernels.ops.common import gemm_operands
+from tdkernels.runtime.kernel_launch import Launch, launch_kept, to_be_made
+from tdkernels.symm import get_workspace
+
+
+def launch_dq(q, k, v, do, stats, causal, sharding, scale, group, config):
+    """The gradient of q."""
+    workspace = get_workspace(group, q.device, "ag_attention")
+    call = causal, sharding, scale, config
+    return launch_kept(
+        workspace, ("dq", *call, gemm_operands.dot_precision(q.dtype)), (q, k, v, do, stats),
+        lambda *of: _prepare_dq(workspace, *of, *call),
+    )[0]  # fmt: skip
+
+
+def _prepare_dq(workspace, q, k, v, do, stats, causal, sharding, scale, config):
+    ranks, (batch, rows, heads, _) = workspace.world_size, q.shape
+    fields = {"gradient": "q", **plan_fields(q, k, v, causal, sharding, scale, config)}
+    plan, num_comm = prepare_keys(workspace, k, v, config, fields)
+    dq = to_be_made(q, *q.shape)
+    descriptors = (None,) * 6
+    if uses_tma(q, k, v):
+        own = (shard_descriptor(x, config.dq_block_q, width) for x, width in zip((q, do), widths_of(q, do)))
+        descriptors = *own, *key_descriptors(workspace, k, v, ranks, config.dq_block_k)
+    args = (
+        workspace.ctx, q, k, v, do, stats, dq, *descriptors, scale, batch, rows, heads, k.shape[2], plan, num_comm,
+        config.chunk_rows,
+    )  # fmt: skip
+    constants = {
+        "BLOCK_Q": config.dq_block_q, "BLOCK_K": config.dq_block_k, "STAGES": config.dq_num_stages,
+        "STRADDLES": straddles(rows, config.dq_block_k, causal, sharding), **constants_of(q, k, v, causal, sharding),
+        "num_warps": config.dq_num_warps, "num_stages": config.dq_num_stages,
+    }  # fmt: skip
+    pieces = num_comm + -(-rows // config.dq_block_q) * batch * heads + (ranks > 1)
+    grid = (min(pieces, resident_programs(q.device, config.dq_num_warps)),)
+    fixed = workspace.ctx, *bases_of(descriptors[-2:])
+    return Launch(workspace, ag_attention_dq_kernel, grid, args, constants, (q, k, v, do, stats), [dq], fixed)
+
+
+def launch(q, k, v, o, lse, do, dlse, wanted, causal, sharding, scale, group, config):
+    """(dq, dk, dv), those that are ``wanted`` or None; k and v are made together."""
+    stats = statistics(o, do, lse, dlse)
+    call = q, k, v, do, stats, causal, sharding, scale, group, config
+    dq = launch_dq(*call) if wanted[0] else None
+    dk, dv = launch_dkv(*call) if wanted[1] or wanted[2] else (None, None)
+    return dq, dk if wanted[1] else None, dv if wanted[2] else None

@@ -1,0 +1,29 @@
+"""Launch the kernel that merges attention to some of the keys with that to others."""
+
+from tdkernels.ops.attention.ag_attention.kernel_merge import merge_kernel
+from tdkernels.ops.common.tile_config import next_power_of_2
+from tdkernels.runtime.kernel_launch import Launch, alone_on, launch_kept, to_be_made
+
+_LINES = 32  # of a program: rows of one head
+
+
+def merge(o, lse, part, part_lse, first, dtype):
+    """(o, lse) of attention to all keys, in ``dtype``, of that to some and that to others.
+
+    Args:     o: [B, n, H, D], lse: [B, n, H] fp32; part, part_lse: the same of the rows from ``first`` on; contiguous
+    """
+    workspace = alone_on(o.device)
+    return launch_kept(
+        workspace, ("attention merged", first, dtype), (o, lse, part, part_lse),
+        lambda *of: _prepare(workspace, of, first, dtype),
+    )  # fmt: skip
+
+
+def _prepare(workspace, operands, first, dtype):
+    o, lse, _, _ = operands
+    batch, rows, heads, d = o.shape
+    made = to_be_made(o, *o.shape, dtype=dtype), to_be_made(lse, *lse.shape)
+    args = *made, *operands, batch * rows * heads, rows * heads, first * heads
+    constants = {"D": d, "BLOCK_D": next_power_of_2(d), "BLOCK": _LINES, "num_warps": 4}
+    grid = (-(-batch * rows * heads // _LINES),)
+    return Launch(workspace, merge_kernel, grid, args, constants, operands, made, [])

@@ -1,0 +1,165 @@
+"""Launch the kernel of ag_gemm, or compile it ahead of time."""
+
+from dataclasses import replace
+
+import torch
+
+from tdkernels.ops.collectives.async_all_gather import Gather, rows_of_buffer, slot_rows_of
+from tdkernels.ops.common import gemm_operands
+from tdkernels.ops.common.config import text_of
+from tdkernels.ops.common.gemm_operands import launch_product
+from tdkernels.ops.dense.ag_gemm import kernel_multinode as nodes
+from tdkernels.ops.dense.ag_gemm import launch_multinode, launch_one_shot
+from tdkernels.ops.dense.ag_gemm import pipelined as parts
+from tdkernels.ops.dense.ag_gemm.kernel import ag_gemm_kernel
+from tdkernels.runtime import gpu, recorder
+from tdkernels.runtime.kernel_launch import Launch, to_be_made
+from tdkernels.symm import get_workspace
+from tdkernels.symm.group import group_state
+from tdkernels.symm.whole_call import whole_call
+
+_COPY_WORDS = 4096
+
+
+def problem_fields(x, weight):
+    """What must be the same on all ranks before a config is chosen."""
+    return {"M/W": x.shape[0], "K": x.shape[1], "N/W": weight.shape[0], "dtype": str(x.dtype)}
+
+
+def plan_fields(x, weight, config):
+    """What must be the same on all ranks."""
+    return {**problem_fields(x, weight), "config": text_of(config)}
+
+
+def _arguments(ctx, x, gathered, weight, bias, y, slot_rows, plan, num_comm, fixed_half, config):
+    """The kernel's arguments; ``gathered`` is (rows as [1, K], planes, rows of a plane, elements between planes)."""
+    tiles = config.tiles
+    rows, k = x.shape
+    n = weight.shape[0]
+    weight, stride_w, x_desc, w_desc, constants = gemm_operands.product(x, weight, bias, tiles)
+    gathered_desc = None
+    if constants["USE_TMA"]:
+        gathered_desc = gemm_operands.rows_descriptor(*gathered, tiles.block_m, tiles.block_k)
+    args = (
+        ctx, x, x_desc, gathered_desc, weight, w_desc, bias, y,
+        rows, n, k, stride_w, slot_rows, plan, num_comm, config.chunk_tiles, tiles.group_m,
+    )  # fmt: skip
+    return args, {"COPY_WORDS": _COPY_WORDS, "FIXED_HALF": fixed_half, **constants}
+
+
+def compile(x, weight, bias, world_size, config, num_nodes=1):
+    """Compile what ``launch`` with the same operands would launch, into Triton's cache; launches nothing."""
+    if x.device.type == "cpu" or config.method != "fused":
+        return  # interpreted; nothing of it depends on the config
+    config = _that_reaches(config, num_nodes)
+    if config.transport == "one_shot":
+        return launch_one_shot.compile(x, weight, bias, config)
+    x = gemm_operands.rows_contiguous(x)
+    ctx = torch.empty(1, dtype=torch.int64, device=x.device)
+    y = x.new_empty(1, weight.shape[0])
+    fixed_half = config.transport == "copy_engine"
+    args, constants = _arguments(
+        ctx, x, (x, 1, x.shape[0], x.numel()), weight, bias, y, x.shape[0], 0, 0, fixed_half, config
+    )
+    _kernel(num_nodes).warmup(*args, grid=(1,), **constants)
+
+
+def _kernel(num_nodes):
+    return ag_gemm_kernel if num_nodes == 1 else nodes.ag_gemm_nodes_kernel
+
+
+def _comm_pieces(num_comm, num_chunks, topology):
+    """How many pieces send to others, and how many things one of them does."""
+    if topology.num_nodes > 1:
+        return launch_multinode.comm_pieces(num_comm, num_chunks, topology)
+    return num_comm, -(-(topology.world_size - 1) * num_chunks // num_comm) if num_comm else 0
+
+
+def _that_reaches(config, num_nodes):
+    """The config with a transport that reaches other nodes, which no other than push does, if there are any.
+
+    Chunks for the copy engine are as large as can be; those that programs push are to arrive early.
+    """
+    return _pushing(config) if num_nodes > 1 else config
+
+
+def _pushing(config):
+    return config if config.transport == "push" else replace(config, transport="push", chunk_tiles=1)
+
+
+def launch(x, weight, bias, group, config, keep_gathered=False):
+    """Launch an overlapping form on 2-D operands; returns y and, if kept, the Gather of x, to be closed."""
+    if config.method == "parts":
+        return parts.launch(x, weight, bias, group, config, plan_fields(x, weight, config), keep_gathered)
+    config = _that_reaches(config, group_state(group).topology.num_nodes)
+    if keep_gathered and config.transport == "one_shot":
+        config = _pushing(config)  # in a backward; what one_shot gathers is not kept
+    if keep_gathered or config.transport == "copy_engine":
+        return _launch_beside_gather(*gemm_operands.ready(x, weight, bias), group, config, keep_gathered)
+    name = "ag_gemm one shot" if config.transport == "one_shot" else "ag_gemm"
+    workspace = get_workspace(group, x.device, name, across_nodes=True)
+    y, *_ = launch_product(workspace, x, weight, bias, config, _prepare)
+    return y, None
+
+
+def _prepare(workspace, x, weight, bias, config):
+    """The Launch of the kernel that sends its own shard."""
+    if config.transport == "one_shot":
+        return launch_one_shot.prepare(workspace, x, weight, bias, config, plan_fields(x, weight, config))
+    rows, k = x.shape
+    ranks = workspace.world_size
+    num_chunks = _num_chunks(rows, config)
+    slot_rows = slot_rows_of(rows)
+    plan = workspace.prepare(
+        "ag_gemm", plan_fields(x, weight, config), ranks * slot_rows * k * x.element_size(), ranks * num_chunks
+    )
+    gathered = rows_of_buffer(workspace, x), 2, ranks * slot_rows, workspace.half_bytes // x.element_size()
+    y = to_be_made(x, ranks * rows, weight.shape[0])
+    num_comm = config.num_comm_sms
+    args, constants = _arguments(workspace.ctx, x, gathered, weight, bias, y, slot_rows, plan, num_comm, False, config)
+    topology = workspace.group.topology
+    pieces, turns = _count(x, weight, num_comm, topology, config)
+    constants["trace_ptr"] = recorder.buffer(x.device, pieces, turns)
+    grid = (min(pieces, gpu.resident_programs(x.device, config.tiles, x.dtype)),)
+    fixed = workspace.ctx, gathered[0]
+    return Launch(workspace, _kernel(topology.num_nodes), grid, args, constants, (x, weight, bias), (y,), fixed)
+
+
+@whole_call
+def _launch_beside_gather(x, weight, bias, group, config, keep_gathered):
+    """The same where x is gathered into the memory of a Gather: since it is kept, or as the copy engine sends it."""
+    rows, k = x.shape
+    copies = config.transport == "copy_engine"
+    fields, chunk_rows = plan_fields(x, weight, config), config.chunk_tiles * config.tiles.block_m
+    gather = Gather("ag_gemm", fields, x, group, chunk_rows, copies)
+    workspace, topology = gather.workspace, gather.topology
+    y = x.new_empty(topology.world_size * rows, weight.shape[0])
+    gather.begin()
+    num_comm = config.num_comm_sms
+    if copies:
+        gather.copy(own=keep_gathered)
+        num_comm = 0
+    all_rows = topology.world_size * gather.slot_rows
+    gathered = rows_of_buffer(workspace, x), 1, all_rows, all_rows * k
+    args, constants = _arguments(
+        workspace.ctx, x, gathered, weight, bias, y, gather.slot_rows, gather.plan, num_comm, True, config
+    )
+    pieces, turns = _count(x, weight, num_comm, topology, config)
+    programs = min(pieces, gpu.resident_programs(x.device, config.tiles, x.dtype))
+    _kernel(topology.num_nodes)[(programs,)](*args, **constants, trace_ptr=recorder.buffer(x.device, pieces, turns))
+    if not keep_gathered:
+        gather.close()
+    return y, gather
+
+
+def _num_chunks(rows, config):
+    return -(-rows // (config.chunk_tiles * config.tiles.block_m))
+
+
+def _count(x, weight, num_comm, topology, config):
+    """How many pieces of work there are, and how many things one that sends does."""
+    tiles, num_chunks = config.tiles, _num_chunks(x.shape[0], config)
+    tiles_m, tiles_n = -(-x.shape[0] // tiles.block_m), -(-weight.shape[0] // tiles.block_n)
+    remote = (topology.world_size - 1) * num_chunks * config.chunk_tiles * tiles_n
+    comm, turns = _comm_pieces(num_comm, num_chunks, topology)
+    return comm + tiles_m * tiles_n + remote, turns

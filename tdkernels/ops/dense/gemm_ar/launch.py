@@ -1,0 +1,120 @@
+"""Launch the kernel of gemm_ar, or compile it ahead of time."""
+
+from dataclasses import dataclass
+
+import torch
+
+from tdkernels.ops.common import gemm_operands
+from tdkernels.ops.common.config import text_of
+from tdkernels.ops.common.gemm_operands import launch_product
+from tdkernels.ops.common.multinode import spans_nodes
+from tdkernels.ops.common.staging import COPY_WORDS
+from tdkernels.ops.dense import launch_one_shot as dense_launch_one_shot
+from tdkernels.ops.dense.gemm_ar import launch_multinode
+from tdkernels.ops.dense.gemm_ar.kernel import gemm_ar_kernel
+from tdkernels.ops.dense.gemm_ar.tile import slice_columns
+from tdkernels.runtime import gpu, recorder
+from tdkernels.runtime.kernel_launch import Launch, to_be_made
+from tdkernels.symm import get_workspace
+
+
+def problem_fields(x, weight):
+    """What must be the same on all ranks before a config is chosen."""
+    return {"M": x.shape[0], "N": weight.shape[0], "K/W": x.shape[1], "dtype": str(x.dtype)}
+
+
+def plan_fields(x, weight, config):
+    """What must be the same on all ranks."""
+    return {**problem_fields(x, weight), "config": text_of(config)}
+
+
+@dataclass(frozen=True)
+class _Schedule:
+    """How many rounds there are, and by how much the roles follow one another."""
+
+    rounds: int
+    lag: int
+    reduce_after: int
+    receive_after: int
+
+    @classmethod
+    def of(cls, tiles, item_tiles, world_size, num_sms):
+        items = -(-tiles // item_tiles)
+        rounds = -(-items // world_size)
+        # Late enough that the tiles of an item are ready when its forwarding program starts: a wave of tiles.
+        lag = min(-(-num_sms // item_tiles), rounds * world_size)
+        # As many rounds until the last partial is on its way. A program that comes too early keeps a multiprocessor
+        # waiting, one that comes late costs nothing but at the end, where nothing else is left to do: so one more wave
+        # for partials to arrive, and another for the sums.
+        wave = -(-lag // world_size)
+        return cls(rounds, lag, 2 * wave + 1, 3 * wave + 2)
+
+    def num_pieces(self, item_tiles, world_size):
+        return (self.rounds + self.receive_after) * world_size * (1 + 2 * item_tiles)
+
+
+def _arguments(ctx, x, weight, bias, z, stage, schedule, plan, world_size, config):
+    """The kernel's arguments."""
+    tiles = config.tiles
+    m, k = x.shape
+    n = weight.shape[0]
+    weight, stride_w, x_desc, w_desc, constants = gemm_operands.product(x, weight, bias, tiles)
+    args = (
+        ctx, x, x_desc, weight, w_desc, bias, z, stage,
+        m, n, k, stride_w, schedule.lag, schedule.reduce_after, schedule.receive_after, plan,
+        config.item_tiles, tiles.group_m,
+    )  # fmt: skip
+    return args, {"COPY_WORDS": COPY_WORDS, "SLICE_N": slice_columns(tiles), "RANKS": world_size, **constants}
+
+
+def compile(x, weight, bias, world_size, config, num_nodes=1):
+    """Compile what ``launch`` with the same operands would launch, into Triton's cache; launches nothing."""
+    if x.device.type == "cpu":
+        return  # interpreted
+    if num_nodes > 1:
+        launch_multinode.compile(x, weight, bias, world_size, config, num_nodes)
+    elif config.exchange == "one_shot":
+        dense_launch_one_shot.compile(x, weight, bias, world_size, config, scatters=False)
+    else:
+        x = gemm_operands.rows_contiguous(x)
+        ctx = torch.empty(1, dtype=torch.int64, device=x.device)
+        args, constants = _arguments(
+            ctx, x, weight, bias, x.new_empty(1), x.new_empty(1), _Schedule(1, 1, 1, 1), 0, world_size, config
+        )
+        gemm_ar_kernel.warmup(*args, grid=(1,), **constants)
+
+
+def launch(x, weight, bias, group, config):
+    """Launch the fused operator on 2-D operands."""
+    across = spans_nodes(group)
+    name = "gemm_ar one shot" if config.exchange == "one_shot" and not across else "gemm_ar"
+    workspace = get_workspace(group, x.device, name, across_nodes=across)
+    z, *_ = launch_product(workspace, x, weight, bias, config, _prepare)
+    return z
+
+
+def _prepare(workspace, x, weight, bias, config):
+    fields = plan_fields(x, weight, config)
+    if workspace.group.topology.num_nodes > 1:
+        return launch_multinode.prepare(workspace, x, weight, bias, config, fields)
+    if config.exchange == "one_shot":
+        return dense_launch_one_shot.prepare(workspace, "gemm_ar", x, weight, bias, config, fields, scatters=False)
+    m, n = x.shape[0], weight.shape[0]
+    world_size = workspace.world_size
+    tiles = config.tiles
+    count = tiles.count(m, n)
+    schedule = _Schedule.of(count, config.item_tiles, world_size, gpu.num_sms(x.device))
+    slots = schedule.rounds * world_size * config.item_tiles  # tiles, the last item filled up
+    tile_bytes = tiles.block_m * tiles.block_n * x.element_size()
+    plan = workspace.prepare(
+        "gemm_ar", fields, 2 * slots * tile_bytes, world_size * schedule.rounds + count,
+        num_flags=slots,
+    )  # fmt: skip
+    stage = to_be_made(x, slots * tiles.block_m * tiles.block_n)
+    z = to_be_made(x, m, n)
+    args, constants = _arguments(workspace.ctx, x, weight, bias, z, stage, schedule, plan, world_size, config)
+    pieces = schedule.num_pieces(config.item_tiles, world_size)
+    programs = min(pieces, gpu.resident_programs(x.device, tiles, x.dtype))
+    constants["trace_ptr"] = recorder.buffer(x.device, pieces, 1)
+    operands, made = (x, weight, bias), (z, stage)
+    return Launch(workspace, gemm_ar_kernel, (programs,), args, constants, operands, made, [workspace.ctx])

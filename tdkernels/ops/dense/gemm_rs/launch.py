@@ -1,0 +1,97 @@
+"""Launch the kernel of gemm_rs, or compile it ahead of time."""
+
+import torch
+
+from tdkernels.ops.common import gemm_operands
+from tdkernels.ops.common.config import text_of
+from tdkernels.ops.common.gemm_operands import launch_product
+from tdkernels.ops.common.multinode import spans_nodes
+from tdkernels.ops.common.staging import COPY_WORDS
+from tdkernels.ops.dense import launch_one_shot as dense_launch_one_shot
+from tdkernels.ops.dense.gemm_rs import launch_direct, launch_multinode
+from tdkernels.ops.dense.gemm_rs import pipelined as parts
+from tdkernels.ops.dense.gemm_rs.kernel import gemm_rs_kernel
+from tdkernels.runtime import gpu, recorder
+from tdkernels.runtime.kernel_launch import Launch, to_be_made
+from tdkernels.symm import get_workspace
+
+
+def problem_fields(x, weight):
+    """What must be the same on all ranks before a config is chosen."""
+    return {"M": x.shape[0], "N": weight.shape[0], "K/W": x.shape[1], "dtype": str(x.dtype)}
+
+
+def plan_fields(x, weight, config):
+    """What must be the same on all ranks."""
+    return {**problem_fields(x, weight), "config": text_of(config)}
+
+
+def _arguments(ctx, x, weight, bias, z, stage, rows, lag, plan, world_size, config):
+    """The kernel's arguments."""
+    tiles = config.tiles
+    n, k = weight.shape
+    weight, stride_w, x_desc, w_desc, constants = gemm_operands.product(x, weight, bias, tiles)
+    args = (
+        ctx, x, x_desc, weight, w_desc, bias, z, stage,
+        rows, n, k, stride_w, lag, plan, config.item_tiles, tiles.group_m,
+    )  # fmt: skip
+    return args, {"COPY_WORDS": COPY_WORDS, "RANKS": world_size, **constants}
+
+
+def compile(x, weight, bias, world_size, config, num_nodes=1):
+    """Compile what ``launch`` with the same operands would launch, into Triton's cache; launches nothing."""
+    if x.device.type == "cpu" or config.method != "fused":
+        return  # interpreted; nothing of it depends on the config
+    if num_nodes > 1:
+        return launch_multinode.compile(x, weight, bias, world_size, config, num_nodes)
+    if config.transport == "direct":
+        return launch_direct.compile(x, weight, bias, world_size, config)
+    if config.transport == "one_shot":
+        return dense_launch_one_shot.compile(x, weight, bias, world_size, config, scatters=True)
+    x = gemm_operands.rows_contiguous(x)
+    ctx = torch.empty(1, dtype=torch.int64, device=x.device)
+    stage = x.new_empty(1)
+    args, constants = _arguments(ctx, x, weight, bias, x.new_empty(1), stage, x.shape[0], 0, 0, world_size, config)
+    gemm_rs_kernel.warmup(*args, grid=(1,), **constants)
+
+
+def launch(x, weight, bias, group, config):
+    """Launch an overlapping form on 2-D operands."""
+    if config.method == "parts":
+        return parts.launch(x, weight, bias, group, config, plan_fields(x, weight, config))
+    across = spans_nodes(group)
+    name = "gemm_rs one shot" if config.transport == "one_shot" and not across else "gemm_rs"
+    workspace = get_workspace(group, x.device, name, across_nodes=across)
+    z, *_ = launch_product(workspace, x, weight, bias, config, _prepare)
+    return z
+
+
+def _prepare(workspace, x, weight, bias, config):
+    fields = plan_fields(x, weight, config)
+    if workspace.group.topology.num_nodes > 1:
+        return launch_multinode.prepare(workspace, x, weight, bias, config, fields)
+    if config.transport == "direct":
+        return launch_direct.prepare(workspace, x, weight, bias, config, fields)
+    if config.transport == "one_shot":
+        return dense_launch_one_shot.prepare(workspace, "gemm_rs", x, weight, bias, config, fields, scatters=True)
+    n = weight.shape[0]
+    world_size = workspace.world_size
+    rows = x.shape[0] // world_size
+    tiles = config.tiles
+    count = tiles.count(rows, n)  # tiles of one shard
+    items = -(-count // config.item_tiles)
+    # Late enough that the tiles of an item are ready when its forwarding program starts, never later than a shard.
+    lag = min(-(-gpu.num_sms(x.device) // config.item_tiles), items)
+    slots = items * config.item_tiles
+    plan = workspace.prepare(
+        "gemm_rs", fields, world_size * slots * tiles.block_m * tiles.block_n * x.element_size(), world_size * items,
+        num_flags=(world_size - 1) * slots,
+    )  # fmt: skip
+    stage = to_be_made(x, (world_size - 1) * slots * tiles.block_m * tiles.block_n)
+    z = to_be_made(x, rows, n)
+    args, constants = _arguments(workspace.ctx, x, weight, bias, z, stage, rows, lag, plan, world_size, config)
+    pieces = world_size * items * (1 + config.item_tiles)
+    programs = min(pieces, gpu.resident_programs(x.device, tiles, x.dtype))
+    constants["trace_ptr"] = recorder.buffer(x.device, pieces)
+    operands, made = (x, weight, bias), (z, stage)
+    return Launch(workspace, gemm_rs_kernel, (programs,), args, constants, operands, made, [workspace.ctx])

@@ -1,0 +1,47 @@
+"""Launch the kernel of gemm_rs and gemm_ar for few rows, or compile it ahead of time."""
+
+import torch
+
+from tdkernels.ops.common import gemm_operands, small_m_gemm
+from tdkernels.ops.dense.kernel_one_shot import gemm_one_shot_kernel
+from tdkernels.runtime import recorder
+from tdkernels.runtime.kernel_launch import Launch, to_be_made
+
+
+def _arguments(ctx, x, weight, bias, z, scratch, plan, world_size, config, scatters):
+    """The kernel's arguments."""
+    m, k = x.shape
+    n = weight.shape[0]
+    weight, stride_w, x_desc, w_desc, constants = small_m_gemm.product(x, weight, bias, config.tiles)
+    constants |= {"SPLIT": config.split_k > 1, "SCATTERS": scatters, "RANKS": world_size}
+    args = (
+        ctx, x, x_desc, weight, w_desc, bias, z, scratch,
+        m, n, k, m // world_size if scatters else m, stride_w, small_m_gemm.k_of_part(k, config.tiles, config.split_k),
+        plan, config.split_k,
+    )  # fmt: skip
+    return args, constants
+
+
+def compile(x, weight, bias, world_size, config, scatters):
+    """Compile what ``launch`` with the same operands would launch, into Triton's cache; launches nothing."""
+    x = gemm_operands.rows_contiguous(x)
+    ctx = torch.empty(1, dtype=torch.int64, device=x.device)
+    scratch = torch.empty(1, dtype=torch.float32, device=x.device)
+    args, constants = _arguments(ctx, x, weight, bias, x.new_empty(1), scratch, 0, world_size, config, scatters)
+    gemm_one_shot_kernel.warmup(*args, grid=(1,), **constants)
+
+
+def prepare(workspace, operator, x, weight, bias, config, fields, scatters):
+    """The Launch on 2-D operands that are ready; ``operator``: for errors."""
+    m, n = x.shape[0], weight.shape[0]
+    tiles, ranks = config.tiles, workspace.world_size
+    count = tiles.count(m, n)
+    tile = tiles.block_m * tiles.block_n
+    plan = workspace.prepare(operator, fields, ranks * count * tile * x.element_size(), ranks * count, num_flags=count)
+    scratch = small_m_gemm.scratch_to_be_made(x, count, tiles, config.split_k)
+    z = to_be_made(x, m // ranks if scatters else m, n)
+    args, constants = _arguments(workspace.ctx, x, weight, bias, z, scratch, plan, ranks, config, scatters)
+    programs = count * config.split_k
+    constants["trace_ptr"] = recorder.buffer(x.device, programs)
+    operands, made = (x, weight, bias), (z, scratch)
+    return Launch(workspace, gemm_one_shot_kernel, (programs,), args, constants, operands, made, [workspace.ctx])

@@ -1,0 +1,156 @@
+"""Launch the kernel of the first half of a fused ep_moe, or compile it ahead of time."""
+
+from dataclasses import dataclass
+
+import torch
+
+from tdkernels.ops.collectives.async_all_gather import rows_of_buffer
+from tdkernels.ops.common import gemm_operands
+from tdkernels.ops.common.config import text_of
+from tdkernels.ops.common.tile_config import next_power_of_2
+from tdkernels.ops.experts.ep_moe.kernel_dispatch_gemm import ep_dispatch_gemm_kernel
+from tdkernels.ops.experts.grouped_gemm.launch import planes_of, product_constants, weight_layout
+from tdkernels.ops.experts.grouped_gemm.swiglu import NUMBERS
+from tdkernels.runtime import gpu
+from tdkernels.runtime.kernel_launch import Launch, launch_kept, to_be_made
+from tdkernels.symm import get_workspace
+
+_BLOCK_ROWS = 32  # that a program sends as one piece
+_BYTES_OF_THREAD = 256  # that are on their way at a time, for every thread of a program that sends
+_FEW_EXPERTS = 16  # of a rank, up to which sending is one expert ahead, not two: the first ones are not hidden
+_ROW_BYTES = 16  # beside a row: its origin (8), its weight (4)
+
+
+@dataclass
+class Launched:
+    """What a launch leaves of the rows that came, [R, ·] or [1, ·] for none; of a gradient no origins and weights.
+
+    y: the products; pre: what SwiGLU was made of; kept: the rows; origins: int64; weights: fp32; weighted: h times the
+    rows' weights; dots: fp32 [tile columns, R], parts of the products of the unweighted gradients with h
+    """
+
+    y: torch.Tensor
+    pre: torch.Tensor | None = None
+    kept: torch.Tensor | None = None
+    origins: torch.Tensor | None = None
+    weights: torch.Tensor | None = None
+    weighted: torch.Tensor | None = None
+    dots: torch.Tensor | None = None
+
+    @property
+    def made(self):
+        fields = self.y, self.pre, self.kept, self.origins, self.weights, self.weighted, self.dots
+        return [tensor for tensor in fields if tensor is not None]
+
+
+def half_bytes(slot_rows, row_bytes):
+    return -(-slot_rows * row_bytes // 16) * 16 + slot_rows * _ROW_BYTES
+
+
+def launch(routing, order, x, weights, w, tiles, *, activation=None, keep=False, keep_rows=False, gradient=None):
+    """Send x [T, K] to its experts and multiply it there by w [E / W, N, K].
+
+    Args:     routing: with a ``Reach``; order: of ``ep_order_kernel``; weights: [T, k] fp32, None for a gradient
+              keep: what SwiGLU is of; keep_rows: the rows
+              gradient: (h [R, N], the rows' weights [R]) to get the gradient of h, for a w of [E / W, N, K] that is
+              the second weight transposed
+    Returns:  Launched
+    """
+    workspace = get_workspace(routing.group, x.device, "ep_dispatch_gemm")
+    key = routing.sizes, routing.rows, routing.reach, tiles, activation, keep, keep_rows, gradient is not None
+    h, row_weights = gradient or (None, None)
+    operands = x, weights, routing.tables, order, routing.splits, w, h, row_weights
+    made = launch_kept(
+        workspace, (*key, gemm_operands.dot_precision(x.dtype)), operands,
+        lambda *of: _prepare(workspace, routing, of, tiles, activation, keep, keep_rows),
+        lambda x, weights, tables, order, splits, w, *others: (
+            gemm_operands.rows_contiguous(x), weights, tables, order, splits, weight_layout(w, activation)[0], *others
+        ),
+    )  # fmt: skip
+    names = ["y", *(["pre"] if keep and activation else []), *(["kept"] if keep_rows else [])]
+    names += ["origins", "weights"] if gradient is None else ["weighted", "dots"]
+    return Launched(**dict(zip(names, made, strict=True)))
+
+
+def compile(x, w, routing, tiles, activation):
+    """Compile what ``launch`` with the same operands would launch, forward, into Triton's cache; launches nothing."""
+    x = gemm_operands.rows_contiguous(x)
+    ctx = torch.empty(1, dtype=torch.int64, device=x.device)
+    weights, splits = x.new_empty(1, dtype=torch.float32), x.new_empty(w.shape[0], dtype=torch.int32)
+    outputs = Launched(x.new_empty(1, 1), origins=ctx, weights=weights)
+    args, constants = arguments(
+        ctx, x, weights, routing.tables, routing.tables, splits, x[:1], 2 * x.shape[1], w, outputs, None, None, routing,
+        0, tiles, activation,
+    )  # fmt: skip
+    ep_dispatch_gemm_kernel.warmup(*args, grid=(1,), **constants)
+
+
+def _outputs(x, rows, w, tiles_n, activation, keep, keep_rows, gradient):
+    """Launched, to be made."""
+    width = w.shape[1] // 2 if activation else w.shape[1]
+    launched = Launched(to_be_made(x, rows, width))
+    if keep and activation:
+        launched.pre = to_be_made(x, rows, w.shape[1])
+    if keep_rows:
+        launched.kept = to_be_made(x, rows, x.shape[1])
+    if gradient:
+        launched.weighted = to_be_made(x, rows, width)
+        launched.dots = to_be_made(x, tiles_n, rows, dtype=torch.float32)
+    else:
+        launched.origins = to_be_made(x, rows, dtype=torch.int64)
+        launched.weights = to_be_made(x, rows, dtype=torch.float32)
+    return launched
+
+
+def _prepare(workspace, routing, operands, tiles, activation, keep, keep_rows):
+    x, weights, tables, order, splits, w, h, row_weights = operands
+    k, slot_rows, rows, gradient = x.shape[1], routing.reach.rows, max(routing.rows, 1), h is not None
+    fields = {
+        "dtype": str(x.dtype), "width": k, "k": routing.choices, "num_experts": routing.num_experts,
+        "rows": slot_rows, "gradient": gradient, "config": text_of(routing.config),
+    }  # fmt: skip
+    plan = workspace.prepare(
+        routing.operator, fields, half_bytes(slot_rows, k * x.element_size()), routing.num_experts,
+        num_flags=routing.num_experts,
+    )  # fmt: skip
+    tiles_n = -(-w.shape[1] // tiles.block_n)
+    outputs = _outputs(x, rows, w, tiles_n, activation, keep, keep_rows, gradient)
+    buffer = rows_of_buffer(workspace, x)
+    args, constants = arguments(
+        workspace.ctx, x, weights, tables, order, splits, buffer, workspace.half_bytes // x.element_size(), w, outputs,
+        h, row_weights, routing, plan, tiles, activation,
+    )  # fmt: skip
+    grid = (gpu.resident_programs(x.device, tiles, x.dtype),)
+    made = outputs.made
+    return Launch(workspace, ep_dispatch_gemm_kernel, grid, args, constants, operands, made, [workspace.ctx, buffer])
+
+
+def arguments(
+    ctx, x, weights, tables, order, splits, buffer, half_elements, w, outputs, h, row_weights, routing, plan, tiles,
+    activation,
+):  # fmt: skip
+    """The kernel's arguments and constants; ``buffer``: rows of the symmetric buffer, from where its halves begin."""
+    k, slot_rows = x.shape[1], routing.reach.rows
+    w, *strides, is_kn = weight_layout(w, activation)
+    planes, n = planes_of(w, activation)
+    desc, constants = product_constants(k, w, planes, n, strides, is_kn, activation, tiles)
+    buffer_desc = None
+    if constants["USE_TMA"]:
+        buffer_desc = gemm_operands.rows_descriptor(buffer, 2, slot_rows, half_elements, tiles.block_m, tiles.block_k)
+    args = (
+        ctx, x, weights, tables, order, splits, buffer_desc, w, desc, outputs.y, outputs.pre, outputs.kept,
+        outputs.origins, outputs.weights if h is None else row_weights, h, outputs.weighted, outputs.dots,
+        outputs.y.shape[0], slot_rows, n, k, *strides, plan, tiles.group_m,
+    )  # fmt: skip
+    return args, {
+        "CHOICES": routing.choices, "EXPERTS": routing.num_experts, "RANKS": routing.world_size,
+        "ACTIVATION": NUMBERS[activation], "AHEAD": 1 if len(splits) <= _FEW_EXPERTS else 2, "GRADIENT": h is not None,
+        "BLOCK_ROWS": _BLOCK_ROWS, "BLOCK_COLUMNS": _block_columns(k, x.element_size(), tiles),
+        "ELEM_BYTES": x.element_size(), **constants,
+    }  # fmt: skip
+
+
+def _block_columns(k, elem_bytes, tiles):
+    """Columns of rows that a program moves at a time."""
+    at_a_time = _BYTES_OF_THREAD * 32 * tiles.num_warps // (_BLOCK_ROWS * elem_bytes)
+    return min(next_power_of_2(k), at_a_time)

@@ -1,0 +1,149 @@
+"""Launch the kernel of the first half of tp_moe, or compile it ahead of time."""
+
+from dataclasses import dataclass
+
+import torch
+
+from tdkernels.ops.common import gemm_operands
+from tdkernels.ops.common.config import text_of
+from tdkernels.ops.common.tile_config import next_power_of_2
+from tdkernels.ops.experts.grouped_gemm.launch import planes_of, product_constants, rows_descriptor, weight_layout
+from tdkernels.ops.experts.grouped_gemm.swiglu import NUMBERS
+from tdkernels.ops.experts.tp_moe.kernel_ag_gemm import BLOCK_COLUMNS, BLOCK_TOKENS, moe_ag_gemm_kernel
+from tdkernels.ops.experts.tp_moe.kernel_route import MAX_STAGES
+from tdkernels.runtime import gpu, recorder
+from tdkernels.runtime.kernel_launch import Launch, launch_kept, to_be_made
+from tdkernels.symm import get_workspace
+
+_COPY_WORDS = 4096
+
+
+def plan_fields(x, w, routing, activation, config):
+    """What must be the same on all ranks."""
+    return {
+        "M/W": x.shape[0], "K": x.shape[1], "w": tuple(w.shape), "k": routing.num_choices, "activation": activation,
+        "dtype": str(x.dtype), "config": text_of(config),
+    }  # fmt: skip
+
+
+@dataclass
+class Gradients:
+    """What a launch for the gradient of ``h`` takes beside, and what it leaves."""
+
+    h: torch.Tensor  # [R, N]
+    weights: torch.Tensor  # [M, k] fp32
+    weighted: torch.Tensor | None = None  # [R, N]: h times the weights of its rows
+    dots: torch.Tensor | None = None  # [tile columns, R]
+
+
+@dataclass
+class Launched:
+    """What a launch leaves.
+
+    y:       [R, ·]
+    pre:     what SwiGLU was made of, or None
+    rows:    [R, K], the tokens of all ranks by rows
+    """
+
+    y: torch.Tensor
+    pre: torch.Tensor | None
+    rows: torch.Tensor
+
+
+def _arguments(ctx, x, w, routing, routed, made, done, plan, num_comm, config, activation, gradients=None):
+    """The kernel's arguments and its constants; ``routed``: ``_tensors_of`` the routing, ``made``: Launched."""
+    tokens, k = x.shape
+    tiles, (of_choices, choices, table, begins) = config.tiles, routed
+    w, *strides, is_kn = weight_layout(w, activation)
+    planes, n = planes_of(w, activation)
+    desc, constants = product_constants(k, w, planes, n, strides, is_kn, activation, tiles)
+    of_gradient = (None,) * 5
+    if gradients is not None:
+        of_gradient = gradients.h, gradients.weighted, gradients.weights, gradients.dots, choices
+    args = (
+        ctx, x, made.rows, rows_descriptor(made.rows, constants, tiles), w, desc, of_choices, table,
+        begins, done, made.y, made.pre, *of_gradient, tokens, choices.shape[0], n, k, *strides,
+        routing.slot_rows, plan, num_comm, routing.chunk_rows, routing.num_stages, tiles.group_m,
+    )  # fmt: skip
+    return args, {
+        "COPY_WORDS": _COPY_WORDS, "ELEM_BYTES": x.element_size(), "ACTIVATION": NUMBERS[activation],
+        "CHOICES": routing.num_choices, "BLOCK_TOKENS": BLOCK_TOKENS,
+        "BLOCK_COLUMNS": min(next_power_of_2(k), BLOCK_COLUMNS), "trace_ptr": None, **constants,
+    }  # fmt: skip
+
+
+def _make(x, w, rows, activation, keep):
+    """Launched, of so many rows, to be made."""
+    y = to_be_made(x, rows, w.shape[1] // 2 if activation else w.shape[1])
+    pre = to_be_made(x, rows, w.shape[1]) if keep and activation else None
+    return Launched(y, pre, to_be_made(x, rows, x.shape[1]))
+
+
+def _tensors_of(routing, tile_rows):
+    """What a kernel reads of a routing: (the rows of choices, the choices of rows, the table of tiles, its begins)."""
+    tiling = routing.tiling(tile_rows)
+    return routing.rows, routing.choices, tiling.table, tiling.begins
+
+
+def compile(x, w, routing, config, activation=None, gradients=None):
+    """Compile what ``launch`` with the same operands would launch, into Triton's cache; launches nothing."""
+    if x.device.type == "cpu":
+        return  # interpreted
+    x = gemm_operands.rows_contiguous(x)
+    ctx = torch.empty(1, dtype=torch.int64, device=x.device)
+    made = Launched(x.new_empty(1), None, x.new_empty(1, x.shape[1]))
+    routed = _tensors_of(routing, config.tiles.block_m)
+    if gradients is not None:
+        made_of_h = x.new_empty(1), x.new_empty(1, dtype=torch.float32)
+        gradients = Gradients(gradients.h, gradients.weights, *made_of_h)
+    args, constants = _arguments(
+        ctx, x, w, routing, routed, made, ctx, 0, config.num_comm_sms, config, activation, gradients
+    )  # fmt: skip
+    moe_ag_gemm_kernel.warmup(*args, grid=(1,), **constants)
+
+
+def launch(x, w, routing, config, activation=None, keep=False, gradients=None):
+    """The products of all ranks' tokens x [M / W, K] with the weights of their experts; ``keep`` what SwiGLU is of."""
+    workspace = get_workspace(routing.group, x.device, "moe_ag_gemm")
+    routed = _tensors_of(routing, config.tiles.block_m)
+    done = torch.zeros(MAX_STAGES.value, dtype=torch.int64, device=x.device)
+    of_gradient = (None, None) if gradients is None else (gradients.h, gradients.weights)
+    differs = activation, keep, gradients is not None, gemm_operands.dot_precision(x.dtype)
+    y, rows, *others = launch_kept(
+        workspace, (config, routing.sizes, *differs), (x, w, *routed, done, *of_gradient),
+        lambda *of: _prepare(workspace, routing, of, config, *differs[:3]),
+        lambda x, w, *others: (gemm_operands.rows_contiguous(x), weight_layout(w, activation)[0], *others),
+    )  # fmt: skip
+    if gradients is not None:
+        gradients.weighted, gradients.dots = others
+        others = ()
+    return Launched(y, others[0] if others else None, rows)
+
+
+def _prepare(workspace, routing, operands, config, activation, keep, gradient):
+    """The Launch for tensors of a routing; of the routing itself it takes nothing but sizes."""
+    x, w, *routed, done, h, weights = operands
+    _, choices, table, _ = routed
+    k, tiles = x.shape[1], config.tiles
+    made = _make(x, w, choices.shape[0], activation, keep)
+    gradients, to_make = None, [made.y, made.rows]
+    if gradient:
+        dots = to_be_made(x, -(-w.shape[1] // tiles.block_n), choices.shape[0], dtype=torch.float32)
+        gradients = Gradients(h, weights, to_be_made(x, *made.y.shape), dots)
+        to_make += [gradients.weighted, dots]
+    elif made.pre is not None:
+        to_make.append(made.pre)
+    num_comm = config.num_comm_sms if routing.world_size > 1 else 0
+    half_bytes = routing.world_size * routing.slot_rows * k * x.element_size() if num_comm else 256
+    fields = {**plan_fields(x, w, routing, activation, config), "gradient": gradient}
+    plan = workspace.prepare("moe_ag_gemm", fields, half_bytes, routing.world_size * routing.num_chunks)
+    args, constants = _arguments(
+        workspace.ctx, x, w, routing, routed, made, done, plan, num_comm, config, activation, gradients
+    )  # fmt: skip
+    tiles_n = -(-planes_of(w, activation)[1] // constants["BLOCK_N"])
+    blocks = -(-routing.chunk_rows // BLOCK_TOKENS) * -(-k // constants["BLOCK_COLUMNS"])
+    most = num_comm + table.shape[0] * tiles_n + routing.world_size * routing.num_chunks * blocks
+    grid = (min(most, gpu.resident_programs(x.device, tiles, x.dtype)),)
+    turns = -(-routing.num_chunks * (routing.world_size - 1) // num_comm) if num_comm else 0
+    constants["trace_ptr"] = recorder.buffer(x.device, most, turns, all_run=False)
+    return Launch(workspace, moe_ag_gemm_kernel, grid, args, constants, operands, to_make, [workspace.ctx])

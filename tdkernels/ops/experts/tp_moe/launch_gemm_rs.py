@@ -1,0 +1,85 @@
+"""Launch the kernel of the second half of tp_moe, or compile it ahead of time."""
+
+import torch
+
+from tdkernels.ops.common import gemm_operands
+from tdkernels.ops.common.tile_config import next_power_of_2
+from tdkernels.ops.experts.grouped_gemm.launch import planes_of, product_constants, rows_descriptor, weight_layout
+from tdkernels.ops.experts.tp_moe.kernel_ag_gemm import BLOCK_COLUMNS, BLOCK_TOKENS
+from tdkernels.ops.experts.tp_moe.kernel_gemm_rs import ALIGN, moe_gemm_rs_kernel
+from tdkernels.ops.experts.tp_moe.kernel_route import MAX_STAGES
+from tdkernels.ops.experts.tp_moe.launch_ag_gemm import plan_fields
+from tdkernels.runtime import gpu, recorder
+from tdkernels.runtime.kernel_launch import Launch, launch_kept, to_be_made
+from tdkernels.symm import get_workspace
+
+
+def _arguments(ctx, h, w, routing, routed, weights, done, out, z, plan, config):
+    """The kernel's arguments and its constants; ``routed``: the rows of choices, the table of tiles and its begins."""
+    k, tiles = h.shape[1], config.tiles
+    w, *strides, is_kn = weight_layout(w)
+    planes, n = planes_of(w, None)
+    desc, constants = product_constants(k, w, planes, n, strides, is_kn, None, tiles)
+    args = (
+        ctx, h, rows_descriptor(h, constants, tiles), w, desc, routed[0], weights, *routed[1:], done,
+        out, z, routing.tokens, h.shape[0], n, k, *strides, plan, routing.chunk_rows, routing.num_stages, tiles.group_m,
+    )  # fmt: skip
+    return args, {
+        "CHOICES": routing.num_choices, "RANKS": routing.world_size, "BLOCK_TOKENS": BLOCK_TOKENS,
+        "BLOCK_COLUMNS": _block_columns(n), "ELEM_BYTES": h.element_size(), "trace_ptr": None, **constants,
+    }  # fmt: skip
+
+
+def _tensors_of(routing, tile_rows):
+    tiling = routing.tiling(tile_rows)
+    return routing.rows, tiling.table, tiling.begins
+
+
+def _block_columns(n):
+    return min(next_power_of_2(n), BLOCK_COLUMNS)
+
+
+def compile(h, w, routing, weights, config):
+    """Compile what ``launch`` with the same operands would launch, into Triton's cache; launches nothing."""
+    if h.device.type == "cpu":
+        return  # interpreted
+    h = gemm_operands.rows_contiguous(h)
+    ctx = torch.empty(1, dtype=torch.int64, device=h.device)
+    routed, empty = _tensors_of(routing, config.tiles.block_m), h.new_empty(1)
+    args, constants = _arguments(ctx, h, w, routing, routed, weights, ctx, empty, empty, 0, config)
+    moe_gemm_rs_kernel.warmup(*args, grid=(1,), **constants)
+
+
+def launch(h, w, routing, weights, config):
+    """z [M / W, N]: our tokens' sums, over ranks and choices, of weight * h[row] @ w[expert].T.
+
+    weights: [M, k] fp32 of all ranks' choices, or None for 1
+    """
+    workspace = get_workspace(routing.group, h.device, "moe_gemm_rs")
+    routed = _tensors_of(routing, config.tiles.block_m)
+    done = torch.zeros(MAX_STAGES.value, dtype=torch.int64, device=h.device)
+    z, _ = launch_kept(
+        workspace, (config, routing.sizes, gemm_operands.dot_precision(h.dtype)), (h, w, *routed, weights, done),
+        lambda *of: _prepare(workspace, routing, of, config),
+        lambda h, w, *others: (gemm_operands.rows_contiguous(h), weight_layout(w)[0], *others),
+    )  # fmt: skip
+    return z
+
+
+def _prepare(workspace, routing, operands, config):
+    """The Launch for tensors of a routing; of the routing itself it takes nothing but sizes."""
+    h, w, *routed, weights, done = operands
+    _, table, _ = routed
+    tokens, n, tiles = routing.tokens, w.shape[1], config.tiles
+    z, out = to_be_made(h, tokens, n), to_be_made(h, h.shape[0], n)
+    of_shard = routing.num_chunks * (routing.chunk_rows // BLOCK_TOKENS) * -(-n // _block_columns(n))
+    fields = {**plan_fields(h, w, routing, None, config), "M/W": tokens, "weighted": weights is not None}
+    plan = workspace.prepare(
+        "moe_gemm_rs", fields, routing.world_size * (tokens * n * h.element_size() + ALIGN.value),
+        routing.world_size * of_shard,
+    )  # fmt: skip
+    args, constants = _arguments(workspace.ctx, h, w, routing, routed, weights, done, out, z, plan, config)
+    most = table.shape[0] * -(-n // tiles.block_n) + routing.world_size * of_shard
+    grid = (min(most, gpu.resident_programs(h.device, tiles, h.dtype)),)
+    constants["trace_ptr"] = recorder.buffer(h.device, most, turns=1, all_run=False)
+    return Launch(workspace, moe_gemm_rs_kernel, grid, args, constants, operands, (z, out), [workspace.ctx])
