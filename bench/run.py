@@ -39,7 +39,7 @@ _COLUMNS = {  # of the printed table: title, field, format
     "shape": ("shape", ""), "method": ("method", ""), "ms": ("ms", ".4f"), "host ms": ("host_ms", ".4f"),
     "TFLOP/s": ("tflops", ".0f"), "GB/s": ("wire_gbps", ".0f"), "speed-up": ("speedup", ".3f"),
     "floor ms": ("floor_ms", ".4f"), "efficiency": ("efficiency", ".3f"), "p99 ms": ("p99_ms", ".4f"),
-}  # fmt: skip
+}
 
 
 def main(options):
@@ -91,7 +91,7 @@ def main(options):
     plan = measure.Plan(
         2 if rehearsal else options.rounds, 0 if rehearsal else _BURST_MS, peers, tuple(options.config),
         options.cuda_graph,
-    )  # fmt: skip
+    )
     cases = [
         *_cases(selected, ranks, options.backward),
         *_possible(collectives.Case(operator, nbytes, ranks) for operator in alone for nbytes in sizes),

@@ -98,7 +98,7 @@ def tensors(sizes, world_size, device):
     weights = [
         (normal(qkv, sizes.hidden, scale=small), normal(sizes.hidden, heads, scale=small),
          normal(2 * inner, sizes.hidden, scale=small), normal(sizes.hidden, inner, scale=small)) for _ in layers
-    ]  # fmt: skip
+    ]
     prompt = world_size, sizes.batch, sizes.keys, sizes.kv_heads, sizes.dim
     return normal(sizes.batch, sizes.hidden), weights, [[normal(*prompt), normal(*prompt)] for _ in layers]
 
@@ -168,7 +168,7 @@ def main():
     reports = run_ranks(world_size, on_rank, sizes, device=device)
     ours, plain = max(report[0] for report in reports), reports[0][1]
     print(f"{sizes.tokens} tokens, {sizes.keys * world_size} keys on {world_size} ranks: largest error {ours:.1e}, "
-          f"plain torch {plain:.1e}")  # fmt: skip
+          f"plain torch {plain:.1e}")
     if device == "cuda":
         eager, graph = (max(report[2][which] for report in reports) for which in (0, 1))
         print(f"milliseconds of a token, slowest rank: {eager:.3f}, in a CUDA graph {graph:.3f}")

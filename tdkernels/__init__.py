@@ -54,7 +54,7 @@ _LATER = {
     ),
     "tdkernels.ops.attention.ulysses.op": ("ulysses_out", "ulysses_out_ref", "ulysses_qkv", "ulysses_qkv_ref"),
     "tdkernels.ops.attention.ulysses.config": ("UlyssesConfig",),
-}  # fmt: skip
+}
 
 
 def __getattr__(name):
@@ -82,7 +82,7 @@ __all__ = [
     "gemm_ar", "gemm_ar_ref", "gemm_rs", "gemm_rs_ref", "group_gemm", "group_gemm_ref", "moe_ag_gemm",
     "moe_gemm_rs", "reduce_scatter", "reduce_scatter_ref", "set_timeout", "synchronize", "tp_moe", "tp_moe_ref",
     "ulysses_out", "ulysses_out_ref", "ulysses_qkv", "ulysses_qkv_ref",
-]  # fmt: skip
+]
 
 if os.environ.get("TDKERNELS_SANITIZE", "0") not in ("", "0"):
     launch.around_runs = importlib.import_module("tdkernels.sanitizer").record

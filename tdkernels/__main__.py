@@ -15,26 +15,26 @@ def main(argv=None):
     doctor = commands.add_parser(
         "doctor", help="say what works on this machine, what does not, and what to do about it",
         description="Say what works on this machine, what does not, and what to do. Exit code 1 if there is a problem.",
-    )  # fmt: skip
+    )
     doctor.add_argument("--no-self-test", action="store_true", help="do not start ranks to try the operators")
     doctor.add_argument("--json", action="store_true", help="print JSON instead of a table")
     tune = commands.add_parser(
         "tune", help="find the best configs for shapes on this machine and keep them",
         description="Find the best config for each shape, on ranks that this command starts, and keep it in the cache.",
-    )  # fmt: skip
+    )
     tune_command.add_arguments(tune)
     cache = commands.add_parser("cache", help="show, export, merge or clear what was tuned")
     cache_command.add_arguments(cache)
     bench = commands.add_parser(
         "bench", help="measure the operators beside plain torch and other libraries (from the repository)",
         description="Measure the operators, plain torch and other libraries in turns, on ranks that are started here.",
-    )  # fmt: skip
+    )
     bench_command.add_arguments(bench)
     trace = commands.add_parser(
         "trace", help="show what the programs of an operator do, and when, on every rank",
         description="Record one launch of an operator on ranks that are started here: when each program computed, "
         "pushed and waited. Writes a trace for Perfetto and a picture, and prints where the time went.",
-    )  # fmt: skip
+    )
     trace_command.add_arguments(trace)
     options = parser.parse_args(argv)
     if options.command == "tune":

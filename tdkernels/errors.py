@@ -40,7 +40,7 @@ class PeerTimeoutError(RuntimeError):
     def _fields(self):
         return (
             self.operator, self.rank, self.peer, self.signal, self.expected, self.seen, self.timeout_s, self.hint
-        )  # fmt: skip
+        )
 
     def __reduce__(self):
         return type(self), self._fields()

@@ -95,7 +95,7 @@ def main():
     results = fuzz_ways(
         names, arguments.seeds, arguments.first, arguments.minutes,
         lambda results: _write(arguments.json, results, arguments),
-    )  # fmt: skip
+    )
     ranks.close_all()
     failures = sum(len(entry["failures"]) for entry in results.values())
     print(f"{sum(entry['schedules'] for entry in results.values())} schedules, {failures} failures")

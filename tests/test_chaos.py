@@ -107,7 +107,7 @@ def plays_with_stale_data(plan):
     "name",
     ["ag_gemm push", "all_reduce one_shot", "all_to_all", "ep low-latency", "ep_moe fused", "tp_moe default",
      "flash_decode default", "ag_attention default", "ulysses_qkv pull"],
-)  # fmt: skip
+)
 def test_the_data_of_another_call_is_found(ranks, name):
     backward = name.startswith("ag_attention")  # forward the first rank of causal attention needs nothing of the other
     case = campaign.play_case(ranks[2], _control(name, backward=backward), plays_with_stale_data)
@@ -128,7 +128,7 @@ def test_what_launches_after_a_failure_overwrite_is_found(ranks):
     plan = dataclasses.replace(
         plan_of(LATE_SEEDS), name="gemm_ar one_shot", operator="gemm_ar", backward=False, shape=0, at=2, faulty=2,
         ahead=1, timeouts=(4.5, 1.5, 4.5), pause=2.2,
-    )  # fmt: skip
+    )
     case = campaign.play_case(ranks[3], plan, plays_with_launches_that_are_not_void)
     assert "WRONG" in [outcome for _, outcome, _, _ in case["ranks"][0]["log"]], campaign.describe(case)
     assert not campaign.bad_outcomes(case := campaign.play_case(ranks[3], plan)), campaign.describe(case)

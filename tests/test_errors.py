@@ -64,7 +64,7 @@ OPERANDS = {
     "x is a list": (lambda: {"x": [[1.0] * 8] * 4}, TypeError, "x must be a torch.Tensor", "list"),
     "weight is None": (lambda: {"weight": None}, TypeError, "weight must be a torch.Tensor", "NoneType"),
     "bias is a number": (lambda: {"bias": 1.0}, TypeError, "bias must be a torch.Tensor", "float"),
-}  # fmt: skip
+}
 
 TILES = Tiles(64, 64, 64, num_warps=4, num_stages=1)
 
@@ -139,7 +139,7 @@ GROUPS = {
     ),
     "name of a group": (lambda: {"group": "0"}, TypeError, "group", "str"),
     "list of ranks": (lambda: {"group": [0, 1]}, TypeError, "group", "list"),
-}  # fmt: skip
+}
 
 TABLES = {
     "ag_gemm": {**OPERANDS, **AG_GEMM, **GROUPS},

@@ -17,7 +17,7 @@ def printed(*command):
     done = subprocess.run(
         [sys.executable, *command, "--nproc", "2", "--device", "cpu"], capture_output=True, text=True, timeout=200,
         env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"},  # installed or not
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

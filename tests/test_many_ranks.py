@@ -40,7 +40,7 @@ def first(cases):
 @each_size
 @pytest.mark.parametrize("operator, config", [
     case for name in HASTY for case in first([(name, config) for config in HASTY[name]])
-])  # fmt: skip
+])
 def test_dense(world_size, operator, config):
     shapes = [(19, 33, 9), (2, 40, 24)]
     on_ranks(world_size, dense.computes, operator, dense.DTYPES[0], shapes, **DENSE[operator][config])

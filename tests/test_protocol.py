@@ -436,7 +436,7 @@ DISAGREEMENTS = {
     "method": (dict(config={"method": "torch"}), "config", ("method=torch", "left to autotune (off)")),
     "no rows": (dict(rows=0), "M", lambda case: case.x.shape[0]),
     "operator": ({}, "operator", lambda case: case.operator),
-}  # fmt: skip
+}
 
 
 def field_name(operator, field):

@@ -199,7 +199,7 @@ def attends(group):
     config = AgAttentionConfig(
         block_q=16, block_k=32, num_warps=4, num_stages=2, dq_block_q=32, dq_block_k=16, dq_num_warps=4,
         dkv_block_q=16, dkv_block_k=32, dkv_num_warps=4, num_comm_sms=1, chunk_rows=16,
-    )  # fmt: skip
+    )
 
     def forward():
         return case.call(config=config)
@@ -343,7 +343,7 @@ def change_nothing_across_nodes(families, local):
 
 @pytest.mark.parametrize("world_size, local, families", [
     (4, 2, [dense_across_nodes]), (4, 2, [decodes]), (4, 2, [routed_across_nodes]), (2, 1, [decodes]),
-], ids=str)  # fmt: skip
+], ids=str)
 def test_a_void_launch_changes_nothing_across_nodes(world_size, local, families):
     on_ranks(world_size, change_nothing_across_nodes, families, local)
 

@@ -111,7 +111,7 @@ def measure(case, plan):
         alone_of=lambda part: {"collective": methods.collective(part)} if case.ranks > 1 else {},
         references_of=lambda part: _references(case, part, sets),
         config_of=lambda part: _config(case, sets[0]),
-    )  # fmt: skip
+    )
 
 
 def _methods(case, part, plan, attentions):
@@ -121,7 +121,7 @@ def _methods(case, part, plan, attentions):
     found["tdkernels"] = methods.ours(case, part, None)
     tries, absent = multi_method.overridden(
         plan, _default_config(case), _override, lambda config: methods.ours(case, part, config)
-    )  # fmt: skip
+    )
     return found | tries, absent
 
 
@@ -155,5 +155,5 @@ def rows(case, found, link_gbps):
         "op": case.operator, "what": "ag_attention", "shape": str(shape), "name": name,
         "tokens": shape.tokens, "heads": shape.heads, "kv_heads": shape.kv_heads, "dim": shape.dim,
         "sharding": case.sharding, "dtype": str(DTYPE).removeprefix("torch."),
-    }  # fmt: skip
+    }
     return [{**common, **fields} for fields in multi_method.derived(found, case.flops, case.wire_bytes, link_gbps)]

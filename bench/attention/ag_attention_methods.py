@@ -99,7 +99,7 @@ def _flash_backward(do, q, k, v, o, lse, rest, causal):
     cum_q, cum_k, max_q, max_k, seed, offset = rest[:6]
     return torch.ops.aten._scaled_dot_product_flash_attention_backward(
         do, q, k, v, o, lse, cum_q, cum_k, max_q, max_k, 0.0, causal, seed, offset
-    )  # fmt: skip
+    )
 
 
 def _cudnn_forward(q, k, v, causal):
@@ -111,7 +111,7 @@ def _cudnn_backward(do, q, k, v, o, lse, rest, causal):
     cum_q, cum_k, max_q, max_k, seed, offset = rest[:6]
     return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
         do, q, k, v, o, lse, seed, offset, None, cum_q, cum_k, max_q, max_k, 0.0, causal
-    )  # fmt: skip
+    )
 
 
 def _merged(parts):
@@ -158,7 +158,7 @@ class _Attention(torch.autograd.Function):
             for (begin, end, causal), rest in zip(spans, ctx.rest[piece], strict=True):
                 part, dk_part, dv_part = ctx.kernel.backward(
                     do, q, keys[:, :, begin:end], values[:, :, begin:end], o, lse, rest, causal
-                )  # fmt: skip
+                )
                 dq = part if dq is None else dq + part
                 dk[:, :, begin:end] += dk_part
                 dv[:, :, begin:end] += dv_part

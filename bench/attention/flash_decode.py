@@ -159,7 +159,7 @@ def _what_runs(names, s):
     return {
         name: tdkernels.explain("flash_decode", *operands, group=group).config
         for name, group in groups.items() if name in names
-    }  # fmt: skip
+    }
 
 
 def _default_config(s):
@@ -250,7 +250,7 @@ def rows(case, found, link_gbps):
             "floor_ms": floor_ms, "efficiency": floor_ms / read if read else None,
             "added_us": (ms - local_ms) * 1e3 if added else None,
             "link_gbps": link_gbps, "config": times.get("config"),
-        })  # fmt: skip
+        })
     return table
 
 

@@ -55,7 +55,7 @@ def _table(runs):
         more |= {
             "share, ours": lambda run: _share(run, "tdkernels"), "added µs": _added,
             "x sequence": lambda run: _speedup(run, "tdkernels"),
-        }  # fmt: skip
+        }
     more |= {"torch is": lambda run: _which(run, _BEST_LOCAL, LOCAL)}
     if row["num_gpus"] > 1:
         more |= {"sequence of": lambda run: _which(run, _BEST_SEQUENCE, SEQUENCE)}

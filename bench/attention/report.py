@@ -58,7 +58,7 @@ def _rate(run):
 _MORE = {
     "TFLOP/s": _rate, "wire": _wire, "x sequence": of("tdkernels", "speedup"),
     "efficiency": of("tdkernels", "efficiency"),
-}  # fmt: skip
+}
 
 
 # ---- ag_attention ----

@@ -122,7 +122,7 @@ def _out_backward(s):
 _SEQUENCES = {
     ("ulysses_qkv", "forward"): _qkv, ("ulysses_qkv", "backward"): _qkv_backward,
     ("ulysses_out", "forward"): _out, ("ulysses_out", "backward"): _out_backward,
-}  # fmt: skip
+}
 _PRODUCTS = {
     ("ulysses_qkv", "forward"): lambda s: F.linear(s.x, s.weight),
     ("ulysses_qkv", "backward"): lambda s: (s.rows @ s.weight, s.rows.t() @ s.x),
@@ -172,7 +172,7 @@ def measure(case, plan):
         alone_of=lambda part: {"gemm": _PRODUCTS[case.operator, part], "collective": _exchange},
         references_of=lambda part: _references(case, part, sets[:2]),  # two: our workspaces have two halves
         config_of=lambda part: _config(case, part),
-    )  # fmt: skip
+    )
 
 
 def _input_sets(case):
@@ -187,7 +187,7 @@ def _methods(case, part, plan):
     methods = {"sequence": Method(_SEQUENCES[case.operator, part], _as_it_is), "tdkernels": _ours(case, part, None)}
     tries, absent = multi_method.overridden(
         plan, _default_config(case, part), _override, lambda config: _ours(case, part, config)
-    )  # fmt: skip
+    )
     return methods | tries, absent
 
 
@@ -227,5 +227,5 @@ def rows(case, found, link_gbps):
     common = {
         "op": case.operator, "what": "ulysses", "shape": str(shape), "name": shape.name,
         "m": shape.m, "n": shape.n, "k": shape.k, "dtype": str(DTYPE).removeprefix("torch."),
-    }  # fmt: skip
+    }
     return [{**common, **fields} for fields in multi_method.derived(found, case.flops, case.wire_bytes, link_gbps)]

@@ -200,5 +200,5 @@ def rows(case, found, link_gbps):
             "speedup": nccl[graph] / ms if ms and nccl.get(graph) else None,
             "floor_ms": floor_ms, "efficiency": floor_ms / ms if ms and floor_ms else None, "link_gbps": link_gbps,
             "config": times.get("config"),
-        })  # fmt: skip
+        })
     return table

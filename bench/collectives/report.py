@@ -51,7 +51,7 @@ def _table(place, runs):
         operator=operator, graph=", in a CUDA graph" if graph else "", ranks=ranks, gpu=gpu, date=settings["date"][:10],
         git=settings["git"][:7] + ("+" if settings["git"].endswith("+") else ""), torch=settings["torch"],
         triton=settings["triton"], nccl=settings["nccl"], multicast=settings["multicast"], link=link,
-    )  # fmt: skip
+    )
     return "\n".join([head, *("| " + " | ".join(line) + " |" for line in lines)]) + "\n"
 
 

@@ -160,5 +160,5 @@ def rows(case, found, link_gbps):
             "efficiency": floor_ms / ms if both else None,
             "link_gbps": link_gbps,
             "config": times.get("config"),
-        })  # fmt: skip
+        })
     return table

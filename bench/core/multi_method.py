@@ -36,7 +36,7 @@ def measure(parts, sets, plan, methods_of, alone_of, references_of, config_of):
         calls |= _of_part(part, alone_of(part) | {name: method.call for name, method in methods.items()})
         configs |= _of_part(part, {
             name: method.config or config_of(part) for name, method in methods.items() if name.startswith("tdkernels")
-        })  # fmt: skip
+        })
         absent |= _of_part(part, missing)
         del references
     return timed(calls, captured, sets, plan, configs, absent, not_captured)
@@ -123,7 +123,7 @@ def derived(found, flops, wire_bytes, link_gbps):
             "wire_bytes": wire, "wire_gbps": wire / ms / 1e6 if both or (ms and kind == "collective") else None,
             "speedup": base_ms / ms if both and base_ms else None, "floor_ms": floor_ms, "wire_ms": wire_ms,
             "efficiency": floor_ms / ms if both else None, "link_gbps": link_gbps, "config": times.get("config"),
-        })  # fmt: skip
+        })
     return table
 
 

@@ -14,7 +14,7 @@ _SEQUENCES = ("ag_attention", "ulysses")
 _APART = (
     "collective", "ep", "configs", "host", "chosen", "network", "group_gemm", "tp_moe", "ep_moe", "flash_decode",
     "tests", *_SEQUENCES,
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ def _key(machine, row):
     return (
         machine, row["op"], row.get("pass", "forward"), row["dtype"], row.get("layout", "nk"), row.get("graph", False),
         row.get("what") == "tune", row["m"], row["n"], row["k"],
-    )  # fmt: skip
+    )
 
 
 def _point(key, rows, names):
@@ -172,7 +172,7 @@ def _of_tuner(place, shape, rows):
     return Point(
         *place, shape, gemm=row["gemm_ms"], collective=None, sequence=row["sequence_ms"], peers={}, ours=row["ms"],
         default=row["default_ms"], floor=floor, wire=row["wire_ms"], config=row["config"], settings=row,
-    )  # fmt: skip
+    )
 
 
 def _of_benchmark(place, shape, rows):
@@ -186,7 +186,7 @@ def _of_benchmark(place, shape, rows):
         default=ms.get("tdkernels-default"), floor=any_row["floor_ms"],
         wire=case.wire_bytes / link / 1e6 if link else None,
         config=rows.get("tdkernels", {}).get("config"), settings=any_row,
-    )  # fmt: skip
+    )
 
 
 def _is_peer(method):
@@ -199,7 +199,7 @@ def _order(point):
     return (
         settings["gpu"], settings["num_gpus"], point.machine, point.operator, point.direction != "forward",
         point.dtype, point.layout, point.graph, point.tuner, shape.n * shape.k, shape.n, shape.m,
-    )  # fmt: skip
+    )
 
 
 # ---- what tables and plots ask of many points ----

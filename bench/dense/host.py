@@ -52,7 +52,7 @@ def _methods():
         "gemm_rs": lambda: reduce_scatter_rows(F.linear(x, weight)),
         "gemm_ar": lambda: all_reduce(F.linear(x, weight)), "all_reduce": lambda: all_reduce(few.clone()),
         "all_gather": lambda: all_gather_rows(few),
-    }  # fmt: skip
+    }
     found = {}
     for operator, of_call in operands.items():
         call, kind = getattr(tdkernels, operator), autotune.tunable.tunable(operator).config_class
@@ -112,7 +112,7 @@ def main():
         table = pool.run(measure)[0]
     stamp = {"git": revision(), "date": datetime.now(timezone.utc).isoformat(timespec="seconds")}
     rows = [{"op": operator, "what": "host", "method": method, "host_us": host, "call_us": call, **machine, **stamp}
-            for operator, method, host, call in table]  # fmt: skip
+            for operator, method, host, call in table]
     for row in rows:
         print(f"{row['op']:13} {row['method']:14} {row['host_us']:8.1f} us launched {row['call_us']:8.1f} us done")
     if device == "cpu":

@@ -166,7 +166,7 @@ def measure(case, plan):
         "wire_bytes": sum(s.crossing[0] for s in sets) / len(sets) * case.row_bytes,
         "wire_bytes_per_expert": sum(s.crossing[1] for s in sets) / len(sets) * case.row_bytes,
         "most_rows": max(s.most_rows for s in sets), "max_tokens": room,
-    }  # fmt: skip
+    }
     return [(method, graph, {**times, **facts}) for method, graph, times in found]
 
 
@@ -183,7 +183,7 @@ def _input_sets(case):
         for s in sets:
             s.expert_out = torch.randn(
                 room, case.hidden, generator=generator, dtype=DTYPE, device=rank_device()
-            )  # fmt: skip
+            )
     for s in sets:
         dispatch_methods.add_known(case, s)
     return sets
@@ -308,7 +308,7 @@ def rows(case, found, link_gbps):
             "wire_gbps": wire / ms / 1e6 if ms else None, "speedup": base / ms if ms and base else None,
             "floor_ms": floor_ms, "efficiency": floor_ms / ms if ms and floor_ms else None, "link_gbps": link_gbps,
             "config": times.get("config"),
-        })  # fmt: skip
+        })
     return table
 
 

@@ -249,7 +249,7 @@ def _combine_call(case, room, sets, config):
             s.x, s.ids, s.weights, num_experts=case.experts, max_tokens=room, config=config
         )[1]
         for s in sets
-    }  # fmt: skip
+    }
     return lambda s: tdkernels.ep_combine(s.expert_out, handles[id(s)])
 
 

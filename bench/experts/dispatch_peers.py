@@ -126,7 +126,7 @@ def _deep_ep(case, room, sets):
         return buffer.dispatch(
             x if scales is None else (x, scales), topk_idx=s.long_ids, topk_weights=s.weights,
             num_tokens_per_rank=to_rank, is_token_in_rank=is_there, num_tokens_per_expert=to_expert,
-        )  # fmt: skip
+        )
 
     def rows_of(ids):
         """(numbers of the received tokens, of their choices), row by row as experts have them."""

@@ -21,7 +21,7 @@ def figures(newest):
         panels = {
             (place[4], place[5]): chosen[place] for place in sorted(chosen)
             if (*place[:4], place[6]) == (gpu, ranks, layer, routing, graph)
-        }  # fmt: skip
+        }
         multicast = next(iter(next(iter(next(iter(panels.values())).values())).values()))["multicast"]
         hidden, experts, choices = layer
         usual = layer == (7168, 256, 8)

@@ -72,19 +72,19 @@ def _table(place, runs):
         lines.append([
             str(tokens), *(_us(run.get(name)) for name in methods), f"{floor * 1e3:.1f}" if floor else "–",
             _factor(row.get("speedup")), _share(row.get("efficiency")),
-        ])  # fmt: skip
+        ])
     what = "there and back, median / 99th percentile" if operator == "ep_latency" else ""
     title = ", ".join(
         filter(None, [operator, payload if operator in ("ep_dispatch", "ep_latency") else "", what,
                       "in a CUDA graph" if graph else ""])
-    )  # fmt: skip
+    )
     head = _HEAD.format(
         title=title, ranks=ranks, gpu=gpu, hidden=hidden, experts=experts, choices=choices,
         routing="" if routing == "balanced" else f", {routing} routing", date=settings["date"][:10],
         git=settings["git"][:7] + ("+" if settings["git"].endswith("+") else ""), torch=settings["torch"],
         triton=settings["triton"], nccl=settings["nccl"], multicast=settings["multicast"],
         link=f"{settings['link_gbps']:.0f} GB/s each way" if settings["link_gbps"] else "unknown",
-    )  # fmt: skip
+    )
     return "\n".join([head, *("| " + " | ".join(line) + " |" for line in lines)]) + "\n"
 
 

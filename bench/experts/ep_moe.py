@@ -143,11 +143,11 @@ def _measure(case, plan):
         alone_of=ALONE.get,
         references_of=lambda part: _references(case, part, sets, add_up),
         config_of=lambda part: EpMoeConfig(ep=default_config(rank_device())),
-    )  # fmt: skip
+    )
     facts = {
         "experts": case.experts, "most_rows": max(s.most_rows for s in sets), "max_tokens": room,
         "crossing": sum(s.crossing for s in sets) / len(sets),
-    }  # fmt: skip
+    }
     return [(key, graph, {**times, **facts}) for key, graph, times in found]
 
 
@@ -164,7 +164,7 @@ def _methods(case, part, plan, room, add_up):
     tries, absent = multi_method.overridden(
         plan, default_config(rank_device()), _override,
         lambda config: ep_moe_methods.ours(part, experts, room, EpMoeConfig(ep=config)),
-    )  # fmt: skip
+    )
     return methods | tries, absent
 
 
@@ -197,6 +197,6 @@ def rows(case, found, link_gbps):
         "hidden": shape.hidden, "experts": facts["experts"], "experts_of_model": shape.experts,
         "choices": shape.choices, "routing": case.routing, "dtype": str(DTYPE).removeprefix("torch."),
         "most_rows": facts["most_rows"], "max_tokens": facts["max_tokens"],
-    }  # fmt: skip
+    }
     derived = multi_method.derived(found, of_part(products, 3), of_part(there_and_back, 2), link_gbps)
     return [{**common, **fields} for fields in derived]

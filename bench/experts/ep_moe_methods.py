@@ -166,6 +166,6 @@ def ours(part, experts, room=None, config=None):
     def forward(s):
         return tdkernels.ep_moe(
             s.x, s.ids, s.weights, s.w_gate_up, s.w_down, num_experts=experts, max_tokens=room, config=config
-        )  # fmt: skip
+        )
 
     return _method(part, forward, host_waits=room is None, config=config)

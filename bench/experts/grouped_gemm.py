@@ -248,5 +248,5 @@ def rows(case, found, link_gbps):
             "tflops": case.flops / ms / 1e9 if ms else None, "wire_gbps": None,
             "speedup": min(peers[graph]) / ms if ms and peers[graph] else None,
             "floor_ms": None, "efficiency": None, "link_gbps": link_gbps, "config": times.get("config"),
-        })  # fmt: skip
+        })
     return table

@@ -71,7 +71,7 @@ def _tp_table(runs):
     methods = {"grouped": "grouped", "NCCL": "collective", "sequence": "sequence", "ours": "tdkernels"}
     more = {
         "wire": _wire, "x sequence": of("tdkernels", "speedup"), "efficiency": of("tdkernels", "efficiency"),
-    }  # fmt: skip
+    }
     what = "I is divided between the ranks, and so are the tokens of x"
     return run_tables.table(_title(_some(runs[0])), what, runs, first, methods, more)
 
@@ -93,12 +93,12 @@ def _ep_table(runs):
     methods = {
         "grouped": "grouped", "NCCL": "collective", "sequence": "sequence", "parts": "parts", "ours": "tdkernels",
         "max_tokens": "tdkernels-max-tokens", "overlapped": "tdkernels-overlapped",
-    }  # fmt: skip
+    }
     ours = "tdkernels-max-tokens"
     more = {
         "wire": _wire, "x sequence": of(ours, "speedup"), "x parts": lambda run: _over(run, "parts", ours),
         "efficiency": of(ours, "efficiency"),
-    }  # fmt: skip
+    }
     fewer = f" (of {row['experts_of_model']}, for want of memory)" * (row["experts"] < row["experts_of_model"])
     skewed = ", skewed routing" * (row["routing"] == "skewed")
     what = (

@@ -118,7 +118,7 @@ def measure(case, plan):
         alone_of=ALONE.get,
         references_of=lambda part: _references(part, sets[:2], add_up),  # two: our workspaces have two halves
         config_of=lambda part: _default_config(case, part, sets[0]),
-    )  # fmt: skip
+    )
 
 
 def _input_sets(case):
@@ -147,7 +147,7 @@ def _default_config(case, part, s):
     shape = case.shape
     return tp_moe_config.default_config(
         shape.tokens, shape.choices, shape.experts, w.shape[1], DTYPE, rank_device()
-    )  # fmt: skip
+    )
 
 
 def _references(part, sets, add_up):
@@ -170,5 +170,5 @@ def rows(case, found, link_gbps):
         "op": case.operator, "what": "tp_moe", "shape": str(shape), "name": f"{shape.name} {case.routing}".strip(),
         "tokens": shape.tokens, "inner": shape.inner, "hidden": shape.hidden, "experts": shape.experts,
         "choices": shape.choices, "routing": case.routing, "dtype": str(DTYPE).removeprefix("torch."),
-    }  # fmt: skip
+    }
     return [{**common, **fields} for fields in multi_method.derived(found, case.flops, case.wire_bytes, link_gbps)]

@@ -193,7 +193,7 @@ ALONE = {  # {part: {name: call}}
         "grouped": _products_and_gradients,
         "collective": lambda s: (*_gather_and_scatter(s), *_gather_and_scatter(s)),
     },
-}  # fmt: skip
+}
 
 
 # ---- ours ----

@@ -12,7 +12,7 @@ _WAITS = 1.5  # an operator waits for the wire if that alone takes so much longe
 _DECODE = (1, 96, 12, 128)  # batch, heads, heads of keys, size
 _BYTES = {"ag_gemm": lambda s, world: model.ag_gemm_bytes(s.m, s.k, world),
           "gemm_rs": lambda s, world: model.gemm_rs_bytes(s.m, s.n, world),
-          "gemm_ar": lambda s, world: model.gemm_ar_bytes(s.m, s.n, world)}  # fmt: skip
+          "gemm_ar": lambda s, world: model.gemm_ar_bytes(s.m, s.n, world)}
 
 
 class Missing(ValueError):
@@ -40,7 +40,7 @@ def machine(points, alone, ep, decode):
         dispatch_us=dispatch[0], dispatch_memory_gbps=dispatch[1],
         combine_us=combine[0], combine_memory_gbps=combine[1],
         **_decoding(decode),
-    )  # fmt: skip
+    )
 
 
 def usable(points):

@@ -20,7 +20,7 @@ TWO_NODES = {
         (4096, 12288, 49152): 1.13, (8192, 12288, 49152): 1.34, (16384, 12288, 49152): 1.51,
         (32768, 12288, 49152): 1.58, (65536, 12288, 49152): 1.57,
     },
-}  # fmt: skip
+}
 
 # Tokens a rank, H, k, E. The README says the first three; E is the default of their tutorial 04-deepseek-infer-all2all.
 ALL_TO_ALL = (128, 7168, 8, 256)
@@ -34,7 +34,7 @@ ALL_TO_ALL_US = {
 # at 1M keys, 2.7 TB/s, fits these.
 DECODE_US = {
     2**16: (36, 45, 52), 2**17: (58, 54, 55), 2**18: (92, 74, 63), 2**19: (161, 109, 82), 2**20: (299, 178, 116),
-}  # fmt: skip
+}
 DECODE_HEADS = (96, 128)
 
 NOTE = f"""What is published was measured, but on other machines: nodes of 8 H800, whose NVLink has half the rate

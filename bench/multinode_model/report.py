@@ -43,7 +43,7 @@ def text(points, alone, ep, decode):
     except measured_inputs.Missing:
         return ""
     parts = [BEGIN, _HEAD, _checked(machine, points), _known(machine), _beside_published(machine), _dense(machine),
-             _experts(machine), _decoding(machine), END, ""]  # fmt: skip
+             _experts(machine), _decoding(machine), END, ""]
     return "\n".join(parts)
 
 
@@ -92,7 +92,7 @@ def _checked(machine, points):
         lines.append([operator, gpus, str(len(found)), *_spread(ours), *_spread(sequence)])
     titles = ("operator", "GPUs", "shapes", "ours", "least", "most", "sequence", "least", "most")
     apart = [machine.products.without(sizes).ms(*sizes) / time for sizes, time in machine.products.known.items()
-             if sizes[0] >= measured_inputs.ROWS]  # fmt: skip
+             if sizes[0] >= measured_inputs.ROWS]
     mean, least, most = _spread(apart)
     note = (
         "Predicted over measured (the tuner's last rounds, at least 8192 rows): geometric mean and extremes. The\n"
@@ -144,7 +144,7 @@ def _beside_published(machine):
             lines.append([
                 operator, _sizes(sizes, here), factor(here.speedup), _share(here.hidden), factor(there.speedup),
                 _share(there.hidden), f"{bar:.2f}",
-            ])  # fmt: skip
+            ])
     titles = ("operator", "M x N x K", "x sequence", "hidden", "links of H800: x sequence", "hidden", "published")
     words = (
         f"{operator} {mean} (least {least}, most {most})"
@@ -154,7 +154,7 @@ def _beside_published(machine):
     return "\n".join(
         ["### Predicted beside published figures of Triton-distributed\n", nodes_published.NOTE,
          _table(titles, lines, 2), summary, _all_to_all_beside(machine), _decode_beside(machine)]
-    )  # fmt: skip
+    )
 
 
 def _sizes(sizes, cost):
@@ -191,14 +191,14 @@ def _decode_beside(machine):
 
 
 _DENSE = ("nodes", "GPUs", "product", "network", "NVLink", "bound", "sequence", "ours", "x sequence", "efficiency",
-          "hidden")  # fmt: skip
+          "hidden")
 _SHAPES = {
     "ag_gemm": [(8192, 28672, 8192), (8192, 57344, 8192), (8192, 49152, 12288), (8192, 106496, 16384),
                 (32768, 28672, 8192), (32768, 53248, 16384)],
     "gemm_rs": [(8192, 8192, 28672), (8192, 12288, 49152), (8192, 16384, 53248), (32768, 8192, 28672),
                 (32768, 12288, 49152)],
     "gemm_ar": [(2048, 5120, 25600), (8192, 8192, 8192), (8192, 8192, 28672)],
-}  # fmt: skip
+}
 _WIRES = """A rank sends N (L - 1) / (N - 1) times as much over NVLink as over the network: with 8 GPUs a node 14 times
 on 2 nodes, 8 times on 8. NVLink is {ratio:.1f} times as fast here. So {which} is what takes longer.
 """
@@ -227,7 +227,7 @@ def _dense_line(machine, operator, sizes, world):
         _sizes(sizes, cost), str(world.nodes), str(world.ranks), _time(cost.product), _time(cost.network),
         _time(cost.link), cost.bound, _time(cost.sequence), _time(cost.ours), factor(cost.speedup),
         _share(cost.efficiency), _share(cost.hidden),
-    ]  # fmt: skip
+    ]
     if operator == "gemm_ar":
         line.append(_time(model.gemm_ar(machine, *sizes, world, once=False).ours))
     return line
@@ -255,9 +255,9 @@ def _experts(machine):
                 str(tokens), str(world.nodes), str(world.ranks), f"{there.routing.nodes:.2f}",
                 f"{there.routing.passed:.2f}", _us(there.network), _us(there.link), _us(there.ours),
                 _share(there.efficiency), _us(back.ours), _share(back.efficiency), _us(rows.ours),
-            ])  # fmt: skip
+            ])
     titles = ("tokens", "nodes", "GPUs", "nodes of a token", "rows", "network", "NVLink", "dispatch", "efficiency",
-              "combine", "efficiency", "all_to_all")  # fmt: skip
+              "combine", "efficiency", "all_to_all")
     head = _EXPERTS.format(hidden=hidden, choices=choices, experts=experts)
     return "\n".join([head, _table(titles, lines)])
 
@@ -270,7 +270,7 @@ def _decoding(machine):
             lines.append([
                 f"{keys // 1024}K", str(world.nodes), str(world.ranks), _us(cost.local), _us(cost.sequence),
                 _us(cost.ours), factor(cost.speedup), _share(cost.hidden),
-            ])  # fmt: skip
+            ])
     note = "Batch 1, 96 / 12 heads of 128, in CUDA graphs; µs by the keys of all ranks. Local is a rank alone.\n"
     titles = ("keys", "nodes", "GPUs", "local", "sequence", "ours", "x sequence", "hidden")
     return "\n".join(["### flash_decode, predicted\n", note, _table(titles, lines)])

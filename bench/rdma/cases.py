@@ -40,7 +40,7 @@ def _send(ctx, half, place, num_bytes, index, signal, peer, BY_NETWORK: tl.const
     if BY_NETWORK:
         td.put_signal(
             ctx, base + place, base + size + place, num_bytes, td.signal_at(ctx, half, index), signal, peer
-        )  # fmt: skip
+        )
     else:
         td.put(td.data_at(ctx, half, peer) + place, base + size + place, num_bytes)
         td.notify(ctx, td.signal_at(ctx, half, index), peer, signal)
@@ -122,7 +122,7 @@ def measure(message_bytes, hops, numbers_of_programs):
             rows.append({
                 **common, "measure": "rate", "programs": programs, "chunk_bytes": chunk_bytes,
                 "message_bytes": message_bytes, "us": us, "gbps": us and message_bytes / us / 1e3,
-            })  # fmt: skip
+            })
     return rows
 
 

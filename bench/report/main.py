@@ -53,7 +53,7 @@ Losses are in the tables, marked ▼. All was measured but the last part, which 
 - Sizes are M x N x K of the whole problem, before it is divided between the ranks.
 """
 _COLUMNS = ("M x N x K", "layer", "GEMM", "collective", "sequence", "best peer", "ours", "default",
-            "x sequence", "x torch-fused", "efficiency", "config")  # fmt: skip
+            "x sequence", "x torch-fused", "efficiency", "config")
 _DECODE = 1024  # rows below which a product is one of decoding: means of those would hide the others
 
 
@@ -159,7 +159,7 @@ def _summed_up(place, points):
         f"{settings['num_gpus']} x {settings['gpu']}", operator + _unusual(*how), direction,
         f"{source}{', CUDA graph' if graph else ''}", str(len(points)), *_mean_and_worst(points, "speedup"),
         *_mean_and_worst(points, "over_fused"), _mean_and_worst(points, "efficiency")[0],
-    ]]  # fmt: skip
+    ]]
 
 
 def _mean_and_worst(points, name):
@@ -215,7 +215,7 @@ def _line(point):
         str(point.shape), point.shape.name, _ms(point.gemm), _ms(point.collective), _ms(point.sequence),
         f"{_ms(peer[1])} ({peer[0]})" if peer else "", _ms(point.ours), _ms(point.default),
         _factor(point.speedup), _factor(point.over_fused), _share(point.efficiency), _config_of(point),
-    )  # fmt: skip
+    )
 
 
 def _config_of(point):

@@ -262,7 +262,7 @@ def _roofline(canvas, points):
             drawn = axis.scatter(
                 [point.gemm for point in some], [point.wire for point in some], c=[p.efficiency for p in some],
                 marker=marker, s=48, cmap="viridis", vmin=0.4, vmax=1, edgecolors="black", linewidths=0.4,
-            )  # fmt: skip
+            )
         axis.set(xscale="log", yscale="log", xlim=right, ylim=top, xlabel="GEMM alone, ms (cuBLAS)")
         axis.set_title(f"{_title(chosen[0])}{f' ({_TUNER})' if chosen[0].tuner else ''}", fontsize=10)
         axis.text(0.04, 0.96, "bound by the wire", transform=axis.transAxes, va="top", color=_GREY)

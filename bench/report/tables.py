@@ -57,7 +57,7 @@ def _head(title, what, rows):
         title=title, what=what, ranks=row["num_gpus"], gpu=row["gpu"], date=when,
         git=", ".join(sorted(revisions)), torch=row["torch"], triton=row["triton"], nccl=nccl,
         link=f"; best link rate {max(rates):.0f} GB/s each way" if rates else "",
-    )  # fmt: skip
+    )
 
 
 # ---- cells ----

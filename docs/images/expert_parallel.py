@@ -24,7 +24,7 @@ def arrow(axis, start, end, colour="#2166ac", style="-", bend=0.0):
     axis.add_patch(FancyArrowPatch(
         start, end, arrowstyle="-|>", mutation_scale=8, color=colour, linestyle=style, linewidth=1,
         connectionstyle=f"arc3,rad={bend}", shrinkA=1, shrinkB=1,
-    ))  # fmt: skip
+    ))
 
 
 def panel(axis, title, columns):
@@ -43,7 +43,7 @@ def dispatch(axis):
     panel(axis, "ep_dispatch", {
         0.0: "tokens and ids", 2.9: "its own experts", 6.4: "staging memory of rank 1: slots",
         11.0: "recv.x of rank 1, by expert",
-    })  # fmt: skip
+    })
     for i, token in enumerate("abc"):
         first, second = CHOICES[token]
         box(axis, 0.0, -0.6 * i, 1.0, token, COLOURS[token])
@@ -73,7 +73,7 @@ def dispatch(axis):
 def combine(axis, per_expert):
     panel(axis, f'ep_combine, "{"per_expert" if per_expert else "per_rank"}"', {
         0.0: "y of rank 0", 2.1: "staging memory of rank 0: slots", 9.2: "what is sent", 11.0: "expert_out of rank 1",
-    })  # fmt: skip
+    })
     for i, (token, expert) in enumerate(ROWS):
         box(axis, 11.0, -0.6 * i, 0.9, f"{token}{expert}", COLOURS[token])
     for i, token in enumerate("abc"):

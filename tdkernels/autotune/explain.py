@@ -181,7 +181,7 @@ def explanation(tunable, problem, device, choice):
     return Explanation(
         problem, config, choice.source, entry.problem if entry is not None else None, expected_ms, measured,
         plain_ms, local_ms, local_measured, bound_by, wire_ms, rates.measured, measured and entry.graph,
-    )  # fmt: skip
+    )
 
 
 def settings(operator, config):

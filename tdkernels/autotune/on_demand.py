@@ -52,4 +52,4 @@ def _warn_once(tunable, problem):
     _log.warning(
         "%s runs with a default config: there is no table of %s for this GPU. Tune it once: python -m tdkernels tune "
         "%s --shape %s%s --nproc %d", problem, problem.operator, problem.operator, sizes, layout, problem.world_size,
-    )  # fmt: skip
+    )

@@ -178,7 +178,7 @@ def _from_dict(operator, gpu, item):
         problem = Problem(
             operator, gpu, _whole(item["world_size"]), _whole(item["local_world_size"]), _text(item["dtype"]),
             _text(item["layout"]), tuple(_whole(size) for size in item["shape"]),
-        )  # fmt: skip
+        )
         versions = {_text(name): _text(version) for name, version in item["versions"].items()}
         if not isinstance(item["config"], dict):
             return None

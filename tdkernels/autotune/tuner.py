@@ -78,7 +78,7 @@ _FINAL = {"cuda": _Round(5, 12, 1.0, 1), "cpu": _Round(2, 0, 1.0, 1)}
 
 def tune(
     operator, *sizes, dtype=torch.bfloat16, layout=None, group=None, device=None, budget_s=20.0, on_progress=None
-):  # fmt: skip
+):
     """Find the best config for a problem and keep it in the user's cache.
 
     Args:     operator: its name, such as "ag_gemm"
@@ -336,7 +336,7 @@ class _Tuner:
         ms, host_ms = self._burst_of(
             lambda operands: self.tunable.run(operands, self.problem, self.group, trial.config), sets, calls,
             self.device, self.group,
-        )  # fmt: skip
+        )
         self.ranks.scratch.check()
         return ms, host_ms, time.monotonic() - self.begin
 
@@ -358,7 +358,7 @@ class _Tuner:
         return Entry(
             self.problem, versions(self.tunable), self.tunable.config_to_dict(best.config), best.ms, plain_ms,
             default.ms, max(local), wire_ms or None, date.today().isoformat(), self._burst_of is burst_in_graph,
-        )  # fmt: skip
+        )
 
     def _best_that_is_right(self, finalists, default):
         """The best of the final, which has to give the right result after all those calls as well."""

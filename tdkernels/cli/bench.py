@@ -14,7 +14,7 @@ def add_arguments(parser):
         help="ag_gemm, gemm_rs, gemm_ar, all of them if left out; if named: all_gather, reduce_scatter, all_reduce, "
         "ep_dispatch, ep_combine, ep_latency, all_to_all; apart from those: tp_moe, ep_moe; ag_attention, ulysses_qkv, "
         "ulysses_out; by itself, on one GPU: group_gemm; by itself, on one or more: flash_decode",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--shapes", metavar="NAME,…", help="groups by name, or sizes as MxNxK; all but the sweeps if left out; "
         "of group_gemm shapes by name, or RxNxKxE; of tp_moe or TxIxHxExk, of ep_moe or HxIxExk, of flash_decode or "
@@ -24,25 +24,25 @@ def add_arguments(parser):
         "--tokens", metavar="M,M,…",
         help="numbers of rows of the layers of a model, instead of 8192: a sweep; of expert parallelism tokens a rank; "
         "of flash_decode keys a rank; of ag_attention and ulysses_… those of all ranks",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--bytes", metavar="SIZE,…", help="of collectives alone: sizes of the full tensor, such as 64K,1M (1K … 256M)"
     )
     parser.add_argument(
         "--moe", default="7168x256x8", metavar="HxExk",
         help="of expert parallelism: hidden size, experts, experts of a token (7168x256x8)",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--payload", metavar="NAME,…",
         help="of ep_dispatch and ep_latency: bf16, fp8 (quantized on its way), fp8-given (all)",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--routing", default="balanced", metavar="NAME",
         help="of expert parallelism and group_gemm: balanced, or skewed (balanced)",
     )
     parser.add_argument(
         "--sharding", metavar="NAME,…", help="of ag_attention: zigzag, contiguous (both)"
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--peers", default="all", metavar="NAME,…", help="what else to measure: all, none, or names (all)"
     )
@@ -54,7 +54,7 @@ def add_arguments(parser):
     parser.add_argument(
         "--config", type=_json_object, action="append", default=[], metavar="JSON",
         help='fields of the default config to change, as one more method: {"tiles": {"block_n": 128}}; repeatable',
-    )  # fmt: skip
+    )
     parser.add_argument("--out", type=Path, metavar="DIR", help="where the rows go (bench/results)")
     parser.add_argument("--report", action="store_true", help="measure nothing; make tables and plots of the rows")
 

@@ -21,7 +21,7 @@ def add_arguments(parser):
         "--newest", action="store_true",
         help="leave one entry for each problem in those tables, the newest, instead of one for each version of the "
         "kernels: for tables that are to be shipped",
-    )  # fmt: skip
+    )
     merge = actions.add_parser("merge", help="add tables from files or folders to the cache; theirs win")
     merge.add_argument("source", nargs="+", type=Path)
     clear = actions.add_parser("clear", help="delete the cache, or what it has of some operators")

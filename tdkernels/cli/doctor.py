@@ -292,7 +292,7 @@ LOOKS = (
     check_python, check_torch, check_triton, check_numpy, check_compiler, check_gpus, check_links, check_cpu_memory,
     check_gpu_memory, check_nodes, check_nvshmem, check_multicast, check_timeout, check_cache,
     check_tuning,
-)  # fmt: skip
+)
 
 
 def examine(self_test=True):

@@ -15,7 +15,7 @@ _MAX_RANKS = 128
 _OPERATORS = (  # whose kernels note what they do
     "ag_attention", "ag_gemm", "ep_combine", "ep_dispatch", "flash_decode", "gemm_ar", "gemm_rs", "moe_ag_gemm",
     "moe_gemm_rs", "ulysses_out", "ulysses_qkv",
-)  # fmt: skip
+)
 
 
 def add_arguments(parser):
@@ -30,7 +30,7 @@ def add_arguments(parser):
     parser.add_argument(
         "--config", type=_json_object, metavar="JSON",
         help='fields of the default config to change: {"tiles": {"block_n": 128}}; left out: the best config known',
-    )  # fmt: skip
+    )
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     parser.add_argument("--repetitions", type=int, metavar="N", help="launches, of which the median is kept (7; 3)")
@@ -88,7 +88,7 @@ def _record(options):
             recordings = pool.run(
                 record_operator, options.operator, shape, DTYPES[options.dtype], options.config, repetitions,
                 options.layout,
-            )  # fmt: skip
+            )
         except RankError as error:
             if isinstance(error.exceptions[error.rank], ValueError):  # what only a rank could find out
                 raise error.exceptions[error.rank] from None
@@ -116,7 +116,7 @@ def _problem(options):
     if not re.fullmatch(r"[1-9]\d*" + r"x[1-9]\d*" * (len(tuned.sizes) - 1), options.shape):
         raise ValueError(
             f"--shape must be {len(tuned.sizes)} positive whole numbers, {sizes}, not {options.shape!r}"
-        )  # fmt: skip
+        )
     if options.repetitions is not None and options.repetitions < 1:
         raise ValueError(f"--repetitions must be at least 1, not {options.repetitions}")
     if options.out.exists() and not options.out.is_dir():

@@ -28,24 +28,24 @@ def add_arguments(parser):
         "operator", nargs="?",
         help="ag_gemm, gemm_rs, all_gather, flash_decode …; with --model, all by default; without --shape or --model "
         "its sizes and layouts are shown",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--shape", action="append", default=[], metavar="SIZES",
         help="sizes of the whole problem, before it is divided between ranks, with x between them: MxNxK of a product, "
         "the elements of the full tensor of a collective alone; may be given several times",
-    )  # fmt: skip
+    )
     parser.add_argument("--model", action="append", default=[], help="layers of a model, such as llama-3.1-70b")
     parser.add_argument("--tokens", default="8192", metavar="M,M,…", help="with --model: numbers of rows (8192)")
     parser.add_argument(
         "--nproc", "--tp", default="auto", metavar="W",
         help="ranks; auto: all GPUs, or 2 processes; 1 for what one rank has to tune, such as flash_decode",
-    )  # fmt: skip
+    )
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument(
         "--layout",
         help='of the operands, in the words of the operator: of a weight "nk" or, as in the backward, "kn"; "causal '
         'zigzag" of ag_attention …; the usual one by default',
-    )  # fmt: skip
+    )
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     parser.add_argument("--budget", type=float, default=20.0, metavar="S", help="seconds a shape, about (20)")
     parser.add_argument("--again", action="store_true", help="also what the cache has already")
@@ -189,7 +189,7 @@ def _tune_all(jobs, dtype, layout, budget_s):
                 result = tune(
                     job.operator, *job.shape, dtype=DTYPES[dtype], layout=layout, device=rank_device(),
                     budget_s=budget_s, on_progress=progress.step,
-                )  # fmt: skip
+                )
             except TuningError as error:  # on every rank alike
                 failed.append(job)
                 progress.show(f"[red]{escape(str(error))}" if first else "")

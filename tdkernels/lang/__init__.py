@@ -63,4 +63,4 @@ __all__ = [
     "running_sum", "signal", "signal_at", "signal_of", "status_at", "store_release", "store_release_each",
     "store_release_if", "sum_of", "symm_at", "symm_base", "take_first_ticket", "take_ticket", "target", "ticket_of",
     "to_e4m3", "to_float32", "turns_of", "wait", "wait_plan", "wait_plan_all", "wait_plan_node",
-]  # fmt: skip
+]

@@ -57,7 +57,7 @@ def is_void_for_all(signal):
             selp.b32 $0, 1, 0, p;
             }""",
             "=r,l,r", [signal, tl.arange(0, MAX_THREADS)], tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+        )
         return max_of(answer, 0) != 0
     else:
         return signal == 0
@@ -96,7 +96,7 @@ def check_alone(ctx):
             mov.b32 $0, 0;
             }""",
             "=r,l,~{memory}", [started], tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+        )
     else:
         tl.atomic_add(started, tl.full((), 1, tl.int64), sem="relaxed", scope="gpu")
 

@@ -102,7 +102,7 @@ class Kernel(JITFunction):
             kinds = map(_kind, self._specialized, args)
             return (
                 torch.cuda.current_device(), knobs.runtime.debug, *kinds, *kwargs.items(), *map(type, kwargs.values())
-            )  # fmt: skip
+            )
         except LookupError:
             return None
 

@@ -61,7 +61,7 @@ def store_release_each(ptrs, value, mask):
         tl.inline_asm_elementwise(
             "{ .reg .pred p; setp.ne.s32 p, $3, 0; @p st.release.sys.global.b64 [$1], $2; mov.b32 $0, 0; }",
             "=r,l,l,r,~{memory}", [ptrs, value, mask.to(tl.int32)], tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+        )
     else:
         tl.atomic_xchg(ptrs, value, mask=mask, sem="release", scope="sys")
 
@@ -103,7 +103,7 @@ def await_tma_stores():
         tl.inline_asm_elementwise(
             "cp.async.bulk.wait_group 0; fence.proxy.async.global; mov.b32 $0, 0;", "=r,~{memory}", [], tl.int32,
             is_pure=False, pack=1,
-        )  # fmt: skip
+        )
 
 
 @jit
@@ -118,7 +118,7 @@ def prefetch(addresses, num_bytes, there):
         tl.inline_asm_elementwise(
             "{ .reg .pred p; setp.ne.s32 p, $3, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }",
             "=r,l,r,r", [addresses, whole, there.to(tl.int32)], tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+        )
 
 
 @jit

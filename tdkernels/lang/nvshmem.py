@@ -32,7 +32,7 @@ def put_signal_nbi_block(dst, src, num_bytes, signal, value, pe, _semantic=None)
     return _call(
         "nvshmemx_putmem_signal_nbi_block", [dst, src, num_bytes, signal, value, _SET, pe],
         [_I64, _I64, _I64, _I64, _I64, _I32, _I32], _NOTHING, _semantic,
-    )  # fmt: skip
+    )
 
 
 @core.extern

@@ -72,7 +72,7 @@ def _multiprocessor():
         die_and_unit = tl.inline_asm_elementwise(
             "s_getreg_b32 $0, hwreg(HW_REG_XCC_ID, 0, 4)\ns_getreg_b32 $1, hwreg(HW_REG_HW_ID, 8, 8)",
             "=s,=s", [], dtype=(tl.int32, tl.int32), is_pure=False, pack=1,
-        )  # fmt: skip
+        )
         return (die_and_unit[0].to(tl.int64) << 8) + die_and_unit[1]
     else:
         return tl.full((), -1, tl.int64)

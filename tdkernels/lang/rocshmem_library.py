@@ -69,7 +69,7 @@ SYMBOLS = {
     "rocshmem_getmem_on_stream": _PUT,
     "rocshmem_hipmodule_init": (c_int, [c_void_p, c_void_p], "P12ihipModule_tP12ihipStream_t"),
     "rocshmem_finalize": (None, [], "v"),
-}  # fmt: skip
+}
 
 
 def mangled(name):

@@ -121,7 +121,7 @@ def consume_token(value, token):
 @jit
 def notify(
     ctx, signal_ptr, peer, value, OP: tl.constexpr = SET, SCOPE: tl.constexpr = SYS, PASSES_ON: tl.constexpr = False
-):  # fmt: skip
+):
     """Raise the signal that ``peer`` keeps where we keep ``signal_ptr``, after all that this program has stored.
 
     Release at ``SCOPE`` after the whole program's stores. ``OP``: "set" (one producer a word) or "add" (many).
@@ -145,7 +145,7 @@ def notify(
 @jit
 def notify_all(
     ctx, signal_ptr, value, PASSES_ON: tl.constexpr = False, count=None, WITH_OWN: tl.constexpr = False
-):  # fmt: skip
+):
     """``notify`` every peer, by setting the signal that it keeps where we keep ``signal_ptr``, all at the same time.
 
     One after the other each release would wait until the signal before has arrived. ``count``: so many signals, which
@@ -313,7 +313,7 @@ def in_time(seen, expected):
             "{ .reg .pred p; setp.eq.s64 p, $1, $2; setp.gt.and.s64 p, $2, 0, p; "
             "selp.b32 $0, 0, 1, p; or.b32 $0, $0, $3; }",
             "=r,l,l,r", [seen, _wide(expected), tl.full((MAX_THREADS,), 0, tl.int32)], tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+        )
         return max_of(missed, 0) == 0
     else:
         return (seen == expected) & (expected > 0)

@@ -43,7 +43,7 @@ def take_first_ticket(ctx, signal):
             selp.b32 $0, 0x40000000, $1, p;
             }""",
             "=r,r,l,r", [answer, signal, tl.arange(0, MAX_THREADS)], tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+        )
     else:
         return tl.where(signal == 0, NO_TICKET, answer)
 
@@ -67,7 +67,7 @@ def take_ticket(ctx):
             @first atom.relaxed.gpu.global.add.u32 $0, [$1], 1;
             }""",
             "=r,l,r,~{memory}", [counter, tl.arange(0, MAX_THREADS)], tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+        )
     else:
         return tl.atomic_add(counter, tl.full((), 1, tl.int32), sem="relaxed", scope="gpu")
 

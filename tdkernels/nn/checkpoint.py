@@ -37,7 +37,7 @@ class Shard:
         """(w_gate_up, w_down) of whole weights by (expert, part)."""
         gate_up = [
             torch.cat([self.of(part, found[expert, part]) for part in ("gate", "up")]) for expert in self.experts
-        ]  # fmt: skip
+        ]
         return torch.stack(gate_up), torch.stack([self.of("down", found[expert, "down"]) for expert in self.experts])
 
     def join(self, gate_up, down):

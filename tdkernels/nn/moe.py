@@ -92,7 +92,7 @@ class EPMoE(_MoE):
 
     def __init__(
         self, gate, intermediate, *, quantize=None, max_tokens=None, max_tokens_per_rank=None, **options
-    ):  # fmt: skip
+    ):
         super().__init__(gate, intermediate, **options)
         self.quantize, self.max_tokens, self.max_tokens_per_rank = quantize, max_tokens, max_tokens_per_rank
 
@@ -108,7 +108,7 @@ class EPMoE(_MoE):
             x, topk_ids, topk_weights, self.w_gate_up, self.w_down, num_experts=self.gate.num_experts,
             quantize=self.quantize, max_tokens=self.max_tokens, max_tokens_per_rank=self.max_tokens_per_rank,
             group=self.group, config=self.config,
-        )  # fmt: skip
+        )
 
 
 class TPMoE(_MoE):
@@ -134,4 +134,4 @@ class TPMoE(_MoE):
     def _experts(self, x, topk_ids, topk_weights):
         return tdkernels.tp_moe(
             x, topk_ids, topk_weights, self.w_gate_up, self.w_down, group=self.group, config=self.config
-        )  # fmt: skip
+        )

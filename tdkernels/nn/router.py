@@ -25,7 +25,7 @@ class Router(torch.nn.Module):
     def __init__(
         self, hidden, num_experts, top_k, *, scores="softmax", normalize=True, scale=1.0, balanced=False, device=None,
         dtype=None,
-    ):  # fmt: skip
+    ):
         super().__init__()
         if scores not in SCORES:
             raise ValueError(f"Router: scores must be one of {SCORES}, not {scores!r}")

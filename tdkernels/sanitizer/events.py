@@ -118,7 +118,7 @@ class Recorder(Observer):
         self._add(
             "atomic", words, op, sem.name, scope.name, self._expected.get(me), me in self._by_network,
             at=None if reads_only else self._began,
-        )  # fmt: skip
+        )
 
     def host_access(self, kind, start, stop):
         if stop > start:

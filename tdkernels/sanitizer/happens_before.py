@@ -216,7 +216,7 @@ class _Rank:
         self._launches[stream] += 1
         self._running = _Launch(
             self._analysis, self._number, stream, self._launches[stream], kernel, self._bases[stream], program_keeps
-        )  # fmt: skip
+        )
         self._pages = next(self._written)
 
     def _end(self, program, site):
@@ -261,7 +261,7 @@ class _Rank:
         launch = self._launches[stream]
         thread = self._analysis.new_thread(
             self._number, stream, launch, _HOST, None, None, dict(self._bases[stream])
-        )  # fmt: skip
+        )
         self._analysis.access(thread, kind, pieces, site)
         self._bases[stream][self._number, stream] = launch
 
@@ -372,7 +372,7 @@ class _Launch:
     def _begin(self, program, item, base):
         thread = self._analysis.new_thread(
             self._rank, self.stream, self.number, self._kernel, program, item, dict(base)
-        )  # fmt: skip
+        )
         self._current[program] = thread
         self.threads.append(thread)
         return thread

@@ -300,7 +300,7 @@ def _exchange(original):
 _COLLECTIVES = (
     "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all_single", "broadcast",
     "new_group", "reduce_scatter_tensor",
-)  # fmt: skip
+)
 
 
 def _collective(original):

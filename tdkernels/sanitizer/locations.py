@@ -98,7 +98,7 @@ class Locations:
         layout = {
             "name": workspace.name, "half_signals": workspace.half_signals, "half_bytes": workspace.half_bytes,
             "data_offset": workspace.data_offset,
-        }  # fmt: skip
+        }
         for owner, tensor in enumerate(workspace.buffer._tensors):
             inode, _ = self.of(tensor.data_ptr())
             if inode not in self.names:

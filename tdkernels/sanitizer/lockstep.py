@@ -129,7 +129,7 @@ class Lockstep:
         can = [
             rank for rank in range(self._world_size)
             if self._status(rank) == _RUNS or self._status(rank) == _WAITS and self._waited_at(rank) != version
-        ]  # fmt: skip
+        ]
         if len(can) < 2:
             return can[0] if can else None
         weights = random.Random(f"{self._seed}/{self.step // _PERIOD}").choices(_WEIGHTS, k=self._world_size)

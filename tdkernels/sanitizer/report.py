@@ -73,7 +73,7 @@ class Race:
         return cls(
             _access(analysis, first), _access(analysis, second), workspace, place, byte,
             _acquired(analysis, first.thread.rank, second), _released(analysis, first), times,
-        )  # fmt: skip
+        )
 
     def __str__(self):
         times = "" if self.times == 1 else f" ({self.times} times)"

@@ -126,7 +126,7 @@ class Schedule(Observer):
         self._own = {
             self._locations.of(workspace.buffer._tensors[workspace.rank].data_ptr())[0]
             for state in live_states() for workspace in state.workspaces.values() if workspace.buffer is not None
-        }  # fmt: skip
+        }
         return contextlib.nullcontext()
 
     def buffers_changed(self):
@@ -182,7 +182,7 @@ class Schedule(Observer):
         texts = [
             f"program {program.index[0]} waits for {self._locations.name_of(program.awaits[0])} >= {program.awaits[1]}"
             for program in alive if program.awaits is not None
-        ]  # fmt: skip
+        ]
         return "deadlock: " + "; ".join(texts)
 
     # ---- the network and the host ----

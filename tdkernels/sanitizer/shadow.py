@@ -62,4 +62,4 @@ def _uncovered(part, covered, base):
     return [
         (number, base + int(np.argmax(part == number)))
         for number in _numbers(part) if number != _NONE and not covered(number)
-    ]  # fmt: skip
+    ]

@@ -13,4 +13,4 @@ from tdkernels.symm.workspace import Workspace, get_workspace, synchronize
 __all__ = [
     "SymmetricBuffer", "Workspace", "allocate", "get_timeout", "get_workspace", "resolve_group", "set_timeout",
     "synchronize",
-]  # fmt: skip
+]

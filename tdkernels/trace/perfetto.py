@@ -30,7 +30,7 @@ def _event(interval, rank, thread):
     return {
         "ph": "X", "name": interval.kind, "cat": interval.kind, "pid": rank, "tid": thread,
         "ts": interval.begin / 1e3, "dur": (interval.end - interval.begin) / 1e3, "args": args,
-    }  # fmt: skip
+    }
 
 
 def save(trace, path):
@@ -58,4 +58,4 @@ def _interval(event):
     return Interval(
         args["program"], args["multiprocessor"], args["lane"], event["name"], ALL_PEERS if peer == "all" else peer,
         begin, begin + round(event["dur"] * 1e3),
-    )  # fmt: skip
+    )

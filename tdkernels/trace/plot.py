@@ -11,13 +11,13 @@ from tdkernels.trace.timeline import row_of
 _COLOURS = {
     "multiplies": "#2166ac", "joins": "#5e3c99", "stores": "#67c0ea", "sums": "#1b9e77", "receives": "#a6d96a",
     "copies": "#dfc27d", "pushes": "#fdae61", "waits": "#d7191c", "starts": "#bdbdbd", "finishes": "#7f7f7f",
-}  # fmt: skip
+}
 _IDLE = "#ffffff"
 _MEANING = {
     "multiplies": "multiplies a tile", "joins": "adds up parts", "stores": "stores a tile", "sums": "sums partials",
     "copies": "copies what has come", "receives": "brings a sum to z", "pushes": "pushes to a peer",
     "waits": "waits for a signal", "starts": "finds its tile", "finishes": "comes to its end",
-}  # fmt: skip
+}
 _WIDTH, _RANK_HEIGHT, _MARGIN = 14.0, 3.0, 1.6  # inches
 _DPI = 110
 _COLUMNS = 1400  # about the pixels that a panel has

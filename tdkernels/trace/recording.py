@@ -62,7 +62,7 @@ def record_operator(operator, shape, dtype, changes=None, repetitions=7, layout=
         "world_size": world_size, "config": text_of(config), "torch": torch.__version__, "triton": triton.__version__,
         "num_multiprocessors": gpu.num_sms(device) if device.type == "cuda" else 0,
         "untraced_ms": untraced_ms, "traced_ms": traced_ms, "events": events, "times": times,
-    }  # fmt: skip
+    }
 
 
 def _that_ran(recorder):

@@ -88,13 +88,13 @@ def _of_ranks(trace):
             *(f"{share[kind]:.1%}" for kind in ("overhead", "idle", "tail")),
             *([_us(time) for time in arrived[:2]] if arrived else ["-", "-"]),
             f"± {trace.about['clock_error_ns'][rank] / 1e3:.2f}",
-        ])  # fmt: skip
+        ])
     seen = "data" if all(found is None or found[2] for found in map(lambda r: arrivals(trace, r), range(len(rows)))) \
-        else "data seen"  # fmt: skip
+        else "data seen"
     columns = [
         "rank", "ms", "began, us", *kinds, "overhead", "idle", "(at the end)",
         f"first {seen}, us", f"last {seen}, us", "clock, us",
-    ]  # fmt: skip
+    ]
     return trace.title, columns, rows
 
 

@@ -23,18 +23,18 @@ FP32 = torch.float32
 LAUNCHERS = {
     "ag_attention": ag_attention_launch, "flash_decode": flash_decode_launch, "ulysses_out": ulysses_launch_out,
     "ulysses_qkv": ulysses_launch_qkv,
-}  # fmt: skip
+}
 OPERATORS = list(LAUNCHERS)
 # Of the whole, for two ranks, as ``Call`` makes them.
 SIZES = {
     "ag_attention": (1, 32, 2, 1, 16, 16), "flash_decode": (2, 1, 4, 2, 16, 16, 24), "ulysses_out": (32, 16, 32),
     "ulysses_qkv": (32, 32, 16),
-}  # fmt: skip
+}
 # A legal config, told from others by a number.
 FIELD = {
     "ag_attention": "num_comm_sms", "flash_decode": "num_programs", "ulysses_out": "num_comm_sms",
     "ulysses_qkv": "lag_tiles",
-}  # fmt: skip
+}
 
 
 def draw(seed, *shape):

@@ -23,13 +23,13 @@ PROBLEMS = {  # (ranks, layout, sizes)
         (1, "dense", (128, 1, 32, 8, 128, 128, 1024)), (2, "paged fp8", (1, 1, 96, 12, 128, 128, 65536)),
         (4, "paged latent", (32, 2, 128, 1, 576, 512, 8192)), (8, "dense", (1, 1, 1, 1, 16, 16, 1)),
     ],
-}  # fmt: skip
+}
 # Large enough that more of any size takes longer, by how much each.
 LARGE = {
     "ulysses_qkv": (4, "nk", (8192, 8192, 8192)), "ulysses_out": (4, "nk", (8192, 8192, 8192)),
     "ag_attention": (4, "causal zigzag", (4, 65536, 32, 8, 64, 64)),
     "flash_decode": (4, "dense", (64, 8, 32, 8, 128, 128, 65536)),
-}  # fmt: skip
+}
 each_operator = pytest.mark.parametrize("operator", OPERATORS)
 
 

@@ -55,7 +55,7 @@ def test_explain_sees_how_a_cache_lies():
     for caches, paged, layout in (
         ((k, k.clone()), None, "dense"), ((k, k[..., :64]), None, "dense latent"),
         ((k, k[..., :64]), table, "paged latent"), ((k.to(FP8), k.to(FP8)), table, "paged fp8"),
-    ):  # fmt: skip
+    ):
         assert explain(DECODE, q, *caches, lens, paged, world_size=2).problem.layout == layout
     weight = torch.zeros(16, 32).t()
     assert explain("ulysses_qkv", torch.zeros(8, 16), weight, world_size=2).problem.layout == "kn"

@@ -32,7 +32,7 @@ PROBLEMS = {
     ],
     "ulysses_out": [(4, 1, "nk", (512, 64, 512)), (2, 1, "kn", (66, 34, 30))],
     "ulysses_qkv": [(4, 1, "nk", (512, 512, 64)), (2, 1, "kn", (66, 34, 30))],
-}  # fmt: skip
+}
 
 
 @contextlib.contextmanager
@@ -40,7 +40,7 @@ def as_on_a_gpu(operator, ranks, nodes):
     """Within, the launcher of an operator takes the CPU's tensors for those of a GPU, and its launches are recorded."""
     gathered = {module: name for module, name in (
         (ag_attention_launch, "gathered_descriptor"), (ulysses_launch_out, "_gathered_descriptor")
-    )}  # fmt: skip
+    )}
 
     def of_some_memory(real):
         """The memory that peers write to is none here: the descriptor without a workspace stands for it."""

@@ -80,7 +80,7 @@ def test_one_shot_is_for_few_rows(an_h200):
     ("gemm_ar", 2, (512, 10240, 8192), 256, False), ("gemm_rs", 2, (512, 8192, 8192), 256, True),
     ("gemm_rs", 2, (128, 10240, 8192), 256, True), ("ag_gemm", 4, (8192, 4096, 12288), 128, True),
     ("ag_gemm", 2, (512, 8192, 28672), 256, False),
-])  # fmt: skip
+])
 def test_tiles_that_were_tuned_for_a_similar_problem(an_h200, operator, world_size, shape, columns, suits):
     op = tunable(operator)
     problem = Problem(operator, "NVIDIA H200", world_size, world_size, "bfloat16", "nk", shape)

@@ -69,7 +69,7 @@ def test_a_file_for_each_gpu_and_operator(folder):
     disk_cache.store([an_entry(), an_entry("gemm_rs"), an_entry(gpu="NVIDIA H200 NVL (80GB)")])
     assert [str(file.relative_to(folder)) for file in disk_cache.files()] == [
         "nvidia-h200-nvl-80gb/ag_gemm.json", "nvidia-testing/ag_gemm.json", "nvidia-testing/gemm_rs.json",
-    ]  # fmt: skip
+    ]
     assert disk_cache.path(*WANTED) == folder / "nvidia-testing" / "ag_gemm.json"
 
 
@@ -263,7 +263,7 @@ def test_where_there_is_no_file_nothing_is_said(caplog, folder, spoil):
         a_file_for_a_folder, a_file_for_a_gpus_folder, a_folder_for_a_file, a_folder_for_a_lock,
         a_folder_that_is_read_only,
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_written_is_reported_and_used_by_this_process(caplog, folder, spoil):
     spoil(folder)
     disk_cache.store([an_entry()])

@@ -98,7 +98,7 @@ def take_the_entry(folder):
         # The sequence goes as its parts have been tuned to, and what overlaps does not ask them.
         tune_by_hand(
             *(entry_of(EP_BY_TORCH, "ep_dispatch", (n, 16, 4, 2), "exact", dtype="float32") for n in (4, 8, 16))
-        )  # fmt: skip
+        )
         state.choices.clear()
         assert methods_of(layer, group) == ([], 1)
         tune_by_hand(*(entry_of(FUSED, "ep_moe", (tokens, *SIZES), "exact", dtype="float32") for tokens in (4, 8, 16)))
@@ -241,7 +241,7 @@ def test_configs_are_kept_as_text():
     shown = op.config_to_dict(parts)
     assert (shown["method"], shown["gemm"]) == ("sequence", "torch") and "method=torch" in shown["ep"]
     for values in ({}, {"method": 3}, {"method": "fused", "tiles": 3}, {"method": "fused", "stages": 2},
-                   {"method": "fused", "tiles": {"block_m": "64"}}):  # fmt: skip
+                   {"method": "fused", "tiles": {"block_m": "64"}}):
         with pytest.raises((TypeError, ValueError)):
             op.config_from_dict(values)
 

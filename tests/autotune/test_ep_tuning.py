@@ -37,7 +37,7 @@ PROBLEMS = [
     ("ep_dispatch", (8, 16, 4, 2), "bounded_fp8", BF16),
     ("ep_combine", (8, 16, 4, 2), "static", FP32), ("all_to_all", (7, 16, 4), "exact", FP16),
     ("all_to_all", (8, 16, 4), "bounded", BF16),
-]  # fmt: skip
+]
 
 
 def are_tuned(folder):
@@ -158,7 +158,7 @@ def test_a_call_goes_by_torch_where_that_was_the_best(tmp_path):
 
 @pytest.mark.parametrize("operator, layout", [
     (operator, layout) for operator in OPERATORS for layout in tunable(operator).layouts
-])  # fmt: skip
+])
 def test_torchs_sequence_is_a_candidate_where_the_host_waits_anyway(operator, layout):
     op, sizes = tunable(operator), (16, 64, 4) if operator == "all_to_all" else (16, 64, 4, 2)
     problem = Problem(operator, "cpu", 2, 2, "bfloat16", layout, sizes)

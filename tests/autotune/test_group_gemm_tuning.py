@@ -53,7 +53,7 @@ def takes_what_is_known_of_gradients(folder):
     problem = Grouped(FP32, [5, 0, 8], 8, 16)
     dx, dw = (16, 16, 8, 3), (16, 8, 16, 3)  # 13 rows up to a power of two
     launches = [(grouped_gemm_launch, "product", lambda args, options: args[5]),
-                (grouped_gemm_launch, "weight_gradient", lambda args, options: args[4])]  # fmt: skip
+                (grouped_gemm_launch, "weight_gradient", lambda args, options: args[4])]
 
     def gradients(**options):
         with expert_support.recorded(*launches) as ran:
@@ -64,14 +64,14 @@ def takes_what_is_known_of_gradients(folder):
         default = [("product", None), ("weight_gradient", None)]
         assert gradients() == default
         tune_by_hand(entry_of(SMALL, "group_gemm", dx, "kn", world_size=1),
-                     entry_of(SMALL, "group_gemm", dw, "dw", world_size=1))  # fmt: skip
+                     entry_of(SMALL, "group_gemm", dw, "dw", world_size=1))
         assert gradients() == default  # known calls ask nobody again
         forget_choices()
         assert gradients() == gradients(config=GroupGemmConfig()) == [("product", SMALL), ("weight_gradient", SMALL)]
         with autotune.mode("off"):
             assert gradients() == default
         tune_by_hand(entry_of(TORCH, "group_gemm", dx, "kn", world_size=1),
-                     entry_of(TORCH, "group_gemm", dw, "dw", world_size=1))  # fmt: skip
+                     entry_of(TORCH, "group_gemm", dw, "dw", world_size=1))
         forget_choices()
         assert gradients() == []
     forget_choices()

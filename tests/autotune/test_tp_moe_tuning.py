@@ -130,10 +130,10 @@ def entries(config, other=None, width=12, hidden=3, dtype="float32"):
     problems = {
         "tp_moe": (8, width, 2 * hidden, 2, 1), "moe_ag_gemm": (8, 4 * hidden, width, 2, 1),
         "moe_gemm_rs": (8, width, 2 * hidden, 2, 1),
-    }  # fmt: skip
+    }
     configs = {"moe_gemm_rs": other or config}
     return [entry_of(configs.get(operator, config), operator, shape, "swiglu" if operator != "moe_gemm_rs" else None,
-                     dtype=dtype) for operator, shape in problems.items()]  # fmt: skip
+                     dtype=dtype) for operator, shape in problems.items()]
 
 
 def take_the_entry(folder):
@@ -153,7 +153,7 @@ def take_the_entry(folder):
         assert [config for _, config in ran] == [TUNED, rows]
         assert {(problem.operator, choice.source) for (problem, _), choice in state.choices.items()
                 if problem.operator in OPERATORS and problem.layout != "kn"
-                } == {(operator, "cache") for operator in OPERATORS}  # fmt: skip
+                } == {(operator, "cache") for operator in OPERATORS}
         with launches() as ran, counted(state, "exchange") as exchanges, counted(selection, "look_up") as looks:
             layer.check({"y": layer.call().detach()})
             assert (exchanges, looks) == ([0], [0])
@@ -244,7 +244,7 @@ def go_backward(folder, call):
         assert (looks[0] > 0) == (dist.get_rank() == 0)
         sources = {
             problem.operator: choice.source for (problem, _), choice in state.choices.items() if problem.layout == "kn"
-        }  # fmt: skip
+        }
         assert sources == {"moe_ag_gemm": "cache", "moe_gemm_rs": "cache"}
         known = dict(state.choices)
         with counted(state, "exchange") as exchanges, counted(selection, "look_up") as looks:
@@ -253,7 +253,7 @@ def go_backward(folder, call):
         assert trained(layer, call, config=EXPLICIT) == [EXPLICIT] * 4 and state.choices == known
         for name, expected in (
             ("x", [OF_DH, OF_DX]), ("topk_weights", [OF_DH]), ("w_gate_up", [OF_DH]), ("w_down", [OF_DH]),
-        ):  # fmt: skip
+        ):
             assert trained(layer, call, wanted=(name,))[2:] == expected, name
         with autotune.mode("off"):
             ran = trained(a_layer(group, **WIDE), call)
@@ -367,7 +367,7 @@ def tune_in_a_backward(folder):
             trained(a_layer(group), call)
             assert [name for name, depth in tuned if name in OPERATORS and not depth] == expected
         found = {(problem.operator, problem.layout): choice.source
-                 for (problem, _), choice in group_state(group).choices.items()}  # fmt: skip
+                 for (problem, _), choice in group_state(group).choices.items()}
         assert found["moe_ag_gemm", "kn"] == found["moe_gemm_rs", "kn"] == "cache"
         del group
 
@@ -456,7 +456,7 @@ def test_more_stages_pay_where_experts_have_many_rows():
 
 @pytest.mark.parametrize("operator, layout", [
     ("tp_moe", "none"), ("moe_ag_gemm", "swiglu_interleaved"), ("moe_gemm_rs", "nk"), *GRADIENTS,
-])  # fmt: skip
+])
 def test_what_is_compiled_ahead_is_what_a_call_launches(operator, layout):
     shape = 64, 128, 64, 4, 2
     problem = Problem(operator, "cpu", 2, 2, "bfloat16", layout, shape)

@@ -77,7 +77,7 @@ def tunes(folder, operator):
 @pytest.mark.parametrize("world_size, operator", [
     pytest.param(ranks, name, marks=[thorough] if (ranks, name) == (3, "gemm_ar") else [])
     for ranks in (2, 3) for name in OPERATORS
-])  # fmt: skip
+])
 def test_all_ranks_find_the_same_entry_and_keep_it(tmp_path, world_size, operator):
     entries = on_ranks(world_size, tunes, tmp_path, operator)
     assert entries == [entries[0]] * world_size
@@ -215,7 +215,7 @@ def tells_noise_from_speed(folder, of_default, plain_ms, host_share):
 
 @pytest.mark.parametrize("of_default, plain_ms, host_share, found", [
     (0.105, 0.5, 0.95, "default"), (0.105, 0.5, 0.5, "best"), (0.12, 0.5, 0.95, "best"), (0.105, 0.09, 0.95, "plain"),
-])  # fmt: skip
+])
 def test_where_the_host_takes_the_time_the_default_stays(tmp_path, of_default, plain_ms, host_share, found):
     assert on_ranks(2, tells_noise_from_speed, tmp_path, of_default, plain_ms, host_share) == [found] * 2
 

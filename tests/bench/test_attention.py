@@ -27,7 +27,7 @@ PRODUCT = Shape(64, 64, 64, "tiny") if ON_GPU else Shape(8, 8, 16, "tiny")
 PLAN = measure.Plan(rounds=1, burst_ms=0, peers=("sdpa-flash", "sdpa-cudnn"), overrides=({"nope": 1},))
 UNKNOWN = 'tdkernels c1 {"nope": 1}'
 MACHINE = {"gpu": "NVIDIA Testing", "num_gpus": 2, "driver": "1.2", "torch": "2.99", "triton": "3.99", "nccl": "2.0",
-           "multicast": "off", "git": "0123456789abcdef"}  # fmt: skip
+           "multicast": "off", "git": "0123456789abcdef"}
 
 
 def attention_case(shape=SHAPE, ranks=2, sharding="zigzag", backward=True):
@@ -119,7 +119,7 @@ def test_every_pass_of_ulysses_is_checked_and_timed(operator):
     timed = {key for key, _, times in found if times.get("ms")}
     assert timed == {
         (part, name) for part in case.parts for name in ("gemm", "collective", "sequence", "tdkernels")
-    }  # fmt: skip
+    }
     rows = ulysses.rows(case, found, 400.0)
     assert json.loads(json.dumps(rows)) == rows and {row["pass"] for row in rows} == {"forward", "backward"}
     for row in rows:
@@ -242,7 +242,7 @@ def rows_of(module, case, date="2026-01-02", **ms):
     found = [
         ((part, name), False, {"ms": time} if time else {"absent": "why"})
         for part, times in ms.items() for name, time in times.items()
-    ]  # fmt: skip
+    ]
     return [{**row, **MACHINE, "date": date} for row in module.rows(case, found, 400.0)]
 
 
@@ -255,7 +255,7 @@ def line(text, heading, start):
 @pytest.fixture
 def folder(tmp_path):
     times = {"collective": 0.1, "attention sdpa-flash": 1.5, "attention sdpa-cudnn": 1.0, "sequence sdpa-flash": 1.75,
-             "sequence sdpa-cudnn": 2.0, "tdkernels": 1.25, 'tdkernels c1 {"block_q": 64}': 0.1}  # fmt: skip
+             "sequence sdpa-cudnn": 2.0, "tdkernels": 1.25, 'tdkernels c1 {"block_q": 64}': 0.1}
     case = attention_case(AttentionShape(8192, 32, 8, 128, "h32-kv8"))
     rows = rows_of(ag_attention, case, forward=times, backward={**times, "tdkernels": 2.5})
     rows += rows_of(ag_attention, case, forward={**times, "tdkernels": 9.0}, date="2026-01-01")

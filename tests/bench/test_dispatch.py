@@ -32,7 +32,7 @@ def test_the_cases_of_a_run():
     assert [str(case) for case in found if case.tokens == 128] == [
         "ep_dispatch bf16 128 tokens", "ep_dispatch fp8 128 tokens", "ep_dispatch fp8-given 128 tokens",
         "ep_combine 128 tokens", "ep_latency fp8 128 tokens", "all_to_all 128 tokens",
-    ]  # fmt: skip
+    ]
     assert {case.tokens for case in found if case.operator == "ep_latency"} == {1, 8, 32, 128}
     chosen = dispatch.cases(["ep_dispatch", "ep_latency"], [512], 4, dispatch.LAYER, ["bf16"], "skewed")
     assert [str(case) for case in chosen] == ["ep_dispatch bf16 512 tokens skewed", "ep_latency bf16 512 tokens skewed"]
@@ -215,7 +215,7 @@ def test_when_the_time_is_up_nothing_more_is_begun(capsys):
 # ---- the report ----
 
 MACHINE = {"gpu": "NVIDIA Testing", "num_gpus": 4, "driver": "1.2", "torch": "2.99", "triton": "3.99", "nccl": "2.0",
-           "multicast": "off", "git": "0123456789abcdef"}  # fmt: skip
+           "multicast": "off", "git": "0123456789abcdef"}
 
 
 def run_of(operator, tokens, ms, date="2026-01-02", graph=False, **fields):

@@ -20,7 +20,7 @@ SHAPE = flash_decode.Shape(2, 4, 2, 64, 16) if ON_GPU else flash_decode.Shape(2,
 CHANGED, UNKNOWN = 'c1 {"num_warps": 2}', 'c2 {"nope": 1}'
 PLAN = measure.Plan(rounds=1, burst_ms=0, peers=("sdpa-flash",), overrides=({"num_warps": 2}, {"nope": 1}))
 MACHINE = {"gpu": "NVIDIA Testing", "num_gpus": 2, "driver": "1.2", "torch": "2.99", "triton": "3.99", "nccl": "2.0",
-           "multicast": "off", "git": "0123456789abcdef"}  # fmt: skip
+           "multicast": "off", "git": "0123456789abcdef"}
 
 
 # ---- shapes ----
@@ -83,7 +83,7 @@ def test_everything_is_checked_and_timed(world_size):
 def test_what_follows_from_the_times():
     case = flash_decode.Case(flash_decode.Shape(1, 8, 2, 64, 1 << 16), 2)
     times = {"torch-local math": 0.5, "torch-local sdpa-flash": 0.2, "local": 0.1, "sequence math": 0.6,
-             "sequence sdpa-flash": 0.25, "tdkernels": 0.125}  # fmt: skip
+             "sequence sdpa-flash": 0.25, "tdkernels": 0.125}
     found = [("copy", False, {"ms": 1.0, "bytes": 10**9})]
     found += [(name, False, {"ms": 2 * ms}) for name, ms in times.items()]
     found += [(name, True, {"ms": ms}) for name, ms in times.items()]
@@ -223,7 +223,7 @@ def line(text, heading, start):
 @pytest.fixture
 def folder(tmp_path):
     times = {"torch_local__math": 0.9, "torch_local__sdpa_flash": 0.15, "local": 0.11, "sequence__math": 2.0,
-             "sequence__sdpa_flash": 0.25, "tdkernels": 0.12}  # fmt: skip
+             "sequence__sdpa_flash": 0.25, "tdkernels": 0.12}
     rows = run_of(1 << 16, **times)
     rows += run_of(1 << 16, date="2026-01-01", **{**times, "tdkernels": 9.0})
     rows += run_of(1 << 17, **{**times, "local": 0.25, "tdkernels": 0.2621})
@@ -242,7 +242,7 @@ def test_tables_show_the_newest_runs_and_what_misses_the_target(folder):
     heading = "### flash_decode, 96 / 12 heads of 128, batch 1, in CUDA graphs, 2 x NVIDIA Testing"
     assert line(text, heading, "64K") == [
         "64K", "0.150", "0.110", "0.250", "0.120", "0.92", "1.36", "0.84 ▼", "10.0", "2.08", "sdpa-flash", "sdpa-flash",
-    ]  # fmt: skip
+    ]
     long = line(text, heading, "128K")
     assert long[5:9] == ["0.81 ▼", "0.60 ▼", "0.77 ▼", "12.1 ▼"] and long[9] == "0.95 ▼"
     assert line(text, heading, "1K")[7] == "0.01", "of few keys nothing is asked"

@@ -23,7 +23,7 @@ def test_shapes_by_name_and_by_size():
     assert (str(named), named.activation) == ("4096x3584x4096x8", "swiglu") and str(sized) == "64x32x16x4"
     assert [case.direction for case in grouped_gemm.cases(["group_gemm"], [sized], "skewed", True)] == [
         "forward", "dx", "dw",
-    ]  # fmt: skip
+    ]
     assert [str(case) for case in grouped_gemm.cases(["group_gemm"], [named], "skewed", False)] == [
         "group_gemm forward 4096x3584x4096x8 mixtral-tp8 skewed"
     ]

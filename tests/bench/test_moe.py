@@ -49,7 +49,7 @@ def test_shapes_by_name_and_by_size():
     field = {
         (8192, 8192, 8192, 32, 4), (8192, 8192, 8192, 8, 2), (2048, 1408, 2048, 60, 4), (2048, 14336, 4096, 8, 2),
         (2048, 16384, 6144, 8, 2), (2048, 1408, 2048, 64, 6),
-    }  # fmt: skip
+    }
     assert {(s.tokens, s.inner, s.hidden, s.experts, s.choices) for s in tp} == field
     tp, ep = moe_shapes.parse("mixtral-8x7b,8x16x32x4x2", ["tp_moe"])
     assert [str(shape) for shape in tp] == ["2048x14336x4096x8x2", "8x16x32x4x2"]
@@ -180,7 +180,7 @@ def test_bench_refuses_what_makes_no_sense(arguments, message, capsys):
 # ---- the report ----
 
 MACHINE = {"gpu": "NVIDIA Testing", "num_gpus": 2, "driver": "1.2", "torch": "2.99", "triton": "3.99", "nccl": "2.0",
-           "multicast": "off", "git": "0123456789abcdef"}  # fmt: skip
+           "multicast": "off", "git": "0123456789abcdef"}
 
 
 def run_of(module, case, date="2026-01-02", graph=False, facts=None, **ms):
@@ -188,7 +188,7 @@ def run_of(module, case, date="2026-01-02", graph=False, facts=None, **ms):
     found = [
         ((part, name), graph, {**(facts or {}), **({"ms": time} if time else {"absent": "why"})})
         for part, times in ms.items() for name, time in times.items()
-    ]  # fmt: skip
+    ]
     return [{**row, **MACHINE, "date": date} for row in module.rows(case, found, 400.0)]
 
 
@@ -228,7 +228,7 @@ def test_tables_show_the_newest_runs(folder):
     forward = line(text, "### tp_moe, forward, 2 x NVIDIA Testing", "2048x14336x4096x8x2")
     assert forward == [
         "2048x14336x4096x8x2", "mixtral-8x7b", "1.000", "0.250", "2.000", "1.250", "0.042", "1.60", "0.80",
-    ]  # fmt: skip
+    ]
     assert line(text, "### tp_moe, forward, in CUDA graphs", "2048x14336x4096x8x2") == forward
     assert "### tp_moe, forward+backward" not in text, "nothing could be measured"
     half = line(text, "### tp_moe, first half (moe_ag_gemm)", "2048x14336x4096x8x2")

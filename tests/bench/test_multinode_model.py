@@ -318,7 +318,7 @@ def test_on_two_nodes_tokens_and_decoding_by_hand(machine):
     assert rows.memory == pytest.approx(1000 * 100 * (4 + 4 + 2 * 2) / 1e6)
     assert rows.ours == pytest.approx(0.100 + 0.030 + 0.040 + rows.memory)
     easy = replace(easy, attention=((0, 0.0), (100, 1.0)), torch_attention=((0, 0.0), (100, 2.0)),
-                   decode_exchange_us=5.0, decode_sequence_us=50.0)  # fmt: skip
+                   decode_exchange_us=5.0, decode_sequence_us=50.0)
     step = token_model.flash_decode(easy, 200, 10, 24, world)  # partials of 1000 bytes
     assert step.ours == pytest.approx(0.5 + 0.005 + 1e-5 + 0.030 + 1e-4 + 0.005)
     assert step.sequence == pytest.approx(1.0 + 0.050 + 0.030 + 1e-4)
@@ -363,7 +363,7 @@ def every_call():
     ("ag_share", 3), ("rs_share", 3), ("ar_share", 3), ("network_byte_cost", 3), ("count_trips", 3),
     ("dispatch_us", 3), ("combine_us", 3), ("dispatch_memory_gbps", 0.1), ("combine_memory_gbps", 0.1),
     ("decode_exchange_us", 3), ("chunk_rows", 2), ("item_tiles", 2),
-])  # fmt: skip
+])
 def test_a_worse_machine_is_never_faster(machine, name, factor):
     worse = replace(machine, **{name: getattr(machine, name) * factor})
     worlds = [World(count) for count in (1, 2, 8)]
@@ -443,7 +443,7 @@ def test_a_line_goes_through_its_points_and_on():
 def test_pieces_are_those_of_the_rows(rows, machine):
     found, alone, ep, decode = rows
     small = [r["ms"] * 1e3 for r in alone if (r["op"], r["bytes"], r["graph"], r["method"])
-             == ("all_gather", 1024, True, "tdkernels")]  # fmt: skip
+             == ("all_gather", 1024, True, "tdkernels")]
     assert machine.exchange_us in small
     shape = Shape(8192, 49152, 12288)
     (point,) = [p for p in found if p.tuner and (p.machine, p.operator, p.shape.n) == ("h200x8", "ag_gemm", shape.n)]
@@ -459,7 +459,7 @@ def test_pieces_are_those_of_the_rows(rows, machine):
 def test_what_the_rows_know_is_told_within_the_spread_that_is_printed(rows, machine):
     for operator in DENSE:
         ratios = [nodes_report._predicted_over_measured(machine, point)[0]
-                  for point in measured_inputs.widest(measured_inputs.usable(rows[0]), operator)]  # fmt: skip
+                  for point in measured_inputs.widest(measured_inputs.usable(rows[0]), operator)]
         assert 0.9 < points.geometric_mean(ratios) < 1.1 and 0.7 < min(ratios) and max(ratios) < 1.4, operator
     # 2 GPUs, 4096 tokens, fp8 and bf16: pieces are means of both.
     for payload, us in (("fp8", 163), ("bf16", 255)):

@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 # ---- made-up rows ----
 
 MACHINE = {"gpu": "NVIDIA Testing", "num_gpus": 4, "driver": "1.2", "torch": "2.99", "triton": "3.99", "nccl": "2.0",
-           "multicast": "off", "git": "0123456789abcdef"}  # fmt: skip
+           "multicast": "off", "git": "0123456789abcdef"}
 TILES = {"block_m": 64, "block_n": 32, "block_k": 16, "group_m": 8, "num_warps": 4, "num_stages": 7}
 CONFIG = {"method": "fused", "tiles": TILES, "transport": "push", "num_comm_sms": 5, "chunk_tiles": 3}
 
@@ -50,7 +50,7 @@ def tuned(shape, date="2026-01-01", op="ag_gemm", ms=1.0, sequence_ms=2.0, confi
     m, n, k = map(int, shape.split("x"))
     return {"op": op, "what": "tune", "shape": shape, "m": m, "n": n, "k": k, "dtype": "bfloat16", "layout": "nk",
             "ms": ms, "sequence_ms": sequence_ms, "default_ms": 3.0, "gemm_ms": 0.5, "wire_ms": 0.25, "config": config,
-            **MACHINE, "date": date, **fields}  # fmt: skip
+            **MACHINE, "date": date, **fields}
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def test_a_line_of_the_report_has_what_was_measured(results):
     assert cells(text, "8192x4096x12288", "### ag_gemm, forward") == [
         "8192x4096x12288", "1.000", "0.500", "3.000", "2.400 (torch-fused)", "2.000", "3.000", "1.50", "1.20", "0.75",
         "64x32x16, 7 stages, push by 5, chunks of 3",
-    ]  # fmt: skip
+    ]
     assert "2026-01-01, revision 0123456; torch 2.99, triton 3.99, NCCL 2.0, driver 1.2; NVLink multicast off" in text
     assert "best link rate 400 GB/s" in text and "multicast was **off** in all rows" in text
 
@@ -285,7 +285,7 @@ def test_the_same_rows_give_the_same_plots(results, tmp_path):
     assert names == [
         "roofline.png", "speedup-testingx4-graph.png", "speedup-testingx4.png", "speedup-tuner.png",
         "sweep-testingx4-graph.png", "sweep-testingx4.png",
-    ]  # fmt: skip
+    ]
     for name in names:
         once, again = (place / "plots" / name for place in (folder, tmp_path / "elsewhere"))
         assert once.read_bytes() == again.read_bytes(), name
@@ -314,7 +314,7 @@ def test_what_calls_take_the_host():
     place = {"what": "host", "gpu": "Testing", "num_gpus": 2, "git": "0123456789"}
     old = {"op": "ag_gemm", "method": "sequence", "host_us": 1.0, "call_us": 2.0, "date": "2026-01-01", **place}
     new = [{**old, "method": method, "host_us": us, "call_us": 2 * us, "date": "2026-01-02"}
-           for method, us in (("sequence", 10.4), ("ours", 20.0))]  # fmt: skip
+           for method, us in (("sequence", 10.4), ("ours", 20.0))]
     lines = host_report.text([old, *new]).splitlines()
     assert "2 x Testing, 2026-01-02, revision 0123456." in lines
     assert lines[-1] == "| ag_gemm | 10 / 21 | – | 20 / 40 |"
@@ -324,7 +324,7 @@ def test_what_calls_take_the_host():
 def test_what_the_tuner_found():
     row = {"what": "chosen", "op": "ep_combine", "shape": "8x4", "layout": "static", "ms": 2.0, "sequence_ms": None,
            "default_ms": 3.0, "gemm_ms": 1.0, "wire_ms": None, "shipped": True, "config": {"num_warps": 4},
-           "gpu": "Testing", "num_gpus": 2, "git": "0123456789", "date": "2026-01-01"}  # fmt: skip
+           "gpu": "Testing", "num_gpus": 2, "git": "0123456789", "date": "2026-01-01"}
     lines = tuned_report.text([row, {**row, "shipped": False, "config": {"method": "torch"}}]).splitlines()
     assert lines[-2] == "| ep_combine | 8x4 | static | 2.000 | – | 1.50 | 1.000 | – | yes | num warps 4 |"
     assert lines[-1].endswith("| host | the sequence |")

@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[2]
 def test_groups_have_the_shapes_that_the_field_uses():
     assert {(s.m, s.n, s.k) for s in GROUPS["ar"]["gemm_ar"]} == {
         (32, 5120, 25600), (2048, 5120, 25600), (28000, 7168, 4096), (8192, 8192, 28672)
-    }  # fmt: skip
+    }
     decode = select(["decode"], "gemm_ar")
     assert {s.m for s in decode} == {1, 2, 4, 8, 16, 32, 64, 128, 256, 512}
     assert {(s.n, s.k) for s in decode} == {(8192, 8192), (8192, 28672)}

@@ -176,7 +176,7 @@ def bad_outcomes(case):
     return [
         f"rank {report['rank']} call {number}: {outcome}: {text}"
         for report in case["ranks"] for number, outcome, _, text in report["log"] if outcome in BAD
-    ]  # fmt: skip
+    ]
 
 
 def describe(case):
@@ -205,12 +205,12 @@ def summarize(cases):
                 by_operator.setdefault(plan.operator, Counter())[outcome] += 1
                 if outcome in BAD:
                     bad.append({"seed": plan.seed, "rank": report["rank"], "call": number, "outcome": outcome,
-                                "text": text[:600]})  # fmt: skip
+                                "text": text[:600]})
                 elif outcome.endswith("Error") and not report["faulty"]:
                     over.append(seconds - report["timeout"])
                     slow.append({"seed": plan.seed, "rank": report["rank"], "call": number, "seconds": seconds,
                                  "timeout": round(report["timeout"], 2),
-                                 "allowance": round(report["allowance"], 2)})  # fmt: skip
+                                 "allowance": round(report["allowance"], 2)})
                     ratio.append(seconds / report["timeout"])
                     allowance.append(report["allowance"])
     return {
@@ -234,7 +234,7 @@ def add_up(one, other):
     """The sum of two summaries."""
     if isinstance(one, dict):
         return {key: add_up(one[key], other[key]) if key in one and key in other else one.get(key, other.get(key))
-                for key in {**one, **other}}  # fmt: skip
+                for key in {**one, **other}}
     return one + other
 
 
@@ -288,7 +288,7 @@ def run_and_report(args):
     print(table(summary))
     print(f"{summary['cases']} cases in {summary['seconds']} s; wrong results: {summary['wrong']}; "
           f"hangs: {summary['hangs']}; an error came at most {summary['longest_error_beyond_the_timeout_s']} s after "
-          f"the timeout; written to {path}")  # fmt: skip
+          f"the timeout; written to {path}")
     for one in summary["bad"]:
         print(f"seed {one['seed']} rank {one['rank']} call {one['call']}: {one['outcome']}: {one['text']}")
     return int(bool(summary["bad"]))

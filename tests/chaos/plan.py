@@ -10,7 +10,7 @@ from tests.chaos.problems import TABLE
 FAULTS = {
     "none": 6, "kill": 14, "stop": 16, "delay": 18, "known shape": 10, "new shape": 8, "raise": 12, "between": 8,
     "type": 4, "ids": 4,
-}  # fmt: skip
+}
 # From this seed on each case has a rank that comes a little later than one peer waits, whose host has launched further
 # calls by then, and before the third gives up: what the void launches store would be read by the third.
 LATE_SEEDS = 100_000
@@ -71,7 +71,7 @@ def _late(seed, rng, timeout, backward):
     return Plan(
         seed, 3, name, TABLE[name][1], rng.choice([0, 3]), 1, backward and "halves" not in name, 8, False, timeouts,
         faulty, "delay", rng.randrange(5), 0.0, False, round(timeout * rng.uniform(1.1, 1.6), 2), ahead,
-    )  # fmt: skip
+    )
 
 
 def plan_of(seed, device="cpu"):
@@ -108,6 +108,6 @@ def plan_of(seed, device="cpu"):
     return Plan(
         seed, world_size, name, operator, shape, other, backward and "halves" not in name, calls, cold, tuple(timeouts),
         faulty, fault, at, moment, precise, pause, ahead,
-    )  # fmt: skip
+    )
 
 

@@ -324,7 +324,7 @@ def play(plan):
             "rank": player.rank, "log": player.log, "triggered": player.triggered, "warm": player.longest_warm,
             "timeout": player.timeout, "faulty": player.is_faulty, "ahead": player.ahead, "broken": broken,
             "allowance": getattr(player, "allowance", 0.0),
-        }  # fmt: skip
+        }
         del group, player
     if device().type == "cuda":
         torch.cuda.empty_cache()

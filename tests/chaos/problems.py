@@ -204,7 +204,7 @@ class Experts(Problem):
             d_row_weights = padded(self.d_weights.flatten()[case.order].to(device()), rows)
             self.results["dx"], self.results["dw of dispatch"] = torch.autograd.grad(
                 [recv.x, recv.topk_weights], [case.x, case.weights], [d_recv, d_row_weights]
-            )  # fmt: skip
+            )
             yield
 
     def _halves(self):
@@ -212,7 +212,7 @@ class Experts(Problem):
         with torch.no_grad():
             sent = tdkernels.ep_dispatch_send(
                 case.x, case.ids, case.weights, num_experts=case.experts, group=group, **self.options
-            )  # fmt: skip
+            )
             self.recv, handle = sent.receive()
             yield
             rows = self.recv.x.shape[0]
@@ -287,7 +287,7 @@ class ExpertLayer(Named):
         each = layer.experts // layer.case.world_size
         whole = layer.expected(torch.double)
         mine = {name: slice(rank * each, (rank + 1) * each) if "_" in name and "topk" not in name else layer.case.mine
-                for name in whole}  # fmt: skip
+                for name in whole}
         return {name: of_all[mine[name]] for name, of_all in whole.items()}
 
     def spoil_ids(self):

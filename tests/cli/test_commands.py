@@ -161,7 +161,7 @@ BAD_NAMES = {
         "../../victim/settings", "{victim}", "..", ".", "", "a/b", "a\\b", "a.b", "a\0b", "a\n", "1a", "a" * 300
     ],
     "gpu": ["", "a\0b", "a\n", "a" * 300],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("field, name", [(field, name) for field, names in BAD_NAMES.items() for name in names])

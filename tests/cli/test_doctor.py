@@ -68,7 +68,7 @@ def test_a_cache_folder_that_cannot_be_written_is_a_warning(monkeypatch, tmp_pat
 
 @pytest.mark.parametrize("gpu, status", [
     ("NVIDIA H200", "ok"), ("NVIDIA H100 80GB HBM3", "ok"), ("NVIDIA Untuned", "warning"),
-])  # fmt: skip
+])
 def test_a_gpu_without_a_table_is_a_warning(gpu, status, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: gpu)
@@ -164,7 +164,7 @@ def test_it_runs_as_a_module():
     done = subprocess.run(
         [sys.executable, "-m", "tdkernels", "doctor", "--no-self-test", "--json"],
         capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    )
     checks = json.loads(done.stdout)["checks"]
     assert done.returncode == any(check["status"] == "problem" for check in checks)
     assert {"torch", "GPUs", "NVSHMEM"} <= {check["name"] for check in checks}

@@ -26,7 +26,7 @@ ODD_ATTENTION = [
 @functools.cache
 def attention_launches(
     arch, dtype, d=64, dv=64, rows=256, heads=4, kv_heads=2, ranks=2, sharding="zigzag", causal=True
-):  # fmt: skip
+):
     """{name: (kernel, args, kwargs)} of a training step with the default tiles of ``arch``."""
     device, of_forward, of_keys = SimpleNamespace(type="cuda"), ag_attention_launch, ag_attention_launch_dkv
     q, k, v = (torch.zeros(1, rows, *size, dtype=dtype) for size in ((heads, d), (kv_heads, d), (kv_heads, dv)))

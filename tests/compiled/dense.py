@@ -28,7 +28,7 @@ ONE_SHOT = [ag_gemm_one_shot_kernel, gemm_one_shot_kernel]
 
 def compile_gemm(
     kernel, arch, dtype, *, w_is_kn=False, bias=False, shape=(ROWS, N, K), nodes=2, local=2, **constants
-):  # fmt: skip
+):
     """Compile one of the product kernels as its launcher would launch it, by default on a large shape."""
     rows, n, k = shape
     tiles = tiles_for(arch, dtype)
@@ -71,7 +71,7 @@ def compile_gemm(
         **({"COPY_WORDS": 4096} if copying else {}), **constants, **tiles.constants(), **tiles.options(),
         "ELEM_BYTES": dtype.itemsize, "ALIGNED": aligned(n, k, stride), "HAS_BIAS": bias is not None, "USE_TMA": tma,
         "W_IS_KN": w_is_kn, "PRECISION": "ieee",
-    }  # fmt: skip
+    }
     compiled = compile_for(kernel, args, kwargs, arch)
     assert compiled.metadata.shared <= SHARED_MEMORY[arch]
     return compiled
@@ -89,7 +89,7 @@ def one_shot_tiles_for(arch, dtype, rows):
 
 def compile_one_shot(
     kernel, arch, dtype, *, split, scatters=False, w_is_kn=False, bias=False, shape=(16, N, K), tiles=None, **more
-):  # fmt: skip
+):
     rows, n, k = shape
     tiles = tiles or one_shot_tiles_for(arch, dtype, max(rows, 16))
     has_tma = uses_tma(arch, dtype) and k % 8 == 0
@@ -111,7 +111,7 @@ def compile_one_shot(
         **constants, **more, **tiles.constants(), **tiles.options(), "ELEM_BYTES": dtype.itemsize,
         "ALIGNED": aligned(n, k, stride), "HAS_BIAS": bias is not None, "USE_TMA": tma, "W_IS_KN": w_is_kn,
         "PRECISION": "ieee", "SPLIT": split > 1,
-    }  # fmt: skip
+    }
     compiled = compile_for(kernel, args, kwargs, arch)
     assert compiled.metadata.shared <= SHARED_MEMORY[arch]
     return compiled

@@ -15,7 +15,7 @@ from tests.support.aot import recorded_launches
 MOVES = [
     "dispatch", "dispatch again, with scales", "dispatch, quantized", "gradient of a combine", "combine per rank",
     "gradient of a dispatch", "combine per expert",
-]  # fmt: skip
+]
 DIRECT = ["direct dispatch", "direct dispatch, quantized", "direct, by source"]  # in a group on one node
 ROUTES = ["route", "route of many tokens", "route by source"]
 # Between them they hold every function of the kernels; the others are for one target, to save time.

@@ -118,7 +118,7 @@ def expert_layer_launches(arch, dtype, sizes=(256, 2, 4, 512, 256), ranks=4):
         rows(routing, order, x, weights, gate_up, tiles, activation="swiglu_interleaved")
         of_h = rows(
             routing, order, x, None, down.transpose(1, 2), tiles, gradient=(came.y, came.weights), keep_rows=True
-        )  # fmt: skip
+        )
         sums(routing, came.y, down, came.origins, tiles, weights=weights)
         sums(routing, came.pre, gate_up.transpose(1, 2), came.origins, tiles, dots=of_h.dots)
     return dict(zip(EXPERT_LAYER, of_order + of_rows + of_sums, strict=True))

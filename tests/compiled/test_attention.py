@@ -19,7 +19,7 @@ _ELSEWHERE = [("sm_80", ATTENTION[3]), ("sm_89", ATTENTION[2]), ("gfx942", ATTEN
     (arch, name, dtype) for arch in TARGETS for name in ATTENTION for dtype in (BF16, FP32)
     if dtype == BF16 and (arch != "sm_90" or name == "statistics") and (arch, name) not in _ELSEWHERE
     or dtype == FP32 and (arch, name) in (("sm_80", "gradients of k and v"), ("gfx942", "attention"))
-], ids=str)  # fmt: skip
+], ids=str)
 def test_attention_compiles(arch, name, dtype):
     compile_attention(name, arch, dtype)
 
@@ -65,7 +65,7 @@ def test_registers_that_nothing_has_written_are_found():
         (0x30, "R2UR UR6, R7 "), (0x40, "HGMMA.64x16x16.F32 R8, R4, gdesc[UR4].tnspB, R8 "),
         (0x50, "HGMMA.64x16x16.F32 R8, gdesc[UR4], R8 "), (0x60, "@!P1 BRA 0x30 "), (0x70, "EXIT "),
         (0x80, "UIADD3 UR9, UR9, 0x1, URZ "),
-    ]  # fmt: skip
+    ]
     # Only one way to the products goes through what writes UR4; UR7 has no way at all, and 0x80 is never reached.
     assert [address for address, _ in unwritten(code)] == [0x40, 0x50]
     assert [address for address, _ in unwritten([(0x00, "R2UR UR7, R7 "), *code[1:]])] == []

@@ -38,7 +38,7 @@ def test_collectives_of_odd_sizes_compile(operator, exchange, arch):
 def test_collectives_move_sixteen_bytes_at_a_time(operator, exchange, block_bytes, num_warps):
     ptx = compile_collective(
         operator, exchange, "sm_90", BF16, block_bytes=block_bytes, num_warps=num_warps
-    ).asm["ptx"]  # fmt: skip
+    ).asm["ptx"]
     assert not narrow(ptx)
     assert re.search(r"ld\.global\.v2\.b64|ld\.global\.v4\.b32", ptx)
     assert re.search(r"st\.global\.v2\.b64|st\.global\.v4\.b32", ptx)

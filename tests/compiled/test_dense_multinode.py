@@ -18,7 +18,7 @@ each_across_nodes = pytest.mark.parametrize("kernel", ACROSS_NODES, ids=lambda k
 # Of NVIDIA's GPUs these two take all the ways there are.
 @pytest.mark.parametrize("arch, dtype, local", [
     ("sm_80", FP32, 2), ("sm_90", BF16, 1), ("gfx942", BF16, 2), ("gfx950", FP16, 1),
-], ids=str)  # fmt: skip
+], ids=str)
 @each_across_nodes
 def test_products_across_nodes_compile(kernel, arch, dtype, local):
     compile_gemm(kernel, arch, dtype, bias=local == 1, w_is_kn=local == 1, nodes=3, local=local)
@@ -28,7 +28,7 @@ def test_products_across_nodes_compile(kernel, arch, dtype, local):
 
 @pytest.mark.parametrize("kernel, nodes", [
     *((kernel, 2) for kernel in ACROSS_NODES), (gemm_ar_nodes_kernel, 3),
-], ids=lambda value: getattr(value, "__name__", str(value)))  # fmt: skip
+], ids=lambda value: getattr(value, "__name__", str(value)))
 def test_products_across_nodes_on_hopper(kernel, nodes):
     ptx = compile_gemm(kernel, "sm_90", BF16, nodes=nodes).asm["ptx"]
     assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx and "mma.sync" not in ptx

@@ -13,7 +13,7 @@ pytestmark = needs_no_gpu
 
 @pytest.mark.parametrize("name, arch", [
     (name, arch) for name in ROUTES + MOVES + DIRECT for arch in TARGETS if name in EVERYWHERE or arch == "sm_90"
-])  # fmt: skip
+])
 def test_expert_parallel_compiles(name, arch):
     compile_launches(expert_launches()[name], arch)
 
@@ -21,7 +21,7 @@ def test_expert_parallel_compiles(name, arch):
 @pytest.mark.parametrize("arch, sizes", [
     ("sm_90", dict(tokens=1, k=1, experts=1, ranks=1, width=1, dtype=FP16)),
     ("gfx942", dict(tokens=3, k=5, experts=6, ranks=3, width=13, dtype=FP32)),
-], ids=["one", "odd"])  # fmt: skip
+], ids=["one", "odd"])
 def test_expert_parallel_of_odd_sizes_compiles(arch, sizes):
     launches = expert_launches(**sizes)
     for name in EVERYWHERE:
@@ -34,7 +34,7 @@ def test_expert_parallel_of_odd_sizes_compiles(arch, sizes):
     ("dispatch again, with scales", "sm_80"), ("gradient of a combine", "sm_90"), ("combine per rank", "sm_90"),
     ("gradient of a dispatch", "sm_80"), ("combine per expert", "sm_90"),
     ("route of many tokens", "gfx942"), ("dispatch, quantized", "gfx950"), ("combine per expert", "gfx942"),
-])  # fmt: skip
+])
 def test_expert_parallel_across_nodes_compiles(name, arch):
     *_, moves = compile_launches(expert_launches(local=4)[name], arch)
     if name in MOVES and arch.startswith("sm"):

@@ -28,14 +28,14 @@ pytestmark = needs_no_gpu
         ("gradient of w", BF16, None), ("product", FP32, "swiglu"), ("gradient of x", FP32, None),
         ("gradient of w", FP32, None), ("product", FP16, "swiglu_interleaved"),
     ) if name == "swiglu" or dtype == BF16 or arch in ("sm_80", "gfx942")
-], ids=str)  # fmt: skip
+], ids=str)
 def test_grouped_products_compile(arch, name, dtype, activation):
     compile_grouped(name, arch, dtype, activation)
 
 
 @pytest.mark.parametrize("arch, sizes, activation", [
     ("sm_90", (1, 1, 1), None), ("sm_90", (3, 10, 5), "swiglu"), ("gfx942", (1, 2, 1), "swiglu_interleaved"),
-])  # fmt: skip
+])
 def test_grouped_products_of_odd_sizes_compile(arch, sizes, activation):
     compile_launches(grouped_launches(arch, BF16, activation, sizes).values(), arch)
 
@@ -43,7 +43,7 @@ def test_grouped_products_of_odd_sizes_compile(arch, sizes, activation):
 @pytest.mark.parametrize("name, activation", [
     ("product", None), ("product", "swiglu"), ("product", "swiglu_interleaved"), ("gradient of x", None),
     ("gradient of w", None),
-])  # fmt: skip
+])
 def test_grouped_products_on_hopper_use_wgmma_and_tma(name, activation):
     ptx = compile_grouped(name, "sm_90", BF16, activation).asm["ptx"]
     assert "wgmma.mma_async" in ptx
@@ -61,7 +61,7 @@ def test_routing_of_sliced_experts_compiles(arch):
 @pytest.mark.parametrize("arch, name, dtype", [
     (arch, name, dtype) for arch in TARGETS for name in SLICED_ROWS + SLICED_SUMS for dtype in (BF16, FP16, FP32)
     if dtype == BF16 or arch in ("sm_80", "gfx942") and (name in ("rows, swiglu", "gradient of sums", "sums"))
-], ids=str)  # fmt: skip
+], ids=str)
 def test_products_of_sliced_experts_compile(arch, name, dtype):
     compile_sliced(name, arch, dtype)
 
@@ -92,7 +92,7 @@ def test_sliced_experts_on_hopper_use_wgmma_and_tma(name):
     (arch, name, dtype) for arch in TARGETS for name in EXPERT_LAYER for dtype in (BF16, FP32)
     if dtype == BF16 and (name in ("order", "rows, swiglu", "sums") or arch in ("sm_90", "gfx942"))
     or dtype == FP32 and name in ("gradient of sums", "gradient of rows") and arch == "sm_80"
-], ids=str)  # fmt: skip
+], ids=str)
 def test_overlapping_expert_layer_compiles(arch, name, dtype):
     compile_expert_layer(name, arch, dtype)
 

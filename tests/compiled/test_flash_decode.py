@@ -16,7 +16,7 @@ pytestmark = needs_no_gpu
     *((arch, "one token", BF16) for arch in TARGETS),
     *((arch, "tokens, paged, fp8", FP16) for arch in ("sm_80", "sm_90", "gfx942")),
     ("sm_90", "latent", BF16), ("gfx942", "latent", BF16), ("sm_80", "one token", FP32),
-])  # fmt: skip
+])
 def test_decodes_compile(arch, name, dtype):
     compile_launches(decode_launch(name, arch, dtype), arch)
 
@@ -24,7 +24,7 @@ def test_decodes_compile(arch, name, dtype):
 @pytest.mark.parametrize("arch, name, ranks, nodes", [
     ("sm_90", "one token", 8, 2), ("sm_90", "latent", 6, 3), ("sm_80", "tokens, paged, fp8", 4, 4),
     ("gfx942", "one token", 8, 2),
-])  # fmt: skip
+])
 def test_decodes_compile_for_several_nodes(arch, name, ranks, nodes):
     decode = decode_launch(name, arch, ranks=ranks, nodes=nodes)[0]
     assert decode[0] is flash_decode_nodes_kernel

@@ -17,7 +17,7 @@ pytestmark = needs_no_gpu
     (arch, name, dtype) for arch in TARGETS for name in ULYSSES for dtype in (BF16, FP32)
     if dtype == BF16 and name in ("qkv", "gradient of x")
     or name in ("qkv", "out") and dtype == FP32 and arch in ("sm_80", "gfx942")
-], ids=str)  # fmt: skip
+], ids=str)
 def test_ulysses_compiles(arch, name, dtype):
     compile_ulysses(name, arch, dtype, bias=dtype == FP32)
 

@@ -16,7 +16,7 @@ def note_kernel(ctx, numbers_ptr, conditions_ptr, seen_ptr, NOTES: tl.constexpr)
     for i in range(NOTES):
         first, second, third = (
             tl.load(numbers_ptr + 3 * i), tl.load(numbers_ptr + 3 * i + 1), tl.load(numbers_ptr + 3 * i + 2)
-        )  # fmt: skip
+        )
         td.note_if(ctx, tl.load(conditions_ptr + i) != 0, i + 1, first, second, third)
     tl.store(seen_ptr, td.epoch(ctx))
     td.finish(ctx)
@@ -35,7 +35,7 @@ def tells(dtype, num_warps):
     for conditions, kind, expected in (
         ([0, 0], None, None), ([1, 0], 1, [1, -2, large]), ([0, 1], 2, [4, 5, 6]), ([0, 0], None, None),
         ([1, 1], 1, [1, -2, large]), ([0, 1], 2, [4, 5, 6]),  # of two that come at once the first is kept
-    ):  # fmt: skip
+    ):
         flags = torch.tensor(conditions, dtype=torch.int32, device=device())
 
         def call(flags=flags):

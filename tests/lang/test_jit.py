@@ -86,7 +86,7 @@ def test_constants_go_to_their_places_in_whatever_order_they_come(searches):
         {"FLAG": False}, {"num_warps": 8}, {"desc": _descriptor(16)},
     ],
     ids=lambda other: next(iter(other)),
-)  # fmt: skip
+)
 def test_what_may_be_another_kernel_is_searched_for(searches, other):
     _launch()
     _launch(**other)
@@ -114,7 +114,7 @@ def test_another_device_is_another_kernel(searches, monkeypatch):
         ({"n": 5}, {"n": 5.0}), ({"n": 1 << 40}, {"n": 1 << 63}),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_values_that_are_equal_are_not_the_same(searches, one, other):
     _launch(**one)
     _launch(**other)
@@ -134,7 +134,7 @@ def test_all_floats_are_served_by_one_kernel(searches):
         {"grid": lambda meta: (1,)},
     ],
     ids=lambda unusual: next(iter(unusual)),
-)  # fmt: skip
+)
 def test_what_is_unusual_is_always_searched_for(searches, unusual):
     for _ in range(2):
         _launch(**unusual)

@@ -364,7 +364,7 @@ def misses_a_signal(half, index, reached, expected):
         for again in (
             error_of(launch, workspace, missing_kernel, 10, out, half, index, reached, reached, peer),
             error_of(launch, other, epoch_kernel, 2, words(2)), error_of(other.check),
-        ):  # fmt: skip
+        ):
             assert type(again) is PeerTimeoutError and str(again) == str(error)
         assert str(error_of(tdkernels.synchronize)) == str(error)
         assert time.monotonic() - start < TIMEOUT_S

@@ -20,7 +20,7 @@ WORDS = 128
 @td.jit(network=True)
 def exchange_kernel(
     ctx, out_ptr, num_bytes, seed, HOW: tl.constexpr, WAITS: tl.constexpr, WORDS: tl.constexpr
-):  # fmt: skip
+):
     """Send numbers made of our rank and the seed to the same rank of each other node, and keep what comes from there.
 
     The buffer has a part to send from and one for each source.
@@ -116,7 +116,7 @@ def signal_kernel(ctx, peer, to_whom, FAILS: tl.constexpr, PASSES_ON: tl.constex
         td.put_signal(
             ctx, td.data_at(ctx, 0, me), td.data_at(ctx, 0, me), 8, td.signal_at(ctx, 0, 1), 6 << 16, to_whom,
             PASSES_ON=PASSES_ON,
-        )  # fmt: skip
+        )
         td.quiet(ctx)
     td.finish(ctx)
 
@@ -208,7 +208,7 @@ def test_addresses_of_other_nodes_are_withheld():
     assert on_ranks(4, _seen, 2) == [
         (2, 0, 0, [True, True, False, False]), (2, 0, 1, [True, True, False, False]),
         (2, 1, 0, [False, False, True, True]), (2, 1, 1, [False, False, True, True]),
-    ]  # fmt: skip
+    ]
 
 
 def test_a_group_with_one_rank_a_node():

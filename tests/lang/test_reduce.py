@@ -32,7 +32,7 @@ def adds_up():
     for dtype, low, high in (
         (torch.int32, -(1 << 20), -5), (torch.int64, -(1 << 50), 1 << 50), (torch.int64, -(1 << 40), -7),
         (torch.float32, -1000, -3), (torch.float32, -1000, 1000),
-    ):  # fmt: skip
+    ):
         for m, n in ((8, 32), (1, 16), (64, 2)):
             x = torch.randint(low, high, (m, n), generator=generator).to(dtype)
             for axis in (0, 1):

@@ -87,7 +87,7 @@ def test_calls(stand_in, arch):
     at = in_order(
         body, r"buffer\.store\.i64\(", r"fence release", PUT, r"call void @rocshmem_fence\(\)", FIRST, SET,
         r"call void @rocshmem_quiet\(\)", r"call i32 @rocshmem_my_pe\(\)", r"call i32 @rocshmem_n_pes\(\)", r"ret void",
-    )  # fmt: skip
+    )
     _, released, put, fenced, branch, _, quiet, pe, _, _ = at
     barriers = [match.start() for match in re.finditer(r"@llvm.amdgcn.s.barrier\(\)", body)]
     for first, last in ((released, put), (fenced, branch), (quiet, pe)):

@@ -146,7 +146,7 @@ def takes_its_own_experts_only():
     own = {
         name: weight for name, weight in state.items()
         if name == GATE or int(name.split(".")[1]) in module.shard.experts
-    }  # fmt: skip
+    }
     module.load_state_dict(own)
     _, down = part_of("EPMoE", *whole_copies(whole_weights())[1:])
     assert torch.equal(module.w_down.detach().cpu(), down)
@@ -217,7 +217,7 @@ def passes_options_on():
         dict(
             num_experts=E, quantize=None, max_tokens=100, max_tokens_per_rank=7, group=dist.group.WORLD,
             config=tdkernels.EpMoeConfig(),
-        )  # fmt: skip
+        )
     ]
     sizes = {"EPMoE": ("num_experts 7", Router(H, 7, K), I), "TPMoE": ("intermediate 13", Router(H, E, K), 13)}
     for kind, (words, gate, intermediate) in sizes.items():

@@ -12,7 +12,7 @@ transformers = pytest.importorskip("transformers", minversion="5.0")
 
 each = pytest.mark.parametrize("kind, model", [
     ("EPMoE", "qwen3_moe"), ("EPMoE", "mixtral"), ("TPMoE", "qwen3_moe"), ("TPMoE", "mixtral")
-])  # fmt: skip
+])
 
 
 @each

@@ -16,7 +16,7 @@ SEQUENCES, LENGTH, WORDS = 2, 3, 32
 SIZES = dict(
     vocab_size=WORDS, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
     num_key_value_heads=1, head_dim=8, max_position_embeddings=16, num_experts_per_tok=2, tie_word_embeddings=False,
-)  # fmt: skip
+)
 
 
 def config_of(model, **changes):

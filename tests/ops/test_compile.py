@@ -99,7 +99,7 @@ class Decoder(nn.Module):
         o, lse = tdkernels.flash_decode(
             q, self.keys, self.values, self.lens, block_table=self.blocks, soft_cap=5.0, return_lse=True,
             config=self.config,
-        )  # fmt: skip
+        )
         return o.sin() * lse.unsqueeze(-1)
 
 
@@ -169,7 +169,7 @@ class DividedExperts(nn.Module):
         y = tdkernels.ep_moe(
             tokens, ids, weights, self.gate_up, self.down, num_experts=4, quantize=self.quantize, max_tokens=64,
             config=self.config,
-        )  # fmt: skip
+        )
         return y.view_as(x)
 
 
@@ -278,12 +278,12 @@ CASES = {
     "DividedExperts by codes": (DividedExpertsByCodes, None),
     "DividedExperts by torch": (DividedExperts, tdkernels.EpMoeConfig(method="torch")),
     "Mixture": (Mixture, None),
-}  # fmt: skip
+}
 # On CPU ranks, which compile slowly, one of each kind.
 COVERING = (
     "Mlp", "MlpOfAllRows, one shot", "Reduced", "PagedDecoder", "Attention", "Decoder by torch", "Attention by torch",
     "SlicedExperts, two stages", "DividedExperts", "DividedExperts by torch",
-)  # fmt: skip
+)
 
 
 # torch's grouped product takes no fp32 on a GPU.

@@ -158,7 +158,7 @@ def many_calls_are_exact(operator, exchange, elements):
 COLLECTIVES = [
     ("all_gather", "one_shot"), ("all_gather", "copy_engine"), ("reduce_scatter", "one_shot"),
     ("all_reduce", "one_shot"), ("all_reduce", "two_shot"),
-]  # fmt: skip
+]
 
 
 # 1 KiB to 96 MiB; all of them divisible by 2, 3 and 4 ranks, but the shares of the second are not aligned.

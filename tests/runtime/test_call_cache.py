@@ -150,7 +150,7 @@ def is_one_launch_from_the_third_time():
         assert not as_one_launch("ag_gemm", half("ag_gemm", 1), group)
         parts = [
             as_one_launch("gemm_rs", half("gemm_rs", 0), group, config=GemmRsConfig(method="parts")) for _ in range(6)
-        ]  # fmt: skip
+        ]
         assert set(parts) == {True}, "by torch's products, which never ask"
         del group
 

@@ -353,7 +353,7 @@ def test_a_launch_beside_other_work_is_kept_for_what_it_depends_on():
         (kernels[0], (x, y), 2, (3, 8), {"A": 1}), (kernels[0], (x, y), 2, (3, 7), {"A": 2}),
         (kernels[0], (x, None), 2, (3, 7), {"A": 1}), (kernels[0], (x, y.double()), 2, (3, 7), {"A": 1}),
         (kernels[0], (x, misaligned(y)), 2, (3, 7), {"A": 1}), (kernels[0], (x,), 2, (7, 3), {"A": 1}),
-    ]  # fmt: skip
+    ]
     for turn in range(3):
         for kernel, tensors, programs, numbers, constants in calls:
             tensors = tuple(t if t is None or turn == 0 else other_like(t) for t in tensors)

@@ -197,7 +197,7 @@ CHANGES = {
     "memory of each launch": lambda of_launch, of_kernel: (
         [object() if arg is None else arg for arg in of_launch], of_kernel
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("change", CHANGES)

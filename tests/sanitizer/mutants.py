@@ -106,4 +106,4 @@ MUTANTS = {
         "ag_gemm across nodes of 1", "tdkernels.ops.collectives.kernel_async_multinode", "await_chunk",
         "td.await_put(", "td.wait_plan(", "kernel_async_multinode.py",
     ),
-}  # fmt: skip
+}

@@ -134,7 +134,7 @@ def leaves_nothing_behind():
     patched = (
         (InterpreterBuilder, "create_masked_load"), (InterpreterBuilder, "create_atomic_rmw"),
         (GridExecutor, "__call__"), (Kernel, "run"), (Kernel, "__call__"), (Exchange, "_copy"), (dist, "barrier"),
-    )  # fmt: skip
+    )
     before = [getattr(owner, name) for owner, name in patched]
     with record():
         assert all(getattr(owner, name) is not old for (owner, name), old in zip(patched, before))

@@ -156,7 +156,7 @@ def product_loops(code):
     return [
         body for (first, last), body in loops.items()
         if not any(first <= begin and end <= last and (begin, end) != (first, last) for begin, end in loops)
-    ]  # fmt: skip
+    ]
 
 
 class _Recorder:

@@ -52,7 +52,7 @@ class Case:
 
     def __init__(
         self, operator, dtype, rows, n, k, *, bias=True, seed=0, exact=False, rank=None, world_size=None
-    ):  # fmt: skip
+    ):
         self.rank = dist.get_rank() if rank is None else rank
         self.world_size = dist.get_world_size() if world_size is None else world_size
         self.operator, self.dtype, self.exact = operator, dtype, exact

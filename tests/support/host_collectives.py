@@ -16,7 +16,7 @@ from tdkernels.ops.common import torch_collectives
 _NAMES = [
     "all_gather", "all_gather_into_tensor", "all_gather_single", "all_reduce", "all_to_all", "all_to_all_single",
     "broadcast", "reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor",
-]  # fmt: skip
+]
 
 
 def install():

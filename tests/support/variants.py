@@ -100,7 +100,7 @@ ONE_NODE = {
         f"ulysses {config}": Way("ulysses", 3, sequence_parallel.computes, (_ULYSSES, config))
         for config in ("pulled at once", "pushed")
     },
-}  # fmt: skip
+}
 ACROSS_NODES = {
     **{
         f"{op} across nodes of {local}": Way(op, world_size, _exact, (op, (5, 9, 7), {}), local=local)
@@ -111,5 +111,5 @@ ACROSS_NODES = {
     "flash_decode across nodes": Way(
         "flash_decode", 4, decoding.computes, (of_sequences(_DECODE), "small blocks"), local=2
     ),
-}  # fmt: skip
+}
 WAYS = ONE_NODE | ACROSS_NODES

@@ -105,7 +105,7 @@ def test_a_heap_of_no_size(monkeypatch, text):
     (["libnvshmem_device.bc"], "libnvshmem_device.bc"),
     (["libnvshmem_device_sm_90.bc", "libnvshmem_device_sm_80.bc"], "libnvshmem_device_sm_90.bc"),
     (["libnvshmem_device_sm_80.bc"], None),
-])  # fmt: skip
+])
 def test_the_device_library_of_a_gpu(tmp_path, names, found):
     for name in names:
         (tmp_path / name).touch()
@@ -156,7 +156,7 @@ class _Library:
         return dict(zip(
             ("nvshmem", "cuda", "nvshmem.core", "nvshmem.bindings", "cuda.core"),
             (*packages, core, bindings, cuda), strict=True,
-        ))  # fmt: skip
+        ))
 
     def _unique_id(self, empty):
         if not empty:

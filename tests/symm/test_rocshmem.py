@@ -250,7 +250,7 @@ def test_calls(on_pes, tmp_path):
         "get_uniqueid", "set_attr_uniqueid_args 0 1", "init_attr 1", "malloc 300", "malloc 300",
         "putmem_on_stream 100 0", "putmem_on_stream 100 0", "putmem_on_stream 50 0", "hipmodule_init 0xabc 0xdef",
         "barrier_all", "free 0", "barrier_all", "finalize",
-    ]  # fmt: skip
+    ]
 
 
 def bad_arguments_are_refused(rank, world_size, exchange):
@@ -264,7 +264,7 @@ def bad_arguments_are_refused(rank, world_size, exchange):
         error_of(runtime.put_on_stream, address, address, -1, 0, 0),
         error_of(runtime.put_on_stream, address + 1, address, 64, 0, 0),
         error_of(runtime.get_on_stream, address, address - 1, 64, 0, 0),
-    ]  # fmt: skip
+    ]
     assert {kind for kind, _ in found} == {"ValueError"}
     words = ["rank: ", "nbytes", "nbytes", "address: ", "rank: ", "pe: ", "pe: ", "nbytes", "dst: ", "src: "]
     assert all(text.startswith(word) for (_, text), word in zip(found, words)), found
@@ -317,7 +317,7 @@ def on_rank(rank, **environment):
     ({"STAND_IN_FAIL": "set_attr"}, "rocshmem_set_attr_uniqueid_args failed with status 1"),
     ({"STAND_IN_VERSION": "3.2.1"}, "is rocSHMEM 3.2.1: it is too old"),
     ({VARIABLE: "/nowhere/librocshmem.so"}, "'/nowhere/librocshmem.so', where there is no file"),
-], ids=["set_attr", "version", "no file"])  # fmt: skip
+], ids=["set_attr", "version", "no file"])
 def test_start_fails_on_one_rank(on_pes, environment, words, rank):
     if environment == {"STAND_IN_FAIL": "set_attr"}:  # the other one would wait in vain within the library
         found = on_pes(2, start_fails, environment=environment)
@@ -406,7 +406,7 @@ def some_other_is_running(rank, world_size, exchange, pes, count, folder):
     ([0, 0], 1, "are not the PEs of one rocSHMEM: rank 0: PE 0 of 1, rank 1: PE 0 of 1"),
     ([1, 1], 2, "are not the PEs of one rocSHMEM: rank 0: PE 1 of 2, rank 1: PE 1 of 2"),
     ([1, 0, 2], 3, "are not the PEs of one rocSHMEM: rank 0: PE 1 of 3, rank 1: PE 0 of 3"),
-], ids=["some", "each its own", "twice", "more PEs"])  # fmt: skip
+], ids=["some", "each its own", "twice", "more PEs"])
 def test_does_not_adopt(on_pes, tmp_path, pes, count, words):
     folder = tmp_path / "start"
     folder.mkdir()
@@ -429,7 +429,7 @@ def nothing_is_called_after_the_end(rank, world_size, exchange):
         error_of(runtime.put_on_stream, address, address, 64, 0, 0),
         error_of(runtime.get_on_stream, address, address, 64, 0, 0), error_of(runtime.init_module, 1),
         error_of(rocshmem.start, rank, world_size, exchange),
-    ]  # fmt: skip
+    ]
     assert all(kind == "RocshmemError" and "was finalized in this process" in text for kind, text in refused), refused
 
 
@@ -451,7 +451,7 @@ EXITS = {
     "no driver": (
         "def fails(): raise OSError('no driver')\nrocshmem._synchronize = fails", 0, [*AFTER, *BEFORE]
     ),
-}  # fmt: skip
+}
 
 # One process loads torch for all of them; each is a fork of it that comes to the real end of an interpreter.
 PROGRAM = """
@@ -573,7 +573,7 @@ def test_finds_nothing(alone, tmp_path):
 @pytest.mark.parametrize("defines, words", [
     (["EMPTY"], "exports none of rocSHMEM's host functions. It needs"),
     (["LACKS_STREAMS"], "lacks rocshmem_putmem_on_stream, rocshmem_getmem_on_stream: it is too old. It needs"),
-], ids=str)  # fmt: skip
+], ids=str)
 def test_lacks_functions(stand_in, defines, words):
     with pytest.raises(RocshmemError) as caught:
         RocshmemLibrary(stand_in(*defines))

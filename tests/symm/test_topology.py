@@ -36,7 +36,7 @@ def test_nodes_of_what_ranks_tell(texts, size):
 
 @pytest.mark.parametrize("simulated, of_torchrun, size", [
     (None, None, 8), ("2", None, 2), ("2", "4", 2), (None, "4", 4), (None, "3", 8), (None, "16", 8), ("8", None, 8),
-])  # fmt: skip
+])
 def test_what_one_rank_knows(monkeypatch, simulated, of_torchrun, size):
     for variable, value in ((topology.VARIABLE, simulated), ("LOCAL_WORLD_SIZE", of_torchrun)):
         monkeypatch.delenv(variable, raising=False)

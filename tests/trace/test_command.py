@@ -23,7 +23,7 @@ def test_it_writes_a_trace_and_a_picture_and_says_where_the_time_went(tmp_path):
     name = "ag_gemm-128x64x32-float32-cpux2"
     assert sorted(file.name for file in tmp_path.iterdir()) == [f"{name}.json", f"{name}.png"]
     for words in ("ag_gemm 128x64x32 float32 on 2 CPU ranks", "multiplies", "idle", "longest waits", "untraced",
-                  "clocks agree within", "transport=", "perfetto", f"{name}.png", "times mean nothing"):  # fmt: skip
+                  "clocks agree within", "transport=", "perfetto", f"{name}.png", "times mean nothing"):
         assert words in run.stdout
     check_drawing_anew(tmp_path / f"{name}.json")
 

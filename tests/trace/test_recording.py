@@ -54,7 +54,7 @@ MORE = {
     "decode": {
         PART + PART, *((*parts, "pushes", "waits", "sums") for parts in (LAST, PART + LAST, LAST + PART, LAST + LAST))
     },
-}  # fmt: skip
+}
 
 
 def by_program(intervals):

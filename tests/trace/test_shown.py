@@ -38,7 +38,7 @@ def recording(*repetitions, times=None, multiprocessors=4):
         "operator": "ag_gemm", "shape": "8x8x8", "dtype": "bfloat16", "gpu": "NVIDIA Testing", "world_size": 2,
         "config": "", "torch": "2", "triton": "3", "num_multiprocessors": multiprocessors, "untraced_ms": 0.9,
         "traced_ms": 1.0, "events": list(repetitions), "times": [times] * len(repetitions),
-    }  # fmt: skip
+    }
 
 
 def two_ranks(ahead=5 * SECOND):
@@ -51,12 +51,12 @@ def two_ranks(ahead=5 * SECOND):
         program(1010, 1, ("multiplies", 0, 40)),  # beside the one before
         program(1110, 0, ("multiplies", 0, 88)),
         program(1150, 3, ("multiplies", 0, 28)),
-    ])  # fmt: skip
+    ])
     rank_1 = events([
         program(ahead + 1004, 0, ("pushes", 0, 20), ("pushes", 0, 30)),
         program(ahead + 1004, 1, ("pushes", ALL_PEERS, 60)),
         program(ahead + 1000, 2, ("multiplies", 0, 199)),
-    ])  # fmt: skip
+    ])
     return [
         recording(rank_0, times=np.stack([asked, answered], -1)),
         recording(rank_1, times=np.stack([there, there], -1)),
@@ -76,7 +76,7 @@ def test_programs_that_share_a_multiprocessor_get_rows_of_their_own():
     trace = make_trace(two_ranks())
     assert list(trace.rows(0).values()) == [
         "multiprocessor 0", "multiprocessor 1", "multiprocessor 1, place 1", "multiprocessor 3"
-    ]  # fmt: skip
+    ]
     assert {i.lane for i in trace.ranks[0] if i.program == 2} == {1}
 
 

@@ -84,7 +84,7 @@ def _push_part(ctx, at, slot_at, start, count, row_bytes, half, peer, COPY_WORDS
 def push_rows(
     ctx, half, signal, worker, num_workers, rows, total, chunk_rows, a_at, a_bytes, b_at, b_bytes, c_at, c_bytes,
     MASK: tl.constexpr, OF_QUERIES: tl.constexpr, COPY_WORDS: tl.constexpr, trace,
-):  # fmt: skip
+):
     """Push our rows of tensors a, b and perhaps c to the peers that need them; one of ``num_workers`` programs.
 
     ``a_at``: address of the first row; ``a_bytes``: of a row. Of c, which is None or of whole STAT_ROWS, ``c_bytes``
@@ -110,7 +110,7 @@ def push_rows(
                 _push_part(
                     ctx, c_at, ranks * (a_slot + b_slot) + me * c_slot, start // STAT_ROWS,
                     (count + STAT_ROWS - 1) // STAT_ROWS, c_bytes, half, peer, COPY_WORDS,
-                )  # fmt: skip
+                )
             # waiter: the peer's tiles that need these rows
             td.notify(ctx, td.signal_at(ctx, half, me * num_chunks + chunk), peer, signal)
 
@@ -126,7 +126,7 @@ def await_peers(ctx, half, signal, num_chunks):
 def await_chunks(
     ctx, half, signal, at, known, until, rows, total, chunk_rows,
     MASK: tl.constexpr, OF_QUERIES: tl.constexpr, FOR_TMA: tl.constexpr,
-):  # fmt: skip
+):
     """``at``, tied to the arrival of chunks, of which ``known`` are known to be there and ``until`` shall be.
 
     They are counted as they arrive: all chunks of the rank below ours, then those of the next.
@@ -170,7 +170,7 @@ def load_rows(
     desc, at, plane, sheet, first_row, head, heads, row, stop,
     DTYPE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
     USE_TMA: tl.constexpr, CLEAN: tl.constexpr,
-):  # fmt: skip
+):
     """Rows ``row`` to row + BLOCK of one head and batch entry, [BLOCK, BLOCK_WIDTH]; zeros past WIDTH and the shard.
 
     ``at``: address of the shard; ``first_row``: of the batch entry in it; ``plane, sheet``: where the descriptor has
@@ -193,14 +193,14 @@ def load_rows(
 @td.jit
 def store_rows_of(
     ptr, tile, first_row, head, heads, row, rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WIDTH: tl.constexpr
-):  # fmt: skip
+):
     """Store what ``load_rows`` would load, from fp32."""
     offs, cols = row + tl.arange(0, BLOCK), tl.arange(0, BLOCK_WIDTH)
     places = (tl.cast(first_row, tl.int64) + offs) * heads + head
     mask = (offs < rows)[:, None] & (cols < WIDTH)[None, :]
     tl.store(
         ptr + places[:, None] * WIDTH + cols[None, :], td.from_float32(tile, ptr.dtype.element_ty), mask=mask
-    )  # fmt: skip
+    )
 
 
 @td.jit

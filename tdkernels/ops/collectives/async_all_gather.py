@@ -71,7 +71,7 @@ class Gather(Exchange):
             num_programs = 2 if self.x.device.type == "cpu" else _PUSH_PROGRAMS
         sizes = (
             self.rows * self.row_bytes, self.chunk_rows * self.row_bytes, self.num_chunks, self.slot_bytes, self.plan
-        )  # fmt: skip
+        )
         options = {"COPY_WORDS": _COPY_WORDS, "num_warps": 16}
 
         def launch():

@@ -59,7 +59,7 @@ class Scatter(Exchange):
             (own, bias), add_parts_kernel, programs, own.numel(), own.shape[1], self._slot_bytes,
             RANKS=self.world_size, ALIGNED=own.shape[1] % 8 == 0 and own.data_ptr() % 16 == 0,
             HAS_BIAS=bias is not None, BLOCK=block, num_warps=8,
-        )  # fmt: skip
+        )
         return own
 
     def close(self):

@@ -50,7 +50,7 @@ def _blocks(left, piece_blocks, BLOCK: tl.constexpr):
 def _first_block(
     x_ptr, piece, piece_blocks, n,
     DTYPE: tl.constexpr, ITEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """The first block of a piece of x; of a piece that there is not, nothing is read."""
     start = tl.cast(piece, tl.int64) * piece_blocks * BLOCK
     offs = tl.arange(0, BLOCK)
@@ -62,7 +62,7 @@ def _first_block(
 def _send_to_all(
     ctx, me, ranks, block, x, slot, y, left, sent, blocks,
     KEEP: tl.constexpr, DTYPE: tl.constexpr, ITEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """Store blocks at x, of which ``left`` items exist, ``slot`` bytes into every peer's buffer; KEEP: at y too.
 
     ``block`` is the first of them. Nothing goes to peers if not ``sent``.
@@ -92,7 +92,7 @@ def _mask_of(i, me, ranks, offs, left, spacing):
 @td.jit
 def _read_from(
     i, me, ranks, first, stride, offs, left, spacing, DTYPE: tl.constexpr, ALIGNED: tl.constexpr
-):  # fmt: skip
+):
     """What belongs to the i-th peer above us: that of rank r is at address first + r * stride."""
     address = first + (me + 1 + i) % ranks * stride
     return tl.load(td.pointer_to(address, DTYPE, ALIGNED) + offs, mask=_mask_of(i, me, ranks, offs, left, spacing))
@@ -109,7 +109,7 @@ def _send_to(ctx, i, me, ranks, slot, part, offs, left, spacing, sent, DTYPE: tl
 def _send_to_each(
     ctx, me, ranks, x, stride, slot, left, spacing, sent, blocks,
     DTYPE: tl.constexpr, ITEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """Store blocks at address x + r * stride ``slot`` bytes into the buffer of rank r, for every peer r.
 
     Of them ``left - r * spacing`` items exist; none is stored if they are not ``sent``.
@@ -142,7 +142,7 @@ def _bring(i, me, ranks, y, stride, part, offs, left, spacing, DTYPE: tl.constex
 def _receive_from_each(
     me, ranks, slots, slot_bytes, y, stride, left, spacing, blocks,
     DTYPE: tl.constexpr, ITEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """Bring blocks from address slots + r * slot_bytes, in our buffer, to y + r * stride, for every peer r."""
     offs = tl.arange(0, BLOCK)
     for b in range(blocks):
@@ -171,7 +171,7 @@ def _part_of(source, me, ranks, parts, part_bytes, offs, mask, DTYPE: tl.constex
 @td.jit
 def _sum_of_ranks(
     me, ranks, x, parts, part_bytes, offs, mask, DTYPE: tl.constexpr, ALIGNED: tl.constexpr
-):  # fmt: skip
+):
     """The sum in fp32, in rank order, of what we have at x and rank r has left at parts + r * part_bytes, as DTYPE."""
     own = tl.load(td.pointer_to(x, DTYPE, ALIGNED) + offs, mask=mask, other=0.0)
     total = tl.full(own.shape, 0.0, tl.float32)
@@ -193,7 +193,7 @@ def _sum_of_ranks(
 def _sum_blocks(
     ctx, me, ranks, x, parts, part_bytes, sums, z, left, sent, blocks,
     SEND: tl.constexpr, DTYPE: tl.constexpr, ITEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """z = the sums of blocks, ours at address x and that of rank r at parts + r * part_bytes in our buffer.
 
     SEND: they are stored ``sums`` bytes into every peer's buffer, too, if ``sent``.
@@ -224,7 +224,7 @@ def _pieces(n, piece_blocks, ITEM_BYTES: tl.constexpr, BLOCK: tl.constexpr):
 def all_gather_kernel(
     ctx, x_ptr, y_ptr, n, piece_blocks, plan,
     DTYPE: tl.constexpr, ITEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """y [ranks, n] = all ranks' x [n], in items of DTYPE, whatever they mean.
 
     Signal number ``source * pieces + piece`` of a half says that a piece of the source's x is in our buffer, which is
@@ -246,7 +246,7 @@ def all_gather_kernel(
         _send_to_all(
             ctx, me, ranks, block, x, slots + me * slot_bytes, y + me * n * ITEM_BYTES, left, sent, blocks,
             True, DTYPE, ITEM_BYTES, ALIGNED, BLOCK,
-        )  # fmt: skip
+        )
         # waiter: every peer's program of this piece
         td.notify_all(ctx, signals + me * pieces + piece, signal)
         # producer: every peer's program of this piece
@@ -256,7 +256,7 @@ def all_gather_kernel(
         )
         block = _first_block(
             x_ptr, piece + tl.num_programs(0), piece_blocks, n, DTYPE, ITEM_BYTES, ALIGNED, BLOCK
-        )  # fmt: skip
+        )
     td.finish(ctx)
 
 
@@ -264,7 +264,7 @@ def all_gather_kernel(
 def reduce_scatter_kernel(
     ctx, x_ptr, z_ptr, n, piece_blocks, plan,
     DTYPE: tl.constexpr, ITEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """z [n] = the sum over ranks of their x[our rank], x being [ranks, n].
 
     Signal number ``source * pieces + piece`` of a half says that a piece of what the source has for us is in our
@@ -284,7 +284,7 @@ def reduce_scatter_kernel(
         _send_to_each(
             ctx, me, ranks, x, n * ITEM_BYTES, slots + me * slot_bytes, left, 0, sent, blocks,
             DTYPE, ITEM_BYTES, ALIGNED, BLOCK,
-        )  # fmt: skip
+        )
         # waiter: every peer's program of this piece
         td.notify_all(ctx, signals + me * pieces + piece, signal)
         # producer: every peer's program of this piece
@@ -292,7 +292,7 @@ def reduce_scatter_kernel(
         _sum_blocks(
             ctx, me, ranks, x + me * n * ITEM_BYTES, buffer + slots, slot_bytes, 0, z, left, sent, blocks,
             False, DTYPE, ITEM_BYTES, ALIGNED, BLOCK,
-        )  # fmt: skip
+        )
     td.finish(ctx)
 
 
@@ -300,7 +300,7 @@ def reduce_scatter_kernel(
 def all_reduce_one_shot_kernel(
     ctx, x_ptr, z_ptr, n, piece_blocks, plan,
     DTYPE: tl.constexpr, ITEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """z [n] = the sum of all ranks' x [n]: everybody gets everything and adds it up, in the same order.
 
     Signals and buffer are those of ``all_gather_kernel``.
@@ -321,7 +321,7 @@ def all_reduce_one_shot_kernel(
         _send_to_all(
             ctx, me, ranks, block, x, slots + me * slot_bytes, z, left, sent, blocks,
             False, DTYPE, ITEM_BYTES, ALIGNED, BLOCK,
-        )  # fmt: skip
+        )
         # waiter: every peer's program of this piece
         td.notify_all(ctx, signals + me * pieces + piece, signal)
         # producer: every peer's program of this piece
@@ -329,10 +329,10 @@ def all_reduce_one_shot_kernel(
         _sum_blocks(
             ctx, me, ranks, x, buffer + slots, slot_bytes, 0, z, left, sent, blocks,
             False, DTYPE, ITEM_BYTES, ALIGNED, BLOCK,
-        )  # fmt: skip
+        )
         block = _first_block(
             x_ptr, piece + tl.num_programs(0), piece_blocks, n, DTYPE, ITEM_BYTES, ALIGNED, BLOCK
-        )  # fmt: skip
+        )
     td.finish(ctx)
 
 
@@ -340,7 +340,7 @@ def all_reduce_one_shot_kernel(
 def all_reduce_two_shot_kernel(
     ctx, x_ptr, z_ptr, n, piece_blocks, plan,
     DTYPE: tl.constexpr, ITEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """z [n] = the sum of all ranks' x [n]: rank j mod W adds up piece j and sends the sum to everybody.
 
     W consecutive pieces are a round, of which each rank owns one; a program takes whole rounds. Of a half's signals,
@@ -367,7 +367,7 @@ def all_reduce_two_shot_kernel(
         _send_to_each(
             ctx, me, ranks, x, piece_bytes, slots + me * part_bytes, left, piece, sent, blocks,
             DTYPE, ITEM_BYTES, ALIGNED, BLOCK,
-        )  # fmt: skip
+        )
         # waiter: every peer's program of this round, before it sums
         td.notify_all(ctx, signals + me * rounds + round_, signal)
         # producer: every peer's program of this round, before it waits
@@ -375,7 +375,7 @@ def all_reduce_two_shot_kernel(
         _sum_blocks(
             ctx, me, ranks, x + own, buffer + slots, part_bytes, sums + own, z + own, left - me * piece, sent,
             blocks, True, DTYPE, ITEM_BYTES, ALIGNED, BLOCK,
-        )  # fmt: skip
+        )
         # waiter: every peer's program of this round, at its end
         td.notify_all(ctx, signals + (ranks + me) * rounds + round_, signal, PASSES_ON=True)
         # producer: every peer's program of this round, after it has summed
@@ -383,5 +383,5 @@ def all_reduce_two_shot_kernel(
         _receive_from_each(
             me, ranks, buffer + sums, piece_bytes, z, piece_bytes, left, piece, blocks,
             DTYPE, ITEM_BYTES, ALIGNED, BLOCK,
-        )  # fmt: skip
+        )
     td.finish(ctx)

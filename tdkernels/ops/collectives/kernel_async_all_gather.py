@@ -13,7 +13,7 @@ from tdkernels import lang as td
 def push_shard(
     ctx, shard, half, signal, shard_bytes, chunk_bytes, num_chunks, slot_bytes, worker, num_workers,
     COPY_OWN: tl.constexpr, COPY_WORDS: tl.constexpr, trace,
-):  # fmt: skip
+):
     """Push our shard to all peers, chunk by chunk, and raise a signal for each; one of ``num_workers`` programs.
 
     Chunks go round the peers so that all of them can begin early, each rank beginning with the next higher one so that
@@ -77,7 +77,7 @@ def push_kernel(
     push_shard(
         ctx, x_ptr.to(tl.int64), 0, signal, shard_bytes, chunk_bytes, num_chunks, slot_bytes,
         tl.program_id(0), tl.num_programs(0), COPY_OWN=True, COPY_WORDS=COPY_WORDS, trace=(None, 0),
-    )  # fmt: skip
+    )
 
 
 @td.jit(do_not_specialize=["index", "peer", "plan"])

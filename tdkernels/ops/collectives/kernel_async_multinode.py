@@ -48,7 +48,7 @@ def source_at(step, me, ranks, local):
 def send_shard(
     ctx, shard, half, signal, shard_bytes, chunk_bytes, num_chunks, slot_bytes, worker, num_workers,
     FIXED_HALF: tl.constexpr, COPY_WORDS: tl.constexpr, trace,
-):  # fmt: skip
+):
     """Stage our shard in our own slot and put it from there into that of our rail peers; one of some programs.
 
     Waits for nothing. Chunks go round the peers so that all of them can begin early. What is put has been stored by
@@ -72,14 +72,14 @@ def send_shard(
             td.put_signal(
                 ctx, slot + start, slot + start, num_bytes, td.signal_at(ctx, half, me * num_chunks + chunk), signal,
                 peer, PASSES_ON=FIXED_HALF,
-            )  # fmt: skip
+            )
 
 
 @td.jit
 def push_to_node(
     ctx, shard, half, signal, shard_bytes, chunk_bytes, num_chunks, slot_bytes, worker, num_workers,
     FIXED_HALF: tl.constexpr, COPY_WORDS: tl.constexpr, trace,
-):  # fmt: skip
+):
     """Push our shard to our node peers, as ``push_shard`` does to all peers; one of ``num_workers`` programs."""
     me = td.rank(ctx)
     local = td.local_ranks(ctx)
@@ -112,7 +112,7 @@ def relay_of(item, me, ranks, local):
 def relay_to_node(
     ctx, half, signal, shard_bytes, chunk_bytes, num_chunks, slot_bytes, worker, num_workers,
     COPY_WORDS: tl.constexpr, trace,
-):  # fmt: skip
+):
     """Push our rail peers' shards, as they come by the network, to our node peers; one of ``num_workers`` programs.
 
     Chunks come in the order in which ``send_shard`` sends them, and each goes to the next higher number first.
@@ -193,7 +193,7 @@ def begin_nodes_kernel(ctx, plan):
 )
 def push_nodes_kernel(
     ctx, x_ptr, num_send, shard_bytes, chunk_bytes, num_chunks, slot_bytes, plan, COPY_WORDS: tl.constexpr
-):  # fmt: skip
+):
     """Push a shard into everybody's fixed half, our own included, after ``begin_nodes_kernel``.
 
     The first ``num_send`` programs wait for nothing; the others, which relay, wait for those of other ranks.
@@ -206,17 +206,17 @@ def push_nodes_kernel(
         send_shard(
             ctx, x_ptr.to(tl.int64), 0, signal, shard_bytes, chunk_bytes, num_chunks, slot_bytes,
             pid, num_send, FIXED_HALF=True, COPY_WORDS=COPY_WORDS, trace=(None, 0),
-        )  # fmt: skip
+        )
     else:
         num_push = tl.num_programs(0) - num_send
         push_to_node(
             ctx, x_ptr.to(tl.int64), 0, signal, shard_bytes, chunk_bytes, num_chunks, slot_bytes,
             pid - num_send, num_push, FIXED_HALF=True, COPY_WORDS=COPY_WORDS, trace=(None, 0),
-        )  # fmt: skip
+        )
         relay_to_node(
             ctx, 0, signal, shard_bytes, chunk_bytes, num_chunks, slot_bytes,
             pid - num_send, num_push, COPY_WORDS=COPY_WORDS, trace=(None, 0),
-        )  # fmt: skip
+        )
 
 
 @td.jit(

@@ -10,7 +10,7 @@ from tdkernels.ops.common.rank_reduce import sum_in_rank_order
 def add_parts_kernel(
     ctx, own_ptr, bias_ptr, n, width, slot_bytes,
     RANKS: tl.constexpr, ALIGNED: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """Add all other ranks' parts to ours, ``n`` numbers in rows of ``width``, in place; and a bias [width] after them.
 
     That of rank r stands at ``r * slot_bytes`` in our half 0, for which an await_kernel has waited.

@@ -68,7 +68,7 @@ def arguments(operator, ctx, x, output, nbytes, plan, config):
     constants = {
         "DTYPE": dtype, "ITEM_BYTES": size, "ALIGNED": nbytes % 16 == 0, "BLOCK": config.block_bytes // size,
         "num_warps": config.num_warps,
-    }  # fmt: skip
+    }
     return (ctx, x, output, nbytes // size, config.piece_blocks, plan), constants
 
 

@@ -43,7 +43,7 @@ def from_text(cls, text):
 
 _KINDS = {
     int: ("an integer", (int,)), str: ("a string", (str,)), Tiles | None: ("a Tiles or None", (Tiles, type(None))),
-}  # fmt: skip
+}
 
 
 @functools.lru_cache(1024)

@@ -61,7 +61,7 @@ def product_constants(x, weight, bias, tiles):
         **tiles.constants(), "ELEM_BYTES": x.element_size(), "ALIGNED": aligned(*weight.shape, stride_w),
         "HAS_BIAS": bias is not None, "USE_TMA": tma_fits(x, weight), "W_IS_KN": is_kn,
         "PRECISION": dot_precision(x.dtype), **tiles.options(),
-    }  # fmt: skip
+    }
 
 
 def rows_descriptor(x, planes, rows, plane_stride, block_m, block_k):
@@ -110,4 +110,4 @@ def launch_product(workspace, x, weight, bias, config, prepare):
     return launch_kept(
         workspace, (config, dot_precision(x.dtype)), (x, weight, bias),
         lambda *of: prepare(workspace, *of, config), ready,
-    )  # fmt: skip
+    )

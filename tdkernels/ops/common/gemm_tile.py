@@ -44,7 +44,7 @@ def gemm_tile(
     N, K, stride_am,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     USE_TMA: tl.constexpr, B_IS_KN: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """acc + A[a_row : +BLOCK_M] @ B[b_col : +BLOCK_N].T over the first K columns, fp32 [BLOCK_M, BLOCK_N].
 
     Rows past ``a_rows`` and columns past ``N`` hold anything: each depends on its own operands only, and the caller

@@ -12,7 +12,7 @@ def sum_of_tile_over_nodes(
     acc, parts, sums, part_bytes, bias_ptr, col, N, node, local, DTYPE: tl.constexpr,
     NODES: tl.constexpr, LOCAL: tl.constexpr, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr,
     SKIPPED: tl.constexpr = 0,
-):  # fmt: skip
+):
     """``acc`` plus our node peers' partials of the same tile, plus the other nodes' sums of it, as a DTYPE.
 
     Rank s of our node has its partial at ``parts + s * part_bytes``, node m its sum at ``sums + m * part_bytes``, both
@@ -25,11 +25,11 @@ def sum_of_tile_over_nodes(
         left = sum_of_tile_over_nodes(
             left, parts, sums, part_bytes, bias_ptr, col, N, node, local, DTYPE,
             NODES, LOCAL, BLOCK_M, HALF, HAS_BIAS, SKIPPED,
-        )  # fmt: skip
+        )
         right = sum_of_tile_over_nodes(
             right, parts, sums, part_bytes, bias_ptr, col + HALF, N, node, local, DTYPE,
             NODES, LOCAL, BLOCK_M, HALF, HAS_BIAS, SKIPPED + BLOCK_M * HALF,
-        )  # fmt: skip
+        )
         return tl.join(left, right).permute(0, 2, 1).reshape(BLOCK_M, WIDTH)
     else:
         offs = tl.arange(0, BLOCK_M * WIDTH)

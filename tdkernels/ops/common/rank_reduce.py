@@ -12,7 +12,7 @@ _COLUMNS = tl.constexpr(32)
 @td.jit
 def sum_in_rank_order(
     parts, part_bytes, offs, mask, own, me, RANKS: tl.constexpr, DTYPE: tl.constexpr, SKIPPED: tl.constexpr = 0
-):  # fmt: skip
+):
     """All ranks' partials added in fp32, in rank order; ours is at hand in fp32, rank r's at parts + r * part_bytes.
 
     SKIPPED: elements of each partial before those that are summed. They are not added to ``parts``, as Triton 3.8 turns
@@ -38,7 +38,7 @@ def sum_in_rank_order(
 def _partial_of(
     source: tl.constexpr, parts, part_bytes, offs, mask, own, me, RANKS: tl.constexpr, DTYPE: tl.constexpr,
     SKIPPED: tl.constexpr,
-):  # fmt: skip
+):
     """The partial of a rank in fp32; zeros for ranks that there are not."""
     if source >= RANKS:
         return tl.full(own.shape, 0.0, tl.float32)
@@ -52,7 +52,7 @@ def sum_of_tile(
     acc, parts, part_bytes, bias_ptr, col, N, me, DTYPE: tl.constexpr,
     RANKS: tl.constexpr, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr,
     SKIPPED: tl.constexpr = 0,
-):  # fmt: skip
+):
     """``acc`` plus the peers' partials of the same tile, WIDTH columns of one of ours, in rank order, as a DTYPE.
 
     SKIPPED: elements of a partial before these columns
@@ -67,7 +67,7 @@ def sum_of_tile(
         right = sum_of_tile(
             right, parts, part_bytes, bias_ptr, col + HALF, N, me, DTYPE, RANKS, BLOCK_M, HALF, HAS_BIAS,
             SKIPPED + BLOCK_M * HALF,
-        )  # fmt: skip
+        )
         return tl.join(left, right).permute(0, 2, 1).reshape(BLOCK_M, WIDTH)
     else:
         offs = tl.arange(0, BLOCK_M * WIDTH)

@@ -72,7 +72,7 @@ def tiles_to_try(rows, dtype, device):
     tiles = [
         Tiles(height, width, depth, num_warps=warps, num_stages=stages)
         for height in heights for width, depth, warps, stages in shapes
-    ]  # fmt: skip
+    ]
     return [tile for tile in tiles if tile.illegal(device, dtype) is None]
 
 
@@ -109,7 +109,7 @@ def scratch_to_be_made(like, num_tiles, tiles, split_k):
 def place_of(
     program, tiles_m, K, k_of_part, split_k,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ALIGNED: tl.constexpr,
-):  # fmt: skip
+):
     """(tile, part, first row, first column, first k, last k) of a program that multiplies, of which tiles have split_k.
 
     Those of a tile follow one another, and so do the tiles of a column.
@@ -128,7 +128,7 @@ def few_rows_tile(
     x_ptr, x_desc, plane, row, rows, stride_x, w_ptr, w_desc, col, stride_w, N, first_k, last_k,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     USE_TMA: tl.constexpr, W_IS_KN: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """x[row : +BLOCK_M] @ w[col : +BLOCK_N].T over columns first_k … last_k - 1 of both, fp32 [BLOCK_M, BLOCK_N].
 
     x is [rows, K] by pointer, [planes, rows, K] by descriptor; first_k is a multiple of BLOCK_K, and last_k too, unless

@@ -11,7 +11,7 @@ COPY_WORDS = 4096  # of 8 bytes, that a program moves at a time
 def forward_item(
     ctx, src, dst, staged, count, owner, signal_ptr, signal, epoch,
     TILE_BYTES: tl.constexpr, COPY_WORDS: tl.constexpr, trace,
-):  # fmt: skip
+):
     """Copy ``count`` finished tiles to their owner and raise its signal; returns ``td.take_ticket``'s answer.
 
     Flag number ``staged`` and those after it say that a tile is there; src and dst are addresses.

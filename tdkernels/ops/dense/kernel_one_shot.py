@@ -31,7 +31,7 @@ def _send_to_all(ctx, half, slot, partial, offs, mask, me, RANKS: tl.constexpr, 
 def _send_to_owners(
     ctx, half, slot, partial, offs_m, owned_rows, mask, me,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, RANKS: tl.constexpr, ELEM_BYTES: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
+):
     """Store each row of a partial tile at the rank that owns it, but for our own rows."""
     owners = tl.minimum(offs_m // owned_rows, RANKS - 1)
     rows = td.data_at(ctx, half, owners) + slot + tl.arange(0, BLOCK_M).to(tl.int64) * (BLOCK_N * ELEM_BYTES)
@@ -47,7 +47,7 @@ def gemm_one_shot_kernel(
     ELEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, HAS_BIAS: tl.constexpr, USE_TMA: tl.constexpr,
     W_IS_KN: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr, SCATTERS: tl.constexpr,
     RANKS: tl.constexpr, trace_ptr=None,
-):  # fmt: skip
+):
     """z = the sum over ranks of x @ w.T, of which each has its ``owned_rows`` if SCATTERS, else all; x is [M, K].
 
     Signal number ``source * tiles + tile`` of a half says that the source's partial of a tile is in our buffer, which
@@ -76,7 +76,7 @@ def gemm_one_shot_kernel(
     acc = few_rows_tile(
         x_ptr, x_desc, 0, row, M, K, w_ptr, w_desc, col, stride_w, N, first_k, last_k,
         BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, W_IS_KN, PRECISION,
-    )  # fmt: skip
+    )
     sends = True
     if SPLIT:
         td.mark(trace, "joins")

@@ -18,7 +18,7 @@ def _arguments(ctx, x, weight, bias, z, scratch, plan, world_size, config, scatt
         ctx, x, x_desc, weight, w_desc, bias, z, scratch,
         m, n, k, m // world_size if scatters else m, stride_w, small_m_gemm.k_of_part(k, config.tiles, config.split_k),
         plan, config.split_k,
-    )  # fmt: skip
+    )
     return args, constants
 
 

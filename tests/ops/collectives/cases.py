@@ -130,7 +130,7 @@ def refuses(operator):
         ({"method": "nccl"}, "method must be"), ({"exchange": "three_shot"}, "exchange must be"),
         ({"num_programs": 0}, "num_programs must be at least 1"), ({"piece_blocks": 0}, "piece_blocks must be"),
         ({"block_bytes": 1000}, "block_bytes must be a power of two"), ({"num_warps": 3}, "num_warps must be"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ValueError, match=words):
             call(operator, x, changes)
     foreign = {"all_gather": "two_shot", "reduce_scatter": "two_shot", "all_reduce": "copy_engine"}[operator]

@@ -48,7 +48,7 @@ CONFIGS = {
 
 @pytest.mark.parametrize("world_size, local, dtype, shapes", [
     (4, 2, BF16, [(5, 3, 7), (65, 10, 20)]), (2, 1, FP32, [(37, 29, 51)]), (3, 1, FP16, [(17, 21, 33)]),
-], ids=str)  # fmt: skip
+], ids=str)
 def test_shapes(world_size, local, dtype, shapes):
     on_ranks(world_size, multinode_cases.computes, "ag_gemm", dtype, local, shapes)
 
@@ -83,7 +83,7 @@ def test_slow_rank():
 
 @pytest.mark.parametrize("world_size, local, seeds, shapes, changes", [
     (4, 2, SEEDS, [(17, 1, 2)], SMALL), (3, 1, 12, [(1, 1, 1), (2, 3, 1)], {}),
-], ids=["two chunks", "one rank a node"])  # fmt: skip
+], ids=["two chunks", "one rank a node"])
 def test_any_order_of_the_network(world_size, local, seeds, shapes, changes):
     on_ranks(world_size, multinode_cases.is_right_on_every_network, "ag_gemm", local, seeds, shapes, **changes)
 

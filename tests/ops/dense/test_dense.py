@@ -68,7 +68,7 @@ CONFIGS = {
         "one shot, K in more parts than it has blocks": {**ONE_SHOT, "tiles": Tiles(16, 128, 32), "split_k": 9},
         "one shot, one wide tile": {**ONE_SHOT, "tiles": Tiles(128, 256, 16, 8, 8, 2), "split_k": 2},
     },
-}  # fmt: skip
+}
 # Those whose order of sums and sends depends most on who comes first.
 HASTY = {
     "ag_gemm": [
@@ -179,7 +179,7 @@ def test_each_subset_of_gradients(world_size, dtype, operator):
         cases.goes_backward_twice, cases.recomputes_in_a_checkpoint, cases.obeys_autocast,
     ],
     ids=lambda f: f.__name__,
-)  # fmt: skip
+)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_autograd(world_size, what, operator):
     on_ranks(world_size, what, operator)
@@ -231,7 +231,7 @@ def test_one_rank_is_plain_linear(dtype, operator):
     ("gemm_rs", 2, (256, 4096, 2048), 128, "one_shot"), ("gemm_rs", 2, (512, 4096, 7168), 256, "one_shot"),
     ("gemm_rs", 4, (256, 4096, 3584), 128, "forward"), ("gemm_rs", 4, (2048, 8192, 7168), 256, "forward"),
     ("gemm_ar", 4, (2048, 4096, 1024), 128, "two_shot"), ("gemm_ar", 2, (8192, 8192, 14336), 256, "two_shot"),
-])  # fmt: skip
+])
 def test_default_tiles_on_hopper(operator, world_size, sizes, columns, way, monkeypatch):
     """Of a rank's rows (those of its shard, but of gemm_ar), n and k."""
     monkeypatch.setattr(gpu, "num_sms", lambda device: 132)

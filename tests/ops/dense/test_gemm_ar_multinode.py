@@ -22,7 +22,7 @@ CONFIGS = {
 
 @pytest.mark.parametrize("world_size, local, dtype, shapes", [
     (4, 2, BF16, [(5, 3, 7), (65, 21, 33)]), (2, 1, FP32, [(19, 29, 21)]), (3, 1, FP16, [(17, 21, 33)]),
-], ids=str)  # fmt: skip
+], ids=str)
 def test_shapes(world_size, local, dtype, shapes):
     on_ranks(world_size, multinode_cases.computes, "gemm_ar", dtype, local, shapes)
 
@@ -52,7 +52,7 @@ def test_slow_rank():
 
 @pytest.mark.parametrize("world_size, local, seeds, shapes, changes", [
     (4, 2, 50, [(1, 1, 1), (2, 3, 1)], {}), (4, 2, 12, [(1, 65, 1)], SMALL), (3, 1, 20, [(1, 1, 1)], {}),
-], ids=["default", "several tiles", "one rank a node"])  # fmt: skip
+], ids=["default", "several tiles", "one rank a node"])
 def test_any_order_of_the_network(world_size, local, seeds, shapes, changes):
     on_ranks(world_size, multinode_cases.is_right_on_every_network, "gemm_ar", local, seeds, shapes, **changes)
 
@@ -81,7 +81,7 @@ def test_one_owner_adds_where_that_saves_more_than_a_trip():
 @pytest.mark.parametrize("world_size, local, dtype, shapes", [
     (4, 2, BF16, [(5, 3, 7), (65, 21, 33)]), (3, 1, FP16, [(17, 21, 33), (1, 1, 1)]),
     pytest.param(6, 2, BF16, [(65, 21, 33)], marks=thorough),
-], ids=str)  # fmt: skip
+], ids=str)
 def test_one_owner_adds(world_size, local, dtype, shapes):
     on_ranks(world_size, multinode_cases.adding_once, multinode_cases.computes, "gemm_ar", dtype, local, shapes)
 
@@ -95,7 +95,7 @@ def test_one_owner_adds_configs(config):
 
 @pytest.mark.parametrize("world_size, local, seeds, shapes, changes", [
     (4, 2, 25, [(1, 1, 1), (2, 3, 1)], {}), (4, 2, 12, [(1, 65, 1)], SMALL), (3, 1, 50, [(1, 1, 1), (2, 65, 1)], SMALL),
-], ids=["default", "several tiles", "one rank a node"])  # fmt: skip
+], ids=["default", "several tiles", "one rank a node"])
 def test_one_owner_adds_in_any_order_of_the_network(world_size, local, seeds, shapes, changes):
     args = ("gemm_ar", local, seeds, shapes)
     on_ranks(world_size, multinode_cases.adding_once, multinode_cases.is_right_on_every_network, *args, **changes)

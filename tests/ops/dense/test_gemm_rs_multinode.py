@@ -23,7 +23,7 @@ CONFIGS = {
 
 @pytest.mark.parametrize("world_size, local, dtype, shapes", [
     (4, 2, BF16, [(5, 3, 7), (65, 21, 33)]), (2, 1, FP32, [(19, 29, 21)]), (3, 1, FP16, [(17, 21, 33)]),
-], ids=str)  # fmt: skip
+], ids=str)
 def test_shapes(world_size, local, dtype, shapes):
     on_ranks(world_size, multinode_cases.computes, "gemm_rs", dtype, local, shapes)
 
@@ -58,7 +58,7 @@ def test_slow_rank():
 
 @pytest.mark.parametrize("world_size, local, seeds, shapes, changes", [
     (4, 2, 50, [(1, 1, 1), (2, 3, 1)], {}), (4, 2, 12, [(1, 65, 1)], SMALL), (3, 1, 20, [(1, 1, 1)], {}),
-], ids=["default", "several tiles", "one rank a node"])  # fmt: skip
+], ids=["default", "several tiles", "one rank a node"])
 def test_any_order_of_the_network(world_size, local, seeds, shapes, changes):
     on_ranks(world_size, multinode_cases.is_right_on_every_network, "gemm_rs", local, seeds, shapes, **changes)
 

@@ -88,7 +88,7 @@ def _default_tiles(widest, dtype, device):
     if gpu.capability(device) < (9, 0):
         return ((128, 64, 8, 2), (64, 64, 4, 2), (32, 64, 4, 2)) if widest <= 128 else (
             (64, 32, 8, 2), (32, 32, 4, 1), (32, 32, 4, 1)
-        )  # fmt: skip
+        )
     if widest <= 128:
         return (128, 128, 8, 3), (128, 64, 8, 3), (64, 128, 8, 3)
     return (128, 64, 8, 2), (64, 32, 4, 2), (32, 64, 4, 2)

@@ -35,7 +35,7 @@ def _attend(
     scale, DTYPE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, USE_TMA: tl.constexpr, MASKED: tl.constexpr, CLEAN: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+):
     """The online softmax, over blocks ``first`` to ``last`` of keys of one shard; (acc, top, total) after them.
 
     ``acc`` are the weighted values, ``total`` the weights' sums, relative to 2 ** ``top``. If MASKED, a query sees the
@@ -46,7 +46,7 @@ def _attend(
         k = load_rows(
             k_desc, k_at, plane, sheet, first_row, head, heads, row, stop,
             DTYPE, D, BLOCK_K, BLOCK_D, USE_TMA, CLEAN,
-        )  # fmt: skip
+        )
         scores = td.dot(q, k.T, tl.full((BLOCK_Q, BLOCK_K), 0.0, tl.float32), PRECISION)
         if MASKED:
             offs = row + tl.arange(0, BLOCK_K)
@@ -59,7 +59,7 @@ def _attend(
         v = load_rows(
             v_desc, v_at, plane, sheet, first_row, head, heads, row, stop,
             DTYPE, DV, BLOCK_K, BLOCK_DV, USE_TMA, CLEAN,
-        )  # fmt: skip
+        )
         acc = accumulate(acc, weights, v, PRECISION)
         top = higher
     return acc, top, total
@@ -107,7 +107,7 @@ def ag_attention_kernel(
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, MASK: tl.constexpr, ELEM_BYTES: tl.constexpr,
     STRADDLES: tl.constexpr, USE_TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
     COPY_WORDS: tl.constexpr, trace_ptr=None,
-):  # fmt: skip
+):
     """o [B, S / W, Hq, DV] and lse [B, S / W, Hq]; ``scale`` has the factor for powers of two in it."""
     DTYPE: tl.constexpr = q_ptr.dtype.element_ty
     me, ranks = td.rank(ctx), td.num_ranks(ctx)
@@ -128,7 +128,7 @@ def ag_attention_kernel(
             push_rows(
                 ctx, half, signal, piece, num_comm, rows, positions, chunk_rows, k_ptr.to(tl.int64), k_bytes,
                 v_ptr.to(tl.int64), v_bytes, None, 0, MASK, False, COPY_WORDS, trace,
-            )  # fmt: skip
+            )
             answer = td.take_ticket(ctx)
         elif piece >= num_comm + tiles:
             td.mark(trace, "waits", ALL_PEERS)
@@ -140,7 +140,7 @@ def ag_attention_kernel(
             q = load_rows(
                 q_desc, q_ptr.to(tl.int64), 0, entry, first_row, head, heads, row, rows,
                 DTYPE, D, BLOCK_Q, BLOCK_D, USE_TMA, False,
-            )  # fmt: skip
+            )
             acc = tl.full((BLOCK_Q, BLOCK_DV), 0.0, tl.float32)
             top = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
             total = tl.full((BLOCK_Q,), 0.0, tl.float32)
@@ -151,12 +151,12 @@ def ag_attention_kernel(
                 acc, top, total, q, k_desc, v_desc, k_at, v_at, 0, entry, first_row, kv_head, kv_heads,
                 0, plain, limits, rows, scale,
                 DTYPE, D, DV, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_K, USE_TMA, False, False, PRECISION, STAGES,
-            )  # fmt: skip
+            )
             acc, top, total = _attend(
                 acc, top, total, q, k_desc, v_desc, k_at, v_at, 0, entry, first_row, kv_head, kv_heads,
                 plain, blocks, limits, rows, scale,
                 DTYPE, D, DV, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_K, USE_TMA, True, False, PRECISION, 1,
-            )  # fmt: skip
+            )
             for step in range(1, ranks):
                 source = (me + ranks - step) % ranks
                 limits, least, most = far_limits(row, source, me, rows, BLOCK_Q, MASK)
@@ -165,12 +165,12 @@ def ag_attention_kernel(
                 for segment in range(0, segments):
                     chunk, start, stop = blocks_of(
                         segment, segments, last_chunk, first_row, 0, most, chunk_rows, BLOCK_K
-                    )  # fmt: skip
+                    )
                     td.mark(trace, "waits", source, 2 * (before + chunk))
                     at = await_chunks(
                         ctx, half, signal, td.data_at(ctx, half, me), known, before + chunk + 1, rows, positions,
                         chunk_rows, MASK, False, USE_TMA,
-                    )  # fmt: skip
+                    )
                     td.mark(trace, "multiplies", source, 2 * (before + chunk) + 1)
                     known = tl.maximum(known, before + chunk + 1)
                     k_at, v_at = at + source * k_slot, at + ranks * k_slot + source * v_slot
@@ -179,12 +179,12 @@ def ag_attention_kernel(
                         acc, top, total, q, far_k_desc, far_v_desc, k_at, v_at, half, source * batch + entry,
                         first_row, kv_head, kv_heads, start, middle, limits, most, scale,
                         DTYPE, D, DV, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_K, USE_TMA, False, False, PRECISION, STAGES,
-                    )  # fmt: skip
+                    )
                     acc, top, total = _attend(
                         acc, top, total, q, far_k_desc, far_v_desc, k_at, v_at, half, source * batch + entry,
                         first_row, kv_head, kv_heads, middle, stop, limits, most, scale,
                         DTYPE, D, DV, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_K, USE_TMA, True, STRADDLES, PRECISION, 1,
-                    )  # fmt: skip
+                    )
             answer = td.take_ticket(ctx)
             td.mark(trace, "stores")
             store_rows_of(o_ptr, acc / total[:, None], first_row, head, heads, row, rows, DV, BLOCK_Q, BLOCK_DV)

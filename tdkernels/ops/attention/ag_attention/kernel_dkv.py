@@ -47,17 +47,17 @@ def load_stats(at, first_row, head, heads, row, rows, BLOCK: tl.constexpr, WHICH
 def ag_attention_stats_kernel(
     o_ptr, do_ptr, lse_ptr, dlse_ptr, stats_ptr, positions, heads,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """Statistics of a block of rows of one head; needs no peer."""
     DTYPE: tl.constexpr = o_ptr.dtype.element_ty
     head = tl.program_id(0) % heads
     row = tl.program_id(0) // heads * BLOCK
     o = load_rows(
         None, o_ptr.to(tl.int64), 0, 0, 0, head, heads, row, positions, DTYPE, DV, BLOCK, BLOCK_DV, False, False
-    )  # fmt: skip
+    )
     do = load_rows(
         None, do_ptr.to(tl.int64), 0, 0, 0, head, heads, row, positions, DTYPE, DV, BLOCK, BLOCK_DV, False, False
-    )  # fmt: skip
+    )
     delta = td.sum_of(td.to_float32(o) * td.to_float32(do), 1)
     offs = row + tl.arange(0, BLOCK)
     inside = offs < positions
@@ -79,7 +79,7 @@ def _dkv_blocks(
     DTYPE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, USE_TMA: tl.constexpr, MASKED: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+):
     """(dk, dv) with what blocks ``first`` to ``last`` of queries of one shard add, of the group's heads.
 
     Blocks are counted from query ``begin`` on. If MASKED, a key is seen by queries from its start on. Heads are what
@@ -91,13 +91,13 @@ def _dkv_blocks(
         head = kv_head * GROUP + turn % GROUP
         q = load_rows(
             q_desc, q_at, plane, sheet, first_row, head, heads, row, rows, DTYPE, D, BLOCK_Q, BLOCK_D, USE_TMA, False
-        )  # fmt: skip
+        )
         lse = load_stats(stats_at, first_row, head, heads, row, rows, BLOCK_Q, 0)
         delta = load_stats(stats_at, first_row, head, heads, row, rows, BLOCK_Q, 1)
         do = load_rows(
             do_desc, do_at, plane, sheet, first_row, head, heads, row, rows,
             DTYPE, DV, BLOCK_Q, BLOCK_DV, USE_TMA, False,
-        )  # fmt: skip
+        )
         zeros = tl.full((BLOCK_K, BLOCK_Q), 0.0, tl.float32)
         weights = tl.exp2(td.dot(k, q.T, zeros, PRECISION) * scale - lse[None, :])
         if MASKED:
@@ -136,7 +136,7 @@ def ag_attention_dkv_kernel(
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, MASK: tl.constexpr, ELEM_BYTES: tl.constexpr,
     GROUP: tl.constexpr, STRADDLES: tl.constexpr, USE_TMA: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr, COPY_WORDS: tl.constexpr,
-):  # fmt: skip
+):
     """The gradients of k and v: tiles of keys, of which the first are seen by most queries and come first."""
     DTYPE: tl.constexpr = q_ptr.dtype.element_ty
     me, ranks = td.rank(ctx), td.num_ranks(ctx)
@@ -158,7 +158,7 @@ def ag_attention_dkv_kernel(
                 ctx, half, signal, piece, num_comm, rows, positions, chunk_rows, q_ptr.to(tl.int64), q_bytes,
                 do_ptr.to(tl.int64), do_bytes, stats_ptr.to(tl.int64), stat_bytes, MASK, True, COPY_WORDS,
                 (None, 0),
-            )  # fmt: skip
+            )
             answer = td.take_ticket(ctx)
         elif piece >= num_comm + tiles:
             await_peers(ctx, half, signal, num_chunks)
@@ -172,11 +172,11 @@ def ag_attention_dkv_kernel(
             k = load_rows(
                 k_desc, k_ptr.to(tl.int64), 0, entry, first_row, kv_head, kv_heads, row, rows,
                 DTYPE, D, BLOCK_K, BLOCK_D, USE_TMA, False,
-            )  # fmt: skip
+            )
             v = load_rows(
                 v_desc, v_ptr.to(tl.int64), 0, entry, first_row, kv_head, kv_heads, row, rows,
                 DTYPE, DV, BLOCK_K, BLOCK_DV, USE_TMA, False,
-            )  # fmt: skip
+            )
             dk = tl.full((BLOCK_K, BLOCK_D), 0.0, tl.float32)
             dv = tl.full((BLOCK_K, BLOCK_DV), 0.0, tl.float32)
             starts, begin = _own_starts(row, BLOCK_K, MASK)
@@ -185,7 +185,7 @@ def ag_attention_dkv_kernel(
                 dk, dv, k, v, q_desc, do_desc, q_at, do_at, stats_at, 0, entry, first_row, kv_head, heads,
                 begin, 0, (rows - begin + BLOCK_Q - 1) // BLOCK_Q, starts, rows, scale * LOG2_E,
                 DTYPE, D, DV, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_K, GROUP, USE_TMA, MASK != ALL, PRECISION, STAGES,
-            )  # fmt: skip
+            )
             for step in range(1, ranks):
                 source = (me + ranks - step) % ranks
                 starts, begin = _far_starts(row, source, me, rows, BLOCK_K, MASK)
@@ -194,11 +194,11 @@ def ag_attention_dkv_kernel(
                 for segment in range(0, segments):
                     chunk, start, stop = blocks_of(
                         segment, segments, last_chunk, first_row, begin, rows, chunk_rows, BLOCK_Q
-                    )  # fmt: skip
+                    )
                     at = await_chunks(
                         ctx, half, signal, td.data_at(ctx, half, me), known, before + chunk + 1, rows, positions,
                         chunk_rows, MASK, True, USE_TMA,
-                    )  # fmt: skip
+                    )
                     known = tl.maximum(known, before + chunk + 1)
                     q_at, do_at = at + source * q_slot, at + ranks * q_slot + source * do_slot
                     stats_at = at + ranks * (q_slot + do_slot) + source * stat_slot
@@ -206,7 +206,7 @@ def ag_attention_dkv_kernel(
                         dk, dv, k, v, far_q_desc, far_do_desc, q_at, do_at, stats_at, half, source * batch + entry,
                         first_row, kv_head, heads, begin, start, stop, starts, rows, scale * LOG2_E,
                         DTYPE, D, DV, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_K, GROUP, USE_TMA, STRADDLES, PRECISION, STAGES,
-                    )  # fmt: skip
+                    )
             answer = td.take_ticket(ctx)
             store_rows_of(dk_ptr, dk * scale, first_row, kv_head, kv_heads, row, rows, D, BLOCK_K, BLOCK_D)
             store_rows_of(dv_ptr, dv, first_row, kv_head, kv_heads, row, rows, DV, BLOCK_K, BLOCK_DV)

@@ -29,18 +29,18 @@ def _dq_blocks(
     scale, DTYPE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, USE_TMA: tl.constexpr, MASKED: tl.constexpr, CLEAN: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+):
     """dq with what blocks ``first`` to ``last`` of the keys of one shard add to it; arguments as of ``_attend``."""
     for block in tl.range(first, last, num_stages=STAGES):
         row = block * BLOCK_K
         k = load_rows(
             k_desc, k_at, plane, sheet, first_row, head, heads, row, stop,
             DTYPE, D, BLOCK_K, BLOCK_D, USE_TMA, CLEAN,
-        )  # fmt: skip
+        )
         v = load_rows(
             v_desc, v_at, plane, sheet, first_row, head, heads, row, stop,
             DTYPE, DV, BLOCK_K, BLOCK_DV, USE_TMA, CLEAN,
-        )  # fmt: skip
+        )
         zeros = tl.full((BLOCK_Q, BLOCK_K), 0.0, tl.float32)
         weights = tl.exp2(td.dot(q, k.T, zeros, PRECISION) * scale - lse[:, None])
         if MASKED:
@@ -59,7 +59,7 @@ def ag_attention_dq_kernel(
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, MASK: tl.constexpr, ELEM_BYTES: tl.constexpr,
     STRADDLES: tl.constexpr, USE_TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
     COPY_WORDS: tl.constexpr,
-):  # fmt: skip
+):
     """The gradient of q, piece by piece as ``ag_attention_kernel``."""
     DTYPE: tl.constexpr = q_ptr.dtype.element_ty
     me, ranks = td.rank(ctx), td.num_ranks(ctx)
@@ -78,7 +78,7 @@ def ag_attention_dq_kernel(
             push_rows(
                 ctx, half, signal, piece, num_comm, rows, positions, chunk_rows, k_ptr.to(tl.int64), k_bytes,
                 v_ptr.to(tl.int64), v_bytes, None, 0, MASK, False, COPY_WORDS, (None, 0),
-            )  # fmt: skip
+            )
             answer = td.take_ticket(ctx)
         elif piece >= num_comm + tiles:
             await_peers(ctx, half, signal, num_chunks)
@@ -89,11 +89,11 @@ def ag_attention_dq_kernel(
             q = load_rows(
                 q_desc, q_ptr.to(tl.int64), 0, entry, first_row, head, heads, row, rows,
                 DTYPE, D, BLOCK_Q, BLOCK_D, USE_TMA, False,
-            )  # fmt: skip
+            )
             do = load_rows(
                 do_desc, do_ptr.to(tl.int64), 0, entry, first_row, head, heads, row, rows,
                 DTYPE, DV, BLOCK_Q, BLOCK_DV, USE_TMA, False,
-            )  # fmt: skip
+            )
             lse = load_stats(stats_ptr.to(tl.int64), first_row, head, heads, row, rows, BLOCK_Q, 0)
             delta = load_stats(stats_ptr.to(tl.int64), first_row, head, heads, row, rows, BLOCK_Q, 1)
             dq = tl.full((BLOCK_Q, BLOCK_D), 0.0, tl.float32)
@@ -103,12 +103,12 @@ def ag_attention_dq_kernel(
                 dq, q, do, lse, delta, k_desc, v_desc, k_at, v_at, 0, entry, first_row, kv_head, kv_heads,
                 0, plain, limits, rows, scale * LOG2_E,
                 DTYPE, D, DV, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_K, USE_TMA, False, False, PRECISION, STAGES,
-            )  # fmt: skip
+            )
             dq = _dq_blocks(
                 dq, q, do, lse, delta, k_desc, v_desc, k_at, v_at, 0, entry, first_row, kv_head, kv_heads,
                 plain, blocks, limits, rows, scale * LOG2_E,
                 DTYPE, D, DV, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_K, USE_TMA, True, False, PRECISION, 1,
-            )  # fmt: skip
+            )
             for step in range(1, ranks):
                 source = (me + ranks - step) % ranks
                 limits, least, most = far_limits(row, source, me, rows, BLOCK_Q, MASK)
@@ -117,11 +117,11 @@ def ag_attention_dq_kernel(
                 for segment in range(0, segments):
                     chunk, start, stop = blocks_of(
                         segment, segments, last_chunk, first_row, 0, most, chunk_rows, BLOCK_K
-                    )  # fmt: skip
+                    )
                     at = await_chunks(
                         ctx, half, signal, td.data_at(ctx, half, me), known, before + chunk + 1, rows, positions,
                         chunk_rows, MASK, False, USE_TMA,
-                    )  # fmt: skip
+                    )
                     known = tl.maximum(known, before + chunk + 1)
                     k_at, v_at = at + source * k_slot, at + ranks * k_slot + source * v_slot
                     middle = tl.minimum(tl.maximum(least // BLOCK_K, start), stop)
@@ -129,12 +129,12 @@ def ag_attention_dq_kernel(
                         dq, q, do, lse, delta, far_k_desc, far_v_desc, k_at, v_at, half, source * batch + entry,
                         first_row, kv_head, kv_heads, start, middle, limits, most, scale * LOG2_E,
                         DTYPE, D, DV, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_K, USE_TMA, False, False, PRECISION, STAGES,
-                    )  # fmt: skip
+                    )
                     dq = _dq_blocks(
                         dq, q, do, lse, delta, far_k_desc, far_v_desc, k_at, v_at, half, source * batch + entry,
                         first_row, kv_head, kv_heads, middle, stop, limits, most, scale * LOG2_E,
                         DTYPE, D, DV, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_K, USE_TMA, True, STRADDLES, PRECISION, 1,
-                    )  # fmt: skip
+                    )
             answer = td.take_ticket(ctx)
             store_rows_of(dq_ptr, dq * scale, first_row, head, heads, row, rows, D, BLOCK_Q, BLOCK_D)
         piece = td.ticket_of(answer)

@@ -9,7 +9,7 @@ from tdkernels import lang as td
 def merge_kernel(
     o_ptr, lse_ptr, a_ptr, a_lse_ptr, b_ptr, b_lse_ptr, lines, per_entry, before,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """Lines of a, of which each batch entry has ``per_entry``; b has none of the first ``before`` of each."""
     line = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = line < lines

@@ -29,7 +29,7 @@ def problem_fields(q, k, v, causal, sharding, scale):
     return {
         "B": q.shape[0], "S/W": q.shape[1], "Hq": q.shape[2], "Hkv": k.shape[2], "D": q.shape[3], "Dv": v.shape[3],
         "dtype": str(q.dtype), "causal": causal, "sharding": sharding, "scale": scale,
-    }  # fmt: skip
+    }
 
 
 def plan_fields(q, k, v, causal, sharding, scale, config):
@@ -129,14 +129,14 @@ def _arguments(ctx, q, k, v, o, lse, descriptors, causal, sharding, scale, plan,
     args = (
         ctx, q, k, v, o, lse, *descriptors, scale * LOG2_E.value, batch, rows, heads, k.shape[2], plan, num_comm,
         config.chunk_rows,
-    )  # fmt: skip
+    )
     constants = {
         "D": d, "DV": v.shape[3], "BLOCK_D": block_d, "BLOCK_DV": block_dv, "BLOCK_Q": config.block_q,
         "BLOCK_K": config.block_k, "MASK": mask_of(causal, sharding), "ELEM_BYTES": q.element_size(),
         "USE_TMA": descriptors[0] is not None, "STRADDLES": straddles(rows, config.block_k, causal, sharding),
         "PRECISION": gemm_operands.dot_precision(q.dtype), "STAGES": config.num_stages, "COPY_WORDS": _COPY_WORDS,
         "trace_ptr": None, "num_warps": config.num_warps, "num_stages": config.num_stages,
-    }  # fmt: skip
+    }
     return args, constants
 
 
@@ -157,7 +157,7 @@ def launch(q, k, v, causal, sharding, scale, group, config):
     return launch_kept(
         workspace, ("o", *call, gemm_operands.dot_precision(q.dtype)), (q, k, v),
         lambda *of: _prepare(workspace, *of, *call),
-    )  # fmt: skip
+    )
 
 
 def _prepare(workspace, q, k, v, causal, sharding, scale, config):
@@ -168,7 +168,7 @@ def _prepare(workspace, q, k, v, causal, sharding, scale, config):
     descriptors = _descriptors(workspace, q, k, v, ranks, config)
     args, constants = _arguments(
         workspace.ctx, q, k, v, *made, descriptors, causal, sharding, scale, plan, num_comm, config
-    )  # fmt: skip
+    )
     pieces = num_comm + -(-rows // config.block_q) * batch * heads + (ranks > 1)
     far_chunks = (ranks - 1) * -(-batch * rows // config.chunk_rows)
     constants["trace_ptr"] = recorder.buffer(q.device, pieces, 2 * far_chunks)

@@ -32,7 +32,7 @@ def constants_of(q, k, v, causal, sharding):
         "D": q.shape[3], "DV": v.shape[3], "BLOCK_D": block_d, "BLOCK_DV": block_dv,
         "MASK": mask_of(causal, sharding), "ELEM_BYTES": q.element_size(), "USE_TMA": uses_tma(q, k, v),
         "PRECISION": gemm_operands.dot_precision(q.dtype), "COPY_WORDS": _COPY_WORDS,
-    }  # fmt: skip
+    }
 
 
 def statistics(o, do, lse, dlse):
@@ -48,7 +48,7 @@ def _prepare_statistics(workspace, operands):
     positions = batch * rows
     stats = to_be_made(
         operands[0], -(-positions // STAT_ROWS.value), 2, heads, STAT_ROWS.value, dtype=torch.float32
-    )  # fmt: skip
+    )
     args = *operands, stats, positions, heads
     constants = {"DV": dv, "BLOCK_DV": width_of(dv), "BLOCK": _STAT_BLOCK, "num_warps": 4}
     grid = (-(-positions // _STAT_BLOCK) * heads,)
@@ -62,7 +62,7 @@ def launch_dkv(q, k, v, do, stats, causal, sharding, scale, group, config):
     return launch_kept(
         workspace, (*call, gemm_operands.dot_precision(q.dtype)), (q, k, v, do, stats),
         lambda *of: _prepare_dkv(workspace, *of, *call),
-    )  # fmt: skip
+    )
 
 
 def _prepare_dkv(workspace, q, k, v, do, stats, causal, sharding, scale, config):
@@ -77,13 +77,13 @@ def _prepare_dkv(workspace, q, k, v, do, stats, causal, sharding, scale, config)
     args = (
         workspace.ctx, q, k, v, do, stats, *made, *descriptors, scale, batch, rows, heads, k.shape[2], plan, num_comm,
         config.chunk_rows,
-    )  # fmt: skip
+    )
     constants = {
         "BLOCK_Q": config.dkv_block_q, "BLOCK_K": config.dkv_block_k, "STAGES": config.dkv_num_stages,
         "GROUP": heads // k.shape[2], "STRADDLES": straddles(rows, config.dkv_block_k, causal, sharding),
         **constants_of(q, k, v, causal, sharding), "num_warps": config.dkv_num_warps,
         "num_stages": config.dkv_num_stages,
-    }  # fmt: skip
+    }
     pieces = num_comm + -(-rows // config.dkv_block_k) * batch * k.shape[2] + (ranks > 1)
     grid = (min(pieces, resident_programs(q.device, config.dkv_num_warps)),)
     fixed = workspace.ctx, *bases_of(descriptors[-2:])

@@ -25,7 +25,7 @@ def launch_dq(q, k, v, do, stats, causal, sharding, scale, group, config):
     return launch_kept(
         workspace, ("dq", *call, gemm_operands.dot_precision(q.dtype)), (q, k, v, do, stats),
         lambda *of: _prepare_dq(workspace, *of, *call),
-    )[0]  # fmt: skip
+    )[0]
 
 
 def _prepare_dq(workspace, q, k, v, do, stats, causal, sharding, scale, config):
@@ -40,12 +40,12 @@ def _prepare_dq(workspace, q, k, v, do, stats, causal, sharding, scale, config):
     args = (
         workspace.ctx, q, k, v, do, stats, dq, *descriptors, scale, batch, rows, heads, k.shape[2], plan, num_comm,
         config.chunk_rows,
-    )  # fmt: skip
+    )
     constants = {
         "BLOCK_Q": config.dq_block_q, "BLOCK_K": config.dq_block_k, "STAGES": config.dq_num_stages,
         "STRADDLES": straddles(rows, config.dq_block_k, causal, sharding), **constants_of(q, k, v, causal, sharding),
         "num_warps": config.dq_num_warps, "num_stages": config.dq_num_stages,
-    }  # fmt: skip
+    }
     pieces = num_comm + -(-rows // config.dq_block_q) * batch * heads + (ranks > 1)
     grid = (min(pieces, resident_programs(q.device, config.dq_num_warps)),)
     fixed = workspace.ctx, *bases_of(descriptors[-2:])

@@ -16,7 +16,7 @@ def merge(o, lse, part, part_lse, first, dtype):
     return launch_kept(
         workspace, ("attention merged", first, dtype), (o, lse, part, part_lse),
         lambda *of: _prepare(workspace, of, first, dtype),
-    )  # fmt: skip
+    )
 
 
 def _prepare(workspace, operands, first, dtype):

@@ -116,7 +116,7 @@ def attend_by_torch(q, k, v, causal, scale, sharding, group, return_lse=False, a
     parts = [
         (rows, first + number * (at_once or 0)) for part, first in _parts(q, sharding, group)
         for number, rows in enumerate(part.split(at_once or part.shape[2], dim=2))
-    ]  # fmt: skip
+    ]
     o = torch.cat([attend_to_part(rows, keys, values, first, causal, scale) for rows, first in parts], dim=2)
     if not return_lse:
         return o.transpose(1, 2), None

@@ -97,7 +97,7 @@ class AgAttentionTunable(ConfigTunable):
         return [AgAttentionConfig(method=name) for name in KERNELS] + [
             AgAttentionConfig(**tile, num_comm_sms=num_comm, chunk_rows=chunk)
             for tile in tiles for num_comm in ((2,) if on_cpu else (8, 16, 32)) for chunk in chunks
-        ]  # fmt: skip
+        ]
 
     def estimate_ms(self, config, problem, hardware):
         batch, seq, heads, kv_heads, d, dv = problem.shape
@@ -216,7 +216,7 @@ def _tiles(widest, dtype, device):
         return (
             (128, 128, 8, 3), (128, 128, 8, 2), (128, 64, 8, 4), (128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 8, 3),
             (64, 64, 4, 3), (64, 64, 4, 2),
-        )  # fmt: skip
+        )
     return (128, 64, 8, 2), (128, 32, 8, 3), (128, 32, 8, 2), (64, 64, 8, 2), (64, 32, 8, 2), (64, 32, 4, 2)
 
 

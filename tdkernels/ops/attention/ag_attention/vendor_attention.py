@@ -53,7 +53,7 @@ def _cudnn_backward(q, o, lse, do, k, v, causal, scale):
     lse = lse.transpose(1, 2).contiguous()[..., None]
     gradients = _aten._scaled_dot_product_cudnn_attention_backward(
         *_by_head(do, q, k, v, o), lse, seed, seed, None, None, None, q.shape[1], k.shape[1], 0.0, causal, scale=scale
-    )  # fmt: skip
+    )
     return _by_head(*gradients)
 
 
@@ -82,7 +82,7 @@ def _flash_backward(q, o, lse, do, k, v, causal, scale):
     gradients = _aten._scaled_dot_product_flash_attention_backward(
         *_by_head(do, q, k, v, o), lse.transpose(1, 2).contiguous(), None, None, q.shape[1], k.shape[1], 0.0, causal,
         seed, seed, scale=scale,
-    )  # fmt: skip
+    )
     return _by_head(*gradients)
 
 

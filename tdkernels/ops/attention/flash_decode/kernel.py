@@ -92,7 +92,7 @@ def _attend(
     TQ: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, FP8: tl.constexpr, PAIRS: tl.constexpr,
     V_IS_K: tl.constexpr, SOFT_CAP: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """(o [BLOCK_M, DVP], lse [BLOCK_M] to base 2) of keys of blocks first to last; keys in two parts of D1 and D2."""
     WIDTH1: tl.constexpr = D if D < D1 else D1
     highest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -143,7 +143,7 @@ def _give(
     ctx, half, signal, o, lse, rows, entry, head, block_r, tile, tiles, heads, o_ptr, lse_ptr, lse2_ptr,
     RANKS: tl.constexpr, TQ: tl.constexpr, G: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, RP: tl.constexpr,
     NODES: tl.constexpr,
-):  # fmt: skip
+):
     """Store rows of a tile that is complete on this rank: for who merges it, or, if we are alone, for the caller."""
     if NODES > 1:
         give_to_owner(ctx, half, signal, o, lse, rows, tile, tiles, RANKS, NODES, RP, DVP)
@@ -196,7 +196,7 @@ def flash_decode_kernel(
     BLOCK_N: tl.constexpr, PAGE: tl.constexpr, FP8: tl.constexpr, PAIRS: tl.constexpr, V_IS_K: tl.constexpr,
     SCALES: tl.constexpr, SOFT_CAP: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
     NUMBERS: tl.constexpr, NODES: tl.constexpr = 1, trace_ptr=None,
-):  # fmt: skip
+):
     """q [B, TQ, heads * G, D], keys and values of ``heads`` heads, lens [B] -> o [B, TQ, heads * G, DV], lse.
 
     A half holds o [RANKS, tiles, RP, DVP] and lse [RANKS, tiles, RP] of every rank's tiles, in fp32, then lengths
@@ -290,7 +290,7 @@ def flash_decode_kernel(
             length, other_keys, tl.where(is_row, row // G, -1),
             scale_k, cap, window, stride_kb, stride_ks, stride_vb, stride_vs,
             TQ, D, D1, D2, DV, DVP, BLOCK_M, BLOCK_N, PAGE, FP8, PAIRS, V_IS_K, SOFT_CAP, WINDOW, PRECISION,
-        )  # fmt: skip
+        )
         o *= scale_v
         td.mark(trace, "stores", NO_PEER, turn + 1)
         if stop - pos == of_tile:
@@ -299,7 +299,7 @@ def flash_decode_kernel(
             _give(
                 ctx, half, signal, o, lse, rows_m, entry, head, block_r, tile, tiles, heads, o_ptr, lse_ptr, lse2_ptr,
                 RANKS, TQ, G, DV, DVP, RP, NODES,
-            )  # fmt: skip
+            )
         else:
             # The programs of a tile follow each other, so no other tile's have this number.
             number = (tile + pid).to(tl.int64)
@@ -316,7 +316,7 @@ def flash_decode_kernel(
                 here = merge_group(
                     scratch_ptr, part_lse_ptr, flags + tiles + tile, number, first_number, parts,
                     ROWS_OF_GROUP, RP, DVP, GROUP,
-                )  # fmt: skip
+                )
                 parts = (parts + GROUP - 1) // GROUP
                 apart += GROUP - 1
             if here:
@@ -330,11 +330,11 @@ def flash_decode_kernel(
                     merged, merged_lse = merge_parts(
                         scratch_ptr + first_number * PART, part_lse_ptr + first_number * RP, apart * PART, apart * RP,
                         parts, rows, DVP, STEP,
-                    )  # fmt: skip
+                    )
                     _give(
                         ctx, half, signal, merged, merged_lse, rows, entry, head, block_r, tile, tiles, heads, o_ptr,
                         lse_ptr, lse2_ptr, RANKS, TQ, G, DV, DVP, RP, NODES,
-                    )  # fmt: skip
+                    )
         is_last = which == tiles_of_entry - 1
         entry += tl.where(is_last, 1, 0)
         which = tl.where(is_last, 0, which + 1)
@@ -346,12 +346,12 @@ def flash_decode_kernel(
         merge_nodes(
             ctx, half, signal, last - count + 1, tl.where(is_void, 0, count), tiles, tiles_of_entry, heads, o_ptr,
             lse_ptr, lse2_ptr, RANKS, NODES, TQ, G, DV, DVP, RP, ROWS, KNOWS_OTHERS,
-        )  # fmt: skip
+        )
     elif RANKS > 1:
         merge_ranks(
             ctx, me, half, signal, last - count + 1, count, tiles, tiles_of_entry, heads, o_ptr, lse_ptr, lse2_ptr,
             RANKS, TQ, G, DV, DVP, RP, ROWS, KNOWS_OTHERS, trace,
-        )  # fmt: skip
+        )
     td.mark(trace, "finishes")
     if RANKS > 1:
         td.finish(ctx)

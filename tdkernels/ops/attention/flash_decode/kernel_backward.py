@@ -39,7 +39,7 @@ def flash_decode_backward_kernel(
     TQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DV: tl.constexpr,
     DVP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
     SOFT_CAP: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """Program (b * heads + head, split): dk [B, capacity, heads, D], dv of its keys; dq [splits, B, TQ, heads * G, D]
     of its split, fp32 of zeros before. ``after`` [B] keys follow ours; delta [B, TQ, heads * G] is rowsum(do * o)."""
     entry, head = tl.program_id(0) // heads, tl.program_id(0) % heads

@@ -90,7 +90,7 @@ def merge_group(
 def store_output(
     o_ptr, lse_ptr, lse2_ptr, o, lse, entry, head, row, heads,
     ROWS: tl.constexpr, G: tl.constexpr, TQ: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
-):  # fmt: skip
+):
     """Store query rows ``row`` … of a head as the caller gets them: o [B, TQ, heads * G, DV], lse in natural log.
 
     lse2_ptr: where lse is wanted to base 2, as it is, by the gradient: what is rounded once more is another number.
@@ -157,7 +157,7 @@ def merge_ranks(
     ctx, me, half, signal, ours, count, tiles, tiles_of_entry, heads, o_ptr, lse_ptr, lse2_ptr,
     RANKS: tl.constexpr, TQ: tl.constexpr, G: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, RP: tl.constexpr,
     ROWS: tl.constexpr, PASSES_ON: tl.constexpr, trace,
-):  # fmt: skip
+):
     """Say that ``count`` tiles from number ``ours`` on are there, wait for the peers' and store what all make."""
     BLOCKS_R: tl.constexpr = (TQ * G + RP - 1) // RP
     PART: tl.constexpr = RP * DVP
@@ -180,8 +180,8 @@ def merge_ranks(
                 data + at * PART, data + lse_at(tiles, RANKS, RP, DVP) + at * RP,
                 tl.cast(tiles, tl.int64) * PART, tl.cast(tiles, tl.int64) * RP, RANKS, rows, DVP,
                 RANKS_P if RANKS_P < PARTS_AT_A_TIME else PARTS_AT_A_TIME,
-            )  # fmt: skip
+            )
             store_output(
                 o_ptr, lse_ptr, lse2_ptr, merged, merged_lse, tile // tiles_of_entry, which // BLOCKS_R,
                 which % BLOCKS_R * RP + rows, heads, TQ * G, G, TQ, DV, DVP,
-            )  # fmt: skip
+            )

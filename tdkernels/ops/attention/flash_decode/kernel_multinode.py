@@ -118,7 +118,7 @@ def _merge_slots(slot, stride, COUNT: tl.constexpr, rows, RP: tl.constexpr, DVP:
 def give_to_owner(
     ctx, half, signal, o, lse, rows, tile, tiles,
     RANKS: tl.constexpr, NODES: tl.constexpr, RP: tl.constexpr, DVP: tl.constexpr,
-):  # fmt: skip
+):
     """Store rows of a tile that is complete on this rank at the owner of our node.
 
     A void launch stores nothing: a peer, or the network, may still read what an earlier launch has stored.
@@ -209,7 +209,7 @@ def _store_lengths(ctx, half, lengths, entries, lens_at, source, FIRST: tl.const
 @td.jit
 def exchange_lengths_of_nodes(
     ctx, half, signal, is_void, lengths, entries, first_signal, lens_at, RANKS: tl.constexpr, NODES: tl.constexpr
-):  # fmt: skip
+):
     """How many keys the ranks after us have, of each entry; 0 in a void launch.
 
     Program 0 tells our node, and the rank of our number on each other node; what these tell us it passes on to ours.
@@ -273,7 +273,7 @@ def _announce(ctx, half, signal, ours, count, tiles, LOCAL: tl.constexpr, PASSES
 def _send(
     ctx, half, signal, tile, tiles, RANKS: tl.constexpr, NODES: tl.constexpr, RP: tl.constexpr, DVP: tl.constexpr,
     ROWS: tl.constexpr, PASSES_ON: tl.constexpr,
-):  # fmt: skip
+):
     """Put what our node has of a tile that we own to the owners on the other nodes."""
     LOCAL: tl.constexpr = RANKS // NODES
     me = td.rank(ctx)
@@ -293,7 +293,7 @@ def _send(
         td.put_signal(
             ctx, slot.to(tl.int64), slot.to(tl.int64), 4 * _slot_size(RP, DVP), td.signal_at(ctx, half, number),
             signal, (me + step * LOCAL) % RANKS, PASSES_ON=PASSES_ON,
-        )  # fmt: skip
+        )
 
 
 @td.jit
@@ -301,7 +301,7 @@ def _complete(
     ctx, half, signal, tile, tiles, tiles_of_entry, heads, o_ptr, lse_ptr, lse2_ptr,
     RANKS: tl.constexpr, NODES: tl.constexpr, TQ: tl.constexpr, G: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
     RP: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+):
     """Merge what the nodes have of a tile that we own, store it, and give it to our node."""
     LOCAL: tl.constexpr = RANKS // NODES
     me = td.rank(ctx)
@@ -328,14 +328,14 @@ def _complete(
 def _store_rows(
     o_ptr, lse_ptr, lse2_ptr, o, lse, tile, rows, tiles_of_entry, heads,
     TQ: tl.constexpr, G: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, RP: tl.constexpr,
-):  # fmt: skip
+):
     """Store some rows of a tile for the caller."""
     BLOCKS_R: tl.constexpr = (TQ * G + RP - 1) // RP
     which = tile % tiles_of_entry
     store_output(
         o_ptr, lse_ptr, lse2_ptr, o, lse, tile // tiles_of_entry, which // BLOCKS_R, which % BLOCKS_R * RP + rows,
         heads, TQ * G, G, TQ, DV, DVP,
-    )  # fmt: skip
+    )
 
 
 @td.jit
@@ -343,7 +343,7 @@ def _take_results(
     ctx, half, signal, ours, count, tiles, tiles_of_entry, heads, o_ptr, lse_ptr, lse2_ptr,
     RANKS: tl.constexpr, NODES: tl.constexpr, TQ: tl.constexpr, G: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
     RP: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+):
     """Store what the owners of our node give, of the tiles that are not ours."""
     LOCAL: tl.constexpr = RANKS // NODES
     me = td.rank(ctx)
@@ -365,7 +365,7 @@ def merge_nodes(
     ctx, half, signal, ours, count, tiles, tiles_of_entry, heads, o_ptr, lse_ptr, lse2_ptr,
     RANKS: tl.constexpr, NODES: tl.constexpr, TQ: tl.constexpr, G: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
     RP: tl.constexpr, ROWS: tl.constexpr, PASSES_ON: tl.constexpr,
-):  # fmt: skip
+):
     """Bring ``count`` tiles from number ``ours`` on, of which this rank's part is there, together and store them.
 
     PASSES_ON: what our part is depends on other ranks.
@@ -394,9 +394,9 @@ def merge_nodes(
             _complete(
                 ctx, half, signal, first + completed * LOCAL, tiles, tiles_of_entry, heads, o_ptr, lse_ptr, lse2_ptr,
                 RANKS, NODES, TQ, G, DV, DVP, RP, ROWS,
-            )  # fmt: skip
+            )
     if LOCAL > 1:
         _take_results(
             ctx, half, signal, ours, count, tiles, tiles_of_entry, heads, o_ptr, lse_ptr, lse2_ptr,
             RANKS, NODES, TQ, G, DV, DVP, RP, ROWS,
-        )  # fmt: skip
+        )

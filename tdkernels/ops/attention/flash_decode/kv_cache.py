@@ -44,7 +44,7 @@ def _columns(pairs, FP8: tl.constexpr):
     if FP8 == FP8_NATIVE:
         return tl.inline_asm_elementwise(
             _SPLIT, "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
-        )  # fmt: skip
+        )
     else:
         return _from_e4m3((pairs & 0xFF).to(tl.uint8), FP8), _from_e4m3((pairs >> 8).to(tl.uint8), FP8)
 

@@ -52,7 +52,7 @@ def value_is_key(k_cache, v_cache):
     return (
         v_cache.data_ptr() == k_cache.data_ptr() and v_cache.stride() == k_cache.stride()
         and v_cache.dtype == k_cache.dtype and v_cache.shape[3] == 1 << (k_cache.shape[3].bit_length() - 1)
-    )  # fmt: skip
+    )
 
 
 _shape = functools.lru_cache(1024)(DecodeShape)  # a call asks for it more than once
@@ -64,7 +64,7 @@ def shape_of(q, k_cache, v_cache, block_table=None):
     return _shape(
         batch, queries, heads, q_heads // heads, d, v_cache.shape[3], k_cache.element_size(),
         value_is_key(k_cache, v_cache), block_table is not None,
-    )  # fmt: skip
+    )
 
 
 def half_sizes(shape, ranks, nodes):
@@ -84,7 +84,7 @@ def problem_fields(q, shape, options):
     return {
         "q": tuple(q.shape), "heads": shape.heads, "Dv": shape.dv, "dtype": str(q.dtype), "scale": scale,
         "soft_cap": soft_cap, "window": window,
-    }  # fmt: skip
+    }
 
 
 def _plan_fields(q, shape, options, config):
@@ -139,7 +139,7 @@ def compile(q, k_cache, v_cache, kv_lens, block_table, options, world_size, num_
     args, constants = arguments(
         ctx, q, _as_read(k_cache), _as_read(v_cache), kv_lens, block_table, None, (q, lse, None), lse, flags,
         shape, fp8_kind(k_cache), config, options, 0, world_size, num_nodes, 1, capacity_of(k_cache, block_table),
-    )  # fmt: skip
+    )
     _kernel(num_nodes).warmup(*args, grid=(1,), **constants)
 
 
@@ -157,7 +157,7 @@ def launch(q, k_cache, v_cache, kv_lens, block_table, scales, options, group, co
         shape = shape_of(q, k_cache, v_cache, block_table)
         agree(q, shape, options, group, config or default_config(shape, q.device))
         return [None if output is None else torch.empty_like(output, device=q.device)
-                for output in _outputs(q, shape, keep)]  # fmt: skip
+                for output in _outputs(q, shape, keep)]
     alone = group is None or group.size() == 1
     workspace = alone_on(q.device) if alone else get_workspace(group, q.device, "flash_decode", across_nodes=True)
     kind, latent = fp8_kind(k_cache), value_is_key(k_cache, v_cache)
@@ -184,14 +184,14 @@ def _prepare(workspace, alone, operands, kind, options, config, keep):
         plan = workspace.prepare(
             "flash_decode", _plan_fields(q, shape, options, config), *half_sizes(shape, ranks, nodes),
             num_flags=_num_flags(shape, MAX_PROGRAMS),  # ranks have other numbers of programs, by what they hold
-        )  # fmt: skip
+        )
         ctx = workspace.ctx
     outputs, scratch = _outputs(q, shape, keep), _scratch(q, shape, programs)
     scales = None if k_scale is None else (k_scale, v_scale)
     args, constants = arguments(
         ctx, q, k_cache, v_cache, kv_lens, block_table, scales, outputs, scratch, flags, shape, kind, config, options,
         plan, ranks, nodes, programs, capacity,
-    )  # fmt: skip
+    )
     constants["trace_ptr"] = recorder.buffer(q.device, programs, _turns(shape, config, capacity, programs))
     made = [tensor for tensor in (*outputs, scratch) if tensor is not None]
     return Launch(workspace, _kernel(nodes), (programs,), args, constants, operands, made, [ctx, flags])
@@ -200,7 +200,7 @@ def _prepare(workspace, alone, operands, kind, options, config, keep):
 def arguments(
     ctx, q, k_cache, v_cache, kv_lens, block_table, scales, outputs, scratch, flags, shape, kind, config, options,
     plan, ranks, nodes, programs, capacity,
-):  # fmt: skip
+):
     """The kernel's arguments; for one rank there is no ``ctx`` but ``flags``; ``kind`` of caches is ``fp8_kind``."""
     scale, soft_cap, window = options
     paged = block_table is not None
@@ -213,7 +213,7 @@ def arguments(
         flags, shape.batch, shape.heads, capacity, k_cache.shape[0] if paged else 0, scale * LOG2_E.value,
         (soft_cap or 0.0) * LOG2_E.value, window or 0, plan,
         *k_cache.stride()[:3], *v_cache.stride()[:3], block_table.stride(0) if paged else 0,
-    )  # fmt: skip
+    )
     constants = {
         "RANKS": ranks, "BP": next_power_of_2(shape.batch), "TQ": shape.queries, "G": shape.group, "D": shape.d,
         "D1": d1, "D2": d2, "DV": shape.dv, "DVP": shape.padded_dv, "RP": shape.rows_of_tile,
@@ -222,5 +222,5 @@ def arguments(
         "SCALES": of_scales, "SOFT_CAP": soft_cap is not None, "WINDOW": window is not None,
         "PRECISION": gemm_operands.dot_precision(q.dtype), "NUMBERS": NUMBERS_OF_WARP * config.num_warps,
         "NODES": nodes, "num_warps": config.num_warps, "num_stages": config.num_stages, "trace_ptr": None,
-    }  # fmt: skip
+    }
     return args, constants

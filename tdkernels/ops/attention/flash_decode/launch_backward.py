@@ -56,12 +56,12 @@ def _prepare(workspace, operands, shape, options, capacity, splits):
         shape.heads, capacity, k_cache.shape[0] if paged else 0,
         scale * LOG2_E.value, scale, (soft_cap or 0.0) * LOG2_E.value, window or 0,
         *k_cache.stride()[:3], *v_cache.stride()[:3], block_table.stride(0) if paged else 0,
-    )  # fmt: skip
+    )
     constants = {
         "TQ": shape.queries, "G": shape.group, "D": shape.d, "D1": d1, "D2": d2, "DV": shape.dv,
         "DVP": shape.padded_dv, "BLOCK_M": block_m, "BLOCK_N": block_n, "PAGE": k_cache.shape[1] if paged else 0,
         "SOFT_CAP": soft_cap is not None, "WINDOW": window is not None,
         "PRECISION": gemm_operands.dot_precision(q.dtype), "num_warps": num_warps, "num_stages": 1,
-    }  # fmt: skip
+    }
     grid = shape.batch * shape.heads, splits
     return Launch(workspace, flash_decode_backward_kernel, grid, args, constants, operands, [], [])

@@ -93,7 +93,7 @@ def _scores(q, k, lens, in_cache, after, scale, soft_cap, window):
 def flash_decode_ref(
     q, k_cache, v_cache, kv_lens, *, block_table=None, k_scale=None, v_scale=None, scale=None, soft_cap=None,
     window=None, return_lse=False, group=None, alone=False,
-):  # fmt: skip
+):
     """The specification of ``flash_decode``: attention of each rank's keys in fp32, gathered and merged.
 
     ``alone``: without a group, be torch.distributed initialised or not.
@@ -151,7 +151,7 @@ def forward(q, k_cache, v_cache, kv_lens, block_table, scales, options, group, c
     o, lse = flash_decode_ref(
         q, k_cache, v_cache, kv_lens, block_table=block_table, k_scale=k_scale, v_scale=v_scale, scale=scale,
         soft_cap=soft_cap, window=window, return_lse=True, group=group, alone=group is None,
-    )  # fmt: skip
+    )
     return o, lse, lse * LOG2_E.value if keep else None
 
 
@@ -181,7 +181,7 @@ def _forward(
 def _backward(
     do, dlse, q, k_cache, v_cache, kv_lens, block_table, o, lse, need_dq, need_dk, need_dv, scale, soft_cap, window,
     group, config,
-):  # fmt: skip
+):
     options = scale, soft_cap, window
     group, config = _settled(q, k_cache, v_cache, block_table, options, *_by_name(group, config))
     by_torch = config is not None and config.method == "torch"
@@ -268,7 +268,7 @@ def _(q, k_cache, v_cache, kv_lens, block_table, k_scale, v_scale, scale, soft_c
 def _(
     do, dlse, q, k_cache, v_cache, kv_lens, block_table, o, lse, need_dq, need_dk, need_dv, scale, soft_cap, window,
     group, config,
-):  # fmt: skip
+):
     return to_expect((q, k_cache, v_cache), (need_dq, need_dk, need_dv))
 
 
@@ -314,7 +314,7 @@ def _chosen(q, k_cache, v_cache, block_table, options, group):
     call = (
         "flash_decode", q.shape, q.dtype, q.device, k_cache.shape, v_cache.shape, k_cache.dtype, options,
         None if block_table is None else block_table.shape, launcher.value_is_key(k_cache, v_cache),
-    )  # fmt: skip
+    )
     known = known_config(group, call)
     if known is not None:
         return known
@@ -329,7 +329,7 @@ def _chosen(q, k_cache, v_cache, block_table, options, group):
 def flash_decode(
     q, k_cache, v_cache, kv_lens, *, block_table=None, k_scale=None, v_scale=None, scale=None, soft_cap=None,
     window=None, return_lse=False, group=None, config=None,
-):  # fmt: skip
+):
     """Attention of the last tokens of each sequence over all ranks' keys and values.
 
     The keys of rank r come before those of rank r + 1; query tokens are the last Tq positions of the whole sequence, so

@@ -197,7 +197,7 @@ class FlashDecodeTunable(ConfigTunable):
             caches = (k, v) if table else (k[of], v[of])
             outputs.append(op.flash_decode_ref(
                 q[of], *caches, lens[of], block_table=table[0][of] if table else None, group=group
-            ))  # fmt: skip
+            ))
         return torch.cat(outputs)
 
     def local(self, operands, problem):

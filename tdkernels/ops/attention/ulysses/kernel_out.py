@@ -22,7 +22,7 @@ from tdkernels.ops.common.gemm_tile import add_product, as_aligned, store_rows, 
 
 @td.jit
 def _offsets(block, first, last, positions, all_positions, from_position, source_column, width, K,
-             ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
+             ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """(where a block of a peer's rows first … last - 1 is in o, where it goes to in its gathered rows, the mask)."""
     across = (width + COLUMNS - 1) // COLUMNS
     rows = first + block // across * ROWS + tl.arange(0, ROWS)
@@ -37,7 +37,7 @@ def _offsets(block, first, last, positions, all_positions, from_position, source
 def _push_rows(
     o_ptr, dst_ptr, first, last, positions, all_positions, from_position, source_column, width, K,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+):
     """Copy what a peer has of our heads, of its rows first … last - 1, into its gathered rows."""
     blocks = (last - first + ROWS - 1) // ROWS * ((width + COLUMNS - 1) // COLUMNS)
     if blocks > 0:
@@ -61,7 +61,7 @@ def _push_rows(
 def _push(
     ctx, o_ptr, half, signal, M, positions, width, chunk_rows, num_chunks, parts, worker, num_workers,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, trace,
-):  # fmt: skip
+):
     """Push to all peers, a part of a chunk at a time; one of ``num_workers`` programs."""
     me = td.rank(ctx)
     ranks = td.num_ranks(ctx)
@@ -80,7 +80,7 @@ def _push(
             o_ptr, td.pointer_to(td.data_at(ctx, half, peer), o_ptr.dtype.element_ty),
             first, tl.minimum(first + part_rows, end), positions, positions * ranks, peer * positions,
             me * width, width, width * ranks, ROWS, COLUMNS,
-        )  # fmt: skip
+        )
         if td.arrive(td.flag_at(ctx, pair), parts):  # by the programs of this rank that push the same chunk
             # waiter: the peer's tiles of this chunk
             td.notify(ctx, td.signal_at(ctx, half, me * num_chunks + chunk), peer, signal)
@@ -91,7 +91,7 @@ def _tile_of_columns(
     acc, a_ptr, a_desc, a_plane, a_row, a_rows, a_shift, stride_a, b_ptr, b_desc, b_col, stride_b, N, K, first, count,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     USE_TMA: tl.constexpr, B_IS_KN: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """``gemm_tile`` over ``count`` of B's K columns from ``first`` on, those at 0 coming after the last.
 
     A's columns are numbered from ``a_shift`` on. A block of columns must not go over the last one, but where it is cut
@@ -133,7 +133,7 @@ def _tile_of_columns(
 def _keep_block(
     ctx, own_ptr, kept_ptr, half, row, column, width, M,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+):
     """Copy a block of the gathered rows, all of which have come, and of our own heads beside them."""
     me = td.rank(ctx)
     K = width * td.num_ranks(ctx)
@@ -152,7 +152,7 @@ def _keep_block(
 @td.jit(do_not_specialize=[
     "M", "N", "positions", "width", "stride_w", "plan", "num_comm", "chunk_tiles", "parts", "early", "early_at_once",
     "late_at_once", "group_m",
-])  # fmt: skip
+])
 def ulysses_out_kernel(
     ctx, o_ptr, own_ptr, own_desc, gathered_desc, w_ptr, w_desc, bias_ptr, z_ptr, kept_ptr,
     M, N, positions, width, stride_w, plan, num_comm, chunk_tiles, parts, early, early_at_once, late_at_once, group_m,
@@ -160,7 +160,7 @@ def ulysses_out_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     ELEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, HAS_BIAS: tl.constexpr, USE_TMA: tl.constexpr,
     W_IS_KN: tl.constexpr, PRECISION: tl.constexpr, trace_ptr=None,
-):  # fmt: skip
+):
     """z [M, N] = our positions of all ranks' heads @ w.T; o is [W * M, width], w [N, W * width].
 
     own: [M, width], our positions of o; kept: [M, W * width] or None, for what was gathered
@@ -191,7 +191,7 @@ def ulysses_out_kernel(
             _push(
                 ctx, o_ptr, half, signal, M, positions, width, chunk_tiles * BLOCK_M, num_chunks, parts, piece,
                 num_comm, PUSH_ROWS, PUSH_COLUMNS, trace,
-            )  # fmt: skip
+            )
             answer = td.take_ticket(ctx)
         elif piece < first_kept:
             tile = piece - num_comm
@@ -211,7 +211,7 @@ def ulysses_out_kernel(
                 tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32), own_ptr, own_desc, 0, row, M, me * width, width,
                 w_ptr, w_desc, col, stride_w, N, K, me * width, width,
                 BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, W_IS_KN, PRECISION,
-            )  # fmt: skip
+            )
             slot = td.data_at(ctx, half, me)
             for step in range(1, ranks, at_once):
                 end = tl.minimum(step + at_once, ranks)
@@ -227,7 +227,7 @@ def ulysses_out_kernel(
                     acc, td.pointer_to(slot, DTYPE), gathered_desc, half, row, M, 0, K,
                     w_ptr, w_desc, col, stride_w, N, K, (me + step) % ranks * width, (end - step) * width,
                     BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, W_IS_KN, PRECISION,
-                )  # fmt: skip
+                )
             answer = td.take_ticket(ctx)
             td.mark(trace, "stores")
             offs_n = col + tl.arange(0, BLOCK_N)

@@ -47,7 +47,7 @@ def ulysses_qkv_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     ELEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, HAS_BIAS: tl.constexpr, USE_TMA: tl.constexpr,
     W_IS_KN: tl.constexpr, PRECISION: tl.constexpr, trace_ptr=None,
-):  # fmt: skip
+):
     """y [W * M, width] = our heads of all ranks' x @ w.T; x is [M, K], w [W * width, K], a sequence has ``positions``.
 
     ``pushes``: 1 for "push", 0 for "pull".
@@ -105,7 +105,7 @@ def ulysses_qkv_kernel(
                 tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32), x_ptr, x_desc, 0, row, M,
                 w_ptr, w_desc, owner * width + col, stride_w, width * ranks, K, K,
                 BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, W_IS_KN, PRECISION,
-            )  # fmt: skip
+            )
             answer = td.take_ticket(ctx)
             td.mark(trace, "stores", owner)
             if HAS_BIAS:

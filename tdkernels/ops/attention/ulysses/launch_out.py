@@ -19,7 +19,7 @@ def problem_fields(o, weight, batch):
     return {
         "B": batch, "S": o.shape[0] // batch if batch else 0, "K/W": o.shape[1], "N": weight.shape[0],
         "dtype": str(o.dtype),
-    }  # fmt: skip
+    }
 
 
 def plan_fields(o, weight, batch, config):
@@ -76,7 +76,7 @@ def _arguments(workspace, o, own, weight, bias, z, kept, batch, world_size, prog
         ctx, o, own, own_desc, gathered_desc, weight, w_desc, bias, z, kept,
         rows, n, rows // batch, width, stride_w, plan, config.num_comm_sms, config.chunk_tiles, config.chunk_parts,
         programs, config.sources_at_once if even else 1, world_size if even else 1, tiles.group_m,
-    )  # fmt: skip
+    )
     constants |= {"PUSH_ROWS": push_rows, "PUSH_COLUMNS": push_columns, "trace_ptr": None}
     return args, constants, [] if gathered_desc is None else [gathered_desc.base]
 
@@ -97,7 +97,7 @@ def launch(operator, o, weight, bias, batch, group, config, keep=False):
     z, *kept = launch_kept(
         workspace, (operator, batch, config, keep, gemm_operands.dot_precision(o.dtype)), (o, own, weight, bias),
         lambda *of: _prepare(workspace, operator, *of, batch, config, keep), _ready,
-    )  # fmt: skip
+    )
     return z, kept[0] if keep else None
 
 
@@ -114,14 +114,14 @@ def _prepare(workspace, operator, o, own, weight, bias, batch, config, keep):
     plan = workspace.prepare(
         operator, fields, rows * k * o.element_size(), world_size * num_chunks,
         num_flags=(world_size - 1) * num_chunks,
-    )  # fmt: skip
+    )
     z, kept = to_be_made(o, rows, n), to_be_made(o, rows, k) if keep else None
     copies = tiles.count(rows, k) if keep else 0
     pieces = config.num_comm_sms + tiles.count(rows, n) + copies
     programs = min(pieces, gpu.resident_programs(o.device, tiles, o.dtype))
     args, constants, gathered = _arguments(
         workspace, o, own, weight, bias, z, kept, batch, world_size, programs, plan, config
-    )  # fmt: skip
+    )
     pushes = -(-num_chunks * (world_size - 1) * config.chunk_parts // config.num_comm_sms)
     constants["trace_ptr"] = recorder.buffer(o.device, pieces, max(pushes, 2 * (world_size - 1)))
     operands, made = (o, own, weight, bias), [z, kept] if keep else [z]

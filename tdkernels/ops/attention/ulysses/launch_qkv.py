@@ -15,7 +15,7 @@ def problem_fields(x, weight, batch):
     return {
         "B": batch, "S/W": x.shape[0] // batch if batch else 0, "K": x.shape[1], "N": weight.shape[0],
         "dtype": str(x.dtype),
-    }  # fmt: skip
+    }
 
 
 def plan_fields(x, weight, batch, config):
@@ -33,7 +33,7 @@ def _arguments(ctx, x, weight, bias, y, batch, world_size, lag, plan, config):
     args = (
         ctx, x, x_desc, weight, w_desc, bias, y,
         rows, k, rows // batch, width, stride_w, lag, plan, int(config.transport == "push"), tiles.group_m,
-    )  # fmt: skip
+    )
     return args, constants
 
 
@@ -52,7 +52,7 @@ def launch(operator, x, weight, bias, batch, group, config):
     return launch_kept(
         workspace, key, (x, weight, bias), lambda *of: _prepare(workspace, operator, *of, batch, config),
         gemm_operands.ready,
-    )[0]  # fmt: skip
+    )[0]
 
 
 def _prepare(workspace, operator, x, weight, bias, batch, config):

@@ -172,7 +172,7 @@ _library.define(f"ulysses_out_backward(Tensor dz, Tensor weight, {_TAIL}) -> Ten
 for _name, _function in (
     ("ulysses_qkv", _forward_qkv), ("ulysses_qkv_backward", _backward_qkv), ("ulysses_out", _forward_out),
     ("ulysses_out_backward", _backward_out),
-):  # fmt: skip
+):
     _library.impl(_name, _function, "CompositeExplicitAutograd")
 
 

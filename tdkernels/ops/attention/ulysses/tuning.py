@@ -141,7 +141,7 @@ class OutTunable(UlyssesTunable):
         if len(o) < 2 or len(weight) != 2 or world_size * o[-1] != weight[1]:
             raise ValueError(
                 f"ulysses_out: o {list(o)}, of {world_size} ranks, and weight {list(weight)} do not fit"
-            )  # fmt: skip
+            )
         return torch.Size(o[:-1]).numel(), weight[0], weight[1]
 
     def of_a_rank(self, problem):
@@ -164,7 +164,7 @@ class OutTunable(UlyssesTunable):
                 UlyssesConfig(
                     tiles=tiles, num_comm_sms=programs, chunk_tiles=chunk, chunk_parts=parts, sources_at_once=sources
                 ) for programs, parts in pushing for chunk in sorted(chunks) for sources in sorted(at_once)
-            ]  # fmt: skip
+            ]
         return configs
 
     def estimate_ms(self, config, problem, hardware):

@@ -33,7 +33,7 @@ def _tile_by_arrival(tile, me, ranks, tiles_m, tiles_n, group_m, chunk_tiles):
 # Compiled once for a tile, whatever the shape, plan and transport: that is what makes tuning cheap.
 @td.jit(do_not_specialize=[
     "M_shard", "N", "K", "stride_w", "slot_rows", "plan", "num_comm", "chunk_tiles", "group_m",
-])  # fmt: skip
+])
 def ag_gemm_kernel(
     ctx, x_ptr, x_desc, gathered_desc, w_ptr, w_desc, bias_ptr, y_ptr,
     M_shard, N, K, stride_w, slot_rows, plan, num_comm, chunk_tiles, group_m,
@@ -41,7 +41,7 @@ def ag_gemm_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     ELEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, HAS_BIAS: tl.constexpr, USE_TMA: tl.constexpr,
     W_IS_KN: tl.constexpr, PRECISION: tl.constexpr, trace_ptr=None,
-):  # fmt: skip
+):
     """Pieces 0 … num_comm - 1 push our shard to the peers; each later one computes one tile, in order of arrival.
 
     Programs take them by tickets (``lang.work_queue``) until none is left.
@@ -75,7 +75,7 @@ def ag_gemm_kernel(
             push_shard(
                 ctx, x_ptr.to(tl.int64), half, signal, M_shard * row_bytes, chunk_tiles * BLOCK_M * row_bytes,
                 num_chunks, slot_bytes, piece, num_comm, COPY_OWN=FIXED_HALF, COPY_WORDS=COPY_WORDS, trace=trace,
-            )  # fmt: skip
+            )
             answer = td.take_ticket(ctx)
         else:
             source, pid_m, pid_n = _tile_by_arrival(piece - num_comm, me, ranks, tiles_m, tiles_n, group_m, chunk_tiles)
@@ -89,7 +89,7 @@ def ag_gemm_kernel(
                 acc = gemm_tile(
                     acc, x_ptr, x_desc, 0, row, M_shard, w_ptr, w_desc, col, stride_w, N, own_k, K,
                     BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, W_IS_KN, PRECISION,
-                )  # fmt: skip
+                )
                 # A multiple of 16: see slot_rows_of.
                 slot = td.data_at(ctx, half, me) + source.to(tl.int64) * slot_bytes
                 if source != me:
@@ -103,7 +103,7 @@ def ag_gemm_kernel(
                     acc, td.pointer_to(slot, x_ptr.dtype.element_ty), gathered_desc, half,
                     row + source * slot_rows * USE_TMA, M_shard, w_ptr, w_desc, col, stride_w, N, K - own_k, K,
                     BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, W_IS_KN, PRECISION,
-                )  # fmt: skip
+                )
                 answer = td.take_ticket(ctx)
                 td.mark(trace, "stores")
                 offs_n = col + tl.arange(0, BLOCK_N)

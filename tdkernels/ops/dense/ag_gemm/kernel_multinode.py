@@ -50,7 +50,7 @@ def _tile_by_arrival(tile, me, ranks, local, tiles_m, tiles_n, group_m, chunk_ti
 # Compiled once for a tile, whatever the shape, plan and nodes, as ``ag_gemm_kernel``, whose arguments these are.
 @td.jit(network=True, do_not_specialize=[
     "M_shard", "N", "K", "stride_w", "slot_rows", "plan", "num_comm", "chunk_tiles", "group_m",
-])  # fmt: skip
+])
 def ag_gemm_nodes_kernel(
     ctx, x_ptr, x_desc, gathered_desc, w_ptr, w_desc, bias_ptr, y_ptr,
     M_shard, N, K, stride_w, slot_rows, plan, num_comm, chunk_tiles, group_m,
@@ -58,7 +58,7 @@ def ag_gemm_nodes_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     ELEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, HAS_BIAS: tl.constexpr, USE_TMA: tl.constexpr,
     W_IS_KN: tl.constexpr, PRECISION: tl.constexpr, trace_ptr=None,
-):  # fmt: skip
+):
     """Send, push and relay shards, and multiply them in order of arrival.
 
     FIXED_HALF: a ``begin_nodes_kernel`` has opened the call; the gathered rows stay in half 0 for the launches that
@@ -96,17 +96,17 @@ def ag_gemm_nodes_kernel(
             send_shard(
                 ctx, x_ptr.to(tl.int64), half, signal, shard_bytes, chunk_bytes, num_chunks, slot_bytes,
                 piece, num_send, FIXED_HALF=FIXED_HALF, COPY_WORDS=COPY_WORDS, trace=trace,
-            )  # fmt: skip
+            )
             answer = td.take_ticket(ctx)
         elif piece < first_tile:
             push_to_node(
                 ctx, x_ptr.to(tl.int64), half, signal, shard_bytes, chunk_bytes, num_chunks, slot_bytes,
                 piece - num_send, num_push, FIXED_HALF=FIXED_HALF, COPY_WORDS=COPY_WORDS, trace=trace,
-            )  # fmt: skip
+            )
             relay_to_node(
                 ctx, half, signal, shard_bytes, chunk_bytes, num_chunks, slot_bytes,
                 piece - num_send, num_push, COPY_WORDS=COPY_WORDS, trace=trace,
-            )  # fmt: skip
+            )
             answer = td.take_ticket(ctx)
         else:
             source, pid_m, pid_n = _tile_by_arrival(
@@ -122,7 +122,7 @@ def ag_gemm_nodes_kernel(
                 acc = gemm_tile(
                     acc, x_ptr, x_desc, 0, row, M_shard, w_ptr, w_desc, col, stride_w, N, own_k, K,
                     BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, W_IS_KN, PRECISION,
-                )  # fmt: skip
+                )
                 slot = td.data_at(ctx, half, me) + source.to(tl.int64) * slot_bytes
                 if source != me:
                     td.mark(trace, "waits", source)
@@ -135,7 +135,7 @@ def ag_gemm_nodes_kernel(
                     acc, td.pointer_to(slot, x_ptr.dtype.element_ty), gathered_desc, half,
                     row + source * slot_rows * USE_TMA, M_shard, w_ptr, w_desc, col, stride_w, N, K - own_k, K,
                     BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, W_IS_KN, PRECISION,
-                )  # fmt: skip
+                )
                 answer = td.take_ticket(ctx)
                 td.mark(trace, "stores")
                 offs_n = col + tl.arange(0, BLOCK_N)

@@ -20,7 +20,7 @@ from tdkernels.ops.common.small_m_gemm import few_rows_tile, place_of, sum_of_pa
 def _push(
     ctx, x_ptr, half, signal, slot, size, share, pusher, me, ranks,
     DTYPE: tl.constexpr, ELEM_BYTES: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """Store elements share * pusher … of our shard, which has ``size``, ``slot`` bytes into everybody's buffer.
 
     A void launch stores nothing: a peer may still read what an earlier launch has pushed.
@@ -41,7 +41,7 @@ def _push(
 def _bring_nearer(
     w_ptr, stride_w, col, N, first_k, last_k,
     BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, W_IS_KN: tl.constexpr, ELEM_BYTES: tl.constexpr,
-):  # fmt: skip
+):
     """Prefetch what a program will read of the weight first."""
     if W_IS_KN:
         rows = first_k + tl.arange(0, COLUMNS)
@@ -57,7 +57,7 @@ def _bring_nearer(
 
 @td.jit(do_not_specialize=[
     "M_shard", "N", "K", "stride_w", "slot_rows", "k_of_part", "share", "plan", "num_comm", "split_k",
-])  # fmt: skip
+])
 def ag_gemm_one_shot_kernel(
     ctx, x_ptr, gathered_desc, w_ptr, w_desc, bias_ptr, y_ptr, scratch_ptr,
     M_shard, N, K, stride_w, slot_rows, k_of_part, share, plan, num_comm, split_k,
@@ -65,7 +65,7 @@ def ag_gemm_one_shot_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     ELEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, HAS_BIAS: tl.constexpr, USE_TMA: tl.constexpr,
     W_IS_KN: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr, trace_ptr=None,
-):  # fmt: skip
+):
     """y = all ranks' x @ w.T; x is [M_shard, K], y is [ranks * M_shard, N].
 
     Signal number ``source * num_comm + program`` of a half says that this program's share of the source's shard is in
@@ -107,7 +107,7 @@ def ag_gemm_one_shot_kernel(
             td.pointer_to(td.data_at(ctx, half, me), DTYPE), gathered_desc, half, row, rows, K,
             w_ptr, w_desc, col, stride_w, N, first_k, last_k,
             BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, W_IS_KN, PRECISION,
-        )  # fmt: skip
+        )
         stores = True
         if SPLIT:
             td.mark(trace, "joins")

@@ -43,7 +43,7 @@ def _arguments(ctx, x, gathered, weight, bias, y, slot_rows, plan, num_comm, fix
     args = (
         ctx, x, x_desc, gathered_desc, weight, w_desc, bias, y,
         rows, n, k, stride_w, slot_rows, plan, num_comm, config.chunk_tiles, tiles.group_m,
-    )  # fmt: skip
+    )
     return args, {"COPY_WORDS": _COPY_WORDS, "FIXED_HALF": fixed_half, **constants}
 
 

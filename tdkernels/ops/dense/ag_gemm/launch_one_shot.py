@@ -40,7 +40,7 @@ def _arguments(ctx, x, gathered, weight, bias, y, scratch, plan, config):
         ctx, x, gathered_desc, weight, w_desc, bias, y, scratch,
         rows, n, k, stride_w, _slot_rows(x), small_m_gemm.k_of_part(k, tiles, config.split_k), share, plan, pushers,
         config.split_k,
-    )  # fmt: skip
+    )
     prefetch = _PREFETCH_COLUMNS if gemm_operands.tma_fits(x, weight) else 0  # by the engine that TMA is a part of
     return args, {"COPY_BLOCK": _COPY_BLOCK, "PREFETCH": prefetch, "SPLIT": config.split_k > 1, **constants}
 

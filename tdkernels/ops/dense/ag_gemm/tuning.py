@@ -56,7 +56,7 @@ class AgGemmTunable(dense.DenseTunable):
                 AgGemmConfig("fused", tiles, "one_shot", num_comm, split_k=split)
                 for tiles in small_m_gemm.tiles_to_try(m, problem.torch_dtype, device)
                 for num_comm in ((2,) if device.type == "cpu" else (16, 32)) for split in (1, 2, 4)
-            ]  # fmt: skip
+            ]
         return configs
 
     def estimate_ms(self, config, problem, hardware):

@@ -32,7 +32,7 @@ from tdkernels.ops.dense.gemm_ar.tile import multiply_tile, receive_tile
 def _reduce_tile(
     ctx, parts, part_bytes, sums_offset, half, bias_ptr, z_ptr, row, col, M, N,
     RANKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLICE_N: tl.constexpr, HAS_BIAS: tl.constexpr,
-):  # fmt: skip
+):
     """Add all ranks' partials of a tile in fp32, in rank order; store the sum in z and in every peer's buffer.
 
     Partials are in register order, of which SLICE_N columns are one piece; the sums are in rows, as z is.
@@ -80,7 +80,7 @@ def _role(piece, ranks, item_tiles, lag, reduce_after, receive_after):
 # Compiled once for a tile, whatever the shape, plan and size of an item: that is what makes tuning cheap.
 @td.jit(do_not_specialize=[
     "M", "N", "K", "stride_w", "lag", "reduce_after", "receive_after", "plan", "item_tiles", "group_m",
-])  # fmt: skip
+])
 def gemm_ar_kernel(
     ctx, x_ptr, x_desc, w_ptr, w_desc, bias_ptr, z_ptr, stage_ptr,
     M, N, K, stride_w, lag, reduce_after, receive_after, plan, item_tiles, group_m,
@@ -88,7 +88,7 @@ def gemm_ar_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     ELEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, HAS_BIAS: tl.constexpr, USE_TMA: tl.constexpr,
     W_IS_KN: tl.constexpr, PRECISION: tl.constexpr, trace_ptr=None,
-):  # fmt: skip
+):
     """z = the sum over ranks of x @ w.T, on every rank; x is [M, K], z is [M, N].
 
     Of a half's signals, number ``source * rounds + round`` says that the source's partials of our item of that round
@@ -136,7 +136,7 @@ def gemm_ar_kernel(
                         ctx, stage, dst, staged, tl.minimum(item_tiles, tiles - tile), owner,
                         td.signal_at(ctx, half, me * rounds + round_), signal, epoch, TILE_BYTES, COPY_WORDS,
                         trace,
-                    )  # fmt: skip
+                    )
                 else:
                     answer = td.take_ticket(ctx)
             elif multiplies:
@@ -144,7 +144,7 @@ def gemm_ar_kernel(
                 answer = multiply_tile(
                     ctx, x_ptr, x_desc, w_ptr, w_desc, dst, staged, pid_m, pid_n, M, N, K, stride_w, epoch,
                     BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, W_IS_KN, PRECISION, trace,
-                )  # fmt: skip
+                )
             elif reduces:
                 td.mark(trace, "waits", me)
                 td.wait(ctx, td.flag_at(ctx, staged), epoch, me, SCOPE="gpu")  # producer: our own multiply_tile
@@ -156,7 +156,7 @@ def gemm_ar_kernel(
                 _reduce_tile(
                     ctx, own_parts, part_bytes, tile_sums, half, bias_ptr, z_ptr, row, col, M, N,
                     RANKS, BLOCK_M, BLOCK_N, SLICE_N, HAS_BIAS,
-                )  # fmt: skip
+                )
                 answer = td.take_ticket(ctx)
                 # waiter: every peer's program that receives the tile
                 td.notify_all(ctx, td.signal_at(ctx, half, ranks * rounds + tile), signal, PASSES_ON=True)

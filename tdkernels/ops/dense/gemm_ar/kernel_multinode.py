@@ -65,7 +65,7 @@ def _sum_slice(parts, part_bytes, first, own, PARTS: tl.constexpr, SIZE: tl.cons
 def _sum_tile(
     parts, part_bytes, dst, local, LOCAL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLICE_N: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
+):
     """Leave the sum of our node's partials of a tile at the address ``dst``, in their order, as a DTYPE."""
     SIZE: tl.constexpr = BLOCK_M * SLICE_N
     for first in range(0, BLOCK_M * BLOCK_N, SIZE):
@@ -76,7 +76,7 @@ def _sum_tile(
 @td.jit
 def _store_on_node(
     ctx, half, offset, offs, values, node, local, FIRST: tl.constexpr, LOCAL: tl.constexpr, DTYPE: tl.constexpr
-):  # fmt: skip
+):
     """Store values at an offset in the buffer of every node peer, and if FIRST is 0 in ours."""
     for step in tl.static_range(FIRST, LOCAL):
         dst = td.data_at(ctx, half, node * LOCAL + (local + step) % LOCAL) + offset
@@ -88,7 +88,7 @@ def _total_tile(
     ctx, sums, part_bytes, totals_offset, half, bias_ptr, z_ptr, row, col, M, N, node, local,
     NODES: tl.constexpr, LOCAL: tl.constexpr, ADDS_ONCE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLICE_N: tl.constexpr, HAS_BIAS: tl.constexpr,
-):  # fmt: skip
+):
     """Add all nodes' sums of a tile; store the total in z and at every node peer, to be sent from in ours, too."""
     FIRST: tl.constexpr = 0 if ADDS_ONCE else 1
     DTYPE: tl.constexpr = z_ptr.dtype.element_ty
@@ -108,7 +108,7 @@ def _total_tile(
 def _relay_tile(
     ctx, src, totals_offset, half, z_ptr, row, col, M, N, node, local,
     LOCAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+):
     """Bring the total of a tile from our buffer to z and into the buffer of every node peer."""
     DTYPE: tl.constexpr = z_ptr.dtype.element_ty
     rows = tl.arange(0, BLOCK_M)
@@ -123,7 +123,7 @@ def _relay_tile(
 def _put_to_nodes(
     ctx, src, num_bytes, signal_ptr, signal, node, local, only,
     NODES: tl.constexpr, LOCAL: tl.constexpr, ONE: tl.constexpr,
-):  # fmt: skip
+):
     """Put what is at the address ``src`` to our rail peers, or if ONE to that on node ``only``, and raise a signal."""
     for step in tl.static_range(1, NODES):
         other = (node + step) % NODES
@@ -138,7 +138,7 @@ def _put_to_nodes(
 def _role(
     piece, item_tiles, lag, sum_after, total_after, relay_after, receive_after,
     LOCAL: tl.constexpr, FORWARDS: tl.constexpr, RELAYS: tl.constexpr,
-):  # fmt: skip
+):
     """What is to be done, and to which tile: (role, round, sequence, tile of the item).
 
     ``sequence`` numbers the items in the order in which this rank computes them; there is nothing to do yet where the
@@ -170,7 +170,7 @@ def _role(
 @td.jit(network=True, do_not_specialize=[
     "M", "N", "K", "stride_w", "lag", "sum_after", "total_after", "relay_after", "receive_after", "plan",
     "item_tiles", "group_m",
-])  # fmt: skip
+])
 def gemm_ar_nodes_kernel(
     ctx, x_ptr, x_desc, w_ptr, w_desc, bias_ptr, z_ptr, stage_ptr,
     M, N, K, stride_w, lag, sum_after, total_after, relay_after, receive_after, plan, item_tiles, group_m,
@@ -179,7 +179,7 @@ def gemm_ar_nodes_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     ELEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, HAS_BIAS: tl.constexpr, USE_TMA: tl.constexpr,
     W_IS_KN: tl.constexpr, PRECISION: tl.constexpr, trace_ptr=None,
-):  # fmt: skip
+):
     """z = the sum over ranks of x @ w.T, on every rank; x is [M, K], z is [M, N].
 
     Flag number ``sequence * item_tiles + i`` says that our partial of a tile is there, and those after all of them
@@ -244,7 +244,7 @@ def gemm_ar_nodes_kernel(
                         staged, tl.minimum(item_tiles, tiles - tile), owner,
                         td.signal_at(ctx, half, own_local * rounds + round_), signal, epoch, TILE_BYTES, COPY_WORDS,
                         trace,
-                    )  # fmt: skip
+                    )
                 else:
                     answer = td.take_ticket(ctx)
             elif role == _MULTIPLY:
@@ -252,7 +252,7 @@ def gemm_ar_nodes_kernel(
                 answer = multiply_tile(
                     ctx, x_ptr, x_desc, w_ptr, w_desc, dst, staged, pid_m, pid_n, M, N, K, stride_w, epoch,
                     BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, W_IS_KN, PRECISION, trace,
-                )  # fmt: skip
+                )
             elif role == _SUM:
                 td.mark(trace, "waits", me)
                 td.wait(ctx, td.flag_at(ctx, staged), epoch, me, SCOPE="gpu")  # producer: our own multiply_tile
@@ -271,7 +271,7 @@ def gemm_ar_nodes_kernel(
                 _put_to_nodes(
                     ctx, src, TILE_BYTES, td.signal_at(ctx, half, first_sum + own_node * slots + number), signal,
                     own_node, own_local, adder, NODES, LOCAL, ONE=ADDS_ONCE,
-                )  # fmt: skip
+                )
             elif role == _TOTAL:
                 td.mark(trace, "waits", me)
                 # producer: our own program that sums the tile
@@ -283,12 +283,12 @@ def gemm_ar_nodes_kernel(
                     td.await_put(
                         ctx, td.signal_at(ctx, half, first_sum + other * slots + number), signal,
                         other * LOCAL + own_local,
-                    )  # fmt: skip
+                    )
                 td.mark(trace, "sums", ALL_PEERS)
                 _total_tile(
                     ctx, own_sums, part_bytes, tile_offset, half, bias_ptr, z_ptr, row, col, M, N,
                     own_node, own_local, NODES, LOCAL, ADDS_ONCE, BLOCK_M, BLOCK_N, SLICE_N, HAS_BIAS,
-                )  # fmt: skip
+                )
                 answer = td.take_ticket(ctx)
                 if ADDS_ONCE:
                     td.mark(trace, "pushes", ALL_PEERS)
@@ -296,7 +296,7 @@ def gemm_ar_nodes_kernel(
                     _put_to_nodes(
                         ctx, own_total, TILE_BYTES, total_signal, signal, own_node, own_local, adder, NODES, LOCAL,
                         ONE=False,
-                    )  # fmt: skip
+                    )
                 if LOCAL > 1:
                     # waiter: every node peer's program that receives the tile
                     td.notify_node(ctx, total_signal, signal, PASSES_ON=True)
@@ -308,7 +308,7 @@ def gemm_ar_nodes_kernel(
                 _relay_tile(
                     ctx, td.consume_token(own_total, seen), tile_offset, half, z_ptr, row, col, M, N,
                     own_node, own_local, LOCAL, BLOCK_M, BLOCK_N,
-                )  # fmt: skip
+                )
                 answer = td.take_ticket(ctx)
                 if LOCAL > 1:
                     # waiter: every node peer's program that receives the tile

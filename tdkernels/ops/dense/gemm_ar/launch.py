@@ -63,7 +63,7 @@ def _arguments(ctx, x, weight, bias, z, stage, schedule, plan, world_size, confi
         ctx, x, x_desc, weight, w_desc, bias, z, stage,
         m, n, k, stride_w, schedule.lag, schedule.reduce_after, schedule.receive_after, plan,
         config.item_tiles, tiles.group_m,
-    )  # fmt: skip
+    )
     return args, {"COPY_WORDS": COPY_WORDS, "SLICE_N": slice_columns(tiles), "RANKS": world_size, **constants}
 
 
@@ -109,7 +109,7 @@ def _prepare(workspace, x, weight, bias, config):
     plan = workspace.prepare(
         "gemm_ar", fields, 2 * slots * tile_bytes, world_size * schedule.rounds + count,
         num_flags=slots,
-    )  # fmt: skip
+    )
     stage = to_be_made(x, slots * tiles.block_m * tiles.block_n)
     z = to_be_made(x, m, n)
     args, constants = _arguments(workspace.ctx, x, weight, bias, z, stage, schedule, plan, world_size, config)

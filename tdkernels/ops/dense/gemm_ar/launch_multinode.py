@@ -65,7 +65,7 @@ def _arguments(ctx, x, weight, bias, z, stage, schedule, plan, world_size, num_n
         ctx, x, x_desc, weight, w_desc, bias, z, stage,
         m, n, k, stride_w, schedule.lag, schedule.sum_after, schedule.total_after, schedule.relay_after,
         schedule.receive_after, plan, config.item_tiles, tiles.group_m,
-    )  # fmt: skip
+    )
     nodes = {"NODES": num_nodes, "LOCAL": world_size // num_nodes, "ADDS_ONCE": schedule.relays}
     return args, {"COPY_WORDS": COPY_WORDS, "SLICE_N": slice_columns(tiles), **nodes, **constants}
 
@@ -102,7 +102,7 @@ def prepare(workspace, x, weight, bias, config, fields):
     plan = workspace.prepare(
         "gemm_ar", fields, ((local + nodes) * slots + count) * tile_bytes,
         local * schedule.rounds + nodes * slots + count, num_flags=(local + 1) * slots,
-    )  # fmt: skip
+    )
     stage = to_be_made(x, local * slots * tiles.block_m * tiles.block_n)
     z = to_be_made(x, m, n)
     args, constants = _arguments(workspace.ctx, x, weight, bias, z, stage, schedule, plan, ranks, nodes, config)

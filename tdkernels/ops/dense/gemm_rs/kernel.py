@@ -34,7 +34,7 @@ def gemm_rs_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     ELEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, HAS_BIAS: tl.constexpr, USE_TMA: tl.constexpr,
     W_IS_KN: tl.constexpr, PRECISION: tl.constexpr, trace_ptr=None,
-):  # fmt: skip
+):
     """z = our rows of the sum over ranks of x @ w.T; x is [W * M_shard, K], z is [M_shard, N]."""
     N = as_aligned(N, ALIGNED)
     K = as_aligned(K, ALIGNED)
@@ -67,7 +67,7 @@ def gemm_rs_kernel(
                     ctx, stage_ptr.to(tl.int64) + staged * TILE_BYTES, td.data_at(ctx, half, owner) + slot * TILE_BYTES,
                     staged, tl.minimum(item_tiles, tiles - first), owner,
                     td.signal_at(ctx, half, me * items + item % items), signal, epoch, TILE_BYTES, COPY_WORDS, trace,
-                )  # fmt: skip
+                )
             else:
                 answer = td.take_ticket(ctx)
         else:
@@ -82,7 +82,7 @@ def gemm_rs_kernel(
                     tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32), x_ptr, x_desc, 0, owner * M_shard + row,
                     ranks * M_shard, w_ptr, w_desc, col, stride_w, N, K, K,
                     BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, W_IS_KN, PRECISION,
-                )  # fmt: skip
+                )
                 answer = td.take_ticket(ctx)
                 if owner != me:
                     td.mark(trace, "stores")
@@ -100,7 +100,7 @@ def gemm_rs_kernel(
                         acc, td.data_at(ctx, half, me) + tile.to(tl.int64) * TILE_BYTES,
                         tl.cast(items, tl.int64) * item_tiles * TILE_BYTES, bias_ptr, col, N, me,
                         z_ptr.dtype.element_ty, RANKS, BLOCK_M, BLOCK_N, HAS_BIAS,
-                    )  # fmt: skip
+                    )
                     store_rows(z_ptr, z, row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N), M_shard, N)
             else:
                 answer = td.take_ticket(ctx)

@@ -46,7 +46,7 @@ def gemm_rs_direct_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     ELEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, HAS_BIAS: tl.constexpr, USE_TMA: tl.constexpr,
     W_IS_KN: tl.constexpr, PRECISION: tl.constexpr, trace_ptr=None,
-):  # fmt: skip
+):
     """z = our rows of the sum over ranks of x @ w.T; x is [W * M_shard, K], z is [M_shard, N].
 
     Signal number ``source * tiles + tile`` of a half says that the source's partial of one of our tiles is in our
@@ -83,7 +83,7 @@ def gemm_rs_direct_kernel(
         acc = gemm_tile(
             tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32), x_ptr, x_desc, 0, owner * M_shard + row, RANKS * M_shard,
             w_ptr, w_desc, col, stride_w, N, K, K, BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, W_IS_KN, PRECISION,
-        )  # fmt: skip
+        )
         if owner != me:
             td.mark(trace, "pushes", owner)
             slot = me * tiles + piece % tiles
@@ -94,7 +94,7 @@ def gemm_rs_direct_kernel(
                 _send(
                     step, half, slot * BLOCK_M, partial.reshape(1, BLOCK_M, BLOCK_N),
                     (desc1, desc2, desc3, desc4, desc5, desc6, desc7), RANKS,
-                )  # fmt: skip
+                )
             else:
                 dst = td.data_at(ctx, half, owner) + slot.to(tl.int64) * (TILE * ELEM_BYTES)
                 tl.store(td.pointer_to(dst, DTYPE) + tl.arange(0, TILE), partial)
@@ -109,7 +109,7 @@ def gemm_rs_direct_kernel(
                 acc, td.data_at(ctx, half, me) + tile.to(tl.int64) * (TILE * ELEM_BYTES),
                 tl.cast(tiles, tl.int64) * (TILE * ELEM_BYTES), bias_ptr, col, N, me,
                 DTYPE, RANKS, BLOCK_M, BLOCK_N, HAS_BIAS,
-            )  # fmt: skip
+            )
             if z_desc is not None:
                 z_desc.store([0, row, col], z.reshape(1, BLOCK_M, BLOCK_N))  # three-dimensional as _send's: one buffer
             else:

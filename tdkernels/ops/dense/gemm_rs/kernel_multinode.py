@@ -62,7 +62,7 @@ def gemm_rs_nodes_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     ELEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, HAS_BIAS: tl.constexpr, USE_TMA: tl.constexpr,
     W_IS_KN: tl.constexpr, PRECISION: tl.constexpr, trace_ptr=None,
-):  # fmt: skip
+):
     """z = our rows of the sum over ranks of x @ w.T; x is [W * M_shard, K], z is [M_shard, N]."""
     N = as_aligned(N, ALIGNED)
     K = as_aligned(K, ALIGNED)
@@ -103,7 +103,7 @@ def gemm_rs_nodes_kernel(
                     staged, tl.minimum(item_tiles, tiles - first), peer,
                     td.signal_at(ctx, half, (node * LOCAL + own_local) * items + item % items), signal, epoch,
                     TILE_BYTES, COPY_WORDS, trace,
-                )  # fmt: skip
+                )
             else:
                 answer = td.take_ticket(ctx)
         else:
@@ -119,7 +119,7 @@ def gemm_rs_nodes_kernel(
                     tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32), x_ptr, x_desc, 0, owner * M_shard + row,
                     RANKS * M_shard, w_ptr, w_desc, col, stride_w, N, K, K,
                     BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, W_IS_KN, PRECISION,
-                )  # fmt: skip
+                )
                 if local != own_local:
                     answer = td.take_ticket(ctx)
                     td.mark(trace, "stores")
@@ -146,7 +146,7 @@ def gemm_rs_nodes_kernel(
                             total = sum_of_tile(
                                 acc, parts, part_bytes, bias_ptr, col, N, own_local,
                                 DTYPE, LOCAL, BLOCK_M, BLOCK_N, False,
-                            )  # fmt: skip
+                            )
                         else:
                             total = td.from_float32(acc, DTYPE)
                         src = parts + own_local * part_bytes
@@ -159,7 +159,7 @@ def gemm_rs_nodes_kernel(
                             ctx, data + sums_offset + own_node * part_bytes + of_tile, src, TILE_BYTES,
                             td.signal_at(ctx, half, RANKS * items + own_node * tiles + tile), signal, owner,
                             PASSES_ON=True,
-                        )  # fmt: skip
+                        )
                     else:
                         td.mark(trace, "waits", ALL_PEERS)
                         for step in tl.static_range(1, NODES):
@@ -168,13 +168,13 @@ def gemm_rs_nodes_kernel(
                             td.await_put(
                                 ctx, td.signal_at(ctx, half, RANKS * items + other * tiles + tile), signal,
                                 other * LOCAL + own_local,
-                            )  # fmt: skip
+                            )
                         answer = td.take_ticket(ctx)
                         td.mark(trace, "sums")
                         z = sum_of_tile_over_nodes(
                             acc, parts, data + sums_offset + of_tile, part_bytes, bias_ptr, col, N,
                             own_node, own_local, DTYPE, NODES, LOCAL, BLOCK_M, BLOCK_N, HAS_BIAS,
-                        )  # fmt: skip
+                        )
                         store_rows(z_ptr, z, row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N), M_shard, N)
             else:
                 answer = td.take_ticket(ctx)

@@ -34,7 +34,7 @@ def _arguments(ctx, x, weight, bias, z, stage, rows, lag, plan, world_size, conf
     args = (
         ctx, x, x_desc, weight, w_desc, bias, z, stage,
         rows, n, k, stride_w, lag, plan, config.item_tiles, tiles.group_m,
-    )  # fmt: skip
+    )
     return args, {"COPY_WORDS": COPY_WORDS, "RANKS": world_size, **constants}
 
 
@@ -86,7 +86,7 @@ def _prepare(workspace, x, weight, bias, config):
     plan = workspace.prepare(
         "gemm_rs", fields, world_size * slots * tiles.block_m * tiles.block_n * x.element_size(), world_size * items,
         num_flags=(world_size - 1) * slots,
-    )  # fmt: skip
+    )
     stage = to_be_made(x, (world_size - 1) * slots * tiles.block_m * tiles.block_n)
     z = to_be_made(x, rows, n)
     args, constants = _arguments(workspace.ctx, x, weight, bias, z, stage, rows, lag, plan, world_size, config)

@@ -49,7 +49,7 @@ def _arguments(ctx, x, weight, bias, z, peers, rows, plan, world_size, config):
     args = (
         ctx, x, x_desc, weight, w_desc, bias, z, z_desc, *peers, *[None] * (MAX_RANKS - 1 - len(peers)),
         rows, n, k, stride_w, plan, tiles.group_m,
-    )  # fmt: skip
+    )
     return args, {"RANKS": world_size, **constants}
 
 

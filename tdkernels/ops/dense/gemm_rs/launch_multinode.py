@@ -17,7 +17,7 @@ def _arguments(ctx, x, weight, bias, z, stage, rows, lag, plan, world_size, num_
     args = (
         ctx, x, x_desc, weight, w_desc, bias, z, stage,
         rows, n, k, stride_w, lag, plan, config.item_tiles, tiles.group_m,
-    )  # fmt: skip
+    )
     nodes = {"NODES": num_nodes, "LOCAL": world_size // num_nodes}
     return args, {"COPY_WORDS": COPY_WORDS, **nodes, **constants}
 
@@ -48,7 +48,7 @@ def prepare(workspace, x, weight, bias, config, fields):
     plan = workspace.prepare(
         "gemm_rs", fields, (ranks + nodes) * slots * tiles.block_m * tiles.block_n * x.element_size(),
         ranks * items + nodes * count, num_flags=staged,
-    )  # fmt: skip
+    )
     stage = to_be_made(x, max(staged * tiles.block_m * tiles.block_n, 1))
     z = to_be_made(x, rows, n)
     args, constants = _arguments(workspace.ctx, x, weight, bias, z, stage, rows, lag, plan, ranks, nodes, config)

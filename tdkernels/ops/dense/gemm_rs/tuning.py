@@ -62,7 +62,7 @@ class GemmRsTunable(dense.DenseTunable):
             configs += [
                 GemmRsConfig(tiles=tiles, transport="one_shot", split_k=split)
                 for tiles in small_m_gemm.tiles_to_try(m, problem.torch_dtype, device) for split in (1, 2, 4, 8)
-            ]  # fmt: skip
+            ]
         return configs
 
     def compiled(self, config):

@@ -73,7 +73,7 @@ def _check(x, splits, scales, max_tokens, max_tokens_per_rank, config, world_siz
     if splits.shape[0] % world_size:
         raise ValueError(
             f"{_NAME}: splits {list(splits.shape)} must be divisible by the group's {world_size} ranks"
-        )  # fmt: skip
+        )
     check_num_experts(_NAME, splits.shape[0], world_size)
     check_most_tokens(_NAME, max_tokens_per_rank, 1, world_size)
     check_config(_NAME, config, x.device)
@@ -115,11 +115,11 @@ def all_to_all(x, splits, *, scales=None, max_tokens=None, max_tokens_per_rank=N
         refuse_too_many(
             _NAME, x, ids, None, scales, len(splits), None, max_tokens, max_tokens_per_rank, group, config,
             by_source=True,
-        )  # fmt: skip
+        )
     routing = route_tokens(
         _NAME, x, ids, len(splits), None, max_tokens, group, config, max_tokens_per_rank, bad, by_source=True,
         given=Splits(splits, len(x)),
-    )  # fmt: skip
+    )
     routing = as_chosen(routing, ids, by_source=True)
     out, out_scales = _AllToAll.apply(x, scales, routing)
     out_splits = routing.splits

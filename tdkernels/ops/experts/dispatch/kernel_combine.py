@@ -84,7 +84,7 @@ def row_addresses(rows_ptr, places, items, DTYPE: tl.constexpr):
 def _sum_here(
     places_ptr, rows_ptr, row_weights_ptr, offs, items, K: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr, WHOLE: tl.constexpr,
-):  # fmt: skip
+):
     """A block of the weighted sum of the rows that a token has here, of which the numbers are at ``places_ptr``."""
     AT_ONCE: tl.constexpr = min(triton.next_power_of_2(K), MOST_AT_ONCE)
     total = tl.full((BLOCK,), 0.0, tl.float32)
@@ -103,7 +103,7 @@ def _sum_here(
 def _send_rows(
     places_ptr, rows_ptr, slot, items, is_sent, K: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """Copy all rows that a token has here to their places in its slot."""
     for j in range(K):
         address = row_addresses(rows_ptr, tl.load(places_ptr + j), items, DTYPE)
@@ -120,7 +120,7 @@ def send_chunk(
     ctx, half, signal, owner, chunk, rows_ptr, row_weights_ptr, row_numbers_ptr, tables, came, items,
     PER_EXPERT: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr, LOCAL: tl.constexpr,
     DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, trace,
-):  # fmt: skip
+):
     """Send the owner of a chunk of tokens what we have for them, and signal it.
 
     LOCAL: of so many ranks a node has. The owner's number on ours is it then that gets it, with the weights of rows
@@ -151,7 +151,7 @@ def send_chunk(
                 offs = block * BLOCK + tl.arange(0, BLOCK)
                 total = _sum_here(
                     places_ptr, rows_ptr, row_weights_ptr, offs, items, K, DTYPE, ALIGNED, BLOCK, WHOLE
-                )  # fmt: skip
+                )
                 part = td.from_float32(total, DTYPE)
                 tl.store(td.pointer_to(slot, DTYPE) + offs, part, mask=(offs < items) & is_sent)
         if (row_numbers_ptr is not None) or (ACROSS and PER_EXPERT):
@@ -177,7 +177,7 @@ def send_chunk(
 def _add_parts(
     total, first_rank, end_rank, area, parts_ptr, sent_ptr, bytes_of_slot, offs, items,
     RANKS: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr,
-):  # fmt: skip
+):
     """Add what some ranks have sent for a token."""
     AT_ONCE: tl.constexpr = min(triton.next_power_of_2(RANKS - 1), MOST_AT_ONCE)
     for first in range(first_rank, end_rank, AT_ONCE):
@@ -193,7 +193,7 @@ def _add_own(
     total, experts_ptr, places_ptr, weights_ptr, me, rows_ptr, area, parts_ptr, sent_ptr, bytes_of_slot, offs, items,
     PER_EXPERT: tl.constexpr, K: tl.constexpr, EACH: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
     WHOLE: tl.constexpr,
-):  # fmt: skip
+):
     """Add the weighted rows of a token that are on this rank; PER_EXPERT: and those that others have sent."""
     AT_ONCE: tl.constexpr = min(triton.next_power_of_2(K), MOST_AT_ONCE)
     for first in range(0, K, AT_ONCE):
@@ -234,7 +234,7 @@ def own_token(tables, weights_ptr, token, num_tokens, K: tl.constexpr, EXPERTS: 
 def _receive_numbers(
     token, num_tokens, me, area, parts, bytes_of_slot, row_numbers_ptr, tables, numbers_ptr,
     K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr,
-):  # fmt: skip
+):
     """Bring the numbers of a token's rows, from wherever these are, to where its choices are."""
     choice = tl.arange(0, triton.next_power_of_2(K))
     dest, places, _ = own_token(tables, None, token, num_tokens, K, EXPERTS, RANKS)
@@ -255,7 +255,7 @@ def _receive_chunk(
     rows_ptr, row_numbers_ptr, weights_ptr, tables, y_ptr, numbers_ptr, items,
     PER_EXPERT: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr, DTYPE: tl.constexpr,
     ALIGNED: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
-):  # fmt: skip
+):
     """Add up what has come for a chunk of our tokens, and what we have ourselves."""
     EACH: tl.constexpr = EXPERTS // RANKS
     me = td.rank(ctx)
@@ -275,22 +275,22 @@ def _receive_chunk(
             if not PER_EXPERT and RANKS > 1:
                 total = _add_parts(
                     total, 0, me, area, parts_ptr, sent_ptr, bytes_of_slot, offs, items, RANKS, DTYPE, ALIGNED, WHOLE
-                )  # fmt: skip
+                )
             total = _add_own(
                 total, experts_ptr, places_ptr, weights_of, me, rows_ptr, area, parts_ptr, sent_ptr, bytes_of_slot,
                 offs, items, PER_EXPERT, K, EACH, DTYPE, ALIGNED, WHOLE,
-            )  # fmt: skip
+            )
             if not PER_EXPERT and RANKS > 1:
                 total = _add_parts(
                     total, me + 1, RANKS, area, parts_ptr, sent_ptr, bytes_of_slot, offs, items,
                     RANKS, DTYPE, ALIGNED, WHOLE,
-                )  # fmt: skip
+                )
             tl.store(td.pointer_to(y, DTYPE, ALIGNED) + offs, td.from_float32(total, DTYPE), mask=offs < items)
         if row_numbers_ptr is not None:
             _receive_numbers(
                 token, num_tokens, me, area, parts, bytes_of_slot, row_numbers_ptr, tables, numbers_ptr,
                 K, EXPERTS, RANKS,
-            )  # fmt: skip
+            )
 
 
 @td.jit(do_not_specialize=["num_tokens", "chunk_tokens", "num_senders", "items", "plan"])
@@ -299,7 +299,7 @@ def ep_combine_kernel(
     num_tokens, chunk_tokens, num_senders, items, plan,
     ADVANCE: tl.constexpr, PER_EXPERT: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr,
     DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, trace_ptr=None,
-):  # fmt: skip
+):
     """rows [R, items] of each rank to y [T, items] of the tokens' ranks, and row_numbers [R] to numbers [T, K].
 
     Signal number ``source * MAX_CHUNKS + chunk`` of a half says that the source's parts of a chunk of our tokens are in
@@ -326,7 +326,7 @@ def ep_combine_kernel(
                 send_chunk(
                     ctx, half, signal, owner, chunk, rows_ptr, row_weights_ptr, row_numbers_ptr, tables, came,
                     items, PER_EXPERT, K, EXPERTS, RANKS, RANKS, DTYPE, ALIGNED, BLOCK, WHOLE, trace,
-                )  # fmt: skip
+                )
                 td.mark(trace, "finishes")
                 td.mark(trace, "ends")
     size, chunks = chunk_of(tl.cast(num_tokens, tl.int32), chunk_tokens)
@@ -343,7 +343,7 @@ def ep_combine_kernel(
             ctx, half, chunk, size, num_tokens,
             rows_ptr, row_numbers_ptr, weights_ptr, tables, y_ptr, numbers_ptr, items,
             PER_EXPERT, K, EXPERTS, RANKS, DTYPE, ALIGNED, BLOCK, WHOLE,
-        )  # fmt: skip
+        )
         td.mark(trace, "finishes")
         td.mark(trace, "ends")
     td.finish(ctx, ADVANCE, (goes != 0).to(tl.int32))

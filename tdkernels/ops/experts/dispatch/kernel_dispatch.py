@@ -64,7 +64,7 @@ def slot_parts(row_bytes, scale_bytes, K: tl.constexpr):
 def read_block(
     x, scales, block, items, scale_words, there, SOURCE: tl.constexpr, SCALE: tl.constexpr, QUANTIZE: tl.constexpr,
     ALIGNED: tl.constexpr, BLOCK: tl.constexpr, SCALE_BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """(items, scales) of a block of the row and the scales at two addresses; nothing if they are not ``there``."""
     offs = block * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(td.pointer_to(x, SOURCE, ALIGNED) + offs, mask=(offs < items) & there, other=0)
@@ -85,7 +85,7 @@ def read_block(
 def write_block(
     row, row_scales, to, scales_to, block, items, scale_words, ITEM: tl.constexpr, SCALE: tl.constexpr,
     ALIGNED: tl.constexpr, BLOCK: tl.constexpr, SCALE_BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     offs = block * BLOCK + tl.arange(0, BLOCK)
     tl.store(td.pointer_to(to, ITEM, ALIGNED) + offs, row, mask=offs < items)
     word = block * SCALE_BLOCK + tl.arange(0, SCALE_BLOCK)
@@ -97,7 +97,7 @@ def spread(
     here, weights, row, row_scales, block, items, scale_words, rows_ptr, scales_ptr, expert_rows_ptr, dots_ptr,
     ITEM: tl.constexpr, SCALE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, SCALE_BLOCK: tl.constexpr,
     GRADIENT: tl.constexpr,
-):  # fmt: skip
+):
     """Store a block of a token in all of its rows on this rank: those of ``here`` that are not -1."""
     ITEM_BYTES: tl.constexpr = ITEM.primitive_bitwidth // 8
     turns, count = td.turns_of(here >= 0)
@@ -120,7 +120,7 @@ def spread(
             scales_to = scales_ptr.to(tl.int64) + place * scale_words * (SCALE.primitive_bitwidth // 8)
             write_block(
                 row, row_scales, to, scales_to, block, items, scale_words, ITEM, SCALE, ALIGNED, BLOCK, SCALE_BLOCK
-            )  # fmt: skip
+            )
 
 
 # ---- senders ----
@@ -130,7 +130,7 @@ def spread(
 def find_places(
     tables, token, num_tokens, goes, FIRST: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
-):  # fmt: skip
+):
     """(the ranks of a token's experts, its rows there, by choice; its place among our tokens for each rank).
 
     -1 is nowhere. FIRST: made of the numbers within the tile and what the tiles before have, and kept.
@@ -173,7 +173,7 @@ def send_token(
     GRADIENT: tl.constexpr, QUANTIZE: tl.constexpr, K: tl.constexpr, RANKS: tl.constexpr, SOURCE: tl.constexpr,
     ITEM: tl.constexpr, SCALE: tl.constexpr, X_ALIGNED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
     SCALE_BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """Store the token at address ``x`` in its slot at each peer (0: none there) and in its rows on this rank, ``me``.
 
     ``dest`` and ``places`` are the ranks and the rows of its choices, -1 for nowhere.
@@ -183,7 +183,7 @@ def send_token(
     for block in range(blocks):
         row, row_scales = read_block(
             x, scales, block, items, scale_words, True, SOURCE, SCALE, QUANTIZE, X_ALIGNED, BLOCK, SCALE_BLOCK
-        )  # fmt: skip
+        )
         for step in range(1, RANKS):
             peer = (me + step) % RANKS
             slot = td.sum_of(tl.where(ranks == peer, slots, 0), 0)
@@ -191,7 +191,7 @@ def send_token(
                 write_block(
                     row, row_scales, slot, slot + scales_begin, block, items, scale_words,
                     ITEM, SCALE, True, BLOCK, SCALE_BLOCK,
-                )  # fmt: skip
+                )
                 if block == 0:
                     there = (slot + places_begin).to(tl.pointer_type(tl.int32)) + choice
                     tl.store(there, tl.where(dest == peer, places, -1), mask=choice < K)
@@ -199,7 +199,7 @@ def send_token(
         spread(
             here, weights, row, row_scales, block, items, scale_words, rows_ptr, row_scales_ptr,
             expert_rows_ptr, dots_ptr, ITEM, SCALE, ALIGNED, BLOCK, SCALE_BLOCK, GRADIENT,
-        )  # fmt: skip
+        )
     if row_weights_ptr is not None:
         tl.store(row_weights_ptr + here, weights, mask=here >= 0)
 
@@ -212,7 +212,7 @@ def _send_chunk(
     FIRST: tl.constexpr, GRADIENT: tl.constexpr, QUANTIZE: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr,
     RANKS: tl.constexpr, TILE_TOKENS: tl.constexpr, SOURCE: tl.constexpr, ITEM: tl.constexpr, SCALE: tl.constexpr,
     ALIGNED: tl.constexpr, BLOCK: tl.constexpr, SCALE_BLOCK: tl.constexpr, trace,
-):  # fmt: skip
+):
     """Send a chunk of our tokens to all peers and to our own rows, and signal it."""
     ITEM_BYTES: tl.constexpr = ITEM.primitive_bitwidth // 8
     SOURCE_BYTES: tl.constexpr = SOURCE.primitive_bitwidth // 8
@@ -240,7 +240,7 @@ def _send_chunk(
             x, scales, slots, scales_begin, places_begin, me, dest, places, weights, blocks,
             rows_ptr, row_scales_ptr, row_weights_ptr, expert_rows_ptr, dots_ptr, items, scale_words,
             GRADIENT, QUANTIZE, K, RANKS, SOURCE, ITEM, SCALE, ALIGNED, ALIGNED, BLOCK, SCALE_BLOCK,
-        )  # fmt: skip
+        )
         first_sent = tl.where(sent >= 0, tl.minimum(first_sent, sent), first_sent)
         num_sent += (sent >= 0).to(tl.int32)
     td.mark(trace, "pushes", ALL_PEERS)
@@ -261,7 +261,7 @@ def receive_chunk(
     rows_ptr, row_scales_ptr, row_weights_ptr, expert_rows_ptr, dots_ptr, items, scale_words,
     FIRST: tl.constexpr, GRADIENT: tl.constexpr, K: tl.constexpr, RANKS: tl.constexpr,
     ITEM: tl.constexpr, SCALE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, SCALE_BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """Copy a chunk of a peer's tokens, which has come, from its slots to their rows. FIRST: keep which these are.
 
     ``area`` is our staging memory, in which the source's tokens are from number ``staged`` on.
@@ -282,7 +282,7 @@ def receive_chunk(
         places_at = (slot + places_begin).to(tl.pointer_type(tl.int32)) + choice
         row, row_scales = read_block(
             slot, slot + scales_begin, 0, items, scale_words, True, ITEM, SCALE, False, True, BLOCK, SCALE_BLOCK
-        )  # fmt: skip
+        )
         here = tl.load(places_at, mask=choice < K, other=-1)
         weights = tl.load((places_at + K).to(tl.pointer_type(tl.float32)), mask=choice < K, other=0.0)
         if FIRST:
@@ -292,11 +292,11 @@ def receive_chunk(
                 row, row_scales = read_block(
                     slot, slot + scales_begin, block, items, scale_words, True,
                     ITEM, SCALE, False, True, BLOCK, SCALE_BLOCK,
-                )  # fmt: skip
+                )
             spread(
                 here, weights, row, row_scales, block, items, scale_words, rows_ptr, row_scales_ptr,
                 expert_rows_ptr, dots_ptr, ITEM, SCALE, ALIGNED, BLOCK, SCALE_BLOCK, GRADIENT,
-            )  # fmt: skip
+            )
         if row_weights_ptr is not None:
             tl.store(row_weights_ptr + here, weights, mask=here >= 0)
 
@@ -310,7 +310,7 @@ def ep_dispatch_kernel(
     K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr, TILE_TOKENS: tl.constexpr, SOURCE: tl.constexpr,
     ITEM: tl.constexpr, SCALE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, SCALE_BLOCK: tl.constexpr,
     trace_ptr=None,
-):  # fmt: skip
+):
     """x [T, items] of each rank to rows [R, items] of the ranks with its experts; see the module.
 
     Signal number ``source * MAX_CHUNKS + chunk`` of a half says that a chunk of the source's tokens is in our slots.
@@ -346,7 +346,7 @@ def ep_dispatch_kernel(
             rows_ptr, row_scales_ptr, row_weights_ptr, expert_rows_ptr, dots_ptr, items, scale_words,
             FIRST, GRADIENT, QUANTIZE, K, EXPERTS, RANKS, TILE_TOKENS, SOURCE, ITEM, SCALE, ALIGNED, BLOCK, SCALE_BLOCK,
             trace,
-        )  # fmt: skip
+        )
         td.mark(trace, "finishes")
         td.mark(trace, "ends")
     if RANKS > 1:
@@ -370,7 +370,7 @@ def ep_dispatch_kernel(
                         area, source, chunk, staged, came,
                         rows_ptr, row_scales_ptr, row_weights_ptr, expert_rows_ptr, dots_ptr, items, scale_words,
                         FIRST, GRADIENT, K, RANKS, ITEM, SCALE, ALIGNED, BLOCK, SCALE_BLOCK,
-                    )  # fmt: skip
+                    )
                 else:
                     tl.store(facts + GOES, -1)  # no combine may go by tables that are not complete
                 td.mark(trace, "finishes")

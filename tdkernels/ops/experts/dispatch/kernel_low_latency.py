@@ -86,7 +86,7 @@ def _experts_of(ids_ptr, at, there, EXPERTS: tl.constexpr, NONE: tl.constexpr):
 def _send_counts(
     ctx, half, signal, ids_ptr, bad_ptr, num_tokens,
     K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr, N: tl.constexpr,
-):  # fmt: skip
+):
     """Count this rank's rows, and send its line to all ranks."""
     E: tl.constexpr = max(triton.next_power_of_2(EXPERTS), 32)  # a bin for each thread of a warp
     R: tl.constexpr = triton.next_power_of_2(RANKS)
@@ -139,7 +139,7 @@ def _send_token(
     QUANTIZE: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr, N: tl.constexpr,
     SOURCE: tl.constexpr, ITEM: tl.constexpr, SCALE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
     SCALE_BLOCK: tl.constexpr, trace,
-):  # fmt: skip
+):
     """Store a token in its slot at each rank that has an expert of it, and signal it to all."""
     SCALE_BYTES: tl.constexpr = SCALE.primitive_bitwidth // 8
     choice = tl.arange(0, triton.next_power_of_2(K))
@@ -152,7 +152,7 @@ def _send_token(
     scales = scales_ptr.to(tl.int64) + tl.cast(token, tl.int64) * scale_words * SCALE_BYTES
     row, row_scales = read_block(
         x, scales, 0, items, scale_words, True, SOURCE, SCALE, QUANTIZE, ALIGNED, BLOCK, SCALE_BLOCK
-    )  # fmt: skip
+    )
     weights = tl.full(choice.shape, 1.0, tl.float32)
     if weights_ptr is not None:
         weights = tl.load(weights_ptr + tl.cast(token, tl.int64) * K + choice, mask=choice < K, other=0.0)
@@ -165,7 +165,7 @@ def _send_token(
         if block > 0:
             row, row_scales = read_block(
                 x, scales, block, items, scale_words, True, SOURCE, SCALE, QUANTIZE, ALIGNED, BLOCK, SCALE_BLOCK
-            )  # fmt: skip
+            )
         for step in range(RANKS):
             to = (me + 1 + step) % RANKS
             if td.max_of((dest == to).to(tl.int32), 0) != 0:
@@ -173,7 +173,7 @@ def _send_token(
                 write_block(
                     row, row_scales, slot, slot + scales_begin, block, sent_items, sent_words,
                     ITEM, SCALE, True, BLOCK, SCALE_BLOCK,
-                )  # fmt: skip
+                )
     number = _number(ids_ptr, token, experts, K, EXPERTS, N)  # while the token is on its way
     for step in range(RANKS):  # also where none is: that is to be heard
         to = (me + 1 + step) % RANKS
@@ -197,7 +197,7 @@ def _send_token(
 def _settle(
     ctx, area, most, tables, splits_ptr, capacity, call,
     BY_SOURCE: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr,
-):  # fmt: skip
+):
     """Make of all lines the tables that are not of tokens."""
     C: tl.constexpr = EXPERTS + RANKS + 2
     BLOCK: tl.constexpr = min(triton.next_power_of_2(C), 512)
@@ -288,14 +288,14 @@ def _receive_token(
     rows_ptr, row_scales_ptr, row_weights_ptr, items, scale_words,
     K: tl.constexpr, ITEM: tl.constexpr, SCALE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
     SCALE_BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """Copy a token that has come from its slot to its rows; returns these, -1 for choices that are not here."""
     choice = tl.arange(0, triton.next_power_of_2(K))
     blocks = tl.maximum((items + BLOCK - 1) // BLOCK, 1)
     # On its way while the rows are found, even if there are none.
     row, row_scales = read_block(
         slot, slot + scales_begin, 0, items, scale_words, True, ITEM, SCALE, False, True, BLOCK, SCALE_BLOCK
-    )  # fmt: skip
+    )
     at = (slot + experts_begin).to(tl.pointer_type(tl.int32)) + choice
     experts = tl.load(at, mask=choice < K, other=-1)
     number = tl.load(at + K, mask=choice < K, other=0)
@@ -308,11 +308,11 @@ def _receive_token(
         if block > 0:
             row, row_scales = read_block(
                 slot, slot + scales_begin, block, items, scale_words, True, ITEM, SCALE, False, True, BLOCK, SCALE_BLOCK
-            )  # fmt: skip
+            )
         spread(
             here, weights, row, row_scales, block, items, scale_words, rows_ptr, row_scales_ptr, None, None,
             ITEM, SCALE, ALIGNED, BLOCK, SCALE_BLOCK, False,
-        )  # fmt: skip
+        )
     if row_weights_ptr is not None:
         tl.store(row_weights_ptr + here, weights, mask=here >= 0)
     return here
@@ -322,7 +322,7 @@ def _receive_token(
 def _complete(
     tables, token, num_tokens, goes, all_experts, first_rows, K: tl.constexpr, EXPERTS: tl.constexpr,
     RANKS: tl.constexpr,
-):  # fmt: skip
+):
     """Say in the tables where a token of ours has gone."""
     choice = tl.arange(0, triton.next_power_of_2(K))
     ranks = tl.arange(0, triton.next_power_of_2(RANKS))
@@ -346,7 +346,7 @@ def ep_direct_kernel(
     ADVANCE: tl.constexpr, QUANTIZE: tl.constexpr, BY_SOURCE: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr,
     RANKS: tl.constexpr, N: tl.constexpr, SOURCE: tl.constexpr, ITEM: tl.constexpr, SCALE: tl.constexpr,
     ALIGNED: tl.constexpr, BLOCK: tl.constexpr, SCALE_BLOCK: tl.constexpr, trace_ptr=None,
-):  # fmt: skip
+):
     """x [T, items] of each rank, T <= most, to rows [capacity, items] of the ranks with its experts; see the module.
 
     ``num_senders``: with program 0; 0 where this launch only receives. Signal number ``source * MAX_CHUNKS + token`` of
@@ -367,7 +367,7 @@ def ep_direct_kernel(
         _send_token(
             ctx, half, signal, token, num_tokens, most, ids_ptr, x_ptr, scales_ptr, weights_ptr, tables,
             items, scale_words, QUANTIZE, K, EXPERTS, RANKS, N, SOURCE, ITEM, SCALE, ALIGNED, BLOCK, SCALE_BLOCK, trace,
-        )  # fmt: skip
+        )
         td.mark(trace, "finishes")
         td.mark(trace, "ends")
     area = td.data_at(ctx, half, me)
@@ -406,7 +406,7 @@ def ep_direct_kernel(
                     slot, scales_begin, experts_begin, all_experts, first_rows, tl.where(goes, capacity, 0),
                     rows_ptr, row_scales_ptr, row_weights_ptr, items, scale_words,
                     K, ITEM, SCALE, ALIGNED, BLOCK, SCALE_BLOCK,
-                )  # fmt: skip
+                )
                 tl.store(slot_at(came, source * most + token, K, RANKS) + choice, here, mask=choice < K)
                 tl.store(chunk_at(came, source, token), token)
                 tl.store(chunk_at(came, source, token) + 1, (td.max_of(here, 0) >= 0).to(tl.int32))

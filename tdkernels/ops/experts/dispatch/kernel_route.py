@@ -115,7 +115,7 @@ def add_tiles(first_tile, columns, width, tiles, BLOCK: tl.constexpr, AT_ONCE: t
 def add_up(
     tables, me, start, tiles, num_tokens, bad_ptr, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr,
     BLOCK: tl.constexpr, AT_ONCE: tl.constexpr,
-):  # fmt: skip
+):
     """In a block of columns turn the tiles' counts into those of all tiles before, and leave their totals."""
     C: tl.constexpr = EXPERTS + RANKS + 2
     first_tile = tiles_at(tables, 0, num_tokens, K, EXPERTS, RANKS)
@@ -220,7 +220,7 @@ def _most_tokens(tables, EXPERTS: tl.constexpr, RANKS: tl.constexpr):
 def state_facts(
     ctx, tables, splits_ptr, me, rows, staged, capacity, call,
     BY_SOURCE: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr,
-):  # fmt: skip
+):
     """Decide whether anything can be sent, as all ranks do by the same numbers; if not, tell the host why."""
     R: tl.constexpr = triton.next_power_of_2(RANKS)
     LOCAL: tl.constexpr = triton.next_power_of_2(EXPERTS // RANKS)
@@ -259,7 +259,7 @@ def state_facts(
 def _agree(
     ctx, tables, splits_ptr, capacity, plan, call,
     WHOLE: tl.constexpr, BY_SOURCE: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr,
-):  # fmt: skip
+):
     """Of our totals make the tables: by one program, when all else is done. WHOLE: every choice is sent by itself."""
     me = td.rank(ctx)
     _exchange(ctx, tables, plan, EXPERTS, RANKS)
@@ -276,7 +276,7 @@ def ep_route_kernel(
     ctx, ids_ptr, bad_ptr, tables, splits_ptr, num_tokens, capacity, plan, call,
     AGREE: tl.constexpr, WHOLE: tl.constexpr, BY_SOURCE: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr,
     RANKS: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr,
-):  # fmt: skip
+):
     """Number the rows of ids [T, K], a tile of N ids a program; AGREE: add up, and lay out what all ranks send.
 
     Signal number ``source`` of a half says that the source's totals, its line of [ranks, E + W + 2], are in our buffer.
@@ -298,7 +298,7 @@ def ep_agree_kernel(
     ctx, bad_ptr, tables, splits_ptr, num_tokens, tiles, capacity, plan, call,
     WHOLE: tl.constexpr, BY_SOURCE: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr,
     BLOCK: tl.constexpr, AT_ONCE: tl.constexpr,
-):  # fmt: skip
+):
     """Add up what ``ep_route_kernel`` has left for many tiles, BLOCK columns a program, and lay out as it does."""
     num_tokens, tiles = tl.cast(num_tokens, tl.int32), tl.cast(tiles, tl.int32)
     start = tl.program_id(0) * BLOCK

@@ -132,7 +132,7 @@ def dispatch_gradient(routing, dy, expert_rows, weights, want_dots):
     sending = Sending(
         dy, None, weights, new(routing.rows, dy.shape[1]), None, None,
         rows_contiguous(expert_rows) if want_dots else None, dots, gradient=True,
-    )  # fmt: skip
+    )
     launch_dispatch(routing, sending)
     return sending.rows, dots
 
@@ -155,12 +155,12 @@ def _launch_counted(workspace, routing, sending, halves):
     key = (
         halves, *routing.sizes, x.dtype, x.shape[1], None if scales is None else scales.shape[1:], sending.quantize,
         sending.gradient, sending.first,
-    )  # fmt: skip
+    )
     operands = *map(as_memory, sending.tensors), *routing.known
     launch_kept(
         workspace, key, operands, lambda *of: _prepare_dispatch(workspace, routing, sending, halves, of),
         lies=by_address,
-    )  # fmt: skip
+    )
 
 
 def _prepare_dispatch(workspace, routing, sending, halves, operands):
@@ -174,7 +174,7 @@ def _prepare_dispatch(workspace, routing, sending, halves, operands):
         "weighted": sending.weights is not None, "gradient": sending.gradient, "k": routing.choices,
         "num_experts": routing.num_experts,
         "slots": routing.most_staged, "config": text_of(routing.config),
-    }  # fmt: skip
+    }
     half_bytes = 8 * world_size * MAX_CHUNKS + slot * routing.most_staged
     if crossing is not None:
         fields["crossing"] = crossing.most
@@ -198,11 +198,11 @@ def dispatch_call(ctx, routing, sending, parts, plan, halves="both"):
         ctx, as_memory(x), as_memory(or_else(sending.scales, x)), sending.weights, *routing.known,
         as_memory(sending.rows), as_memory(or_else(sending.row_scales, sending.rows)), sending.row_weights,
         sending.expert_rows, sending.dots, routing.tokens, config.chunk_tokens, *extents, items, scale_words, plan,
-    )  # fmt: skip
+    )
     constants = {
         "ADVANCE": halves != "send", "FIRST": sending.first, **_constants_of(routing), **constants,
         "num_warps": config.num_warps,
-    }  # fmt: skip
+    }
     if crossing is not None:
         return ep_dispatch_nodes_kernel, programs, args, constants
     constants["trace_ptr"] = pieces_trace(x.device, routing.world_size)
@@ -288,7 +288,7 @@ def launch_combine(routing, returning, halves="both", config=None):
         launch_kept(
             workspace, (halves, *routing.sizes, config, rows.shape[1]), (*returning.tensors, *routing.known),
             lambda *of: _prepare_combine(workspace, routing, returning, halves, config, of), lies=by_address,
-        )  # fmt: skip
+        )
     finally:
         workspace.kept["pending"] = returning if halves == "send" else None
 
@@ -304,7 +304,7 @@ def _prepare_combine(workspace, routing, returning, halves, config, operands):
         "dtype": str(rows.dtype), "width": width, "k": routing.choices, "num_experts": routing.num_experts,
         "weighted": returning.weights is not None, "numbers": returning.row_numbers is not None,
         "slots": routing.most_staged, "config": text_of(config),
-    }  # fmt: skip
+    }
     if crossing is not None:
         fields["crossing"] = crossing.most
         half_bytes += 2 * sum_slot_memory(width * item_bytes, routing.choices) * crossing.most
@@ -323,12 +323,12 @@ def combine_call(ctx, routing, returning, plan, config, halves="both"):
     args = (
         ctx, rows, returning.row_weights, returning.row_numbers, returning.weights, *routing.known,
         returning.y, returning.numbers, routing.tokens, routing.config.chunk_tokens, *extents, width, plan,
-    )  # fmt: skip
+    )
     constants = {
         "ADVANCE": halves != "send", "PER_EXPERT": returning.per_expert, "DTYPE": FLOATS[rows.dtype],
         "ALIGNED": width * item_bytes % 16 == 0, "BLOCK": block_of(width, item_bytes, config.block_bytes),
         **_constants_of(routing), "num_warps": config.num_warps,
-    }  # fmt: skip
+    }
     if crossing is not None:
         return ep_combine_nodes_kernel, programs, args, constants
     constants["WHOLE"] = width % constants["BLOCK"] == 0

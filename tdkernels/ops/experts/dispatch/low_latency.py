@@ -49,7 +49,7 @@ def bounded_routing(operator, ids, num_experts, group, config, max_tokens, most)
     return Routing(
         group, config, operator, tokens, k, num_experts, max_tokens, max_tokens, max_tokens,
         slots_for(world_size * most), None, None, config_is_given=config is not None, most_tokens=most,
-    )  # fmt: skip
+    )
 
 
 def leave_uncounted(routing, ids, bad=None, by_source=False, given=None):
@@ -76,7 +76,7 @@ def launch_direct(routing, sending, halves):
     key = (
         "direct", halves, *routing.sizes, routing.most_tokens, routing.max_tokens, _by_source(routing), x.dtype,
         x.shape[1], None if scales is None else scales.shape[1:], sending.quantize,
-    )  # fmt: skip
+    )
     operands = *map(as_memory, sending.tensors), *routing.known, *routing.uncounted, routing.splits
     launch_kept(
         workspace, key, operands, lambda *of: _prepare(workspace, routing, sending, halves, of), lies=by_address
@@ -95,7 +95,7 @@ def _prepare(workspace, routing, sending, halves, operands):
         "quantize": sending.quantize, "weighted": sending.weights is not None, "k": routing.choices,
         "num_experts": routing.num_experts, "max_tokens": routing.max_tokens, "max_tokens_per_rank": most,
         "config": text_of(routing.config),
-    }  # fmt: skip
+    }
     half_bytes = round_up(4 * ranks * line_words(routing.num_experts, ranks), 128) + ranks * most * slot
     plan = workspace.prepare(routing.operator, fields, half_bytes, ranks * MAX_CHUNKS + ranks)
     *given, tables, came, ids, bad, splits = operands
@@ -125,11 +125,11 @@ def direct_call(ctx, routing, sending, parts, plan, known, halves="both", call=0
         as_memory(sending.rows), as_memory(or_else(sending.row_scales, sending.rows)), sending.row_weights,
         routing.tokens, routing.most_tokens, routing.max_tokens, senders, items, scale_words, plan,
         call,
-    )  # fmt: skip
+    )
     constants = {name: value for name, value in constants.items() if name != "GRADIENT"} | {
         "ADVANCE": halves != "send", "BY_SOURCE": _by_source(routing), "K": routing.choices,
         "EXPERTS": routing.num_experts, "RANKS": routing.world_size,
         "N": min(MOST_COMPARED.value // next_power_of_2(routing.choices), MOST_IDS.value),
         "num_warps": config.num_warps, "trace_ptr": pieces_trace(x.device, routing.world_size),
-    }  # fmt: skip
+    }
     return ep_direct_kernel, senders + receivers, args, constants

@@ -147,7 +147,7 @@ class _Dispatch(torch.autograd.Function):
     def forward(ctx, x, weights, scales, routing, quantize):
         rows, row_scales, row_weights = launcher.dispatch(
             routing, x, scales=scales, weights=weights, quantize=quantize
-        )  # fmt: skip
+        )
         ctx.routing = routing
         ctx.weights_dtype = None if weights is None else weights.dtype
         codes = [rows] if rows.dtype.itemsize == 1 else []
@@ -162,7 +162,7 @@ class _Dispatch(torch.autograd.Function):
             d_rows = d_row_weights.new_empty(ctx.routing.rows, 0)
         dx, d_weights = launcher.combine(
             ctx.routing, d_rows, row_numbers=d_row_weights if wants_weights else None
-        )  # fmt: skip
+        )
         d_weights = d_weights.to(ctx.weights_dtype) if wants_weights else None
         return dx if wants_x else None, d_weights, None, None, None
 
@@ -195,7 +195,7 @@ class _Combine(torch.autograd.Function):
 def handle_of(
     x, topk_ids, topk_weights, scales, num_experts, quantize, max_tokens, max_tokens_per_rank, group, config,
     in_halves=False,
-):  # fmt: skip
+):
     """The EpHandle of a dispatch: of ids that are counted now, or of those of a handle. Raises for bad input."""
     group = resolve_group(group)
     if isinstance(topk_ids, EpHandle):
@@ -211,10 +211,10 @@ def handle_of(
         refuse_too_many(
             "ep_dispatch", x, topk_ids, topk_weights, scales, num_experts, quantize, max_tokens, max_tokens_per_rank,
             group, config,
-        )  # fmt: skip
+        )
     routing = route_tokens(
         "ep_dispatch", x, topk_ids, num_experts, quantize, max_tokens, group, config, max_tokens_per_rank
-    )  # fmt: skip
+    )
     return EpHandle(as_chosen(routing, topk_ids, by_torch=not in_halves), topk_weights)  # halves are there to overlap
 
 
@@ -223,7 +223,7 @@ def handle_of(
 def ep_dispatch(
     x, topk_ids, topk_weights=None, *, num_experts=None, scales=None, quantize=None, max_tokens=None,
     max_tokens_per_rank=None, group=None, config=None,
-):  # fmt: skip
+):
     """Send each token to the ranks that have its experts; rank r has experts r * E / W to (r + 1) * E / W - 1.
 
     Args:     x: [T, H] bf16, fp16, fp32, float8_e4m3fn or float8_e5m2; T may differ between ranks and be 0
@@ -257,14 +257,14 @@ def ep_dispatch(
     _refuse_gradient_of_codes(x, quantize)
     handle = handle_of(
         x, topk_ids, topk_weights, scales, num_experts, quantize, max_tokens, max_tokens_per_rank, group, config
-    )  # fmt: skip
+    )
     routing, quantize = handle._routing, quantize is not None
     if wants_gradient(x, topk_weights):
         rows, row_scales, row_weights = _Dispatch.apply(x, topk_weights, scales, routing, quantize)
     else:
         rows, row_scales, row_weights = launcher.dispatch(
             routing, x, scales=scales, weights=topk_weights, quantize=quantize
-        )  # fmt: skip
+        )
     if row_weights is not None:
         handle.keep_row_weights(row_weights.detach())
     return EpTokens(rows, routing.splits, row_weights, row_scales), handle

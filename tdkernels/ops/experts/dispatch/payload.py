@@ -39,7 +39,7 @@ class Sending:
     def tensors(self):
         return (
             self.x, self.scales, self.weights, self.rows, self.row_scales, self.row_weights, self.expert_rows, self.dots
-        )  # fmt: skip
+        )
 
     def with_tensors(self, tensors):
         return Sending(*tensors, quantize=self.quantize, gradient=self.gradient, first=self.first)
@@ -109,4 +109,4 @@ def parts_of(sending, config):
     return items, scale_words, {
         "GRADIENT": gradient, "QUANTIZE": _how(quantize, x.device), "SOURCE": source, "ITEM": item, "SCALE": scale,
         "ALIGNED": items * item_bytes % 16 == 0, "BLOCK": block, "SCALE_BLOCK": scale_block,
-    }  # fmt: skip
+    }

@@ -15,7 +15,7 @@ from tdkernels.ops.experts.dispatch.token_buckets import choose_config, config_t
 def route_tokens(
     operator, x, topk_ids, num_experts, quantize, max_tokens, group, config, max_tokens_per_rank=None, bad=None,
     by_source=False, given=None,
-):  # fmt: skip
+):
     """The Routing of checked tokens, with the config of their dispatch: to be taken ``as_chosen``, if none was given.
 
     ``bad``, ``by_source``, ``given``: as of ``route``; rows are laid out by source in an all_to_all alone
@@ -27,14 +27,14 @@ def route_tokens(
         return torch_backend.route(
             *ids, config, x, max_tokens=max_tokens, bad=bad, max_tokens_per_rank=max_tokens_per_rank, quantize=quantize,
             by_source=by_source, given=given,
-        )  # fmt: skip
+        )
     config = config_to_route(config, group, x.device)
     bounded = None
     if max_tokens_per_rank is not None:
         bounded = _bounded_routing(
             operator, x, topk_ids, num_experts, quantize, max_tokens, group, config, max_tokens_per_rank, bad,
             by_source, given,
-        )  # fmt: skip
+        )
         if bounded.uncounted is not None:
             return bounded
     options = {"max_tokens": max_tokens, "most_tokens": max_tokens_per_rank, "bad": bad, "by_source": by_source}
@@ -49,13 +49,13 @@ def route_tokens(
 def refuse_too_many(
     operator, x, topk_ids, topk_weights, scales, num_experts, quantize, max_tokens, max_tokens_per_rank, group, config,
     by_source=False,
-):  # fmt: skip
+):
     """Raise for an x with more rows than max_tokens_per_rank. The peers wait for them: they hear of it and get none."""
     none, ids, weights, scales = (None if one is None else one[:0] for one in (x, topk_ids, topk_weights, scales))
     bad = torch.full((), -len(x), dtype=torch.int32, device=x.device)
     routing = route_tokens(
         operator, none, ids, num_experts, quantize, max_tokens, group, config, max_tokens_per_rank, bad, by_source
-    )  # fmt: skip
+    )
     launcher.dispatch(routing, none, weights=weights, scales=scales, quantize=quantize is not None)
     raise own_too_many(operator, x, "rows" if by_source else "tokens", max_tokens_per_rank)
 
@@ -80,7 +80,7 @@ def _tuned(by_source):
 
 def _bounded_routing(
     operator, x, topk_ids, num_experts, quantize, max_tokens, group, config, most, bad, by_source, given
-):  # fmt: skip
+):
     """A Routing that its dispatch finds, of tokens of which a rank has at most so many; or what one is to be like."""
     routing = bounded_routing(operator, topk_ids, num_experts, group, config, max_tokens, most)
     if config is None:

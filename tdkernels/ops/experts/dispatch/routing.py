@@ -92,13 +92,13 @@ class Routing:
 
 def unrouted(
     operator, tokens, choices, num_experts, world_size, config, device, *, max_tokens=None, by_source=False, reach=None
-):  # fmt: skip
+):
     """A Routing that nobody has found: what kernels can be compiled with."""
     tables = torch.empty(1, dtype=torch.int32, device=device)
     return Routing(
         SimpleNamespace(size=lambda: world_size), config, operator, tokens, choices, num_experts, max_tokens, rows=1,
         staged=1, most_staged=1, tables=tables, splits=tables[None] if by_source else tables, reach=reach,
-    )  # fmt: skip
+    )
 
 
 def _error_of_note(operator, given, here, name, kind, first, second, third):
@@ -115,7 +115,7 @@ def _error_of_note(operator, given, here, name, kind, first, second, third):
 def route(
     operator, ids, num_experts, group, config, *, max_tokens=None, most_tokens=None, by_source=False, bad=None,
     whole=False, given=None,
-):  # fmt: skip
+):
     """The Routing of ids [T, K]; the host waits for it unless ``max_tokens`` says how many rows there may be.
 
     ``config``: None if it is to be chosen by what is found
@@ -143,7 +143,7 @@ def route(
     splits = torch.empty((world_size, local) if by_source else (local,), dtype=torch.int32, device=device)
     counting = _Counting(
         operator, tokens, k, num_experts, max_tokens, most_tokens, by_source, as_argument(config), whole
-    )  # fmt: skip
+    )
     listen(workspace, operator, given or TopkIds(ids, num_experts))
     _launch_route(workspace, counting, crossing, ids.contiguous(), bad, tables, splits)
     rows = staged = crosses = max_tokens
@@ -165,7 +165,7 @@ def route(
     return Routing(
         group, config, operator, tokens, k, num_experts, max_tokens, rows, staged, slots_for(staged), tables, splits,
         crossing=crossing, config_is_given=config is not None, reach=reach, most_tokens=most_tokens,
-    )  # fmt: skip
+    )
 
 
 class _Counting(NamedTuple):
@@ -196,7 +196,7 @@ def _launch_route(workspace, counting, crossing, ids, bad, tables, splits):
         launch_kept(
             workspace, key, (ids, bad, *known, splits), lambda *of, step=step: step(workspace, counting, crossing, of),
             lies=by_address,
-        )  # fmt: skip
+        )
 
 
 def _room(most):
@@ -216,7 +216,7 @@ def _route_plan(workspace, counting, crossing):
     fields = {
         "num_experts": experts, "k": counting.k, "max_tokens": counting.max_tokens,
         "max_tokens_per_rank": counting.most_tokens, "config": counting.config, "whole": counting.whole,
-    }  # fmt: skip
+    }
     columns = experts + world_size + 2
     line = 4 * columns if crossing is None else line_bytes(experts, world_size, crossing.local_world_size)
     return workspace.prepare(counting.operator, fields, world_size * line, world_size, num_flags=1)

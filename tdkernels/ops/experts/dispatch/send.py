@@ -37,7 +37,7 @@ def _refuse_gradients(operator, *tensors):
 def ep_dispatch_send(
     x, topk_ids, topk_weights=None, *, num_experts=None, scales=None, quantize=None, max_tokens=None,
     max_tokens_per_rank=None, group=None, config=None,
-):  # fmt: skip
+):
     """The first half of ``ep_dispatch``, whose arguments it has; what is called before ``receive()`` hides the wire.
 
     Returns:  EpSent; its receive() returns (recv, handle). One dispatch of a group may be under way at a time
@@ -48,17 +48,17 @@ def ep_dispatch_send(
     handle = handle_of(
         x, topk_ids, topk_weights, scales, num_experts, quantize, max_tokens, max_tokens_per_rank, group, config,
         in_halves=True,
-    )  # fmt: skip
+    )
     routing = handle._routing
     if routing.by_torch is not None:  # which knows no halves: the first does it all
         rows, row_scales, row_weights = launcher.dispatch(
             routing, x, scales=scales, weights=topk_weights, quantize=quantize is not None
-        )  # fmt: skip
+        )
         handle.keep_row_weights(row_weights)
         return EpSent(lambda: (EpTokens(rows, routing.splits, row_weights, row_scales), handle))
     sending = launcher.prepare_dispatch(
         routing, x, scales=scales, weights=topk_weights, quantize=quantize is not None
-    )  # fmt: skip
+    )
     launcher.launch_dispatch(routing, sending, "send")
 
     def receive():

@@ -40,7 +40,7 @@ def choose_config(operator, routing, x, quantized=False):
     fields = {
         "max_tokens_per_rank": routing.most_tokens, "tokens": tokens, "width": width, "dtype": str(x.dtype),
         "k": choices, "num_experts": experts,
-    }  # fmt: skip
+    }
     if x.dtype.itemsize == 1:  # codes already, which nobody tunes for: what counts are the bytes
         x = x.new_empty(0, dtype=torch.bfloat16)
         quantized, width = operator == "ep_dispatch", width if operator == "ep_dispatch" else max(width // 2, 1)

@@ -26,7 +26,7 @@ _LEAST_MAGNITUDE = 2.0**-118  # below it 448 / magnitude would be infinite
 _KNOWN = {
     torch.float8_e4m3fn: torch.uint8, torch.float8_e5m2: torch.uint8, torch.uint16: torch.int16,
     torch.uint32: torch.int32, torch.uint64: torch.int64,
-}  # fmt: skip
+}
 
 
 @dataclass
@@ -46,7 +46,7 @@ class ByTorch:
 def route(
     operator, ids, num_experts, group, config, x, *, max_tokens=None, by_source=False, bad=None,
     max_tokens_per_rank=None, quantize=None, given=None,
-):  # fmt: skip
+):
     """The Routing of ids [T, K] of x, as ``ep_routing.route``; the host waits for it in any case.
 
     Raises:   ValueError on every rank, for wrong ids, for more rows than ``max_tokens``, for more tokens of a rank than
@@ -58,7 +58,7 @@ def route(
     fields = {
         "num_experts": num_experts, "k": k, "max_tokens": max_tokens, "max_tokens_per_rank": max_tokens_per_rank,
         "dtype": str(x.dtype), "width": x.shape[1], "quantize": quantize, "config": as_argument(config),
-    }  # fmt: skip
+    }
     state.agree_once(operator, fields)
     experts, wrong = _experts_of(ids, num_experts)
     if bad is not None:
@@ -84,7 +84,7 @@ def route(
     return Routing(
         group, config, operator, ids.shape[0], k, num_experts, max_tokens, rows if max_tokens is None else max_tokens,
         staged=0, most_staged=0, tables=splits, splits=splits, most_tokens=max_tokens_per_rank, by_torch=by_torch,
-    )  # fmt: skip
+    )
 
 
 def routed(routing, ids, by_source=False):
@@ -135,7 +135,7 @@ def dispatch(routing, x, *, scales=None, weights=None, quantize=False):
     _agree(
         routing, "there", dtype=str(x.dtype), width=x.shape[1], quantize=quantize, weighted=weights is not None,
         scales=None if scales is None else f"{scales.dtype} {list(scales.shape[1:])}",
-    )  # fmt: skip
+    )
     if quantize:
         x, scales = quantized(x)
     rows = _there(routing, x, x.new_empty)

@@ -93,7 +93,7 @@ class _EpTunable(ConfigTunable):
                     for block_bytes, num_warps in self._blocks:
                         configs.append(
                             EpConfig("per_rank", programs, receivers, chunk_tokens, block_bytes, num_warps)
-                        )  # fmt: skip
+                        )
         return configs
 
     def _chunks(self):
@@ -247,7 +247,7 @@ class EpDispatchTunable(_DirectTunable):
         return op.ep_dispatch(
             x, ids, weights, num_experts=problem.shape[2], quantize="fp8" if _is_quantized(problem) else None,
             max_tokens=_capacity(problem), max_tokens_per_rank=_most_tokens(problem), group=group, config=config,
-        )  # fmt: skip
+        )
 
     def comparable(self, output, problem):
         recv, _ = output
@@ -294,7 +294,7 @@ class EpCombineTunable(_EpTunable):
         recv, handle = op.ep_dispatch(
             *operands, num_experts=problem.shape[2], max_tokens=_capacity(problem), group=group,
             config=ep_config.default_config(operands[0].device),
-        )  # fmt: skip
+        )
         return recv.x, handle
 
     def run(self, operands, problem, group, config):
@@ -339,7 +339,7 @@ class AllToAllTunable(_DirectTunable):
         return all_to_all.all_to_all(
             *operands, max_tokens=_capacity(problem), max_tokens_per_rank=_most_tokens(problem), group=group,
             config=config,
-        )  # fmt: skip
+        )
 
     def comparable(self, output, problem):
         out, out_splits, _ = output

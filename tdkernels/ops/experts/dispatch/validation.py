@@ -44,7 +44,7 @@ def check_num_experts(operator, num_experts, world_size):
 
 def check_dispatch(
     x, topk_ids, topk_weights, scales, num_experts, quantize, max_tokens, world_size, operator="ep_dispatch"
-):  # fmt: skip
+):
     """Raise TypeError or ValueError, naming the argument and its shape, unless x can be dispatched."""
     check_payload(operator, x, scales, max_tokens)
     check_tensor(operator, "topk_ids", topk_ids, x)

@@ -92,7 +92,7 @@ def choose_config(layout, x, topk_ids, w_down, num_experts, max_tokens_per_rank,
         fields = {
             "max_tokens_per_rank": max_tokens_per_rank, "tokens": tokens, "width": hidden, "hidden": inner,
             "dtype": str(x.dtype), "k": k, "num_experts": num_experts,
-        }  # fmt: skip
+        }
         config = chosen("ep_moe", (tokens, hidden, inner, num_experts, k), layout, x, group, fields, call)
     return config, routing
 

@@ -67,12 +67,12 @@ class _EpMoe(torch.autograd.Function):
         came = launch_dispatch_gemm.launch(
             routing, order, x, weights, w_gate_up, up_tiles, activation=activation, keep=keep,
             keep_rows=keep and ctx.needs_input_grad[2],
-        )  # fmt: skip
+        )
         y, _ = launch_gemm_combine.launch(routing, came.y, w_down, came.origins, down_tiles, weights=weights)
         if keep:
             ctx.save_for_backward(
                 w_gate_up, w_down, order, came.kept, came.pre, came.y, came.origins, came.weights
-            )  # fmt: skip
+            )
             ctx.routing, ctx.activation, ctx.tiles = routing, activation, (up_tiles, down_tiles)
             ctx.weights_dtype = topk_weights.dtype
         return y
@@ -93,14 +93,14 @@ def _ep_moe_backward(ctx, dy):
     came = launch_dispatch_gemm.launch(
         routing, order, dy, None, w_down.transpose(1, 2), down_tiles, gradient=(h, row_weights),
         keep_rows=need_ddown,
-    )  # fmt: skip
+    )
     dx = dweights = dgate_up = ddown = dpre = None
     if need_dx or need_dweights or need_dgate_up:
         dpre = grouped_gemm_launch.swiglu_backward(came.y, pre, routing.splits, ctx.activation)
     if need_dx or need_dweights:
         dx, dweights = launch_gemm_combine.launch(
             routing, dpre, w_gate_up.transpose(1, 2), origins, up_tiles, dots=came.dots if need_dweights else None
-        )  # fmt: skip
+        )
     if need_dgate_up:
         dgate_up = weight_gradient(dpre, rows, routing.splits, experts)
     if need_ddown:
@@ -125,7 +125,7 @@ def compile(x, w_gate_up, w_down, choices, world_size, rows, config):
 def ep_moe_fused(
     x, topk_ids, topk_weights, w_gate_up, w_down, num_experts, activation, max_tokens, max_tokens_per_rank, group,
     config, routing=None, bad=None,
-):  # fmt: skip
+):
     """y of checked operands that ``why_not`` has nothing against; ``routing``: their Routing, if it has been found.
 
     ``max_tokens_per_rank`` goes with a max_tokens; ``bad``: as of ``route``
@@ -137,14 +137,14 @@ def ep_moe_fused(
             ep_moe_fused(
                 *tokens, w_gate_up, w_down, num_experts, activation, max_tokens, max_tokens_per_rank, group, config,
                 bad=bad,
-            )  # fmt: skip
+            )
         raise own_too_many("ep_moe", x, "tokens", max_tokens_per_rank)
     ep = (config.ep if config else None) or default_config(x.device)
     if routing is None:
         routing = route(
             "ep_moe", topk_ids, num_experts, group, ep, max_tokens=max_tokens, most_tokens=max_tokens_per_rank, bad=bad,
             whole=True,
-        )  # fmt: skip
+        )
     routing = replace(routing, operator="ep_moe", config=ep)
     operands = x, topk_weights, w_gate_up, w_down
     return _EpMoe.apply(*operands, activation, config, routing, autograd.may_be_differentiated(operands))

@@ -62,7 +62,7 @@ def _send(
     ctx, half, signal, me, to, expert, local, block, count, x_ptr, weights_ptr, tables, order_ptr, slot_rows, K,
     GRADIENT: tl.constexpr, CHOICES: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, ALIGNED: tl.constexpr,
-):  # fmt: skip
+):
     """Store a block of our ``count`` rows for an expert at its rank; the last of its blocks raises the signal.
 
     Returns a ticket, asked for when the rows are on their way.
@@ -126,7 +126,7 @@ def ep_dispatch_gemm_kernel(
     AHEAD: tl.constexpr, GRADIENT: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ELEM_BYTES: tl.constexpr,
     ALIGNED: tl.constexpr, EVEN_K: tl.constexpr, USE_TMA: tl.constexpr, W_IS_KN: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """y [R, N] = act(the rows that come here, of all ranks' x [T, K], @ w[their expert].T), by expert.
 
     AHEAD: experts, by which sending is ahead of multiplying.
@@ -181,7 +181,7 @@ def ep_dispatch_gemm_kernel(
                 answer = _send(
                     ctx, half, signal, me, to, expert, at, block, to_send, x_ptr, weights_ptr, tables, order_ptr,
                     slot_rows, K, GRADIENT, CHOICES, EXPERTS, RANKS, BLOCK_ROWS, BLOCK_COLUMNS, ALIGNED,
-                )  # fmt: skip
+                )
             else:
                 expert = at - AHEAD
                 begin = td.sum_of(tl.where(step < at, rows, 0), 0)
@@ -201,13 +201,13 @@ def ep_dispatch_gemm_kernel(
                     acc, acc, x_at, buffer_desc, half, row, offs_m < past,
                     w_ptr, w_desc, expert * (2 if PAIR else 1), col, stride_plane, stride_w, N, K, DTYPE,
                     BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, USE_TMA, USE_TMA, W_IS_KN, PAIR, PRECISION,
-                )  # fmt: skip
+                )
                 answer = td.take_ticket(ctx)
                 if GRADIENT:
                     weight = tl.load(row_weights_ptr + offs_m, mask=offs_m < past, other=0.0)
                     dots = store_gradient(
                         acc, y_ptr, h_ptr, weighted_ptr, weight, offs_m, past, col, N, BLOCK_M, BLOCK_N
-                    )  # fmt: skip
+                    )
                     # This tile column's part; who sends the rows back adds them up (``ep_gemm_combine_kernel``).
                     tl.store(dots_ptr + pid_n.to(tl.int64) * R + offs_m, dots, mask=offs_m < past)
                 else:

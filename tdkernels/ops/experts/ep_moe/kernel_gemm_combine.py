@@ -55,7 +55,7 @@ def _add_up(
     area, tables, weights_ptr, y_ptr, numbers_ptr, piece, num_tokens, goes, slots, slot_bytes, N,
     CHOICES: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr, ALIGNED: tl.constexpr,
-):  # fmt: skip
+):
     """y of a block of our tokens and of columns; with the first columns go the numbers."""
     DTYPE: tl.constexpr = y_ptr.dtype.element_ty
     column_blocks = (N + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
@@ -91,7 +91,7 @@ def ep_gemm_combine_kernel(
     BLOCK_TOKENS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ELEM_BYTES: tl.constexpr,
     ALIGNED: tl.constexpr, EVEN_K: tl.constexpr, USE_TMA: tl.constexpr, W_IS_KN: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """y [T, N] = for each of our tokens the sum over its choices of weight * h[row of the choice] @ w[expert].T.
 
     LOCAL: experts of a rank, as a power of two. ``dots_ptr`` [TILE_COLUMNS, R]: what is added up over the first axis
@@ -129,7 +129,7 @@ def ep_gemm_combine_kernel(
             _add_up(
                 td.data_at(ctx, half, me), tables, weights_ptr, y_ptr, numbers_ptr, piece - num_tiles - 1, num_tokens,
                 goes > 0, slots, slot_bytes, N, CHOICES, EXPERTS, RANKS, BLOCK_TOKENS, BLOCK_COLUMNS, ALIGNED,
-            )  # fmt: skip
+            )
             answer = td.take_ticket(ctx)
         else:
             if piece < num_tiles:
@@ -143,10 +143,10 @@ def ep_gemm_combine_kernel(
                     acc, acc, h_at, h_desc, 0, row, offs_m < past,
                     w_ptr, w_desc, expert, col, stride_plane, stride_w, N, K, DTYPE,
                     BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, USE_TMA, USE_TMA, W_IS_KN, False, PRECISION,
-                )  # fmt: skip
+                )
                 slot, number = _slots_of_rows(
                     ctx, half, signal, me, origins_ptr, offs_m, past, slots, slot_bytes, RANKS
-                )  # fmt: skip
+                )
                 to = td.pointer_to(slot, DTYPE, ALIGNED)
                 mask = (slot != 0)[:, None] & (offs_n < N)[None, :]
                 tl.store(to[:, None] + offs_n[None, :], td.from_float32(acc, DTYPE), mask=mask)

@@ -23,7 +23,7 @@ def first_of_expert(counts, expert, EXPERTS: tl.constexpr):
 def ep_order_kernel(
     tables, order_ptr, me, num_tokens,
     K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr, TILE_TOKENS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """order [T * K]: choices of rank ``me``, token * K + j, by expert; of places as ``ep_route_kernel`` leaves them."""
     num_tokens = tl.cast(num_tokens, tl.int32)
     choice = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

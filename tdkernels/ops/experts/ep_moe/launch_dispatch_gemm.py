@@ -66,7 +66,7 @@ def launch(routing, order, x, weights, w, tiles, *, activation=None, keep=False,
         lambda x, weights, tables, order, splits, w, *others: (
             gemm_operands.rows_contiguous(x), weights, tables, order, splits, weight_layout(w, activation)[0], *others
         ),
-    )  # fmt: skip
+    )
     names = ["y", *(["pre"] if keep and activation else []), *(["kept"] if keep_rows else [])]
     names += ["origins", "weights"] if gradient is None else ["weighted", "dots"]
     return Launched(**dict(zip(names, made, strict=True)))
@@ -81,7 +81,7 @@ def compile(x, w, routing, tiles, activation):
     args, constants = arguments(
         ctx, x, weights, routing.tables, routing.tables, splits, x[:1], 2 * x.shape[1], w, outputs, None, None, routing,
         0, tiles, activation,
-    )  # fmt: skip
+    )
     ep_dispatch_gemm_kernel.warmup(*args, grid=(1,), **constants)
 
 
@@ -108,18 +108,18 @@ def _prepare(workspace, routing, operands, tiles, activation, keep, keep_rows):
     fields = {
         "dtype": str(x.dtype), "width": k, "k": routing.choices, "num_experts": routing.num_experts,
         "rows": slot_rows, "gradient": gradient, "config": text_of(routing.config),
-    }  # fmt: skip
+    }
     plan = workspace.prepare(
         routing.operator, fields, half_bytes(slot_rows, k * x.element_size()), routing.num_experts,
         num_flags=routing.num_experts,
-    )  # fmt: skip
+    )
     tiles_n = -(-w.shape[1] // tiles.block_n)
     outputs = _outputs(x, rows, w, tiles_n, activation, keep, keep_rows, gradient)
     buffer = rows_of_buffer(workspace, x)
     args, constants = arguments(
         workspace.ctx, x, weights, tables, order, splits, buffer, workspace.half_bytes // x.element_size(), w, outputs,
         h, row_weights, routing, plan, tiles, activation,
-    )  # fmt: skip
+    )
     grid = (gpu.resident_programs(x.device, tiles, x.dtype),)
     made = outputs.made
     return Launch(workspace, ep_dispatch_gemm_kernel, grid, args, constants, operands, made, [workspace.ctx, buffer])
@@ -128,7 +128,7 @@ def _prepare(workspace, routing, operands, tiles, activation, keep, keep_rows):
 def arguments(
     ctx, x, weights, tables, order, splits, buffer, half_elements, w, outputs, h, row_weights, routing, plan, tiles,
     activation,
-):  # fmt: skip
+):
     """The kernel's arguments and constants; ``buffer``: rows of the symmetric buffer, from where its halves begin."""
     k, slot_rows = x.shape[1], routing.reach.rows
     w, *strides, is_kn = weight_layout(w, activation)
@@ -141,13 +141,13 @@ def arguments(
         ctx, x, weights, tables, order, splits, buffer_desc, w, desc, outputs.y, outputs.pre, outputs.kept,
         outputs.origins, outputs.weights if h is None else row_weights, h, outputs.weighted, outputs.dots,
         outputs.y.shape[0], slot_rows, n, k, *strides, plan, tiles.group_m,
-    )  # fmt: skip
+    )
     return args, {
         "CHOICES": routing.choices, "EXPERTS": routing.num_experts, "RANKS": routing.world_size,
         "ACTIVATION": NUMBERS[activation], "AHEAD": 1 if len(splits) <= _FEW_EXPERTS else 2, "GRADIENT": h is not None,
         "BLOCK_ROWS": _BLOCK_ROWS, "BLOCK_COLUMNS": _block_columns(k, x.element_size(), tiles),
         "ELEM_BYTES": x.element_size(), **constants,
-    }  # fmt: skip
+    }
 
 
 def _block_columns(k, elem_bytes, tiles):

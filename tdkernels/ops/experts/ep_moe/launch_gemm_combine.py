@@ -31,7 +31,7 @@ def launch(routing, h, w, origins, tiles, *, weights=None, dots=None):
         workspace, (routing.sizes, routing.reach, tiles, gemm_operands.dot_precision(h.dtype)), operands,
         lambda *of: _prepare(workspace, routing, of, tiles),
         lambda h, w, *others: (gemm_operands.rows_contiguous(h), weight_layout(w)[0], *others),
-    )  # fmt: skip
+    )
     return made if dots is not None else (made[0], None)
 
 
@@ -52,14 +52,14 @@ def _prepare(workspace, routing, operands, tiles):
     fields = {
         "dtype": str(h.dtype), "width": n, "k": routing.choices, "num_experts": routing.num_experts, "slots": slots,
         "weighted": weights is not None, "numbers": dots is not None, "config": text_of(routing.config),
-    }  # fmt: skip
+    }
     plan = workspace.prepare(
         routing.operator, fields, half_bytes(slots, n * h.element_size()), routing.world_size, num_flags=1
-    )  # fmt: skip
+    )
     y = to_be_made(h, routing.tokens, n)
     numbers = None if dots is None else to_be_made(h, routing.tokens, routing.choices, dtype=torch.float32)
     args, constants = arguments(workspace.ctx, h, w, tables, splits, origins, dots, weights, y, numbers, routing, plan,
-                                tiles)  # fmt: skip
+                                tiles)
     grid = (gpu.resident_programs(h.device, tiles, h.dtype),)
     made = [y] if numbers is None else [y, numbers]
     return Launch(workspace, ep_gemm_combine_kernel, grid, args, constants, operands, made, [workspace.ctx])
@@ -74,10 +74,10 @@ def arguments(ctx, h, w, tables, splits, origins, dots, weights, y, numbers, rou
     args = (
         ctx, h, rows_descriptor(h, constants, tiles), w, desc, tables, splits, origins, dots, weights, y, numbers,
         routing.tokens, rows, routing.reach.choices, n, k, *strides, plan, tiles.group_m,
-    )  # fmt: skip
+    )
     return args, {
         "CHOICES": routing.choices, "EXPERTS": routing.num_experts, "RANKS": routing.world_size,
         "LOCAL": next_power_of_2(routing.num_experts // routing.world_size), "BLOCK_TOKENS": _BLOCK_TOKENS,
         "BLOCK_COLUMNS": min(next_power_of_2(n), _BLOCK_COLUMNS), "TILE_COLUMNS": 0 if dots is None else dots.shape[0],
         "ELEM_BYTES": h.element_size(), **constants,
-    }  # fmt: skip
+    }

@@ -50,7 +50,7 @@ def ep_moe_ref(x, topk_ids, topk_weights, w_gate_up, w_down, *, num_experts, act
 
 def _check(
     x, topk_ids, topk_weights, w_gate_up, w_down, num_experts, activation, quantize, max_tokens, config, world_size
-):  # fmt: skip
+):
     """Raise TypeError or ValueError, naming the argument and its shape, unless the layer makes sense on this rank."""
     operator = "ep_moe"
     check_tensor(operator, "x", x)
@@ -59,7 +59,7 @@ def _check(
     check_experts(operator, x, w_gate_up, "w_gate_up")
     check_dispatch(
         x, topk_ids, topk_weights, None, num_experts, quantize, max_tokens, world_size, operator=operator
-    )  # fmt: skip
+    )
     if activation is None:
         raise ValueError(f"{operator}: activation must be one of {ACTIVATIONS[1:]}, not None")
     check_activation(operator, activation, w_gate_up, "w_gate_up")
@@ -98,7 +98,7 @@ def _check_config(operator, config, x):
 def ep_moe(
     x, topk_ids, topk_weights, w_gate_up, w_down, *, num_experts, activation="swiglu", quantize=None, max_tokens=None,
     max_tokens_per_rank=None, group=None, config=None,
-):  # fmt: skip
+):
     """A mixture of experts, divided between ranks: rank r has experts r * E / W to (r + 1) * E / W - 1.
 
     Args:     x: [T, H] bf16, fp16 or fp32, this rank's tokens; T may differ between ranks and be 0
@@ -138,7 +138,7 @@ def ep_moe(
     _check(
         x, topk_ids, topk_weights, w_gate_up, w_down, num_experts, activation, quantize, max_tokens, config,
         group.size(),
-    )  # fmt: skip
+    )
     check_most_tokens("ep_moe", max_tokens_per_rank, topk_ids.shape[1], group.size())
     fused = config is not None and _is_fused(config, quantize, group)
     if max_tokens_per_rank is not None and max_tokens is None:
@@ -167,7 +167,7 @@ def _is_fused(config, quantize, group):
 def _run(
     x, topk_ids, topk_weights, w_gate_up, w_down, num_experts, activation, quantize, max_tokens, max_tokens_per_rank,
     group, config, fused,
-):  # fmt: skip
+):
     ids, routing = topk_ids, None
     if config is None:
         config = SEQUENCE
@@ -179,7 +179,7 @@ def _run(
         return ep_moe_fused(
             x, topk_ids, topk_weights, w_gate_up, w_down, num_experts, activation, max_tokens, max_tokens_per_rank,
             group, config, routing,
-        )  # fmt: skip
+        )
     if routing is not None:
         ids = handle_for(config, routing, topk_ids)
     ep, gemm = config.parts(x)

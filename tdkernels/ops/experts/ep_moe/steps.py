@@ -10,7 +10,7 @@ def receive(x, topk_ids, topk_weights, num_experts, quantize, max_tokens, max_to
     recv, handle = ep_dispatch(
         x, topk_ids, topk_weights.detach(), num_experts=num_experts, quantize=quantize, max_tokens=max_tokens,
         max_tokens_per_rank=max_tokens_per_rank, group=group, config=config,
-    )  # fmt: skip
+    )
     # The combine applies the weights and has their gradient: they are sent without one, and nothing of it comes back.
     handle._topk_weights = topk_weights
     rows = recv.x if quantize is None else dequantize(recv.x, recv.scales, x.dtype)

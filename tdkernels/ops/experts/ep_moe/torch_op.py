@@ -19,11 +19,11 @@ from tdkernels.runtime.autograd import received, to_expect, to_send
 def _forward(
     x, topk_ids, topk_weights, w_gate_up, w_down, num_experts, activation, quantize, max_tokens, max_tokens_per_rank,
     keep, group, ep, gemm,
-):  # fmt: skip
+):
     group, config = torch_op.group_by_name(group), from_text(EpConfig, ep) if ep else None
     rows, splits, handle = receive(
         x, topk_ids, topk_weights, num_experts, quantize, max_tokens, max_tokens_per_rank, group, config
-    )  # fmt: skip
+    )
     hidden, pre = torch.ops.tdkernels.group_gemm(rows, w_gate_up, splits, activation, keep, gemm)
     made, _ = torch.ops.tdkernels.group_gemm(hidden, w_down, splits, "", False, gemm)
     y = ep_combine(made, handle, group=group)
@@ -33,7 +33,7 @@ def _forward(
 def _backward(
     dy, x, topk_ids, topk_weights, w_gate_up, w_down, rows, pre, hidden, made, need_dx, need_dtopk, need_dgate_up,
     need_ddown, num_experts, activation, quantize, max_tokens, _max_tokens_per_rank, group, ep,
-):  # fmt: skip
+):
     group, config = torch_op.group_by_name(group), from_text(EpConfig, ep) if ep else None
     routing = route_tokens("ep_moe", x, topk_ids, num_experts, quantize, max_tokens, group, config)
     launcher.dispatch(routing, x.new_empty(x.shape[0], 0))
@@ -110,7 +110,7 @@ class _EpMoe(torch.autograd.Function):
 def ep_moe_compiled(
     x, topk_ids, topk_weights, w_gate_up, w_down, num_experts, activation, quantize, max_tokens, max_tokens_per_rank,
     group, ep, gemm,
-):  # fmt: skip
+):
     """y of checked operands; the group is a name, and the configs are texts."""
     operands = x, topk_ids, topk_weights, w_gate_up, w_down
     settings = num_experts, activation, quantize, max_tokens, max_tokens_per_rank

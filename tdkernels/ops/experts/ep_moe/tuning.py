@@ -188,7 +188,7 @@ class EpMoeTunable(ConfigTunable):
         most = operands[0].shape[0] if _is_bounded(problem) else None
         return op.ep_moe(
             *operands, num_experts=problem.shape[3], max_tokens_per_rank=most, group=group, config=config
-        )  # fmt: skip
+        )
 
     def compiled(self, config):
         if config.method != "fused":

@@ -25,7 +25,7 @@ from tdkernels.ops.experts.grouped_gemm.tile import (
 def store_product(
     acc, second, y_ptr, pre_ptr, offs_m, end, col, N, ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-):  # fmt: skip
+):
     """Store a tile of rows ``offs_m`` before ``end``, or its SwiGLU, and if there is ``pre_ptr`` what that is made of.
 
     N: columns of a plane. y is [R, N], of INTERLEAVED [R, N / 2].
@@ -57,7 +57,7 @@ def group_gemm_kernel(
     EXPERTS: tl.constexpr, ACTIVATION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     ALIGNED: tl.constexpr, USE_TMA: tl.constexpr, W_IS_KN: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """y[rows of e] = act(x[rows of e] @ w[e].T); N is that of a plane, see ``planes_of``."""
     N = as_aligned(N, ALIGNED)
     K = as_aligned(K, ALIGNED)
@@ -78,7 +78,7 @@ def group_gemm_kernel(
             acc, acc, x_at, x_desc, 0, row, offs_m < end,
             w_ptr, w_desc, expert * (2 if PAIR else 1), col, stride_plane, stride_w, N, K, x_ptr.dtype.element_ty,
             BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, USE_TMA, USE_TMA, W_IS_KN, PAIR, PRECISION,
-        )  # fmt: skip
+        )
         store_product(acc, second, y_ptr, pre_ptr, offs_m, end, col, N, ACTIVATION, BLOCK_M, BLOCK_N)
 
 
@@ -109,7 +109,7 @@ def _rows_before(end, row, desc, col, BLOCK_R: tl.constexpr):
 def _transposed_product_by_tma(
     acc, begin, end, a_desc, a_last_desc, a_col, b_desc, b_last_desc, b_col, BLOCK_R: tl.constexpr,
     LAST_R: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """As ``_transposed_product``. Of what is left of a group after whole blocks only the last LAST_R rows are masked:
     that takes a block through registers."""
     whole = begin + (end - begin) // BLOCK_R * BLOCK_R
@@ -128,7 +128,7 @@ def _transposed_product_by_tma(
 def _transposed_product(
     acc, begin, end, a_ptr, a_col, A_WIDTH, b_ptr, b_col, B_WIDTH,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """acc + A[begin : end, a_col : +BLOCK_M].T @ B[begin : end, b_col : +BLOCK_N], both row-major."""
     offs_a = a_col + tl.arange(0, BLOCK_M)
     offs_b = b_col + tl.arange(0, BLOCK_N)
@@ -147,7 +147,7 @@ def group_gemm_weights_kernel(
     num_experts, R, N, K, group_m,
     EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LAST_R: tl.constexpr,
     ALIGNED: tl.constexpr, USE_TMA: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """dw[e] = dy[rows of e].T @ x[rows of e], [E, N, K]; zeros for a group without rows."""
     N = as_aligned(N, ALIGNED)
     K = as_aligned(K, ALIGNED)
@@ -160,11 +160,11 @@ def group_gemm_weights_kernel(
     if USE_TMA:
         acc = _transposed_product_by_tma(
             acc, begin, end, dy_desc, dy_last_desc, row, x_desc, x_last_desc, col, BLOCK_K, LAST_R, PRECISION
-        )  # fmt: skip
+        )
     else:
         acc = _transposed_product(
             acc, begin, end, dy_ptr, row, N, x_ptr, col, K, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION
-        )  # fmt: skip
+        )
     dw = td.from_float32(acc, dw_ptr.dtype.element_ty)
     if USE_TMA:
         dw_desc.store([expert, row, col], dw.reshape(1, BLOCK_M, BLOCK_N))

@@ -73,7 +73,7 @@ def product_constants(rows_k, w, planes, n, strides, is_kn, activation, tiles):
         **tiles.constants(), "BLOCK_N": block_n, "ALIGNED": gemm_operands.aligned(n, rows_k, stride_plane, stride_w),
         "EVEN_K": rows_k % tiles.block_k == 0, "USE_TMA": tma, "W_IS_KN": is_kn,
         "PRECISION": gemm_operands.dot_precision(w.dtype), **tiles.options(),
-    }  # fmt: skip
+    }
 
 
 def rows_descriptor(rows, constants, tiles):
@@ -100,7 +100,7 @@ def product(x, w, splits, activation=None, keep=False, config=None):
     made = launch_kept(
         workspace, ("group_gemm", activation, keep, config, gemm_operands.dot_precision(x.dtype)), (x, w, splits),
         lambda *of: _prepare(workspace, *of, activation, keep, config),
-    )  # fmt: skip
+    )
     return made[0], made[1] if keep else None
 
 
@@ -142,7 +142,7 @@ def ends_of_groups(splits, x):
     workspace = alone_on(x.device)
     return launch_kept(
         workspace, ("ends of groups", x.shape[0]), (splits,), lambda *of: _prepare_ends(workspace, *of, x.shape[0])
-    )[0]  # fmt: skip
+    )[0]
 
 
 def _prepare_ends(workspace, splits, rows):
@@ -175,7 +175,7 @@ def weight_gradient(dy, x, splits, experts, config=None):
     return launch_kept(
         workspace, ("group_gemm weights", experts, config, gemm_operands.dot_precision(x.dtype)), (dy, x, splits),
         lambda *of: _prepare_gradient(workspace, *of, experts, config),
-    )[0]  # fmt: skip
+    )[0]
 
 
 def compile_gradient(dy, x, splits, experts, config):
@@ -209,7 +209,7 @@ def _gradient_arguments(dy, x, splits, dw, config):
         "EXPERTS": next_power_of_2(experts), **tiles.constants(), "LAST_R": _LAST_R,
         "ALIGNED": gemm_operands.aligned(n, k), "USE_TMA": use_tma, "PRECISION": gemm_operands.dot_precision(x.dtype),
         **tiles.options(),
-    }  # fmt: skip
+    }
     return args, constants, tiles
 
 
@@ -228,7 +228,7 @@ def swiglu_backward(dh, pre, splits, activation):
     return launch_kept(
         workspace, ("swiglu backward", activation), (dh, pre, splits),
         lambda *of: _prepare_swiglu_backward(workspace, *of, activation),
-    )[0]  # fmt: skip
+    )[0]
 
 
 def _prepare_swiglu_backward(workspace, dh, pre, splits, activation):
@@ -239,5 +239,5 @@ def _prepare_swiglu_backward(workspace, dh, pre, splits, activation):
     constants = {
         "EXPERTS": next_power_of_2(splits.shape[0]), "ACTIVATION": NUMBERS[activation],
         "BLOCK": min(next_power_of_2(width), 1024), "num_warps": 4,
-    }  # fmt: skip
+    }
     return Launch(workspace, swiglu_backward_kernel, grid, args, constants, (dh, pre, splits), [dpre], [])

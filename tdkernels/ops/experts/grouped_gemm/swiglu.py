@@ -32,7 +32,7 @@ def swiglu_gradient(dh, gate, up):
 def swiglu_backward_kernel(
     dh_ptr, pre_ptr, splits_ptr, dpre_ptr, R, I, num_experts,
     EXPERTS: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """dpre [R, 2 * I] of dh [R, I] and pre [R, 2 * I]; a program takes every so manieth row of those that there are."""
     rows = td.sum_of(rows_of_groups(splits_ptr, num_experts, R, EXPERTS), 0)
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):

@@ -56,7 +56,7 @@ def grouped_tile(
     N, K, DTYPE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
     TMA_A: tl.constexpr, TMA_W: tl.constexpr, W_IS_KN: tl.constexpr, PAIR: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """(acc + A @ W[plane, col : +BLOCK_N].T, for a PAIR second + the same with the next plane), fp32.
 
     Rows without ``a_mask`` and columns past ``N`` hold anything. EVEN_K: K is a multiple of BLOCK_K and the rows of A
@@ -74,12 +74,12 @@ def grouped_tile(
                 a = tl.load(a_ptrs, mask=a_mask[:, None] & (offs_k < K)[None, :], other=0.0)
         b = _weight_block(
             w_ptr, w_desc, plane, col, k, stride_plane, stride_w, N, K, BLOCK_N, BLOCK_K, TMA_W, W_IS_KN
-        )  # fmt: skip
+        )
         acc = add_product(acc, a, b, PRECISION)
         if PAIR:
             b = _weight_block(
                 w_ptr, w_desc, plane + 1, col, k, stride_plane, stride_w, N, K, BLOCK_N, BLOCK_K, TMA_W, W_IS_KN
-            )  # fmt: skip
+            )
             second = add_product(second, a, b, PRECISION)
     return acc, second
 
@@ -88,7 +88,7 @@ def grouped_tile(
 def _weight_block(
     w_ptr, w_desc, plane, col, k, stride_plane, stride_w, N, K,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA_W: tl.constexpr, W_IS_KN: tl.constexpr,
-):  # fmt: skip
+):
     """Block [BLOCK_K, BLOCK_N] of a plane of the weight; zeros past K, anything past N."""
     if TMA_W:
         if W_IS_KN:
@@ -109,7 +109,7 @@ def _weight_block(
 @td.jit
 def store_gradient(
     acc, y_ptr, h_ptr, weighted_ptr, weight, offs_m, end, col, N, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr
-):  # fmt: skip
+):
     """Store WIDTH columns of the rows' gradients, and of the rows h, both times the weights of the rows' choices.
 
     Returns the columns' part of the product of each row's unweighted gradient with its h, fp32 [BLOCK_M].

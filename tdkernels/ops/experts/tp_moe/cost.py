@@ -79,7 +79,7 @@ class MoeTunable(ConfigTunable):
         return [
             MoeTpConfig("fused", tiles, *plan)
             for tiles in dense.tile_space(device, problem.torch_dtype) for plan in self.plans(problem, device)
-        ]  # fmt: skip
+        ]
 
     def floors(self, problem):
         tokens, *_, choices = problem.shape

@@ -43,7 +43,7 @@ def piece_of_turn(piece, chunk, chunk_rows, width, BLOCK_TOKENS: tl.constexpr, B
 def _copy_to_rows(
     tokens_ptr, rows_ptr, sorted_ptr, tokens, first_token, M_shard, columns, K,
     CHOICES: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
-):  # fmt: skip
+):
     """Copy columns of tokens of a rank, the first of which has number ``first_token``, to the rows of their choices."""
     there, inside = tokens < M_shard, columns < K
     at = tokens[:, None].to(tl.int64) * K + columns[None, :]
@@ -59,7 +59,7 @@ def _copy_to_rows(
 def _copy_piece(
     ctx, half, signal, me, ranks, x_ptr, rows_ptr, sorted_ptr, turn, piece, num_chunks, chunk_rows, slot_rows,
     row_bytes, M_shard, K, CHOICES: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, trace,
-):  # fmt: skip
+):
     """Copy a piece of the tokens of a turn to their rows, when they have come."""
     source, chunk = chunk_at_turn(turn, me, ranks, num_chunks)
     tokens, columns = piece_of_turn(piece, chunk, chunk_rows, K, BLOCK_TOKENS, BLOCK_COLUMNS)
@@ -73,14 +73,14 @@ def _copy_piece(
     _copy_to_rows(
         td.pointer_to(at, x_ptr.dtype.element_ty), rows_ptr, sorted_ptr, tokens, source * M_shard, M_shard, columns, K,
         CHOICES, BLOCK_TOKENS, BLOCK_COLUMNS,
-    )  # fmt: skip
+    )
 
 
 # Compiled once for a tile and a number of choices, whatever the shape and plan: that is what makes tuning cheap.
 @td.jit(do_not_specialize=[
     "M_shard", "R", "N", "K", "stride_plane", "stride_w", "slot_rows", "plan", "num_comm", "chunk_rows", "stages",
     "group_m",
-])  # fmt: skip
+])
 def moe_ag_gemm_kernel(
     ctx, x_ptr, sorted_ptr, sorted_desc, w_ptr, w_desc, rows_ptr, table_ptr, begins_ptr, done_ptr, y_ptr, pre_ptr,
     h_ptr, weighted_ptr, weights_ptr, dots_ptr, choices_ptr,
@@ -90,7 +90,7 @@ def moe_ag_gemm_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ELEM_BYTES: tl.constexpr,
     ALIGNED: tl.constexpr, EVEN_K: tl.constexpr, USE_TMA: tl.constexpr, W_IS_KN: tl.constexpr, PRECISION: tl.constexpr,
     trace_ptr=None,
-):  # fmt: skip
+):
     """y [R, N] = the tokens of the rows, of all ranks, times the weights of the rows' experts; sorted [R, K] they.
 
     With ``weights_ptr``: the gradients of rows h, and what else is made of them, see ``store_gradient``.
@@ -123,7 +123,7 @@ def moe_ag_gemm_kernel(
             push_shard(
                 ctx, x_ptr.to(tl.int64), half, signal, M_shard * row_bytes, chunk_rows * row_bytes, num_chunks,
                 slot_rows * row_bytes, piece, num_comm, COPY_OWN=False, COPY_WORDS=COPY_WORDS, trace=trace,
-            )  # fmt: skip
+            )
             answer = td.take_ticket(ctx)
         else:
             for _step in range(stage, stages):
@@ -141,7 +141,7 @@ def moe_ag_gemm_kernel(
                     first_turn_of(stage, stages, ranks, num_chunks) + number // of_turn, number % of_turn,
                     num_chunks, chunk_rows, slot_rows, row_bytes, M_shard, K, CHOICES, BLOCK_TOKENS, BLOCK_COLUMNS,
                     trace,
-                )  # fmt: skip
+                )
                 answer = td.take_ticket(ctx)
                 # waiter: the tiles of the stage
                 td.add_release(done_ptr + stage, tl.full((), 1, tl.int64), SCOPE="gpu")
@@ -167,7 +167,7 @@ def moe_ag_gemm_kernel(
                     acc, acc, x_at, sorted_desc, 0, row, offs_m < past,
                     w_ptr, w_desc, expert * (2 if PAIR else 1), col, stride_plane, stride_w, N, K, DTYPE,
                     BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, USE_TMA, USE_TMA, W_IS_KN, PAIR, PRECISION,
-                )  # fmt: skip
+                )
                 answer = td.take_ticket(ctx)
                 td.mark(trace, "stores")
                 if weights_ptr is not None:
@@ -175,7 +175,7 @@ def moe_ag_gemm_kernel(
                     weight = tl.load(weights_ptr + choice, mask=offs_m < past, other=0.0)
                     dots = store_gradient(
                         acc, y_ptr, h_ptr, weighted_ptr, weight, offs_m, past, col, N, BLOCK_M, BLOCK_N
-                    )  # fmt: skip
+                    )
                     # This tile column's part; the host adds them up.
                     tl.store(dots_ptr + pid_n.to(tl.int64) * R + offs_m, dots, mask=offs_m < past)
                 else:

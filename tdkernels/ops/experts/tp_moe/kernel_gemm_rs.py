@@ -29,7 +29,7 @@ ALIGN = tl.constexpr(16)  # bytes, to a multiple of which a rank's sums are roun
 def _sum_of_choices(
     out_ptr, rows_ptr, weights_ptr, tokens, there, columns, inside, N,
     CHOICES: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
-):  # fmt: skip
+):
     """Each token's rows of the product, weighted and added up in fp32; nothing for choices without a row."""
     total = tl.full((BLOCK_TOKENS, BLOCK_COLUMNS), 0.0, tl.float32)
     for j in tl.static_range(CHOICES):
@@ -47,7 +47,7 @@ def _sum_of_choices(
 def _add_up(
     ctx, out_ptr, rows_ptr, weights_ptr, z_ptr, half, signal, owner, tokens, columns, number, of_shard, M_shard, N,
     CHOICES: tl.constexpr, RANKS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, trace,
-):  # fmt: skip
+):
     """Piece ``number`` of the ``of_shard`` of a rank's tokens, all of whose rows have been computed."""
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     ELEM_BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
@@ -57,7 +57,7 @@ def _add_up(
     total = _sum_of_choices(
         out_ptr, rows_ptr, weights_ptr, owner * M_shard + tokens, there, columns, inside, N,
         CHOICES, BLOCK_TOKENS, BLOCK_COLUMNS,
-    )  # fmt: skip
+    )
     offs = tokens[:, None].to(tl.int64) * N + columns[None, :]
     mask = there[:, None] & inside[None, :]
     shard_bytes = (tl.cast(M_shard, tl.int64) * N * ELEM_BYTES + ALIGN - 1) // ALIGN * ALIGN
@@ -80,7 +80,7 @@ def _add_up(
 # Compiled once for a tile, a number of ranks and of choices, whatever the shape and plan.
 @td.jit(do_not_specialize=[
     "M_shard", "R", "N", "K", "stride_plane", "stride_w", "plan", "chunk_rows", "stages", "group_m",
-])  # fmt: skip
+])
 def moe_gemm_rs_kernel(
     ctx, h_ptr, h_desc, w_ptr, w_desc, rows_ptr, weights_ptr, table_ptr, begins_ptr, done_ptr, out_ptr, z_ptr,
     M_shard, R, N, K, stride_plane, stride_w, plan, chunk_rows, stages, group_m,
@@ -88,7 +88,7 @@ def moe_gemm_rs_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ELEM_BYTES: tl.constexpr,
     ALIGNED: tl.constexpr, EVEN_K: tl.constexpr, USE_TMA: tl.constexpr, W_IS_KN: tl.constexpr, PRECISION: tl.constexpr,
     trace_ptr=None,
-):  # fmt: skip
+):
     """z [M_shard, N] = our tokens' sums, over ranks and choices, of weight * h[row of the choice] @ w[expert].T.
 
     ``done_ptr``: of each stage, how many of its tiles have been computed; zeros at first.
@@ -138,7 +138,7 @@ def moe_gemm_rs_kernel(
                 ctx, out_ptr, rows_ptr, weights_ptr, z_ptr, half, signal, owner, tokens, columns,
                 chunk * of_turn + within, num_chunks * of_turn, M_shard, N,
                 CHOICES, RANKS, BLOCK_TOKENS, BLOCK_COLUMNS, trace,
-            )  # fmt: skip
+            )
             answer = td.take_ticket(ctx)
         else:
             pid_m, pid_n = swizzle(number, tiles, tiles_n, group_m)
@@ -154,7 +154,7 @@ def moe_gemm_rs_kernel(
                 acc, acc, h_at, h_desc, 0, row, offs_m < past,
                 w_ptr, w_desc, expert, col, stride_plane, stride_w, N, K, h_ptr.dtype.element_ty,
                 BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, USE_TMA, USE_TMA, W_IS_KN, False, PRECISION,
-            )  # fmt: skip
+            )
             answer = td.take_ticket(ctx)
             td.mark(trace, "stores")
             product = td.from_float32(acc, out_ptr.dtype.element_ty)

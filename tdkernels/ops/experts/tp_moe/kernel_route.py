@@ -76,7 +76,7 @@ def moe_place_kernel(
     ctx, ids_ptr, splits_ptr, choices_ptr, rows_ptr, stages_ptr,
     num_experts, choices, chunk_rows, M_shard, tile_rows, stages,
     EXPERTS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_TILES: tl.constexpr,
-):  # fmt: skip
+):
     """For each row its choice, for each choice its row or -1, for each tile, expert by expert, the stage that it needs.
 
     The last program takes the choices that are of no expert.
@@ -123,7 +123,7 @@ def moe_place_kernel(
 def moe_order_kernel(
     splits_ptr, stages_ptr, table_ptr, begins_ptr, num_experts, tile_rows,
     EXPERTS: tl.constexpr, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr,
-):  # fmt: skip
+):
     """Tiles stage by stage, as TILE_WORDS each; a program has BLOCK of them. begins[s]: those of stages before s."""
     experts = tl.arange(0, EXPERTS)
     counts = tl.load(splits_ptr + experts, mask=experts < num_experts, other=0)

@@ -23,7 +23,7 @@ def plan_fields(x, w, routing, activation, config):
     return {
         "M/W": x.shape[0], "K": x.shape[1], "w": tuple(w.shape), "k": routing.num_choices, "activation": activation,
         "dtype": str(x.dtype), "config": text_of(config),
-    }  # fmt: skip
+    }
 
 
 @dataclass
@@ -64,12 +64,12 @@ def _arguments(ctx, x, w, routing, routed, made, done, plan, num_comm, config, a
         ctx, x, made.rows, rows_descriptor(made.rows, constants, tiles), w, desc, of_choices, table,
         begins, done, made.y, made.pre, *of_gradient, tokens, choices.shape[0], n, k, *strides,
         routing.slot_rows, plan, num_comm, routing.chunk_rows, routing.num_stages, tiles.group_m,
-    )  # fmt: skip
+    )
     return args, {
         "COPY_WORDS": _COPY_WORDS, "ELEM_BYTES": x.element_size(), "ACTIVATION": NUMBERS[activation],
         "CHOICES": routing.num_choices, "BLOCK_TOKENS": BLOCK_TOKENS,
         "BLOCK_COLUMNS": min(next_power_of_2(k), BLOCK_COLUMNS), "trace_ptr": None, **constants,
-    }  # fmt: skip
+    }
 
 
 def _make(x, w, rows, activation, keep):
@@ -98,7 +98,7 @@ def compile(x, w, routing, config, activation=None, gradients=None):
         gradients = Gradients(gradients.h, gradients.weights, *made_of_h)
     args, constants = _arguments(
         ctx, x, w, routing, routed, made, ctx, 0, config.num_comm_sms, config, activation, gradients
-    )  # fmt: skip
+    )
     moe_ag_gemm_kernel.warmup(*args, grid=(1,), **constants)
 
 
@@ -113,7 +113,7 @@ def launch(x, w, routing, config, activation=None, keep=False, gradients=None):
         workspace, (config, routing.sizes, *differs), (x, w, *routed, done, *of_gradient),
         lambda *of: _prepare(workspace, routing, of, config, *differs[:3]),
         lambda x, w, *others: (gemm_operands.rows_contiguous(x), weight_layout(w, activation)[0], *others),
-    )  # fmt: skip
+    )
     if gradients is not None:
         gradients.weighted, gradients.dots = others
         others = ()
@@ -139,7 +139,7 @@ def _prepare(workspace, routing, operands, config, activation, keep, gradient):
     plan = workspace.prepare("moe_ag_gemm", fields, half_bytes, routing.world_size * routing.num_chunks)
     args, constants = _arguments(
         workspace.ctx, x, w, routing, routed, made, done, plan, num_comm, config, activation, gradients
-    )  # fmt: skip
+    )
     tiles_n = -(-planes_of(w, activation)[1] // constants["BLOCK_N"])
     blocks = -(-routing.chunk_rows // BLOCK_TOKENS) * -(-k // constants["BLOCK_COLUMNS"])
     most = num_comm + table.shape[0] * tiles_n + routing.world_size * routing.num_chunks * blocks

@@ -23,11 +23,11 @@ def _arguments(ctx, h, w, routing, routed, weights, done, out, z, plan, config):
     args = (
         ctx, h, rows_descriptor(h, constants, tiles), w, desc, routed[0], weights, *routed[1:], done,
         out, z, routing.tokens, h.shape[0], n, k, *strides, plan, routing.chunk_rows, routing.num_stages, tiles.group_m,
-    )  # fmt: skip
+    )
     return args, {
         "CHOICES": routing.num_choices, "RANKS": routing.world_size, "BLOCK_TOKENS": BLOCK_TOKENS,
         "BLOCK_COLUMNS": _block_columns(n), "ELEM_BYTES": h.element_size(), "trace_ptr": None, **constants,
-    }  # fmt: skip
+    }
 
 
 def _tensors_of(routing, tile_rows):
@@ -62,7 +62,7 @@ def launch(h, w, routing, weights, config):
         workspace, (config, routing.sizes, gemm_operands.dot_precision(h.dtype)), (h, w, *routed, weights, done),
         lambda *of: _prepare(workspace, routing, of, config),
         lambda h, w, *others: (gemm_operands.rows_contiguous(h), weight_layout(w)[0], *others),
-    )  # fmt: skip
+    )
     return z
 
 
@@ -77,7 +77,7 @@ def _prepare(workspace, routing, operands, config):
     plan = workspace.prepare(
         "moe_gemm_rs", fields, routing.world_size * (tokens * n * h.element_size() + ALIGN.value),
         routing.world_size * of_shard,
-    )  # fmt: skip
+    )
     args, constants = _arguments(workspace.ctx, h, w, routing, routed, weights, done, out, z, plan, config)
     most = table.shape[0] * -(-n // tiles.block_n) + routing.world_size * of_shard
     grid = (min(most, gpu.resident_programs(h.device, tiles, h.dtype)),)

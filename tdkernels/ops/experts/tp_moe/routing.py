@@ -61,7 +61,7 @@ class MoeRouting:
         """All that launches follow from, beside its tensors."""
         return (
             self.world_size, self.tokens, self.num_experts, self.num_choices, self.chunk_rows, self.num_stages
-        )  # fmt: skip
+        )
 
     @property
     def num_chunks(self):
@@ -114,7 +114,7 @@ def route(operator, topk_ids, num_experts, group, chunk_rows, tile_rows, stages)
     launch_kept(
         workspace, (operator, ids.numel(), num_experts), (ids, routing.splits),
         lambda *of: _count(workspace, operator, num_experts, of), lies=by_address,
-    )  # fmt: skip
+    )
     routing.tiling(tile_rows)
     return routing
 
@@ -148,11 +148,11 @@ def _tile(routing, tile_rows):
     launch_kept(
         workspace, ("place", *key), (ids, routing.splits, routing.choices, routing.rows, stages),
         lambda *of: _place(workspace, routing, tile_rows, of), lies=by_address,
-    )  # fmt: skip
+    )
     launch_kept(
         workspace, ("order", *key), (routing.splits, stages, table, begins),
         lambda *of: _order(workspace, routing, tile_rows, most, of), lies=by_address,
-    )  # fmt: skip
+    )
     return Tiling(table, begins, most)
 
 
@@ -162,7 +162,7 @@ def _place(workspace, routing, tile_rows, operands):
     args = (
         workspace.ctx, *operands, experts, routing.num_choices, routing.chunk_rows, routing.tokens, tile_rows,
         routing.num_stages,
-    )  # fmt: skip
+    )
     constants = {"EXPERTS": next_power_of_2(experts), "BLOCK": 1024, "BLOCK_TILES": 64, "num_warps": 4}
     # In the middle of an operator, forward or backward: the counts of this very routing may have had something to tell.
     return Launch(
@@ -176,6 +176,6 @@ def _order(workspace, routing, tile_rows, most, operands):
     constants = {
         "EXPERTS": next_power_of_2(routing.num_experts), "BLOCK": _TILES_OF_A_PROGRAM, "AT_ONCE": _TILES_AT_ONCE,
         "num_warps": 4,
-    }  # fmt: skip
+    }
     grid = (-(-most // _TILES_OF_A_PROGRAM),)
     return Launch(workspace, moe_order_kernel, grid, args, constants, operands, [], [], looks=False)

@@ -59,7 +59,7 @@ def config_of_gradient(operator, back, routing, config):
         fields = {
             "backward of": "moe_ag_gemm" if sums else "moe_gemm_rs", "M/W": routing.tokens, "k": routing.num_choices,
             "w": tuple(back.shape), "dtype": str(back.dtype),
-        }  # fmt: skip
+        }
         config = choose(tunables.tunable(operator), problem, back.device, group, fields).config
     return _config(config, routing, back)
 
@@ -77,7 +77,7 @@ def first_fields(x, topk_ids, w, activation):
     return {
         "M/W": x.shape[0], "k": topk_ids.shape[1], "H": x.shape[1], "w": tuple(w.shape), "dtype": str(x.dtype),
         "activation": activation,
-    }  # fmt: skip
+    }
 
 
 def tp_moe_configs(x, topk_ids, w_gate_up, w_down, activation, group, config):

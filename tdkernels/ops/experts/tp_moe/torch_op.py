@@ -62,7 +62,7 @@ def _made(x, topk_ids, w_gate_up, w_down, activation, keep, ranks):
 def _backward(
     dy, x, topk_ids, topk_weights, w_gate_up, w_down, h, pre, weights, need_dx, need_dtopk, need_dgate_up, need_ddown,
     activation, group, config,
-):  # fmt: skip
+):
     operands, needs = (x, topk_weights, w_gate_up, w_down), (need_dx, need_dtopk, need_dgate_up, need_ddown)
     if not x.shape[0]:
         return tuple(tensor.zero_() for tensor in to_expect(operands, needs))

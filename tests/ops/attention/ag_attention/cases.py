@@ -26,7 +26,7 @@ CONFIGS = {
     "flash": AgAttentionConfig(method="flash"),
     "cudnn": AgAttentionConfig(method="cudnn"),
     "torch": AgAttentionConfig(method="torch"),
-}  # fmt: skip
+}
 BY_PARTS = ("flash", "cudnn")  # of GPUs alone they have fp32 and cuDNN
 SMALL = many(dict(rows=21, heads=2, kv_heads=1, d=16, dv=24))
 
@@ -189,7 +189,7 @@ AUTOGRAD = [
     returns_what_is_asked, computes_what_is_wanted, goes_backward_twice, takes_any_layout, takes_any_layout_by_parts,
     recomputes_in_a_checkpoint,
     casts_as_autocast_says, refuses_second_derivatives, runs_between_graphs, compiles_to_what_is_asked,
-]  # fmt: skip
+]
 
 
 def computes_in_a_subgroup(config):
@@ -245,7 +245,7 @@ def refuses():
         (dict(config=AgAttentionConfig(chunk_rows=24)), ValueError, "chunk_rows must be a multiple of 16, not 24"),
         (dict(config=AgAttentionConfig(num_comm_sms=-1)), ValueError, "num_comm_sms must be at least 1"),
         (dict(group="world"), TypeError, "group"),
-    ):  # fmt: skip
+    ):
         good = dict(q=q, k=k, v=v)
         check_refusal("ag_attention", lambda **call: tdkernels.ag_attention(**call), good, changes, kind, words)
     with torch.no_grad():

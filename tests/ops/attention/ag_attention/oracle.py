@@ -58,11 +58,11 @@ class Sharded:
     def __init__(
         self, rows, heads=2, kv_heads=1, d=16, dv=16, batch=1, dtype=BF16, *, causal=True, sharding="contiguous",
         scale=None, lse=True, seed=0, group=None,
-    ):  # fmt: skip
+    ):
         self.group, self.rank, self.world_size = group, dist.get_rank(group), dist.get_world_size(group)
         self.rows, self.dtype, self.causal, self.sharding, self.scale, self.lse = (
             rows, dtype, causal, sharding, scale, lse
-        )  # fmt: skip
+        )
         self.title = (
             f"B={batch} S/W={rows} H={heads}/{kv_heads} D={d}/{dv} {dtype} causal={causal} {sharding} seed={seed}"
         )

@@ -67,7 +67,7 @@ GRADIENTS_ON_CPU = {
 @pytest.mark.parametrize("world_size, config, spec", [
     (world_size, config, spec) for world_size in (1, 2, 3, 4) for config in asked.CONFIGS for spec in SPECS
     if ON_GPU or spec in ON_CPU.get((world_size, config), ())
-])  # fmt: skip
+])
 def test_everything(world_size, config, spec):
     if ON_GPU and config == "torch" and SPECS[spec].get("dtype") == FP32:
         pytest.skip("torch attends in fp32 there by kernels of its own, which are less exact than its products")

@@ -179,7 +179,7 @@ def is_compiled():
 AUTOGRAD = [
     computes_what_is_wanted, takes_a_gradient_of_one_output, keeps_nothing_without_grad, goes_backward_twice,
     takes_an_expanded_gradient, refuses_second_derivatives, refuses_gradients_of_fp8, is_compiled,
-]  # fmt: skip
+]
 
 
 # ---- operands as they may lie ----
@@ -381,7 +381,7 @@ def refuses_what_only_the_device_knows():
             (SMALL, "lens", SMALL["keys"] + 1, r"kv_lens\[0\]"), (SMALL, "lens", -1, r"kv_lens\[0\]"),
             (dict(SMALL, page=4, lens="full"), "block_table", 1000, r"block_table\[0, 0\]"),
             (dict(SMALL, page=4, lens="full"), "block_table", -1, r"block_table\[0, 0\]"),
-        ):  # fmt: skip
+        ):
             case = Decode(**spec, seed=15)
             tensor = case.lens if name == "lens" else case.options[name]
             right = tensor.clone()

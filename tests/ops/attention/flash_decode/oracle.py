@@ -68,7 +68,7 @@ class Decode:
     def __init__(
         self, batch, heads, kv_heads, dim, keys, dtype=BF16, *, tokens=None, value_dim=None, lens="ragged", page=None,
         scales=None, latent=False, scale=None, soft_cap=None, window=None, seed=0, group=None,
-    ):  # fmt: skip
+    ):
         self.group, self.rank, self.world_size = group, dist.get_rank(group), dist.get_world_size(group)
         self.title = (
             f"B={batch} Hq={heads} Hkv={kv_heads} D={dim} Dv={value_dim} S={keys} Tq={tokens} {dtype} lens={lens} "

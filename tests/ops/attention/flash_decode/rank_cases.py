@@ -24,7 +24,7 @@ KINDS = [
     (many(dict(batch=1, heads=3, kv_heads=1, dim=32, keys=40, dtype=FP16, tokens=2, window=50, lens="full", seed=2)),
      "small blocks"),
     (many(dict(batch=2, heads=2, kv_heads=2, dim=16, keys=9, page=4, lens="not first", seed=3)), "default"),
-]  # fmt: skip
+]
 
 
 @gives_memory_back
@@ -141,7 +141,7 @@ def takes_rooms_that_differ():
 KNOWN = {
     "batch": dict(batch=3), "heads": dict(heads=8), "tokens": dict(tokens=2), "scale": dict(scale=0.5),
     "window": dict(window=3), "blocks": dict(config="small blocks"),
-}  # fmt: skip
+}
 
 
 def is_not_fooled_by_a_known_plan(what):

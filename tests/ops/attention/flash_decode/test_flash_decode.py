@@ -78,20 +78,20 @@ ON_CPU = {
     (3, "default"): ["window", "none on the first", "one key"],
     (3, "small blocks"): ["MQA", "pages, all at once"],
     (4, "default"): ["tokens", "window wider than all"],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("world_size, config, spec", [
     (world_size, config, spec) for world_size in (1, 2, 3, 4) for config in CONFIGS for spec in SPECS
     if ON_GPU or spec in ON_CPU.get((world_size, config), ())
-])  # fmt: skip
+])
 def test_everything(world_size, config, spec):
     on_ranks(world_size, asked.computes, many(SPECS[spec]), config)
 
 
 @pytest.mark.parametrize("world_size, spec", [
     (world_size, spec) for world_size in (1, 2) for spec in LONG if ON_GPU or world_size == 1 or spec == "wide"
-])  # fmt: skip
+])
 def test_everything_of_many_parts(world_size, spec):
     on_ranks(world_size, asked.computes, LONG[spec], "many programs")
 

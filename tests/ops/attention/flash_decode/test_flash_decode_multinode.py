@@ -16,7 +16,7 @@ ON_CPU = {
     ],
     (2, 1): [("tokens", "small blocks")],
     (3, 1): [("window", "small blocks")],
-}  # fmt: skip
+}
 CASES = [(*nodes, spec, config) for nodes, cases in ON_CPU.items() for spec, config in cases]
 if ON_GPU:
     CASES = [(*nodes, spec, config) for nodes in ON_CPU for spec in SPECS for config in ("default", "small blocks")]
@@ -24,7 +24,7 @@ each_division = pytest.mark.parametrize("world_size, local", [(4, 2), (2, 1)])
 SHAPES = [
     dict(batch=1, heads=2, kv_heads=1, dim=16, keys=1), dict(batch=3, heads=3, kv_heads=3, dim=20, keys=33, tokens=2),
     dict(batch=1, heads=1, kv_heads=1, dim=16, keys=4, tokens=1, window=2),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("world_size, local, spec, config", CASES)

@@ -44,7 +44,7 @@ class Projection:
 
     def __init__(
         self, operator, dtype, positions, k, n, batch=(2,), *, bias=True, exact=False, seed=0, group=None
-    ):  # fmt: skip
+    ):
         batch = (batch,) if isinstance(batch, int) else batch
         self.operator, self.dtype, self.group, self.exact = operator, dtype, group, exact
         self.rank, ranks = dist.get_rank(group), dist.get_world_size(group)

@@ -51,7 +51,7 @@ ON_CPU = {
 @pytest.mark.parametrize("world_size, config, spec", [
     (world_size, config, spec) for world_size in (1, 2, 3, 4) for config in CONFIGS for spec in SPECS
     if ON_GPU or spec in ON_CPU.get((world_size, config), ())
-])  # fmt: skip
+])
 def test_everything(world_size, config, spec):
     on_ranks(world_size, asked.computes, SPECS[spec], config)
 

@@ -16,7 +16,7 @@ needs_gpu = pytest.mark.skipif(not ON_GPU, reason="takes too long without a GPU"
 
 @pytest.mark.parametrize("world_size, kinds, calls", [
     (world_size, KINDS, 80) for world_size in (2, 3, 4)
-] if ON_GPU else [(2, KINDS, 6), (3, KINDS[2:], 3)])  # fmt: skip
+] if ON_GPU else [(2, KINDS, 6), (3, KINDS[2:], 3)])
 def test_the_same_bits(world_size, kinds, calls):
     on_ranks(world_size, asked.repeats, kinds, calls, seed=world_size)
 
@@ -35,7 +35,7 @@ def test_the_same_bits_of_many_tiles(world_size):
 ] if ON_GPU else [
     (2, "ulysses_qkv", "default", 20, 8), (3, "ulysses_qkv", "pushed", 20, 3), (2, "ulysses_out", "default", 20, 8),
     (3, "ulysses_out", "pulled at once", 40, 3),
-])  # fmt: skip
+])
 def test_no_rank_overtakes_its_peers_data(world_size, operator, config, positions, calls):
     on_ranks(world_size, asked.outruns_its_peers, operator, config, positions, calls)
 
@@ -57,7 +57,7 @@ def test_disagreement_is_named_on_every_rank(what):
 @pytest.mark.parametrize("operator, what", [
     (operator, what) for operator in OPERATORS for what in KNOWN
     if ON_GPU or what == ("sequences" if operator == "ulysses_qkv" else "n") or what == "transport"
-])  # fmt: skip
+])
 def test_known_but_different_calls_never_give_a_result(operator, what):
     on_ranks(2, asked.is_not_fooled_by_a_known_plan, operator, what)
 

@@ -110,7 +110,7 @@ def moves(dtypes, experts_each, changes):
         assert scales is None
         back, back_splits, _ = tdkernels.all_to_all(
             out, out_splits.view(exchange.world_size, -1).sum(1), config=config
-        )  # fmt: skip
+        )
         assert same(back, exchange.all_x[exchange.rank]), f"{kind} {dtype}: the way back"
         own = exchange.splits[exchange.rank].view(exchange.world_size, -1).sum(1)
         assert same(back_splits, own.int()), f"{kind} {dtype}: splits of the way back"
@@ -153,7 +153,7 @@ def sends_scales_along(scales, changes=None):
         all_scales = [scales if shape else scales.flatten() for scales in all_scales]
         out, out_splits, out_scales = exchange.call(
             scales=all_scales[exchange.rank].to(device()), config=config_of(changes)
-        )  # fmt: skip
+        )
         exchange.check(out, out_splits)
         assert same(out_scales, exchange.received(all_scales)), f"scales {dtype} {shape}"
 
@@ -314,7 +314,7 @@ def is_not_fooled_by_a_known_plan(what):
     with a_group() as group:
         ways = [(Exchange(splits_of("any", seed=8), width, FP32), options) for width, options in (
             [(16, {}), (24, {})] if what == "width" else [(16, {"max_tokens": 40}), (16, {"max_tokens": 50})]
-        )]  # fmt: skip
+        )]
         for exchange, options in ways * 2:
             out, out_splits, _ = exchange.call(group=group, **options)
             exchange.check(out, out_splits, options.get("max_tokens"))

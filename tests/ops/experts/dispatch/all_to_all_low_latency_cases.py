@@ -40,7 +40,7 @@ def moves(dtypes, experts_each, changes):
         most = max(exchange.of_ranks().sum(0).max().item(), 1)
         back, back_splits, _ = goes_straight(
             tdkernels.all_to_all, x=out[: exchange.num_rows], splits=of_ranks, max_tokens_per_rank=most, config=config
-        )  # fmt: skip
+        )
         own = exchange.all_x[exchange.rank]
         assert same(back[: len(own)], own), f"{kind} {dtype}: the way back"
         assert same(back_splits, exchange.of_ranks()[exchange.rank].int()), f"{kind} {dtype}: splits of the way back"

@@ -74,7 +74,7 @@ def check_gradients_of_dispatch(case, recv, combine):
     dx, dw = torch.autograd.grad(
         [recv.x, recv.topk_weights], [case.x, case.weights],
         [d_rows[case.order].to(device()), d_weights.flatten()[case.order].to(device())],
-    )  # fmt: skip
+    )
     tdkernels.synchronize()
     case.check_numbers("dx of dispatch", dx, *case.combined(d_rows, None, combine))
     expected = d_weights.view(case.valid.shape).where(case.valid, 0.0)[case.mine].to(case.weights.dtype)
@@ -270,7 +270,7 @@ def sends_only_what_is_asked_for():
         patch.setattr(ep_launch, "dispatch_gradient", dispatch_gradient)
         for wants_x, wants_weights, expected in (
             (True, False, [(8, False)]), (False, True, [(0, True)]), (True, True, [(8, True)])
-        ):  # fmt: skip
+        ):
             x, weights = case.x.detach().clone(), case.weights.detach().clone()
             x.requires_grad_(wants_x), weights.requires_grad_(wants_weights)
             recv, _ = tdkernels.ep_dispatch(x, case.ids, weights, num_experts=case.experts)
@@ -287,7 +287,7 @@ def sends_only_what_is_asked_for():
             (True, False, [(8, False), ("rows", False)]),
             (False, True, [(8, False), ("rows", True), (0, True)]),
             (True, True, [(8, False), ("rows", True), (0, True)]),
-        ):  # fmt: skip
+        ):
             rows, weights = case.expert_out().requires_grad_(wants_rows), case.weights.detach().clone()
             weights.requires_grad_(wants_weights)
             sent.clear()
@@ -296,7 +296,7 @@ def sends_only_what_is_asked_for():
             assert sent == expected, f"{sent} for rows {wants_rows} and weights {wants_weights}"
             expected_rows, exact, low = expected_gradients_of_combine(
                 case, torch.ones(sum(case.tokens), 8), case.all_weights
-            )  # fmt: skip
+            )
             assert not wants_rows or same(rows.grad, expected_rows)
             assert not wants_weights or same(weights.grad, low)
             assert torch.equal(low.double(), exact)
@@ -370,7 +370,7 @@ def is_a_layer(weights_in, seed, changes):
     whole = {
         "x": ternary(sum(case.tokens), width), "gate": ternary(case.experts, width),
         "up": ternary(case.experts, hidden, width), "down": ternary(case.experts, width, hidden),
-    }  # fmt: skip
+    }
     dy = ternary(sum(case.tokens), width)
     local = slice(rank * each, (rank + 1) * each)
     parts = {"x": case.mine, "gate": slice(None), "up": local, "down": local}
@@ -384,7 +384,7 @@ def is_a_layer(weights_in, seed, changes):
     by_combine = weights_in == "combine"
     recv, handle = tdkernels.ep_dispatch(
         own["x"], case.ids, None if by_combine else weights, num_experts=case.experts, config=config_of(changes)
-    )  # fmt: skip
+    )
     rows = experts(recv.x, recv.splits.tolist(), own["up"], own["down"])
     if weights_in == "experts":  # which multiply by what has come along; nothing is left to weigh
         rows = rows * recv.topk_weights[:, None]
@@ -591,7 +591,7 @@ def sends_scales_along(scales, changes):
         all_scales = all_scales if shape else all_scales.flatten()
         recv, _ = case.dispatch(
             weighted=False, scales=all_scales[case.mine].to(device()), config=config_of(changes)
-        )  # fmt: skip
+        )
         case.check_received(recv, weighted=False)
         assert same(recv.scales, case.received(all_scales)), f"scales {dtype} {shape}"
 
@@ -727,7 +727,7 @@ def halves_are_taken_in_turn():
     for call in (
         lambda: tdkernels.ep_dispatch_send(*operands, num_experts=case.experts), lambda: case.dispatch(),
         lambda: tdkernels.ep_dispatch(case.x, handle),
-    ):  # fmt: skip
+    ):
         with pytest.raises(RuntimeError, match="ep_dispatch: an earlier dispatch of this group .* receive it first"):
             call()
     case.check_combined(tdkernels.ep_combine(expert_out, handle))

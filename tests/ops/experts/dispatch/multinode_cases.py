@@ -165,7 +165,7 @@ def _calls(case, handle, group):
             tdkernels.ep_dispatch(case.x, handle, case.weights, group=group)[0]
         ),
         "sums": lambda: case.check_combined(tdkernels.ep_combine(expert_out, handle, group=group)),
-    }  # fmt: skip
+    }
 
 
 def comes_when_another_has_given_up(local, late, impatient, when):

@@ -38,7 +38,7 @@ class Routed:
     def __init__(
         self, tokens, k, experts, width, dtype=BF16, *, ids="any", values="exact", weights=FP32, out_width=None,
         out_dtype=None, seed=0, rank=None, local_world_size=None,
-    ):  # fmt: skip
+    ):
         self.local_world_size = local_world_size or len(tokens)
         self.world_size, self.rank = len(tokens), dist.get_rank() if rank is None else rank
         self.tokens, self.k, self.experts, self.dtype, self.values = tokens, k, experts, dtype, values
@@ -118,7 +118,7 @@ class Routed:
         source = torch.repeat_interleave(ranks, torch.tensor(self.tokens))
         going = torch.stack([
             torch.bincount(source[(self.dest == rank).any(1)], minlength=self.world_size) for rank in range(len(ranks))
-        ], 1)  # fmt: skip
+        ], 1)
         rows = torch.bincount(self.dest[self.valid], minlength=self.world_size).max().item()
         rail = ranks % local
         going = going.where(rail[:, None] != rail[None, :], 0)  # the others come by the network, or stay
@@ -130,7 +130,7 @@ class Routed:
         crossing = torch.stack([
             torch.bincount(source[(node_of == node).any(1) & (source // local != node)], minlength=self.world_size)
             for node in range(self.world_size // local)
-        ], 1)  # fmt: skip
+        ], 1)
         staged += [crossing.sum(1).max().item(), crossing.view(-1, local, crossing.shape[1]).sum(0).max().item()]
         return rows, max(staged)
 

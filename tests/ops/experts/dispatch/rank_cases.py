@@ -62,7 +62,7 @@ def endures(calls, most_tokens, seed, dispatch=counted):
         case = Routed(
             tokens, kind["k"], kind["experts_each"] * world_size, kind["width"], kind["dtype"],
             ids=of_all.choice(["any", "any", "distinct", "one", "last", "none"]), seed=of_all.randrange(1 << 30),
-        )  # fmt: skip
+        )
         if of_all.random() < 0.2:
             poison()
         time.sleep(own.choice([0.0, own.uniform(0.0, 0.01)]))

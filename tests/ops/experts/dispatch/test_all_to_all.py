@@ -17,7 +17,7 @@ BITS = [(BF16, 12), (FP8, 301), (FP32, 70), (FP16, 1), (torch.float8_e5m2, 16)]
 @pytest.mark.parametrize("world_size, experts_each, changes", [
     (1, 3, None), (2, 1, None), (2, 3, SMALL), (3, 1, SMALL), (3, 2, None), (4, 1, SMALL),
     (1, 3, BY_TORCH), (3, 1, BY_TORCH), (3, 2, BY_TORCH),
-], ids=str)  # fmt: skip
+], ids=str)
 def test_rows_go_there_and_back(world_size, experts_each, changes):
     on_ranks(world_size, all_to_all_cases.moves, BITS, experts_each, changes)
 
@@ -39,20 +39,20 @@ def test_capacity(world_size, experts_each, changes):
 def test_scales(world_size, changes):
     on_ranks(world_size, all_to_all_cases.sends_scales_along, [
         (FP32, ()), (FP32, (3,)), (BF16, (1,)), (torch.uint8, (5,)), (torch.int64, ()),
-    ], changes)  # fmt: skip
+    ], changes)
 
 
 @pytest.mark.parametrize("world_size, dtype, experts_each, capacity, changes", [
     (1, FP32, 2, None, None), (2, BF16, 1, None, SMALL), (3, FP16, 2, 40, None),
     (3, FP32, 1, None, {**SMALL, "combine": "per_expert"}), (3, BF16, 2, 40, BY_TORCH), (1, FP32, 2, None, BY_TORCH),
-], ids=str)  # fmt: skip
+], ids=str)
 def test_gradient(world_size, dtype, experts_each, capacity, changes):
     on_ranks(world_size, all_to_all_cases.has_a_gradient, dtype, experts_each, capacity, changes)
 
 
 @pytest.mark.parametrize("what", [
     "negative", "sum too large", "sum too small", "large", "of no rows", "negative of no rows",
-])  # fmt: skip
+])
 @each_way
 def test_wrong_splits_of_one_rank(what, changes):
     on_ranks(3, all_to_all_cases.refuses_splits, what, 1, None, changes)

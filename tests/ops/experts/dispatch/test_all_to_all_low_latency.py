@@ -12,7 +12,7 @@ from tests.support.ranks import DEVICE, on_ranks
 
 @pytest.mark.parametrize("world_size, experts_each, changes", [
     (1, 3, None), (2, 1, None), (2, 3, SMALL), (3, 1, SMALL), (3, 2, None), (4, 1, None),
-], ids=str)  # fmt: skip
+], ids=str)
 def test_rows_go_there_and_back(world_size, experts_each, changes):
     on_ranks(world_size, direct.moves, BITS, experts_each, changes)
 
@@ -23,7 +23,7 @@ def test_scales():
 
 @pytest.mark.parametrize("world_size, dtype, experts_each, changes", [
     (1, FP32, 2, None), (2, BF16, 1, SMALL), (3, FP16, 2, None), (3, FP32, 1, {**SMALL, "combine": "per_expert"}),
-], ids=str)  # fmt: skip
+], ids=str)
 def test_gradient(world_size, dtype, experts_each, changes):
     on_ranks(world_size, direct.has_a_gradient, dtype, experts_each, changes)
 
@@ -44,7 +44,7 @@ def test_wrong_splits_of_one_rank(what):
 
 
 @pytest.mark.parametrize("config", [None, EpConfig(direct_tokens=0, num_senders=2, num_receivers=2)],
-                         ids=["one launch", "counted first"])  # fmt: skip
+                         ids=["one launch", "counted first"])
 def test_more_rows_than_were_promised(config):
     on_ranks(3, direct.refuses_too_many_rows, config)
 

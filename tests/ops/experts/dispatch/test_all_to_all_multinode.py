@@ -11,7 +11,7 @@ from tests.support.simulated_nodes import on_nodes
 
 @pytest.mark.parametrize("world_size, local, experts_each, changes", [
     (4, 2, 2, None), (2, 1, 1, SMALL), (3, 1, 1, None),
-], ids=str)  # fmt: skip
+], ids=str)
 def test_rows_go_there_and_back(world_size, local, experts_each, changes):
     bits = BITS if world_size == 2 else BITS[:2]
     on_ranks(world_size, on_nodes, local, all_to_all_cases.moves, bits, experts_each, changes)
@@ -27,7 +27,7 @@ def test_scales():
 
 @pytest.mark.parametrize("world_size, local, dtype, experts_each, capacity, changes", [
     (4, 2, BF16, 1, 60, None), (3, 1, FP32, 1, None, {**SMALL, "combine": "per_expert"}),
-], ids=str)  # fmt: skip
+], ids=str)
 def test_gradient(world_size, local, dtype, experts_each, capacity, changes):
     on_ranks(world_size, on_nodes, local, all_to_all_cases.has_a_gradient, dtype, experts_each, capacity, changes)
 

@@ -44,7 +44,7 @@ ON_CPU = {
 
 @pytest.mark.parametrize("world_size, config, spec", [
     (*ranks_and_config, spec) for ranks_and_config, specs in ON_CPU.items() for spec in (SPECS if ON_GPU else specs)
-])  # fmt: skip
+])
 def test_everything(world_size, config, spec):
     on_ranks(world_size, cases.computes, SPECS[spec], CONFIGS[config])
 
@@ -67,7 +67,7 @@ def test_counts_of_many_tiles():
 @pytest.mark.parametrize("world_size, dtype, combine", [
     (2, BF16, "per_rank"), (2, FP32, "per_expert"), (3, FP32, "per_rank"), (3, FP16, "per_expert"),
     (3, BF16, "per_rank"), (3, BF16, "per_expert"),
-], ids=str)  # fmt: skip
+], ids=str)
 def test_error_is_that_of_torch(world_size, dtype, combine):
     on_ranks(world_size, cases.is_within_the_bound, dtype, {**SMALL, "combine": combine})
 
@@ -161,7 +161,7 @@ def test_more_than_the_capacity(world_size, spec, which):
 
 @pytest.mark.parametrize("wrong, id_dtype", [
     (-2, torch.int64), (9, torch.int64), ((1 << 32) + 1, torch.int64), (-(1 << 31), torch.int32)
-], ids=str)  # fmt: skip
+], ids=str)
 @each_way
 def test_wrong_ids(config, wrong, id_dtype):
     on_ranks(3, cases.refuses_wrong_ids, wrong, 0, id_dtype, CONFIGS[config])
@@ -194,7 +194,7 @@ def test_scales(world_size, config):
     on_ranks(world_size, cases.sends_scales_along, [
         (FP32, ()), (FP32, (1,)), (FP32, (5,)), (BF16, (3,)), (torch.uint8, ()), (torch.uint8, (7,)),
         (torch.float64, (2,)), (torch.int64, ()), (torch.float8_e5m2, (4,)), (torch.uint32, ()), (torch.uint16, (3,)),
-    ], CONFIGS[config])  # fmt: skip
+    ], CONFIGS[config])
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -204,7 +204,7 @@ def test_bad_input(world_size):
 
 @pytest.mark.parametrize("world_size, config, options", [
     (1, "default", {}), (2, "per expert", {"max_tokens": 40}), (3, "small", {"quantize": "fp8"}),
-], ids=str)  # fmt: skip
+], ids=str)
 def test_halves(world_size, config, options):
     on_ranks(world_size, cases.comes_in_halves, CONFIGS[config], options)
 
@@ -239,7 +239,7 @@ def test_configs_that_cannot_run():
         ({"block_bytes": 128}, "block_bytes must be a power of two"), ({"block_bytes": 131072}, "block_bytes must be"),
         ({"block_bytes": 1000}, "block_bytes must be"), ({"num_warps": 0}, "num_warps must be"),
         ({"num_warps": 3}, "num_warps must be"), ({"num_warps": 32}, "num_warps must be"),
-    ):  # fmt: skip
+    ):
         reason = EpConfig(**changes).illegal(cpu)
         assert reason is not None and words in reason, f"{changes}: {reason}"
     for combine in COMBINES:

@@ -193,7 +193,7 @@ def exchanges_are_exact(most, width, repeats=REPEATS):
 
 each_size = pytest.mark.parametrize("most, k, experts, width", [
     (1, 8, 64, 7168), (128, 8, 256, 7168), (512, 8, 64, 7168), (1000, 6, 256, 1030), (4096, 8, 256, 7168),
-])  # fmt: skip
+])
 both_worlds = pytest.mark.parametrize("world_size", [2, 4])
 
 

@@ -20,7 +20,7 @@ EVERYTHING = [
     (4, 2, "small", "uneven"), (4, 2, "per expert", "as many choices as experts"),
     (2, 1, "per expert", "rows of several blocks"), (2, 1, "default", "all to one"), (2, 1, "default", "no tokens"),
     (3, 1, "wide chunks", "one choice"), (4, 1, "default", "all dropped"),
-]  # fmt: skip
+]
 HALVES = [(4, 2, "default", {"max_tokens": 60})]
 if ON_GPU:
     EVERYTHING += [(2, 1, config, spec) for config in ("default", "per expert") for spec in SPECS]
@@ -41,7 +41,7 @@ def test_error_is_that_of_torch(world_size, local, combine):
 
 @pytest.mark.parametrize("world_size, local, dtype, combine", [
     (4, 2, BF16, "per_rank"), (4, 2, FP16, "per_expert"), (3, 1, BF16, "per_rank"),
-], ids=str)  # fmt: skip
+], ids=str)
 def test_sums_are_in_the_order_of_ranks_and_nodes(world_size, local, dtype, combine):
     on_ranks(world_size, on_nodes, local, cases.adds_in_order, dtype, {**SMALL, "combine": combine})
 
@@ -154,7 +154,7 @@ def test_slow_sender():
 # Rank 1 is missing. Rank 0 is its node peer, 3 of its rail; 2 misses whoever should have passed on what 1 did not send.
 @pytest.mark.parametrize("when, peers", [
     ("counts", [1, None, 3, 1]), ("tokens", [1, None, 3, 1]), ("sums", [1, None, 0, 1]),
-])  # fmt: skip
+])
 def test_missing_rank(when, peers):
     assert on_ranks(4, multinode_cases.misses_a_rank, 2, 1, when) == peers
 
@@ -163,7 +163,7 @@ def test_missing_rank(when, peers):
     (3, "counts", ["missed 2", "missed 3", "missed 3", "missed 1"]),
     (3, "tokens", ["right", "right", "missed 3", "missed 1"]),
     (0, "sums", ["missed 1", "right", "missed 0", "right"]),
-])  # fmt: skip
+])
 def test_what_was_given_up_is_not_passed_on(impatient, when, answers):
     """Rank 1 is late, and one that would pass on what it sends has no patience."""
     assert on_ranks(4, multinode_cases.comes_when_another_has_given_up, 2, 1, impatient, when) == answers

@@ -19,7 +19,7 @@ ON_GPU = DEVICE == "cuda"
 
 @pytest.mark.parametrize("world_size, config, spec", [
     (*ranks_and_config, spec) for ranks_and_config, specs in ON_CPU.items() for spec in (SPECS if ON_GPU else specs)
-])  # fmt: skip
+])
 def test_everything(world_size, config, spec):
     on_ranks(world_size, low_latency_cases.computes, SPECS[spec], CONFIGS[config], 4)
 
@@ -41,7 +41,7 @@ def test_many_choices():
 
 @pytest.mark.parametrize("config, most, k", [
     (EpConfig(**SMALL, direct_tokens=0), 7, 2), (EpConfig(**SMALL, direct_tokens=7), 8, 2),
-], ids=["never", "too many"])  # fmt: skip
+], ids=["never", "too many"])
 def test_the_other_way(config, most, k):
     on_ranks(2, low_latency_cases.takes_the_other_way, config, most, k)
 
@@ -73,7 +73,7 @@ def test_nothing_comes_back_of_what_was_too_much(halves):
 
 @pytest.mark.parametrize("wrong, where, id_dtype", [
     (-2, 0, torch.int64), ((1 << 32) + 1, 1, torch.int64), (9, 0, torch.int32)
-], ids=str)  # fmt: skip
+], ids=str)
 def test_wrong_ids(wrong, where, id_dtype):
     on_ranks(3, low_latency_cases.refuses_wrong_ids, wrong, where, id_dtype)
 

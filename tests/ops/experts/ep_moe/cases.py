@@ -44,7 +44,7 @@ class Layer:
 
     def __init__(
         self, tokens, k, experts_each, width, hidden, dtype=BF16, *, quantize=False, seed=0, group=None, **routing
-    ):  # fmt: skip
+    ):
         self.group, rank, world_size = group, dist.get_rank(group), dist.get_world_size(group)
         tokens = tokens_of(tokens)[:world_size]
         experts = experts_each * world_size
@@ -58,7 +58,7 @@ class Layer:
         self.whole = {
             "x": case.all_x, "topk_weights": case.all_weights, "w_gate_up": weights(2 * hidden, width),
             "w_down": weights(width, hidden),
-        }  # fmt: skip
+        }
         if quantize:
             self.whole["x"] = dequantize(*quantized(case.all_x), dtype)
         mine = slice(rank * experts_each, (rank + 1) * experts_each)
@@ -214,7 +214,7 @@ def computes_what_is_wanted():
         patch.setattr(ep_launch, "combine", combine)
         for name, back in (
             ("x", [(16, False)]), ("topk_weights", [(0, True)]), ("w_gate_up", []), ("w_down", [])
-        ):  # fmt: skip
+        ):
             sent.clear()
             layer.check(layer.run(wanted=(name,)))
             assert sent == [(16, False), *back], f"{sent} for the gradient of {name}"
@@ -274,7 +274,7 @@ def refuses():
     experts, world_size = layer.experts, dist.get_world_size()
     good = dict(
         x=x, topk_ids=ids, topk_weights=weights, w_gate_up=w_gate_up, w_down=w_down, num_experts=experts
-    )  # fmt: skip
+    )
     table = [
         (dict(x=[1.0]), TypeError, "x must be a torch.Tensor, not list"),
         (dict(x=x.to(torch.float8_e4m3fn)), TypeError, "x is torch.float8_e4m3fn"),

@@ -47,7 +47,7 @@ def spec_for(config, spec):
 
 @pytest.mark.parametrize("world_size, config, spec", [
     (*ranks_and_config, spec) for ranks_and_config, specs in ON_CPU.items() for spec in (SPECS if ON_GPU else specs)
-])  # fmt: skip
+])
 def test_everything(world_size, config, spec):
     on_ranks(world_size, cases.computes, spec_for(config, spec), config)
 
@@ -73,7 +73,7 @@ BOUNDED = {"uneven": (UNEVEN, "any"), "no tokens": (0, "any"), "all to the last 
 
 @pytest.mark.parametrize("world_size, spec", [
     *((2, spec) for spec in BOUNDED), *((ranks, "uneven") for ranks in ((1, 3, 4) if ON_GPU else (1, 3)))
-])  # fmt: skip
+])
 def test_overlapping_with_a_bound_on_tokens(world_size, spec):
     on_ranks(world_size, cases.overlaps_with_a_bound, *BOUNDED[spec])
 

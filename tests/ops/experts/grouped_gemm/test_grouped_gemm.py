@@ -28,12 +28,12 @@ ACTIVATIONS = [None, "swiglu", "swiglu_interleaved"]
 # those of a few in another way, which in fp32 is nearer by more than half.
 PROBLEMS = [
     ([37, 0, 70, 1], 48, 51), ([0, 5, 0, 64, 0], 70, 64), ([29], 34, 130), ([3, 1, 30], 64, 40), ([0, 0, 0], 8, 8),
-]  # fmt: skip
+]
 # With an activation the interpreter takes the gradient row by row, so these have few.
 ACTIVATED = [([9, 0, 20, 1], 48, 51), ([0, 17, 0], 70, 64), ([16], 130, 40), ([0, 0, 0], 8, 8)]
 EXACT_PROBLEMS = [
     ([1], 1, 1), ([1, 1], 1, 17), ([0, 1], 17, 1), ([65, 64, 63, 0, 1], 65, 66), ([2, 130], 24, 136), ([70], 64, 128),
-]  # fmt: skip
+]
 CONFIGS = {
     "small tiles": GroupGemmConfig(tiles=Tiles(16, 16, 16, 1, 1, 1)),
     "small tiles, two rows of them together": GroupGemmConfig(tiles=Tiles(16, 16, 32, 2, 4, 2)),
@@ -167,7 +167,7 @@ def gives_the_rows_of_groups():
     for splits in (
         [3, 0, 4], [large, large, 5, 6], [large] * 5, [-large - 1, -1, 2, large], [7, 4, 1], [2**40, 5],
         [2**62, 2**62, 2**62, 2**62, 5],
-    ):  # fmt: skip
+    ):
         for dtype in (torch.int32, torch.int64):
             if dtype == torch.int32 and max(splits) > large:
                 continue
@@ -379,7 +379,7 @@ def refuses_forward_mode():
         refuses_forward_mode,
     ],
     ids=lambda f: f.__name__,
-)  # fmt: skip
+)
 def test_autograd(what):
     on_ranks(1, what)
 
@@ -465,7 +465,7 @@ REFUSED = {
     "another config": ({"config": {"tiles": None}}, TypeError, "config must be a GroupGemmConfig or None, not dict"),
     "another method": ({"config": GroupGemmConfig(method="loop")}, ValueError, 'method must be "fused" or "torch"'),
     "a bad tile": ({"config": GroupGemmConfig(tiles=Tiles(block_m=48))}, ValueError, "block_m must be a power of two"),
-}  # fmt: skip
+}
 
 
 def refuses(changes, error, message):
@@ -507,7 +507,7 @@ def test_larger_than_many_tiles_by_torch():
 def replays_with_other_splits():
     problems = [Grouped(BF16, [200, 0, 100], 256, 320, "swiglu", seed=seed) for seed in range(3)]
     problems[1:] = [Grouped(BF16, splits, 256, 320, "swiglu", spare=300 - sum(splits), seed=seed)
-                    for seed, splits in ((1, [1, 250, 49]), (2, [0, 0, 130]))]  # fmt: skip
+                    for seed, splits in ((1, [1, 250, 49]), (2, [0, 0, 130]))]
     first, operands = problems[0], ("x", "w", "splits", "dy")
     first.run()
     graph = torch.cuda.CUDAGraph()

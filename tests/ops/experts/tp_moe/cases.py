@@ -66,7 +66,7 @@ def gives_rows(spec, config):
     with poisoned_outputs():
         h, routing = tdkernels.moe_ag_gemm(
             layer.own["x"], layer.ids, layer.own["w_gate_up"], config=CONFIGS[config], group=layer.group
-        )  # fmt: skip
+        )
     tdkernels.synchronize()
     check_routing(layer, routing)
     choices = routing.choices[: int(routing.splits.sum())].long()
@@ -125,7 +125,7 @@ def computes_what_is_wanted():
     layer = Sliced(**SMALL, dtype=FP32, seed=5)
     for name, launches in (
         ("x", (2, 2, 0, 0)), ("topk_weights", (2, 1, 0, 0)), ("w_gate_up", (2, 1, 1, 1)), ("w_down", (2, 1, 0, 1)),
-    ):  # fmt: skip
+    ):
         with (
             mock.patch.object(tp_moe_launch_ag_gemm, "launch", wraps=tp_moe_launch_ag_gemm.launch) as ag,
             mock.patch.object(tp_moe_launch_gemm_rs, "launch", wraps=tp_moe_launch_gemm_rs.launch) as rs,
@@ -223,7 +223,7 @@ AUTOGRAD = [
     computes_what_is_wanted, keeps_nothing_without_grad, goes_backward_twice, uses_an_output_twice,
     takes_an_expanded_gradient, recomputes_in_a_checkpoint, casts_as_autocast_says, refuses_second_derivatives,
     runs_between_graphs,
-]  # fmt: skip
+]
 
 
 # ---- operands as they may lie ----

@@ -35,7 +35,7 @@ class Sliced:
     def __init__(
         self, tokens, k, experts, width, hidden, dtype=BF16, *, activation="swiglu", ids="any", weights=FP32,
         exact=False, seed=0, group=None,
-    ):  # fmt: skip
+    ):
         self.group, self.rank, self.world_size = group, dist.get_rank(group), dist.get_world_size(group)
         self.tokens, self.experts, self.dtype, self.activation = tokens, experts, dtype, activation
         self.title = f"M/W={tokens} k={k} E={experts} H={width} I/W={hidden} {dtype} {activation} ids={ids} seed={seed}"
@@ -55,7 +55,7 @@ class Sliced:
             "x": draw(total, width), "topk_weights": all_weights.where(all_ids >= 0, torch.nan),
             "w_gate_up": draw(experts, halves * channels, width, scale=width**-0.5),
             "w_down": draw(experts, width, channels, scale=channels**-0.5),
-        }  # fmt: skip
+        }
         self.all_dy = draw(total, width).to(device())
         self.whole = {name: operand.to(device()) for name, operand in self.whole.items()}
         self.mine = slice(self.rank * tokens, (self.rank + 1) * tokens)
@@ -112,11 +112,11 @@ class Sliced:
         exact, low = self.expected(torch.double), self.expected(self.dtype)
         for name in results:
             expected = [[self.part(name.removeprefix("d"), of[name], rank) for rank in range(self.world_size)]
-                        for of in (exact, low)]  # fmt: skip
+                        for of in (exact, low)]
             for got, of_rank in zip((of[name] for of in ranks), expected[0], strict=True):
                 assert got.shape == of_rank.shape, f"{name} of {self.title}: {list(got.shape)}"
             parts = [torch.cat([part.flatten() for part in parts])
-                     for parts in ([of[name] for of in ranks], *expected)]  # fmt: skip
+                     for parts in ([of[name] for of in ranks], *expected)]
             assert_close(f"{name} of {self.title}", *parts)
 
     def expected(self, dtype):

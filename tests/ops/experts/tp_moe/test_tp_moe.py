@@ -56,7 +56,7 @@ def spec_for(config, spec):
 @pytest.mark.parametrize("world_size, config, spec", [
     (world_size, config, spec) for world_size in (1, 2, 3, 4) for config in asked.CONFIGS for spec in SPECS
     if ON_GPU or spec in ON_CPU.get((world_size, config), ())
-])  # fmt: skip
+])
 def test_everything(world_size, config, spec):
     on_ranks(world_size, asked.computes, spec_for(config, spec), config)
 
@@ -64,7 +64,7 @@ def test_everything(world_size, config, spec):
 @pytest.mark.parametrize("world_size, config, spec", [
     (1, "one stage", "odd"), (2, "default", "all experts"), (3, "eight stages", "odd"), (2, "torch", "not activated"),
     (3, "three stages", "experts without tokens"),
-])  # fmt: skip
+])
 def test_rows_of_the_first_half(world_size, config, spec):
     spec = {name: value for name, value in spec_for(config, spec).items() if name != "activation"}
     on_ranks(world_size, asked.gives_rows, spec, config)

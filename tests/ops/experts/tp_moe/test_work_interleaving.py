@@ -37,6 +37,6 @@ def come_once(tiles, others, lead):
 @pytest.mark.parametrize("tiles, others, lead", [
     (1, 0, 0), (7, 0, 0), (0, 9, 3), (1, 1, 0), (10, 10, 0), (10, 3, 0), (3, 10, 0), (100, 7, 13), (13, 100, 5),
     (7, 7, 100), (64, 63, 1), (3600, 4096, 0), (3520, 4096, 132), (30000, 50, 132), (50000, 1, 0), (0, 50000, 0),
-])  # fmt: skip
+])
 def test_every_piece_comes_once(tiles, others, lead):
     on_ranks(1, come_once, tiles, others, lead)

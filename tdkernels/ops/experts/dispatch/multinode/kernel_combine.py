@@ -99,7 +99,7 @@ def _slots_of_choices(slots, dest, LOCAL: tl.constexpr):
 def _sum_on_node(
     local, slots, choice_slots, own, weights, block, items, PER_EXPERT: tl.constexpr, DTYPE: tl.constexpr,
     ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """A block of the sum of a token's rows on our node: node peers' parts in their slots, and our own rows."""
     total = tl.full((BLOCK,), 0.0, tl.float32)
     if PER_EXPERT:
@@ -123,7 +123,7 @@ def _send_sums(
     rows_ptr, row_weights_ptr, row_numbers_ptr, tables, node_tables, passed, items,
     PER_EXPERT: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr, LOCAL: tl.constexpr,
     DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """Add up what our node has for a chunk of the owner's ``crossing`` tokens, and put it into the owner's memory.
 
     ``leaving`` and ``arriving`` are our own memory for what goes by the network and for what comes.
@@ -189,7 +189,7 @@ def _numbers_before(node_tables, token, node, RANKS: tl.constexpr, NODES: tl.con
 @td.jit
 def _await_sums(
     ctx, signals, signal, goes, chunk, start, end, chunk_tokens, node_tables, RANKS: tl.constexpr, LOCAL: tl.constexpr
-):  # fmt: skip
+):
     """Wait for what other nodes send for our tokens from ``start`` to ``end``; with chunk 0 for the first of each."""
     NODES: tl.constexpr = RANKS // LOCAL
     me = td.rank(ctx)
@@ -215,7 +215,7 @@ def _receive_chunk(
     rows_ptr, row_numbers_ptr, weights_ptr, tables, node_tables, y_ptr, numbers_ptr, items,
     PER_EXPERT: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr, LOCAL: tl.constexpr,
     DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """Add up what has come for our tokens from ``start`` to ``end``, and what we have ourselves."""
     NODES: tl.constexpr = RANKS // LOCAL
     choice, nodes = tl.arange(0, triton.next_power_of_2(K)), tl.arange(0, triton.next_power_of_2(NODES))
@@ -262,13 +262,13 @@ def _receive_chunk(
     do_not_specialize=[
         "num_tokens", "chunk_tokens", "num_senders", "num_relays", "here_slots", "crossing_slots", "items", "plan",
     ],
-)  # fmt: skip
+)
 def ep_combine_nodes_kernel(
     ctx, rows_ptr, row_weights_ptr, row_numbers_ptr, weights_ptr, tables, node_tables, came, passed, y_ptr, numbers_ptr,
     num_tokens, chunk_tokens, num_senders, num_relays, here_slots, crossing_slots, items, plan,
     ADVANCE: tl.constexpr, PER_EXPERT: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr,
     LOCAL: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """``ep_combine_kernel`` for a group on several nodes of LOCAL ranks; see the module.
 
     Signal number ``(m * LOCAL + l) * MAX_CHUNKS + chunk`` of a half says that parts of a chunk of the tokens of the
@@ -309,7 +309,7 @@ def ep_combine_nodes_kernel(
                 send_chunk(
                     ctx, half, signal, owner, chunk, rows_ptr, row_weights_ptr, row_numbers_ptr, tables, came,
                     items, PER_EXPERT, K, EXPERTS, RANKS, LOCAL, DTYPE, ALIGNED, BLOCK, False, (None, 0),
-                )  # fmt: skip
+                )
 
     number = pid - num_senders
     work = most * (NODES - 1)
@@ -327,7 +327,7 @@ def ep_combine_nodes_kernel(
                 ctx, half, leaving, arriving, signal, owner, chunk, size, crossing,
                 rows_ptr, row_weights_ptr, row_numbers_ptr, tables, node_tables, passed, items,
                 PER_EXPERT, K, EXPERTS, RANKS, LOCAL, DTYPE, ALIGNED, BLOCK,
-            )  # fmt: skip
+            )
 
     number -= num_relays
     size, chunks = chunk_of(num_tokens, chunk_tokens)
@@ -343,5 +343,5 @@ def ep_combine_nodes_kernel(
             ctx, half, arriving, chunk, start, end, num_tokens,
             rows_ptr, row_numbers_ptr, weights_ptr, tables, node_tables, y_ptr, numbers_ptr, items,
             PER_EXPERT, K, EXPERTS, RANKS, LOCAL, DTYPE, ALIGNED, BLOCK,
-        )  # fmt: skip
+        )
     td.finish(ctx, ADVANCE, (goes != 0).to(tl.int32))

@@ -74,7 +74,7 @@ def crossing_slot_parts(row_bytes, scale_bytes, K: tl.constexpr, LOCAL: tl.const
 def _token_for(
     tables, weights_ptr, token, num_tokens, node, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr,
     LOCAL: tl.constexpr,
-):  # fmt: skip
+):
     """(numbers on a node of the ranks of a token's choices, its rows there, weights; its place among ours for each).
 
     -1 is nowhere on that node.
@@ -99,7 +99,7 @@ def _send_across(
     QUANTIZE: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr, LOCAL: tl.constexpr,
     SOURCE: tl.constexpr, ITEM: tl.constexpr, SCALE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
     SCALE_BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """Gather a chunk of our ``crossing`` tokens for a node, and put it where the rank of our rail there passes it on.
 
     ``arriving`` and ``leaving`` are our own memory for what comes by the network and for what goes.
@@ -125,11 +125,11 @@ def _send_across(
         for block in range(blocks):
             row, row_scales = read_block(
                 x, scales, block, items, scale_words, True, SOURCE, SCALE, QUANTIZE, ALIGNED, BLOCK, SCALE_BLOCK
-            )  # fmt: skip
+            )
             write_block(
                 row, row_scales, slot, slot + scales_begin, block, items, scale_words,
                 ITEM, SCALE, True, BLOCK, SCALE_BLOCK,
-            )  # fmt: skip
+            )
         places_to = (slot + places_begin).to(tl.pointer_type(tl.int32))
         tl.store(places_to + choice, places, mask=choice < K)
         tl.store((places_to + K).to(tl.pointer_type(tl.float32)) + choice, weights, mask=choice < K)
@@ -186,7 +186,7 @@ def _send_here(
     GRADIENT: tl.constexpr, QUANTIZE: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr,
     LOCAL: tl.constexpr, SOURCE: tl.constexpr, ITEM: tl.constexpr, SCALE: tl.constexpr, ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr, SCALE_BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """Send a chunk of our tokens to node peers and to our own rows, and signal it."""
     SCALE_BYTES: tl.constexpr = SCALE.primitive_bitwidth // 8
     L: tl.constexpr = triton.next_power_of_2(LOCAL)
@@ -210,7 +210,7 @@ def _send_here(
             x, scales, slots, scales_begin, places_begin, me % LOCAL, dest, places, weights, blocks,
             rows_ptr, row_scales_ptr, row_weights_ptr, expert_rows_ptr, dots_ptr, items, scale_words,
             GRADIENT, QUANTIZE, K, LOCAL, SOURCE, ITEM, SCALE, ALIGNED, ALIGNED, BLOCK, SCALE_BLOCK,
-        )  # fmt: skip
+        )
         first_sent = tl.where(sent >= 0, tl.minimum(first_sent, sent), first_sent)
         num_sent += (sent >= 0).to(tl.int32)
     _announce(ctx, half, areas, signal, me, chunk, first_sent, num_sent, False)
@@ -226,7 +226,7 @@ def _pass_on(
     FIRST: tl.constexpr, GRADIENT: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr,
     LOCAL: tl.constexpr, ITEM: tl.constexpr, SCALE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
     SCALE_BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """Send a chunk of the source's ``crossing`` tokens, which has come, to node peers and to our own rows.
 
     FIRST: keep what is known of each token.
@@ -256,7 +256,7 @@ def _pass_on(
             slot, slot + scales_begin, slots, scales_begin, places_begin, me % LOCAL, dest, places, weights, blocks,
             rows_ptr, row_scales_ptr, row_weights_ptr, expert_rows_ptr, dots_ptr, items, scale_words,
             GRADIENT, False, K, LOCAL, ITEM, ITEM, SCALE, True, ALIGNED, BLOCK, SCALE_BLOCK,
-        )  # fmt: skip
+        )
         if FIRST:
             kept = passed_at(passed, begin + i, K, LOCAL)
             tl.store(kept + choice, dest, mask=choice < K)
@@ -291,7 +291,7 @@ def _piece_of_receivers(piece, chunks, me, RANKS: tl.constexpr, LOCAL: tl.conste
         "num_tokens", "chunk_tokens", "num_senders", "num_relays", "here_slots", "crossing_slots", "items",
         "scale_words", "plan",
     ],
-)  # fmt: skip
+)
 def ep_dispatch_nodes_kernel(
     ctx, x_ptr, scales_ptr, weights_ptr, tables, node_tables, came, passed,
     rows_ptr, row_scales_ptr, row_weights_ptr, expert_rows_ptr, dots_ptr,
@@ -299,7 +299,7 @@ def ep_dispatch_nodes_kernel(
     ADVANCE: tl.constexpr, FIRST: tl.constexpr, GRADIENT: tl.constexpr, QUANTIZE: tl.constexpr,
     K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr, LOCAL: tl.constexpr, SOURCE: tl.constexpr,
     ITEM: tl.constexpr, SCALE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, SCALE_BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """``ep_dispatch_kernel`` for a group on several nodes of LOCAL ranks; see the module.
 
     Signal number ``source * MAX_CHUNKS + chunk`` of a half says that a chunk of the source's tokens is here: for a
@@ -343,7 +343,7 @@ def ep_dispatch_nodes_kernel(
                 ctx, half, arriving, leaving, signal, to, chunk, size, crossing, num_tokens,
                 x_ptr, scales_ptr, weights_ptr, tables, node_tables, items, scale_words,
                 QUANTIZE, K, EXPERTS, RANKS, LOCAL, SOURCE, ITEM, SCALE, ALIGNED, BLOCK, SCALE_BLOCK,
-            )  # fmt: skip
+            )
     size, chunks = chunk_of(num_tokens, chunk_tokens)
     for chunk in range(tl.where(is_sender, pid, chunks), chunks, stride):
         _send_here(
@@ -351,7 +351,7 @@ def ep_dispatch_nodes_kernel(
             x_ptr, scales_ptr, weights_ptr, tables,
             rows_ptr, row_scales_ptr, row_weights_ptr, expert_rows_ptr, dots_ptr, items, scale_words,
             GRADIENT, QUANTIZE, K, EXPERTS, RANKS, LOCAL, SOURCE, ITEM, SCALE, ALIGNED, BLOCK, SCALE_BLOCK,
-        )  # fmt: skip
+        )
 
     most = chunks_at_most(tl.load(facts + MOST_TOKENS), chunk_tokens)
     number = pid - num_senders
@@ -370,7 +370,7 @@ def ep_dispatch_nodes_kernel(
                     ctx, half, areas, arriving, signal, source, chunk, size, crossing, tables, node_tables, passed,
                     rows_ptr, row_scales_ptr, row_weights_ptr, expert_rows_ptr, dots_ptr, items, scale_words,
                     FIRST, GRADIENT, K, EXPERTS, RANKS, LOCAL, ITEM, SCALE, ALIGNED, BLOCK, SCALE_BLOCK,
-                )  # fmt: skip
+                )
             else:
                 tl.store(facts + GOES, -1)  # no combine may go by tables that are not complete
 
@@ -394,7 +394,7 @@ def ep_dispatch_nodes_kernel(
                         area, source, chunk, staged, came,
                         rows_ptr, row_scales_ptr, row_weights_ptr, expert_rows_ptr, dots_ptr, items, scale_words,
                         FIRST, GRADIENT, K, RANKS, ITEM, SCALE, ALIGNED, BLOCK, SCALE_BLOCK,
-                    )  # fmt: skip
+                    )
                 else:
                     tl.store(facts + GOES, -1)
     td.finish(ctx, ADVANCE, (FIRST | (goes != 0)).to(tl.int32))

@@ -56,7 +56,7 @@ def line_words(EXPERTS: tl.constexpr, RANKS: tl.constexpr, NODES: tl.constexpr):
 def _nodes_of(
     ids_ptr, first_token, num_tokens, K: tl.constexpr, EXPERTS: tl.constexpr, NODES: tl.constexpr,
     TOKENS: tl.constexpr,
-):  # fmt: skip
+):
     """The node of each choice of TOKENS tokens, [tokens, choices]; -1 for none."""
     token = tl.arange(0, triton.next_power_of_2(TOKENS))[:, None]
     choice = tl.arange(0, triton.next_power_of_2(K))[None, :]
@@ -75,7 +75,7 @@ def _is_for(nodes, node, own):
 def _count_crossing(
     ctx, ids_ptr, node_tables, tile, num_tokens, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr,
     LOCAL: tl.constexpr, TOKENS: tl.constexpr,
-):  # fmt: skip
+):
     """Leave how many of the tile's tokens are for each other node."""
     NODES: tl.constexpr = RANKS // LOCAL
     own = td.rank(ctx) // LOCAL
@@ -172,7 +172,7 @@ def _exchange(
             for peer in range(1, LOCAL):
                 _take_line(
                     ctx, half, tables, node_tables, first + (local + peer) % LOCAL, EXPERTS, RANKS, NODES
-                )  # fmt: skip
+                )
     tl.debug_barrier()
 
 
@@ -190,7 +190,7 @@ def _lay_out_in_nodes(tables, me, EXPERTS: tl.constexpr, RANKS: tl.constexpr, LO
     # What a rank gets from its own rail comes by the network, or stays where it is.
     tokens = tl.load(
         tables + source * (EXPERTS + RANKS + 2) + EXPERTS + dest, mask=there & (same_rail == 0), other=0
-    )  # fmt: skip
+    )
     going = td.running_sum(tokens, 0) - tokens  # from the ranks before, to the same
     # Parts for a source's tokens meet at the rank of its rail on our node, with those for the sources before of the
     # same rail, in the order of the ranks that send them.
@@ -246,7 +246,7 @@ def _lay_out_crossing(node_tables, me, RANKS: tl.constexpr, LOCAL: tl.constexpr)
 def _agree(
     ctx, tables, node_tables, splits_ptr, capacity, plan, call, BY_SOURCE: tl.constexpr, EXPERTS: tl.constexpr,
     RANKS: tl.constexpr, LOCAL: tl.constexpr,
-):  # fmt: skip
+):
     """Of our totals make the tables: by one program, when all else is done."""
     me = td.rank(ctx)
     _exchange(ctx, tables, node_tables, plan, EXPERTS, RANKS, LOCAL)
@@ -269,7 +269,7 @@ def ep_route_nodes_kernel(
     ctx, ids_ptr, bad_ptr, tables, node_tables, splits_ptr, num_tokens, capacity, plan, call,
     AGREE: tl.constexpr, BY_SOURCE: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr,
     LOCAL: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr,
-):  # fmt: skip
+):
     """``ep_route_kernel`` for a group on several nodes of LOCAL ranks.
 
     Signal number ``source`` of a half says that the source's line of totals is in our buffer.
@@ -294,7 +294,7 @@ def ep_agree_nodes_kernel(
     ctx, bad_ptr, tables, node_tables, splits_ptr, num_tokens, tiles, capacity, plan, call,
     BY_SOURCE: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr, LOCAL: tl.constexpr,
     BLOCK: tl.constexpr, AT_ONCE: tl.constexpr,
-):  # fmt: skip
+):
     """``ep_agree_kernel`` for a group on several nodes of LOCAL ranks."""
     num_tokens, tiles = tl.cast(num_tokens, tl.int32), tl.cast(tiles, tl.int32)
     me, start = td.rank(ctx), tl.program_id(0) * BLOCK
@@ -310,7 +310,7 @@ def ep_agree_nodes_kernel(
 def ep_places_kernel(
     ctx, tables, node_tables, num_tokens, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr,
     LOCAL: tl.constexpr, TILE_TOKENS: tl.constexpr,
-):  # fmt: skip
+):
     """Complete the places of a tile's tokens, number those for each other node, and list them."""
     NODES: tl.constexpr = RANKS // LOCAL
     num_tokens = tl.cast(num_tokens, tl.int32)
