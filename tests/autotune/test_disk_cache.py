@@ -97,10 +97,10 @@ def test_entries_of_other_versions_stay_in_the_file():
 
 # Prints how many entries it finds, and stores one more.
 ANOTHER_PROCESS = """
-from tdkernels.autotune import cache
+from tdkernels.autotune import disk_cache
 from tests.autotune.entries import GPU, an_entry, cache_in
-print(len(cache.user_entries("ag_gemm", GPU)))
-cache.store([an_entry(shape=(2, 2, 2))])
+print(len(disk_cache.user_entries("ag_gemm", GPU)))
+disk_cache.store([an_entry(shape=(2, 2, 2))])
 """
 
 
@@ -324,13 +324,13 @@ def test_the_lock_of_a_process_that_died_is_no_lock(file):
 WRITERS, STORES = 4, 10
 WRITER = f"""
 import sys
-from tdkernels.autotune import cache
+from tdkernels.autotune import disk_cache
 from tests.autotune.entries import an_entry
-cache._LOCK_S = 100  # the machine may be busy
+disk_cache._LOCK_S = 100  # the machine may be busy
 print("ready", flush=True)
 sys.stdin.readline()
 for number in range({STORES}):
-    cache.store([an_entry(shape=(int(sys.argv[1]), number, 1))])
+    disk_cache.store([an_entry(shape=(int(sys.argv[1]), number, 1))])
 """
 
 

@@ -204,7 +204,7 @@ def test_a_bound_alone_leaves_every_method_open(ranks, experts, choices):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ep_moe_config, "spans_nodes", lambda group: False)
         for most in (1, 7, 4096):
-            capacity = sure_capacity(ranks * most, ranks, expert_support, choices)
+            capacity = sure_capacity(ranks * most, ranks, experts, choices)
             assert layout_of(None, capacity, most, choices, group) == "bounded"
 
 

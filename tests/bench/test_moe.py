@@ -68,10 +68,10 @@ def test_what_cannot_be_measured_says_why():
 def test_what_a_part_computes_and_sends():
     case = tp_case(TpShape(8, 32, 16, 4, 2), 4)
     down = 2 * 16 * 8 * 16
-    multi_method = (*tp_moe_methods.FORWARDS, tp_moe_methods.BOTH)
-    assert [case.flops(part) / down for part in multi_method] == [2, 1, 3, 9]
+    parts = (*tp_moe_methods.FORWARDS, tp_moe_methods.BOTH)
+    assert [case.flops(part) / down for part in parts] == [2, 1, 3, 9]
     shards = 8 * 16 * 2 * 3 / 4
-    assert [case.wire_bytes(part) / shards for part in multi_method] == [1, 1, 2, 4]
+    assert [case.wire_bytes(part) / shards for part in parts] == [1, 1, 2, 4]
 
 
 def test_experts_that_have_no_room_are_left_out():

@@ -29,16 +29,16 @@ def test_it_writes_a_trace_and_a_picture_and_says_where_the_time_went(tmp_path):
 
 
 def check_drawing_anew(file):
-    plot = file.with_suffix(".png")
-    plot.unlink()
+    picture = file.with_suffix(".png")
+    picture.unlink()
     assert main(["trace", "--draw", str(file)]) == 0
-    assert plot.stat().st_size > 10_000
-    plot.unlink()
+    assert picture.stat().st_size > 10_000
+    picture.unlink()
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "matplotlib", None)
         assert main(["trace", "--draw", str(file)]) == 1
         assert main(["trace", "--draw", str(file), "--no-picture"]) == 0
-    assert not plot.exists()
+    assert not picture.exists()
 
 
 def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch):

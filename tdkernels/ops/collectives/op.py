@@ -25,8 +25,8 @@ from tdkernels.autotune.selection import choose, keep_config, known_choice, know
 from tdkernels.ops.collectives import launch as launcher
 from tdkernels.ops.collectives.config import CollectiveConfig
 from tdkernels.ops.common import torch_collectives as plain
-from tdkernels.ops.common import validation as _operands
-from tdkernels.ops.common.config import as_argument, from_text
+from tdkernels.ops.common import validation
+from tdkernels.ops.common.config import as_argument, check_config, from_text
 from tdkernels.ops.common.multinode import spans_nodes
 from tdkernels.ops.common.tunable_base import problem_of
 from tdkernels.runtime import autograd, call_cache, torch_op
@@ -168,28 +168,20 @@ class _AllReduce(torch.autograd.Function):
 
 def _check(operator, x, world_size, config):
     """Raise TypeError or ValueError unless the call makes sense on this rank."""
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{operator}: x must be a torch.Tensor, not {type(x).__name__}")
+    validation.check_is_tensor(operator, "x", x)
     if x.layout != torch.strided or x.is_quantized:
         kind = "quantized" if x.is_quantized else x.layout
         raise TypeError(f"{operator}: x must be a plain dense tensor, not {kind}")
-    if operator != "all_gather" and x.dtype not in _operands.DTYPES:
-        raise TypeError(f"{operator}: x is {x.dtype}; bfloat16, float16 and float32 are supported")
-    if x.device.type not in autograd.DEVICES:
-        raise ValueError(f"{operator}: x is on {x.device}; cpu and cuda (NVIDIA, AMD) are supported")
+    if operator != "all_gather":
+        validation.check_dtype(operator, "x", x)
+    validation.check_device(operator, "x", x)
     if operator != "all_reduce" and x.dim() == 0:
         raise ValueError(f"{operator}: x must have at least one dimension, the rows; it is a scalar")
     if operator == "reduce_scatter" and x.shape[0] % world_size:
         raise ValueError(
             f"{operator}: the first dimension of x {list(x.shape)} must be divisible by the group's {world_size} ranks"
         )
-    if config is None:
-        return
-    if not isinstance(config, CollectiveConfig):
-        raise TypeError(f"{operator}: config must be a CollectiveConfig or None, not {type(config).__name__}")
-    reason = config.illegal(x.device, x.dtype, operator)
-    if reason is not None:
-        raise ValueError(f"{operator}: config cannot run: {reason}")
+    check_config(operator, config, CollectiveConfig, x, operator)
 
 
 def _call(function, operator, x, group, config):
@@ -211,7 +203,7 @@ def _keep(operator, group, x, config):
     chosen = None
     if config is None and not spans_nodes(group):
         chosen = known_choice(group, _call_of(operator, x))
-        if chosen is None and x.dtype in _operands.DTYPES:
+        if chosen is None and x.dtype in validation.DTYPES:
             return  # it is to be chosen again; for bytes of another dtype there is nothing to choose
     resolved = _config_for(operator, as_argument(config), x, group) if chosen is None else chosen[1].config
     run = lambda group, x: _run_by(resolved, operator, x, group)  # noqa: E731

@@ -66,8 +66,8 @@ def mistyped(config):
     return wrong and f"tiles: {wrong}"
 
 
-def check_config(operator, config, cls, x):
-    """Raise unless ``config`` is None or a ``cls`` that can run on the device of x, in its dtype."""
+def check_config(operator, config, cls, x, *use):
+    """Raise unless ``config`` is None or a ``cls`` that can run on the device of x, in its dtype, for ``use``."""
     if config is None:
         return
     if not isinstance(config, cls):
@@ -76,6 +76,6 @@ def check_config(operator, config, cls, x):
     wrong = None if torch.compiler.is_compiling() else mistyped(config)
     if wrong is not None:
         raise TypeError(f"{operator}: config cannot run: {wrong}")
-    reason = config.illegal(x.device, x.dtype)
+    reason = config.illegal(x.device, x.dtype, *use)
     if reason is not None:
         raise ValueError(f"{operator}: config cannot run: {reason}")

@@ -1,4 +1,4 @@
-"""Checks of the tensors that a user passes to an operator, before anything is launched."""
+"""Checks of what a user passes to an operator, before anything is launched. All errors name the argument."""
 
 import torch
 
@@ -8,35 +8,41 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 INTEGERS = (torch.int32, torch.int64)
 
 
-def check_operands(operator, x, weight, bias):
-    """Raise TypeError or ValueError, naming the argument and its shape, unless x @ weight.T + bias makes sense."""
-    for name, tensor in (("x", x), ("weight", weight), ("bias", bias)):
-        if tensor is None and name == "bias":
-            continue
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{operator}: {name} must be a torch.Tensor, not {type(tensor).__name__}")
-        if tensor.dtype not in DTYPES:
-            raise TypeError(f"{operator}: {name} is {tensor.dtype}; bfloat16, float16 and float32 are supported")
-        if tensor.dtype != x.dtype:
-            raise TypeError(f"{operator}: x is {x.dtype} but {name} is {tensor.dtype}")
-        if tensor.device != x.device:
-            raise ValueError(f"{operator}: x is on {x.device} but {name} is on {tensor.device}")
-    if x.device.type not in DEVICES:
-        raise ValueError(f"{operator}: x is on {x.device}; cpu and cuda (NVIDIA, AMD) are supported")
-    if x.dim() < 2:
-        raise ValueError(f"{operator}: x must have at least 2 dimensions [rows, K], its shape is {_shape(x)}")
-    if weight.dim() != 2:
-        raise ValueError(f"{operator}: weight must have 2 dimensions [N, K], its shape is {_shape(weight)}")
-    if x.shape[-1] != weight.shape[1]:
-        raise ValueError(
-            f"{operator}: the last dimension of x {_shape(x)} and of weight {_shape(weight)} must be the same K"
-        )
-    if weight.shape[0] == 0 or weight.shape[1] == 0:
-        raise ValueError(f"{operator}: weight {_shape(weight)} has an empty dimension")
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(
-            f"{operator}: bias {_shape(bias)} must have one element for each row of weight {_shape(weight)}"
-        )
+def shape_of(tensor):
+    """As an error shows it."""
+    return list(tensor.shape)
+
+
+# ---- one property of one argument ----
+
+
+def check_is_tensor(operator, name, value):
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{operator}: {name} must be a torch.Tensor, not {type(value).__name__}")
+
+
+def check_dtype(operator, name, tensor, dtypes=DTYPES, words="bfloat16, float16 and float32 are"):
+    if tensor.dtype not in dtypes:
+        raise TypeError(f"{operator}: {name} is {tensor.dtype}; {words} supported")
+
+
+def check_integers(operator, name, tensor):
+    check_dtype(operator, name, tensor, INTEGERS, "int32 and int64 are")
+
+
+def check_same_dtype(operator, name, tensor, first, first_name="x"):
+    if tensor.dtype != first.dtype:
+        raise TypeError(f"{operator}: {first_name} is {first.dtype} but {name} is {tensor.dtype}")
+
+
+def check_same_device(operator, name, tensor, first, first_name="x"):
+    if tensor.device != first.device:
+        raise ValueError(f"{operator}: {first_name} is on {first.device} but {name} is on {tensor.device}")
+
+
+def check_device(operator, name, tensor):
+    if tensor.device.type not in DEVICES:
+        raise ValueError(f"{operator}: {name} is on {tensor.device}; cpu and cuda (NVIDIA, AMD) are supported")
 
 
 def check_memory(operator, name, tensor):
@@ -50,32 +56,65 @@ def check_memory(operator, name, tensor):
     if torch._C._are_functorch_transforms_active():
         raise RuntimeError(f"{operator}: transforms of torch.func (functorch) are not supported")
     if hasattr(tensor, "to_local"):
-        raise TypeError(f"{operator}: {name} {_shape(tensor)} is a {type(tensor).__name__}; pass its to_local()")
+        raise TypeError(f"{operator}: {name} {shape_of(tensor)} is a {type(tensor).__name__}; pass its to_local()")
     if tensor.is_neg():
-        raise TypeError(f"{operator}: {name} {_shape(tensor)} is a view that negates its memory; pass resolve_neg()")
+        raise TypeError(f"{operator}: {name} {shape_of(tensor)} is a view that negates its memory; pass resolve_neg()")
+
+
+# ---- whole arguments ----
 
 
 def check_tensor(operator, name, tensor, like=None):
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{operator}: {name} must be a torch.Tensor, not {type(tensor).__name__}")
+    """A plain dense tensor, on the device of ``like``."""
+    check_is_tensor(operator, name, tensor)
     if tensor.layout != torch.strided:
         raise TypeError(f"{operator}: {name} must be a plain dense tensor, not {tensor.layout}")
     check_memory(operator, name, tensor)
-    if like is not None and tensor.device != like.device:
-        raise ValueError(f"{operator}: x is on {like.device} but {name} is on {tensor.device}")
+    if like is not None:
+        check_same_device(operator, name, tensor, like)
 
 
-def check_rows(operator, name, x, dtypes, dtype_words):
+def check_rows(operator, name, x, dtypes=DTYPES, words="bfloat16, float16 and float32 are"):
+    """A tensor of [rows, H], H not 0."""
     check_tensor(operator, name, x)
-    if x.dtype not in dtypes:
-        raise TypeError(f"{operator}: {name} is {x.dtype}; {dtype_words} are supported")
-    if x.device.type not in DEVICES:
-        raise ValueError(f"{operator}: {name} is on {x.device}; cpu and cuda (NVIDIA, AMD) are supported")
+    check_dtype(operator, name, x, dtypes, words)
+    check_device(operator, name, x)
     if x.dim() != 2:
-        raise ValueError(f"{operator}: {name} must have 2 dimensions [rows, H], its shape is {_shape(x)}")
+        raise ValueError(f"{operator}: {name} must have 2 dimensions [rows, H], its shape is {shape_of(x)}")
     if x.shape[1] == 0:
-        raise ValueError(f"{operator}: {name} {_shape(x)} has empty rows")
+        raise ValueError(f"{operator}: {name} {shape_of(x)} has empty rows")
 
 
-def _shape(tensor):
-    return list(tensor.shape)
+def check_floats(operator, tensors):
+    """Tensors by their names, all of the first one's dtype and device."""
+    (first_name, first), *_ = tensors.items()
+    for name, tensor in tensors.items():
+        check_is_tensor(operator, name, tensor)
+        check_dtype(operator, name, tensor)
+        check_same_dtype(operator, name, tensor, first, first_name)
+        check_same_device(operator, name, tensor, first, first_name)
+
+
+def check_weight(operator, weight, bias):
+    """weight [N, K], no dimension empty, and a bias [N] or None."""
+    if weight.dim() != 2:
+        raise ValueError(f"{operator}: weight must have 2 dimensions [N, K], its shape is {shape_of(weight)}")
+    if weight.shape[0] == 0 or weight.shape[1] == 0:
+        raise ValueError(f"{operator}: weight {shape_of(weight)} has an empty dimension")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(
+            f"{operator}: bias {shape_of(bias)} must have one element for each row of weight {shape_of(weight)}"
+        )
+
+
+def check_operands(operator, x, weight, bias):
+    """Raise TypeError or ValueError, naming the argument and its shape, unless x @ weight.T + bias makes sense."""
+    check_floats(operator, {"x": x, "weight": weight} | ({} if bias is None else {"bias": bias}))
+    check_device(operator, "x", x)
+    if x.dim() < 2:
+        raise ValueError(f"{operator}: x must have at least 2 dimensions [rows, K], its shape is {shape_of(x)}")
+    if weight.dim() == 2 and x.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"{operator}: the last dimension of x {shape_of(x)} and of weight {shape_of(weight)} must be the same K"
+        )
+    check_weight(operator, weight, bias)

@@ -2,13 +2,17 @@
 
 import math
 
-import torch
-
 from tdkernels.ops.attention.ag_attention.config import AgAttentionConfig
 from tdkernels.ops.attention.ag_attention.vendor_attention import KERNELS
 from tdkernels.ops.common.config import check_config
-from tdkernels.ops.common.validation import DTYPES, check_memory
-from tdkernels.runtime.autograd import DEVICES
+from tdkernels.ops.common.validation import (
+    check_device,
+    check_dtype,
+    check_is_tensor,
+    check_memory,
+    check_same_device,
+    check_same_dtype,
+)
 
 SHARDINGS = ("contiguous", "zigzag")
 LEAST, MOST = 16, 256  # elements of a head
@@ -43,17 +47,12 @@ def _check_widths(operator, config, q, v):
 
 
 def _check_tensor(operator, name, tensor, q):
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{operator}: {name} must be a torch.Tensor, not {type(tensor).__name__}")
+    check_is_tensor(operator, name, tensor)
     check_memory(operator, name, tensor)
-    if tensor.dtype not in DTYPES:
-        raise TypeError(f"{operator}: {name} is {tensor.dtype}; bfloat16, float16 and float32 are supported")
-    if tensor.dtype != q.dtype:
-        raise TypeError(f"{operator}: q is {q.dtype} but {name} is {tensor.dtype}")
-    if tensor.device != q.device:
-        raise ValueError(f"{operator}: q is on {q.device} but {name} is on {tensor.device}")
-    if tensor.device.type not in DEVICES:
-        raise ValueError(f"{operator}: {name} is on {tensor.device}; cpu and cuda (NVIDIA, AMD) are supported")
+    check_dtype(operator, name, tensor)
+    check_same_dtype(operator, name, tensor, q, "q")
+    check_same_device(operator, name, tensor, q, "q")
+    check_device(operator, name, tensor)
     if tensor.dim() != 4:
         raise ValueError(
             f"{operator}: {name} must have 4 dimensions [B, S / W, heads, D], its shape is {list(tensor.shape)}"

@@ -7,27 +7,26 @@ import torch
 
 from tdkernels.ops.attention.flash_decode.config import FlashDecodeConfig
 from tdkernels.ops.common.config import check_config
-from tdkernels.ops.common.validation import DTYPES, check_memory
-from tdkernels.runtime.autograd import DEVICES
+from tdkernels.ops.common.validation import (
+    INTEGERS,
+    check_device,
+    check_dtype,
+    check_is_tensor,
+    check_memory,
+    check_same_device,
+    shape_of,
+)
 
 FP8 = torch.float8_e4m3fn
 MAX_D = 1024
 MAX_BATCH = 1 << 14
-_INTEGERS = (torch.int32, torch.int64)
 
 
-def _shape(tensor):
-    return list(tensor.shape)
-
-
-def _tensor(name, value, device, dtypes, what):
-    if not isinstance(value, torch.Tensor):
-        raise TypeError(f"flash_decode: {name} must be a torch.Tensor, not {type(value).__name__}")
+def _tensor(name, value, q, dtypes, what):
+    check_is_tensor("flash_decode", name, value)
     check_memory("flash_decode", name, value)
-    if value.dtype not in dtypes:
-        raise TypeError(f"flash_decode: {name} is {value.dtype}; {what} supported")
-    if value.device != device:
-        raise ValueError(f"flash_decode: q is on {device} but {name} is on {value.device}")
+    check_dtype("flash_decode", name, value, dtypes, what)
+    check_same_device("flash_decode", name, value, q, "q")
 
 
 def check(q, k_cache, v_cache, kv_lens, block_table, scales, scale, soft_cap, window, config):
@@ -47,80 +46,79 @@ def check(q, k_cache, v_cache, kv_lens, block_table, scales, scale, soft_cap, wi
 
 
 def _check_q(q):
-    if not isinstance(q, torch.Tensor):
-        raise TypeError(f"flash_decode: q must be a torch.Tensor, not {type(q).__name__}")
+    check_is_tensor("flash_decode", "q", q)
     check_memory("flash_decode", "q", q)
-    if q.dtype not in DTYPES:
-        raise TypeError(f"flash_decode: q is {q.dtype}; bfloat16, float16 and float32 are supported")
-    if q.device.type not in DEVICES:
-        raise ValueError(f"flash_decode: q is on {q.device}; cpu and cuda (NVIDIA, AMD) are supported")
+    check_dtype("flash_decode", "q", q)
+    check_device("flash_decode", "q", q)
     if q.dim() not in (3, 4):
-        raise ValueError(f"flash_decode: q must be [B, Hq, D] or [B, Tq, Hq, D], its shape is {_shape(q)}")
+        raise ValueError(f"flash_decode: q must be [B, Hq, D] or [B, Tq, Hq, D], its shape is {shape_of(q)}")
     if 0 in q.shape[1:]:
-        raise ValueError(f"flash_decode: q {_shape(q)} has an empty dimension")
+        raise ValueError(f"flash_decode: q {shape_of(q)} has an empty dimension")
     if q.shape[-1] > MAX_D:
-        raise ValueError(f"flash_decode: q {_shape(q)} has heads of {q.shape[-1]}, at most {MAX_D} are supported")
+        raise ValueError(f"flash_decode: q {shape_of(q)} has heads of {q.shape[-1]}, at most {MAX_D} are supported")
     if q.shape[0] > MAX_BATCH:
-        raise ValueError(f"flash_decode: q {_shape(q)} has {q.shape[0]} entries, at most {MAX_BATCH} are supported")
+        raise ValueError(f"flash_decode: q {shape_of(q)} has {q.shape[0]} entries, at most {MAX_BATCH} are supported")
 
 
 def _check_caches(q, k_cache, v_cache):
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        _tensor(name, cache, q.device, (q.dtype, FP8), f"the type of q, {q.dtype}, and float8_e4m3fn are")
+        _tensor(name, cache, q, (q.dtype, FP8), f"the type of q, {q.dtype}, and float8_e4m3fn are")
         if cache.dim() != 4:
             raise ValueError(
                 f"flash_decode: {name} must be [B, S, Hkv, D] or [blocks, block_size, Hkv, D], its shape is "
-                f"{_shape(cache)}"
+                f"{shape_of(cache)}"
             )
         if cache.stride(3) != 1 and cache.shape[3] > 1:
             raise ValueError(
-                f"flash_decode: {name} {_shape(cache)} must have a contiguous last dimension, its strides are "
+                f"flash_decode: {name} {shape_of(cache)} must have a contiguous last dimension, its strides are "
                 f"{list(cache.stride())}"
             )
     if v_cache.dtype != k_cache.dtype:
         raise TypeError(f"flash_decode: k_cache is {k_cache.dtype} but v_cache is {v_cache.dtype}")
     if k_cache.shape[:3] != v_cache.shape[:3]:
         raise ValueError(
-            f"flash_decode: k_cache {_shape(k_cache)} and v_cache {_shape(v_cache)} may differ in the last dimension "
-            "only"
+            f"flash_decode: k_cache {shape_of(k_cache)} and v_cache {shape_of(v_cache)} may differ in the last "
+            "dimension only"
         )
     if k_cache.shape[3] != q.shape[-1]:
         raise ValueError(
-            f"flash_decode: the last dimension of q {_shape(q)} and of k_cache {_shape(k_cache)} must be the same D"
+            f"flash_decode: the last dimension of q {shape_of(q)} and of k_cache {shape_of(k_cache)} must be the same D"
         )
     if 0 in (*k_cache.shape[2:], v_cache.shape[3]):
-        raise ValueError(f"flash_decode: k_cache {_shape(k_cache)} or v_cache {_shape(v_cache)} has an empty dimension")
+        raise ValueError(
+            f"flash_decode: k_cache {shape_of(k_cache)} or v_cache {shape_of(v_cache)} has an empty dimension"
+        )
     if v_cache.shape[3] > MAX_D:
-        raise ValueError(f"flash_decode: v_cache {_shape(v_cache)} has heads of more than {MAX_D}")
+        raise ValueError(f"flash_decode: v_cache {shape_of(v_cache)} has heads of more than {MAX_D}")
     if q.shape[-2] % k_cache.shape[2]:
         raise ValueError(
-            f"flash_decode: the {q.shape[-2]} heads of q {_shape(q)} must be a multiple of the {k_cache.shape[2]} of "
-            f"k_cache {_shape(k_cache)}"
+            f"flash_decode: the {q.shape[-2]} heads of q {shape_of(q)} must be a multiple of the {k_cache.shape[2]} of "
+            f"k_cache {shape_of(k_cache)}"
         )
 
 
 def _check_lengths(q, k_cache, kv_lens, block_table):
-    _tensor("kv_lens", kv_lens, q.device, _INTEGERS, "int32 and int64 are")
+    _tensor("kv_lens", kv_lens, q, INTEGERS, "int32 and int64 are")
     if tuple(kv_lens.shape) != (q.shape[0],):
         raise ValueError(
-            f"flash_decode: kv_lens must be [B] with the {q.shape[0]} entries of q {_shape(q)}, its shape is "
-            f"{_shape(kv_lens)}"
+            f"flash_decode: kv_lens must be [B] with the {q.shape[0]} entries of q {shape_of(q)}, its shape is "
+            f"{shape_of(kv_lens)}"
         )
     if block_table is None:
         if k_cache.shape[0] != q.shape[0]:
             raise ValueError(
-                f"flash_decode: k_cache {_shape(k_cache)} must have the {q.shape[0]} entries of q {_shape(q)}; pass "
-                "block_table if it is paged"
+                f"flash_decode: k_cache {shape_of(k_cache)} must have the {q.shape[0]} entries of q {shape_of(q)}; "
+                "pass block_table if it is paged"
             )
         return
-    _tensor("block_table", block_table, q.device, _INTEGERS, "int32 and int64 are")
+    _tensor("block_table", block_table, q, INTEGERS, "int32 and int64 are")
     if block_table.dim() != 2 or block_table.shape[0] != q.shape[0]:
         raise ValueError(
-            f"flash_decode: block_table must be [B, max_blocks] with the {q.shape[0]} entries of q {_shape(q)}, its "
-            f"shape is {_shape(block_table)}"
+            f"flash_decode: block_table must be [B, max_blocks] with the {q.shape[0]} entries of q {shape_of(q)}, its "
+            f"shape is {shape_of(block_table)}"
         )
     if 0 in k_cache.shape[:2]:
-        raise ValueError(f"flash_decode: the paged k_cache {_shape(k_cache)} has no blocks, or empty ones")
+        raise ValueError(f"flash_decode: the paged k_cache {shape_of(k_cache)} has no blocks, or empty ones")
 
 
 def _check_scale(name, value, q, k_cache):
@@ -130,11 +128,11 @@ def _check_scale(name, value, q, k_cache):
         return
     if value is None:
         return
-    _tensor(name, value, q.device, (torch.float32,), "float32 is")
+    _tensor(name, value, q, (torch.float32,), "float32 is")
     if value.numel() != 1 and tuple(value.shape) != (k_cache.shape[2],):
         raise ValueError(
             f"flash_decode: {name} must have one element, or the Hkv = {k_cache.shape[2]} heads of k_cache "
-            f"{_shape(k_cache)}, its shape is {_shape(value)}"
+            f"{shape_of(k_cache)}, its shape is {shape_of(value)}"
         )
 
 
@@ -150,6 +148,6 @@ def check_values(k_cache, kv_lens, block_table):
             for number, block in enumerate(block_table[entry, : -(-length // k_cache.shape[1])].tolist()):
                 if not 0 <= block < k_cache.shape[0]:
                     raise ValueError(
-                        f"flash_decode: block_table[{entry}, {number}] is {block}, k_cache {_shape(k_cache)} has "
+                        f"flash_decode: block_table[{entry}, {number}] is {block}, k_cache {shape_of(k_cache)} has "
                         f"{k_cache.shape[0]} blocks"
                     )

@@ -13,11 +13,13 @@ Example:
 
 import torch
 
+from tdkernels.ops.common.config import check_config
 from tdkernels.ops.common.validation import INTEGERS, check_tensor
 from tdkernels.ops.experts.dispatch import launch as launcher
+from tdkernels.ops.experts.dispatch.config import EpConfig
 from tdkernels.ops.experts.dispatch.device_errors import Splits
 from tdkernels.ops.experts.dispatch.route import as_chosen, refuse_too_many, route_tokens
-from tdkernels.ops.experts.dispatch.validation import check_config, check_most_tokens, check_num_experts, check_payload
+from tdkernels.ops.experts.dispatch.validation import check_most_tokens, check_num_experts, check_payload
 from tdkernels.runtime.autograd import refuse_second_derivatives
 from tdkernels.runtime.torch_op import outside_graphs
 from tdkernels.symm import resolve_group
@@ -76,7 +78,7 @@ def _check(x, splits, scales, max_tokens, max_tokens_per_rank, config, world_siz
         )
     check_num_experts(_NAME, splits.shape[0], world_size)
     check_most_tokens(_NAME, max_tokens_per_rank, 1, world_size)
-    check_config(_NAME, config, x.device)
+    check_config(_NAME, config, EpConfig, x)
 
 
 @outside_graphs

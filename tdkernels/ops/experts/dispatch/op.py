@@ -23,13 +23,14 @@ from typing import NamedTuple
 
 import torch
 
+from tdkernels.ops.common.config import check_config
 from tdkernels.ops.experts.dispatch import launch as launcher
+from tdkernels.ops.experts.dispatch.config import EpConfig
 from tdkernels.ops.experts.dispatch.route import as_chosen, refuse_too_many, route_tokens
 from tdkernels.ops.experts.dispatch.token_buckets import choose_config
 from tdkernels.ops.experts.dispatch.validation import (
     check_again,
     check_combine,
-    check_config,
     check_dispatch,
     check_most_tokens,
 )
@@ -206,7 +207,7 @@ def handle_of(
         return EpHandle(known, topk_weights)
     check_dispatch(x, topk_ids, topk_weights, scales, num_experts, quantize, max_tokens, group.size())
     check_most_tokens("ep_dispatch", max_tokens_per_rank, topk_ids.shape[1], group.size())
-    check_config("ep_dispatch", config, x.device)
+    check_config("ep_dispatch", config, EpConfig, x)
     if max_tokens_per_rank is not None and len(x) > max_tokens_per_rank:
         refuse_too_many(
             "ep_dispatch", x, topk_ids, topk_weights, scales, num_experts, quantize, max_tokens, max_tokens_per_rank,
@@ -329,7 +330,7 @@ def checked_combine(expert_out, handle, topk_weights, group, config):
     if resolve_group(group) is not routing.group:
         raise ValueError("ep_combine: the handle is of another group than the call")
     check_combine(expert_out, routing, topk_weights)
-    check_config("ep_combine", config, expert_out.device)
+    check_config("ep_combine", config, EpConfig, expert_out)
     _check_method(routing, config)
     if config is None and not routing.config_is_given and routing.by_torch is None:
         config = choose_config("ep_combine", routing, expert_out)

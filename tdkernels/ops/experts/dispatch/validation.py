@@ -2,25 +2,20 @@
 
 import torch
 
-from tdkernels.ops.common.validation import DTYPES, INTEGERS, check_rows, check_tensor
-from tdkernels.ops.experts.dispatch.config import EpConfig
+from tdkernels.ops.common.validation import DTYPES, check_dtype, check_integers, check_rows, check_tensor, shape_of
 
 PAYLOADS = (*DTYPES, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-def _shape(tensor):
-    return list(tensor.shape)
-
-
 def check_payload(operator, x, scales, max_tokens):
     """x [T, H] and scales [T] or [T, S] that go with it."""
-    check_rows(operator, "x", x, PAYLOADS, "bfloat16, float16, float32, float8_e4m3fn and float8_e5m2")
+    check_rows(operator, "x", x, PAYLOADS, "bfloat16, float16, float32, float8_e4m3fn and float8_e5m2 are")
     if scales is not None:
         check_tensor(operator, "scales", scales, x)
         if scales.dim() not in (1, 2) or scales.shape[0] != x.shape[0]:
             raise ValueError(
                 f"{operator}: scales must be [T] or [T, S] with the T = {x.shape[0]} rows of x, its shape is "
-                f"{_shape(scales)}"
+                f"{shape_of(scales)}"
             )
     if max_tokens is not None and (type(max_tokens) is not int or not 0 < max_tokens < 1 << 30):
         raise ValueError(f"{operator}: max_tokens must be a positive integer below 2**30, not {max_tokens!r}")
@@ -48,16 +43,16 @@ def check_dispatch(
     """Raise TypeError or ValueError, naming the argument and its shape, unless x can be dispatched."""
     check_payload(operator, x, scales, max_tokens)
     check_tensor(operator, "topk_ids", topk_ids, x)
-    if topk_ids.dtype not in INTEGERS:
-        raise TypeError(f"{operator}: topk_ids is {topk_ids.dtype}; int32 and int64 are supported")
+    check_integers(operator, "topk_ids", topk_ids)
     if topk_ids.dim() != 2 or topk_ids.shape[0] != x.shape[0]:
         raise ValueError(
-            f"{operator}: topk_ids must be [T, k] with the T = {x.shape[0]} rows of x, its shape is {_shape(topk_ids)}"
+            f"{operator}: topk_ids must be [T, k] with the T = {x.shape[0]} rows of x, its shape is "
+            f"{shape_of(topk_ids)}"
         )
     check_num_experts(operator, num_experts, world_size)
     if not 1 <= topk_ids.shape[1] <= num_experts:
         raise ValueError(
-            f"{operator}: topk_ids {_shape(topk_ids)} must have from 1 to num_experts = {num_experts} choices"
+            f"{operator}: topk_ids {shape_of(topk_ids)} must have from 1 to num_experts = {num_experts} choices"
         )
     check_weights(operator, topk_weights, x, topk_ids.shape)
     _check_quantize(operator, x, scales, quantize)
@@ -69,7 +64,7 @@ def check_again(x, routing, topk_weights, scales, quantize):
     check_payload(operator, x, scales, None)
     check_tensor(operator, "topk_ids (the handle)", routing.tables, x)
     if x.shape[0] != routing.tokens:
-        raise ValueError(f"{operator}: x {_shape(x)} must have the {routing.tokens} tokens of the handle")
+        raise ValueError(f"{operator}: x {shape_of(x)} must have the {routing.tokens} tokens of the handle")
     check_weights(operator, topk_weights, x, (routing.tokens, routing.choices))
     _check_quantize(operator, x, scales, quantize)
 
@@ -85,29 +80,20 @@ def check_weights(operator, weights, x, shape):
     if weights is None:
         return
     check_tensor(operator, "topk_weights", weights, x)
-    if weights.dtype not in DTYPES:
-        raise TypeError(f"{operator}: topk_weights is {weights.dtype}; bfloat16, float16 and float32 are supported")
+    check_dtype(operator, "topk_weights", weights)
     if tuple(weights.shape) != tuple(shape):
-        raise ValueError(f"{operator}: topk_weights {_shape(weights)} must have the shape of topk_ids {list(shape)}")
+        raise ValueError(f"{operator}: topk_weights {shape_of(weights)} must have the shape of topk_ids {list(shape)}")
 
 
 def check_combine(expert_out, routing, topk_weights):
     operator = "ep_combine"
-    check_rows(operator, "expert_out", expert_out, DTYPES, "bfloat16, float16 and float32")
+    check_rows(operator, "expert_out", expert_out)
     if expert_out.device != routing.tables.device:
         raise ValueError(
             f"{operator}: expert_out is on {expert_out.device} but the tokens were on {routing.tables.device}"
         )
     if expert_out.shape[0] != routing.rows:
-        raise ValueError(f"{operator}: expert_out {_shape(expert_out)} must have the {routing.rows} rows of recv.x")
+        raise ValueError(f"{operator}: expert_out {shape_of(expert_out)} must have the {routing.rows} rows of recv.x")
     check_weights(operator, topk_weights, expert_out, (routing.tokens, routing.choices))
 
 
-def check_config(operator, config, device):
-    if config is None:
-        return
-    if not isinstance(config, EpConfig):
-        raise TypeError(f"{operator}: config must be an EpConfig or None, not {type(config).__name__}")
-    reason = config.illegal(device)
-    if reason is not None:
-        raise ValueError(f"{operator}: config cannot run: {reason}")

@@ -20,7 +20,7 @@ Example:
 
 import torch
 
-from tdkernels.ops.common.config import as_argument
+from tdkernels.ops.common.config import as_argument, check_config
 from tdkernels.ops.common.validation import check_tensor
 from tdkernels.ops.experts.dispatch.op import ep_combine, ep_combine_ref, ep_dispatch_ref
 from tdkernels.ops.experts.dispatch.token_buckets import sure_capacity
@@ -79,17 +79,7 @@ def _check(
         )
     if quantize is not None and torch.is_grad_enabled() and x.requires_grad:
         raise ValueError(f'{operator}: quantize="fp8" has no gradient, and x requires one: detach it, or no_grad')
-    _check_config(operator, config, x)
-
-
-def _check_config(operator, config, x):
-    if config is None:
-        return
-    if not isinstance(config, EpMoeConfig):
-        raise TypeError(f"{operator}: config must be an EpMoeConfig or None, not {type(config).__name__}")
-    reason = config.illegal(x.device, x.dtype)
-    if reason is not None:
-        raise ValueError(f"{operator}: config cannot run: {reason}")
+    check_config(operator, config, EpMoeConfig, x)
 
 
 # ---- the public function ----

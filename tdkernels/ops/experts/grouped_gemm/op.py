@@ -15,8 +15,16 @@ Example:
 
 import torch
 
-from tdkernels.ops.common import validation as _operands
 from tdkernels.ops.common.config import as_argument, check_config, from_text
+from tdkernels.ops.common.validation import (
+    check_device,
+    check_dtype,
+    check_integers,
+    check_is_tensor,
+    check_memory,
+    check_same_device,
+    check_same_dtype,
+)
 from tdkernels.ops.experts.grouped_gemm import dispatch as ways
 from tdkernels.ops.experts.grouped_gemm import launch
 from tdkernels.ops.experts.grouped_gemm.config import GroupGemmConfig
@@ -95,17 +103,12 @@ class _GroupGemm(torch.autograd.Function):
 def check_experts(operator, x, w, name="w", rows="x"):
     """Raise TypeError or ValueError, naming the argument and its shape, unless rows of x can be multiplied by w [e]."""
     for argument, tensor in ((rows, x), (name, w)):
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{operator}: {argument} must be a torch.Tensor, not {type(tensor).__name__}")
-        _operands.check_memory(operator, argument, tensor)
-        if tensor.dtype not in _operands.DTYPES:
-            raise TypeError(f"{operator}: {argument} is {tensor.dtype}; bfloat16, float16 and float32 are supported")
-    if w.dtype != x.dtype:
-        raise TypeError(f"{operator}: {rows} is {x.dtype} but {name} is {w.dtype}")
-    if w.device != x.device:
-        raise ValueError(f"{operator}: {rows} is on {x.device} but {name} is on {w.device}")
-    if x.device.type not in autograd.DEVICES:
-        raise ValueError(f"{operator}: {rows} is on {x.device}; cpu and cuda (NVIDIA, AMD) are supported")
+        check_is_tensor(operator, argument, tensor)
+        check_memory(operator, argument, tensor)
+        check_dtype(operator, argument, tensor)
+    check_same_dtype(operator, name, w, x, rows)
+    check_same_device(operator, name, w, x, rows)
+    check_device(operator, rows, x)
     if x.dim() != 2:
         raise ValueError(f"{operator}: {rows} must have 2 dimensions [rows, K], its shape is {list(x.shape)}")
     if w.dim() != 3:
@@ -135,12 +138,9 @@ def check_method(operator, config, w, name="w"):
 
 
 def _check_splits(x, w, splits):
-    if not isinstance(splits, torch.Tensor):
-        raise TypeError(f"group_gemm: splits must be a torch.Tensor, not {type(splits).__name__}")
-    if splits.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"group_gemm: splits is {splits.dtype}; int32 and int64 are supported")
-    if splits.device != x.device:
-        raise ValueError(f"group_gemm: x is on {x.device} but splits is on {splits.device}")
+    check_is_tensor("group_gemm", "splits", splits)
+    check_integers("group_gemm", "splits", splits)
+    check_same_device("group_gemm", "splits", splits, x)
     if tuple(splits.shape) != tuple(w.shape[:1]):
         raise ValueError(
             f"group_gemm: splits must be [E] with the E = {w.shape[0]} of w, its shape is {list(splits.shape)}"

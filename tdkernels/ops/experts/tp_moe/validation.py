@@ -1,43 +1,33 @@
 """Checks of what a user passes to tensor-parallel experts, before anything is launched."""
 
-import torch
-
 from tdkernels.ops.common.config import check_config
-from tdkernels.ops.common.validation import DTYPES, INTEGERS
+from tdkernels.ops.common.validation import check_dtype, check_integers, check_is_tensor, check_same_device, shape_of
 from tdkernels.ops.experts.grouped_gemm.op import check_activation, check_experts, check_method
 from tdkernels.ops.experts.tp_moe.config import MoeTpConfig
 
 
-def _shape(tensor):
-    return list(tensor.shape)
-
-
 def _check_ids(operator, topk_ids, x, num_experts):
-    if not isinstance(topk_ids, torch.Tensor):
-        raise TypeError(f"{operator}: topk_ids must be a torch.Tensor, not {type(topk_ids).__name__}")
-    if topk_ids.dtype not in INTEGERS:
-        raise TypeError(f"{operator}: topk_ids is {topk_ids.dtype}; int32 and int64 are supported")
-    if topk_ids.device != x.device:
-        raise ValueError(f"{operator}: x is on {x.device} but topk_ids is on {topk_ids.device}")
+    check_is_tensor(operator, "topk_ids", topk_ids)
+    check_integers(operator, "topk_ids", topk_ids)
+    check_same_device(operator, "topk_ids", topk_ids, x)
     if topk_ids.dim() != 2 or topk_ids.shape[0] != x.shape[0]:
         raise ValueError(
-            f"{operator}: topk_ids must be [M / W, k] with the {x.shape[0]} rows of x, its shape is {_shape(topk_ids)}"
+            f"{operator}: topk_ids must be [M / W, k] with the {x.shape[0]} rows of x, its shape is "
+            f"{shape_of(topk_ids)}"
         )
     if not 1 <= topk_ids.shape[1] <= num_experts:
         raise ValueError(
-            f"{operator}: topk_ids {_shape(topk_ids)} must have from 1 to E = {num_experts} choices"
+            f"{operator}: topk_ids {shape_of(topk_ids)} must have from 1 to E = {num_experts} choices"
         )
 
 
 def _check_weights(operator, weights, device, shape):
-    if not isinstance(weights, torch.Tensor):
-        raise TypeError(f"{operator}: topk_weights must be a torch.Tensor, not {type(weights).__name__}")
-    if weights.dtype not in DTYPES:
-        raise TypeError(f"{operator}: topk_weights is {weights.dtype}; bfloat16, float16 and float32 are supported")
+    check_is_tensor(operator, "topk_weights", weights)
+    check_dtype(operator, "topk_weights", weights)
     if weights.device != device:
         raise ValueError(f"{operator}: topk_weights is on {weights.device} but the tokens are on {device}")
     if tuple(weights.shape) != tuple(shape):
-        raise ValueError(f"{operator}: topk_weights {_shape(weights)} must have the shape of topk_ids {list(shape)}")
+        raise ValueError(f"{operator}: topk_weights {shape_of(weights)} must have the shape of topk_ids {list(shape)}")
 
 
 def check_ag_gemm(operator, x, topk_ids, w, activation, config, name="w"):
@@ -53,9 +43,9 @@ def check_gemm_rs(operator, h, routing, topk_weights, w, config):
     """The same for the second half."""
     check_experts(operator, h, w, rows="h")
     if w.shape[0] != routing.num_experts:
-        raise ValueError(f"{operator}: w {_shape(w)} must have the {routing.num_experts} experts of the routing")
+        raise ValueError(f"{operator}: w {shape_of(w)} must have the {routing.num_experts} experts of the routing")
     if h.shape[0] != routing.choices.shape[0]:
-        raise ValueError(f"{operator}: h {_shape(h)} must have the routing's {routing.choices.shape[0]} rows")
+        raise ValueError(f"{operator}: h {shape_of(h)} must have the routing's {routing.choices.shape[0]} rows")
     if h.device != routing.choices.device:
         raise ValueError(f"{operator}: h is on {h.device} but the routing is of {routing.choices.device}")
     _check_weights(operator, topk_weights, h.device, (routing.tokens, routing.num_choices))
@@ -68,15 +58,14 @@ def check_tp_moe(x, topk_ids, topk_weights, w_gate_up, w_down, activation, confi
     operator = "tp_moe"
     check_ag_gemm(operator, x, topk_ids, w_gate_up, activation, config, name="w_gate_up")
     _check_weights(operator, topk_weights, x.device, topk_ids.shape)
-    if not isinstance(w_down, torch.Tensor):
-        raise TypeError(f"{operator}: w_down must be a torch.Tensor, not {type(w_down).__name__}")
+    check_is_tensor(operator, "w_down", w_down)
     if w_down.dtype != x.dtype or w_down.device != x.device:
         raise TypeError(f"{operator}: x is {x.dtype} on {x.device} but w_down is {w_down.dtype} on {w_down.device}")
     width = w_gate_up.shape[1] // (2 if activation else 1)
     expected = (w_gate_up.shape[0], x.shape[1], width)
     if tuple(w_down.shape) != expected:
         raise ValueError(
-            f"{operator}: w_down {_shape(w_down)} must be [E, H, I / W] = {list(expected)}, by x {_shape(x)} and "
-            f"w_gate_up {_shape(w_gate_up)}"
+            f"{operator}: w_down {shape_of(w_down)} must be [E, H, I / W] = {list(expected)}, by x {shape_of(x)} and "
+            f"w_gate_up {shape_of(w_gate_up)}"
         )
     check_method(operator, config, w_down, "w_down")
