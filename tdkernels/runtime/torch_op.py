@@ -6,6 +6,21 @@ import sys
 import torch
 from torch.distributed import distributed_c10d as c10d
 
+_library = torch.library.Library("tdkernels", "FRAGMENT")
+
+
+def register(schema, implementation, fake):
+    """Register ``torch.ops.tdkernels.<name>``, where ``schema`` begins with the name.
+
+    Args:     schema: as of ``torch.library.define``
+              implementation: for tensors on any device; it has no gradient, which an autograd.Function around it has
+              fake: the same for tensors without data: outputs of the right shapes
+    """
+    name = schema.partition("(")[0]
+    _library.define(schema)
+    _library.impl(name, implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"tdkernels::{name}", fake, lib=_library)
+
 
 def outside_graphs(function):
     """``torch.compiler.disable``, without the second that importing torch._dynamo takes while nobody compiles."""

@@ -96,8 +96,8 @@ def recorded():
     ran = {operator: [] for operator in OPERATORS}
     with pytest.MonkeyPatch.context() as patch:
         for operator in OPERATORS:
-            module, kernel = (import_module(f"tdkernels.ops.dense.{operator}.{name}") for name in ("op", "kernel"))
-            launch, plain = kernel.launch, getattr(module, f"{operator}_ref")
+            module, launcher = (import_module(f"tdkernels.ops.dense.{operator}.{name}") for name in ("op", "launch"))
+            launch, plain = launcher.launch, getattr(module, f"{operator}_ref")
 
             def launch_(x, weight, bias, group, config, *args, ran=ran[operator], launch=launch, **options):
                 ran.append(config)
@@ -107,7 +107,7 @@ def recorded():
                 ran.append("torch")
                 return plain(*args, **options)
 
-            patch.setattr(kernel, "launch", launch_)
+            patch.setattr(launcher, "launch", launch_)
             patch.setattr(module, f"{operator}_ref", plain_)
         yield ran
 

@@ -456,7 +456,7 @@ EXITS = {
 # One process loads torch for all of them; each is a fork of it that comes to the real end of an interpreter.
 PROGRAM = """
 import atexit, os, sys
-from tdkernels.symm import rocshmem
+from tdkernels.symm.backends import rocshmem
 def note(text):
     with open(os.environ["STAND_IN_LOG"], "a") as log:
         log.write(text + "\\n")

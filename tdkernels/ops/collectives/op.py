@@ -104,20 +104,18 @@ def _call_of(operator, x):
     return operator, x.shape, x.dtype, x.device
 
 
-_library = torch.library.Library("tdkernels", "FRAGMENT")
+def _register(operator):
+    def implementation(x, group, config):
+        return _run(operator, x, group, config)
 
-
-def _define(operator):
-    _library.define(f"{operator}(Tensor x, str group, str config) -> Tensor")
-    _library.impl(operator, lambda x, group, config: _run(operator, x, group, config), "CompositeExplicitAutograd")
-
-    @torch.library.register_fake(f"tdkernels::{operator}", lib=_library)
-    def _(x, group, config):
+    def fake(x, group, config):
         return x.new_empty(launcher.output_shape(operator, x.shape, torch_op.world_size_by_name(group)))
+
+    torch_op.register(f"{operator}(Tensor x, str group, str config) -> Tensor", implementation, fake)
 
 
 for _operator in _REFERENCES:
-    _define(_operator)
+    _register(_operator)
 
 
 def _config_of_backward(config):

@@ -34,15 +34,16 @@ _PIECE_FLOPS = 1e11
 class DenseTunable(ConfigTunable):
     """A dense operator.
 
-    divided:        the sizes, by number, that the ranks divide
-    op, kernel:     the modules of the operator and of its kernel
+    divided:                    the sizes, by number, that the ranks divide
+    op, launch, config_module:  the modules of the operator, its launcher and its default config
     """
 
     sizes = ("m", "n", "k")
     layouts = ("nk", "kn")
     divided: tuple
     op: ModuleType
-    kernel: ModuleType
+    launch: ModuleType
+    config_module: ModuleType
 
     def goes_in_graphs(self, problem):
         return True
@@ -72,7 +73,7 @@ class DenseTunable(ConfigTunable):
 
     def default(self, problem, device):
         sizes = self.of_a_rank(problem)
-        return self.kernel.default_config(*sizes, problem.torch_dtype, device, problem.world_size)
+        return self.config_module.default_config(*sizes, problem.torch_dtype, device, problem.world_size)
 
     def suits(self, config, problem, device):
         """Not if its tiles, which may be whole waves of the other problem, leave much more idle here than the default.
@@ -120,7 +121,7 @@ class DenseTunable(ConfigTunable):
         return self.op.run(*operands, None, group, config)
 
     def compile(self, operands, problem, config):
-        self.kernel.compile(*operands, None, problem.world_size, config, problem.num_nodes)
+        self.launch.compile(*operands, None, problem.world_size, config, problem.num_nodes)
 
 
 def two_operands(operator, shapes):

@@ -231,21 +231,20 @@ def _fake_forward(q, k, v, *_):
     return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-_library = torch.library.Library("tdkernels", "FRAGMENT")
 _OPERANDS, _TAIL = "Tensor q, Tensor k, Tensor v", "bool causal, float scale, str sharding, str group, str config"
-_library.define(f"ag_attention({_OPERANDS}, {_TAIL}) -> (Tensor, Tensor)")
-_library.define(
-    f"ag_attention_backward(Tensor? do, Tensor? dlse, {_OPERANDS}, Tensor o, Tensor lse, bool need_dq, bool need_dk,"
-    f" bool need_dv, {_TAIL}) -> (Tensor, Tensor, Tensor)"
-)
-_library.impl("ag_attention", _forward, "CompositeExplicitAutograd")
-_library.impl("ag_attention_backward", _backward, "CompositeExplicitAutograd")
-torch.library.register_fake("tdkernels::ag_attention", _fake_forward, lib=_library)
 
 
-@torch.library.register_fake("tdkernels::ag_attention_backward", lib=_library)
-def _(do, dlse, q, k, v, o, lse, need_dq, need_dk, need_dv, *_call):
+def _fake_ag_attention_backward(do, dlse, q, k, v, o, lse, need_dq, need_dk, need_dv, *_call):
     return to_expect((q, k, v), (need_dq, need_dk, need_dv))
+
+
+torch_op.register(f"ag_attention({_OPERANDS}, {_TAIL}) -> (Tensor, Tensor)", _forward, _fake_forward)
+torch_op.register(
+    f"ag_attention_backward(Tensor? do, Tensor? dlse, {_OPERANDS}, Tensor o, Tensor lse, bool need_dq, bool need_dk,"
+    f" bool need_dv, {_TAIL}) -> (Tensor, Tensor, Tensor)",
+    _backward,
+    _fake_ag_attention_backward,
+)
 
 
 class _AgAttention(torch.autograd.Function):

@@ -243,33 +243,36 @@ def _of_cache(gradient, cache, block_table):
     return paged.index_put_((numbers,), blocks, accumulate=True)
 
 
-_library = torch.library.Library("tdkernels", "FRAGMENT")
 _OPERANDS = "Tensor q, Tensor k_cache, Tensor v_cache, Tensor kv_lens, Tensor? block_table"
 _OPTIONS = "float scale, float? soft_cap, int? window"
-_library.define(
-    f"flash_decode({_OPERANDS}, Tensor? k_scale, Tensor? v_scale, {_OPTIONS}, bool keep, str group, str config)"
-    " -> (Tensor, Tensor, Tensor)"
-)
-_library.define(
-    f"flash_decode_backward(Tensor? do, Tensor? dlse, {_OPERANDS}, Tensor o, Tensor lse, bool need_dq, bool need_dk,"
-    f" bool need_dv, {_OPTIONS}, str group, str config) -> (Tensor, Tensor, Tensor)"
-)
-_library.impl("flash_decode", _forward, "CompositeExplicitAutograd")
-_library.impl("flash_decode_backward", _backward, "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake("tdkernels::flash_decode", lib=_library)
-def _(q, k_cache, v_cache, kv_lens, block_table, k_scale, v_scale, scale, soft_cap, window, keep, group, config):
+def _fake_flash_decode(
+    q, k_cache, v_cache, kv_lens, block_table, k_scale, v_scale, scale, soft_cap, window, keep, group, config
+):
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     return q.new_empty(*q.shape[:3], v_cache.shape[3]), lse, lse.new_empty(lse.shape if keep else (0,))
 
 
-@torch.library.register_fake("tdkernels::flash_decode_backward", lib=_library)
-def _(
+def _fake_flash_decode_backward(
     do, dlse, q, k_cache, v_cache, kv_lens, block_table, o, lse, need_dq, need_dk, need_dv, scale, soft_cap, window,
     group, config,
 ):
     return to_expect((q, k_cache, v_cache), (need_dq, need_dk, need_dv))
+
+
+torch_op.register(
+    f"flash_decode({_OPERANDS}, Tensor? k_scale, Tensor? v_scale, {_OPTIONS}, bool keep, str group, str config)"
+    " -> (Tensor, Tensor, Tensor)",
+    _forward,
+    _fake_flash_decode,
+)
+torch_op.register(
+    f"flash_decode_backward(Tensor? do, Tensor? dlse, {_OPERANDS}, Tensor o, Tensor lse, bool need_dq, bool need_dk,"
+    f" bool need_dv, {_OPTIONS}, str group, str config) -> (Tensor, Tensor, Tensor)",
+    _backward,
+    _fake_flash_decode_backward,
+)
 
 
 class _FlashDecode(torch.autograd.Function):

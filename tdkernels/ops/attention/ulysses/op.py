@@ -157,33 +157,15 @@ def _backward_out(dz, weight, batch, group, config):
     return _qkv("ulysses_out backward", dz, weight.t(), None, batch, torch_op.group_by_name(group), config)
 
 
-_library = torch.library.Library("tdkernels", "FRAGMENT")
 _TAIL = "int batch, str group, str config"
-_library.define(f"ulysses_qkv(Tensor x, Tensor weight, Tensor? bias, {_TAIL}) -> Tensor")
-_library.define(
-    "ulysses_qkv_backward(Tensor dy, Tensor x, Tensor weight, bool need_dx, bool need_dweight, bool need_dbias, "
-    f"{_TAIL}) -> (Tensor, Tensor, Tensor)"
-)
-_library.define(
-    "ulysses_out(Tensor o, Tensor weight, Tensor? bias, int batch, bool keep, str group, str config)"
-    " -> (Tensor, Tensor)"
-)
-_library.define(f"ulysses_out_backward(Tensor dz, Tensor weight, {_TAIL}) -> Tensor")
-for _name, _function in (
-    ("ulysses_qkv", _forward_qkv), ("ulysses_qkv_backward", _backward_qkv), ("ulysses_out", _forward_out),
-    ("ulysses_out_backward", _backward_out),
-):
-    _library.impl(_name, _function, "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake("tdkernels::ulysses_qkv", lib=_library)
-def _(x, weight, bias, batch, group, config):
+def _fake_ulysses_qkv(x, weight, bias, batch, group, config):
     world_size = torch_op.world_size_by_name(group)
     return x.new_empty(world_size * x.shape[0], weight.shape[0] // world_size)
 
 
-@torch.library.register_fake("tdkernels::ulysses_qkv_backward", lib=_library)
-def _(dy, x, weight, need_dx, need_dweight, need_dbias, batch, group, config):
+def _fake_ulysses_qkv_backward(dy, x, weight, need_dx, need_dweight, need_dbias, batch, group, config):
     return (
         x.new_empty(x.shape if need_dx else (0,)),
         x.new_empty(weight.shape if need_dweight else (0,)),
@@ -191,18 +173,40 @@ def _(dy, x, weight, need_dx, need_dweight, need_dbias, batch, group, config):
     )
 
 
-@torch.library.register_fake("tdkernels::ulysses_out", lib=_library)
-def _(o, weight, bias, batch, keep, group, config):
+def _fake_ulysses_out(o, weight, bias, batch, keep, group, config):
     world_size = torch_op.world_size_by_name(group)
     rows = o.shape[0] // world_size
     kept = (rows, weight.shape[1]) if keep and world_size > 1 else (0,)
     return o.new_empty(rows, weight.shape[0]), o.new_empty(kept)
 
 
-@torch.library.register_fake("tdkernels::ulysses_out_backward", lib=_library)
-def _(dz, weight, batch, group, config):
+def _fake_ulysses_out_backward(dz, weight, batch, group, config):
     world_size = torch_op.world_size_by_name(group)
     return dz.new_empty(world_size * dz.shape[0], weight.shape[1] // world_size)
+
+
+torch_op.register(
+    f"ulysses_qkv(Tensor x, Tensor weight, Tensor? bias, {_TAIL}) -> Tensor",
+    _forward_qkv,
+    _fake_ulysses_qkv,
+)
+torch_op.register(
+    "ulysses_qkv_backward(Tensor dy, Tensor x, Tensor weight, bool need_dx, bool need_dweight, bool need_dbias, "
+    f"{_TAIL}) -> (Tensor, Tensor, Tensor)",
+    _backward_qkv,
+    _fake_ulysses_qkv_backward,
+)
+torch_op.register(
+    "ulysses_out(Tensor o, Tensor weight, Tensor? bias, int batch, bool keep, str group, str config)"
+    " -> (Tensor, Tensor)",
+    _forward_out,
+    _fake_ulysses_out,
+)
+torch_op.register(
+    f"ulysses_out_backward(Tensor dz, Tensor weight, {_TAIL}) -> Tensor",
+    _backward_out,
+    _fake_ulysses_out_backward,
+)
 
 
 class _Qkv(torch.autograd.Function):

@@ -63,7 +63,7 @@ class UlyssesTunable(dense.DenseTunable):
 
 class QkvTunable(UlyssesTunable):
     name = "ulysses_qkv"
-    kernel = launch_qkv
+    launch = launch_qkv
     divided = (0, 1)
     plain_words = "torch matmul, then all-to-all", "torch's matmul and all-to-all"
 
@@ -130,7 +130,7 @@ class QkvTunable(UlyssesTunable):
 
 class OutTunable(UlyssesTunable):
     name = "ulysses_out"
-    kernel = launch_out
+    launch = launch_out
     divided = (0, 2)
     plain_words = "torch all-to-all, then matmul", "torch's all-to-all and matmul"
 

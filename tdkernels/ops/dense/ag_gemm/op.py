@@ -61,24 +61,25 @@ def _forward(x, weight, bias, group, config):
     return forward("ag_gemm", launch, run, x, weight, bias, group, config)
 
 
-_library = torch.library.Library("tdkernels", "FRAGMENT")
-_library.define("ag_gemm(Tensor x, Tensor weight, Tensor? bias, str group, str config) -> Tensor")
-_library.define(
-    "ag_gemm_backward(Tensor dy, Tensor x, Tensor weight, bool need_dx, bool need_dweight, str group, str config)"
-    " -> (Tensor, Tensor)"
-)
-_library.impl("ag_gemm", _forward, "CompositeExplicitAutograd")
-_library.impl("ag_gemm_backward", ag_gemm_backward, "CompositeExplicitAutograd")
-
-
-@torch.library.register_fake("tdkernels::ag_gemm", lib=_library)
-def _(x, weight, bias, group, config):
+def _fake_ag_gemm(x, weight, bias, group, config):
     return x.new_empty(torch_op.world_size_by_name(group) * x.shape[0], weight.shape[0])
 
 
-@torch.library.register_fake("tdkernels::ag_gemm_backward", lib=_library)
-def _(dy, x, weight, need_dx, need_dweight, group, config):
+def _fake_ag_gemm_backward(dy, x, weight, need_dx, need_dweight, group, config):
     return to_expect((x, weight), (need_dx, need_dweight))
+
+
+torch_op.register(
+    "ag_gemm(Tensor x, Tensor weight, Tensor? bias, str group, str config) -> Tensor",
+    _forward,
+    _fake_ag_gemm,
+)
+torch_op.register(
+    "ag_gemm_backward(Tensor dy, Tensor x, Tensor weight, bool need_dx, bool need_dweight, str group, str config)"
+    " -> (Tensor, Tensor)",
+    ag_gemm_backward,
+    _fake_ag_gemm_backward,
+)
 
 
 class _AgGemm(torch.autograd.Function):

@@ -23,7 +23,7 @@ class AgGemmTunable(dense.DenseTunable):
     name = "ag_gemm"
     divided = (0, 1)
     config_class = AgGemmConfig
-    op, kernel = op, launch
+    op, launch, config_module = op, launch, ag_gemm_config
 
     def sizes_of(self, *shapes, world_size):
         x, weight = dense.two_operands("ag_gemm", shapes)

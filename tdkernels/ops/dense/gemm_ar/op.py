@@ -31,6 +31,7 @@ from tdkernels.ops.dense.gemm_ar import launch
 from tdkernels.ops.dense.gemm_ar.config import GemmArConfig
 from tdkernels.runtime import autograd
 from tdkernels.runtime.call_cache import find
+from tdkernels.runtime.torch_op import register
 from tdkernels.symm import resolve_group
 
 
@@ -54,14 +55,11 @@ def _forward(x, weight, bias, group, config):
     return forward("gemm_ar", launch, run, x, weight, bias, group, config)
 
 
-_library = torch.library.Library("tdkernels", "FRAGMENT")
-_library.define("gemm_ar(Tensor x, Tensor weight, Tensor? bias, str group, str config) -> Tensor")
-_library.impl("gemm_ar", _forward, "CompositeExplicitAutograd")
-
-
-@torch.library.register_fake("tdkernels::gemm_ar", lib=_library)
-def _(x, weight, bias, group, config):
+def _fake_gemm_ar(x, weight, bias, group, config):
     return x.new_empty(x.shape[0], weight.shape[0])
+
+
+register("gemm_ar(Tensor x, Tensor weight, Tensor? bias, str group, str config) -> Tensor", _forward, _fake_gemm_ar)
 
 
 class _GemmAr(torch.autograd.Function):

@@ -5,6 +5,7 @@ import torch
 from tdkernels.autotune.tunable import Floors, register
 from tdkernels.ops.common import gemm_tunable as dense
 from tdkernels.ops.common import small_m_gemm
+from tdkernels.ops.dense.gemm_ar import config as gemm_ar_config
 from tdkernels.ops.dense.gemm_ar import launch, op
 from tdkernels.ops.dense.gemm_ar.config import GemmArConfig
 
@@ -16,7 +17,7 @@ class GemmArTunable(dense.DenseTunable):
     name = "gemm_ar"
     divided = (2,)
     config_class = GemmArConfig
-    op, kernel = op, launch
+    op, launch, config_module = op, launch, gemm_ar_config
 
     def sizes_of(self, *shapes, world_size):
         x, weight = dense.two_operands("gemm_ar", shapes)

@@ -55,28 +55,29 @@ def _forward(x, weight, bias, group, config):
     return forward("gemm_rs", launch, run, x, weight, bias, group, config)
 
 
-_library = torch.library.Library("tdkernels", "FRAGMENT")
-_library.define("gemm_rs(Tensor x, Tensor weight, Tensor? bias, str group, str config) -> Tensor")
-_library.define(
-    "gemm_rs_backward(Tensor dz, Tensor x, Tensor weight, bool need_dx, bool need_dweight, bool need_dbias, "
-    "str group, str config) -> (Tensor, Tensor, Tensor)"
-)
-_library.impl("gemm_rs", _forward, "CompositeExplicitAutograd")
-_library.impl("gemm_rs_backward", gemm_rs_backward, "CompositeExplicitAutograd")
-
-
-@torch.library.register_fake("tdkernels::gemm_rs", lib=_library)
-def _(x, weight, bias, group, config):
+def _fake_gemm_rs(x, weight, bias, group, config):
     return x.new_empty(x.shape[0] // torch_op.world_size_by_name(group), weight.shape[0])
 
 
-@torch.library.register_fake("tdkernels::gemm_rs_backward", lib=_library)
-def _(dz, x, weight, need_dx, need_dweight, need_dbias, group, config):
+def _fake_gemm_rs_backward(dz, x, weight, need_dx, need_dweight, need_dbias, group, config):
     return (
         x.new_empty(x.shape if need_dx else (0,)),
         x.new_empty(weight.shape if need_dweight else (0,)),
         x.new_empty(weight.shape[:1] if need_dbias else (0,)),
     )
+
+
+torch_op.register(
+    "gemm_rs(Tensor x, Tensor weight, Tensor? bias, str group, str config) -> Tensor",
+    _forward,
+    _fake_gemm_rs,
+)
+torch_op.register(
+    "gemm_rs_backward(Tensor dz, Tensor x, Tensor weight, bool need_dx, bool need_dweight, bool need_dbias, "
+    "str group, str config) -> (Tensor, Tensor, Tensor)",
+    gemm_rs_backward,
+    _fake_gemm_rs_backward,
+)
 
 
 class _GemmRs(torch.autograd.Function):

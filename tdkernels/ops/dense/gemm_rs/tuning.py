@@ -6,6 +6,7 @@ from tdkernels.autotune.tunable import Floors, register
 from tdkernels.ops.common import gemm_tunable as dense
 from tdkernels.ops.common import small_m_gemm
 from tdkernels.ops.common.tile_config import Tiles
+from tdkernels.ops.dense.gemm_rs import config as gemm_rs_config
 from tdkernels.ops.dense.gemm_rs import launch, launch_direct, op
 from tdkernels.ops.dense.gemm_rs.config import GemmRsConfig
 from tdkernels.runtime import gpu
@@ -30,7 +31,7 @@ class GemmRsTunable(dense.DenseTunable):
     name = "gemm_rs"
     divided = (0, 2)
     config_class = GemmRsConfig
-    op, kernel = op, launch
+    op, launch, config_module = op, launch, gemm_rs_config
 
     def sizes_of(self, *shapes, world_size):
         x, weight = dense.two_operands("gemm_rs", shapes)

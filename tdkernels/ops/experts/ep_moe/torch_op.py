@@ -57,24 +57,13 @@ def _backward(
     return to_send((dx, dtopk, dgate_up, ddown), (x, topk_weights, w_gate_up, w_down), needs)
 
 
-_library = torch.library.Library("tdkernels", "FRAGMENT")
 _OPERANDS = "Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor w_gate_up, Tensor w_down"
 _SETTINGS = "int num_experts, str activation, str? quantize, SymInt max_tokens, int? max_tokens_per_rank"
-_library.define(
-    f"ep_moe({_OPERANDS}, {_SETTINGS}, bool keep, str group, str ep, str gemm)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
-_library.define(
-    f"ep_moe_backward(Tensor dy, {_OPERANDS}, Tensor rows, Tensor pre, Tensor hidden, Tensor made, bool need_dx,"
-    f" bool need_dtopk, bool need_dgate_up, bool need_ddown, {_SETTINGS}, str group, str ep)"
-    " -> (Tensor, Tensor, Tensor, Tensor)"
-)
-_library.impl("ep_moe", _forward, "CompositeExplicitAutograd")
-_library.impl("ep_moe_backward", _backward, "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake("tdkernels::ep_moe", lib=_library)
-def _(x, topk_ids, topk_weights, w_gate_up, w_down, num_experts, activation, quantize, max_tokens, _most, keep, *_call):
+def _fake_ep_moe(
+    x, topk_ids, topk_weights, w_gate_up, w_down, num_experts, activation, quantize, max_tokens, _most, keep, *_call
+):
     y = x.new_empty(x.shape)
     if not keep:
         return y, *(x.new_empty(0) for _ in range(4))
@@ -82,9 +71,23 @@ def _(x, topk_ids, topk_weights, w_gate_up, w_down, num_experts, activation, qua
     return y, *(x.new_empty(max_tokens, width) for width in widths)
 
 
-@torch.library.register_fake("tdkernels::ep_moe_backward", lib=_library)
-def _(dy, x, topk_ids, topk_weights, w_gate_up, w_down, rows, pre, hidden, made, *call):
+def _fake_ep_moe_backward(dy, x, topk_ids, topk_weights, w_gate_up, w_down, rows, pre, hidden, made, *call):
     return to_expect((x, topk_weights, w_gate_up, w_down), call[:4])
+
+
+torch_op.register(
+    f"ep_moe({_OPERANDS}, {_SETTINGS}, bool keep, str group, str ep, str gemm)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _forward,
+    _fake_ep_moe,
+)
+torch_op.register(
+    f"ep_moe_backward(Tensor dy, {_OPERANDS}, Tensor rows, Tensor pre, Tensor hidden, Tensor made, bool need_dx,"
+    f" bool need_dtopk, bool need_dgate_up, bool need_ddown, {_SETTINGS}, str group, str ep)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    _backward,
+    _fake_ep_moe_backward,
+)
 
 
 class _EpMoe(torch.autograd.Function):

@@ -32,6 +32,7 @@ from tdkernels.ops.experts.grouped_gemm.dispatch import product_by_group, swiglu
 from tdkernels.ops.experts.grouped_gemm.swiglu import ACTIVATIONS
 from tdkernels.runtime import autograd
 from tdkernels.runtime.autograd import received, to_expect
+from tdkernels.runtime.torch_op import register
 
 
 def group_gemm_ref(x, w, splits, *, activation=None):
@@ -56,28 +57,27 @@ def _backward(dy, x, w, splits, pre, activation, need_dx, need_dw):
     return dx, dw
 
 
-_library = torch.library.Library("tdkernels", "FRAGMENT")
-_library.define(
-    "group_gemm(Tensor x, Tensor w, Tensor splits, str activation, bool keep, str config) -> (Tensor, Tensor)"
-)
-_library.define(
-    "group_gemm_backward(Tensor dy, Tensor x, Tensor w, Tensor splits, Tensor pre, str activation, bool need_dx,"
-    " bool need_dw) -> (Tensor, Tensor)"
-)
-_library.impl("group_gemm", _forward, "CompositeExplicitAutograd")
-_library.impl("group_gemm_backward", _backward, "CompositeExplicitAutograd")
-
-
-@torch.library.register_fake("tdkernels::group_gemm", lib=_library)
-def _(x, w, splits, activation, keep, config):
+def _fake_group_gemm(x, w, splits, activation, keep, config):
     width = w.shape[1] // 2 if activation else w.shape[1]
     pre = x.new_empty((x.shape[0], w.shape[1]) if keep and activation else (0,))
     return x.new_empty(x.shape[0], width), pre
 
 
-@torch.library.register_fake("tdkernels::group_gemm_backward", lib=_library)
-def _(dy, x, w, splits, pre, activation, need_dx, need_dw):
+def _fake_group_gemm_backward(dy, x, w, splits, pre, activation, need_dx, need_dw):
     return to_expect((x, w), (need_dx, need_dw))
+
+
+register(
+    "group_gemm(Tensor x, Tensor w, Tensor splits, str activation, bool keep, str config) -> (Tensor, Tensor)",
+    _forward,
+    _fake_group_gemm,
+)
+register(
+    "group_gemm_backward(Tensor dy, Tensor x, Tensor w, Tensor splits, Tensor pre, str activation, bool need_dx,"
+    " bool need_dw) -> (Tensor, Tensor)",
+    _backward,
+    _fake_group_gemm_backward,
+)
 
 
 class _GroupGemm(torch.autograd.Function):

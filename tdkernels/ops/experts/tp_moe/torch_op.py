@@ -76,28 +76,29 @@ def _backward(
     return to_send((dx, dtopk, dgate_up, ddown), operands, needs)
 
 
-_library = torch.library.Library("tdkernels", "FRAGMENT")
 _OPERANDS = "Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor w_gate_up, Tensor w_down"
-_library.define(
-    f"tp_moe({_OPERANDS}, str activation, bool keep, str group, str config) -> (Tensor, Tensor, Tensor, Tensor)"
-)
-_library.define(
-    f"tp_moe_backward(Tensor dy, {_OPERANDS}, Tensor h, Tensor pre, Tensor weights, bool need_dx, bool need_dtopk,"
-    " bool need_dgate_up, bool need_ddown, str activation, str group, str config)"
-    " -> (Tensor, Tensor, Tensor, Tensor)"
-)
-_library.impl("tp_moe", _forward, "CompositeExplicitAutograd")
-_library.impl("tp_moe_backward", _backward, "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake("tdkernels::tp_moe", lib=_library)
-def _(x, topk_ids, topk_weights, w_gate_up, w_down, activation, keep, group, config):
+def _fake_tp_moe(x, topk_ids, topk_weights, w_gate_up, w_down, activation, keep, group, config):
     return _made(x, topk_ids, w_gate_up, w_down, activation, keep, torch_op.world_size_by_name(group))
 
 
-@torch.library.register_fake("tdkernels::tp_moe_backward", lib=_library)
-def _(dy, x, topk_ids, topk_weights, w_gate_up, w_down, h, pre, weights, *call):
+def _fake_tp_moe_backward(dy, x, topk_ids, topk_weights, w_gate_up, w_down, h, pre, weights, *call):
     return to_expect((x, topk_weights, w_gate_up, w_down), call[:4])
+
+
+torch_op.register(
+    f"tp_moe({_OPERANDS}, str activation, bool keep, str group, str config) -> (Tensor, Tensor, Tensor, Tensor)",
+    _forward,
+    _fake_tp_moe,
+)
+torch_op.register(
+    f"tp_moe_backward(Tensor dy, {_OPERANDS}, Tensor h, Tensor pre, Tensor weights, bool need_dx, bool need_dtopk,"
+    " bool need_dgate_up, bool need_ddown, str activation, str group, str config)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    _backward,
+    _fake_tp_moe_backward,
+)
 
 
 class _TpMoe(torch.autograd.Function):
