@@ -18,7 +18,7 @@ from tdkernels.autotune.hardware import KIN, Hardware
 from tdkernels.autotune.problem import Problem, gpu_name
 from tdkernels.autotune.tunable import tunable, versions
 from tdkernels.ops.common import gemm_tunable
-from tdkernels.runtime import gpu as _device
+from tdkernels.runtime import gpu as runtime_gpu
 from tdkernels.symm.group import group_state
 from tests.autotune.entries import cache_in
 from tests.autotune.support import replace_in
@@ -597,8 +597,8 @@ def test_without_a_table_some_rows_run_in_sequence_on_a_gpu(operator, monkeypatc
     """As on a GPU, which need not be there: neither few enough for one tile, nor so many that what is hidden counts."""
     rates = Hardware(790e12, 4.3e12, 380e9, 132, measured=True)
     monkeypatch.setattr(gemm_tunable, "hardware", lambda device, dtype: rates)
-    monkeypatch.setattr(_device, "capability", lambda device: (9, 0))
-    monkeypatch.setattr(_device, "num_sms", lambda device: 132)
+    monkeypatch.setattr(runtime_gpu, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(runtime_gpu, "num_sms", lambda device: 132)
     op, gpu = tunable(operator), torch.device("cuda", 0)
     methods = {
         m: op.fallback(Problem(operator, "NVIDIA Testing", 4, 4, "bfloat16", "nk", (m, 8192, 8192)), gpu).method

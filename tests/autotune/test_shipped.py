@@ -8,7 +8,7 @@ from tdkernels.autotune.problem import slug
 from tdkernels.autotune.tunable import operators, tunable
 from tdkernels.model_shapes import MODELS, problems
 from tdkernels.ops.attention.ag_attention import vendor_attention
-from tdkernels.runtime import gpu as _device
+from tdkernels.runtime import gpu as runtime_gpu
 
 FILES = disk_cache.files(disk_cache.SHIPPED)
 # What a program may have on the GPUs that there are tables for, and how many run at a time.
@@ -27,9 +27,9 @@ def entries(operator, gpu="NVIDIA H200"):
 def as_if_on(monkeypatch):
     def on(gpu):
         shared, num_sms, capability = LIMITS[gpu]
-        monkeypatch.setattr(_device, "shared_memory_bytes", lambda device: shared)
-        monkeypatch.setattr(_device, "num_sms", lambda device: num_sms)
-        monkeypatch.setattr(_device, "capability", lambda device: capability)
+        monkeypatch.setattr(runtime_gpu, "shared_memory_bytes", lambda device: shared)
+        monkeypatch.setattr(runtime_gpu, "num_sms", lambda device: num_sms)
+        monkeypatch.setattr(runtime_gpu, "capability", lambda device: capability)
         monkeypatch.setattr(vendor_attention, "_HAS_CUDNN", True)
 
     return on

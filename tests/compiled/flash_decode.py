@@ -8,7 +8,7 @@ import torch
 
 from tdkernels.ops.attention.flash_decode import launch as flash_decode_launch
 from tdkernels.ops.attention.flash_decode import launch_backward as flash_decode_launch_backward
-from tdkernels.runtime import gpu as _device
+from tdkernels.runtime import gpu as runtime_gpu
 from tests.compiled.targets import BF16
 from tests.support.aot import SHARED_MEMORY, recorded_launches
 
@@ -33,7 +33,7 @@ def decode_launch(name, arch, dtype=BF16, ranks=4, nodes=1):
     options = 1.0, soft_cap, window
     with contextlib.ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        patch.setattr(_device, "shared_memory_bytes", lambda device: SHARED_MEMORY[arch])
+        patch.setattr(runtime_gpu, "shared_memory_bytes", lambda device: SHARED_MEMORY[arch])
         gpu, default = torch.device("cuda", 0), flash_decode_launch.default_config
         tile = flash_decode_launch_backward._tile
         patch.setattr(flash_decode_launch, "default_config", lambda shape, _: default(shape, gpu))

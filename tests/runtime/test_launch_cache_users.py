@@ -23,7 +23,7 @@ from tdkernels.ops.collectives.async_collective import Exchange
 from tdkernels.ops.collectives.async_reduce_scatter import Scatter
 from tdkernels.ops.experts.grouped_gemm.dispatch import swiglu_ref
 from tdkernels.ops.experts.grouped_gemm.launch import swiglu_backward
-from tdkernels.runtime import recorder as _trace
+from tdkernels.runtime import recorder as runtime_recorder
 from tdkernels.runtime.kernel_launch import alone_on
 from tdkernels.symm import get_workspace, resolve_group
 from tdkernels.symm.group import group_state
@@ -103,8 +103,8 @@ def projects(group, operator):
     runs(1, 1, config=PUSHED)
     runs(1, 1, dtype=BF16)
     runs(1 - to_heads, to_heads, wanted=("x",))  # what is gathered need not be kept
-    recorder = _trace.Recorder()
-    with _trace.record(recorder):
+    recorder = runtime_recorder.Recorder()
+    with runtime_recorder.record(recorder):
         runs(0, 0)
     assert recorder.events is not None
     recorder.clear()
@@ -130,7 +130,7 @@ def scatters_across_nodes(group):
         seed = next(seeds)
         x, weight = draw(seed + dist.get_rank(), 4 * group.size(), 16), lie(draw(seed + 8, 6, 16))
         bias = draw(seed + 9, 6) if has_bias else None
-        with nullcontext() if recorder is None else _trace.record(recorder):
+        with nullcontext() if recorder is None else runtime_recorder.record(recorder):
             z = tdkernels.gemm_rs(x, weight, bias, group=group)
         torch.testing.assert_close(z, tdkernels.gemm_rs_ref(x, weight, bias, group=group), rtol=1e-5, atol=1e-5)
         return kept(group)["gemm_rs"]
@@ -138,7 +138,7 @@ def scatters_across_nodes(group):
     with tdkernels.autotune.mode("off"):
         assert [runs() for _ in range(5)] == [1] * 5  # the last of them without being asked how tensors lie
         assert [runs(transposed), runs(misaligned), runs(has_bias=False), runs()] == [2, 3, 4, 4]
-        recorder = _trace.Recorder()
+        recorder = runtime_recorder.Recorder()
         assert runs(recorder=recorder) == 4 and recorder.events.any()
         recorder.clear()
         assert runs() == 4 and not recorder.events.any()
@@ -179,8 +179,8 @@ def attends(group):
     runs(0, 1, lse=False)
     runs(1, config=SMALL)
     runs(1, 1, dtype=FP16)
-    recorder = _trace.Recorder()
-    with _trace.record(recorder):
+    recorder = runtime_recorder.Recorder()
+    with runtime_recorder.record(recorder):
         runs(0)
     recorder.clear()
     runs(0)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import tdkernels
 from tdkernels.autotune.problem import Problem
 from tdkernels.autotune.tunable import tunable
-from tdkernels.runtime import recorder as _trace
+from tdkernels.runtime import recorder as runtime_recorder
 from tdkernels.symm import resolve_group
 from tdkernels.trace import Recorder, record
 from tdkernels.trace.clocks import offsets
@@ -212,7 +212,7 @@ def results(way):
         traced = call()
     again = call()
     tdkernels.synchronize()
-    assert _trace.buffer(device(), 1) is None, "still recording"
+    assert runtime_recorder.buffer(device(), 1) is None, "still recording"
     return torch.equal(plain, traced) and torch.equal(plain, again), bool(recorder.events.any())
 
 

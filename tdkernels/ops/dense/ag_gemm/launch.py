@@ -8,9 +8,7 @@ from tdkernels.ops.collectives.async_all_gather import Gather, rows_of_buffer, s
 from tdkernels.ops.common import gemm_operands
 from tdkernels.ops.common.config import text_of
 from tdkernels.ops.common.gemm_operands import launch_product
-from tdkernels.ops.dense.ag_gemm import kernel_multinode as nodes
-from tdkernels.ops.dense.ag_gemm import launch_multinode, launch_one_shot
-from tdkernels.ops.dense.ag_gemm import pipelined as parts
+from tdkernels.ops.dense.ag_gemm import kernel_multinode, launch_multinode, launch_one_shot, pipelined
 from tdkernels.ops.dense.ag_gemm.kernel import ag_gemm_kernel
 from tdkernels.runtime import gpu, recorder
 from tdkernels.runtime.kernel_launch import Launch, to_be_made
@@ -65,7 +63,7 @@ def compile(x, weight, bias, world_size, config, num_nodes=1):
 
 
 def _kernel(num_nodes):
-    return ag_gemm_kernel if num_nodes == 1 else nodes.ag_gemm_nodes_kernel
+    return ag_gemm_kernel if num_nodes == 1 else kernel_multinode.ag_gemm_nodes_kernel
 
 
 def _comm_pieces(num_comm, num_chunks, topology):
@@ -90,7 +88,7 @@ def _pushing(config):
 def launch(x, weight, bias, group, config, keep_gathered=False):
     """Launch an overlapping form on 2-D operands; returns y and, if kept, the Gather of x, to be closed."""
     if config.method == "parts":
-        return parts.launch(x, weight, bias, group, config, plan_fields(x, weight, config), keep_gathered)
+        return pipelined.launch(x, weight, bias, group, config, plan_fields(x, weight, config), keep_gathered)
     config = _that_reaches(config, group_state(group).topology.num_nodes)
     if keep_gathered and config.transport == "one_shot":
         config = _pushing(config)  # in a backward; what one_shot gathers is not kept

@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 
 from tdkernels.autotune.modes import get_mode
-from tdkernels.ops.common import validation as _operands
+from tdkernels.ops.common import validation
 from tdkernels.ops.common.config import as_argument, check_config
 from tdkernels.ops.common.torch_collectives import all_gather_rows
 from tdkernels.ops.dense.ag_gemm import launch
@@ -130,7 +130,7 @@ def ag_gemm(x, weight, bias=None, *, group=None, config=None):
     if known is not None:
         return known(group, x, weight, bias)
     x, weight, bias = autograd.apply_autocast(x, weight, bias)
-    _operands.check_operands("ag_gemm", x, weight, bias)
+    validation.check_operands("ag_gemm", x, weight, bias)
     rows = x.shape[:-1].numel()
     x_rows = x.reshape(rows, x.shape[-1])
     check_config("ag_gemm", config, AgGemmConfig, x)

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 
 from tdkernels.autotune.modes import get_mode
-from tdkernels.ops.common import validation as _operands
+from tdkernels.ops.common import validation
 from tdkernels.ops.common.config import as_argument, check_config
 from tdkernels.ops.common.torch_collectives import all_reduce
 from tdkernels.ops.dense.call import forward, keep_call
@@ -105,7 +105,7 @@ def gemm_ar(x, weight, bias=None, *, group=None, config=None):
     if known is not None:
         return known(group, x, weight, bias)
     x, weight, bias = autograd.apply_autocast(x, weight, bias)
-    _operands.check_operands("gemm_ar", x, weight, bias)
+    validation.check_operands("gemm_ar", x, weight, bias)
     rows = x.shape[:-1].numel()
     x_rows = x.reshape(rows, x.shape[-1])
     check_config("gemm_ar", config, GemmArConfig, x)

@@ -8,8 +8,7 @@ from tdkernels.ops.common.gemm_operands import launch_product
 from tdkernels.ops.common.multinode import spans_nodes
 from tdkernels.ops.common.staging import COPY_WORDS
 from tdkernels.ops.dense import launch_one_shot as dense_launch_one_shot
-from tdkernels.ops.dense.gemm_rs import launch_direct, launch_multinode
-from tdkernels.ops.dense.gemm_rs import pipelined as parts
+from tdkernels.ops.dense.gemm_rs import launch_direct, launch_multinode, pipelined
 from tdkernels.ops.dense.gemm_rs.kernel import gemm_rs_kernel
 from tdkernels.runtime import gpu, recorder
 from tdkernels.runtime.kernel_launch import Launch, to_be_made
@@ -58,7 +57,7 @@ def compile(x, weight, bias, world_size, config, num_nodes=1):
 def launch(x, weight, bias, group, config):
     """Launch an overlapping form on 2-D operands."""
     if config.method == "parts":
-        return parts.launch(x, weight, bias, group, config, plan_fields(x, weight, config))
+        return pipelined.launch(x, weight, bias, group, config, plan_fields(x, weight, config))
     across = spans_nodes(group)
     name = "gemm_rs one shot" if config.transport == "one_shot" and not across else "gemm_rs"
     workspace = get_workspace(group, x.device, name, across_nodes=across)

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 
 from tdkernels.autotune.modes import get_mode
-from tdkernels.ops.common import validation as _operands
+from tdkernels.ops.common import validation
 from tdkernels.ops.common.config import as_argument, check_config
 from tdkernels.ops.common.torch_collectives import reduce_scatter_rows
 from tdkernels.ops.dense.backward import gemm_rs_backward
@@ -122,7 +122,7 @@ def gemm_rs(x, weight, bias=None, *, group=None, config=None):
     if known is not None:
         return known(group, x, weight, bias)
     x, weight, bias = autograd.apply_autocast(x, weight, bias)
-    _operands.check_operands("gemm_rs", x, weight, bias)
+    validation.check_operands("gemm_rs", x, weight, bias)
     world_size = group.size()
     if x.shape[0] % world_size:
         raise ValueError(

@@ -25,8 +25,7 @@ from tdkernels.ops.common.validation import (
     check_same_device,
     check_same_dtype,
 )
-from tdkernels.ops.experts.grouped_gemm import dispatch as ways
-from tdkernels.ops.experts.grouped_gemm import launch
+from tdkernels.ops.experts.grouped_gemm import dispatch, launch
 from tdkernels.ops.experts.grouped_gemm.config import GroupGemmConfig
 from tdkernels.ops.experts.grouped_gemm.dispatch import product_by_group, swiglu_ref, why_not_torch
 from tdkernels.ops.experts.grouped_gemm.swiglu import ACTIVATIONS
@@ -45,15 +44,15 @@ def group_gemm_ref(x, w, splits, *, activation=None):
 
 def _forward(x, w, splits, activation, keep, config):
     config = from_text(GroupGemmConfig, config) if config else None
-    y, pre = ways.product(x, w, splits, activation or None, keep, config)
+    y, pre = dispatch.product(x, w, splits, activation or None, keep, config)
     return y, x.new_empty(0) if pre is None else pre
 
 
 def _backward(dy, x, w, splits, pre, activation, need_dx, need_dw):
     if activation:
         dy = launch.swiglu_backward(dy, pre, splits, activation)
-    dx = ways.input_gradient(dy, w, splits) if need_dx else x.new_empty(0)
-    dw = ways.weight_gradient(dy, x, splits, w.shape[0]) if need_dw else x.new_empty(0)
+    dx = dispatch.input_gradient(dy, w, splits) if need_dx else x.new_empty(0)
+    dw = dispatch.weight_gradient(dy, x, splits, w.shape[0]) if need_dw else x.new_empty(0)
     return dx, dw
 
 

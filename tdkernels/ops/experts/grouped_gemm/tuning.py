@@ -12,8 +12,7 @@ from tdkernels.ops.common import gemm_tunable as dense
 from tdkernels.ops.common.tile_config import Tiles
 from tdkernels.ops.common.tunable_base import ConfigTunable
 from tdkernels.ops.experts.grouped_gemm import config as grouped_gemm_config
-from tdkernels.ops.experts.grouped_gemm import dispatch as ways
-from tdkernels.ops.experts.grouped_gemm import launch, op
+from tdkernels.ops.experts.grouped_gemm import dispatch, launch, op
 from tdkernels.ops.experts.grouped_gemm.config import GroupGemmConfig
 from tdkernels.ops.experts.grouped_gemm.dispatch import DW, KN, LAYOUTS
 from tdkernels.ops.experts.grouped_gemm.synthetic import activation_of, rows_by_expert
@@ -58,12 +57,12 @@ class GroupGemmTunable(ConfigTunable):
         w = operands[1] if len(operands) == 3 else None
         if not isinstance(w, torch.Tensor) or w.dim() != 3:
             return self.layouts[0]  # what is wrong with them ``sizes_of`` says
-        return ways.layout_of(w)
+        return dispatch.layout_of(w)
 
     def illegal(self, config, problem, device):
         reason = super().illegal(config, problem, device)
         if reason is None and config.method == "torch":
-            return ways.why_not_torch((problem.shape[3], *problem.shape[1:3]), problem.torch_dtype, device)
+            return dispatch.why_not_torch((problem.shape[3], *problem.shape[1:3]), problem.torch_dtype, device)
         return reason
 
     def completed(self, config, problem, device):
@@ -128,7 +127,7 @@ class GroupGemmTunable(ConfigTunable):
 
     def reference(self, operands, problem, group):
         if problem.layout == DW:
-            return ways.weight_gradient_by_group(*operands)
+            return dispatch.weight_gradient_by_group(*operands)
         return op.group_gemm_ref(*operands, activation=activation_of(problem))
 
     def local(self, operands, problem):
@@ -143,9 +142,9 @@ class GroupGemmTunable(ConfigTunable):
         return lambda: torch.bmm(x, weights)
 
     def run(self, operands, problem, group, config):
-        ways.forget_choices()  # made before it was tuned
+        dispatch.forget_choices()  # made before it was tuned
         if problem.layout == DW:
-            return ways.weight_gradient(*operands, problem.shape[3], config)
+            return dispatch.weight_gradient(*operands, problem.shape[3], config)
         return op.group_gemm(*operands, activation=activation_of(problem), config=config)
 
     def compile(self, operands, problem, config):

@@ -7,11 +7,10 @@ import torch
 from tdkernels.autotune.tunable import Floors
 from tdkernels.ops.common import gemm_tunable as dense
 from tdkernels.ops.common.tunable_base import ConfigTunable
-from tdkernels.ops.experts.grouped_gemm import dispatch as ways
+from tdkernels.ops.experts.grouped_gemm import dispatch as grouped_gemm_dispatch
 from tdkernels.ops.experts.grouped_gemm.synthetic import activation_of, expert_ids, rows_by_expert, why_not_shared
 from tdkernels.ops.experts.tp_moe import config as tp_moe_config
-from tdkernels.ops.experts.tp_moe import kernel_ag_gemm as ag
-from tdkernels.ops.experts.tp_moe import routing
+from tdkernels.ops.experts.tp_moe import kernel_ag_gemm, routing
 from tdkernels.ops.experts.tp_moe import stages as moe_stages
 from tdkernels.ops.experts.tp_moe.config import MoeTpConfig
 from tdkernels.ops.experts.tp_moe.kernel_route import MAX_STAGES
@@ -50,7 +49,7 @@ class MoeTunable(ConfigTunable):
         reason = super().illegal(config, problem, device)
         if reason is None and config.method == "torch":
             for shape in self.weights(problem):
-                reason = reason or ways.why_not_torch(shape, problem.torch_dtype, device)
+                reason = reason or grouped_gemm_dispatch.why_not_torch(shape, problem.torch_dtype, device)
         return reason
 
     def completed(self, config, problem, device):
@@ -65,7 +64,7 @@ class MoeTunable(ConfigTunable):
 
     def plans(self, problem, device):
         """What may stand in a config beside tiles: (num_comm_sms, chunk_rows, stages)."""
-        rows = -(-problem.shape[0] // problem.world_size // ag.BLOCK_TOKENS) * ag.BLOCK_TOKENS
+        rows = -(-problem.shape[0] // problem.world_size // kernel_ag_gemm.BLOCK_TOKENS) * kernel_ag_gemm.BLOCK_TOKENS
         on_cpu = device.type == "cpu"
         chunks = sorted({min(chunk, rows) for chunk in ((16,) if on_cpu else (128, 256, 512))})
         found = []

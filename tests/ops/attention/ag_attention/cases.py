@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import tdkernels
 from tdkernels import AgAttentionConfig
 from tdkernels.ops.attention.ag_attention import launch_dq as ag_attention_launch_dq
-from tdkernels.ops.attention.ag_attention import pipelined as parts
+from tdkernels.ops.attention.ag_attention import pipelined
 from tests.ops.attention.ag_attention.oracle import BF16, FP32, NAMES, Sharded, many
 from tests.ops.experts.tp_moe.cases import check_refusal, poisoned_outputs
 from tests.support.ranks import device
@@ -49,7 +49,7 @@ def goes_backward_by_parts(spec, method, config):
     with (
         poisoned_outputs(),
         mock.patch.object(ag_attention_launch_dq, "launch", wraps=ag_attention_launch_dq.launch) as fused,
-        mock.patch.object(parts, "backward", wraps=parts.backward) as by_parts,
+        mock.patch.object(pipelined, "backward", wraps=pipelined.backward) as by_parts,
     ):
         results = case.run(config=replace(CONFIGS[config] or AgAttentionConfig(), backward=method))
     case.check(results)
@@ -178,7 +178,7 @@ def compiles_to_what_is_asked():
     attend = torch.compile(
         lambda q, k, v: tdkernels.ag_attention(q, k, v, config=CONFIGS["flash"]), backend="aot_eager", fullgraph=True
     )
-    with mock.patch.object(parts, "backward", wraps=parts.backward) as by_parts:
+    with mock.patch.object(pipelined, "backward", wraps=pipelined.backward) as by_parts:
         o = attend(*(case.own[name] for name in NAMES))
         o.backward(case.do)
     assert by_parts.call_count == 1

@@ -15,7 +15,7 @@ import tdkernels
 from tdkernels import AgAttentionConfig, PeerTimeoutError, PlanMismatchError
 from tdkernels.ops.attention.ag_attention import launch as ag_attention_launch
 from tdkernels.ops.attention.ag_attention import launch_dq as ag_attention_launch_dq
-from tdkernels.ops.attention.ag_attention import pipelined as parts
+from tdkernels.ops.attention.ag_attention import pipelined
 from tdkernels.ops.collectives.async_all_gather import Gather
 from tdkernels.ops.collectives.async_reduce_scatter import Scatter
 from tests.ops.attention.ag_attention.cases import BY_PARTS, CONFIGS
@@ -144,7 +144,7 @@ def is_not_fooled_by_a_known_plan(what):
 LOST = {
     "keys": (ag_attention_launch, "launch", False, "default"),
     "queries": (ag_attention_launch_dq, "launch_dkv", True, "default"),
-    "keys by parts": (parts, "forward", False, "flash"),
+    "keys by parts": (pipelined, "forward", False, "flash"),
     "sums by parts": (Scatter, "send", True, "flash"),
 }
 
