@@ -83,14 +83,8 @@ def known_choice(group, call):
     return None
 
 
-def known_config(group, call):
-    """The config of a ``known_choice``, or None."""
-    known = known_choice(group, call)
-    return None if known is None else known[1].config
-
-
-def keep_config(tunable, problem, group, call):
-    """Let ``known_config`` know what was chosen for a problem, unless that is to be chosen again."""
+def keep_choice(tunable, problem, group, call):
+    """Let ``known_choice`` know what was chosen for a problem, unless that is to be chosen again."""
     key, calls = (tunable.key(problem), get_mode()), _calls_of(group)
     choice = choices_of(group).get(key)
     if choice is not None:

@@ -17,7 +17,7 @@ from tdkernels.autotune import disk_cache, on_demand, selection, table, tuner
 from tdkernels.autotune.hardware import KIN, Hardware
 from tdkernels.autotune.problem import Problem, gpu_name
 from tdkernels.autotune.tunable import tunable, versions
-from tdkernels.ops.common import gemm_tunable
+from tdkernels.ops.common import gemm_tunable, tunable_base
 from tdkernels.runtime import gpu as runtime_gpu
 from tdkernels.symm.group import group_state
 from tests.autotune.entries import cache_in
@@ -487,7 +487,7 @@ def is_traced(folder, mode):
     asked_while_tracing = []
     with a_group() as group, tables_in(folder, mode):
         case = case_of("ag_gemm")
-        with counted(gemm_tunable, "choose") as asked, counted(tuner, "tune_problem") as tuned:
+        with counted(tunable_base, "choose") as asked, counted(tuner, "tune_problem") as tuned:
             compile_ = torch._dynamo.lookup_backend("aot_eager")
 
             def backend(graph, inputs):

@@ -21,14 +21,13 @@ import torch
 
 from tdkernels.autotune import tunable as tunables
 from tdkernels.autotune.modes import get_mode
-from tdkernels.autotune.selection import choose, keep_config, known_choice, known_config
 from tdkernels.ops.collectives import launch as launcher
 from tdkernels.ops.collectives.config import CollectiveConfig
 from tdkernels.ops.common import torch_collectives as plain
 from tdkernels.ops.common import validation
 from tdkernels.ops.common.config import as_argument, check_config, from_text
 from tdkernels.ops.common.multinode import spans_nodes
-from tdkernels.ops.common.tunable_base import problem_of
+from tdkernels.ops.common.tunable_base import problem_of, select, selected
 from tdkernels.runtime import autograd, call_cache, torch_op
 from tdkernels.symm import resolve_group
 from tdkernels.symm.group import group_state
@@ -85,23 +84,16 @@ def _config_for(operator, text, x, group):
         return from_text(CollectiveConfig, text)
     if spans_nodes(group):
         return CollectiveConfig(method="torch")
-    call = _call_of(operator, x)
-    known = known_config(group, call)
-    if known is not None:
-        return known
     tunable = tunables.tunable(operator)
-    sizes = tunable.sizes_of(x.shape, world_size=group.size())
-    problem = problem_of(operator, sizes, tunable.layout_of(x), x, group)
-    if tunable.why_not(problem) is not None:  # bytes of a dtype that nobody tunes for
-        return tunable.default(problem, x.device)
-    chosen = choose(tunable, problem, x.device, group, launcher.problem_fields(x)).config
-    keep_config(tunable, problem, group, call)
-    return chosen
+    if x.dtype not in validation.DTYPES:  # bytes, for which nothing is tuned
+        sizes = tunable.sizes_of(x.shape, world_size=group.size())
+        return tunable.default(problem_of(operator, sizes, tunable.layout_of(x), x, group), x.device)
 
+    def describe():
+        sizes = tunable.sizes_of(x.shape, world_size=group.size())
+        return sizes, tunable.layout_of(x), launcher.problem_fields(x)
 
-def _call_of(operator, x):
-    """What a call is known by, see ``known_choice``."""
-    return operator, x.shape, x.dtype, x.device
+    return select(operator, x, group, x.shape, describe).config
 
 
 def _register(operator):
@@ -200,7 +192,7 @@ def _keep(operator, group, x, config):
         return
     chosen = None
     if config is None and not spans_nodes(group):
-        chosen = known_choice(group, _call_of(operator, x))
+        chosen = selected(operator, x, group, x.shape)
         if chosen is None and x.dtype in validation.DTYPES:
             return  # it is to be chosen again; for bytes of another dtype there is nothing to choose
     resolved = _config_for(operator, as_argument(config), x, group) if chosen is None else chosen[1].config

@@ -8,11 +8,10 @@ import torch.nn.functional as F
 
 from tdkernels.autotune import tunable as tunables
 from tdkernels.autotune.hardware import hardware
-from tdkernels.autotune.selection import choose, keep_config, known_config
 from tdkernels.ops.common import gemm_operands
 from tdkernels.ops.common.config import from_text
 from tdkernels.ops.common.tile_config import Tiles
-from tdkernels.ops.common.tunable_base import ConfigTunable, problem_of
+from tdkernels.ops.common.tunable_base import ConfigTunable, problem_of, select
 from tdkernels.runtime import gpu
 
 # What programs and copy engines reach of a link's best rate, and how many programs it takes (H200).
@@ -145,9 +144,9 @@ def _leaves_tiles_open(config):
     return config.method == "fused" and config.tiles is None
 
 
-def call_of(operator, x, weight):
-    """What a call of 2-D operands is known by, see ``known_choice``."""
-    return operator, x.shape, x.dtype, x.device, weight.shape, weight.stride()
+def call_of(x, weight):
+    """What ``select`` knows a call of 2-D operands by, besides the operator, dtype and device."""
+    return x.shape, weight.shape, weight.stride()
 
 
 def config_for(operator, text, x, weight, group, fields):
@@ -155,21 +154,18 @@ def config_for(operator, text, x, weight, group, fields):
 
     Args:     fields: a function; what must be the same on all ranks
     """
-    call = call_of(operator, x, weight)
-    known = None if text else known_config(group, call)
-    if known is not None:
-        return known
+
+    def problem():
+        tunable = tunables.tunable(operator)
+        return tunable.sizes_of(x.shape, weight.shape, world_size=group.size()), tunable.layout_of(x, weight)
+
+    if not text:
+        return select(operator, x, group, call_of(x, weight), lambda: (*problem(), fields())).config
     tunable = tunables.tunable(operator)
-    config = from_text(tunable.config_class, text) if text else None
-    if config is not None and not _leaves_tiles_open(config):
+    config = from_text(tunable.config_class, text)
+    if not _leaves_tiles_open(config):
         return config
-    sizes = tunable.sizes_of(x.shape, weight.shape, world_size=group.size())
-    problem = problem_of(operator, sizes, tunable.layout_of(x, weight), x, group)
-    if config is not None:
-        return tunable.completed(config, problem, x.device)
-    chosen = choose(tunable, problem, x.device, group, fields()).config
-    keep_config(tunable, problem, group, call)
-    return chosen
+    return tunable.completed(config, problem_of(operator, *problem(), x, group), x.device)
 
 
 # ---- spaces and costs ----

@@ -5,7 +5,7 @@ from dataclasses import asdict, fields
 
 from tdkernels.autotune import tunable as tunables
 from tdkernels.autotune.problem import Problem
-from tdkernels.autotune.selection import choose, keep_config
+from tdkernels.autotune.selection import choose, keep_choice, known_choice
 from tdkernels.ops.common import validation
 from tdkernels.ops.common.tile_config import Tiles
 from tdkernels.symm.group import group_state
@@ -96,13 +96,23 @@ def problem_of(operator, sizes, layout, x, group):
     return _problem(x.device, operator, sizes, x.dtype, layout, ranks, local)
 
 
-def chosen(operator, sizes, layout, x, group, fields, call=None):
-    """The config of a call that was given none; as ``choose``, of which see ``group`` and ``fields``.
+def select(operator, x, group, call, describe):
+    """Return the Choice of a config for a call without one; collective at the first call with a problem.
 
-    Args:     call: as for ``keep_config``, if it is to be known next time
+    Args:     x: the operand whose device and dtype decide; group: None for this process alone
+              call: hashable; everything that the problem and the fields follow from, except x's device and dtype
+              describe: () -> (sizes, layout, fields that must be the same on all ranks); only called if the call is new
     """
+    known = selected(operator, x, group, call)
+    if known is not None:
+        return known[1]
+    sizes, layout, fields = describe()
     tunable, problem = tunables.tunable(operator), problem_of(operator, sizes, layout, x, group)
-    config = choose(tunable, problem, x.device, group, fields).config
-    if call is not None:
-        keep_config(tunable, problem, group, call)
-    return config
+    choice = choose(tunable, problem, x.device, group, fields)
+    keep_choice(tunable, problem, group, (operator, x.dtype, x.device, call))
+    return choice
+
+
+def selected(operator, x, group, call):
+    """(key of the problem, Choice) that ``select`` has found for a call, if it is still valid, else None."""
+    return known_choice(group, (operator, x.dtype, x.device, call))

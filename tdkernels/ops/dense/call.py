@@ -3,9 +3,9 @@
 import torch.nn.functional as F
 
 from tdkernels.autotune.modes import get_mode
-from tdkernels.autotune.selection import known_choice
 from tdkernels.ops.common.config import as_argument
 from tdkernels.ops.common.gemm_tunable import call_of, config_for
+from tdkernels.ops.common.tunable_base import selected
 from tdkernels.runtime import call_cache, torch_op
 from tdkernels.symm.group import group_state
 
@@ -39,7 +39,7 @@ def keep_call(operator, run, group, x, weight, bias, config, rows, y):
         return
     chosen = None
     if config is None:
-        chosen = known_choice(group, call_of(operator, rows, weight))
+        chosen = selected(operator, rows, group, call_of(rows, weight))
         if chosen is None:
             return  # it is to be chosen again
         resolved = chosen[1].config

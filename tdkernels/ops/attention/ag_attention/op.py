@@ -36,7 +36,7 @@ from tdkernels.ops.common import gemm_operands
 from tdkernels.ops.common.config import as_argument, from_text
 from tdkernels.ops.common.multinode import spans_nodes
 from tdkernels.ops.common.torch_collectives import all_gather_rows, reduce_scatter_rows
-from tdkernels.ops.common.tunable_base import chosen
+from tdkernels.ops.common.tunable_base import select
 from tdkernels.runtime import autograd, torch_op
 from tdkernels.runtime.autograd import received, to_expect, to_send
 from tdkernels.symm import resolve_group
@@ -155,9 +155,14 @@ def _chosen(q, k, v, causal, scale, sharding, group):
         return None  # there is nothing to tune: the default
     if spans_nodes(group):
         return AgAttentionConfig(method="torch")
-    sizes = q.shape[0], ranks * q.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3]
-    layout = f"causal {sharding}" if causal else "full"  # where all see all it does not matter who has what
-    return chosen("ag_attention", sizes, layout, q, group, launch.problem_fields(q, k, v, causal, sharding, scale))
+
+    def describe():
+        sizes = q.shape[0], ranks * q.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3]
+        layout = f"causal {sharding}" if causal else "full"  # without a mask it does not matter which rank has what
+        return sizes, layout, launch.problem_fields(q, k, v, causal, sharding, scale)
+
+    call = q.shape, k.shape, v.shape, causal, sharding, scale
+    return select("ag_attention", q, group, call, describe).config
 
 
 def _settled(q, k, v, causal, scale, sharding, group, config):

@@ -21,7 +21,6 @@ import os
 
 import torch
 
-from tdkernels.autotune.selection import known_config
 from tdkernels.ops.attention.flash_decode import launch as launcher
 from tdkernels.ops.attention.flash_decode import launch_backward
 from tdkernels.ops.attention.flash_decode.config import FlashDecodeConfig, layout_of
@@ -31,7 +30,7 @@ from tdkernels.ops.collectives.op import all_reduce
 from tdkernels.ops.common.config import as_argument, from_text
 from tdkernels.ops.common.torch_collectives import all_gather_rows
 from tdkernels.ops.common.torch_collectives import all_reduce as plain_all_reduce
-from tdkernels.ops.common.tunable_base import chosen
+from tdkernels.ops.common.tunable_base import select
 from tdkernels.runtime import autograd, torch_op
 from tdkernels.runtime.autograd import received, to_expect, to_send
 from tdkernels.symm import resolve_group
@@ -314,19 +313,19 @@ def _chosen(q, k_cache, v_cache, block_table, options, group):
     """The config of a call that was given none, of q [B, Tq, Hq, D]; None for no sequences, which need none."""
     if not q.shape[0]:
         return None
-    call = (
-        "flash_decode", q.shape, q.dtype, q.device, k_cache.shape, v_cache.shape, k_cache.dtype, options,
-        None if block_table is None else block_table.shape, launcher.value_is_key(k_cache, v_cache),
-    )
-    known = known_config(group, call)
-    if known is not None:
-        return known
-    shape = launcher.shape_of(q, k_cache, v_cache, block_table)
-    room = launcher.capacity_of(k_cache, block_table)
-    # A rank without room calls as well, and its caches do not show whether they share their memory.
-    layout = layout_of(shape.paged, room > 0 and shape.value_is_key, k_cache.dtype == FP8)
-    sizes = (*q.shape[:3], shape.heads, shape.d, shape.dv, max(room, 1))
-    return chosen("flash_decode", sizes, layout, q, group, launcher.problem_fields(q, shape, options), call)
+    block_tables = None if block_table is None else block_table.shape
+    shared = launcher.value_is_key(k_cache, v_cache)
+
+    def describe():
+        shape = launcher.shape_of(q, k_cache, v_cache, block_table)
+        room = launcher.capacity_of(k_cache, block_table)
+        # A rank without room calls as well, and its caches do not show whether they share their memory.
+        layout = layout_of(shape.paged, room > 0 and shape.value_is_key, k_cache.dtype == FP8)
+        sizes = (*q.shape[:3], shape.heads, shape.d, shape.dv, max(room, 1))
+        return sizes, layout, launcher.problem_fields(q, shape, options)
+
+    call = q.shape, k_cache.shape, v_cache.shape, k_cache.dtype, options, block_tables, shared
+    return select("flash_decode", q, group, call, describe).config
 
 
 def flash_decode(

@@ -11,9 +11,8 @@ import math
 
 import torch
 
-from tdkernels.autotune.selection import known_config
 from tdkernels.ops.common.multinode import spans_nodes
-from tdkernels.ops.common.tunable_base import chosen
+from tdkernels.ops.common.tunable_base import select
 from tdkernels.ops.experts.dispatch.config import default_config
 
 _UNEVEN = 0.2  # octaves by which the fullest rank is taken to have more than its share
@@ -31,22 +30,22 @@ def choose_config(operator, routing, x, quantized=False):
 
     Args:     quantized: whether they travel as codes with scales
     """
-    experts, choices = routing.num_experts, routing.choices
+    experts, choices, codes = routing.num_experts, routing.choices, x.dtype.itemsize == 1
     tokens, width, layout = _tokens_of(routing), x.shape[1], _layout_of(operator, routing)
-    call = operator, tokens, width, experts, choices, x.dtype, x.device, layout, quantized
-    known = known_config(routing.group, call)
-    if known is not None:
-        return known
     fields = {
         "max_tokens_per_rank": routing.most_tokens, "tokens": tokens, "width": width, "dtype": str(x.dtype),
-        "k": choices, "num_experts": experts,
+        "k": choices, "num_experts": experts, "quantize": quantized,
     }
-    if x.dtype.itemsize == 1:  # codes already, which nobody tunes for: what counts are the bytes
+    if codes:  # no problem has such a dtype: what counts are the bytes
         x = x.new_empty(0, dtype=torch.bfloat16)
         quantized, width = operator == "ep_dispatch", width if operator == "ep_dispatch" else max(width // 2, 1)
-    sizes = (tokens, width, experts) if operator == "all_to_all" else (tokens, width, experts, choices)
-    fields["quantize"] = quantized
-    return chosen(operator, sizes, layout + "_fp8" * quantized, x, routing.group, fields, call)
+
+    def describe():
+        sizes = (tokens, width, experts) if operator == "all_to_all" else (tokens, width, experts, choices)
+        return sizes, layout + "_fp8" * quantized, fields | {"quantize": quantized}
+
+    call = layout, quantized, *fields.values()
+    return select(operator, x, routing.group, call, describe).config
 
 
 def _layout_of(operator, routing):

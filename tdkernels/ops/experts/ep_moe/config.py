@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass
 
-from tdkernels.autotune.selection import known_config
 from tdkernels.ops.common.multinode import spans_nodes
-from tdkernels.ops.common.tunable_base import chosen
+from tdkernels.ops.common.tunable_base import select
 from tdkernels.ops.experts.dispatch.config import EpConfig
 from tdkernels.ops.experts.dispatch.op import EpHandle
 from tdkernels.ops.experts.dispatch.route import as_chosen, route_tokens
@@ -86,15 +85,16 @@ def choose_config(layout, x, topk_ids, w_down, num_experts, max_tokens_per_rank,
     else:
         routing = route_tokens("ep_dispatch", x, topk_ids, num_experts, None, None, group, None)
         tokens = tokens_of(routing.staged, None, group.size(), num_experts, k)
-    call = "ep_moe", layout, tokens, hidden, inner, num_experts, k, x.dtype, x.device
-    config = known_config(group, call)
-    if config is None:
+
+    def describe():
         fields = {
             "max_tokens_per_rank": max_tokens_per_rank, "tokens": tokens, "width": hidden, "hidden": inner,
             "dtype": str(x.dtype), "k": k, "num_experts": num_experts,
         }
-        config = chosen("ep_moe", (tokens, hidden, inner, num_experts, k), layout, x, group, fields, call)
-    return config, routing
+        return (tokens, hidden, inner, num_experts, k), layout, fields
+
+    call = layout, tokens, hidden, inner, num_experts, k
+    return select("ep_moe", x, group, call, describe).config, routing
 
 
 def handle_for(config, routing, ids):

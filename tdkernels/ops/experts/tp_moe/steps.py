@@ -4,14 +4,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tdkernels.autotune import tunable as tunables
-from tdkernels.autotune.selection import DEFAULT, choose
+from tdkernels.autotune.selection import DEFAULT
 from tdkernels.ops.collectives.async_all_gather import Gather
 from tdkernels.ops.collectives.op import all_gather, reduce_scatter
 from tdkernels.ops.common.config import as_argument
 from tdkernels.ops.common.multinode import torch_across_nodes
 from tdkernels.ops.common.torch_collectives import all_gather_rows, reduce_scatter_rows
-from tdkernels.ops.common.tunable_base import problem_of
+from tdkernels.ops.common.tunable_base import select
 from tdkernels.ops.experts.grouped_gemm import launch as grouped_gemm_launch
 from tdkernels.ops.experts.grouped_gemm.dispatch import by_torch, swiglu_ref, weight_gradient
 from tdkernels.ops.experts.tp_moe import config as tp_moe_config
@@ -34,8 +33,8 @@ def choose_configs(operator, config, sizes, layout, w, group, fields):
     """
     config = torch_across_nodes(config, MoeTpConfig, group)
     if config is None and group.size() > 1 and sizes[0]:
-        problem = problem_of(operator, sizes, layout, w, group)
-        choice = choose(tunables.tunable(operator), problem, w.device, group, fields)
+        call = sizes, layout, *fields.values()
+        choice = select(operator, w, group, call, lambda: (sizes, layout, fields))
         best = None if choice.source == DEFAULT else choice.config  # each half has a default of its own
         # What is best forwards says nothing of the gradients, but that torch is the better one: they are looked up.
         return best, best if _is_torch(best) else None
@@ -55,12 +54,12 @@ def config_of_gradient(operator, back, routing, config):
     if config is None and ranks > 1:
         sums = operator == "moe_gemm_rs"
         n, k = (n, ranks * k) if sums else (ranks * n, k)
-        problem = problem_of(operator, (ranks * routing.tokens, n, k, experts, routing.num_choices), "kn", back, group)
+        sizes = ranks * routing.tokens, n, k, experts, routing.num_choices
         fields = {
             "backward of": "moe_ag_gemm" if sums else "moe_gemm_rs", "M/W": routing.tokens, "k": routing.num_choices,
             "w": tuple(back.shape), "dtype": str(back.dtype),
         }
-        config = choose(tunables.tunable(operator), problem, back.device, group, fields).config
+        config = select(operator, back, group, (sizes, *fields.values()), lambda: (sizes, "kn", fields)).config
     return _config(config, routing, back)
 
 
