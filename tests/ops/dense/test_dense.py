@@ -236,6 +236,6 @@ def test_default_tiles_on_hopper(operator, world_size, sizes, columns, way, monk
     """Of a rank's rows (those of its shard, but of gemm_ar), n and k."""
     monkeypatch.setattr(gpu, "num_sms", lambda device: 132)
     monkeypatch.setattr(gpu, "capability", lambda device: (9, 0))
-    config = tunable(operator).kernel.default_config(*sizes, torch.bfloat16, torch.device("cuda", 0), world_size)
+    config = tunable(operator).config_module.default_config(*sizes, torch.bfloat16, torch.device("cuda", 0), world_size)
     found = config.tiles.block_m, config.tiles.block_n, getattr(config, "transport", None) or config.exchange
     assert found == (128, columns, way)
