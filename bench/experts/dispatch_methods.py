@@ -1,8 +1,8 @@
 """The ways to dispatch and combine that are measured: ours, and NCCL with the permutes that a user would write.
 
-The sequence is as quick as plain torch makes it (``permutes``): tokens are quantized before they are multiplied, and
-what goes beside the rows goes in one piece. The host waits once, for the sizes that all_to_all_single needs;
-"sequence-known-splits" is told them and never waits.
+The sequence is as quick as plain torch makes it (``permute_baseline``): tokens are quantized before they are
+multiplied, and what goes beside the rows goes in one piece. The host waits once, for the sizes that
+all_to_all_single needs; "sequence-known-splits" is told them and never waits.
 """
 
 from collections.abc import Callable

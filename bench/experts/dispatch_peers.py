@@ -1,6 +1,6 @@
 """Other libraries' ways to dispatch and combine: torch's all-to-all on NVSHMEM, and DeepEP. Neither was ever run here.
 
-A peer is a function of a case, max_tokens and the sets of operands. It returns an ``ep_methods.Method``, or raises
+A peer is a function of a case, max_tokens and the sets of operands. It returns a ``dispatch_methods.Method``, or raises
 Absent with the reason.
 """
 

@@ -14,7 +14,7 @@ _STYLES = {
 
 
 def figures(newest):
-    """One for each machine, layer and routing, eager or in CUDA graphs; ``newest``: see ``ep_report.newest_runs``."""
+    """One for each machine, layer and routing, eager or in CUDA graphs; ``newest``: see ``newest_runs``."""
     chosen = {place: runs for place, runs in newest.items() if place[4] != "ep_latency"}
     found = []
     for gpu, ranks, layer, routing, graph in sorted({(*place[:4], place[6]) for place in chosen}):

@@ -2,7 +2,7 @@
 
     grouped         torch._grouped_mm alone, on rows that lie ready: the floor of the products
     collective      NCCL's all_to_all_single alone, there and back, a row for each choice
-    sequence        both, with the permutes that a user would write (``permutes``); the host knows all sizes
+    sequence        both, with the permutes that a user would write (``permute_baseline``); the host knows all sizes
     parts           ep_dispatch, group_gemm and ep_combine one after the other, with max_tokens
     tdkernels       ep_moe as it comes, where the host waits for how many rows there are; -max-tokens: where it never
                     waits; -overlapped: that with method "fused", whose products overlap the ways there and back

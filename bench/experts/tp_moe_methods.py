@@ -2,7 +2,7 @@
 
     grouped       torch._grouped_mm alone, on rows that lie ready: the floor of the products
     collective    NCCL alone: the all-gather, the reduce-scatter, or all of them that a pass cannot do without
-    sequence      NCCL, torch._grouped_mm, and the permutes that a user would write (``permutes``)
+    sequence      NCCL, torch._grouped_mm, and the permutes that a user would write (``permute_baseline``)
     tdkernels     a call as it comes
 
 The sequence hides what a user can hide without kernels of his own: tokens are sorted while x is gathered, and the

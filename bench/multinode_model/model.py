@@ -4,7 +4,7 @@ A rank is node * L + local: N nodes of L ranks, W = N * L in all. NVLink joins t
 its own joins each rank to those of other nodes that have its local rank. The operators are hierarchical: what is for
 another node crosses the network once, between ranks of one local rank, and goes on or is added up inside the node.
 
-Products with communication are here, tokens and decoding in `nodes_tokens.py`.
+Products with communication are here, tokens and decoding in `token_model.py`.
 
 Every number that is not a size of the problem is a field of `Machine`, which says of each where it was measured or why
 it is assumed. Times are ms and sizes bytes, unless a name says otherwise; rates are GB/s each way of one GPU.

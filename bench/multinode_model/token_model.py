@@ -1,4 +1,4 @@
-"""Tokens to experts and back, and steps of decoding: the other half of the cost model in `nodes.py`."""
+"""Tokens to experts and back, and steps of decoding: the other half of the cost model in `model.py`."""
 
 import math
 from dataclasses import dataclass

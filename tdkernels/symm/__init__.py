@@ -1,7 +1,8 @@
 """Symmetric memory seen from the host: the same buffer on every rank of a group, each reachable by all.
 
-One small interface (``SymmetricBuffer``), one file for each way of getting such memory: ``shm`` for CPU processes,
-``p2p`` for GPUs of one host. ``Workspace`` adds what a collective kernel needs: signals, an epoch and two halves.
+One small interface (``SymmetricBuffer``), one file for each way of getting such memory: ``backends.shm`` for
+CPU processes, ``backends.cuda_ipc`` for GPUs of one host. ``Workspace`` adds what a collective kernel needs: signals,
+an epoch and two halves.
 """
 
 from tdkernels.symm.buffer import SymmetricBuffer

@@ -3,9 +3,9 @@
     recording.py  runs on the ranks: launches that are recorded, and what is needed to compare their clocks
     clocks.py     how far the clocks of the ranks are apart
     timeline.py   events as intervals on rank 0's clock; the Trace of all ranks
-    chrome.py     a Trace as a file for https://ui.perfetto.dev or chrome://tracing, and back
+    perfetto.py     a Trace as a file for https://ui.perfetto.dev or chrome://tracing, and back
     summary.py    shares of time, arrivals, longest waits
-    picture.py    a Trace as a PNG
+    plot.py    a Trace as a PNG
 
 ``python -m tdkernels trace`` does all of it; docs/tracing.md says how to read what comes out.
 """

@@ -53,7 +53,7 @@ def test_attention_on_hopper_uses_wgmma_and_tma(name):
 
 @pytest.mark.parametrize("d, dv", [(32, 16), (128, 32)])
 def test_attention_on_hopper_knows_where_narrow_values_are(d, dv):
-    """See ``widths_of`` in ag_attention_kernel.py. The product of two of 16 rows each had the second from elsewhere."""
+    """See ``widths_of`` in launch.py. The product of two of 16 rows each had the second from elsewhere."""
     _, code = assemble(compile_attention("attention", "sm_90", d=d, dv=dv, rows=37).asm["ptx"])
     assert any("HGMMA" in text for _, text in code)
     assert not unwritten(code)

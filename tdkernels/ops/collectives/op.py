@@ -4,7 +4,7 @@
     reduce_scatter  x [W * R, …]  on each rank  ->  z [R, …]
     all_reduce      x             on each rank  ->  z of the shape of x, the same bits on all ranks
 
-They go by the same memory and signals as the other operators. Schedule (``collective_kernels``): one kernel, in which
+They go by the same memory and signals as the other operators. Schedule (``kernel``): one kernel, in which
 each program stores pieces of x in the peers' buffers, raises one signal a piece and waits for that of the same piece
 from each peer; there is no barrier before it, so a small message takes one way over the wire. With few bytes
 ``all_reduce`` sends everything to everybody ("one_shot"); with many, a piece is summed by one rank, which sends the sum

@@ -9,13 +9,13 @@ waiting for each chunk's signal; the longest tiles come first. The softmax is on
 blocks is fixed, so the result does not depend on time. A last piece waits until every peer has begun the call: causal,
 a rank may need nothing of a peer, and without it the two halves of the workspace would not be enough.
 
-By parts (``ag_attention_parts``). Kernels that torch brings attend to one rank's keys at a time, own keys first, while
+By parts (``pipelined``). Kernels that torch brings attend to one rank's keys at a time, own keys first, while
 the copy engine brings the others; so do they backwards. Long shards take cuDNN's unless told or tuned otherwise.
 
 Causal, rank W - 1 of contiguous shards has nearly twice the work of the mean rank. "zigzag" cuts the sequence into 2 W
 pieces, of which rank r has r and 2 W - 1 - r: then all have the same.
 
-The fused backward (``ag_attention_backward_kernel``, ``ag_attention_dkv_kernel``). Only shards are saved. The gradient
+The fused backward (``kernel_dq``, ``ag_attention_dkv_kernel``). Only shards are saved. The gradient
 of q goes through keys and values like the forward; those of k and v through queries, which are pushed with the
 gradients of o, and are complete on the rank that has the keys: nothing is added up between ranks.
 

@@ -13,7 +13,7 @@ started, whatever their number, have sent a first part of the tiles, and wait fo
 which this part is smallest always gets through: no program has to be resident (law 1). Every rank waits for all peers'
 tiles, so no rank can finish a call that another has not begun (law 3).
 
-On several nodes what a program does with its tiles when it has nothing left to compute is ``flash_decode_nodes``.
+On several nodes what a program does with its tiles when it has nothing left to compute is ``kernel_multinode``.
 """
 
 import triton.language as tl
@@ -203,7 +203,7 @@ def flash_decode_kernel(
     [RANKS, BP]. Signal number ``source * tiles + tile`` says that the source's tile is there; behind these, ``source``
     says the same of its lengths. Flag number ``tile`` counts those that have left a part of it, or of a group of parts
     the sum, in scratch memory, which holds o and lse like a half does; groups' flags are behind those of the tiles.
-    With NODES > 1 a half holds what ``flash_decode_nodes`` says.
+    With NODES > 1 a half holds what ``kernel_multinode`` says.
 
     flags_ptr: of one rank alone, which has no workspace. RP: rows of a tile, in memory; BP: B, as a power of two.
     PAIRS: columns of fp8 caches are read two at a time. SCALES: 0, 1 for a tensor's, 2 for a head's. NUMBERS: that are

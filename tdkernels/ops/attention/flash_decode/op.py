@@ -6,7 +6,7 @@ Schedule, all of it in one launch (``flash_decode_kernel``): the keys of all ent
 programs that fit the GPU; the last program of an entry's head merges what this rank has for it, stores that in every
 rank's buffer with one signal, and later waits for the signals of the peers and merges all ranks' results, in fp32 and
 in rank order. So all ranks get the same bits. There is no barrier and no second kernel. What crosses the wire for a
-query head and peer is its Dv numbers and its lse, in fp32. Across nodes (``flash_decode_nodes``) a node's parts of a
+query head and peer is its Dv numbers and its lse, in fp32. Across nodes (``kernel_multinode``) a node's parts of a
 tile are merged by one of its ranks first, so that between two nodes each tile goes over the network once each way.
 
 Backward. o and its gradient are the same on all ranks. With the lse of the whole each rank computes the gradients of

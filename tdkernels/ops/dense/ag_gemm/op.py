@@ -14,10 +14,10 @@ compute; a barrier opens the call.
 On several nodes (``ag_gemm_nodes_kernel``) a shard crosses the network once for each other node, to the rank of the
 same number there, which relays it to its node peers; tiles follow in order of arrival over both ways.
 
-With ``method="parts"`` (``ag_gemm_parts``) products are the vendor's, one a shard, beside copies of the next shards.
+With ``method="parts"`` (``pipelined``) products are the vendor's, one a shard, beside copies of the next shards.
 
 Backward. dx = reduce_scatter(dy @ weight) and dweight = dy.T @ all_gather(x) are two products of the vendor's: x is
-gathered again beside the first, and parts of dx travel beside both (``ag_gemm_parts``). Where that would take the host
+gathered again beside the first, and parts of dx travel beside both (``pipelined``). Where that would take the host
 longer than the GPU, on several nodes, or if only dx is asked for, dx is a GEMM-RS, beside which x is gathered; dweight
 alone is multiplied shard by shard as they come. Only shards are saved.
 

@@ -5,8 +5,8 @@
 Two schedules, between which the tuner chooses. Many rows (``gemm_ar_kernel``, "two_shot"): each rank owns every W-th
 piece of z. Partial tiles are forwarded to their owners while later ones are computed, the owner adds them in rank order
 and sends the sum to everybody, and programs of each rank bring the sums that have come to z; all of it in one launch.
-What travels is twice what a reduce-scatter carries. Few rows (``gemm_one_shot``, "one_shot"): each rank sends its
-partial tile to everybody and sums all of them itself, so that there is one way over the wire instead of two.
+What travels is twice what a reduce-scatter carries. Few rows (``dense.kernel_one_shot``, "one_shot"): each rank sends
+its partial tile to everybody and sums all of them itself, so that there is one way over the wire instead of two.
 
 A group on several nodes has a schedule of its own (``gemm_ar_nodes_kernel``): each node's ranks sum first, then nodes.
 Partials are rounded to the dtype of x, our own included, and added in fp32 in rank order. Call t uses half t mod 2 of

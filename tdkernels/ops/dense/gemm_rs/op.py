@@ -4,12 +4,12 @@
 
 Schedule (``gemm_rs_kernel``). A rank computes the partial tiles of the rows of rank + 1 first, then those of rank + 2
 and so on, and stages them in its own memory. Pieces of work strewn between them forward finished groups of tiles to the
-rank that owns the rows and raise one signal for each group there; or, ``transport="direct"`` (``gemm_rs_direct``), each
+rank that owns the rows and raise one signal for each group there; or, ``transport="direct"`` (``kernel_direct``), each
 tile is sent from where it was computed, with a signal of its own. Its own rows come last: each of their tiles waits, in
 its epilogue, for the peers' partials of that tile, and adds all partials in fp32 in rank order, so that the result does
 not depend on timing. Partials travel in the dtype of x, as those of a plain reduce-scatter do. Call t uses half t mod
 2 of the workspace; as with ag_gemm no rank can finish call t + 1 before all have begun it, so there is no barrier.
-With ``method="parts"`` (``gemm_rs_parts``) products are the vendor's, one an owner, beside copies of those before.
+With ``method="parts"`` (``pipelined``) products are the vendor's, one an owner, beside copies of those before.
 Across nodes (``gemm_rs_nodes_kernel``) each node adds its own ranks' partials first, and one sum of them leaves it.
 
 Backward. dx = all_gather(dz) @ weight is an AG-GEMM, which leaves all_gather(dz) behind for dweight and dbias; of large

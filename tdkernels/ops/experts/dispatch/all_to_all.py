@@ -3,7 +3,7 @@
     x [T, H], sorted by destination, splits [W] on each rank  ->  out [R, H], in the order of the ranks they come from
 
 Splits [E], E / W for each rank, tell the experts of a rank apart. It is a dispatch of one choice a token
-(``moe_ep``), whose rows are laid out by their source; of few rows, with max_tokens_per_rank, it is one launch
+(``op``), whose rows are laid out by their source; of few rows, with max_tokens_per_rank, it is one launch
 (``ep_direct_kernel``). The backward is the same way back.
 
 Example:

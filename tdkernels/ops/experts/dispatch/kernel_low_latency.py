@@ -15,7 +15,7 @@ counting, and numbers travel beside the tokens:
 Nobody waits but 3 and 4, for 1 and 2 only, which have the smallest program ids (law 1). All ranks send all others their
 line, and wait for one from each (law 3).
 
-A half of the memory: a line for each rank, then S slots for each rank. A line: C words as in the tables (``ep_tables``,
+A half of the memory: a line for each rank, then S slots for each rank. A line: C words as in the tables (``layout``,
 without tokens for each rank), then how many rows each rank gets. A slot: items, scales, then of K choices the experts
 (-1: not here), the numbers of their rows among the sender's for that expert, and the weights.
 """
@@ -48,7 +48,7 @@ MOST_COMPARED, MOST_IDS = tl.constexpr(8192), tl.constexpr(1024)
 
 @td.jit
 def direct_slot_parts(row_bytes, scale_bytes, K: tl.constexpr):
-    """(where in a slot its scales begin, where its K experts, bytes of a slot); see ``ep_direct.slot_memory``."""
+    """(where in a slot its scales begin, where its K experts, bytes of a slot); see ``low_latency.slot_memory``."""
     scales_begin, experts_begin, _ = slot_parts(row_bytes, scale_bytes, K)
     return scales_begin, experts_begin, (experts_begin + 12 * K + 127) // 128 * 128
 

@@ -3,7 +3,7 @@
 A program takes a tile of tokens, N ids at most. It numbers the rows for each expert and the tokens for each rank within
 the tile. Then the tiles are added up: if they are few by the last program to come to its end, else by a launch of its
 own, a few columns a program. The last program of all sends this rank's totals to all peers (one signal each, 4 bytes an
-expert), waits for theirs, and knows with them where everything begins, here and at the peers (``ep_tables``). There is
+expert), waits for theirs, and knows with them where everything begins, here and at the peers (``layout``). There is
 no order in which atomics happen to come: the same ids give the same places.
 
 Of the totals everybody sees the same, so all ranks agree on whether the rows fit.

@@ -1,7 +1,7 @@
 """Launches of the kernels of all_to_all, ep_dispatch and ep_combine, for a ``Routing``.
 
 ``dispatch`` sends tokens to rows, ``combine`` rows back to tokens. A group on several nodes has kernels of its own;
-what goes by torch's collectives (``ep_torch``) launches none.
+what goes by torch's collectives (``torch_backend``) launches none.
 """
 
 from dataclasses import dataclass

@@ -14,7 +14,7 @@
     tiles      [tiles, COLUMNS]  ``counts`` of all tiles before each
 
 Tokens of a rank for itself are not staged and not counted in ``ours`` to ``their``, which in a group on several nodes
-are other tables of as many words (``ep_nodes_tables``).
+are other tables of as many words (``multinode.layout``).
 
 And of what has come, int32 too: where each chunk of each source begins and how many tokens it has, [W, MAX_CHUNKS, 2],
 and the rows of each staged token, [slots, K].

@@ -8,7 +8,7 @@ lays everything out; ``ep_dispatch_kernel`` sends each token once to every rank 
 copied to its rows. Of few tokens ``ep_direct_kernel`` does both in one launch. ``ep_combine_kernel`` adds a token's
 rows up where the experts are, sends the sum, and adds the sums up at home, in fp32 and in the order of the ranks. Of
 each chunk of tokens there is a signal, so receiving overlaps sending. ``EpConfig(method="torch")`` goes by torch's
-collectives instead (``ep_torch``).
+collectives instead (``torch_backend``).
 
 Backward. That of ep_dispatch is an unweighted combine, which takes the weights' gradients along. That of ep_combine is
 a dispatch of dy, by which a row gets dy times its weight and a weight the product of dy with its row; these go back

@@ -124,7 +124,7 @@ def route(
               1, or minus the number of tokens that were too many to be among them
     ``whole``: each choice is to be sent by itself, and all choices of a rank have to fit ``max_tokens``, too. Not in a
     group on several nodes
-    ``given``: what the ids were made of, see ``ep_refusals``; None: they are the topk_ids of the call
+    ``given``: what the ids were made of, see ``device_errors``; None: they are the topk_ids of the call
     Raises:   ValueError on every rank for wrong ids (-1 is a dropped choice) or more rows than ``max_tokens``: on a GPU
               with ``max_tokens`` later, see ``Workspace.check``
     """

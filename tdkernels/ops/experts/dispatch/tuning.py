@@ -4,7 +4,7 @@ A problem's first size are the tokens of all ranks, about as many on each, whose
 "exact", where the host waits for the number of rows, and "static", with the max_tokens that are always enough;
 ep_dispatch and all_to_all have "bounded", too, with the max_tokens_per_rank that there are, and ep_dispatch all of them
 with "_fp8", which quantizes.
-Calls look their config up by what all ranks know (``ep_choice``), up to a power of two.
+Calls look their config up by what all ranks know (``token_buckets``), up to a power of two.
 """
 
 from dataclasses import replace

@@ -1,6 +1,6 @@
 """The kernel behind moe_ag_gemm: tokens are pushed to all peers, sorted by expert and multiplied, all at the same time.
 
-Pieces of work, by number: the first push our tokens to the peers; then, stage by stage (``moe_route_kernel``), come the
+Pieces of work, by number: the first push our tokens to the peers; then, stage by stage (``kernel_route``), come the
 tiles of the stage before with pieces strewn in that copy tokens of this stage to their rows, one for each choice. A row
 has to lie among those of its expert for the tensor memory accelerator, and to copy it takes less than what is lost by a
 product that reads its rows from anywhere.

@@ -1,6 +1,6 @@
 """The kernel behind moe_gemm_rs: experts' rows are multiplied, added up by token, and sent to the tokens' ranks.
 
-The tiles of the grouped product come in the stages of ``moe_route_kernel`` backwards, so that the tokens of the other
+The tiles of the grouped product come in the stages of ``kernel_route`` backwards, so that the tokens of the other
 ranks are done with first and our own last. Strewn between the tiles of a stage are pieces for the tokens of the stage
 before it in this order: they add up each token's rows, weighted, in fp32 and in the order of its choices, and store
 the sums at the token's rank, with a signal of their own. For our own tokens they add the peers' sums to ours, in fp32

@@ -4,7 +4,7 @@
     moe_gemm_rs   h [M * k, I / W], w [E, H, I / W]                   ->  y [M / W, H], each token's k rows, weighted
     tp_moe        both, with SwiGLU between them
 
-Schedule. Ids are gathered and sorted on the device (``moe_route_kernel``), once for both halves and their backwards. In
+Schedule. Ids are gathered and sorted on the device (``kernel_route``), once for both halves and their backwards. In
 ``moe_ag_gemm_kernel`` some programs push our tokens to all peers while others compute tiles of tokens that have come,
 by stages. ``moe_gemm_rs_kernel`` goes the other way: tiles of other ranks' tokens come first, and while later ones are
 computed the choices of finished tokens are added up and sent to the rank that has the token, where they are added to

@@ -1,4 +1,4 @@
-"""What tensor-parallel experts know of a routing, and the launches that find it; see ``moe_route_kernel``."""
+"""What tensor-parallel experts know of a routing, and the launches that find it; see ``kernel_route``."""
 
 from dataclasses import dataclass
 from functools import partial

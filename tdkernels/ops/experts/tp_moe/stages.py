@@ -1,4 +1,4 @@
-"""In how many stages the tokens of all ranks are multiplied by the experts' weights; see ``moe_route_kernel``.
+"""In how many stages the tokens of all ranks are multiplied by the experts' weights; see ``kernel_route``.
 
 Our own tokens can be multiplied while those of the others are on the way, but every stage reads all the weights, and
 its last tiles leave multiprocessors idle. What is best follows from the sizes, of which the host knows all but the

@@ -1,6 +1,6 @@
 """What flash_decode is asked in groups on several nodes, as functions that every rank runs.
 
-``local`` is how many ranks a simulated node has. test_flash_decode_nodes.py asks.
+``local`` is how many ranks a simulated node has. test_flash_decode_multinode.py asks.
 """
 
 import time

@@ -1,4 +1,4 @@
-"""What all_to_all with ``max_tokens_per_rank`` is asked, as functions of a rank. test_all_to_all_direct.py asks."""
+"""What all_to_all with ``max_tokens_per_rank`` is asked, as functions of a rank."""
 
 import random
 import time

@@ -1,4 +1,4 @@
-"""What ep_dispatch and ep_combine are asked, as functions that every rank runs. test_moe_ep.py asks."""
+"""What ep_dispatch and ep_combine are asked, as functions that every rank runs. test_dispatch.py asks."""
 
 import contextlib
 import time

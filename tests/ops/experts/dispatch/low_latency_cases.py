@@ -1,4 +1,4 @@
-"""What a dispatch with ``max_tokens_per_rank`` is asked, as functions that every rank runs. test_ep_direct.py asks."""
+"""What a dispatch with ``max_tokens_per_rank`` is asked, as functions that every rank runs."""
 
 import contextlib
 import time

@@ -1,6 +1,6 @@
 """What holds between the ranks of a dispatch with ``max_tokens_per_rank``, as functions that every rank runs.
 
-test_ep_direct.py asks.
+test_low_latency.py asks.
 """
 
 import time

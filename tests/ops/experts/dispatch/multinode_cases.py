@@ -1,7 +1,7 @@
 """What ep_dispatch and ep_combine are asked of groups on several nodes alone, as functions that every rank runs.
 
 ``local`` is how many ranks a simulated node has. What any group is asked they are asked on nodes as well: by
-``tests.support.simulated_nodes.on_nodes``, for which expert_parallel.py and expert_ranks.py need not know.
+``tests.support.simulated_nodes.on_nodes``, for which cases.py and rank_cases.py need not know.
 """
 
 import collections

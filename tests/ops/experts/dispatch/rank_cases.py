@@ -1,6 +1,6 @@
 """What holds between the ranks of a dispatch and a combine, as functions that every rank runs.
 
-test_moe_ep_ranks.py asks: reuse of memory, groups, disagreement, and peers that come late or never.
+test_dispatch_ranks.py asks: reuse of memory, groups, disagreement, and peers that come late or never.
 """
 
 import random

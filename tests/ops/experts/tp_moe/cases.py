@@ -1,4 +1,4 @@
-"""What tp_moe and its halves are asked to compute, as functions that every rank runs. test_moe_tp.py asks."""
+"""What tp_moe and its halves are asked to compute, as functions that every rank runs. test_tp_moe.py asks."""
 
 import contextlib
 from unittest import mock

@@ -1,6 +1,6 @@
 """What holds between the ranks of tp_moe and its halves, as functions that every rank runs.
 
-test_moe_tp_ranks.py asks: the same bits whenever, memory used again, disagreement, and peers that come late or never.
+test_tp_moe_ranks.py asks: the same bits whenever, memory used again, disagreement, and peers that come late or never.
 """
 
 import random

@@ -4,7 +4,7 @@ A program counts its tile as in ``ep_route_kernel``, and its tokens for each oth
 whatever the number of its experts there). The last program sends this rank's line of totals, E + W + 2 + N words, to
 its node peers and, over the network, to the ranks of its rail; what comes from those it passes on to its node peers. So
 each line crosses to a node once. Then all ranks have the same lines, and each lays out what it sends and gets
-(``ep_nodes_tables``).
+(``layout``).
 
 A launch of its own (``ep_places_kernel``) completes the places of our tokens, and lists those for each node: whoever
 sends to another node takes tokens from that list.

@@ -1,10 +1,10 @@
-"""What a rank of a group on several nodes knows of a routing beyond ``ep_tables``.
+"""What a rank of a group on several nodes knows of a routing beyond ``dispatch.layout``.
 
 N nodes of L ranks; rank r is number r % L on node r // L. A rank's rail are the ranks of its number, one on each node.
 What crosses from a node to another goes along a rail: the rank there passes on what it gets, or takes what it sends
-back, for its node. Four tables of W words stand in the place of those of ``ep_tables``, in a node's staging memory,
-which holds what node peers send each other, whatever node it comes from. Of them two are for the m-th rank of our rail
-and the l-th of our node, at m * L + l:
+back, for its node. Four tables of W words stand in the place of those of ``dispatch.layout``, in a node's staging
+memory, which holds what node peers send each other, whatever node it comes from. Of them two are for the m-th rank of
+our rail and the l-th of our node, at m * L + l:
 
     ours       where the tokens of that rank of our rail begin in the staging memory of that rank of our node
     parts      where the latter's parts of the former's tokens begin in ours, on their way back
