@@ -44,17 +44,6 @@ _LANES = tl.constexpr(512)
 # ---- where things are ----
 
 
-def num_slots(tiles, ranks, nodes):
-    """How many slots a half holds, as ``_num_slots``."""
-    local = ranks // nodes
-    return nodes * tiles if local == 1 else -(-tiles // local) * (local + nodes) + tiles
-
-
-def slot_numbers(rows_of_tile, padded_dv):
-    """Numbers of fp32 in a slot: a multiple of 16 bytes, by which the network is fast."""
-    return rows_of_tile * padded_dv + max(rows_of_tile, 4)
-
-
 @td.jit
 def _num_slots(tiles, RANKS: tl.constexpr, NODES: tl.constexpr):
     """How many slots a half holds."""

@@ -12,7 +12,6 @@ from tdkernels.ops.attention.flash_decode.kernel import (
     flash_decode_nodes_kernel,
 )
 from tdkernels.ops.attention.flash_decode.kernel_merge import LARGE_PARTS_OF_GROUP, NUMBERS_OF_WARP
-from tdkernels.ops.attention.flash_decode.kernel_multinode import num_slots, slot_numbers
 from tdkernels.ops.attention.flash_decode.kv_cache import FP8_BITS, FP8_NATIVE, FP8_NONE
 from tdkernels.ops.attention.flash_decode.validation import FP8
 from tdkernels.ops.attention.tile import LOG2_E
@@ -224,3 +223,14 @@ def arguments(
         "NODES": nodes, "num_warps": config.num_warps, "num_stages": config.num_stages, "trace_ptr": None,
     }
     return args, constants
+
+
+def num_slots(tiles, ranks, nodes):
+    """How many slots a half holds, as ``kernel_multinode._num_slots``."""
+    local = ranks // nodes
+    return nodes * tiles if local == 1 else -(-tiles // local) * (local + nodes) + tiles
+
+
+def slot_numbers(rows_of_tile, padded_dv):
+    """Numbers of fp32 in a slot: a multiple of 16 bytes, by which the network is fast."""
+    return rows_of_tile * padded_dv + max(rows_of_tile, 4)
