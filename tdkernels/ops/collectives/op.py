@@ -158,12 +158,12 @@ class _AllReduce(torch.autograd.Function):
 
 def _check(operator, x, world_size, config):
     """Raise TypeError or ValueError unless the call makes sense on this rank."""
-    validation.check_is_tensor(operator, "x", x)
+    validation.check_tensor(operator, "x", x, memory=False)
     if x.layout != torch.strided or x.is_quantized:
         kind = "quantized" if x.is_quantized else x.layout
         raise TypeError(f"{operator}: x must be a plain dense tensor, not {kind}")
     if operator != "all_gather":
-        validation.check_dtype(operator, "x", x)
+        validation.check_tensor(operator, "x", x, validation.DTYPES, memory=False)
     validation.check_device(operator, "x", x)
     if operator != "all_reduce" and x.dim() == 0:
         raise ValueError(f"{operator}: x must have at least one dimension, the rows; it is a scalar")

@@ -13,36 +13,28 @@ def shape_of(tensor):
     return list(tensor.shape)
 
 
-# ---- one property of one argument ----
+def _supported(dtypes):
+    *others, last = (str(dtype).removeprefix("torch.") for dtype in dtypes)
+    return f"{', '.join(others)} and {last} are" if others else f"{last} is"
 
 
-def check_is_tensor(operator, name, value):
+def check_tensor(operator, name, value, dtypes=None, like=None, like_name="x", words=None, memory=True):
+    """Raise TypeError or ValueError unless an argument is a tensor that fits.
+
+    Args:     dtypes: those that are supported, ``words`` in an error; None: all
+              like: the argument, called ``like_name``, on whose device it must be
+              memory: whether it must be dense and hold its values itself, which torch's dispatcher otherwise sees to
+    """
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{operator}: {name} must be a torch.Tensor, not {type(value).__name__}")
-
-
-def check_dtype(operator, name, tensor, dtypes=DTYPES, words="bfloat16, float16 and float32 are"):
-    if tensor.dtype not in dtypes:
-        raise TypeError(f"{operator}: {name} is {tensor.dtype}; {words} supported")
-
-
-def check_integers(operator, name, tensor):
-    check_dtype(operator, name, tensor, INTEGERS, "int32 and int64 are")
-
-
-def check_same_dtype(operator, name, tensor, first, first_name="x"):
-    if tensor.dtype != first.dtype:
-        raise TypeError(f"{operator}: {first_name} is {first.dtype} but {name} is {tensor.dtype}")
-
-
-def check_same_device(operator, name, tensor, first, first_name="x"):
-    if tensor.device != first.device:
-        raise ValueError(f"{operator}: {first_name} is on {first.device} but {name} is on {tensor.device}")
-
-
-def check_device(operator, name, tensor):
-    if tensor.device.type not in DEVICES:
-        raise ValueError(f"{operator}: {name} is on {tensor.device}; cpu and cuda (NVIDIA, AMD) are supported")
+    if memory:
+        if value.layout != torch.strided:
+            raise TypeError(f"{operator}: {name} must be a plain dense tensor, not {value.layout}")
+        check_memory(operator, name, value)
+    if dtypes is not None and value.dtype not in dtypes:
+        raise TypeError(f"{operator}: {name} is {value.dtype}; {words or _supported(dtypes)} supported")
+    if like is not None and value.device != like.device:
+        raise ValueError(f"{operator}: {like_name} is on {like.device} but {name} is on {value.device}")
 
 
 def check_memory(operator, name, tensor):
@@ -61,23 +53,14 @@ def check_memory(operator, name, tensor):
         raise TypeError(f"{operator}: {name} {shape_of(tensor)} is a view that negates its memory; pass resolve_neg()")
 
 
-# ---- whole arguments ----
+def check_device(operator, name, tensor):
+    if tensor.device.type not in DEVICES:
+        raise ValueError(f"{operator}: {name} is on {tensor.device}; cpu and cuda (NVIDIA, AMD) are supported")
 
 
-def check_tensor(operator, name, tensor, like=None):
-    """A plain dense tensor, on the device of ``like``."""
-    check_is_tensor(operator, name, tensor)
-    if tensor.layout != torch.strided:
-        raise TypeError(f"{operator}: {name} must be a plain dense tensor, not {tensor.layout}")
-    check_memory(operator, name, tensor)
-    if like is not None:
-        check_same_device(operator, name, tensor, like)
-
-
-def check_rows(operator, name, x, dtypes=DTYPES, words="bfloat16, float16 and float32 are"):
+def check_rows(operator, name, x, dtypes=DTYPES):
     """A tensor of [rows, H], H not 0."""
-    check_tensor(operator, name, x)
-    check_dtype(operator, name, x, dtypes, words)
+    check_tensor(operator, name, x, dtypes)
     check_device(operator, name, x)
     if x.dim() != 2:
         raise ValueError(f"{operator}: {name} must have 2 dimensions [rows, H], its shape is {shape_of(x)}")
@@ -85,14 +68,17 @@ def check_rows(operator, name, x, dtypes=DTYPES, words="bfloat16, float16 and fl
         raise ValueError(f"{operator}: {name} {shape_of(x)} has empty rows")
 
 
-def check_floats(operator, tensors):
-    """Tensors by their names, all of the first one's dtype and device."""
+def check_floats(operator, tensors, memory=False):
+    """Tensors by their names, all of the first one's dtype and device; ``memory`` as for ``check_tensor``."""
     (first_name, first), *_ = tensors.items()
     for name, tensor in tensors.items():
-        check_is_tensor(operator, name, tensor)
-        check_dtype(operator, name, tensor)
-        check_same_dtype(operator, name, tensor, first, first_name)
-        check_same_device(operator, name, tensor, first, first_name)
+        check_tensor(operator, name, tensor, DTYPES, None, memory=memory)
+        if tensor.dtype != first.dtype:
+            raise TypeError(f"{operator}: {first_name} is {first.dtype} but {name} is {tensor.dtype}")
+        if tensor.device != first.device:
+            raise ValueError(f"{operator}: {first_name} is on {first.device} but {name} is on {tensor.device}")
+    if first.device.type not in DEVICES:
+        raise ValueError(f"{operator}: {first_name} is on {first.device}; cpu and cuda (NVIDIA, AMD) are supported")
 
 
 def check_weight(operator, weight, bias):
@@ -110,7 +96,6 @@ def check_weight(operator, weight, bias):
 def check_operands(operator, x, weight, bias):
     """Raise TypeError or ValueError, naming the argument and its shape, unless x @ weight.T + bias makes sense."""
     check_floats(operator, {"x": x, "weight": weight} | ({} if bias is None else {"bias": bias}))
-    check_device(operator, "x", x)
     if x.dim() < 2:
         raise ValueError(f"{operator}: x must have at least 2 dimensions [rows, K], its shape is {shape_of(x)}")
     if weight.dim() == 2 and x.shape[-1] != weight.shape[1]:

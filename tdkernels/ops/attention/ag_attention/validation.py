@@ -5,14 +5,7 @@ import math
 from tdkernels.ops.attention.ag_attention.config import AgAttentionConfig
 from tdkernels.ops.attention.ag_attention.vendor_attention import KERNELS
 from tdkernels.ops.common.config import check_config
-from tdkernels.ops.common.validation import (
-    check_device,
-    check_dtype,
-    check_is_tensor,
-    check_memory,
-    check_same_device,
-    check_same_dtype,
-)
+from tdkernels.ops.common.validation import check_floats
 
 SHARDINGS = ("contiguous", "zigzag")
 LEAST, MOST = 16, 256  # elements of a head
@@ -20,8 +13,10 @@ LEAST, MOST = 16, 256  # elements of a head
 
 def check_attention(operator, q, k, v, causal, scale, sharding, config):
     """Raise TypeError or ValueError, naming the argument and its shape, unless the call makes sense."""
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        _check_tensor(operator, name, tensor, q)
+    tensors = {"q": q, "k": k, "v": v}
+    check_floats(operator, tensors, memory=True)
+    for name, tensor in tensors.items():
+        _check_shape(operator, name, tensor)
     _check_shapes(operator, q, k, v)
     if not isinstance(causal, bool):
         raise TypeError(f"{operator}: causal must be True or False, not {causal!r}")
@@ -46,13 +41,7 @@ def _check_widths(operator, config, q, v):
             )
 
 
-def _check_tensor(operator, name, tensor, q):
-    check_is_tensor(operator, name, tensor)
-    check_memory(operator, name, tensor)
-    check_dtype(operator, name, tensor)
-    check_same_dtype(operator, name, tensor, q, "q")
-    check_same_device(operator, name, tensor, q, "q")
-    check_device(operator, name, tensor)
+def _check_shape(operator, name, tensor):
     if tensor.dim() != 4:
         raise ValueError(
             f"{operator}: {name} must have 4 dimensions [B, S / W, heads, D], its shape is {list(tensor.shape)}"

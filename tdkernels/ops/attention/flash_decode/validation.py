@@ -7,26 +7,11 @@ import torch
 
 from tdkernels.ops.attention.flash_decode.config import FlashDecodeConfig
 from tdkernels.ops.common.config import check_config
-from tdkernels.ops.common.validation import (
-    INTEGERS,
-    check_device,
-    check_dtype,
-    check_is_tensor,
-    check_memory,
-    check_same_device,
-    shape_of,
-)
+from tdkernels.ops.common.validation import DTYPES, INTEGERS, check_device, check_tensor, shape_of
 
 FP8 = torch.float8_e4m3fn
 MAX_D = 1024
 MAX_BATCH = 1 << 14
-
-
-def _tensor(name, value, q, dtypes, what):
-    check_is_tensor("flash_decode", name, value)
-    check_memory("flash_decode", name, value)
-    check_dtype("flash_decode", name, value, dtypes, what)
-    check_same_device("flash_decode", name, value, q, "q")
 
 
 def check(q, k_cache, v_cache, kv_lens, block_table, scales, scale, soft_cap, window, config):
@@ -46,9 +31,7 @@ def check(q, k_cache, v_cache, kv_lens, block_table, scales, scale, soft_cap, wi
 
 
 def _check_q(q):
-    check_is_tensor("flash_decode", "q", q)
-    check_memory("flash_decode", "q", q)
-    check_dtype("flash_decode", "q", q)
+    check_tensor("flash_decode", "q", q, DTYPES)
     check_device("flash_decode", "q", q)
     if q.dim() not in (3, 4):
         raise ValueError(f"flash_decode: q must be [B, Hq, D] or [B, Tq, Hq, D], its shape is {shape_of(q)}")
@@ -62,7 +45,8 @@ def _check_q(q):
 
 def _check_caches(q, k_cache, v_cache):
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        _tensor(name, cache, q, (q.dtype, FP8), f"the type of q, {q.dtype}, and float8_e4m3fn are")
+        words = f"the type of q, {q.dtype}, and float8_e4m3fn are"
+        check_tensor("flash_decode", name, cache, (q.dtype, FP8), q, "q", words)
         if cache.dim() != 4:
             raise ValueError(
                 f"flash_decode: {name} must be [B, S, Hkv, D] or [blocks, block_size, Hkv, D], its shape is "
@@ -98,7 +82,7 @@ def _check_caches(q, k_cache, v_cache):
 
 
 def _check_lengths(q, k_cache, kv_lens, block_table):
-    _tensor("kv_lens", kv_lens, q, INTEGERS, "int32 and int64 are")
+    check_tensor("flash_decode", "kv_lens", kv_lens, INTEGERS, q, "q")
     if tuple(kv_lens.shape) != (q.shape[0],):
         raise ValueError(
             f"flash_decode: kv_lens must be [B] with the {q.shape[0]} entries of q {shape_of(q)}, its shape is "
@@ -111,7 +95,7 @@ def _check_lengths(q, k_cache, kv_lens, block_table):
                 "pass block_table if it is paged"
             )
         return
-    _tensor("block_table", block_table, q, INTEGERS, "int32 and int64 are")
+    check_tensor("flash_decode", "block_table", block_table, INTEGERS, q, "q")
     if block_table.dim() != 2 or block_table.shape[0] != q.shape[0]:
         raise ValueError(
             f"flash_decode: block_table must be [B, max_blocks] with the {q.shape[0]} entries of q {shape_of(q)}, its "
@@ -128,7 +112,7 @@ def _check_scale(name, value, q, k_cache):
         return
     if value is None:
         return
-    _tensor(name, value, q, (torch.float32,), "float32 is")
+    check_tensor("flash_decode", name, value, (torch.float32,), q, "q")
     if value.numel() != 1 and tuple(value.shape) != (k_cache.shape[2],):
         raise ValueError(
             f"flash_decode: {name} must have one element, or the Hkv = {k_cache.shape[2]} heads of k_cache "

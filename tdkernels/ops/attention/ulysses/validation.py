@@ -1,12 +1,11 @@
 """Checks of what a user passes to the Ulysses projections, before anything is launched."""
 
-from tdkernels.ops.common.validation import check_device, check_floats, check_weight, shape_of
+from tdkernels.ops.common.validation import check_floats, check_weight, shape_of
 
 
 def check_product(operator, name, rows, weight, bias, divided_by):
     """Raise unless rows @ weight.T + bias makes sense, where rows have one of ``divided_by`` parts of the columns."""
     check_floats(operator, {name: rows, "weight": weight} | ({} if bias is None else {"bias": bias}))
-    check_device(operator, name, rows)
     columns = "K" if divided_by == 1 else "K / W"
     if rows.dim() < 2:
         raise ValueError(

@@ -67,7 +67,7 @@ def _experts_of_rows(splits, rows):
 
 def _check(x, splits, scales, max_tokens, max_tokens_per_rank, config, world_size):
     check_payload(_NAME, x, scales, max_tokens)
-    check_tensor(_NAME, "splits", splits, x)
+    check_tensor(_NAME, "splits", splits, None, x)
     if splits.dtype not in INTEGERS:
         raise TypeError(f"{_NAME}: splits is {splits.dtype}; int32 and int64 are supported")
     if splits.dim() != 1 or splits.shape[0] == 0:

@@ -2,16 +2,16 @@
 
 import torch
 
-from tdkernels.ops.common.validation import DTYPES, check_dtype, check_integers, check_rows, check_tensor, shape_of
+from tdkernels.ops.common.validation import DTYPES, INTEGERS, check_rows, check_tensor, shape_of
 
 PAYLOADS = (*DTYPES, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def check_payload(operator, x, scales, max_tokens):
     """x [T, H] and scales [T] or [T, S] that go with it."""
-    check_rows(operator, "x", x, PAYLOADS, "bfloat16, float16, float32, float8_e4m3fn and float8_e5m2 are")
+    check_rows(operator, "x", x, PAYLOADS)
     if scales is not None:
-        check_tensor(operator, "scales", scales, x)
+        check_tensor(operator, "scales", scales, None, x)
         if scales.dim() not in (1, 2) or scales.shape[0] != x.shape[0]:
             raise ValueError(
                 f"{operator}: scales must be [T] or [T, S] with the T = {x.shape[0]} rows of x, its shape is "
@@ -42,8 +42,7 @@ def check_dispatch(
 ):
     """Raise TypeError or ValueError, naming the argument and its shape, unless x can be dispatched."""
     check_payload(operator, x, scales, max_tokens)
-    check_tensor(operator, "topk_ids", topk_ids, x)
-    check_integers(operator, "topk_ids", topk_ids)
+    check_tensor(operator, "topk_ids", topk_ids, INTEGERS, x)
     if topk_ids.dim() != 2 or topk_ids.shape[0] != x.shape[0]:
         raise ValueError(
             f"{operator}: topk_ids must be [T, k] with the T = {x.shape[0]} rows of x, its shape is "
@@ -62,7 +61,7 @@ def check_again(x, routing, topk_weights, scales, quantize):
     """Raise TypeError or ValueError, naming the argument and its shape, unless x can go by a known routing."""
     operator = "ep_dispatch"
     check_payload(operator, x, scales, None)
-    check_tensor(operator, "topk_ids (the handle)", routing.tables, x)
+    check_tensor(operator, "topk_ids (the handle)", routing.tables, None, x)
     if x.shape[0] != routing.tokens:
         raise ValueError(f"{operator}: x {shape_of(x)} must have the {routing.tokens} tokens of the handle")
     check_weights(operator, topk_weights, x, (routing.tokens, routing.choices))
@@ -79,8 +78,7 @@ def _check_quantize(operator, x, scales, quantize):
 def check_weights(operator, weights, x, shape):
     if weights is None:
         return
-    check_tensor(operator, "topk_weights", weights, x)
-    check_dtype(operator, "topk_weights", weights)
+    check_tensor(operator, "topk_weights", weights, DTYPES, x)
     if tuple(weights.shape) != tuple(shape):
         raise ValueError(f"{operator}: topk_weights {shape_of(weights)} must have the shape of topk_ids {list(shape)}")
 

@@ -53,10 +53,9 @@ def _check(
 ):
     """Raise TypeError or ValueError, naming the argument and its shape, unless the layer makes sense on this rank."""
     operator = "ep_moe"
-    check_tensor(operator, "x", x)
-    for name, tensor in (("topk_weights", topk_weights), ("w_gate_up", w_gate_up), ("w_down", w_down)):
-        check_tensor(operator, name, tensor, x)
     check_experts(operator, x, w_gate_up, "w_gate_up")
+    for name, tensor in (("topk_weights", topk_weights), ("w_down", w_down)):
+        check_tensor(operator, name, tensor, None, x)
     check_dispatch(
         x, topk_ids, topk_weights, None, num_experts, quantize, max_tokens, world_size, operator=operator
     )

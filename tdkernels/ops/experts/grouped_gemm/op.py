@@ -16,15 +16,7 @@ Example:
 import torch
 
 from tdkernels.ops.common.config import as_argument, check_config, from_text
-from tdkernels.ops.common.validation import (
-    check_device,
-    check_dtype,
-    check_integers,
-    check_is_tensor,
-    check_memory,
-    check_same_device,
-    check_same_dtype,
-)
+from tdkernels.ops.common.validation import INTEGERS, check_floats, check_tensor
 from tdkernels.ops.experts.grouped_gemm import dispatch, launch
 from tdkernels.ops.experts.grouped_gemm.config import GroupGemmConfig
 from tdkernels.ops.experts.grouped_gemm.dispatch import product_by_group, swiglu_ref, why_not_torch
@@ -101,13 +93,7 @@ class _GroupGemm(torch.autograd.Function):
 
 def check_experts(operator, x, w, name="w", rows="x"):
     """Raise TypeError or ValueError, naming the argument and its shape, unless rows of x can be multiplied by w [e]."""
-    for argument, tensor in ((rows, x), (name, w)):
-        check_is_tensor(operator, argument, tensor)
-        check_memory(operator, argument, tensor)
-        check_dtype(operator, argument, tensor)
-    check_same_dtype(operator, name, w, x, rows)
-    check_same_device(operator, name, w, x, rows)
-    check_device(operator, rows, x)
+    check_floats(operator, {rows: x, name: w}, memory=True)
     if x.dim() != 2:
         raise ValueError(f"{operator}: {rows} must have 2 dimensions [rows, K], its shape is {list(x.shape)}")
     if w.dim() != 3:
@@ -137,9 +123,7 @@ def check_method(operator, config, w, name="w"):
 
 
 def _check_splits(x, w, splits):
-    check_is_tensor("group_gemm", "splits", splits)
-    check_integers("group_gemm", "splits", splits)
-    check_same_device("group_gemm", "splits", splits, x)
+    check_tensor("group_gemm", "splits", splits, INTEGERS, x, memory=False)
     if tuple(splits.shape) != tuple(w.shape[:1]):
         raise ValueError(
             f"group_gemm: splits must be [E] with the E = {w.shape[0]} of w, its shape is {list(splits.shape)}"

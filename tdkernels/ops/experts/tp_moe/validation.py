@@ -1,15 +1,13 @@
 """Checks of what a user passes to tensor-parallel experts, before anything is launched."""
 
 from tdkernels.ops.common.config import check_config
-from tdkernels.ops.common.validation import check_dtype, check_integers, check_is_tensor, check_same_device, shape_of
+from tdkernels.ops.common.validation import DTYPES, INTEGERS, check_tensor, shape_of
 from tdkernels.ops.experts.grouped_gemm.op import check_activation, check_experts, check_method
 from tdkernels.ops.experts.tp_moe.config import MoeTpConfig
 
 
 def _check_ids(operator, topk_ids, x, num_experts):
-    check_is_tensor(operator, "topk_ids", topk_ids)
-    check_integers(operator, "topk_ids", topk_ids)
-    check_same_device(operator, "topk_ids", topk_ids, x)
+    check_tensor(operator, "topk_ids", topk_ids, INTEGERS, x, memory=False)
     if topk_ids.dim() != 2 or topk_ids.shape[0] != x.shape[0]:
         raise ValueError(
             f"{operator}: topk_ids must be [M / W, k] with the {x.shape[0]} rows of x, its shape is "
@@ -22,8 +20,7 @@ def _check_ids(operator, topk_ids, x, num_experts):
 
 
 def _check_weights(operator, weights, device, shape):
-    check_is_tensor(operator, "topk_weights", weights)
-    check_dtype(operator, "topk_weights", weights)
+    check_tensor(operator, "topk_weights", weights, DTYPES, memory=False)
     if weights.device != device:
         raise ValueError(f"{operator}: topk_weights is on {weights.device} but the tokens are on {device}")
     if tuple(weights.shape) != tuple(shape):
@@ -58,7 +55,7 @@ def check_tp_moe(x, topk_ids, topk_weights, w_gate_up, w_down, activation, confi
     operator = "tp_moe"
     check_ag_gemm(operator, x, topk_ids, w_gate_up, activation, config, name="w_gate_up")
     _check_weights(operator, topk_weights, x.device, topk_ids.shape)
-    check_is_tensor(operator, "w_down", w_down)
+    check_tensor(operator, "w_down", w_down, memory=False)
     if w_down.dtype != x.dtype or w_down.device != x.device:
         raise TypeError(f"{operator}: x is {x.dtype} on {x.device} but w_down is {w_down.dtype} on {w_down.device}")
     width = w_gate_up.shape[1] // (2 if activation else 1)
