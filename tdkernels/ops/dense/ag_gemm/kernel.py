@@ -4,7 +4,6 @@ Signal number ``source * num_chunks + chunk`` of a half is raised by ``source`` 
 our memory; the waiters are the tiles made of its rows.
 """
 
-
 import triton.language as tl
 
 from tdkernels import lang as td

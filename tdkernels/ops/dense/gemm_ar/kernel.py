@@ -17,7 +17,6 @@ Buffers keep tiles whole, so an item is one contiguous piece of memory: partials
 (``common.gemm_tile.in_register_order``), sums [tiles, BLOCK_M, BLOCK_N].
 """
 
-
 import triton.language as tl
 
 from tdkernels import lang as td

@@ -39,7 +39,6 @@ call t + 1 before everybody has begun it, and has finished call t: has read what
 the sums and totals that we sent in call t have arrived, and are not read for the network any more.
 """
 
-
 import triton.language as tl
 
 from tdkernels import lang as td

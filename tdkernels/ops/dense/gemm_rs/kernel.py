@@ -15,7 +15,6 @@ Buffers keep tiles whole, in the order in which they are computed, and each tile
 the order.
 """
 
-
 import triton.language as tl
 
 from tdkernels import lang as td

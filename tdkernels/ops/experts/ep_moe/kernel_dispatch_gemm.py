@@ -17,7 +17,6 @@ GRADIENT: the rows that are sent are gradients of y, and what is made of them th
 Into ``kept_ptr``, if there is one, the rows are copied, for a weight's gradient: a part of the columns by each tile.
 """
 
-
 import triton
 import triton.language as tl
 

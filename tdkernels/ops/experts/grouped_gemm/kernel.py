@@ -6,7 +6,6 @@ group's rows for its main loop; the GPU starts the next program when one is done
 up.
 """
 
-
 import triton.language as tl
 
 from tdkernels import lang as td

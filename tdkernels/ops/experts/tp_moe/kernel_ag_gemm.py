@@ -10,7 +10,6 @@ our memory; the waiters are the pieces that copy its tokens. These count for eac
 waiters of that are the stage's tiles.
 """
 
-
 import triton.language as tl
 
 from tdkernels import lang as td
