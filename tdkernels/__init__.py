@@ -3,23 +3,10 @@
 import importlib
 import os
 
-from tdkernels import autotune, launch
+from tdkernels import autotune
 from tdkernels.autotune.explain import explain
 from tdkernels.errors import PeerFailedError, PeerTimeoutError, PlanMismatchError
-from tdkernels.ops.collectives.config import CollectiveConfig
-from tdkernels.ops.collectives.op import (
-    all_gather,
-    all_gather_ref,
-    all_reduce,
-    all_reduce_ref,
-    reduce_scatter,
-    reduce_scatter_ref,
-)
 from tdkernels.ops.common.tile_config import Tiles
-from tdkernels.ops.dense.ag_gemm.op import AgGemmConfig, ag_gemm, ag_gemm_ref
-from tdkernels.ops.dense.gemm_ar.op import GemmArConfig, gemm_ar, gemm_ar_ref
-from tdkernels.ops.dense.gemm_rs.op import GemmRsConfig, gemm_rs, gemm_rs_ref
-from tdkernels.ops.experts.dispatch.config import EpConfig
 from tdkernels.symm import set_timeout, synchronize
 
 # The tuner learns of an operator when the operator's module ``tuning`` is imported.
@@ -37,10 +24,18 @@ autotune.tunable.register_later("tdkernels.ops.attention.ulysses.tuning", "ulyss
 
 __version__ = "0.1.0"
 
-# What is for experts is imported when it is first asked for: its kernels would be a third of the time that this takes.
+# Operators are imported when they are first asked for: creating their kernels takes longer than all else here.
 _LATER = {
+    "tdkernels.ops.dense.ag_gemm.op": ("AgGemmConfig", "ag_gemm", "ag_gemm_ref"),
+    "tdkernels.ops.dense.gemm_ar.op": ("GemmArConfig", "gemm_ar", "gemm_ar_ref"),
+    "tdkernels.ops.dense.gemm_rs.op": ("GemmRsConfig", "gemm_rs", "gemm_rs_ref"),
+    "tdkernels.ops.collectives.config": ("CollectiveConfig",),
+    "tdkernels.ops.collectives.op": (
+        "all_gather", "all_gather_ref", "all_reduce", "all_reduce_ref", "reduce_scatter", "reduce_scatter_ref",
+    ),
     "tdkernels.ops.attention.ag_attention.op": ("AgAttentionConfig", "ag_attention", "ag_attention_ref"),
     "tdkernels.ops.experts.dispatch.all_to_all": ("all_to_all", "all_to_all_ref"),
+    "tdkernels.ops.experts.dispatch.config": ("EpConfig",),
     "tdkernels.ops.experts.dispatch.send": ("ep_combine_send", "ep_dispatch_send"),
     "tdkernels.ops.experts.ep_moe.op": ("EpMoeConfig", "ep_moe", "ep_moe_ref"),
     "tdkernels.ops.attention.flash_decode.op": ("flash_decode", "flash_decode_ref"),
@@ -85,4 +80,4 @@ __all__ = [
 ]
 
 if os.environ.get("TDKERNELS_SANITIZE", "0") not in ("", "0"):
-    launch.around_runs = importlib.import_module("tdkernels.sanitizer").record
+    importlib.import_module("tdkernels.launch").around_runs = importlib.import_module("tdkernels.sanitizer").record
