@@ -1,6 +1,7 @@
-"""What follows when a call without a config has chosen one: it is tuned, where that is wished, and reported.
+"""Tune a problem on demand, and report which config a call runs with.
 
-``choose`` is given these functions, since the tuner and ``explain`` are made of it.
+``selection`` calls these functions through attributes that the package sets, since the tuner and ``explain`` import
+``selection``.
 """
 
 import logging
@@ -13,7 +14,7 @@ from tdkernels.autotune.selection import CACHE, DEFAULT, Choice
 from tdkernels.symm.group import group_state
 
 _log = logging.getLogger("tdkernels")
-_warned = set()  # (operator, GPU) of which this process has said that nobody has tuned them
+_warned = set()  # (operator, GPU) that this process has warned about: no table exists
 
 
 def tune(tunable, problem, device, group):
@@ -28,7 +29,7 @@ def tune(tunable, problem, device, group):
 
 
 def report(tunable, problem, device, choice):
-    """Once for each problem: what runs, and a warning where nobody has tuned anything."""
+    """Log which config runs, and warn if no table exists for the GPU. Called once for each problem."""
     try:
         _log_choice(tunable, problem, device, choice)
     except Exception:  # rank 0 must not fall behind the others for the sake of a log
@@ -42,7 +43,7 @@ def _log_choice(tunable, problem, device, choice):
 
 
 def _warn_once(tunable, problem):
-    """Say how to tune an operator of which nothing is known for a GPU; once, and not for each of its shapes."""
+    """Warn, once for each operator and GPU, that there is no table, and name the command that tunes."""
     table_of = problem.operator, problem.gpu
     if table_of in _warned or disk_cache.user_entries(*table_of) or disk_cache.shipped_entries(*table_of):
         return

@@ -12,8 +12,8 @@ from triton.runtime import interpreter
 
 from tdkernels.lang.tested_versions import triton_is_tested
 
-# The interpreter has one state for all threads: what program it is in, and triton.language as it has patched it. Who
-# waits here for a kernel that waits for a peer is as bounded as that wait.
+# The interpreter has one state for all threads: what program it is in, and triton.language as it has patched it. A
+# thread that waits here for a kernel that waits for a peer waits no longer than that kernel.
 interpreting = threading.RLock()
 
 

@@ -85,14 +85,13 @@ def _config_for(operator, text, x, group):
     if spans_nodes(group):
         return CollectiveConfig(method="torch")
     tunable = tunables.tunable(operator)
-    if x.dtype not in validation.DTYPES:  # bytes, for which nothing is tuned
-        sizes = tunable.sizes_of(x.shape, world_size=group.size())
-        return tunable.default(problem_of(operator, sizes, tunable.layout_of(x), x, group), x.device)
 
     def describe():
         sizes = tunable.sizes_of(x.shape, world_size=group.size())
         return sizes, tunable.layout_of(x), launcher.problem_fields(x)
 
+    if x.dtype not in validation.DTYPES:  # bytes, for which nothing is tuned
+        return tunable.default(problem_of(operator, *describe()[:2], x, group), x.device)
     return select(operator, x, group, x.shape, describe).config
 
 
@@ -187,7 +186,7 @@ def _call(function, operator, x, group, config):
 
 
 def _keep(operator, group, x, config):
-    """Let ``runtime.call_cache.find`` find what a call has come to."""
+    """Insert a call into the call cache."""
     if not call_cache.are_plain((x,)) or group.size() == 1 or not x.numel():
         return
     chosen = None

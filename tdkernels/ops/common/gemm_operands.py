@@ -88,7 +88,7 @@ def product_descriptors(x, weight, tiles, constants):
 
 
 def product(x, weight, bias, tiles, by_tma=True):
-    """What a kernel needs of x @ weight.T: (weight as it lies, its stride, descriptors of x and it, the constants)."""
+    """Return what a kernel of x @ weight.T takes: (weight, its row stride, descriptors of x and weight, constants)."""
     weight, stride_w, _ = weight_layout(weight)
     constants = product_constants(x, weight, bias, tiles)
     constants["USE_TMA"] &= by_tma

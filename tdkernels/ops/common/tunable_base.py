@@ -88,26 +88,27 @@ def _problem(device, operator, sizes, dtype, layout, world_size, local_world_siz
     return Problem.on(device, operator, sizes, dtype, layout, world_size, local_world_size)
 
 
-def problem_of(operator, sizes, layout, x, group):
-    """The Problem of a call; ``x`` is its first operand, ``group`` None for this process alone."""
+def problem_of(operator, sizes, layout, x, group, dtype=None):
+    """The Problem of a call; ``x`` is its first operand, ``dtype`` None that of x, ``group`` None this process."""
     ranks = local = 1
     if group is not None:
         ranks, local = group.size(), group_state(group).local_world_size
-    return _problem(x.device, operator, sizes, x.dtype, layout, ranks, local)
+    return _problem(x.device, operator, sizes, dtype or x.dtype, layout, ranks, local)
 
 
-def select(operator, x, group, call, describe):
+def select(operator, x, group, call, describe, dtype=None):
     """Return the Choice of a config for a call without one; collective at the first call with a problem.
 
     Args:     x: the operand whose device and dtype decide; group: None for this process alone
               call: hashable; everything that the problem and the fields follow from, except x's device and dtype
               describe: () -> (sizes, layout, fields that must be the same on all ranks); only called if the call is new
+              dtype: of the problem; None: that of x
     """
     known = selected(operator, x, group, call)
     if known is not None:
         return known[1]
     sizes, layout, fields = describe()
-    tunable, problem = tunables.tunable(operator), problem_of(operator, sizes, layout, x, group)
+    tunable, problem = tunables.tunable(operator), problem_of(operator, sizes, layout, x, group, dtype)
     choice = choose(tunable, problem, x.device, group, fields)
     keep_choice(tunable, problem, group, (operator, x.dtype, x.device, call))
     return choice

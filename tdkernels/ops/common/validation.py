@@ -9,7 +9,7 @@ INTEGERS = (torch.int32, torch.int64)
 
 
 def shape_of(tensor):
-    """As an error shows it."""
+    """Return the shape as errors show it."""
     return list(tensor.shape)
 
 
@@ -72,13 +72,10 @@ def check_floats(operator, tensors, memory=False):
     """Tensors by their names, all of the first one's dtype and device; ``memory`` as for ``check_tensor``."""
     (first_name, first), *_ = tensors.items()
     for name, tensor in tensors.items():
-        check_tensor(operator, name, tensor, DTYPES, None, memory=memory)
+        check_tensor(operator, name, tensor, DTYPES, first, first_name, memory=memory)
         if tensor.dtype != first.dtype:
             raise TypeError(f"{operator}: {first_name} is {first.dtype} but {name} is {tensor.dtype}")
-        if tensor.device != first.device:
-            raise ValueError(f"{operator}: {first_name} is on {first.device} but {name} is on {tensor.device}")
-    if first.device.type not in DEVICES:
-        raise ValueError(f"{operator}: {first_name} is on {first.device}; cpu and cuda (NVIDIA, AMD) are supported")
+    check_device(operator, first_name, first)
 
 
 def check_weight(operator, weight, bias):

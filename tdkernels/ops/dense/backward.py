@@ -1,6 +1,6 @@
-"""The backward of ag_gemm and gemm_rs. Each is made of the other's kernels, since one gathers what the other scatters.
+"""The backward of ag_gemm and gemm_rs. Each uses the other's kernels, since one gathers what the other scatters.
 
-dweight is a product over all rows, one side of which is gathered.
+dweight is a GEMM over all rows. One of its operands is gathered.
 """
 
 import torch

@@ -20,7 +20,7 @@ def mask_of(causal, sharding):
 
 
 def straddles(rows, block_k, causal, sharding):
-    """Whether a block of keys has some of both pieces of a rank, of which the second may not have been sent."""
+    """Whether a block of keys overlaps both pieces of a rank: the second piece may not have been sent."""
     return causal and sharding == "zigzag" and (rows + 1) // 2 % block_k != 0
 
 

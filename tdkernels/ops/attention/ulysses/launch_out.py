@@ -46,7 +46,7 @@ def _push_block(width, elements):
 
 
 def _gathered_descriptor(workspace, like, rows, k, tiles):
-    """Descriptor of the gathered rows of both halves, [2, rows, K]; without a workspace, of nobody's memory."""
+    """Descriptor of the gathered rows of both halves, [2, rows, K]; without a workspace, of other memory."""
     if workspace is None:
         data, plane_stride = like.new_empty(1, k), rows * k
     else:

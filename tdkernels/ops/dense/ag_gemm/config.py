@@ -1,4 +1,4 @@
-"""The config of ag_gemm, and the one that is taken where nothing has been tuned."""
+"""The config of ag_gemm and its default."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from tdkernels.runtime import gpu
 
 # From here on one copy a peer is faster than programs that push: it takes no multiprocessor (4 H200).
 _LARGE_SHARD_BYTES = 64 << 20
-# Up to so many rows of all ranks the weight counts most, and is read once.
+# Up to this many rows of all ranks, reading the weight takes most of the time, so it is read once.
 _ONE_SHOT_ROWS = {"cpu": 16, "cuda": 256}
 
 
@@ -59,7 +59,7 @@ class AgGemmConfig:
 
 
 def default_config(rows, n, k, dtype, device, world_size, num_nodes=1):
-    """The config for operands [rows, K] and [n, K] of a shape that nobody has tuned."""
+    """The config for operands [rows, K] and [n, K] of a shape that is not tuned."""
     if rows * world_size <= _ONE_SHOT_ROWS[device.type] and num_nodes == 1:
         tiles, split_k = small_m_gemm.default_tiles(rows * world_size, n, k, dtype, device)
         num_comm = 2 if device.type == "cpu" else 24

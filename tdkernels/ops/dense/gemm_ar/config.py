@@ -1,4 +1,4 @@
-"""The config of gemm_ar, and the one that is taken where nothing has been tuned."""
+"""The config of gemm_ar and its default."""
 
 from dataclasses import dataclass
 
@@ -44,7 +44,7 @@ class GemmArConfig:
 
 
 def default_config(rows, n, k, dtype, device, world_size):
-    """The config for a product [rows, k] x [n, k] of a rank, of a shape that nobody has tuned."""
+    """The config for a product [rows, k] x [n, k] of a rank, of a shape that is not tuned."""
     more = (world_size - 1) * (world_size - 2) * rows * n * dtype.itemsize // world_size
     if rows <= _ONE_SHOT_ROWS[device.type] and more <= _ONE_SHOT_MORE_BYTES:
         tiles, split_k = small_m_gemm.default_tiles(rows, n, k, dtype, device)

@@ -1,4 +1,4 @@
-"""The config of gemm_rs, and the one that is taken where nothing has been tuned."""
+"""The config of gemm_rs and its default."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from tdkernels.ops.common.tile_config import Tiles, tiles_of_product
 from tdkernels.ops.dense.gemm_rs import launch_direct
 from tdkernels.runtime import gpu
 
-# Up to so many rows of all ranks what is hidden counts less than what it takes to hide it.
+# Up to this many rows of all ranks, hiding the exchange costs more than it saves.
 _ONE_SHOT_ROWS = {"cpu": 16, "cuda": 512}
 _ONE_SHOT_ROWS_OF_TWO = 1024  # of two ranks on Hopper; of more it has not been measured
 
@@ -56,7 +56,7 @@ class GemmRsConfig:
 
 
 def default_config(rows, n, k, dtype, device, world_size):
-    """The config for rows of an output [rows, n] of a shape that nobody has tuned."""
+    """The config for rows of an output [rows, n] of a shape that is not tuned."""
     of_two = world_size == 2 and gpu.capability(device) >= (9, 0)
     if rows * world_size <= (_ONE_SHOT_ROWS_OF_TWO if of_two else _ONE_SHOT_ROWS[device.type]):
         tiles, split_k = small_m_gemm.default_tiles(rows * world_size, n, k, dtype, device)

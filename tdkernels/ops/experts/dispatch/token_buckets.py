@@ -30,22 +30,24 @@ def choose_config(operator, routing, x, quantized=False):
 
     Args:     quantized: whether they travel as codes with scales
     """
-    experts, choices, codes = routing.num_experts, routing.choices, x.dtype.itemsize == 1
+    experts, choices = routing.num_experts, routing.choices
     tokens, width, layout = _tokens_of(routing), x.shape[1], _layout_of(operator, routing)
-    fields = {
-        "max_tokens_per_rank": routing.most_tokens, "tokens": tokens, "width": width, "dtype": str(x.dtype),
-        "k": choices, "num_experts": experts, "quantize": quantized,
-    }
-    if codes:  # no problem has such a dtype: what counts are the bytes
-        x = x.new_empty(0, dtype=torch.bfloat16)
-        quantized, width = operator == "ep_dispatch", width if operator == "ep_dispatch" else max(width // 2, 1)
+    are_codes = x.dtype.itemsize == 1  # which nothing is tuned for: what counts are the bytes
 
     def describe():
-        sizes = (tokens, width, experts) if operator == "all_to_all" else (tokens, width, experts, choices)
-        return sizes, layout + "_fp8" * quantized, fields | {"quantize": quantized}
+        fields = {
+            "max_tokens_per_rank": routing.most_tokens, "tokens": tokens, "width": width, "dtype": str(x.dtype),
+            "k": choices, "num_experts": experts,
+        }
+        columns, scaled = width, quantized
+        if are_codes:
+            scaled, columns = operator == "ep_dispatch", width if operator == "ep_dispatch" else max(width // 2, 1)
+        sizes = (tokens, columns, experts) if operator == "all_to_all" else (tokens, columns, experts, choices)
+        return sizes, layout + "_fp8" * scaled, fields | {"quantize": scaled}
 
-    call = layout, quantized, *fields.values()
-    return select(operator, x, routing.group, call, describe).config
+    call = tokens, width, experts, choices, layout, quantized
+    dtype = torch.bfloat16 if are_codes else None
+    return select(operator, x, routing.group, call, describe, dtype).config
 
 
 def _layout_of(operator, routing):

@@ -1,4 +1,4 @@
-"""The config of group_gemm, and the one that is taken where nothing has been tuned."""
+"""The config of group_gemm and its default."""
 
 from dataclasses import dataclass
 
@@ -32,5 +32,5 @@ class GroupGemmConfig:
 
 
 def default_config(rows, n, dtype, device):
-    """The config for a product [rows, n] a group of a shape that nobody has tuned."""
+    """The config for a product [rows, n] a group of a shape that is not tuned."""
     return GroupGemmConfig(tiles=default_tiles(rows, n, dtype, device))

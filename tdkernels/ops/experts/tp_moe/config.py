@@ -1,4 +1,4 @@
-"""The config of tp_moe, and the one that is taken where nothing has been tuned."""
+"""The config of tp_moe and its default."""
 
 from dataclasses import dataclass
 
@@ -47,7 +47,7 @@ class MoeTpConfig:
 
 
 def default_config(tokens, choices, experts, n, dtype, device):
-    """The config for ``tokens`` of ``choices`` of ``experts`` experts, weights of n rows, that nobody has tuned."""
+    """The config for ``tokens`` of ``choices`` of ``experts`` experts, weights of n rows; not tuned."""
     tiles = default_tiles(tokens * choices // experts, n, dtype, device)
     if device.type == "cpu":
         return MoeTpConfig(tiles=tiles, num_comm_sms=2, chunk_rows=16)
