@@ -126,25 +126,18 @@ class Campaign:
     def run(self, first_seed, cases, seconds, tell=print):
         """Play cases until there are so many, or the time is over."""
         deadline = None if seconds is None else time.monotonic() + seconds
-        plans = {2: queue.Queue(), 3: queue.Queue()}
-        seeds = iter(range(first_seed, first_seed + cases)) if cases else iter(range(first_seed, first_seed + 10**9))
+        seeds = iter(range(first_seed, first_seed + (cases or 10**9)))
 
-        def next_plan(world_size):
+        def next_plan():
+            if deadline is not None and time.monotonic() > deadline:
+                return None
             with self._lock:
-                while plans[world_size].empty():
-                    if deadline is not None and time.monotonic() > deadline:
-                        return None
-                    seed = next(seeds, None)
-                    if seed is None:
-                        return None
-                    plan = plan_of(seed, self.device)
-                    plans[plan.world_size].put(plan)
-                return plans[world_size].get()
+                seed = next(seeds, None)
+            return None if seed is None else plan_of(seed, self.device)
 
-        def play_some(number):
+        def play_some():
             pools = {world_size: Ranks(world_size, self.device) for world_size in (2, 3)}
-            prefers = 3 - number % 2
-            while (plan := next_plan(prefers) or next_plan(5 - prefers)) is not None:
+            while (plan := next_plan()) is not None:
                 case = play_case(pools[plan.world_size], plan)
                 with self._lock:
                     self.cases.append(case)
@@ -157,7 +150,7 @@ class Campaign:
             for ranks in pools.values():
                 ranks.close()
 
-        _in_threads([lambda number=number: play_some(number) for number in range(self.jobs)])
+        _in_threads([play_some] * self.jobs)
         return self.cases
 
 
