@@ -62,34 +62,64 @@ def kernels_not_counted():
         Kernel.run = run
 
 
-def calls():
-    """{name: a function that makes the call}, in a rank."""
+def _operands(device):
+    """The operands of all calls, by name, in a rank."""
     rank, bf16 = dist.get_rank(), torch.bfloat16
-    draw = lambda *shape, dtype=bf16: torch.randn(*shape).to(dtype)  # noqa: E731
-    x, weight = draw(32, 32), draw(32, 32)
-    splits, experts = torch.tensor([16, 16], dtype=torch.int32), draw(2, 32, 32)
-    ids = torch.tensor([[0, 1], [1, 2], [2, 3], [3, 0]], dtype=torch.int32)
-    weights, tokens = torch.full((4, 2), 0.5), draw(4, 32)
-    q, cache, lens = draw(2, 4, 16), draw(2, 32, 2, 16), torch.full((2,), 32 - rank, dtype=torch.int32)
-    rows = draw(1, 16, 2, 16)
-    gate_up, down = draw(2, 64, 32), draw(2, 32, 32)
+    draw = lambda *shape, dtype=bf16: torch.randn(*shape).to(device, dtype)  # noqa: E731
+    make = lambda data: torch.tensor(data, dtype=torch.int32, device=device)  # noqa: E731
+    return {
+        "x": draw(32, 32), "weight": draw(32, 32), "splits": make([16, 16]), "experts": draw(2, 32, 32),
+        "ids": make([[0, 1], [1, 2], [2, 3], [3, 0]]), "weights": draw(4, 2, dtype=torch.float32),
+        "tokens": draw(4, 32), "q": draw(2, 4, 16), "cache": draw(2, 32, 2, 16), "lens": make([32 - rank] * 2),
+        "rows": draw(1, 16, 2, 16), "gate_up": draw(2, 64, 32), "down": draw(2, 32, 32),
+    }
+
+
+def calls(device="cpu"):
+    """{name: a function that makes the call}, in a rank."""
+    given = _operands(device)
+    x, weight, cache, rows = given["x"], given["weight"], given["cache"], given["rows"]
+    tokens, ids, weights = given["tokens"], given["ids"], given["weights"]
+    gate_up, down = given["gate_up"], given["down"]
     bounds = {"num_experts": 4, "max_tokens_per_rank": 4}
     received, handle = tdkernels.ep_dispatch(tokens, ids, weights, num_experts=4)
-    combined = received.x.clone()
+    combined, ids_of_slices = received.x.clone(), ids % 2
     return {
         "ag_gemm": lambda: tdkernels.ag_gemm(x, weight),
         "gemm_rs": lambda: tdkernels.gemm_rs(x, weight),
         "gemm_ar": lambda: tdkernels.gemm_ar(x, weight),
         "all_reduce": lambda: tdkernels.all_reduce(x),
-        "group_gemm": lambda: tdkernels.group_gemm(x, experts, splits),
+        "group_gemm": lambda: tdkernels.group_gemm(x, given["experts"], given["splits"]),
         "ulysses_qkv": lambda: tdkernels.ulysses_qkv(x, weight),
-        "flash_decode": lambda: tdkernels.flash_decode(q, cache, cache, lens),
+        "flash_decode": lambda: tdkernels.flash_decode(given["q"], cache, cache, given["lens"]),
         "ag_attention": lambda: tdkernels.ag_attention(rows, rows, rows),
         "ep_dispatch, max_tokens_per_rank": lambda: tdkernels.ep_dispatch(tokens, ids, weights, **bounds),
         "ep_dispatch, exact": lambda: tdkernels.ep_dispatch(tokens, ids, weights, num_experts=4),
         "ep_combine": lambda: tdkernels.ep_combine(combined, handle),
-        "tp_moe": lambda: tdkernels.tp_moe(tokens, ids % 2, weights, gate_up, down),
+        "tp_moe": lambda: tdkernels.tp_moe(tokens, ids_of_slices, weights, gate_up, down),
         "ep_moe": lambda: tdkernels.ep_moe(tokens, ids, weights, gate_up, down, num_experts=4),
+        "ep_moe, max_tokens_per_rank": lambda: tdkernels.ep_moe(tokens, ids, weights, gate_up, down, **bounds),
+    }
+
+
+def training_calls(device="cpu"):
+    """{name: a function that makes a forward and a backward pass}, in a rank."""
+    given = _operands(device)
+    x, weight, rows = (given[name].requires_grad_() for name in ("x", "weight", "rows"))
+    layer = [given[name].requires_grad_() for name in ("tokens", "weights", "gate_up", "down")]
+    tokens, weights, *experts = layer
+    ids, ids_of_slices = given["ids"], given["ids"] % 2
+    of_experts = lambda: tdkernels.ep_moe(tokens, ids, weights, *experts, num_experts=4)  # noqa: E731
+
+    def step(call, operands):
+        y = call()
+        torch.autograd.grad(y, operands, torch.ones_like(y))
+
+    return {
+        "ag_gemm, training": lambda: step(lambda: tdkernels.ag_gemm(x, weight), [x, weight]),
+        "ag_attention, training": lambda: step(lambda: tdkernels.ag_attention(rows, rows, rows), [rows]),
+        "tp_moe, training": lambda: step(lambda: tdkernels.tp_moe(tokens, ids_of_slices, weights, *experts), layer),
+        "ep_moe, training": lambda: step(of_experts, layer),
     }
 
 

@@ -7,10 +7,10 @@ import torch
 from tdkernels.autotune.hardware import hardware
 from tdkernels.autotune.modes import get_mode
 from tdkernels.autotune.problem import Problem, device_of
-from tdkernels.autotune.selection import CACHE, EXPLICIT, SHIPPED, Choice, choices_of, look_up
+from tdkernels.autotune.selection import CACHE, EXPLICIT, SHIPPED, Choice, look_up
 from tdkernels.autotune.tunable import tunable as tunable_by_name
 from tdkernels.symm import resolve_group
-from tdkernels.symm.group import group_state
+from tdkernels.symm.group import caches_of, group_state
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def explain(operator, *shapes, dtype=torch.bfloat16, layout=None, group=None, wo
         return explanation(tunable, problem, device, Choice(tunable.completed(config, problem, device), EXPLICIT))
     mode, choices = get_mode(), {}
     if state is not None or world_size == 1:
-        choices = choices_of(group if state is not None else None)
+        choices = caches_of(group if state is not None else None).choices
     agreed = choices.get((tunable.key(problem), mode))
     return explanation(tunable, problem, device, agreed or look_up(tunable, problem, device, mode))
 

@@ -14,7 +14,7 @@ from tdkernels.autotune import disk_cache, table
 from tdkernels.autotune.hardware import KIN
 from tdkernels.autotune.modes import get_mode
 from tdkernels.autotune.tunable import versions
-from tdkernels.symm.group import group_state
+from tdkernels.symm.group import alone, caches_of, group_state
 
 # Where a config came from.
 EXPLICIT, CACHE, SHIPPED, NEAREST, DEFAULT = "explicit", "cache", "shipped", "nearest", "default"
@@ -23,8 +23,6 @@ _GUESSES = NEAREST, KINDRED, DEFAULT  # worth tuning instead, where that is wish
 
 # (tunable, problem, device, group) -> Choice or None, and (tunable, problem, device, choice) -> None: see ``on_demand``
 tune_on_demand = report_choice = None
-_MAX_CALLS = 4096  # whose shapes may go on changing for ever
-_alone, _calls_alone = {}, {}  # where there is no group, as ``GroupState.choices`` and ``chosen_calls``
 
 
 @dataclass(frozen=True)
@@ -36,15 +34,6 @@ class Choice:
     entry: table.Entry | None = None
 
 
-def choices_of(group):
-    """{(key of a problem, mode): Choice} of what a group has chosen; None for a group is this process alone."""
-    return _alone if group is None else group_state(group).choices
-
-
-def _calls_of(group):
-    return _calls_alone if group is None else group_state(group).chosen_calls
-
-
 def choose(tunable, problem, device, group, fields):
     """The Choice for a call without a config, the same on all ranks; collective at the first call with a problem.
 
@@ -54,7 +43,7 @@ def choose(tunable, problem, device, group, fields):
               fields: what must be the same on all ranks, for the error that names who differs
     Raises:   ValueError when the ranks disagree on fields or mode; PeerTimeoutError
     """
-    choices = choices_of(group)
+    choices = caches_of(group).choices
     key = tunable.key(problem), get_mode()
     choice = choices.get(key)
     if choice is None:
@@ -65,37 +54,30 @@ def choose(tunable, problem, device, group, fields):
             choice, final = _agree(tunable, problem, device, group, fields)
         if final:
             choices[key] = choice
+        else:
+            choices.version += 1  # so that nothing is kept of what follows from it
         if group is None or group_state(group).rank == 0:
             report_choice(tunable, problem, device, choice)
     return choice
 
 
-def known_choice(group, call):
-    """(key of the problem, Choice) of what ``choose`` has given for a call before, if that still holds, else None.
+def choice_of_call(operator, group, call, make):
+    """The Choice of a call, from those that were made before if it is still valid; ``make``: () -> Choice, if not.
 
-    Args:     call: all that problem, fields and device of the call follow from; cheaper to have than these
+    Args:     call: hashable; all that problem, fields and device of the call follow from, and cheaper to have
     """
-    known = _calls_of(group).get((call, get_mode()))
-    if known is not None:
-        key, choice = known
-        if choices_of(group).get(key) is choice:  # nobody has tuned it since
-            return known
-    return None
-
-
-def keep_choice(tunable, problem, group, call):
-    """Let ``known_choice`` know what was chosen for a problem, unless that is to be chosen again."""
-    key, calls = (tunable.key(problem), get_mode()), _calls_of(group)
-    choice = choices_of(group).get(key)
-    if choice is not None:
-        if len(calls) >= _MAX_CALLS:
-            calls.clear()
-        calls[call, get_mode()] = key, choice
+    caches = caches_of(group)
+    key = "config", caches.choices.version, get_mode(), operator, call
+    choice = caches.calls.get(key)
+    if choice is None:
+        choice = make()
+        caches.calls[key] = choice
+    return choice
 
 
 def forget(tunable, problem, choices):
     """Let the next call with a problem choose anew; to be done on all ranks."""
-    for known in (choices, _alone):
+    for known in (choices, alone.choices):
         for key in [key for key in known if key[0] == tunable.key(problem)]:
             del known[key]
 

@@ -15,6 +15,7 @@ from triton.runtime import interpreter
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tdkernels.caches import RecentCache
 from tdkernels.lang import device_library
 from tdkernels.lang.interpreter import interpreter_options, interpreting, on_cpu
 from tdkernels.lang.tested_versions import may_keep_launches
@@ -29,7 +30,7 @@ class Kernel(JITFunction):
     def __init__(self, fn, network=False, **options):
         super().__init__(fn, **options)
         self._network = network
-        self._known = {}  # what launches were found to run, by all that decides it
+        self._known = RecentCache(_MAX_KNOWN)  # what launches were found to run, by all that decides it
 
     @functools.cached_property
     def _interpreted(self):
@@ -65,7 +66,7 @@ class Kernel(JITFunction):
         known = self._known.get(key)
         if known is None:
             compiled = self._search(args, grid, False, kwargs)
-            if isinstance(compiled, CompiledKernel) and len(self._known) < _MAX_KNOWN:
+            if isinstance(compiled, CompiledKernel):
                 self._known[key] = compiled, self._others(args, kwargs)
             return compiled
         compiled, others = known
@@ -112,7 +113,7 @@ class Kernel(JITFunction):
         return [not parameter.do_not_specialize for parameter in self.params]
 
 
-_MAX_KNOWN = 4096  # of one kernel; whoever has more of them searches
+_MAX_KNOWN = 4096  # of one kernel; shapes may go on changing for ever
 _PLAIN = {int, bool, str, type(None), tl.dtype}
 _HOOK = "add_stages_inspection_hook" if hasattr(knobs.runtime, "add_stages_inspection_hook") else None
 

@@ -1,99 +1,132 @@
-"""Calls without gradients that have been made before: what ran then runs again, and nothing is checked a second time.
+"""What calls have come to: a call like an earlier one is not checked again, and its config is not looked up again.
 
 Checks, torch.library's way to an operator and the look-up of its config take the host longer than a small kernel takes
-the GPU. For tensors of which all is as it was, but for what they hold, they come to the same; so the group keeps what
-a call came to. Whoever would see the operator itself, such as a compiler, a profiler or autograd, still does.
+the GPU. For tensors of the same layouts they have the same outcome. The group keeps it, under a key of all that it
+follows from: the operator, the layouts of its tensors, the settings of the call, and the version of the configs that
+the group has chosen.
+
+``find`` and ``keep`` are for whatever an operator decides before it launches anything. ``find_run`` and ``KnownCall``
+are for whole calls without gradients, which also skip torch.library; a compiler, a profiler, a dispatch mode and
+autograd see the operator itself.
 """
 
+import weakref
+
 import torch
-from torch.autograd import profiler
+from torch.autograd import forward_ad, profiler
 
-from tdkernels.runtime.autograd import DEVICES, may_be_differentiated
-from tdkernels.runtime.launch_shortcut import watched
-from tdkernels.symm.group import group_state
+from tdkernels.runtime import recorder
+from tdkernels.runtime.autograd import DEVICES
+from tdkernels.symm.group import caches_of
 
-_MAX_KEPT = 1024  # calls of a group; shapes may go on changing for ever
-_PLAIN = (torch.Tensor, torch.nn.Parameter, type(None))
+_ON_AMD = torch.version.hip is not None  # a launch depends on the size of a tensor's storage, too
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def find(operator, group, tensors, settings):
-    """The function (group, *tensors) that a call like this was before, or None.
+    """Look a call up.
 
-    Args:     group: resolved; tensors: the operands as they were given, None among them; settings: a tuple of all else
-              that decides what runs: the config as it was given, and the tuning mode
+    Args:
+        operator: its name.
+        group: a resolved ProcessGroup, or None for an operator that needs no peers.
+        tensors: the operands as they were given, None among them.
+        settings: a tuple of everything else that decides what runs, such as the config and the tuning mode.
+
+    Returns:
+        (what ``keep`` was given for a call like this, or None; the key for ``keep``, or None if this call must not be
+        kept)
     """
-    if not are_plain(tensors):
-        return None
-    state = group_state(group)
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return None, None
+    caches = caches_of(group)
+    key = _key(operator, caches.choices.version, tensors, settings)
+    if key is None:
+        return None, None
     try:
-        known = state.known_calls.get(_key(operator, tensors, settings))
-    except TypeError:  # no config can be hashed that is none; the call will say so
-        return None
-    if known is None:
-        return None
-    run, problem, choice = known
-    if choice is not None and state.choices.get(problem) is not choice:
-        return None  # somebody has tuned it since
-    return run
+        return caches.calls.get(key), key
+    except TypeError:  # an unhashable setting; the call will say what is wrong with it
+        return None, None
 
 
-def keep(operator, group, tensors, settings, run, chosen):
-    """Let ``find`` find what a call of tensors that ``are_plain`` has come to.
+def keep(group, key, outcome):
+    """Let ``find`` return ``outcome`` for calls with the same key.
 
-    Args:     run: it must not hold the group, with which it is kept
-              chosen: the (problem, Choice) of a call without a config, see ``autotune.selection.known_choice``
+    ``outcome`` must not hold tensors of the call, nor the group.
     """
-    known = group_state(group).known_calls
-    if len(known) >= _MAX_KEPT:
-        known.clear()
-    known[_key(operator, tensors, settings)] = _Known(run, tensors), *(chosen or (None, None))
+    if key is not None:
+        caches_of(group).calls[key] = outcome
 
 
-class _Known:
-    """What a call has come to: ``run``, and once it has run again the one launch that it is, if it is one."""
+def is_current(group, key):
+    """Whether what was decided since ``find`` gave a key holds for the next call.
 
-    def __init__(self, run, tensors):
-        self._run, self._shortcut = run, None
-        # How fp32 is multiplied is a setting, and on AMD the size of what a tensor is a part of decides, too.
-        exact = any(tensor is not None and tensor.dtype == torch.float32 for tensor in tensors)
-        self._tries = 0 if exact or torch.version.hip else 3
+    It does not if a config is to be chosen again: that changes the version of the configs. What is kept under such a
+    key is never found.
+    """
+    return key is not None and key[1] == caches_of(group).choices.version
+
+
+def find_run(operator, group, tensors, settings):
+    """As ``find``, for a whole call: the outcome is a KnownCall. (None, None) if anything but the kernels is involved.
+
+    That is the case if autograd or autocast has to see the call, or a compiler, a profiler or a dispatch mode.
+    """
+    if torch.compiler.is_compiling() or profiler._is_profiler_enabled or torch._C._len_torch_dispatch_stack():
+        return None, None
+    for tensor in tensors:
+        if tensor is not None and (type(tensor) not in _PLAIN or (tensor.requires_grad and torch.is_grad_enabled())):
+            return None, None
+    first = tensors[0]
+    if first is None or first.device.type not in DEVICES or torch.is_autocast_enabled(first.device.type):
+        return None, None
+    return find(operator, group, tensors, settings)
+
+
+class KnownCall:
+    """A whole call without gradients.
+
+    Args:
+        run: (group, *tensors) -> output.
+        bind: (group, *tensors) -> the Launch that the call is, or None if it is something else, as all calls with the
+            same key are then. None: it is known to be something else.
+        shape: of the output, for ``bind``.
+    """
+
+    def __init__(self, run, bind=None, shape=None):
+        self._run, self._bind, self._shape = run, bind, shape
+        self._launch = _no_launch  # a weak reference: a launch ends with the buffer that it is for
 
     def __call__(self, group, *tensors):
-        shortcut = self._shortcut
-        if shortcut is not None:
-            launch = shortcut.launch_for(tensors)
-            if launch is not None:
-                return shortcut.output_of(launch(tensors))
-        if not self._tries:
+        if self._bind is None or recorder.active is not None or _ON_AMD:
             return self._run(group, *tensors)
-        y, found = watched(lambda: self._run(group, *tensors), tensors)
-        if found is None:
-            self._tries -= 1
-        else:
-            self._shortcut = found
-        return y
+        launch = self._launch()
+        if launch is None or not launch.is_current():
+            launch = self._bind(group, *tensors)
+            if launch is None:
+                self._bind = None
+                return self._run(group, *tensors)
+            self._launch = weakref.ref(launch)
+        output = launch(tensors)[0]
+        return output if output.shape == self._shape else output.view(self._shape)
 
 
-def _key(operator, tensors, settings):
-    return operator, settings, *map(_place, tensors)
+def _no_launch():
+    return None
 
 
-def _place(tensor):
-    return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-
-
-def are_plain(tensors):
-    """Whether nobody but the kernels has to do with a call of these tensors."""
-    if torch.compiler.is_compiling():
-        return False
+def _key(operator, version, tensors, settings):
+    """The key of a call; None if its tensors are not torch's own, or their memory does not hold their values."""
+    places, precision = [], None
     for tensor in tensors:
-        if type(tensor) not in _PLAIN or (tensor is not None and tensor.layout != torch.strided):
-            return False
-        if tensor is not None and (tensor.is_neg() or tensor.is_conj()):  # which the dispatcher resolves
-            return False
-    if profiler._is_profiler_enabled or torch._C._len_torch_dispatch_stack():
-        return False
-    given = [tensor for tensor in tensors if tensor is not None]
-    if not given or given[0].device.type not in DEVICES:
-        return False
-    return not may_be_differentiated(given) and not torch.is_autocast_enabled(given[0].device.type)
+        if tensor is None:
+            places.append(None)
+            continue
+        if type(tensor) not in _PLAIN or tensor.layout != torch.strided or tensor.is_neg() or tensor.is_conj():
+            return None
+        # Kernels are compiled for addresses of a multiple of 16 bytes, and for others.
+        aligned = tensor.data_ptr() % 16 == 0
+        places.append((tensor.shape, tensor.stride(), tensor.dtype, tensor.device, aligned))
+        if tensor.dtype == torch.float32:
+            precision = torch.get_float32_matmul_precision()
+    # The types as well: 4 and 4.0 are equal, and not the same argument.
+    return operator, version, settings, *map(type, settings), precision, *places

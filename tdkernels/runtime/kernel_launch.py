@@ -11,25 +11,42 @@ import functools
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tdkernels.caches import RecentCache
 from tdkernels.lang.kernel import pointer_kind
-from tdkernels.runtime import launch_shortcut, recorder
+from tdkernels.runtime import recorder
 from tdkernels.runtime.triton_launcher import Alike
 
-_MAX_KEPT = 1024  # launches of a workspace; shapes may go on changing for ever
+MAX_LAUNCHES = 4096  # that are kept where no workspace keeps them
 CALL_NUMBER = object()  # among a Launch's args: the workspace's ``note_call``, which is another one in every call
 
 
-def by_address(tensor):
-    """How an operand lies of which a kernel takes no more than where it begins."""
-    return None if tensor is None else pointer_kind(tensor)
+# Both keys are made in one function, without a call for each tensor: a launch has up to a dozen of them.
 
 
-def _lies(tensor):
-    """How an operand lies in memory, as far as launches may differ by it."""
-    return None if tensor is None else (tensor.shape, tensor.stride(), *pointer_kind(tensor))
+def by_address(operands):
+    """How operands lie of which a kernel takes no more than where each begins."""
+    kinds = []
+    for tensor in operands:
+        kind = None if tensor is None else (tensor.dtype, tensor.data_ptr() % 16 == 0)
+        kinds.append(pointer_kind(tensor) if _ON_AMD and kind else kind)
+    return tuple(kinds)
 
 
-def launch_kept(workspace, key, operands, prepare, ready=None, lies=_lies):
+def by_layout(operands):
+    """How operands lie in memory, as far as launches may differ by it."""
+    kinds = []
+    for tensor in operands:
+        kind = None
+        if tensor is not None:
+            kind = tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() % 16 == 0
+        kinds.append((*kind, pointer_kind(tensor)) if _ON_AMD and kind else kind)
+    return tuple(kinds)
+
+
+_ON_AMD = torch.version.hip is not None  # where the compiler asks more of a pointer
+
+
+def launch_kept(workspace, key, operands, prepare, ready=None, lies=by_layout):
     """Launch on operands; what was made for that, outputs first.
 
     Args:     workspace: in which the kernel runs, or ``alone_on``
@@ -37,25 +54,27 @@ def launch_kept(workspace, key, operands, prepare, ready=None, lies=_lies):
               operands: tensors or None
               prepare: (*operands) -> Launch; called where none is kept, with other tensors of the same memory
               ready: (*operands) -> operands that a kernel can take, copied if need be; None: these can be taken
-              lies: (operand or None) -> how it lies, as far as launches differ by it: all of it, or ``by_address``
+              lies: how operands lie, as far as launches differ by it: ``by_layout`` or ``by_address``
     """
-    if recorder.is_recording():
+    if recorder.active is not None:
         operands = operands if ready is None else ready(*operands)
         return _prepared(operands, prepare)(operands)
-    launches = workspace.launches
-    whole_key = *key, *map(lies, operands)
-    launch = launches.get(whole_key)
+    launch = workspace.launches.get((*key, *lies(operands)))
     if launch is None:
-        if ready is not None:
-            operands = ready(*operands)  # those that are will be found at once next time
-            whole_key = *key, *map(lies, operands)
-        launch = launches.get(whole_key)
+        launch, operands = bind(workspace, key, operands, prepare, ready, lies)
+    return launch(operands)
+
+
+def bind(workspace, key, operands, prepare, ready=None, lies=by_layout):
+    """(the Launch of ``launch_kept``, the operands that it takes); not while launches are recorded."""
+    if ready is not None:
+        operands = ready(*operands)
+    whole_key = *key, *lies(operands)
+    launch = workspace.launches.get(whole_key)
     if launch is None:
         launch = _prepared(operands, prepare)
-        if len(launches) >= _MAX_KEPT:
-            launches.clear()
         workspace.launches[whole_key] = launch  # of a buffer that may have come to be just now
-    return launch(operands)
+    return launch, operands
 
 
 def _prepared(operands, prepare):
@@ -70,8 +89,10 @@ def to_be_made(like, *shape, dtype=None):
 class _Alone:
     """In the place of a workspace, for what a rank launches by itself."""
 
+    ctx = None
+
     def __init__(self):
-        self.launches = {}
+        self.launches = RecentCache(MAX_LAUNCHES)
 
     def check(self):
         pass
@@ -116,6 +137,7 @@ class Launch:
 
     def __init__(self, workspace, kernel, grid, args, constants, operands, made, fixed, looks=True):
         self._workspace, self._kernel, self._looks = workspace, kernel, looks
+        self._ctx = None if workspace is None else workspace.ctx
         self._made = [(tuple(tensor.shape), tensor.dtype) for tensor in made]
         numbers = {id(tensor): number for number, tensor in enumerate((*operands, *made)) if tensor is not None}
         call_at = next((at for at, arg in enumerate(args) if arg is CALL_NUMBER), None)
@@ -137,9 +159,12 @@ class Launch:
         workspace = self._workspace
         if self._looks:
             workspace.check()
-        made = [operands[0].new_empty(shape, dtype=dtype) for shape, dtype in self._made]
+        made, values = [], []
+        for shape, dtype in self._made:
+            made.append(operands[0].new_empty(shape, dtype=dtype))
         tensors = (*operands, *made)
-        values = [tensors[number] for number in self._numbers]
+        for number in self._numbers:
+            values.append(tensors[number])
         if self._tells_call:
             values.append(workspace.note_call)
         stream = workspace.before_launch()
@@ -149,11 +174,8 @@ class Launch:
             workspace.break_off(error)
             raise
         workspace.after_launch(stream)
-        watch = launch_shortcut.watch
-        if watch is not None:
-            watch.note(self, operands, made)
         return made
 
-    @property
-    def workspace(self):
-        return self._workspace
+    def is_current(self):
+        """Whether the workspace has the buffer still that the launch is for."""
+        return self._workspace.ctx is self._ctx

@@ -6,7 +6,7 @@ import torch
 
 from tdkernels.lang.profile import NUM_KINDS
 
-_recorder = None  # of this process; None: kernels run without a trace, and are compiled without one
+active = None  # the Recorder of this process; None: kernels run without a trace, and are compiled without one
 
 
 class Recorder:
@@ -37,16 +37,16 @@ class Recorder:
 @contextlib.contextmanager
 def record(recorder):
     """Let the launches of this process leave their events in a Recorder. Compiles each kernel anew, with the clock."""
-    global _recorder
-    before, _recorder = _recorder, recorder
+    global active
+    before, active = active, recorder
     try:
         yield recorder
     finally:
-        _recorder = before
+        active = before
 
 
 def is_recording():
-    return _recorder is not None
+    return active is not None
 
 
 def buffer(device, pieces, turns=0, all_run=True):
@@ -55,4 +55,4 @@ def buffer(device, pieces, turns=0, all_run=True):
     ``turns``: how often, at most, a piece does something of which it notes each time; ``all_run``: there are so many
     pieces, which are else the most that the host knows of.
     """
-    return None if _recorder is None else _recorder._buffer(device, pieces, turns, all_run)
+    return None if active is None else active._buffer(device, pieces, turns, all_run)

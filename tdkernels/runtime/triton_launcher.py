@@ -16,6 +16,7 @@ from triton import knobs
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tdkernels.caches import RecentCache
 from tdkernels.lang.tested_versions import may_keep_launches, report_slow_launches
 
 _log = logging.getLogger(__name__)
@@ -87,7 +88,7 @@ class Repeat:
 
     def __init__(self, launch, args, first, plain, maps):
         self._launch, self._plain = launch, plain
-        self._maps = [(at, number, make, {}) for at, number, make in maps]
+        self._maps = [(at, number, make, RecentCache(_MAX_MAPS)) for at, number, make in maps]
         stream = args.index(self.STREAM)
         self._before, self._after = args[:stream], args[stream + 1 :]
         if first is None:
@@ -132,7 +133,10 @@ class Repeat:
         for at, number, make, known in self._maps:
             tensor = values[number]
             address = tensor.data_ptr()
-            args[at] = known.get(address) or _remember(known, address, make(tensor))
+            tensor_map = known.get(address)
+            if tensor_map is None:
+                known[address] = tensor_map = make(tensor)
+            args[at] = tensor_map
         if self._are_nested:
             self._launch(*self._before, stream, *self._after, args)
         else:
@@ -145,13 +149,6 @@ def _like(descriptor, base):
     other.__dict__.update(descriptor.__dict__)
     other.base = base
     return other
-
-
-def _remember(known, address, tensor_map):
-    if len(known) >= _MAX_MAPS:
-        known.clear()
-    known[address] = tensor_map
-    return tensor_map
 
 
 def _nobody_listens():

@@ -56,7 +56,7 @@ class DeviceFailure:
 
     Attributes:
         flag: the device's word; launches are void while it is set.
-        host: the same for the host, which looks at it before each launch.
+        host, word: the same for the host, which looks at it before each launch.
         failures: the Failure of each group.
     """
 
@@ -64,12 +64,12 @@ class DeviceFailure:
         self._device = device
         self.flag = torch.zeros(1, dtype=torch.int64, device=device)
         self.host = host_words(1, device)
-        self._word = self.host.numpy()
+        self.word = self.host.numpy()
         self.failures = weakref.WeakSet()
 
     def is_set(self):
         """Whether a launch has failed that was not reported yet."""
-        return self._word[0] != 0
+        return self.word[0] != 0
 
     def report(self):
         """Read all records, let groups without one go on, and return the first failure, or None.
@@ -89,7 +89,7 @@ class DeviceFailure:
         if can_wait:
             self.flag.zero_()
             self._synchronize()
-            self._word[0] = 0
+            self.word[0] = 0
         return source
 
     def _synchronize(self):

@@ -9,10 +9,12 @@ import time
 import weakref
 from collections import defaultdict
 from datetime import timedelta
+from types import SimpleNamespace
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from tdkernels.caches import RecentCache, VersionedDict
 from tdkernels.errors import PeerTimeoutError, PlanMismatchError
 from tdkernels.symm.agreement import Agreement, conflict_key, counter_keys, describe
 from tdkernels.symm.failure import Failure
@@ -45,6 +47,7 @@ def resolve_group(group=None):
     return group
 
 
+_MAX_CALLS = 4096  # whose outcomes are kept; shapes may go on changing for ever
 _launches = 0  # of all groups
 
 
@@ -61,10 +64,9 @@ class GroupState:
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.workspaces = {}
-        self.choices = {}  # what has been agreed to run, see tdkernels.autotune
-        self.chosen_calls = {}  # {a call: what was chosen for it}, see tdkernels.autotune.selection
+        self.choices = VersionedDict()  # what has been agreed to run, see autotune.selection
+        self.calls = RecentCache(_MAX_CALLS)  # what calls have come to, see runtime.call_cache
         self.compiled_calls = {}  # {a call that torch.compile has traced: its configs}, where these must not change
-        self.known_calls = {}  # what whole calls have come to: see tdkernels.runtime.call_cache
         self.refusal = None  # the error of every call, in a process that is no rank of the group
         self.last_launch = 0, 0  # (thread, number of the launch among all of this process)
         self.tables = {}  # {id of a table: what errors say of its workspace}, see symm.workspace
@@ -77,7 +79,7 @@ class GroupState:
         self._scratches = 0
         self._agreed = set()
         self._broken = None
-        self._interrupted = None  # the error of every call after one that ended in the middle, see break_off
+        self.interrupted = None  # the error of every call after one that ended in the middle, see break_off
         self._topology = None
 
     @property
@@ -133,7 +135,7 @@ class GroupState:
         Raises:   ValueError on every rank when they differ; PeerTimeoutError when a rank does not come in time
         """
         known = [failure.error for failure in self._failures.values()]
-        for error in (self._interrupted, *known):  # peers that know of it do not come
+        for error in (self.interrupted, *known):  # peers that know of it do not come
             if error is not None:
                 raise copy.copy(error)
         try:
@@ -219,11 +221,11 @@ class GroupState:
             return self.refusal
         failure = self._failures.get(device)
         if failure is None:
-            return self._interrupted
+            return self.interrupted
         if failure.error is None and failure.device.is_set():
             source = failure.device.report()
-            return failure.error or source or self._interrupted
-        return failure.error or self._interrupted
+            return failure.error or source or self.interrupted
+        return failure.error or self.interrupted
 
     def _error_of(self, record, source):
         return read_record(self, record, source)
@@ -244,7 +246,7 @@ class GroupState:
 
     def break_off(self, error):
         """Let every later call of this rank raise ``error``: its peers may be in the middle of a call."""
-        self._interrupted = self._interrupted or error
+        self.interrupted = self.interrupted or error
 
     def count_launch(self):
         """Note that this thread launches a kernel of the group, see ``whole_call``."""
@@ -296,14 +298,14 @@ def _join(ranks):
     return ", ".join(str(rank) for rank in ranks)
 
 
-_states = weakref.WeakKeyDictionary()
+states = weakref.WeakKeyDictionary()
 
 
 def group_state(group):
     """The state kept for a (resolved) process group; made on first use, freed with the group."""
-    state = _states.get(group)
+    state = states.get(group)
     if state is None:
-        state = _states[group] = GroupState(group)
+        state = states[group] = GroupState(group)
         # At exit the operating system and the driver clean up; their order with ours is not known then.
         weakref.finalize(group, state.close).atexit = False
     return state
@@ -320,16 +322,27 @@ def scratch_state(group):
     topology = kept.topology
     scratch = GroupState(group, f"{kept._prefix}/scratch{kept._scratches}")
     scratch._topology, scratch._has_met = topology, True
-    _states[group] = scratch
+    states[group] = scratch
     try:
         yield scratch
     finally:
-        _states[group] = kept
+        states[group] = kept
         scratch.close()
 
 
+# The same caches for operators that need no group.
+alone = SimpleNamespace(choices=VersionedDict(), calls=RecentCache(_MAX_CALLS))
+
+
+def caches_of(group):
+    """What has ``choices`` and ``calls`` for a resolved group, or for None."""
+    if group is None:
+        return alone
+    return states.get(group) or group_state(group)
+
+
 def live_states():
-    return list(_states.values())
+    return list(states.values())
 
 
 def _refuse_groups_of_the_parent():

@@ -19,11 +19,12 @@ from collections import OrderedDict
 
 import torch
 
+from tdkernels.caches import RecentCache
 from tdkernels.lang import context as words
 from tdkernels.lang import emulation as networks
 from tdkernels.symm.factory import make_buffer
 from tdkernels.symm.failure import host_words
-from tdkernels.symm.group import group_state, in_step, live_states
+from tdkernels.symm.group import group_state, in_step, live_states, states
 from tdkernels.symm.record import Table
 from tdkernels.symm.timeout import get_timeout
 
@@ -31,6 +32,7 @@ _WORD = 8
 _ALIGN = 256
 _NOTE_WORDS = 5  # see lang.host_error
 _PLANS = 1 << words.PLAN_BITS.value  # a plan's id is the low part of a signal
+_MAX_LAUNCHES = 4096  # shapes may go on changing for ever
 _MAX_CALLS = 64  # that a note may belong to: far more than a host runs ahead of its GPU
 _table_ids = itertools.count(1)
 
@@ -52,10 +54,10 @@ class Workspace:
     """One buffer of one group on one device, for the launches of one family of kernels.
 
     Attributes: ``ctx`` is the table that goes to a kernel as its first argument, ``buffer`` the symmetric memory,
-    ``kept`` a dict for what launchers make of the buffer once, emptied when another takes its place, and
-    ``error_of_note`` what makes an exception of a kernel's note: of the workspace's name, its kind, three numbers; for
-    notes of calls that ``explain_notes`` was not told of.
-    ``launches`` is for ``runtime.kernel_launch``, and emptied with ``kept``.
+    ``launches`` a cache for the launches and whatever else is made of the buffer once, ``pending`` for what is sent and
+    not received yet; both are emptied when another buffer takes its place. ``error_of_note`` makes an exception of a
+    kernel's note: of the workspace's name, its kind, three numbers; for notes of calls that ``explain_notes`` was not
+    told of.
     """
 
     max_plans = _PLANS
@@ -72,7 +74,7 @@ class Workspace:
             raise ValueError(f"group: {self.world_size} ranks, at most {words.MAX_RANKS.value} are supported")
         self.buffer = None
         self.half_bytes = self.half_signals = self.num_flags = 0
-        self.kept, self.launches = {}, {}
+        self.launches, self.pending = RecentCache(_MAX_LAUNCHES), None
         self.error_of_note = None
         self.note = None
         self.note_call = 0
@@ -83,6 +85,8 @@ class Workspace:
         self._broken = None
         self._is_open = False
         self._copies = False
+        self._failure = None  # of the group on this device, once there is a buffer
+        self._on_cpu = device.type == "cpu"
 
     # ---- before the first launch of a plan ----
 
@@ -125,7 +129,7 @@ class Workspace:
         grows = self.buffer is not None
         if grows:
             self._end_use()
-            self.kept, self.launches = {}, {}
+            self._forget_launches()
             if self._captured:
                 self._retired.append((self.buffer, self.ctx, self.state))  # a graph may be replayed on it
             else:
@@ -165,7 +169,7 @@ class Workspace:
         data_offset = _round_up((words.SIGNALS_BEGIN.value + 2 * half_signals) * _WORD, _ALIGN)
         self.buffer = make_buffer(self.group, data_offset + self.halves * half_bytes, self.device)
         self.half_bytes, self.half_signals, self.num_flags = half_bytes, half_signals, num_flags
-        self.kept, self.launches = {}, {}
+        self._forget_launches()
         self.data_offset = data_offset
         self._captured = False
         self.state = torch.zeros(words.STATE_FLAGS.value + num_flags, dtype=torch.int64, device=self.device)
@@ -178,7 +182,7 @@ class Workspace:
         table[words.CTX_NUM_RANKS.value] = self.world_size
         table[words.CTX_TIMEOUT_NS.value] = int(self.timeout_s * 1e9)
         table[words.CTX_STATE.value] = self.state.data_ptr()
-        failure = self.group.failure(self.device)
+        self._failure = failure = self.group.failure(self.device)
         table[words.CTX_FAILED.value] = failure.flags.data_ptr()
         table[words.CTX_RECORD.value] = failure.record.data_ptr()
         table[words.CTX_DEVICE_FAILED.value] = failure.device.flag.data_ptr()
@@ -224,13 +228,16 @@ class Workspace:
 
     def before_launch(self):
         """Bring the timeout up to date and order this launch after those on other streams; the stream, if any."""
-        capturing = self._capturing()
+        capturing = not self._on_cpu and torch.cuda.is_current_stream_capturing()
         timeout_s = get_timeout()
         if self.timeout_s != timeout_s and not capturing:
             self.timeout_s = timeout_s
             self.ctx[words.CTX_TIMEOUT_NS.value] = int(timeout_s * 1e9)
-        if self.device.type == "cpu":
-            self._open_launch()
+        if self._on_cpu:
+            if self._is_open:
+                self._refuse_to_go_on()
+            self._is_open = True
+            self.group.count_launch()
             return None
         self._captured |= capturing
         return self.group.stream_order(self.device).before(capturing)
@@ -240,23 +247,20 @@ class Workspace:
 
         Args:     stream: the one that it went to, if the caller knows it
         """
-        if self.device.type == "cpu":
+        if self._on_cpu:
             self._is_open = False
             self.check()
             return
         self.group.count_launch()
-        if not self._capturing():
+        if not torch.cuda.is_current_stream_capturing():
             self.group.stream_order(self.device).after(stream)
 
-    def _open_launch(self):
-        """Note that a kernel begins, on the CPU, where an exception can end it after it has sent a part."""
-        if self._is_open:
-            self.group.break_off(
-                RuntimeError(f"{self.name}: an earlier call of rank {self.rank} ended in the middle of its kernel")
-            )
-            self.check()
-        self._is_open = True
-        self.group.count_launch()
+    def _refuse_to_go_on(self):
+        """Raise on the CPU, where an exception can end a kernel after it has sent a part."""
+        self.group.break_off(
+            RuntimeError(f"{self.name}: an earlier call of rank {self.rank} ended in the middle of its kernel")
+        )
+        self.check()
 
     def break_off(self, error):
         """Let every later call of the group raise: an exception has ended a kernel after it may have sent a part.
@@ -273,10 +277,14 @@ class Workspace:
 
     def check(self):
         """Raise the error that a kernel of the group has recorded, if any, now and at every later call."""
-        broken = self._broken or self.group.error_on(self.device)
+        # Most calls find nothing, by looking at five words here.
+        group, failure = self.group, self._failure
+        broken = self._broken or group.interrupted or group.refusal
+        if broken or failure is None or failure.error is not None or failure.device.word[0]:
+            broken = self._broken or group.error_on(self.device)
         if broken is not None:
             raise copy.copy(broken)  # a raised error keeps the frames that it went through, and what they hold
-        if self.buffer is not None:
+        if self.note is not None and self._note_words[0]:
             self._raise_note()
 
     def explain_notes(self, error_of_note):
@@ -293,11 +301,10 @@ class Workspace:
 
     def _raise_note(self):
         """Raise, once, what a kernel has left to tell (``lang.host_error``); the workspace is as good as before."""
-        if self._note_words[0]:
-            kind, *numbers, number = self._note_words.tolist()
-            self._note_words[0] = 0
-            error_of_note = self._notes_of_calls.get(number, self.error_of_note)
-            raise in_step(error_of_note(self.name, kind, *numbers))
+        kind, *numbers, number = self._note_words.tolist()
+        self._note_words[0] = 0
+        error_of_note = self._notes_of_calls.get(number, self.error_of_note)
+        raise in_step(error_of_note(self.name, kind, *numbers))
 
     # ---- for a host that waits for an agreement, see ``group`` ----
 
@@ -331,7 +338,11 @@ class Workspace:
         """Give the memory back; local, when the group goes."""
         if self.buffer is not None:
             self.buffer.close()
-        self.buffer, self.kept, self.launches, self._retired = None, {}, {}, []
+        self.buffer, self._retired = None, []
+        self._forget_launches()
+
+    def _forget_launches(self):
+        self.launches, self.pending = RecentCache(_MAX_LAUNCHES), None
 
 
 def get_workspace(group, device, name, halves=2, across_nodes=False):
@@ -341,11 +352,11 @@ def get_workspace(group, device, name, halves=2, across_nodes=False):
 
     Raises:   NotImplementedError for a group on several nodes, unless ``across_nodes``
     """
-    state = group_state(group)
-    key = (name, device)
-    if key not in state.workspaces:
-        state.workspaces[key] = Workspace(state, device, name, halves, across_nodes)
-    return state.workspaces[key]
+    state = states.get(group) or group_state(group)
+    workspace = state.workspaces.get((name, device))
+    if workspace is None:
+        workspace = state.workspaces[name, device] = Workspace(state, device, name, halves, across_nodes)
+    return workspace
 
 
 def synchronize():

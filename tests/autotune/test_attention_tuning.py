@@ -6,10 +6,10 @@ import torch.distributed as dist
 
 import tdkernels
 from tdkernels import autotune, explain
-from tdkernels.autotune import disk_cache, selection, tune, tuner
+from tdkernels.autotune import disk_cache, tune, tuner
 from tdkernels.autotune.problem import gpu_name
 from tdkernels.autotune.tunable import tunable
-from tdkernels.symm.group import group_state
+from tdkernels.symm.group import alone, group_state
 from tests.autotune.attention_support import (
     FP32,
     OPERATORS,
@@ -176,8 +176,8 @@ def test_one_rank_tunes_a_decode_and_nothing_else(tmp_path):
     on_ranks(1, is_tuned_alone, tmp_path)
 
 
-def test_without_a_group_this_process_looks_up_by_itself(tmp_path, monkeypatch):
-    monkeypatch.setattr(selection, "_alone", {})
+def test_without_a_group_this_process_looks_up_by_itself(tmp_path):
+    alone.choices.clear()
     cpu = torch.device("cpu")
     problem, tuned = problem_of(DECODE, ranks=1, on=cpu), config_of(DECODE, 3, on=cpu)
     q, k, v = torch.randn(2, 4, 16), torch.randn(2, 24, 2, 16), torch.randn(2, 24, 2, 16)

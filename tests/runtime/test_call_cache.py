@@ -48,20 +48,20 @@ def is_right(operator, operands, group, **options):
 
 @contextlib.contextmanager
 def found():
-    """What ``find`` answers within: True for a call that is known."""
+    """What ``find_run`` answers within: True for a call that is known."""
     answers = []
     with pytest.MonkeyPatch.context() as patch:
         for module in (ag_gemm_op, gemm_rs_op, gemm_ar_op, collectives_op):
             owner = getattr(module, "call_cache", module)
-            patch.setattr(owner, "find", noting(owner.find, answers))
+            patch.setattr(owner, "find_run", noting(owner.find_run, answers))
         yield answers
 
 
 def noting(find, answers):
     def noted(*args):
-        known = find(*args)
+        known, key = find(*args)
         answers.append(known is not None)
-        return known
+        return known, key
 
     return noted
 
@@ -102,11 +102,14 @@ def test_a_call_is_known_the_second_time():
 
 def as_one_launch(operator, tensors, group, **options):
     """Whether a call, which is checked, went to its launch without asking how tensors lie."""
-    asked, kept = [], kernel_launch.launch_kept
+    asked, found = [], kernel_launch.bind
     with pytest.MonkeyPatch.context() as patch:
-        asks = lambda *args, **options: asked.append(args) or kept(*args, **options)  # noqa: E731
+        asks = lambda *args, **options: asked.append(args) or found(*args, **options)  # noqa: E731
+        patch.setattr(gemm_operands, "bind", asks)
         for module in (gemm_operands, collective_launch):
-            patch.setattr(module, "launch_kept", asks)
+            kept = module.launch_kept
+            patch.setattr(module, "launch_kept", lambda *args, kept=kept, **o: asked.append(args) or kept(*args, **o))
+        patch.setattr(kernel_launch, "bind", asks)
         call = getattr(tdkernels, operator)
         y = call(*tensors, group=group, **options)
     expected = getattr(tdkernels, f"{operator}_ref")(*tensors, group=group)
@@ -115,10 +118,10 @@ def as_one_launch(operator, tensors, group, **options):
     return not asked
 
 
-def calls_shortcut(group, operator):
-    """That of the last call of an operator."""
-    known = group_state(group).known_calls
-    return [call._shortcut for key, (call, *_) in known.items() if key[0] == operator and call._shortcut][-1]
+def known_calls(group, operator):
+    """The KnownCalls of an operator."""
+    calls = group_state(group).calls.items()
+    return [call for key, call in calls if key[0] == operator and isinstance(call, call_cache.KnownCall)]
 
 
 def is_one_launch_from_the_third_time():
@@ -136,14 +139,17 @@ def is_one_launch_from_the_third_time():
             assert as_one_launch(operator, half(operator, 6), group)
         x, weight = half("gemm_ar", 7)
         moved = torch.empty(x.numel() + 1, dtype=x.dtype, device=device())[1:].view_as(x).copy_(x)
-        assert moved.stride() == x.stride() and not as_one_launch("gemm_ar", (moved, weight), group)
+        assert moved.stride() == x.stride()
+        assert [as_one_launch("gemm_ar", (moved, weight), group) for _ in range(3)] == [False] * 3, "it is copied"
+        strided = torch.stack([x, x], 2)[:, :, 0]
+        assert [as_one_launch("gemm_ar", (strided, weight), group) for _ in range(3)] == [False] * 3
         batch, biases = x.view(2, 4, K), [draw(seed, 12).bfloat16() for seed in range(3)]
         seen = [as_one_launch("gemm_ar", (batch + seed, weight, biases[seed]), group) for seed in range(3)]
         assert seen == [False, False, True]
-        exact = operands_of("gemm_ar", 0)  # how fp32 is multiplied is a setting that a call has to look at
-        assert [as_one_launch("gemm_ar", exact, group) for _ in range(4)] == [False] * 4
-        launch = calls_shortcut(group, "ag_gemm")._launch()
-        space, kept = launch.workspace, weakref.ref(launch)
+        turned = x.view(2, 4, K).transpose(0, 1)
+        assert [as_one_launch("gemm_ar", (turned, weight), group) for _ in range(3)] == [False] * 3, "it is copied"
+        launch = next(call._launch() for call in known_calls(group, "ag_gemm") if call._launch() is not None)
+        space, kept = launch._workspace, weakref.ref(launch)
         del launch
         space._allocate(2 * space.half_bytes, space.half_signals, space.num_flags)  # on all ranks
         assert kept() is None, "a launch of a buffer that is gone"
@@ -157,6 +163,26 @@ def is_one_launch_from_the_third_time():
 
 def test_a_call_that_is_one_launch_goes_straight_to_it():
     on_ranks(2, is_one_launch_from_the_third_time)
+
+
+def follows_the_precision_of_fp32():
+    """How fp32 is multiplied is a setting of torch's, which may change between calls."""
+    with a_group() as group, autotune.mode("off"), found() as answers:
+        exact, before = operands_of("gemm_ar", 0), torch.get_float32_matmul_precision()
+        try:
+            for precision, expected in (("highest", [False, True]), ("high", [False, True]), ("highest", [True])):
+                torch.set_float32_matmul_precision(precision)
+                for _ in expected:
+                    is_right("gemm_ar", exact, group)
+                assert answers == expected, precision
+                answers.clear()
+        finally:
+            torch.set_float32_matmul_precision(before)
+        del group
+
+
+def test_the_precision_of_fp32_is_part_of_a_call():
+    on_ranks(2, follows_the_precision_of_fp32)
 
 
 class Sees(TorchDispatchMode):
@@ -301,19 +327,20 @@ def test_what_was_tuned_since_is_taken(tmp_path):
 
 
 def keeps_no_group_and_no_tensor():
-    with a_group() as group, autotune.mode("off"), pytest.MonkeyPatch.context() as patch:
+    with a_group() as group, autotune.mode("off"):
         x, weight = operands_of("gemm_ar", 0)
         is_right("gemm_ar", (x, weight), group)
         state = weakref.ref(group_state(group))
         storages = [weakref.ref(tensor.untyped_storage()) for tensor in (x, weight)]
-        assert group_state(group).known_calls
+        assert known_calls(group, "gemm_ar")
         del x, weight
         gc.collect()
         assert [storage() is None for storage in storages] == [True, True]
-        patch.setattr(call_cache, "_MAX_KEPT", 3)
+        group_state(group).calls.clear()
+        group_state(group).calls.max_size = 4
         for rows in range(2, 8):
             is_right("gemm_ar", operands_of("gemm_ar", 0, rows), group)
-            assert len(group_state(group).known_calls) <= 3
+            assert len(group_state(group).calls) <= 4
         del group
     gc.collect()
     assert state() is None, "it went with its group"

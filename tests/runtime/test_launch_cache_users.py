@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 import tdkernels
 from tdkernels import AgAttentionConfig, Tiles, UlyssesConfig
+from tdkernels.caches import RecentCache
 from tdkernels.lang.kernel import Kernel
 from tdkernels.ops.attention.ag_attention.launch_merge import merge
 from tdkernels.ops.collectives.async_all_gather import Gather
@@ -59,8 +60,8 @@ def kept_alone(name):
 
 def kept_of(group, name, kernel):
     """How many an exchange keeps of a kernel."""
-    keys = get_workspace(group, device(), name, halves=1, across_nodes=True).kept
-    return sum(isinstance(key[0], Kernel) and key[0].__name__ == kernel for key in keys)
+    keys = get_workspace(group, device(), name, halves=1, across_nodes=True).launches
+    return sum(isinstance(key, tuple) and isinstance(key[0], Kernel) and key[0].__name__ == kernel for key in keys)
 
 
 def laid_out(lie, *names):
@@ -345,7 +346,7 @@ class _Notes(list):
 
 def test_a_launch_beside_other_work_is_kept_for_what_it_depends_on():
     exchange, kernels = object.__new__(Exchange), (_Notes(), _Notes())
-    exchange.workspace = SimpleNamespace(ctx=torch.zeros(1), kept={})
+    exchange.workspace = SimpleNamespace(ctx=torch.zeros(1), launches=RecentCache(64))
     x, y = torch.zeros(4), torch.ones(4)
     calls = [
         (kernels[0], (x, y), 2, (3, 7), {"A": 1}), (kernels[1], (x, y), 2, (3, 7), {"A": 1}),
@@ -362,7 +363,7 @@ def test_a_launch_beside_other_work_is_kept_for_what_it_depends_on():
             assert grid == (programs, 1, 1) and given == constants
             expected = (exchange.workspace.ctx, *tensors, *numbers)
             assert all(one is other or one == other for one, other in zip(args, expected, strict=True))
-    assert len(exchange.workspace.kept) == len(calls)
+    assert len(exchange.workspace.launches) == len(calls)
     assert len({id(alike) for kernel in kernels for alike, *_ in kernel}) == len(calls)
 
 

@@ -16,6 +16,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tdkernels.caches import RecentCache
 from tdkernels.lang import rocshmem
 from tdkernels.lang.kernel import Kernel
 from tdkernels.symm.topology import Topology
@@ -183,7 +184,9 @@ def recorded_launches(launchers, ranks=1, nodes=1):
     who ask their workspace.
     """
     launches = []
-    workspace = MagicMock(ctx=pointer(torch.int64), kept={}, launches={}, world_size=ranks, half_bytes=1 << 30)
+    workspace = MagicMock(
+        ctx=pointer(torch.int64), launches=RecentCache(64), pending=None, world_size=ranks, half_bytes=1 << 30
+    )
     workspace.note_call = 1
     workspace.group.topology = Topology(0, ranks, ranks // nodes)
     workspace.group.local_world_size = ranks // nodes if nodes > 1 else 1 << 30

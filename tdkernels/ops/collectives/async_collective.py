@@ -19,8 +19,6 @@ from tdkernels.runtime.kernel_launch import by_address
 from tdkernels.runtime.triton_launcher import Alike
 from tdkernels.symm import get_workspace
 
-_MAX_KEPT = 4096  # of a workspace; shapes may go on changing for ever
-
 
 class Exchange:
     """One call's use of the group's workspace of that name; every rank makes the same one.
@@ -124,7 +122,7 @@ class Exchange:
         """
         places = range(1, 1 + len(tensors))
         make = lambda: Alike((programs, 1, 1), (self.workspace.ctx, *tensors, *numbers), places, constants)  # noqa: E731
-        key = kernel, programs, *numbers, *map(by_address, tensors), *constants.items()
+        key = kernel, programs, *numbers, *by_address(tensors), *constants.items()
         kernel.launch_alike(self._kept(key, make), tensors)
 
     def _kept(self, key, make):
@@ -132,13 +130,12 @@ class Exchange:
 
         Nobody may hand a tensor that requires a gradient to what is kept: its history would be kept, too.
         """
-        kept = self.workspace.kept
-        if key not in kept:
-            if len(kept) >= _MAX_KEPT:
-                kept.clear()
+        launches = self.workspace.launches
+        found = launches.get(key)
+        if found is None:
             with torch.inference_mode(False):  # it is written to later, whatever mode this call is in
-                kept[key] = make()
-        return kept[key]
+                launches[key] = found = make()
+        return found
 
     def _check(self):
         """On the CPU a launch has ended: raise what it recorded."""

@@ -7,6 +7,7 @@ from tdkernels.ops.collectives import kernel as kernels
 from tdkernels.ops.collectives.async_all_gather import Gather
 from tdkernels.ops.common.config import text_of
 from tdkernels.ops.common.gemm_operands import rows_contiguous
+from tdkernels.runtime import kernel_launch
 from tdkernels.runtime.kernel_launch import Launch, launch_kept, to_be_made
 from tdkernels.symm import get_workspace
 
@@ -97,13 +98,26 @@ def launch(operator, x, group, config):
     x = rows_contiguous(x)
     if config.exchange == "copy_engine":
         return _by_copy_engine(operator, x, group, config)
-    workspace = get_workspace(group, x.device, operator)
-    operands = (_as_given(x),)
-    key = config, x.shape, x.dtype
-    (output,) = launch_kept(workspace, key, operands, lambda given: _prepare(operator, workspace, given, x, config))
-    if operands[0] is x:
+    given = _as_given(x)
+    (output,) = launch_kept(*_launch_call(operator, x, given, group, config))
+    if given is x:
         return output
-    return output.view(x.dtype).view(output_shape(operator, x.shape, workspace.world_size))
+    return output.view(x.dtype).view(output_shape(operator, x.shape, group.size()))
+
+
+def bind(operator, x, group, config):
+    """The Launch that ``launch`` is, or None if it is something else, or copies x or takes its bytes."""
+    given = _as_given(rows_contiguous(x))
+    if given is not x or config.method != "fused" or config.exchange == "copy_engine":
+        return None
+    return kernel_launch.bind(*_launch_call(operator, x, given, group, config))[0]
+
+
+def _launch_call(operator, x, given, group, config):
+    """The arguments of ``launch_kept``."""
+    workspace = get_workspace(group, x.device, operator)
+    key = config, x.shape, x.dtype
+    return workspace, key, (given,), lambda given: _prepare(operator, workspace, given, x, config)
 
 
 def _prepare(operator, workspace, given, x, config):

@@ -27,7 +27,7 @@ from tdkernels.ops.common import torch_collectives as plain
 from tdkernels.ops.common import validation
 from tdkernels.ops.common.config import as_argument, check_config, from_text
 from tdkernels.ops.common.multinode import spans_nodes
-from tdkernels.ops.common.tunable_base import problem_of, select, selected
+from tdkernels.ops.common.tunable_base import problem_of, select
 from tdkernels.runtime import autograd, call_cache, torch_op
 from tdkernels.symm import resolve_group
 from tdkernels.symm.group import group_state
@@ -175,28 +175,24 @@ def _check(operator, x, world_size, config):
 
 def _call(function, operator, x, group, config):
     group = resolve_group(group)
-    known = call_cache.find(operator, group, (x,), (config, get_mode()))
+    known, key = call_cache.find_run(operator, group, (x,), (config, get_mode()))
     if known is not None:
         return known(group, x)
     _check(operator, x, group.size(), config)
     op = getattr(torch.ops.tdkernels, operator)
     y = autograd.apply(function, op, x, group.group_name, as_argument(config))
-    _keep(operator, group, x, config)
+    _keep(key, operator, group, x, config, y)
     return y
 
 
-def _keep(operator, group, x, config):
+def _keep(key, operator, group, x, config, y):
     """Insert a call into the call cache."""
-    if not call_cache.are_plain((x,)) or group.size() == 1 or not x.numel():
+    if not call_cache.is_current(group, key) or group.size() == 1 or not x.numel():
         return
-    chosen = None
-    if config is None and not spans_nodes(group):
-        chosen = selected(operator, x, group, x.shape)
-        if chosen is None and x.dtype in validation.DTYPES:
-            return  # it is to be chosen again; for bytes of another dtype there is nothing to choose
-    resolved = _config_for(operator, as_argument(config), x, group) if chosen is None else chosen[1].config
-    run = lambda group, x: _run_by(resolved, operator, x, group)  # noqa: E731
-    call_cache.keep(operator, group, (x,), (config, get_mode()), run, chosen)
+    config = _config_for(operator, as_argument(config), x, group)
+    run = lambda group, x: _run_by(config, operator, x, group)  # noqa: E731
+    bind = lambda group, x: launcher.bind(operator, x, group, config)  # noqa: E731
+    call_cache.keep(group, key, call_cache.KnownCall(run, bind, y.shape))
 
 
 # ---- the public functions ----

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tdkernels.runtime.gpu import has_tma
-from tdkernels.runtime.kernel_launch import launch_kept
+from tdkernels.runtime.kernel_launch import bind, launch_kept
 
 
 def rows_contiguous(x):
@@ -107,7 +107,16 @@ def launch_product(workspace, x, weight, bias, config, prepare):
 
     Args:     prepare: (workspace, x, weight, bias, config) -> Launch, for operands that are ``ready``
     """
-    return launch_kept(
-        workspace, (config, dot_precision(x.dtype)), (x, weight, bias),
-        lambda *of: prepare(workspace, *of, config), ready,
-    )
+    return launch_kept(*_product_call(workspace, x, weight, bias, config, prepare))
+
+
+def bind_product(workspace, x, weight, bias, config, prepare):
+    """The Launch of ``launch_product`` with these operands, or None if one of them has to be copied first."""
+    operands = x, weight, bias
+    launch, taken = bind(*_product_call(workspace, *operands, config, prepare))
+    return launch if all(one is other for one, other in zip(operands, taken, strict=True)) else None
+
+
+def _product_call(workspace, x, weight, bias, config, prepare):
+    key = config, dot_precision(x.dtype)
+    return workspace, key, (x, weight, bias), lambda *of: prepare(workspace, *of, config), ready

@@ -5,7 +5,7 @@ from dataclasses import asdict, fields
 
 from tdkernels.autotune import tunable as tunables
 from tdkernels.autotune.problem import Problem
-from tdkernels.autotune.selection import choose, keep_choice, known_choice
+from tdkernels.autotune.selection import choice_of_call, choose
 from tdkernels.ops.common import validation
 from tdkernels.ops.common.tile_config import Tiles
 from tdkernels.symm.group import group_state
@@ -104,16 +104,10 @@ def select(operator, x, group, call, describe, dtype=None):
               describe: () -> (sizes, layout, fields that must be the same on all ranks); only called if the call is new
               dtype: of the problem; None: that of x
     """
-    known = selected(operator, x, group, call)
-    if known is not None:
-        return known[1]
-    sizes, layout, fields = describe()
-    tunable, problem = tunables.tunable(operator), problem_of(operator, sizes, layout, x, group, dtype)
-    choice = choose(tunable, problem, x.device, group, fields)
-    keep_choice(tunable, problem, group, (operator, x.dtype, x.device, call))
-    return choice
 
+    def make():
+        sizes, layout, fields = describe()
+        problem = problem_of(operator, sizes, layout, x, group, dtype)
+        return choose(tunables.tunable(operator), problem, x.device, group, fields)
 
-def selected(operator, x, group, call):
-    """(key of the problem, Choice) that ``select`` has found for a call, if it is still valid, else None."""
-    return known_choice(group, (operator, x.dtype, x.device, call))
+    return choice_of_call(operator, group, (x.dtype, x.device, call), make)

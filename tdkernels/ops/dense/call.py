@@ -2,10 +2,8 @@
 
 import torch.nn.functional as F
 
-from tdkernels.autotune.modes import get_mode
 from tdkernels.ops.common.config import as_argument
-from tdkernels.ops.common.gemm_tunable import call_of, config_for
-from tdkernels.ops.common.tunable_base import selected
+from tdkernels.ops.common.gemm_tunable import config_for
 from tdkernels.runtime import call_cache, torch_op
 from tdkernels.symm.group import group_state
 
@@ -29,27 +27,24 @@ def forward(operator, kernel, run, x, weight, bias, group, config):
     return run(x, weight, bias, group, config)
 
 
-def keep_call(operator, run, group, x, weight, bias, config, rows, y):
-    """Let ``runtime.call_cache.find`` find what a call has come to.
+def keep_call(key, operator, launch, run, group, x, weight, bias, config, rows, y):
+    """Let ``runtime.call_cache.find_run`` find what a call has come to.
 
-    Args:     run: as above; x, weight, bias, config: as they were given; rows: x [rows, K]; y: the output
+    Args:     key: from ``find_run``; launch: the operator's module of that name; run: as above
+              x, weight, bias, config: as they were given; rows: x [rows, K]; y: the output
     """
-    operands = x, weight, bias
-    if not call_cache.are_plain(operands) or group.size() == 1 or not rows.shape[0]:
+    if not call_cache.is_current(group, key) or group.size() == 1 or not rows.shape[0]:
         return
-    chosen = None
-    if config is None:
-        chosen = selected(operator, rows, group, call_of(rows, weight))
-        if chosen is None:
-            return  # it is to be chosen again
-        resolved = chosen[1].config
-    else:
-        resolved = config_for(operator, as_argument(config), rows, weight, group, dict)
+    config = config_for(operator, as_argument(config), rows, weight, group, dict)
     flat, rows, shape = x.dim() == 2, rows.shape, y.shape
 
     def again(group, x, weight, bias):
         if flat:
-            return run(x, weight, bias, group, resolved)
-        return run(x.reshape(rows), weight, bias, group, resolved).view(shape)
+            return run(x, weight, bias, group, config)
+        return run(x.reshape(rows), weight, bias, group, config).view(shape)
 
-    call_cache.keep(operator, group, operands, (config, get_mode()), again, chosen)
+    def bind(group, x, weight, bias):
+        given = x if flat else x.reshape(rows)
+        return launch.bind(given, weight, bias, group, config) if given.data_ptr() == x.data_ptr() else None
+
+    call_cache.keep(group, key, call_cache.KnownCall(again, bind, shape))

@@ -21,6 +21,7 @@ import os
 
 import torch
 
+from tdkernels.autotune.modes import get_mode
 from tdkernels.ops.attention.flash_decode import launch as launcher
 from tdkernels.ops.attention.flash_decode import launch_backward
 from tdkernels.ops.attention.flash_decode.config import FlashDecodeConfig, layout_of
@@ -31,7 +32,7 @@ from tdkernels.ops.common.config import as_argument, from_text
 from tdkernels.ops.common.torch_collectives import all_gather_rows
 from tdkernels.ops.common.torch_collectives import all_reduce as plain_all_reduce
 from tdkernels.ops.common.tunable_base import select
-from tdkernels.runtime import autograd, torch_op
+from tdkernels.runtime import autograd, call_cache, torch_op
 from tdkernels.runtime.autograd import received, to_expect, to_send
 from tdkernels.symm import resolve_group
 
@@ -155,10 +156,20 @@ def forward(q, k_cache, v_cache, kv_lens, block_table, scales, options, group, c
 
 
 def _settled(q, k_cache, v_cache, block_table, options, group, config):
-    """(the group, or None for this rank alone; the config, if there is one to run with) of a call."""
+    """The config of a call in a tuple; None in it if there is none to run with."""
     if config is None:
         config = _chosen(q, k_cache, v_cache, block_table, options, group)
-    return None if group is None or group.size() == 1 else group, config
+    return (config,)
+
+
+def _peers(group):
+    """The group of a call, or None for this rank alone."""
+    return None if group is None or group.size() == 1 else group
+
+
+def _begin_alike(k_cache, v_cache):
+    """Whether the caches begin in the same place: one may be a part of the other."""
+    return type(k_cache) is type(v_cache) is torch.Tensor and k_cache.data_ptr() == v_cache.data_ptr()
 
 
 def _by_name(group, config):
@@ -172,7 +183,8 @@ def _forward(
 ):
     scales = None if k_scale is None else (k_scale, v_scale)
     options = scale, soft_cap, window
-    group, config = _settled(q, k_cache, v_cache, block_table, options, *_by_name(group, config))
+    group, config = _by_name(group, config)
+    (config,), group = _settled(q, k_cache, v_cache, block_table, options, group, config), _peers(group)
     o, lse, kept = forward(q, k_cache, v_cache, kv_lens, block_table, scales, options, group, config, keep)
     return o, lse, lse.new_empty(0) if kept is None else kept
 
@@ -182,7 +194,8 @@ def _backward(
     group, config,
 ):
     options = scale, soft_cap, window
-    group, config = _settled(q, k_cache, v_cache, block_table, options, *_by_name(group, config))
+    group, config = _by_name(group, config)
+    (config,), group = _settled(q, k_cache, v_cache, block_table, options, group, config), _peers(group)
     by_torch = config is not None and config.method == "torch"
     do = torch.zeros_like(o) if do is None else do.contiguous()
     delta = (do.float() * o.float()).sum(-1)
@@ -369,9 +382,13 @@ def flash_decode(
     Source:   split keys: Flash-Decoding (https://crfm.stanford.edu/2023/10/12/flashdecoding.html); equal shares of one
               line of work: Stream-K (https://arxiv.org/abs/2301.03598)
     """
-    check(q, k_cache, v_cache, kv_lens, block_table, (k_scale, v_scale), scale, soft_cap, window, config)
     if group is not None or _is_initialized():
         group = resolve_group(group)
+    settings = scale, soft_cap, window, config, get_mode(), _begin_alike(k_cache, v_cache)
+    tensors = q, k_cache, v_cache, kv_lens, block_table, k_scale, v_scale
+    known, key = call_cache.find("flash_decode", group, tensors, settings)
+    if known is None:
+        check(q, k_cache, v_cache, kv_lens, block_table, (k_scale, v_scale), scale, soft_cap, window, config)
     differentiated = autograd.may_be_differentiated([q, k_cache, v_cache])
     if differentiated and k_cache.dtype == FP8:
         raise ValueError(f"flash_decode: there is no gradient with a cache of {k_cache.dtype}; use torch.no_grad()")
@@ -389,8 +406,10 @@ def flash_decode(
         else:
             o, lse, _ = torch.ops.tdkernels.flash_decode(*call, False, *text)
     else:
-        group, config = _settled(q4, k_cache, v_cache, table, options, group, config)
-        o, lse, _ = forward(*operands, scales, options, group, config)
+        if known is None:
+            known = _settled(q4, k_cache, v_cache, table, options, group, config)
+            call_cache.keep(group, key, known)
+        o, lse, _ = forward(*operands, scales, options, _peers(group), *known)
     if q.dim() == 3:
         o, lse = o.squeeze(1), lse.squeeze(1)
     return (o, lse) if return_lse else o

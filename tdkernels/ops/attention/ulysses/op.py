@@ -26,13 +26,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from tdkernels.autotune.modes import get_mode
 from tdkernels.ops.attention.ulysses import launch_out, launch_qkv
 from tdkernels.ops.attention.ulysses.config import UlyssesConfig
 from tdkernels.ops.attention.ulysses.validation import check_divided, check_product
 from tdkernels.ops.common.config import as_argument, check_config
 from tdkernels.ops.common.gemm_tunable import config_for
 from tdkernels.ops.common.multinode import spans_nodes
-from tdkernels.runtime import autograd, torch_op
+from tdkernels.runtime import autograd, call_cache, torch_op
 from tdkernels.runtime.autograd import received
 from tdkernels.symm import resolve_group
 from tdkernels.symm.group import group_state
@@ -100,9 +101,14 @@ def _qkv(operator, x, weight, bias, batch, group, text):
         group_state(group).agree_once(operator, fields)
         return x.new_empty(0, weight.shape[0] // world_size)
     config = _config(text, "ulysses_qkv", operator, x, weight, group, fields)
+    if config.method != "fused":
+        group_state(group).agree_once(operator, launch_qkv.plan_fields(x, weight, batch, config))
+    return _run_qkv(operator, x, weight, bias, batch, group, config)
+
+
+def _run_qkv(operator, x, weight, bias, batch, group, config):
     if config.method == "fused":
         return launch_qkv.launch(operator, x, weight, bias, batch, group, config)
-    group_state(group).agree_once(operator, launch_qkv.plan_fields(x, weight, batch, config))
     return _to_heads(F.linear(x, weight, bias), batch, group)
 
 
@@ -116,9 +122,14 @@ def _out(operator, o, weight, bias, batch, group, text, keep):
         group_state(group).agree_once(operator, fields)
         return o.new_empty(0, weight.shape[0]), o.new_empty(0, weight.shape[1])
     config = _config(text, "ulysses_out", operator, o, weight, group, fields)
+    if config.method != "fused":
+        group_state(group).agree_once(operator, {**launch_out.plan_fields(o, weight, batch, config), "kept": keep})
+    return _run_out(operator, o, weight, bias, batch, group, config, keep)
+
+
+def _run_out(operator, o, weight, bias, batch, group, config, keep=False):
     if config.method == "fused":
         return launch_out.launch(operator, o, weight, bias, batch, group, config, keep)
-    group_state(group).agree_once(operator, {**launch_out.plan_fields(o, weight, batch, config), "kept": keep})
     rows = _to_positions(o, batch, group)
     return F.linear(rows, weight, bias), rows
 
@@ -272,6 +283,9 @@ def ulysses_qkv(x, weight, bias=None, *, group=None, config=None):
     Source:   DeepSpeed-Ulysses (https://arxiv.org/abs/2309.14509)
     """
     group = resolve_group(group)
+    known, key = call_cache.find_run("ulysses_qkv", group, (x, weight, bias), (config, get_mode()))
+    if known is not None:
+        return known(group, x, weight, bias)
     x, weight, bias = autograd.apply_autocast(x, weight, bias)
     check_product("ulysses_qkv", "x", x, weight, bias, 1)
     check_divided("ulysses_qkv", "weight", weight, 0, "N", group.size())
@@ -279,7 +293,22 @@ def ulysses_qkv(x, weight, bias=None, *, group=None, config=None):
     batch = x.shape[:-2].numel()
     call = x.reshape(-1, x.shape[-1]), weight, bias, batch, group.group_name, as_argument(config)
     y = autograd.apply(_Qkv, torch.ops.tdkernels.ulysses_qkv, *call)
-    return y.view(*x.shape[:-2], group.size() * x.shape[-2], y.shape[1])
+    y = y.view(*x.shape[:-2], group.size() * x.shape[-2], y.shape[1])
+    _keep(key, "ulysses_qkv", _run_qkv, call[0], weight, batch, group, config, y.shape)
+    return y
+
+
+def _keep(key, operator, run, rows, weight, batch, group, config, shape):
+    """Insert a call into the call cache; ``rows``: the operand as ``run`` takes it, ``shape``: of the output."""
+    if not call_cache.is_current(group, key) or group.size() == 1 or not rows.shape[0]:
+        return
+    config = _config(as_argument(config), operator, operator, rows, weight, group, {})
+    rows = rows.shape
+
+    def again(group, x, weight, bias):
+        return run(operator, x.reshape(rows), weight, bias, batch, group, config).view(shape)
+
+    call_cache.keep(group, key, call_cache.KnownCall(again))
 
 
 def ulysses_out(o, weight, bias=None, *, group=None, config=None):
@@ -298,6 +327,9 @@ def ulysses_out(o, weight, bias=None, *, group=None, config=None):
     Source:   DeepSpeed-Ulysses (https://arxiv.org/abs/2309.14509)
     """
     group = resolve_group(group)
+    known, key = call_cache.find_run("ulysses_out", group, (o, weight, bias), (config, get_mode()))
+    if known is not None:
+        return known(group, o, weight, bias)
     o, weight, bias = autograd.apply_autocast(o, weight, bias)
     check_product("ulysses_out", "o", o, weight, bias, group.size())
     check_divided("ulysses_out", "o", o, -2, "S", group.size())
@@ -308,4 +340,6 @@ def ulysses_out(o, weight, bias=None, *, group=None, config=None):
         z = _Out.apply(*call)
     else:
         z, _ = torch.ops.tdkernels.ulysses_out(*call[:4], False, *call[4:])
-    return z.view(*o.shape[:-2], o.shape[-2] // group.size(), z.shape[1])
+    z = z.view(*o.shape[:-2], o.shape[-2] // group.size(), z.shape[1])
+    _keep(key, "ulysses_out", lambda *call: _run_out(*call)[0], call[0], weight, batch, group, config, z.shape)
+    return z

@@ -7,7 +7,7 @@ import torch
 from tdkernels.ops.collectives.async_all_gather import Gather, rows_of_buffer, slot_rows_of
 from tdkernels.ops.common import gemm_operands
 from tdkernels.ops.common.config import text_of
-from tdkernels.ops.common.gemm_operands import launch_product
+from tdkernels.ops.common.gemm_operands import bind_product, launch_product
 from tdkernels.ops.dense.ag_gemm import kernel_multinode, launch_multinode, launch_one_shot, pipelined
 from tdkernels.ops.dense.ag_gemm.kernel import ag_gemm_kernel
 from tdkernels.runtime import gpu, recorder
@@ -94,10 +94,23 @@ def launch(x, weight, bias, group, config, keep_gathered=False):
         config = _pushing(config)  # in a backward; what one_shot gathers is not kept
     if keep_gathered or config.transport == "copy_engine":
         return _launch_beside_gather(*gemm_operands.ready(x, weight, bias), group, config, keep_gathered)
-    name = "ag_gemm one shot" if config.transport == "one_shot" else "ag_gemm"
-    workspace = get_workspace(group, x.device, name, across_nodes=True)
-    y, *_ = launch_product(workspace, x, weight, bias, config, _prepare)
+    y, *_ = launch_product(_workspace(x, group, config), x, weight, bias, config, _prepare)
     return y, None
+
+
+def bind(x, weight, bias, group, config):
+    """The Launch that ``launch`` is, or None if it is more than one, or copies an operand."""
+    if config.method != "fused":
+        return None
+    config = _that_reaches(config, group_state(group).topology.num_nodes)
+    if config.transport == "copy_engine":
+        return None
+    return bind_product(_workspace(x, group, config), x, weight, bias, config, _prepare)
+
+
+def _workspace(x, group, config):
+    name = "ag_gemm one shot" if config.transport == "one_shot" else "ag_gemm"
+    return get_workspace(group, x.device, name, across_nodes=True)
 
 
 def _prepare(workspace, x, weight, bias, config):

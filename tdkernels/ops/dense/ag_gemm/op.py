@@ -38,7 +38,7 @@ from tdkernels.ops.dense.backward import ag_gemm_backward
 from tdkernels.ops.dense.call import forward, keep_call
 from tdkernels.runtime import autograd, torch_op
 from tdkernels.runtime.autograd import to_expect
-from tdkernels.runtime.call_cache import find
+from tdkernels.runtime.call_cache import find_run
 from tdkernels.symm import resolve_group
 
 
@@ -126,7 +126,7 @@ def ag_gemm(x, weight, bias=None, *, group=None, config=None):
               (https://arxiv.org/abs/2504.19442)
     """
     group = resolve_group(group)
-    known = find("ag_gemm", group, (x, weight, bias), (config, get_mode()))
+    known, key = find_run("ag_gemm", group, (x, weight, bias), (config, get_mode()))
     if known is not None:
         return known(group, x, weight, bias)
     x, weight, bias = autograd.apply_autocast(x, weight, bias)
@@ -137,5 +137,5 @@ def ag_gemm(x, weight, bias=None, *, group=None, config=None):
     call = x_rows, weight, bias, group.group_name, as_argument(config)
     y = autograd.apply(_AgGemm, torch.ops.tdkernels.ag_gemm, *call)
     y = y.view(group.size() * x.shape[0], *x.shape[1:-1], weight.shape[0])
-    keep_call("ag_gemm", run, group, x, weight, bias, config, x_rows, y)
+    keep_call(key, "ag_gemm", launch, run, group, x, weight, bias, config, x_rows, y)
     return y

@@ -6,7 +6,7 @@ import torch
 
 from tdkernels.ops.common import gemm_operands
 from tdkernels.ops.common.config import text_of
-from tdkernels.ops.common.gemm_operands import launch_product
+from tdkernels.ops.common.gemm_operands import bind_product, launch_product
 from tdkernels.ops.common.multinode import spans_nodes
 from tdkernels.ops.common.staging import COPY_WORDS
 from tdkernels.ops.dense import launch_one_shot as dense_launch_one_shot
@@ -86,11 +86,21 @@ def compile(x, weight, bias, world_size, config, num_nodes=1):
 
 def launch(x, weight, bias, group, config):
     """Launch the fused operator on 2-D operands."""
+    z, *_ = launch_product(_workspace(x, group, config), x, weight, bias, config, _prepare)
+    return z
+
+
+def bind(x, weight, bias, group, config):
+    """The Launch that ``launch`` is, or None if it copies an operand."""
+    if config.method != "fused":
+        return None
+    return bind_product(_workspace(x, group, config), x, weight, bias, config, _prepare)
+
+
+def _workspace(x, group, config):
     across = spans_nodes(group)
     name = "gemm_ar one shot" if config.exchange == "one_shot" and not across else "gemm_ar"
-    workspace = get_workspace(group, x.device, name, across_nodes=across)
-    z, *_ = launch_product(workspace, x, weight, bias, config, _prepare)
-    return z
+    return get_workspace(group, x.device, name, across_nodes=across)
 
 
 def _prepare(workspace, x, weight, bias, config):

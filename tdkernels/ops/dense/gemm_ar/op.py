@@ -30,7 +30,7 @@ from tdkernels.ops.dense.call import forward, keep_call
 from tdkernels.ops.dense.gemm_ar import launch
 from tdkernels.ops.dense.gemm_ar.config import GemmArConfig
 from tdkernels.runtime import autograd
-from tdkernels.runtime.call_cache import find
+from tdkernels.runtime.call_cache import find_run
 from tdkernels.runtime.torch_op import register
 from tdkernels.symm import resolve_group
 
@@ -101,7 +101,7 @@ def gemm_ar(x, weight, bias=None, *, group=None, config=None):
               product by signals: Triton-distributed (https://arxiv.org/abs/2504.19442)
     """
     group = resolve_group(group)
-    known = find("gemm_ar", group, (x, weight, bias), (config, get_mode()))
+    known, key = find_run("gemm_ar", group, (x, weight, bias), (config, get_mode()))
     if known is not None:
         return known(group, x, weight, bias)
     x, weight, bias = autograd.apply_autocast(x, weight, bias)
@@ -112,5 +112,5 @@ def gemm_ar(x, weight, bias=None, *, group=None, config=None):
     call = x_rows, weight, bias, group.group_name, as_argument(config)
     z = autograd.apply(_GemmAr, torch.ops.tdkernels.gemm_ar, *call)
     z = z.view(*x.shape[:-1], weight.shape[0])
-    keep_call("gemm_ar", run, group, x, weight, bias, config, x_rows, z)
+    keep_call(key, "gemm_ar", launch, run, group, x, weight, bias, config, x_rows, z)
     return z

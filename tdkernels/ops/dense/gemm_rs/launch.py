@@ -4,7 +4,7 @@ import torch
 
 from tdkernels.ops.common import gemm_operands
 from tdkernels.ops.common.config import text_of
-from tdkernels.ops.common.gemm_operands import launch_product
+from tdkernels.ops.common.gemm_operands import bind_product, launch_product
 from tdkernels.ops.common.multinode import spans_nodes
 from tdkernels.ops.common.staging import COPY_WORDS
 from tdkernels.ops.dense import launch_one_shot as dense_launch_one_shot
@@ -58,11 +58,21 @@ def launch(x, weight, bias, group, config):
     """Launch an overlapping form on 2-D operands."""
     if config.method == "parts":
         return pipelined.launch(x, weight, bias, group, config, plan_fields(x, weight, config))
+    z, *_ = launch_product(_workspace(x, group, config), x, weight, bias, config, _prepare)
+    return z
+
+
+def bind(x, weight, bias, group, config):
+    """The Launch that ``launch`` is, or None if it is more than one, or copies an operand."""
+    if config.method != "fused":
+        return None
+    return bind_product(_workspace(x, group, config), x, weight, bias, config, _prepare)
+
+
+def _workspace(x, group, config):
     across = spans_nodes(group)
     name = "gemm_rs one shot" if config.transport == "one_shot" and not across else "gemm_rs"
-    workspace = get_workspace(group, x.device, name, across_nodes=across)
-    z, *_ = launch_product(workspace, x, weight, bias, config, _prepare)
-    return z
+    return get_workspace(group, x.device, name, across_nodes=across)
 
 
 def _prepare(workspace, x, weight, bias, config):

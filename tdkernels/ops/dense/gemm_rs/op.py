@@ -31,7 +31,7 @@ from tdkernels.ops.dense.call import forward, keep_call
 from tdkernels.ops.dense.gemm_rs import launch
 from tdkernels.ops.dense.gemm_rs.config import GemmRsConfig
 from tdkernels.runtime import autograd, torch_op
-from tdkernels.runtime.call_cache import find
+from tdkernels.runtime.call_cache import find_run
 from tdkernels.symm import resolve_group
 
 
@@ -118,7 +118,7 @@ def gemm_rs(x, weight, bias=None, *, group=None, config=None):
     Source:   reduction in the epilogue of the owner's tiles: FLUX (https://arxiv.org/abs/2406.06858)
     """
     group = resolve_group(group)
-    known = find("gemm_rs", group, (x, weight, bias), (config, get_mode()))
+    known, key = find_run("gemm_rs", group, (x, weight, bias), (config, get_mode()))
     if known is not None:
         return known(group, x, weight, bias)
     x, weight, bias = autograd.apply_autocast(x, weight, bias)
@@ -133,5 +133,5 @@ def gemm_rs(x, weight, bias=None, *, group=None, config=None):
     call = x_rows, weight, bias, group.group_name, as_argument(config)
     z = autograd.apply(_GemmRs, torch.ops.tdkernels.gemm_rs, *call)
     z = z.view(x.shape[0] // world_size, *x.shape[1:-1], weight.shape[0])
-    keep_call("gemm_rs", run, group, x, weight, bias, config, x_rows, z)
+    keep_call(key, "gemm_rs", launch, run, group, x, weight, bias, config, x_rows, z)
     return z

@@ -13,13 +13,15 @@ Example:
 
 import torch
 
+from tdkernels.autotune.modes import get_mode
 from tdkernels.ops.common.config import check_config
 from tdkernels.ops.common.validation import INTEGERS, check_tensor
 from tdkernels.ops.experts.dispatch import launch as launcher
 from tdkernels.ops.experts.dispatch.config import EpConfig
 from tdkernels.ops.experts.dispatch.device_errors import Splits
-from tdkernels.ops.experts.dispatch.route import as_chosen, refuse_too_many, route_tokens
+from tdkernels.ops.experts.dispatch.route import as_chosen, plan_route, refuse_too_many, route_by
 from tdkernels.ops.experts.dispatch.validation import check_most_tokens, check_num_experts, check_payload
+from tdkernels.runtime import call_cache
 from tdkernels.runtime.autograd import refuse_second_derivatives
 from tdkernels.runtime.torch_op import outside_graphs
 from tdkernels.symm import resolve_group
@@ -111,17 +113,22 @@ def all_to_all(x, splits, *, scales=None, max_tokens=None, max_tokens_per_rank=N
     Source:   splits on the device, as torch.ops.symm_mem.all_to_all_vdev has them
     """
     group = resolve_group(group)
-    _check(x, splits, scales, max_tokens, max_tokens_per_rank, config, group.size())
+    settings = max_tokens, max_tokens_per_rank, config, get_mode()
+    plan, key = call_cache.find(_NAME, group, (x, splits, scales), settings)
+    if plan is None:
+        _check(x, splits, scales, max_tokens, max_tokens_per_rank, config, group.size())
     ids, bad = _experts_of_rows(splits, len(x))
-    if max_tokens_per_rank is not None and len(x) > max_tokens_per_rank:
-        refuse_too_many(
-            _NAME, x, ids, None, scales, len(splits), None, max_tokens, max_tokens_per_rank, group, config,
-            by_source=True,
-        )
-    routing = route_tokens(
-        _NAME, x, ids, len(splits), None, max_tokens, group, config, max_tokens_per_rank, bad, by_source=True,
-        given=Splits(splits, len(x)),
-    )
+    call = _NAME, x, ids, len(splits), None
+    if plan is None:
+        if max_tokens_per_rank is not None and len(x) > max_tokens_per_rank:
+            refuse_too_many(
+                _NAME, x, ids, None, scales, len(splits), None, max_tokens, max_tokens_per_rank, group, config,
+                by_source=True,
+            )
+        plan = plan_route(*call, max_tokens, group, config, max_tokens_per_rank, by_source=True)
+        call_cache.keep(group, key, plan)
+    given = Splits(splits, len(x))
+    routing = route_by(plan, *call, group, max_tokens_per_rank, bad, by_source=True, given=given)
     routing = as_chosen(routing, ids, by_source=True)
     out, out_scales = _AllToAll.apply(x, scales, routing)
     out_splits = routing.splits

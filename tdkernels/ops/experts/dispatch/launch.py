@@ -21,6 +21,7 @@ from tdkernels.ops.experts.dispatch.payload import (
     FLOATS,
     MAX_CHUNKS,
     Sending,
+    as_memories,
     as_memory,
     block_of,
     or_else,
@@ -147,7 +148,7 @@ def launch_dispatch(routing, sending, halves="both"):
         else:
             _launch_counted(workspace, routing, sending, halves)
     finally:
-        workspace.kept["pending"] = sending if halves == "send" else None
+        workspace.pending = sending if halves == "send" else None
 
 
 def _launch_counted(workspace, routing, sending, halves):
@@ -156,7 +157,7 @@ def _launch_counted(workspace, routing, sending, halves):
         halves, *routing.sizes, x.dtype, x.shape[1], None if scales is None else scales.shape[1:], sending.quantize,
         sending.gradient, sending.first,
     )
-    operands = *map(as_memory, sending.tensors), *routing.known
+    operands = *as_memories(sending.tensors), *routing.known
     launch_kept(
         workspace, key, operands, lambda *of: _prepare_dispatch(workspace, routing, sending, halves, of),
         lies=by_address,
@@ -211,7 +212,7 @@ def dispatch_call(ctx, routing, sending, parts, plan, halves="both"):
 
 def _check_turn(workspace, operator, tensors, what, halves):
     """Refuse to send anew before what was sent has been received, which it would write over; and to receive twice."""
-    pending = workspace.kept.get("pending")
+    pending = workspace.pending
     if halves == "receive" and pending is not tensors:
         raise in_step(RuntimeError(f"{operator}: nothing of this {what} is left to be received"))
     if halves != "receive" and pending is not None:
@@ -290,7 +291,7 @@ def launch_combine(routing, returning, halves="both", config=None):
             lambda *of: _prepare_combine(workspace, routing, returning, halves, config, of), lies=by_address,
         )
     finally:
-        workspace.kept["pending"] = returning if halves == "send" else None
+        workspace.pending = returning if halves == "send" else None
 
 
 def _prepare_combine(workspace, routing, returning, halves, config, operands):

@@ -16,6 +16,7 @@ from tdkernels.ops.experts.dispatch.kernel_low_latency import MOST_COMPARED, MOS
 from tdkernels.ops.experts.dispatch.multinode.crossing import round_up
 from tdkernels.ops.experts.dispatch.payload import (
     MAX_CHUNKS,
+    as_memories,
     as_memory,
     or_else,
     parts_of,
@@ -40,27 +41,39 @@ def can_be_direct(config, most, k, num_experts, world_size):
     return small and most <= min(config.direct_tokens, MAX_CHUNKS)
 
 
-def bounded_routing(operator, ids, num_experts, group, config, max_tokens, most):
+def bounded_routing(operator, ids, num_experts, group, config, max_tokens, most, slots=None):
     """A Routing of ids [T, k], T <= ``most`` on any rank, of which nothing is known yet but how large things are.
 
-    ``config``: None if it is to be chosen
+    ``config``: None if it is to be chosen; ``slots``: those ``slots_for`` the tokens of all ranks, if they are known
     """
-    (tokens, k), world_size = ids.shape, group.size()
+    (tokens, k), slots = ids.shape, slots or slots_for(group.size() * most)
     return Routing(
-        group, config, operator, tokens, k, num_experts, max_tokens, max_tokens, max_tokens,
-        slots_for(world_size * most), None, None, config_is_given=config is not None, most_tokens=most,
+        group, config, operator, tokens, k, num_experts, max_tokens, max_tokens, max_tokens, slots, None, None,
+        config_is_given=config is not None, most_tokens=most,
     )
 
 
-def leave_uncounted(routing, ids, bad=None, by_source=False, given=None):
-    """Let the first dispatch of a Routing find it. ``bad``, ``by_source``, ``given``: as of ``route``."""
-    length = layout.length(routing.num_experts, routing.world_size, routing.tokens, routing.choices, 0)
-    routing.tables = torch.empty(length, dtype=torch.int32, device=ids.device)
-    local = routing.num_experts // routing.world_size
-    shape = (routing.world_size, local) if by_source else (local,)
+def direct_config(config):
+    """The config of a dispatch in one launch: each token has a signal of its own."""
+    return replace(config, chunk_tokens=1)
+
+
+def table_words(ids, num_experts, world_size):
+    """Words of the tables of a Routing that its dispatch finds."""
+    return layout.length(num_experts, world_size, *ids.shape, 0)
+
+
+def leave_uncounted(routing, words, ids, bad=None, by_source=False, given=None):
+    """Let the first dispatch of a Routing find it.
+
+    Args:     words: ``table_words``; bad, by_source, given: as of ``route``
+    """
+    routing.tables = torch.empty(words, dtype=torch.int32, device=ids.device)
+    ranks = routing.world_size
+    local = routing.num_experts // ranks
+    shape = (ranks, local) if by_source else (local,)
     routing.splits = torch.empty(shape, dtype=torch.int32, device=ids.device)
     routing.uncounted, routing.given = (ids.contiguous(), bad), given or TopkIds(ids, routing.num_experts)
-    routing.config = replace(routing.config, chunk_tokens=1)  # each token has a signal of its own
 
 
 def launch_direct(routing, sending, halves):
@@ -77,7 +90,7 @@ def launch_direct(routing, sending, halves):
         "direct", halves, *routing.sizes, routing.most_tokens, routing.max_tokens, _by_source(routing), x.dtype,
         x.shape[1], None if scales is None else scales.shape[1:], sending.quantize,
     )
-    operands = *map(as_memory, sending.tensors), *routing.known, *routing.uncounted, routing.splits
+    operands = *as_memories(sending.tensors), *routing.known, *routing.uncounted, routing.splits
     launch_kept(
         workspace, key, operands, lambda *of: _prepare(workspace, routing, sending, halves, of), lies=by_address
     )

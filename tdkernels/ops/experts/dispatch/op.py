@@ -23,10 +23,11 @@ from typing import NamedTuple
 
 import torch
 
+from tdkernels.autotune.modes import get_mode
 from tdkernels.ops.common.config import check_config
 from tdkernels.ops.experts.dispatch import launch as launcher
 from tdkernels.ops.experts.dispatch.config import EpConfig
-from tdkernels.ops.experts.dispatch.route import as_chosen, refuse_too_many, route_tokens
+from tdkernels.ops.experts.dispatch.route import as_chosen, plan_route, refuse_too_many, route_by
 from tdkernels.ops.experts.dispatch.token_buckets import choose_config
 from tdkernels.ops.experts.dispatch.validation import (
     check_again,
@@ -34,7 +35,7 @@ from tdkernels.ops.experts.dispatch.validation import (
     check_dispatch,
     check_most_tokens,
 )
-from tdkernels.runtime import autograd
+from tdkernels.runtime import autograd, call_cache
 from tdkernels.runtime.autograd import refuse_second_derivatives
 from tdkernels.runtime.torch_op import outside_graphs
 from tdkernels.symm import resolve_group
@@ -205,17 +206,21 @@ def handle_of(
             raise ValueError("ep_dispatch: the handle is of another group than the call")
         check_again(x, known, topk_weights, scales, quantize)
         return EpHandle(known, topk_weights)
-    check_dispatch(x, topk_ids, topk_weights, scales, num_experts, quantize, max_tokens, group.size())
-    check_most_tokens("ep_dispatch", max_tokens_per_rank, topk_ids.shape[1], group.size())
-    check_config("ep_dispatch", config, EpConfig, x)
-    if max_tokens_per_rank is not None and len(x) > max_tokens_per_rank:
-        refuse_too_many(
-            "ep_dispatch", x, topk_ids, topk_weights, scales, num_experts, quantize, max_tokens, max_tokens_per_rank,
-            group, config,
-        )
-    routing = route_tokens(
-        "ep_dispatch", x, topk_ids, num_experts, quantize, max_tokens, group, config, max_tokens_per_rank
-    )
+    settings = num_experts, quantize, max_tokens, max_tokens_per_rank, config, get_mode()
+    plan, key = call_cache.find("ep_dispatch", group, (x, topk_ids, topk_weights, scales), settings)
+    ids = "ep_dispatch", x, topk_ids, num_experts, quantize
+    if plan is None:
+        check_dispatch(x, topk_ids, topk_weights, scales, num_experts, quantize, max_tokens, group.size())
+        check_most_tokens("ep_dispatch", max_tokens_per_rank, topk_ids.shape[1], group.size())
+        check_config("ep_dispatch", config, EpConfig, x)
+        if max_tokens_per_rank is not None and len(x) > max_tokens_per_rank:
+            refuse_too_many(
+                "ep_dispatch", x, topk_ids, topk_weights, scales, num_experts, quantize, max_tokens,
+                max_tokens_per_rank, group, config,
+            )
+        plan = plan_route(*ids, max_tokens, group, config, max_tokens_per_rank)
+        call_cache.keep(group, key, plan)
+    routing = route_by(plan, *ids, group, max_tokens_per_rank)
     return EpHandle(as_chosen(routing, topk_ids, by_torch=not in_halves), topk_weights)  # halves are there to overlap
 
 
@@ -327,14 +332,23 @@ def checked_combine(expert_out, handle, topk_weights, group, config):
     if not isinstance(handle, EpHandle):
         raise TypeError(f"ep_combine: handle must be the EpHandle of an ep_dispatch, not {type(handle).__name__}")
     routing = handle._routing
-    if resolve_group(group) is not routing.group:
+    group = resolve_group(group)
+    if group is not routing.group:
         raise ValueError("ep_combine: the handle is of another group than the call")
-    check_combine(expert_out, routing, topk_weights)
-    check_config("ep_combine", config, EpConfig, expert_out)
-    _check_method(routing, config)
-    if config is None and not routing.config_is_given and routing.by_torch is None:
-        config = choose_config("ep_combine", routing, expert_out)
-    return handle._topk_weights if topk_weights is None else topk_weights, config or routing.config
+    # Besides its sizes, what decides of a routing how a combine runs.
+    of_routing = routing.sizes, routing.rows, routing.staged, routing.max_tokens, routing.most_tokens
+    way = routing.config_is_given, routing.by_torch is None, routing.tables.device
+    settings = *of_routing, *way, config, get_mode()
+    known, key = call_cache.find("ep_combine", group, (expert_out, topk_weights), settings)
+    if known is None:
+        check_combine(expert_out, routing, topk_weights)
+        check_config("ep_combine", config, EpConfig, expert_out)
+        _check_method(routing, config)
+        known = config or routing.config
+        if config is None and not routing.config_is_given and routing.by_torch is None:
+            known = choose_config("ep_combine", routing, expert_out)
+        call_cache.keep(group, key, known)
+    return handle._topk_weights if topk_weights is None else topk_weights, known
 
 
 def _check_method(routing, config):

@@ -57,6 +57,15 @@ def as_memory(tensor):
     return tensor.view(torch.uint8)
 
 
+def as_memories(tensors):
+    """``as_memory`` of each tensor."""
+    found = []
+    for tensor in tensors:
+        is_byte = tensor is not None and tensor.dtype.itemsize == 1
+        found.append(tensor.view(torch.uint8) if is_byte and tensor.dtype != torch.uint8 else tensor)
+    return found
+
+
 def or_else(tensor, other):
     """What a kernel gets for a tensor that is not there and that it does not touch then."""
     return other if tensor is None else tensor

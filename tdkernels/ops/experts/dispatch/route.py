@@ -1,49 +1,101 @@
 """Which way the tokens of a dispatch go: counted first, or of few tokens all in one launch; or by torch."""
 
+from typing import NamedTuple
+
 import torch
 
 from tdkernels.ops.common.multinode import spans_nodes
 from tdkernels.ops.experts.dispatch import launch as launcher
 from tdkernels.ops.experts.dispatch import torch_backend
-from tdkernels.ops.experts.dispatch.config import default_config
+from tdkernels.ops.experts.dispatch.config import EpConfig, default_config
 from tdkernels.ops.experts.dispatch.device_errors import own_too_many
-from tdkernels.ops.experts.dispatch.low_latency import bounded_routing, can_be_direct, leave_uncounted
-from tdkernels.ops.experts.dispatch.routing import route
+from tdkernels.ops.experts.dispatch.low_latency import (
+    bounded_routing,
+    can_be_direct,
+    direct_config,
+    leave_uncounted,
+    table_words,
+)
+from tdkernels.ops.experts.dispatch.routing import route, slots_for
 from tdkernels.ops.experts.dispatch.token_buckets import choose_config, config_to_route, sure_capacity
+
+
+class RoutePlan(NamedTuple):
+    """How the tokens of a call are routed, as far as their shapes decide it. It holds no tensor and no group.
+
+    config:           the EpConfig of the call: given, or chosen; None: to be chosen when the tokens are counted
+    config_is_given:  whether the call has named it, or there is no other
+    max_tokens:       the capacity, or None
+    is_direct:        whether one launch counts and sends; then
+    slots, words:     how many tokens of all ranks there is room for, and the words of the tables
+    """
+
+    config: EpConfig | None
+    config_is_given: bool
+    max_tokens: int | None
+    is_direct: bool = False
+    slots: int = 0
+    words: int = 0
+
+
+def plan_route(
+    operator, x, topk_ids, num_experts, quantize, max_tokens, group, config, max_tokens_per_rank=None, by_source=False
+):
+    """The RoutePlan of checked tokens; collective at the first call with a problem."""
+    choices, ranks = topk_ids.shape[1], group.size()
+    if max_tokens_per_rank is not None and max_tokens is None:
+        max_tokens = sure_capacity(ranks * max_tokens_per_rank, ranks, num_experts, choices)
+    if config is None or config.method != "torch":
+        config = config_to_route(config, group, x.device)
+    plan = RoutePlan(config, config is not None, max_tokens)
+    if max_tokens_per_rank is None or (config is not None and config.method == "torch"):
+        return plan
+    if config is None:
+        like = bounded_routing(operator, topk_ids, num_experts, group, None, max_tokens, max_tokens_per_rank)
+        config = choose_config(_tuned(by_source), like, x, quantize is not None)
+    if not spans_nodes(group) and can_be_direct(config, max_tokens_per_rank, choices, num_experts, ranks):
+        return plan._replace(
+            config=direct_config(config), is_direct=True, slots=slots_for(ranks * max_tokens_per_rank),
+            words=table_words(topk_ids, num_experts, ranks),
+        )
+    return plan._replace(config=config)
+
+
+def route_by(
+    plan, operator, x, topk_ids, num_experts, quantize, group, max_tokens_per_rank=None, bad=None, by_source=False,
+    given=None,
+):
+    """The Routing of checked tokens by a plan, to be taken ``as_chosen``.
+
+    ``bad``, ``by_source``, ``given``: as of ``route``; rows are laid out by source in an all_to_all alone
+    """
+    config, ids = plan.config, (operator, topk_ids, num_experts, group)
+    if plan.config_is_given and config.method == "torch":
+        return torch_backend.route(
+            *ids, config, x, max_tokens=plan.max_tokens, bad=bad, max_tokens_per_rank=max_tokens_per_rank,
+            quantize=quantize, by_source=by_source, given=given,
+        )
+    if plan.is_direct:
+        routing = bounded_routing(*ids, config, plan.max_tokens, max_tokens_per_rank, plan.slots)
+        routing.config_is_given = plan.config_is_given
+        leave_uncounted(routing, plan.words, topk_ids, bad, by_source, given)
+        return routing
+    options = {"max_tokens": plan.max_tokens, "most_tokens": max_tokens_per_rank, "bad": bad, "by_source": by_source}
+    routing = route(*ids, config if plan.config_is_given else None, given=given, **options)
+    routing.config = config
+    if config is None:
+        routing.config = choose_config(_tuned(by_source), routing, x, quantize is not None)
+    return routing
 
 
 def route_tokens(
     operator, x, topk_ids, num_experts, quantize, max_tokens, group, config, max_tokens_per_rank=None, bad=None,
     by_source=False, given=None,
 ):
-    """The Routing of checked tokens, with the config of their dispatch: to be taken ``as_chosen``, if none was given.
-
-    ``bad``, ``by_source``, ``given``: as of ``route``; rows are laid out by source in an all_to_all alone
-    """
-    ids = operator, topk_ids, num_experts, group
-    if max_tokens_per_rank is not None and max_tokens is None:
-        max_tokens = sure_capacity(group.size() * max_tokens_per_rank, group.size(), num_experts, topk_ids.shape[1])
-    if config is not None and config.method == "torch":
-        return torch_backend.route(
-            *ids, config, x, max_tokens=max_tokens, bad=bad, max_tokens_per_rank=max_tokens_per_rank, quantize=quantize,
-            by_source=by_source, given=given,
-        )
-    config = config_to_route(config, group, x.device)
-    bounded = None
-    if max_tokens_per_rank is not None:
-        bounded = _bounded_routing(
-            operator, x, topk_ids, num_experts, quantize, max_tokens, group, config, max_tokens_per_rank, bad,
-            by_source, given,
-        )
-        if bounded.uncounted is not None:
-            return bounded
-    options = {"max_tokens": max_tokens, "most_tokens": max_tokens_per_rank, "bad": bad, "by_source": by_source}
-    routing = route(*ids, config, given=given, **options)
-    if bounded is not None:
-        routing.config = bounded.config
-    elif config is None:
-        routing.config = choose_config(_tuned(by_source), routing, x, quantize is not None)
-    return routing
+    """The Routing of checked tokens, see ``plan_route`` and ``route_by``."""
+    ids = operator, x, topk_ids, num_experts, quantize
+    plan = plan_route(*ids, max_tokens, group, config, max_tokens_per_rank, by_source)
+    return route_by(plan, *ids, group, max_tokens_per_rank, bad, by_source, given)
 
 
 def refuse_too_many(
@@ -76,16 +128,3 @@ def as_chosen(routing, ids, by_torch=True, by_source=False):
 def _tuned(by_source):
     """By whose name the config is looked up."""
     return "all_to_all" if by_source else "ep_dispatch"
-
-
-def _bounded_routing(
-    operator, x, topk_ids, num_experts, quantize, max_tokens, group, config, most, bad, by_source, given
-):
-    """A Routing that its dispatch finds, of tokens of which a rank has at most so many; or what one is to be like."""
-    routing = bounded_routing(operator, topk_ids, num_experts, group, config, max_tokens, most)
-    if config is None:
-        routing.config = choose_config(_tuned(by_source), routing, x, quantize is not None)
-    sizes = most, topk_ids.shape[1], num_experts, group.size()
-    if not spans_nodes(group) and can_be_direct(routing.config, *sizes):
-        leave_uncounted(routing, topk_ids, bad, by_source, given)
-    return routing

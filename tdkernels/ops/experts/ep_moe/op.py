@@ -31,7 +31,7 @@ from tdkernels.ops.experts.ep_moe.steps import experts, receive
 from tdkernels.ops.experts.ep_moe.torch_op import ep_moe_compiled
 from tdkernels.ops.experts.grouped_gemm.op import check_activation, check_experts, group_gemm_ref
 from tdkernels.ops.experts.grouped_gemm.swiglu import ACTIVATIONS
-from tdkernels.runtime import autograd
+from tdkernels.runtime import autograd, call_cache
 from tdkernels.runtime.torch_op import outside_graphs
 from tdkernels.symm import resolve_group
 from tdkernels.symm.whole_call import whole_call
@@ -76,8 +76,6 @@ def _check(
             f"{operator}: w_down must be [E / W, H, I] = {expected} for x {list(x.shape)} and w_gate_up "
             f"{list(w_gate_up.shape)}, its shape is {list(w_down.shape)}"
         )
-    if quantize is not None and torch.is_grad_enabled() and x.requires_grad:
-        raise ValueError(f'{operator}: quantize="fp8" has no gradient, and x requires one: detach it, or no_grad')
     check_config(operator, config, EpMoeConfig, x)
 
 
@@ -124,21 +122,30 @@ def ep_moe(
     """
     group = resolve_group(group)
     x, w_gate_up, w_down = autograd.apply_autocast(x, w_gate_up, w_down)
-    _check(
-        x, topk_ids, topk_weights, w_gate_up, w_down, num_experts, activation, quantize, max_tokens, config,
-        group.size(),
-    )
-    check_most_tokens("ep_moe", max_tokens_per_rank, topk_ids.shape[1], group.size())
-    fused = config is not None and _is_fused(config, quantize, group)
-    if max_tokens_per_rank is not None and max_tokens is None:
-        tokens = group.size() * max_tokens_per_rank
-        max_tokens = sure_capacity(tokens, group.size(), num_experts, topk_ids.shape[1])
     layer = x, topk_ids, topk_weights, w_gate_up, w_down
+    known, key = call_cache.find(
+        "ep_moe", group, layer, (num_experts, activation, quantize, max_tokens, max_tokens_per_rank, config)
+    )
+    if known is None:
+        _check(*layer, num_experts, activation, quantize, max_tokens, config, group.size())
+        check_most_tokens("ep_moe", max_tokens_per_rank, topk_ids.shape[1], group.size())
+        fused = config is not None and _is_fused(config, quantize, group)
+        if max_tokens_per_rank is not None and max_tokens is None:
+            tokens = group.size() * max_tokens_per_rank
+            max_tokens = sure_capacity(tokens, group.size(), num_experts, topk_ids.shape[1])
+        layout = None
+        if config is None:
+            layout = layout_of(quantize, max_tokens, max_tokens_per_rank, topk_ids.shape[1], group)
+        known = fused, max_tokens, layout
+        call_cache.keep(group, key, known)
+    fused, max_tokens, layout = known
+    if quantize is not None and torch.is_grad_enabled() and x.requires_grad:
+        raise ValueError('ep_moe: quantize="fp8" has no gradient, and x requires one: detach it, or no_grad')
     settings = num_experts, activation, quantize, max_tokens, max_tokens_per_rank
     if max_tokens is not None and torch.compiler.is_compiling():
         texts = map(as_argument, (config or SEQUENCE).parts(x))
         return ep_moe_compiled(*layer, *settings, group.group_name, *texts)
-    return _run(*layer, *settings, group, config, fused)
+    return _run(*layer, *settings, group, config, fused, layout)
 
 
 def _is_fused(config, quantize, group):
@@ -155,12 +162,11 @@ def _is_fused(config, quantize, group):
 @whole_call
 def _run(
     x, topk_ids, topk_weights, w_gate_up, w_down, num_experts, activation, quantize, max_tokens, max_tokens_per_rank,
-    group, config, fused,
+    group, config, fused, layout,
 ):
     ids, routing = topk_ids, None
     if config is None:
         config = SEQUENCE
-        layout = layout_of(quantize, max_tokens, max_tokens_per_rank, topk_ids.shape[1], group)
         if layout is not None:
             config, routing = choose_config(layout, x, topk_ids, w_down, num_experts, max_tokens_per_rank, group)
         fused = config.method == "fused"

@@ -8,17 +8,16 @@ What is known comes from the tuner's tables, by the rows up to a power of two an
 asked, so ranks may differ.
 """
 
-import functools
-
 import torch
 import torch.nn.functional as F
 
 from tdkernels.autotune import tunable as tunables
 from tdkernels.autotune.modes import get_mode
 from tdkernels.autotune.problem import Problem
-from tdkernels.autotune.selection import DEFAULT, look_up
+from tdkernels.autotune.selection import DEFAULT, choice_of_call, look_up
 from tdkernels.ops.common import gemm_operands
 from tdkernels.ops.experts.grouped_gemm import launch
+from tdkernels.symm.group import alone
 
 # What is tuned apart: the plain product, those with an activation, that of weights which lie as [K, N], as they do for
 # dx, and the gradient of the weights.
@@ -64,19 +63,19 @@ def known_config(x, sizes, layout):
     if mode == "off" or not x.shape[0]:
         return None
     rows = 1 << (x.shape[0] - 1).bit_length()  # differs from call to call
-    return _look_up((rows, *sizes), layout, x.dtype, x.device, mode)
+    sizes = rows, *sizes
 
+    def make():
+        problem = Problem.on(x.device, "group_gemm", sizes, x.dtype, layout, 1, 1)
+        return look_up(tunables.tunable("group_gemm"), problem, x.device, mode)
 
-@functools.lru_cache(maxsize=4096)
-def _look_up(sizes, layout, dtype, device, mode):
-    problem = Problem.on(device, "group_gemm", sizes, dtype, layout, 1, 1)
-    choice = look_up(tunables.tunable("group_gemm"), problem, device, mode)
+    choice = choice_of_call("group_gemm", None, (sizes, layout, x.dtype, x.device), make)
     return None if choice.source == DEFAULT else choice.config
 
 
 def forget_choices():
     """Let the next calls look their configs up again."""
-    _look_up.cache_clear()
+    alone.choices.clear()
 
 
 # ---- by torch ----

@@ -20,6 +20,7 @@ Example:
 
 import torch
 
+from tdkernels.autotune.modes import get_mode
 from tdkernels.ops.common.config import as_argument
 from tdkernels.ops.common.torch_collectives import all_gather_rows, reduce_scatter_rows
 from tdkernels.ops.experts.grouped_gemm.op import group_gemm_ref
@@ -36,7 +37,7 @@ from tdkernels.ops.experts.tp_moe.steps import (
 )
 from tdkernels.ops.experts.tp_moe.torch_op import tp_moe_compiled
 from tdkernels.ops.experts.tp_moe.validation import check_ag_gemm, check_gemm_rs, check_tp_moe
-from tdkernels.runtime import autograd
+from tdkernels.runtime import autograd, call_cache
 from tdkernels.runtime.torch_op import outside_graphs
 from tdkernels.symm import resolve_group
 from tdkernels.symm.whole_call import whole_call
@@ -85,8 +86,8 @@ def tp_moe_ref(x, topk_ids, topk_weights, w_gate_up, w_down, *, activation="swig
 
 class _AgGemm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, w, routing, activation, config, of_backward, keep):
-        h, pre = first_forward(x, w, routing, activation, config, keep)
+    def forward(ctx, x, w, routing, activation, config, of_backward):
+        h, pre = first_forward(x, w, routing, activation, config, keep=True)
         ctx.save_for_backward(x, w, pre)
         ctx.routing, ctx.activation, ctx.config = routing, activation, of_backward
         return h
@@ -96,7 +97,7 @@ class _AgGemm(torch.autograd.Function):
         autograd.refuse_second_derivatives("moe_ag_gemm")
         x, w, pre = ctx.saved_tensors
         need = ctx.needs_input_grad[:2]
-        return *first_backward(dh, x, w, pre, ctx.routing, ctx.activation, ctx.config, *need), *[None] * 5
+        return *first_backward(dh, x, w, pre, ctx.routing, ctx.activation, ctx.config, *need), *[None] * 4
 
 
 class _GemmRs(torch.autograd.Function):
@@ -122,12 +123,19 @@ class _GemmRs(torch.autograd.Function):
 
 def _first_half(operator, x, topk_ids, w, activation, group, configs):
     """(h, routing), of checked operands and configs as ``choose_configs`` gives them."""
-    routing = routing_of(operator, topk_ids, w, group, configs[0])
+    routing = routing_of(operator, topk_ids, w, group, configs.first)
     if not x.shape[0]:
         return _nothing(w.shape[1] // (2 if activation else 1), x, w), routing
-    # A forward that nobody differentiates keeps nothing, though weights may require gradients.
-    keep = autograd.may_be_differentiated([x, w])
-    return _AgGemm.apply(x, w, routing, activation, *configs, keep), routing
+    if not autograd.may_be_differentiated([x, w]):
+        return first_forward(x, w, routing, activation, configs.first, keep=False)[0], routing
+    return _AgGemm.apply(x, w, routing, activation, configs.first, configs.backward), routing
+
+
+def _second_half(h, topk_weights, w, routing, configs):
+    """y, of checked operands."""
+    if not autograd.may_be_differentiated([h, topk_weights, w]):
+        return second_forward(h, w, topk_weights, routing, configs.second)[0]
+    return _GemmRs.apply(h, w, topk_weights, routing, configs.second, configs.backward)
 
 
 @outside_graphs
@@ -155,11 +163,15 @@ def moe_ag_gemm(x, topk_ids, w, *, activation=None, group=None, config=None):
     """
     x, w = autograd.apply_autocast(x, w)
     group = resolve_group(group)
-    check_ag_gemm("moe_ag_gemm", x, topk_ids, w, activation, config)
-    (tokens, choices), ranks = topk_ids.shape, group.size()
-    sizes = ranks * tokens, ranks * w.shape[1], w.shape[2], w.shape[0], choices
-    fields = first_fields(x, topk_ids, w, activation)
-    configs = choose_configs("moe_ag_gemm", config, sizes, activation or "none", w, group, fields)
+    settings = activation, config, get_mode()
+    configs, key = call_cache.find("moe_ag_gemm", group, (x, topk_ids, w), settings)
+    if configs is None:
+        check_ag_gemm("moe_ag_gemm", x, topk_ids, w, activation, config)
+        (tokens, choices), ranks = topk_ids.shape, group.size()
+        sizes = ranks * tokens, ranks * w.shape[1], w.shape[2], w.shape[0], choices
+        fields = first_fields(x, topk_ids, w, activation)
+        configs = choose_configs("moe_ag_gemm", config, sizes, activation or "none", w, group, fields, first=w)
+        call_cache.keep(group, key, configs)
     return _first_half("moe_ag_gemm", x, topk_ids, w, activation, group, configs)
 
 
@@ -191,10 +203,10 @@ def moe_gemm_rs(h, routing, topk_weights, w, *, group=None, config=None):
     sizes = ranks * tokens, w.shape[1], ranks * w.shape[2], w.shape[0], choices
     fields = {"M/W": tokens, "w": tuple(w.shape), "dtype": str(h.dtype)}
     # Before the weights are gathered, or ranks that run otherwise would wait for each other.
-    configs = choose_configs("moe_gemm_rs", config, sizes, "nk", w, routing.group, fields)
+    configs = choose_configs("moe_gemm_rs", config, sizes, "nk", w, routing.group, fields, second=w)
     if not tokens:
         return _nothing(w.shape[1], h, topk_weights, w)
-    return _GemmRs.apply(h, w, topk_weights, routing, *configs)
+    return _second_half(h, topk_weights, w, routing, configs)
 
 
 @whole_call
@@ -215,15 +227,20 @@ def tp_moe(x, topk_ids, topk_weights, w_gate_up, w_down, *, activation="swiglu",
     """
     x, w_gate_up, w_down = autograd.apply_autocast(x, w_gate_up, w_down)
     group = resolve_group(group)
-    check_tp_moe(x, topk_ids, topk_weights, w_gate_up, w_down, activation, config)
+    operands = x, topk_ids, topk_weights, w_gate_up, w_down
+    configs, key = call_cache.find("tp_moe", group, operands, (activation, config, get_mode()))
+    if configs is None:
+        check_tp_moe(*operands, activation, config)
     if torch.compiler.is_compiling():
         call = topk_ids, topk_weights, w_gate_up, w_down, activation, group.group_name, as_argument(config)
         return tp_moe_compiled(x, *call)
-    configs = tp_moe_configs(x, topk_ids, w_gate_up, w_down, activation, group, config)
+    if configs is None:
+        configs = tp_moe_configs(x, topk_ids, w_gate_up, w_down, activation, group, config)
+        call_cache.keep(group, key, configs)
     h, routing = _first_half("tp_moe", x, topk_ids, w_gate_up, activation, group, configs)
     if not x.shape[0]:
         return _nothing(w_down.shape[1], h, topk_weights, w_down)
-    return _GemmRs.apply(h, w_down, topk_weights, routing, *configs)
+    return _second_half(h, topk_weights, w_down, routing, configs)
 
 
 def _nothing(width, *operands):

@@ -38,6 +38,7 @@ class MoeRouting:
     splits:   [E] int32, the rows of each expert
     choices:  [M * k] int32, of each row the choice ``token * k + j`` of the gathered tokens that it is of
     rows:     [M, k] int32, the row of each choice, or -1 for one that was dropped
+    sizes:    all that launches follow from, beside its tensors
 
     An expert's rows lie in an order of this rank's own: its tokens first, then as the other ranks' come here.
     """
@@ -50,18 +51,12 @@ class MoeRouting:
         self.chunk_rows = chunk_rows
         # No more than there are chunks to share.
         self.num_stages = min(stages, _MAX_STAGES, 1 + (self.world_size - 1) * self.num_chunks)
+        self.sizes = self.world_size, tokens, num_experts, self.num_choices, chunk_rows, self.num_stages
         new = partial(torch.empty, dtype=torch.int32, device=ids.device)
         self.splits, self.rows = new(num_experts), new(ids.shape)
         # Rows past the last expert's, as many as choices were dropped, are of some choice too: nobody minds which.
         self.choices = torch.zeros_like(ids).view(-1)
         self._tilings = {}
-
-    @property
-    def sizes(self):
-        """All that launches follow from, beside its tensors."""
-        return (
-            self.world_size, self.tokens, self.num_experts, self.num_choices, self.chunk_rows, self.num_stages
-        )
 
     @property
     def num_chunks(self):

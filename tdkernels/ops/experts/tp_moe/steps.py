@@ -1,6 +1,7 @@
 """Both halves of tensor-parallel experts and their gradients, by our kernels or by torch."""
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -24,13 +25,29 @@ from tdkernels.symm.whole_call import whole_call
 # ---- configs and the routing ----
 
 
-def choose_configs(operator, config, sizes, layout, w, group, fields):
-    """(the config of a call, that of its backward): the one that it was given, else what the group has chosen.
+class Configs(NamedTuple):
+    """The configs of a call: of each half, with tiles, and of the backward.
 
-    None stands for the default; of the backward, for what ``config_of_gradient`` finds for each product.
-
-    Args:     fields: what must be the same on all ranks
+    ``backward``: None for what ``config_of_gradient`` finds for each product.
     """
+
+    first: MoeTpConfig | None
+    second: MoeTpConfig | None
+    backward: MoeTpConfig | None
+
+
+def choose_configs(operator, config, sizes, layout, w, group, fields, first=None, second=None):
+    """The Configs of a call: by the config that it was given, else by what the group has chosen.
+
+    Args:     fields: what must be the same on all ranks; first, second: the weights of the halves, if the call has them
+    """
+    config, backward = _choose_config(operator, config, sizes, layout, w, group, fields)
+    each = [None if one is None else _complete(config, sizes[0], sizes[-1], one) for one in (first, second)]
+    return Configs(*each, backward)
+
+
+def _choose_config(operator, config, sizes, layout, w, group, fields):
+    """(the config of a call or None for the default, that of its backward)"""
     config = torch_across_nodes(config, MoeTpConfig, group)
     if config is None and group.size() > 1 and sizes[0]:
         call = sizes, layout, *fields.values()
@@ -80,11 +97,11 @@ def first_fields(x, topk_ids, w, activation):
 
 
 def tp_moe_configs(x, topk_ids, w_gate_up, w_down, activation, group, config):
-    """The two configs of a tp_moe."""
+    """The Configs of a tp_moe."""
     (tokens, choices), ranks = topk_ids.shape, group.size()
     sizes = ranks * tokens, x.shape[1], ranks * w_down.shape[2], w_down.shape[0], choices
     fields = first_fields(x, topk_ids, w_gate_up, activation)
-    return choose_configs("tp_moe", config, sizes, activation or "none", w_down, group, fields)
+    return choose_configs("tp_moe", config, sizes, activation or "none", w_down, group, fields, w_gate_up, w_down)
 
 
 def _complete(config, tokens, choices, w):
@@ -132,7 +149,7 @@ def first_forward(x, w, routing, activation, config, keep):
     if _is_torch(config):
         pre = by_torch(_all_rows(x, routing), w, routing.splits)
         return swiglu_ref(pre, activation), pre if keep and activation else None
-    launched = launch_ag_gemm.launch(x, w, routing, _config(config, routing, w), activation, keep)
+    launched = launch_ag_gemm.launch(x, w, routing, config, activation, keep)
     return launched.y, launched.pre
 
 
@@ -162,7 +179,7 @@ def second_forward(h, w, topk_weights, routing, config):
     """(y, the weights [M, k] of all ranks' choices)."""
     weights = topk_weights.float().contiguous()
     weights = all_gather(weights, group=routing.group) if routing.world_size > 1 else weights
-    return sums_by_token(h, w, routing, weights, _config(config, routing, w)), weights
+    return sums_by_token(h, w, routing, weights, config), weights
 
 
 def sums_by_token(rows, w, routing, weights, config):

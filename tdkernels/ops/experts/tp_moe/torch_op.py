@@ -23,7 +23,7 @@ from tdkernels.symm.group import group_state
 
 
 def _configs(x, topk_ids, w_gate_up, w_down, activation, group, text):
-    """(the config forwards, that of the gradient): as the first compiled call like this has found them."""
+    """The Configs, as the first compiled call like this has found them."""
     operands = x, topk_ids, w_gate_up, w_down
     call = "tp_moe", *(tensor.shape for tensor in operands), x.dtype, x.device, activation, text
     known = group_state(group).compiled_calls
@@ -38,9 +38,9 @@ def _forward(x, topk_ids, topk_weights, w_gate_up, w_down, activation, keep, gro
     configs = _configs(x, topk_ids, w_gate_up, w_down, activation, group, config)
     if not x.shape[0]:
         return _made(x, topk_ids, w_gate_up, w_down, activation, keep, group.size())
-    routing = routing_of("tp_moe", topk_ids, w_gate_up, group, configs[0])
-    h, pre = first_forward(x, w_gate_up, routing, activation, configs[0], keep)
-    y, weights = second_forward(h, w_down, topk_weights, routing, configs[0])
+    routing = routing_of("tp_moe", topk_ids, w_gate_up, group, configs.first)
+    h, pre = first_forward(x, w_gate_up, routing, activation, configs.first, keep)
+    y, weights = second_forward(h, w_down, topk_weights, routing, configs.second)
     if not keep:
         return y, *(y.new_empty(0) for _ in range(3))
     # What goes out must be neither what came in nor an output twice.
@@ -68,11 +68,13 @@ def _backward(
         return tuple(tensor.zero_() for tensor in to_expect(operands, needs))
     group, activation = torch_op.group_by_name(group), activation or None
     configs = _configs(x, topk_ids, w_gate_up, w_down, activation, group, config)
-    routing = routing_of("tp_moe", topk_ids, w_gate_up, group, configs[0])
-    dh, ddown, dtopk = second_backward(dy, h, w_down, weights, routing, configs[1], need_ddown, need_dtopk)
+    routing = routing_of("tp_moe", topk_ids, w_gate_up, group, configs.first)
+    dh, ddown, dtopk = second_backward(dy, h, w_down, weights, routing, configs.backward, need_ddown, need_dtopk)
     dx = dgate_up = None
     if need_dx or need_dgate_up:
-        dx, dgate_up = first_backward(dh, x, w_gate_up, pre, routing, activation, configs[1], need_dx, need_dgate_up)
+        dx, dgate_up = first_backward(
+            dh, x, w_gate_up, pre, routing, activation, configs.backward, need_dx, need_dgate_up
+        )
     return to_send((dx, dtopk, dgate_up, ddown), operands, needs)
 
 

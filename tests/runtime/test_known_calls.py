@@ -1,0 +1,199 @@
+"""Calls of every operator that are known: nothing of them is checked again, and whatever differs is checked anew."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tdkernels
+from tdkernels import EpConfig, autotune
+from tdkernels.ops.attention.ag_attention import op as attention_op
+from tdkernels.ops.attention.flash_decode import op as decode_op
+from tdkernels.ops.attention.ulysses import op as ulysses_op
+from tdkernels.ops.experts.dispatch import all_to_all as all_to_all_op
+from tdkernels.ops.experts.dispatch import op as dispatch_op
+from tdkernels.ops.experts.ep_moe import op as ep_moe_op
+from tdkernels.ops.experts.grouped_gemm import op as group_gemm_op
+from tdkernels.ops.experts.tp_moe import op as tp_moe_op
+from tests.support.ranks import a_group, device, on_ranks
+
+BF16 = torch.bfloat16
+
+
+def draw(*shape, dtype=BF16):
+    return torch.randn(shape).to(device(), dtype)
+
+
+def ints(*values):
+    return torch.tensor(values, dtype=torch.int32, device=device())
+
+
+def dispatched(group, **options):
+    received, handle = tdkernels.ep_dispatch(
+        draw(3, 16), ints([0, 1], [1, 2], [2, 3]), draw(3, 2), num_experts=4, group=group, **options
+    )
+    return received.x, handle
+
+
+def combined(group, **options):
+    x, handle = dispatched(group)
+    return tdkernels.ep_combine(x, handle, group=group, **options)
+
+
+def experts_of_slices(group, **options):
+    operands = draw(2, 16), ints([0, 1], [1, 0]), draw(2, 2), draw(2, 16, 16), draw(2, 16, 8)
+    return tdkernels.tp_moe(*operands, group=group, **options)
+
+
+def experts_of_ranks(group, **options):
+    operands = draw(2, 16), ints([0, 1], [3, 2]), draw(2, 2), draw(2, 16, 16), draw(2, 16, 8)
+    return tdkernels.ep_moe(*operands, num_experts=4, group=group, **options)
+
+
+# {name: (module, its function that checks, the call, options that make it another call)}
+CALLS = {
+    "ep_dispatch": (dispatch_op, "check_dispatch", dispatched, {"max_tokens": 12}),
+    "ep_dispatch bounded": (
+        dispatch_op, "check_dispatch", lambda group, **options: dispatched(group, max_tokens_per_rank=4, **options),
+        {"max_tokens": 40},
+    ),
+    "ep_combine": (dispatch_op, "check_combine", combined, {"topk_weights": torch.ones(3, 2)}),
+    "all_to_all": (
+        all_to_all_op, "_check",
+        lambda group, **options: tdkernels.all_to_all(draw(3, 16), ints(1, 2), group=group, **options),
+        {"max_tokens": 8},
+    ),
+    "tp_moe": (tp_moe_op, "check_tp_moe", experts_of_slices, {"activation": "swiglu_interleaved"}),
+    "moe_ag_gemm": (
+        tp_moe_op, "check_ag_gemm",
+        lambda group, **o: tdkernels.moe_ag_gemm(draw(2, 16), ints([0, 1], [1, 0]), draw(2, 8, 16), group=group, **o),
+        {"activation": "swiglu"},
+    ),
+    "ep_moe": (ep_moe_op, "_check", experts_of_ranks, {"max_tokens": 16}),
+    "ep_moe bounded": (
+        ep_moe_op, "_check", lambda group, **options: experts_of_ranks(group, max_tokens_per_rank=2, **options),
+        {"activation": "swiglu_interleaved"},
+    ),
+    "group_gemm": (
+        group_gemm_op, "check_experts",
+        lambda _, **options: tdkernels.group_gemm(draw(5, 16), draw(2, 8, 16), ints(2, 3), **options),
+        {"activation": "swiglu"},
+    ),
+    "ag_attention": (
+        attention_op, "check_attention",
+        lambda group, **options: tdkernels.ag_attention(*[draw(1, 8, 2, 16)] * 3, group=group, **options),
+        {"causal": False},
+    ),
+    "flash_decode": (
+        decode_op, "check",
+        lambda group, **options: tdkernels.flash_decode(
+            draw(2, 4, 16), draw(2, 8, 2, 16), draw(2, 8, 2, 16), ints(8, 3), group=group, **options
+        ),
+        {"window": 3},
+    ),
+    "ulysses_qkv": (
+        ulysses_op, "check_product",
+        lambda group, **options: tdkernels.ulysses_qkv(draw(4, 16), draw(8, 16), group=group, **options),
+        {"bias": torch.ones(8, dtype=BF16)},
+    ),
+    "ulysses_out": (
+        ulysses_op, "check_product",
+        lambda group, **options: tdkernels.ulysses_out(draw(4, 8), draw(8, 16), group=group, **options),
+        {"bias": torch.ones(8, dtype=BF16)},
+    ),
+}
+
+
+@contextlib.contextmanager
+def checks(module, name):
+    """A list that grows with each call of a function that checks."""
+    seen, check = [], getattr(module, name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, name, lambda *args, **options: seen.append(name) or check(*args, **options))
+        yield seen
+
+
+def is_checked_once(name):
+    module, check, call, other = CALLS[name]
+    other = {key: value.to(device()) if isinstance(value, torch.Tensor) else value for key, value in other.items()}
+    with a_group() as group, autotune.mode("off"), torch.no_grad():
+        torch.manual_seed(dist.get_rank())
+        for options, counts in (({}, [1, 0, 0]), (other, [1, 0]), ({}, [0])):
+            for count in counts:
+                with checks(module, check) as seen:
+                    call(group, **options)
+                assert len(seen) == count, (options, counts)
+        with autotune.mode("cached"), checks(module, check) as seen:
+            call(group)
+        # The checks of ep_moe depend on no config, and what it calls looks its config up.
+        assert len(seen) == (not name.startswith("ep_moe")), "what was found in another mode is not taken"
+        tdkernels.synchronize()
+        del group
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_is_checked_once(name):
+    on_ranks(2, is_checked_once, name)
+
+
+def refuses_what_looks_alike():
+    """Arguments that are equal to those of a known call, and of another type; or that the key does not hold."""
+    with a_group() as group, autotune.mode("off"):
+        x, ids, weights = draw(3, 16), ints([0, 1], [1, 2], [2, 3]), draw(3, 2)
+        for _ in range(2):
+            tdkernels.ep_dispatch(x, ids, weights, num_experts=4, max_tokens=16, quantize="fp8", group=group)
+        for options in ({"num_experts": 4.0}, {"num_experts": 4, "max_tokens": 16.0}):
+            with pytest.raises(ValueError, match="must be a positive integer"):
+                tdkernels.ep_dispatch(x, ids, weights, **{"max_tokens": 16, **options}, quantize="fp8", group=group)
+        with pytest.raises(ValueError, match="has no gradient, and x requires one"):
+            tdkernels.ep_dispatch(
+                x.requires_grad_(), ids, weights, num_experts=4, max_tokens=16, quantize="fp8", group=group
+            )
+        x = x.detach()
+        for tokens in (4, 4, 3):
+            bounded = {"num_experts": 4, "max_tokens_per_rank": 3, "group": group}
+            if tokens > 3:  # on both ranks
+                with pytest.raises(ValueError, match="more .*than max_tokens_per_rank|more tokens than"):
+                    tdkernels.ep_dispatch(draw(4, 16), ints(*[[0, 1]] * 4), **bounded)
+                with contextlib.suppress(ValueError):  # what the peer has said of it
+                    tdkernels.synchronize()
+            else:
+                tdkernels.ep_dispatch(x, ids, **bounded)
+        with pytest.raises(TypeError, match="config must be an EpConfig or None, not dict"):
+            tdkernels.ep_dispatch(x, ids, num_experts=4, config={"method": "fused"}, group=group)
+        tdkernels.ep_dispatch(x, ids, num_experts=4, config=EpConfig(num_senders=2, num_receivers=2), group=group)
+        tdkernels.synchronize()
+        del group
+
+
+def test_what_looks_like_a_known_call_is_checked():
+    on_ranks(2, refuses_what_looks_alike)
+
+
+def trains_after_a_call_without_gradients():
+    """The decision of a call without gradients serves one with gradients, and the other way round."""
+    with a_group() as group, autotune.mode("off"):
+        torch.manual_seed(7 + dist.get_rank())
+        operands = [draw(2, 16, dtype=torch.float32), draw(2, 2, dtype=torch.float32)]
+        ids, gate_up, down = ints([0, 1], [1, 0]), draw(2, 16, 16, dtype=torch.float32), draw(2, 16, 8).float()
+        leaves = [operand.requires_grad_() for operand in (*operands, gate_up, down)]
+        x, weights, *experts = leaves
+
+        def call(group):
+            return tdkernels.tp_moe(x, ids, weights, *experts, group=group)
+
+        with torch.no_grad():
+            without = call(group)
+        for _ in range(2):
+            y = call(group)
+            torch.testing.assert_close(y.detach(), without, rtol=0, atol=0)
+            gradients = torch.autograd.grad(y.sum(), leaves)
+            assert all(gradient.isfinite().all() and gradient.abs().sum() > 0 for gradient in gradients)
+        with torch.no_grad():
+            assert not call(group).requires_grad
+        del group
+
+
+def test_gradients_are_not_part_of_a_decision():
+    on_ranks(2, trains_after_a_call_without_gradients)
