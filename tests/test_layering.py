@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 # From the bottom to the top. Packages in one row do not import each other.
 LAYERS = [
-    ("errors", "launch", "model_shapes", "caches"),
+    ("errors", "launch", "model_shapes", "caches", "rounding"),
     ("lang",),
     ("symm",),
     ("runtime", "autotune"),

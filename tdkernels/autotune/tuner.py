@@ -39,6 +39,7 @@ from tdkernels.autotune.table import Entry
 from tdkernels.autotune.timing import burst, burst_in_graph, lead_calls, slowest_link, synchronize
 from tdkernels.autotune.tunable import tunable as tunable_by_name
 from tdkernels.autotune.tunable import versions
+from tdkernels.rounding import cdiv
 from tdkernels.symm import resolve_group
 from tdkernels.symm.group import group_state
 from tdkernels.symm.timeout import get_timeout
@@ -183,7 +184,7 @@ class _Tuner:
 
         first = draw()
         nbytes = sum(tensor.nbytes for tensor in first)
-        sets = 2 if self.device.type == "cpu" else max(2, min(_MAX_SETS, -(-_COLD_BYTES // nbytes)))
+        sets = 2 if self.device.type == "cpu" else max(2, min(_MAX_SETS, cdiv(_COLD_BYTES, nbytes)))
         self.operands = [first] + [draw() for _ in range(sets - 1)]
 
     def _try_memory(self):

@@ -6,6 +6,8 @@ own, and so has each launch that a CUDA graph keeps, since nobody knows where it
 
 import torch
 
+from tdkernels.rounding import round_up
+
 _SLAB = 1 << 16  # words that are made at a time; making them takes a launch
 
 _slabs = {}  # device -> (zeros, how many of them are given away)
@@ -23,7 +25,7 @@ def _take(device, count):
 
 def local_flags(device, count):
     """``count`` words of zero for a launch on the current stream."""
-    count = -(-count // 128) * 128
+    count = round_up(count, 128)
     if device.type == "cpu":
         return torch.zeros(count, dtype=torch.int64, device=device)
     if torch.cuda.is_current_stream_capturing():

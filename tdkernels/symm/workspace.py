@@ -22,6 +22,7 @@ import torch
 from tdkernels.caches import RecentCache
 from tdkernels.lang import context as words
 from tdkernels.lang import emulation as networks
+from tdkernels.rounding import round_up
 from tdkernels.symm.factory import make_buffer
 from tdkernels.symm.failure import host_words
 from tdkernels.symm.group import group_state, in_step, live_states, states
@@ -35,10 +36,6 @@ _PLANS = 1 << words.PLAN_BITS.value  # a plan's id is the low part of a signal
 _MAX_LAUNCHES = 4096  # shapes may go on changing for ever
 _MAX_CALLS = 64  # that a note may belong to: far more than a host runs ahead of its GPU
 _table_ids = itertools.count(1)
-
-
-def _round_up(n, multiple):
-    return -(-n // multiple) * multiple
 
 
 def refuse_nodes(name, state):
@@ -119,9 +116,9 @@ class Workspace:
             self._plans.clear()
         if half_bytes > self.half_bytes or half_signals > self.half_signals or num_flags > self.num_flags:
             # Twice what is asked for would spare growing again, but the data is too large to waste.
-            half_bytes = max(_round_up(half_bytes, _ALIGN), self.half_bytes)
-            half_signals = max(_round_up(half_signals, 128), self.half_signals)
-            self._allocate(half_bytes, half_signals, max(_round_up(num_flags, 128), self.num_flags))
+            half_bytes = max(round_up(half_bytes, _ALIGN), self.half_bytes)
+            half_signals = max(round_up(half_signals, 128), self.half_signals)
+            self._allocate(half_bytes, half_signals, max(round_up(num_flags, 128), self.num_flags))
         return len(self._plans)
 
     def _allocate(self, half_bytes, half_signals, num_flags):
@@ -166,7 +163,7 @@ class Workspace:
                 raise error
 
     def _make(self, half_bytes, half_signals, num_flags):
-        data_offset = _round_up((words.SIGNALS_BEGIN.value + 2 * half_signals) * _WORD, _ALIGN)
+        data_offset = round_up((words.SIGNALS_BEGIN.value + 2 * half_signals) * _WORD, _ALIGN)
         self.buffer = make_buffer(self.group, data_offset + self.halves * half_bytes, self.device)
         self.half_bytes, self.half_signals, self.num_flags = half_bytes, half_signals, num_flags
         self._forget_launches()

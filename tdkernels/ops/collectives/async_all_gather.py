@@ -16,6 +16,7 @@ from tdkernels.ops.collectives.async_collective import Exchange
 from tdkernels.ops.collectives.kernel_async_all_gather import await_kernel, push_kernel
 from tdkernels.ops.collectives.kernel_async_multinode import await_nodes_kernel, num_pieces, push_nodes_kernel
 from tdkernels.ops.common.gemm_operands import rows_contiguous
+from tdkernels.rounding import cdiv, round_up
 
 _SLOT_ROWS = 8  # shards begin at multiples of this many rows, so that every slot is aligned for 16-byte copies
 _COPY_WORDS = 4096
@@ -24,7 +25,7 @@ _PUSH_PROGRAMS = 8  # as many saturate what programs reach over NVLink
 
 
 def slot_rows_of(rows):
-    return -(-rows // _SLOT_ROWS) * _SLOT_ROWS
+    return round_up(rows, _SLOT_ROWS)
 
 
 def rows_of_buffer(workspace, x):
@@ -45,7 +46,7 @@ class Gather(Exchange):
         self.x = x.detach()
         self.rows, self.width = x.shape
         self.chunk_rows = chunk_rows
-        self.num_chunks = -(-self.rows // chunk_rows)
+        self.num_chunks = cdiv(self.rows, chunk_rows)
         self.slot_rows = slot_rows_of(self.rows)
         self.row_bytes = self.width * x.element_size()
         self.slot_bytes = self.slot_rows * self.row_bytes

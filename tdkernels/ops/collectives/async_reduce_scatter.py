@@ -11,6 +11,7 @@ import triton
 from tdkernels.ops.collectives.async_collective import Exchange
 from tdkernels.ops.collectives.kernel_async_all_gather import await_kernel, notify_kernel
 from tdkernels.ops.collectives.kernel_async_reduce_scatter import add_parts_kernel
+from tdkernels.rounding import round_up
 from tdkernels.runtime.gpu import num_sms
 
 _ALIGN = 256
@@ -27,7 +28,7 @@ class Scatter(Exchange):
 
     def __init__(self, operator, fields, part_bytes, group, device, pieces=1, passes_on=True):
         super().__init__("scatter", group, device)
-        self._slot_bytes = -(-part_bytes // _ALIGN) * _ALIGN
+        self._slot_bytes = round_up(part_bytes, _ALIGN)
         self._pieces, self._passes_on = pieces, passes_on
         ranks = self.world_size
         self.plan = self.workspace.prepare(operator, fields, ranks * self._slot_bytes, ranks * pieces)

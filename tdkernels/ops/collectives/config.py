@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from tdkernels.rounding import cdiv
 from tdkernels.runtime import gpu
 
 EXCHANGES = {
@@ -63,7 +64,7 @@ class CollectiveConfig:
 def default_config(operator, nbytes, world_size, device, exchange=None):
     """The config for a full tensor (gathered, to be scattered or reduced) of a size that nobody has tuned."""
     exchange = exchange or default_exchange(operator, nbytes, world_size, device)
-    apart = nbytes if operator == "all_reduce" and exchange == "one_shot" else -(-nbytes // world_size)  # for a peer
+    apart = nbytes if operator == "all_reduce" and exchange == "one_shot" else cdiv(nbytes, world_size)  # for a peer
     if device.type == "cpu":  # each program takes the interpreter long
         return CollectiveConfig("fused", exchange, num_programs=4, block_bytes=4096, piece_blocks=2, num_warps=1)
     if apart <= _FEW_BYTES:

@@ -7,6 +7,7 @@ from tdkernels.ops.collectives import kernel as kernels
 from tdkernels.ops.collectives.async_all_gather import Gather
 from tdkernels.ops.common.config import text_of
 from tdkernels.ops.common.gemm_operands import rows_contiguous
+from tdkernels.rounding import cdiv
 from tdkernels.runtime import kernel_launch
 from tdkernels.runtime.kernel_launch import Launch, launch_kept, to_be_made
 from tdkernels.symm import get_workspace
@@ -77,9 +78,9 @@ def sizes(operator, nbytes, world_size, config):
     """(units of work, bytes of a half, signals of a half): a unit is a piece, or a round of them."""
     piece = config.block_bytes * config.piece_blocks
     if operator == "all_reduce" and config.exchange == "two_shot":
-        rounds = -(-nbytes // (piece * world_size))
+        rounds = cdiv(nbytes, piece * world_size)
         return rounds, 2 * rounds * world_size * piece, 2 * rounds * world_size
-    pieces = -(-nbytes // piece)
+    pieces = cdiv(nbytes, piece)
     return pieces, world_size * pieces * piece, world_size * pieces
 
 

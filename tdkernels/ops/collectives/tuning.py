@@ -12,6 +12,7 @@ from tdkernels.ops.collectives import launch, op
 from tdkernels.ops.collectives.config import EXCHANGES, CollectiveConfig, default_config
 from tdkernels.ops.common import gemm_tunable as dense
 from tdkernels.ops.common.tunable_base import ConfigTunable
+from tdkernels.rounding import cdiv
 from tdkernels.runtime import gpu
 
 _LAUNCH_S = 5e-6  # of a kernel of ours, until its first program has read x
@@ -96,7 +97,7 @@ class CollectiveTunable(ConfigTunable):
         units = self._units(config, problem)
         programs = min(config.num_programs, units)
         # A program waits for the signals of each of its pieces in turn; while it does, others send.
-        signals = -(-units // programs) * (2 if two_shot else 1)
+        signals = cdiv(units, programs) * (2 if two_shot else 1)
         waiting = dense.SIGNAL_S * max(signals * min(1.0, hardware.num_sms / (4 * programs)), 2 if two_shot else 1)
         moved = (ranks + 1) * self._share_bytes(problem) * (2 if two_shot else 1)
         return 1e3 * (_LAUNCH_S + waiting + max(wire / dense.push_rate(programs, hardware), moved / hardware.memory))

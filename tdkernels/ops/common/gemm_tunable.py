@@ -1,5 +1,6 @@
 """What the dense operators have in common for the tuner: problems are (M, N, K), a weight lies as [N, K] or [K, N]."""
 
+import math
 from dataclasses import replace
 from types import ModuleType
 
@@ -207,7 +208,7 @@ def product_s(m, n, k, dtype, tiles, num_sms, hardware):
     per_sm = hardware.flops / hardware.num_sms * tiles.reach
     tile_s = 2.0 * tiles.block_m * tiles.block_n * k / per_sm
     waves = tiles.count(m, n) / num_sms
-    return max(-(-waves // 1) * tile_s, (n * k + m * k + m * n) * dtype.itemsize / hardware.memory), tile_s
+    return max(math.ceil(waves) * tile_s, (n * k + m * k + m * n) * dtype.itemsize / hardware.memory), tile_s
 
 
 def vendor_s(m, n, k, dtype, hardware):

@@ -11,7 +11,8 @@ import triton.language as tl
 from tdkernels import lang as td
 from tdkernels.ops.common import gemm_operands
 from tdkernels.ops.common.gemm_tile import add_product, as_aligned
-from tdkernels.ops.common.tile_config import LARGE, Tiles, next_power_of_2
+from tdkernels.ops.common.tile_config import LARGE, Tiles
+from tdkernels.rounding import cdiv, next_power_of_2
 from tdkernels.runtime import gpu
 from tdkernels.runtime.kernel_launch import to_be_made
 
@@ -48,10 +49,10 @@ def _sixteen_bit_tiles(rows, n, num_sms, device):
     block_m = _height(rows, 128)
     if gpu.capability(device) < (9, 0):
         return Tiles(block_m, 64, 64, num_warps=4, num_stages=4 if block_m <= 64 else 3)
-    columns = -(-n // 64)
-    if block_m > 64 and -(-rows // 64) * columns <= num_sms:
+    columns = cdiv(n, 64)
+    if block_m > 64 and cdiv(rows, 64) * columns <= num_sms:
         block_m = 64
-    wide = -(-rows // block_m) * columns > num_sms
+    wide = cdiv(rows, block_m) * columns > num_sms
     if block_m <= 64:
         return Tiles(block_m, *((128, 128) if wide else (64, 128)), num_warps=4, num_stages=4 if wide else 6)
     tiles = Tiles(block_m, *((128, 64) if wide else (64, 128)), num_warps=4, num_stages=6 if wide else 4)
@@ -86,8 +87,8 @@ def product(x, weight, bias, tiles):
 
 def k_of_part(k, tiles, split_k):
     """How much of K one of split_k programs takes, in whole steps; for the last ones less, or nothing, may be left."""
-    steps = -(-k // tiles.block_k)
-    return -(-steps // split_k) * tiles.block_k
+    steps = cdiv(k, tiles.block_k)
+    return cdiv(steps, split_k) * tiles.block_k
 
 
 def seconds(rows, n, k, dtype, tiles, split_k, hardware):

@@ -4,12 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
+from tdkernels.rounding import cdiv, round_up
 from tdkernels.runtime import gpu
-
-
-def next_power_of_2(n):
-    """The least power of two that is not below n, for launchers: Triton's own takes the host ten times as long."""
-    return 1 << max(n - 1, 0).bit_length()
 
 
 @dataclass(frozen=True)
@@ -54,7 +50,7 @@ class Tiles:
 
     def count(self, rows, n):
         """How many of them a product [rows, n] has."""
-        return -(-rows // self.block_m) * -(-n // self.block_n)
+        return cdiv(rows, self.block_m) * cdiv(n, self.block_n)
 
     @property
     def reach(self):
@@ -64,12 +60,12 @@ class Tiles:
 
     def waves_take(self, rows, n, num_sms):
         """How long a product [rows, n] takes by large tiles, to be compared: whole waves of them."""
-        return -(-self.count(rows, n) // num_sms) * self.block_m * self.block_n / self.reach
+        return cdiv(self.count(rows, n), num_sms) * self.block_m * self.block_n / self.reach
 
     def busy_share(self, shards, rows, n, num_sms):
         """What share of the multiprocessors' waves has a tile, of ``shards`` products [rows, n]."""
         count = shards * self.count(rows, n)
-        return count / max(-(-count // num_sms) * num_sms, 1)
+        return count / max(round_up(count, num_sms), 1)
 
     def options(self):
         """The tile as launch options."""

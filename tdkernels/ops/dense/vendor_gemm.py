@@ -2,6 +2,8 @@
 
 import torch
 
+from tdkernels.rounding import cdiv
+
 # A backward that takes the GPU less, at H200's rates, takes the host longer to launch in parts (2 H200).
 _LEAST_S, _FLOPS, _LINK = 0.75e-3, 750e12, 330e9
 
@@ -11,7 +13,7 @@ def cut(rows, pieces):
 
     Pieces begin at multiples of 8 rows, so that each is aligned for copies by programs.
     """
-    size = -(-rows // (8 * pieces)) * 8
+    size = cdiv(rows, 8 * pieces) * 8
     return [(first, min(size, rows - first)) for first in range(0, rows, size)]
 
 

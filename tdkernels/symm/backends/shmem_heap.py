@@ -14,6 +14,7 @@ from functools import partial
 import torch
 
 from tdkernels.lang import device_library as _device_library
+from tdkernels.rounding import round_up
 from tdkernels.symm.buffer import SymmetricBuffer
 from tdkernels.symm.group import GroupState, resolve_group
 from tdkernels.symm.store_values import whole_number
@@ -85,7 +86,7 @@ class Heap:
 
         Raises:   MemoryError on every rank when there is none
         """
-        nbytes = -(-nbytes // _ALIGN) * _ALIGN
+        nbytes = round_up(nbytes, _ALIGN)
         here = {"pe": self.runtime.pe, "pieces": [[piece.size, piece.taken] for piece in self._pieces]}
         texts = state.exchange("symm.allocate", json.dumps(here))
         pes, pieces = zip(*[_checked(peer, json.loads(text)) for peer, text in enumerate(texts)], strict=True)

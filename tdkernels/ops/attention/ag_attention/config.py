@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 
 from tdkernels.ops.attention.ag_attention.vendor_attention import KERNELS, why_not
-from tdkernels.ops.common.tile_config import next_power_of_2
+from tdkernels.rounding import next_power_of_2
 from tdkernels.runtime import gpu
 
 _METHODS = ("fused", *KERNELS, "torch")

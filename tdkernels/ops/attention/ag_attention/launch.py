@@ -7,7 +7,7 @@ from tdkernels.ops.attention.ag_attention.kernel import ag_attention_kernel
 from tdkernels.ops.attention.tile import ALL, CONTIGUOUS, LOG2_E, ZIGZAG
 from tdkernels.ops.common import gemm_operands
 from tdkernels.ops.common.config import text_of
-from tdkernels.ops.common.tile_config import next_power_of_2
+from tdkernels.rounding import cdiv, next_power_of_2, round_up
 from tdkernels.runtime import gpu, recorder
 from tdkernels.runtime.kernel_launch import Launch, launch_kept, to_be_made
 from tdkernels.symm import get_workspace
@@ -82,7 +82,7 @@ def gathered_descriptor(workspace, first_byte, like, ranks, block, width):
 
 def slot_size(x):
     """Bytes of a tensor's slot; see ``attention.tile.slot_bytes``."""
-    return -(-x.numel() * x.element_size() // 16) * 16
+    return round_up(x.numel() * x.element_size(), 16)
 
 
 def resident_programs(device, num_warps):
@@ -93,7 +93,7 @@ def resident_programs(device, num_warps):
 def prepare_keys(workspace, k, v, config, fields):
     """The plan of a launch for which keys and values go through a workspace, and how many programs push."""
     ranks = workspace.world_size
-    num_chunks = -(-k.shape[0] * k.shape[1] // config.chunk_rows)
+    num_chunks = cdiv(k.shape[0] * k.shape[1], config.chunk_rows)
     half_bytes = ranks * (slot_size(k) + slot_size(v)) if ranks > 1 else 256
     plan = workspace.prepare("ag_attention", fields, half_bytes, ranks * num_chunks + ranks)
     return plan, config.num_comm_sms if ranks > 1 else 0
@@ -169,8 +169,8 @@ def _prepare(workspace, q, k, v, causal, sharding, scale, config):
     args, constants = _arguments(
         workspace.ctx, q, k, v, *made, descriptors, causal, sharding, scale, plan, num_comm, config
     )
-    pieces = num_comm + -(-rows // config.block_q) * batch * heads + (ranks > 1)
-    far_chunks = (ranks - 1) * -(-batch * rows // config.chunk_rows)
+    pieces = num_comm + cdiv(rows, config.block_q) * batch * heads + (ranks > 1)
+    far_chunks = (ranks - 1) * cdiv(batch * rows, config.chunk_rows)
     constants["trace_ptr"] = recorder.buffer(q.device, pieces, 2 * far_chunks)
     grid = (min(pieces, resident_programs(q.device, config.num_warps)),)
     fixed = workspace.ctx, *bases_of(descriptors[-2:])

@@ -18,6 +18,7 @@ from tdkernels.ops.attention.ag_attention.launch import (
 )
 from tdkernels.ops.attention.tile import STAT_ROWS
 from tdkernels.ops.common import gemm_operands
+from tdkernels.rounding import cdiv
 from tdkernels.runtime.kernel_launch import Launch, alone_on, launch_kept, to_be_made
 from tdkernels.symm import get_workspace
 
@@ -47,11 +48,11 @@ def _prepare_statistics(workspace, operands):
     batch, rows, heads, dv = operands[0].shape
     positions = batch * rows
     stats = to_be_made(
-        operands[0], -(-positions // STAT_ROWS.value), 2, heads, STAT_ROWS.value, dtype=torch.float32
+        operands[0], cdiv(positions, STAT_ROWS.value), 2, heads, STAT_ROWS.value, dtype=torch.float32
     )
     args = *operands, stats, positions, heads
     constants = {"DV": dv, "BLOCK_DV": width_of(dv), "BLOCK": _STAT_BLOCK, "num_warps": 4}
-    grid = (-(-positions // _STAT_BLOCK) * heads,)
+    grid = (cdiv(positions, _STAT_BLOCK) * heads,)
     return Launch(workspace, ag_attention_stats_kernel, grid, args, constants, operands, [stats], [])
 
 
@@ -68,7 +69,7 @@ def launch_dkv(q, k, v, do, stats, causal, sharding, scale, group, config):
 def _prepare_dkv(workspace, q, k, v, do, stats, causal, sharding, scale, config):
     ranks, (batch, rows, heads, _) = workspace.world_size, q.shape
     fields = {"gradient": "k and v", **plan_fields(q, k, v, causal, sharding, scale, config)}
-    num_chunks = -(-batch * rows // config.chunk_rows)
+    num_chunks = cdiv(batch * rows, config.chunk_rows)
     half_bytes = ranks * (slot_size(q) + slot_size(do) + slot_size(stats)) if ranks > 1 else 256
     plan = workspace.prepare("ag_attention", fields, half_bytes, ranks * num_chunks + ranks)
     num_comm = config.num_comm_sms if ranks > 1 else 0
@@ -84,7 +85,7 @@ def _prepare_dkv(workspace, q, k, v, do, stats, causal, sharding, scale, config)
         **constants_of(q, k, v, causal, sharding), "num_warps": config.dkv_num_warps,
         "num_stages": config.dkv_num_stages,
     }
-    pieces = num_comm + -(-rows // config.dkv_block_k) * batch * k.shape[2] + (ranks > 1)
+    pieces = num_comm + cdiv(rows, config.dkv_block_k) * batch * k.shape[2] + (ranks > 1)
     grid = (min(pieces, resident_programs(q.device, config.dkv_num_warps)),)
     fixed = workspace.ctx, *bases_of(descriptors[-2:])
     return Launch(workspace, ag_attention_dkv_kernel, grid, args, constants, (q, k, v, do, stats), made, fixed)

@@ -14,6 +14,7 @@ from tdkernels.ops.attention.ag_attention.launch import (
 )
 from tdkernels.ops.attention.ag_attention.launch_dkv import constants_of, launch_dkv, statistics
 from tdkernels.ops.common import gemm_operands
+from tdkernels.rounding import cdiv
 from tdkernels.runtime.kernel_launch import Launch, launch_kept, to_be_made
 from tdkernels.symm import get_workspace
 
@@ -46,7 +47,7 @@ def _prepare_dq(workspace, q, k, v, do, stats, causal, sharding, scale, config):
         "STRADDLES": straddles(rows, config.dq_block_k, causal, sharding), **constants_of(q, k, v, causal, sharding),
         "num_warps": config.dq_num_warps, "num_stages": config.dq_num_stages,
     }
-    pieces = num_comm + -(-rows // config.dq_block_q) * batch * heads + (ranks > 1)
+    pieces = num_comm + cdiv(rows, config.dq_block_q) * batch * heads + (ranks > 1)
     grid = (min(pieces, resident_programs(q.device, config.dq_num_warps)),)
     fixed = workspace.ctx, *bases_of(descriptors[-2:])
     return Launch(workspace, ag_attention_dq_kernel, grid, args, constants, (q, k, v, do, stats), [dq], fixed)

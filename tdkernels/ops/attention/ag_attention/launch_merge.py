@@ -1,7 +1,7 @@
 """Launch the kernel that merges attention to some of the keys with that to others."""
 
 from tdkernels.ops.attention.ag_attention.kernel_merge import merge_kernel
-from tdkernels.ops.common.tile_config import next_power_of_2
+from tdkernels.rounding import cdiv, next_power_of_2
 from tdkernels.runtime.kernel_launch import Launch, alone_on, launch_kept, to_be_made
 
 _LINES = 32  # of a program: rows of one head
@@ -25,5 +25,5 @@ def _prepare(workspace, operands, first, dtype):
     made = to_be_made(o, *o.shape, dtype=dtype), to_be_made(lse, *lse.shape)
     args = *made, *operands, batch * rows * heads, rows * heads, first * heads
     constants = {"D": d, "BLOCK_D": next_power_of_2(d), "BLOCK": _LINES, "num_warps": 4}
-    grid = (-(-batch * rows * heads // _LINES),)
+    grid = (cdiv(batch * rows * heads, _LINES),)
     return Launch(workspace, merge_kernel, grid, args, constants, operands, made, [])

@@ -38,6 +38,7 @@ from tdkernels.ops.common.config import as_argument, from_text
 from tdkernels.ops.common.multinode import spans_nodes
 from tdkernels.ops.common.torch_collectives import all_gather_rows, reduce_scatter_rows
 from tdkernels.ops.common.tunable_base import select
+from tdkernels.rounding import round_up
 from tdkernels.runtime import autograd, call_cache, torch_op
 from tdkernels.runtime.autograd import received, to_expect, to_send
 from tdkernels.symm import resolve_group
@@ -137,7 +138,7 @@ def ag_attention_ref(q, k, v, *, causal=True, scale=None, sharding="contiguous",
 
 def padded(x):
     """x with heads of a multiple of 16 bytes: what TMA can fetch. fp32 is not fetched so."""
-    return gemm_operands.widened(x, -(-x.shape[3] // 8) * 8) if x.element_size() == 2 else x
+    return gemm_operands.widened(x, round_up(x.shape[3], 8)) if x.element_size() == 2 else x
 
 
 def _ready(*tensors):

@@ -19,6 +19,7 @@ from tdkernels.ops.attention.ag_attention.vendor_attention import KERNELS
 from tdkernels.ops.collectives.async_all_gather import Gather
 from tdkernels.ops.collectives.async_reduce_scatter import Scatter
 from tdkernels.ops.common import gemm_operands
+from tdkernels.rounding import round_up
 from tdkernels.symm.group import group_state
 from tdkernels.symm.workspace import refuse_nodes
 
@@ -69,7 +70,7 @@ class _Keys:
 
 def _of_one_width(*tensors):
     """The tensors, with heads of as many elements, a multiple of 8: of zeros past their ends. Rows are aligned."""
-    width = -(-max(x.shape[3] for x in tensors) // 8) * 8
+    width = round_up(max(x.shape[3] for x in tensors), 8)
     return [_aligned(gemm_operands.widened(x, width)) for x in tensors]
 
 

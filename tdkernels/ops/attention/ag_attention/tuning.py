@@ -17,6 +17,7 @@ from tdkernels.ops.attention.ag_attention.validation import LEAST, MOST
 from tdkernels.ops.attention.ag_attention.vendor_attention import KERNELS
 from tdkernels.ops.common import gemm_tunable as dense
 from tdkernels.ops.common.tunable_base import ConfigTunable
+from tdkernels.rounding import cdiv
 from tdkernels.runtime import gpu
 
 _FORWARD = ("method", "block_q", "block_k", "num_warps", "num_stages", "num_comm_sms", "chunk_rows")
@@ -111,14 +112,14 @@ class AgAttentionTunable(ConfigTunable):
             merging = 3 * (ranks - 1) * batch * rows * heads * dv * size / hardware.memory
             attention = floors.flops / (_REACHED_BY[config.method] * hardware.flops)
             return 1e3 * (max(attention, floors.wire_bytes / hardware.link) + merging + ranks * _LAUNCHES_S)
-        tiles = batch * heads * -(-rows // config.block_q)
+        tiles = batch * heads * cdiv(rows, config.block_q)
         # The smaller a tile, the less it does with what it loads; more stages hide more of the loads.
         reach = _REACHED * min(1.0, config.block_q * config.block_k / (128 * 128)) ** 0.2
         reach *= 1.0 - 0.15 / max(config.num_stages, 1)
         a_tile = floors.flops / tiles / (reach * hardware.flops / hardware.num_sms)
         # Tiles differ in length, the longest come first: the last wave is filled but for about a tile.
         product = max(tiles / hardware.num_sms, 1.0) * a_tile
-        chunks = -(-batch * rows // config.chunk_rows)
+        chunks = cdiv(batch * rows, config.chunk_rows)
         rate = dense.push_rate(min(config.num_comm_sms, (ranks - 1) * chunks), hardware)
         wire = floors.wire_bytes / rate + _SIGNAL_S * (ranks - 1) * chunks / config.num_comm_sms
         pushing = wire * config.num_comm_sms / hardware.num_sms  # who pushes attends later

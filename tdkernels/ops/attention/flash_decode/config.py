@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from tdkernels.ops.common.tile_config import next_power_of_2
+from tdkernels.rounding import cdiv, next_power_of_2
 from tdkernels.runtime import gpu
 
 _MAX_ROWS, _MAX_WIDE_ROWS = 64, 32  # query rows of a tile; of heads of more than 256
@@ -88,7 +88,7 @@ class DecodeShape:
 
     @property
     def tiles(self):
-        return self.batch * self.heads * -(-self.rows // self.rows_of_tile)
+        return self.batch * self.heads * cdiv(self.rows, self.rows_of_tile)
 
     @property
     def parts_of_d(self):
@@ -149,7 +149,7 @@ def num_programs(config, shape, capacity, device):
         return config.num_programs
     if device.type == "cpu":
         return gpu.num_sms(device)
-    blocks = shape.batch * shape.heads * -(-capacity // config.block_n)
+    blocks = shape.batch * shape.heads * cdiv(capacity, config.block_n)
     if blocks < _FEW_BLOCKS * gpu.num_sms(device):
         return gpu.num_sms(device)
     of_multiprocessor = gpu.shared_memory_bytes(device) // (config.shared_memory_bytes(shape) + 1024)

@@ -17,7 +17,7 @@ from tdkernels.ops.attention.flash_decode.validation import FP8
 from tdkernels.ops.attention.tile import LOG2_E
 from tdkernels.ops.common import gemm_operands
 from tdkernels.ops.common.config import text_of
-from tdkernels.ops.common.tile_config import next_power_of_2
+from tdkernels.rounding import cdiv, next_power_of_2
 from tdkernels.runtime import recorder
 from tdkernels.runtime.kernel_launch import Launch, alone_on, launch_kept, to_be_made
 from tdkernels.runtime.local_workspace import local_flags
@@ -114,13 +114,13 @@ def _scratch(q, shape, programs):
 
 def _num_flags(shape, programs):
     """Private words of a launch of so many programs at most: for tiles, and for groups of their parts."""
-    return 2 * shape.tiles + -(-(shape.tiles + programs) // LARGE_PARTS_OF_GROUP.value)
+    return 2 * shape.tiles + cdiv(shape.tiles + programs, LARGE_PARTS_OF_GROUP.value)
 
 
 def _turns(shape, config, capacity, programs):
     """How often a program notes something with a number, at most: a tile takes one block of keys or more."""
-    blocks = shape.tiles * max(-(-capacity // config.block_n), 1)
-    tiles = min(-(-blocks // programs), shape.tiles)
+    blocks = shape.tiles * max(cdiv(capacity, config.block_n), 1)
+    tiles = min(cdiv(blocks, programs), shape.tiles)
     return TURNS_BEFORE_TILES.value + TURNS_OF_TILE.value * tiles
 
 
@@ -228,7 +228,7 @@ def arguments(
 def num_slots(tiles, ranks, nodes):
     """How many slots a half holds, as ``kernel_multinode._num_slots``."""
     local = ranks // nodes
-    return nodes * tiles if local == 1 else -(-tiles // local) * (local + nodes) + tiles
+    return nodes * tiles if local == 1 else cdiv(tiles, local) * (local + nodes) + tiles
 
 
 def slot_numbers(rows_of_tile, padded_dv):

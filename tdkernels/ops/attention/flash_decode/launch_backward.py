@@ -5,6 +5,7 @@ import torch
 from tdkernels.ops.attention.flash_decode.kernel_backward import flash_decode_backward_kernel
 from tdkernels.ops.attention.tile import LOG2_E
 from tdkernels.ops.common import gemm_operands
+from tdkernels.rounding import cdiv
 from tdkernels.runtime import gpu
 from tdkernels.runtime.kernel_launch import Launch, alone_on, launch_kept
 
@@ -41,7 +42,7 @@ def launch(q, k_cache, v_cache, kv_lens, after, block_table, do, lse2, delta, sh
 
 def _splits(shape, capacity, q):
     """Into how many parts the keys of a sequence go, each for programs of its own."""
-    most = max(1, -(-capacity // _tile(shape, q.element_size(), q.device)[1]))
+    most = max(1, cdiv(capacity, _tile(shape, q.element_size(), q.device)[1]))
     return min(most, max(1, 4 * gpu.num_sms(q.device) // max(shape.batch * shape.heads, 1)))
 
 

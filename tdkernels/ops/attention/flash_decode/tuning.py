@@ -28,6 +28,7 @@ from tdkernels.ops.attention.flash_decode.config import (
 from tdkernels.ops.attention.flash_decode.validation import FP8, MAX_BATCH, MAX_D
 from tdkernels.ops.common import gemm_tunable as dense
 from tdkernels.ops.common.tunable_base import ConfigTunable
+from tdkernels.rounding import cdiv
 from tdkernels.runtime import gpu
 
 _PAGE = 16  # keys of a block of the paged caches that are tuned with
@@ -129,15 +130,15 @@ class FlashDecodeTunable(ConfigTunable):
         num_sms = hardware.num_sms
         resident = num_sms * max(1, 8 // config.num_warps)
         programs = config.num_programs or resident
-        blocks = shape.tiles * -(-keys // config.block_n)
-        share = -(-blocks // programs)
+        blocks = shape.tiles * cdiv(keys, config.block_n)
+        share = cdiv(blocks, programs)
         # What is asked of the memory at a time: by all programs, but for the block that each computes with.
         asked = max(config.num_stages - 1, 1) * config.block_n * shape.bytes_of_key * min(programs, resident) / num_sms
         memory = hardware.memory * min(1.0, asked / _IN_FLIGHT)
         read = floors.memory_bytes * share * programs / blocks  # as if no program had less to do than another
         padded = 2 * shape.tiles * shape.block_m * keys * (sum(shape.parts_of_d) + shape.padded_dv)
         busy = max(read / memory, padded / (hardware.flops * min(1.0, programs / num_sms)))
-        steps = -(-programs // resident) * share * _BLOCK_S
+        steps = cdiv(programs, resident) * share * _BLOCK_S
         # Of a tile that several programs share each leaves a part in memory, from where one of them adds them up.
         parts = 2 * programs * shape.rows_of_tile * (shape.padded_dv + 1) * 4 / hardware.memory
         sent = (problem.world_size - 1) * shape.tiles * shape.rows_of_tile * (shape.padded_dv + 1) * 4
@@ -165,7 +166,7 @@ class FlashDecodeTunable(ConfigTunable):
         dtype, shape = problem.torch_dtype, _shape_of(problem)
         same = torch.Generator(device).manual_seed(0)  # on all ranks
         q = torch.randn(batch, queries, heads, d, generator=same, dtype=dtype, device=device)
-        pages = -(-keys // _PAGE)
+        pages = cdiv(keys, _PAGE)
         rows = (batch * pages, _PAGE) if shape.paged else (batch, keys)
 
         def draw(width):

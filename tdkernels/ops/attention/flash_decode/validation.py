@@ -8,6 +8,7 @@ import torch
 from tdkernels.ops.attention.flash_decode.config import FlashDecodeConfig
 from tdkernels.ops.common.config import check_config
 from tdkernels.ops.common.validation import DTYPES, INTEGERS, check_device, check_tensor, shape_of
+from tdkernels.rounding import cdiv
 
 FP8 = torch.float8_e4m3fn
 MAX_D = 1024
@@ -129,7 +130,7 @@ def check_values(k_cache, kv_lens, block_table):
         if not 0 <= length <= capacity:
             raise ValueError(f"flash_decode: kv_lens[{entry}] is {length}, the cache has room for {capacity}")
         if block_table is not None:
-            for number, block in enumerate(block_table[entry, : -(-length // k_cache.shape[1])].tolist()):
+            for number, block in enumerate(block_table[entry, : cdiv(length, k_cache.shape[1])].tolist()):
                 if not 0 <= block < k_cache.shape[0]:
                     raise ValueError(
                         f"flash_decode: block_table[{entry}, {number}] is {block}, k_cache {shape_of(k_cache)} has "

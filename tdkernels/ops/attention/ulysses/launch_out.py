@@ -5,7 +5,7 @@ import torch
 from tdkernels.ops.attention.ulysses.kernel_out import ulysses_out_kernel
 from tdkernels.ops.common import gemm_operands
 from tdkernels.ops.common.config import text_of
-from tdkernels.ops.common.tile_config import next_power_of_2
+from tdkernels.rounding import cdiv, next_power_of_2
 from tdkernels.runtime import gpu, recorder
 from tdkernels.runtime.kernel_launch import Launch, launch_kept, to_be_made
 from tdkernels.symm import get_workspace
@@ -109,7 +109,7 @@ def _ready(o, own, weight, bias):
 def _prepare(workspace, operator, o, own, weight, bias, batch, config, keep):
     world_size, n, tiles = workspace.world_size, weight.shape[0], config.tiles
     rows, k = o.shape[0] // world_size, world_size * o.shape[1]
-    num_chunks = -(-rows // (config.chunk_tiles * tiles.block_m))
+    num_chunks = cdiv(rows, config.chunk_tiles * tiles.block_m)
     fields = {**plan_fields(o, weight, batch, config), "kept": keep}
     plan = workspace.prepare(
         operator, fields, rows * k * o.element_size(), world_size * num_chunks,
@@ -122,7 +122,7 @@ def _prepare(workspace, operator, o, own, weight, bias, batch, config, keep):
     args, constants, gathered = _arguments(
         workspace, o, own, weight, bias, z, kept, batch, world_size, programs, plan, config
     )
-    pushes = -(-num_chunks * (world_size - 1) * config.chunk_parts // config.num_comm_sms)
+    pushes = cdiv(num_chunks * (world_size - 1) * config.chunk_parts, config.num_comm_sms)
     constants["trace_ptr"] = recorder.buffer(o.device, pieces, max(pushes, 2 * (world_size - 1)))
     operands, made = (o, own, weight, bias), [z, kept] if keep else [z]
     fixed = workspace.ctx, *gathered

@@ -5,6 +5,7 @@ import torch
 from tdkernels.ops.attention.ulysses.kernel_qkv import ulysses_qkv_kernel
 from tdkernels.ops.common import gemm_operands
 from tdkernels.ops.common.config import text_of
+from tdkernels.rounding import cdiv
 from tdkernels.runtime import gpu, recorder
 from tdkernels.runtime.kernel_launch import Launch, launch_kept, to_be_made
 from tdkernels.symm import get_workspace
@@ -64,7 +65,7 @@ def _prepare(workspace, operator, x, weight, bias, batch, config):
     plan = workspace.prepare(operator, fields, half_bytes, world_size * count)
     y = to_be_made(x, world_size * rows, width)
     resident = gpu.resident_programs(x.device, tiles, x.dtype)
-    lag = min(config.lag_tiles or -(-3 * resident // 2), world_size * count)
+    lag = min(config.lag_tiles or cdiv(3 * resident, 2), world_size * count)
     pieces = lag + 2 * max(world_size * count - lag, (world_size - 1) * count)
     args, constants = _arguments(workspace.ctx, x, weight, bias, y, batch, world_size, lag, plan, config)
     constants["trace_ptr"] = recorder.buffer(x.device, pieces)

@@ -15,6 +15,7 @@ from tdkernels.ops.attention.ulysses import config as ulysses_config
 from tdkernels.ops.attention.ulysses import launch_out, launch_qkv, op
 from tdkernels.ops.attention.ulysses.config import TRANSPORTS, UlyssesConfig
 from tdkernels.ops.common import gemm_tunable as dense
+from tdkernels.rounding import cdiv, round_up
 from tdkernels.runtime import gpu
 
 _WAIT_S = 3e-6  # what a wait for a signal costs a main loop, which has to begin anew
@@ -96,7 +97,7 @@ class QkvTunable(UlyssesTunable):
             return 1e3 * self.sequence_s(problem, rows * ranks * width * dtype.itemsize, hardware)
         tiles, num_sms = config.tiles, hardware.num_sms
         count = _tiles_of(rows, width, tiles)  # of one rank's heads; its last column of tiles may be partly empty
-        padded = ranks * -(-width // tiles.block_n) * tiles.block_n
+        padded = ranks * round_up(width, tiles.block_n)
         product, tile = dense.product_s(rows, padded, k, dtype, tiles, num_sms, hardware)
         # A program that takes a tile does not multiply: it loads from a peer, or from its own memory what was pushed.
         nbytes = tiles.block_m * tiles.block_n * dtype.itemsize
@@ -157,7 +158,7 @@ class OutTunable(UlyssesTunable):
         pushing = ((2, 1), (2, 2)) if on_cpu else ((8, 2), (16, 4), (32, 4))  # programs, and those that share a chunk
         configs = []
         for tiles in dense.tile_space(device, problem.torch_dtype):
-            chunks = {min(chunk, -(-rows // tiles.block_m)) for chunk in ((1,) if on_cpu else (1, 2))}
+            chunks = {min(chunk, cdiv(rows, tiles.block_m)) for chunk in ((1,) if on_cpu else (1, 2))}
             # Where a block of columns has some of two ranks, the kernel waits for one source at a time.
             at_once = {1} if width % tiles.block_k else {min(2, peers), peers}
             configs += [
@@ -176,14 +177,14 @@ class OutTunable(UlyssesTunable):
         tiles = config.tiles
         product, tile = dense.product_s(rows, n, k, dtype, tiles, hardware.num_sms, hardware)
         chunk_rows = min(config.chunk_tiles * tiles.block_m, rows)
-        parts = (ranks - 1) * -(-rows // chunk_rows) * config.chunk_parts
+        parts = (ranks - 1) * cdiv(rows, chunk_rows) * config.chunk_parts
         rate = dense.push_rate(min(config.num_comm_sms, parts), hardware)
         wire = wire_bytes / rate
         # Who pushes multiplies later.
         pushing = wire * config.num_comm_sms / hardware.num_sms
         # The first tiles have their own heads to begin with, a W-th of the work, until a chunk of each peer is here.
         first = min((ranks - 1) * chunk_rows * (k // ranks) * dtype.itemsize / rate, wire)
-        waits = -(-(ranks - 1) // config.sources_at_once) * _WAIT_S
+        waits = cdiv(ranks - 1, config.sources_at_once) * _WAIT_S
         # A part of the chunk is with one program, whose turn comes last.
         last = chunk_rows * (k // ranks) * dtype.itemsize / config.chunk_parts / dense.push_rate(1, hardware)
         return 1e3 * (max(product + pushing, wire + last) + tile + max(0.0, first - tile / ranks) + waits)

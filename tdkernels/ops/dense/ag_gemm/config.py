@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from tdkernels.ops.common import small_m_gemm
 from tdkernels.ops.common.config import METHODS
 from tdkernels.ops.common.tile_config import Tiles, tiles_of_product
+from tdkernels.rounding import cdiv
 from tdkernels.runtime import gpu
 
 # From here on one copy a peer is faster than programs that push: it takes no multiprocessor (4 H200).
@@ -68,7 +69,7 @@ def default_config(rows, n, k, dtype, device, world_size, num_nodes=1):
     if device.type == "cpu":
         return AgGemmConfig(tiles=tiles, num_comm_sms=2)
     if rows * k * dtype.itemsize >= _LARGE_SHARD_BYTES and num_nodes == 1:
-        return AgGemmConfig(tiles=tiles, transport="copy_engine", chunk_tiles=-(-rows // tiles.block_m))
+        return AgGemmConfig(tiles=tiles, transport="copy_engine", chunk_tiles=cdiv(rows, tiles.block_m))
     return AgGemmConfig(tiles=tiles, num_comm_sms=24)
 
 

@@ -10,6 +10,7 @@ from tdkernels.ops.common.config import text_of
 from tdkernels.ops.common.gemm_operands import bind_product, launch_product
 from tdkernels.ops.dense.ag_gemm import kernel_multinode, launch_multinode, launch_one_shot, pipelined
 from tdkernels.ops.dense.ag_gemm.kernel import ag_gemm_kernel
+from tdkernels.rounding import cdiv
 from tdkernels.runtime import gpu, recorder
 from tdkernels.runtime.kernel_launch import Launch, to_be_made
 from tdkernels.symm import get_workspace
@@ -70,7 +71,7 @@ def _comm_pieces(num_comm, num_chunks, topology):
     """How many pieces send to others, and how many things one of them does."""
     if topology.num_nodes > 1:
         return launch_multinode.comm_pieces(num_comm, num_chunks, topology)
-    return num_comm, -(-(topology.world_size - 1) * num_chunks // num_comm) if num_comm else 0
+    return num_comm, cdiv((topology.world_size - 1) * num_chunks, num_comm) if num_comm else 0
 
 
 def _that_reaches(config, num_nodes):
@@ -164,13 +165,13 @@ def _launch_beside_gather(x, weight, bias, group, config, keep_gathered):
 
 
 def _num_chunks(rows, config):
-    return -(-rows // (config.chunk_tiles * config.tiles.block_m))
+    return cdiv(rows, config.chunk_tiles * config.tiles.block_m)
 
 
 def _count(x, weight, num_comm, topology, config):
     """How many pieces of work there are, and how many things one that sends does."""
     tiles, num_chunks = config.tiles, _num_chunks(x.shape[0], config)
-    tiles_m, tiles_n = -(-x.shape[0] // tiles.block_m), -(-weight.shape[0] // tiles.block_n)
+    tiles_m, tiles_n = cdiv(x.shape[0], tiles.block_m), cdiv(weight.shape[0], tiles.block_n)
     remote = (topology.world_size - 1) * num_chunks * config.chunk_tiles * tiles_n
     comm, turns = _comm_pieces(num_comm, num_chunks, topology)
     return comm + tiles_m * tiles_n + remote, turns

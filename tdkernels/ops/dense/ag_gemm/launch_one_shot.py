@@ -5,6 +5,7 @@ import torch
 from tdkernels.ops.collectives.async_all_gather import rows_of_buffer, slot_rows_of
 from tdkernels.ops.common import gemm_operands, small_m_gemm
 from tdkernels.ops.dense.ag_gemm.kernel_one_shot import ag_gemm_one_shot_kernel
+from tdkernels.rounding import cdiv
 from tdkernels.runtime import recorder
 from tdkernels.runtime.kernel_launch import Launch, to_be_made
 
@@ -22,7 +23,7 @@ def _slot_rows(x):
 
 
 def _num_pushers(x, config):
-    return max(1, min(config.num_comm_sms, -(-x.nbytes // _LEAST_PUSH_BYTES)))
+    return max(1, min(config.num_comm_sms, cdiv(x.nbytes, _LEAST_PUSH_BYTES)))
 
 
 def _arguments(ctx, x, gathered, weight, bias, y, scratch, plan, config):
@@ -35,7 +36,7 @@ def _arguments(ctx, x, gathered, weight, bias, y, scratch, plan, config):
     if constants["USE_TMA"]:
         gathered_desc = gemm_operands.rows_descriptor(*gathered, tiles.block_m, tiles.block_k)
     pushers = _num_pushers(x, config)
-    share = -(-x.numel() // (16 * pushers)) * 16
+    share = cdiv(x.numel(), 16 * pushers) * 16
     args = (
         ctx, x, gathered_desc, weight, w_desc, bias, y, scratch,
         rows, n, k, stride_w, _slot_rows(x), small_m_gemm.k_of_part(k, tiles, config.split_k), share, plan, pushers,
@@ -60,7 +61,7 @@ def prepare(workspace, x, weight, bias, config, fields):
     n = weight.shape[0]
     tiles, ranks = config.tiles, workspace.world_size
     slot_rows = _slot_rows(x)
-    count = -(-ranks * slot_rows // tiles.block_m) * -(-n // tiles.block_n)
+    count = cdiv(ranks * slot_rows, tiles.block_m) * cdiv(n, tiles.block_n)
     pushers = _num_pushers(x, config)
     plan = workspace.prepare(
         "ag_gemm", fields, ranks * slot_rows * k * x.element_size(), ranks * pushers, num_flags=count

@@ -9,6 +9,7 @@ from tdkernels.ops.common import small_m_gemm
 from tdkernels.ops.dense.ag_gemm import config as ag_gemm_config
 from tdkernels.ops.dense.ag_gemm import launch, op
 from tdkernels.ops.dense.ag_gemm.config import AgGemmConfig
+from tdkernels.rounding import cdiv
 
 _COPY_S = 20e-6  # of the copy engine, to start one copy
 _ONE_SHOT_MOST_ROWS = 1024  # of all ranks; beyond, few rows they are not
@@ -43,11 +44,11 @@ class AgGemmTunable(dense.DenseTunable):
         rows = problem.shape[0] // problem.world_size
         configs = []
         for tiles in dense.tile_space(device, problem.torch_dtype):
-            of_a_shard = -(-rows // tiles.block_m)
+            of_a_shard = cdiv(rows, tiles.block_m)
             for chunk_tiles in sorted({min(chunk, of_a_shard) for chunk in (1, 2, 4)}):
                 for num_comm in (2,) if device.type == "cpu" else _numbers_of_programs(problem.world_size - 1):
                     configs.append(AgGemmConfig("fused", tiles, "push", num_comm, chunk_tiles))
-            for chunk_tiles in sorted({of_a_shard, -(-of_a_shard // 2)}) if problem.num_nodes == 1 else ():
+            for chunk_tiles in sorted({of_a_shard, cdiv(of_a_shard, 2)}) if problem.num_nodes == 1 else ():
                 configs.append(AgGemmConfig("fused", tiles, "copy_engine", chunk_tiles=chunk_tiles))
         m = problem.shape[0]
         configs += dense.in_parts(AgGemmConfig, m, *self.of_a_rank(problem)[1:], problem.world_size)
@@ -73,7 +74,7 @@ class AgGemmTunable(dense.DenseTunable):
         if config.transport == "one_shot":
             product = small_m_gemm.seconds(m, n, k, dtype, tiles, config.split_k, hardware)
             return 1e3 * (product + wire_bytes / dense.push_rate(config.num_comm_sms, hardware) + dense.SIGNAL_S)
-        copies = peers * -(-rows // (config.chunk_tiles * tiles.block_m))
+        copies = peers * cdiv(rows, config.chunk_tiles * tiles.block_m)
         if config.transport == "push":
             num_sms = max(hardware.num_sms - config.num_comm_sms, 1)
             # A chunk for a peer is one program's work: those left for the last turn may be too few for the link.

@@ -13,6 +13,7 @@ from tdkernels.ops.dense import launch_one_shot as dense_launch_one_shot
 from tdkernels.ops.dense.gemm_ar import launch_multinode
 from tdkernels.ops.dense.gemm_ar.kernel import gemm_ar_kernel
 from tdkernels.ops.dense.gemm_ar.tile import slice_columns
+from tdkernels.rounding import cdiv
 from tdkernels.runtime import gpu, recorder
 from tdkernels.runtime.kernel_launch import Launch, to_be_made
 from tdkernels.symm import get_workspace
@@ -39,14 +40,14 @@ class _Schedule:
 
     @classmethod
     def of(cls, tiles, item_tiles, world_size, num_sms):
-        items = -(-tiles // item_tiles)
-        rounds = -(-items // world_size)
+        items = cdiv(tiles, item_tiles)
+        rounds = cdiv(items, world_size)
         # Late enough that the tiles of an item are ready when its forwarding program starts: a wave of tiles.
-        lag = min(-(-num_sms // item_tiles), rounds * world_size)
+        lag = min(cdiv(num_sms, item_tiles), rounds * world_size)
         # As many rounds until the last partial is on its way. A program that comes too early keeps a multiprocessor
         # waiting, one that comes late costs nothing but at the end, where nothing else is left to do: so one more wave
         # for partials to arrive, and another for the sums.
-        wave = -(-lag // world_size)
+        wave = cdiv(lag, world_size)
         return cls(rounds, lag, 2 * wave + 1, 3 * wave + 2)
 
     def num_pieces(self, item_tiles, world_size):

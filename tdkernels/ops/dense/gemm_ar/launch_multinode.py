@@ -8,6 +8,7 @@ from tdkernels.ops.common import gemm_operands
 from tdkernels.ops.common.staging import COPY_WORDS
 from tdkernels.ops.dense.gemm_ar.kernel_multinode import gemm_ar_nodes_kernel
 from tdkernels.ops.dense.gemm_ar.tile import slice_columns
+from tdkernels.rounding import cdiv
 from tdkernels.runtime import gpu, recorder
 from tdkernels.runtime.kernel_launch import Launch, to_be_made
 
@@ -38,13 +39,13 @@ class _Schedule:
 
     @classmethod
     def of(cls, tiles, item_tiles, local, num_sms, relays):
-        items = -(-tiles // item_tiles)
-        rounds = -(-items // local)
-        lag = min(-(-num_sms // item_tiles), rounds * local)
+        items = cdiv(tiles, item_tiles)
+        rounds = cdiv(items, local)
+        lag = min(cdiv(num_sms, item_tiles), rounds * local)
         # The last partial is on its way after a wave. A program that comes too early keeps a multiprocessor waiting,
         # one that comes late costs nothing but at the end: so one more wave for partials to arrive, one for sums and
         # one for totals, on each of their trips. What is no more than a wave is at its end from the beginning.
-        wave = -(-lag // local)
+        wave = cdiv(lag, local)
         gap = wave + 1 if lag < rounds * local else 0
         sum_after, total_after, relay_after = (wave + trips * gap for trips in (1, 2, 3))
         return cls(rounds, lag, sum_after, total_after, relay_after, relay_after + relays * gap, relays)
@@ -95,7 +96,7 @@ def prepare(workspace, x, weight, bias, config, fields):
     count = tiles.count(m, n)
     relays = _relays(x, weight, ranks, nodes)
     # Of few tiles each rank that adds shall own some.
-    config = replace(config, item_tiles=min(config.item_tiles, -(-count // (ranks if relays else local))))
+    config = replace(config, item_tiles=min(config.item_tiles, cdiv(count, ranks if relays else local)))
     schedule = _Schedule.of(count, config.item_tiles, local, gpu.num_sms(x.device), relays)
     slots = schedule.rounds * config.item_tiles  # tiles of a rank's items, the last one filled up
     tile_bytes = tiles.block_m * tiles.block_n * x.element_size()

@@ -10,6 +10,7 @@ from tdkernels.ops.common.staging import COPY_WORDS
 from tdkernels.ops.dense import launch_one_shot as dense_launch_one_shot
 from tdkernels.ops.dense.gemm_rs import launch_direct, launch_multinode, pipelined
 from tdkernels.ops.dense.gemm_rs.kernel import gemm_rs_kernel
+from tdkernels.rounding import cdiv
 from tdkernels.runtime import gpu, recorder
 from tdkernels.runtime.kernel_launch import Launch, to_be_made
 from tdkernels.symm import get_workspace
@@ -88,9 +89,9 @@ def _prepare(workspace, x, weight, bias, config):
     rows = x.shape[0] // world_size
     tiles = config.tiles
     count = tiles.count(rows, n)  # tiles of one shard
-    items = -(-count // config.item_tiles)
+    items = cdiv(count, config.item_tiles)
     # Late enough that the tiles of an item are ready when its forwarding program starts, never later than a shard.
-    lag = min(-(-gpu.num_sms(x.device) // config.item_tiles), items)
+    lag = min(cdiv(gpu.num_sms(x.device), config.item_tiles), items)
     slots = items * config.item_tiles
     plan = workspace.prepare(
         "gemm_rs", fields, world_size * slots * tiles.block_m * tiles.block_n * x.element_size(), world_size * items,

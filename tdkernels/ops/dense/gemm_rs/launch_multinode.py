@@ -5,6 +5,7 @@ import torch
 from tdkernels.ops.common import gemm_operands
 from tdkernels.ops.common.staging import COPY_WORDS
 from tdkernels.ops.dense.gemm_rs.kernel_multinode import gemm_rs_nodes_kernel
+from tdkernels.rounding import cdiv
 from tdkernels.runtime import gpu, recorder
 from tdkernels.runtime.kernel_launch import Launch, to_be_made
 
@@ -40,9 +41,9 @@ def prepare(workspace, x, weight, bias, config, fields):
     rows = x.shape[0] // ranks
     tiles = config.tiles
     count = tiles.count(rows, n)  # tiles of one shard
-    items = -(-count // config.item_tiles)
+    items = cdiv(count, config.item_tiles)
     # Late enough that the tiles of an item are ready when its forwarding program starts, never later than a shard.
-    lag = min(-(-gpu.num_sms(x.device) // config.item_tiles), items)
+    lag = min(cdiv(gpu.num_sms(x.device), config.item_tiles), items)
     slots = items * config.item_tiles
     staged = (ranks - nodes) * slots  # tiles
     plan = workspace.prepare(

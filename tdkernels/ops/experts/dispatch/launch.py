@@ -14,7 +14,7 @@ from tdkernels.ops.experts.dispatch import layout, torch_backend
 from tdkernels.ops.experts.dispatch.kernel_combine import ep_combine_kernel
 from tdkernels.ops.experts.dispatch.kernel_dispatch import QUANTUM, ep_dispatch_kernel
 from tdkernels.ops.experts.dispatch.low_latency import launch_direct
-from tdkernels.ops.experts.dispatch.multinode.crossing import crossing_slot_memory, round_up, sum_slot_memory
+from tdkernels.ops.experts.dispatch.multinode.crossing import crossing_slot_memory, sum_slot_memory
 from tdkernels.ops.experts.dispatch.multinode.kernel_combine import ep_combine_nodes_kernel
 from tdkernels.ops.experts.dispatch.multinode.kernel_dispatch import ep_dispatch_nodes_kernel
 from tdkernels.ops.experts.dispatch.payload import (
@@ -31,6 +31,7 @@ from tdkernels.ops.experts.dispatch.payload import (
     size_of,
 )
 from tdkernels.ops.experts.dispatch.routing import places_constants, tile_tokens
+from tdkernels.rounding import cdiv, round_up
 from tdkernels.runtime.kernel_launch import Launch, by_address, launch_kept
 from tdkernels.symm import get_workspace
 from tdkernels.symm.group import in_step
@@ -80,7 +81,7 @@ def _extents(routing, config, halves, senders_work, receivers_work):
 
 def _chunks_at_most(routing):
     """Chunks of our tokens; their size is the routing's, whatever config later calls come with."""
-    return min(max(-(-routing.tokens // routing.config.chunk_tokens), 1), MAX_CHUNKS)
+    return min(max(cdiv(routing.tokens, routing.config.chunk_tokens), 1), MAX_CHUNKS)
 
 
 def _chunks_of_peers(routing):
@@ -104,7 +105,7 @@ def prepare_dispatch(routing, x, *, scales=None, weights=None, quantize=False):
     out = x.new_empty(rows, x.shape[1], dtype=torch.float8_e4m3fn if quantize else x.dtype)
     row_scales = None
     if quantize:
-        row_scales = x.new_empty(rows, -(-x.shape[1] // QUANTUM.value), dtype=torch.float32)
+        row_scales = x.new_empty(rows, cdiv(x.shape[1], QUANTUM.value), dtype=torch.float32)
     elif scales is not None:
         scales = rows_contiguous(scales)
         row_scales = scales.new_empty(rows, *scales.shape[1:])

@@ -9,11 +9,9 @@ from dataclasses import replace
 import torch
 
 from tdkernels.ops.common.config import text_of
-from tdkernels.ops.common.tile_config import next_power_of_2
 from tdkernels.ops.experts.dispatch import layout
 from tdkernels.ops.experts.dispatch.device_errors import TopkIds
 from tdkernels.ops.experts.dispatch.kernel_low_latency import MOST_COMPARED, MOST_IDS, ep_direct_kernel, line_words
-from tdkernels.ops.experts.dispatch.multinode.crossing import round_up
 from tdkernels.ops.experts.dispatch.payload import (
     MAX_CHUNKS,
     as_memories,
@@ -25,6 +23,7 @@ from tdkernels.ops.experts.dispatch.payload import (
     size_of,
 )
 from tdkernels.ops.experts.dispatch.routing import Routing, listen, slots_for
+from tdkernels.rounding import next_power_of_2, round_up
 from tdkernels.runtime.kernel_launch import CALL_NUMBER, Launch, by_address, launch_kept
 from tdkernels.symm import get_workspace
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 import triton.language as tl
 
-from tdkernels.ops.common.tile_config import next_power_of_2
 from tdkernels.ops.experts.dispatch import layout
 from tdkernels.ops.experts.dispatch.kernel_dispatch import BY_INSTRUCTION, BY_INTEGERS, QUANTUM
+from tdkernels.rounding import cdiv, next_power_of_2
 from tdkernels.runtime import gpu, recorder
 
 MAX_CHUNKS = layout.MAX_CHUNKS.value
@@ -110,7 +110,7 @@ def parts_of(sending, config):
     item, item_bytes = (tl.uint8, 1) if quantize else (source, source_bytes)
     block = block_of(items, source_bytes, config.block_bytes, QUANTUM.value if quantize else 1)
     if quantize:
-        scale, scale_size, scale_words, scale_block = tl.float32, 4, -(-width // QUANTUM.value), block // QUANTUM.value
+        scale, scale_size, scale_words, scale_block = tl.float32, 4, cdiv(width, QUANTUM.value), block // QUANTUM.value
     else:
         scale, scale_size = _word(scale_bytes) if scale_bytes else (tl.uint8, 1)
         scale_words = scale_bytes // scale_size

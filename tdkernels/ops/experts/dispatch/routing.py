@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 
 from tdkernels.ops.common.config import as_argument
-from tdkernels.ops.common.tile_config import next_power_of_2
 from tdkernels.ops.experts.dispatch import layout
 from tdkernels.ops.experts.dispatch.config import EpConfig
 from tdkernels.ops.experts.dispatch.device_errors import TopkIds, too_many_tokens
@@ -24,6 +23,7 @@ from tdkernels.ops.experts.dispatch.multinode.kernel_route import (
     ep_places_kernel,
     ep_route_nodes_kernel,
 )
+from tdkernels.rounding import cdiv, next_power_of_2
 from tdkernels.runtime.kernel_launch import CALL_NUMBER, Launch, by_address, launch_kept
 from tdkernels.symm import get_workspace
 
@@ -202,7 +202,7 @@ def _launch_route(workspace, counting, crossing, ids, bad, tables, splits):
 def _room(most):
     """Room for at most so many rows, a few more than must be: few different numbers ever have to be agreed upon."""
     step = max(next_power_of_2(most) // 16, _FEWEST_SLOTS)
-    return max(-(-most // step), 1) * step
+    return max(cdiv(most, step), 1) * step
 
 
 def slots_for(most):
@@ -250,7 +250,7 @@ def _agree(workspace, counting, crossing, operands):
     capacity = counting.max_tokens or _NO_LIMIT
     tiles = _tiles(counting.tokens, counting.k)
     args = workspace.ctx, bad, *written, counting.tokens, tiles, capacity, plan, CALL_NUMBER
-    grid = (-(-columns // constants["BLOCK"]),)
+    grid = (cdiv(columns, constants["BLOCK"]),)
     return Launch(workspace, kernel, grid, args, constants, operands, [], [workspace.ctx], looks=False)
 
 
@@ -275,7 +275,7 @@ def tile_tokens(k):
 
 def _tiles(tokens, k):
     """Programs that count."""
-    return max(-(-tokens // tile_tokens(k)), 1)
+    return max(cdiv(tokens, tile_tokens(k)), 1)
 
 
 def _agrees_apart(tokens, k):

@@ -30,6 +30,7 @@ from tdkernels.ops.experts.dispatch.config import EpConfig
 from tdkernels.ops.experts.dispatch.quantize import dequantize
 from tdkernels.ops.experts.dispatch.token_buckets import bucket, crossing_share, sure_capacity
 from tdkernels.ops.experts.grouped_gemm.synthetic import expert_ids, why_not_shared
+from tdkernels.rounding import cdiv
 from tdkernels.runtime import gpu
 
 _QUANTUM = kernel_dispatch.QUANTUM.value
@@ -86,7 +87,7 @@ class _EpTunable(ConfigTunable):
         most = gpu.num_sms(device)
         configs = []
         for chunk_tokens in self._chunks():
-            work = max(-(-tokens // chunk_tokens) * (ranks - 1), 1)
+            work = max(cdiv(tokens, chunk_tokens) * (ranks - 1), 1)
             for programs in sorted({min(number * most, work) for number in (1, 2, 4, 8)}):
                 # As many of both, or so many receivers that some have room beside the senders all the time.
                 for receivers in sorted({programs, min(8 * most, work)}):
@@ -103,11 +104,11 @@ class _EpTunable(ConfigTunable):
         if config.method == "torch":
             return self._sequence_ms(problem, hardware)
         tokens, crosses = _tokens(problem), _crossing(problem)
-        chunks = min(max(-(-tokens // config.chunk_tokens), 1), launch.MAX_CHUNKS)
-        in_chunk = -(-tokens // chunks)
+        chunks = min(max(cdiv(tokens, config.chunk_tokens), 1), launch.MAX_CHUNKS)
+        in_chunk = cdiv(tokens, chunks)
         senders, receivers = min(config.num_senders, chunks), min(config.num_receivers, chunks)
         # A program goes through its chunks, and their tokens, one after the other; others do so meanwhile.
-        turns = -(-chunks // senders) + -(-chunks // receivers)
+        turns = cdiv(chunks, senders) + cdiv(chunks, receivers)
         walking = turns * (_CHUNK_S + in_chunk * _TOKEN_S)
         floors = self.floors(problem)
         moved = floors.memory_bytes + 2 * crosses * self._row_bytes(problem)
@@ -161,7 +162,7 @@ def _choices(problem):
 
 def _tokens(problem):
     """Of a rank."""
-    return -(-problem.shape[0] // problem.world_size)
+    return cdiv(problem.shape[0], problem.world_size)
 
 
 def _crossing(problem):
@@ -233,7 +234,7 @@ class EpDispatchTunable(_DirectTunable):
     def _row_bytes(self, problem):
         hidden = problem.shape[1]
         if _is_quantized(problem):
-            return hidden + 4 * -(-hidden // _QUANTUM)
+            return hidden + 4 * cdiv(hidden, _QUANTUM)
         return super()._row_bytes(problem)
 
     def reference(self, operands, problem, group):

@@ -7,10 +7,10 @@ import torch
 from tdkernels.ops.collectives.async_all_gather import rows_of_buffer
 from tdkernels.ops.common import gemm_operands
 from tdkernels.ops.common.config import text_of
-from tdkernels.ops.common.tile_config import next_power_of_2
 from tdkernels.ops.experts.ep_moe.kernel_dispatch_gemm import ep_dispatch_gemm_kernel
 from tdkernels.ops.experts.grouped_gemm.launch import planes_of, product_constants, weight_layout
 from tdkernels.ops.experts.grouped_gemm.swiglu import NUMBERS
+from tdkernels.rounding import cdiv, next_power_of_2, round_up
 from tdkernels.runtime import gpu
 from tdkernels.runtime.kernel_launch import Launch, launch_kept, to_be_made
 from tdkernels.symm import get_workspace
@@ -44,7 +44,7 @@ class Launched:
 
 
 def half_bytes(slot_rows, row_bytes):
-    return -(-slot_rows * row_bytes // 16) * 16 + slot_rows * _ROW_BYTES
+    return round_up(slot_rows * row_bytes, 16) + slot_rows * _ROW_BYTES
 
 
 def launch(routing, order, x, weights, w, tiles, *, activation=None, keep=False, keep_rows=False, gradient=None):
@@ -113,7 +113,7 @@ def _prepare(workspace, routing, operands, tiles, activation, keep, keep_rows):
         routing.operator, fields, half_bytes(slot_rows, k * x.element_size()), routing.num_experts,
         num_flags=routing.num_experts,
     )
-    tiles_n = -(-w.shape[1] // tiles.block_n)
+    tiles_n = cdiv(w.shape[1], tiles.block_n)
     outputs = _outputs(x, rows, w, tiles_n, activation, keep, keep_rows, gradient)
     buffer = rows_of_buffer(workspace, x)
     args, constants = arguments(

@@ -4,9 +4,9 @@ import torch
 
 from tdkernels.ops.common import gemm_operands
 from tdkernels.ops.common.config import text_of
-from tdkernels.ops.common.tile_config import next_power_of_2
 from tdkernels.ops.experts.ep_moe.kernel_gemm_combine import ep_gemm_combine_kernel
 from tdkernels.ops.experts.grouped_gemm.launch import planes_of, product_constants, rows_descriptor, weight_layout
+from tdkernels.rounding import next_power_of_2, round_up
 from tdkernels.runtime import gpu
 from tdkernels.runtime.kernel_launch import Launch, launch_kept, to_be_made
 from tdkernels.symm import get_workspace
@@ -15,7 +15,7 @@ _BLOCK_TOKENS, _BLOCK_COLUMNS = 16, 512  # that a program adds up as one piece
 
 
 def half_bytes(slots, slot_bytes):
-    return -(-slots * slot_bytes // 16) * 16 + 4 * slots
+    return round_up(slots * slot_bytes, 16) + 4 * slots
 
 
 def launch(routing, h, w, origins, tiles, *, weights=None, dots=None):

@@ -2,6 +2,7 @@
 
 from tdkernels.ops.experts.dispatch.routing import places_constants, tile_tokens
 from tdkernels.ops.experts.ep_moe.kernel_sort import ep_order_kernel
+from tdkernels.rounding import cdiv
 from tdkernels.runtime.kernel_launch import Launch, alone_on, launch_kept, to_be_made
 
 _BLOCK = 64
@@ -24,6 +25,6 @@ def _prepare(routing, me, tables):
     order = to_be_made(tables, max(choices, 1))
     known = places_constants(routing.choices, routing.num_experts, routing.world_size, None)
     constants = {**known, "TILE_TOKENS": tile_tokens(routing.choices), "BLOCK": _BLOCK, "num_warps": 4}
-    grid = (max(-(-choices // _BLOCK), 1),)
+    grid = (max(cdiv(choices, _BLOCK), 1),)
     args = tables, order, me, routing.tokens
     return Launch(alone_on(tables.device), ep_order_kernel, grid, args, constants, (tables,), [order], [])

@@ -24,6 +24,7 @@ from tdkernels.ops.experts.ep_moe import op
 from tdkernels.ops.experts.ep_moe.config import SEQUENCE, EpMoeConfig
 from tdkernels.ops.experts.grouped_gemm.config import GroupGemmConfig
 from tdkernels.ops.experts.grouped_gemm.synthetic import expert_ids, rows_by_expert, why_not_shared
+from tdkernels.rounding import cdiv, round_up
 
 _LAUNCH_S = 5e-6
 _HOST_S = 30e-6  # until the host knows the number of rows
@@ -108,7 +109,7 @@ class EpMoeTunable(ConfigTunable):
         tokens, hidden, _, _, choices = problem.shape
         ranks = problem.world_size
         row = hidden * problem.torch_dtype.itemsize
-        rows = -(-tokens * choices // ranks)
+        rows = cdiv(tokens * choices, ranks)
         tiles = config.gemm.tiles if config.gemm else Tiles()  # about what a default is
         products, last = self._products_s(rows, tiles, problem, hardware)
         # Rows that nobody has take memory and no time: kernels go by how many have come. But the sequence's products,
@@ -118,7 +119,7 @@ class EpMoeTunable(ConfigTunable):
         if config.method == "fused":
             wire = 2 * (ranks - 1) * rows // ranks * row / rate  # every choice by itself
             return 1e3 * (max(_SLOWED * products, wire) + last + waits + 4 * _LAUNCH_S + 2 * dense.SIGNAL_S)
-        moved = (2 * -(-tokens // ranks) + 4 * rows) * row / hardware.memory  # tokens, and rows to and from staging
+        moved = (2 * cdiv(tokens, ranks) + 4 * rows) * row / hardware.memory  # tokens, and rows to and from staging
         if config.method == "torch":
             sent = (ranks - 1) * rows // ranks * row
             return 1e3 * (products + 2 * moved + 2 * dense.collective_s(sent, hardware) + waits + 16 * _LAUNCH_S)
@@ -131,7 +132,7 @@ class EpMoeTunable(ConfigTunable):
         """Seconds of both products of so many rows, with those that tiles add, and of one tile of the second."""
         _, hidden, inner, experts, _ = problem.shape
         mine = experts // problem.world_size
-        padded = mine * -(-max(rows // mine, 1) // tiles.block_m) * tiles.block_m
+        padded = mine * round_up(max(rows // mine, 1), tiles.block_m)
         dtype = problem.torch_dtype
         up, _ = dense.product_s(padded, 2 * inner, hidden, dtype, tiles, hardware.num_sms, hardware)
         down, last = dense.product_s(padded, hidden, inner, dtype, tiles, hardware.num_sms, hardware)
@@ -142,13 +143,13 @@ class EpMoeTunable(ConfigTunable):
         """How many tokens come to a rank from its peers, each once."""
         tokens, *_, experts, choices = problem.shape
         ranks = problem.world_size
-        return (ranks - 1) * -(-tokens // ranks) * crossing_share(ranks, experts, choices)
+        return (ranks - 1) * cdiv(tokens, ranks) * crossing_share(ranks, experts, choices)
 
     def floors(self, problem):
         tokens, hidden, inner, experts, choices = problem.shape
         ranks, size = problem.world_size, problem.torch_dtype.itemsize
         weights = 3 * hidden * inner
-        memory = (experts // ranks * weights + 2 * -(-tokens // ranks) * hidden) * size
+        memory = (experts // ranks * weights + 2 * cdiv(tokens, ranks) * hidden) * size
         flops = 2 * (tokens * choices // ranks) * weights
         return Floors(flops, int(2 * self._crossing(problem) * hidden * size), memory)
 
@@ -156,7 +157,7 @@ class EpMoeTunable(ConfigTunable):
 
     def operands(self, problem, device, generator):
         tokens, hidden, inner, experts, choices = problem.shape
-        tokens, mine = -(-tokens // problem.world_size), experts // problem.world_size
+        tokens, mine = cdiv(tokens, problem.world_size), experts // problem.world_size
         options = {"generator": generator, "dtype": problem.torch_dtype, "device": device}
         x = torch.randn(tokens, hidden, **options)
         ids = expert_ids(tokens, choices, experts, device, generator)
@@ -199,7 +200,7 @@ class EpMoeTunable(ConfigTunable):
     def compile(self, operands, problem, config):
         x, _, _, gate_up, down = operands
         tokens, *_, choices = problem.shape
-        rows = -(-tokens * choices // problem.world_size)
+        rows = cdiv(tokens * choices, problem.world_size)
         ep_moe_fused.compile(x, gate_up, down, choices, problem.world_size, rows, config)
 
 
@@ -211,7 +212,7 @@ def _is_direct(problem):
     """Whether the sequence's dispatch finds its routing, in its default config."""
     tokens, _, _, experts, choices = problem.shape
     ranks = problem.world_size
-    return _is_bounded(problem) and can_be_direct(EpConfig(), -(-tokens // ranks), choices, experts, ranks)
+    return _is_bounded(problem) and can_be_direct(EpConfig(), cdiv(tokens, ranks), choices, experts, ranks)
 
 
 register(EpMoeTunable())

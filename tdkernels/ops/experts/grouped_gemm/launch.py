@@ -4,9 +4,10 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tdkernels.ops.common import gemm_operands
-from tdkernels.ops.common.tile_config import Tiles, default_tiles, next_power_of_2
+from tdkernels.ops.common.tile_config import Tiles, default_tiles
 from tdkernels.ops.experts.grouped_gemm.kernel import ends_kernel, group_gemm_kernel, group_gemm_weights_kernel
 from tdkernels.ops.experts.grouped_gemm.swiglu import NUMBERS, swiglu_backward_kernel
+from tdkernels.rounding import cdiv, next_power_of_2
 from tdkernels.runtime import gpu
 from tdkernels.runtime.kernel_launch import Launch, alone_on, launch_kept, to_be_made
 
@@ -110,7 +111,7 @@ def _prepare(workspace, x, w, splits, activation, keep, config):
     if keep:
         made.append(to_be_made(x, rows, width))
     args, constants, tiles = _arguments(x, w, splits, made[0], made[1] if keep else None, activation, config)
-    upper = (rows // tiles.block_m + min(experts, rows)) * -(-planes_of(w, activation)[1] // constants["BLOCK_N"])
+    upper = (rows // tiles.block_m + min(experts, rows)) * cdiv(planes_of(w, activation)[1], constants["BLOCK_N"])
     grid = (min(upper, gpu.resident_programs(x.device, tiles, x.dtype)),)
     return Launch(workspace, group_gemm_kernel, grid, args, constants, (x, w, splits), made, [])
 

@@ -3,6 +3,7 @@
 import torch
 
 from tdkernels.ops.experts.grouped_gemm.swiglu import ACTIVATIONS
+from tdkernels.rounding import cdiv
 
 
 def why_not_shared(tunable, problem, divided, experts, choices):
@@ -30,5 +31,5 @@ def expert_ids(tokens, choices, experts, device, generator):
 
 def rows_by_expert(x, rows, experts):
     """[experts, rows of each, K] made of the rows of x [·, K], for about so many ``rows`` in all."""
-    each = -(-rows // experts)
-    return x.repeat(-(-experts * each // x.shape[0]), 1)[: experts * each].view(experts, each, -1)
+    each = cdiv(rows, experts)
+    return x.repeat(cdiv(experts * each, x.shape[0]), 1)[: experts * each].view(experts, each, -1)

@@ -16,6 +16,7 @@ from tdkernels.ops.experts.grouped_gemm import dispatch, launch, op
 from tdkernels.ops.experts.grouped_gemm.config import GroupGemmConfig
 from tdkernels.ops.experts.grouped_gemm.dispatch import DW, KN, LAYOUTS
 from tdkernels.ops.experts.grouped_gemm.synthetic import activation_of, rows_by_expert
+from tdkernels.rounding import cdiv, round_up
 
 _LAUNCH_S = 5e-6
 # Of dw, beside those of a product: the loops are as short as the groups, so that several small programs on a
@@ -94,9 +95,9 @@ class GroupGemmTunable(ConfigTunable):
     def _tiles_s(self, tiles, problem, hardware):
         """Seconds of the product, what its tiles compute beyond it included."""
         rows, n, k, experts = problem.shape
-        each = -(-rows // experts)
+        each = cdiv(rows, experts)
         height, width, depth = (n, k, each) if problem.layout == DW else (each, n, k)
-        padded = experts * -(-height // tiles.block_m) * tiles.block_m  # with rows that there are not
+        padded = experts * round_up(height, tiles.block_m)  # with rows that there are not
         return dense.product_s(padded, width, depth, problem.torch_dtype, tiles, hardware.num_sms, hardware)[0]
 
     def floors(self, problem):

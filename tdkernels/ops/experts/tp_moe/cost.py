@@ -15,6 +15,7 @@ from tdkernels.ops.experts.tp_moe import stages as moe_stages
 from tdkernels.ops.experts.tp_moe.config import MoeTpConfig
 from tdkernels.ops.experts.tp_moe.kernel_route import MAX_STAGES
 from tdkernels.ops.experts.tp_moe.steps import with_tiles
+from tdkernels.rounding import cdiv, round_up
 
 _SEND_PROGRAMS = 64  # of the second half, that send at a time: enough for the link
 _CHUNK_S = 1e-6  # of a pushing program, to raise the signals of a chunk
@@ -64,12 +65,12 @@ class MoeTunable(ConfigTunable):
 
     def plans(self, problem, device):
         """What may stand in a config beside tiles: (num_comm_sms, chunk_rows, stages)."""
-        rows = -(-problem.shape[0] // problem.world_size // kernel_ag_gemm.BLOCK_TOKENS) * kernel_ag_gemm.BLOCK_TOKENS
+        rows = round_up(cdiv(problem.shape[0], problem.world_size), kernel_ag_gemm.BLOCK_TOKENS)
         on_cpu = device.type == "cpu"
         chunks = sorted({min(chunk, rows) for chunk in ((16,) if on_cpu else (128, 256, 512))})
         found = []
         for chunk_rows in chunks:
-            most = min(MAX_STAGES.value, 1 + (problem.world_size - 1) * -(-rows // chunk_rows))
+            most = min(MAX_STAGES.value, 1 + (problem.world_size - 1) * cdiv(rows, chunk_rows))
             for stages in sorted({min(stages, most) for stages in ((1, 2) if on_cpu else (1, 2, 3, 4, 6, 8))}):
                 found += [(num_comm, chunk_rows, stages) for num_comm in ((2,) if on_cpu else (8, 16, 32))]
         return found
@@ -143,7 +144,7 @@ class MoeTunable(ConfigTunable):
         if tiles is None:
             product = 2.0 * tokens * choices * n * k / hardware.flops
         else:
-            of_expert = -(-tokens * choices // experts // tiles.block_m) * tiles.block_m  # rows, with those of no token
+            of_expert = round_up(cdiv(tokens * choices, experts), tiles.block_m)  # rows, with those of no token
             product, tile = dense.product_s(experts * of_expert, n, k, dtype, tiles, hardware.num_sms, hardware)
         moved = tokens * choices * (n + k) * dtype.itemsize / hardware.memory
         return max(product, moved), experts * n * k * dtype.itemsize / hardware.memory, 0.0 if tiles is None else tile
@@ -158,10 +159,10 @@ class MoeTunable(ConfigTunable):
             moved = (2 * problem.shape[-1] + 1) * tokens * row_bytes / hardware.memory  # tokens to their rows
             return self._collective_s(wire, hardware) + moved + max(product, reading)
         rate = dense.push_rate(config.num_comm_sms, hardware)
-        chunks = (ranks - 1) * -(-tokens // ranks // config.chunk_rows)
+        chunks = (ranks - 1) * cdiv(cdiv(tokens, ranks), config.chunk_rows)
         # What comes first and what comes last is a chunk.
         chunk = min(config.chunk_rows, tokens // ranks) * row_bytes / rate
-        wire = wire / rate + chunk + -(-chunks // config.num_comm_sms) * _CHUNK_S
+        wire = wire / rate + chunk + cdiv(chunks, config.num_comm_sms) * _CHUNK_S
         stages = [config.stages] if config.stages else range(1, MAX_STAGES.value + 1)  # or as often as pays
         return min(moe_stages.seconds_of_stages(n, ranks, wire, product, reading, 0.5 * tile) for n in stages)
 

@@ -6,11 +6,11 @@ import torch
 
 from tdkernels.ops.common import gemm_operands
 from tdkernels.ops.common.config import text_of
-from tdkernels.ops.common.tile_config import next_power_of_2
 from tdkernels.ops.experts.grouped_gemm.launch import planes_of, product_constants, rows_descriptor, weight_layout
 from tdkernels.ops.experts.grouped_gemm.swiglu import NUMBERS
 from tdkernels.ops.experts.tp_moe.kernel_ag_gemm import BLOCK_COLUMNS, BLOCK_TOKENS, moe_ag_gemm_kernel
 from tdkernels.ops.experts.tp_moe.kernel_route import MAX_STAGES
+from tdkernels.rounding import cdiv, next_power_of_2
 from tdkernels.runtime import gpu, recorder
 from tdkernels.runtime.kernel_launch import Launch, launch_kept, to_be_made
 from tdkernels.symm import get_workspace
@@ -128,7 +128,7 @@ def _prepare(workspace, routing, operands, config, activation, keep, gradient):
     made = _make(x, w, choices.shape[0], activation, keep)
     gradients, to_make = None, [made.y, made.rows]
     if gradient:
-        dots = to_be_made(x, -(-w.shape[1] // tiles.block_n), choices.shape[0], dtype=torch.float32)
+        dots = to_be_made(x, cdiv(w.shape[1], tiles.block_n), choices.shape[0], dtype=torch.float32)
         gradients = Gradients(h, weights, to_be_made(x, *made.y.shape), dots)
         to_make += [gradients.weighted, dots]
     elif made.pre is not None:
@@ -140,10 +140,10 @@ def _prepare(workspace, routing, operands, config, activation, keep, gradient):
     args, constants = _arguments(
         workspace.ctx, x, w, routing, routed, made, done, plan, num_comm, config, activation, gradients
     )
-    tiles_n = -(-planes_of(w, activation)[1] // constants["BLOCK_N"])
-    blocks = -(-routing.chunk_rows // BLOCK_TOKENS) * -(-k // constants["BLOCK_COLUMNS"])
+    tiles_n = cdiv(planes_of(w, activation)[1], constants["BLOCK_N"])
+    blocks = cdiv(routing.chunk_rows, BLOCK_TOKENS) * cdiv(k, constants["BLOCK_COLUMNS"])
     most = num_comm + table.shape[0] * tiles_n + routing.world_size * routing.num_chunks * blocks
     grid = (min(most, gpu.resident_programs(x.device, tiles, x.dtype)),)
-    turns = -(-routing.num_chunks * (routing.world_size - 1) // num_comm) if num_comm else 0
+    turns = cdiv(routing.num_chunks * (routing.world_size - 1), num_comm) if num_comm else 0
     constants["trace_ptr"] = recorder.buffer(x.device, most, turns, all_run=False)
     return Launch(workspace, moe_ag_gemm_kernel, grid, args, constants, operands, to_make, [workspace.ctx])

@@ -3,12 +3,12 @@
 import torch
 
 from tdkernels.ops.common import gemm_operands
-from tdkernels.ops.common.tile_config import next_power_of_2
 from tdkernels.ops.experts.grouped_gemm.launch import planes_of, product_constants, rows_descriptor, weight_layout
 from tdkernels.ops.experts.tp_moe.kernel_ag_gemm import BLOCK_COLUMNS, BLOCK_TOKENS
 from tdkernels.ops.experts.tp_moe.kernel_gemm_rs import ALIGN, moe_gemm_rs_kernel
 from tdkernels.ops.experts.tp_moe.kernel_route import MAX_STAGES
 from tdkernels.ops.experts.tp_moe.launch_ag_gemm import plan_fields
+from tdkernels.rounding import cdiv, next_power_of_2
 from tdkernels.runtime import gpu, recorder
 from tdkernels.runtime.kernel_launch import Launch, launch_kept, to_be_made
 from tdkernels.symm import get_workspace
@@ -72,14 +72,14 @@ def _prepare(workspace, routing, operands, config):
     _, table, _ = routed
     tokens, n, tiles = routing.tokens, w.shape[1], config.tiles
     z, out = to_be_made(h, tokens, n), to_be_made(h, h.shape[0], n)
-    of_shard = routing.num_chunks * (routing.chunk_rows // BLOCK_TOKENS) * -(-n // _block_columns(n))
+    of_shard = routing.num_chunks * (routing.chunk_rows // BLOCK_TOKENS) * cdiv(n, _block_columns(n))
     fields = {**plan_fields(h, w, routing, None, config), "M/W": tokens, "weighted": weights is not None}
     plan = workspace.prepare(
         "moe_gemm_rs", fields, routing.world_size * (tokens * n * h.element_size() + ALIGN.value),
         routing.world_size * of_shard,
     )
     args, constants = _arguments(workspace.ctx, h, w, routing, routed, weights, done, out, z, plan, config)
-    most = table.shape[0] * -(-n // tiles.block_n) + routing.world_size * of_shard
+    most = table.shape[0] * cdiv(n, tiles.block_n) + routing.world_size * of_shard
     grid = (min(most, gpu.resident_programs(h.device, tiles, h.dtype)),)
     constants["trace_ptr"] = recorder.buffer(h.device, most, turns=1, all_run=False)
     return Launch(workspace, moe_gemm_rs_kernel, grid, args, constants, operands, (z, out), [workspace.ctx])

@@ -8,7 +8,6 @@ import torch
 
 from tdkernels.ops.collectives.async_all_gather import slot_rows_of
 from tdkernels.ops.collectives.op import all_gather
-from tdkernels.ops.common.tile_config import next_power_of_2
 from tdkernels.ops.experts.tp_moe.kernel_route import (
     MAX_STAGES,
     TILE_WORDS,
@@ -16,6 +15,7 @@ from tdkernels.ops.experts.tp_moe.kernel_route import (
     moe_order_kernel,
     moe_place_kernel,
 )
+from tdkernels.rounding import cdiv, next_power_of_2
 from tdkernels.runtime.kernel_launch import CALL_NUMBER, Launch, by_address, launch_kept
 from tdkernels.symm import get_workspace
 
@@ -61,7 +61,7 @@ class MoeRouting:
     @property
     def num_chunks(self):
         """Of a rank's tokens."""
-        return -(-self.tokens // self.chunk_rows)
+        return cdiv(self.tokens, self.chunk_rows)
 
     @property
     def slot_rows(self):
@@ -172,5 +172,5 @@ def _order(workspace, routing, tile_rows, most, operands):
         "EXPERTS": next_power_of_2(routing.num_experts), "BLOCK": _TILES_OF_A_PROGRAM, "AT_ONCE": _TILES_AT_ONCE,
         "num_warps": 4,
     }
-    grid = (-(-most // _TILES_OF_A_PROGRAM),)
+    grid = (cdiv(most, _TILES_OF_A_PROGRAM),)
     return Launch(workspace, moe_order_kernel, grid, args, constants, operands, [], [], looks=False)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from tdkernels.ops.experts.dispatch.multinode import layout
+from tdkernels.rounding import round_up
 
 
 @dataclass
@@ -27,10 +28,6 @@ def make_crossing(world_size, local_world_size, tokens, tiles, device):
         return None
     length = layout.length(world_size // local_world_size, world_size, tokens, tiles)
     return Crossing(local_world_size, torch.empty(length, dtype=torch.int32, device=device))
-
-
-def round_up(n, multiple):
-    return -(-n // multiple) * multiple
 
 
 def line_bytes(num_experts, world_size, local_world_size):
