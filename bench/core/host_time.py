@@ -1,73 +1,62 @@
 """Time the host's part of a steady call of each operator: ``python -m bench.core.host_time``.
 
-The calls are those of ``call_path``: without gradients, and some with a backward pass. On the CPU the time in kernels,
-which the interpreter runs, is subtracted. On ranks that share a GPU (``--device shared``) it is the time until all
-calls of a round are launched.
+The calls are those of ``call_path``. On the CPU the kernels are left out, so calls that read what a kernel has counted
+are not timed, and no backward pass is. On ranks that share a GPU (``--device shared``) a time ends when all calls of a
+round are launched.
 """
 
 import argparse
-import contextlib
 import json
 import time
 
 import torch
+import torch.distributed as dist
 
 import tdkernels
 from bench.core.call_path import calls, training_calls
 from tdkernels.lang.kernel import Kernel
 from tdkernels.launch import rank_device, run_ranks
 
-CALLS, WARM_UP, ROUNDS = 4, 3, 12
-
-
-class KernelTime:
-    """Sums up the seconds that the interpreter takes for kernels, while it is installed."""
-
-    def __init__(self):
-        self.seconds = 0.0
-
-    @contextlib.contextmanager
-    def installed(self):
-        run = Kernel.run
-
-        def timed(kernel, *args, **options):
-            begin = time.perf_counter()
-            try:
-                return run(kernel, *args, **options)
-            finally:
-                self.seconds += time.perf_counter() - begin
-
-        Kernel.run = timed
-        try:
-            yield
-        finally:
-            Kernel.run = run
+CALLS, WARM_UP, ROUNDS = 40, 4, 40
+WAITS = ("ep_dispatch, exact", "ep_moe")  # for the number of rows that come
 
 
 def measure():
     """In a rank: {operator: microseconds of a call, the least mean of all rounds}."""
-    device, kernels = rank_device(), KernelTime()
-    found = {}
-    timing = kernels.installed() if device.type == "cpu" else contextlib.nullcontext()
-    with timing, tdkernels.autotune.mode("off"):
+    device = rank_device()
+    with tdkernels.autotune.mode("off"):
+        if device.type != "cpu":
+            with torch.no_grad():
+                found = {name: _time(call) for name, call in calls(device).items()}
+            return found | {name: _time(call) for name, call in training_calls(device).items()}
         with torch.no_grad():
-            for name, call in calls(device).items():
-                found[name] = _time(call, kernels)
-        for name, call in training_calls(device).items():
-            found[name] = _time(call, kernels)
-    return found
+            timed = {name: call for name, call in calls(device).items() if name not in WAITS}
+            for call in timed.values():
+                for _ in range(WARM_UP):
+                    call()
+            return _without_kernels(lambda: {name: _time(call) for name, call in timed.items()})
 
 
-def _time(call, kernels):
+def _without_kernels(function):
+    run = Kernel.run
+    Kernel.run = lambda self, *args, **options: None
+    try:
+        return function()
+    finally:
+        Kernel.run = run
+
+
+def _time(call):
     for _ in range(WARM_UP):
         call()
     best = float("inf")
     for _ in range(ROUNDS):
         tdkernels.synchronize()
-        begin, of_kernels = time.perf_counter(), kernels.seconds
+        dist.barrier()
+        begin = time.perf_counter()
         for _ in range(CALLS):
             call()
-        best = min(best, time.perf_counter() - begin - (kernels.seconds - of_kernels))
+        best = min(best, time.perf_counter() - begin)
     tdkernels.synchronize()
     return round(best / CALLS * 1e6, 1)
 

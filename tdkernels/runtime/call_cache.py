@@ -121,12 +121,12 @@ def _key(operator, version, tensors, settings):
         if tensor is None:
             places.append(None)
             continue
-        if type(tensor) not in _PLAIN or tensor.layout != torch.strided or tensor.is_neg() or tensor.is_conj():
+        if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.is_neg() or tensor.is_conj():
             return None
         # Kernels are compiled for addresses of a multiple of 16 bytes, and for others.
-        aligned = tensor.data_ptr() % 16 == 0
-        places.append((tensor.shape, tensor.stride(), tensor.dtype, tensor.device, aligned))
-        if tensor.dtype == torch.float32:
+        dtype, aligned = tensor.dtype, tensor.data_ptr() % 16 == 0
+        places.append((tensor.shape, tensor.stride(), dtype, tensor.device, aligned))
+        if dtype is torch.float32:
             precision = torch.get_float32_matmul_precision()
     # The types as well: 4 and 4.0 are equal, and not the same argument.
     return operator, version, settings, *map(type, settings), precision, *places

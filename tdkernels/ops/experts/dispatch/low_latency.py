@@ -62,13 +62,16 @@ def table_words(ids, num_experts, world_size):
     return layout.length(num_experts, world_size, *ids.shape, 0)
 
 
-def leave_uncounted(routing, words, ids, bad=None, by_source=False, given=None):
+def leave_uncounted(routing, ids, bad=None, by_source=False, given=None, words=None):
     """Let the first dispatch of a Routing find it.
 
-    Args:     words: ``table_words``; bad, by_source, given: as of ``route``
+    Args:     bad, by_source, given: as of ``route``; words: ``table_words``, if they are known
     """
-    routing.tables = torch.empty(words, dtype=torch.int32, device=ids.device)
     ranks = routing.world_size
+    words = words or table_words(ids, routing.num_experts, ranks)
+    routing.tables = torch.empty(words, dtype=torch.int32, device=ids.device)
+    if routing.config.chunk_tokens != 1:
+        routing.config = direct_config(routing.config)
     local = routing.num_experts // ranks
     shape = (ranks, local) if by_source else (local,)
     routing.splits = torch.empty(shape, dtype=torch.int32, device=ids.device)

@@ -78,7 +78,7 @@ def route_by(
     if plan.is_direct:
         routing = bounded_routing(*ids, config, plan.max_tokens, max_tokens_per_rank, plan.slots)
         routing.config_is_given = plan.config_is_given
-        leave_uncounted(routing, plan.words, topk_ids, bad, by_source, given)
+        leave_uncounted(routing, topk_ids, bad, by_source, given, plan.words)
         return routing
     options = {"max_tokens": plan.max_tokens, "most_tokens": max_tokens_per_rank, "bad": bad, "by_source": by_source}
     routing = route(*ids, config if plan.config_is_given else None, given=given, **options)

@@ -133,8 +133,8 @@ def ep_moe(
         if max_tokens_per_rank is not None and max_tokens is None:
             tokens = group.size() * max_tokens_per_rank
             max_tokens = sure_capacity(tokens, group.size(), num_experts, topk_ids.shape[1])
-        layout = None
-        if config is None:
+        layout = None  # a compiler sees the sequence always
+        if config is None and not torch.compiler.is_compiling():
             layout = layout_of(quantize, max_tokens, max_tokens_per_rank, topk_ids.shape[1], group)
         known = fused, max_tokens, layout
         call_cache.keep(group, key, known)
