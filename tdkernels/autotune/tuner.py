@@ -17,12 +17,11 @@ leaves its peers to the timeout of torch's backend.
 """
 
 import logging
-import math
 import os
 import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import date
 
 import torch
@@ -34,6 +33,7 @@ from tdkernels.autotune.group_step import Together, TuningError, one_line
 from tdkernels.autotune.hardware import hardware
 from tdkernels.autotune.modes import get_mode, mode
 from tdkernels.autotune.problem import Problem, device_of, with_index
+from tdkernels.autotune.rounds import FINAL, HAS_GRAPHS, HOST_BOUND, HOST_COUNTS, NOISE, ROUNDS, calls_of
 from tdkernels.autotune.selection import forget
 from tdkernels.autotune.table import Entry
 from tdkernels.autotune.timing import burst, burst_in_graph, lead_calls, slowest_link, synchronize
@@ -51,30 +51,6 @@ _MAX_CANDIDATES = 32
 _CALL_LIMIT_S = 10.0  # for one candidate's wait for a peer
 _COLD_BYTES = 256 << 20  # sets of operands take turns until this much has gone by: several times any L2 cache
 _MAX_SETS = 8
-_MAX_CALLS = 100
-# How much of a call's time may be the host's, until it has launched the call: before it may come to count, so that a
-# CUDA graph is timed if there can be one, and before a GPU is taken to wait for it. CPU ranks compute what they launch.
-_HOST_COUNTS = {"cuda": 0.5, "cpu": math.inf}
-_HOST_BOUND = {"cuda": 0.9, "cpu": math.inf}
-_HAS_GRAPHS = {"cuda": True, "cpu": False}
-_NOISE = 1.1  # times as long as another config the default may then take
-
-
-@dataclass(frozen=True)
-class _Round:
-    """Each candidate runs ``repeats`` bursts of ``ms``; those within ``slack`` of the best go on, ``keep`` at most."""
-
-    repeats: int
-    ms: float
-    slack: float
-    keep: int
-
-
-_ROUNDS = {
-    "cuda": (_Round(2, 1, 1.5, 24), _Round(2, 3, 1.15, 8), _Round(3, 8, 1.05, 4)),
-    "cpu": (_Round(1, 0, 1.5, 4),),
-}
-_FINAL = {"cuda": _Round(5, 12, 1.0, 1), "cpu": _Round(2, 0, 1.0, 1)}
 
 
 def tune(
@@ -287,7 +263,7 @@ class _Tuner:
     def _eliminate(self, trials):
         """Run the rounds; the trials that are left, best first."""
         left = [trial for trial in trials if trial.reason is None]
-        for number, round_ in enumerate(_ROUNDS[self.device.type]):
+        for number, round_ in enumerate(ROUNDS[self.device.type]):
             in_time = self._run_round(left, round_, number, f"round {number + 1}", self.budget_s)
             if number == 0 and in_time and self._should_use_graphs(left):
                 self._burst_of = burst_in_graph
@@ -306,8 +282,8 @@ class _Tuner:
         """Whether the fastest call takes the host about as long as the GPU, and can be captured."""
         timed = [trial for trial in trials if trial.reason is None and trial.samples]
         best = min(timed, key=lambda t: t.ms, default=None)
-        can = self.tunable.goes_in_graphs(self.problem) and _HAS_GRAPHS[self.device.type]
-        return can and best is not None and best.host_ms >= _HOST_COUNTS[self.device.type] * best.ms
+        can = self.tunable.goes_in_graphs(self.problem) and HAS_GRAPHS[self.device.type]
+        return can and best is not None and best.host_ms >= HOST_COUNTS[self.device.type] * best.ms
 
     def _run_round(self, trials, round_, number, stage, budget_s=float("inf")):
         """Bursts of each trial in turn; False if there was no time for all."""
@@ -319,7 +295,7 @@ class _Tuner:
             first = repeat % max(len(trials), 1)
             for done, trial in enumerate(trials[first:] + trials[:first]):
                 if trial.reason is None:
-                    calls = _calls(round_.ms, before[id(trial)] or trial.ms)
+                    calls = calls_of(round_.ms, before[id(trial)] or trial.ms)
                     values = self._attempt(trial, lambda t=trial, n=calls: self._burst(t, n))
                     if values is not None:
                         slowest = max(values)
@@ -347,10 +323,10 @@ class _Tuner:
         plain = next((trial for trial in trials if [trial.config] == self._plain()), None)
         always = [default] if plain in (None, default) else [default, plain]
         finalists = left[:2] + [trial for trial in always if trial.reason is None and trial not in left[:2]]
-        round_ = _FINAL[self.device.type]
+        round_ = FINAL[self.device.type]
         self.ranks.must("computation alone", self._make_local)
         local = self.ranks.must("computation alone", lambda: self._local_ms(round_))
-        self._run_round(finalists, round_, len(_ROUNDS[self.device.type]), "final")
+        self._run_round(finalists, round_, len(ROUNDS[self.device.type]), "final")
         best = self._best_that_is_right(finalists, default)
         plain_ms = None if plain is None else plain.ms
         self._say(f"best {best.ms:.4f} ms, plain {plain_ms} ms, default {default.ms} ms")
@@ -374,8 +350,8 @@ class _Tuner:
         if default not in ranked:
             return ranked
         best = ranked[0]
-        hardly = default.ms <= _NOISE * best.ms and [best.config] != self._plain()
-        if best is default or not hardly or best.host_ms < _HOST_BOUND[self.device.type] * best.ms:
+        hardly = default.ms <= NOISE * best.ms and [best.config] != self._plain()
+        if best is default or not hardly or best.host_ms < HOST_BOUND[self.device.type] * best.ms:
             return ranked
         self._say(f"the host takes as long as the calls: {best.config} is no better than the default")
         return [default, *(trial for trial in ranked if trial is not default)]
@@ -384,7 +360,7 @@ class _Tuner:
         self.local = [self.tunable.local(operands, self.problem) for operands in self.operands[:2]]
 
     def _local_ms(self, round_):
-        calls = _calls(round_.ms, self.tunable.floors(self.problem).computation_ms(self.rates))
+        calls = calls_of(round_.ms, self.tunable.floors(self.problem).computation_ms(self.rates))
         run = self._burst_of
         bursts = [run(lambda call: call(), self.local, calls, self.device, self.group) for _ in range(round_.repeats)]
         return statistics.median(ms for ms, _ in bursts)
@@ -416,10 +392,3 @@ class _Tuner:
         self.log.append(text)
         if self.state.rank == 0:
             _log.info("tune %s: %s", self.problem, text)
-
-
-def _calls(burst_ms, ms):
-    """How many calls fill a burst; the same on all ranks, as ``ms`` is."""
-    if not burst_ms:
-        return 1
-    return 2 if not ms else max(2, min(_MAX_CALLS, round(burst_ms / ms)))

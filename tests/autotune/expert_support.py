@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tdkernels import autotune
-from tdkernels.autotune import table, tuner
+from tdkernels.autotune import rounds, table
 from tdkernels.autotune.hardware import _MEASURED, Hardware
 from tdkernels.autotune.problem import Problem, gpu_name
 from tdkernels.autotune.tunable import tunable, versions
@@ -47,8 +47,8 @@ def tunes(operator, shape, layout, config, dtype, group=None):
     """Tune with one candidate beside the default, in a short final; what all ranks must agree on."""
     op = tunable(operator)
     with space(operator, config), pytest.MonkeyPatch.context() as patch:
-        patch.setitem(tuner._FINAL, "cpu", replace(tuner._FINAL["cpu"], repeats=1))
-        patch.setitem(tuner._HOST_BOUND, device().type, math.inf)  # the fastest shall win, whoever takes the time
+        patch.setitem(rounds.FINAL, "cpu", replace(rounds.FINAL["cpu"], repeats=1))
+        patch.setitem(rounds.HOST_BOUND, device().type, math.inf)  # the fastest shall win, whoever takes the time
         result = autotune.tune(operator, *shape, dtype=dtype, layout=layout, group=group)
     entry = result.entry
     problem = problem_of(operator, shape, layout, str(dtype).removeprefix("torch."), dist.get_world_size(group))

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import tdkernels
 from tdkernels import AgGemmConfig, autotune
-from tdkernels.autotune import on_demand, selection, tuner
+from tdkernels.autotune import on_demand, rounds, selection, tuner
 from tdkernels.autotune.accuracy import Reference
 from tdkernels.autotune.group_step import Together
 from tdkernels.autotune.tunable import tunable
@@ -179,7 +179,7 @@ def turns_wrong_in_the_end(folder):
 
         patch.setattr(type(op), "run", wrong)
         patch.setattr(tuner._Tuner, "_best_that_is_right", late)
-        patch.setitem(tuner._HOST_BOUND, device().type, math.inf)  # the fastest is to win
+        patch.setitem(rounds.HOST_BOUND, device().type, math.inf)  # the fastest is to win
         result = autotune.tune("ag_gemm", 32, 32, 16, dtype=FP32, group=group)
         assert op.config_from_dict(result.entry.config) != turned[0]
         assert any(trial.config == turned[0] and "wrong" in trial.reason for trial in result.trials if trial.reason)

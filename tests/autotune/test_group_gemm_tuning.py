@@ -5,9 +5,12 @@ import torch
 
 import tdkernels
 from tdkernels import GroupGemmConfig, Tiles, autotune, explain
+from tdkernels.autotune.selection import forget
+from tdkernels.autotune.tunable import tunable
 from tdkernels.ops.experts.grouped_gemm import launch as grouped_gemm_launch
 from tdkernels.ops.experts.grouped_gemm.dispatch import forget_choices
 from tdkernels.ops.experts.grouped_gemm.op import group_gemm_ref
+from tdkernels.symm.group import alone
 from tests.autotune import expert_support
 from tests.autotune.entries import cache_in
 from tests.autotune.expert_support import entry_of
@@ -66,7 +69,8 @@ def takes_what_is_known_of_gradients(folder):
         tune_by_hand(entry_of(SMALL, "group_gemm", dx, "kn", world_size=1),
                      entry_of(SMALL, "group_gemm", dw, "dw", world_size=1))
         assert gradients() == default  # known calls ask nobody again
-        forget_choices()
+        entry = entry_of(SMALL, "group_gemm", dx, "kn", world_size=1)
+        forget(tunable("group_gemm"), entry.problem, alone.choices)  # as the tuner does at its end
         assert gradients() == gradients(config=GroupGemmConfig()) == [("product", SMALL), ("weight_gradient", SMALL)]
         with autotune.mode("off"):
             assert gradients() == default

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import tdkernels
-from tdkernels.autotune import disk_cache, tune, tuner
+from tdkernels.autotune import disk_cache, rounds, tune, tuner
 from tdkernels.autotune.problem import gpu_name
 from tdkernels.autotune.tunable import tunable
 from tdkernels.symm import get_timeout
@@ -159,7 +159,7 @@ def made_up_times(ms, host_share=0.0, in_graph=None):
             return value, host_share * value
 
         patch.setattr(tuner, "burst", burst)
-        patch.setitem(tuner._HAS_GRAPHS, device().type, in_graph is not None)
+        patch.setitem(rounds.HAS_GRAPHS, device().type, in_graph is not None)
         patch.setattr(tuner, "burst_in_graph", functools.partial(burst, ms=in_graph, host_share=0.0))
         yield bursts
 
@@ -172,9 +172,9 @@ def eliminates(folder):
     ms = {uneven: (0.1, 0.16), best: (0.15, 0.14), behind: 0.18, last: 0.2, far: (1.0, 0.01)}
     ms |= {default: 0.3, plain: (0.5, 0.4)}
     with cache_in(folder), pytest.MonkeyPatch.context() as patch:
-        first, *others = tuner._ROUNDS["cuda"]
-        patch.setitem(tuner._ROUNDS, device().type, (replace(first, keep=3), *others))
-        patch.setitem(tuner._FINAL, device().type, tuner._FINAL["cuda"])
+        first, *others = rounds.ROUNDS["cuda"]
+        patch.setitem(rounds.ROUNDS, device().type, (replace(first, keep=3), *others))
+        patch.setitem(rounds.FINAL, device().type, rounds.FINAL["cuda"])
         with candidates(far, last, uneven, best, behind), made_up_times({**ms, None: (0.02, 0.04)}) as bursts:
             result = tune("ag_gemm", *SHAPE, dtype=FP32)
     entry, times = result.entry, {trial.config: trial.ms for trial in result.trials}
@@ -205,7 +205,7 @@ def tells_noise_from_speed(folder, of_default, plain_ms, host_share):
     default, plain, best = op.default(problem_of("ag_gemm", SHAPE), device()), op.plain(), one_of(op, 4)
     ms = {best: 0.1, default: of_default, plain: plain_ms, None: 0.02}
     with cache_in(folder), pytest.MonkeyPatch.context() as patch:
-        patch.setitem(tuner._HOST_BOUND, device().type, 0.9)
+        patch.setitem(rounds.HOST_BOUND, device().type, 0.9)
         with candidates(best), made_up_times(ms, host_share):
             entry = tune("ag_gemm", *SHAPE, dtype=FP32).entry
     found = op.config_from_dict(entry.config)
@@ -227,7 +227,7 @@ def tells_by_graphs(folder, host_share):
     ms = {best: 0.15, default: 0.12, plain: 0.1, None: 0.02}
     in_graph = {best: 0.01, default: 0.012, plain: 0.014, None: 0.005}
     with cache_in(folder), pytest.MonkeyPatch.context() as patch:
-        patch.setitem(tuner._HOST_COUNTS, device().type, 0.5)
+        patch.setitem(rounds.HOST_COUNTS, device().type, 0.5)
         with candidates(best), made_up_times(ms, host_share, in_graph):
             entry = tune("ag_gemm", *SHAPE, dtype=FP32).entry
         if dist.get_rank() == 0:

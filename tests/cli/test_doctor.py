@@ -8,60 +8,60 @@ import pytest
 import torch
 
 from tdkernels import __main__ as command_line
-from tdkernels.cli import doctor
-from tdkernels.cli.doctor import Check
+from tdkernels.cli import doctor, doctor_checks
+from tdkernels.cli.doctor_checks import Check
 
 
 def test_versions_that_are_too_old_are_problems():
-    assert doctor.check_torch("2.10.3").status == "problem"
-    assert doctor.check_torch("2.11.0a0+git1234").status == "ok"
-    assert doctor.check_triton("3.5.1").status == "problem"
-    assert doctor.check_triton("3.10.0").status == "ok"
+    assert doctor_checks.check_torch("2.10.3").status == "problem"
+    assert doctor_checks.check_torch("2.11.0a0+git1234").status == "ok"
+    assert doctor_checks.check_triton("3.5.1").status == "problem"
+    assert doctor_checks.check_triton("3.10.0").status == "ok"
 
 
 @pytest.mark.parametrize("installed, status", [(True, "ok"), (False, "problem")])
 def test_without_numpy_there_are_no_cpu_ranks(installed, status, monkeypatch):
-    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: object() if installed else None)
-    assert doctor.check_numpy().status == status
+    monkeypatch.setattr(doctor_checks.importlib.util, "find_spec", lambda name: object() if installed else None)
+    assert doctor_checks.check_numpy().status == status
 
 
 def test_a_missing_compiler_matters_to_gpus_only(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
-    assert doctor.check_compiler(gpus=0).status == "ok"
-    assert doctor.check_compiler(gpus=2).status == "problem"
+    assert doctor_checks.check_compiler(gpus=0).status == "ok"
+    assert doctor_checks.check_compiler(gpus=2).status == "problem"
 
 
 def test_gpus_that_do_not_reach_each_other_are_a_problem():
-    assert doctor.links_from([[True, True], [True, True]], "NV18").status == "ok"
-    check = doctor.links_from([[True, False], [True, True]], "")
+    assert doctor_checks.links_from([[True, True], [True, True]], "NV18").status == "ok"
+    check = doctor_checks.links_from([[True, False], [True, True]], "")
     assert check.status == "problem"
     assert "0: yes NO" in check.found
 
 
 def test_link_kinds_are_read_from_the_topology():
     matrix = "\t\x1b[4mGPU0\tGPU1\tNIC0\tCPU Affinity\x1b[0m\nGPU0\t X \tNV18\tSYS\t0-31\nGPU1\tNV18\t X \tSYS\t0-31\n"
-    assert doctor.kinds_in_topology(matrix) == "NV18"
-    assert doctor.kinds_in_topology("") == ""
+    assert doctor_checks.kinds_in_topology(matrix) == "NV18"
+    assert doctor_checks.kinds_in_topology("") == ""
 
 
 def test_a_tool_that_is_absent_fails_or_hangs_says_nothing(monkeypatch):
-    monkeypatch.setattr(doctor, "_TOOL_TIMEOUT_S", 0.2)
-    assert doctor._output_of("/no/such/tool") == ""
-    assert doctor._output_of(sys.executable, "-c", "import sys; sys.exit(3)") == ""
-    assert doctor._output_of("sleep", "20") == ""
+    monkeypatch.setattr(doctor_checks, "_TOOL_TIMEOUT_S", 0.2)
+    assert doctor_checks._output_of("/no/such/tool") == ""
+    assert doctor_checks._output_of(sys.executable, "-c", "import sys; sys.exit(3)") == ""
+    assert doctor_checks._output_of("sleep", "20") == ""
 
 
 def test_the_cache_folder_is_the_one_of_the_environment(monkeypatch, tmp_path):
     monkeypatch.setenv("TDKERNELS_CACHE_DIR", str(tmp_path / "new" / "folder"))
-    check = doctor.check_cache()
+    check = doctor_checks.check_cache()
     assert check.status == "ok" and str(tmp_path) in check.found
 
 
 def test_a_cache_folder_that_cannot_be_written_is_a_warning(monkeypatch, tmp_path):
     (tmp_path / "file").touch()  # not a folder without permissions: root may write to that
     monkeypatch.setenv("TDKERNELS_CACHE_DIR", str(tmp_path / "file" / "cache"))
-    check = doctor.check_cache()
+    check = doctor_checks.check_cache()
     assert check.status == "warning"
     assert "TDKERNELS_CACHE_DIR" in check.advice
 
@@ -72,33 +72,33 @@ def test_a_cache_folder_that_cannot_be_written_is_a_warning(monkeypatch, tmp_pat
 def test_a_gpu_without_a_table_is_a_warning(gpu, status, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: gpu)
-    check = doctor.check_tuning()
+    check = doctor_checks.check_tuning()
     assert check.status == status and gpu in check.found
     assert ("tdkernels tune" in check.advice) == (status == "warning")
 
 
 def test_a_mode_that_is_none_is_a_problem(monkeypatch):
     monkeypatch.setenv("TDKERNELS_AUTOTUNE", "sometimes")
-    assert doctor.check_tuning().status == "problem"
+    assert doctor_checks.check_tuning().status == "problem"
 
 
 def test_a_timeout_that_is_no_number_is_a_problem(monkeypatch):
     monkeypatch.setenv("TDKERNELS_TIMEOUT_S", "soon")
-    assert doctor.check_timeout().status == "problem"
+    assert doctor_checks.check_timeout().status == "problem"
     monkeypatch.setenv("TDKERNELS_TIMEOUT_S", "7")
-    assert "7 s" in doctor.check_timeout().found
+    assert "7 s" in doctor_checks.check_timeout().found
 
 
 def test_multicast_variables_are_shown(monkeypatch):
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
     monkeypatch.delenv("NVSHMEM_DISABLE_NVLS", raising=False)
-    found = doctor.check_multicast().found
+    found = doctor_checks.check_multicast().found
     assert "NCCL_NVLS_ENABLE is 0 (off)" in found and "NVSHMEM_DISABLE_NVLS is not set" in found
 
 
 def test_memory_that_cannot_be_shared_is_a_problem(monkeypatch):
     monkeypatch.delattr("os.memfd_create")
-    assert doctor.check_cpu_memory().status == "problem"
+    assert doctor_checks.check_cpu_memory().status == "problem"
 
 
 def _fine():
@@ -146,16 +146,17 @@ def _raise():
 
 
 def test_a_self_test_that_fails_shows_why(monkeypatch):
-    monkeypatch.setattr(doctor, "try_operators", _raise)
-    check = doctor.check_operators(1, "cpu")
+    monkeypatch.setattr(doctor_checks, "try_operators", _raise)
+    check = doctor_checks.check_operators(1, "cpu")
     assert check.status == "problem"
     assert "ZeroDivisionError: of a rank" in check.found and "Traceback" in check.details
 
 
 @pytest.mark.parametrize("error", [1.0, float("nan")])
 def test_a_wrong_result_is_a_problem(monkeypatch, error):
-    monkeypatch.setattr(doctor, "run_ranks", lambda *_, **__: [{"dx of ag_gemm": (error, 0.1), "output": (0.0, 0.1)}])
-    check = doctor.check_operators(2, "cpu")
+    errors = {"dx of ag_gemm": (error, 0.1), "output": (0.0, 0.1)}
+    monkeypatch.setattr(doctor_checks, "run_ranks", lambda *_, **__: [errors])
+    check = doctor_checks.check_operators(2, "cpu")
     assert check.status == "problem"
     assert check.found == "wrong results: dx of ag_gemm"
 

@@ -13,7 +13,7 @@ counting, and numbers travel beside the tokens:
    begin, then for the token, and copy it to its rows. Those of our own tokens complete what the tables say of them.
 
 Nobody waits but 3 and 4, for 1 and 2 only, which have the smallest program ids (law 1). All ranks send all others their
-line, and wait for one from each (law 3).
+line, and wait for one from each (law 3). What 1 and 2 call is in ``kernel_low_latency_send``.
 
 A half of the memory: a line for each rank, then S slots for each rank. A line: C words as in the tables (``layout``,
 without tokens for each rank), then how many rows each rank gets. A slot: items, scales, then of K choices the experts
@@ -24,8 +24,14 @@ import triton
 import triton.language as tl
 
 from tdkernels import lang as td
-from tdkernels.lang.profile import ALL_PEERS
-from tdkernels.ops.experts.dispatch.kernel_dispatch import read_block, slot_parts, spread, write_block
+from tdkernels.ops.experts.dispatch.kernel_dispatch import read_block, spread
+from tdkernels.ops.experts.dispatch.kernel_low_latency_send import (
+    direct_slot_parts,
+    line_of,
+    send_counts,
+    send_token,
+    slot_of,
+)
 from tdkernels.ops.experts.dispatch.kernel_route import lay_out_rows, state_facts
 from tdkernels.ops.experts.dispatch.layout import (
     GOES,
@@ -40,155 +46,6 @@ from tdkernels.ops.experts.dispatch.layout import (
     slot_at,
     whole_items,
 )
-
-# Elements of the tiles in which choices are compared with ids, and with experts; and ids of the former at most, which
-# are counted, too: more of them take long to compile, and tokens of few choices have not more.
-MOST_COMPARED, MOST_IDS = tl.constexpr(8192), tl.constexpr(1024)
-
-
-@td.jit
-def direct_slot_parts(row_bytes, scale_bytes, K: tl.constexpr):
-    """(where in a slot its scales begin, where its K experts, bytes of a slot); see ``low_latency.slot_memory``."""
-    scales_begin, experts_begin, _ = slot_parts(row_bytes, scale_bytes, K)
-    return scales_begin, experts_begin, (experts_begin + 12 * K + 127) // 128 * 128
-
-
-@triton.constexpr_function
-def line_words(num_experts, world_size):
-    """Words of a line, in multiples of 16 bytes."""
-    return (num_experts + 2 * world_size + 2 + 3) // 4 * 4
-
-
-@td.jit
-def _line_of(area, source, EXPERTS: tl.constexpr, RANKS: tl.constexpr):
-    """A rank's line in a half of somebody's memory, which begins at ``area``."""
-    return area.to(tl.pointer_type(tl.int32)) + source * line_words(EXPERTS, RANKS)
-
-
-@td.jit
-def _slot_of(area, source, token, most, slot_bytes, EXPERTS: tl.constexpr, RANKS: tl.constexpr):
-    """The address of the slot of a source's token there."""
-    lines = (4 * RANKS * line_words(EXPERTS, RANKS) + 127) // 128 * 128
-    return area + lines + (tl.cast(source, tl.int64) * most + token) * slot_bytes
-
-
-@td.jit
-def _experts_of(ids_ptr, at, there, EXPERTS: tl.constexpr, NONE: tl.constexpr):
-    """The experts of some choices; NONE of those that are dropped or no experts."""
-    ids = tl.load(ids_ptr + at, mask=there, other=-1)
-    return tl.where((ids >= 0) & (ids < EXPERTS), ids, NONE).to(tl.int32)
-
-
-# ---- 1. counts ----
-
-
-@td.jit
-def _send_counts(
-    ctx, half, signal, ids_ptr, bad_ptr, num_tokens,
-    K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr, N: tl.constexpr,
-):
-    """Count this rank's rows, and send its line to all ranks."""
-    E: tl.constexpr = max(triton.next_power_of_2(EXPERTS), 32)  # a bin for each thread of a warp
-    R: tl.constexpr = triton.next_power_of_2(RANKS)
-    C: tl.constexpr = EXPERTS + RANKS + 2
-    me = td.rank(ctx)
-    counts = tl.full((E,), 0, tl.int32)
-    bad = tl.full((), 0, tl.int32)
-    if bad_ptr is not None:
-        bad += tl.load(bad_ptr)
-    for start in range(0, num_tokens * K, N):
-        at = start + tl.arange(0, N)
-        experts = _experts_of(ids_ptr, at, at < num_tokens * K, EXPERTS, -1)
-        counts += tl.histogram(experts, E, mask=experts >= 0)
-        is_wrong = (tl.load(ids_ptr + at, mask=at < num_tokens * K, other=-1) != -1) & (experts < 0)
-        bad += td.sum_of(is_wrong.to(tl.int32), 0)
-    expert, rank = tl.arange(0, E), tl.arange(0, R)
-    rows = td.sum_of(tl.where(expert[None, :] // (EXPERTS // RANKS) == rank[:, None], counts[None, :], 0), 1)
-    is_sent = td.is_void(signal) == 0  # a peer may still read what an earlier launch has sent
-    for step in range(RANKS):
-        to = (me + 1 + step) % RANKS
-        line = _line_of(td.data_at(ctx, half, to), me, EXPERTS, RANKS)
-        tl.store(line + expert, counts, mask=(expert < EXPERTS) & is_sent)
-        tl.store(line + EXPERTS + rank, tl.full((R,), 0, tl.int32), mask=(rank < RANKS) & is_sent)
-        tl.store(line + EXPERTS + RANKS, bad, mask=is_sent)
-        tl.store(line + EXPERTS + RANKS + 1, num_tokens, mask=is_sent)
-        tl.store(line + C + rank, rows, mask=(rank < RANKS) & is_sent)
-    # waiter: on every rank, our own included, the program that settles and all receivers
-    td.notify_all(ctx, td.signal_at(ctx, half, 0) + RANKS * MAX_CHUNKS + me, signal, WITH_OWN=True)
-
-
-# ---- 2. senders ----
-
-
-@td.jit
-def _number(ids_ptr, token, experts, K: tl.constexpr, EXPERTS: tl.constexpr, N: tl.constexpr):
-    """How many of our choices before each of a token's are of the same expert."""
-    choice = tl.arange(0, triton.next_power_of_2(K))
-    number = tl.full(experts.shape, 0, tl.int32)
-    for start in range(0, (token + 1) * K, N):
-        at = start + tl.arange(0, N)
-        others = _experts_of(ids_ptr, at, at < (token + 1) * K, EXPERTS, -2)
-        earlier = at[None, :] < token * K + choice[:, None]
-        number += td.sum_of(((others[None, :] == experts[:, None]) & earlier).to(tl.int32), 1)
-    return number
-
-
-@td.jit
-def _send_token(
-    ctx, half, signal, token, num_tokens, most, ids_ptr, x_ptr, scales_ptr, weights_ptr, tables, items, scale_words,
-    QUANTIZE: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr, N: tl.constexpr,
-    SOURCE: tl.constexpr, ITEM: tl.constexpr, SCALE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
-    SCALE_BLOCK: tl.constexpr, trace,
-):
-    """Store a token in its slot at each rank that has an expert of it, and signal it to all."""
-    SCALE_BYTES: tl.constexpr = SCALE.primitive_bitwidth // 8
-    choice = tl.arange(0, triton.next_power_of_2(K))
-    me = td.rank(ctx)
-    scales_begin, experts_begin, slot_bytes = direct_slot_parts(
-        items * (ITEM.primitive_bitwidth // 8), scale_words * SCALE_BYTES, K
-    )
-    blocks = tl.maximum((items + BLOCK - 1) // BLOCK, 1)
-    x = x_ptr.to(tl.int64) + tl.cast(token, tl.int64) * items * (SOURCE.primitive_bitwidth // 8)
-    scales = scales_ptr.to(tl.int64) + tl.cast(token, tl.int64) * scale_words * SCALE_BYTES
-    row, row_scales = read_block(
-        x, scales, 0, items, scale_words, True, SOURCE, SCALE, QUANTIZE, ALIGNED, BLOCK, SCALE_BLOCK
-    )
-    weights = tl.full(choice.shape, 1.0, tl.float32)
-    if weights_ptr is not None:
-        weights = tl.load(weights_ptr + tl.cast(token, tl.int64) * K + choice, mask=choice < K, other=0.0)
-    experts = _experts_of(ids_ptr, token * K + choice, choice < K, EXPERTS, -1)
-    dest = tl.where(experts >= 0, experts // (EXPERTS // RANKS), -1)
-    is_sent = td.is_void(signal) == 0  # a peer may still read what an earlier launch has sent
-    sent_items, sent_words = tl.where(is_sent, items, 0), tl.where(is_sent, scale_words, 0)
-    td.mark(trace, "copies", ALL_PEERS)
-    for block in range(blocks):
-        if block > 0:
-            row, row_scales = read_block(
-                x, scales, block, items, scale_words, True, SOURCE, SCALE, QUANTIZE, ALIGNED, BLOCK, SCALE_BLOCK
-            )
-        for step in range(RANKS):
-            to = (me + 1 + step) % RANKS
-            if td.max_of((dest == to).to(tl.int32), 0) != 0:
-                slot = _slot_of(td.data_at(ctx, half, to), me, token, most, slot_bytes, EXPERTS, RANKS)
-                write_block(
-                    row, row_scales, slot, slot + scales_begin, block, sent_items, sent_words,
-                    ITEM, SCALE, True, BLOCK, SCALE_BLOCK,
-                )
-    number = _number(ids_ptr, token, experts, K, EXPERTS, N)  # while the token is on its way
-    for step in range(RANKS):  # also where none is: that is to be heard
-        to = (me + 1 + step) % RANKS
-        slot = _slot_of(td.data_at(ctx, half, to), me, token, most, slot_bytes, EXPERTS, RANKS)
-        there = (slot + experts_begin).to(tl.pointer_type(tl.int32)) + choice
-        tl.store(there, tl.where(dest == to, experts, -1), mask=(choice < K) & is_sent)
-        tl.store(there + K, number, mask=(choice < K) & is_sent)
-        tl.store((there + 2 * K).to(tl.pointer_type(tl.float32)), weights, mask=(choice < K) & is_sent)
-    td.mark(trace, "pushes", ALL_PEERS)
-    # Completed by the receiver of this token on this rank.
-    tl.store(experts_at(tables, token, K, EXPERTS, RANKS) + choice, experts, mask=choice < K)
-    tl.store(places_at(tables, token, num_tokens, K, EXPERTS, RANKS) + choice, number, mask=choice < K)
-    # waiter: every rank's receiver of this token
-    td.notify_all(ctx, td.signal_at(ctx, half, 0) + me * MAX_CHUNKS + token, signal, WITH_OWN=True)
-
 
 # ---- 3. the tables ----
 
@@ -205,7 +62,7 @@ def _settle(
     for source in range(RANKS):
         for start in range(0, C, BLOCK):
             columns = start + tl.arange(0, BLOCK)
-            counts = tl.load(_line_of(area, source, EXPERTS, RANKS) + columns, mask=columns < C)
+            counts = tl.load(line_of(area, source, EXPERTS, RANKS) + columns, mask=columns < C)
             tl.store(counts_of(tables, source, EXPERTS, RANKS) + columns, counts, mask=columns < C)
     ranks = tl.arange(0, triton.next_power_of_2(RANKS))
     ours = ours_at(tables, EXPERTS, RANKS) + ranks
@@ -241,7 +98,7 @@ def _everything_fits(area, capacity, EXPERTS: tl.constexpr, RANKS: tl.constexpr)
     R: tl.constexpr = triton.next_power_of_2(RANKS)
     C: tl.constexpr = EXPERTS + RANKS + 2
     source, rank = tl.arange(0, R)[:, None], tl.arange(0, R)[None, :]
-    lines = _line_of(area, source, EXPERTS, RANKS)
+    lines = line_of(area, source, EXPERTS, RANKS)
     rows = td.sum_of(tl.load(lines + C + rank, mask=(source < RANKS) & (rank < RANKS), other=0), 0)
     bad = tl.load(lines + EXPERTS + RANKS + rank, mask=(source < RANKS) & (rank == 0), other=0)
     return (td.max_of(rows, 0) <= capacity) & (td.max_of(td.max_of((bad != 0).to(tl.int32), 1), 0) == 0)
@@ -262,7 +119,7 @@ def _first_rows(area, source, BY_SOURCE: tl.constexpr, EXPERTS: tl.constexpr, RA
     before = tl.full((R, LOCAL), 0, tl.int32)
     own = tl.full((R, LOCAL), 0, tl.int32)
     for other in range(RANKS):
-        counts = tl.load(_line_of(area, other, EXPERTS, RANKS) + rank * EACH + local, mask=there, other=0)
+        counts = tl.load(line_of(area, other, EXPERTS, RANKS) + rank * EACH + local, mask=there, other=0)
         total += counts
         before += tl.where(other < source, counts, 0)
         own += tl.where(other == source, counts, 0)
@@ -359,12 +216,12 @@ def ep_direct_kernel(
     me = td.rank(ctx)
     pid = tl.program_id(0)
     if (pid == 0) & (num_senders > 0):
-        _send_counts(ctx, half, signal, ids_ptr, bad_ptr, num_tokens, K, EXPERTS, RANKS, N)
+        send_counts(ctx, half, signal, ids_ptr, bad_ptr, num_tokens, K, EXPERTS, RANKS, N)
     first_token = tl.where((pid > 0) & (pid < num_senders), pid - 1, num_tokens)
     for token in range(first_token, num_tokens, tl.maximum(num_senders - 1, 1)):
         trace = (trace_ptr, token)
         td.mark(trace, "starts")
-        _send_token(
+        send_token(
             ctx, half, signal, token, num_tokens, most, ids_ptr, x_ptr, scales_ptr, weights_ptr, tables,
             items, scale_words, QUANTIZE, K, EXPERTS, RANKS, N, SOURCE, ITEM, SCALE, ALIGNED, BLOCK, SCALE_BLOCK, trace,
         )
@@ -392,7 +249,7 @@ def ep_direct_kernel(
         trace = (trace_ptr, MAX_CHUNKS + piece)
         td.mark(trace, "starts")
         goes = _everything_fits(area, capacity, EXPERTS, RANKS)
-        tokens = tl.load(_line_of(area, source, EXPERTS, RANKS) + EXPERTS + RANKS + 1)
+        tokens = tl.load(line_of(area, source, EXPERTS, RANKS) + EXPERTS + RANKS + 1)
         all_experts, first_rows = _first_rows(area, source, BY_SOURCE, EXPERTS, RANKS)
         is_sent = token < tl.minimum(tokens, most)
         if is_sent:
@@ -401,7 +258,7 @@ def ep_direct_kernel(
             seen = td.wait_plan(ctx, signals + source * MAX_CHUNKS + token, signal, source)
             if td.in_time(seen, signal):
                 td.mark(trace, "receives", source)
-                slot = _slot_of(area, source, token, most, slot_bytes, EXPERTS, RANKS)
+                slot = slot_of(area, source, token, most, slot_bytes, EXPERTS, RANKS)
                 here = _receive_token(
                     slot, scales_begin, experts_begin, all_experts, first_rows, tl.where(goes, capacity, 0),
                     rows_ptr, row_scales_ptr, row_weights_ptr, items, scale_words,

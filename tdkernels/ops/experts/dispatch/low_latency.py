@@ -11,7 +11,8 @@ import torch
 from tdkernels.ops.common.config import text_of
 from tdkernels.ops.experts.dispatch import layout
 from tdkernels.ops.experts.dispatch.device_errors import TopkIds
-from tdkernels.ops.experts.dispatch.kernel_low_latency import MOST_COMPARED, MOST_IDS, ep_direct_kernel, line_words
+from tdkernels.ops.experts.dispatch.kernel_low_latency import ep_direct_kernel
+from tdkernels.ops.experts.dispatch.kernel_low_latency_send import MOST_COMPARED, MOST_IDS, line_words
 from tdkernels.ops.experts.dispatch.payload import (
     MAX_CHUNKS,
     as_memories,
