@@ -1,0 +1,108 @@
+"""The specification of flash_decode, in plain torch.distributed."""
+
+import math
+import os
+
+import torch
+
+from tdkernels.ops.attention.flash_decode import launch as launcher
+from tdkernels.ops.attention.flash_decode.validation import FP8
+from tdkernels.ops.common.torch_collectives import all_gather_rows
+
+
+def dense_cache(cache, block_table, scale):
+    """The cache as [B, capacity, Hkv, D] in fp32."""
+    if block_table is not None:
+        cache = cache[block_table.long().clamp(0, cache.shape[0] - 1)].flatten(1, 2)
+    dense = cache.to(torch.promote_types(cache.dtype, torch.float32) if cache.dtype != FP8 else torch.float32)
+    return dense if scale is None else dense * scale.view(-1, 1)
+
+
+def _local_ref(q, k, v, lens, in_cache, after, scale, soft_cap, window):
+    """(o, lse) of this rank's keys alone, of q [B, Tq, Hq, D]; ``in_cache`` as ``keys_in_cache`` returns it."""
+    batch, queries, q_heads, _ = q.shape
+    scores = scores_of(q, k, lens, in_cache, after, scale, soft_cap, window)
+    lse = scores.logsumexp(-1)
+    weights = torch.exp(scores - torch.where(lse.isinf(), 0.0, lse).unsqueeze(-1))
+    v = torch.where(in_cache[..., None, None], v, 0.0)  # beyond the length memory may hold anything, NaN included
+    o = torch.einsum("btgin,bngd->btgid", weights, v)
+    return o.reshape(batch, queries, q_heads, -1), lse.reshape(batch, queries, q_heads)
+
+
+def lengths_of(kv_lens, k_cache, block_table):
+    """The lengths as int64, from 0 to what the cache has room for."""
+    return kv_lens.long().clamp(0, launcher.capacity_of(k_cache, block_table))
+
+
+def keys_in_cache(lens, k_cache, block_table):
+    """[B, capacity], whether each key can be read: it is below the length, and its page is in the cache."""
+    keys = torch.arange(launcher.capacity_of(k_cache, block_table), device=k_cache.device)
+    there = keys < lens.view(-1, 1)
+    if block_table is not None:
+        pages = block_table.repeat_interleave(k_cache.shape[1], 1)
+        there &= (pages >= 0) & (pages < k_cache.shape[0])
+    return there
+
+
+def scores_of(q, k, lens, in_cache, after, scale, soft_cap, window):
+    """[B, Tq, Hkv, Hq / Hkv, capacity], -inf for keys that are not seen."""
+    batch, queries, q_heads, _ = q.shape
+    grouped = q.to(k.dtype).view(batch, queries, k.shape[2], q_heads // k.shape[2], -1)
+    scores = torch.einsum("btgid,bngd->btgin", grouped, torch.where(in_cache[..., None, None], k, 0.0)) * scale
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    keys = torch.arange(k.shape[1], device=q.device)
+    steps = torch.arange(queries, device=q.device)
+    behind = (lens + after - queries).view(-1, 1, 1) + steps.view(1, -1, 1) - keys
+    seen = in_cache[:, None, :] & (behind >= 0)
+    if window is not None:
+        seen &= behind < window
+    return scores.masked_fill(~seen[:, :, None, None, :], -math.inf)
+
+
+@torch.no_grad()
+def flash_decode_ref(
+    q, k_cache, v_cache, kv_lens, *, block_table=None, k_scale=None, v_scale=None, scale=None, soft_cap=None,
+    window=None, return_lse=False, group=None, alone=False,
+):
+    """The specification of ``flash_decode``: attention of each rank's keys in fp32, gathered and merged.
+
+    ``alone``: without a group, be torch.distributed initialised or not.
+    """
+    q4 = q if q.dim() == 4 else q.unsqueeze(1)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    ranks, rank = (1, 0) if alone else _ranks(group)
+    lens = lengths_of(kv_lens, k_cache, block_table)
+    all_lens = all_gather_rows(lens.unsqueeze(0), group) if ranks > 1 else lens.unsqueeze(0)
+    after = all_lens[rank + 1 :].sum(0)
+    in_cache = keys_in_cache(lens, k_cache, block_table)
+    k, v = dense_cache(k_cache, block_table, k_scale), dense_cache(v_cache, block_table, v_scale)
+    o, lse = _local_ref(q4, k, v, lens, in_cache, after, scale, soft_cap, window)
+    if ranks > 1:
+        parts = all_gather_rows(torch.cat([o, lse.unsqueeze(-1)], -1).unsqueeze(0), group)
+        part_o, part_lse = parts[..., :-1], parts[..., -1]
+        lse = part_lse.logsumexp(0)
+        weights = torch.exp(part_lse - torch.where(lse.isinf(), 0.0, lse))
+        o = (part_o * weights.unsqueeze(-1)).sum(0)
+    o, lse = (x if q.dim() == 4 else x.squeeze(1) for x in (o.to(q.dtype), lse.float()))
+    return (o, lse) if return_lse else o
+
+
+def _ranks(group):
+    """(how many ranks, which we are); one where nobody has initialised torch.distributed."""
+    if group is None and not is_initialized():
+        return 1, 0
+    return torch.distributed.get_world_size(group), torch.distributed.get_rank(group)
+
+
+def is_initialized():
+    """Whether there are groups. Raises ValueError if there should be: this process alone would see its keys only."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return True
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    if ranks != "1":
+        raise ValueError(
+            f"flash_decode: group: torch.distributed is not initialized, but WORLD_SIZE is {ranks}; call "
+            "torch.distributed.init_process_group first"
+        )
+    return False
