@@ -80,7 +80,7 @@ def forget(tunable, problem, choices):
     for known in (choices, alone.choices):
         for key in [key for key in known if key[0] == tunable.key(problem)]:
             del known[key]
-        known.version += 1  # a group_gemm looks up without an entry here
+    alone.choices.version += 1  # a group_gemm looks up without an entry there
 
 
 def look_up(tunable, problem, device, mode):
