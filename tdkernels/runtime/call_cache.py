@@ -1,4 +1,4 @@
-"""What calls have come to: a call like an earlier one is not checked again, and its config is not looked up again.
+"""The call cache: a call like an earlier one is neither checked again, nor is its config looked up again.
 
 Checks, torch.library's way to an operator and the look-up of its config take the host longer than a small kernel takes
 the GPU. For tensors of the same layouts they have the same outcome. The group keeps it, under a key of all that it

@@ -45,10 +45,6 @@ def record(recorder):
         active = before
 
 
-def is_recording():
-    return active is not None
-
-
 def buffer(device, pieces, turns=0, all_run=True):
     """What goes to a kernel as ``trace_ptr``: memory for the events of so many pieces of work, or None.
 

@@ -65,7 +65,7 @@ class GroupState:
         self.world_size = dist.get_world_size(group)
         self.workspaces = {}
         self.choices = VersionedDict()  # what has been agreed to run, see autotune.selection
-        self.calls = RecentCache(_MAX_CALLS)  # what calls have come to, see runtime.call_cache
+        self.calls = RecentCache(_MAX_CALLS)  # see runtime.call_cache
         self.compiled_calls = {}  # {a call that torch.compile has traced: its configs}, where these must not change
         self.refusal = None  # the error of every call, in a process that is no rank of the group
         self.last_launch = 0, 0  # (thread, number of the launch among all of this process)

@@ -71,7 +71,7 @@ class Workspace:
             raise ValueError(f"group: {self.world_size} ranks, at most {words.MAX_RANKS.value} are supported")
         self.buffer = None
         self.half_bytes = self.half_signals = self.num_flags = 0
-        self.launches, self.pending = RecentCache(_MAX_LAUNCHES), None
+        self._forget_launches()
         self.error_of_note = None
         self.note = None
         self.note_call = 0

@@ -48,7 +48,7 @@ def tunes(operator, shape, layout, config, dtype, group=None):
     op = tunable(operator)
     with space(operator, config), pytest.MonkeyPatch.context() as patch:
         patch.setitem(rounds.FINAL, "cpu", replace(rounds.FINAL["cpu"], repeats=1))
-        patch.setitem(rounds.HOST_BOUND, device().type, math.inf)  # the fastest shall win, whoever takes the time
+        patch.setitem(rounds.HOST_BOUND, device().type, math.inf)  # so that the fastest candidate wins
         result = autotune.tune(operator, *shape, dtype=dtype, layout=layout, group=group)
     entry = result.entry
     problem = problem_of(operator, shape, layout, str(dtype).removeprefix("torch."), dist.get_world_size(group))

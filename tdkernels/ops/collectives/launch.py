@@ -107,9 +107,9 @@ def launch(operator, x, group, config):
 
 
 def bind(operator, x, group, config):
-    """The Launch that ``launch`` is, or None if it is something else, or copies x or takes its bytes."""
+    """Return the Launch of a fused call; None if the call copies x, takes its bytes, or uses the copy engine."""
     given = _as_given(rows_contiguous(x))
-    if given is not x or config.method != "fused" or config.exchange == "copy_engine":
+    if given is not x or config.exchange == "copy_engine":
         return None
     return kernel_launch.bind(*_launch_call(operator, x, given, group, config))[0]
 

@@ -192,7 +192,8 @@ def _keep(key, operator, group, x, config, y):
     config = _config_for(operator, as_argument(config), x, group)
     run = lambda group, x: _run_by(config, operator, x, group)  # noqa: E731
     bind = lambda group, x: launcher.bind(operator, x, group, config)  # noqa: E731
-    call_cache.keep(group, key, call_cache.KnownCall(run, bind, y.shape))
+    is_fused = config.method == "fused"
+    call_cache.keep(group, key, call_cache.KnownCall(run, bind if is_fused else None, y.shape))
 
 
 # ---- the public functions ----

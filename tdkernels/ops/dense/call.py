@@ -28,7 +28,7 @@ def forward(operator, kernel, run, x, weight, bias, group, config):
 
 
 def keep_call(key, operator, launch, run, group, x, weight, bias, config, rows, y):
-    """Let ``runtime.call_cache.find_run`` find what a call has come to.
+    """Insert a call into the call cache, see ``runtime.call_cache.find_run``.
 
     Args:     key: from ``find_run``; launch: the operator's module of that name; run: as above
               x, weight, bias, config: as they were given; rows: x [rows, K]; y: the output
@@ -47,4 +47,5 @@ def keep_call(key, operator, launch, run, group, x, weight, bias, config, rows, 
         given = x if flat else x.reshape(rows)
         return launch.bind(given, weight, bias, group, config) if given.data_ptr() == x.data_ptr() else None
 
-    call_cache.keep(group, key, call_cache.KnownCall(again, bind, shape))
+    is_fused = config.method == "fused"
+    call_cache.keep(group, key, call_cache.KnownCall(again, bind if is_fused else None, shape))

@@ -61,10 +61,10 @@ def forward(q, k_cache, v_cache, kv_lens, block_table, scales, options, group, c
 
 
 def _settled(q, k_cache, v_cache, block_table, options, group, config):
-    """The config of a call in a tuple; None in it if there is none to run with."""
+    """Return the config of a call; None for a call without sequences."""
     if config is None:
         config = _chosen(q, k_cache, v_cache, block_table, options, group)
-    return (config,)
+    return config
 
 
 def _peers(group):
@@ -89,7 +89,7 @@ def _forward(
     scales = None if k_scale is None else (k_scale, v_scale)
     options = scale, soft_cap, window
     group, config = _by_name(group, config)
-    (config,), group = _settled(q, k_cache, v_cache, block_table, options, group, config), _peers(group)
+    config, group = _settled(q, k_cache, v_cache, block_table, options, group, config), _peers(group)
     o, lse, kept = forward(q, k_cache, v_cache, kv_lens, block_table, scales, options, group, config, keep)
     return o, lse, lse.new_empty(0) if kept is None else kept
 
@@ -100,7 +100,7 @@ def _backward(
 ):
     options = scale, soft_cap, window
     group, config = _by_name(group, config)
-    (config,), group = _settled(q, k_cache, v_cache, block_table, options, group, config), _peers(group)
+    config, group = _settled(q, k_cache, v_cache, block_table, options, group, config), _peers(group)
     by_torch = config is not None and config.method == "torch"
     do = torch.zeros_like(o) if do is None else do.contiguous()
     delta = (do.float() * o.float()).sum(-1)
@@ -312,7 +312,7 @@ def flash_decode(
             o, lse, _ = torch.ops.tdkernels.flash_decode(*call, False, *text)
     else:
         if known is None:
-            known = _settled(q4, k_cache, v_cache, table, options, group, config)
+            known = (_settled(q4, k_cache, v_cache, table, options, group, config),)  # a config may be None
             call_cache.keep(group, key, known)
         o, lse, _ = forward(*operands, scales, options, _peers(group), *known)
     if q.dim() == 3:

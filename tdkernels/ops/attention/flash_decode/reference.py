@@ -89,7 +89,7 @@ def flash_decode_ref(
 
 
 def _ranks(group):
-    """(how many ranks, which we are); one where nobody has initialised torch.distributed."""
+    """Return (number of ranks, own rank): (1, 0) if torch.distributed is not initialised."""
     if group is None and not is_initialized():
         return 1, 0
     return torch.distributed.get_world_size(group), torch.distributed.get_rank(group)

@@ -100,9 +100,7 @@ def launch(x, weight, bias, group, config, keep_gathered=False):
 
 
 def bind(x, weight, bias, group, config):
-    """The Launch that ``launch`` is, or None if it is more than one, or copies an operand."""
-    if config.method != "fused":
-        return None
+    """Return the Launch of a fused call; None if the call needs more than one launch, or copies an operand."""
     config = _that_reaches(config, group_state(group).topology.num_nodes)
     if config.transport == "copy_engine":
         return None

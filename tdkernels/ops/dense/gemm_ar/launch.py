@@ -92,9 +92,7 @@ def launch(x, weight, bias, group, config):
 
 
 def bind(x, weight, bias, group, config):
-    """The Launch that ``launch`` is, or None if it copies an operand."""
-    if config.method != "fused":
-        return None
+    """Return the Launch of a fused call; None if the call copies an operand."""
     return bind_product(_workspace(x, group, config), x, weight, bias, config, _prepare)
 
 

@@ -64,9 +64,7 @@ def launch(x, weight, bias, group, config):
 
 
 def bind(x, weight, bias, group, config):
-    """The Launch that ``launch`` is, or None if it is more than one, or copies an operand."""
-    if config.method != "fused":
-        return None
+    """Return the Launch of a fused call; None if the call needs more than one launch, or copies an operand."""
     return bind_product(_workspace(x, group, config), x, weight, bias, config, _prepare)
 
 

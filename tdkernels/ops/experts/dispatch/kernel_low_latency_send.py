@@ -28,7 +28,7 @@ def line_words(num_experts, world_size):
 
 @td.jit
 def line_of(area, source, EXPERTS: tl.constexpr, RANKS: tl.constexpr):
-    """A rank's line in a half of somebody's memory, which begins at ``area``."""
+    """Return the address of a rank's line in the half of a buffer that begins at ``area``."""
     return area.to(tl.pointer_type(tl.int32)) + source * line_words(EXPERTS, RANKS)
 
 
