@@ -123,8 +123,8 @@ class Campaign:
             _in_threads([lambda world_size=world_size: compile_some(world_size)] * 4)
         return problems
 
-    def run(self, first_seed, cases, seconds, tell=print):
-        """Play cases until there are so many, or the time is over."""
+    def run(self, first_seed, cases, seconds, tell=print, save=lambda: None):
+        """Play cases until there are so many, or the time is over; ``save`` after every 25."""
         deadline = None if seconds is None else time.monotonic() + seconds
         seeds = iter(range(first_seed, first_seed + (cases or 10**9)))
 
@@ -147,6 +147,8 @@ class Campaign:
                     tell(f"seed {plan.seed}: " + "; ".join(bad), flush=True)
                 if count % 25 == 0:
                     tell(f"{count} cases", flush=True)
+                    with self._lock:
+                        save()
             for ranks in pools.values():
                 ranks.close()
 
@@ -254,6 +256,26 @@ def table(summary):
     return "\n".join(lines)
 
 
+class Summary:
+    """The file that the counts of a campaign go to; with ``--add``, on top of those that it holds at the start."""
+
+    def __init__(self, args):
+        folder = Path(args.out) if args.out else RESULTS
+        self.path, self._args, self._start = folder / f"chaos-{args.device}.json", args, time.monotonic()
+        self._before = json.loads(self.path.read_text()) if args.add and self.path.exists() else None
+
+    def write(self, cases):
+        """Write the counts of ``cases``, and return them."""
+        seed = self._args.seed
+        summary = summarize(cases) | {"device": self._args.device, "seconds": round(time.monotonic() - self._start)}
+        summary["seeds"] = [[seed, seed + len(cases)]]
+        if self._before is not None:
+            summary = merge(self._before, summary)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text(json.dumps(summary, indent=1) + "\n")
+        return summary
+
+
 def run_and_report(args):
     """Run what the command line asks for; the exit status."""
     cases = args.cases or (None if args.seconds else 1000)
@@ -264,20 +286,12 @@ def run_and_report(args):
             for problem in campaign.warm_up():
                 print(f"not warmed up: {problem}", flush=True)
             print(f"kernels are compiled after {time.monotonic() - start:.0f} s", flush=True)
-            start = time.monotonic()
-        played = campaign.run(args.seed, cases, args.seconds)
-    summary = summarize(played)
+        saved = Summary(args)
+        played = campaign.run(args.seed, cases, args.seconds, save=lambda: saved.write(campaign.cases))
     if cases == 1:
         print("\n".join(describe(played[0])))
-        return int(bool(summary["bad"]))
-    summary |= {"device": args.device, "seconds": round(time.monotonic() - start)}
-    summary["seeds"] = [[args.seed, args.seed + len(played)]]
-    folder = Path(args.out) if args.out else RESULTS
-    path = folder / f"chaos-{args.device}.json"
-    if args.add and path.exists():
-        summary = merge(json.loads(path.read_text()), summary)
-    folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(summary, indent=1) + "\n")
+        return int(any(bad_outcomes(case) for case in played))
+    path, summary = saved.path, saved.write(played)
     print(table(summary))
     print(f"{summary['cases']} cases in {summary['seconds']} s; wrong results: {summary['wrong']}; "
           f"hangs: {summary['hangs']}; an error came at most {summary['longest_error_beyond_the_timeout_s']} s after "
