@@ -26,7 +26,7 @@ from tdkernels import (
     PeerTimeoutError,
 )
 from tdkernels.lang import context as words
-from tdkernels.ops.experts.dispatch.routing import route
+from tdkernels.ops.experts.dispatch.counting import count
 from tdkernels.ops.experts.ep_moe import fused
 from tdkernels.symm.backends.emulated_network import EmulatedNetwork
 from tdkernels.symm.group import group_state
@@ -292,14 +292,14 @@ def overlapping_experts(group):
 
     def keeps_routing():
         def kept(*args, **kwargs):
-            routings[:] = [route(*args, **kwargs)]
+            routings[:] = [count(*args, **kwargs)]
             return routings[0]
 
-        with mock.patch.object(fused, "route", kept):
+        with mock.patch.object(fused, "count", kept):
             return forward()
 
     def goes_by_it(_):
-        with mock.patch.object(fused, "route", lambda *args, **kwargs: routings[0]):
+        with mock.patch.object(fused, "count", lambda *args, **kwargs: routings[0]):
             return forward()
 
     dy = layer.all_dy[layer.case.mine].to(device())

@@ -13,9 +13,11 @@ from tdkernels import EpConfig, EpMoeConfig, GroupGemmConfig, Tiles, autotune, e
 from tdkernels.autotune import disk_cache
 from tdkernels.autotune.problem import Problem, gpu_name
 from tdkernels.autotune.tunable import tunable
-from tdkernels.ops.experts.dispatch import route, torch_backend
-from tdkernels.ops.experts.dispatch import routing as ep_routing
+from tdkernels.ops.experts.dispatch import counting, route
+from tdkernels.ops.experts.dispatch.counted import routing_to_compile
+from tdkernels.ops.experts.dispatch.request import DispatchRequest, RoutingShape
 from tdkernels.ops.experts.dispatch.token_buckets import sure_capacity
+from tdkernels.ops.experts.dispatch.torch_backend import TorchRouting
 from tdkernels.ops.experts.ep_moe import config as ep_moe_config
 from tdkernels.ops.experts.ep_moe import fused as ep_moe_fused
 from tdkernels.ops.experts.ep_moe import launch_dispatch_gemm as ep_moe_launch_dispatch_gemm
@@ -75,8 +77,9 @@ def methods_of(layer, group, **options):
     launches = (ep_moe, "ep_moe_fused", lambda args, options: args[-2])
     with contextlib.ExitStack() as stack:
         ran = stack.enter_context(expert_support.recorded(launches))
-        by_torch = stack.enter_context(counted(torch_backend, "dispatch"))
-        routes = [stack.enter_context(counted(module, "route")) for module in (route, ep_moe_fused, torch_backend)]
+        by_torch = stack.enter_context(counted(TorchRouting, "dispatch"))
+        routes = [stack.enter_context(counted(module, "count")) for module in (route, ep_moe_fused, ep_moe_config)]
+        routes.append(stack.enter_context(counted(route, "route_by_torch")))
         layer.check(layer.run(group=group, **options))
     assert "max_tokens_per_rank" in options or sum(map(sum, routes)) == 1, routes
     return [config for _, config in ran], by_torch[0]
@@ -288,8 +291,8 @@ def test_overlapping_is_thought_better_where_the_wire_counts_and_worse_where_cho
 
 @pytest.mark.parametrize("max_tokens, most_tokens, rows", [(8192, None, 256), (8192, 128, 32), (256, 128, 8)])
 def test_tiles_are_for_rows_that_may_come_and_not_for_all_there_is_room_for(max_tokens, most_tokens, rows):
-    unrouted = ep_routing.unrouted("ep_moe", 128, 8, 256, 8, None, torch.device("cpu"), max_tokens=max_tokens)
-    routing = replace(unrouted, rows=max_tokens, most_tokens=most_tokens)
+    shape = RoutingShape("ep_moe", 128, 8, 256, 8, max_tokens, most_tokens)
+    routing = replace(routing_to_compile(shape, None, torch.device("cpu")), rows=max_tokens)
     assert ep_moe_fused._rows_of_expert(routing, 32) == rows
 
 
@@ -304,10 +307,10 @@ def test_what_overlaps_is_compiled_ahead():
         patch.setattr(ep_moe_launch_dispatch_gemm, "rows_of_buffer", lambda workspace, x: x[:1])
         operands = op.operands(problem, torch.device("cpu"), torch.Generator())
         group = type("Group", (), {"size": lambda self: ranks, "rank": lambda self: 0})()
-        with recorded_launches((ep_routing, ep_moe_launch_sort), ranks):
+        with recorded_launches((counting, ep_moe_launch_sort), ranks):
             x, ids, weights, gate_up, down = operands
-            call = 4, "swiglu", 256, None, group, config
-            ep_moe.ep_moe_fused(x, ids, weights, gate_up, down, *call)
+            request = DispatchRequest("ep_moe", group, x, ids, 4, max_tokens=256)
+            ep_moe.ep_moe_fused(request, weights, gate_up, down, "swiglu", config)
         launched = list(launches)
         launches.clear()
         op.compile([tensor.to("meta") for tensor in operands], problem, config)

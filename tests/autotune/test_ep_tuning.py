@@ -11,11 +11,13 @@ from tdkernels import EpConfig, explain
 from tdkernels.autotune import selection
 from tdkernels.autotune.problem import Problem
 from tdkernels.autotune.tunable import tunable
+from tdkernels.ops.experts.dispatch import counted as counted_routing
+from tdkernels.ops.experts.dispatch import counting, low_latency
 from tdkernels.ops.experts.dispatch import launch as ep_launch
-from tdkernels.ops.experts.dispatch import low_latency, torch_backend
-from tdkernels.ops.experts.dispatch import routing as ep_routing
+from tdkernels.ops.experts.dispatch import route as ep_route
 from tdkernels.ops.experts.dispatch.config import default_config
 from tdkernels.ops.experts.dispatch.token_buckets import bucket, crossing_share, sure_capacity, tokens_of
+from tdkernels.ops.experts.dispatch.torch_backend import TorchRouting
 from tdkernels.runtime import gpu
 from tdkernels.symm.group import group_state
 from tests.autotune import expert_support
@@ -25,6 +27,7 @@ from tests.autotune.test_selection import counted, tables_in, tune_by_hand
 from tests.ops.experts.dispatch.oracle import BF16, FP16, FP32, Routed
 from tests.support.aot import recorded_launches
 from tests.support.ranks import a_group, device, on_ranks
+from tests.support.routing import planned
 
 TUNED = EpConfig(num_senders=1, num_receivers=2, chunk_tokens=4, block_bytes=16384, num_warps=2)
 BACK = EpConfig(num_senders=2, num_receivers=1, block_bytes=8192, num_warps=2)
@@ -78,7 +81,7 @@ def there_and_back(case, group, config=None, **options):
     """The configs that a dispatch, its combine and their backwards ran with."""
     launches = (
         (ep_launch, "launch_dispatch", lambda args, options: args[0].config),
-        (ep_launch, "launch_combine", lambda args, options: options.get("config") or args[0].config),
+        (ep_launch, "launch_combine", lambda args, options: args[2]),
     )
     x, weights = case.x.clone().requires_grad_(), case.weights.nan_to_num().requires_grad_()
     with expert_support.recorded(*launches) as ran:
@@ -142,7 +145,7 @@ def take_torchs_sequence(folder):
             *(entry_of(BY_TORCH, "all_to_all", (tokens, 16, 2), **exact) for tokens in (4, 8, 16)),
         )
         x, splits = torch.ones(5, 16, dtype=BF16, device=device()), torch.tensor([2, 3], device=device())
-        with counted(torch_backend, "dispatch") as by_torch, counted(torch_backend, "route") as counts:
+        with counted(TorchRouting, "dispatch") as by_torch, counted(ep_route, "route_by_torch") as counts:
             assert there_and_back(a_case([3, 5]), group) == [] and by_torch == [1]
             tdkernels.all_to_all(x, splits, group=group)
             assert by_torch == [2] and counts == [0], "what our kernels have counted is counted again"
@@ -293,28 +296,37 @@ def compiled_and_launched(operator, layout, launch, *launchers, config=TUNED):
         expert_support.same_code(launched, launches[0])
 
 
-def route(problem, ids):
+MODULES = counting, counted_routing, ep_launch, low_latency
+
+
+def plan_of(problem, ids, **options):
     group = type("Group", (), {"size": lambda self: problem.world_size})()
-    return ep_routing.route(problem.operator, ids, problem.shape[2], group, TUNED, max_tokens=32)
+    return planned(group, ids, problem.shape[2], TUNED, problem.operator, max_tokens=32, **options)
+
+
+def route(problem, ids):
+    return counting.count(*plan_of(problem, ids))
+
+
+def low_latency_route(problem, ids, **options):
+    plan, request = plan_of(problem, ids, max_tokens_per_rank=len(ids), **options)
+    return low_latency.route_low_latency(low_latency.plan_low_latency(plan), request)
 
 
 @pytest.mark.parametrize("layout", ["static", "static_fp8"])
 def test_a_dispatch_is_compiled_ahead(layout):
     def launch(problem, x, ids, weights):
-        ep_launch.dispatch(route(problem, ids), x, weights=weights, quantize=layout == "static_fp8")
+        route(problem, ids).dispatch(x, weights=weights, quantize=layout == "static_fp8")
 
-    compiled_and_launched("ep_dispatch", layout, launch, (ep_routing, ep_launch))
+    compiled_and_launched("ep_dispatch", layout, launch, MODULES)
 
 
 @pytest.mark.parametrize("layout", ["bounded", "bounded_fp8"])
 def test_a_direct_dispatch_is_compiled_ahead(layout):
     def launch(problem, x, ids, weights):
-        group = type("Group", (), {"size": lambda self: problem.world_size})()
-        routing = low_latency.bounded_routing(problem.operator, ids, problem.shape[2], group, TUNED, 32, len(x))
-        low_latency.leave_uncounted(routing, ids)
-        ep_launch.dispatch(routing, x, weights=weights, quantize=layout == "bounded_fp8")
+        low_latency_route(problem, ids).dispatch(x, weights=weights, quantize=layout == "bounded_fp8")
 
-    compiled_and_launched("ep_dispatch", layout, launch, (ep_routing, ep_launch, low_latency))
+    compiled_and_launched("ep_dispatch", layout, launch, MODULES)
 
 
 def test_what_is_direct_is_a_candidate_beside_what_is_counted_first():
@@ -331,24 +343,22 @@ def test_what_is_direct_is_a_candidate_beside_what_is_counted_first():
 def test_a_combine_is_compiled_ahead():
     def launch(problem, x, ids, weights):
         routing = route(problem, ids)
-        rows, _, row_weights = ep_launch.dispatch(routing, x, weights=weights)
-        ep_launch.combine(routing, rows, weights=weights, row_weights=row_weights)
+        rows, _, row_weights = routing.dispatch(x, weights=weights)
+        routing.combine(rows, weights=weights, row_weights=row_weights)
 
-    compiled_and_launched("ep_combine", "static", launch, (ep_routing, ep_launch))
+    compiled_and_launched("ep_combine", "static", launch, MODULES)
 
 
 def test_an_all_to_all_is_compiled_ahead():
     def launch(problem, x, splits):
-        ep_launch.dispatch(route(problem, torch.zeros(len(x), 1, dtype=torch.int64)), x)
+        route(problem, torch.zeros(len(x), 1, dtype=torch.int64)).dispatch(x)
 
-    compiled_and_launched("all_to_all", "static", launch, (ep_routing, ep_launch))
+    compiled_and_launched("all_to_all", "static", launch, MODULES)
 
 
 def test_a_direct_all_to_all_is_compiled_ahead():
     def launch(problem, x, splits):
-        group, ids = type("Group", (), {"size": lambda self: problem.world_size})(), torch.zeros(len(x), 1).long()
-        routing = low_latency.bounded_routing(problem.operator, ids, problem.shape[2], group, TUNED, 32, len(x))
-        low_latency.leave_uncounted(routing, ids, torch.zeros((), dtype=torch.int32), by_source=True)
-        ep_launch.dispatch(routing, x)
+        ids, code = torch.zeros(len(x), 1, dtype=torch.int64), torch.zeros((), dtype=torch.int32)
+        low_latency_route(problem, ids, by_source=True, error_code=code).dispatch(x)
 
-    compiled_and_launched("all_to_all", "bounded", launch, (ep_routing, ep_launch, low_latency))
+    compiled_and_launched("all_to_all", "bounded", launch, MODULES)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tdkernels.ops.experts.dispatch import routing as ep_routing
+from tdkernels.ops.experts.dispatch import counting
 from tdkernels.ops.experts.dispatch.config import EpConfig
 from tdkernels.ops.experts.ep_moe import launch_dispatch_gemm as ep_moe_launch_dispatch_gemm
 from tdkernels.ops.experts.ep_moe import launch_gemm_combine as ep_moe_launch_gemm_combine
@@ -20,6 +20,7 @@ from tdkernels.ops.experts.tp_moe import routing as moe_routing
 from tdkernels.runtime import gpu
 from tests.compiled.targets import BF16, compile_launches, tiles_for
 from tests.support.aot import recorded_launches
+from tests.support.routing import planned
 
 # What the launches of a training step of group_gemm are, in their order, and what torch's product is told; without an
 # activation there is no "swiglu".
@@ -105,13 +106,13 @@ def expert_layer_launches(arch, dtype, sizes=(256, 2, 4, 512, 256), ranks=4):
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setattr(gpu, "has_tma", lambda device: arch in ("sm_90", "sm_100"))
         patch.setattr(ep_moe_launch_dispatch_gemm, "rows_of_buffer", lambda workspace, x: x[:1])
-        stack.enter_context(recorded_launches(ep_routing, ranks))
+        stack.enter_context(recorded_launches(counting, ranks))
         of_order, of_rows, of_sums = (
             stack.enter_context(recorded_launches(module, ranks))
             for module in (ep_moe_launch_sort, ep_moe_launch_dispatch_gemm, ep_moe_launch_gemm_combine)
         )
         ids, most = torch.zeros(tokens, k, dtype=torch.int64), 2 * tokens
-        routing = ep_routing.route("op", ids, each * ranks, group, EpConfig(), max_tokens=most, whole=True)
+        routing = counting.count(*planned(group, ids, each * ranks, EpConfig(), per_choice=True, max_tokens=most))
         order = ep_moe_launch_sort.order_of(routing)
         rows, sums = ep_moe_launch_dispatch_gemm.launch, ep_moe_launch_gemm_combine.launch
         came = rows(routing, order, x, weights, gate_up, tiles, activation="swiglu", keep=True, keep_rows=True)

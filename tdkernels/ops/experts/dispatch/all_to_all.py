@@ -16,10 +16,10 @@ import torch
 from tdkernels.autotune.modes import get_mode
 from tdkernels.ops.common.config import check_config
 from tdkernels.ops.common.validation import INTEGERS, check_tensor
-from tdkernels.ops.experts.dispatch import launch as launcher
 from tdkernels.ops.experts.dispatch.config import EpConfig
 from tdkernels.ops.experts.dispatch.device_errors import Splits
-from tdkernels.ops.experts.dispatch.route import as_chosen, plan_route, refuse_too_many, route_by
+from tdkernels.ops.experts.dispatch.request import DispatchRequest
+from tdkernels.ops.experts.dispatch.route import plan_route, refuse_too_many, route
 from tdkernels.ops.experts.dispatch.validation import check_most_tokens, check_num_experts, check_payload
 from tdkernels.runtime import call_cache
 from tdkernels.runtime.autograd import refuse_second_derivatives
@@ -47,7 +47,7 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, scales, routing):
         ctx.routing = routing
-        out, out_scales, _ = launcher.dispatch(routing, x, scales=scales)
+        out, out_scales, _ = routing.dispatch(x, scales=scales)
         codes = [out] if out.dtype.itemsize == 1 else []
         ctx.mark_non_differentiable(*codes, *([] if out_scales is None else [out_scales]))
         return out, out_scales
@@ -55,7 +55,7 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout, _):
         refuse_second_derivatives(_NAME)
-        return launcher.combine(ctx.routing, dout)[0], None, None
+        return ctx.routing.combine(dout)[0], None, None
 
 
 def _experts_of_rows(splits, rows):
@@ -117,19 +117,17 @@ def all_to_all(x, splits, *, scales=None, max_tokens=None, max_tokens_per_rank=N
     plan, key = call_cache.find(_NAME, group, (x, splits, scales), settings)
     if plan is None:
         _check(x, splits, scales, max_tokens, max_tokens_per_rank, config, group.size())
-    ids, bad = _experts_of_rows(splits, len(x))
-    call = _NAME, x, ids, len(splits), None
+    ids, error_code = _experts_of_rows(splits, len(x))
+    request = DispatchRequest(
+        _NAME, group, x, ids, len(splits), config, None, max_tokens, max_tokens_per_rank, True, error_code,
+        Splits(splits, len(x)),
+    )
     if plan is None:
         if max_tokens_per_rank is not None and len(x) > max_tokens_per_rank:
-            refuse_too_many(
-                _NAME, x, ids, None, scales, len(splits), None, max_tokens, max_tokens_per_rank, group, config,
-                by_source=True,
-            )
-        plan = plan_route(*call, max_tokens, group, config, max_tokens_per_rank, by_source=True)
+            refuse_too_many(request, None, scales)
+        plan = plan_route(request)
         call_cache.keep(group, key, plan)
-    given = Splits(splits, len(x))
-    routing = route_by(plan, *call, group, max_tokens_per_rank, bad, by_source=True, given=given)
-    routing = as_chosen(routing, ids, by_source=True)
+    routing = route(plan, request)
     out, out_scales = _AllToAll.apply(x, scales, routing)
     out_splits = routing.splits
     return out, (out_splits.flatten() if splits.shape[0] == group.size() else out_splits), out_scales

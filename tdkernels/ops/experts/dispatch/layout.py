@@ -25,6 +25,9 @@ import enum
 import triton.language as tl
 
 from tdkernels import lang as td
+from tdkernels.rounding import cdiv, next_power_of_2
+
+_TILE_IDS = 64  # ids that a counting program compares with each other
 
 
 class Fact(enum.IntEnum):
@@ -58,6 +61,26 @@ def length(num_experts, world_size, tokens, k, tiles):
     """Words of the tables."""
     columns = num_experts + world_size + 2
     return facts_begin(num_experts, world_size) + NUM_FACTS.value + tokens * (2 * k + world_size) + tiles * columns
+
+
+def tile_ids(k):
+    """Ids of a program that counts, at most."""
+    return max(_TILE_IDS, next_power_of_2(k))
+
+
+def tile_tokens(k):
+    """Tokens of a program that counts."""
+    return tile_ids(k) // k
+
+
+def num_tiles(tokens, k):
+    """Programs that count."""
+    return max(cdiv(tokens, tile_tokens(k)), 1)
+
+
+def table_constants(k, num_experts, world_size):
+    """What every kernel knows of the tables when it is compiled."""
+    return {"K": k, "EXPERTS": num_experts, "RANKS": world_size}
 
 
 def came_length(world_size, slots, k):

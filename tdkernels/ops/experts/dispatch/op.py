@@ -25,9 +25,9 @@ import torch
 
 from tdkernels.autotune.modes import get_mode
 from tdkernels.ops.common.config import check_config
-from tdkernels.ops.experts.dispatch import launch as launcher
 from tdkernels.ops.experts.dispatch.config import EpConfig
-from tdkernels.ops.experts.dispatch.route import as_chosen, plan_route, refuse_too_many, route_by
+from tdkernels.ops.experts.dispatch.request import DispatchRequest
+from tdkernels.ops.experts.dispatch.route import plan_route, refuse_too_many, route
 from tdkernels.ops.experts.dispatch.token_buckets import choose_config
 from tdkernels.ops.experts.dispatch.validation import (
     check_again,
@@ -83,13 +83,13 @@ class EpHandle:
 
     @property
     def num_experts(self):
-        return self._routing.num_experts
+        return self._routing.shape.num_experts
 
     def __repr__(self):
-        routing = self._routing
+        routing, shape = self._routing, self._routing.shape
         return (
-            f"EpHandle({routing.tokens} tokens, {routing.choices} of {routing.num_experts} experts each, "
-            f"{routing.rows} rows here, {routing.world_size} ranks)"
+            f"EpHandle({shape.tokens} tokens, {shape.choices} of {shape.num_experts} experts each, "
+            f"{routing.rows} rows here, {shape.world_size} ranks)"
         )
 
 
@@ -147,9 +147,7 @@ def _all_to_all(rows, sent, received, group):
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weights, scales, routing, quantize):
-        rows, row_scales, row_weights = launcher.dispatch(
-            routing, x, scales=scales, weights=weights, quantize=quantize
-        )
+        rows, row_scales, row_weights = routing.dispatch(x, scales=scales, weights=weights, quantize=quantize)
         ctx.routing = routing
         ctx.weights_dtype = None if weights is None else weights.dtype
         codes = [rows] if rows.dtype.itemsize == 1 else []
@@ -162,9 +160,7 @@ class _Dispatch(torch.autograd.Function):
         wants_x, wants_weights = ctx.needs_input_grad[:2]
         if not wants_x:
             d_rows = d_row_weights.new_empty(ctx.routing.rows, 0)
-        dx, d_weights = launcher.combine(
-            ctx.routing, d_rows, row_numbers=d_row_weights if wants_weights else None
-        )
+        dx, d_weights = ctx.routing.combine(d_rows, row_numbers=d_row_weights if wants_weights else None)
         d_weights = d_weights.to(ctx.weights_dtype) if wants_weights else None
         return dx if wants_x else None, d_weights, None, None, None
 
@@ -172,7 +168,7 @@ class _Dispatch(torch.autograd.Function):
 class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows, weights, routing, row_weights, config):
-        y, _ = launcher.combine(routing, rows, weights=weights, row_weights=row_weights, config=config)
+        y, _ = routing.combine(rows, weights=weights, row_weights=row_weights, config=config)
         ctx.routing = routing
         ctx.save_for_backward(rows if ctx.needs_input_grad[1] else None, weights)
         return y
@@ -183,10 +179,10 @@ class _Combine(torch.autograd.Function):
         rows, weights = ctx.saved_tensors
         wants_weights = ctx.needs_input_grad[1]
         as_sent = None if weights is None else weights.to(torch.float32).contiguous()
-        d_rows, dots = launcher.dispatch_gradient(ctx.routing, dy, rows, as_sent, wants_weights)
+        d_rows, dots = ctx.routing.dispatch_gradient(dy, rows, as_sent, wants_weights)
         d_weights = None
         if wants_weights:
-            _, d_weights = launcher.combine(ctx.routing, dy.new_empty(ctx.routing.rows, 0), row_numbers=dots)
+            _, d_weights = ctx.routing.combine(dy.new_empty(ctx.routing.rows, 0), row_numbers=dots)
             d_weights = d_weights.to(weights.dtype)
         return d_rows, d_weights, None, None, None
 
@@ -194,34 +190,31 @@ class _Combine(torch.autograd.Function):
 # ---- the public functions ----
 
 
-def handle_of(
-    x, topk_ids, topk_weights, scales, num_experts, quantize, max_tokens, max_tokens_per_rank, group, config,
-    in_halves=False,
-):
-    """The EpHandle of a dispatch: of ids that are counted now, or of those of a handle. Raises for bad input."""
-    group = resolve_group(group)
+def handle_of(request, topk_weights, scales, allow_torch=True):
+    """The EpHandle of a dispatch: of ids that are counted now, or of those of a handle. Raises for invalid arguments.
+
+    Args:     request: DispatchRequest; its ids may be the EpHandle of an earlier dispatch
+              allow_torch: see ``route``
+    """
+    x, topk_ids, group = request.x, request.ids, request.group
     if isinstance(topk_ids, EpHandle):
         known = topk_ids._routing
         if known.group is not group:
             raise ValueError("ep_dispatch: the handle is of another group than the call")
-        check_again(x, known, topk_weights, scales, quantize)
+        check_again(x, known, topk_weights, scales, request.quantize)
         return EpHandle(known, topk_weights)
-    settings = num_experts, quantize, max_tokens, max_tokens_per_rank, config, get_mode()
+    bounds = request.max_tokens, request.max_tokens_per_rank
+    settings = request.num_experts, request.quantize, *bounds, request.config, get_mode()
     plan, key = call_cache.find("ep_dispatch", group, (x, topk_ids, topk_weights, scales), settings)
-    ids = "ep_dispatch", x, topk_ids, num_experts, quantize
     if plan is None:
-        check_dispatch(x, topk_ids, topk_weights, scales, num_experts, quantize, max_tokens, group.size())
-        check_most_tokens("ep_dispatch", max_tokens_per_rank, topk_ids.shape[1], group.size())
-        check_config("ep_dispatch", config, EpConfig, x)
-        if max_tokens_per_rank is not None and len(x) > max_tokens_per_rank:
-            refuse_too_many(
-                "ep_dispatch", x, topk_ids, topk_weights, scales, num_experts, quantize, max_tokens,
-                max_tokens_per_rank, group, config,
-            )
-        plan = plan_route(*ids, max_tokens, group, config, max_tokens_per_rank)
+        check_dispatch(request, topk_weights, scales)
+        check_most_tokens("ep_dispatch", request.max_tokens_per_rank, topk_ids.shape[1], group.size())
+        check_config("ep_dispatch", request.config, EpConfig, x)
+        if request.max_tokens_per_rank is not None and len(x) > request.max_tokens_per_rank:
+            refuse_too_many(request, topk_weights, scales)
+        plan = plan_route(request)
         call_cache.keep(group, key, plan)
-    routing = route_by(plan, *ids, group, max_tokens_per_rank)
-    return EpHandle(as_chosen(routing, topk_ids, by_torch=not in_halves), topk_weights)  # halves are there to overlap
+    return EpHandle(route(plan, request, allow_torch), topk_weights)
 
 
 @outside_graphs
@@ -261,16 +254,16 @@ def ep_dispatch(
     Source:   tokens once for a rank and the handle: DeepEP (https://github.com/deepseek-ai/DeepEP)
     """
     _refuse_gradient_of_codes(x, quantize)
-    handle = handle_of(
-        x, topk_ids, topk_weights, scales, num_experts, quantize, max_tokens, max_tokens_per_rank, group, config
+    request = DispatchRequest(
+        "ep_dispatch", resolve_group(group), x, topk_ids, num_experts, config, quantize, max_tokens,
+        max_tokens_per_rank,
     )
+    handle = handle_of(request, topk_weights, scales)
     routing, quantize = handle._routing, quantize is not None
     if wants_gradient(x, topk_weights):
         rows, row_scales, row_weights = _Dispatch.apply(x, topk_weights, scales, routing, quantize)
     else:
-        rows, row_scales, row_weights = launcher.dispatch(
-            routing, x, scales=scales, weights=topk_weights, quantize=quantize
-        )
+        rows, row_scales, row_weights = routing.dispatch(x, scales=scales, weights=topk_weights, quantize=quantize)
     if row_weights is not None:
         handle.keep_row_weights(row_weights.detach())
     return EpTokens(rows, routing.splits, row_weights, row_scales), handle
@@ -287,13 +280,14 @@ def _refuse_gradient_of_codes(x, quantize):
 
 def row_weights_of(handle, topk_weights, config):
     """The weights of a combine by rows, if they are needed there, or None."""
-    if topk_weights is None or not launcher.weighs_rows(handle._routing, config):
+    routing = handle._routing
+    if topk_weights is None or not routing.weighs_rows(config):
         return None
     known = handle.known_row_weights() if topk_weights is handle._topk_weights else None
     if known is not None:
         return known
-    nothing = topk_weights.new_empty(handle._routing.tokens, 0, dtype=torch.float32)
-    return launcher.dispatch(handle._routing, nothing, weights=topk_weights.detach())[2]
+    nothing = topk_weights.new_empty(routing.shape.tokens, 0, dtype=torch.float32)
+    return routing.dispatch(nothing, weights=topk_weights.detach())[2]
 
 
 @outside_graphs
@@ -324,7 +318,7 @@ def ep_combine(expert_out, handle, topk_weights=None, *, group=None, config=None
     routing = handle._routing
     if wants_gradient(expert_out, topk_weights):
         return _Combine.apply(expert_out, topk_weights, routing, row_weights, config)
-    return launcher.combine(routing, expert_out, weights=topk_weights, row_weights=row_weights, config=config)[0]
+    return routing.combine(expert_out, weights=topk_weights, row_weights=row_weights, config=config)[0]
 
 
 def checked_combine(expert_out, handle, topk_weights, group, config):
@@ -335,27 +329,26 @@ def checked_combine(expert_out, handle, topk_weights, group, config):
     group = resolve_group(group)
     if group is not routing.group:
         raise ValueError("ep_combine: the handle is of another group than the call")
-    # Besides its sizes, what decides of a routing how a combine runs.
-    of_routing = routing.sizes, routing.rows, routing.staged, routing.max_tokens, routing.most_tokens
-    way = routing.config_is_given, routing.by_torch is None, routing.tables.device
-    settings = *of_routing, *way, config, get_mode()
+    # What decides of a routing how a combine runs.
+    of_routing = routing.shape, routing.rows, routing.staged, routing.config, routing.config_is_given, routing.method
+    settings = *of_routing, routing.splits.device, config, get_mode()
     known, key = call_cache.find("ep_combine", group, (expert_out, topk_weights), settings)
     if known is None:
         check_combine(expert_out, routing, topk_weights)
         check_config("ep_combine", config, EpConfig, expert_out)
         _check_method(routing, config)
         known = config or routing.config
-        if config is None and not routing.config_is_given and routing.by_torch is None:
-            known = choose_config("ep_combine", routing, expert_out)
+        if config is None and not routing.config_is_given and routing.method == "fused":
+            known = choose_config("ep_combine", routing.shape, routing.staged, group, expert_out)
         call_cache.keep(group, key, known)
     return handle._topk_weights if topk_weights is None else topk_weights, known
 
 
 def _check_method(routing, config):
     """What goes by a handle goes as its dispatch went, which may have been told so, or have chosen it."""
-    went = "fused" if routing.by_torch is None else "torch"
-    told = went == "fused" or routing.config_is_given
-    if config is not None and config.method != went and told:
+    told = routing.method == "fused" or routing.config_is_given
+    if config is not None and config.method != routing.method and told:
         raise ValueError(
-            f'ep_combine: config has method "{config.method}", but the dispatch of the handle went by "{went}"'
+            f'ep_combine: config has method "{config.method}", but the dispatch of the handle went by '
+            f'"{routing.method}"'
         )

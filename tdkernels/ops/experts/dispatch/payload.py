@@ -1,4 +1,4 @@
-"""What a dispatch moves: its operands and outputs, and how a kernel takes them apart.
+"""What a dispatch or a combine moves: its operands and outputs, and how a kernel takes them apart.
 
 A row is moved in the largest words that its bytes are a multiple of, whatever numbers they are; only a kernel that
 quantizes, or that multiplies a gradient, needs to know the type.
@@ -20,8 +20,8 @@ _WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.uint8}
 
 
 @dataclass
-class Sending:
-    """Tensors of a dispatch, from its first half to its second."""
+class DispatchTensors:
+    """Tensors of a dispatch, from its send phase to its receive phase."""
 
     x: torch.Tensor
     scales: torch.Tensor | None
@@ -42,7 +42,27 @@ class Sending:
         )
 
     def with_tensors(self, tensors):
-        return Sending(*tensors, quantize=self.quantize, gradient=self.gradient, first=self.first)
+        return DispatchTensors(*tensors, quantize=self.quantize, gradient=self.gradient, first=self.first)
+
+
+@dataclass
+class CombineTensors:
+    """Tensors of a combine, from its send phase to its receive phase."""
+
+    rows: torch.Tensor
+    weights: torch.Tensor | None  # [T, K]
+    row_weights: torch.Tensor | None  # [R]
+    row_numbers: torch.Tensor | None
+    y: torch.Tensor
+    numbers: torch.Tensor | None
+    per_expert: bool
+
+    @property
+    def tensors(self):
+        return self.rows, self.weights, self.row_weights, self.row_numbers, self.y, self.numbers
+
+    def with_tensors(self, tensors):
+        return CombineTensors(*tensors, self.per_expert)
 
 
 def pieces_trace(device, world_size):
@@ -85,9 +105,9 @@ def block_of(items, item_bytes, block_bytes, least=1):
     return max(min(next_power_of_2(max(items, 1)), block_bytes // item_bytes), least)
 
 
-def scale_bytes_of(sending):
-    """Of a token."""
-    return 0 if sending.scales is None else sending.scales.shape[1:].numel() * sending.scales.element_size()
+def scale_bytes_of(tensors):
+    """Bytes of a token's scales."""
+    return 0 if tensors.scales is None else tensors.scales.shape[1:].numel() * tensors.scales.element_size()
 
 
 def _how(quantize, device):
@@ -97,9 +117,9 @@ def _how(quantize, device):
     return (BY_INSTRUCTION if gpu.converts_to_e4m3(device) else BY_INTEGERS).value
 
 
-def parts_of(sending, config):
+def parts_of(tensors, config):
     """(items of a row, words of its scales, what the kernel's constants say of them)."""
-    x, quantize, gradient, scale_bytes = sending.x, sending.quantize, sending.gradient, scale_bytes_of(sending)
+    x, quantize, gradient, scale_bytes = tensors.x, tensors.quantize, tensors.gradient, scale_bytes_of(tensors)
     width = x.shape[1]
     nbytes = width * x.element_size()
     if quantize or gradient:

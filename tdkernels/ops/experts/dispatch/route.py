@@ -1,130 +1,77 @@
-"""Which way the tokens of a dispatch go: counted first, or of few tokens all in one launch; or by torch."""
+"""Select the strategy of a dispatch: a class of ``routing``, from the config, the shapes, and the bounds of a call."""
 
-from typing import NamedTuple
+from dataclasses import replace
 
 import torch
 
 from tdkernels.ops.common.multinode import spans_nodes
-from tdkernels.ops.experts.dispatch import launch as launcher
-from tdkernels.ops.experts.dispatch import torch_backend
-from tdkernels.ops.experts.dispatch.config import EpConfig, default_config
+from tdkernels.ops.experts.dispatch.config import default_config
+from tdkernels.ops.experts.dispatch.counting import count
 from tdkernels.ops.experts.dispatch.device_errors import own_too_many
-from tdkernels.ops.experts.dispatch.low_latency import (
-    bounded_routing,
-    can_be_direct,
-    direct_config,
-    leave_uncounted,
-    table_words,
-)
-from tdkernels.ops.experts.dispatch.routing import route, slots_for
+from tdkernels.ops.experts.dispatch.low_latency import can_be_low_latency, plan_low_latency, route_low_latency
+from tdkernels.ops.experts.dispatch.request import RoutePlan
 from tdkernels.ops.experts.dispatch.token_buckets import choose_config, config_to_route, sure_capacity
+from tdkernels.ops.experts.dispatch.torch_backend import route_by_torch, routing_by_torch
 
 
-class RoutePlan(NamedTuple):
-    """How the tokens of a call are routed, as far as their shapes decide it. It holds no tensor and no group.
-
-    config:           the EpConfig of the call: given, or chosen; None: to be chosen when the tokens are counted
-    config_is_given:  whether the call has named it, or there is no other
-    max_tokens:       the capacity, or None
-    is_direct:        whether one launch counts and sends; then
-    slots, words:     how many tokens of all ranks there is room for, and the words of the tables
-    """
-
-    config: EpConfig | None
-    config_is_given: bool
-    max_tokens: int | None
-    is_direct: bool = False
-    slots: int = 0
-    words: int = 0
-
-
-def plan_route(
-    operator, x, topk_ids, num_experts, quantize, max_tokens, group, config, max_tokens_per_rank=None, by_source=False
-):
-    """The RoutePlan of checked tokens; collective at the first call with a problem."""
-    choices, ranks = topk_ids.shape[1], group.size()
-    if max_tokens_per_rank is not None and max_tokens is None:
-        max_tokens = sure_capacity(ranks * max_tokens_per_rank, ranks, num_experts, choices)
+def plan_route(request):
+    """The RoutePlan of a DispatchRequest whose arguments are checked; collective at the first call with a problem."""
+    shape, config, x = request.shape, request.config, request.x
+    if shape.max_tokens_per_rank is not None and shape.max_tokens is None:
+        tokens = shape.world_size * shape.max_tokens_per_rank
+        capacity = sure_capacity(tokens, shape.world_size, shape.num_experts, shape.choices)
+        shape = shape._replace(max_tokens=capacity)
     if config is None or config.method != "torch":
-        config = config_to_route(config, group, x.device)
-    plan = RoutePlan(config, config is not None, max_tokens)
-    if max_tokens_per_rank is None or (config is not None and config.method == "torch"):
+        config = config_to_route(config, request.group, x.device)
+    plan = RoutePlan(shape, config, config is not None)
+    if shape.max_tokens is None or (config is not None and config.method == "torch"):
         return plan
     if config is None:
-        like = bounded_routing(operator, topk_ids, num_experts, group, None, max_tokens, max_tokens_per_rank)
-        config = choose_config(_tuned(by_source), like, x, quantize is not None)
-    if not spans_nodes(group) and can_be_direct(config, max_tokens_per_rank, choices, num_experts, ranks):
-        return plan._replace(
-            config=direct_config(config), is_direct=True, slots=slots_for(ranks * max_tokens_per_rank),
-            words=table_words(topk_ids, num_experts, ranks),
-        )
-    return plan._replace(config=config)
+        plan = plan._replace(config=_without_torch(_choose(request, shape, shape.max_tokens), x.device))
+    is_bounded = shape.max_tokens_per_rank is not None and not spans_nodes(request.group)
+    if is_bounded and can_be_low_latency(plan.config, shape):
+        return plan_low_latency(plan)
+    return plan
 
 
-def route_by(
-    plan, operator, x, topk_ids, num_experts, quantize, group, max_tokens_per_rank=None, bad=None, by_source=False,
-    given=None,
-):
-    """The Routing of checked tokens by a plan, to be taken ``as_chosen``.
+def route(plan, request, allow_torch=True):
+    """The Routing of a DispatchRequest by its plan.
 
-    ``bad``, ``by_source``, ``given``: as of ``route``; rows are laid out by source in an all_to_all alone
+    ``allow_torch``: whether torch's collectives may be selected for a call that has named no config
     """
-    config, ids = plan.config, (operator, topk_ids, num_experts, group)
-    if plan.config_is_given and config.method == "torch":
-        return torch_backend.route(
-            *ids, config, x, max_tokens=plan.max_tokens, bad=bad, max_tokens_per_rank=max_tokens_per_rank,
-            quantize=quantize, by_source=by_source, given=given,
-        )
-    if plan.is_direct:
-        routing = bounded_routing(*ids, config, plan.max_tokens, max_tokens_per_rank, plan.slots)
-        routing.config_is_given = plan.config_is_given
-        leave_uncounted(routing, topk_ids, bad, by_source, given, plan.words)
-        return routing
-    options = {"max_tokens": plan.max_tokens, "most_tokens": max_tokens_per_rank, "bad": bad, "by_source": by_source}
-    routing = route(*ids, config if plan.config_is_given else None, given=given, **options)
-    routing.config = config
-    if config is None:
-        routing.config = choose_config(_tuned(by_source), routing, x, quantize is not None)
-    return routing
+    if plan.is_low_latency:
+        return route_low_latency(plan, request)
+    if plan.config_is_given and plan.config.method == "torch":
+        return route_by_torch(plan, request)
+    counted = count(plan, request)
+    return counted if plan.config is not None else settle(counted, request, allow_torch)
 
 
-def route_tokens(
-    operator, x, topk_ids, num_experts, quantize, max_tokens, group, config, max_tokens_per_rank=None, bad=None,
-    by_source=False, given=None,
-):
-    """The Routing of checked tokens, see ``plan_route`` and ``route_by``."""
-    ids = operator, x, topk_ids, num_experts, quantize
-    plan = plan_route(*ids, max_tokens, group, config, max_tokens_per_rank, by_source)
-    return route_by(plan, *ids, group, max_tokens_per_rank, bad, by_source, given)
+def settle(counted, request, allow_torch=True):
+    """The Routing of tokens that were counted before a config was known, which the group selects by their number."""
+    config = _choose(request, counted.shape, counted.staged)
+    if config.method == "torch" and allow_torch:
+        return routing_by_torch(counted, request.ids, config)
+    return replace(counted, config=_without_torch(config, request.x.device))
 
 
-def refuse_too_many(
-    operator, x, topk_ids, topk_weights, scales, num_experts, quantize, max_tokens, max_tokens_per_rank, group, config,
-    by_source=False,
-):
+def refuse_too_many(request, weights, scales):
     """Raise for an x with more rows than max_tokens_per_rank. The peers wait for them: they hear of it and get none."""
-    none, ids, weights, scales = (None if one is None else one[:0] for one in (x, topk_ids, topk_weights, scales))
-    bad = torch.full((), -len(x), dtype=torch.int32, device=x.device)
-    routing = route_tokens(
-        operator, none, ids, num_experts, quantize, max_tokens, group, config, max_tokens_per_rank, bad, by_source
-    )
-    launcher.dispatch(routing, none, weights=weights, scales=scales, quantize=quantize is not None)
-    raise own_too_many(operator, x, "rows" if by_source else "tokens", max_tokens_per_rank)
+    x = request.x
+    none, ids, weights, scales = (None if one is None else one[:0] for one in (x, request.ids, weights, scales))
+    code = torch.full((), -len(x), dtype=torch.int32, device=x.device)
+    request = request._replace(x=none, ids=ids, error_code=code)
+    routing = route(plan_route(request), request)
+    routing.dispatch(none, weights=weights, scales=scales, quantize=request.quantize is not None)
+    raise own_too_many(request.operator, x, "rows" if request.by_source else "tokens", request.max_tokens_per_rank)
 
 
-def as_chosen(routing, ids, by_torch=True, by_source=False):
-    """A Routing of ids that our kernels have found, as the way that has been chosen for it needs it.
-
-    ``by_torch``: whether torch's way is possible
-    """
-    if routing.by_torch is not None or routing.config.method != "torch":
-        return routing
-    if by_torch and routing.max_tokens is None:
-        return torch_backend.routed(routing, ids, by_source)
-    routing.config = default_config(ids.device)
-    return routing
+def _choose(request, shape, staged):
+    """The EpConfig that the group selects for a call that has named none."""
+    operator = "all_to_all" if shape.by_source else "ep_dispatch"
+    return choose_config(operator, shape, staged, request.group, request.x, request.quantize is not None)
 
 
-def _tuned(by_source):
-    """By whose name the config is looked up."""
-    return "all_to_all" if by_source else "ep_dispatch"
+def _without_torch(config, device):
+    """A selected config, or the default where torch's collectives, which wait for the host, are not allowed."""
+    return default_config(device) if config.method == "torch" else config

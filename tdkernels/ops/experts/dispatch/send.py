@@ -10,9 +10,10 @@ Example:
 
 import torch
 
-from tdkernels.ops.experts.dispatch import launch as launcher
 from tdkernels.ops.experts.dispatch.op import EpTokens, checked_combine, handle_of, row_weights_of, wants_gradient
+from tdkernels.ops.experts.dispatch.request import DispatchRequest
 from tdkernels.runtime.torch_op import outside_graphs
+from tdkernels.symm import resolve_group
 from tdkernels.symm.whole_call import whole_call
 
 
@@ -45,26 +46,18 @@ def ep_dispatch_send(
     Raises:   as ep_dispatch; RuntimeError while another dispatch of the group is under way
     """
     _refuse_gradients("ep_dispatch_send", x, topk_weights)
-    handle = handle_of(
-        x, topk_ids, topk_weights, scales, num_experts, quantize, max_tokens, max_tokens_per_rank, group, config,
-        in_halves=True,
+    request = DispatchRequest(
+        "ep_dispatch", resolve_group(group), x, topk_ids, num_experts, config, quantize, max_tokens,
+        max_tokens_per_rank,
     )
+    handle = handle_of(request, topk_weights, scales, allow_torch=False)  # phases are there to overlap
     routing = handle._routing
-    if routing.by_torch is not None:  # which knows no halves: the first does it all
-        rows, row_scales, row_weights = launcher.dispatch(
-            routing, x, scales=scales, weights=topk_weights, quantize=quantize is not None
-        )
-        handle.keep_row_weights(row_weights)
-        return EpSent(lambda: (EpTokens(rows, routing.splits, row_weights, row_scales), handle))
-    sending = launcher.prepare_dispatch(
-        routing, x, scales=scales, weights=topk_weights, quantize=quantize is not None
-    )
-    launcher.launch_dispatch(routing, sending, "send")
+    receive_rows = routing.send_dispatch(x, scales=scales, weights=topk_weights, quantize=quantize is not None)
 
     def receive():
-        launcher.launch_dispatch(routing, sending, "receive")
-        handle.keep_row_weights(sending.row_weights)
-        return EpTokens(sending.rows, routing.splits, sending.row_weights, sending.row_scales), handle
+        rows, row_scales, row_weights = receive_rows()
+        handle.keep_row_weights(row_weights)
+        return EpTokens(rows, routing.splits, row_weights, row_scales), handle
 
     return EpSent(receive)
 
@@ -81,15 +74,5 @@ def ep_combine_send(expert_out, handle, topk_weights=None, *, group=None, config
     topk_weights, config = checked_combine(expert_out, handle, topk_weights, group, config)
     _refuse_gradients("ep_combine_send", expert_out, topk_weights)
     row_weights = row_weights_of(handle, topk_weights, config)
-    routing = handle._routing
-    if routing.by_torch is not None:
-        y = launcher.combine(routing, expert_out, weights=topk_weights)[0]
-        return EpSent(lambda: y)
-    returning = launcher.prepare_combine(routing, expert_out, topk_weights, row_weights, config=config)
-    launcher.launch_combine(routing, returning, "send", config)
-
-    def receive():
-        launcher.launch_combine(routing, returning, "receive", config)
-        return returning.y
-
+    receive = handle._routing.send_combine(expert_out, weights=topk_weights, row_weights=row_weights, config=config)
     return EpSent(receive)

@@ -25,18 +25,20 @@ def config_to_route(config, group, device):
     return config
 
 
-def choose_config(operator, routing, x, quantized=False):
+def choose_config(operator, shape, staged, group, x, quantized=False):
     """The config that the group has chosen for rows like x of a routing; collective at the first call with a problem.
 
-    Args:     quantized: whether they travel as codes with scales
+    Args:     shape: RoutingShape
+              staged: tokens on the rank that stages the most, see ``Routing``
+              quantized: whether they travel as codes with scales
     """
-    experts, choices = routing.num_experts, routing.choices
-    tokens, width, layout = _tokens_of(routing), x.shape[1], _layout_of(operator, routing)
+    experts, choices = shape.num_experts, shape.choices
+    tokens, width, layout = _tokens_of(shape, staged), x.shape[1], _layout_of(operator, shape)
     are_codes = x.dtype.itemsize == 1  # which nothing is tuned for: what counts are the bytes
 
     def describe():
         fields = {
-            "max_tokens_per_rank": routing.most_tokens, "tokens": tokens, "width": width, "dtype": str(x.dtype),
+            "max_tokens_per_rank": shape.max_tokens_per_rank, "tokens": tokens, "width": width, "dtype": str(x.dtype),
             "k": choices, "num_experts": experts,
         }
         columns, scaled = width, quantized
@@ -47,21 +49,19 @@ def choose_config(operator, routing, x, quantized=False):
 
     call = tokens, width, experts, choices, layout, quantized
     dtype = torch.bfloat16 if are_codes else None
-    return select(operator, x, routing.group, call, describe, dtype).config
+    return select(operator, x, group, call, describe, dtype).config
 
 
-def _layout_of(operator, routing):
-    if routing.max_tokens is None:
+def _layout_of(operator, shape):
+    if shape.max_tokens is None:
         return "exact"
-    return "bounded" if operator != "ep_combine" and routing.most_tokens is not None else "static"
+    return "bounded" if operator != "ep_combine" and shape.max_tokens_per_rank is not None else "static"
 
 
-def _tokens_of(routing):
-    if routing.most_tokens is not None:
-        return bucket(routing.world_size * routing.most_tokens)
-    return tokens_of(
-        routing.staged, routing.max_tokens, routing.world_size, routing.num_experts, routing.choices
-    )
+def _tokens_of(shape, staged):
+    if shape.max_tokens_per_rank is not None:
+        return bucket(shape.world_size * shape.max_tokens_per_rank)
+    return tokens_of(staged, shape.max_tokens, shape.world_size, shape.num_experts, shape.choices)
 
 
 def crossing_share(world_size, num_experts, choices):

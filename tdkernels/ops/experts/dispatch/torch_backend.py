@@ -1,15 +1,13 @@
-"""all_to_all, ep_dispatch and ep_combine by torch's collectives, for ``EpConfig(method="torch")``.
+"""TorchRouting: all_to_all, ep_dispatch and ep_combine by torch's collectives, for ``EpConfig(method="torch")``.
 
 What a user would write: rows in the order of their experts, ``all_to_all_single``, rows in the order of ours. It needs
 no symmetric memory, so it also runs where ranks cannot reach each other's, and it is what the tuner compares with.
 Every rank learns all counts first, by an all-gather for which the host waits, whether there is a max_tokens or not.
-
-A ``Routing`` that was found here has ``by_torch``, and every call with it comes here, gradients included.
 """
 
 import functools
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -29,72 +27,168 @@ _KNOWN = {
 }
 
 
-@dataclass
-class ByTorch:
-    """How rows go.
+@dataclass(eq=False, kw_only=True)
+class TorchRouting(Routing):
+    """A routing by torch's collectives. Ranks stage no tokens: ``staged`` is 0.
 
-    sent:    [S] the choices that we send, by the experts they go to; number t * K + j is choice j of token t
+    sent:    [S] the choices that this rank sends, by the experts they go to; number t * K + j is choice j of token t
     came:    [S'] where the rows that come, as they come, are put
-    counts:  (how many we send to each rank, how many come from each)
+    counts:  (how many this rank sends to each rank, how many come from each)
     """
 
     sent: torch.Tensor
     came: torch.Tensor
     counts: tuple[list[int], list[int]]
 
+    method = "torch"
 
-def route(
-    operator, ids, num_experts, group, config, x, *, max_tokens=None, by_source=False, bad=None,
-    max_tokens_per_rank=None, quantize=None, given=None,
-):
-    """The Routing of ids [T, K] of x, as ``ep_routing.route``; the host waits for it in any case.
+    def dispatch(self, x, *, scales=None, weights=None, quantize=False):
+        self._agree(
+            "there", dtype=str(x.dtype), width=x.shape[1], quantize=quantize, weighted=weights is not None,
+            scales=None if scales is None else f"{scales.dtype} {list(scales.shape[1:])}",
+        )
+        if quantize:
+            x, scales = quantized(x)
+        rows = self._there(x, x.new_empty)
+        row_scales = None if scales is None else self._there(scales, scales.new_empty)
+        row_weights = None if weights is None else self._weights_there(weights, weights.new_empty)
+        return rows, row_scales, row_weights
 
-    Raises:   ValueError on every rank, for wrong ids, for more rows than ``max_tokens``, for more tokens of a rank than
-              ``max_tokens_per_rank``, and when the ranks disagree; RuntimeError while a CUDA graph is captured
+    def send_dispatch(self, x, *, scales=None, weights=None, quantize=False):
+        """All of the dispatch: torch's collectives have no phases here."""
+        received = self.dispatch(x, scales=scales, weights=weights, quantize=quantize)
+        return lambda: received
+
+    def dispatch_gradient(self, dy, expert_rows, weights, want_dots):
+        self._agree("gradient there", dtype=str(dy.dtype), width=dy.shape[1], weighted=weights is not None)
+        # With a capacity some rows belong to no token, and have no part in any sum.
+        rows = self._there(dy, dy.new_zeros)
+        dots = None
+        if want_dots:
+            dots = dy.new_zeros(self.rows, dtype=torch.float32)
+            dots[self.came] = (rows[self.came].float() * expert_rows[self.came].float()).sum(1)
+        if weights is not None:
+            row_weights = self._weights_there(weights, dy.new_zeros)
+            rows = (rows.float() * row_weights[:, None]).to(dy.dtype)
+        return rows, dots
+
+    def combine(self, rows, *, weights=None, row_weights=None, row_numbers=None, config=None):
+        """As ``Routing.combine``; in fp32 over the choices in order, rounded once."""
+        self._agree("back", dtype=str(rows.dtype), width=rows.shape[1], numbers=row_numbers is not None)
+        tokens, k = self.shape.tokens, self.shape.choices
+        choices = rows.new_zeros(tokens * k, rows.shape[1])
+        choices[self.sent] = self._back(rows)
+        choices = choices.view(tokens, k, rows.shape[1])
+        if weights is not None:  # that of a choice of no expert may be anything
+            chosen = torch.zeros(tokens * k, dtype=torch.bool, device=rows.device).index_fill_(0, self.sent, True)
+            weights = torch.where(chosen.view(tokens, k), weights.float(), 0.0)
+        y = rows.new_zeros(tokens, rows.shape[1], dtype=torch.float32)
+        for j in range(k):
+            choice = choices[:, j].float()
+            y += choice if weights is None else choice * weights[:, j, None]
+        numbers = None
+        if row_numbers is not None:
+            numbers = rows.new_zeros(tokens * k, dtype=torch.float32)
+            numbers[self.sent] = self._back(row_numbers.float())
+            numbers = numbers.view(tokens, k)
+        return y.to(rows.dtype), numbers
+
+    def send_combine(self, rows, *, weights=None, row_weights=None, config=None):
+        """All of the combine: torch's collectives have no phases here."""
+        y, _ = self.combine(rows, weights=weights)
+        return lambda: y
+
+    def weighs_rows(self, config):
+        return False  # the sums are made at home
+
+    def _agree(self, way, **fields):
+        """Raise ValueError on every rank unless all send the same kind of rows: torch would hang or mix them up.
+
+        That is asked once of each kind, for the host has nothing to compare here: ranks that differ in what each of
+        them has seen before are not told. ``route``, where it waits anyway, asks each time.
+        """
+        fields = {"way": way, **fields, "k": self.shape.choices}
+        group_state(self.group).agree_once(self.shape.operator, fields)
+
+    def _there(self, x, new):
+        """What a token has, [T, …], by the rows [R, …] of its choices; ``new`` makes what nothing comes to."""
+        rows = new(self.rows, *x.shape[1:], dtype=x.dtype)
+        sent = _take(x, self.sent // self.shape.choices)
+        _put(rows, self.came, _exchange(sent, *self.counts, self.group))
+        return rows
+
+    def _weights_there(self, weights, new):
+        """Each choice's number [T, K] by rows [R], in fp32."""
+        rows = new(self.rows, dtype=torch.float32)
+        rows[self.came] = _exchange(weights.flatten().float()[self.sent], *self.counts, self.group)
+        return rows
+
+    def _back(self, rows):
+        """What rows [R, …] have, by the choices that this rank sent."""
+        to_ranks, from_ranks = self.counts
+        return _exchange(rows[self.came], from_ranks, to_ranks, self.group)
+
+
+def route_by_torch(plan, request):
+    """The TorchRouting of a DispatchRequest by a RoutePlan whose config names this method.
+
+    The host waits for it in any case.
+
+    Raises:   ValueError on every rank, for invalid ids, for more rows than max_tokens, for more tokens of a rank than
+              max_tokens_per_rank, and when the ranks disagree; RuntimeError while a CUDA graph is captured
     """
-    k, world_size, state = ids.shape[1], group.size(), group_state(group)
+    shape, ids, group, x = plan.shape, request.ids, request.group, request.x
+    operator, num_experts, max_tokens = shape.operator, shape.num_experts, shape.max_tokens
     if ids.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(f'{operator}: method "torch" waits for the host, which a CUDA graph cannot capture')
     fields = {
-        "num_experts": num_experts, "k": k, "max_tokens": max_tokens, "max_tokens_per_rank": max_tokens_per_rank,
-        "dtype": str(x.dtype), "width": x.shape[1], "quantize": quantize, "config": as_argument(config),
+        "num_experts": num_experts, "k": shape.choices, "max_tokens": max_tokens,
+        "max_tokens_per_rank": shape.max_tokens_per_rank, "dtype": str(x.dtype), "width": x.shape[1],
+        "quantize": request.quantize, "config": as_argument(plan.config),
     }
-    state.agree_once(operator, fields)
     experts, wrong = _experts_of(ids, num_experts)
-    if bad is not None:
-        wrong = torch.where(bad != 0, bad.long(), wrong)
-    lines = torch.zeros(num_experts + 3, dtype=torch.int64, device=ids.device)
+    if request.error_code is not None:
+        wrong = torch.where(request.error_code != 0, request.error_code.long(), wrong)
+    counts, lines, codes = _exchange_counts(shape, fields, experts, wrong, group)
+    for rank, code in enumerate(codes):
+        if code < 0:
+            raise too_many_tokens(operator, rank, -code)
+        if code:
+            raise (request.operand or TopkIds(ids, num_experts)).refused(operator, rank, group.rank())
+    most = int(counts.sum(0).view(shape.world_size, -1).sum(1).max())
+    if max_tokens is not None and most > max_tokens:
+        words = f"max_tokens={max_tokens} is too small: a rank receives {most} rows; nothing was sent"
+        raise ValueError(f"{operator}: {words}")
+    return _routing_of(shape, group, plan.config, plan.config_is_given, experts, counts, lines)
+
+
+def routing_by_torch(counted, ids, config):
+    """The TorchRouting of ids that kernels have counted without max_tokens, with a config that no call has named.
+
+    The counts are those of all ranks already.
+    """
+    shape = counted.shape
+    columns = shape.num_experts + shape.world_size + 2
+    lines = counted.tables[: shape.world_size * columns].view(shape.world_size, columns)[:, : shape.num_experts].long()
+    experts, _ = _experts_of(ids, shape.num_experts)
+    return _routing_of(shape, counted.group, config, False, experts, lines.cpu(), lines)
+
+
+def _exchange_counts(shape, fields, experts, wrong, group):
+    """(counts [W, E] of all ranks on the host, the same on the device, each rank's error code)
+
+    Raises ValueError on every rank when the ranks disagree about the ``fields`` of a call.
+    """
+    state, num_experts = group_state(group), shape.num_experts
+    state.agree_once(shape.operator, fields)
+    lines = torch.zeros(num_experts + 3, dtype=torch.int64, device=experts.device)
     lines.scatter_add_(0, experts, torch.ones_like(experts))
     lines[-2], lines[-1] = wrong, _digest(str(fields))
     lines = all_gather_rows(lines[None], group)
     told = lines.cpu()  # the host waits
     if (told[:, -1] != told[0, -1]).any():
-        state.agree(operator, fields)  # who has known its own all along hears here that others differ
-    told, lines, wrong = told[:, :num_experts], lines[:, :num_experts], told[:, -2].tolist()
-    for rank, number in enumerate(wrong):
-        if number < 0:
-            raise too_many_tokens(operator, rank, -number)
-        if number:
-            raise (given or TopkIds(ids, num_experts)).refused(operator, rank, group.rank())
-    most = int(told.sum(0).view(world_size, -1).sum(1).max())
-    if max_tokens is not None and most > max_tokens:
-        words = f"max_tokens={max_tokens} is too small: a rank receives {most} rows; nothing was sent"
-        raise ValueError(f"{operator}: {words}")
-    by_torch, splits, rows = _ways(experts, told, lines, group, by_source)
-    return Routing(
-        group, config, operator, ids.shape[0], k, num_experts, max_tokens, rows if max_tokens is None else max_tokens,
-        staged=0, most_staged=0, tables=splits, splits=splits, most_tokens=max_tokens_per_rank, by_torch=by_torch,
-    )
-
-
-def routed(routing, ids, by_source=False):
-    """The same of a Routing that our kernels have found without ``max_tokens``: its counts are those of all ranks."""
-    world_size, num_experts = routing.world_size, routing.num_experts
-    columns = num_experts + world_size + 2
-    lines = routing.tables[: world_size * columns].view(world_size, columns)[:, :num_experts].long()
-    experts, _ = _experts_of(ids, num_experts)
-    by_torch, splits, _ = _ways(experts, lines.cpu(), lines, routing.group, by_source)
-    return replace(routing, staged=0, most_staged=0, tables=splits, splits=splits, by_torch=by_torch)
+        state.agree(shape.operator, fields)  # a rank that has known its own all along hears here that others differ
+    return told[:, :num_experts], lines[:, :num_experts], told[:, -2].tolist()
 
 
 def _experts_of(ids, num_experts):
@@ -104,15 +198,19 @@ def _experts_of(ids, num_experts):
     return torch.where((ids < 0) | (ids >= num_experts), num_experts, ids), wrong
 
 
-def _ways(experts, told, lines, group, by_source):
-    """(ByTorch, splits, how many rows come) of all ranks' counts [W, E], on the host and on the device."""
+def _routing_of(shape, group, config, config_is_given, experts, counts, lines):
+    """The TorchRouting of all ranks' counts [W, E], on the host and on the device."""
     world_size, rank = group.size(), dist.get_rank(group)
-    table = told.view(world_size, world_size, -1)  # from a rank to a rank, of each of its experts
+    table = counts.view(world_size, world_size, -1)  # from a rank to a rank, of each of its experts
     to_ranks, from_ranks = table[rank].sum(1).tolist(), table[:, rank].sum(1).tolist()
     ours, rows = lines.reshape(world_size, world_size, -1)[:, rank], sum(from_ranks)
-    came = torch.arange(rows, device=experts.device) if by_source else _by_expert(ours, rows)
-    sent = torch.argsort(experts, stable=True)[: sum(to_ranks)]
-    return ByTorch(sent, came, (to_ranks, from_ranks)), (ours if by_source else ours.sum(0)).to(torch.int32), rows
+    came = torch.arange(rows, device=experts.device) if shape.by_source else _by_expert(ours, rows)
+    return TorchRouting(
+        shape=shape, group=group, config=config, config_is_given=config_is_given,
+        rows=rows if shape.max_tokens is None else shape.max_tokens, staged=0,
+        splits=(ours if shape.by_source else ours.sum(0)).to(torch.int32),
+        sent=torch.argsort(experts, stable=True)[: sum(to_ranks)], came=came, counts=(to_ranks, from_ranks),
+    )
 
 
 @functools.lru_cache(4096)
@@ -130,72 +228,6 @@ def _by_expert(counts, rows):
     return came
 
 
-def dispatch(routing, x, *, scales=None, weights=None, quantize=False):
-    """x [T, H] of each rank as rows [R, H]; returns (rows, scales [R, S] or None, weights [R] or None)."""
-    _agree(
-        routing, "there", dtype=str(x.dtype), width=x.shape[1], quantize=quantize, weighted=weights is not None,
-        scales=None if scales is None else f"{scales.dtype} {list(scales.shape[1:])}",
-    )
-    if quantize:
-        x, scales = quantized(x)
-    rows = _there(routing, x, x.new_empty)
-    row_scales = None if scales is None else _there(routing, scales, scales.new_empty)
-    row_weights = None
-    if weights is not None:
-        row_weights = _weights_there(routing, weights, weights.new_empty)
-    return rows, row_scales, row_weights
-
-
-def dispatch_gradient(routing, dy, expert_rows, weights, want_dots):
-    """(gradient of the rows [R, H], of their weights [R] or None) of a sum of rows, times ``weights`` [T, K] or 1."""
-    _agree(routing, "gradient there", dtype=str(dy.dtype), width=dy.shape[1], weighted=weights is not None)
-    # With a capacity some rows belong to no token, and have no part in any sum.
-    rows = _there(routing, dy, dy.new_zeros)
-    dots = None
-    if want_dots:
-        came = routing.by_torch.came
-        dots = dy.new_zeros(routing.rows, dtype=torch.float32)
-        dots[came] = (rows[came].float() * expert_rows[came].float()).sum(1)
-    if weights is not None:
-        row_weights = _weights_there(routing, weights, dy.new_zeros)
-        rows = (rows.float() * row_weights[:, None]).to(dy.dtype)
-    return rows, dots
-
-
-def combine(routing, rows, *, weights=None, row_numbers=None):
-    """rows [R, H] as y [T, H], and numbers [T, K] of ``row_numbers`` [R]; as ``ep_launch.combine``.
-
-    In fp32 over the choices in order, rounded once.
-    """
-    _agree(routing, "back", dtype=str(rows.dtype), width=rows.shape[1], numbers=row_numbers is not None)
-    sent, k = routing.by_torch.sent, routing.choices
-    choices = rows.new_zeros(routing.tokens * k, rows.shape[1])
-    choices[sent] = _back(routing, rows)
-    choices = choices.view(routing.tokens, k, rows.shape[1])
-    if weights is not None:  # that of a choice of no expert may be anything
-        chosen = torch.zeros(routing.tokens * k, dtype=torch.bool, device=rows.device).index_fill_(0, sent, True)
-        weights = torch.where(chosen.view(routing.tokens, k), weights.float(), 0.0)
-    y = rows.new_zeros(routing.tokens, rows.shape[1], dtype=torch.float32)
-    for j in range(k):
-        choice = choices[:, j].float()
-        y += choice if weights is None else choice * weights[:, j, None]
-    numbers = None
-    if row_numbers is not None:
-        numbers = rows.new_zeros(routing.tokens * k, dtype=torch.float32)
-        numbers[sent] = _back(routing, row_numbers.float())
-        numbers = numbers.view(routing.tokens, k)
-    return y.to(rows.dtype), numbers
-
-
-def _agree(routing, what, **fields):
-    """Raise ValueError on every rank unless all of them send the same kind of rows: torch would hang or mix them up.
-
-    That is asked once of each kind, for the host has nothing to compare here: ranks that differ in what each of them
-    has seen before are not told. ``route``, where it waits anyway, asks each time.
-    """
-    group_state(routing.group).agree_once(routing.operator, {"way": what, **fields, "k": routing.choices})
-
-
 def quantized(x):
     """(codes, scales) of rows [T, H] in float8_e4m3fn, to the bit as ``ep_dispatch_kernel`` makes them."""
     width = x.shape[1]
@@ -208,29 +240,6 @@ def quantized(x):
 
 
 # ---- on the wire ----
-
-
-def _there(routing, x, new):
-    """What a token has, [T, …], by the rows [R, …] of its choices; ``new`` makes what nothing comes to."""
-    ways = routing.by_torch
-    rows = new(routing.rows, *x.shape[1:], dtype=x.dtype)
-    _put(rows, ways.came, _exchange(_take(x, ways.sent // routing.choices), *ways.counts, routing.group))
-    return rows
-
-
-def _weights_there(routing, weights, new):
-    """Each choice's number [T, K] by rows [R], in fp32."""
-    ways = routing.by_torch
-    rows = new(routing.rows, dtype=torch.float32)
-    rows[ways.came] = _exchange(weights.flatten().float()[ways.sent], *ways.counts, routing.group)
-    return rows
-
-
-def _back(routing, rows):
-    """What rows [R, …] have, by the choices that we sent."""
-    ways = routing.by_torch
-    to_ranks, from_ranks = ways.counts
-    return _exchange(rows[ways.came], from_ranks, to_ranks, routing.group)
 
 
 def _exchange(rows, sent, received, group):

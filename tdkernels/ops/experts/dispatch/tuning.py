@@ -25,9 +25,10 @@ from tdkernels.ops.experts.dispatch import (
     torch_backend,
 )
 from tdkernels.ops.experts.dispatch import config as ep_config
-from tdkernels.ops.experts.dispatch import routing as ep_routing
 from tdkernels.ops.experts.dispatch.config import EpConfig
+from tdkernels.ops.experts.dispatch.counted import routing_to_compile
 from tdkernels.ops.experts.dispatch.quantize import dequantize
+from tdkernels.ops.experts.dispatch.request import RoutingShape
 from tdkernels.ops.experts.dispatch.token_buckets import bucket, crossing_share, sure_capacity
 from tdkernels.ops.experts.grouped_gemm.synthetic import expert_ids, why_not_shared
 from tdkernels.rounding import cdiv
@@ -179,26 +180,26 @@ def _capacity(problem):
     return sure_capacity(ranks * _tokens(problem), ranks, problem.shape[2], _choices(problem))
 
 
-def _unrouted(problem, config, device):
-    sizes = problem.operator, _tokens(problem), _choices(problem), problem.shape[2], problem.world_size
-    by_source = problem.operator == "all_to_all"
-    return ep_routing.unrouted(*sizes, config, device, max_tokens=_capacity(problem), by_source=by_source)
+def _shape_of(problem):
+    return RoutingShape(
+        problem.operator, _tokens(problem), _choices(problem), problem.shape[2], problem.world_size,
+        _capacity(problem), _most_tokens(problem), problem.operator == "all_to_all",
+    )
 
 
 def _compile_dispatch(problem, config, x, weights=None, quantize=False):
     if x.device.type == "cpu":
         return  # interpreted
-    routing = _unrouted(problem, config, x.device)
-    sending = launch.prepare_dispatch(routing, x, weights=weights, quantize=quantize)
-    parts = payload.parts_of(sending, config)
-    if _is_direct(config, problem):
-        routing.most_tokens = _tokens(problem)
+    routing = routing_to_compile(_shape_of(problem), config, x.device)
+    tensors = launch.prepare_dispatch(routing, x, weights=weights, quantize=quantize)
+    parts = payload.parts_of(tensors, config)
+    if _is_low_latency(config, problem):
         ids = torch.empty(1, dtype=torch.int64, device=x.device)
-        bad = routing.tables[0] if problem.operator == "all_to_all" else None  # whether the splits add up
-        known = routing.tables, routing.tables, ids, bad, routing.tables
-        kernel, _, args, constants = low_latency.direct_call(_ctx(x), routing, sending, parts, 0, known)
+        code = routing.tables[0] if problem.operator == "all_to_all" else None  # whether the splits add up
+        known = routing.tables, routing.tables, ids, code, routing.tables
+        kernel, _, args, constants = low_latency.low_latency_call(_ctx(x), routing, tensors, parts, 0, known)
     else:
-        kernel, _, args, constants = launch.dispatch_call(_ctx(x), routing, sending, parts, 0)
+        kernel, _, args, constants = launch.dispatch_call(_ctx(x), routing, tensors, parts, 0)
     kernel.warmup(*args, grid=(1,), **constants)
 
 
@@ -216,11 +217,11 @@ class _DirectTunable(_EpTunable):
         direct = [replace(config, direct_tokens=_MOST_DIRECT) for config in configs]
         direct = [config for config in direct if config.chunk_tokens == direct[0].chunk_tokens]
         counted = [replace(config, direct_tokens=0) for config in configs]
-        return direct + counted if _is_direct(direct[0], problem) else counted
+        return direct + counted if _is_low_latency(direct[0], problem) else counted
 
     def _latency_s(self, problem, config):
         latency = super()._latency_s(problem, config)
-        return latency / 2 if _is_direct(config, problem) else latency
+        return latency / 2 if _is_low_latency(config, problem) else latency
 
     def compiled(self, config):
         same = super().compiled(config)
@@ -308,11 +309,11 @@ class EpCombineTunable(_EpTunable):
         x, _, weights = operands
         if x.device.type == "cpu":
             return  # interpreted
-        routing = _unrouted(problem, config, x.device)
-        routing.came = routing.tables
-        row_weights = weights.new_empty(1) if launch.weighs_rows(routing, config) else None
-        returning = launch.prepare_combine(routing, x[:1], weights, row_weights)
-        kernel, _, args, constants = launch.combine_call(_ctx(x), routing, returning, 0, config)
+        routing = routing_to_compile(_shape_of(problem), config, x.device)
+        routing.make_received()
+        row_weights = weights.new_empty(1) if routing.weighs_rows(config) else None
+        tensors = launch.prepare_combine(routing, x[:1], weights, row_weights, None, config)
+        kernel, _, args, constants = launch.combine_call(_ctx(x), routing, tensors, 0, config)
         kernel.warmup(*args, grid=(1,), **constants)
 
 
@@ -359,9 +360,8 @@ def _is_bounded(problem):
     return problem.layout.startswith("bounded")
 
 
-def _is_direct(config, problem):
-    sizes = _tokens(problem), _choices(problem), problem.shape[2], problem.world_size
-    return _is_bounded(problem) and low_latency.can_be_direct(config, *sizes)
+def _is_low_latency(config, problem):
+    return _is_bounded(problem) and low_latency.can_be_low_latency(config, _shape_of(problem))
 
 
 def _is_quantized(problem):

@@ -37,34 +37,34 @@ def check_num_experts(operator, num_experts, world_size):
         raise ValueError(f"{operator}: num_experts {num_experts} must be divisible by the group's {world_size} ranks")
 
 
-def check_dispatch(
-    x, topk_ids, topk_weights, scales, num_experts, quantize, max_tokens, world_size, operator="ep_dispatch"
-):
-    """Raise TypeError or ValueError, naming the argument and its shape, unless x can be dispatched."""
-    check_payload(operator, x, scales, max_tokens)
+def check_dispatch(request, topk_weights, scales):
+    """Raise TypeError or ValueError, naming the argument and its shape, unless a DispatchRequest can be met."""
+    operator, x, topk_ids, num_experts = request.operator, request.x, request.ids, request.num_experts
+    check_payload(operator, x, scales, request.max_tokens)
     check_tensor(operator, "topk_ids", topk_ids, INTEGERS, x)
     if topk_ids.dim() != 2 or topk_ids.shape[0] != x.shape[0]:
         raise ValueError(
             f"{operator}: topk_ids must be [T, k] with the T = {x.shape[0]} rows of x, its shape is "
             f"{shape_of(topk_ids)}"
         )
-    check_num_experts(operator, num_experts, world_size)
+    check_num_experts(operator, num_experts, request.group.size())
     if not 1 <= topk_ids.shape[1] <= num_experts:
         raise ValueError(
             f"{operator}: topk_ids {shape_of(topk_ids)} must have from 1 to num_experts = {num_experts} choices"
         )
     check_weights(operator, topk_weights, x, topk_ids.shape)
-    _check_quantize(operator, x, scales, quantize)
+    _check_quantize(operator, x, scales, request.quantize)
 
 
 def check_again(x, routing, topk_weights, scales, quantize):
     """Raise TypeError or ValueError, naming the argument and its shape, unless x can go by a known routing."""
     operator = "ep_dispatch"
     check_payload(operator, x, scales, None)
-    check_tensor(operator, "topk_ids (the handle)", routing.tables, None, x)
-    if x.shape[0] != routing.tokens:
-        raise ValueError(f"{operator}: x {shape_of(x)} must have the {routing.tokens} tokens of the handle")
-    check_weights(operator, topk_weights, x, (routing.tokens, routing.choices))
+    shape = routing.shape
+    check_tensor(operator, "topk_ids (the handle)", routing.splits, None, x)
+    if x.shape[0] != shape.tokens:
+        raise ValueError(f"{operator}: x {shape_of(x)} must have the {shape.tokens} tokens of the handle")
+    check_weights(operator, topk_weights, x, (shape.tokens, shape.choices))
     _check_quantize(operator, x, scales, quantize)
 
 
@@ -86,12 +86,12 @@ def check_weights(operator, weights, x, shape):
 def check_combine(expert_out, routing, topk_weights):
     operator = "ep_combine"
     check_rows(operator, "expert_out", expert_out)
-    if expert_out.device != routing.tables.device:
+    if expert_out.device != routing.splits.device:
         raise ValueError(
-            f"{operator}: expert_out is on {expert_out.device} but the tokens were on {routing.tables.device}"
+            f"{operator}: expert_out is on {expert_out.device} but the tokens were on {routing.splits.device}"
         )
     if expert_out.shape[0] != routing.rows:
         raise ValueError(f"{operator}: expert_out {shape_of(expert_out)} must have the {routing.rows} rows of recv.x")
-    check_weights(operator, topk_weights, expert_out, (routing.tokens, routing.choices))
+    check_weights(operator, topk_weights, expert_out, (routing.shape.tokens, routing.shape.choices))
 
 

@@ -5,10 +5,12 @@ from dataclasses import dataclass
 from tdkernels.ops.common.multinode import spans_nodes
 from tdkernels.ops.common.tunable_base import select
 from tdkernels.ops.experts.dispatch.config import EpConfig
+from tdkernels.ops.experts.dispatch.counting import count
 from tdkernels.ops.experts.dispatch.op import EpHandle
-from tdkernels.ops.experts.dispatch.route import as_chosen, route_tokens
+from tdkernels.ops.experts.dispatch.request import RoutePlan
+from tdkernels.ops.experts.dispatch.route import settle
 from tdkernels.ops.experts.dispatch.token_buckets import bucket, tokens_of
-from tdkernels.ops.experts.dispatch.torch_backend import routed
+from tdkernels.ops.experts.dispatch.torch_backend import routing_by_torch
 from tdkernels.ops.experts.grouped_gemm.config import GroupGemmConfig
 
 
@@ -73,32 +75,34 @@ def layout_of(quantize, max_tokens, max_tokens_per_rank, choices, group):
     return "bounded" if fits else None
 
 
-def choose_config(layout, x, topk_ids, w_down, num_experts, max_tokens_per_rank, group):
-    """(the EpMoeConfig that the group has chosen, the Routing of the tokens or None) of a call of a ``layout_of``.
+def choose_config(layout, request, w_down):
+    """(the EpMoeConfig that the group has chosen, the CountedRouting of the tokens or None) of a call of a layout.
 
     Collective at the first call with a problem. How many tokens there are all ranks know by the bound, or else when
     they are counted; so they are then, as the first step of either method does.
     """
-    k, (hidden, inner), routing = topk_ids.shape[1], w_down.shape[1:], None
+    x, num_experts, k = request.x, request.num_experts, request.ids.shape[1]
+    (hidden, inner), counted = w_down.shape[1:], None
     if layout == "bounded":
-        tokens = bucket(group.size() * max_tokens_per_rank)
+        tokens = bucket(request.group.size() * request.max_tokens_per_rank)
     else:
-        routing = route_tokens("ep_dispatch", x, topk_ids, num_experts, None, None, group, None)
-        tokens = tokens_of(routing.staged, None, group.size(), num_experts, k)
+        request = request._replace(operator="ep_dispatch")
+        counted = count(RoutePlan(request.shape, None, config_is_given=False), request)
+        tokens = tokens_of(counted.staged, None, request.group.size(), num_experts, k)
 
     def describe():
         fields = {
-            "max_tokens_per_rank": max_tokens_per_rank, "tokens": tokens, "width": hidden, "hidden": inner,
+            "max_tokens_per_rank": request.max_tokens_per_rank, "tokens": tokens, "width": hidden, "hidden": inner,
             "dtype": str(x.dtype), "k": k, "num_experts": num_experts,
         }
         return (tokens, hidden, inner, num_experts, k), layout, fields
 
     call = layout, tokens, hidden, inner, num_experts, k
-    return select("ep_moe", x, group, call, describe).config, routing
+    return select("ep_moe", x, request.group, call, describe).config, counted
 
 
-def handle_for(config, routing, ids):
-    """The EpHandle by which the tokens of a Routing go, if not to be multiplied as they come."""
+def handle_for(config, counted, request):
+    """The EpHandle by which the tokens of a CountedRouting go, if not to be multiplied as they come."""
     if config.method == "torch":
-        return EpHandle(routed(routing, ids), None)
-    return EpHandle(as_chosen(routing, ids), None)
+        return EpHandle(routing_by_torch(counted, request.ids, config.parts(request.x)[0]), None)
+    return EpHandle(settle(counted, request), None)

@@ -13,15 +13,15 @@ With max_tokens there is room for that many rows, and for as many choices of a r
 max_tokens_per_rank for those of that many tokens. Only rows that come take time.
 """
 
-from dataclasses import replace
-
 import torch
 
 from tdkernels.ops.common.multinode import spans_nodes
 from tdkernels.ops.common.tile_config import default_tiles
 from tdkernels.ops.experts.dispatch.config import default_config
+from tdkernels.ops.experts.dispatch.counted import Reach, routing_to_compile
+from tdkernels.ops.experts.dispatch.counting import count
 from tdkernels.ops.experts.dispatch.device_errors import own_too_many
-from tdkernels.ops.experts.dispatch.routing import Reach, route, unrouted
+from tdkernels.ops.experts.dispatch.request import RoutePlan, RoutingShape
 from tdkernels.ops.experts.ep_moe import launch_dispatch_gemm, launch_gemm_combine
 from tdkernels.ops.experts.ep_moe.launch_sort import order_of
 from tdkernels.ops.experts.grouped_gemm import launch as grouped_gemm_launch
@@ -44,10 +44,11 @@ def _rows_of_expert(routing, experts):
 
     With a bound on the tokens there is room for more than can come to all ranks: then its share of all choices.
     """
-    if routing.most_tokens is None:
+    shape = routing.shape
+    if shape.max_tokens_per_rank is None:
         return routing.rows // experts
-    choices = routing.world_size * routing.most_tokens * routing.choices
-    return min(choices // routing.num_experts, routing.rows // experts)
+    choices = shape.world_size * shape.max_tokens_per_rank * shape.choices
+    return min(choices // shape.num_experts, routing.rows // experts)
 
 
 def _tiles(config, rows, n, x):
@@ -115,36 +116,30 @@ def compile(x, w_gate_up, w_down, choices, world_size, rows, config):
         return  # interpreted
     experts = w_gate_up.shape[0]
     ep = config.ep or default_config(x.device)
-    sizes = "ep_moe", x.shape[0], choices, experts * world_size, world_size
-    routing = unrouted(*sizes, ep, x.device, reach=Reach(rows, x.shape[0] * choices))
+    shape = RoutingShape("ep_moe", x.shape[0], choices, experts * world_size, world_size)
+    routing = routing_to_compile(shape, ep, x.device, Reach(rows, x.shape[0] * choices))
     up_tiles, down_tiles = (_tiles(config, rows // experts, w.shape[1], x) for w in (w_gate_up, w_down))
     launch_dispatch_gemm.compile(x, w_gate_up, routing, up_tiles, "swiglu")
     launch_gemm_combine.compile(x.new_empty(1, w_down.shape[2]), w_down, routing, down_tiles)
 
 
-def ep_moe_fused(
-    x, topk_ids, topk_weights, w_gate_up, w_down, num_experts, activation, max_tokens, max_tokens_per_rank, group,
-    config, routing=None, bad=None,
-):
-    """y of checked operands that ``why_not`` has nothing against; ``routing``: their Routing, if it has been found.
+def ep_moe_fused(request, topk_weights, w_gate_up, w_down, activation, config, counted=None):
+    """y of checked operands that ``why_not`` has nothing against.
 
-    ``max_tokens_per_rank`` goes with a max_tokens; ``bad``: as of ``route``
+    Args:     request: DispatchRequest; its max_tokens_per_rank goes with a max_tokens
+              config: EpMoeConfig or None
+              counted: the CountedRouting of the tokens, if they have been counted
     """
-    if max_tokens_per_rank is not None and len(x) > max_tokens_per_rank:
-        tokens = (tensor[:0] for tensor in (x, topk_ids, topk_weights))
-        bad = torch.full((), -len(x), dtype=torch.int32, device=x.device)
+    x, most = request.x, request.max_tokens_per_rank
+    if most is not None and len(x) > most:
+        code = torch.full((), -len(x), dtype=torch.int32, device=x.device)
+        none = request._replace(x=x[:0], ids=request.ids[:0], error_code=code)
         with torch.no_grad():  # the peers hear of it, and of no tokens
-            ep_moe_fused(
-                *tokens, w_gate_up, w_down, num_experts, activation, max_tokens, max_tokens_per_rank, group, config,
-                bad=bad,
-            )
-        raise own_too_many("ep_moe", x, "tokens", max_tokens_per_rank)
+            ep_moe_fused(none, topk_weights[:0], w_gate_up, w_down, activation, config)
+        raise own_too_many("ep_moe", x, "tokens", most)
     ep = (config.ep if config else None) or default_config(x.device)
-    if routing is None:
-        routing = route(
-            "ep_moe", topk_ids, num_experts, group, ep, max_tokens=max_tokens, most_tokens=max_tokens_per_rank, bad=bad,
-            whole=True,
-        )
-    routing = replace(routing, operator="ep_moe", config=ep)
+    if counted is None:
+        counted = count(RoutePlan(request.shape, ep, config_is_given=True, per_choice=True), request)
+    routing = counted.for_operator("ep_moe", ep)
     operands = x, topk_weights, w_gate_up, w_down
     return _EpMoe.apply(*operands, activation, config, routing, autograd.may_be_differentiated(operands))

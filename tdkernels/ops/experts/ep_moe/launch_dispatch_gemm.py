@@ -57,7 +57,7 @@ def launch(routing, order, x, weights, w, tiles, *, activation=None, keep=False,
     Returns:  Launched
     """
     workspace = get_workspace(routing.group, x.device, "ep_dispatch_gemm")
-    key = routing.sizes, routing.rows, routing.reach, tiles, activation, keep, keep_rows, gradient is not None
+    key = routing.launch_key, routing.rows, routing.reach, tiles, activation, keep, keep_rows, gradient is not None
     h, row_weights = gradient or (None, None)
     operands = x, weights, routing.tables, order, routing.splits, w, h, row_weights
     made = launch_kept(
@@ -104,14 +104,15 @@ def _outputs(x, rows, w, tiles_n, activation, keep, keep_rows, gradient):
 
 def _prepare(workspace, routing, operands, tiles, activation, keep, keep_rows):
     x, weights, tables, order, splits, w, h, row_weights = operands
+    shape = routing.shape
     k, slot_rows, rows, gradient = x.shape[1], routing.reach.rows, max(routing.rows, 1), h is not None
     fields = {
-        "dtype": str(x.dtype), "width": k, "k": routing.choices, "num_experts": routing.num_experts,
+        "dtype": str(x.dtype), "width": k, "k": shape.choices, "num_experts": shape.num_experts,
         "rows": slot_rows, "gradient": gradient, "config": text_of(routing.config),
     }
     plan = workspace.prepare(
-        routing.operator, fields, half_bytes(slot_rows, k * x.element_size()), routing.num_experts,
-        num_flags=routing.num_experts,
+        shape.operator, fields, half_bytes(slot_rows, k * x.element_size()), shape.num_experts,
+        num_flags=shape.num_experts,
     )
     tiles_n = cdiv(w.shape[1], tiles.block_n)
     outputs = _outputs(x, rows, w, tiles_n, activation, keep, keep_rows, gradient)
@@ -143,7 +144,7 @@ def arguments(
         outputs.y.shape[0], slot_rows, n, k, *strides, plan, tiles.group_m,
     )
     return args, {
-        "CHOICES": routing.choices, "EXPERTS": routing.num_experts, "RANKS": routing.world_size,
+        "CHOICES": routing.shape.choices, "EXPERTS": routing.shape.num_experts, "RANKS": routing.shape.world_size,
         "ACTIVATION": NUMBERS[activation], "AHEAD": 1 if len(splits) <= _FEW_EXPERTS else 2, "GRADIENT": h is not None,
         "BLOCK_ROWS": _BLOCK_ROWS, "BLOCK_COLUMNS": _block_columns(k, x.element_size(), tiles),
         "ELEM_BYTES": x.element_size(), **constants,

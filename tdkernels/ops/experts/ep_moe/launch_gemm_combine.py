@@ -28,7 +28,7 @@ def launch(routing, h, w, origins, tiles, *, weights=None, dots=None):
     workspace = get_workspace(routing.group, h.device, "ep_gemm_combine")
     operands = h, w, routing.tables, routing.splits, origins, dots, weights
     made = launch_kept(
-        workspace, (routing.sizes, routing.reach, tiles, gemm_operands.dot_precision(h.dtype)), operands,
+        workspace, (routing.launch_key, routing.reach, tiles, gemm_operands.dot_precision(h.dtype)), operands,
         lambda *of: _prepare(workspace, routing, of, tiles),
         lambda h, w, *others: (gemm_operands.rows_contiguous(h), weight_layout(w)[0], *others),
     )
@@ -48,16 +48,16 @@ def compile(h, w, routing, tiles):
 
 def _prepare(workspace, routing, operands, tiles):
     h, w, tables, splits, origins, dots, weights = operands
-    n, slots = w.shape[1], routing.reach.choices
+    n, slots, shape = w.shape[1], routing.reach.choices, routing.shape
     fields = {
-        "dtype": str(h.dtype), "width": n, "k": routing.choices, "num_experts": routing.num_experts, "slots": slots,
+        "dtype": str(h.dtype), "width": n, "k": shape.choices, "num_experts": shape.num_experts, "slots": slots,
         "weighted": weights is not None, "numbers": dots is not None, "config": text_of(routing.config),
     }
     plan = workspace.prepare(
-        routing.operator, fields, half_bytes(slots, n * h.element_size()), routing.world_size, num_flags=1
+        shape.operator, fields, half_bytes(slots, n * h.element_size()), shape.world_size, num_flags=1
     )
-    y = to_be_made(h, routing.tokens, n)
-    numbers = None if dots is None else to_be_made(h, routing.tokens, routing.choices, dtype=torch.float32)
+    y = to_be_made(h, shape.tokens, n)
+    numbers = None if dots is None else to_be_made(h, shape.tokens, shape.choices, dtype=torch.float32)
     args, constants = arguments(workspace.ctx, h, w, tables, splits, origins, dots, weights, y, numbers, routing, plan,
                                 tiles)
     grid = (gpu.resident_programs(h.device, tiles, h.dtype),)
@@ -67,17 +67,17 @@ def _prepare(workspace, routing, operands, tiles):
 
 def arguments(ctx, h, w, tables, splits, origins, dots, weights, y, numbers, routing, plan, tiles):
     """The kernel's arguments and constants."""
-    rows, k = h.shape
+    (rows, k), shape = h.shape, routing.shape
     w, *strides, is_kn = weight_layout(w)
     planes, n = planes_of(w, None)
     desc, constants = product_constants(k, w, planes, n, strides, is_kn, None, tiles)
     args = (
         ctx, h, rows_descriptor(h, constants, tiles), w, desc, tables, splits, origins, dots, weights, y, numbers,
-        routing.tokens, rows, routing.reach.choices, n, k, *strides, plan, tiles.group_m,
+        shape.tokens, rows, routing.reach.choices, n, k, *strides, plan, tiles.group_m,
     )
     return args, {
-        "CHOICES": routing.choices, "EXPERTS": routing.num_experts, "RANKS": routing.world_size,
-        "LOCAL": next_power_of_2(routing.num_experts // routing.world_size), "BLOCK_TOKENS": _BLOCK_TOKENS,
+        "CHOICES": shape.choices, "EXPERTS": shape.num_experts, "RANKS": shape.world_size,
+        "LOCAL": next_power_of_2(shape.num_experts // shape.world_size), "BLOCK_TOKENS": _BLOCK_TOKENS,
         "BLOCK_COLUMNS": min(next_power_of_2(n), _BLOCK_COLUMNS), "TILE_COLUMNS": 0 if dots is None else dots.shape[0],
         "ELEM_BYTES": h.element_size(), **constants,
     }

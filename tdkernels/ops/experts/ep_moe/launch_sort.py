@@ -1,6 +1,6 @@
 """Launch the kernel that sorts the rows of a fused ep_moe."""
 
-from tdkernels.ops.experts.dispatch.routing import places_constants, tile_tokens
+from tdkernels.ops.experts.dispatch.layout import tile_tokens
 from tdkernels.ops.experts.ep_moe.kernel_sort import ep_order_kernel
 from tdkernels.rounding import cdiv
 from tdkernels.runtime.kernel_launch import Launch, alone_on, launch_kept, to_be_made
@@ -15,16 +15,18 @@ def order_of(routing):
     of this call's routing before it has sent anything leaves its peers waiting.
     """
     me, tables = routing.group.rank(), routing.tables
-    key = "order", routing.sizes, me, routing.world_size
+    key = "order", routing.launch_key, me
     (order,) = launch_kept(alone_on(tables.device), key, (tables,), lambda tables: _prepare(routing, me, tables))
     return order
 
 
 def _prepare(routing, me, tables):
-    choices = routing.tokens * routing.choices
+    shape = routing.shape
+    choices = shape.tokens * shape.choices
     order = to_be_made(tables, max(choices, 1))
-    known = places_constants(routing.choices, routing.num_experts, routing.world_size, None)
-    constants = {**known, "TILE_TOKENS": tile_tokens(routing.choices), "BLOCK": _BLOCK, "num_warps": 4}
+    constants = {
+        **routing.table_constants(), "TILE_TOKENS": tile_tokens(shape.choices), "BLOCK": _BLOCK, "num_warps": 4
+    }
     grid = (max(cdiv(choices, _BLOCK), 1),)
-    args = tables, order, me, routing.tokens
+    args = tables, order, me, shape.tokens
     return Launch(alone_on(tables.device), ep_order_kernel, grid, args, constants, (tables,), [order], [])

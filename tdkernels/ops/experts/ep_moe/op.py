@@ -23,6 +23,7 @@ import torch
 from tdkernels.ops.common.config import as_argument, check_config
 from tdkernels.ops.common.validation import check_tensor
 from tdkernels.ops.experts.dispatch.op import ep_combine, ep_combine_ref, ep_dispatch_ref
+from tdkernels.ops.experts.dispatch.request import DispatchRequest
 from tdkernels.ops.experts.dispatch.token_buckets import sure_capacity
 from tdkernels.ops.experts.dispatch.validation import check_dispatch, check_most_tokens
 from tdkernels.ops.experts.ep_moe.config import SEQUENCE, EpMoeConfig, choose_config, handle_for, layout_of
@@ -48,17 +49,14 @@ def ep_moe_ref(x, topk_ids, topk_weights, w_gate_up, w_down, *, num_experts, act
 # ---- checks ----
 
 
-def _check(
-    x, topk_ids, topk_weights, w_gate_up, w_down, num_experts, activation, quantize, max_tokens, config, world_size
-):
+def _check(request, topk_weights, w_gate_up, w_down, activation, config):
     """Raise TypeError or ValueError, naming the argument and its shape, unless the layer makes sense on this rank."""
-    operator = "ep_moe"
+    operator, x, num_experts, world_size = request.operator, request.x, request.num_experts, request.group.size()
     check_experts(operator, x, w_gate_up, "w_gate_up")
     for name, tensor in (("topk_weights", topk_weights), ("w_down", w_down)):
         check_tensor(operator, name, tensor, None, x)
-    check_dispatch(
-        x, topk_ids, topk_weights, None, num_experts, quantize, max_tokens, world_size, operator=operator
-    )
+    check_dispatch(request, topk_weights, None)
+    check_most_tokens(operator, request.max_tokens_per_rank, request.ids.shape[1], world_size)
     if activation is None:
         raise ValueError(f"{operator}: activation must be one of {ACTIVATIONS[1:]}, not None")
     check_activation(operator, activation, w_gate_up, "w_gate_up")
@@ -126,9 +124,11 @@ def ep_moe(
     known, key = call_cache.find(
         "ep_moe", group, layer, (num_experts, activation, quantize, max_tokens, max_tokens_per_rank, config)
     )
+    request = DispatchRequest(
+        "ep_moe", group, x, topk_ids, num_experts, None, quantize, max_tokens, max_tokens_per_rank
+    )
     if known is None:
-        _check(*layer, num_experts, activation, quantize, max_tokens, config, group.size())
-        check_most_tokens("ep_moe", max_tokens_per_rank, topk_ids.shape[1], group.size())
+        _check(request, topk_weights, w_gate_up, w_down, activation, config)
         fused = config is not None and _is_fused(config, quantize, group)
         if max_tokens_per_rank is not None and max_tokens is None:
             tokens = group.size() * max_tokens_per_rank
@@ -141,11 +141,12 @@ def ep_moe(
     fused, max_tokens, layout = known
     if quantize is not None and torch.is_grad_enabled() and x.requires_grad:
         raise ValueError('ep_moe: quantize="fp8" has no gradient, and x requires one: detach it, or no_grad')
-    settings = num_experts, activation, quantize, max_tokens, max_tokens_per_rank
     if max_tokens is not None and torch.compiler.is_compiling():
+        settings = num_experts, activation, quantize, max_tokens, max_tokens_per_rank
         texts = map(as_argument, (config or SEQUENCE).parts(x))
         return ep_moe_compiled(*layer, *settings, group.group_name, *texts)
-    return _run(*layer, *settings, group, config, fused, layout)
+    request = request._replace(max_tokens=max_tokens)
+    return _run(request, topk_weights, w_gate_up, w_down, activation, config, fused, layout)
 
 
 def _is_fused(config, quantize, group):
@@ -160,26 +161,21 @@ def _is_fused(config, quantize, group):
 
 @outside_graphs
 @whole_call
-def _run(
-    x, topk_ids, topk_weights, w_gate_up, w_down, num_experts, activation, quantize, max_tokens, max_tokens_per_rank,
-    group, config, fused, layout,
-):
-    ids, routing = topk_ids, None
+def _run(request, topk_weights, w_gate_up, w_down, activation, config, fused, layout):
+    x, ids, group, counted = request.x, request.ids, request.group, None
     if config is None:
         config = SEQUENCE
         if layout is not None:
-            config, routing = choose_config(layout, x, topk_ids, w_down, num_experts, max_tokens_per_rank, group)
+            config, counted = choose_config(layout, request, w_down)
         fused = config.method == "fused"
     if fused:
-        return ep_moe_fused(
-            x, topk_ids, topk_weights, w_gate_up, w_down, num_experts, activation, max_tokens, max_tokens_per_rank,
-            group, config, routing,
-        )
-    if routing is not None:
-        ids = handle_for(config, routing, topk_ids)
+        return ep_moe_fused(request, topk_weights, w_gate_up, w_down, activation, config, counted)
+    if counted is not None:
+        ids = handle_for(config, counted, request)
     ep, gemm = config.parts(x)
     rows, splits, handle = receive(
-        x, ids, topk_weights, num_experts, quantize, max_tokens, max_tokens_per_rank, group, ep
+        x, ids, topk_weights, request.num_experts, request.quantize, request.max_tokens, request.max_tokens_per_rank,
+        group, ep,
     )
     made = experts(rows, splits, w_gate_up, w_down, activation, gemm)
     return ep_combine(made, handle, group=group)

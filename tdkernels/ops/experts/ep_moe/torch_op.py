@@ -7,10 +7,10 @@ dispatch of nothing to learn which rows came from where. Rows lie the same way w
 import torch
 
 from tdkernels.ops.common.config import from_text
-from tdkernels.ops.experts.dispatch import launch as launcher
 from tdkernels.ops.experts.dispatch.config import EpConfig
 from tdkernels.ops.experts.dispatch.op import ep_combine
-from tdkernels.ops.experts.dispatch.route import route_tokens
+from tdkernels.ops.experts.dispatch.request import DispatchRequest
+from tdkernels.ops.experts.dispatch.route import plan_route, route
 from tdkernels.ops.experts.ep_moe.steps import receive
 from tdkernels.runtime import autograd, torch_op
 from tdkernels.runtime.autograd import received, to_expect, to_send
@@ -35,13 +35,14 @@ def _backward(
     need_ddown, num_experts, activation, quantize, max_tokens, _max_tokens_per_rank, group, ep,
 ):
     group, config = torch_op.group_by_name(group), from_text(EpConfig, ep) if ep else None
-    routing = route_tokens("ep_moe", x, topk_ids, num_experts, quantize, max_tokens, group, config)
-    launcher.dispatch(routing, x.new_empty(x.shape[0], 0))
+    request = DispatchRequest("ep_moe", group, x, topk_ids, num_experts, config, quantize, max_tokens)
+    routing = route(plan_route(request), request)
+    routing.dispatch(x.new_empty(x.shape[0], 0))
     weights = topk_weights.to(torch.float32).contiguous()
-    dmade, dots = launcher.dispatch_gradient(routing, dy, made, weights, need_dtopk)
+    dmade, dots = routing.dispatch_gradient(dy, made, weights, need_dtopk)
     dx = dtopk = None
     if need_dtopk:
-        _, dtopk = launcher.combine(routing, dy.new_empty(routing.rows, 0), row_numbers=dots)
+        _, dtopk = routing.combine(dy.new_empty(routing.rows, 0), row_numbers=dots)
     need_dhidden = need_dx or need_dgate_up
     dhidden, ddown = torch.ops.tdkernels.group_gemm_backward(
         dmade, hidden, w_down, routing.splits, hidden.new_empty(0), "", need_dhidden, need_ddown
@@ -52,7 +53,7 @@ def _backward(
             dhidden, rows, w_gate_up, routing.splits, pre, activation, need_dx, need_dgate_up
         )
     if need_dx:
-        dx, _ = launcher.combine(routing, drows)
+        dx, _ = routing.combine(drows)
     needs = need_dx, need_dtopk, need_dgate_up, need_ddown
     return to_send((dx, dtopk, dgate_up, ddown), (x, topk_weights, w_gate_up, w_down), needs)
 

@@ -17,7 +17,8 @@ from tdkernels.ops.common.config import text_of
 from tdkernels.ops.common.tile_config import Tiles
 from tdkernels.ops.common.tunable_base import ConfigTunable
 from tdkernels.ops.experts.dispatch.config import EpConfig
-from tdkernels.ops.experts.dispatch.low_latency import can_be_direct
+from tdkernels.ops.experts.dispatch.low_latency import can_be_low_latency
+from tdkernels.ops.experts.dispatch.request import RoutingShape
 from tdkernels.ops.experts.dispatch.token_buckets import bucket, crossing_share
 from tdkernels.ops.experts.ep_moe import fused as ep_moe_fused
 from tdkernels.ops.experts.ep_moe import op
@@ -124,7 +125,7 @@ class EpMoeTunable(ConfigTunable):
             sent = (ranks - 1) * rows // ranks * row
             return 1e3 * (products + 2 * moved + 2 * dense.collective_s(sent, hardware) + waits + 16 * _LAUNCH_S)
         wire = 2 * self._crossing(problem) * row / rate
-        if _is_direct(problem):  # nothing is counted before
+        if _is_low_latency(problem):  # nothing is counted before
             waits -= _LAUNCH_S + dense.SIGNAL_S
         return 1e3 * (products + max(wire, moved) + waits + 5 * _LAUNCH_S + 2 * dense.SIGNAL_S)
 
@@ -208,11 +209,13 @@ def _is_bounded(problem):
     return problem.layout == "bounded"
 
 
-def _is_direct(problem):
+def _is_low_latency(problem):
     """Whether the sequence's dispatch finds its routing, in its default config."""
     tokens, _, _, experts, choices = problem.shape
     ranks = problem.world_size
-    return _is_bounded(problem) and can_be_direct(EpConfig(), cdiv(tokens, ranks), choices, experts, ranks)
+    of_rank = cdiv(tokens, ranks)
+    shape = RoutingShape("ep_moe", of_rank, choices, experts, ranks, max_tokens_per_rank=of_rank)
+    return _is_bounded(problem) and can_be_low_latency(EpConfig(), shape)
 
 
 register(EpMoeTunable())

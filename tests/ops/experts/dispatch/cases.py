@@ -9,9 +9,9 @@ import torch.distributed as dist
 
 import tdkernels
 from tdkernels import EpConfig
+from tdkernels.ops.experts.dispatch import counting, low_latency, route
 from tdkernels.ops.experts.dispatch import launch as ep_launch
-from tdkernels.ops.experts.dispatch import low_latency, route
-from tdkernels.ops.experts.dispatch import routing as ep_routing
+from tdkernels.ops.experts.dispatch.counted import CountedRouting
 from tdkernels.ops.experts.ep_moe import launch_dispatch_gemm as ep_moe_launch_dispatch_gemm
 from tdkernels.ops.experts.ep_moe import launch_gemm_combine as ep_moe_launch_gemm_combine
 from tdkernels.symm import resolve_group
@@ -264,10 +264,10 @@ def sends_only_what_is_asked_for():
         sent.append(("rows", want_dots))
         return whole_gradient(routing, dy, expert_rows, weights, want_dots)
 
-    whole_combine, whole_gradient = ep_launch.combine, ep_launch.dispatch_gradient
+    whole_combine, whole_gradient = CountedRouting.combine, CountedRouting.dispatch_gradient
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ep_launch, "combine", combine)
-        patch.setattr(ep_launch, "dispatch_gradient", dispatch_gradient)
+        patch.setattr(CountedRouting, "combine", combine)
+        patch.setattr(CountedRouting, "dispatch_gradient", dispatch_gradient)
         for wants_x, wants_weights, expected in (
             (True, False, [(8, False)]), (False, True, [(0, True)]), (True, True, [(8, True)])
         ):
@@ -802,7 +802,7 @@ def without_symmetric_memory():
         raise AssertionError("a workspace was asked for")
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (ep_launch, ep_routing, low_latency, ep_moe_launch_dispatch_gemm, ep_moe_launch_gemm_combine):
+        for module in (ep_launch, counting, low_latency, ep_moe_launch_dispatch_gemm, ep_moe_launch_gemm_combine):
             patch.setattr(module, "get_workspace", refuse)
         yield
 
@@ -832,7 +832,7 @@ def comes_in_halves_by_torch():
     for handle in (case.dispatch(config=BY_TORCH)[1], case.ids):
         options = {} if handle is not case.ids else {"num_experts": case.experts, "config": BY_TORCH}
         recv, again = tdkernels.ep_dispatch_send(case.x, handle, case.weights, **options).receive()
-        assert again._routing.by_torch is not None
+        assert again._routing.method == "torch"
         case.check_received(recv)
         sent = tdkernels.ep_combine_send(case.expert_out(), again)
         case.check_combined(sent.receive(), combine="per_expert")
@@ -923,9 +923,9 @@ def goes_by_torch_where_chosen():
     case = case_of(UNEVEN, 2, 3, 16, seed=20)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(route, "choose_config", lambda *_: BY_TORCH)
-        assert case.dispatch(max_tokens=60)[1]._routing.by_torch is None
+        assert case.dispatch(max_tokens=60)[1]._routing.method == "fused"
         recv, handle = case.dispatch()
-        assert handle._routing.by_torch is not None
+        assert handle._routing.method == "torch"
         case.check_received(recv)
         for config in (None, EpConfig(**SMALL, combine="per_expert")):
             y = tdkernels.ep_combine(case.expert_out(), handle, config=config)
@@ -934,7 +934,7 @@ def goes_by_torch_where_chosen():
         recv, _ = tdkernels.ep_dispatch_send(case.x, handle, case.weights).receive()
         case.check_received(recv)
         recv, handle = tdkernels.ep_dispatch_send(case.x, case.ids, case.weights, num_experts=case.experts).receive()
-        assert handle._routing.by_torch is None
+        assert handle._routing.method == "fused"
         case.check_received(recv)
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import tdkernels
 from tdkernels import PeerTimeoutError
-from tdkernels.ops.experts.dispatch.multinode import crossing, kernel_combine
+from tdkernels.ops.experts.dispatch.multinode import kernel_combine, routing
 from tdkernels.symm.backends.emulated_network import EmulatedNetwork
 from tdkernels.symm.workspace import Workspace
 from tests.ops.experts.dispatch.cases import SMALL, case_of, config_of
@@ -107,10 +107,10 @@ def crosses_once(local):
             for own, other in ((rank, peer), (peer, rank))
         ]
         going, coming = (int(tokens.sum()) for tokens in is_for)
-        counts = crossing.line_bytes(case.experts, case.world_size, local)
-        slot = crossing.crossing_slot_memory(200, 0, 3, local)
+        counts = routing.line_bytes(case.experts, case.world_size, local)
+        slot = routing.crossing_slot_memory(200, 0, 3, local)
         assert there[peer] == counts + going * slot, f"{there[peer]} bytes to rank {peer} for {going} tokens"
-        back = crossing.sum_slot_memory(200, 3)
+        back = routing.sum_slot_memory(200, 3)
         assert sent[peer] == coming * back, f"{sent[peer]} bytes back to rank {peer} for {coming} tokens"
 
 
@@ -214,7 +214,7 @@ def sends_nothing_that_does_not_fit():
         assert not recv.splits.any()
         y = tdkernels.ep_combine(torch.full((3, 8), torch.nan, dtype=BF16, device=device()), handle)
         assert not y.any()
-    counts = crossing.line_bytes(case.experts, case.world_size, local)
+    counts = routing.line_bytes(case.experts, case.world_size, local)
     assert set(sent.values()) == {counts}, f"more than the counts was put: {sent}"
     error = failure_of(tdkernels.synchronize)
     assert type(error) is ValueError and "max_tokens=3 is too small" in str(error), repr(error)

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from tdkernels import EpConfig
-from tdkernels.ops.experts.dispatch import routing
 from tdkernels.ops.experts.dispatch.config import COMBINES, default_config
+from tdkernels.ops.experts.dispatch.counting import _Counting
+from tdkernels.ops.experts.dispatch.request import RoutingShape
 from tests.ops.experts.dispatch import cases
 from tests.ops.experts.dispatch.cases import SMALL, UNEVEN
 from tests.ops.experts.dispatch.oracle import BF16, FP16, FP32
@@ -57,9 +58,8 @@ def test_everything_by_torch(world_size, spec):
 
 def test_counts_of_many_tiles():
     """A program counts few ids, and where there are many programs a launch of its own adds them up: here on rank 0."""
-    places = {"K": 33, "EXPERTS": 66, "RANKS": 2}
-    many, few = (routing._route_constants(tokens, 70, False, places) for tokens in (34, 2))
-    assert many[1] is not None and few[1] is None, "this case does not ask what it was made for"
+    many, few = (_Counting(RoutingShape("op", tokens, 33, 66, 2), "", False, None) for tokens in (34, 2))
+    assert many.agrees_apart and not few.agrees_apart, "this case does not ask what it was made for"
     spec = dict(tokens=[34, 2], k=33, experts_each=33, width=3, dtype=FP32, seed=9)
     on_ranks(2, cases.arrives, spec)
 

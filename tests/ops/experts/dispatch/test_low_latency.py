@@ -5,7 +5,8 @@ import torch
 
 from tdkernels import EpConfig
 from tdkernels.launch import RankError
-from tdkernels.ops.experts.dispatch.low_latency import can_be_direct
+from tdkernels.ops.experts.dispatch.low_latency import can_be_low_latency
+from tdkernels.ops.experts.dispatch.request import RoutingShape
 from tests.ops.experts.dispatch import low_latency_cases, low_latency_rank_cases
 from tests.ops.experts.dispatch.cases import SMALL
 from tests.ops.experts.dispatch.low_latency_rank_cases import DISAGREEMENTS, KNOWN
@@ -48,10 +49,14 @@ def test_the_other_way(config, most, k):
 
 def test_what_can_be_direct():
     """What is compared grows with choices and experts, and a rank has no more than 1024 signals."""
-    config = EpConfig(direct_tokens=1024)
-    assert can_be_direct(config, 1024, 8, 256, 8) and can_be_direct(config, 1, 8, 1024, 8)
-    assert not can_be_direct(config, 1025, 8, 256, 8)
-    assert not can_be_direct(config, 1, 16, 1024, 8) and not can_be_direct(config, 1, 512, 8, 8)
+
+    def can(most, k, experts, ranks):
+        shape = RoutingShape("op", most, k, experts, ranks, max_tokens_per_rank=most)
+        return can_be_low_latency(EpConfig(direct_tokens=1024), shape)
+
+    assert can(1024, 8, 256, 8) and can(1, 8, 1024, 8)
+    assert not can(1025, 8, 256, 8)
+    assert not can(1, 16, 1024, 8) and not can(1, 512, 8, 8)
     assert "direct_tokens must be" in EpConfig(direct_tokens=1025).illegal(torch.device("cpu"))
     assert "direct_tokens must be" in EpConfig(direct_tokens=True).illegal(torch.device("cpu"))
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import tdkernels
 from tdkernels import EpConfig, EpMoeConfig, GroupGemmConfig
-from tdkernels.ops.experts.dispatch import launch as ep_launch
+from tdkernels.ops.experts.dispatch.counted import CountedRouting
 from tdkernels.ops.experts.dispatch.quantize import dequantize
 from tdkernels.ops.experts.ep_moe import fused
 from tdkernels.ops.experts.ep_moe.launch_sort import order_of
@@ -209,9 +209,9 @@ def computes_what_is_wanted():
         sent.append((rows.shape[1], row_numbers is not None))
         return whole_combine(routing, rows, row_numbers=row_numbers, **options)
 
-    whole_combine = ep_launch.combine
+    whole_combine = CountedRouting.combine
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ep_launch, "combine", combine)
+        patch.setattr(CountedRouting, "combine", combine)
         for name, back in (
             ("x", [(16, False)]), ("topk_weights", [(0, True)]), ("w_gate_up", []), ("w_down", [])
         ):

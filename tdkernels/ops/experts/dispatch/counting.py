@@ -1,0 +1,223 @@
+"""Count tokens: the launches that exchange the ranks' counts and lay out where tokens go.
+
+If the number of rows is to be exact, the host waits for it; with max_tokens it does not. A group on several nodes has
+kernels of its own.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from tdkernels.ops.common.config import as_argument
+from tdkernels.ops.experts.dispatch import layout
+from tdkernels.ops.experts.dispatch.counted import CountedRouting, Reach, empty_splits, slots_for
+from tdkernels.ops.experts.dispatch.device_errors import TopkIds, too_many_tokens
+from tdkernels.ops.experts.dispatch.kernel_route import NOTE_BAD_IDS, ep_agree_kernel, ep_route_kernel
+from tdkernels.ops.experts.dispatch.layout import Fact
+from tdkernels.ops.experts.dispatch.multinode import layout as multinode_layout
+from tdkernels.ops.experts.dispatch.multinode.kernel_route import (
+    ep_agree_nodes_kernel,
+    ep_places_kernel,
+    ep_route_nodes_kernel,
+)
+from tdkernels.ops.experts.dispatch.multinode.routing import MultinodeRouting, line_bytes, multinode_constants
+from tdkernels.ops.experts.dispatch.request import RoutingShape
+from tdkernels.rounding import cdiv, next_power_of_2
+from tdkernels.runtime.kernel_launch import CALL_NUMBER, Launch, by_address, launch_kept
+from tdkernels.symm import get_workspace
+
+_FEW_TILES = 32  # so many are added up by the program that is done last
+_NO_LIMIT = (1 << 31) - 1
+_FEWEST_ROWS = 64
+
+
+class _Counting(NamedTuple):
+    """All that the launches follow from, beside the group."""
+
+    shape: RoutingShape
+    config: str  # the given config as text, for the ranks to agree on
+    per_choice: bool
+    local_world_size: int | None  # in a group on several nodes
+
+    @property
+    def tiles(self):
+        """Programs that count."""
+        return layout.num_tiles(self.shape.tokens, self.shape.choices)
+
+    @property
+    def columns(self):
+        """Totals of a rank."""
+        return self.shape.num_experts + self.shape.world_size + 2
+
+    @property
+    def agrees_apart(self):
+        """Whether a launch of its own adds up what the programs have counted."""
+        return self.shape.tokens > layout.tile_tokens(self.shape.choices) * _FEW_TILES
+
+
+def count(plan, request):
+    """The CountedRouting or MultinodeRouting of the ids of a DispatchRequest, as a RoutePlan says.
+
+    Raises ValueError on every rank for invalid ids or more rows than max_tokens: on a GPU with max_tokens later, see
+    ``Workspace.check``.
+    """
+    shape, device = plan.shape, request.ids.device
+    workspace = get_workspace(request.group, device, "ep_counts", across_nodes=True)
+    if shape.max_tokens is None and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"{shape.operator}: without max_tokens the host waits for the number of rows, which a CUDA graph cannot "
+            "capture"
+        )
+    local = workspace.group.local_world_size
+    local = None if local >= shape.world_size else local
+    counting = _Counting(shape, as_argument(plan.config if plan.config_is_given else None), plan.per_choice, local)
+    tables = _new_tables(counting, device)
+    splits = empty_splits(shape, device)
+    listen(workspace, shape.operator, request.operand or TopkIds(request.ids, shape.num_experts))
+    _launch(workspace, counting, request.ids.contiguous(), request.error_code, tables, splits)
+    facts = None
+    if shape.max_tokens is None:
+        begin = layout.facts_begin(shape.num_experts, shape.world_size)
+        facts = tables[0][begin : begin + layout.NUM_FACTS.value].tolist()
+        workspace.check()
+    common = {
+        "shape": shape, "group": request.group, "config": plan.config, "config_is_given": plan.config_is_given,
+        "tables": tables[0], "splits": splits,
+    }
+    if local is not None:
+        return _multinode_routing(common, local, tables[1], facts)
+    return _counted_routing(common, plan.per_choice, facts)
+
+
+def _new_tables(counting, device):
+    """Memory for the tables, and in a group on several nodes for those of ``multinode.layout``."""
+    shape, tiles = counting.shape, counting.tiles
+    length = layout.length(shape.num_experts, shape.world_size, shape.tokens, shape.choices, tiles)
+    tables = (torch.empty(length, dtype=torch.int32, device=device),)
+    if counting.local_world_size is None:
+        return tables
+    nodes = shape.world_size // counting.local_world_size
+    length = multinode_layout.length(nodes, shape.world_size, shape.tokens, tiles)
+    return *tables, torch.empty(length, dtype=torch.int32, device=device)
+
+
+def _counted_routing(common, per_choice, facts):
+    shape = common["shape"]
+    rows = staged = shape.max_tokens
+    reach = None
+    if facts is not None:
+        rows, staged = facts[Fact.ROWS], facts[Fact.MOST_STAGED]
+        reach = Reach(_rows_for(facts[Fact.MOST_ROWS]), _rows_for(facts[Fact.MOST_TOKENS] * shape.choices))
+    elif per_choice:
+        tokens = shape.max_tokens_per_rank or shape.max_tokens
+        reach = Reach(_rows_for(rows), _rows_for(min(rows, shape.choices * tokens)))
+    return CountedRouting(**common, rows=rows, staged=staged, slots=slots_for(staged), reach=reach)
+
+
+def _multinode_routing(common, local_world_size, node_tables, facts):
+    rows = staged = crossing = common["shape"].max_tokens
+    if facts is not None:
+        rows, staged, crossing = facts[Fact.ROWS], facts[Fact.MOST_HERE], facts[Fact.MOST_PASSED]
+    return MultinodeRouting(
+        **common, rows=rows, staged=staged, slots=slots_for(staged), local_world_size=local_world_size,
+        node_tables=node_tables, node_slots=slots_for(crossing),
+    )
+
+
+def _rows_for(most):
+    """Room for at most so many rows: few different numbers, so that ranks seldom have to agree anew."""
+    step = max(next_power_of_2(most) // 16, _FEWEST_ROWS)
+    return max(cdiv(most, step), 1) * step
+
+
+# ---- errors ----
+
+
+def listen(workspace, operator, operand):
+    """Make the note of this workspace's next call an error of an operator, after the notes of earlier calls."""
+    workspace.check()
+    workspace.explain_notes(partial(_error_of_note, operator, operand, workspace.rank))
+
+
+def _error_of_note(operator, operand, here, name, kind, first, second, third):
+    """What a note of ``ep_route_kernel`` says, as an error."""
+    if kind == NOTE_BAD_IDS.value:
+        return too_many_tokens(operator, first, -second) if second < 0 else operand.refused(operator, first, here)
+    return ValueError(
+        f"{operator}: max_tokens={third} is too small: a rank receives {first} rows, and {second} tokens are staged at "
+        "most (on a rank, counted once for each peer; where rows go straight to experts, choices of tokens); nothing "
+        "was sent"
+    )
+
+
+# ---- launches ----
+
+
+def _launch(workspace, counting, ids, error_code, tables, splits):
+    steps = [_count, *([_agree] if counting.agrees_apart else [])]
+    if counting.local_world_size is not None:
+        steps.append(_place)
+    for step in steps:
+        launch_kept(
+            workspace, (step, counting), (ids, error_code, *tables, splits),
+            lambda *of, step=step: step(workspace, counting, of), lies=by_address,
+        )
+
+
+def _agreed_plan(workspace, counting):
+    """The number of the plan; see ``Workspace.prepare``."""
+    shape, local = counting.shape, counting.local_world_size
+    fields = {
+        "num_experts": shape.num_experts, "k": shape.choices, "max_tokens": shape.max_tokens,
+        "max_tokens_per_rank": shape.max_tokens_per_rank, "config": counting.config, "whole": counting.per_choice,
+    }
+    line = 4 * counting.columns if local is None else line_bytes(shape.num_experts, shape.world_size, local)
+    return workspace.prepare(shape.operator, fields, shape.world_size * line, shape.world_size, num_flags=1)
+
+
+def _constants(counting, block, at_once):
+    """Constants of the kernels that count and that agree."""
+    shape, local = counting.shape, counting.local_world_size
+    tables = layout.table_constants(shape.choices, shape.num_experts, shape.world_size)
+    own = {"WHOLE": counting.per_choice} if local is None else multinode_constants(local)
+    block = min(next_power_of_2(counting.columns), block)
+    return {"BY_SOURCE": shape.by_source, **tables, **own, "BLOCK": block, "AT_ONCE": at_once, "num_warps": 8}
+
+
+def _count(workspace, counting, operands):
+    """The Launch that counts a rank's ids, and if these are few adds up and lays out what all ranks send."""
+    ids, error_code, *written = operands
+    shape, plan = counting.shape, _agreed_plan(workspace, counting)
+    args = workspace.ctx, ids, error_code, *written, shape.tokens, shape.max_tokens or _NO_LIMIT, plan, CALL_NUMBER
+    constants = _constants(counting, block=512, at_once=16) | {
+        "N": layout.tile_ids(shape.choices), "AGREE": not counting.agrees_apart,
+    }
+    kernel = ep_route_kernel if counting.local_world_size is None else ep_route_nodes_kernel
+    return Launch(workspace, kernel, (counting.tiles,), args, constants, operands, [], [workspace.ctx])
+
+
+def _agree(workspace, counting, operands):
+    """The Launch that adds up and lays out, if there are many ids."""
+    _, error_code, *written = operands
+    shape, plan = counting.shape, _agreed_plan(workspace, counting)
+    constants = _constants(counting, block=8, at_once=512)
+    capacity = shape.max_tokens or _NO_LIMIT
+    args = workspace.ctx, error_code, *written, shape.tokens, counting.tiles, capacity, plan, CALL_NUMBER
+    kernel = ep_agree_kernel if counting.local_world_size is None else ep_agree_nodes_kernel
+    grid = (cdiv(counting.columns, constants["BLOCK"]),)
+    return Launch(workspace, kernel, grid, args, constants, operands, [], [workspace.ctx], looks=False)
+
+
+def _place(workspace, counting, operands):
+    """The Launch that finds the places of what crosses to other nodes."""
+    shape = counting.shape
+    args = workspace.ctx, *operands[2:4], shape.tokens
+    constants = {
+        "TILE_TOKENS": layout.tile_tokens(shape.choices), "num_warps": 1,
+        **layout.table_constants(shape.choices, shape.num_experts, shape.world_size),
+        **multinode_constants(counting.local_world_size),
+    }
+    return Launch(
+        workspace, ep_places_kernel, (counting.tiles,), args, constants, operands, [], [workspace.ctx], looks=False
+    )
