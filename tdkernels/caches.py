@@ -1,49 +1,56 @@
 """What all caches are made of: one policy by which they forget, and one way to say that an entry is out of date."""
 
 
-class RecentCache:
-    """A mapping of bounded size that forgets the entries that were not used lately.
+class RecentCache(dict):
+    """A mapping of bounded size that forgets the entries that were not used lately; ``cache[key]`` may be None.
 
-    A look-up costs little more than that of a dict. Entries are in two dicts: those used since the last turn, and the
-    others. When half of the room is used, the older ones are dropped, and a new turn begins.
+    A look-up of an entry that was used lately is that of a dict. The entries used since the last turn are this dict;
+    the others are in a second one. When half of the room is used, the older ones are dropped, and a new turn begins.
 
     Args:
         max_size: the number of entries that are kept at most.
     """
 
     def __init__(self, max_size):
+        super().__init__()
         self.max_size = max_size
-        self._recent, self._older = {}, {}
+        self._older = {}
 
-    def get(self, key):
-        """Return the value of a key, or None."""
-        value = self._recent.get(key)
-        if value is None and self._older:
-            value = self._older.pop(key, None)
-            if value is not None:
-                self[key] = value
+    def __missing__(self, key):
+        """The value of a key that was not used since the last turn, or None."""
+        value = self._older.pop(key, None)
+        if value is not None:
+            self[key] = value
         return value
 
     def __setitem__(self, key, value):
-        if len(self._recent) >= max(self.max_size // 2, 1) and key not in self._recent:
-            self._recent, self._older = {}, self._recent
+        if super().__len__() >= max(self.max_size // 2, 1) and not super().__contains__(key):
+            self._older = super().copy()
+            super().clear()
         self._older.pop(key, None)
-        self._recent[key] = value
+        super().__setitem__(key, value)
+
+    def get(self, key):
+        return self[key]
 
     def clear(self):
-        self._recent, self._older = {}, {}
+        self._older.clear()
+        super().clear()
 
     def items(self):
-        return [*self._older.items(), *self._recent.items()]
+        return [*self._older.items(), *super().items()]
 
     def values(self):
         return [value for _, value in self.items()]
+
+    def __contains__(self, key):
+        return super().__contains__(key) or key in self._older
 
     def __iter__(self):
         return iter([key for key, _ in self.items()])
 
     def __len__(self):
-        return len(self._recent) + len(self._older)
+        return super().__len__() + len(self._older)
 
 
 class VersionedDict(dict):

@@ -23,6 +23,7 @@ from tdkernels import lang as td
 from tdkernels.lang import context as words
 from tdkernels.ops.collectives.async_all_gather import Gather
 from tdkernels.ops.experts.dispatch import launch as ep_launch
+from tdkernels.ops.experts.dispatch.counted import CountedRouting
 from tdkernels.ops.experts.tp_moe import routing
 from tdkernels.symm import get_workspace
 from tdkernels.symm.failure import DeviceFailure
@@ -41,7 +42,7 @@ ON_CPU = DEVICE != "cuda"
 def host_ahead():
     """Let the host launch without a look at what earlier launches have recorded, as if these were still queued."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Workspace, "check", lambda self: None)
+        patch.setattr(Workspace, "check", lambda self, in_call=True: None)
         yield
 
 
@@ -259,6 +260,111 @@ def test_a_note_names_the_operands_of_its_own_call():
     on_ranks(2, names_the_call_of_a_note, False)
 
 
+def raises_a_note_in_a_later_call(operator):
+    """The host of rank 0 sees the note of wrong ids one call earlier than that of rank 1, and goes on calling.
+
+    So it leaves out a call that rank 1 makes: no later call may return what belongs to another one.
+    """
+    call = {"ep_dispatch": _dispatch_of_value, "low-latency": _dispatch_of_few, "tp_moe": _layer_of_value}[operator]
+    rank, errors = dist.get_rank(), []
+    with a_group() as group, timeout(3.0):
+        for _ in range(2):
+            call(group, 1.0)()
+        with host_ahead():
+            call(group, 2.0, wrong=True)
+            if not ON_CPU:
+                torch.cuda.synchronize()
+            dist.barrier()
+        with host_ahead() if rank == 1 else contextlib.nullcontext():
+            errors.append(failure_of(call, group, 3.0))
+        for value in (4.0, 5.0, 6.0):
+            errors.append(failure_of(_make_and_check, call, group, value))
+        errors = [_without_frames(error) for error in errors if error is not None]
+        del group
+    if rank == 0:
+        assert type(errors[0]) is ValueError and "topk_ids" in str(errors[0]) and len(errors) == 4, errors
+        for error in errors[1:]:
+            assert type(error) is RuntimeError and "in place of a later call" in str(error), errors
+            assert "topk_ids" in str(error), errors
+    else:
+        assert isinstance(errors[-1], PeerTimeoutError), errors
+
+
+def _make_and_check(call, group, value):
+    call(group, value)()
+
+
+def _rows_of(value, wrong):
+    ids = torch.tensor([[0, 77 if wrong else 5]] * 2, device=device())
+    return torch.full((2, 8), value, device=device()), ids
+
+
+def _dispatch_of_value(group, value, wrong=False, **bounds):
+    """Make a call; return a function that checks its result."""
+    x, ids = _rows_of(value, wrong)
+    recv, _ = tdkernels.ep_dispatch(x, ids, num_experts=6, group=group, **(bounds or {"max_tokens": 64}))
+
+    def check():
+        tdkernels.synchronize()
+        rows = recv.x[: int(recv.splits.sum())]
+        assert torch.equal(rows, torch.full_like(rows, value)), "a wrong result"
+
+    return check
+
+
+def _dispatch_of_few(group, value, wrong=False):
+    return _dispatch_of_value(group, value, wrong, max_tokens_per_rank=4)
+
+
+def _layer_of_value(group, value, wrong=False):
+    x, ids = _rows_of(value, wrong)
+    weights, w_gate_up = torch.ones(2, 2, device=device()), torch.ones(6, 4, 8, device=device())
+    y = tdkernels.tp_moe(x, ids, weights, w_gate_up, torch.ones(6, 8, 4, device=device()), activation=None, group=group)
+
+    def check():
+        tdkernels.synchronize()
+        assert torch.equal(y, torch.full_like(y, 2 * dist.get_world_size() * 4 * 8 * value)), "a wrong result"
+
+    return check
+
+
+@pytest.mark.parametrize("operator", ["ep_dispatch", "low-latency", "tp_moe"])
+def test_a_note_that_is_raised_in_a_later_call_breaks_the_group(operator):
+    on_ranks(2, raises_a_note_in_a_later_call, operator)
+
+
+def raises_while_receiving():
+    """Rank 1 has no memory when it receives a dispatch; what it does next must not pair with another call."""
+    rank = dist.get_rank()
+    with a_group() as group, timeout(3.0), torch.no_grad():
+        errors = []
+        for number in range(5):
+            x, ids = _rows_of(float(number), False)
+            sent = None
+            try:
+                sent = tdkernels.ep_dispatch_send(x, ids, num_experts=6, max_tokens=64, group=group)
+                with pytest.MonkeyPatch.context() as patch:
+                    if rank == 1 and number == 2:
+                        patch.setattr(ep_launch, "launch_dispatch", _no_memory)
+                    recv, _ = sent.receive()
+                tdkernels.synchronize()
+                rows = recv.x[: int(recv.splits.sum())]
+                assert torch.equal(rows, torch.full_like(rows, float(number))), "a wrong result"
+            except (RuntimeError, PeerTimeoutError) as error:
+                errors.append(_without_frames(error))
+        del group
+    if rank == 1:
+        assert isinstance(errors[0], torch.OutOfMemoryError) and len(errors) == 3, errors
+        for error in errors[1:]:
+            assert type(error) is RuntimeError and "ep_dispatch: OutOfMemoryError in the middle" in str(error), error
+    else:
+        assert isinstance(errors[-1], PeerTimeoutError), errors
+
+
+def test_an_exception_while_receiving_breaks_the_group():
+    on_ranks(2, raises_while_receiving)
+
+
 # ---- exceptions in the middle of a call ----
 
 
@@ -311,25 +417,45 @@ def test_an_exception_in_a_kernel_breaks_the_group():
     on_ranks(2, raises_in_a_kernel)
 
 
-def _layer(group):
+def _operands():
     ids, weights = torch.tensor([[0, 1]] * 4, device=device()), torch.ones(4, 2, device=device())
     x, w_gate_up, w_down = (torch.ones(*shape, device=device()) for shape in ((4, 8), (2, 8, 8), (2, 8, 4)))
-    return tdkernels.tp_moe(x, ids, weights, w_gate_up, w_down, group=group)
+    return x, ids, weights, w_gate_up, w_down
+
+
+def _compiled_tp_moe(group):
+    return torch.ops.tdkernels.tp_moe(*_operands(), "swiglu", False, group.group_name, "")[0]
+
+
+def _gradient_of_weights(group):
+    recv, handle = dispatch(group, [1, 5])
+    weights = torch.ones(2, 2, device=device(), requires_grad=True)
+    tdkernels.ep_combine(recv.x, handle, weights, group=group).sum().backward()
+    return weights.grad
 
 
 def _no_memory(*args, **kwargs):
     raise torch.OutOfMemoryError("not this much")
 
 
+_combine = CountedRouting.combine
+
+
+def _no_memory_for_numbers(*args, row_numbers=None, **kwargs):
+    return _combine(*args, **kwargs) if row_numbers is None else _no_memory()
+
+
 CALLS = {  # each with what has no memory in it, after its first launch
-    "ep_dispatch": (lambda group: dispatch(group, [1, 5])[0].x, ep_launch, "prepare_dispatch"),
-    "tp_moe": (_layer, routing, "_tile"),
+    "ep_dispatch": (lambda group: dispatch(group, [1, 5])[0].x, ep_launch, "prepare_dispatch", _no_memory),
+    "ep_combine backward": (_gradient_of_weights, CountedRouting, "combine", _no_memory_for_numbers),
+    "tp_moe": (lambda group: tdkernels.tp_moe(*_operands(), group=group), routing, "_tile", _no_memory),
+    "compiled tp_moe": (_compiled_tp_moe, routing, "_tile", _no_memory),
 }
 
 
 def raises_between_launches(operator):
     """No memory for an output of rank 1, after the first launch of a call has sent something."""
-    call, module, name = CALLS[operator]
+    call, where, name, fails = CALLS[operator]
     with a_group() as group:
         expected = [call(group) for _ in range(2)][-1]
         dist.barrier()
@@ -338,7 +464,7 @@ def raises_between_launches(operator):
             for number in range(3):
                 with pytest.MonkeyPatch.context() as patch:
                     if dist.get_rank() == 1 and number == 0:
-                        patch.setattr(module, name, _no_memory)
+                        patch.setattr(where, name, fails)
                     try:
                         result = call(group)
                         tdkernels.synchronize()  # on a GPU the error comes here
@@ -354,7 +480,7 @@ def raises_between_launches(operator):
         del group
 
 
-@pytest.mark.parametrize("operator", ["ep_dispatch", "tp_moe"])
+@pytest.mark.parametrize("operator", list(CALLS))
 def test_an_exception_between_launches_breaks_the_group(operator):
     on_ranks(2, raises_between_launches, operator)
 

@@ -68,7 +68,7 @@ def choice_of_call(operator, group, call, make):
     """
     caches = caches_of(group)
     key = "config", caches.choices.version, get_mode(), operator, call
-    choice = caches.calls.get(key)
+    choice = caches.calls[key]
     if choice is None:
         choice = make()
         caches.calls[key] = choice

@@ -63,7 +63,7 @@ class Kernel(JITFunction):
 
     def _launch(self, key, args, grid, kwargs):
         """What ``JITFunction.run`` does, without looking for the compiled kernel again: that takes most of its time."""
-        known = self._known.get(key)
+        known = self._known[key]
         if known is None:
             compiled = self._search(args, grid, False, kwargs)
             if isinstance(compiled, CompiledKernel):

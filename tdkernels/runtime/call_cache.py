@@ -43,7 +43,7 @@ def find(operator, group, tensors, settings):
     if key is None:
         return None, None
     try:
-        return caches.calls.get(key), key
+        return caches.calls[key], key
     except TypeError:  # an unhashable setting; the call will say what is wrong with it
         return None, None
 

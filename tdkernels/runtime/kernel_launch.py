@@ -59,7 +59,7 @@ def launch_kept(workspace, key, operands, prepare, ready=None, lies=by_layout):
     if recorder.active is not None:
         operands = operands if ready is None else ready(*operands)
         return _prepared(operands, prepare)(operands)
-    launch = workspace.launches.get((*key, *lies(operands)))
+    launch = workspace.launches[(*key, *lies(operands))]
     if launch is None:
         launch, operands = bind(workspace, key, operands, prepare, ready, lies)
     return launch(operands)
@@ -70,7 +70,7 @@ def bind(workspace, key, operands, prepare, ready=None, lies=by_layout):
     if ready is not None:
         operands = ready(*operands)
     whole_key = *key, *lies(operands)
-    launch = workspace.launches.get(whole_key)
+    launch = workspace.launches[whole_key]
     if launch is None:
         launch = _prepared(operands, prepare)
         workspace.launches[whole_key] = launch  # of a buffer that may have come to be just now

@@ -133,7 +133,7 @@ class Repeat:
         for at, number, make, known in self._maps:
             tensor = values[number]
             address = tensor.data_ptr()
-            tensor_map = known.get(address)
+            tensor_map = known[address]
             if tensor_map is None:
                 known[address] = tensor_map = make(tensor)
             args[at] = tensor_map

@@ -267,7 +267,7 @@ class GroupState:
     def check(self):
         """Raise the first error that a kernel of the group has recorded."""
         for workspace in self.workspaces.values():
-            workspace.check()
+            workspace.check(in_call=False)
 
     def close(self):
         for workspace in self.workspaces.values():

@@ -23,11 +23,11 @@ from tdkernels.caches import RecentCache
 from tdkernels.lang import context as words
 from tdkernels.lang import emulation as networks
 from tdkernels.rounding import round_up
+from tdkernels.symm import timeout
 from tdkernels.symm.factory import make_buffer
 from tdkernels.symm.failure import host_words
 from tdkernels.symm.group import group_state, in_step, live_states, states
 from tdkernels.symm.record import Table
-from tdkernels.symm.timeout import get_timeout
 
 _WORD = 8
 _ALIGN = 256
@@ -151,7 +151,7 @@ class Workspace:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         try:
-            self.check()
+            self.check(in_call=False)
         except Exception as found:
             error = found
         texts = self.group.exchange(self.name, "" if error is None else f"{type(error).__name__}: {error}")
@@ -173,7 +173,7 @@ class Workspace:
         if self.note is None:  # one for all buffers, so that no note is lost with a buffer
             self.note = host_words(_NOTE_WORDS, self.device)
             self._note_words = self.note.numpy()
-        self.timeout_s = get_timeout()
+        self.timeout_s = timeout.get_timeout()
         table = [0] * words.CTX_BASES.value
         table[words.CTX_RANK.value] = self.rank
         table[words.CTX_NUM_RANKS.value] = self.world_size
@@ -226,7 +226,7 @@ class Workspace:
     def before_launch(self):
         """Bring the timeout up to date and order this launch after those on other streams; the stream, if any."""
         capturing = not self._on_cpu and torch.cuda.is_current_stream_capturing()
-        timeout_s = get_timeout()
+        timeout_s = timeout.in_force_s or timeout.find_timeout()
         if self.timeout_s != timeout_s and not capturing:
             self.timeout_s = timeout_s
             self.ctx[words.CTX_TIMEOUT_NS.value] = int(timeout_s * 1e9)
@@ -272,8 +272,11 @@ class Workspace:
 
     # ---- what went wrong ----
 
-    def check(self):
-        """Raise the error that a kernel of the group has recorded, if any, now and at every later call."""
+    def check(self, in_call=True):
+        """Raise the error that a kernel of the group has recorded, if any, now and at every later call.
+
+        Args:     in_call: whether this rank makes no call if it raises; False where all ranks only look
+        """
         # Most calls find nothing, by looking at five words here.
         group, failure = self.group, self._failure
         broken = self._broken or group.interrupted or group.refusal
@@ -282,26 +285,41 @@ class Workspace:
         if broken is not None:
             raise copy.copy(broken)  # a raised error keeps the frames that it went through, and what they hold
         if self.note is not None and self._note_words[0]:
-            self._raise_note()
+            self._raise_note(in_call)
 
-    def explain_notes(self, error_of_note):
-        """Let ``error_of_note`` make the exception of a note that the next call of this workspace leaves.
+    def expect_note(self, error_of_note):
+        """Begin a call whose kernel may leave a note, of which ``error_of_note`` makes an exception.
 
         On a GPU the note of a call comes after later calls were made, so those of the last calls are kept. The kernel
-        is given ``note_call``, and leaves it in its note.
+        is given ``note_call``, and leaves it in its note. Raises the note of an earlier call, if there is one by now.
         """
         self.note_call += 1
         self._notes_of_calls[self.note_call] = error_of_note
         # What a CUDA graph has captured may be replayed at any time.
         if len(self._notes_of_calls) > _MAX_CALLS and not self._captured:
             self._notes_of_calls.popitem(last=False)
+        self.check()
 
-    def _raise_note(self):
-        """Raise, once, what a kernel has left to tell (``lang.host_error``); the workspace is as good as before."""
+    def _raise_note(self, in_call):
+        """Raise, once, what a kernel has left to tell (``lang.host_error``).
+
+        If all ranks raise it in the call that it belongs to, or where they only look, the workspace is as good as
+        before. A rank that raises the note of an earlier call leaves out the call that it makes now. Its peers may
+        have made that call, and would take what the next one sends for it: so the group is broken.
+        """
         kind, *numbers, number = self._note_words.tolist()
         self._note_words[0] = 0
         error_of_note = self._notes_of_calls.get(number, self.error_of_note)
-        raise in_step(error_of_note(self.name, kind, *numbers))
+        error = in_step(error_of_note(self.name, kind, *numbers))
+        if in_call and number != self.note_call and self.world_size > 1:
+            self.group.break_off(
+                RuntimeError(
+                    f"{error}; rank {self.rank} raised that in place of a later call, which its peers may have made. "
+                    "Destroy the process group and make a new one. tdkernels.synchronize() raises such an error "
+                    "between two calls, after which the group can be used"
+                )
+            )
+        raise error
 
     # ---- for a host that waits for an agreement, see ``group`` ----
 

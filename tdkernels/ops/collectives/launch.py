@@ -61,7 +61,7 @@ def share_bytes(operator, x, world_size):
 
 def _as_given(x):
     """x as kernels take it, of which they want the address alone: Triton does not know all types."""
-    return x if x.dtype in _TYPES else as_bytes(x)
+    return x if x.dtype in _TYPES or x.dtype == torch.int32 else as_bytes(x)
 
 
 def arguments(operator, ctx, x, output, nbytes, plan, config):

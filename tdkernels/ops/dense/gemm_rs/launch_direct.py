@@ -27,7 +27,7 @@ def _tiles_descriptor(memory, slots, half_bytes, tiles):
 def _peer_descriptors(workspace, dtype, tiles, slots):
     """Descriptors of the buffers of rank + 1, rank + 2 …, kept for as long as the buffers are."""
     key = "gemm_rs_direct", dtype, tiles.block_m, tiles.block_n, slots
-    found = workspace.launches.get(key)
+    found = workspace.launches[key]
     if found is None:
         ranks, me = workspace.world_size, workspace.rank
         peers = [workspace.buffer.tensor((me + step) % ranks) for step in range(1, ranks)]

@@ -12,7 +12,6 @@ from tdkernels.ops.experts.dispatch.payload import MAX_CHUNKS, as_memories, piec
 from tdkernels.ops.experts.dispatch.routing import Routing
 from tdkernels.rounding import next_power_of_2, round_up
 from tdkernels.runtime.kernel_launch import by_address, launch_kept
-from tdkernels.symm.whole_call import whole_call
 
 _FEWEST_SLOTS = 64
 
@@ -43,7 +42,6 @@ class CountedRouting(Routing):
     def __post_init__(self):
         self.launch_key = self.shape, self.slots, self.config
 
-    @whole_call
     def dispatch(self, x, *, scales=None, weights=None, quantize=False):
         tensors = launch.prepare_dispatch(self, x, scales, weights, quantize)
         launch.launch_dispatch(self, tensors)
@@ -59,13 +57,11 @@ class CountedRouting(Routing):
 
         return receive
 
-    @whole_call
     def dispatch_gradient(self, dy, expert_rows, weights, want_dots):
         tensors = launch.prepare_gradient(self, dy, expert_rows, weights, want_dots)
         launch.launch_dispatch(self, tensors)
         return tensors.rows, tensors.dots
 
-    @whole_call
     def combine(self, rows, *, weights=None, row_weights=None, row_numbers=None, config=None):
         config = config or self.config
         tensors = launch.prepare_combine(self, rows, weights, row_weights, row_numbers, config)

@@ -135,9 +135,8 @@ def _rows_for(most):
 
 
 def listen(workspace, operator, operand):
-    """Make the note of this workspace's next call an error of an operator, after the notes of earlier calls."""
-    workspace.check()
-    workspace.explain_notes(partial(_error_of_note, operator, operand, workspace.rank))
+    """Begin a call of an operator in a workspace: its note is an error of the operator, and names the operand."""
+    workspace.expect_note(partial(_error_of_note, operator, operand, workspace.rank))
 
 
 def _error_of_note(operator, operand, here, name, kind, first, second, third):
@@ -194,7 +193,9 @@ def _count(workspace, counting, operands):
         "N": layout.tile_ids(shape.choices), "AGREE": not counting.agrees_apart,
     }
     kernel = ep_route_kernel if counting.local_world_size is None else ep_route_nodes_kernel
-    return Launch(workspace, kernel, (counting.tiles,), args, constants, operands, [], [workspace.ctx])
+    grid = (counting.tiles,)
+    # ``listen`` has just looked for what earlier launches had to tell.
+    return Launch(workspace, kernel, grid, args, constants, operands, [], [workspace.ctx], looks=False)
 
 
 def _agree(workspace, counting, operands):

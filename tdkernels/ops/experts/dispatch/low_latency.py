@@ -122,9 +122,8 @@ def _new(workspace, routing, tensors, phase, operands):
         workspace.ctx, routing, tensors.with_tensors(given), parts, plan, (tables, received, ids, error_code, splits),
         phase, CALL_NUMBER,
     )
-    return Launch(
-        workspace, kernel, (programs,), args, constants, operands, [], [workspace.ctx], looks=phase != "receive"
-    )
+    # ``listen`` has just looked for what earlier launches had to tell, or the send phase had.
+    return Launch(workspace, kernel, (programs,), args, constants, operands, [], [workspace.ctx], looks=False)
 
 
 def low_latency_call(ctx, routing, tensors, parts, plan, known, phase="both", call=0):

@@ -176,15 +176,18 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         refuse_second_derivatives("ep_combine")
-        rows, weights = ctx.saved_tensors
-        wants_weights = ctx.needs_input_grad[1]
-        as_sent = None if weights is None else weights.to(torch.float32).contiguous()
-        d_rows, dots = ctx.routing.dispatch_gradient(dy, rows, as_sent, wants_weights)
-        d_weights = None
-        if wants_weights:
-            _, d_weights = ctx.routing.combine(dy.new_empty(ctx.routing.rows, 0), row_numbers=dots)
-            d_weights = d_weights.to(weights.dtype)
-        return d_rows, d_weights, None, None, None
+        return *_ep_combine_backward(ctx.routing, dy, *ctx.saved_tensors, ctx.needs_input_grad[1]), None, None, None
+
+
+@whole_call
+def _ep_combine_backward(routing, dy, rows, weights, wants_weights):
+    """Return the gradients of the rows and of topk_weights, the latter None if it is not wanted."""
+    as_sent = None if weights is None else weights.to(torch.float32).contiguous()
+    d_rows, dots = routing.dispatch_gradient(dy, rows, as_sent, wants_weights)
+    if not wants_weights:
+        return d_rows, None
+    _, d_weights = routing.combine(dy.new_empty(routing.rows, 0), row_numbers=dots)
+    return d_rows, d_weights.to(weights.dtype)
 
 
 # ---- the public functions ----
@@ -260,17 +263,13 @@ def ep_dispatch(
     )
     handle = handle_of(request, topk_weights, scales)
     routing, quantize = handle._routing, quantize is not None
-    if wants_gradient(x, topk_weights):
+    if autograd.may_be_differentiated((x, topk_weights)):
         rows, row_scales, row_weights = _Dispatch.apply(x, topk_weights, scales, routing, quantize)
     else:
         rows, row_scales, row_weights = routing.dispatch(x, scales=scales, weights=topk_weights, quantize=quantize)
     if row_weights is not None:
         handle.keep_row_weights(row_weights.detach())
     return EpTokens(rows, routing.splits, row_weights, row_scales), handle
-
-
-def wants_gradient(*tensors):
-    return autograd.may_be_differentiated([tensor for tensor in tensors if tensor is not None])
 
 
 def _refuse_gradient_of_codes(x, quantize):
@@ -316,7 +315,7 @@ def ep_combine(expert_out, handle, topk_weights=None, *, group=None, config=None
     topk_weights, config = checked_combine(expert_out, handle, topk_weights, group, config)
     row_weights = row_weights_of(handle, topk_weights, config)
     routing = handle._routing
-    if wants_gradient(expert_out, topk_weights):
+    if autograd.may_be_differentiated((expert_out, topk_weights)):
         return _Combine.apply(expert_out, topk_weights, routing, row_weights, config)
     return routing.combine(expert_out, weights=topk_weights, row_weights=row_weights, config=config)[0]
 

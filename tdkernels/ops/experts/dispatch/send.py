@@ -10,25 +10,34 @@ Example:
 
 import torch
 
-from tdkernels.ops.experts.dispatch.op import EpTokens, checked_combine, handle_of, row_weights_of, wants_gradient
+from tdkernels.ops.experts.dispatch.op import EpTokens, checked_combine, handle_of, row_weights_of
 from tdkernels.ops.experts.dispatch.request import DispatchRequest
+from tdkernels.runtime.autograd import may_be_differentiated
 from tdkernels.runtime.torch_op import outside_graphs
 from tdkernels.symm import resolve_group
+from tdkernels.symm.group import group_state
 from tdkernels.symm.whole_call import whole_call
 
 
 class EpSent:
-    """What has been sent and is to be received: ``receive()`` gives what the whole call would have returned."""
+    """What has been sent and is to be received: ``receive()`` gives what the whole call would have returned.
 
-    def __init__(self, receive):
-        self._receive = receive
+    An exception in ``receive()`` breaks the group on this rank: its peers have what was sent, and go on.
+    """
+
+    def __init__(self, operator, group, receive):
+        self._operator, self._group, self._receive = operator, group, receive
 
     def receive(self):
-        return self._receive()
+        try:
+            return self._receive()
+        except BaseException as error:
+            group_state(self._group).end_abruptly(self._operator, error)
+            raise
 
 
 def _refuse_gradients(operator, *tensors):
-    if wants_gradient(*(tensor for tensor in tensors if isinstance(tensor, torch.Tensor))):
+    if may_be_differentiated([tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]):
         whole = operator.removesuffix("_send")
         raise ValueError(f"{operator}: the halves have no gradient; use torch.no_grad, or {whole}")
 
@@ -59,7 +68,7 @@ def ep_dispatch_send(
         handle.keep_row_weights(row_weights)
         return EpTokens(rows, routing.splits, row_weights, row_scales), handle
 
-    return EpSent(receive)
+    return EpSent("ep_dispatch", routing.group, receive)
 
 
 @outside_graphs
@@ -74,5 +83,6 @@ def ep_combine_send(expert_out, handle, topk_weights=None, *, group=None, config
     topk_weights, config = checked_combine(expert_out, handle, topk_weights, group, config)
     _refuse_gradients("ep_combine_send", expert_out, topk_weights)
     row_weights = row_weights_of(handle, topk_weights, config)
-    receive = handle._routing.send_combine(expert_out, weights=topk_weights, row_weights=row_weights, config=config)
-    return EpSent(receive)
+    routing = handle._routing
+    receive = routing.send_combine(expert_out, weights=topk_weights, row_weights=row_weights, config=config)
+    return EpSent("ep_combine", routing.group, receive)

@@ -14,9 +14,11 @@ from tdkernels.ops.experts.dispatch.route import plan_route, route
 from tdkernels.ops.experts.ep_moe.steps import receive
 from tdkernels.runtime import autograd, torch_op
 from tdkernels.runtime.autograd import received, to_expect, to_send
+from tdkernels.symm.whole_call import whole_call
 
 
-def _forward(
+@whole_call
+def _ep_moe(
     x, topk_ids, topk_weights, w_gate_up, w_down, num_experts, activation, quantize, max_tokens, max_tokens_per_rank,
     keep, group, ep, gemm,
 ):
@@ -30,7 +32,8 @@ def _forward(
     return (y, rows, pre, hidden, made) if keep else (y, *(y.new_empty(0) for _ in range(4)))
 
 
-def _backward(
+@whole_call
+def _ep_moe_backward(
     dy, x, topk_ids, topk_weights, w_gate_up, w_down, rows, pre, hidden, made, need_dx, need_dtopk, need_dgate_up,
     need_ddown, num_experts, activation, quantize, max_tokens, _max_tokens_per_rank, group, ep,
 ):
@@ -79,14 +82,14 @@ def _fake_ep_moe_backward(dy, x, topk_ids, topk_weights, w_gate_up, w_down, rows
 torch_op.register(
     f"ep_moe({_OPERANDS}, {_SETTINGS}, bool keep, str group, str ep, str gemm)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _forward,
+    _ep_moe,
     _fake_ep_moe,
 )
 torch_op.register(
     f"ep_moe_backward(Tensor dy, {_OPERANDS}, Tensor rows, Tensor pre, Tensor hidden, Tensor made, bool need_dx,"
     f" bool need_dtopk, bool need_dgate_up, bool need_ddown, {_SETTINGS}, str group, str ep)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
-    _backward,
+    _ep_moe_backward,
     _fake_ep_moe_backward,
 )
 

@@ -79,12 +79,6 @@ def _make(x, w, rows, activation, keep):
     return Launched(y, pre, to_be_made(x, rows, x.shape[1]))
 
 
-def _tensors_of(routing, tile_rows):
-    """What a kernel reads of a routing: (the rows of choices, the choices of rows, the table of tiles, its begins)."""
-    tiling = routing.tiling(tile_rows)
-    return routing.rows, routing.choices, tiling.table, tiling.begins
-
-
 def compile(x, w, routing, config, activation=None, gradients=None):
     """Compile what ``launch`` with the same operands would launch, into Triton's cache; launches nothing."""
     if x.device.type == "cpu":
@@ -92,7 +86,8 @@ def compile(x, w, routing, config, activation=None, gradients=None):
     x = gemm_operands.rows_contiguous(x)
     ctx = torch.empty(1, dtype=torch.int64, device=x.device)
     made = Launched(x.new_empty(1), None, x.new_empty(1, x.shape[1]))
-    routed = _tensors_of(routing, config.tiles.block_m)
+    tiling = routing.tiling(config.tiles.block_m)
+    routed = routing.rows, routing.choices, tiling.table, tiling.begins
     if gradients is not None:
         made_of_h = x.new_empty(1), x.new_empty(1, dtype=torch.float32)
         gradients = Gradients(gradients.h, gradients.weights, *made_of_h)
@@ -105,7 +100,8 @@ def compile(x, w, routing, config, activation=None, gradients=None):
 def launch(x, w, routing, config, activation=None, keep=False, gradients=None):
     """The products of all ranks' tokens x [M / W, K] with the weights of their experts; ``keep`` what SwiGLU is of."""
     workspace = get_workspace(routing.group, x.device, "moe_ag_gemm")
-    routed = _tensors_of(routing, config.tiles.block_m)
+    tiling = routing.tiling(config.tiles.block_m)
+    routed = routing.rows, routing.choices, tiling.table, tiling.begins
     done = torch.zeros(MAX_STAGES.value, dtype=torch.int64, device=x.device)
     of_gradient = (None, None) if gradients is None else (gradients.h, gradients.weights)
     differs = activation, keep, gradients is not None, gemm_operands.dot_precision(x.dtype)

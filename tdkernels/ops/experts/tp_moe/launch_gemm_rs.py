@@ -30,11 +30,6 @@ def _arguments(ctx, h, w, routing, routed, weights, done, out, z, plan, config):
     }
 
 
-def _tensors_of(routing, tile_rows):
-    tiling = routing.tiling(tile_rows)
-    return routing.rows, tiling.table, tiling.begins
-
-
 def _block_columns(n):
     return min(next_power_of_2(n), BLOCK_COLUMNS)
 
@@ -45,7 +40,8 @@ def compile(h, w, routing, weights, config):
         return  # interpreted
     h = gemm_operands.rows_contiguous(h)
     ctx = torch.empty(1, dtype=torch.int64, device=h.device)
-    routed, empty = _tensors_of(routing, config.tiles.block_m), h.new_empty(1)
+    tiling, empty = routing.tiling(config.tiles.block_m), h.new_empty(1)
+    routed = routing.rows, tiling.table, tiling.begins
     args, constants = _arguments(ctx, h, w, routing, routed, weights, ctx, empty, empty, 0, config)
     moe_gemm_rs_kernel.warmup(*args, grid=(1,), **constants)
 
@@ -56,7 +52,8 @@ def launch(h, w, routing, weights, config):
     weights: [M, k] fp32 of all ranks' choices, or None for 1
     """
     workspace = get_workspace(routing.group, h.device, "moe_gemm_rs")
-    routed = _tensors_of(routing, config.tiles.block_m)
+    tiling = routing.tiling(config.tiles.block_m)
+    routed = routing.rows, tiling.table, tiling.begins
     done = torch.zeros(MAX_STAGES.value, dtype=torch.int64, device=h.device)
     z, _ = launch_kept(
         workspace, (config, routing.sizes, gemm_operands.dot_precision(h.dtype)), (h, w, *routed, weights, done),

@@ -49,6 +49,7 @@ class MoeRouting:
         self.world_size = group.size()
         self.num_choices = ids.shape[1]
         self.chunk_rows = chunk_rows
+        self.num_chunks = cdiv(tokens, chunk_rows)  # of a rank's tokens
         # No more than there are chunks to share.
         self.num_stages = min(stages, _MAX_STAGES, 1 + (self.world_size - 1) * self.num_chunks)
         self.sizes = self.world_size, tokens, num_experts, self.num_choices, chunk_rows, self.num_stages
@@ -57,11 +58,6 @@ class MoeRouting:
         # Rows past the last expert's, as many as choices were dropped, are of some choice too: nobody minds which.
         self.choices = torch.zeros_like(ids).view(-1)
         self._tilings = {}
-
-    @property
-    def num_chunks(self):
-        """Of a rank's tokens."""
-        return cdiv(self.tokens, self.chunk_rows)
 
     @property
     def slot_rows(self):
@@ -84,7 +80,8 @@ class MoeRouting:
     def tiling(self, tile_rows):
         """The Tiling for tiles of so many rows; launched when it is first asked for."""
         if tile_rows not in self._tilings:
-            self._tilings[tile_rows] = _tile(self, tile_rows)
+            workspace = get_workspace(self.group, self.ids.device, "moe_route", across_nodes=True)
+            self._tilings[tile_rows] = _tile(workspace, self, tile_rows)
         return self._tilings[tile_rows]
 
 
@@ -104,13 +101,12 @@ def route(operator, topk_ids, num_experts, group, chunk_rows, tile_rows, stages)
         ids = all_gather(ids, group=group)
     routing = MoeRouting(group, ids, topk_ids.shape[0], num_experts, chunk_rows, stages)
     workspace = get_workspace(group, ids.device, "moe_route", across_nodes=True)
-    workspace.check()
-    workspace.explain_notes(partial(_error_of_note, operator, num_experts))
+    workspace.expect_note(partial(_error_of_note, operator, num_experts))
     launch_kept(
         workspace, (operator, ids.numel(), num_experts), (ids, routing.splits),
         lambda *of: _count(workspace, operator, num_experts, of), lies=by_address,
     )
-    routing.tiling(tile_rows)
+    routing._tilings[tile_rows] = _tile(workspace, routing, tile_rows)
     return routing
 
 
@@ -120,7 +116,10 @@ def _count(workspace, operator, num_experts, operands):
     ids, splits = operands
     args = workspace.ctx, ids, splits, ids.numel(), num_experts, CALL_NUMBER
     constants = {"BLOCK": 4096, "num_warps": 8}
-    return Launch(workspace, moe_count_kernel, (num_experts,), args, constants, operands, [], [workspace.ctx])
+    # ``route`` has just looked for what earlier launches had to tell.
+    return Launch(
+        workspace, moe_count_kernel, (num_experts,), args, constants, operands, [], [workspace.ctx], looks=False
+    )
 
 
 def unrouted(world_size, tokens, choices, num_experts, config, device):
@@ -133,9 +132,9 @@ def unrouted(world_size, tokens, choices, num_experts, config, device):
     return routing
 
 
-def _tile(routing, tile_rows):
+def _tile(workspace, routing, tile_rows):
+    """The Tiling of a routing."""
     ids, experts = routing.ids, routing.num_experts
-    workspace = get_workspace(routing.group, ids.device, "moe_route", across_nodes=True)
     most = ids.numel() // tile_rows + min(experts, ids.numel())
     new = partial(torch.empty, dtype=torch.int32, device=ids.device)
     stages, table, begins = new(most), new(most, TILE_WORDS.value), new(2 * _MAX_STAGES)

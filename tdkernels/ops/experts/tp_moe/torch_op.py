@@ -20,6 +20,7 @@ from tdkernels.ops.experts.tp_moe.steps import (
 from tdkernels.runtime import autograd, torch_op
 from tdkernels.runtime.autograd import received, to_expect, to_send
 from tdkernels.symm.group import group_state
+from tdkernels.symm.whole_call import whole_call
 
 
 def _configs(x, topk_ids, w_gate_up, w_down, activation, group, text):
@@ -33,7 +34,8 @@ def _configs(x, topk_ids, w_gate_up, w_down, activation, group, text):
     return known[call]
 
 
-def _forward(x, topk_ids, topk_weights, w_gate_up, w_down, activation, keep, group, config):
+@whole_call
+def _tp_moe(x, topk_ids, topk_weights, w_gate_up, w_down, activation, keep, group, config):
     group, activation = torch_op.group_by_name(group), activation or None
     configs = _configs(x, topk_ids, w_gate_up, w_down, activation, group, config)
     if not x.shape[0]:
@@ -59,7 +61,8 @@ def _made(x, topk_ids, w_gate_up, w_down, activation, keep, ranks):
     return y, x.new_empty(tokens * choices, w_down.shape[2]), pre, weights
 
 
-def _backward(
+@whole_call
+def _tp_moe_backward(
     dy, x, topk_ids, topk_weights, w_gate_up, w_down, h, pre, weights, need_dx, need_dtopk, need_dgate_up, need_ddown,
     activation, group, config,
 ):
@@ -91,14 +94,14 @@ def _fake_tp_moe_backward(dy, x, topk_ids, topk_weights, w_gate_up, w_down, h, p
 
 torch_op.register(
     f"tp_moe({_OPERANDS}, str activation, bool keep, str group, str config) -> (Tensor, Tensor, Tensor, Tensor)",
-    _forward,
+    _tp_moe,
     _fake_tp_moe,
 )
 torch_op.register(
     f"tp_moe_backward(Tensor dy, {_OPERANDS}, Tensor h, Tensor pre, Tensor weights, bool need_dx, bool need_dtopk,"
     " bool need_dgate_up, bool need_ddown, str activation, str group, str config)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
-    _backward,
+    _tp_moe_backward,
     _fake_tp_moe_backward,
 )
 
