@@ -57,11 +57,13 @@ _LONG = {
 
 
 def pytest_collection_modifyitems(items):
-    """What says little that is new is run only where somebody asks for all (``nodes.thorough``)."""
+    """What says little that is new is run only if all tests are asked for; several nodes take a GPU for each rank."""
     seen = Counter()
     for item in items:
         which = item.path.name, getattr(item, "originalname", None)
         is_long = which[1] in _LONG.get(which[0], ())
+        if item.path.name.endswith("_multinode.py"):
+            item.add_marker(simulated_nodes.needs_gpus)
         if is_long and seen[which] % 2 or _says_little(item, getattr(getattr(item, "callspec", None), "params", {})):
             item.add_marker(simulated_nodes.thorough)
         seen[which] += 1

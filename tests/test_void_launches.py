@@ -46,7 +46,7 @@ from tests.ops.experts.tp_moe import cases as tensor_experts
 from tests.ops.experts.tp_moe.oracle import Sliced
 from tests.support.dense_oracle import Case
 from tests.support.ranks import a_group, device, on_ranks
-from tests.support.simulated_nodes import a_group_on_nodes
+from tests.support.simulated_nodes import a_group_on_nodes, needs_gpus
 from tests.support.subset import THOROUGH
 from tests.test_protocol import COPY_ENGINE, PARTS, WAYS, failure_of, synchronize, timeout
 
@@ -341,6 +341,7 @@ def change_nothing_across_nodes(families, local):
         del group
 
 
+@needs_gpus
 @pytest.mark.parametrize("world_size, local, families", [
     (4, 2, [dense_across_nodes]), (4, 2, [decodes]), (4, 2, [routed_across_nodes]), (2, 1, [decodes]),
 ], ids=str)
@@ -354,6 +355,7 @@ def adds_once(local):
         del group
 
 
+@needs_gpus
 def test_a_void_launch_of_one_adding_owner_changes_nothing():
     on_ranks(4, adds_once, 2)
 

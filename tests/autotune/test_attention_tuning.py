@@ -25,7 +25,7 @@ from tests.autotune.entries import cache_in
 from tests.autotune.test_selection import counted, log_of, tables_in, tune_by_hand
 from tests.ops.attention.ulysses.cases import Projection
 from tests.support.ranks import a_group, device, on_ranks
-from tests.support.simulated_nodes import a_group_on_nodes
+from tests.support.simulated_nodes import a_group_on_nodes, needs_gpus
 
 DECODE = "flash_decode"
 DUAL = {"ulysses_qkv": "ulysses_out", "ulysses_out": "ulysses_qkv"}
@@ -215,6 +215,7 @@ def is_on_two_nodes(folder):
         del group
 
 
+@needs_gpus
 def test_across_nodes_a_decode_alone_is_tuned(tmp_path):
     on_ranks(2, is_on_two_nodes, tmp_path)
 

@@ -146,8 +146,9 @@ class Player:
                 self.waiting.append((number, problem))
                 continue
             self._note(number, seconds, *self._judge(problem, error, seconds))
-            if error is None or (getattr(error, "in_step", False) and not self.ahead):
-                continue  # all ranks have raised it in the same call
+            raised_by_all = getattr(error, "in_step", False) and (not self.ahead or number == self.plan.at)
+            if error is None or raised_by_all:
+                continue  # the ids were wrong in this very call
             may_go_on = isinstance(error, TypeError) or (_is_injected(error) and not launched)
             if not may_go_on:  # it has skipped a collective, and must not go on
                 self._must_raise(number + 1, calls[number + 1])

@@ -11,7 +11,7 @@ from tdkernels import lang as td
 from tdkernels.symm import get_workspace
 from tdkernels.symm.group import group_state
 from tests.support.ranks import DEVICE, device, on_ranks
-from tests.support.simulated_nodes import a_group_on_nodes, reseed
+from tests.support.simulated_nodes import a_group_on_nodes, needs_gpus, reseed
 
 SEEDS = 50
 WORDS = 128
@@ -92,6 +92,7 @@ def test_what_was_put_may_be_overwritten_after_quiet():
     assert on_ranks(2, _wrong, 1, "put_signal", "quiet") == [[], []]
 
 
+pytestmark = needs_gpus
 emulated_only = pytest.mark.skipif(DEVICE == "cuda", reason="GPUs of one machine may keep an order by themselves")
 
 

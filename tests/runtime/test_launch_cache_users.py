@@ -32,7 +32,7 @@ from tests.ops.attention.ag_attention.oracle import Sharded
 from tests.ops.attention.flash_decode.oracle import Decode
 from tests.ops.attention.ulysses.cases import OPERATORS, Projection, misaligned, strided, transposed
 from tests.support.ranks import a_group, device, on_ranks
-from tests.support.simulated_nodes import a_group_on_nodes
+from tests.support.simulated_nodes import a_group_on_nodes, needs_gpus
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -145,6 +145,7 @@ def scatters_across_nodes(group):
         assert runs() == 4 and not recorder.events.any()
 
 
+@needs_gpus
 def test_products_across_nodes():
     on_ranks(3, in_a_group, scatters_across_nodes, local=1)
 

@@ -15,8 +15,10 @@ import tdkernels
 from tdkernels.symm import resolve_group, topology
 from tdkernels.symm.backends import emulated_network
 from tdkernels.symm.group import group_state, scratch_state
+from tests.support.ranks import ASKED
 from tests.support.subset import THOROUGH
 
+needs_gpus = pytest.mark.skipif(ASKED == "shared", reason="NVSHMEM needs a GPU for each rank")
 # For what says little that is new: run only where somebody asks for all.
 thorough = pytest.mark.skipif(not THOROUGH, reason="set TDKERNELS_TEST_THOROUGH=1 to run it")
 
