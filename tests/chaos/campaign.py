@@ -200,7 +200,7 @@ def summarize(cases):
                 by_operator.setdefault(plan.operator, Counter())[outcome] += 1
                 if outcome in BAD:
                     bad.append({"seed": plan.seed, "rank": report["rank"], "call": number, "outcome": outcome,
-                                "seconds": seconds, "timeout": round(report["timeout"], 2),
+                                "seconds": seconds, "timeout": round(report.get("timeout", 0.0), 2),
                                 "allowance": round(report.get("allowance", 0.0), 2), "text": text[:600]})
                 elif outcome.endswith("Error") and not report["faulty"]:
                     over.append(seconds - report["timeout"])
