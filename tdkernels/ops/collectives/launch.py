@@ -5,7 +5,7 @@ import triton.language as tl
 
 from tdkernels.ops.collectives import kernel as kernels
 from tdkernels.ops.collectives.async_all_gather import Gather
-from tdkernels.ops.common.config import text_of
+from tdkernels.ops.common.config import with_config
 from tdkernels.ops.common.gemm_operands import rows_contiguous
 from tdkernels.rounding import cdiv
 from tdkernels.runtime import kernel_launch
@@ -27,11 +27,6 @@ def output_shape(operator, shape, world_size):
 def problem_fields(x):
     """What must be the same on all ranks before a config is chosen."""
     return {"shape": tuple(x.shape), "dtype": str(x.dtype)}
-
-
-def plan_fields(x, config):
-    """What must be the same on all ranks."""
-    return {**problem_fields(x), "config": text_of(config)}
 
 
 def as_bytes(x):
@@ -126,7 +121,7 @@ def _prepare(operator, workspace, given, x, config):
     world_size = workspace.world_size
     nbytes = share_bytes(operator, x, world_size)
     units, half_bytes, half_signals = sizes(operator, nbytes, world_size, config)
-    plan = workspace.prepare(operator, plan_fields(x, config), half_bytes, half_signals)
+    plan = workspace.prepare(operator, with_config(problem_fields(x), config), half_bytes, half_signals)
     output = to_be_made(given, *output_shape(operator, given.shape, world_size))
     args, constants = arguments(operator, workspace.ctx, given, output, nbytes, plan, config)
     grid = (min(units, config.num_programs),)
@@ -138,7 +133,7 @@ def _by_copy_engine(operator, x, group, config):
     """all_gather by copies of whole shards; each is brought to the output while later ones are on their way."""
     shard = as_bytes(x)
     lines = shard.view(-1, 16 if x.nbytes % 16 == 0 else 1)
-    gather = Gather(operator, plan_fields(x, config), lines, group, lines.shape[0], copies=True)
+    gather = Gather(operator, with_config(problem_fields(x), config), lines, group, lines.shape[0], copies=True)
     world_size, rank = gather.world_size, gather.workspace.rank
     output = x.new_empty(output_shape(operator, x.shape, world_size))
     slots = as_bytes(output).view(world_size, -1)

@@ -25,7 +25,7 @@ from tdkernels.ops.collectives import launch as launcher
 from tdkernels.ops.collectives.config import CollectiveConfig
 from tdkernels.ops.common import torch_collectives as plain
 from tdkernels.ops.common import validation
-from tdkernels.ops.common.config import as_argument, check_config, from_text
+from tdkernels.ops.common.config import as_argument, check_config, from_text, with_config
 from tdkernels.ops.common.multinode import spans_nodes
 from tdkernels.ops.common.tunable_base import problem_of, select
 from tdkernels.runtime import autograd, call_cache, torch_op
@@ -68,7 +68,7 @@ def _run(operator, x, group, config):
         return x.new_empty(launcher.output_shape(operator, x.shape, group.size()))
     config = _config_for(operator, config, x, group)
     if config.method != "fused":
-        group_state(group).agree_once(operator, launcher.plan_fields(x, config))
+        group_state(group).agree_once(operator, with_config(launcher.problem_fields(x), config))
     return _run_by(config, operator, x, group)
 
 

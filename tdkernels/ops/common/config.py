@@ -23,6 +23,11 @@ METHODS = "fused", "parts", "torch"
 text_of = functools.cache(to_text)  # for what torch.compile does not see: writing it anew is a fifth of a small call
 
 
+def with_config(fields, config):
+    """The fields of a call that all ranks agree on, with its config among them; see ``Workspace.prepare``."""
+    return {**fields, "config": text_of(config)}
+
+
 def as_argument(config):
     """A config, or None, as the text that goes through torch.library."""
     if config is None:

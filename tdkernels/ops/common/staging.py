@@ -3,8 +3,18 @@
 import triton.language as tl
 
 from tdkernels import lang as td
+from tdkernels.ops.common.gemm_tile import in_register_order
 
 COPY_WORDS = 4096  # of 8 bytes, that a program moves at a time
+
+
+@td.jit
+def stage_tile(ctx, dst_ptr, staged, acc, epoch, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Store a product in register order, in the dtype of ``dst_ptr``, and raise flag number ``staged``."""
+    partial = in_register_order(td.from_float32(acc, dst_ptr.dtype.element_ty), BLOCK_M, BLOCK_N)
+    tl.store(dst_ptr + tl.arange(0, BLOCK_M * BLOCK_N), partial)
+    # waiter: the program of this rank that forwards the item, or the one that sums the tile
+    td.store_release(td.flag_at(ctx, staged), epoch, SCOPE="gpu")
 
 
 @td.jit

@@ -2,7 +2,7 @@
 
 import torch.nn.functional as F
 
-from tdkernels.ops.common.config import as_argument
+from tdkernels.ops.common.config import as_argument, with_config
 from tdkernels.ops.common.gemm_tunable import config_for
 from tdkernels.runtime import call_cache, torch_op
 from tdkernels.symm.group import group_state
@@ -23,7 +23,7 @@ def forward(operator, kernel, run, x, weight, bias, group, config):
         return x.new_empty(0, weight.shape[0])
     config = config_for(operator, config, x, weight, group, lambda: kernel.problem_fields(x, weight))
     if config.method == "torch":
-        group_state(group).agree_once(operator, kernel.plan_fields(x, weight, config))
+        group_state(group).agree_once(operator, with_config(kernel.problem_fields(x, weight), config))
     return run(x, weight, bias, group, config)
 
 

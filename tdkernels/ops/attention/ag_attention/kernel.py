@@ -31,16 +31,20 @@ from tdkernels.ops.attention.tile import (
 
 @td.jit
 def _attend(
-    acc, top, total, q, k_desc, v_desc, k_at, v_at, plane, sheet, first_row, head, heads, first, last, limits, stop,
-    scale, DTYPE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    acc, top, total, q, k_desc, v_desc, k_at, v_at, where, blocks, limits, stop, scale,
+    DTYPE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, USE_TMA: tl.constexpr, MASKED: tl.constexpr, CLEAN: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """The online softmax, over blocks ``first`` to ``last`` of keys of one shard; (acc, top, total) after them.
+    """The online softmax, over blocks of keys of one shard; (acc, top, total) after them.
+
+    where: (plane, sheet, first row, head, heads) of ``load_rows``; blocks: (the first, the end).
 
     ``acc`` are the weighted values, ``total`` the weights' sums, relative to 2 ** ``top``. If MASKED, a query sees the
     keys below its limit. ``stop``: how many keys there are.
     """
+    plane, sheet, first_row, head, heads = where
+    first, last = blocks
     for block in tl.range(first, last, num_stages=STAGES):
         row = block * BLOCK_K
         k = load_rows(
@@ -148,13 +152,13 @@ def ag_attention_kernel(
             k_at, v_at = k_ptr.to(tl.int64), v_ptr.to(tl.int64)
             td.mark(trace, "multiplies", me)
             acc, top, total = _attend(
-                acc, top, total, q, k_desc, v_desc, k_at, v_at, 0, entry, first_row, kv_head, kv_heads,
-                0, plain, limits, rows, scale,
+                acc, top, total, q, k_desc, v_desc, k_at, v_at, (0, entry, first_row, kv_head, kv_heads),
+                (0, plain), limits, rows, scale,
                 DTYPE, D, DV, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_K, USE_TMA, False, False, PRECISION, STAGES,
             )
             acc, top, total = _attend(
-                acc, top, total, q, k_desc, v_desc, k_at, v_at, 0, entry, first_row, kv_head, kv_heads,
-                plain, blocks, limits, rows, scale,
+                acc, top, total, q, k_desc, v_desc, k_at, v_at, (0, entry, first_row, kv_head, kv_heads),
+                (plain, blocks), limits, rows, scale,
                 DTYPE, D, DV, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_K, USE_TMA, True, False, PRECISION, 1,
             )
             for step in range(1, ranks):
@@ -175,14 +179,15 @@ def ag_attention_kernel(
                     known = tl.maximum(known, before + chunk + 1)
                     k_at, v_at = at + source * k_slot, at + ranks * k_slot + source * v_slot
                     middle = tl.minimum(tl.maximum(least // BLOCK_K, start), stop)
+                    far = half, source * batch + entry, first_row, kv_head, kv_heads
                     acc, top, total = _attend(
-                        acc, top, total, q, far_k_desc, far_v_desc, k_at, v_at, half, source * batch + entry,
-                        first_row, kv_head, kv_heads, start, middle, limits, most, scale,
+                        acc, top, total, q, far_k_desc, far_v_desc, k_at, v_at,
+                        far, (start, middle), limits, most, scale,
                         DTYPE, D, DV, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_K, USE_TMA, False, False, PRECISION, STAGES,
                     )
                     acc, top, total = _attend(
-                        acc, top, total, q, far_k_desc, far_v_desc, k_at, v_at, half, source * batch + entry,
-                        first_row, kv_head, kv_heads, middle, stop, limits, most, scale,
+                        acc, top, total, q, far_k_desc, far_v_desc, k_at, v_at,
+                        far, (middle, stop), limits, most, scale,
                         DTYPE, D, DV, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_K, USE_TMA, True, STRADDLES, PRECISION, 1,
                     )
             answer = td.take_ticket(ctx)

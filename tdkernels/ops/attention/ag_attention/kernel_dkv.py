@@ -74,18 +74,23 @@ def ag_attention_stats_kernel(
 
 @td.jit
 def _dkv_blocks(
-    dk, dv, k, v, q_desc, do_desc, q_at, do_at, stats_at, plane, sheet, first_row, kv_head, heads,
-    begin, first, last, starts, rows, scale,
+    dk, dv, k, v, q_desc, do_desc, memory, where, begin, blocks, starts, rows, scale,
     DTYPE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, USE_TMA: tl.constexpr, MASKED: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """(dk, dv) with what blocks ``first`` to ``last`` of queries of one shard add, of the group's heads.
+    """(dk, dv) with what blocks of queries of one shard add, of the group's heads.
+
+    memory: (q_at, do_at, stats_at); where: (plane, sheet, first row, head of the keys, heads) of ``load_rows``; blocks:
+    (the first, the end).
 
     Blocks are counted from query ``begin`` on. If MASKED, a key is seen by queries from its start on. Heads are what
     changes fastest, so that sums do not depend on where a segment ends. Queries past the shard are zeros. One loop with
     a mask and one without, one after the other, ptxas would not let run their products at the same time.
     """
+    q_at, do_at, stats_at = memory
+    plane, sheet, first_row, kv_head, heads = where
+    first, last = blocks
     for turn in tl.range(first * GROUP, last * GROUP, num_stages=STAGES):
         row = begin + turn // GROUP * BLOCK_Q
         head = kv_head * GROUP + turn % GROUP
@@ -182,8 +187,8 @@ def ag_attention_dkv_kernel(
             starts, begin = _own_starts(row, BLOCK_K, MASK)
             q_at, do_at, stats_at = q_ptr.to(tl.int64), do_ptr.to(tl.int64), stats_ptr.to(tl.int64)
             dk, dv = _dkv_blocks(
-                dk, dv, k, v, q_desc, do_desc, q_at, do_at, stats_at, 0, entry, first_row, kv_head, heads,
-                begin, 0, (rows - begin + BLOCK_Q - 1) // BLOCK_Q, starts, rows, scale * LOG2_E,
+                dk, dv, k, v, q_desc, do_desc, (q_at, do_at, stats_at), (0, entry, first_row, kv_head, heads),
+                begin, (0, (rows - begin + BLOCK_Q - 1) // BLOCK_Q), starts, rows, scale * LOG2_E,
                 DTYPE, D, DV, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_K, GROUP, USE_TMA, MASK != ALL, PRECISION, STAGES,
             )
             for step in range(1, ranks):
@@ -203,8 +208,9 @@ def ag_attention_dkv_kernel(
                     q_at, do_at = at + source * q_slot, at + ranks * q_slot + source * do_slot
                     stats_at = at + ranks * (q_slot + do_slot) + source * stat_slot
                     dk, dv = _dkv_blocks(
-                        dk, dv, k, v, far_q_desc, far_do_desc, q_at, do_at, stats_at, half, source * batch + entry,
-                        first_row, kv_head, heads, begin, start, stop, starts, rows, scale * LOG2_E,
+                        dk, dv, k, v, far_q_desc, far_do_desc, (q_at, do_at, stats_at),
+                        (half, source * batch + entry, first_row, kv_head, heads), begin, (start, stop), starts, rows,
+                        scale * LOG2_E,
                         DTYPE, D, DV, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_K, GROUP, USE_TMA, STRADDLES, PRECISION, STAGES,
                     )
             answer = td.take_ticket(ctx)

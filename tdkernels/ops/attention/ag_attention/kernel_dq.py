@@ -25,12 +25,15 @@ from tdkernels.ops.attention.tile import (
 
 @td.jit
 def _dq_blocks(
-    dq, q, do, lse, delta, k_desc, v_desc, k_at, v_at, plane, sheet, first_row, head, heads, first, last, limits, stop,
-    scale, DTYPE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    dq, q, do, stats, k_desc, v_desc, k_at, v_at, where, blocks, limits, stop, scale,
+    DTYPE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, USE_TMA: tl.constexpr, MASKED: tl.constexpr, CLEAN: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """dq with what blocks ``first`` to ``last`` of the keys of one shard add to it; arguments as of ``_attend``."""
+    """dq with what blocks of the keys of one shard add to it; stats: (lse, delta), the others as of ``_attend``."""
+    lse, delta = stats
+    plane, sheet, first_row, head, heads = where
+    first, last = blocks
     for block in tl.range(first, last, num_stages=STAGES):
         row = block * BLOCK_K
         k = load_rows(
@@ -100,13 +103,13 @@ def ag_attention_dq_kernel(
             limits, plain, blocks = own_blocks(row, rows, BLOCK_Q, BLOCK_K, MASK)
             k_at, v_at = k_ptr.to(tl.int64), v_ptr.to(tl.int64)
             dq = _dq_blocks(
-                dq, q, do, lse, delta, k_desc, v_desc, k_at, v_at, 0, entry, first_row, kv_head, kv_heads,
-                0, plain, limits, rows, scale * LOG2_E,
+                dq, q, do, (lse, delta), k_desc, v_desc, k_at, v_at, (0, entry, first_row, kv_head, kv_heads),
+                (0, plain), limits, rows, scale * LOG2_E,
                 DTYPE, D, DV, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_K, USE_TMA, False, False, PRECISION, STAGES,
             )
             dq = _dq_blocks(
-                dq, q, do, lse, delta, k_desc, v_desc, k_at, v_at, 0, entry, first_row, kv_head, kv_heads,
-                plain, blocks, limits, rows, scale * LOG2_E,
+                dq, q, do, (lse, delta), k_desc, v_desc, k_at, v_at, (0, entry, first_row, kv_head, kv_heads),
+                (plain, blocks), limits, rows, scale * LOG2_E,
                 DTYPE, D, DV, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_K, USE_TMA, True, False, PRECISION, 1,
             )
             for step in range(1, ranks):
@@ -125,14 +128,15 @@ def ag_attention_dq_kernel(
                     known = tl.maximum(known, before + chunk + 1)
                     k_at, v_at = at + source * k_slot, at + ranks * k_slot + source * v_slot
                     middle = tl.minimum(tl.maximum(least // BLOCK_K, start), stop)
+                    far = half, source * batch + entry, first_row, kv_head, kv_heads
                     dq = _dq_blocks(
-                        dq, q, do, lse, delta, far_k_desc, far_v_desc, k_at, v_at, half, source * batch + entry,
-                        first_row, kv_head, kv_heads, start, middle, limits, most, scale * LOG2_E,
+                        dq, q, do, (lse, delta), far_k_desc, far_v_desc, k_at, v_at,
+                        far, (start, middle), limits, most, scale * LOG2_E,
                         DTYPE, D, DV, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_K, USE_TMA, False, False, PRECISION, STAGES,
                     )
                     dq = _dq_blocks(
-                        dq, q, do, lse, delta, far_k_desc, far_v_desc, k_at, v_at, half, source * batch + entry,
-                        first_row, kv_head, kv_heads, middle, stop, limits, most, scale * LOG2_E,
+                        dq, q, do, (lse, delta), far_k_desc, far_v_desc, k_at, v_at,
+                        far, (middle, stop), limits, most, scale * LOG2_E,
                         DTYPE, D, DV, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_K, USE_TMA, True, STRADDLES, PRECISION, 1,
                     )
             answer = td.take_ticket(ctx)

@@ -6,7 +6,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tdkernels.ops.attention.ag_attention.kernel import ag_attention_kernel
 from tdkernels.ops.attention.tile import ALL, CONTIGUOUS, LOG2_E, ZIGZAG
 from tdkernels.ops.common import gemm_operands
-from tdkernels.ops.common.config import text_of
+from tdkernels.ops.common.config import with_config
 from tdkernels.rounding import cdiv, next_power_of_2, round_up
 from tdkernels.runtime import gpu, recorder
 from tdkernels.runtime.kernel_launch import Launch, launch_kept, to_be_made
@@ -30,11 +30,6 @@ def problem_fields(q, k, v, causal, sharding, scale):
         "B": q.shape[0], "S/W": q.shape[1], "Hq": q.shape[2], "Hkv": k.shape[2], "D": q.shape[3], "Dv": v.shape[3],
         "dtype": str(q.dtype), "causal": causal, "sharding": sharding, "scale": scale,
     }
-
-
-def plan_fields(q, k, v, causal, sharding, scale, config):
-    """What must be the same on all ranks."""
-    return {**problem_fields(q, k, v, causal, sharding, scale), "config": text_of(config)}
 
 
 def uses_tma(*tensors):
@@ -162,7 +157,7 @@ def launch(q, k, v, causal, sharding, scale, group, config):
 
 def _prepare(workspace, q, k, v, causal, sharding, scale, config):
     ranks, (batch, rows, heads, _) = workspace.world_size, q.shape
-    fields = plan_fields(q, k, v, causal, sharding, scale, config)
+    fields = with_config(problem_fields(q, k, v, causal, sharding, scale), config)
     plan, num_comm = prepare_keys(workspace, k, v, config, fields)
     made = to_be_made(q, *q.shape[:3], v.shape[3]), to_be_made(q, *q.shape[:3], dtype=torch.float32)
     descriptors = _descriptors(workspace, q, k, v, ranks, config)

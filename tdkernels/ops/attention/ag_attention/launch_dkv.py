@@ -7,7 +7,7 @@ from tdkernels.ops.attention.ag_attention.launch import (
     bases_of,
     gathered_descriptor,
     mask_of,
-    plan_fields,
+    problem_fields,
     resident_programs,
     shard_descriptor,
     slot_size,
@@ -18,6 +18,7 @@ from tdkernels.ops.attention.ag_attention.launch import (
 )
 from tdkernels.ops.attention.tile import STAT_ROWS
 from tdkernels.ops.common import gemm_operands
+from tdkernels.ops.common.config import with_config
 from tdkernels.rounding import cdiv
 from tdkernels.runtime.kernel_launch import Launch, alone_on, launch_kept, to_be_made
 from tdkernels.symm import get_workspace
@@ -68,7 +69,7 @@ def launch_dkv(q, k, v, do, stats, causal, sharding, scale, group, config):
 
 def _prepare_dkv(workspace, q, k, v, do, stats, causal, sharding, scale, config):
     ranks, (batch, rows, heads, _) = workspace.world_size, q.shape
-    fields = {"gradient": "k and v", **plan_fields(q, k, v, causal, sharding, scale, config)}
+    fields = {"gradient": "k and v", **with_config(problem_fields(q, k, v, causal, sharding, scale), config)}
     num_chunks = cdiv(batch * rows, config.chunk_rows)
     half_bytes = ranks * (slot_size(q) + slot_size(do) + slot_size(stats)) if ranks > 1 else 256
     plan = workspace.prepare("ag_attention", fields, half_bytes, ranks * num_chunks + ranks)

@@ -4,8 +4,8 @@ from tdkernels.ops.attention.ag_attention.kernel_dq import ag_attention_dq_kerne
 from tdkernels.ops.attention.ag_attention.launch import (
     bases_of,
     key_descriptors,
-    plan_fields,
     prepare_keys,
+    problem_fields,
     resident_programs,
     shard_descriptor,
     straddles,
@@ -14,6 +14,7 @@ from tdkernels.ops.attention.ag_attention.launch import (
 )
 from tdkernels.ops.attention.ag_attention.launch_dkv import constants_of, launch_dkv, statistics
 from tdkernels.ops.common import gemm_operands
+from tdkernels.ops.common.config import with_config
 from tdkernels.rounding import cdiv
 from tdkernels.runtime.kernel_launch import Launch, launch_kept, to_be_made
 from tdkernels.symm import get_workspace
@@ -31,7 +32,7 @@ def launch_dq(q, k, v, do, stats, causal, sharding, scale, group, config):
 
 def _prepare_dq(workspace, q, k, v, do, stats, causal, sharding, scale, config):
     ranks, (batch, rows, heads, _) = workspace.world_size, q.shape
-    fields = {"gradient": "q", **plan_fields(q, k, v, causal, sharding, scale, config)}
+    fields = {"gradient": "q", **with_config(problem_fields(q, k, v, causal, sharding, scale), config)}
     plan, num_comm = prepare_keys(workspace, k, v, config, fields)
     dq = to_be_made(q, *q.shape)
     descriptors = (None,) * 6

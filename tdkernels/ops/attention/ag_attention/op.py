@@ -34,7 +34,7 @@ from tdkernels.ops.attention.ag_attention.config import AgAttentionConfig, compl
 from tdkernels.ops.attention.ag_attention.validation import check_attention
 from tdkernels.ops.attention.ag_attention.vendor_attention import KERNELS
 from tdkernels.ops.common import gemm_operands
-from tdkernels.ops.common.config import as_argument, from_text
+from tdkernels.ops.common.config import as_argument, from_text, with_config
 from tdkernels.ops.common.multinode import spans_nodes
 from tdkernels.ops.common.torch_collectives import all_gather_rows, reduce_scatter_rows
 from tdkernels.ops.common.tunable_base import select
@@ -173,7 +173,7 @@ def _settled(q, k, v, causal, scale, sharding, group, config):
     if chosen_for_it:
         config = _chosen(q, k, v, causal, scale, sharding, group)
     config = completed(config, q.shape[1], max(q.shape[3], v.shape[3]), q.dtype, q.device, chosen_for_it)
-    fields = launch.plan_fields(q, k, v, causal, sharding, scale, config)
+    fields = with_config(launch.problem_fields(q, k, v, causal, sharding, scale), config)
     group_state(group).agree_once("ag_attention", fields)
     return config
 

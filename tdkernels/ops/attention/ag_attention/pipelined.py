@@ -13,12 +13,13 @@ from contextlib import nullcontext
 
 import torch
 
-from tdkernels.ops.attention.ag_attention.launch import plan_fields
+from tdkernels.ops.attention.ag_attention.launch import problem_fields
 from tdkernels.ops.attention.ag_attention.launch_merge import merge
 from tdkernels.ops.attention.ag_attention.vendor_attention import KERNELS
 from tdkernels.ops.collectives.async_all_gather import Gather
 from tdkernels.ops.collectives.async_reduce_scatter import Scatter
 from tdkernels.ops.common import gemm_operands
+from tdkernels.ops.common.config import with_config
 from tdkernels.rounding import round_up
 from tdkernels.symm.group import group_state
 from tdkernels.symm.workspace import refuse_nodes
@@ -82,7 +83,7 @@ def _aligned(x):
 
 
 def _fields(what, q, k, v, causal, sharding, scale, config):
-    return {"by parts": what, **plan_fields(q, k, v, causal, sharding, scale, config)}
+    return {"by parts": what, **with_config(problem_fields(q, k, v, causal, sharding, scale), config)}
 
 
 def forward(q, k, v, causal, sharding, scale, group, config):

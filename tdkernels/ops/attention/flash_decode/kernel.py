@@ -21,28 +21,19 @@ import triton.language as tl
 from tdkernels import lang as td
 from tdkernels.lang.profile import ALL_PEERS, NO_PEER
 from tdkernels.ops.attention.flash_decode.kernel_merge import (
-    LARGE_PART,
-    LARGE_PARTS_OF_GROUP,
-    MOST_LARGE_PARTS,
-    MOST_PARTS,
     PARTS_AT_A_TIME,
-    PARTS_OF_GROUP,
     exchange_lengths,
     lse_at,
-    merge_group,
-    merge_parts,
     merge_ranks,
     query_rows,
     rows_at_a_time,
-    store_output,
-    store_parts,
 )
 from tdkernels.ops.attention.flash_decode.kernel_multinode import (
     exchange_lengths_of_nodes,
-    give_to_owner,
     lengths_of_nodes_at,
     merge_nodes,
 )
+from tdkernels.ops.attention.flash_decode.kernel_parts import give, join_part
 from tdkernels.ops.attention.flash_decode.kv_cache import (
     add_scores,
     add_values,
@@ -87,13 +78,19 @@ def _sees(keys, length, after, step, window, TQ: tl.constexpr, WINDOW: tl.conste
 
 @td.jit
 def _attend(
-    q1, q2, k_ptr, v_ptr, table_ptr, num_pages, first, last, length, after, step, score_scale, cap, window,
-    stride_kb, stride_ks, stride_vb, stride_vs,
+    q1, q2, cache, strides, first, last, length, after, step, options,
     TQ: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, FP8: tl.constexpr, PAIRS: tl.constexpr,
     V_IS_K: tl.constexpr, SOFT_CAP: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """(o [BLOCK_M, DVP], lse [BLOCK_M] to base 2) of keys of blocks first to last; keys in two parts of D1 and D2."""
+    """(o [BLOCK_M, DVP], lse [BLOCK_M] to base 2) of keys of blocks first to last; keys in two parts of D1 and D2.
+
+    cache: (k_ptr, v_ptr, table_ptr, num_pages); strides: (batch, sequence) of k, then of v; options: (score scale, soft
+    cap, window).
+    """
+    k_ptr, v_ptr, table_ptr, num_pages = cache
+    stride_kb, stride_ks, stride_vb, stride_vs = strides
+    score_scale, cap, window = options
     WIDTH1: tl.constexpr = D if D < D1 else D1
     highest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.full((BLOCK_M,), 0.0, tl.float32)
@@ -139,19 +136,22 @@ def _attend(
 
 
 @td.jit
-def _give(
-    ctx, half, signal, o, lse, rows, entry, head, block_r, tile, tiles, heads, o_ptr, lse_ptr, lse2_ptr,
-    RANKS: tl.constexpr, TQ: tl.constexpr, G: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, RP: tl.constexpr,
-    NODES: tl.constexpr,
+def _keys_that_follow(
+    ctx, half, signal, is_void, lengths, entries, tiles,
+    RANKS: tl.constexpr, NODES: tl.constexpr, RP: tl.constexpr, DVP: tl.constexpr, trace,
 ):
-    """Store rows of a tile that is complete on this rank: for who merges it, or, if we are alone, for the caller."""
+    """Of each entry, how many keys the ranks after this one have; the ranks exchange their lengths."""
+    td.mark(trace, "waits", ALL_PEERS, 0)
     if NODES > 1:
-        give_to_owner(ctx, half, signal, o, lse, rows, tile, tiles, RANKS, NODES, RP, DVP)
-    elif RANKS > 1:
-        store_parts(ctx, half, signal, o, lse, rows, tile, tiles, RANKS, RP, DVP)
+        first_signal, lens_at = lengths_of_nodes_at(tiles, RANKS, NODES, RP, DVP)
+        after = exchange_lengths_of_nodes(
+            ctx, half, signal, is_void, lengths, entries, first_signal, lens_at, RANKS, NODES
+        )
     else:
-        row = tl.where(rows < RP, block_r * RP + rows, TQ * G)
-        store_output(o_ptr, lse_ptr, lse2_ptr, o, lse, entry, head, row, heads, TQ * G, G, TQ, DV, DVP)
+        lens_at = (lse_at(tiles, RANKS, RP, DVP) + tl.cast(tiles, tl.int64) * (RANKS * RP)) * 4
+        after = exchange_lengths(ctx, half, signal, lengths, entries, RANKS * tiles, lens_at, RANKS)
+    td.mark(trace, "starts", NO_PEER, 1)
+    return after
 
 
 @td.jit
@@ -211,13 +211,8 @@ def flash_decode_kernel(
     """
     BLOCKS_R: tl.constexpr = (TQ * G + RP - 1) // RP
     PART: tl.constexpr = RP * DVP
-    LARGE: tl.constexpr = PART >= LARGE_PART
-    MOST: tl.constexpr = MOST_LARGE_PARTS if LARGE else MOST_PARTS
-    GROUP: tl.constexpr = LARGE_PARTS_OF_GROUP if LARGE else PARTS_OF_GROUP
-    # Parts and rows that are merged at a time: of wide rows rather more of these.
     STEP: tl.constexpr = PARTS_AT_A_TIME // 2 if 2 * DVP * PARTS_AT_A_TIME >= NUMBERS else PARTS_AT_A_TIME
-    ROWS: tl.constexpr = rows_at_a_time(RP, DVP, STEP, NUMBERS)
-    ROWS_OF_GROUP: tl.constexpr = rows_at_a_time(RP, DVP, GROUP, NUMBERS)
+    ROWS: tl.constexpr = rows_at_a_time(RP, DVP, STEP, NUMBERS)  # that are merged at a time
     KNOWS_OTHERS: tl.constexpr = RANKS > 1 and (TQ > 1 or WINDOW)
     pid = tl.program_id(0)
     trace = (trace_ptr, pid)
@@ -236,17 +231,9 @@ def flash_decode_kernel(
         epoch, half, signal = td.call(ctx, plan)
         is_void = td.is_void_for_all(signal) if NODES > 1 else False
         if KNOWS_OTHERS:
-            td.mark(trace, "waits", ALL_PEERS, 0)
-        if KNOWS_OTHERS and NODES > 1:
-            first_signal, lens_at = lengths_of_nodes_at(tiles, RANKS, NODES, RP, DVP)
-            after = exchange_lengths_of_nodes(
-                ctx, half, signal, is_void, lengths, entries, first_signal, lens_at, RANKS, NODES
+            after = _keys_that_follow(
+                ctx, half, signal, is_void, lengths, entries, tiles, RANKS, NODES, RP, DVP, trace
             )
-        elif KNOWS_OTHERS:
-            lens_at = (lse_at(tiles, RANKS, RP, DVP) + tl.cast(tiles, tl.int64) * (RANKS * RP)) * 4
-            after = exchange_lengths(ctx, half, signal, lengths, entries, RANKS * tiles, lens_at, RANKS)
-        if KNOWS_OTHERS:
-            td.mark(trace, "starts", NO_PEER, 1)
 
     # An equal share of all blocks. A tile without keys has one block too, so that somebody sends it.
     blocks = _num_blocks(lengths, _first_blocks(lengths, after, window, TQ, BLOCK_N, WINDOW), BLOCK_N)
@@ -257,7 +244,8 @@ def flash_decode_kernel(
     end = tl.minimum(begin + share, work)
     entry, which, first = _place(begin, ends, blocks, tiles_of_entry)
     rows_m = tl.arange(0, BLOCK_M)
-    part_lse_ptr = scratch_ptr + tl.cast(tiles + tl.num_programs(0), tl.int64) * PART
+    scratch = scratch_ptr, scratch_ptr + tl.cast(tiles + tl.num_programs(0), tl.int64) * PART, flags
+    outputs = o_ptr, lse_ptr, lse2_ptr
 
     first_tile = entry * tiles_of_entry + which
     pos = begin
@@ -271,6 +259,7 @@ def flash_decode_kernel(
         stop = tl.minimum(end, first + of_tile)
         head, block_r = which // BLOCKS_R, which % BLOCKS_R
         tile = entry * tiles_of_entry + which
+        place = entry, head, block_r, tile
         row = block_r * RP + rows_m
         is_row = (rows_m < RP) & (row < TQ * G)
         query = query_rows(entry, head, row, heads, G, TQ)
@@ -283,12 +272,14 @@ def flash_decode_kernel(
         turn = TURNS_BEFORE_TILES + TURNS_OF_TILE * (tile - first_tile)
         td.mark(trace, "multiplies", NO_PEER, turn)
         from_entry = tl.where(PAGE == 0, entry.to(tl.int64), 0)
-        o, lse = _attend(
-            q1, q2, k_ptr + from_entry * stride_kb + head.to(tl.int64) * stride_kh,
+        cache = (
+            k_ptr + from_entry * stride_kb + head.to(tl.int64) * stride_kh,
             v_ptr + from_entry * stride_vb + head.to(tl.int64) * stride_vh,
-            table_ptr + entry.to(tl.int64) * stride_table, num_pages, skipped + pos - first, skipped + stop - first,
-            length, other_keys, tl.where(is_row, row // G, -1),
-            scale_k, cap, window, stride_kb, stride_ks, stride_vb, stride_vs,
+            table_ptr + entry.to(tl.int64) * stride_table, num_pages,
+        )
+        o, lse = _attend(
+            q1, q2, cache, (stride_kb, stride_ks, stride_vb, stride_vs), skipped + pos - first, skipped + stop - first,
+            length, other_keys, tl.where(is_row, row // G, -1), (scale_k, cap, window),
             TQ, D, D1, D2, DV, DVP, BLOCK_M, BLOCK_N, PAGE, FP8, PAIRS, V_IS_K, SOFT_CAP, WINDOW, PRECISION,
         )
         o *= scale_v
@@ -296,45 +287,14 @@ def flash_decode_kernel(
         if stop - pos == of_tile:
             count += 1
             last = tile
-            _give(
-                ctx, half, signal, o, lse, rows_m, entry, head, block_r, tile, tiles, heads, o_ptr, lse_ptr, lse2_ptr,
-                RANKS, TQ, G, DV, DVP, RP, NODES,
+            give(
+                ctx, half, signal, o, lse, rows_m, place, tiles, heads, outputs, RANKS, TQ, G, DV, DVP, RP, NODES
             )
         else:
-            # The programs of a tile follow each other, so no other tile's have this number.
-            number = (tile + pid).to(tl.int64)
-            at = number * PART + rows_m[:, None] * DVP + tl.arange(0, DVP)[None, :]
-            tl.store(scratch_ptr + at, o, mask=(rows_m < RP)[:, None])
-            tl.store(part_lse_ptr + number * RP + rows_m, lse, mask=rows_m < RP)
-            first_program = first // share
-            parts = (first + of_tile - 1) // share - first_program + 1
-            first_number = (tile + first_program).to(tl.int64)
-            apart = tl.full((), 1, tl.int64)
-            here = parts > 0
-            if parts > MOST:
-                td.mark(trace, "joins", NO_PEER, turn + 2)
-                here = merge_group(
-                    scratch_ptr, part_lse_ptr, flags + tiles + tile, number, first_number, parts,
-                    ROWS_OF_GROUP, RP, DVP, GROUP,
-                )
-                parts = (parts + GROUP - 1) // GROUP
-                apart += GROUP - 1
-            if here:
-                here = td.arrive(flags + tile, parts)
-            if here:
-                count += 1
-                last = tile
-                td.mark(trace, "joins", NO_PEER, turn + 3)
-                for from_row in range(0, RP, ROWS):
-                    rows = from_row + tl.arange(0, ROWS)
-                    merged, merged_lse = merge_parts(
-                        scratch_ptr + first_number * PART, part_lse_ptr + first_number * RP, apart * PART, apart * RP,
-                        parts, rows, DVP, STEP,
-                    )
-                    _give(
-                        ctx, half, signal, merged, merged_lse, rows, entry, head, block_r, tile, tiles, heads, o_ptr,
-                        lse_ptr, lse2_ptr, RANKS, TQ, G, DV, DVP, RP, NODES,
-                    )
+            count, last = join_part(
+                ctx, half, signal, o, lse, place, tiles, heads, outputs, scratch, (first, of_tile), share,
+                (count, last), turn, RANKS, TQ, G, DV, DVP, RP, BLOCK_M, NUMBERS, NODES, trace,
+            )
         is_last = which == tiles_of_entry - 1
         entry += tl.where(is_last, 1, 0)
         which = tl.where(is_last, 0, which + 1)

@@ -16,7 +16,7 @@ from tdkernels.ops.attention.flash_decode.kv_cache import FP8_BITS, FP8_NATIVE, 
 from tdkernels.ops.attention.flash_decode.validation import FP8
 from tdkernels.ops.attention.tile import LOG2_E
 from tdkernels.ops.common import gemm_operands
-from tdkernels.ops.common.config import text_of
+from tdkernels.ops.common.config import with_config
 from tdkernels.rounding import cdiv, next_power_of_2
 from tdkernels.runtime import recorder
 from tdkernels.runtime.kernel_launch import Launch, alone_on, launch_kept, to_be_made
@@ -86,11 +86,6 @@ def problem_fields(q, shape, options):
     }
 
 
-def _plan_fields(q, shape, options, config):
-    """What all ranks must agree on."""
-    return {**problem_fields(q, shape, options), "config": text_of(config)}
-
-
 def capacity_of(k_cache, block_table=None):
     """For how many keys of a sequence a cache has room."""
     return k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
@@ -99,7 +94,7 @@ def capacity_of(k_cache, block_table=None):
 def agree(q, shape, options, group, config):
     """The same for a call that launches nothing of ours; None for a group is this rank alone."""
     if group is not None:
-        group_state(group).agree_once("flash_decode", _plan_fields(q, shape, options, config))
+        group_state(group).agree_once("flash_decode", with_config(problem_fields(q, shape, options), config))
 
 
 def _outputs(q, shape, keep):
@@ -181,7 +176,7 @@ def _prepare(workspace, alone, operands, kind, options, config, keep):
     else:
         ranks, nodes = workspace.world_size, workspace.group.topology.num_nodes
         plan = workspace.prepare(
-            "flash_decode", _plan_fields(q, shape, options, config), *half_sizes(shape, ranks, nodes),
+            "flash_decode", with_config(problem_fields(q, shape, options), config), *half_sizes(shape, ranks, nodes),
             num_flags=_num_flags(shape, MAX_PROGRAMS),  # ranks have other numbers of programs, by what they hold
         )
         ctx = workspace.ctx

@@ -4,7 +4,7 @@ import torch
 
 from tdkernels.ops.attention.ulysses.kernel_out import ulysses_out_kernel
 from tdkernels.ops.common import gemm_operands
-from tdkernels.ops.common.config import text_of
+from tdkernels.ops.common.config import with_config
 from tdkernels.rounding import cdiv, next_power_of_2
 from tdkernels.runtime import gpu, recorder
 from tdkernels.runtime.kernel_launch import Launch, launch_kept, to_be_made
@@ -20,11 +20,6 @@ def problem_fields(o, weight, batch):
         "B": batch, "S": o.shape[0] // batch if batch else 0, "K/W": o.shape[1], "N": weight.shape[0],
         "dtype": str(o.dtype),
     }
-
-
-def plan_fields(o, weight, batch, config):
-    """What must be the same on all ranks."""
-    return {**problem_fields(o, weight, batch), "config": text_of(config)}
 
 
 def _own_positions(o, batch, rank, world_size):
@@ -110,7 +105,7 @@ def _prepare(workspace, operator, o, own, weight, bias, batch, config, keep):
     world_size, n, tiles = workspace.world_size, weight.shape[0], config.tiles
     rows, k = o.shape[0] // world_size, world_size * o.shape[1]
     num_chunks = cdiv(rows, config.chunk_tiles * tiles.block_m)
-    fields = {**plan_fields(o, weight, batch, config), "kept": keep}
+    fields = with_config({**problem_fields(o, weight, batch), "kept": keep}, config)
     plan = workspace.prepare(
         operator, fields, rows * k * o.element_size(), world_size * num_chunks,
         num_flags=(world_size - 1) * num_chunks,

@@ -4,7 +4,7 @@ import torch
 
 from tdkernels.ops.attention.ulysses.kernel_qkv import ulysses_qkv_kernel
 from tdkernels.ops.common import gemm_operands
-from tdkernels.ops.common.config import text_of
+from tdkernels.ops.common.config import with_config
 from tdkernels.rounding import cdiv
 from tdkernels.runtime import gpu, recorder
 from tdkernels.runtime.kernel_launch import Launch, launch_kept, to_be_made
@@ -17,11 +17,6 @@ def problem_fields(x, weight, batch):
         "B": batch, "S/W": x.shape[0] // batch if batch else 0, "K": x.shape[1], "N": weight.shape[0],
         "dtype": str(x.dtype),
     }
-
-
-def plan_fields(x, weight, batch, config):
-    """What must be the same on all ranks."""
-    return {**problem_fields(x, weight, batch), "config": text_of(config)}
 
 
 def _arguments(ctx, x, weight, bias, y, batch, world_size, lag, plan, config):
@@ -61,7 +56,7 @@ def _prepare(workspace, operator, x, weight, bias, batch, config):
     width = weight.shape[0] // world_size
     count = tiles.count(rows, width)  # tiles of one rank's heads
     half_bytes = world_size * count * tiles.block_m * tiles.block_n * x.element_size()
-    fields = plan_fields(x, weight, batch, config)
+    fields = with_config(problem_fields(x, weight, batch), config)
     plan = workspace.prepare(operator, fields, half_bytes, world_size * count)
     y = to_be_made(x, world_size * rows, width)
     resident = gpu.resident_programs(x.device, tiles, x.dtype)

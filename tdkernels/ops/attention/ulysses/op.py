@@ -30,7 +30,7 @@ from tdkernels.autotune.modes import get_mode
 from tdkernels.ops.attention.ulysses import launch_out, launch_qkv
 from tdkernels.ops.attention.ulysses.config import UlyssesConfig
 from tdkernels.ops.attention.ulysses.validation import check_divided, check_product
-from tdkernels.ops.common.config import as_argument, check_config
+from tdkernels.ops.common.config import as_argument, check_config, with_config
 from tdkernels.ops.common.gemm_tunable import config_for
 from tdkernels.ops.common.multinode import spans_nodes
 from tdkernels.runtime import autograd, call_cache, torch_op
@@ -102,7 +102,7 @@ def _qkv(operator, x, weight, bias, batch, group, text):
         return x.new_empty(0, weight.shape[0] // world_size)
     config = _config(text, "ulysses_qkv", operator, x, weight, group, fields)
     if config.method != "fused":
-        group_state(group).agree_once(operator, launch_qkv.plan_fields(x, weight, batch, config))
+        group_state(group).agree_once(operator, with_config(launch_qkv.problem_fields(x, weight, batch), config))
     return _run_qkv(operator, x, weight, bias, batch, group, config)
 
 
@@ -123,7 +123,7 @@ def _out(operator, o, weight, bias, batch, group, text, keep):
         return o.new_empty(0, weight.shape[0]), o.new_empty(0, weight.shape[1])
     config = _config(text, "ulysses_out", operator, o, weight, group, fields)
     if config.method != "fused":
-        group_state(group).agree_once(operator, {**launch_out.plan_fields(o, weight, batch, config), "kept": keep})
+        group_state(group).agree_once(operator, with_config(fields, config))
     return _run_out(operator, o, weight, bias, batch, group, config, keep)
 
 

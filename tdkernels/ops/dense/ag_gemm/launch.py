@@ -6,7 +6,7 @@ import torch
 
 from tdkernels.ops.collectives.async_all_gather import Gather, rows_of_buffer, slot_rows_of
 from tdkernels.ops.common import gemm_operands
-from tdkernels.ops.common.config import text_of
+from tdkernels.ops.common.config import with_config
 from tdkernels.ops.common.gemm_operands import bind_product, launch_product
 from tdkernels.ops.dense.ag_gemm import kernel_multinode, launch_multinode, launch_one_shot, pipelined
 from tdkernels.ops.dense.ag_gemm.kernel import ag_gemm_kernel
@@ -23,11 +23,6 @@ _COPY_WORDS = 4096
 def problem_fields(x, weight):
     """What must be the same on all ranks before a config is chosen."""
     return {"M/W": x.shape[0], "K": x.shape[1], "N/W": weight.shape[0], "dtype": str(x.dtype)}
-
-
-def plan_fields(x, weight, config):
-    """What must be the same on all ranks."""
-    return {**problem_fields(x, weight), "config": text_of(config)}
 
 
 def _arguments(ctx, x, gathered, weight, bias, y, slot_rows, plan, num_comm, fixed_half, config):
@@ -89,7 +84,8 @@ def _pushing(config):
 def launch(x, weight, bias, group, config, keep_gathered=False):
     """Launch an overlapping form on 2-D operands; returns y and, if kept, the Gather of x, to be closed."""
     if config.method == "parts":
-        return pipelined.launch(x, weight, bias, group, config, plan_fields(x, weight, config), keep_gathered)
+        fields = with_config(problem_fields(x, weight), config)
+        return pipelined.launch(x, weight, bias, group, config, fields, keep_gathered)
     config = _that_reaches(config, group_state(group).topology.num_nodes)
     if keep_gathered and config.transport == "one_shot":
         config = _pushing(config)  # in a backward; what one_shot gathers is not kept
@@ -114,15 +110,14 @@ def _workspace(x, group, config):
 
 def _prepare(workspace, x, weight, bias, config):
     """The Launch of the kernel that sends its own shard."""
+    fields = with_config(problem_fields(x, weight), config)
     if config.transport == "one_shot":
-        return launch_one_shot.prepare(workspace, x, weight, bias, config, plan_fields(x, weight, config))
+        return launch_one_shot.prepare(workspace, x, weight, bias, config, fields)
     rows, k = x.shape
     ranks = workspace.world_size
     num_chunks = _num_chunks(rows, config)
     slot_rows = slot_rows_of(rows)
-    plan = workspace.prepare(
-        "ag_gemm", plan_fields(x, weight, config), ranks * slot_rows * k * x.element_size(), ranks * num_chunks
-    )
+    plan = workspace.prepare("ag_gemm", fields, ranks * slot_rows * k * x.element_size(), ranks * num_chunks)
     gathered = rows_of_buffer(workspace, x), 2, ranks * slot_rows, workspace.half_bytes // x.element_size()
     y = to_be_made(x, ranks * rows, weight.shape[0])
     num_comm = config.num_comm_sms
@@ -140,7 +135,7 @@ def _launch_beside_gather(x, weight, bias, group, config, keep_gathered):
     """The same where x is gathered into the memory of a Gather: since it is kept, or as the copy engine sends it."""
     rows, k = x.shape
     copies = config.transport == "copy_engine"
-    fields, chunk_rows = plan_fields(x, weight, config), config.chunk_tiles * config.tiles.block_m
+    fields, chunk_rows = with_config(problem_fields(x, weight), config), config.chunk_tiles * config.tiles.block_m
     gather = Gather("ag_gemm", fields, x, group, chunk_rows, copies)
     workspace, topology = gather.workspace, gather.topology
     y = x.new_empty(topology.world_size * rows, weight.shape[0])

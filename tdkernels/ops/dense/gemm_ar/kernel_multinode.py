@@ -165,6 +165,107 @@ def _role(
     return role, round_, sequence, i
 
 
+# ---- what a piece does, by its role; each takes the next ticket and returns the answer ----
+#
+# call: (epoch, half, signal) of ``td.call``; rank: (our rank, its node, its number there); where: (row, col, M, N) of a
+# tile of z.
+
+
+@td.jit
+def _sum_piece(
+    ctx, call, rank, own_parts, own_sums, part_bytes, staged, made, round_, rounds, sum_signal, adder,
+    NODES: tl.constexpr, LOCAL: tl.constexpr, ADDS_ONCE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLICE_N: tl.constexpr, DTYPE: tl.constexpr, trace,
+):
+    """Sum our node's partials of a tile, and put the sum to the owners on other nodes that add.
+
+    Flag number ``staged`` says that our own partial is there; flag number ``made`` is raised for our node's sum.
+    """
+    epoch, half, signal = call
+    me, node, local = rank
+    TILE_BYTES: tl.constexpr = BLOCK_M * BLOCK_N * (DTYPE.primitive_bitwidth // 8)
+    td.mark(trace, "waits", me)
+    td.wait(ctx, td.flag_at(ctx, staged), epoch, me, SCOPE="gpu")  # producer: our own multiply_tile
+    if LOCAL > 1:
+        td.mark(trace, "waits", ALL_PEERS, 0)
+        # producer: forward_item of every node peer
+        td.wait_plan_node(ctx, td.signal_at(ctx, half, round_), rounds, signal)
+    td.mark(trace, "sums", ALL_PEERS)
+    src = own_sums + node * part_bytes
+    _sum_tile(own_parts, part_bytes, src, local, LOCAL, BLOCK_M, BLOCK_N, SLICE_N, DTYPE)
+    answer = td.take_ticket(ctx)
+    # waiter: the program of this rank that makes the total of the tile
+    td.store_release(td.flag_at(ctx, made), epoch, SCOPE="gpu")
+    td.mark(trace, "pushes", ALL_PEERS)
+    # waiter: the program of the owner on another node that makes the total of the tile
+    _put_to_nodes(ctx, src, TILE_BYTES, sum_signal, signal, node, local, adder, NODES, LOCAL, ONE=ADDS_ONCE)
+    return answer
+
+
+@td.jit
+def _total_piece(
+    ctx, call, rank, own_sums, own_total, part_bytes, totals_offset, made, first_signal, slots, total_signal, adder,
+    bias_ptr, z_ptr, where, NODES: tl.constexpr, LOCAL: tl.constexpr, ADDS_ONCE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLICE_N: tl.constexpr, HAS_BIAS: tl.constexpr, trace,
+):
+    """Add the nodes' sums of a tile; store the total in z and at the node peers, or put it to the other nodes, too.
+
+    Flag number ``made`` says that our node's sum is there, signal number ``first_signal + m * slots`` that node m's is.
+    """
+    epoch, half, signal = call
+    me, node, local = rank
+    row, col, M, N = where
+    TILE_BYTES: tl.constexpr = BLOCK_M * BLOCK_N * (z_ptr.dtype.element_ty.primitive_bitwidth // 8)
+    td.mark(trace, "waits", me)
+    # producer: our own program that sums the tile
+    td.wait(ctx, td.flag_at(ctx, made), epoch, me, SCOPE="gpu")
+    td.mark(trace, "waits", ALL_PEERS, 0)
+    for step in tl.static_range(1, NODES):
+        # producer: the program of the owner on another node that sums the tile
+        other = (node + step) % NODES
+        td.await_put(ctx, td.signal_at(ctx, half, first_signal + other * slots), signal, other * LOCAL + local)
+    td.mark(trace, "sums", ALL_PEERS)
+    _total_tile(
+        ctx, own_sums, part_bytes, totals_offset, half, bias_ptr, z_ptr, row, col, M, N, node, local,
+        NODES, LOCAL, ADDS_ONCE, BLOCK_M, BLOCK_N, SLICE_N, HAS_BIAS,
+    )
+    answer = td.take_ticket(ctx)
+    if ADDS_ONCE:
+        td.mark(trace, "pushes", ALL_PEERS)
+        # waiter: the program of the owner on another node that relays the tile
+        _put_to_nodes(
+            ctx, own_total, TILE_BYTES, total_signal, signal, node, local, adder, NODES, LOCAL, ONE=False
+        )
+    if LOCAL > 1:
+        # waiter: every node peer's program that receives the tile
+        td.notify_node(ctx, total_signal, signal, PASSES_ON=True)
+    return answer
+
+
+@td.jit
+def _relay_piece(
+    ctx, call, rank, own_total, totals_offset, total_signal, adder, z_ptr, where,
+    LOCAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, trace,
+):
+    """Bring the total of a tile that another node has added to z and to the node peers."""
+    epoch, half, signal = call
+    _, node, local = rank
+    row, col, M, N = where
+    td.mark(trace, "waits", adder * LOCAL + local)
+    # producer: the program of the owner on another node that makes the total of the tile
+    seen = td.await_put(ctx, total_signal, signal, adder * LOCAL + local)
+    td.mark(trace, "pushes", ALL_PEERS)
+    _relay_tile(
+        ctx, td.consume_token(own_total, seen), totals_offset, half, z_ptr, row, col, M, N, node, local,
+        LOCAL, BLOCK_M, BLOCK_N,
+    )
+    answer = td.take_ticket(ctx)
+    if LOCAL > 1:
+        # waiter: every node peer's program that receives the tile
+        td.notify_node(ctx, total_signal, signal, PASSES_ON=True)
+    return answer
+
+
 # Compiled once for a tile and for who adds, whatever the shape, plan and size of an item: that makes tuning cheap.
 @td.jit(network=True, do_not_specialize=[
     "M", "N", "K", "stride_w", "lag", "sum_after", "total_after", "relay_after", "receive_after", "plan",
@@ -194,7 +295,9 @@ def gemm_ar_nodes_kernel(
     me = td.rank(ctx)
     own_node = me // LOCAL
     own_local = me % LOCAL
-    epoch, half, signal = td.call(ctx, plan)
+    rank = me, own_node, own_local
+    call = td.call(ctx, plan)
+    epoch, half, signal = call
     tiles_m = (M + BLOCK_M - 1) // BLOCK_M
     tiles_n = (N + BLOCK_N - 1) // BLOCK_N
     tiles = tiles_m * tiles_n
@@ -231,6 +334,7 @@ def gemm_ar_nodes_kernel(
             pid_m, pid_n = swizzle(tile, tiles_m, tiles_n, group_m)
             row = pid_m * BLOCK_M
             col = pid_n * BLOCK_N
+            where = row, col, M, N
             own_parts = td.data_at(ctx, half, me) + slot
             own_sums = own_parts + sums_offset
             tile_offset = totals_offset + tl.cast(tile, tl.int64) * TILE_BYTES
@@ -253,65 +357,22 @@ def gemm_ar_nodes_kernel(
                     BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, W_IS_KN, PRECISION, trace,
                 )
             elif role == _SUM:
-                td.mark(trace, "waits", me)
-                td.wait(ctx, td.flag_at(ctx, staged), epoch, me, SCOPE="gpu")  # producer: our own multiply_tile
-                if LOCAL > 1:
-                    td.mark(trace, "waits", ALL_PEERS, 0)
-                    # producer: forward_item of every node peer
-                    td.wait_plan_node(ctx, td.signal_at(ctx, half, round_), rounds, signal)
-                td.mark(trace, "sums", ALL_PEERS)
-                src = own_sums + own_node * part_bytes
-                _sum_tile(own_parts, part_bytes, src, own_local, LOCAL, BLOCK_M, BLOCK_N, SLICE_N, DTYPE)
-                answer = td.take_ticket(ctx)
-                # waiter: the program of this rank that makes the total of the tile
-                td.store_release(td.flag_at(ctx, LOCAL * slots + number), epoch, SCOPE="gpu")
-                td.mark(trace, "pushes", ALL_PEERS)
-                # waiter: the program of the owner on another node that makes the total of the tile
-                _put_to_nodes(
-                    ctx, src, TILE_BYTES, td.signal_at(ctx, half, first_sum + own_node * slots + number), signal,
-                    own_node, own_local, adder, NODES, LOCAL, ONE=ADDS_ONCE,
+                answer = _sum_piece(
+                    ctx, call, rank, own_parts, own_sums, part_bytes, staged, LOCAL * slots + number, round_, rounds,
+                    td.signal_at(ctx, half, first_sum + own_node * slots + number), adder,
+                    NODES, LOCAL, ADDS_ONCE, BLOCK_M, BLOCK_N, SLICE_N, DTYPE, trace,
                 )
             elif role == _TOTAL:
-                td.mark(trace, "waits", me)
-                # producer: our own program that sums the tile
-                td.wait(ctx, td.flag_at(ctx, LOCAL * slots + number), epoch, me, SCOPE="gpu")
-                td.mark(trace, "waits", ALL_PEERS, 0)
-                for step in tl.static_range(1, NODES):
-                    # producer: the program of the owner on another node that sums the tile
-                    other = (own_node + step) % NODES
-                    td.await_put(
-                        ctx, td.signal_at(ctx, half, first_sum + other * slots + number), signal,
-                        other * LOCAL + own_local,
-                    )
-                td.mark(trace, "sums", ALL_PEERS)
-                _total_tile(
-                    ctx, own_sums, part_bytes, tile_offset, half, bias_ptr, z_ptr, row, col, M, N,
-                    own_node, own_local, NODES, LOCAL, ADDS_ONCE, BLOCK_M, BLOCK_N, SLICE_N, HAS_BIAS,
+                answer = _total_piece(
+                    ctx, call, rank, own_sums, own_total, part_bytes, tile_offset, LOCAL * slots + number,
+                    first_sum + number, slots, total_signal, adder, bias_ptr, z_ptr, where,
+                    NODES, LOCAL, ADDS_ONCE, BLOCK_M, BLOCK_N, SLICE_N, HAS_BIAS, trace,
                 )
-                answer = td.take_ticket(ctx)
-                if ADDS_ONCE:
-                    td.mark(trace, "pushes", ALL_PEERS)
-                    # waiter: the program of the owner on another node that relays the tile
-                    _put_to_nodes(
-                        ctx, own_total, TILE_BYTES, total_signal, signal, own_node, own_local, adder, NODES, LOCAL,
-                        ONE=False,
-                    )
-                if LOCAL > 1:
-                    # waiter: every node peer's program that receives the tile
-                    td.notify_node(ctx, total_signal, signal, PASSES_ON=True)
             elif role == _RELAY:
-                td.mark(trace, "waits", adder * LOCAL + own_local)
-                # producer: the program of the owner on another node that makes the total of the tile
-                seen = td.await_put(ctx, total_signal, signal, adder * LOCAL + own_local)
-                td.mark(trace, "pushes", ALL_PEERS)
-                _relay_tile(
-                    ctx, td.consume_token(own_total, seen), tile_offset, half, z_ptr, row, col, M, N,
-                    own_node, own_local, LOCAL, BLOCK_M, BLOCK_N,
+                answer = _relay_piece(
+                    ctx, call, rank, own_total, tile_offset, total_signal, adder, z_ptr, where, LOCAL, BLOCK_M,
+                    BLOCK_N, trace,
                 )
-                answer = td.take_ticket(ctx)
-                if LOCAL > 1:
-                    # waiter: every node peer's program that receives the tile
-                    td.notify_node(ctx, total_signal, signal, PASSES_ON=True)
             else:
                 td.mark(trace, "waits", owner)
                 # producer: the owner's program that makes the total of the tile, or relays it

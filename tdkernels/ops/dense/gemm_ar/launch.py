@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from tdkernels.ops.common import gemm_operands
-from tdkernels.ops.common.config import text_of
+from tdkernels.ops.common.config import with_config
 from tdkernels.ops.common.gemm_operands import bind_product, launch_product
 from tdkernels.ops.common.multinode import spans_nodes
 from tdkernels.ops.common.staging import COPY_WORDS
@@ -22,11 +22,6 @@ from tdkernels.symm import get_workspace
 def problem_fields(x, weight):
     """What must be the same on all ranks before a config is chosen."""
     return {"M": x.shape[0], "N": weight.shape[0], "K/W": x.shape[1], "dtype": str(x.dtype)}
-
-
-def plan_fields(x, weight, config):
-    """What must be the same on all ranks."""
-    return {**problem_fields(x, weight), "config": text_of(config)}
 
 
 @dataclass(frozen=True)
@@ -103,7 +98,7 @@ def _workspace(x, group, config):
 
 
 def _prepare(workspace, x, weight, bias, config):
-    fields = plan_fields(x, weight, config)
+    fields = with_config(problem_fields(x, weight), config)
     if workspace.group.topology.num_nodes > 1:
         return launch_multinode.prepare(workspace, x, weight, bias, config, fields)
     if config.exchange == "one_shot":

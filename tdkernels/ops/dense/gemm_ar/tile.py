@@ -3,7 +3,8 @@
 import triton.language as tl
 
 from tdkernels import lang as td
-from tdkernels.ops.common.gemm_tile import gemm_tile, in_register_order, store_rows
+from tdkernels.ops.common.gemm_tile import gemm_tile, store_rows
+from tdkernels.ops.common.staging import stage_tile
 
 _SLICE = 8192  # elements of a tile that a program sums at a time: what fits its registers
 
@@ -23,10 +24,7 @@ def multiply_tile(
     )
     answer = td.take_ticket(ctx)
     td.mark(trace, "stores")
-    partial = in_register_order(td.from_float32(acc, x_ptr.dtype.element_ty), BLOCK_M, BLOCK_N)
-    tl.store(td.pointer_to(dst, x_ptr.dtype.element_ty) + tl.arange(0, BLOCK_M * BLOCK_N), partial)
-    # waiter: the program of this rank that forwards the item, or the one that sums the tile
-    td.store_release(td.flag_at(ctx, staged), epoch, SCOPE="gpu")
+    stage_tile(ctx, td.pointer_to(dst, x_ptr.dtype.element_ty), staged, acc, epoch, BLOCK_M, BLOCK_N)
     return answer
 
 

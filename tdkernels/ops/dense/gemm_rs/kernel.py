@@ -19,9 +19,9 @@ import triton.language as tl
 
 from tdkernels import lang as td
 from tdkernels.lang.profile import ALL_PEERS
-from tdkernels.ops.common.gemm_tile import as_aligned, gemm_tile, in_register_order, store_rows, swizzle
+from tdkernels.ops.common.gemm_tile import as_aligned, gemm_tile, store_rows, swizzle
 from tdkernels.ops.common.rank_reduce import sum_of_tile
-from tdkernels.ops.common.staging import forward_item
+from tdkernels.ops.common.staging import forward_item, stage_tile
 
 
 # Compiled once for a tile, whatever the shape, plan and size of an item: that is what makes tuning cheap.
@@ -86,10 +86,7 @@ def gemm_rs_kernel(
                 if owner != me:
                     td.mark(trace, "stores")
                     staged = period.to(tl.int64) * item_tiles + place - 1
-                    partial = in_register_order(td.from_float32(acc, x_ptr.dtype.element_ty), BLOCK_M, BLOCK_N)
-                    tl.store(stage_ptr + staged * TILE + tl.arange(0, TILE), partial)
-                    # waiter: the program of this rank that forwards the item
-                    td.store_release(td.flag_at(ctx, staged), epoch, SCOPE="gpu")
+                    stage_tile(ctx, stage_ptr + staged * TILE, staged, acc, epoch, BLOCK_M, BLOCK_N)
                 else:
                     td.mark(trace, "waits", ALL_PEERS)
                     # producer: _forward_item of every peer

@@ -38,7 +38,7 @@ from tdkernels.lang.profile import ALL_PEERS
 from tdkernels.ops.common.gemm_tile import as_aligned, gemm_tile, in_register_order, store_rows, swizzle
 from tdkernels.ops.common.node_reduce import sum_of_tile_over_nodes
 from tdkernels.ops.common.rank_reduce import sum_of_tile
-from tdkernels.ops.common.staging import forward_item
+from tdkernels.ops.common.staging import forward_item, stage_tile
 
 
 @td.jit
@@ -51,6 +51,32 @@ def _owner(turn, me, NODES: tl.constexpr, LOCAL: tl.constexpr):
 def _staged(period, items, item_tiles, LOCAL: tl.constexpr):
     """Number of the first tile of a period among those that are staged, which is nothing in the last part of a turn."""
     return (period - period // (LOCAL * items) * items).to(tl.int64) * item_tiles
+
+
+@td.jit
+def _put_node_sum(
+    ctx, acc, parts, part_bytes, dst, signal_ptr, signal, owner, local,
+    LOCAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TILE_BYTES: tl.constexpr, DTYPE: tl.constexpr,
+    trace,
+):
+    """Add our node's partials to ``acc``, and put the rounded sum to its owner on another node; the next ticket.
+
+    Rank s of our node has its partial at ``parts + s * part_bytes``; the sum is sent from our own place there.
+    """
+    answer = td.take_ticket(ctx)
+    td.mark(trace, "sums")
+    if LOCAL > 1:
+        total = sum_of_tile(acc, parts, part_bytes, None, 0, 0, local, DTYPE, LOCAL, BLOCK_M, BLOCK_N, False)
+    else:
+        total = td.from_float32(acc, DTYPE)
+    src = parts + local * part_bytes
+    tl.store(
+        td.pointer_to(src, DTYPE) + tl.arange(0, BLOCK_M * BLOCK_N), in_register_order(total, BLOCK_M, BLOCK_N)
+    )
+    td.mark(trace, "pushes", owner)
+    # waiter: the owner's program for the same tile
+    td.put_signal(ctx, dst, src, TILE_BYTES, signal_ptr, signal, owner, PASSES_ON=True)
+    return answer
 
 
 # Compiled once for a tile, whatever the shape, plan and size of an item: that is what makes tuning cheap.
@@ -124,10 +150,7 @@ def gemm_rs_nodes_kernel(
                     answer = td.take_ticket(ctx)
                     td.mark(trace, "stores")
                     staged = _staged(period, items, item_tiles, LOCAL) + place
-                    partial = in_register_order(td.from_float32(acc, DTYPE), BLOCK_M, BLOCK_N)
-                    tl.store(stage_ptr + staged * TILE + tl.arange(0, TILE), partial)
-                    # waiter: the program of this rank that forwards the item
-                    td.store_release(td.flag_at(ctx, staged), epoch, SCOPE="gpu")
+                    stage_tile(ctx, stage_ptr + staged * TILE, staged, acc, epoch, BLOCK_M, BLOCK_N)
                 else:
                     data = td.data_at(ctx, half, me)
                     of_tile = tile.to(tl.int64) * TILE_BYTES
@@ -140,25 +163,10 @@ def gemm_rs_nodes_kernel(
                             ctx, td.signal_at(ctx, half, node * LOCAL * items + item), items, signal
                         )
                     if owner != me:
-                        answer = td.take_ticket(ctx)
-                        td.mark(trace, "sums")
-                        if LOCAL > 1:
-                            total = sum_of_tile(
-                                acc, parts, part_bytes, bias_ptr, col, N, own_local,
-                                DTYPE, LOCAL, BLOCK_M, BLOCK_N, False,
-                            )
-                        else:
-                            total = td.from_float32(acc, DTYPE)
-                        src = parts + own_local * part_bytes
-                        tl.store(
-                            td.pointer_to(src, DTYPE) + tl.arange(0, TILE), in_register_order(total, BLOCK_M, BLOCK_N)
-                        )
-                        td.mark(trace, "pushes", owner)
-                        # waiter: the owner's program for the same tile
-                        td.put_signal(
-                            ctx, data + sums_offset + own_node * part_bytes + of_tile, src, TILE_BYTES,
-                            td.signal_at(ctx, half, RANKS * items + own_node * tiles + tile), signal, owner,
-                            PASSES_ON=True,
+                        answer = _put_node_sum(
+                            ctx, acc, parts, part_bytes, data + sums_offset + own_node * part_bytes + of_tile,
+                            td.signal_at(ctx, half, RANKS * items + own_node * tiles + tile), signal, owner, own_local,
+                            LOCAL, BLOCK_M, BLOCK_N, TILE_BYTES, DTYPE, trace,
                         )
                     else:
                         td.mark(trace, "waits", ALL_PEERS)

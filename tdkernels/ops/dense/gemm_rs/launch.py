@@ -3,7 +3,7 @@
 import torch
 
 from tdkernels.ops.common import gemm_operands
-from tdkernels.ops.common.config import text_of
+from tdkernels.ops.common.config import with_config
 from tdkernels.ops.common.gemm_operands import bind_product, launch_product
 from tdkernels.ops.common.multinode import spans_nodes
 from tdkernels.ops.common.staging import COPY_WORDS
@@ -19,11 +19,6 @@ from tdkernels.symm import get_workspace
 def problem_fields(x, weight):
     """What must be the same on all ranks before a config is chosen."""
     return {"M": x.shape[0], "N": weight.shape[0], "K/W": x.shape[1], "dtype": str(x.dtype)}
-
-
-def plan_fields(x, weight, config):
-    """What must be the same on all ranks."""
-    return {**problem_fields(x, weight), "config": text_of(config)}
 
 
 def _arguments(ctx, x, weight, bias, z, stage, rows, lag, plan, world_size, config):
@@ -58,7 +53,7 @@ def compile(x, weight, bias, world_size, config, num_nodes=1):
 def launch(x, weight, bias, group, config):
     """Launch an overlapping form on 2-D operands."""
     if config.method == "parts":
-        return pipelined.launch(x, weight, bias, group, config, plan_fields(x, weight, config))
+        return pipelined.launch(x, weight, bias, group, config, with_config(problem_fields(x, weight), config))
     z, *_ = launch_product(_workspace(x, group, config), x, weight, bias, config, _prepare)
     return z
 
@@ -75,7 +70,7 @@ def _workspace(x, group, config):
 
 
 def _prepare(workspace, x, weight, bias, config):
-    fields = plan_fields(x, weight, config)
+    fields = with_config(problem_fields(x, weight), config)
     if workspace.group.topology.num_nodes > 1:
         return launch_multinode.prepare(workspace, x, weight, bias, config, fields)
     if config.transport == "direct":

@@ -50,7 +50,7 @@ def part_bytes(items, DTYPE: tl.constexpr):
 
 @td.jit
 def slot_bytes(items, DTYPE: tl.constexpr, K: tl.constexpr, PER_EXPERT: tl.constexpr, ACROSS: tl.constexpr = False):
-    """(bytes of the parts of a slot, of a slot); see ``ep_launch.combine_slot_memory``. ACROSS: with rows' weights."""
+    """(bytes of the parts of a slot, of a slot); see ``counted.combine_slot_memory``. ACROSS: with rows' weights."""
     parts = part_bytes(items, DTYPE) * (K if PER_EXPERT else 1)
     return parts, (parts + (8 if ACROSS and PER_EXPERT else 4) * K + 127) // 128 * 128
 

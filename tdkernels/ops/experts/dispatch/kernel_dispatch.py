@@ -51,7 +51,7 @@ NO_PLACE = tl.constexpr(1 << 30)
 
 @td.jit
 def slot_parts(row_bytes, scale_bytes, K: tl.constexpr):
-    """(where in a slot its scales begin, where its rows' numbers, bytes of a slot); see ``ep_launch.slot_memory``."""
+    """(where in a slot its scales begin, where its rows' numbers, bytes of a slot); see ``counted.slot_memory``."""
     scales_begin = (tl.cast(row_bytes, tl.int64) + 15) // 16 * 16
     places_begin = scales_begin + (tl.cast(scale_bytes, tl.int64) + 15) // 16 * 16
     return scales_begin, places_begin, (places_begin + 8 * K + 127) // 128 * 128
@@ -92,13 +92,19 @@ def write_block(
     tl.store(scales_to.to(tl.pointer_type(SCALE)) + word, row_scales, mask=word < scale_words)
 
 
+# size: (items, scale words) of a row; inputs: (x_ptr, scales_ptr, weights_ptr); outputs: (rows_ptr, row_scales_ptr,
+# row_weights_ptr, expert_rows_ptr, dots_ptr); call: what ``td.call`` has returned.
+
+
 @td.jit
 def spread(
-    here, weights, row, row_scales, block, items, scale_words, rows_ptr, scales_ptr, expert_rows_ptr, dots_ptr,
+    here, weights, row, row_scales, block, size, outputs,
     ITEM: tl.constexpr, SCALE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, SCALE_BLOCK: tl.constexpr,
     GRADIENT: tl.constexpr,
 ):
     """Store a block of a token in all of its rows on this rank: those of ``here`` that are not -1."""
+    items, scale_words = size
+    rows_ptr, scales_ptr, _, expert_rows_ptr, dots_ptr = outputs
     ITEM_BYTES: tl.constexpr = ITEM.primitive_bitwidth // 8
     turns, count = td.turns_of(here >= 0)
     for turn in range(count):
@@ -168,8 +174,7 @@ def _areas(ctx, half, RANKS: tl.constexpr):
 
 @td.jit
 def send_token(
-    x, scales, slots, scales_begin, places_begin, me, dest, places, weights, blocks,
-    rows_ptr, row_scales_ptr, row_weights_ptr, expert_rows_ptr, dots_ptr, items, scale_words,
+    x, scales, slots, scales_begin, places_begin, me, dest, places, weights, blocks, size, outputs,
     GRADIENT: tl.constexpr, QUANTIZE: tl.constexpr, K: tl.constexpr, RANKS: tl.constexpr, SOURCE: tl.constexpr,
     ITEM: tl.constexpr, SCALE: tl.constexpr, X_ALIGNED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
     SCALE_BLOCK: tl.constexpr,
@@ -178,6 +183,7 @@ def send_token(
 
     ``dest`` and ``places`` are the ranks and the rows of its choices, -1 for nowhere.
     """
+    items, scale_words = size
     choice, ranks = tl.arange(0, triton.next_power_of_2(K)), tl.arange(0, triton.next_power_of_2(RANKS))
     here = tl.where(dest == me, places, -1)
     for block in range(blocks):
@@ -197,23 +203,28 @@ def send_token(
                     tl.store(there, tl.where(dest == peer, places, -1), mask=choice < K)
                     tl.store((there + K).to(tl.pointer_type(tl.float32)), weights, mask=choice < K)
         spread(
-            here, weights, row, row_scales, block, items, scale_words, rows_ptr, row_scales_ptr,
-            expert_rows_ptr, dots_ptr, ITEM, SCALE, ALIGNED, BLOCK, SCALE_BLOCK, GRADIENT,
+            here, weights, row, row_scales, block, size, outputs, ITEM, SCALE, ALIGNED, BLOCK, SCALE_BLOCK, GRADIENT
         )
+    row_weights_ptr = outputs[2]
     if row_weights_ptr is not None:
         tl.store(row_weights_ptr + here, weights, mask=here >= 0)
 
 
 @td.jit
 def _send_chunk(
-    ctx, half, areas, firsts, signal, chunk, chunk_tokens, num_tokens, goes,
-    x_ptr, scales_ptr, weights_ptr, tables,
-    rows_ptr, row_scales_ptr, row_weights_ptr, expert_rows_ptr, dots_ptr, items, scale_words,
+    ctx, call, slots_of_peers, chunk, chunk_tokens, num_tokens, goes, tables, inputs, size, outputs,
     FIRST: tl.constexpr, GRADIENT: tl.constexpr, QUANTIZE: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr,
     RANKS: tl.constexpr, TILE_TOKENS: tl.constexpr, SOURCE: tl.constexpr, ITEM: tl.constexpr, SCALE: tl.constexpr,
     ALIGNED: tl.constexpr, BLOCK: tl.constexpr, SCALE_BLOCK: tl.constexpr, trace,
 ):
-    """Send a chunk of our tokens to all peers and to our own rows, and signal it."""
+    """Send a chunk of our tokens to all peers and to our own rows, and signal it.
+
+    slots_of_peers: (each peer's staging memory or 0, where our slots begin there)
+    """
+    epoch, half, signal = call
+    areas, firsts = slots_of_peers
+    items, scale_words = size
+    x_ptr, scales_ptr, weights_ptr = inputs
     ITEM_BYTES: tl.constexpr = ITEM.primitive_bitwidth // 8
     SOURCE_BYTES: tl.constexpr = SOURCE.primitive_bitwidth // 8
     SCALE_BYTES: tl.constexpr = SCALE.primitive_bitwidth // 8
@@ -237,8 +248,7 @@ def _send_chunk(
         if weights_ptr is not None:
             weights = tl.load(weights_ptr + tl.cast(token, tl.int64) * K + choice, mask=choice < K, other=0.0)
         send_token(
-            x, scales, slots, scales_begin, places_begin, me, dest, places, weights, blocks,
-            rows_ptr, row_scales_ptr, row_weights_ptr, expert_rows_ptr, dots_ptr, items, scale_words,
+            x, scales, slots, scales_begin, places_begin, me, dest, places, weights, blocks, size, outputs,
             GRADIENT, QUANTIZE, K, RANKS, SOURCE, ITEM, SCALE, ALIGNED, ALIGNED, BLOCK, SCALE_BLOCK,
         )
         first_sent = tl.where(sent >= 0, tl.minimum(first_sent, sent), first_sent)
@@ -258,7 +268,7 @@ def _send_chunk(
 @td.jit
 def receive_chunk(
     area, source, chunk, staged, came,
-    rows_ptr, row_scales_ptr, row_weights_ptr, expert_rows_ptr, dots_ptr, items, scale_words,
+    size, outputs,
     FIRST: tl.constexpr, GRADIENT: tl.constexpr, K: tl.constexpr, RANKS: tl.constexpr,
     ITEM: tl.constexpr, SCALE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, SCALE_BLOCK: tl.constexpr,
 ):
@@ -266,6 +276,8 @@ def receive_chunk(
 
     ``area`` is our staging memory, in which the source's tokens are from number ``staged`` on.
     """
+    items, scale_words = size
+    row_weights_ptr = outputs[2]
     row_bytes, scale_bytes = items * (ITEM.primitive_bitwidth // 8), scale_words * (SCALE.primitive_bitwidth // 8)
     choice = tl.arange(0, triton.next_power_of_2(K))
     scales_begin, places_begin, slot_bytes = slot_parts(row_bytes, scale_bytes, K)
@@ -294,8 +306,8 @@ def receive_chunk(
                     ITEM, SCALE, False, True, BLOCK, SCALE_BLOCK,
                 )
             spread(
-                here, weights, row, row_scales, block, items, scale_words, rows_ptr, row_scales_ptr,
-                expert_rows_ptr, dots_ptr, ITEM, SCALE, ALIGNED, BLOCK, SCALE_BLOCK, GRADIENT,
+                here, weights, row, row_scales, block, size, outputs, ITEM, SCALE, ALIGNED, BLOCK, SCALE_BLOCK,
+                GRADIENT,
             )
         if row_weights_ptr is not None:
             tl.store(row_weights_ptr + here, weights, mask=here >= 0)
@@ -317,14 +329,17 @@ def ep_dispatch_kernel(
     """
     items = whole_items(items, ITEM, ALIGNED)
     scale_words = tl.cast(scale_words, tl.int32)
-    epoch, half, signal = td.call(ctx, plan)
+    size, inputs = (items, scale_words), (x_ptr, scales_ptr, weights_ptr)
+    outputs = rows_ptr, row_scales_ptr, row_weights_ptr, expert_rows_ptr, dots_ptr
+    call = td.call(ctx, plan)
+    epoch, half, signal = call
     me = td.rank(ctx)
     facts = facts_at(tables, EXPERTS, RANKS)
     goes = tl.load(facts + GOES)
     pid = tl.program_id(0)
     # One loop or the other runs; none if a peer did not come when the routing was exchanged, or in a void launch: a
     # peer may still read what an earlier launch has sent.
-    size, chunks = chunk_of(tl.cast(num_tokens, tl.int32), chunk_tokens)
+    chunk_size, chunks = chunk_of(tl.cast(num_tokens, tl.int32), chunk_tokens)
     runs = (goes > 0) | (FIRST & (goes == 0))  # of one that was refused only what its call launches: see the combine
     is_void = td.is_void_for_all(signal)
     runs &= is_void == 0
@@ -341,9 +356,7 @@ def ep_dispatch_kernel(
         td.mark(trace, "starts")
         td.mark(trace, "copies", ALL_PEERS)
         _send_chunk(
-            ctx, half, areas, firsts, signal, chunk, size, num_tokens, goes > 0,
-            x_ptr, scales_ptr, weights_ptr, tables,
-            rows_ptr, row_scales_ptr, row_weights_ptr, expert_rows_ptr, dots_ptr, items, scale_words,
+            ctx, call, (areas, firsts), chunk, chunk_size, num_tokens, goes > 0, tables, inputs, size, outputs,
             FIRST, GRADIENT, QUANTIZE, K, EXPERTS, RANKS, TILE_TOKENS, SOURCE, ITEM, SCALE, ALIGNED, BLOCK, SCALE_BLOCK,
             trace,
         )
@@ -367,8 +380,7 @@ def ep_dispatch_kernel(
                 if td.in_time(seen, signal):
                     td.mark(trace, "receives", source)
                     receive_chunk(
-                        area, source, chunk, staged, came,
-                        rows_ptr, row_scales_ptr, row_weights_ptr, expert_rows_ptr, dots_ptr, items, scale_words,
+                        area, source, chunk, staged, came, size, outputs,
                         FIRST, GRADIENT, K, RANKS, ITEM, SCALE, ALIGNED, BLOCK, SCALE_BLOCK,
                     )
                 else:

@@ -142,11 +142,13 @@ def _rows_of(experts, number, all_experts, first_rows):
 @td.jit
 def _receive_token(
     slot, scales_begin, experts_begin, all_experts, first_rows, capacity,
-    rows_ptr, row_scales_ptr, row_weights_ptr, items, scale_words,
+    size, outputs,
     K: tl.constexpr, ITEM: tl.constexpr, SCALE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
     SCALE_BLOCK: tl.constexpr,
 ):
     """Copy a token that has come from its slot to its rows; returns these, -1 for choices that are not here."""
+    items, scale_words = size
+    row_weights_ptr = outputs[2]
     choice = tl.arange(0, triton.next_power_of_2(K))
     blocks = tl.maximum((items + BLOCK - 1) // BLOCK, 1)
     # On its way while the rows are found, even if there are none.
@@ -167,8 +169,7 @@ def _receive_token(
                 slot, slot + scales_begin, block, items, scale_words, True, ITEM, SCALE, False, True, BLOCK, SCALE_BLOCK
             )
         spread(
-            here, weights, row, row_scales, block, items, scale_words, rows_ptr, row_scales_ptr, None, None,
-            ITEM, SCALE, ALIGNED, BLOCK, SCALE_BLOCK, False,
+            here, weights, row, row_scales, block, size, outputs, ITEM, SCALE, ALIGNED, BLOCK, SCALE_BLOCK, False
         )
     if row_weights_ptr is not None:
         tl.store(row_weights_ptr + here, weights, mask=here >= 0)
@@ -261,7 +262,7 @@ def ep_direct_kernel(
                 slot = slot_of(area, source, token, most, slot_bytes, EXPERTS, RANKS)
                 here = _receive_token(
                     slot, scales_begin, experts_begin, all_experts, first_rows, tl.where(goes, capacity, 0),
-                    rows_ptr, row_scales_ptr, row_weights_ptr, items, scale_words,
+                    (items, scale_words), (rows_ptr, row_scales_ptr, row_weights_ptr, None, None),
                     K, ITEM, SCALE, ALIGNED, BLOCK, SCALE_BLOCK,
                 )
                 tl.store(slot_at(came, source * most + token, K, RANKS) + choice, here, mask=choice < K)

@@ -6,7 +6,7 @@ what only that kernel takes; everything else is here.
 
 import torch
 
-from tdkernels.ops.common.config import text_of
+from tdkernels.ops.common.config import with_config
 from tdkernels.ops.common.gemm_operands import rows_contiguous
 from tdkernels.ops.experts.dispatch.kernel_dispatch import QUANTUM
 from tdkernels.ops.experts.dispatch.payload import (
@@ -110,9 +110,10 @@ def new_dispatch(workspace, routing, tensors, phase, operands):
     fields = {
         "dtype": str(x.dtype), "width": x.shape[1], "scales": scale_bytes_of(tensors), "quantize": tensors.quantize,
         "weighted": tensors.weights is not None, "gradient": tensors.gradient, "k": shape.choices,
-        "num_experts": shape.num_experts, **routing.agreed_slots(), "config": text_of(routing.config),
+        "num_experts": shape.num_experts, **routing.agreed_slots(),
     }
     staging = routing.dispatch_staging(row_bytes, scale_row_bytes)
+    fields = with_config(fields, routing.config)
     plan = workspace.prepare(shape.operator, fields, staging, shape.world_size * MAX_CHUNKS)
     given, maps = operands[: len(tensors.tensors)], operands[len(tensors.tensors) :]
     tensors, routing = tensors.with_tensors(given), routing.with_maps(maps)
@@ -177,10 +178,10 @@ def _new_combine(workspace, routing, tensors, phase, config, operands):
     fields = {
         "dtype": str(rows.dtype), "width": rows.shape[1], "k": shape.choices, "num_experts": shape.num_experts,
         "weighted": tensors.weights is not None, "numbers": tensors.row_numbers is not None,
-        **routing.agreed_slots(), "config": text_of(config),
+        **routing.agreed_slots(),
     }
     staging = routing.combine_staging(rows.shape[1] * rows.element_size(), tensors.per_expert)
-    plan = workspace.prepare(shape.operator, fields, staging, shape.world_size * MAX_CHUNKS)
+    plan = workspace.prepare(shape.operator, with_config(fields, config), staging, shape.world_size * MAX_CHUNKS)
     given, maps = operands[: len(tensors.tensors)], operands[len(tensors.tensors) :]
     tensors, routing = tensors.with_tensors(given), routing.with_maps(maps)
     kernel, programs, args, constants = combine_call(workspace.ctx, routing, tensors, plan, config, phase)

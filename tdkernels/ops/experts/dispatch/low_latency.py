@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tdkernels.ops.common.config import text_of
+from tdkernels.ops.common.config import with_config
 from tdkernels.ops.experts.dispatch import layout
 from tdkernels.ops.experts.dispatch.counted import CountedRouting, empty_splits, slots_for
 from tdkernels.ops.experts.dispatch.counting import listen
@@ -111,11 +111,12 @@ def _new(workspace, routing, tensors, phase, operands):
         "dtype": str(tensors.x.dtype), "width": tensors.x.shape[1], "scales": scale_bytes_of(tensors),
         "quantize": tensors.quantize, "weighted": tensors.weights is not None, "k": shape.choices,
         "num_experts": shape.num_experts, "max_tokens": shape.max_tokens,
-        "max_tokens_per_rank": shape.max_tokens_per_rank, "config": text_of(routing.config),
+        "max_tokens_per_rank": shape.max_tokens_per_rank,
     }
     ranks = shape.world_size
     line = 4 * ranks * line_words(shape.num_experts, ranks)
     half_bytes = round_up(line, 128) + ranks * shape.max_tokens_per_rank * slot
+    fields = with_config(fields, routing.config)
     plan = workspace.prepare(shape.operator, fields, half_bytes, ranks * MAX_CHUNKS + ranks)
     *given, tables, received, ids, error_code, splits = operands
     kernel, programs, args, constants = low_latency_call(

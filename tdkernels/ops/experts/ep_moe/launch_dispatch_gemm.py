@@ -6,7 +6,7 @@ import torch
 
 from tdkernels.ops.collectives.async_all_gather import rows_of_buffer
 from tdkernels.ops.common import gemm_operands
-from tdkernels.ops.common.config import text_of
+from tdkernels.ops.common.config import with_config
 from tdkernels.ops.experts.ep_moe.kernel_dispatch_gemm import ep_dispatch_gemm_kernel
 from tdkernels.ops.experts.grouped_gemm.launch import planes_of, product_constants, weight_layout
 from tdkernels.ops.experts.grouped_gemm.swiglu import NUMBERS
@@ -108,8 +108,9 @@ def _prepare(workspace, routing, operands, tiles, activation, keep, keep_rows):
     k, slot_rows, rows, gradient = x.shape[1], routing.reach.rows, max(routing.rows, 1), h is not None
     fields = {
         "dtype": str(x.dtype), "width": k, "k": shape.choices, "num_experts": shape.num_experts,
-        "rows": slot_rows, "gradient": gradient, "config": text_of(routing.config),
+        "rows": slot_rows, "gradient": gradient,
     }
+    fields = with_config(fields, routing.config)
     plan = workspace.prepare(
         shape.operator, fields, half_bytes(slot_rows, k * x.element_size()), shape.num_experts,
         num_flags=shape.num_experts,

@@ -3,7 +3,7 @@
 import torch
 
 from tdkernels.ops.common import gemm_operands
-from tdkernels.ops.common.config import text_of
+from tdkernels.ops.common.config import with_config
 from tdkernels.ops.experts.ep_moe.kernel_gemm_combine import ep_gemm_combine_kernel
 from tdkernels.ops.experts.grouped_gemm.launch import planes_of, product_constants, rows_descriptor, weight_layout
 from tdkernels.rounding import next_power_of_2, round_up
@@ -51,8 +51,9 @@ def _prepare(workspace, routing, operands, tiles):
     n, slots, shape = w.shape[1], routing.reach.choices, routing.shape
     fields = {
         "dtype": str(h.dtype), "width": n, "k": shape.choices, "num_experts": shape.num_experts, "slots": slots,
-        "weighted": weights is not None, "numbers": dots is not None, "config": text_of(routing.config),
+        "weighted": weights is not None, "numbers": dots is not None,
     }
+    fields = with_config(fields, routing.config)
     plan = workspace.prepare(
         shape.operator, fields, half_bytes(slots, n * h.element_size()), shape.world_size, num_flags=1
     )

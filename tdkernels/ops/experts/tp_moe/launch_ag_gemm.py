@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from tdkernels.ops.common import gemm_operands
-from tdkernels.ops.common.config import text_of
+from tdkernels.ops.common.config import with_config
 from tdkernels.ops.experts.grouped_gemm.launch import planes_of, product_constants, rows_descriptor, weight_layout
 from tdkernels.ops.experts.grouped_gemm.swiglu import NUMBERS
 from tdkernels.ops.experts.tp_moe.kernel_ag_gemm import BLOCK_COLUMNS, BLOCK_TOKENS, moe_ag_gemm_kernel
@@ -18,11 +18,11 @@ from tdkernels.symm import get_workspace
 _COPY_WORDS = 4096
 
 
-def plan_fields(x, w, routing, activation, config):
+def problem_fields(x, w, routing, activation):
     """What must be the same on all ranks."""
     return {
         "M/W": x.shape[0], "K": x.shape[1], "w": tuple(w.shape), "k": routing.num_choices, "activation": activation,
-        "dtype": str(x.dtype), "config": text_of(config),
+        "dtype": str(x.dtype),
     }
 
 
@@ -131,7 +131,7 @@ def _prepare(workspace, routing, operands, config, activation, keep, gradient):
         to_make.append(made.pre)
     num_comm = config.num_comm_sms if routing.world_size > 1 else 0
     half_bytes = routing.world_size * routing.slot_rows * k * x.element_size() if num_comm else 256
-    fields = {**plan_fields(x, w, routing, activation, config), "gradient": gradient}
+    fields = with_config({**problem_fields(x, w, routing, activation), "gradient": gradient}, config)
     plan = workspace.prepare("moe_ag_gemm", fields, half_bytes, routing.world_size * routing.num_chunks)
     args, constants = _arguments(
         workspace.ctx, x, w, routing, routed, made, done, plan, num_comm, config, activation, gradients

@@ -3,11 +3,12 @@
 import torch
 
 from tdkernels.ops.common import gemm_operands
+from tdkernels.ops.common.config import with_config
 from tdkernels.ops.experts.grouped_gemm.launch import planes_of, product_constants, rows_descriptor, weight_layout
 from tdkernels.ops.experts.tp_moe.kernel_ag_gemm import BLOCK_COLUMNS, BLOCK_TOKENS
 from tdkernels.ops.experts.tp_moe.kernel_gemm_rs import ALIGN, moe_gemm_rs_kernel
 from tdkernels.ops.experts.tp_moe.kernel_route import MAX_STAGES
-from tdkernels.ops.experts.tp_moe.launch_ag_gemm import plan_fields
+from tdkernels.ops.experts.tp_moe.launch_ag_gemm import problem_fields
 from tdkernels.rounding import cdiv, next_power_of_2
 from tdkernels.runtime import gpu, recorder
 from tdkernels.runtime.kernel_launch import Launch, launch_kept, to_be_made
@@ -70,9 +71,9 @@ def _prepare(workspace, routing, operands, config):
     tokens, n, tiles = routing.tokens, w.shape[1], config.tiles
     z, out = to_be_made(h, tokens, n), to_be_made(h, h.shape[0], n)
     of_shard = routing.num_chunks * (routing.chunk_rows // BLOCK_TOKENS) * cdiv(n, _block_columns(n))
-    fields = {**plan_fields(h, w, routing, None, config), "M/W": tokens, "weighted": weights is not None}
+    fields = {**problem_fields(h, w, routing, None), "M/W": tokens, "weighted": weights is not None}
     plan = workspace.prepare(
-        "moe_gemm_rs", fields, routing.world_size * (tokens * n * h.element_size() + ALIGN.value),
+        "moe_gemm_rs", with_config(fields, config), routing.world_size * (tokens * n * h.element_size() + ALIGN.value),
         routing.world_size * of_shard,
     )
     args, constants = _arguments(workspace.ctx, h, w, routing, routed, weights, done, out, z, plan, config)

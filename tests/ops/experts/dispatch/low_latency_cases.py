@@ -184,7 +184,7 @@ def refuses_what_is_too_much(spec):
 def nothing_comes_back_of_what_was_too_much(halves):
     """A host that does not look between a dispatch and its combine, as with a GPU, and one that does on rank 0.
 
-    Both go on: a combine reads no rows and gives none. The next dispatch says what was wrong, on all ranks.
+    Both go on: a combine reads no rows and gives none. When they synchronize, all are told what was wrong.
     """
     case = case_of([3, 4, 2, 5], 2, 2, 8, ids="last")
     most, (rows, _) = 5, case.capacity()
@@ -207,7 +207,7 @@ def nothing_comes_back_of_what_was_too_much(halves):
         y = tdkernels.ep_combine(torch.full_like(recv.x, torch.nan), handle)
         again, _ = tdkernels.ep_dispatch(case.x, handle)
     assert not recv.splits.any() and not y.any(), "a sum of rows that nobody has"
-    error = failure_of(case.dispatch, max_tokens_per_rank=most)
+    error = failure_of(tdkernels.synchronize)
     assert type(error) is ValueError and f"max_tokens={rows - 1} is too small" in str(error), repr(error)
     there_and_back(case)
 

@@ -209,7 +209,7 @@ def sends_nothing_that_does_not_fit():
     case = case_of([3, 4, 2, 5], 2, 2, 8, ids="last", seed=4)
     local = case.local_world_size
     with counted_bytes() as sent, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Workspace, "_raise_note", lambda workspace: None)  # as on a GPU, where it is read later
+        patch.setattr(Workspace, "_raise_note", lambda workspace, in_call: None)  # as on a GPU, where it is read later
         recv, handle = case.dispatch(max_tokens=3)
         assert not recv.splits.any()
         y = tdkernels.ep_combine(torch.full((3, 8), torch.nan, dtype=BF16, device=device()), handle)

@@ -51,7 +51,7 @@ from tdkernels.ops.experts.dispatch.multinode.layout import (
 
 @td.jit
 def crossing_bytes(items, DTYPE: tl.constexpr, K: tl.constexpr):
-    """Bytes of a node's sum with K numbers; see ``ep_nodes_launch.sum_slot_memory``."""
+    """Bytes of a node's sum with K numbers; see ``routing.sum_slot_memory``."""
     return (part_bytes(items, DTYPE) + 4 * K + 127) // 128 * 128
 
 

@@ -62,7 +62,7 @@ from tdkernels.ops.experts.dispatch.multinode.layout import (
 
 @td.jit
 def crossing_slot_parts(row_bytes, scale_bytes, K: tl.constexpr, LOCAL: tl.constexpr):
-    """As ``slot_parts``, of a token that crosses the network; see ``ep_nodes_launch.crossing_slot_memory``."""
+    """As ``slot_parts``, of a token that crosses the network; see ``routing.crossing_slot_memory``."""
     scales_begin, places_begin, _ = slot_parts(row_bytes, scale_bytes, K)
     return scales_begin, places_begin, (places_begin + 4 * (3 * K + LOCAL) + 127) // 128 * 128
 
@@ -94,8 +94,8 @@ def _token_for(
 
 @td.jit
 def _send_across(
-    ctx, half, arriving, leaving, signal, node, chunk, chunk_tokens, crossing, num_tokens,
-    x_ptr, scales_ptr, weights_ptr, tables, node_tables, items, scale_words,
+    ctx, half, signal, arriving, leaving, node, chunk, chunk_tokens, crossing, num_tokens, tables, node_tables, inputs,
+    size,
     QUANTIZE: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr, LOCAL: tl.constexpr,
     SOURCE: tl.constexpr, ITEM: tl.constexpr, SCALE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
     SCALE_BLOCK: tl.constexpr,
@@ -104,6 +104,8 @@ def _send_across(
 
     ``arriving`` and ``leaving`` are our own memory for what comes by the network and for what goes.
     """
+    items, scale_words = size
+    x_ptr, scales_ptr, weights_ptr = inputs
     NODES: tl.constexpr = RANKS // LOCAL
     SCALE_BYTES: tl.constexpr = SCALE.primitive_bitwidth // 8
     choice, numbers = tl.arange(0, triton.next_power_of_2(K)), tl.arange(0, triton.next_power_of_2(LOCAL))
@@ -166,9 +168,7 @@ def _slots_from(
 
 
 @td.jit
-def _announce(
-    ctx, half, areas, signal, source, chunk, first_sent, num_sent, PASSES_ON: tl.constexpr
-):
+def _announce(ctx, half, areas, signal, source, chunk, first_sent, num_sent, PASSES_ON: tl.constexpr):
     """Tell node peers where a chunk of the source's tokens begins, and how many it has for them."""
     beginnings = (areas + 8 * (source * MAX_CHUNKS + chunk)).to(tl.pointer_type(tl.int32))
     tl.store(beginnings, first_sent, mask=areas != 0)
@@ -180,14 +180,14 @@ def _announce(
 
 @td.jit
 def _send_here(
-    ctx, half, areas, signal, chunk, chunk_tokens, num_tokens,
-    x_ptr, scales_ptr, weights_ptr, tables,
-    rows_ptr, row_scales_ptr, row_weights_ptr, expert_rows_ptr, dots_ptr, items, scale_words,
+    ctx, half, signal, areas, chunk, chunk_tokens, num_tokens, tables, inputs, size, outputs,
     GRADIENT: tl.constexpr, QUANTIZE: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr,
     LOCAL: tl.constexpr, SOURCE: tl.constexpr, ITEM: tl.constexpr, SCALE: tl.constexpr, ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr, SCALE_BLOCK: tl.constexpr,
 ):
     """Send a chunk of our tokens to node peers and to our own rows, and signal it."""
+    items, scale_words = size
+    x_ptr, scales_ptr, weights_ptr = inputs
     SCALE_BYTES: tl.constexpr = SCALE.primitive_bitwidth // 8
     L: tl.constexpr = triton.next_power_of_2(LOCAL)
     me = td.rank(ctx)
@@ -207,8 +207,7 @@ def _send_here(
         sent = tl.where(areas != 0, sent, -1)
         slots = tl.where(sent >= 0, firsts + sent.to(tl.int64) * slot_bytes, 0)
         send_token(
-            x, scales, slots, scales_begin, places_begin, me % LOCAL, dest, places, weights, blocks,
-            rows_ptr, row_scales_ptr, row_weights_ptr, expert_rows_ptr, dots_ptr, items, scale_words,
+            x, scales, slots, scales_begin, places_begin, me % LOCAL, dest, places, weights, blocks, size, outputs,
             GRADIENT, QUANTIZE, K, LOCAL, SOURCE, ITEM, SCALE, ALIGNED, ALIGNED, BLOCK, SCALE_BLOCK,
         )
         first_sent = tl.where(sent >= 0, tl.minimum(first_sent, sent), first_sent)
@@ -221,8 +220,8 @@ def _send_here(
 
 @td.jit
 def _pass_on(
-    ctx, half, areas, arriving, signal, source, chunk, chunk_tokens, crossing, tables, node_tables, passed,
-    rows_ptr, row_scales_ptr, row_weights_ptr, expert_rows_ptr, dots_ptr, items, scale_words,
+    ctx, half, signal, areas, arriving, source, chunk, chunk_tokens, crossing, tables, node_tables, passed, size,
+    outputs,
     FIRST: tl.constexpr, GRADIENT: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr,
     LOCAL: tl.constexpr, ITEM: tl.constexpr, SCALE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
     SCALE_BLOCK: tl.constexpr,
@@ -231,6 +230,7 @@ def _pass_on(
 
     FIRST: keep what is known of each token.
     """
+    items, scale_words = size
     L: tl.constexpr = triton.next_power_of_2(LOCAL)
     choice, numbers = tl.arange(0, triton.next_power_of_2(K)), tl.arange(0, L)
     me = td.rank(ctx)
@@ -254,7 +254,7 @@ def _pass_on(
         slots = tl.where(sent >= 0, firsts + sent.to(tl.int64) * slot_bytes, 0)
         send_token(
             slot, slot + scales_begin, slots, scales_begin, places_begin, me % LOCAL, dest, places, weights, blocks,
-            rows_ptr, row_scales_ptr, row_weights_ptr, expert_rows_ptr, dots_ptr, items, scale_words,
+            size, outputs,
             GRADIENT, False, K, LOCAL, ITEM, ITEM, SCALE, True, ALIGNED, BLOCK, SCALE_BLOCK,
         )
         if FIRST:
@@ -309,6 +309,8 @@ def ep_dispatch_nodes_kernel(
     items = whole_items(items, ITEM, ALIGNED)
     scale_words = tl.cast(scale_words, tl.int32)
     num_tokens = tl.cast(num_tokens, tl.int32)
+    size, inputs = (items, scale_words), (x_ptr, scales_ptr, weights_ptr)
+    outputs = rows_ptr, row_scales_ptr, row_weights_ptr, expert_rows_ptr, dots_ptr
     epoch, half, signal = td.call(ctx, plan)
     signals = td.signal_at(ctx, half, 0)
     me = td.rank(ctx)
@@ -337,19 +339,17 @@ def ep_dispatch_nodes_kernel(
         to = (node + 1 + piece % (NODES - 1)) % NODES
         chunk = piece // (NODES - 1)
         crossing = tokens_across(node_tables, me, to, goes, RANKS, NODES)
-        size, chunks = chunk_of(crossing, chunk_tokens)
+        chunk_size, chunks = chunk_of(crossing, chunk_tokens)
         if chunk < chunks:
             _send_across(
-                ctx, half, arriving, leaving, signal, to, chunk, size, crossing, num_tokens,
-                x_ptr, scales_ptr, weights_ptr, tables, node_tables, items, scale_words,
+                ctx, half, signal, arriving, leaving, to, chunk, chunk_size, crossing, num_tokens, tables, node_tables,
+                inputs, size,
                 QUANTIZE, K, EXPERTS, RANKS, LOCAL, SOURCE, ITEM, SCALE, ALIGNED, BLOCK, SCALE_BLOCK,
             )
-    size, chunks = chunk_of(num_tokens, chunk_tokens)
+    chunk_size, chunks = chunk_of(num_tokens, chunk_tokens)
     for chunk in range(tl.where(is_sender, pid, chunks), chunks, stride):
         _send_here(
-            ctx, half, areas, signal, chunk, size, num_tokens,
-            x_ptr, scales_ptr, weights_ptr, tables,
-            rows_ptr, row_scales_ptr, row_weights_ptr, expert_rows_ptr, dots_ptr, items, scale_words,
+            ctx, half, signal, areas, chunk, chunk_size, num_tokens, tables, inputs, size, outputs,
             GRADIENT, QUANTIZE, K, EXPERTS, RANKS, LOCAL, SOURCE, ITEM, SCALE, ALIGNED, BLOCK, SCALE_BLOCK,
         )
 
@@ -361,14 +361,14 @@ def ep_dispatch_nodes_kernel(
         source = (me + LOCAL * (1 + piece % (NODES - 1))) % RANKS
         chunk = piece // (NODES - 1)
         crossing = tokens_across(node_tables, source, node, goes, RANKS, NODES)
-        size, chunks = chunk_of(crossing, chunk_tokens)
+        chunk_size, chunks = chunk_of(crossing, chunk_tokens)
         if chunk < chunks:
             # producer: the source's sender of this chunk, by the network
             seen = td.await_put(ctx, signals + source * MAX_CHUNKS + chunk, signal, source)
             if td.in_time(seen, signal):
                 _pass_on(
-                    ctx, half, areas, arriving, signal, source, chunk, size, crossing, tables, node_tables, passed,
-                    rows_ptr, row_scales_ptr, row_weights_ptr, expert_rows_ptr, dots_ptr, items, scale_words,
+                    ctx, half, signal, areas, arriving, source, chunk, chunk_size, crossing, tables, node_tables,
+                    passed, size, outputs,
                     FIRST, GRADIENT, K, EXPERTS, RANKS, LOCAL, ITEM, SCALE, ALIGNED, BLOCK, SCALE_BLOCK,
                 )
             else:
@@ -391,8 +391,7 @@ def ep_dispatch_nodes_kernel(
                 seen = td.wait_plan(ctx, signals + source * MAX_CHUNKS + chunk, signal, sender)
                 if td.in_time(seen, signal):
                     receive_chunk(
-                        area, source, chunk, staged, came,
-                        rows_ptr, row_scales_ptr, row_weights_ptr, expert_rows_ptr, dots_ptr, items, scale_words,
+                        area, source, chunk, staged, came, size, outputs,
                         FIRST, GRADIENT, K, RANKS, ITEM, SCALE, ALIGNED, BLOCK, SCALE_BLOCK,
                     )
                 else:

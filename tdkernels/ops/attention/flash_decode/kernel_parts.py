@@ -1,0 +1,101 @@
+"""What a program of ``flash_decode_kernel`` does with a tile that it has computed, or of which it has a part."""
+
+import triton.language as tl
+
+from tdkernels import lang as td
+from tdkernels.lang.profile import NO_PEER
+from tdkernels.ops.attention.flash_decode.kernel_merge import (
+    LARGE_PART,
+    LARGE_PARTS_OF_GROUP,
+    MOST_LARGE_PARTS,
+    MOST_PARTS,
+    PARTS_AT_A_TIME,
+    PARTS_OF_GROUP,
+    merge_group,
+    merge_parts,
+    rows_at_a_time,
+    store_output,
+    store_parts,
+)
+from tdkernels.ops.attention.flash_decode.kernel_multinode import give_to_owner
+
+# place: (entry, head, block of query rows, tile); outputs: (o_ptr, lse_ptr, lse2_ptr) of the call.
+
+
+@td.jit
+def give(
+    ctx, half, signal, o, lse, rows, place, tiles, heads, outputs,
+    RANKS: tl.constexpr, TQ: tl.constexpr, G: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, RP: tl.constexpr,
+    NODES: tl.constexpr,
+):
+    """Store rows of a tile that is complete on this rank: for who merges it, or, if we are alone, for the caller."""
+    entry, head, block_r, tile = place
+    o_ptr, lse_ptr, lse2_ptr = outputs
+    if NODES > 1:
+        give_to_owner(ctx, half, signal, o, lse, rows, tile, tiles, RANKS, NODES, RP, DVP)
+    elif RANKS > 1:
+        store_parts(ctx, half, signal, o, lse, rows, tile, tiles, RANKS, RP, DVP)
+    else:
+        row = tl.where(rows < RP, block_r * RP + rows, TQ * G)
+        store_output(o_ptr, lse_ptr, lse2_ptr, o, lse, entry, head, row, heads, TQ * G, G, TQ, DV, DVP)
+
+
+@td.jit
+def join_part(
+    ctx, half, signal, o, lse, place, tiles, heads, outputs, scratch, part, share, finished, turn,
+    RANKS: tl.constexpr, TQ: tl.constexpr, G: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, RP: tl.constexpr,
+    BLOCK_M: tl.constexpr, NUMBERS: tl.constexpr, NODES: tl.constexpr, trace,
+):
+    """Leave a part of a tile in scratch memory; the program that leaves the last one merges them all.
+
+    scratch:   (o of parts, lse of parts, flags)
+    part:      (the tile's first place in the line, its blocks)
+    finished:  (tiles that this program has finished, the last of them); returned, with this tile if it is merged here
+    """
+    PART: tl.constexpr = RP * DVP
+    LARGE: tl.constexpr = PART >= LARGE_PART
+    MOST: tl.constexpr = MOST_LARGE_PARTS if LARGE else MOST_PARTS
+    GROUP: tl.constexpr = LARGE_PARTS_OF_GROUP if LARGE else PARTS_OF_GROUP
+    # Parts and rows that are merged at a time: of wide rows rather more of these.
+    STEP: tl.constexpr = PARTS_AT_A_TIME // 2 if 2 * DVP * PARTS_AT_A_TIME >= NUMBERS else PARTS_AT_A_TIME
+    ROWS: tl.constexpr = rows_at_a_time(RP, DVP, STEP, NUMBERS)
+    ROWS_OF_GROUP: tl.constexpr = rows_at_a_time(RP, DVP, GROUP, NUMBERS)
+    scratch_ptr, part_lse_ptr, flags = scratch
+    first, of_tile = part
+    count, last = finished
+    tile = place[3]
+    rows_m = tl.arange(0, BLOCK_M)
+    # The programs of a tile follow each other, so no other tile's have this number.
+    number = (tile + tl.program_id(0)).to(tl.int64)
+    at = number * PART + rows_m[:, None] * DVP + tl.arange(0, DVP)[None, :]
+    tl.store(scratch_ptr + at, o, mask=(rows_m < RP)[:, None])
+    tl.store(part_lse_ptr + number * RP + rows_m, lse, mask=rows_m < RP)
+    first_program = first // share
+    parts = (first + of_tile - 1) // share - first_program + 1
+    first_number = (tile + first_program).to(tl.int64)
+    apart = tl.full((), 1, tl.int64)
+    here = parts > 0
+    if parts > MOST:
+        td.mark(trace, "joins", NO_PEER, turn + 2)
+        here = merge_group(
+            scratch_ptr, part_lse_ptr, flags + tiles + tile, number, first_number, parts, ROWS_OF_GROUP, RP, DVP, GROUP
+        )
+        parts = (parts + GROUP - 1) // GROUP
+        apart += GROUP - 1
+    if here:
+        here = td.arrive(flags + tile, parts)
+    if here:
+        count += 1
+        last = tile
+        td.mark(trace, "joins", NO_PEER, turn + 3)
+        for from_row in range(0, RP, ROWS):
+            rows = from_row + tl.arange(0, ROWS)
+            merged, merged_lse = merge_parts(
+                scratch_ptr + first_number * PART, part_lse_ptr + first_number * RP, apart * PART, apart * RP,
+                parts, rows, DVP, STEP,
+            )
+            give(
+                ctx, half, signal, merged, merged_lse, rows, place, tiles, heads, outputs,
+                RANKS, TQ, G, DV, DVP, RP, NODES,
+            )
+    return count, last
