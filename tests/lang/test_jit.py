@@ -20,6 +20,7 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tdkernels import lang as td
+from tdkernels.caches import RecentCache
 from tdkernels.lang import interpreter as our_interpreter
 from tdkernels.lang.targets import interpreter_yield
 from tests.lang.gpu_tensor import gpu_tensor
@@ -51,7 +52,7 @@ def searches(monkeypatch):
 
     monkeypatch.setattr(JITFunction, "run", run)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(_kernel, "_known", {})
+    monkeypatch.setattr(_kernel, "_known", RecentCache(64))
     return found
 
 
