@@ -21,6 +21,7 @@ from tdkernels import PeerTimeoutError, PlanMismatchError
 from tdkernels.launch import RankError
 from tdkernels.sanitizer import schedule
 from tdkernels.symm import get_timeout, get_workspace, resolve_group
+from tdkernels.symm import timeout as timeout_module
 from tdkernels.symm.group import GroupState, group_state
 from tdkernels.symm.workspace import Workspace
 from tests.ops.dense.cases import config_for
@@ -654,6 +655,20 @@ def test_timeout_variable_has_to_be_a_number(text, default_timeout, monkeypatch)
     monkeypatch.setenv("TDKERNELS_TIMEOUT_S", text)
     with pytest.raises(ValueError, match="TDKERNELS_TIMEOUT_S"):
         get_timeout()
+
+
+def test_launches_read_the_variable_once(default_timeout, monkeypatch):
+    monkeypatch.setenv("TDKERNELS_TIMEOUT_S", "2.5")
+    assert timeout_module.find_timeout() == timeout_module.in_force_s == 2.5
+    monkeypatch.setenv("TDKERNELS_TIMEOUT_S", "3")
+    assert timeout_module.in_force_s == 2.5
+    tdkernels.set_timeout(7)
+    assert timeout_module.in_force_s == 7.0
+    with timeout_module.shorter_timeout(5):
+        assert timeout_module.in_force_s == 5.0
+    assert timeout_module.in_force_s == 7.0
+    tdkernels.set_timeout(None)
+    assert timeout_module.in_force_s is None and timeout_module.find_timeout() == 3.0
 
 
 def test_timeout_is_the_call_then_the_variable_then_five_minutes(default_timeout, monkeypatch):
