@@ -8,7 +8,8 @@ import triton.language as tl
 
 from tdkernels import lang as td
 from tdkernels.ops.collectives.kernel_async_all_gather import push_shard
-from tdkernels.ops.common.gemm_tile import as_aligned, gemm_tile, store_rows, swizzle, with_bias
+from tdkernels.ops.common.gemm_tile import as_aligned, gemm_tile, swizzle
+from tdkernels.ops.dense.ag_gemm.tile import store_tile
 
 
 @td.jit
@@ -105,11 +106,7 @@ def ag_gemm_kernel(
                 )
                 answer = td.take_ticket(ctx)
                 td.mark(trace, "stores")
-                offs_n = col + tl.arange(0, BLOCK_N)
-                acc = with_bias(acc, bias_ptr, offs_n, N, HAS_BIAS)
-                y = td.from_float32(acc, y_ptr.dtype.element_ty)
-                y_rows = y_ptr + source.to(tl.int64) * M_shard * N
-                store_rows(y_rows, y, row + tl.arange(0, BLOCK_M), offs_n, M_shard, N)
+                store_tile(y_ptr, acc, bias_ptr, source, row, col, M_shard, N, BLOCK_M, BLOCK_N, HAS_BIAS)
             else:
                 answer = td.take_ticket(ctx)
         td.mark(trace, "finishes")
