@@ -106,8 +106,9 @@ def all_to_all(x, splits, *, scales=None, max_tokens=None, max_tokens_per_rank=N
     Gradient: dx = the rows of dout sent back
     Raises:   TypeError or ValueError for operands that do not fit, before anything is launched; ValueError on every
               rank when the ranks disagree, for splits that do not add up on any rank, and for more rows than
-              max_tokens or max_tokens_per_rank, of which then none arrives (on a GPU with either of these at a later
-              call or at tdkernels.synchronize(); on a rank with too many rows at once as well); PeerTimeoutError
+              max_tokens or max_tokens_per_rank, of which then none arrives (on a GPU with either of these at
+              tdkernels.synchronize(), or at a later call, which breaks the group; on a rank with too many rows at once
+              as well); PeerTimeoutError
     Contract: collective over group; host sync: unless max_tokens or max_tokens_per_rank is given; CUDA graph: with
               either, after one call outside; the caller owns the output
     Source:   splits on the device, as torch.ops.symm_mem.all_to_all_vdev has them

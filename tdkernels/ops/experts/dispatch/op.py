@@ -250,8 +250,9 @@ def ep_dispatch(
     Gradient: dx = the sum of the token's rows' gradients, in fp32; dtopk_weights = those of recv.topk_weights
     Raises:   TypeError or ValueError for operands that do not fit, before anything is launched; ValueError on every
               rank when the ranks disagree, for ids out of range on any rank, and for more rows than max_tokens or more
-              tokens than max_tokens_per_rank, of which then none arrives (on a GPU with either of these at a later
-              call or at tdkernels.synchronize(); on a rank with too many tokens at once as well); PeerTimeoutError
+              tokens than max_tokens_per_rank, of which then none arrives (on a GPU with either of these at
+              tdkernels.synchronize(), or at a later call, which breaks the group; on a rank with too many tokens at
+              once as well); PeerTimeoutError
     Contract: collective over group; host sync: unless max_tokens or max_tokens_per_rank is given; CUDA graph: with
               either, after one call outside; by EpConfig(method="torch") always, and never; the caller owns the output
     Source:   tokens once for a rank and the handle: DeepEP (https://github.com/deepseek-ai/DeepEP)

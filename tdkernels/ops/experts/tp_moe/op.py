@@ -156,8 +156,8 @@ def moe_ag_gemm(x, topk_ids, w, *, activation=None, group=None, config=None):
               MoeRouting says which row is whose, for moe_gemm_rs
     Gradient: dx, the sum over ranks and choices in fp32; dw, over the tokens of all ranks
     Raises:   TypeError or ValueError for operands that do not fit, before anything is launched; ValueError on every
-              rank when the ranks disagree, and for ids that are none (on a GPU at a later call or at
-              tdkernels.synchronize()); PeerTimeoutError
+              rank when the ranks disagree, and for ids that are none (on a GPU at
+              tdkernels.synchronize(), or at a later call, which breaks the group); PeerTimeoutError
     Contract: collective over group; host sync: no; CUDA graph: yes, after one call outside; the caller owns the output
     Source:   tiles ordered by arrival within an expert: FLUX (https://arxiv.org/abs/2406.06858)
     """
