@@ -275,7 +275,7 @@ class Workspace:
     def check(self, in_call=True):
         """Raise the error that a kernel of the group has recorded, if any, now and at every later call.
 
-        Args:     in_call: whether this rank makes no call if it raises; False where all ranks only look
+        Args:     in_call: whether an error takes the place of a call; False between two calls, on all ranks
         """
         # Most calls find nothing, by looking at five words here.
         group, failure = self.group, self._failure
@@ -303,9 +303,9 @@ class Workspace:
     def _raise_note(self, in_call):
         """Raise, once, what a kernel has left to tell (``lang.host_error``).
 
-        If all ranks raise it in the call that it belongs to, or where they only look, the workspace is as good as
-        before. A rank that raises the note of an earlier call leaves out the call that it makes now. Its peers may
-        have made that call, and would take what the next one sends for it: so the group is broken.
+        If all ranks raise it in the call that it belongs to, or between two calls, the group can be used afterwards. A
+        rank that raises the note of an earlier call does not make its current call. Its peers may have made it, and
+        would pair it with this rank's next call, so the group is broken.
         """
         kind, *numbers, number = self._note_words.tolist()
         self._note_words[0] = 0

@@ -21,10 +21,10 @@ import triton.language as tl
 from tdkernels import lang as td
 from tdkernels.lang.profile import ALL_PEERS, NO_PEER
 from tdkernels.ops.attention.flash_decode.kernel_merge import (
-    PARTS_AT_A_TIME,
     exchange_lengths,
     lse_at,
     merge_ranks,
+    parts_at_a_time,
     query_rows,
     rows_at_a_time,
 )
@@ -211,8 +211,7 @@ def flash_decode_kernel(
     """
     BLOCKS_R: tl.constexpr = (TQ * G + RP - 1) // RP
     PART: tl.constexpr = RP * DVP
-    STEP: tl.constexpr = PARTS_AT_A_TIME // 2 if 2 * DVP * PARTS_AT_A_TIME >= NUMBERS else PARTS_AT_A_TIME
-    ROWS: tl.constexpr = rows_at_a_time(RP, DVP, STEP, NUMBERS)  # that are merged at a time
+    ROWS: tl.constexpr = rows_at_a_time(RP, DVP, parts_at_a_time(DVP, NUMBERS), NUMBERS)  # that are merged at a time
     KNOWS_OTHERS: tl.constexpr = RANKS > 1 and (TQ > 1 or WINDOW)
     pid = tl.program_id(0)
     trace = (trace_ptr, pid)

@@ -19,6 +19,12 @@ MOST_LARGE_PARTS, LARGE_PARTS_OF_GROUP, LARGE_PART = tl.constexpr(16), tl.conste
 
 
 @triton.constexpr_function
+def parts_at_a_time(width, numbers):
+    """The parts to merge at a time if ``numbers`` are read: of wide rows fewer, so that more rows fit."""
+    return PARTS_AT_A_TIME.value // (2 if 2 * width * PARTS_AT_A_TIME.value >= numbers else 1)
+
+
+@triton.constexpr_function
 def rows_at_a_time(rows, width, parts, numbers):
     """Of so many rows of a part, so wide, as many as make ``numbers`` with those of ``parts`` parts; one at least."""
     return min(rows, max(numbers // (parts * width), 1))

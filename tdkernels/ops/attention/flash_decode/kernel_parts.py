@@ -9,10 +9,10 @@ from tdkernels.ops.attention.flash_decode.kernel_merge import (
     LARGE_PARTS_OF_GROUP,
     MOST_LARGE_PARTS,
     MOST_PARTS,
-    PARTS_AT_A_TIME,
     PARTS_OF_GROUP,
     merge_group,
     merge_parts,
+    parts_at_a_time,
     rows_at_a_time,
     store_output,
     store_parts,
@@ -56,8 +56,7 @@ def join_part(
     LARGE: tl.constexpr = PART >= LARGE_PART
     MOST: tl.constexpr = MOST_LARGE_PARTS if LARGE else MOST_PARTS
     GROUP: tl.constexpr = LARGE_PARTS_OF_GROUP if LARGE else PARTS_OF_GROUP
-    # Parts and rows that are merged at a time: of wide rows rather more of these.
-    STEP: tl.constexpr = PARTS_AT_A_TIME // 2 if 2 * DVP * PARTS_AT_A_TIME >= NUMBERS else PARTS_AT_A_TIME
+    STEP: tl.constexpr = parts_at_a_time(DVP, NUMBERS)
     ROWS: tl.constexpr = rows_at_a_time(RP, DVP, STEP, NUMBERS)
     ROWS_OF_GROUP: tl.constexpr = rows_at_a_time(RP, DVP, GROUP, NUMBERS)
     scratch_ptr, part_lse_ptr, flags = scratch

@@ -124,7 +124,7 @@ def all_to_all(x, splits, *, scales=None, max_tokens=None, max_tokens_per_rank=N
         Splits(splits, len(x)),
     )
     if plan is None:
-        if max_tokens_per_rank is not None and len(x) > max_tokens_per_rank:
+        if request.has_too_many_tokens:
             refuse_too_many(request, None, scales)
         plan = plan_route(request)
         call_cache.keep(group, key, plan)

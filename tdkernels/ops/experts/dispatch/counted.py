@@ -1,4 +1,4 @@
-"""CountedRouting: tokens of which all ranks know where they go, because the ranks have exchanged their counts."""
+"""CountedRouting: the ranks have exchanged their counts, so each knows the destination of every token."""
 
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -17,10 +17,10 @@ _FEWEST_SLOTS = 64
 
 
 class Reach(NamedTuple):
-    """How much any rank has at most, for memory that is laid out alike on all of them: the same numbers everywhere."""
+    """Upper bounds over all ranks, the same numbers on each, for memory with the same layout on all ranks."""
 
-    rows: int  # that it receives
-    choices: int  # of its tokens
+    rows: int  # received rows
+    choices: int  # choices of a rank's tokens
 
 
 @dataclass(eq=False, kw_only=True)
@@ -29,7 +29,7 @@ class CountedRouting(Routing):
 
     tables:    int32, see ``layout``
     slots:     staging slots that are enough on any rank
-    reach:     if each choice is sent by itself, or the host has waited for the counts
+    reach:     set if each choice is sent by itself, or if the host has waited for the counts
     received:  int32, see ``layout``: which tokens came in which slot; written by the first dispatch
     """
 
@@ -37,7 +37,7 @@ class CountedRouting(Routing):
     slots: int
     reach: Reach | None = None
     received: torch.Tensor | None = None
-    launch_key: tuple = field(init=False)  # what launches follow from, beside their operands
+    launch_key: tuple = field(init=False)  # everything but the operands that decides a launch
 
     def __post_init__(self):
         self.launch_key = self.shape, self.slots, self.config
@@ -86,7 +86,7 @@ class CountedRouting(Routing):
         """The same as a part of another operator, with its config."""
         return replace(self, shape=self.shape._replace(operator=operator), config=config)
 
-    # ---- what launches ask, see ``launch`` ----
+    # ---- used by ``launch`` ----
 
     @property
     def maps(self):
@@ -132,7 +132,7 @@ class CountedRouting(Routing):
         return max(senders + receivers, 1), (senders,)
 
     def table_constants(self):
-        return layout.table_constants(self.shape.choices, self.shape.num_experts, self.shape.world_size)
+        return layout.table_constants(self.shape)
 
     def dispatch_kernel(self, device):
         """(the kernel of a dispatch, the constants that only this one has)"""
@@ -160,7 +160,7 @@ def empty_splits(shape, device):
 
 
 def slots_for(tokens):
-    """Staging slots for at most so many tokens: few different numbers, so that ranks seldom have to agree anew."""
+    """The staging slots for an upper bound of tokens, rounded up: fewer distinct sizes need fewer agreements."""
     return max(next_power_of_2(tokens), _FEWEST_SLOTS)
 
 

@@ -21,13 +21,13 @@ from tdkernels.ops.experts.dispatch.multinode.kernel_route import (
     ep_places_kernel,
     ep_route_nodes_kernel,
 )
-from tdkernels.ops.experts.dispatch.multinode.routing import MultinodeRouting, line_bytes, multinode_constants
+from tdkernels.ops.experts.dispatch.multinode.routing import MultinodeRouting, line_bytes
 from tdkernels.ops.experts.dispatch.request import RoutingShape
 from tdkernels.rounding import cdiv, next_power_of_2
 from tdkernels.runtime.kernel_launch import CALL_NUMBER, Launch, by_address, launch_kept
 from tdkernels.symm import get_workspace
 
-_FEW_TILES = 32  # so many are added up by the program that is done last
+_FEW_TILES = 32  # up to which the last program adds up the counts, without a launch of its own
 _NO_LIMIT = (1 << 31) - 1
 _FEWEST_ROWS = 64
 
@@ -52,7 +52,7 @@ class _Counting(NamedTuple):
 
     @property
     def agrees_apart(self):
-        """Whether a launch of its own adds up what the programs have counted."""
+        """Whether a separate launch adds up the counts of the programs."""
         return self.shape.tokens > layout.tile_tokens(self.shape.choices) * _FEW_TILES
 
 
@@ -93,7 +93,7 @@ def count(plan, request):
 def _new_tables(counting, device):
     """Memory for the tables, and in a group on several nodes for those of ``multinode.layout``."""
     shape, tiles = counting.shape, counting.tiles
-    length = layout.length(shape.num_experts, shape.world_size, shape.tokens, shape.choices, tiles)
+    length = layout.length(shape, tiles)
     tables = (torch.empty(length, dtype=torch.int32, device=device),)
     if counting.local_world_size is None:
         return tables
@@ -126,7 +126,7 @@ def _multinode_routing(common, local_world_size, node_tables, facts):
 
 
 def _rows_for(most):
-    """Room for at most so many rows: few different numbers, so that ranks seldom have to agree anew."""
+    """The rows to allocate for an upper bound, rounded up: fewer distinct sizes need fewer agreements."""
     step = max(next_power_of_2(most) // 16, _FEWEST_ROWS)
     return max(cdiv(most, step), 1) * step
 
@@ -135,7 +135,7 @@ def _rows_for(most):
 
 
 def listen(workspace, operator, operand):
-    """Begin a call of an operator in a workspace: its note is an error of the operator, and names the operand."""
+    """Begin a call in a workspace. Errors that its kernel reports name the operator and the operand."""
     workspace.expect_note(partial(_error_of_note, operator, operand, workspace.rank))
 
 
@@ -178,10 +178,12 @@ def _agreed_plan(workspace, counting):
 def _constants(counting, block, at_once):
     """Constants of the kernels that count and that agree."""
     shape, local = counting.shape, counting.local_world_size
-    tables = layout.table_constants(shape.choices, shape.num_experts, shape.world_size)
-    own = {"WHOLE": counting.per_choice} if local is None else multinode_constants(local)
+    own = {"WHOLE": counting.per_choice} if local is None else {"LOCAL": local}
     block = min(next_power_of_2(counting.columns), block)
-    return {"BY_SOURCE": shape.by_source, **tables, **own, "BLOCK": block, "AT_ONCE": at_once, "num_warps": 8}
+    return {
+        "BY_SOURCE": shape.by_source, **layout.table_constants(shape), **own, "BLOCK": block, "AT_ONCE": at_once,
+        "num_warps": 8,
+    }
 
 
 def _count(workspace, counting, operands):
@@ -194,7 +196,7 @@ def _count(workspace, counting, operands):
     }
     kernel = ep_route_kernel if counting.local_world_size is None else ep_route_nodes_kernel
     grid = (counting.tiles,)
-    # ``listen`` has just looked for what earlier launches had to tell.
+    # ``listen`` has just checked for errors of earlier launches.
     return Launch(workspace, kernel, grid, args, constants, operands, [], [workspace.ctx], looks=False)
 
 
@@ -215,9 +217,8 @@ def _place(workspace, counting, operands):
     shape = counting.shape
     args = workspace.ctx, *operands[2:4], shape.tokens
     constants = {
-        "TILE_TOKENS": layout.tile_tokens(shape.choices), "num_warps": 1,
-        **layout.table_constants(shape.choices, shape.num_experts, shape.world_size),
-        **multinode_constants(counting.local_world_size),
+        "TILE_TOKENS": layout.tile_tokens(shape.choices), "num_warps": 1, **layout.table_constants(shape),
+        "LOCAL": counting.local_world_size,
     }
     return Launch(
         workspace, ep_places_kernel, (counting.tiles,), args, constants, operands, [], [workspace.ctx], looks=False

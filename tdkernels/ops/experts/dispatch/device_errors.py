@@ -33,7 +33,7 @@ class TopkIds(_Operand):
     name = "topk_ids"
 
     def __init__(self, ids, num_experts):
-        self._tensor, self._shape = weakref.ref(ids), ids.shape  # no call of the base: it is made for each dispatch
+        self._tensor, self._shape = weakref.ref(ids), ids.shape  # not by super(): each dispatch makes one
         self._num_experts = num_experts
 
     @property

@@ -57,10 +57,11 @@ def facts_begin(num_experts, world_size):
     return world_size * (num_experts + world_size + 2) + num_experts + 4 * world_size
 
 
-def length(num_experts, world_size, tokens, k, tiles):
-    """Words of the tables."""
-    columns = num_experts + world_size + 2
-    return facts_begin(num_experts, world_size) + NUM_FACTS.value + tokens * (2 * k + world_size) + tiles * columns
+def length(shape, tiles):
+    """Words of the tables of a RoutingShape whose tokens are counted in so many tiles."""
+    columns = shape.num_experts + shape.world_size + 2
+    of_tokens = shape.tokens * (2 * shape.choices + shape.world_size)
+    return facts_begin(shape.num_experts, shape.world_size) + NUM_FACTS.value + of_tokens + tiles * columns
 
 
 def tile_ids(k):
@@ -78,9 +79,9 @@ def num_tiles(tokens, k):
     return max(cdiv(tokens, tile_tokens(k)), 1)
 
 
-def table_constants(k, num_experts, world_size):
-    """What every kernel knows of the tables when it is compiled."""
-    return {"K": k, "EXPERTS": num_experts, "RANKS": world_size}
+def table_constants(shape):
+    """Compile-time constants about the tables of a RoutingShape, the same for every kernel."""
+    return {"K": shape.choices, "EXPERTS": shape.num_experts, "RANKS": shape.world_size}
 
 
 def came_length(world_size, slots, k):

@@ -32,7 +32,7 @@ from tdkernels.symm import get_workspace
 
 @dataclass(eq=False, kw_only=True)
 class LowLatencyRouting(CountedRouting):
-    """A routing that its first dispatch finds; from then on it is one as if counted.
+    """A routing whose first dispatch counts the tokens; afterwards it works as a CountedRouting.
 
     uncounted:  (ids, error code) of the DispatchRequest, until they are counted
     operand:    what the ids come from, for errors
@@ -54,13 +54,12 @@ def plan_low_latency(plan):
     return plan._replace(
         is_low_latency=True, config=replace(plan.config, chunk_tokens=1),
         slots=slots_for(shape.world_size * shape.max_tokens_per_rank),
-        words=layout.length(shape.num_experts, shape.world_size, shape.tokens, shape.choices, 0),
+        words=layout.length(shape, 0),
     )
 
 
 def can_be_low_latency(config, shape):
-    """Whether tokens, at most max_tokens_per_rank of a rank, can: what is compared fits small tiles, and each has its
-    signal."""
+    """Whether one launch can count and send: the compared ids fit small tiles, and each token has a signal."""
     each = next_power_of_2(shape.world_size) * next_power_of_2(shape.num_experts // shape.world_size)
     small = next_power_of_2(shape.choices) * max(each, 32) <= MOST_COMPARED.value
     return small and shape.max_tokens_per_rank <= min(config.direct_tokens, MAX_CHUNKS)
@@ -85,8 +84,8 @@ def slot_memory(row_bytes, scale_bytes, k):
 def _launch(routing, tensors, phase):
     """Launch the kernel for one phase of the first dispatch, or for both.
 
-    In a workspace of its own: what it has to tell (``lang.host_error``) is for the next call that finds a routing. A
-    rank that heard of it in a combine would stop, while its peers wait for it there.
+    It has a workspace of its own, so that the next routing call raises the errors that it reports
+    (``lang.host_error``). A rank that raised one in a combine would stop while its peers wait for it.
     """
     x, scales = tensors.x, tensors.scales
     workspace = get_workspace(routing.group, x.device, "ep_direct")
@@ -123,7 +122,7 @@ def _new(workspace, routing, tensors, phase, operands):
         workspace.ctx, routing, tensors.with_tensors(given), parts, plan, (tables, received, ids, error_code, splits),
         phase, CALL_NUMBER,
     )
-    # ``listen`` has just looked for what earlier launches had to tell, or the send phase had.
+    # ``listen`` has just checked for errors of earlier launches, or the send phase has.
     return Launch(workspace, kernel, (programs,), args, constants, operands, [], [workspace.ctx], looks=False)
 
 

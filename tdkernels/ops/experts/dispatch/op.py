@@ -213,7 +213,7 @@ def handle_of(request, topk_weights, scales, allow_torch=True):
         check_dispatch(request, topk_weights, scales)
         check_most_tokens("ep_dispatch", request.max_tokens_per_rank, topk_ids.shape[1], group.size())
         check_config("ep_dispatch", request.config, EpConfig, x)
-        if request.max_tokens_per_rank is not None and len(x) > request.max_tokens_per_rank:
+        if request.has_too_many_tokens:
             refuse_too_many(request, topk_weights, scales)
         plan = plan_route(request)
         call_cache.keep(group, key, plan)

@@ -66,6 +66,17 @@ class DispatchRequest(NamedTuple):
         )
 
 
+    @property
+    def has_too_many_tokens(self):
+        """Whether x has more rows than max_tokens_per_rank."""
+        return self.max_tokens_per_rank is not None and len(self.x) > self.max_tokens_per_rank
+
+    def without_tokens(self):
+        """The request that a rank with too many tokens makes instead: no tokens, and their number as the error code."""
+        code = torch.full((), -len(self.x), dtype=torch.int32, device=self.x.device)
+        return self._replace(x=self.x[:0], ids=self.ids[:0], error_code=code)
+
+
 class RoutePlan(NamedTuple):
     """How the tokens of a call are routed, as far as shapes decide it. It holds no tensor and no group.
 

@@ -2,25 +2,19 @@
 
 from dataclasses import replace
 
-import torch
-
 from tdkernels.ops.common.multinode import spans_nodes
 from tdkernels.ops.experts.dispatch.config import default_config
 from tdkernels.ops.experts.dispatch.counting import count
 from tdkernels.ops.experts.dispatch.device_errors import own_too_many
 from tdkernels.ops.experts.dispatch.low_latency import can_be_low_latency, plan_low_latency, route_low_latency
 from tdkernels.ops.experts.dispatch.request import RoutePlan
-from tdkernels.ops.experts.dispatch.token_buckets import choose_config, config_to_route, sure_capacity
+from tdkernels.ops.experts.dispatch.token_buckets import choose_config, config_to_route, with_capacity
 from tdkernels.ops.experts.dispatch.torch_backend import route_by_torch, routing_by_torch
 
 
 def plan_route(request):
     """The RoutePlan of a DispatchRequest whose arguments are checked; collective at the first call with a problem."""
-    shape, config, x = request.shape, request.config, request.x
-    if shape.max_tokens_per_rank is not None and shape.max_tokens is None:
-        tokens = shape.world_size * shape.max_tokens_per_rank
-        capacity = sure_capacity(tokens, shape.world_size, shape.num_experts, shape.choices)
-        shape = shape._replace(max_tokens=capacity)
+    shape, config, x = with_capacity(request.shape), request.config, request.x
     if config is None or config.method != "torch":
         config = config_to_route(config, request.group, x.device)
     plan = RoutePlan(shape, config, config is not None)
@@ -56,14 +50,13 @@ def settle(counted, request, allow_torch=True):
 
 
 def refuse_too_many(request, weights, scales):
-    """Raise for an x with more rows than max_tokens_per_rank. The peers wait for them: they hear of it and get none."""
-    x = request.x
-    none, ids, weights, scales = (None if one is None else one[:0] for one in (x, request.ids, weights, scales))
-    code = torch.full((), -len(x), dtype=torch.int32, device=x.device)
-    request = request._replace(x=none, ids=ids, error_code=code)
-    routing = route(plan_route(request), request)
-    routing.dispatch(none, weights=weights, scales=scales, quantize=request.quantize is not None)
-    raise own_too_many(request.operator, x, "rows" if request.by_source else "tokens", request.max_tokens_per_rank)
+    """Raise for a request that ``has_too_many_tokens``. The peers wait for its tokens: they get none, and the error."""
+    none = request.without_tokens()
+    weights, scales = (None if one is None else one[:0] for one in (weights, scales))
+    routing = route(plan_route(none), none)
+    routing.dispatch(none.x, weights=weights, scales=scales, quantize=request.quantize is not None)
+    what = "rows" if request.by_source else "tokens"
+    raise own_too_many(request.operator, request.x, what, request.max_tokens_per_rank)
 
 
 def _choose(request, shape, staged):

@@ -75,6 +75,14 @@ def sure_capacity(tokens, world_size, num_experts, choices):
     return tokens * min(choices, num_experts // world_size)
 
 
+def with_capacity(shape):
+    """A RoutingShape with the max_tokens that are enough for its max_tokens_per_rank, if only the latter is given."""
+    if shape.max_tokens_per_rank is None or shape.max_tokens is not None:
+        return shape
+    tokens = shape.world_size * shape.max_tokens_per_rank
+    return shape._replace(max_tokens=sure_capacity(tokens, shape.world_size, shape.num_experts, shape.choices))
+
+
 @functools.lru_cache(maxsize=4096)
 def tokens_of(staged, max_tokens, world_size, num_experts, choices):
     """About how many tokens all ranks have, a power of two: the same on all of them."""

@@ -130,13 +130,11 @@ def ep_moe_fused(request, topk_weights, w_gate_up, w_down, activation, config, c
               config: EpMoeConfig or None
               counted: the CountedRouting of the tokens, if they have been counted
     """
-    x, most = request.x, request.max_tokens_per_rank
-    if most is not None and len(x) > most:
-        code = torch.full((), -len(x), dtype=torch.int32, device=x.device)
-        none = request._replace(x=x[:0], ids=request.ids[:0], error_code=code)
-        with torch.no_grad():  # the peers hear of it, and of no tokens
-            ep_moe_fused(none, topk_weights[:0], w_gate_up, w_down, activation, config)
-        raise own_too_many("ep_moe", x, "tokens", most)
+    x = request.x
+    if request.has_too_many_tokens:
+        with torch.no_grad():  # the peers wait for these tokens: they get none, and the error
+            ep_moe_fused(request.without_tokens(), topk_weights[:0], w_gate_up, w_down, activation, config)
+        raise own_too_many("ep_moe", x, "tokens", request.max_tokens_per_rank)
     ep = (config.ep if config else None) or default_config(x.device)
     if counted is None:
         counted = count(RoutePlan(request.shape, ep, config_is_given=True, per_choice=True), request)

@@ -24,7 +24,7 @@ from tdkernels.ops.common.config import as_argument, check_config
 from tdkernels.ops.common.validation import check_tensor
 from tdkernels.ops.experts.dispatch.op import ep_combine, ep_combine_ref, ep_dispatch_ref
 from tdkernels.ops.experts.dispatch.request import DispatchRequest
-from tdkernels.ops.experts.dispatch.token_buckets import sure_capacity
+from tdkernels.ops.experts.dispatch.token_buckets import with_capacity
 from tdkernels.ops.experts.dispatch.validation import check_dispatch, check_most_tokens
 from tdkernels.ops.experts.ep_moe.config import SEQUENCE, EpMoeConfig, choose_config, handle_for, layout_of
 from tdkernels.ops.experts.ep_moe.fused import ep_moe_fused, why_not
@@ -130,9 +130,7 @@ def ep_moe(
     if known is None:
         _check(request, topk_weights, w_gate_up, w_down, activation, config)
         fused = config is not None and _is_fused(config, quantize, group)
-        if max_tokens_per_rank is not None and max_tokens is None:
-            tokens = group.size() * max_tokens_per_rank
-            max_tokens = sure_capacity(tokens, group.size(), num_experts, topk_ids.shape[1])
+        max_tokens = with_capacity(request.shape).max_tokens
         layout = None  # a compiler sees the sequence always
         if config is None and not torch.compiler.is_compiling():
             layout = layout_of(quantize, max_tokens, max_tokens_per_rank, topk_ids.shape[1], group)

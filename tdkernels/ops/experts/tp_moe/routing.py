@@ -116,7 +116,7 @@ def _count(workspace, operator, num_experts, operands):
     ids, splits = operands
     args = workspace.ctx, ids, splits, ids.numel(), num_experts, CALL_NUMBER
     constants = {"BLOCK": 4096, "num_warps": 8}
-    # ``route`` has just looked for what earlier launches had to tell.
+    # ``route`` has just checked for errors of earlier launches.
     return Launch(
         workspace, moe_count_kernel, (num_experts,), args, constants, operands, [], [workspace.ctx], looks=False
     )

@@ -184,7 +184,7 @@ def refuses_what_is_too_much(spec):
 def nothing_comes_back_of_what_was_too_much(halves):
     """A host that does not look between a dispatch and its combine, as with a GPU, and one that does on rank 0.
 
-    Both go on: a combine reads no rows and gives none. When they synchronize, all are told what was wrong.
+    Both go on: a combine reads no rows and gives none. ``synchronize`` then raises the error on every rank.
     """
     case = case_of([3, 4, 2, 5], 2, 2, 8, ids="last")
     most, (rows, _) = 5, case.capacity()

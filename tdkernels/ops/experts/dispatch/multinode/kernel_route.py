@@ -45,7 +45,7 @@ from tdkernels.ops.experts.dispatch.multinode.layout import (
 
 @td.jit
 def line_words(EXPERTS: tl.constexpr, RANKS: tl.constexpr, NODES: tl.constexpr):
-    """int32 words of what a rank tells the others; see ``routing.line_bytes``."""
+    """Number of int32 words that a rank sends to each other rank; see ``routing.line_bytes``."""
     return (EXPERTS + RANKS + 2 + NODES + 3) // 4 * 4
 
 

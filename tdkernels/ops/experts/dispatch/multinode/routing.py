@@ -58,7 +58,7 @@ class MultinodeRouting(CountedRouting):
         return slot * self.slots + 2 * sum_slot_memory(row_bytes, self.shape.choices) * self.node_slots
 
     def programs(self, config, phase, senders, receivers):
-        """Relays wait for what senders store, so they belong to the receive phase."""
+        """As ``CountedRouting.programs``. Relays wait for senders, so they belong to the receive phase."""
         relays, nodes = 0, self.shape.world_size // self.local_world_size
         if phase != "send":
             relays = min(config.num_receivers, launch.chunks_at_most(self) * nodes)
@@ -66,18 +66,13 @@ class MultinodeRouting(CountedRouting):
         return programs + relays, (senders, relays, self.slots, self.node_slots)
 
     def table_constants(self):
-        return super().table_constants() | multinode_constants(self.local_world_size)
+        return super().table_constants() | {"LOCAL": self.local_world_size}
 
     def dispatch_kernel(self, device):
         return ep_dispatch_nodes_kernel, {}
 
     def combine_kernel(self, device, width, block):
         return ep_combine_nodes_kernel, {}
-
-
-def multinode_constants(local_world_size):
-    """What kernels of several nodes know when they are compiled, beside ``layout.table_constants``."""
-    return {"LOCAL": local_world_size}
 
 
 def line_bytes(num_experts, world_size, local_world_size):
