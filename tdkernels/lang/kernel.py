@@ -25,6 +25,8 @@ class Kernel(JITFunction):
     """A JIT function that can also be interpreted; what a kernel calls must be one too.
 
     ``network``: it is a kernel that speaks to the network, and has to be linked with the network's library.
+    A constexpr argument may be a NamedTuple of plain values, whose fields the kernel reads by their names; it is given
+    by keyword.
     """
 
     def __init__(self, fn, network=False, **options):
@@ -52,6 +54,7 @@ class Kernel(JITFunction):
 
     def _search(self, args, grid, warmup, kwargs):
         """What ``JITFunction.run`` does; of a kernel that speaks to the network the library is told first."""
+        kwargs = with_constexpr_fields(kwargs)
         if not self._network:
             return super().run(*args, grid=grid, warmup=warmup, **kwargs)
         kwargs = {**kwargs, "extern_libs": device_library.paths()}
@@ -97,12 +100,14 @@ class Kernel(JITFunction):
 
     def _key(self, args, kwargs):
         """All that decides what a launch runs, or None for one with something in it that is not usual here."""
-        if not _PLAIN.issuperset(map(type, kwargs.values())) or _is_inspected():
+        grouped = [value for value in kwargs.values() if type(value) not in _PLAIN]
+        if not all(hasattr(value, "_fields") for value in grouped) or _is_inspected():
             return None
         try:
             kinds = map(_kind, self._specialized, args)
             return (
-                torch.cuda.current_device(), knobs.runtime.debug, *kinds, *kwargs.items(), *map(type, kwargs.values())
+                torch.cuda.current_device(), knobs.runtime.debug, *kinds, *kwargs.items(), *map(type, kwargs.values()),
+                *[type(field) for value in grouped for field in value],
             )
         except LookupError:
             return None
@@ -111,6 +116,17 @@ class Kernel(JITFunction):
     def _specialized(self):
         """For each parameter whether Triton compiles anew for other integers than those seen."""
         return [not parameter.do_not_specialize for parameter in self.params]
+
+
+def with_constexpr_fields(kwargs):
+    """The arguments of a launch, in which each field of a NamedTuple is a constexpr.
+
+    Triton reads a field as it is. Up to 3.6 it does not take a plain value for an argument of a device function.
+    """
+    return {
+        name: type(value)(*map(tl.constexpr, value)) if hasattr(value, "_fields") else value
+        for name, value in kwargs.items()
+    }
 
 
 _MAX_KNOWN = 4096  # of one kernel; shapes may go on changing for ever

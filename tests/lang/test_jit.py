@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from tdkernels.caches import RecentCache
 from tdkernels.lang import interpreter as our_interpreter
 from tdkernels.lang.targets import interpreter_yield
 from tests.lang.gpu_tensor import gpu_tensor
+from tests.support.aot import compile_for, pointer
 
 
 @td.jit(do_not_specialize=["n"])
@@ -106,6 +108,45 @@ def test_another_device_is_another_kernel(searches, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     _launch()
     assert len(searches) == 2
+
+
+class Sizes(NamedTuple):
+    rows: int
+    flag: bool
+
+
+@pytest.mark.parametrize("one, other, known", [
+    (Sizes(16, True), Sizes(16, True), True), (Sizes(16, True), Sizes(32, True), False),
+    (Sizes(16, True), Sizes(16, 1), False), (Sizes(16, True), (16, True), False),
+], ids=str)
+def test_constants_may_be_a_named_tuple(searches, one, other, known):
+    _launch(SIZE=one)
+    _launch(SIZE=other)
+    assert [len(found.launches) for found in searches] == ([1] if known else [0, 0])
+
+
+@td.jit
+def _dot(a, b, PRECISION: tl.constexpr):
+    return tl.dot(a, b, input_precision=PRECISION)
+
+
+@td.jit
+def _of_fields(y_ptr, PRODUCT: tl.constexpr):
+    rows = tl.arange(0, PRODUCT.rows)
+    ones = tl.full((PRODUCT.rows, 16), 1.0, tl.float32)
+    tl.store(y_ptr + rows[:, None] * 16 + tl.arange(0, 16)[None, :], _dot(ones, ones, PRODUCT.precision))
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
+def test_a_kernel_passes_fields_of_a_named_tuple_on(arch):
+    class Product(NamedTuple):
+        rows: int
+        precision: str
+
+    compile_for(_of_fields, [pointer(torch.float32)], {"PRODUCT": Product(16, "ieee")}, arch)
+    y = torch.zeros(16, 16)
+    _of_fields[(1,)](y, PRODUCT=Product(16, "ieee"))
+    assert torch.equal(y, torch.full((16, 16), 16.0))
 
 
 @pytest.mark.parametrize(

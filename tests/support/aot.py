@@ -18,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tdkernels.caches import RecentCache
 from tdkernels.lang import rocshmem
-from tdkernels.lang.kernel import Kernel
+from tdkernels.lang.kernel import Kernel, with_constexpr_fields
 from tdkernels.symm.topology import Topology
 from tests.support import kernel_digests
 
@@ -53,7 +53,7 @@ def specialised(kernel, args, kwargs, arch):
     """All that Triton compiles a launch for: (options, signature, constants, attributes)."""
     backend = make_backend(TARGETS[arch])
     network = {"extern_libs": network_library(arch)} if kernel._network else {}
-    kwargs = {"debug": False, **network, **kwargs}
+    kwargs = with_constexpr_fields({"debug": False, **network, **kwargs})
     binder = create_function_from_signature(kernel.signature, kernel.params, backend)
     bound, specialization, options = binder(*args, **kwargs)
     options, *specialization = kernel._pack_args(backend, kwargs, bound, specialization, options)
