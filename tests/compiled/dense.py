@@ -5,6 +5,7 @@ from dataclasses import replace
 import torch
 
 from tdkernels.ops.common.gemm_operands import aligned
+from tdkernels.ops.common.gemm_tile import Product
 from tdkernels.ops.common.tile_config import Tiles
 from tdkernels.ops.dense.ag_gemm.kernel import ag_gemm_kernel
 from tdkernels.ops.dense.ag_gemm.kernel_multinode import ag_gemm_nodes_kernel
@@ -24,6 +25,11 @@ COPYING = [ag_gemm_kernel, gemm_ar_kernel, gemm_rs_kernel]  # whose programs cop
 PRODUCTS = [*COPYING, gemm_rs_direct_kernel]
 ACROSS_NODES = [ag_gemm_nodes_kernel, gemm_ar_nodes_kernel, gemm_rs_nodes_kernel]  # which speak to the network too
 ONE_SHOT = [ag_gemm_one_shot_kernel, gemm_one_shot_kernel]
+
+
+def _product(tiles, dtype, is_aligned, bias, tma, w_is_kn):
+    sizes = tiles.block_m, tiles.block_n, tiles.block_k, dtype.itemsize
+    return Product(*sizes, is_aligned, bias is not None, tma, w_is_kn, "ieee")
 
 
 def compile_gemm(
@@ -68,9 +74,8 @@ def compile_gemm(
         constants = {**ranks, **constants}
     copying = kernel in (*COPYING, *ACROSS_NODES)
     kwargs = {
-        **({"COPY_WORDS": 4096} if copying else {}), **constants, **tiles.constants(), **tiles.options(),
-        "ELEM_BYTES": dtype.itemsize, "ALIGNED": aligned(n, k, stride), "HAS_BIAS": bias is not None, "USE_TMA": tma,
-        "W_IS_KN": w_is_kn, "PRECISION": "ieee",
+        **({"COPY_WORDS": 4096} if copying else {}), **constants, **tiles.options(),
+        "PRODUCT": _product(tiles, dtype, aligned(n, k, stride), bias, tma, w_is_kn),
     }
     compiled = compile_for(kernel, args, kwargs, arch)
     assert compiled.metadata.shared <= SHARED_MEMORY[arch]
@@ -108,9 +113,8 @@ def compile_one_shot(
         args += [rows, n, k, rows, stride, k, PLAN, split]
         constants = {"SCATTERS": scatters, "RANKS": 8}
     kwargs = {
-        **constants, **more, **tiles.constants(), **tiles.options(), "ELEM_BYTES": dtype.itemsize,
-        "ALIGNED": aligned(n, k, stride), "HAS_BIAS": bias is not None, "USE_TMA": tma, "W_IS_KN": w_is_kn,
-        "PRECISION": "ieee", "SPLIT": split > 1,
+        **constants, **more, **tiles.options(), "SPLIT": split > 1,
+        "PRODUCT": _product(tiles, dtype, aligned(n, k, stride), bias, tma, w_is_kn),
     }
     compiled = compile_for(kernel, args, kwargs, arch)
     assert compiled.metadata.shared <= SHARED_MEMORY[arch]

@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tdkernels.ops.common.gemm_tile import Product
 from tdkernels.runtime.gpu import has_tma
 from tdkernels.runtime.kernel_launch import bind, launch_kept
 
@@ -54,14 +55,13 @@ def aligned(*sizes):
     return all(size % 16 == 0 for size in sizes)
 
 
-def product_constants(x, weight, bias, tiles):
-    """The constexpr arguments and launch options that the kernels of both dense operators take."""
+def compiled_for(x, weight, bias, tiles):
+    """The Product that a kernel of x @ weight.T is compiled for."""
     weight, stride_w, is_kn = weight_layout(weight)
-    return {
-        **tiles.constants(), "ELEM_BYTES": x.element_size(), "ALIGNED": aligned(*weight.shape, stride_w),
-        "HAS_BIAS": bias is not None, "USE_TMA": tma_fits(x, weight), "W_IS_KN": is_kn,
-        "PRECISION": dot_precision(x.dtype), **tiles.options(),
-    }
+    return Product(
+        tiles.block_m, tiles.block_n, tiles.block_k, x.element_size(), aligned(*weight.shape, stride_w),
+        bias is not None, tma_fits(x, weight), is_kn, dot_precision(x.dtype),
+    )
 
 
 def rows_descriptor(x, planes, rows, plane_stride, block_m, block_k):
@@ -76,23 +76,23 @@ def weight_descriptor(weight, is_kn, block_n, block_k):
     return TensorDescriptor(weight, list(weight.shape), [weight.stride(0), 1], [block_n, block_k])
 
 
-def product_descriptors(x, weight, tiles, constants):
-    """Descriptors of x and weight for kernels with these ``product_constants``; (None, None) where they use none."""
-    if not constants["USE_TMA"]:
+def product_descriptors(x, weight, product):
+    """Descriptors of x and weight for a kernel that is compiled for a Product; (None, None) if it uses none."""
+    if not product.use_tma:
         return None, None
     rows, k = x.shape
     return (
-        rows_descriptor(x, 1, rows, rows * k, tiles.block_m, tiles.block_k),
-        weight_descriptor(weight, constants["W_IS_KN"], tiles.block_n, tiles.block_k),
+        rows_descriptor(x, 1, rows, rows * k, product.block_m, product.block_k),
+        weight_descriptor(weight, product.w_is_kn, product.block_n, product.block_k),
     )
 
 
 def product(x, weight, bias, tiles, by_tma=True):
     """Return what a kernel of x @ weight.T takes: (weight, its row stride, descriptors of x and weight, constants)."""
     weight, stride_w, _ = weight_layout(weight)
-    constants = product_constants(x, weight, bias, tiles)
-    constants["USE_TMA"] &= by_tma
-    return weight, stride_w, *product_descriptors(x, weight, tiles, constants), constants
+    constants = compiled_for(x, weight, bias, tiles)
+    constants = constants._replace(use_tma=constants.use_tma and by_tma)
+    return weight, stride_w, *product_descriptors(x, weight, constants), {"PRODUCT": constants, **tiles.options()}
 
 
 def dot_precision(dtype):

@@ -1,8 +1,31 @@
 """One output tile of a matrix product: the main loop that the dense operators share."""
 
+from typing import NamedTuple
+
 import triton.language as tl
 
 from tdkernels import lang as td
+
+
+class Product(NamedTuple):
+    """What a kernel of x @ weight.T is compiled for; its argument ``PRODUCT``.
+
+    Args:     block_m, block_n, block_k: of a tile; elem_bytes: of an element of x
+              aligned: sizes and strides are multiples of 16 elements (``gemm_operands.aligned``)
+              use_tma: the operands are read through tensor descriptors
+              w_is_kn: the weight lies as [K, N], not as [N, K]
+              precision: of a product of fp32 operands, as of ``tl.dot``
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    elem_bytes: int
+    aligned: bool
+    has_bias: bool
+    use_tma: bool
+    w_is_kn: bool
+    precision: str
 
 
 @td.jit
@@ -40,30 +63,31 @@ def add_product(acc, a, b, PRECISION: tl.constexpr):
 def gemm_tile(
     acc,
     a_ptr, a_desc, a_plane, a_row, a_rows,  # A: [a_rows, K] row-major; the descriptor is [planes, rows, K]
-    b_ptr, b_desc, b_col, stride_b,  # B: [N, K], or [K, N] if B_IS_KN, row-major
-    N, K, stride_am,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    USE_TMA: tl.constexpr, B_IS_KN: tl.constexpr, PRECISION: tl.constexpr,
+    b_ptr, b_desc, b_col, stride_b,  # B: [N, K], or [K, N] if PRODUCT.w_is_kn, row-major
+    N, K, stride_am, PRODUCT: tl.constexpr,
 ):
     """acc + A[a_row : +BLOCK_M] @ B[b_col : +BLOCK_N].T over the first K columns, fp32 [BLOCK_M, BLOCK_N].
 
     Rows past ``a_rows`` and columns past ``N`` hold anything: each depends on its own operands only, and the caller
     does not store them.
     """
-    if USE_TMA:
+    BLOCK_M: tl.constexpr = PRODUCT.block_m
+    BLOCK_N: tl.constexpr = PRODUCT.block_n
+    BLOCK_K: tl.constexpr = PRODUCT.block_k
+    if PRODUCT.use_tma:
         for k in range(0, K, BLOCK_K):
             a = a_desc.load([a_plane, a_row, k]).reshape(BLOCK_M, BLOCK_K)
-            if B_IS_KN:
+            if PRODUCT.w_is_kn:
                 b = b_desc.load([k, b_col])
             else:
                 b = b_desc.load([b_col, k]).T
-            acc = td.dot(a, b, acc, PRECISION)
+            acc = td.dot(a, b, acc, PRODUCT.precision)
     else:
         offs_m = a_row + tl.arange(0, BLOCK_M)
         offs_n = b_col + tl.arange(0, BLOCK_N)
         offs_k = tl.arange(0, BLOCK_K)
         a_ptrs = a_ptr + offs_m[:, None].to(tl.int64) * stride_am + offs_k[None, :]
-        if B_IS_KN:
+        if PRODUCT.w_is_kn:
             step_b = tl.cast(stride_b, tl.int64) * BLOCK_K
             b_ptrs = b_ptr + offs_n[None, :] + offs_k[:, None].to(tl.int64) * stride_b
         else:
@@ -74,7 +98,7 @@ def gemm_tile(
         for k in range(0, K, BLOCK_K):
             a = tl.load(a_ptrs, mask=mask_m & (offs_k[None, :] < K - k), other=0.0)
             b = tl.load(b_ptrs, mask=mask_n & (offs_k[:, None] < K - k), other=0.0)
-            acc = add_product(acc, a, b, PRECISION)
+            acc = add_product(acc, a, b, PRODUCT.precision)
             a_ptrs += BLOCK_K
             b_ptrs += step_b
     return acc

@@ -108,49 +108,52 @@ def scratch_to_be_made(like, num_tiles, tiles, split_k):
 
 @td.jit
 def place_of(
-    program, tiles_m, K, k_of_part, split_k,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ALIGNED: tl.constexpr,
+    program, tiles_m, K, k_of_part, split_k, PRODUCT: tl.constexpr
 ):
     """(tile, part, first row, first column, first k, last k) of a program that multiplies, of which tiles have split_k.
 
     Those of a tile follow one another, and so do the tiles of a column.
     """
+    BLOCK_M: tl.constexpr = PRODUCT.block_m
+    BLOCK_N: tl.constexpr = PRODUCT.block_n
+    BLOCK_K: tl.constexpr = PRODUCT.block_k
     tile = program // split_k
     part = program % split_k
     row = tile % tiles_m * BLOCK_M
     col = tile // tiles_m * BLOCK_N
     first_k = part * (k_of_part // BLOCK_K * BLOCK_K)
-    last_k = as_aligned(tl.minimum(first_k + k_of_part, K), ALIGNED)
+    last_k = as_aligned(tl.minimum(first_k + k_of_part, K), PRODUCT.aligned)
     return tile, part, row, col, first_k, last_k
 
 
 @td.jit
 def few_rows_tile(
-    x_ptr, x_desc, plane, row, rows, stride_x, w_ptr, w_desc, col, stride_w, N, first_k, last_k,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    USE_TMA: tl.constexpr, W_IS_KN: tl.constexpr, PRECISION: tl.constexpr,
+    x_ptr, x_desc, plane, row, rows, stride_x, w_ptr, w_desc, col, stride_w, N, first_k, last_k, PRODUCT: tl.constexpr,
 ):
     """x[row : +BLOCK_M] @ w[col : +BLOCK_N].T over columns first_k … last_k - 1 of both, fp32 [BLOCK_M, BLOCK_N].
 
     x is [rows, K] by pointer, [planes, rows, K] by descriptor; first_k is a multiple of BLOCK_K, and last_k too, unless
     it is K. Rows and columns that there are not hold anything.
     """
+    BLOCK_M: tl.constexpr = PRODUCT.block_m
+    BLOCK_N: tl.constexpr = PRODUCT.block_n
+    BLOCK_K: tl.constexpr = PRODUCT.block_k
     acc = tl.full((BLOCK_N, BLOCK_M), 0.0, tl.float32)
-    if USE_TMA:
+    if PRODUCT.use_tma:
         for k in range(first_k, last_k, BLOCK_K):
             x = x_desc.load([plane, row, k]).reshape(BLOCK_M, BLOCK_K)
-            if W_IS_KN:
+            if PRODUCT.w_is_kn:
                 w = w_desc.load([k, col]).T
             else:
                 w = w_desc.load([col, k])
-            acc = td.dot(w, x.T, acc, PRECISION)
+            acc = td.dot(w, x.T, acc, PRODUCT.precision)
     else:
         offs_m = row + tl.arange(0, BLOCK_M)
         offs_n = col + tl.arange(0, BLOCK_N)
         offs_k = tl.arange(0, BLOCK_K)
         first = tl.cast(first_k, tl.int64)
         x_ptrs = x_ptr + offs_m[None, :].to(tl.int64) * stride_x + (first + offs_k[:, None])
-        if W_IS_KN:
+        if PRODUCT.w_is_kn:
             step_w = tl.cast(stride_w, tl.int64) * BLOCK_K
             w_ptrs = w_ptr + offs_n[:, None] + (first + offs_k[None, :]) * stride_w
         else:
@@ -161,7 +164,7 @@ def few_rows_tile(
         for k in range(first_k, last_k, BLOCK_K):
             x = tl.load(x_ptrs, mask=mask_m & (offs_k[:, None] < last_k - k), other=0.0)
             w = tl.load(w_ptrs, mask=mask_n & (offs_k[None, :] < last_k - k), other=0.0)
-            acc = add_product(acc, w, x, PRECISION)
+            acc = add_product(acc, w, x, PRODUCT.precision)
             x_ptrs += BLOCK_K
             w_ptrs += step_w
     return acc.T

@@ -43,9 +43,7 @@ def _send_to_owners(
 def gemm_one_shot_kernel(
     ctx, x_ptr, x_desc, w_ptr, w_desc, bias_ptr, z_ptr, scratch_ptr,
     M, N, K, owned_rows, stride_w, k_of_part, plan, split_k,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    ELEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, HAS_BIAS: tl.constexpr, USE_TMA: tl.constexpr,
-    W_IS_KN: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr, SCATTERS: tl.constexpr,
+    PRODUCT: tl.constexpr, SPLIT: tl.constexpr, SCATTERS: tl.constexpr,
     RANKS: tl.constexpr, trace_ptr=None,
 ):
     """z = the sum over ranks of x @ w.T, of which each has its ``owned_rows`` if SCATTERS, else all; x is [M, K].
@@ -53,19 +51,21 @@ def gemm_one_shot_kernel(
     Signal number ``source * tiles + tile`` of a half says that the source's partial of a tile is in our buffer, which
     is [ranks, tiles, BLOCK_M, BLOCK_N]; of a tile only the rows and columns that we sum.
     """
+    BLOCK_M: tl.constexpr = PRODUCT.block_m
+    BLOCK_N: tl.constexpr = PRODUCT.block_n
     trace = (trace_ptr, tl.program_id(0))
     td.mark(trace, "starts")
-    N = as_aligned(N, ALIGNED)
-    K = as_aligned(K, ALIGNED)
-    stride_w = as_aligned(stride_w, ALIGNED)
+    N = as_aligned(N, PRODUCT.aligned)
+    K = as_aligned(K, PRODUCT.aligned)
+    stride_w = as_aligned(stride_w, PRODUCT.aligned)
     DTYPE: tl.constexpr = z_ptr.dtype.element_ty
-    TILE_BYTES: tl.constexpr = BLOCK_M * BLOCK_N * ELEM_BYTES
+    TILE_BYTES: tl.constexpr = BLOCK_M * BLOCK_N * PRODUCT.elem_bytes
     me = td.rank(ctx)
     epoch, half, signal = td.call(ctx, plan)
     tiles_m = (M + BLOCK_M - 1) // BLOCK_M
     tiles = tiles_m * ((N + BLOCK_N - 1) // BLOCK_N)
     tile, part, row, col, first_k, last_k = place_of(
-        tl.program_id(0), tiles_m, K, k_of_part, split_k, BLOCK_M, BLOCK_N, BLOCK_K, ALIGNED
+        tl.program_id(0), tiles_m, K, k_of_part, split_k, PRODUCT
     )
     offs_m = row + tl.arange(0, BLOCK_M)
     offs_n = col + tl.arange(0, BLOCK_N)
@@ -74,8 +74,7 @@ def gemm_one_shot_kernel(
 
     td.mark(trace, "multiplies")
     acc = few_rows_tile(
-        x_ptr, x_desc, 0, row, M, K, w_ptr, w_desc, col, stride_w, N, first_k, last_k,
-        BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, W_IS_KN, PRECISION,
+        x_ptr, x_desc, 0, row, M, K, w_ptr, w_desc, col, stride_w, N, first_k, last_k, PRODUCT,
     )
     sends = True
     if SPLIT:
@@ -91,7 +90,8 @@ def gemm_one_shot_kernel(
         if SCATTERS:
             first_row = me * owned_rows
             _send_to_owners(
-                ctx, half, slot, own, offs_m, owned_rows, is_sent, me, BLOCK_M, BLOCK_N, RANKS, ELEM_BYTES, DTYPE
+                ctx, half, slot, own, offs_m, owned_rows, is_sent, me, BLOCK_M, BLOCK_N, RANKS, PRODUCT.elem_bytes,
+                DTYPE,
             )
         else:
             _send_to_all(ctx, half, slot, own, offs, is_sent, me, RANKS, DTYPE)
@@ -107,7 +107,7 @@ def gemm_one_shot_kernel(
             total = sum_in_rank_order(
                 parts, tl.cast(tiles, tl.int64) * TILE_BYTES, offs, mask, td.to_float32(own), me, RANKS, DTYPE
             )
-            total = with_bias(total, bias_ptr, offs_n, N, HAS_BIAS)
+            total = with_bias(total, bias_ptr, offs_n, N, PRODUCT.has_bias)
             rows = (offs_m - first_row).to(tl.int64)[:, None] * N
             tl.store(z_ptr + rows + offs_n[None, :], td.from_float32(total, DTYPE), mask=mask)
     td.mark(trace, "finishes")

@@ -89,24 +89,26 @@ def _push(
 @td.jit
 def _tile_of_columns(
     acc, a_ptr, a_desc, a_plane, a_row, a_rows, a_shift, stride_a, b_ptr, b_desc, b_col, stride_b, N, K, first, count,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    USE_TMA: tl.constexpr, B_IS_KN: tl.constexpr, PRECISION: tl.constexpr,
+    PRODUCT: tl.constexpr,
 ):
     """``gemm_tile`` over ``count`` of B's K columns from ``first`` on, those at 0 coming after the last.
 
     A's columns are numbered from ``a_shift`` on. A block of columns must not go over the last one, but where it is cut
     off by ``count``; a descriptor does not cut.
     """
-    if USE_TMA:
+    BLOCK_M: tl.constexpr = PRODUCT.block_m
+    BLOCK_N: tl.constexpr = PRODUCT.block_n
+    BLOCK_K: tl.constexpr = PRODUCT.block_k
+    if PRODUCT.use_tma:
         for k in range(0, count, BLOCK_K):
             column = first + k
             column = tl.where(column >= K, column - K, column)
             a = a_desc.load([a_plane, a_row, column - a_shift]).reshape(BLOCK_M, BLOCK_K)
-            if B_IS_KN:
+            if PRODUCT.w_is_kn:
                 b = b_desc.load([column, b_col])
             else:
                 b = b_desc.load([b_col, column]).T
-            acc = td.dot(a, b, acc, PRECISION)
+            acc = td.dot(a, b, acc, PRODUCT.precision)
     else:
         offs_m = a_row + tl.arange(0, BLOCK_M)
         offs_n = b_col + tl.arange(0, BLOCK_N)
@@ -120,12 +122,12 @@ def _tile_of_columns(
             inside = offs_k < count - k
             a = tl.load(a_rows_ptr + (column - a_shift + offs_k)[None, :], mask=mask_m & inside[None, :], other=0.0)
             columns = column + offs_k
-            if B_IS_KN:
+            if PRODUCT.w_is_kn:
                 b_ptrs = b_ptr + offs_n[None, :] + columns[:, None].to(tl.int64) * stride_b
             else:
                 b_ptrs = b_ptr + offs_n[None, :].to(tl.int64) * stride_b + columns[:, None]
             b = tl.load(b_ptrs, mask=mask_n & inside[:, None], other=0.0)
-            acc = add_product(acc, a, b, PRECISION)
+            acc = add_product(acc, a, b, PRODUCT.precision)
     return acc
 
 
@@ -156,19 +158,18 @@ def _keep_block(
 def ulysses_out_kernel(
     ctx, o_ptr, own_ptr, own_desc, gathered_desc, w_ptr, w_desc, bias_ptr, z_ptr, kept_ptr,
     M, N, positions, width, stride_w, plan, num_comm, chunk_tiles, parts, early, early_at_once, late_at_once, group_m,
-    PUSH_ROWS: tl.constexpr, PUSH_COLUMNS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    ELEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, HAS_BIAS: tl.constexpr, USE_TMA: tl.constexpr,
-    W_IS_KN: tl.constexpr, PRECISION: tl.constexpr, trace_ptr=None,
+    PUSH_ROWS: tl.constexpr, PUSH_COLUMNS: tl.constexpr, PRODUCT: tl.constexpr, trace_ptr=None,
 ):
     """z [M, N] = our positions of all ranks' heads @ w.T; o is [W * M, width], w [N, W * width].
 
     own: [M, width], our positions of o; kept: [M, W * width] or None, for what was gathered
     early: so many tiles wait for ``early_at_once`` peers at a time, the others for ``late_at_once``
     """
-    N = as_aligned(N, ALIGNED)
-    width = as_aligned(width, ALIGNED)
-    stride_w = as_aligned(stride_w, ALIGNED)
+    BLOCK_M: tl.constexpr = PRODUCT.block_m
+    BLOCK_N: tl.constexpr = PRODUCT.block_n
+    N = as_aligned(N, PRODUCT.aligned)
+    width = as_aligned(width, PRODUCT.aligned)
+    stride_w = as_aligned(stride_w, PRODUCT.aligned)
     DTYPE: tl.constexpr = z_ptr.dtype.element_ty
     me = td.rank(ctx)
     ranks = td.num_ranks(ctx)
@@ -204,13 +205,12 @@ def ulysses_out_kernel(
             if tile >= early:
                 td.mark(trace, "waits", ALL_PEERS)
                 td.wait_plan_all(ctx, signals, num_chunks, signal)  # producer: _push of every peer
-                if USE_TMA:
+                if PRODUCT.use_tma:
                     td.fence_before_tma_load()
             td.mark(trace, "multiplies", me)
             acc = _tile_of_columns(
                 tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32), own_ptr, own_desc, 0, row, M, me * width, width,
-                w_ptr, w_desc, col, stride_w, N, K, me * width, width,
-                BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, W_IS_KN, PRECISION,
+                w_ptr, w_desc, col, stride_w, N, K, me * width, width, PRODUCT,
             )
             slot = td.data_at(ctx, half, me)
             for step in range(1, ranks, at_once):
@@ -220,18 +220,17 @@ def ulysses_out_kernel(
                     for later in range(step, end):
                         source = (me + later) % ranks
                         # producer: _push of the source
-                        seen = td.wait_plan(ctx, signals + source * num_chunks, signal, source, FOR_TMA=USE_TMA)
+                        seen = td.wait_plan(ctx, signals + source * num_chunks, signal, source, FOR_TMA=PRODUCT.use_tma)
                         slot = td.consume_token(slot, seen)
                 td.mark(trace, "multiplies", (me + step) % ranks, 2 * (step - 1) + 1)
                 acc = _tile_of_columns(
                     acc, td.pointer_to(slot, DTYPE), gathered_desc, half, row, M, 0, K,
-                    w_ptr, w_desc, col, stride_w, N, K, (me + step) % ranks * width, (end - step) * width,
-                    BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, W_IS_KN, PRECISION,
+                    w_ptr, w_desc, col, stride_w, N, K, (me + step) % ranks * width, (end - step) * width, PRODUCT,
                 )
             answer = td.take_ticket(ctx)
             td.mark(trace, "stores")
             offs_n = col + tl.arange(0, BLOCK_N)
-            acc = with_bias(acc, bias_ptr, offs_n, N, HAS_BIAS)
+            acc = with_bias(acc, bias_ptr, offs_n, N, PRODUCT.has_bias)
             store_rows(z_ptr, td.from_float32(acc, DTYPE), row + tl.arange(0, BLOCK_M), offs_n, M, N)
         else:
             if kept_ptr is not None:

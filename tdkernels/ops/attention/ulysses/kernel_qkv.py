@@ -43,18 +43,17 @@ def store_positions(y_ptr, tile, rows, cols, source, M, positions, ranks, width)
 @td.jit(do_not_specialize=["M", "K", "positions", "width", "stride_w", "lag", "plan", "pushes", "group_m"])
 def ulysses_qkv_kernel(
     ctx, x_ptr, x_desc, w_ptr, w_desc, bias_ptr, y_ptr,
-    M, K, positions, width, stride_w, lag, plan, pushes, group_m,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    ELEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, HAS_BIAS: tl.constexpr, USE_TMA: tl.constexpr,
-    W_IS_KN: tl.constexpr, PRECISION: tl.constexpr, trace_ptr=None,
+    M, K, positions, width, stride_w, lag, plan, pushes, group_m, PRODUCT: tl.constexpr, trace_ptr=None,
 ):
     """y [W * M, width] = our heads of all ranks' x @ w.T; x is [M, K], w [W * width, K], a sequence has ``positions``.
 
     ``pushes``: 1 for "push", 0 for "pull".
     """
-    width = as_aligned(width, ALIGNED)
-    K = as_aligned(K, ALIGNED)
-    stride_w = as_aligned(stride_w, ALIGNED)
+    BLOCK_M: tl.constexpr = PRODUCT.block_m
+    BLOCK_N: tl.constexpr = PRODUCT.block_n
+    width = as_aligned(width, PRODUCT.aligned)
+    K = as_aligned(K, PRODUCT.aligned)
+    stride_w = as_aligned(stride_w, PRODUCT.aligned)
     DTYPE: tl.constexpr = y_ptr.dtype.element_ty
     TILE: tl.constexpr = BLOCK_M * BLOCK_N
     me = td.rank(ctx)
@@ -86,7 +85,7 @@ def ulysses_qkv_kernel(
             # A rank keeps what is of another's heads at the place of that rank, or what others have stored at theirs.
             slot = (tl.where(pushes != 0, source, me) * tiles + number).to(tl.int64)
             td.mark(trace, "receives", source)
-            at = td.data_at(ctx, half, tl.where(pushes != 0, me, source)) + slot * (TILE * ELEM_BYTES)
+            at = td.data_at(ctx, half, tl.where(pushes != 0, me, source)) + slot * (TILE * PRODUCT.elem_bytes)
             taken = tl.load(td.pointer_to(td.consume_token(at, seen), DTYPE) + within)
             answer = td.take_ticket(ctx)
             store_positions(
@@ -103,12 +102,11 @@ def ulysses_qkv_kernel(
             td.mark(trace, "multiplies", owner)
             acc = gemm_tile(
                 tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32), x_ptr, x_desc, 0, row, M,
-                w_ptr, w_desc, owner * width + col, stride_w, width * ranks, K, K,
-                BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, W_IS_KN, PRECISION,
+                w_ptr, w_desc, owner * width + col, stride_w, width * ranks, K, K, PRODUCT,
             )
             answer = td.take_ticket(ctx)
             td.mark(trace, "stores", owner)
-            if HAS_BIAS:
+            if PRODUCT.has_bias:
                 bias = tl.load(bias_ptr + owner * width + col + offs_n, mask=col + offs_n < width, other=0.0)
                 acc += td.to_float32(bias)[None, :]
             product = td.from_float32(acc, DTYPE)
@@ -117,7 +115,7 @@ def ulysses_qkv_kernel(
             else:
                 number = pid_m * tiles_n + pid_n
                 slot = (tl.where(pushes != 0, me, owner) * tiles + number).to(tl.int64)
-                at = td.data_at(ctx, half, tl.where(pushes != 0, owner, me)) + slot * (TILE * ELEM_BYTES)
+                at = td.data_at(ctx, half, tl.where(pushes != 0, owner, me)) + slot * (TILE * PRODUCT.elem_bytes)
                 tl.store(td.pointer_to(at, DTYPE) + within, product)
                 # waiter: the owner's piece that takes this tile
                 td.notify(ctx, td.signal_at(ctx, half, me * tiles + number), owner, signal)

@@ -59,12 +59,13 @@ def _arguments(workspace, o, own, weight, bias, z, kept, batch, world_size, prog
     weight, stride_w, _ = gemm_operands.weight_layout(weight)
     tiles, width, n = config.tiles, o.shape[1], weight.shape[0]
     rows, k = o.shape[0] // world_size, world_size * width
-    constants = gemm_operands.product_constants(o, weight, bias, tiles)
     even = width % tiles.block_k == 0  # no block of columns has some of two ranks
-    constants["USE_TMA"] = constants["USE_TMA"] and even
-    constants["ALIGNED"] = gemm_operands.aligned(width, n, stride_w)
-    own_desc, w_desc = gemm_operands.product_descriptors(own, weight, tiles, constants)
-    gathered_desc = _gathered_descriptor(workspace, o, rows, k, tiles) if constants["USE_TMA"] else None
+    product = gemm_operands.compiled_for(o, weight, bias, tiles)
+    product = product._replace(
+        use_tma=product.use_tma and even, aligned=gemm_operands.aligned(width, n, stride_w)
+    )
+    own_desc, w_desc = gemm_operands.product_descriptors(own, weight, product)
+    gathered_desc = _gathered_descriptor(workspace, o, rows, k, tiles) if product.use_tma else None
     push_rows, push_columns = _push_block(width, _push_bytes(o.device) // o.element_size())
     ctx = torch.empty(1, dtype=torch.int64, device=o.device) if workspace is None else workspace.ctx
     args = (
@@ -72,7 +73,9 @@ def _arguments(workspace, o, own, weight, bias, z, kept, batch, world_size, prog
         rows, n, rows // batch, width, stride_w, plan, config.num_comm_sms, config.chunk_tiles, config.chunk_parts,
         programs, config.sources_at_once if even else 1, world_size if even else 1, tiles.group_m,
     )
-    constants |= {"PUSH_ROWS": push_rows, "PUSH_COLUMNS": push_columns, "trace_ptr": None}
+    constants = {
+        "PUSH_ROWS": push_rows, "PUSH_COLUMNS": push_columns, "PRODUCT": product, **tiles.options(), "trace_ptr": None,
+    }
     return args, constants, [] if gathered_desc is None else [gathered_desc.base]
 
 

@@ -23,14 +23,14 @@ def _arguments(ctx, x, weight, bias, y, batch, world_size, lag, plan, config):
     """The kernel's arguments."""
     weight, stride_w, _ = gemm_operands.weight_layout(weight)
     tiles, (rows, k), width = config.tiles, x.shape, weight.shape[0] // world_size
-    constants = gemm_operands.product_constants(x, weight, bias, tiles)
-    constants.update(ALIGNED=gemm_operands.aligned(width, k, stride_w), trace_ptr=None)
-    x_desc, w_desc = gemm_operands.product_descriptors(x, weight, tiles, constants)
+    product = gemm_operands.compiled_for(x, weight, bias, tiles)
+    product = product._replace(aligned=gemm_operands.aligned(width, k, stride_w))
+    x_desc, w_desc = gemm_operands.product_descriptors(x, weight, product)
     args = (
         ctx, x, x_desc, weight, w_desc, bias, y,
         rows, k, rows // batch, width, stride_w, lag, plan, int(config.transport == "push"), tiles.group_m,
     )
-    return args, constants
+    return args, {"PRODUCT": product, **tiles.options(), "trace_ptr": None}
 
 
 def compile(x, weight, bias, world_size, config):

@@ -37,10 +37,7 @@ def _tile_by_arrival(tile, me, ranks, tiles_m, tiles_n, group_m, chunk_tiles):
 def ag_gemm_kernel(
     ctx, x_ptr, x_desc, gathered_desc, w_ptr, w_desc, bias_ptr, y_ptr,
     M_shard, N, K, stride_w, slot_rows, plan, num_comm, chunk_tiles, group_m,
-    COPY_WORDS: tl.constexpr, FIXED_HALF: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    ELEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, HAS_BIAS: tl.constexpr, USE_TMA: tl.constexpr,
-    W_IS_KN: tl.constexpr, PRECISION: tl.constexpr, trace_ptr=None,
+    COPY_WORDS: tl.constexpr, FIXED_HALF: tl.constexpr, PRODUCT: tl.constexpr, trace_ptr=None,
 ):
     """Pieces 0 … num_comm - 1 push our shard to the peers; each later one computes one tile, in order of arrival.
 
@@ -49,9 +46,11 @@ def ag_gemm_kernel(
     FIXED_HALF: a ``begin_kernel`` has opened the call; the gathered rows, our own included, stay in half 0 for the
     launches that follow. num_comm may be 0 then, when somebody else pushes.
     """
-    N = as_aligned(N, ALIGNED)
-    K = as_aligned(K, ALIGNED)
-    stride_w = as_aligned(stride_w, ALIGNED)
+    BLOCK_M: tl.constexpr = PRODUCT.block_m
+    BLOCK_N: tl.constexpr = PRODUCT.block_n
+    N = as_aligned(N, PRODUCT.aligned)
+    K = as_aligned(K, PRODUCT.aligned)
+    stride_w = as_aligned(stride_w, PRODUCT.aligned)
     me = td.rank(ctx)
     ranks = td.num_ranks(ctx)
     if FIXED_HALF:  # behind the barrier of a Gather, which has counted this call
@@ -62,7 +61,7 @@ def ag_gemm_kernel(
     tiles_m = (M_shard + BLOCK_M - 1) // BLOCK_M
     tiles_n = (N + BLOCK_N - 1) // BLOCK_N
     num_chunks = (tiles_m + chunk_tiles - 1) // chunk_tiles
-    row_bytes = tl.cast(K, tl.int64) * ELEM_BYTES
+    row_bytes = tl.cast(K, tl.int64) * PRODUCT.elem_bytes
     slot_bytes = slot_rows * row_bytes
 
     pieces = num_comm + tiles_n * (tiles_m + (ranks - 1) * num_chunks * chunk_tiles)
@@ -87,8 +86,7 @@ def ag_gemm_kernel(
                 td.mark(trace, "multiplies", source)
                 acc = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
                 acc = gemm_tile(
-                    acc, x_ptr, x_desc, 0, row, M_shard, w_ptr, w_desc, col, stride_w, N, own_k, K,
-                    BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, W_IS_KN, PRECISION,
+                    acc, x_ptr, x_desc, 0, row, M_shard, w_ptr, w_desc, col, stride_w, N, own_k, K, PRODUCT,
                 )
                 # A multiple of 16: see slot_rows_of.
                 slot = td.data_at(ctx, half, me) + source.to(tl.int64) * slot_bytes
@@ -96,17 +94,17 @@ def ag_gemm_kernel(
                     td.mark(trace, "waits", source)
                     # producer: push_shard of the source, or the copy engine
                     signal_ptr = td.signal_at(ctx, half, source * num_chunks + pid_m // chunk_tiles)
-                    seen = td.wait_plan(ctx, signal_ptr, signal, source, FOR_TMA=USE_TMA)
+                    seen = td.wait_plan(ctx, signal_ptr, signal, source, FOR_TMA=PRODUCT.use_tma)
                     slot = td.consume_token(slot, seen)
                     td.mark(trace, "multiplies", source)
                 acc = gemm_tile(
                     acc, td.pointer_to(slot, x_ptr.dtype.element_ty), gathered_desc, half,
-                    row + source * slot_rows * USE_TMA, M_shard, w_ptr, w_desc, col, stride_w, N, K - own_k, K,
-                    BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, W_IS_KN, PRECISION,
+                    row + source * slot_rows * PRODUCT.use_tma, M_shard, w_ptr, w_desc, col, stride_w, N, K - own_k, K,
+                    PRODUCT,
                 )
                 answer = td.take_ticket(ctx)
                 td.mark(trace, "stores")
-                store_tile(y_ptr, acc, bias_ptr, source, row, col, M_shard, N, BLOCK_M, BLOCK_N, HAS_BIAS)
+                store_tile(y_ptr, acc, bias_ptr, source, row, col, M_shard, N, BLOCK_M, BLOCK_N, PRODUCT.has_bias)
             else:
                 answer = td.take_ticket(ctx)
         td.mark(trace, "finishes")

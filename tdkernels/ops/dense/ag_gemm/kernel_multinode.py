@@ -55,19 +55,18 @@ def _tile_by_arrival(tile, me, ranks, local, tiles_m, tiles_n, group_m, chunk_ti
 def ag_gemm_nodes_kernel(
     ctx, x_ptr, x_desc, gathered_desc, w_ptr, w_desc, bias_ptr, y_ptr,
     M_shard, N, K, stride_w, slot_rows, plan, num_comm, chunk_tiles, group_m,
-    COPY_WORDS: tl.constexpr, FIXED_HALF: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    ELEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, HAS_BIAS: tl.constexpr, USE_TMA: tl.constexpr,
-    W_IS_KN: tl.constexpr, PRECISION: tl.constexpr, trace_ptr=None,
+    COPY_WORDS: tl.constexpr, FIXED_HALF: tl.constexpr, PRODUCT: tl.constexpr, trace_ptr=None,
 ):
     """Send, push and relay shards, and multiply them in order of arrival.
 
     FIXED_HALF: a ``begin_nodes_kernel`` has opened the call; the gathered rows stay in half 0 for the launches that
     follow.
     """
-    N = as_aligned(N, ALIGNED)
-    K = as_aligned(K, ALIGNED)
-    stride_w = as_aligned(stride_w, ALIGNED)
+    BLOCK_M: tl.constexpr = PRODUCT.block_m
+    BLOCK_N: tl.constexpr = PRODUCT.block_n
+    N = as_aligned(N, PRODUCT.aligned)
+    K = as_aligned(K, PRODUCT.aligned)
+    stride_w = as_aligned(stride_w, PRODUCT.aligned)
     me = td.rank(ctx)
     ranks = td.num_ranks(ctx)
     local = td.local_ranks(ctx)
@@ -79,7 +78,7 @@ def ag_gemm_nodes_kernel(
     tiles_m = (M_shard + BLOCK_M - 1) // BLOCK_M
     tiles_n = (N + BLOCK_N - 1) // BLOCK_N
     num_chunks = (tiles_m + chunk_tiles - 1) // chunk_tiles
-    row_bytes = tl.cast(K, tl.int64) * ELEM_BYTES
+    row_bytes = tl.cast(K, tl.int64) * PRODUCT.elem_bytes
     slot_bytes = slot_rows * row_bytes
     shard_bytes = M_shard * row_bytes
     chunk_bytes = chunk_tiles * BLOCK_M * row_bytes
@@ -121,25 +120,24 @@ def ag_gemm_nodes_kernel(
                 td.mark(trace, "multiplies", source)
                 acc = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
                 acc = gemm_tile(
-                    acc, x_ptr, x_desc, 0, row, M_shard, w_ptr, w_desc, col, stride_w, N, own_k, K,
-                    BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, W_IS_KN, PRECISION,
+                    acc, x_ptr, x_desc, 0, row, M_shard, w_ptr, w_desc, col, stride_w, N, own_k, K, PRODUCT,
                 )
                 slot = td.data_at(ctx, half, me) + source.to(tl.int64) * slot_bytes
                 if source != me:
                     td.mark(trace, "waits", source)
                     seen = await_chunk(
-                        ctx, half, source, pid_m // chunk_tiles, num_chunks, signal, FOR_TMA=USE_TMA
+                        ctx, half, source, pid_m // chunk_tiles, num_chunks, signal, FOR_TMA=PRODUCT.use_tma
                     )
                     slot = td.consume_token(slot, seen)
                     td.mark(trace, "multiplies", source)
                 acc = gemm_tile(
                     acc, td.pointer_to(slot, x_ptr.dtype.element_ty), gathered_desc, half,
-                    row + source * slot_rows * USE_TMA, M_shard, w_ptr, w_desc, col, stride_w, N, K - own_k, K,
-                    BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, W_IS_KN, PRECISION,
+                    row + source * slot_rows * PRODUCT.use_tma, M_shard, w_ptr, w_desc, col, stride_w, N, K - own_k, K,
+                    PRODUCT,
                 )
                 answer = td.take_ticket(ctx)
                 td.mark(trace, "stores")
-                store_tile(y_ptr, acc, bias_ptr, source, row, col, M_shard, N, BLOCK_M, BLOCK_N, HAS_BIAS)
+                store_tile(y_ptr, acc, bias_ptr, source, row, col, M_shard, N, BLOCK_M, BLOCK_N, PRODUCT.has_bias)
             else:
                 answer = td.take_ticket(ctx)
         td.mark(trace, "finishes")

@@ -61,21 +61,20 @@ def _bring_nearer(
 def ag_gemm_one_shot_kernel(
     ctx, x_ptr, gathered_desc, w_ptr, w_desc, bias_ptr, y_ptr, scratch_ptr,
     M_shard, N, K, stride_w, slot_rows, k_of_part, share, plan, num_comm, split_k,
-    COPY_BLOCK: tl.constexpr, PREFETCH: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    ELEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, HAS_BIAS: tl.constexpr, USE_TMA: tl.constexpr,
-    W_IS_KN: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr, trace_ptr=None,
+    COPY_BLOCK: tl.constexpr, PREFETCH: tl.constexpr, PRODUCT: tl.constexpr, SPLIT: tl.constexpr, trace_ptr=None,
 ):
     """y = all ranks' x @ w.T; x is [M_shard, K], y is [ranks * M_shard, N].
 
     Signal number ``source * num_comm + program`` of a half says that this program's share of the source's shard is in
     our buffer, which is [ranks, slot_rows, K].
     """
+    BLOCK_M: tl.constexpr = PRODUCT.block_m
+    BLOCK_N: tl.constexpr = PRODUCT.block_n
     trace = (trace_ptr, tl.program_id(0))
     td.mark(trace, "starts")
-    N = as_aligned(N, ALIGNED)
-    K = as_aligned(K, ALIGNED)
-    stride_w = as_aligned(stride_w, ALIGNED)
+    N = as_aligned(N, PRODUCT.aligned)
+    K = as_aligned(K, PRODUCT.aligned)
+    stride_w = as_aligned(stride_w, PRODUCT.aligned)
     share = share // 16 * 16
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     me = td.rank(ctx)
@@ -84,29 +83,30 @@ def ag_gemm_one_shot_kernel(
     program = tl.program_id(0)
     if program < num_comm:
         td.mark(trace, "pushes", ALL_PEERS)
-        slot = tl.cast(me, tl.int64) * slot_rows * K * ELEM_BYTES
+        slot = tl.cast(me, tl.int64) * slot_rows * K * PRODUCT.elem_bytes
         size = tl.cast(M_shard, tl.int64) * K
-        _push(ctx, x_ptr, half, signal, slot, size, share, program, me, ranks, DTYPE, ELEM_BYTES, COPY_BLOCK)
+        _push(ctx, x_ptr, half, signal, slot, size, share, program, me, ranks, DTYPE, PRODUCT.elem_bytes, COPY_BLOCK)
         # waiter: everybody's programs that multiply
         td.notify_all(ctx, td.signal_at(ctx, half, me * num_comm + program), signal, WITH_OWN=True)
     else:
         rows = ranks * slot_rows
         tiles_m = (rows + BLOCK_M - 1) // BLOCK_M
         tile, part, row, col, first_k, last_k = place_of(
-            program - num_comm, tiles_m, K, k_of_part, split_k, BLOCK_M, BLOCK_N, BLOCK_K, ALIGNED
+            program - num_comm, tiles_m, K, k_of_part, split_k, PRODUCT
         )
         if PREFETCH > 0:
-            _bring_nearer(w_ptr, stride_w, col, N, first_k, last_k, BLOCK_N, PREFETCH, W_IS_KN, ELEM_BYTES)
+            _bring_nearer(
+                w_ptr, stride_w, col, N, first_k, last_k, BLOCK_N, PREFETCH, PRODUCT.w_is_kn, PRODUCT.elem_bytes
+            )
         td.mark(trace, "waits", ALL_PEERS)
         # producer: everybody's programs that push
         td.wait_plan_all(ctx, td.signal_at(ctx, half, 0), num_comm, signal, count=num_comm, WITH_OWN=True)
-        if USE_TMA:
+        if PRODUCT.use_tma:
             td.fence_before_tma_load()
         td.mark(trace, "multiplies")
         acc = few_rows_tile(
             td.pointer_to(td.data_at(ctx, half, me), DTYPE), gathered_desc, half, row, rows, K,
-            w_ptr, w_desc, col, stride_w, N, first_k, last_k,
-            BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, W_IS_KN, PRECISION,
+            w_ptr, w_desc, col, stride_w, N, first_k, last_k, PRODUCT,
         )
         stores = True
         if SPLIT:
@@ -116,7 +116,7 @@ def ag_gemm_one_shot_kernel(
             td.mark(trace, "stores")
             offs_m = row + tl.arange(0, BLOCK_M)
             offs_n = col + tl.arange(0, BLOCK_N)
-            acc = with_bias(acc, bias_ptr, offs_n, N, HAS_BIAS)
+            acc = with_bias(acc, bias_ptr, offs_n, N, PRODUCT.has_bias)
             source = offs_m // slot_rows
             within = offs_m % slot_rows
             y_rows = (source * M_shard + within).to(tl.int64)[:, None] * N

@@ -32,7 +32,7 @@ def _arguments(ctx, x, gathered, weight, bias, y, slot_rows, plan, num_comm, fix
     n = weight.shape[0]
     weight, stride_w, x_desc, w_desc, constants = gemm_operands.product(x, weight, bias, tiles)
     gathered_desc = None
-    if constants["USE_TMA"]:
+    if constants["PRODUCT"].use_tma:
         gathered_desc = gemm_operands.rows_descriptor(*gathered, tiles.block_m, tiles.block_k)
     args = (
         ctx, x, x_desc, gathered_desc, weight, w_desc, bias, y,

@@ -33,7 +33,7 @@ def _arguments(ctx, x, gathered, weight, bias, y, scratch, plan, config):
     n = weight.shape[0]
     weight, stride_w, _, w_desc, constants = small_m_gemm.product(x, weight, bias, tiles)
     gathered_desc = None
-    if constants["USE_TMA"]:
+    if constants["PRODUCT"].use_tma:
         gathered_desc = gemm_operands.rows_descriptor(*gathered, tiles.block_m, tiles.block_k)
     pushers = _num_pushers(x, config)
     share = cdiv(x.numel(), 16 * pushers) * 16

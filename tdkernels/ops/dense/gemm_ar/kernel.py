@@ -83,10 +83,7 @@ def _role(piece, ranks, item_tiles, lag, reduce_after, receive_after):
 def gemm_ar_kernel(
     ctx, x_ptr, x_desc, w_ptr, w_desc, bias_ptr, z_ptr, stage_ptr,
     M, N, K, stride_w, lag, reduce_after, receive_after, plan, item_tiles, group_m,
-    COPY_WORDS: tl.constexpr, SLICE_N: tl.constexpr, RANKS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    ELEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, HAS_BIAS: tl.constexpr, USE_TMA: tl.constexpr,
-    W_IS_KN: tl.constexpr, PRECISION: tl.constexpr, trace_ptr=None,
+    COPY_WORDS: tl.constexpr, SLICE_N: tl.constexpr, RANKS: tl.constexpr, PRODUCT: tl.constexpr, trace_ptr=None,
 ):
     """z = the sum over ranks of x @ w.T, on every rank; x is [M, K], z is [M, N].
 
@@ -94,10 +91,12 @@ def gemm_ar_kernel(
     are here, number ``ranks * rounds + tile`` that the sum of a tile is. Of its data, the partials of our own items
     come first, [ranks, rounds * item_tiles] tiles, then the sums of all tiles.
     """
-    N = as_aligned(N, ALIGNED)
-    K = as_aligned(K, ALIGNED)
-    stride_w = as_aligned(stride_w, ALIGNED)
-    TILE_BYTES: tl.constexpr = BLOCK_M * BLOCK_N * ELEM_BYTES
+    BLOCK_M: tl.constexpr = PRODUCT.block_m
+    BLOCK_N: tl.constexpr = PRODUCT.block_n
+    N = as_aligned(N, PRODUCT.aligned)
+    K = as_aligned(K, PRODUCT.aligned)
+    stride_w = as_aligned(stride_w, PRODUCT.aligned)
+    TILE_BYTES: tl.constexpr = BLOCK_M * BLOCK_N * PRODUCT.elem_bytes
     me = td.rank(ctx)
     ranks = RANKS
     epoch, half, signal = td.call(ctx, plan)
@@ -142,7 +141,7 @@ def gemm_ar_kernel(
                 dst = tl.where(owner == me, own_parts + me * part_bytes, stage)
                 answer = multiply_tile(
                     ctx, x_ptr, x_desc, w_ptr, w_desc, dst, staged, pid_m, pid_n, M, N, K, stride_w, epoch,
-                    BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, W_IS_KN, PRECISION, trace,
+                    PRODUCT, trace,
                 )
             elif reduces:
                 td.mark(trace, "waits", me)
@@ -154,7 +153,7 @@ def gemm_ar_kernel(
                 tile_sums = sums_offset + tl.cast(tile, tl.int64) * TILE_BYTES
                 _reduce_tile(
                     ctx, own_parts, part_bytes, tile_sums, half, bias_ptr, z_ptr, row, col, M, N,
-                    RANKS, BLOCK_M, BLOCK_N, SLICE_N, HAS_BIAS,
+                    RANKS, BLOCK_M, BLOCK_N, SLICE_N, PRODUCT.has_bias,
                 )
                 answer = td.take_ticket(ctx)
                 # waiter: every peer's program that receives the tile

@@ -134,15 +134,13 @@ def _put_to_nodes(
 
 
 @td.jit
-def _role(
-    piece, item_tiles, lag, sum_after, total_after, relay_after, receive_after,
-    LOCAL: tl.constexpr, FORWARDS: tl.constexpr, RELAYS: tl.constexpr,
-):
+def _role(piece, item_tiles, delays, LOCAL: tl.constexpr, FORWARDS: tl.constexpr, RELAYS: tl.constexpr):
     """What is to be done, and to which tile: (role, round, sequence, tile of the item).
 
     ``sequence`` numbers the items in the order in which this rank computes them; there is nothing to do yet where the
     round is negative.
     """
+    lag, sum_after, total_after, relay_after, receive_after = delays
     per_item = FORWARDS + item_tiles
     per_round = LOCAL * per_item + (LOCAL + 1 + RELAYS) * item_tiles
     in_round = piece % per_round
@@ -275,20 +273,19 @@ def gemm_ar_nodes_kernel(
     ctx, x_ptr, x_desc, w_ptr, w_desc, bias_ptr, z_ptr, stage_ptr,
     M, N, K, stride_w, lag, sum_after, total_after, relay_after, receive_after, plan, item_tiles, group_m,
     COPY_WORDS: tl.constexpr, SLICE_N: tl.constexpr,
-    NODES: tl.constexpr, LOCAL: tl.constexpr, ADDS_ONCE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    ELEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, HAS_BIAS: tl.constexpr, USE_TMA: tl.constexpr,
-    W_IS_KN: tl.constexpr, PRECISION: tl.constexpr, trace_ptr=None,
+    NODES: tl.constexpr, LOCAL: tl.constexpr, ADDS_ONCE: tl.constexpr, PRODUCT: tl.constexpr, trace_ptr=None,
 ):
     """z = the sum over ranks of x @ w.T, on every rank; x is [M, K], z is [M, N].
 
     Flag number ``sequence * item_tiles + i`` says that our partial of a tile is there, and those after all of them
     that our node's sum of a tile of our items is.
     """
-    N = as_aligned(N, ALIGNED)
-    K = as_aligned(K, ALIGNED)
-    stride_w = as_aligned(stride_w, ALIGNED)
-    TILE_BYTES: tl.constexpr = BLOCK_M * BLOCK_N * ELEM_BYTES
+    BLOCK_M: tl.constexpr = PRODUCT.block_m
+    BLOCK_N: tl.constexpr = PRODUCT.block_n
+    N = as_aligned(N, PRODUCT.aligned)
+    K = as_aligned(K, PRODUCT.aligned)
+    stride_w = as_aligned(stride_w, PRODUCT.aligned)
+    TILE_BYTES: tl.constexpr = BLOCK_M * BLOCK_N * PRODUCT.elem_bytes
     DTYPE: tl.constexpr = z_ptr.dtype.element_ty
     FORWARDS: tl.constexpr = 1 if LOCAL > 1 else 0  # pieces for each item that forward
     RELAYS: tl.constexpr = 1 if ADDS_ONCE else 0  # pieces for each of our tiles that relay
@@ -309,15 +306,14 @@ def gemm_ar_nodes_kernel(
     totals_offset = (LOCAL + NODES) * part_bytes
     first_sum = LOCAL * rounds  # signals
     first_total = first_sum + NODES * slots
+    delays = lag, sum_after, total_after, relay_after, receive_after
     pieces = (rounds + receive_after) * (LOCAL * FORWARDS + (2 * LOCAL + 1 + RELAYS) * item_tiles)
 
     piece = td.ticket_of(td.take_first_ticket(ctx, signal))
     while piece < pieces:
         trace = (trace_ptr, piece)
         td.mark(trace, "starts")
-        role, round_, sequence, i = _role(
-            piece, item_tiles, lag, sum_after, total_after, relay_after, receive_after, LOCAL, FORWARDS, RELAYS
-        )
+        role, round_, sequence, i = _role(piece, item_tiles, delays, LOCAL, FORWARDS, RELAYS)
         adder = round_ % NODES  # the node whose owner makes the total, if only one does
         local = (own_local + 1 + sequence % LOCAL + LOCAL) % LOCAL  # the owner on our node
         owner = own_node * LOCAL + local
@@ -354,7 +350,7 @@ def gemm_ar_nodes_kernel(
                 dst = tl.where(local == own_local, own_parts + own_local * part_bytes, stage)
                 answer = multiply_tile(
                     ctx, x_ptr, x_desc, w_ptr, w_desc, dst, staged, pid_m, pid_n, M, N, K, stride_w, epoch,
-                    BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, W_IS_KN, PRECISION, trace,
+                    PRODUCT, trace,
                 )
             elif role == _SUM:
                 answer = _sum_piece(
@@ -366,7 +362,7 @@ def gemm_ar_nodes_kernel(
                 answer = _total_piece(
                     ctx, call, rank, own_sums, own_total, part_bytes, tile_offset, LOCAL * slots + number,
                     first_sum + number, slots, total_signal, adder, bias_ptr, z_ptr, where,
-                    NODES, LOCAL, ADDS_ONCE, BLOCK_M, BLOCK_N, SLICE_N, HAS_BIAS, trace,
+                    NODES, LOCAL, ADDS_ONCE, BLOCK_M, BLOCK_N, SLICE_N, PRODUCT.has_bias, trace,
                 )
             elif role == _RELAY:
                 answer = _relay_piece(

@@ -50,6 +50,11 @@ class _Schedule:
         sum_after, total_after, relay_after = (wave + trips * gap for trips in (1, 2, 3))
         return cls(rounds, lag, sum_after, total_after, relay_after, relay_after + relays * gap, relays)
 
+    @property
+    def delays(self):
+        """The kernel's arguments from ``lag`` to ``receive_after``."""
+        return self.lag, self.sum_after, self.total_after, self.relay_after, self.receive_after
+
     def num_pieces(self, item_tiles, local):
         per_round = local * (local > 1) + (2 * local + 1 + self.relays) * item_tiles
         return (self.rounds + self.receive_after) * per_round
@@ -64,8 +69,7 @@ def _arguments(ctx, x, weight, bias, z, stage, schedule, plan, world_size, num_n
     weight, stride_w, x_desc, w_desc, constants = gemm_operands.product(x, weight, bias, tiles, by_tma)
     args = (
         ctx, x, x_desc, weight, w_desc, bias, z, stage,
-        m, n, k, stride_w, schedule.lag, schedule.sum_after, schedule.total_after, schedule.relay_after,
-        schedule.receive_after, plan, config.item_tiles, tiles.group_m,
+        m, n, k, stride_w, *schedule.delays, plan, config.item_tiles, tiles.group_m,
     )
     nodes = {"NODES": num_nodes, "LOCAL": world_size // num_nodes, "ADDS_ONCE": schedule.relays}
     return args, {"COPY_WORDS": COPY_WORDS, "SLICE_N": slice_columns(tiles), **nodes, **constants}

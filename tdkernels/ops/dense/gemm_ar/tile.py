@@ -12,15 +12,15 @@ _SLICE = 8192  # elements of a tile that a program sums at a time: what fits its
 @td.jit
 def multiply_tile(
     ctx, x_ptr, x_desc, w_ptr, w_desc, dst, staged, pid_m, pid_n, M, N, K, stride_w, epoch,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    USE_TMA: tl.constexpr, W_IS_KN: tl.constexpr, PRECISION: tl.constexpr, trace,
+    PRODUCT: tl.constexpr, trace,
 ):
     """Leave our partial of a tile at the address ``dst`` and raise flag number ``staged``; takes the next ticket."""
+    BLOCK_M: tl.constexpr = PRODUCT.block_m
+    BLOCK_N: tl.constexpr = PRODUCT.block_n
     td.mark(trace, "multiplies")
     acc = gemm_tile(
         tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32), x_ptr, x_desc, 0, pid_m * BLOCK_M, M,
-        w_ptr, w_desc, pid_n * BLOCK_N, stride_w, N, K, K,
-        BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, W_IS_KN, PRECISION,
+        w_ptr, w_desc, pid_n * BLOCK_N, stride_w, N, K, K, PRODUCT,
     )
     answer = td.take_ticket(ctx)
     td.mark(trace, "stores")

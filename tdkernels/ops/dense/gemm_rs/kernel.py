@@ -29,17 +29,16 @@ from tdkernels.ops.common.staging import forward_item, stage_tile
 def gemm_rs_kernel(
     ctx, x_ptr, x_desc, w_ptr, w_desc, bias_ptr, z_ptr, stage_ptr,
     M_shard, N, K, stride_w, lag, plan, item_tiles, group_m,
-    COPY_WORDS: tl.constexpr, RANKS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    ELEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, HAS_BIAS: tl.constexpr, USE_TMA: tl.constexpr,
-    W_IS_KN: tl.constexpr, PRECISION: tl.constexpr, trace_ptr=None,
+    COPY_WORDS: tl.constexpr, RANKS: tl.constexpr, PRODUCT: tl.constexpr, trace_ptr=None,
 ):
     """z = our rows of the sum over ranks of x @ w.T; x is [W * M_shard, K], z is [M_shard, N]."""
-    N = as_aligned(N, ALIGNED)
-    K = as_aligned(K, ALIGNED)
-    stride_w = as_aligned(stride_w, ALIGNED)
+    BLOCK_M: tl.constexpr = PRODUCT.block_m
+    BLOCK_N: tl.constexpr = PRODUCT.block_n
+    N = as_aligned(N, PRODUCT.aligned)
+    K = as_aligned(K, PRODUCT.aligned)
+    stride_w = as_aligned(stride_w, PRODUCT.aligned)
     TILE: tl.constexpr = BLOCK_M * BLOCK_N
-    TILE_BYTES: tl.constexpr = TILE * ELEM_BYTES
+    TILE_BYTES: tl.constexpr = TILE * PRODUCT.elem_bytes
     me = td.rank(ctx)
     ranks = RANKS
     epoch, half, signal = td.call(ctx, plan)
@@ -79,8 +78,7 @@ def gemm_rs_kernel(
                 td.mark(trace, "multiplies", owner)
                 acc = gemm_tile(
                     tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32), x_ptr, x_desc, 0, owner * M_shard + row,
-                    ranks * M_shard, w_ptr, w_desc, col, stride_w, N, K, K,
-                    BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, W_IS_KN, PRECISION,
+                    ranks * M_shard, w_ptr, w_desc, col, stride_w, N, K, K, PRODUCT,
                 )
                 answer = td.take_ticket(ctx)
                 if owner != me:
@@ -95,7 +93,7 @@ def gemm_rs_kernel(
                     z = sum_of_tile(
                         acc, td.data_at(ctx, half, me) + tile.to(tl.int64) * TILE_BYTES,
                         tl.cast(items, tl.int64) * item_tiles * TILE_BYTES, bias_ptr, col, N, me,
-                        z_ptr.dtype.element_ty, RANKS, BLOCK_M, BLOCK_N, HAS_BIAS,
+                        z_ptr.dtype.element_ty, RANKS, BLOCK_M, BLOCK_N, PRODUCT.has_bias,
                     )
                     store_rows(z_ptr, z, row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N), M_shard, N)
             else:

@@ -42,19 +42,18 @@ def _announce(ctx, piece, tiles, half, signal, me, RANKS: tl.constexpr, BY_ENGIN
 def gemm_rs_direct_kernel(
     ctx, x_ptr, x_desc, w_ptr, w_desc, bias_ptr, z_ptr, z_desc,
     desc1, desc2, desc3, desc4, desc5, desc6, desc7,
-    M_shard, N, K, stride_w, plan, group_m, RANKS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    ELEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, HAS_BIAS: tl.constexpr, USE_TMA: tl.constexpr,
-    W_IS_KN: tl.constexpr, PRECISION: tl.constexpr, trace_ptr=None,
+    M_shard, N, K, stride_w, plan, group_m, RANKS: tl.constexpr, PRODUCT: tl.constexpr, trace_ptr=None,
 ):
     """z = our rows of the sum over ranks of x @ w.T; x is [W * M_shard, K], z is [M_shard, N].
 
     Signal number ``source * tiles + tile`` of a half says that the source's partial of one of our tiles is in our
     buffer, which is [ranks, tiles, BLOCK_M, BLOCK_N]. ``desc1`` … are those of rank + 1 …, [halves, rows, BLOCK_N].
     """
-    N = as_aligned(N, ALIGNED)
-    K = as_aligned(K, ALIGNED)
-    stride_w = as_aligned(stride_w, ALIGNED)
+    BLOCK_M: tl.constexpr = PRODUCT.block_m
+    BLOCK_N: tl.constexpr = PRODUCT.block_n
+    N = as_aligned(N, PRODUCT.aligned)
+    K = as_aligned(K, PRODUCT.aligned)
+    stride_w = as_aligned(stride_w, PRODUCT.aligned)
     TILE: tl.constexpr = BLOCK_M * BLOCK_N
     DTYPE: tl.constexpr = z_ptr.dtype.element_ty
     BY_ENGINE: tl.constexpr = desc1 is not None
@@ -82,7 +81,7 @@ def gemm_rs_direct_kernel(
         td.mark(trace, "multiplies", owner)
         acc = gemm_tile(
             tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32), x_ptr, x_desc, 0, owner * M_shard + row, RANKS * M_shard,
-            w_ptr, w_desc, col, stride_w, N, K, K, BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, W_IS_KN, PRECISION,
+            w_ptr, w_desc, col, stride_w, N, K, K, PRODUCT,
         )
         if owner != me:
             td.mark(trace, "pushes", owner)
@@ -96,7 +95,7 @@ def gemm_rs_direct_kernel(
                     (desc1, desc2, desc3, desc4, desc5, desc6, desc7), RANKS,
                 )
             else:
-                dst = td.data_at(ctx, half, owner) + slot.to(tl.int64) * (TILE * ELEM_BYTES)
+                dst = td.data_at(ctx, half, owner) + slot.to(tl.int64) * (TILE * PRODUCT.elem_bytes)
                 tl.store(td.pointer_to(dst, DTYPE) + tl.arange(0, TILE), partial)
                 _announce(ctx, piece, tiles, half, signal, me, RANKS, False)
         else:
@@ -106,9 +105,9 @@ def gemm_rs_direct_kernel(
             td.wait_plan_all(ctx, td.signal_at(ctx, half, tile), tiles, signal)
             td.mark(trace, "sums")
             z = sum_of_tile(
-                acc, td.data_at(ctx, half, me) + tile.to(tl.int64) * (TILE * ELEM_BYTES),
-                tl.cast(tiles, tl.int64) * (TILE * ELEM_BYTES), bias_ptr, col, N, me,
-                DTYPE, RANKS, BLOCK_M, BLOCK_N, HAS_BIAS,
+                acc, td.data_at(ctx, half, me) + tile.to(tl.int64) * (TILE * PRODUCT.elem_bytes),
+                tl.cast(tiles, tl.int64) * (TILE * PRODUCT.elem_bytes), bias_ptr, col, N, me,
+                DTYPE, RANKS, BLOCK_M, BLOCK_N, PRODUCT.has_bias,
             )
             if z_desc is not None:
                 z_desc.store([0, row, col], z.reshape(1, BLOCK_M, BLOCK_N))  # three-dimensional as _send's: one buffer

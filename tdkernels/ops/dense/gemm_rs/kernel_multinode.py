@@ -84,17 +84,16 @@ def _put_node_sum(
 def gemm_rs_nodes_kernel(
     ctx, x_ptr, x_desc, w_ptr, w_desc, bias_ptr, z_ptr, stage_ptr,
     M_shard, N, K, stride_w, lag, plan, item_tiles, group_m,
-    COPY_WORDS: tl.constexpr, NODES: tl.constexpr, LOCAL: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    ELEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, HAS_BIAS: tl.constexpr, USE_TMA: tl.constexpr,
-    W_IS_KN: tl.constexpr, PRECISION: tl.constexpr, trace_ptr=None,
+    COPY_WORDS: tl.constexpr, NODES: tl.constexpr, LOCAL: tl.constexpr, PRODUCT: tl.constexpr, trace_ptr=None,
 ):
     """z = our rows of the sum over ranks of x @ w.T; x is [W * M_shard, K], z is [M_shard, N]."""
-    N = as_aligned(N, ALIGNED)
-    K = as_aligned(K, ALIGNED)
-    stride_w = as_aligned(stride_w, ALIGNED)
+    BLOCK_M: tl.constexpr = PRODUCT.block_m
+    BLOCK_N: tl.constexpr = PRODUCT.block_n
+    N = as_aligned(N, PRODUCT.aligned)
+    K = as_aligned(K, PRODUCT.aligned)
+    stride_w = as_aligned(stride_w, PRODUCT.aligned)
     TILE: tl.constexpr = BLOCK_M * BLOCK_N
-    TILE_BYTES: tl.constexpr = TILE * ELEM_BYTES
+    TILE_BYTES: tl.constexpr = TILE * PRODUCT.elem_bytes
     DTYPE: tl.constexpr = z_ptr.dtype.element_ty
     RANKS: tl.constexpr = NODES * LOCAL
     FORWARDS: tl.constexpr = 1 if LOCAL > 1 else 0  # pieces of a period that forward
@@ -143,8 +142,7 @@ def gemm_rs_nodes_kernel(
                 td.mark(trace, "multiplies", owner)
                 acc = gemm_tile(
                     tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32), x_ptr, x_desc, 0, owner * M_shard + row,
-                    RANKS * M_shard, w_ptr, w_desc, col, stride_w, N, K, K,
-                    BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, W_IS_KN, PRECISION,
+                    RANKS * M_shard, w_ptr, w_desc, col, stride_w, N, K, K, PRODUCT,
                 )
                 if local != own_local:
                     answer = td.take_ticket(ctx)
@@ -181,7 +179,7 @@ def gemm_rs_nodes_kernel(
                         td.mark(trace, "sums")
                         z = sum_of_tile_over_nodes(
                             acc, parts, data + sums_offset + of_tile, part_bytes, bias_ptr, col, N,
-                            own_node, own_local, DTYPE, NODES, LOCAL, BLOCK_M, BLOCK_N, HAS_BIAS,
+                            own_node, own_local, DTYPE, NODES, LOCAL, BLOCK_M, BLOCK_N, PRODUCT.has_bias,
                         )
                         store_rows(z_ptr, z, row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N), M_shard, N)
             else:
