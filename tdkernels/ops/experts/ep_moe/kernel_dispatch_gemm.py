@@ -13,9 +13,11 @@ with a call that another has not begun). A tile waits only for what comes before
 
 With a row goes where it came from (``origin``: source << 32 | choice, for the way back) and its weight.
 
-GRADIENT: the rows that are sent are gradients of y, and what is made of them the gradients of rows h, weighted.
+With ``h_ptr`` the rows that are sent are gradients of y, and what is made of them the gradients of rows h, weighted.
 Into ``kept_ptr``, if there is one, the rows are copied, for a weight's gradient: a part of the columns by each tile.
 """
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -26,10 +28,22 @@ from tdkernels.ops.common.work_interleaving import split_piece
 from tdkernels.ops.experts.dispatch.layout import GOES, counts_of, facts_at, rows_at
 from tdkernels.ops.experts.ep_moe.kernel_sort import first_of_expert
 from tdkernels.ops.experts.grouped_gemm.kernel import store_product
-from tdkernels.ops.experts.grouped_gemm.swiglu import HALVES
 from tdkernels.ops.experts.grouped_gemm.tile import grouped_tile, store_gradient
 
 _KEPT_COLUMNS = tl.constexpr(64)
+
+
+class Sending(NamedTuple):
+    """How rows are sent; a kernel's argument ``SENDING``.
+
+    Args:     ahead: experts, by which sending is ahead of multiplying
+              rows, columns: that a program moves at a time, powers of two; choices: rows of a token
+    """
+
+    ahead: int
+    rows: int
+    columns: int
+    choices: int
 
 
 # ---- sending ----
@@ -59,8 +73,7 @@ def _piece_to_send(counts, number, expert, me, EACH: tl.constexpr, RANKS: tl.con
 @td.jit
 def _send(
     ctx, half, signal, me, to, expert, local, block, count, x_ptr, weights_ptr, tables, order_ptr, slot_rows, K,
-    GRADIENT: tl.constexpr, CHOICES: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, ALIGNED: tl.constexpr,
+    GRADIENT: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr, SENDING: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """Store a block of our ``count`` rows for an expert at its rank; the last of its blocks raises the signal.
 
@@ -68,16 +81,16 @@ def _send(
     """
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     counts = counts_of(tables, me, EXPERTS, RANKS)
-    row = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    row = block * SENDING.rows + tl.arange(0, SENDING.rows)
     there = row < count
     choice = tl.load(order_ptr + first_of_expert(counts, expert, EXPERTS) + row, mask=there, other=0)
     place = tl.load(rows_at(tables, EXPERTS, RANKS) + expert) + row
     data = td.data_at(ctx, half, to)
     row_bytes = tl.cast(K, tl.int64) * (DTYPE.primitive_bitwidth // 8)
-    source = td.pointer_to(x_ptr.to(tl.int64) + (choice // CHOICES).to(tl.int64) * row_bytes, DTYPE, ALIGNED)
+    source = td.pointer_to(x_ptr.to(tl.int64) + (choice // SENDING.choices).to(tl.int64) * row_bytes, DTYPE, ALIGNED)
     dest = td.pointer_to(data + place.to(tl.int64) * row_bytes, DTYPE, ALIGNED)
-    for first in range(0, K, BLOCK_COLUMNS):
-        columns = first + tl.arange(0, BLOCK_COLUMNS)
+    for first in range(0, K, SENDING.columns):
+        columns = first + tl.arange(0, SENDING.columns)
         mask = there[:, None] & (columns < K)[None, :]
         values = tl.load(source[:, None] + columns[None, :], mask=mask)
         tl.store(dest[:, None] + columns[None, :], values, mask=mask)
@@ -86,7 +99,7 @@ def _send(
         tl.store(origins + place, (me.to(tl.int64) << 32) + choice, mask=there)
         tl.store(weights + place, tl.load(weights_ptr + choice, mask=there, other=0.0), mask=there)
     answer = td.take_ticket(ctx)
-    if td.arrive(td.flag_at(ctx, expert), _blocks(count, BLOCK_ROWS)):
+    if td.arrive(td.flag_at(ctx, expert), _blocks(count, SENDING.rows)):
         # waiter: the tiles of the expert
         td.notify(ctx, td.signal_at(ctx, half, me * (EXPERTS // RANKS) + local), to, signal)
     return answer
@@ -121,25 +134,25 @@ def ep_dispatch_gemm_kernel(
     ctx, x_ptr, weights_ptr, tables, order_ptr, splits_ptr, buffer_desc, w_ptr, w_desc,
     y_ptr, pre_ptr, kept_ptr, origins_ptr, row_weights_ptr, h_ptr, weighted_ptr, dots_ptr,
     R, slot_rows, N, K, stride_plane, stride_w, plan, group_m,
-    CHOICES: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr, ACTIVATION: tl.constexpr,
-    AHEAD: tl.constexpr, GRADIENT: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ELEM_BYTES: tl.constexpr,
-    ALIGNED: tl.constexpr, EVEN_K: tl.constexpr, USE_TMA: tl.constexpr, W_IS_KN: tl.constexpr, PRECISION: tl.constexpr,
+    EXPERTS: tl.constexpr, RANKS: tl.constexpr, SENDING: tl.constexpr, PRODUCT: tl.constexpr,
 ):
     """y [R, N] = act(the rows that come here, of all ranks' x [T, K], @ w[their expert].T), by expert.
 
-    AHEAD: experts, by which sending is ahead of multiplying.
+    SENDING: a ``Sending``; PRODUCT: a ``GroupedProduct``
 
-    A half holds the rows [slot_rows, K], their origins and their weights. origins and row_weights [R] are written, with
-    GRADIENT the weights are read, and of h [R, N] comes what ``store_gradient`` says.
+    A half holds the rows [slot_rows, K], their origins and their weights. origins and row_weights [R] are written; if
+    there is ``h_ptr``, weights are read, and of h [R, N] comes what ``store_gradient`` says.
     """
-    N = as_aligned(N, ALIGNED)
-    K = as_aligned(K, ALIGNED)
-    stride_plane = as_aligned(stride_plane, ALIGNED)
-    stride_w = as_aligned(stride_w, ALIGNED)
+    GRADIENT: tl.constexpr = h_ptr is not None
+    AHEAD: tl.constexpr = SENDING.ahead
+    BLOCK_M: tl.constexpr = PRODUCT.block_m
+    BLOCK_N: tl.constexpr = PRODUCT.block_n
+    N = as_aligned(N, PRODUCT.aligned)
+    K = as_aligned(K, PRODUCT.aligned)
+    stride_plane = as_aligned(stride_plane, PRODUCT.aligned)
+    stride_w = as_aligned(stride_w, PRODUCT.aligned)
     EACH: tl.constexpr = EXPERTS // RANKS
     STEPS: tl.constexpr = triton.next_power_of_2(EACH + AHEAD)
-    PAIR: tl.constexpr = ACTIVATION == HALVES
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     me = td.rank(ctx)
     epoch, half, signal = td.call(ctx, plan)
@@ -153,7 +166,7 @@ def ep_dispatch_gemm_kernel(
     sends = tl.full((STEPS,), 0, tl.int32)
     for dest in tl.static_range(RANKS):
         count = tl.load(counts + dest * EACH + step, mask=(step < EACH) & (goes > 0), other=0)
-        sends += tl.where(step < EACH, _blocks(count, BLOCK_ROWS), 0)
+        sends += tl.where(step < EACH, _blocks(count, SENDING.rows), 0)
     ends = td.running_sum(tiles + sends, 0)
     last = td.max_of(ends, 0)
     # Not a piece if a peer did not come when the routing was exchanged, for then the tables are none; nor of one that
@@ -176,10 +189,10 @@ def ep_dispatch_gemm_kernel(
             if within >= among + of_sends:
                 is_send, number = within < 0, within - of_sends
             if is_send:
-                to, expert, block, to_send = _piece_to_send(counts, number, at, me, EACH, RANKS, BLOCK_ROWS)
+                to, expert, block, to_send = _piece_to_send(counts, number, at, me, EACH, RANKS, SENDING.rows)
                 answer = _send(
                     ctx, half, signal, me, to, expert, at, block, to_send, x_ptr, weights_ptr, tables, order_ptr,
-                    slot_rows, K, GRADIENT, CHOICES, EXPERTS, RANKS, BLOCK_ROWS, BLOCK_COLUMNS, ALIGNED,
+                    slot_rows, K, GRADIENT, EXPERTS, RANKS, SENDING, PRODUCT.aligned,
                 )
             else:
                 expert = at - AHEAD
@@ -191,15 +204,15 @@ def ep_dispatch_gemm_kernel(
                 data = td.data_at(ctx, half, me)
                 # producer: the last piece of every rank, ours too, that sends to the expert
                 td.wait_plan_all(ctx, td.signal_at(ctx, half, expert), EACH, signal, WITH_OWN=True)
-                if USE_TMA:
+                if PRODUCT.use_tma:
                     td.fence_before_tma_load()
-                row_bytes = tl.cast(K, tl.int64) * ELEM_BYTES
+                row_bytes = tl.cast(K, tl.int64) * PRODUCT.elem_bytes
                 x_at = data + tl.minimum(offs_m, past - 1).to(tl.int64) * row_bytes
                 acc = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
                 acc, second = grouped_tile(
                     acc, acc, x_at, buffer_desc, half, row, offs_m < past,
-                    w_ptr, w_desc, expert * (2 if PAIR else 1), col, stride_plane, stride_w, N, K, DTYPE,
-                    BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, USE_TMA, USE_TMA, W_IS_KN, PAIR, PRECISION,
+                    w_ptr, w_desc, expert * (2 if PRODUCT.pair else 1), col, stride_plane, stride_w,
+                    N, K, DTYPE, PRODUCT,
                 )
                 answer = td.take_ticket(ctx)
                 if GRADIENT:
@@ -210,12 +223,12 @@ def ep_dispatch_gemm_kernel(
                     # This tile column's part; who sends the rows back adds them up (``ep_gemm_combine_kernel``).
                     tl.store(dots_ptr + pid_n.to(tl.int64) * R + offs_m, dots, mask=offs_m < past)
                 else:
-                    store_product(acc, second, y_ptr, pre_ptr, offs_m, past, col, N, ACTIVATION, BLOCK_M, BLOCK_N)
+                    store_product(acc, second, y_ptr, pre_ptr, offs_m, past, col, N, PRODUCT)
                     if pid_n == 0:
                         origins, weights = _beside_rows(data, slot_rows, row_bytes)
                         tl.store(origins_ptr + offs_m, tl.load(origins + offs_m, mask=offs_m < past), offs_m < past)
                         tl.store(row_weights_ptr + offs_m, tl.load(weights + offs_m, mask=offs_m < past), offs_m < past)
                 if kept_ptr is not None:
-                    _keep_rows(x_at, kept_ptr, offs_m, past, pid_n, tiles_n, K, DTYPE, ALIGNED)
+                    _keep_rows(x_at, kept_ptr, offs_m, past, pid_n, tiles_n, K, DTYPE, PRODUCT.aligned)
         piece = td.ticket_of(answer)
     td.finish(ctx, True, (goes != 0).to(tl.int32))

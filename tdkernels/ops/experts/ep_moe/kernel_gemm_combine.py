@@ -89,25 +89,26 @@ def ep_gemm_combine_kernel(
     num_tokens, R, slots, N, K, stride_plane, stride_w, plan, group_m,
     CHOICES: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr, LOCAL: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ELEM_BYTES: tl.constexpr,
-    ALIGNED: tl.constexpr, EVEN_K: tl.constexpr, USE_TMA: tl.constexpr, W_IS_KN: tl.constexpr, PRECISION: tl.constexpr,
+    PRODUCT: tl.constexpr,
 ):
     """y [T, N] = for each of our tokens the sum over its choices of weight * h[row of the choice] @ w[expert].T.
 
     LOCAL: experts of a rank, as a power of two. ``dots_ptr`` [TILE_COLUMNS, R]: what is added up over the first axis
     and taken along as a row's number, to ``numbers_ptr`` [T * k].
     """
-    N = as_aligned(N, ALIGNED)
-    K = as_aligned(K, ALIGNED)
-    stride_plane = as_aligned(stride_plane, ALIGNED)
-    stride_w = as_aligned(stride_w, ALIGNED)
+    BLOCK_M: tl.constexpr = PRODUCT.block_m
+    BLOCK_N: tl.constexpr = PRODUCT.block_n
+    N = as_aligned(N, PRODUCT.aligned)
+    K = as_aligned(K, PRODUCT.aligned)
+    stride_plane = as_aligned(stride_plane, PRODUCT.aligned)
+    stride_w = as_aligned(stride_w, PRODUCT.aligned)
     DTYPE: tl.constexpr = h_ptr.dtype.element_ty
     me = td.rank(ctx)
     epoch, half, signal = td.call(ctx, plan)
     num_tokens = tl.cast(num_tokens, tl.int32)
     goes = tl.load(facts_at(tables, EXPERTS, RANKS) + GOES)
     tiles_n = (N + BLOCK_N - 1) // BLOCK_N
-    slot_bytes = tl.cast(N, tl.int64) * ELEM_BYTES
+    slot_bytes = tl.cast(N, tl.int64) * PRODUCT.elem_bytes
     rows = rows_of_groups(splits_ptr, EXPERTS // RANKS, R, LOCAL)
     tiles = tiles_of_groups(rows, tiles_n, BLOCK_M)
     # Tiles, one piece that there is without any, and sums; none if a peer did not come when the routing was exchanged.
@@ -128,7 +129,7 @@ def ep_gemm_combine_kernel(
                 td.wait_plan_all(ctx, td.signal_at(ctx, half, 0), 1, signal, WITH_OWN=True)
             _add_up(
                 td.data_at(ctx, half, me), tables, weights_ptr, y_ptr, numbers_ptr, piece - num_tiles - 1, num_tokens,
-                goes > 0, slots, slot_bytes, N, CHOICES, EXPERTS, RANKS, BLOCK_TOKENS, BLOCK_COLUMNS, ALIGNED,
+                goes > 0, slots, slot_bytes, N, CHOICES, EXPERTS, RANKS, BLOCK_TOKENS, BLOCK_COLUMNS, PRODUCT.aligned,
             )
             answer = td.take_ticket(ctx)
         else:
@@ -137,17 +138,16 @@ def ep_gemm_combine_kernel(
                 col = pid_n * BLOCK_N
                 offs_m = row + tl.arange(0, BLOCK_M)
                 offs_n = col + tl.arange(0, BLOCK_N)
-                h_at = h_ptr.to(tl.int64) + tl.minimum(offs_m, past - 1).to(tl.int64) * K * ELEM_BYTES
+                h_at = h_ptr.to(tl.int64) + tl.minimum(offs_m, past - 1).to(tl.int64) * K * PRODUCT.elem_bytes
                 acc = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
                 acc, second = grouped_tile(
                     acc, acc, h_at, h_desc, 0, row, offs_m < past,
-                    w_ptr, w_desc, expert, col, stride_plane, stride_w, N, K, DTYPE,
-                    BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, USE_TMA, USE_TMA, W_IS_KN, False, PRECISION,
+                    w_ptr, w_desc, expert, col, stride_plane, stride_w, N, K, DTYPE, PRODUCT,
                 )
                 slot, number = _slots_of_rows(
                     ctx, half, signal, me, origins_ptr, offs_m, past, slots, slot_bytes, RANKS
                 )
-                to = td.pointer_to(slot, DTYPE, ALIGNED)
+                to = td.pointer_to(slot, DTYPE, PRODUCT.aligned)
                 mask = (slot != 0)[:, None] & (offs_n < N)[None, :]
                 tl.store(to[:, None] + offs_n[None, :], td.from_float32(acc, DTYPE), mask=mask)
                 if dots_ptr is not None:

@@ -7,9 +7,8 @@ import torch
 from tdkernels.ops.collectives.async_all_gather import rows_of_buffer
 from tdkernels.ops.common import gemm_operands
 from tdkernels.ops.common.config import with_config
-from tdkernels.ops.experts.ep_moe.kernel_dispatch_gemm import ep_dispatch_gemm_kernel
+from tdkernels.ops.experts.ep_moe.kernel_dispatch_gemm import Sending, ep_dispatch_gemm_kernel
 from tdkernels.ops.experts.grouped_gemm.launch import planes_of, product_constants, weight_layout
-from tdkernels.ops.experts.grouped_gemm.swiglu import NUMBERS
 from tdkernels.rounding import cdiv, next_power_of_2, round_up
 from tdkernels.runtime import gpu
 from tdkernels.runtime.kernel_launch import Launch, launch_kept, to_be_made
@@ -137,18 +136,17 @@ def arguments(
     planes, n = planes_of(w, activation)
     desc, constants = product_constants(k, w, planes, n, strides, is_kn, activation, tiles)
     buffer_desc = None
-    if constants["USE_TMA"]:
+    if constants["PRODUCT"].use_tma:
         buffer_desc = gemm_operands.rows_descriptor(buffer, 2, slot_rows, half_elements, tiles.block_m, tiles.block_k)
     args = (
         ctx, x, weights, tables, order, splits, buffer_desc, w, desc, outputs.y, outputs.pre, outputs.kept,
         outputs.origins, outputs.weights if h is None else row_weights, h, outputs.weighted, outputs.dots,
         outputs.y.shape[0], slot_rows, n, k, *strides, plan, tiles.group_m,
     )
+    ahead, columns = 1 if len(splits) <= _FEW_EXPERTS else 2, _block_columns(k, x.element_size(), tiles)
     return args, {
-        "CHOICES": routing.shape.choices, "EXPERTS": routing.shape.num_experts, "RANKS": routing.shape.world_size,
-        "ACTIVATION": NUMBERS[activation], "AHEAD": 1 if len(splits) <= _FEW_EXPERTS else 2, "GRADIENT": h is not None,
-        "BLOCK_ROWS": _BLOCK_ROWS, "BLOCK_COLUMNS": _block_columns(k, x.element_size(), tiles),
-        "ELEM_BYTES": x.element_size(), **constants,
+        "EXPERTS": routing.shape.num_experts, "RANKS": routing.shape.world_size,
+        "SENDING": Sending(ahead, _BLOCK_ROWS, columns, routing.shape.choices), **constants,
     }
 
 

@@ -80,5 +80,5 @@ def arguments(ctx, h, w, tables, splits, origins, dots, weights, y, numbers, rou
         "CHOICES": shape.choices, "EXPERTS": shape.num_experts, "RANKS": shape.world_size,
         "LOCAL": next_power_of_2(shape.num_experts // shape.world_size), "BLOCK_TOKENS": _BLOCK_TOKENS,
         "BLOCK_COLUMNS": min(next_power_of_2(n), _BLOCK_COLUMNS), "TILE_COLUMNS": 0 if dots is None else dots.shape[0],
-        "ELEM_BYTES": h.element_size(), **constants,
+        **constants,
     }

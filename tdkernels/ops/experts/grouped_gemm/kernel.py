@@ -21,24 +21,23 @@ from tdkernels.ops.experts.grouped_gemm.tile import (
 
 
 @td.jit
-def store_product(
-    acc, second, y_ptr, pre_ptr, offs_m, end, col, N, ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+def store_product(acc, second, y_ptr, pre_ptr, offs_m, end, col, N, PRODUCT: tl.constexpr):
     """Store a tile of rows ``offs_m`` before ``end``, or its SwiGLU, and if there is ``pre_ptr`` what that is made of.
 
     N: columns of a plane. y is [R, N], of INTERLEAVED [R, N / 2].
     """
     dtype: tl.constexpr = y_ptr.dtype.element_ty
+    BLOCK_M: tl.constexpr = PRODUCT.block_m
+    BLOCK_N: tl.constexpr = PRODUCT.block_n
     offs_n = col + tl.arange(0, BLOCK_N)
-    if ACTIVATION == HALVES:
+    if PRODUCT.activation == HALVES:
         if pre_ptr is not None:
             mask = (offs_m < end)[:, None] & (offs_n < N)[None, :]
             at = pre_ptr + offs_m[:, None].to(tl.int64) * (2 * N) + offs_n[None, :]
             tl.store(at, td.from_float32(acc, dtype), mask=mask)
             tl.store(at + N, td.from_float32(second, dtype), mask=mask)
         store_rows(y_ptr, td.from_float32(swiglu(acc, second), dtype), offs_m, offs_n, end, N)
-    elif ACTIVATION == INTERLEAVED:
+    elif PRODUCT.activation == INTERLEAVED:
         if pre_ptr is not None:
             store_rows(pre_ptr, td.from_float32(acc, dtype), offs_m, offs_n, end, N)
         gate, up = acc.reshape(BLOCK_M, BLOCK_N // 2, 2).split()
@@ -53,16 +52,15 @@ def store_product(
 def group_gemm_kernel(
     x_ptr, x_desc, w_ptr, w_desc, splits_ptr, y_ptr, pre_ptr,
     num_experts, R, N, K, stride_plane, stride_w, group_m,
-    EXPERTS: tl.constexpr, ACTIVATION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    ALIGNED: tl.constexpr, USE_TMA: tl.constexpr, W_IS_KN: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
+    EXPERTS: tl.constexpr, PRODUCT: tl.constexpr,
 ):
     """y[rows of e] = act(x[rows of e] @ w[e].T); N is that of a plane, see ``planes_of``."""
-    N = as_aligned(N, ALIGNED)
-    K = as_aligned(K, ALIGNED)
-    stride_plane = as_aligned(stride_plane, ALIGNED)
-    stride_w = as_aligned(stride_w, ALIGNED)
-    PAIR: tl.constexpr = ACTIVATION == HALVES
+    BLOCK_M: tl.constexpr = PRODUCT.block_m
+    BLOCK_N: tl.constexpr = PRODUCT.block_n
+    N = as_aligned(N, PRODUCT.aligned)
+    K = as_aligned(K, PRODUCT.aligned)
+    stride_plane = as_aligned(stride_plane, PRODUCT.aligned)
+    stride_w = as_aligned(stride_w, PRODUCT.aligned)
     tiles_n = (N + BLOCK_N - 1) // BLOCK_N
     rows = rows_of_groups(splits_ptr, num_experts, R, EXPERTS)
     tiles = tiles_of_groups(rows, tiles_n, BLOCK_M)
@@ -75,10 +73,10 @@ def group_gemm_kernel(
         acc = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
         acc, second = grouped_tile(
             acc, acc, x_at, x_desc, 0, row, offs_m < end,
-            w_ptr, w_desc, expert * (2 if PAIR else 1), col, stride_plane, stride_w, N, K, x_ptr.dtype.element_ty,
-            BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, USE_TMA, USE_TMA, W_IS_KN, PAIR, PRECISION,
+            w_ptr, w_desc, expert * (2 if PRODUCT.pair else 1), col, stride_plane, stride_w,
+            N, K, x_ptr.dtype.element_ty, PRODUCT,
         )
-        store_product(acc, second, y_ptr, pre_ptr, offs_m, end, col, N, ACTIVATION, BLOCK_M, BLOCK_N)
+        store_product(acc, second, y_ptr, pre_ptr, offs_m, end, col, N, PRODUCT)
 
 
 @td.jit(do_not_specialize=["num_experts", "R"])

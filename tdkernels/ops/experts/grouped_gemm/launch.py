@@ -7,6 +7,7 @@ from tdkernels.ops.common import gemm_operands
 from tdkernels.ops.common.tile_config import Tiles, default_tiles
 from tdkernels.ops.experts.grouped_gemm.kernel import ends_kernel, group_gemm_kernel, group_gemm_weights_kernel
 from tdkernels.ops.experts.grouped_gemm.swiglu import NUMBERS, swiglu_backward_kernel
+from tdkernels.ops.experts.grouped_gemm.tile import GroupedProduct
 from tdkernels.rounding import cdiv, next_power_of_2
 from tdkernels.runtime import gpu
 from tdkernels.runtime.kernel_launch import Launch, alone_on, launch_kept, to_be_made
@@ -64,22 +65,23 @@ def weight_descriptor(w, planes, n, stride_plane, stride_w, is_kn, tiles):
 
 
 def product_constants(rows_k, w, planes, n, strides, is_kn, activation, tiles):
-    """(descriptor of the weight or None, the constexpr arguments that the kernels for experts share)"""
+    """(descriptor of the weight or None, the constexpr argument and options that the kernels for experts share)"""
     stride_plane, stride_w = strides
     block_n = max(tiles.block_n // 2, 16) if activation == "swiglu" else tiles.block_n
     tma = tma_fits(rows_k, w, stride_plane, stride_w, is_kn, tiles)
     of_plane = Tiles(block_n=block_n, block_k=tiles.block_k)
     desc = weight_descriptor(w, planes, n, stride_plane, stride_w, is_kn, of_plane) if tma else None
-    return desc, {
-        **tiles.constants(), "BLOCK_N": block_n, "ALIGNED": gemm_operands.aligned(n, rows_k, stride_plane, stride_w),
-        "EVEN_K": rows_k % tiles.block_k == 0, "USE_TMA": tma, "W_IS_KN": is_kn,
-        "PRECISION": gemm_operands.dot_precision(w.dtype), **tiles.options(),
-    }
+    product = GroupedProduct(
+        tiles.block_m, block_n, tiles.block_k, w.element_size(),
+        gemm_operands.aligned(n, rows_k, stride_plane, stride_w), rows_k % tiles.block_k == 0, tma, is_kn,
+        NUMBERS[activation], activation == "swiglu", gemm_operands.dot_precision(w.dtype),
+    )
+    return desc, {"PRODUCT": product, **tiles.options()}
 
 
 def rows_descriptor(rows, constants, tiles):
     """The descriptor of rows [R, K], if the kernel takes one."""
-    if not constants["USE_TMA"]:
+    if not constants["PRODUCT"].use_tma:
         return None
     return gemm_operands.rows_descriptor(rows, 1, rows.shape[0], rows.numel(), tiles.block_m, tiles.block_k)
 
@@ -111,7 +113,8 @@ def _prepare(workspace, x, w, splits, activation, keep, config):
     if keep:
         made.append(to_be_made(x, rows, width))
     args, constants, tiles = _arguments(x, w, splits, made[0], made[1] if keep else None, activation, config)
-    upper = (rows // tiles.block_m + min(experts, rows)) * cdiv(planes_of(w, activation)[1], constants["BLOCK_N"])
+    tiles_n = cdiv(planes_of(w, activation)[1], constants["PRODUCT"].block_n)
+    upper = (rows // tiles.block_m + min(experts, rows)) * tiles_n
     grid = (min(upper, gpu.resident_programs(x.device, tiles, x.dtype)),)
     return Launch(workspace, group_gemm_kernel, grid, args, constants, (x, w, splits), made, [])
 
@@ -134,8 +137,7 @@ def _arguments(x, w, splits, y, pre, activation, config):
     w_desc, constants = product_constants(k, w, planes, n, strides, is_kn, activation, tiles)
     x_desc = rows_descriptor(x, constants, tiles)
     args = x, x_desc, w, w_desc, splits, y, pre, experts, rows, n, k, *strides, tiles.group_m
-    extra = {"EXPERTS": next_power_of_2(experts), "ACTIVATION": NUMBERS[activation]}
-    return args, {**extra, **constants}, tiles
+    return args, {"EXPERTS": next_power_of_2(experts), **constants}, tiles
 
 
 def ends_of_groups(splits, x):

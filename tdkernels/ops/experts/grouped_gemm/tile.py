@@ -1,11 +1,38 @@
 """Products of rows that are grouped by expert, a weight for each group: which tile is whose, and its main loop."""
 
+from typing import NamedTuple
+
 import triton.language as tl
 
 from tdkernels import lang as td
 from tdkernels.ops.common.gemm_tile import add_product, store_rows, swizzle
 
 _COLUMNS = tl.constexpr(64)  # of a gradient's tile that are stored at a time
+
+
+class GroupedProduct(NamedTuple):
+    """What a kernel of rows times their experts' weights is compiled for; its argument ``PRODUCT``.
+
+    Args:     block_m, block_n, block_k: of a tile; elem_bytes: of an element of the weight
+              aligned: sizes and strides are multiples of 16 elements (``gemm_operands.aligned``)
+              even_k: K is a multiple of block_k, and rows begin at multiples of 16 bytes
+              use_tma: rows and weights are read through tensor descriptors
+              w_is_kn: each plane of the weight lies as [K, N], not as [N, K]
+              activation: of ``swiglu.NUMBERS``; pair: a tile is made of two planes of the weight, SwiGLU's halves
+              precision: of a product of fp32 operands, as of ``tl.dot``
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    elem_bytes: int
+    aligned: bool
+    even_k: bool
+    use_tma: bool
+    w_is_kn: bool
+    activation: int
+    pair: bool
+    precision: str
 
 
 @td.jit
@@ -52,46 +79,41 @@ def tile_of_groups(tile, rows, tiles, tiles_n, group_m, EXPERTS: tl.constexpr, B
 def grouped_tile(
     acc, second,
     a_at, a_desc, a_plane, a_row, a_mask,  # A: addresses of rows, or a descriptor [planes, rows, K] and the first row
-    w_ptr, w_desc, plane, col, stride_plane, stride_w,  # W: [planes, N, K], or [planes, K, N] if W_IS_KN
-    N, K, DTYPE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
-    TMA_A: tl.constexpr, TMA_W: tl.constexpr, W_IS_KN: tl.constexpr, PAIR: tl.constexpr, PRECISION: tl.constexpr,
+    w_ptr, w_desc, plane, col, stride_plane, stride_w,  # W: [planes, N, K], or [planes, K, N] if PRODUCT.w_is_kn
+    N, K, DTYPE: tl.constexpr, PRODUCT: tl.constexpr,
 ):
-    """(acc + A @ W[plane, col : +BLOCK_N].T, for a PAIR second + the same with the next plane), fp32.
+    """(acc + A @ W[plane, col : +BLOCK_N].T, for a pair second + the same with the next plane), fp32.
 
-    Rows without ``a_mask`` and columns past ``N`` hold anything. EVEN_K: K is a multiple of BLOCK_K and the rows of A
-    begin at multiples of 16 bytes; then all of ``a_at`` is read, ``a_mask`` or not.
+    Rows without ``a_mask`` and columns past ``N`` hold anything. If K is even, all of ``a_at`` is read, ``a_mask`` or
+    not.
     """
+    BLOCK_M: tl.constexpr = PRODUCT.block_m
+    BLOCK_K: tl.constexpr = PRODUCT.block_k
     for k in range(0, K, BLOCK_K):
-        if TMA_A:
+        if PRODUCT.use_tma:
             a = a_desc.load([a_plane, a_row, k]).reshape(BLOCK_M, BLOCK_K)
         else:
             offs_k = k + tl.arange(0, BLOCK_K)
-            a_ptrs = td.pointer_to(a_at, DTYPE, EVEN_K)[:, None] + offs_k[None, :]
-            if EVEN_K:
+            a_ptrs = td.pointer_to(a_at, DTYPE, PRODUCT.even_k)[:, None] + offs_k[None, :]
+            if PRODUCT.even_k:
                 a = tl.load(a_ptrs)
             else:
                 a = tl.load(a_ptrs, mask=a_mask[:, None] & (offs_k < K)[None, :], other=0.0)
-        b = _weight_block(
-            w_ptr, w_desc, plane, col, k, stride_plane, stride_w, N, K, BLOCK_N, BLOCK_K, TMA_W, W_IS_KN
-        )
-        acc = add_product(acc, a, b, PRECISION)
-        if PAIR:
-            b = _weight_block(
-                w_ptr, w_desc, plane + 1, col, k, stride_plane, stride_w, N, K, BLOCK_N, BLOCK_K, TMA_W, W_IS_KN
-            )
-            second = add_product(second, a, b, PRECISION)
+        b = _weight_block(w_ptr, w_desc, plane, col, k, stride_plane, stride_w, N, K, PRODUCT)
+        acc = add_product(acc, a, b, PRODUCT.precision)
+        if PRODUCT.pair:
+            b = _weight_block(w_ptr, w_desc, plane + 1, col, k, stride_plane, stride_w, N, K, PRODUCT)
+            second = add_product(second, a, b, PRODUCT.precision)
     return acc, second
 
 
 @td.jit
-def _weight_block(
-    w_ptr, w_desc, plane, col, k, stride_plane, stride_w, N, K,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA_W: tl.constexpr, W_IS_KN: tl.constexpr,
-):
+def _weight_block(w_ptr, w_desc, plane, col, k, stride_plane, stride_w, N, K, PRODUCT: tl.constexpr):
     """Block [BLOCK_K, BLOCK_N] of a plane of the weight; zeros past K, anything past N."""
-    if TMA_W:
-        if W_IS_KN:
+    BLOCK_N: tl.constexpr = PRODUCT.block_n
+    BLOCK_K: tl.constexpr = PRODUCT.block_k
+    if PRODUCT.use_tma:
+        if PRODUCT.w_is_kn:
             return w_desc.load([plane, k, col]).reshape(BLOCK_K, BLOCK_N)
         else:
             return w_desc.load([plane, col, k]).reshape(BLOCK_N, BLOCK_K).T
@@ -100,7 +122,7 @@ def _weight_block(
         offs_k = k + tl.arange(0, BLOCK_K)
         base = w_ptr + tl.cast(plane, tl.int64) * stride_plane
         mask = (offs_k < K)[:, None] & (offs_n < N)[None, :]
-        if W_IS_KN:
+        if PRODUCT.w_is_kn:
             return tl.load(base + offs_k[:, None].to(tl.int64) * stride_w + offs_n[None, :], mask=mask, other=0.0)
         else:
             return tl.load(base + offs_n[None, :].to(tl.int64) * stride_w + offs_k[:, None], mask=mask, other=0.0)

@@ -10,6 +10,8 @@ our memory; the waiters are the pieces that copy its tokens. These count for eac
 waiters of that are the stage's tiles.
 """
 
+from typing import NamedTuple
+
 import triton.language as tl
 
 from tdkernels import lang as td
@@ -17,31 +19,40 @@ from tdkernels.ops.collectives.kernel_async_all_gather import push_shard
 from tdkernels.ops.common.gemm_tile import as_aligned, swizzle
 from tdkernels.ops.common.work_interleaving import split_piece
 from tdkernels.ops.experts.grouped_gemm.kernel import store_product
-from tdkernels.ops.experts.grouped_gemm.swiglu import HALVES
 from tdkernels.ops.experts.grouped_gemm.tile import grouped_tile, store_gradient
 from tdkernels.ops.experts.tp_moe.kernel_route import TILE_WORDS, chunk_at_turn, first_turn_of
 
-BLOCK_TOKENS, BLOCK_COLUMNS = 16, 512  # of a piece that copies or adds up rows
+BLOCK_TOKENS, BLOCK_COLUMNS = 16, 512  # of a piece that copies or adds up rows, at most
+
+
+class Piece(NamedTuple):
+    """A piece of work that copies or adds up rows; a kernel's argument ``PIECE``.
+
+    Args:     tokens, columns: of the piece, powers of two; choices: rows of a token
+    """
+
+    tokens: int
+    columns: int
+    choices: int
 
 
 @td.jit
-def pieces_of_turn(chunk_rows, width, BLOCK_TOKENS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
-    """How many pieces of BLOCK_TOKENS x BLOCK_COLUMNS each chunk of tokens has, one with fewer tokens too."""
-    return chunk_rows // BLOCK_TOKENS * ((width + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS)
+def pieces_of_turn(chunk_rows, width, PIECE: tl.constexpr):
+    """How many pieces each chunk of tokens has, one with fewer tokens too."""
+    return chunk_rows // PIECE.tokens * ((width + PIECE.columns - 1) // PIECE.columns)
 
 
 @td.jit
-def piece_of_turn(piece, chunk, chunk_rows, width, BLOCK_TOKENS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
+def piece_of_turn(piece, chunk, chunk_rows, width, PIECE: tl.constexpr):
     """(the tokens of a rank, the columns) of a piece of a chunk."""
-    blocks = (width + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
-    tokens = chunk * chunk_rows + piece // blocks * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
-    return tokens, piece % blocks * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    blocks = (width + PIECE.columns - 1) // PIECE.columns
+    tokens = chunk * chunk_rows + piece // blocks * PIECE.tokens + tl.arange(0, PIECE.tokens)
+    return tokens, piece % blocks * PIECE.columns + tl.arange(0, PIECE.columns)
 
 
 @td.jit
 def _copy_to_rows(
-    tokens_ptr, rows_ptr, sorted_ptr, tokens, first_token, M_shard, columns, K,
-    CHOICES: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+    tokens_ptr, rows_ptr, sorted_ptr, tokens, first_token, M_shard, columns, K, CHOICES: tl.constexpr
 ):
     """Copy columns of tokens of a rank, the first of which has number ``first_token``, to the rows of their choices."""
     there, inside = tokens < M_shard, columns < K
@@ -57,11 +68,11 @@ def _copy_to_rows(
 @td.jit
 def _copy_piece(
     ctx, half, signal, me, ranks, x_ptr, rows_ptr, sorted_ptr, turn, piece, num_chunks, chunk_rows, slot_rows,
-    row_bytes, M_shard, K, CHOICES: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, trace,
+    row_bytes, M_shard, K, PIECE: tl.constexpr, trace,
 ):
     """Copy a piece of the tokens of a turn to their rows, when they have come."""
     source, chunk = chunk_at_turn(turn, me, ranks, num_chunks)
-    tokens, columns = piece_of_turn(piece, chunk, chunk_rows, K, BLOCK_TOKENS, BLOCK_COLUMNS)
+    tokens, columns = piece_of_turn(piece, chunk, chunk_rows, K, PIECE)
     at = x_ptr.to(tl.int64)
     if source != me:
         td.mark(trace, "waits", source)
@@ -71,7 +82,7 @@ def _copy_piece(
     td.mark(trace, "copies", source)
     _copy_to_rows(
         td.pointer_to(at, x_ptr.dtype.element_ty), rows_ptr, sorted_ptr, tokens, source * M_shard, M_shard, columns, K,
-        CHOICES, BLOCK_TOKENS, BLOCK_COLUMNS,
+        PIECE.choices,
     )
 
 
@@ -84,29 +95,26 @@ def moe_ag_gemm_kernel(
     ctx, x_ptr, sorted_ptr, sorted_desc, w_ptr, w_desc, rows_ptr, table_ptr, begins_ptr, done_ptr, y_ptr, pre_ptr,
     h_ptr, weighted_ptr, weights_ptr, dots_ptr, choices_ptr,
     M_shard, R, N, K, stride_plane, stride_w, slot_rows, plan, num_comm, chunk_rows, stages, group_m,
-    COPY_WORDS: tl.constexpr, ACTIVATION: tl.constexpr, CHOICES: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ELEM_BYTES: tl.constexpr,
-    ALIGNED: tl.constexpr, EVEN_K: tl.constexpr, USE_TMA: tl.constexpr, W_IS_KN: tl.constexpr, PRECISION: tl.constexpr,
-    trace_ptr=None,
+    COPY_WORDS: tl.constexpr, PIECE: tl.constexpr, PRODUCT: tl.constexpr, trace_ptr=None,
 ):
     """y [R, N] = the tokens of the rows, of all ranks, times the weights of the rows' experts; sorted [R, K] they.
 
     With ``weights_ptr``: the gradients of rows h, and what else is made of them, see ``store_gradient``.
     ``done_ptr``: of each stage, how many pieces have been copied; zeros at first.
     """
-    N = as_aligned(N, ALIGNED)
-    K = as_aligned(K, ALIGNED)
-    stride_plane = as_aligned(stride_plane, ALIGNED)
-    stride_w = as_aligned(stride_w, ALIGNED)
-    PAIR: tl.constexpr = ACTIVATION == HALVES
+    BLOCK_M: tl.constexpr = PRODUCT.block_m
+    BLOCK_N: tl.constexpr = PRODUCT.block_n
+    N = as_aligned(N, PRODUCT.aligned)
+    K = as_aligned(K, PRODUCT.aligned)
+    stride_plane = as_aligned(stride_plane, PRODUCT.aligned)
+    stride_w = as_aligned(stride_w, PRODUCT.aligned)
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     me, ranks = td.rank(ctx), td.num_ranks(ctx)
     epoch, half, signal = td.call(ctx, plan)
     num_chunks = (M_shard + chunk_rows - 1) // chunk_rows
-    row_bytes = tl.cast(K, tl.int64) * ELEM_BYTES
+    row_bytes = tl.cast(K, tl.int64) * PRODUCT.elem_bytes
     tiles_n = (N + BLOCK_N - 1) // BLOCK_N
-    of_turn = pieces_of_turn(chunk_rows, K, BLOCK_TOKENS, BLOCK_COLUMNS)
+    of_turn = pieces_of_turn(chunk_rows, K, PIECE)
     pieces = num_comm + tl.load(begins_ptr + stages) * tiles_n + ranks * num_chunks * of_turn
     # The part of the list that we are in: up to ``end`` pieces are tiles of a stage, and copies for the next one. Where
     # it begins is not kept but found, for Triton (3.6, 3.7) loses one of two values with which a loop begins alike.
@@ -138,8 +146,7 @@ def moe_ag_gemm_kernel(
                 _copy_piece(
                     ctx, half, signal, me, ranks, x_ptr, rows_ptr, sorted_ptr,
                     first_turn_of(stage, stages, ranks, num_chunks) + number // of_turn, number % of_turn,
-                    num_chunks, chunk_rows, slot_rows, row_bytes, M_shard, K, CHOICES, BLOCK_TOKENS, BLOCK_COLUMNS,
-                    trace,
+                    num_chunks, chunk_rows, slot_rows, row_bytes, M_shard, K, PIECE, trace,
                 )
                 answer = td.take_ticket(ctx)
                 # waiter: the tiles of the stage
@@ -158,14 +165,14 @@ def moe_ag_gemm_kernel(
                     turns = first_turn_of(earlier + 1, stages, ranks, num_chunks)
                     turns -= first_turn_of(earlier, stages, ranks, num_chunks)
                     # producer: the pieces of this rank that copy the tokens of the stage
-                    seen = td.wait(ctx, done_ptr + earlier, turns * of_turn, me, SCOPE="gpu", FOR_TMA=USE_TMA)
+                    seen = td.wait(ctx, done_ptr + earlier, turns * of_turn, me, SCOPE="gpu", FOR_TMA=PRODUCT.use_tma)
                     x_at = td.consume_token(x_at, seen)
                 td.mark(trace, "multiplies")
                 acc = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
                 acc, second = grouped_tile(
                     acc, acc, x_at, sorted_desc, 0, row, offs_m < past,
-                    w_ptr, w_desc, expert * (2 if PAIR else 1), col, stride_plane, stride_w, N, K, DTYPE,
-                    BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, USE_TMA, USE_TMA, W_IS_KN, PAIR, PRECISION,
+                    w_ptr, w_desc, expert * (2 if PRODUCT.pair else 1), col, stride_plane, stride_w,
+                    N, K, DTYPE, PRODUCT,
                 )
                 answer = td.take_ticket(ctx)
                 td.mark(trace, "stores")
@@ -178,7 +185,7 @@ def moe_ag_gemm_kernel(
                     # This tile column's part; the host adds them up.
                     tl.store(dots_ptr + pid_n.to(tl.int64) * R + offs_m, dots, mask=offs_m < past)
                 else:
-                    store_product(acc, second, y_ptr, pre_ptr, offs_m, past, col, N, ACTIVATION, BLOCK_M, BLOCK_N)
+                    store_product(acc, second, y_ptr, pre_ptr, offs_m, past, col, N, PRODUCT)
         td.mark(trace, "finishes")
         piece = td.ticket_of(answer)
         td.mark(trace, "ends")

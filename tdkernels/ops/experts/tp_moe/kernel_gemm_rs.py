@@ -27,13 +27,12 @@ ALIGN = tl.constexpr(16)  # bytes, to a multiple of which a rank's sums are roun
 
 @td.jit
 def _sum_of_choices(
-    out_ptr, rows_ptr, weights_ptr, tokens, there, columns, inside, N,
-    CHOICES: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+    out_ptr, rows_ptr, weights_ptr, tokens, there, columns, inside, N, PIECE: tl.constexpr
 ):
     """Each token's rows of the product, weighted and added up in fp32; nothing for choices without a row."""
-    total = tl.full((BLOCK_TOKENS, BLOCK_COLUMNS), 0.0, tl.float32)
-    for j in tl.static_range(CHOICES):
-        choice = tokens.to(tl.int64) * CHOICES + j
+    total = tl.full((PIECE.tokens, PIECE.columns), 0.0, tl.float32)
+    for j in tl.static_range(PIECE.choices):
+        choice = tokens.to(tl.int64) * PIECE.choices + j
         row = tl.load(rows_ptr + choice, mask=there, other=-1)
         at = row[:, None].to(tl.int64) * N + columns[None, :]
         part = td.to_float32(tl.load(out_ptr + at, mask=(row >= 0)[:, None] & inside[None, :], other=0.0))
@@ -46,7 +45,7 @@ def _sum_of_choices(
 @td.jit
 def _add_up(
     ctx, out_ptr, rows_ptr, weights_ptr, z_ptr, half, signal, owner, tokens, columns, number, of_shard, M_shard, N,
-    CHOICES: tl.constexpr, RANKS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, trace,
+    RANKS: tl.constexpr, PIECE: tl.constexpr, trace,
 ):
     """Piece ``number`` of the ``of_shard`` of a rank's tokens, all of whose rows have been computed."""
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
@@ -55,8 +54,7 @@ def _add_up(
     there, inside = tokens < M_shard, columns < N
     td.mark(trace, "joins", owner)
     total = _sum_of_choices(
-        out_ptr, rows_ptr, weights_ptr, owner * M_shard + tokens, there, columns, inside, N,
-        CHOICES, BLOCK_TOKENS, BLOCK_COLUMNS,
+        out_ptr, rows_ptr, weights_ptr, owner * M_shard + tokens, there, columns, inside, N, PIECE,
     )
     offs = tokens[:, None].to(tl.int64) * N + columns[None, :]
     mask = there[:, None] & inside[None, :]
@@ -84,24 +82,23 @@ def _add_up(
 def moe_gemm_rs_kernel(
     ctx, h_ptr, h_desc, w_ptr, w_desc, rows_ptr, weights_ptr, table_ptr, begins_ptr, done_ptr, out_ptr, z_ptr,
     M_shard, R, N, K, stride_plane, stride_w, plan, chunk_rows, stages, group_m,
-    CHOICES: tl.constexpr, RANKS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ELEM_BYTES: tl.constexpr,
-    ALIGNED: tl.constexpr, EVEN_K: tl.constexpr, USE_TMA: tl.constexpr, W_IS_KN: tl.constexpr, PRECISION: tl.constexpr,
-    trace_ptr=None,
+    RANKS: tl.constexpr, PIECE: tl.constexpr, PRODUCT: tl.constexpr, trace_ptr=None,
 ):
     """z [M_shard, N] = our tokens' sums, over ranks and choices, of weight * h[row of the choice] @ w[expert].T.
 
     ``done_ptr``: of each stage, how many of its tiles have been computed; zeros at first.
     """
-    N = as_aligned(N, ALIGNED)
-    K = as_aligned(K, ALIGNED)
-    stride_plane = as_aligned(stride_plane, ALIGNED)
-    stride_w = as_aligned(stride_w, ALIGNED)
+    BLOCK_M: tl.constexpr = PRODUCT.block_m
+    BLOCK_N: tl.constexpr = PRODUCT.block_n
+    N = as_aligned(N, PRODUCT.aligned)
+    K = as_aligned(K, PRODUCT.aligned)
+    stride_plane = as_aligned(stride_plane, PRODUCT.aligned)
+    stride_w = as_aligned(stride_w, PRODUCT.aligned)
     me = td.rank(ctx)
     epoch, half, signal = td.call(ctx, plan)
     num_chunks = (M_shard + chunk_rows - 1) // chunk_rows
     tiles_n = (N + BLOCK_N - 1) // BLOCK_N
-    of_turn = pieces_of_turn(chunk_rows, N, BLOCK_TOKENS, BLOCK_COLUMNS)
+    of_turn = pieces_of_turn(chunk_rows, N, PIECE)
     pieces = tl.load(begins_ptr + stages) * tiles_n + RANKS * num_chunks * of_turn
     # The part of the list that we are in: up to ``end`` pieces are tiles of a stage, and sums of the stage after it.
     stage = tl.full((), 0, tl.int32) + stages
@@ -133,11 +130,11 @@ def moe_gemm_rs_kernel(
             turn = first_turn_of(stage + 2, stages, RANKS, num_chunks) - 1 - number // of_turn
             owner, chunk = chunk_at_turn(turn, me, RANKS, num_chunks)
             within = number % of_turn
-            tokens, columns = piece_of_turn(within, chunk, chunk_rows, N, BLOCK_TOKENS, BLOCK_COLUMNS)
+            tokens, columns = piece_of_turn(within, chunk, chunk_rows, N, PIECE)
             _add_up(
                 ctx, out_ptr, rows_ptr, weights_ptr, z_ptr, half, signal, owner, tokens, columns,
                 chunk * of_turn + within, num_chunks * of_turn, M_shard, N,
-                CHOICES, RANKS, BLOCK_TOKENS, BLOCK_COLUMNS, trace,
+                RANKS, PIECE, trace,
             )
             answer = td.take_ticket(ctx)
         else:
@@ -147,13 +144,12 @@ def moe_gemm_rs_kernel(
             col = pid_n * BLOCK_N
             offs_m = row + tl.arange(0, BLOCK_M)
             past = row + count
-            h_at = h_ptr.to(tl.int64) + tl.minimum(offs_m, past - 1).to(tl.int64) * K * ELEM_BYTES
+            h_at = h_ptr.to(tl.int64) + tl.minimum(offs_m, past - 1).to(tl.int64) * K * PRODUCT.elem_bytes
             td.mark(trace, "multiplies")
             acc = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
             acc, second = grouped_tile(
                 acc, acc, h_at, h_desc, 0, row, offs_m < past,
-                w_ptr, w_desc, expert, col, stride_plane, stride_w, N, K, h_ptr.dtype.element_ty,
-                BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, USE_TMA, USE_TMA, W_IS_KN, False, PRECISION,
+                w_ptr, w_desc, expert, col, stride_plane, stride_w, N, K, h_ptr.dtype.element_ty, PRODUCT,
             )
             answer = td.take_ticket(ctx)
             td.mark(trace, "stores")

@@ -7,8 +7,7 @@ import torch
 from tdkernels.ops.common import gemm_operands
 from tdkernels.ops.common.config import with_config
 from tdkernels.ops.experts.grouped_gemm.launch import planes_of, product_constants, rows_descriptor, weight_layout
-from tdkernels.ops.experts.grouped_gemm.swiglu import NUMBERS
-from tdkernels.ops.experts.tp_moe.kernel_ag_gemm import BLOCK_COLUMNS, BLOCK_TOKENS, moe_ag_gemm_kernel
+from tdkernels.ops.experts.tp_moe.kernel_ag_gemm import BLOCK_COLUMNS, BLOCK_TOKENS, Piece, moe_ag_gemm_kernel
 from tdkernels.ops.experts.tp_moe.kernel_route import MAX_STAGES
 from tdkernels.rounding import cdiv, next_power_of_2
 from tdkernels.runtime import gpu, recorder
@@ -66,10 +65,13 @@ def _arguments(ctx, x, w, routing, routed, made, done, plan, num_comm, config, a
         routing.slot_rows, plan, num_comm, routing.chunk_rows, routing.num_stages, tiles.group_m,
     )
     return args, {
-        "COPY_WORDS": _COPY_WORDS, "ELEM_BYTES": x.element_size(), "ACTIVATION": NUMBERS[activation],
-        "CHOICES": routing.num_choices, "BLOCK_TOKENS": BLOCK_TOKENS,
-        "BLOCK_COLUMNS": min(next_power_of_2(k), BLOCK_COLUMNS), "trace_ptr": None, **constants,
+        "COPY_WORDS": _COPY_WORDS, "PIECE": piece_of(k, routing), "trace_ptr": None, **constants,
     }
+
+
+def piece_of(width, routing):
+    """The Piece that copies or adds up rows of so many elements."""
+    return Piece(BLOCK_TOKENS, min(next_power_of_2(width), BLOCK_COLUMNS), routing.num_choices)
 
 
 def _make(x, w, rows, activation, keep):
@@ -136,8 +138,8 @@ def _prepare(workspace, routing, operands, config, activation, keep, gradient):
     args, constants = _arguments(
         workspace.ctx, x, w, routing, routed, made, done, plan, num_comm, config, activation, gradients
     )
-    tiles_n = cdiv(planes_of(w, activation)[1], constants["BLOCK_N"])
-    blocks = cdiv(routing.chunk_rows, BLOCK_TOKENS) * cdiv(k, constants["BLOCK_COLUMNS"])
+    tiles_n = cdiv(planes_of(w, activation)[1], constants["PRODUCT"].block_n)
+    blocks = cdiv(routing.chunk_rows, BLOCK_TOKENS) * cdiv(k, constants["PIECE"].columns)
     most = num_comm + table.shape[0] * tiles_n + routing.world_size * routing.num_chunks * blocks
     grid = (min(most, gpu.resident_programs(x.device, tiles, x.dtype)),)
     turns = cdiv(routing.num_chunks * (routing.world_size - 1), num_comm) if num_comm else 0

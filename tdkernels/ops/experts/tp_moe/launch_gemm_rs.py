@@ -5,11 +5,10 @@ import torch
 from tdkernels.ops.common import gemm_operands
 from tdkernels.ops.common.config import with_config
 from tdkernels.ops.experts.grouped_gemm.launch import planes_of, product_constants, rows_descriptor, weight_layout
-from tdkernels.ops.experts.tp_moe.kernel_ag_gemm import BLOCK_COLUMNS, BLOCK_TOKENS
 from tdkernels.ops.experts.tp_moe.kernel_gemm_rs import ALIGN, moe_gemm_rs_kernel
 from tdkernels.ops.experts.tp_moe.kernel_route import MAX_STAGES
-from tdkernels.ops.experts.tp_moe.launch_ag_gemm import problem_fields
-from tdkernels.rounding import cdiv, next_power_of_2
+from tdkernels.ops.experts.tp_moe.launch_ag_gemm import piece_of, problem_fields
+from tdkernels.rounding import cdiv
 from tdkernels.runtime import gpu, recorder
 from tdkernels.runtime.kernel_launch import Launch, launch_kept, to_be_made
 from tdkernels.symm import get_workspace
@@ -26,13 +25,8 @@ def _arguments(ctx, h, w, routing, routed, weights, done, out, z, plan, config):
         out, z, routing.tokens, h.shape[0], n, k, *strides, plan, routing.chunk_rows, routing.num_stages, tiles.group_m,
     )
     return args, {
-        "CHOICES": routing.num_choices, "RANKS": routing.world_size, "BLOCK_TOKENS": BLOCK_TOKENS,
-        "BLOCK_COLUMNS": _block_columns(n), "ELEM_BYTES": h.element_size(), "trace_ptr": None, **constants,
+        "RANKS": routing.world_size, "PIECE": piece_of(n, routing), "trace_ptr": None, **constants,
     }
-
-
-def _block_columns(n):
-    return min(next_power_of_2(n), BLOCK_COLUMNS)
 
 
 def compile(h, w, routing, weights, config):
@@ -70,7 +64,8 @@ def _prepare(workspace, routing, operands, config):
     _, table, _ = routed
     tokens, n, tiles = routing.tokens, w.shape[1], config.tiles
     z, out = to_be_made(h, tokens, n), to_be_made(h, h.shape[0], n)
-    of_shard = routing.num_chunks * (routing.chunk_rows // BLOCK_TOKENS) * cdiv(n, _block_columns(n))
+    piece = piece_of(n, routing)
+    of_shard = routing.num_chunks * (routing.chunk_rows // piece.tokens) * cdiv(n, piece.columns)
     fields = {**problem_fields(h, w, routing, None), "M/W": tokens, "weighted": weights is not None}
     plan = workspace.prepare(
         "moe_gemm_rs", with_config(fields, config), routing.world_size * (tokens * n * h.element_size() + ALIGN.value),
