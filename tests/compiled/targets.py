@@ -29,7 +29,11 @@ def uses_tma(arch, dtype):
 def compile_launches(launches, arch):
     """As that GPU would be launched on: here, launchers see one that does not quantize by an instruction."""
     by = (BY_INSTRUCTION if arch in ("sm_89", "sm_90", "sm_100") else BY_INTEGERS).value
-    launches = [(k, a, {**kw, "QUANTIZE": by} if kw.get("QUANTIZE") else kw) for k, a, kw in launches]
-    compiled = [compile_for(*launch, arch) for launch in launches]
+    compiled = []
+    for kernel, args, kwargs in launches:
+        payload = kwargs.get("PAYLOAD")
+        if payload is not None and payload.quantize:
+            kwargs = {**kwargs, "PAYLOAD": payload._replace(quantize=by)}
+        compiled.append(compile_for(kernel, args, kwargs, arch))
     assert all(each.metadata.shared <= SHARED_MEMORY[arch] for each in compiled)
     return compiled

@@ -11,9 +11,11 @@ begun it: two halves are enough (law 3).
 A staged token is a slot: its items, its scales, the numbers of K rows (-1: not here) and K weights. Staging memory
 begins with where each chunk of each source begins and how many tokens it has: [ranks, MAX_CHUNKS, 2] int32.
 
-GRADIENT: what is sent is the gradient of a weighted sum of rows. A row gets it times its weight, and the weight's own
-gradient is its product with the row.
+PAYLOAD.gradient: what is sent is the gradient of a weighted sum of rows. A row gets it times its weight, and the
+weight's own gradient is its product with the row.
 """
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -42,11 +44,30 @@ from tdkernels.ops.experts.dispatch.layout import (
 )
 
 QUANTUM = tl.constexpr(128)  # channels under one scale
-# QUANTIZE, where it is not 0: how codes are made.
+# PAYLOAD.quantize, where it is not 0: how codes are made.
 BY_INTEGERS = tl.constexpr(1)
 BY_INSTRUCTION = tl.constexpr(2)  # of a GPU that has one
 SMALLEST_QUANTUM = tl.constexpr(2.0**-118)
 NO_PLACE = tl.constexpr(1 << 30)
+
+
+class Payload(NamedTuple):
+    """What a kernel moves, as far as it is compiled for that; its argument ``PAYLOAD``.
+
+    Args:     source, item: type of an element of a row before it is sent, and as it travels; scale: of its scales
+              quantize: 0, or how codes are made; gradient: the rows are gradients (see the module)
+              aligned: rows begin at multiples of 16 bytes
+              block, scale_block: elements that a program moves at a time, powers of two
+    """
+
+    source: tl.dtype
+    item: tl.dtype
+    scale: tl.dtype
+    quantize: int
+    gradient: bool
+    aligned: bool
+    block: int
+    scale_block: int
 
 
 @td.jit
@@ -57,15 +78,29 @@ def slot_parts(row_bytes, scale_bytes, K: tl.constexpr):
     return scales_begin, places_begin, (places_begin + 8 * K + 127) // 128 * 128
 
 
+@td.jit
+def travelling_bytes(size, PAYLOAD: tl.constexpr):
+    """(bytes of a row, bytes of its scales) as they travel; size: (items, scale words)."""
+    items, scale_words = size
+    return items * (PAYLOAD.item.primitive_bitwidth // 8), scale_words * (PAYLOAD.scale.primitive_bitwidth // 8)
+
+
 # ---- a block of a row, on its way: items and scales ----
 
 
 @td.jit
 def read_block(
-    x, scales, block, items, scale_words, there, SOURCE: tl.constexpr, SCALE: tl.constexpr, QUANTIZE: tl.constexpr,
-    ALIGNED: tl.constexpr, BLOCK: tl.constexpr, SCALE_BLOCK: tl.constexpr,
+    x, scales, block, items, scale_words, there, PAYLOAD: tl.constexpr, STAGED: tl.constexpr
 ):
-    """(items, scales) of a block of the row and the scales at two addresses; nothing if they are not ``there``."""
+    """(items, scales) of a block of the row and the scales at two addresses; nothing if they are not ``there``.
+
+    STAGED: they are in a slot, as they have travelled.
+    """
+    BLOCK: tl.constexpr = PAYLOAD.block
+    SCALE: tl.constexpr = PAYLOAD.scale
+    SOURCE: tl.constexpr = PAYLOAD.item if STAGED else PAYLOAD.source
+    ALIGNED: tl.constexpr = True if STAGED else PAYLOAD.aligned
+    QUANTIZE: tl.constexpr = 0 if STAGED else PAYLOAD.quantize
     offs = block * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(td.pointer_to(x, SOURCE, ALIGNED) + offs, mask=(offs < items) & there, other=0)
     if QUANTIZE:
@@ -77,19 +112,19 @@ def read_block(
         codes = td.to_e4m3(quanta * tl.div_rn(largest, most)[:, None], QUANTIZE == BY_INSTRUCTION)
         return tl.reshape(codes, (BLOCK,)), tl.div_rn(most, largest)
     else:
-        word = block * SCALE_BLOCK + tl.arange(0, SCALE_BLOCK)
+        word = block * PAYLOAD.scale_block + tl.arange(0, PAYLOAD.scale_block)
         return row, tl.load(scales.to(tl.pointer_type(SCALE)) + word, mask=(word < scale_words) & there, other=0)
 
 
 @td.jit
 def write_block(
-    row, row_scales, to, scales_to, block, items, scale_words, ITEM: tl.constexpr, SCALE: tl.constexpr,
-    ALIGNED: tl.constexpr, BLOCK: tl.constexpr, SCALE_BLOCK: tl.constexpr,
+    row, row_scales, to, scales_to, block, items, scale_words, PAYLOAD: tl.constexpr, ALIGNED: tl.constexpr
 ):
-    offs = block * BLOCK + tl.arange(0, BLOCK)
-    tl.store(td.pointer_to(to, ITEM, ALIGNED) + offs, row, mask=offs < items)
-    word = block * SCALE_BLOCK + tl.arange(0, SCALE_BLOCK)
-    tl.store(scales_to.to(tl.pointer_type(SCALE)) + word, row_scales, mask=word < scale_words)
+    """Store a block of a row and of its scales at two addresses. ALIGNED: a row begins at a multiple of 16 bytes."""
+    offs = block * PAYLOAD.block + tl.arange(0, PAYLOAD.block)
+    tl.store(td.pointer_to(to, PAYLOAD.item, ALIGNED) + offs, row, mask=offs < items)
+    word = block * PAYLOAD.scale_block + tl.arange(0, PAYLOAD.scale_block)
+    tl.store(scales_to.to(tl.pointer_type(PAYLOAD.scale)) + word, row_scales, mask=word < scale_words)
 
 
 # size: (items, scale words) of a row; inputs: (x_ptr, scales_ptr, weights_ptr); outputs: (rows_ptr, row_scales_ptr,
@@ -98,19 +133,20 @@ def write_block(
 
 @td.jit
 def spread(
-    here, weights, row, row_scales, block, size, outputs,
-    ITEM: tl.constexpr, SCALE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, SCALE_BLOCK: tl.constexpr,
-    GRADIENT: tl.constexpr,
+    here, weights, row, row_scales, block, size, outputs, PAYLOAD: tl.constexpr
 ):
     """Store a block of a token in all of its rows on this rank: those of ``here`` that are not -1."""
     items, scale_words = size
     rows_ptr, scales_ptr, _, expert_rows_ptr, dots_ptr = outputs
+    ITEM: tl.constexpr = PAYLOAD.item
+    ALIGNED: tl.constexpr = PAYLOAD.aligned
+    BLOCK: tl.constexpr = PAYLOAD.block
     ITEM_BYTES: tl.constexpr = ITEM.primitive_bitwidth // 8
     turns, count = td.turns_of(here >= 0)
     for turn in range(count):
         place = td.pick(here, turns, turn).to(tl.int64)
         to = rows_ptr.to(tl.int64) + place * items * ITEM_BYTES
-        if GRADIENT:
+        if PAYLOAD.gradient:
             offs = block * BLOCK + tl.arange(0, BLOCK)
             gradient = td.to_float32(row)
             weight = td.sum_of(tl.where(turns == turn, weights, 0.0), 0)
@@ -123,10 +159,8 @@ def spread(
                     dot += tl.load(dots_ptr + place)
                 tl.store(dots_ptr + place, dot)
         else:
-            scales_to = scales_ptr.to(tl.int64) + place * scale_words * (SCALE.primitive_bitwidth // 8)
-            write_block(
-                row, row_scales, to, scales_to, block, items, scale_words, ITEM, SCALE, ALIGNED, BLOCK, SCALE_BLOCK
-            )
+            scales_to = scales_ptr.to(tl.int64) + place * scale_words * (PAYLOAD.scale.primitive_bitwidth // 8)
+            write_block(row, row_scales, to, scales_to, block, items, scale_words, PAYLOAD, ALIGNED)
 
 
 # ---- senders ----
@@ -175,20 +209,18 @@ def _areas(ctx, half, RANKS: tl.constexpr):
 @td.jit
 def send_token(
     x, scales, slots, scales_begin, places_begin, me, dest, places, weights, blocks, size, outputs,
-    GRADIENT: tl.constexpr, QUANTIZE: tl.constexpr, K: tl.constexpr, RANKS: tl.constexpr, SOURCE: tl.constexpr,
-    ITEM: tl.constexpr, SCALE: tl.constexpr, X_ALIGNED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
-    SCALE_BLOCK: tl.constexpr,
+    K: tl.constexpr, RANKS: tl.constexpr, PAYLOAD: tl.constexpr, STAGED: tl.constexpr,
 ):
     """Store the token at address ``x`` in its slot at each peer (0: none there) and in its rows on this rank, ``me``.
 
-    ``dest`` and ``places`` are the ranks and the rows of its choices, -1 for nowhere.
+    ``dest`` and ``places`` are the ranks and the rows of its choices, -1 for nowhere. STAGED: as of ``read_block``.
     """
     items, scale_words = size
     choice, ranks = tl.arange(0, triton.next_power_of_2(K)), tl.arange(0, triton.next_power_of_2(RANKS))
     here = tl.where(dest == me, places, -1)
     for block in range(blocks):
         row, row_scales = read_block(
-            x, scales, block, items, scale_words, True, SOURCE, SCALE, QUANTIZE, X_ALIGNED, BLOCK, SCALE_BLOCK
+            x, scales, block, items, scale_words, True, PAYLOAD, STAGED
         )
         for step in range(1, RANKS):
             peer = (me + step) % RANKS
@@ -196,15 +228,13 @@ def send_token(
             if slot != 0:
                 write_block(
                     row, row_scales, slot, slot + scales_begin, block, items, scale_words,
-                    ITEM, SCALE, True, BLOCK, SCALE_BLOCK,
+                    PAYLOAD, True,
                 )
                 if block == 0:
                     there = (slot + places_begin).to(tl.pointer_type(tl.int32)) + choice
                     tl.store(there, tl.where(dest == peer, places, -1), mask=choice < K)
                     tl.store((there + K).to(tl.pointer_type(tl.float32)), weights, mask=choice < K)
-        spread(
-            here, weights, row, row_scales, block, size, outputs, ITEM, SCALE, ALIGNED, BLOCK, SCALE_BLOCK, GRADIENT
-        )
+        spread(here, weights, row, row_scales, block, size, outputs, PAYLOAD)
     row_weights_ptr = outputs[2]
     if row_weights_ptr is not None:
         tl.store(row_weights_ptr + here, weights, mask=here >= 0)
@@ -213,9 +243,8 @@ def send_token(
 @td.jit
 def _send_chunk(
     ctx, call, slots_of_peers, chunk, chunk_tokens, num_tokens, goes, tables, inputs, size, outputs,
-    FIRST: tl.constexpr, GRADIENT: tl.constexpr, QUANTIZE: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr,
-    RANKS: tl.constexpr, TILE_TOKENS: tl.constexpr, SOURCE: tl.constexpr, ITEM: tl.constexpr, SCALE: tl.constexpr,
-    ALIGNED: tl.constexpr, BLOCK: tl.constexpr, SCALE_BLOCK: tl.constexpr, trace,
+    FIRST: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr, TILE_TOKENS: tl.constexpr,
+    PAYLOAD: tl.constexpr, trace,
 ):
     """Send a chunk of our tokens to all peers and to our own rows, and signal it.
 
@@ -225,15 +254,15 @@ def _send_chunk(
     areas, firsts = slots_of_peers
     items, scale_words = size
     x_ptr, scales_ptr, weights_ptr = inputs
-    ITEM_BYTES: tl.constexpr = ITEM.primitive_bitwidth // 8
-    SOURCE_BYTES: tl.constexpr = SOURCE.primitive_bitwidth // 8
-    SCALE_BYTES: tl.constexpr = SCALE.primitive_bitwidth // 8
+    SOURCE_BYTES: tl.constexpr = PAYLOAD.source.primitive_bitwidth // 8
+    SCALE_BYTES: tl.constexpr = PAYLOAD.scale.primitive_bitwidth // 8
     KP: tl.constexpr = triton.next_power_of_2(K)
     R: tl.constexpr = triton.next_power_of_2(RANKS)
     me = td.rank(ctx)
     choice = tl.arange(0, KP)
-    scales_begin, places_begin, slot_bytes = slot_parts(items * ITEM_BYTES, scale_words * SCALE_BYTES, K)
-    blocks = tl.maximum((items + BLOCK - 1) // BLOCK, 1)
+    row_bytes, scale_bytes = travelling_bytes(size, PAYLOAD)
+    scales_begin, places_begin, slot_bytes = slot_parts(row_bytes, scale_bytes, K)
+    blocks = tl.maximum((items + PAYLOAD.block - 1) // PAYLOAD.block, 1)
     start = chunk * chunk_tokens
     end = tl.minimum(start + chunk_tokens, num_tokens)
     first_sent = tl.full((R,), NO_PLACE, tl.int32)
@@ -249,7 +278,7 @@ def _send_chunk(
             weights = tl.load(weights_ptr + tl.cast(token, tl.int64) * K + choice, mask=choice < K, other=0.0)
         send_token(
             x, scales, slots, scales_begin, places_begin, me, dest, places, weights, blocks, size, outputs,
-            GRADIENT, QUANTIZE, K, RANKS, SOURCE, ITEM, SCALE, ALIGNED, ALIGNED, BLOCK, SCALE_BLOCK,
+            K, RANKS, PAYLOAD, False,
         )
         first_sent = tl.where(sent >= 0, tl.minimum(first_sent, sent), first_sent)
         num_sent += (sent >= 0).to(tl.int32)
@@ -269,8 +298,7 @@ def _send_chunk(
 def receive_chunk(
     area, source, chunk, staged, came,
     size, outputs,
-    FIRST: tl.constexpr, GRADIENT: tl.constexpr, K: tl.constexpr, RANKS: tl.constexpr,
-    ITEM: tl.constexpr, SCALE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, SCALE_BLOCK: tl.constexpr,
+    FIRST: tl.constexpr, K: tl.constexpr, RANKS: tl.constexpr, PAYLOAD: tl.constexpr,
 ):
     """Copy a chunk of a peer's tokens, which has come, from its slots to their rows. FIRST: keep which these are.
 
@@ -278,10 +306,10 @@ def receive_chunk(
     """
     items, scale_words = size
     row_weights_ptr = outputs[2]
-    row_bytes, scale_bytes = items * (ITEM.primitive_bitwidth // 8), scale_words * (SCALE.primitive_bitwidth // 8)
+    row_bytes, scale_bytes = travelling_bytes(size, PAYLOAD)
     choice = tl.arange(0, triton.next_power_of_2(K))
     scales_begin, places_begin, slot_bytes = slot_parts(row_bytes, scale_bytes, K)
-    blocks = tl.maximum((items + BLOCK - 1) // BLOCK, 1)
+    blocks = tl.maximum((items + PAYLOAD.block - 1) // PAYLOAD.block, 1)
     beginning = area.to(tl.pointer_type(tl.int32)) + 2 * (source * MAX_CHUNKS + chunk)
     first_sent = tl.load(beginning)
     num_sent = tl.load(beginning + 1)
@@ -293,7 +321,7 @@ def receive_chunk(
         slot = area + 8 * MAX_CHUNKS * RANKS + number * slot_bytes
         places_at = (slot + places_begin).to(tl.pointer_type(tl.int32)) + choice
         row, row_scales = read_block(
-            slot, slot + scales_begin, 0, items, scale_words, True, ITEM, SCALE, False, True, BLOCK, SCALE_BLOCK
+            slot, slot + scales_begin, 0, items, scale_words, True, PAYLOAD, True
         )
         here = tl.load(places_at, mask=choice < K, other=-1)
         weights = tl.load((places_at + K).to(tl.pointer_type(tl.float32)), mask=choice < K, other=0.0)
@@ -302,13 +330,9 @@ def receive_chunk(
         for block in range(blocks):
             if block > 0:
                 row, row_scales = read_block(
-                    slot, slot + scales_begin, block, items, scale_words, True,
-                    ITEM, SCALE, False, True, BLOCK, SCALE_BLOCK,
+                    slot, slot + scales_begin, block, items, scale_words, True, PAYLOAD, True,
                 )
-            spread(
-                here, weights, row, row_scales, block, size, outputs, ITEM, SCALE, ALIGNED, BLOCK, SCALE_BLOCK,
-                GRADIENT,
-            )
+            spread(here, weights, row, row_scales, block, size, outputs, PAYLOAD)
         if row_weights_ptr is not None:
             tl.store(row_weights_ptr + here, weights, mask=here >= 0)
 
@@ -318,16 +342,14 @@ def ep_dispatch_kernel(
     ctx, x_ptr, scales_ptr, weights_ptr, tables, came,
     rows_ptr, row_scales_ptr, row_weights_ptr, expert_rows_ptr, dots_ptr,
     num_tokens, chunk_tokens, num_senders, items, scale_words, plan,
-    ADVANCE: tl.constexpr, FIRST: tl.constexpr, GRADIENT: tl.constexpr, QUANTIZE: tl.constexpr,
-    K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr, TILE_TOKENS: tl.constexpr, SOURCE: tl.constexpr,
-    ITEM: tl.constexpr, SCALE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, SCALE_BLOCK: tl.constexpr,
-    trace_ptr=None,
+    ADVANCE: tl.constexpr, FIRST: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr,
+    TILE_TOKENS: tl.constexpr, PAYLOAD: tl.constexpr, trace_ptr=None,
 ):
     """x [T, items] of each rank to rows [R, items] of the ranks with its experts; see the module.
 
     Signal number ``source * MAX_CHUNKS + chunk`` of a half says that a chunk of the source's tokens is in our slots.
     """
-    items = whole_items(items, ITEM, ALIGNED)
+    items = whole_items(items, PAYLOAD.item, PAYLOAD.aligned)
     scale_words = tl.cast(scale_words, tl.int32)
     size, inputs = (items, scale_words), (x_ptr, scales_ptr, weights_ptr)
     outputs = rows_ptr, row_scales_ptr, row_weights_ptr, expert_rows_ptr, dots_ptr
@@ -347,7 +369,7 @@ def ep_dispatch_kernel(
     first_chunk = tl.where(runs & (pid < num_senders), pid, chunks)
     areas = _areas(ctx, half, RANKS)
     ranks = tl.arange(0, triton.next_power_of_2(RANKS))
-    row_bytes, scale_bytes = items * (ITEM.primitive_bitwidth // 8), scale_words * (SCALE.primitive_bitwidth // 8)
+    row_bytes, scale_bytes = travelling_bytes(size, PAYLOAD)
     scales_begin, places_begin, slot_bytes = slot_parts(row_bytes, scale_bytes, K)
     ours = tl.load(ours_at(tables, EXPERTS, RANKS) + ranks, mask=ranks < RANKS, other=0).to(tl.int64)
     firsts = areas + 8 * MAX_CHUNKS * RANKS + ours * slot_bytes
@@ -357,8 +379,7 @@ def ep_dispatch_kernel(
         td.mark(trace, "copies", ALL_PEERS)
         _send_chunk(
             ctx, call, (areas, firsts), chunk, chunk_size, num_tokens, goes > 0, tables, inputs, size, outputs,
-            FIRST, GRADIENT, QUANTIZE, K, EXPERTS, RANKS, TILE_TOKENS, SOURCE, ITEM, SCALE, ALIGNED, BLOCK, SCALE_BLOCK,
-            trace,
+            FIRST, K, EXPERTS, RANKS, TILE_TOKENS, PAYLOAD, trace,
         )
         td.mark(trace, "finishes")
         td.mark(trace, "ends")
@@ -381,7 +402,7 @@ def ep_dispatch_kernel(
                     td.mark(trace, "receives", source)
                     receive_chunk(
                         area, source, chunk, staged, came, size, outputs,
-                        FIRST, GRADIENT, K, RANKS, ITEM, SCALE, ALIGNED, BLOCK, SCALE_BLOCK,
+                        FIRST, K, RANKS, PAYLOAD,
                     )
                 else:
                     tl.store(facts + GOES, -1)  # no combine may go by tables that are not complete

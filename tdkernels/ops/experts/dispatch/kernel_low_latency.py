@@ -143,17 +143,16 @@ def _rows_of(experts, number, all_experts, first_rows):
 def _receive_token(
     slot, scales_begin, experts_begin, all_experts, first_rows, capacity,
     size, outputs,
-    K: tl.constexpr, ITEM: tl.constexpr, SCALE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
-    SCALE_BLOCK: tl.constexpr,
+    K: tl.constexpr, PAYLOAD: tl.constexpr,
 ):
     """Copy a token that has come from its slot to its rows; returns these, -1 for choices that are not here."""
     items, scale_words = size
     row_weights_ptr = outputs[2]
     choice = tl.arange(0, triton.next_power_of_2(K))
-    blocks = tl.maximum((items + BLOCK - 1) // BLOCK, 1)
+    blocks = tl.maximum((items + PAYLOAD.block - 1) // PAYLOAD.block, 1)
     # On its way while the rows are found, even if there are none.
     row, row_scales = read_block(
-        slot, slot + scales_begin, 0, items, scale_words, True, ITEM, SCALE, False, True, BLOCK, SCALE_BLOCK
+        slot, slot + scales_begin, 0, items, scale_words, True, PAYLOAD, True
     )
     at = (slot + experts_begin).to(tl.pointer_type(tl.int32)) + choice
     experts = tl.load(at, mask=choice < K, other=-1)
@@ -166,11 +165,9 @@ def _receive_token(
     for block in range(tl.where(is_here, blocks, 0)):
         if block > 0:
             row, row_scales = read_block(
-                slot, slot + scales_begin, block, items, scale_words, True, ITEM, SCALE, False, True, BLOCK, SCALE_BLOCK
+                slot, slot + scales_begin, block, items, scale_words, True, PAYLOAD, True
             )
-        spread(
-            here, weights, row, row_scales, block, size, outputs, ITEM, SCALE, ALIGNED, BLOCK, SCALE_BLOCK, False
-        )
+        spread(here, weights, row, row_scales, block, size, outputs, PAYLOAD)
     if row_weights_ptr is not None:
         tl.store(row_weights_ptr + here, weights, mask=here >= 0)
     return here
@@ -201,16 +198,15 @@ def ep_direct_kernel(
     ctx, ids_ptr, bad_ptr, x_ptr, scales_ptr, weights_ptr, tables, came, splits_ptr,
     rows_ptr, row_scales_ptr, row_weights_ptr,
     num_tokens, most, capacity, num_senders, items, scale_words, plan, call,
-    ADVANCE: tl.constexpr, QUANTIZE: tl.constexpr, BY_SOURCE: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr,
-    RANKS: tl.constexpr, N: tl.constexpr, SOURCE: tl.constexpr, ITEM: tl.constexpr, SCALE: tl.constexpr,
-    ALIGNED: tl.constexpr, BLOCK: tl.constexpr, SCALE_BLOCK: tl.constexpr, trace_ptr=None,
+    ADVANCE: tl.constexpr, BY_SOURCE: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr,
+    N: tl.constexpr, PAYLOAD: tl.constexpr, trace_ptr=None,
 ):
     """x [T, items] of each rank, T <= most, to rows [capacity, items] of the ranks with its experts; see the module.
 
     ``num_senders``: with program 0; 0 where this launch only receives. Signal number ``source * MAX_CHUNKS + token`` of
     a half says that a source's token is in our slots, number ``ranks * MAX_CHUNKS + source`` that its line is here.
     """
-    items = whole_items(items, ITEM, ALIGNED)
+    items = whole_items(items, PAYLOAD.item, PAYLOAD.aligned)
     scale_words = tl.cast(scale_words, tl.int32)
     num_tokens, most = tl.cast(num_tokens, tl.int32), tl.cast(most, tl.int32)
     epoch, half, signal = td.call(ctx, plan)
@@ -224,7 +220,7 @@ def ep_direct_kernel(
         td.mark(trace, "starts")
         send_token(
             ctx, half, signal, token, num_tokens, most, ids_ptr, x_ptr, scales_ptr, weights_ptr, tables,
-            items, scale_words, QUANTIZE, K, EXPERTS, RANKS, N, SOURCE, ITEM, SCALE, ALIGNED, BLOCK, SCALE_BLOCK, trace,
+            items, scale_words, K, EXPERTS, RANKS, N, PAYLOAD, trace,
         )
         td.mark(trace, "finishes")
         td.mark(trace, "ends")
@@ -240,7 +236,7 @@ def ep_direct_kernel(
             else:
                 _give_up(tables, splits_ptr, BY_SOURCE, EXPERTS, RANKS)
     scales_begin, experts_begin, slot_bytes = direct_slot_parts(
-        items * (ITEM.primitive_bitwidth // 8), scale_words * (SCALE.primitive_bitwidth // 8), K
+        items * (PAYLOAD.item.primitive_bitwidth // 8), scale_words * (PAYLOAD.scale.primitive_bitwidth // 8), K
     )
     choice = tl.arange(0, triton.next_power_of_2(K))
     work = most * RANKS
@@ -263,7 +259,7 @@ def ep_direct_kernel(
                 here = _receive_token(
                     slot, scales_begin, experts_begin, all_experts, first_rows, tl.where(goes, capacity, 0),
                     (items, scale_words), (rows_ptr, row_scales_ptr, row_weights_ptr, None, None),
-                    K, ITEM, SCALE, ALIGNED, BLOCK, SCALE_BLOCK,
+                    K, PAYLOAD,
                 )
                 tl.store(slot_at(came, source * most + token, K, RANKS) + choice, here, mask=choice < K)
                 tl.store(chunk_at(came, source, token), token)

@@ -103,22 +103,20 @@ def _number(ids_ptr, token, experts, K: tl.constexpr, EXPERTS: tl.constexpr, N: 
 @td.jit
 def send_token(
     ctx, half, signal, token, num_tokens, most, ids_ptr, x_ptr, scales_ptr, weights_ptr, tables, items, scale_words,
-    QUANTIZE: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr, N: tl.constexpr,
-    SOURCE: tl.constexpr, ITEM: tl.constexpr, SCALE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
-    SCALE_BLOCK: tl.constexpr, trace,
+    K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr, N: tl.constexpr, PAYLOAD: tl.constexpr, trace,
 ):
     """Store a token in its slot at each rank that has an expert of it, and signal it to all."""
-    SCALE_BYTES: tl.constexpr = SCALE.primitive_bitwidth // 8
+    SCALE_BYTES: tl.constexpr = PAYLOAD.scale.primitive_bitwidth // 8
     choice = tl.arange(0, triton.next_power_of_2(K))
     me = td.rank(ctx)
     scales_begin, experts_begin, slot_bytes = direct_slot_parts(
-        items * (ITEM.primitive_bitwidth // 8), scale_words * SCALE_BYTES, K
+        items * (PAYLOAD.item.primitive_bitwidth // 8), scale_words * SCALE_BYTES, K
     )
-    blocks = tl.maximum((items + BLOCK - 1) // BLOCK, 1)
-    x = x_ptr.to(tl.int64) + tl.cast(token, tl.int64) * items * (SOURCE.primitive_bitwidth // 8)
+    blocks = tl.maximum((items + PAYLOAD.block - 1) // PAYLOAD.block, 1)
+    x = x_ptr.to(tl.int64) + tl.cast(token, tl.int64) * items * (PAYLOAD.source.primitive_bitwidth // 8)
     scales = scales_ptr.to(tl.int64) + tl.cast(token, tl.int64) * scale_words * SCALE_BYTES
     row, row_scales = read_block(
-        x, scales, 0, items, scale_words, True, SOURCE, SCALE, QUANTIZE, ALIGNED, BLOCK, SCALE_BLOCK
+        x, scales, 0, items, scale_words, True, PAYLOAD, False
     )
     weights = tl.full(choice.shape, 1.0, tl.float32)
     if weights_ptr is not None:
@@ -131,7 +129,7 @@ def send_token(
     for block in range(blocks):
         if block > 0:
             row, row_scales = read_block(
-                x, scales, block, items, scale_words, True, SOURCE, SCALE, QUANTIZE, ALIGNED, BLOCK, SCALE_BLOCK
+                x, scales, block, items, scale_words, True, PAYLOAD, False
             )
         for step in range(RANKS):
             to = (me + 1 + step) % RANKS
@@ -139,7 +137,7 @@ def send_token(
                 slot = slot_of(td.data_at(ctx, half, to), me, token, most, slot_bytes, EXPERTS, RANKS)
                 write_block(
                     row, row_scales, slot, slot + scales_begin, block, sent_items, sent_words,
-                    ITEM, SCALE, True, BLOCK, SCALE_BLOCK,
+                    PAYLOAD, True,
                 )
     number = _number(ids_ptr, token, experts, K, EXPERTS, N)  # while the token is on its way
     for step in range(RANKS):  # also where none is: that is to be heard

@@ -105,8 +105,8 @@ def new_dispatch(workspace, routing, tensors, phase, operands):
     """The Launch of a dispatch; ``operands``: memory of the tensors, then the maps of the routing."""
     x, shape = tensors.x, routing.shape
     parts = parts_of(tensors, routing.config)
-    items, scale_words, constants = parts
-    row_bytes, scale_row_bytes = items * size_of(constants["ITEM"]), scale_words * size_of(constants["SCALE"])
+    items, scale_words, payload = parts
+    row_bytes, scale_row_bytes = items * size_of(payload.item), scale_words * size_of(payload.scale)
     fields = {
         "dtype": str(x.dtype), "width": x.shape[1], "scales": scale_bytes_of(tensors), "quantize": tensors.quantize,
         "weighted": tensors.weights is not None, "gradient": tensors.gradient, "k": shape.choices,
@@ -124,7 +124,7 @@ def new_dispatch(workspace, routing, tensors, phase, operands):
 def dispatch_call(ctx, routing, tensors, parts, plan, phase="both"):
     """(kernel, programs, arguments, constants) of a launch; ``parts`` are those of ``parts_of``."""
     config, x = routing.config, tensors.x
-    items, scale_words, constants = parts
+    items, scale_words, payload = parts
     counts = _programs(config, phase, chunks_at_most(routing), _chunks_of_peers(routing))
     programs, numbers = routing.programs(config, phase, *counts)
     args = (
@@ -135,7 +135,7 @@ def dispatch_call(ctx, routing, tensors, parts, plan, phase="both"):
     )
     kernel, own = routing.dispatch_kernel(x.device)
     return kernel, programs, args, {
-        "ADVANCE": phase != "send", "FIRST": tensors.first, **routing.table_constants(), **constants,
+        "ADVANCE": phase != "send", "FIRST": tensors.first, **routing.table_constants(), "PAYLOAD": payload,
         "num_warps": config.num_warps, **own,
     }
 

@@ -104,8 +104,8 @@ def _launch(routing, tensors, phase):
 def _new(workspace, routing, tensors, phase, operands):
     """The Launch."""
     parts, shape = parts_of(tensors, routing.config), routing.shape
-    items, scale_words, constants = parts
-    slot = slot_memory(items * size_of(constants["ITEM"]), scale_words * size_of(constants["SCALE"]), shape.choices)
+    items, scale_words, payload = parts
+    slot = slot_memory(items * size_of(payload.item), scale_words * size_of(payload.scale), shape.choices)
     fields = {
         "dtype": str(tensors.x.dtype), "width": tensors.x.shape[1], "scales": scale_bytes_of(tensors),
         "quantize": tensors.quantize, "weighted": tensors.weights is not None, "k": shape.choices,
@@ -129,7 +129,7 @@ def _new(workspace, routing, tensors, phase, operands):
 def low_latency_call(ctx, routing, tensors, parts, plan, known, phase="both", call=0):
     """(kernel, programs, arguments, constants); ``known``: tables, received-slot map, ids, error code, splits."""
     config, shape, x = routing.config, routing.shape, tensors.x
-    items, scale_words, constants = parts
+    items, scale_words, payload = parts
     tables, received, ids, error_code, splits = known
     # With the program that counts, and with the one that settles.
     senders = 1 + min(config.num_senders, max(shape.tokens, 1)) if phase != "receive" else 0
@@ -140,9 +140,9 @@ def low_latency_call(ctx, routing, tensors, parts, plan, known, phase="both", ca
         splits, as_memory(tensors.rows), as_memory(or_else(tensors.row_scales, tensors.rows)), tensors.row_weights,
         shape.tokens, shape.max_tokens_per_rank, shape.max_tokens, senders, items, scale_words, plan, call,
     )
-    constants = {name: value for name, value in constants.items() if name != "GRADIENT"} | {
+    constants = {
         "ADVANCE": phase != "send", "BY_SOURCE": shape.by_source, "K": shape.choices, "EXPERTS": shape.num_experts,
         "RANKS": shape.world_size, "N": min(MOST_COMPARED.value // next_power_of_2(shape.choices), MOST_IDS.value),
-        "num_warps": config.num_warps, "trace_ptr": pieces_trace(x.device, shape.world_size),
+        "PAYLOAD": payload, "num_warps": config.num_warps, "trace_ptr": pieces_trace(x.device, shape.world_size),
     }
     return ep_direct_kernel, senders + receivers, args, constants

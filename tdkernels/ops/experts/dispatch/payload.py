@@ -10,7 +10,7 @@ import torch
 import triton.language as tl
 
 from tdkernels.ops.experts.dispatch import layout
-from tdkernels.ops.experts.dispatch.kernel_dispatch import BY_INSTRUCTION, BY_INTEGERS, QUANTUM
+from tdkernels.ops.experts.dispatch.kernel_dispatch import BY_INSTRUCTION, BY_INTEGERS, QUANTUM, Payload
 from tdkernels.rounding import cdiv, next_power_of_2
 from tdkernels.runtime import gpu, recorder
 
@@ -111,14 +111,14 @@ def scale_bytes_of(tensors):
 
 
 def _how(quantize, device):
-    """QUANTIZE, for a kernel."""
+    """``Payload.quantize``."""
     if not quantize:
         return 0
     return (BY_INSTRUCTION if gpu.converts_to_e4m3(device) else BY_INTEGERS).value
 
 
 def parts_of(tensors, config):
-    """(items of a row, words of its scales, what the kernel's constants say of them)."""
+    """(items of a row, words of its scales, the Payload that the kernel is compiled for)."""
     x, quantize, gradient, scale_bytes = tensors.x, tensors.quantize, tensors.gradient, scale_bytes_of(tensors)
     width = x.shape[1]
     nbytes = width * x.element_size()
@@ -135,7 +135,6 @@ def parts_of(tensors, config):
         scale, scale_size = _word(scale_bytes) if scale_bytes else (tl.uint8, 1)
         scale_words = scale_bytes // scale_size
         scale_block = next_power_of_2(max(scale_words, 1))
-    return items, scale_words, {
-        "GRADIENT": gradient, "QUANTIZE": _how(quantize, x.device), "SOURCE": source, "ITEM": item, "SCALE": scale,
-        "ALIGNED": items * item_bytes % 16 == 0, "BLOCK": block, "SCALE_BLOCK": scale_block,
-    }
+    aligned = items * item_bytes % 16 == 0
+    payload = Payload(source, item, scale, _how(quantize, x.device), gradient, aligned, block, scale_block)
+    return items, scale_words, payload

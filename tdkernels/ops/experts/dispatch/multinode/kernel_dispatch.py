@@ -33,6 +33,7 @@ from tdkernels.ops.experts.dispatch.kernel_dispatch import (
     receive_chunk,
     send_token,
     slot_parts,
+    travelling_bytes,
     write_block,
 )
 from tdkernels.ops.experts.dispatch.layout import (
@@ -96,9 +97,7 @@ def _token_for(
 def _send_across(
     ctx, half, signal, arriving, leaving, node, chunk, chunk_tokens, crossing, num_tokens, tables, node_tables, inputs,
     size,
-    QUANTIZE: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr, LOCAL: tl.constexpr,
-    SOURCE: tl.constexpr, ITEM: tl.constexpr, SCALE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
-    SCALE_BLOCK: tl.constexpr,
+    K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr, LOCAL: tl.constexpr, PAYLOAD: tl.constexpr,
 ):
     """Gather a chunk of our ``crossing`` tokens for a node, and put it where the rank of our rail there passes it on.
 
@@ -107,18 +106,18 @@ def _send_across(
     items, scale_words = size
     x_ptr, scales_ptr, weights_ptr = inputs
     NODES: tl.constexpr = RANKS // LOCAL
-    SCALE_BYTES: tl.constexpr = SCALE.primitive_bitwidth // 8
+    SCALE_BYTES: tl.constexpr = PAYLOAD.scale.primitive_bitwidth // 8
     choice, numbers = tl.arange(0, triton.next_power_of_2(K)), tl.arange(0, triton.next_power_of_2(LOCAL))
     me = td.rank(ctx)
-    row_bytes, scale_bytes = items * (ITEM.primitive_bitwidth // 8), scale_words * SCALE_BYTES
+    row_bytes, scale_bytes = travelling_bytes(size, PAYLOAD)
     scales_begin, places_begin, slot_bytes = crossing_slot_parts(row_bytes, scale_bytes, K, LOCAL)
-    blocks = tl.maximum((items + BLOCK - 1) // BLOCK, 1)
+    blocks = tl.maximum((items + PAYLOAD.block - 1) // PAYLOAD.block, 1)
     start = chunk * chunk_tokens
     end = tl.minimum(start + chunk_tokens, crossing)
     first = leaving + (tl.load(going_at(node_tables, node, RANKS, NODES)) + start).to(tl.int64) * slot_bytes
     for i in range(start, end):
         token = tl.load(listed_at(node_tables, node, i, num_tokens, RANKS, NODES))
-        x = x_ptr.to(tl.int64) + token.to(tl.int64) * items * (SOURCE.primitive_bitwidth // 8)
+        x = x_ptr.to(tl.int64) + token.to(tl.int64) * items * (PAYLOAD.source.primitive_bitwidth // 8)
         scales = scales_ptr.to(tl.int64) + token.to(tl.int64) * scale_words * SCALE_BYTES
         slot = first + (i - start) * slot_bytes
         dest, places, weights, sent = _token_for(
@@ -126,11 +125,11 @@ def _send_across(
         )
         for block in range(blocks):
             row, row_scales = read_block(
-                x, scales, block, items, scale_words, True, SOURCE, SCALE, QUANTIZE, ALIGNED, BLOCK, SCALE_BLOCK
+                x, scales, block, items, scale_words, True, PAYLOAD, False
             )
             write_block(
                 row, row_scales, slot, slot + scales_begin, block, items, scale_words,
-                ITEM, SCALE, True, BLOCK, SCALE_BLOCK,
+                PAYLOAD, True,
             )
         places_to = (slot + places_begin).to(tl.pointer_type(tl.int32))
         tl.store(places_to + choice, places, mask=choice < K)
@@ -181,25 +180,23 @@ def _announce(ctx, half, areas, signal, source, chunk, first_sent, num_sent, PAS
 @td.jit
 def _send_here(
     ctx, half, signal, areas, chunk, chunk_tokens, num_tokens, tables, inputs, size, outputs,
-    GRADIENT: tl.constexpr, QUANTIZE: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr,
-    LOCAL: tl.constexpr, SOURCE: tl.constexpr, ITEM: tl.constexpr, SCALE: tl.constexpr, ALIGNED: tl.constexpr,
-    BLOCK: tl.constexpr, SCALE_BLOCK: tl.constexpr,
+    K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr, LOCAL: tl.constexpr, PAYLOAD: tl.constexpr,
 ):
     """Send a chunk of our tokens to node peers and to our own rows, and signal it."""
     items, scale_words = size
     x_ptr, scales_ptr, weights_ptr = inputs
-    SCALE_BYTES: tl.constexpr = SCALE.primitive_bitwidth // 8
+    SCALE_BYTES: tl.constexpr = PAYLOAD.scale.primitive_bitwidth // 8
     L: tl.constexpr = triton.next_power_of_2(LOCAL)
     me = td.rank(ctx)
-    row_bytes, scale_bytes = items * (ITEM.primitive_bitwidth // 8), scale_words * SCALE_BYTES
+    row_bytes, scale_bytes = travelling_bytes(size, PAYLOAD)
     scales_begin, places_begin, slot_bytes = slot_parts(row_bytes, scale_bytes, K)
     firsts = _slots_from(areas, tables, me // LOCAL, slot_bytes, EXPERTS, RANKS, LOCAL)
-    blocks = tl.maximum((items + BLOCK - 1) // BLOCK, 1)
+    blocks = tl.maximum((items + PAYLOAD.block - 1) // PAYLOAD.block, 1)
     start = chunk * chunk_tokens
     first_sent = tl.full((L,), NO_PLACE, tl.int32)
     num_sent = tl.full((L,), 0, tl.int32)
     for token in range(start, tl.minimum(start + chunk_tokens, num_tokens)):
-        x = x_ptr.to(tl.int64) + tl.cast(token, tl.int64) * items * (SOURCE.primitive_bitwidth // 8)
+        x = x_ptr.to(tl.int64) + tl.cast(token, tl.int64) * items * (PAYLOAD.source.primitive_bitwidth // 8)
         scales = scales_ptr.to(tl.int64) + tl.cast(token, tl.int64) * scale_words * SCALE_BYTES
         dest, places, weights, sent = _token_for(
             tables, weights_ptr, token, num_tokens, me // LOCAL, K, EXPERTS, RANKS, LOCAL
@@ -208,7 +205,7 @@ def _send_here(
         slots = tl.where(sent >= 0, firsts + sent.to(tl.int64) * slot_bytes, 0)
         send_token(
             x, scales, slots, scales_begin, places_begin, me % LOCAL, dest, places, weights, blocks, size, outputs,
-            GRADIENT, QUANTIZE, K, LOCAL, SOURCE, ITEM, SCALE, ALIGNED, ALIGNED, BLOCK, SCALE_BLOCK,
+            K, LOCAL, PAYLOAD, False,
         )
         first_sent = tl.where(sent >= 0, tl.minimum(first_sent, sent), first_sent)
         num_sent += (sent >= 0).to(tl.int32)
@@ -222,9 +219,8 @@ def _send_here(
 def _pass_on(
     ctx, half, signal, areas, arriving, source, chunk, chunk_tokens, crossing, tables, node_tables, passed, size,
     outputs,
-    FIRST: tl.constexpr, GRADIENT: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr,
-    LOCAL: tl.constexpr, ITEM: tl.constexpr, SCALE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
-    SCALE_BLOCK: tl.constexpr,
+    FIRST: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr, LOCAL: tl.constexpr,
+    PAYLOAD: tl.constexpr,
 ):
     """Send a chunk of the source's ``crossing`` tokens, which has come, to node peers and to our own rows.
 
@@ -234,11 +230,11 @@ def _pass_on(
     L: tl.constexpr = triton.next_power_of_2(LOCAL)
     choice, numbers = tl.arange(0, triton.next_power_of_2(K)), tl.arange(0, L)
     me = td.rank(ctx)
-    row_bytes, scale_bytes = items * (ITEM.primitive_bitwidth // 8), scale_words * (SCALE.primitive_bitwidth // 8)
+    row_bytes, scale_bytes = travelling_bytes(size, PAYLOAD)
     scales_begin, places_begin, slot_bytes = slot_parts(row_bytes, scale_bytes, K)
     crossing_bytes = crossing_slot_parts(row_bytes, scale_bytes, K, LOCAL)[2]
     firsts = _slots_from(areas, tables, source // LOCAL, slot_bytes, EXPERTS, RANKS, LOCAL)
-    blocks = tl.maximum((items + BLOCK - 1) // BLOCK, 1)
+    blocks = tl.maximum((items + PAYLOAD.block - 1) // PAYLOAD.block, 1)
     start = chunk * chunk_tokens
     begin = tl.load(passing_at(node_tables, source // LOCAL, RANKS, RANKS // LOCAL))
     first_sent = tl.full((L,), NO_PLACE, tl.int32)
@@ -254,8 +250,7 @@ def _pass_on(
         slots = tl.where(sent >= 0, firsts + sent.to(tl.int64) * slot_bytes, 0)
         send_token(
             slot, slot + scales_begin, slots, scales_begin, places_begin, me % LOCAL, dest, places, weights, blocks,
-            size, outputs,
-            GRADIENT, False, K, LOCAL, ITEM, ITEM, SCALE, True, ALIGNED, BLOCK, SCALE_BLOCK,
+            size, outputs, K, LOCAL, PAYLOAD, True,
         )
         if FIRST:
             kept = passed_at(passed, begin + i, K, LOCAL)
@@ -296,9 +291,8 @@ def ep_dispatch_nodes_kernel(
     ctx, x_ptr, scales_ptr, weights_ptr, tables, node_tables, came, passed,
     rows_ptr, row_scales_ptr, row_weights_ptr, expert_rows_ptr, dots_ptr,
     num_tokens, chunk_tokens, num_senders, num_relays, here_slots, crossing_slots, items, scale_words, plan,
-    ADVANCE: tl.constexpr, FIRST: tl.constexpr, GRADIENT: tl.constexpr, QUANTIZE: tl.constexpr,
-    K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr, LOCAL: tl.constexpr, SOURCE: tl.constexpr,
-    ITEM: tl.constexpr, SCALE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, SCALE_BLOCK: tl.constexpr,
+    ADVANCE: tl.constexpr, FIRST: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr,
+    LOCAL: tl.constexpr, PAYLOAD: tl.constexpr,
 ):
     """``ep_dispatch_kernel`` for a group on several nodes of LOCAL ranks; see the module.
 
@@ -306,7 +300,7 @@ def ep_dispatch_nodes_kernel(
     source of our rail by the network, for others in our slots.
     """
     NODES: tl.constexpr = RANKS // LOCAL
-    items = whole_items(items, ITEM, ALIGNED)
+    items = whole_items(items, PAYLOAD.item, PAYLOAD.aligned)
     scale_words = tl.cast(scale_words, tl.int32)
     num_tokens = tl.cast(num_tokens, tl.int32)
     size, inputs = (items, scale_words), (x_ptr, scales_ptr, weights_ptr)
@@ -319,7 +313,7 @@ def ep_dispatch_nodes_kernel(
     goes = tl.load(facts + GOES)
     pid = tl.program_id(0)
     areas = _areas(ctx, half, LOCAL)
-    row_bytes, scale_bytes = items * (ITEM.primitive_bitwidth // 8), scale_words * (SCALE.primitive_bitwidth // 8)
+    row_bytes, scale_bytes = travelling_bytes(size, PAYLOAD)
     slot_bytes = slot_parts(row_bytes, scale_bytes, K)[2]
     crossing_bytes = crossing_slot_parts(row_bytes, scale_bytes, K, LOCAL)[2]
     area = td.data_at(ctx, half, me)
@@ -343,14 +337,13 @@ def ep_dispatch_nodes_kernel(
         if chunk < chunks:
             _send_across(
                 ctx, half, signal, arriving, leaving, to, chunk, chunk_size, crossing, num_tokens, tables, node_tables,
-                inputs, size,
-                QUANTIZE, K, EXPERTS, RANKS, LOCAL, SOURCE, ITEM, SCALE, ALIGNED, BLOCK, SCALE_BLOCK,
+                inputs, size, K, EXPERTS, RANKS, LOCAL, PAYLOAD,
             )
     chunk_size, chunks = chunk_of(num_tokens, chunk_tokens)
     for chunk in range(tl.where(is_sender, pid, chunks), chunks, stride):
         _send_here(
             ctx, half, signal, areas, chunk, chunk_size, num_tokens, tables, inputs, size, outputs,
-            GRADIENT, QUANTIZE, K, EXPERTS, RANKS, LOCAL, SOURCE, ITEM, SCALE, ALIGNED, BLOCK, SCALE_BLOCK,
+            K, EXPERTS, RANKS, LOCAL, PAYLOAD,
         )
 
     most = chunks_at_most(tl.load(facts + MOST_TOKENS), chunk_tokens)
@@ -368,8 +361,7 @@ def ep_dispatch_nodes_kernel(
             if td.in_time(seen, signal):
                 _pass_on(
                     ctx, half, signal, areas, arriving, source, chunk, chunk_size, crossing, tables, node_tables,
-                    passed, size, outputs,
-                    FIRST, GRADIENT, K, EXPERTS, RANKS, LOCAL, ITEM, SCALE, ALIGNED, BLOCK, SCALE_BLOCK,
+                    passed, size, outputs, FIRST, K, EXPERTS, RANKS, LOCAL, PAYLOAD,
                 )
             else:
                 tl.store(facts + GOES, -1)  # no combine may go by tables that are not complete
@@ -392,7 +384,7 @@ def ep_dispatch_nodes_kernel(
                 if td.in_time(seen, signal):
                     receive_chunk(
                         area, source, chunk, staged, came, size, outputs,
-                        FIRST, GRADIENT, K, RANKS, ITEM, SCALE, ALIGNED, BLOCK, SCALE_BLOCK,
+                        FIRST, K, RANKS, PAYLOAD,
                     )
                 else:
                     tl.store(facts + GOES, -1)
