@@ -9,6 +9,8 @@ Shards arrive in the order of steps: first that of the rank below ours, then the
 different peers at a time, and what is needed first comes first, whole.
 """
 
+from typing import NamedTuple
+
 import triton.language as tl
 
 from tdkernels import lang as td
@@ -20,6 +22,30 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 STAT_ROWS = tl.constexpr(16)  # rows of a head whose numbers lie side by side in the statistics
 _BYTES = tl.constexpr(16)  # what slots and chunks begin at a multiple of
+
+
+class AttentionTile(NamedTuple):
+    """What a kernel of ag_attention is compiled for; its argument ``TILE``.
+
+    Args:     d, dv: elements of a head of queries and keys, and of values; block_d, block_dv: what takes them
+              block_q, block_k: queries and keys of a tile
+              mask: ``ALL``, ``CONTIGUOUS`` or ``ZIGZAG``; straddles: a block of keys overlaps both pieces of a rank
+              use_tma: operands are read through tensor descriptors
+              precision: of a product of fp32 operands, as of ``tl.dot``; stages: of the loop over blocks
+    """
+
+    d: int
+    dv: int
+    block_d: int
+    block_dv: int
+    block_q: int
+    block_k: int
+    mask: int
+    straddles: bool
+    elem_bytes: int
+    use_tma: bool
+    precision: str
+    stages: int
 
 
 @td.jit

@@ -32,9 +32,7 @@ from tdkernels.ops.attention.tile import (
 @td.jit
 def _attend(
     acc, top, total, q, k_desc, v_desc, k_at, v_at, where, blocks, limits, stop, scale,
-    DTYPE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, USE_TMA: tl.constexpr, MASKED: tl.constexpr, CLEAN: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    DTYPE: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr, CLEAN: tl.constexpr, STAGES: tl.constexpr,
 ):
     """The online softmax, over blocks of keys of one shard; (acc, top, total) after them.
 
@@ -43,15 +41,17 @@ def _attend(
     ``acc`` are the weighted values, ``total`` the weights' sums, relative to 2 ** ``top``. If MASKED, a query sees the
     keys below its limit. ``stop``: how many keys there are.
     """
+    BLOCK_Q: tl.constexpr = TILE.block_q
+    BLOCK_K: tl.constexpr = TILE.block_k
     plane, sheet, first_row, head, heads = where
     first, last = blocks
     for block in tl.range(first, last, num_stages=STAGES):
         row = block * BLOCK_K
         k = load_rows(
             k_desc, k_at, plane, sheet, first_row, head, heads, row, stop,
-            DTYPE, D, BLOCK_K, BLOCK_D, USE_TMA, CLEAN,
+            DTYPE, TILE.d, BLOCK_K, TILE.block_d, TILE.use_tma, CLEAN,
         )
-        scores = td.dot(q, k.T, tl.full((BLOCK_Q, BLOCK_K), 0.0, tl.float32), PRECISION)
+        scores = td.dot(q, k.T, tl.full((BLOCK_Q, BLOCK_K), 0.0, tl.float32), TILE.precision)
         if MASKED:
             offs = row + tl.arange(0, BLOCK_K)
             scores = tl.where(offs[None, :] < limits[:, None], scores, float("-inf"))
@@ -62,9 +62,9 @@ def _attend(
         acc = acc * shrink[:, None]
         v = load_rows(
             v_desc, v_at, plane, sheet, first_row, head, heads, row, stop,
-            DTYPE, DV, BLOCK_K, BLOCK_DV, USE_TMA, CLEAN,
+            DTYPE, TILE.dv, BLOCK_K, TILE.block_dv, TILE.use_tma, CLEAN,
         )
-        acc = accumulate(acc, weights, v, PRECISION)
+        acc = accumulate(acc, weights, v, TILE.precision)
         top = higher
     return acc, top, total
 
@@ -107,18 +107,17 @@ def far_limits(row, source, me, rows, BLOCK_Q: tl.constexpr, MASK: tl.constexpr)
 def ag_attention_kernel(
     ctx, q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, q_desc, k_desc, v_desc, far_k_desc, far_v_desc,
     scale, batch, rows, heads, kv_heads, plan, num_comm, chunk_rows,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, MASK: tl.constexpr, ELEM_BYTES: tl.constexpr,
-    STRADDLES: tl.constexpr, USE_TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-    COPY_WORDS: tl.constexpr, trace_ptr=None,
+    TILE: tl.constexpr, COPY_WORDS: tl.constexpr, trace_ptr=None,
 ):
     """o [B, S / W, Hq, DV] and lse [B, S / W, Hq]; ``scale`` has the factor for powers of two in it."""
+    BLOCK_Q: tl.constexpr = TILE.block_q
+    BLOCK_K: tl.constexpr = TILE.block_k
     DTYPE: tl.constexpr = q_ptr.dtype.element_ty
     me, ranks = td.rank(ctx), td.num_ranks(ctx)
     epoch, half, signal = td.call(ctx, plan)
     positions = batch * rows
     num_chunks = (positions + chunk_rows - 1) // chunk_rows
-    k_bytes, v_bytes = kv_heads * (D * ELEM_BYTES), kv_heads * (DV * ELEM_BYTES)
+    k_bytes, v_bytes = kv_heads * (TILE.d * TILE.elem_bytes), kv_heads * (TILE.dv * TILE.elem_bytes)
     k_slot, v_slot = slot_bytes(positions, k_bytes), slot_bytes(positions, v_bytes)
     tiles = (rows + BLOCK_Q - 1) // BLOCK_Q * batch * heads
     pieces = num_comm + tiles + tl.where(ranks > 1, 1, 0)
@@ -131,7 +130,7 @@ def ag_attention_kernel(
         if piece < num_comm:
             push_rows(
                 ctx, half, signal, piece, num_comm, rows, positions, chunk_rows, k_ptr.to(tl.int64), k_bytes,
-                v_ptr.to(tl.int64), v_bytes, None, 0, MASK, False, COPY_WORDS, trace,
+                v_ptr.to(tl.int64), v_bytes, None, 0, TILE.mask, False, COPY_WORDS, trace,
             )
             answer = td.take_ticket(ctx)
         elif piece >= num_comm + tiles:
@@ -143,27 +142,27 @@ def ag_attention_kernel(
             first_row = entry * rows
             q = load_rows(
                 q_desc, q_ptr.to(tl.int64), 0, entry, first_row, head, heads, row, rows,
-                DTYPE, D, BLOCK_Q, BLOCK_D, USE_TMA, False,
+                DTYPE, TILE.d, BLOCK_Q, TILE.block_d, TILE.use_tma, False,
             )
-            acc = tl.full((BLOCK_Q, BLOCK_DV), 0.0, tl.float32)
+            acc = tl.full((BLOCK_Q, TILE.block_dv), 0.0, tl.float32)
             top = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
             total = tl.full((BLOCK_Q,), 0.0, tl.float32)
-            limits, plain, blocks = own_blocks(row, rows, BLOCK_Q, BLOCK_K, MASK)
+            limits, plain, blocks = own_blocks(row, rows, BLOCK_Q, BLOCK_K, TILE.mask)
             k_at, v_at = k_ptr.to(tl.int64), v_ptr.to(tl.int64)
             td.mark(trace, "multiplies", me)
             acc, top, total = _attend(
                 acc, top, total, q, k_desc, v_desc, k_at, v_at, (0, entry, first_row, kv_head, kv_heads),
                 (0, plain), limits, rows, scale,
-                DTYPE, D, DV, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_K, USE_TMA, False, False, PRECISION, STAGES,
+                DTYPE, TILE, False, False, TILE.stages,
             )
             acc, top, total = _attend(
                 acc, top, total, q, k_desc, v_desc, k_at, v_at, (0, entry, first_row, kv_head, kv_heads),
                 (plain, blocks), limits, rows, scale,
-                DTYPE, D, DV, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_K, USE_TMA, True, False, PRECISION, 1,
+                DTYPE, TILE, True, False, 1,
             )
             for step in range(1, ranks):
                 source = (me + ranks - step) % ranks
-                limits, least, most = far_limits(row, source, me, rows, BLOCK_Q, MASK)
+                limits, least, most = far_limits(row, source, me, rows, BLOCK_Q, TILE.mask)
                 before = (step - 1) * num_chunks
                 segments, last_chunk = chunks_of(first_row, 0, most, chunk_rows, known, before)
                 for segment in range(0, segments):
@@ -173,7 +172,7 @@ def ag_attention_kernel(
                     td.mark(trace, "waits", source, 2 * (before + chunk))
                     at = await_chunks(
                         ctx, half, signal, td.data_at(ctx, half, me), known, before + chunk + 1, rows, positions,
-                        chunk_rows, MASK, False, USE_TMA,
+                        chunk_rows, TILE.mask, False, TILE.use_tma,
                     )
                     td.mark(trace, "multiplies", source, 2 * (before + chunk) + 1)
                     known = tl.maximum(known, before + chunk + 1)
@@ -183,16 +182,18 @@ def ag_attention_kernel(
                     acc, top, total = _attend(
                         acc, top, total, q, far_k_desc, far_v_desc, k_at, v_at,
                         far, (start, middle), limits, most, scale,
-                        DTYPE, D, DV, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_K, USE_TMA, False, False, PRECISION, STAGES,
+                        DTYPE, TILE, False, False, TILE.stages,
                     )
                     acc, top, total = _attend(
                         acc, top, total, q, far_k_desc, far_v_desc, k_at, v_at,
                         far, (middle, stop), limits, most, scale,
-                        DTYPE, D, DV, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_K, USE_TMA, True, STRADDLES, PRECISION, 1,
+                        DTYPE, TILE, True, TILE.straddles, 1,
                     )
             answer = td.take_ticket(ctx)
             td.mark(trace, "stores")
-            store_rows_of(o_ptr, acc / total[:, None], first_row, head, heads, row, rows, DV, BLOCK_Q, BLOCK_DV)
+            store_rows_of(
+                o_ptr, acc / total[:, None], first_row, head, heads, row, rows, TILE.dv, BLOCK_Q, TILE.block_dv
+            )
             offs = row + tl.arange(0, BLOCK_Q)
             places = (tl.cast(first_row, tl.int64) + offs) * heads + head
             tl.store(lse_ptr + places, (top + tl.log2(total)) * LN_2, mask=offs < rows)

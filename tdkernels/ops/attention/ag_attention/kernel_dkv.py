@@ -75,9 +75,7 @@ def ag_attention_stats_kernel(
 @td.jit
 def _dkv_blocks(
     dk, dv, k, v, q_desc, do_desc, memory, where, begin, blocks, starts, rows, scale,
-    DTYPE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, USE_TMA: tl.constexpr, MASKED: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    DTYPE: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr,
 ):
     """(dk, dv) with what blocks of queries of one shard add, of the group's heads.
 
@@ -88,29 +86,32 @@ def _dkv_blocks(
     changes fastest, so that sums do not depend on where a segment ends. Queries past the shard are zeros. One loop with
     a mask and one without, one after the other, ptxas would not let run their products at the same time.
     """
+    BLOCK_Q: tl.constexpr = TILE.block_q
+    BLOCK_K: tl.constexpr = TILE.block_k
     q_at, do_at, stats_at = memory
     plane, sheet, first_row, kv_head, heads = where
     first, last = blocks
-    for turn in tl.range(first * GROUP, last * GROUP, num_stages=STAGES):
+    for turn in tl.range(first * GROUP, last * GROUP, num_stages=TILE.stages):
         row = begin + turn // GROUP * BLOCK_Q
         head = kv_head * GROUP + turn % GROUP
         q = load_rows(
-            q_desc, q_at, plane, sheet, first_row, head, heads, row, rows, DTYPE, D, BLOCK_Q, BLOCK_D, USE_TMA, False
+            q_desc, q_at, plane, sheet, first_row, head, heads, row, rows,
+            DTYPE, TILE.d, BLOCK_Q, TILE.block_d, TILE.use_tma, False,
         )
         lse = load_stats(stats_at, first_row, head, heads, row, rows, BLOCK_Q, 0)
         delta = load_stats(stats_at, first_row, head, heads, row, rows, BLOCK_Q, 1)
         do = load_rows(
             do_desc, do_at, plane, sheet, first_row, head, heads, row, rows,
-            DTYPE, DV, BLOCK_Q, BLOCK_DV, USE_TMA, False,
+            DTYPE, TILE.dv, BLOCK_Q, TILE.block_dv, TILE.use_tma, False,
         )
         zeros = tl.full((BLOCK_K, BLOCK_Q), 0.0, tl.float32)
-        weights = tl.exp2(td.dot(k, q.T, zeros, PRECISION) * scale - lse[None, :])
+        weights = tl.exp2(td.dot(k, q.T, zeros, TILE.precision) * scale - lse[None, :])
         if MASKED:
             offs = row + tl.arange(0, BLOCK_Q)
             weights = tl.where(offs[None, :] >= starts[:, None], weights, 0.0)
-        dweights = td.dot(v, do.T, zeros, PRECISION)
-        dv = accumulate(dv, weights, do, PRECISION)
-        dk = accumulate(dk, weights * (dweights - delta[None, :]), q, PRECISION)
+        dweights = td.dot(v, do.T, zeros, TILE.precision)
+        dv = accumulate(dv, weights, do, TILE.precision)
+        dk = accumulate(dk, weights * (dweights - delta[None, :]), q, TILE.precision)
     return dk, dv
 
 
@@ -137,18 +138,17 @@ def _far_starts(row, source, me, rows, BLOCK_K: tl.constexpr, MASK: tl.constexpr
 def ag_attention_dkv_kernel(
     ctx, q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dk_ptr, dv_ptr, k_desc, v_desc, q_desc, do_desc, far_q_desc,
     far_do_desc, scale, batch, rows, heads, kv_heads, plan, num_comm, chunk_rows,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, MASK: tl.constexpr, ELEM_BYTES: tl.constexpr,
-    GROUP: tl.constexpr, STRADDLES: tl.constexpr, USE_TMA: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr, COPY_WORDS: tl.constexpr,
+    GROUP: tl.constexpr, TILE: tl.constexpr, COPY_WORDS: tl.constexpr,
 ):
     """The gradients of k and v: tiles of keys, of which the first are seen by most queries and come first."""
+    BLOCK_Q: tl.constexpr = TILE.block_q
+    BLOCK_K: tl.constexpr = TILE.block_k
     DTYPE: tl.constexpr = q_ptr.dtype.element_ty
     me, ranks = td.rank(ctx), td.num_ranks(ctx)
     epoch, half, signal = td.call(ctx, plan)
     positions = batch * rows
     num_chunks = (positions + chunk_rows - 1) // chunk_rows
-    q_bytes, do_bytes = heads * (D * ELEM_BYTES), heads * (DV * ELEM_BYTES)
+    q_bytes, do_bytes = heads * (TILE.d * TILE.elem_bytes), heads * (TILE.dv * TILE.elem_bytes)
     stat_bytes = heads * (2 * 4 * STAT_ROWS)
     q_slot, do_slot = slot_bytes(positions, q_bytes), slot_bytes(positions, do_bytes)
     stat_slot = slot_bytes((positions + STAT_ROWS - 1) // STAT_ROWS, stat_bytes)
@@ -161,7 +161,7 @@ def ag_attention_dkv_kernel(
         if piece < num_comm:
             push_rows(
                 ctx, half, signal, piece, num_comm, rows, positions, chunk_rows, q_ptr.to(tl.int64), q_bytes,
-                do_ptr.to(tl.int64), do_bytes, stats_ptr.to(tl.int64), stat_bytes, MASK, True, COPY_WORDS,
+                do_ptr.to(tl.int64), do_bytes, stats_ptr.to(tl.int64), stat_bytes, TILE.mask, True, COPY_WORDS,
                 (None, 0),
             )
             answer = td.take_ticket(ctx)
@@ -176,24 +176,24 @@ def ag_attention_dkv_kernel(
             first_row = entry * rows
             k = load_rows(
                 k_desc, k_ptr.to(tl.int64), 0, entry, first_row, kv_head, kv_heads, row, rows,
-                DTYPE, D, BLOCK_K, BLOCK_D, USE_TMA, False,
+                DTYPE, TILE.d, BLOCK_K, TILE.block_d, TILE.use_tma, False,
             )
             v = load_rows(
                 v_desc, v_ptr.to(tl.int64), 0, entry, first_row, kv_head, kv_heads, row, rows,
-                DTYPE, DV, BLOCK_K, BLOCK_DV, USE_TMA, False,
+                DTYPE, TILE.dv, BLOCK_K, TILE.block_dv, TILE.use_tma, False,
             )
-            dk = tl.full((BLOCK_K, BLOCK_D), 0.0, tl.float32)
-            dv = tl.full((BLOCK_K, BLOCK_DV), 0.0, tl.float32)
-            starts, begin = _own_starts(row, BLOCK_K, MASK)
+            dk = tl.full((BLOCK_K, TILE.block_d), 0.0, tl.float32)
+            dv = tl.full((BLOCK_K, TILE.block_dv), 0.0, tl.float32)
+            starts, begin = _own_starts(row, BLOCK_K, TILE.mask)
             q_at, do_at, stats_at = q_ptr.to(tl.int64), do_ptr.to(tl.int64), stats_ptr.to(tl.int64)
             dk, dv = _dkv_blocks(
                 dk, dv, k, v, q_desc, do_desc, (q_at, do_at, stats_at), (0, entry, first_row, kv_head, heads),
                 begin, (0, (rows - begin + BLOCK_Q - 1) // BLOCK_Q), starts, rows, scale * LOG2_E,
-                DTYPE, D, DV, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_K, GROUP, USE_TMA, MASK != ALL, PRECISION, STAGES,
+                DTYPE, GROUP, TILE, TILE.mask != ALL,
             )
             for step in range(1, ranks):
                 source = (me + ranks - step) % ranks
-                starts, begin = _far_starts(row, source, me, rows, BLOCK_K, MASK)
+                starts, begin = _far_starts(row, source, me, rows, BLOCK_K, TILE.mask)
                 before = (step - 1) * num_chunks
                 segments, last_chunk = chunks_of(first_row, begin, rows, chunk_rows, known, before)
                 for segment in range(0, segments):
@@ -202,7 +202,7 @@ def ag_attention_dkv_kernel(
                     )
                     at = await_chunks(
                         ctx, half, signal, td.data_at(ctx, half, me), known, before + chunk + 1, rows, positions,
-                        chunk_rows, MASK, True, USE_TMA,
+                        chunk_rows, TILE.mask, True, TILE.use_tma,
                     )
                     known = tl.maximum(known, before + chunk + 1)
                     q_at, do_at = at + source * q_slot, at + ranks * q_slot + source * do_slot
@@ -211,11 +211,11 @@ def ag_attention_dkv_kernel(
                         dk, dv, k, v, far_q_desc, far_do_desc, (q_at, do_at, stats_at),
                         (half, source * batch + entry, first_row, kv_head, heads), begin, (start, stop), starts, rows,
                         scale * LOG2_E,
-                        DTYPE, D, DV, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_K, GROUP, USE_TMA, STRADDLES, PRECISION, STAGES,
+                        DTYPE, GROUP, TILE, TILE.straddles,
                     )
             answer = td.take_ticket(ctx)
-            store_rows_of(dk_ptr, dk * scale, first_row, kv_head, kv_heads, row, rows, D, BLOCK_K, BLOCK_D)
-            store_rows_of(dv_ptr, dv, first_row, kv_head, kv_heads, row, rows, DV, BLOCK_K, BLOCK_DV)
+            store_rows_of(dk_ptr, dk * scale, first_row, kv_head, kv_heads, row, rows, TILE.d, BLOCK_K, TILE.block_d)
+            store_rows_of(dv_ptr, dv, first_row, kv_head, kv_heads, row, rows, TILE.dv, BLOCK_K, TILE.block_dv)
         piece = td.ticket_of(answer)
     td.finish(ctx)
 

@@ -26,11 +26,11 @@ from tdkernels.ops.attention.tile import (
 @td.jit
 def _dq_blocks(
     dq, q, do, stats, k_desc, v_desc, k_at, v_at, where, blocks, limits, stop, scale,
-    DTYPE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, USE_TMA: tl.constexpr, MASKED: tl.constexpr, CLEAN: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    DTYPE: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr, CLEAN: tl.constexpr, STAGES: tl.constexpr,
 ):
     """dq with what blocks of the keys of one shard add to it; stats: (lse, delta), the others as of ``_attend``."""
+    BLOCK_Q: tl.constexpr = TILE.block_q
+    BLOCK_K: tl.constexpr = TILE.block_k
     lse, delta = stats
     plane, sheet, first_row, head, heads = where
     first, last = blocks
@@ -38,19 +38,19 @@ def _dq_blocks(
         row = block * BLOCK_K
         k = load_rows(
             k_desc, k_at, plane, sheet, first_row, head, heads, row, stop,
-            DTYPE, D, BLOCK_K, BLOCK_D, USE_TMA, CLEAN,
+            DTYPE, TILE.d, BLOCK_K, TILE.block_d, TILE.use_tma, CLEAN,
         )
         v = load_rows(
             v_desc, v_at, plane, sheet, first_row, head, heads, row, stop,
-            DTYPE, DV, BLOCK_K, BLOCK_DV, USE_TMA, CLEAN,
+            DTYPE, TILE.dv, BLOCK_K, TILE.block_dv, TILE.use_tma, CLEAN,
         )
         zeros = tl.full((BLOCK_Q, BLOCK_K), 0.0, tl.float32)
-        weights = tl.exp2(td.dot(q, k.T, zeros, PRECISION) * scale - lse[:, None])
+        weights = tl.exp2(td.dot(q, k.T, zeros, TILE.precision) * scale - lse[:, None])
         if MASKED:
             offs = row + tl.arange(0, BLOCK_K)
             weights = tl.where(offs[None, :] < limits[:, None], weights, 0.0)
-        dweights = td.dot(do, v.T, zeros, PRECISION)
-        dq = accumulate(dq, weights * (dweights - delta[:, None]), k, PRECISION)
+        dweights = td.dot(do, v.T, zeros, TILE.precision)
+        dq = accumulate(dq, weights * (dweights - delta[:, None]), k, TILE.precision)
     return dq
 
 
@@ -58,18 +58,17 @@ def _dq_blocks(
 def ag_attention_dq_kernel(
     ctx, q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dq_ptr, q_desc, do_desc, k_desc, v_desc, far_k_desc, far_v_desc,
     scale, batch, rows, heads, kv_heads, plan, num_comm, chunk_rows,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, MASK: tl.constexpr, ELEM_BYTES: tl.constexpr,
-    STRADDLES: tl.constexpr, USE_TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-    COPY_WORDS: tl.constexpr,
+    TILE: tl.constexpr, COPY_WORDS: tl.constexpr,
 ):
     """The gradient of q, piece by piece as ``ag_attention_kernel``."""
+    BLOCK_Q: tl.constexpr = TILE.block_q
+    BLOCK_K: tl.constexpr = TILE.block_k
     DTYPE: tl.constexpr = q_ptr.dtype.element_ty
     me, ranks = td.rank(ctx), td.num_ranks(ctx)
     epoch, half, signal = td.call(ctx, plan)
     positions = batch * rows
     num_chunks = (positions + chunk_rows - 1) // chunk_rows
-    k_bytes, v_bytes = kv_heads * (D * ELEM_BYTES), kv_heads * (DV * ELEM_BYTES)
+    k_bytes, v_bytes = kv_heads * (TILE.d * TILE.elem_bytes), kv_heads * (TILE.dv * TILE.elem_bytes)
     k_slot, v_slot = slot_bytes(positions, k_bytes), slot_bytes(positions, v_bytes)
     tiles = (rows + BLOCK_Q - 1) // BLOCK_Q * batch * heads
     pieces = num_comm + tiles + tl.where(ranks > 1, 1, 0)
@@ -80,7 +79,7 @@ def ag_attention_dq_kernel(
         if piece < num_comm:
             push_rows(
                 ctx, half, signal, piece, num_comm, rows, positions, chunk_rows, k_ptr.to(tl.int64), k_bytes,
-                v_ptr.to(tl.int64), v_bytes, None, 0, MASK, False, COPY_WORDS, (None, 0),
+                v_ptr.to(tl.int64), v_bytes, None, 0, TILE.mask, False, COPY_WORDS, (None, 0),
             )
             answer = td.take_ticket(ctx)
         elif piece >= num_comm + tiles:
@@ -91,30 +90,30 @@ def ag_attention_dq_kernel(
             first_row = entry * rows
             q = load_rows(
                 q_desc, q_ptr.to(tl.int64), 0, entry, first_row, head, heads, row, rows,
-                DTYPE, D, BLOCK_Q, BLOCK_D, USE_TMA, False,
+                DTYPE, TILE.d, BLOCK_Q, TILE.block_d, TILE.use_tma, False,
             )
             do = load_rows(
                 do_desc, do_ptr.to(tl.int64), 0, entry, first_row, head, heads, row, rows,
-                DTYPE, DV, BLOCK_Q, BLOCK_DV, USE_TMA, False,
+                DTYPE, TILE.dv, BLOCK_Q, TILE.block_dv, TILE.use_tma, False,
             )
             lse = load_stats(stats_ptr.to(tl.int64), first_row, head, heads, row, rows, BLOCK_Q, 0)
             delta = load_stats(stats_ptr.to(tl.int64), first_row, head, heads, row, rows, BLOCK_Q, 1)
-            dq = tl.full((BLOCK_Q, BLOCK_D), 0.0, tl.float32)
-            limits, plain, blocks = own_blocks(row, rows, BLOCK_Q, BLOCK_K, MASK)
+            dq = tl.full((BLOCK_Q, TILE.block_d), 0.0, tl.float32)
+            limits, plain, blocks = own_blocks(row, rows, BLOCK_Q, BLOCK_K, TILE.mask)
             k_at, v_at = k_ptr.to(tl.int64), v_ptr.to(tl.int64)
             dq = _dq_blocks(
                 dq, q, do, (lse, delta), k_desc, v_desc, k_at, v_at, (0, entry, first_row, kv_head, kv_heads),
                 (0, plain), limits, rows, scale * LOG2_E,
-                DTYPE, D, DV, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_K, USE_TMA, False, False, PRECISION, STAGES,
+                DTYPE, TILE, False, False, TILE.stages,
             )
             dq = _dq_blocks(
                 dq, q, do, (lse, delta), k_desc, v_desc, k_at, v_at, (0, entry, first_row, kv_head, kv_heads),
                 (plain, blocks), limits, rows, scale * LOG2_E,
-                DTYPE, D, DV, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_K, USE_TMA, True, False, PRECISION, 1,
+                DTYPE, TILE, True, False, 1,
             )
             for step in range(1, ranks):
                 source = (me + ranks - step) % ranks
-                limits, least, most = far_limits(row, source, me, rows, BLOCK_Q, MASK)
+                limits, least, most = far_limits(row, source, me, rows, BLOCK_Q, TILE.mask)
                 before = (step - 1) * num_chunks
                 segments, last_chunk = chunks_of(first_row, 0, most, chunk_rows, known, before)
                 for segment in range(0, segments):
@@ -123,7 +122,7 @@ def ag_attention_dq_kernel(
                     )
                     at = await_chunks(
                         ctx, half, signal, td.data_at(ctx, half, me), known, before + chunk + 1, rows, positions,
-                        chunk_rows, MASK, False, USE_TMA,
+                        chunk_rows, TILE.mask, False, TILE.use_tma,
                     )
                     known = tl.maximum(known, before + chunk + 1)
                     k_at, v_at = at + source * k_slot, at + ranks * k_slot + source * v_slot
@@ -132,15 +131,15 @@ def ag_attention_dq_kernel(
                     dq = _dq_blocks(
                         dq, q, do, (lse, delta), far_k_desc, far_v_desc, k_at, v_at,
                         far, (start, middle), limits, most, scale * LOG2_E,
-                        DTYPE, D, DV, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_K, USE_TMA, False, False, PRECISION, STAGES,
+                        DTYPE, TILE, False, False, TILE.stages,
                     )
                     dq = _dq_blocks(
                         dq, q, do, (lse, delta), far_k_desc, far_v_desc, k_at, v_at,
                         far, (middle, stop), limits, most, scale * LOG2_E,
-                        DTYPE, D, DV, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_K, USE_TMA, True, STRADDLES, PRECISION, 1,
+                        DTYPE, TILE, True, TILE.straddles, 1,
                     )
             answer = td.take_ticket(ctx)
-            store_rows_of(dq_ptr, dq * scale, first_row, head, heads, row, rows, D, BLOCK_Q, BLOCK_D)
+            store_rows_of(dq_ptr, dq * scale, first_row, head, heads, row, rows, TILE.d, BLOCK_Q, TILE.block_d)
         piece = td.ticket_of(answer)
     td.finish(ctx)
 

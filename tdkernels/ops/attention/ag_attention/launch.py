@@ -4,7 +4,7 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tdkernels.ops.attention.ag_attention.kernel import ag_attention_kernel
-from tdkernels.ops.attention.tile import ALL, CONTIGUOUS, LOG2_E, ZIGZAG
+from tdkernels.ops.attention.tile import ALL, CONTIGUOUS, LOG2_E, ZIGZAG, AttentionTile
 from tdkernels.ops.common import gemm_operands
 from tdkernels.ops.common.config import with_config
 from tdkernels.rounding import cdiv, next_power_of_2, round_up
@@ -12,7 +12,7 @@ from tdkernels.runtime import gpu, recorder
 from tdkernels.runtime.kernel_launch import Launch, launch_kept, to_be_made
 from tdkernels.symm import get_workspace
 
-_COPY_WORDS = 4096
+COPY_WORDS = 4096
 
 
 def mask_of(causal, sharding):
@@ -117,20 +117,25 @@ def _descriptors(workspace, q, k, v, ranks, config):
     return of_queries, *key_descriptors(workspace, k, v, ranks, config.block_k)
 
 
+def tile_of(q, k, v, causal, sharding, block_q, block_k, stages):
+    """The AttentionTile that a kernel is compiled for."""
+    return AttentionTile(
+        q.shape[3], v.shape[3], *widths_of(q, v), block_q, block_k, mask_of(causal, sharding),
+        straddles(q.shape[1], block_k, causal, sharding), q.element_size(), uses_tma(q, k, v),
+        gemm_operands.dot_precision(q.dtype), stages,
+    )
+
+
 def _arguments(ctx, q, k, v, o, lse, descriptors, causal, sharding, scale, plan, num_comm, config):
     """The kernel's arguments."""
-    batch, rows, heads, d = q.shape
-    block_d, block_dv = widths_of(k, v)
+    batch, rows, heads, _ = q.shape
     args = (
         ctx, q, k, v, o, lse, *descriptors, scale * LOG2_E.value, batch, rows, heads, k.shape[2], plan, num_comm,
         config.chunk_rows,
     )
     constants = {
-        "D": d, "DV": v.shape[3], "BLOCK_D": block_d, "BLOCK_DV": block_dv, "BLOCK_Q": config.block_q,
-        "BLOCK_K": config.block_k, "MASK": mask_of(causal, sharding), "ELEM_BYTES": q.element_size(),
-        "USE_TMA": descriptors[0] is not None, "STRADDLES": straddles(rows, config.block_k, causal, sharding),
-        "PRECISION": gemm_operands.dot_precision(q.dtype), "STAGES": config.num_stages, "COPY_WORDS": _COPY_WORDS,
-        "trace_ptr": None, "num_warps": config.num_warps, "num_stages": config.num_stages,
+        "TILE": tile_of(q, k, v, causal, sharding, config.block_q, config.block_k, config.num_stages),
+        "COPY_WORDS": COPY_WORDS, "trace_ptr": None, "num_warps": config.num_warps, "num_stages": config.num_stages,
     }
     return args, constants
 

@@ -4,14 +4,14 @@ import torch
 
 from tdkernels.ops.attention.ag_attention.kernel_dkv import ag_attention_dkv_kernel, ag_attention_stats_kernel
 from tdkernels.ops.attention.ag_attention.launch import (
+    COPY_WORDS,
     bases_of,
     gathered_descriptor,
-    mask_of,
     problem_fields,
     resident_programs,
     shard_descriptor,
     slot_size,
-    straddles,
+    tile_of,
     uses_tma,
     width_of,
     widths_of,
@@ -23,18 +23,7 @@ from tdkernels.rounding import cdiv
 from tdkernels.runtime.kernel_launch import Launch, alone_on, launch_kept, to_be_made
 from tdkernels.symm import get_workspace
 
-_COPY_WORDS = 4096
 _STAT_BLOCK = 64  # rows of a program that makes statistics
-
-
-def constants_of(q, k, v, causal, sharding):
-    """The constexpr arguments that both gradients take."""
-    block_d, block_dv = widths_of(q, v)
-    return {
-        "D": q.shape[3], "DV": v.shape[3], "BLOCK_D": block_d, "BLOCK_DV": block_dv,
-        "MASK": mask_of(causal, sharding), "ELEM_BYTES": q.element_size(), "USE_TMA": uses_tma(q, k, v),
-        "PRECISION": gemm_operands.dot_precision(q.dtype), "COPY_WORDS": _COPY_WORDS,
-    }
 
 
 def statistics(o, do, lse, dlse):
@@ -81,10 +70,9 @@ def _prepare_dkv(workspace, q, k, v, do, stats, causal, sharding, scale, config)
         config.chunk_rows,
     )
     constants = {
-        "BLOCK_Q": config.dkv_block_q, "BLOCK_K": config.dkv_block_k, "STAGES": config.dkv_num_stages,
-        "GROUP": heads // k.shape[2], "STRADDLES": straddles(rows, config.dkv_block_k, causal, sharding),
-        **constants_of(q, k, v, causal, sharding), "num_warps": config.dkv_num_warps,
-        "num_stages": config.dkv_num_stages,
+        "GROUP": heads // k.shape[2], "COPY_WORDS": COPY_WORDS,
+        "TILE": tile_of(q, k, v, causal, sharding, config.dkv_block_q, config.dkv_block_k, config.dkv_num_stages),
+        "num_warps": config.dkv_num_warps, "num_stages": config.dkv_num_stages,
     }
     pieces = num_comm + cdiv(rows, config.dkv_block_k) * batch * k.shape[2] + (ranks > 1)
     grid = (min(pieces, resident_programs(q.device, config.dkv_num_warps)),)

@@ -2,17 +2,18 @@
 
 from tdkernels.ops.attention.ag_attention.kernel_dq import ag_attention_dq_kernel
 from tdkernels.ops.attention.ag_attention.launch import (
+    COPY_WORDS,
     bases_of,
     key_descriptors,
     prepare_keys,
     problem_fields,
     resident_programs,
     shard_descriptor,
-    straddles,
+    tile_of,
     uses_tma,
     widths_of,
 )
-from tdkernels.ops.attention.ag_attention.launch_dkv import constants_of, launch_dkv, statistics
+from tdkernels.ops.attention.ag_attention.launch_dkv import launch_dkv, statistics
 from tdkernels.ops.common import gemm_operands
 from tdkernels.ops.common.config import with_config
 from tdkernels.rounding import cdiv
@@ -44,9 +45,8 @@ def _prepare_dq(workspace, q, k, v, do, stats, causal, sharding, scale, config):
         config.chunk_rows,
     )
     constants = {
-        "BLOCK_Q": config.dq_block_q, "BLOCK_K": config.dq_block_k, "STAGES": config.dq_num_stages,
-        "STRADDLES": straddles(rows, config.dq_block_k, causal, sharding), **constants_of(q, k, v, causal, sharding),
-        "num_warps": config.dq_num_warps, "num_stages": config.dq_num_stages,
+        "TILE": tile_of(q, k, v, causal, sharding, config.dq_block_q, config.dq_block_k, config.dq_num_stages),
+        "COPY_WORDS": COPY_WORDS, "num_warps": config.dq_num_warps, "num_stages": config.dq_num_stages,
     }
     pieces = num_comm + cdiv(rows, config.dq_block_q) * batch * heads + (ranks > 1)
     grid = (min(pieces, resident_programs(q.device, config.dq_num_warps)),)

@@ -79,39 +79,42 @@ def _sees(keys, length, after, step, window, TQ: tl.constexpr, WINDOW: tl.conste
 @td.jit
 def _attend(
     q1, q2, cache, strides, first, last, length, after, step, options,
-    TQ: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, FP8: tl.constexpr, PAIRS: tl.constexpr,
-    V_IS_K: tl.constexpr, SOFT_CAP: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+    TILE: tl.constexpr, CACHE: tl.constexpr,
 ):
     """(o [BLOCK_M, DVP], lse [BLOCK_M] to base 2) of keys of blocks first to last; keys in two parts of D1 and D2.
 
-    cache: (k_ptr, v_ptr, table_ptr, num_pages); strides: (batch, sequence) of k, then of v; options: (score scale, soft
+    cache: (k_ptr, v_ptr, table_ptr, num_pages); strides: as of ``flash_decode_kernel``; options: (score scale, soft
     cap, window).
     """
+    BLOCK_M: tl.constexpr = TILE.block_m
+    BLOCK_N: tl.constexpr = TILE.block_n
+    D1: tl.constexpr = TILE.d1
+    D2: tl.constexpr = TILE.d2
+    DVP: tl.constexpr = TILE.padded_dv
     k_ptr, v_ptr, table_ptr, num_pages = cache
-    stride_kb, stride_ks, stride_vb, stride_vs = strides
+    stride_kb, stride_ks, _, stride_vb, stride_vs, _, _ = strides
     score_scale, cap, window = options
-    WIDTH1: tl.constexpr = D if D < D1 else D1
+    WIDTH1: tl.constexpr = TILE.d if TILE.d < D1 else D1
     highest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.full((BLOCK_M,), 0.0, tl.float32)
-    acc = tl.full((BLOCK_M, DVP // 2 if PAIRS else DVP), 0.0, tl.float32)
-    acc_odd = acc if PAIRS else 0
-    q1, q1_odd = query_columns(q1, D1, PAIRS)
+    acc = tl.full((BLOCK_M, DVP // 2 if CACHE.pairs else DVP), 0.0, tl.float32)
+    acc_odd = acc if CACHE.pairs else 0
+    q1, q1_odd = query_columns(q1, D1, CACHE.pairs)
     if D2:
-        q2, q2_odd = query_columns(q2, D2, PAIRS)
+        q2, q2_odd = query_columns(q2, D2, CACHE.pairs)
     for block in range(first, last):
         keys = block * BLOCK_N + tl.arange(0, BLOCK_N)
-        k_rows, there = key_rows(table_ptr, keys, keys < length, num_pages, stride_kb, stride_ks, PAGE)
-        k1 = cache_rows(k_ptr, k_rows, there, WIDTH1, D1, FP8, PAIRS)
+        k_rows, there = key_rows(table_ptr, keys, keys < length, num_pages, stride_kb, stride_ks, CACHE.page)
+        k1 = cache_rows(k_ptr, k_rows, there, WIDTH1, D1, CACHE.fp8, CACHE.pairs)
         scores = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
-        scores = add_scores(scores, q1, q1_odd, k1, FP8, PAIRS, PRECISION)
+        scores = add_scores(scores, q1, q1_odd, k1, CACHE.fp8, CACHE.pairs, TILE.precision)
         if D2:
-            k2 = cache_rows(k_ptr + D1, k_rows, there, D - D1, D2, FP8, PAIRS)
-            scores = add_scores(scores, q2, q2_odd, k2, FP8, PAIRS, PRECISION)
-        scores = _capped(scores * score_scale, cap, SOFT_CAP)
-        seen = _sees(keys, length, after, step, window, TQ, WINDOW)
-        if PAGE:
-            seen &= pages_exist(table_ptr, keys, keys < length, num_pages, PAGE)[None, :]
+            k2 = cache_rows(k_ptr + D1, k_rows, there, TILE.d - D1, D2, CACHE.fp8, CACHE.pairs)
+            scores = add_scores(scores, q2, q2_odd, k2, CACHE.fp8, CACHE.pairs, TILE.precision)
+        scores = _capped(scores * score_scale, cap, TILE.soft_cap)
+        seen = _sees(keys, length, after, step, window, TILE.queries, TILE.window)
+        if CACHE.page:
+            seen &= pages_exist(table_ptr, keys, keys < length, num_pages, CACHE.page)[None, :]
         scores = tl.where(seen, scores, float("-inf"))
         higher = tl.maximum(highest, td.max_of(scores, 1))
         base = tl.where(higher == float("-inf"), 0.0, higher)
@@ -119,13 +122,13 @@ def _attend(
         shrink = tl.exp2(highest - base)
         total = total * shrink + td.sum_of(p, 1)
         highest = higher
-        if V_IS_K:
+        if CACHE.value_is_key:
             v = k1
         else:
-            v_rows, v_there = key_rows(table_ptr, keys, keys < length, num_pages, stride_vb, stride_vs, PAGE)
-            v = cache_rows(v_ptr, v_rows, v_there, DV, DVP, FP8, PAIRS)
-        acc, acc_odd = add_values(acc, acc_odd, shrink, p, v, FP8, PAIRS, PRECISION)
-    if PAIRS:
+            v_rows, v_there = key_rows(table_ptr, keys, keys < length, num_pages, stride_vb, stride_vs, CACHE.page)
+            v = cache_rows(v_ptr, v_rows, v_there, TILE.dv, DVP, CACHE.fp8, CACHE.pairs)
+        acc, acc_odd = add_values(acc, acc_odd, shrink, p, v, CACHE.fp8, CACHE.pairs, TILE.precision)
+    if CACHE.pairs:
         acc = tl.join(acc, acc_odd).reshape(BLOCK_M, DVP)
     some = total > 0.0
     o = acc / tl.where(some, total, 1.0)[:, None]
@@ -182,20 +185,37 @@ def _num_blocks(length, skipped, BLOCK_N: tl.constexpr):
     return tl.maximum((length + BLOCK_N - 1) // BLOCK_N - skipped, 1)
 
 
+@td.jit
+def _cache_of(k_ptr, v_ptr, table_ptr, entry, head, num_pages, strides, CACHE: tl.constexpr):
+    """What ``_attend`` reads of one entry and one head of the cache; strides: as of ``flash_decode_kernel``."""
+    stride_kb, _, stride_kh, stride_vb, _, stride_vh, stride_table = strides
+    from_entry = tl.where(CACHE.page == 0, entry.to(tl.int64), 0)
+    return (
+        k_ptr + from_entry * stride_kb + head.to(tl.int64) * stride_kh,
+        v_ptr + from_entry * stride_vb + head.to(tl.int64) * stride_vh,
+        table_ptr + entry.to(tl.int64) * stride_table, num_pages,
+    )
+
+
+@td.jit
+def _scales(k_scale_ptr, v_scale_ptr, head, score_scale, CACHE: tl.constexpr):
+    """(what scores are multiplied by, what values are)"""
+    scale_k, scale_v = tl.cast(score_scale, tl.float32), tl.full((), 1.0, tl.float32)
+    if CACHE.scales:
+        scale_k *= tl.load(k_scale_ptr + head * (CACHE.scales - 1))
+        scale_v = tl.load(v_scale_ptr + head * (CACHE.scales - 1))
+    return scale_k, scale_v
+
+
 _OF_A_CALL = ["B", "heads", "capacity", "num_pages", "score_scale", "cap", "window", "plan"]
 
 
 @td.jit(do_not_specialize=_OF_A_CALL)
 def flash_decode_kernel(
     ctx, q_ptr, k_ptr, v_ptr, lens_ptr, table_ptr, k_scale_ptr, v_scale_ptr, o_ptr, lse_ptr, lse2_ptr, scratch_ptr,
-    flags_ptr,
-    B, heads, capacity, num_pages, score_scale, cap, window, plan,
-    stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, stride_table,
-    RANKS: tl.constexpr, BP: tl.constexpr, TQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr, D1: tl.constexpr,
-    D2: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, RP: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, PAGE: tl.constexpr, FP8: tl.constexpr, PAIRS: tl.constexpr, V_IS_K: tl.constexpr,
-    SCALES: tl.constexpr, SOFT_CAP: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
-    NUMBERS: tl.constexpr, NODES: tl.constexpr = 1, trace_ptr=None,
+    flags_ptr, B, heads, capacity, num_pages, score_scale, cap, window, plan, strides,
+    RANKS: tl.constexpr, BP: tl.constexpr, TILE: tl.constexpr, CACHE: tl.constexpr, NUMBERS: tl.constexpr,
+    NODES: tl.constexpr = 1, trace_ptr=None,
 ):
     """q [B, TQ, heads * G, D], keys and values of ``heads`` heads, lens [B] -> o [B, TQ, heads * G, DV], lse.
 
@@ -205,14 +225,17 @@ def flash_decode_kernel(
     the sum, in scratch memory, which holds o and lse like a half does; groups' flags are behind those of the tiles.
     With NODES > 1 a half holds what ``kernel_multinode`` says.
 
-    flags_ptr: of one rank alone, which has no workspace. RP: rows of a tile, in memory; BP: B, as a power of two.
-    PAIRS: columns of fp8 caches are read two at a time. SCALES: 0, 1 for a tensor's, 2 for a head's. NUMBERS: that are
-    read at a time to merge parts.
+    flags_ptr: of one rank alone, which has no workspace
+    strides: (batch, sequence, head) of k, then of v, then of the block table
+    BP: B, as a power of two; TILE: a ``DecodeTile``; CACHE: a ``CacheForm``; NUMBERS: that are read at a time to merge
+    parts
     """
-    BLOCKS_R: tl.constexpr = (TQ * G + RP - 1) // RP
+    RP: tl.constexpr = TILE.rows
+    DVP: tl.constexpr = TILE.padded_dv
+    BLOCKS_R: tl.constexpr = (TILE.queries * TILE.group + RP - 1) // RP
     PART: tl.constexpr = RP * DVP
     ROWS: tl.constexpr = rows_at_a_time(RP, DVP, parts_at_a_time(DVP, NUMBERS), NUMBERS)  # that are merged at a time
-    KNOWS_OTHERS: tl.constexpr = RANKS > 1 and (TQ > 1 or WINDOW)
+    KNOWS_OTHERS: tl.constexpr = RANKS > 1 and (TILE.queries > 1 or TILE.window)
     pid = tl.program_id(0)
     trace = (trace_ptr, pid)
     td.mark(trace, "starts")
@@ -221,9 +244,7 @@ def flash_decode_kernel(
     tiles = B * tiles_of_entry
     lengths = num_keys(lens_ptr, entries, entries < B, capacity)
     after = tl.full((BP,), 0, tl.int32)
-    half = 0
-    signal = 0
-    flags = flags_ptr
+    half, signal, flags = 0, 0, flags_ptr
     if RANKS > 1:
         flags = td.flag_at(ctx, 0)
         me = td.rank(ctx)
@@ -235,14 +256,16 @@ def flash_decode_kernel(
             )
 
     # An equal share of all blocks. A tile without keys has one block too, so that somebody sends it.
-    blocks = _num_blocks(lengths, _first_blocks(lengths, after, window, TQ, BLOCK_N, WINDOW), BLOCK_N)
+    blocks = _num_blocks(
+        lengths, _first_blocks(lengths, after, window, TILE.queries, TILE.block_n, TILE.window), TILE.block_n
+    )
     ends = td.running_sum(tl.where(entries < B, blocks, 0) * tiles_of_entry, 0)
     work = td.max_of(ends, 0)
     share = (work + tl.num_programs(0) - 1) // tl.num_programs(0)
     begin = pid * share
     end = tl.minimum(begin + share, work)
     entry, which, first = _place(begin, ends, blocks, tiles_of_entry)
-    rows_m = tl.arange(0, BLOCK_M)
+    rows_m = tl.arange(0, TILE.block_m)
     scratch = scratch_ptr, scratch_ptr + tl.cast(tiles + tl.num_programs(0), tl.int64) * PART, flags
     outputs = o_ptr, lse_ptr, lse2_ptr
 
@@ -253,46 +276,35 @@ def flash_decode_kernel(
     while pos < end:
         length = num_keys(lens_ptr, entry, True, capacity)
         other_keys = td.pick(after, entries, entry) if KNOWS_OTHERS else 0
-        skipped = _first_blocks(length, other_keys, window, TQ, BLOCK_N, WINDOW)
-        of_tile = _num_blocks(length, skipped, BLOCK_N)
+        skipped = _first_blocks(length, other_keys, window, TILE.queries, TILE.block_n, TILE.window)
+        of_tile = _num_blocks(length, skipped, TILE.block_n)
         stop = tl.minimum(end, first + of_tile)
         head, block_r = which // BLOCKS_R, which % BLOCKS_R
         tile = entry * tiles_of_entry + which
         place = entry, head, block_r, tile
         row = block_r * RP + rows_m
-        is_row = (rows_m < RP) & (row < TQ * G)
-        query = query_rows(entry, head, row, heads, G, TQ)
-        q1 = load_query(q_ptr, query, is_row, D, 0, D1, FP8)
-        q2 = load_query(q_ptr, query, is_row, D, D1, D2, FP8) if D2 else q1
-        scale_k, scale_v = tl.cast(score_scale, tl.float32), tl.full((), 1.0, tl.float32)
-        if SCALES:
-            scale_k *= tl.load(k_scale_ptr + head * (SCALES - 1))
-            scale_v = tl.load(v_scale_ptr + head * (SCALES - 1))
+        is_row = (rows_m < RP) & (row < TILE.queries * TILE.group)
+        query = query_rows(entry, head, row, heads, TILE.group, TILE.queries)
+        q1 = load_query(q_ptr, query, is_row, TILE.d, 0, TILE.d1, CACHE.fp8)
+        q2 = load_query(q_ptr, query, is_row, TILE.d, TILE.d1, TILE.d2, CACHE.fp8) if TILE.d2 else q1
+        scale_k, scale_v = _scales(k_scale_ptr, v_scale_ptr, head, score_scale, CACHE)
         turn = TURNS_BEFORE_TILES + TURNS_OF_TILE * (tile - first_tile)
         td.mark(trace, "multiplies", NO_PEER, turn)
-        from_entry = tl.where(PAGE == 0, entry.to(tl.int64), 0)
-        cache = (
-            k_ptr + from_entry * stride_kb + head.to(tl.int64) * stride_kh,
-            v_ptr + from_entry * stride_vb + head.to(tl.int64) * stride_vh,
-            table_ptr + entry.to(tl.int64) * stride_table, num_pages,
-        )
+        cache = _cache_of(k_ptr, v_ptr, table_ptr, entry, head, num_pages, strides, CACHE)
         o, lse = _attend(
-            q1, q2, cache, (stride_kb, stride_ks, stride_vb, stride_vs), skipped + pos - first, skipped + stop - first,
-            length, other_keys, tl.where(is_row, row // G, -1), (scale_k, cap, window),
-            TQ, D, D1, D2, DV, DVP, BLOCK_M, BLOCK_N, PAGE, FP8, PAIRS, V_IS_K, SOFT_CAP, WINDOW, PRECISION,
+            q1, q2, cache, strides, skipped + pos - first, skipped + stop - first, length, other_keys,
+            tl.where(is_row, row // TILE.group, -1), (scale_k, cap, window), TILE, CACHE,
         )
         o *= scale_v
         td.mark(trace, "stores", NO_PEER, turn + 1)
         if stop - pos == of_tile:
             count += 1
             last = tile
-            give(
-                ctx, half, signal, o, lse, rows_m, place, tiles, heads, outputs, RANKS, TQ, G, DV, DVP, RP, NODES
-            )
+            give(ctx, half, signal, o, lse, rows_m, place, tiles, heads, outputs, RANKS, TILE, NODES)
         else:
             count, last = join_part(
                 ctx, half, signal, o, lse, place, tiles, heads, outputs, scratch, (first, of_tile), share,
-                (count, last), turn, RANKS, TQ, G, DV, DVP, RP, BLOCK_M, NUMBERS, NODES, trace,
+                (count, last), turn, RANKS, TILE, NUMBERS, NODES, trace,
             )
         is_last = which == tiles_of_entry - 1
         entry += tl.where(is_last, 1, 0)
@@ -304,12 +316,12 @@ def flash_decode_kernel(
         td.mark(trace, "sums")  # and all that this has to push and to wait for
         merge_nodes(
             ctx, half, signal, last - count + 1, tl.where(is_void, 0, count), tiles, tiles_of_entry, heads, o_ptr,
-            lse_ptr, lse2_ptr, RANKS, NODES, TQ, G, DV, DVP, RP, ROWS, KNOWS_OTHERS,
+            lse_ptr, lse2_ptr, RANKS, NODES, TILE, ROWS, KNOWS_OTHERS,
         )
     elif RANKS > 1:
         merge_ranks(
             ctx, me, half, signal, last - count + 1, count, tiles, tiles_of_entry, heads, o_ptr, lse_ptr, lse2_ptr,
-            RANKS, TQ, G, DV, DVP, RP, ROWS, KNOWS_OTHERS, trace,
+            RANKS, TILE, ROWS, KNOWS_OTHERS, trace,
         )
     td.mark(trace, "finishes")
     if RANKS > 1:

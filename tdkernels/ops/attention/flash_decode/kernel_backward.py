@@ -34,19 +34,27 @@ def _store_keys(ptr, keys, there, stride, WIDTH: tl.constexpr, FIRST: tl.constex
 @td.jit(do_not_specialize=["heads", "capacity", "num_pages", "score_scale", "scale", "cap", "window"])
 def flash_decode_backward_kernel(
     q_ptr, k_ptr, v_ptr, lens_ptr, after_ptr, table_ptr, do_ptr, lse2_ptr, delta_ptr, dq_ptr, dk_ptr, dv_ptr,
-    heads, capacity, num_pages, score_scale, scale, cap, window,
-    stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, stride_table,
-    TQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DV: tl.constexpr,
-    DVP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
-    SOFT_CAP: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+    heads, capacity, num_pages, score_scale, scale, cap, window, strides, TILE: tl.constexpr, PAGE: tl.constexpr,
 ):
     """Program (b * heads + head, split): dk [B, capacity, heads, D], dv of its keys; dq [splits, B, TQ, heads * G, D]
-    of its split, fp32 of zeros before. ``after`` [B] keys follow ours; delta [B, TQ, heads * G] is rowsum(do * o)."""
+    of its split, fp32 of zeros before. ``after`` [B] keys follow ours; delta [B, TQ, heads * G] is rowsum(do * o).
+
+    strides, TILE: as of ``flash_decode_kernel``
+    """
+    BLOCK_M: tl.constexpr = TILE.block_m
+    BLOCK_N: tl.constexpr = TILE.block_n
+    TQ: tl.constexpr = TILE.queries
+    G: tl.constexpr = TILE.group
+    D: tl.constexpr = TILE.d
+    D1: tl.constexpr = TILE.d1
+    D2: tl.constexpr = TILE.d2
+    DV: tl.constexpr = TILE.dv
+    stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, stride_table = strides
     entry, head = tl.program_id(0) // heads, tl.program_id(0) % heads
     split, splits = tl.program_id(1), tl.num_programs(1)
     length = num_keys(lens_ptr, entry, True, capacity)
     after = tl.load(after_ptr + entry).to(tl.int32)
-    first_block = _first_blocks(length, after, window, TQ, BLOCK_N, WINDOW)
+    first_block = _first_blocks(length, after, window, TQ, BLOCK_N, TILE.window)
     num_blocks = (length + BLOCK_N - 1) // BLOCK_N - first_block
     share = (num_blocks + splits - 1) // splits
     begin = first_block + split * share
@@ -58,7 +66,7 @@ def flash_decode_backward_kernel(
     v_ptr += from_entry * stride_vb + head.to(tl.int64) * stride_vh
     dk_ptr += (entry.to(tl.int64) * capacity * heads + head) * D
     dv_ptr += (entry.to(tl.int64) * capacity * heads + head) * DV
-    columns = tl.arange(0, DVP)
+    columns = tl.arange(0, TILE.padded_dv)
     for block in range(begin, end):
         keys = block * BLOCK_N + tl.arange(0, BLOCK_N)
         table = table_ptr + entry.to(tl.int64) * stride_table
@@ -66,9 +74,9 @@ def flash_decode_backward_kernel(
         v_rows, _ = key_rows(table, keys, keys < length, num_pages, stride_vb, stride_vs, PAGE)
         WIDTH1: tl.constexpr = D if D < D1 else D1
         k1 = cache_rows(k_ptr, k_rows, there, WIDTH1, D1, FP8_NONE, False)
-        v = cache_rows(v_ptr, v_rows, there, DV, DVP, FP8_NONE, False)
+        v = cache_rows(v_ptr, v_rows, there, DV, TILE.padded_dv, FP8_NONE, False)
         dk1 = tl.full((BLOCK_N, D1), 0.0, tl.float32)
-        dv = tl.full((BLOCK_N, DVP), 0.0, tl.float32)
+        dv = tl.full((BLOCK_N, TILE.padded_dv), 0.0, tl.float32)
         if D2:
             k2 = cache_rows(k_ptr + D1, k_rows, there, D - D1, D2, FP8_NONE, False)
             dk2 = tl.full((BLOCK_N, D2), 0.0, tl.float32)
@@ -81,28 +89,28 @@ def flash_decode_backward_kernel(
             do = tl.load(do_ptr + query[:, None] * DV + columns[None, :], mask=do_mask, other=0.0)
             lse = tl.load(lse2_ptr + query, mask=is_row, other=float("-inf"))
             delta = tl.load(delta_ptr + query, mask=is_row, other=0.0)
-            scores = td.dot(q1, tl.trans(k1), tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32), PRECISION)
+            scores = td.dot(q1, tl.trans(k1), tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32), TILE.precision)
             if D2:
                 q2 = load_query(q_ptr, query, is_row, D, D1, D2, FP8_NONE)
-                scores = td.dot(q2, tl.trans(k2), scores, PRECISION)
-            scores = _capped(scores * score_scale, cap, SOFT_CAP)
-            seen = _sees(keys, length, after, tl.where(is_row, row // G, -1), window, TQ, WINDOW)
+                scores = td.dot(q2, tl.trans(k2), scores, TILE.precision)
+            scores = _capped(scores * score_scale, cap, TILE.soft_cap)
+            seen = _sees(keys, length, after, tl.where(is_row, row // G, -1), window, TQ, TILE.window)
             seen &= (lse > float("-inf"))[:, None]
             if PAGE:
                 seen &= there[None, :]
             p = tl.exp2(tl.where(seen, scores - lse[:, None], float("-inf")))
-            dp = td.dot(do, tl.trans(v), tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32), PRECISION)
+            dp = td.dot(do, tl.trans(v), tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32), TILE.precision)
             ds = p * (dp - delta[:, None]) * scale
-            if SOFT_CAP:
+            if TILE.soft_cap:
                 ds *= 1.0 - (scores / cap) * (scores / cap)
             p_low, ds_low = td.from_float32(p, v.dtype), td.from_float32(ds, v.dtype)
-            dv = td.dot(tl.trans(p_low), do, dv, PRECISION)
-            dk1 = td.dot(tl.trans(ds_low), q1, dk1, PRECISION)
-            dq1 = td.dot(ds_low, k1, tl.full((BLOCK_M, D1), 0.0, tl.float32), PRECISION)
+            dv = td.dot(tl.trans(p_low), do, dv, TILE.precision)
+            dk1 = td.dot(tl.trans(ds_low), q1, dk1, TILE.precision)
+            dq1 = td.dot(ds_low, k1, tl.full((BLOCK_M, D1), 0.0, tl.float32), TILE.precision)
             _add_rows(dq_ptr, query, is_row, D, 0, dq1)
             if D2:
-                dk2 = td.dot(tl.trans(ds_low), q2, dk2, PRECISION)
-                dq2 = td.dot(ds_low, k2, tl.full((BLOCK_M, D2), 0.0, tl.float32), PRECISION)
+                dk2 = td.dot(tl.trans(ds_low), q2, dk2, TILE.precision)
+                dq2 = td.dot(ds_low, k2, tl.full((BLOCK_M, D2), 0.0, tl.float32), TILE.precision)
                 _add_rows(dq_ptr, query, is_row, D, D1, dq2)
         _store_keys(dk_ptr, keys, there, heads * D, WIDTH1, 0, dk1)
         if D2:

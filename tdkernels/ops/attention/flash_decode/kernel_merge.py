@@ -94,18 +94,17 @@ def merge_group(
 
 @td.jit
 def store_output(
-    o_ptr, lse_ptr, lse2_ptr, o, lse, entry, head, row, heads,
-    ROWS: tl.constexpr, G: tl.constexpr, TQ: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
+    o_ptr, lse_ptr, lse2_ptr, o, lse, entry, head, row, heads, TILE: tl.constexpr
 ):
     """Store query rows ``row`` … of a head as the caller gets them: o [B, TQ, heads * G, DV], lse in natural log.
 
     lse2_ptr: where lse is wanted to base 2, as it is, by the gradient: what is rounded once more is another number.
     """
-    query = query_rows(entry, head, row, heads, G, TQ)
-    there = row < ROWS
-    columns = tl.arange(0, DVP)
+    query = query_rows(entry, head, row, heads, TILE.group, TILE.queries)
+    there = row < TILE.queries * TILE.group
+    columns = tl.arange(0, TILE.padded_dv)
     o = td.from_float32(o, o_ptr.dtype.element_ty)
-    tl.store(o_ptr + query[:, None] * DV + columns[None, :], o, mask=there[:, None] & (columns < DV)[None, :])
+    tl.store(o_ptr + query[:, None] * TILE.dv + columns[None, :], o, mask=there[:, None] & (columns < TILE.dv)[None, :])
     tl.store(lse_ptr + query, lse * LN_2, mask=there)
     if lse2_ptr is not None:
         tl.store(lse2_ptr + query, lse, mask=there)
@@ -161,11 +160,12 @@ def exchange_lengths(ctx, half, signal, lengths, entries, first_signal, lens_at,
 @td.jit
 def merge_ranks(
     ctx, me, half, signal, ours, count, tiles, tiles_of_entry, heads, o_ptr, lse_ptr, lse2_ptr,
-    RANKS: tl.constexpr, TQ: tl.constexpr, G: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, RP: tl.constexpr,
-    ROWS: tl.constexpr, PASSES_ON: tl.constexpr, trace,
+    RANKS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, PASSES_ON: tl.constexpr, trace,
 ):
     """Say that ``count`` tiles from number ``ours`` on are there, wait for the peers' and store what all make."""
-    BLOCKS_R: tl.constexpr = (TQ * G + RP - 1) // RP
+    RP: tl.constexpr = TILE.rows
+    DVP: tl.constexpr = TILE.padded_dv
+    BLOCKS_R: tl.constexpr = (TILE.queries * TILE.group + RP - 1) // RP
     PART: tl.constexpr = RP * DVP
     RANKS_P: tl.constexpr = triton.next_power_of_2(RANKS)
     data = td.pointer_to(td.data_at(ctx, half, me), tl.float32)
@@ -189,5 +189,5 @@ def merge_ranks(
             )
             store_output(
                 o_ptr, lse_ptr, lse2_ptr, merged, merged_lse, tile // tiles_of_entry, which // BLOCKS_R,
-                which % BLOCKS_R * RP + rows, heads, TQ * G, G, TQ, DV, DVP,
+                which % BLOCKS_R * RP + rows, heads, TILE,
             )

@@ -288,10 +288,11 @@ def _send(
 @td.jit
 def _complete(
     ctx, half, signal, tile, tiles, tiles_of_entry, heads, o_ptr, lse_ptr, lse2_ptr,
-    RANKS: tl.constexpr, NODES: tl.constexpr, TQ: tl.constexpr, G: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
-    RP: tl.constexpr, ROWS: tl.constexpr,
+    RANKS: tl.constexpr, NODES: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
 ):
     """Merge what the nodes have of a tile that we own, store it, and give it to our node."""
+    RP: tl.constexpr = TILE.rows
+    DVP: tl.constexpr = TILE.padded_dv
     LOCAL: tl.constexpr = RANKS // NODES
     me = td.rank(ctx)
     stride = _part_slot(1, 0, tiles, LOCAL)
@@ -307,7 +308,7 @@ def _complete(
             peer = me - me % LOCAL + (me + number) % LOCAL
             result = _slot(ctx, half, peer, _result_slot(tile, tiles, RANKS, NODES), RP, DVP)
             _store_slot(result, o, lse, rows, rows < RP, RP, DVP)
-        _store_rows(o_ptr, lse_ptr, lse2_ptr, o, lse, tile, rows, tiles_of_entry, heads, TQ, G, DV, DVP, RP)
+        _store_rows(o_ptr, lse_ptr, lse2_ptr, o, lse, tile, rows, tiles_of_entry, heads, TILE)
     if LOCAL > 1:
         # waiter: the programs of our node's peers that finish this tile there
         td.notify_node(ctx, td.signal_at(ctx, half, _result_slot(tile, tiles, RANKS, NODES)), signal, PASSES_ON=True)
@@ -315,25 +316,25 @@ def _complete(
 
 @td.jit
 def _store_rows(
-    o_ptr, lse_ptr, lse2_ptr, o, lse, tile, rows, tiles_of_entry, heads,
-    TQ: tl.constexpr, G: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, RP: tl.constexpr,
+    o_ptr, lse_ptr, lse2_ptr, o, lse, tile, rows, tiles_of_entry, heads, TILE: tl.constexpr
 ):
     """Store some rows of a tile for the caller."""
-    BLOCKS_R: tl.constexpr = (TQ * G + RP - 1) // RP
+    BLOCKS_R: tl.constexpr = (TILE.queries * TILE.group + TILE.rows - 1) // TILE.rows
     which = tile % tiles_of_entry
     store_output(
-        o_ptr, lse_ptr, lse2_ptr, o, lse, tile // tiles_of_entry, which // BLOCKS_R, which % BLOCKS_R * RP + rows,
-        heads, TQ * G, G, TQ, DV, DVP,
+        o_ptr, lse_ptr, lse2_ptr, o, lse, tile // tiles_of_entry, which // BLOCKS_R,
+        which % BLOCKS_R * TILE.rows + rows, heads, TILE,
     )
 
 
 @td.jit
 def _take_results(
     ctx, half, signal, ours, count, tiles, tiles_of_entry, heads, o_ptr, lse_ptr, lse2_ptr,
-    RANKS: tl.constexpr, NODES: tl.constexpr, TQ: tl.constexpr, G: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
-    RP: tl.constexpr, ROWS: tl.constexpr,
+    RANKS: tl.constexpr, NODES: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
 ):
     """Store what the owners of our node give, of the tiles that are not ours."""
+    RP: tl.constexpr = TILE.rows
+    DVP: tl.constexpr = TILE.padded_dv
     LOCAL: tl.constexpr = RANKS // NODES
     me = td.rank(ctx)
     # producer: the programs of the owners that finish these tiles there
@@ -346,14 +347,13 @@ def _take_results(
                 rows = from_row + tl.arange(0, ROWS)
                 o = tl.load(slot + rows[:, None] * DVP + tl.arange(0, DVP)[None, :], mask=(rows < RP)[:, None])
                 lse = tl.load(slot + RP * DVP + rows, mask=rows < RP)
-                _store_rows(o_ptr, lse_ptr, lse2_ptr, o, lse, tile, rows, tiles_of_entry, heads, TQ, G, DV, DVP, RP)
+                _store_rows(o_ptr, lse_ptr, lse2_ptr, o, lse, tile, rows, tiles_of_entry, heads, TILE)
 
 
 @td.jit
 def merge_nodes(
     ctx, half, signal, ours, count, tiles, tiles_of_entry, heads, o_ptr, lse_ptr, lse2_ptr,
-    RANKS: tl.constexpr, NODES: tl.constexpr, TQ: tl.constexpr, G: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
-    RP: tl.constexpr, ROWS: tl.constexpr, PASSES_ON: tl.constexpr,
+    RANKS: tl.constexpr, NODES: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, PASSES_ON: tl.constexpr,
 ):
     """Bring ``count`` tiles from number ``ours`` on, of which this rank's part is there, together and store them.
 
@@ -377,15 +377,15 @@ def merge_nodes(
                     ctx, td.signal_at(ctx, half, number), _part_slot(1, 0, tiles, LOCAL), signal, LOCAL
                 )
         if sends:
-            _send(ctx, half, signal, first + sent * LOCAL, tiles, RANKS, NODES, RP, DVP, ROWS, WAITS)
+            _send(ctx, half, signal, first + sent * LOCAL, tiles, RANKS, NODES, TILE.rows, TILE.padded_dv, ROWS, WAITS)
             sent += 1
         else:
             _complete(
                 ctx, half, signal, first + completed * LOCAL, tiles, tiles_of_entry, heads, o_ptr, lse_ptr, lse2_ptr,
-                RANKS, NODES, TQ, G, DV, DVP, RP, ROWS,
+                RANKS, NODES, TILE, ROWS,
             )
     if LOCAL > 1:
         _take_results(
             ctx, half, signal, ours, count, tiles, tiles_of_entry, heads, o_ptr, lse_ptr, lse2_ptr,
-            RANKS, NODES, TQ, G, DV, DVP, RP, ROWS,
+            RANKS, NODES, TILE, ROWS,
         )

@@ -25,10 +25,11 @@ from tdkernels.ops.attention.flash_decode.kernel_multinode import give_to_owner
 @td.jit
 def give(
     ctx, half, signal, o, lse, rows, place, tiles, heads, outputs,
-    RANKS: tl.constexpr, TQ: tl.constexpr, G: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, RP: tl.constexpr,
-    NODES: tl.constexpr,
+    RANKS: tl.constexpr, TILE: tl.constexpr, NODES: tl.constexpr,
 ):
     """Store rows of a tile that is complete on this rank: for who merges it, or, if we are alone, for the caller."""
+    RP: tl.constexpr = TILE.rows
+    DVP: tl.constexpr = TILE.padded_dv
     entry, head, block_r, tile = place
     o_ptr, lse_ptr, lse2_ptr = outputs
     if NODES > 1:
@@ -36,15 +37,14 @@ def give(
     elif RANKS > 1:
         store_parts(ctx, half, signal, o, lse, rows, tile, tiles, RANKS, RP, DVP)
     else:
-        row = tl.where(rows < RP, block_r * RP + rows, TQ * G)
-        store_output(o_ptr, lse_ptr, lse2_ptr, o, lse, entry, head, row, heads, TQ * G, G, TQ, DV, DVP)
+        row = tl.where(rows < RP, block_r * RP + rows, TILE.queries * TILE.group)
+        store_output(o_ptr, lse_ptr, lse2_ptr, o, lse, entry, head, row, heads, TILE)
 
 
 @td.jit
 def join_part(
     ctx, half, signal, o, lse, place, tiles, heads, outputs, scratch, part, share, finished, turn,
-    RANKS: tl.constexpr, TQ: tl.constexpr, G: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, RP: tl.constexpr,
-    BLOCK_M: tl.constexpr, NUMBERS: tl.constexpr, NODES: tl.constexpr, trace,
+    RANKS: tl.constexpr, TILE: tl.constexpr, NUMBERS: tl.constexpr, NODES: tl.constexpr, trace,
 ):
     """Leave a part of a tile in scratch memory; the program that leaves the last one merges them all.
 
@@ -52,6 +52,8 @@ def join_part(
     part:      (the tile's first place in the line, its blocks)
     finished:  (tiles that this program has finished, the last of them); returned, with this tile if it is merged here
     """
+    RP: tl.constexpr = TILE.rows
+    DVP: tl.constexpr = TILE.padded_dv
     PART: tl.constexpr = RP * DVP
     LARGE: tl.constexpr = PART >= LARGE_PART
     MOST: tl.constexpr = MOST_LARGE_PARTS if LARGE else MOST_PARTS
@@ -63,7 +65,7 @@ def join_part(
     first, of_tile = part
     count, last = finished
     tile = place[3]
-    rows_m = tl.arange(0, BLOCK_M)
+    rows_m = tl.arange(0, TILE.block_m)
     # The programs of a tile follow each other, so no other tile's have this number.
     number = (tile + tl.program_id(0)).to(tl.int64)
     at = number * PART + rows_m[:, None] * DVP + tl.arange(0, DVP)[None, :]
@@ -95,6 +97,6 @@ def join_part(
             )
             give(
                 ctx, half, signal, merged, merged_lse, rows, place, tiles, heads, outputs,
-                RANKS, TQ, G, DV, DVP, RP, NODES,
+                RANKS, TILE, NODES,
             )
     return count, last

@@ -4,6 +4,8 @@ An fp8 cache may be read in *pairs*, two columns of a key as 16 bits. Even and o
 those of keys with the query's, and the weights with those of values.
 """
 
+from typing import NamedTuple
+
 import triton.language as tl
 
 from tdkernels import lang as td
@@ -22,6 +24,46 @@ _SPLIT = tl.constexpr("""{
     cvt.rn.f16x2.e4m3x2 $0, even;
     cvt.rn.f16x2.e4m3x2 $1, odd;
 }""")
+
+
+class DecodeTile(NamedTuple):
+    """What a kernel of flash_decode is compiled for, of a tile; its argument ``TILE``.
+
+    Args:     queries: of a sequence, Tq; group: query heads of a cache's head
+              d: elements of a head of keys, in two parts of d1 and d2; dv: of values, in padded_dv
+              rows: of a tile in memory; block_m, block_n: query rows and keys of a product
+              soft_cap, window: whether there is one; precision: of a product of fp32 operands, as of ``tl.dot``
+    """
+
+    queries: int
+    group: int
+    d: int
+    d1: int
+    d2: int
+    dv: int
+    padded_dv: int
+    rows: int
+    block_m: int
+    block_n: int
+    soft_cap: bool
+    window: bool
+    precision: str
+
+
+class CacheForm(NamedTuple):
+    """How a kernel of flash_decode reads a cache; its argument ``CACHE``.
+
+    Args:     page: keys of a page, 0 for a cache without pages
+              fp8: FP8_NONE, FP8_NATIVE or FP8_BITS; pairs: columns are read two at a time
+              value_is_key: values are the first columns of the keys
+              scales: of an fp8 cache: 0 for none, 1 for a tensor's, 2 for a head's
+    """
+
+    page: int
+    fp8: int
+    pairs: bool
+    value_is_key: bool
+    scales: int
 
 
 # ---- reading ----

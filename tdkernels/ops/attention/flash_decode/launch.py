@@ -12,7 +12,13 @@ from tdkernels.ops.attention.flash_decode.kernel import (
     flash_decode_nodes_kernel,
 )
 from tdkernels.ops.attention.flash_decode.kernel_merge import LARGE_PARTS_OF_GROUP, NUMBERS_OF_WARP
-from tdkernels.ops.attention.flash_decode.kv_cache import FP8_BITS, FP8_NATIVE, FP8_NONE
+from tdkernels.ops.attention.flash_decode.kv_cache import (
+    FP8_BITS,
+    FP8_NATIVE,
+    FP8_NONE,
+    CacheForm,
+    DecodeTile,
+)
 from tdkernels.ops.attention.flash_decode.validation import FP8
 from tdkernels.ops.attention.tile import LOG2_E
 from tdkernels.ops.common import gemm_operands
@@ -191,6 +197,19 @@ def _prepare(workspace, alone, operands, kind, options, config, keep):
     return Launch(workspace, _kernel(nodes), (programs,), args, constants, operands, made, [ctx, flags])
 
 
+def tile_of(shape, block_m, block_n, options, dtype):
+    """The DecodeTile that a kernel is compiled for."""
+    _, soft_cap, window = options
+    return DecodeTile(
+        shape.queries, shape.group, shape.d, *shape.parts_of_d, shape.dv, shape.padded_dv, shape.rows_of_tile, block_m,
+        block_n, soft_cap is not None, window is not None, gemm_operands.dot_precision(dtype),
+    )
+
+
+def strides_of(k_cache, v_cache, block_table):
+    return *k_cache.stride()[:3], *v_cache.stride()[:3], 0 if block_table is None else block_table.stride(0)
+
+
 def arguments(
     ctx, q, k_cache, v_cache, kv_lens, block_table, scales, outputs, scratch, flags, shape, kind, config, options,
     plan, ranks, nodes, programs, capacity,
@@ -201,21 +220,18 @@ def arguments(
     of_scales, (k_scale, v_scale) = 0, scales or (None, None)
     if scales is not None:
         of_scales = 1 if k_scale.numel() == 1 else 2
-    d1, d2 = shape.parts_of_d
     args = (
         ctx, q, k_cache, v_cache, kv_lens, block_table if paged else kv_lens, k_scale, v_scale, *outputs, scratch,
         flags, shape.batch, shape.heads, capacity, k_cache.shape[0] if paged else 0, scale * LOG2_E.value,
-        (soft_cap or 0.0) * LOG2_E.value, window or 0, plan,
-        *k_cache.stride()[:3], *v_cache.stride()[:3], block_table.stride(0) if paged else 0,
+        (soft_cap or 0.0) * LOG2_E.value, window or 0, plan, strides_of(k_cache, v_cache, block_table),
     )
+    pairs = kind != FP8_NONE.value and _in_pairs(shape, k_cache, v_cache)
     constants = {
-        "RANKS": ranks, "BP": next_power_of_2(shape.batch), "TQ": shape.queries, "G": shape.group, "D": shape.d,
-        "D1": d1, "D2": d2, "DV": shape.dv, "DVP": shape.padded_dv, "RP": shape.rows_of_tile,
-        "BLOCK_M": shape.block_m, "BLOCK_N": config.block_n, "PAGE": k_cache.shape[1] if paged else 0, "FP8": kind,
-        "PAIRS": kind != FP8_NONE.value and _in_pairs(shape, k_cache, v_cache), "V_IS_K": shape.value_is_key,
-        "SCALES": of_scales, "SOFT_CAP": soft_cap is not None, "WINDOW": window is not None,
-        "PRECISION": gemm_operands.dot_precision(q.dtype), "NUMBERS": NUMBERS_OF_WARP * config.num_warps,
-        "NODES": nodes, "num_warps": config.num_warps, "num_stages": config.num_stages, "trace_ptr": None,
+        "RANKS": ranks, "BP": next_power_of_2(shape.batch),
+        "TILE": tile_of(shape, shape.block_m, config.block_n, options, q.dtype),
+        "CACHE": CacheForm(k_cache.shape[1] if paged else 0, kind, pairs, shape.value_is_key, of_scales),
+        "NUMBERS": NUMBERS_OF_WARP * config.num_warps, "NODES": nodes, "num_warps": config.num_warps,
+        "num_stages": config.num_stages, "trace_ptr": None,
     }
     return args, constants
 

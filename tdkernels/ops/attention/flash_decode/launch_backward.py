@@ -3,6 +3,7 @@
 import torch
 
 from tdkernels.ops.attention.flash_decode.kernel_backward import flash_decode_backward_kernel
+from tdkernels.ops.attention.flash_decode.launch import strides_of, tile_of
 from tdkernels.ops.attention.tile import LOG2_E
 from tdkernels.ops.common import gemm_operands
 from tdkernels.rounding import cdiv
@@ -50,19 +51,16 @@ def _prepare(workspace, operands, shape, options, capacity, splits):
     q, k_cache, v_cache, kv_lens, _, block_table, *_ = operands
     scale, soft_cap, window = options
     paged = block_table is not None
-    d1, d2 = shape.parts_of_d
     block_m, block_n, num_warps = _tile(shape, q.element_size(), q.device)
     args = (
         *operands[:5], block_table if paged else kv_lens, *operands[6:],
         shape.heads, capacity, k_cache.shape[0] if paged else 0,
         scale * LOG2_E.value, scale, (soft_cap or 0.0) * LOG2_E.value, window or 0,
-        *k_cache.stride()[:3], *v_cache.stride()[:3], block_table.stride(0) if paged else 0,
+        strides_of(k_cache, v_cache, block_table),
     )
     constants = {
-        "TQ": shape.queries, "G": shape.group, "D": shape.d, "D1": d1, "D2": d2, "DV": shape.dv,
-        "DVP": shape.padded_dv, "BLOCK_M": block_m, "BLOCK_N": block_n, "PAGE": k_cache.shape[1] if paged else 0,
-        "SOFT_CAP": soft_cap is not None, "WINDOW": window is not None,
-        "PRECISION": gemm_operands.dot_precision(q.dtype), "num_warps": num_warps, "num_stages": 1,
+        "TILE": tile_of(shape, block_m, block_n, options, q.dtype), "PAGE": k_cache.shape[1] if paged else 0,
+        "num_warps": num_warps, "num_stages": 1,
     }
     grid = shape.batch * shape.heads, splits
     return Launch(workspace, flash_decode_backward_kernel, grid, args, constants, operands, [], [])
