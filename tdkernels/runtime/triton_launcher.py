@@ -115,7 +115,8 @@ class Repeat:
             return None
         flat, expected, plain, maps = _flattened(args, places, getattr(compiled.metadata, "tensordesc_meta", None))
         given, again = (_given(compiled, grid, cls.STREAM, args) for _ in range(2))
-        nested = isinstance(given[-1], (tuple, list)) and len(given[-1]) == len(flat)  # from triton 3.7 on
+        # From triton 3.7 on the kernel's arguments are one; before, the last of them may be a NamedTuple.
+        nested = type(given[-1]) in (tuple, list) and len(given[-1]) == len(flat)
         first = len(given) - (1 if nested else len(flat))
         _compare("argument of the kernel", given[-1] if nested else given[first:], expected)
         # An object that is another one each time, such as scratch memory, must not be kept.

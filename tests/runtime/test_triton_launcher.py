@@ -6,6 +6,7 @@ On the launcher of the Triton that is installed, without a GPU: its C function i
 import functools
 import logging
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -132,6 +133,23 @@ def test_of_kernels_without_descriptors_too(encoded):
     assert by_address(compiled.given[-1]) == expected
     repeat([3, None], STREAM)
     assert by_address(compiled.given[-1]) == by_address(compiled.by_triton(GRID, [None, 3, None]))
+
+
+class Sizes(NamedTuple):
+    rows: int
+    columns: int
+    planes: int
+    width: int
+
+
+def test_tuples_are_the_same_in_all_launches(encoded):
+    compiled = _Compiled(described=None)
+    args = [gpu_tensor(16), 2, (1, 8, 64), Sizes(16, 32, 1, 4)]  # as many fields as there are arguments
+    repeat = Repeat.of(compiled, GRID, args, [1, 0])
+    args[:2] = gpu_tensor(32), 3
+    expected = by_address(compiled.by_triton(GRID, args))
+    repeat([3, gpu_tensor(32)], STREAM)
+    assert by_address(compiled.given[-1]) == expected
 
 
 def test_a_tensor_map_is_made_once_for_an_address(encoded, monkeypatch):
