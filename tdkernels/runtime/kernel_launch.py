@@ -77,6 +77,12 @@ def bind(workspace, key, operands, prepare, ready=None, lies=by_layout):
     return launch, operands
 
 
+def bind_given(given, *call):
+    """The Launch of ``launch_kept(*call)``, or None if it takes a copy of one of the operands that were ``given``."""
+    launch, taken = bind(*call)
+    return launch if all(one is other for one, other in zip(given, taken, strict=True)) else None
+
+
 def _prepared(operands, prepare):
     return prepare(*[None if operand is None else operand.detach() for operand in operands])
 

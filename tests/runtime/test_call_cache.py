@@ -11,13 +11,15 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tdkernels
-from tdkernels import AgGemmConfig, CollectiveConfig, GemmArConfig, GemmRsConfig, Tiles, autotune
+from tdkernels import AgGemmConfig, CollectiveConfig, GemmArConfig, GemmRsConfig, Tiles, UlyssesConfig, autotune
+from tdkernels.ops.attention.ulysses import launch_qkv
 from tdkernels.ops.collectives import launch as collective_launch
 from tdkernels.ops.collectives import op as collectives_op
 from tdkernels.ops.common import gemm_operands
 from tdkernels.ops.dense.ag_gemm import op as ag_gemm_op
 from tdkernels.ops.dense.gemm_ar import op as gemm_ar_op
 from tdkernels.ops.dense.gemm_rs import op as gemm_rs_op
+from tdkernels.ops.experts.grouped_gemm import launch as grouped_launch
 from tdkernels.runtime import call_cache, kernel_launch
 from tdkernels.runtime.recorder import Recorder, record
 from tdkernels.symm.group import group_state
@@ -105,14 +107,15 @@ def as_one_launch(operator, tensors, group, **options):
     asked, found = [], kernel_launch.bind
     with pytest.MonkeyPatch.context() as patch:
         asks = lambda *args, **options: asked.append(args) or found(*args, **options)  # noqa: E731
-        patch.setattr(gemm_operands, "bind", asks)
-        for module in (gemm_operands, collective_launch):
+        patch.setattr(grouped_launch, "bind", asks)
+        for module in (gemm_operands, collective_launch, launch_qkv, grouped_launch):
             kept = module.launch_kept
             patch.setattr(module, "launch_kept", lambda *args, kept=kept, **o: asked.append(args) or kept(*args, **o))
         patch.setattr(kernel_launch, "bind", asks)
-        call = getattr(tdkernels, operator)
-        y = call(*tensors, group=group, **options)
-    expected = getattr(tdkernels, f"{operator}_ref")(*tensors, group=group)
+        options |= {} if group is None else {"group": group}
+        y = getattr(tdkernels, operator)(*tensors, **options)
+    options.pop("config", None)
+    expected = getattr(tdkernels, f"{operator}_ref")(*tensors, **options)
     tdkernels.synchronize()
     torch.testing.assert_close(y, expected, rtol=2e-2, atol=2e-2)
     return not asked
@@ -159,6 +162,31 @@ def is_one_launch_from_the_third_time():
         ]
         assert set(parts) == {True}, "by torch's products, which never ask"
         del group
+
+
+def other_operators_are_one_launch():
+    with a_group() as group, autotune.mode("off"):
+        x, weight = (tensor.bfloat16() for tensor in operands_of("gemm_ar", 1))
+        config = UlyssesConfig(num_comm_sms=1)
+        for rows in (x, x.view(2, 4, K)):
+            seen = [as_one_launch("ulysses_qkv", (rows + seed, weight), group, config=config) for seed in range(4)]
+            assert seen == [False, False, True, True]
+        turned = x.view(2, 4, K).transpose(0, 1)
+        seen = [as_one_launch("ulysses_qkv", (turned, weight), group, config=config) for _ in range(3)]
+        assert seen == [False] * 3, "it is copied"
+        w, splits = torch.stack([weight, -weight]), torch.tensor([5, 3], device=device())
+        for activation in (None, "swiglu"):
+            rows = [(x + seed, w, splits) for seed in range(4)]
+            seen = [as_one_launch("group_gemm", operands, None, activation=activation) for operands in rows]
+            assert seen == [False, False, True, True]
+        assert [as_one_launch("group_gemm", (x.t().contiguous().t(), w, splits), None) for _ in range(3)] == [False] * 3
+        twice = splits.repeat_interleave(2)[::2]
+        assert [as_one_launch("group_gemm", (x, w, twice), None) for _ in range(3)] == [False] * 3
+        del group
+
+
+def test_other_operators_go_straight_to_their_launch_too():
+    on_ranks(2, other_operators_are_one_launch)
 
 
 def test_a_call_that_is_one_launch_goes_straight_to_it():

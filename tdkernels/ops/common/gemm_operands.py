@@ -6,7 +6,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tdkernels.ops.common.gemm_tile import Product
 from tdkernels.runtime.gpu import has_tma
-from tdkernels.runtime.kernel_launch import bind, launch_kept
+from tdkernels.runtime.kernel_launch import bind_given, launch_kept
 
 
 def rows_contiguous(x):
@@ -112,9 +112,7 @@ def launch_product(workspace, x, weight, bias, config, prepare):
 
 def bind_product(workspace, x, weight, bias, config, prepare):
     """The Launch of ``launch_product`` with these operands, or None if one of them has to be copied first."""
-    operands = x, weight, bias
-    launch, taken = bind(*_product_call(workspace, *operands, config, prepare))
-    return launch if all(one is other for one, other in zip(operands, taken, strict=True)) else None
+    return bind_given((x, weight, bias), *_product_call(workspace, x, weight, bias, config, prepare))
 
 
 def _product_call(workspace, x, weight, bias, config, prepare):

@@ -7,7 +7,7 @@ from tdkernels.ops.common import gemm_operands
 from tdkernels.ops.common.config import with_config
 from tdkernels.rounding import cdiv
 from tdkernels.runtime import gpu, recorder
-from tdkernels.runtime.kernel_launch import Launch, launch_kept, to_be_made
+from tdkernels.runtime.kernel_launch import Launch, bind_given, launch_kept, to_be_made
 from tdkernels.symm import get_workspace
 
 
@@ -42,13 +42,21 @@ def compile(x, weight, bias, world_size, config):
 
 
 def launch(operator, x, weight, bias, batch, group, config):
-    """Our heads of all positions, [B * S, N / W], of x [B * S / W, K]; ``operator`` is who calls, for errors."""
+    """Our heads of all positions, [B * S, N / W], of x [B * S / W, K]; ``operator`` names the caller in errors."""
+    return launch_kept(*_call(operator, x, weight, bias, batch, group, config))[0]
+
+
+def bind_call(operator, x, weight, bias, batch, group, config):
+    """The Launch of ``launch`` with these operands, or None if one of them has to be copied first."""
+    return bind_given((x, weight, bias), *_call(operator, x, weight, bias, batch, group, config))
+
+
+def _call(operator, x, weight, bias, batch, group, config):
+    """The arguments of ``launch_kept``."""
     workspace = get_workspace(group, x.device, "ulysses_qkv")
     key = operator, batch, config, gemm_operands.dot_precision(x.dtype)
-    return launch_kept(
-        workspace, key, (x, weight, bias), lambda *of: _prepare(workspace, operator, *of, batch, config),
-        gemm_operands.ready,
-    )[0]
+    prepare = lambda *of: _prepare(workspace, operator, *of, batch, config)  # noqa: E731
+    return workspace, key, (x, weight, bias), prepare, gemm_operands.ready
 
 
 def _prepare(workspace, operator, x, weight, bias, batch, config):

@@ -294,12 +294,16 @@ def ulysses_qkv(x, weight, bias=None, *, group=None, config=None):
     call = x.reshape(-1, x.shape[-1]), weight, bias, batch, group.group_name, as_argument(config)
     y = autograd.apply(_Qkv, torch.ops.tdkernels.ulysses_qkv, *call)
     y = y.view(*x.shape[:-2], group.size() * x.shape[-2], y.shape[1])
-    _keep(key, "ulysses_qkv", _run_qkv, call[0], weight, batch, group, config, y.shape)
+    _keep(key, "ulysses_qkv", _run_qkv, call[0], weight, batch, group, config, y.shape, launch_qkv.bind_call)
     return y
 
 
-def _keep(key, operator, run, rows, weight, batch, group, config, shape):
-    """Insert a call into the call cache; ``rows``: the operand as ``run`` takes it, ``shape``: of the output."""
+def _keep(key, operator, run, rows, weight, batch, group, config, shape, bind_call=None):
+    """Insert a call into the call cache.
+
+    Args:     rows: the operand as ``run`` takes it; shape: of the output
+              bind_call: the Launch that a fused call is; None for a call that is not one launch of its own operands
+    """
     if not call_cache.is_current(group, key) or group.size() == 1 or not rows.shape[0]:
         return
     config = _config(as_argument(config), operator, operator, rows, weight, group, {})
@@ -308,7 +312,14 @@ def _keep(key, operator, run, rows, weight, batch, group, config, shape):
     def again(group, x, weight, bias):
         return run(operator, x.reshape(rows), weight, bias, batch, group, config).view(shape)
 
-    call_cache.keep(group, key, call_cache.KnownCall(again))
+    def bind(group, x, weight, bias):
+        given = x.reshape(rows)
+        if given.data_ptr() != x.data_ptr():
+            return None
+        return bind_call(operator, given, weight, bias, batch, group, config)
+
+    is_launch = config.method == "fused" and bind_call is not None
+    call_cache.keep(group, key, call_cache.KnownCall(again, bind if is_launch else None, shape))
 
 
 def ulysses_out(o, weight, bias=None, *, group=None, config=None):

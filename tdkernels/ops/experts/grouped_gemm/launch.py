@@ -10,7 +10,7 @@ from tdkernels.ops.experts.grouped_gemm.swiglu import NUMBERS, swiglu_backward_k
 from tdkernels.ops.experts.grouped_gemm.tile import GroupedProduct
 from tdkernels.rounding import cdiv, next_power_of_2
 from tdkernels.runtime import gpu
-from tdkernels.runtime.kernel_launch import Launch, alone_on, launch_kept, to_be_made
+from tdkernels.runtime.kernel_launch import Launch, alone_on, bind, launch_kept, to_be_made
 
 # Of a weight's gradient: rows that are masked at the end of a group, the fewest that tensor cores take; and how many
 # make a group long.
@@ -98,13 +98,23 @@ def product(x, w, splits, activation=None, keep=False, config=None):
     if not x.shape[0]:
         width = w.shape[1] // 2 if activation else w.shape[1]
         return x.new_empty(0, width), x.new_empty(0, w.shape[1]) if keep else None
-    w = weight_layout(w, activation)[0]
-    workspace = alone_on(x.device)
-    made = launch_kept(
-        workspace, ("group_gemm", activation, keep, config, gemm_operands.dot_precision(x.dtype)), (x, w, splits),
-        lambda *of: _prepare(workspace, *of, activation, keep, config),
-    )
+    made = launch_kept(*_call(x, weight_layout(w, activation)[0], splits, activation, keep, config))
     return made[0], made[1] if keep else None
+
+
+def bind_product(x, w, splits, activation, config):
+    """The Launch of ``product`` with these operands; None without rows, or if an operand has to be copied first."""
+    taken = gemm_operands.rows_contiguous(x), weight_layout(w, activation)[0], splits.contiguous()
+    if not x.shape[0] or any(one is not other for one, other in zip((x, w, splits), taken, strict=True)):
+        return None
+    return bind(*_call(*taken, activation, False, config))[0]
+
+
+def _call(x, w, splits, activation, keep, config):
+    """The arguments of ``launch_kept``."""
+    workspace = alone_on(x.device)
+    key = "group_gemm", activation, keep, config, gemm_operands.dot_precision(x.dtype)
+    return workspace, key, (x, w, splits), lambda *of: _prepare(workspace, *of, activation, keep, config)
 
 
 def _prepare(workspace, x, w, splits, activation, keep, config):

@@ -164,11 +164,11 @@ def group_gemm(x, w, splits, *, activation=None, config=None):
     if autograd.may_be_differentiated([x, w]):
         return _GroupGemm.apply(x, w, splits, activation or "", text)
     y = torch.ops.tdkernels.group_gemm(x, w, splits, activation or "", False, text)[0]
-    _keep(key, x, w, activation, config)
+    _keep(key, x, w, activation, config, y.shape)
     return y
 
 
-def _keep(key, x, w, activation, config):
+def _keep(key, x, w, activation, config, shape):
     """Insert a call into the call cache."""
     if config is None:
         config = dispatch.known_config(x, (*w.shape[1:], w.shape[0]), dispatch.layout_of(w, activation))
@@ -178,4 +178,8 @@ def _keep(key, x, w, activation, config):
     def run(_, x, w, splits):
         return product(x, w, splits.contiguous(), activation, False, config)[0]
 
-    call_cache.keep(None, key, call_cache.KnownCall(run))
+    def bind(_, x, w, splits):
+        return launch.bind_product(x, w, splits, activation, config)
+
+    is_fused = config is None or config.method == "fused"
+    call_cache.keep(None, key, call_cache.KnownCall(run, bind if is_fused else None, shape))
