@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import tdkernels
 from bench.experts import permute_baseline
-from tdkernels.ops.experts.dispatch.kernel_dispatch import QUANTUM as _QUANTUM
+from tdkernels.ops.experts.dispatch.kernel_payload import QUANTUM as _QUANTUM
 
 QUANTUM = int(_QUANTUM.value)  # channels under one scale
 _E4M3_MAX = 448.0

@@ -89,7 +89,7 @@ class KnownCall:
         run: (group, *tensors) -> output.
         bind: (group, *tensors) -> the Launch that the call is, or None if it is something else, as all calls with the
             same key are then. None: it is known to be something else.
-        shape: of the output, for ``bind``.
+        shape: of the output, for ``bind``; a list of shapes if there are several outputs, which ``run`` gives as well.
     """
 
     def __init__(self, run, bind=None, shape=None):
@@ -106,8 +106,10 @@ class KnownCall:
                 self._bind = None
                 return self._run(group, *tensors)
             self._launch = weakref.ref(launch)
-        output = launch(tensors)[0]
-        return output if output.shape == self._shape else output.view(self._shape)
+        made = launch(tensors)
+        if type(self._shape) is list:
+            return [output.view(shape) for output, shape in zip(made, self._shape)]
+        return made[0] if made[0].shape == self._shape else made[0].view(self._shape)
 
 
 def _no_launch():

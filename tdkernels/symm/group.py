@@ -47,6 +47,22 @@ def resolve_group(group=None):
     return group
 
 
+def resolve_group_if_any(operator, group):
+    """As ``resolve_group``, but None for None if torch.distributed is not initialized: this process is alone.
+
+    Raises:   ValueError if WORLD_SIZE says that it is not
+    """
+    if group is None and not (dist.is_available() and dist.is_initialized()):
+        ranks = os.environ.get("WORLD_SIZE", "1")
+        if ranks != "1":
+            raise ValueError(
+                f"{operator}: group: torch.distributed is not initialized, but WORLD_SIZE is {ranks}; call "
+                "torch.distributed.init_process_group first"
+            )
+        return None
+    return resolve_group(group)
+
+
 _MAX_CALLS = 4096  # whose outcomes are kept; shapes may go on changing for ever
 _launches = 0  # of all groups
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tdkernels.ops.common.tile_config import Tiles
-from tdkernels.ops.experts.dispatch.kernel_dispatch import BY_INSTRUCTION, BY_INTEGERS
+from tdkernels.ops.experts.dispatch.kernel_payload import BY_INSTRUCTION, BY_INTEGERS
 from tests.support.aot import SHARED_MEMORY, compile_for
 from tests.support.ranks import DEVICE
 

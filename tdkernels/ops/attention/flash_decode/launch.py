@@ -25,7 +25,7 @@ from tdkernels.ops.common import gemm_operands
 from tdkernels.ops.common.config import with_config
 from tdkernels.rounding import cdiv, next_power_of_2
 from tdkernels.runtime import recorder
-from tdkernels.runtime.kernel_launch import Launch, alone_on, launch_kept, to_be_made
+from tdkernels.runtime.kernel_launch import Launch, alone_on, bind, launch_kept, to_be_made
 from tdkernels.runtime.local_workspace import local_flags
 from tdkernels.symm import get_workspace
 from tdkernels.symm.group import group_state
@@ -158,15 +158,29 @@ def launch(q, k_cache, v_cache, kv_lens, block_table, scales, options, group, co
         agree(q, shape, options, group, config or default_config(shape, q.device))
         return [None if output is None else torch.empty_like(output, device=q.device)
                 for output in _outputs(q, shape, keep)]
+    operands = q, _as_read(k_cache), _as_read(v_cache), kv_lens, block_table, *(scales or (None, None))
+    o, lse, *kept, _ = launch_kept(*_call(operands, fp8_kind(k_cache), options, group, config, keep))
+    return o, lse, *(kept or [None])
+
+
+def bind_call(q, k_cache, v_cache, kv_lens, block_table, scales, options, group, config):
+    """The Launch of ``launch`` with these operands, all contiguous but the caches; None if it is no launch of them.
+
+    A rank without peers has private flags for each stream, so its launch is not bound.
+    """
+    if group is None or group.size() == 1 or not q.numel() or k_cache.dtype == FP8:
+        return None
+    operands = q, k_cache, v_cache, kv_lens, block_table, *(scales or (None, None))
+    return bind(*_call(operands, FP8_NONE.value, options, group, config, False))[0]
+
+
+def _call(operands, kind, options, group, config, keep):
+    """The arguments of ``launch_kept``; caches ``_as_read``."""
+    q, k_cache, v_cache, *_ = operands
     alone = group is None or group.size() == 1
     workspace = alone_on(q.device) if alone else get_workspace(group, q.device, "flash_decode", across_nodes=True)
-    kind, latent = fp8_kind(k_cache), value_is_key(k_cache, v_cache)
-    operands = q, _as_read(k_cache), _as_read(v_cache), kv_lens, block_table, *(scales or (None, None))
-    key = config, options, keep, kind, latent, gemm_operands.dot_precision(q.dtype)
-    o, lse, *kept, _ = launch_kept(
-        workspace, key, operands, lambda *of: _prepare(workspace, alone, of, kind, options, config, keep)
-    )
-    return o, lse, *(kept or [None])
+    key = config, options, keep, kind, value_is_key(k_cache, v_cache), gemm_operands.dot_precision(q.dtype)
+    return workspace, key, operands, lambda *of: _prepare(workspace, alone, of, kind, options, config, keep)
 
 
 def _prepare(workspace, alone, operands, kind, options, config, keep):

@@ -1,13 +1,13 @@
 """The specification of flash_decode, in plain torch.distributed."""
 
 import math
-import os
 
 import torch
 
 from tdkernels.ops.attention.flash_decode import launch as launcher
 from tdkernels.ops.attention.flash_decode.validation import FP8
 from tdkernels.ops.common.torch_collectives import all_gather_rows
+from tdkernels.symm.group import resolve_group_if_any
 
 
 def dense_cache(cache, block_table, scale):
@@ -90,19 +90,5 @@ def flash_decode_ref(
 
 def _ranks(group):
     """Return (number of ranks, own rank): (1, 0) if torch.distributed is not initialised."""
-    if group is None and not is_initialized():
-        return 1, 0
-    return torch.distributed.get_world_size(group), torch.distributed.get_rank(group)
-
-
-def is_initialized():
-    """Whether there are groups. Raises ValueError if there should be: this process alone would see its keys only."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return True
-    ranks = os.environ.get("WORLD_SIZE", "1")
-    if ranks != "1":
-        raise ValueError(
-            f"flash_decode: group: torch.distributed is not initialized, but WORLD_SIZE is {ranks}; call "
-            "torch.distributed.init_process_group first"
-        )
-    return False
+    group = resolve_group_if_any("flash_decode", group)
+    return (1, 0) if group is None else (group.size(), group.rank())

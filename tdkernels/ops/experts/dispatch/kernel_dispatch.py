@@ -8,14 +8,9 @@ its signal, and copies each staged token to its rows. Nobody waits but receivers
 All ranks signal at least one chunk to all peers and wait for one from each, so call t + 1 ends nowhere before all have
 begun it: two halves are enough (law 3).
 
-A staged token is a slot: its items, its scales, the numbers of K rows (-1: not here) and K weights. Staging memory
-begins with where each chunk of each source begins and how many tokens it has: [ranks, MAX_CHUNKS, 2] int32.
-
-PAYLOAD.gradient: what is sent is the gradient of a weighted sum of rows. A row gets it times its weight, and the
-weight's own gradient is its product with the row.
+Staging memory begins with where each chunk of each source begins and how many tokens it has: [ranks, MAX_CHUNKS, 2]
+int32. Then come slots of tokens (``kernel_payload``).
 """
-
-from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -23,6 +18,13 @@ import triton.language as tl
 from tdkernels import lang as td
 from tdkernels.lang.context import CTX_BASES
 from tdkernels.lang.profile import ALL_PEERS
+from tdkernels.ops.experts.dispatch.kernel_payload import (
+    read_block,
+    slot_parts,
+    spread,
+    travelling_bytes,
+    write_block,
+)
 from tdkernels.ops.experts.dispatch.layout import (
     GOES,
     MAX_CHUNKS,
@@ -43,124 +45,10 @@ from tdkernels.ops.experts.dispatch.layout import (
     whole_items,
 )
 
-QUANTUM = tl.constexpr(128)  # channels under one scale
-# PAYLOAD.quantize, where it is not 0: how codes are made.
-BY_INTEGERS = tl.constexpr(1)
-BY_INSTRUCTION = tl.constexpr(2)  # of a GPU that has one
-SMALLEST_QUANTUM = tl.constexpr(2.0**-118)
 NO_PLACE = tl.constexpr(1 << 30)
-
-
-class Payload(NamedTuple):
-    """What a kernel moves, as far as it is compiled for that; its argument ``PAYLOAD``.
-
-    Args:     source, item: type of an element of a row before it is sent, and as it travels; scale: of its scales
-              quantize: 0, or how codes are made; gradient: the rows are gradients (see the module)
-              aligned: rows begin at multiples of 16 bytes
-              block, scale_block: elements that a program moves at a time, powers of two
-    """
-
-    source: tl.dtype
-    item: tl.dtype
-    scale: tl.dtype
-    quantize: int
-    gradient: bool
-    aligned: bool
-    block: int
-    scale_block: int
-
-
-@td.jit
-def slot_parts(row_bytes, scale_bytes, K: tl.constexpr):
-    """(where in a slot its scales begin, where its rows' numbers, bytes of a slot); see ``counted.slot_memory``."""
-    scales_begin = (tl.cast(row_bytes, tl.int64) + 15) // 16 * 16
-    places_begin = scales_begin + (tl.cast(scale_bytes, tl.int64) + 15) // 16 * 16
-    return scales_begin, places_begin, (places_begin + 8 * K + 127) // 128 * 128
-
-
-@td.jit
-def travelling_bytes(size, PAYLOAD: tl.constexpr):
-    """(bytes of a row, bytes of its scales) as they travel; size: (items, scale words)."""
-    items, scale_words = size
-    return items * (PAYLOAD.item.primitive_bitwidth // 8), scale_words * (PAYLOAD.scale.primitive_bitwidth // 8)
-
-
-# ---- a block of a row, on its way: items and scales ----
-
-
-@td.jit
-def read_block(
-    x, scales, block, items, scale_words, there, PAYLOAD: tl.constexpr, STAGED: tl.constexpr
-):
-    """(items, scales) of a block of the row and the scales at two addresses; nothing if they are not ``there``.
-
-    STAGED: they are in a slot, as they have travelled.
-    """
-    BLOCK: tl.constexpr = PAYLOAD.block
-    SCALE: tl.constexpr = PAYLOAD.scale
-    SOURCE: tl.constexpr = PAYLOAD.item if STAGED else PAYLOAD.source
-    ALIGNED: tl.constexpr = True if STAGED else PAYLOAD.aligned
-    QUANTIZE: tl.constexpr = 0 if STAGED else PAYLOAD.quantize
-    offs = block * BLOCK + tl.arange(0, BLOCK)
-    row = tl.load(td.pointer_to(x, SOURCE, ALIGNED) + offs, mask=(offs < items) & there, other=0)
-    if QUANTIZE:
-        quanta = tl.reshape(td.to_float32(row), (BLOCK // QUANTUM, QUANTUM))
-        most = td.max_of(tl.abs(quanta), 1)
-        # A quantum's largest number becomes the largest of e4m3, unless it is so small that the factor were infinite.
-        most = tl.where(most > 0, tl.maximum(most, SMALLEST_QUANTUM), 448.0)
-        largest = tl.full(most.shape, 448.0, tl.float32)
-        codes = td.to_e4m3(quanta * tl.div_rn(largest, most)[:, None], QUANTIZE == BY_INSTRUCTION)
-        return tl.reshape(codes, (BLOCK,)), tl.div_rn(most, largest)
-    else:
-        word = block * PAYLOAD.scale_block + tl.arange(0, PAYLOAD.scale_block)
-        return row, tl.load(scales.to(tl.pointer_type(SCALE)) + word, mask=(word < scale_words) & there, other=0)
-
-
-@td.jit
-def write_block(
-    row, row_scales, to, scales_to, block, items, scale_words, PAYLOAD: tl.constexpr, ALIGNED: tl.constexpr
-):
-    """Store a block of a row and of its scales at two addresses. ALIGNED: a row begins at a multiple of 16 bytes."""
-    offs = block * PAYLOAD.block + tl.arange(0, PAYLOAD.block)
-    tl.store(td.pointer_to(to, PAYLOAD.item, ALIGNED) + offs, row, mask=offs < items)
-    word = block * PAYLOAD.scale_block + tl.arange(0, PAYLOAD.scale_block)
-    tl.store(scales_to.to(tl.pointer_type(PAYLOAD.scale)) + word, row_scales, mask=word < scale_words)
-
 
 # size: (items, scale words) of a row; inputs: (x_ptr, scales_ptr, weights_ptr); outputs: (rows_ptr, row_scales_ptr,
 # row_weights_ptr, expert_rows_ptr, dots_ptr); call: what ``td.call`` has returned.
-
-
-@td.jit
-def spread(
-    here, weights, row, row_scales, block, size, outputs, PAYLOAD: tl.constexpr
-):
-    """Store a block of a token in all of its rows on this rank: those of ``here`` that are not -1."""
-    items, scale_words = size
-    rows_ptr, scales_ptr, _, expert_rows_ptr, dots_ptr = outputs
-    ITEM: tl.constexpr = PAYLOAD.item
-    ALIGNED: tl.constexpr = PAYLOAD.aligned
-    BLOCK: tl.constexpr = PAYLOAD.block
-    ITEM_BYTES: tl.constexpr = ITEM.primitive_bitwidth // 8
-    turns, count = td.turns_of(here >= 0)
-    for turn in range(count):
-        place = td.pick(here, turns, turn).to(tl.int64)
-        to = rows_ptr.to(tl.int64) + place * items * ITEM_BYTES
-        if PAYLOAD.gradient:
-            offs = block * BLOCK + tl.arange(0, BLOCK)
-            gradient = td.to_float32(row)
-            weight = td.sum_of(tl.where(turns == turn, weights, 0.0), 0)
-            tl.store(td.pointer_to(to, ITEM, ALIGNED) + offs, td.from_float32(gradient * weight, ITEM), offs < items)
-            if dots_ptr is not None:
-                row_at = expert_rows_ptr.to(tl.int64) + place * items * ITEM_BYTES
-                expert_row = tl.load(td.pointer_to(row_at, ITEM, ALIGNED) + offs, mask=offs < items, other=0)
-                dot = td.sum_of(gradient * td.to_float32(expert_row), 0)
-                if block > 0:
-                    dot += tl.load(dots_ptr + place)
-                tl.store(dots_ptr + place, dot)
-        else:
-            scales_to = scales_ptr.to(tl.int64) + place * scale_words * (PAYLOAD.scale.primitive_bitwidth // 8)
-            write_block(row, row_scales, to, scales_to, block, items, scale_words, PAYLOAD, ALIGNED)
 
 
 # ---- senders ----

@@ -24,7 +24,6 @@ import triton
 import triton.language as tl
 
 from tdkernels import lang as td
-from tdkernels.ops.experts.dispatch.kernel_dispatch import read_block, spread
 from tdkernels.ops.experts.dispatch.kernel_low_latency_send import (
     direct_slot_parts,
     line_of,
@@ -32,6 +31,7 @@ from tdkernels.ops.experts.dispatch.kernel_low_latency_send import (
     send_token,
     slot_of,
 )
+from tdkernels.ops.experts.dispatch.kernel_payload import read_block, spread
 from tdkernels.ops.experts.dispatch.kernel_route import lay_out_rows, state_facts
 from tdkernels.ops.experts.dispatch.layout import (
     GOES,

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from tdkernels import lang as td
 from tdkernels.lang.profile import ALL_PEERS
-from tdkernels.ops.experts.dispatch.kernel_dispatch import read_block, slot_parts, write_block
+from tdkernels.ops.experts.dispatch.kernel_payload import read_block, slot_parts, write_block
 from tdkernels.ops.experts.dispatch.layout import MAX_CHUNKS, experts_at, places_at
 
 # Elements of the tiles in which choices are compared with ids, and with experts; and ids of the former at most, which

@@ -8,7 +8,7 @@ import torch
 
 from tdkernels.ops.common.config import with_config
 from tdkernels.ops.common.gemm_operands import rows_contiguous
-from tdkernels.ops.experts.dispatch.kernel_dispatch import QUANTUM
+from tdkernels.ops.experts.dispatch.kernel_payload import QUANTUM
 from tdkernels.ops.experts.dispatch.payload import (
     FLOATS,
     MAX_CHUNKS,

@@ -10,7 +10,7 @@ import torch
 import triton.language as tl
 
 from tdkernels.ops.experts.dispatch import layout
-from tdkernels.ops.experts.dispatch.kernel_dispatch import BY_INSTRUCTION, BY_INTEGERS, QUANTUM, Payload
+from tdkernels.ops.experts.dispatch.kernel_payload import BY_INSTRUCTION, BY_INTEGERS, QUANTUM, Payload
 from tdkernels.rounding import cdiv, next_power_of_2
 from tdkernels.runtime import gpu, recorder
 

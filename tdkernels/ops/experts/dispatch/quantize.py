@@ -2,7 +2,7 @@
 
 import torch
 
-from tdkernels.ops.experts.dispatch.kernel_dispatch import QUANTUM
+from tdkernels.ops.experts.dispatch.kernel_payload import QUANTUM
 
 
 def dequantize(codes, scales, dtype):

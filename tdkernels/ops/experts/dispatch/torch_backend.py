@@ -15,7 +15,7 @@ import torch.distributed as dist
 from tdkernels.ops.common.config import as_argument
 from tdkernels.ops.common.torch_collectives import all_gather_rows
 from tdkernels.ops.experts.dispatch.device_errors import TopkIds, too_many_tokens
-from tdkernels.ops.experts.dispatch.kernel_dispatch import QUANTUM
+from tdkernels.ops.experts.dispatch.kernel_payload import QUANTUM
 from tdkernels.ops.experts.dispatch.routing import Routing
 from tdkernels.symm.group import group_state
 

@@ -16,7 +16,7 @@ from tdkernels.ops.common import gemm_tunable as dense
 from tdkernels.ops.common.tunable_base import ConfigTunable
 from tdkernels.ops.experts.dispatch import (
     all_to_all,
-    kernel_dispatch,
+    kernel_payload,
     launch,
     layout,
     low_latency,
@@ -34,7 +34,7 @@ from tdkernels.ops.experts.grouped_gemm.synthetic import expert_ids, why_not_sha
 from tdkernels.rounding import cdiv
 from tdkernels.runtime import gpu
 
-_QUANTUM = kernel_dispatch.QUANTUM.value
+_QUANTUM = kernel_payload.QUANTUM.value
 _LAUNCH_S = 5e-6
 _CHUNK_S, _TOKEN_S = 1e-6, 0.5e-6  # of a program: to find and to signal a chunk; for each token, one after the other
 _HOST_S = 30e-6  # until the host knows the number of rows

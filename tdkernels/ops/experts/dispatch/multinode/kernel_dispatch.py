@@ -27,15 +27,8 @@ import triton.language as tl
 
 from tdkernels import lang as td
 from tdkernels.lang.context import CTX_BASES
-from tdkernels.ops.experts.dispatch.kernel_dispatch import (
-    NO_PLACE,
-    read_block,
-    receive_chunk,
-    send_token,
-    slot_parts,
-    travelling_bytes,
-    write_block,
-)
+from tdkernels.ops.experts.dispatch.kernel_dispatch import NO_PLACE, receive_chunk, send_token
+from tdkernels.ops.experts.dispatch.kernel_payload import read_block, slot_parts, travelling_bytes, write_block
 from tdkernels.ops.experts.dispatch.layout import (
     GOES,
     MAX_CHUNKS,
