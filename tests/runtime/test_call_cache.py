@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tdkernels
 from tdkernels import AgGemmConfig, CollectiveConfig, GemmArConfig, GemmRsConfig, Tiles, UlyssesConfig, autotune
+from tdkernels.ops.attention.flash_decode import launch as decode_launch
 from tdkernels.ops.attention.ulysses import launch_qkv
 from tdkernels.ops.collectives import launch as collective_launch
 from tdkernels.ops.collectives import op as collectives_op
@@ -107,8 +108,9 @@ def as_one_launch(operator, tensors, group, **options):
     asked, found = [], kernel_launch.bind
     with pytest.MonkeyPatch.context() as patch:
         asks = lambda *args, **options: asked.append(args) or found(*args, **options)  # noqa: E731
-        patch.setattr(grouped_launch, "bind", asks)
-        for module in (gemm_operands, collective_launch, launch_qkv, grouped_launch):
+        for module in (grouped_launch, decode_launch):
+            patch.setattr(module, "bind", asks)
+        for module in (gemm_operands, collective_launch, launch_qkv, grouped_launch, decode_launch):
             kept = module.launch_kept
             patch.setattr(module, "launch_kept", lambda *args, kept=kept, **o: asked.append(args) or kept(*args, **o))
         patch.setattr(kernel_launch, "bind", asks)
@@ -182,6 +184,19 @@ def other_operators_are_one_launch():
         assert [as_one_launch("group_gemm", (x.t().contiguous().t(), w, splits), None) for _ in range(3)] == [False] * 3
         twice = splits.repeat_interleave(2)[::2]
         assert [as_one_launch("group_gemm", (x, w, twice), None) for _ in range(3)] == [False] * 3
+        lens, table = torch.tensor([6, 3], device=device()), torch.tensor([[1, 0], [3, 2]], device=device())
+        for q, options in (
+            (draw(1, 2, 4, K), {}), (draw(2, 2, 3, 4, K), {"window": 3}), (draw(3, 2, 4, K), {"block_table": table}),
+        ):
+            room = (4, 4) if "block_table" in options else (2, 8)
+            caches = [draw(dist.get_rank() + seed, *room, 2, K).bfloat16() for seed in (5, 6)]
+            operands = q.bfloat16(), *caches
+            seen = [as_one_launch("flash_decode", (*operands, lens), group, **options) for _ in range(4)]
+            assert seen == [False, False, True, True], options
+            turned = operands[0].transpose(1, 2).contiguous().transpose(1, 2)
+            seen = [as_one_launch("flash_decode", (turned, *operands[1:], lens), group, **options) for _ in range(3)]
+            assert seen == [False] * 3, "it is copied"
+        assert tdkernels.flash_decode(*operands, lens, **options, return_lse=True, group=group)[1].shape == (2, 4)
         del group
 
 
