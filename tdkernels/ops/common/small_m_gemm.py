@@ -107,9 +107,7 @@ def scratch_to_be_made(like, num_tiles, tiles, split_k):
 
 
 @td.jit
-def place_of(
-    program, tiles_m, K, k_of_part, split_k, PRODUCT: tl.constexpr
-):
+def place_of(program, tiles_m, K, k_of_part, split_k, PRODUCT: tl.constexpr):
     """(tile, part, first row, first column, first k, last k) of a program that multiplies, of which tiles have split_k.
 
     Those of a tile follow one another, and so do the tiles of a column.

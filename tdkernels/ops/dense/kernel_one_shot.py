@@ -64,18 +64,14 @@ def gemm_one_shot_kernel(
     epoch, half, signal = td.call(ctx, plan)
     tiles_m = (M + BLOCK_M - 1) // BLOCK_M
     tiles = tiles_m * ((N + BLOCK_N - 1) // BLOCK_N)
-    tile, part, row, col, first_k, last_k = place_of(
-        tl.program_id(0), tiles_m, K, k_of_part, split_k, PRODUCT
-    )
+    tile, part, row, col, first_k, last_k = place_of(tl.program_id(0), tiles_m, K, k_of_part, split_k, PRODUCT)
     offs_m = row + tl.arange(0, BLOCK_M)
     offs_n = col + tl.arange(0, BLOCK_N)
     mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
     offs = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
 
     td.mark(trace, "multiplies")
-    acc = few_rows_tile(
-        x_ptr, x_desc, 0, row, M, K, w_ptr, w_desc, col, stride_w, N, first_k, last_k, PRODUCT,
-    )
+    acc = few_rows_tile(x_ptr, x_desc, 0, row, M, K, w_ptr, w_desc, col, stride_w, N, first_k, last_k, PRODUCT)
     sends = True
     if SPLIT:
         td.mark(trace, "joins")

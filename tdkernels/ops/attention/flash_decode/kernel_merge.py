@@ -93,9 +93,7 @@ def merge_group(
 
 
 @td.jit
-def store_output(
-    o_ptr, lse_ptr, lse2_ptr, o, lse, entry, head, row, heads, TILE: tl.constexpr
-):
+def store_output(o_ptr, lse_ptr, lse2_ptr, o, lse, entry, head, row, heads, TILE: tl.constexpr):
     """Store query rows ``row`` … of a head as the caller gets them: o [B, TQ, heads * G, DV], lse in natural log.
 
     lse2_ptr: where lse is wanted to base 2, as it is, by the gradient: what is rounded once more is another number.

@@ -315,9 +315,7 @@ def _complete(
 
 
 @td.jit
-def _store_rows(
-    o_ptr, lse_ptr, lse2_ptr, o, lse, tile, rows, tiles_of_entry, heads, TILE: tl.constexpr
-):
+def _store_rows(o_ptr, lse_ptr, lse2_ptr, o, lse, tile, rows, tiles_of_entry, heads, TILE: tl.constexpr):
     """Store some rows of a tile for the caller."""
     BLOCKS_R: tl.constexpr = (TILE.queries * TILE.group + TILE.rows - 1) // TILE.rows
     which = tile % tiles_of_entry

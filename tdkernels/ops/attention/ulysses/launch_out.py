@@ -61,9 +61,7 @@ def _arguments(workspace, o, own, weight, bias, z, kept, batch, world_size, prog
     rows, k = o.shape[0] // world_size, world_size * width
     even = width % tiles.block_k == 0  # no block of columns has some of two ranks
     product = gemm_operands.compiled_for(o, weight, bias, tiles)
-    product = product._replace(
-        use_tma=product.use_tma and even, aligned=gemm_operands.aligned(width, n, stride_w)
-    )
+    product = product._replace(use_tma=product.use_tma and even, aligned=gemm_operands.aligned(width, n, stride_w))
     own_desc, w_desc = gemm_operands.product_descriptors(own, weight, product)
     gathered_desc = _gathered_descriptor(workspace, o, rows, k, tiles) if product.use_tma else None
     push_rows, push_columns = _push_block(width, _push_bytes(o.device) // o.element_size())

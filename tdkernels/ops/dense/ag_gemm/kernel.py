@@ -85,9 +85,7 @@ def ag_gemm_kernel(
                 own_k = tl.where(source == me, K, 0)
                 td.mark(trace, "multiplies", source)
                 acc = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
-                acc = gemm_tile(
-                    acc, x_ptr, x_desc, 0, row, M_shard, w_ptr, w_desc, col, stride_w, N, own_k, K, PRODUCT,
-                )
+                acc = gemm_tile(acc, x_ptr, x_desc, 0, row, M_shard, w_ptr, w_desc, col, stride_w, N, own_k, K, PRODUCT)
                 # A multiple of 16: see slot_rows_of.
                 slot = td.data_at(ctx, half, me) + source.to(tl.int64) * slot_bytes
                 if source != me:

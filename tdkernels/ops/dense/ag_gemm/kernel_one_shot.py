@@ -91,9 +91,7 @@ def ag_gemm_one_shot_kernel(
     else:
         rows = ranks * slot_rows
         tiles_m = (rows + BLOCK_M - 1) // BLOCK_M
-        tile, part, row, col, first_k, last_k = place_of(
-            program - num_comm, tiles_m, K, k_of_part, split_k, PRODUCT
-        )
+        tile, part, row, col, first_k, last_k = place_of(program - num_comm, tiles_m, K, k_of_part, split_k, PRODUCT)
         if PREFETCH > 0:
             _bring_nearer(
                 w_ptr, stride_w, col, N, first_k, last_k, BLOCK_N, PREFETCH, PRODUCT.w_is_kn, PRODUCT.elem_bytes

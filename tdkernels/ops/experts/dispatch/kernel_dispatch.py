@@ -107,9 +107,7 @@ def send_token(
     choice, ranks = tl.arange(0, triton.next_power_of_2(K)), tl.arange(0, triton.next_power_of_2(RANKS))
     here = tl.where(dest == me, places, -1)
     for block in range(blocks):
-        row, row_scales = read_block(
-            x, scales, block, items, scale_words, True, PAYLOAD, STAGED
-        )
+        row, row_scales = read_block(x, scales, block, items, scale_words, True, PAYLOAD, STAGED)
         for step in range(1, RANKS):
             peer = (me + step) % RANKS
             slot = td.sum_of(tl.where(ranks == peer, slots, 0), 0)
@@ -208,18 +206,14 @@ def receive_chunk(
         number = (staged + first_sent + i).to(tl.int64)
         slot = area + 8 * MAX_CHUNKS * RANKS + number * slot_bytes
         places_at = (slot + places_begin).to(tl.pointer_type(tl.int32)) + choice
-        row, row_scales = read_block(
-            slot, slot + scales_begin, 0, items, scale_words, True, PAYLOAD, True
-        )
+        row, row_scales = read_block(slot, slot + scales_begin, 0, items, scale_words, True, PAYLOAD, True)
         here = tl.load(places_at, mask=choice < K, other=-1)
         weights = tl.load((places_at + K).to(tl.pointer_type(tl.float32)), mask=choice < K, other=0.0)
         if FIRST:
             tl.store(slot_at(came, number, K, RANKS) + choice, here, mask=choice < K)
         for block in range(blocks):
             if block > 0:
-                row, row_scales = read_block(
-                    slot, slot + scales_begin, block, items, scale_words, True, PAYLOAD, True,
-                )
+                row, row_scales = read_block(slot, slot + scales_begin, block, items, scale_words, True, PAYLOAD, True)
             spread(here, weights, row, row_scales, block, size, outputs, PAYLOAD)
         if row_weights_ptr is not None:
             tl.store(row_weights_ptr + here, weights, mask=here >= 0)

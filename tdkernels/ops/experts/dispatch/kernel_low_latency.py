@@ -151,9 +151,7 @@ def _receive_token(
     choice = tl.arange(0, triton.next_power_of_2(K))
     blocks = tl.maximum((items + PAYLOAD.block - 1) // PAYLOAD.block, 1)
     # On its way while the rows are found, even if there are none.
-    row, row_scales = read_block(
-        slot, slot + scales_begin, 0, items, scale_words, True, PAYLOAD, True
-    )
+    row, row_scales = read_block(slot, slot + scales_begin, 0, items, scale_words, True, PAYLOAD, True)
     at = (slot + experts_begin).to(tl.pointer_type(tl.int32)) + choice
     experts = tl.load(at, mask=choice < K, other=-1)
     number = tl.load(at + K, mask=choice < K, other=0)
@@ -164,9 +162,7 @@ def _receive_token(
     is_here = td.max_of(here, 0) >= 0
     for block in range(tl.where(is_here, blocks, 0)):
         if block > 0:
-            row, row_scales = read_block(
-                slot, slot + scales_begin, block, items, scale_words, True, PAYLOAD, True
-            )
+            row, row_scales = read_block(slot, slot + scales_begin, block, items, scale_words, True, PAYLOAD, True)
         spread(here, weights, row, row_scales, block, size, outputs, PAYLOAD)
     if row_weights_ptr is not None:
         tl.store(row_weights_ptr + here, weights, mask=here >= 0)

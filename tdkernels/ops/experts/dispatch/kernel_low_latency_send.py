@@ -115,9 +115,7 @@ def send_token(
     blocks = tl.maximum((items + PAYLOAD.block - 1) // PAYLOAD.block, 1)
     x = x_ptr.to(tl.int64) + tl.cast(token, tl.int64) * items * (PAYLOAD.source.primitive_bitwidth // 8)
     scales = scales_ptr.to(tl.int64) + tl.cast(token, tl.int64) * scale_words * SCALE_BYTES
-    row, row_scales = read_block(
-        x, scales, 0, items, scale_words, True, PAYLOAD, False
-    )
+    row, row_scales = read_block(x, scales, 0, items, scale_words, True, PAYLOAD, False)
     weights = tl.full(choice.shape, 1.0, tl.float32)
     if weights_ptr is not None:
         weights = tl.load(weights_ptr + tl.cast(token, tl.int64) * K + choice, mask=choice < K, other=0.0)
@@ -128,9 +126,7 @@ def send_token(
     td.mark(trace, "copies", ALL_PEERS)
     for block in range(blocks):
         if block > 0:
-            row, row_scales = read_block(
-                x, scales, block, items, scale_words, True, PAYLOAD, False
-            )
+            row, row_scales = read_block(x, scales, block, items, scale_words, True, PAYLOAD, False)
         for step in range(RANKS):
             to = (me + 1 + step) % RANKS
             if td.max_of((dest == to).to(tl.int32), 0) != 0:

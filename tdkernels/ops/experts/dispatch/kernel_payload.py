@@ -57,9 +57,7 @@ def travelling_bytes(size, PAYLOAD: tl.constexpr):
 
 
 @td.jit
-def read_block(
-    x, scales, block, items, scale_words, there, PAYLOAD: tl.constexpr, STAGED: tl.constexpr
-):
+def read_block(x, scales, block, items, scale_words, there, PAYLOAD: tl.constexpr, STAGED: tl.constexpr):
     """(items, scales) of a block of the row and the scales at two addresses; nothing if they are not ``there``.
 
     STAGED: they are in a slot, as they have travelled.
@@ -99,9 +97,7 @@ def write_block(
 
 
 @td.jit
-def spread(
-    here, weights, row, row_scales, block, size, outputs, PAYLOAD: tl.constexpr
-):
+def spread(here, weights, row, row_scales, block, size, outputs, PAYLOAD: tl.constexpr):
     """Store a block of a token in all of its rows on this rank: those of ``here`` that are not -1."""
     items, scale_words = size
     rows_ptr, scales_ptr, _, expert_rows_ptr, dots_ptr = outputs

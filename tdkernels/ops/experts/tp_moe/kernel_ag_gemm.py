@@ -51,9 +51,7 @@ def piece_of_turn(piece, chunk, chunk_rows, width, PIECE: tl.constexpr):
 
 
 @td.jit
-def _copy_to_rows(
-    tokens_ptr, rows_ptr, sorted_ptr, tokens, first_token, M_shard, columns, K, CHOICES: tl.constexpr
-):
+def _copy_to_rows(tokens_ptr, rows_ptr, sorted_ptr, tokens, first_token, M_shard, columns, K, CHOICES: tl.constexpr):
     """Copy columns of tokens of a rank, the first of which has number ``first_token``, to the rows of their choices."""
     there, inside = tokens < M_shard, columns < K
     at = tokens[:, None].to(tl.int64) * K + columns[None, :]

@@ -26,9 +26,7 @@ ALIGN = tl.constexpr(16)  # bytes, to a multiple of which a rank's sums are roun
 
 
 @td.jit
-def _sum_of_choices(
-    out_ptr, rows_ptr, weights_ptr, tokens, there, columns, inside, N, PIECE: tl.constexpr
-):
+def _sum_of_choices(out_ptr, rows_ptr, weights_ptr, tokens, there, columns, inside, N, PIECE: tl.constexpr):
     """Each token's rows of the product, weighted and added up in fp32; nothing for choices without a row."""
     total = tl.full((PIECE.tokens, PIECE.columns), 0.0, tl.float32)
     for j in tl.static_range(PIECE.choices):
@@ -53,9 +51,7 @@ def _add_up(
     me = td.rank(ctx)
     there, inside = tokens < M_shard, columns < N
     td.mark(trace, "joins", owner)
-    total = _sum_of_choices(
-        out_ptr, rows_ptr, weights_ptr, owner * M_shard + tokens, there, columns, inside, N, PIECE,
-    )
+    total = _sum_of_choices(out_ptr, rows_ptr, weights_ptr, owner * M_shard + tokens, there, columns, inside, N, PIECE)
     offs = tokens[:, None].to(tl.int64) * N + columns[None, :]
     mask = there[:, None] & inside[None, :]
     shard_bytes = (tl.cast(M_shard, tl.int64) * N * ELEM_BYTES + ALIGN - 1) // ALIGN * ALIGN

@@ -117,9 +117,7 @@ def _send_across(
             tables, weights_ptr, token, num_tokens, node, K, EXPERTS, RANKS, LOCAL
         )
         for block in range(blocks):
-            row, row_scales = read_block(
-                x, scales, block, items, scale_words, True, PAYLOAD, False
-            )
+            row, row_scales = read_block(x, scales, block, items, scale_words, True, PAYLOAD, False)
             write_block(
                 row, row_scales, slot, slot + scales_begin, block, items, scale_words,
                 PAYLOAD, True,
