@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tdkernels
 from tdkernels import AgGemmConfig, CollectiveConfig, GemmArConfig, GemmRsConfig, Tiles, UlyssesConfig, autotune
+from tdkernels.ops.attention.ag_attention import launch as attention_launch
 from tdkernels.ops.attention.flash_decode import launch as decode_launch
 from tdkernels.ops.attention.ulysses import launch_qkv
 from tdkernels.ops.collectives import launch as collective_launch
@@ -108,9 +109,9 @@ def as_one_launch(operator, tensors, group, **options):
     asked, found = [], kernel_launch.bind
     with pytest.MonkeyPatch.context() as patch:
         asks = lambda *args, **options: asked.append(args) or found(*args, **options)  # noqa: E731
-        for module in (grouped_launch, decode_launch):
+        for module in (grouped_launch, decode_launch, attention_launch):
             patch.setattr(module, "bind", asks)
-        for module in (gemm_operands, collective_launch, launch_qkv, grouped_launch, decode_launch):
+        for module in (gemm_operands, collective_launch, launch_qkv, grouped_launch, decode_launch, attention_launch):
             kept = module.launch_kept
             patch.setattr(module, "launch_kept", lambda *args, kept=kept, **o: asked.append(args) or kept(*args, **o))
         patch.setattr(kernel_launch, "bind", asks)
@@ -197,6 +198,15 @@ def other_operators_are_one_launch():
             seen = [as_one_launch("flash_decode", (turned, *operands[1:], lens), group, **options) for _ in range(3)]
             assert seen == [False] * 3, "it is copied"
         assert tdkernels.flash_decode(*operands, lens, **options, return_lse=True, group=group)[1].shape == (2, 4)
+        q, k, v = (draw(dist.get_rank() + seed, 2, 5, heads, K).bfloat16() for seed, heads in ((7, 4), (8, 2), (9, 2)))
+        for options in ({}, {"causal": False}, {"sharding": "zigzag"}):
+            seen = [as_one_launch("ag_attention", (q, k, v), group, **options) for _ in range(4)]
+            assert seen == [False, False, True, True], options
+        turned = q.transpose(1, 2).contiguous().transpose(1, 2)
+        assert [as_one_launch("ag_attention", (turned, k, v), group) for _ in range(3)] == [False] * 3, "it is copied"
+        outputs = [tdkernels.ag_attention(q, k, v, return_lse=True, group=group) for _ in range(3)]
+        assert all(torch.equal(one, other) for o in outputs for one, other in zip(o, outputs[0], strict=True))
+        assert outputs[2][1].shape == q.shape[:3]
         del group
 
 

@@ -9,7 +9,7 @@ from tdkernels.ops.common import gemm_operands
 from tdkernels.ops.common.config import with_config
 from tdkernels.rounding import cdiv, next_power_of_2, round_up
 from tdkernels.runtime import gpu, recorder
-from tdkernels.runtime.kernel_launch import Launch, launch_kept, to_be_made
+from tdkernels.runtime.kernel_launch import Launch, bind, launch_kept, to_be_made
 from tdkernels.symm import get_workspace
 
 COPY_WORDS = 4096
@@ -152,12 +152,20 @@ def compile(q, k, v, causal, sharding, world_size, config):
 
 def launch(q, k, v, causal, sharding, scale, group, config):
     """(o, lse) of contiguous q, k and v [B, S / W, ·, ·] that are not empty; ``config`` is complete."""
+    return launch_kept(*_kept_call(q, k, v, causal, sharding, scale, group, config))
+
+
+def bind_call(q, k, v, causal, sharding, scale, group, config):
+    """The Launch of ``launch`` with these operands."""
+    return bind(*_kept_call(q, k, v, causal, sharding, scale, group, config))[0]
+
+
+def _kept_call(q, k, v, causal, sharding, scale, group, config):
+    """The arguments of ``launch_kept``."""
     workspace = get_workspace(group, q.device, "ag_attention")
     call = causal, sharding, scale, config
-    return launch_kept(
-        workspace, ("o", *call, gemm_operands.dot_precision(q.dtype)), (q, k, v),
-        lambda *of: _prepare(workspace, *of, *call),
-    )
+    key = "o", *call, gemm_operands.dot_precision(q.dtype)
+    return workspace, key, (q, k, v), lambda *of: _prepare(workspace, *of, *call)
 
 
 def _prepare(workspace, q, k, v, causal, sharding, scale, config):

@@ -313,11 +313,17 @@ def ag_attention(
               Triton-distributed (https://arxiv.org/abs/2504.19442); two pieces a rank: Llama 3
               (https://arxiv.org/abs/2407.21783)
     """
-    q, k, v = autograd.apply_autocast(q, k, v)
     group = resolve_group(group)
-    settings = causal, scale, sharding, config, get_mode()
-    known, key = call_cache.find("ag_attention", group, (q, k, v), settings)
-    if known is None:
+    settings = causal, scale, sharding, return_lse, config, get_mode()
+    known, key = call_cache.find_run("ag_attention", group, (q, k, v), settings)
+    if known is not None:
+        o, lse = known(group, q, k, v)
+        return (o, lse) if return_lse else o
+    q, k, v = autograd.apply_autocast(q, k, v)
+    checked, checked_key = None, None
+    if key is None:
+        checked, checked_key = call_cache.find("ag_attention config", group, (q, k, v), settings)
+    if checked is None:
         check_attention("ag_attention", q, k, v, causal, scale, sharding, config)
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     if torch.compiler.is_compiling():
@@ -327,11 +333,30 @@ def ag_attention(
         else:
             o, lse = torch.ops.tdkernels.ag_attention(q, k, v, *call)
     else:
-        if known is None:
-            known = _settled(q, k, v, causal, scale, sharding, group, config)
-            call_cache.keep(group, key, known)
-        o, lse = attend(q, k, v, causal, scale, sharding, return_lse, group, known)
+        if checked is None:
+            checked = _settled(q, k, v, causal, scale, sharding, group, config)
+            call_cache.keep(group, checked_key, checked)
+        o, lse = attend(q, k, v, causal, scale, sharding, return_lse, group, checked)
+        if call_cache.is_current(group, key):
+            call_cache.keep(group, key, _known_call(q, v, causal, scale, sharding, return_lse, checked))
     return (o, lse) if return_lse else o
+
+
+def _known_call(q, v, causal, scale, sharding, return_lse, config):
+    """A KnownCall of (o, lse), with a complete config."""
+    shapes = [torch.Size([*q.shape[:3], v.shape[3]]), q.shape[:3]]
+
+    def run(group, q, k, v):
+        return attend(q, k, v, causal, scale, sharding, return_lse, group, config)
+
+    def bind(group, *operands):
+        taken = _ready(*operands)
+        if any(one is not other for one, other in zip(operands, taken, strict=True)):
+            return None
+        return launch.bind_call(*operands, causal, sharding, scale, group, config)
+
+    is_launch = config.method == "fused" and q.shape[1] > 0
+    return call_cache.KnownCall(run, bind if is_launch else None, shapes)
 
 
 __all__ = ["AgAttentionConfig", "ag_attention", "ag_attention_ref"]
