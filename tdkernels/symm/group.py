@@ -48,9 +48,9 @@ def resolve_group(group=None):
 
 
 def resolve_group_if_any(operator, group):
-    """As ``resolve_group``, but None for None if torch.distributed is not initialized: this process is alone.
+    """As ``resolve_group``. Returns None if no group is given and torch.distributed is not initialized.
 
-    Raises:   ValueError if WORLD_SIZE says that it is not
+    Raises:   ValueError as ``resolve_group``, or if WORLD_SIZE says that this process is not the only one
     """
     if group is None and not (dist.is_available() and dist.is_initialized()):
         ranks = os.environ.get("WORLD_SIZE", "1")

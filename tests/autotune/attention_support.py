@@ -91,11 +91,12 @@ def launched():
 
             def launch(*args, ran=ran[operator], launch, kind=kind, **options):
                 found = launch(*args, **options)
-                if found is not None:  # else it is no call for ``bind_call``
+                if found is not None:  # ``bind_call`` returns None for a call that is not one launch
                     ran.extend(arg for arg in args if isinstance(arg, kind))
                 return found
 
-            for name in ("launch", "bind_call"):  # a known call goes by the second the first time, then by neither
+            # A repeated call uses ``bind_call`` once and neither function afterwards.
+            for name in ("launch", "bind_call"):
                 if hasattr(module, name):
                     patch.setattr(module, name, functools.partial(launch, launch=getattr(module, name)))
         yield ran

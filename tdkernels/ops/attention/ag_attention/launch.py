@@ -9,7 +9,7 @@ from tdkernels.ops.common import gemm_operands
 from tdkernels.ops.common.config import with_config
 from tdkernels.rounding import cdiv, next_power_of_2, round_up
 from tdkernels.runtime import gpu, recorder
-from tdkernels.runtime.kernel_launch import Launch, bind, launch_kept, to_be_made
+from tdkernels.runtime.kernel_launch import Launch, bind_given, launch_kept, to_be_made
 from tdkernels.symm import get_workspace
 
 COPY_WORDS = 4096
@@ -155,9 +155,9 @@ def launch(q, k, v, causal, sharding, scale, group, config):
     return launch_kept(*_kept_call(q, k, v, causal, sharding, scale, group, config))
 
 
-def bind_call(q, k, v, causal, sharding, scale, group, config):
-    """The Launch of ``launch`` with these operands."""
-    return bind(*_kept_call(q, k, v, causal, sharding, scale, group, config))[0]
+def bind_call(given, q, k, v, causal, sharding, scale, group, config):
+    """The Launch of ``launch`` with these operands, or None if one is a copy of what was ``given``."""
+    return bind_given(given, *_kept_call(q, k, v, causal, sharding, scale, group, config))
 
 
 def _kept_call(q, k, v, causal, sharding, scale, group, config):

@@ -164,9 +164,10 @@ def launch(q, k_cache, v_cache, kv_lens, block_table, scales, options, group, co
 
 
 def bind_call(q, k_cache, v_cache, kv_lens, block_table, scales, options, group, config):
-    """The Launch of ``launch`` with these operands, all contiguous but the caches; None if it is no launch of them.
+    """The Launch of ``launch`` with these operands, all contiguous but the caches.
 
-    A rank without peers has private flags for each stream, so its launch is not bound.
+    Returns None for a call without sequences, for fp8 caches, which are passed as views, and for a rank without peers,
+    whose flags belong to one stream.
     """
     if group is None or group.size() == 1 or not q.numel() or k_cache.dtype == FP8:
         return None

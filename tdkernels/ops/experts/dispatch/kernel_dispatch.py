@@ -22,7 +22,7 @@ from tdkernels.ops.experts.dispatch.kernel_payload import (
     read_block,
     slot_parts,
     spread,
-    travelling_bytes,
+    staged_bytes,
     write_block,
 )
 from tdkernels.ops.experts.dispatch.layout import (
@@ -146,7 +146,7 @@ def _send_chunk(
     R: tl.constexpr = triton.next_power_of_2(RANKS)
     me = td.rank(ctx)
     choice = tl.arange(0, KP)
-    row_bytes, scale_bytes = travelling_bytes(size, PAYLOAD)
+    row_bytes, scale_bytes = staged_bytes(size, PAYLOAD)
     scales_begin, places_begin, slot_bytes = slot_parts(row_bytes, scale_bytes, K)
     blocks = tl.maximum((items + PAYLOAD.block - 1) // PAYLOAD.block, 1)
     start = chunk * chunk_tokens
@@ -192,7 +192,7 @@ def receive_chunk(
     """
     items, scale_words = size
     row_weights_ptr = outputs[2]
-    row_bytes, scale_bytes = travelling_bytes(size, PAYLOAD)
+    row_bytes, scale_bytes = staged_bytes(size, PAYLOAD)
     choice = tl.arange(0, triton.next_power_of_2(K))
     scales_begin, places_begin, slot_bytes = slot_parts(row_bytes, scale_bytes, K)
     blocks = tl.maximum((items + PAYLOAD.block - 1) // PAYLOAD.block, 1)
@@ -251,7 +251,7 @@ def ep_dispatch_kernel(
     first_chunk = tl.where(runs & (pid < num_senders), pid, chunks)
     areas = _areas(ctx, half, RANKS)
     ranks = tl.arange(0, triton.next_power_of_2(RANKS))
-    row_bytes, scale_bytes = travelling_bytes(size, PAYLOAD)
+    row_bytes, scale_bytes = staged_bytes(size, PAYLOAD)
     scales_begin, places_begin, slot_bytes = slot_parts(row_bytes, scale_bytes, K)
     ours = tl.load(ours_at(tables, EXPERTS, RANKS) + ranks, mask=ranks < RANKS, other=0).to(tl.int64)
     firsts = areas + 8 * MAX_CHUNKS * RANKS + ours * slot_bytes

@@ -20,9 +20,9 @@ SMALLEST_QUANTUM = tl.constexpr(2.0**-118)
 
 
 class Payload(NamedTuple):
-    """What a kernel moves, as far as it is compiled for that; its argument ``PAYLOAD``.
+    """How rows are moved, as a kernel of dispatch is compiled for it; its argument ``PAYLOAD``.
 
-    Args:     source, item: type of an element of a row before it is sent, and as it travels; scale: of its scales
+    Args:     source, item: type of an element of a row before it is sent, and in a slot; scale: of its scales
               quantize: 0, or how codes are made; gradient: the rows are gradients (see the module)
               aligned: rows begin at multiples of 16 bytes
               block, scale_block: elements that a program moves at a time, powers of two
@@ -47,8 +47,8 @@ def slot_parts(row_bytes, scale_bytes, K: tl.constexpr):
 
 
 @td.jit
-def travelling_bytes(size, PAYLOAD: tl.constexpr):
-    """(bytes of a row, bytes of its scales) as they travel; size: (items, scale words)."""
+def staged_bytes(size, PAYLOAD: tl.constexpr):
+    """(bytes of a row, bytes of its scales) in a slot; size: (items, scale words)."""
     items, scale_words = size
     return items * (PAYLOAD.item.primitive_bitwidth // 8), scale_words * (PAYLOAD.scale.primitive_bitwidth // 8)
 
@@ -60,7 +60,7 @@ def travelling_bytes(size, PAYLOAD: tl.constexpr):
 def read_block(x, scales, block, items, scale_words, there, PAYLOAD: tl.constexpr, STAGED: tl.constexpr):
     """(items, scales) of a block of the row and the scales at two addresses; nothing if they are not ``there``.
 
-    STAGED: they are in a slot, as they have travelled.
+    STAGED: they are in a slot.
     """
     BLOCK: tl.constexpr = PAYLOAD.block
     SCALE: tl.constexpr = PAYLOAD.scale

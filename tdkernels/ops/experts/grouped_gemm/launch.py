@@ -10,7 +10,7 @@ from tdkernels.ops.experts.grouped_gemm.swiglu import NUMBERS, swiglu_backward_k
 from tdkernels.ops.experts.grouped_gemm.tile import GroupedProduct
 from tdkernels.rounding import cdiv, next_power_of_2
 from tdkernels.runtime import gpu
-from tdkernels.runtime.kernel_launch import Launch, alone_on, bind, launch_kept, to_be_made
+from tdkernels.runtime.kernel_launch import Launch, alone_on, bind_given, launch_kept, to_be_made
 
 # Of a weight's gradient: rows that are masked at the end of a group, the fewest that tensor cores take; and how many
 # make a group long.
@@ -104,10 +104,10 @@ def product(x, w, splits, activation=None, keep=False, config=None):
 
 def bind_product(x, w, splits, activation, config):
     """The Launch of ``product`` with these operands; None without rows, or if an operand has to be copied first."""
-    taken = gemm_operands.rows_contiguous(x), weight_layout(w, activation)[0], splits.contiguous()
-    if not x.shape[0] or any(one is not other for one, other in zip((x, w, splits), taken, strict=True)):
+    if not x.shape[0]:
         return None
-    return bind(*_call(*taken, activation, False, config))[0]
+    taken = gemm_operands.rows_contiguous(x), weight_layout(w, activation)[0], splits.contiguous()
+    return bind_given((x, w, splits), *_call(*taken, activation, False, config))
 
 
 def _call(x, w, splits, activation, keep, config):

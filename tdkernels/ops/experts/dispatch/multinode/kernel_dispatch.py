@@ -28,7 +28,7 @@ import triton.language as tl
 from tdkernels import lang as td
 from tdkernels.lang.context import CTX_BASES
 from tdkernels.ops.experts.dispatch.kernel_dispatch import NO_PLACE, receive_chunk, send_token
-from tdkernels.ops.experts.dispatch.kernel_payload import read_block, slot_parts, travelling_bytes, write_block
+from tdkernels.ops.experts.dispatch.kernel_payload import read_block, slot_parts, staged_bytes, write_block
 from tdkernels.ops.experts.dispatch.layout import (
     GOES,
     MAX_CHUNKS,
@@ -102,7 +102,7 @@ def _send_across(
     SCALE_BYTES: tl.constexpr = PAYLOAD.scale.primitive_bitwidth // 8
     choice, numbers = tl.arange(0, triton.next_power_of_2(K)), tl.arange(0, triton.next_power_of_2(LOCAL))
     me = td.rank(ctx)
-    row_bytes, scale_bytes = travelling_bytes(size, PAYLOAD)
+    row_bytes, scale_bytes = staged_bytes(size, PAYLOAD)
     scales_begin, places_begin, slot_bytes = crossing_slot_parts(row_bytes, scale_bytes, K, LOCAL)
     blocks = tl.maximum((items + PAYLOAD.block - 1) // PAYLOAD.block, 1)
     start = chunk * chunk_tokens
@@ -179,7 +179,7 @@ def _send_here(
     SCALE_BYTES: tl.constexpr = PAYLOAD.scale.primitive_bitwidth // 8
     L: tl.constexpr = triton.next_power_of_2(LOCAL)
     me = td.rank(ctx)
-    row_bytes, scale_bytes = travelling_bytes(size, PAYLOAD)
+    row_bytes, scale_bytes = staged_bytes(size, PAYLOAD)
     scales_begin, places_begin, slot_bytes = slot_parts(row_bytes, scale_bytes, K)
     firsts = _slots_from(areas, tables, me // LOCAL, slot_bytes, EXPERTS, RANKS, LOCAL)
     blocks = tl.maximum((items + PAYLOAD.block - 1) // PAYLOAD.block, 1)
@@ -221,7 +221,7 @@ def _pass_on(
     L: tl.constexpr = triton.next_power_of_2(LOCAL)
     choice, numbers = tl.arange(0, triton.next_power_of_2(K)), tl.arange(0, L)
     me = td.rank(ctx)
-    row_bytes, scale_bytes = travelling_bytes(size, PAYLOAD)
+    row_bytes, scale_bytes = staged_bytes(size, PAYLOAD)
     scales_begin, places_begin, slot_bytes = slot_parts(row_bytes, scale_bytes, K)
     crossing_bytes = crossing_slot_parts(row_bytes, scale_bytes, K, LOCAL)[2]
     firsts = _slots_from(areas, tables, source // LOCAL, slot_bytes, EXPERTS, RANKS, LOCAL)
@@ -304,7 +304,7 @@ def ep_dispatch_nodes_kernel(
     goes = tl.load(facts + GOES)
     pid = tl.program_id(0)
     areas = _areas(ctx, half, LOCAL)
-    row_bytes, scale_bytes = travelling_bytes(size, PAYLOAD)
+    row_bytes, scale_bytes = staged_bytes(size, PAYLOAD)
     slot_bytes = slot_parts(row_bytes, scale_bytes, K)[2]
     crossing_bytes = crossing_slot_parts(row_bytes, scale_bytes, K, LOCAL)[2]
     area = td.data_at(ctx, half, me)
