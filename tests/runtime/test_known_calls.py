@@ -197,3 +197,23 @@ def trains_after_a_call_without_gradients():
 
 def test_gradients_are_not_part_of_a_decision():
     on_ranks(2, trains_after_a_call_without_gradients)
+
+
+def attends_with_and_without_gradients():
+    with a_group() as group, autotune.mode("off"):
+        torch.manual_seed(3 + dist.get_rank())
+        q, k, v = (draw(1, 8, 2, 16) for _ in range(3))
+        with torch.no_grad():
+            tdkernels.ag_attention(q, k, v, group=group)
+        q.requires_grad_()
+        with checks(attention_op, "check_attention") as seen:
+            for _ in range(2):
+                tdkernels.ag_attention(q, k, v, group=group).float().sum().backward()
+        assert not seen, "the call without gradients was checked"
+        assert q.grad.isfinite().all() and q.grad.abs().sum() > 0
+        tdkernels.synchronize()
+        del group
+
+
+def test_attention_with_gradients_is_not_checked_after_a_call_without():
+    on_ranks(2, attends_with_and_without_gradients)

@@ -152,15 +152,15 @@ def compile(q, k, v, causal, sharding, world_size, config):
 
 def launch(q, k, v, causal, sharding, scale, group, config):
     """(o, lse) of contiguous q, k and v [B, S / W, ·, ·] that are not empty; ``config`` is complete."""
-    return launch_kept(*_kept_call(q, k, v, causal, sharding, scale, group, config))
+    return launch_kept(*_call(q, k, v, causal, sharding, scale, group, config))
 
 
 def bind_call(given, q, k, v, causal, sharding, scale, group, config):
     """The Launch of ``launch`` with these operands, or None if one is a copy of what was ``given``."""
-    return bind_given(given, *_kept_call(q, k, v, causal, sharding, scale, group, config))
+    return bind_given(given, *_call(q, k, v, causal, sharding, scale, group, config))
 
 
-def _kept_call(q, k, v, causal, sharding, scale, group, config):
+def _call(q, k, v, causal, sharding, scale, group, config):
     """The arguments of ``launch_kept``."""
     workspace = get_workspace(group, q.device, "ag_attention")
     call = causal, sharding, scale, config

@@ -320,9 +320,7 @@ def ag_attention(
         o, lse = known(group, q, k, v)
         return (o, lse) if return_lse else o
     q, k, v = autograd.apply_autocast(q, k, v)
-    checked, checked_key = None, None
-    if key is None:
-        checked, checked_key = call_cache.find("ag_attention config", group, (q, k, v), settings)
+    checked, checked_key = call_cache.find("ag_attention config", group, (q, k, v), settings)
     if checked is None:
         check_attention("ag_attention", q, k, v, causal, scale, sharding, config)
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)

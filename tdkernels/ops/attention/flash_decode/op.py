@@ -295,9 +295,7 @@ def flash_decode(
     if known is not None:
         o, lse = known(group, *tensors)
         return (o, lse) if return_lse else o
-    checked, checked_key = None, None
-    if key is None:
-        checked, checked_key = call_cache.find("flash_decode config", group, tensors, settings)
+    checked, checked_key = call_cache.find("flash_decode config", group, tensors, settings)
     if checked is None:
         check(q, k_cache, v_cache, kv_lens, block_table, (k_scale, v_scale), scale, soft_cap, window, config)
     differentiated = autograd.may_be_differentiated([q, k_cache, v_cache])
