@@ -1,4 +1,4 @@
-"""How a token travels: a slot in staging memory, and blocks of its row with their scales, read, stored and quantized.
+"""Tokens in staging memory: the layout of a slot, and functions that read, store and quantize blocks of a row.
 
 A slot is the row's items, its scales, the numbers of K rows (-1: not here) and K weights.
 
@@ -53,7 +53,7 @@ def staged_bytes(size, PAYLOAD: tl.constexpr):
     return items * (PAYLOAD.item.primitive_bitwidth // 8), scale_words * (PAYLOAD.scale.primitive_bitwidth // 8)
 
 
-# ---- a block of a row, on its way: items and scales ----
+# ---- a block of a row: items and scales ----
 
 
 @td.jit

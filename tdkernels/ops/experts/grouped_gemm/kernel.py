@@ -73,8 +73,7 @@ def group_gemm_kernel(
         acc = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
         acc, second = grouped_tile(
             acc, acc, x_at, x_desc, 0, row, offs_m < end,
-            w_ptr, w_desc, expert * (2 if PRODUCT.pair else 1), col, stride_plane, stride_w,
-            N, K, x_ptr.dtype.element_ty, PRODUCT,
+            w_ptr, w_desc, expert, col, stride_plane, stride_w, N, K, x_ptr.dtype.element_ty, PRODUCT,
         )
         store_product(acc, second, y_ptr, pre_ptr, offs_m, end, col, N, PRODUCT)
 

@@ -79,16 +79,17 @@ def tile_of_groups(tile, rows, tiles, tiles_n, group_m, EXPERTS: tl.constexpr, B
 def grouped_tile(
     acc, second,
     a_at, a_desc, a_plane, a_row, a_mask,  # A: addresses of rows, or a descriptor [planes, rows, K] and the first row
-    w_ptr, w_desc, plane, col, stride_plane, stride_w,  # W: [planes, N, K], or [planes, K, N] if PRODUCT.w_is_kn
+    w_ptr, w_desc, expert, col, stride_plane, stride_w,  # W: [planes, N, K], or [planes, K, N] if PRODUCT.w_is_kn
     N, K, DTYPE: tl.constexpr, PRODUCT: tl.constexpr,
 ):
-    """(acc + A @ W[plane, col : +BLOCK_N].T, for a pair second + the same with the next plane), fp32.
+    """(acc + A @ W[plane, col : +BLOCK_N].T, second + the same with the next plane if PRODUCT.pair), fp32.
 
-    Rows without ``a_mask`` and columns past ``N`` hold anything. If K is even, all of ``a_at`` is read, ``a_mask`` or
-    not.
+    ``plane`` is the first that the expert has: one, or two if PRODUCT.pair. Rows without ``a_mask`` and columns past
+    ``N`` hold anything. With PRODUCT.even_k, ``a_mask`` is not used, and all rows of ``a_at`` are read.
     """
     BLOCK_M: tl.constexpr = PRODUCT.block_m
     BLOCK_K: tl.constexpr = PRODUCT.block_k
+    plane = expert * (2 if PRODUCT.pair else 1)
     for k in range(0, K, BLOCK_K):
         if PRODUCT.use_tma:
             a = a_desc.load([a_plane, a_row, k]).reshape(BLOCK_M, BLOCK_K)

@@ -169,8 +169,7 @@ def moe_ag_gemm_kernel(
                 acc = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
                 acc, second = grouped_tile(
                     acc, acc, x_at, sorted_desc, 0, row, offs_m < past,
-                    w_ptr, w_desc, expert * (2 if PRODUCT.pair else 1), col, stride_plane, stride_w,
-                    N, K, DTYPE, PRODUCT,
+                    w_ptr, w_desc, expert, col, stride_plane, stride_w, N, K, DTYPE, PRODUCT,
                 )
                 answer = td.take_ticket(ctx)
                 td.mark(trace, "stores")
