@@ -216,6 +216,26 @@ def test_no_memory_to_grow():
     on_ranks(2, has_no_memory_to_grow)
 
 
+def waits_for_a_late_peer_to_grow():
+    """Rank 1 makes its new buffer so late that rank 0 posts a notice in all workspaces, of which one has no buffer."""
+    small, large = Case("gemm_rs", BF16, 5, 3, 7), Case("gemm_rs", BF16, 300, 70, 7)
+    with a_group() as group, pytest.MonkeyPatch.context() as patch:
+        small.check(small.run(group=group, config=config_for(small, **FORWARD)))
+
+        def late(*args, make=workspace_module.make_buffer):
+            time.sleep(2.0 * (dist.get_rank() == 1))
+            return make(*args)
+
+        patch.setattr(workspace_module, "make_buffer", late)
+        for case in (large, small):
+            case.check(case.run(group=group, config=config_for(case, **FORWARD)))
+        del group
+
+
+def test_late_peer_while_a_workspace_grows():
+    on_ranks(2, waits_for_a_late_peer_to_grow)
+
+
 def has_more_plans_than_numbers():
     with a_group() as group:
         case = Case("ag_gemm", FP32, 5, 3, 7, exact=True)

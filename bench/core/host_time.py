@@ -1,8 +1,8 @@
 """Time the host's part of a steady call of each operator: ``python -m bench.core.host_time``.
 
 The calls are those of ``call_path``. On the CPU the kernels are left out, so calls that read what a kernel has counted
-are not timed, and no backward pass is. On ranks that share a GPU (``--device shared``) a time ends when all calls of a
-round are launched.
+are not timed, and no backward pass is. On GPUs (``--device cuda``: one for each rank, ``--device shared``: one for both)
+a time ends when all calls of a round are launched.
 """
 
 import argparse
@@ -63,7 +63,7 @@ def _time(call):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cpu", choices=["cpu", "shared"])
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda", "shared"])
     parser.add_argument("--json", action="store_true", help="print one line of JSON instead of a table")
     options = parser.parse_args()
     found = run_ranks(2, measure, device=options.device)[0]

@@ -131,11 +131,13 @@ class Workspace:
                 self._retired.append((self.buffer, self.ctx, self.state))  # a graph may be replayed on it
             else:
                 self.buffer.close()
+            # Ranks wait for each other while they allocate, and a rank that waits long posts a notice in each workspace.
+            self.buffer = None
         try:
             with torch.inference_mode(False):  # the tables are written to later, whatever mode this call is in
                 self._make(half_bytes, half_signals, num_flags)
         except Exception as error:
-            self.buffer = None  # the old one is gone, and tables and plans speak of it: nobody can go on from here
+            self.buffer = None  # tables and plans refer to the old buffer, so the workspace cannot be used any more
             self.half_bytes = self.half_signals = self.num_flags = 0  # what is asked for next is still to be made
             if grows:
                 self._broken = RuntimeError(f"{self.name}: its buffer could not grow: {type(error).__name__}: {error}")
