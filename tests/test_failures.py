@@ -21,7 +21,7 @@ import tdkernels
 from tdkernels import PeerTimeoutError, PlanMismatchError
 from tdkernels import lang as td
 from tdkernels.lang import context as words
-from tdkernels.ops.collectives.async_all_gather import Gather
+from tdkernels.ops.collectives.async_all_gather import AsyncAllGather
 from tdkernels.ops.experts.dispatch import launch as ep_launch
 from tdkernels.ops.experts.dispatch.counted import CountedRouting
 from tdkernels.ops.experts.tp_moe import routing
@@ -179,12 +179,12 @@ def grows_after_a_failure(real_check):
             failure_of((small if rank == 0 else other).call, group=group, config=config)
             if real_check:  # the host sees it when it waits for the device to grow
 
-                def looks(self):
+                def checks_errors(self):
                     with pytest.MonkeyPatch.context() as inner:
                         inner.setattr(Workspace, "check", CHECK)
                         end_use(self)
 
-                patch.setattr(Workspace, "_end_use", looks)
+                patch.setattr(Workspace, "_end_use", checks_errors)
             start = time.monotonic()
             grown = failure_of(large.call, group=group, config=config)
             assert time.monotonic() - start < 15.0
@@ -599,7 +599,7 @@ def raises_beside_copies():
         for _ in range(2):
             tdkernels.all_gather(x, group=group, config=config)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Gather, "wait", _no_memory)
+            patch.setattr(AsyncAllGather, "wait", _no_memory)
             with pytest.raises(torch.OutOfMemoryError, match="not this much") as caught:
                 tdkernels.all_gather(x, group=group, config=config)
         del caught

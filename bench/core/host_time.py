@@ -1,8 +1,8 @@
 """Time the host's part of a steady call of each operator: ``python -m bench.core.host_time``.
 
 The calls are those of ``call_path``. On the CPU the kernels are left out, so calls that read what a kernel has counted
-are not timed, and no backward pass is. On GPUs (``--device cuda``: one for each rank, ``--device shared``: one for both)
-a time ends when all calls of a round are launched.
+are not timed, and no backward pass is. On GPUs (``--device cuda``: one for each rank, ``--device shared``: one for
+both) a time ends when all calls of a round are launched.
 """
 
 import argparse

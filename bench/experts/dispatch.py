@@ -162,12 +162,12 @@ def measure(case, plan):
         captured, not_captured = _in_graphs(methods, sets, references) if plan.cuda_graph else ({}, {})
         del references
         found = timed(calls, captured, sets, plan, configs, absent, not_captured)
-    facts = {
+    summary = {
         "wire_bytes": sum(s.crossing[0] for s in sets) / len(sets) * case.row_bytes,
         "wire_bytes_per_expert": sum(s.crossing[1] for s in sets) / len(sets) * case.row_bytes,
         "most_rows": max(s.most_rows for s in sets), "max_tokens": room,
     }
-    return [(method, graph, {**times, **facts}) for method, graph, times in found]
+    return [(method, graph, {**times, **summary}) for method, graph, times in found]
 
 
 def _input_sets(case):

@@ -144,11 +144,11 @@ def _measure(case, plan):
         references_of=lambda part: _references(case, part, sets, add_up),
         config_of=lambda part: EpMoeConfig(ep=default_config(rank_device())),
     )
-    facts = {
+    summary = {
         "experts": case.experts, "most_rows": max(s.most_rows for s in sets), "max_tokens": room,
         "crossing": sum(s.crossing for s in sets) / len(sets),
     }
-    return [(key, graph, {**times, **facts}) for key, graph, times in found]
+    return [(key, graph, {**times, **summary}) for key, graph, times in found]
 
 
 def _methods(case, part, plan, room, add_up):
@@ -184,9 +184,9 @@ def _references(case, part, sets, add_up):
 
 def rows(case, found, link_gbps):
     """One row a part and method: what was measured and what follows from it."""
-    shape, facts = case.shape, found[0][2]
-    there_and_back = 2 * facts["crossing"] * shape.hidden * DTYPE.itemsize
-    products = 6 * facts["most_rows"] * shape.inner * shape.hidden
+    shape, summary = case.shape, found[0][2]
+    there_and_back = 2 * summary["crossing"] * shape.hidden * DTYPE.itemsize
+    products = 6 * summary["most_rows"] * shape.inner * shape.hidden
 
     def of_part(value, gradients):
         return lambda part: value * (gradients if part == BOTH else 1)
@@ -194,9 +194,9 @@ def rows(case, found, link_gbps):
     common = {
         "op": case.operator, "what": "ep_moe", "shape": f"{case.tokens}x{shape}",
         "name": f"{shape.name} {case.routing}".strip(), "tokens": case.tokens, "inner": shape.inner,
-        "hidden": shape.hidden, "experts": facts["experts"], "experts_of_model": shape.experts,
+        "hidden": shape.hidden, "experts": summary["experts"], "experts_of_model": shape.experts,
         "choices": shape.choices, "routing": case.routing, "dtype": str(DTYPE).removeprefix("torch."),
-        "most_rows": facts["most_rows"], "max_tokens": facts["max_tokens"],
+        "most_rows": summary["most_rows"], "max_tokens": summary["max_tokens"],
     }
     derived = multi_method.derived(found, of_part(products, 3), of_part(there_and_back, 2), link_gbps)
     return [{**common, **fields} for fields in derived]

@@ -20,7 +20,7 @@ class Reference:
         unit = torch.finfo(plain.dtype).eps / 2
         norm, largest = self.errors(plain)
         self.allowed = 2 * max(norm, unit), 4 * max(largest, unit * _largest(self.exact))
-        spoil(plain)
+        poison(plain)
 
     def errors(self, output):
         """(relative error of the norm, largest error) of an output."""
@@ -37,14 +37,14 @@ class Reference:
             raise ArithmeticError(f"wrong: errors (norm, largest) {errors}, allowed are {self.allowed}")
 
 
-def spoil(made):
+def poison(made):
     """Fill what was made, tensors in tuples with whatever else, with NaN: the allocator is likely to give it out next,
     and nobody shall be right by leaving it as it is."""
     if isinstance(made, torch.Tensor) and made.is_floating_point():
         made.fill_(torch.nan)
     elif isinstance(made, tuple):
         for part in made:
-            spoil(part)
+            poison(part)
 
 
 def _largest(values):

@@ -17,7 +17,7 @@ class TuningError(RuntimeError):
     """A problem that could not be tuned at all; the same on every rank."""
 
 
-class Together:
+class GroupStep:
     """One rank's part of the steps; ``title`` begins the errors. To be left as the context manager that it is.
 
     Attributes: ``state`` is the group's own, ``scratch`` the one that launches see; None before ``renew_scratch``.

@@ -18,7 +18,7 @@ class Round:
 
     repeats: int
     ms: float
-    slack: float
+    tolerance: float
     keep: int
 
 

@@ -149,7 +149,7 @@ def _agree(tunable, problem, device, group, fields):
     # A rank whose operands lie otherwise, or whose GPU is another, would look its choice up under another key later.
     key = tunable.key(problem)
     fields = {**fields, "layout": key.layout, "gpu": key.gpu, "config": f"left to autotune ({mode})"}
-    offers = state.agree(tunable.name, fields, offer)
+    offers = state.check_consensus(tunable.name, fields, offer)
     if "error" in offers[0]:
         raise RuntimeError(f"{tunable.name}: rank 0 could not choose a config: {offers[0]['error']}")
     choice = own or _from_offer(tunable, offers[0])

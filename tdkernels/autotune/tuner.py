@@ -27,9 +27,9 @@ from datetime import date
 import torch
 
 from tdkernels.autotune import disk_cache
-from tdkernels.autotune.accuracy import Reference, spoil
+from tdkernels.autotune.accuracy import Reference, poison
 from tdkernels.autotune.candidate import Result, Trial
-from tdkernels.autotune.group_step import Together, TuningError, one_line
+from tdkernels.autotune.group_step import GroupStep, TuningError, one_line
 from tdkernels.autotune.hardware import hardware
 from tdkernels.autotune.modes import get_mode, mode
 from tdkernels.autotune.problem import Problem, device_of, with_index
@@ -87,7 +87,7 @@ def tune_problem(tunable, problem, device, group, *, budget_s=20.0, on_progress=
     looking_up = mode("cached" if get_mode() == "on" else get_mode())
     # The caller may be in the middle of a model; a reference that autocast makes coarse would be none.
     with torch.no_grad(), torch.autocast(device.type, enabled=False), looking_up:
-        with Together(problem, group, device) as ranks:
+        with GroupStep(problem, group, device) as ranks:
             return _Tuner(tunable, problem, ranks, budget_s, on_progress).tune()
 
 
@@ -140,7 +140,7 @@ class _Tuner:
             f"default {and_plain}among them"
         )
         fields = {**asdict(self.problem), "candidates": [str(config) for config in kept]}
-        self.state.agree(f"tune {self.problem.operator}", fields)
+        self.state.check_consensus(f"tune {self.problem.operator}", fields)
         return [Trial(config) for config in kept]
 
     def _plain(self):
@@ -225,10 +225,10 @@ class _Tuner:
     def _check(self, trials):
         for done, trial in enumerate(trials):
             if trial.reason is None:
-                self._try_out(trial)
+                self._try_candidate(trial)
             self._progress("check", done + 1, len(trials))
 
-    def _try_out(self, trial):
+    def _try_candidate(self, trial):
         """Check a call; False if the candidate is out."""
         if self._attempt(trial, lambda: self._why_wrong(trial.config)) is None:
             return False
@@ -246,7 +246,7 @@ class _Tuner:
         try:
             self.reference.check(output)
         finally:
-            spoil((made, output))
+            poison((made, output))
 
     def _poison(self):
         """Leave nothing behind by which the next candidate could be right without doing anything.
@@ -264,16 +264,16 @@ class _Tuner:
         """Run the rounds; the trials that are left, best first."""
         left = [trial for trial in trials if trial.reason is None]
         for number, round_ in enumerate(ROUNDS[self.device.type]):
-            in_time = self._run_round(left, round_, number, f"round {number + 1}", self.budget_s)
-            if number == 0 and in_time and self._should_use_graphs(left):
+            completed = self._run_round(left, round_, number, f"round {number + 1}", self.budget_s)
+            if number == 0 and completed and self._should_use_graphs(left):
                 self._burst_of = burst_in_graph
                 self._say("the host takes about as long as the GPU: a CUDA graph replays the calls")
-                in_time = self._run_round(left, round_, number, f"round {number + 1}", self.budget_s)
+                completed = self._run_round(left, round_, number, f"round {number + 1}", self.budget_s)
             left = sorted((trial for trial in left if trial.reason is None and trial.samples), key=lambda t: t.ms)
             if not left:
                 raise TuningError(f"{self.problem}: no candidate runs: {trials[0].reason}")
-            left = [trial for trial in left if trial.ms <= round_.slack * left[0].ms][: round_.keep]
-            if not in_time:
+            left = [trial for trial in left if trial.ms <= round_.tolerance * left[0].ms][: round_.keep]
+            if not completed:
                 self._say(f"the budget of {self.budget_s:g} s ended the elimination in round {number + 1}")
                 break
         return left
@@ -340,7 +340,7 @@ class _Tuner:
     def _best_that_is_right(self, finalists, default):
         """The best of the final, which has to give the right result after all those calls as well."""
         for trial in self._in_order([t for t in finalists if t.reason is None], default):
-            if self._try_out(trial):
+            if self._try_candidate(trial):
                 return trial
         raise TuningError(f"{self.problem}: no candidate survived the final: {finalists[0].reason}")
 

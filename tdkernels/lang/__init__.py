@@ -20,7 +20,7 @@ from tdkernels.lang.context import (
 )
 from tdkernels.lang.copy import put
 from tdkernels.lang.failure_record import end_wait, failed, failed_for_all
-from tdkernels.lang.host_error import note_if
+from tdkernels.lang.host_error import report_if
 from tdkernels.lang.intra_node import notify_node, wait_plan_node
 from tdkernels.lang.kernel import jit
 from tdkernels.lang.math import dot, from_float32, to_e4m3, to_float32
@@ -38,13 +38,13 @@ from tdkernels.lang.memory import (
 )
 from tdkernels.lang.profile import mark
 from tdkernels.lang.rdma import await_put, fence, put_nbi, put_signal, quiet, signal
-from tdkernels.lang.reduce import max_of, pick, running_sum, sum_of, turns_of
+from tdkernels.lang.reduce import compact_indices, gather_lane, max_of, running_sum, sum_of
 from tdkernels.lang.signals import (
     announce_failure,
-    arrive,
     check_peers,
+    completed,
     consume_token,
-    in_time,
+    is_last_arriver,
     notify,
     notify_all,
     wait,
@@ -52,15 +52,16 @@ from tdkernels.lang.signals import (
     wait_plan_all,
 )
 from tdkernels.lang.targets import target
-from tdkernels.lang.work_queue import take_first_ticket, take_ticket, ticket_of
+from tdkernels.lang.work_queue import await_work_item, fetch_work_item, take_first_ticket
 
 __all__ = [
-    "add_release", "announce_failure", "arrive", "await_put", "await_tma_stores", "call", "check_alone", "check_peers",
-    "clock_ns", "consume_token", "data_at", "dot", "end_wait", "epoch", "failed", "failed_for_all", "fence",
-    "fence_before_tma_load", "finish", "flag_at", "from_float32", "in_time", "is_void", "is_void_for_all", "jit",
-    "keep_signal", "load_acquire", "local_ranks", "mark", "max_of", "note_if", "notify", "notify_all", "notify_node",
-    "num_ranks", "pick", "pointer_to", "prefetch", "put", "put_nbi", "put_signal", "quiet", "rank", "ready_at",
-    "running_sum", "signal", "signal_at", "signal_of", "status_at", "store_release", "store_release_each",
-    "store_release_if", "sum_of", "symm_at", "symm_base", "take_first_ticket", "take_ticket", "target", "ticket_of",
-    "to_e4m3", "to_float32", "turns_of", "wait", "wait_plan", "wait_plan_all", "wait_plan_node",
+    "add_release", "announce_failure", "await_put", "await_tma_stores", "await_work_item", "call", "check_alone",
+    "check_peers", "clock_ns", "compact_indices", "completed", "consume_token", "data_at", "dot", "end_wait", "epoch",
+    "failed", "failed_for_all", "fence", "fence_before_tma_load", "fetch_work_item", "finish", "flag_at",
+    "from_float32", "gather_lane", "is_last_arriver", "is_void", "is_void_for_all", "jit", "keep_signal",
+    "load_acquire", "local_ranks", "mark", "max_of", "notify", "notify_all", "notify_node", "num_ranks", "pointer_to",
+    "prefetch", "put", "put_nbi", "put_signal", "quiet", "rank", "ready_at", "report_if", "running_sum", "signal",
+    "signal_at", "signal_of", "status_at", "store_release", "store_release_each", "store_release_if", "sum_of",
+    "symm_at", "symm_base", "take_first_ticket", "target", "to_e4m3", "to_float32", "wait", "wait_plan",
+    "wait_plan_all", "wait_plan_node",
 ]

@@ -30,7 +30,7 @@ def signal_of(ctx, number, plan):
 
     A launch is void if an earlier launch of this group, or of any group on this device, has failed: its operands may
     hold what that launch could not compute. A void launch announces nothing, waits for nothing, and must store
-    nothing that a peer can read: see ``is_void``. ``in_time`` holds for nothing in it.
+    nothing that a peer can read: see ``is_void``. ``completed`` holds for nothing in it.
     """
     over = tl.load(failed_at(ctx) + 1) | tl.load(device_failed_at(ctx))
     return tl.where(over == 0, (number << PLAN_BITS) | plan, 0)

@@ -12,7 +12,7 @@ from tdkernels.lang.memory import store_release_if
 
 
 @jit
-def note_if(ctx, condition, kind, first, second, third, call=0):
+def report_if(ctx, condition, kind, first, second, third, call=0):
     """Leave a note if ``condition`` holds and the host has read the one before; by one program of a launch.
 
     ``call``: the workspace's ``note_call``, by which the host finds what the note is about.

@@ -17,12 +17,12 @@ def _node(ctx):
 
 
 @jit
-def notify_node(ctx, signal_ptr, value, PASSES_ON: tl.constexpr = False):
+def notify_node(ctx, signal_ptr, value, CHECK_FAILED: tl.constexpr = False):
     """``notify`` every other rank of our node, all at the same time; as ``notify_all`` in a group of one node."""
     first, own, local = _node(ctx)
     offset = signal_ptr.to(tl.int64) - symm_base(ctx, first + own)
     numbers = tl.arange(0, MAX_RANKS)
-    _set_all(ctx, offset, first + numbers, (numbers < local) & (numbers != own), value, PASSES_ON)
+    _set_all(ctx, offset, first + numbers, (numbers < local) & (numbers != own), value, CHECK_FAILED)
 
 
 @jit

@@ -81,7 +81,7 @@ class Kernel(JITFunction):
         parameters = list(self.signature.parameters.values())[len(args) :]
         return [kwargs.get(parameter.name, parameter.default) for parameter in parameters]
 
-    def launch_alike(self, alike, values, stream=None):
+    def launch_bound(self, bound_launch, values, stream=None):
         """``self[alike.grid](*alike.filled(values), **alike.constants)``, without looking again at what is the same.
 
         Args:     alike: an Alike; values: for its places; stream: the current one, if the caller knows it
@@ -91,12 +91,12 @@ class Kernel(JITFunction):
             torch.cuda.is_initialized() and not self.pre_run_hooks and not _is_inspected() and may_keep_launches()
         ):
             where = torch.cuda.current_device(), knobs.runtime.debug
-            if alike.launch_known(where, values, stream):
+            if bound_launch.launch_captured(where, values, stream):
                 return
-        args = alike.filled(values)
-        compiled = self.run(*args, grid=alike.grid, warmup=False, **alike.constants)
+        args = bound_launch.filled(values)
+        compiled = self.run(*args, grid=bound_launch.grid, warmup=False, **bound_launch.constants)
         if where is not None and isinstance(compiled, CompiledKernel):  # it has not been interpreted
-            alike.keep(where, compiled, self._others(args, alike.constants))
+            bound_launch.keep(where, compiled, self._others(args, bound_launch.constants))
 
     def _key(self, args, kwargs):
         """All that decides what a launch runs, or None for one with something in it that is not usual here."""

@@ -52,15 +52,15 @@ def put_nbi(ctx, dst, src, num_bytes, peer):
 
 
 @jit
-def put_signal(ctx, dst, src, num_bytes, signal_ptr, value, peer, PASSES_ON: tl.constexpr = False):
+def put_signal(ctx, dst, src, num_bytes, signal_ptr, value, peer, CHECK_FAILED: tl.constexpr = False):
     """``put_nbi``, and when all of it is there, set the signal that ``peer`` keeps where we keep ``signal_ptr``.
 
-    ``PASSES_ON``: as for ``notify``.
+    ``CHECK_FAILED``: as for ``notify``.
     """
     num_bytes = _wide(num_bytes)
     value = _wide(value)
     goes = True
-    if PASSES_ON:
+    if CHECK_FAILED:
         goes = failed_for_all(ctx) == 0
     if target() == "interpreter":
         if goes:
@@ -77,11 +77,11 @@ def put_signal(ctx, dst, src, num_bytes, signal_ptr, value, peer, PASSES_ON: tl.
 
 
 @jit
-def signal(ctx, signal_ptr, value, peer, PASSES_ON: tl.constexpr = False):
+def signal(ctx, signal_ptr, value, peer, CHECK_FAILED: tl.constexpr = False):
     """Set the signal that ``peer`` keeps where we keep ``signal_ptr``: after what was put before a ``fence``."""
     value = _wide(value)
     goes = True
-    if PASSES_ON:
+    if CHECK_FAILED:
         goes = failed_for_all(ctx) == 0
     if target() == "interpreter":
         if goes:

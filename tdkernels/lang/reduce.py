@@ -24,13 +24,13 @@ def running_sum(x, AXIS: tl.constexpr = 0):
 
 
 @jit
-def turns_of(there):
+def compact_indices(there):
     """(the turn 0, 1, … of each element that is ``there``, -1 of the others; how many there are): to skip others."""
     there = there.to(tl.int32)
     return tl.where(there != 0, running_sum(there, 0) - 1, -1), sum_of(there, 0)
 
 
 @jit
-def pick(values, indices, index):
+def gather_lane(values, indices, index):
     """The value (-1 or more) at an index, from all of a program's threads; -1 if ``indices`` have no such one."""
     return sum_of(tl.where(indices == index, values + 1, 0), 0) - 1

@@ -120,13 +120,13 @@ def consume_token(value, token):
 
 @jit
 def notify(
-    ctx, signal_ptr, peer, value, OP: tl.constexpr = SET, SCOPE: tl.constexpr = SYS, PASSES_ON: tl.constexpr = False
+    ctx, signal_ptr, peer, value, OP: tl.constexpr = SET, SCOPE: tl.constexpr = SYS, CHECK_FAILED: tl.constexpr = False
 ):
     """Raise the signal that ``peer`` keeps where we keep ``signal_ptr``, after all that this program has stored.
 
     Release at ``SCOPE`` after the whole program's stores. ``OP``: "set" (one producer a word) or "add" (many).
-    ``PASSES_ON``: what is announced was made of what this program has waited for. Then nothing is announced once a wait
-    of this rank has given up: the peer would take garbage for a result. "set" only.
+    ``CHECK_FAILED``: the data that the signal announces depends on an earlier wait of this program. Once a wait of this
+    rank has timed out, no such signal is sent, so that peers never consume invalid data. "set" only.
     """
     remote = symm_at(ctx, signal_ptr, peer)
     value = _wide(value)
@@ -134,17 +134,17 @@ def notify(
         # 0 is the signal of a void launch. The word may hold one of an earlier call that the peer has yet to see.
         tl.debug_barrier()
         goes = value != 0
-        if PASSES_ON:
+        if CHECK_FAILED:
             goes &= failed(ctx) == 0
         store_release_if(remote, value, goes.to(tl.int32), SCOPE)
     else:
-        tl.static_assert(PASSES_ON == False)  # noqa: E712  a constexpr
+        tl.static_assert(CHECK_FAILED == False)  # noqa: E712  a constexpr
         add_release(remote, value, SCOPE)
 
 
 @jit
 def notify_all(
-    ctx, signal_ptr, value, PASSES_ON: tl.constexpr = False, count=None, WITH_OWN: tl.constexpr = False
+    ctx, signal_ptr, value, CHECK_FAILED: tl.constexpr = False, count=None, WITH_OWN: tl.constexpr = False
 ):
     """``notify`` every peer, by setting the signal that it keeps where we keep ``signal_ptr``, all at the same time.
 
@@ -155,20 +155,20 @@ def notify_all(
     offset = signal_ptr.to(tl.int64) - symm_base(ctx, me)
     if count is None:
         peers = tl.arange(0, MAX_RANKS)
-        _set_all(ctx, offset, peers, (peers < num_ranks(ctx)) & (WITH_OWN | (peers != me)), value, PASSES_ON)
+        _set_all(ctx, offset, peers, (peers < num_ranks(ctx)) & (WITH_OWN | (peers != me)), value, CHECK_FAILED)
     else:
         peers, numbers, step = _lanes(ctx)
         for first in range(0, count, step):
             there = (numbers < step) & (first + numbers < count) & (WITH_OWN | (peers != me))
-            _set_all(ctx, offset + 8 * (first + numbers).to(tl.int64), peers, there, value, PASSES_ON)
+            _set_all(ctx, offset + 8 * (first + numbers).to(tl.int64), peers, there, value, CHECK_FAILED)
 
 
 @jit
-def _set_all(ctx, offsets, peers, there, value, PASSES_ON: tl.constexpr):
+def _set_all(ctx, offsets, peers, there, value, CHECK_FAILED: tl.constexpr):
     """Set the words at some offsets of some peers' buffers, as many as there are, by a thread each."""
     bases = tl.load(ctx + CTX_BASES + peers, mask=there, other=0)
     there &= value != 0  # that of a void launch, as in notify
-    if PASSES_ON:
+    if CHECK_FAILED:
         tl.debug_barrier()  # another thread may just have given up
         there &= failed(ctx) == 0
     store_release_each((bases + offsets).to(tl.pointer_type(tl.int64)), _wide(value), there)
@@ -188,7 +188,7 @@ def wait_plan_all(ctx, first_ptr, stride, expected, count=None, WITH_OWN: tl.con
 
     What all peers have stored before is visible to the loads that follow, tensor descriptors excepted. ``count``: so
     many signals of every peer, which follow each other. ``WITH_OWN``: and ours, which stand among them. Returns whether
-    all have come in time, as ``in_time``: one answer of all threads, which costs nothing where nobody asks for it.
+    all have come in time, as ``completed``: one answer of all threads, which costs nothing where nobody asks for it.
     """
     me = rank(ctx)
     ranks = num_ranks(ctx)
@@ -233,7 +233,7 @@ def _wait_each(ctx, signal_ptrs, expected, peers, there):
 
 
 @jit
-def arrive(flag_ptr, count, mine=1):
+def is_last_arriver(flag_ptr, count, mine=1):
     """Whether we are the last of ``count`` programs of this rank to come here; they share a private word, of zero.
 
     ``mine``: for so many of them, say pieces of work, of which a program has done several: each coming waits until all
@@ -302,7 +302,7 @@ def _check_peer(ctx, peer):
 
 
 @jit
-def in_time(seen, expected):
+def completed(seen, expected):
     """Whether a wait, which returned ``seen``, saw just what it expected: one answer of all threads, for a branch.
 
     Of that alone may hang what addresses are made of what has come: threads can give up each for itself. Never of a

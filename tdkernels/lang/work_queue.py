@@ -1,11 +1,11 @@
 """Tickets: how the programs of a launch share a list of work.
 
-    piece = td.ticket_of(td.take_first_ticket(ctx, signal))
+    piece = td.await_work_item(td.take_first_ticket(ctx, signal))
     while piece < pieces:
         ...  # most of the piece
-        answer = td.take_ticket(ctx)  # the next one, which is known by the time the rest is done
+        answer = td.fetch_work_item(ctx)  # the next one, which is known by the time the rest is done
         ...
-        piece = td.ticket_of(answer)
+        piece = td.await_work_item(answer)
     td.finish(ctx)
 
 Whoever takes number n has started, and so has whoever took a smaller one. So a piece of work may wait for those of
@@ -27,11 +27,11 @@ NO_TICKET = tl.constexpr(1 << 30)  # beyond the number of pieces of every call
 
 @jit
 def take_first_ticket(ctx, signal):
-    """``take_ticket`` for a program's first piece; in a void launch (``is_void``) the number is beyond all pieces.
+    """``fetch_work_item`` for a program's first piece; in a void launch (``is_void``) the number is beyond all pieces.
 
     Thread 0 decides for all, so that they leave the loop together.
     """
-    answer = take_ticket(ctx)
+    answer = fetch_work_item(ctx)
     if target() == "cuda":
         return tl.inline_asm_elementwise(
             """{
@@ -49,10 +49,10 @@ def take_first_ticket(ctx, signal):
 
 
 @jit
-def take_ticket(ctx):
-    """Ask for the number of the next piece of work of this call; ``ticket_of`` what is returned is that number.
+def fetch_work_item(ctx):
+    """Ask for the number of the next piece of work of this call; ``await_work_item`` what is returned is that number.
 
-    The answer takes a microsecond to come; nobody waits for it here, but in ``ticket_of``.
+    The answer takes a microsecond to come; nobody waits for it here, but in ``await_work_item``.
     """
     counter = (_state(ctx) + STATE_TICKETS).to(tl.pointer_type(tl.int32))
     if target() == "cuda":
@@ -73,8 +73,8 @@ def take_ticket(ctx):
 
 
 @jit
-def ticket_of(answer):
-    """The number that ``take_ticket`` asked for (int32), the same in all threads."""
+def await_work_item(answer):
+    """The number that ``fetch_work_item`` asked for (int32), the same in all threads."""
     if target() == "cuda":
         return tl.sum(answer, 0)
     else:

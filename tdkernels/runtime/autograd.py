@@ -6,7 +6,7 @@ from torch.autograd import forward_ad
 DEVICES = ("cpu", "cuda")  # AMD's are called cuda too
 
 
-def refuse_second_derivatives(operator):
+def reject_second_derivatives(operator):
     """Raise in a backward that is to be differentiated itself: autograd would leave terms out with a mere warning."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise RuntimeError(f"{operator}: second derivatives (create_graph=True) are not supported")
@@ -43,17 +43,17 @@ def apply_autocast(x, *others):
 # ---- gradients through torch.library, which has no None: what is not wanted is an empty tensor ----
 
 
-def to_send(gradients, operands, wanted):
+def pack_gradients(gradients, operands, wanted):
     """What an operator gives: gradients like their operands, contiguous, each another tensor; empty if not wanted."""
     triples = zip(gradients, operands, wanted, strict=True)
     return tuple(dx.to(x.dtype).contiguous() if wants else x.new_empty(0) for dx, x, wants in triples)
 
 
-def to_expect(operands, wanted):
+def fake_gradients(operands, wanted):
     """What its fake implementation gives, and what it gives itself of operands that are empty."""
     return tuple(x.new_empty(x.shape if wants else (0,)) for x, wants in zip(operands, wanted, strict=True))
 
 
-def received(gradients, wanted):
+def unpack_gradients(gradients, wanted):
     """What a backward returns for them."""
     return [dx if wants else None for dx, wants in zip(gradients, wanted, strict=True)]

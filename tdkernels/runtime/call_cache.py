@@ -5,9 +5,9 @@ the GPU. For tensors of the same layouts they have the same outcome. The group k
 follows from: the operator, the layouts of its tensors, the settings of the call, and the version of the configs that
 the group has chosen.
 
-``find`` and ``keep`` are for whatever an operator decides before it launches anything. ``find_run`` and ``KnownCall``
-are for whole calls without gradients, which also skip torch.library; a compiler, a profiler, a dispatch mode and
-autograd see the operator itself.
+``lookup`` and ``insert`` are for whatever an operator decides before it launches anything. ``lookup_run`` and
+``CachedCall`` are for whole calls without gradients, which also skip torch.library; a compiler, a profiler, a dispatch
+mode and autograd see the operator itself.
 """
 
 import weakref
@@ -23,7 +23,7 @@ _ON_AMD = torch.version.hip is not None  # a launch depends on the size of a ten
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def find(operator, group, tensors, settings):
+def lookup(operator, group, tensors, settings):
     """Look a call up.
 
     Args:
@@ -33,8 +33,8 @@ def find(operator, group, tensors, settings):
         settings: a tuple of everything else that decides what runs, such as the config and the tuning mode.
 
     Returns:
-        (what ``keep`` was given for a call like this, or None; the key for ``keep``, or None if this call must not be
-        kept)
+        (what ``insert`` was given for a call like this, or None; the key for ``insert``, or None if this call must not
+        be kept)
     """
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return None, None
@@ -48,8 +48,8 @@ def find(operator, group, tensors, settings):
         return None, None
 
 
-def keep(group, key, outcome):
-    """Let ``find`` return ``outcome`` for calls with the same key.
+def insert(group, key, outcome):
+    """Let ``lookup`` return ``outcome`` for calls with the same key.
 
     ``outcome`` must not hold tensors of the call, nor the group.
     """
@@ -58,7 +58,7 @@ def keep(group, key, outcome):
 
 
 def is_current(group, key):
-    """Whether what was decided since ``find`` gave a key holds for the next call.
+    """Whether what was decided since ``lookup`` gave a key holds for the next call.
 
     It does not if a config is to be chosen again: that changes the version of the configs. What is kept under such a
     key is never found.
@@ -66,8 +66,8 @@ def is_current(group, key):
     return key is not None and key[1] == caches_of(group).choices.version
 
 
-def find_run(operator, group, tensors, settings):
-    """As ``find``, for a whole call: the outcome is a KnownCall. (None, None) if anything but the kernels is involved.
+def lookup_run(operator, group, tensors, settings):
+    """As ``lookup``, for a whole call: the outcome is a CachedCall. (None, None) unless only kernels are involved.
 
     That is the case if autograd or autocast has to see the call, or a compiler, a profiler or a dispatch mode.
     """
@@ -79,10 +79,10 @@ def find_run(operator, group, tensors, settings):
     first = tensors[0]
     if first is None or first.device.type not in DEVICES or torch.is_autocast_enabled(first.device.type):
         return None, None
-    return find(operator, group, tensors, settings)
+    return lookup(operator, group, tensors, settings)
 
 
-class KnownCall:
+class CachedCall:
     """A whole call without gradients.
 
     Args:

@@ -14,7 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tdkernels.caches import RecentCache
 from tdkernels.lang.kernel import pointer_kind
 from tdkernels.runtime import recorder
-from tdkernels.runtime.triton_launcher import Alike
+from tdkernels.runtime.triton_launcher import BoundLaunch
 
 MAX_LAUNCHES = 4096  # that are kept where no workspace keeps them
 CALL_NUMBER = object()  # among a Launch's args: the workspace's ``note_call``, which is another one in every call
@@ -23,7 +23,7 @@ CALL_NUMBER = object()  # among a Launch's args: the workspace's ``note_call``, 
 # Both keys are made in one function, without a call for each tensor: a launch has up to a dozen of them.
 
 
-def by_address(operands):
+def pointer_signature(operands):
     """How operands lie of which a kernel takes no more than where each begins."""
     kinds = []
     for tensor in operands:
@@ -32,7 +32,7 @@ def by_address(operands):
     return tuple(kinds)
 
 
-def by_layout(operands):
+def operand_signature(operands):
     """How operands lie in memory, as far as launches may differ by it."""
     kinds = []
     for tensor in operands:
@@ -46,30 +46,30 @@ def by_layout(operands):
 _ON_AMD = torch.version.hip is not None  # where the compiler asks more of a pointer
 
 
-def launch_kept(workspace, key, operands, prepare, ready=None, lies=by_layout):
+def launch_cached(workspace, key, operands, prepare, ready=None, signature=operand_signature):
     """Launch on operands; what was made for that, outputs first.
 
-    Args:     workspace: in which the kernel runs, or ``alone_on``
+    Args:     workspace: in which the kernel runs, or ``local_workspace_of``
               key: all that the launch follows from, beside how the operands lie
               operands: tensors or None
               prepare: (*operands) -> Launch; called where none is kept, with other tensors of the same memory
               ready: (*operands) -> operands that a kernel can take, copied if need be; None: these can be taken
-              lies: how operands lie, as far as launches differ by it: ``by_layout`` or ``by_address``
+              lies: how operands lie, as far as launches differ by it: ``operand_signature`` or ``pointer_signature``
     """
     if recorder.active is not None:
         operands = operands if ready is None else ready(*operands)
         return _prepared(operands, prepare)(operands)
-    launch = workspace.launches[(*key, *lies(operands))]
+    launch = workspace.launches[(*key, *signature(operands))]
     if launch is None:
-        launch, operands = bind(workspace, key, operands, prepare, ready, lies)
+        launch, operands = bind(workspace, key, operands, prepare, ready, signature)
     return launch(operands)
 
 
-def bind(workspace, key, operands, prepare, ready=None, lies=by_layout):
-    """(the Launch of ``launch_kept``, the operands that it takes); not while launches are recorded."""
+def bind(workspace, key, operands, prepare, ready=None, signature=operand_signature):
+    """(the Launch of ``launch_cached``, the operands that it takes); not while launches are recorded."""
     if ready is not None:
         operands = ready(*operands)
-    whole_key = *key, *lies(operands)
+    whole_key = *key, *signature(operands)
     launch = workspace.launches[whole_key]
     if launch is None:
         launch = _prepared(operands, prepare)
@@ -77,8 +77,8 @@ def bind(workspace, key, operands, prepare, ready=None, lies=by_layout):
     return launch, operands
 
 
-def bind_given(given, *call):
-    """The Launch of ``launch_kept(*call)``, or None if it takes a copy of one of the operands that were ``given``."""
+def bind_uncopied(given, *call):
+    """The Launch of ``launch_cached(*call)``, or None if it takes a copy of one of the operands that were ``given``."""
     launch, taken = bind(*call)
     return launch if all(one is other for one, other in zip(given, taken, strict=True)) else None
 
@@ -87,12 +87,12 @@ def _prepared(operands, prepare):
     return prepare(*[None if operand is None else operand.detach() for operand in operands])
 
 
-def to_be_made(like, *shape, dtype=None):
+def output_spec(like, *shape, dtype=None):
     """A tensor that stands for one which each call makes anew; it takes no memory."""
     return torch.empty(shape, dtype=dtype or like.dtype, device="meta")
 
 
-class _Alone:
+class _LocalWorkspace:
     """In the place of a workspace, for what a rank launches by itself."""
 
     ctx = None
@@ -114,26 +114,26 @@ class _Alone:
 
 
 @functools.cache
-def _alone_on_stream(device, stream):
-    return _Alone()
+def _local_workspace_of_stream(device, stream):
+    return _LocalWorkspace()
 
 
-def alone_on(device):
+def local_workspace_of(device):
     """Where launches without peers are kept: for each stream, and none of a CUDA graph (``local_workspace``)."""
     if device.type == "cpu":
-        return _alone_on_stream(device, None)
+        return _local_workspace_of_stream(device, None)
     if torch.cuda.is_current_stream_capturing():
-        return _Alone()
-    return _alone_on_stream(device, torch.cuda.current_stream(device).cuda_stream)
+        return _LocalWorkspace()
+    return _local_workspace_of_stream(device, torch.cuda.current_stream(device).cuda_stream)
 
 
 class Launch:
     """What ``prepare`` has found out.
 
-    Args:     workspace: as of ``launch_kept``
+    Args:     workspace: as of ``launch_cached``
               kernel, grid, args, constants: as for ``kernel[grid](*args, **constants)``
               operands: of which args were made, each another object, so that they can be told apart there
-              made: from ``to_be_made``, what each call makes
+              made: from ``output_spec``, what each call makes
               fixed: tensors of the workspace's in args, and bases of descriptors: the same in every call
               looks: whether a call looks for what earlier launches had to tell. Not in the middle of an operator: a
               rank that finds a note of this very call there stops, and its peers wait for it
@@ -141,8 +141,8 @@ class Launch:
               read it again
     """
 
-    def __init__(self, workspace, kernel, grid, args, constants, operands, made, fixed, looks=True):
-        self._workspace, self._kernel, self._looks = workspace, kernel, looks
+    def __init__(self, workspace, kernel, grid, args, constants, operands, made, fixed, checks_errors=True):
+        self._workspace, self._kernel, self._looks = workspace, kernel, checks_errors
         self._ctx = None if workspace is None else workspace.ctx
         self._made = [(tuple(tensor.shape), tensor.dtype) for tensor in made]
         numbers = {id(tensor): number for number, tensor in enumerate((*operands, *made)) if tensor is not None}
@@ -159,7 +159,7 @@ class Launch:
                 assert known, f"argument {at} of {kernel} is a tensor that no call gives or makes"
         if self._tells_call:
             places.append(call_at)
-        self._alike = Alike((*grid, 1, 1)[:3], args, places, constants)
+        self._alike = BoundLaunch((*grid, 1, 1)[:3], args, places, constants)
 
     def __call__(self, operands):
         workspace = self._workspace
@@ -175,7 +175,7 @@ class Launch:
             values.append(workspace.note_call)
         stream = workspace.before_launch()
         try:
-            self._kernel.launch_alike(self._alike, values, stream)
+            self._kernel.launch_bound(self._alike, values, stream)
         except BaseException as error:
             workspace.break_off(error)
             raise

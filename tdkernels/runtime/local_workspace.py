@@ -1,4 +1,4 @@
-"""Private words of zero for launches that need no peers, and so have no workspace: ``lang.arrive`` counts in them.
+"""Zeroed private words for launches without peers, which have no workspace: ``lang.is_last_arriver`` counts in them.
 
 Whoever uses them leaves zeros. Launches that may run at the same time must not share any: those of a stream have their
 own, and so has each launch that a CUDA graph keeps, since nobody knows where it will be replayed.

@@ -24,7 +24,7 @@ _UNTRIED = object()
 _MAX_MAPS = 256  # of one descriptor; addresses may go on changing for ever
 
 
-class Alike:
+class BoundLaunch:
     """What is the same in launches of a kernel between which nothing differs that Triton compiles for.
 
     Args:     grid: three numbers; args, constants: as for ``kernel[grid](*args, **constants)``
@@ -47,7 +47,7 @@ class Alike:
             args[at] = value if args[at] is None else _like(args[at], value)
         return args
 
-    def launch_known(self, where, values, stream=None):
+    def launch_captured(self, where, values, stream=None):
         """Launch what was kept for ``where``; False if nothing was.
 
         Args:     stream: of the device in ``where``, or it is not taken; None: the current one
@@ -58,7 +58,7 @@ class Alike:
         compiled, others, repeat = found
         if repeat is _UNTRIED:  # not for the first launch: shapes may go on changing, and there may be no second
             args = [*self.filled(values), *others]
-            repeat = found[2] = Repeat.of(compiled, self.grid, args, self.places)
+            repeat = found[2] = CapturedArguments.of(compiled, self.grid, args, self.places)
         if repeat is not None and _nobody_listens():
             known = stream is not None and stream.device_index == where[0]
             repeat(values, stream.cuda_stream if known else driver.active.get_current_stream(where[0]))
@@ -75,7 +75,7 @@ class Alike:
         self._found[where] = [compiled, others, _UNTRIED]
 
 
-class Repeat:
+class CapturedArguments:
     """The arguments of Triton's C function for launches that are alike.
 
     Args:     launch: that function; args: its arguments, with STREAM in the place of a stream

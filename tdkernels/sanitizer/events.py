@@ -97,7 +97,7 @@ class Recorder(Observer):
                 self._by_network.discard(me)
 
     def device_function_returned(self, name, result):
-        if name == "ticket_of":
+        if name == "await_work_item":
             self._add("item", int(_value(result)))
 
     # ---- memory ----

@@ -15,8 +15,8 @@ from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, interpr
 from tdkernels.lang import signals
 from tdkernels.lang.interpreter import on_cpu
 from tdkernels.lang.kernel import Kernel
-from tdkernels.ops.collectives.async_all_gather import Gather
-from tdkernels.ops.collectives.async_collective import Exchange
+from tdkernels.ops.collectives.async_all_gather import AsyncAllGather
+from tdkernels.ops.collectives.async_collective import AsyncCollective
 from tdkernels.ops.common import torch_collectives
 from tdkernels.symm.backends.emulated_network import EmulatedNetwork
 from tdkernels.symm.backends.shm import ShmBuffer
@@ -29,7 +29,7 @@ ON_GPU = (
 )
 
 
-DEVICE_FUNCTIONS = {"_spin", "finish", "ticket_of", "await_put"}
+DEVICE_FUNCTIONS = {"_spin", "finish", "await_work_item", "await_put"}
 
 _observers = []
 _patched = []  # (owner, name, original)
@@ -78,11 +78,11 @@ def _install():
     _replace(Kernel, "run", _run)
     _replace(Kernel, "__call__", _call)
     _replace(Workspace, "before_launch", _before_launch)
-    _replace(Exchange, "_copy", _copy)
-    _replace(Exchange, "_beside", _beside)
-    _replace(Exchange, "_join", _join)
-    _replace(Gather, "_await", _await)
-    _replace(Exchange, "close", _close)
+    _replace(AsyncCollective, "_copy", _copy)
+    _replace(AsyncCollective, "_beside", _beside)
+    _replace(AsyncCollective, "_join", _join)
+    _replace(AsyncAllGather, "_await", _await)
+    _replace(AsyncCollective, "close", _close)
     _replace(GroupState, "exchange", _exchange)
     _replace(dist, "barrier", _barrier)
     for name in _COLLECTIVES:

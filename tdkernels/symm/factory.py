@@ -19,7 +19,7 @@ def allocate(nbytes, group=None, device=None):
     device = torch.device(device)
     if not isinstance(nbytes, int) or nbytes <= 0:
         raise ValueError(f"nbytes must be a positive integer, not {nbytes!r}")
-    state.agree("symm.allocate", {"nbytes": nbytes, "device": device.type})
+    state.check_consensus("symm.allocate", {"nbytes": nbytes, "device": device.type})
     return make_buffer(state, nbytes, device)
 
 

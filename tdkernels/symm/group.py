@@ -136,14 +136,14 @@ class GroupState:
                 raise self._lost(operator, 0) from error
             self._has_met = True
 
-    def agree_once(self, operator, fields):
-        """``agree``, unless all ranks have agreed on just this before; costs a look-up then."""
+    def check_consensus_cached(self, operator, fields):
+        """``check_consensus``, unless all ranks have agreed on just this before; costs a look-up then."""
         key = (operator, *fields.items())
         if key not in self._agreed:
-            self.agree(operator, fields)
+            self.check_consensus(operator, fields)
             self._agreed.add(key)
 
-    def agree(self, operator, fields, offer=None):
+    def check_consensus(self, operator, fields, offer=None):
         """Return all ranks' offers when every rank has come here with the same operator and fields; collective.
 
         Goes through the group's store, so it needs no GPU and no collective that could hang itself.

@@ -108,7 +108,7 @@ class Workspace:
                 f"{operator}: the first call with a shape or config allocates and compiles, which a CUDA graph cannot "
                 f"capture; make the call once before capture ({fields})"
             )
-        self.group.agree(operator, fields)
+        self.group.check_consensus(operator, fields)
         if len(self._plans) >= self.max_plans:
             # All ranks come here together, since they agree on the same plans. In a new buffer no signal of an old
             # plan is left, and every shape is agreed upon anew.
@@ -131,7 +131,7 @@ class Workspace:
                 self._retired.append((self.buffer, self.ctx, self.state))  # a graph may be replayed on it
             else:
                 self.buffer.close()
-            # Ranks wait for each other while they allocate, and a rank that waits long posts a notice in each workspace.
+            # Ranks wait for each other while they allocate, and after a while post a notice in every workspace.
             self.buffer = None
         try:
             with torch.inference_mode(False):  # the tables are written to later, whatever mode this call is in

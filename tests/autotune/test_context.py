@@ -10,7 +10,7 @@ import tdkernels
 from tdkernels import AgGemmConfig, autotune
 from tdkernels.autotune import on_demand, rounds, selection, tuner
 from tdkernels.autotune.accuracy import Reference
-from tdkernels.autotune.group_step import Together
+from tdkernels.autotune.group_step import GroupStep
 from tdkernels.autotune.tunable import tunable
 from tdkernels.symm.group import group_state
 from tests.autotune.entries import cache_in
@@ -154,7 +154,7 @@ def loses_a_device(folder):
 
         patch.setattr(type(op), "run", lambda self, *args: fails(*args))
         patch.setattr(tuner, "_CALL_LIMIT_S", 1.0)
-        patch.setattr(Together, "_quiet", lambda self: dist.get_rank() != 1)
+        patch.setattr(GroupStep, "_quiet", lambda self: dist.get_rank() != 1)
         with pytest.raises(tuner.TuningError, match="a device is lost: rank"):
             autotune.tune("ag_gemm", 32, 32, 16, dtype=FP32, group=group)
 

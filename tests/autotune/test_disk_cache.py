@@ -249,23 +249,23 @@ def a_folder_that_is_read_only(folder):
     folder.mkdir(mode=0o500)
 
 
-@pytest.mark.parametrize("spoil", [None, a_file_for_a_folder, a_file_for_a_gpus_folder])
-def test_where_there_is_no_file_nothing_is_said(caplog, folder, spoil):
-    if spoil:
-        spoil(folder)
+@pytest.mark.parametrize("poison", [None, a_file_for_a_folder, a_file_for_a_gpus_folder])
+def test_where_there_is_no_file_nothing_is_said(caplog, folder, poison):
+    if poison:
+        poison(folder)
     assert disk_cache.user_entries(*WANTED) == []
     assert warnings(caplog) == []
 
 
 @pytest.mark.parametrize(
-    "spoil",
+    "poison",
     [
         a_file_for_a_folder, a_file_for_a_gpus_folder, a_folder_for_a_file, a_folder_for_a_lock,
         a_folder_that_is_read_only,
     ],
 )
-def test_what_cannot_be_written_is_reported_and_used_by_this_process(caplog, folder, spoil):
-    spoil(folder)
+def test_what_cannot_be_written_is_reported_and_used_by_this_process(caplog, folder, poison):
+    poison(folder)
     disk_cache.store([an_entry()])
     assert [str(disk_cache.path(*WANTED)) in warning for warning in warnings(caplog)] == [True]
     assert "cannot be written" in warnings(caplog)[0]

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tdkernels.autotune import TuningError, disk_cache, tune, tuner
-from tdkernels.autotune.group_step import Together
+from tdkernels.autotune.group_step import GroupStep
 from tdkernels.autotune.problem import gpu_name
 from tdkernels.autotune.tunable import tunable
 from tdkernels.symm.group import GroupState, group_state
@@ -290,7 +290,7 @@ def compiles(folder):
                 raise ValueError("too many registers")
 
         replace_in(patch, op, "compile", compile_)
-        with Together(problem, group, device()) as ranks:
+        with GroupStep(problem, group, device()) as ranks:
             under_test = tuner._Tuner(op, problem, ranks, 20.0, None)
             under_test.operands = [None]
             if device().type == "cpu":  # which compiles nothing: pretend, for this step, that it is a GPU

@@ -220,9 +220,9 @@ MACHINE = {"gpu": "NVIDIA Testing", "num_gpus": 4, "driver": "1.2", "torch": "2.
 
 def run_of(operator, tokens, ms, date="2026-01-02", graph=False, **fields):
     case = case_of(operator, tokens, 4, layer=dispatch.LAYER, **fields)
-    facts = {"wire_bytes": 4e6, "wire_bytes_per_expert": 8e6, "most_rows": 9, "max_tokens": 16}
+    summary = {"wire_bytes": 4e6, "wire_bytes_per_expert": 8e6, "most_rows": 9, "max_tokens": 16}
     found = [
-        (name, graph, {**facts, **({"ms": time} if time else {"absent": "why"})}) for name, time in ms.items()
+        (name, graph, {**summary, **({"ms": time} if time else {"absent": "why"})}) for name, time in ms.items()
     ]
     for _, _, times in found:
         times["p99_ms"] = 2 * times["ms"] if operator == "ep_latency" else None

@@ -183,10 +183,10 @@ MACHINE = {"gpu": "NVIDIA Testing", "num_gpus": 2, "driver": "1.2", "torch": "2.
            "multicast": "off", "git": "0123456789abcdef"}
 
 
-def run_of(module, case, date="2026-01-02", graph=False, facts=None, **ms):
+def run_of(module, case, date="2026-01-02", graph=False, summary=None, **ms):
     """The rows of one run: times by part, of which grouped, collective, sequence, then ours by name."""
     found = [
-        ((part, name), graph, {**(facts or {}), **({"ms": time} if time else {"absent": "why"})})
+        ((part, name), graph, {**(summary or {}), **({"ms": time} if time else {"absent": "why"})})
         for part, times in ms.items() for name, time in times.items()
     ]
     return [{**row, **MACHINE, "date": date} for row in module.rows(case, found, 400.0)]
@@ -206,10 +206,10 @@ def folder(tmp_path):
     rows += run_of(tp_moe, mixtral, forward={**times, "tdkernels": 9.0}, date="2026-01-01")
     rows += run_of(tp_moe, small, forward={**times, "grouped": 0.01, "tdkernels": None})
     rows += run_of(tp_moe, mixtral, graph=True, forward=times, **{"forward+backward": dict.fromkeys(times)})
-    facts = {"experts": 128, "most_rows": 9, "max_tokens": 16, "crossing": 1000}
+    summary = {"experts": 128, "most_rows": 9, "max_tokens": 16, "crossing": 1000}
     deepseek = ep_case(moe_shapes.EP_SHAPES[1], 128)
     ours = {"parts": 1.5, "tdkernels": 1.4, "tdkernels-max-tokens": 1.6}
-    rows += run_of(ep_moe, deepseek, facts=facts, **{"forward+backward": {**times, **ours}})
+    rows += run_of(ep_moe, deepseek, summary=summary, **{"forward+backward": {**times, **ours}})
     case = grouped_gemm.Case(grouped_gemm.SHAPES[1], "skewed", "dx")
     times = {"cublas-loop": 2.0, "torch-grouped": 0.9, "tdkernels": 1.0}
     found = [(name, False, {"ms": time}) for name, time in times.items()]

@@ -59,17 +59,17 @@ class Moments:
     @contextlib.contextmanager
     def watched(self):
         self.launches = self.stores = 0
-        launch_alike = Kernel.launch_alike
+        launch_bound = Kernel.launch_bound
         builder = interpreter.interpreter_builder
         names = ("create_masked_store", "create_atomic_rmw", "create_atomic_cas")
-        Kernel.launch_alike = lambda *args, **kwargs: self._launch(launch_alike, *args, **kwargs)
+        Kernel.launch_bound = lambda *args, **kwargs: self._launch(launch_bound, *args, **kwargs)
         for name in names:
             original = getattr(builder, name)
             setattr(builder, name, lambda *args, original=original, **kwargs: self._store(original, *args, **kwargs))
         try:
             yield
         finally:
-            Kernel.launch_alike = launch_alike
+            Kernel.launch_bound = launch_bound
             for name in names:
                 delattr(builder, name)
 

@@ -24,7 +24,7 @@ from tests.ops.attention.ulysses.cases import Projection
 from tests.ops.collectives import cases as collective
 from tests.ops.collectives.test_collectives import WAYS as COLLECTIVE_WAYS
 from tests.ops.dense.cases import config_for
-from tests.ops.experts.dispatch.all_to_all_cases import Exchange
+from tests.ops.experts.dispatch.all_to_all_cases import AsyncCollective
 from tests.ops.experts.dispatch.cases import expected_gradients_of_combine
 from tests.ops.experts.dispatch.oracle import Routed
 from tests.ops.experts.dispatch.rank_cases import padded
@@ -135,7 +135,7 @@ class AllToAll(Problem):
         world_size = dist.get_world_size()
         rng = random.Random(seed)
         splits = [[rng.randrange(4) for _ in range(2 * world_size)] for _ in range(world_size)]
-        self.case = case = Exchange(splits, self.SHAPES[shape], FP32, values="exact", seed=seed)
+        self.case = case = AsyncCollective(splits, self.SHAPES[shape], FP32, values="exact", seed=seed)
         all_d = [case.draw(len(x), self.SHAPES[shape], FP32) for x in case.all_x]
         self.d_out, self.d_x = case.received(all_d).to(device()), all_d[case.rank]
         case.x.requires_grad_()

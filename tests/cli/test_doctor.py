@@ -119,8 +119,8 @@ def _broken():
 
 @pytest.mark.parametrize("looks, code", [((_fine, _so_so), 0), ((_fine, _bad), 1), ((_broken, _fine), 1)])
 @pytest.mark.parametrize("as_json", [False, True])
-def test_the_exit_code_tells_of_problems(monkeypatch, capsys, looks, code, as_json):
-    monkeypatch.setattr(doctor, "LOOKS", looks)
+def test_the_exit_code_tells_of_problems(monkeypatch, capsys, checks_errors, code, as_json):
+    monkeypatch.setattr(doctor, "LOOKS", checks_errors)
     assert command_line.main(["doctor", "--no-self-test"] + ["--json"] * as_json) == code
     assert "fine" in capsys.readouterr().out
 

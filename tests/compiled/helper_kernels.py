@@ -20,7 +20,7 @@ def small_launches():
         gather.push_kernel: [([ctx, x, 1 << 24, 1 << 20, 16, 1 << 24, PLAN], push), ([ctx, x, 2, 2, 1, 16, 1], push)],
         gather.end_kernel: [([ctx], {"num_warps": 1})],
         gather.notify_kernel: [
-            ([ctx, 48, 2, PLAN], {"PASSES_ON": True, "num_warps": 1}), ([ctx, 1, 1, 1], {"PASSES_ON": False})
+            ([ctx, 48, 2, PLAN], {"CHECK_FAILED": True, "num_warps": 1}), ([ctx, 1, 1, 1], {"CHECK_FAILED": False})
         ],
         gather.await_kernel: [
             ([ctx, 16, 0, 16, 1, 4, PLAN], {"num_warps": 1}), ([ctx, 1, 0, 1, 1, 2, 1], {"num_warps": 1})

@@ -151,7 +151,7 @@ def arrive_kernel(ctx, values_ptr, totals_ptr, count):
     pid = tl.program_id(0)
     group = pid // count
     tl.store(values_ptr + pid, tl.load(values_ptr + pid) + pid)
-    if td.arrive(td.flag_at(ctx, group), count):
+    if td.is_last_arriver(td.flag_at(ctx, group), count):
         total = tl.full((), 0, tl.int64)
         for i in range(count):
             total += tl.load(values_ptr + group * count + i)
@@ -161,7 +161,7 @@ def arrive_kernel(ctx, values_ptr, totals_ptr, count):
 
 def last_ones_add_up():
     with a_group() as group:
-        workspace = prepared("arrive", num_flags=64, group=group)
+        workspace = prepared("is_last_arriver", num_flags=64, group=group)
         for call, count in enumerate([1, 2, 5, 16, 1, 3]):  # each launch finds the words as the first one did
             programs = 40 // count * count
             values, totals = 1000 * call + words(programs) * 0, words(40) * 0
@@ -176,7 +176,7 @@ def test_arrive():
 
 
 @td.jit
-def garbage_kernel(ctx, PASSES_ON: tl.constexpr):
+def garbage_kernel(ctx, CHECK_FAILED: tl.constexpr):
     """Rank 1 waits for what nobody raises; then all announce what they have made of it, in two ways."""
     me, ranks = td.rank(ctx), td.num_ranks(ctx)
     call = td.epoch(ctx) + 1
@@ -184,8 +184,8 @@ def garbage_kernel(ctx, PASSES_ON: tl.constexpr):
         td.wait(ctx, td.signal_at(ctx, 0, 2 * ranks), call, 0)  # producer: none
     signal = td.signal_at(ctx, 0, me)
     for step in range(1, ranks):
-        td.notify(ctx, signal, (me + step) % ranks, call, PASSES_ON=PASSES_ON)  # waiter: the host
-    td.notify_all(ctx, signal + ranks, call, PASSES_ON=PASSES_ON)  # waiter: the host
+        td.notify(ctx, signal, (me + step) % ranks, call, CHECK_FAILED=CHECK_FAILED)  # waiter: the host
+    td.notify_all(ctx, signal + ranks, call, CHECK_FAILED=CHECK_FAILED)  # waiter: the host
     td.finish(ctx)
 
 
@@ -194,7 +194,7 @@ def announces(passes_on):
     with a_group() as group:
         workspace = prepared("garbage", half_signals=2 * world_size + 1, group=group)
         tdkernels.set_timeout(0.3)
-        error = error_of(launch, workspace, garbage_kernel, 1, PASSES_ON=passes_on)
+        error = error_of(launch, workspace, garbage_kernel, 1, CHECK_FAILED=passes_on)
         assert type(error) is (PeerTimeoutError if rank == 1 else type(None))
         tdkernels.set_timeout(None)
         workspace.buffer.barrier()

@@ -17,7 +17,7 @@ def note_kernel(ctx, numbers_ptr, conditions_ptr, seen_ptr, NOTES: tl.constexpr)
         first, second, third = (
             tl.load(numbers_ptr + 3 * i), tl.load(numbers_ptr + 3 * i + 1), tl.load(numbers_ptr + 3 * i + 2)
         )
-        td.note_if(ctx, tl.load(conditions_ptr + i) != 0, i + 1, first, second, third)
+        td.report_if(ctx, tl.load(conditions_ptr + i) != 0, i + 1, first, second, third)
     tl.store(seen_ptr, td.epoch(ctx))
     td.finish(ctx)
 

@@ -106,17 +106,17 @@ def test_the_emulated_network_finds_what_is_missing(how, waits):
 
 
 @td.jit(network=True)
-def signal_kernel(ctx, peer, to_whom, FAILS: tl.constexpr, PASSES_ON: tl.constexpr):
+def signal_kernel(ctx, peer, to_whom, FAILS: tl.constexpr, CHECK_FAILED: tl.constexpr):
     """Raise two signals at a peer, each by another word, perhaps after a wait of ours has given up."""
     me = td.rank(ctx)
     if FAILS:
         if me == 0:
             td.wait(ctx, td.signal_at(ctx, 0, 2), 1, peer)
     if me == 0:
-        td.signal(ctx, td.signal_at(ctx, 0, 0), 5 << 16, to_whom, PASSES_ON=PASSES_ON)
+        td.signal(ctx, td.signal_at(ctx, 0, 0), 5 << 16, to_whom, CHECK_FAILED=CHECK_FAILED)
         td.put_signal(
             ctx, td.data_at(ctx, 0, me), td.data_at(ctx, 0, me), 8, td.signal_at(ctx, 0, 1), 6 << 16, to_whom,
-            PASSES_ON=PASSES_ON,
+            CHECK_FAILED=CHECK_FAILED,
         )
         td.quiet(ctx)
     td.finish(ctx)
@@ -131,7 +131,7 @@ def _signals(fails, passes_on, to_whom):
         error = None
         try:
             workspace.before_launch()
-            signal_kernel[(1,)](workspace.ctx, 1, to_whom, FAILS=fails, PASSES_ON=passes_on)
+            signal_kernel[(1,)](workspace.ctx, 1, to_whom, FAILS=fails, CHECK_FAILED=passes_on)
             workspace.after_launch()
             tdkernels.synchronize()
         except PeerTimeoutError as caught:

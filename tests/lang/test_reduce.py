@@ -57,7 +57,7 @@ def test_sums_and_largest():
 def pick_kernel(values_ptr, indices_ptr, out_ptr, N: tl.constexpr, COUNT: tl.constexpr):
     values, indices = tl.load(values_ptr + tl.arange(0, N)), tl.load(indices_ptr + tl.arange(0, N))
     for i in range(COUNT):
-        tl.store(out_ptr + i, td.pick(values, indices, i))
+        tl.store(out_ptr + i, td.gather_lane(values, indices, i))
 
 
 def picks():
@@ -77,7 +77,7 @@ def test_pick():
 @td.jit
 def turns_kernel(there_ptr, turns_ptr, count_ptr, N: tl.constexpr):
     offs = tl.arange(0, N)
-    turns, count = td.turns_of(tl.load(there_ptr + offs) != 0)
+    turns, count = td.compact_indices(tl.load(there_ptr + offs) != 0)
     tl.store(turns_ptr + offs, turns)
     tl.store(count_ptr, count)
 

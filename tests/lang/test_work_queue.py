@@ -12,14 +12,14 @@ from tests.support.ranks import device, on_ranks
 @td.jit(do_not_specialize=["pieces"])
 def take_kernel(ctx, taken_ptr, by_ptr, pieces, ADVANCE: tl.constexpr):
     """Count how often each piece is taken, by an addition that would show it if two threads had different numbers."""
-    piece = td.ticket_of(td.take_ticket(ctx))
+    piece = td.await_work_item(td.fetch_work_item(ctx))
     while piece < pieces:
         lanes = tl.arange(0, 256)  # as many places a piece: one for each thread, or several
         tl.atomic_add(taken_ptr + piece * 256 + lanes, tl.full((256,), 1, tl.int64))
         tl.store(by_ptr + piece, tl.program_id(0).to(tl.int64))
-        answer = td.take_ticket(ctx)
+        answer = td.fetch_work_item(ctx)
         tl.debug_barrier()
-        piece = td.ticket_of(answer)
+        piece = td.await_work_item(answer)
     td.finish(ctx, ADVANCE=ADVANCE)
 
 

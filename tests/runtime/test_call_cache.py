@@ -45,12 +45,12 @@ def is_right(operator, operands, group, **options):
 
 @contextlib.contextmanager
 def found():
-    """What ``find_run`` answers within: True for a call that is known."""
+    """What ``lookup_run`` answers within: True for a call that is known."""
     answers = []
     with pytest.MonkeyPatch.context() as patch:
         for module in (ag_gemm_op, gemm_rs_op, gemm_ar_op, collectives_op):
             owner = getattr(module, "call_cache", module)
-            patch.setattr(owner, "find_run", noting(owner.find_run, answers))
+            patch.setattr(owner, "lookup_run", noting(owner.lookup_run, answers))
         yield answers
 
 
@@ -100,7 +100,7 @@ def test_a_call_is_known_the_second_time():
 def known_calls(group, operator):
     """The KnownCalls of an operator."""
     calls = group_state(group).calls.items()
-    return [call for key, call in calls if key[0] == operator and isinstance(call, call_cache.KnownCall)]
+    return [call for key, call in calls if key[0] == operator and isinstance(call, call_cache.CachedCall)]
 
 
 def follows_the_precision_of_fp32():

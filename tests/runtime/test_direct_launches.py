@@ -27,8 +27,8 @@ def as_one_launch(operator, tensors, group, **options):
         asks = lambda *args, **options: asked.append(args) or found(*args, **options)  # noqa: E731
         patch.setattr(decode_launch, "bind", asks)
         for module in (gemm_operands, collective_launch, launch_qkv, grouped_launch, decode_launch, attention_launch):
-            kept = module.launch_kept
-            patch.setattr(module, "launch_kept", lambda *args, kept=kept, **o: asked.append(args) or kept(*args, **o))
+            kept = module.launch_cached
+            patch.setattr(module, "launch_cached", lambda *args, kept=kept, **o: asked.append(args) or kept(*args, **o))
         patch.setattr(kernel_launch, "bind", asks)
         options |= {} if group is None else {"group": group}
         y = getattr(tdkernels, operator)(*tensors, **options)

@@ -98,7 +98,7 @@ def test_launches_are_kept_as_long_as_they_can_be_used():
 def test_a_tensor_that_is_nobodys_is_refused():
     """It would be read again by a later call, of other operands."""
     x, copy, ctx = torch.ones(4), torch.ones(4), torch.zeros(1, dtype=torch.int64)
-    made = (kernel_launch.to_be_made(x, 4),)
+    made = (kernel_launch.output_spec(x, 4),)
     kernel_launch.Launch(None, "kernel", (1,), (ctx, x, *made, 7, None), {}, (x,), made, [ctx])
     with pytest.raises(AssertionError, match="argument 1 of kernel is a tensor that no call gives or makes"):
         kernel_launch.Launch(None, "kernel", (1,), (ctx, copy, *made), {}, (x,), made, [ctx])
@@ -123,13 +123,13 @@ class _Tells:
 
 
 class _Nothing:
-    def launch_alike(self, *_):
+    def launch_bound(self, *_):
         pass
 
 
-@pytest.mark.parametrize("looks", [True, False])
-def test_in_the_middle_of_an_operator_nobody_looks_for_what_went_wrong(looks):
+@pytest.mark.parametrize("checks_errors", [True, False])
+def test_in_the_middle_of_an_operator_nobody_looks_for_what_went_wrong(checks_errors):
     tells, x = _Tells(), torch.zeros(1)
-    launch = kernel_launch.Launch(tells, _Nothing(), (1,), (x,), {}, (x,), [], [], looks=looks)
+    launch = kernel_launch.Launch(tells, _Nothing(), (1,), (x,), {}, (x,), [], [], checks_errors=checks_errors)
     launch((x,))
-    assert tells.asked == looks
+    assert tells.asked == checks_errors

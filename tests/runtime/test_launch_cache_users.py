@@ -1,4 +1,4 @@
-"""Launches that are kept by ``launch_kept`` and by ``Exchange``: each is used for what it was made for alone.
+"""Launches that are kept by ``launch_cached`` and by ``AsyncCollective``: each is used for what it was made for alone.
 
 Calls of the same sizes take turns that differ in all else, so that a launch used for another one would give a wrong
 result; how many are kept says that those which differ in nothing share one, and that no other two do.
@@ -19,13 +19,13 @@ from tdkernels import AgAttentionConfig, Tiles, UlyssesConfig
 from tdkernels.caches import RecentCache
 from tdkernels.lang.kernel import Kernel
 from tdkernels.ops.attention.ag_attention.launch_merge import merge
-from tdkernels.ops.collectives.async_all_gather import Gather
-from tdkernels.ops.collectives.async_collective import Exchange
-from tdkernels.ops.collectives.async_reduce_scatter import Scatter
+from tdkernels.ops.collectives.async_all_gather import AsyncAllGather
+from tdkernels.ops.collectives.async_collective import AsyncCollective
+from tdkernels.ops.collectives.async_reduce_scatter import AsyncReduceScatter
 from tdkernels.ops.experts.grouped_gemm.dispatch import swiglu_ref
 from tdkernels.ops.experts.grouped_gemm.launch import swiglu_backward
 from tdkernels.runtime import recorder as runtime_recorder
-from tdkernels.runtime.kernel_launch import alone_on
+from tdkernels.runtime.kernel_launch import local_workspace_of
 from tdkernels.symm import get_workspace, resolve_group
 from tdkernels.symm.group import group_state
 from tests.ops.attention.ag_attention.oracle import Sharded
@@ -55,7 +55,7 @@ def kept(group):
 
 def kept_alone(name):
     """How many this rank keeps that need no peers."""
-    return sum(key[0] == name for key in alone_on(device()).launches)
+    return sum(key[0] == name for key in local_workspace_of(device()).launches)
 
 
 def kept_of(group, name, kernel):
@@ -157,7 +157,7 @@ SMALL = AgAttentionConfig(backward="fused", block_q=16, block_k=16, dq_block_q=1
 
 
 def attends(group):
-    alone_on(device()).launches.clear()
+    local_workspace_of(device()).launches.clear()
     seeds, now = iter(range(100)), [0, 0]
 
     def runs(forward, statistics=0, change=None, config=ATTENTION, **changes):
@@ -201,14 +201,14 @@ def test_statistics_take_a_gradient_of_lse_or_none():
 
 
 def attends_without_a_gradient_of_lse_first():
-    alone_on(device()).launches.clear()
+    local_workspace_of(device()).launches.clear()
     for seed, lse in enumerate((False, True, False)):
         case = Sharded(rows=20, lse=lse, seed=seed)
         case.check(case.run(config=ATTENTION))
 
 
 def merges():
-    alone_on(device()).launches.clear()
+    local_workspace_of(device()).launches.clear()
 
     def runs(seed, first, dtype=FP32, lie=lambda t: t, parts=FP32):
         o, part = draw(seed, 2, 6, 2, 5, dtype=parts), lie(draw(seed + 1, 2, 6 - first, 2, 5, dtype=parts))
@@ -234,7 +234,7 @@ def test_parts_of_attention():
 
 
 def decodes_backward():
-    alone_on(device()).launches.clear()
+    local_workspace_of(device()).launches.clear()
     seeds = iter(range(100))
 
     def runs(change=None, **changes):
@@ -255,7 +255,7 @@ def test_gradients_of_a_decode():
 
 
 def activates_backward():
-    alone_on(device()).launches.clear()
+    local_workspace_of(device()).launches.clear()
     seeds = iter(range(0, 100, 10))
 
     def runs(activation="swiglu", splits=(2, 3), index=torch.int32, dtype=FP32, lie=lambda t: t):
@@ -288,7 +288,7 @@ def pushes(group):
         seed = next(seeds)
         shards = [draw(seed + source, rows, width, dtype=dtype) for source in range(ranks)]
         fields = {"rows": rows, "width": width, "dtype": str(dtype), "chunk_rows": chunk_rows}
-        with Gather("test of kept launches", fields, shards[rank], group, chunk_rows) as gather:
+        with AsyncAllGather("test of kept launches", fields, shards[rank], group, chunk_rows) as gather:
             gather.push(programs)
             gather.finish()
             assert torch.equal(gather.gathered, torch.stack(shards))
@@ -314,7 +314,7 @@ def adds_up(group):
         parts = [draw(seed + source, ranks, rows, width, dtype=dtype) for source in range(ranks)]
         bias = draw(seed + 9, width, dtype=dtype) if has_bias else None
         fields = {"rows": rows, "width": width, "dtype": str(dtype)}
-        with Scatter("test of kept launches", fields, parts[0][0].nbytes, group, device()) as scatter:
+        with AsyncReduceScatter("test of kept launches", fields, parts[0][0].nbytes, group, device()) as scatter:
             for owner in (owner for owner in range(ranks) if owner != rank):
                 scatter.send(owner, parts[rank][owner])
             got = scatter.add_to(lie(parts[rank][rank].clone()), bias)
@@ -335,8 +335,8 @@ def test_sums_of_parts():
 class _Notes(list):
     """In the place of a kernel: what it would have been launched with."""
 
-    def launch_alike(self, alike, values):
-        self.append((alike, alike.grid, alike.filled(values), alike.constants))
+    def launch_bound(self, bound_launch, values):
+        self.append((bound_launch, bound_launch.grid, bound_launch.filled(values), bound_launch.constants))
 
     def __hash__(self):
         return id(self)
@@ -346,7 +346,7 @@ class _Notes(list):
 
 
 def test_a_launch_beside_other_work_is_kept_for_what_it_depends_on():
-    exchange, kernels = object.__new__(Exchange), (_Notes(), _Notes())
+    exchange, kernels = object.__new__(AsyncCollective), (_Notes(), _Notes())
     exchange.workspace = SimpleNamespace(ctx=torch.zeros(1), launches=RecentCache(64))
     x, y = torch.zeros(4), torch.ones(4)
     calls = [
@@ -365,7 +365,7 @@ def test_a_launch_beside_other_work_is_kept_for_what_it_depends_on():
             expected = (exchange.workspace.ctx, *tensors, *numbers)
             assert all(one is other or one == other for one, other in zip(args, expected, strict=True))
     assert len(exchange.workspace.launches) == len(calls)
-    assert len({id(alike) for kernel in kernels for alike, *_ in kernel}) == len(calls)
+    assert len({id(bound_launch) for kernel in kernels for bound_launch, *_ in kernel}) == len(calls)
 
 
 def other_like(tensor):
@@ -402,10 +402,10 @@ def of_swiglu(_):
 
 def of_exchanges(group):
     x, own, bias = draw(0, 6, 16), draw(1, 6, 16), draw(2, 16)
-    with Gather("test of memory", {}, x, group, 4) as gather:
+    with AsyncAllGather("test of memory", {}, x, group, 4) as gather:
         gather.push(2)
         gather.finish()
-    with Scatter("test of memory", {}, own.nbytes, group, device()) as scatter:
+    with AsyncReduceScatter("test of memory", {}, own.nbytes, group, device()) as scatter:
         scatter.send(1 - dist.get_rank(), x)
         scatter.add_to(own, bias)
     return [x, own, bias]

@@ -21,7 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tdkernels import lang as td
 from tdkernels.lang import tested_versions
 from tdkernels.runtime import triton_launcher
-from tdkernels.runtime.triton_launcher import Alike, Repeat
+from tdkernels.runtime.triton_launcher import BoundLaunch, CapturedArguments
 from tests.lang.gpu_tensor import gpu_tensor
 
 GRID, STREAM = (3, 2, 1), 77
@@ -94,10 +94,10 @@ def encoded(monkeypatch):
     return addresses
 
 
-def by_address(given):
+def pointer_signature(given):
     """What the C function makes of its arguments."""
     if isinstance(given, (tuple, list)) and not (given and given[0] == "map"):
-        return [by_address(arg) for arg in given]
+        return [pointer_signature(arg) for arg in given]
     return given.data_ptr() if isinstance(given, torch.Tensor) else given
 
 
@@ -114,25 +114,25 @@ def values_of(args):
 
 def test_the_c_function_gets_what_triton_would_give_it(encoded):
     compiled = _Compiled()
-    repeat = Repeat.of(compiled, GRID, arguments(4096, 1), PLACES)
+    repeat = CapturedArguments.of(compiled, GRID, arguments(4096, 1), PLACES)
     assert not compiled.given, "nothing has been launched"
     for address, number in ((8192, 2), (4096, -1), (0, 1 << 40), (8192, 3)):
         args = arguments(address, number)
-        expected = by_address(compiled.by_triton(GRID, args))
+        expected = pointer_signature(compiled.by_triton(GRID, args))
         repeat(values_of(args), STREAM)
-        assert by_address(compiled.given[-1]) == expected
+        assert pointer_signature(compiled.given[-1]) == expected
         repeat(values_of(args), STREAM + 1)
-        assert by_address(compiled.given[-1]) != expected
+        assert pointer_signature(compiled.given[-1]) != expected
 
 
 def test_of_kernels_without_descriptors_too(encoded):
     compiled = _Compiled(described=None)
-    repeat = Repeat.of(compiled, GRID, [gpu_tensor(16), 2, None], [1, 0])
-    expected = by_address(compiled.by_triton(GRID, [gpu_tensor(32), 3, None]))
+    repeat = CapturedArguments.of(compiled, GRID, [gpu_tensor(16), 2, None], [1, 0])
+    expected = pointer_signature(compiled.by_triton(GRID, [gpu_tensor(32), 3, None]))
     repeat([3, gpu_tensor(32)], STREAM)
-    assert by_address(compiled.given[-1]) == expected
+    assert pointer_signature(compiled.given[-1]) == expected
     repeat([3, None], STREAM)
-    assert by_address(compiled.given[-1]) == by_address(compiled.by_triton(GRID, [None, 3, None]))
+    assert pointer_signature(compiled.given[-1]) == pointer_signature(compiled.by_triton(GRID, [None, 3, None]))
 
 
 class Sizes(NamedTuple):
@@ -145,16 +145,16 @@ class Sizes(NamedTuple):
 def test_tuples_are_the_same_in_all_launches(encoded):
     compiled = _Compiled(described=None)
     args = [gpu_tensor(16), 2, (1, 8, 64), Sizes(16, 32, 1, 4)]  # as many fields as there are arguments
-    repeat = Repeat.of(compiled, GRID, args, [1, 0])
+    repeat = CapturedArguments.of(compiled, GRID, args, [1, 0])
     args[:2] = gpu_tensor(32), 3
-    expected = by_address(compiled.by_triton(GRID, args))
+    expected = pointer_signature(compiled.by_triton(GRID, args))
     repeat([3, gpu_tensor(32)], STREAM)
-    assert by_address(compiled.given[-1]) == expected
+    assert pointer_signature(compiled.given[-1]) == expected
 
 
 def test_a_tensor_map_is_made_once_for_an_address(encoded, monkeypatch):
     monkeypatch.setattr(triton_launcher, "_MAX_MAPS", 2)
-    repeat = Repeat.of(_Compiled(), GRID, arguments(4096, 1), PLACES)
+    repeat = CapturedArguments.of(_Compiled(), GRID, arguments(4096, 1), PLACES)
     encoded.clear()
     for address in (0, 256, 0, 256, 512, 0):  # the third of them is one too many
         repeat(values_of(arguments(address, 1)), STREAM)
@@ -162,12 +162,12 @@ def test_a_tensor_map_is_made_once_for_an_address(encoded, monkeypatch):
 
 
 def test_what_is_kept_are_no_operands(encoded):
-    alike = Alike(GRID, arguments(4096, 1), PLACES, {})
-    kept = [arg for arg in alike._args if arg is not None]
+    bound_launch = BoundLaunch(GRID, arguments(4096, 1), PLACES, {})
+    kept = [arg for arg in bound_launch._args if arg is not None]
     assert [getattr(arg, "base", None) for arg in kept] == [None] * 4
     other = arguments(64, 9)
-    filled = alike.filled(values_of(other))
-    assert by_address([filled[at] for at in (0, 2, 3, 5)]) == [64, 9, 8, 5]
+    filled = bound_launch.filled(values_of(other))
+    assert pointer_signature([filled[at] for at in (0, 2, 3, 5)]) == [64, 9, 8, 5]
     assert [vars(filled[at]) for at in (1, 4)] == [vars(other[at]) for at in (1, 4)]
 
 
@@ -184,7 +184,7 @@ def test_another_launcher_than_is_known_is_called_as_it_is(encoded, monkeypatch,
         compiled.run.launch = compiled.given
     elif unknown == "takes fewer":
         monkeypatch.setattr(driver.CudaLauncher, "__call__", lambda self, x, y: None)
-    assert Repeat.of(compiled, GRID, arguments(4096, 1), PLACES) is None
+    assert CapturedArguments.of(compiled, GRID, arguments(4096, 1), PLACES) is None
 
 
 def _changed(compiled, change):
@@ -223,11 +223,11 @@ def test_a_launcher_that_hands_on_other_arguments_is_called_as_it_is(encoded, ca
     monkeypatch.setattr(tested_versions, "_reported_slow_launches", False)
     compiled = _Compiled()
     args = arguments(4096, 1)
-    of_kernel = by_address(compiled.by_triton(GRID, args)[-1])
+    of_kernel = pointer_signature(compiled.by_triton(GRID, args)[-1])
     assert not isinstance(of_kernel, list) or of_kernel[7:9] == [8, 4224], "the pointers that CHANGES swaps"
     _changed(compiled, CHANGES[change])
     with caplog.at_level(logging.WARNING):
-        repeats = [Repeat.of(compiled, GRID, args, PLACES) for _ in range(3)]
+        repeats = [CapturedArguments.of(compiled, GRID, args, PLACES) for _ in range(3)]
     if change == "nothing":
         assert None not in repeats and not caplog.records
     else:
@@ -274,51 +274,51 @@ def found(monkeypatch, encoded):
     return kernels
 
 
-def launch(alike, address, **options):
+def launch(bound_launch, address, **options):
     args = arguments(address, 1)
-    _kernel.launch_alike(alike, values_of(args), **options)
+    _kernel.launch_bound(bound_launch, values_of(args), **options)
     return args
 
 
 def test_the_second_launch_does_not_search_and_the_third_does_not_work_anything_out(found, encoded, monkeypatch):
-    alike = Alike(GRID, arguments(0, 1)[:5], PLACES, {"SIZE": 5})
+    bound_launch = BoundLaunch(GRID, arguments(0, 1)[:5], PLACES, {"SIZE": 5})
     for address in (4096, 8192, 4096, 8192):
-        args = launch(alike, address)
-        assert by_address(found[-1].given[-1]) == by_address(found[-1].by_triton(GRID, args))
+        args = launch(bound_launch, address)
+        assert pointer_signature(found[-1].given[-1]) == pointer_signature(found[-1].by_triton(GRID, args))
     assert len(found) == 1
     encoded.clear()
-    launch(alike, 8192)
+    launch(bound_launch, 8192)
     assert not encoded
     for device, stream in ((0, 99), (1, STREAM)):  # that of another device is not the current one
-        launch(alike, 8192, stream=SimpleNamespace(cuda_stream=99, device_index=device))
+        launch(bound_launch, 8192, stream=SimpleNamespace(cuda_stream=99, device_index=device))
         assert [number for number in (99, STREAM) if number in found[0].given[-1]] == [stream]
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    launch(alike, 8192)
+    launch(bound_launch, 8192)
     assert len(found) == 2, "another device has its own"
 
 
 def test_of_another_version_every_launch_is_left_to_triton(found, another_version, caplog):
-    alike = Alike(GRID, arguments(0, 1)[:5], PLACES, {"SIZE": 5})
+    bound_launch = BoundLaunch(GRID, arguments(0, 1)[:5], PLACES, {"SIZE": 5})
     with caplog.at_level(logging.WARNING):
         for address in (4096, 4096, 4096):
-            launch(alike, address)
+            launch(bound_launch, address)
         for _ in range(2):
             _kernel[GRID](*arguments(4096, 1)[:5], SIZE=5)
     assert len(found) == 5 and not _kernel._known
-    assert Repeat.of(_Compiled(), GRID, arguments(4096, 1), PLACES) is None
+    assert CapturedArguments.of(_Compiled(), GRID, arguments(4096, 1), PLACES) is None
     (record,) = caplog.records
     assert "triton 3.999.0, which takes the host longer: it was tested with triton 3.6, 3.7, 3.8" in record.message
 
 
 def test_who_listens_to_launches_hears_of_them(found, encoded):
-    alike = Alike(GRID, arguments(0, 1)[:5], PLACES, {"SIZE": 5})
+    bound_launch = BoundLaunch(GRID, arguments(0, 1)[:5], PLACES, {"SIZE": 5})
     for _ in range(3):
-        launch(alike, 4096)
+        launch(bound_launch, 4096)
     heard = lambda metadata: None  # noqa: E731
     knobs.runtime.launch_enter_hook.add(heard)
     try:
         encoded.clear()
-        launch(alike, 4096)
+        launch(bound_launch, 4096)
         assert encoded == [4160], "Triton's own launcher, which calls hooks, makes its maps anew"
     finally:
         knobs.runtime.launch_enter_hook.remove(heard)

@@ -73,7 +73,7 @@ MUTANTS = {
         "        td.wait_plan(ctx, td.ready_at(ctx, peer), signal, peer)", "        pass", "async_all_gather.py", 3,
     ),
     "H: gemm_rs forwards without waiting for its own tiles": Mutant(
-        "gemm_rs forward", "tdkernels.ops.common.staging", "forward_item",
+        "gemm_rs forward", "tdkernels.ops.common.staging", "copy_out_staged",
         '        td.wait(ctx, td.flag_at(ctx, staged + i), epoch, me, SCOPE="gpu")', "        pass", "staging.py",
     ),
     "I: a one-shot sum does not wait": Mutant(
@@ -99,7 +99,7 @@ MUTANTS = {
         "kernel_async_all_gather.py",
     ),
     "arrive is relaxed": Mutant(
-        "gemm_ar one_shot split K", "tdkernels.lang.signals", "arrive",
+        "gemm_ar one_shot split K", "tdkernels.lang.signals", "is_last_arriver",
         'sem="acq_rel", scope="gpu"', 'sem="relaxed", scope="gpu"', "small_m_gemm.py",
     ),
     "a put that came by the network is awaited without await_put": Mutant(

@@ -12,7 +12,7 @@ from tdkernels import lang as td
 from tdkernels import launch
 from tdkernels.lang.kernel import Kernel
 from tdkernels.launch import RankError
-from tdkernels.ops.collectives.async_collective import Exchange
+from tdkernels.ops.collectives.async_collective import AsyncCollective
 from tdkernels.sanitizer import RaceError, record
 from tdkernels.symm import get_workspace, resolve_group
 from tests.support.ranks import DEVICE, fresh_ranks, on_ranks
@@ -133,7 +133,8 @@ def test_a_signal_comes_after_a_put_only_by_a_fence(fence):
 def leaves_nothing_behind():
     patched = (
         (InterpreterBuilder, "create_masked_load"), (InterpreterBuilder, "create_atomic_rmw"),
-        (GridExecutor, "__call__"), (Kernel, "run"), (Kernel, "__call__"), (Exchange, "_copy"), (dist, "barrier"),
+        (GridExecutor, "__call__"), (Kernel, "run"), (Kernel, "__call__"), (AsyncCollective, "_copy"),
+        (dist, "barrier"),
     )
     before = [getattr(owner, name) for owner, name in patched]
     with record():

@@ -45,10 +45,10 @@ def test_a_seed_is_replayed(name):
 @td.jit
 def items_kernel(ctx, taken_ptr):
     """Each program leaves its id at the items that it takes."""
-    item = td.ticket_of(td.take_ticket(ctx))
+    item = td.await_work_item(td.fetch_work_item(ctx))
     while item < 12:
         tl.store(taken_ptr + item, tl.program_id(0))
-        item = td.ticket_of(td.take_ticket(ctx))
+        item = td.await_work_item(td.fetch_work_item(ctx))
     td.finish(ctx)
 
 

@@ -172,8 +172,8 @@ class _Recorder:
     def warmup(self, *args, grid, **kwargs):
         self[grid](*args, **kwargs)
 
-    def launch_alike(self, alike, values, stream=None):
-        self[alike.grid](*alike.filled(values), **alike.constants)
+    def launch_bound(self, bound_launch, values, stream=None):
+        self[bound_launch.grid](*bound_launch.filled(values), **bound_launch.constants)
 
 
 @contextlib.contextmanager
@@ -194,7 +194,7 @@ def recorded_launches(launchers, ranks=1, nodes=1):
     with pytest.MonkeyPatch.context() as patch:
         for launcher in launchers if isinstance(launchers, tuple) else (launchers,):
             patch.setattr(launcher, "get_workspace", lambda *args, **options: workspace, raising=False)
-            patch.setattr(launcher, "alone_on", lambda device: workspace, raising=False)
+            patch.setattr(launcher, "local_workspace_of", lambda device: workspace, raising=False)
             for name, value in list(vars(launcher).items()):
                 if isinstance(value, Kernel):
                     patch.setattr(launcher, name, _Recorder(value, launches))

@@ -12,7 +12,7 @@ that found no room begin, and none waits in vain.
 
 import torch
 
-from tdkernels.ops.collectives.async_collective import Exchange
+from tdkernels.ops.collectives.async_collective import AsyncCollective
 from tdkernels.ops.collectives.kernel_async_all_gather import await_kernel, push_kernel
 from tdkernels.ops.collectives.kernel_async_multinode import await_nodes_kernel, num_pieces, push_nodes_kernel
 from tdkernels.ops.common.gemm_operands import rows_contiguous
@@ -34,7 +34,7 @@ def rows_of_buffer(workspace, x):
     return data.as_strided((1, x.shape[1]), (x.shape[1], 1))
 
 
-class Gather(Exchange):
+class AsyncAllGather(AsyncCollective):
     """One call's gather of ``x`` [rows, K], in chunks of ``chunk_rows`` rows; every rank makes the same one.
 
     Args:     operator, fields: as for Workspace.prepare; x: contiguous, 16-byte aligned

@@ -15,12 +15,12 @@ import torch
 from tdkernels.ops.collectives.kernel_async_all_gather import begin_kernel, end_kernel, notify_kernel
 from tdkernels.ops.collectives.kernel_async_multinode import begin_nodes_kernel
 from tdkernels.runtime.gpu import side_stream
-from tdkernels.runtime.kernel_launch import by_address
-from tdkernels.runtime.triton_launcher import Alike
+from tdkernels.runtime.kernel_launch import pointer_signature
+from tdkernels.runtime.triton_launcher import BoundLaunch
 from tdkernels.symm import get_workspace
 
 
-class Exchange:
+class AsyncCollective:
     """One call's use of the group's workspace of that name; every rank makes the same one.
 
     A subclass sets ``plan``, by ``workspace.prepare``, before ``begin``. As a context it is closed whatever happens:
@@ -102,7 +102,7 @@ class Exchange:
         """
         workspace = self.workspace
         if self.device.type == "cpu":
-            self._launch(notify_kernel, index, peer, self.plan, PASSES_ON=False)
+            self._launch(notify_kernel, index, peer, self.plan, CHECK_FAILED=False)
         else:
             word = self._kept((peer, index), lambda: workspace.signal_word(peer, index))
             self._copy(word, self._kept("signal", workspace.signal_value))
@@ -110,9 +110,9 @@ class Exchange:
     def _launch(self, kernel, *args, **constants):
         """Launch one program of a kernel, which takes integers that are never compiled for."""
         places = range(1, 1 + len(args))
-        make = lambda: Alike((1, 1, 1), (self.workspace.ctx, *args), places, {"num_warps": 1, **constants})  # noqa: E731
-        alike = self._kept((kernel, *constants.items()), make)
-        kernel.launch_alike(alike, args)
+        make = lambda: BoundLaunch((1, 1, 1), (self.workspace.ctx, *args), places, {"num_warps": 1, **constants})  # noqa: E731
+        bound_launch = self._kept((kernel, *constants.items()), make)
+        kernel.launch_bound(bound_launch, args)
 
     def _launch_on(self, tensors, kernel, programs, *numbers, **constants):
         """Launch a kernel of (ctx, tensors or None, numbers); it is kept for the same numbers and other tensors.
@@ -121,9 +121,9 @@ class Exchange:
         it, is in the numbers and constants: as they are compiled for, large ones otherwise than small ones, too.
         """
         places = range(1, 1 + len(tensors))
-        make = lambda: Alike((programs, 1, 1), (self.workspace.ctx, *tensors, *numbers), places, constants)  # noqa: E731
-        key = kernel, programs, *numbers, *by_address(tensors), *constants.items()
-        kernel.launch_alike(self._kept(key, make), tensors)
+        make = lambda: BoundLaunch((programs, 1, 1), (self.workspace.ctx, *tensors, *numbers), places, constants)  # noqa: E731
+        key = kernel, programs, *numbers, *pointer_signature(tensors), *constants.items()
+        kernel.launch_bound(self._kept(key, make), tensors)
 
     def _kept(self, key, make):
         """What ``make`` gave when it was first asked for: a tensor takes the host longer to make than to copy.

@@ -8,7 +8,7 @@ import math
 
 import triton
 
-from tdkernels.ops.collectives.async_collective import Exchange
+from tdkernels.ops.collectives.async_collective import AsyncCollective
 from tdkernels.ops.collectives.kernel_async_all_gather import await_kernel, notify_kernel
 from tdkernels.ops.collectives.kernel_async_reduce_scatter import add_parts_kernel
 from tdkernels.rounding import round_up
@@ -18,7 +18,7 @@ _ALIGN = 256
 _SUM_BLOCK = 4096
 
 
-class Scatter(Exchange):
+class AsyncReduceScatter(AsyncCollective):
     """One call's parts, of at most ``part_bytes``, inside one node; every rank makes the same one.
 
     Args:     operator, fields: as for Workspace.prepare
@@ -85,6 +85,6 @@ class Scatter(Exchange):
         if self._passes_on:
             # By a kernel, which looks for that. It may have to wait for room; of those that take it none waits for
             # this signal.
-            self._launch(notify_kernel, index, owner, self.plan, PASSES_ON=True)
+            self._launch(notify_kernel, index, owner, self.plan, CHECK_FAILED=True)
         else:
             self._announce(owner, index)

@@ -377,7 +377,7 @@ def all_reduce_two_shot_kernel(
             blocks, True, DTYPE, ITEM_BYTES, ALIGNED, BLOCK,
         )
         # waiter: every peer's program of this round, at its end
-        td.notify_all(ctx, signals + (ranks + me) * rounds + round_, signal, PASSES_ON=True)
+        td.notify_all(ctx, signals + (ranks + me) * rounds + round_, signal, CHECK_FAILED=True)
         # producer: every peer's program of this round, after it has summed
         td.wait_plan_all(ctx, signals + ranks * rounds + round_, rounds, signal)
         _receive_from_each(

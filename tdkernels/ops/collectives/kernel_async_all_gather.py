@@ -81,11 +81,11 @@ def push_kernel(
 
 
 @td.jit(do_not_specialize=["index", "peer", "plan"])
-def notify_kernel(ctx, index, peer, plan, PASSES_ON: tl.constexpr):
+def notify_kernel(ctx, index, peer, plan, CHECK_FAILED: tl.constexpr):
     """Announce by signal number ``index`` what the host has copied to a peer."""
     signal = td.signal_of(ctx, td.epoch(ctx), plan)
     # waiter: the peer's await_kernel, or its tiles of this chunk
-    td.notify(ctx, td.signal_at(ctx, 0, index), peer, signal, PASSES_ON=PASSES_ON)
+    td.notify(ctx, td.signal_at(ctx, 0, index), peer, signal, CHECK_FAILED=CHECK_FAILED)
 
 
 @td.jit(do_not_specialize=["num_chunks", "first_chunk", "last_chunk", "first_step", "last_step", "plan"])

@@ -71,7 +71,7 @@ def send_shard(
             # waiters: the peer's tiles of this chunk, or its await_nodes_kernel, and its relay_to_node
             td.put_signal(
                 ctx, slot + start, slot + start, num_bytes, td.signal_at(ctx, half, me * num_chunks + chunk), signal,
-                peer, PASSES_ON=FIXED_HALF,
+                peer, CHECK_FAILED=FIXED_HALF,
             )
 
 
@@ -95,7 +95,7 @@ def push_to_node(
         td.put(dst, shard + start, tl.minimum(chunk_bytes, shard_bytes - start), COPY_WORDS)
         # waiter: the peer's tiles of this chunk, or its await_nodes_kernel
         signal_ptr = td.signal_at(ctx, half, me * num_chunks + chunk)
-        td.notify(ctx, signal_ptr, peer, signal, PASSES_ON=FIXED_HALF)
+        td.notify(ctx, signal_ptr, peer, signal, CHECK_FAILED=FIXED_HALF)
 
 
 @td.jit
@@ -134,7 +134,7 @@ def relay_to_node(
         num_bytes = tl.minimum(chunk_bytes, shard_bytes - chunk * chunk_bytes)
         td.put(td.data_at(ctx, half, peer) + start, src, num_bytes, COPY_WORDS)
         # waiter: the peer's tiles of this chunk, or its await_nodes_kernel
-        td.notify(ctx, td.signal_at(ctx, half, index), peer, signal, PASSES_ON=True)
+        td.notify(ctx, td.signal_at(ctx, half, index), peer, signal, CHECK_FAILED=True)
 
 
 @td.jit
@@ -177,7 +177,7 @@ def begin_nodes_kernel(ctx, plan):
         if peer // local == me // local:
             td.notify(ctx, td.ready_at(ctx, me), peer, signal)
         else:
-            td.signal(ctx, td.ready_at(ctx, me), signal, peer, PASSES_ON=True)  # a void launch sends nothing
+            td.signal(ctx, td.ready_at(ctx, me), signal, peer, CHECK_FAILED=True)  # a void launch sends nothing
     for step in range(1, ranks):
         peer = (me + step) % ranks
         # producer: the peer's begin_nodes_kernel

@@ -3,7 +3,7 @@
 import triton.language as tl
 
 from tdkernels import lang as td
-from tdkernels.ops.common.rank_reduce import sum_in_rank_order
+from tdkernels.ops.common.rank_reduce import reduce_in_rank_order
 
 
 @td.jit(do_not_specialize=["n", "width", "slot_bytes"])
@@ -28,7 +28,7 @@ def add_parts_kernel(
         mask = offs < n - start
         own = td.pointer_to(own_ptr.to(tl.int64) + start * ITEM_BYTES, DTYPE, ALIGNED)
         ours = td.to_float32(tl.load(own + offs, mask=mask, other=0.0))
-        total = sum_in_rank_order(parts + start * ITEM_BYTES, slot_bytes, offs, mask, ours, me, RANKS, DTYPE)
+        total = reduce_in_rank_order(parts + start * ITEM_BYTES, slot_bytes, offs, mask, ours, me, RANKS, DTYPE)
         if HAS_BIAS:
             column = (start % width).to(tl.int32) + offs
             total += td.to_float32(tl.load(bias_ptr + column % width, mask=mask, other=0.0))

@@ -4,12 +4,12 @@ import torch
 import triton.language as tl
 
 from tdkernels.ops.collectives import kernel as kernels
-from tdkernels.ops.collectives.async_all_gather import Gather
+from tdkernels.ops.collectives.async_all_gather import AsyncAllGather
 from tdkernels.ops.common.config import with_config
 from tdkernels.ops.common.gemm_operands import rows_contiguous
 from tdkernels.rounding import cdiv
 from tdkernels.runtime import kernel_launch
-from tdkernels.runtime.kernel_launch import Launch, launch_kept, to_be_made
+from tdkernels.runtime.kernel_launch import Launch, launch_cached, output_spec
 from tdkernels.symm import get_workspace
 
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -95,7 +95,7 @@ def launch(operator, x, group, config):
     if config.exchange == "copy_engine":
         return _by_copy_engine(operator, x, group, config)
     given = _as_given(x)
-    (output,) = launch_kept(*_launch_call(operator, x, given, group, config))
+    (output,) = launch_cached(*_launch_call(operator, x, given, group, config))
     if given is x:
         return output
     return output.view(x.dtype).view(output_shape(operator, x.shape, group.size()))
@@ -110,7 +110,7 @@ def bind(operator, x, group, config):
 
 
 def _launch_call(operator, x, given, group, config):
-    """The arguments of ``launch_kept``."""
+    """The arguments of ``launch_cached``."""
     workspace = get_workspace(group, x.device, operator)
     key = config, x.shape, x.dtype
     return workspace, key, (given,), lambda given: _prepare(operator, workspace, given, x, config)
@@ -122,7 +122,7 @@ def _prepare(operator, workspace, given, x, config):
     nbytes = share_bytes(operator, x, world_size)
     units, half_bytes, half_signals = sizes(operator, nbytes, world_size, config)
     plan = workspace.prepare(operator, with_config(problem_fields(x), config), half_bytes, half_signals)
-    output = to_be_made(given, *output_shape(operator, given.shape, world_size))
+    output = output_spec(given, *output_shape(operator, given.shape, world_size))
     args, constants = arguments(operator, workspace.ctx, given, output, nbytes, plan, config)
     grid = (min(units, config.num_programs),)
     kernel = _kernel(operator, config)
@@ -133,7 +133,7 @@ def _by_copy_engine(operator, x, group, config):
     """all_gather by copies of whole shards; each is brought to the output while later ones are on their way."""
     shard = as_bytes(x)
     lines = shard.view(-1, 16 if x.nbytes % 16 == 0 else 1)
-    gather = Gather(operator, with_config(problem_fields(x), config), lines, group, lines.shape[0], copies=True)
+    gather = AsyncAllGather(operator, with_config(problem_fields(x), config), lines, group, lines.shape[0], copies=True)
     world_size, rank = gather.world_size, gather.workspace.rank
     output = x.new_empty(output_shape(operator, x.shape, world_size))
     slots = as_bytes(output).view(world_size, -1)

@@ -64,11 +64,11 @@ def _run(operator, x, group, config):
     if group.size() == 1:
         return x.clone(memory_format=torch.contiguous_format)
     if not x.numel():
-        group_state(group).agree_once(operator, launcher.problem_fields(x))
+        group_state(group).check_consensus_cached(operator, launcher.problem_fields(x))
         return x.new_empty(launcher.output_shape(operator, x.shape, group.size()))
     config = _config_for(operator, config, x, group)
     if config.method != "fused":
-        group_state(group).agree_once(operator, with_config(launcher.problem_fields(x), config))
+        group_state(group).check_consensus_cached(operator, with_config(launcher.problem_fields(x), config))
     return _run_by(config, operator, x, group)
 
 
@@ -125,7 +125,7 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        autograd.refuse_second_derivatives("all_gather")
+        autograd.reject_second_derivatives("all_gather")
         return torch.ops.tdkernels.reduce_scatter(dy, ctx.group, _config_of_backward(ctx.config)), None, None
 
 
@@ -137,7 +137,7 @@ class _ReduceScatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dz):
-        autograd.refuse_second_derivatives("reduce_scatter")
+        autograd.reject_second_derivatives("reduce_scatter")
         return torch.ops.tdkernels.all_gather(dz, ctx.group, _config_of_backward(ctx.config)), None, None
 
 
@@ -148,7 +148,7 @@ class _AllReduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dz):
-        autograd.refuse_second_derivatives("all_reduce")
+        autograd.reject_second_derivatives("all_reduce")
         return dz, None, None
 
 
@@ -175,7 +175,7 @@ def _check(operator, x, world_size, config):
 
 def _call(function, operator, x, group, config):
     group = resolve_group(group)
-    known, key = call_cache.find_run(operator, group, (x,), (config, get_mode()))
+    known, key = call_cache.lookup_run(operator, group, (x,), (config, get_mode()))
     if known is not None:
         return known(group, x)
     _check(operator, x, group.size(), config)
@@ -193,7 +193,7 @@ def _keep(key, operator, group, x, config, y):
     run = lambda group, x: _run_by(config, operator, x, group)  # noqa: E731
     bind = lambda group, x: launcher.bind(operator, x, group, config)  # noqa: E731
     is_fused = config.method == "fused"
-    call_cache.keep(group, key, call_cache.KnownCall(run, bind if is_fused else None, y.shape))
+    call_cache.insert(group, key, call_cache.CachedCall(run, bind if is_fused else None, y.shape))
 
 
 # ---- the public functions ----

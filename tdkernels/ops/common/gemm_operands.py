@@ -6,7 +6,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tdkernels.ops.common.gemm_tile import Product
 from tdkernels.runtime.gpu import has_tma
-from tdkernels.runtime.kernel_launch import bind_given, launch_kept
+from tdkernels.runtime.kernel_launch import bind_uncopied, launch_cached
 
 
 def rows_contiguous(x):
@@ -103,16 +103,16 @@ def dot_precision(dtype):
 
 
 def launch_product(workspace, x, weight, bias, config, prepare):
-    """``launch_kept`` of a dense operator.
+    """``launch_cached`` of a dense operator.
 
     Args:     prepare: (workspace, x, weight, bias, config) -> Launch, for operands that are ``ready``
     """
-    return launch_kept(*_product_call(workspace, x, weight, bias, config, prepare))
+    return launch_cached(*_product_call(workspace, x, weight, bias, config, prepare))
 
 
 def bind_product(workspace, x, weight, bias, config, prepare):
     """The Launch of ``launch_product`` with these operands, or None if one of them has to be copied first."""
-    return bind_given((x, weight, bias), *_product_call(workspace, x, weight, bias, config, prepare))
+    return bind_uncopied((x, weight, bias), *_product_call(workspace, x, weight, bias, config, prepare))
 
 
 def _product_call(workspace, x, weight, bias, config, prepare):

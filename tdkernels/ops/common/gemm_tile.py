@@ -120,7 +120,7 @@ def store_rows(z_ptr, tile, offs_m, offs_n, M, N):
 
 
 @td.jit
-def in_register_order(tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def to_fragment_layout(tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """A tile [BLOCK_M, BLOCK_N] as a vector, in the order in which Hopper's wgmma leaves it in the registers.
 
     Each thread has eight consecutive elements of it, and a warp 32 times as many, so an accumulator can be stored and
@@ -134,8 +134,8 @@ def in_register_order(tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @td.jit
-def from_register_order(vector, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The tile [BLOCK_M, BLOCK_N] of which ``in_register_order`` made a vector."""
+def from_fragment_layout(vector, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The tile [BLOCK_M, BLOCK_N] of which ``to_fragment_layout`` made a vector."""
     GROUP: tl.constexpr = 4 if BLOCK_N >= 32 else BLOCK_N // 8
     bits = vector.reshape(BLOCK_N // (8 * GROUP), 2, BLOCK_M // 16, 8, 4, GROUP, 2)
     return bits.permute(2, 1, 3, 0, 5, 4, 6).reshape(BLOCK_M, BLOCK_N)

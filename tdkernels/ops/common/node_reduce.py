@@ -3,8 +3,8 @@
 import triton.language as tl
 
 from tdkernels import lang as td
-from tdkernels.ops.common.gemm_tile import from_register_order, in_register_order, with_bias
-from tdkernels.ops.common.rank_reduce import _COLUMNS, sum_in_rank_order
+from tdkernels.ops.common.gemm_tile import from_fragment_layout, to_fragment_layout, with_bias
+from tdkernels.ops.common.rank_reduce import _COLUMNS, reduce_in_rank_order
 
 
 @td.jit
@@ -33,10 +33,10 @@ def sum_of_tile_over_nodes(
         return tl.join(left, right).permute(0, 2, 1).reshape(BLOCK_M, WIDTH)
     else:
         offs = tl.arange(0, BLOCK_M * WIDTH)
-        total = in_register_order(acc, BLOCK_M, WIDTH)
+        total = to_fragment_layout(acc, BLOCK_M, WIDTH)
         if LOCAL > 1:
-            total = sum_in_rank_order(parts, part_bytes, offs, offs >= 0, total, local, LOCAL, DTYPE, SKIPPED)
-        total = sum_in_rank_order(sums, part_bytes, offs, offs >= 0, total, node, NODES, DTYPE, SKIPPED)
-        total = from_register_order(total, BLOCK_M, WIDTH)
+            total = reduce_in_rank_order(parts, part_bytes, offs, offs >= 0, total, local, LOCAL, DTYPE, SKIPPED)
+        total = reduce_in_rank_order(sums, part_bytes, offs, offs >= 0, total, node, NODES, DTYPE, SKIPPED)
+        total = from_fragment_layout(total, BLOCK_M, WIDTH)
         total = with_bias(total, bias_ptr, col + tl.arange(0, WIDTH), N, HAS_BIAS)
         return td.from_float32(total, DTYPE)

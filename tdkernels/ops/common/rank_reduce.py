@@ -3,14 +3,14 @@
 import triton.language as tl
 
 from tdkernels import lang as td
-from tdkernels.ops.common.gemm_tile import from_register_order, in_register_order, with_bias
+from tdkernels.ops.common.gemm_tile import from_fragment_layout, to_fragment_layout, with_bias
 
-# Columns of an accumulator that are summed at a time: one group of ``in_register_order``.
+# Columns of an accumulator that are summed at a time: one group of ``to_fragment_layout``.
 _COLUMNS = tl.constexpr(32)
 
 
 @td.jit
-def sum_in_rank_order(
+def reduce_in_rank_order(
     parts, part_bytes, offs, mask, own, me, RANKS: tl.constexpr, DTYPE: tl.constexpr, SKIPPED: tl.constexpr = 0
 ):
     """All ranks' partials added in fp32, in rank order; ours is at hand in fp32, rank r's at parts + r * part_bytes.
@@ -71,8 +71,8 @@ def sum_of_tile(
         return tl.join(left, right).permute(0, 2, 1).reshape(BLOCK_M, WIDTH)
     else:
         offs = tl.arange(0, BLOCK_M * WIDTH)
-        own = in_register_order(acc, BLOCK_M, WIDTH)
-        total = sum_in_rank_order(parts, part_bytes, offs, offs >= 0, own, me, RANKS, DTYPE, SKIPPED)
-        total = from_register_order(total, BLOCK_M, WIDTH)
+        own = to_fragment_layout(acc, BLOCK_M, WIDTH)
+        total = reduce_in_rank_order(parts, part_bytes, offs, offs >= 0, own, me, RANKS, DTYPE, SKIPPED)
+        total = from_fragment_layout(total, BLOCK_M, WIDTH)
         total = with_bias(total, bias_ptr, col + tl.arange(0, WIDTH), N, HAS_BIAS)
         return td.from_float32(total, DTYPE)

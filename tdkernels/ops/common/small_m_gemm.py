@@ -14,7 +14,7 @@ from tdkernels.ops.common.gemm_tile import add_product, as_aligned
 from tdkernels.ops.common.tile_config import LARGE, Tiles
 from tdkernels.rounding import cdiv, next_power_of_2
 from tdkernels.runtime import gpu
-from tdkernels.runtime.kernel_launch import to_be_made
+from tdkernels.runtime.kernel_launch import output_spec
 
 _MAX_SPLIT = 8
 _MIN_STEPS = 4  # steps of block_k that a program should have, to be worth starting
@@ -101,9 +101,9 @@ def seconds(rows, n, k, dtype, tiles, split_k, hardware):
 
 
 def scratch_to_be_made(like, num_tiles, tiles, split_k):
-    """Where programs that share the K of a tile leave their parts, for ``sum_of_parts``; one element if none do."""
+    """Where programs that share the K of a tile leave their parts, for ``reduce_splits``; one element if none do."""
     size = num_tiles * split_k * tiles.block_m * tiles.block_n if split_k > 1 else 1
-    return to_be_made(like, size, dtype=torch.float32)
+    return output_spec(like, size, dtype=torch.float32)
 
 
 @td.jit
@@ -125,7 +125,7 @@ def place_of(program, tiles_m, K, k_of_part, split_k, PRODUCT: tl.constexpr):
 
 
 @td.jit
-def few_rows_tile(
+def small_m_tile(
     x_ptr, x_desc, plane, row, rows, stride_x, w_ptr, w_desc, col, stride_w, N, first_k, last_k, PRODUCT: tl.constexpr,
 ):
     """x[row : +BLOCK_M] @ w[col : +BLOCK_N].T over columns first_k … last_k - 1 of both, fp32 [BLOCK_M, BLOCK_N].
@@ -169,13 +169,13 @@ def few_rows_tile(
 
 
 @td.jit
-def sum_of_parts(ctx, acc, scratch_ptr, tile, part, split_k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def reduce_splits(ctx, acc, scratch_ptr, tile, part, split_k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """(the sum of all parts' ``acc`` in their order, whether we are the last to come): only the last may use it."""
     TILE: tl.constexpr = BLOCK_M * BLOCK_N
     offs = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     own_ptr = scratch_ptr + (tile.to(tl.int64) * split_k + part) * TILE
     tl.store(own_ptr + offs, acc)
-    is_last = td.arrive(td.flag_at(ctx, tile), split_k)
+    is_last = td.is_last_arriver(td.flag_at(ctx, tile), split_k)
     if is_last:
         first_ptr = scratch_ptr + tile.to(tl.int64) * split_k * TILE
         acc = tl.load(first_ptr + offs)

@@ -30,14 +30,14 @@ def check_tensor(operator, name, value, dtypes=None, like=None, like_name="x", w
     if memory:
         if value.layout != torch.strided:
             raise TypeError(f"{operator}: {name} must be a plain dense tensor, not {value.layout}")
-        check_memory(operator, name, value)
+        reject_tensor_subclasses(operator, name, value)
     if dtypes is not None and value.dtype not in dtypes:
         raise TypeError(f"{operator}: {name} is {value.dtype}; {words or _supported(dtypes)} supported")
     if like is not None and value.device != like.device:
         raise ValueError(f"{operator}: {like_name} is on {like.device} but {name} is on {value.device}")
 
 
-def check_memory(operator, name, tensor):
+def reject_tensor_subclasses(operator, name, tensor):
     """Raise TypeError for a tensor with values that its memory does not hold, where torch does not see to that itself.
 
     It does for what goes through its dispatcher. Other operators would read what is there. RuntimeError in a transform

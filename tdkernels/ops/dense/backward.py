@@ -5,7 +5,7 @@ dweight is a GEMM over all rows. One of its operands is gathered.
 
 import torch
 
-from tdkernels.ops.collectives.async_all_gather import Gather
+from tdkernels.ops.collectives.async_all_gather import AsyncAllGather
 from tdkernels.ops.common import gemm_operands
 from tdkernels.ops.common.config import from_text
 from tdkernels.ops.common.gemm_tunable import config_for
@@ -60,7 +60,7 @@ def ag_gemm_backward(dy, x, weight, need_dx, need_dweight, group, config):
     else:
         choice = _ag_gemm_config_of_dx(dy, weight.t(), group) if need_dx else None
         # x travels while the GEMM-RS computes and sends dx; then all of it is here for dweight.
-        gather = Gather.start("ag_gemm backward", x, group) if need_dweight else None
+        gather = AsyncAllGather.start("ag_gemm backward", x, group) if need_dweight else None
         if need_dx:
             if choice.method == "torch":
                 dx = reduce_scatter_rows(dy @ weight, group)
@@ -82,7 +82,7 @@ def _ag_gemm_backward_in_parts(dy, x, weight, group):
     x = gemm_operands.rows_contiguous(x)
     back = weight.t()
     fields = {"rows": x.shape[0], "n": weight.shape[0], "width": x.shape[1], "dtype": str(x.dtype)}
-    gather = Gather("ag_gemm backward", fields, x, group, x.shape[0], copies=True)
+    gather = AsyncAllGather("ag_gemm backward", fields, x, group, x.shape[0], copies=True)
     scatter = pipelined.start("ag_gemm backward", fields, dy, back, group, _PIECES)
     with gather, scatter:
         gather.copy()
@@ -133,7 +133,7 @@ def gemm_rs_backward(dz, x, weight, need_dx, need_dweight, need_dbias, group, co
             full = gather.gathered.reshape(x.shape[0], dz.shape[1])
         dweight = full.t() @ x if need_dweight else dweight
     else:
-        gather = Gather.start("gemm_rs backward", dz, group)
+        gather = AsyncAllGather.start("gemm_rs backward", dz, group)
         if need_dweight:
             dweight = gathered_weight_gradient(gather, x, gathered_on_left=True, overlapped=False)
         gather.finish()

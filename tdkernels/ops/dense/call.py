@@ -19,18 +19,18 @@ def forward(operator, kernel, run, x, weight, bias, group, config):
     if group.size() == 1:
         return F.linear(x, weight, bias)
     if not x.shape[0]:
-        group_state(group).agree_once(operator, kernel.problem_fields(x, weight))
+        group_state(group).check_consensus_cached(operator, kernel.problem_fields(x, weight))
         return x.new_empty(0, weight.shape[0])
     config = config_for(operator, config, x, weight, group, lambda: kernel.problem_fields(x, weight))
     if config.method == "torch":
-        group_state(group).agree_once(operator, with_config(kernel.problem_fields(x, weight), config))
+        group_state(group).check_consensus_cached(operator, with_config(kernel.problem_fields(x, weight), config))
     return run(x, weight, bias, group, config)
 
 
 def keep_call(key, operator, launch, run, group, x, weight, bias, config, rows, y):
-    """Insert a call into the call cache, see ``runtime.call_cache.find_run``.
+    """Insert a call into the call cache, see ``runtime.call_cache.lookup_run``.
 
-    Args:     key: from ``find_run``; launch: the operator's module of that name; run: as above
+    Args:     key: from ``lookup_run``; launch: the operator's module of that name; run: as above
               x, weight, bias, config: as they were given; rows: x [rows, K]; y: the output
     """
     if not call_cache.is_current(group, key) or group.size() == 1 or not rows.shape[0]:
@@ -48,4 +48,4 @@ def keep_call(key, operator, launch, run, group, x, weight, bias, config, rows, 
         return launch.bind(given, weight, bias, group, config) if given.data_ptr() == x.data_ptr() else None
 
     is_fused = config.method == "fused"
-    call_cache.keep(group, key, call_cache.KnownCall(again, bind if is_fused else None, shape))
+    call_cache.insert(group, key, call_cache.CachedCall(again, bind if is_fused else None, shape))

@@ -15,8 +15,8 @@ import triton.language as tl
 from tdkernels import lang as td
 from tdkernels.lang.profile import ALL_PEERS
 from tdkernels.ops.common.gemm_tile import as_aligned, with_bias
-from tdkernels.ops.common.rank_reduce import sum_in_rank_order
-from tdkernels.ops.common.small_m_gemm import few_rows_tile, place_of, sum_of_parts
+from tdkernels.ops.common.rank_reduce import reduce_in_rank_order
+from tdkernels.ops.common.small_m_gemm import place_of, reduce_splits, small_m_tile
 
 
 @td.jit
@@ -71,11 +71,11 @@ def gemm_one_shot_kernel(
     offs = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
 
     td.mark(trace, "multiplies")
-    acc = few_rows_tile(x_ptr, x_desc, 0, row, M, K, w_ptr, w_desc, col, stride_w, N, first_k, last_k, PRODUCT)
+    acc = small_m_tile(x_ptr, x_desc, 0, row, M, K, w_ptr, w_desc, col, stride_w, N, first_k, last_k, PRODUCT)
     sends = True
     if SPLIT:
         td.mark(trace, "joins")
-        acc, sends = sum_of_parts(ctx, acc, scratch_ptr, tile, part, split_k, BLOCK_M, BLOCK_N)
+        acc, sends = reduce_splits(ctx, acc, scratch_ptr, tile, part, split_k, BLOCK_M, BLOCK_N)
     if sends:
         td.mark(trace, "pushes", ALL_PEERS)
         own = td.from_float32(acc, DTYPE)
@@ -100,7 +100,7 @@ def gemm_one_shot_kernel(
             td.mark(trace, "sums")
             mask &= ((offs_m >= first_row) & (offs_m < first_row + owned_rows))[:, None]
             parts = td.data_at(ctx, half, me) + tl.cast(tile, tl.int64) * TILE_BYTES
-            total = sum_in_rank_order(
+            total = reduce_in_rank_order(
                 parts, tl.cast(tiles, tl.int64) * TILE_BYTES, offs, mask, td.to_float32(own), me, RANKS, DTYPE
             )
             total = with_bias(total, bias_ptr, offs_n, N, PRODUCT.has_bias)

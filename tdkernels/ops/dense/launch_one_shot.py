@@ -5,7 +5,7 @@ import torch
 from tdkernels.ops.common import gemm_operands, small_m_gemm
 from tdkernels.ops.dense.kernel_one_shot import gemm_one_shot_kernel
 from tdkernels.runtime import recorder
-from tdkernels.runtime.kernel_launch import Launch, to_be_made
+from tdkernels.runtime.kernel_launch import Launch, output_spec
 
 
 def _arguments(ctx, x, weight, bias, z, scratch, plan, world_size, config, scatters):
@@ -39,7 +39,7 @@ def prepare(workspace, operator, x, weight, bias, config, fields, scatters):
     tile = tiles.block_m * tiles.block_n
     plan = workspace.prepare(operator, fields, ranks * count * tile * x.element_size(), ranks * count, num_flags=count)
     scratch = small_m_gemm.scratch_to_be_made(x, count, tiles, config.split_k)
-    z = to_be_made(x, m // ranks if scatters else m, n)
+    z = output_spec(x, m // ranks if scatters else m, n)
     args, constants = _arguments(workspace.ctx, x, weight, bias, z, scratch, plan, ranks, config, scatters)
     programs = count * config.split_k
     constants["trace_ptr"] = recorder.buffer(x.device, programs)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import tdkernels
-from tdkernels.ops.collectives.async_all_gather import Gather
+from tdkernels.ops.collectives.async_all_gather import AsyncAllGather
 from tdkernels.symm import resolve_group
 from tests.support.ranks import device, on_ranks
 
@@ -23,7 +23,7 @@ def shard_of(rank, shape, dtype, seed):
 
 def begun(shard, chunk_rows):
     fields = {"rows": shard.shape[0], "width": shard.shape[1], "dtype": str(shard.dtype), "chunk_rows": chunk_rows}
-    gather = Gather("test of gather", fields, shard, resolve_group(), chunk_rows)
+    gather = AsyncAllGather("test of gather", fields, shard, resolve_group(), chunk_rows)
     gather.begin()
     return gather
 

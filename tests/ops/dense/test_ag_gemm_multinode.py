@@ -13,7 +13,7 @@ from tdkernels import AgGemmConfig, PeerTimeoutError, PlanMismatchError, Tiles, 
 from tdkernels import lang as td
 from tdkernels.autotune import mode, tune, tuner
 from tdkernels.lang.profile import NUM_KINDS
-from tdkernels.ops.collectives.async_all_gather import Gather
+from tdkernels.ops.collectives.async_all_gather import AsyncAllGather
 from tdkernels.ops.collectives.kernel_async_multinode import relay_of, source_at
 from tdkernels.ops.common.torch_collectives import all_gather_rows
 from tdkernels.ops.dense.ag_gemm import launch as ag_gemm_launch
@@ -145,7 +145,7 @@ def test_a_trace_shows_every_transfer():
 
 def _begun(group, shard, chunk_rows):
     fields = {"rows": shard.shape[0], "width": shard.shape[1], "dtype": str(shard.dtype), "chunk_rows": chunk_rows}
-    return Gather("test of gather", fields, shard, group, chunk_rows)
+    return AsyncAllGather("test of gather", fields, shard, group, chunk_rows)
 
 
 def _gathers(local, seeds, shapes, late_s, transport):
@@ -213,7 +213,7 @@ def test_every_shard_comes_to_every_rank_once(nodes, local):
     for me in some:
         sources, ways = torch.zeros(ranks, dtype=torch.int32), torch.zeros(max(relays, 1), 3, dtype=torch.int32)
         way_kernel[(1,)](sources, ways, me, ranks, local, relays)
-        gather = Gather.__new__(Gather)
+        gather = AsyncAllGather.__new__(AsyncAllGather)
         gather.topology = Topology(me, ranks, local)
         awaited[me] = sources.tolist()
         assert awaited[me] == [gather.source(step) for step in range(ranks)]
@@ -261,7 +261,7 @@ def _multiplies_what_arrives(local):
         results = []
         for seed in range(3):
             reseed(seed)
-            gather = Gather.start("test of gather", case.x.detach(), group)
+            gather = AsyncAllGather.start("test of gather", case.x.detach(), group)
             dweight = gathered_weight_gradient(gather, case.dy, gathered_on_left=False, overlapped=False)
             gather.close()
             results.append(dweight)
@@ -288,7 +288,7 @@ def _misses_a_rank_at_the_beginning(missing):
 
 
 def _gather_ones(group):
-    gather = Gather.start("test of gather", torch.ones(3, 2, device=device()), group)
+    gather = AsyncAllGather.start("test of gather", torch.ones(3, 2, device=device()), group)
     gather.finish()
     gather.close()
 

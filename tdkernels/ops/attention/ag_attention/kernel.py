@@ -123,7 +123,7 @@ def ag_attention_kernel(
     pieces = num_comm + tiles + tl.where(ranks > 1, 1, 0)
     known = tl.full((), 0, tl.int32)  # chunks of the peers, as they arrive, that this program has waited for
 
-    piece = td.ticket_of(td.take_first_ticket(ctx, signal))
+    piece = td.await_work_item(td.take_first_ticket(ctx, signal))
     while piece < pieces:
         trace = (trace_ptr, piece)
         td.mark(trace, "starts")
@@ -132,11 +132,11 @@ def ag_attention_kernel(
                 ctx, half, signal, piece, num_comm, rows, positions, chunk_rows, k_ptr.to(tl.int64), k_bytes,
                 v_ptr.to(tl.int64), v_bytes, None, 0, TILE.mask, False, COPY_WORDS, trace,
             )
-            answer = td.take_ticket(ctx)
+            answer = td.fetch_work_item(ctx)
         elif piece >= num_comm + tiles:
             td.mark(trace, "waits", ALL_PEERS)
             await_peers(ctx, half, signal, num_chunks)
-            answer = td.take_ticket(ctx)
+            answer = td.fetch_work_item(ctx)
         else:
             entry, head, kv_head, row = query_tile(piece - num_comm, batch, rows, heads, kv_heads, BLOCK_Q)
             first_row = entry * rows
@@ -189,7 +189,7 @@ def ag_attention_kernel(
                         far, (middle, stop), limits, most, scale,
                         DTYPE, TILE, True, TILE.straddles, 1,
                     )
-            answer = td.take_ticket(ctx)
+            answer = td.fetch_work_item(ctx)
             td.mark(trace, "stores")
             store_rows_of(
                 o_ptr, acc / total[:, None], first_row, head, heads, row, rows, TILE.dv, BLOCK_Q, TILE.block_dv
@@ -198,7 +198,7 @@ def ag_attention_kernel(
             places = (tl.cast(first_row, tl.int64) + offs) * heads + head
             tl.store(lse_ptr + places, (top + tl.log2(total)) * LN_2, mask=offs < rows)
         td.mark(trace, "finishes")
-        piece = td.ticket_of(answer)
+        piece = td.await_work_item(answer)
         td.mark(trace, "ends")
     td.finish(ctx)
 

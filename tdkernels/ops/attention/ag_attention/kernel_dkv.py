@@ -156,7 +156,7 @@ def ag_attention_dkv_kernel(
     pieces = num_comm + tiles + tl.where(ranks > 1, 1, 0)
     known = tl.full((), 0, tl.int32)
 
-    piece = td.ticket_of(td.take_first_ticket(ctx, signal))
+    piece = td.await_work_item(td.take_first_ticket(ctx, signal))
     while piece < pieces:
         if piece < num_comm:
             push_rows(
@@ -164,10 +164,10 @@ def ag_attention_dkv_kernel(
                 do_ptr.to(tl.int64), do_bytes, stats_ptr.to(tl.int64), stat_bytes, TILE.mask, True, COPY_WORDS,
                 (None, 0),
             )
-            answer = td.take_ticket(ctx)
+            answer = td.fetch_work_item(ctx)
         elif piece >= num_comm + tiles:
             await_peers(ctx, half, signal, num_chunks)
-            answer = td.take_ticket(ctx)
+            answer = td.fetch_work_item(ctx)
         else:
             tile = piece - num_comm
             row = tile // (batch * kv_heads) * BLOCK_K
@@ -213,10 +213,10 @@ def ag_attention_dkv_kernel(
                         scale * LOG2_E,
                         DTYPE, GROUP, TILE, TILE.straddles,
                     )
-            answer = td.take_ticket(ctx)
+            answer = td.fetch_work_item(ctx)
             store_rows_of(dk_ptr, dk * scale, first_row, kv_head, kv_heads, row, rows, TILE.d, BLOCK_K, TILE.block_d)
             store_rows_of(dv_ptr, dv, first_row, kv_head, kv_heads, row, rows, TILE.dv, BLOCK_K, TILE.block_dv)
-        piece = td.ticket_of(answer)
+        piece = td.await_work_item(answer)
     td.finish(ctx)
 
 

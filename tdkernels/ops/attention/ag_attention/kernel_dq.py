@@ -74,17 +74,17 @@ def ag_attention_dq_kernel(
     pieces = num_comm + tiles + tl.where(ranks > 1, 1, 0)
     known = tl.full((), 0, tl.int32)
 
-    piece = td.ticket_of(td.take_first_ticket(ctx, signal))
+    piece = td.await_work_item(td.take_first_ticket(ctx, signal))
     while piece < pieces:
         if piece < num_comm:
             push_rows(
                 ctx, half, signal, piece, num_comm, rows, positions, chunk_rows, k_ptr.to(tl.int64), k_bytes,
                 v_ptr.to(tl.int64), v_bytes, None, 0, TILE.mask, False, COPY_WORDS, (None, 0),
             )
-            answer = td.take_ticket(ctx)
+            answer = td.fetch_work_item(ctx)
         elif piece >= num_comm + tiles:
             await_peers(ctx, half, signal, num_chunks)
-            answer = td.take_ticket(ctx)
+            answer = td.fetch_work_item(ctx)
         else:
             entry, head, kv_head, row = query_tile(piece - num_comm, batch, rows, heads, kv_heads, BLOCK_Q)
             first_row = entry * rows
@@ -138,9 +138,9 @@ def ag_attention_dq_kernel(
                         far, (middle, stop), limits, most, scale * LOG2_E,
                         DTYPE, TILE, True, TILE.straddles, 1,
                     )
-            answer = td.take_ticket(ctx)
+            answer = td.fetch_work_item(ctx)
             store_rows_of(dq_ptr, dq * scale, first_row, head, heads, row, rows, TILE.d, BLOCK_Q, TILE.block_d)
-        piece = td.ticket_of(answer)
+        piece = td.await_work_item(answer)
     td.finish(ctx)
 
 

@@ -9,7 +9,7 @@ from tdkernels.ops.common import gemm_operands
 from tdkernels.ops.common.config import with_config
 from tdkernels.rounding import cdiv, next_power_of_2, round_up
 from tdkernels.runtime import gpu, recorder
-from tdkernels.runtime.kernel_launch import Launch, bind_given, launch_kept, to_be_made
+from tdkernels.runtime.kernel_launch import Launch, bind_uncopied, launch_cached, output_spec
 from tdkernels.symm import get_workspace
 
 COPY_WORDS = 4096
@@ -152,16 +152,16 @@ def compile(q, k, v, causal, sharding, world_size, config):
 
 def launch(q, k, v, causal, sharding, scale, group, config):
     """(o, lse) of contiguous q, k and v [B, S / W, ·, ·] that are not empty; ``config`` is complete."""
-    return launch_kept(*_call(q, k, v, causal, sharding, scale, group, config))
+    return launch_cached(*_call(q, k, v, causal, sharding, scale, group, config))
 
 
 def bind_call(given, q, k, v, causal, sharding, scale, group, config):
     """The Launch of ``launch`` with these operands, or None if one is a copy of what was ``given``."""
-    return bind_given(given, *_call(q, k, v, causal, sharding, scale, group, config))
+    return bind_uncopied(given, *_call(q, k, v, causal, sharding, scale, group, config))
 
 
 def _call(q, k, v, causal, sharding, scale, group, config):
-    """The arguments of ``launch_kept``."""
+    """The arguments of ``launch_cached``."""
     workspace = get_workspace(group, q.device, "ag_attention")
     call = causal, sharding, scale, config
     key = "o", *call, gemm_operands.dot_precision(q.dtype)
@@ -172,7 +172,7 @@ def _prepare(workspace, q, k, v, causal, sharding, scale, config):
     ranks, (batch, rows, heads, _) = workspace.world_size, q.shape
     fields = with_config(problem_fields(q, k, v, causal, sharding, scale), config)
     plan, num_comm = prepare_keys(workspace, k, v, config, fields)
-    made = to_be_made(q, *q.shape[:3], v.shape[3]), to_be_made(q, *q.shape[:3], dtype=torch.float32)
+    made = output_spec(q, *q.shape[:3], v.shape[3]), output_spec(q, *q.shape[:3], dtype=torch.float32)
     descriptors = _descriptors(workspace, q, k, v, ranks, config)
     args, constants = _arguments(
         workspace.ctx, q, k, v, *made, descriptors, causal, sharding, scale, plan, num_comm, config

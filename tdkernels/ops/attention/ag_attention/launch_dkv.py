@@ -20,7 +20,7 @@ from tdkernels.ops.attention.tile import STAT_ROWS
 from tdkernels.ops.common import gemm_operands
 from tdkernels.ops.common.config import with_config
 from tdkernels.rounding import cdiv
-from tdkernels.runtime.kernel_launch import Launch, alone_on, launch_kept, to_be_made
+from tdkernels.runtime.kernel_launch import Launch, launch_cached, local_workspace_of, output_spec
 from tdkernels.symm import get_workspace
 
 _STAT_BLOCK = 64  # rows of a program that makes statistics
@@ -28,8 +28,8 @@ _STAT_BLOCK = 64  # rows of a program that makes statistics
 
 def statistics(o, do, lse, dlse):
     """What both gradients need of each row, [rows / 16, 2, Hq, 16] fp32."""
-    workspace = alone_on(o.device)
-    return launch_kept(
+    workspace = local_workspace_of(o.device)
+    return launch_cached(
         workspace, ("ag_attention statistics",), (o, do, lse, dlse), lambda *of: _prepare_statistics(workspace, of)
     )[0]
 
@@ -37,7 +37,7 @@ def statistics(o, do, lse, dlse):
 def _prepare_statistics(workspace, operands):
     batch, rows, heads, dv = operands[0].shape
     positions = batch * rows
-    stats = to_be_made(
+    stats = output_spec(
         operands[0], cdiv(positions, STAT_ROWS.value), 2, heads, STAT_ROWS.value, dtype=torch.float32
     )
     args = *operands, stats, positions, heads
@@ -50,7 +50,7 @@ def launch_dkv(q, k, v, do, stats, causal, sharding, scale, group, config):
     """The gradients of k and v."""
     workspace = get_workspace(group, q.device, "ag_attention_dkv")
     call = causal, sharding, scale, config
-    return launch_kept(
+    return launch_cached(
         workspace, (*call, gemm_operands.dot_precision(q.dtype)), (q, k, v, do, stats),
         lambda *of: _prepare_dkv(workspace, *of, *call),
     )
@@ -63,7 +63,7 @@ def _prepare_dkv(workspace, q, k, v, do, stats, causal, sharding, scale, config)
     half_bytes = ranks * (slot_size(q) + slot_size(do) + slot_size(stats)) if ranks > 1 else 256
     plan = workspace.prepare("ag_attention", fields, half_bytes, ranks * num_chunks + ranks)
     num_comm = config.num_comm_sms if ranks > 1 else 0
-    made = to_be_made(k, *k.shape), to_be_made(v, *v.shape)
+    made = output_spec(k, *k.shape), output_spec(v, *v.shape)
     descriptors = _dkv_descriptors(workspace, q, k, v, do, ranks, config)
     args = (
         workspace.ctx, q, k, v, do, stats, *made, *descriptors, scale, batch, rows, heads, k.shape[2], plan, num_comm,

@@ -17,7 +17,7 @@ from tdkernels.ops.attention.ag_attention.launch_dkv import launch_dkv, statisti
 from tdkernels.ops.common import gemm_operands
 from tdkernels.ops.common.config import with_config
 from tdkernels.rounding import cdiv
-from tdkernels.runtime.kernel_launch import Launch, launch_kept, to_be_made
+from tdkernels.runtime.kernel_launch import Launch, launch_cached, output_spec
 from tdkernels.symm import get_workspace
 
 
@@ -25,7 +25,7 @@ def launch_dq(q, k, v, do, stats, causal, sharding, scale, group, config):
     """The gradient of q."""
     workspace = get_workspace(group, q.device, "ag_attention")
     call = causal, sharding, scale, config
-    return launch_kept(
+    return launch_cached(
         workspace, ("dq", *call, gemm_operands.dot_precision(q.dtype)), (q, k, v, do, stats),
         lambda *of: _prepare_dq(workspace, *of, *call),
     )[0]
@@ -35,7 +35,7 @@ def _prepare_dq(workspace, q, k, v, do, stats, causal, sharding, scale, config):
     ranks, (batch, rows, heads, _) = workspace.world_size, q.shape
     fields = {"gradient": "q", **with_config(problem_fields(q, k, v, causal, sharding, scale), config)}
     plan, num_comm = prepare_keys(workspace, k, v, config, fields)
-    dq = to_be_made(q, *q.shape)
+    dq = output_spec(q, *q.shape)
     descriptors = (None,) * 6
     if uses_tma(q, k, v):
         own = (shard_descriptor(x, config.dq_block_q, width) for x, width in zip((q, do), widths_of(q, do)))

@@ -40,7 +40,7 @@ from tdkernels.ops.common.torch_collectives import all_gather_rows, reduce_scatt
 from tdkernels.ops.common.tunable_base import select
 from tdkernels.rounding import round_up
 from tdkernels.runtime import autograd, call_cache, torch_op
-from tdkernels.runtime.autograd import received, to_expect, to_send
+from tdkernels.runtime.autograd import fake_gradients, pack_gradients, unpack_gradients
 from tdkernels.symm import resolve_group
 from tdkernels.symm.group import group_state
 from tdkernels.symm.whole_call import whole_call
@@ -58,7 +58,7 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        autograd.refuse_second_derivatives("ag_attention")
+        autograd.reject_second_derivatives("ag_attention")
         return reduce_scatter_rows(dy.flatten(0, 1), ctx.group), None
 
 
@@ -174,7 +174,7 @@ def _settled(q, k, v, causal, scale, sharding, group, config):
         config = _chosen(q, k, v, causal, scale, sharding, group)
     config = completed(config, q.shape[1], max(q.shape[3], v.shape[3]), q.dtype, q.device, chosen_for_it)
     fields = with_config(launch.problem_fields(q, k, v, causal, sharding, scale), config)
-    group_state(group).agree_once("ag_attention", fields)
+    group_state(group).check_consensus_cached("ag_attention", fields)
     return config
 
 
@@ -210,7 +210,7 @@ def _backward(do, dlse, q, k, v, o, lse, need_dq, need_dk, need_dv, causal, scal
     wanted = need_dq, need_dk, need_dv
     group, config = _by_name(q, k, v, causal, scale, sharding, group, config)
     if not q.shape[1]:
-        return to_expect((q, k, v), wanted)
+        return fake_gradients((q, k, v), wanted)
     do = torch.zeros_like(o) if do is None else do
     if config.method == "torch":
         gradients = _torch_gradients(q, k, v, do, dlse, causal, scale, sharding, group)
@@ -221,7 +221,7 @@ def _backward(do, dlse, q, k, v, o, lse, need_dq, need_dk, need_dv, causal, scal
         operands = *_ready(q, k, v, o), lse, *_ready(do), dlse
         gradients = launch_dq.launch(*operands, wanted, causal, sharding, scale, group, config)
     cut = (dx if dx is None else _cut(dx, x.shape[3]) for dx, x in zip(gradients, (q, k, v), strict=True))
-    return to_send(cut, (q, k, v), wanted)
+    return pack_gradients(cut, (q, k, v), wanted)
 
 
 @torch.enable_grad()
@@ -242,7 +242,7 @@ _OPERANDS, _TAIL = "Tensor q, Tensor k, Tensor v", "bool causal, float scale, st
 
 
 def _fake_ag_attention_backward(do, dlse, q, k, v, o, lse, need_dq, need_dk, need_dv, *_call):
-    return to_expect((q, k, v), (need_dq, need_dk, need_dv))
+    return fake_gradients((q, k, v), (need_dq, need_dk, need_dv))
 
 
 torch_op.register(f"ag_attention({_OPERANDS}, {_TAIL}) -> (Tensor, Tensor)", _forward, _fake_forward)
@@ -265,11 +265,11 @@ class _AgAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, do, dlse):
-        autograd.refuse_second_derivatives("ag_attention")
+        autograd.reject_second_derivatives("ag_attention")
         need = ctx.needs_input_grad[:3]
         dlse = dlse if ctx.returns_lse else None  # torch.compile makes zeros of None
         gradients = torch.ops.tdkernels.ag_attention_backward(do, dlse, *ctx.saved_tensors, *need, *ctx.call)
-        return *received(gradients, need), *[None] * 6
+        return *unpack_gradients(gradients, need), *[None] * 6
 
 
 def attend(q, k, v, causal, scale, sharding, return_lse, group, config):
@@ -315,12 +315,12 @@ def ag_attention(
     """
     group = resolve_group(group)
     settings = causal, scale, sharding, return_lse, config, get_mode()
-    known, key = call_cache.find_run("ag_attention", group, (q, k, v), settings)
+    known, key = call_cache.lookup_run("ag_attention", group, (q, k, v), settings)
     if known is not None:
         o, lse = known(group, q, k, v)
         return (o, lse) if return_lse else o
     q, k, v = autograd.apply_autocast(q, k, v)
-    checked, checked_key = call_cache.find("ag_attention config", group, (q, k, v), settings)
+    checked, checked_key = call_cache.lookup("ag_attention config", group, (q, k, v), settings)
     if checked is None:
         check_attention("ag_attention", q, k, v, causal, scale, sharding, config)
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
@@ -333,15 +333,15 @@ def ag_attention(
     else:
         if checked is None:
             checked = _settled(q, k, v, causal, scale, sharding, group, config)
-            call_cache.keep(group, checked_key, checked)
+            call_cache.insert(group, checked_key, checked)
         o, lse = attend(q, k, v, causal, scale, sharding, return_lse, group, checked)
         if call_cache.is_current(group, key):
-            call_cache.keep(group, key, _known_call(q, v, causal, scale, sharding, return_lse, checked))
+            call_cache.insert(group, key, _known_call(q, v, causal, scale, sharding, return_lse, checked))
     return (o, lse) if return_lse else o
 
 
 def _known_call(q, v, causal, scale, sharding, return_lse, config):
-    """A KnownCall of (o, lse), with a complete config."""
+    """A CachedCall of (o, lse), with a complete config."""
     shapes = [torch.Size([*q.shape[:3], v.shape[3]]), q.shape[:3]]
 
     def run(group, q, k, v):
@@ -351,7 +351,7 @@ def _known_call(q, v, causal, scale, sharding, return_lse, config):
         return launch.bind_call(operands, *_ready(*operands), causal, sharding, scale, group, config)
 
     is_launch = config.method == "fused" and q.shape[1] > 0
-    return call_cache.KnownCall(run, bind if is_launch else None, shapes)
+    return call_cache.CachedCall(run, bind if is_launch else None, shapes)
 
 
 __all__ = ["AgAttentionConfig", "ag_attention", "ag_attention_ref"]

@@ -1,8 +1,8 @@
 """ag_attention by the attention kernels that torch brings, cuDNN's or flash attention's, on one rank's keys at a time.
 
 Own keys come first: causal, a rank's queries and keys are one triangle, whether it has one piece of the sequence or
-two. Those of the ranks below follow, rank by rank, as the copy engine brings them (``Gather``), and what our queries
-see of them is a rectangle. Attention to some of the keys is merged with that to others by their lse, in fp32.
+two. Those of the ranks below follow, rank by rank, as the copy engine brings them (``AsyncAllGather``), and what our
+queries see of them is a rectangle. Attention to some of the keys is merged with that to others by their lse, in fp32.
 
 Backward, keys and values are gathered again and the same triangle and rectangles gone through; with o and lse of all
 keys a part of them is enough for its share of the gradients. Ours of k and v of another rank are sent there while the
@@ -16,8 +16,8 @@ import torch
 from tdkernels.ops.attention.ag_attention.launch import problem_fields
 from tdkernels.ops.attention.ag_attention.launch_merge import merge
 from tdkernels.ops.attention.ag_attention.vendor_attention import KERNELS
-from tdkernels.ops.collectives.async_all_gather import Gather
-from tdkernels.ops.collectives.async_reduce_scatter import Scatter
+from tdkernels.ops.collectives.async_all_gather import AsyncAllGather
+from tdkernels.ops.collectives.async_reduce_scatter import AsyncReduceScatter
 from tdkernels.ops.common import gemm_operands
 from tdkernels.ops.common.config import with_config
 from tdkernels.rounding import round_up
@@ -47,7 +47,7 @@ class _Keys:
         if group.size() > 1:
             # Side by side, for a gather has one tensor.
             lines = torch.cat([k.flatten(2), v.flatten(2)], 2).flatten(0, 1)
-            self._gather = Gather("ag_attention", fields, lines, group, lines.shape[0], copies=True)
+            self._gather = AsyncAllGather("ag_attention", fields, lines, group, lines.shape[0], copies=True)
             sources = ((step, self._gather.source(step)) for step in range(1, group.size()))
             spans = ((*at, *seen(self._rows, causal, sharding, group.rank(), at[1])) for at in sources)
             self.far = [span for span in spans if span[3]]
@@ -78,8 +78,8 @@ def _of_one_width(*tensors):
 def _aligned(x):
     """x, copied unless every row of a head is memory of its own, and begins at a multiple of 16 bytes."""
     steps = [stride * x.element_size() for stride, size in zip(x.stride()[:3], x.shape) if size > 1]
-    lies = x.stride(3) == 1 and all(steps) and not any(step % 16 for step in (x.data_ptr(), *steps))
-    return x if lies else x.clone(memory_format=torch.contiguous_format)
+    signature = x.stride(3) == 1 and all(steps) and not any(step % 16 for step in (x.data_ptr(), *steps))
+    return x if signature else x.clone(memory_format=torch.contiguous_format)
 
 
 def _fields(what, q, k, v, causal, sharding, scale, config):
@@ -140,7 +140,7 @@ class _KeySums:
         self._scatter = nullcontext()
         if self._ranks > 1:
             fields = {"sums": True, **fields}
-            self._scatter = Scatter("ag_attention", fields, k.nbytes + v.nbytes, group, k.device)
+            self._scatter = AsyncReduceScatter("ag_attention", fields, k.nbytes + v.nbytes, group, k.device)
 
     def __enter__(self):
         self._scatter.__enter__()

@@ -163,8 +163,8 @@ def _place(pos, ends, blocks, tiles_of_entry):
     entries = tl.arange(0, ends.shape[0])
     # Beyond the line, where nobody reads on, it is the last entry still.
     entry = tl.minimum(td.sum_of((ends <= pos).to(tl.int32), 0), ends.shape[0] - 1)
-    of_tile = tl.maximum(td.pick(blocks, entries, entry), 1)
-    start = td.pick(ends, entries, entry) - of_tile * tiles_of_entry
+    of_tile = tl.maximum(td.gather_lane(blocks, entries, entry), 1)
+    start = td.gather_lane(ends, entries, entry) - of_tile * tiles_of_entry
     which = (pos - start) // of_tile
     return entry, which, start + which * of_tile
 
@@ -275,7 +275,7 @@ def flash_decode_kernel(
     last = -1  # of them
     while pos < end:
         length = num_keys(lens_ptr, entry, True, capacity)
-        other_keys = td.pick(after, entries, entry) if KNOWS_OTHERS else 0
+        other_keys = td.gather_lane(after, entries, entry) if KNOWS_OTHERS else 0
         skipped = _first_blocks(length, other_keys, window, TILE.queries, TILE.block_n, TILE.window)
         of_tile = _num_blocks(length, skipped, TILE.block_n)
         stop = tl.minimum(end, first + of_tile)

@@ -79,7 +79,7 @@ def merge_group(
     begin = first + (number - first) // GROUP * GROUP
     count = tl.minimum(GROUP, first + parts - begin)
     # Each group has a word of its own: a tile's begin GROUP apart, and ``flags`` is one further for each tile.
-    is_last = td.arrive(flags + begin // GROUP, count)
+    is_last = td.is_last_arriver(flags + begin // GROUP, count)
     if is_last:
         o += begin * (RP * DVP)
         lse += begin * RP
@@ -146,19 +146,19 @@ def exchange_lengths(ctx, half, signal, lengths, entries, first_signal, lens_at,
             tl.store(data + me * BP + entries, lengths, mask=(entries >= 0) & (td.is_void(signal) == 0))
         td.notify_all(ctx, td.signal_at(ctx, half, first_signal + me), signal)  # waiter: all programs of all peers
     # producer: program 0 of every peer
-    in_time = td.wait_plan_all(ctx, td.signal_at(ctx, half, first_signal), 1, signal)
+    completed = td.wait_plan_all(ctx, td.signal_at(ctx, half, first_signal), 1, signal)
     after = tl.full(entries.shape, 0, tl.int32)
     data = (td.data_at(ctx, half, me) + lens_at).to(tl.pointer_type(tl.int32))
     for source in tl.static_range(RANKS):
         after += tl.load(data + source * BP + entries, mask=(entries >= 0) & (source > me), other=0)
     # Without all lengths, threads may have read different ones, and loops with barriers depend on them.
-    return tl.where(in_time, after, 0)
+    return tl.where(completed, after, 0)
 
 
 @td.jit
 def merge_ranks(
     ctx, me, half, signal, ours, count, tiles, tiles_of_entry, heads, o_ptr, lse_ptr, lse2_ptr,
-    RANKS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, PASSES_ON: tl.constexpr, trace,
+    RANKS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, CHECK_FAILED: tl.constexpr, trace,
 ):
     """Say that ``count`` tiles from number ``ours`` on are there, wait for the peers' and store what all make."""
     RP: tl.constexpr = TILE.rows
@@ -170,7 +170,7 @@ def merge_ranks(
     if count > 0:
         td.mark(trace, "pushes", ALL_PEERS)
         # waiter: the programs of each peer that finish these tiles there
-        td.notify_all(ctx, td.signal_at(ctx, half, me * tiles + ours), signal, PASSES_ON=PASSES_ON, count=count)
+        td.notify_all(ctx, td.signal_at(ctx, half, me * tiles + ours), signal, CHECK_FAILED=CHECK_FAILED, count=count)
         td.mark(trace, "waits", ALL_PEERS)
         # producer: the programs of each peer that finish these tiles there
         td.wait_plan_all(ctx, td.signal_at(ctx, half, ours), tiles, signal, count=count)

@@ -126,10 +126,10 @@ def give_to_owner(
 
 
 @td.jit
-def _notify_each(ctx, signal_ptrs, peers, there, signal, PASSES_ON: tl.constexpr):
+def _notify_each(ctx, signal_ptrs, peers, there, signal, CHECK_FAILED: tl.constexpr):
     """Set the signals that peers of our node keep where we keep ``signal_ptrs``, where they are ``there``."""
     remote = td.symm_at(ctx, signal_ptrs, tl.where(there, peers, td.rank(ctx)))
-    if PASSES_ON:
+    if CHECK_FAILED:
         tl.debug_barrier()  # another thread may just have given up
         there &= td.failed(ctx) == 0
     td.store_release_each(remote, signal, there)
@@ -222,28 +222,28 @@ def exchange_lengths_of_nodes(
                 td.await_put(ctx, signals + source, signal, source)  # producer: its program 0, before it waits
                 came = tl.load(ours.to(tl.pointer_type(tl.int32)) + source * BP + entries)
                 _store_lengths(ctx, half, came, entries, lens_at, source, 1, LOCAL)
-                td.notify_node(ctx, signals + source, signal, PASSES_ON=True)  # waiter: all programs of our node
-    in_time = True
+                td.notify_node(ctx, signals + source, signal, CHECK_FAILED=True)  # waiter: all programs of our node
+    completed = True
     if LOCAL > 1:
         # producer: program 0 of each peer of our node, of its own lengths and of those that it passes on
-        in_time = _await_each(ctx, signals, RANKS, 0, signal, LOCAL)
+        completed = _await_each(ctx, signals, RANKS, 0, signal, LOCAL)
     for step in range(1, NODES):
         source = (me + step * LOCAL) % RANKS
         seen = td.await_put(ctx, signals + source, signal, source)  # producer: program 0 of that rank
-        in_time &= td.in_time(seen, signal)
+        completed &= td.completed(seen, signal)
     after = tl.full(entries.shape, 0, tl.int32)
     for source in tl.static_range(RANKS):
         mask = (entries >= 0) & (source > me)
         after += tl.load(ours.to(tl.pointer_type(tl.int32)) + source * BP + entries, mask=mask, other=0)
     # What has not come may look different to different threads, and hangs of no loop.
-    return tl.where(in_time, after, 0)
+    return tl.where(completed, after, 0)
 
 
 # ---- tiles ----
 
 
 @td.jit
-def _announce(ctx, half, signal, ours, count, tiles, LOCAL: tl.constexpr, PASSES_ON: tl.constexpr):
+def _announce(ctx, half, signal, ours, count, tiles, LOCAL: tl.constexpr, CHECK_FAILED: tl.constexpr):
     """Say at our node's owners that our parts of ``count`` tiles from number ``ours`` on are there."""
     me = td.rank(ctx)
     local = me % LOCAL
@@ -255,13 +255,13 @@ def _announce(ctx, half, signal, ours, count, tiles, LOCAL: tl.constexpr, PASSES
         some = tl.where(there, some, ours)
         # waiter: the program of the owner that finishes the tile there
         signals = td.signal_at(ctx, half, _part_slot(local, some, tiles, LOCAL))
-        _notify_each(ctx, signals, owners, there, signal, PASSES_ON)
+        _notify_each(ctx, signals, owners, there, signal, CHECK_FAILED)
 
 
 @td.jit
 def _send(
     ctx, half, signal, tile, tiles, RANKS: tl.constexpr, NODES: tl.constexpr, RP: tl.constexpr, DVP: tl.constexpr,
-    ROWS: tl.constexpr, PASSES_ON: tl.constexpr,
+    ROWS: tl.constexpr, CHECK_FAILED: tl.constexpr,
 ):
     """Put what our node has of a tile that we own to the owners on the other nodes."""
     LOCAL: tl.constexpr = RANKS // NODES
@@ -281,7 +281,7 @@ def _send(
         # waiter: the program of that rank that finishes this tile there
         td.put_signal(
             ctx, slot.to(tl.int64), slot.to(tl.int64), 4 * _slot_size(RP, DVP), td.signal_at(ctx, half, number),
-            signal, (me + step * LOCAL) % RANKS, PASSES_ON=PASSES_ON,
+            signal, (me + step * LOCAL) % RANKS, CHECK_FAILED=CHECK_FAILED,
         )
 
 
@@ -311,7 +311,7 @@ def _complete(
         _store_rows(o_ptr, lse_ptr, lse2_ptr, o, lse, tile, rows, tiles_of_entry, heads, TILE)
     if LOCAL > 1:
         # waiter: the programs of our node's peers that finish this tile there
-        td.notify_node(ctx, td.signal_at(ctx, half, _result_slot(tile, tiles, RANKS, NODES)), signal, PASSES_ON=True)
+        td.notify_node(ctx, td.signal_at(ctx, half, _result_slot(tile, tiles, RANKS, NODES)), signal, CHECK_FAILED=True)
 
 
 @td.jit
@@ -351,17 +351,17 @@ def _take_results(
 @td.jit
 def merge_nodes(
     ctx, half, signal, ours, count, tiles, tiles_of_entry, heads, o_ptr, lse_ptr, lse2_ptr,
-    RANKS: tl.constexpr, NODES: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, PASSES_ON: tl.constexpr,
+    RANKS: tl.constexpr, NODES: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, CHECK_FAILED: tl.constexpr,
 ):
     """Bring ``count`` tiles from number ``ours`` on, of which this rank's part is there, together and store them.
 
-    PASSES_ON: what our part is depends on other ranks.
+    CHECK_FAILED: what our part is depends on other ranks.
     """
     LOCAL: tl.constexpr = RANKS // NODES
-    WAITS: tl.constexpr = PASSES_ON or LOCAL > 1
+    WAITS: tl.constexpr = CHECK_FAILED or LOCAL > 1
     local = td.rank(ctx) % LOCAL
     if LOCAL > 1:
-        _announce(ctx, half, signal, ours, count, tiles, LOCAL, PASSES_ON)
+        _announce(ctx, half, signal, ours, count, tiles, LOCAL, CHECK_FAILED)
     first = ours + (local + LOCAL - ours % LOCAL) % LOCAL  # that we own
     owned = (tl.maximum(ours + count - first, 0) + LOCAL - 1) // LOCAL
     sent = 0

@@ -84,7 +84,7 @@ def join_part(
         parts = (parts + GROUP - 1) // GROUP
         apart += GROUP - 1
     if here:
-        here = td.arrive(flags + tile, parts)
+        here = td.is_last_arriver(flags + tile, parts)
     if here:
         count += 1
         last = tile

@@ -25,7 +25,7 @@ from tdkernels.ops.common import gemm_operands
 from tdkernels.ops.common.config import with_config
 from tdkernels.rounding import cdiv, next_power_of_2
 from tdkernels.runtime import recorder
-from tdkernels.runtime.kernel_launch import Launch, alone_on, bind, launch_kept, to_be_made
+from tdkernels.runtime.kernel_launch import Launch, bind, launch_cached, local_workspace_of, output_spec
 from tdkernels.runtime.local_workspace import local_flags
 from tdkernels.symm import get_workspace
 from tdkernels.symm.group import group_state
@@ -97,20 +97,21 @@ def capacity_of(k_cache, block_table=None):
     return k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
 
 
-def agree(q, shape, options, group, config):
+def check_consensus(q, shape, options, group, config):
     """The same for a call that launches nothing of ours; None for a group is this rank alone."""
     if group is not None:
-        group_state(group).agree_once("flash_decode", with_config(problem_fields(q, shape, options), config))
+        fields = with_config(problem_fields(q, shape, options), config)
+        group_state(group).check_consensus_cached("flash_decode", fields)
 
 
 def _outputs(q, shape, keep):
     """(o, lse, lse to base 2 if it is to be kept), to be made."""
-    lse, *kept = (to_be_made(q, *q.shape[:3], dtype=torch.float32) for _ in range(1 + keep))
-    return to_be_made(q, *q.shape[:3], shape.dv), lse, *(kept or [None])
+    lse, *kept = (output_spec(q, *q.shape[:3], dtype=torch.float32) for _ in range(1 + keep))
+    return output_spec(q, *q.shape[:3], shape.dv), lse, *(kept or [None])
 
 
 def _scratch(q, shape, programs):
-    return to_be_made(q, (shape.tiles + programs) * shape.rows_of_tile * (shape.padded_dv + 1), dtype=torch.float32)
+    return output_spec(q, (shape.tiles + programs) * shape.rows_of_tile * (shape.padded_dv + 1), dtype=torch.float32)
 
 
 def _num_flags(shape, programs):
@@ -155,11 +156,11 @@ def launch(q, k_cache, v_cache, kv_lens, block_table, scales, options, group, co
     """
     if not q.numel():
         shape = shape_of(q, k_cache, v_cache, block_table)
-        agree(q, shape, options, group, config or default_config(shape, q.device))
+        check_consensus(q, shape, options, group, config or default_config(shape, q.device))
         return [None if output is None else torch.empty_like(output, device=q.device)
                 for output in _outputs(q, shape, keep)]
     operands = q, _as_read(k_cache), _as_read(v_cache), kv_lens, block_table, *(scales or (None, None))
-    o, lse, *kept, _ = launch_kept(*_call(operands, fp8_kind(k_cache), options, group, config, keep))
+    o, lse, *kept, _ = launch_cached(*_call(operands, fp8_kind(k_cache), options, group, config, keep))
     return o, lse, *(kept or [None])
 
 
@@ -176,10 +177,13 @@ def bind_call(q, k_cache, v_cache, kv_lens, block_table, scales, options, group,
 
 
 def _call(operands, kind, options, group, config, keep):
-    """The arguments of ``launch_kept``; caches ``_as_read``."""
+    """The arguments of ``launch_cached``; caches ``_as_read``."""
     q, k_cache, v_cache, *_ = operands
     alone = group is None or group.size() == 1
-    workspace = alone_on(q.device) if alone else get_workspace(group, q.device, "flash_decode", across_nodes=True)
+    if alone:
+        workspace = local_workspace_of(q.device)
+    else:
+        workspace = get_workspace(group, q.device, "flash_decode", across_nodes=True)
     key = config, options, keep, kind, value_is_key(k_cache, v_cache), gemm_operands.dot_precision(q.dtype)
     return workspace, key, operands, lambda *of: _prepare(workspace, alone, of, kind, options, config, keep)
 

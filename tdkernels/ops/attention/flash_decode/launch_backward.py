@@ -8,7 +8,7 @@ from tdkernels.ops.attention.tile import LOG2_E
 from tdkernels.ops.common import gemm_operands
 from tdkernels.rounding import cdiv
 from tdkernels.runtime import gpu
-from tdkernels.runtime.kernel_launch import Launch, alone_on, launch_kept
+from tdkernels.runtime.kernel_launch import Launch, launch_cached, local_workspace_of
 
 _MAX_BLOCK_BYTES = 32 << 10  # of a block of keys and values, which stay with the program
 
@@ -34,10 +34,10 @@ def launch(q, k_cache, v_cache, kv_lens, after, block_table, do, lse2, delta, sh
     dk = k_cache.new_zeros(shape.batch, capacity, shape.heads, shape.d)
     dv = v_cache.new_zeros(shape.batch, capacity, shape.heads, shape.dv)
     if shape.batch * shape.heads:  # else there are no sequences
-        workspace = alone_on(q.device)
+        workspace = local_workspace_of(q.device)
         key = "flash_decode backward", shape, options, gemm_operands.dot_precision(q.dtype)
         operands = q, k_cache, v_cache, kv_lens, after, block_table, do, lse2, delta, dq, dk, dv
-        launch_kept(workspace, key, operands, lambda *of: _prepare(workspace, of, shape, options, capacity, splits))
+        launch_cached(workspace, key, operands, lambda *of: _prepare(workspace, of, shape, options, capacity, splits))
     return dq.sum(0), dk, dv
 
 

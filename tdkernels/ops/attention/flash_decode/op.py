@@ -39,7 +39,7 @@ from tdkernels.ops.common.torch_collectives import all_gather_rows
 from tdkernels.ops.common.torch_collectives import all_reduce as plain_all_reduce
 from tdkernels.ops.common.tunable_base import select
 from tdkernels.runtime import autograd, call_cache, torch_op
-from tdkernels.runtime.autograd import received, to_expect, to_send
+from tdkernels.runtime.autograd import fake_gradients, pack_gradients, unpack_gradients
 from tdkernels.symm.group import resolve_group_if_any
 
 # ---- torch.library: what torch.compile sees ----
@@ -50,7 +50,7 @@ def forward(q, k_cache, v_cache, kv_lens, block_table, scales, options, group, c
     check_values(k_cache, kv_lens, block_table)
     if config is None or config.method == "fused":
         return launcher.launch(q, k_cache, v_cache, kv_lens, block_table, scales, options, group, config, keep)
-    launcher.agree(q, launcher.shape_of(q, k_cache, v_cache, block_table), options, group, config)
+    launcher.check_consensus(q, launcher.shape_of(q, k_cache, v_cache, block_table), options, group, config)
     scale, soft_cap, window = options
     k_scale, v_scale = scales or (None, None)
     o, lse = flash_decode_ref(
@@ -123,7 +123,7 @@ def _backward(
         dk = _of_cache(dk, k_cache, block_table)
     if need_dv:
         dv = _of_cache(dv, v_cache, block_table)
-    return to_send((dq, dk, dv), (q, k_cache, v_cache), (need_dq, need_dk, need_dv))
+    return pack_gradients((dq, dk, dv), (q, k_cache, v_cache), (need_dq, need_dk, need_dv))
 
 
 @torch.enable_grad()
@@ -175,7 +175,7 @@ def _fake_flash_decode_backward(
     do, dlse, q, k_cache, v_cache, kv_lens, block_table, o, lse, need_dq, need_dk, need_dv, scale, soft_cap, window,
     group, config,
 ):
-    return to_expect((q, k_cache, v_cache), (need_dq, need_dk, need_dv))
+    return fake_gradients((q, k_cache, v_cache), (need_dq, need_dk, need_dv))
 
 
 torch_op.register(
@@ -206,10 +206,10 @@ class _FlashDecode(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, do, dlse):
-        autograd.refuse_second_derivatives("flash_decode")
+        autograd.reject_second_derivatives("flash_decode")
         need = ctx.needs_input_grad[:3]
         gradients = torch.ops.tdkernels.flash_decode_backward(do, dlse, *ctx.saved_tensors, *need, *ctx.call)
-        return *received(gradients, need), *[None] * 9
+        return *unpack_gradients(gradients, need), *[None] * 9
 
 
 # ---- the public function ----
@@ -291,11 +291,11 @@ def flash_decode(
     tensors = q, k_cache, v_cache, kv_lens, block_table, k_scale, v_scale
     debug = os.environ.get("TDKERNELS_DEBUG")
     settings = scale, soft_cap, window, config, get_mode(), _begin_alike(k_cache, v_cache), debug
-    known, key = call_cache.find_run("flash_decode", group, tensors, settings)
+    known, key = call_cache.lookup_run("flash_decode", group, tensors, settings)
     if known is not None:
         o, lse = known(group, *tensors)
         return (o, lse) if return_lse else o
-    checked, checked_key = call_cache.find("flash_decode config", group, tensors, settings)
+    checked, checked_key = call_cache.lookup("flash_decode config", group, tensors, settings)
     if checked is None:
         check(q, k_cache, v_cache, kv_lens, block_table, (k_scale, v_scale), scale, soft_cap, window, config)
     differentiated = autograd.may_be_differentiated([q, k_cache, v_cache])
@@ -314,10 +314,10 @@ def flash_decode(
     else:
         if checked is None:
             checked = (_settled(*operands[:3], operands[4], options, group, config),)  # a config may be None
-            call_cache.keep(group, checked_key, checked)
+            call_cache.insert(group, checked_key, checked)
         o, lse, _ = forward(*operands, options, _peers(group), *checked)
         if call_cache.is_current(group, key):
-            call_cache.keep(group, key, _known_call(q.shape, o, lse, options, *checked, debug))
+            call_cache.insert(group, key, _known_call(q.shape, o, lse, options, *checked, debug))
     if q.dim() == 3:
         o, lse = o.squeeze(1), lse.squeeze(1)
     return (o, lse) if return_lse else o
@@ -331,7 +331,7 @@ def _operands(q, k_cache, v_cache, kv_lens, block_table, k_scale, v_scale):
 
 
 def _known_call(q_shape, o, lse, options, config, debug):
-    """A KnownCall of (o, lse), which has the outputs ``o`` and ``lse`` of a q with its tokens."""
+    """A CachedCall of (o, lse), which has the outputs ``o`` and ``lse`` of a q with its tokens."""
     shapes = [output.shape if len(q_shape) == 4 else output.squeeze(1).shape for output in (o, lse)]
 
     def run(group, *tensors):
@@ -344,4 +344,4 @@ def _known_call(q_shape, o, lse, options, config, debug):
         return launcher.bind_call(*taken, options, group, config) if same else None
 
     is_launch = debug is None and (config is None or config.method == "fused")
-    return call_cache.KnownCall(run, bind if is_launch else None, shapes)
+    return call_cache.CachedCall(run, bind if is_launch else None, shapes)

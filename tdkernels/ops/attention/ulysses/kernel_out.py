@@ -81,7 +81,7 @@ def _push(
             first, tl.minimum(first + part_rows, end), positions, positions * ranks, peer * positions,
             me * width, width, width * ranks, ROWS, COLUMNS,
         )
-        if td.arrive(td.flag_at(ctx, pair), parts):  # by the programs of this rank that push the same chunk
+        if td.is_last_arriver(td.flag_at(ctx, pair), parts):  # by the programs of this rank that push the same chunk
             # waiter: the peer's tiles of this chunk
             td.notify(ctx, td.signal_at(ctx, half, me * num_chunks + chunk), peer, signal)
 
@@ -184,7 +184,7 @@ def ulysses_out_kernel(
     if kept_ptr is not None:
         pieces += tiles_m * kept_n
 
-    piece = td.ticket_of(td.take_first_ticket(ctx, signal))
+    piece = td.await_work_item(td.take_first_ticket(ctx, signal))
     while piece < pieces:
         trace = (trace_ptr, piece)
         td.mark(trace, "starts")
@@ -193,7 +193,7 @@ def ulysses_out_kernel(
                 ctx, o_ptr, half, signal, M, positions, width, chunk_tiles * BLOCK_M, num_chunks, parts, piece,
                 num_comm, PUSH_ROWS, PUSH_COLUMNS, trace,
             )
-            answer = td.take_ticket(ctx)
+            answer = td.fetch_work_item(ctx)
         elif piece < first_kept:
             tile = piece - num_comm
             pid_m, pid_n = swizzle(tile, tiles_m, tiles_n, group_m)
@@ -227,7 +227,7 @@ def ulysses_out_kernel(
                     acc, td.pointer_to(slot, DTYPE), gathered_desc, half, row, M, 0, K,
                     w_ptr, w_desc, col, stride_w, N, K, (me + step) % ranks * width, (end - step) * width, PRODUCT,
                 )
-            answer = td.take_ticket(ctx)
+            answer = td.fetch_work_item(ctx)
             td.mark(trace, "stores")
             offs_n = col + tl.arange(0, BLOCK_N)
             acc = with_bias(acc, bias_ptr, offs_n, N, PRODUCT.has_bias)
@@ -243,8 +243,8 @@ def ulysses_out_kernel(
                 _keep_block(
                     ctx, own_ptr, kept_ptr, half, pid_m * BLOCK_M, block % kept_n * BLOCK_N, width, M, BLOCK_M, BLOCK_N
                 )
-            answer = td.take_ticket(ctx)
+            answer = td.fetch_work_item(ctx)
         td.mark(trace, "finishes")
-        piece = td.ticket_of(answer)
+        piece = td.await_work_item(answer)
         td.mark(trace, "ends")
     td.finish(ctx)

@@ -68,7 +68,7 @@ def ulysses_qkv_kernel(
     offs_n = tl.arange(0, BLOCK_N)
     within = offs_m[:, None] * BLOCK_N + offs_n[None, :]
 
-    piece = td.ticket_of(td.take_first_ticket(ctx, signal))
+    piece = td.await_work_item(td.take_first_ticket(ctx, signal))
     while piece < pieces:
         trace = (trace_ptr, piece)
         td.mark(trace, "starts")
@@ -87,7 +87,7 @@ def ulysses_qkv_kernel(
             td.mark(trace, "receives", source)
             at = td.data_at(ctx, half, tl.where(pushes != 0, me, source)) + slot * (TILE * PRODUCT.elem_bytes)
             taken = tl.load(td.pointer_to(td.consume_token(at, seen), DTYPE) + within)
-            answer = td.take_ticket(ctx)
+            answer = td.fetch_work_item(ctx)
             store_positions(
                 y_ptr, taken, pid_m * BLOCK_M + offs_m, pid_n * BLOCK_N + offs_n, source, M, positions, ranks, width
             )
@@ -104,7 +104,7 @@ def ulysses_qkv_kernel(
                 tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32), x_ptr, x_desc, 0, row, M,
                 w_ptr, w_desc, owner * width + col, stride_w, width * ranks, K, K, PRODUCT,
             )
-            answer = td.take_ticket(ctx)
+            answer = td.fetch_work_item(ctx)
             td.mark(trace, "stores", owner)
             if PRODUCT.has_bias:
                 bias = tl.load(bias_ptr + owner * width + col + offs_n, mask=col + offs_n < width, other=0.0)
@@ -120,8 +120,8 @@ def ulysses_qkv_kernel(
                 # waiter: the owner's piece that takes this tile
                 td.notify(ctx, td.signal_at(ctx, half, me * tiles + number), owner, signal)
         else:
-            answer = td.take_ticket(ctx)
+            answer = td.fetch_work_item(ctx)
         td.mark(trace, "finishes")
-        piece = td.ticket_of(answer)
+        piece = td.await_work_item(answer)
         td.mark(trace, "ends")
     td.finish(ctx)

@@ -7,7 +7,7 @@ from tdkernels.ops.common import gemm_operands
 from tdkernels.ops.common.config import with_config
 from tdkernels.rounding import cdiv, next_power_of_2
 from tdkernels.runtime import gpu, recorder
-from tdkernels.runtime.kernel_launch import Launch, launch_kept, to_be_made
+from tdkernels.runtime.kernel_launch import Launch, launch_cached, output_spec
 from tdkernels.symm import get_workspace
 
 _PUSH_ROWS, _PUSH_COLUMNS = 64, 2048  # that a program moves at a time, at most
@@ -90,7 +90,7 @@ def launch(operator, o, weight, bias, batch, group, config, keep=False):
     o = gemm_operands.rows_contiguous(o)
     workspace = get_workspace(group, o.device, "ulysses_out")
     own = _own_positions(o, batch, group.rank(), group.size())
-    z, *kept = launch_kept(
+    z, *kept = launch_cached(
         workspace, (operator, batch, config, keep, gemm_operands.dot_precision(o.dtype)), (o, own, weight, bias),
         lambda *of: _prepare(workspace, operator, *of, batch, config, keep), _ready,
     )
@@ -111,7 +111,7 @@ def _prepare(workspace, operator, o, own, weight, bias, batch, config, keep):
         operator, fields, rows * k * o.element_size(), world_size * num_chunks,
         num_flags=(world_size - 1) * num_chunks,
     )
-    z, kept = to_be_made(o, rows, n), to_be_made(o, rows, k) if keep else None
+    z, kept = output_spec(o, rows, n), output_spec(o, rows, k) if keep else None
     copies = tiles.count(rows, k) if keep else 0
     pieces = config.num_comm_sms + tiles.count(rows, n) + copies
     programs = min(pieces, gpu.resident_programs(o.device, tiles, o.dtype))

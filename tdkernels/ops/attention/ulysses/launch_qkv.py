@@ -7,7 +7,7 @@ from tdkernels.ops.common import gemm_operands
 from tdkernels.ops.common.config import with_config
 from tdkernels.rounding import cdiv
 from tdkernels.runtime import gpu, recorder
-from tdkernels.runtime.kernel_launch import Launch, bind_given, launch_kept, to_be_made
+from tdkernels.runtime.kernel_launch import Launch, bind_uncopied, launch_cached, output_spec
 from tdkernels.symm import get_workspace
 
 
@@ -43,16 +43,16 @@ def compile(x, weight, bias, world_size, config):
 
 def launch(operator, x, weight, bias, batch, group, config):
     """Our heads of all positions, [B * S, N / W], of x [B * S / W, K]; ``operator`` names the caller in errors."""
-    return launch_kept(*_call(operator, x, weight, bias, batch, group, config))[0]
+    return launch_cached(*_call(operator, x, weight, bias, batch, group, config))[0]
 
 
 def bind_call(operator, x, weight, bias, batch, group, config):
     """The Launch of ``launch`` with these operands, or None if one of them has to be copied first."""
-    return bind_given((x, weight, bias), *_call(operator, x, weight, bias, batch, group, config))
+    return bind_uncopied((x, weight, bias), *_call(operator, x, weight, bias, batch, group, config))
 
 
 def _call(operator, x, weight, bias, batch, group, config):
-    """The arguments of ``launch_kept``."""
+    """The arguments of ``launch_cached``."""
     workspace = get_workspace(group, x.device, "ulysses_qkv")
     key = operator, batch, config, gemm_operands.dot_precision(x.dtype)
     prepare = lambda *of: _prepare(workspace, operator, *of, batch, config)  # noqa: E731
@@ -66,7 +66,7 @@ def _prepare(workspace, operator, x, weight, bias, batch, config):
     half_bytes = world_size * count * tiles.block_m * tiles.block_n * x.element_size()
     fields = with_config(problem_fields(x, weight, batch), config)
     plan = workspace.prepare(operator, fields, half_bytes, world_size * count)
-    y = to_be_made(x, world_size * rows, width)
+    y = output_spec(x, world_size * rows, width)
     resident = gpu.resident_programs(x.device, tiles, x.dtype)
     lag = min(config.lag_tiles or cdiv(3 * resident, 2), world_size * count)
     pieces = lag + 2 * max(world_size * count - lag, (world_size - 1) * count)

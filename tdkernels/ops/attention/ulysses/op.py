@@ -34,7 +34,7 @@ from tdkernels.ops.common.config import as_argument, check_config, with_config
 from tdkernels.ops.common.gemm_tunable import config_for
 from tdkernels.ops.common.multinode import spans_nodes
 from tdkernels.runtime import autograd, call_cache, torch_op
-from tdkernels.runtime.autograd import received
+from tdkernels.runtime.autograd import unpack_gradients
 from tdkernels.symm import resolve_group
 from tdkernels.symm.group import group_state
 from tdkernels.symm.whole_call import whole_call
@@ -98,11 +98,12 @@ def _qkv(operator, x, weight, bias, batch, group, text):
         return F.linear(x, weight, bias)
     fields = launch_qkv.problem_fields(x, weight, batch)
     if not x.shape[0]:
-        group_state(group).agree_once(operator, fields)
+        group_state(group).check_consensus_cached(operator, fields)
         return x.new_empty(0, weight.shape[0] // world_size)
     config = _config(text, "ulysses_qkv", operator, x, weight, group, fields)
     if config.method != "fused":
-        group_state(group).agree_once(operator, with_config(launch_qkv.problem_fields(x, weight, batch), config))
+        problem = with_config(launch_qkv.problem_fields(x, weight, batch), config)
+        group_state(group).check_consensus_cached(operator, problem)
     return _run_qkv(operator, x, weight, bias, batch, group, config)
 
 
@@ -119,11 +120,11 @@ def _out(operator, o, weight, bias, batch, group, text, keep):
         return F.linear(o, weight, bias), None
     fields = {**launch_out.problem_fields(o, weight, batch), "kept": keep}
     if not o.shape[0]:
-        group_state(group).agree_once(operator, fields)
+        group_state(group).check_consensus_cached(operator, fields)
         return o.new_empty(0, weight.shape[0]), o.new_empty(0, weight.shape[1])
     config = _config(text, "ulysses_out", operator, o, weight, group, fields)
     if config.method != "fused":
-        group_state(group).agree_once(operator, with_config(fields, config))
+        group_state(group).check_consensus_cached(operator, with_config(fields, config))
     return _run_out(operator, o, weight, bias, batch, group, config, keep)
 
 
@@ -229,10 +230,10 @@ class _Qkv(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        autograd.refuse_second_derivatives("ulysses_qkv")
+        autograd.reject_second_derivatives("ulysses_qkv")
         need = ctx.needs_input_grad[:3]
         grads = torch.ops.tdkernels.ulysses_qkv_backward(dy, *ctx.saved_tensors, *need, *ctx.call)
-        return *received(grads, need), None, None, None
+        return *unpack_gradients(grads, need), None, None, None
 
 
 class _Out(torch.autograd.Function):
@@ -248,7 +249,7 @@ class _Out(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dz):
-        autograd.refuse_second_derivatives("ulysses_out")
+        autograd.reject_second_derivatives("ulysses_out")
         weight, kept = ctx.saved_tensors
         need_do, need_dweight, need_dbias = ctx.needs_input_grad[:3]
         do = dweight = dbias = None
@@ -283,7 +284,7 @@ def ulysses_qkv(x, weight, bias=None, *, group=None, config=None):
     Source:   DeepSpeed-Ulysses (https://arxiv.org/abs/2309.14509)
     """
     group = resolve_group(group)
-    known, key = call_cache.find_run("ulysses_qkv", group, (x, weight, bias), (config, get_mode()))
+    known, key = call_cache.lookup_run("ulysses_qkv", group, (x, weight, bias), (config, get_mode()))
     if known is not None:
         return known(group, x, weight, bias)
     x, weight, bias = autograd.apply_autocast(x, weight, bias)
@@ -319,7 +320,7 @@ def _keep(key, operator, run, rows, weight, batch, group, config, shape, bind_ca
         return bind_call(operator, given, weight, bias, batch, group, config)
 
     is_launch = config.method == "fused" and bind_call is not None
-    call_cache.keep(group, key, call_cache.KnownCall(again, bind if is_launch else None, shape))
+    call_cache.insert(group, key, call_cache.CachedCall(again, bind if is_launch else None, shape))
 
 
 def ulysses_out(o, weight, bias=None, *, group=None, config=None):
@@ -338,7 +339,7 @@ def ulysses_out(o, weight, bias=None, *, group=None, config=None):
     Source:   DeepSpeed-Ulysses (https://arxiv.org/abs/2309.14509)
     """
     group = resolve_group(group)
-    known, key = call_cache.find_run("ulysses_out", group, (o, weight, bias), (config, get_mode()))
+    known, key = call_cache.lookup_run("ulysses_out", group, (o, weight, bias), (config, get_mode()))
     if known is not None:
         return known(group, o, weight, bias)
     o, weight, bias = autograd.apply_autocast(o, weight, bias)

@@ -66,7 +66,7 @@ def ag_gemm_kernel(
 
     pieces = num_comm + tiles_n * (tiles_m + (ranks - 1) * num_chunks * chunk_tiles)
 
-    piece = td.ticket_of(td.take_first_ticket(ctx, signal))
+    piece = td.await_work_item(td.take_first_ticket(ctx, signal))
     while piece < pieces:
         trace = (trace_ptr, piece)
         td.mark(trace, "starts")
@@ -75,7 +75,7 @@ def ag_gemm_kernel(
                 ctx, x_ptr.to(tl.int64), half, signal, M_shard * row_bytes, chunk_tiles * BLOCK_M * row_bytes,
                 num_chunks, slot_bytes, piece, num_comm, COPY_OWN=FIXED_HALF, COPY_WORDS=COPY_WORDS, trace=trace,
             )
-            answer = td.take_ticket(ctx)
+            answer = td.fetch_work_item(ctx)
         else:
             source, pid_m, pid_n = _tile_by_arrival(piece - num_comm, me, ranks, tiles_m, tiles_n, group_m, chunk_tiles)
             if pid_m < tiles_m:  # the last chunk of a shard may have fewer tile rows
@@ -100,12 +100,12 @@ def ag_gemm_kernel(
                     row + source * slot_rows * PRODUCT.use_tma, M_shard, w_ptr, w_desc, col, stride_w, N, K - own_k, K,
                     PRODUCT,
                 )
-                answer = td.take_ticket(ctx)
+                answer = td.fetch_work_item(ctx)
                 td.mark(trace, "stores")
                 store_tile(y_ptr, acc, bias_ptr, source, row, col, M_shard, N, BLOCK_M, BLOCK_N, PRODUCT.has_bias)
             else:
-                answer = td.take_ticket(ctx)
+                answer = td.fetch_work_item(ctx)
         td.mark(trace, "finishes")
-        piece = td.ticket_of(answer)
+        piece = td.await_work_item(answer)
         td.mark(trace, "ends")
     td.finish(ctx, ADVANCE=FIXED_HALF == 0)

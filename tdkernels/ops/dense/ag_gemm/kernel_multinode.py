@@ -88,7 +88,7 @@ def ag_gemm_nodes_kernel(
     first_tile = num_send + num_push
     pieces = first_tile + tiles_n * (tiles_m + (ranks - 1) * num_chunks * chunk_tiles)
 
-    piece = td.ticket_of(td.take_first_ticket(ctx, signal))
+    piece = td.await_work_item(td.take_first_ticket(ctx, signal))
     while piece < pieces:
         trace = (trace_ptr, piece)
         td.mark(trace, "starts")
@@ -97,7 +97,7 @@ def ag_gemm_nodes_kernel(
                 ctx, x_ptr.to(tl.int64), half, signal, shard_bytes, chunk_bytes, num_chunks, slot_bytes,
                 piece, num_send, FIXED_HALF=FIXED_HALF, COPY_WORDS=COPY_WORDS, trace=trace,
             )
-            answer = td.take_ticket(ctx)
+            answer = td.fetch_work_item(ctx)
         elif piece < first_tile:
             push_to_node(
                 ctx, x_ptr.to(tl.int64), half, signal, shard_bytes, chunk_bytes, num_chunks, slot_bytes,
@@ -107,7 +107,7 @@ def ag_gemm_nodes_kernel(
                 ctx, half, signal, shard_bytes, chunk_bytes, num_chunks, slot_bytes,
                 piece - num_send, num_push, COPY_WORDS=COPY_WORDS, trace=trace,
             )
-            answer = td.take_ticket(ctx)
+            answer = td.fetch_work_item(ctx)
         else:
             source, pid_m, pid_n = _tile_by_arrival(
                 piece - first_tile, me, ranks, local, tiles_m, tiles_n, group_m, chunk_tiles, num_chunks
@@ -133,12 +133,12 @@ def ag_gemm_nodes_kernel(
                     row + source * slot_rows * PRODUCT.use_tma, M_shard, w_ptr, w_desc, col, stride_w, N, K - own_k, K,
                     PRODUCT,
                 )
-                answer = td.take_ticket(ctx)
+                answer = td.fetch_work_item(ctx)
                 td.mark(trace, "stores")
                 store_tile(y_ptr, acc, bias_ptr, source, row, col, M_shard, N, BLOCK_M, BLOCK_N, PRODUCT.has_bias)
             else:
-                answer = td.take_ticket(ctx)
+                answer = td.fetch_work_item(ctx)
         td.mark(trace, "finishes")
-        piece = td.ticket_of(answer)
+        piece = td.await_work_item(answer)
         td.mark(trace, "ends")
     td.finish(ctx, ADVANCE=FIXED_HALF == 0)

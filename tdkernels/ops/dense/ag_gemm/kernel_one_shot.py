@@ -13,7 +13,7 @@ import triton.language as tl
 from tdkernels import lang as td
 from tdkernels.lang.profile import ALL_PEERS
 from tdkernels.ops.common.gemm_tile import as_aligned, with_bias
-from tdkernels.ops.common.small_m_gemm import few_rows_tile, place_of, sum_of_parts
+from tdkernels.ops.common.small_m_gemm import place_of, reduce_splits, small_m_tile
 
 
 @td.jit
@@ -38,7 +38,7 @@ def _push(
 
 
 @td.jit
-def _bring_nearer(
+def _prefetch_to_l2(
     w_ptr, stride_w, col, N, first_k, last_k,
     BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, W_IS_KN: tl.constexpr, ELEM_BYTES: tl.constexpr,
 ):
@@ -93,7 +93,7 @@ def ag_gemm_one_shot_kernel(
         tiles_m = (rows + BLOCK_M - 1) // BLOCK_M
         tile, part, row, col, first_k, last_k = place_of(program - num_comm, tiles_m, K, k_of_part, split_k, PRODUCT)
         if PREFETCH > 0:
-            _bring_nearer(
+            _prefetch_to_l2(
                 w_ptr, stride_w, col, N, first_k, last_k, BLOCK_N, PREFETCH, PRODUCT.w_is_kn, PRODUCT.elem_bytes
             )
         td.mark(trace, "waits", ALL_PEERS)
@@ -102,14 +102,14 @@ def ag_gemm_one_shot_kernel(
         if PRODUCT.use_tma:
             td.fence_before_tma_load()
         td.mark(trace, "multiplies")
-        acc = few_rows_tile(
+        acc = small_m_tile(
             td.pointer_to(td.data_at(ctx, half, me), DTYPE), gathered_desc, half, row, rows, K,
             w_ptr, w_desc, col, stride_w, N, first_k, last_k, PRODUCT,
         )
         stores = True
         if SPLIT:
             td.mark(trace, "joins")
-            acc, stores = sum_of_parts(ctx, acc, scratch_ptr, tile, part, split_k, BLOCK_M, BLOCK_N)
+            acc, stores = reduce_splits(ctx, acc, scratch_ptr, tile, part, split_k, BLOCK_M, BLOCK_N)
         if stores:
             td.mark(trace, "stores")
             offs_m = row + tl.arange(0, BLOCK_M)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from tdkernels.ops.collectives.async_all_gather import Gather, rows_of_buffer, slot_rows_of
+from tdkernels.ops.collectives.async_all_gather import AsyncAllGather, rows_of_buffer, slot_rows_of
 from tdkernels.ops.common import gemm_operands
 from tdkernels.ops.common.config import with_config
 from tdkernels.ops.common.gemm_operands import bind_product, launch_product
@@ -12,7 +12,7 @@ from tdkernels.ops.dense.ag_gemm import kernel_multinode, launch_multinode, laun
 from tdkernels.ops.dense.ag_gemm.kernel import ag_gemm_kernel
 from tdkernels.rounding import cdiv
 from tdkernels.runtime import gpu, recorder
-from tdkernels.runtime.kernel_launch import Launch, to_be_made
+from tdkernels.runtime.kernel_launch import Launch, output_spec
 from tdkernels.symm import get_workspace
 from tdkernels.symm.group import group_state
 from tdkernels.symm.whole_call import whole_call
@@ -119,7 +119,7 @@ def _prepare(workspace, x, weight, bias, config):
     slot_rows = slot_rows_of(rows)
     plan = workspace.prepare("ag_gemm", fields, ranks * slot_rows * k * x.element_size(), ranks * num_chunks)
     gathered = rows_of_buffer(workspace, x), 2, ranks * slot_rows, workspace.half_bytes // x.element_size()
-    y = to_be_made(x, ranks * rows, weight.shape[0])
+    y = output_spec(x, ranks * rows, weight.shape[0])
     num_comm = config.num_comm_sms
     args, constants = _arguments(workspace.ctx, x, gathered, weight, bias, y, slot_rows, plan, num_comm, False, config)
     topology = workspace.group.topology
@@ -136,7 +136,7 @@ def _launch_beside_gather(x, weight, bias, group, config, keep_gathered):
     rows, k = x.shape
     copies = config.transport == "copy_engine"
     fields, chunk_rows = with_config(problem_fields(x, weight), config), config.chunk_tiles * config.tiles.block_m
-    gather = Gather("ag_gemm", fields, x, group, chunk_rows, copies)
+    gather = AsyncAllGather("ag_gemm", fields, x, group, chunk_rows, copies)
     workspace, topology = gather.workspace, gather.topology
     y = x.new_empty(topology.world_size * rows, weight.shape[0])
     gather.begin()

@@ -7,7 +7,7 @@ from tdkernels.ops.common import gemm_operands, small_m_gemm
 from tdkernels.ops.dense.ag_gemm.kernel_one_shot import ag_gemm_one_shot_kernel
 from tdkernels.rounding import cdiv
 from tdkernels.runtime import recorder
-from tdkernels.runtime.kernel_launch import Launch, to_be_made
+from tdkernels.runtime.kernel_launch import Launch, output_spec
 
 _COPY_BLOCK = 2048  # elements
 _LEAST_PUSH_BYTES = 4096  # of a shard, by a program
@@ -69,7 +69,7 @@ def prepare(workspace, x, weight, bias, config, fields):
     first = rows_of_buffer(workspace, x)
     gathered = first, 2, ranks * slot_rows, workspace.half_bytes // x.element_size()
     scratch = small_m_gemm.scratch_to_be_made(x, count, tiles, config.split_k)
-    y = to_be_made(x, ranks * rows, n)
+    y = output_spec(x, ranks * rows, n)
     args, constants = _arguments(workspace.ctx, x, gathered, weight, bias, y, scratch, plan, config)
     programs = pushers + count * config.split_k
     constants["trace_ptr"] = recorder.buffer(x.device, programs)

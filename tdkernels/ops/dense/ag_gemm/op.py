@@ -37,8 +37,8 @@ from tdkernels.ops.dense.ag_gemm.config import AgGemmConfig
 from tdkernels.ops.dense.backward import ag_gemm_backward
 from tdkernels.ops.dense.call import forward, keep_call
 from tdkernels.runtime import autograd, torch_op
-from tdkernels.runtime.autograd import to_expect
-from tdkernels.runtime.call_cache import find_run
+from tdkernels.runtime.autograd import fake_gradients
+from tdkernels.runtime.call_cache import lookup_run
 from tdkernels.symm import resolve_group
 
 
@@ -66,7 +66,7 @@ def _fake_ag_gemm(x, weight, bias, group, config):
 
 
 def _fake_ag_gemm_backward(dy, x, weight, need_dx, need_dweight, group, config):
-    return to_expect((x, weight), (need_dx, need_dweight))
+    return fake_gradients((x, weight), (need_dx, need_dweight))
 
 
 torch_op.register(
@@ -91,7 +91,7 @@ class _AgGemm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        autograd.refuse_second_derivatives("ag_gemm")
+        autograd.reject_second_derivatives("ag_gemm")
         x, weight = ctx.saved_tensors
         need_dx, need_dweight, need_dbias, _, _ = ctx.needs_input_grad
         dx = dweight = dbias = None
@@ -126,7 +126,7 @@ def ag_gemm(x, weight, bias=None, *, group=None, config=None):
               (https://arxiv.org/abs/2504.19442)
     """
     group = resolve_group(group)
-    known, key = find_run("ag_gemm", group, (x, weight, bias), (config, get_mode()))
+    known, key = lookup_run("ag_gemm", group, (x, weight, bias), (config, get_mode()))
     if known is not None:
         return known(group, x, weight, bias)
     x, weight, bias = autograd.apply_autocast(x, weight, bias)

@@ -7,7 +7,7 @@ piece can begin before all of it is here, and the last one is multiplied when al
 
 from contextlib import ExitStack
 
-from tdkernels.ops.collectives.async_all_gather import Gather
+from tdkernels.ops.collectives.async_all_gather import AsyncAllGather
 from tdkernels.ops.common import gemm_operands
 from tdkernels.ops.dense.vendor_gemm import cut, product
 from tdkernels.symm.whole_call import whole_call
@@ -19,7 +19,7 @@ def launch(x, weight, bias, group, config, fields, keep_gathered):
     x = gemm_operands.rows_contiguous(x)
     rows = x.shape[0]
     pieces = cut(rows, config.pieces)
-    gather = Gather("ag_gemm", fields, x, group, pieces[0][1], copies=True)
+    gather = AsyncAllGather("ag_gemm", fields, x, group, pieces[0][1], copies=True)
     y = x.new_empty(gather.world_size, rows, weight.shape[0])
     with ExitStack() as closing:
         closing.enter_context(gather)

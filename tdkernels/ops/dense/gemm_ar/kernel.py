@@ -14,16 +14,16 @@ them come to their turn. Programs take the pieces by tickets (``lang.work_queue`
 program has to look up and set up is looked up once and not for each tile.
 
 Buffers keep tiles whole, so an item is one contiguous piece of memory: partials in register order
-(``common.gemm_tile.in_register_order``), sums [tiles, BLOCK_M, BLOCK_N].
+(``common.gemm_tile.to_fragment_layout``), sums [tiles, BLOCK_M, BLOCK_N].
 """
 
 import triton.language as tl
 
 from tdkernels import lang as td
 from tdkernels.lang.profile import ALL_PEERS
-from tdkernels.ops.common.gemm_tile import as_aligned, from_register_order, store_rows, swizzle, with_bias
-from tdkernels.ops.common.rank_reduce import sum_in_rank_order
-from tdkernels.ops.common.staging import forward_item
+from tdkernels.ops.common.gemm_tile import as_aligned, from_fragment_layout, store_rows, swizzle, with_bias
+from tdkernels.ops.common.rank_reduce import reduce_in_rank_order
+from tdkernels.ops.common.staging import copy_out_staged
 from tdkernels.ops.dense.gemm_ar.tile import multiply_tile, receive_tile
 
 
@@ -42,8 +42,8 @@ def _reduce_tile(
     for first in range(0, BLOCK_N, SLICE_N):
         offs = first * BLOCK_M + tl.arange(0, BLOCK_M * SLICE_N)
         own = td.to_float32(tl.load(td.pointer_to(parts + me * part_bytes, DTYPE) + offs))
-        total = sum_in_rank_order(parts, part_bytes, offs, offs >= 0, own, me, RANKS, DTYPE)
-        total = from_register_order(total, BLOCK_M, SLICE_N)
+        total = reduce_in_rank_order(parts, part_bytes, offs, offs >= 0, own, me, RANKS, DTYPE)
+        total = from_fragment_layout(total, BLOCK_M, SLICE_N)
         cols = first + tl.arange(0, SLICE_N)
         total = with_bias(total, bias_ptr, col + cols, N, HAS_BIAS)
         z = td.from_float32(total, DTYPE)
@@ -109,7 +109,7 @@ def gemm_ar_kernel(
     sums_offset = ranks * part_bytes
     pieces = (rounds + receive_after) * ranks * (1 + 2 * item_tiles)
 
-    piece = td.ticket_of(td.take_first_ticket(ctx, signal))
+    piece = td.await_work_item(td.take_first_ticket(ctx, signal))
     while piece < pieces:
         trace = (trace_ptr, piece)
         td.mark(trace, "starts")
@@ -130,13 +130,13 @@ def gemm_ar_kernel(
             if forwards:
                 if owner != me:
                     dst = td.data_at(ctx, half, owner) + me * part_bytes + slot
-                    answer = forward_item(
+                    answer = copy_out_staged(
                         ctx, stage, dst, staged, tl.minimum(item_tiles, tiles - tile), owner,
                         td.signal_at(ctx, half, me * rounds + round_), signal, epoch, TILE_BYTES, COPY_WORDS,
                         trace,
                     )
                 else:
-                    answer = td.take_ticket(ctx)
+                    answer = td.fetch_work_item(ctx)
             elif multiplies:
                 dst = tl.where(owner == me, own_parts + me * part_bytes, stage)
                 answer = multiply_tile(
@@ -155,20 +155,20 @@ def gemm_ar_kernel(
                     ctx, own_parts, part_bytes, tile_sums, half, bias_ptr, z_ptr, row, col, M, N,
                     RANKS, BLOCK_M, BLOCK_N, SLICE_N, PRODUCT.has_bias,
                 )
-                answer = td.take_ticket(ctx)
+                answer = td.fetch_work_item(ctx)
                 # waiter: every peer's program that receives the tile
-                td.notify_all(ctx, td.signal_at(ctx, half, ranks * rounds + tile), signal, PASSES_ON=True)
+                td.notify_all(ctx, td.signal_at(ctx, half, ranks * rounds + tile), signal, CHECK_FAILED=True)
             else:
                 td.mark(trace, "waits", owner)
                 # producer: the owner's program that reduces the tile
                 seen = td.wait_plan(ctx, td.signal_at(ctx, half, ranks * rounds + tile), signal, owner)
-                answer = td.take_ticket(ctx)
+                answer = td.fetch_work_item(ctx)
                 td.mark(trace, "receives", owner)
                 src = td.data_at(ctx, half, me) + sums_offset + tl.cast(tile, tl.int64) * TILE_BYTES
                 receive_tile(td.consume_token(src, seen), z_ptr, row, col, M, N, BLOCK_M, BLOCK_N)
         else:
-            answer = td.take_ticket(ctx)
+            answer = td.fetch_work_item(ctx)
         td.mark(trace, "finishes")
-        piece = td.ticket_of(answer)
+        piece = td.await_work_item(answer)
         td.mark(trace, "ends")
     td.finish(ctx)

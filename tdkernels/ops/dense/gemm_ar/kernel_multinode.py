@@ -29,7 +29,7 @@ both. Programs take pieces by tickets (``lang.work_queue``).
 
 Of a half's signals, number ``s * rounds + round`` says that the partials of rank s of our node of our item of a round
 are here; then come [nodes, slots] of nodes' sums, and one of the total of each tile. Of its data, partials of our own
-items come first, [LOCAL, slots] tiles in register order (``in_register_order``), then the nodes' sums of them,
+items come first, [LOCAL, slots] tiles in register order (``to_fragment_layout``), then the nodes' sums of them,
 [nodes, slots], where our own is sent from, then the totals of all tiles in rows; slots are the tiles of a rank's items.
 That is about 2 + NODES / LOCAL times z.
 
@@ -43,9 +43,9 @@ import triton.language as tl
 
 from tdkernels import lang as td
 from tdkernels.lang.profile import ALL_PEERS
-from tdkernels.ops.common.gemm_tile import as_aligned, from_register_order, store_rows, swizzle, with_bias
-from tdkernels.ops.common.rank_reduce import sum_in_rank_order
-from tdkernels.ops.common.staging import forward_item
+from tdkernels.ops.common.gemm_tile import as_aligned, from_fragment_layout, store_rows, swizzle, with_bias
+from tdkernels.ops.common.rank_reduce import reduce_in_rank_order
+from tdkernels.ops.common.staging import copy_out_staged
 from tdkernels.ops.dense.gemm_ar.tile import multiply_tile, receive_tile
 
 # What a piece of work does.
@@ -57,7 +57,7 @@ def _sum_slice(parts, part_bytes, first, own, PARTS: tl.constexpr, SIZE: tl.cons
     """SIZE elements from ``first`` on of the sum of PARTS rounded tiles, of which number ``own`` is ours; a vector."""
     offs = first + tl.arange(0, SIZE)
     ours = td.to_float32(tl.load(td.pointer_to(parts + own * part_bytes, DTYPE) + offs))
-    return sum_in_rank_order(parts, part_bytes, offs, offs >= 0, ours, own, PARTS, DTYPE)
+    return reduce_in_rank_order(parts, part_bytes, offs, offs >= 0, ours, own, PARTS, DTYPE)
 
 
 @td.jit
@@ -94,7 +94,7 @@ def _total_tile(
     rows = tl.arange(0, BLOCK_M)
     for first in range(0, BLOCK_N, SLICE_N):
         total = _sum_slice(sums, part_bytes, first * BLOCK_M, node, NODES, BLOCK_M * SLICE_N, DTYPE)
-        total = from_register_order(total, BLOCK_M, SLICE_N)
+        total = from_fragment_layout(total, BLOCK_M, SLICE_N)
         cols = first + tl.arange(0, SLICE_N)
         total = with_bias(total, bias_ptr, col + cols, N, HAS_BIAS)
         z = td.from_float32(total, DTYPE)
@@ -130,7 +130,7 @@ def _put_to_nodes(
         if ONE:
             goes = other == only
         if goes:
-            td.put_signal(ctx, src, src, num_bytes, signal_ptr, signal, other * LOCAL + local, PASSES_ON=True)
+            td.put_signal(ctx, src, src, num_bytes, signal_ptr, signal, other * LOCAL + local, CHECK_FAILED=True)
 
 
 @td.jit
@@ -186,12 +186,12 @@ def _sum_piece(
     td.wait(ctx, td.flag_at(ctx, staged), epoch, me, SCOPE="gpu")  # producer: our own multiply_tile
     if LOCAL > 1:
         td.mark(trace, "waits", ALL_PEERS, 0)
-        # producer: forward_item of every node peer
+        # producer: copy_out_staged of every node peer
         td.wait_plan_node(ctx, td.signal_at(ctx, half, round_), rounds, signal)
     td.mark(trace, "sums", ALL_PEERS)
     src = own_sums + node * part_bytes
     _sum_tile(own_parts, part_bytes, src, local, LOCAL, BLOCK_M, BLOCK_N, SLICE_N, DTYPE)
-    answer = td.take_ticket(ctx)
+    answer = td.fetch_work_item(ctx)
     # waiter: the program of this rank that makes the total of the tile
     td.store_release(td.flag_at(ctx, made), epoch, SCOPE="gpu")
     td.mark(trace, "pushes", ALL_PEERS)
@@ -227,7 +227,7 @@ def _total_piece(
         ctx, own_sums, part_bytes, totals_offset, half, bias_ptr, z_ptr, row, col, M, N, node, local,
         NODES, LOCAL, ADDS_ONCE, BLOCK_M, BLOCK_N, SLICE_N, HAS_BIAS,
     )
-    answer = td.take_ticket(ctx)
+    answer = td.fetch_work_item(ctx)
     if ADDS_ONCE:
         td.mark(trace, "pushes", ALL_PEERS)
         # waiter: the program of the owner on another node that relays the tile
@@ -236,7 +236,7 @@ def _total_piece(
         )
     if LOCAL > 1:
         # waiter: every node peer's program that receives the tile
-        td.notify_node(ctx, total_signal, signal, PASSES_ON=True)
+        td.notify_node(ctx, total_signal, signal, CHECK_FAILED=True)
     return answer
 
 
@@ -257,10 +257,10 @@ def _relay_piece(
         ctx, td.consume_token(own_total, seen), totals_offset, half, z_ptr, row, col, M, N, node, local,
         LOCAL, BLOCK_M, BLOCK_N,
     )
-    answer = td.take_ticket(ctx)
+    answer = td.fetch_work_item(ctx)
     if LOCAL > 1:
         # waiter: every node peer's program that receives the tile
-        td.notify_node(ctx, total_signal, signal, PASSES_ON=True)
+        td.notify_node(ctx, total_signal, signal, CHECK_FAILED=True)
     return answer
 
 
@@ -309,7 +309,7 @@ def gemm_ar_nodes_kernel(
     delays = lag, sum_after, total_after, relay_after, receive_after
     pieces = (rounds + receive_after) * (LOCAL * FORWARDS + (2 * LOCAL + 1 + RELAYS) * item_tiles)
 
-    piece = td.ticket_of(td.take_first_ticket(ctx, signal))
+    piece = td.await_work_item(td.take_first_ticket(ctx, signal))
     while piece < pieces:
         trace = (trace_ptr, piece)
         td.mark(trace, "starts")
@@ -338,14 +338,14 @@ def gemm_ar_nodes_kernel(
             total_signal = td.signal_at(ctx, half, first_total + tile)
             if role == _FORWARD:
                 if local != own_local:
-                    answer = forward_item(
+                    answer = copy_out_staged(
                         ctx, stage, td.data_at(ctx, half, owner) + own_local * part_bytes + slot,
                         staged, tl.minimum(item_tiles, tiles - tile), owner,
                         td.signal_at(ctx, half, own_local * rounds + round_), signal, epoch, TILE_BYTES, COPY_WORDS,
                         trace,
                     )
                 else:
-                    answer = td.take_ticket(ctx)
+                    answer = td.fetch_work_item(ctx)
             elif role == _MULTIPLY:
                 dst = tl.where(local == own_local, own_parts + own_local * part_bytes, stage)
                 answer = multiply_tile(
@@ -373,12 +373,12 @@ def gemm_ar_nodes_kernel(
                 td.mark(trace, "waits", owner)
                 # producer: the owner's program that makes the total of the tile, or relays it
                 seen = td.wait_plan(ctx, total_signal, signal, owner)
-                answer = td.take_ticket(ctx)
+                answer = td.fetch_work_item(ctx)
                 td.mark(trace, "receives", owner)
                 receive_tile(td.consume_token(own_total, seen), z_ptr, row, col, M, N, BLOCK_M, BLOCK_N)
         else:
-            answer = td.take_ticket(ctx)
+            answer = td.fetch_work_item(ctx)
         td.mark(trace, "finishes")
-        piece = td.ticket_of(answer)
+        piece = td.await_work_item(answer)
         td.mark(trace, "ends")
     td.finish(ctx)

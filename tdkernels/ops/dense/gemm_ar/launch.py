@@ -15,7 +15,7 @@ from tdkernels.ops.dense.gemm_ar.kernel import gemm_ar_kernel
 from tdkernels.ops.dense.gemm_ar.tile import slice_columns
 from tdkernels.rounding import cdiv
 from tdkernels.runtime import gpu, recorder
-from tdkernels.runtime.kernel_launch import Launch, to_be_made
+from tdkernels.runtime.kernel_launch import Launch, output_spec
 from tdkernels.symm import get_workspace
 
 
@@ -114,8 +114,8 @@ def _prepare(workspace, x, weight, bias, config):
         "gemm_ar", fields, 2 * slots * tile_bytes, world_size * schedule.rounds + count,
         num_flags=slots,
     )
-    stage = to_be_made(x, slots * tiles.block_m * tiles.block_n)
-    z = to_be_made(x, m, n)
+    stage = output_spec(x, slots * tiles.block_m * tiles.block_n)
+    z = output_spec(x, m, n)
     args, constants = _arguments(workspace.ctx, x, weight, bias, z, stage, schedule, plan, world_size, config)
     pieces = schedule.num_pieces(config.item_tiles, world_size)
     programs = min(pieces, gpu.resident_programs(x.device, tiles, x.dtype))

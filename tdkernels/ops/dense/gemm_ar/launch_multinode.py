@@ -10,7 +10,7 @@ from tdkernels.ops.dense.gemm_ar.kernel_multinode import gemm_ar_nodes_kernel
 from tdkernels.ops.dense.gemm_ar.tile import slice_columns
 from tdkernels.rounding import cdiv
 from tdkernels.runtime import gpu, recorder
-from tdkernels.runtime.kernel_launch import Launch, to_be_made
+from tdkernels.runtime.kernel_launch import Launch, output_spec
 
 # What a network of 400 Gb/s carries in the time of one more trip, 10 us: reckoned, for want of two hosts.
 _TRIP_BYTES = 450_000
@@ -108,8 +108,8 @@ def prepare(workspace, x, weight, bias, config, fields):
         "gemm_ar", fields, ((local + nodes) * slots + count) * tile_bytes,
         local * schedule.rounds + nodes * slots + count, num_flags=(local + 1) * slots,
     )
-    stage = to_be_made(x, local * slots * tiles.block_m * tiles.block_n)
-    z = to_be_made(x, m, n)
+    stage = output_spec(x, local * slots * tiles.block_m * tiles.block_n)
+    z = output_spec(x, m, n)
     args, constants = _arguments(workspace.ctx, x, weight, bias, z, stage, schedule, plan, ranks, nodes, config)
     pieces = schedule.num_pieces(config.item_tiles, local)
     programs = min(pieces, gpu.resident_programs(x.device, tiles, x.dtype))

@@ -30,7 +30,7 @@ from tdkernels.ops.dense.call import forward, keep_call
 from tdkernels.ops.dense.gemm_ar import launch
 from tdkernels.ops.dense.gemm_ar.config import GemmArConfig
 from tdkernels.runtime import autograd
-from tdkernels.runtime.call_cache import find_run
+from tdkernels.runtime.call_cache import lookup_run
 from tdkernels.runtime.torch_op import register
 from tdkernels.symm import resolve_group
 
@@ -70,7 +70,7 @@ class _GemmAr(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dz):
-        autograd.refuse_second_derivatives("gemm_ar")
+        autograd.reject_second_derivatives("gemm_ar")
         x, weight = ctx.saved_tensors
         need_dx, need_dweight, need_dbias, _, _ = ctx.needs_input_grad
         dx = dz @ weight if need_dx else None
@@ -101,7 +101,7 @@ def gemm_ar(x, weight, bias=None, *, group=None, config=None):
               product by signals: Triton-distributed (https://arxiv.org/abs/2504.19442)
     """
     group = resolve_group(group)
-    known, key = find_run("gemm_ar", group, (x, weight, bias), (config, get_mode()))
+    known, key = lookup_run("gemm_ar", group, (x, weight, bias), (config, get_mode()))
     if known is not None:
         return known(group, x, weight, bias)
     x, weight, bias = autograd.apply_autocast(x, weight, bias)

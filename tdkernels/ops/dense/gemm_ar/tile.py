@@ -22,7 +22,7 @@ def multiply_tile(
         tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32), x_ptr, x_desc, 0, pid_m * BLOCK_M, M,
         w_ptr, w_desc, pid_n * BLOCK_N, stride_w, N, K, K, PRODUCT,
     )
-    answer = td.take_ticket(ctx)
+    answer = td.fetch_work_item(ctx)
     td.mark(trace, "stores")
     stage_tile(ctx, td.pointer_to(dst, x_ptr.dtype.element_ty), staged, acc, epoch, BLOCK_M, BLOCK_N)
     return answer
@@ -38,5 +38,5 @@ def receive_tile(src, z_ptr, row, col, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.
 
 
 def slice_columns(tiles):
-    """How many columns are summed at a time: whole groups of 32, see ``in_register_order``."""
+    """How many columns are summed at a time: whole groups of 32, see ``to_fragment_layout``."""
     return min(tiles.block_n, max(32, _SLICE // tiles.block_m))

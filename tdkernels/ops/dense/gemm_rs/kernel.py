@@ -11,7 +11,7 @@ Programs take the pieces by tickets (``lang.work_queue``) until none is left, so
 set up is looked up once and not for each tile.
 
 Buffers keep tiles whole, in the order in which they are computed, and each tile in register order
-(``in_register_order``). An item is then one contiguous piece of memory whatever the shape, and both ends agree on
+(``to_fragment_layout``). An item is then one contiguous piece of memory whatever the shape, and both ends agree on
 the order.
 """
 
@@ -21,7 +21,7 @@ from tdkernels import lang as td
 from tdkernels.lang.profile import ALL_PEERS
 from tdkernels.ops.common.gemm_tile import as_aligned, gemm_tile, store_rows, swizzle
 from tdkernels.ops.common.rank_reduce import sum_of_tile
-from tdkernels.ops.common.staging import forward_item, stage_tile
+from tdkernels.ops.common.staging import copy_out_staged, stage_tile
 
 
 # Compiled once for a tile, whatever the shape, plan and size of an item: that is what makes tuning cheap.
@@ -48,7 +48,7 @@ def gemm_rs_kernel(
     items = (tiles + item_tiles - 1) // item_tiles
     pieces = ranks * items * (1 + item_tiles)
 
-    piece = td.ticket_of(td.take_first_ticket(ctx, signal))
+    piece = td.await_work_item(td.take_first_ticket(ctx, signal))
     while piece < pieces:
         trace = (trace_ptr, piece)
         td.mark(trace, "starts")
@@ -61,13 +61,13 @@ def gemm_rs_kernel(
                 first = item % items * item_tiles  # of its tiles
                 staged = item.to(tl.int64) * item_tiles
                 slot = (me * items).to(tl.int64) * item_tiles + first
-                answer = forward_item(
+                answer = copy_out_staged(
                     ctx, stage_ptr.to(tl.int64) + staged * TILE_BYTES, td.data_at(ctx, half, owner) + slot * TILE_BYTES,
                     staged, tl.minimum(item_tiles, tiles - first), owner,
                     td.signal_at(ctx, half, me * items + item % items), signal, epoch, TILE_BYTES, COPY_WORDS, trace,
                 )
             else:
-                answer = td.take_ticket(ctx)
+                answer = td.fetch_work_item(ctx)
         else:
             tile = period % items * item_tiles + place - 1
             if tile < tiles:
@@ -80,7 +80,7 @@ def gemm_rs_kernel(
                     tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32), x_ptr, x_desc, 0, owner * M_shard + row,
                     ranks * M_shard, w_ptr, w_desc, col, stride_w, N, K, K, PRODUCT,
                 )
-                answer = td.take_ticket(ctx)
+                answer = td.fetch_work_item(ctx)
                 if owner != me:
                     td.mark(trace, "stores")
                     staged = period.to(tl.int64) * item_tiles + place - 1
@@ -97,8 +97,8 @@ def gemm_rs_kernel(
                     )
                     store_rows(z_ptr, z, row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N), M_shard, N)
             else:
-                answer = td.take_ticket(ctx)
+                answer = td.fetch_work_item(ctx)
         td.mark(trace, "finishes")
-        piece = td.ticket_of(answer)
+        piece = td.await_work_item(answer)
         td.mark(trace, "ends")
     td.finish(ctx)

@@ -8,14 +8,14 @@ A tile leaves by the copy engine of the multiprocessor (TMA), which takes it fro
 program multiplies the next tile; only then the program makes sure that it has arrived, and says so. Nothing is staged
 in our own memory, and nobody forwards. Where there is no such engine, a program stores its tile at the peer itself.
 
-Tiles travel in register order (``common.gemm_tile.in_register_order``), as [BLOCK_M, BLOCK_N] like any other tile.
+Tiles travel in register order (``common.gemm_tile.to_fragment_layout``), as [BLOCK_M, BLOCK_N] like any other tile.
 """
 
 import triton.language as tl
 
 from tdkernels import lang as td
 from tdkernels.lang.profile import ALL_PEERS
-from tdkernels.ops.common.gemm_tile import as_aligned, gemm_tile, in_register_order, store_rows, swizzle
+from tdkernels.ops.common.gemm_tile import as_aligned, gemm_tile, store_rows, swizzle, to_fragment_layout
 from tdkernels.ops.common.rank_reduce import sum_of_tile
 
 
@@ -86,7 +86,7 @@ def gemm_rs_direct_kernel(
         if owner != me:
             td.mark(trace, "pushes", owner)
             slot = me * tiles + piece % tiles
-            partial = in_register_order(td.from_float32(acc, DTYPE), BLOCK_M, BLOCK_N)
+            partial = to_fragment_layout(td.from_float32(acc, DTYPE), BLOCK_M, BLOCK_N)
             if BY_ENGINE:
                 if piece != first:
                     _announce(ctx, piece - programs, tiles, half, signal, me, RANKS, True)

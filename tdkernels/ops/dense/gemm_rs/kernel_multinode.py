@@ -35,10 +35,10 @@ import triton.language as tl
 
 from tdkernels import lang as td
 from tdkernels.lang.profile import ALL_PEERS
-from tdkernels.ops.common.gemm_tile import as_aligned, gemm_tile, in_register_order, store_rows, swizzle
+from tdkernels.ops.common.gemm_tile import as_aligned, gemm_tile, store_rows, swizzle, to_fragment_layout
 from tdkernels.ops.common.node_reduce import sum_of_tile_over_nodes
 from tdkernels.ops.common.rank_reduce import sum_of_tile
-from tdkernels.ops.common.staging import forward_item, stage_tile
+from tdkernels.ops.common.staging import copy_out_staged, stage_tile
 
 
 @td.jit
@@ -63,7 +63,7 @@ def _put_node_sum(
 
     Rank s of our node has its partial at ``parts + s * part_bytes``; the sum is sent from our own place there.
     """
-    answer = td.take_ticket(ctx)
+    answer = td.fetch_work_item(ctx)
     td.mark(trace, "sums")
     if LOCAL > 1:
         total = sum_of_tile(acc, parts, part_bytes, None, 0, 0, local, DTYPE, LOCAL, BLOCK_M, BLOCK_N, False)
@@ -71,11 +71,11 @@ def _put_node_sum(
         total = td.from_float32(acc, DTYPE)
     src = parts + local * part_bytes
     tl.store(
-        td.pointer_to(src, DTYPE) + tl.arange(0, BLOCK_M * BLOCK_N), in_register_order(total, BLOCK_M, BLOCK_N)
+        td.pointer_to(src, DTYPE) + tl.arange(0, BLOCK_M * BLOCK_N), to_fragment_layout(total, BLOCK_M, BLOCK_N)
     )
     td.mark(trace, "pushes", owner)
     # waiter: the owner's program for the same tile
-    td.put_signal(ctx, dst, src, TILE_BYTES, signal_ptr, signal, owner, PASSES_ON=True)
+    td.put_signal(ctx, dst, src, TILE_BYTES, signal_ptr, signal, owner, CHECK_FAILED=True)
     return answer
 
 
@@ -109,7 +109,7 @@ def gemm_rs_nodes_kernel(
     sums_offset = RANKS * part_bytes
     pieces = RANKS * items * (FORWARDS + item_tiles)
 
-    piece = td.ticket_of(td.take_first_ticket(ctx, signal))
+    piece = td.await_work_item(td.take_first_ticket(ctx, signal))
     while piece < pieces:
         trace = (trace_ptr, piece)
         td.mark(trace, "starts")
@@ -123,14 +123,14 @@ def gemm_rs_nodes_kernel(
                 first = item % items * item_tiles  # of its tiles
                 staged = _staged(item, items, item_tiles, LOCAL)
                 slot = (node * LOCAL + own_local) * part_bytes + first.to(tl.int64) * TILE_BYTES
-                answer = forward_item(
+                answer = copy_out_staged(
                     ctx, stage_ptr.to(tl.int64) + staged * TILE_BYTES, td.data_at(ctx, half, peer) + slot,
                     staged, tl.minimum(item_tiles, tiles - first), peer,
                     td.signal_at(ctx, half, (node * LOCAL + own_local) * items + item % items), signal, epoch,
                     TILE_BYTES, COPY_WORDS, trace,
                 )
             else:
-                answer = td.take_ticket(ctx)
+                answer = td.fetch_work_item(ctx)
         else:
             tile = period % items * item_tiles + place
             if tile < tiles:
@@ -145,7 +145,7 @@ def gemm_rs_nodes_kernel(
                     RANKS * M_shard, w_ptr, w_desc, col, stride_w, N, K, K, PRODUCT,
                 )
                 if local != own_local:
-                    answer = td.take_ticket(ctx)
+                    answer = td.fetch_work_item(ctx)
                     td.mark(trace, "stores")
                     staged = _staged(period, items, item_tiles, LOCAL) + place
                     stage_tile(ctx, stage_ptr + staged * TILE, staged, acc, epoch, BLOCK_M, BLOCK_N)
@@ -155,7 +155,7 @@ def gemm_rs_nodes_kernel(
                     parts = data + node * LOCAL * part_bytes + of_tile
                     if LOCAL > 1:
                         td.mark(trace, "waits", ALL_PEERS)
-                        # producer: forward_item of every node peer
+                        # producer: copy_out_staged of every node peer
                         item = tile // item_tiles
                         td.wait_plan_node(
                             ctx, td.signal_at(ctx, half, node * LOCAL * items + item), items, signal
@@ -175,7 +175,7 @@ def gemm_rs_nodes_kernel(
                                 ctx, td.signal_at(ctx, half, RANKS * items + other * tiles + tile), signal,
                                 other * LOCAL + own_local,
                             )
-                        answer = td.take_ticket(ctx)
+                        answer = td.fetch_work_item(ctx)
                         td.mark(trace, "sums")
                         z = sum_of_tile_over_nodes(
                             acc, parts, data + sums_offset + of_tile, part_bytes, bias_ptr, col, N,
@@ -183,8 +183,8 @@ def gemm_rs_nodes_kernel(
                         )
                         store_rows(z_ptr, z, row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N), M_shard, N)
             else:
-                answer = td.take_ticket(ctx)
+                answer = td.fetch_work_item(ctx)
         td.mark(trace, "finishes")
-        piece = td.ticket_of(answer)
+        piece = td.await_work_item(answer)
         td.mark(trace, "ends")
     td.finish(ctx)

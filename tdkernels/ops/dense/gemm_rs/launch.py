@@ -12,7 +12,7 @@ from tdkernels.ops.dense.gemm_rs import launch_direct, launch_multinode, pipelin
 from tdkernels.ops.dense.gemm_rs.kernel import gemm_rs_kernel
 from tdkernels.rounding import cdiv
 from tdkernels.runtime import gpu, recorder
-from tdkernels.runtime.kernel_launch import Launch, to_be_made
+from tdkernels.runtime.kernel_launch import Launch, output_spec
 from tdkernels.symm import get_workspace
 
 
@@ -90,8 +90,8 @@ def _prepare(workspace, x, weight, bias, config):
         "gemm_rs", fields, world_size * slots * tiles.block_m * tiles.block_n * x.element_size(), world_size * items,
         num_flags=(world_size - 1) * slots,
     )
-    stage = to_be_made(x, (world_size - 1) * slots * tiles.block_m * tiles.block_n)
-    z = to_be_made(x, rows, n)
+    stage = output_spec(x, (world_size - 1) * slots * tiles.block_m * tiles.block_n)
+    z = output_spec(x, rows, n)
     args, constants = _arguments(workspace.ctx, x, weight, bias, z, stage, rows, lag, plan, world_size, config)
     pieces = world_size * items * (1 + config.item_tiles)
     programs = min(pieces, gpu.resident_programs(x.device, tiles, x.dtype))

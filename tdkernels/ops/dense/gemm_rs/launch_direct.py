@@ -6,7 +6,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tdkernels.ops.common import gemm_operands
 from tdkernels.ops.dense.gemm_rs.kernel_direct import gemm_rs_direct_kernel
 from tdkernels.runtime import gpu, recorder
-from tdkernels.runtime.kernel_launch import Launch, to_be_made
+from tdkernels.runtime.kernel_launch import Launch, output_spec
 
 MAX_RANKS = 8  # one descriptor for each peer is an argument of its own
 
@@ -81,7 +81,7 @@ def prepare(workspace, x, weight, bias, config, fields):
     plan = workspace.prepare(
         "gemm_rs", fields, slots * tiles.block_m * tiles.block_n * x.element_size(), world_size * count
     )
-    z = to_be_made(x, rows, n)
+    z = output_spec(x, rows, n)
     peers = _peer_descriptors(workspace, x.dtype, tiles, slots) if gemm_operands.tma_fits(x, weight) else None
     args, constants = _arguments(workspace.ctx, x, weight, bias, z, peers, rows, plan, world_size, config)
     programs = min(count * (world_size - 1), gpu.num_sms(x.device))  # of each half

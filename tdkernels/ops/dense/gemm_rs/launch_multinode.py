@@ -7,7 +7,7 @@ from tdkernels.ops.common.staging import COPY_WORDS
 from tdkernels.ops.dense.gemm_rs.kernel_multinode import gemm_rs_nodes_kernel
 from tdkernels.rounding import cdiv
 from tdkernels.runtime import gpu, recorder
-from tdkernels.runtime.kernel_launch import Launch, to_be_made
+from tdkernels.runtime.kernel_launch import Launch, output_spec
 
 
 def _arguments(ctx, x, weight, bias, z, stage, rows, lag, plan, world_size, num_nodes, config):
@@ -50,8 +50,8 @@ def prepare(workspace, x, weight, bias, config, fields):
         "gemm_rs", fields, (ranks + nodes) * slots * tiles.block_m * tiles.block_n * x.element_size(),
         ranks * items + nodes * count, num_flags=staged,
     )
-    stage = to_be_made(x, max(staged * tiles.block_m * tiles.block_n, 1))
-    z = to_be_made(x, rows, n)
+    stage = output_spec(x, max(staged * tiles.block_m * tiles.block_n, 1))
+    z = output_spec(x, rows, n)
     args, constants = _arguments(workspace.ctx, x, weight, bias, z, stage, rows, lag, plan, ranks, nodes, config)
     pieces = ranks * items * ((local > 1) + config.item_tiles)
     programs = min(pieces, gpu.resident_programs(x.device, tiles, x.dtype))

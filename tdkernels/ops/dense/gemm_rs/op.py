@@ -31,7 +31,7 @@ from tdkernels.ops.dense.call import forward, keep_call
 from tdkernels.ops.dense.gemm_rs import launch
 from tdkernels.ops.dense.gemm_rs.config import GemmRsConfig
 from tdkernels.runtime import autograd, torch_op
-from tdkernels.runtime.call_cache import find_run
+from tdkernels.runtime.call_cache import lookup_run
 from tdkernels.symm import resolve_group
 
 
@@ -89,7 +89,7 @@ class _GemmRs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dz):
-        autograd.refuse_second_derivatives("gemm_rs")
+        autograd.reject_second_derivatives("gemm_rs")
         x, weight = ctx.saved_tensors
         need = ctx.needs_input_grad[:3]
         grads = torch.ops.tdkernels.gemm_rs_backward(dz, x, weight, *need, ctx.group, ctx.config)
@@ -118,7 +118,7 @@ def gemm_rs(x, weight, bias=None, *, group=None, config=None):
     Source:   reduction in the epilogue of the owner's tiles: FLUX (https://arxiv.org/abs/2406.06858)
     """
     group = resolve_group(group)
-    known, key = find_run("gemm_rs", group, (x, weight, bias), (config, get_mode()))
+    known, key = lookup_run("gemm_rs", group, (x, weight, bias), (config, get_mode()))
     if known is not None:
         return known(group, x, weight, bias)
     x, weight, bias = autograd.apply_autocast(x, weight, bias)

@@ -4,7 +4,7 @@ The parts for rank + 1 come first, our own last; the ranks' parts are then added
 rounded to the dtype of x. No multiprocessor is taken from the product; the sum is read and written once more.
 """
 
-from tdkernels.ops.collectives.async_reduce_scatter import Scatter
+from tdkernels.ops.collectives.async_reduce_scatter import AsyncReduceScatter
 from tdkernels.ops.dense.vendor_gemm import cut, product
 from tdkernels.symm.group import group_state
 from tdkernels.symm.whole_call import whole_call
@@ -24,7 +24,7 @@ def start(operator, fields, x, weight, group, pieces):
     refuse_nodes(operator, group_state(group))
     rows = x.shape[0] // group.size()
     part_bytes = rows * weight.shape[0] * x.element_size()
-    return Scatter(operator, fields, part_bytes, group, x.device, len(cut(rows, pieces)), passes_on=False)
+    return AsyncReduceScatter(operator, fields, part_bytes, group, x.device, len(cut(rows, pieces)), passes_on=False)
 
 
 def send_products(scatter, x, weight, pieces):

@@ -22,7 +22,7 @@ from tdkernels.ops.experts.dispatch.request import DispatchRequest
 from tdkernels.ops.experts.dispatch.route import plan_route, refuse_too_many, route
 from tdkernels.ops.experts.dispatch.validation import check_most_tokens, check_num_experts, check_payload
 from tdkernels.runtime import call_cache
-from tdkernels.runtime.autograd import refuse_second_derivatives
+from tdkernels.runtime.autograd import reject_second_derivatives
 from tdkernels.runtime.torch_op import outside_graphs
 from tdkernels.symm import resolve_group
 from tdkernels.symm.whole_call import whole_call
@@ -54,7 +54,7 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, _):
-        refuse_second_derivatives(_NAME)
+        reject_second_derivatives(_NAME)
         return ctx.routing.combine(dout)[0], None, None
 
 
@@ -115,7 +115,7 @@ def all_to_all(x, splits, *, scales=None, max_tokens=None, max_tokens_per_rank=N
     """
     group = resolve_group(group)
     settings = max_tokens, max_tokens_per_rank, config, get_mode()
-    plan, key = call_cache.find(_NAME, group, (x, splits, scales), settings)
+    plan, key = call_cache.lookup(_NAME, group, (x, splits, scales), settings)
     if plan is None:
         _check(x, splits, scales, max_tokens, max_tokens_per_rank, config, group.size())
     ids, error_code = _experts_of_rows(splits, len(x))
@@ -127,7 +127,7 @@ def all_to_all(x, splits, *, scales=None, max_tokens=None, max_tokens_per_rank=N
         if request.has_too_many_tokens:
             refuse_too_many(request, None, scales)
         plan = plan_route(request)
-        call_cache.keep(group, key, plan)
+        call_cache.insert(group, key, plan)
     routing = route(plan, request)
     out, out_scales = _AllToAll.apply(x, scales, routing)
     out_splits = routing.splits

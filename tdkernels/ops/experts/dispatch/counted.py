@@ -11,7 +11,7 @@ from tdkernels.ops.experts.dispatch.kernel_dispatch import ep_dispatch_kernel
 from tdkernels.ops.experts.dispatch.payload import MAX_CHUNKS, as_memories, pieces_trace
 from tdkernels.ops.experts.dispatch.routing import Routing
 from tdkernels.rounding import next_power_of_2, round_up
-from tdkernels.runtime.kernel_launch import by_address, launch_kept
+from tdkernels.runtime.kernel_launch import launch_cached, pointer_signature
 
 _FEWEST_SLOTS = 64
 
@@ -109,9 +109,9 @@ class CountedRouting(Routing):
             tensors.quantize, tensors.gradient, tensors.first,
         )
         operands = *as_memories(tensors.tensors), *self.maps
-        launch_kept(
+        launch_cached(
             workspace, key, operands, lambda *of: launch.new_dispatch(workspace, self, tensors, phase, of),
-            lies=by_address,
+            signature=pointer_signature,
         )
 
     def agreed_slots(self):

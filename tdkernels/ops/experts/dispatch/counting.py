@@ -24,7 +24,7 @@ from tdkernels.ops.experts.dispatch.multinode.kernel_route import (
 from tdkernels.ops.experts.dispatch.multinode.routing import MultinodeRouting, line_bytes
 from tdkernels.ops.experts.dispatch.request import RoutingShape
 from tdkernels.rounding import cdiv, next_power_of_2
-from tdkernels.runtime.kernel_launch import CALL_NUMBER, Launch, by_address, launch_kept
+from tdkernels.runtime.kernel_launch import CALL_NUMBER, Launch, launch_cached, pointer_signature
 from tdkernels.symm import get_workspace
 
 _FEW_TILES = 32  # up to which the last program adds up the counts, without a launch of its own
@@ -76,18 +76,18 @@ def count(plan, request):
     splits = empty_splits(shape, device)
     listen(workspace, shape.operator, request.operand or TopkIds(request.ids, shape.num_experts))
     _launch(workspace, counting, request.ids.contiguous(), request.error_code, tables, splits)
-    facts = None
+    summary = None
     if shape.max_tokens is None:
-        begin = layout.facts_begin(shape.num_experts, shape.world_size)
-        facts = tables[0][begin : begin + layout.NUM_FACTS.value].tolist()
+        begin = layout.summary_begin(shape.num_experts, shape.world_size)
+        summary = tables[0][begin : begin + layout.SUMMARY_WORDS.value].tolist()
         workspace.check()
     common = {
         "shape": shape, "group": request.group, "config": plan.config, "config_is_given": plan.config_is_given,
         "tables": tables[0], "splits": splits,
     }
     if local is not None:
-        return _multinode_routing(common, local, tables[1], facts)
-    return _counted_routing(common, plan.per_choice, facts)
+        return _multinode_routing(common, local, tables[1], summary)
+    return _counted_routing(common, plan.per_choice, summary)
 
 
 def _new_tables(counting, device):
@@ -102,23 +102,23 @@ def _new_tables(counting, device):
     return *tables, torch.empty(length, dtype=torch.int32, device=device)
 
 
-def _counted_routing(common, per_choice, facts):
+def _counted_routing(common, per_choice, summary):
     shape = common["shape"]
     rows = staged = shape.max_tokens
     reach = None
-    if facts is not None:
-        rows, staged = facts[Fact.ROWS], facts[Fact.MOST_STAGED]
-        reach = Reach(_rows_for(facts[Fact.MOST_ROWS]), _rows_for(facts[Fact.MOST_TOKENS] * shape.choices))
+    if summary is not None:
+        rows, staged = summary[Fact.ROWS], summary[Fact.MOST_STAGED]
+        reach = Reach(_rows_for(summary[Fact.MOST_ROWS]), _rows_for(summary[Fact.MOST_TOKENS] * shape.choices))
     elif per_choice:
         tokens = shape.max_tokens_per_rank or shape.max_tokens
         reach = Reach(_rows_for(rows), _rows_for(min(rows, shape.choices * tokens)))
     return CountedRouting(**common, rows=rows, staged=staged, slots=slots_for(staged), reach=reach)
 
 
-def _multinode_routing(common, local_world_size, node_tables, facts):
+def _multinode_routing(common, local_world_size, node_tables, summary):
     rows = staged = crossing = common["shape"].max_tokens
-    if facts is not None:
-        rows, staged, crossing = facts[Fact.ROWS], facts[Fact.MOST_HERE], facts[Fact.MOST_PASSED]
+    if summary is not None:
+        rows, staged, crossing = summary[Fact.ROWS], summary[Fact.MOST_HERE], summary[Fact.MOST_PASSED]
     return MultinodeRouting(
         **common, rows=rows, staged=staged, slots=slots_for(staged), local_world_size=local_world_size,
         node_tables=node_tables, node_slots=slots_for(crossing),
@@ -158,9 +158,9 @@ def _launch(workspace, counting, ids, error_code, tables, splits):
     if counting.local_world_size is not None:
         steps.append(_place)
     for step in steps:
-        launch_kept(
+        launch_cached(
             workspace, (step, counting), (ids, error_code, *tables, splits),
-            lambda *of, step=step: step(workspace, counting, of), lies=by_address,
+            lambda *of, step=step: step(workspace, counting, of), signature=pointer_signature,
         )
 
 
@@ -197,7 +197,7 @@ def _count(workspace, counting, operands):
     kernel = ep_route_kernel if counting.local_world_size is None else ep_route_nodes_kernel
     grid = (counting.tiles,)
     # ``listen`` has just checked for errors of earlier launches.
-    return Launch(workspace, kernel, grid, args, constants, operands, [], [workspace.ctx], looks=False)
+    return Launch(workspace, kernel, grid, args, constants, operands, [], [workspace.ctx], checks_errors=False)
 
 
 def _agree(workspace, counting, operands):
@@ -209,7 +209,7 @@ def _agree(workspace, counting, operands):
     args = workspace.ctx, error_code, *written, shape.tokens, counting.tiles, capacity, plan, CALL_NUMBER
     kernel = ep_agree_kernel if counting.local_world_size is None else ep_agree_nodes_kernel
     grid = (cdiv(counting.columns, constants["BLOCK"]),)
-    return Launch(workspace, kernel, grid, args, constants, operands, [], [workspace.ctx], looks=False)
+    return Launch(workspace, kernel, grid, args, constants, operands, [], [workspace.ctx], checks_errors=False)
 
 
 def _place(workspace, counting, operands):
@@ -221,5 +221,6 @@ def _place(workspace, counting, operands):
         "LOCAL": counting.local_world_size,
     }
     return Launch(
-        workspace, ep_places_kernel, (counting.tiles,), args, constants, operands, [], [workspace.ctx], looks=False
+        workspace, ep_places_kernel, (counting.tiles,), args, constants, operands, [], [workspace.ctx],
+        checks_errors=False,
     )

@@ -21,20 +21,20 @@ import triton.language as tl
 from tdkernels import lang as td
 from tdkernels.lang.profile import ALL_PEERS
 from tdkernels.ops.experts.dispatch.layout import (
-    GOES,
     MAX_CHUNKS,
     MOST_TOKENS,
+    VALID,
     chunk_at,
     chunk_of,
     chunks_at_most,
     experts_at,
-    facts_at,
     parts_at,
+    peer_offset_at,
     places_at,
+    recv_offsets_at,
     sent_at,
     slot_at,
-    their_at,
-    theirs_at,
+    summary_at,
     tokens_of,
     whole_items,
 )
@@ -137,8 +137,8 @@ def send_chunk(
     blocks = (items + BLOCK - 1) // BLOCK
     first = tl.load(chunk_at(came, owner, chunk))
     end = first + tl.load(chunk_at(came, owner, chunk) + 1)
-    staged = tl.load(theirs_at(tables, EXPERTS, RANKS) + owner)
-    goes = tl.load(their_at(tables, EXPERTS, RANKS) + owner)
+    staged = tl.load(recv_offsets_at(tables, EXPERTS, RANKS) + owner)
+    goes = tl.load(peer_offset_at(tables, EXPERTS, RANKS) + owner)
     area = td.data_at(ctx, half, to)
     is_sent = td.is_void(signal) == 0  # the peer may still read what an earlier launch has sent
     for i in range(first, end):
@@ -308,12 +308,12 @@ def ep_combine_kernel(
     items = whole_items(items, DTYPE, ALIGNED)
     epoch, half, signal = td.call(ctx, plan)
     me = td.rank(ctx)
-    facts = facts_at(tables, EXPERTS, RANKS)
-    goes = tl.load(facts + GOES)
+    summary = summary_at(tables, EXPERTS, RANKS)
+    goes = tl.load(summary + VALID)
     pid = tl.program_id(0)
     # One loop or the other runs; none if a peer did not come when the routing was exchanged.
     if RANKS > 1:
-        work = chunks_at_most(tl.load(facts + MOST_TOKENS), chunk_tokens) * (RANKS - 1)
+        work = chunks_at_most(tl.load(summary + MOST_TOKENS), chunk_tokens) * (RANKS - 1)
         first_piece = tl.where((goes > 0) & (pid < num_senders), pid, work)
         for piece in range(first_piece, work, tl.maximum(num_senders, 1)):
             owner = (me + 1 + piece % (RANKS - 1)) % RANKS

@@ -26,20 +26,20 @@ from tdkernels.ops.experts.dispatch.kernel_payload import (
     write_block,
 )
 from tdkernels.ops.experts.dispatch.layout import (
-    GOES,
     MAX_CHUNKS,
     MOST_TOKENS,
+    VALID,
     chunk_at,
     chunk_of,
     chunks_at_most,
     experts_at,
-    facts_at,
-    ours_at,
     places_at,
+    recv_offsets_at,
     rows_at,
+    send_offsets_at,
     sent_at,
     slot_at,
-    theirs_at,
+    summary_at,
     tiles_at,
     tokens_of,
     whole_items,
@@ -238,8 +238,8 @@ def ep_dispatch_kernel(
     call = td.call(ctx, plan)
     epoch, half, signal = call
     me = td.rank(ctx)
-    facts = facts_at(tables, EXPERTS, RANKS)
-    goes = tl.load(facts + GOES)
+    summary = summary_at(tables, EXPERTS, RANKS)
+    goes = tl.load(summary + VALID)
     pid = tl.program_id(0)
     # One loop or the other runs; none if a peer did not come when the routing was exchanged, or in a void launch: a
     # peer may still read what an earlier launch has sent.
@@ -247,13 +247,13 @@ def ep_dispatch_kernel(
     runs = (goes > 0) | (FIRST & (goes == 0))  # of one that was refused only what its call launches: see the combine
     is_void = td.is_void_for_all(signal)
     runs &= is_void == 0
-    tl.store(facts + GOES, -1, mask=is_void)  # no combine may go by tables that are not complete
+    tl.store(summary + VALID, -1, mask=is_void)  # no combine may go by tables that are not complete
     first_chunk = tl.where(runs & (pid < num_senders), pid, chunks)
     areas = _areas(ctx, half, RANKS)
     ranks = tl.arange(0, triton.next_power_of_2(RANKS))
     row_bytes, scale_bytes = staged_bytes(size, PAYLOAD)
     scales_begin, places_begin, slot_bytes = slot_parts(row_bytes, scale_bytes, K)
-    ours = tl.load(ours_at(tables, EXPERTS, RANKS) + ranks, mask=ranks < RANKS, other=0).to(tl.int64)
+    ours = tl.load(send_offsets_at(tables, EXPERTS, RANKS) + ranks, mask=ranks < RANKS, other=0).to(tl.int64)
     firsts = areas + 8 * MAX_CHUNKS * RANKS + ours * slot_bytes
     for chunk in range(first_chunk, chunks, tl.maximum(num_senders, 1)):
         trace = (trace_ptr, chunk)
@@ -267,7 +267,7 @@ def ep_dispatch_kernel(
         td.mark(trace, "ends")
     if RANKS > 1:
         area = td.data_at(ctx, half, me)
-        work = chunks_at_most(tl.load(facts + MOST_TOKENS), chunk_tokens) * (RANKS - 1)
+        work = chunks_at_most(tl.load(summary + MOST_TOKENS), chunk_tokens) * (RANKS - 1)
         first_piece = tl.where(runs & (pid >= num_senders), pid - num_senders, work)
         for piece in range(first_piece, work, tl.maximum(tl.num_programs(0) - num_senders, 1)):
             source = (me + 1 + piece % (RANKS - 1)) % RANKS
@@ -277,17 +277,17 @@ def ep_dispatch_kernel(
                 trace = (trace_ptr, MAX_CHUNKS + piece)
                 td.mark(trace, "starts")
                 td.mark(trace, "waits", source)
-                staged = tl.load(theirs_at(tables, EXPERTS, RANKS) + source)
+                staged = tl.load(recv_offsets_at(tables, EXPERTS, RANKS) + source)
                 # producer: the source's sender of this chunk
                 seen = td.wait_plan(ctx, td.signal_at(ctx, half, 0) + source * MAX_CHUNKS + chunk, signal, source)
-                if td.in_time(seen, signal):
+                if td.completed(seen, signal):
                     td.mark(trace, "receives", source)
                     receive_chunk(
                         area, source, chunk, staged, came, size, outputs,
                         FIRST, K, RANKS, PAYLOAD,
                     )
                 else:
-                    tl.store(facts + GOES, -1)  # no combine may go by tables that are not complete
+                    tl.store(summary + VALID, -1)  # no combine may go by tables that are not complete
                 td.mark(trace, "finishes")
                 td.mark(trace, "ends")
     td.finish(ctx, ADVANCE, (FIRST | (goes != 0)).to(tl.int32))

@@ -32,18 +32,18 @@ from tdkernels.ops.experts.dispatch.kernel_low_latency_send import (
     slot_of,
 )
 from tdkernels.ops.experts.dispatch.kernel_payload import read_block, spread
-from tdkernels.ops.experts.dispatch.kernel_route import lay_out_rows, state_facts
+from tdkernels.ops.experts.dispatch.kernel_route import lay_out_rows, store_summary
 from tdkernels.ops.experts.dispatch.layout import (
-    GOES,
     MAX_CHUNKS,
+    VALID,
     chunk_at,
     counts_of,
     experts_at,
-    facts_at,
-    ours_at,
     places_at,
+    send_offsets_at,
     sent_at,
     slot_at,
+    summary_at,
     whole_items,
 )
 
@@ -65,7 +65,7 @@ def _settle(
             counts = tl.load(line_of(area, source, EXPERTS, RANKS) + columns, mask=columns < C)
             tl.store(counts_of(tables, source, EXPERTS, RANKS) + columns, counts, mask=columns < C)
     ranks = tl.arange(0, triton.next_power_of_2(RANKS))
-    ours = ours_at(tables, EXPERTS, RANKS) + ranks
+    ours = send_offsets_at(tables, EXPERTS, RANKS) + ranks
     for table in tl.static_range(4):  # ours, theirs, parts, their: S slots for each rank, in the order of the ranks
         begins = tl.where((table == 0) | (table == 3), me, ranks) * most
         tl.store(ours + table * RANKS, begins, mask=ranks < RANKS)
@@ -73,9 +73,9 @@ def _settle(
     rows = lay_out_rows(tables, splits_ptr, me, BY_SOURCE, EXPERTS, RANKS)
     tl.debug_barrier()  # splits may be stored again
     nothing = tl.full((), 0, tl.int32)
-    state_facts(ctx, tables, splits_ptr, me, rows, nothing, capacity, call, BY_SOURCE, EXPERTS, RANKS)
+    store_summary(ctx, tables, splits_ptr, me, rows, nothing, capacity, call, BY_SOURCE, EXPERTS, RANKS)
     # A receiver that gave up meanwhile has said so, and that may just have been written over. It had given up before.
-    goes = facts_at(tables, EXPERTS, RANKS) + GOES
+    goes = summary_at(tables, EXPERTS, RANKS) + VALID
     tl.atomic_add(goes, 0, sem="acq_rel", scope="gpu")
     tl.store(goes, -1, mask=td.failed_for_all(ctx))
 
@@ -85,7 +85,7 @@ def _give_up(tables, splits_ptr, BY_SOURCE: tl.constexpr, EXPERTS: tl.constexpr,
     """What the tables say where a line did not come: no combine may go by them, and no product has rows."""
     SPLITS: tl.constexpr = EXPERTS if BY_SOURCE else EXPERTS // RANKS
     number = tl.arange(0, triton.next_power_of_2(SPLITS))
-    tl.store(facts_at(tables, EXPERTS, RANKS) + GOES, -1)
+    tl.store(summary_at(tables, EXPERTS, RANKS) + VALID, -1)
     tl.store(splits_ptr + number, tl.full(number.shape, 0, tl.int32), mask=number < SPLITS)
 
 
@@ -94,7 +94,7 @@ def _give_up(tables, splits_ptr, BY_SOURCE: tl.constexpr, EXPERTS: tl.constexpr,
 
 @td.jit
 def _everything_fits(area, capacity, EXPERTS: tl.constexpr, RANKS: tl.constexpr):
-    """Whether anything is to be received, as all ranks decide by the same numbers (``state_facts`` of the tables)."""
+    """Whether anything is to be received, as all ranks decide by the same numbers (``store_summary`` of the tables)."""
     R: tl.constexpr = triton.next_power_of_2(RANKS)
     C: tl.constexpr = EXPERTS + RANKS + 2
     source, rank = tl.arange(0, R)[:, None], tl.arange(0, R)[None, :]
@@ -249,7 +249,7 @@ def ep_direct_kernel(
             td.mark(trace, "waits", source)
             # producer: the source's sender of this token
             seen = td.wait_plan(ctx, signals + source * MAX_CHUNKS + token, signal, source)
-            if td.in_time(seen, signal):
+            if td.completed(seen, signal):
                 td.mark(trace, "receives", source)
                 slot = slot_of(area, source, token, most, slot_bytes, EXPERTS, RANKS)
                 here = _receive_token(
@@ -263,7 +263,7 @@ def ep_direct_kernel(
                 if source == me:
                     _complete(tables, token, num_tokens, goes, all_experts, first_rows, K, EXPERTS, RANKS)
             else:
-                tl.store(facts_at(tables, EXPERTS, RANKS) + GOES, -1)  # no combine may go by incomplete tables
+                tl.store(summary_at(tables, EXPERTS, RANKS) + VALID, -1)  # no combine may go by incomplete tables
         elif token == 0:  # a rank without tokens has one chunk, of none
             tl.store(chunk_at(came, source, token), 0)
             tl.store(chunk_at(came, source, token) + 1, 0)

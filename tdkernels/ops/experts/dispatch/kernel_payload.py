@@ -105,9 +105,9 @@ def spread(here, weights, row, row_scales, block, size, outputs, PAYLOAD: tl.con
     ALIGNED: tl.constexpr = PAYLOAD.aligned
     BLOCK: tl.constexpr = PAYLOAD.block
     ITEM_BYTES: tl.constexpr = ITEM.primitive_bitwidth // 8
-    turns, count = td.turns_of(here >= 0)
+    turns, count = td.compact_indices(here >= 0)
     for turn in range(count):
-        place = td.pick(here, turns, turn).to(tl.int64)
+        place = td.gather_lane(here, turns, turn).to(tl.int64)
         to = rows_ptr.to(tl.int64) + place * items * ITEM_BYTES
         if PAYLOAD.gradient:
             offs = block * BLOCK + tl.arange(0, BLOCK)

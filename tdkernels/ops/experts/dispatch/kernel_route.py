@@ -15,21 +15,21 @@ import triton.language as tl
 from tdkernels import lang as td
 from tdkernels.ops.experts.dispatch.layout import (
     BAD_RANK,
-    GOES,
     MOST_ROWS,
     MOST_STAGED,
     MOST_TOKENS,
     ROWS,
+    VALID,
     counts_of,
     experts_at,
-    facts_at,
-    ours_at,
     parts_at,
+    peer_offset_at,
     places_at,
+    recv_offsets_at,
     rows_at,
+    send_offsets_at,
     sent_at,
-    their_at,
-    theirs_at,
+    summary_at,
     tiles_at,
 )
 
@@ -201,10 +201,10 @@ def _lay_out_tokens(tables, me, EXPERTS: tl.constexpr, RANKS: tl.constexpr):
     mask = ranks < RANKS
     going = td.running_sum(tokens, 0) - tokens  # from the ranks before, to the same
     coming = td.running_sum(tokens, 1) - tokens  # of the same rank's tokens, with the ranks before
-    tl.store(ours_at(tables, EXPERTS, RANKS) + ranks, td.sum_of(tl.where(source == me, going, 0), 0), mask=mask)
-    tl.store(theirs_at(tables, EXPERTS, RANKS) + ranks, td.sum_of(tl.where(dest == me, going, 0), 1), mask=mask)
+    tl.store(send_offsets_at(tables, EXPERTS, RANKS) + ranks, td.sum_of(tl.where(source == me, going, 0), 0), mask=mask)
+    tl.store(recv_offsets_at(tables, EXPERTS, RANKS) + ranks, td.sum_of(tl.where(dest == me, going, 0), 1), mask=mask)
     tl.store(parts_at(tables, EXPERTS, RANKS) + ranks, td.sum_of(tl.where(source == me, coming, 0), 0), mask=mask)
-    tl.store(their_at(tables, EXPERTS, RANKS) + ranks, td.sum_of(tl.where(dest == me, coming, 0), 1), mask=mask)
+    tl.store(peer_offset_at(tables, EXPERTS, RANKS) + ranks, td.sum_of(tl.where(dest == me, coming, 0), 1), mask=mask)
     return tl.maximum(td.max_of(td.sum_of(tokens, 0), 0), td.max_of(td.sum_of(tokens, 1), 0))
 
 
@@ -217,7 +217,7 @@ def _most_tokens(tables, EXPERTS: tl.constexpr, RANKS: tl.constexpr):
 
 
 @td.jit
-def state_facts(
+def store_summary(
     ctx, tables, splits_ptr, me, rows, staged, capacity, call,
     BY_SOURCE: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr,
 ):
@@ -237,22 +237,22 @@ def state_facts(
     # What a peer that did not come would have sent is not to be used as an address, and nobody is to hear of it.
     is_broken = td.failed_for_all(ctx)
     goes = (bad_rank < 0) & (needed <= capacity) & (is_broken == 0)
-    facts = facts_at(tables, EXPERTS, RANKS)
-    tl.store(facts + GOES, tl.where(is_broken, -1, goes.to(tl.int32)))
-    tl.store(facts + ROWS, tl.where(goes, td.sum_of(tl.where(ranks == me, rows, 0), 0), 0))
-    tl.store(facts + MOST_ROWS, tl.where(is_broken, 0, most_rows))
-    tl.store(facts + MOST_STAGED, tl.where(is_broken, 0, staged))
-    tl.store(facts + BAD_RANK, bad_rank)
-    tl.store(facts + MOST_TOKENS, tl.where(is_broken, 0, most_tokens))
+    summary = summary_at(tables, EXPERTS, RANKS)
+    tl.store(summary + VALID, tl.where(is_broken, -1, goes.to(tl.int32)))
+    tl.store(summary + ROWS, tl.where(goes, td.sum_of(tl.where(ranks == me, rows, 0), 0), 0))
+    tl.store(summary + MOST_ROWS, tl.where(is_broken, 0, most_rows))
+    tl.store(summary + MOST_STAGED, tl.where(is_broken, 0, staged))
+    tl.store(summary + BAD_RANK, bad_rank)
+    tl.store(summary + MOST_TOKENS, tl.where(is_broken, 0, most_tokens))
     if goes == 0:
         local = tl.arange(0, LOCAL)
         for source in range(RANKS if BY_SOURCE else 1):
             nothing = tl.full((LOCAL,), 0, tl.int32)
             tl.store(splits_ptr + source * (EXPERTS // RANKS) + local, nothing, mask=local < EXPERTS // RANKS)
-    td.note_if(ctx, (bad_rank >= 0) & (is_broken == 0), NOTE_BAD_IDS, bad_rank, how_bad, bad_rank, call)
+    td.report_if(ctx, (bad_rank >= 0) & (is_broken == 0), NOTE_BAD_IDS, bad_rank, how_bad, bad_rank, call)
     capacity = tl.full((), 0, tl.int64) + capacity
     overflows = (bad_rank < 0) & (needed > capacity) & (is_broken == 0)
-    td.note_if(ctx, overflows, NOTE_OVERFLOW, most_rows, staged, capacity, call)
+    td.report_if(ctx, overflows, NOTE_OVERFLOW, most_rows, staged, capacity, call)
 
 
 @td.jit
@@ -268,7 +268,7 @@ def _agree(
     if WHOLE:
         staged = tl.maximum(staged, _most_tokens(tables, EXPERTS, RANKS) * K)
     tl.debug_barrier()  # splits may be stored again
-    state_facts(ctx, tables, splits_ptr, me, rows, staged, capacity, call, BY_SOURCE, EXPERTS, RANKS)
+    store_summary(ctx, tables, splits_ptr, me, rows, staged, capacity, call, BY_SOURCE, EXPERTS, RANKS)
 
 
 @td.jit(do_not_specialize=["num_tokens", "capacity", "plan", "call"])
@@ -284,7 +284,7 @@ def ep_route_kernel(
     num_tokens = tl.cast(num_tokens, tl.int32)
     count_tile(ids_ptr, tables, tl.program_id(0), num_tokens, K, EXPERTS, RANKS, N)
     if AGREE:
-        if td.arrive(td.flag_at(ctx, 0), tl.num_programs(0)):
+        if td.is_last_arriver(td.flag_at(ctx, 0), tl.num_programs(0)):
             me, tiles = td.rank(ctx), tl.num_programs(0)
             for start in range(0, EXPERTS + RANKS + 2, BLOCK):
                 add_up(tables, me, start, tiles, num_tokens, bad_ptr, K, EXPERTS, RANKS, BLOCK, AT_ONCE)
@@ -303,6 +303,6 @@ def ep_agree_kernel(
     num_tokens, tiles = tl.cast(num_tokens, tl.int32), tl.cast(tiles, tl.int32)
     start = tl.program_id(0) * BLOCK
     add_up(tables, td.rank(ctx), start, tiles, num_tokens, bad_ptr, K, EXPERTS, RANKS, BLOCK, AT_ONCE)
-    if td.arrive(td.flag_at(ctx, 0), tl.num_programs(0)):
+    if td.is_last_arriver(td.flag_at(ctx, 0), tl.num_programs(0)):
         _agree(ctx, tables, splits_ptr, capacity, plan, call, WHOLE, BY_SOURCE, K, EXPERTS, RANKS)
     td.finish(ctx)

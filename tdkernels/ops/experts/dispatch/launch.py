@@ -22,7 +22,7 @@ from tdkernels.ops.experts.dispatch.payload import (
     size_of,
 )
 from tdkernels.rounding import cdiv
-from tdkernels.runtime.kernel_launch import Launch, by_address, launch_kept
+from tdkernels.runtime.kernel_launch import Launch, launch_cached, pointer_signature
 from tdkernels.symm import get_workspace
 from tdkernels.symm.group import in_step
 
@@ -164,9 +164,9 @@ def launch_combine(routing, tensors, config, phase="both"):
     workspace = get_workspace(routing.group, rows.device, "ep_combine", across_nodes=True)
     _check_turn(workspace, routing.shape.operator, tensors, "combine", phase)
     try:
-        launch_kept(
+        launch_cached(
             workspace, (phase, routing.launch_key, config, rows.shape[1]), (*tensors.tensors, *routing.maps),
-            lambda *of: _new_combine(workspace, routing, tensors, phase, config, of), lies=by_address,
+            lambda *of: _new_combine(workspace, routing, tensors, phase, config, of), signature=pointer_signature,
         )
     finally:
         workspace.pending = tensors if phase == "send" else None

@@ -33,7 +33,7 @@ _TILE_IDS = 64  # ids that a counting program compares with each other
 class Fact(enum.IntEnum):
     """The numbers at the end of the tables."""
 
-    GOES = 0  # 1: all is well; 0: ids are wrong or rows do not fit, as all ranks know; -1: a peer did not come
+    VALID = 0  # 1: all is well; 0: ids are wrong or rows do not fit, as all ranks know; -1: a peer did not come
     ROWS = 1  # that this rank receives, its own included
     MOST_ROWS = 2  # that any rank receives
     MOST_STAGED = 3  # tokens that any rank has to stage, going or coming back
@@ -43,8 +43,8 @@ class Fact(enum.IntEnum):
     MOST_PASSED = 7  # of MOST_STAGED, across nodes: that any rank sends to other nodes or passes on from them
 
 
-NUM_FACTS = tl.constexpr(8)
-GOES, ROWS = tl.constexpr(int(Fact.GOES)), tl.constexpr(int(Fact.ROWS))
+SUMMARY_WORDS = tl.constexpr(8)
+VALID, ROWS = tl.constexpr(int(Fact.VALID)), tl.constexpr(int(Fact.ROWS))
 MOST_ROWS, MOST_STAGED = tl.constexpr(int(Fact.MOST_ROWS)), tl.constexpr(int(Fact.MOST_STAGED))
 BAD_RANK, MOST_TOKENS = tl.constexpr(int(Fact.BAD_RANK)), tl.constexpr(int(Fact.MOST_TOKENS))
 MOST_HERE, MOST_PASSED = tl.constexpr(int(Fact.MOST_HERE)), tl.constexpr(int(Fact.MOST_PASSED))
@@ -52,7 +52,7 @@ MOST_HERE, MOST_PASSED = tl.constexpr(int(Fact.MOST_HERE)), tl.constexpr(int(Fac
 MAX_CHUNKS = tl.constexpr(1024)  # of one rank: so many signals are kept for it
 
 
-def facts_begin(num_experts, world_size):
+def summary_begin(num_experts, world_size):
     """Where in the tables the facts are."""
     return world_size * (num_experts + world_size + 2) + num_experts + 4 * world_size
 
@@ -61,7 +61,7 @@ def length(shape, tiles):
     """Words of the tables of a RoutingShape whose tokens are counted in so many tiles."""
     columns = shape.num_experts + shape.world_size + 2
     of_tokens = shape.tokens * (2 * shape.choices + shape.world_size)
-    return facts_begin(shape.num_experts, shape.world_size) + NUM_FACTS.value + of_tokens + tiles * columns
+    return summary_begin(shape.num_experts, shape.world_size) + SUMMARY_WORDS.value + of_tokens + tiles * columns
 
 
 def tile_ids(k):
@@ -113,34 +113,34 @@ def rows_at(tables, EXPERTS: tl.constexpr, RANKS: tl.constexpr):
 
 
 @td.jit
-def ours_at(tables, EXPERTS: tl.constexpr, RANKS: tl.constexpr):
+def send_offsets_at(tables, EXPERTS: tl.constexpr, RANKS: tl.constexpr):
     return rows_at(tables, EXPERTS, RANKS) + EXPERTS
 
 
 @td.jit
-def theirs_at(tables, EXPERTS: tl.constexpr, RANKS: tl.constexpr):
-    return ours_at(tables, EXPERTS, RANKS) + RANKS
+def recv_offsets_at(tables, EXPERTS: tl.constexpr, RANKS: tl.constexpr):
+    return send_offsets_at(tables, EXPERTS, RANKS) + RANKS
 
 
 @td.jit
 def parts_at(tables, EXPERTS: tl.constexpr, RANKS: tl.constexpr):
-    return ours_at(tables, EXPERTS, RANKS) + 2 * RANKS
+    return send_offsets_at(tables, EXPERTS, RANKS) + 2 * RANKS
 
 
 @td.jit
-def their_at(tables, EXPERTS: tl.constexpr, RANKS: tl.constexpr):
-    return ours_at(tables, EXPERTS, RANKS) + 3 * RANKS
+def peer_offset_at(tables, EXPERTS: tl.constexpr, RANKS: tl.constexpr):
+    return send_offsets_at(tables, EXPERTS, RANKS) + 3 * RANKS
 
 
 @td.jit
-def facts_at(tables, EXPERTS: tl.constexpr, RANKS: tl.constexpr):
-    return ours_at(tables, EXPERTS, RANKS) + 4 * RANKS
+def summary_at(tables, EXPERTS: tl.constexpr, RANKS: tl.constexpr):
+    return send_offsets_at(tables, EXPERTS, RANKS) + 4 * RANKS
 
 
 @td.jit
 def experts_at(tables, token, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr):
     """Of a token, as all that follow."""
-    return facts_at(tables, EXPERTS, RANKS) + NUM_FACTS + tl.cast(token, tl.int64) * K
+    return summary_at(tables, EXPERTS, RANKS) + SUMMARY_WORDS + tl.cast(token, tl.int64) * K
 
 
 @td.jit

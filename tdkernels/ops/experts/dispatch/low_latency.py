@@ -26,7 +26,7 @@ from tdkernels.ops.experts.dispatch.payload import (
     size_of,
 )
 from tdkernels.rounding import next_power_of_2, round_up
-from tdkernels.runtime.kernel_launch import CALL_NUMBER, Launch, by_address, launch_kept
+from tdkernels.runtime.kernel_launch import CALL_NUMBER, Launch, launch_cached, pointer_signature
 from tdkernels.symm import get_workspace
 
 
@@ -96,7 +96,9 @@ def _launch(routing, tensors, phase):
         tensors.quantize,
     )
     operands = *as_memories(tensors.tensors), *routing.maps, *routing.uncounted, routing.splits
-    launch_kept(workspace, key, operands, lambda *of: _new(workspace, routing, tensors, phase, of), lies=by_address)
+    launch_cached(
+        workspace, key, operands, lambda *of: _new(workspace, routing, tensors, phase, of), signature=pointer_signature
+    )
     if phase != "send":
         routing.uncounted = None
 
@@ -123,7 +125,7 @@ def _new(workspace, routing, tensors, phase, operands):
         phase, CALL_NUMBER,
     )
     # ``listen`` has just checked for errors of earlier launches, or the send phase has.
-    return Launch(workspace, kernel, (programs,), args, constants, operands, [], [workspace.ctx], looks=False)
+    return Launch(workspace, kernel, (programs,), args, constants, operands, [], [workspace.ctx], checks_errors=False)
 
 
 def low_latency_call(ctx, routing, tensors, parts, plan, known, phase="both", call=0):

@@ -36,7 +36,7 @@ from tdkernels.ops.experts.dispatch.validation import (
     check_most_tokens,
 )
 from tdkernels.runtime import autograd, call_cache
-from tdkernels.runtime.autograd import refuse_second_derivatives
+from tdkernels.runtime.autograd import reject_second_derivatives
 from tdkernels.runtime.torch_op import outside_graphs
 from tdkernels.symm import resolve_group
 from tdkernels.symm.whole_call import whole_call
@@ -156,7 +156,7 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_rows, _, d_row_weights):
-        refuse_second_derivatives("ep_dispatch")
+        reject_second_derivatives("ep_dispatch")
         wants_x, wants_weights = ctx.needs_input_grad[:2]
         if not wants_x:
             d_rows = d_row_weights.new_empty(ctx.routing.rows, 0)
@@ -175,7 +175,7 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        refuse_second_derivatives("ep_combine")
+        reject_second_derivatives("ep_combine")
         return *_ep_combine_backward(ctx.routing, dy, *ctx.saved_tensors, ctx.needs_input_grad[1]), None, None, None
 
 
@@ -208,7 +208,7 @@ def handle_of(request, topk_weights, scales, allow_torch=True):
         return EpHandle(known, topk_weights)
     bounds = request.max_tokens, request.max_tokens_per_rank
     settings = request.num_experts, request.quantize, *bounds, request.config, get_mode()
-    plan, key = call_cache.find("ep_dispatch", group, (x, topk_ids, topk_weights, scales), settings)
+    plan, key = call_cache.lookup("ep_dispatch", group, (x, topk_ids, topk_weights, scales), settings)
     if plan is None:
         check_dispatch(request, topk_weights, scales)
         check_most_tokens("ep_dispatch", request.max_tokens_per_rank, topk_ids.shape[1], group.size())
@@ -216,7 +216,7 @@ def handle_of(request, topk_weights, scales, allow_torch=True):
         if request.has_too_many_tokens:
             refuse_too_many(request, topk_weights, scales)
         plan = plan_route(request)
-        call_cache.keep(group, key, plan)
+        call_cache.insert(group, key, plan)
     return EpHandle(route(plan, request, allow_torch), topk_weights)
 
 
@@ -332,7 +332,7 @@ def checked_combine(expert_out, handle, topk_weights, group, config):
     # What decides of a routing how a combine runs.
     of_routing = routing.shape, routing.rows, routing.staged, routing.config, routing.config_is_given, routing.method
     settings = *of_routing, routing.splits.device, config, get_mode()
-    known, key = call_cache.find("ep_combine", group, (expert_out, topk_weights), settings)
+    known, key = call_cache.lookup("ep_combine", group, (expert_out, topk_weights), settings)
     if known is None:
         check_combine(expert_out, routing, topk_weights)
         check_config("ep_combine", config, EpConfig, expert_out)
@@ -340,7 +340,7 @@ def checked_combine(expert_out, handle, topk_weights, group, config):
         known = config or routing.config
         if config is None and not routing.config_is_given and routing.method == "fused":
             known = choose_config("ep_combine", routing.shape, routing.staged, group, expert_out)
-        call_cache.keep(group, key, known)
+        call_cache.insert(group, key, known)
     return handle._topk_weights if topk_weights is None else topk_weights, known
 
 

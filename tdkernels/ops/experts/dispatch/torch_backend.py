@@ -108,7 +108,7 @@ class TorchRouting(Routing):
         them has seen before are not told. ``route``, where it waits anyway, asks each time.
         """
         fields = {"way": way, **fields, "k": self.shape.choices}
-        group_state(self.group).agree_once(self.shape.operator, fields)
+        group_state(self.group).check_consensus_cached(self.shape.operator, fields)
 
     def _there(self, x, new):
         """What a token has, [T, …], by the rows [R, …] of its choices; ``new`` makes what nothing comes to."""
@@ -180,14 +180,14 @@ def _exchange_counts(shape, fields, experts, wrong, group):
     Raises ValueError on every rank when the ranks disagree about the ``fields`` of a call.
     """
     state, num_experts = group_state(group), shape.num_experts
-    state.agree_once(shape.operator, fields)
+    state.check_consensus_cached(shape.operator, fields)
     lines = torch.zeros(num_experts + 3, dtype=torch.int64, device=experts.device)
     lines.scatter_add_(0, experts, torch.ones_like(experts))
     lines[-2], lines[-1] = wrong, _digest(str(fields))
     lines = all_gather_rows(lines[None], group)
     told = lines.cpu()  # the host waits
     if (told[:, -1] != told[0, -1]).any():
-        state.agree(shape.operator, fields)  # a rank that has known its own all along hears here that others differ
+        state.check_consensus(shape.operator, fields)  # a rank whose own fields are equal hears here that others differ
     return told[:, :num_experts], lines[:, :num_experts], told[:, -2].tolist()
 
 

@@ -80,7 +80,7 @@ class _EpMoe(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        autograd.refuse_second_derivatives("ep_moe")
+        autograd.reject_second_derivatives("ep_moe")
         return *_ep_moe_backward(ctx, dy), None, None, None, None
 
 

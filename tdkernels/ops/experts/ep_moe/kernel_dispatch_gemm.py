@@ -25,7 +25,7 @@ import triton.language as tl
 from tdkernels import lang as td
 from tdkernels.ops.common.gemm_tile import as_aligned, swizzle
 from tdkernels.ops.common.work_interleaving import split_piece
-from tdkernels.ops.experts.dispatch.layout import GOES, counts_of, facts_at, rows_at
+from tdkernels.ops.experts.dispatch.layout import VALID, counts_of, rows_at, summary_at
 from tdkernels.ops.experts.ep_moe.kernel_sort import first_of_expert
 from tdkernels.ops.experts.grouped_gemm.kernel import store_product
 from tdkernels.ops.experts.grouped_gemm.tile import grouped_tile, store_gradient
@@ -98,8 +98,8 @@ def _send(
         origins, weights = _beside_rows(data, slot_rows, row_bytes)
         tl.store(origins + place, (me.to(tl.int64) << 32) + choice, mask=there)
         tl.store(weights + place, tl.load(weights_ptr + choice, mask=there, other=0.0), mask=there)
-    answer = td.take_ticket(ctx)
-    if td.arrive(td.flag_at(ctx, expert), _blocks(count, SENDING.rows)):
+    answer = td.fetch_work_item(ctx)
+    if td.is_last_arriver(td.flag_at(ctx, expert), _blocks(count, SENDING.rows)):
         # waiter: the tiles of the expert
         td.notify(ctx, td.signal_at(ctx, half, me * (EXPERTS // RANKS) + local), to, signal)
     return answer
@@ -157,7 +157,7 @@ def ep_dispatch_gemm_kernel(
     me = td.rank(ctx)
     epoch, half, signal = td.call(ctx, plan)
     tiles_n = (N + BLOCK_N - 1) // BLOCK_N
-    goes = tl.load(facts_at(tables, EXPERTS, RANKS) + GOES)
+    goes = tl.load(summary_at(tables, EXPERTS, RANKS) + VALID)
     counts = counts_of(tables, me, EXPERTS, RANKS)
     # The list: of each step what is sent to its expert, and the tiles of the expert AHEAD before it.
     step = tl.arange(0, STEPS)
@@ -173,31 +173,31 @@ def ep_dispatch_gemm_kernel(
     # was refused, as all ranks know, and then the call does not count (see ``ep_combine_kernel``).
     pieces = tl.where(goes > 0, last + 1, 0)
 
-    piece = td.ticket_of(td.take_first_ticket(ctx, signal))
+    piece = td.await_work_item(td.take_first_ticket(ctx, signal))
     while piece < pieces:
         if piece == last:
             # producer: every peer's last piece that sends to an expert of ours
             td.wait_plan_all(ctx, td.signal_at(ctx, half, 0), EACH, signal, count=EACH)
-            answer = td.take_ticket(ctx)
+            answer = td.fetch_work_item(ctx)
         else:
             at = td.sum_of((ends <= piece).to(tl.int32), 0)
-            of_tiles, of_sends = td.pick(tiles, step, at), td.pick(sends, step, at)
-            within = piece - (td.pick(ends, step, at) - of_tiles - of_sends)
+            of_tiles, of_sends = td.gather_lane(tiles, step, at), td.gather_lane(sends, step, at)
+            within = piece - (td.gather_lane(ends, step, at) - of_tiles - of_sends)
             # Sends are strewn among the first half of the tiles, so that the others hide the last of them.
             among = (of_tiles + 1) // 2
             is_send, number = split_piece(within, among, of_sends, 0)
             if within >= among + of_sends:
                 is_send, number = within < 0, within - of_sends
             if is_send:
-                to, expert, block, to_send = _piece_to_send(counts, number, at, me, EACH, RANKS, SENDING.rows)
+                to, expert, block, pack_gradients = _piece_to_send(counts, number, at, me, EACH, RANKS, SENDING.rows)
                 answer = _send(
-                    ctx, half, signal, me, to, expert, at, block, to_send, x_ptr, weights_ptr, tables, order_ptr,
+                    ctx, half, signal, me, to, expert, at, block, pack_gradients, x_ptr, weights_ptr, tables, order_ptr,
                     slot_rows, K, GRADIENT, EXPERTS, RANKS, SENDING, PRODUCT.aligned,
                 )
             else:
                 expert = at - AHEAD
                 begin = td.sum_of(tl.where(step < at, rows, 0), 0)
-                past = begin + td.pick(rows, step, at)
+                past = begin + td.gather_lane(rows, step, at)
                 pid_m, pid_n = swizzle(number, of_tiles // tiles_n, tiles_n, group_m)
                 row, col = begin + pid_m * BLOCK_M, pid_n * BLOCK_N
                 offs_m = row + tl.arange(0, BLOCK_M)
@@ -213,7 +213,7 @@ def ep_dispatch_gemm_kernel(
                     acc, acc, x_at, buffer_desc, half, row, offs_m < past,
                     w_ptr, w_desc, expert, col, stride_plane, stride_w, N, K, DTYPE, PRODUCT,
                 )
-                answer = td.take_ticket(ctx)
+                answer = td.fetch_work_item(ctx)
                 if GRADIENT:
                     weight = tl.load(row_weights_ptr + offs_m, mask=offs_m < past, other=0.0)
                     dots = store_gradient(
@@ -229,5 +229,5 @@ def ep_dispatch_gemm_kernel(
                         tl.store(row_weights_ptr + offs_m, tl.load(weights + offs_m, mask=offs_m < past), offs_m < past)
                 if kept_ptr is not None:
                     _keep_rows(x_at, kept_ptr, offs_m, past, pid_n, tiles_n, K, DTYPE, PRODUCT.aligned)
-        piece = td.ticket_of(answer)
+        piece = td.await_work_item(answer)
     td.finish(ctx, True, (goes != 0).to(tl.int32))

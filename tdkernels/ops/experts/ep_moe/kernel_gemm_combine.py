@@ -18,7 +18,7 @@ import triton.language as tl
 from tdkernels import lang as td
 from tdkernels.lang.context import CTX_BASES
 from tdkernels.ops.common.gemm_tile import as_aligned
-from tdkernels.ops.experts.dispatch.layout import GOES, experts_at, facts_at
+from tdkernels.ops.experts.dispatch.layout import VALID, experts_at, summary_at
 from tdkernels.ops.experts.grouped_gemm.tile import grouped_tile, rows_of_groups, tile_of_groups, tiles_of_groups
 
 
@@ -45,9 +45,9 @@ def _tell(ctx, half, me, signal, pieces, done):
 
     Not piece by piece: that would wait each time until what was stored has crossed the wire.
     """
-    if td.arrive(td.flag_at(ctx, 0), pieces, done):
+    if td.is_last_arriver(td.flag_at(ctx, 0), pieces, done):
         # waiter: the sums of every rank
-        td.notify_all(ctx, td.signal_at(ctx, half, me), signal, PASSES_ON=True, WITH_OWN=True)
+        td.notify_all(ctx, td.signal_at(ctx, half, me), signal, CHECK_FAILED=True, WITH_OWN=True)
 
 
 @td.jit
@@ -106,7 +106,7 @@ def ep_gemm_combine_kernel(
     me = td.rank(ctx)
     epoch, half, signal = td.call(ctx, plan)
     num_tokens = tl.cast(num_tokens, tl.int32)
-    goes = tl.load(facts_at(tables, EXPERTS, RANKS) + GOES)
+    goes = tl.load(summary_at(tables, EXPERTS, RANKS) + VALID)
     tiles_n = (N + BLOCK_N - 1) // BLOCK_N
     slot_bytes = tl.cast(N, tl.int64) * PRODUCT.elem_bytes
     rows = rows_of_groups(splits_ptr, EXPERTS // RANKS, R, LOCAL)
@@ -118,7 +118,7 @@ def ep_gemm_combine_kernel(
     pieces = tl.where(goes >= 0, num_tiles + 1 + tl.maximum(sums, 1), 0)
 
     done = tl.full((), 0, tl.int32)  # pieces that nobody has been told of
-    piece = td.ticket_of(td.take_first_ticket(ctx, signal))
+    piece = td.await_work_item(td.take_first_ticket(ctx, signal))
     while piece < pieces:
         if piece > num_tiles:
             if done > 0:
@@ -131,7 +131,7 @@ def ep_gemm_combine_kernel(
                 td.data_at(ctx, half, me), tables, weights_ptr, y_ptr, numbers_ptr, piece - num_tiles - 1, num_tokens,
                 goes > 0, slots, slot_bytes, N, CHOICES, EXPERTS, RANKS, BLOCK_TOKENS, BLOCK_COLUMNS, PRODUCT.aligned,
             )
-            answer = td.take_ticket(ctx)
+            answer = td.fetch_work_item(ctx)
         else:
             if piece < num_tiles:
                 expert, begin, past, row, pid_n = tile_of_groups(piece, rows, tiles, tiles_n, group_m, LOCAL, BLOCK_M)
@@ -158,8 +158,8 @@ def ep_gemm_combine_kernel(
                             total += tl.load(at, mask=offs_m < past, other=0.0)
                         tl.store(number.to(tl.pointer_type(tl.float32)), total, mask=number != 0)
             done += (goes > 0).to(tl.int32)
-            answer = td.take_ticket(ctx)
-        piece = td.ticket_of(answer)
+            answer = td.fetch_work_item(ctx)
+        piece = td.await_work_item(answer)
     if done > 0:
         _tell(ctx, half, me, signal, num_tiles + 1, done)
     td.finish(ctx, True, (goes != 0).to(tl.int32))

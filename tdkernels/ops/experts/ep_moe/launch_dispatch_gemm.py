@@ -11,7 +11,7 @@ from tdkernels.ops.experts.ep_moe.kernel_dispatch_gemm import Sending, ep_dispat
 from tdkernels.ops.experts.grouped_gemm.launch import planes_of, product_constants, weight_layout
 from tdkernels.rounding import cdiv, next_power_of_2, round_up
 from tdkernels.runtime import gpu
-from tdkernels.runtime.kernel_launch import Launch, launch_kept, to_be_made
+from tdkernels.runtime.kernel_launch import Launch, launch_cached, output_spec
 from tdkernels.symm import get_workspace
 
 _BLOCK_ROWS = 32  # that a program sends as one piece
@@ -59,7 +59,7 @@ def launch(routing, order, x, weights, w, tiles, *, activation=None, keep=False,
     key = routing.launch_key, routing.rows, routing.reach, tiles, activation, keep, keep_rows, gradient is not None
     h, row_weights = gradient or (None, None)
     operands = x, weights, routing.tables, order, routing.splits, w, h, row_weights
-    made = launch_kept(
+    made = launch_cached(
         workspace, (*key, gemm_operands.dot_precision(x.dtype)), operands,
         lambda *of: _prepare(workspace, routing, of, tiles, activation, keep, keep_rows),
         lambda x, weights, tables, order, splits, w, *others: (
@@ -87,17 +87,17 @@ def compile(x, w, routing, tiles, activation):
 def _outputs(x, rows, w, tiles_n, activation, keep, keep_rows, gradient):
     """Launched, to be made."""
     width = w.shape[1] // 2 if activation else w.shape[1]
-    launched = Launched(to_be_made(x, rows, width))
+    launched = Launched(output_spec(x, rows, width))
     if keep and activation:
-        launched.pre = to_be_made(x, rows, w.shape[1])
+        launched.pre = output_spec(x, rows, w.shape[1])
     if keep_rows:
-        launched.kept = to_be_made(x, rows, x.shape[1])
+        launched.kept = output_spec(x, rows, x.shape[1])
     if gradient:
-        launched.weighted = to_be_made(x, rows, width)
-        launched.dots = to_be_made(x, tiles_n, rows, dtype=torch.float32)
+        launched.weighted = output_spec(x, rows, width)
+        launched.dots = output_spec(x, tiles_n, rows, dtype=torch.float32)
     else:
-        launched.origins = to_be_made(x, rows, dtype=torch.int64)
-        launched.weights = to_be_made(x, rows, dtype=torch.float32)
+        launched.origins = output_spec(x, rows, dtype=torch.int64)
+        launched.weights = output_spec(x, rows, dtype=torch.float32)
     return launched
 
 

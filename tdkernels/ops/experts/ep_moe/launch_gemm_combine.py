@@ -8,7 +8,7 @@ from tdkernels.ops.experts.ep_moe.kernel_gemm_combine import ep_gemm_combine_ker
 from tdkernels.ops.experts.grouped_gemm.launch import planes_of, product_constants, rows_descriptor, weight_layout
 from tdkernels.rounding import next_power_of_2, round_up
 from tdkernels.runtime import gpu
-from tdkernels.runtime.kernel_launch import Launch, launch_kept, to_be_made
+from tdkernels.runtime.kernel_launch import Launch, launch_cached, output_spec
 from tdkernels.symm import get_workspace
 
 _BLOCK_TOKENS, _BLOCK_COLUMNS = 16, 512  # that a program adds up as one piece
@@ -27,7 +27,7 @@ def launch(routing, h, w, origins, tiles, *, weights=None, dots=None):
     """
     workspace = get_workspace(routing.group, h.device, "ep_gemm_combine")
     operands = h, w, routing.tables, routing.splits, origins, dots, weights
-    made = launch_kept(
+    made = launch_cached(
         workspace, (routing.launch_key, routing.reach, tiles, gemm_operands.dot_precision(h.dtype)), operands,
         lambda *of: _prepare(workspace, routing, of, tiles),
         lambda h, w, *others: (gemm_operands.rows_contiguous(h), weight_layout(w)[0], *others),
@@ -57,8 +57,8 @@ def _prepare(workspace, routing, operands, tiles):
     plan = workspace.prepare(
         shape.operator, fields, half_bytes(slots, n * h.element_size()), shape.world_size, num_flags=1
     )
-    y = to_be_made(h, shape.tokens, n)
-    numbers = None if dots is None else to_be_made(h, shape.tokens, shape.choices, dtype=torch.float32)
+    y = output_spec(h, shape.tokens, n)
+    numbers = None if dots is None else output_spec(h, shape.tokens, shape.choices, dtype=torch.float32)
     args, constants = arguments(workspace.ctx, h, w, tables, splits, origins, dots, weights, y, numbers, routing, plan,
                                 tiles)
     grid = (gpu.resident_programs(h.device, tiles, h.dtype),)

@@ -3,7 +3,7 @@
 from tdkernels.ops.experts.dispatch.layout import tile_tokens
 from tdkernels.ops.experts.ep_moe.kernel_sort import ep_order_kernel
 from tdkernels.rounding import cdiv
-from tdkernels.runtime.kernel_launch import Launch, alone_on, launch_kept, to_be_made
+from tdkernels.runtime.kernel_launch import Launch, launch_cached, local_workspace_of, output_spec
 
 _BLOCK = 64
 
@@ -16,17 +16,18 @@ def order_of(routing):
     """
     me, tables = routing.group.rank(), routing.tables
     key = "order", routing.launch_key, me
-    (order,) = launch_kept(alone_on(tables.device), key, (tables,), lambda tables: _prepare(routing, me, tables))
+    workspace = local_workspace_of(tables.device)
+    (order,) = launch_cached(workspace, key, (tables,), lambda tables: _prepare(routing, me, tables))
     return order
 
 
 def _prepare(routing, me, tables):
     shape = routing.shape
     choices = shape.tokens * shape.choices
-    order = to_be_made(tables, max(choices, 1))
+    order = output_spec(tables, max(choices, 1))
     constants = {
         **routing.table_constants(), "TILE_TOKENS": tile_tokens(shape.choices), "BLOCK": _BLOCK, "num_warps": 4
     }
     grid = (max(cdiv(choices, _BLOCK), 1),)
     args = tables, order, me, shape.tokens
-    return Launch(alone_on(tables.device), ep_order_kernel, grid, args, constants, (tables,), [order], [])
+    return Launch(local_workspace_of(tables.device), ep_order_kernel, grid, args, constants, (tables,), [order], [])

@@ -121,7 +121,7 @@ def ep_moe(
     group = resolve_group(group)
     x, w_gate_up, w_down = autograd.apply_autocast(x, w_gate_up, w_down)
     layer = x, topk_ids, topk_weights, w_gate_up, w_down
-    known, key = call_cache.find(
+    known, key = call_cache.lookup(
         "ep_moe", group, layer, (num_experts, activation, quantize, max_tokens, max_tokens_per_rank, config)
     )
     request = DispatchRequest(
@@ -135,7 +135,7 @@ def ep_moe(
         if config is None and not torch.compiler.is_compiling():
             layout = layout_of(quantize, max_tokens, max_tokens_per_rank, topk_ids.shape[1], group)
         known = fused, max_tokens, layout
-        call_cache.keep(group, key, known)
+        call_cache.insert(group, key, known)
     fused, max_tokens, layout = known
     if quantize is not None and torch.is_grad_enabled() and x.requires_grad:
         raise ValueError('ep_moe: quantize="fp8" has no gradient, and x requires one: detach it, or no_grad')

@@ -13,7 +13,7 @@ from tdkernels.ops.experts.dispatch.request import DispatchRequest
 from tdkernels.ops.experts.dispatch.route import plan_route, route
 from tdkernels.ops.experts.ep_moe.steps import receive
 from tdkernels.runtime import autograd, torch_op
-from tdkernels.runtime.autograd import received, to_expect, to_send
+from tdkernels.runtime.autograd import fake_gradients, pack_gradients, unpack_gradients
 from tdkernels.symm.whole_call import whole_call
 
 
@@ -58,7 +58,7 @@ def _ep_moe_backward(
     if need_dx:
         dx, _ = routing.combine(drows)
     needs = need_dx, need_dtopk, need_dgate_up, need_ddown
-    return to_send((dx, dtopk, dgate_up, ddown), (x, topk_weights, w_gate_up, w_down), needs)
+    return pack_gradients((dx, dtopk, dgate_up, ddown), (x, topk_weights, w_gate_up, w_down), needs)
 
 
 _OPERANDS = "Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor w_gate_up, Tensor w_down"
@@ -76,7 +76,7 @@ def _fake_ep_moe(
 
 
 def _fake_ep_moe_backward(dy, x, topk_ids, topk_weights, w_gate_up, w_down, rows, pre, hidden, made, *call):
-    return to_expect((x, topk_weights, w_gate_up, w_down), call[:4])
+    return fake_gradients((x, topk_weights, w_gate_up, w_down), call[:4])
 
 
 torch_op.register(
@@ -106,11 +106,11 @@ class _EpMoe(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        autograd.refuse_second_derivatives("ep_moe")
+        autograd.reject_second_derivatives("ep_moe")
         need_dx, _, *others = ctx.needs_input_grad[:5]
         needs = need_dx, *others
         made = torch.ops.tdkernels.ep_moe_backward(dy, *ctx.saved_tensors, *needs, *ctx.call)
-        dx, *gradients = received(made, needs)
+        dx, *gradients = unpack_gradients(made, needs)
         return dx, None, *gradients, *[None] * 8
 
 

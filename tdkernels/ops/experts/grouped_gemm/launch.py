@@ -10,7 +10,7 @@ from tdkernels.ops.experts.grouped_gemm.swiglu import NUMBERS, swiglu_backward_k
 from tdkernels.ops.experts.grouped_gemm.tile import GroupedProduct
 from tdkernels.rounding import cdiv, next_power_of_2
 from tdkernels.runtime import gpu
-from tdkernels.runtime.kernel_launch import Launch, alone_on, bind_given, launch_kept, to_be_made
+from tdkernels.runtime.kernel_launch import Launch, bind_uncopied, launch_cached, local_workspace_of, output_spec
 
 # Of a weight's gradient: rows that are masked at the end of a group, the fewest that tensor cores take; and how many
 # make a group long.
@@ -98,7 +98,7 @@ def product(x, w, splits, activation=None, keep=False, config=None):
     if not x.shape[0]:
         width = w.shape[1] // 2 if activation else w.shape[1]
         return x.new_empty(0, width), x.new_empty(0, w.shape[1]) if keep else None
-    made = launch_kept(*_call(x, weight_layout(w, activation)[0], splits, activation, keep, config))
+    made = launch_cached(*_call(x, weight_layout(w, activation)[0], splits, activation, keep, config))
     return made[0], made[1] if keep else None
 
 
@@ -107,21 +107,21 @@ def bind_product(x, w, splits, activation, config):
     if not x.shape[0]:
         return None
     taken = gemm_operands.rows_contiguous(x), weight_layout(w, activation)[0], splits.contiguous()
-    return bind_given((x, w, splits), *_call(*taken, activation, False, config))
+    return bind_uncopied((x, w, splits), *_call(*taken, activation, False, config))
 
 
 def _call(x, w, splits, activation, keep, config):
-    """The arguments of ``launch_kept``."""
-    workspace = alone_on(x.device)
+    """The arguments of ``launch_cached``."""
+    workspace = local_workspace_of(x.device)
     key = "group_gemm", activation, keep, config, gemm_operands.dot_precision(x.dtype)
     return workspace, key, (x, w, splits), lambda *of: _prepare(workspace, *of, activation, keep, config)
 
 
 def _prepare(workspace, x, w, splits, activation, keep, config):
     rows, experts, width = x.shape[0], *w.shape[:2]
-    made = [to_be_made(x, rows, width // 2 if activation else width)]
+    made = [output_spec(x, rows, width // 2 if activation else width)]
     if keep:
-        made.append(to_be_made(x, rows, width))
+        made.append(output_spec(x, rows, width))
     args, constants, tiles = _arguments(x, w, splits, made[0], made[1] if keep else None, activation, config)
     tiles_n = cdiv(planes_of(w, activation)[1], constants["PRODUCT"].block_n)
     upper = (rows // tiles.block_m + min(experts, rows)) * tiles_n
@@ -152,15 +152,15 @@ def _arguments(x, w, splits, y, pre, activation, config):
 
 def ends_of_groups(splits, x):
     """The row past the last of each group, int32 [E], none past those of x: what torch's grouped product is told."""
-    workspace = alone_on(x.device)
-    return launch_kept(
+    workspace = local_workspace_of(x.device)
+    return launch_cached(
         workspace, ("ends of groups", x.shape[0]), (splits,), lambda *of: _prepare_ends(workspace, *of, x.shape[0])
     )[0]
 
 
 def _prepare_ends(workspace, splits, rows):
     experts = splits.shape[0]
-    ends = to_be_made(splits, experts, dtype=torch.int32)
+    ends = output_spec(splits, experts, dtype=torch.int32)
     constants = {"EXPERTS": next_power_of_2(experts), "num_warps": 1}
     args = splits, ends, experts, rows
     return Launch(workspace, ends_kernel, (1,), args, constants, (splits,), [ends], [])
@@ -184,8 +184,8 @@ def weight_gradient(dy, x, splits, experts, config=None):
     dy, x = gemm_operands.rows_contiguous(dy), gemm_operands.rows_contiguous(x)
     if not x.shape[0]:
         return x.new_zeros(experts, dy.shape[1], x.shape[1])
-    workspace = alone_on(x.device)
-    return launch_kept(
+    workspace = local_workspace_of(x.device)
+    return launch_cached(
         workspace, ("group_gemm weights", experts, config, gemm_operands.dot_precision(x.dtype)), (dy, x, splits),
         lambda *of: _prepare_gradient(workspace, *of, experts, config),
     )[0]
@@ -201,7 +201,7 @@ def compile_gradient(dy, x, splits, experts, config):
 
 
 def _prepare_gradient(workspace, dy, x, splits, experts, config):
-    dw = to_be_made(x, experts, dy.shape[1], x.shape[1])
+    dw = output_spec(x, experts, dy.shape[1], x.shape[1])
     args, constants, tiles = _gradient_arguments(dy, x, splits, dw, config)
     grid = (experts * tiles.count(dy.shape[1], x.shape[1]),)
     return Launch(workspace, group_gemm_weights_kernel, grid, args, constants, (dy, x, splits), [dw], [])
@@ -237,8 +237,8 @@ def swiglu_backward(dh, pre, splits, activation):
     dh, pre = dh.contiguous(), pre.contiguous()
     if not dh.shape[0]:
         return torch.empty_like(pre)
-    workspace = alone_on(dh.device)
-    return launch_kept(
+    workspace = local_workspace_of(dh.device)
+    return launch_cached(
         workspace, ("swiglu backward", activation), (dh, pre, splits),
         lambda *of: _prepare_swiglu_backward(workspace, *of, activation),
     )[0]
@@ -246,7 +246,7 @@ def swiglu_backward(dh, pre, splits, activation):
 
 def _prepare_swiglu_backward(workspace, dh, pre, splits, activation):
     rows, width = dh.shape
-    dpre = to_be_made(pre, *pre.shape)
+    dpre = output_spec(pre, *pre.shape)
     grid = (min(rows, 8 * gpu.num_sms(dh.device)),)
     args = dh, pre, splits, dpre, rows, width, splits.shape[0]
     constants = {

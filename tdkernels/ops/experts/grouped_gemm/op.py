@@ -23,7 +23,7 @@ from tdkernels.ops.experts.grouped_gemm.config import GroupGemmConfig
 from tdkernels.ops.experts.grouped_gemm.dispatch import product_by_group, swiglu_ref, why_not_torch
 from tdkernels.ops.experts.grouped_gemm.swiglu import ACTIVATIONS
 from tdkernels.runtime import autograd, call_cache
-from tdkernels.runtime.autograd import received, to_expect
+from tdkernels.runtime.autograd import fake_gradients, unpack_gradients
 from tdkernels.runtime.torch_op import register
 
 
@@ -56,7 +56,7 @@ def _fake_group_gemm(x, w, splits, activation, keep, config):
 
 
 def _fake_group_gemm_backward(dy, x, w, splits, pre, activation, need_dx, need_dw):
-    return to_expect((x, w), (need_dx, need_dw))
+    return fake_gradients((x, w), (need_dx, need_dw))
 
 
 register(
@@ -82,11 +82,11 @@ class _GroupGemm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        autograd.refuse_second_derivatives("group_gemm")
+        autograd.reject_second_derivatives("group_gemm")
         need = ctx.needs_input_grad[:2]
         x, w, splits, pre = ctx.saved_tensors
         gradients = torch.ops.tdkernels.group_gemm_backward(dy, x, w, splits, pre, ctx.activation, *need)
-        return *received(gradients, need), None, None, None
+        return *unpack_gradients(gradients, need), None, None, None
 
 
 # ---- checks ----
@@ -151,7 +151,7 @@ def group_gemm(x, w, splits, *, activation=None, config=None):
     Contract: local, no group; host sync: no; CUDA graph: yes, after one call outside; the caller owns the output
     Source:   persistent programs that find their group: the grouped GEMM of Triton's tutorials
     """
-    known, key = call_cache.find_run("group_gemm", None, (x, w, splits), (activation, config, get_mode()))
+    known, key = call_cache.lookup_run("group_gemm", None, (x, w, splits), (activation, config, get_mode()))
     if known is not None:
         return known(None, x, w, splits)
     x, w = autograd.apply_autocast(x, w)
@@ -182,4 +182,4 @@ def _keep(key, x, w, activation, config, shape):
         return launch.bind_product(x, w, splits, activation, config)
 
     is_fused = config is None or config.method == "fused"
-    call_cache.keep(None, key, call_cache.KnownCall(run, bind if is_fused else None, shape))
+    call_cache.insert(None, key, call_cache.CachedCall(run, bind if is_fused else None, shape))

@@ -120,7 +120,7 @@ def moe_ag_gemm_kernel(
     end = num_comm
     first_tile, tiles, copies = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
 
-    piece = td.ticket_of(td.take_first_ticket(ctx, signal))
+    piece = td.await_work_item(td.take_first_ticket(ctx, signal))
     while piece < pieces:
         trace = (trace_ptr, piece)
         td.mark(trace, "starts")
@@ -129,7 +129,7 @@ def moe_ag_gemm_kernel(
                 ctx, x_ptr.to(tl.int64), half, signal, M_shard * row_bytes, chunk_rows * row_bytes, num_chunks,
                 slot_rows * row_bytes, piece, num_comm, COPY_OWN=False, COPY_WORDS=COPY_WORDS, trace=trace,
             )
-            answer = td.take_ticket(ctx)
+            answer = td.fetch_work_item(ctx)
         else:
             for _step in range(stage, stages):
                 if piece >= end:
@@ -146,7 +146,7 @@ def moe_ag_gemm_kernel(
                     first_turn_of(stage, stages, ranks, num_chunks) + number // of_turn, number % of_turn,
                     num_chunks, chunk_rows, slot_rows, row_bytes, M_shard, K, PIECE, trace,
                 )
-                answer = td.take_ticket(ctx)
+                answer = td.fetch_work_item(ctx)
                 # waiter: the tiles of the stage
                 td.add_release(done_ptr + stage, tl.full((), 1, tl.int64), SCOPE="gpu")
             else:
@@ -171,7 +171,7 @@ def moe_ag_gemm_kernel(
                     acc, acc, x_at, sorted_desc, 0, row, offs_m < past,
                     w_ptr, w_desc, expert, col, stride_plane, stride_w, N, K, DTYPE, PRODUCT,
                 )
-                answer = td.take_ticket(ctx)
+                answer = td.fetch_work_item(ctx)
                 td.mark(trace, "stores")
                 if weights_ptr is not None:
                     choice = tl.load(choices_ptr + offs_m, mask=offs_m < past, other=0)
@@ -184,7 +184,7 @@ def moe_ag_gemm_kernel(
                 else:
                     store_product(acc, second, y_ptr, pre_ptr, offs_m, past, col, N, PRODUCT)
         td.mark(trace, "finishes")
-        piece = td.ticket_of(answer)
+        piece = td.await_work_item(answer)
         td.mark(trace, "ends")
     td.finish(ctx)
 

@@ -16,7 +16,7 @@ import triton.language as tl
 from tdkernels import lang as td
 from tdkernels.lang.profile import ALL_PEERS
 from tdkernels.ops.common.gemm_tile import as_aligned, store_rows, swizzle
-from tdkernels.ops.common.rank_reduce import sum_in_rank_order
+from tdkernels.ops.common.rank_reduce import reduce_in_rank_order
 from tdkernels.ops.common.work_interleaving import split_piece
 from tdkernels.ops.experts.grouped_gemm.tile import grouped_tile
 from tdkernels.ops.experts.tp_moe.kernel_ag_gemm import piece_of_turn, pieces_of_turn, tiles_of
@@ -60,14 +60,14 @@ def _add_up(
         to = td.pointer_to(td.data_at(ctx, half, owner) + me * shard_bytes, DTYPE)
         tl.store(to + offs, td.from_float32(total, DTYPE), mask=mask)
         # waiter: the owner's piece that adds up the same tokens and columns
-        td.notify(ctx, td.signal_at(ctx, half, me * of_shard + number), owner, signal, PASSES_ON=True)
+        td.notify(ctx, td.signal_at(ctx, half, me * of_shard + number), owner, signal, CHECK_FAILED=True)
     else:
         if RANKS > 1:
             td.mark(trace, "waits", ALL_PEERS)
             # producer: the same piece of every peer
             td.wait_plan_all(ctx, td.signal_at(ctx, half, number), of_shard, signal)
         td.mark(trace, "sums")
-        total = sum_in_rank_order(td.data_at(ctx, half, me), shard_bytes, offs, mask, total, me, RANKS, DTYPE)
+        total = reduce_in_rank_order(td.data_at(ctx, half, me), shard_bytes, offs, mask, total, me, RANKS, DTYPE)
         tl.store(z_ptr + offs, td.from_float32(total, DTYPE), mask=mask)
 
 
@@ -101,7 +101,7 @@ def moe_gemm_rs_kernel(
     end = tl.full((), 0, tl.int32)
     first_tile, tiles, sums = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
 
-    piece = td.ticket_of(td.take_first_ticket(ctx, signal))
+    piece = td.await_work_item(td.take_first_ticket(ctx, signal))
     while piece < pieces:
         trace = (trace_ptr, piece)
         td.mark(trace, "starts")
@@ -132,7 +132,7 @@ def moe_gemm_rs_kernel(
                 chunk * of_turn + within, num_chunks * of_turn, M_shard, N,
                 RANKS, PIECE, trace,
             )
-            answer = td.take_ticket(ctx)
+            answer = td.fetch_work_item(ctx)
         else:
             pid_m, pid_n = swizzle(number, tiles, tiles_n, group_m)
             entry = table_ptr + (first_tile + pid_m) * TILE_WORDS
@@ -147,13 +147,13 @@ def moe_gemm_rs_kernel(
                 acc, acc, h_at, h_desc, 0, row, offs_m < past,
                 w_ptr, w_desc, expert, col, stride_plane, stride_w, N, K, h_ptr.dtype.element_ty, PRODUCT,
             )
-            answer = td.take_ticket(ctx)
+            answer = td.fetch_work_item(ctx)
             td.mark(trace, "stores")
             product = td.from_float32(acc, out_ptr.dtype.element_ty)
             store_rows(out_ptr, product, offs_m, col + tl.arange(0, BLOCK_N), past, N)
             # waiter: the pieces of this rank that add up the stage's tokens
             td.add_release(done_ptr + stage, tl.full((), 1, tl.int64), SCOPE="gpu")
         td.mark(trace, "finishes")
-        piece = td.ticket_of(answer)
+        piece = td.await_work_item(answer)
         td.mark(trace, "ends")
     td.finish(ctx)

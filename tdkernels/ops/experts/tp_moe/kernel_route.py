@@ -68,7 +68,7 @@ def moe_count_kernel(ctx, ids_ptr, splits_ptr, num_ids, num_experts, call, BLOCK
     tl.store(splits_ptr + expert, td.sum_of(count, 0))
     if expert == 0:
         wrong = td.sum_of(bad, 0)
-        td.note_if(ctx, wrong > 0, NOTE_BAD_IDS, wrong, wrong, wrong, call)
+        td.report_if(ctx, wrong > 0, NOTE_BAD_IDS, wrong, wrong, wrong, call)
 
 
 @td.jit(do_not_specialize=["num_experts", "choices", "chunk_rows", "M_shard", "tile_rows", "stages"])

@@ -11,7 +11,7 @@ from tdkernels.ops.experts.tp_moe.kernel_ag_gemm import BLOCK_COLUMNS, BLOCK_TOK
 from tdkernels.ops.experts.tp_moe.kernel_route import MAX_STAGES
 from tdkernels.rounding import cdiv, next_power_of_2
 from tdkernels.runtime import gpu, recorder
-from tdkernels.runtime.kernel_launch import Launch, launch_kept, to_be_made
+from tdkernels.runtime.kernel_launch import Launch, launch_cached, output_spec
 from tdkernels.symm import get_workspace
 
 _COPY_WORDS = 4096
@@ -76,9 +76,9 @@ def piece_of(width, routing):
 
 def _make(x, w, rows, activation, keep):
     """Launched, of so many rows, to be made."""
-    y = to_be_made(x, rows, w.shape[1] // 2 if activation else w.shape[1])
-    pre = to_be_made(x, rows, w.shape[1]) if keep and activation else None
-    return Launched(y, pre, to_be_made(x, rows, x.shape[1]))
+    y = output_spec(x, rows, w.shape[1] // 2 if activation else w.shape[1])
+    pre = output_spec(x, rows, w.shape[1]) if keep and activation else None
+    return Launched(y, pre, output_spec(x, rows, x.shape[1]))
 
 
 def compile(x, w, routing, config, activation=None, gradients=None):
@@ -107,7 +107,7 @@ def launch(x, w, routing, config, activation=None, keep=False, gradients=None):
     done = torch.zeros(MAX_STAGES.value, dtype=torch.int64, device=x.device)
     of_gradient = (None, None) if gradients is None else (gradients.h, gradients.weights)
     differs = activation, keep, gradients is not None, gemm_operands.dot_precision(x.dtype)
-    y, rows, *others = launch_kept(
+    y, rows, *others = launch_cached(
         workspace, (config, routing.sizes, *differs), (x, w, *routed, done, *of_gradient),
         lambda *of: _prepare(workspace, routing, of, config, *differs[:3]),
         lambda x, w, *others: (gemm_operands.rows_contiguous(x), weight_layout(w, activation)[0], *others),
@@ -126,8 +126,8 @@ def _prepare(workspace, routing, operands, config, activation, keep, gradient):
     made = _make(x, w, choices.shape[0], activation, keep)
     gradients, to_make = None, [made.y, made.rows]
     if gradient:
-        dots = to_be_made(x, cdiv(w.shape[1], tiles.block_n), choices.shape[0], dtype=torch.float32)
-        gradients = Gradients(h, weights, to_be_made(x, *made.y.shape), dots)
+        dots = output_spec(x, cdiv(w.shape[1], tiles.block_n), choices.shape[0], dtype=torch.float32)
+        gradients = Gradients(h, weights, output_spec(x, *made.y.shape), dots)
         to_make += [gradients.weighted, dots]
     elif made.pre is not None:
         to_make.append(made.pre)

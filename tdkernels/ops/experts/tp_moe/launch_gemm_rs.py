@@ -10,7 +10,7 @@ from tdkernels.ops.experts.tp_moe.kernel_route import MAX_STAGES
 from tdkernels.ops.experts.tp_moe.launch_ag_gemm import piece_of, problem_fields
 from tdkernels.rounding import cdiv
 from tdkernels.runtime import gpu, recorder
-from tdkernels.runtime.kernel_launch import Launch, launch_kept, to_be_made
+from tdkernels.runtime.kernel_launch import Launch, launch_cached, output_spec
 from tdkernels.symm import get_workspace
 
 
@@ -50,7 +50,7 @@ def launch(h, w, routing, weights, config):
     tiling = routing.tiling(config.tiles.block_m)
     routed = routing.rows, tiling.table, tiling.begins
     done = torch.zeros(MAX_STAGES.value, dtype=torch.int64, device=h.device)
-    z, _ = launch_kept(
+    z, _ = launch_cached(
         workspace, (config, routing.sizes, gemm_operands.dot_precision(h.dtype)), (h, w, *routed, weights, done),
         lambda *of: _prepare(workspace, routing, of, config),
         lambda h, w, *others: (gemm_operands.rows_contiguous(h), weight_layout(w)[0], *others),
@@ -63,7 +63,7 @@ def _prepare(workspace, routing, operands, config):
     h, w, *routed, weights, done = operands
     _, table, _ = routed
     tokens, n, tiles = routing.tokens, w.shape[1], config.tiles
-    z, out = to_be_made(h, tokens, n), to_be_made(h, h.shape[0], n)
+    z, out = output_spec(h, tokens, n), output_spec(h, h.shape[0], n)
     piece = piece_of(n, routing)
     of_shard = routing.num_chunks * (routing.chunk_rows // piece.tokens) * cdiv(n, piece.columns)
     fields = {**problem_fields(h, w, routing, None), "M/W": tokens, "weighted": weights is not None}

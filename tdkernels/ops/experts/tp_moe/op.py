@@ -27,11 +27,11 @@ from tdkernels.ops.experts.grouped_gemm.op import group_gemm_ref
 from tdkernels.ops.experts.tp_moe.routing import MoeRouting
 from tdkernels.ops.experts.tp_moe.steps import (
     choose_configs,
-    first_backward,
+    down_backward,
     first_fields,
     first_forward,
+    gate_up_backward,
     routing_of,
-    second_backward,
     second_forward,
     tp_moe_configs,
 )
@@ -94,10 +94,10 @@ class _AgGemm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dh):
-        autograd.refuse_second_derivatives("moe_ag_gemm")
+        autograd.reject_second_derivatives("moe_ag_gemm")
         x, w, pre = ctx.saved_tensors
         need = ctx.needs_input_grad[:2]
-        return *first_backward(dh, x, w, pre, ctx.routing, ctx.activation, ctx.config, *need), *[None] * 4
+        return *gate_up_backward(dh, x, w, pre, ctx.routing, ctx.activation, ctx.config, *need), *[None] * 4
 
 
 class _GemmRs(torch.autograd.Function):
@@ -110,10 +110,10 @@ class _GemmRs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        autograd.refuse_second_derivatives("moe_gemm_rs")
+        autograd.reject_second_derivatives("moe_gemm_rs")
         h, w, weights = ctx.saved_tensors
         need = ctx.needs_input_grad[:3]
-        gradients = second_backward(dy, h, w, weights, ctx.routing, ctx.config, *need[1:])
+        gradients = down_backward(dy, h, w, weights, ctx.routing, ctx.config, *need[1:])
         dh, dw, dweights = (dx if needed else None for dx, needed in zip(gradients, need, strict=True))
         return dh, dw, None if dweights is None else dweights.to(ctx.weights_dtype), None, None, None
 
@@ -164,14 +164,14 @@ def moe_ag_gemm(x, topk_ids, w, *, activation=None, group=None, config=None):
     x, w = autograd.apply_autocast(x, w)
     group = resolve_group(group)
     settings = activation, config, get_mode()
-    configs, key = call_cache.find("moe_ag_gemm", group, (x, topk_ids, w), settings)
+    configs, key = call_cache.lookup("moe_ag_gemm", group, (x, topk_ids, w), settings)
     if configs is None:
         check_ag_gemm("moe_ag_gemm", x, topk_ids, w, activation, config)
         (tokens, choices), ranks = topk_ids.shape, group.size()
         sizes = ranks * tokens, ranks * w.shape[1], w.shape[2], w.shape[0], choices
         fields = first_fields(x, topk_ids, w, activation)
         configs = choose_configs("moe_ag_gemm", config, sizes, activation or "none", w, group, fields, first=w)
-        call_cache.keep(group, key, configs)
+        call_cache.insert(group, key, configs)
     return _first_half("moe_ag_gemm", x, topk_ids, w, activation, group, configs)
 
 
@@ -228,7 +228,7 @@ def tp_moe(x, topk_ids, topk_weights, w_gate_up, w_down, *, activation="swiglu",
     x, w_gate_up, w_down = autograd.apply_autocast(x, w_gate_up, w_down)
     group = resolve_group(group)
     operands = x, topk_ids, topk_weights, w_gate_up, w_down
-    configs, key = call_cache.find("tp_moe", group, operands, (activation, config, get_mode()))
+    configs, key = call_cache.lookup("tp_moe", group, operands, (activation, config, get_mode()))
     if configs is None:
         check_tp_moe(*operands, activation, config)
     if torch.compiler.is_compiling():
@@ -236,7 +236,7 @@ def tp_moe(x, topk_ids, topk_weights, w_gate_up, w_down, *, activation="swiglu",
         return tp_moe_compiled(x, *call)
     if configs is None:
         configs = tp_moe_configs(x, topk_ids, w_gate_up, w_down, activation, group, config)
-        call_cache.keep(group, key, configs)
+        call_cache.insert(group, key, configs)
     h, routing = _first_half("tp_moe", x, topk_ids, w_gate_up, activation, group, configs)
     if not x.shape[0]:
         return _nothing(w_down.shape[1], h, topk_weights, w_down)

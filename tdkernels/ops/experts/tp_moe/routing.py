@@ -16,7 +16,7 @@ from tdkernels.ops.experts.tp_moe.kernel_route import (
     moe_place_kernel,
 )
 from tdkernels.rounding import cdiv, next_power_of_2
-from tdkernels.runtime.kernel_launch import CALL_NUMBER, Launch, by_address, launch_kept
+from tdkernels.runtime.kernel_launch import CALL_NUMBER, Launch, launch_cached, pointer_signature
 from tdkernels.symm import get_workspace
 
 _TILES_OF_A_PROGRAM, _TILES_AT_ONCE = 32, 128
@@ -102,9 +102,9 @@ def route(operator, topk_ids, num_experts, group, chunk_rows, tile_rows, stages)
     routing = MoeRouting(group, ids, topk_ids.shape[0], num_experts, chunk_rows, stages)
     workspace = get_workspace(group, ids.device, "moe_route", across_nodes=True)
     workspace.expect_note(partial(_error_of_note, operator, num_experts))
-    launch_kept(
+    launch_cached(
         workspace, (operator, ids.numel(), num_experts), (ids, routing.splits),
-        lambda *of: _count(workspace, operator, num_experts, of), lies=by_address,
+        lambda *of: _count(workspace, operator, num_experts, of), signature=pointer_signature,
     )
     routing._tilings[tile_rows] = _tile(workspace, routing, tile_rows)
     return routing
@@ -118,7 +118,7 @@ def _count(workspace, operator, num_experts, operands):
     constants = {"BLOCK": 4096, "num_warps": 8}
     # ``route`` has just checked for errors of earlier launches.
     return Launch(
-        workspace, moe_count_kernel, (num_experts,), args, constants, operands, [], [workspace.ctx], looks=False
+        workspace, moe_count_kernel, (num_experts,), args, constants, operands, [], [workspace.ctx], checks_errors=False
     )
 
 
@@ -139,13 +139,13 @@ def _tile(workspace, routing, tile_rows):
     new = partial(torch.empty, dtype=torch.int32, device=ids.device)
     stages, table, begins = new(most), new(most, TILE_WORDS.value), new(2 * _MAX_STAGES)
     key = *routing.sizes, tile_rows
-    launch_kept(
+    launch_cached(
         workspace, ("place", *key), (ids, routing.splits, routing.choices, routing.rows, stages),
-        lambda *of: _place(workspace, routing, tile_rows, of), lies=by_address,
+        lambda *of: _place(workspace, routing, tile_rows, of), signature=pointer_signature,
     )
-    launch_kept(
+    launch_cached(
         workspace, ("order", *key), (routing.splits, stages, table, begins),
-        lambda *of: _order(workspace, routing, tile_rows, most, of), lies=by_address,
+        lambda *of: _order(workspace, routing, tile_rows, most, of), signature=pointer_signature,
     )
     return Tiling(table, begins, most)
 
@@ -160,7 +160,7 @@ def _place(workspace, routing, tile_rows, operands):
     constants = {"EXPERTS": next_power_of_2(experts), "BLOCK": 1024, "BLOCK_TILES": 64, "num_warps": 4}
     # In the middle of an operator, forward or backward: the counts of this very routing may have had something to tell.
     return Launch(
-        workspace, moe_place_kernel, (experts + 1,), args, constants, operands, [], [workspace.ctx], looks=False
+        workspace, moe_place_kernel, (experts + 1,), args, constants, operands, [], [workspace.ctx], checks_errors=False
     )
 
 
@@ -172,4 +172,4 @@ def _order(workspace, routing, tile_rows, most, operands):
         "num_warps": 4,
     }
     grid = (cdiv(most, _TILES_OF_A_PROGRAM),)
-    return Launch(workspace, moe_order_kernel, grid, args, constants, operands, [], [], looks=False)
+    return Launch(workspace, moe_order_kernel, grid, args, constants, operands, [], [], checks_errors=False)

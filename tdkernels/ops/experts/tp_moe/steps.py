@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from tdkernels.autotune.selection import DEFAULT
-from tdkernels.ops.collectives.async_all_gather import Gather
+from tdkernels.ops.collectives.async_all_gather import AsyncAllGather
 from tdkernels.ops.collectives.op import all_gather, reduce_scatter
 from tdkernels.ops.common.config import as_argument
 from tdkernels.ops.common.multinode import torch_across_nodes
@@ -55,7 +55,7 @@ def _choose_config(operator, config, sizes, layout, w, group, fields):
         best = None if choice.source == DEFAULT else choice.config  # each half has a default of its own
         # What is best forwards says nothing of the gradients, but that torch is the better one: they are looked up.
         return best, best if _is_torch(best) else None
-    group_state(group).agree_once(operator, {**fields, "config": as_argument(config)})
+    group_state(group).check_consensus_cached(operator, {**fields, "config": as_argument(config)})
     return config, config
 
 
@@ -154,7 +154,7 @@ def first_forward(x, w, routing, activation, config, keep):
 
 
 @whole_call
-def first_backward(dh, x, w, pre, routing, activation, config, need_dx, need_dw):
+def gate_up_backward(dh, x, w, pre, routing, activation, config, need_dx, need_dw):
     """(dx, dw), None for what nobody needs.
 
     Args:     config: of all of it; None to look up that of dx, whose method torch is then for dx alone
@@ -166,7 +166,7 @@ def first_backward(dh, x, w, pre, routing, activation, config, need_dx, need_dw)
     dpre = grouped_gemm_launch.swiglu_backward(dh, pre, routing.splits, activation) if activation else dh
     gathers = need_dw and not _is_torch(config)
     if gathers and routing.world_size > 1:
-        gather = Gather.start("moe_ag_gemm backward", x, routing.group)
+        gather = AsyncAllGather.start("moe_ag_gemm backward", x, routing.group)
     if need_dx:
         dx = sums_by_token(dpre, back, routing, None, of_dx)
     if need_dw:
@@ -190,7 +190,7 @@ def sums_by_token(rows, w, routing, weights, config):
 
 
 @whole_call
-def second_backward(dy, h, w, weights, routing, config, need_dw, need_dweights):
+def down_backward(dy, h, w, weights, routing, config, need_dw, need_dweights):
     """(dh, dw, dtopk_weights in fp32), None for what nobody needs; dh is made at any rate.
 
     Args:     config: of all of it; None to look up that of dh, whose method torch is then for dh alone

@@ -10,15 +10,15 @@ import torch
 from tdkernels.ops.common.config import from_text
 from tdkernels.ops.experts.tp_moe.config import MoeTpConfig
 from tdkernels.ops.experts.tp_moe.steps import (
-    first_backward,
+    down_backward,
     first_forward,
+    gate_up_backward,
     routing_of,
-    second_backward,
     second_forward,
     tp_moe_configs,
 )
 from tdkernels.runtime import autograd, torch_op
-from tdkernels.runtime.autograd import received, to_expect, to_send
+from tdkernels.runtime.autograd import fake_gradients, pack_gradients, unpack_gradients
 from tdkernels.symm.group import group_state
 from tdkernels.symm.whole_call import whole_call
 
@@ -68,17 +68,17 @@ def _tp_moe_backward(
 ):
     operands, needs = (x, topk_weights, w_gate_up, w_down), (need_dx, need_dtopk, need_dgate_up, need_ddown)
     if not x.shape[0]:
-        return tuple(tensor.zero_() for tensor in to_expect(operands, needs))
+        return tuple(tensor.zero_() for tensor in fake_gradients(operands, needs))
     group, activation = torch_op.group_by_name(group), activation or None
     configs = _configs(x, topk_ids, w_gate_up, w_down, activation, group, config)
     routing = routing_of("tp_moe", topk_ids, w_gate_up, group, configs.first)
-    dh, ddown, dtopk = second_backward(dy, h, w_down, weights, routing, configs.backward, need_ddown, need_dtopk)
+    dh, ddown, dtopk = down_backward(dy, h, w_down, weights, routing, configs.backward, need_ddown, need_dtopk)
     dx = dgate_up = None
     if need_dx or need_dgate_up:
-        dx, dgate_up = first_backward(
+        dx, dgate_up = gate_up_backward(
             dh, x, w_gate_up, pre, routing, activation, configs.backward, need_dx, need_dgate_up
         )
-    return to_send((dx, dtopk, dgate_up, ddown), operands, needs)
+    return pack_gradients((dx, dtopk, dgate_up, ddown), operands, needs)
 
 
 _OPERANDS = "Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor w_gate_up, Tensor w_down"
@@ -89,7 +89,7 @@ def _fake_tp_moe(x, topk_ids, topk_weights, w_gate_up, w_down, activation, keep,
 
 
 def _fake_tp_moe_backward(dy, x, topk_ids, topk_weights, w_gate_up, w_down, h, pre, weights, *call):
-    return to_expect((x, topk_weights, w_gate_up, w_down), call[:4])
+    return fake_gradients((x, topk_weights, w_gate_up, w_down), call[:4])
 
 
 torch_op.register(
@@ -117,11 +117,11 @@ class _TpMoe(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        autograd.refuse_second_derivatives("tp_moe")
+        autograd.reject_second_derivatives("tp_moe")
         need_dx, _, *others = ctx.needs_input_grad[:5]
         needs = need_dx, *others
         made = torch.ops.tdkernels.tp_moe_backward(dy, *ctx.saved_tensors, *needs, *ctx.call)
-        dx, *gradients = received(made, needs)
+        dx, *gradients = unpack_gradients(made, needs)
         return dx, None, *gradients, None, None, None
 
 

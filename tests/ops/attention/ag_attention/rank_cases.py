@@ -16,8 +16,8 @@ from tdkernels import AgAttentionConfig, PeerTimeoutError, PlanMismatchError
 from tdkernels.ops.attention.ag_attention import launch as ag_attention_launch
 from tdkernels.ops.attention.ag_attention import launch_dq as ag_attention_launch_dq
 from tdkernels.ops.attention.ag_attention import pipelined
-from tdkernels.ops.collectives.async_all_gather import Gather
-from tdkernels.ops.collectives.async_reduce_scatter import Scatter
+from tdkernels.ops.collectives.async_all_gather import AsyncAllGather
+from tdkernels.ops.collectives.async_reduce_scatter import AsyncReduceScatter
 from tests.ops.attention.ag_attention.cases import BY_PARTS, CONFIGS
 from tests.ops.attention.ag_attention.oracle import FP16, FP32, NAMES, Sharded, many
 from tests.ops.experts.tp_moe.cases import poisoned_outputs
@@ -145,7 +145,7 @@ LOST = {
     "keys": (ag_attention_launch, "launch", False, "default"),
     "queries": (ag_attention_launch_dq, "launch_dkv", True, "default"),
     "keys by parts": (pipelined, "forward", False, "flash"),
-    "sums by parts": (Scatter, "send", True, "flash"),
+    "sums by parts": (AsyncReduceScatter, "send", True, "flash"),
 }
 
 
@@ -189,7 +189,7 @@ def announces_no_sums_of_what_has_not_come(timeout_s):
     tdkernels.synchronize()
     dist.barrier()
     # Rank 1 has the patience to see what rank 0 announces after its own wait has ended.
-    sends_none = mock.patch.object(Gather, "copy") if dist.get_rank() == 1 else nullcontext()
+    sends_none = mock.patch.object(AsyncAllGather, "copy") if dist.get_rank() == 1 else nullcontext()
     with timeout(timeout_s * (1 + 2 * dist.get_rank())), sends_none:
         error = failure_of(o.backward, case.do)
     assert isinstance(error, PeerTimeoutError), repr(error)

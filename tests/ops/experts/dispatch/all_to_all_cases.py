@@ -24,7 +24,7 @@ def config_of(changes):
     return None if changes is None else EpConfig(**changes)
 
 
-class Exchange:
+class AsyncCollective:
     """All ranks' rows and splits, and what this rank is to get of them.
 
     Args:     splits: [W, E], rows of each rank for each expert, or for each rank where E is W
@@ -102,7 +102,7 @@ def moves(dtypes, experts_each, changes):
     config = config_of(changes)
     for seed, (dtype, width) in enumerate(dtypes):
         kind = KINDS[seed % len(KINDS)]
-        exchange = Exchange(splits_of(kind, experts_each, seed), width, dtype, seed=seed)
+        exchange = AsyncCollective(splits_of(kind, experts_each, seed), width, dtype, seed=seed)
         if seed % 2:
             exchange.own_splits = exchange.own_splits.int()
         out, out_splits, scales = exchange.call(config=config)
@@ -117,7 +117,7 @@ def moves(dtypes, experts_each, changes):
 
 
 def agrees_with_the_specification(experts_each):
-    exchange = Exchange(splits_of("any", experts_each, seed=3), 8, FP32, values="exact")
+    exchange = AsyncCollective(splits_of("any", experts_each, seed=3), 8, FP32, values="exact")
     expected, expected_splits = tdkernels.all_to_all_ref(exchange.x, exchange.own_splits)
     out, out_splits, _ = exchange.call()
     tdkernels.synchronize()
@@ -126,7 +126,7 @@ def agrees_with_the_specification(experts_each):
 
 
 def keeps_to_a_capacity(experts_each, changes=None):
-    exchange = Exchange(splits_of("any", experts_each, seed=1), 12, seed=1)
+    exchange = AsyncCollective(splits_of("any", experts_each, seed=1), 12, seed=1)
     config = config_of(changes)
     by_torch = config is not None and config.method == "torch"
     needed = exchange.of_ranks().sum(0).max().item() if by_torch else exchange_needs(exchange)  # it stages nothing
@@ -148,7 +148,7 @@ def exchange_needs(exchange):
 
 def sends_scales_along(scales, changes=None):
     for seed, (dtype, shape) in enumerate(scales):
-        exchange = Exchange(splits_of("any", 2, seed), 20, torch.float8_e4m3fn, seed=seed)
+        exchange = AsyncCollective(splits_of("any", 2, seed), 20, torch.float8_e4m3fn, seed=seed)
         all_scales = [exchange.draw(len(x), shape[0] if shape else 1, dtype) for x in exchange.all_x]
         all_scales = [scales if shape else scales.flatten() for scales in all_scales]
         out, out_splits, out_scales = exchange.call(
@@ -160,7 +160,7 @@ def sends_scales_along(scales, changes=None):
 
 def has_a_gradient(dtype, experts_each, capacity, changes):
     """The rows of the gradient go back where the rows came from."""
-    exchange = Exchange(splits_of("one has none", experts_each, seed=2), 20, dtype, values="exact", seed=2)
+    exchange = AsyncCollective(splits_of("one has none", experts_each, seed=2), 20, dtype, values="exact", seed=2)
     exchange.x.requires_grad_()
     scales = torch.ones(len(exchange.x), device=device(), requires_grad=True)
     out, out_splits, out_scales = exchange.call(max_tokens=capacity, scales=scales, config=config_of(changes))
@@ -183,7 +183,7 @@ def has_a_gradient(dtype, experts_each, capacity, changes):
 
 def refuses_splits(what, offender, max_tokens, changes=None):
     """Those of one rank are wrong: all are told whose, once, and the next call is right."""
-    exchange = Exchange(splits_of("any", seed=5), 8, seed=5)
+    exchange = AsyncCollective(splits_of("any", seed=5), 8, seed=5)
     right, x = exchange.own_splits, exchange.x
     if dist.get_rank() == offender:
         if what == "negative":  # and the sum is right
@@ -215,7 +215,7 @@ def refuses_splits(what, offender, max_tokens, changes=None):
 
 def refuses():
     """Before anything is launched, so each rank by itself."""
-    exchange = Exchange(splits_of("any", seed=6), 8, FP32, values="exact")
+    exchange = AsyncCollective(splits_of("any", seed=6), 8, FP32, values="exact")
     x, splits, world_size = exchange.x, exchange.own_splits, exchange.world_size
 
     def call(**changes):
@@ -251,7 +251,7 @@ def refuses():
 
 
 def takes_any_layout(changes=None):
-    exchange = Exchange(splits_of("any", seed=7), 24, FP32, values="exact", seed=7)
+    exchange = AsyncCollective(splits_of("any", seed=7), 24, FP32, values="exact", seed=7)
     x = exchange.x
     layouts = {
         "transposed": x.t().contiguous().t(),
@@ -272,7 +272,7 @@ def endures(calls, most_rows, seed, changes=None):
     for call in range(calls):
         experts, width, dtype = of_all.choice([(world_size, 24, BF16), (2 * world_size, 9, FP32)])
         splits = [[of_all.choice([0, of_all.randrange(most_rows)]) for _ in range(experts)] for _ in range(world_size)]
-        exchange = Exchange(splits, width, dtype, seed=seed + call)
+        exchange = AsyncCollective(splits, width, dtype, seed=seed + call)
         if of_all.random() < 0.2:
             poison()
         time.sleep(own.choice([0.0, own.uniform(0.0, 0.01)]))
@@ -289,14 +289,14 @@ def uses_subgroups(changes=None):
         for group, members in ((low, [0, 1]), (most, [1, 2, 3])):
             if rank in members:
                 splits = [[1 + i + j for j in range(len(members))] for i in range(len(members))]
-                exchange = Exchange(splits, 16, seed=members[0], rank=members.index(rank))
+                exchange = AsyncCollective(splits, 16, seed=members[0], rank=members.index(rank))
                 exchange.check(*exchange.call(group=group, config=config_of(changes))[:2])
         del low, most, group
 
 
 def disagrees(what, changes=None):
     odd = dist.get_rank() == 1
-    exchange = Exchange(splits_of("any", 2 if what == "num_experts" and odd else 1), 16, FP32, values="exact")
+    exchange = AsyncCollective(splits_of("any", 2 if what == "num_experts" and odd else 1), 16, FP32, values="exact")
     x = exchange.x[:, :8].contiguous() if what == "width" and odd else exchange.x
     x = x.half() if what == "dtype" and odd else x
     max_tokens = 50 + odd if what == "max_tokens" else None
@@ -305,14 +305,14 @@ def disagrees(what, changes=None):
         error = failure_of(tdkernels.all_to_all, x, exchange.own_splits, **options)
         assert type(error) is ValueError, repr(error)
         assert f"all_to_all: the ranks disagree: {what} is " in str(error) and "on rank 1" in str(error), str(error)
-        right = Exchange(splits_of("any"), 16, FP32, values="exact")
+        right = AsyncCollective(splits_of("any"), 16, FP32, values="exact")
         right.check(*right.call(group=group, config=config_of(changes))[:2])
         del group
 
 
 def is_not_fooled_by_a_known_plan(what):
     with a_group() as group:
-        ways = [(Exchange(splits_of("any", seed=8), width, FP32), options) for width, options in (
+        ways = [(AsyncCollective(splits_of("any", seed=8), width, FP32), options) for width, options in (
             [(16, {}), (24, {})] if what == "width" else [(16, {"max_tokens": 40}), (16, {"max_tokens": 50})]
         )]
         for exchange, options in ways * 2:

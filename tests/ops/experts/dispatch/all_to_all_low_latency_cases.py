@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import tdkernels
 from tests.ops.collectives.cases import same
-from tests.ops.experts.dispatch.all_to_all_cases import FP32, KINDS, Exchange, config_of, splits_of
+from tests.ops.experts.dispatch.all_to_all_cases import FP32, KINDS, AsyncCollective, config_of, splits_of
 from tests.ops.experts.dispatch.low_latency_cases import goes_straight, launches_of
 from tests.support.ranks import a_group, device
 from tests.test_protocol import failure_of, poison
@@ -33,7 +33,7 @@ def moves(dtypes, experts_each, changes):
     config = config_of(changes)
     for seed, (dtype, width) in enumerate(dtypes):
         kind = KINDS[seed % len(KINDS)]
-        exchange = Exchange(splits_of(kind, experts_each, seed), width, dtype, seed=seed)
+        exchange = AsyncCollective(splits_of(kind, experts_each, seed), width, dtype, seed=seed)
         out, out_splits, scales = straight(exchange, config=config)
         assert scales is None
         of_ranks = out_splits.view(exchange.world_size, -1).sum(1)
@@ -48,7 +48,7 @@ def moves(dtypes, experts_each, changes):
 
 def sends_scales_along(scales):
     for seed, (dtype, shape) in enumerate(scales):
-        exchange = Exchange(splits_of("any", 2, seed), 20, torch.float8_e4m3fn, seed=seed)
+        exchange = AsyncCollective(splits_of("any", 2, seed), 20, torch.float8_e4m3fn, seed=seed)
         all_scales = [exchange.draw(len(x), shape[0] if shape else 1, dtype) for x in exchange.all_x]
         all_scales = [scales if shape else scales.flatten() for scales in all_scales]
         _, _, out_scales = straight(exchange, scales=all_scales[exchange.rank].to(device()))
@@ -57,7 +57,7 @@ def sends_scales_along(scales):
 
 def has_a_gradient(dtype, experts_each, changes):
     """The rows of the gradient go back where the rows came from, by the tables that the one launch has made."""
-    exchange = Exchange(splits_of("one has none", experts_each, seed=2), 20, dtype, values="exact", seed=2)
+    exchange = AsyncCollective(splits_of("one has none", experts_each, seed=2), 20, dtype, values="exact", seed=2)
     exchange.x.requires_grad_()
     out, _, _ = straight(exchange, config=config_of(changes))
     all_dx = [exchange.draw(len(x), 20, dtype) for x in exchange.all_x]
@@ -71,14 +71,14 @@ def has_a_gradient(dtype, experts_each, changes):
 
 def counts_first(config, most):
     """Where tokens are too many for one launch, or a config says so, the same rows come by the other way."""
-    exchange = Exchange(splits_of("any", 2, seed=4), 12, seed=4)
+    exchange = AsyncCollective(splits_of("any", 2, seed=4), 12, seed=4)
     (out, out_splits, _), direct = launches_of(exchange.call, max_tokens_per_rank=most, config=config)
     assert direct and not any(direct)
     exchange.check(out, out_splits, exchange.world_size * most)
 
 
 def keeps_to_a_capacity(experts_each):
-    exchange = Exchange(splits_of("any", experts_each, seed=1), 12, seed=1)
+    exchange = AsyncCollective(splits_of("any", experts_each, seed=1), 12, seed=1)
     needed, bound = exchange.of_ranks().sum(0).max().item(), most_of(exchange)
     straight(exchange, max_tokens=needed)
     error = failure_of(exchange.call, max_tokens=needed - 1, max_tokens_per_rank=bound)
@@ -91,7 +91,7 @@ def keeps_to_a_capacity(experts_each):
 
 def refuses_splits(what, offender):
     """Those of one rank are wrong: all are told whose, and the next call is right."""
-    exchange = Exchange(splits_of("any", seed=5), 8, seed=5)
+    exchange = AsyncCollective(splits_of("any", seed=5), 8, seed=5)
     right, bound = exchange.own_splits, most_of(exchange) + 1
     if dist.get_rank() == offender:
         if what == "negative":
@@ -111,7 +111,7 @@ def refuses_splits(what, offender):
 
 def refuses_too_many_rows(config):
     """On whichever rank they are, all are told whose, and how many."""
-    exchange = Exchange(splits_of("one has none", seed=1), 8, seed=1)
+    exchange = AsyncCollective(splits_of("one has none", seed=1), 8, seed=1)
     rows = [len(x) for x in exchange.all_x]
     most = max(rows)
     offender = rows.index(most)
@@ -136,7 +136,7 @@ def endures(calls, most_rows, seed):
     for call in range(calls):
         experts, width, dtype = of_all.choice([(world_size, 24, torch.bfloat16), (2 * world_size, 9, FP32)])
         splits = [[of_all.choice([0, of_all.randrange(most_rows)]) for _ in range(experts)] for _ in range(world_size)]
-        exchange = Exchange(splits, width, dtype, seed=seed + call)
+        exchange = AsyncCollective(splits, width, dtype, seed=seed + call)
         if of_all.random() < 0.2:
             poison()
         time.sleep(own.choice([0.0, own.uniform(0.0, 0.01)]))
@@ -153,12 +153,12 @@ def uses_subgroups():
         for group, members in ((low, [0, 1]), (most, [1, 2, 3])):
             if rank in members:
                 splits = [[1 + i + j for j in range(len(members))] for i in range(len(members))]
-                straight(Exchange(splits, 16, seed=members[0], rank=members.index(rank)), group=group)
+                straight(AsyncCollective(splits, 16, seed=members[0], rank=members.index(rank)), group=group)
         del low, most, group
 
 
 def disagrees():
-    exchange = Exchange(splits_of("any"), 16, FP32, values="exact")
+    exchange = AsyncCollective(splits_of("any"), 16, FP32, values="exact")
     with a_group() as group:
         error = failure_of(exchange.call, max_tokens_per_rank=50 + (dist.get_rank() == 1), group=group)
         assert type(error) is ValueError, repr(error)
@@ -170,7 +170,7 @@ def disagrees():
 
 def refuses():
     """Before anything is launched, so each rank by itself."""
-    exchange = Exchange(splits_of("any", seed=6), 8)
+    exchange = AsyncCollective(splits_of("any", seed=6), 8)
     for most in (0, -1, 1.0, True, "2", 1 << 30):
         error = failure_of(exchange.call, max_tokens_per_rank=most)
         words = "all_to_all: max_tokens_per_rank must be a positive integer"
@@ -187,7 +187,7 @@ def is_captured(bound=40):
         table = splits_of("any", 2, seed)
         for row in table:
             row[seed % len(row)] += bound - sum(row)
-        exchange = Exchange(table, 24, seed=seed)
+        exchange = AsyncCollective(table, 24, seed=seed)
         x.copy_(exchange.x)
         splits.copy_(exchange.own_splits)
         return exchange

@@ -38,13 +38,13 @@ def bound_of(case):
 def launches_of(call, **options):
     """What a call returns, and of each of its launches whether it is a dispatch in one."""
     launched = []
-    launch = Kernel.launch_alike
+    launch = Kernel.launch_bound
 
     def spied(kernel, *args, **kwargs):
         launched.append(kernel is ep_direct_kernel)
         return launch(kernel, *args, **kwargs)
 
-    with mock.patch.object(Kernel, "launch_alike", spied):
+    with mock.patch.object(Kernel, "launch_bound", spied):
         return call(**options), launched
 
 
@@ -200,8 +200,8 @@ def nothing_comes_back_of_what_was_too_much(halves):
     if on_gpu:
         torch.cuda.synchronize()  # the note is there
     # In halves everything is received before anybody looks; else rank 0 looks, on a GPU all do.
-    looks = on_gpu or (dist.get_rank() == 0 and not halves)
-    with contextlib.nullcontext() if looks else hidden:
+    checks_errors = on_gpu or (dist.get_rank() == 0 and not halves)
+    with contextlib.nullcontext() if checks_errors else hidden:
         if halves:
             recv, handle = sent.receive()
         y = tdkernels.ep_combine(torch.full_like(recv.x, torch.nan), handle)

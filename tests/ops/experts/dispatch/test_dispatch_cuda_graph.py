@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 import tdkernels
-from tests.ops.experts.dispatch.all_to_all_cases import Exchange
+from tests.ops.experts.dispatch.all_to_all_cases import AsyncCollective
 from tests.ops.experts.dispatch.oracle import BF16, FP32, Routed
 from tests.support.ranks import DEVICE, a_group, device, on_ranks
 from tests.test_protocol import failure_of
@@ -149,7 +149,7 @@ def replays_an_exchange():
         generator = torch.Generator().manual_seed(seed)
         ends = torch.randint(0, 41, (world_size, world_size - 1), generator=generator).sort(1).values
         edges = torch.nn.functional.pad(torch.nn.functional.pad(ends, (1, 0)), (0, 1), value=40)
-        return Exchange(edges.diff(dim=1).tolist(), 24, FP32, seed=seed)
+        return AsyncCollective(edges.diff(dim=1).tolist(), 24, FP32, seed=seed)
 
     static = new_exchange(0)
     x, splits = static.x, static.own_splits

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tdkernels
 from tdkernels import MoeTpConfig, Tiles
-from tdkernels.ops.collectives.async_all_gather import Gather
+from tdkernels.ops.collectives.async_all_gather import AsyncAllGather
 from tdkernels.ops.experts.grouped_gemm import launch as grouped_launch
 from tdkernels.ops.experts.tp_moe import launch_ag_gemm as tp_moe_launch_ag_gemm
 from tdkernels.ops.experts.tp_moe import launch_gemm_rs as tp_moe_launch_gemm_rs
@@ -129,7 +129,7 @@ def computes_what_is_wanted():
         with (
             mock.patch.object(tp_moe_launch_ag_gemm, "launch", wraps=tp_moe_launch_ag_gemm.launch) as ag,
             mock.patch.object(tp_moe_launch_gemm_rs, "launch", wraps=tp_moe_launch_gemm_rs.launch) as rs,
-            mock.patch.object(Gather, "start", wraps=Gather.start) as gather,
+            mock.patch.object(AsyncAllGather, "start", wraps=AsyncAllGather.start) as gather,
             mock.patch.object(grouped_launch, "weight_gradient", wraps=grouped_launch.weight_gradient) as of_weight,
         ):
             results = layer.run(wanted=(name,))

@@ -28,14 +28,14 @@ import triton.language as tl
 from tdkernels import lang as td
 from tdkernels.ops.experts.dispatch.kernel_combine import own_token, part_bytes, row_addresses, send_chunk, slot_bytes
 from tdkernels.ops.experts.dispatch.layout import (
-    GOES,
     MAX_CHUNKS,
     MOST_TOKENS,
+    VALID,
     chunk_of,
     chunks_at_most,
-    facts_at,
     parts_at,
     sent_at,
+    summary_at,
     tokens_of,
     whole_items,
 )
@@ -60,7 +60,7 @@ def _add_rows(
     total, addresses, weights, block, items, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Add, one after the other, a block of the rows at those addresses that are not 0, each times its weight if any."""
-    turns, count = td.turns_of(addresses != 0)
+    turns, count = td.compact_indices(addresses != 0)
     offs = block * BLOCK + tl.arange(0, BLOCK)
     for turn in range(0, count, 2):  # two reads on their way at a time
         first = td.sum_of(tl.where(turns == turn, addresses, 0), 0)
@@ -171,9 +171,9 @@ def _send_sums(
     signal_ptr = td.signal_at(ctx, half, 0) + me * MAX_CHUNKS + chunk
     # waiter: the owner's receivers of the chunks with these tokens
     if end > start:
-        td.put_signal(ctx, there, first, (end - start) * bytes_of_sum, signal_ptr, signal, owner, PASSES_ON=True)
+        td.put_signal(ctx, there, first, (end - start) * bytes_of_sum, signal_ptr, signal, owner, CHECK_FAILED=True)
     else:
-        td.signal(ctx, signal_ptr, signal, owner, PASSES_ON=True)
+        td.signal(ctx, signal_ptr, signal, owner, CHECK_FAILED=True)
 
 
 # ---- receivers ----
@@ -282,14 +282,14 @@ def ep_combine_nodes_kernel(
     signals = td.signal_at(ctx, half, 0)
     me = td.rank(ctx)
     node = me // LOCAL
-    facts = facts_at(tables, EXPERTS, RANKS)
+    summary = summary_at(tables, EXPERTS, RANKS)
     # A void launch does nothing: a peer, or the network, may still read what an earlier launch has sent.
-    goes = tl.where(td.is_void_for_all(signal), -1, tl.load(facts + GOES))
+    goes = tl.where(td.is_void_for_all(signal), -1, tl.load(summary + VALID))
     pid = tl.program_id(0)
     bytes_of_slot = slot_bytes(items, DTYPE, K, PER_EXPERT, True)[1]
     leaving = td.data_at(ctx, half, me) + tl.cast(here_slots, tl.int64) * bytes_of_slot
     arriving = leaving + tl.cast(crossing_slots, tl.int64) * crossing_bytes(items, DTYPE, K)
-    most = chunks_at_most(tl.load(facts + MOST_TOKENS), chunk_tokens)
+    most = chunks_at_most(tl.load(summary + MOST_TOKENS), chunk_tokens)
 
     # The loops of one kind of program run; none if a peer did not come when the routing was exchanged.
     if LOCAL > 1:

@@ -30,17 +30,17 @@ from tdkernels.lang.context import CTX_BASES
 from tdkernels.ops.experts.dispatch.kernel_dispatch import NO_PLACE, receive_chunk, send_token
 from tdkernels.ops.experts.dispatch.kernel_payload import read_block, slot_parts, staged_bytes, write_block
 from tdkernels.ops.experts.dispatch.layout import (
-    GOES,
     MAX_CHUNKS,
     MOST_TOKENS,
+    VALID,
     chunk_of,
     chunks_at_most,
     experts_at,
-    facts_at,
-    ours_at,
     places_at,
+    recv_offsets_at,
+    send_offsets_at,
     sent_at,
-    theirs_at,
+    summary_at,
     tokens_of,
     whole_items,
 )
@@ -153,19 +153,19 @@ def _slots_from(
 ):
     """Where at every node peer the slots begin for the tokens of the rank of our rail on ``node``, our own or not."""
     numbers = tl.arange(0, triton.next_power_of_2(LOCAL))
-    begin = tl.load(ours_at(tables, EXPERTS, RANKS) + node * LOCAL + numbers, mask=numbers < LOCAL, other=0)
+    begin = tl.load(send_offsets_at(tables, EXPERTS, RANKS) + node * LOCAL + numbers, mask=numbers < LOCAL, other=0)
     return areas + 8 * MAX_CHUNKS * RANKS + begin.to(tl.int64) * slot_bytes
 
 
 @td.jit
-def _announce(ctx, half, areas, signal, source, chunk, first_sent, num_sent, PASSES_ON: tl.constexpr):
+def _announce(ctx, half, areas, signal, source, chunk, first_sent, num_sent, CHECK_FAILED: tl.constexpr):
     """Tell node peers where a chunk of the source's tokens begins, and how many it has for them."""
     beginnings = (areas + 8 * (source * MAX_CHUNKS + chunk)).to(tl.pointer_type(tl.int32))
     tl.store(beginnings, first_sent, mask=areas != 0)
     tl.store(beginnings + 1, num_sent, mask=areas != 0)
     # waiter: every node peer's receiver of this chunk
     signal_ptr = td.signal_at(ctx, half, 0) + source * MAX_CHUNKS + chunk
-    td.notify_node(ctx, signal_ptr, signal, PASSES_ON=PASSES_ON)
+    td.notify_node(ctx, signal_ptr, signal, CHECK_FAILED=CHECK_FAILED)
 
 
 @td.jit
@@ -300,8 +300,8 @@ def ep_dispatch_nodes_kernel(
     signals = td.signal_at(ctx, half, 0)
     me = td.rank(ctx)
     node = me // LOCAL
-    facts = facts_at(tables, EXPERTS, RANKS)
-    goes = tl.load(facts + GOES)
+    summary = summary_at(tables, EXPERTS, RANKS)
+    goes = tl.load(summary + VALID)
     pid = tl.program_id(0)
     areas = _areas(ctx, half, LOCAL)
     row_bytes, scale_bytes = staged_bytes(size, PAYLOAD)
@@ -316,7 +316,7 @@ def ep_dispatch_nodes_kernel(
     runs = (goes > 0) | (FIRST & (goes == 0))  # of one that was refused only what its call launches: see the combine
     is_void = td.is_void_for_all(signal)
     runs &= is_void == 0
-    tl.store(facts + GOES, -1, mask=is_void)  # no combine may go by tables that are not complete
+    tl.store(summary + VALID, -1, mask=is_void)  # no combine may go by tables that are not complete
     is_sender = runs & (pid < num_senders)
     stride = tl.maximum(num_senders, 1)
     work = chunks_at_most(num_tokens, chunk_tokens) * (NODES - 1)
@@ -337,7 +337,7 @@ def ep_dispatch_nodes_kernel(
             K, EXPERTS, RANKS, LOCAL, PAYLOAD,
         )
 
-    most = chunks_at_most(tl.load(facts + MOST_TOKENS), chunk_tokens)
+    most = chunks_at_most(tl.load(summary + MOST_TOKENS), chunk_tokens)
     number = pid - num_senders
     work = most * (NODES - 1)
     is_relay = runs & (number >= 0) & (number < num_relays)
@@ -349,13 +349,13 @@ def ep_dispatch_nodes_kernel(
         if chunk < chunks:
             # producer: the source's sender of this chunk, by the network
             seen = td.await_put(ctx, signals + source * MAX_CHUNKS + chunk, signal, source)
-            if td.in_time(seen, signal):
+            if td.completed(seen, signal):
                 _pass_on(
                     ctx, half, signal, areas, arriving, source, chunk, chunk_size, crossing, tables, node_tables,
                     passed, size, outputs, FIRST, K, EXPERTS, RANKS, LOCAL, PAYLOAD,
                 )
             else:
-                tl.store(facts + GOES, -1)  # no combine may go by tables that are not complete
+                tl.store(summary + VALID, -1)  # no combine may go by tables that are not complete
 
     if LOCAL > 1:
         number -= num_relays
@@ -369,14 +369,14 @@ def ep_dispatch_nodes_kernel(
                 sender = node * LOCAL + source % LOCAL
             _, chunks = chunk_of(tokens, chunk_tokens)
             if chunk < chunks:
-                staged = tl.load(theirs_at(tables, EXPERTS, RANKS) + source)
+                staged = tl.load(recv_offsets_at(tables, EXPERTS, RANKS) + source)
                 # producer: the source's sender of this chunk, or the relay that it comes by
                 seen = td.wait_plan(ctx, signals + source * MAX_CHUNKS + chunk, signal, sender)
-                if td.in_time(seen, signal):
+                if td.completed(seen, signal):
                     receive_chunk(
                         area, source, chunk, staged, came, size, outputs,
                         FIRST, K, RANKS, PAYLOAD,
                     )
                 else:
-                    tl.store(facts + GOES, -1)
+                    tl.store(summary + VALID, -1)
     td.finish(ctx, ADVANCE, (FIRST | (goes != 0)).to(tl.int32))

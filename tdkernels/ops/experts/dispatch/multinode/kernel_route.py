@@ -18,18 +18,18 @@ import triton.language as tl
 
 from tdkernels import lang as td
 from tdkernels.ops.experts.dispatch.kernel_dispatch import find_places
-from tdkernels.ops.experts.dispatch.kernel_route import add_tiles, add_up, count_tile, lay_out_rows, state_facts
+from tdkernels.ops.experts.dispatch.kernel_route import add_tiles, add_up, count_tile, lay_out_rows, store_summary
 from tdkernels.ops.experts.dispatch.layout import (
-    GOES,
     MOST_HERE,
     MOST_PASSED,
+    VALID,
     counts_of,
     experts_at,
-    facts_at,
-    ours_at,
     parts_at,
-    their_at,
-    theirs_at,
+    peer_offset_at,
+    recv_offsets_at,
+    send_offsets_at,
+    summary_at,
 )
 from tdkernels.ops.experts.dispatch.multinode.layout import (
     crossing_of,
@@ -164,7 +164,7 @@ def _exchange(
                 to = node * LOCAL + (local + peer) % LOCAL
                 _store_line(ctx, half, tables, node_tables, source, to, EXPERTS, RANKS, NODES)
             # waiter: every node peer's last program of this launch
-            td.notify_node(ctx, signals + source, signal, PASSES_ON=True)
+            td.notify_node(ctx, signals + source, signal, CHECK_FAILED=True)
         for step in range(NODES):
             first = (node + step) % NODES * LOCAL
             # producer: every node peer's last program of this launch, with its own totals or those of its rail
@@ -203,10 +203,10 @@ def _lay_out_in_nodes(tables, me, EXPERTS: tl.constexpr, RANKS: tl.constexpr, LO
     mask = ranks < RANKS
     index = source // LOCAL * LOCAL + dest % LOCAL
     ours = there & (source % LOCAL == local) & (dest // LOCAL == node)
-    tl.store(ours_at(tables, EXPERTS, RANKS) + index, going, mask=ours)
+    tl.store(send_offsets_at(tables, EXPERTS, RANKS) + index, going, mask=ours)
     tl.store(parts_at(tables, EXPERTS, RANKS) + index, coming, mask=ours)
-    tl.store(theirs_at(tables, EXPERTS, RANKS) + ranks, td.sum_of(tl.where(dest == me, going, 0), 1), mask=mask)
-    tl.store(their_at(tables, EXPERTS, RANKS) + ranks, td.sum_of(tl.where(dest == me, coming, 0), 1), mask=mask)
+    tl.store(recv_offsets_at(tables, EXPERTS, RANKS) + ranks, td.sum_of(tl.where(dest == me, going, 0), 1), mask=mask)
+    tl.store(peer_offset_at(tables, EXPERTS, RANKS) + ranks, td.sum_of(tl.where(dest == me, coming, 0), 1), mask=mask)
     most = td.max_of(td.sum_of(tokens, 0), 0)
     for other in range(RANKS // LOCAL):
         of_source = td.sum_of(tl.where(dest // LOCAL == other, tokens, 0), 1)
@@ -253,12 +253,12 @@ def _agree(
     rows = lay_out_rows(tables, splits_ptr, me, BY_SOURCE, EXPERTS, RANKS)
     staged = _lay_out_in_nodes(tables, me, EXPERTS, RANKS, LOCAL)
     crossing = _lay_out_crossing(node_tables, me, RANKS, LOCAL)
-    facts = facts_at(tables, EXPERTS, RANKS)
-    tl.store(facts + MOST_HERE, staged)
-    tl.store(facts + MOST_PASSED, crossing)
+    summary = summary_at(tables, EXPERTS, RANKS)
+    tl.store(summary + MOST_HERE, staged)
+    tl.store(summary + MOST_PASSED, crossing)
     tl.debug_barrier()  # splits may be stored again
     most = tl.maximum(staged, crossing)
-    state_facts(ctx, tables, splits_ptr, me, rows, most, capacity, call, BY_SOURCE, EXPERTS, RANKS)
+    store_summary(ctx, tables, splits_ptr, me, rows, most, capacity, call, BY_SOURCE, EXPERTS, RANKS)
 
 
 # ---- the kernels ----
@@ -279,7 +279,7 @@ def ep_route_nodes_kernel(
     count_tile(ids_ptr, tables, tile, num_tokens, K, EXPERTS, RANKS, N)
     _count_crossing(ctx, ids_ptr, node_tables, tile, num_tokens, K, EXPERTS, RANKS, LOCAL, N // K)
     if AGREE:
-        if td.arrive(td.flag_at(ctx, 0), tl.num_programs(0)):
+        if td.is_last_arriver(td.flag_at(ctx, 0), tl.num_programs(0)):
             me, tiles = td.rank(ctx), tl.num_programs(0)
             for start in range(0, EXPERTS + RANKS + 2, BLOCK):
                 add_up(tables, me, start, tiles, num_tokens, bad_ptr, K, EXPERTS, RANKS, BLOCK, AT_ONCE)
@@ -301,7 +301,7 @@ def ep_agree_nodes_kernel(
     add_up(tables, me, start, tiles, num_tokens, bad_ptr, K, EXPERTS, RANKS, BLOCK, AT_ONCE)
     if start == 0:
         _add_up_crossing(node_tables, me, tiles, num_tokens, RANKS, LOCAL)
-    if td.arrive(td.flag_at(ctx, 0), tl.num_programs(0)):
+    if td.is_last_arriver(td.flag_at(ctx, 0), tl.num_programs(0)):
         _agree(ctx, tables, node_tables, splits_ptr, capacity, plan, call, BY_SOURCE, EXPERTS, RANKS, LOCAL)
     td.finish(ctx)
 
@@ -316,7 +316,7 @@ def ep_places_kernel(
     num_tokens = tl.cast(num_tokens, tl.int32)
     tile = tl.program_id(0)
     own = td.rank(ctx) // LOCAL
-    goes = tl.load(facts_at(tables, EXPERTS, RANKS) + GOES) > 0
+    goes = tl.load(summary_at(tables, EXPERTS, RANKS) + VALID) > 0
     start = tile * TILE_TOKENS
     for token in range(start, tl.minimum(start + TILE_TOKENS, num_tokens)):
         find_places(tables, token, num_tokens, goes, True, K, EXPERTS, RANKS, TILE_TOKENS)
