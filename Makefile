@@ -17,12 +17,12 @@ READY := $(VENV)/.installed
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install -c constraints.txt -e '.[dev,bench]'
+	$(PY) -m pip install -c constraints.txt -e '.[dev,bench,docs]'
 	touch $@
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-newest test-gpu test-one-gpu fuzz chaos lint bench clean
+.PHONY: help demo test test-newest test-gpu test-one-gpu fuzz chaos lint docs docs-serve bench clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*##/\1\t/p' Makefile | expand -t 12
@@ -77,12 +77,19 @@ chaos: $(READY)  ## faults in CASES calls of all operators on 2 and 3 ranks, or 
 		$(if $(SECONDS),--seconds $(SECONDS)) $(if $(OUT),--out $(OUT)) $(CHAOS)
 
 # No `ruff format`: kernels keep their columns aligned by hand.
-lint: $(READY)  ## ruff
+lint: $(READY)  ## ruff, and mypy over the package
 	$(PY) -m ruff check .
+	$(PY) -m mypy
+
+docs: $(READY)  ## build the documentation site into site/; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
+
+docs-serve: $(READY)  ## serve the documentation site, and rebuild it when a file changes
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs serve
 
 bench: $(READY)  ## the benchmarks
 	$(PY) -m tdkernels bench
 
 clean:  ## remove what the other targets made, the environments included
-	rm -rf .venv .venv-newest build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-newest build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -22,13 +22,13 @@ from tests.support import ranks
 
 REPO = Path(__file__).parent.parent
 README = REPO / "README.md"
-TUTORIAL = REPO / "docs" / "primitives.md"
-EXPERTS = REPO / "docs" / "expert-parallel.md"
-LAYERS = REPO / "docs" / "moe.md"
-ATTENTION = REPO / "docs" / "attention.md"
-RACES = REPO / "docs" / "race-checker.md"
+TUTORIAL = REPO / "docs" / "contributing" / "primitives.md"
+EXPERTS = REPO / "docs" / "guides" / "expert-parallel.md"
+LAYERS = REPO / "docs" / "guides" / "moe.md"
+ATTENTION = REPO / "docs" / "guides" / "attention.md"
+RACES = REPO / "docs" / "contributing" / "race-checker.md"
 EXAMPLE = REPO / "examples" / "first_kernel.py"
-DOCUMENTS = sorted([*REPO.glob("*.md"), *(REPO / "docs").glob("*.md")])
+DOCUMENTS = sorted([*REPO.glob("*.md"), *(REPO / "docs").rglob("*.md")])
 
 
 def blocks(document, language):
@@ -49,7 +49,7 @@ def run(program, tmp_path):
     return done.stdout
 
 
-# ---- docs/primitives.md ----
+# ---- docs/contributing/primitives.md ----
 
 
 def test_the_tutorial_quotes_the_example():
@@ -79,7 +79,7 @@ def test_the_tutorial_has_every_word_with_its_signature():
     assert sorted(rows) == sorted(signature(name) for name in lang.__all__)
 
 
-# ---- docs/expert-parallel.md ----
+# ---- docs/guides/expert-parallel.md ----
 
 
 @pytest.mark.slow
@@ -98,7 +98,7 @@ def test_the_bytes_on_paper_are_those_of_the_formula():
         assert f"| {world_size} | {tokens} | {once:.0f} | {each:.0f} | {' | '.join(cells)} |" in EXPERTS.read_text()
 
 
-# ---- docs/race-checker.md ----
+# ---- docs/contributing/race-checker.md ----
 
 
 @pytest.mark.slow
@@ -115,7 +115,7 @@ def test_the_racy_kernel_is_that_of_the_tutorial_with_two_lines_swapped():
     assert sorted(racy) == sorted(right) and sum(a != b for a, b in zip(racy, right, strict=True)) == 2
 
 
-# ---- docs/moe.md ----
+# ---- docs/guides/moe.md ----
 
 
 def page_of(source):
@@ -164,7 +164,7 @@ def test_the_page_on_layers_loads_a_model(tmp_path):
     ranks.on_ranks(2, a_model_is_loaded, source, str(tmp_path))
 
 
-# ---- docs/attention.md ----
+# ---- docs/guides/attention.md ----
 
 
 def a_program_runs(source, name):

@@ -1,4 +1,4 @@
-"""Draws expert_parallel.png, the picture of docs/expert-parallel.md: python docs/images/expert_parallel.py"""
+"""Draws expert_parallel.png, the picture of docs/guides/expert-parallel.md: python docs/images/expert_parallel.py"""
 
 import io
 from pathlib import Path
