@@ -1,5 +1,6 @@
 """Hooks of mkdocs: pages that are made from files outside docs/, and links to such files."""
 
+import itertools
 import os
 import posixpath
 import re
@@ -16,7 +17,7 @@ PAGES = {  # page of the site: file of the repository
     "contributing/index.md": "CONTRIBUTING.md",
     "changelog.md": "CHANGELOG.md",
 }
-COMMANDS = ("doctor", "tune", "cache", "bench", "trace")
+COMMANDS = ("doctor", "tune", "explain", "cache", "bench", "trace")
 
 
 def on_files(files, config):
@@ -40,7 +41,8 @@ def on_page_markdown(markdown, page, config, files):
 def _moved(markdown, source, page):
     """Rewrite relative links of a Markdown file of the repository for a page of the site."""
     pages = {source: page for page, source in PAGES.items()}
-    pages |= {f"bench/plots/{plot.name}": f"performance/plots/{plot.name}" for plot in (ROOT / "bench/plots").glob("*.png")}
+    plots = [plot.name for plot in (ROOT / "bench/plots").glob("*.png")]
+    pages |= {f"bench/plots/{plot}": f"performance/plots/{plot}" for plot in plots}
 
     def link(match):
         image, text, target = match.groups()
@@ -54,8 +56,9 @@ def _moved(markdown, source, page):
         where = posixpath.relpath(there, posixpath.dirname(page) or ".")
         return f"{image}[{text}]({where}{'#' + anchor if anchor else ''})"
 
-    parts = re.split(r"(^ *```.*?^ *```$)", markdown, flags=re.MULTILINE | re.DOTALL)  # odd ones are code
-    return "".join(part if i % 2 else re.sub(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)", link, part) for i, part in enumerate(parts))
+    parts = re.split(r"(^ *```.*?^ *```$)", markdown, flags=re.MULTILINE | re.DOTALL)
+    prose = [re.sub(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)", link, part) for part in parts[::2]]  # code is in between
+    return "".join(text for pair in itertools.zip_longest(prose, parts[1::2], fillvalue="") for text in pair)
 
 
 def _help(command):

@@ -4,6 +4,7 @@ import ast
 import inspect
 import os
 import re
+import runpy
 import subprocess
 import sys
 import types
@@ -243,6 +244,15 @@ def test_the_two_mlps_of_the_readme_compute_the_same():
     sources = [source for source in blocks(README, "python") if re.search(r"^class \w*MLP\(", source, re.MULTILINE)]
     assert len(sources) == 2
     ranks.on_ranks(2, two_mlps, "\n\n".join(sources))
+
+
+# ---- docs/images ----
+
+
+def test_the_diagrams_are_those_that_the_program_draws():
+    schedules = runpy.run_path(str(REPO / "docs/images/schedules.py"))
+    for name, panels in schedules["SCHEDULES"].items():
+        assert (REPO / f"docs/images/schedule_{name}.svg").read_text() == schedules["picture"](panels)
 
 
 # ---- all documents ----
