@@ -11,6 +11,7 @@ so that one graph serves every token.
 
 import argparse
 import dataclasses
+import sys
 
 import torch
 import torch.distributed as dist
@@ -111,6 +112,12 @@ def part_of(weights, rank, world_size):
     ]
 
 
+def progress(text):
+    """Print from rank 0, at once: CPU ranks take a minute or two for the whole program."""
+    if dist.get_rank() == 0:
+        print(text, file=sys.stderr, flush=True)
+
+
 def milliseconds(call, tokens):
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     dist.barrier()
@@ -131,8 +138,9 @@ def on_rank(sizes):
     caches = [[F.pad(c[rank], (0, 0, 0, 0, 0, room - sizes.keys)) for c in layer] for layer in prompt]
     step = Decoder(sizes, part_of(weights, rank, ranks), caches, rank, ranks)
 
-    def decode(step, x):
-        for _ in range(sizes.tokens):
+    def decode(name, step, x):
+        for token in range(sizes.tokens):
+            progress(f"{name}: token {token + 1} of {sizes.tokens}")
             x = F.rms_norm(step(x), x.shape[-1:])  # in place of a vocabulary: the next token is what comes out
         return x
 
@@ -140,9 +148,10 @@ def on_rank(sizes):
     for dtype in (torch.float64, sizes.dtype):
         all_weights = [[w.to(dtype) for w in layer] for layer in weights]
         all_caches = [[torch.cat(list(c), 1).to(dtype) for c in layer] for layer in prompt]
-        found.append(decode(lambda x, w=all_weights, c=all_caches: whole(x, w, c, sizes), x.to(dtype)))
+        plain_step = lambda x, w=all_weights, c=all_caches: whole(x, w, c, sizes)  # noqa: E731
+        found.append(decode(f"plain torch, {dtype}", plain_step, x.to(dtype)))
     exact, plain = found
-    errors = [(y - exact).abs().max().item() for y in (decode(step, x), plain)]
+    errors = [(y - exact).abs().max().item() for y in (decode("tdkernels", step, x), plain)]
     times = None
     if device.type == "cuda":
         eager = milliseconds(lambda: step(x), sizes.tokens)

@@ -9,6 +9,7 @@ same layer made of tdkernels' parts, where something else runs while tokens trav
 """
 
 import argparse
+import sys
 
 import torch
 import torch.distributed as dist
@@ -48,11 +49,12 @@ def by_hand(layer, x, shared):
     return y + tdkernels.ep_combine(tdkernels.group_gemm(hidden, layer.w_down, recv.splits), handle)
 
 
-def train(forward, parameters, x, target, tokens, shared=()):
+def train(name, forward, parameters, x, target, tokens, shared=()):
     """Losses, the mean squared error over the ``tokens`` of all ranks; ``shared``: parameters that all ranks have."""
     optimizer = torch.optim.AdamW(parameters, lr=3e-3)
     losses = []
-    for _ in range(STEPS):
+    for step in range(STEPS):
+        progress(f"{name}: step {step + 1} of {STEPS}")
         loss = (forward(x) - target).float().square().sum() / (tokens * HIDDEN)
         optimizer.zero_grad()
         loss.backward()
@@ -64,6 +66,12 @@ def train(forward, parameters, x, target, tokens, shared=()):
     if len(x) < tokens:
         dist.all_reduce(losses)
     return losses.tolist()
+
+
+def progress(text):
+    """Print from rank 0, at once: CPU ranks take a minute or two for the whole program."""
+    if dist.get_rank() == 0:
+        print(text, file=sys.stderr, flush=True)
 
 
 def gathered(part):
@@ -81,6 +89,7 @@ def on_rank():
     # Ranks need not have as many tokens.
     x, target, dy = (torch.randn(24 + 8 * dist.get_rank(), HIDDEN, device=device, dtype=dtype) for _ in range(3))
 
+    progress("comparing output and gradients with plain torch ...")
     x.requires_grad_()
     y = layer(x)
     y.backward(dy)
@@ -95,9 +104,9 @@ def on_rank():
     errors = {name: [(got[name] - exact[name]).abs().max().item() for got in (ours, plain)] for name in exact}
 
     whole_x, whole_target = gathered(x), gathered(target)
-    ours = train(layer, layer.parameters(), x.detach(), target, len(whole_x), shared=[layer.gate.weight])
+    ours = train("tdkernels", layer, layer.parameters(), x.detach(), target, len(whole_x), shared=[layer.gate.weight])
     weights = [weight.detach().clone().requires_grad_() for weight in weights]
-    plain = train(lambda x: whole(x, *weights), weights, whole_x, whole_target, len(whole_x))
+    plain = train("plain torch", lambda x: whole(x, *weights), weights, whole_x, whole_target, len(whole_x))
     tdkernels.synchronize()
     return errors, ours, plain
 

@@ -10,6 +10,7 @@ times against NCCL + cuBLAS. Exit code 1 if errors or losses are too far off. Th
 import argparse
 import dataclasses
 import math
+import sys
 
 import torch
 import torch.distributed as dist
@@ -111,12 +112,13 @@ def on_rank(problem):
         block = ParallelSwiGLU(problem.hidden, problem.intermediate, up_config=up_config, down_config=down_config)
         return block.to(device, problem.dtype).load_full(*weights)
 
+    progress("comparing output and gradients with plain torch ...")
     exact = forward_and_backward(SwiGLU(*(w.double() for w in weights)), x.double(), dy.double())
     plain = forward_and_backward(SwiGLU(*weights), x, dy)
     ours = forward_and_backward(parallel(), x_part, dy_part)
     report = {"runs": what_runs(parallel(), x_part), "errors": errors(ours, plain, exact)}
-    losses = train(parallel(), x_part, target_part, problem), train(SwiGLU(*weights), x, target, problem)
-    report["losses"] = dict(zip(("tdkernels", "plain torch"), losses))
+    runs = {"tdkernels": (parallel(), x_part, target_part), "plain torch": (SwiGLU(*weights), x, target)}
+    report["losses"] = {name: train(name, *run, problem) for name, run in runs.items()}
     if device.type == "cuda":
         # Method "torch" is all_gather_into_tensor, then a matmul; a matmul, then reduce_scatter_tensor.
         in_sequence = parallel(tdkernels.AgGemmConfig(method="torch"), tdkernels.GemmRsConfig(method="torch"))
@@ -151,11 +153,19 @@ def errors(ours, plain, exact):
     return found
 
 
-def train(block, x, target, problem):
+def progress(text):
+    """Print from rank 0, at once: CPU ranks take a minute or two for the whole program."""
+    if dist.get_rank() == 0:
+        print(text, file=sys.stderr, flush=True)
+
+
+def train(name, block, x, target, problem):
     """Losses of AdamW on the mean squared error over all tokens; x and target are all of them, or this rank's."""
     optimizer = torch.optim.AdamW(block.parameters(), lr=0.5 / problem.hidden)
     losses = []
-    for _ in range(problem.steps):
+    for step in range(problem.steps):
+        if step % 5 == 0:
+            progress(f"{name}: step {step} of {problem.steps}")
         # Divided by the number of all elements, not of ours: the gradients are sums over the tokens of all ranks.
         loss = (block(x) - target).float().square().sum() / (problem.tokens * problem.hidden)
         optimizer.zero_grad()

@@ -80,6 +80,26 @@ def test_the_tutorial_has_every_word_with_its_signature():
     assert sorted(rows) == sorted(signature(name) for name in lang.__all__)
 
 
+# ---- docs/tutorials ----
+
+MOST_LINES = 60, 60, 60, 100
+TUTORIALS = dict(zip(("notify_and_wait", "all_gather_push", "low_latency_all_to_all", "ag_gemm"), MOST_LINES))
+
+
+@pytest.mark.parametrize("name", TUTORIALS)
+def test_a_tutorial_shows_its_program_and_what_it_prints(name, tmp_path):
+    page, program = REPO / f"docs/tutorials/{name}.md", (REPO / f"examples/tutorials/{name}.py").read_text()
+    assert blocks(page, "python") == [program] and len(program.splitlines()) <= TUTORIALS[name]
+    assert run(program, tmp_path) == "".join(blocks(page, "text"))
+
+
+@pytest.mark.parametrize("name", TUTORIALS)
+@pytest.mark.skipif(ranks.DEVICE == "cuda", reason="the race checker runs on CPU ranks")
+def test_a_tutorial_has_no_race(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("TDKERNELS_SANITIZE", "1")
+    run((REPO / f"examples/tutorials/{name}.py").read_text(), tmp_path)
+
+
 # ---- docs/guides/expert-parallel.md ----
 
 
