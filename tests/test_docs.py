@@ -26,7 +26,7 @@ README = REPO / "README.md"
 TUTORIAL = REPO / "docs" / "contributing" / "primitives.md"
 EXPERTS = REPO / "docs" / "guides" / "expert-parallel.md"
 LAYERS = REPO / "docs" / "guides" / "moe.md"
-ATTENTION = REPO / "docs" / "guides" / "attention.md"
+DECODING, SEQUENCES = REPO / "docs/guides/flash-decode.md", REPO / "docs/guides/long-sequences.md"
 RACES = REPO / "docs" / "contributing" / "race-checker.md"
 EXAMPLE = REPO / "examples" / "first_kernel.py"
 DOCUMENTS = sorted([*REPO.glob("*.md"), *(REPO / "docs").rglob("*.md")])
@@ -185,18 +185,21 @@ def test_the_page_on_layers_loads_a_model(tmp_path):
     ranks.on_ranks(2, a_model_is_loaded, source, str(tmp_path))
 
 
-# ---- docs/guides/attention.md ----
+# ---- docs/guides/flash-decode.md and long-sequences.md ----
 
 
 def a_program_runs(source, name):
     return getattr(page_of(source), name)()
 
 
-@pytest.mark.parametrize("number, name", [(0, "decode"), (1, "attend"), (2, "layer")])
-def test_the_page_on_attention_shows_what_its_programs_print(number, name):
-    programs = [block for block in blocks(ATTENTION, "python") if "__main__" in block]
-    shown = blocks(ATTENTION, "text")
-    assert len(programs) == len(shown) == 3 and f"print(run_ranks(2, {name}))" in programs[number]
+PROGRAMS = [(DECODING, 0, "decode"), (SEQUENCES, 0, "attend"), (SEQUENCES, 1, "layer")]
+
+
+@pytest.mark.parametrize("page, number, name", PROGRAMS, ids=lambda part: getattr(part, "stem", part))
+def test_the_pages_on_attention_show_what_their_programs_print(page, number, name):
+    programs = [block for block in blocks(page, "python") if "__main__" in block]
+    shown = blocks(page, "text")
+    assert len(programs) == len(shown) and f"print(run_ranks(2, {name}))" in programs[number]
     assert f"{ranks.on_ranks(2, a_program_runs, programs[number], name)}\n" == shown[number]
 
 
@@ -208,7 +211,7 @@ def pages_and_latents_are_decoded(paged, latent):
 
 
 def test_the_page_on_attention_calls_with_pages_and_latents():
-    paged, latent = (block for block in blocks(ATTENTION, "python") if "def decode_" in block)
+    paged, latent = (block for block in blocks(DECODING, "python") if "def decode_" in block)
     ranks.on_ranks(2, pages_and_latents_are_decoded, paged, latent)
 
 
