@@ -35,6 +35,8 @@ _SEQUENCES = [*ag_attention.OPERATORS, *ulysses.OPERATORS]  # divided between th
 _BURST_MS = 15.0
 _REHEARSAL_SHAPE = Shape(256, 128, 128, "rehearsal")
 _WARNING = "Rehearsal on {}, for want of GPUs: these times mean nothing, and nothing is written."
+_REPLACED = "A rehearsal measures small sizes of its own instead of the sizes that were asked for."
+_MAX_REHEARSAL_WORK = 1 << 23  # multiplications of a GEMM; the interpreter takes seconds for so many
 _COLUMNS = {  # of the printed table: title, field, format
     "shape": ("shape", ""), "method": ("method", ""), "ms": ("ms", ".4f"), "host ms": ("host_ms", ".4f"),
     "TFLOP/s": ("tflops", ".0f"), "GB/s": ("wire_gbps", ".0f"), "speed-up": ("speedup", ".3f"),
@@ -82,7 +84,10 @@ def main(options):
     warning = _WARNING.format(f"{ranks} CPU rank{'s' * (ranks > 1)}")
     if rehearsal:
         print(warning, flush=True)
-        selected = {operator: [_REHEARSAL_SHAPE] for operator, chosen in selected.items() if chosen}
+        asked = {operator: chosen for operator, chosen in selected.items() if chosen}
+        selected = {operator: _rehearsed(chosen) for operator, chosen in asked.items()}
+        if (options.shapes or options.tokens or options.bytes) and (not asked or selected != asked):
+            print(_REPLACED, flush=True)
         sizes = collectives.REHEARSAL_SIZES
         layer, tokens = dispatch.REHEARSAL_LAYER, dispatch.REHEARSAL_TOKENS
         shapes = grouped_gemm.REHEARSAL_SHAPES if grouped else shapes
@@ -145,6 +150,12 @@ def _operators(names):
         if 0 < sum(name in some for name in names) < len(names):
             raise ValueError(f"{' and '.join(some)} are not measured beside others")
     return [[name for name in names if name in group] for group in groups]
+
+
+def _rehearsed(shapes):
+    """Return the shapes of a rehearsal: those that were asked for if all of them are small, else a shape of its own."""
+    small = all(shape.m * shape.n * shape.k <= _MAX_REHEARSAL_WORK for shape in shapes)
+    return shapes if small else [_REHEARSAL_SHAPE]
 
 
 def _among(names, module):

@@ -24,6 +24,9 @@ class Absent(Exception):
     """Why a peer cannot be measured."""
 
 
+_NEEDS_GPUS = "torch's symmetric memory needs GPUs"
+
+
 @dataclass(frozen=True)
 class Peer:
     """``operators``: those that it has anything for. ``call``: from a Case to a function of its operands."""
@@ -36,6 +39,8 @@ def _torch_fused(case):
     """torch's fused operators, those that its asynchronous tensor parallelism is made of."""
     if case.backward:
         raise Absent("measured for the forward only")
+    if rank_device().type != "cuda":
+        raise Absent(_NEEDS_GPUS)
     name = dist.group.WORLD.group_name
     if case.operator == "ag_gemm":
         fused = torch.ops.symm_mem.fused_all_gather_matmul
@@ -68,7 +73,7 @@ def _nccl_async(case):
 def _torch_symm_all_reduce(case):
     """cuBLAS into symmetric memory, then torch's own all-reduce of it, in one or in two steps."""
     if rank_device().type != "cuda":
-        raise Absent("torch's symmetric memory needs GPUs")
+        raise Absent(_NEEDS_GPUS)
     name = dist.group.WORLD.group_name
     z = symm_mem.empty(case.shape.m, case.shape.n, dtype=DTYPE, device=rank_device())
     symm_mem.rendezvous(z, name)

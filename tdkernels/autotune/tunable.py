@@ -10,9 +10,10 @@ import torch
 import triton
 
 from tdkernels.autotune.sources import kernel_sources
+from tdkernels.exports import TUNERS
 
 _registry = {}
-_later = {}  # name -> the module that registers it, which nobody need have imported yet
+_modules = {name: module for module, names in TUNERS.items() for name in names}  # which register them
 
 
 @dataclass(frozen=True)
@@ -159,20 +160,15 @@ def register(tunable):
     return tunable
 
 
-def register_later(module, *names):
-    """As ``register``, for what a module registers that is only imported when somebody asks for one of the names."""
-    _later.update(dict.fromkeys(names, module))
-
-
 def operators():
     """The names of all operators that can be tuned."""
-    return sorted({*_registry, *_later})
+    return sorted({*_registry, *_modules})
 
 
 def tunable(name):
     """The operator of that name; ValueError if there is none."""
-    if name not in _registry and name in _later:
-        importlib.import_module(_later[name])
+    if name not in _registry and name in _modules:
+        importlib.import_module(_modules[name])
     if name not in _registry:
         raise ValueError(f"operator must be one of {', '.join(operators())}, not {name!r}")
     return _registry[name]

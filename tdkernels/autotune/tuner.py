@@ -54,7 +54,8 @@ _MAX_SETS = 8
 
 
 def tune(
-    operator, *sizes, dtype=torch.bfloat16, layout=None, group=None, device=None, budget_s=20.0, on_progress=None
+    operator, *sizes, dtype=torch.bfloat16, layout=None, group=None, device=None, budget_s=20.0, on_progress=None,
+    keep=True,
 ):
     """Find the best config for a problem and keep it in the user's cache.
 
@@ -65,6 +66,7 @@ def tune(
               device: where; None means this rank's GPU if the group's collectives run there, the CPU otherwise
               budget_s: after this many seconds the elimination ends with what is known
               on_progress: called with (stage, done, total) on rank 0
+              keep: whether to write the result to the user's cache; without it, later calls do not find it
     Returns:  Result
     Raises:   ValueError for a problem that the ranks cannot share, TuningError when nothing works, PeerTimeoutError
     Contract: collective over group; not to be called while operators of the same group are on their way
@@ -78,27 +80,27 @@ def tune(
     reason = tunable.why_not(problem)
     if reason is not None:
         raise ValueError(f"{operator}: {reason}")
-    return tune_problem(tunable, problem, device, group, budget_s=budget_s, on_progress=on_progress)
+    return tune_problem(tunable, problem, device, group, budget_s=budget_s, on_progress=on_progress, keep=keep)
 
 
-def tune_problem(tunable, problem, device, group, *, budget_s=20.0, on_progress=None):
+def tune_problem(tunable, problem, device, group, *, budget_s=20.0, on_progress=None, keep=True):
     """As ``tune``, for a Problem; collective."""
     # What a candidate calls in its turn is looked up, not tuned as well while that one's time runs.
     looking_up = mode("cached" if get_mode() == "on" else get_mode())
     # The caller may be in the middle of a model; a reference that autocast makes coarse would be none.
     with torch.no_grad(), torch.autocast(device.type, enabled=False), looking_up:
         with GroupStep(problem, group, device) as ranks:
-            return _Tuner(tunable, problem, ranks, budget_s, on_progress).tune()
+            return _Tuner(tunable, problem, ranks, budget_s, on_progress, keep).tune()
 
 
 class _Tuner:
-    def __init__(self, tunable, problem, ranks, budget_s, on_progress):
+    def __init__(self, tunable, problem, ranks, budget_s, on_progress, keep):
         self.tunable, self.problem, self.ranks = tunable, problem, ranks
         self.device, self.group, self.state = ranks.device, ranks.group, ranks.state
         self.rates = hardware(self.device, problem.torch_dtype)
         self._burst_of = burst
         self.begin = time.monotonic()
-        self.budget_s = budget_s
+        self.budget_s, self._keep = budget_s, keep
         self._callback = on_progress if self.state.rank == 0 else None
         self.log = []
 
@@ -113,7 +115,7 @@ class _Tuner:
         finalists = self._eliminate(trials)
         entry = self._final(trials, finalists)
         self.ranks.settle()
-        if self.state.rank == 0:
+        if self.state.rank == 0 and self._keep:
             disk_cache.store([entry])
         forget(self.tunable, self.problem, self.state.choices)
         self.state.barrier("tune")  # nobody looks for the entry before it is there

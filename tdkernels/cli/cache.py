@@ -1,40 +1,28 @@
-"""``python -m tdkernels cache``: look at tuned configs, and carry them from machine to machine."""
+"""``python -m tdkernels cache``: show tuned configs, and carry them from machine to machine."""
 
+import json
 import sys
-from pathlib import Path
 
 from filelock import Timeout
 
 from tdkernels.autotune import disk_cache, table
+from tdkernels.autotune.tunable import operators
+from tdkernels.cli.suggest import check_operators
 
-
-def add_arguments(parser):
-    actions = parser.add_subparsers(dest="action", metavar="action", required=True)
-    show = actions.add_parser("show", help="list what was tuned on this machine")
-    show.add_argument("operator", nargs="*", help="only these operators")
-    show.add_argument("--shipped", action="store_true", help="list what came with the package instead")
-    actions.add_parser("path", help="print the folder")
-    export = actions.add_parser("export", help="copy the tables into a folder, adding to those that are there")
-    export.add_argument("folder", type=Path)
-    export.add_argument("operator", nargs="*", help="only these operators")
-    export.add_argument(
-        "--newest", action="store_true",
-        help="leave one entry for each problem in those tables, the newest, instead of one for each version of the "
-        "kernels: for tables that are to be shipped",
-    )
-    merge = actions.add_parser("merge", help="add tables from files or folders to the cache; theirs win")
-    merge.add_argument("source", nargs="+", type=Path)
-    clear = actions.add_parser("clear", help="delete the cache, or what it has of some operators")
-    clear.add_argument("operator", nargs="*", help="only these operators")
+_WIDTH = 100  # columns of a table that goes to a file or a pipe
 
 
 def main(options):
-    """Exit code 0, or 1 if something could not be read or written."""
+    """Return the exit code: 0; 1 if something could not be read or written; 2 for an unknown operator."""
     try:
+        check_operators(getattr(options, "operator", ()), operators())
         return _ACTIONS[options.action](options)
     except (OSError, Timeout, table.LaterFormat) as error:
         print(f"cache {options.action}: {error}", file=sys.stderr)
         return 1
+    except ValueError as error:
+        print(f"cache {options.action}: {error}", file=sys.stderr)
+        return 2
 
 
 def _path(options):
@@ -48,16 +36,30 @@ def _show(options):
 
     root = disk_cache.SHIPPED if options.shipped else None
     entries = [entry for file in disk_cache.files(root) for entry in disk_cache.load(file)]
-    entries = [entry for entry in entries if not options.operator or entry.problem.operator in options.operator]
+    entries = [entry for entry in entries if _is_wanted(entry.problem, options)]
+    if options.json:
+        print(json.dumps([as_dict(entry) for entry in entries], indent=2))
+        return 0
     view = Table(title=str(disk_cache.folder() if root is None else root), title_justify="left")
-    for name in ("problem", "config", "ms", "x sequence", "versions", "when"):
+    for name in ("problem", "config", "ms", "x sequence", "tuned on"):
         view.add_column(name, justify="right" if name in ("ms", "x sequence") else "left", overflow="fold")
     for entry in entries:
         speedup = f"{entry.plain_ms / entry.ms:.2f}" if entry.plain_ms else "?"
-        versions = " ".join(f"{name} {version}" for name, version in entry.versions.items())
-        view.add_row(str(entry.problem), _settings(entry.config), f"{entry.ms:.4f}", speedup, versions, entry.when)
-    Console(width=None if sys.stdout.isatty() else 220).print(view if entries else "nothing was tuned yet")
+        view.add_row(str(entry.problem), _settings(entry.config), f"{entry.ms:.4f}", speedup, entry.when)
+    Console(width=None if sys.stdout.isatty() else _WIDTH).print(view if entries else "nothing was tuned yet")
     return 0
+
+
+def as_dict(entry):
+    """An Entry of the cache, as JSON can hold it."""
+    whole = json.loads(table.to_json([entry]))
+    return {"operator": whole["operator"], "gpu": whole["gpu"], **whole["entries"][0]}
+
+
+def _is_wanted(problem, options):
+    if options.operator and problem.operator not in options.operator:
+        return False
+    return options.nproc is None or problem.world_size == options.nproc
 
 
 def _settings(config):

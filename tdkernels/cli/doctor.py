@@ -1,4 +1,4 @@
-"""``python -m tdkernels doctor``: what works on this machine, what does not and why, and what to do about it."""
+"""``python -m tdkernels doctor``: check what works on a machine, and say what to do about the rest."""
 
 import contextlib
 import dataclasses
@@ -53,9 +53,10 @@ def _guarded(check, *args):
         return Check(check.__name__, "problem", f"this check failed: {describe(error)}", "Please report this.")
 
 
-def main(self_test=True, as_json=False):
-    """Make all checks and print them; the exit code, 1 if there is a problem."""
-    if as_json:
+def main(options):
+    """Make all checks and print them; return the exit code, 1 if there is a problem."""
+    self_test = not options.no_self_test
+    if options.json:
         checks = list(examine(self_test))
         report = {"tdkernels": tdkernels.__version__, "checks": [dataclasses.asdict(check) for check in checks]}
         print(json.dumps(report, indent=2))
@@ -69,9 +70,9 @@ def _print_table(checks):
     from rich.table import Table
     from rich.text import Text
 
-    console, styles = Console(), {"ok": "green", "warning": "yellow", "problem": "bold red"}
+    console, styles = Console(), {"ok": "green", "n/a": "dim", "warning": "yellow", "problem": "bold red"}
     table = Table("check", "status", "found")
-    with console.status("Looking around …") if console.is_terminal else contextlib.nullcontext():
+    with console.status("Checking ...") if console.is_terminal else contextlib.nullcontext():
         checks = list(checks)
     for check in checks:
         # Text, not str: "[rank 0]" in a message is no markup.

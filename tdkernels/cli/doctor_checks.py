@@ -35,10 +35,13 @@ _MULTICAST_OFF = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "
 class Check:
     """What one check found.
 
-    status:  "ok"; "warning" when everything works, but not as well as it could; "problem" when something does not work
-    found:   what there is and, unless ok, what does not work and why
-    advice:  what to do about it, or ""
-    details: a traceback, say, or ""
+    Attributes:
+        name: of the check.
+        status: "ok"; "n/a" if something optional is absent; "warning" if everything works, but not as well as it could;
+            "problem" if something does not work.
+        found: what is there and, unless the status is "ok", what does not work and why.
+        advice: what to do about it, or "".
+        details: for example a traceback, or "".
     """
 
     name: str
@@ -175,6 +178,7 @@ def check_nvshmem():
             versions.append(f"device library {nvshmem.device_library(torch.cuda.get_device_capability())}")
     except ImportError as error:
         versions.append(f"groups across nodes do not work on NVIDIA GPUs ({error})")
+        return Check("NVSHMEM", "n/a", "; ".join(versions) + "; not needed on one host")
     return Check("NVSHMEM", "ok", "; ".join(versions) + "; not needed on one host")
 
 

@@ -1,56 +1,21 @@
 """``python -m tdkernels trace``: start ranks, record one launch of an operator, show what its programs did and when."""
 
-import json
 import re
 import sys
-from pathlib import Path
 
 import torch
 
+from tdkernels.cli.parser import TRACED
+from tdkernels.cli.suggest import check_operators
 from tdkernels.cli.tune import DTYPES
 
 _TIMEOUT_S = 600.0
 _REPETITIONS = {"cuda": 7, "cpu": 3}
 _MAX_RANKS = 128
-_OPERATORS = (  # whose kernels note what they do
-    "ag_attention", "ag_gemm", "ep_combine", "ep_dispatch", "flash_decode", "gemm_ar", "gemm_rs", "moe_ag_gemm",
-    "moe_gemm_rs", "ulysses_out", "ulysses_qkv",
-)
-
-
-def add_arguments(parser):
-    parser.add_argument("operator", nargs="?", help=", ".join(_OPERATORS))
-    parser.add_argument(
-        "--shape", metavar="SIZES", help="of the whole problem, before ranks divide it: MxNxK of a product; as tune"
-    )
-    parser.add_argument("--layout", help='of the operands, as tune has it: "swiglu", "causal zigzag" …')
-    parser.add_argument(
-        "--world-size", "--nproc", "--tp", default="auto", metavar="W", help="ranks; auto: all GPUs, or 2 processes"
-    )
-    parser.add_argument(
-        "--config", type=_json_object, metavar="JSON",
-        help='fields of the default config to change: {"tiles": {"block_n": 128}}; left out: the best config known',
-    )
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
-    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
-    parser.add_argument("--repetitions", type=int, metavar="N", help="launches, of which the median is kept (7; 3)")
-    parser.add_argument("--out", type=Path, default=Path("traces"), metavar="DIR", help="where files go (traces)")
-    parser.add_argument("--no-picture", action="store_true", help="write no PNG, which needs matplotlib")
-    parser.add_argument("--draw", type=Path, metavar="FILE", help="record nothing; show a trace kept before, anew")
-
-
-def _json_object(text):
-    value = json.loads(text)
-    if not isinstance(value, dict) or not isinstance(value.get("tiles", {}), dict):
-        raise ValueError
-    return value
-
-
-_json_object.__name__ = "JSON object"  # argparse says it
 
 
 def main(options):
-    """Exit code 0; 1 if something failed on the way; 2 for arguments that make no sense."""
+    """Return the exit code: 0; 1 if something failed on the way; 2 for arguments that make no sense."""
     from tdkernels.launch import RankError
 
     try:
@@ -106,13 +71,12 @@ def _problem(options):
     from tdkernels.launch import pick_device
 
     if options.operator is None:
-        raise ValueError(f"say which operator: one of {', '.join(_OPERATORS)}")
-    if options.operator not in _OPERATORS:
-        raise ValueError(f"operator must be one of {', '.join(_OPERATORS)}, not {options.operator!r}")
+        raise ValueError(f"no operator is named; give one of {', '.join(TRACED)}")
+    check_operators([options.operator], TRACED)
     tuned = tunable(options.operator)
     sizes = "x".join(name.upper() for name in tuned.sizes)
     if options.shape is None:
-        raise ValueError(f"say which shape: --shape {sizes}")
+        raise ValueError(f"no shape is given; give --shape {sizes}")
     if not re.fullmatch(r"[1-9]\d*" + r"x[1-9]\d*" * (len(tuned.sizes) - 1), options.shape):
         raise ValueError(
             f"--shape must be {len(tuned.sizes)} positive whole numbers, {sizes}, not {options.shape!r}"

@@ -1,5 +1,6 @@
-"""``python -m tdkernels tune``: start ranks, tune, show what was found."""
+"""``python -m tdkernels tune``: start ranks, tune, print what was found."""
 
+import json
 import sys
 from dataclasses import dataclass
 
@@ -7,9 +8,12 @@ import torch
 import torch.distributed as dist
 from rich.markup import escape
 
+from tdkernels.cli.suggest import check_operators, did_you_mean
+
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _BEST = 5
-_START_S, _SHAPE_S = 120.0, 300.0  # what the ranks get, at most
+_START_S, _SHAPE_S = 120.0, 300.0  # limits of the ranks
+_WIDTH = 100  # columns of a table that goes to a file or a pipe
 
 
 @dataclass(frozen=True)
@@ -23,36 +27,8 @@ class Job:
         return f"{self.operator} {'x'.join(map(str, self.shape))}"
 
 
-def add_arguments(parser):
-    parser.add_argument(
-        "operator", nargs="?",
-        help="ag_gemm, gemm_rs, all_gather, flash_decode …; with --model, all by default; without --shape or --model "
-        "its sizes and layouts are shown",
-    )
-    parser.add_argument(
-        "--shape", action="append", default=[], metavar="SIZES",
-        help="sizes of the whole problem, before it is divided between ranks, with x between them: MxNxK of a product, "
-        "the elements of the full tensor of a collective alone; may be given several times",
-    )
-    parser.add_argument("--model", action="append", default=[], help="layers of a model, such as llama-3.1-70b")
-    parser.add_argument("--tokens", default="8192", metavar="M,M,…", help="with --model: numbers of rows (8192)")
-    parser.add_argument(
-        "--nproc", "--tp", default="auto", metavar="W",
-        help="ranks; auto: all GPUs, or 2 processes; 1 for what one rank has to tune, such as flash_decode",
-    )
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
-    parser.add_argument(
-        "--layout",
-        help='of the operands, in the words of the operator: of a weight "nk" or, as in the backward, "kn"; "causal '
-        'zigzag" of ag_attention …; the usual one by default',
-    )
-    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
-    parser.add_argument("--budget", type=float, default=20.0, metavar="S", help="seconds a shape, about (20)")
-    parser.add_argument("--again", action="store_true", help="also what the cache has already")
-
-
 def main(options):
-    """Exit code 0; 1 if a shape could not be tuned; 2 for arguments that make no sense."""
+    """Return the exit code: 0; 1 if a shape could not be tuned; 2 for arguments that make no sense."""
     from tdkernels.launch import RankPool, pick_device
 
     try:
@@ -67,38 +43,47 @@ def main(options):
     if not jobs:
         print("nothing to tune")
         return 0
+    keeps = device != "cpu" or options.keep
     if device == "cpu":
-        print("On CPU ranks an interpreter runs the kernels: this is a rehearsal, its times say nothing about a GPU.")
+        print(
+            "On CPU ranks an interpreter runs the kernels: this is a rehearsal, its times say nothing about a GPU.",
+            file=sys.stderr if options.json else sys.stdout,
+        )
     with RankPool(ranks, device, timeout_s=_START_S + _SHAPE_S * len(jobs)) as pool:
-        failed = pool.run(_tune_all, jobs, options.dtype, options.layout, options.budget)[0]
+        failed, entries = pool.run(
+            _tune_all, jobs, options.dtype, options.layout, options.budget, keeps, options.json
+        )[0]
     from tdkernels.autotune import disk_cache
 
-    print(f"kept in {disk_cache.folder()}")
+    if options.json:
+        print(json.dumps(entries, indent=2))
+    else:
+        print(f"kept in {disk_cache.folder()}" if keeps else "nothing is kept: this was a rehearsal (--keep keeps it)")
     return 1 if failed else 0
 
 
 def _jobs(options):
-    from tdkernels.autotune.tunable import operators, tunable
+    from tdkernels.autotune.tunable import operators
     from tdkernels.model_shapes import MODELS, problems
 
     if options.operator is not None:
-        tunable(options.operator)  # ValueError if there is none
+        check_operators([options.operator], operators())
     jobs = []
     for text in options.shape:
         if options.operator is None:
             raise ValueError(f"--shape needs the operator: one of {', '.join(operators())}")
-        jobs.append(Job(options.operator, _sizes(text, "x", "--shape")))
-    tokens = _sizes(options.tokens, ",", "--tokens")
+        jobs.append(Job(options.operator, parse_sizes(text, "x", "--shape")))
+    tokens = parse_sizes(options.tokens, ",", "--tokens")
     for name in options.model:
         if name not in MODELS:
-            raise ValueError(f"--model must be one of {', '.join(MODELS)}, not {name!r}")
+            raise ValueError(f"--model must be one of {', '.join(MODELS)}, not {name!r}{did_you_mean(name, MODELS)}")
         jobs += [Job(*problem) for problem in problems(name, tokens) if options.operator in (None, problem[0])]
     if not options.shape and not options.model:
-        raise ValueError(f"say what: {_what_to_say(options.operator)}")
+        raise ValueError(f"nothing to tune is named; give {_what_to_give(options.operator)}")
     return list(dict.fromkeys(jobs))
 
 
-def _what_to_say(operator):
+def _what_to_give(operator):
     if operator is None:
         return "an operator with --shape SIZES, such as MxNxK of a product, or --model NAME"
     from tdkernels.autotune.tunable import tunable
@@ -125,7 +110,7 @@ def _check_layout(jobs, layout):
             raise ValueError(f"--layout of {operator} must be one of {_listed(layouts)}, not {layout!r}")
 
 
-def _sizes(text, separator, name):
+def parse_sizes(text, separator, name):
     try:
         return tuple(int(size) for size in text.split(separator))
     except ValueError:
@@ -152,7 +137,7 @@ def _possible(jobs, options, ranks, device):
     from tdkernels.autotune.tunable import tunable, versions
 
     device = torch.device(device, 0)
-    asked = {_sizes(text, "x", "--shape") for text in options.shape}
+    asked = {parse_sizes(text, "x", "--shape") for text in options.shape}
     left = []
     for job in jobs:
         dtype, layout = DTYPES[options.dtype], options.layout or tunable(job.operator).layouts[0]
@@ -175,28 +160,30 @@ def _possible(jobs, options, ranks, device):
 # ---- on every rank ----
 
 
-def _tune_all(jobs, dtype, layout, budget_s):
-    """Tune one after the other; the jobs that failed."""
+def _tune_all(jobs, dtype, layout, budget_s, keeps, as_json):
+    """Tune one problem after the other; return (the jobs that failed, the entries as JSON can hold them)."""
     from tdkernels.autotune.tuner import TuningError, tune
+    from tdkernels.cli.cache import as_dict
     from tdkernels.launch import rank_device
 
     first = dist.get_rank() == 0
-    failed = []
-    with _Bar(len(jobs)) if first else _Silent() as progress:
+    failed, entries = [], []
+    with _Bar(len(jobs), as_json) if first else _Silent() as progress:
         for number, job in enumerate(jobs):
             progress.begin(number, job)
             try:
                 result = tune(
                     job.operator, *job.shape, dtype=DTYPES[dtype], layout=layout, device=rank_device(),
-                    budget_s=budget_s, on_progress=progress.step,
+                    budget_s=budget_s, on_progress=progress.step, keep=keeps,
                 )
             except TuningError as error:  # on every rank alike
                 failed.append(job)
                 progress.show(f"[red]{escape(str(error))}" if first else "")
             else:
+                entries.append(as_dict(result.entry))
                 if first:
                     progress.show(_report(result))
-    return failed
+    return failed, entries
 
 
 class _Silent:
@@ -217,14 +204,14 @@ class _Silent:
 
 
 class _Bar(_Silent):
-    """A bar on stderr, and what was found on stdout."""
+    """A progress bar on stderr, and the results on stdout, unless they follow as JSON."""
 
-    def __init__(self, jobs):
+    def __init__(self, jobs, silent):
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-        self.jobs = jobs
-        self.out = Console(width=None if sys.stdout.isatty() else 160)
+        self.jobs, self.silent = jobs, silent
+        self.out = Console(width=None if sys.stdout.isatty() else _WIDTH)
         columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[stage]}"), TimeElapsedColumn()
         self.bar = Progress(*columns, console=Console(stderr=True), transient=True)
 
@@ -243,8 +230,9 @@ class _Bar(_Silent):
         self.bar.update(self.task, completed=done, total=total, stage=stage)
 
     def show(self, what):
-        self.out.print(what)
-        sys.stdout.flush()
+        if not self.silent:
+            self.out.print(what)
+            sys.stdout.flush()
 
 
 def _report(result):

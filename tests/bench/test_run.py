@@ -324,9 +324,18 @@ def test_the_rehearsal_measures_everything_and_writes_nothing(tmp_path):
     assert out.startswith("Rehearsal on 2 CPU ranks")
     for method in ("gemm", "collective", "sequence", "tdkernels", "tdkernels-default"):
         assert f"rehearsal │ {method} " in out
-    assert "torch-fused (absent: " in out and "tdkernels (graph) (absent: CUDA graphs need a GPU)" in out
+    assert "small sizes of its own instead of the sizes that were asked for" in out
+    assert "torch-fused (absent: torch's symmetric memory needs GPUs)" in out
+    assert "tdkernels (graph) (absent: CUDA graphs need a GPU)" in out
     assert "ag_gemm" not in out
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_rehearsal_measures_small_shapes_that_were_asked_for(tmp_path):
+    bench = ["-m", "tdkernels", "bench", "ag_gemm", "--peers", "none", "--shapes", "64x32x32"]
+    code, out, err = command(*bench, cwd=tmp_path)
+    assert code == 0, err
+    assert re.search(r"│ 64x32x32 +│ tdkernels ", out) and "instead of" not in out and "256x128x128" not in out
 
 
 def test_the_rehearsal_of_collectives_alone(tmp_path):

@@ -34,6 +34,10 @@ def command(*arguments):
 def test_tune_keeps_what_it_finds_and_does_not_tune_it_again(folder):
     tune = ["tune", "ag_gemm", "--shape", "32x32x16", "--dtype", "fp32", "--device", "cpu", "--nproc", "2"]
     code, out, err = command(*tune)
+    assert code == 0 and "nothing is kept" in out, err
+    assert not folder.exists(), "a rehearsal on CPU ranks has kept its result"
+    tune.append("--keep")
+    code, out, err = command(*tune)
     assert code == 0, err
     assert "rehearsal" in out and "ag_gemm 32x32x16 float32 nk on 2 x cpu" in out
     assert "method=torch" in out and "efficiency" in out and "candidates" in out
@@ -44,7 +48,7 @@ def test_tune_keeps_what_it_finds_and_does_not_tune_it_again(folder):
 
 
 def test_tune_takes_other_layouts_and_one_rank(folder, capfd):
-    tune = ["tune", "flash_decode", "--shape", "1x1x2x1x16x16x8", "--dtype", "fp32", "--device", "cpu"]
+    tune = ["tune", "flash_decode", "--shape", "1x1x2x1x16x16x8", "--dtype", "fp32", "--device", "cpu", "--keep"]
     assert main([*tune, "--layout", "paged", "--nproc", "1"]) == 0
     out = capfd.readouterr().out  # of the rank
     assert "flash_decode 1x1x2x1x16x16x8 float32 paged on 1 x cpu" in out
@@ -57,7 +61,8 @@ def test_tune_goes_through_the_layers_of_a_model(folder, monkeypatch):
     from tdkernels import model_shapes
 
     monkeypatch.setitem(model_shapes.MODELS, "tiny", model_shapes.Model(16, 24, 2, 1, head=8))
-    assert main(["tune", "--model", "tiny", "--tokens", "8,7", "--dtype", "fp32", "--device", "cpu", "--tp", "2"]) == 0
+    model = ["--model", "tiny", "--tokens", "8,7", "--dtype", "fp32"]
+    assert main(["tune", *model, "--device", "cpu", "--tp", "2", "--keep"]) == 0
     found = {file.stem: {entry.problem.shape for entry in disk_cache.load(file)} for file in disk_cache.files()}
     # 7 rows cannot be divided by 2 ranks: said and left out, but for the all-reduce, which need not divide them.
     assert found == {
@@ -70,8 +75,8 @@ def test_tune_goes_through_the_layers_of_a_model(folder, monkeypatch):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ([], "say what"),
-        (["ag_gemm"], "say what"),
+        ([], "nothing to tune is named"),
+        (["ag_gemm"], "give ag_gemm with --shape MxNxK"),
         (["--shape", "8x8x8"], "needs the operator"),
         (["nonsense", "--shape", "8x8x8"], "operator must be one of ag_attention, ag_gemm, all_gather, all_re"),
         (["ag_gemm", "--shape", "8x8"], "3 positive sizes"),
@@ -204,6 +209,51 @@ def test_show_and_path(folder, capsys):
     assert "H200" in capsys.readouterr().out
     assert main(["cache", "path"]) == 0
     assert capsys.readouterr().out.strip() == str(folder)
+
+
+def test_show_as_json_and_by_number_of_ranks(capsys):
+    disk_cache.store([an_entry(shape=(8192, 11, 22))])
+    ranks = an_entry().problem.world_size
+    for number, count in ((ranks, 1), (ranks + 1, 0)):
+        assert main(["cache", "show", "--json", "--nproc", str(number)]) == 0
+        entries = json.loads(capsys.readouterr().out)
+        assert len(entries) == count
+    assert main(["cache", "show", "--json", "ag_gemm"]) == 0
+    (entry,) = json.loads(capsys.readouterr().out)
+    assert entry["operator"] == "ag_gemm" and entry["gpu"] == GPU and entry["shape"] == [8192, 11, 22]
+    assert set(entry["versions"]) == set(an_entry().versions)
+
+
+def test_show_fits_100_columns(capsys):
+    assert main(["cache", "show", "--shipped"]) == 0
+    out = capsys.readouterr().out
+    assert "ag_gemm" in out and max(map(len, out.splitlines())) <= 100
+
+
+@pytest.mark.parametrize("action", ["show", "clear", "export"])
+def test_an_unknown_operator_is_an_error(action, tmp_path, capsys):
+    folder = [str(tmp_path / "out")] if action == "export" else []
+    assert main(["cache", action, *folder, "ag_gem"]) == 2
+    assert "did you mean 'ag_gemm'?" in capsys.readouterr().err
+
+
+def test_explain(capsys):
+    assert main(["explain", "ag_gemm", "--shape", "64x96x128", "--tp", "2"]) == 0
+    text = capsys.readouterr().out
+    assert "ag_gemm 64x96x128 bfloat16 nk on 2 x" in text and "came from" in text
+    assert main(["explain", "ag_gemm", "--shape", "64x96x128", "--tp", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["problem"]["shape"] == [64, 96, 128] and found["method"] == found["config"]["method"]
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["ag_gem", "--shape", "8x8x8"], "did you mean 'ag_gemm'?"), (["ag_gemm", "--shape", "8x8"], "3 positive sizes"),
+    (["ag_gemm", "--shape", "8xfoo"], "whole numbers"), (["ag_gemm", "--shape", "7x8x8", "--tp", "2"], "M = 7 is not"),
+])
+def test_explain_rejects_what_makes_no_sense(arguments, message, capsys):
+    assert main(["explain", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("explain: ") and message in error
 
 
 def test_clear_that_cannot_is_an_error_and_no_traceback(folder, monkeypatch, capsys):

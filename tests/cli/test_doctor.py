@@ -117,17 +117,17 @@ def _broken():
     raise KeyError("oops")
 
 
-@pytest.mark.parametrize("looks, code", [((_fine, _so_so), 0), ((_fine, _bad), 1), ((_broken, _fine), 1)])
+@pytest.mark.parametrize("checks, code", [((_fine, _so_so), 0), ((_fine, _bad), 1), ((_broken, _fine), 1)])
 @pytest.mark.parametrize("as_json", [False, True])
-def test_the_exit_code_tells_of_problems(monkeypatch, capsys, checks_errors, code, as_json):
-    monkeypatch.setattr(doctor, "LOOKS", checks_errors)
+def test_the_exit_code_tells_of_problems(monkeypatch, capsys, checks, code, as_json):
+    monkeypatch.setattr(doctor, "LOOKS", checks)
     assert command_line.main(["doctor", "--no-self-test"] + ["--json"] * as_json) == code
     assert "fine" in capsys.readouterr().out
 
 
 def test_a_problem_is_shown_as_it_is(monkeypatch, capsys):
     monkeypatch.setattr(doctor, "LOOKS", (_bad,))
-    doctor.main(self_test=False)
+    command_line.main(["doctor", "--no-self-test"])
     out = capsys.readouterr().out
     assert "[rank 0]" in out and "Repair it." in out and "Traceback [/of] it" in out and "1 problem" in out
 

@@ -52,8 +52,8 @@ def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ([], "say which operator: one of ag_attention, ag_gemm, ep_combine, ep_dispatch,"),
-        (["ag_gemm"], "say which shape"),
+        ([], "no operator is named; give one of ag_attention, ag_gemm, ep_combine, ep_dispatch,"),
+        (["ag_gemm"], "no shape is given"),
         (["nonsense", "--shape", "8x8x8"], "ulysses_out, ulysses_qkv, not 'nonsense'"),
         (["ag_gemm", "--shape", "8x8"], "--shape must be 3 positive whole numbers, MxNxK, not '8x8'"),
         (["ag_gemm", "--shape", "8x0x8"], "--shape must be 3 positive whole numbers"),

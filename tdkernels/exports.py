@@ -1,0 +1,50 @@
+"""Where the public names and the tuners of operators are defined; nothing is imported before it is used.
+
+Creating the kernels of all operators takes longer than everything else that an import does, and the command line parses
+its arguments before it imports torch.
+"""
+
+PUBLIC = {  # module: what tdkernels exports of it
+    "tdkernels.autotune.explain": ("explain",),
+    "tdkernels.errors": ("PeerFailedError", "PeerTimeoutError", "PlanMismatchError"),
+    "tdkernels.ops.common.tile_config": ("Tiles",),
+    "tdkernels.symm": ("set_timeout", "synchronize"),
+    "tdkernels.ops.dense.ag_gemm.op": ("AgGemmConfig", "ag_gemm", "ag_gemm_ref"),
+    "tdkernels.ops.dense.gemm_ar.op": ("GemmArConfig", "gemm_ar", "gemm_ar_ref"),
+    "tdkernels.ops.dense.gemm_rs.op": ("GemmRsConfig", "gemm_rs", "gemm_rs_ref"),
+    "tdkernels.ops.collectives.config": ("CollectiveConfig",),
+    "tdkernels.ops.collectives.op": (
+        "all_gather", "all_gather_ref", "all_reduce", "all_reduce_ref", "reduce_scatter", "reduce_scatter_ref",
+    ),
+    "tdkernels.ops.attention.ag_attention.op": ("AgAttentionConfig", "ag_attention", "ag_attention_ref"),
+    "tdkernels.ops.experts.dispatch.all_to_all": ("all_to_all", "all_to_all_ref"),
+    "tdkernels.ops.experts.dispatch.config": ("EpConfig",),
+    "tdkernels.ops.experts.dispatch.send": ("ep_combine_send", "ep_dispatch_send"),
+    "tdkernels.ops.experts.ep_moe.op": ("EpMoeConfig", "ep_moe", "ep_moe_ref"),
+    "tdkernels.ops.attention.flash_decode.op": ("flash_decode",),
+    "tdkernels.ops.attention.flash_decode.reference": ("flash_decode_ref",),
+    "tdkernels.ops.attention.flash_decode.config": ("FlashDecodeConfig",),
+    "tdkernels.ops.experts.grouped_gemm.op": ("GroupGemmConfig", "group_gemm", "group_gemm_ref"),
+    "tdkernels.ops.experts.tp_moe.config": ("MoeTpConfig",),
+    "tdkernels.ops.experts.tp_moe.routing": ("MoeRouting",),
+    "tdkernels.ops.experts.tp_moe.op": ("moe_ag_gemm", "moe_gemm_rs", "tp_moe", "tp_moe_ref"),
+    "tdkernels.ops.experts.dispatch.op": (
+        "EpHandle", "EpTokens", "ep_combine", "ep_combine_ref", "ep_dispatch", "ep_dispatch_ref",
+    ),
+    "tdkernels.ops.attention.ulysses.op": ("ulysses_out", "ulysses_out_ref", "ulysses_qkv", "ulysses_qkv_ref"),
+    "tdkernels.ops.attention.ulysses.config": ("UlyssesConfig",),
+}
+
+TUNERS = {  # module: operators that it registers with the tuner
+    "tdkernels.ops.collectives.tuning": ("all_gather", "all_reduce", "reduce_scatter"),
+    "tdkernels.ops.dense.ag_gemm.tuning": ("ag_gemm",),
+    "tdkernels.ops.dense.gemm_ar.tuning": ("gemm_ar",),
+    "tdkernels.ops.dense.gemm_rs.tuning": ("gemm_rs",),
+    "tdkernels.ops.attention.ag_attention.tuning": ("ag_attention",),
+    "tdkernels.ops.experts.dispatch.tuning": ("all_to_all", "ep_combine", "ep_dispatch"),
+    "tdkernels.ops.experts.ep_moe.tuning": ("ep_moe",),
+    "tdkernels.ops.attention.flash_decode.tuning": ("flash_decode",),
+    "tdkernels.ops.experts.grouped_gemm.tuning": ("group_gemm",),
+    "tdkernels.ops.experts.tp_moe.tuning": ("moe_ag_gemm", "moe_gemm_rs", "tp_moe"),
+    "tdkernels.ops.attention.ulysses.tuning": ("ulysses_qkv", "ulysses_out"),
+}
