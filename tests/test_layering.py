@@ -25,7 +25,7 @@ LAYERS = [
     ("cli",),
     ("__main__",),
 ]
-# tdkernels itself exports names; the race checker observes the interpreter, the network and the collectives from inside.
+# The race checker observes interpreter, network and collectives from inside; tdkernels itself exports names.
 MAY_SEE_INTERNALS = ("sanitizer", "")
 # What an operator's package shows to other families; in its own family all of it is shown.
 SHOWN = {"op", "config", "reference"}
