@@ -43,10 +43,11 @@ _CHECK_TIMEOUT_S = 10.0
 class RankError(RuntimeError):
     """Some rank did not return. The message holds the tracebacks of all that failed.
 
-    rank:        the rank that failed first; others may have failed only because it did
-    exceptions:  per rank, None or what it raised; ChildProcessError if it died, TimeoutError if it did not return in
-                 time, a RuntimeError that names the type where the exception itself does not pickle
-    results:     per rank, what it returned, or None
+    Attributes:
+        rank: the rank that failed first; others may have failed only because it did
+        exceptions: per rank, None or what it raised; ChildProcessError if it died, TimeoutError if it did not return in
+            time, a RuntimeError that names the type where the exception itself does not pickle
+        results: per rank, what it returned, or None
     """
 
     def __init__(self, message, rank, exceptions, results):

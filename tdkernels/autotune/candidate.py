@@ -29,8 +29,9 @@ class Trial:
 class Result:
     """What was found. ``log`` says what was cut, and why.
 
-    trials:  those of the last round first, then those that dropped out in the round before and so on, the faster ones
-             of a round first; failures last
+    Attributes:
+        trials: those of the last round first, then those that dropped out in the round before and so on, the faster
+            ones of a round first; failures last
     """
 
     entry: Entry

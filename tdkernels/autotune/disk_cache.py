@@ -102,7 +102,8 @@ def store(entries):
 def add(file, entries):
     """Add entries, of one operator and GPU, to a file, which need not be there.
 
-    Raises:   OSError, filelock.Timeout, table.LaterFormat, ValueError for entries of several operators or GPUs
+    Raises:
+        OSError: filelock.Timeout, table.LaterFormat, ValueError for entries of several operators or GPUs
     """
     with _locked(file):
         rewrite(file, entries)
@@ -118,7 +119,8 @@ def forget():
 def clear(operators=None):
     """Delete the tables in the user's cache, or those of some operators; returns the files that are gone.
 
-    Raises:   OSError, filelock.Timeout
+    Raises:
+        OSError: filelock.Timeout
     """
     gone = []
     for file in files():

@@ -17,15 +17,16 @@ from tdkernels.symm.group import caches_of, group_state
 class Explanation:
     """What would run; ``str()`` of it is meant to be read.
 
-    problem, config, source:    source is "explicit", "cache", "shipped", "nearest", "kindred" or "default"
-    tuned_for:                  the problem for which the config was tuned; None for a default or explicit one
-    expected_ms, measured:      of a call; measured for this very problem, or estimated
-    plain_ms:                   of torch's collective and matmul in sequence, where it was measured
-    local_ms, local_measured:   floor of the computation: by the library alone, or at the best rate
-    bound_by:                   of what that rate is: "flops", or "bytes of memory"
-    wire_ms:                    floor of the communication: bytes at the best rate of a link
-    rates_measured:             whether the best rates were measured on such a GPU, or guessed from its properties
-    in_graph:                   whether what was measured are calls in a CUDA graph
+    Attributes:
+        problem, config, source: source is "explicit", "cache", "shipped", "nearest", "kindred" or "default"
+        tuned_for: the problem for which the config was tuned; None for a default or explicit one
+        expected_ms, measured: of a call; measured for this very problem, or estimated
+        plain_ms: of torch's collective and matmul in sequence, where it was measured
+        local_ms, local_measured: floor of the computation: by the library alone, or at the best rate
+        bound_by: of what that rate is: "flops", or "bytes of memory"
+        wire_ms: floor of the communication: bytes at the best rate of a link
+        rates_measured: whether the best rates were measured on such a GPU, or guessed from its properties
+        in_graph: whether what was measured are calls in a CUDA graph
 
     Without a measurement the times of CPU ranks are None: an interpreter runs the kernels there.
     """
@@ -118,17 +119,25 @@ _ORIGIN = {
 def explain(operator, *shapes, dtype=torch.bfloat16, layout=None, group=None, world_size=None, config=None):
     """Say which method and config a call would run with, where they come from, and what limits it.
 
-    Args:     operator: its name or the function, "ag_gemm" or tdkernels.ag_gemm
-              shapes: this rank's operands as they go into the call (tensors, or their shapes), or the sizes of the
-              whole problem as integers: explain("ag_gemm", 8192, 57344, 8192) is M, N, K
-              dtype: of operands that are not tensors
-              layout: of operands that are not tensors, and what operands do not show, such as "causal zigzag" of
-              ag_attention; None is what the tensors show, or else the usual one
-              group: as for the operators; world_size: instead of a group, where torch.distributed is not initialised
-              config: as for the operators
-    Returns:  Explanation
-    Raises:   ValueError
-    Contract: local, not collective: for a problem that the group has not met yet it says what this rank would propose
+    Args:
+        operator: its name or the function, "ag_gemm" or tdkernels.ag_gemm
+        shapes: this rank's operands as they go into the call (tensors, or their shapes), or the sizes of the whole
+            problem as integers: explain("ag_gemm", 8192, 57344, 8192) is M, N, K
+        dtype: of operands that are not tensors
+        layout: of operands that are not tensors, and what operands do not show, such as "causal zigzag" of
+            ag_attention; None is what the tensors show, or else the usual one
+        group: as for the operators
+        world_size: instead of a group, where torch.distributed is not initialised
+        config: as for the operators
+
+    Returns:
+        Explanation
+
+    Raises:
+        ValueError
+
+    Contract:
+        local, not collective: for a problem that the group has not met yet it says what this rank would propose
     """
     name = operator if isinstance(operator, str) else getattr(operator, "__name__", str(operator))
     tunable = tunable_by_name(name)

@@ -55,7 +55,8 @@ class GroupStep:
     def must(self, what, do):
         """Let all ranks do something without which there is no tuning; each rank's value.
 
-        Raises:   TuningError
+        Raises:
+            TuningError
         """
 
         def and_wait():

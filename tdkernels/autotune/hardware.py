@@ -10,11 +10,12 @@ import torch
 class Hardware:
     """Rates of one device.
 
-    flops:      per second, in the dtype asked for, as a large product of a library reaches them
-    memory:     bytes per second
-    link:       bytes per second to and from the peers, each way
-    num_sms:    multiprocessors
-    measured:   whether the rates were measured on such a device, or guessed from its properties
+    Attributes:
+        flops: per second, in the dtype asked for, as a large product of a library reaches them
+        memory: bytes per second
+        link: bytes per second to and from the peers, each way
+        num_sms: multiprocessors
+        measured: whether the rates were measured on such a device, or guessed from its properties
     """
 
     flops: float

@@ -10,11 +10,13 @@ _chosen = None
 def set_mode(mode):
     """Choose what a call does that was given no config; the same on all ranks.
 
-    Args:     mode: "off": the fused operator in its default config; "cached": the best config that is known, never
-              tuning; "on": tune at the first call with a shape for which there is neither a cached nor a shipped config
-              (seconds a shape, all ranks together; never during CUDA-graph capture); None: ``TDKERNELS_AUTOTUNE``, or
-              "cached"
-    Raises:   ValueError
+    Args:
+        mode: "off": the fused operator in its default config; "cached": the best config that is known, never tuning;
+            "on": tune at the first call with a shape for which there is neither a cached nor a shipped config (seconds
+            a shape, all ranks together; never during CUDA-graph capture); None: ``TDKERNELS_AUTOTUNE``, or "cached"
+
+    Raises:
+        ValueError
     """
     global _chosen
     if mode is not None and mode not in MODES:
@@ -25,7 +27,8 @@ def set_mode(mode):
 def get_mode():
     """The mode in force.
 
-    Raises:   ValueError when ``TDKERNELS_AUTOTUNE`` is none
+    Raises:
+        ValueError: when ``TDKERNELS_AUTOTUNE`` is none
     """
     if _chosen is not None:
         return _chosen

@@ -12,11 +12,12 @@ import torch.distributed as dist
 class Problem:
     """The key of the tables.
 
-    operator, gpu:      names; the GPU's as ``torch.cuda.get_device_name`` says it, or "cpu"
-    world_size:         ranks in the group; local_world_size: of them, those on one host
-    dtype:              such as "bfloat16"
-    layout:             how the operands lie in memory, in words of the operator's
-    shape:              the operator's sizes of the whole problem, before it is divided between ranks
+    Attributes:
+        operator, gpu: names; the GPU's as ``torch.cuda.get_device_name`` says it, or "cpu"
+        world_size: ranks in the group; local_world_size: of them, those on one host
+        dtype: such as "bfloat16"
+        layout: how the operands lie in memory, in words of the operator's
+        shape: the operator's sizes of the whole problem, before it is divided between ranks
     """
 
     operator: str

@@ -37,11 +37,15 @@ class Choice:
 def choose(tunable, problem, device, group, fields):
     """The Choice for a call without a config, the same on all ranks; collective at the first call with a problem.
 
-    Args:     problem: as this rank has it; the ranks agree for its ``Tunable.key``, and rank 0 looks up the problem
-              that it has itself
-              group: None for this process alone, which asks nobody and never tunes
-              fields: what must be the same on all ranks, for the error that names who differs
-    Raises:   ValueError when the ranks disagree on fields or mode; PeerTimeoutError
+    Args:
+        problem: as this rank has it; the ranks agree for its ``Tunable.key``, and rank 0 looks up the problem that it
+            has itself
+        group: None for this process alone, which asks nobody and never tunes
+        fields: what must be the same on all ranks, for the error that names who differs
+
+    Raises:
+        ValueError: when the ranks disagree on fields or mode
+        PeerTimeoutError
     """
     choices = caches_of(group).choices
     key = tunable.key(problem), get_mode()
@@ -64,7 +68,8 @@ def choose(tunable, problem, device, group, fields):
 def choice_of_call(operator, group, call, make):
     """The Choice of a call, from those that were made before if it is still valid; ``make``: () -> Choice, if not.
 
-    Args:     call: hashable; all that problem, fields and device of the call follow from, and cheaper to have
+    Args:
+        call: hashable; all that problem, fields and device of the call follow from, and cheaper to have
     """
     caches = caches_of(group)
     key = "config", caches.choices.version, get_mode(), operator, call

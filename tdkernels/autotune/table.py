@@ -28,12 +28,13 @@ class LaterFormat(TableError):
 class Entry:
     """The best config known for a problem, and what was measured when it was found.
 
-    versions:    of torch, triton and the operator's kernels (a hash of their source)
-    config:      the config as a dict
-    ms:          of a call with it; plain_ms: of the plain sequence; default_ms: of the default config; local_ms: of the
-                 product alone; wire_ms: of the bytes on the wire at the best rate of a link; None: not measured
-    when:        the day, as YYYY-MM-DD
-    graph:       whether all these are of calls in a CUDA graph, since one by one they took the host as long
+    Attributes:
+        versions: of torch, triton and the operator's kernels (a hash of their source)
+        config: the config as a dict
+        ms: of a call with it; plain_ms: of the plain sequence; default_ms: of the default config; local_ms: of the
+            product alone; wire_ms: of the bytes on the wire at the best rate of a link; None: not measured
+        when: the day, as YYYY-MM-DD
+        graph: whether all these are of calls in a CUDA graph, since one by one they took the host as long
     """
 
     problem: Problem
@@ -71,7 +72,8 @@ def head(entry):
 def from_json(text):
     """The entries of a table's text, and how many of it were no entries.
 
-    Raises:   TableError
+    Raises:
+        TableError
     """
     try:
         table = json.loads(text)
@@ -97,7 +99,8 @@ def _check_names(operator, gpu):
     Tables are passed from machine to machine, so a name in one must not lead out of the cache's folder. The operator
     becomes a file name as it is; of the GPU's name only letters, digits and hyphens remain (``slug``).
 
-    Raises:   TableError
+    Raises:
+        TableError
     """
     if not operator.isidentifier() or len(operator) > _MAX_NAME:
         raise TableError(

@@ -20,8 +20,9 @@ _modules = {name: module for module, names in TUNERS.items() for name in names} 
 class Floors:
     """What a rank must do at least.
 
-    flops:         arithmetic; memory_bytes: read from its memory, where that can take longer than the arithmetic
-    wire_bytes:    come in from its peers, and as many go out
+    Attributes:
+        flops: arithmetic; memory_bytes: read from its memory, where that can take longer than the arithmetic
+        wire_bytes: come in from its peers, and as many go out
     """
 
     flops: int

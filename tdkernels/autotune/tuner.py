@@ -59,17 +59,24 @@ def tune(
 ):
     """Find the best config for a problem and keep it in the user's cache.
 
-    Args:     operator: its name, such as "ag_gemm"
-              sizes: of the whole problem, M, N and K of a product; ``python -m tdkernels tune OPERATOR`` names others
-              dtype, layout: of the operands; layout None is the usual one
-              group: as for the operators
-              device: where; None means this rank's GPU if the group's collectives run there, the CPU otherwise
-              budget_s: after this many seconds the elimination ends with what is known
-              on_progress: called with (stage, done, total) on rank 0
-              keep: whether to write the result to the user's cache; without it, later calls do not find it
-    Returns:  Result
-    Raises:   ValueError for a problem that the ranks cannot share, TuningError when nothing works, PeerTimeoutError
-    Contract: collective over group; not to be called while operators of the same group are on their way
+    Args:
+        operator: its name, such as "ag_gemm"
+        sizes: of the whole problem, M, N and K of a product; ``python -m tdkernels tune OPERATOR`` names others
+        dtype, layout: of the operands; layout None is the usual one
+        group: as for the operators
+        device: where; None means this rank's GPU if the group's collectives run there, the CPU otherwise
+        budget_s: after this many seconds the elimination ends with what is known
+        on_progress: called with (stage, done, total) on rank 0
+        keep: whether to write the result to the user's cache; without it, later calls do not find it
+
+    Returns:
+        Result
+
+    Raises:
+        ValueError: for a problem that the ranks cannot share, TuningError when nothing works, PeerTimeoutError
+
+    Contract:
+        collective over group; not to be called while operators of the same group are on their way
     """
     tunable = tunable_by_name(operator)
     group = resolve_group(group)

@@ -13,7 +13,8 @@ _PEER_TIMEOUT_S = 120.0  # enough for a peer that compiles for a GPU; a rank tha
 def try_operators():
     """Runs on every rank: the largest error of each output and gradient, relative to the largest exact value.
 
-    Returns:  dict: such as "dweight of ag_gemm" -> (error, what is allowed)
+    Returns:
+        dict: such as "dweight of ag_gemm" -> (error, what is allowed)
     """
     tdkernels.set_timeout(_PEER_TIMEOUT_S)
     tdkernels.autotune.set_mode("off")  # the kernels shall run, even where something else is faster

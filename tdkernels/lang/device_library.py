@@ -18,7 +18,8 @@ def provide(paths, tell):
 def paths():
     """The files to link with.
 
-    Raises:   RuntimeError before the network has been initialised
+    Raises:
+        RuntimeError: before the network has been initialised
     """
     if not _paths:
         raise RuntimeError("a kernel that speaks to the network was launched before tdkernels.symm has initialised it")

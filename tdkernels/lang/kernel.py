@@ -84,7 +84,10 @@ class Kernel(JITFunction):
     def launch_bound(self, bound_launch, values, stream=None):
         """``self[alike.grid](*alike.filled(values), **alike.constants)``, without looking again at what is the same.
 
-        Args:     alike: an Alike; values: for its places; stream: the current one, if the caller knows it
+        Args:
+            bound_launch: a BoundLaunch
+            values: for its places
+            stream: the current one, if the caller knows it
         """
         where = None
         if (
@@ -149,7 +152,8 @@ def pointer_kind(tensor):
 def _kind(specialized, arg):
     """What Triton compiles for, of an argument: equal for arguments that the same code serves.
 
-    Raises:   LookupError for an argument of another type than those that are usual here
+    Raises:
+        LookupError: for an argument of another type than those that are usual here
     """
     if isinstance(arg, torch.Tensor):
         return pointer_kind(arg)

@@ -89,9 +89,14 @@ def put_signal_nbi_block(dst, src, num_bytes, signal_ptr, value, pe):
 def device_library(arch=None):
     """What a launch of a kernel with these words passes as ``extern_libs``: paths of libraries by name.
 
-    Args:     arch: like "gfx942"; None means that of the current device
-    Returns:  a dict; Triton links a library where the name of a missing function contains the library's, in this order
-    Raises:   RocshmemError when there is no device library for this GPU, or one without C names
+    Args:
+        arch: like "gfx942"; None means that of the current device
+
+    Returns:
+        a dict; Triton links a library where the name of a missing function contains the library's, in this order
+
+    Raises:
+        RocshmemError: when there is no device library for this GPU, or one without C names
     """
     if arch is None:
         arch = torch.cuda.get_device_properties(torch.cuda.current_device()).gcnArchName.split(":")[0]

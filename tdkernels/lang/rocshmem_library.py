@@ -176,7 +176,8 @@ class RocshmemLibrary:
 def load():
     """The library of this process: the one that ``TDKERNELS_ROCSHMEM_LIBRARY`` names, or the first that is found.
 
-    Raises:   RocshmemError that says what is missing or too old, where it was looked for, and how to get one
+    Raises:
+        RocshmemError: that says what is missing or too old, where it was looked for, and how to get one
     """
     named = os.environ.get(_VARIABLE)
     if named:

@@ -105,10 +105,15 @@ def _gather(tensor, group):
 def full_state_dict(model, layout="fused"):
     """The state dict of a model with all experts whole, in a layout of Hugging Face's.
 
-    Args:     model: a module, with EPMoE or TPMoE in it or itself one
-              layout: "fused", which modules of transformers 5 load; or "qwen3_moe" or "mixtral", as their checkpoints
-    Returns:  the state dict, the same on every rank; weights of experts are new tensors, on the device of the model
-    Contract: collective over the groups of the layers; all ranks hold all experts at the end, so it takes memory
+    Args:
+        model: a module, with EPMoE or TPMoE in it or itself one
+        layout: "fused", which modules of transformers 5 load; or "qwen3_moe" or "mixtral", as their checkpoints
+
+    Returns:
+        the state dict, the same on every rank; weights of experts are new tensors, on the device of the model
+
+    Contract:
+        collective over the groups of the layers; all ranks hold all experts at the end, so it takes memory
     """
     if layout != "fused" and layout not in LAYOUTS:
         raise ValueError(f"full_state_dict: layout must be one of {('fused', *LAYOUTS)}, not {layout!r}")

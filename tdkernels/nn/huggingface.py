@@ -38,9 +38,13 @@ def settings_of(block):
 def replace_moe(model, kind, **options):
     """Put an EPMoE or a TPMoE in the place of each MoE block of a model from transformers 5; returns the model.
 
-    Args:     model: with blocks of Qwen3-MoE or Mixtral, the same on every rank
-              kind: EPMoE or TPMoE; options: of ``kind.from_hf``
-    Raises:   ValueError if there is no such block in the model
+    Args:
+        model: with blocks of Qwen3-MoE or Mixtral, the same on every rank
+        kind: EPMoE or TPMoE
+        options: of ``kind.from_hf``
+
+    Raises:
+        ValueError: if there is no such block in the model
 
     Each rank then calls the model with tokens of its own, all of them equally often. The blocks' router logits are not
     recorded any more, so output_router_logits and its loss are not to be had.

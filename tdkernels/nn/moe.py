@@ -33,10 +33,13 @@ class _MoE(torch.nn.Module):
     def from_hf(cls, block, **options):
         """This rank's part of a MoE block of a model from transformers 5, Qwen3-MoE or Mixtral, with its weights.
 
-        Args:     block: Qwen3MoeSparseMoeBlock or MixtralSparseMoeBlock, whole and the same on every rank; on "meta",
-                  if load_state_dict is to fill it later
-                  options: of the class, but for gate and intermediate
-        Raises:   ValueError for another block, or one that does what these modules do not
+        Args:
+            block: Qwen3MoeSparseMoeBlock or MixtralSparseMoeBlock, whole and the same on every rank; on "meta", if
+                load_state_dict is to fill it later
+            options: of the class, but for gate and intermediate
+
+        Raises:
+            ValueError: for another block, or one that does what these modules do not
         """
         settings = settings_of(block)
         weight = block.gate.weight
@@ -74,17 +77,18 @@ class _MoE(torch.nn.Module):
 class EPMoE(_MoE):
     """A mixture of experts with SwiGLU; rank r has the experts r * E / W to (r + 1) * E / W - 1. See ``ep_moe``.
 
-    Args:     gate: Router, or any module of this rank's rows [T, H] to (topk_ids, topk_weights) with the attributes
-              hidden and num_experts; the same on every rank
-              intermediate: I
-              quantize, max_tokens, max_tokens_per_rank, config: of ``ep_moe``
-              group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the world
-              device, dtype: of the parameters
+    Args:
+        gate: Router, or any module of this rank's rows [T, H] to (topk_ids, topk_weights) with the attributes hidden
+            and num_experts; the same on every rank
+        intermediate: I quantize, max_tokens, max_tokens_per_rank, config: of ``ep_moe`` group: a ProcessGroup, a
+            one-dimensional DeviceMesh, or None for the world device, dtype: of the parameters
     Call:     x [..., H], this rank's tokens, whose number may differ between ranks -> y [..., H]. Collective
     State:    gate.weight, w_gate_up [E / W, 2 * I, H], w_down [E / W, H, I]. ``load_state_dict`` also takes whole
               weights in the layouts of ``full_state_dict``, of which each rank keeps its part
-    Gradient: that of the experts is of all ranks' tokens, that of the router of this rank's: add up or average the
-              latter over the ranks, as of all that is the same on every rank, and divide the former if you average
+
+    Gradient:
+        that of the experts is of all ranks' tokens, that of the router of this rank's: add up or average the latter
+        over the ranks, as of all that is the same on every rank, and divide the former if you average
     Example:
         layer = tdkernels.nn.EPMoE(tdkernels.nn.Router(4096, 128, 8), 1536, device="cuda", dtype=torch.bfloat16)
         y = layer(x)
@@ -118,7 +122,9 @@ class TPMoE(_MoE):
     Call:     x [..., H], this rank's rows, as many on every rank -> y [..., H]. Collective
     State:    gate.weight, w_gate_up [E, 2 * I / W, H], gate first, w_down [E, H, I / W]. As of EPMoE,
               ``load_state_dict`` also takes whole weights, of which each rank keeps its part
-    Gradient: as of EPMoE
+
+    Gradient:
+        as of EPMoE
     Example:
         layer = tdkernels.nn.TPMoE(tdkernels.nn.Router(4096, 8, 2), 14336, device="cuda", dtype=torch.bfloat16)
         y = layer(x)

@@ -10,16 +10,19 @@ SCORES = ("softmax", "sigmoid")
 class Router(torch.nn.Module):
     """Choose top_k of num_experts for each token; the same parameters on every rank.
 
-    Args:     hidden, num_experts, top_k: H, E and k
-              scores: "softmax" over the experts, as Mixtral and Qwen3-MoE; or "sigmoid" of each, as DeepSeek-V3
-              normalize: divide the weights of a token by their sum
-              scale: by which they are multiplied, then
-              balanced: keep a bias for each expert that takes part in the choice but not in the weights, and that
-              ``balance`` adjusts, as in DeepSeek-V3
+    Args:
+        hidden, num_experts, top_k: H, E and k
+        scores: "softmax" over the experts, as Mixtral and Qwen3-MoE; or "sigmoid" of each, as DeepSeek-V3
+        normalize: divide the weights of a token by their sum
+        scale: by which they are multiplied, then
+        balanced: keep a bias for each expert that takes part in the choice but not in the weights, and that ``balance``
+            adjusts, as in DeepSeek-V3
     Call:     x [T, H] -> topk_ids [T, k] int64, topk_weights [T, k] fp32 (Qwen3-MoE rounds them to the dtype of x).
               Scores are in fp32; logits in the dtype of x for softmax and in fp32 for sigmoid, as those models have it
     State:    weight [E, H]; e_score_correction_bias [E] fp32 if balanced: the names of these models' checkpoints
-    Source:   the bias without a loss: https://arxiv.org/abs/2408.15664
+
+    Source:
+        the bias without a loss: https://arxiv.org/abs/2408.15664
     """
 
     def __init__(
@@ -69,8 +72,12 @@ class Router(torch.nn.Module):
     def balance(self, rate=0.001, *, group=None):
         """After a training step: whatever had more than its share since the last call is chosen less from now on.
 
-        Args:     rate: by which each bias goes up or down; group: whose ranks' tokens count, None for the world
-        Contract: collective over group, after which the bias is the same on all of its ranks
+        Args:
+            rate: by which each bias goes up or down
+            group: whose ranks' tokens count, None for the world
+
+        Contract:
+            collective over group, after which the bias is the same on all of its ranks
         """
         if self.e_score_correction_bias is None:
             raise ValueError("Router: balance needs a Router with balanced=True")

@@ -21,7 +21,8 @@ def apply(function, op, *call):
 def may_be_differentiated(tensors):
     """Whether autograd has to hear of an operation, be it only to refuse forward mode and functorch's transforms.
 
-    Args:     tensors: the operands, None among them
+    Args:
+        tensors: the operands, None among them
     """
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
         return True

@@ -49,12 +49,13 @@ _ON_AMD = torch.version.hip is not None  # where the compiler asks more of a poi
 def launch_cached(workspace, key, operands, prepare, ready=None, signature=operand_signature):
     """Launch on operands; what was made for that, outputs first.
 
-    Args:     workspace: in which the kernel runs, or ``local_workspace_of``
-              key: all that the launch follows from, beside how the operands lie
-              operands: tensors or None
-              prepare: (*operands) -> Launch; called where none is kept, with other tensors of the same memory
-              ready: (*operands) -> operands that a kernel can take, copied if need be; None: these can be taken
-              lies: how operands lie, as far as launches differ by it: ``operand_signature`` or ``pointer_signature``
+    Args:
+        workspace: in which the kernel runs, or ``local_workspace_of``
+        key: all that the launch follows from, beside how the operands lie
+        operands: tensors or None
+        prepare: (*operands) -> Launch; called where none is kept, with other tensors of the same memory
+        ready: (*operands) -> operands that a kernel can take, copied if need be; None: these can be taken
+        signature: of the operands: ``operand_signature`` or ``pointer_signature``
     """
     if recorder.active is not None:
         operands = operands if ready is None else ready(*operands)
@@ -130,15 +131,18 @@ def local_workspace_of(device):
 class Launch:
     """What ``prepare`` has found out.
 
-    Args:     workspace: as of ``launch_cached``
-              kernel, grid, args, constants: as for ``kernel[grid](*args, **constants)``
-              operands: of which args were made, each another object, so that they can be told apart there
-              made: from ``output_spec``, what each call makes
-              fixed: tensors of the workspace's in args, and bases of descriptors: the same in every call
-              looks: whether a call looks for what earlier launches had to tell. Not in the middle of an operator: a
-              rank that finds a note of this very call there stops, and its peers wait for it
-    Raises:   AssertionError for a tensor in args that is none of these, say a copy of an operand: a later call would
-              read it again
+    Args:
+        workspace: as of ``launch_cached``
+        kernel, grid, args, constants: as for ``kernel[grid](*args, **constants)``
+        operands: of which args were made, each another object, so that they can be told apart there
+        made: from ``output_spec``, what each call makes
+        fixed: tensors of the workspace's in args, and bases of descriptors: the same in every call
+        checks_errors: whether a call raises errors that earlier launches have reported. Not in the middle of an
+            operator: a rank that raises an error of this very call there leaves its peers waiting
+
+    Raises:
+        AssertionError: for a tensor in args that is none of these, say a copy of an operand: a later call would read it
+            again
     """
 
     def __init__(self, workspace, kernel, grid, args, constants, operands, made, fixed, checks_errors=True):

@@ -12,9 +12,10 @@ _library = torch.library.Library("tdkernels", "FRAGMENT")
 def register(schema, implementation, fake):
     """Register ``torch.ops.tdkernels.<name>``, where ``schema`` begins with the name.
 
-    Args:     schema: as of ``torch.library.define``
-              implementation: for tensors on any device; it has no gradient, which an autograd.Function around it has
-              fake: the same for tensors without data: outputs of the right shapes
+    Args:
+        schema: as of ``torch.library.define``
+        implementation: for tensors on any device; it has no gradient, which an autograd.Function around it has
+        fake: the same for tensors without data: outputs of the right shapes
     """
     name = schema.partition("(")[0]
     _library.define(schema)

@@ -27,9 +27,11 @@ _MAX_MAPS = 256  # of one descriptor; addresses may go on changing for ever
 class BoundLaunch:
     """What is the same in launches of a kernel between which nothing differs that Triton compiles for.
 
-    Args:     grid: three numbers; args, constants: as for ``kernel[grid](*args, **constants)``
-              places: numbers of the args that differ from launch to launch: tensors or None, integers, descriptors,
-              which differ by their tensors. They are forgotten; of the others tensors are kept
+    Args:
+        grid: three numbers
+        args, constants: as for ``kernel[grid](*args, **constants)``
+        places: numbers of the args that differ from launch to launch: tensors or None, integers, descriptors, which
+            differ by their tensors. They are forgotten; of the others tensors are kept
     """
 
     def __init__(self, grid, args, places, constants):
@@ -50,7 +52,8 @@ class BoundLaunch:
     def launch_captured(self, where, values, stream=None):
         """Launch what was kept for ``where``; False if nothing was.
 
-        Args:     stream: of the device in ``where``, or it is not taken; None: the current one
+        Args:
+            stream: of the device in ``where``, or it is not taken; None: the current one
         """
         found = self._found.get(where)
         if found is None:
@@ -69,8 +72,9 @@ class BoundLaunch:
     def keep(self, where, compiled, others):
         """Keep the compiled kernel that was launched.
 
-        Args:     where: what decides which one it is, the number of the current device first
-                  others: its arguments after those in ``filled``
+        Args:
+            where: what decides which one it is, the number of the current device first
+            others: its arguments after those in ``filled``
         """
         self._found[where] = [compiled, others, _UNTRIED]
 
@@ -78,10 +82,12 @@ class BoundLaunch:
 class CapturedArguments:
     """The arguments of Triton's C function for launches that are alike.
 
-    Args:     launch: that function; args: its arguments, with STREAM in the place of a stream
-              first: the number, among these, of the kernel's first one; None: they are a list, the last of these
-              plain: [(number among the kernel's, number among values)] of what is filled in as it is
-              maps: the same of tensor maps, and a function that makes one for a tensor
+    Args:
+        launch: that function
+        args: its arguments, with STREAM in the place of a stream
+        first: the number, among these, of the kernel's first one; None: they are a list, the last of these
+        plain: [(number among the kernel's, number among values)] of what is filled in as it is
+        maps: the same of tensor maps, and a function that makes one for a tensor
     """
 
     STREAM = object()
@@ -236,9 +242,12 @@ def _shown(value):
 def _flattened(args, places, described):
     """The kernel's arguments as the C function takes them.
 
-    Args:     described: of each descriptor, what Triton has compiled for; None: it is no tensor map
-    Returns:  (the arguments, with addresses for tensors; the same as Triton's launcher hands them on; of those that
-              differ from launch to launch ``plain`` and ``maps``, see ``Repeat``)
+    Args:
+        described: of each descriptor, what Triton has compiled for; None: it is no tensor map
+
+    Returns:
+        (the arguments, with addresses for tensors; the same as Triton's launcher hands them on; of those that differ
+        from launch to launch ``plain`` and ``maps``, see ``Repeat``)
     """
     from triton.backends.nvidia.driver import make_tensordesc_arg
 

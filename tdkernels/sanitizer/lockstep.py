@@ -30,7 +30,9 @@ class DeadlockError(RuntimeError):
 class Lockstep:
     """This rank's part.
 
-    Args:     folder: shared by the ranks; rank: number of this one among ``world_size``
+    Args:
+        folder: shared by the ranks
+        rank: number of this one among ``world_size``
     """
 
     def __init__(self, folder, rank, world_size, seed):
@@ -67,7 +69,8 @@ class Lockstep:
     def switch(self, waits=False):
         """Let the rank run that is next, maybe this one. ``waits``: this one can do nothing before another has.
 
-        Raises:   DeadlockError when that holds of all
+        Raises:
+            DeadlockError: when that holds of all
         """
         self._words[_STEP] += 1
         self._set(self.rank, _WAITS if waits else _RUNS)

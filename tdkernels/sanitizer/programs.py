@@ -69,7 +69,9 @@ class Program:
 class Collector:
     """Stands for the function of a kernel in Triton's loop over the grid, and runs the programs at its last one.
 
-    Args:     fn: the function; run: called with a list of (program id, function without arguments)
+    Args:
+        fn: the function
+        run: called with a list of (program id, function without arguments)
     """
 
     def __init__(self, fn, run):

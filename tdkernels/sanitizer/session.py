@@ -49,7 +49,8 @@ def record(group=None, check=True):
 
     If the block raises an exception on a rank, its log is not complete: then no rank looks for races.
 
-    Example::
+    Example:
+        :
 
         with tdkernels.sanitizer.record() as races:
             y = my_operator(x)

@@ -8,10 +8,17 @@ from tdkernels.symm.group import group_state, resolve_group
 def allocate(nbytes, group=None, device=None):
     """Allocate zeroed symmetric memory; collective over the group.
 
-    Args:     nbytes: bytes on each rank, the same on all; group: as for the operators; device: where; None means the
-              current GPU when there is one, the CPU otherwise
-    Returns:  SymmetricBuffer
-    Raises:   ValueError when the ranks disagree on nbytes or on the kind of device; PeerTimeoutError
+    Args:
+        nbytes: bytes on each rank, the same on all
+        group: as for the operators
+        device: where; None means the current GPU when there is one, the CPU otherwise
+
+    Returns:
+        SymmetricBuffer
+
+    Raises:
+        ValueError: when the ranks disagree on nbytes or on the kind of device
+        PeerTimeoutError
     """
     state = group_state(resolve_group(group))
     if device is None:

@@ -28,7 +28,9 @@ from tdkernels.symm.topology import likely_size, offer, topology_of
 def resolve_group(group=None):
     """The ProcessGroup meant by ``group``: a ProcessGroup, a one-dimensional DeviceMesh, or None for the world.
 
-    Raises:   ValueError when there is no such group, it was destroyed, or this rank is not in it; TypeError otherwise
+    Raises:
+        ValueError: when there is no such group, it was destroyed, or this rank is not in it
+        TypeError: otherwise
     """
     if not dist.is_available() or not dist.is_initialized():
         raise ValueError("group: torch.distributed is not initialized; call torch.distributed.init_process_group first")
@@ -50,7 +52,8 @@ def resolve_group(group=None):
 def resolve_group_if_any(operator, group):
     """As ``resolve_group``. Returns None if no group is given and torch.distributed is not initialized.
 
-    Raises:   ValueError as ``resolve_group``, or if WORLD_SIZE says that this process is not the only one
+    Raises:
+        ValueError: as ``resolve_group``, or if WORLD_SIZE says that this process is not the only one
     """
     if group is None and not (dist.is_available() and dist.is_initialized()):
         ranks = os.environ.get("WORLD_SIZE", "1")
@@ -148,7 +151,9 @@ class GroupState:
 
         Goes through the group's store, so it needs no GPU and no collective that could hang itself.
 
-        Raises:   ValueError on every rank when they differ; PeerTimeoutError when a rank does not come in time
+        Raises:
+            ValueError: on every rank when they differ
+            PeerTimeoutError: when a rank does not come in time
         """
         known = [failure.error for failure in self._failures.values()]
         for error in (self.interrupted, *known):  # peers that know of it do not come

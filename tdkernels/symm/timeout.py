@@ -17,8 +17,11 @@ def set_timeout(seconds):
 
     The environment is read at the first launch of a process, and again after ``set_timeout(None)``.
 
-    Args:     seconds: positive number of seconds, or None
-    Raises:   ValueError when it is not positive or beyond 1e9
+    Args:
+        seconds: positive number of seconds, or None
+
+    Raises:
+        ValueError: when it is not positive or beyond 1e9
     """
     global _chosen_s, in_force_s
     is_number = isinstance(seconds, numbers.Real) and not isinstance(seconds, bool)

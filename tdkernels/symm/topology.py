@@ -48,7 +48,8 @@ class Topology:
 def simulated_local_world_size():
     """Ranks of a simulated node, or None.
 
-    Raises:   ValueError when the variable is not a positive integer
+    Raises:
+        ValueError: when the variable is not a positive integer
     """
     text = os.environ.get(VARIABLE)
     if not text:

@@ -90,9 +90,16 @@ class Workspace:
     def prepare(self, operator, fields, half_bytes, half_signals, num_flags=0):
         """Agree with all ranks on a plan, make room for it, and return its number; collective the first time.
 
-        Args:     operator: name, for errors; fields: dict of what must be the same on all ranks; half_bytes,
-                  half_signals: what the kernel needs in a half; num_flags: private words that it needs
-        Raises:   ValueError when the ranks disagree; PeerTimeoutError; RuntimeError while a CUDA graph is captured
+        Args:
+            operator: name, for errors
+            fields: dict of what must be the same on all ranks; half_bytes,
+            half_signals: what the kernel needs in a half
+            num_flags: private words that it needs
+
+        Raises:
+            ValueError: when the ranks disagree
+            PeerTimeoutError
+            RuntimeError: while a CUDA graph is captured
         """
         self.check()
         key = (operator, *fields.items())
@@ -244,7 +251,8 @@ class Workspace:
     def after_launch(self, stream=None):
         """Remember where the launch went. On the CPU it has ended: raise what it recorded.
 
-        Args:     stream: the one that it went to, if the caller knows it
+        Args:
+            stream: the one that it went to, if the caller knows it
         """
         if self._on_cpu:
             self._is_open = False
@@ -277,7 +285,8 @@ class Workspace:
     def check(self, in_call=True):
         """Raise the error that a kernel of the group has recorded, if any, now and at every later call.
 
-        Args:     in_call: whether an error takes the place of a call; False between two calls, on all ranks
+        Args:
+            in_call: whether an error takes the place of a call; False between two calls, on all ranks
         """
         # Most calls find nothing, by looking at five words here.
         group, failure = self.group, self._failure
@@ -367,7 +376,8 @@ def get_workspace(group, device, name, halves=2, across_nodes=False):
 
     ``across_nodes``: the kernels that use it know that they reach some ranks by the network only.
 
-    Raises:   NotImplementedError for a group on several nodes, unless ``across_nodes``
+    Raises:
+        NotImplementedError: for a group on several nodes, unless ``across_nodes``
     """
     state = states.get(group) or group_state(group)
     workspace = state.workspaces.get((name, device))
@@ -379,7 +389,8 @@ def get_workspace(group, device, name, halves=2, across_nodes=False):
 def synchronize():
     """Wait for the current GPU to finish and raise the first error that a kernel of any live group has recorded.
 
-    Raises:   PeerTimeoutError, PlanMismatchError
+    Raises:
+        PeerTimeoutError, PlanMismatchError
     """
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.synchronize()

@@ -33,7 +33,8 @@ class NoMatplotlib(RuntimeError):
 def draw(trace, path):
     """Write the PNG.
 
-    Raises:   NoMatplotlib
+    Raises:
+        NoMatplotlib
     """
     try:
         from matplotlib import rc_context

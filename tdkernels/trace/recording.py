@@ -24,11 +24,18 @@ _CALLS = {"cuda": 10, "cpu": 1}  # of a burst
 def record_operator(operator, shape, dtype, changes=None, repetitions=7, layout=None):
     """Runs on every rank: launches of an operator on random operands, recorded one by one. Collective.
 
-    Args:     shape: sizes of the whole problem, M, N and K of a product; dtype: a torch.dtype; changes: fields of the
-              default config to change, as a dict; None takes the config that a call without one would run with
-              layout: None is the operator's usual one
-    Returns:  dict of what timeline.make_trace takes, of this rank: ``events`` and ``times`` have one entry a repetition
-    Raises:   ValueError for a config that cannot run
+    Args:
+        shape: sizes of the whole problem, M, N and K of a product
+        dtype: a torch.dtype
+        changes: fields of the default config to change, as a dict; None takes the config that a call without one would
+            run with
+        layout: None is the operator's usual one
+
+    Returns:
+        dict of what timeline.make_trace takes, of this rank: ``events`` and ``times`` have one entry a repetition
+
+    Raises:
+        ValueError: for a config that cannot run
     """
     device, group = rank_device(), resolve_group()
     world_size = group.size()

@@ -16,8 +16,9 @@ NO_PEER, ALL_PEERS = words.NO_PEER.value, words.ALL_PEERS.value
 class Interval(NamedTuple):
     """What a program did from ``begin`` to ``end``, ns after the first program of all ranks began.
 
-    kind:   one of KINDS but "ends"; peer: a rank, NO_PEER or ALL_PEERS
-    lane:   of the programs that a multiprocessor has at the same time, 0 …; multiprocessor: -1 if it is not known
+    Attributes:
+        kind: one of KINDS but "ends"; peer: a rank, NO_PEER or ALL_PEERS
+        lane: of the programs that a multiprocessor has at the same time, 0 …; multiprocessor: -1 if it is not known
     """
 
     program: int
@@ -33,10 +34,11 @@ class Interval(NamedTuple):
 class Trace:
     """One launch on all ranks.
 
-    about:  what was run, as ``record_operator`` says it of rank 0; with "untraced_ms" and "traced_ms" of each rank,
+    Attributes:
+        about: what was run, as ``record_operator`` says it of rank 0; with "untraced_ms" and "traced_ms" of each rank,
             "tick_ns", the least step that the clocks have made, and "clock_error_ns", by how much each rank's times may
             be wrong in comparison with those of rank 0
-    ranks:  the intervals of each rank, program by program, in order of time
+        ranks: the intervals of each rank, program by program, in order of time
     """
 
     about: dict
@@ -83,7 +85,8 @@ class _Event(NamedTuple):
 def make_trace(recordings):
     """The Trace of the repetition that took the median time, from what ``record_operator`` returned on all ranks.
 
-    Raises:   RuntimeError if a program has not recorded its start or its end
+    Raises:
+        RuntimeError: if a program has not recorded its start or its end
     """
     events = [recording["events"] for recording in recordings]
     for rank, repetitions in enumerate(events):

@@ -27,11 +27,15 @@ _BYTES = tl.constexpr(16)  # what slots and chunks begin at a multiple of
 class AttentionTile(NamedTuple):
     """What a kernel of ag_attention is compiled for; its argument ``TILE``.
 
-    Args:     d, dv: elements of a head of queries and keys, and of values; block_d, block_dv: what takes them
-              block_q, block_k: queries and keys of a tile
-              mask: ``ALL``, ``CONTIGUOUS`` or ``ZIGZAG``; straddles: a block of keys overlaps both pieces of a rank
-              use_tma: operands are read through tensor descriptors
-              precision: of a product of fp32 operands, as of ``tl.dot``; stages: of the loop over blocks
+    Args:
+        d, dv: elements of a head of queries and keys, and of values
+        block_d, block_dv: what takes them
+        block_q, block_k: queries and keys of a tile
+        mask: ``ALL``, ``CONTIGUOUS`` or ``ZIGZAG``
+        straddles: a block of keys overlaps both pieces of a rank
+        use_tma: operands are read through tensor descriptors
+        precision: of a product of fp32 operands, as of ``tl.dot``
+        stages: of the loop over blocks
     """
 
     d: int

@@ -37,8 +37,10 @@ def rows_of_buffer(workspace, x):
 class AsyncAllGather(AsyncCollective):
     """One call's gather of ``x`` [rows, K], in chunks of ``chunk_rows`` rows; every rank makes the same one.
 
-    Args:     operator, fields: as for Workspace.prepare; x: contiguous, 16-byte aligned
-              copies: ``copy`` will be called
+    Args:
+        operator, fields: as for Workspace.prepare
+        x: contiguous, 16-byte aligned
+        copies: ``copy`` will be called
     """
 
     def __init__(self, operator, fields, x, group, chunk_rows, copies=False):

@@ -21,9 +21,10 @@ _SUM_BLOCK = 4096
 class AsyncReduceScatter(AsyncCollective):
     """One call's parts, of at most ``part_bytes``, inside one node; every rank makes the same one.
 
-    Args:     operator, fields: as for Workspace.prepare
-              pieces: in which each part is sent
-              passes_on: parts are made of what has come from peers, and must not be announced if it has not
+    Args:
+        operator, fields: as for Workspace.prepare
+        pieces: in which each part is sent
+        passes_on: parts are made of what has come from peers, and must not be announced if it has not
     """
 
     def __init__(self, operator, fields, part_bytes, group, device, pieces=1, passes_on=True):
@@ -38,7 +39,8 @@ class AsyncReduceScatter(AsyncCollective):
     def send(self, owner, part, piece=0, offset=0):
         """Copy a contiguous part to its owner, by the copy engine; it must not change before ``close``.
 
-        Args:     piece, offset: of the part this is piece number ``piece``, which begins at byte ``offset``
+        Args:
+            piece, offset: of the part this is piece number ``piece``, which begins at byte ``offset``
         """
         part = part.detach()
         self._parts.append(part)

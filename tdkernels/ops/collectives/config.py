@@ -23,15 +23,16 @@ _FEW_BYTES, _MANY_BYTES = 64 << 10, 2 << 20
 class CollectiveConfig:
     """How ``all_gather``, ``reduce_scatter`` or ``all_reduce`` runs.
 
-    method:        "fused", one kernel of ours, or "torch", the collective of torch's backend
-    exchange:      "one_shot": everything goes straight to those who need it, and whoever sums gets all parts;
-                   "two_shot": each piece is summed by one rank, which sends the sum to all (all_reduce, many bytes);
-                   "copy_engine": shards are sent by the copy engine, which takes no multiprocessor (all_gather, many
-                   bytes; it takes none of the rest)
-    num_programs:  at most so many programs
-    block_bytes:   what a program moves at a time
-    piece_blocks:  blocks under one signal
-    num_warps:     of a program
+    Attributes:
+        method: "fused", one kernel of ours, or "torch", the collective of torch's backend
+        exchange: "one_shot": everything goes straight to those who need it, and whoever sums gets all parts;
+            "two_shot": each piece is summed by one rank, which sends the sum to all (all_reduce, many bytes);
+            "copy_engine": shards are sent by the copy engine, which takes no multiprocessor (all_gather, many bytes; it
+            takes none of the rest)
+        num_programs: at most so many programs
+        block_bytes: what a program moves at a time
+        piece_blocks: blocks under one signal
+        num_warps: of a program
     """
 
     method: str = "fused"

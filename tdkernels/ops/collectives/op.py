@@ -202,17 +202,29 @@ def _keep(key, operator, group, x, config, y):
 def all_gather(x, *, group=None, config=None):
     """Put all ranks' x below each other.
 
-    Args:     x: [R, …], the same shape on all ranks; any dtype, integers, bool and fp8 too, since only bytes are moved
-              group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the world (W ranks)
-              config: CollectiveConfig, the same on all ranks; None takes the best one known, see tdkernels.autotune
-    Returns:  y: [W * R, …], rank r's rows r-th
-    Gradient: dx = reduce_scatter(dy), for bf16, fp16 and fp32
-    Raises:   TypeError or ValueError for an x that does not fit, before anything is launched; ValueError on every rank
-              when the ranks disagree; PeerTimeoutError when a peer does not come (on a GPU at the next call or at
-              tdkernels.synchronize()); RuntimeError in a backward with create_graph=True
-    Contract: collective over group; host sync: no (the first call with a shape agrees with the peers and allocates);
-              CUDA graph: yes, after one call outside; the caller owns the output
-    Source:   pushes with a signal a piece: Triton-distributed (https://arxiv.org/abs/2504.19442)
+    Args:
+        x: [R, …], the same shape on all ranks; any dtype, integers, bool and fp8 too, since only bytes are moved
+        group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the world (W ranks)
+        config: CollectiveConfig, the same on all ranks; None takes the best one known, see tdkernels.autotune
+
+    Returns:
+        y: [W * R, …], rank r's rows r-th
+
+    Gradient:
+        dx = reduce_scatter(dy), for bf16, fp16 and fp32
+
+    Raises:
+        TypeError or ValueError: for an x that does not fit, before anything is launched
+        ValueError: on every rank when the ranks disagree
+        PeerTimeoutError: when a peer does not come (on a GPU at the next call or at tdkernels.synchronize())
+        RuntimeError: in a backward with create_graph=True
+
+    Contract:
+        collective over group; host sync: no (the first call with a shape agrees with the peers and allocates); CUDA
+        graph: yes, after one call outside; the caller owns the output
+
+    Source:
+        pushes with a signal a piece: Triton-distributed (https://arxiv.org/abs/2504.19442)
     """
     return _call(_AllGather, "all_gather", x, group, config)
 
@@ -220,18 +232,30 @@ def all_gather(x, *, group=None, config=None):
 def reduce_scatter(x, *, group=None, config=None):
     """Sum x over ranks and scatter the sum along its rows.
 
-    Args:     x: [W * R, …] bf16, fp16 or fp32, the same shape on all ranks
-              group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the world (W ranks)
-              config: CollectiveConfig, the same on all ranks; None takes the best one known, see tdkernels.autotune
-    Returns:  z: [R, …], dtype of x, rank r having the r-th rows, summed in fp32 in rank order (by torch's
-              reduce-scatter, in its own order, where that is the best config known)
-    Gradient: dx = all_gather(dz)
-    Raises:   TypeError or ValueError for an x that does not fit, before anything is launched; ValueError on every rank
-              when the ranks disagree; PeerTimeoutError when a peer does not come (on a GPU at the next call or at
-              tdkernels.synchronize()); RuntimeError in a backward with create_graph=True
-    Contract: collective over group; host sync: no (the first call with a shape agrees with the peers and allocates);
-              CUDA graph: yes, after one call outside; the caller owns the output
-    Source:   every part straight to its owner, as the direct algorithms of TensorRT-LLM and RCCL have it
+    Args:
+        x: [W * R, …] bf16, fp16 or fp32, the same shape on all ranks
+        group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the world (W ranks)
+        config: CollectiveConfig, the same on all ranks; None takes the best one known, see tdkernels.autotune
+
+    Returns:
+        z: [R, …], dtype of x, rank r having the r-th rows, summed in fp32 in rank order (by torch's reduce-scatter, in
+        its own order, where that is the best config known)
+
+    Gradient:
+        dx = all_gather(dz)
+
+    Raises:
+        TypeError or ValueError: for an x that does not fit, before anything is launched
+        ValueError: on every rank when the ranks disagree
+        PeerTimeoutError: when a peer does not come (on a GPU at the next call or at tdkernels.synchronize())
+        RuntimeError: in a backward with create_graph=True
+
+    Contract:
+        collective over group; host sync: no (the first call with a shape agrees with the peers and allocates); CUDA
+        graph: yes, after one call outside; the caller owns the output
+
+    Source:
+        every part straight to its owner, as the direct algorithms of TensorRT-LLM and RCCL have it
     """
     return _call(_ReduceScatter, "reduce_scatter", x, group, config)
 
@@ -239,17 +263,29 @@ def reduce_scatter(x, *, group=None, config=None):
 def all_reduce(x, *, group=None, config=None):
     """Sum x over ranks.
 
-    Args:     x: bf16, fp16 or fp32, any shape, the same on all ranks; it stays as it is
-              group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the world (W ranks)
-              config: CollectiveConfig, the same on all ranks; None takes the best one known, see tdkernels.autotune
-    Returns:  z: a new tensor of the shape and dtype of x, the same bits on all ranks, summed in fp32 in rank order (by
-              torch's all-reduce, in its own order, where that is the best config known)
-    Gradient: dx = dz, which is taken to be the same on all ranks, as z is
-    Raises:   TypeError or ValueError for an x that does not fit, before anything is launched; ValueError on every rank
-              when the ranks disagree; PeerTimeoutError when a peer does not come (on a GPU at the next call or at
-              tdkernels.synchronize()); RuntimeError in a backward with create_graph=True
-    Contract: collective over group; host sync: no (the first call with a shape agrees with the peers and allocates);
-              CUDA graph: yes, after one call outside; the caller owns the output
-    Source:   one shot and two shots: TensorRT-LLM's custom all-reduce
+    Args:
+        x: bf16, fp16 or fp32, any shape, the same on all ranks; it stays as it is
+        group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the world (W ranks)
+        config: CollectiveConfig, the same on all ranks; None takes the best one known, see tdkernels.autotune
+
+    Returns:
+        z: a new tensor of the shape and dtype of x, the same bits on all ranks, summed in fp32 in rank order (by
+        torch's all-reduce, in its own order, where that is the best config known)
+
+    Gradient:
+        dx = dz, which is taken to be the same on all ranks, as z is
+
+    Raises:
+        TypeError or ValueError: for an x that does not fit, before anything is launched
+        ValueError: on every rank when the ranks disagree
+        PeerTimeoutError: when a peer does not come (on a GPU at the next call or at tdkernels.synchronize())
+        RuntimeError: in a backward with create_graph=True
+
+    Contract:
+        collective over group; host sync: no (the first call with a shape agrees with the peers and allocates); CUDA
+        graph: yes, after one call outside; the caller owns the output
+
+    Source:
+        one shot and two shots: TensorRT-LLM's custom all-reduce
     """
     return _call(_AllReduce, "all_reduce", x, group, config)

@@ -105,7 +105,8 @@ def dot_precision(dtype):
 def launch_product(workspace, x, weight, bias, config, prepare):
     """``launch_cached`` of a dense operator.
 
-    Args:     prepare: (workspace, x, weight, bias, config) -> Launch, for operands that are ``ready``
+    Args:
+        prepare: (workspace, x, weight, bias, config) -> Launch, for operands that are ``ready``
     """
     return launch_cached(*_product_call(workspace, x, weight, bias, config, prepare))
 

@@ -10,11 +10,13 @@ from tdkernels import lang as td
 class Product(NamedTuple):
     """What a kernel of x @ weight.T is compiled for; its argument ``PRODUCT``.
 
-    Args:     block_m, block_n, block_k: of a tile; elem_bytes: of an element of x
-              aligned: sizes and strides are multiples of 16 elements (``gemm_operands.aligned``)
-              use_tma: the operands are read through tensor descriptors
-              w_is_kn: the weight lies as [K, N], not as [N, K]
-              precision: of a product of fp32 operands, as of ``tl.dot``
+    Args:
+        block_m, block_n, block_k: of a tile
+        elem_bytes: of an element of x
+        aligned: sizes and strides are multiples of 16 elements (``gemm_operands.aligned``)
+        use_tma: the operands are read through tensor descriptors
+        w_is_kn: the weight lies as [K, N], not as [N, K]
+        precision: of a product of fp32 operands, as of ``tl.dot``
     """
 
     block_m: int

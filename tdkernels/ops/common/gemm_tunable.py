@@ -34,8 +34,9 @@ _PIECE_FLOPS = 1e11
 class DenseTunable(ConfigTunable):
     """A dense operator.
 
-    divided:                    the sizes, by number, that the ranks divide
-    op, launch, config_module:  the modules of the operator, its launcher and its default config
+    Attributes:
+        divided: the sizes, by number, that the ranks divide
+        op, launch, config_module: the modules of the operator, its launcher and its default config
     """
 
     sizes = ("m", "n", "k")
@@ -153,7 +154,8 @@ def call_of(x, weight):
 def config_for(operator, text, x, weight, group, fields):
     """The config of a call: what ``text`` stands for if it was given one, else what the group has chosen.
 
-    Args:     fields: a function; what must be the same on all ranks
+    Args:
+        fields: a function; what must be the same on all ranks
     """
 
     def problem():
@@ -229,7 +231,9 @@ def collective_s(wire_bytes, hardware):
 def parts_s(count, product, wire, received, hardware):
     """Seconds of ``count`` products that follow one another, beside transfers one ahead or one behind of them.
 
-    Args:     product, wire: seconds of all of them; received: bytes, which were stored and are read again
+    Args:
+        product, wire: seconds of all of them
+        received: bytes, which were stored and are read again
     """
     return max(product, wire) + min(product, wire) / count + count * _LAUNCH_S + received / hardware.memory
 

@@ -16,7 +16,9 @@ DTYPES = [str(dtype).removeprefix("torch.") for dtype in validation.DTYPES]
 class ConfigTunable(tunables.Tunable):
     """An operator whose configs are of one dataclass, with a ``method`` that may be "torch", and perhaps ``tiles``.
 
-    config_class:  of its configs
+    Attributes:
+        config_class: of its configs
+
     dtypes:        names of those that its first operand may have
     across_nodes:  whether it runs by something else than torch's sequence in a group on several nodes
     """
@@ -99,10 +101,12 @@ def problem_of(operator, sizes, layout, x, group, dtype=None):
 def select(operator, x, group, call, describe, dtype=None):
     """Return the Choice of a config for a call without one; collective at the first call with a problem.
 
-    Args:     x: the operand whose device and dtype decide; group: None for this process alone
-              call: hashable; everything that the problem and the fields follow from, except x's device and dtype
-              describe: () -> (sizes, layout, fields that must be the same on all ranks); only called if the call is new
-              dtype: of the problem; None: that of x
+    Args:
+        x: the operand whose device and dtype decide
+        group: None for this process alone
+        call: hashable; everything that the problem and the fields follow from, except x's device and dtype
+        describe: () -> (sizes, layout, fields that must be the same on all ranks); only called if the call is new
+        dtype: of the problem; None: that of x
     """
 
     def make():

@@ -21,9 +21,10 @@ def _supported(dtypes):
 def check_tensor(operator, name, value, dtypes=None, like=None, like_name="x", words=None, memory=True):
     """Raise TypeError or ValueError unless an argument is a tensor that fits.
 
-    Args:     dtypes: those that are supported, ``words`` in an error; None: all
-              like: the argument, called ``like_name``, on whose device it must be
-              memory: whether it must be dense and hold its values itself, which torch's dispatcher otherwise sees to
+    Args:
+        dtypes: those that are supported, ``words`` in an error; None: all
+        like: the argument, called ``like_name``, on whose device it must be
+        memory: whether it must be dense and hold its values itself, which torch's dispatcher otherwise sees to
     """
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{operator}: {name} must be a torch.Tensor, not {type(value).__name__}")

@@ -151,10 +151,14 @@ def gemm_rs_backward(dz, x, weight, need_dx, need_dweight, need_dbias, group, co
 def gathered_weight_gradient(gather, local, *, gathered_on_left, overlapped):
     """sum over ranks of gathered.T @ local (``gathered_on_left``), or of local.T @ gathered.
 
-    Args:     gather: a started Gather of [rows, P] a rank; local: [W * rows, Q], in the dtype of the gathered
-              overlapped: the gather has run beside another product, so that all of it will be here at once; otherwise
-              each shard is multiplied while later ones are on their way
-    Returns:  [P, Q] (gathered on the left) or [Q, P], accumulated in fp32
+    Args:
+        gather: a started Gather of [rows, P] a rank
+        local: [W * rows, Q], in the dtype of the gathered
+        overlapped: the gather has run beside another product, so that all of it will be here at once; otherwise each
+            shard is multiplied while later ones are on their way
+
+    Returns:
+        [P, Q] (gathered on the left) or [Q, P], accumulated in fp32
     """
     if overlapped:
         gather.finish()

@@ -11,9 +11,10 @@ from tdkernels.symm.group import group_state
 def forward(operator, kernel, run, x, weight, bias, group, config):
     """The body of the ``torch.library`` op: the output for 2-D operands, as the config of the call says.
 
-    Args:     kernel: the operator's kernel module, which knows what must be the same on all ranks
-              run: (x, weight, bias, group, config) -> output, by whatever method the config says
-              group, config: as they go through torch.library, by name and as text
+    Args:
+        kernel: the operator's kernel module, which knows what must be the same on all ranks
+        run: (x, weight, bias, group, config) -> output, by whatever method the config says
+        group, config: as they go through torch.library, by name and as text
     """
     group = torch_op.group_by_name(group)
     if group.size() == 1:
@@ -30,8 +31,13 @@ def forward(operator, kernel, run, x, weight, bias, group, config):
 def keep_call(key, operator, launch, run, group, x, weight, bias, config, rows, y):
     """Insert a call into the call cache, see ``runtime.call_cache.lookup_run``.
 
-    Args:     key: from ``lookup_run``; launch: the operator's module of that name; run: as above
-              x, weight, bias, config: as they were given; rows: x [rows, K]; y: the output
+    Args:
+        key: from ``lookup_run``
+        launch: the operator's module of that name
+        run: as above
+        x, weight, bias, config: as they were given
+        rows: x [rows, K]
+        y: the output
     """
     if not call_cache.is_current(group, key) or group.size() == 1 or not rows.shape[0]:
         return

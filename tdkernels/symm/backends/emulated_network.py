@@ -25,7 +25,9 @@ _live = []  # of this process, as long as they are open
 class EmulatedNetwork:
     """One rank's way to its peers; delivers on a thread of its own.
 
-    Args:     rank: ours; bases: where each rank's part of a symmetric buffer is mapped here, [W]
+    Args:
+        rank: ours
+        bases: where each rank's part of a symmetric buffer is mapped here, [W]
     """
 
     def __init__(self, rank, bases):

@@ -30,8 +30,9 @@ _runtime = None
 def start(device, heap_bytes):
     """The runtime of this process on its GPU; collective over the world the first time.
 
-    Raises:   ImportError when nvshmem4py or a library of NVSHMEM is missing or too old; RuntimeError when not all ranks
-              of the world come to this call
+    Raises:
+        ImportError: when nvshmem4py or a library of NVSHMEM is missing or too old
+        RuntimeError: when not all ranks of the world come to this call
     """
     global _runtime
     if _runtime is None:
@@ -123,7 +124,8 @@ class Runtime:
 def installed_version():
     """The version of NVSHMEM's library, as text; initialises nothing.
 
-    Raises:   ImportError
+    Raises:
+        ImportError
     """
     return _checked_version(_modules()[0])
 

@@ -44,7 +44,8 @@ class RocshmemRuntime:
     def malloc(self, nbytes):
         """The address of ``nbytes`` bytes on every PE, not zeroed; collective.
 
-        Raises:   RocshmemError when the symmetric heap, whose size is fixed when rocSHMEM starts, has no room
+        Raises:
+            RocshmemError: when the symmetric heap, whose size is fixed when rocSHMEM starts, has no room
         """
         self._check_alive("malloc")
         if not isinstance(nbytes, int) or nbytes <= 0:
@@ -161,10 +162,16 @@ def start(rank, world_size, exchange):
     device of this process must be the current one. rocSHMEM itself waits for late ranks for
     ROCSHMEM_BOOTSTRAP_TIMEOUT seconds, 5 by default.
 
-    Args:     rank, world_size: of this process in the world; exchange: called with a text on every rank, returns the
-              list of all ranks' texts, by rank
-    Returns:  RocshmemRuntime
-    Raises:   RocshmemError, on all ranks, when rocSHMEM is missing or does not start on one of them; ValueError
+    Args:
+        rank, world_size: of this process in the world
+        exchange: called with a text on every rank, returns the list of all ranks' texts, by rank
+
+    Returns:
+        RocshmemRuntime
+
+    Raises:
+        RocshmemError: on all ranks, when rocSHMEM is missing or does not start on one of them
+        ValueError
     """
     global _runtime
     if not 0 <= rank < world_size:

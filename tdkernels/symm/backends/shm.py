@@ -96,7 +96,9 @@ def _map(fd, nbytes):
     A rank has one mapping for each buffer and peer. By default each would keep a descriptor for as long as it lives,
     and processes are often limited to 1024.
 
-    Raises:   ValueError when the file is shorter than ``nbytes``; OSError
+    Raises:
+        ValueError: when the file is shorter than ``nbytes``
+        OSError
     """
     if sys.version_info >= (3, 13):
         return mmap.mmap(fd, nbytes, trackfd=False)

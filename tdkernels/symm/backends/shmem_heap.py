@@ -30,7 +30,8 @@ _heaps = {}  # by device
 def heap_bytes():
     """Bytes of the heap on each GPU.
 
-    Raises:   ValueError when the variable is not a positive integer
+    Raises:
+        ValueError: when the variable is not a positive integer
     """
     text = os.environ.get(VARIABLE, str(DEFAULT_MB))
     try:
@@ -55,7 +56,8 @@ def first_fit(taken, nbytes, size):
 def _checked(peer, offer):
     """(PE, [(size, intervals taken) of each piece]) that a rank has put into the store; from them follow addresses.
 
-    Raises:   ValueError unless all are integers in range
+    Raises:
+        ValueError: unless all are integers in range
     """
     what = f"a piece of the heap of rank {peer}"
     pieces = [
@@ -84,7 +86,8 @@ class Heap:
     def take(self, state, nbytes):
         """(address of a place that is free on all ranks of a group, their numbers in the library); collective.
 
-        Raises:   MemoryError on every rank when there is none
+        Raises:
+            MemoryError: on every rank when there is none
         """
         nbytes = round_up(nbytes, _ALIGN)
         here = {"pe": self.runtime.pe, "pieces": [[piece.size, piece.taken] for piece in self._pieces]}

@@ -18,18 +18,20 @@ _SIZES = ("block_q", "block_k", "dq_block_q", "dq_block_k", "dkv_block_q", "dkv_
 class AgAttentionConfig:
     """How ``ag_attention`` runs. A field of 0 takes the default for the device, head dimensions and dtype.
 
-    method:                "fused": one kernel of ours; "cudnn" or "flash": that attention kernel of torch's on one
-                           rank's keys at a time, as they come; "torch": a plain all-gather, then torch's
-                           scaled_dot_product_attention
-    block_q, block_k:      a tile has so many queries, and goes through its keys by so many
-    num_warps, num_stages: of the forward
+    Attributes:
+        method: "fused": one kernel of ours; "cudnn" or "flash": that attention kernel of torch's on one rank's keys at
+            a time, as they come; "torch": a plain all-gather, then torch's scaled_dot_product_attention
+        block_q, block_k: a tile has so many queries, and goes through its keys by so many
+        num_warps, num_stages: of the forward
+
     dq_…:                  the same for the gradient of q
     dkv_…:                 the same for those of k and v, where a tile has block_k keys and goes through queries
-    num_comm_sms:          programs that push at the same time, before they attend like the others
-    chunk_rows:            positions that travel together under one signal, a multiple of 16
-    backward:              "fused", "cudnn" or "flash" likewise, of what is not "torch". The latter two may add up in
-                           any order, and where lse has a gradient it is "fused". "": as method; of a call without a
-                           config what is known to be faster; "fused" where torch.use_deterministic_algorithms is on
+    Attributes:
+        num_comm_sms: programs that push at the same time, before they attend like the others
+        chunk_rows: positions that travel together under one signal, a multiple of 16
+        backward: "fused", "cudnn" or "flash" likewise, of what is not "torch". The latter two may add up in any order,
+            and where lse has a gradient it is "fused". "": as method; of a call without a config what is known to be
+            faster; "fused" where torch.use_deterministic_algorithms is on
     """
 
     method: str = "fused"

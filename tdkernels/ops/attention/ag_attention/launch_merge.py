@@ -10,7 +10,9 @@ _LINES = 32  # of a program: rows of one head
 def merge(o, lse, part, part_lse, first, dtype):
     """(o, lse) of attention to all keys, in ``dtype``, of that to some and that to others.
 
-    Args:     o: [B, n, H, D], lse: [B, n, H] fp32; part, part_lse: the same of the rows from ``first`` on; contiguous
+    Args:
+        o: [B, n, H, D], lse: [B, n, H] fp32
+        part, part_lse: the same of the rows from ``first`` on; contiguous
     """
     workspace = local_workspace_of(o.device)
     return launch_cached(

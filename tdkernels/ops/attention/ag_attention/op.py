@@ -289,29 +289,41 @@ def ag_attention(
 ):
     """Attention of this rank's queries to the keys and values of all ranks, which travel meanwhile.
 
-    Args:     q: [B, S / W, Hq, D] bf16, fp16 or fp32; any S / W, the same on all ranks; D from 16 to 256
-              k: [B, S / W, Hkv, D], v: [B, S / W, Hkv, Dv], Hq a multiple of Hkv; same dtype; Dv from 16 to 256
-              causal: a query sees its own position and those before it, else all
-              scale: of the scores, positive; None takes D ** -0.5
-              sharding: "contiguous": rank r has the r-th S / W positions; "zigzag": of 2 W pieces it has r and
-              2 W - 1 - r, one after the other, which balances causal work; where S / W is odd, each rank's second
-              piece is the shorter one
-              return_lse: return lse too
-              group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the world (W ranks)
-              config: AgAttentionConfig, the same on all ranks; None takes the best one known, see tdkernels.autotune
-    Returns:  o: [B, S / W, Hq, Dv], dtype of q, accumulated in fp32; with return_lse also lse: [B, S / W, Hq] fp32,
-              the natural logarithm of each query's sum of exponentiated scores
-    Gradient: dq, dk, dv, each of its shard, over the queries of all ranks; dlse counts too. The same bits each time,
-              unless they are made by torch's kernels (config.backward; see AgAttentionConfig)
-    Raises:   TypeError or ValueError for operands that do not fit, with their shapes, before anything is launched;
-              ValueError on every rank when the ranks disagree; PeerTimeoutError when a peer does not come (on a GPU at
-              the next call or at tdkernels.synchronize()); RuntimeError in a backward with create_graph=True
-    Contract: collective over group, and so is the backward: all ranks must want gradients of the same operands, and of
-              lse or not; host sync: no (the first call with a shape agrees with the peers and allocates); CUDA graph:
-              yes, after one call outside; the caller owns the output
-    Source:   online softmax by blocks: FlashAttention-2 (https://arxiv.org/abs/2307.08691); the gather beside it:
-              Triton-distributed (https://arxiv.org/abs/2504.19442); two pieces a rank: Llama 3
-              (https://arxiv.org/abs/2407.21783)
+    Args:
+        q: [B, S / W, Hq, D] bf16, fp16 or fp32; any S / W, the same on all ranks; D from 16 to 256
+        k: [B, S / W, Hkv, D], v: [B, S / W, Hkv, Dv], Hq a multiple of Hkv; same dtype; Dv from 16 to 256
+        causal: a query sees its own position and those before it, else all
+        scale: of the scores, positive; None takes D ** -0.5
+        sharding: "contiguous": rank r has the r-th S / W positions; "zigzag": of 2 W pieces it has r and 2 W - 1 - r,
+            one after the other, which balances causal work; where S / W is odd, each rank's second piece is the shorter
+            one
+        return_lse: return lse too
+        group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the world (W ranks)
+        config: AgAttentionConfig, the same on all ranks; None takes the best one known, see tdkernels.autotune
+
+    Returns:
+        o: [B, S / W, Hq, Dv], dtype of q, accumulated in fp32; with return_lse also lse: [B, S / W, Hq] fp32, the
+        natural logarithm of each query's sum of exponentiated scores
+
+    Gradient:
+        dq, dk, dv, each of its shard, over the queries of all ranks; dlse counts too. The same bits each time, unless
+        they are made by torch's kernels (config.backward; see AgAttentionConfig)
+
+    Raises:
+        TypeError or ValueError: for operands that do not fit, with their shapes, before anything is launched
+        ValueError: on every rank when the ranks disagree
+        PeerTimeoutError: when a peer does not come (on a GPU at the next call or at tdkernels.synchronize())
+        RuntimeError: in a backward with create_graph=True
+
+    Contract:
+        collective over group, and so is the backward: all ranks must want gradients of the same operands, and of lse or
+        not; host sync: no (the first call with a shape agrees with the peers and allocates); CUDA graph: yes, after one
+        call outside; the caller owns the output
+
+    Source:
+        online softmax by blocks: FlashAttention-2 (https://arxiv.org/abs/2307.08691); the gather beside it:
+        Triton-distributed (https://arxiv.org/abs/2504.19442); two pieces a rank: Llama 3
+        (https://arxiv.org/abs/2407.21783)
     """
     group = resolve_group(group)
     settings = causal, scale, sharding, return_lse, config, get_mode()

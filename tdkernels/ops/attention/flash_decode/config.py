@@ -14,11 +14,12 @@ MAX_PROGRAMS = 8192  # more than any GPU holds at a time: what there are private
 class FlashDecodeConfig:
     """How ``flash_decode`` runs.
 
-    method:        "fused", or "torch": attention of this rank's keys in plain torch, then a plain all-gather
-    block_n:       keys that a program takes at a time
-    num_warps:     of a program
-    num_stages:    blocks of keys that are on their way to a program at the same time
-    num_programs:  that share the keys; 0 takes as many as fit the device at a time
+    Attributes:
+        method: "fused", or "torch": attention of this rank's keys in plain torch, then a plain all-gather
+        block_n: keys that a program takes at a time
+        num_warps: of a program
+        num_stages: blocks of keys that are on their way to a program at the same time
+        num_programs: that share the keys; 0 takes as many as fit the device at a time
     """
 
     method: str = "fused"
@@ -56,7 +57,8 @@ class FlashDecodeConfig:
 class DecodeShape:
     """The sizes of a call, and what a kernel makes of them; q [batch, queries, heads * group, d].
 
-    group: query heads of a cache's head; value_is_key: the values are the first columns of the keys' memory
+    Attributes:
+        group: query heads of a cache's head; value_is_key: the values are the first columns of the keys' memory
     """
 
     batch: int

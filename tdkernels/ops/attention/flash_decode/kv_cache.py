@@ -29,10 +29,15 @@ _SPLIT = tl.constexpr("""{
 class DecodeTile(NamedTuple):
     """What a kernel of flash_decode is compiled for, of a tile; its argument ``TILE``.
 
-    Args:     queries: of a sequence, Tq; group: query heads of a cache's head
-              d: elements of a head of keys, in two parts of d1 and d2; dv: of values, in padded_dv
-              rows: of a tile in memory; block_m, block_n: query rows and keys of a product
-              soft_cap, window: whether there is one; precision: of a product of fp32 operands, as of ``tl.dot``
+    Args:
+        queries: of a sequence, Tq
+        group: query heads of a cache's head
+        d: elements of a head of keys, in two parts of d1 and d2
+        dv: of values, in padded_dv
+        rows: of a tile in memory
+        block_m, block_n: query rows and keys of a product
+        soft_cap, window: whether there is one
+        precision: of a product of fp32 operands, as of ``tl.dot``
     """
 
     queries: int
@@ -53,10 +58,12 @@ class DecodeTile(NamedTuple):
 class CacheForm(NamedTuple):
     """How a kernel of flash_decode reads a cache; its argument ``CACHE``.
 
-    Args:     page: keys of a page, 0 for a cache without pages
-              fp8: FP8_NONE, FP8_NATIVE or FP8_BITS; pairs: columns are read two at a time
-              value_is_key: values are the first columns of the keys
-              scales: of an fp8 cache: 0 for none, 1 for a tensor's, 2 for a head's
+    Args:
+        page: keys of a page, 0 for a cache without pages
+        fp8: FP8_NONE, FP8_NATIVE or FP8_BITS
+        pairs: columns are read two at a time
+        value_is_key: values are the first columns of the keys
+        scales: of an fp8 cache: 0 for none, 1 for a tensor's, 2 for a head's
     """
 
     page: int

@@ -151,8 +151,11 @@ def _kernel(num_nodes):
 def launch(q, k_cache, v_cache, kv_lens, block_table, scales, options, group, config, keep=False):
     """(o [B, Tq, Hq, Dv], lse [B, Tq, Hq], the same to base 2 if a gradient is to ``keep`` it) of checked operands.
 
-    Args:     q: [B, Tq, Hq, D]; scales: (k_scale, v_scale) or None; options: (scale, soft_cap, window)
-              group: None for this rank alone
+    Args:
+        q: [B, Tq, Hq, D]
+        scales: (k_scale, v_scale) or None
+        options: (scale, soft_cap, window)
+        group: None for this rank alone
     """
     if not q.numel():
         shape = shape_of(q, k_cache, v_cache, block_table)

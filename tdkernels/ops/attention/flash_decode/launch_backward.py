@@ -25,8 +25,9 @@ def _tile(shape, element_size, device):
 def launch(q, k_cache, v_cache, kv_lens, after, block_table, do, lse2, delta, shape, options):
     """(this rank's part of dq [B, Tq, Hq, D] in fp32; dk, dv [B, capacity, Hkv, …], zeros beyond the lengths).
 
-    Args:     after: [B] int32, how many keys later ranks have; lse2: of all ranks, to base 2; the rest as for
-              ``flash_decode_launch.launch``
+    Args:
+        after: [B] int32, how many keys later ranks have
+        lse2: of all ranks, to base 2; the rest as for ``flash_decode_launch.launch``
     """
     capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
     splits = _splits(shape, capacity, q)

@@ -256,36 +256,47 @@ def flash_decode(
     the last keys are their own, on whichever ranks these are. In a group on several nodes the ranks of each node are
     merged first, in rank order, and then the nodes, in theirs.
 
-    Args:     q: [B, Hq, D], or [B, Tq, Hq, D], causal among the Tq; bf16, fp16 or fp32, the same on all ranks
-              k_cache, v_cache: [B, S, Hkv, D] and [B, S, Hkv, Dv], or paged, [blocks, block_size, Hkv, D]; in the dtype
-              of q, or float8_e4m3fn. Hq is a multiple of Hkv: head h of q reads head h // (Hq / Hkv). Any strides but
-              in the last dimension. v_cache may be the first columns of k_cache (MLA: D 576, Dv 512)
-              kv_lens: [B] int32 or int64, how many keys this rank has of each sequence, 0 allowed; on the device. A
-              length below 0 counts as 0, one beyond the cache as what the cache has room for
-              block_table: [B, max_blocks] int32 or int64, the blocks of each sequence, if the caches are paged. Keys of
-              a block outside [0, blocks) are masked: they have no weight and no gradient, and nothing is read for them;
-              they still count for the positions of the other keys
-              k_scale, v_scale: float32, one number or [Hkv]: what an element of a float8 cache is multiplied by
-              scale: of the scores, D ** -0.5 if None
-              soft_cap: scores s become soft_cap * tanh(s / soft_cap), after scale
-              window: each query sees the last ``window`` keys up to its own, which counts
-              return_lse: give the log of the sum of exponentials of each query's scores too
-              group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the world (W ranks); where
-              torch.distributed is not initialised, this process alone
-              config: FlashDecodeConfig, the same on all ranks; None takes the best one known, see tdkernels.autotune,
-              the same whatever room the caches have later
-    Returns:  o: [B, Hq, Dv] or [B, Tq, Hq, Dv], dtype of q, the same bits on all ranks, summed in fp32; zeros where
-              a query sees no key. With return_lse (o, lse): lse [B, Hq] or [B, Tq, Hq] float32, natural, -inf there
-    Gradient: dq complete, the same on all ranks; dk_cache, dv_cache of this rank's keys, zeros beyond kv_lens. The
-              gradients of o and lse are taken to be the same on all ranks, as these are. Not for float8 caches
-    Raises:   TypeError or ValueError for operands that do not fit, with their shapes, before anything is launched;
-              ValueError on every rank when the ranks disagree; with TDKERNELS_DEBUG=1, which waits for the device, also
-              for lengths and blocks outside the cache, which are otherwise clamped and masked on the device;
-              PeerTimeoutError when a peer does not come
-    Contract: collective over group; host sync: no; CUDA graph: yes, after one call outside, kv_lens and block_table may
-              change between replays; the caller owns the output
-    Source:   split keys: Flash-Decoding (https://crfm.stanford.edu/2023/10/12/flashdecoding.html); equal shares of one
-              line of work: Stream-K (https://arxiv.org/abs/2301.03598)
+    Args:
+        q: [B, Hq, D], or [B, Tq, Hq, D], causal among the Tq; bf16, fp16 or fp32, the same on all ranks
+        k_cache, v_cache: [B, S, Hkv, D] and [B, S, Hkv, Dv], or paged, [blocks, block_size, Hkv, D]; in the dtype of q,
+            or float8_e4m3fn. Hq is a multiple of Hkv: head h of q reads head h // (Hq / Hkv). Any strides but in the
+            last dimension. v_cache may be the first columns of k_cache (MLA: D 576, Dv 512)
+        kv_lens: [B] int32 or int64, how many keys this rank has of each sequence, 0 allowed; on the device. A length
+            below 0 counts as 0, one beyond the cache as what the cache has room for
+        block_table: [B, max_blocks] int32 or int64, the blocks of each sequence, if the caches are paged. Keys of a
+            block outside [0, blocks) are masked: they have no weight and no gradient, and nothing is read for them;
+            they still count for the positions of the other keys
+        k_scale, v_scale: float32, one number or [Hkv]: what an element of a float8 cache is multiplied by
+        scale: of the scores, D ** -0.5 if None
+        soft_cap: scores s become soft_cap * tanh(s / soft_cap), after scale
+        window: each query sees the last ``window`` keys up to its own, which counts
+        return_lse: give the log of the sum of exponentials of each query's scores too
+        group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the world (W ranks); where torch.distributed is
+            not initialised, this process alone
+        config: FlashDecodeConfig, the same on all ranks; None takes the best one known, see tdkernels.autotune, the
+            same whatever room the caches have later
+
+    Returns:
+        o: [B, Hq, Dv] or [B, Tq, Hq, Dv], dtype of q, the same bits on all ranks, summed in fp32; zeros where a query
+        sees no key. With return_lse (o, lse): lse [B, Hq] or [B, Tq, Hq] float32, natural, -inf there
+
+    Gradient:
+        dq complete, the same on all ranks; dk_cache, dv_cache of this rank's keys, zeros beyond kv_lens. The gradients
+        of o and lse are taken to be the same on all ranks, as these are. Not for float8 caches
+
+    Raises:
+        TypeError or ValueError: for operands that do not fit, with their shapes, before anything is launched
+        ValueError: on every rank when the ranks disagree; with TDKERNELS_DEBUG=1, which waits for the device, also for
+            lengths and blocks outside the cache, which are otherwise clamped and masked on the device
+        PeerTimeoutError: when a peer does not come
+
+    Contract:
+        collective over group; host sync: no; CUDA graph: yes, after one call outside, kv_lens and block_table may
+        change between replays; the caller owns the output
+
+    Source:
+        split keys: Flash-Decoding (https://crfm.stanford.edu/2023/10/12/flashdecoding.html); equal shares of one line
+        of work: Stream-K (https://arxiv.org/abs/2301.03598)
     """
     group = resolve_group_if_any("flash_decode", group)
     tensors = q, k_cache, v_cache, kv_lens, block_table, k_scale, v_scale

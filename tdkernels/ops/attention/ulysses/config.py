@@ -12,20 +12,23 @@ TRANSPORTS = ("pull", "push")
 class UlyssesConfig:
     """How ``ulysses_qkv`` and ``ulysses_out`` run.
 
-    method:          "fused", or "torch": a plain all-to-all and a plain GEMM
-    tiles:           the tile of the product, see ``Tiles``; None takes the default for the device and shape
+    Attributes:
+        method: "fused", or "torch": a plain all-to-all and a plain GEMM
+        tiles: the tile of the product, see ``Tiles``; None takes the default for the device and shape
 
     Of ulysses_qkv:
-    transport:       "pull": a tile stays where it was computed until the rank that has its heads takes it from there;
-                     "push": it is stored at that rank at once, and copied there
-    lag_tiles:       tiles that are begun before the first one is taken; 0: one and a half for each program
+    Attributes:
+        transport: "pull": a tile stays where it was computed until the rank that has its heads takes it from there;
+            "push": it is stored at that rank at once, and copied there
+        lag_tiles: tiles that are begun before the first one is taken; 0: one and a half for each program
 
     Of ulysses_out:
-    num_comm_sms:    programs that push at the same time, before they multiply like the others
-    chunk_tiles:     tile rows that travel together under one signal
-    chunk_parts:     programs that push one chunk together
-    sources_at_once: of how many peers a tile of the first wave waits for the rows, before it multiplies them; a later
-                     tile waits for all at once
+    Attributes:
+        num_comm_sms: programs that push at the same time, before they multiply like the others
+        chunk_tiles: tile rows that travel together under one signal
+        chunk_parts: programs that push one chunk together
+        sources_at_once: of how many peers a tile of the first wave waits for the rows, before it multiplies them; a
+            later tile waits for all at once
     """
 
     method: str = "fused"

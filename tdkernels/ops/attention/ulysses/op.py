@@ -265,23 +265,35 @@ class _Out(torch.autograd.Function):
 def ulysses_qkv(x, weight, bias=None, *, group=None, config=None):
     """Multiply our positions by the whole weight, and get our heads of all positions.
 
-    Args:     x: [B, S / W, K] or [S / W, K] bf16, fp16 or fp32, rank r's positions being the r-th S / W of each
-              sequence; further leading dimensions are sequences too
-              weight: [N, K], the layout of torch.nn.Linear, whole and the same on all ranks, with the rows of rank r's
-              heads r-th; same dtype
-              bias: [N], in the order of those rows, or None
-              group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the world (W ranks)
-              config: UlyssesConfig, the same on all ranks; None takes the best one known, see tdkernels.autotune; the
-              backward takes what it was given, too, or else what is best for its own product
-    Returns:  y: [B, S, N / W], dtype of x, accumulated in fp32
-    Gradient: dx; dweight and dbias of this rank's positions alone: whoever keeps whole weights adds them up over ranks,
-              as those of data-parallel ranks
-    Raises:   TypeError or ValueError for operands that do not fit, with their shapes, before anything is launched;
-              ValueError on every rank when the ranks disagree; PeerTimeoutError when a peer does not come (on a GPU at
-              the next call or at tdkernels.synchronize()); RuntimeError in a backward with create_graph=True
-    Contract: collective over group; host sync: no (the first call with a shape agrees with the peers and allocates);
-              CUDA graph: yes, after one call outside; the caller owns the output
-    Source:   DeepSpeed-Ulysses (https://arxiv.org/abs/2309.14509)
+    Args:
+        x: [B, S / W, K] or [S / W, K] bf16, fp16 or fp32, rank r's positions being the r-th S / W of each sequence;
+            further leading dimensions are sequences too
+        weight: [N, K], the layout of torch.nn.Linear, whole and the same on all ranks, with the rows of rank r's heads
+            r-th; same dtype
+        bias: [N], in the order of those rows, or None
+        group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the world (W ranks)
+        config: UlyssesConfig, the same on all ranks; None takes the best one known, see tdkernels.autotune; the
+            backward takes what it was given, too, or else what is best for its own product
+
+    Returns:
+        y: [B, S, N / W], dtype of x, accumulated in fp32
+
+    Gradient:
+        dx; dweight and dbias of this rank's positions alone: whoever keeps whole weights adds them up over ranks, as
+        those of data-parallel ranks
+
+    Raises:
+        TypeError or ValueError: for operands that do not fit, with their shapes, before anything is launched
+        ValueError: on every rank when the ranks disagree
+        PeerTimeoutError: when a peer does not come (on a GPU at the next call or at tdkernels.synchronize())
+        RuntimeError: in a backward with create_graph=True
+
+    Contract:
+        collective over group; host sync: no (the first call with a shape agrees with the peers and allocates); CUDA
+        graph: yes, after one call outside; the caller owns the output
+
+    Source:
+        DeepSpeed-Ulysses (https://arxiv.org/abs/2309.14509)
     """
     group = resolve_group(group)
     known, key = call_cache.lookup_run("ulysses_qkv", group, (x, weight, bias), (config, get_mode()))
@@ -302,8 +314,10 @@ def ulysses_qkv(x, weight, bias=None, *, group=None, config=None):
 def _keep(key, operator, run, rows, weight, batch, group, config, shape, bind_call=None):
     """Insert a call into the call cache.
 
-    Args:     rows: the operand as ``run`` takes it; shape: of the output
-              bind_call: the Launch that a fused call is; None for a call that is not one launch of its own operands
+    Args:
+        rows: the operand as ``run`` takes it
+        shape: of the output
+        bind_call: the Launch that a fused call is; None for a call that is not one launch of its own operands
     """
     if not call_cache.is_current(group, key) or group.size() == 1 or not rows.shape[0]:
         return
@@ -326,17 +340,28 @@ def _keep(key, operator, run, rows, weight, batch, group, config, shape, bind_ca
 def ulysses_out(o, weight, bias=None, *, group=None, config=None):
     """Get all heads of our positions, and multiply them by the whole weight.
 
-    Args:     o: [B, S, K / W] or [S, K / W] bf16, fp16 or fp32, our heads of all positions, as ulysses_qkv has given
-              them; further leading dimensions are sequences too
-              weight: [N, K], whole and the same on all ranks, with the columns of rank r's heads r-th; same dtype
-              bias: [N] or None
-              group, config: as for ulysses_qkv
-    Returns:  z: [B, S / W, N], our positions, dtype of o, accumulated in fp32, our own heads first and then those of
-              the ranks after us, whenever they come
-    Gradient: do; dweight and dbias of this rank's positions alone, as those of ulysses_qkv
-    Raises:   as ulysses_qkv
-    Contract: as for ulysses_qkv
-    Source:   DeepSpeed-Ulysses (https://arxiv.org/abs/2309.14509)
+    Args:
+        o: [B, S, K / W] or [S, K / W] bf16, fp16 or fp32, our heads of all positions, as ulysses_qkv has given them;
+            further leading dimensions are sequences too
+        weight: [N, K], whole and the same on all ranks, with the columns of rank r's heads r-th; same dtype
+        bias: [N] or None
+        group, config: as for ulysses_qkv
+
+    Returns:
+        z: [B, S / W, N], our positions, dtype of o, accumulated in fp32, our own heads first and then those of the
+        ranks after us, whenever they come
+
+    Gradient:
+        do; dweight and dbias of this rank's positions alone, as those of ulysses_qkv
+
+    Raises:
+        as ulysses_qkv
+
+    Contract:
+        as for ulysses_qkv
+
+    Source:
+        DeepSpeed-Ulysses (https://arxiv.org/abs/2309.14509)
     """
     group = resolve_group(group)
     known, key = call_cache.lookup_run("ulysses_out", group, (o, weight, bias), (config, get_mode()))

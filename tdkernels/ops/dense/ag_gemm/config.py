@@ -18,15 +18,16 @@ _ONE_SHOT_ROWS = {"cpu": 16, "cuda": 256}
 class AgGemmConfig:
     """How ``ag_gemm`` runs.
 
-    method:          "fused"; "parts": torch's GEMM of a part of the rows at a time, as the copy engine brings them; or
-                     "torch": a plain all-gather, then a plain GEMM
-    tiles:           the tile of the product, see ``Tiles``; None takes the default for the device and shape
-    transport:       "push" (by programs); "copy_engine"; "one_shot": by programs, and nothing is multiplied before
-                     all of it is there, for few rows; in a group on several nodes it is always push
-    num_comm_sms:    programs that push at the same time, before they multiply like the others; not for copy_engine
-    chunk_tiles:     tile rows that travel together under one signal; not for one_shot
-    split_k:         programs that share the K of one tile; one_shot only
-    pieces:          in which a shard travels and is multiplied; parts only, which takes none of the others
+    Attributes:
+        method: "fused"; "parts": torch's GEMM of a part of the rows at a time, as the copy engine brings them; or
+            "torch": a plain all-gather, then a plain GEMM
+        tiles: the tile of the product, see ``Tiles``; None takes the default for the device and shape
+        transport: "push" (by programs); "copy_engine"; "one_shot": by programs, and nothing is multiplied before all of
+            it is there, for few rows; in a group on several nodes it is always push
+        num_comm_sms: programs that push at the same time, before they multiply like the others; not for copy_engine
+        chunk_tiles: tile rows that travel together under one signal; not for one_shot
+        split_k: programs that share the K of one tile; one_shot only
+        pieces: in which a shard travels and is multiplied; parts only, which takes none of the others
     """
 
     method: str = "fused"

@@ -109,21 +109,33 @@ def ag_gemm(x, weight, bias=None, *, group=None, config=None):
 
     In a group on several nodes each shard crosses the network once for each other node, and is relayed inside it.
 
-    Args:     x: [M / W, K] bf16, fp16 or fp32; further leading dimensions are flattened and restored, so that
-              [B, S, K] gives [W * B, S, N / W] with rank r's rows r-th
-              weight: [N / W, K], the layout of torch.nn.Linear, this rank's rows of the full weight; same dtype
-              bias: [N / W] or None
-              group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the world (W ranks)
-              config: AgGemmConfig, the same on all ranks; None takes the best one known, see tdkernels.autotune
-    Returns:  y: [M, N / W], dtype of x, accumulated in fp32
-    Gradient: dx = reduce_scatter(dy @ weight); dweight = dy.T @ all_gather(x); dbias = dy.sum(0), each [as its input]
-    Raises:   TypeError or ValueError for operands that do not fit, with their shapes, before anything is launched;
-              ValueError on every rank when the ranks disagree; PeerTimeoutError when a peer does not come (on a GPU at
-              the next call or at tdkernels.synchronize()); RuntimeError in a backward with create_graph=True
-    Contract: collective over group; host sync: no (the first call with a shape agrees with the peers and allocates);
-              CUDA graph: yes, after one call outside; the caller owns the output
-    Source:   the overlap of gather and tiles by signals: FLUX (https://arxiv.org/abs/2406.06858), Triton-distributed
-              (https://arxiv.org/abs/2504.19442)
+    Args:
+        x: [M / W, K] bf16, fp16 or fp32; further leading dimensions are flattened and restored, so that [B, S, K] gives
+            [W * B, S, N / W] with rank r's rows r-th
+        weight: [N / W, K], the layout of torch.nn.Linear, this rank's rows of the full weight; same dtype
+        bias: [N / W] or None
+        group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the world (W ranks)
+        config: AgGemmConfig, the same on all ranks; None takes the best one known, see tdkernels.autotune
+
+    Returns:
+        y: [M, N / W], dtype of x, accumulated in fp32
+
+    Gradient:
+        dx = reduce_scatter(dy @ weight); dweight = dy.T @ all_gather(x); dbias = dy.sum(0), each [as its input]
+
+    Raises:
+        TypeError or ValueError: for operands that do not fit, with their shapes, before anything is launched
+        ValueError: on every rank when the ranks disagree
+        PeerTimeoutError: when a peer does not come (on a GPU at the next call or at tdkernels.synchronize())
+        RuntimeError: in a backward with create_graph=True
+
+    Contract:
+        collective over group; host sync: no (the first call with a shape agrees with the peers and allocates); CUDA
+        graph: yes, after one call outside; the caller owns the output
+
+    Source:
+        the overlap of gather and tiles by signals: FLUX (https://arxiv.org/abs/2406.06858), Triton-distributed
+        (https://arxiv.org/abs/2504.19442)
     """
     group = resolve_group(group)
     known, key = lookup_run("ag_gemm", group, (x, weight, bias), (config, get_mode()))

@@ -15,12 +15,13 @@ _ONE_SHOT_MORE_BYTES = 4 << 20
 class GemmArConfig:
     """How ``gemm_ar`` runs.
 
-    method:      "fused", or "torch": a plain GEMM, then a plain all-reduce
-    exchange:    "two_shot": each tile is summed by one rank, which sends the sum to all; "one_shot": every rank gets
-                 all partials and sums everything itself, for few rows; a group on several nodes has but one way
-    tiles:       the tile of the product, see ``Tiles``; None takes the default for the device and shape
-    item_tiles:  tiles that are forwarded together under one signal; not for one_shot on one node
-    split_k:     programs that share the K of one tile; one_shot on one node only
+    Attributes:
+        method: "fused", or "torch": a plain GEMM, then a plain all-reduce
+        exchange: "two_shot": each tile is summed by one rank, which sends the sum to all; "one_shot": every rank gets
+            all partials and sums everything itself, for few rows; a group on several nodes has but one way
+        tiles: the tile of the product, see ``Tiles``; None takes the default for the device and shape
+        item_tiles: tiles that are forwarded together under one signal; not for one_shot on one node
+        split_k: programs that share the K of one tile; one_shot on one node only
     """
 
     method: str = "fused"

@@ -19,7 +19,8 @@ _TRIP_BYTES = 450_000
 def adds_once(num_nodes, owned_bytes):
     """Whether one owner of a tile adds all nodes' sums and puts the total back, instead of each owner for its node.
 
-    Args:     owned_bytes: of the tiles of a rank's items
+    Args:
+        owned_bytes: of the tiles of a rank's items
     """
     saved = (num_nodes - 1) * (num_nodes - 2) / num_nodes * owned_bytes  # of N - 1 times, by 2 (N - 1) / N times
     return saved > _TRIP_BYTES

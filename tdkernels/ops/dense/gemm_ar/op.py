@@ -82,23 +82,35 @@ class _GemmAr(torch.autograd.Function):
 def gemm_ar(x, weight, bias=None, *, group=None, config=None):
     """Multiply x by weight and sum the product over ranks.
 
-    Args:     x: [M, K / W] bf16, fp16 or fp32, any M; further leading dimensions are flattened and restored:
-              [B, S, K / W] gives [B, S, N]
-              weight: [N, K / W], the layout of torch.nn.Linear, this rank's columns of the full weight; same dtype
-              bias: [N], the same on all ranks, or None; added once, after the sum
-              group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the world (W ranks)
-              config: GemmArConfig, the same on all ranks; None takes the best one known, see tdkernels.autotune
-    Returns:  z: [M, N], dtype of x, the same bits on all ranks, summed in fp32 in rank order (by torch's all-reduce,
-              in its own order, where torch's sequence is the best config known); in a group on several nodes the
-              ranks of each node are added first, and then the nodes' sums, each rounded to the dtype of x
-    Gradient: dx = dz @ weight; dweight = dz.T @ x; dbias = dz.sum(0); dz is taken to be the same on all ranks, as z is
-    Raises:   TypeError or ValueError for operands that do not fit, with their shapes, before anything is launched;
-              ValueError on every rank when the ranks disagree; PeerTimeoutError when a peer does not come (on a GPU at
-              the next call or at tdkernels.synchronize()); RuntimeError in a backward with create_graph=True
-    Contract: collective over group; host sync: no (the first call with a shape agrees with the peers and allocates);
-              CUDA graph: yes, after one call outside; the caller owns the output
-    Source:   the two exchanges are those of all-reduce as NCCL and TensorRT-LLM have them; their fusion with the
-              product by signals: Triton-distributed (https://arxiv.org/abs/2504.19442)
+    Args:
+        x: [M, K / W] bf16, fp16 or fp32, any M; further leading dimensions are flattened and restored: [B, S, K / W]
+            gives [B, S, N]
+        weight: [N, K / W], the layout of torch.nn.Linear, this rank's columns of the full weight; same dtype
+        bias: [N], the same on all ranks, or None; added once, after the sum
+        group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the world (W ranks)
+        config: GemmArConfig, the same on all ranks; None takes the best one known, see tdkernels.autotune
+
+    Returns:
+        z: [M, N], dtype of x, the same bits on all ranks, summed in fp32 in rank order (by torch's all-reduce, in its
+        own order, where torch's sequence is the best config known); in a group on several nodes the ranks of each node
+        are added first, and then the nodes' sums, each rounded to the dtype of x
+
+    Gradient:
+        dx = dz @ weight; dweight = dz.T @ x; dbias = dz.sum(0); dz is taken to be the same on all ranks, as z is
+
+    Raises:
+        TypeError or ValueError: for operands that do not fit, with their shapes, before anything is launched
+        ValueError: on every rank when the ranks disagree
+        PeerTimeoutError: when a peer does not come (on a GPU at the next call or at tdkernels.synchronize())
+        RuntimeError: in a backward with create_graph=True
+
+    Contract:
+        collective over group; host sync: no (the first call with a shape agrees with the peers and allocates); CUDA
+        graph: yes, after one call outside; the caller owns the output
+
+    Source:
+        the two exchanges are those of all-reduce as NCCL and TensorRT-LLM have them; their fusion with the product by
+        signals: Triton-distributed (https://arxiv.org/abs/2504.19442)
     """
     group = resolve_group(group)
     known, key = lookup_run("gemm_ar", group, (x, weight, bias), (config, get_mode()))

@@ -17,15 +17,16 @@ _ONE_SHOT_ROWS_OF_TWO = 1024  # of two ranks on Hopper; of more it has not been 
 class GemmRsConfig:
     """How ``gemm_rs`` runs.
 
-    method:      "fused"; "parts": torch's GEMM of a part of the rows at a time, which the copy engine brings to their
-                 owner; or "torch": a plain GEMM, then a plain reduce-scatter; several nodes know no parts
-    tiles:       the tile of the product, see ``Tiles``; None takes the default for the device and shape
-    transport:   "forward": partial tiles are staged and sent on by other programs; "direct": they are sent from
-                 where they were computed, while the next one is; "one_shot": by programs of one tile each, with all
-                 rows in it, for few rows; a group on several nodes always forwards
-    item_tiles:  tiles that are forwarded together under one signal; forward only
-    split_k:     programs that share the K of one tile; one_shot only
-    pieces:      in which the rows of an owner are multiplied and travel; parts only, which takes none of the others
+    Attributes:
+        method: "fused"; "parts": torch's GEMM of a part of the rows at a time, which the copy engine brings to their
+            owner; or "torch": a plain GEMM, then a plain reduce-scatter; several nodes know no parts
+        tiles: the tile of the product, see ``Tiles``; None takes the default for the device and shape
+        transport: "forward": partial tiles are staged and sent on by other programs; "direct": they are sent from where
+            they were computed, while the next one is; "one_shot": by programs of one tile each, with all rows in it,
+            for few rows; a group on several nodes always forwards
+        item_tiles: tiles that are forwarded together under one signal; forward only
+        split_k: programs that share the K of one tile; one_shot only
+        pieces: in which the rows of an owner are multiplied and travel; parts only, which takes none of the others
     """
 
     method: str = "fused"

@@ -99,23 +99,35 @@ class _GemmRs(torch.autograd.Function):
 def gemm_rs(x, weight, bias=None, *, group=None, config=None):
     """Multiply x by weight and scatter the sum over ranks along the rows.
 
-    Args:     x: [M, K / W] bf16, fp16 or fp32, M divisible by W; further leading dimensions are flattened and restored:
-              [B, S, K / W] gives [B / W, S, N], rank r's rows being r-th
-              weight: [N, K / W], the layout of torch.nn.Linear, this rank's columns of the full weight; same dtype
-              bias: [N], the same on all ranks, or None; added once, after the sum
-              group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the world (W ranks)
-              config: GemmRsConfig, the same on all ranks; None takes the best one known, see tdkernels.autotune
-    Returns:  z: [M / W, N], dtype of x, summed in fp32 in rank order (by torch's reduce-scatter, in its own order,
-              where torch's sequence is the best config known); in a group on several nodes the ranks of each node
-              are added first, and then the nodes' sums, of which those of other nodes are rounded to the dtype of x
-    Gradient: dx = all_gather(dz) @ weight; dweight = all_gather(dz).T @ x; dbias = all_gather(dz).sum(0), complete on
-              every rank
-    Raises:   TypeError or ValueError for operands that do not fit, with their shapes, before anything is launched;
-              ValueError on every rank when the ranks disagree; PeerTimeoutError when a peer does not come (on a GPU at
-              the next call or at tdkernels.synchronize()); RuntimeError in a backward with create_graph=True
-    Contract: collective over group; host sync: no (the first call with a shape agrees with the peers and allocates);
-              CUDA graph: yes, after one call outside; the caller owns the output
-    Source:   reduction in the epilogue of the owner's tiles: FLUX (https://arxiv.org/abs/2406.06858)
+    Args:
+        x: [M, K / W] bf16, fp16 or fp32, M divisible by W; further leading dimensions are flattened and restored:
+            [B, S, K / W] gives [B / W, S, N], rank r's rows being r-th
+        weight: [N, K / W], the layout of torch.nn.Linear, this rank's columns of the full weight; same dtype
+        bias: [N], the same on all ranks, or None; added once, after the sum
+        group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the world (W ranks)
+        config: GemmRsConfig, the same on all ranks; None takes the best one known, see tdkernels.autotune
+
+    Returns:
+        z: [M / W, N], dtype of x, summed in fp32 in rank order (by torch's reduce-scatter, in its own order, where
+        torch's sequence is the best config known); in a group on several nodes the ranks of each node are added first,
+        and then the nodes' sums, of which those of other nodes are rounded to the dtype of x
+
+    Gradient:
+        dx = all_gather(dz) @ weight; dweight = all_gather(dz).T @ x; dbias = all_gather(dz).sum(0), complete on every
+        rank
+
+    Raises:
+        TypeError or ValueError: for operands that do not fit, with their shapes, before anything is launched
+        ValueError: on every rank when the ranks disagree
+        PeerTimeoutError: when a peer does not come (on a GPU at the next call or at tdkernels.synchronize())
+        RuntimeError: in a backward with create_graph=True
+
+    Contract:
+        collective over group; host sync: no (the first call with a shape agrees with the peers and allocates); CUDA
+        graph: yes, after one call outside; the caller owns the output
+
+    Source:
+        reduction in the epilogue of the owner's tiles: FLUX (https://arxiv.org/abs/2406.06858)
     """
     group = resolve_group(group)
     known, key = lookup_run("gemm_rs", group, (x, weight, bias), (config, get_mode()))

@@ -88,30 +88,42 @@ def _check(x, splits, scales, max_tokens, max_tokens_per_rank, config, world_siz
 def all_to_all(x, splits, *, scales=None, max_tokens=None, max_tokens_per_rank=None, group=None, config=None):
     """Send each rank its rows of x; rank r's come r-th.
 
-    Args:     x: [T, H] bf16, fp16, fp32, float8_e4m3fn or float8_e5m2, sorted by destination; T may differ between
-              ranks and be 0
-              splits: [W] int32 or int64 on the device of x, rows for each rank; or [E], for each of the E / W experts
-              of each rank; not negative, their sum is T
-              scales: [T] or [T, S], sent along as they are, or None
-              max_tokens: how many rows any rank may receive or send to others. The output then has so many rows, of
-              which sum(out_splits) are written, and the host does not wait. None: as many rows as come
-              max_tokens_per_rank: a bound on the T of every rank, the same on all. Then few rows are sent in one
-              launch, before anything is counted (EpConfig.direct_tokens); max_tokens is, if not given,
-              W * max_tokens_per_rank, and the host does not wait
-              group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the world (W ranks)
-              config: EpConfig, the same on all ranks; None takes the best one known, see tdkernels.autotune (in a
-              group on several nodes the default)
-    Returns:  (out, out_splits, out_scales): [R, H] in the order of the sources, and of each as it was there; [W] int32
-              rows from each rank, or [W, E / W] from each for each of our experts; [R] or [R, S] or None
-    Gradient: dx = the rows of dout sent back
-    Raises:   TypeError or ValueError for operands that do not fit, before anything is launched; ValueError on every
-              rank when the ranks disagree, for splits that do not add up on any rank, and for more rows than
-              max_tokens or max_tokens_per_rank, of which then none arrives (on a GPU with either of these at
-              tdkernels.synchronize(), or at a later call, which breaks the group; on a rank with too many rows at once
-              as well); PeerTimeoutError
-    Contract: collective over group; host sync: unless max_tokens or max_tokens_per_rank is given; CUDA graph: with
-              either, after one call outside; the caller owns the output
-    Source:   splits on the device, as torch.ops.symm_mem.all_to_all_vdev has them
+    Args:
+        x: [T, H] bf16, fp16, fp32, float8_e4m3fn or float8_e5m2, sorted by destination; T may differ between ranks and
+            be 0
+        splits: [W] int32 or int64 on the device of x, rows for each rank; or [E], for each of the E / W experts of each
+            rank; not negative, their sum is T
+        scales: [T] or [T, S], sent along as they are, or None
+        max_tokens: how many rows any rank may receive or send to others. The output then has so many rows, of which
+            sum(out_splits) are written, and the host does not wait. None: as many rows as come
+        max_tokens_per_rank: a bound on the T of every rank, the same on all. Then few rows are sent in one launch,
+            before anything is counted (EpConfig.direct_tokens); max_tokens is, if not given, W * max_tokens_per_rank,
+            and the host does not wait
+        group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the world (W ranks)
+        config: EpConfig, the same on all ranks; None takes the best one known, see tdkernels.autotune (in a group on
+            several nodes the default)
+
+    Returns:
+        (out, out_splits, out_scales): [R, H] in the order of the sources, and of each as it was there; [W] int32 rows
+        from each rank, or [W, E / W] from each for each of our experts; [R] or [R, S] or None
+
+    Gradient:
+        dx = the rows of dout sent back
+
+    Raises:
+        TypeError or ValueError: for operands that do not fit, before anything is launched
+        ValueError: on every rank when the ranks disagree, for splits that do not add up on any rank, and for more rows
+            than max_tokens or max_tokens_per_rank, of which then none arrives (on a GPU with either of these at
+            tdkernels.synchronize(), or at a later call, which breaks the group; on a rank with too many rows at once as
+            well)
+        PeerTimeoutError
+
+    Contract:
+        collective over group; host sync: unless max_tokens or max_tokens_per_rank is given; CUDA graph: with either,
+        after one call outside; the caller owns the output
+
+    Source:
+        splits on the device, as torch.ops.symm_mem.all_to_all_vdev has them
     """
     group = resolve_group(group)
     settings = max_tokens, max_tokens_per_rank, config, get_mode()

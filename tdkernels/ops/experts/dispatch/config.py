@@ -12,21 +12,21 @@ METHODS = ("fused", "torch")
 class EpConfig:
     """How ``all_to_all``, ``ep_dispatch`` or ``ep_combine`` runs.
 
-    combine:        what crosses the wire on the way back: "per_rank", one sum for each token and rank that has experts
-                    of it, rounded to the rows' dtype; "per_expert", all rows, added up where the token is and rounded
-                    once: more bytes, fewer roundings
-    num_senders:    programs that send, at most
-    num_receivers:  programs that receive, at most
-    chunk_tokens:   tokens under one signal, at least; a rank's tokens are at most 1024 chunks. What goes by a handle
-                    has that of the dispatch which made it
-    block_bytes:    what a program moves at a time
-    num_warps:      of a program
-    direct_tokens:  with a max_tokens_per_rank up to this many, at most 1024, a dispatch is one launch: each token is a
-                    chunk, and leaves for a slot of its own before anything has been counted; 0: never
-    method:         "fused", our kernels; or "torch": torch's all-to-all between sorts, of which the host waits for the
-                    counts whatever max_tokens says, so that no CUDA graph captures it; the first of its halves does it
-                    all, it sums as "per_expert" and takes nothing of the above. What goes by a handle goes as its
-                    dispatch went
+    Attributes:
+        combine: what crosses the wire on the way back: "per_rank", one sum for each token and rank that has experts of
+            it, rounded to the rows' dtype; "per_expert", all rows, added up where the token is and rounded once: more
+            bytes, fewer roundings
+        num_senders: programs that send, at most
+        num_receivers: programs that receive, at most
+        chunk_tokens: tokens under one signal, at least; a rank's tokens are at most 1024 chunks. What goes by a handle
+            has that of the dispatch which made it
+        block_bytes: what a program moves at a time
+        num_warps: of a program
+        direct_tokens: with a max_tokens_per_rank up to this many, at most 1024, a dispatch is one launch: each token is
+            a chunk, and leaves for a slot of its own before anything has been counted; 0: never
+        method: "fused", our kernels; or "torch": torch's all-to-all between sorts, of which the host waits for the
+            counts whatever max_tokens says, so that no CUDA graph captures it; the first of its halves does it all, it
+            sums as "per_expert" and takes nothing of the above. What goes by a handle goes as its dispatch went
     """
 
     combine: str = "per_rank"
@@ -62,7 +62,9 @@ class EpConfig:
 def default_config(device, operator="ep_dispatch", bounded=False, tokens=None):
     """The config for what nobody has tuned.
 
-    Args:     bounded: whether there is a max_tokens_per_rank; tokens: about how many a rank has, or None: many
+    Args:
+        bounded: whether there is a max_tokens_per_rank
+        tokens: about how many a rank has, or None: many
     """
     if device.type == "cpu":  # each program takes the interpreter long
         return EpConfig(num_senders=2, num_receivers=2, chunk_tokens=8, block_bytes=65536, num_warps=1)

@@ -27,10 +27,11 @@ class Reach(NamedTuple):
 class CountedRouting(Routing):
     """A routing by kernels and symmetric memory, in a group on one node.
 
-    tables:    int32, see ``layout``
-    slots:     staging slots that are enough on any rank
-    reach:     set if each choice is sent by itself, or if the host has waited for the counts
-    received:  int32, see ``layout``: which tokens came in which slot; written by the first dispatch
+    Attributes:
+        tables: int32, see ``layout``
+        slots: staging slots that are enough on any rank
+        reach: set if each choice is sent by itself, or if the host has waited for the counts
+        received: int32, see ``layout``: which tokens came in which slot; written by the first dispatch
     """
 
     tables: torch.Tensor

@@ -22,10 +22,13 @@ SMALLEST_QUANTUM = tl.constexpr(2.0**-118)
 class Payload(NamedTuple):
     """How rows are moved, as a kernel of dispatch is compiled for it; its argument ``PAYLOAD``.
 
-    Args:     source, item: type of an element of a row before it is sent, and in a slot; scale: of its scales
-              quantize: 0, or how codes are made; gradient: the rows are gradients (see the module)
-              aligned: rows begin at multiples of 16 bytes
-              block, scale_block: elements that a program moves at a time, powers of two
+    Args:
+        source, item: type of an element of a row before it is sent, and in a slot
+        scale: of its scales
+        quantize: 0, or how codes are made
+        gradient: the rows are gradients (see the module)
+        aligned: rows begin at multiples of 16 bytes
+        block, scale_block: elements that a program moves at a time, powers of two
     """
 
     source: tl.dtype

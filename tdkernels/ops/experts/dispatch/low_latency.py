@@ -34,8 +34,9 @@ from tdkernels.symm import get_workspace
 class LowLatencyRouting(CountedRouting):
     """A routing whose first dispatch counts the tokens; afterwards it works as a CountedRouting.
 
-    uncounted:  (ids, error code) of the DispatchRequest, until they are counted
-    operand:    what the ids come from, for errors
+    Attributes:
+        uncounted: (ids, error code) of the DispatchRequest, until they are counted
+        operand: what the ids come from, for errors
     """
 
     uncounted: tuple | None

@@ -45,11 +45,12 @@ from tdkernels.symm.whole_call import whole_call
 class EpTokens(NamedTuple):
     """What a rank received.
 
-    x:             [R, H], grouped by local expert, within one by source rank, then as there; with max_tokens, or
-                   what max_tokens_per_rank makes of it, R is that, and the rows that no token has are not written
-    splits:        [E / W] int32, on the device: rows of each local expert
-    topk_weights:  [R] fp32, the weight of each row's choice, or None
-    scales:        [R] or [R, S], or None
+    Attributes:
+        x: [R, H], grouped by local expert, within one by source rank, then as there; with max_tokens, or what
+            max_tokens_per_rank makes of it, R is that, and the rows that no token has are not written
+        splits: [E / W] int32, on the device: rows of each local expert
+        topk_weights: [R] fp32, the weight of each row's choice, or None
+        scales: [R] or [R, S], or None
     """
 
     x: torch.Tensor
@@ -196,8 +197,9 @@ def _ep_combine_backward(routing, dy, rows, weights, wants_weights):
 def handle_of(request, topk_weights, scales, allow_torch=True):
     """The EpHandle of a dispatch: of ids that are counted now, or of those of a handle. Raises for invalid arguments.
 
-    Args:     request: DispatchRequest; its ids may be the EpHandle of an earlier dispatch
-              allow_torch: see ``route``
+    Args:
+        request: DispatchRequest; its ids may be the EpHandle of an earlier dispatch
+        allow_torch: see ``route``
     """
     x, topk_ids, group = request.x, request.ids, request.group
     if isinstance(topk_ids, EpHandle):
@@ -228,34 +230,45 @@ def ep_dispatch(
 ):
     """Send each token to the ranks that have its experts; rank r has experts r * E / W to (r + 1) * E / W - 1.
 
-    Args:     x: [T, H] bf16, fp16, fp32, float8_e4m3fn or float8_e5m2; T may differ between ranks and be 0
-              topk_ids: [T, k] int32 or int64, the experts of each token, -1 for none (dropped); or the EpHandle of an
-              earlier dispatch, to go the same ways again without counting anything
-              topk_weights: [T, k] floats, to be sent along and to weigh the sum of ep_combine; or None
-              num_experts: E, divisible by W
-              scales: [T] or [T, S], sent along as they are, for an x that is quantized already
-              quantize: None, or "fp8": x is cast to float8_e4m3fn on its way, with one fp32 scale for 128 channels,
-              recv.scales [R, ceil(H / 128)], the largest magnitude / 448; x ≈ recv.x * scale. Has no gradient
-              max_tokens: how many rows any rank may receive, and any rank may stage (tokens, once for each peer). The
-              output then has so many rows, of which sum(recv.splits) are written, and the host does not wait. None:
-              as many rows as come, for which the host waits
-              max_tokens_per_rank: a bound on the T of every rank, the same on all. Then few tokens are sent in one
-              launch, before anything is counted (EpConfig.direct_tokens); max_tokens is, if not given, what is enough
-              for so many tokens, each of different experts: W * max_tokens_per_rank * min(k, E / W), and the host does
-              not wait
-              group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the world (W ranks)
-              config: EpConfig, the same on all ranks; None takes the best one known, see tdkernels.autotune (in a
-              group on several nodes the default)
-    Returns:  (recv, handle): EpTokens, see there, and the EpHandle for ep_combine
-    Gradient: dx = the sum of the token's rows' gradients, in fp32; dtopk_weights = those of recv.topk_weights
-    Raises:   TypeError or ValueError for operands that do not fit, before anything is launched; ValueError on every
-              rank when the ranks disagree, for ids out of range on any rank, and for more rows than max_tokens or more
-              tokens than max_tokens_per_rank, of which then none arrives (on a GPU with either of these at
-              tdkernels.synchronize(), or at a later call, which breaks the group; on a rank with too many tokens at
-              once as well); PeerTimeoutError
-    Contract: collective over group; host sync: unless max_tokens or max_tokens_per_rank is given; CUDA graph: with
-              either, after one call outside; by EpConfig(method="torch") always, and never; the caller owns the output
-    Source:   tokens once for a rank and the handle: DeepEP (https://github.com/deepseek-ai/DeepEP)
+    Args:
+        x: [T, H] bf16, fp16, fp32, float8_e4m3fn or float8_e5m2; T may differ between ranks and be 0
+        topk_ids: [T, k] int32 or int64, the experts of each token, -1 for none (dropped); or the EpHandle of an earlier
+            dispatch, to go the same ways again without counting anything
+        topk_weights: [T, k] floats, to be sent along and to weigh the sum of ep_combine; or None
+        num_experts: E, divisible by W
+        scales: [T] or [T, S], sent along as they are, for an x that is quantized already
+        quantize: None, or "fp8": x is cast to float8_e4m3fn on its way, with one fp32 scale for 128 channels,
+            recv.scales [R, ceil(H / 128)], the largest magnitude / 448; x ≈ recv.x * scale. Has no gradient
+        max_tokens: how many rows any rank may receive, and any rank may stage (tokens, once for each peer). The output
+            then has so many rows, of which sum(recv.splits) are written, and the host does not wait. None: as many rows
+            as come, for which the host waits
+        max_tokens_per_rank: a bound on the T of every rank, the same on all. Then few tokens are sent in one launch,
+            before anything is counted (EpConfig.direct_tokens); max_tokens is, if not given, what is enough for so many
+            tokens, each of different experts: W * max_tokens_per_rank * min(k, E / W), and the host does not wait
+        group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the world (W ranks)
+        config: EpConfig, the same on all ranks; None takes the best one known, see tdkernels.autotune (in a group on
+            several nodes the default)
+
+    Returns:
+        (recv, handle): EpTokens, see there, and the EpHandle for ep_combine
+
+    Gradient:
+        dx = the sum of the token's rows' gradients, in fp32; dtopk_weights = those of recv.topk_weights
+
+    Raises:
+        TypeError or ValueError: for operands that do not fit, before anything is launched
+        ValueError: on every rank when the ranks disagree, for ids out of range on any rank, and for more rows than
+            max_tokens or more tokens than max_tokens_per_rank, of which then none arrives (on a GPU with either of
+            these at tdkernels.synchronize(), or at a later call, which breaks the group; on a rank with too many tokens
+            at once as well)
+        PeerTimeoutError
+
+    Contract:
+        collective over group; host sync: unless max_tokens or max_tokens_per_rank is given; CUDA graph: with either,
+        after one call outside; by EpConfig(method="torch") always, and never; the caller owns the output
+
+    Source:
+        tokens once for a rank and the handle: DeepEP (https://github.com/deepseek-ai/DeepEP)
     """
     _refuse_gradient_of_codes(x, quantize)
     request = DispatchRequest(
@@ -295,23 +308,35 @@ def row_weights_of(handle, topk_weights, config):
 def ep_combine(expert_out, handle, topk_weights=None, *, group=None, config=None):
     """Bring the experts' rows back to their tokens and add them up, weighted.
 
-    Args:     expert_out: [R, H] bf16, fp16 or fp32, a row for each of recv.x; H may be another
-              handle: of the ep_dispatch that has sent the tokens
-              topk_weights: [T, k] floats; None takes those that ep_dispatch was given, or 1 if there were none. Experts
-              that have applied recv.topk_weights themselves need a handle without weights, or ones here. Weights that
-              were changed in place since then, on all ranks, count as they are now; not in inference mode, where that
-              goes unnoticed
-              group: as in ep_dispatch, whose group it must be
-              config: EpConfig, as in ep_dispatch; None takes that which the dispatch was given, or if it was given
-              none the best one known
-    Returns:  y: [T, H], the dtype of expert_out, the sum over the token's choices that were not dropped. In fp32: with
-              config.combine "per_rank" over the choices on each other rank, rounded where it crosses, and over ranks
-              in their order, this one's choices one by one at its turn; with "per_expert" over the choices in order
-    Gradient: dexpert_out = weight * dy of the row's token; dtopk_weights = the product of dy with the row
-    Raises:   TypeError or ValueError for operands that do not fit, before anything is launched; PeerTimeoutError
-    Contract: collective over group; host sync: no; CUDA graph: if the dispatch had max_tokens or max_tokens_per_rank,
-              and did not go by torch; the caller owns the output
-    Source:   DeepEP (https://github.com/deepseek-ai/DeepEP)
+    Args:
+        expert_out: [R, H] bf16, fp16 or fp32, a row for each of recv.x; H may be another
+        handle: of the ep_dispatch that has sent the tokens
+        topk_weights: [T, k] floats; None takes those that ep_dispatch was given, or 1 if there were none. Experts that
+            have applied recv.topk_weights themselves need a handle without weights, or ones here. Weights that were
+            changed in place since then, on all ranks, count as they are now; not in inference mode, where that goes
+            unnoticed
+        group: as in ep_dispatch, whose group it must be
+        config: EpConfig, as in ep_dispatch; None takes that which the dispatch was given, or if it was given none the
+            best one known
+
+    Returns:
+        y: [T, H], the dtype of expert_out, the sum over the token's choices that were not dropped. In fp32: with
+        config.combine "per_rank" over the choices on each other rank, rounded where it crosses, and over ranks in their
+        order, this one's choices one by one at its turn; with "per_expert" over the choices in order
+
+    Gradient:
+        dexpert_out = weight * dy of the row's token; dtopk_weights = the product of dy with the row
+
+    Raises:
+        TypeError or ValueError: for operands that do not fit, before anything is launched
+        PeerTimeoutError
+
+    Contract:
+        collective over group; host sync: no; CUDA graph: if the dispatch had max_tokens or max_tokens_per_rank, and did
+        not go by torch; the caller owns the output
+
+    Source:
+        DeepEP (https://github.com/deepseek-ai/DeepEP)
     """
     topk_weights, config = checked_combine(expert_out, handle, topk_weights, group, config)
     row_weights = row_weights_of(handle, topk_weights, config)

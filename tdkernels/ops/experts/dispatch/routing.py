@@ -23,11 +23,12 @@ from tdkernels.ops.experts.dispatch.request import RoutingShape
 class Routing(abc.ABC):
     """What every strategy knows, and what it can do.
 
-    config:           the EpConfig; None between counting and the selection of a config
-    config_is_given:  whether the call has named the config, or there is no other
-    rows:             R, rows of the output
-    splits:           [E / W] int32, rows of each expert here; of rows grouped by source [W, E / W]
-    staged:           tokens on the rank that stages the most, or max_tokens: the same number on all ranks
+    Attributes:
+        config: the EpConfig; None between counting and the selection of a config
+        config_is_given: whether the call has named the config, or there is no other
+        rows: R, rows of the output
+        splits: [E / W] int32, rows of each expert here; of rows grouped by source [W, E / W]
+        staged: tokens on the rank that stages the most, or max_tokens: the same number on all ranks
     """
 
     shape: RoutingShape
@@ -52,19 +53,23 @@ class Routing(abc.ABC):
     def dispatch_gradient(self, dy, expert_rows, weights, want_dots):
         """The gradient of a sum of rows, each times its ``weights`` [T, K] or 1.
 
-        Returns:  (gradient of the rows [R, H], products of dy with ``expert_rows`` by rows [R] or None)
+        Returns:
+            (gradient of the rows [R, H], products of dy with ``expert_rows`` by rows [R] or None)
         """
 
     @abc.abstractmethod
     def combine(self, rows, *, weights=None, row_weights=None, row_numbers=None, config=None):
         """The weighted sum of each token's rows.
 
-        Args:     rows: [R, H]
-                  weights: [T, K] the weight of each choice, or None for 1
-                  row_weights: [R] the same by rows, if ``weighs_rows``
-                  row_numbers: [R] fp32 to be sent along, or None
-                  config: EpConfig, or None for that of the routing
-        Returns:  (y [T, H], row_numbers by choices [T, K] or None)
+        Args:
+            rows: [R, H]
+            weights: [T, K] the weight of each choice, or None for 1
+            row_weights: [R] the same by rows, if ``weighs_rows``
+            row_numbers: [R] fp32 to be sent along, or None
+            config: EpConfig, or None for that of the routing
+
+        Returns:
+            (y [T, H], row_numbers by choices [T, K] or None)
         """
 
     @abc.abstractmethod

@@ -50,9 +50,15 @@ def ep_dispatch_send(
 ):
     """The first half of ``ep_dispatch``, whose arguments it has; what is called before ``receive()`` hides the wire.
 
-    Returns:  EpSent; its receive() returns (recv, handle). One dispatch of a group may be under way at a time
-    Gradient: none; ValueError if one may be asked for
-    Raises:   as ep_dispatch; RuntimeError while another dispatch of the group is under way
+    Returns:
+        EpSent; its receive() returns (recv, handle). One dispatch of a group may be under way at a time
+
+    Gradient:
+        none; ValueError if one may be asked for
+
+    Raises:
+        as ep_dispatch
+        RuntimeError: while another dispatch of the group is under way
     """
     _refuse_gradients("ep_dispatch_send", x, topk_weights)
     request = DispatchRequest(
@@ -76,9 +82,15 @@ def ep_dispatch_send(
 def ep_combine_send(expert_out, handle, topk_weights=None, *, group=None, config=None):
     """The first half of ``ep_combine``, whose arguments it has; what is called before ``receive()`` hides the wire.
 
-    Returns:  EpSent; its receive() returns y. One combine of a group may be under way at a time
-    Gradient: none; ValueError if one may be asked for
-    Raises:   as ep_combine; RuntimeError while another combine of the group is under way
+    Returns:
+        EpSent; its receive() returns y. One combine of a group may be under way at a time
+
+    Gradient:
+        none; ValueError if one may be asked for
+
+    Raises:
+        as ep_combine
+        RuntimeError: while another combine of the group is under way
     """
     topk_weights, config = checked_combine(expert_out, handle, topk_weights, group, config)
     _refuse_gradients("ep_combine_send", expert_out, topk_weights)

@@ -28,9 +28,10 @@ def config_to_route(config, group, device):
 def choose_config(operator, shape, staged, group, x, quantized=False):
     """The config that the group has chosen for rows like x of a routing; collective at the first call with a problem.
 
-    Args:     shape: RoutingShape
-              staged: tokens on the rank that stages the most, see ``Routing``
-              quantized: whether they travel as codes with scales
+    Args:
+        shape: RoutingShape
+        staged: tokens on the rank that stages the most, see ``Routing``
+        quantized: whether they travel as codes with scales
     """
     experts, choices = shape.num_experts, shape.choices
     tokens, width, layout = _tokens_of(shape, staged), x.shape[1], _layout_of(operator, shape)

@@ -31,9 +31,10 @@ _KNOWN = {
 class TorchRouting(Routing):
     """A routing by torch's collectives. Ranks stage no tokens: ``staged`` is 0.
 
-    sent:    [S] the choices that this rank sends, by the experts they go to; number t * K + j is choice j of token t
-    came:    [S'] where the rows that come, as they come, are put
-    counts:  (how many this rank sends to each rank, how many come from each)
+    Attributes:
+        sent: [S] the choices that this rank sends, by the experts they go to; number t * K + j is choice j of token t
+        came: [S'] where the rows that come, as they come, are put
+        counts: (how many this rank sends to each rank, how many come from each)
     """
 
     sent: torch.Tensor
@@ -134,8 +135,10 @@ def route_by_torch(plan, request):
 
     The host waits for it in any case.
 
-    Raises:   ValueError on every rank, for invalid ids, for more rows than max_tokens, for more tokens of a rank than
-              max_tokens_per_rank, and when the ranks disagree; RuntimeError while a CUDA graph is captured
+    Raises:
+        ValueError: on every rank, for invalid ids, for more rows than max_tokens, for more tokens of a rank than
+            max_tokens_per_rank, and when the ranks disagree
+        RuntimeError: while a CUDA graph is captured
     """
     shape, ids, group, x = plan.shape, request.ids, request.group, request.x
     operator, num_experts, max_tokens = shape.operator, shape.num_experts, shape.max_tokens

@@ -18,12 +18,13 @@ from tdkernels.ops.experts.grouped_gemm.config import GroupGemmConfig
 class EpMoeConfig:
     """How ``ep_moe`` runs; None takes the best config known of the part, see tdkernels.autotune.
 
-    ep:    the ways there and back, see ``EpConfig``; the same on all ranks
-    gemm:  both products, see ``GroupGemmConfig``
-    method: "fused": products overlap the ways there and back, see ``ep_moe_fused``; of the parts' configs it takes the
-           tiles of ``gemm`` alone; "sequence": one step after the other, which sends fewer bytes where tokens have
-           several experts on a rank; "torch": the sequence by torch's collectives and torch's grouped product, the
-           latter where it has one; "": the sequence. The same on all ranks. torch.compile sees the sequence always
+    Attributes:
+        ep: the ways there and back, see ``EpConfig``; the same on all ranks
+        gemm: both products, see ``GroupGemmConfig``
+        method: "fused": products overlap the ways there and back, see ``ep_moe_fused``; of the parts' configs it takes
+            the tiles of ``gemm`` alone; "sequence": one step after the other, which sends fewer bytes where tokens have
+            several experts on a rank; "torch": the sequence by torch's collectives and torch's grouped product, the
+            latter where it has one; "": the sequence. The same on all ranks. torch.compile sees the sequence always
     """
 
     ep: EpConfig | None = None

@@ -126,9 +126,10 @@ def compile(x, w_gate_up, w_down, choices, world_size, rows, config):
 def ep_moe_fused(request, topk_weights, w_gate_up, w_down, activation, config, counted=None):
     """y of checked operands that ``why_not`` has nothing against.
 
-    Args:     request: DispatchRequest; its max_tokens_per_rank goes with a max_tokens
-              config: EpMoeConfig or None
-              counted: the CountedRouting of the tokens, if they have been counted
+    Args:
+        request: DispatchRequest; its max_tokens_per_rank goes with a max_tokens
+        config: EpMoeConfig or None
+        counted: the CountedRouting of the tokens, if they have been counted
     """
     x = request.x
     if request.has_too_many_tokens:

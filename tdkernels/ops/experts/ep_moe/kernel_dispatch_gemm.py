@@ -36,8 +36,10 @@ _KEPT_COLUMNS = tl.constexpr(64)
 class Sending(NamedTuple):
     """How rows are sent; a kernel's argument ``SENDING``.
 
-    Args:     ahead: number of experts by which sending is ahead of multiplying
-              rows, columns: that a program moves at a time, powers of two; choices: rows of a token
+    Args:
+        ahead: number of experts by which sending is ahead of multiplying
+        rows, columns: that a program moves at a time, powers of two
+        choices: rows of a token
     """
 
     ahead: int

@@ -24,7 +24,10 @@ _ROW_BYTES = 16  # beside a row: its origin (8), its weight (4)
 class Launched:
     """What a launch leaves of the rows that came, [R, ·] or [1, ·] for none; of a gradient no origins and weights.
 
-    y: the products; pre: what SwiGLU was made of; kept: the rows; origins: int64; weights: fp32; weighted: h times the
+    Attributes:
+        y: the products; pre: what SwiGLU was made of; kept: the rows; origins: int64; weights: fp32; weighted: h times
+            the
+
     rows' weights; dots: fp32 [tile columns, R], parts of the products of the unweighted gradients with h
     """
 
@@ -49,11 +52,17 @@ def half_bytes(slot_rows, row_bytes):
 def launch(routing, order, x, weights, w, tiles, *, activation=None, keep=False, keep_rows=False, gradient=None):
     """Send x [T, K] to its experts and multiply it there by w [E / W, N, K].
 
-    Args:     routing: with a ``Reach``; order: of ``ep_order_kernel``; weights: [T, k] fp32, None for a gradient
-              keep: what SwiGLU is of; keep_rows: the rows
-              gradient: (h [R, N], the rows' weights [R]) to get the gradient of h, for a w of [E / W, N, K] that is
-              the second weight transposed
-    Returns:  Launched
+    Args:
+        routing: with a ``Reach``
+        order: of ``ep_order_kernel``
+        weights: [T, k] fp32, None for a gradient
+        keep: what SwiGLU is of
+        keep_rows: the rows
+        gradient: (h [R, N], the rows' weights [R]) to get the gradient of h, for a w of [E / W, N, K] that is the
+            second weight transposed
+
+    Returns:
+        Launched
     """
     workspace = get_workspace(routing.group, x.device, "ep_dispatch_gemm")
     key = routing.launch_key, routing.rows, routing.reach, tiles, activation, keep, keep_rows, gradient is not None

@@ -21,9 +21,11 @@ def half_bytes(slots, slot_bytes):
 def launch(routing, h, w, origins, tiles, *, weights=None, dots=None):
     """y [T, N] of rows h [R, K] and weights w [E / W, N, K] of experts; and numbers [T, k] fp32 if there are ``dots``.
 
-    Args:     routing: with a ``Reach``; origins: [R] int64 of ``ep_dispatch_gemm_kernel``
-              weights: [T, k] fp32, of our tokens' choices, or None for 1
-              dots: fp32 [any, R], added up over the first axis for each row's number
+    Args:
+        routing: with a ``Reach``
+        origins: [R] int64 of ``ep_dispatch_gemm_kernel``
+        weights: [T, k] fp32, of our tokens' choices, or None for 1
+        dots: fp32 [any, R], added up over the first axis for each row's number
     """
     workspace = get_workspace(routing.group, h.device, "ep_gemm_combine")
     operands = h, w, routing.tables, routing.splits, origins, dots, weights

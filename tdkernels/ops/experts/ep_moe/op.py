@@ -86,37 +86,48 @@ def ep_moe(
 ):
     """A mixture of experts, divided between ranks: rank r has experts r * E / W to (r + 1) * E / W - 1.
 
-    Args:     x: [T, H] bf16, fp16 or fp32, this rank's tokens; T may differ between ranks and be 0
-              topk_ids: [T, k] int32 or int64, the experts of each token, -1 for none (dropped)
-              topk_weights: [T, k] floats, what each choice weighs in the sum
-              w_gate_up: [E / W, 2 * I, H], this rank's experts' first weights, in the layout of torch.nn.Linear; dtype
-              of x
-              w_down: [E / W, H, I], their second; dtype of x
-              num_experts: E, divisible by W
-              activation: "swiglu": the first I rows of an expert of w_gate_up are for the gate, the rest for up;
-              "swiglu_interleaved": gate and up by turns
-              quantize: None, or "fp8": tokens travel as float8_e4m3fn with an fp32 scale for 128 channels, and are
-              multiplied in x's dtype again. x then has no gradient, all else has
-              max_tokens: as in ep_dispatch: how many rows any rank may receive or stage; the host does not wait then.
-              With method "fused" any rank's choices T * k have to fit, too
-              max_tokens_per_rank: as in ep_dispatch: a bound B on the T of all ranks, the same on all of them. Few
-              tokens then go in one launch, and max_tokens need not be given: it is W * B * min(k, E / W). With method
-              "fused" symmetric memory is for so many rows, and for B * k choices; for large bounds that is much
-              group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the world (W ranks)
-              config: EpMoeConfig; None takes the best one known of each part, see tdkernels.autotune, and that of the
-              layer first where the host waits for the number of rows, or max_tokens_per_rank is given and max_tokens,
-              if given too, is no less than B * k and B * (W - 1)
-    Returns:  y: [T, H], dtype of x. Products are summed in fp32, their results rounded to x's dtype; the sum over a
-              token's choices is that of ep_combine. 0 for a token all of whose choices are dropped
-    Gradient: of x, topk_weights, w_gate_up and w_down; w's are complete, of all ranks' tokens, and zeros for an expert
-              without any. All ranks take part in the backward, also those without tokens
-    Raises:   TypeError or ValueError for operands that do not fit, with their shapes, before anything is launched;
-              ValueError on every rank as in ep_dispatch: when the ranks disagree, for ids out of range, for more rows
-              than max_tokens or tokens than max_tokens_per_rank; PeerTimeoutError; RuntimeError in a backward with
-              create_graph=True
-    Contract: collective over group; host sync: without max_tokens and max_tokens_per_rank; CUDA graph: with one of
-              them, after one call outside; the caller owns the output
-    Source:   ep_dispatch, group_gemm and ep_combine in a row, as in DeepEP (https://github.com/deepseek-ai/DeepEP)
+    Args:
+        x: [T, H] bf16, fp16 or fp32, this rank's tokens; T may differ between ranks and be 0
+        topk_ids: [T, k] int32 or int64, the experts of each token, -1 for none (dropped)
+        topk_weights: [T, k] floats, what each choice weighs in the sum
+        w_gate_up: [E / W, 2 * I, H], this rank's experts' first weights, in the layout of torch.nn.Linear; dtype of x
+        w_down: [E / W, H, I], their second; dtype of x
+        num_experts: E, divisible by W
+        activation: "swiglu": the first I rows of an expert of w_gate_up are for the gate, the rest for up;
+            "swiglu_interleaved": gate and up by turns
+        quantize: None, or "fp8": tokens travel as float8_e4m3fn with an fp32 scale for 128 channels, and are multiplied
+            in x's dtype again. x then has no gradient, all else has
+        max_tokens: as in ep_dispatch: how many rows any rank may receive or stage; the host does not wait then. With
+            method "fused" any rank's choices T * k have to fit, too
+        max_tokens_per_rank: as in ep_dispatch: a bound B on the T of all ranks, the same on all of them. Few tokens
+            then go in one launch, and max_tokens need not be given: it is W * B * min(k, E / W). With method "fused"
+            symmetric memory is for so many rows, and for B * k choices; for large bounds that is much
+        group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the world (W ranks)
+        config: EpMoeConfig; None takes the best one known of each part, see tdkernels.autotune, and that of the layer
+            first where the host waits for the number of rows, or max_tokens_per_rank is given and max_tokens, if given
+            too, is no less than B * k and B * (W - 1)
+
+    Returns:
+        y: [T, H], dtype of x. Products are summed in fp32, their results rounded to x's dtype; the sum over a token's
+        choices is that of ep_combine. 0 for a token all of whose choices are dropped
+
+    Gradient:
+        of x, topk_weights, w_gate_up and w_down; w's are complete, of all ranks' tokens, and zeros for an expert
+        without any. All ranks take part in the backward, also those without tokens
+
+    Raises:
+        TypeError or ValueError: for operands that do not fit, with their shapes, before anything is launched
+        ValueError: on every rank as in ep_dispatch: when the ranks disagree, for ids out of range, for more rows than
+            max_tokens or tokens than max_tokens_per_rank
+        PeerTimeoutError
+        RuntimeError: in a backward with create_graph=True
+
+    Contract:
+        collective over group; host sync: without max_tokens and max_tokens_per_rank; CUDA graph: with one of them,
+        after one call outside; the caller owns the output
+
+    Source:
+        ep_dispatch, group_gemm and ep_combine in a row, as in DeepEP (https://github.com/deepseek-ai/DeepEP)
     """
     group = resolve_group(group)
     x, w_gate_up, w_down = autograd.apply_autocast(x, w_gate_up, w_down)

@@ -12,10 +12,11 @@ from tdkernels.runtime import gpu
 class GroupGemmConfig:
     """How ``group_gemm`` runs.
 
-    method:  "fused": one kernel; or "torch": torch's grouped product where it has one (bf16 on NVIDIA's sm_90 and
-             sm_100, which does not wait for the host), on CPU ranks a product for each group
-    tiles:   the tile of the product, see ``Tiles``; None takes the default for the device and shape. Of a gradient dw
-             (tuner's layout "dw") block_m and block_n are of N and K, block_k of rows
+    Attributes:
+        method: "fused": one kernel; or "torch": torch's grouped product where it has one (bf16 on NVIDIA's sm_90 and
+            sm_100, which does not wait for the host), on CPU ranks a product for each group
+        tiles: the tile of the product, see ``Tiles``; None takes the default for the device and shape. Of a gradient dw
+            (tuner's layout "dw") block_m and block_n are of N and K, block_k of rows
     """
 
     method: str = "fused"

@@ -134,22 +134,33 @@ def _check_splits(x, w, splits):
 def group_gemm(x, w, splits, *, activation=None, config=None):
     """Multiply each group of rows by the weight of its expert.
 
-    Args:     x: [R, K] bf16, fp16 or fp32, grouped: the rows of expert 0 come first, then those of expert 1, and so on
-              w: [E, N, K], for each expert the layout of torch.nn.Linear; same dtype. Any strides; those of a
-              transposed [E, K, N] cost no copy, but for "swiglu"
-              splits: [E] int32 or int64, on x's device: the rows of each expert, 0 allowed. Their sum may be less than
-              R: rows past it are not read, those of y are not written. Rows beyond R are left out
-              activation: None; "swiglu": w is [E, 2 * I, K], the first I rows of an expert for the gate and the rest
-              for up, y is silu(gate) * up; "swiglu_interleaved": the same of rows that are gate and up by turns
-              config: GroupGemmConfig of the forward; None takes the best one known, as each gradient always does, see
-              tdkernels.autotune
-    Returns:  y: [R, N], or [R, I] with an activation, dtype of x, accumulated and activated in fp32
-    Gradient: dx = dy @ w[e], rows past the sum of splits are not written; dw[e] = dy.T @ x over the rows of e, zeros
-              for an expert without any
-    Raises:   TypeError or ValueError for operands that do not fit, with their shapes, before anything is launched;
-              RuntimeError in a backward with create_graph=True
-    Contract: local, no group; host sync: no; CUDA graph: yes, after one call outside; the caller owns the output
-    Source:   persistent programs that find their group: the grouped GEMM of Triton's tutorials
+    Args:
+        x: [R, K] bf16, fp16 or fp32, grouped: the rows of expert 0 come first, then those of expert 1, and so on
+        w: [E, N, K], for each expert the layout of torch.nn.Linear; same dtype. Any strides; those of a transposed
+            [E, K, N] cost no copy, but for "swiglu"
+        splits: [E] int32 or int64, on x's device: the rows of each expert, 0 allowed. Their sum may be less than R:
+            rows past it are not read, those of y are not written. Rows beyond R are left out
+        activation: None; "swiglu": w is [E, 2 * I, K], the first I rows of an expert for the gate and the rest for up,
+            y is silu(gate) * up; "swiglu_interleaved": the same of rows that are gate and up by turns
+        config: GroupGemmConfig of the forward; None takes the best one known, as each gradient always does, see
+            tdkernels.autotune
+
+    Returns:
+        y: [R, N], or [R, I] with an activation, dtype of x, accumulated and activated in fp32
+
+    Gradient:
+        dx = dy @ w[e], rows past the sum of splits are not written; dw[e] = dy.T @ x over the rows of e, zeros for an
+        expert without any
+
+    Raises:
+        TypeError or ValueError: for operands that do not fit, with their shapes, before anything is launched
+        RuntimeError: in a backward with create_graph=True
+
+    Contract:
+        local, no group; host sync: no; CUDA graph: yes, after one call outside; the caller owns the output
+
+    Source:
+        persistent programs that find their group: the grouped GEMM of Triton's tutorials
     """
     known, key = call_cache.lookup_run("group_gemm", None, (x, w, splits), (activation, config, get_mode()))
     if known is not None:

@@ -9,7 +9,9 @@ from tdkernels.rounding import cdiv
 def why_not_shared(tunable, problem, divided, experts, choices):
     """Why ranks cannot share a problem, or None.
 
-    Args:     divided: the sizes, by number, that the ranks divide; experts, choices: how many, and of a token
+    Args:
+        divided: the sizes, by number, that the ranks divide
+        experts, choices: how many, and of a token
     """
     reason = tunable.why_not_divided(problem, divided)
     if reason is not None:

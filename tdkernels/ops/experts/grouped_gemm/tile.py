@@ -13,13 +13,16 @@ _COLUMNS = tl.constexpr(64)  # of a gradient's tile that are stored at a time
 class GroupedProduct(NamedTuple):
     """What a kernel of rows times their experts' weights is compiled for; its argument ``PRODUCT``.
 
-    Args:     block_m, block_n, block_k: of a tile; elem_bytes: of an element of the weight
-              aligned: sizes and strides are multiples of 16 elements (``gemm_operands.aligned``)
-              even_k: K is a multiple of block_k, and rows begin at multiples of 16 bytes
-              use_tma: rows and weights are read through tensor descriptors
-              w_is_kn: each plane of the weight lies as [K, N], not as [N, K]
-              activation: of ``swiglu.NUMBERS``; pair: a tile is made of two planes of the weight, SwiGLU's halves
-              precision: of a product of fp32 operands, as of ``tl.dot``
+    Args:
+        block_m, block_n, block_k: of a tile
+        elem_bytes: of an element of the weight
+        aligned: sizes and strides are multiples of 16 elements (``gemm_operands.aligned``)
+        even_k: K is a multiple of block_k, and rows begin at multiples of 16 bytes
+        use_tma: rows and weights are read through tensor descriptors
+        w_is_kn: each plane of the weight lies as [K, N], not as [N, K]
+        activation: of ``swiglu.NUMBERS``
+        pair: a tile is made of two planes of the weight, SwiGLU's halves
+        precision: of a product of fp32 operands, as of ``tl.dot``
     """
 
     block_m: int

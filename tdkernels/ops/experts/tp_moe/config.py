@@ -14,12 +14,13 @@ from tdkernels.runtime import gpu
 class MoeTpConfig:
     """How ``moe_ag_gemm``, ``moe_gemm_rs`` and ``tp_moe`` run.
 
-    method:        "fused", or "torch": plain collectives and torch's grouped product
-    tiles:         the tile of the products, see ``Tiles``; None takes the default for the device and shape
-    num_comm_sms:  programs that push tokens at the same time, before they multiply like the others
-    chunk_rows:    tokens that travel together under one signal, a multiple of 16
-    stages:        how often the experts' weights are gone through, 1 to 8: once for our own tokens, the other times for
-                   those of the others, in parts; 0: as often as pays, by the number of rows an expert has
+    Attributes:
+        method: "fused", or "torch": plain collectives and torch's grouped product
+        tiles: the tile of the products, see ``Tiles``; None takes the default for the device and shape
+        num_comm_sms: programs that push tokens at the same time, before they multiply like the others
+        chunk_rows: tokens that travel together under one signal, a multiple of 16
+        stages: how often the experts' weights are gone through, 1 to 8: once for our own tokens, the other times for
+            those of the others, in parts; 0: as often as pays, by the number of rows an expert has
     """
 
     method: str = "fused"

@@ -25,7 +25,8 @@ _SUM_BYTES = 5  # times an output by rows: what torch moves to weigh and add it 
 class MoeTunable(ConfigTunable):
     """What the three have in common: a problem's first size are all ranks' tokens, the last are experts and choices.
 
-    divided:  the sizes, by number, that the ranks divide
+    Attributes:
+        divided: the sizes, by number, that the ranks divide
     """
 
     config_class = MoeTpConfig

@@ -28,7 +28,9 @@ BLOCK_TOKENS, BLOCK_COLUMNS = 16, 512  # of a piece that copies or adds up rows,
 class Piece(NamedTuple):
     """A piece of work that copies or adds up rows; a kernel's argument ``PIECE``.
 
-    Args:     tokens, columns: of the piece, powers of two; choices: rows of a token
+    Args:
+        tokens, columns: of the piece, powers of two
+        choices: rows of a token
     """
 
     tokens: int

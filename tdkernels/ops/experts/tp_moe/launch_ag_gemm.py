@@ -39,9 +39,10 @@ class Gradients:
 class Launched:
     """What a launch leaves.
 
-    y:       [R, ·]
-    pre:     what SwiGLU was made of, or None
-    rows:    [R, K], the tokens of all ranks by rows
+    Attributes:
+        y: [R, ·]
+        pre: what SwiGLU was made of, or None
+        rows: [R, K], the tokens of all ranks by rows
     """
 
     y: torch.Tensor

@@ -143,23 +143,35 @@ def _second_half(h, topk_weights, w, routing, configs):
 def moe_ag_gemm(x, topk_ids, w, *, activation=None, group=None, config=None):
     """Gather tokens while multiplying each of them by the weights of its experts.
 
-    Args:     x: [M / W, H] bf16, fp16 or fp32, as many rows on every rank
-              topk_ids: [M / W, k] int32 or int64, the experts of each token, -1 for none (dropped)
-              w: [E, N / W, H], this rank's rows of every expert's weight; same dtype
-              activation: None, "swiglu" or "swiglu_interleaved", as for group_gemm: w has gate rows and up rows
-              group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the world (W ranks)
-              config: MoeTpConfig, the same on all ranks, for the gradients too; None takes the best one known, see
-              tdkernels.autotune (in a group on several nodes torch's sequence), and for each gradient's product the one
-              that is known for that, or torch where it is best forwards
-    Returns:  (h, routing): h [M * k, N / W], or half as wide with an activation, a row for each choice of all ranks'
-              tokens, grouped by expert; rows past the last expert's, where choices were dropped, are not written.
-              MoeRouting says which row is whose, for moe_gemm_rs
-    Gradient: dx, the sum over ranks and choices in fp32; dw, over the tokens of all ranks
-    Raises:   TypeError or ValueError for operands that do not fit, before anything is launched; ValueError on every
-              rank when the ranks disagree, and for ids that are none (on a GPU at
-              tdkernels.synchronize(), or at a later call, which breaks the group); PeerTimeoutError
-    Contract: collective over group; host sync: no; CUDA graph: yes, after one call outside; the caller owns the output
-    Source:   tiles ordered by arrival within an expert: FLUX (https://arxiv.org/abs/2406.06858)
+    Args:
+        x: [M / W, H] bf16, fp16 or fp32, as many rows on every rank
+        topk_ids: [M / W, k] int32 or int64, the experts of each token, -1 for none (dropped)
+        w: [E, N / W, H], this rank's rows of every expert's weight; same dtype
+        activation: None, "swiglu" or "swiglu_interleaved", as for group_gemm: w has gate rows and up rows
+        group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the world (W ranks)
+        config: MoeTpConfig, the same on all ranks, for the gradients too; None takes the best one known, see
+            tdkernels.autotune (in a group on several nodes torch's sequence), and for each gradient's product the one
+            that is known for that, or torch where it is best forwards
+
+    Returns:
+        (h, routing): h [M * k, N / W], or half as wide with an activation, a row for each choice of all ranks' tokens,
+        grouped by expert; rows past the last expert's, where choices were dropped, are not written. MoeRouting says
+        which row is whose, for moe_gemm_rs
+
+    Gradient:
+        dx, the sum over ranks and choices in fp32; dw, over the tokens of all ranks
+
+    Raises:
+        TypeError or ValueError: for operands that do not fit, before anything is launched
+        ValueError: on every rank when the ranks disagree, and for ids that are none (on a GPU at
+            tdkernels.synchronize(), or at a later call, which breaks the group)
+        PeerTimeoutError
+
+    Contract:
+        collective over group; host sync: no; CUDA graph: yes, after one call outside; the caller owns the output
+
+    Source:
+        tiles ordered by arrival within an expert: FLUX (https://arxiv.org/abs/2406.06858)
     """
     x, w = autograd.apply_autocast(x, w)
     group = resolve_group(group)
@@ -180,18 +192,30 @@ def moe_ag_gemm(x, topk_ids, w, *, activation=None, group=None, config=None):
 def moe_gemm_rs(h, routing, topk_weights, w, *, group=None, config=None):
     """Multiply rows by the weights of their experts, and bring each token's sum back to its rank.
 
-    Args:     h: [M * k, I / W] bf16, fp16 or fp32, rows as moe_ag_gemm has given them
-              routing: its MoeRouting
-              topk_weights: [M / W, k] floats, of this rank's tokens
-              w: [E, N, I / W], this rank's columns of every expert's weight; same dtype
-              group, config: as for moe_ag_gemm
-    Returns:  y: [M / W, N], dtype of h: over a token's choices in their order, weighted, in fp32, then over ranks in
-              theirs; what another rank adds is rounded where it crosses
-    Gradient: dh; dw; dtopk_weights, complete
-    Raises:   TypeError or ValueError for operands that do not fit, before anything is launched; ValueError on every
-              rank when the ranks disagree; PeerTimeoutError
-    Contract: as for moe_ag_gemm
-    Source:   top-k sum and reduce-scatter behind the product: FLUX (https://arxiv.org/abs/2406.06858)
+    Args:
+        h: [M * k, I / W] bf16, fp16 or fp32, rows as moe_ag_gemm has given them
+        routing: its MoeRouting
+        topk_weights: [M / W, k] floats, of this rank's tokens
+        w: [E, N, I / W], this rank's columns of every expert's weight; same dtype
+        group, config: as for moe_ag_gemm
+
+    Returns:
+        y: [M / W, N], dtype of h: over a token's choices in their order, weighted, in fp32, then over ranks in theirs;
+        what another rank adds is rounded where it crosses
+
+    Gradient:
+        dh; dw; dtopk_weights, complete
+
+    Raises:
+        TypeError or ValueError: for operands that do not fit, before anything is launched
+        ValueError: on every rank when the ranks disagree
+        PeerTimeoutError
+
+    Contract:
+        as for moe_ag_gemm
+
+    Source:
+        top-k sum and reduce-scatter behind the product: FLUX (https://arxiv.org/abs/2406.06858)
     """
     if not isinstance(routing, MoeRouting):
         raise TypeError(f"moe_gemm_rs: routing must be the MoeRouting of a moe_ag_gemm, not {type(routing).__name__}")
@@ -213,17 +237,26 @@ def moe_gemm_rs(h, routing, topk_weights, w, *, group=None, config=None):
 def tp_moe(x, topk_ids, topk_weights, w_gate_up, w_down, *, activation="swiglu", group=None, config=None):
     """A layer of experts, each of which is sliced between the ranks: moe_ag_gemm, then moe_gemm_rs.
 
-    Args:     x: [M / W, H] bf16, fp16 or fp32, as many rows on every rank
-              topk_ids: [M / W, k] int32 or int64, the experts of each token, -1 for none (dropped)
-              topk_weights: [M / W, k] floats
-              w_gate_up: [E, 2 * I / W, H], of every expert this rank's rows for the gate, then those for up ("swiglu";
-              by turns with "swiglu_interleaved"); [E, I / W, H] with activation None; same dtype
-              w_down: [E, H, I / W], this rank's columns
-              group, config: as for moe_ag_gemm
-    Returns:  y: [M / W, H], dtype of x, accumulated in fp32; see moe_gemm_rs
-    Gradient: dx, dtopk_weights, dw_gate_up and dw_down, each complete and of the shape of its operand
-    Raises:   as moe_ag_gemm and moe_gemm_rs
-    Contract: as for moe_ag_gemm
+    Args:
+        x: [M / W, H] bf16, fp16 or fp32, as many rows on every rank
+        topk_ids: [M / W, k] int32 or int64, the experts of each token, -1 for none (dropped)
+        topk_weights: [M / W, k] floats
+        w_gate_up: [E, 2 * I / W, H], of every expert this rank's rows for the gate, then those for up ("swiglu"; by
+            turns with "swiglu_interleaved"); [E, I / W, H] with activation None; same dtype
+        w_down: [E, H, I / W], this rank's columns
+        group, config: as for moe_ag_gemm
+
+    Returns:
+        y: [M / W, H], dtype of x, accumulated in fp32; see moe_gemm_rs
+
+    Gradient:
+        dx, dtopk_weights, dw_gate_up and dw_down, each complete and of the shape of its operand
+
+    Raises:
+        as moe_ag_gemm and moe_gemm_rs
+
+    Contract:
+        as for moe_ag_gemm
     """
     x, w_gate_up, w_down = autograd.apply_autocast(x, w_gate_up, w_down)
     group = resolve_group(group)

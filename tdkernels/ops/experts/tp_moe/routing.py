@@ -92,7 +92,8 @@ def _error_of_note(operator, num_experts, name, kind, count, *_):
 def route(operator, topk_ids, num_experts, group, chunk_rows, tile_rows, stages):
     """The MoeRouting of this rank's topk_ids [T, k], the same T on all ranks.
 
-    Raises:   ValueError on every rank for ids that are none (on a GPU at a later call or at ``synchronize``)
+    Raises:
+        ValueError: on every rank for ids that are none (on a GPU at a later call or at ``synchronize``)
     """
     if topk_ids.dtype == torch.int64:
         topk_ids = topk_ids.clamp(-2, num_experts)  # or the upper half of a wrong one would be lost

@@ -38,7 +38,10 @@ def _seconds(stages, world_size, tokens, choices, experts, n, k, itemsize, rates
 def seconds_of_stages(stages, world_size, wire, product, weights, idle):
     """About how long all stages take: each begins when its tokens are here and the stage before is done.
 
-    Args:     wire, product: seconds of all tokens; weights: of reading the experts' once; idle: at the end of a stage
+    Args:
+        wire, product: seconds of all tokens
+        weights: of reading the experts' once
+        idle: at the end of a stage
     """
     if stages == 1:
         return wire + max(product, weights) + idle

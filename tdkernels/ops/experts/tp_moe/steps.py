@@ -39,7 +39,9 @@ class Configs(NamedTuple):
 def choose_configs(operator, config, sizes, layout, w, group, fields, first=None, second=None):
     """The Configs of a call: by the config that it was given, else by what the group has chosen.
 
-    Args:     fields: what must be the same on all ranks; first, second: the weights of the halves, if the call has them
+    Args:
+        fields: what must be the same on all ranks
+        first, second: the weights of the halves, if the call has them
     """
     config, backward = _choose_config(operator, config, sizes, layout, w, group, fields)
     each = [None if one is None else _complete(config, sizes[0], sizes[-1], one) for one in (first, second)]
@@ -64,8 +66,9 @@ def config_of_gradient(operator, back, routing, config):
 
     It says nothing of chunks and stages: these are the routing's, with which the launches begin.
 
-    Args:     operator: the half whose kernel it is, "moe_gemm_rs" or "moe_ag_gemm", for the gradient of the other one
-              back: its weight, [E, N, K] of this rank
+    Args:
+        operator: the half whose kernel it is, "moe_gemm_rs" or "moe_ag_gemm", for the gradient of the other one
+        back: its weight, [E, N, K] of this rank
     """
     group, ranks, (experts, n, k) = routing.group, routing.world_size, back.shape
     if config is None and ranks > 1:
@@ -157,7 +160,8 @@ def first_forward(x, w, routing, activation, config, keep):
 def gate_up_backward(dh, x, w, pre, routing, activation, config, need_dx, need_dw):
     """(dx, dw), None for what nobody needs.
 
-    Args:     config: of all of it; None to look up that of dx, whose method torch is then for dx alone
+    Args:
+        config: of all of it; None to look up that of dx, whose method torch is then for dx alone
     """
     dx = dw = gather = None
     back = w.transpose(1, 2)
@@ -193,7 +197,8 @@ def sums_by_token(rows, w, routing, weights, config):
 def down_backward(dy, h, w, weights, routing, config, need_dw, need_dweights):
     """(dh, dw, dtopk_weights in fp32), None for what nobody needs; dh is made at any rate.
 
-    Args:     config: of all of it; None to look up that of dh, whose method torch is then for dh alone
+    Args:
+        config: of all of it; None to look up that of dh, whose method torch is then for dh alone
     """
     back = w.transpose(1, 2)
     made = gradients_of_rows(dy, h, back, weights, routing, config_of_gradient("moe_ag_gemm", back, routing, config))
@@ -209,9 +214,10 @@ def down_backward(dy, h, w, weights, routing, config, need_dw, need_dweights):
 class GradientsOfRows:
     """The gradient of rows h [R, N], and what those of w and of the choices' weights are made of.
 
-    dh, weighted:  [R, N]: the gradient; the rows h times their weights
-    rows:          [R, K]: the tokens' gradients by rows
-    dots:          [·, R] fp32: parts of the product of each row of h with its gradient, weights aside
+    Attributes:
+        dh, weighted: [R, N]: the gradient; the rows h times their weights
+        rows: [R, K]: the tokens' gradients by rows
+        dots: [·, R] fp32: parts of the product of each row of h with its gradient, weights aside
     """
 
     dh: torch.Tensor

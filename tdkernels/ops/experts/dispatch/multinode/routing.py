@@ -16,10 +16,11 @@ from tdkernels.rounding import round_up
 class MultinodeRouting(CountedRouting):
     """A CountedRouting whose ranks are on several nodes.
 
-    local_world_size:  L, ranks of a node
-    node_tables:       int32, see ``multinode.layout``
-    node_slots:        slots that are enough, on any rank, for what it sends to other nodes, and for what it relays
-    relayed:           int32, see ``multinode.layout``: which tokens were relayed; written by the first dispatch
+    Attributes:
+        local_world_size: L, ranks of a node
+        node_tables: int32, see ``multinode.layout``
+        node_slots: slots that are enough, on any rank, for what it sends to other nodes, and for what it relays
+        relayed: int32, see ``multinode.layout``: which tokens were relayed; written by the first dispatch
     """
 
     local_world_size: int
