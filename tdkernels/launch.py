@@ -100,15 +100,15 @@ class RankPool:
         self._unusable: str | None = None  # why, once it is
         self._procs: list[multiprocessing.process.BaseProcess] = []
         self._conns: list[multiprocessing.connection.Connection] = []
-        self._store = _loopback_store()  # at which the ranks meet
+        self._store: dist.TCPStore | None = _loopback_store()  # at which the ranks meet
         # Not fork: CUDA does not survive it, nor do the threads of torch.
-        spawn = multiprocessing.get_context("spawn")
+        spawn, port = multiprocessing.get_context("spawn"), self._store.port
         try:
             for rank in range(world_size):
                 ours, theirs = spawn.Pipe()
                 proc = spawn.Process(
                     target=_rank_main,
-                    args=(rank, world_size, self.device, self._store.port, theirs),
+                    args=(rank, world_size, self.device, port, theirs),
                     name=f"tdkernels rank {rank}",
                     daemon=True,
                 )
@@ -116,6 +116,8 @@ class RankPool:
                 theirs.close()  # only the rank holds that end, so its death closes the pipe
                 self._procs.append(proc)
                 self._conns.append(ours)
+                assert proc.pid is not None  # it has started
+                assert proc.pid is not None  # it has started
                 self.pids.append(proc.pid)
             self._gather(_START_TIMEOUT_S, grace_s=1.0)
         except BaseException:
@@ -134,7 +136,7 @@ class RankPool:
         """
         if not self.usable:
             raise RuntimeError(f"this RankPool cannot be used any more: {self._unusable}")
-        task = pickle.dumps((fn, args, kwargs))
+        task = _pickled(fn, args, kwargs)
         try:
             self._send(task)
             return self._gather(self.timeout_s, self.grace_s)
@@ -257,6 +259,21 @@ class RankPool:
         self._unusable = self._unusable or why
 
 
+def _pickled(fn, args, kwargs) -> bytes:
+    """Pickle a call.
+
+    Raises:
+        TypeError: if the function is a lambda or one defined inside another, or if an argument cannot be pickled.
+    """
+    try:
+        return pickle.dumps((fn, args, kwargs))
+    except (AttributeError, TypeError, pickle.PicklingError) as error:
+        raise TypeError(
+            f"ranks are other processes, to which a call is sent by pickle: {getattr(fn, '__qualname__', fn)} must be a "
+            f"function of a module, not a lambda or one defined inside another, and its arguments picklable ({error})"
+        ) from error
+
+
 def run_ranks(world_size: int, fn, /, *args, device: str = "auto", timeout_s: float = 300.0, **kwargs) -> list:
     """Start world_size ranks, call fn(*args, **kwargs) on each, stop them; the results in rank order."""
     with RankPool(world_size, device, timeout_s=timeout_s) as pool:
@@ -309,7 +326,9 @@ def _rank_main(rank: int, world_size: int, device: str, port: int, conn) -> None
 
 def _die_with_parent() -> None:
     # Not prctl(PR_SET_PDEATHSIG): that one fires when the thread that made the pool ends, too.
-    multiprocessing.connection.wait([multiprocessing.parent_process().sentinel])
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    multiprocessing.connection.wait([parent.sentinel])
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -343,7 +362,7 @@ def _call(task: bytes):
 
 def _meet() -> None:
     dist.barrier()
-    if _rank_device.type == "cuda":
+    if rank_device().type == "cuda":
         torch.cuda.synchronize()
 
 

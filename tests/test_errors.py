@@ -256,3 +256,23 @@ def asks_a_reference_for_gradients():
 
 def test_references_have_no_gradient_rather_than_a_wrong_one():
     on_ranks(2, asks_a_reference_for_gradients)
+
+
+def rejects_dtensors():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh(device().type, (dist.get_world_size(),))
+    whole = distribute_tensor(torch.randn(4, 8, device=device()), mesh, [Shard(0)])
+    part = torch.randn(4, 8, device=device())
+    for operator in (tdkernels.ag_gemm, tdkernels.gemm_rs, tdkernels.gemm_ar):
+        for operands, name in (((whole, part), "x"), ((part, whole), "weight")):
+            with pytest.raises(TypeError, match=rf"{name} \[4, 8\] is a DTensor; pass its to_local\(\)"):
+                operator(*operands)
+    for operator in (tdkernels.all_reduce, tdkernels.all_gather, tdkernels.reduce_scatter):
+        with pytest.raises(TypeError, match=r"x \[4, 8\] is a DTensor; pass its to_local\(\)"):
+            operator(whole)
+
+
+def test_dtensors_are_rejected_by_name():
+    on_ranks(2, rejects_dtensors)

@@ -487,3 +487,8 @@ def test_suite_without_several_ranks_fails(tmp_path, world_size, args, ci, passe
     assert (done.returncode == 0) == passes, done.stdout + done.stderr
     assert ("no test ran on two ranks or more" in done.stdout) != passes
     assert "1 passed" in done.stdout
+
+
+def test_a_lambda_is_rejected_with_the_rule():
+    with RankPool(1, "cpu") as pool, pytest.raises(TypeError, match="must be a function of a module, not a lambda"):
+        pool.run(lambda: 1)

@@ -1,8 +1,8 @@
-"""Per-shape configs: tuned by the whole group, cached on disk, shipped for some GPUs.
+"""Autotuning: select a config for each problem, tune new problems, and store the results.
 
-``choose`` says which config a call runs with, ``tuner`` finds the best one, ``table`` and ``cache`` keep it and
-``explain`` speaks about it. They know operators only as ``operator.Tunable``: spaces of configs live with their
-operators.
+``selection`` selects the config of a call, ``tuner`` searches for the best config, ``table`` and ``disk_cache`` store it,
+and ``explain`` reports the selection. These modules access operators only through ``tunable.Tunable``. The search spaces
+are defined in the packages of the operators.
 """
 
 from tdkernels.autotune import on_demand, selection

@@ -1,17 +1,30 @@
-"""What a candidate's output is compared with, and how far it may be off."""
+"""Accuracy check of the tuner: the reference output of a problem and the allowed error."""
+
+from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from tdkernels.autotune.problem import Problem
+    from tdkernels.autotune.tunable import Tunable
 
 
 class Reference:
-    """An operator's specification of one set of operands, in a wider type and as torch computes it in theirs.
+    """Reference output for one set of operands, computed by torch in a wider dtype and in the operands' dtype.
 
-    Attributes: ``exact``, the output in the wider type; ``allowed``, the errors (of the norm, the largest one) that an
-    output may have: not farther off than twice the plain sequence, and no single element astray, which a norm would
-    hide.
+    The allowed errors follow from the error of torch's own computation in the operands' dtype. The limit on the largest
+    error catches a single wrong element, which the norm would hide.
+
+    Attributes:
+        exact: The output in the wider dtype: fp64 for fp32 operands, else fp32.
+        allowed: (error of the norm, largest error). An output may have twice the error of the norm and four times the
+            largest error of torch's computation, or of the rounding unit if that is larger.
     """
 
-    def __init__(self, tunable, problem, operands, group):
+    def __init__(
+        self, tunable: "Tunable", problem: "Problem", operands: tuple[torch.Tensor, ...], group: dist.ProcessGroup,
+    ) -> None:
         self.dtype = operands[0].dtype
         wide = torch.float64 if self.dtype == torch.float32 else torch.float32
         widened = [tensor.to(wide) if tensor.is_floating_point() else tensor for tensor in operands]
@@ -22,24 +35,27 @@ class Reference:
         self.allowed = 2 * max(norm, unit), 4 * max(largest, unit * _largest(self.exact))
         poison(plain)
 
-    def errors(self, output):
-        """(relative error of the norm, largest error) of an output."""
+    def errors(self, output: torch.Tensor) -> tuple[float, float]:
+        """Return (relative error of the norm, largest absolute error) of an output."""
         difference = output.to(self.exact.dtype) - self.exact
         scale = max(self.exact.norm().item(), torch.finfo(self.exact.dtype).tiny)
         return difference.norm().item() / scale, _largest(difference)
 
-    def check(self, output):
-        """Raise ArithmeticError unless an output is what it should be."""
+    def check(self, output: torch.Tensor) -> None:
+        """Raise ArithmeticError if the shape, the dtype or the accuracy of an output is wrong."""
         if output.shape != self.exact.shape or output.dtype != self.dtype:
             raise ArithmeticError(f"wrong: {output.dtype} {list(output.shape)}")
         errors = self.errors(output)
-        if not all(error <= allowed for error, allowed in zip(errors, self.allowed, strict=True)):  # NaN is not
+        if not all(error <= allowed for error, allowed in zip(errors, self.allowed, strict=True)):  # false for NaN
             raise ArithmeticError(f"wrong: errors (norm, largest) {errors}, allowed are {self.allowed}")
 
 
-def poison(made):
-    """Fill what was made, tensors in tuples with whatever else, with NaN: the allocator is likely to give it out next,
-    and nobody shall be right by leaving it as it is."""
+def poison(made) -> None:
+    """Fill the floating-point tensors of an output, a tensor or nested tuples, with NaN.
+
+    The allocator is likely to reuse this memory for the next candidate. Without the NaN a candidate that writes nothing
+    could pass the check.
+    """
     if isinstance(made, torch.Tensor) and made.is_floating_point():
         made.fill_(torch.nan)
     elif isinstance(made, tuple):
@@ -48,5 +64,5 @@ def poison(made):
 
 
 def _largest(values):
-    """The largest magnitude; 0 of none."""
+    """Return the largest magnitude; 0 for an empty tensor."""
     return values.abs().max().item() if values.numel() else 0.0

@@ -1,4 +1,4 @@
-"""What the tuner keeps of a candidate, and what it gives in the end."""
+"""Data classes of the tuner: a candidate config with its timings, and the result of tuning."""
 
 import statistics
 from dataclasses import dataclass, field
@@ -8,30 +8,43 @@ from tdkernels.autotune.table import Entry
 
 @dataclass
 class Trial:
-    """A candidate: its ms as far as they are known, and why it is out, if it is."""
+    """A candidate config of the tuner.
+
+    Attributes:
+        config: The config.
+        samples: ms of a call, one for each burst of the last round that the candidate took part in.
+        host_samples: For the same bursts, the ms until the host had launched a call.
+        last_round: Number of that round; -1 before the first.
+        reason: Why the candidate was rejected; None if it was not.
+    """
 
     config: object
-    samples: list = field(default_factory=list)  # of the last round that it was in
-    host_samples: list = field(default_factory=list)  # of the same: ms until the host had launched a call
+    samples: list = field(default_factory=list)
+    host_samples: list = field(default_factory=list)
     last_round: int = -1
     reason: str | None = None
 
     @property
-    def ms(self):
+    def ms(self) -> float | None:
+        """The median time of a call in ms; None if it was not timed."""
         return statistics.median_low(self.samples) if self.samples else None
 
     @property
-    def host_ms(self):
+    def host_ms(self) -> float:
+        """The median time in ms until the host had launched a call."""
         return statistics.median_low(self.host_samples)
 
 
 @dataclass
 class Result:
-    """What was found. ``log`` says what was cut, and why.
+    """The result of ``tune``.
 
     Attributes:
-        trials: those of the last round first, then those that dropped out in the round before and so on, the faster
-            ones of a round first; failures last
+        entry: The best config, with its measurements.
+        trials: All candidates. Those of the last round come first, then those eliminated in the round before, and so
+            on; within a round the faster ones come first. Failed candidates are last.
+        log: Lines of text: which candidates were eliminated or rejected, and why.
+        seconds: Duration of the tuning.
     """
 
     entry: Entry

@@ -22,9 +22,9 @@ _log = logging.getLogger("tdkernels")
 SHIPPED = Path(__file__).parent / "configs"
 _LOCK_S = 10.0
 
-_tuned_here = []  # entries of this process, in case the folder cannot be written
-_read = {}  # path -> (stamp of the file, entries)
-_reported = set()
+_tuned_here: list = []  # entries of this process, in case the folder cannot be written
+_read: dict = {}  # path -> (stamp of the file, entries)
+_reported: set = set()
 
 
 def folder():

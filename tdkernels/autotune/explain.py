@@ -139,7 +139,12 @@ def explain(operator, *shapes, dtype=torch.bfloat16, layout=None, group=None, wo
     Contract:
         local, not collective: for a problem that the group has not met yet it says what this rank would propose
     """
-    name = operator if isinstance(operator, str) else getattr(operator, "__name__", str(operator))
+    name = operator if isinstance(operator, str) else getattr(operator, "__name__", None)
+    if name is None:
+        raise ValueError(
+            'operator must be a name such as "ag_gemm", or an operator such as tdkernels.ag_gemm, not a '
+            f"{type(operator).__name__}"
+        )
     tunable = tunable_by_name(name)
     state, device = None, torch.device("cuda" if torch.cuda.is_available() else "cpu", 0)
     if world_size is None:

@@ -1,22 +1,27 @@
-"""Whether tables are looked up, and whether a call may start to tune: off, cached or on."""
+"""Autotuning modes: whether calls look up tuned configs, and whether they may tune (off, cached or on)."""
 
 import contextlib
 import os
+from collections.abc import Iterator
 
 MODES = ("off", "cached", "on")
-_chosen = None
+_chosen: str | None = None
 
 
-def set_mode(mode):
-    """Choose what a call does that was given no config; the same on all ranks.
+def set_mode(mode: str | None) -> None:
+    """Set how calls without a config select one. The mode must be the same on all ranks.
 
     Args:
-        mode: "off": the fused operator in its default config; "cached": the best config that is known, never tuning;
-            "on": tune at the first call with a shape for which there is neither a cached nor a shipped config (seconds
-            a shape, all ranks together; never during CUDA-graph capture); None: ``TDKERNELS_AUTOTUNE``, or "cached"
+        mode: One of:
+
+            - "off": the fused operator with its default config.
+            - "cached": the best known config. Calls never tune.
+            - "on": tune at the first call with a shape that has neither a cached nor a shipped config. This takes
+              seconds for each shape and involves all ranks. It never happens during CUDA-graph capture.
+            - None: the value of ``TDKERNELS_AUTOTUNE``, or "cached" if it is not set.
 
     Raises:
-        ValueError
+        ValueError: If ``mode`` is none of these values.
     """
     global _chosen
     if mode is not None and mode not in MODES:
@@ -24,11 +29,11 @@ def set_mode(mode):
     _chosen = mode
 
 
-def get_mode():
-    """The mode in force.
+def get_mode() -> str:
+    """Return the current mode: "off", "cached" or "on".
 
     Raises:
-        ValueError: when ``TDKERNELS_AUTOTUNE`` is none
+        ValueError: If ``TDKERNELS_AUTOTUNE`` has a value that is not a mode.
     """
     if _chosen is not None:
         return _chosen
@@ -39,8 +44,19 @@ def get_mode():
 
 
 @contextlib.contextmanager
-def mode(mode):
-    """``set_mode`` for a block: ``with tdkernels.autotune.mode("on"): model(batch)``."""
+def mode(mode: str | None) -> Iterator[None]:
+    """Set the mode within a ``with`` block, and restore the previous mode at its end.
+
+    Args:
+        mode: As in ``set_mode``.
+
+    Raises:
+        ValueError: If ``mode`` is not a mode.
+
+    Example:
+        >>> with tdkernels.autotune.mode("on"):
+        ...     model(batch)
+    """
     global _chosen
     before = _chosen
     set_mode(mode)

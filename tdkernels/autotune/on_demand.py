@@ -1,11 +1,12 @@
-"""Tune a problem on demand, and report which config a call runs with.
+"""Tune a problem on demand, and log which config a call runs with.
 
-``selection`` calls these functions through attributes that the package sets, since the tuner and ``explain`` import
-``selection``.
+``selection`` calls these functions through module attributes that ``tdkernels.autotune`` sets, because the tuner and
+``explain`` import ``selection``.
 """
 
 import logging
 import shlex
+from typing import TYPE_CHECKING
 
 from tdkernels.autotune import disk_cache, tuner
 from tdkernels.autotune.explain import explanation
@@ -13,12 +14,21 @@ from tdkernels.autotune.modes import get_mode
 from tdkernels.autotune.selection import CACHE, DEFAULT, Choice
 from tdkernels.symm.group import group_state
 
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+    from tdkernels.autotune.problem import Problem
+    from tdkernels.autotune.tunable import Tunable
+
 _log = logging.getLogger("tdkernels")
-_warned = set()  # (operator, GPU) that this process has warned about: no table exists
+_warned: set = set()  # pairs (operator, GPU) without a table, for which this process has logged the warning
 
 
-def tune(tunable, problem, device, group):
-    """The Choice that tuning a problem gives, on all ranks; None if it could not be tuned."""
+def tune(
+    tunable: "Tunable", problem: "Problem", device: "torch.device", group: "dist.ProcessGroup",
+) -> Choice | None:
+    """Tune a problem and return the Choice for it; None if it could not be tuned. Collective."""
     try:
         entry = tuner.tune_problem(tunable, problem, device, group).entry
     except tuner.TuningError as error:  # on every rank
@@ -28,12 +38,12 @@ def tune(tunable, problem, device, group):
     return Choice(tunable.config_from_dict(entry.config), CACHE, entry)
 
 
-def report(tunable, problem, device, choice):
+def report(tunable: "Tunable", problem: "Problem", device: "torch.device", choice: Choice) -> None:
     """Log which config runs, and warn if no table exists for the GPU. Called once for each problem."""
     try:
         _log_choice(tunable, problem, device, choice)
-    except Exception:  # rank 0 must not fall behind the others for the sake of a log
-        _log.exception("%s: could not say what runs", problem)
+    except Exception:  # a failure to log on rank 0 must not stop it while the other ranks continue
+        _log.exception("%s: could not log the selected config", problem)
 
 
 def _log_choice(tunable, problem, device, choice):
@@ -43,7 +53,7 @@ def _log_choice(tunable, problem, device, choice):
 
 
 def _warn_once(tunable, problem):
-    """Warn, once for each operator and GPU, that there is no table, and name the command that tunes."""
+    """Warn once for each operator and GPU that there is no table, and name the command that tunes."""
     table_of = problem.operator, problem.gpu
     if table_of in _warned or disk_cache.user_entries(*table_of) or disk_cache.shipped_entries(*table_of):
         return

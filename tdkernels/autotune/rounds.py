@@ -1,20 +1,28 @@
-"""How long the tuner times its candidates, and which of them go on."""
+"""Timing rounds of the tuner: the length of the measurements and the rules of elimination."""
 
 import math
 from dataclasses import dataclass
 
 _MAX_CALLS = 100
-# How much of a call's time may be the host's, until it has launched the call: before it may come to count, so that a
-# CUDA graph is timed if there can be one, and before a GPU is taken to wait for it. CPU ranks compute what they launch.
+# Limits of (host time until the call is launched) / (time of the call). From HOST_COUNTS on, the host may affect the
+# timing, so a CUDA graph is timed if the calls can be captured. From HOST_BOUND on, the GPU is assumed to wait for the
+# host. The limits are infinite on CPU ranks, where the launch itself computes.
 HOST_COUNTS = {"cuda": 0.5, "cpu": math.inf}
 HOST_BOUND = {"cuda": 0.9, "cpu": math.inf}
 HAS_GRAPHS = {"cuda": True, "cpu": False}
-NOISE = 1.1  # times as long as another config the default may then take
+NOISE = 1.1  # a host-bound default config is kept if it takes at most NOISE times as long as the fastest config
 
 
 @dataclass(frozen=True)
 class Round:
-    """Each candidate runs ``repeats`` bursts of ``ms``; those within ``slack`` of the best go on, ``keep`` at most."""
+    """One round of the elimination.
+
+    Attributes:
+        repeats: Number of bursts for each candidate.
+        ms: Length of a burst in ms; 0 means a single call.
+        tolerance: A candidate stays if its time is at most ``tolerance`` times the best time.
+        keep: Maximum number of candidates that stay.
+    """
 
     repeats: int
     ms: float
@@ -29,8 +37,11 @@ ROUNDS = {
 FINAL = {"cuda": Round(5, 12, 1.0, 1), "cpu": Round(2, 0, 1.0, 1)}
 
 
-def calls_of(burst_ms, ms):
-    """How many calls fill a burst; the same on all ranks, as ``ms`` is."""
+def calls_of(burst_ms: float, ms: float | None) -> int:
+    """Return the number of calls that fill a burst of ``burst_ms`` if a call takes ``ms`` (None if not known).
+
+    The number is the same on all ranks, because ``ms`` is.
+    """
     if not burst_ms:
         return 1
     return 2 if not ms else max(2, min(_MAX_CALLS, round(burst_ms / ms)))

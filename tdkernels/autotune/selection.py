@@ -6,6 +6,7 @@ versions that it was measured with, the package's tables count for all: what was
 default. Rank 0 looks up and the others follow, so that it does not matter what is in their files.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,7 +23,8 @@ KINDRED = "kindred"
 _GUESSES = NEAREST, KINDRED, DEFAULT  # worth tuning instead, where that is wished
 
 # (tunable, problem, device, group) -> Choice or None, and (tunable, problem, device, choice) -> None: see ``on_demand``
-tune_on_demand = report_choice = None
+tune_on_demand: Callable | None = None
+report_choice: Callable | None = None
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ def choose(tunable, problem, device, group, fields):
         else:
             choices.version += 1  # so that nothing is kept of what follows from it
         if group is None or group_state(group).rank == 0:
+            assert report_choice is not None  # set by the package
             report_choice(tunable, problem, device, choice)
     return choice
 
@@ -163,6 +166,7 @@ def _agree(tunable, problem, device, group, fields):
     if not all(offer["tune"] for offer in offers):
         return choice, False
     of_rank_0 = replace(problem, shape=tuple(offers[0]["shape"]), layout=offers[0]["layout"])
+    assert tune_on_demand is not None  # set by the package
     return tune_on_demand(tunable, of_rank_0, device, group) or choice, True
 
 

@@ -1,4 +1,4 @@
-"""The source files that decide how long an operator takes: its package, and what that imports of ops and lang."""
+"""Find the source files that affect the speed of an operator: its package, and its imports from ops and lang."""
 
 import ast
 import functools
@@ -6,11 +6,11 @@ from pathlib import Path
 
 _ROOT = Path(__file__).parents[1]
 _FOLLOWED = ("tdkernels.lang", "tdkernels.ops")
-_UNTIMED = {"validation", "tuning", "cost", "tunable_base", "gemm_tunable"}  # not run by what is timed
+_UNTIMED = {"validation", "tuning", "cost", "tunable_base", "gemm_tunable"}  # modules that timed calls do not run
 
 
-def kernel_sources(package):
-    """The files, sorted, for the package of an operator."""
+def kernel_sources(package: str) -> list[Path]:
+    """Return the sorted source files for an operator, given the name of its package."""
     folder = _ROOT.joinpath(*package.split(".")[1:])
     left = [file for file in folder.rglob("*.py") if file.stem not in _UNTIMED]
     found = set(left)
@@ -23,7 +23,7 @@ def kernel_sources(package):
 
 @functools.cache
 def _imported(file):
-    """The files of ours that a file imports."""
+    """Return the files in ``_FOLLOWED`` that a file imports."""
     names = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.ImportFrom):

@@ -108,7 +108,7 @@ class _Stamp:
         return self._event.elapsed_time(later._event)
 
 
-_slowest_links = weakref.WeakKeyDictionary()
+_slowest_links: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 def slowest_link(device, group):

@@ -12,7 +12,7 @@ import triton
 from tdkernels.autotune.sources import kernel_sources
 from tdkernels.exports import TUNERS
 
-_registry = {}
+_registry: dict[str, "Tunable"] = {}
 _modules = {name: module for module, names in TUNERS.items() for name in names}  # which register them
 
 

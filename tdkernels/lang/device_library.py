@@ -3,9 +3,9 @@
 ``tdkernels.symm`` says both, when it has initialised the network's library.
 """
 
-_paths = {}
+_paths: dict = {}
 _tell = None
-_told = set()
+_told: set = set()
 
 
 def provide(paths, tell):

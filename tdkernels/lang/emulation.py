@@ -2,7 +2,7 @@
 
 from tdkernels.lang.targets import _builtin
 
-_networks = {}  # by the address of the private words of a workspace
+_networks: dict = {}  # by the address of the private words of a workspace
 
 
 def name(state, network):

@@ -10,8 +10,8 @@ from tdkernels.rounding import round_up
 
 _SLAB = 1 << 16  # words that are made at a time; making them takes a launch
 
-_slabs = {}  # device -> (zeros, how many of them are given away)
-_of_stream = {}  # (device, stream) -> words
+_slabs: dict = {}  # device -> (zeros, how many of them are given away)
+_of_stream: dict = {}  # (device, stream) -> words
 
 
 def _take(device, count):

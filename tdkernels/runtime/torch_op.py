@@ -2,6 +2,8 @@
 
 import functools
 import sys
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch.distributed import distributed_c10d as c10d
@@ -23,9 +25,13 @@ def register(schema, implementation, fake):
     torch.library.register_fake(f"tdkernels::{name}", fake, lib=_library)
 
 
-def outside_graphs(function):
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def outside_graphs(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """``torch.compiler.disable``, without the second that importing torch._dynamo takes while nobody compiles."""
-    disabled = []
+    disabled: list[Callable[_P, _R]] = []
 
     @functools.wraps(function)
     def call(*args, **kwargs):

@@ -31,8 +31,8 @@ ON_GPU = (
 
 DEVICE_FUNCTIONS = {"_spin", "finish", "await_work_item", "await_put"}
 
-_observers = []
-_patched = []  # (owner, name, original)
+_observers: list = []
+_patched: list = []  # (owner, name, original)
 
 
 @contextlib.contextmanager
@@ -320,7 +320,7 @@ def _spin(original):
     return interpreter_yield
 
 
-_barriers = {}
+_barriers: dict = {}
 
 
 def _barrier(original):

@@ -18,7 +18,7 @@ from tdkernels.sanitizer.report import RaceError
 from tdkernels.symm.group import resolve_group
 
 _TIMEOUT = timedelta(minutes=10)
-_sessions = {}  # name of a group -> how many recordings it has had
+_sessions: dict[str, int] = {}  # name of a group -> how many recordings it has had
 
 
 class Races(list):

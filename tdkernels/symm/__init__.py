@@ -7,11 +7,11 @@ an epoch and two halves.
 
 from tdkernels.symm.buffer import SymmetricBuffer
 from tdkernels.symm.factory import allocate
-from tdkernels.symm.group import resolve_group
+from tdkernels.symm.group import GroupLike, resolve_group
 from tdkernels.symm.timeout import get_timeout, set_timeout
 from tdkernels.symm.workspace import Workspace, get_workspace, synchronize
 
 __all__ = [
-    "SymmetricBuffer", "Workspace", "allocate", "get_timeout", "get_workspace", "resolve_group", "set_timeout",
-    "synchronize",
+    "GroupLike", "SymmetricBuffer", "Workspace", "allocate", "get_timeout", "get_workspace", "resolve_group",
+    "set_timeout", "synchronize",
 ]

@@ -97,7 +97,7 @@ class DeviceFailure:
             torch.cuda.synchronize(self._device)
 
 
-_devices = {}
+_devices: dict = {}
 
 
 def device_failure(device):

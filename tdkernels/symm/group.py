@@ -10,6 +10,7 @@ import weakref
 from collections import defaultdict
 from datetime import timedelta
 from types import SimpleNamespace
+from typing import TypeAlias
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
@@ -24,8 +25,10 @@ from tdkernels.symm.streams import StreamOrder
 from tdkernels.symm.timeout import get_timeout
 from tdkernels.symm.topology import likely_size, offer, topology_of
 
+GroupLike: TypeAlias = dist.ProcessGroup | dist.DeviceMesh | None  # what operators take for ``group``
 
-def resolve_group(group=None):
+
+def resolve_group(group: GroupLike = None) -> dist.ProcessGroup:
     """The ProcessGroup meant by ``group``: a ProcessGroup, a one-dimensional DeviceMesh, or None for the world.
 
     Raises:
@@ -49,7 +52,7 @@ def resolve_group(group=None):
     return group
 
 
-def resolve_group_if_any(operator, group):
+def resolve_group_if_any(operator: str, group: GroupLike) -> dist.ProcessGroup | None:
     """As ``resolve_group``. Returns None if no group is given and torch.distributed is not initialized.
 
     Raises:
@@ -319,7 +322,7 @@ def _join(ranks):
     return ", ".join(str(rank) for rank in ranks)
 
 
-states = weakref.WeakKeyDictionary()
+states: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 def group_state(group):

@@ -2,13 +2,18 @@
 
 import functools
 import threading
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
 
 import torch
 
 from tdkernels.symm.group import live_states, number_of_launches
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
-def whole_call(function):
+
+def whole_call(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Decorate a function whose launches belong together.
 
     If an exception ends the function after its first launch, the peers wait for the rest, and would take what the next

@@ -384,3 +384,9 @@ def reports_what_was_agreed(folder):
 
 def test_after_a_call_it_reports_what_the_ranks_agreed_on(folder):
     on_ranks(2, reports_what_was_agreed, folder)
+
+
+def test_operands_in_the_place_of_the_operator_are_not_printed():
+    x = torch.zeros(1000, 1000)
+    with pytest.raises(ValueError, match="or an operator such as tdkernels.ag_gemm, not a Tensor$"):
+        explain(x, x, world_size=2)

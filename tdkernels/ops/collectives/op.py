@@ -29,26 +29,29 @@ from tdkernels.ops.common.config import as_argument, check_config, from_text, wi
 from tdkernels.ops.common.multinode import spans_nodes
 from tdkernels.ops.common.tunable_base import problem_of, select
 from tdkernels.runtime import autograd, call_cache, torch_op
-from tdkernels.symm import resolve_group
+from tdkernels.symm import GroupLike, resolve_group
 from tdkernels.symm.group import group_state
 
 
 @torch.no_grad()
-def all_gather_ref(x, *, group=None):
+def all_gather_ref(x: torch.Tensor, *, group: GroupLike = None) -> torch.Tensor:
     """The specification of ``all_gather``, in plain torch.distributed; of bytes, as backends do not know all dtypes."""
+    group = resolve_group(group)
     full = plain.all_gather_rows(launcher.as_bytes(x.contiguous()), group)
     return full.view(x.dtype).view(-1, *x.shape[1:])
 
 
 @torch.no_grad()
-def reduce_scatter_ref(x, *, group=None):
+def reduce_scatter_ref(x: torch.Tensor, *, group: GroupLike = None) -> torch.Tensor:
     """The specification of ``reduce_scatter``, in plain torch.distributed."""
+    group = resolve_group(group)
     return plain.reduce_scatter_rows(x, group)
 
 
 @torch.no_grad()
-def all_reduce_ref(x, *, group=None):
+def all_reduce_ref(x: torch.Tensor, *, group: GroupLike = None) -> torch.Tensor:
     """The specification of ``all_reduce``, in plain torch.distributed."""
+    group = resolve_group(group)
     return plain.all_reduce(x.clone(memory_format=torch.contiguous_format), group)
 
 
@@ -199,7 +202,7 @@ def _keep(key, operator, group, x, config, y):
 # ---- the public functions ----
 
 
-def all_gather(x, *, group=None, config=None):
+def all_gather(x: torch.Tensor, *, group: GroupLike = None, config: CollectiveConfig | None = None) -> torch.Tensor:
     """Put all ranks' x below each other.
 
     Args:
@@ -229,7 +232,7 @@ def all_gather(x, *, group=None, config=None):
     return _call(_AllGather, "all_gather", x, group, config)
 
 
-def reduce_scatter(x, *, group=None, config=None):
+def reduce_scatter(x: torch.Tensor, *, group: GroupLike = None, config: CollectiveConfig | None = None) -> torch.Tensor:
     """Sum x over ranks and scatter the sum along its rows.
 
     Args:
@@ -260,7 +263,7 @@ def reduce_scatter(x, *, group=None, config=None):
     return _call(_ReduceScatter, "reduce_scatter", x, group, config)
 
 
-def all_reduce(x, *, group=None, config=None):
+def all_reduce(x: torch.Tensor, *, group: GroupLike = None, config: CollectiveConfig | None = None) -> torch.Tensor:
     """Sum x over ranks.
 
     Args:

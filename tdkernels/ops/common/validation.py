@@ -32,6 +32,8 @@ def check_tensor(operator, name, value, dtypes=None, like=None, like_name="x", w
         if value.layout != torch.strided:
             raise TypeError(f"{operator}: {name} must be a plain dense tensor, not {value.layout}")
         reject_tensor_subclasses(operator, name, value)
+    elif not torch.compiler.is_compiling():
+        _reject_dtensor(operator, name, value)
     if dtypes is not None and value.dtype not in dtypes:
         raise TypeError(f"{operator}: {name} is {value.dtype}; {words or _supported(dtypes)} supported")
     if like is not None and value.device != like.device:
@@ -48,10 +50,15 @@ def reject_tensor_subclasses(operator, name, tensor):
         return
     if torch._C._are_functorch_transforms_active():
         raise RuntimeError(f"{operator}: transforms of torch.func (functorch) are not supported")
-    if hasattr(tensor, "to_local"):
-        raise TypeError(f"{operator}: {name} {shape_of(tensor)} is a {type(tensor).__name__}; pass its to_local()")
+    _reject_dtensor(operator, name, tensor)
     if tensor.is_neg():
         raise TypeError(f"{operator}: {name} {shape_of(tensor)} is a view that negates its memory; pass resolve_neg()")
+
+
+def _reject_dtensor(operator, name, tensor):
+    """Raise TypeError for a DTensor, whose shape is that of all ranks."""
+    if hasattr(tensor, "to_local"):
+        raise TypeError(f"{operator}: {name} {shape_of(tensor)} is a {type(tensor).__name__}; pass its to_local()")
 
 
 def check_device(operator, name, tensor):

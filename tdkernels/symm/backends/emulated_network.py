@@ -19,7 +19,7 @@ _PIECES = 3  # a put comes in up to so many
 _LONGEST_S = 0.002  # from one delivery to the next
 _WORD = 8
 
-_live = []  # of this process, as long as they are open
+_live: list = []  # of this process, as long as they are open
 
 
 class EmulatedNetwork:

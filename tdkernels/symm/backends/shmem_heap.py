@@ -24,7 +24,7 @@ DEFAULT_MB = 2048
 _ALIGN = 512
 _SPARE = 64 << 20  # for what the library itself keeps in its memory
 
-_heaps = {}  # by device
+_heaps: dict = {}  # by device
 
 
 def heap_bytes():

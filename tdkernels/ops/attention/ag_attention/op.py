@@ -41,7 +41,7 @@ from tdkernels.ops.common.tunable_base import select
 from tdkernels.rounding import round_up
 from tdkernels.runtime import autograd, call_cache, torch_op
 from tdkernels.runtime.autograd import fake_gradients, pack_gradients, unpack_gradients
-from tdkernels.symm import resolve_group
+from tdkernels.symm import GroupLike, resolve_group
 from tdkernels.symm.group import group_state
 from tdkernels.symm.whole_call import whole_call
 
@@ -126,7 +126,10 @@ def attend_by_torch(q, k, v, causal, scale, sharding, group, return_lse=False, a
     return o.transpose(1, 2), lse.transpose(1, 2)
 
 
-def ag_attention_ref(q, k, v, *, causal=True, scale=None, sharding="contiguous", return_lse=False, group=None):
+def ag_attention_ref(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True, scale: float | None = None,
+    sharding: str = "contiguous", return_lse: bool = False, group: GroupLike = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """The specification of ``ag_attention``: keys and values are gathered, then torch attends; with gradients."""
     scale = q.shape[3] ** -0.5 if scale is None else scale
     o, lse = attend_by_torch(q, k, v, causal, scale, sharding, resolve_group(group), return_lse)
@@ -285,8 +288,10 @@ def attend(q, k, v, causal, scale, sharding, return_lse, group, config):
 
 
 def ag_attention(
-    q, k, v, *, causal=True, scale=None, sharding="contiguous", return_lse=False, group=None, config=None
-):
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True, scale: float | None = None,
+    sharding: str = "contiguous", return_lse: bool = False, group: GroupLike = None,
+    config: AgAttentionConfig | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of this rank's queries to the keys and values of all ranks, which travel meanwhile.
 
     Args:

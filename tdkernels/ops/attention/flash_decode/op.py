@@ -40,6 +40,7 @@ from tdkernels.ops.common.torch_collectives import all_reduce as plain_all_reduc
 from tdkernels.ops.common.tunable_base import select
 from tdkernels.runtime import autograd, call_cache, torch_op
 from tdkernels.runtime.autograd import fake_gradients, pack_gradients, unpack_gradients
+from tdkernels.symm import GroupLike
 from tdkernels.symm.group import resolve_group_if_any
 
 # ---- torch.library: what torch.compile sees ----
@@ -247,9 +248,12 @@ def _chosen(q, k_cache, v_cache, block_table, options, group):
 
 
 def flash_decode(
-    q, k_cache, v_cache, kv_lens, *, block_table=None, k_scale=None, v_scale=None, scale=None, soft_cap=None,
-    window=None, return_lse=False, group=None, config=None,
-):
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, kv_lens: torch.Tensor, *,
+    block_table: torch.Tensor | None = None, k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None,
+    scale: float | None = None, soft_cap: float | None = None,
+    window: int | None = None, return_lse: bool = False, group: GroupLike = None,
+    config: FlashDecodeConfig | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of the last tokens of each sequence over all ranks' keys and values.
 
     The keys of rank r come before those of rank r + 1; query tokens are the last Tq positions of the whole sequence, so
@@ -324,11 +328,13 @@ def flash_decode(
             o, lse, _ = torch.ops.tdkernels.flash_decode(*call, False, *text)
     else:
         if checked is None:
-            checked = (_settled(*operands[:3], operands[4], options, group, config),)  # a config may be None
+            settled = _settled(*operands[:3], operands[4], options, group, config)  # type: ignore[call-arg]
+            checked = (settled,)  # a config may be None
             call_cache.insert(group, checked_key, checked)
-        o, lse, _ = forward(*operands, options, _peers(group), *checked)
+        o, lse, _ = forward(*operands, options, _peers(group), *checked)  # type: ignore[call-arg]
         if call_cache.is_current(group, key):
-            call_cache.insert(group, key, _known_call(q.shape, o, lse, options, *checked, debug))
+            run = _known_call(q.shape, o, lse, options, *checked, debug)  # type: ignore[call-arg]
+            call_cache.insert(group, key, run)
     if q.dim() == 3:
         o, lse = o.squeeze(1), lse.squeeze(1)
     return (o, lse) if return_lse else o

@@ -7,6 +7,7 @@ import torch
 from tdkernels.ops.attention.flash_decode import launch as launcher
 from tdkernels.ops.attention.flash_decode.validation import FP8
 from tdkernels.ops.common.torch_collectives import all_gather_rows
+from tdkernels.symm import GroupLike
 from tdkernels.symm.group import resolve_group_if_any
 
 
@@ -62,13 +63,16 @@ def scores_of(q, k, lens, in_cache, after, scale, soft_cap, window):
 
 @torch.no_grad()
 def flash_decode_ref(
-    q, k_cache, v_cache, kv_lens, *, block_table=None, k_scale=None, v_scale=None, scale=None, soft_cap=None,
-    window=None, return_lse=False, group=None, alone=False,
-):
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, kv_lens: torch.Tensor, *,
+    block_table: torch.Tensor | None = None, k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None,
+    scale: float | None = None, soft_cap: float | None = None,
+    window: int | None = None, return_lse: bool = False, group: GroupLike = None, alone: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """The specification of ``flash_decode``: attention of each rank's keys in fp32, gathered and merged.
 
     ``alone``: without a group, be torch.distributed initialised or not.
     """
+    group = None if alone else resolve_group_if_any("flash_decode_ref", group)
     q4 = q if q.dim() == 4 else q.unsqueeze(1)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     ranks, rank = (1, 0) if alone else _ranks(group)

@@ -35,7 +35,7 @@ from tdkernels.ops.common.gemm_tunable import config_for
 from tdkernels.ops.common.multinode import spans_nodes
 from tdkernels.runtime import autograd, call_cache, torch_op
 from tdkernels.runtime.autograd import unpack_gradients
-from tdkernels.symm import resolve_group
+from tdkernels.symm import GroupLike, resolve_group
 from tdkernels.symm.group import group_state
 from tdkernels.symm.whole_call import whole_call
 
@@ -65,16 +65,22 @@ def _to_positions(o, batch, group):
 
 
 @torch.no_grad()
-def ulysses_qkv_ref(x, weight, bias=None, *, group=None):
-    """The specification of ``ulysses_qkv``."""
+def ulysses_qkv_ref(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, group: GroupLike = None,
+) -> torch.Tensor:
+    """Compute ``ulysses_qkv`` in plain torch, without gradients: its specification."""
+    group = resolve_group(group)
     y = F.linear(x, weight, bias)
     rows = _to_heads(y.reshape(-1, y.shape[-1]), x.shape[:-2].numel(), group)
     return rows.view(*x.shape[:-2], dist.get_world_size(group) * x.shape[-2], rows.shape[1])
 
 
 @torch.no_grad()
-def ulysses_out_ref(o, weight, bias=None, *, group=None):
-    """The specification of ``ulysses_out``."""
+def ulysses_out_ref(
+    o: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, group: GroupLike = None,
+) -> torch.Tensor:
+    """Compute ``ulysses_out`` in plain torch, without gradients: its specification."""
+    group = resolve_group(group)
     rows = _to_positions(o.reshape(-1, o.shape[-1]), o.shape[:-2].numel(), group)
     positions = o.shape[-2] // dist.get_world_size(group)
     return F.linear(rows, weight, bias).view(*o.shape[:-2], positions, weight.shape[0])
@@ -262,7 +268,10 @@ class _Out(torch.autograd.Function):
         return do, dweight, dbias, None, None, None
 
 
-def ulysses_qkv(x, weight, bias=None, *, group=None, config=None):
+def ulysses_qkv(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, group: GroupLike = None,
+    config: UlyssesConfig | None = None,
+) -> torch.Tensor:
     """Multiply our positions by the whole weight, and get our heads of all positions.
 
     Args:
@@ -337,7 +346,10 @@ def _keep(key, operator, run, rows, weight, batch, group, config, shape, bind_ca
     call_cache.insert(group, key, call_cache.CachedCall(again, bind if is_launch else None, shape))
 
 
-def ulysses_out(o, weight, bias=None, *, group=None, config=None):
+def ulysses_out(
+    o: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, group: GroupLike = None,
+    config: UlyssesConfig | None = None,
+) -> torch.Tensor:
     """Get all heads of our positions, and multiply them by the whole weight.
 
     Args:

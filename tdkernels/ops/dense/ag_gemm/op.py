@@ -39,12 +39,15 @@ from tdkernels.ops.dense.call import forward, keep_call
 from tdkernels.runtime import autograd, torch_op
 from tdkernels.runtime.autograd import fake_gradients
 from tdkernels.runtime.call_cache import lookup_run
-from tdkernels.symm import resolve_group
+from tdkernels.symm import GroupLike, resolve_group
 
 
 @torch.no_grad()
-def ag_gemm_ref(x, weight, bias=None, *, group=None):
+def ag_gemm_ref(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, group: GroupLike = None,
+) -> torch.Tensor:
     """The specification of ``ag_gemm``, in plain torch.distributed."""
+    group = resolve_group(group)
     return F.linear(all_gather_rows(x, group), weight, bias)
 
 
@@ -104,7 +107,10 @@ class _AgGemm(torch.autograd.Function):
         return dx if need_dx else None, dweight if need_dweight else None, dbias, None, None
 
 
-def ag_gemm(x, weight, bias=None, *, group=None, config=None):
+def ag_gemm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, group: GroupLike = None,
+    config: AgGemmConfig | None = None,
+) -> torch.Tensor:
     """Gather x along its rows while multiplying it by weight.
 
     In a group on several nodes each shard crosses the network once for each other node, and is relayed inside it.

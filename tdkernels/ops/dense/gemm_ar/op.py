@@ -32,12 +32,15 @@ from tdkernels.ops.dense.gemm_ar.config import GemmArConfig
 from tdkernels.runtime import autograd
 from tdkernels.runtime.call_cache import lookup_run
 from tdkernels.runtime.torch_op import register
-from tdkernels.symm import resolve_group
+from tdkernels.symm import GroupLike, resolve_group
 
 
 @torch.no_grad()
-def gemm_ar_ref(x, weight, bias=None, *, group=None):
+def gemm_ar_ref(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, group: GroupLike = None,
+) -> torch.Tensor:
     """The specification of ``gemm_ar``, in plain torch.distributed."""
+    group = resolve_group(group)
     z = all_reduce(F.linear(x, weight), group)
     return z if bias is None else z + bias
 
@@ -79,7 +82,10 @@ class _GemmAr(torch.autograd.Function):
         return dx, dweight, dbias, None, None
 
 
-def gemm_ar(x, weight, bias=None, *, group=None, config=None):
+def gemm_ar(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, group: GroupLike = None,
+    config: GemmArConfig | None = None,
+) -> torch.Tensor:
     """Multiply x by weight and sum the product over ranks.
 
     Args:

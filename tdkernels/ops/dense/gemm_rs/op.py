@@ -32,12 +32,15 @@ from tdkernels.ops.dense.gemm_rs import launch
 from tdkernels.ops.dense.gemm_rs.config import GemmRsConfig
 from tdkernels.runtime import autograd, torch_op
 from tdkernels.runtime.call_cache import lookup_run
-from tdkernels.symm import resolve_group
+from tdkernels.symm import GroupLike, resolve_group
 
 
 @torch.no_grad()
-def gemm_rs_ref(x, weight, bias=None, *, group=None):
+def gemm_rs_ref(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, group: GroupLike = None,
+) -> torch.Tensor:
     """The specification of ``gemm_rs``, in plain torch.distributed."""
+    group = resolve_group(group)
     z = reduce_scatter_rows(F.linear(x, weight), group)
     return z if bias is None else z + bias
 
@@ -96,7 +99,10 @@ class _GemmRs(torch.autograd.Function):
         return *(grad if needed else None for grad, needed in zip(grads, need, strict=True)), None, None
 
 
-def gemm_rs(x, weight, bias=None, *, group=None, config=None):
+def gemm_rs(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, group: GroupLike = None,
+    config: GemmRsConfig | None = None,
+) -> torch.Tensor:
     """Multiply x by weight and scatter the sum over ranks along the rows.
 
     Args:

@@ -24,7 +24,7 @@ from tdkernels.ops.experts.dispatch.validation import check_most_tokens, check_n
 from tdkernels.runtime import call_cache
 from tdkernels.runtime.autograd import reject_second_derivatives
 from tdkernels.runtime.torch_op import outside_graphs
-from tdkernels.symm import resolve_group
+from tdkernels.symm import GroupLike, resolve_group
 from tdkernels.symm.whole_call import whole_call
 
 _NAME = "all_to_all"
@@ -33,6 +33,7 @@ _NAME = "all_to_all"
 @torch.no_grad()
 def all_to_all_ref(x, splits, *, group=None):
     """The specification of ``all_to_all``, in plain torch.distributed; returns (out, out_splits)."""
+    group = resolve_group(group)
     world_size = torch.distributed.get_world_size(group)
     counts = splits.long().view(world_size, -1)
     out_splits = torch.empty_like(counts)
@@ -85,7 +86,10 @@ def _check(x, splits, scales, max_tokens, max_tokens_per_rank, config, world_siz
 
 @outside_graphs
 @whole_call
-def all_to_all(x, splits, *, scales=None, max_tokens=None, max_tokens_per_rank=None, group=None, config=None):
+def all_to_all(
+    x: torch.Tensor, splits: torch.Tensor, *, scales: torch.Tensor | None = None, max_tokens: int | None = None,
+    max_tokens_per_rank: int | None = None, group: GroupLike = None, config: EpConfig | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Send each rank its rows of x; rank r's come r-th.
 
     Args:

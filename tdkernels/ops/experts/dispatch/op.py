@@ -38,7 +38,7 @@ from tdkernels.ops.experts.dispatch.validation import (
 from tdkernels.runtime import autograd, call_cache
 from tdkernels.runtime.autograd import reject_second_derivatives
 from tdkernels.runtime.torch_op import outside_graphs
-from tdkernels.symm import resolve_group
+from tdkernels.symm import GroupLike, resolve_group
 from tdkernels.symm.whole_call import whole_call
 
 
@@ -100,6 +100,7 @@ class EpHandle:
 @torch.no_grad()
 def ep_dispatch_ref(x, topk_ids, topk_weights=None, *, num_experts, group=None):
     """The specification of ``ep_dispatch``; returns (EpTokens, what ``ep_combine_ref`` needs)."""
+    group = resolve_group(group)
     world_size = torch.distributed.get_world_size(group)
     local = num_experts // world_size
     ids = topk_ids.flatten().long()
@@ -120,6 +121,7 @@ def ep_dispatch_ref(x, topk_ids, topk_weights=None, *, num_experts, group=None):
 @torch.no_grad()
 def ep_combine_ref(rows, state, topk_weights=None, *, group=None):
     """The specification of ``ep_combine``: the sum in fp32, in the order of the choices."""
+    group = resolve_group(group)
     by_expert, order, sent, received, (tokens, k), weights = state
     weights = weights if topk_weights is None else topk_weights
     theirs = torch.empty_like(rows)
@@ -225,9 +227,11 @@ def handle_of(request, topk_weights, scales, allow_torch=True):
 @outside_graphs
 @whole_call
 def ep_dispatch(
-    x, topk_ids, topk_weights=None, *, num_experts=None, scales=None, quantize=None, max_tokens=None,
-    max_tokens_per_rank=None, group=None, config=None,
-):
+    x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor | None = None, *,
+    num_experts: int | None = None, scales: torch.Tensor | None = None, quantize: str | None = None,
+    max_tokens: int | None = None,
+    max_tokens_per_rank: int | None = None, group: GroupLike = None, config: EpConfig | None = None,
+) -> tuple[EpTokens, EpHandle]:
     """Send each token to the ranks that have its experts; rank r has experts r * E / W to (r + 1) * E / W - 1.
 
     Args:
@@ -276,11 +280,11 @@ def ep_dispatch(
         max_tokens_per_rank,
     )
     handle = handle_of(request, topk_weights, scales)
-    routing, quantize = handle._routing, quantize is not None
+    routing, quantizes = handle._routing, quantize is not None
     if autograd.may_be_differentiated((x, topk_weights)):
-        rows, row_scales, row_weights = _Dispatch.apply(x, topk_weights, scales, routing, quantize)
+        rows, row_scales, row_weights = _Dispatch.apply(x, topk_weights, scales, routing, quantizes)
     else:
-        rows, row_scales, row_weights = routing.dispatch(x, scales=scales, weights=topk_weights, quantize=quantize)
+        rows, row_scales, row_weights = routing.dispatch(x, scales=scales, weights=topk_weights, quantize=quantizes)
     if row_weights is not None:
         handle.keep_row_weights(row_weights.detach())
     return EpTokens(rows, routing.splits, row_weights, row_scales), handle
@@ -305,7 +309,10 @@ def row_weights_of(handle, topk_weights, config):
 
 @outside_graphs
 @whole_call
-def ep_combine(expert_out, handle, topk_weights=None, *, group=None, config=None):
+def ep_combine(
+    expert_out: torch.Tensor, handle: EpHandle, topk_weights: torch.Tensor | None = None, *, group: GroupLike = None,
+    config: EpConfig | None = None,
+) -> torch.Tensor:
     """Bring the experts' rows back to their tokens and add them up, weighted.
 
     Args:

@@ -50,7 +50,7 @@ class DispatchRequest(NamedTuple):
     group: object
     x: torch.Tensor
     ids: torch.Tensor
-    num_experts: int
+    num_experts: int | None
     config: EpConfig | None = None
     quantize: str | None = None
     max_tokens: int | None = None

@@ -10,11 +10,12 @@ Example:
 
 import torch
 
-from tdkernels.ops.experts.dispatch.op import EpTokens, checked_combine, handle_of, row_weights_of
+from tdkernels.ops.experts.dispatch.config import EpConfig
+from tdkernels.ops.experts.dispatch.op import EpHandle, EpTokens, checked_combine, handle_of, row_weights_of
 from tdkernels.ops.experts.dispatch.request import DispatchRequest
 from tdkernels.runtime.autograd import may_be_differentiated
 from tdkernels.runtime.torch_op import outside_graphs
-from tdkernels.symm import resolve_group
+from tdkernels.symm import GroupLike, resolve_group
 from tdkernels.symm.group import group_state
 from tdkernels.symm.whole_call import whole_call
 
@@ -45,9 +46,11 @@ def _refuse_gradients(operator, *tensors):
 @outside_graphs
 @whole_call
 def ep_dispatch_send(
-    x, topk_ids, topk_weights=None, *, num_experts=None, scales=None, quantize=None, max_tokens=None,
-    max_tokens_per_rank=None, group=None, config=None,
-):
+    x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor | None = None, *,
+    num_experts: int | None = None, scales: torch.Tensor | None = None, quantize: str | None = None,
+    max_tokens: int | None = None,
+    max_tokens_per_rank: int | None = None, group: GroupLike = None, config: EpConfig | None = None,
+) -> EpSent:
     """The first half of ``ep_dispatch``, whose arguments it has; what is called before ``receive()`` hides the wire.
 
     Returns:
@@ -79,7 +82,10 @@ def ep_dispatch_send(
 
 @outside_graphs
 @whole_call
-def ep_combine_send(expert_out, handle, topk_weights=None, *, group=None, config=None):
+def ep_combine_send(
+    expert_out: torch.Tensor, handle: EpHandle, topk_weights: torch.Tensor | None = None, *, group: GroupLike = None,
+    config: EpConfig | None = None,
+) -> EpSent:
     """The first half of ``ep_combine``, whose arguments it has; what is called before ``receive()`` hides the wire.
 
     Returns:

@@ -44,8 +44,8 @@ _MOST_DIRECT = layout.MAX_CHUNKS.value  # of EpConfig.direct_tokens
 class _EpTunable(ConfigTunable):
     """What the three have in common."""
 
-    sizes = ("tokens", "hidden", "experts", "choices")
-    layouts = ("exact", "static")
+    sizes: tuple = ("tokens", "hidden", "experts", "choices")
+    layouts: tuple = ("exact", "static")
     config_class = EpConfig
     plain_words = "torch's all-to-all between sorts", "torch's all-to-all and sorts"
     _blocks = (4096, 4), (8192, 4), (8192, 8), (16384, 4)  # bytes at a time, warps

@@ -34,13 +34,17 @@ from tdkernels.ops.experts.grouped_gemm.op import check_activation, check_expert
 from tdkernels.ops.experts.grouped_gemm.swiglu import ACTIVATIONS
 from tdkernels.runtime import autograd, call_cache
 from tdkernels.runtime.torch_op import outside_graphs
-from tdkernels.symm import resolve_group
+from tdkernels.symm import GroupLike, resolve_group
 from tdkernels.symm.whole_call import whole_call
 
 
 @torch.no_grad()
-def ep_moe_ref(x, topk_ids, topk_weights, w_gate_up, w_down, *, num_experts, activation="swiglu", group=None):
+def ep_moe_ref(
+    x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, w_gate_up: torch.Tensor, w_down: torch.Tensor,
+    *, num_experts: int, activation: str | None = "swiglu", group: GroupLike = None,
+) -> torch.Tensor:
     """The specification of ``ep_moe``, in plain torch and torch.distributed."""
+    group = resolve_group(group)
     recv, state = ep_dispatch_ref(x, topk_ids, topk_weights, num_experts=num_experts, group=group)
     hidden = group_gemm_ref(recv.x, w_gate_up, recv.splits, activation=activation)
     return ep_combine_ref(group_gemm_ref(hidden, w_down, recv.splits), state, group=group)
@@ -81,9 +85,10 @@ def _check(request, topk_weights, w_gate_up, w_down, activation, config):
 
 
 def ep_moe(
-    x, topk_ids, topk_weights, w_gate_up, w_down, *, num_experts, activation="swiglu", quantize=None, max_tokens=None,
-    max_tokens_per_rank=None, group=None, config=None,
-):
+    x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, w_gate_up: torch.Tensor, w_down: torch.Tensor,
+    *, num_experts: int, activation: str | None = "swiglu", quantize: str | None = None, max_tokens: int | None = None,
+    max_tokens_per_rank: int | None = None, group: GroupLike = None, config: EpMoeConfig | None = None,
+) -> torch.Tensor:
     """A mixture of experts, divided between ranks: rank r has experts r * E / W to (r + 1) * E / W - 1.
 
     Args:

@@ -118,7 +118,7 @@ def _call(x, w, splits, activation, keep, config):
 
 
 def _prepare(workspace, x, w, splits, activation, keep, config):
-    rows, experts, width = x.shape[0], *w.shape[:2]
+    rows, (experts, width) = x.shape[0], w.shape[:2]
     made = [output_spec(x, rows, width // 2 if activation else width)]
     if keep:
         made.append(output_spec(x, rows, width))

@@ -27,7 +27,9 @@ from tdkernels.runtime.autograd import fake_gradients, unpack_gradients
 from tdkernels.runtime.torch_op import register
 
 
-def group_gemm_ref(x, w, splits, *, activation=None):
+def group_gemm_ref(
+    x: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, *, activation: str | None = None,
+) -> torch.Tensor:
     """The specification of ``group_gemm``, in plain torch: a product for each group."""
     return swiglu_ref(product_by_group(x, w, splits), activation)
 
@@ -131,7 +133,10 @@ def _check_splits(x, w, splits):
         )
 
 
-def group_gemm(x, w, splits, *, activation=None, config=None):
+def group_gemm(
+    x: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, *, activation: str | None = None,
+    config: GroupGemmConfig | None = None,
+) -> torch.Tensor:
     """Multiply each group of rows by the weight of its expert.
 
     Args:

@@ -24,6 +24,7 @@ from tdkernels.autotune.modes import get_mode
 from tdkernels.ops.common.config import as_argument
 from tdkernels.ops.common.torch_collectives import all_gather_rows, reduce_scatter_rows
 from tdkernels.ops.experts.grouped_gemm.op import group_gemm_ref
+from tdkernels.ops.experts.tp_moe.config import MoeTpConfig
 from tdkernels.ops.experts.tp_moe.routing import MoeRouting
 from tdkernels.ops.experts.tp_moe.steps import (
     choose_configs,
@@ -39,7 +40,7 @@ from tdkernels.ops.experts.tp_moe.torch_op import tp_moe_compiled
 from tdkernels.ops.experts.tp_moe.validation import check_ag_gemm, check_gemm_rs, check_tp_moe
 from tdkernels.runtime import autograd, call_cache
 from tdkernels.runtime.torch_op import outside_graphs
-from tdkernels.symm import resolve_group
+from tdkernels.symm import GroupLike, resolve_group
 from tdkernels.symm.whole_call import whole_call
 
 # ---- the specification, in plain torch.distributed ----
@@ -56,6 +57,7 @@ def _by_expert(topk_ids, experts, group):
 @torch.no_grad()
 def moe_ag_gemm_ref(x, topk_ids, w, *, activation=None, group=None):
     """The specification of ``moe_ag_gemm``, but for the order: h by choice, 0 for those that are dropped."""
+    group = resolve_group(group)
     order, splits, kept = _by_expert(topk_ids, w.shape[0], group)
     rows = all_gather_rows(x, group)[order // topk_ids.shape[1]]
     made = group_gemm_ref(rows, w, splits, activation=activation)
@@ -65,6 +67,7 @@ def moe_ag_gemm_ref(x, topk_ids, w, *, activation=None, group=None):
 @torch.no_grad()
 def moe_gemm_rs_ref(h, topk_ids, topk_weights, w, *, group=None):
     """The specification of ``moe_gemm_rs``, of h by choice: rows multiplied, weighted, added up in fp32 by token."""
+    group = resolve_group(group)
     order, splits, kept = _by_expert(topk_ids, w.shape[0], group)
     weights = all_gather_rows(topk_weights, group).where(kept, 0.0)
     out = group_gemm_ref(h[order], w, splits)
@@ -75,8 +78,12 @@ def moe_gemm_rs_ref(h, topk_ids, topk_weights, w, *, group=None):
 
 
 @torch.no_grad()
-def tp_moe_ref(x, topk_ids, topk_weights, w_gate_up, w_down, *, activation="swiglu", group=None):
+def tp_moe_ref(
+    x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, w_gate_up: torch.Tensor, w_down: torch.Tensor,
+    *, activation: str | None = "swiglu", group: GroupLike = None,
+) -> torch.Tensor:
     """The specification of ``tp_moe``."""
+    group = resolve_group(group)
     h = moe_ag_gemm_ref(x, topk_ids, w_gate_up, activation=activation, group=group)
     return moe_gemm_rs_ref(h, topk_ids, topk_weights, w_down, group=group)
 
@@ -140,7 +147,10 @@ def _second_half(h, topk_weights, w, routing, configs):
 
 @outside_graphs
 @whole_call
-def moe_ag_gemm(x, topk_ids, w, *, activation=None, group=None, config=None):
+def moe_ag_gemm(
+    x: torch.Tensor, topk_ids: torch.Tensor, w: torch.Tensor, *, activation: str | None = None, group: GroupLike = None,
+    config: MoeTpConfig | None = None,
+) -> tuple[torch.Tensor, MoeRouting]:
     """Gather tokens while multiplying each of them by the weights of its experts.
 
     Args:
@@ -189,7 +199,10 @@ def moe_ag_gemm(x, topk_ids, w, *, activation=None, group=None, config=None):
 
 @outside_graphs
 @whole_call
-def moe_gemm_rs(h, routing, topk_weights, w, *, group=None, config=None):
+def moe_gemm_rs(
+    h: torch.Tensor, routing: MoeRouting, topk_weights: torch.Tensor, w: torch.Tensor, *, group: GroupLike = None,
+    config: MoeTpConfig | None = None,
+) -> torch.Tensor:
     """Multiply rows by the weights of their experts, and bring each token's sum back to its rank.
 
     Args:
@@ -234,7 +247,10 @@ def moe_gemm_rs(h, routing, topk_weights, w, *, group=None, config=None):
 
 
 @whole_call
-def tp_moe(x, topk_ids, topk_weights, w_gate_up, w_down, *, activation="swiglu", group=None, config=None):
+def tp_moe(
+    x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, w_gate_up: torch.Tensor, w_down: torch.Tensor,
+    *, activation: str | None = "swiglu", group: GroupLike = None, config: MoeTpConfig | None = None,
+) -> torch.Tensor:
     """A layer of experts, each of which is sliced between the ranks: moe_ag_gemm, then moe_gemm_rs.
 
     Args:
