@@ -269,8 +269,8 @@ def _pickled(fn, args, kwargs) -> bytes:
         return pickle.dumps((fn, args, kwargs))
     except (AttributeError, TypeError, pickle.PicklingError) as error:
         raise TypeError(
-            f"ranks are other processes, to which a call is sent by pickle: {getattr(fn, '__qualname__', fn)} must be a "
-            f"function of a module, not a lambda or one defined inside another, and its arguments picklable ({error})"
+            f"a call is sent to the ranks by pickle: {getattr(fn, '__qualname__', fn)} must be a function of a module, "
+            f"not a lambda or one defined inside another, and its arguments must be picklable ({error})"
         ) from error
 
 
