@@ -117,7 +117,6 @@ class RankPool:
                 self._procs.append(proc)
                 self._conns.append(ours)
                 assert proc.pid is not None  # it has started
-                assert proc.pid is not None  # it has started
                 self.pids.append(proc.pid)
             self._gather(_START_TIMEOUT_S, grace_s=1.0)
         except BaseException:

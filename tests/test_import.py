@@ -1,5 +1,7 @@
 """Importing tdkernels asks for nothing, starts nothing and takes no time worth mentioning beside torch and triton."""
 
+import ast
+import inspect
 import json
 import os
 import subprocess
@@ -7,6 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+
+import tdkernels
+from tdkernels.exports import PUBLIC
 
 ROOT = Path(__file__).parent.parent
 PROGRAM = """
@@ -79,3 +84,21 @@ def test_import_with_another_triton(change, tmp_path):
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=120, env=env)
     assert done.returncode == 0, done.stderr
+
+
+def test_type_checkers_see_all_names():
+    """The imports under TYPE_CHECKING, the table of public names and __all__ are the same."""
+    tree = ast.parse((ROOT / "tdkernels" / "__init__.py").read_text())
+    (block,) = (node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    seen = {(node.module, alias.name) for node in block.body for alias in node.names}
+    assert seen == {(module, name) for module, names in PUBLIC.items() for name in names}
+    assert {name for _, name in seen} | {"autotune"} == set(tdkernels.__all__)
+
+
+def test_public_functions_are_annotated():
+    for name in tdkernels.__all__:
+        function = getattr(tdkernels, name)
+        if inspect.isfunction(function):
+            signature = inspect.signature(function)
+            bare = [each for each in signature.parameters.values() if each.annotation is each.empty]
+            assert not bare and signature.return_annotation is not signature.empty, f"{name}: {bare}"

@@ -1,8 +1,8 @@
 """Autotuning: select a config for each problem, tune new problems, and store the results.
 
-``selection`` selects the config of a call, ``tuner`` searches for the best config, ``table`` and ``disk_cache`` store it,
-and ``explain`` reports the selection. These modules access operators only through ``tunable.Tunable``. The search spaces
-are defined in the packages of the operators.
+``selection`` selects the config of a call, ``tuner`` searches for the best config, ``table`` and ``disk_cache`` store
+it, and ``explain`` reports the selection. These modules access operators only through ``tunable.Tunable``. The search
+spaces are defined in the packages of the operators.
 """
 
 from tdkernels.autotune import on_demand, selection

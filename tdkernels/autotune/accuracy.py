@@ -3,9 +3,10 @@
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
     from tdkernels.autotune.problem import Problem
     from tdkernels.autotune.tunable import Tunable
 
@@ -23,7 +24,7 @@ class Reference:
     """
 
     def __init__(
-        self, tunable: "Tunable", problem: "Problem", operands: tuple[torch.Tensor, ...], group: dist.ProcessGroup,
+        self, tunable: "Tunable", problem: "Problem", operands: tuple[torch.Tensor, ...], group: "dist.ProcessGroup",
     ) -> None:
         self.dtype = operands[0].dtype
         wide = torch.float64 if self.dtype == torch.float32 else torch.float32
@@ -50,16 +51,16 @@ class Reference:
             raise ArithmeticError(f"wrong: errors (norm, largest) {errors}, allowed are {self.allowed}")
 
 
-def poison(made) -> None:
+def poison(output) -> None:
     """Fill the floating-point tensors of an output, a tensor or nested tuples, with NaN.
 
     The allocator is likely to reuse this memory for the next candidate. Without the NaN a candidate that writes nothing
     could pass the check.
     """
-    if isinstance(made, torch.Tensor) and made.is_floating_point():
-        made.fill_(torch.nan)
-    elif isinstance(made, tuple):
-        for part in made:
+    if isinstance(output, torch.Tensor) and output.is_floating_point():
+        output.fill_(torch.nan)
+    elif isinstance(output, tuple):
+        for part in output:
             poison(part)
 
 

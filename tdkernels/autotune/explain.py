@@ -1,6 +1,9 @@
-"""Which path a call takes, why, and how near it comes to what the hardware allows."""
+"""Explain the selection of a call: its method and config, their source, and how close it comes to the hardware limits.
+"""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,23 +15,33 @@ from tdkernels.autotune.tunable import tunable as tunable_by_name
 from tdkernels.symm import resolve_group
 from tdkernels.symm.group import caches_of, group_state
 
+if TYPE_CHECKING:
+    from tdkernels.symm.group import GroupLike
+
 
 @dataclass(frozen=True)
 class Explanation:
-    """What would run; ``str()`` of it is meant to be read.
+    """The result of ``explain``. ``str()`` formats it for reading.
+
+    Times are those of one call in ms. On CPU ranks they are None if they were not measured, because an interpreter runs
+    the kernels there.
 
     Attributes:
-        problem, config, source: source is "explicit", "cache", "shipped", "nearest", "kindred" or "default"
-        tuned_for: the problem for which the config was tuned; None for a default or explicit one
-        expected_ms, measured: of a call; measured for this very problem, or estimated
-        plain_ms: of torch's collective and matmul in sequence, where it was measured
-        local_ms, local_measured: floor of the computation: by the library alone, or at the best rate
-        bound_by: of what that rate is: "flops", or "bytes of memory"
-        wire_ms: floor of the communication: bytes at the best rate of a link
-        rates_measured: whether the best rates were measured on such a GPU, or guessed from its properties
-        in_graph: whether what was measured are calls in a CUDA graph
-
-    Without a measurement the times of CPU ranks are None: an interpreter runs the kernels there.
+        problem: The problem: operator, shape, dtype, layout, GPU and number of ranks.
+        config: The config that runs.
+        source: Where the config came from: "explicit", "cache", "shipped", "nearest", "kindred" (a similar GPU) or
+            "default".
+        tuned_for: The problem that the config was tuned for; None for a default or explicit config.
+        expected_ms: Expected time.
+        measured: Whether ``expected_ms`` was measured for exactly this problem. Otherwise it is estimated.
+        plain_ms: Time of the baseline, torch's collective and matmul in sequence; None if not measured.
+        local_ms: Lower bound for the computation: the library alone, or the peak rate.
+        local_measured: Whether ``local_ms`` was measured with the library alone.
+        bound_by: What the peak rate refers to: "flops" or "bytes of memory".
+        wire_ms: Lower bound for the communication: the bytes at the peak rate of a link.
+        rates_measured: Whether the peak rates were measured on this GPU model. Otherwise they are estimated from its
+            properties.
+        in_graph: Whether the measured calls ran in a CUDA graph.
     """
 
     problem: Problem
@@ -46,23 +59,24 @@ class Explanation:
     in_graph: bool
 
     @property
-    def how(self):
-        """Where ``expected_ms`` is from, in words."""
+    def how(self) -> str:
+        """How ``expected_ms`` was obtained: "estimated", "measured" or "measured in a CUDA graph"."""
         if not self.measured:
             return "estimated"
         return "measured in a CUDA graph" if self.in_graph else "measured"
 
     @property
-    def method(self):
-        return self.config.method
+    def method(self) -> str:
+        """The method of the config."""
+        return self.config.method  # type: ignore[attr-defined]
 
     @property
-    def floor_ms(self):
-        """The larger of the two floors, as far as they are known."""
+    def floor_ms(self) -> float | None:
+        """The larger of the known lower bounds in ms; None if none is known."""
         return max((ms for ms in (self.local_ms, self.wire_ms) if ms is not None), default=None)
 
-    def line(self):
-        """All of it in one line, for a log."""
+    def line(self) -> str:
+        """Return the explanation in one line, for a log."""
         text = f"{self.problem}: {self.method} ({self.source}), {settings(self.problem.operator, self.config)}"
         if self.expected_ms is not None:
             text += f"; {self.expected_ms:.3f} ms {self.how}"
@@ -72,7 +86,7 @@ class Explanation:
         known = [f"{name} {ms:.3f} ms" for name, ms in floors.items() if ms is not None]
         return text + ("; floors: " + ", ".join(known) if known else "")
 
-    def __str__(self):
+    def __str__(self) -> str:
         tunable = tunable_by_name(self.problem.operator)
         plain_runs, plain = tunable.plain_words
         lines = [
@@ -98,7 +112,7 @@ class Explanation:
         return "\n".join(lines)
 
     def _title(self):
-        """The problem; where there are more than the three sizes of a product, with their names."""
+        """Return the lines for the problem. If it has more than three sizes, a second line has their names."""
         names = tunable_by_name(self.problem.operator).sizes
         if len(names) <= 3:
             return [str(self.problem)]
@@ -109,35 +123,41 @@ class Explanation:
 _ORIGIN = {
     "explicit": "the call",
     "cache": "the cache on disk: tuned here",
-    "shipped": "the table that comes with tdkernels",
-    "nearest": "the nearest shape that was tuned",
-    "kindred": "the table that comes with tdkernels, of a GPU of the same kind",
-    "default": "nowhere: the default, nobody has tuned anything near it",
+    "shipped": "the table shipped with tdkernels",
+    "nearest": "the nearest tuned shape",
+    "kindred": "the table shipped with tdkernels for a similar GPU",
+    "default": "the built-in heuristic: no similar shape was tuned",
 }
 
 
-def explain(operator, *shapes, dtype=torch.bfloat16, layout=None, group=None, world_size=None, config=None):
-    """Say which method and config a call would run with, where they come from, and what limits it.
+def explain(
+    operator: str | Callable, *shapes: torch.Tensor | Sequence[int] | int | None, dtype: torch.dtype = torch.bfloat16,
+    layout: str | None = None, group: "GroupLike" = None, world_size: int | None = None, config: Any = None,
+) -> Explanation:
+    """Return the method and config that a call would run with, their source, and the limits of its speed.
+
+    This is a local function, not a collective. For a problem that is new to the group, it returns the config that this
+    rank would propose.
 
     Args:
-        operator: its name or the function, "ag_gemm" or tdkernels.ag_gemm
-        shapes: this rank's operands as they go into the call (tensors, or their shapes), or the sizes of the whole
-            problem as integers: explain("ag_gemm", 8192, 57344, 8192) is M, N, K
-        dtype: of operands that are not tensors
-        layout: of operands that are not tensors, and what operands do not show, such as "causal zigzag" of
-            ag_attention; None is what the tensors show, or else the usual one
-        group: as for the operators
-        world_size: instead of a group, where torch.distributed is not initialised
-        config: as for the operators
+        operator: The operator or its name: ``tdkernels.ag_gemm`` or "ag_gemm".
+        shapes: This rank's operands in the order of the call, as tensors or as their shapes. Alternatively, the sizes
+            of the whole problem as integers, such as M, N, K for ``explain("ag_gemm", 8192, 57344, 8192)``.
+        dtype: Dtype of operands that are not tensors.
+        layout: Layout of operands that are not tensors, or a property that operands do not show, such as
+            "causal zigzag" for ``ag_attention``. None means the layout of the tensors, or else the operator's default.
+        group: The group of ranks: a ProcessGroup, a one-dimensional DeviceMesh, or None for the world.
+        world_size: Number of ranks. Pass it instead of ``group`` if torch.distributed is not initialized.
+        config: A config of the operator; None for the one that a call without a config would select.
 
     Returns:
-        Explanation
+        The Explanation. Its ``str()`` is a report for reading.
 
     Raises:
-        ValueError
+        ValueError: If the operator does not exist, the sizes are invalid, or the config cannot run.
 
-    Contract:
-        local, not collective: for a problem that the group has not met yet it says what this rank would propose
+    Example:
+        >>> print(tdkernels.explain(tdkernels.ag_gemm, x, weight))
     """
     name = operator if isinstance(operator, str) else getattr(operator, "__name__", None)
     if name is None:
@@ -155,11 +175,12 @@ def explain(operator, *shapes, dtype=torch.bfloat16, layout=None, group=None, wo
         device, dtype = shapes[0].device, shapes[0].dtype
     if not all(isinstance(shape, int) for shape in shapes):
         layout = layout or tunable.layout_of(*shapes)
-        shapes = [tuple(getattr(shape, "shape", shape)) for shape in shapes if shape is not None]  # None: no bias
+        # An operand is None if the call has no bias.
+        shapes = [tuple(getattr(shape, "shape", shape)) for shape in shapes if shape is not None]  # type: ignore
         shapes = tunable.sizes_of(*shapes, world_size=world_size)
     local_world_size = world_size if state is None else state.likely_local_world_size
     layout = layout or tunable.layouts[0]
-    problem = Problem.on(device, name, shapes, dtype, layout, world_size, local_world_size)
+    problem = Problem.on(device, name, shapes, dtype, layout, world_size, local_world_size)  # type: ignore[arg-type]
     reason = tunable.why_not(problem)
     if reason is not None:
         raise ValueError(f"{name}: {reason}")
@@ -176,11 +197,11 @@ def explain(operator, *shapes, dtype=torch.bfloat16, layout=None, group=None, wo
 
 
 def explanation(tunable, problem, device, choice):
-    """The Explanation of a choice."""
+    """Return the Explanation of a Choice."""
     rates = hardware(device, problem.torch_dtype)
     floors, entry = tunable.floors(problem), choice.entry
     config = tunable.completed(choice.config, problem, device)
-    # What the ranks have agreed on may be of a problem that differs in a size which is each rank's own.
+    # The entry may be for another problem with the same ``Tunable.key``, which leaves out sizes that differ by rank.
     measured = choice.source in (CACHE, SHIPPED) and entry.problem == problem
     expected_ms = plain_ms = local_ms = wire_ms = None
     if device.type != "cpu":
@@ -198,11 +219,11 @@ def explanation(tunable, problem, device, choice):
     )
 
 
-def settings(operator, config):
-    """A config of an operator in a few words."""
+def settings(operator: str, config: Any) -> str:
+    """Return the fields of a config in one line of text."""
     values = tunable_by_name(operator).config_to_dict(config)
-    return " ".join(f"{name}={_plainly(value)}" for name, value in values.items())
+    return " ".join(f"{name}={_format_value(value)}" for name, value in values.items())
 
 
-def _plainly(value):
+def _format_value(value):
     return "/".join(str(v) for v in value.values()) if isinstance(value, dict) else value

@@ -1,29 +1,42 @@
-"""Steps that all ranks of a group take together, and from which they come back together, whatever fails on one of them.
+"""Synchronized steps of a group: a step succeeds or fails on all ranks together, even if only one rank has an error.
 
-Each step ends in an agreement: every rank says what came out, and hears it of the others. A step may fail; then it has
-failed for all. What it launches uses scratch workspaces, which are thrown away after a failure, so that neither the
-next step nor the group's own workspaces notice.
+Each step ends with an exchange of results between all ranks, so a failure on one rank is a failure for all. Launches
+within a step use scratch workspaces. These are discarded after a failure, so that it affects neither the next step nor
+the group's own workspaces.
 """
 
 import contextlib
 import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from tdkernels.autotune.timing import synchronize
 from tdkernels.symm.group import group_state, scratch_state
 from tdkernels.symm.timeout import shorter_timeout
 
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
 
 class TuningError(RuntimeError):
-    """A problem that could not be tuned at all; the same on every rank."""
+    """A problem could not be tuned. The error is raised on every rank of the group, with the same text."""
 
 
 class GroupStep:
-    """One rank's part of the steps; ``title`` begins the errors. To be left as the context manager that it is.
+    """One rank's side of the synchronized steps. Use it as a context manager.
 
-    Attributes: ``state`` is the group's own, ``scratch`` the one that launches see; None before ``renew_scratch``.
+    Args:
+        title: First part of the error messages.
+        group: The group whose ranks execute the steps.
+        device: The device of this rank.
+
+    Attributes:
+        state: The group's own state.
+        scratch: The scratch state that launches use; None before ``renew_scratch``.
     """
 
-    def __init__(self, title, group, device):
+    def __init__(self, title: object, group: "dist.ProcessGroup", device: "torch.device") -> None:
         self.title, self.group, self.device = title, group, device
         self.state = group_state(group)
         self.scratch = None
@@ -35,10 +48,18 @@ class GroupStep:
     def __exit__(self, *exc):
         self._stack.close()
 
-    def attempt(self, do, limit_s):
-        """Let all ranks do what may fail: (each rank's value, None), or (None, why not) with a new scratch.
+    def attempt(self, do: Callable[[], Any], limit_s: float) -> tuple[list | None, str | None]:
+        """Call ``do``, which may fail, on all ranks.
 
-        ``limit_s`` bounds each wait of a kernel for a peer. Values must be what JSON can hold.
+        Args:
+            do: Function without arguments. It returns a value that JSON can represent.
+            limit_s: Limit in seconds for each wait of a kernel for a peer.
+
+        Returns:
+            (values of all ranks, None), or after a failure (None, reason). In the latter case ``scratch`` is new.
+
+        Raises:
+            TuningError: If the device of a rank cannot be used any more.
         """
         with shorter_timeout(limit_s):
             value, reason = _try(do)
@@ -52,11 +73,11 @@ class GroupStep:
         self.renew_scratch()
         return None, failure
 
-    def must(self, what, do):
-        """Let all ranks do something without which there is no tuning; each rank's value.
+    def must(self, what: str, do: Callable[[], Any]) -> list:
+        """Call ``do``, without which tuning is impossible, on all ranks, and return their values.
 
         Raises:
-            TuningError
+            TuningError: If it fails on any rank.
         """
 
         def and_wait():
@@ -70,23 +91,23 @@ class GroupStep:
             raise TuningError(f"{self.title}: {what}: {failure}")
         return [value for value, _ in replies]
 
-    def all_say(self, what, value):
-        """Each rank's value."""
+    def all_say(self, what: str, value: Any) -> list:
+        """Exchange a value with all ranks and return the values in rank order."""
         return self._exchange(f"tune: {what}", value)
 
-    def settle(self):
-        """Return when no device of the group is at work."""
+    def settle(self) -> None:
+        """Wait until the devices of all ranks are idle."""
         synchronize(self.device)
         self.state.barrier("tune")
 
-    def renew_scratch(self):
-        """Give the scratch back, when nobody uses it any more, and begin a new one."""
+    def renew_scratch(self) -> None:
+        """Release the scratch state when no rank uses it any more, and create a new one."""
         self.settle()
         self._stack.close()
         self.scratch = self._stack.enter_context(scratch_state(self.group))
 
     def _quiet(self):
-        """After a failure: let what is still on the device end. False if the device is beyond help."""
+        """Wait for the remaining work on the device after a failure. Return False if the device is unusable."""
         try:
             synchronize(self.device)
         except RuntimeError:
@@ -94,12 +115,12 @@ class GroupStep:
         return True
 
     def _exchange(self, what, value):
-        # By the group's own state: that of a scratch may be what has just failed.
+        # Use the group's own state: the failure may have left the scratch state unusable.
         return [json.loads(text) for text in self.state.exchange(what, json.dumps(value))]
 
 
-def one_line(error):
-    """An error as text that fits a log and keeps no frames alive."""
+def one_line(error: BaseException) -> str:
+    """Return the first line of an error, at most 300 characters. Unlike the error, a text keeps no frames alive."""
     return f"{type(error).__name__}: {error}".splitlines()[0][:300]
 
 

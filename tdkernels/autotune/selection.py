@@ -1,13 +1,15 @@
-"""Which config a call runs with, and how the ranks come to the same one.
+"""Select the config of a call, the same on all ranks.
 
-In this order: the config that the call was given; the user's cache; the table that came with the package; the nearest
-shape of either; the table that came for a kindred GPU; the default. An entry of the user's cache counts only for the
-versions that it was measured with, the package's tables count for all: what was best elsewhere is a better guess than a
-default. Rank 0 looks up and the others follow, so that it does not matter what is in their files.
+The sources are, in this order: the config that was passed to the call, the user's cache, the table shipped with the
+package, the nearest shape in either, the shipped table of a similar GPU, and the heuristic config. An entry of the
+user's cache is used only with the versions that it was measured with. The shipped tables are used with all versions: a
+config that was best with other versions is a better guess than the heuristic. Rank 0 looks up the config and the other
+ranks follow, so their files may differ.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, MutableMapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,37 +19,56 @@ from tdkernels.autotune.modes import get_mode
 from tdkernels.autotune.tunable import versions
 from tdkernels.symm.group import alone, caches_of, group_state
 
-# Where a config came from.
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from tdkernels.autotune.problem import Problem
+    from tdkernels.autotune.tunable import Tunable
+
+# Sources of a config. KINDRED is the table of a similar GPU.
 EXPLICIT, CACHE, SHIPPED, NEAREST, DEFAULT = "explicit", "cache", "shipped", "nearest", "default"
 KINDRED = "kindred"
-_GUESSES = NEAREST, KINDRED, DEFAULT  # worth tuning instead, where that is wished
+_GUESSES = NEAREST, KINDRED, DEFAULT  # in mode "on" a problem is tuned instead of using one of these
 
-# (tunable, problem, device, group) -> Choice or None, and (tunable, problem, device, choice) -> None: see ``on_demand``
+# (tunable, problem, device, group) -> Choice or None, and (tunable, problem, device, choice) -> None. They are set by
+# the package to functions of ``on_demand``.
 tune_on_demand: Callable | None = None
 report_choice: Callable | None = None
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A config, where it came from, and the entry that says how fast it was there, if any."""
+    """The selected config of a problem.
+
+    Attributes:
+        config: The config.
+        source: Where it came from: "explicit", "cache", "shipped", "nearest", "kindred" or "default".
+        entry: The table entry with its measurements; None for "explicit" and "default".
+    """
 
     config: object
     source: str
     entry: table.Entry | None = None
 
 
-def choose(tunable, problem, device, group, fields):
-    """The Choice for a call without a config, the same on all ranks; collective at the first call with a problem.
+def choose(
+    tunable: "Tunable", problem: "Problem", device: torch.device, group: "dist.ProcessGroup | None", fields: dict,
+) -> Choice:
+    """Return the Choice for a call without a config, the same on all ranks.
+
+    The first call with a problem is collective.
 
     Args:
-        problem: as this rank has it; the ranks agree for its ``Tunable.key``, and rank 0 looks up the problem that it
-            has itself
-        group: None for this process alone, which asks nobody and never tunes
-        fields: what must be the same on all ranks, for the error that names who differs
+        tunable: The operator.
+        problem: The problem on this rank. It may differ between ranks as long as ``Tunable.key`` does not. Rank 0 looks
+            up its own problem.
+        device: The device of this rank.
+        group: The group of ranks; None for this process alone, which then communicates with no peer and never tunes.
+        fields: Properties that must be the same on all ranks. The error names the ranks that differ.
 
     Raises:
-        ValueError: when the ranks disagree on fields or mode
-        PeerTimeoutError
+        ValueError: If ``fields`` or the mode differ between ranks.
+        PeerTimeoutError: If a rank does not take part in time.
     """
     choices = caches_of(group).choices
     key = tunable.key(problem), get_mode()
@@ -57,22 +78,27 @@ def choose(tunable, problem, device, group, fields):
         if group is None:
             choice = look_up(tunable, problem, device, get_mode())
         else:
-            choice, final = _agree(tunable, problem, device, group, fields)
+            choice, final = _select_on_all_ranks(tunable, problem, device, group, fields)
         if final:
             choices[key] = choice
         else:
-            choices.version += 1  # so that nothing is kept of what follows from it
+            choices.version += 1  # invalidates cached results that depend on this choice
         if group is None or group_state(group).rank == 0:
             assert report_choice is not None  # set by the package
             report_choice(tunable, problem, device, choice)
     return choice
 
 
-def choice_of_call(operator, group, call, make):
-    """The Choice of a call, from those that were made before if it is still valid; ``make``: () -> Choice, if not.
+def choice_of_call(
+    operator: str, group: "dist.ProcessGroup | None", call: Hashable, make: Callable[[], Choice],
+) -> Choice:
+    """Return the cached Choice of a call if it is still valid; otherwise compute it with ``make`` and cache it.
 
     Args:
-        call: hashable; all that problem, fields and device of the call follow from, and cheaper to have
+        operator: Name of the operator.
+        group: The group of ranks, or None for this process alone.
+        call: Key of the call, which determines its problem, fields and device, and is cheaper to compute than these.
+        make: Function that returns the Choice.
     """
     caches = caches_of(group)
     key = "config", caches.choices.version, get_mode(), operator, call
@@ -83,16 +109,16 @@ def choice_of_call(operator, group, call, make):
     return choice
 
 
-def forget(tunable, problem, choices):
-    """Let the next call with a problem choose anew; to be done on all ranks."""
+def forget(tunable: "Tunable", problem: "Problem", choices: MutableMapping) -> None:
+    """Drop the cached choices of a problem, so that the next call selects again. Call it on all ranks."""
     for known in (choices, alone.choices):
         for key in [key for key in known if key[0] == tunable.key(problem)]:
             del known[key]
-    alone.choices.version += 1  # a group_gemm looks up without an entry there
+    alone.choices.version += 1  # group_gemm looks up configs without an entry in these choices
 
 
-def look_up(tunable, problem, device, mode):
-    """What this rank would choose by itself."""
+def look_up(tunable: "Tunable", problem: "Problem", device: torch.device, mode: str) -> Choice:
+    """Return the Choice of this rank, without communication."""
     if mode == "off":
         return Choice(tunable.default(problem, device), DEFAULT)
     current = versions(tunable)
@@ -103,25 +129,25 @@ def look_up(tunable, problem, device, mode):
         choice = _exact(tunable, problem, device, source, entries)
         if choice is not None:
             return choice
-    choice = _similar(tunable, problem, device, NEAREST, mine + shipped) or _of_kin(tunable, problem, device)
+    choice = _similar(tunable, problem, device, NEAREST, mine + shipped) or _from_similar_gpu(tunable, problem, device)
     return choice or Choice(tunable.fallback(problem, device), DEFAULT)
 
 
 def _exact(tunable, problem, device, source, entries):
-    """The Choice that entries have for this very problem, or None."""
+    """Return the Choice of the entry for exactly this problem, or None."""
     exact = [entry for entry in entries if entry.problem == problem]
     return _usable(tunable, problem, device, source, exact[-1]) if exact else None
 
 
 def _similar(tunable, problem, device, source, entries):
-    """The Choice of the nearest shape, or None."""
+    """Return the Choice of the entry with the nearest shape, or None."""
     similar = table.nearest(entries, problem)
     choice = _usable(tunable, problem, device, source, similar) if similar is not None else None
     return choice if choice is not None and tunable.suits(choice.config, problem, device) else None
 
 
-def _of_kin(tunable, problem, device):
-    """The Choice that would be made on a kindred GPU, which has the same ways to lose time, or None."""
+def _from_similar_gpu(tunable, problem, device):
+    """Return the Choice for a similar GPU, where the same configs are likely to be fast, or None."""
     kin = KIN.get(problem.gpu)
     if kin is None:
         return None
@@ -131,7 +157,7 @@ def _of_kin(tunable, problem, device):
 
 
 def _usable(tunable, problem, device, source, entry):
-    """The Choice of an entry, or None, reported once, if its config cannot run here."""
+    """Return the Choice of an entry. If its config cannot run here, warn once and return None."""
     try:
         config = tunable.config_from_dict(entry.config)
         reason = tunable.illegal(config, problem, device)
@@ -143,8 +169,11 @@ def _usable(tunable, problem, device, source, entry):
     return None
 
 
-def _agree(tunable, problem, device, group, fields):
-    """The Choice of all ranks, and whether it is to be kept: not if it is worth tuning when that will be possible."""
+def _select_on_all_ranks(tunable, problem, device, group, fields):
+    """Return (the Choice of all ranks, whether to cache it).
+
+    It is not cached if the problem should be tuned, but cannot be tuned now because of a CUDA-graph capture.
+    """
     state, mode = group_state(group), get_mode()
     offer = {"tune": not _capturing(device)}
     own = None
@@ -152,9 +181,9 @@ def _agree(tunable, problem, device, group, fields):
         try:
             own = look_up(tunable, problem, device, mode)
             offer |= {**_to_offer(tunable, own), "shape": problem.shape, "layout": problem.layout}
-        except Exception as error:  # the others are on their way to the agreement, and shall hear of it
+        except Exception as error:  # the other ranks wait in the consensus check, which passes the error on to them
             offer["error"] = f"{type(error).__name__}: {error}"
-    # A rank whose operands lie otherwise, or whose GPU is another, would look its choice up under another key later.
+    # Layout and GPU must be the same on all ranks: a rank that differs would use another key for its choice.
     key = tunable.key(problem)
     fields = {**fields, "layout": key.layout, "gpu": key.gpu, "config": f"left to autotune ({mode})"}
     offers = state.check_consensus(tunable.name, fields, offer)

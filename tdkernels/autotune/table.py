@@ -1,4 +1,4 @@
-"""A table of tuned configs for one operator on one kind of GPU, and its JSON text: one line an entry.
+"""Table of tuned configs for one operator on one GPU model. Its JSON text has one line for each entry.
 
     {"format": 1, "operator": "ag_gemm", "gpu": "NVIDIA H200", "entries": [
       {"world_size": 4, …, "shape": [8192, 57344, 8192], "versions": {…}, "config": {…}, "ms": 2.71, …}
@@ -7,34 +7,41 @@
 
 import json
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 
 from tdkernels.autotune.problem import Problem
 
 FORMAT = 1
-_MAX_NAME = 128  # characters; a file name has 255 bytes, which must hold ".json.lock" too, and temporary names
+_MAX_NAME = 128  # characters; a file name has 255 bytes, including ".json.lock" and the suffixes of temporary files
 _TIMES = ("ms", "plain_ms", "default_ms", "local_ms", "wire_ms")
 
 
 class TableError(ValueError):
-    """A text that is no table of ours."""
+    """A text is not a table of tuned configs."""
 
 
 class LaterFormat(TableError):
-    """A table of a later version of this library."""
+    """A table was written by a later version of this library."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """The best config known for a problem, and what was measured when it was found.
+    """The best known config for a problem, with the measurements of its tuning.
 
     Attributes:
-        versions: of torch, triton and the operator's kernels (a hash of their source)
-        config: the config as a dict
-        ms: of a call with it; plain_ms: of the plain sequence; default_ms: of the default config; local_ms: of the
-            product alone; wire_ms: of the bytes on the wire at the best rate of a link; None: not measured
-        when: the day, as YYYY-MM-DD
-        graph: whether all these are of calls in a CUDA graph, since one by one they took the host as long
+        problem: The problem.
+        versions: Versions of torch, triton and the operator's kernels (a hash of their source).
+        config: The config as a dict.
+        ms: Time of a call with the config in ms.
+        plain_ms: Time of the torch baseline; None if not measured, as for the following times.
+        default_ms: Time with the default config.
+        local_ms: Time of the computation alone.
+        wire_ms: Time of the bytes on the wire at the measured rate of a link.
+        when: The date as YYYY-MM-DD.
+        graph: Whether these times are of calls in a CUDA graph. The tuner uses one if launching the calls one by one
+            takes the host about as long as the GPU.
+        identity: The problem and the versions. A table has one entry for each identity.
     """
 
     problem: Problem
@@ -49,12 +56,16 @@ class Entry:
     graph: bool = False
     identity: tuple = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         object.__setattr__(self, "identity", (self.problem, tuple(sorted(self.versions.items()))))
 
 
-def to_json(entries):
-    """The text of a table; entries of one operator and GPU, sorted so that two tables compare line by line."""
+def to_json(entries: Iterable[Entry]) -> str:
+    """Return the text of a table. The entries are sorted, so that two tables can be compared line by line.
+
+    Raises:
+        ValueError: If the entries are not for one operator and one GPU.
+    """
     heads = {head(entry) for entry in entries}
     if len(heads) != 1:
         raise ValueError(f"a table is for one operator and GPU, not {sorted(heads)}")
@@ -64,16 +75,16 @@ def to_json(entries):
     return json.dumps(first)[:-1] + ', "entries": [\n  ' + ",\n  ".join(lines) + "\n]}\n"
 
 
-def head(entry):
-    """Of which table an entry is: operator and GPU."""
+def head(entry: Entry) -> tuple[str, str]:
+    """Return (operator, GPU) of an entry. It identifies the table to which the entry belongs."""
     return entry.problem.operator, entry.problem.gpu
 
 
-def from_json(text):
-    """The entries of a table's text, and how many of it were no entries.
+def from_json(text: str) -> tuple[list[Entry], int]:
+    """Parse the text of a table. Return its entries and the number of invalid entries, which are skipped.
 
     Raises:
-        TableError
+        TableError: If the text is not a table, or one of a later version.
     """
     try:
         table = json.loads(text)
@@ -94,13 +105,13 @@ def from_json(text):
 
 
 def _check_names(operator, gpu):
-    """Reject names that cannot name a file of the cache, ``<slug of gpu>/<operator>.json``.
+    """Reject names that are unsafe in the path of a cache file, ``<slug of gpu>/<operator>.json``.
 
-    Tables are passed from machine to machine, so a name in one must not lead out of the cache's folder. The operator
-    becomes a file name as it is; of the GPU's name only letters, digits and hyphens remain (``slug``).
+    Tables are copied between machines, so a name in a table must not lead out of the cache's folder. The operator
+    becomes a file name unchanged. ``slug`` reduces the GPU's name to letters, digits and hyphens.
 
     Raises:
-        TableError
+        TableError: If a name is rejected.
     """
     if not operator.isidentifier() or len(operator) > _MAX_NAME:
         raise TableError(
@@ -115,22 +126,22 @@ def _shortened(name):
     return repr(name if len(name) <= _MAX_NAME else name[:_MAX_NAME] + "…")
 
 
-def merge(*tables):
-    """All entries; of those with the same problem and versions the one that comes last."""
+def merge(*tables: Iterable[Entry]) -> list[Entry]:
+    """Return the entries of all tables. If several have the same problem and versions, keep the last one."""
     return list({entry.identity: entry for entries in tables for entry in entries}.values())
 
 
-def newest(entries):
-    """Of entries for the same problem the one of the latest day, of equal days the one that comes last."""
+def newest(entries: Iterable[Entry]) -> list[Entry]:
+    """Return one entry for each problem: the one with the latest date, and for equal dates the last one."""
     return list({entry.problem: entry for entry in sorted(entries, key=lambda entry: entry.when)}.values())
 
 
-def nearest(entries, problem):
-    """The entry for the most similar problem, or None: what to run where nobody has tuned.
+def nearest(entries: Sequence[Entry], problem: Problem) -> Entry | None:
+    """Return the entry with the nearest shape, or None if no shape is near enough.
 
-    Everything but the shape must be the same. The first size (M) is compared in buckets, up to each power of two, and
-    may be one bucket off; each other size by its logarithm, and may be off by a factor of two. The smallest sum of the
-    differences counts; of equals, the larger shape.
+    All properties except the shape must be the same. The first size (M) is compared in buckets, one for each power of
+    two, and may be one bucket off. The other sizes are compared by their logarithms, and may be off by a factor of two.
+    The entry with the smallest sum of these differences is returned; for equal sums, the one with the larger shape.
     """
     best, best_distance = None, math.inf
     for entry in sorted(entries, key=_order, reverse=True):
@@ -141,7 +152,7 @@ def nearest(entries, problem):
 
 
 def _distance(tuned, wanted):
-    if _but_shape(tuned) != _but_shape(wanted) or len(tuned.shape) != len(wanted.shape):
+    if _without_shape(tuned) != _without_shape(wanted) or len(tuned.shape) != len(wanted.shape):
         return math.inf
     if not all(tuned.shape) or not all(wanted.shape):
         return math.inf
@@ -151,21 +162,21 @@ def _distance(tuned, wanted):
 
 
 def _bucket(size):
-    """The exponent of the next power of two: 513 … 1024 is one bucket."""
+    """Return the exponent of the next power of two; the sizes 513 … 1024 share a bucket."""
     return (size - 1).bit_length()
 
 
-def _but_shape(problem):
+def _without_shape(problem):
     return problem.operator, problem.gpu, problem.world_size, problem.local_world_size, problem.dtype, problem.layout
 
 
 def _order(entry):
-    return *_but_shape(entry.problem), entry.problem.shape, sorted(entry.versions.items())
+    return *_without_shape(entry.problem), entry.problem.shape, sorted(entry.versions.items())
 
 
 def _to_dict(entry):
     problem = asdict(entry.problem)
-    del problem["operator"], problem["gpu"]  # the table says them
+    del problem["operator"], problem["gpu"]  # the head of the table has them
     times = {name: _rounded(getattr(entry, name)) for name in _TIMES}
     graph = {"graph": True} if entry.graph else {}
     return {**problem, "versions": entry.versions, "config": entry.config, **times, "when": entry.when, **graph}
@@ -176,7 +187,7 @@ def _rounded(ms):
 
 
 def _from_dict(operator, gpu, item):
-    """The entry, or None if it is none."""
+    """Return the Entry for an item of the JSON text, or None if the item is invalid."""
     try:
         problem = Problem(
             operator, gpu, _whole(item["world_size"]), _whole(item["local_world_size"]), _text(item["dtype"]),

@@ -1,10 +1,12 @@
-"""Times of calls on a device: bursts between two events, and the rate of a link."""
+"""Time calls on a device in bursts between two events, and measure the bandwidth of the links."""
 
 import contextlib
 import json
 import statistics
 import time
 import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,25 +14,40 @@ import torch.distributed as dist
 from tdkernels.symm import allocate
 from tdkernels.symm.group import group_state
 
-LEAD_CALLS = 2  # before the clock starts: they bring the ranks into step and let the host run ahead
+LEAD_CALLS = 2  # untimed calls before a burst: they synchronize the ranks and let the host run ahead
 _LINK_MIB = (128, 256)
 
 
-def synchronize(device):
+def synchronize(device: torch.device) -> None:
+    """Wait until a CUDA device is idle; do nothing for the CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def barrier(device, group=None):
-    """Return when all ranks have come here and their devices are idle."""
+def barrier(device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+    """Wait until all ranks have called this function and this rank's device is idle."""
     dist.barrier(group=group)
     synchronize(device)
 
 
-def burst(call, input_sets, calls, device, group=None):
-    """ms on the device and ms on the host of one of ``calls`` calls, on sets of inputs that take turns; collective.
+def burst(
+    call: Callable[[Any], object], input_sets: Sequence[Any], calls: int, device: torch.device,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[float, float]:
+    """Time consecutive calls. Collective.
 
-    Inputs that take turns are not in the cache from the call before, as they are not in a model.
+    The calls cycle through the input sets, so that inputs are not in the cache from the call before. This matches a
+    model, where each layer has inputs of its own.
+
+    Args:
+        call: Function of one input set.
+        input_sets: The input sets.
+        calls: Number of timed calls.
+        device: The device of this rank.
+        group: The group of ranks; None for the world.
+
+    Returns:
+        (ms of a call on the device, ms of a call on the host).
     """
     barrier(device, group)
     lead = lead_calls(device)
@@ -47,19 +64,22 @@ def burst(call, input_sets, calls, device, group=None):
     return begin.elapsed_ms(end) / calls, (host_end - host_begin) * 1e3 / calls
 
 
-def burst_in_graph(call, input_sets, calls, device, group=None):
-    """``burst`` of calls that a CUDA graph replays, so that the host takes no part in their time; collective."""
+def burst_in_graph(
+    call: Callable[[Any], object], input_sets: Sequence[Any], calls: int, device: torch.device,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[float, float]:
+    """Time calls as ``burst`` does, replayed by a CUDA graph, so that host time does not count. Collective."""
     lead = lead_calls(device)
     for i in range(lead):
         call(input_sets[i % len(input_sets)])
 
     def calls_in_turn():
         for i in range(lead, lead + calls):
-            call(input_sets[i % len(input_sets)])  # whose results' memory the next call can have
+            call(input_sets[i % len(input_sets)])  # the result is dropped, so that the next call can reuse its memory
 
     graph = _captured(calls_in_turn)
     barrier(device, group)
-    graph.replay()  # brings the ranks into step
+    graph.replay()  # synchronizes the ranks
     begin, end = _Stamp(device), _Stamp(device)
     begin.record()
     graph.replay()
@@ -69,7 +89,7 @@ def burst_in_graph(call, input_sets, calls, device, group=None):
 
 
 def _captured(calls):
-    """The graph of some calls. By itself, since ``torch.cuda.graph`` empties caches first, which takes far longer."""
+    """Capture calls in a CUDA graph, without ``torch.cuda.graph``, which takes far longer because it empties caches."""
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -77,7 +97,7 @@ def _captured(calls):
         try:
             calls()
         except BaseException:
-            with contextlib.suppress(RuntimeError):  # of a capture that has been spoilt
+            with contextlib.suppress(RuntimeError):  # the capture was invalidated
                 graph.capture_end()
             raise
         graph.capture_end()
@@ -85,13 +105,13 @@ def _captured(calls):
     return graph
 
 
-def lead_calls(device):
-    """How many calls a burst makes before the clock starts."""
+def lead_calls(device: torch.device) -> int:
+    """Return the number of untimed calls at the beginning of a burst."""
     return LEAD_CALLS if device.type == "cuda" else 0
 
 
 class _Stamp:
-    """A CUDA event, or the clock where there is no GPU."""
+    """A CUDA event on a GPU, or a host time stamp on the CPU."""
 
     def __init__(self, device):
         self._event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
@@ -111,10 +131,13 @@ class _Stamp:
 _slowest_links: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
-def slowest_link(device, group):
-    """``link_rate`` of the slowest rank, None if it cannot be measured; once for a group. Collective."""
+def slowest_link(device: torch.device, group: dist.ProcessGroup) -> float | None:
+    """Return the ``link_rate`` of the slowest rank in bytes per second, or None if it cannot be measured. Collective.
+
+    It is measured once for each group.
+    """
     if group_state(group).topology.num_nodes > 1:
-        return None  # no copy engine reaches other nodes
+        return None  # copy engines do not reach other nodes
     if group not in _slowest_links:
         state = group_state(group)
         room = all(text == "True" for text in state.exchange("link rate", str(_has_room(device))))
@@ -125,18 +148,21 @@ def slowest_link(device, group):
 
 
 def _has_room(device):
-    """Whether this GPU has the memory that ``link_rate`` needs."""
+    """Return whether this GPU has enough free memory for ``link_rate``."""
     if device.type != "cuda":
         return True
-    torch.cuda.empty_cache()  # symmetric memory does not come from torch's allocator
+    torch.cuda.empty_cache()  # symmetric memory is allocated outside torch's allocator
     free, _ = torch.cuda.mem_get_info(device)
     return free > 3 * (max(_LINK_MIB) << 20)
 
 
-def link_rate(device, group=None, rounds=5):
-    """Bytes a second that this GPU sends while it receives as much, by copy engines round a ring; None without GPUs.
+def link_rate(
+    device: torch.device, group: dist.ProcessGroup | None = None, rounds: int = 5,
+) -> float | None:
+    """Measure how many bytes per second this GPU sends while it receives the same amount. Collective.
 
-    The best of two sizes. No operator moves data faster than this. Collective.
+    The copy engines copy around a ring of all ranks. The result is the better of two sizes (128 and 256 MiB), and is
+    an upper bound for all operators. It is None without GPUs, or for a single rank.
     """
     ranks = dist.get_world_size(group)
     if device.type != "cuda" or ranks == 1:
@@ -151,7 +177,7 @@ def link_rate(device, group=None, rounds=5):
         pair = (following[:size], source[:size])
         times = [burst(_copy, [pair], 8, device, group)[0] for _ in range(rounds)]
         best = max(best, size / statistics.median(times) * 1e3)
-    landing.barrier()  # nobody frees what a peer still writes to
+    landing.barrier()  # no rank frees its buffer while a peer still writes to it
     landing.close()
     return best
 

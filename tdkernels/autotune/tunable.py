@@ -1,10 +1,15 @@
-"""What an operator tells the tuner of itself. The tuner, the cache and the command line know operators only by this."""
+"""Interface between operators and the tuner, and the registry of operators.
+
+The tuner, the disk cache and the command line access operators only through ``Tunable``.
+"""
 
 import functools
 import hashlib
 import importlib
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -12,162 +17,205 @@ import triton
 from tdkernels.autotune.sources import kernel_sources
 from tdkernels.exports import TUNERS
 
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from tdkernels.autotune.hardware import Hardware
+    from tdkernels.autotune.problem import Problem
+
 _registry: dict[str, "Tunable"] = {}
-_modules = {name: module for module, names in TUNERS.items() for name in names}  # which register them
+_modules = {name: module for module, names in TUNERS.items() for name in names}  # {operator: module that registers it}
 
 
 @dataclass(frozen=True)
 class Floors:
-    """What a rank must do at least.
+    """Lower bounds of the work of one rank.
 
     Attributes:
-        flops: arithmetic; memory_bytes: read from its memory, where that can take longer than the arithmetic
-        wire_bytes: come in from its peers, and as many go out
+        flops: Arithmetic operations.
+        wire_bytes: Bytes received from the peers; as many are sent.
+        memory_bytes: Bytes read from the rank's memory. Only given if reading can take longer than the arithmetic.
     """
 
     flops: int
     wire_bytes: int
     memory_bytes: int = 0
 
-    def computation_ms(self, hardware):
-        """What flops and memory take at the best rates."""
+    def computation_ms(self, hardware: "Hardware") -> float:
+        """Return the time of the computation in ms at the peak rates of ``hardware``."""
         return max(self.flops / hardware.flops, self.memory_bytes / hardware.memory) * 1e3
 
 
 class Tunable(ABC):
-    """One operator. ``operands`` are a tuple of tensors of one rank, made for a Problem.
+    """Interface of a tunable operator. Each operator implements it in its own package.
 
-    Attributes: ``name``; ``sizes``, the names of the problem's sizes; ``layouts``, the first being the usual one: how
-    operands lie, and whatever else of a call is no size and matters; ``alone``, whether one rank by itself has
-    something to tune. Its class is in the package of the operator.
+    Methods with ``operands`` take a tuple of one rank's tensors, which were created for a Problem.
+
+    Attributes:
+        name: Name of the operator.
+        sizes: Names of the sizes in ``Problem.shape``.
+        layouts: Names of the layouts, the most common first. A layout encodes the memory layout of the operands, and
+            other properties of a call that are not sizes but affect performance, such as the mask.
+        alone: Whether there is something to tune for a single rank.
+        plain_words: How ``explain`` describes the torch baseline: (what runs, what was measured).
+        local_words: How ``explain`` describes ``local`` if it was measured.
     """
 
     name: str
     sizes: tuple
     layouts: tuple
     alone = False
-    # The plain config, as explain() calls it: what runs, and what was measured.
     plain_words = "torch collective, then matmul", "torch's collective and matmul"
-    local_words = "the library alone"  # and what ``local`` is, where it was measured
+    local_words = "the library alone"
 
     @abstractmethod
-    def why_not(self, problem):
-        """Why there is no such problem (a size that the ranks do not divide, say), or None."""
+    def why_not(self, problem: "Problem") -> str | None:
+        """Return why a problem is invalid, such as a size that the ranks do not divide, or None if it is valid."""
 
-    def key(self, problem):
-        """The problem without what of its sizes and layout is each rank's own business: the ranks choose for that."""
+    def key(self, problem: "Problem") -> "Problem":
+        """Return the problem without properties that may differ between ranks. The ranks select a config for this key.
+
+        Otherwise ranks could select different configs.
+        """
         return problem
 
-    def suits(self, config, problem, device):
-        """Whether a config that was tuned for a similar problem is to run for this one; else the default does."""
+    def suits(self, config: Any, problem: "Problem", device: torch.device) -> bool:
+        """Return whether a config that was tuned for a similar problem is used for this one.
+
+        If not, the default config is used.
+        """
         return True
 
-    def goes_in_graphs(self, problem):
-        """Whether every config of a problem can be captured in a CUDA graph."""
+    def goes_in_graphs(self, problem: "Problem") -> bool:
+        """Return whether every config of a problem can be captured in a CUDA graph."""
         return False
 
     @abstractmethod
-    def sizes_of(self, *shapes, world_size):
-        """The sizes of the whole problem, from the shapes of a rank's operands; ValueError if they do not fit."""
+    def sizes_of(self, *shapes, world_size: int) -> tuple[int, ...]:
+        """Return the sizes of the whole problem for the shapes of a rank's operands.
+
+        Raises:
+            ValueError: If the shapes do not fit together.
+        """
 
     @abstractmethod
-    def layout_of(self, *operands):
-        """The layout of operands, each a tensor or a mere shape."""
+    def layout_of(self, *operands) -> str:
+        """Return the layout of operands. Each operand is a tensor or only a shape."""
 
     @abstractmethod
-    def config_to_dict(self, config):
-        """A config as a dict that JSON can hold."""
+    def config_to_dict(self, config: Any) -> dict:
+        """Return a config as a dict that JSON can represent."""
 
     @abstractmethod
-    def config_from_dict(self, values):
-        """The config that ``config_to_dict`` has made a dict of; TypeError or ValueError if it is none."""
+    def config_from_dict(self, values: dict) -> Any:
+        """Return the config for a dict from ``config_to_dict``.
 
-    def completed(self, config, problem, device):
-        """The config with what it leaves open filled in."""
+        Raises:
+            TypeError, ValueError: If the dict is not a config.
+        """
+
+    def completed(self, config: Any, problem: "Problem", device: torch.device) -> Any:
+        """Return the config with its open fields filled in."""
         return config
 
     @abstractmethod
-    def illegal(self, config, problem, device):
-        """Why a config cannot run, or None."""
+    def illegal(self, config: Any, problem: "Problem", device: torch.device) -> str | None:
+        """Return why a config cannot run, or None if it can."""
 
     @abstractmethod
-    def plain(self):
-        """The config by which the operator is torch's collective and matmul in sequence; None if there is none."""
+    def plain(self) -> Any:
+        """Return the config of the torch baseline (collective and matmul in sequence), or None if there is none."""
 
     @abstractmethod
-    def default(self, problem, device):
-        """The overlapping config for a device and a size."""
+    def default(self, problem: "Problem", device: torch.device) -> Any:
+        """Return the heuristic config of the overlapping operator for a problem and a device."""
 
-    def recordable(self, problem, device):
-        """The default config of those in which there is something to record (``trace``)."""
+    def recordable(self, problem: "Problem", device: torch.device) -> Any:
+        """Return the default among the configs that ``trace`` can record."""
         return self.default(problem, device)
 
-    def fallback(self, problem, device):
-        """What to run where nobody has tuned: the default, or the plain sequence where that is a safer guess."""
+    def fallback(self, problem: "Problem", device: torch.device) -> Any:
+        """Return the config for a problem without tuned configs.
+
+        This is the default config, or the torch baseline if that is the safer guess.
+        """
         return self.default(problem, device)
 
     @abstractmethod
-    def space(self, problem, device):
-        """Configs worth trying, legal or not; the plain sequence need not be among them."""
+    def space(self, problem: "Problem", device: torch.device) -> Iterable[Any]:
+        """Return the search space: configs that may or may not be legal. It need not contain the torch baseline."""
 
     @abstractmethod
-    def estimate_ms(self, config, problem, hardware):
-        """About how long a call takes: only the order of configs matters, and their ratios."""
+    def estimate_ms(self, config: Any, problem: "Problem", hardware: "Hardware") -> float:
+        """Estimate the time of a call in ms. Only the order and the ratios of the estimates matter."""
 
     @abstractmethod
-    def floors(self, problem):
-        """The Floors of a rank."""
+    def floors(self, problem: "Problem") -> Floors:
+        """Return the Floors of one rank."""
 
     @abstractmethod
-    def operands(self, problem, device, generator):
-        """Random operands of this rank."""
+    def operands(
+        self, problem: "Problem", device: torch.device, generator: torch.Generator,
+    ) -> tuple[torch.Tensor, ...]:
+        """Return random operands of this rank."""
 
     @abstractmethod
-    def reference_bytes(self, problem):
-        """At most how much memory ``reference`` takes for operands of a wider type, its result included."""
+    def reference_bytes(self, problem: "Problem") -> int:
+        """Return an upper bound for the bytes that ``reference`` needs in a wider dtype, including its result."""
 
     @abstractmethod
-    def reference(self, operands, problem, group):
-        """The operator's specification, in any dtype: one tensor, of the dtype of the first operand."""
+    def reference(
+        self, operands: Sequence[torch.Tensor], problem: "Problem", group: "dist.ProcessGroup",
+    ) -> torch.Tensor:
+        """Compute the operator's specification with torch, in any dtype.
+
+        The result is one tensor with the dtype of the first operand. Collective.
+        """
 
     @abstractmethod
-    def local(self, operands, problem):
-        """A function of no arguments: the computation alone, on operands of the size that a rank computes with."""
+    def local(self, operands: tuple[torch.Tensor, ...], problem: "Problem") -> Callable[[], object]:
+        """Return a function without arguments that runs only the computation, at the size that one rank computes."""
 
-    def prepared(self, operands, problem, group, config):
-        """What ``run`` takes of operands for a config; it is made outside of what is timed. Collective if need be."""
+    def prepared(
+        self, operands: tuple[torch.Tensor, ...], problem: "Problem", group: "dist.ProcessGroup", config: Any,
+    ) -> Any:
+        """Return the input of ``run`` for operands and a config. This is not timed, and may be collective."""
         return operands
 
     @abstractmethod
-    def run(self, operands, problem, group, config):
-        """One call with a config, of what ``prepared`` has given; what ``comparable`` makes a tensor of."""
+    def run(self, operands: Any, problem: "Problem", group: "dist.ProcessGroup", config: Any) -> Any:
+        """Call the operator with a config on the result of ``prepared``, and return its output for ``comparable``."""
 
-    def comparable(self, output, problem):
-        """What ``reference`` gives, of the output of ``run``; outside of what is timed, as ``prepared``."""
+    def comparable(self, output: Any, problem: "Problem") -> torch.Tensor:
+        """Return the output of ``run`` in the form of the result of ``reference``. This is not timed."""
         return output
 
     @abstractmethod
-    def compiled(self, config):
-        """Something hashable that is equal for configs which run the same compiled kernels; None: they need none."""
+    def compiled(self, config: Any) -> Hashable | None:
+        """Return a key that is equal for configs with the same compiled kernels; None for configs without kernels."""
 
     @abstractmethod
-    def compile(self, operands, problem, config):
-        """Compile what ``run`` in a group like the problem's would launch, without launching it."""
+    def compile(self, operands: tuple[torch.Tensor, ...], problem: "Problem", config: Any) -> None:
+        """Compile the kernels that ``run`` would launch in the problem's group, without launching them."""
 
 
-def register(tunable):
-    """Make an operator known to the tuner and the commands."""
+def register(tunable: Tunable) -> Tunable:
+    """Register an operator for the tuner and the command line, and return it."""
     _registry[tunable.name] = tunable
     return tunable
 
 
-def operators():
-    """The names of all operators that can be tuned."""
+def operators() -> list[str]:
+    """Return the sorted names of all operators that can be tuned."""
     return sorted({*_registry, *_modules})
 
 
-def tunable(name):
-    """The operator of that name; ValueError if there is none."""
+def tunable(name: str) -> Tunable:
+    """Return the operator with a name.
+
+    Raises:
+        ValueError: If there is no such operator.
+    """
     if name not in _registry and name in _modules:
         importlib.import_module(_modules[name])
     if name not in _registry:
@@ -176,8 +224,8 @@ def tunable(name):
 
 
 @functools.cache
-def versions(tunable):
-    """What an entry depends on besides its problem: torch, triton and a hash of the kernels' source."""
+def versions(tunable: Tunable) -> dict[str, str]:
+    """Return the versions that a tuned entry depends on: torch, triton and a hash of the kernels' source."""
     digest = hashlib.sha256()
     for file in kernel_sources(type(tunable).__module__.rpartition(".")[0]):
         digest.update(file.read_bytes())

@@ -1,28 +1,28 @@
-"""The group-wide tuner: all ranks try the same candidates in the same order and agree on each step.
+"""The tuner: all ranks of a group try the same candidates in the same order, in synchronized steps.
 
-1. Candidates: the operator's space, less what cannot run, less what a cost model puts far behind; the default config
-   and torch's plain sequence, where there is one, always stay.
-2. Compile: each rank of a node compiles its share of the distinct kernels, many at a time; then every rank finds all of
-   them in Triton's cache on disk.
-3. Check: one call of each, into poisoned memory, against the operator's reference in a wider type.
-4. Time: rounds of bursts in which the candidates take turns. What is behind drops out, so that later rounds can be
-   longer; the best two, the plain sequence and the default meet in the last one. A candidate is as slow as its slowest
-   rank. Where calls take the host about as long as the GPU, a CUDA graph replays them instead: who cares about calls
-   as small as that captures them. Of operators that cannot be captured small differences then say nothing, and the
-   default stays. The winner is checked once more, after all that.
+1. Candidates. Take the operator's search space without configs that cannot run, and without those that the cost model
+   estimates to be far slower than the best. The default config and the torch baseline, if it exists, always stay.
+2. Compile. Each rank of a node compiles its share of the distinct kernels, several at a time. Then every rank loads all
+   of them from Triton's cache on disk.
+3. Check. Call each candidate once on poisoned memory, and compare with the operator's reference in a wider dtype.
+4. Time. Candidates run in bursts, in turn. Each round eliminates slow ones, so later rounds can be longer. The best
+   two, the baseline and the default take part in the last. The slowest rank's time counts. If the host takes about as
+   long as the GPU, a CUDA graph replays the calls: programs that care about such small calls capture them. If they
+   cannot be captured, small differences say nothing, and the default is kept. The winner is checked again at the end.
 
-A candidate that fails on any rank, gives a wrong result or does not come back in time is out on all (``together``).
-What happens inside a collective of torch (the plain sequence, the reference) is beyond that: a rank that dies there
-leaves its peers to the timeout of torch's backend.
+A candidate that fails, gives a wrong result or times out on any rank is rejected on all ranks (``group_step``). This
+does not cover torch's collectives (baseline and reference): peers of a rank that dies there wait for torch's timeout.
 """
 
 import logging
 import os
 import statistics
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from datetime import date
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -44,39 +44,47 @@ from tdkernels.symm import resolve_group
 from tdkernels.symm.group import group_state
 from tdkernels.symm.timeout import get_timeout
 
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from tdkernels.autotune.tunable import Tunable
+    from tdkernels.symm.group import GroupLike
+
 _log = logging.getLogger("tdkernels")
 
-_PRUNE = 2.0  # times the best estimate
+_PRUNE = 2.0  # candidates whose estimate is more than this many times the best estimate are not tried
 _MAX_CANDIDATES = 32
-_CALL_LIMIT_S = 10.0  # for one candidate's wait for a peer
-_COLD_BYTES = 256 << 20  # sets of operands take turns until this much has gone by: several times any L2 cache
+_CALL_LIMIT_S = 10.0  # limit for each wait of a candidate for a peer
+_COLD_BYTES = 256 << 20  # total size of the operand sets that calls cycle through: several times any L2 cache
 _MAX_SETS = 8
 
 
 def tune(
-    operator, *sizes, dtype=torch.bfloat16, layout=None, group=None, device=None, budget_s=20.0, on_progress=None,
-    keep=True,
-):
-    """Find the best config for a problem and keep it in the user's cache.
+    operator: str, *sizes: int, dtype: torch.dtype = torch.bfloat16, layout: str | None = None,
+    group: "GroupLike" = None, device: torch.device | str | None = None, budget_s: float = 20.0,
+    on_progress: Callable[[str, int, int], None] | None = None, keep: bool = True,
+) -> Result:
+    """Find the best config for a problem and store it in the user's cache. Collective over ``group``.
 
     Args:
-        operator: its name, such as "ag_gemm"
-        sizes: of the whole problem, M, N and K of a product; ``python -m tdkernels tune OPERATOR`` names others
-        dtype, layout: of the operands; layout None is the usual one
-        group: as for the operators
-        device: where; None means this rank's GPU if the group's collectives run there, the CPU otherwise
-        budget_s: after this many seconds the elimination ends with what is known
-        on_progress: called with (stage, done, total) on rank 0
-        keep: whether to write the result to the user's cache; without it, later calls do not find it
+        operator: Name of the operator, such as "ag_gemm".
+        sizes: Sizes of the whole problem, such as M, N, K. ``python -m tdkernels tune OPERATOR`` lists their names.
+        dtype: Dtype of the operands.
+        layout: Layout of the operands; None for the operator's default.
+        group: The group of ranks: a ProcessGroup, a one-dimensional DeviceMesh, or None for the world. No operator of
+            this group may be in flight.
+        device: Device of this rank. None means its GPU if the group's backend is NCCL, else the CPU.
+        budget_s: Seconds after which the elimination ends with the measurements so far.
+        on_progress: Function that is called with (stage, done, total) on rank 0.
+        keep: Whether to write the result to the user's cache. If not, later calls do not find it.
 
     Returns:
-        Result
+        The Result: the best config with its measurements, all candidates and a log.
 
     Raises:
-        ValueError: for a problem that the ranks cannot share, TuningError when nothing works, PeerTimeoutError
-
-    Contract:
-        collective over group; not to be called while operators of the same group are on their way
+        ValueError: If the problem is invalid, for example because the ranks do not divide a size.
+        TuningError: If no candidate works.
+        PeerTimeoutError: If a rank does not take part in time.
     """
     tunable = tunable_by_name(operator)
     group = resolve_group(group)
@@ -90,11 +98,14 @@ def tune(
     return tune_problem(tunable, problem, device, group, budget_s=budget_s, on_progress=on_progress, keep=keep)
 
 
-def tune_problem(tunable, problem, device, group, *, budget_s=20.0, on_progress=None, keep=True):
-    """As ``tune``, for a Problem; collective."""
-    # What a candidate calls in its turn is looked up, not tuned as well while that one's time runs.
+def tune_problem(
+    tunable: "Tunable", problem: Problem, device: torch.device, group: "dist.ProcessGroup", *, budget_s: float = 20.0,
+    on_progress: Callable[[str, int, int], None] | None = None, keep: bool = True,
+) -> Result:
+    """Tune a Problem, as ``tune`` does. Collective."""
+    # Operators that a candidate calls look up their config. They must not be tuned while the candidate is timed.
     looking_up = mode("cached" if get_mode() == "on" else get_mode())
-    # The caller may be in the middle of a model; a reference that autocast makes coarse would be none.
+    # The caller may be inside a model. Disable autocast, which would make the reference inaccurate.
     with torch.no_grad(), torch.autocast(device.type, enabled=False), looking_up:
         with GroupStep(problem, group, device) as ranks:
             return _Tuner(tunable, problem, ranks, budget_s, on_progress, keep).tune()
@@ -125,13 +136,11 @@ class _Tuner:
         if self.state.rank == 0 and self._keep:
             disk_cache.store([entry])
         forget(self.tunable, self.problem, self.state.choices)
-        self.state.barrier("tune")  # nobody looks for the entry before it is there
-        # Later rounds are longer, and clocks move: times of different rounds do not compare.
+        self.state.barrier("tune")  # no rank looks up the entry before it is stored
+        # Times of different rounds are not comparable: later rounds are longer, and GPU clocks change.
         timed = sorted((t for t in trials if t.reason is None and t.samples), key=lambda t: (-t.last_round, t.ms))
         failed = [t for t in trials if t.reason is not None]
         return Result(entry, timed + failed, self.log, time.monotonic() - self.begin)
-
-    # ---- candidates ----
 
     def _candidates(self):
         space = list(dict.fromkeys(self.tunable.space(self.problem, self.device)))
@@ -153,12 +162,10 @@ class _Tuner:
         return [Trial(config) for config in kept]
 
     def _plain(self):
-        """The plain sequence's config in a list, which is empty if there is none that can run."""
+        """Return a list with the config of the torch baseline, or an empty list if it does not exist or cannot run."""
         plain = self.tunable.plain()
         possible = plain is not None and self.tunable.illegal(plain, self.problem, self.device) is None
         return [plain] if possible else []
-
-    # ---- operands ----
 
     def _make_operands(self):
         seed = 1 + self.state.rank
@@ -173,13 +180,11 @@ class _Tuner:
         self.operands = [first] + [draw() for _ in range(sets - 1)]
 
     def _try_memory(self):
-        """Find out before anybody is in a collective whether a rank has too little memory for what comes."""
+        """Allocate as much memory as the reference needs, so that a rank with too little fails before a collective."""
         torch.empty(self.tunable.reference_bytes(self.problem), dtype=torch.uint8, device=self.device)
 
     def _make_reference(self):
         self.reference = Reference(self.tunable, self.problem, self.operands[0], self.group)
-
-    # ---- compile ----
 
     def _compile(self, trials):
         by_kernel = {}
@@ -189,7 +194,7 @@ class _Tuner:
                 by_kernel.setdefault(kernel, []).append(trial)
         kernels = list(by_kernel)
         if kernels and self.problem.num_nodes > 1:
-            self.ranks.must("network", self._know_network)
+            self.ranks.must("network", self._init_network)
         topology = self.state.topology
         mine = kernels[topology.local_rank :: topology.local_world_size]
         failures = {}
@@ -205,19 +210,18 @@ class _Tuner:
             for trial in by_kernel[kernels[index]]:
                 self._reject(trial, reason)
 
-    def _know_network(self):
-        """Initialise the network's library, which kernels for several nodes are linked with."""
+    def _init_network(self):
+        """Initialize the network library, which multi-node kernels are linked with."""
         from tdkernels.symm.backends.shmem_heap import heap_for
-
         heap_for(self.device)
 
     def _compile_all(self, configs):
-        """Compile for each config, several at a time; {kernel: why it does not compile}."""
+        """Compile for each config, several at a time. Return {kernel: reason} for those that do not compile."""
         if not configs:
             return {}
 
         def compile_one(config):
-            torch.cuda.set_device(self.device)  # of this thread
+            torch.cuda.set_device(self.device)  # the current device is a property of the thread
             try:
                 self.tunable.compile(self.operands[0], self.problem, config)
             except Exception as error:
@@ -229,8 +233,6 @@ class _Tuner:
             reasons = dict(zip(configs, pool.map(compile_one, configs.values()), strict=True))
         return {kernel: reason for kernel, reason in reasons.items() if reason is not None}
 
-    # ---- check ----
-
     def _check(self, trials):
         for done, trial in enumerate(trials):
             if trial.reason is None:
@@ -238,39 +240,35 @@ class _Tuner:
             self._progress("check", done + 1, len(trials))
 
     def _try_candidate(self, trial):
-        """Check a call; False if the candidate is out."""
-        if self._attempt(trial, lambda: self._why_wrong(trial.config)) is None:
+        """Check one call of a candidate. Return False if the candidate is rejected."""
+        if self._attempt(trial, lambda: self._check_call(trial.config)) is None:
             return False
-        # By now it has ended on all ranks. Nobody goes on before all have done this: a peer may write there.
+        # The call has ended on all ranks; until then the network might still read from this memory. All ranks poison it
+        # before any rank continues, because peers write to it.
         self.ranks.must("poison", self._poison)
         return True
 
-    def _why_wrong(self, config):
-        """Raise unless a call gives what it should."""
+    def _check_call(self, config):
+        """Run one call and raise an error if its output is wrong."""
         operands = self.tunable.prepared(self.operands[0], self.problem, self.group, config)
-        made = self.tunable.run(operands, self.problem, self.group, config)
+        raw_output = self.tunable.run(operands, self.problem, self.group, config)
         synchronize(self.device)
         self.ranks.scratch.check()
-        output = self.tunable.comparable(made, self.problem)
+        output = self.tunable.comparable(raw_output, self.problem)
         try:
             self.reference.check(output)
         finally:
-            poison((made, output))
+            poison((raw_output, output))
 
     def _poison(self):
-        """Leave nothing behind by which the next candidate could be right without doing anything.
-
-        Not before all ranks have ended the call: what the network takes from here may not have gone out.
-        """
+        """Overwrite the workspaces, so that the next candidate cannot pass the check with old data."""
         for workspace in self.ranks.scratch.workspaces.values():
             if workspace.buffer is not None:
                 workspace.buffer.tensor(workspace.rank)[workspace.data_offset :].fill_(0xFF)
         synchronize(self.device)
 
-    # ---- time ----
-
     def _eliminate(self, trials):
-        """Run the rounds; the trials that are left, best first."""
+        """Run the rounds and return the remaining trials, the fastest first."""
         left = [trial for trial in trials if trial.reason is None]
         for number, round_ in enumerate(ROUNDS[self.device.type]):
             completed = self._run_round(left, round_, number, f"round {number + 1}", self.budget_s)
@@ -288,14 +286,14 @@ class _Tuner:
         return left
 
     def _should_use_graphs(self, trials):
-        """Whether the fastest call takes the host about as long as the GPU, and can be captured."""
+        """Return whether the fastest call can be captured and takes the host about as long as the GPU."""
         timed = [trial for trial in trials if trial.reason is None and trial.samples]
         best = min(timed, key=lambda t: t.ms, default=None)
         can = self.tunable.goes_in_graphs(self.problem) and HAS_GRAPHS[self.device.type]
         return can and best is not None and best.host_ms >= HOST_COUNTS[self.device.type] * best.ms
 
     def _run_round(self, trials, round_, number, stage, budget_s=float("inf")):
-        """Bursts of each trial in turn; False if there was no time for all."""
+        """Time bursts of each trial in turn. Return False if the budget ended the round."""
         before = {id(trial): trial.ms for trial in trials}
         for trial in trials:
             trial.samples, trial.host_samples = [], []
@@ -310,13 +308,13 @@ class _Tuner:
                         slowest = max(values)
                         trial.samples.append(slowest[0])
                         trial.host_samples.append(slowest[1])
-                        if values[0][2] > budget_s:  # rank 0's clock counts
+                        if values[0][2] > budget_s:  # all ranks use the time of rank 0
                             return False
                 self._progress(stage, repeat * len(trials) + done + 1, round_.repeats * len(trials))
         return True
 
     def _burst(self, trial, calls):
-        """ms of a call, those until the host has launched it, and the seconds since the tuning began."""
+        """Run a burst: (ms of a call, ms until the host has launched it, seconds since the start of tuning)."""
         used = self.operands[: lead_calls(self.device) + calls]
         sets = [self.tunable.prepared(each, self.problem, self.group, trial.config) for each in used]
         ms, host_ms = self._burst_of(
@@ -327,7 +325,7 @@ class _Tuner:
         return ms, host_ms, time.monotonic() - self.begin
 
     def _final(self, trials, left):
-        """The best two, the default and the plain sequence once more, beside the computation alone; the entry."""
+        """Time the best two, the default, the baseline and the computation alone once more. Return the Entry."""
         default = trials[0]
         plain = next((trial for trial in trials if [trial.config] == self._plain()), None)
         always = [default] if plain in (None, default) else [default, plain]
@@ -347,14 +345,14 @@ class _Tuner:
         )
 
     def _best_that_is_right(self, finalists, default):
-        """The best of the final, which has to give the right result after all those calls as well."""
+        """Return the fastest finalist that still passes the check after all these calls."""
         for trial in self._in_order([t for t in finalists if t.reason is None], default):
             if self._try_candidate(trial):
                 return trial
         raise TuningError(f"{self.problem}: no candidate survived the final: {finalists[0].reason}")
 
     def _in_order(self, finalists, default):
-        """The fastest first, but the default where another config is hardly faster and its time is the host's."""
+        """Sort by time, but put the default first if the best is host-bound and hardly faster."""
         ranked = sorted(finalists, key=lambda t: t.ms)
         if default not in ranked:
             return ranked
@@ -374,10 +372,8 @@ class _Tuner:
         bursts = [run(lambda call: call(), self.local, calls, self.device, self.group) for _ in range(round_.repeats)]
         return statistics.median(ms for ms, _ in bursts)
 
-    # ---- the rest ----
-
     def _attempt(self, trial, do):
-        """Let all ranks do one thing for a candidate; each rank's value, or None if it is out for any of them."""
+        """Call ``do`` for a candidate on all ranks. Return their values, or None if it fails on any rank."""
         values, failure = self.ranks.attempt(do, min(_CALL_LIMIT_S, get_timeout() / 4))
         if failure is not None:
             self._reject(trial, failure)
@@ -386,10 +382,10 @@ class _Tuner:
     def _reject(self, trial, reason):
         trial.reason = trial.reason or reason
         trial.samples, trial.host_samples = [], []
-        self._say(f"out: {trial.config}: {reason}")
+        self._say(f"rejected: {trial.config}: {reason}")
 
     def _progress(self, stage, done, total):
-        """Tell the caller. One that raises is not told again: the other ranks have gone on meanwhile."""
+        """Call ``on_progress``. If it raises, do not call it again: the other ranks have continued meanwhile."""
         if self._callback is not None:
             try:
                 self._callback(stage, done, total)

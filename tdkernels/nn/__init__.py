@@ -1,4 +1,4 @@
-"""Modules made of the operators, to put into existing models."""
+"""torch.nn modules built from the operators: mixture-of-experts layers for existing models."""
 
 from tdkernels.nn.checkpoint import full_state_dict
 from tdkernels.nn.huggingface import replace_moe

@@ -1,12 +1,17 @@
-"""The weights of experts as checkpoints have them, from and to a rank's part of them.
+"""Load and save experts' weights in the layouts of Hugging Face checkpoints.
 
-A module keeps w_gate_up and w_down of its own experts, or of its own part of I. The layouts of Hugging Face's models:
+A module holds ``w_gate_up`` and ``w_down`` of its rank's experts, or of its rank's part of the intermediate size I. The
+checkpoint layouts are:
 
-    fused       experts.gate_up_proj [E, 2 * I, H], gate first; experts.down_proj [E, H, I]: modules of transformers 5
-    qwen3_moe   experts.{e}.gate_proj.weight [I, H], experts.{e}.up_proj.weight, experts.{e}.down_proj.weight [H, I]:
-                checkpoints of Qwen3-MoE, and of many others
-    mixtral     the same as experts.{e}.w1.weight, experts.{e}.w3.weight, experts.{e}.w2.weight: those of Mixtral
+    fused       experts.gate_up_proj [E, 2 * I, H], gate first, and experts.down_proj [E, H, I]. Used by the modules of
+                transformers 5.
+    qwen3_moe   experts.{e}.gate_proj.weight [I, H], experts.{e}.up_proj.weight [I, H] and
+                experts.{e}.down_proj.weight [H, I]. Used by the checkpoints of Qwen3-MoE and many other models.
+    mixtral     The same weights named experts.{e}.w1.weight, experts.{e}.w3.weight and experts.{e}.w2.weight. Used by
+                the checkpoints of Mixtral.
 """
+
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,32 +22,33 @@ FUSED = ("experts.gate_up_proj", "experts.down_proj")
 
 
 class Shard:
-    """What a rank has: which experts, and which of the I channels between their two products.
+    """One rank's part of the experts' weights: a range of experts, and a range of the I intermediate channels.
 
-    A module that has ``shard``, w_gate_up [experts, 2 * channels, H] and w_down [experts, H, channels] takes any of the
-    layouts once ``load_any_layout`` is its hook, and gives them back by ``full_state_dict``.
+    It allows a module to load and save any of the layouts. The module needs the attributes ``shard``,
+    ``w_gate_up`` [experts, 2 * channels, H] and ``w_down`` [experts, H, channels]. ``load_any_layout``, registered as a
+    hook, loads weights, and ``full_state_dict`` returns them.
     """
 
-    def __init__(self, experts, channels, num_experts, intermediate, hidden):
+    def __init__(self, experts: range, channels: range, num_experts: int, intermediate: int, hidden: int) -> None:
         self.experts, self.channels = experts, channels
         self.num_experts = num_experts
         self.shapes = {"gate": (intermediate, hidden), "up": (intermediate, hidden), "down": (hidden, intermediate)}
 
-    def of(self, part, weight):
-        """The rank's part of a whole weight of one expert."""
+    def of(self, part: str, weight: torch.Tensor) -> torch.Tensor:
+        """Return this rank's channels of one expert's complete weight; ``part`` is "gate", "up" or "down"."""
         channels = slice(self.channels.start, self.channels.stop)
         return weight[:, channels] if part == "down" else weight[channels]
 
-    def weights(self, found):
-        """(w_gate_up, w_down) of whole weights by (expert, part)."""
+    def weights(self, found: dict[tuple[int, str], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return this rank's (w_gate_up, w_down) for a dict from (expert, part) to the complete weight."""
         gate_up = [
             torch.cat([self.of(part, found[expert, part]) for part in ("gate", "up")]) for expert in self.experts
         ]
         return torch.stack(gate_up), torch.stack([self.of("down", found[expert, "down"]) for expert in self.experts])
 
     def join(self, gate_up, down):
-        """Whole w_gate_up and w_down of those of all ranks, in their order."""
-        if len(self.experts) < self.num_experts:  # divided by experts
+        """Return the complete (w_gate_up, w_down) for the lists of all ranks' parts in rank order."""
+        if len(self.experts) < self.num_experts:  # the experts are divided between the ranks
             return torch.cat(gate_up), torch.cat(down)
         gate_up = torch.cat([part.unflatten(1, (2, -1)) for part in gate_up], dim=2)
         return gate_up.flatten(1, 2), torch.cat(down, dim=2)
@@ -52,7 +58,7 @@ class Shard:
 
 
 def _take(state_dict, prefix, shard, error_msgs):
-    """{(expert, part): whole weight} of what there is in any layout, which is removed from ``state_dict``."""
+    """Remove the experts' weights, in any layout, from ``state_dict``. Return {(expert, part): complete weight}."""
     found, names = {}, {}
     for layout in LAYOUTS.values():
         for expert in range(shard.num_experts):
@@ -78,7 +84,10 @@ def _take(state_dict, prefix, shard, error_msgs):
 
 
 def load_any_layout(module, state_dict, prefix, _metadata, _strict, missing_keys, _unexpected_keys, error_msgs):
-    """A load_state_dict pre-hook: a rank's part of whole weights in any layout. Its own are taken as they are."""
+    """Convert complete weights in any layout to this rank's part. A ``load_state_dict`` pre-hook.
+
+    If the state dict has this rank's ``w_gate_up`` and ``w_down`` instead, it is left unchanged.
+    """
     shard, errors = module.shard, []
     found = _take(state_dict, prefix, shard, errors)
     if not found and not errors:
@@ -86,7 +95,7 @@ def load_any_layout(module, state_dict, prefix, _metadata, _strict, missing_keys
     missing = [key for key in ((e, part) for e in shard.experts for part in PARTS) if key not in found]
     missing_keys += [f"{prefix}experts.{expert} ({part})" for expert, part in missing]
     error_msgs += errors
-    if missing or errors:  # what was said is what is wrong, and not that the stacked weights are missing
+    if missing or errors:  # pass the current weights on, so that no additional errors report them as missing
         weights = module.w_gate_up.detach(), module.w_down.detach()
     else:
         weights = shard.weights(found)
@@ -102,18 +111,21 @@ def _gather(tensor, group):
     return parts
 
 
-def full_state_dict(model, layout="fused"):
-    """The state dict of a model with all experts whole, in a layout of Hugging Face's.
+def full_state_dict(model: torch.nn.Module, layout: str = "fused") -> dict[str, Any]:
+    """Return the state dict of a model with complete experts, in a layout of Hugging Face.
+
+    Collective over the groups of the layers. Every rank then holds all experts, which takes memory.
 
     Args:
-        model: a module, with EPMoE or TPMoE in it or itself one
-        layout: "fused", which modules of transformers 5 load; or "qwen3_moe" or "mixtral", as their checkpoints
+        model: A model that contains EPMoE or TPMoE modules, or such a module itself.
+        layout: "fused", which the modules of transformers 5 load, or "qwen3_moe" or "mixtral", which are the layouts
+            of these models' checkpoints.
 
     Returns:
-        the state dict, the same on every rank; weights of experts are new tensors, on the device of the model
+        The state dict, the same on every rank. The experts' weights are new tensors on the device of the model.
 
-    Contract:
-        collective over the groups of the layers; all ranks hold all experts at the end, so it takes memory
+    Raises:
+        ValueError: If ``layout`` is unknown.
     """
     if layout != "fused" and layout not in LAYOUTS:
         raise ValueError(f"full_state_dict: layout must be one of {('fused', *LAYOUTS)}, not {layout!r}")
@@ -133,4 +145,5 @@ def _in_layout(gate_up, down, layout):
         return
     for expert, (both, second) in enumerate(zip(gate_up, down, strict=True)):
         for name, weight in zip(LAYOUTS[layout], (*both.chunk(2), second), strict=True):
-            yield f"experts.{expert}.{name}.weight", weight.clone()  # safetensors takes no two that share memory
+            # safetensors does not save tensors that share memory.
+            yield f"experts.{expert}.{name}.weight", weight.clone()

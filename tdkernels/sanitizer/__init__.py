@@ -1,9 +1,10 @@
-"""Find races between the ranks of a kernel, on CPU ranks: a vector-clock race checker and a seeded scheduler.
+"""Race checker for kernels that communicate between ranks: vector clocks and a seeded scheduler, on CPU ranks.
 
     with tdkernels.sanitizer.record():       # collective; raises RaceError at the end if there is a race
         y = my_operator(x)
 
-With ``TDKERNELS_SANITIZE=1`` each run of a RankPool is recorded. ``docs/race-checker.md`` explains the reports.
+If ``TDKERNELS_SANITIZE=1`` is set, each run of a RankPool is recorded. ``docs/contributing/race-checker.md`` explains
+the reports.
 """
 
 from tdkernels.sanitizer.lockstep import DeadlockError

@@ -1,14 +1,15 @@
-"""Vector clocks of threads, where a thread is a work item of a program of a launch, or a side-stream operation.
+"""Vector clocks. A thread is a work item of a program of a launch, an access by the host, or a put of the network.
 
-A clock is a dict. ``clock[thread number]`` is how far it has seen a thread; ``clock[rank, stream]`` is the number of
-the last launch of a stream that it has seen to its end, which covers all threads of this launch and of those before it.
+A clock is a dict. ``clock[thread number]`` is the time of a thread up to which its accesses are covered.
+``clock[rank, stream]`` is the number of the last covered launch of a stream. It covers all threads of this launch and
+of earlier ones.
 """
 
 from dataclasses import dataclass, field
 
 
-def join(clock, other):
-    """Let ``clock`` know all that ``other`` knows."""
+def join(clock: dict, other: dict) -> dict:
+    """Set ``clock`` to the elementwise maximum of both clocks, and return it."""
     for key, value in other.items():
         if clock.get(key, -1) < value:
             clock[key] = value
@@ -19,9 +20,18 @@ def join(clock, other):
 class Thread:
     """A sequence of accesses in program order.
 
-    Attributes: number; rank, stream, launch; kernel; program and item, or what it is in words; clock, which leaves out
-    the thread itself; now, its own time, which advances at each release; acquired {rank: (word, value, site)}, the last
-    signal of each rank that it has acquired; released [(time, word, value, site)].
+    Attributes:
+        number: Number of the thread.
+        rank: Rank in the world.
+        stream: MAIN or SIDE, or "network" for a put.
+        launch: Number of the launch on this rank and stream.
+        kernel: Name of the kernel, or "host".
+        program: Program id (x, y, z); None for the host.
+        item: Number of the work item, "end", "put" or None.
+        clock: The clock, without an entry for the thread itself.
+        now: The thread's own time, which advances with each release.
+        acquired: {rank: (inode, offset, value, site)}, the last signal that the thread acquired from each rank.
+        released: [(time, inode, offset, value, site)], the signals that the thread raised.
     """
 
     number: int
@@ -36,8 +46,11 @@ class Thread:
     acquired: dict = field(default_factory=dict)
     released: list = field(default_factory=list)
 
-    def snapshot(self):
-        """What another thread learns that acquires from this one now; later accesses of this one are not in it."""
+    def snapshot(self) -> dict:
+        """Return the clock that a thread gets if it acquires from this one now, and advance the own time.
+
+        The clock does not cover later accesses of this thread.
+        """
         clock = {**self.clock, self.number: self.now}
         self.now += 1
         return clock
@@ -45,15 +58,15 @@ class Thread:
 
 @dataclass(frozen=True)
 class Access:
-    """One read or write: by which thread, when in its time, at which line, of how many accesses the first."""
+    """One read or write: its thread, the thread's time, the kind ("read" or "write") and the source line."""
 
     thread: Thread
     time: int
     kind: str
     site: int
 
-    def is_before(self, thread):
-        """Whether the access happens before what a thread does now."""
+    def is_before(self, thread: Thread) -> bool:
+        """Return whether the access happens before the next access of a thread."""
         own = self.thread
         if own is thread:
             return True
@@ -63,7 +76,7 @@ class Access:
 
 @dataclass(frozen=True)
 class Release:
-    """A value of a word: the clock that it carries, and who can acquire it."""
+    """A release of a value to a word: the clock that it carries, and the properties that limit its acquires."""
 
     clock: dict
     rank: int
@@ -71,8 +84,11 @@ class Release:
     by_network: bool
     site: int
 
-    def reaches(self, rank, scope, by_network):
-        """Whether an acquire of this rank makes an edge: at system scope between ranks, by ``await_put`` for a put."""
+    def reaches(self, rank: int, scope: str, by_network: bool) -> bool:
+        """Return whether an acquire by a rank synchronizes with this release.
+
+        Between ranks both sides need system scope. A put is only acquired by ``await_put``.
+        """
         if self.by_network:
             return by_network
         return self.rank == rank or self.scope == scope == "SYSTEM"

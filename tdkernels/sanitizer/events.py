@@ -1,16 +1,26 @@
-"""Record what the programs of a rank do to memory, as a list of events for ``happens_before``.
+"""Record the memory accesses of a rank's programs as a list of events for ``happens_before``.
 
-An event is a tuple; the first four items are (kind, time in ns, program, site). ``site`` is an index into ``sites``:
-the innermost Python frame that belongs neither to Triton nor to ``tdkernels.lang``, that is a line of the operator.
+An event is a tuple. Its first four items are (kind, time in ns, program, site). ``site`` is an index into ``sites``. It
+is the innermost Python frame outside of Triton and ``tdkernels.lang``, which is a line of the operator. The kinds and
+their further items are:
 
-    launch     kernel, stream, what a program keeps between items        end
-    read       pieces                                                    write   pieces
-    atomic     [(inode, offset, old, new or None)], operation, semantics, scope, value waited for, by await_put
-    item       number                                                    finish
+    launch     kernel, stream, attribute ``program_keeps`` of the kernel
+    end        none: the launch has ended
+    read       pieces
+    write      pieces
+    atomic     [(inode, offset, old, new or None)], operation, semantics, scope, value waited for, whether by await_put
+    item       number of the work item that the program begins
+    finish     none: the program has called ``finish``
     host       "read" or "write", pieces, stream
     put        pieces read, pieces written, signal (inode, offset, value) or None, peer
-    fence, quiet, join                                                   side    stream forks from the main stream
-    out, back  key: a collective of the host begins, ends; out also has the ranks
+    fence      none: later puts of the program are ordered after its earlier puts
+    quiet      none: the program has waited for the completion of its puts
+    side       none: the side stream waits for the main stream
+    join       none: the main stream waits for the side stream
+    out        key, ranks: a collective of the host begins
+    back       key: it ends
+
+Pieces are lists of (inode, starts, stops), as in ``locations``.
 """
 
 import contextlib
@@ -31,17 +41,18 @@ _SKIPPED = (str(_HERE), str(_HERE.parent / "lang"), str(Path(triton.__file__).pa
 
 
 class Recorder(Observer):
-    """The events of this rank, in order."""
+    """Observer that records the events of this rank, in order."""
 
     def __init__(self):
         self.events, self.sites, self._site_numbers = [], [], {}
         self.locations = Locations()
         self._is_skipped = {}
         self._stream = MAIN
-        self._expected, self._by_network = {}, set()  # of the waits that programs are in
+        # For programs that are in a wait: the value waited for, and the programs that wait in await_put.
+        self._expected, self._by_network = {}, set()
 
-    def log(self):
-        """All that was recorded, to be pickled."""
+    def log(self) -> dict:
+        """Return the recording in a form that can be pickled."""
         self.locations.describe()
         return {"events": self.events, "sites": self.sites, "names": self.locations.names}
 
@@ -49,7 +60,7 @@ class Recorder(Observer):
         self.events.append((kind, time.monotonic_ns() if at is None else at, program(), self._site(), *more))
 
     def _site(self):
-        """The number of the line that is being executed."""
+        """Return the index in ``sites`` of the line that is being executed."""
         frame = sys._getframe(2)
         while frame is not None:
             code = frame.f_code
@@ -87,7 +98,7 @@ class Recorder(Observer):
         elif name == "await_put":
             self._by_network.add(me)
         elif name == "finish":
-            self._add("finish")  # before its atomic, which speaks for all items of the program
+            self._add("finish")  # before the atomic in ``finish``, which releases all items of the program
         try:
             yield
         finally:
@@ -106,7 +117,8 @@ class Recorder(Observer):
         self._add(kind, self.locations.pieces(addresses, itemsize))
 
     def before(self, kind, addresses):
-        # A release is dated before it can be seen, and an acquire after it has seen: merged by time, causes come first.
+        # A release gets the time before its value becomes visible, and an acquire the time after it has read the value.
+        # So causes come before effects when the logs are merged by time.
         self._began = time.monotonic_ns()
 
     def atomic(self, op, addresses, operands, olds, sem, scope):
@@ -123,7 +135,7 @@ class Recorder(Observer):
     def host_access(self, kind, start, stop):
         if stop > start:
             pieces = self.locations.pieces(np.array([start]), stop - start)
-            if pieces[0][0]:  # memory of this rank alone is not compared between launches
+            if pieces[0][0]:  # skip private memory, which is not checked across launches
                 self._add("host", kind, pieces, self._stream)
 
     # ---- the host and the network ----
@@ -166,14 +178,14 @@ class Recorder(Observer):
 
 
 def _value(handle):
-    """What a tensor of the interpreter holds, or a plain number."""
+    """Return the value of an interpreter tensor or of a plain number."""
     data = getattr(getattr(handle, "handle", None), "data", handle)
     data = getattr(data, "value", data)
     return np.asarray(data).reshape(-1)[0] if np.size(data) == 1 else np.asarray(data)
 
 
 def _written(op, operand, old):
-    """What an atomic leaves in the word; None if it changes nothing."""
+    """Return the value of the word after an atomic; None if the atomic does not change it."""
     if op == "XCHG":
         return int(operand)
     if op == "CAS":
@@ -183,4 +195,4 @@ def _written(op, operand, old):
         return old + int(operand) if int(operand) else None
     if op in ("MAX", "MIN"):
         return {"MAX": max, "MIN": min}[op](old, int(operand))
-    return old  # of no use here as a signal
+    return old  # other operations are not used for signals

@@ -1,8 +1,9 @@
 """Find races in the logs of all ranks: two accesses to one byte, one of them a write, that no signal orders.
 
-The order is not that in which the accesses happened. It follows from the edges that hold in every execution with the
-same communication: program order, launches of one stream after each other, an acquire after the release that it reads,
-the network's rules, and collectives of the host. So a race is found although the values were right.
+The happens-before order does not depend on the times of the accesses. It follows from edges that hold in every
+execution with the same communication: program order, the order of launches on a stream, an acquire after the release
+whose value it reads, the ordering rules of the network, and collectives of the host. So a race is found even if the
+values were right in this run.
 """
 
 import heapq
@@ -22,7 +23,11 @@ _FOREVER = 1 << 60
 
 
 class Analysis:
-    """One pass over the logs of all ranks, which finds a Race for each pair of lines."""
+    """One pass over the logs of all ranks. It finds at most one Race for each pair of source lines.
+
+    Args:
+        logs: {rank: result of ``Recorder.log``}.
+    """
 
     def __init__(self, logs):
         self.logs = logs
@@ -30,7 +35,7 @@ class Analysis:
         for log in logs.values():
             for inode, layout in log["names"].items():
                 self.names.setdefault(inode, layout)
-        self._found = {}  # lines of two accesses -> (how often, the earliest race)
+        self._found = {}  # source lines of two accesses -> (number of races, the earliest race)
         self._numbers, self._launch_of = count(1), {}
         self._accesses = [None]
         self._shadows = defaultdict(Shadow)  # by inode
@@ -40,12 +45,12 @@ class Analysis:
         self._expected_values = self._written_values()
 
     def run(self):
-        """Process the events of all ranks, causes before effects, and return the races."""
+        """Process the events of all ranks, causes before effects, and return the list of races."""
         queue = [(rank.time(), number) for number, rank in self._ranks.items() if not rank.is_over()]
         heapq.heapify(queue)
-        waiting = []  # for an event of another rank
+        waiting = []  # ranks whose next event depends on an event of another rank
         while queue or waiting:
-            if not queue:  # its cause was not recorded
+            if not queue:  # the cause of the next event was not recorded
                 (_, number), *queue = waiting
                 waiting = []
                 self._ranks[number].step()
@@ -64,7 +69,7 @@ class Analysis:
         return [Race.of(self, *pair, inode, offset, times) for times, (_, pair, inode, offset) in ordered]
 
     def _written_values(self):
-        """The values that each symmetric word is given in the logs: an acquire of one waits for that event."""
+        """Return {word: values written to it in the logs}. An acquire of such a value waits for the event with it."""
         written = defaultdict(set)
         for log in self.logs.values():
             for kind, *_rest in log["events"]:
@@ -77,8 +82,8 @@ class Analysis:
                     written[inode, offset].add(value)
         return written
 
-    def is_to_come(self, inode, offset, value):
-        """Whether an event that was not processed yet gives a word this value."""
+    def is_to_come(self, inode: int, offset: int, value: int) -> bool:
+        """Return whether an event that was not processed yet writes this value to a word."""
         if inode == PRIVATE or value in self._values[inode, offset]:
             return False
         return value in self._expected_values.get((inode, offset), ())
@@ -86,6 +91,7 @@ class Analysis:
     # ---- memory ----
 
     def access(self, thread, kind, pieces, site):
+        """Record an access of a thread to pieces of memory, and report the races that it completes."""
         access = Access(thread, thread.now, kind, site)
         number = len(self._accesses)
         self._accesses.append(access)
@@ -97,16 +103,16 @@ class Analysis:
                 self._report(self._accesses[other], access, inode, offset)
 
     def _report(self, first, second, inode, offset):
-        """Enter a race. Of each pair of lines the earliest is kept, so that a report does not depend on the timing."""
+        """Add a race. Keep the earliest for each pair of lines, so that the report does not depend on the timing."""
         pair = sorted((first, second), key=self._order)
         lines = tuple((self.site(access), access.kind) for access in pair)
-        one_rank = first.thread.rank == second.thread.rank  # a race between ranks says more
+        one_rank = first.thread.rank == second.thread.rank  # prefer races between ranks, which are more informative
         entry = [one_rank, *map(self._order, pair), offset], pair, inode, offset
         times, earliest = self._found.get(lines, (0, entry))
         self._found[lines] = times + 1, min(earliest, entry, key=lambda one: one[0])
 
     def _order(self, access):
-        """Of two accesses that nothing orders the one of the earlier launch counts as the first, then a write."""
+        """Return a sort key for two unordered accesses: the earlier launch comes first, then the write."""
         thread = access.thread
         host = thread.program is None
         launch = -1 if type(thread.launch) is not int or thread.stream == "network" else thread.launch
@@ -124,12 +130,15 @@ class Analysis:
         return inode or ("private", rank), offset
 
     def release(self, word, value, releases, old=None):
-        """Give a word a value that carries releases; ``old``: after a value whose releases it carries on."""
+        """Write a value with releases to a word. If ``old`` is given, also keep the releases of that value."""
         carried = self._values[word].get(old, []) if old is not None else []
         self._values[word][value] = [*carried, *releases]
 
     def acquire(self, word, seen, lowest):
-        """The releases that an acquire learns of: those of the first value that ends its wait, whatever it saw."""
+        """Return (value, releases) that an acquire synchronizes with.
+
+        This is the first value that ends its wait (at least ``lowest``), even if the acquire read a later one.
+        """
         values = self._values[word]
         if lowest is not None and seen in values:
             enough = [value for value in values if lowest <= value <= seen]
@@ -139,23 +148,27 @@ class Analysis:
     # ---- collectives of the host ----
 
     def meet(self, key, rank, clock):
+        """Record the clock with which a rank begins a collective."""
         self._met[key][rank] = clock
 
     def missing(self, key, ranks):
+        """Return the recorded ranks that have not begun a collective yet."""
         return [rank for rank in ranks if rank in self._ranks and rank not in self._met[key]]
 
     def met(self, key):
+        """Return the clocks with which the ranks began a collective."""
         return self._met[key].values()
 
     # ---- threads ----
 
     def new_thread(self, rank, stream, launch, kernel, program, item, clock):
+        """Create a Thread with a new number."""
         thread = Thread(next(self._numbers), rank, stream, launch, kernel, program, item, clock)
         self._launch_of[thread.number] = (rank, stream), launch
         return thread
 
     def forget_covered(self, clock):
-        """Drop the threads whose whole launch a clock covers: they need no entry of their own."""
+        """Remove the entries of threads whose launch is covered as a whole by another entry of the clock."""
         for key in [key for key in clock if type(key) is int]:
             stream, launch = self._launch_of[key]
             if clock.get(stream, -1) >= launch:
@@ -163,13 +176,13 @@ class Analysis:
 
 
 class _Rank:
-    """Where the analysis is in the log of one rank."""
+    """Position of the analysis in the log of one rank."""
 
     def __init__(self, analysis, number, log):
         self._analysis, self._number = analysis, number
         self._events, self._at = log["events"], 0
-        self.shadow = Shadow()  # of private memory, for one launch
-        self._bases = {MAIN: {}, SIDE: {}}  # what the next launch of a stream knows
+        self.shadow = Shadow()  # shadow of the private memory, for one launch
+        self._bases = {MAIN: {}, SIDE: {}}  # clock with which the next launch of a stream starts
         self._launches = {MAIN: 0, SIDE: 0}
         self._running = None
         self._written = self._pages_written()
@@ -182,7 +195,7 @@ class _Rank:
         return self._events[self._at][1]
 
     def must_wait(self):
-        """Whether the next event is an effect of one that was not processed yet."""
+        """Return whether the next event is an effect of an event that was not processed yet."""
         kind, _, _, _, *more = self._events[self._at]
         if kind == "back":
             return bool(self._analysis.missing(more[0], self._members.get(more[0], ())))
@@ -191,12 +204,13 @@ class _Rank:
         return False
 
     def step(self):
+        """Process the next event with the method named after its kind."""
         kind, _, program, site, *more = self._events[self._at]
         getattr(self, f"_{kind}")(program, site, *more)
         self._at += 1
 
     def _pages_written(self):
-        """For each launch the pages of private memory that it writes: only reads of these can be in a race."""
+        """Return for each launch the pages of private memory that it writes. Only reads of these can be in a race."""
         pages, current = [], set()
         for kind, _, _, _, *more in self._events:
             if kind == "launch":
@@ -256,7 +270,7 @@ class _Rank:
         self._analysis.access(self._running.thread(program), "write", pieces, site)
 
     def _host(self, program, site, kind, pieces, stream):
-        """A launch of one program that makes one access."""
+        """Process an access by the host as a launch of one program with this one access."""
         self._launches[stream] += 1
         launch = self._launches[stream]
         thread = self._analysis.new_thread(
@@ -283,7 +297,7 @@ class _Rank:
                 snapshot = snapshot or thread.snapshot()
                 thread.released.append((thread.now - 1, inode, offset, new, site))
                 carried = [Release(snapshot, self._number, scope, False, site)]
-            # An exchange is a plain release store on a GPU; what adds carries on what the word carried before.
+            # An exchange is a plain release store on a GPU. Other atomics also keep the releases of the old value.
             analysis.release(word, new, carried, None if op == "XCHG" else old)
 
     # ---- the network ----
@@ -333,41 +347,42 @@ class _Launch:
         self._analysis, self._rank, self._kernel, self._base = analysis, rank, kernel, base
         self.stream, self.number = stream, number
         self.threads = []
-        self._current = {}  # program -> its thread
-        self._learnt = {}  # program -> what its waits have taught it
+        self._current = {}  # program -> its current thread
+        self._acquired_clocks = {}  # program -> clock that its waits have acquired
         self._program_keeps = program_keeps
         self.sent, self.fenced = {}, {}  # (thread, peer) -> clock
 
     def thread(self, program):
-        """The thread that a program is in."""
+        """Return the current thread of a program."""
         thread = self._current.get(program)
         return self._begin(program, None, self._base) if thread is None else thread
 
     def begin_item(self, program, number):
-        """Any program may take any item on a GPU, so an item knows no more than the launch.
+        """Begin a work item with the clock of the launch: on a GPU any program may fetch any item.
 
-        A kernel whose programs keep count between their items says what these rely on: the attribute ``program_keeps``
-        is "waits" if an item reads what an earlier item of its program has waited for, and "stores" if it announces
-        what an earlier one has stored.
+        In some kernels a work item relies on earlier items of the same program. Such a kernel has the attribute
+        ``program_keeps``. It is "waits" if an item reads data that an earlier item has waited for, and "stores" if an
+        item signals data that an earlier item has stored.
         """
         base, before = dict(self._base), self._current.get(program)
         if self._program_keeps == "waits":
-            join(base, self._learnt.get(program, {}))
+            join(base, self._acquired_clocks.get(program, {}))
         elif self._program_keeps == "stores" and before is not None:
             join(base, before.snapshot())
         self._begin(program, number, base)
 
     def finish(self, program):
-        """The end of a program knows all of its items."""
+        """Begin the end of a program, which is ordered after all of its items."""
         thread = self._begin(program, "end", self._base)
         for other in self.threads:
             if other.program == program and other is not thread:
                 join(thread.clock, {**other.clock, other.number: other.now})
 
     def learn(self, thread, program, clock):
+        """Add an acquired clock to a thread, and for later items of the program if ``program_keeps`` is "waits"."""
         join(thread.clock, clock)
         if self._program_keeps == "waits":
-            join(self._learnt.setdefault(program, {}), clock)
+            join(self._acquired_clocks.setdefault(program, {}), clock)
 
     def _begin(self, program, item, base):
         thread = self._analysis.new_thread(

@@ -1,12 +1,14 @@
 """Hook points in Triton's interpreter and in the host code, for the race checker and the scheduler.
 
-The library contains no check whether it is observed. While at least one ``observer.Observer`` is installed, methods of
-the interpreter, of ``lang.kernel.Kernel`` and of the host classes are replaced by versions that call the observers;
-when the last observer leaves, the original methods are put back. Everything here applies to CPU ranks only.
+The library itself does not check whether it is observed. While at least one ``observer.Observer`` is installed, methods
+of the interpreter, of ``lang.kernel.Kernel`` and of the host classes are replaced by versions that call the observers.
+When the last observer is removed, the original methods are restored. All of this applies to CPU ranks only.
 """
 
 import contextlib
 import functools
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch.distributed as dist
@@ -23,6 +25,9 @@ from tdkernels.symm.backends.shm import ShmBuffer
 from tdkernels.symm.group import GroupState
 from tdkernels.symm.workspace import Workspace
 
+if TYPE_CHECKING:
+    from tdkernels.sanitizer.observer import Observer
+
 ON_GPU = (
     "tdkernels.sanitizer: the race checker and the scheduler run on CPU ranks only, where Triton's interpreter "
     'executes the kernels. Start the ranks with RankPool(world_size, device="cpu") and pass CPU tensors'
@@ -36,8 +41,8 @@ _patched: list = []  # (owner, name, original)
 
 
 @contextlib.contextmanager
-def observed(observer):
-    """Call an observer at every hook point while the block runs."""
+def observed(observer: "Observer") -> Iterator["Observer"]:
+    """Call an observer at every hook point within a ``with`` block."""
     if not _observers:
         _install()
     _observers.append(observer)
@@ -115,7 +120,7 @@ def _item_bytes(ptrs):
 def _load(original):
     def create_masked_load(self, ptrs, mask, other, cache_modifier, eviction_policy, is_volatile):
         result = original(self, ptrs, mask, other, cache_modifier, eviction_policy, is_volatile)
-        # A volatile load polls a word that other programs change: like a relaxed atomic it takes part in no race.
+        # A volatile load polls a word that other programs change. Like a relaxed atomic it cannot be part of a race.
         if not is_volatile:
             addresses = _masked(ptrs, mask)
             if addresses.size:
@@ -213,8 +218,8 @@ def _call(original):
     return __call__
 
 
-def program():
-    """The program id that the interpreter is executing, as (x, y, z)."""
+def program() -> tuple[int, int, int]:
+    """Return the id (x, y, z) of the program that the interpreter is executing."""
     return getattr(interpreter_builder, "grid_idx", (0, 0, 0))
 
 
@@ -227,7 +232,7 @@ def _before_launch(original):
     return before_launch
 
 
-# ---- what the host does itself ----
+# ---- host code ----
 
 
 def _copy(original):
@@ -268,7 +273,7 @@ def _await(original):
 
 
 def _reads(gather, source, chunk):
-    """The host hands what it has waited for to torch, from now until ``close``."""
+    """Report a read by the host: after its wait, the host may pass this memory to torch until ``close``."""
     first, last = (0, gather.rows) if chunk is None else (chunk * gather.chunk_rows, (chunk + 1) * gather.chunk_rows)
     start = gather.storage.data_ptr() + source * gather.slot_bytes
     for observer in _observers:
@@ -296,7 +301,7 @@ def _exchange(original):
     return exchange
 
 
-# Those that block until other ranks come; the library and its tests use no others.
+# Collectives that block until other ranks take part. The library and its tests use no others.
 _COLLECTIVES = (
     "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all_single", "broadcast",
     "new_group", "reduce_scatter_tensor",
@@ -312,7 +317,7 @@ def _collective(original):
 
 
 def _spin(original):
-    @functools.wraps(original)  # it stays a builtin for Triton, which looks at what kernels refer to
+    @functools.wraps(original)  # keeps it a builtin for Triton, which checks the globals that kernels use
     def interpreter_yield(start_ns, _semantic=None):
         if not any([observer.spins() for observer in _observers]):
             original(start_ns)
@@ -333,8 +338,8 @@ def _barrier(original):
     return barrier
 
 
-def restart_barriers():
-    """Begin to count barriers at zero; all ranks do so together."""
+def restart_barriers() -> None:
+    """Reset the numbers of barriers. All ranks call it at the same point."""
     _barriers.clear()
 
 

@@ -1,7 +1,7 @@
-"""Map addresses of a rank to locations that mean the same on all ranks.
+"""Map addresses of a rank to locations that are the same on all ranks.
 
-The symmetric memory of CPU ranks consists of memory files, which every rank maps at addresses of its own. A file's
-inode identifies the memory; so a location is (inode, offset). Every other address is private to its rank.
+The symmetric memory of CPU ranks consists of memory files, which each rank maps at its own addresses. The inode of the
+file identifies the memory, so a location is (inode, offset). All other addresses are private to their rank.
 """
 
 import bisect
@@ -12,7 +12,7 @@ import numpy as np
 from tdkernels.lang import context as words
 from tdkernels.symm.group import live_states
 
-PRIVATE = 0  # in place of an inode
+PRIVATE = 0  # used instead of an inode
 _MAPPING = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) \S+ ([0-9a-f]+) \S+ (\d+) +/memfd:tdkernels", re.MULTILINE)
 _WORD = 8
 
@@ -20,15 +20,16 @@ _WORD = 8
 class Locations:
     """The symmetric memory that this process maps.
 
-    ``names`` describes each memory by its inode: a dict with the workspace, the owner's rank and the layout.
+    Attributes:
+        names: {inode: dict with the workspace's name and layout, and the rank of the owner}.
     """
 
-    def __init__(self):
-        self.names = {}
+    def __init__(self) -> None:
+        self.names: dict[int, dict] = {}
         self.refresh()
 
-    def refresh(self):
-        """Read again what is mapped, after a buffer was made or closed."""
+    def refresh(self) -> None:
+        """Read the memory mappings again, after a buffer was allocated or closed."""
         with open("/proc/self/maps") as maps:
             found = _MAPPING.findall(maps.read())
         self._mapped = sorted(
@@ -36,8 +37,8 @@ class Locations:
         )
         self._starts = [start for start, *_ in self._mapped]
 
-    def of(self, address):
-        """(inode, offset) of an address; (PRIVATE, address) if it is in no symmetric memory."""
+    def of(self, address: int) -> tuple[int, int]:
+        """Return (inode, offset) of an address, or (PRIVATE, address) if it is not in symmetric memory."""
         at = bisect.bisect_right(self._starts, address) - 1
         if at >= 0:
             start, stop, inode, offset = self._mapped[at]
@@ -45,10 +46,10 @@ class Locations:
                 return inode, address - start + offset
         return PRIVATE, address
 
-    def pieces(self, addresses, itemsize):
-        """The memory at some addresses, of ``itemsize`` bytes each, as a list of (inode, starts, stops).
+    def pieces(self, addresses: np.ndarray, itemsize: int) -> list[tuple[int, np.ndarray, np.ndarray]]:
+        """Return the memory at addresses, with ``itemsize`` bytes at each, as a list of (inode, starts, stops).
 
-        The starts and stops are int64 arrays of disjoint intervals.
+        ``starts`` and ``stops`` are int64 arrays that describe disjoint intervals.
         """
         addresses = addresses.astype(np.int64)
         if addresses.size > 1:
@@ -69,7 +70,7 @@ class Locations:
         return self._split(starts, stops)
 
     def _between(self, start, stop):
-        """Whether symmetric memory begins between two private addresses."""
+        """Return whether symmetric memory begins between two private addresses."""
         return bisect.bisect_right(self._starts, int(start)) != bisect.bisect_right(self._starts, int(stop))
 
     def _split(self, starts, stops):
@@ -82,15 +83,15 @@ class Locations:
             found.append((inode, starts[chosen] + shift, stops[chosen] + shift))
         return found
 
-    def describe(self):
-        """Learn the names of the workspaces that exist now; buffers are closed and replaced, so this is done often."""
+    def describe(self) -> None:
+        """Add the workspaces that exist now to ``names``. Call it often, because buffers are closed and replaced."""
         for state in live_states():
             for workspace in state.workspaces.values():
                 if workspace.buffer is not None and workspace.device.type == "cpu":
                     self._describe(state, workspace)
 
-    def name_of(self, address):
-        """A word in words."""
+    def name_of(self, address: int) -> str:
+        """Return a text that describes the word at an address."""
         workspace, place, _ = place_of(self.names, *self.of(address))
         return f"{place} in {workspace}"
 
@@ -105,8 +106,8 @@ class Locations:
                 self.names[inode] = {**layout, "rank": state.members[owner]}
 
 
-def place_of(names, inode, offset):
-    """A location in words: (workspace and owner, part of the workspace, bytes into that part)."""
+def place_of(names: dict[int, dict], inode: int, offset: int) -> tuple[str, str, int]:
+    """Describe a location: (workspace and owner, part of the workspace, offset in bytes in that part)."""
     layout = names.get(inode)
     if layout is None:
         return ("private memory" if inode == PRIVATE else "symmetric memory without a workspace"), "byte", offset

@@ -1,8 +1,8 @@
-"""Let one rank run at a time, in an order that follows from a seed.
+"""Run one rank at a time, in an order that is determined by a seed.
 
-The ranks share a page of memory and pass a token: a datagram to the socket of the rank that runs next. Only the holder
-of the token changes the page, and draws the next rank from the seed and the number of the step; so the order is the
-same in each run. A rank that can only wait is not chosen again before another rank has done something.
+The ranks share a page of memory and pass a token: a datagram to the socket of the next rank. Only the rank with the
+token changes the page. It draws the next rank from the seed and the number of the step, so the order is the same in
+each run. A rank that can only wait is not selected again before another rank has made progress.
 """
 
 import contextlib
@@ -16,26 +16,28 @@ import time
 import numpy as np
 
 _STEP, _VERSION, _DEAD, _FIRST = 0, 1, 2, 8
-_PER_RANK = 3  # words: its status, the version that it has waited at, how often it was out
+_PER_RANK = 3  # words for each rank: status, version at which it waited, number of calls of ``out``
 _RUNS, _WAITS, _OUT, _DONE = 0, 1, 2, 3
-_PERIOD = 150  # steps for which the ranks keep their weights
-_WEIGHTS = (1.0, 0.3, 0.05, 0.01)  # a rank of a small weight is slow for a while
+_PERIOD = 150  # number of steps after which new weights are drawn
+_WEIGHTS = (1.0, 0.3, 0.05, 0.01)  # relative probabilities: a rank with a small weight is slow for a period
 _STALLED_S = 240.0
 
 
 class DeadlockError(RuntimeError):
-    """All ranks wait for something that none of them will do. The text names what this rank waits for."""
+    """All ranks of a schedule wait, and none can continue. The text names the words that this rank waits for."""
 
 
 class Lockstep:
-    """This rank's part.
+    """One rank's side of the token passing.
 
     Args:
-        folder: shared by the ranks
-        rank: number of this one among ``world_size``
+        folder: A folder that the ranks share.
+        rank: Number of this rank.
+        world_size: Number of ranks.
+        seed: The seed; its ``str`` is used.
     """
 
-    def __init__(self, folder, rank, world_size, seed):
+    def __init__(self, folder: str, rank: int, world_size: int, seed: object) -> None:
         self.rank, self._world_size, self._seed = rank, world_size, seed
         self._folder = folder
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -48,29 +50,34 @@ class Lockstep:
         self._words = np.frombuffer(self._map, dtype=np.int64)
 
     def close(self):
+        """Close the socket and the shared memory."""
         self._socket.close()
         self._words = None
         self._map.close()
         os.close(self._file)
 
     @property
-    def step(self):
+    def step(self) -> int:
+        """Number of the current step, the same on all ranks."""
         return int(self._words[_STEP])
 
-    def begin(self):
-        """Wait for the first turn; all ranks have made their sockets."""
+    def begin(self) -> None:
+        """Wait for the first turn. Call it after all ranks have created their sockets."""
         if random.Random(f"{self._seed}/first").randrange(self._world_size) != self.rank:
             self._await_token()
 
-    def progress(self):
-        """Say that this rank has done something since, for which others may wait."""
+    def progress(self) -> None:
+        """Record that this rank has made progress that others may wait for."""
         self._words[_VERSION] += 1
 
-    def switch(self, waits=False):
-        """Let the rank run that is next, maybe this one. ``waits``: this one can do nothing before another has.
+    def switch(self, waits: bool = False) -> None:
+        """Pass the token to the next rank, which may be this one, and wait for the next turn.
+
+        Args:
+            waits: Whether this rank cannot continue before another rank has made progress.
 
         Raises:
-            DeadlockError: when that holds of all
+            DeadlockError: If no rank can continue.
         """
         self._words[_STEP] += 1
         self._set(self.rank, _WAITS if waits else _RUNS)
@@ -82,8 +89,8 @@ class Lockstep:
             self._await_token()
         self._set(self.rank, _RUNS)
 
-    def out(self):
-        """Begin something in which this rank waits for the others outside of the lockstep."""
+    def out(self) -> None:
+        """Leave the lockstep before an operation that waits for other ranks, such as a collective."""
         self.progress()
         self._words[_STEP] += 1
         self._set(self.rank, _OUT)
@@ -94,10 +101,11 @@ class Lockstep:
         elif any(self._status(rank) == _WAITS for rank in range(self._world_size)):
             self._die()
 
-    def back(self):
-        """End it. The last rank that comes back draws who goes on: until then none runs.
+    def back(self) -> None:
+        """Return to the lockstep after such an operation. The last rank to return draws the next rank; until then no
+        rank runs.
 
-        A rank may be done with a collective before others have begun it, as the source of a broadcast is.
+        First wait for all ranks to begin the collective: the source of a broadcast may be done before others begin it.
         """
         while any(self._outs(rank) < self._outs(self.rank) for rank in range(self._world_size)):
             if self._words[_DEAD]:
@@ -115,8 +123,8 @@ class Lockstep:
         if chosen != self.rank:
             self._await_token()
 
-    def leave(self):
-        """Let the others go on without this rank."""
+    def leave(self) -> None:
+        """End this rank's part in the lockstep; the other ranks continue without it."""
         self.progress()
         self._words[_STEP] += 1
         self._set(self.rank, _DONE)
@@ -124,10 +132,10 @@ class Lockstep:
         if chosen is not None:
             self._send(chosen)
 
-    # ---- who is next ----
+    # ---- selection of the next rank ----
 
     def _next(self):
-        """A rank that can run, or None."""
+        """Return a rank that can run, or None if there is none."""
         version = self._words[_VERSION]
         can = [
             rank for rank in range(self._world_size)
@@ -143,7 +151,9 @@ class Lockstep:
         return self._words[_FIRST + _PER_RANK * rank]
 
     def _outs(self, rank):
-        """How often a rank has begun something outside; one that has left is never waited for."""
+        """Return how often a rank has called ``out``. For a rank that has left, the number is so large that no rank
+        waits for it.
+        """
         done = self._status(rank) == _DONE
         return 1 << 60 if done else self._words[_FIRST + _PER_RANK * rank + 2]
 
@@ -155,7 +165,7 @@ class Lockstep:
         self._words[_FIRST + _PER_RANK * rank + 1] = self._words[_VERSION]
 
     def _send(self, rank):
-        with contextlib.suppress(OSError):  # after a deadlock it may be gone
+        with contextlib.suppress(OSError):  # after a deadlock the rank may have ended
             self._socket.sendto(b"t", self._path(rank))
 
     def _await_token(self):
@@ -163,7 +173,7 @@ class Lockstep:
             self._socket.recv(1)
         except TimeoutError:
             raise RuntimeError(
-                f"rank {self.rank} had no turn for {_STALLED_S:g} s: another rank waits outside of the schedule"
+                f"rank {self.rank} had no turn for {_STALLED_S:g} s: another rank waits outside the schedule"
             ) from None
         if self._words[_DEAD]:
             raise DeadlockError

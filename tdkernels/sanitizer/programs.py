@@ -1,27 +1,33 @@
-"""The programs of one interpreted launch, each in a thread; one thread runs at a time.
+"""Interleave the programs of one interpreted launch: each has its own thread, and one thread runs at a time.
 
-They are started in the order of their ids, and so many are alive at a time: as on a GPU, where the rest finds no room.
-The interpreter has one global program id, which is set to that of the program that runs.
+The programs start in the order of their ids, and only a limited number are alive at a time, as on a GPU. The
+interpreter has one global program id, which is set to the id of the running program.
 """
 
 import ctypes
 import inspect
 import threading
+from collections.abc import Callable
 
 from triton.runtime.interpreter import interpreter_builder
 
 
 class _Abandoned(BaseException):
-    """Raised in the threads of programs that are not to go on."""
+    """Raised in the threads of programs that are aborted."""
 
 
 class Program:
-    """A program that has been started.
+    """A running program.
 
-    Attributes: awaits, the (address, least value) of the 64-bit word that it waits for, or None.
+    Attributes:
+        number: Number in the order of starting.
+        index: Program id (x, y, z).
+        awaits: (address, minimum value) of the 64-bit word that the program waits for, or None.
+        error: The exception that ended the program, or None.
+        is_over: Whether the program has ended.
     """
 
-    def __init__(self, number, index, body):
+    def __init__(self, number: int, index: tuple[int, int, int], body: Callable[[], object]) -> None:
         self.number, self.index = number, index
         self.awaits = self.error = None
         self.is_over = False
@@ -31,26 +37,28 @@ class Program:
         self._thread = threading.Thread(target=self._run, name=f"program {index}", daemon=True)
         self._thread.start()
 
-    def resume(self):
-        """Run it until it stops at a point, or is over."""
+    def resume(self) -> None:
+        """Run the program until it stops at a scheduling point or ends."""
         interpreter_builder.grid_idx = self.index
         self._turn.release()
         self._control.acquire()
 
-    def stop(self):
-        """In its thread: let the scheduler choose another."""
+    def stop(self) -> None:
+        """Return control to the scheduler. Call it in the program's thread."""
         self._control.release()
         self._turn.acquire()
         if self._is_abandoned:
             raise _Abandoned
 
-    def abandon(self):
+    def abandon(self) -> None:
+        """Abort the program and wait for the end of its thread."""
         if not self.is_over:
             self._is_abandoned = True
             self._turn.release()
         self._thread.join()
 
-    def can_run(self):
+    def can_run(self) -> bool:
+        """Return whether the program waits for nothing, or the value that it waits for is there."""
         return self.awaits is None or ctypes.c_int64.from_address(self.awaits[0]).value >= self.awaits[1]
 
     def _run(self):
@@ -67,11 +75,13 @@ class Program:
 
 
 class Collector:
-    """Stands for the function of a kernel in Triton's loop over the grid, and runs the programs at its last one.
+    """Replacement for a kernel's function in Triton's loop over the grid.
+
+    It collects the programs, and runs all of them when the loop reaches the last one.
 
     Args:
-        fn: the function
-        run: called with a list of (program id, function without arguments)
+        fn: The kernel's function.
+        run: Function that runs a list of (program id, function without arguments).
     """
 
     def __init__(self, fn, run):

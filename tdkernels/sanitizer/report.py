@@ -1,25 +1,33 @@
-"""What a race is reported as: both accesses, the location, and the signal that should have ordered them."""
+"""Race reports: the two accesses, the location in memory, and the signals that should have ordered them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from tdkernels.sanitizer.locations import place_of
 
-_SHOWN = 10  # races in the text of an error
+if TYPE_CHECKING:
+    from tdkernels.sanitizer.clocks import Access
+
+_SHOWN = 10  # maximum number of races in the text of an error
 
 
 @dataclass
 class AccessReport:
-    """One of the two accesses.
+    """One of the two accesses of a race.
 
     Attributes:
         kind: "read" or "write".
-        file, line, function: The line of the operator that makes it.
+        file: Source file of the access in the operator.
+        line: Line number in ``file``.
+        function: Name of the function.
         rank: Rank in the world.
-        kernel: The kernel's name; "host" for a copy or read by the host.
-        launch: Number of the launch on this rank and stream, since recording began.
+        kernel: Name of the kernel; "host" for a copy or read by the host.
+        launch: Number of the launch on this rank and stream, counted from the start of the recording.
         program: Program id (x, y, z), or None for the host.
-        item: Number of the work item; "end" from ``finish`` on, "put" for a put of the network, None without items.
+        item: Number of the work item; "end" after the call of ``finish``, "put" for a put of the network, None if the
+            kernel has no work items.
     """
 
     kind: str
@@ -49,13 +57,15 @@ class Race:
     """Two accesses to the same memory, at least one of them a write, that no signal orders.
 
     Attributes:
-        first, second: The accesses, as AccessReport; first that of the earlier launch, then a write.
-        workspace: The workspace and the rank whose memory it is.
+        first: The access of the earlier launch; for equal launches, the write.
+        second: The other access.
+        workspace: The workspace, and the rank that owns the memory.
         place: The part of the workspace.
-        offset: Bytes into that part, of the first byte in conflict.
-        acquired: The last signal of the first access's rank that the second access's work item had acquired, in words.
-        released: The first signal that the first access's work item raised after it, in words.
-        times: How often these two lines were found in a race.
+        offset: Offset of the first conflicting byte in that part, in bytes.
+        acquired: Text: the last signal from the rank of the first access that the work item of the second access
+            acquired before that access.
+        released: Text: the first signal that the work item of the first access raised after that access.
+        times: Number of races found between these two source lines.
     """
 
     first: AccessReport
@@ -68,14 +78,17 @@ class Race:
     times: int = 1
 
     @classmethod
-    def of(cls, analysis, first, second, inode, offset, times):
+    def of(
+        cls, analysis: Any, first: "Access", second: "Access", inode: int, offset: int, times: int,
+    ) -> "Race":
+        """Create the report for two accesses of an ``Analysis`` that conflict at a location."""
         workspace, place, byte = place_of(analysis.names, inode, offset)
         return cls(
             _access(analysis, first), _access(analysis, second), workspace, place, byte,
             _acquired(analysis, first.thread.rank, second), _released(analysis, first), times,
         )
 
-    def __str__(self):
+    def __str__(self) -> str:
         times = "" if self.times == 1 else f" ({self.times} times)"
         return (
             f"race in {self.workspace}, {self.place} {self.offset}{times}\n"
@@ -84,9 +97,13 @@ class Race:
 
 
 class RaceError(RuntimeError):
-    """Races were found. ``races`` holds them."""
+    """Races were found.
 
-    def __init__(self, races):
+    Attributes:
+        races: The list of ``Race`` objects. The text of the error shows the first 10.
+    """
+
+    def __init__(self, races: Sequence[Race]) -> None:
         shown = "\n".join(map(str, races[:_SHOWN]))
         more = f"\nand {len(races) - _SHOWN} more" if len(races) > _SHOWN else ""
         super().__init__(f"{len(races)} race{'s' * (len(races) > 1)} found\n{shown}{more}")
@@ -128,7 +145,7 @@ def _signal(analysis, rank, inode, offset, value, site):
 
 
 def _short(file):
-    """The path from the package's folder on, or the last two parts."""
+    """Return the path from the folder of the package, the tests or the examples on, or else only the file name."""
     parts = Path(file).parts
     for root in ("tdkernels", "tests", "examples"):
         if root in parts:

@@ -1,14 +1,16 @@
-"""``schedule``: run the ranks and their programs in an order that follows from a seed.
+"""``schedule``: run the ranks and their programs in an order that is determined by a seed.
 
-A rank or program can be interrupted before each atomic and each store to a peer's memory. Between ranks one runs at a
-time (``lockstep``); within a rank the programs of a launch are interleaved (``programs``), so that the work queue is
-shared by several of them, which the interpreter alone never does. The emulated network delivers a message when the
-schedule says so. The same seed gives the same order of all of this.
+A rank or program can be interrupted before each atomic and each store to a peer's memory. One rank runs at a time
+(``lockstep``). Within a rank, the programs of a launch are interleaved (``programs``), so that several of them share
+the work queue; the interpreter alone runs one program after the other. The schedule also determines when the emulated
+network delivers a message. The same seed gives the same order of all of these events.
 """
 
 import contextlib
 import random
 import tempfile
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 from triton.runtime.errors import InterpreterError
 
@@ -21,27 +23,35 @@ from tdkernels.sanitizer.session import Meeting, reject_gpus
 from tdkernels.symm.backends import emulated_network
 from tdkernels.symm.group import live_states, resolve_group
 
-_CHANCES = (0.05, 0.2, 0.6)  # of a switch at a point: a schedule has one for ranks, and one for programs
-_RESIDENT = (1, 2, 3, 5)  # programs of a launch at a time
+if TYPE_CHECKING:
+    from tdkernels.symm.group import GroupLike
+
+# Probabilities of a switch at a scheduling point. A schedule draws one for ranks and one for programs.
+_CHANCES = (0.05, 0.2, 0.6)
+_RESIDENT = (1, 2, 3, 5)  # concurrent programs of a launch; a schedule draws one of these numbers
 
 
 @contextlib.contextmanager
-def schedule(seed, group=None):
-    """Run what the CPU ranks of a group do in the block in the order of a seed; collective.
+def schedule(seed: Any, group: "GroupLike" = None) -> "Iterator[Schedule]":
+    """Run the CPU ranks of a group within a ``with`` block in an order that is determined by a seed.
 
-    Make the calls once before the block: what the ranks do only in a first call, to agree and to allocate, is not
-    scheduled. Timeouts still count real time, and a rank runs slowly here.
+    Collective over ``group``. Make the calls once before the block, because the consensus checks and allocations of a
+    first call are not scheduled. Timeouts still use real time, and ranks run slowly within the block.
 
     Args:
-        seed: Anything with a ``str``; the same on all ranks.
-        group (ProcessGroup, DeviceMesh or None): The ranks; None means the world.
+        seed: Any object; its ``str`` is the seed. It must be the same on all ranks.
+        group: The ranks: a ProcessGroup, a one-dimensional DeviceMesh, or None for the world.
 
     Yields:
-        Schedule: Its ``events`` are (step, program, kind) of this rank, the same each time.
+        Schedule: Its attribute ``events`` lists (step, program, kind) of this rank. The list is the same in each run.
 
     Raises:
         DeadlockError: If all ranks wait.
         RuntimeError: If the rank's device is a GPU.
+
+    Example:
+        >>> with tdkernels.sanitizer.schedule(seed=7):
+        ...     y = my_operator(x)
     """
     reject_gpus()
     group = resolve_group(group)
@@ -68,20 +78,24 @@ def schedule(seed, group=None):
 
 
 class Schedule(Observer):
-    """This rank's part of a schedule."""
+    """This rank's part of a schedule.
 
-    def __init__(self, lockstep, seed):
+    Attributes:
+        events: List of (step, number of the program or None, kind of the scheduling point).
+    """
+
+    def __init__(self, lockstep: Lockstep, seed: Any) -> None:
         self._lockstep = lockstep
         self._random = random.Random(f"{seed}/{lockstep.rank}")
         both = random.Random(str(seed))
         self._between_ranks, self._between_programs = both.choice(_CHANCES), both.choice(_CHANCES)
         self._resident = both.choice(_RESIDENT)
-        self._running = None  # the program that runs
+        self._running: Program | None = None  # the current program
         self._locations = Locations()
-        self._own = set()
-        self.events = []
+        self._own: set[int] = set()
+        self.events: list[tuple] = []
 
-    # ---- points ----
+    # ---- scheduling points ----
 
     def before(self, kind, addresses):
         if kind == "atomic" or self._is_for_a_peer(addresses):
@@ -92,7 +106,7 @@ class Schedule(Observer):
         return bool(inodes - self._own - {PRIVATE})
 
     def _point(self, kind):
-        """Here another rank may run, or another program of this one."""
+        """Scheduling point: possibly switch to another rank, or to another program of this rank."""
         self._lockstep.progress()
         running = self._running
         self.events.append((self._lockstep.step, running and running.number, kind))
@@ -189,7 +203,7 @@ class Schedule(Observer):
 
     @contextlib.contextmanager
     def network_delivers(self):
-        """Keep the networks' own threads asleep: what is put is delivered when the schedule says so."""
+        """Deliver messages of the emulated networks only when the schedule says so; their own threads stay idle."""
         networks = list(emulated_network._live)
         for network in networks:
             network._add = lambda peer, message, network=network: _add_quietly(network, peer, message)
@@ -209,7 +223,8 @@ class Schedule(Observer):
         if self._random.random() < self._between_ranks:
             self._lockstep.switch()
 
-    def deliver_all(self):
+    def deliver_all(self) -> None:
+        """Deliver all pending messages."""
         for network in emulated_network._live:
             self._deliver_from(network)
 

@@ -1,8 +1,11 @@
-"""Shadow memory: for each byte the last write and the reads since then, as numbers of accesses.
+"""Shadow memory: for each byte, the numbers of the last write and of the reads since then.
 
-Bytes are kept in pages of numpy arrays. A byte's reads take as many layers as there were reads that are not ordered
-among each other; a read that is ordered after the one in a layer takes its place.
+The numbers are stored in pages of numpy arrays. Layer 0 of a page holds the writes, and further layers hold the reads.
+Reads of a byte that are not ordered among each other need one layer each. A read that is ordered after the read in a
+layer replaces it.
 """
+
+from collections.abc import Callable
 
 import numpy as np
 
@@ -11,11 +14,22 @@ _NONE = 0  # no access
 
 
 class Shadow:
-    def __init__(self):
-        self._pages = {}
+    """Shadow memory of one symmetric buffer, or of the private memory of a rank during one launch."""
 
-    def read(self, starts, stops, access, covered):
-        """Enter a read; the numbers of the writes that are not ``covered(number)``, each with a place."""
+    def __init__(self) -> None:
+        self._pages: dict[int, list[np.ndarray]] = {}
+
+    def read(
+        self, starts: np.ndarray, stops: np.ndarray, access: int, covered: Callable[[int], bool],
+    ) -> list[tuple[int, int]]:
+        """Record a read. Return the conflicting writes as (number of the access, offset of the first byte).
+
+        Args:
+            starts: First byte of each interval.
+            stops: End of each interval.
+            access: Number of the read.
+            covered: Function that returns whether an access happens before this read.
+        """
         found = []
         for page, first, last, base in self._each(starts, stops):
             found += _uncovered(page[0][first:last], covered, base + first)
@@ -29,8 +43,10 @@ class Shadow:
                 page[-1][first:last] = access
         return found
 
-    def write(self, starts, stops, access, covered):
-        """Enter a write; the numbers of the reads and writes that are not ``covered``, each with a place."""
+    def write(
+        self, starts: np.ndarray, stops: np.ndarray, access: int, covered: Callable[[int], bool],
+    ) -> list[tuple[int, int]]:
+        """Record a write. Return the conflicting reads and writes; arguments and result are as in ``read``."""
         found = []
         for page, first, last, base in self._each(starts, stops):
             for layer in page:
@@ -41,7 +57,7 @@ class Shadow:
         return found
 
     def _each(self, starts, stops):
-        """The pages that intervals touch: (layers, first, last byte in it, the place of its first byte)."""
+        """Yield the parts of pages that intervals cover: (layers, first byte, end, offset of the page)."""
         for start, stop in zip(starts.tolist(), stops.tolist()):
             while start < stop:
                 number, first = divmod(start, _PAGE)

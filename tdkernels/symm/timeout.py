@@ -12,7 +12,7 @@ _chosen_s = None
 in_force_s = None  # what launches wait; None: to be found out by the next one, as reading the environment takes 0.7 µs
 
 
-def set_timeout(seconds):
+def set_timeout(seconds: float | None) -> None:
     """Bound every later wait for a peer; None goes back to ``TDKERNELS_TIMEOUT_S`` or 300 s.
 
     The environment is read at the first launch of a process, and again after ``set_timeout(None)``.
@@ -49,7 +49,7 @@ def find_timeout():
     return in_force_s
 
 
-def get_timeout():
+def get_timeout() -> float:
     """The bound in force, in seconds."""
     if _chosen_s is not None:
         return _chosen_s

@@ -386,7 +386,7 @@ def get_workspace(group, device, name, halves=2, across_nodes=False):
     return workspace
 
 
-def synchronize():
+def synchronize() -> None:
     """Wait for the current GPU to finish and raise the first error that a kernel of any live group has recorded.
 
     Raises:

@@ -1,13 +1,13 @@
-"""What the programs of an operator did, and when: recorded on every rank, put on one clock, shown.
+"""Trace the programs of an operator on all ranks, on a common clock.
 
-    recording.py  runs on the ranks: launches that are recorded, and what is needed to compare their clocks
-    clocks.py     how far the clocks of the ranks are apart
-    timeline.py   events as intervals on rank 0's clock; the Trace of all ranks
-    perfetto.py     a Trace as a file for https://ui.perfetto.dev or chrome://tracing, and back
-    summary.py    shares of time, arrivals, longest waits
-    plot.py    a Trace as a PNG
+    recording.py  Record launches of an operator. Runs on every rank.
+    clocks.py     Measure the offsets between the clocks of the ranks.
+    timeline.py   Convert events to intervals on rank 0's clock. Defines Trace, the capture of all ranks.
+    perfetto.py   Save a Trace as a file for https://ui.perfetto.dev or chrome://tracing, and load it.
+    summary.py    Compute shares of time, arrivals of data and the longest waits.
+    plot.py       Plot a Trace as a PNG.
 
-``python -m tdkernels trace`` does all of it; docs/tracing.md says how to read what comes out.
+``python -m tdkernels trace`` runs all of this. docs/guides/tracing.md explains the output.
 """
 
 from tdkernels.runtime.recorder import Recorder, record

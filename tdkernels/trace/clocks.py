@@ -1,8 +1,11 @@
-"""Ranks that begin together, and how far their clocks are apart: each GPU counts nanoseconds for itself.
+"""Start the ranks at the same time, and measure the offsets between their clocks. Each GPU has its own clock.
 
-Rank 0 asks each peer for its time, again and again. The peer looked at its clock after rank 0 asked and before rank 0
-had the answer; each round bounds the difference of the clocks from both sides, and all rounds together bound it well.
+Rank 0 requests the time of each peer in many rounds. The peer reads its clock after the request and before rank 0
+receives the reply, so each round gives a lower and an upper bound of the offset. The tightest bounds of all rounds are
+used.
 """
+
+from typing import TYPE_CHECKING
 
 import torch
 import triton.language as tl
@@ -10,13 +13,16 @@ import triton.language as tl
 from tdkernels import lang as td
 from tdkernels.symm import get_workspace
 
-_ROUNDS = 32  # a few microseconds each; the luckiest ones count
-_LEAD_NS = 3_000_000  # longer than the host needs to launch what is to begin together (GPUs)
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+_ROUNDS = 32  # a few microseconds each; the fastest ones give the tightest bounds
+_LEAD_NS = 3_000_000  # on GPUs: longer than the host needs to launch the recorded call
 
 
 @td.jit(do_not_specialize=["lead_ns"])
 def meet_kernel(ctx, lead_ns):
-    """Return ``lead_ns`` after the start at the earliest, and when every peer's stream has come here."""
+    """Wait until ``lead_ns`` have passed and the streams of all peers have reached this kernel."""
     me = td.rank(ctx)
     ranks = td.num_ranks(ctx)
     signal = td.epoch(ctx) + 1
@@ -33,10 +39,12 @@ def meet_kernel(ctx, lead_ns):
 
 @td.jit(do_not_specialize=["rounds"])
 def clocks_kernel(ctx, times_ptr, rounds):
-    """Leave [ranks, rounds, 2] times: rank 0 when it asked a peer and when it was answered, a peer when it was asked.
+    """Write times to ``times_ptr`` [ranks, rounds, 2].
 
-    Signal number ``rank`` of half 0 is raised by whom that rank talks with: in its own memory by rank 0, which asks,
-    and in the memory of rank 0 by the rank, which answers.
+    Rank 0 writes the times of each request and of its reply. A peer writes the time when it receives the request.
+
+    Signal number ``peer`` of half 0 is used in both directions: rank 0 raises it in the peer's memory for the request,
+    and the peer raises it in rank 0's memory for the reply.
     """
     me = td.rank(ctx)
     first = (td.epoch(ctx) + 1) << 16
@@ -58,21 +66,25 @@ def clocks_kernel(ctx, times_ptr, rounds):
 
 
 class Clocks:
-    """One rank's part; made, and used, by all ranks of a group together."""
+    """One rank's side of the clock comparison. Creating it and calling its methods is collective.
 
-    def __init__(self, group, device):
+    Attributes:
+        times: int64 [ranks, rounds, 2], as ``clocks_kernel`` writes them on this rank.
+    """
+
+    def __init__(self, group: "dist.ProcessGroup", device: torch.device) -> None:
         self._workspace = get_workspace(group, device, "trace")
         ranks = self._workspace.world_size
         self._workspace.prepare("trace", {"rounds": _ROUNDS}, 1, ranks)
         self._lead_ns = _LEAD_NS if device.type == "cuda" else 0
         self.times = torch.zeros(ranks, _ROUNDS, 2, dtype=torch.int64, device=device)
 
-    def meet(self):
-        """Let the streams of all ranks come together, after giving the hosts time to launch what follows."""
+    def meet(self) -> None:
+        """Synchronize the streams of all ranks, after a delay in which the hosts can launch the recorded call."""
         self._launch(meet_kernel, self._lead_ns)
 
-    def compare(self):
-        """Fill ``times``."""
+    def compare(self) -> None:
+        """Run the clock comparison and fill ``times``."""
         self._launch(clocks_kernel, self.times, _ROUNDS)
 
     def _launch(self, kernel, *args):
@@ -82,7 +94,11 @@ class Clocks:
 
 
 def offsets(times):
-    """For each rank (ns by which its clock is ahead of rank 0's, at most so many ns wrong), from all ``times``."""
+    """Return for each rank (ns by which its clock is ahead of rank 0's, maximum error in ns).
+
+    Args:
+        times: The ``times`` of all ranks as numpy arrays, in rank order.
+    """
     found = [(0, 0.0)]
     for rank in range(1, len(times)):
         asked, answered = times[0][rank].T

@@ -1,12 +1,16 @@
-"""A Trace as JSON in the format of Chrome's tracing, which Perfetto reads too; nothing is lost on the way and back."""
+"""Save and load a Trace as JSON in Chrome's trace event format, which Perfetto also reads. Nothing is lost."""
 
 import json
+from typing import TYPE_CHECKING
 
 from tdkernels.trace.timeline import ALL_PEERS, NO_PEER, Interval, Trace, row_of
 
+if TYPE_CHECKING:
+    from pathlib import Path
 
-def to_chrome(trace):
-    """The Trace as a dict for json.dump: a process for each rank, a thread for each row, times in microseconds."""
+
+def to_chrome(trace: Trace) -> dict:
+    """Convert a Trace to a dict for ``json.dump``: a process for each rank, a thread for each row, times in us."""
     named, events = [], []
     for rank, intervals in enumerate(trace.ranks):
         error = trace.about["clock_error_ns"][rank] / 1e3
@@ -33,21 +37,26 @@ def _event(interval, rank, thread):
     }
 
 
-def save(trace, path):
-    """Write the Trace for Perfetto, and for ``load``."""
+def save(trace: Trace, path: "Path") -> None:
+    """Write a Trace to a file for Perfetto and for ``load``."""
     path.write_text(json.dumps(to_chrome(trace), separators=(",", ":")))
 
 
-def load(path):
-    """The Trace in a file that ``save`` has written; ValueError if it is none."""
+def load(path: "Path") -> Trace:
+    """Return the Trace from a file that ``save`` has written.
+
+    Raises:
+        ValueError: If the file is not a trace.
+        OSError: If it cannot be read.
+    """
     try:
         found = json.loads(path.read_text())
         about, events = found["otherData"], [event for event in found["traceEvents"] if event["ph"] == "X"]
-        ranks = [[] for _ in range(about["world_size"])]
+        ranks: list[list[Interval]] = [[] for _ in range(about["world_size"])]
         for event in events:
             ranks[event["pid"]].append(_interval(event))
     except (KeyError, TypeError, IndexError, UnicodeDecodeError, json.JSONDecodeError):
-        raise ValueError(f"{path} is no trace of tdkernels") from None
+        raise ValueError(f"{path} is not a trace of tdkernels") from None
     return Trace(about, [sorted(intervals, key=lambda i: (i.program, i.begin, i.end)) for intervals in ranks])
 
 

@@ -1,47 +1,55 @@
-"""A Trace as a PNG: time to the right, multiprocessors one above the other, coloured by what they do."""
+"""Plot a Trace as a PNG: time on the horizontal axis, one row for each multiprocessor, colored by kind of activity."""
 
 from collections import defaultdict
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tdkernels.trace.summary import headline
 from tdkernels.trace.timeline import row_of
 
-# What is wanted in blue and green, what costs time in warm colours; distinct for colour-blind readers too.
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tdkernels.trace.timeline import Trace
+
+# Useful work is blue and green, overhead has warm colors. The colors are distinct for color-blind readers, too.
 _COLOURS = {
     "multiplies": "#2166ac", "joins": "#5e3c99", "stores": "#67c0ea", "sums": "#1b9e77", "receives": "#a6d96a",
     "copies": "#dfc27d", "pushes": "#fdae61", "waits": "#d7191c", "starts": "#bdbdbd", "finishes": "#7f7f7f",
 }
 _IDLE = "#ffffff"
 _MEANING = {
-    "multiplies": "multiplies a tile", "joins": "adds up parts", "stores": "stores a tile", "sums": "sums partials",
-    "copies": "copies what has come", "receives": "brings a sum to z", "pushes": "pushes to a peer",
-    "waits": "waits for a signal", "starts": "finds its tile", "finishes": "comes to its end",
+    "multiplies": "multiplies a tile", "joins": "combines partial results", "stores": "stores a tile",
+    "sums": "sums partials", "copies": "copies rows", "receives": "copies to the output", "pushes": "pushes to a peer",
+    "waits": "waits for a signal", "starts": "fetches its tile", "finishes": "finishes",
 }
 _WIDTH, _RANK_HEIGHT, _MARGIN = 14.0, 3.0, 1.6  # inches
 _DPI = 110
-_COLUMNS = 1400  # about the pixels that a panel has
+_COLUMNS = 1400  # about the width of a panel in pixels
 
 
 class NoMatplotlib(RuntimeError):
-    """There is no matplotlib to draw with."""
+    """matplotlib is not installed."""
 
-    def __init__(self):
-        super().__init__('the picture needs matplotlib: pip install "tdkernels[bench]", the extra that brings it')
+    def __init__(self) -> None:
+        super().__init__('the plot needs matplotlib: pip install "tdkernels[bench]"')
 
 
-def draw(trace, path):
-    """Write the PNG.
+def draw(trace: "Trace", path: "Path") -> None:
+    """Plot a Trace and write it to a PNG file.
 
     Raises:
-        NoMatplotlib
+        NoMatplotlib: If matplotlib is not installed.
     """
     try:
         from matplotlib import rc_context
         from matplotlib.figure import Figure
     except ImportError:
         raise NoMatplotlib from None
-    style = {"font.family": "DejaVu Sans", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
+    style: dict[Any, Any] = {
+        "font.family": "DejaVu Sans", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False,
+    }
     with rc_context(style):
         ranks = len(trace.ranks)
         canvas = Figure(figsize=(_WIDTH, _RANK_HEIGHT * ranks + _MARGIN), layout="constrained")
@@ -62,9 +70,9 @@ def _draw_rank(axis, trace, rank):
 
 
 def _pixels(trace, rank, end):
-    """Colours [rows, columns, 3] until ``end``: in each column what a row did for the longest part of it.
+    """Return the colors [rows, columns, 3] until ``end``. Each column shows the kind that took the most of its time.
 
-    Drawn as boxes, what is thinner than a pixel would hide its neighbours, or fade.
+    Boxes instead of pixels would either hide the neighbors of intervals thinner than a pixel, or fade.
     """
     place = {row: number for number, row in enumerate(trace.rows(rank))}
     times = defaultdict(list)

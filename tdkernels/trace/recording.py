@@ -1,4 +1,6 @@
-"""What runs on the ranks: an operator, not recorded and recorded, and all that is needed to make sense of it."""
+"""Run an operator on the ranks, with and without recording, and return the events and the clock comparison."""
+
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -17,25 +19,29 @@ from tdkernels.symm import resolve_group
 from tdkernels.trace.clocks import Clocks
 
 _BURSTS = {"cuda": 3, "cpu": 1}
-_CALLS = {"cuda": 10, "cpu": 1}  # of a burst
+_CALLS = {"cuda": 10, "cpu": 1}  # for each burst
 
 
 @torch.no_grad()
-def record_operator(operator, shape, dtype, changes=None, repetitions=7, layout=None):
-    """Runs on every rank: launches of an operator on random operands, recorded one by one. Collective.
+def record_operator(
+    operator: str, shape: Sequence[int], dtype: torch.dtype, changes: dict | None = None, repetitions: int = 7,
+    layout: str | None = None,
+) -> dict:
+    """Record launches of an operator on random operands, one launch at a time. Collective over all ranks.
 
     Args:
-        shape: sizes of the whole problem, M, N and K of a product
-        dtype: a torch.dtype
-        changes: fields of the default config to change, as a dict; None takes the config that a call without one would
-            run with
-        layout: None is the operator's usual one
+        operator: Name of the operator.
+        shape: Sizes of the whole problem, such as M, N, K.
+        dtype: Dtype of the operands.
+        changes: Fields of the default config to change. None means the config of a call without one.
+        repetitions: Number of recorded launches.
+        layout: Layout of the operands; None for the operator's default.
 
     Returns:
-        dict of what timeline.make_trace takes, of this rank: ``events`` and ``times`` have one entry a repetition
+        This rank's recording, for ``timeline.make_trace``. ``events`` and ``times`` have one entry for each repetition.
 
     Raises:
-        ValueError: for a config that cannot run
+        ValueError: If the config cannot run.
     """
     device, group = rank_device(), resolve_group()
     world_size = group.size()
@@ -55,14 +61,14 @@ def record_operator(operator, shape, dtype, changes=None, repetitions=7, layout=
     events, times = [], []
     for _ in range(repetitions):
         timing.barrier(device, group)
-        call(sets[0])  # so that neither the caches nor the clocks of the GPU are found cold
+        call(sets[0])  # warms up the caches and raises the GPU's clock rate
         recorder.clear()
         clocks.meet()
         with record(recorder):
             call(sets[1])
-        clocks.compare()  # at once, since clocks drift
+        clocks.compare()  # right after the call, because clocks drift
         tdkernels.synchronize()
-        events.append(_that_ran(recorder))
+        events.append(_events_that_ran(recorder))
         times.append(clocks.times.cpu().numpy())
     return {
         "operator": operator, "shape": "x".join(map(str, shape)), "dtype": problem.dtype, "gpu": problem.gpu,
@@ -72,8 +78,8 @@ def record_operator(operator, shape, dtype, changes=None, repetitions=7, layout=
     }
 
 
-def _that_ran(recorder):
-    """The events of all pieces that there were, as numpy."""
+def _events_that_ran(recorder):
+    """Return the events of the work items that ran, as a numpy array."""
     events = recorder.events.cpu().numpy()
     return events if recorder.all_run else events[:, events[..., 0].any(0)]
 
@@ -83,7 +89,7 @@ def _generator(device, seed):
 
 
 def _config(problem, device, group, changes):
-    """The config to run, the same on all ranks; never one, like the plain sequence, that has nothing to record."""
+    """Return the config to run, the same on all ranks. It is never one without kernels, such as the torch baseline."""
     tuned = tunable(problem.operator)
     default = tuned.recordable(problem, device)
     if changes is None:
@@ -99,13 +105,13 @@ def _config(problem, device, group, changes):
     except (TypeError, ValueError) as error:
         reason = str(error)
     if reason is None and tuned.compiled(config) is None:
-        reason = "it launches torch's kernels, of which there is nothing to record"
+        reason = "it only launches torch's kernels, which cannot be recorded"
     if reason is not None:
         raise ValueError(f"--config cannot run: {reason}")
     return config
 
 
 def _time(call, sets, device, group):
-    """ms of one of several calls in a row: the best burst, after one that compiles."""
+    """Return the ms of a call, from the fastest of several bursts. The first burst, which compiles, does not count."""
     calls, count = _CALLS[device.type], _BURSTS[device.type]
     return min([timing.burst(call, sets, calls, device, group)[0] for _ in range(1 + count)][1:])

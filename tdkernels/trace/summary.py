@@ -1,20 +1,25 @@
-"""What a Trace says in numbers: shares of the multiprocessors' time, when data came, who waited longest."""
+"""Summarize a Trace: shares of the multiprocessors' time, arrival of data, and the longest waits."""
 
 from collections import defaultdict
+from typing import TYPE_CHECKING
 
 from tdkernels.trace.timeline import ALL_PEERS, KINDS, NO_PEER
 
+if TYPE_CHECKING:
+    from tdkernels.trace.timeline import Interval, Trace
+
 _OVERHEAD = ("starts", "finishes")
 BUSY = tuple(kind for kind in KINDS if kind not in (*_OVERHEAD, "ends"))
-_SENDS = ("pushes", "sums")  # and to whom, if it names a peer
-_WAITS = 3  # of each rank
+_SENDS = ("pushes", "sums")  # kinds that send data if they name a peer
+_WAITS = 3  # longest waits shown for each rank
 
 
 def shares(trace, rank):
-    """{kind: its share of the time of all places where programs run, from the rank's first program to its last}.
+    """Return {kind: share of time} for a rank, from the start of its first program to the end of its last.
 
-    "overhead" is finding out what to do and coming to an end, "idle" is when no program runs, "tail" that part of it
-    after a place's last program. All but "tail" add up to 1.
+    The total is the time of all slots (multiprocessor and lane) in which programs run. "overhead" is the time in which
+    programs start and finish. "idle" is the time without a program in the slot, and "tail" is the part of it after the
+    slot's last program. All shares except "tail" add up to 1.
     """
     begin, end = trace.span(rank)
     spent, last = defaultdict(int), defaultdict(lambda: begin)
@@ -31,11 +36,11 @@ def shares(trace, rank):
     return found
 
 
-def arrivals(trace, rank):
-    """(when the first and the last data from a peer were here, in ns, whether the peers say so), or None without any.
+def arrivals(trace: "Trace", rank: int) -> tuple[int, int, bool] | None:
+    """Return when data from peers arrived: (first in ns, last in ns, whether the peers recorded it).
 
-    The peers say so if they are programs that push: then it is when they had raised the signal. Of a copy engine all
-    that is known is when a program that waited for it went on.
+    If programs of the peers push the data, the times are those after they raised the signal. If a copy engine moves the
+    data, the times are those at which a waiting program of this rank continued. Return None if there is neither.
     """
     ends = [
         interval.end
@@ -49,15 +54,15 @@ def arrivals(trace, rank):
     return (min(ends), max(ends), sent) if ends else None
 
 
-def longest_waits(trace, rank, count=_WAITS):
-    """The intervals in which programs of a rank waited longest."""
+def longest_waits(trace: "Trace", rank: int, count: int = _WAITS) -> "list[Interval]":
+    """Return the longest waits of a rank's programs, the longest first."""
     waits = [interval for interval in trace.ranks[rank] if interval.kind == "waits"]
     return sorted(waits, key=lambda i: (i.begin - i.end, i.program))[:count]
 
 
-def headline(trace):
-    """The line that says most: how long it took, what tracing cost, and what the multiprocessors did."""
-    mean = defaultdict(float)
+def headline(trace: "Trace") -> str:
+    """Return the summary line: duration, cost of tracing, shares of the multiprocessors' time, and clock errors."""
+    mean: defaultdict[str, float] = defaultdict(float)
     for rank in range(len(trace.ranks)):
         for kind, share in shares(trace, rank).items():
             mean[kind] += share / len(trace.ranks)
@@ -71,8 +76,8 @@ def headline(trace):
     )
 
 
-def tables(trace):
-    """[(title, columns, rows of text)] to be printed."""
+def tables(trace: "Trace") -> list[tuple[str, list[str], list[list[str]]]]:
+    """Return the tables to print, as (title, columns, rows of text)."""
     return [_of_ranks(trace), _of_waits(trace)]
 
 

@@ -1,6 +1,7 @@
-"""Events of kernels as intervals, those of all ranks on the clock of rank 0."""
+"""Convert the recorded events of kernels to intervals, for all ranks on the clock of rank 0."""
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,11 +15,16 @@ NO_PEER, ALL_PEERS = words.NO_PEER.value, words.ALL_PEERS.value
 
 
 class Interval(NamedTuple):
-    """What a program did from ``begin`` to ``end``, ns after the first program of all ranks began.
+    """The activity of a program from ``begin`` to ``end``.
 
     Attributes:
-        kind: one of KINDS but "ends"; peer: a rank, NO_PEER or ALL_PEERS
-        lane: of the programs that a multiprocessor has at the same time, 0 …; multiprocessor: -1 if it is not known
+        program: Number of the program or work item.
+        multiprocessor: Number of the multiprocessor; -1 if not known.
+        lane: Number among the programs that run on the multiprocessor at the same time, from 0.
+        kind: One of KINDS except "ends".
+        peer: A rank, NO_PEER or ALL_PEERS.
+        begin: Start in ns after the first program of all ranks started.
+        end: End in ns, likewise.
     """
 
     program: int
@@ -32,35 +38,37 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True)
 class Trace:
-    """One launch on all ranks.
+    """The trace of one launch on all ranks.
 
     Attributes:
-        about: what was run, as ``record_operator`` says it of rank 0; with "untraced_ms" and "traced_ms" of each rank,
-            "tick_ns", the least step that the clocks have made, and "clock_error_ns", by how much each rank's times may
-            be wrong in comparison with those of rank 0
-        ranks: the intervals of each rank, program by program, in order of time
+        about: Description of the launch, from ``record_operator`` on rank 0. In addition, "untraced_ms" and "traced_ms"
+            are lists with a value for each rank, "tick_ns" is the smallest step of the clocks, "clock_error_ns" is a
+            list with the maximum error of each rank's times relative to rank 0, and "repetitions" is the number of
+            recorded launches.
+        ranks: The intervals of each rank, ordered by program and then by time.
     """
 
     about: dict
     ranks: list
 
     @property
-    def title(self):
+    def title(self) -> str:
+        """Operator, shape, dtype, and the number and model of the devices."""
         a = self.about
         place = f"{a['world_size']} CPU ranks" if a["gpu"] == "cpu" else f"{a['world_size']} x {a['gpu']}"
         return f"{a['operator']} {a['shape']} {a['dtype']} on {place}"
 
-    def span(self, rank):
-        """When the first program of a rank began, and when the last one ended."""
+    def span(self, rank: int) -> tuple[int, int]:
+        """Return the start of a rank's first program and the end of its last one, in ns."""
         return min(i.begin for i in self.ranks[rank]), max(i.end for i in self.ranks[rank])
 
-    def rows(self, rank):
-        """{(multiprocessor, lane) or, where that is not known, (program, -1): name}, in the order to show them in."""
+    def rows(self, rank: int) -> dict[tuple[int, int], str]:
+        """Return {row: name} in display order. A row is (multiprocessor, lane), or (program, -1) if that is unknown."""
         return {row: _row_name(row) for row in sorted({row_of(interval) for interval in self.ranks[rank]})}
 
 
-def row_of(interval):
-    """Where an interval is shown: programs of one row do not overlap."""
+def row_of(interval: Interval) -> tuple[int, int]:
+    """Return the row in which an interval is shown. The intervals of a row do not overlap."""
     if interval.multiprocessor < 0:
         return interval.program, -1
     return interval.multiprocessor, interval.lane
@@ -74,7 +82,7 @@ def _row_name(row):
 
 
 class _Event(NamedTuple):
-    """What a program has noted: so ordered, events of a program are in order of time."""
+    """A recorded event. The order of the fields sorts the events of a program by time, then by kind."""
 
     time: int
     kind: int
@@ -82,11 +90,14 @@ class _Event(NamedTuple):
     peer: int
 
 
-def make_trace(recordings):
-    """The Trace of the repetition that took the median time, from what ``record_operator`` returned on all ranks.
+def make_trace(recordings: Sequence[dict]) -> Trace:
+    """Return the Trace of the repetition with the median duration.
+
+    Args:
+        recordings: The results of ``record_operator`` on all ranks, in rank order.
 
     Raises:
-        RuntimeError: if a program has not recorded its start or its end
+        RuntimeError: If a program has not recorded its start or its end.
     """
     events = [recording["events"] for recording in recordings]
     for rank, repetitions in enumerate(events):
@@ -123,14 +134,14 @@ def _length(events):
 
 
 def _tick(events):
-    """The least step between two times of a rank."""
+    """Return the smallest step between two times of a rank."""
     times = np.unique(events[..., 0])
     steps = np.diff(times[times > 0])
     return int(steps.min()) if steps.size else 0
 
 
 def _programs(events, ahead):
-    """The _Events of each program, in order, by a clock that is not ahead."""
+    """Return the sorted _Events of each program, with times on the clock of rank 0."""
     return [
         sorted(_event(time - ahead, what) for time, what in events[:, program].tolist() if time)
         for program in range(events.shape[1])
@@ -143,7 +154,7 @@ def _event(time, what):
 
 
 def _intervals(programs, zero):
-    """The intervals of a rank; a program's last event ends it."""
+    """Return the intervals of a rank. Each event lasts until the next one of its program."""
     found = []
     for program, (events, lane) in enumerate(zip(programs, _lanes(programs))):
         for event, following in zip(events, events[1:]):
@@ -153,8 +164,8 @@ def _intervals(programs, zero):
 
 
 def _lanes(programs):
-    """For each program the first place of its multiprocessor that is free when it begins."""
-    free_at = defaultdict(list)  # multiprocessor -> when each of its places becomes free
+    """Assign each program to the first lane of its multiprocessor that is free when it starts."""
+    free_at = defaultdict(list)  # multiprocessor -> times at which its lanes become free
     lanes = [0] * len(programs)
     for program in sorted(range(len(programs)), key=lambda program: programs[program][0].time):
         first, last = programs[program][0], programs[program][-1]

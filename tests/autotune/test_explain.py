@@ -113,7 +113,7 @@ def test_default(operator):
     with autotune.mode("off"):
         assert explained(operator).config == op.default(problem, DEVICE)
     is_estimated(result)
-    assert "  came from   nowhere: the default, " in str(result)
+    assert "  came from   the built-in heuristic: " in str(result)
 
 
 @pytest.mark.parametrize("rate", ["the best rate", "a rate guessed from the GPU's properties"])
@@ -132,7 +132,7 @@ def test_estimated_on_a_gpu(operator, rate, monkeypatch):
         result,
         "  runs        fused",
         CONFIG_LINES[operator],
-        "  came from   nowhere: the default, .*",
+        "  came from   the built-in heuristic: .*",
         f"  expected    {result.expected_ms:.4f} ms, estimated",
         rf"  computation {result.local_ms:.4f} ms at least \(flops at {rate}\), {local} of the expected time",
         rf"  wire        {result.wire_ms:.4f} ms at least \(bytes at {rate}\), {wire} of the expected time",
@@ -154,7 +154,7 @@ def test_measured(operator, source):
         result,
         "  runs        fused",
         CONFIG_LINES[operator],
-        "  came from   " + {"cache": "the cache on disk: tuned here", "shipped": "the table that comes with.*"}[source],
+        "  came from   " + {"cache": "the cache on disk: tuned here", "shipped": "the table shipped with.*"}[source],
         "  expected    2.0000 ms, measured",
         "  sequence    3.0000 ms, .*; 1.50 x ours",
         r"  computation 0.5000 ms at least \(the library alone, measured\), 25% of the expected time",

@@ -101,7 +101,7 @@ def misbehaves(folder, fault, reason, *, culprit, calls_before=0, of="bad"):
         assert failed == set(failing), reasons
         for config in failing:
             assert re.search(reason, reasons[config]) and "\n" not in reasons[config], reasons[config]
-            assert any(text.startswith(f"out: {config}") for text in result.log), result.log
+            assert any(text.startswith(f"rejected: {config}") for text in result.log), result.log
         assert result.trials[-1].config in failing and result.trials[-1].samples == []
         assert op.config_from_dict(result.entry.config) not in failing
         assert (result.entry.plain_ms is None) == (plain in failing)
@@ -291,7 +291,7 @@ def compiles(folder):
 
         replace_in(patch, op, "compile", compile_)
         with GroupStep(problem, group, device()) as ranks:
-            under_test = tuner._Tuner(op, problem, ranks, 20.0, None)
+            under_test = tuner._Tuner(op, problem, ranks, 20.0, None, True)
             under_test.operands = [None]
             if device().type == "cpu":  # which compiles nothing: pretend, for this step, that it is a GPU
                 under_test.device = torch.device("cuda")

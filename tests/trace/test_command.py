@@ -66,7 +66,7 @@ def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch):
         (["ag_gemm", "--shape", "8x8x8", "--world-size", "99", "--device", "cuda"], "99 ranks need"),
         (["ag_gemm", "--shape", "8x8x8", "--repetitions", "0"], "--repetitions must be at least 1"),
         (["ag_gemm", "--shape", "8x8x8", "--out", __file__], "is not a folder"),
-        (["--draw", __file__], "is no trace of tdkernels"),
+        (["--draw", __file__], "is not a trace of tdkernels"),
         (["--draw", "missing.json"], "missing.json"),
     ],
 )

@@ -140,7 +140,7 @@ def test_the_file_is_what_perfetto_reads(tmp_path):
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"otherData": {"world_size": 1}, "traceEvents": [{"ph": "X"}]}'])
 def test_what_is_no_trace_is_refused(text, tmp_path):
     (tmp_path / "some.json").write_text(text)
-    with pytest.raises(ValueError, match="no trace of tdkernels"):
+    with pytest.raises(ValueError, match="not a trace of tdkernels"):
         perfetto.load(tmp_path / "some.json")
 
 

@@ -31,8 +31,14 @@ _NAME = "all_to_all"
 
 
 @torch.no_grad()
-def all_to_all_ref(x, splits, *, group=None):
-    """The specification of ``all_to_all``, in plain torch.distributed; returns (out, out_splits)."""
+def all_to_all_ref(
+    x: torch.Tensor, splits: torch.Tensor, *, group: GroupLike = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Exchange rows in plain torch, without gradients: the specification of ``all_to_all``.
+
+    Returns:
+        (out, out_splits)
+    """
     group = resolve_group(group)
     world_size = torch.distributed.get_world_size(group)
     counts = splits.long().view(world_size, -1)

@@ -98,8 +98,15 @@ class EpHandle:
 
 
 @torch.no_grad()
-def ep_dispatch_ref(x, topk_ids, topk_weights=None, *, num_experts, group=None):
-    """The specification of ``ep_dispatch``; returns (EpTokens, what ``ep_combine_ref`` needs)."""
+def ep_dispatch_ref(
+    x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor | None = None, *, num_experts: int,
+    group: GroupLike = None,
+) -> tuple[EpTokens, tuple]:
+    """Dispatch in plain torch, without gradients: the specification of ``ep_dispatch``.
+
+    Returns:
+        (received tokens, state for ``ep_combine_ref``)
+    """
     group = resolve_group(group)
     world_size = torch.distributed.get_world_size(group)
     local = num_experts // world_size
@@ -119,8 +126,13 @@ def ep_dispatch_ref(x, topk_ids, topk_weights=None, *, num_experts, group=None):
 
 
 @torch.no_grad()
-def ep_combine_ref(rows, state, topk_weights=None, *, group=None):
-    """The specification of ``ep_combine``: the sum in fp32, in the order of the choices."""
+def ep_combine_ref(
+    rows: torch.Tensor, state: tuple, topk_weights: torch.Tensor | None = None, *, group: GroupLike = None,
+) -> torch.Tensor:
+    """Combine in plain torch, without gradients: the specification of ``ep_combine``.
+
+    The sum is in fp32, in the order of the assignments of a token.
+    """
     group = resolve_group(group)
     by_expert, order, sent, received, (tokens, k), weights = state
     weights = weights if topk_weights is None else topk_weights
