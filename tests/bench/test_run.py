@@ -306,7 +306,7 @@ def test_bench_refuses_what_makes_no_sense(arguments, message, capsys):
 def test_without_the_repository_it_says_where_the_benchmarks_are(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(bench, "_ROOT", tmp_path)
     assert main(["bench"]) == 2
-    assert "they are in its repository" in capsys.readouterr().err
+    assert "run this in a clone of the repository" in capsys.readouterr().err
 
 
 def command(*arguments, cwd):
