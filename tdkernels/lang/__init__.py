@@ -1,8 +1,12 @@
-"""The words that a kernel may use to speak with its peers, in plain Triton.
+"""Device functions (primitives) for communication between GPUs in plain Triton kernels.
 
-Names and meanings follow Triton-distributed's primitives (https://arxiv.org/abs/2504.19442); where its compiler hides a
-context, stock Triton takes it as an explicit argument, ``ctx``. Each word has three realisations, chosen at compile
-time: inline PTX for NVIDIA, Triton's atomics for AMD, and the interpreter. ``docs/primitives.md`` is the tutorial.
+Names and meanings follow the primitives of Triton-distributed (https://arxiv.org/abs/2504.19442). Its compiler hides a
+context. In stock Triton the context is an explicit argument, ``ctx``: the kernel receives ``workspace.ctx`` from the
+host and passes it on. Each primitive has three implementations, selected at compile time: inline PTX for NVIDIA,
+Triton's atomics for AMD, and Triton's interpreter. ``docs/contributing/primitives.md`` is the tutorial.
+
+Addresses are int64 scalars. Words are 64-bit words, read and written through pointers to int64. Docstrings do not list
+``ctx`` among the arguments: it is always the context of the workspace.
 """
 
 from tdkernels.lang.calls import call, check_alone, epoch, finish, is_void, is_void_for_all, keep_signal, signal_of

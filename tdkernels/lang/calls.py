@@ -1,4 +1,8 @@
-"""One call of a collective kernel: its number and signal, whether it is void, and its end."""
+"""One call of a collective kernel: its number, half and signal, and the end of its launches.
+
+The epoch counts the calls finished on a workspace. Call ``epoch + 1`` uses half ``number % 2`` of the signals and the
+data, and its signals have the value ``number << PLAN_BITS | plan``.
+"""
 
 import triton.language as tl
 
@@ -20,17 +24,27 @@ from tdkernels.lang.targets import target
 
 @jit
 def epoch(ctx):
-    """How many collective kernels have finished on this workspace: the running one is number ``epoch + 1``."""
+    """Return the number of collective kernels finished on this workspace (int64).
+
+    The running one has number ``epoch + 1``. Read the epoch before ``finish``.
+    """
     return tl.load(_state(ctx) + STATE_EPOCH)
 
 
 @jit
 def signal_of(ctx, number, plan):
-    """Return the signal of call ``number`` (int64) by a plan, or 0 in a void launch.
+    """Return the signal value of a call, or 0 in a void launch.
 
     A launch is void if an earlier launch of this group, or of any group on this device, has failed: its operands may
-    hold what that launch could not compute. A void launch announces nothing, waits for nothing, and must store
-    nothing that a peer can read: see ``is_void``. ``completed`` holds for nothing in it.
+    hold data that the failed launch did not compute. A void launch sends no signals and waits for none. It must not
+    store to memory that a peer can read: see ``is_void``. ``completed`` returns False for each of its waits.
+
+    Args:
+        number: the number of the call, int64.
+        plan: the plan id that ``workspace.prepare`` returned.
+
+    Returns:
+        ``number << 16 | plan`` (int64), which ranks with the same plan send and wait for; 0 in a void launch.
     """
     over = tl.load(failed_at(ctx) + 1) | tl.load(device_failed_at(ctx))
     return tl.where(over == 0, (number << PLAN_BITS) | plan, 0)
@@ -38,15 +52,18 @@ def signal_of(ctx, number, plan):
 
 @jit
 def is_void(signal):
-    """Return whether this launch is void, by its signal. For a mask: threads may differ if a failure is recent."""
+    """Return whether this launch is void, given its signal.
+
+    Use it for masks: threads may disagree if a failure is recent.
+    """
     return signal == 0
 
 
 @jit
 def is_void_for_all(signal):
-    """Return ``is_void`` with one answer for all threads, for a branch or the bound of a loop. A barrier."""
+    """Return ``is_void`` with the same result in all threads, for a branch or a loop bound. Contains a barrier."""
     if target() == "cuda":
-        # The answer of thread 0, for its first element; no two threads share an element.
+        # Thread 0 decides, in its first element. No two threads share an element.
         answer = tl.inline_asm_elementwise(
             """{
             .reg .pred p; .reg .b32 t;
@@ -65,9 +82,16 @@ def is_void_for_all(signal):
 
 @jit
 def call(ctx, plan, COUNTS: tl.constexpr = True):
-    """Return (number, half, signal) of the running call of a collective kernel; see ``signal_of``.
+    """Return the number, half and signal of the running call of a collective kernel.
 
-    Every program of the launch comes here once, and to ``finish`` at its end. ``COUNTS=False``: only some programs do.
+    Every program of the launch calls this once, and ``finish`` at its end.
+
+    Args:
+        plan: the plan id that ``workspace.prepare`` returned.
+        COUNTS: count this program, see ``check_alone``. False if only some programs of the launch call this function.
+
+    Returns:
+        (number, half, signal): ``epoch + 1`` (int64), its parity (int32), and ``signal_of`` it (int64).
     """
     if COUNTS:
         check_alone(ctx)
@@ -77,16 +101,22 @@ def call(ctx, plan, COUNTS: tl.constexpr = True):
 
 @jit
 def keep_signal(ctx, signal):
-    """Leave the value of this call's signals where the copy engine can take it from; in a void launch the last one."""
+    """Store the signal value of this call where the copy engine can read it.
+
+    A void launch leaves the last value.
+    """
     tl.store(_state(ctx) + STATE_SIGNAL, signal, mask=signal != 0)
 
 
 @jit
 def check_alone(ctx):
-    """Count this program of the launch, so that ``finish`` notices another launch of the workspace in flight."""
+    """Count this program of the launch, so that ``finish`` detects a concurrent launch on the same workspace.
+
+    ``call`` does this.
+    """
     started = _state(ctx) + STATE_STARTED
     if target() == "cuda":
-        # One thread adds, and no thread waits for the result.
+        # One thread adds. No thread waits for the result.
         tl.inline_asm_elementwise(
             """{
             .reg .pred first; .reg .b32 t;
@@ -103,14 +133,22 @@ def check_alone(ctx):
 
 @jit
 def finish(ctx, ADVANCE: tl.constexpr = True, step=1):
-    """Advance the epoch when the last program of the launch comes here; the last statement of a collective kernel.
+    """End a collective kernel: the last program of the launch to arrive advances the epoch.
 
-    Done on the device so that a replayed CUDA graph counts on. Every program read the epoch before it came here, and
-    the next launch on this workspace is ordered after this one by the stream, so no program reads a word that changes.
-    If ``call`` has counted other programs than those of this launch, another launch of the workspace is in flight,
-    which is recorded as an error. Tickets begin at zero again. ``ADVANCE=False`` does not count, for a launch in the
-    middle of a call; nor does ``step`` 0, for one that had to do with no peer, as all ranks know. After a wait has
-    given up, later launches are void (``signal_of``); a void launch marks its own group as failed.
+    This is the last statement of a collective kernel. Every program of the grid, which has one dimension, executes it
+    once. It contains a barrier, then an acquire and a release at GPU scope.
+
+    The epoch advances on the device, so a replayed CUDA graph keeps counting. Every program read the epoch before it
+    arrived here, and the stream orders the next launch on this workspace after this one, so no program reads a word
+    that changes.
+
+    If ``call`` counted a different number of programs than this launch has, another launch of the workspace is in
+    flight; this is recorded as an error. The work item counter is reset to zero. After a wait has failed, later
+    launches are void (``signal_of``). A void launch marks its own group as failed.
+
+    Args:
+        ADVANCE: False for a launch in the middle of a call, which does not advance the epoch.
+        step: number by which the epoch advances. 0 for a launch without communication, if all ranks know that.
     """
     state = _state(ctx)
     tl.debug_barrier()

@@ -1,34 +1,45 @@
-"""What kernels that speak to the network are linked with, and what has to be told of them once they are loaded.
+"""Device library of the network: the files that kernels are linked with, and the initialization of loaded modules.
 
-``tdkernels.symm`` says both, when it has initialised the network's library.
+``tdkernels.symm`` provides both after it has initialized NVSHMEM or rocSHMEM.
 """
 
-_paths: dict = {}
-_tell = None
-_told: set = set()
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from triton.compiler import CompiledKernel
+
+_paths: dict[str, str] = {}
+_init_module: Any = None  # a function of the handle of a module, see ``provide``
+_initialized: set[int] = set()  # handles of the modules that are initialized
 
 
-def provide(paths, tell):
-    """Link later kernels with these files, {name: path}, and call ``tell`` with the handle of each one's module."""
-    global _paths, _tell
-    _paths, _tell = dict(paths), tell
-    _told.clear()
+def provide(paths: Mapping[str, str], tell: Callable[[int], object]) -> None:
+    """Set the device library for kernels that are compiled from now on.
+
+    Args:
+        paths: the files to link with, {name: path}.
+        tell: called with the handle of each loaded module before its first launch.
+    """
+    global _paths, _init_module
+    _paths, _init_module = dict(paths), tell
+    _initialized.clear()
 
 
-def paths():
-    """The files to link with.
+def paths() -> dict[str, str]:
+    """Return the files to link with, {name: path}.
 
     Raises:
-        RuntimeError: before the network has been initialised
+        RuntimeError: if the network has not been initialized.
     """
     if not _paths:
-        raise RuntimeError("a kernel that speaks to the network was launched before tdkernels.symm has initialised it")
+        raise RuntimeError("a kernel that uses the network was launched before tdkernels.symm initialized the network")
     return _paths
 
 
-def loaded(compiled):
-    """Tell the library of a compiled kernel before its first launch."""
+def loaded(compiled: "CompiledKernel") -> None:
+    """Initialize the device library in the module of a compiled kernel, before the first launch."""
     compiled._init_handles()
-    if compiled.module not in _told:
-        _tell(compiled.module)
-        _told.add(compiled.module)
+    if compiled.module not in _initialized:
+        _init_module(compiled.module)
+        _initialized.add(compiled.module)

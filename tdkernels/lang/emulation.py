@@ -1,12 +1,22 @@
-"""What stands for the network where a kernel is interpreted; ``tdkernels.symm`` names it by the kernel's context."""
+"""Emulated network for interpreted kernels.
+
+``tdkernels.symm`` registers a network under the address of a workspace's private words, which a kernel's context holds.
+"""
+
+from typing import Any
 
 from tdkernels.lang.targets import _builtin
 
-_networks: dict = {}  # by the address of the private words of a workspace
+_networks: dict[int, Any] = {}  # keyed by the address of a workspace's private words
 
 
-def name(state, network):
-    """Let kernels with these private words find a network; None takes it away."""
+def name(state: int, network: Any) -> None:
+    """Register the network for kernels of a workspace.
+
+    Args:
+        state: the address of the workspace's private words.
+        network: a ``symm.backends.emulated_network.EmulatedNetwork``; None removes the entry.
+    """
     _networks.pop(state, None)
     if network is not None:
         _networks[state] = network
@@ -14,7 +24,7 @@ def name(state, network):
 
 @_builtin
 def interpreter_put(state, dst, src, num_bytes, signal, value, peer, _semantic=None):
-    """Hand a put to the network; with an address of a signal other than 0 one with signal. Interpreter only."""
+    """Start a put in the emulated network; a put with a signal if the address ``signal`` is not 0. Interpreter only."""
     network = _networks[int(state)]
     if int(signal):
         network.put(int(dst), int(src), int(num_bytes), int(peer), int(signal), int(value))
@@ -24,17 +34,17 @@ def interpreter_put(state, dst, src, num_bytes, signal, value, peer, _semantic=N
 
 @_builtin
 def interpreter_signal(state, signal, value, peer, _semantic=None):
-    """Hand a signal to the network; interpreter only."""
+    """Set a signal through the emulated network. Interpreter only."""
     _networks[int(state)].set_signal(int(signal), int(value), int(peer))
 
 
 @_builtin
 def interpreter_fence(state, _semantic=None):
-    """Interpreter only."""
+    """Order earlier puts before later ones in the emulated network. Interpreter only."""
     _networks[int(state)].fence()
 
 
 @_builtin
 def interpreter_quiet(state, _semantic=None):
-    """Interpreter only."""
+    """Complete all puts of the emulated network. Interpreter only."""
     _networks[int(state)].quiet()

@@ -1,8 +1,9 @@
-"""The failure of a rank: what a wait that gives up leaves behind, and what later launches make of it.
+"""Failure record of a rank: written by a wait that fails, read by the host and by later launches.
 
-A group has three words on a device: a wait of the group has given up; the launch in which that happened is over; the
-address of a word in the host's memory. A device has one word for all groups: it is set while a failed launch of any
-group has not been reported by the host. The host reads the record (``symm.failure``).
+A group has three words on a device. The first is nonzero after a wait of the group has failed. The second is nonzero
+after the launch of that wait has ended. The third holds the address of a word in host memory, which is set with the
+record. A device has one word for all groups: it is set while the host has not reported a failed launch of any group.
+The host reads the record, see ``symm.failure``.
 """
 
 import triton.language as tl
@@ -13,8 +14,8 @@ from tdkernels.lang.memory import store_release
 from tdkernels.lang.reduce import max_of
 from tdkernels.lang.targets import target
 
-# The record's first word says what happened; then peer, address of the signal, expected and seen value, and the id of
-# the table of the workspace in which it happened.
+# Kinds of failure, in the record's first word. The other words are the peer, the address of the signal, the expected
+# value, the value seen, and the id of the workspace's context table.
 RECORD_TIMEOUT = tl.constexpr(1)
 RECORD_PLAN_TIMEOUT = tl.constexpr(2)
 RECORD_PLAN_MISMATCH = tl.constexpr(3)
@@ -25,31 +26,36 @@ RECORD_VOID = tl.constexpr(6)
 
 @jit
 def failed_at(ctx):
-    """Return the pointer to the word that is not zero if a wait of this rank has given up, in any launch of the group.
+    """Return the pointer to the group's failure word.
 
-    The next word is not zero when that launch is over.
+    It is nonzero if a wait of this rank has failed in any launch of the group. The next word is nonzero when that
+    launch has ended.
     """
     return tl.load(ctx + CTX_FAILED).to(tl.pointer_type(tl.int64))
 
 
 @jit
 def device_failed_at(ctx):
-    """Return the pointer to the word that is not zero after a launch of any group on this device has failed."""
+    """Return the pointer to the device's failure word.
+
+    It is nonzero after a launch of any group on this device has failed.
+    """
     return tl.load(ctx + CTX_DEVICE_FAILED).to(tl.pointer_type(tl.int64))
 
 
 @jit
 def failed(ctx):
-    """Return whether this rank has failed, so that what it computes must not be passed on as right.
+    """Return whether this rank has failed, so that its results must not be sent as valid data.
 
-    Each thread reads it for itself: for a mask, not for a branch with a barrier in it.
+    It has failed after a wait of this group failed, or after a launch of any group on this device failed. Each thread
+    reads the word for itself. Use it for masks, not for a branch with a barrier in it.
     """
     return (tl.load(failed_at(ctx), volatile=True) | tl.load(device_failed_at(ctx), volatile=True)) != 0
 
 
 @jit
 def failed_for_all(ctx):
-    """Return ``failed`` with one answer for all threads, for a branch. A barrier."""
+    """Return ``failed`` with the same result in all threads, for a branch. Contains a barrier."""
     lanes = tl.full((MAX_THREADS,), 0, tl.int32)
     words = tl.load(failed_at(ctx) + lanes, volatile=True) | tl.load(device_failed_at(ctx) + lanes, volatile=True)
     return max_of((words != 0).to(tl.int32), 0) != 0
@@ -57,9 +63,12 @@ def failed_for_all(ctx):
 
 @jit
 def end_wait(ctx):
-    """Make later launches void if a wait of this one has failed; at the end of a launch that does not ``finish``."""
+    """Make later launches void if a wait of this launch has failed.
+
+    Call it at the end of a launch that does not call ``finish``.
+    """
     words = failed_at(ctx)
-    # Once: the host clears the device's word when it has reported the failure, and other groups go on.
+    # Only once per failure: after the host has reported it, it clears the device's word, and other groups go on.
     failed_now = (tl.load(words, volatile=True) != 0) & (tl.load(words + 1, volatile=True) == 0)
     tl.store(words + 1, tl.full((), 1, tl.int64), mask=failed_now)
     tl.store(device_failed_at(ctx), tl.full((), 1, tl.int64), mask=failed_now)
@@ -67,15 +76,21 @@ def end_wait(ctx):
 
 @jit
 def record_if(ctx, condition, kind, peer, where, expected, seen):
-    """Let the first program for which ``condition`` holds leave a record, and mark this rank as failed.
+    """Write the failure record if ``condition`` holds, and mark this rank as failed. The first program to do so wins.
 
-    ``peer``, ``where``, ``expected``, ``seen``: int64.
+    Args:
+        condition: whether to record.
+        kind: one of the ``RECORD_*`` constants.
+        peer: the rank, int64.
+        where: the address of the signal, int64.
+        expected: the expected value, int64.
+        seen: the value seen, int64.
     """
     failed_ptr = failed_at(ctx)
     record_ptr = tl.load(ctx + CTX_RECORD)
     table = tl.load(ctx + CTX_ID)
     if target() == "cuda":
-        # Per thread and without a barrier: threads of a program may have seen different values of the signal.
+        # Per thread, without a barrier: threads of a program may have read different values of the signal.
         tl.inline_asm_elementwise(
             """{
             .reg .pred p; .reg .b64 before, kind, host;

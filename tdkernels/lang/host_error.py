@@ -1,7 +1,7 @@
-"""Notes: what a kernel has to tell the host when nothing is broken, but the user has asked for what cannot be done.
+"""Host error mailbox: a kernel reports an error in the user's request, and the workspace stays usable.
 
-Not as in a wait that gives up: all ranks have seen the same and go on in step. The host raises what it reads as an
-error once, at its next call or at ``synchronize``.
+In contrast to a failed wait, all ranks detect the error in the same data and stay in step. The host raises the error
+once, at its next call or in ``synchronize``.
 """
 
 import triton.language as tl
@@ -13,11 +13,20 @@ from tdkernels.lang.memory import store_release_if
 
 @jit
 def report_if(ctx, condition, kind, first, second, third, call=0):
-    """Leave a note if ``condition`` holds and the host has read the one before; by one program of a launch.
+    """Write an error to the host error mailbox if ``condition`` holds and the mailbox is empty.
 
-    ``call``: the workspace's ``note_call``, by which the host finds what the note is about.
+    One program of a launch calls it, with plain stores. ``check`` of the workspace raises, once, the exception that the
+    workspace's ``error_of_note`` makes of the error.
+
+    Args:
+        condition: whether there is an error, such as more rows than the capacity.
+        kind: the kind of error, at least 1.
+        first: an integer for the message.
+        second: an integer for the message.
+        third: an integer for the message.
+        call: the workspace's ``note_call``, which tells the host the call that the error belongs to.
     """
-    note = tl.load(ctx + CTX_NOTE).to(tl.pointer_type(tl.int64))  # its kind, not zero, three numbers, and the call
+    note = tl.load(ctx + CTX_NOTE).to(tl.pointer_type(tl.int64))  # kind (nonzero), three integers, call
     if condition:
         unread = tl.load(note, volatile=True) != 0
         tl.store(note + 1, first.to(tl.int64), mask=unread == 0)

@@ -1,9 +1,11 @@
-"""Run kernels in Triton's interpreter: one launch at a time, with patches that save half of its time."""
+"""Run kernels in Triton's interpreter: one launch at a time, with patches that halve its run time."""
 
 import contextlib
 import dataclasses
 import functools
 import threading
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -12,12 +14,13 @@ from triton.runtime import interpreter
 
 from tdkernels.lang.tested_versions import triton_is_tested
 
-# The interpreter has one state for all threads: what program it is in, and triton.language as it has patched it. A
-# thread that waits here for a kernel that waits for a peer waits no longer than that kernel.
+# The interpreter has one state for all threads: the current program, and its patches of triton.language. If a kernel
+# holds this lock while it waits for a peer, another thread waits for the lock as long as that kernel, and no longer.
 interpreting = threading.RLock()
 
 
-def on_cpu(args):
+def on_cpu(args: Iterable[Any]) -> bool:
+    """Return whether the first argument that has a device is on the CPU."""
     for arg in args:
         device = getattr(arg, "device", None)
         if device is not None:
@@ -26,8 +29,12 @@ def on_cpu(args):
 
 
 @contextlib.contextmanager
-def interpreter_options():
-    """Check every integer operation for overflow only where the compiler would: it takes a third of the time."""
+def interpreter_options() -> Iterator[None]:
+    """Set the interpreter's options within a ``with`` block.
+
+    Integer operations are checked for overflow only if the compiler would check them: the checks take a third of the
+    time.
+    """
     builder = interpreter.interpreter_builder
     saved = builder.options
     builder.options = dataclasses.replace(saved, sanitize_overflow=knobs.runtime.debug)
@@ -37,24 +44,24 @@ def interpreter_options():
         builder.options = saved
 
 
-def _let_scalars_be_indices(tensor, scope):
-    """For triton 3.6 with numpy >= 2.4: what makes a scalar an index in the interpreter.
+def _allow_scalar_index(tensor, scope):
+    """Allow scalars as indices in the interpreter of triton 3.6 with numpy >= 2.4.
 
-    A scalar is an array of one element there, which such a numpy does not convert to an integer any more.
+    There a scalar is an array of one element, which numpy >= 2.4 no longer converts to an integer.
     """
     scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
 
-# ---- what the interpreter works out again for every operation, though it never changes: half of its time ----
+# ---- caches for values that the interpreter recomputes for every operation, which takes half of its time ----
 
 
-def _remember_np_dtype(find):
-    """Wrap what finds the numpy dtype for a type of ``triton.language``, which makes a table of them on each call."""
+def _cache_np_dtype(find):
+    """Cache the numpy dtype of each type of ``triton.language``; ``find`` builds a table on each call."""
     known = {}
 
     @functools.wraps(find)
     def np_dtype(kind):
-        name = kind.scalar.name  # blocks have that of their elements
+        name = kind.scalar.name  # a block has the dtype of its elements
         if name not in known:
             known[name] = find(kind)
         return known[name]
@@ -62,8 +69,8 @@ def _remember_np_dtype(find):
     return np_dtype
 
 
-def _remember_shape(init):
-    """Wrap ``tensor.__init__``: tensors of equal types share the objects that say of which shape they are."""
+def _cache_shape(init):
+    """Wrap ``tensor.__init__``: tensors of equal types share their shape objects."""
     known = {}
 
     def __init__(self, handle, kind):
@@ -78,8 +85,8 @@ def _remember_shape(init):
     return __init__
 
 
-def _remember_block(init):
-    """Wrap ``block_type.__init__``: equal types share what describes them."""
+def _cache_block(init):
+    """Wrap ``block_type.__init__``: equal types share their shape, size and name."""
     known = {}
 
     def __init__(self, element_ty, shape):
@@ -98,25 +105,25 @@ def _remember_block(init):
 
 
 _INT = {int}
-_tensor_init = _remember_shape(tl.tensor.__init__)
-_block_init = _remember_block(tl.block_type.__init__)
+_tensor_init = _cache_shape(tl.tensor.__init__)
+_block_init = _cache_block(tl.block_type.__init__)
 
 
-def _and_ours(patch):
-    """Wrap what patches the tensors of ``triton.language`` for as long as a kernel is interpreted."""
+def _with_patches(patch):
+    """Wrap the function that patches the tensors of ``triton.language`` while a kernel is interpreted."""
 
     def patched(tensor, scope):
         patch(tensor, scope)
         if triton.__version__.startswith("3.6."):
-            _let_scalars_be_indices(tensor, scope)
+            _allow_scalar_index(tensor, scope)
         scope.set_attr(tensor, "__init__", _tensor_init)
         scope.set_attr(tl.block_type, "__init__", _block_init)
 
     return patched
 
 
-# The interpreter of another Triton may lack these functions, or may keep more in a tensor than is copied above. Without
-# the patches it takes longer, and compiled kernels need none of them.
+# Another version of Triton may lack these functions, or may store more in a tensor than the wrappers copy. Without the
+# patches the interpreter is slower. Compiled kernels do not need them.
 if triton_is_tested() and hasattr(interpreter, "_get_np_dtype") and hasattr(interpreter, "_patch_lang_tensor"):
-    interpreter._get_np_dtype = _remember_np_dtype(interpreter._get_np_dtype)
-    interpreter._patch_lang_tensor = _and_ours(interpreter._patch_lang_tensor)
+    interpreter._get_np_dtype = _cache_np_dtype(interpreter._get_np_dtype)
+    interpreter._patch_lang_tensor = _with_patches(interpreter._patch_lang_tensor)

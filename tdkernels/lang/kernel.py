@@ -1,11 +1,13 @@
-"""One decorator, two executions: a kernel compiles for GPU tensors and is interpreted for CPU tensors.
+"""The ``jit`` decorator: the same kernel is compiled for GPU tensors and interpreted for CPU tensors.
 
-Stock ``triton.jit`` decides once, at decoration, by the environment variable ``TRITON_INTERPRET``. Here the launch
-decides, by where its tensors live, so that importing the library needs no environment variable and one process can run
-a kernel on the CPU and compile the same kernel for a GPU.
+Stock ``triton.jit`` decides once, at decoration, by the environment variable ``TRITON_INTERPRET``. Here each launch
+decides by the device of its tensors. So importing the library needs no environment variable, and one process can run a
+kernel on the CPU and compile the same kernel for a GPU.
 """
 
 import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import triton.language as tl
@@ -22,27 +24,36 @@ from tdkernels.lang.tested_versions import may_keep_launches
 
 
 class Kernel(JITFunction):
-    """A JIT function that can also be interpreted; what a kernel calls must be one too.
+    """A JIT function that can also be interpreted. Every function that a kernel calls must be a ``Kernel``, too.
 
-    ``network``: it is a kernel that speaks to the network, and has to be linked with the network's library.
-    A constexpr argument may be a NamedTuple of plain values, whose fields the kernel reads by their names; it is given
-    by keyword.
+    A constexpr argument may be a NamedTuple of plain values. It is passed by keyword, and the kernel reads its fields
+    by name.
+
+    Args:
+        fn: the Python function.
+        network: whether the kernel uses the network (``lang.rdma``), so that it must be linked with the network's
+            device library.
+        **options: options of ``triton.jit``.
     """
 
-    def __init__(self, fn, network=False, **options):
+    def __init__(self, fn: Callable[..., Any], network: bool = False, **options: Any) -> None:
         super().__init__(fn, **options)
         self._network = network
-        self._known = RecentCache(_MAX_KNOWN)  # what launches were found to run, by all that decides it
+        self._known = RecentCache(_MAX_KNOWN)  # compiled kernels, keyed by everything that selects one
 
     @functools.cached_property
     def _interpreted(self):
         return interpreter.InterpretedFunction(self.fn)
 
-    def __call__(self, *args, **kwargs):
-        """A device function called by an interpreted kernel, whose launch has already patched ``triton.language``."""
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a device function called by an interpreted kernel.
+
+        The launch of the kernel has already patched ``triton.language``.
+        """
         return self._interpreted.rewrite()(*args, **kwargs)
 
-    def run(self, *args, grid, warmup, **kwargs):
+    def run(self, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        """Launch the kernel like ``JITFunction.run``, in the interpreter if its first tensor is on the CPU."""
         if on_cpu(args) or on_cpu(kwargs.values()):
             with interpreting, interpreter_options():
                 return self._interpreted.run(*args, grid=grid, warmup=warmup, **kwargs)
@@ -53,7 +64,7 @@ class Kernel(JITFunction):
         return self._launch(key, args, grid, kwargs)
 
     def _search(self, args, grid, warmup, kwargs):
-        """What ``JITFunction.run`` does; of a kernel that speaks to the network the library is told first."""
+        """Call ``JITFunction.run``; first initialize the device library if the kernel uses the network."""
         kwargs = with_constexpr_fields(kwargs)
         if not self._network:
             return super().run(*args, grid=grid, warmup=warmup, **kwargs)
@@ -65,7 +76,10 @@ class Kernel(JITFunction):
         return super().run(*args, grid=grid, warmup=False, **kwargs)
 
     def _launch(self, key, args, grid, kwargs):
-        """What ``JITFunction.run`` does, without looking for the compiled kernel again: that takes most of its time."""
+        """Launch like ``JITFunction.run``, but look up the compiled kernel only once per key.
+
+        That lookup takes most of the time of ``JITFunction.run``.
+        """
         known = self._known[key]
         if known is None:
             compiled = self._search(args, grid, False, kwargs)
@@ -77,17 +91,21 @@ class Kernel(JITFunction):
         return compiled
 
     def _others(self, args, kwargs):
-        """The arguments after ``args``, in the kernel's order."""
+        """Return the arguments after ``args``, in the kernel's order."""
         parameters = list(self.signature.parameters.values())[len(args) :]
         return [kwargs.get(parameter.name, parameter.default) for parameter in parameters]
 
-    def launch_bound(self, bound_launch, values, stream=None):
-        """``self[alike.grid](*alike.filled(values), **alike.constants)``, without looking again at what is the same.
+    def launch_bound(
+        self, bound_launch: Any, values: Sequence[Any], stream: torch.cuda.Stream | None = None
+    ) -> None:
+        """Launch a bound launch with new values, without checking again what is the same in all its launches.
+
+        Equals ``self[bound_launch.grid](*bound_launch.filled(values), **bound_launch.constants)``.
 
         Args:
-            bound_launch: a BoundLaunch
-            values: for its places
-            stream: the current one, if the caller knows it
+            bound_launch: a ``runtime.triton_launcher.BoundLaunch``.
+            values: values for its variable arguments (``places``).
+            stream: the current stream, if the caller knows it.
         """
         where = None
         if (
@@ -98,11 +116,11 @@ class Kernel(JITFunction):
                 return
         args = bound_launch.filled(values)
         compiled = self.run(*args, grid=bound_launch.grid, warmup=False, **bound_launch.constants)
-        if where is not None and isinstance(compiled, CompiledKernel):  # it has not been interpreted
+        if where is not None and isinstance(compiled, CompiledKernel):  # not interpreted
             bound_launch.keep(where, compiled, self._others(args, bound_launch.constants))
 
     def _key(self, args, kwargs):
-        """All that decides what a launch runs, or None for one with something in it that is not usual here."""
+        """Return the key of the compiled kernel for a launch, or None if an argument is of an unsupported type."""
         grouped = [value for value in kwargs.values() if type(value) not in _PLAIN]
         if not all(hasattr(value, "_fields") for value in grouped) or _is_inspected():
             return None
@@ -117,14 +135,14 @@ class Kernel(JITFunction):
 
     @functools.cached_property
     def _specialized(self):
-        """For each parameter whether Triton compiles anew for other integers than those seen."""
+        """For each parameter, whether Triton specializes the kernel for its integer values."""
         return [not parameter.do_not_specialize for parameter in self.params]
 
 
-def with_constexpr_fields(kwargs):
-    """The arguments of a launch, in which each field of a NamedTuple is a constexpr.
+def with_constexpr_fields(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a launch with each field of a NamedTuple wrapped in a constexpr.
 
-    Triton reads a field as it is. Up to 3.6 it does not take a plain value for an argument of a device function.
+    Triton reads a field as it is. Up to 3.6 it does not accept a plain value as an argument of a device function.
     """
     return {
         name: type(value)(*map(tl.constexpr, value)) if hasattr(value, "_fields") else value
@@ -132,28 +150,31 @@ def with_constexpr_fields(kwargs):
     }
 
 
-_MAX_KNOWN = 4096  # of one kernel; shapes may go on changing for ever
+_MAX_KNOWN = 4096  # entries per kernel; the number of shapes is unbounded
 _PLAIN = {int, bool, str, type(None), tl.dtype}
 _HOOK = "add_stages_inspection_hook" if hasattr(knobs.runtime, "add_stages_inspection_hook") else None
 
 
 def _is_inspected():
-    """Whether somebody wants to see, or to change, how Triton compiles."""
+    """Return whether a hook that inspects or changes Triton's compilation is installed."""
     return _HOOK is not None and getattr(knobs.runtime, _HOOK) is not None
 
 
-def pointer_kind(tensor):
-    """What Triton compiles for, of a tensor."""
-    # AMD's compiler addresses what is less than 2 GiB in another way.
+def pointer_kind(tensor: torch.Tensor) -> tuple[torch.dtype, bool, bool]:
+    """Return the properties of a tensor for which Triton specializes a kernel.
+
+    They are the dtype, whether the address is a multiple of 16, and on AMD whether the storage is below 2 GiB.
+    """
+    # AMD's compiler uses another addressing mode for storage below 2 GiB.
     small = torch.version.hip is None or tensor.untyped_storage().size() < 1 << 31
     return tensor.dtype, tensor.data_ptr() % 16 == 0, small
 
 
 def _kind(specialized, arg):
-    """What Triton compiles for, of an argument: equal for arguments that the same code serves.
+    """Return the part of the key that an argument contributes: equal for arguments that the same compiled code serves.
 
     Raises:
-        LookupError: for an argument of another type than those that are usual here
+        LookupError: for an argument of an unsupported type.
     """
     if isinstance(arg, torch.Tensor):
         return pointer_kind(arg)
@@ -171,13 +192,18 @@ def _kind(specialized, arg):
     raise LookupError
 
 
-def jit(fn=None, **options):
-    """Make a kernel or a device function of ``fn``; the options are those of ``triton.jit``, and ``network``.
+def jit(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
+    """Turn ``fn`` into a kernel or a device function, in place of ``triton.jit``.
 
-    ``network=True``: a kernel in which a word of ``lang.rdma`` is used.
+    Inside, use ``tl.full`` and ``//`` rather than ``tl.zeros`` and ``tl.cdiv``: functions that ``triton.language``
+    itself decorates with ``triton.jit`` exist for the compiler only.
 
-    Inside, use ``tl.full`` and ``//`` rather than ``tl.zeros`` and ``tl.cdiv``: what ``triton.language`` itself
-    decorates with ``triton.jit`` exists for the compiler only.
+    Args:
+        fn: the Python function; None if the decorator is used with options.
+        **options: options of ``triton.jit``, and ``network=True`` for a kernel that uses a function of ``lang.rdma``.
+
+    Returns:
+        A ``Kernel``, or a decorator that returns one if ``fn`` is None.
     """
     if fn is None:
         return lambda f: Kernel(f, **options)

@@ -1,4 +1,7 @@
-"""Arithmetic in which the interpreter needs help with bf16: it keeps its bits, multiplies those, and truncates."""
+"""Conversions and dot products that handle bf16 correctly in the interpreter.
+
+Triton's interpreter stores bf16 as its bits, multiplies those bits, and truncates when it converts to bf16.
+"""
 
 import triton.language as tl
 
@@ -8,7 +11,7 @@ from tdkernels.lang.targets import target
 
 @jit
 def to_float32(x):
-    """``x`` in fp32; exact."""
+    """Convert ``x`` to fp32. Exact."""
     if target() == "interpreter" and x.dtype == tl.bfloat16:
         return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     else:
@@ -17,11 +20,11 @@ def to_float32(x):
 
 @jit
 def from_float32(x, DTYPE: tl.constexpr):
-    """fp32 ``x`` in ``DTYPE``, rounded to nearest even."""
+    """Convert fp32 ``x`` to ``DTYPE``, rounding to nearest even."""
     if target() == "interpreter" and DTYPE == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-        rounded = tl.where(x != x, 0x7FC0, rounded)  # rounding a NaN up could make it infinite
+        rounded = tl.where(x != x, 0x7FC0, rounded)  # rounding could turn a NaN into infinity
         return rounded.to(tl.uint16).to(tl.bfloat16, bitcast=True)
     else:
         return x.to(DTYPE)
@@ -29,7 +32,14 @@ def from_float32(x, DTYPE: tl.constexpr):
 
 @jit
 def dot(a, b, acc, PRECISION: tl.constexpr):
-    """``tl.dot(a, b, acc)`` with an fp32 accumulator."""
+    """Return ``tl.dot(a, b, acc)`` with an fp32 accumulator.
+
+    Args:
+        a: left operand.
+        b: right operand.
+        acc: fp32 accumulator.
+        PRECISION: ``input_precision`` of ``tl.dot``.
+    """
     if target() == "interpreter":
         return tl.dot(to_float32(a), to_float32(b), acc, input_precision=PRECISION)
     else:
@@ -38,10 +48,17 @@ def dot(a, b, acc, PRECISION: tl.constexpr):
 
 @jit
 def to_e4m3(x, CONVERTS: tl.constexpr = False):
-    """The bits (uint8) of fp32 ``x`` in float8_e4m3fn, rounded to nearest even; beyond ±448 the largest number.
+    """Convert fp32 ``x`` to float8_e4m3fn, rounding to nearest even and saturating at ±448.
 
-    By integers, unless the GPU ``CONVERTS``: NVIDIA's do from sm_89 on; AMD's gfx942 has another e4m3. What was no
-    number remains none, but may lose its sign.
+    NaN stays NaN but may lose its sign.
+
+    Args:
+        x: fp32.
+        CONVERTS: use the GPU's conversion instruction. NVIDIA GPUs have it from sm_89 on; AMD's gfx942 has a different
+            e4m3 format. False: convert with integer arithmetic.
+
+    Returns:
+        The bits, as uint8.
     """
     if CONVERTS:
         return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
@@ -51,10 +68,11 @@ def to_e4m3(x, CONVERTS: tl.constexpr = False):
 
 @jit
 def _to_e4m3_by_integers(x):
+    """Convert with integer arithmetic, see ``to_e4m3``."""
     bits = x.to(tl.uint32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     normal = (magnitude + 0x7FFFF + ((magnitude >> 20) & 1) >> 20).to(tl.int32) - ((127 - 7) << 3)
-    # Below 2**-6 numbers are 2**-9 apart, as they are at 2**14 in fp32: the addition rounds.
+    # Below 2**-6, e4m3 values are 2**-9 apart, as fp32 values are at 2**14: the addition rounds.
     small = (tl.abs(x) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
     code = tl.where(magnitude < 0x3C800000, small, tl.minimum(normal, 0x7E))
     code = tl.where(magnitude > 0x7F800000, 0x7F, code)

@@ -1,8 +1,8 @@
-"""Loads, stores and fences whose memory order is spelled out, once for each target.
+"""Loads, stores and fences with explicit memory order, implemented for each target.
 
-On NVIDIA every thread of a program executes the inline PTX, so after ``load_acquire`` each of them has acquired for
-itself and no barrier is needed. Elsewhere Triton's atomics do the same job: one thread performs them and the result is
-handed to the others.
+On NVIDIA every thread of a program executes the inline PTX, so after ``load_acquire`` each thread has acquired for
+itself and no barrier is needed. The other targets use Triton's atomics: one thread executes the atomic operation and
+the result is broadcast to the other threads.
 """
 
 import triton.language as tl
@@ -10,13 +10,16 @@ import triton.language as tl
 from tdkernels.lang.kernel import jit
 from tdkernels.lang.targets import interpreter_clock_ns, target
 
-# As a default value: triton 3.6 does not make constants of plain strings there.
+# For default values: triton 3.6 does not treat a plain string in that position as a constant.
 SYS = tl.constexpr("sys")
 
 
 @jit
 def load_acquire(ptr, SCOPE: tl.constexpr = SYS):
-    """Read one 64-bit word; what was written before its release is visible to the loads that follow."""
+    """Load one 64-bit word with acquire order.
+
+    Data written before the matching release is visible to the loads that follow.
+    """
     if target() == "cuda":
         ASM: tl.constexpr = "ld.acquire." + SCOPE + ".global.b64 $0, [$1];"
         return tl.inline_asm_elementwise(ASM, "=l,l,~{memory}", [ptr], tl.int64, is_pure=False, pack=1)
@@ -26,19 +29,20 @@ def load_acquire(ptr, SCOPE: tl.constexpr = SYS):
 
 @jit
 def store_release(ptr, value, SCOPE: tl.constexpr = SYS):
-    """Write one 64-bit word after everything that the whole program has stored so far."""
+    """Store one 64-bit word with release order, after all earlier stores of the whole program. Contains a barrier."""
     tl.debug_barrier()
     store_release_if(ptr, value, tl.full((), 1, tl.int32), SCOPE)
 
 
 @jit
 def store_release_if(ptr, value, condition, SCOPE: tl.constexpr = SYS):
-    """The store of ``store_release``, after its barrier and only where a condition (int32) is not zero.
+    """Store one 64-bit word with release order if ``condition`` (int32) is nonzero.
 
-    Not a branch around it: each thread reads a condition for itself, and those that differ would part at a barrier.
+    It has no barrier: the caller executes one before. The store is predicated instead of inside a branch. Each thread
+    evaluates the condition for itself, and threads with different results would diverge at a barrier.
     """
     if target() == "cuda":
-        # One thread publishes for all: the barrier orders the others' stores before it, and release is cumulative.
+        # One thread releases for all: the barrier orders the others' stores before it, and release is cumulative.
         STORE: tl.constexpr = "@first st.release." + SCOPE + ".global.b64 [$1], $2;"
         ASM: tl.constexpr = (
             "{ .reg .pred first; .reg .b32 t; mov.u32 t, %tid.x; setp.eq.u32 first, t, 0;"
@@ -55,7 +59,15 @@ def store_release_if(ptr, value, condition, SCOPE: tl.constexpr = SYS):
 
 @jit
 def store_release_each(ptrs, value, mask):
-    """``store_release`` of one value to many 64-bit words at system scope, by as many threads at the same time."""
+    """Store one value to many 64-bit words with release order at system scope. Contains a barrier.
+
+    Each word is written by a thread of its own, all at the same time.
+
+    Args:
+        ptrs: pointers to the words, one per element.
+        value: the value, int64.
+        mask: which of the words to write.
+    """
     tl.debug_barrier()
     if target() == "cuda":
         tl.inline_asm_elementwise(
@@ -68,14 +80,14 @@ def store_release_each(ptrs, value, mask):
 
 @jit
 def add_release(ptr, value, SCOPE: tl.constexpr = SYS):
-    """Add to one 64-bit word after everything that the whole program has stored so far."""
+    """Add to one 64-bit word with release order, after all earlier stores of the whole program. Contains a barrier."""
     tl.debug_barrier()
     tl.atomic_add(ptr, value, sem="release", scope=SCOPE)
 
 
 @jit
 def fence_acquire_release():
-    """Order what this thread has read before what it reads and writes from now on, at system scope."""
+    """Order earlier reads of this thread before its later reads and writes, at system scope."""
     if target() == "cuda":
         tl.inline_asm_elementwise(
             "fence.acq_rel.sys; mov.b32 $0, 0;", "=r,~{memory}", [], tl.int32, is_pure=False, pack=1
@@ -86,7 +98,10 @@ def fence_acquire_release():
 
 @jit
 def fence_before_tma_load():
-    """Order an acquire before loads of the bulk copy engine, which reads through another proxy (NVIDIA sm_90 on)."""
+    """Order an acquire before TMA loads, which read through another proxy.
+
+    For NVIDIA from sm_90 on; does nothing on other targets.
+    """
     if target() == "cuda":
         tl.inline_asm_elementwise(
             "fence.proxy.async.global; mov.b32 $0, 0;", "=r,~{memory}", [], tl.int32, is_pure=False, pack=1
@@ -95,9 +110,10 @@ def fence_before_tma_load():
 
 @jit
 def await_tma_stores():
-    """Return when what this program has stored through tensor descriptors is in memory, and can be announced.
+    """Wait until this program's stores through tensor descriptors are in memory and can be signaled.
 
-    Triton itself waits only until shared memory has been read. Each thread waits for the stores that it has started.
+    Triton itself only waits until shared memory has been read. Each thread waits for the stores that it started. For
+    NVIDIA; does nothing on other targets.
     """
     if target() == "cuda":
         tl.inline_asm_elementwise(
@@ -108,9 +124,14 @@ def await_tma_stores():
 
 @jit
 def prefetch(addresses, num_bytes, there):
-    """Bring ``num_bytes``, as far as they fill 16, from each address that is ``there`` into the L2 cache.
+    """Prefetch bytes at each selected address into the L2 cache.
 
-    Addresses (int64) are multiples of 16. On NVIDIA from sm_90 on, which the caller knows; elsewhere nothing is done.
+    When compiled for NVIDIA it needs sm_90 or newer, which the caller checks. It does nothing on other targets.
+
+    Args:
+        addresses: int64, multiples of 16.
+        num_bytes: number of bytes from each address, rounded down to a multiple of 16.
+        there: mask of the addresses to prefetch.
     """
     if target() == "cuda":
         whole = num_bytes // 16 * 16
@@ -123,9 +144,13 @@ def prefetch(addresses, num_bytes, there):
 
 @jit
 def pointer_to(address, DTYPE: tl.constexpr, ALIGNED: tl.constexpr = True):
-    """The pointer to ``DTYPE`` at an address (int64) that is a multiple of 16 if ``ALIGNED``.
+    """Return the pointer to ``DTYPE`` at an address.
 
-    The compiler is told so; of an address that was only cast it knows nothing, and moves one element at a time.
+    Args:
+        address: int64.
+        DTYPE: the element type.
+        ALIGNED: the address is a multiple of 16. This is passed to the compiler, which knows nothing about an address
+            that was only cast and would move one element at a time.
     """
     pointer = address.to(tl.pointer_type(DTYPE))
     return tl.multiple_of(pointer, 16) if ALIGNED else pointer
@@ -133,13 +158,13 @@ def pointer_to(address, DTYPE: tl.constexpr, ALIGNED: tl.constexpr = True):
 
 @jit
 def clock_ns():
-    """Nanoseconds on a clock that all programs of this rank share."""
+    """Return the time in nanoseconds, on a clock that all programs of this rank share (int64)."""
     if target() == "cuda":
         return tl.inline_asm_elementwise(
             "mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1
         )
     elif target() == "hip":
-        # A constant 100 MHz counter, whatever the core clock does.
+        # A 100 MHz counter that does not depend on the core clock.
         ticks = tl.inline_asm_elementwise(
             "s_memrealtime $0\ns_waitcnt lgkmcnt(0)", "=s", [], dtype=tl.int64, is_pure=False, pack=1
         )

@@ -1,9 +1,9 @@
-"""When a program did what: notes that a kernel leaves for ``python -m tdkernels trace``, and only for it.
+"""Trace events of a kernel, for ``python -m tdkernels trace``. A kernel records them only if it gets a trace buffer.
 
-The buffer is two words of 64 bits, of which the first is NUM_KINDS + turns, and [pieces, NUM_KINDS + turns, 2] more. A
-piece of work has a place for each kind of thing that is done, and ``turns`` more for what is done several times; an
-event is the time, and the multiprocessor, peer and kind (``PEER_SHIFT``, ``MULTIPROCESSOR_SHIFT``). An event lasts
-until the next one of its piece.
+The buffer consists of 64-bit words. The first of its two header words is NUM_KINDS + turns. Events of shape
+[pieces, NUM_KINDS + turns, 2] follow. A piece is a work item. It has one slot for each kind of action, and ``turns``
+more slots for actions that it repeats. An event consists of the time and a word with the multiprocessor, peer and kind
+(``PEER_SHIFT``, ``MULTIPROCESSOR_SHIFT``). It lasts until the next event of its piece.
 """
 
 import triton.language as tl
@@ -12,23 +12,29 @@ from tdkernels.lang.kernel import jit
 from tdkernels.lang.memory import clock_ns
 from tdkernels.lang.targets import number_of, target
 
-# One text, so that it is part of what a compiled kernel is known by. Of events at the same time, on a clock that ticks
-# slowly, the earlier one in this list is taken for the earlier one.
+# One string, so that it is part of the key of a compiled kernel. On a clock of low resolution, two events can have the
+# same time. Then the one that is earlier in this list counts as the earlier event.
 KINDS = tl.constexpr("starts waits copies multiplies joins stores pushes receives sums finishes ends")
 NUM_KINDS = tl.constexpr(len(KINDS.value.split()))
 NO_PEER = tl.constexpr(-1)
 ALL_PEERS = tl.constexpr(-2)
-PEER_SHIFT = tl.constexpr(8)  # the byte above holds the peer + 2
-MULTIPROCESSOR_SHIFT = tl.constexpr(32)  # signed; -1 where it is not known
+PEER_SHIFT = tl.constexpr(8)  # the next byte holds peer + 2
+MULTIPROCESSOR_SHIFT = tl.constexpr(32)  # signed; -1 if it is not known
 
 
 @jit
 def mark(trace, KIND: tl.constexpr, peer=NO_PEER, turn=NO_PEER):
-    """Note that this program does from now on what ``KIND`` says, for, from or to ``peer``; without a trace, nothing.
+    """Record the event that this program performs the action ``KIND`` from now on.
 
-    ``trace``: (the buffer or None, the number of the piece of work that this belongs to)
-    ``turn``: the number of this time, where a piece does it several times; else the last time is what remains. All
-    threads meet here, so that what comes before has been done; one notes it.
+    All threads meet at a barrier, so that the previous action is complete. Then one thread stores the event. Without a
+    trace buffer this generates no code.
+
+    Args:
+        trace: (buffer or None, number of the piece that the action belongs to).
+        KIND: the action, one of ``KINDS``.
+        peer: the rank for, from or to which the action is performed, NO_PEER or ALL_PEERS.
+        turn: number of the repetition, for a piece that performs the action several times. Without it, only the last
+            repetition is kept.
     """
     if trace[0] is not None:
         tl.debug_barrier()
@@ -39,7 +45,7 @@ def mark(trace, KIND: tl.constexpr, peer=NO_PEER, turn=NO_PEER):
         event_ptr = trace[0] + 2 + (piece * tl.load(trace[0]) + place) * 2
         what = tl.full((), kind, tl.int64) + ((tl.full((), 2, tl.int64) + peer) << PEER_SHIFT)
         if target() == "cuda":
-            # In one piece, so that nothing comes between the barrier and the look at the clock.
+            # One block of assembly, so that no other code runs between the barrier and reading the clock.
             tl.inline_asm_elementwise(
                 """{
                 .reg .pred first; .reg .b32 thread, multiprocessor; .reg .b64 now, where, what;
@@ -67,7 +73,10 @@ def mark(trace, KIND: tl.constexpr, peer=NO_PEER, turn=NO_PEER):
 
 @jit
 def _multiprocessor():
-    """The number of the compute unit that this program runs on, as AMD's chips of many dies count them, or -1."""
+    """Return the number of the compute unit that runs this program, or -1 if it is not known.
+
+    On AMD's GPUs of several dies the number is ``die << 8 | unit``.
+    """
     if target() == "hip":
         die_and_unit = tl.inline_asm_elementwise(
             "s_getreg_b32 $0, hwreg(HW_REG_XCC_ID, 0, 4)\ns_getreg_b32 $1, hwreg(HW_REG_HW_ID, 8, 8)",

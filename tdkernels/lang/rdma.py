@@ -1,9 +1,13 @@
-"""Words for peers whose memory cannot be mapped, because they are on another node: the network brings things there.
+"""One-sided communication with ranks on other nodes, whose memory cannot be mapped into this process.
 
-On NVIDIA the network is NVSHMEM, on AMD rocSHMEM, in the interpreter an emulated one; the names are theirs. Everything
-that is sent lies in our own symmetric buffer, and arrives where the peer keeps the same. Nothing waits: a signal comes
-after the data of its own put, and otherwise in any order, unless ``fence`` comes between; what is being sent must stay
-as it is until the peer is known to have it, or until ``quiet``. A peer on our own node may be named as well.
+The network library is NVSHMEM on NVIDIA, rocSHMEM on AMD, and an emulated network in the interpreter. The functions
+have the names of these libraries. They need a kernel made by ``jit(network=True)``, on a workspace made with
+``across_nodes=True``, and all threads of a program call them together.
+
+The source of a transfer lies in this rank's symmetric buffer, and its destination is in the peer's buffer. Transfers do
+not block. A signal arrives after the data of its own put. Otherwise puts and signals arrive in any order, unless a
+``fence`` separates them. Source data must not change until the peer is known to have received it, or until ``quiet``.
+The peer may also be on this rank's node.
 """
 
 import triton.language as tl
@@ -20,13 +24,13 @@ from tdkernels.lang.targets import target
 
 @jit
 def _pe(ctx, peer):
-    """What the network calls ``peer``."""
+    """Return the id of ``peer`` in the network library."""
     return tl.load(ctx + CTX_BASES + num_ranks(ctx) + peer).to(tl.int32)
 
 
 @jit
 def _publish():
-    """Let what the whole program has stored be seen by whatever reads it for the network."""
+    """Make all earlier stores of the program visible to the network hardware."""
     if target() == "cuda":
         fence_acquire_release()
     tl.debug_barrier()
@@ -34,13 +38,20 @@ def _publish():
 
 @jit
 def is_first_thread():
-    """Whether this is the first of the program's threads, for what one of them does; differs by thread. NVIDIA only."""
+    """Return whether this is the first thread of the program; differs between threads. NVIDIA only."""
     return tl.inline_asm_elementwise("mov.u32 $0, %tid.x;", "=r", [], tl.int32, is_pure=False, pack=1) == 0
 
 
 @jit
 def put_nbi(ctx, dst, src, num_bytes, peer):
-    """Send ``num_bytes`` from address ``src`` to where ``peer`` keeps what we keep at address ``dst`` (int64)."""
+    """Send bytes to a peer, after all earlier stores of the program.
+
+    Args:
+        dst: address in this rank's symmetric buffer, int64. The bytes arrive at the same offset in the peer's buffer.
+        src: source address in this rank's symmetric buffer, int64.
+        num_bytes: number of bytes.
+        peer: the destination rank.
+    """
     num_bytes = _wide(num_bytes)
     if target() == "interpreter":
         interpreter_put(tl.load(ctx + CTX_STATE), dst, src, num_bytes, 0, 0, peer)
@@ -53,9 +64,16 @@ def put_nbi(ctx, dst, src, num_bytes, peer):
 
 @jit
 def put_signal(ctx, dst, src, num_bytes, signal_ptr, value, peer, CHECK_FAILED: tl.constexpr = False):
-    """``put_nbi``, and when all of it is there, set the signal that ``peer`` keeps where we keep ``signal_ptr``.
+    """Send bytes to a peer as ``put_nbi`` does, then set a signal of the peer when all bytes have arrived.
 
-    ``CHECK_FAILED``: as for ``notify``.
+    Args:
+        dst: as for ``put_nbi``.
+        src: as for ``put_nbi``.
+        num_bytes: as for ``put_nbi``.
+        signal_ptr: the signal, in this rank's buffer. The same word is set in the peer's buffer.
+        value: the value to set.
+        peer: the destination rank.
+        CHECK_FAILED: as for ``notify``; if this rank has failed, neither data nor signal is sent.
     """
     num_bytes = _wide(num_bytes)
     value = _wide(value)
@@ -78,7 +96,14 @@ def put_signal(ctx, dst, src, num_bytes, signal_ptr, value, peer, CHECK_FAILED: 
 
 @jit
 def signal(ctx, signal_ptr, value, peer, CHECK_FAILED: tl.constexpr = False):
-    """Set the signal that ``peer`` keeps where we keep ``signal_ptr``: after what was put before a ``fence``."""
+    """Set a signal of a peer. Earlier puts arrive before it only if there is a ``fence`` between them.
+
+    Args:
+        signal_ptr: the signal, in this rank's buffer. The same word is set in the peer's buffer.
+        value: the value to set.
+        peer: the destination rank.
+        CHECK_FAILED: as for ``notify``.
+    """
     value = _wide(value)
     goes = True
     if CHECK_FAILED:
@@ -98,7 +123,7 @@ def signal(ctx, signal_ptr, value, peer, CHECK_FAILED: tl.constexpr = False):
 
 @jit
 def fence(ctx):
-    """Let nothing that is put after it arrive before what this program has put before it, at the same peer."""
+    """Order this program's earlier puts before its later puts and signals, at each peer."""
     if target() == "interpreter":
         interpreter_fence(tl.load(ctx + CTX_STATE))
     elif target() == "hip":
@@ -112,7 +137,7 @@ def fence(ctx):
 
 @jit
 def quiet(ctx):
-    """Return when all that this program has put has arrived."""
+    """Wait until all puts of this program have arrived."""
     if target() == "interpreter":
         interpreter_quiet(tl.load(ctx + CTX_STATE))
     elif target() == "hip":
@@ -126,13 +151,23 @@ def quiet(ctx):
 
 @jit
 def await_put(ctx, signal_ptr, expected, peer, FOR_TMA: tl.constexpr = False):
-    """``wait_plan`` for a signal that has come by the network, with data that must be seen after it."""
+    """``wait_plan`` for a signal sent through the network, after which the data put with it is visible.
+
+    Args:
+        signal_ptr: the signal, in this rank's buffer.
+        expected: the signal value, from ``call``.
+        peer: the source rank.
+        FOR_TMA: the data is read through a tensor descriptor.
+
+    Returns:
+        The value seen.
+    """
     seen = wait_plan(ctx, signal_ptr, expected, peer)
     if target() == "cuda":
         start = (_wide(expected) >> PLAN_BITS) << PLAN_BITS
-        if seen >= start:  # else it would wait without end
+        if seen >= start:  # otherwise the library's wait would be unbounded
             nvshmem.signal_wait_until(signal_ptr.to(tl.int64), start)
         tl.debug_barrier()
         if FOR_TMA:
-            fence_before_tma_load()  # the library's wait, too, comes before those loads
+            fence_before_tma_load()  # orders the library's wait before the TMA loads, too
     return seen

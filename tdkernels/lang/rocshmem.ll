@@ -1,11 +1,11 @@
-; What tdkernels calls of rocSHMEM's device library, in LLVM's assembly; Triton links it into a kernel before that library.
+; Wrappers of rocSHMEM's device functions, in LLVM assembly. Triton links this file into a kernel before the device library.
 ;
-; Triton can call an external function only as one that takes numbers and returns a value, by every thread. rocSHMEM's
-; take pointers and mostly return nothing, and its signals are set by each thread that calls. So: the right types here,
-; and one thread where one is meant. The names and types are those of src/device/rocshmem_wrapper.cc in
+; Triton can call only external functions that take numbers and return a value, and every thread calls them. rocSHMEM's
+; functions take pointers and mostly return nothing, and a signal is set once by every calling thread. These wrappers
+; convert the types, and let one thread set the signal. Names and types are from src/device/rocshmem_wrapper.cc in
 ; ROCm/rocm-systems, projects/rocshmem.
 ;
-; All threads of a workgroup call together. After a barrier what each of them has fenced is in order for the first one.
+; All threads of a workgroup call a wrapper together. After the barrier, the fences of all threads hold for the first one.
 
 declare void @rocshmem_putmem_nbi_wg(ptr, ptr, i64, i32) #1
 declare void @rocshmem_uint64_atomic_set(ptr, i64, i32) #1
@@ -19,8 +19,8 @@ declare void @llvm.amdgcn.s.barrier() #1
 define i32 @tdkernels_rocshmem_put_nbi_block(i64 %dst, i64 %src, i64 %num_bytes, i32 %pe) #0 {
   %to = inttoptr i64 %dst to ptr
   %from = inttoptr i64 %src to ptr
-  fence release                            ; a network card may read what any thread of the program has stored there,
-  call void @llvm.amdgcn.s.barrier() #1    ; when the first one tells it to
+  fence release                            ; the network card may read data that any thread of the program has
+  call void @llvm.amdgcn.s.barrier() #1    ; stored, as soon as the first thread starts the put
   call void @rocshmem_putmem_nbi_wg(ptr %to, ptr %from, i64 %num_bytes, i32 %pe) #1
   ret i32 0
 }

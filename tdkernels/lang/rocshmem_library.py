@@ -1,13 +1,13 @@
-"""rocSHMEM's host library through ctypes: where it is looked for, which functions are called, and what is missing.
+"""rocSHMEM's host library through ctypes: search for the library, declare its functions, and report what is missing.
 
-The facts are those of ROCm/rocm-systems, projects/rocshmem (3.4.0). The functions are declared in ``rocshmem.hpp`` and
-``rocshmem_common.hpp``, in the C++ namespace ``rocshmem``: a library exports mangled names. A library with a C
-interface exports the plain ones, which are looked up first; ``SYMBOLS`` is the whole list of them.
+The facts are from ROCm/rocm-systems, projects/rocshmem (3.4.0). The functions are declared in ``rocshmem.hpp`` and
+``rocshmem_common.hpp``, in the C++ namespace ``rocshmem``, so a library exports mangled names. A library with a C
+interface exports the plain names, which are looked up first. ``SYMBOLS`` lists all functions that are used.
 
-AMD's packages hold a static archive only ("we do not have plans for a shared library", ROCm/rocSHMEM#223). What can be
-opened is a distribution's shared library (Fedora's), or one that was linked from the archive, be it the extension
-module of AMD's Python package rocshmem4py. Each of them has a state of its own: what one has initialised, the others
-know nothing of.
+AMD's packages contain a static archive only ("we do not have plans for a shared library", ROCm/rocSHMEM#223). A shared
+library can be that of a distribution (Fedora's), or one that was linked from the archive, such as the extension module
+of AMD's Python package rocshmem4py. Each of them has its own state: a library does not see the initialization of
+another one.
 """
 
 import ctypes
@@ -19,17 +19,17 @@ from ctypes import POINTER, byref, c_int, c_size_t, c_uint, c_void_p
 from itertools import chain
 from pathlib import Path
 
-OLDEST = (3, 3, 0)  # ROCm 7.13; the first that tells its version, and the oldest that torch takes
+OLDEST = (3, 3, 0)  # ROCm 7.13; the first that reports its version, and the oldest that torch supports
 UNIQUE_ID_BYTES = 128  # ROCSHMEM_UNIQUE_ID_BYTES
 _INIT_WITH_UNIQUEID = 1  # ROCSHMEM_INIT_WITH_UNIQUEID
 _VARIABLE = "TDKERNELS_ROCSHMEM_LIBRARY"
-_EXTENSIONS = ("_rocshmem4py", "_pyrocshmem")  # AMD's, and that of Triton-distributed
-_LONGEST = 1 << 30  # bytes of one transfer on a stream: the library has their number in an int
+_EXTENSIONS = ("_rocshmem4py", "_pyrocshmem")  # from AMD and from Triton-distributed
+_LONGEST = 1 << 30  # bytes per transfer on a stream: the library stores the number in an int
 
 _GET_ONE = f"""It needs rocSHMEM {".".join(map(str, OLDEST))} or newer (ROCm 7.13) as a shared library. AMD's packages \
-hold only librocshmem.a; of one that was built with -DCMAKE_POSITION_INDEPENDENT_CODE=ON make a shared library by
+contain only librocshmem.a. If it was built with -DCMAKE_POSITION_INDEPENDENT_CODE=ON, make a shared library with
   hipcc -shared -fgpu-rdc --hip-link -o librocshmem.so -Wl,--whole-archive librocshmem.a -Wl,--no-whole-archive
-and set {_VARIABLE} to its path, or ROCSHMEM_HOME to the folder that has it in lib."""
+and set {_VARIABLE} to its path, or ROCSHMEM_HOME to the folder that contains it in lib."""
 
 
 class RocshmemError(RuntimeError):
@@ -43,14 +43,14 @@ class UniqueId(ctypes.Structure):
 
 
 class InitAttributes(ctypes.Structure):
-    """``rocshmem_init_attr_t``; filled by the library, we only bring the memory."""
+    """``rocshmem_init_attr_t``. The library fills it; the caller provides the memory."""
 
     _fields_ = [("rank", ctypes.c_int32), ("nranks", ctypes.c_int32), ("uid", UniqueId), ("mpi_comm", c_void_p)]
 
 
 _PUT = (None, [c_void_p, c_void_p, c_size_t, c_int, c_void_p], "PvPKvmiP12ihipStream_t")
 
-# Each function's result, arguments, and how the Itanium C++ ABI writes the arguments down.
+# {name: (result type, argument types, argument types as mangled by the Itanium C++ ABI)}
 SYMBOLS = {
     "rocshmem_vendor_get_version_info": (None, [POINTER(c_int)] * 3, "PiS0_S0_"),
     "rocshmem_get_uniqueid": (c_int, [POINTER(UniqueId)], "PSt5arrayIhLm128EE"),
@@ -72,18 +72,18 @@ SYMBOLS = {
 }
 
 
-def mangled(name):
-    """The name that a C++ compiler gives the function ``name`` of namespace rocshmem."""
+def mangled(name: str) -> str:
+    """Return the C++ symbol of the function ``name`` in namespace rocshmem."""
     return f"_ZN8rocshmem{len(name)}{name}E{SYMBOLS[name][2]}"
 
 
 class RocshmemLibrary:
-    """The functions that are used here, with Python's types, and with an error where C has a code for it.
+    """The host functions with Python types; an error code raises ``RocshmemError``.
 
-    Made by ``load``. Arguments are not checked: ``RocshmemRuntime`` does that.
+    Created by ``load``. Arguments are not checked here: ``RocshmemRuntime`` checks them.
     """
 
-    def __init__(self, path):
+    def __init__(self, path: str | Path) -> None:
         self.path = str(path)
         try:
             self._library = ctypes.CDLL(self.path)
@@ -115,69 +115,75 @@ class RocshmemLibrary:
     def _checked(self, name, *args):
         status = self._call[name](*args)
         if status != 0:  # ROCSHMEM_SUCCESS
-            raise RocshmemError(f"{name} failed with status {status}; ROCSHMEM_DEBUG_LEVEL=INFO makes it say why")
+            raise RocshmemError(f"{name} failed with status {status}; set ROCSHMEM_DEBUG_LEVEL=INFO for the reason")
 
-    def get_uniqueid(self):
-        """A new unique id: ``UNIQUE_ID_BYTES`` bytes. Callable before ``init``."""
+    def get_uniqueid(self) -> bytes:
+        """Return a new unique id of ``UNIQUE_ID_BYTES`` bytes. May be called before ``init``."""
         uid = UniqueId()
         self._checked("rocshmem_get_uniqueid", byref(uid))
         return bytes(uid.data)
 
-    def init(self, rank, nranks, unique_id):
-        """Become PE ``rank`` of ``nranks``; collective over those that were given the same id."""
+    def init(self, rank: int, nranks: int, unique_id: bytes) -> None:
+        """Initialize the library as PE ``rank`` of ``nranks``. Collective over the processes with the same id."""
         if len(unique_id) != UNIQUE_ID_BYTES:
             raise RocshmemError(f"a unique id of rocSHMEM has {UNIQUE_ID_BYTES} bytes, this one has {len(unique_id)}")
         uid, attributes = UniqueId.from_buffer_copy(unique_id), InitAttributes()
         self._checked("rocshmem_set_attr_uniqueid_args", rank, nranks, byref(uid), byref(attributes))
         self._checked("rocshmem_init_attr", _INIT_WITH_UNIQUEID, byref(attributes))
 
-    def my_pe(self):
-        """The number of this PE; -1 before ``init``."""
+    def my_pe(self) -> int:
+        """Return the number of this PE; -1 before ``init``."""
         return self._call["rocshmem_my_pe"]()
 
-    def n_pes(self):
-        """How many PEs there are; -1 before ``init``."""
+    def n_pes(self) -> int:
+        """Return the number of PEs; -1 before ``init``."""
         return self._call["rocshmem_n_pes"]()
 
-    def malloc(self, nbytes):
-        """The address of new symmetric memory, or 0; collective."""
+    def malloc(self, nbytes: int) -> int:
+        """Allocate symmetric memory and return its address, or 0. Collective."""
         return self._call["rocshmem_malloc"](nbytes) or 0
 
-    def free(self, address):
-        """Collective: the library has a barrier in it."""
+    def free(self, address: int) -> None:
+        """Free symmetric memory. Collective: the library executes a barrier."""
         self._call["rocshmem_free"](address)
 
-    def ptr(self, address, pe):
-        """Where this process reaches what ``pe`` has at ``address``, or 0."""
+    def ptr(self, address: int, pe: int) -> int:
+        """Return the address at which this process can access ``address`` of ``pe``, or 0."""
         return self._call["rocshmem_ptr"](address, pe) or 0
 
-    def barrier_all(self):
+    def barrier_all(self) -> None:
+        """Execute a barrier of all PEs."""
         self._call["rocshmem_barrier_all"]()
 
-    def putmem_on_stream(self, dst, src, nbytes, pe, stream):
+    def putmem_on_stream(self, dst: int, src: int, nbytes: int, pe: int, stream: int) -> None:
+        """Copy local memory at ``src`` to the memory of ``pe``, on a stream."""
         self._transfer("rocshmem_putmem_on_stream", dst, src, nbytes, pe, stream)
 
-    def getmem_on_stream(self, dst, src, nbytes, pe, stream):
+    def getmem_on_stream(self, dst: int, src: int, nbytes: int, pe: int, stream: int) -> None:
+        """Copy memory of ``pe`` at ``src`` to local memory, on a stream."""
         self._transfer("rocshmem_getmem_on_stream", dst, src, nbytes, pe, stream)
 
     def _transfer(self, name, dst, src, nbytes, pe, stream):
         for first in range(0, nbytes, _LONGEST):
             self._call[name](dst + first, src + first, min(_LONGEST, nbytes - first), pe, stream)
 
-    def hipmodule_init(self, module, stream):
-        """Tell a loaded module of kernels, which has the device library linked in, of this process's context."""
+    def hipmodule_init(self, module: int, stream: int | None) -> None:
+        """Initialize the device library in a loaded module of kernels with this process's context."""
         self._checked("rocshmem_hipmodule_init", module, stream)
 
-    def finalize(self):
-        """Nothing may be called afterwards, not even ``n_pes``: the library keeps a pointer to what it has freed."""
+    def finalize(self) -> None:
+        """Finalize the library. No function may be called afterwards, not even ``n_pes``.
+
+        The library keeps a pointer to memory that it has freed.
+        """
         self._call["rocshmem_finalize"]()
 
 
-def load():
-    """The library of this process: the one that ``TDKERNELS_ROCSHMEM_LIBRARY`` names, or the first that is found.
+def load() -> RocshmemLibrary:
+    """Load rocSHMEM: the library named by ``TDKERNELS_ROCSHMEM_LIBRARY``, or the first that is found.
 
     Raises:
-        RocshmemError: that says what is missing or too old, where it was looked for, and how to get one
+        RocshmemError: if the library is missing or too old. The message says where it was searched and how to get one.
     """
     named = os.environ.get(_VARIABLE)
     if named:
@@ -194,8 +200,8 @@ def load():
     raise RocshmemError(f"rocSHMEM's host library was not found in {', '.join(map(str, folders))}. {seen}{_GET_ONE}")
 
 
-def library_folders():
-    """Where rocSHMEM may be installed, the most particular place first."""
+def library_folders() -> list[Path]:
+    """Return the folders in which rocSHMEM may be installed, the most specific first."""
     homes = [os.environ.get("ROCSHMEM_HOME"), os.environ.get("ROCM_PATH"), "/opt/rocm", "/usr/local", "/usr"]
     return [Path(home, lib) for home in dict.fromkeys(filter(None, homes)) for lib in ("lib", "lib64")]
 
@@ -208,9 +214,9 @@ def _shared_libraries(folders):
 
 
 def _extensions(look):
-    """The extension modules that have rocSHMEM linked in.
+    """Yield the paths of the extension modules that have rocSHMEM linked in, for the modules that ``look`` finds.
 
-    One that the program has imported comes before all other libraries: what it has initialised only it knows of.
+    A module that the program has already imported is preferred to all other libraries: only it sees its initialization.
     """
     for name in _EXTENSIONS:
         module = look(name)

@@ -1,7 +1,7 @@
-"""Signals: 64-bit words that only grow. ``notify`` raises one at a peer, ``wait`` waits for one of our own.
+"""Signals: 64-bit words that only increase. ``notify`` sets one at a peer; ``wait`` waits for one of this rank.
 
-A wait is bounded. When the peer does not come it gives up, leaves a record that the host turns into a
-``PeerTimeoutError``, and every other wait of this rank gives up with it, so that a kernel always ends.
+Every wait is bounded. If a signal does not arrive in time, the wait gives up and leaves a record, from which the host
+raises a ``PeerTimeoutError``. All other waits of this rank then give up as well, so a kernel always ends.
 """
 
 import triton.language as tl
@@ -46,10 +46,9 @@ from tdkernels.lang.targets import interpreter_yield, target
 
 SET = tl.constexpr("set")
 NEVER = tl.constexpr(-(1 << 62))  # below every signal
-# Timeouts that a wait for a program of our own may take. What that program does may take several waits for peers, each
-# of them bounded; if one of these ends late it shall be the one that is recorded, for it knows which peer did not come.
-_OWN_PATIENCE = tl.constexpr(4)
-
+# Timeout multiplier of a wait for a program of the same GPU. That program may itself wait for peers several times, and
+# each of these waits is bounded. If one of them times out, that wait must be recorded, since it knows the missing peer.
+_SAME_GPU_TIMEOUTS = tl.constexpr(4)
 
 _SPIN = tl.constexpr(
     f"""{{
@@ -86,21 +85,26 @@ _SPIN = tl.constexpr(
 
 @jit
 def _wide(value):
-    """``value`` as int64, whatever integer it is: inline PTX takes registers as they come."""
+    """Return an integer of any type as int64: inline PTX takes registers as they are."""
     return tl.full((), 0, tl.int64) + value
 
 
 @jit
 def wait(ctx, signal_ptr, expected, peer, SCOPE: tl.constexpr = SYS, FOR_TMA: tl.constexpr = False):
-    """Wait until the word at ``signal_ptr`` in our own memory is at least ``expected``; ``peer`` is who raises it.
+    """Wait until a signal of this rank is at least ``expected``.
 
-    Acquire at ``SCOPE`` ("sys", or "gpu" for a producer on the same GPU). ``FOR_TMA``: what follows is read through a
-    tensor descriptor. Returns the value seen, to be passed to ``consume_token``.
+    Acquire at ``SCOPE`` (on NVIDIA always at system scope). The wait is bounded by the timeout, or by four timeouts for
+    a producer on the same GPU, which may itself wait for peers. Returns the value seen, for ``consume_token``.
 
-    For a producer on the same GPU, which may itself wait for peers, the bound is four timeouts.
+    Args:
+        signal_ptr: the signal, in this rank's memory.
+        expected: the value to wait for.
+        peer: the rank that sets the signal.
+        SCOPE: "sys", or "gpu" for a producer on the same GPU.
+        FOR_TMA: the data is read through a tensor descriptor; adds a proxy fence.
     """
     expected = _wide(expected)
-    seen = _spin(ctx, signal_ptr, expected, peer, SCOPE, 1 if SCOPE == SYS else _OWN_PATIENCE)
+    seen = _spin(ctx, signal_ptr, expected, peer, SCOPE, 1 if SCOPE == SYS else _SAME_GPU_TIMEOUTS)
     _record_wait(ctx, seen < expected, RECORD_TIMEOUT, peer, signal_ptr, expected, seen)
     if FOR_TMA:
         fence_before_tma_load()
@@ -109,7 +113,7 @@ def wait(ctx, signal_ptr, expected, peer, SCOPE: tl.constexpr = SYS, FOR_TMA: tl
 
 @jit
 def consume_token(value, token):
-    """``value``, tied to the wait that returned ``token``: a load through it cannot be moved before that wait."""
+    """Return ``value``, tied to the wait that returned ``token``: loads through it cannot be moved before that wait."""
     if target() == "cuda":
         return tl.inline_asm_elementwise(
             "mov.b64 $0, $1;", "=l,l,l", [value.to(tl.int64), token], tl.int64, is_pure=False, pack=1
@@ -122,16 +126,23 @@ def consume_token(value, token):
 def notify(
     ctx, signal_ptr, peer, value, OP: tl.constexpr = SET, SCOPE: tl.constexpr = SYS, CHECK_FAILED: tl.constexpr = False
 ):
-    """Raise the signal that ``peer`` keeps where we keep ``signal_ptr``, after all that this program has stored.
+    """Set or increase a signal of a peer, after all earlier stores of this program.
 
-    Release at ``SCOPE`` after the whole program's stores. ``OP``: "set" (one producer a word) or "add" (many).
-    ``CHECK_FAILED``: the data that the signal announces depends on an earlier wait of this program. Once a wait of this
-    rank has timed out, no such signal is sent, so that peers never consume invalid data. "set" only.
+    Release at ``SCOPE`` after a barrier. "set" sets nothing if ``value`` is 0, the signal of a void launch.
+
+    Args:
+        signal_ptr: the signal, in this rank's buffer. The same word is set in the peer's buffer.
+        peer: the rank to signal.
+        value: the value to set or to add.
+        OP: "set" for one producer per word, "add" for many.
+        SCOPE: "sys", or "gpu" for a waiter on the same GPU.
+        CHECK_FAILED: the data that the signal announces depends on an earlier wait of this program. Once a wait of this
+            rank has timed out, no such signal is sent, so that peers never consume invalid data. "set" only.
     """
     remote = symm_at(ctx, signal_ptr, peer)
     value = _wide(value)
     if OP == "set":
-        # 0 is the signal of a void launch. The word may hold one of an earlier call that the peer has yet to see.
+        # 0 is the signal of a void launch. The word may hold an earlier call's signal that the peer has not read yet.
         tl.debug_barrier()
         goes = value != 0
         if CHECK_FAILED:
@@ -146,10 +157,14 @@ def notify(
 def notify_all(
     ctx, signal_ptr, value, CHECK_FAILED: tl.constexpr = False, count=None, WITH_OWN: tl.constexpr = False
 ):
-    """``notify`` every peer, by setting the signal that it keeps where we keep ``signal_ptr``, all at the same time.
+    """Set a signal of every peer at once. With successive ``notify``, each release waits for the previous signal.
 
-    One after the other each release would wait until the signal before has arrived. ``count``: so many signals, which
-    follow each other. ``WITH_OWN``: ourselves, too.
+    Args:
+        signal_ptr: the signal, in this rank's buffer. The same word is set in each peer's buffer.
+        value: the value to set.
+        CHECK_FAILED: as for ``notify``.
+        count: number of consecutive signals to set; None: one.
+        WITH_OWN: also set the signal of this rank.
     """
     me = rank(ctx)
     offset = signal_ptr.to(tl.int64) - symm_base(ctx, me)
@@ -165,18 +180,18 @@ def notify_all(
 
 @jit
 def _set_all(ctx, offsets, peers, there, value, CHECK_FAILED: tl.constexpr):
-    """Set the words at some offsets of some peers' buffers, as many as there are, by a thread each."""
+    """Set one word in each selected peer's buffer, at the given byte offsets, with one thread per word."""
     bases = tl.load(ctx + CTX_BASES + peers, mask=there, other=0)
-    there &= value != 0  # that of a void launch, as in notify
+    there &= value != 0  # 0 in a void launch, as in notify
     if CHECK_FAILED:
-        tl.debug_barrier()  # another thread may just have given up
+        tl.debug_barrier()  # another thread's wait may just have failed
         there &= failed(ctx) == 0
     store_release_each((bases + offsets).to(tl.pointer_type(tl.int64)), _wide(value), there)
 
 
 @jit
 def _lanes(ctx):
-    """(a rank, a number below ``step``, step): all of them, for threads that each look at another signal."""
+    """Return (rank, number below ``step``, step) per thread: all pairs, so that each thread handles another signal."""
     lanes = tl.arange(0, MAX_RANKS)
     ranks = num_ranks(ctx)
     return lanes % ranks, lanes // ranks, tl.full((), MAX_RANKS, tl.int32) // ranks
@@ -184,11 +199,18 @@ def _lanes(ctx):
 
 @jit
 def wait_plan_all(ctx, first_ptr, stride, expected, count=None, WITH_OWN: tl.constexpr = False):
-    """``wait_plan`` for a signal of every peer at once; that of rank r is ``stride * r`` words behind ``first_ptr``.
+    """``wait_plan`` for a signal of every peer at once.
 
-    What all peers have stored before is visible to the loads that follow, tensor descriptors excepted. ``count``: so
-    many signals of every peer, which follow each other. ``WITH_OWN``: and ours, which stand among them. Returns whether
-    all have come in time, as ``completed``: one answer of all threads, which costs nothing where nobody asks for it.
+    Data that the peers stored before their signal is visible to the loads that follow, except loads through tensor
+    descriptors. Returns whether all signals arrived in time, with the same result in all threads, as ``completed``.
+    This result costs nothing if it is not used.
+
+    Args:
+        first_ptr: the signal of rank 0, in this rank's buffer.
+        stride: distance in words between the signals of consecutive ranks.
+        expected: the signal value, from ``call``.
+        count: number of consecutive signals of each peer; None: one.
+        WITH_OWN: also wait for the signals of this rank.
     """
     me = rank(ctx)
     ranks = num_ranks(ctx)
@@ -197,7 +219,7 @@ def wait_plan_all(ctx, first_ptr, stride, expected, count=None, WITH_OWN: tl.con
         if count is None:
             peers = tl.arange(0, MAX_RANKS)
             is_peer = (peers < ranks) & (WITH_OWN | (peers != me))
-            # A thread without a peer looks at a word of our own, which is always late enough for it.
+            # A thread without a peer reads a word of this rank: any value satisfies its wait.
             signal_ptrs = first_ptr + tl.where(is_peer, peers, me).to(tl.int64) * stride
             missed |= _wait_each(ctx, signal_ptrs, expected, peers, is_peer)
         else:
@@ -206,24 +228,21 @@ def wait_plan_all(ctx, first_ptr, stride, expected, count=None, WITH_OWN: tl.con
                 there = (numbers < step) & (first + numbers < count) & (WITH_OWN | (peers != me))
                 offsets = tl.where(there, peers, me).to(tl.int64) * stride + tl.where(there, first + numbers, 0)
                 missed |= _wait_each(ctx, first_ptr + offsets, expected, peers, there)
-        tl.debug_barrier()  # each thread has acquired from one peer; now all of them have from all
+        tl.debug_barrier()  # each thread has acquired from one peer; after the barrier, all threads have from all peers
         return max_of(missed, 0) == 0
     else:
-        all_came = _wide(expected) > 0
+        all_arrived = _wide(expected) > 0
         for number in range(1 if count is None else count):
             for source in range(ranks):
                 if WITH_OWN or source != me:
-                    all_came &= wait_plan(ctx, first_ptr + source * stride + number, expected, source) == expected
-        return all_came
+                    all_arrived &= wait_plan(ctx, first_ptr + source * stride + number, expected, source) == expected
+        return all_arrived
 
 
 @jit
 def _wait_each(ctx, signal_ptrs, expected, peers, there):
-    """``wait_plan`` by each thread for a word of its own, where one is ``there``; other threads only look at it.
-
-    Returns what is not 0 where a word did not come in time.
-    """
-    expected = tl.where(there, _wide(expected), NEVER)
+    """``wait_plan`` by each thread for its own word, if ``there``. Return nonzero if it did not see ``expected``."""
+    expected = tl.where(there, _wide(expected), NEVER)  # the other threads only read their word
     start = (expected >> PLAN_BITS) << PLAN_BITS
     seen = _spin(ctx, signal_ptrs, start, peers, SYS, 1)
     _record_wait(ctx, seen < start, RECORD_PLAN_TIMEOUT, peers, signal_ptrs, expected, seen)
@@ -234,13 +253,16 @@ def _wait_each(ctx, signal_ptrs, expected, peers, there):
 
 @jit
 def is_last_arriver(flag_ptr, count, mine=1):
-    """Whether we are the last of ``count`` programs of this rank to come here; they share a private word, of zero.
+    """Return whether this program is the last of ``count`` programs of this rank to arrive.
 
-    ``mine``: for so many of them, say pieces of work, of which a program has done several: each coming waits until all
-    that was stored is in memory, at whatever rank.
+    The last one sees all stores of the others and may signal for them with ``notify``. It resets the word to zero for
+    the next launch. Contains a barrier after the program's stores, then an acquire and release at GPU scope.
 
-    The last one sees all that the others have stored, and may speak for them in a ``notify``. It sets the word back to
-    zero, for the next launch. Acquire and release at GPU scope, after the whole program's stores.
+    Args:
+        flag_ptr: a private word that the programs share, initially zero.
+        count: number of arrivals.
+        mine: number of arrivals that this call counts for, such as the work items that the program has completed. Each
+            call waits until all stores are in memory, on whatever rank, so fewer calls are cheaper.
     """
     tl.debug_barrier()
     before = tl.atomic_add(flag_ptr, tl.full((), 0, tl.int64) + mine, sem="acq_rel", scope="gpu")
@@ -252,10 +274,17 @@ def is_last_arriver(flag_ptr, count, mine=1):
 
 @jit
 def wait_plan(ctx, signal_ptr, expected, peer, SCOPE: tl.constexpr = SYS, FOR_TMA: tl.constexpr = False):
-    """``wait`` for a signal of an operator, ``epoch << PLAN_BITS | plan``, and refuse a peer that follows another plan.
+    """``wait`` for a signal ``call << PLAN_BITS | plan`` of a collective kernel, and reject a peer with another plan.
 
-    The same epoch with another plan means that the peer made this call with another shape or config: its data must not
-    be used, and the record says so.
+    The same call with another plan means that the peer made it with another shape or config. Its data must not be used,
+    and the failure record says so (``PlanMismatchError``). Returns the value seen.
+
+    Args:
+        signal_ptr: the signal, in this rank's memory.
+        expected: the signal value, from ``call``.
+        peer: the rank that sets the signal.
+        SCOPE: as for ``wait``.
+        FOR_TMA: as for ``wait``.
     """
     expected = _wide(expected)
     start = (expected >> PLAN_BITS) << PLAN_BITS
@@ -270,9 +299,10 @@ def wait_plan(ctx, signal_ptr, expected, peer, SCOPE: tl.constexpr = SYS, FOR_TM
 
 @jit
 def announce_failure(ctx):
-    """Tell every peer on this node if this rank has failed: from here on it may overwrite what it has sent them.
+    """If this rank has failed, set its status word at every peer on this node: it may overwrite data that it has sent.
 
-    For copies by the host, which cannot look. The peers' ``check_peers`` comes after they have read it.
+    For copies by the host, which cannot check for a failure. The peers call ``check_peers`` after they have read the
+    data.
     """
     me = rank(ctx)
     peers = tl.arange(0, MAX_RANKS)
@@ -284,7 +314,7 @@ def announce_failure(ctx):
 
 @jit
 def check_peers(ctx):
-    """Record a failure if a peer has failed: what it had sent may have been overwritten while this rank read it."""
+    """Record a failure if a peer has failed: it may have overwritten data while this rank read it."""
     fence_acquire_release()
     if target() == "cuda":
         peers = tl.arange(0, MAX_RANKS)
@@ -297,16 +327,18 @@ def check_peers(ctx):
 
 @jit
 def _check_peer(ctx, peer):
+    """Record a failure if the status word of ``peer`` says that it has failed."""
     status = tl.load(status_at(ctx, peer), volatile=True)
     _record_wait(ctx, status == STATUS_FAILED, RECORD_PEER_FAILED, peer, status_at(ctx, peer), status, status)
 
 
 @jit
 def completed(seen, expected):
-    """Whether a wait, which returned ``seen``, saw just what it expected: one answer of all threads, for a branch.
+    """Return whether a wait saw exactly the signal that it expected, with the same result in all threads. A barrier.
 
-    Of that alone may hang what addresses are made of what has come: threads can give up each for itself. Never of a
-    launch that expects nothing, see ``signal_of``.
+    ``seen`` is the value that the wait returned. Each thread gives up for itself, so only a branch on this result is
+    safe. Use it before computing addresses from received data. It is False if ``expected`` is 0 (a void launch,
+    ``signal_of``).
     """
     if target() == "cuda":
         missed = tl.inline_asm_elementwise(
@@ -320,9 +352,9 @@ def completed(seen, expected):
 
 
 @jit
-def _spin(ctx, signal_ptr, expected, peer, SCOPE: tl.constexpr, PATIENCE: tl.constexpr):
-    """Wait for a word to reach ``expected``; give up after the timeout, or if this rank or ``peer`` cannot go on."""
-    timeout_ns = tl.load(ctx + CTX_TIMEOUT_NS) * PATIENCE
+def _spin(ctx, signal_ptr, expected, peer, SCOPE: tl.constexpr, TIMEOUTS: tl.constexpr):
+    """Wait until a word reaches ``expected``. Give up after the timeout, or if this rank or ``peer`` has failed."""
+    timeout_ns = tl.load(ctx + CTX_TIMEOUT_NS) * TIMEOUTS
     failed_ptr = failed_at(ctx)
     if target() == "cuda":
         return _spin_ptx(ctx, signal_ptr, expected, peer, timeout_ns, failed_ptr)
@@ -343,11 +375,11 @@ def _spin(ctx, signal_ptr, expected, peer, SCOPE: tl.constexpr, PATIENCE: tl.con
 
 @jit
 def _spin_ptx(ctx, signal_ptr, expected, peer, timeout_ns, failed_ptr):
-    # Each thread spins for itself: no barrier, no shared memory, and each has acquired what it goes on to read. The
-    # scope is always sys: on a word that is in our own memory it costs the same as gpu. Threads of a warp leave the
-    # loop one by one and need not come together again by themselves, but what follows wants them together: wgmma, whose
-    # descriptors the warp holds in common, went astray. The address of the peer's status word is worked out only where
-    # the signal is not there at once.
+    # Each thread spins for itself: no barrier, no shared memory, and each thread has acquired the data that it reads
+    # next. The scope is always sys: on a word in this rank's own memory it costs the same as gpu. Threads of a warp
+    # leave the loop one by one and do not necessarily reconverge. The code that follows needs them converged: without
+    # ``bar.warp.sync``, wgmma, whose descriptors are shared by the warp, misbehaved. The address of the peer's status
+    # word is computed only if the signal has not arrived yet.
     return tl.inline_asm_elementwise(
         _SPIN,
         "=&l,l,l,l,l,l,l,~{memory}",

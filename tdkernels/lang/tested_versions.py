@@ -1,4 +1,4 @@
-"""The versions of Triton on whose internals the library relies, and what it does with another one."""
+"""Versions of Triton on whose internals the library relies. With other versions it uses slower paths."""
 
 import functools
 import logging
@@ -6,29 +6,28 @@ import logging
 import triton
 
 _log = logging.getLogger(__name__)
-# What is kept from launch to launch depends on internals of Triton. tests/runtime/test_triton_launcher.py compares it
-# with what the launcher of the installed version does; these are the versions with which it has passed (make test, make
-# test-newest).
+# Cached launches depend on internals of Triton. tests/runtime/test_triton_launcher.py compares them with the installed
+# launcher. The test has passed with these versions (make test, make test-newest).
 TESTED_VERSIONS = ("3.6", "3.7", "3.8")
 _reported_slow_launches = False
 
 
 @functools.cache
-def triton_is_tested():
-    """Whether the version of Triton that is installed is one of TESTED_VERSIONS."""
+def triton_is_tested() -> bool:
+    """Return whether the installed version of Triton is one of ``TESTED_VERSIONS``."""
     return ".".join(triton.__version__.split(".")[:2]) in TESTED_VERSIONS
 
 
-def may_keep_launches():
-    """Whether what one launch has found out may serve the next; if not, say so, since launches take the host longer."""
+def may_keep_launches() -> bool:
+    """Return whether launches may be cached. If not, log a warning, because launches then take more host time."""
     if triton_is_tested():
         return True
     report_slow_launches(f"it was tested with triton {', '.join(TESTED_VERSIONS)}")
     return False
 
 
-def report_slow_launches(why):
-    """Log a warning, once a process."""
+def report_slow_launches(why: str) -> None:
+    """Log a warning about slow launches, once per process."""
     global _reported_slow_launches
     if not _reported_slow_launches:
         _reported_slow_launches = True

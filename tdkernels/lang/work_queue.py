@@ -1,19 +1,19 @@
-"""Tickets: how the programs of a launch share a list of work.
+"""Atomic work queue: the programs of a launch share a list of work items.
 
-    piece = td.await_work_item(td.take_first_ticket(ctx, signal))
-    while piece < pieces:
-        ...  # most of the piece
-        answer = td.fetch_work_item(ctx)  # the next one, which is known by the time the rest is done
+    item = td.await_work_item(td.take_first_ticket(ctx, signal))
+    while item < num_items:
+        ...  # most of the item
+        answer = td.fetch_work_item(ctx)  # request the next item; the number arrives while the rest is computed
         ...
-        piece = td.await_work_item(answer)
+        item = td.await_work_item(answer)
     td.finish(ctx)
 
-Whoever takes number n has started, and so has whoever took a smaller one. So a piece of work may wait for those of
-smaller numbers, on any rank, however few programs fit a GPU at a time: it is the order of program ids, for programs
-that stay. ``finish`` puts the numbers back to zero.
+The program that fetches item n has started, and so have the programs that fetched smaller numbers. An item may
+therefore wait for items with smaller numbers, on any rank, even if few programs fit on a GPU at a time. For persistent
+programs, item numbers replace the order of program ids. ``finish`` resets the counter to zero.
 
-A ticket that is taken long before it is used keeps others waiting for its piece, while pieces of higher numbers are
-done: take it when little of the piece before is left.
+A program that fetches an item long before it starts it delays the programs that wait for this item, while items with
+larger numbers are processed. Fetch the next item when the current one is almost done.
 """
 
 import triton.language as tl
@@ -22,14 +22,21 @@ from tdkernels.lang.context import MAX_THREADS, STATE_TICKETS, _state
 from tdkernels.lang.kernel import jit
 from tdkernels.lang.targets import target
 
-NO_TICKET = tl.constexpr(1 << 30)  # beyond the number of pieces of every call
+NO_TICKET = tl.constexpr(1 << 30)  # larger than the number of work items of any call
 
 
 @jit
 def take_first_ticket(ctx, signal):
-    """``fetch_work_item`` for a program's first piece; in a void launch (``is_void``) the number is beyond all pieces.
+    """``fetch_work_item`` for the first work item of a program.
 
-    Thread 0 decides for all, so that they leave the loop together.
+    In a void launch (``is_void``) the number is larger than that of any item, so that the program's loop ends at once.
+    Thread 0 decides for all threads, so that they leave the loop together.
+
+    Args:
+        signal: the signal of the running call, from ``call``.
+
+    Returns:
+        A value for ``await_work_item``.
     """
     answer = fetch_work_item(ctx)
     if target() == "cuda":
@@ -50,13 +57,16 @@ def take_first_ticket(ctx, signal):
 
 @jit
 def fetch_work_item(ctx):
-    """Ask for the number of the next piece of work of this call; ``await_work_item`` what is returned is that number.
+    """Request the number of the next work item of this call, without waiting for it. Relaxed order.
 
-    The answer takes a microsecond to come; nobody waits for it here, but in ``await_work_item``.
+    The number takes a microsecond to arrive. ``await_work_item`` waits for it.
+
+    Returns:
+        A value for ``await_work_item``.
     """
     counter = (_state(ctx) + STATE_TICKETS).to(tl.pointer_type(tl.int32))
     if target() == "cuda":
-        # Thread 0 alone asks, for its first element; no two threads share one.
+        # Only thread 0 executes the atomic, for its first element. No two threads share an element.
         return tl.inline_asm_elementwise(
             """{
             .reg .pred first; .reg .b32 t;
@@ -74,7 +84,7 @@ def fetch_work_item(ctx):
 
 @jit
 def await_work_item(answer):
-    """The number that ``fetch_work_item`` asked for (int32), the same in all threads."""
+    """Return the number of a work item that ``fetch_work_item`` requested (int32), the same in all threads."""
     if target() == "cuda":
         return tl.sum(answer, 0)
     else:

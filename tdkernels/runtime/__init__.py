@@ -1,1 +1,1 @@
-"""How a call becomes a launch: known calls, kept launches, torch.library, autograd, traces. Knows no operator."""
+"""Host runtime: call cache, cached launches, torch.library, autograd and traces. Independent of the operators."""

@@ -1,28 +1,39 @@
-"""What autograd and autocast ask of an operator: whether it has to go through them, and how gradients go back."""
+"""Helpers for autograd and autocast: decide whether an operator must go through them, and pack optional gradients."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
-DEVICES = ("cpu", "cuda")  # AMD's are called cuda too
+DEVICES = ("cpu", "cuda")  # AMD GPUs are "cuda", too
 
 
-def reject_second_derivatives(operator):
-    """Raise in a backward that is to be differentiated itself: autograd would leave terms out with a mere warning."""
+def reject_second_derivatives(operator: str) -> None:
+    """Raise an error in a backward pass that is to be differentiated itself.
+
+    Autograd would leave out terms and only warn.
+
+    Raises:
+        RuntimeError: if gradients are enabled in the backward pass (``create_graph=True``).
+    """
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise RuntimeError(f"{operator}: second derivatives (create_graph=True) are not supported")
 
 
-def apply(function, op, *call):
-    """``op`` of a call, through its autograd Function only where a gradient may be asked for: that takes time."""
+def apply(function: type[torch.autograd.Function], op: Callable[..., Any], *call: Any) -> Any:
+    """Call ``op``, through its autograd Function only if a gradient may be needed: the Function takes host time."""
     tensors = [arg for arg in call if isinstance(arg, torch.Tensor)]
     return function.apply(*call) if may_be_differentiated(tensors) else op(*call)
 
 
-def may_be_differentiated(tensors):
-    """Whether autograd has to hear of an operation, be it only to refuse forward mode and functorch's transforms.
+def may_be_differentiated(tensors: Iterable[torch.Tensor | None]) -> bool:
+    """Return whether autograd must see an operation.
+
+    This includes forward mode and functorch's transforms, which the autograd Function rejects.
 
     Args:
-        tensors: the operands, None among them
+        tensors: the operands; entries may be None.
     """
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
         return True
@@ -31,9 +42,9 @@ def may_be_differentiated(tensors):
     return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
 
 
-def apply_autocast(x, *others):
-    """The operands as ``torch.matmul`` would take them under ``torch.autocast``."""
-    known = isinstance(x, torch.Tensor) and x.device.type in DEVICES  # what is not is refused by check_operands
+def apply_autocast(x: torch.Tensor, *others: Any) -> tuple[Any, ...]:
+    """Return the operands as ``torch.matmul`` would convert them under ``torch.autocast``."""
+    known = isinstance(x, torch.Tensor) and x.device.type in DEVICES  # check_operands rejects other operands
     if known and torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         floats = [isinstance(t, torch.Tensor) and t.is_floating_point() for t in (x, *others)]
@@ -41,20 +52,25 @@ def apply_autocast(x, *others):
     return (x, *others)
 
 
-# ---- gradients through torch.library, which has no None: what is not wanted is an empty tensor ----
+# ---- optional gradients through torch.library, which has no None: an unneeded gradient is an empty tensor ----
 
 
-def pack_gradients(gradients, operands, wanted):
-    """What an operator gives: gradients like their operands, contiguous, each another tensor; empty if not wanted."""
+def pack_gradients(
+    gradients: Iterable[Any], operands: Iterable[torch.Tensor], wanted: Iterable[bool]
+) -> tuple[torch.Tensor, ...]:
+    """Return the gradients as the outputs of a torch.library op: an empty tensor for each unneeded gradient.
+
+    The others have the dtype of their operand and are contiguous. Every output is a separate tensor.
+    """
     triples = zip(gradients, operands, wanted, strict=True)
     return tuple(dx.to(x.dtype).contiguous() if wants else x.new_empty(0) for dx, x, wants in triples)
 
 
-def fake_gradients(operands, wanted):
-    """What its fake implementation gives, and what it gives itself of operands that are empty."""
+def fake_gradients(operands: Iterable[torch.Tensor], wanted: Iterable[bool]) -> tuple[torch.Tensor, ...]:
+    """Return uninitialized gradients, for the fake implementation of an op and for an op with empty operands."""
     return tuple(x.new_empty(x.shape if wants else (0,)) for x, wants in zip(operands, wanted, strict=True))
 
 
-def unpack_gradients(gradients, wanted):
-    """What a backward returns for them."""
+def unpack_gradients(gradients: Iterable[torch.Tensor], wanted: Iterable[bool]) -> list[torch.Tensor | None]:
+    """Return the gradients of ``pack_gradients`` for autograd: None for each unneeded gradient."""
     return [dx if wants else None for dx, wants in zip(gradients, wanted, strict=True)]

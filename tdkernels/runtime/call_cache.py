@@ -1,16 +1,18 @@
-"""The call cache: a call like an earlier one is neither checked again, nor is its config looked up again.
+"""Call cache: a repeated call skips validation and config selection.
 
-Checks, torch.library's way to an operator and the look-up of its config take the host longer than a small kernel takes
-the GPU. For tensors of the same layouts they have the same outcome. The group keeps it, under a key of all that it
-follows from: the operator, the layouts of its tensors, the settings of the call, and the version of the configs that
-the group has chosen.
+Validation, dispatch through torch.library and config selection take more host time than a small kernel takes on the
+GPU. For tensors of the same layout they have the same result. The group caches it under a key of everything that it
+depends on: the operator, the layouts of its tensors, the settings of the call, and the version of the configs that the
+group has selected.
 
-``lookup`` and ``insert`` are for whatever an operator decides before it launches anything. ``lookup_run`` and
-``CachedCall`` are for whole calls without gradients, which also skip torch.library; a compiler, a profiler, a dispatch
-mode and autograd see the operator itself.
+``lookup`` and ``insert`` cache any decision that an operator makes before its launches. ``lookup_run`` and
+``CachedCall`` cache whole calls without gradients, which also skip torch.library. They are bypassed if a compiler, a
+profiler, a dispatch mode or autograd needs to see the operator itself.
 """
 
 import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd import forward_ad, profiler
@@ -19,22 +21,29 @@ from tdkernels.runtime import recorder
 from tdkernels.runtime.autograd import DEVICES
 from tdkernels.symm.group import caches_of
 
-_ON_AMD = torch.version.hip is not None  # a launch depends on the size of a tensor's storage, too
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from tdkernels.runtime.kernel_launch import Launch
+
+_ON_AMD = torch.version.hip is not None  # there a launch also depends on the size of a tensor's storage
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def lookup(operator, group, tensors, settings):
-    """Look a call up.
+def lookup(
+    operator: str, group: "dist.ProcessGroup | None", tensors: Sequence[torch.Tensor | None], settings: tuple[Any, ...]
+) -> tuple[Any, tuple[Any, ...] | None]:
+    """Look up a call in the cache.
 
     Args:
-        operator: its name.
-        group: a resolved ProcessGroup, or None for an operator that needs no peers.
-        tensors: the operands as they were given, None among them.
-        settings: a tuple of everything else that decides what runs, such as the config and the tuning mode.
+        operator: the name of the operator.
+        group: a resolved ProcessGroup, or None for an operator without communication.
+        tensors: the operands as given by the caller; entries may be None.
+        settings: everything else that the result depends on, such as the config and the tuning mode.
 
     Returns:
-        (what ``insert`` was given for a call like this, or None; the key for ``insert``, or None if this call must not
-        be kept)
+        (outcome, key): the outcome that ``insert`` stored for an equal call, or None; the key for ``insert``, or None
+        if the call must not be cached.
     """
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return None, None
@@ -44,12 +53,12 @@ def lookup(operator, group, tensors, settings):
         return None, None
     try:
         return caches.calls[key], key
-    except TypeError:  # an unhashable setting; the call will say what is wrong with it
+    except TypeError:  # an unhashable setting; validation reports it
         return None, None
 
 
-def insert(group, key, outcome):
-    """Let ``lookup`` return ``outcome`` for calls with the same key.
+def insert(group: "dist.ProcessGroup | None", key: tuple[Any, ...] | None, outcome: Any) -> None:
+    """Store ``outcome`` for later calls with the same key; does nothing if ``key`` is None.
 
     ``outcome`` must not hold tensors of the call, nor the group.
     """
@@ -57,19 +66,23 @@ def insert(group, key, outcome):
         caches_of(group).calls[key] = outcome
 
 
-def is_current(group, key):
-    """Whether what was decided since ``lookup`` gave a key holds for the next call.
+def is_current(group: "dist.ProcessGroup | None", key: tuple[Any, ...] | None) -> bool:
+    """Return whether decisions made since ``lookup`` returned ``key`` are valid for the next call.
 
-    It does not if a config is to be chosen again: that changes the version of the configs. What is kept under such a
-    key is never found.
+    They are not if a config is to be selected again: this changes the version of the configs, and an entry under the
+    old key is never found.
     """
     return key is not None and key[1] == caches_of(group).choices.version
 
 
-def lookup_run(operator, group, tensors, settings):
-    """As ``lookup``, for a whole call: the outcome is a CachedCall. (None, None) unless only kernels are involved.
+def lookup_run(
+    operator: str, group: "dist.ProcessGroup | None", tensors: Sequence[torch.Tensor | None], settings: tuple[Any, ...]
+) -> tuple[Any, tuple[Any, ...] | None]:
+    """Look up a whole call; the outcome is a ``CachedCall``. Arguments as for ``lookup``.
 
-    That is the case if autograd or autocast has to see the call, or a compiler, a profiler or a dispatch mode.
+    Returns:
+        As ``lookup``, or (None, None) if autograd, autocast, a compiler, a profiler or a dispatch mode must see the
+        call.
     """
     if torch.compiler.is_compiling() or profiler._is_profiler_enabled or torch._C._len_torch_dispatch_stack():
         return None, None
@@ -85,18 +98,24 @@ def lookup_run(operator, group, tensors, settings):
 class CachedCall:
     """A whole call without gradients.
 
+    If the call is a single kernel launch, that launch is stored: a hit then only checks that it is current.
+
     Args:
-        run: (group, *tensors) -> output.
-        bind: (group, *tensors) -> the Launch that the call is, or None if it is something else, as all calls with the
-            same key are then. None: it is known to be something else.
-        shape: of the output, for ``bind``; a list of shapes if there are several outputs, which ``run`` gives as well.
+        run: ``(group, *tensors) -> output``, executes the call.
+        bind: ``(group, *tensors) -> Launch``, or None if the call is not a single launch; this is then true for all
+            calls with the same key. ``bind=None``: the call is known not to be a single launch.
+        shape: shape of the output, for ``bind``. A list of shapes if there are several outputs; ``run`` then returns
+            several outputs, too.
     """
 
-    def __init__(self, run, bind=None, shape=None):
+    def __init__(
+        self, run: Callable[..., Any], bind: "Callable[..., Launch | None] | None" = None, shape: Any = None
+    ) -> None:
         self._run, self._bind, self._shape = run, bind, shape
-        self._launch = _no_launch  # a weak reference: a launch ends with the buffer that it is for
+        self._launch = _no_launch  # a weak reference: a launch lives as long as its workspace buffer
 
-    def __call__(self, group, *tensors):
+    def __call__(self, group: "dist.ProcessGroup | None", *tensors: torch.Tensor | None) -> Any:
+        """Execute the call with other tensors of the same layout."""
         if self._bind is None or recorder.active is not None or _ON_AMD:
             return self._run(group, *tensors)
         launch = self._launch()
@@ -106,29 +125,33 @@ class CachedCall:
                 self._bind = None
                 return self._run(group, *tensors)
             self._launch = weakref.ref(launch)
-        made = launch(tensors)
+        outputs = launch(tensors)
         if type(self._shape) is list:
-            return [output.view(shape) for output, shape in zip(made, self._shape)]
-        return made[0] if made[0].shape == self._shape else made[0].view(self._shape)
+            return [output.view(shape) for output, shape in zip(outputs, self._shape)]
+        return outputs[0] if outputs[0].shape == self._shape else outputs[0].view(self._shape)
 
 
 def _no_launch():
+    """Return None, like a weak reference to a launch that no longer exists."""
     return None
 
 
 def _key(operator, version, tensors, settings):
-    """The key of a call; None if its tensors are not torch's own, or their memory does not hold their values."""
-    places, precision = [], None
+    """Return the key of a call, or None if it cannot be cached.
+
+    It cannot be cached if a tensor is of a subclass, or if its memory does not hold its values (conj or neg bit).
+    """
+    layouts, precision = [], None
     for tensor in tensors:
         if tensor is None:
-            places.append(None)
+            layouts.append(None)
             continue
         if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.is_neg() or tensor.is_conj():
             return None
-        # Kernels are compiled for addresses of a multiple of 16 bytes, and for others.
+        # A kernel is compiled separately for 16-byte aligned addresses and for others.
         dtype, aligned = tensor.dtype, tensor.data_ptr() % 16 == 0
-        places.append((tensor.shape, tensor.stride(), dtype, tensor.device, aligned))
+        layouts.append((tensor.shape, tensor.stride(), dtype, tensor.device, aligned))
         if dtype is torch.float32:
             precision = torch.get_float32_matmul_precision()
-    # The types as well: 4 and 4.0 are equal, and not the same argument.
-    return operator, version, settings, *map(type, settings), precision, *places
+    # The types, too: 4 and 4.0 are equal but different arguments.
+    return operator, version, settings, *map(type, settings), precision, *layouts

@@ -1,10 +1,11 @@
-"""What a launcher has to know of the device it launches on."""
+"""Properties of the device on which kernels are launched."""
 
 import functools
+from typing import Any
 
 import torch
 
-# What the interpreter is told; a few programs of each role are enough to exercise the protocol.
+# Number of SMs assumed for the interpreter: a few programs of each role are enough to exercise the protocol.
 _CPU_SMS = 4
 
 
@@ -13,48 +14,56 @@ def _properties(index):
     return torch.cuda.get_device_properties(index)
 
 
-def num_sms(device):
-    """Programs that run at the same time when each needs a whole multiprocessor."""
+def num_sms(device: torch.device) -> int:
+    """Return the number of SMs: the programs that run at the same time if each needs a whole SM."""
     return _CPU_SMS if device.type == "cpu" else _properties(device.index).multi_processor_count
 
 
-def shared_memory_bytes(device):
-    """Shared memory that one program may have; no limit in the interpreter."""
+def shared_memory_bytes(device: torch.device) -> int:
+    """Return the maximum shared memory of a program in bytes; unlimited in the interpreter."""
     if device.type == "cpu":
         return 1 << 40
     return getattr(_properties(device.index), "shared_memory_per_block_optin", 65536)
 
 
-def resident_programs(device, tiles, dtype):
-    """How many programs with this tile may be on the GPU at a time; more than fit do no harm to who takes tickets."""
+def resident_programs(device: torch.device, tiles: Any, dtype: torch.dtype) -> int:
+    """Return an estimate of how many programs with these tiles fit on the GPU at a time.
+
+    Launching more than fit is harmless for kernels that fetch their work items from a queue.
+
+    Args:
+        device: the device.
+        tiles: a tile config with ``shared_memory_bytes(dtype)`` and ``num_warps``.
+        dtype: dtype of the operands.
+    """
     if device.type == "cpu":
         return _CPU_SMS
     properties = _properties(device.index)
     memory = getattr(properties, "shared_memory_per_multiprocessor", 65536)
-    by_memory = memory // (tiles.shared_memory_bytes(dtype) + 1024)  # the system keeps a KiB of each program's
+    by_memory = memory // (tiles.shared_memory_bytes(dtype) + 1024)  # the system reserves 1 KiB per program
     by_threads = properties.max_threads_per_multi_processor // (tiles.num_warps * properties.warp_size)
     return num_sms(device) * max(1, min(by_memory, by_threads))
 
 
-def capability(device):
-    """(major, minor) on NVIDIA; (0, 0) on anything else."""
+def capability(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability (major, minor) on NVIDIA, and (0, 0) on other devices."""
     if device.type == "cpu" or torch.version.hip:
         return (0, 0)
     properties = _properties(device.index)
     return properties.major, properties.minor
 
 
-def converts_to_e4m3(device):
-    """Whether it has instructions that make float8_e4m3fn of fp32."""
+def converts_to_e4m3(device: torch.device) -> bool:
+    """Return whether the device has instructions that convert fp32 to float8_e4m3fn (NVIDIA sm_89 on)."""
     return capability(device) >= (8, 9)
 
 
-def has_tma(device):
-    """Whether the bulk tensor copy engine is there (NVIDIA sm_90 on)."""
+def has_tma(device: torch.device) -> bool:
+    """Return whether the device has the Tensor Memory Accelerator (NVIDIA sm_90 on)."""
     return capability(device) >= (9, 0)
 
 
 @functools.cache
-def side_stream(device):
-    """A stream for pushes and copies that run beside the current stream."""
+def side_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream for pushes and copies that run concurrently with the current stream."""
     return torch.cuda.Stream(device)

@@ -1,12 +1,14 @@
-"""A launch of which everything is decided but its operands, kept for the next call with operands like those.
+"""Cached launches: a kernel launch in which everything but the operands is fixed, stored for later calls.
 
-What a call works out before it can launch is how large things are, what the ranks have agreed on, how tiles lie in
-memory and which of the kernel's compiled forms it is. Together that takes the host several times as long as the launch,
-and a fused call of few rows is then slower than torch's sequence. All of it follows from the config and from how the
-operands lie; a call with the same ones fills in their addresses, makes its outputs, and launches.
+Before a call can launch, it computes sizes, checks the consensus of the ranks, builds the kernel's arguments and finds
+the compiled kernel. Together this takes the host several times as long as the launch, and a fused call with few rows
+would be slower than torch's sequence. All of it follows from the config and from the memory layout of the operands. A
+later call with the same config and layout fills in the addresses, allocates its outputs, and launches.
 """
 
 import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -16,15 +18,21 @@ from tdkernels.lang.kernel import pointer_kind
 from tdkernels.runtime import recorder
 from tdkernels.runtime.triton_launcher import BoundLaunch
 
-MAX_LAUNCHES = 4096  # that are kept where no workspace keeps them
-CALL_NUMBER = object()  # among a Launch's args: the workspace's ``note_call``, which is another one in every call
+if TYPE_CHECKING:
+    from tdkernels.symm.workspace import Workspace
+
+MAX_LAUNCHES = 4096  # cached per stream for launches without a workspace
+CALL_NUMBER = object()  # placeholder in a Launch's args for the workspace's ``note_call``, which differs in every call
 
 
-# Both keys are made in one function, without a call for each tensor: a launch has up to a dozen of them.
+# Each signature is computed in one function, without a call per tensor: a launch has up to a dozen tensors.
 
 
-def pointer_signature(operands):
-    """How operands lie of which a kernel takes no more than where each begins."""
+def pointer_signature(operands: Iterable[Any]) -> tuple[Any, ...]:
+    """Return the signature of operands whose shape and strides the kernel does not use: dtype and 16-byte alignment.
+
+    ``operands`` are tensors or None. On AMD the signature also depends on the size of the storage (``pointer_kind``).
+    """
     kinds = []
     for tensor in operands:
         kind = None if tensor is None else (tensor.dtype, tensor.data_ptr() % 16 == 0)
@@ -32,8 +40,11 @@ def pointer_signature(operands):
     return tuple(kinds)
 
 
-def operand_signature(operands):
-    """How operands lie in memory, as far as launches may differ by it."""
+def operand_signature(operands: Iterable[Any]) -> tuple[Any, ...]:
+    """Return the signature of operands whose memory layout matters: shape, strides, dtype and 16-byte alignment.
+
+    ``operands`` are tensors or None. On AMD the signature also depends on the size of the storage (``pointer_kind``).
+    """
     kinds = []
     for tensor in operands:
         kind = None
@@ -43,19 +54,31 @@ def operand_signature(operands):
     return tuple(kinds)
 
 
-_ON_AMD = torch.version.hip is not None  # where the compiler asks more of a pointer
+_ON_AMD = torch.version.hip is not None  # there the compiler specializes for more properties of a pointer
 
 
-def launch_cached(workspace, key, operands, prepare, ready=None, signature=operand_signature):
-    """Launch on operands; what was made for that, outputs first.
+def launch_cached(
+    workspace: "Workspace | _LocalWorkspace",
+    key: tuple[Any, ...],
+    operands: Sequence[torch.Tensor | None],
+    prepare: Callable[..., "Launch"],
+    ready: Callable[..., Sequence[torch.Tensor | None]] | None = None,
+    signature: Callable[[Sequence[torch.Tensor | None]], tuple[Any, ...]] = operand_signature,
+) -> list[torch.Tensor]:
+    """Launch a kernel on operands; reuse the cached launch if there is one for this key and signature.
 
     Args:
-        workspace: in which the kernel runs, or ``local_workspace_of``
-        key: all that the launch follows from, beside how the operands lie
-        operands: tensors or None
-        prepare: (*operands) -> Launch; called where none is kept, with other tensors of the same memory
-        ready: (*operands) -> operands that a kernel can take, copied if need be; None: these can be taken
-        signature: of the operands: ``operand_signature`` or ``pointer_signature``
+        workspace: the workspace of the kernel, or ``local_workspace_of(device)``.
+        key: everything that the launch depends on besides the signature of the operands.
+        operands: tensors or None.
+        prepare: ``(*operands) -> Launch``. Called if there is no cached launch, with detached operands of the same
+            memory.
+        ready: ``(*operands) -> operands`` that the kernel supports, copied if necessary. None: the operands are
+            supported.
+        signature: ``operand_signature`` or ``pointer_signature``.
+
+    Returns:
+        The tensors that the launch allocated, outputs first.
     """
     if recorder.active is not None:
         operands = operands if ready is None else ready(*operands)
@@ -66,35 +89,46 @@ def launch_cached(workspace, key, operands, prepare, ready=None, signature=opera
     return launch(operands)
 
 
-def bind(workspace, key, operands, prepare, ready=None, signature=operand_signature):
-    """(the Launch of ``launch_cached``, the operands that it takes); not while launches are recorded."""
+def bind(
+    workspace: "Workspace | _LocalWorkspace",
+    key: tuple[Any, ...],
+    operands: Sequence[torch.Tensor | None],
+    prepare: Callable[..., "Launch"],
+    ready: Callable[..., Sequence[torch.Tensor | None]] | None = None,
+    signature: Callable[[Sequence[torch.Tensor | None]], tuple[Any, ...]] = operand_signature,
+) -> tuple["Launch", Sequence[torch.Tensor | None]]:
+    """Return the cached launch for operands, prepared if necessary, and the operands that it takes.
+
+    Arguments as for ``launch_cached``. Not to be used while a trace is recorded.
+    """
     if ready is not None:
         operands = ready(*operands)
     whole_key = *key, *signature(operands)
     launch = workspace.launches[whole_key]
     if launch is None:
         launch = _prepared(operands, prepare)
-        workspace.launches[whole_key] = launch  # of a buffer that may have come to be just now
+        workspace.launches[whole_key] = launch  # in the current cache: ``prepare`` may have replaced the buffer
     return launch, operands
 
 
-def bind_uncopied(given, *call):
-    """The Launch of ``launch_cached(*call)``, or None if it takes a copy of one of the operands that were ``given``."""
+def bind_uncopied(given: Sequence[torch.Tensor | None], *call: Any) -> "Launch | None":
+    """Return the launch of ``launch_cached(*call)``, or None if it takes a copy of one of the operands ``given``."""
     launch, taken = bind(*call)
     return launch if all(one is other for one, other in zip(given, taken, strict=True)) else None
 
 
 def _prepared(operands, prepare):
+    """Call ``prepare`` with detached operands."""
     return prepare(*[None if operand is None else operand.detach() for operand in operands])
 
 
-def output_spec(like, *shape, dtype=None):
-    """A tensor that stands for one which each call makes anew; it takes no memory."""
+def output_spec(like: torch.Tensor, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return a placeholder for a tensor that each call allocates: a meta tensor, which takes no memory."""
     return torch.empty(shape, dtype=dtype or like.dtype, device="meta")
 
 
 class _LocalWorkspace:
-    """In the place of a workspace, for what a rank launches by itself."""
+    """Local workspace: takes the place of a workspace for launches without communication."""
 
     ctx = None
 
@@ -119,8 +153,11 @@ def _local_workspace_of_stream(device, stream):
     return _LocalWorkspace()
 
 
-def local_workspace_of(device):
-    """Where launches without peers are kept: for each stream, and none of a CUDA graph (``local_workspace``)."""
+def local_workspace_of(device: torch.device) -> _LocalWorkspace:
+    """Return the local workspace, which caches launches without communication: one per stream.
+
+    Launches captured in a CUDA graph are not cached (see ``local_workspace``).
+    """
     if device.type == "cpu":
         return _local_workspace_of_stream(device, None)
     if torch.cuda.is_current_stream_capturing():
@@ -129,30 +166,45 @@ def local_workspace_of(device):
 
 
 class Launch:
-    """What ``prepare`` has found out.
+    """A kernel launch in which everything but the operands is fixed; returned by ``prepare``.
 
     Args:
-        workspace: as of ``launch_cached``
-        kernel, grid, args, constants: as for ``kernel[grid](*args, **constants)``
-        operands: of which args were made, each another object, so that they can be told apart there
-        made: from ``output_spec``, what each call makes
-        fixed: tensors of the workspace's in args, and bases of descriptors: the same in every call
-        checks_errors: whether a call raises errors that earlier launches have reported. Not in the middle of an
-            operator: a rank that raises an error of this very call there leaves its peers waiting
+        workspace: as for ``launch_cached``.
+        kernel: as in ``kernel[grid](*args, **constants)``.
+        grid: as in ``kernel[grid](*args, **constants)``.
+        args: as in ``kernel[grid](*args, **constants)``.
+        constants: as in ``kernel[grid](*args, **constants)``.
+        operands: the tensors from which ``args`` was built. They must be distinct objects, so that they can be found in
+            ``args``.
+        output_specs: from ``output_spec``, the tensors that each call allocates.
+        fixed: tensors of the workspace in ``args``, and bases of descriptors, which are the same in every call.
+        checks_errors: whether a call raises errors that earlier launches reported. False in the middle of an operator:
+            a rank that raised an error of the same call there would leave its peers waiting.
 
     Raises:
-        AssertionError: for a tensor in args that is none of these, say a copy of an operand: a later call would read it
-            again
+        AssertionError: if a tensor in ``args`` is none of these, such as a copy of an operand: a later call would read
+            the same copy again.
     """
 
-    def __init__(self, workspace, kernel, grid, args, constants, operands, made, fixed, checks_errors=True):
-        self._workspace, self._kernel, self._looks = workspace, kernel, checks_errors
+    def __init__(
+        self,
+        workspace: "Workspace | _LocalWorkspace",
+        kernel: Any,
+        grid: tuple[int, ...],
+        args: Sequence[Any],
+        constants: Mapping[str, Any],
+        operands: Sequence[torch.Tensor | None],
+        output_specs: Sequence[torch.Tensor],
+        fixed: Sequence[torch.Tensor | None],
+        checks_errors: bool = True,
+    ) -> None:
+        self._workspace, self._kernel, self._checks_errors = workspace, kernel, checks_errors
         self._ctx = None if workspace is None else workspace.ctx
-        self._made = [(tuple(tensor.shape), tensor.dtype) for tensor in made]
-        numbers = {id(tensor): number for number, tensor in enumerate((*operands, *made)) if tensor is not None}
+        self._output_specs = [(tuple(tensor.shape), tensor.dtype) for tensor in output_specs]
+        numbers = {id(tensor): number for number, tensor in enumerate((*operands, *output_specs)) if tensor is not None}
         call_at = next((at for at, arg in enumerate(args) if arg is CALL_NUMBER), None)
-        self._tells_call = call_at is not None
-        places, self._numbers = [], []  # of the tensors that differ: among args, and among operands and what is made
+        self._passes_call_number = call_at is not None
+        places, self._numbers = [], []  # of the variable tensors: indices in args; in operands + outputs
         for at, arg in enumerate(args):
             tensor = arg.base if isinstance(arg, TensorDescriptor) else arg
             if id(tensor) in numbers:
@@ -160,32 +212,33 @@ class Launch:
                 self._numbers.append(numbers[id(tensor)])
             else:
                 known = not isinstance(tensor, torch.Tensor) or any(tensor is one for one in fixed)
-                assert known, f"argument {at} of {kernel} is a tensor that no call gives or makes"
-        if self._tells_call:
-            places.append(call_at)
-        self._alike = BoundLaunch((*grid, 1, 1)[:3], args, places, constants)
+                assert known, f"argument {at} of {kernel} is neither an operand, an output nor a fixed tensor"
+        if self._passes_call_number:
+            places.append(call_at)  # type: ignore[arg-type]
+        self._bound_launch = BoundLaunch((*grid, 1, 1)[:3], args, places, constants)
 
-    def __call__(self, operands):
+    def __call__(self, operands: Sequence[Any]) -> list[torch.Tensor]:
+        """Launch on other operands of the same signature; return the allocated tensors, outputs first."""
         workspace = self._workspace
-        if self._looks:
+        if self._checks_errors:
             workspace.check()
-        made, values = [], []
-        for shape, dtype in self._made:
-            made.append(operands[0].new_empty(shape, dtype=dtype))
-        tensors = (*operands, *made)
+        outputs, values = [], []
+        for shape, dtype in self._output_specs:
+            outputs.append(operands[0].new_empty(shape, dtype=dtype))
+        tensors = (*operands, *outputs)
         for number in self._numbers:
             values.append(tensors[number])
-        if self._tells_call:
-            values.append(workspace.note_call)
+        if self._passes_call_number:
+            values.append(workspace.note_call)  # type: ignore[union-attr]
         stream = workspace.before_launch()
         try:
-            self._kernel.launch_bound(self._alike, values, stream)
+            self._kernel.launch_bound(self._bound_launch, values, stream)
         except BaseException as error:
             workspace.break_off(error)
             raise
         workspace.after_launch(stream)
-        return made
+        return outputs
 
-    def is_current(self):
-        """Whether the workspace has the buffer still that the launch is for."""
+    def is_current(self) -> bool:
+        """Return whether the workspace still has the buffer that this launch was prepared for."""
         return self._workspace.ctx is self._ctx

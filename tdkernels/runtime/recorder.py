@@ -1,30 +1,34 @@
-"""Where launches leave what they did, while somebody records it; see tdkernels.trace."""
+"""Trace capture: buffers in which launches store their events while a trace is recorded; see tdkernels.trace."""
 
 import contextlib
+from collections.abc import Iterator
 
 import torch
 
 from tdkernels.lang.profile import NUM_KINDS
 
-active = None  # the Recorder of this process; None: kernels run without a trace, and are compiled without one
+active: "Recorder | None" = None  # the Recorder of this process; None: kernels are compiled and run without a trace
 
 
 class Recorder:
-    """The events of one launch at a time, int64 [kinds + turns, pieces, 2]; the next launch takes the same memory.
+    """The events of one launch at a time. The next launch uses the same memory.
 
-    all_run:  whether there are as many pieces as there are places; else those that have noted nothing are none
+    Attributes:
+        events: int64 [kinds + turns, pieces, 2], or None before the first launch. A piece is a work item.
+        all_run: whether every piece has been executed; if not, pieces without events do not exist.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.events, self.all_run = None, True
         self._memory = None
 
-    def clear(self):
-        """Forget the events, keep the memory: so that a launch that is recorded has nothing to allocate or to fill."""
+    def clear(self) -> None:
+        """Clear the events but keep the memory, so that a recorded launch has nothing to allocate or to fill."""
         if self.events is not None:
             self.events.zero_()
 
     def _buffer(self, device, pieces, turns, all_run):
+        """Return the buffer for a launch, with its header; allocate it if the shape or device has changed."""
         self.all_run = all_run
         places = NUM_KINDS.value + turns
         if self.events is None or self.events.shape != (places, pieces, 2) or self.events.device != device:
@@ -35,8 +39,11 @@ class Recorder:
 
 
 @contextlib.contextmanager
-def record(recorder):
-    """Let the launches of this process leave their events in a Recorder. Compiles each kernel anew, with the clock."""
+def record(recorder: Recorder) -> Iterator[Recorder]:
+    """Record the launches of this process in ``recorder`` within a ``with`` block.
+
+    Each kernel is compiled again, with reads of the clock.
+    """
     global active
     before, active = active, recorder
     try:
@@ -45,10 +52,15 @@ def record(recorder):
         active = before
 
 
-def buffer(device, pieces, turns=0, all_run=True):
-    """What goes to a kernel as ``trace_ptr``: memory for the events of so many pieces of work, or None.
+def buffer(
+    device: torch.device, pieces: int, turns: int = 0, all_run: bool = True
+) -> torch.Tensor | None:
+    """Return the argument ``trace_ptr`` of a kernel: memory for its events, or None if no trace is recorded.
 
-    ``turns``: how often, at most, a piece does something of which it notes each time; ``all_run``: there are so many
-    pieces, which are else the most that the host knows of.
+    Args:
+        device: the device of the launch.
+        pieces: number of pieces (work items).
+        turns: maximum number of repetitions that a piece records.
+        all_run: whether there are exactly ``pieces`` pieces. False: ``pieces`` is the host's upper bound.
     """
     return None if active is None else active._buffer(device, pieces, turns, all_run)

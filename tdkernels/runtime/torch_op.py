@@ -1,9 +1,9 @@
-"""Operators of torch.library: groups by their names, and calls that torch.compile cannot trace, between its graphs."""
+"""Registration of operators with torch.library, process groups by name, and graph breaks of torch.compile."""
 
 import functools
 import sys
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.distributed import distributed_c10d as c10d
@@ -11,13 +11,14 @@ from torch.distributed import distributed_c10d as c10d
 _library = torch.library.Library("tdkernels", "FRAGMENT")
 
 
-def register(schema, implementation, fake):
-    """Register ``torch.ops.tdkernels.<name>``, where ``schema`` begins with the name.
+def register(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """Register the operator ``torch.ops.tdkernels.<name>``.
 
     Args:
-        schema: as of ``torch.library.define``
-        implementation: for tensors on any device; it has no gradient, which an autograd.Function around it has
-        fake: the same for tensors without data: outputs of the right shapes
+        schema: as for ``torch.library.define``; begins with the name.
+        implementation: for tensors on any device. It has no gradient; an autograd.Function around the operator provides
+            it.
+        fake: the same for tensors without data; returns outputs of the right shapes.
     """
     name = schema.partition("(")[0]
     _library.define(schema)
@@ -30,12 +31,16 @@ _R = TypeVar("_R")
 
 
 def outside_graphs(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """``torch.compiler.disable``, without the second that importing torch._dynamo takes while nobody compiles."""
+    """Run a function outside the graphs of torch.compile, like ``torch.compiler.disable``.
+
+    ``torch.compiler.disable`` imports torch._dynamo, which takes a second. This decorator avoids the import as long as
+    nothing is compiled.
+    """
     disabled: list[Callable[_P, _R]] = []
 
     @functools.wraps(function)
-    def call(*args, **kwargs):
-        # A compiler that traces this stops at its first condition: the table of modules may grow while it reads it.
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        # A tracing compiler evaluates only the first condition: sys.modules could grow while the compiler reads it.
         if not (torch.compiler.is_compiling() or "torch._dynamo" in sys.modules):
             return function(*args, **kwargs)
         if not disabled:
@@ -45,10 +50,11 @@ def outside_graphs(function: Callable[_P, _R]) -> Callable[_P, _R]:
     return call
 
 
-def group_by_name(name):
-    """The process group that an operator was called with, inside the torch.library op."""
-    return c10d._resolve_process_group(name)
+def group_by_name(name: str) -> c10d.ProcessGroup:
+    """Return the process group of an operator call, inside the torch.library op."""
+    return c10d._resolve_process_group(name)  # type: ignore[arg-type]
 
 
-def world_size_by_name(name):
+def world_size_by_name(name: str) -> int:
+    """Return the size of the process group with this name."""
     return group_by_name(name).size()

@@ -1,15 +1,18 @@
-"""Launches of one kernel that are alike: what Triton's launcher works out for each of them is worked out for the first.
+"""Bypass Triton's Python launcher for repeated launches with the same signature.
 
-For every launch Triton looks for the current stream, walks through all arguments, asks the driver about each address,
-encodes a tensor map for each descriptor and calls hooks, of which there are mostly none. Together that takes the host
-longer than the launch itself, and a small call is then slower than torch's sequence. Of launches that are alike only
-addresses and integers differ: what Triton's C function was given is kept, and those are filled in.
+For each launch Triton looks up the current stream, walks through all arguments, queries the driver about each address,
+encodes a tensor map for each descriptor, and calls hooks, although usually none are installed. Together this takes the
+host longer than the launch itself, and a small call would be slower than torch's sequence. Launches with the same
+signature differ only in addresses and integers. The first such launch is a normal one. The second one records the
+arguments of Triton's C launcher. From then on, launches patch in new pointers and integers and call it directly.
 """
 
 import copy
 import inspect
 import logging
 import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from triton import knobs
@@ -19,80 +22,98 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tdkernels.caches import RecentCache
 from tdkernels.lang.tested_versions import may_keep_launches, report_slow_launches
 
+if TYPE_CHECKING:
+    from triton.compiler import CompiledKernel
+
 _log = logging.getLogger(__name__)
-_UNTRIED = object()
-_MAX_MAPS = 256  # of one descriptor; addresses may go on changing for ever
+_NOT_CAPTURED = object()
+_MAX_MAPS = 256  # per descriptor; the number of addresses is unbounded
 
 
 class BoundLaunch:
-    """What is the same in launches of a kernel between which nothing differs that Triton compiles for.
+    """Launches of one kernel with the same signature: nothing differs between them that Triton compiles for.
 
     Args:
-        grid: three numbers
-        args, constants: as for ``kernel[grid](*args, **constants)``
-        places: numbers of the args that differ from launch to launch: tensors or None, integers, descriptors, which
-            differ by their tensors. They are forgotten; of the others tensors are kept
+        grid: three integers.
+        args: as in ``kernel[grid](*args, **constants)``.
+        places: indices of the variable arguments: tensors or None, integers, and descriptors, which differ in their
+            tensor. Their values are not kept; other tensors are.
+        constants: as in ``kernel[grid](*args, **constants)``.
     """
 
-    def __init__(self, grid, args, places, constants):
+    def __init__(
+        self, grid: tuple[int, ...], args: Iterable[Any], places: Iterable[int], constants: Mapping[str, Any]
+    ) -> None:
         self.grid, self.places, self.constants = grid, tuple(places), constants
         self._args = list(args)
         for at in self.places:
             described = isinstance(self._args[at], TensorDescriptor)
             self._args[at] = _like(self._args[at], None) if described else None
-        self._found = {}
+        self._found: dict[tuple[int, Any], list[Any]] = {}
 
-    def filled(self, values):
-        """The arguments of a launch in whose places are ``values``; of a descriptor its tensor."""
+    def filled(self, values: Sequence[Any]) -> list[Any]:
+        """Return the arguments of a launch with ``values`` in ``places``; a descriptor gets its tensor."""
         args = self._args.copy()
         for at, value in zip(self.places, values, strict=True):
             args[at] = value if args[at] is None else _like(args[at], value)
         return args
 
-    def launch_captured(self, where, values, stream=None):
-        """Launch what was kept for ``where``; False if nothing was.
+    def launch_captured(self, where: tuple[int, Any], values: Sequence[Any], stream: Any = None) -> bool:
+        """Launch the compiled kernel that was kept for ``where``. Return False if there is none.
 
         Args:
-            stream: of the device in ``where``, or it is not taken; None: the current one
+            where: as for ``keep``.
+            values: values for the variable arguments.
+            stream: the current ``torch.cuda.Stream`` if the caller knows it, or None. It is used if it belongs to the
+                device in ``where``.
         """
         found = self._found.get(where)
         if found is None:
             return False
         compiled, others, repeat = found
-        if repeat is _UNTRIED:  # not for the first launch: shapes may go on changing, and there may be no second
+        if repeat is _NOT_CAPTURED:  # not at the first launch: if shapes keep changing, there may be no second one
             args = [*self.filled(values), *others]
             repeat = found[2] = CapturedArguments.of(compiled, self.grid, args, self.places)
-        if repeat is not None and _nobody_listens():
+        if repeat is not None and _has_no_launch_hooks():
             known = stream is not None and stream.device_index == where[0]
             repeat(values, stream.cuda_stream if known else driver.active.get_current_stream(where[0]))
         else:
             compiled[self.grid](*self.filled(values), *others)
         return True
 
-    def keep(self, where, compiled, others):
-        """Keep the compiled kernel that was launched.
+    def keep(self, where: tuple[int, Any], compiled: "CompiledKernel", others: Sequence[Any]) -> None:
+        """Keep the compiled kernel of a launch.
 
         Args:
-            where: what decides which one it is, the number of the current device first
-            others: its arguments after those in ``filled``
+            where: the state that the compiled kernel depends on; its first element is the index of the current device.
+            compiled: the compiled kernel.
+            others: its arguments after those of ``filled``.
         """
-        self._found[where] = [compiled, others, _UNTRIED]
+        self._found[where] = [compiled, others, _NOT_CAPTURED]
 
 
 class CapturedArguments:
-    """The arguments of Triton's C function for launches that are alike.
+    """Captured arguments of Triton's C launcher, for launches with the same signature.
 
     Args:
-        launch: that function
-        args: its arguments, with STREAM in the place of a stream
-        first: the number, among these, of the kernel's first one; None: they are a list, the last of these
-        plain: [(number among the kernel's, number among values)] of what is filled in as it is
-        maps: the same of tensor maps, and a function that makes one for a tensor
+        launch: the C launcher.
+        args: its arguments, with ``STREAM`` as a placeholder for the stream.
+        first: index in ``args`` of the kernel's first argument. None: the kernel's arguments are a list, the last
+            element of ``args``.
+        plain: [(index among the kernel's arguments, index among values)] of the values that are filled in as they are.
+        maps: the same for tensor maps, with a function that encodes one for a tensor.
     """
 
     STREAM = object()
 
-    def __init__(self, launch, args, first, plain, maps):
+    def __init__(
+        self,
+        launch: Callable[..., Any],
+        args: list[Any],
+        first: int | None,
+        plain: list[tuple[int, int]],
+        maps: list[tuple[int, int, Callable[[torch.Tensor], Any]]],
+    ) -> None:
         self._launch, self._plain = launch, plain
         self._maps = [(at, number, make, RecentCache(_MAX_MAPS)) for at, number, make in maps]
         stream = args.index(self.STREAM)
@@ -104,45 +125,49 @@ class CapturedArguments:
         self._are_nested = first is None
 
     @classmethod
-    def of(cls, compiled, grid, args, places):
-        """For a compiled kernel and its arguments; None where Triton's launcher is not as it is known here."""
+    def of(
+        cls, compiled: "CompiledKernel", grid: tuple[int, ...], args: Sequence[Any], places: Sequence[int]
+    ) -> "CapturedArguments | None":
+        """Capture the arguments of a compiled kernel. Return None if Triton's launcher is not supported."""
         if not may_keep_launches():
             return None
         try:
             return cls._of(compiled, grid, args, places)
-        except Exception as error:  # whatever another build of Triton makes of it
+        except Exception as error:  # another build of Triton may raise anything here
             report_slow_launches(f"its launcher is not the one that was tested ({type(error).__name__}: {error})")
-            _log.debug("launches of %s are not kept", compiled, exc_info=True)
+            _log.debug("launches of %s are not cached", compiled, exc_info=True)
             return None
 
     @classmethod
     def _of(cls, compiled, grid, args, places):
-        if not _is_known(compiled.run, any(isinstance(arg, TensorDescriptor) for arg in args)):
+        """Capture the arguments, and compare them with those that Triton's launcher passes to the C launcher."""
+        if not _is_supported(compiled.run, any(isinstance(arg, TensorDescriptor) for arg in args)):
             return None
         flat, expected, plain, maps = _flattened(args, places, getattr(compiled.metadata, "tensordesc_meta", None))
-        given, again = (_given(compiled, grid, cls.STREAM, args) for _ in range(2))
-        # From triton 3.7 on the kernel's arguments are one; before, the last of them may be a NamedTuple.
+        given, again = (_c_arguments(compiled, grid, cls.STREAM, args) for _ in range(2))
+        # From triton 3.7 on, the kernel's arguments are one argument. Before, the last one may be a NamedTuple.
         nested = type(given[-1]) in (tuple, list) and len(given[-1]) == len(flat)
         first = len(given) - (1 if nested else len(flat))
-        _compare("argument of the kernel", given[-1] if nested else given[first:], expected)
-        # An object that is another one each time, such as scratch memory, must not be kept.
-        _compare("argument of the launch", given[:first], again[:first])
-        launch = _c_function(compiled.run)
+        _compare("kernel argument", given[-1] if nested else given[first:], expected)
+        # An object that differs in each launch, such as scratch memory, must not be captured.
+        _compare("launch argument", given[:first], again[:first])
+        launch = _c_launcher(compiled.run)
         if nested:
             return cls(launch, [*given[:first], flat], None, plain, maps)
         return cls(launch, [*given[:first], *flat], first, plain, maps)
 
-    def __call__(self, values, stream):
+    def __call__(self, values: Sequence[Any], stream: int) -> None:
+        """Launch on a stream (its handle) with these values for the variable arguments."""
         args = self._args.copy()
         for at, number in self._plain:
             value = values[number]
             args[at] = value if value is None or type(value) is int else value.data_ptr()
-        for at, number, make, known in self._maps:
+        for at, number, make, cache in self._maps:
             tensor = values[number]
             address = tensor.data_ptr()
-            tensor_map = known[address]
+            tensor_map = cache[address]
             if tensor_map is None:
-                known[address] = tensor_map = make(tensor)
+                cache[address] = tensor_map = make(tensor)
             args[at] = tensor_map
         if self._are_nested:
             self._launch(*self._before, stream, *self._after, args)
@@ -151,49 +176,52 @@ class CapturedArguments:
 
 
 def _like(descriptor, base):
-    """A TensorDescriptor like one that was checked when it was made."""
+    """Return a copy of a TensorDescriptor with another tensor, without repeating the checks of its constructor."""
     other = object.__new__(TensorDescriptor)
     other.__dict__.update(descriptor.__dict__)
     other.base = base
     return other
 
 
-def _nobody_listens():
-    """Whether there are no hooks around launches, such as a profiler's."""
+def _has_no_launch_hooks():
+    """Return whether no launch hooks, such as a profiler's, are installed."""
     runtime = knobs.runtime
-    return not (_calls_of(runtime.launch_enter_hook) or _calls_of(runtime.launch_exit_hook))
+    return not (_callbacks_of(runtime.launch_enter_hook) or _callbacks_of(runtime.launch_exit_hook))
 
 
-def _calls_of(hook):
+def _callbacks_of(hook):
+    """Return the callbacks of a hook; a false value if there are none."""
     return hook is not None and getattr(hook, "calls", True)
 
 
-def _is_known(launcher, describes):
-    """Whether a launcher of Triton's is of the kind that is known here, and gives each launch nothing of its own.
+def _is_supported(launcher, describes):
+    """Return whether Triton's launcher is a supported one and passes no object that differs in each launch.
 
-    ``describes``: descriptors are among the arguments, which a function of Python expands before the C function
+    Args:
+        launcher: the launcher of a compiled kernel.
+        describes: whether descriptors are among the arguments. A Python function expands them before the C launcher.
     """
     if type(launcher).__module__ != "triton.backends.nvidia.driver" or type(launcher).__name__ != "CudaLauncher":
         return False
     if launcher.global_scratch_size or launcher.profile_scratch_size or getattr(launcher, "gsan_enabled", False):
-        return False  # memory that each launch allocates, and a launch that is followed by another call
+        return False  # scratch memory is allocated in each launch; gsan makes another call after it
     if inspect.isfunction(launcher.launch):
         return _INNER in launcher.launch.__code__.co_freevars
     return not describes
 
 
-_INNER = "launcher"  # how the function that expands descriptors calls the C function
+_INNER = "launcher"  # name of the C launcher in the function that expands descriptors
 
 
-def _c_function(launcher):
-    """What a launcher of Triton's calls at last."""
+def _c_launcher(launcher):
+    """Return the C launcher that Triton's launcher calls."""
     if inspect.isfunction(launcher.launch):
         return inspect.getclosurevars(launcher.launch).nonlocals[_INNER]
     return launcher.launch
 
 
-def _given(compiled, grid, stream, args):
-    """What Triton's launcher gives its C function for a launch, which does not take place."""
+def _c_arguments(compiled, grid, stream, args):
+    """Return the arguments that Triton's launcher passes to the C launcher, without launching."""
     given, twin = [], copy.copy(compiled.run)
 
     def take(*args):
@@ -205,7 +233,7 @@ def _given(compiled, grid, stream, args):
 
 
 def _with_nonlocal(function, name, value):
-    """A copy of a function that has another value in the place of a variable of the function around it."""
+    """Return a copy of a function with another value for a variable of its enclosing function."""
     cells = [
         types.CellType(value) if free == name else cell
         for free, cell in zip(function.__code__.co_freevars, function.__closure__, strict=True)
@@ -215,43 +243,46 @@ def _with_nonlocal(function, name, value):
     )
 
 
-class _SomeMap:
-    """A placeholder for a tensor map, which each launch makes anew."""
+class _AnyTensorMap:
+    """A placeholder for a tensor map, since Triton encodes a new one in each launch."""
 
     def __init__(self, tensor_map):
         self.type = type(tensor_map)
 
 
 def _compare(what, given, expected):
-    """Raise ValueError unless both are the same objects in the same order; of numbers, equal ones of the same type."""
+    """Raise ValueError unless both sequences hold the same objects; numbers must be equal and of the same type."""
     if len(given) != len(expected):
         raise ValueError(f"{len(given)} {what}s instead of {len(expected)}")
     for number, (mine, theirs) in enumerate(zip(expected, given, strict=True)):
         same = mine is theirs or (type(mine) is type(theirs) and type(mine) in _NUMBERS and mine == theirs)
-        if not same and not (isinstance(mine, _SomeMap) and type(theirs) is mine.type):
-            raise ValueError(f"{what} {number} is {_shown(theirs)} instead of {_shown(mine)}")
+        if not same and not (isinstance(mine, _AnyTensorMap) and type(theirs) is mine.type):
+            raise ValueError(f"{what} {number} is {_describe(theirs)} instead of {_describe(mine)}")
 
 
 _NUMBERS = {int, bool, float}
 
 
-def _shown(value):
+def _describe(value):
+    """Return a description of an argument for error messages."""
     return repr(value) if type(value) in _NUMBERS or value is None else f"a {type(value).__name__}"
 
 
 def _flattened(args, places, described):
-    """The kernel's arguments as the C function takes them.
+    """Return the kernel's arguments as the C launcher takes them.
 
     Args:
-        described: of each descriptor, what Triton has compiled for; None: it is no tensor map
+        args: the arguments of the launch.
+        places: indices of the variable arguments.
+        described: for each descriptor, Triton's metadata of its tensor map, or None if it is not a tensor map.
 
     Returns:
-        (the arguments, with addresses for tensors; the same as Triton's launcher hands them on; of those that differ
-        from launch to launch ``plain`` and ``maps``, see ``Repeat``)
+        (flat, expected, plain, maps): the arguments with addresses for tensors; the same as Triton's launcher passes
+        them; the variable ones, see ``CapturedArguments``.
     """
     from triton.backends.nvidia.driver import make_tensordesc_arg
 
-    # From triton 3.8 on it is given the arguments of the launch as well, which it does not use for our descriptors.
+    # From triton 3.8 on, it also takes the arguments of the launch, which it does not use for these descriptors.
     unused = (None,) * (len(inspect.signature(make_tensordesc_arg).parameters) - 2)
     number_of = {at: number for number, at in enumerate(places)}
     described = iter(described or ())
@@ -268,7 +299,7 @@ def _flattened(args, places, described):
                 maps.append((len(flat), number, make))
             expanded = make_tensordesc_arg(arg, meta, *unused)
             flat += expanded
-            expected += expanded if meta is None else [_SomeMap(expanded[0]), *expanded[1:]]
+            expected += expanded if meta is None else [_AnyTensorMap(expanded[0]), *expanded[1:]]
             continue
         if number is not None:
             plain.append((len(flat), number))

@@ -168,5 +168,5 @@ def test_missing(tmp_path, monkeypatch):
     old.write_text(text)
     monkeypatch.setenv(VARIABLE, str(old))
     lacks = "rocshmem_my_pe, rocshmem_putmem_nbi_wg, rocshmem_quiet, rocshmem_uint64_atomic_set"
-    with pytest.raises(RocshmemError, match=f"old.bc lacks {lacks}: it is of a rocSHMEM without C names"):
+    with pytest.raises(RocshmemError, match=f"old.bc lacks {lacks}: this build of rocSHMEM has no C names"):
         words.device_library("gfx942")
