@@ -1,12 +1,69 @@
-"""Communication that hides behind computation: ready-made overlapping operators on stock Triton and PyTorch."""
+"""GPU operators that overlap communication with computation, for PyTorch, in stock Triton.
+
+One call replaces a collective and the matrix product, attention or expert layer next to it, in the forward and in the
+backward pass. ``group`` is a ``ProcessGroup``, a one-dimensional ``DeviceMesh``, or None for the world. Calls are
+collective: all ranks of the group make the same calls in the same order.
+
+Each operator ``op`` has a reference ``op_ref`` in plain PyTorch with the same operands, except ``ep_dispatch_send``,
+``ep_combine_send``, ``moe_ag_gemm`` and ``moe_gemm_rs``. An optional ``config`` selects how an operator runs. Without
+it, the config comes from the tuning tables or from a heuristic.
+
+Tensor parallelism:
+    ag_gemm: all-gather, then GEMM.
+    gemm_rs: GEMM, then reduce-scatter.
+    gemm_ar: GEMM, then all-reduce.
+    AgGemmConfig, GemmRsConfig, GemmArConfig, Tiles: configs, and the tile sizes in them.
+
+Collectives, for small messages:
+    all_gather, reduce_scatter, all_reduce: the collectives alone.
+    CollectiveConfig: config.
+
+Expert parallelism, with different experts on each rank:
+    ep_dispatch, ep_combine: send tokens to the ranks of their experts, and return the weighted sums.
+    ep_dispatch_send, ep_combine_send: the send phase alone, to overlap the transfer with other work.
+    all_to_all: exchange of rows with variable splits.
+    ep_moe: a whole expert layer.
+    EpTokens, EpHandle: the received tokens, and the routing of a dispatch.
+    EpConfig, EpMoeConfig: configs.
+
+Tensor-parallel experts, with every expert sharded over all ranks:
+    tp_moe: a whole expert layer.
+    moe_ag_gemm, moe_gemm_rs: its two stages.
+    group_gemm: grouped GEMM on one rank.
+    MoeRouting: the routing that the two stages share.
+    MoeTpConfig, GroupGemmConfig: configs.
+
+Attention:
+    ag_attention: attention over keys and values that are sharded along the sequence.
+    flash_decode: decoding with a KV cache that is sharded along the sequence.
+    ulysses_qkv, ulysses_out: projections with an all-to-all between heads and sequence.
+    AgAttentionConfig, FlashDecodeConfig, UlyssesConfig: configs.
+
+Control and errors:
+    synchronize: wait for the GPU and raise the errors of kernels.
+    set_timeout: bound all waits for peers.
+    explain: return the config that a call would run with, and why.
+    PeerTimeoutError, PeerFailedError, PlanMismatchError: errors of collective calls.
+
+Submodules, imported on first use:
+    autotune: tuning of configs.
+    errors: the exception classes.
+    lang: device functions for writing kernels.
+    launch: processes as ranks on one machine.
+    nn: modules made of the operators.
+    ops: the operators' packages.
+    sanitizer: race checker for CPU ranks.
+    symm: symmetric memory.
+    trace: timelines of kernels.
+"""
 
 import importlib
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tdkernels.exports import PUBLIC
 
-if TYPE_CHECKING:  # for type checkers and editors; at run time a name is imported on first use
+if TYPE_CHECKING:  # for type checkers and editors; at run time, the first use of a name imports it
     from tdkernels.autotune.explain import explain
     from tdkernels.errors import PeerFailedError, PeerTimeoutError, PlanMismatchError
     from tdkernels.ops.attention.ag_attention.op import AgAttentionConfig, ag_attention, ag_attention_ref
@@ -52,7 +109,7 @@ _SUBMODULES = ("autotune", "errors", "lang", "launch", "nn", "ops", "sanitizer",
 _MODULES = {name: module for module, names in PUBLIC.items() for name in names}
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> Any:
     if name in _SUBMODULES:
         return importlib.import_module(f"tdkernels.{name}")
     if name not in _MODULES:
@@ -61,7 +118,7 @@ def __getattr__(name: str):
     return value
 
 
-def __dir__():
+def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 

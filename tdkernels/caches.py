@@ -1,23 +1,24 @@
-"""What all caches are made of: one policy by which they forget, and one way to say that an entry is out of date."""
+"""Containers for caches: a dict of bounded size, and a dict with a version for derived caches."""
 
 
 class RecentCache(dict):
-    """A mapping of bounded size that forgets the entries that were not used lately; ``cache[key]`` may be None.
+    """Cache of bounded size that evicts entries that were not used recently. ``cache[key]`` is None if missing.
 
-    A look-up of an entry that was used lately is that of a dict. The entries used since the last turn are this dict;
-    the others are in a second one. When half of the room is used, the older ones are dropped, and a new turn begins.
+    It has two generations. The young one is this dict, so the lookup of a recently used entry costs a dict lookup. A
+    lookup that finds its entry in the old generation moves it to the young one. When the young generation holds half of
+    ``max_size``, it becomes the old one, and the entries of the previous old generation are dropped.
 
     Args:
-        max_size: the number of entries that are kept at most.
+        max_size: The maximum number of entries.
     """
 
-    def __init__(self, max_size):
+    def __init__(self, max_size: int):
         super().__init__()
         self.max_size = max_size
-        self._older = {}
+        self._older: dict = {}
 
     def __missing__(self, key):
-        """The value of a key that was not used since the last turn, or None."""
+        """Return the value from the old generation and move it to the young one, or return None."""
         value = self._older.pop(key, None)
         if value is not None:
             self[key] = value
@@ -56,7 +57,7 @@ class RecentCache(dict):
 class VersionedDict(dict):
     """A dict whose ``version`` counts the removals.
 
-    What follows from its entries is kept under the version at which it was found, so that nothing finds it later.
+    Caches derived from its entries include the version in their keys, so that a removal invalidates them.
     """
 
     version = 0

@@ -1,20 +1,20 @@
-"""Start W ranks as processes of this machine and run functions on them.
+"""Start ranks as processes on this machine and run functions on them.
 
     def total(x):
         t = torch.tensor(x * (dist.get_rank() + 1))
         dist.all_reduce(t)
         return t.item()
 
-    if __name__ == "__main__":  # needed: a rank imports this file, and must not start ranks in turn
+    if __name__ == "__main__":  # required: each rank imports this file and must not start ranks itself
         with RankPool(4) as pool:
             print(pool.run(total, 10))  # [100, 100, 100, 100]
 
-`torchrun` starts a program once per rank and is the right thing for a job. A RankPool is for where one program stays
-in charge: tests, notebooks, demos and benchmarks. In a rank torch.distributed is initialised, torch.cuda's current
-device is the rank's, and `rank_device()` says where its tensors belong.
+`torchrun` starts a program once per rank; use it for jobs. A RankPool is for tests, notebooks, demos and benchmarks,
+where one program controls the ranks. In each rank, torch.distributed is initialized, the current CUDA device is that of
+the rank, and `rank_device()` returns the device for its tensors.
 
-What is handed to `run`, and what comes back, travels by pickle: functions by name, tensors by value. Let a rank return
-CPU tensors, or reading its result takes up memory on its GPU in the calling process too.
+Arguments and results of `run` are pickled: functions by name, tensors by value. Return CPU tensors from a rank: with a
+CUDA tensor, the calling process also takes memory of that GPU.
 """
 
 import contextlib
@@ -29,28 +29,29 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
 __all__ = ["RankError", "RankPool", "pick_device", "rank_device", "run_ranks"]
 
-_START_TIMEOUT_S = 300.0  # importing torch and initialising NCCL, on a machine that is busy with other things
+_START_TIMEOUT_S = 300.0  # to import torch and initialize NCCL on a busy machine
 _STOP_TIMEOUT_S = 10.0
 _CHECK_TIMEOUT_S = 10.0
 
 
 class RankError(RuntimeError):
-    """Some rank did not return. The message holds the tracebacks of all that failed.
+    """At least one rank did not return. The message contains the tracebacks of all ranks that failed.
 
     Attributes:
-        rank: the rank that failed first; others may have failed only because it did
-        exceptions: per rank, None or what it raised; ChildProcessError if it died, TimeoutError if it did not return in
-            time, a RuntimeError that names the type where the exception itself does not pickle
-        results: per rank, what it returned, or None
+        rank (int): The rank that failed first. Others may have failed as a consequence.
+        exceptions (list): For each rank, its exception or None. ChildProcessError if the rank died, TimeoutError if it
+            did not return in time, a RuntimeError that names the type if the exception cannot be pickled.
+        results (list): For each rank, the value that it returned, or None.
     """
 
-    def __init__(self, message, rank, exceptions, results):
+    def __init__(self, message: str, rank: int, exceptions: list[BaseException | None], results: list):
         super().__init__(message)
         self.rank = rank
         self.exceptions = exceptions
@@ -58,10 +59,17 @@ class RankError(RuntimeError):
 
 
 def pick_device(device: str, world_size: int) -> str:
-    """Where world_size ranks would run, "cpu", "cuda" or "shared"; "auto" takes GPUs if every rank can have its own.
+    """Return the kind of device, "cpu", "cuda" or "shared", on which ``world_size`` ranks would run.
 
-    "shared": any number of ranks on the GPUs that there are, which run the kernels of one rank at a time: for tests,
-    since it takes long and hides nothing. torch's collectives on GPU tensors are gloo's then, which knows few of them.
+    "cuda" gives each rank its own GPU. With "shared", for tests, any number of ranks share the GPUs. A GPU runs one
+    rank's kernels at a time, so nothing overlaps, and torch's collectives use gloo, which supports few on GPU tensors.
+
+    Args:
+        device: "cpu", "cuda", "shared", or "auto": "cuda" if every rank can have its own GPU, otherwise "cpu".
+        world_size: The number of ranks.
+
+    Raises:
+        ValueError: If ``device`` is none of these, or if torch sees too few GPUs for it.
     """
     if device not in ("auto", "cpu", "cuda", "shared"):
         raise ValueError(f"device must be 'auto', 'cpu', 'cuda' or 'shared', not {device!r}")
@@ -80,13 +88,20 @@ def pick_device(device: str, world_size: int) -> str:
 
 
 class RankPool:
-    """world_size ranks, started together and kept for any number of runs.
+    """A pool of rank processes that are started together and reused for any number of runs.
 
-    timeout_s bounds one run. Once a rank has failed, the others have grace_s to come to an end too: most often they
-    wait for the rank that failed. A rank that is out of time, or dead, costs the pool: its ranks are killed, and `run`
-    refuses from then on. A rank that merely raised does not, if the ranks can still meet at a barrier.
+    If a rank dies or does not return in time, the pool kills all ranks and becomes unusable. If a rank raises, the pool
+    stays usable, provided that all ranks then reach a barrier. Only one thread may use a pool at a time. The ranks end
+    when the process that started them ends, even if it is killed. The class is a context manager.
 
-    One caller at a time. The ranks die with the process that started them, however it dies.
+    Args:
+        world_size: The number of ranks, at least 1.
+        device: "auto", "cpu", "cuda" or "shared", see ``pick_device``.
+        timeout_s: The maximum duration of one run in seconds.
+        grace_s: Seconds that the other ranks have to return after one has failed. They often wait for that rank.
+
+    Raises:
+        ValueError, RankError: If ``world_size`` is below 1, if torch sees too few GPUs, or if a rank does not start.
     """
 
     def __init__(self, world_size: int, device: str = "auto", *, timeout_s: float = 300.0, grace_s: float = 20.0):
@@ -97,23 +112,20 @@ class RankPool:
         self.timeout_s = timeout_s
         self.grace_s = grace_s
         self.pids: list[int] = []
-        self._unusable: str | None = None  # why, once it is
+        self._unusable: str | None = None  # the reason, if the pool is unusable
         self._procs: list[multiprocessing.process.BaseProcess] = []
         self._conns: list[multiprocessing.connection.Connection] = []
-        self._store: dist.TCPStore | None = _loopback_store()  # at which the ranks meet
-        # Not fork: CUDA does not survive it, nor do the threads of torch.
-        spawn, port = multiprocessing.get_context("spawn"), self._store.port
+        self._store: dist.TCPStore | None = _loopback_store()  # for the rendezvous of the ranks
+        spawn, port = multiprocessing.get_context("spawn"), self._store.port  # CUDA and torch's threads survive no fork
         try:
             for rank in range(world_size):
                 ours, theirs = spawn.Pipe()
                 proc = spawn.Process(
-                    target=_rank_main,
-                    args=(rank, world_size, self.device, port, theirs),
-                    name=f"tdkernels rank {rank}",
-                    daemon=True,
+                    target=_rank_main, args=(rank, world_size, self.device, port, theirs),
+                    name=f"tdkernels rank {rank}", daemon=True,
                 )
                 proc.start()
-                theirs.close()  # only the rank holds that end, so its death closes the pipe
+                theirs.close()  # only the rank keeps that end open, so its death closes the pipe
                 self._procs.append(proc)
                 self._conns.append(ours)
                 assert proc.pid is not None  # it has started
@@ -125,13 +137,18 @@ class RankPool:
 
     @property
     def usable(self) -> bool:
-        """False once the pool is closed or has lost a rank."""
+        """Whether the pool can run functions: False after it was closed or has lost a rank."""
         return self._unusable is None
 
-    def run(self, fn, /, *args, **kwargs) -> list:
-        """Call fn(*args, **kwargs) on every rank; its results in rank order, or RankError.
+    def run(self, fn: Callable, /, *args: object, **kwargs: object) -> list:
+        """Call ``fn(*args, **kwargs)`` on every rank and return the results in rank order.
 
-        fn has to be a function of a module, not a lambda or one defined inside another.
+        Args:
+            fn: A function of a module, not a lambda or one defined inside another. Its arguments must be picklable.
+
+        Raises:
+            RankError: If a rank raises, dies or does not return in time.
+            RuntimeError, TypeError: If the pool is unusable; if the call cannot be pickled.
         """
         if not self.usable:
             raise RuntimeError(f"this RankPool cannot be used any more: {self._unusable}")
@@ -142,12 +159,12 @@ class RankPool:
         except RankError:
             self._check()
             raise
-        except BaseException as err:  # Ctrl-C, say: some reply is still to come and would be taken for the next run's
+        except BaseException as err:  # such as Ctrl-C: a late reply would be mistaken for one of the next run
             self._kill(f"a run was cut short by {type(err).__name__}")
             raise
 
     def close(self) -> None:
-        """Stop the ranks and wait until they are gone. May be called twice, and on a pool that broke."""
+        """Stop the ranks and wait until they have ended. It does nothing if the pool is already unusable."""
         if not self.usable:
             return
         self._send(b"")
@@ -159,7 +176,7 @@ class RankPool:
     def __enter__(self) -> "RankPool":
         return self
 
-    def __exit__(self, *exc) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
     def _send(self, message: bytes) -> None:
@@ -167,21 +184,21 @@ class RankPool:
             try:
                 conn.send_bytes(message)
             except OSError:
-                pass  # the rank is dead, which _gather reports better
+                pass  # the rank is dead; _gather reports it with more detail
 
     def _gather(self, timeout_s: float, grace_s: float) -> list:
-        """One reply of every rank. Raises RankError, having killed the pool if some rank gave none."""
+        """Return one result of every rank, or raise RankError. If a rank sent no reply, kill the pool first."""
         results: list = [None] * self.world_size
-        failed: dict[int, tuple[BaseException, str]] = {}  # exception and text, in order of arrival
+        failed: dict[int, tuple[BaseException, str]] = {}  # exception and text by rank, in order of arrival
         lost: list[str] = []
         waiting = dict(enumerate(self._conns))
         deadline, allowed = time.monotonic() + timeout_s, f"{timeout_s:g} s"
 
         while waiting and (left := deadline - time.monotonic()) > 0:
-            # Looks up every second, for a rank whose own child keeps the pipe open after its death.
+            # At most one second: if a rank dies, a child process of it may keep the pipe open.
             multiprocessing.connection.wait(waiting.values(), min(left, 1.0))
             for rank, conn in list(waiting.items()):
-                alive = self._procs[rank].is_alive()  # asked first: what a rank sent before it died still counts
+                alive = self._procs[rank].is_alive()  # read before poll: a reply sent before the death still counts
                 if alive and not conn.poll():
                     continue
                 del waiting[rank]
@@ -195,29 +212,27 @@ class RankPool:
                     continue
                 try:
                     value = pickle.loads(payload)
-                except Exception as err:  # of a class, say, that only the rank can import
-                    ok, value, text = False, err, f"what it sent does not unpickle here: {type(err).__name__}: {err}"
+                except Exception as err:  # such as a class that only the rank can import
+                    ok, value, text = False, err, f"its reply cannot be unpickled: {type(err).__name__}: {err}"
                 if ok:
                     results[rank] = value
                 else:
                     failed[rank] = value, text
             if failed and deadline > time.monotonic() + grace_s:
                 deadline, allowed = time.monotonic() + grace_s, f"{grace_s:g} s after rank {next(iter(failed))} failed"
-
         if waiting:
             for rank in waiting:
                 lost.append(f"rank {rank} had not returned within {allowed}")
                 failed[rank] = TimeoutError(lost[-1]), f"{lost[-1]}; its stacks are on stderr"
                 if self._procs[rank].is_alive():
                     os.kill(self.pids[rank], signal.SIGUSR1)  # faulthandler, see _rank_main
-            time.sleep(0.5)  # for the stacks
+            time.sleep(0.5)  # to let the ranks print their stacks
         if lost:
             self._kill("; ".join(lost))
         if not failed:
             return results
-
         first = next(iter(failed))
-        ranks_by_text: dict[str, list[int]] = {}  # W ranks often fail in one and the same way
+        ranks_by_text: dict[str, list[int]] = {}  # ranks often fail with the same text
         for rank, (_, text) in failed.items():
             ranks_by_text.setdefault(text, []).append(rank)
         message = f"{len(failed)} of {self.world_size} ranks failed, rank {first} first"
@@ -228,7 +243,7 @@ class RankPool:
 
     def _how_it_died(self, rank: int) -> str:
         proc = self._procs[rank]
-        proc.join(5.0)  # its pipe closes a moment before it can be reaped
+        proc.join(5.0)  # the pipe of a process closes shortly before its exit code is available
         code = proc.exitcode
         if code is None:
             return "closed its connection"
@@ -237,7 +252,7 @@ class RankPool:
         return f"(pid {proc.pid}) exited with code {code}"
 
     def _check(self) -> None:
-        """After a failure: are the ranks still in step? If one raised between two collectives, they may not be."""
+        """After a failure, run a barrier. If it fails, as after an exception between two collectives, kill the pool."""
         if not self.usable:
             return
         self._send(pickle.dumps((_meet, (), {})))
@@ -254,16 +269,12 @@ class RankPool:
             proc.join(_STOP_TIMEOUT_S)
         for conn in self._conns:
             conn.close()
-        self._store = None  # last: the ranks talk to it until they are gone
+        self._store = None  # last: the ranks use it until they have ended
         self._unusable = self._unusable or why
 
 
 def _pickled(fn, args, kwargs) -> bytes:
-    """Pickle a call.
-
-    Raises:
-        TypeError: if the function is a lambda or one defined inside another, or if an argument cannot be pickled.
-    """
+    """Pickle a call. Raise TypeError if the function is a lambda or nested, or if an argument cannot be pickled."""
     try:
         return pickle.dumps((fn, args, kwargs))
     except (AttributeError, TypeError, pickle.PicklingError) as error:
@@ -273,49 +284,56 @@ def _pickled(fn, args, kwargs) -> bytes:
         ) from error
 
 
-def run_ranks(world_size: int, fn, /, *args, device: str = "auto", timeout_s: float = 300.0, **kwargs) -> list:
-    """Start world_size ranks, call fn(*args, **kwargs) on each, stop them; the results in rank order."""
+def run_ranks(
+    world_size: int, fn: Callable, /, *args: object, device: str = "auto", timeout_s: float = 300.0, **kwargs: object
+) -> list:
+    """Start ranks, call ``fn(*args, **kwargs)`` on each, stop them, and return the results in rank order.
+
+    Args:
+        world_size: The number of ranks.
+        fn: A function of a module, not a lambda or one defined inside another. Its arguments must be picklable.
+        device: "auto", "cpu", "cuda" or "shared", see ``pick_device``.
+        timeout_s: The maximum duration of the call in seconds.
+
+    Raises:
+        RankError, TypeError, ValueError: As ``RankPool`` and ``RankPool.run``.
+    """
     with RankPool(world_size, device, timeout_s=timeout_s) as pool:
         return pool.run(fn, *args, **kwargs)
 
 
 def _loopback_store() -> dist.TCPStore:
-    """Return a store that is served by this process, on a port that the system picks, to this machine only.
-
-    A TCPStore listens on all interfaces, whatever its host name, unless it is given a socket that is bound already.
-    """
+    """Return a store that this process serves on a free port of the loopback interface."""
+    # A TCPStore listens on all interfaces, regardless of its host name, unless it receives a bound socket.
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(socket.SOMAXCONN)
         port = listener.getsockname()[1]
-        # The store owns the descriptor from here on, and closes it with its server.
-        return dist.TCPStore(
+        return dist.TCPStore(  # it owns the descriptor from now on, and closes it with its server
             "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
 
 
-# ---- What follows runs in the ranks. ----
-
-_rank_device: torch.device | None = None
-around_runs = contextlib.nullcontext  # entered in each rank for each run; the race checker replaces it
+_rank_device: torch.device | None = None  # in a rank: its device
+around_runs = contextlib.nullcontext  # context manager around each run in each rank; the race checker replaces it
 
 
 def rank_device() -> torch.device:
-    """The device of the rank that calls."""
+    """Return the device of the calling rank, or raise RuntimeError if this process is not a rank of a RankPool."""
     if _rank_device is None:
         raise RuntimeError("rank_device() is for functions that a RankPool runs; this process is not one of its ranks")
     return _rank_device
 
 
 def _rank_main(rank: int, world_size: int, device: str, port: int, conn) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the caller, who ends the ranks
-    faulthandler.register(signal.SIGUSR1)  # the caller's way to ask where a rank hangs
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the calling process handles Ctrl-C and ends the ranks
+    faulthandler.register(signal.SIGUSR1)  # the calling process sends it to a hanging rank, to see its stacks
     threading.Thread(target=_die_with_parent, daemon=True).start()
     _reply(conn, _join_group, rank, world_size, device, port)
     while True:
         try:
             task = conn.recv_bytes()
-        except EOFError:  # the caller is gone
+        except EOFError:  # the calling process has ended
             os._exit(1)
         if not task:
             break
@@ -324,8 +342,7 @@ def _rank_main(rank: int, world_size: int, device: str, port: int, conn) -> None
 
 
 def _die_with_parent() -> None:
-    # Not prctl(PR_SET_PDEATHSIG): that one fires when the thread that made the pool ends, too.
-    parent = multiprocessing.parent_process()
+    parent = multiprocessing.parent_process()  # not prctl(PR_SET_PDEATHSIG): it also fires if the pool's thread ends
     assert parent is not None
     multiprocessing.connection.wait([parent.sentinel])
     os.kill(os.getpid(), signal.SIGKILL)
@@ -333,7 +350,7 @@ def _die_with_parent() -> None:
 
 def _join_group(rank: int, world_size: int, device: str, port: int) -> None:
     global _rank_device
-    # As torchrun sets them. The caller may be a rank itself, and then these would say which.
+    # Set as by torchrun. If the calling process is a rank itself, the inherited values are its own.
     os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank)})
     os.environ.update({"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)})
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
@@ -366,18 +383,17 @@ def _meet() -> None:
 
 
 def _reply(conn, fn, *args) -> None:
-    """Send (True, pickled result, "") or (False, pickled exception, traceback)."""
+    """Call ``fn`` and send (True, pickled result, "") or (False, pickled exception, traceback)."""
     try:
         reply = True, pickle.dumps(fn(*args)), ""
-    except BaseException as err:  # SystemExit too: only a signal or os._exit ends a rank
+    except BaseException as err:  # also SystemExit: only a signal or os._exit ends a rank
         text = traceback.format_exc()
         try:
             payload = pickle.dumps(err)
-            pickle.loads(payload)  # a class with a constructor of its own may fail only here
+            pickle.loads(payload)  # a class with its own constructor may fail only here
         except Exception:
             payload = pickle.dumps(RuntimeError(traceback.format_exception_only(err)[-1].strip()))
         reply = False, payload, text
-    # A rank that is killed later would take with it what it has printed.
-    sys.stdout.flush()
+    sys.stdout.flush()  # if this rank is killed later, unflushed output is lost
     sys.stderr.flush()
     conn.send_bytes(pickle.dumps(reply))

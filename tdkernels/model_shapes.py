@@ -1,16 +1,26 @@
-"""Layer sizes of well-known models, as problems for the dense operators: what `tune --model` and the benchmarks take.
+"""GEMM shapes of well-known models, for `tune --model` and the benchmarks.
 
-A transformer layer under tensor parallelism with sequence parallelism is four products: the projections to q, k and v
-and to the MLP's inside gather their input (AG-GEMM), those back to the hidden size scatter their sum (GEMM-RS). Without
-sequence parallelism, as in decoding, the latter keep the whole sum on every rank (GEMM-AR).
+With tensor and sequence parallelism, a transformer layer has four GEMMs. The QKV projection and the MLP's up
+projection gather their input (AG-GEMM). The attention output projection and the MLP's down projection reduce-scatter
+their product (GEMM-RS). Without sequence parallelism, as in decoding, these two all-reduce it instead (GEMM-AR).
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Model:
-    """Sizes of a transformer's layer. ``gated``: the MLP has two projections inwards, which are one product here."""
+    """Sizes of a transformer layer.
+
+    Attributes:
+        hidden: The hidden size.
+        intermediate: The hidden size of the MLP.
+        q_heads: The number of query heads.
+        kv_heads: The number of key and value heads.
+        head: The head dimension.
+        gated: Whether the MLP has a gate and an up projection. They are one GEMM here.
+    """
 
     hidden: int
     intermediate: int
@@ -19,8 +29,8 @@ class Model:
     head: int = 128
     gated: bool = True
 
-    def layers(self):
-        """{layer: (operator, N, K)}"""
+    def layers(self) -> dict[str, tuple[str, int, int]]:
+        """Return (operator, N, K) of each GEMM, by layer name. Sizes are not divided by the number of ranks."""
         attention = self.q_heads * self.head
         return {
             "qkv": ("ag_gemm", attention + 2 * self.kv_heads * self.head, self.hidden),
@@ -40,8 +50,11 @@ MODELS = {
 }
 
 
-def problems(model, tokens):
-    """[(operator, (M, N, K))] of a model's layers for each number of tokens, with and without sequence parallelism."""
+def problems(model: str, tokens: Iterable[int]) -> list[tuple[str, tuple[int, int, int]]]:
+    """Return (operator, (M, N, K)) of each layer of a model for each number of tokens M.
+
+    The list has the shapes with sequence parallelism and those without it.
+    """
     layers = list(MODELS[model].layers().values())
     layers += [("gemm_ar", n, k) for operator, n, k in layers if operator == "gemm_rs"]
     return [(operator, (m, n, k)) for operator, n, k in layers for m in tokens]

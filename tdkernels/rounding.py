@@ -1,16 +1,16 @@
-"""Integers rounded up, on the host. Kernels write ``//`` themselves, see ``lang.kernel.jit``."""
+"""Integer rounding on the host. Kernels write ``//`` directly, see ``lang.kernel.jit``."""
 
 
-def cdiv(a, b):
-    """a / b, rounded up."""
+def cdiv(a: int, b: int) -> int:
+    """Return a / b, rounded up."""
     return -(-a // b)
 
 
-def round_up(n, multiple):
-    """The least multiple of ``multiple`` that is no less than n."""
+def round_up(n: int, multiple: int) -> int:
+    """Return the smallest multiple of ``multiple`` that is at least ``n``."""
     return -(-n // multiple) * multiple
 
 
-def next_power_of_2(n):
-    """The least power of two that is no less than n."""
+def next_power_of_2(n: int) -> int:
+    """Return the smallest power of two that is at least ``n``."""
     return 1 << max(n - 1, 0).bit_length()

@@ -226,7 +226,7 @@ def test_a_call_that_is_new_to_one_rank_alone():
     for kind, text, copy, again, seconds in on_ranks(2, comes_with_other_rows):
         assert kind == "PlanMismatchError" and copy == text == again
         assert seconds < 20, "it waited for the timeout"
-        assert "rank 1 waits for the agreement on a call that is new to it, ag_gemm(M/W=3, K=8" in text
+        assert "rank 1 waits in the consensus check of a new call, ag_gemm(M/W=3, K=8" in text
         assert f"rank 0 makes ag_gemm(M/W={ROWS}, K=8" in text
 
 

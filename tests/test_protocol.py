@@ -588,7 +588,7 @@ def meets_a_new_shape(operator):
         assert type(error) is PlanMismatchError and type(again) is PlanMismatchError, (error, again)
         field = field_name(operator, "M")
         rows = [str(case.x.shape[0]) for case in (new, known)]
-        waits = "rank 0 waits for the agreement on a call that is new to it"
+        waits = "rank 0 waits in the consensus check of a new call"
         assert re.search(rf"{waits}, .*{field}={rows[0]}", str(error)), str(error)
         assert re.search(rf"rank [12] makes {operator}\(.*{field}={rows[1]}", str(error)), str(error)
         del group

@@ -1,8 +1,8 @@
-"""Symmetric memory seen from the host: the same buffer on every rank of a group, each reachable by all.
+"""Host side of symmetric memory: a buffer of the same size on every rank of a group, accessible from all ranks.
 
-One small interface (``SymmetricBuffer``), one file for each way of getting such memory: ``backends.shm`` for
-CPU processes, ``backends.cuda_ipc`` for GPUs of one host. ``Workspace`` adds what a collective kernel needs: signals,
-an epoch and two halves.
+``allocate`` returns a ``SymmetricBuffer``, the interface of all backends. The backends are ``backends.shm`` for CPU
+processes, ``backends.cuda_ipc`` for GPUs of one host, and ``backends.shmem_heap`` for GPUs of several hosts.
+``Workspace`` adds what a collective kernel needs: signals, an epoch and double-buffered data.
 """
 
 from tdkernels.symm.buffer import SymmetricBuffer

@@ -1,31 +1,33 @@
-"""The wait of a rank for its peers at an agreement, and its notice to peers that are in another call.
+"""Host-side wait of a consensus check, and its notice to peers that are in another call.
 
-A rank that makes a call for the first time waits here, on the host, for all ranks. If a peer has made a known call
-instead, its kernel waits for this rank, and both would wait until the timeout. So after a moment this rank posts a
-notice, a status word in the memory of its peers: the number of the first call of each workspace that it has not made. A
-kernel that waits for that call, or for a later one, gives up at once, and its host names both calls.
+The first call with a shape or config waits on the host until all ranks have made it. If a peer makes a known call
+instead, its kernel waits for this rank, and both ranks would wait until the timeout. To prevent this, the waiting rank
+posts a notice after 0.2 s. For each workspace it writes a status word to the memory of its peers. The word holds the
+number of the first call that this rank has not made. A kernel that waits for that call or a later one fails at once,
+and its host raises an error that names both calls.
 """
 
 import json
 import time
+from collections.abc import Callable
 
 import torch
 
 from tdkernels.errors import PlanMismatchError
 from tdkernels.symm.timeout import get_timeout
 
-_PATIENCE_S = 0.2  # before a rank posts a notice, for which it waits for its device
+_NOTICE_DELAY_S = 0.2  # before a rank posts a notice, since posting waits for the device
 _POLL_S = 0.05
 
 
 class Agreement:
-    """One wait of a rank until every rank has posted its key.
+    """One wait until every rank has posted its key to the store.
 
     Args:
-        state: the GroupState.
-        operator: for errors.
-        turn: number of the exchange.
-        keys: in the store, one of each rank.
+        state: The GroupState.
+        operator: The operator, for errors.
+        turn: The number of the exchange.
+        keys: The keys in the store, one for each rank.
     """
 
     def __init__(self, state, operator, turn, keys):
@@ -35,15 +37,15 @@ class Agreement:
         self._conflict = conflict_key(state, turn)
         self._deadline = time.monotonic() + get_timeout()
 
-    def await_all(self):
-        """Return when all keys are there.
+    def await_all(self) -> None:
+        """Return when all keys are in the store.
 
         Raises:
-            PeerTimeoutError: at the timeout.
-            PlanMismatchError: if a peer has found that it is in another call.
+            PeerTimeoutError: If a key is missing at the timeout.
+            PlanMismatchError: If a peer has found that it is in another call.
         """
         try:
-            if not self._all_come(_PATIENCE_S):
+            if not self._all_posted(_NOTICE_DELAY_S):
                 self._await_late_peers()
             self._await_withdrawals()
         except PlanMismatchError:
@@ -53,23 +55,23 @@ class Agreement:
 
     def _await_late_peers(self):
         if self._announce():
-            while not self._all_come(_POLL_S):
+            while not self._all_posted(_POLL_S):
                 self._raise_conflict()
                 if time.monotonic() >= self._deadline:
                     raise self._state._lost(self._operator, self._state._first_missing(self._keys))
             self._post(False)
         self._store.add(self._withdrawn, 1)
 
-    def _all_come(self, seconds):
-        """Whether all keys are there, after at most so many seconds."""
+    def _all_posted(self, seconds):
+        """Wait up to ``seconds`` for all keys, and return whether they are in the store."""
         until = min(time.monotonic() + seconds, self._deadline)
         return poll(lambda: self._store.check(self._keys), until)
 
     def _announce(self):
-        """Post a notice to the peers, unless all keys are there by now; return whether it was posted.
+        """Post a notice to the peers, unless all keys are in the store by now. Return whether it was posted.
 
-        A rank reads the count of notices after it has found all keys. So either it sees the count of this rank and
-        waits until the notice is withdrawn, or this rank finds all keys here.
+        A rank reads the count of announced notices after it has found all keys. So either it sees the count of this
+        rank and waits until the notice is withdrawn, or this rank finds all keys here.
         """
         _synchronize(self._state)
         self._store.add(self._announced, 1)
@@ -84,7 +86,7 @@ class Agreement:
         _synchronize(self._state)
 
     def _await_withdrawals(self):
-        """Return when all notices are withdrawn: they would end waits of the calls that follow."""
+        """Return when all notices are withdrawn. Otherwise they would fail the waits of later calls."""
         announced = self._store.add(self._announced, 0)
         if not poll(lambda: self._store.add(self._withdrawn, 0) >= announced, self._deadline):
             raise self._state._lost(self._operator, int(self._state.rank == 0))
@@ -94,17 +96,17 @@ class Agreement:
             rank, call = json.loads(self._store.get(self._conflict).decode())
             own = describe(self._store.get(self._keys[self._state.rank]).decode())
             error = PlanMismatchError(
-                f"{self._operator}: rank {self._state.rank} waits for the agreement on a call that is new to it, "
-                f"{own}, while rank {rank} makes {call}, which it knows"
+                f"{self._operator}: rank {self._state.rank} waits in the consensus check of a new call, "
+                f"{own}, while rank {rank} makes {call}, a known call"
             )
             self._state.break_off(error)
             raise error
 
 
-def poll(condition, until):
-    """Whether a condition came to hold by a time on ``time.monotonic``'s clock.
+def poll(condition: Callable[[], bool], until: float) -> bool:
+    """Wait until a condition holds, and return whether it did by ``until`` on the clock of ``time.monotonic``.
 
-    Not by the store's own wait, which logs a warning each time that it ends in vain.
+    The store's own wait is not used because it logs a warning at each timeout.
     """
     pause = 0.0002
     while not condition():
@@ -116,17 +118,17 @@ def poll(condition, until):
 
 
 def counter_keys(state, turn):
-    """Where ranks count, in the store, the notices that they have announced and withdrawn at an agreement."""
+    """Return the store keys of the numbers of announced and of withdrawn notices in exchange ``turn``."""
     return [f"{state._prefix}/{word}/{turn}" for word in ("announced", "withdrawn")]
 
 
 def conflict_key(state, turn):
-    """Where a rank says, in the store, which known call it makes while others wait for an agreement."""
+    """Return the store key at which a rank posts the known call that it makes during exchange ``turn``."""
     return f"{state._prefix}/conflict/{turn}"
 
 
-def describe(text):
-    """A posted text as the call that it is about."""
+def describe(text: str) -> str:
+    """Return the call for which a rank has posted ``text``, in a readable form."""
     try:
         (fields, *_) = json.loads(text)
         fields = dict(fields)

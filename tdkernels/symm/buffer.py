@@ -1,20 +1,31 @@
-"""The interface of symmetric memory."""
+"""Interface of symmetric memory."""
 
 from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
 
 import torch
 
+if TYPE_CHECKING:
+    from tdkernels.symm.group import GroupState
+
 
 class SymmetricBuffer(ABC):
-    """``nbytes`` bytes on every rank of a group, each rank's part readable and writable by all the others.
+    """``nbytes`` bytes on every rank of a group. All ranks can read and write the memory of every rank.
 
-    Made by ``allocate``. ``rank``, ``world_size``, ``device`` and ``nbytes`` are plain attributes, and so are
-    ``topology``, which says who is on our node, and ``network``, by which an interpreted kernel reaches the others.
+    ``allocate`` returns one.
+
+    Attributes:
+        rank (int): This process's rank in the group.
+        world_size (int): The number of ranks, W.
+        nbytes (int): The size on each rank in bytes.
+        device (torch.device): The device of the memory.
+        topology (Topology): The ranks on each node.
+        network (EmulatedNetwork | None): The transport of interpreted kernels to ranks on other nodes, or None.
     """
 
     network = None
 
-    def __init__(self, state, nbytes, device):
+    def __init__(self, state: "GroupState", nbytes: int, device: torch.device):
         self._state = state
         self.topology = state.topology
         self.rank, self.world_size = state.rank, state.world_size
@@ -22,32 +33,43 @@ class SymmetricBuffer(ABC):
 
     @property
     @abstractmethod
-    def addresses(self):
-        """Where this process reaches each rank's part: a list of W integers, 0 for a rank on another node."""
+    def addresses(self) -> list[int]:
+        """The address of each rank's memory in this process: W integers, 0 for a rank on another node."""
 
     @abstractmethod
-    def tensor(self, peer):
-        """The part of rank ``peer``, on our node, as a uint8 tensor of [nbytes]; a copy to it is a transfer."""
+    def tensor(self, peer: int) -> torch.Tensor:
+        """Return the memory of rank ``peer`` as a uint8 tensor of [nbytes]. A copy to it is a transfer.
+
+        Args:
+            peer: A rank on this node.
+
+        Raises:
+            ValueError: If the rank is on another node.
+        """
 
     @abstractmethod
-    def close(self):
-        """Give the memory back; local. No rank may use it any more."""
+    def close(self) -> None:
+        """Free the memory of this rank. It is a local operation. No rank may use the buffer afterwards."""
 
     @property
-    def pes(self):
-        """What the network calls each rank: a list of W integers."""
+    def pes(self) -> list[int]:
+        """The PE number of each rank in the network library: W integers."""
         return list(range(self.world_size))
 
     def _check_reach(self, peer):
         if not self.topology.is_local(peer):
             raise ValueError(f"peer {peer} is on another node than rank {self.rank}: its memory cannot be mapped here")
 
-    def address_table(self):
-        """The addresses as an int64 tensor of [W] on the device, for a kernel."""
+    def address_table(self) -> torch.Tensor:
+        """Return the addresses as an int64 tensor of [W] on the device, for a kernel."""
         return torch.tensor(self.addresses, dtype=torch.int64, device=self.device)
 
-    def barrier(self):
-        """Return when every rank has come here and its device has done all the work enqueued before; collective."""
+    def barrier(self) -> None:
+        """Return when every rank has called this and its device has finished all work enqueued before. Collective.
+
+        Raises:
+            PeerTimeoutError: If a rank does not call it within the timeout.
+        """
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self._state.barrier("SymmetricBuffer.barrier")

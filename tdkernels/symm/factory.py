@@ -1,24 +1,37 @@
-"""Allocate symmetric memory by the backend that fits the device and the group."""
+"""Allocation of symmetric memory: select the backend by device type and number of nodes."""
+
+from typing import TYPE_CHECKING
 
 import torch
 
 from tdkernels.symm.group import group_state, resolve_group
 
+if TYPE_CHECKING:
+    from tdkernels.symm.buffer import SymmetricBuffer
+    from tdkernels.symm.group import GroupLike, GroupState
 
-def allocate(nbytes, group=None, device=None):
-    """Allocate zeroed symmetric memory; collective over the group.
+
+def allocate(
+    nbytes: int, group: "GroupLike" = None, device: torch.device | str | None = None
+) -> "SymmetricBuffer":
+    """Allocate zeroed symmetric memory. Collective over the group.
 
     Args:
-        nbytes: bytes on each rank, the same on all
-        group: as for the operators
-        device: where; None means the current GPU when there is one, the CPU otherwise
+        nbytes: The size on each rank in bytes, the same on all ranks.
+        group: A ProcessGroup, a one-dimensional DeviceMesh, or None for the world.
+        device: The device of the memory. None means the current GPU if there is one, otherwise the CPU.
 
     Returns:
-        SymmetricBuffer
+        The buffer. Its memory is mapped for all ranks of the same node.
 
     Raises:
-        ValueError: when the ranks disagree on nbytes or on the kind of device
-        PeerTimeoutError
+        ValueError: If ``nbytes`` is not a positive integer, or if the ranks pass different sizes or device types.
+        PeerTimeoutError: If a rank does not call it within the timeout.
+
+    Example:
+        >>> buffer = allocate(1 << 20)
+        >>> buffer.tensor((buffer.rank + 1) % buffer.world_size)[:8].fill_(buffer.rank)
+        >>> buffer.barrier()
     """
     state = group_state(resolve_group(group))
     if device is None:
@@ -30,8 +43,8 @@ def allocate(nbytes, group=None, device=None):
     return make_buffer(state, nbytes, device)
 
 
-def make_buffer(state, nbytes, device):
-    """As ``allocate``, after the ranks have agreed."""
+def make_buffer(state: "GroupState", nbytes: int, device: torch.device) -> "SymmetricBuffer":
+    """Allocate as ``allocate`` does, without its consensus check. Collective."""
     if device.type == "cpu":
         from tdkernels.symm.backends.shm import ShmBuffer
 

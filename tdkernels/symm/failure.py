@@ -1,8 +1,9 @@
-"""Failures on a device, as the kernels leave them (``lang.failure_record``) and the host reports them.
+"""Failure flags and failure records of a rank, which kernels write (``lang.failure_record``) and the host reports.
 
-A wait that gives up marks its group for good, on this device, and the device until the host has reported the failure.
-Launches that start in between are void: what they would compute from may be missing. A group of which a launch was void
-is marked, too. Other groups go on after the report.
+A wait that times out sets the group's flag on this device permanently. It also sets the device's flag, which the host
+clears when it reports the failure. Launches that start while a flag is set are void, because their inputs may be
+missing: they send no results and wait for nothing. A void launch sets the flag of its own group. Groups without a void
+launch continue after the report.
 """
 
 import weakref
@@ -11,22 +12,33 @@ import torch
 
 from tdkernels.lang import failure_record as records
 
-_WORDS = 8  # see lang.failure_record for what a record holds
+_WORDS = 8  # for the words of a record, see lang.failure_record
 
 
-def host_words(count, device):
-    """Words of zero in the memory of the host, whatever device is the default one, that a kernel can write to."""
+def host_words(count: int, device: torch.device) -> torch.Tensor:
+    """Return ``count`` zeroed 64-bit words in host memory that kernels on ``device`` can write.
+
+    They are in host memory even if torch has another default device.
+    """
     return torch.zeros(count, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
 
 
 class Failure:
-    """The failure of one group on one device.
+    """Failure flag and record of one group on one device.
+
+    All workspaces of the group share them, so that kernels that are already queued after a failed one do not send data
+    computed from missing inputs.
+
+    Args:
+        device: The device.
+        error_of: A bound method that converts (record, error of another group or None) to an exception. Only a weak
+            reference to it is kept.
 
     Attributes:
-        flags: the group's words on the device.
-        record: what the kernel that failed has left, in the host's memory.
-        error: the exception that it was read as, or None.
-        device: the DeviceFailure.
+        flags: The group's three failure words on the device.
+        record: The failure record in host memory, written by the kernel that failed.
+        error: The exception for the record, or None.
+        device: The DeviceFailure of the device.
     """
 
     def __init__(self, device, error_of):
@@ -39,25 +51,26 @@ class Failure:
         self.error = None
         self.device.failures.add(self)
 
-    def read(self, source):
-        """Turn a record into ``error``; ``source`` is the error of another group, for launches that were void."""
+    def read(self, source: Exception | None) -> None:
+        """Convert the record, if any, to ``error``. For void launches, ``source`` is the error of the other group."""
         error_of = self._error_of()
         if self.error is None and self._words[0] and error_of is not None:
             self.error = error_of(tuple(int(word) for word in self._words[:6]), source)
 
     @property
-    def is_void(self):
-        """Whether the record says no more than that a launch was void."""
+    def is_void(self) -> bool:
+        """Whether the record is only that of a void launch."""
         return self._words[0] == records.RECORD_VOID.value
 
 
 class DeviceFailure:
-    """What all groups of this process share on one device.
+    """Failure flag of one device, shared by all groups of this process.
 
     Attributes:
-        flag: the device's word; launches are void while it is set.
-        host, word: the same for the host, which looks at it before each launch.
-        failures: the Failure of each group.
+        flag: The failure word on the device. Launches are void while it is set.
+        host, word: A copy of the flag in host memory, as a tensor and as a NumPy array. The host checks it before each
+            launch.
+        failures: The Failure of each group.
     """
 
     def __init__(self, device):
@@ -67,20 +80,20 @@ class DeviceFailure:
         self.word = self.host.numpy()
         self.failures = weakref.WeakSet()
 
-    def is_set(self):
-        """Whether a launch has failed that was not reported yet."""
+    def is_set(self) -> bool:
+        """Return whether a launch has failed and the failure was not reported yet."""
         return self.word[0] != 0
 
-    def report(self):
-        """Read all records, let groups without one go on, and return the first failure, or None.
+    def report(self) -> Exception | None:
+        """Read all records, clear the device's flag, and return the first failure, or None.
 
-        Waits for the device: launches that are still queued have to find the flag. Not while a CUDA graph is captured,
-        which allows no wait; then the flag stays set.
+        Groups without a record can then launch again. This waits for the device, because launches that are still queued
+        must see the flag. The capture of a CUDA graph allows no wait; in this case the flag stays set.
         """
         can_wait = self._device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
         if can_wait:
             self._synchronize()
-        # Errors that are known already were reported: they are not the cause of launches that were void since.
+        # Known errors were reported before, so they did not cause the void launches since then.
         new = [failure for failure in self.failures if failure.error is None]
         source = None
         for failure in sorted(new, key=lambda failure: failure.is_void):
@@ -100,8 +113,8 @@ class DeviceFailure:
 _devices: dict = {}
 
 
-def device_failure(device):
-    """Return the DeviceFailure of a device; made on first use."""
+def device_failure(device: torch.device) -> DeviceFailure:
+    """Return the DeviceFailure of a device. The first call creates it."""
     if device not in _devices:
         _devices[device] = DeviceFailure(device)
     return _devices[device]

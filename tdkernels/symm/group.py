@@ -1,4 +1,4 @@
-"""A process group as the library sees it: who is in it, and how its ranks agree before they launch anything."""
+"""Process groups: resolution of the ``group`` argument, per-group state, and consensus checks between ranks."""
 
 import contextlib
 import copy
@@ -8,9 +8,10 @@ import threading
 import time
 import weakref
 from collections import defaultdict
+from collections.abc import Mapping
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
@@ -25,15 +26,22 @@ from tdkernels.symm.streams import StreamOrder
 from tdkernels.symm.timeout import get_timeout
 from tdkernels.symm.topology import likely_size, offer, topology_of
 
-GroupLike: TypeAlias = dist.ProcessGroup | dist.DeviceMesh | None  # what operators take for ``group``
+if TYPE_CHECKING:
+    from tdkernels.symm.topology import Topology
+
+GroupLike: TypeAlias = dist.ProcessGroup | dist.DeviceMesh | None  # type of the ``group`` argument of operators
 
 
 def resolve_group(group: GroupLike = None) -> dist.ProcessGroup:
-    """The ProcessGroup meant by ``group``: a ProcessGroup, a one-dimensional DeviceMesh, or None for the world.
+    """Return the ProcessGroup for the ``group`` argument of an operator.
+
+    Args:
+        group: A ProcessGroup, a one-dimensional DeviceMesh, or None for the world.
 
     Raises:
-        ValueError: when there is no such group, it was destroyed, or this rank is not in it
-        TypeError: otherwise
+        ValueError: If torch.distributed is not initialized, the mesh has several dimensions, the group was destroyed,
+            or this rank is not in it.
+        TypeError: If ``group`` has another type.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise ValueError("group: torch.distributed is not initialized; call torch.distributed.init_process_group first")
@@ -53,10 +61,10 @@ def resolve_group(group: GroupLike = None) -> dist.ProcessGroup:
 
 
 def resolve_group_if_any(operator: str, group: GroupLike) -> dist.ProcessGroup | None:
-    """As ``resolve_group``. Returns None if no group is given and torch.distributed is not initialized.
+    """Resolve ``group`` as ``resolve_group`` does, or return None for a single process without torch.distributed.
 
     Raises:
-        ValueError: as ``resolve_group``, or if WORLD_SIZE says that this process is not the only one
+        ValueError, TypeError: As ``resolve_group``. ValueError also if WORLD_SIZE is not 1.
     """
     if group is None and not (dist.is_available() and dist.is_initialized()):
         ranks = os.environ.get("WORLD_SIZE", "1")
@@ -69,70 +77,71 @@ def resolve_group_if_any(operator: str, group: GroupLike) -> dist.ProcessGroup |
     return resolve_group(group)
 
 
-_MAX_CALLS = 4096  # whose outcomes are kept; shapes may go on changing for ever
+_MAX_CALLS = 4096  # entries of a call cache, which is bounded because shapes may change without end
 _launches = 0  # of all groups
 
 
-def number_of_launches():
-    """How many kernels of any group this process has launched."""
+def number_of_launches() -> int:
+    """Return how many collective kernels this process has launched, over all groups."""
     return _launches
 
 
 class GroupState:
-    """What is kept for one process group, for as long as it lives: its store, agreed plans and workspaces."""
+    """State of one process group while the group exists: its store, consensus checks, workspaces and errors."""
 
     def __init__(self, group, prefix="tdkernels"):
         self.name = group.group_name
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.workspaces = {}
-        self.choices = VersionedDict()  # what has been agreed to run, see autotune.selection
+        self.choices = VersionedDict()  # configs that all ranks have agreed on, see autotune.selection
         self.calls = RecentCache(_MAX_CALLS)  # see runtime.call_cache
-        self.compiled_calls = {}  # {a call that torch.compile has traced: its configs}, where these must not change
-        self.refusal = None  # the error of every call, in a process that is no rank of the group
-        self.last_launch = 0, 0  # (thread, number of the launch among all of this process)
-        self.tables = {}  # {id of a table: what errors say of its workspace}, see symm.workspace
+        self.compiled_calls = {}  # {call that torch.compile has traced: its configs, which must not change}
+        self.refusal = None  # the error of every call in a process that was forked from a rank
+        self.last_launch = 0, 0  # (thread, number of the launch among those of this process)
+        self.tables = {}  # {id of a context table: its record.Table}, see symm.workspace
         self._failures = {}
         self._stream_orders = {}
         self._store = c10d._get_process_group_store(group)
-        self.members = dist.get_process_group_ranks(group)  # as ranks of the world
+        self.members = dist.get_process_group_ranks(group)  # ranks in the world
         self._prefix, self._has_met = f"{prefix}/{'-'.join(map(str, self.members))}", False
         self._turn = 0
         self._scratches = 0
         self._agreed = set()
         self._broken = None
-        self.interrupted = None  # the error of every call after one that ended in the middle, see break_off
+        self.interrupted = None  # the error of every call after an interrupted one, see break_off
         self._topology = None
 
     @property
-    def topology(self):
-        """The Topology of the group; collective the first time."""
-        self._know_topology("topology")
+    def topology(self) -> "Topology":
+        """The Topology of the group. The first access is collective."""
+        self._discover_topology("topology")
         return self._topology
 
     @property
-    def local_world_size(self):
+    def local_world_size(self) -> int:
+        """The number of ranks on a node. The first access is collective."""
         return self.topology.local_world_size
 
     @property
-    def likely_local_world_size(self):
-        """As ``local_world_size``, but asks nobody: before the ranks have met, what the environment says."""
+    def likely_local_world_size(self) -> int:
+        """The ``local_world_size`` without communication: if the topology is not known yet, an estimate."""
         return likely_size(self.world_size) if self._topology is None else self._topology.local_world_size
 
-    def _know_topology(self, operator):
-        """Find the nodes, before whatever it is that the ranks exchange first: they may begin with different things."""
+    def _discover_topology(self, operator):
+        """Exchange the locations of all ranks. It precedes any other exchange, which may differ between the ranks."""
         if self.refusal is not None:
             raise copy.copy(self.refusal)
         if self._topology is None:
             deadline = time.monotonic() + get_timeout()
-            self._meet(operator, deadline)
+            self._join_session(operator, deadline)
             self._store.set(f"{self._prefix}/where/{self.rank}", offer())
             keys = [f"{self._prefix}/where/{peer}" for peer in range(self.world_size)]
             self._await(operator, keys, deadline)
             self._topology = topology_of(self.rank, [self._store.get(key).decode() for key in keys])
 
-    def _meet(self, operator, deadline):
-        """Agree on keys in the store that no group had before this one."""
+    def _join_session(self, operator, deadline):
+        """Get a prefix for keys in the store that no earlier group has used."""
         if not self._has_met:
             try:
                 self._prefix = meet(self._store, self._prefix, self.rank, self.world_size, deadline)
@@ -142,24 +151,25 @@ class GroupState:
                 raise self._lost(operator, 0) from error
             self._has_met = True
 
-    def check_consensus_cached(self, operator, fields):
-        """``check_consensus``, unless all ranks have agreed on just this before; costs a look-up then."""
+    def check_consensus_cached(self, operator: str, fields: Mapping[str, Any]) -> None:
+        """Run ``check_consensus``, unless it has succeeded before with the same arguments, which costs a lookup."""
         key = (operator, *fields.items())
         if key not in self._agreed:
             self.check_consensus(operator, fields)
             self._agreed.add(key)
 
-    def check_consensus(self, operator, fields, offer=None):
-        """Return all ranks' offers when every rank has come here with the same operator and fields; collective.
+    def check_consensus(self, operator: str, fields: Mapping[str, Any], offer: Any = None) -> tuple:
+        """Check that all ranks pass the same operator and fields, and return all ranks' offers. Collective.
 
-        Goes through the group's store, so it needs no GPU and no collective that could hang itself.
+        It uses the group's store, so it needs no GPU and no collective that could hang. ``offer`` may differ between
+        ranks. The offers are returned in rank order. Fields and offers must be JSON-serializable.
 
         Raises:
-            ValueError: on every rank when they differ
-            PeerTimeoutError: when a rank does not come in time
+            ValueError: On every rank, if the operator or a field differs.
+            PeerTimeoutError: If a rank does not call it within the timeout.
         """
         known = [failure.error for failure in self._failures.values()]
-        for error in (self.interrupted, *known):  # peers that know of it do not come
+        for error in (self.interrupted, *known):  # peers that know of it do not take part
             if error is not None:
                 raise copy.copy(error)
         try:
@@ -171,15 +181,15 @@ class GroupState:
             raise in_step(ValueError(f"{operator}: the ranks disagree: " + _differences(plans)))
         return offers
 
-    def exchange(self, operator, text):
-        """All ranks' texts, in rank order; collective and bounded by the timeout."""
+    def exchange(self, operator: str, text: str) -> list[str]:
+        """Return the texts of all ranks in rank order. Collective, and bounded by the timeout."""
         if self._broken is not None:
-            cause = copy.copy(self._broken)  # the original would keep the frames that it is raised through
+            cause = copy.copy(self._broken)  # raising the original would keep the frames that it passes through
             raise RuntimeError(
-                f"{operator}: the ranks of this group lost step: rank {self.rank} waited for rank {cause.peer} in vain "
-                f"at an agreement ({cause.operator}). Destroy the group and make a new one"
+                f"{operator}: the ranks of this group are out of step: rank {self.rank} timed out waiting for rank "
+                f"{cause.peer} in a consensus check ({cause.operator}). Destroy the group and make a new one"
             ) from cause
-        self._know_topology(operator)
+        self._discover_topology(operator)
         turn, self._turn = self._turn, self._turn + 1
         keys = [self._key(turn, peer) for peer in range(self.world_size)]
         self._store.set(keys[self.rank], text)
@@ -193,19 +203,19 @@ class GroupState:
                     self._store.delete_key(key)
         return texts
 
-    def barrier(self, operator):
-        """Return when every rank has come here."""
+    def barrier(self, operator: str) -> None:
+        """Return when every rank has called this. Host only: it does not wait for devices."""
         self.exchange(operator, "")
 
     def _await(self, operator, keys, deadline):
-        """Return when the store has all keys, one of each rank."""
+        """Return when the store has all keys. There is one for each rank."""
         try:
             self._store.wait(keys, timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
-        except RuntimeError as error:  # what a store raises when the time is up, and when its server is gone
+        except RuntimeError as error:  # a store raises it at the timeout, and if its server is gone
             raise self._lost(operator, self._first_missing(keys)) from error
 
     def _first_missing(self, keys):
-        """The first rank whose key is not in the store; the first peer if the store is gone."""
+        """Return the first rank whose key is not in the store, or the first peer if the store is gone."""
         for peer, key in enumerate(keys):
             try:
                 if not self._store.check([key]):
@@ -215,7 +225,7 @@ class GroupState:
         return int(self.rank == 0)
 
     def _lost(self, operator, peer):
-        """The error of a rank that waited in vain for an agreement; the group is broken from now on."""
+        """Return the error of an exchange in which ``peer`` was missing, and break the group."""
         calls = max(self._turn, 1)
         self._broken = PeerTimeoutError(operator, self.rank, peer, "agreement", calls, calls - 1, get_timeout())
         return copy.copy(self._broken)
@@ -223,23 +233,23 @@ class GroupState:
     def _key(self, turn, peer):
         return f"{self._prefix}/{turn}/{peer}"
 
-    def failure(self, device):
-        """The Failure of this rank on a device; made on first use, and never while a CUDA graph is captured."""
+    def failure(self, device) -> Failure:
+        """Return the Failure of this rank on a device. The first call creates it, never during CUDA graph capture."""
         if device not in self._failures:
             self._failures[device] = Failure(device, self._error_of)
         return self._failures[device]
 
-    def stream_order(self, device):
-        """The StreamOrder of the group's launches on a device."""
+    def stream_order(self, device) -> StreamOrder:
+        """Return the StreamOrder of the group's launches on a device."""
         if device not in self._stream_orders:
             self._stream_orders[device] = StreamOrder(device)
         return self._stream_orders[device]
 
-    def error_on(self, device):
-        """The error of every call on a device: of a launch that has failed, or of a call that was interrupted; or None.
+    def error_on(self, device) -> Exception | None:
+        """Return the error that every call on a device raises: of a failed launch or an interrupted call, or None.
 
-        If a launch of another group has failed on the device, its error once: what that launch did not compute may be
-        an operand of this call.
+        If a launch of another group has failed on the device, its error is returned once, because the missing output of
+        that launch may be an operand of this call.
         """
         if self.refusal is not None:
             return self.refusal
@@ -254,9 +264,9 @@ class GroupState:
     def _error_of(self, record, source):
         return read_record(self, record, source)
 
-    def conflict_with(self, peer, call, description):
-        """The error of a rank in a known call whose peer waits for the agreement on another; the peer hears of it."""
-        turn = self._turn  # of the agreement that this rank has not come to
+    def conflict_with(self, peer: int, call: int, description: str) -> PlanMismatchError:
+        """Return the error of a known call whose peer waits in the consensus check of another call. Notify the peer."""
+        turn = self._turn  # of the exchange that this rank has not joined
         key, conflict = self._key(turn, peer), conflict_key(self, turn)
         try:
             self._store.set(conflict, json.dumps([self.rank, description]))
@@ -265,21 +275,21 @@ class GroupState:
             new = "another call"
         return PlanMismatchError(
             f"{description.partition('(')[0]}: rank {self.rank} makes {description} as call {call} of its workspace, "
-            f"while rank {peer} waits for the agreement on a call that is new to it, {new}"
+            f"while rank {peer} waits in the consensus check of a new call, {new}"
         )
 
-    def break_off(self, error):
-        """Let every later call of this rank raise ``error``: its peers may be in the middle of a call."""
+    def break_off(self, error: Exception) -> None:
+        """Make every later call of this rank raise ``error``, because its peers may be in the middle of a call."""
         self.interrupted = self.interrupted or error
 
-    def count_launch(self):
-        """Note that this thread launches a kernel of the group, see ``whole_call``."""
+    def count_launch(self) -> None:
+        """Record that this thread launches a kernel of the group, see ``whole_call``."""
         global _launches
         _launches += 1
         self.last_launch = threading.get_ident(), _launches
 
-    def end_abruptly(self, name, error):
-        """Break the group on this rank after an exception between the launches of a call."""
+    def end_abruptly(self, name: str, error: BaseException) -> None:
+        """Break the group on this rank after an exception between the launches of a call, if it is not ``in_step``."""
         if not getattr(error, "in_step", False):
             self.break_off(
                 RuntimeError(
@@ -288,25 +298,26 @@ class GroupState:
                 )
             )
 
-    def check(self):
+    def check(self) -> None:
         """Raise the first error that a kernel of the group has recorded."""
         for workspace in self.workspaces.values():
             workspace.check(in_call=False)
 
-    def close(self):
+    def close(self) -> None:
+        """Free the memory of all workspaces. It is a local operation."""
         for workspace in self.workspaces.values():
             workspace.close()
         self.workspaces.clear()
 
 
 def in_step(error):
-    """Mark an error that every rank of the group raises in the same place, so that they are in step after it."""
+    """Mark an error that every rank of the group raises at the same place, so that the ranks stay in step."""
     error.in_step = True
     return error
 
 
 def _differences(plans):
-    """Name each field that differs, with the ranks that hold each value."""
+    """Describe each field that differs between ranks: its values and their ranks."""
     lines = []
     for name in dict.fromkeys(name for plan in plans for name in plan):
         ranks_by_value = defaultdict(list)
@@ -325,21 +336,22 @@ def _join(ranks):
 states: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
-def group_state(group):
-    """The state kept for a (resolved) process group; made on first use, freed with the group."""
+def group_state(group: dist.ProcessGroup) -> GroupState:
+    """Return the state of a resolved group. The first call creates it; it is freed with the group."""
     state = states.get(group)
     if state is None:
         state = states[group] = GroupState(group)
-        # At exit the operating system and the driver clean up; their order with ours is not known then.
+        # Not at exit: the operating system and the driver free everything then, in an unknown order.
         weakref.finalize(group, state.close).atexit = False
     return state
 
 
 @contextlib.contextmanager
 def scratch_state(group):
-    """A state of its own for what may fail: within, launches use other workspaces, and break only those. Collective.
+    """Give a group a temporary state within a ``with`` block, for launches that may fail. Collective.
 
-    The group's devices must be idle at the end, on all ranks. The group's own state is as it was before.
+    Launches within the block use other workspaces, and their failures do not affect the group's own state, which is
+    restored at the end. The group's devices must be idle at the end of the block, on all ranks.
     """
     kept = group_state(group)
     kept._scratches += 1
@@ -359,18 +371,19 @@ alone = SimpleNamespace(choices=VersionedDict(), calls=RecentCache(_MAX_CALLS))
 
 
 def caches_of(group):
-    """What has ``choices`` and ``calls`` for a resolved group, or for None."""
+    """Return the object with the caches ``choices`` and ``calls`` of a resolved group, or of None."""
     if group is None:
         return alone
     return states.get(group) or group_state(group)
 
 
-def live_states():
+def live_states() -> list[GroupState]:
+    """Return the states of all groups that exist."""
     return list(states.values())
 
 
-def _refuse_groups_of_the_parent():
-    """In a process that was just forked: it has the stores and the memory of a rank, and would speak in its name."""
+def _reject_groups_after_fork():
+    """Make all groups unusable in a forked process: it shares stores and memory with its parent, which is the rank."""
     for group in list(c10d._world.pg_map):
         group_state(group).refusal = RuntimeError(
             f"process {os.getpid()} was forked from rank {dist.get_rank(group)} of this group and is no rank itself; "
@@ -378,4 +391,4 @@ def _refuse_groups_of_the_parent():
         )
 
 
-os.register_at_fork(after_in_child=_refuse_groups_of_the_parent)
+os.register_at_fork(after_in_child=_reject_groups_after_fork)

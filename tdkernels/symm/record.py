@@ -1,4 +1,4 @@
-"""The record that a failed launch leaves (``lang.failure_record``), read as an error."""
+"""Conversion of the failure record that a failed launch writes (``lang.failure_record``) to an exception."""
 
 from typing import NamedTuple
 
@@ -7,25 +7,25 @@ from tdkernels.lang import context as words
 from tdkernels.lang import failure_record as records
 
 _WORD = 8
-_PLANS = 1 << words.PLAN_BITS.value  # a signal is a call's number times this, plus the id of its plan
+_PLANS = 1 << words.PLAN_BITS.value  # signal value = call number * _PLANS + plan id
 
 
 class Table(NamedTuple):
-    """What an error needs to know of a table of a workspace, also after another has taken its place."""
+    """Description of a workspace's context table, for error messages. It is kept after the table was replaced."""
 
-    workspace: object  # weak reference
+    workspace: object  # weak reference to the workspace
     name: str
     base: int  # address of this rank's buffer
     half_signals: int
 
 
 def read_record(state, record, source):
-    """Return the error that a record of a group means.
+    """Return the exception for a failure record of a group.
 
     Args:
-        state: the GroupState.
-        record: kind, peer, address of the signal, expected and seen value, id of the table.
-        source: the error of another group that made launches of this one void, or None.
+        state: The GroupState.
+        record: Kind, peer, address of the signal, expected value, value seen, and id of the context table.
+        source: The error of another group that made launches of this group void, or None.
     """
     kind, *rest, number = record
     table = state.tables.get(number)
@@ -65,7 +65,7 @@ def _of_workspace(workspace, table, kind, peer, address, expected, seen):
 
 
 def _of_wait(workspace, peer, signal, expected, seen):
-    """The error of a wait that ended in vain: by the peer's status word, if that says why."""
+    """Return the error of a wait that timed out. The peer's status word may give the cause."""
     call, plan = divmod(expected, _PLANS)
     status = workspace.status_of(peer)
     if _PLANS <= status <= call * _PLANS:
@@ -81,7 +81,7 @@ def _describe(workspace, plan):
 
 
 def _signal_name(table, address):
-    """Which word an address in a record means."""
+    """Return the name of the word at an address of a record."""
     index = (address - table.base) // _WORD
     if not 0 <= index < words.SIGNALS_BEGIN.value + 2 * table.half_signals:
         return "between programs of this rank"

@@ -1,39 +1,46 @@
-"""A name for one meeting of a group's ranks, under which they keep their keys in the store.
+"""Session of a group: a unique prefix for the keys of its ranks in the store.
 
-torch gives the names of groups again after the world was destroyed, and a store may outlive both, as that of torchrun
-does. A counter in each process cannot tell one group from the next one of its name: a process that raised early, or a
-new one in the place of a process that died, has counted less. So rank 0 names the session, and tells each rank that has
-just said hello. A hello of an earlier group may still be in the store; it is answered as well, and no rank reads that.
+torch reuses the names of groups after the world was destroyed, and a store may outlive both, such as that of torchrun.
+A counter in each process cannot distinguish two groups of the same name: a process that raised early, or a process that
+replaces one that died, has a lower count. So rank 0 picks a random name for the session.
+
+Each other rank posts a "hello" with a nonce. Rank 0 answers under that nonce with the name of the session. A hello of
+an earlier group may still be in the store. Rank 0 answers it too, but no rank reads that answer.
 """
 
 import secrets
 import time
+from typing import TYPE_CHECKING
 
 from tdkernels.symm.agreement import poll
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 _POLL_S = 0.002
 
 
 class MissingRank(Exception):
-    """A rank did not come to the session in time. ``rank`` says which."""
+    """Rank ``rank`` did not join the session in time."""
 
-    def __init__(self, rank):
-        super().__init__(f"rank {rank} did not come")
+    def __init__(self, rank: int):
+        super().__init__(f"rank {rank} did not join the session")
         self.rank = rank
 
 
-def meet(store, prefix, rank, world_size, deadline):
-    """Return the prefix of this session's keys, the same on all ranks; collective.
+def meet(store: "dist.Store", prefix: str, rank: int, world_size: int, deadline: float) -> str:
+    """Join the session of a group and return the prefix of its keys, which is the same on all ranks. Collective.
 
     Args:
-        store: the group's store.
-        prefix: of keys that only groups of this name use.
-        rank, world_size: of this process in the group, and the group's size.
-        deadline: on ``time.monotonic``'s clock.
+        store: The group's store.
+        prefix: A prefix that only groups with this name use.
+        rank: This process's rank in the group.
+        world_size: The number of ranks.
+        deadline: A time on the clock of ``time.monotonic``.
 
     Raises:
-        MissingRank: at the deadline.
-        RuntimeError: if the store's server is gone.
+        MissingRank: If a rank has not joined at the deadline.
+        RuntimeError: If the store's server is gone.
     """
     nonce = secrets.token_hex(8)
     if rank == 0:
@@ -50,7 +57,7 @@ def meet(store, prefix, rank, world_size, deadline):
 
 
 def _invite(store, prefix, session, world_size, deadline):
-    """Answer every hello until all ranks are in the session."""
+    """Answer every hello until all ranks have joined the session."""
     missing, answered = set(range(1, world_size)), set()
     while missing:
         for rank in sorted(missing):

@@ -1,13 +1,14 @@
-"""Which ranks of a group reach each other's memory: its nodes.
+"""Topology of a group: its nodes, which are the sets of ranks that can access each other's memory.
 
-A node is a host, found by its name, whose devices reach each other. ``TDKERNELS_LOCAL_WORLD_SIZE`` splits one host into
-simulated nodes of so many ranks each, between which addresses are withheld: whatever goes from one to another has to
-take the network, or what stands for it.
+A node is a host, identified by its name, whose devices can access each other. ``TDKERNELS_LOCAL_WORLD_SIZE`` splits one
+host into simulated nodes with that number of ranks each. Ranks of different simulated nodes get no addresses of each
+other, so transfers between them use the network or the emulated network.
 """
 
 import json
 import os
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,10 +19,15 @@ VARIABLE = "TDKERNELS_LOCAL_WORLD_SIZE"
 
 @dataclass(frozen=True)
 class Topology:
-    """Rank r of a group is on node ``r // local_world_size``, and there it is number ``r % local_world_size``.
+    """Rank r of a group is on node ``r // local_world_size``, with local rank ``r % local_world_size``.
 
-    A group whose nodes have different numbers of its ranks, or whose ranks are not in the order of the nodes, counts as
-    one node a rank: all that they exchange takes the network then, which is right, if slow.
+    If the nodes have different numbers of ranks, or if the ranks are not ordered by node, every rank counts as a node.
+    Then all transfers use the network, which is correct but slow.
+
+    Attributes:
+        rank: This process's rank in the group.
+        world_size: The number of ranks.
+        local_world_size: The number of ranks on a node.
     """
 
     rank: int
@@ -29,27 +35,27 @@ class Topology:
     local_world_size: int
 
     @property
-    def num_nodes(self):
+    def num_nodes(self) -> int:
         return self.world_size // self.local_world_size
 
     @property
-    def node_rank(self):
+    def node_rank(self) -> int:
         return self.rank // self.local_world_size
 
     @property
-    def local_rank(self):
+    def local_rank(self) -> int:
         return self.rank % self.local_world_size
 
-    def is_local(self, peer):
-        """Whether ``peer`` is on our node."""
+    def is_local(self, peer: int) -> bool:
+        """Return whether ``peer`` is on this rank's node."""
         return peer // self.local_world_size == self.node_rank
 
 
-def simulated_local_world_size():
-    """Ranks of a simulated node, or None.
+def simulated_local_world_size() -> int | None:
+    """Return the number of ranks of a simulated node, or None if nodes are not simulated.
 
     Raises:
-        ValueError: when the variable is not a positive integer
+        ValueError: If the environment variable is not a positive integer.
     """
     text = os.environ.get(VARIABLE)
     if not text:
@@ -63,21 +69,24 @@ def simulated_local_world_size():
     return size
 
 
-def likely_size(world_size):
-    """Ranks of a node of a group of so many, as far as one rank knows by itself: simulated, or what torchrun says."""
+def likely_size(world_size: int) -> int:
+    """Estimate the number of ranks of a node for a group of ``world_size`` ranks, without communication.
+
+    The estimate is the simulated size or the ``LOCAL_WORLD_SIZE`` of torchrun.
+    """
     size = simulated_local_world_size() or int(os.environ.get("LOCAL_WORLD_SIZE") or world_size)
     return size if size < world_size and world_size % size == 0 else world_size
 
 
-def offer():
-    """What this rank tells the others of where it is, as text."""
+def offer() -> str:
+    """Return this rank's host, simulated node and device as text, to be exchanged with the other ranks."""
     size = simulated_local_world_size()
     part = None if size is None else dist.get_rank() // size
     return json.dumps({"host": [socket.gethostname(), _boot_id()], "part": part, **_device()})
 
 
-def topology_of(rank, texts):
-    """The Topology seen by ``rank`` of all ranks' offers, in rank order."""
+def topology_of(rank: int, texts: Sequence[str]) -> Topology:
+    """Return the Topology for ``rank`` from the offers of all ranks, in rank order."""
     offers = [json.loads(text) for text in texts]
     nodes = [[offer["host"], offer["part"]] for offer in offers]
     size = _even_size(nodes)
@@ -87,7 +96,7 @@ def topology_of(rank, texts):
 
 
 def _even_size(nodes):
-    """How many ranks each node has, if they follow each other in runs of that length, else 1."""
+    """Return the number of ranks of each node if it is uniform and the ranks are ordered by node, otherwise 1."""
     size = next((i for i, node in enumerate(nodes) if node != nodes[0]), len(nodes))
     starts = nodes[::size]
     expected = [node for node in starts for _ in range(size)]
@@ -96,12 +105,12 @@ def _even_size(nodes):
 
 
 def _reach(a, b):
-    """Whether two devices of a host reach each other; those that do not see each other are taken to."""
+    """Return whether two devices of a host can access each other. It is assumed if no process sees both of them."""
     return b["device"] not in a["out of reach"] and a["device"] not in b["out of reach"]
 
 
 def _device():
-    """This rank's GPU, and those on this host which it sees and does not reach."""
+    """Return this rank's GPU and the visible GPUs of this host that it cannot access."""
     if not torch.cuda.is_available():
         return {"device": None, "out of reach": []}
     own, names = torch.cuda.current_device(), [_name(i) for i in range(torch.cuda.device_count())]

@@ -1,4 +1,4 @@
-"""Calls of several launches: an exception between two of them must not leave the ranks out of step unnoticed."""
+"""Calls of several launches: detect an exception between two launches, which leaves the ranks out of step."""
 
 import functools
 import threading
@@ -14,12 +14,12 @@ _R = TypeVar("_R")
 
 
 def whole_call(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorate a function whose launches belong together.
+    """Decorate a function whose launches form one collective call.
 
-    If an exception ends the function after its first launch, the peers wait for the rest, and would take what the next
-    call sends for it. So every group in which this thread has launched meanwhile is broken on this rank: its calls
-    raise RuntimeError, and the peers get PeerTimeoutError. An exception that all ranks raise at the same place
-    (``group.in_step``) does no harm.
+    If an exception ends the function after its first launch, the peers still wait for the remaining launches, and would
+    mistake the data of the next call for them. So the decorator breaks every group in which this thread has launched a
+    kernel during the call: later calls raise RuntimeError on this rank, and the peers get PeerTimeoutError. Exceptions
+    that all ranks raise at the same place (``group.in_step``) break nothing.
     """
 
     @functools.wraps(function)
@@ -42,5 +42,5 @@ def whole_call(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def _stops_recomputation(error):
-    """Whether torch's activation checkpointing ends a forward early: on all ranks, with all that it needs."""
+    """Return whether activation checkpointing has stopped a recomputation that has all it needs, as on all ranks."""
     return type(error).__name__ == "_StopRecomputationError" and type(error).__module__ == "torch.utils.checkpoint"

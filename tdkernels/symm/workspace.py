@@ -1,21 +1,23 @@
-"""Symmetric memory made ready for one family of collective kernels: signals, an epoch, and two halves of data.
+"""Workspace of one family of collective kernels: symmetric memory with signals, an epoch and double-buffered data.
 
-What a symmetric buffer holds, in this order (``lang.context`` reads it):
+Layout of the symmetric buffer, in this order (``lang.context`` uses the same):
 
-    ready words [128]   one 64-bit word for each peer: "I have come to this barrier"
-    status words [128]  one for each peer: not zero if it cannot serve later calls
-    signals     [2, half_signals]   64-bit words that only grow
-    data        [halves, half_bytes]   two, or one for what gathers behind a barrier into a fixed place
+    ready words [128]   one 64-bit word for each peer: the peer has reached a barrier
+    status words [128]  one 64-bit word for each peer: nonzero if the peer cannot serve later calls
+    signals     [2, half_signals]   64-bit words whose values only grow
+    data        [halves, half_bytes]   two halves, or one for a gather to a fixed place behind a barrier
 
-A kernel uses the half of its epoch's parity. The sizes of the halves belong to the buffer, not to the call, so that two
-calls of different shapes never overlap. Beside it, private to the rank: the epoch and the number of finished programs
-(the state), and a note to the host. What a wait leaves when it gives up is the group's (``failure``).
+A kernel uses the half given by the parity of its epoch. The sizes of the halves belong to the buffer, not to the call,
+so that two calls of different shapes never overlap. Each rank also has private words: the state, which is the epoch and
+the number of finished programs, and the note, which is the host error mailbox. The failure record belongs to the group,
+see ``failure``.
 """
 
 import copy
 import itertools
 import weakref
 from collections import OrderedDict
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -32,14 +34,14 @@ from tdkernels.symm.record import Table
 _WORD = 8
 _ALIGN = 256
 _NOTE_WORDS = 5  # see lang.host_error
-_PLANS = 1 << words.PLAN_BITS.value  # a plan's id is the low part of a signal
-_MAX_LAUNCHES = 4096  # shapes may go on changing for ever
-_MAX_CALLS = 64  # that a note may belong to: far more than a host runs ahead of its GPU
+_PLANS = 1 << words.PLAN_BITS.value  # a plan id is the low part of a signal
+_MAX_LAUNCHES = 4096  # a bound, because shapes may change without end
+_MAX_CALLS = 64  # to which a note may belong: far more than a host runs ahead of its GPU
 _table_ids = itertools.count(1)
 
 
 def refuse_nodes(name, state):
-    """Raise NotImplementedError for a group on several nodes, of what has no form for them."""
+    """Raise NotImplementedError if the group is on several nodes."""
     if state.topology.num_nodes > 1:
         raise NotImplementedError(
             f"{name}: runs on one node, and the group's {state.world_size} ranks are on {state.topology.num_nodes} "
@@ -48,13 +50,16 @@ def refuse_nodes(name, state):
 
 
 class Workspace:
-    """One buffer of one group on one device, for the launches of one family of kernels.
+    """Symmetric buffer of one group on one device, for the launches of one family of kernels. See ``get_workspace``.
 
-    Attributes: ``ctx`` is the table that goes to a kernel as its first argument, ``buffer`` the symmetric memory,
-    ``launches`` a cache for the launches and whatever else is made of the buffer once, ``pending`` for what is sent and
-    not received yet; both are emptied when another buffer takes its place. ``error_of_note`` makes an exception of a
-    kernel's note: of the workspace's name, its kind, three numbers; for notes of calls that ``explain_notes`` was not
-    told of.
+    Attributes:
+        ctx: The context table, which is the first argument of a kernel. It changes when the buffer grows.
+        buffer: The SymmetricBuffer, or None before the first ``prepare``.
+        launches: A cache for launches and other objects derived from the buffer. It is cleared when the buffer grows.
+        pending: Data that was sent and not yet received, or None. It is also cleared.
+        error_of_note: Converts a kernel's note to an exception: called with the workspace's name, the kind and three
+            numbers. It is used for calls without ``expect_note``.
+        note_call: The number of the latest call of ``expect_note``, which kernels store in their notes.
     """
 
     max_plans = _PLANS
@@ -76,30 +81,31 @@ class Workspace:
         self.note = None
         self.note_call = 0
         self._notes_of_calls = OrderedDict()
-        self._plans = {}  # fields of a plan -> its number
+        self._plans = {}  # (operator, fields) of a plan -> its id
         self._retired = []
         self._captured = False
         self._broken = None
         self._is_open = False
         self._copies = False
-        self._failure = None  # of the group on this device, once there is a buffer
+        self._failure = None  # of the group on this device, set with the buffer
         self._on_cpu = device.type == "cpu"
 
-    # ---- before the first launch of a plan ----
+    def prepare(self, operator: str, fields: Mapping, half_bytes: int, half_signals: int, num_flags: int = 0) -> int:
+        """Return the id of a launch plan. The first call with a plan is collective: it runs a consensus check.
 
-    def prepare(self, operator, fields, half_bytes, half_signals, num_flags=0):
-        """Agree with all ranks on a plan, make room for it, and return its number; collective the first time.
+        It also grows the buffer if needed, which replaces ``ctx``. Later calls cost a lookup.
 
         Args:
-            operator: name, for errors
-            fields: dict of what must be the same on all ranks; half_bytes,
-            half_signals: what the kernel needs in a half
-            num_flags: private words that it needs
+            operator: The operator, for errors.
+            fields: The properties of the call that must be equal on all ranks, by name.
+            half_bytes: The bytes of data that the kernel needs in a half.
+            half_signals: The signals that the kernel needs in a half.
+            num_flags: The private words that the kernel needs.
 
         Raises:
-            ValueError: when the ranks disagree
-            PeerTimeoutError
-            RuntimeError: while a CUDA graph is captured
+            ValueError: If the fields differ between the ranks.
+            PeerTimeoutError: If a rank does not make the same call within the timeout.
+            RuntimeError: If the plan is new while a CUDA graph is captured.
         """
         self.check()
         key = (operator, *fields.items())
@@ -117,19 +123,19 @@ class Workspace:
             )
         self.group.check_consensus(operator, fields)
         if len(self._plans) >= self.max_plans:
-            # All ranks come here together, since they agree on the same plans. In a new buffer no signal of an old
-            # plan is left, and every shape is agreed upon anew.
+            # Collective, since all ranks have the same plans. The new buffer contains no signals of old plans, and
+            # every shape needs a new consensus check.
             self._allocate(max(half_bytes, self.half_bytes), max(half_signals, self.half_signals), self.num_flags)
             self._plans.clear()
         if half_bytes > self.half_bytes or half_signals > self.half_signals or num_flags > self.num_flags:
-            # Twice what is asked for would spare growing again, but the data is too large to waste.
+            # Growing to twice the requested size would avoid later growth, but the data is too large to waste.
             half_bytes = max(round_up(half_bytes, _ALIGN), self.half_bytes)
             half_signals = max(round_up(half_signals, 128), self.half_signals)
             self._allocate(half_bytes, half_signals, max(round_up(num_flags, 128), self.num_flags))
         return len(self._plans)
 
     def _allocate(self, half_bytes, half_signals, num_flags):
-        """Replace the buffer; all ranks come here together, since they grow by the same agreed plans."""
+        """Replace the buffer. Collective: all ranks grow with the same plans."""
         grows = self.buffer is not None
         if grows:
             self._end_use()
@@ -138,23 +144,22 @@ class Workspace:
                 self._retired.append((self.buffer, self.ctx, self.state))  # a graph may be replayed on it
             else:
                 self.buffer.close()
-            # Ranks wait for each other while they allocate, and after a while post a notice in every workspace.
-            self.buffer = None
+            self.buffer = None  # a rank that waits in the allocation posts notices in all workspaces with a buffer
         try:
-            with torch.inference_mode(False):  # the tables are written to later, whatever mode this call is in
+            with torch.inference_mode(False):  # the tables are written to later, outside this mode
                 self._make(half_bytes, half_signals, num_flags)
         except Exception as error:
-            self.buffer = None  # tables and plans refer to the old buffer, so the workspace cannot be used any more
-            self.half_bytes = self.half_signals = self.num_flags = 0  # what is asked for next is still to be made
+            self.buffer = None  # tables and plans refer to the old buffer, so the workspace is unusable
+            self.half_bytes = self.half_signals = self.num_flags = 0  # the next request must allocate
             if grows:
                 self._broken = RuntimeError(f"{self.name}: its buffer could not grow: {type(error).__name__}: {error}")
             raise
 
     def _end_use(self):
-        """Return when no rank uses the buffer any more, unless a rank has an error to report; collective.
+        """Wait until no rank uses the buffer, and raise on all ranks if one rank has an error. Collective.
 
-        The kernels that ran until now may have recorded one since ``prepare`` has looked, and all ranks have to hear
-        of it: they would wait in vain for the rank that raises.
+        A kernel may have recorded an error since the check in ``prepare``. If only its rank raised, the other ranks
+        would wait for it until the timeout.
         """
         error = None
         if self.device.type == "cuda":
@@ -179,7 +184,7 @@ class Workspace:
         self.data_offset = data_offset
         self._captured = False
         self.state = torch.zeros(words.STATE_FLAGS.value + num_flags, dtype=torch.int64, device=self.device)
-        if self.note is None:  # one for all buffers, so that no note is lost with a buffer
+        if self.note is None:  # one for all buffers, so that growing loses no note
             self.note = host_words(_NOTE_WORDS, self.device)
             self._note_words = self.note.numpy()
         self.timeout_s = timeout.get_timeout()
@@ -204,36 +209,30 @@ class Workspace:
         self.group.tables[number] = Table(weakref.ref(self), self.name, base, half_signals)
         networks.name(self.state.data_ptr(), self.buffer.network)
 
-    # ---- for transports that copy a signal instead of raising it from a kernel ----
-
-    def signal_word(self, peer, index):
-        """Signal number ``index`` of half 0 in the memory of ``peer``, as eight bytes."""
+    def signal_word(self, peer: int, index: int) -> torch.Tensor:
+        """Return signal ``index`` of half 0 in the memory of ``peer`` as eight bytes, to copy ``signal_value`` into."""
         first = (words.SIGNALS_BEGIN.value + index) * _WORD
         return self.buffer.tensor(peer)[first : first + _WORD]
 
-    def signal_value(self):
-        """The eight bytes that ``lang.keep_signal`` has left."""
+    def signal_value(self) -> torch.Tensor:
+        """Return the eight bytes that ``lang.keep_signal`` has stored."""
         return self.state[words.STATE_SIGNAL.value : words.STATE_SIGNAL.value + 1].view(torch.uint8)
 
-    # ---- for transports by which the host copies to peers: a copy cannot look whether this rank has failed ----
+    def expect_copies(self) -> None:
+        """Prepare for copies by the host to peers, which cannot check whether this rank has failed.
 
-    def expect_copies(self):
-        """Prepare for copies by the host; collective the first time.
-
-        Calls until then close without a look at their peers (``may_be_overwritten``), so they have to be over.
+        The first call is collective, and waits for earlier calls: they do not check their peers when they end.
         """
         if not self._copies:
             self._end_use()
             self._copies = True
 
-    def may_be_overwritten(self):
-        """Whether a peer that has failed may overwrite what a call reads, now or when a graph is replayed."""
+    def may_be_overwritten(self) -> bool:
+        """Return whether a failed peer may overwrite data that a call reads, now or when a CUDA graph is replayed."""
         return self._copies or self._capturing()
 
-    # ---- around each launch ----
-
-    def before_launch(self):
-        """Bring the timeout up to date and order this launch after those on other streams; the stream, if any."""
+    def before_launch(self) -> torch.cuda.Stream | None:
+        """Update the timeout, order this launch after those on other streams, and return a GPU's current stream."""
         capturing = not self._on_cpu and torch.cuda.is_current_stream_capturing()
         timeout_s = timeout.in_force_s or timeout.find_timeout()
         if self.timeout_s != timeout_s and not capturing:
@@ -248,12 +247,8 @@ class Workspace:
         self._captured |= capturing
         return self.group.stream_order(self.device).before(capturing)
 
-    def after_launch(self, stream=None):
-        """Remember where the launch went. On the CPU it has ended: raise what it recorded.
-
-        Args:
-            stream: the one that it went to, if the caller knows it
-        """
+    def after_launch(self, stream: torch.cuda.Stream | None = None) -> None:
+        """Record the stream of a launch, by default the current one. On the CPU, raise the error that it recorded."""
         if self._on_cpu:
             self._is_open = False
             self.check()
@@ -263,16 +258,16 @@ class Workspace:
             self.group.stream_order(self.device).after(stream)
 
     def _refuse_to_go_on(self):
-        """Raise on the CPU, where an exception can end a kernel after it has sent a part."""
+        """Raise the error of an earlier call that an exception ended in the middle of its kernel, on the CPU."""
         self.group.break_off(
             RuntimeError(f"{self.name}: an earlier call of rank {self.rank} ended in the middle of its kernel")
         )
         self.check()
 
-    def break_off(self, error):
-        """Let every later call of the group raise: an exception has ended a kernel after it may have sent a part.
+    def break_off(self, error: BaseException) -> None:
+        """Make every later call of the group raise after an exception in a launch, which may have sent some data.
 
-        On a GPU an exception of a launch comes before the kernel runs.
+        It does nothing on a GPU, where a launch raises before the kernel runs.
         """
         if self.device.type == "cpu":
             self.group.end_abruptly(self.name, error)
@@ -280,43 +275,41 @@ class Workspace:
     def _capturing(self):
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
-    # ---- what went wrong ----
-
-    def check(self, in_call=True):
+    def check(self, in_call: bool = True) -> None:
         """Raise the error that a kernel of the group has recorded, if any, now and at every later call.
 
         Args:
-            in_call: whether an error takes the place of a call; False between two calls, on all ranks
+            in_call: Whether a raised error replaces a call. False between two calls, on all ranks.
         """
-        # Most calls find nothing, by looking at five words here.
+        # Usually there is no error, and checking these five values finds that out.
         group, failure = self.group, self._failure
         broken = self._broken or group.interrupted or group.refusal
         if broken or failure is None or failure.error is not None or failure.device.word[0]:
             broken = self._broken or group.error_on(self.device)
         if broken is not None:
-            raise copy.copy(broken)  # a raised error keeps the frames that it went through, and what they hold
+            raise copy.copy(broken)  # a raised error keeps the frames that it passes through, and their objects
         if self.note is not None and self._note_words[0]:
             self._raise_note(in_call)
 
-    def expect_note(self, error_of_note):
-        """Begin a call whose kernel may leave a note, of which ``error_of_note`` makes an exception.
+    def expect_note(self, error_of_note: Callable[..., Exception]) -> None:
+        """Begin a call whose kernel may write a note (``lang.host_error``), and raise the note of an earlier call.
 
-        On a GPU the note of a call comes after later calls were made, so those of the last calls are kept. The kernel
-        is given ``note_call``, and leaves it in its note. Raises the note of an earlier call, if there is one by now.
+        ``error_of_note`` is called as the attribute of that name. On a GPU the note may arrive after later calls, so it
+        is kept for the latest 64 calls. The kernel receives ``note_call`` as an argument and stores it in its note.
         """
         self.note_call += 1
         self._notes_of_calls[self.note_call] = error_of_note
-        # What a CUDA graph has captured may be replayed at any time.
+        # A captured CUDA graph may be replayed at any time.
         if len(self._notes_of_calls) > _MAX_CALLS and not self._captured:
             self._notes_of_calls.popitem(last=False)
         self.check()
 
     def _raise_note(self, in_call):
-        """Raise, once, what a kernel has left to tell (``lang.host_error``).
+        """Raise the exception for a kernel's note (``lang.host_error``), once.
 
-        If all ranks raise it in the call that it belongs to, or between two calls, the group can be used afterwards. A
-        rank that raises the note of an earlier call does not make its current call. Its peers may have made it, and
-        would pair it with this rank's next call, so the group is broken.
+        If all ranks raise it in its own call, or between two calls, the group stays usable. A rank that raises the note
+        of an earlier call does not make its current call. Its peers may have made it, and would pair it with this
+        rank's next call, so the group becomes unusable.
         """
         kind, *numbers, number = self._note_words.tolist()
         self._note_words[0] = 0
@@ -332,13 +325,8 @@ class Workspace:
             )
         raise error
 
-    # ---- for a host that waits for an agreement, see ``group`` ----
-
-    def post_status(self, is_waiting):
-        """Tell the peers of this node which call this rank does not make while its host waits, or that it goes on.
-
-        The device must be idle.
-        """
+    def post_status(self, is_waiting: bool) -> None:
+        """Post or withdraw a notice at the peers on this node, see ``agreement``. The device must be idle."""
         if self.buffer is None:
             return
         number = int(self.state[words.STATE_EPOCH.value]) + 1 if is_waiting else 0
@@ -348,20 +336,20 @@ class Workspace:
             if peer != self.rank and self.buffer.topology.is_local(peer):
                 self.buffer.tensor(peer)[first : first + _WORD].copy_(value)
 
-    def status_of(self, peer):
-        """The status word of ``peer`` in our memory, see ``lang.context``."""
+    def status_of(self, peer: int) -> int:
+        """Return the status word of ``peer`` in this rank's memory, see ``lang.context``."""
         first = (words.MAX_RANKS.value + peer) * _WORD
         return int(self.buffer.tensor(self.rank)[first : first + _WORD].view(torch.int64))
 
-    def plan_key(self, plan):
-        """(operator, (name, value) of each field) of the plan with this id; (name of the workspace,) if none has it."""
+    def plan_key(self, plan: int) -> tuple:
+        """Return (operator, (name, value) of each field) of a plan id, or (workspace name,) if the id is unknown."""
         for key, number in self._plans.items():
             if number == plan:
                 return key
         return (self.name,)
 
-    def close(self):
-        """Give the memory back; local, when the group goes."""
+    def close(self) -> None:
+        """Free the memory when the group is freed. It is a local operation."""
         if self.buffer is not None:
             self.buffer.close()
         self.buffer, self._retired = None, []
@@ -371,13 +359,20 @@ class Workspace:
         self.launches, self.pending = RecentCache(_MAX_LAUNCHES), None
 
 
-def get_workspace(group, device, name, halves=2, across_nodes=False):
-    """The workspace ``name`` of a resolved group on a device; made on first use, kept with the group.
+def get_workspace(
+    group: torch.distributed.ProcessGroup, device: torch.device, name: str, halves: int = 2, across_nodes: bool = False
+) -> Workspace:
+    """Return the workspace ``name`` of a group on a device. The first call creates it; it is kept with the group.
 
-    ``across_nodes``: the kernels that use it know that they reach some ranks by the network only.
+    Args:
+        group: A group from ``resolve_group``.
+        device: The device.
+        name: A name for the family of kernels that share the workspace.
+        halves: The number of halves of data, 2 or 1.
+        across_nodes: Whether the kernels support ranks that they can only access through the network.
 
     Raises:
-        NotImplementedError: for a group on several nodes, unless ``across_nodes``
+        NotImplementedError: If the group is on several nodes and ``across_nodes`` is False.
     """
     state = states.get(group) or group_state(group)
     workspace = state.workspaces.get((name, device))
@@ -387,10 +382,15 @@ def get_workspace(group, device, name, halves=2, across_nodes=False):
 
 
 def synchronize() -> None:
-    """Wait for the current GPU to finish and raise the first error that a kernel of any live group has recorded.
+    """Wait for the current GPU, and raise the first error that a kernel of any group has recorded.
+
+    On a GPU, a kernel may fail after its call has returned. Call this before a decision depends on a result.
 
     Raises:
-        PeerTimeoutError, PlanMismatchError
+        PeerTimeoutError: If a wait for a peer timed out. It is a PeerFailedError if the peer has failed.
+        PlanMismatchError: If a peer made the call with another shape, dtype or config.
+        ValueError: If a kernel found invalid values in its inputs, such as expert ids out of range.
+        RuntimeError: If a launch did not run because another group had failed, or if the group is unusable.
     """
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.synchronize()

@@ -78,9 +78,9 @@ def test_groups_agree_on_a_place():
 OFFERS = [
     ({"pe": "0", "pieces": [[8192, []]]}, "pe of rank 0"),
     ({"pe": -1, "pieces": [[8192, []]]}, "pe of rank 0"),
-    ({"pe": 0, "pieces": [["8192", []]]}, "a piece of the heap of rank 0"),
-    ({"pe": 0, "pieces": [[8192, [[0, -4096]]]]}, "a piece of the heap of rank 0"),
-    ({"pe": 0, "pieces": [[8192, [[0, 512.5]]]]}, "a piece of the heap of rank 0"),
+    ({"pe": 0, "pieces": [["8192", []]]}, "a segment of the heap of rank 0"),
+    ({"pe": 0, "pieces": [[8192, [[0, -4096]]]]}, "a segment of the heap of rank 0"),
+    ({"pe": 0, "pieces": [[8192, [[0, 512.5]]]]}, "a segment of the heap of rank 0"),
 ]
 
 
@@ -110,7 +110,7 @@ def test_the_device_library_of_a_gpu(tmp_path, names, found):
     for name in names:
         (tmp_path / name).touch()
     if found is None:
-        with pytest.raises(ImportError, match="device_sm_90.bc .* is not to be found"):
+        with pytest.raises(ImportError, match="device_sm_90.bc .* was not found"):
             nvshmem.device_library((9, 0), [tmp_path])
     else:
         assert nvshmem.device_library((9, 0), [tmp_path / "nowhere", tmp_path]) == str(tmp_path / found)
@@ -212,4 +212,4 @@ def test_adopted_as_the_program_has_initialised_it():
 def test_a_rank_that_does_not_come():
     first, _ = on_ranks(2, _starts, 0, "rank 0", 0.4)
     assert "NVSHMEM is initialised by all ranks of torch.distributed together" in first
-    assert "rank 1 did not come" in first
+    assert "rank 1 did not take part" in first

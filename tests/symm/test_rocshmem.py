@@ -497,7 +497,7 @@ def test_exit(exits, name):
     assert status == expected, errors
     assert calls[calls.index("malloc 64") + 1 :] == end
     if name == "no driver":
-        assert errors == "tdkernels: rocSHMEM was not ended in order: no driver\n"
+        assert errors == "tdkernels: rocSHMEM was not finalized: no driver\n"
     else:
         assert ("Traceback" in errors) == (name == "exception"), errors
 

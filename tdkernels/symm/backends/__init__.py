@@ -1,1 +1,1 @@
-"""The ways to get symmetric memory, one file for each."""
+"""Backends of symmetric memory, and the network libraries that they use."""

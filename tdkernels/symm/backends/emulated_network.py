@@ -1,10 +1,14 @@
-"""A network between CPU processes that is as bad as a network may be: late, and in any order.
+"""Emulated network between CPU processes, with the weakest ordering that NVSHMEM and rocSHMEM allow.
 
-What a rank puts is taken from its memory when it is delivered, not when it is put: in pieces, after random delays, in
-random order, as far as the rules of NVSHMEM and rocSHMEM allow: a signal comes after the data of its own put and in no
-other order; ``fence`` keeps what was put before it ahead of what is put after it, for each peer; ``quiet`` returns when
-all has been delivered. An operator that relies on more than these rules fails on it, sooner or later. The order is that
-of ``TDKERNELS_NETWORK_SEED``, else 0, and of ``reseed``.
+The data of a put is read from the sender's memory at delivery, not at the call. It is delivered in pieces, after random
+delays and in random order, subject to three rules:
+
+- A signal is delivered after the data of its own put. It has no order relative to other puts.
+- ``fence`` orders earlier puts before later puts to the same peer.
+- ``quiet`` returns when everything has been delivered.
+
+An operator that relies on more than these rules eventually fails. The seed of the random order is set by
+``TDKERNELS_NETWORK_SEED`` (default 0) and ``reseed``.
 """
 
 import ctypes
@@ -12,29 +16,31 @@ import os
 import random
 import threading
 import time
+from collections.abc import Sequence
 from itertools import pairwise
 
 VARIABLE = "TDKERNELS_NETWORK_SEED"
-_PIECES = 3  # a put comes in up to so many
-_LONGEST_S = 0.002  # from one delivery to the next
+_PIECES = 3  # maximum number of pieces of a put
+_LONGEST_S = 0.002  # maximum time between two deliveries
 _WORD = 8
 
-_live: list = []  # of this process, as long as they are open
+_live: list = []  # the open networks of this process
 
 
 class EmulatedNetwork:
-    """One rank's way to its peers; delivers on a thread of its own.
+    """Network interface of one rank. It delivers on its own thread.
 
     Args:
-        rank: ours
-        bases: where each rank's part of a symmetric buffer is mapped here, [W]
+        rank: This rank.
+        bases: The address at which each rank's memory of a symmetric buffer is mapped in this process, [W].
     """
 
-    def __init__(self, rank, bases):
+    def __init__(self, rank: int, bases: Sequence[int]):
         self.rank = rank
         self._bases = bases
         self._random = random.Random(f"{_seed()}/{rank}")
-        self._pending = {peer: [[]] for peer in range(len(bases))}  # for each peer, what lies between two fences
+        # For each peer, the messages in groups that are separated by fences.
+        self._pending: dict[int, list[list[_Message]]] = {peer: [[]] for peer in range(len(bases))}
         self._left = 0
         self._changed = threading.Condition()
         self._closing = False
@@ -42,8 +48,19 @@ class EmulatedNetwork:
         self._thread.start()
         _live.append(self)
 
-    def put(self, dst, src, num_bytes, peer, signal=None, value=0):
-        """Copy to where ``peer`` keeps what we keep at address dst; then set the word at address ``signal``, if any."""
+    def put(
+        self, dst: int, src: int, num_bytes: int, peer: int, signal: int | None = None, value: int = 0
+    ) -> None:
+        """Copy to the memory of ``peer``, then set a signal word there, if any.
+
+        Args:
+            dst: The address in this rank's symmetric buffer that corresponds to the destination.
+            src: The address of the data.
+            num_bytes: The number of bytes.
+            peer: The destination rank.
+            signal: The address in this rank's symmetric buffer that corresponds to the signal word, or None.
+            value: The value of the signal.
+        """
         offset = self._bases[peer] - self._bases[self.rank]
         with self._changed:
             cuts = [self._random.randrange(num_bytes + 1) // _WORD * _WORD for _ in range(_PIECES - 1)]
@@ -51,28 +68,29 @@ class EmulatedNetwork:
         copies = [(dst + offset + first, src + first, last - first) for first, last in pairwise(cuts)]
         self._add(peer, _Message(copies, None if signal is None else (signal + offset, value)))
 
-    def set_signal(self, signal, value, peer):
-        """Set the word that ``peer`` keeps where we keep ``signal``."""
+    def set_signal(self, signal: int, value: int, peer: int) -> None:
+        """Set the word of ``peer`` that corresponds to address ``signal`` in this rank's symmetric buffer."""
         self._add(peer, _Message([], (signal + self._bases[peer] - self._bases[self.rank], value)))
 
-    def fence(self):
-        """Deliver nothing that comes after before what has come so far, to the same peer."""
+    def fence(self) -> None:
+        """Order all earlier messages before all later ones to the same peer."""
         with self._changed:
             for groups in self._pending.values():
                 if groups[-1]:
                     groups.append([])
 
-    def quiet(self):
+    def quiet(self) -> None:
         """Return when everything has been delivered."""
         with self._changed:
             self._changed.wait_for(lambda: not self._left)
 
-    def reseed(self, seed):
+    def reseed(self, seed: object) -> None:
+        """Restart the random order with a seed."""
         with self._changed:
             self._random = random.Random(f"{seed}/{self.rank}")
 
-    def close(self):
-        """Deliver what is left and stop."""
+    def close(self) -> None:
+        """Deliver all pending messages and stop."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -92,14 +110,14 @@ class EmulatedNetwork:
                 self._changed.wait_for(lambda: self._left or self._closing)
                 if not self._left:
                     return
-                pause = 0.0 if self._closing else self._random.random() ** 4 * _LONGEST_S  # most are short
+                pause = 0.0 if self._closing else self._random.random() ** 4 * _LONGEST_S  # most delays are short
             time.sleep(pause)
             with self._changed:
                 self._deliver_one()
                 self._changed.notify_all()
 
     def _deliver_one(self):
-        """A piece of any message before the next fence of any peer."""
+        """Deliver a piece of a random message, among those before the next fence of each peer."""
         groups = self._random.choice([groups for groups in self._pending.values() if groups[0]])
         message = self._random.choice(groups[0])
         if message.deliver_one(self._random):
@@ -110,14 +128,14 @@ class EmulatedNetwork:
 
 
 class _Message:
-    """A put: copies in any order, then the signal."""
+    """A put: copies in any order, followed by the signal."""
 
     def __init__(self, copies, signal):
         self._copies = copies
         self._signal = signal
 
     def deliver_one(self, order):
-        """Deliver a piece; whether it was the last."""
+        """Deliver a piece, and return whether it was the last."""
         if self._copies:
             ctypes.memmove(*self._copies.pop(order.randrange(len(self._copies))))
         elif self._signal is not None:
@@ -127,8 +145,8 @@ class _Message:
         return not self._copies and self._signal is None
 
 
-def reseed(seed):
-    """Begin the random order of every network of this process anew."""
+def reseed(seed: object) -> None:
+    """Restart the random order of every network of this process with a seed."""
     for network in _live:
         network.reseed(seed)
 

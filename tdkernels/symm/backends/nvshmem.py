@@ -1,7 +1,8 @@
-"""NVSHMEM, by way of nvshmem4py: what reaches the GPUs of other nodes.
+"""NVSHMEM runtime for transfers to GPUs of other nodes, through nvshmem4py.
 
-It is initialised once a process, for all ranks of ``torch.distributed``, by a unique id that goes through their store;
-or adopted as it is, where the program has initialised it before. Needs ``pip install 'tdkernels[nvshmem]'``.
+NVSHMEM is initialized once per process, for all ranks of ``torch.distributed``. The ranks exchange its unique id
+through their store. If the program has initialized NVSHMEM before, that instance is used. Install it with
+``pip install 'tdkernels[nvshmem]'``.
 """
 
 import atexit
@@ -11,6 +12,7 @@ import importlib.util
 import json
 import os
 import re
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -21,18 +23,22 @@ from tdkernels.symm.timeout import shorter_timeout
 
 MIN_VERSION = (3, 4)
 _INSTALL = "install the package nvshmem4py-cu13 (pip install 'tdkernels[nvshmem]') with an NVSHMEM of 3.4 or newer"
-_INITIALIZED = 2  # NVSHMEM_STATUS_IS_INITIALIZED; more is initialised further
+_INITIALIZED = 2  # NVSHMEM_STATUS_IS_INITIALIZED; higher values include it
 _EXIT_TIMEOUT_S = 5.0
 
 _runtime = None
 
 
-def start(device, heap_bytes):
-    """The runtime of this process on its GPU; collective over the world the first time.
+def start(device: torch.device, heap_bytes: int) -> "Runtime":
+    """Return the runtime of this process. The first call initializes it and is collective over the world.
+
+    Args:
+        device: The GPU of this process.
+        heap_bytes: The size of the symmetric memory that will be allocated, in bytes.
 
     Raises:
-        ImportError: when nvshmem4py or a library of NVSHMEM is missing or too old
-        RuntimeError: when not all ranks of the world come to this call
+        ImportError: If nvshmem4py or the NVSHMEM library is missing or too old.
+        RuntimeError: If a rank of the world does not make this call within the timeout.
     """
     global _runtime
     if _runtime is None:
@@ -41,11 +47,18 @@ def start(device, heap_bytes):
 
 
 class Runtime:
-    """NVSHMEM in this process. ``pe`` and ``num_pes`` are its number for us and how many of us it knows."""
+    """NVSHMEM in this process.
+
+    Attributes:
+        pe: The PE number of this process.
+        num_pes: The number of PEs.
+        version: The version of the library.
+        owned: Whether this library has initialized NVSHMEM and must finalize it.
+    """
 
     name = "NVSHMEM"
 
-    def __init__(self, device, heap_bytes):
+    def __init__(self, device: torch.device, heap_bytes: int):
         self._core, self._bindings = _modules()
         self.version = _checked_version(self._core)
         self._library = device_library(torch.cuda.get_device_capability(device))
@@ -58,9 +71,9 @@ class Runtime:
     def _init(self, device, heap_bytes):
         from cuda.core import Device
 
-        # NVLink multicast is not needed, and not every host may use it.
+        # NVLink multicast is not needed, and is not available on every host.
         os.environ.setdefault("NVSHMEM_DISABLE_NVLS", "1")
-        # Where the heap does not grow by itself it must have room for what we take of it at once.
+        # If the heap cannot grow, it must have room for the initial allocation.
         os.environ.setdefault("NVSHMEM_SYMMETRIC_SIZE", str(heap_bytes + (64 << 20)))
         rank = dist.get_rank()
         uid = self._core.get_unique_id(empty=rank != 0)
@@ -70,7 +83,7 @@ class Runtime:
         except PeerTimeoutError as error:
             raise RuntimeError(
                 "NVSHMEM is initialised by all ranks of torch.distributed together, when the first group across nodes "
-                f"is used, and rank {error.peer} did not come: let every rank call an operator on such a group"
+                f"is used, and rank {error.peer} did not take part: let every rank call an operator on such a group"
             ) from error
         uid._data.view("u1")[:] = list(bytes.fromhex(texts[0]))
         gpu = Device(device.index)
@@ -78,36 +91,37 @@ class Runtime:
         self._core.init(device=gpu, uid=uid, rank=rank, nranks=dist.get_world_size(), initializer_method="uid")
         atexit.register(self.finalize)
 
-    def malloc(self, nbytes):
-        """The address of ``nbytes`` on each of the library's processes; collective over all of them."""
+    def malloc(self, nbytes: int) -> int:
+        """Allocate ``nbytes`` on all PEs and return the address in this process. Collective over all PEs."""
         address = self._bindings.malloc(nbytes)
         if not address:
             raise MemoryError(f"NVSHMEM has no {nbytes >> 20} MiB of symmetric memory; see NVSHMEM_SYMMETRIC_SIZE")
         return address
 
-    def free(self, address):
-        """Collective, as ``malloc``."""
+    def free(self, address: int) -> None:
+        """Free an allocation. Collective over all PEs."""
         self._bindings.free(address)
 
-    def peer_address(self, address, pe):
-        """Where we reach what ``pe`` has at our address; 0 if we do not."""
+    def peer_address(self, address: int, pe: int) -> int:
+        """Return where the memory of ``pe`` at a symmetric address is mapped in this process, or 0 if it is not."""
         return self._bindings.ptr(address, pe) or 0
 
-    def barrier(self):
+    def barrier(self) -> None:
+        """Wait for all PEs."""
         self._bindings.barrier_all()
 
-    def init_module(self, module):
-        """Make a loaded module (a CUmodule) with the device library in it know the library's state."""
+    def init_module(self, module: int) -> None:
+        """Initialize the device library that is linked into a loaded module (a CUmodule)."""
         self._bindings.cumodule_init(module)
 
-    def device_library(self):
-        """{name: path} of what kernels are linked with."""
+    def device_library(self) -> dict[str, str]:
+        """Return {name: path} of the libraries that kernels are linked with."""
         return {"nvshmem": self._library}
 
-    def finalize(self):
-        """Shut the library down, if it is ours and all ranks of the world end; else leave it to the system.
+    def finalize(self) -> None:
+        """Finalize NVSHMEM if this library has initialized it and all ranks of the world end.
 
-        It waits for everybody, and a rank that has died must not keep the others from ending.
+        Finalization waits for all PEs. If a rank has died, it is skipped, so that the other ranks can end.
         """
         if not self.owned:
             return
@@ -117,21 +131,21 @@ class Runtime:
                 self._world.exchange("NVSHMEM", json.dumps("end"))
             torch.cuda.synchronize()
             self._core.finalize()
-        except Exception:  # a rank or its store has gone: there is nobody to finalise with
+        except Exception:  # a rank or the store is gone, so finalization would not return
             return
 
 
-def installed_version():
-    """The version of NVSHMEM's library, as text; initialises nothing.
+def installed_version() -> str:
+    """Return the version of the NVSHMEM library without initializing it.
 
     Raises:
-        ImportError
+        ImportError: If nvshmem4py or the library is missing or too old.
     """
     return _checked_version(_modules()[0])
 
 
 def _modules():
-    """nvshmem.core and nvshmem.bindings."""
+    """Import nvshmem.core and nvshmem.bindings."""
     try:
         return importlib.import_module("nvshmem.core"), importlib.import_module("nvshmem.bindings")
     except (ImportError, RuntimeError, OSError) as error:
@@ -139,20 +153,20 @@ def _modules():
 
 
 def _checked_version(core):
-    """The version of the library, as text."""
+    """Return the version of the library, or raise ImportError if it does not load or is too old."""
     try:
         version = str(core.get_version().libnvshmem_version)
-    except Exception as error:  # of the loader's own kinds
+    except Exception as error:  # nvshmem4py's loader has its own exception types
         raise ImportError(f"NVSHMEM's library does not load ({error}): {_INSTALL}") from error
     if tuple(int(n) for n in re.findall(r"\d+", version)[:2]) < MIN_VERSION:
         raise ImportError(f"NVSHMEM {version} is too old: {_INSTALL}")
     return version
 
 
-def device_library(capability, folders=None):
-    """The path of the device functions as bitcode, for a GPU of this capability.
+def device_library(capability: tuple[int, int], folders: Iterable[str] | None = None) -> str:
+    """Return the path of NVSHMEM's device library (bitcode) for a GPU with this compute capability.
 
-    NVSHMEM has one file for all up to 3.4, and since then one for each architecture.
+    Up to version 3.4, NVSHMEM has one file for all architectures. Later versions have one for each architecture.
     """
     own = f"libnvshmem_device_sm_{capability[0]}{capability[1]}.bc"
     for folder in _folders() if folders is None else folders:
@@ -160,11 +174,11 @@ def device_library(capability, folders=None):
             path = os.path.join(folder, name)
             if os.path.isfile(path):
                 return path
-    raise ImportError(f"NVSHMEM's device library ({own} or libnvshmem_device.bc) is not to be found: {_INSTALL}")
+    raise ImportError(f"NVSHMEM's device library ({own} or libnvshmem_device.bc) was not found: {_INSTALL}")
 
 
 def _folders():
-    """Where NVSHMEM's libraries may lie."""
+    """Yield the folders that may contain NVSHMEM's libraries."""
     home = os.environ.get("NVSHMEM_HOME")
     if home:
         yield os.path.join(home, "lib")

@@ -1,13 +1,15 @@
-"""rocSHMEM as the transport between AMD GPUs of several hosts: started once a process, ended when it exits.
+"""rocSHMEM runtime for transfers between AMD GPUs of several hosts.
 
-``start`` makes the runtime of this process, on all ranks together; ``RocshmemRuntime`` is what symmetric memory is made
-of. Nothing here has run on AMD hardware: the tests run it against a stand-in for the library (docs/rocshmem.md).
+``start`` initializes rocSHMEM once per process, collectively, and returns a ``RocshmemRuntime``, which allocates
+symmetric memory. rocSHMEM is finalized when the process exits. Nothing here has run on AMD hardware: the tests run it
+against a stand-in for the library (docs/guides/rocshmem.md).
 """
 
 import atexit
 import json
 import sys
 import threading
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -15,14 +17,20 @@ from tdkernels.lang import rocshmem_library
 from tdkernels.lang.rocshmem_library import UNIQUE_ID_BYTES, RocshmemError
 
 _lock = threading.Lock()
-_runtime = None  # of this process, also when it has been finalized
+_runtime = None  # the runtime of this process, also after it was finalized
 
 
 class RocshmemRuntime:
-    """rocSHMEM in this process. Made by ``start``.
+    """rocSHMEM in this process, from ``start``.
 
-    ``pe``, ``num_pes`` and ``version`` are plain attributes. Methods that are collective are so over all PEs, in the
-    same order, with the same arguments.
+    All PEs must call a collective method in the same order and with the same arguments.
+
+    Attributes:
+        rank: This process's rank in the world.
+        world_size: The number of ranks.
+        pe: The PE number of this process.
+        num_pes: The number of PEs, equal to ``world_size``.
+        version: The version of the library.
     """
 
     name = "rocSHMEM"
@@ -32,25 +40,25 @@ class RocshmemRuntime:
         self.pe, self.num_pes = pes[rank], len(pes)
         self.version = library.version
         self._library, self._pes, self._owned = library, pes, owned
-        self._allocated = {}  # bytes by address
+        self._allocated = {}  # {address: bytes}
         self._alive = True
 
-    def pe_of(self, rank):
-        """The PE that rank ``rank`` of the world is."""
+    def pe_of(self, rank: int) -> int:
+        """Return the PE number of a rank of the world."""
         if not isinstance(rank, int) or not 0 <= rank < self.world_size:
             raise ValueError(f"rank: expected one of the world's {self.world_size} ranks, not {rank!r}")
         return self._pes[rank]
 
-    def malloc(self, nbytes):
-        """The address of ``nbytes`` bytes on every PE, not zeroed; collective.
+    def malloc(self, nbytes: int) -> int:
+        """Allocate ``nbytes`` bytes on every PE, not zeroed, and return the address in this process. Collective.
 
         Raises:
-            RocshmemError: when the symmetric heap, whose size is fixed when rocSHMEM starts, has no room
+            RocshmemError: If the symmetric heap is full. Its size is fixed when rocSHMEM starts.
         """
         self._check_alive("malloc")
         if not isinstance(nbytes, int) or nbytes <= 0:
             raise ValueError(f"nbytes must be a positive integer, not {nbytes!r}")
-        _synchronize()  # the library's own barrier is a kernel, which must not wait for others of this process
+        _synchronize()  # the library's barrier is a kernel, which must not wait for other kernels of this process
         address = self._library.malloc(nbytes)
         if not address:
             held = sum(self._allocated.values())
@@ -61,8 +69,8 @@ class RocshmemRuntime:
         self._allocated[address] = nbytes
         return address
 
-    def free(self, address):
-        """Give the memory at ``address`` back; collective. After ``finalize`` it does nothing: all was given back."""
+    def free(self, address: int) -> None:
+        """Free an allocation. Collective. After ``finalize``, which frees all memory, it does nothing."""
         if not self._alive:
             return
         if address not in self._allocated:
@@ -71,49 +79,60 @@ class RocshmemRuntime:
         del self._allocated[address]
         self._library.free(address)
 
-    def peer_address(self, address, pe):
-        """Where this process reaches what ``pe`` has at ``address``, or 0 when it does not, as on another host."""
+    def peer_address(self, address: int, pe: int) -> int:
+        """Return where the memory of ``pe`` at ``address`` is mapped in this process, or 0 if it is on another host."""
         self._check_alive("peer_address")
         return address if self._checked_pe(pe) == self.pe else self._library.ptr(address, pe)
 
-    def barrier(self):
-        """Return when every PE has come here and its device has done all the work enqueued before; collective."""
+    def barrier(self) -> None:
+        """Return when every PE has called this and its device has finished all work enqueued before. Collective."""
         self._check_alive("barrier")
         _synchronize()
         self._library.barrier_all()
 
-    def put_on_stream(self, dst, src, nbytes, pe, stream):
-        """Copy ``nbytes`` bytes at ``src`` to ``dst`` of PE ``pe``, in the order of a stream, given as an integer.
+    def put_on_stream(self, dst: int, src: int, nbytes: int, pe: int, stream: int) -> None:
+        """Copy ``nbytes`` bytes at ``src`` to ``dst`` of PE ``pe``, in the order of a stream.
 
-        Both are addresses of symmetric memory in this process: rocSHMEM asks it of the source too. When the stream has
-        passed, the bytes are there. One workgroup moves them, so this is no way to move many on one host.
+        When the stream has passed the copy, the data has arrived. One workgroup performs the copy, so it is slow for
+        large sizes on one host.
+
+        Args:
+            dst: The destination as an address of symmetric memory in this process.
+            src: The source. rocSHMEM requires that it is in symmetric memory too.
+            nbytes: The number of bytes.
+            pe: The destination PE.
+            stream: The handle of the HIP stream as an integer.
         """
         self._check_alive("put_on_stream")
         self._library.putmem_on_stream(*self._checked_transfer(dst, src, nbytes, pe, stream))
 
-    def get_on_stream(self, dst, src, nbytes, pe, stream):
-        """Copy ``nbytes`` bytes at ``src`` of PE ``pe`` to ``dst``; otherwise as ``put_on_stream``."""
+    def get_on_stream(self, dst: int, src: int, nbytes: int, pe: int, stream: int) -> None:
+        """Copy ``nbytes`` bytes at ``src`` of PE ``pe`` to ``dst``. Otherwise it is like ``put_on_stream``."""
         self._check_alive("get_on_stream")
         self._library.getmem_on_stream(*self._checked_transfer(dst, src, nbytes, pe, stream))
 
-    def init_module(self, module, stream=0):
-        """Make a loaded module of kernels ready to use the words of ``tdkernels.lang.rocshmem``; local.
+    def init_module(self, module: int, stream: int = 0) -> None:
+        """Initialize rocSHMEM's device variables in a loaded module. It is a local operation.
 
-        A module has a copy of rocSHMEM's device variables of its own, which the library fills. Once for each module,
-        before its first launch. ``module`` is a hipModule_t as an integer: the ``module`` of a CompiledKernel.
+        Each module has its own copy of these variables. Call this once for each module whose kernels use the primitives
+        of ``tdkernels.lang.rocshmem``, before its first launch.
+
+        Args:
+            module: A hipModule_t as an integer: the ``module`` of a CompiledKernel.
+            stream: The handle of a HIP stream as an integer.
         """
         self._check_alive("init_module")
         self._library.hipmodule_init(module, stream)
-        _synchronize()  # for stream 0 the library takes another one
+        _synchronize()  # if ``stream`` is 0, the library uses another stream
 
-    def finalize(self):
-        """End rocSHMEM and give all its memory back; collective. Later calls do nothing.
+    def finalize(self) -> None:
+        """Finalize rocSHMEM and free all its memory. Collective. Later calls do nothing.
 
-        Where the program had started rocSHMEM, it goes on: then the memory is given back, and that is all.
+        If the program itself has started rocSHMEM, this only frees the memory.
         """
         if not self._alive:
             return
-        self.barrier()  # a peer may still read what we have
+        self.barrier()  # a peer may still read this rank's memory
         if not self._owned:
             for address in list(self._allocated):
                 self.free(address)
@@ -126,15 +145,15 @@ class RocshmemRuntime:
             self._library.finalize()
 
     def _end_at_exit(self):
-        """``finalize`` without its barrier: a peer that is gone would let this process wait for ever."""
-        # A process that dies of an exception leaves in the middle of something; its driver cleans up.
+        """Finalize without the barrier of ``finalize``, which would never return if a peer has died."""
+        # After an unhandled exception, communication may be unfinished. The driver cleans up.
         if not self._alive or getattr(sys, "last_type", None) is not None:
             return
         try:
             _synchronize()
             self._end()
-        except Exception as err:  # an exception here has no one to catch it
-            print(f"tdkernels: rocSHMEM was not ended in order: {err}", file=sys.stderr)
+        except Exception as err:  # nothing catches an exception of an atexit handler
+            print(f"tdkernels: rocSHMEM was not finalized: {err}", file=sys.stderr)
 
     def _check_alive(self, method):
         if not self._alive:
@@ -155,23 +174,21 @@ class RocshmemRuntime:
         return dst, src, nbytes, self._checked_pe(pe), stream
 
 
-def start(rank, world_size, exchange):
-    """The runtime of this process; the first call is collective over the world and starts rocSHMEM.
+def start(rank: int, world_size: int, exchange: Callable[[str], Sequence[str]]) -> RocshmemRuntime:
+    """Return the runtime of this process. The first call starts rocSHMEM and is collective over the world.
 
-    Where the program has started it, on all ranks and with as many PEs as there are ranks, that one is taken. The
-    device of this process must be the current one. rocSHMEM itself waits for late ranks for
-    ROCSHMEM_BOOTSTRAP_TIMEOUT seconds, 5 by default.
+    If the program has already started rocSHMEM on all ranks, with one PE for each rank, that instance is used. The
+    current device must be that of this process. rocSHMEM itself waits for late ranks for ROCSHMEM_BOOTSTRAP_TIMEOUT
+    seconds, 5 by default.
 
     Args:
-        rank, world_size: of this process in the world
-        exchange: called with a text on every rank, returns the list of all ranks' texts, by rank
-
-    Returns:
-        RocshmemRuntime
+        rank: This process's rank in the world.
+        world_size: The number of ranks of the world.
+        exchange: A collective function that takes a text of this rank and returns the texts of all ranks, by rank.
 
     Raises:
-        RocshmemError: on all ranks, when rocSHMEM is missing or does not start on one of them
-        ValueError
+        RocshmemError: On all ranks, if rocSHMEM is missing or does not start on one of them.
+        ValueError: If the rank is out of range or differs from that of an earlier call.
     """
     global _runtime
     if not 0 <= rank < world_size:
@@ -196,7 +213,7 @@ def _start(rank, world_size, exchange):
         offer = {"version": library.version, "path": library.path, "pe": library.my_pe(), "pes": library.n_pes()}
         if rank == 0 and offer["pes"] < 1:
             offer["unique_id"] = library.get_uniqueid().hex()
-    except Exception as err:  # the others have to hear of it
+    except Exception as err:  # sent to the other ranks
         offer = {"error": str(err)}
     offers = _exchanged(exchange, offer, world_size)
     adopted = _agreed(offers)
@@ -224,7 +241,7 @@ def _exchanged(exchange, fields, world_size):
 
 
 def _agreed(offers):
-    """Whether rocSHMEM is running already; every rank comes to the same answer, or the same error."""
+    """Return whether rocSHMEM is already running. All ranks get the same result, or raise the same error."""
     _raise_errors(offers)
     versions = [offer["version"] for offer in offers]
     if len(set(versions)) > 1:
@@ -243,7 +260,7 @@ def _agreed(offers):
 
 
 def _check_pes(pes, counts):
-    """Each rank must be a PE of its own, and there must be no others: allocation is collective over all PEs."""
+    """Check that the ranks are exactly the PEs. Allocation is collective over all PEs."""
     if any(count != len(pes) for count in counts) or sorted(pes) != list(range(len(pes))):
         found = [f"PE {pe} of {count}" for pe, count in zip(pes, counts)]
         raise RocshmemError(f"the {len(pes)} ranks of the world are not the PEs of one rocSHMEM: {_by_rank(found)}")
@@ -261,7 +278,7 @@ def _by_rank(values):
 
 
 def _make_device_current():
-    """rocSHMEM takes the device that is current; torch makes it so as late as it can."""
+    """Make torch set the current device, which it does lazily. rocSHMEM uses the current device."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
