@@ -1,1 +1,1 @@
-"""Mixture-of-experts operators: expert parallelism and tensor-parallel experts."""
+"""Mixture-of-experts operators: expert parallelism, tensor-parallel experts and grouped GEMM."""

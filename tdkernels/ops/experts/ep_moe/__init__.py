@@ -1,1 +1,1 @@
-"""A layer of experts that are divided between the ranks."""
+"""Expert-parallel mixture of experts: every rank has some of the experts."""

@@ -1,6 +1,7 @@
-"""How ep_moe runs, and how it comes to that where it is not told."""
+"""Config of ep_moe, and its selection for calls without a config."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from tdkernels.ops.common.multinode import spans_nodes
 from tdkernels.ops.common.tunable_base import select
@@ -13,26 +14,37 @@ from tdkernels.ops.experts.dispatch.token_buckets import bucket, tokens_of
 from tdkernels.ops.experts.dispatch.torch_backend import routing_by_torch
 from tdkernels.ops.experts.grouped_gemm.config import GroupGemmConfig
 
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+    from tdkernels.ops.experts.dispatch.counted import CountedRouting
+    from tdkernels.ops.experts.dispatch.request import DispatchRequest
+
 
 @dataclass(frozen=True)
 class EpMoeConfig:
-    """How ``ep_moe`` runs; None takes the best config known of the part, see tdkernels.autotune.
+    """Config of ``ep_moe``.
+
+    If ``ep`` or ``gemm`` is None, the best known config of that part is selected (see tdkernels.autotune).
 
     Attributes:
-        ep: the ways there and back, see ``EpConfig``; the same on all ranks
-        gemm: both products, see ``GroupGemmConfig``
-        method: "fused": products overlap the ways there and back, see ``ep_moe_fused``; of the parts' configs it takes
-            the tiles of ``gemm`` alone; "sequence": one step after the other, which sends fewer bytes where tokens have
-            several experts on a rank; "torch": the sequence by torch's collectives and torch's grouped product, the
-            latter where it has one; "": the sequence. The same on all ranks. torch.compile sees the sequence always
+        ep: Config of dispatch and combine, see ``EpConfig``. It must be the same on all ranks.
+        gemm: Config of both GEMMs, see ``GroupGemmConfig``.
+        method: Must be the same on all ranks. torch.compile always uses "sequence".
+
+            - "fused": The GEMMs overlap the communication. Of ``ep`` and ``gemm`` only the tiles of ``gemm`` are used.
+            - "sequence" or "": Dispatch, GEMMs and combine run one after the other. This sends fewer bytes if tokens
+              have several experts on one rank.
+            - "torch": The sequence with torch's collectives, and with torch's grouped GEMM if it supports the operands.
     """
 
     ep: EpConfig | None = None
     gemm: GroupGemmConfig | None = None
     method: str = ""
 
-    def illegal(self, device, dtype):
-        """Why this config cannot run on a device with a dtype; None when it can."""
+    def illegal(self, device: "torch.device", dtype: "torch.dtype") -> str | None:
+        """Return why this config cannot run with a device and a dtype, or None if it can."""
         if self.method not in ("", "fused", "sequence", "torch"):
             return f'method must be "fused", "sequence", "torch" or "", not {self.method!r}'
         if self.method == "torch" and (self.ep, self.gemm) != (None, None):
@@ -44,14 +56,14 @@ class EpMoeConfig:
             if part is None:
                 continue
             if not isinstance(part, kind):
-                return f"{name} must be of {kind.__name__} or None, not of {type(part).__name__}"
+                return f"{name} must be {kind.__name__} or None, not {type(part).__name__}"
             reason = part.illegal(device, dtype)
             if reason is not None:
                 return f"{name}: {reason}"
         return None
 
-    def parts(self, x):
-        """(ep, gemm) of a call with tokens x, each None if it is to be chosen."""
+    def parts(self, x: "torch.Tensor") -> tuple[EpConfig | None, GroupGemmConfig | None]:
+        """Return (ep, gemm) for a call with tokens x. None means that the part selects its own config."""
         if self.method != "torch":
             return self.ep, self.gemm
         gemm = GroupGemmConfig(method="torch")
@@ -61,11 +73,15 @@ class EpMoeConfig:
 SEQUENCE = EpMoeConfig(method="sequence")
 
 
-def layout_of(quantize, max_tokens, max_tokens_per_rank, choices, group):
-    """The layout by which the config of a call without one is looked up; None: the sequence, whatever is known.
+def layout_of(
+    quantize: str | None, max_tokens: int | None, max_tokens_per_rank: int | None, choices: int,
+    group: "dist.ProcessGroup",
+) -> str | None:
+    """Return the layout of the tuning problem of a call without a config, or None if it must use the sequence.
 
-    With ``max_tokens`` the overlapping layer needs room for all choices of any rank and for all tokens that any rank
-    could stage, which the sequence need not have. Nobody knows the tokens of others; a bound on them all know.
+    With ``max_tokens``, the fused method needs capacity for all assignments of any rank and for all tokens that any
+    rank may stage; the sequence does not. A rank does not know the number of tokens of its peers, so fused needs
+    ``max_tokens_per_rank`` as a bound that all ranks know.
     """
     ranks = group.size()
     if quantize is not None or ranks == 1 or spans_nodes(group):
@@ -76,11 +92,16 @@ def layout_of(quantize, max_tokens, max_tokens_per_rank, choices, group):
     return "bounded" if fits else None
 
 
-def choose_config(layout, request, w_down):
-    """(the EpMoeConfig that the group has chosen, the CountedRouting of the tokens or None) of a call of a layout.
+def choose_config(
+    layout: str, request: Any, w_down: "torch.Tensor",
+) -> "tuple[EpMoeConfig, CountedRouting | None]":
+    """Select the EpMoeConfig of a call for a DispatchRequest, the same on all ranks.
 
-    Collective at the first call with a problem. How many tokens there are all ranks know by the bound, or else when
-    they are counted; so they are then, as the first step of either method does.
+    The first call with a problem is collective. The problem has the number of tokens of all ranks. With layout
+    "bounded" it is computed from the bound. With "exact" the tokens are counted here; both methods start with that.
+
+    Returns:
+        (config, routing). ``routing`` is the CountedRouting of the tokens, or None if they were not counted.
     """
     x, num_experts, k = request.x, request.num_experts, request.ids.shape[1]
     (hidden, inner), counted = w_down.shape[1:], None
@@ -102,8 +123,8 @@ def choose_config(layout, request, w_down):
     return select("ep_moe", x, request.group, call, describe).config, counted
 
 
-def handle_for(config, counted, request):
-    """The EpHandle by which the tokens of a CountedRouting go, if not to be multiplied as they come."""
+def handle_for(config: EpMoeConfig, counted: "CountedRouting", request: "DispatchRequest") -> EpHandle:
+    """Return the EpHandle with which the sequence dispatches the tokens of a CountedRouting."""
     if config.method == "torch":
         return EpHandle(routing_by_torch(counted, request.ids, config.parts(request.x)[0]), None)
     return EpHandle(settle(counted, request), None)

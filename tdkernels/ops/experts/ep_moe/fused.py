@@ -1,17 +1,20 @@
-"""ep_moe with its products hidden behind the ways there and back: two launches forward, two and the weights' backward.
+"""The "fused" method of ep_moe: GEMMs that overlap dispatch and combine.
 
-    forward     rows = tokens to their experts, multiplied by w_gate_up as they come: ``ep_dispatch_gemm_kernel``
-                y    = their hidden states times w_down, brought to the tokens' ranks and added up there:
-                       ``ep_gemm_combine_kernel``
-    backward    the same two, of dy with w_down transposed, and of what comes of it with w_gate_up transposed; a weight
-                of a choice gets the product of its row's gradient with its hidden state, which goes back with dx
+    forward     dispatch + gate-up GEMM: tokens are multiplied by w_gate_up as they arrive: ``ep_dispatch_gemm_kernel``
+                down GEMM + combine: products with w_down are stored at the tokens' ranks and summed there:
+                ``ep_gemm_combine_kernel``
+    backward    the same two launches: dy with the transposed w_down, then the gradient of SwiGLU's input with the
+                transposed w_gate_up; and the weight gradients, which are local. The gradient of a routing weight is
+                the dot product of its row's unweighted gradient with its hidden state. It is sent back with dx
 
-A token crosses the wire once for each of its experts, both ways. What is kept for the backward are the rows, what
-SwiGLU is of, the hidden states, and where each row came from.
+A token is sent once for each of its experts, in both directions. The backward needs the received rows, the input of
+SwiGLU, the hidden states, and the origin of each row.
 
-With max_tokens there is room for that many rows, and for as many choices of a rank's own tokens, or with
-max_tokens_per_rank for those of that many tokens. Only rows that come take time.
+With ``max_tokens`` there is memory for that many received rows and for as many assignments of a rank's own tokens. With
+``max_tokens_per_rank`` there is memory for the assignments of that many tokens. Only rows that are received take time.
 """
+
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -29,20 +32,27 @@ from tdkernels.ops.experts.grouped_gemm.dispatch import weight_gradient
 from tdkernels.runtime import autograd
 from tdkernels.symm.whole_call import whole_call
 
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
-def why_not(group, quantize):
-    """Why the fused kernels cannot take a call; None when they can."""
+    from tdkernels.ops.experts.dispatch.request import DispatchRequest
+    from tdkernels.ops.experts.ep_moe.config import EpMoeConfig
+
+
+def why_not(group: "dist.ProcessGroup", quantize: str | None) -> str | None:
+    """Return why the fused kernels do not support a call, or None if they do."""
     if spans_nodes(group):
-        return "rows go straight to experts of the same node only"
+        return "it needs all ranks on one node"
     if quantize is not None:
-        return "rows are multiplied as they come, and codes are not"
+        return "it cannot multiply quantized tokens"
     return None
 
 
 def _rows_of_expert(routing, experts):
-    """About how many rows an expert has: its share of those that come, or of those that there is room for.
+    """Estimate the rows per expert: an equal share of the received rows, or of the capacity.
 
-    With a bound on the tokens there is room for more than can come to all ranks: then its share of all choices.
+    With max_tokens_per_rank the capacity of all ranks together is more than they can receive. Then it is the share of
+    all assignments.
     """
     shape = routing.shape
     if shape.max_tokens_per_rank is None:
@@ -52,7 +62,7 @@ def _rows_of_expert(routing, experts):
 
 
 def _tiles(config, rows, n, x):
-    """The tile of a product of about so many ``rows`` of an expert: that of the config, or the default."""
+    """Return the tile of a GEMM with about ``rows`` rows per expert: from the config, or the default."""
     if config is not None and config.gemm is not None and config.gemm.tiles is not None:
         return config.gemm.tiles
     return default_tiles(rows, n, x.dtype, x.device)
@@ -65,14 +75,14 @@ class _EpMoe(torch.autograd.Function):
         each = _rows_of_expert(routing, w_gate_up.shape[0])
         up_tiles = _tiles(config, each, w_gate_up.shape[1], x)
         down_tiles = _tiles(config, each, w_down.shape[1], x)
-        came = launch_dispatch_gemm.launch(
+        received = launch_dispatch_gemm.launch(
             routing, order, x, weights, w_gate_up, up_tiles, activation=activation, keep=keep,
             keep_rows=keep and ctx.needs_input_grad[2],
         )
-        y, _ = launch_gemm_combine.launch(routing, came.y, w_down, came.origins, down_tiles, weights=weights)
+        y, _ = launch_gemm_combine.launch(routing, received.y, w_down, received.origins, down_tiles, weights=weights)
         if keep:
             ctx.save_for_backward(
-                w_gate_up, w_down, order, came.kept, came.pre, came.y, came.origins, came.weights
+                w_gate_up, w_down, order, received.kept, received.pre, received.y, received.origins, received.weights
             )
             ctx.routing, ctx.activation, ctx.tiles = routing, activation, (up_tiles, down_tiles)
             ctx.weights_dtype = topk_weights.dtype
@@ -91,27 +101,30 @@ def _ep_moe_backward(ctx, dy):
     need_dx, need_dweights, need_dgate_up, need_ddown = ctx.needs_input_grad[:4]
     routing, (up_tiles, down_tiles) = ctx.routing, ctx.tiles
     experts = w_down.shape[0]
-    came = launch_dispatch_gemm.launch(
+    received = launch_dispatch_gemm.launch(
         routing, order, dy, None, w_down.transpose(1, 2), down_tiles, gradient=(h, row_weights),
         keep_rows=need_ddown,
     )
     dx = dweights = dgate_up = ddown = dpre = None
     if need_dx or need_dweights or need_dgate_up:
-        dpre = grouped_gemm_launch.swiglu_backward(came.y, pre, routing.splits, ctx.activation)
+        dpre = grouped_gemm_launch.swiglu_backward(received.y, pre, routing.splits, ctx.activation)
     if need_dx or need_dweights:
         dx, dweights = launch_gemm_combine.launch(
-            routing, dpre, w_gate_up.transpose(1, 2), origins, up_tiles, dots=came.dots if need_dweights else None
+            routing, dpre, w_gate_up.transpose(1, 2), origins, up_tiles, dots=received.dots if need_dweights else None
         )
     if need_dgate_up:
         dgate_up = weight_gradient(dpre, rows, routing.splits, experts)
     if need_ddown:
-        ddown = weight_gradient(came.kept, came.weighted, routing.splits, experts)
+        ddown = weight_gradient(received.kept, received.weighted, routing.splits, experts)
     dweights = dweights.to(ctx.weights_dtype) if need_dweights else None
     return dx if need_dx else None, dweights, dgate_up, ddown
 
 
-def compile(x, w_gate_up, w_down, choices, world_size, rows, config):
-    """Compile what a call without gradients would launch for about so many ``rows`` of a rank; launches nothing."""
+def compile(
+    x: torch.Tensor, w_gate_up: torch.Tensor, w_down: torch.Tensor, choices: int, world_size: int, rows: int,
+    config: "EpMoeConfig",
+) -> None:
+    """Compile the kernels of a call without gradients that receives about ``rows`` rows on each rank."""
     if x.device.type == "cpu":
         return  # interpreted
     experts = w_gate_up.shape[0]
@@ -123,17 +136,28 @@ def compile(x, w_gate_up, w_down, choices, world_size, rows, config):
     launch_gemm_combine.compile(x.new_empty(1, w_down.shape[2]), w_down, routing, down_tiles)
 
 
-def ep_moe_fused(request, topk_weights, w_gate_up, w_down, activation, config, counted=None):
-    """y of checked operands that ``why_not`` has nothing against.
+def ep_moe_fused(
+    request: "DispatchRequest", topk_weights: torch.Tensor, w_gate_up: torch.Tensor, w_down: torch.Tensor,
+    activation: str, config: "EpMoeConfig | None", counted: Any = None,
+) -> torch.Tensor:
+    """Run ep_moe with the fused kernels, and return y.
 
     Args:
-        request: DispatchRequest; its max_tokens_per_rank goes with a max_tokens
-        config: EpMoeConfig or None
-        counted: the CountedRouting of the tokens, if they have been counted
+        request: Valid DispatchRequest for which ``why_not`` is None. If it has a max_tokens_per_rank, it also has a
+            max_tokens.
+        topk_weights: Routing weights [T, k].
+        w_gate_up: First weights of this rank's experts.
+        w_down: Second weights of this rank's experts.
+        activation: "swiglu" or "swiglu_interleaved".
+        config: EpMoeConfig or None.
+        counted: CountedRouting of the tokens, or None if they have not been counted yet.
+
+    Raises:
+        ValueError: On every rank, if this rank has more tokens than max_tokens_per_rank.
     """
     x = request.x
     if request.has_too_many_tokens:
-        with torch.no_grad():  # the peers wait for these tokens: they get none, and the error
+        with torch.no_grad():  # the peers wait for this rank, so send them no tokens and an error code
             ep_moe_fused(request.without_tokens(), topk_weights[:0], w_gate_up, w_down, activation, config)
         raise own_too_many("ep_moe", x, "tokens", request.max_tokens_per_rank)
     ep = (config.ep if config else None) or default_config(x.device)

@@ -1,20 +1,20 @@
-"""The kernel of ep_moe that sends tokens to their experts and multiplies them there, both at the same time.
+"""Kernel of ep_moe that dispatches tokens to their experts and multiplies them there, both concurrently.
 
-A program takes one piece of work after the other, by ticket. The list goes through the experts of a rank in order, the
-same on all ranks: what we send to expert 0 of every rank, ourselves included, then to expert 1, and between these the
-tiles of our own expert 0, and so on, so that sending is ``AHEAD`` experts ahead of multiplying, and half of one more. A
-row goes straight to its place among those of its expert, in memory that all ranks can write to, from where it is
-multiplied: nothing is received, sorted or copied. In return a token crosses the wire once for each of its experts, not
-once for a rank.
+Programs fetch work items from an atomic queue. The list is ordered by local expert index, the same on all ranks: the
+sends to expert 0 of every rank (including this one), then the sends to expert 1 interleaved with the tiles of this
+rank's expert 0, and so on. Sending is ``AHEAD`` and a half experts ahead of multiplying. A row is stored directly at
+its place among the rows of its expert, in symmetric memory, and is multiplied from there. There is no separate receive,
+sort or copy. In return a token is sent once for each of its experts, not once for each rank.
 
-Signal number ``source * E / W + expert`` of a half is raised by the last of the source's programs that send to that
-expert; the waiters are the tiles of the expert, and one piece at the end that waits for all (law 3: no rank is done
-with a call that another has not begun). A tile waits only for what comes before it in every rank's list (law 1).
+The last program of ``source`` that sends to an expert sets signal number ``source * E / W + expert`` of a half. The
+waiters are the tiles of the expert, and one last work item that waits for all signals (invariant 3: no rank finishes a
+call that another rank has not begun). A tile waits only for items that come earlier in the list of every rank
+(invariant 1).
 
-With a row goes where it came from (``origin``: source << 32 | choice, for the way back) and its weight.
+Each row is sent with its routing weight and its ``origin``, ``source << 32 | assignment``, which the combine needs.
 
-With ``h_ptr`` the rows that are sent are gradients of y, and what is made of them the gradients of rows h, weighted.
-Into ``kept_ptr``, if there is one, the rows are copied, for a weight's gradient: a part of the columns by each tile.
+With ``h_ptr`` the rows that are sent are gradients of y, and the outputs are the weighted gradients of rows h. With
+``kept_ptr`` the received rows are copied there for the weight gradient; each tile copies a part of the columns.
 """
 
 from typing import NamedTuple
@@ -34,12 +34,13 @@ _KEPT_COLUMNS = tl.constexpr(64)
 
 
 class Sending(NamedTuple):
-    """How rows are sent; a kernel's argument ``SENDING``.
+    """Parameters of the sends: the constexpr argument ``SENDING`` of the kernel.
 
     Args:
-        ahead: number of experts by which sending is ahead of multiplying
-        rows, columns: that a program moves at a time, powers of two
-        choices: rows of a token
+        ahead: Number of experts by which sending is ahead of multiplying.
+        rows: Rows per work item, a power of two.
+        columns: Columns that a program moves at a time, a power of two.
+        choices: Rows per token (top-k).
     """
 
     ahead: int
@@ -53,13 +54,13 @@ class Sending(NamedTuple):
 
 @td.jit
 def _blocks(count, BLOCK_ROWS: tl.constexpr):
-    """Pieces in which rows are sent: one at least, which signals."""
+    """Return the number of work items that send ``count`` rows. It is at least one, to set the signal."""
     return tl.maximum((count + BLOCK_ROWS - 1) // BLOCK_ROWS, 1)
 
 
 @td.jit
 def _piece_to_send(counts, number, expert, me, EACH: tl.constexpr, RANKS: tl.constexpr, BLOCK_ROWS: tl.constexpr):
-    """(the rank to send to, its expert among all, the block, the rows for the expert) of a piece; peers first."""
+    """Return (destination rank, global expert, block index, rows for the expert) of a send item. Peers come first."""
     to, block, rows = me, number, tl.full((), 0, tl.int32)
     left = number
     for step in tl.static_range(RANKS):
@@ -77,9 +78,9 @@ def _send(
     ctx, half, signal, me, to, expert, local, block, count, x_ptr, weights_ptr, tables, order_ptr, slot_rows, K,
     GRADIENT: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr, SENDING: tl.constexpr, ALIGNED: tl.constexpr,
 ):
-    """Store a block of our ``count`` rows for an expert at its rank; the last of its blocks raises the signal.
+    """Store a block of this rank's ``count`` rows for an expert at its rank. The last block sets the signal.
 
-    Returns a ticket, asked for when the rows are on their way.
+    Return the requested work item, for ``await_work_item``. It is requested while the stores are in flight.
     """
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     counts = counts_of(tables, me, EXPERTS, RANKS)
@@ -109,20 +110,20 @@ def _send(
 
 @td.jit
 def _beside_rows(data, slot_rows, row_bytes):
-    """Pointers to the origins and to the weights of the rows of a half."""
+    """Return pointers to the origins and the routing weights of the rows of a half."""
     origins = data + (tl.cast(slot_rows, tl.int64) * row_bytes + 15) // 16 * 16
     weights = origins + tl.cast(slot_rows, tl.int64) * 8
     return origins.to(tl.pointer_type(tl.int64)), weights.to(tl.pointer_type(tl.float32))
 
 
-# ---- what a tile does beside its product ----
+# ---- multiplying ----
 
 
 @td.jit
 def _keep_rows(
     x_at, kept_ptr, offs_m, past, pid_n, tiles_n, K, DTYPE: tl.constexpr, ALIGNED: tl.constexpr
 ):
-    """Copy every ``tiles_n``-th block of columns of a tile's rows, from the ``pid_n``-th on."""
+    """Copy every ``tiles_n``-th block of columns of a tile's rows, starting with block ``pid_n``."""
     for first in range(pid_n * _KEPT_COLUMNS, K, tiles_n * _KEPT_COLUMNS):
         columns = first + tl.arange(0, _KEPT_COLUMNS)
         mask = (offs_m < past)[:, None] & (columns < K)[None, :]
@@ -130,7 +131,7 @@ def _keep_rows(
         tl.store(kept_ptr + offs_m[:, None].to(tl.int64) * K + columns[None, :], rows, mask=mask)
 
 
-# Compiled once for a tile, a number of ranks, experts and choices, whatever the shape and plan.
+# Compiled once per tile, number of ranks, number of experts and top-k, for all shapes and plans.
 @td.jit(do_not_specialize=["R", "slot_rows", "N", "K", "stride_plane", "stride_w", "plan", "group_m"])
 def ep_dispatch_gemm_kernel(
     ctx, x_ptr, weights_ptr, tables, order_ptr, splits_ptr, buffer_desc, w_ptr, w_desc,
@@ -138,12 +139,11 @@ def ep_dispatch_gemm_kernel(
     R, slot_rows, N, K, stride_plane, stride_w, plan, group_m,
     EXPERTS: tl.constexpr, RANKS: tl.constexpr, SENDING: tl.constexpr, PRODUCT: tl.constexpr,
 ):
-    """y [R, N] = act(the rows that come here, of all ranks' x [T, K], @ w[their expert].T), by expert.
+    """Compute y [R, N] = act(rows @ w[expert of the row].T) for the received rows of all ranks' x [T, K].
 
-    SENDING: a ``Sending``; PRODUCT: a ``GroupedProduct``
-
-    A half holds the rows [slot_rows, K], their origins and their weights. origins and row_weights [R] are written; if
-    there is ``h_ptr``, weights are read, and of h [R, N] comes what ``store_gradient`` says.
+    SENDING is a ``Sending`` and PRODUCT a ``GroupedProduct``. A half of the workspace holds the rows [slot_rows, K],
+    their origins and their routing weights. ``origins_ptr`` and ``row_weights_ptr`` [R] are outputs. With ``h_ptr``
+    [R, N], ``row_weights_ptr`` is an input instead, and the results of ``store_gradient`` are stored.
     """
     GRADIENT: tl.constexpr = h_ptr is not None
     AHEAD: tl.constexpr = SENDING.ahead
@@ -159,41 +159,41 @@ def ep_dispatch_gemm_kernel(
     me = td.rank(ctx)
     epoch, half, signal = td.call(ctx, plan)
     tiles_n = (N + BLOCK_N - 1) // BLOCK_N
-    goes = tl.load(summary_at(tables, EXPERTS, RANKS) + VALID)
+    valid = tl.load(summary_at(tables, EXPERTS, RANKS) + VALID)
     counts = counts_of(tables, me, EXPERTS, RANKS)
-    # The list: of each step what is sent to its expert, and the tiles of the expert AHEAD before it.
+    # The work list: each step has the sends to its expert, and the tiles of the expert AHEAD steps before.
     step = tl.arange(0, STEPS)
     rows = tl.load(splits_ptr + step - AHEAD, mask=(step >= AHEAD) & (step < EACH + AHEAD), other=0).to(tl.int32)
     tiles = (rows + BLOCK_M - 1) // BLOCK_M * tiles_n
     sends = tl.full((STEPS,), 0, tl.int32)
     for dest in tl.static_range(RANKS):
-        count = tl.load(counts + dest * EACH + step, mask=(step < EACH) & (goes > 0), other=0)
+        count = tl.load(counts + dest * EACH + step, mask=(step < EACH) & (valid > 0), other=0)
         sends += tl.where(step < EACH, _blocks(count, SENDING.rows), 0)
     ends = td.running_sum(tiles + sends, 0)
     last = td.max_of(ends, 0)
-    # Not a piece if a peer did not come when the routing was exchanged, for then the tables are none; nor of one that
-    # was refused, as all ranks know, and then the call does not count (see ``ep_combine_kernel``).
-    pieces = tl.where(goes > 0, last + 1, 0)
+    # The list is empty if a peer was missing when the routing was exchanged, because the tables are undefined then. It
+    # is also empty if the routing was rejected on all ranks; then the call does not advance the epoch.
+    pieces = tl.where(valid > 0, last + 1, 0)
 
     piece = td.await_work_item(td.take_first_ticket(ctx, signal))
     while piece < pieces:
         if piece == last:
-            # producer: every peer's last piece that sends to an expert of ours
+            # producer: every peer's last work item that sends to an expert of this rank
             td.wait_plan_all(ctx, td.signal_at(ctx, half, 0), EACH, signal, count=EACH)
             answer = td.fetch_work_item(ctx)
         else:
             at = td.sum_of((ends <= piece).to(tl.int32), 0)
             of_tiles, of_sends = td.gather_lane(tiles, step, at), td.gather_lane(sends, step, at)
             within = piece - (td.gather_lane(ends, step, at) - of_tiles - of_sends)
-            # Sends are strewn among the first half of the tiles, so that the others hide the last of them.
+            # Sends are interleaved with the first half of the tiles. The second half overlaps the last sends.
             among = (of_tiles + 1) // 2
             is_send, number = split_piece(within, among, of_sends, 0)
             if within >= among + of_sends:
                 is_send, number = within < 0, within - of_sends
             if is_send:
-                to, expert, block, pack_gradients = _piece_to_send(counts, number, at, me, EACH, RANKS, SENDING.rows)
+                to, expert, block, rows_to_send = _piece_to_send(counts, number, at, me, EACH, RANKS, SENDING.rows)
                 answer = _send(
-                    ctx, half, signal, me, to, expert, at, block, pack_gradients, x_ptr, weights_ptr, tables, order_ptr,
+                    ctx, half, signal, me, to, expert, at, block, rows_to_send, x_ptr, weights_ptr, tables, order_ptr,
                     slot_rows, K, GRADIENT, EXPERTS, RANKS, SENDING, PRODUCT.aligned,
                 )
             else:
@@ -204,7 +204,7 @@ def ep_dispatch_gemm_kernel(
                 row, col = begin + pid_m * BLOCK_M, pid_n * BLOCK_N
                 offs_m = row + tl.arange(0, BLOCK_M)
                 data = td.data_at(ctx, half, me)
-                # producer: the last piece of every rank, ours too, that sends to the expert
+                # producer: the last work item of every rank, including this one, that sends to the expert
                 td.wait_plan_all(ctx, td.signal_at(ctx, half, expert), EACH, signal, WITH_OWN=True)
                 if PRODUCT.use_tma:
                     td.fence_before_tma_load()
@@ -221,7 +221,7 @@ def ep_dispatch_gemm_kernel(
                     dots = store_gradient(
                         acc, y_ptr, h_ptr, weighted_ptr, weight, offs_m, past, col, N, BLOCK_M, BLOCK_N
                     )
-                    # This tile column's part; who sends the rows back adds them up (``ep_gemm_combine_kernel``).
+                    # Partial sums of this tile column. ``ep_gemm_combine_kernel`` sums over the tile columns.
                     tl.store(dots_ptr + pid_n.to(tl.int64) * R + offs_m, dots, mask=offs_m < past)
                 else:
                     store_product(acc, second, y_ptr, pre_ptr, offs_m, past, col, N, PRODUCT)
@@ -232,4 +232,4 @@ def ep_dispatch_gemm_kernel(
                 if kept_ptr is not None:
                     _keep_rows(x_at, kept_ptr, offs_m, past, pid_n, tiles_n, K, DTYPE, PRODUCT.aligned)
         piece = td.await_work_item(answer)
-    td.finish(ctx, True, (goes != 0).to(tl.int32))
+    td.finish(ctx, True, (valid != 0).to(tl.int32))

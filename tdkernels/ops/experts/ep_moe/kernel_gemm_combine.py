@@ -1,16 +1,17 @@
-"""The kernel of ep_moe that multiplies rows by their experts' second weights, and brings the products to their tokens.
+"""Kernel of ep_moe that multiplies rows by the second weights of their experts, and combines the products by token.
 
-A tile of the product is stored, row by row, where the row's token is: on the token's rank, in the slot of its choice
-(``origin``, which came with the row). So products cross the wire while the next tiles are computed, and nobody moves
-them a second time. When all of a rank's tiles are stored one signal is raised at every rank, itself included; then come
-pieces that add up the choices of a block of our own tokens, weighted, in fp32 and in the order of the choices.
+The epilogue of a tile stores each row at the rank of its token, in the slot of its assignment, which is given by the
+``origin`` that was sent with the row. So products are sent while the next tiles are computed, and are not copied again.
+When all tiles of a rank are stored, it sets one signal at every rank, including itself. Then come work items that sum
+the weighted assignments of a block of this rank's tokens, in fp32 and in the order of the assignments.
 
-Pieces are taken by ticket, tiles first. Sums wait for the tiles of all ranks, which wait for nobody, and of which each
-program tells before it waits (law 1). There is one sum at least, so that no rank is done with a call that another has
-not begun (law 3). A row whose origin is none, because a peer did not come, is not stored, and nothing is by a launch
-that is void.
+Programs fetch work items from an atomic queue, tiles first. Sums wait for the tiles of all ranks. Tiles do not wait,
+and each program accounts for its tiles before it waits (invariant 1). There is at least one sum, so that no rank
+finishes a call that another rank has not begun (invariant 3). A row with an invalid origin, because a peer was missing,
+is not stored. A void launch stores nothing.
 
-A half holds the slots [slots, N] and a number for each (``numbers``: the gradient of the choice's weight), fp32.
+A half of the workspace holds the slots [slots, N] and one fp32 number for each slot (``numbers``: the gradient of the
+assignment's routing weight).
 """
 
 import triton.language as tl
@@ -24,13 +25,16 @@ from tdkernels.ops.experts.grouped_gemm.tile import grouped_tile, rows_of_groups
 
 @td.jit
 def _numbers_begin(slots, slot_bytes):
-    """Where in a half the numbers of slots begin."""
+    """Return the byte offset of the numbers in a half."""
     return (tl.cast(slots, tl.int64) * slot_bytes + 15) // 16 * 16
 
 
 @td.jit
 def _slots_of_rows(ctx, half, signal, me, origins_ptr, offs_m, past, slots, slot_bytes, RANKS: tl.constexpr):
-    """(addresses of the slots of rows, of their numbers); 0 for rows that have none, and all of a void launch."""
+    """Return (addresses of the slots of rows, addresses of their numbers).
+
+    The addresses are 0 for rows without a slot, and for all rows of a void launch.
+    """
     origin = tl.load(origins_ptr + offs_m, mask=offs_m < past, other=-1)
     source, choice = origin >> 32, origin & 0xFFFFFFFF
     there = (origin >= 0) & (source < RANKS) & (choice < slots) & (signal > 0)
@@ -40,10 +44,10 @@ def _slots_of_rows(ctx, half, signal, me, origins_ptr, offs_m, past, slots, slot
 
 
 @td.jit
-def _tell(ctx, half, me, signal, pieces, done):
-    """We have done some of the pieces before the sums; whoever does the last one tells all ranks.
+def _notify_if_last(ctx, half, me, signal, pieces, done):
+    """Account for ``done`` finished tiles of this program. The program that completes the last one signals all ranks.
 
-    Not piece by piece: that would wait each time until what was stored has crossed the wire.
+    This is not done tile by tile: each time it would wait until the stores have reached the peers.
     """
     if td.is_last_arriver(td.flag_at(ctx, 0), pieces, done):
         # waiter: the sums of every rank
@@ -52,11 +56,11 @@ def _tell(ctx, half, me, signal, pieces, done):
 
 @td.jit
 def _add_up(
-    area, tables, weights_ptr, y_ptr, numbers_ptr, piece, num_tokens, goes, slots, slot_bytes, N,
+    area, tables, weights_ptr, y_ptr, numbers_ptr, piece, num_tokens, valid, slots, slot_bytes, N,
     CHOICES: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
-    """y of a block of our tokens and of columns; with the first columns go the numbers."""
+    """Compute y for a block of this rank's tokens and columns. The first block of columns also copies the numbers."""
     DTYPE: tl.constexpr = y_ptr.dtype.element_ty
     column_blocks = (N + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
     first = piece % column_blocks * BLOCK_COLUMNS
@@ -68,7 +72,7 @@ def _add_up(
     total = tl.full((BLOCK_TOKENS, BLOCK_COLUMNS), 0.0, tl.float32)
     for j in tl.static_range(CHOICES):
         choice = tokens.to(tl.int64) * CHOICES + j
-        chosen = there & goes & (tl.load(experts + choice, mask=there, other=-1) >= 0)
+        chosen = there & valid & (tl.load(experts + choice, mask=there, other=-1) >= 0)
         row = td.pointer_to(area + choice * slot_bytes, DTYPE, ALIGNED)
         mask = chosen[:, None] & inside[None, :]
         part = td.to_float32(tl.load(row[:, None] + columns[None, :], mask=mask, other=0.0))
@@ -82,7 +86,7 @@ def _add_up(
     tl.store(at, td.from_float32(total, DTYPE), mask=there[:, None] & inside[None, :])
 
 
-# Compiled once for a tile, a number of ranks, experts and choices, whatever the shape and plan.
+# Compiled once per tile, number of ranks, number of experts and top-k, for all shapes and plans.
 @td.jit(do_not_specialize=["num_tokens", "R", "slots", "N", "K", "stride_plane", "stride_w", "plan", "group_m"])
 def ep_gemm_combine_kernel(
     ctx, h_ptr, h_desc, w_ptr, w_desc, tables, splits_ptr, origins_ptr, dots_ptr, weights_ptr, y_ptr, numbers_ptr,
@@ -91,10 +95,10 @@ def ep_gemm_combine_kernel(
     BLOCK_TOKENS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
     PRODUCT: tl.constexpr,
 ):
-    """y [T, N] = for each of our tokens the sum over its choices of weight * h[row of the choice] @ w[expert].T.
+    """Compute y [T, N]: for each token of this rank, the sum over its assignments of weight * h[row] @ w[expert].T.
 
-    LOCAL: experts of a rank, as a power of two. ``dots_ptr`` [TILE_COLUMNS, R]: what is added up over the first axis
-    and taken along as a row's number, to ``numbers_ptr`` [T * k].
+    LOCAL is the number of experts per rank, rounded up to a power of two. ``dots_ptr`` [TILE_COLUMNS, R] is summed over
+    the first axis and sent back with the rows, to ``numbers_ptr`` [T * k].
     """
     BLOCK_M: tl.constexpr = PRODUCT.block_m
     BLOCK_N: tl.constexpr = PRODUCT.block_n
@@ -106,30 +110,31 @@ def ep_gemm_combine_kernel(
     me = td.rank(ctx)
     epoch, half, signal = td.call(ctx, plan)
     num_tokens = tl.cast(num_tokens, tl.int32)
-    goes = tl.load(summary_at(tables, EXPERTS, RANKS) + VALID)
+    valid = tl.load(summary_at(tables, EXPERTS, RANKS) + VALID)
     tiles_n = (N + BLOCK_N - 1) // BLOCK_N
     slot_bytes = tl.cast(N, tl.int64) * PRODUCT.elem_bytes
     rows = rows_of_groups(splits_ptr, EXPERTS // RANKS, R, LOCAL)
     tiles = tiles_of_groups(rows, tiles_n, BLOCK_M)
-    # Tiles, one piece that there is without any, and sums; none if a peer did not come when the routing was exchanged.
-    # Of one that was refused, as all ranks know, sums of nothing, and the call does not count (``ep_combine_kernel``).
+    # The work list: tiles, one empty item (so that there is one without tiles too), and sums. It is empty if a peer was
+    # missing when the routing was exchanged. If the routing was rejected on all ranks, the sums are zero, and the call
+    # does not advance the epoch (see ``ep_combine_kernel``).
     num_tiles = td.sum_of(tiles, 0)
     sums = (num_tokens + BLOCK_TOKENS - 1) // BLOCK_TOKENS * ((N + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS)
-    pieces = tl.where(goes >= 0, num_tiles + 1 + tl.maximum(sums, 1), 0)
+    pieces = tl.where(valid >= 0, num_tiles + 1 + tl.maximum(sums, 1), 0)
 
-    done = tl.full((), 0, tl.int32)  # pieces that nobody has been told of
+    done = tl.full((), 0, tl.int32)  # finished items that are not accounted for yet
     piece = td.await_work_item(td.take_first_ticket(ctx, signal))
     while piece < pieces:
         if piece > num_tiles:
             if done > 0:
-                _tell(ctx, half, me, signal, num_tiles + 1, done)
+                _notify_if_last(ctx, half, me, signal, num_tiles + 1, done)
                 done -= done  # 0, of the same type
-            if goes > 0:
-                # producer: the last tile of every rank, ours too
+            if valid > 0:
+                # producer: the program of every rank, including this one, that completes its last tile
                 td.wait_plan_all(ctx, td.signal_at(ctx, half, 0), 1, signal, WITH_OWN=True)
             _add_up(
                 td.data_at(ctx, half, me), tables, weights_ptr, y_ptr, numbers_ptr, piece - num_tiles - 1, num_tokens,
-                goes > 0, slots, slot_bytes, N, CHOICES, EXPERTS, RANKS, BLOCK_TOKENS, BLOCK_COLUMNS, PRODUCT.aligned,
+                valid > 0, slots, slot_bytes, N, CHOICES, EXPERTS, RANKS, BLOCK_TOKENS, BLOCK_COLUMNS, PRODUCT.aligned,
             )
             answer = td.fetch_work_item(ctx)
         else:
@@ -157,13 +162,13 @@ def ep_gemm_combine_kernel(
                             at = dots_ptr + tl.cast(column, tl.int64) * R + offs_m
                             total += tl.load(at, mask=offs_m < past, other=0.0)
                         tl.store(number.to(tl.pointer_type(tl.float32)), total, mask=number != 0)
-            done += (goes > 0).to(tl.int32)
+            done += (valid > 0).to(tl.int32)
             answer = td.fetch_work_item(ctx)
         piece = td.await_work_item(answer)
     if done > 0:
-        _tell(ctx, half, me, signal, num_tiles + 1, done)
-    td.finish(ctx, True, (goes != 0).to(tl.int32))
+        _notify_if_last(ctx, half, me, signal, num_tiles + 1, done)
+    td.finish(ctx, True, (valid != 0).to(tl.int32))
 
 
-# For tdkernels.sanitizer: a program counts its tiles in ``done`` and announces the stores of all of them at once.
+# For tdkernels.sanitizer: a program counts its tiles in ``done`` and releases the stores of all of them at once.
 ep_gemm_combine_kernel.program_keeps = "stores"

@@ -1,7 +1,8 @@
-"""A rank's choices in the order of their experts: which token each row that it sends is, row after row.
+"""Sort a rank's top-k assignments by expert, for the sends of ``ep_dispatch_gemm_kernel``.
 
-An expert's rows from one rank lie one after the other, in the order of the rank's tokens (``ep_route_kernel``). So of a
-list of choices by expert any part of one expert's is a block of rows at its rank, and no row has to be looked up.
+The rows of an expert from one rank are contiguous, in the order of the rank's tokens (``ep_route_kernel``). So any part
+of the sorted list that belongs to one expert is a block of rows at the expert's rank. A send needs only the block's
+first row, not a lookup per row.
 """
 
 import triton
@@ -13,7 +14,7 @@ from tdkernels.ops.experts.dispatch.layout import counts_of, experts_at, places_
 
 @td.jit
 def first_of_expert(counts, expert, EXPERTS: tl.constexpr):
-    """Where the choices of an expert begin in the list; ``counts``: this rank's, by expert."""
+    """Return the index of an expert's first assignment in the list. ``counts`` are this rank's counts by expert."""
     experts = tl.arange(0, triton.next_power_of_2(EXPERTS))
     before = tl.load(counts + experts, mask=(experts < EXPERTS) & (experts < expert), other=0)
     return td.sum_of(before, 0)
@@ -24,7 +25,10 @@ def ep_order_kernel(
     tables, order_ptr, me, num_tokens,
     K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr, TILE_TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """order [T * K]: choices of rank ``me``, token * K + j, by expert; of places as ``ep_route_kernel`` leaves them."""
+    """Store order [T * K]: the assignments ``token * K + j`` of rank ``me``, sorted by expert.
+
+    It uses the places that ``ep_route_kernel`` left in the tables.
+    """
     num_tokens = tl.cast(num_tokens, tl.int32)
     choice = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = choice < num_tokens * K

@@ -1,6 +1,7 @@
-"""Launch the kernel of the first half of a fused ep_moe, or compile it ahead of time."""
+"""Launch the kernel of a fused ep_moe for dispatch and gate-up GEMM, or compile it ahead of time."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,21 +15,28 @@ from tdkernels.runtime import gpu
 from tdkernels.runtime.kernel_launch import Launch, launch_cached, output_spec
 from tdkernels.symm import get_workspace
 
-_BLOCK_ROWS = 32  # that a program sends as one piece
-_BYTES_OF_THREAD = 256  # that are on their way at a time, for every thread of a program that sends
-_FEW_EXPERTS = 16  # of a rank, up to which sending is one expert ahead, not two: the first ones are not hidden
-_ROW_BYTES = 16  # beside a row: its origin (8), its weight (4)
+if TYPE_CHECKING:
+    from tdkernels.ops.common.tile_config import Tiles
+
+_BLOCK_ROWS = 32  # rows that one work item sends
+_BYTES_OF_THREAD = 256  # bytes in flight per thread of a sending program
+# Sends are one expert ahead with up to _FEW_EXPERTS experts per rank, else two. The first sends are not overlapped.
+_FEW_EXPERTS = 16
+_ROW_BYTES = 16  # bytes reserved per row for its origin (8) and its routing weight (4)
 
 
 @dataclass
 class Launched:
-    """What a launch leaves of the rows that came, [R, ·] or [1, ·] for none; of a gradient no origins and weights.
+    """Outputs of a launch for the R received rows. Without rows the first dimension is 1.
 
     Attributes:
-        y: the products; pre: what SwiGLU was made of; kept: the rows; origins: int64; weights: fp32; weighted: h times
-            the
-
-    rows' weights; dots: fp32 [tile columns, R], parts of the products of the unweighted gradients with h
+        y: Products [R, ·].
+        pre: Input of SwiGLU, or None.
+        kept: Copy of the received rows, or None.
+        origins: Origins, int64 [R]; None for a gradient.
+        weights: Routing weights of the rows, fp32 [R]; None for a gradient.
+        weighted: For a gradient: h times the routing weights of the rows.
+        dots: For a gradient: fp32 [tile columns, R], partial dot products of the unweighted gradients with h.
     """
 
     y: torch.Tensor
@@ -40,29 +48,36 @@ class Launched:
     dots: torch.Tensor | None = None
 
     @property
-    def made(self):
+    def tensors(self) -> list[torch.Tensor]:
+        """The outputs that are not None."""
         fields = self.y, self.pre, self.kept, self.origins, self.weights, self.weighted, self.dots
         return [tensor for tensor in fields if tensor is not None]
 
 
-def half_bytes(slot_rows, row_bytes):
+def half_bytes(slot_rows: int, row_bytes: int) -> int:
+    """Return the bytes of a half of the workspace for ``slot_rows`` rows."""
     return round_up(slot_rows * row_bytes, 16) + slot_rows * _ROW_BYTES
 
 
-def launch(routing, order, x, weights, w, tiles, *, activation=None, keep=False, keep_rows=False, gradient=None):
-    """Send x [T, K] to its experts and multiply it there by w [E / W, N, K].
+def launch(
+    routing: Any, order: torch.Tensor, x: torch.Tensor, weights: torch.Tensor | None, w: torch.Tensor, tiles: "Tiles",
+    *, activation: str | None = None, keep: bool = False, keep_rows: bool = False,
+    gradient: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> Launched:
+    """Dispatch x [T, K] to its experts, and multiply it there by w [E / W, N, K].
 
     Args:
-        routing: with a ``Reach``
-        order: of ``ep_order_kernel``
-        weights: [T, k] fp32, None for a gradient
-        keep: what SwiGLU is of
-        keep_rows: the rows
-        gradient: (h [R, N], the rows' weights [R]) to get the gradient of h, for a w of [E / W, N, K] that is the
-            second weight transposed
-
-    Returns:
-        Launched
+        routing: CountedRouting with a ``Reach``.
+        order: Result of ``order_of``.
+        x: Tokens of this rank.
+        weights: Routing weights [T, k] fp32, or None for a gradient.
+        w: Weights of this rank's experts.
+        tiles: Tile of the GEMM.
+        activation: As in ``ep_moe``, or None.
+        keep: Return the input of SwiGLU as ``pre``.
+        keep_rows: Return a copy of the received rows as ``kept``.
+        gradient: (h [R, N], routing weights of the rows [R]) to compute the gradient of h. w is then the transposed
+            second weight.
     """
     workspace = get_workspace(routing.group, x.device, "ep_dispatch_gemm")
     key = routing.launch_key, routing.rows, routing.reach, tiles, activation, keep, keep_rows, gradient is not None
@@ -80,8 +95,8 @@ def launch(routing, order, x, weights, w, tiles, *, activation=None, keep=False,
     return Launched(**dict(zip(names, made, strict=True)))
 
 
-def compile(x, w, routing, tiles, activation):
-    """Compile what ``launch`` with the same operands would launch, forward, into Triton's cache; launches nothing."""
+def compile(x: torch.Tensor, w: torch.Tensor, routing: Any, tiles: "Tiles", activation: str | None) -> None:
+    """Compile the kernel that ``launch`` would launch in a forward for the same operands into Triton's cache."""
     x = gemm_operands.rows_contiguous(x)
     ctx = torch.empty(1, dtype=torch.int64, device=x.device)
     weights, splits = x.new_empty(1, dtype=torch.float32), x.new_empty(w.shape[0], dtype=torch.int32)
@@ -94,7 +109,7 @@ def compile(x, w, routing, tiles, activation):
 
 
 def _outputs(x, rows, w, tiles_n, activation, keep, keep_rows, gradient):
-    """Launched, to be made."""
+    """Return Launched with output specs."""
     width = w.shape[1] // 2 if activation else w.shape[1]
     launched = Launched(output_spec(x, rows, width))
     if keep and activation:
@@ -131,7 +146,7 @@ def _prepare(workspace, routing, operands, tiles, activation, keep, keep_rows):
         h, row_weights, routing, plan, tiles, activation,
     )
     grid = (gpu.resident_programs(x.device, tiles, x.dtype),)
-    made = outputs.made
+    made = outputs.tensors
     return Launch(workspace, ep_dispatch_gemm_kernel, grid, args, constants, operands, made, [workspace.ctx, buffer])
 
 
@@ -139,7 +154,11 @@ def arguments(
     ctx, x, weights, tables, order, splits, buffer, half_elements, w, outputs, h, row_weights, routing, plan, tiles,
     activation,
 ):
-    """The kernel's arguments and constants; ``buffer``: rows of the symmetric buffer, from where its halves begin."""
+    """Return (arguments of the kernel, its constants).
+
+    ``buffer`` is a view of the symmetric buffer as rows, which starts at half 0. ``half_elements`` is the distance of
+    the halves.
+    """
     k, slot_rows = x.shape[1], routing.reach.rows
     w, *strides, is_kn = weight_layout(w, activation)
     planes, n = planes_of(w, activation)
@@ -160,6 +179,6 @@ def arguments(
 
 
 def _block_columns(k, elem_bytes, tiles):
-    """Columns of rows that a program moves at a time."""
+    """Return the number of columns that a program moves at a time."""
     at_a_time = _BYTES_OF_THREAD * 32 * tiles.num_warps // (_BLOCK_ROWS * elem_bytes)
     return min(next_power_of_2(k), at_a_time)

@@ -1,4 +1,6 @@
-"""Launch the kernel of the second half of a fused ep_moe, or compile it ahead of time."""
+"""Launch the kernel of a fused ep_moe for down GEMM and combine, or compile it ahead of time."""
+
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -11,21 +13,32 @@ from tdkernels.runtime import gpu
 from tdkernels.runtime.kernel_launch import Launch, launch_cached, output_spec
 from tdkernels.symm import get_workspace
 
-_BLOCK_TOKENS, _BLOCK_COLUMNS = 16, 512  # that a program adds up as one piece
+if TYPE_CHECKING:
+    from tdkernels.ops.common.tile_config import Tiles
+
+_BLOCK_TOKENS, _BLOCK_COLUMNS = 16, 512  # size of a work item that computes sums
 
 
-def half_bytes(slots, slot_bytes):
+def half_bytes(slots: int, slot_bytes: int) -> int:
+    """Return the bytes of a half of the workspace for ``slots`` slots."""
     return round_up(slots * slot_bytes, 16) + 4 * slots
 
 
-def launch(routing, h, w, origins, tiles, *, weights=None, dots=None):
-    """y [T, N] of rows h [R, K] and weights w [E / W, N, K] of experts; and numbers [T, k] fp32 if there are ``dots``.
+def launch(
+    routing: Any, h: torch.Tensor, w: torch.Tensor, origins: torch.Tensor, tiles: "Tiles", *,
+    weights: torch.Tensor | None = None, dots: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Multiply rows h [R, K] by w [E / W, N, K], combine the products by token, and return (y [T, N], numbers).
 
     Args:
-        routing: with a ``Reach``
-        origins: [R] int64 of ``ep_dispatch_gemm_kernel``
-        weights: [T, k] fp32, of our tokens' choices, or None for 1
-        dots: fp32 [any, R], added up over the first axis for each row's number
+        routing: CountedRouting with a ``Reach``.
+        h: Rows of this rank's experts.
+        w: Weights of this rank's experts.
+        origins: Origins [R] int64, from ``ep_dispatch_gemm_kernel``.
+        tiles: Tile of the GEMM.
+        weights: Routing weights [T, k] fp32 of this rank's tokens, or None for 1.
+        dots: fp32 [any, R]. It is summed over the first axis and sent back with the rows, to ``numbers`` [T, k] fp32.
+            Without it ``numbers`` is None.
     """
     workspace = get_workspace(routing.group, h.device, "ep_gemm_combine")
     operands = h, w, routing.tables, routing.splits, origins, dots, weights
@@ -34,11 +47,11 @@ def launch(routing, h, w, origins, tiles, *, weights=None, dots=None):
         lambda *of: _prepare(workspace, routing, of, tiles),
         lambda h, w, *others: (gemm_operands.rows_contiguous(h), weight_layout(w)[0], *others),
     )
-    return made if dots is not None else (made[0], None)
+    return made if dots is not None else (made[0], None)  # type: ignore[return-value]
 
 
-def compile(h, w, routing, tiles):
-    """Compile what ``launch`` with the same operands would launch, forward, into Triton's cache; launches nothing."""
+def compile(h: torch.Tensor, w: torch.Tensor, routing: Any, tiles: "Tiles") -> None:
+    """Compile the kernel that ``launch`` would launch in a forward for the same operands into Triton's cache."""
     h = gemm_operands.rows_contiguous(h)
     ctx = torch.empty(1, dtype=torch.int64, device=h.device)
     weights, splits = h.new_empty(1, dtype=torch.float32), h.new_empty(w.shape[0], dtype=torch.int32)
@@ -69,7 +82,7 @@ def _prepare(workspace, routing, operands, tiles):
 
 
 def arguments(ctx, h, w, tables, splits, origins, dots, weights, y, numbers, routing, plan, tiles):
-    """The kernel's arguments and constants."""
+    """Return (arguments of the kernel, its constants)."""
     (rows, k), shape = h.shape, routing.shape
     w, *strides, is_kn = weight_layout(w)
     planes, n = planes_of(w, None)

@@ -1,18 +1,23 @@
-"""Launch the kernel that sorts the rows of a fused ep_moe."""
+"""Launch the kernel that sorts the assignments of a fused ep_moe by expert."""
+
+from typing import TYPE_CHECKING, Any
 
 from tdkernels.ops.experts.dispatch.layout import tile_tokens
 from tdkernels.ops.experts.ep_moe.kernel_sort import ep_order_kernel
 from tdkernels.rounding import cdiv
 from tdkernels.runtime.kernel_launch import Launch, launch_cached, local_workspace_of, output_spec
 
+if TYPE_CHECKING:
+    import torch
+
 _BLOCK = 64
 
 
-def order_of(routing):
-    """Choices [T * k] by expert.
+def order_of(routing: Any) -> "torch.Tensor":
+    """Return this rank's assignments [T * k], sorted by expert, for a CountedRouting.
 
-    Launched without a workspace: that would look for what an earlier launch had to tell, and a rank that finds a note
-    of this call's routing before it has sent anything leaves its peers waiting.
+    The launch uses a local workspace, which does not check for host errors of earlier launches. If a rank found an
+    error of this call's routing before it has sent anything, its peers would wait for it.
     """
     me, tables = routing.group.rank(), routing.tables
     key = "order", routing.launch_key, me

@@ -1,17 +1,20 @@
-"""ep_moe: a layer of experts that are divided between the ranks, from each rank's tokens to their weighted sums.
+"""ep_moe: mixture of experts with expert parallelism. Every rank has some of the experts.
 
     x [T, H], topk_ids [T, k], topk_weights [T, k]  ->  y [T, H]
-    y[t] = the sum over j of topk_weights[t, j] * expert(topk_ids[t, j])(x[t])
+    y[t] = sum over j of topk_weights[t, j] * expert(topk_ids[t, j])(x[t])
     expert(e)(x) = swiglu(x @ w_gate_up[e].T) @ w_down[e].T
 
-Rank r has experts r * E / W to (r + 1) * E / W - 1. T may be another on each rank, and 0. Schedule: three steps, one
-after the other. ``receive`` brings the tokens to the ranks of their experts (``ep_dispatch``), ``experts`` is two
-products by group (``group_gemm``) with SwiGLU in between, ``ep_combine`` weighs the rows and adds them up at home. The
-host waits for nothing but the number of rows, and with max_tokens or max_tokens_per_rank not for that either.
+Rank r has experts r * E / W to (r + 1) * E / W - 1. T may differ between ranks and may be 0.
 
-Backward: that of the three, in turn. It sends two things, the gradient of y to the experts and that of x back.
+Forward. Three steps run one after the other. ``receive`` sends the tokens to the ranks of their experts
+(``ep_dispatch``). ``experts`` is two grouped GEMMs (``group_gemm``) with SwiGLU in between. ``ep_combine`` sends the
+results back and computes the weighted sums. The host waits only for the number of rows, and with ``max_tokens`` or
+``max_tokens_per_rank`` it does not wait at all.
 
-With ``EpMoeConfig(method="fused")`` the products overlap what is sent, forward and backward: ``ep_moe_fused``.
+Backward. The backwards of the three steps run in reverse order. The gradient of y is sent to the experts and the
+gradient of x is sent back.
+
+With ``EpMoeConfig(method="fused")`` the GEMMs overlap the communication, forward and backward, see ``ep_moe_fused``.
 
 Example:
     weights, ids = torch.topk(torch.softmax(x @ router, -1), 8)
@@ -43,7 +46,7 @@ def ep_moe_ref(
     x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, w_gate_up: torch.Tensor, w_down: torch.Tensor,
     *, num_experts: int, activation: str | None = "swiglu", group: GroupLike = None,
 ) -> torch.Tensor:
-    """The specification of ``ep_moe``, in plain torch and torch.distributed."""
+    """Compute ``ep_moe`` with torch and torch.distributed. It is the specification for tests."""
     group = resolve_group(group)
     recv, state = ep_dispatch_ref(x, topk_ids, topk_weights, num_experts=num_experts, group=group)
     hidden = group_gemm_ref(recv.x, w_gate_up, recv.splits, activation=activation)
@@ -54,7 +57,7 @@ def ep_moe_ref(
 
 
 def _check(request, topk_weights, w_gate_up, w_down, activation, config):
-    """Raise TypeError or ValueError, naming the argument and its shape, unless the layer makes sense on this rank."""
+    """Raise TypeError or ValueError if arguments are invalid on this rank, naming the argument and its shape."""
     operator, x, num_experts, world_size = request.operator, request.x, request.num_experts, request.group.size()
     check_experts(operator, x, w_gate_up, "w_gate_up")
     for name, tensor in (("topk_weights", topk_weights), ("w_down", w_down)):
@@ -81,7 +84,7 @@ def _check(request, topk_weights, w_gate_up, w_down, activation, config):
     check_config(operator, config, EpMoeConfig, x)
 
 
-# ---- the public function ----
+# ---- public function ----
 
 
 def ep_moe(
@@ -89,50 +92,55 @@ def ep_moe(
     *, num_experts: int, activation: str | None = "swiglu", quantize: str | None = None, max_tokens: int | None = None,
     max_tokens_per_rank: int | None = None, group: GroupLike = None, config: EpMoeConfig | None = None,
 ) -> torch.Tensor:
-    """A mixture of experts, divided between ranks: rank r has experts r * E / W to (r + 1) * E / W - 1.
+    """Apply a mixture of experts whose experts are divided between the ranks.
+
+    Rank r has experts r * E / W to (r + 1) * E / W - 1.
 
     Args:
-        x: [T, H] bf16, fp16 or fp32, this rank's tokens; T may differ between ranks and be 0
-        topk_ids: [T, k] int32 or int64, the experts of each token, -1 for none (dropped)
-        topk_weights: [T, k] floats, what each choice weighs in the sum
-        w_gate_up: [E / W, 2 * I, H], this rank's experts' first weights, in the layout of torch.nn.Linear; dtype of x
-        w_down: [E / W, H, I], their second; dtype of x
-        num_experts: E, divisible by W
-        activation: "swiglu": the first I rows of an expert of w_gate_up are for the gate, the rest for up;
-            "swiglu_interleaved": gate and up by turns
-        quantize: None, or "fp8": tokens travel as float8_e4m3fn with an fp32 scale for 128 channels, and are multiplied
-            in x's dtype again. x then has no gradient, all else has
-        max_tokens: as in ep_dispatch: how many rows any rank may receive or stage; the host does not wait then. With
-            method "fused" any rank's choices T * k have to fit, too
-        max_tokens_per_rank: as in ep_dispatch: a bound B on the T of all ranks, the same on all of them. Few tokens
-            then go in one launch, and max_tokens need not be given: it is W * B * min(k, E / W). With method "fused"
-            symmetric memory is for so many rows, and for B * k choices; for large bounds that is much
-        group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the world (W ranks)
-        config: EpMoeConfig; None takes the best one known of each part, see tdkernels.autotune, and that of the layer
-            first where the host waits for the number of rows, or max_tokens_per_rank is given and max_tokens, if given
-            too, is no less than B * k and B * (W - 1)
+        x: This rank's tokens [T, H] in bf16, fp16 or fp32. T may differ between ranks and may be 0.
+        topk_ids: Experts of each token, [T, k] int32 or int64. An id of -1 drops the assignment.
+        topk_weights: Routing weight of each assignment, [T, k], of a floating-point dtype.
+        w_gate_up: First weights of this rank's experts, [E / W, 2 * I, H], in the layout of torch.nn.Linear and the
+            dtype of x.
+        w_down: Second weights of this rank's experts, [E / W, H, I], in the dtype of x.
+        num_experts: Number of experts E, divisible by W.
+        activation: "swiglu" or "swiglu_interleaved". With "swiglu" the first I rows of an expert in w_gate_up are the
+            gate, the others are up. With "swiglu_interleaved" gate and up rows alternate.
+        quantize: None or "fp8". With "fp8" tokens are sent as float8_e4m3fn with an fp32 scale per 128 channels, and
+            converted back to the dtype of x for the GEMMs. Then x has no gradient; all other operands have one.
+        max_tokens: As in ``ep_dispatch``: upper bound of the rows that any rank receives or stages. The host does not
+            wait then. With method "fused" it must also be at least T * k on every rank.
+        max_tokens_per_rank: As in ``ep_dispatch``: upper bound B of T on all ranks, the same on all of them. With few
+            tokens dispatch is then a single launch. max_tokens may be omitted; it is then W * B * min(k, E / W). Method
+            "fused" allocates symmetric memory for that many rows and for B * k assignments, which is a lot if the bound
+            is large.
+        group: A ProcessGroup, a one-dimensional DeviceMesh, or None for the default group (W ranks).
+        config: EpMoeConfig. None selects the best known config (see tdkernels.autotune). A config of the whole layer
+            is looked up if the host waits for the number of rows. It is also looked up if max_tokens_per_rank is given,
+            and max_tokens, if given too, is at least B * k and B * (W - 1). Otherwise, or if none is tuned, it is the
+            sequence, whose parts select their own configs.
 
     Returns:
-        y: [T, H], dtype of x. Products are summed in fp32, their results rounded to x's dtype; the sum over a token's
-        choices is that of ep_combine. 0 for a token all of whose choices are dropped
+        y [T, H] in the dtype of x. GEMMs accumulate in fp32 and round their results to the dtype of x. The sum over the
+        assignments of a token is computed as in ``ep_combine``. It is 0 if all assignments of a token are dropped.
 
     Gradient:
-        of x, topk_weights, w_gate_up and w_down; w's are complete, of all ranks' tokens, and zeros for an expert
-        without any. All ranks take part in the backward, also those without tokens
+        Of x, topk_weights, w_gate_up and w_down. The gradients of the weights are complete: they include the tokens of
+        all ranks, and are zero for an expert without tokens. The backward is collective, also for ranks without tokens.
 
     Raises:
-        TypeError or ValueError: for operands that do not fit, with their shapes, before anything is launched
-        ValueError: on every rank as in ep_dispatch: when the ranks disagree, for ids out of range, for more rows than
-            max_tokens or tokens than max_tokens_per_rank
-        PeerTimeoutError
-        RuntimeError: in a backward with create_graph=True
+        TypeError, ValueError: If operands are invalid; the message has their shapes. Nothing has been launched.
+        ValueError: On every rank, as in ``ep_dispatch``: if the ranks disagree, if an id is out of range, or if there
+            are more rows than max_tokens or more tokens than max_tokens_per_rank.
+        PeerTimeoutError: If a peer does not make the call in time.
+        RuntimeError: In a backward with create_graph=True.
 
     Contract:
-        collective over group; host sync: without max_tokens and max_tokens_per_rank; CUDA graph: with one of them,
-        after one call outside; the caller owns the output
+        Collective over ``group``. The host synchronizes unless max_tokens or max_tokens_per_rank is given. With one of
+        them the call can be captured in a CUDA graph after one call outside. The caller owns the output.
 
     Source:
-        ep_dispatch, group_gemm and ep_combine in a row, as in DeepEP (https://github.com/deepseek-ai/DeepEP)
+        The sequence of ep_dispatch, group_gemm and ep_combine, as in DeepEP (https://github.com/deepseek-ai/DeepEP).
     """
     group = resolve_group(group)
     x, w_gate_up, w_down = autograd.apply_autocast(x, w_gate_up, w_down)
@@ -147,7 +155,7 @@ def ep_moe(
         _check(request, topk_weights, w_gate_up, w_down, activation, config)
         fused = config is not None and _is_fused(config, quantize, group)
         max_tokens = with_capacity(request.shape).max_tokens
-        layout = None  # a compiler sees the sequence always
+        layout = None  # torch.compile always uses the sequence
         if config is None and not torch.compiler.is_compiling():
             layout = layout_of(quantize, max_tokens, max_tokens_per_rank, topk_ids.shape[1], group)
         known = fused, max_tokens, layout
@@ -158,18 +166,18 @@ def ep_moe(
     if max_tokens is not None and torch.compiler.is_compiling():
         settings = num_experts, activation, quantize, max_tokens, max_tokens_per_rank
         texts = map(as_argument, (config or SEQUENCE).parts(x))
-        return ep_moe_compiled(*layer, *settings, group.group_name, *texts)
+        return ep_moe_compiled(*layer, *settings, group.group_name, *texts)  # type: ignore[arg-type]
     request = request._replace(max_tokens=max_tokens)
     return _run(request, topk_weights, w_gate_up, w_down, activation, config, fused, layout)
 
 
 def _is_fused(config, quantize, group):
-    """Whether a call overlaps its steps. Raises ValueError if it cannot and is told to."""
+    """Return whether the config selects method "fused". Raise ValueError if the call does not support it."""
     if config.method != "fused":
         return False
     reason = why_not(group, quantize)
     if reason is not None:
-        raise ValueError(f'ep_moe: config cannot run: method "fused" does not go here: {reason}')
+        raise ValueError(f'ep_moe: config cannot run: method "fused" does not support this call: {reason}')
     return True
 
 

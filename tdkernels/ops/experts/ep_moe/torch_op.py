@@ -1,7 +1,8 @@
-"""ep_moe as torch.compile sees it, where ``max_tokens`` makes shapes static: an operator forwards and one backwards.
+"""torch.library operators of ep_moe for torch.compile: one for the forward and one for the backward.
 
-A routing is no tensor and does not go from the one to the other: the backward counts the ids again, and sends a
-dispatch of nothing to learn which rows came from where. Rows lie the same way whatever the configs.
+They need ``max_tokens``, which makes shapes static. A routing is not a tensor, so it cannot be passed from the forward
+to the backward. The backward counts the ids again, and makes a dispatch of width 0 to find the source of each row. The
+order of rows does not depend on the configs.
 """
 
 import torch
@@ -115,10 +116,11 @@ class _EpMoe(torch.autograd.Function):
 
 
 def ep_moe_compiled(
-    x, topk_ids, topk_weights, w_gate_up, w_down, num_experts, activation, quantize, max_tokens, max_tokens_per_rank,
-    group, ep, gemm,
-):
-    """y of checked operands; the group is a name, and the configs are texts."""
+    x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, w_gate_up: torch.Tensor, w_down: torch.Tensor,
+    num_experts: int, activation: str, quantize: str | None, max_tokens: int, max_tokens_per_rank: int | None,
+    group: str, ep: str, gemm: str,
+) -> torch.Tensor:
+    """Return y for valid operands, through torch.library. The group is given by its name, the configs as text."""
     operands = x, topk_ids, topk_weights, w_gate_up, w_down
     settings = num_experts, activation, quantize, max_tokens, max_tokens_per_rank
     if autograd.may_be_differentiated([x, topk_weights, w_gate_up, w_down]):

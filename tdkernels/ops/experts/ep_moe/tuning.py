@@ -1,13 +1,20 @@
-"""ep_moe for the tuner: whether its products overlap the ways there and back, and by which tiles.
+"""Tunable of ep_moe: method "sequence", "fused" with some tiles, or "torch".
 
-A problem's first size are the tokens of all ranks, about as many on each, whose experts are all as likely. The parts
-of the sequence (``ep_dispatch``, ``group_gemm``, ``ep_combine``) are tuned by their own names; here the sequence, as it
-runs with what is known of them, is one candidate, the overlapping layer with different tiles are others. Layouts are
-"exact", where the host waits for the number of rows, and torch's sequence is a candidate, too; and "bounded", with the
-max_tokens_per_rank that each rank has, where nobody waits. With max_tokens alone nothing is chosen (``layout_of``).
+The first size of a problem is the number of tokens of all ranks. The model assumes an equal number on each rank and
+uniformly distributed experts. The parts of the sequence (``ep_dispatch``, ``group_gemm``, ``ep_combine``) are tuned
+under their own names. Here the sequence, with the configs that are known for its parts, is one candidate. The fused
+method with different tiles gives the others.
+
+Layouts:
+    exact      The host waits for the number of rows. torch's sequence is a candidate too.
+    bounded    Calls with a max_tokens_per_rank, which do not wait. It is the number of tokens of each rank.
+
+A call with max_tokens alone selects no config, see ``layout_of``.
 """
 
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,32 +34,40 @@ from tdkernels.ops.experts.grouped_gemm.config import GroupGemmConfig
 from tdkernels.ops.experts.grouped_gemm.synthetic import expert_ids, rows_by_expert, why_not_shared
 from tdkernels.rounding import cdiv, round_up
 
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from tdkernels.autotune.hardware import Hardware
+    from tdkernels.autotune.problem import Problem
+
 _LAUNCH_S = 5e-6
 _HOST_S = 30e-6  # until the host knows the number of rows
-_PROGRAMS = 64  # that send at a time
-# Times that both products take where tokens come and go beside them: 1.10 to 1.19 for the three largest experts of the
-# table in bench/NOTES.md, at 2 ranks; 1.35 and 1.55 for small ones.
+_PROGRAMS = 64  # programs that send concurrently
+# Slowdown of both GEMMs while tokens are sent and received. Measured on 2 ranks: 1.10 to 1.19 for the three
+# largest experts in the table of bench/NOTES.md, 1.35 and 1.55 for small ones.
 _SLOWED = 1.15
 
 
 class EpMoeTunable(ConfigTunable):
+    """Tunable of ``ep_moe``. Shapes are (tokens, hidden size, intermediate size, experts, experts per token)."""
+
     name = "ep_moe"
     sizes = ("tokens", "hidden", "intermediate", "experts", "choices")
     layouts = ("exact", "bounded")
     config_class = EpMoeConfig
     plain_words = "torch's all-to-all and grouped matmul", "torch's all-to-all and grouped matmul"
 
-    def why_not(self, problem):
+    def why_not(self, problem: "Problem") -> str | None:
         if problem.num_nodes > 1:
             return "on several nodes it is the sequence of its parts, and there is nothing to tune"
         reason = super().why_not(problem)
         return reason or why_not_shared(self, problem, (3,), *problem.shape[3:])
 
-    def key(self, problem):
-        """Calls know about how many tokens there are, up to a power of two."""
+    def key(self, problem: "Problem") -> "Problem":
+        """Return the problem with the number of tokens rounded up to a power of two."""
         return replace(problem, shape=(bucket(problem.shape[0]), *problem.shape[1:]))
 
-    def sizes_of(self, *shapes, world_size):
+    def sizes_of(self, *shapes, world_size: int) -> tuple[int, ...]:
         names = "x", "topk_ids", "topk_weights", "w_gate_up", "w_down"
         if list(map(len, shapes)) != [2, 2, 2, 3, 3]:
             raise ValueError(f"{self.name}: the operands are {', '.join(names)}, not of shapes {list(shapes)}")
@@ -62,21 +77,21 @@ class EpMoeTunable(ConfigTunable):
             raise ValueError(f"{self.name}: the operands {list(map(list, shapes))} do not fit")
         return world_size * x[0], x[1], down[2], world_size * down[0], ids[1]
 
-    def layout_of(self, *operands):
+    def layout_of(self, *operands) -> str:
         return self.layouts[0]
 
     # ---- configs ----
 
-    def config_to_dict(self, config):
+    def config_to_dict(self, config: Any) -> dict[str, Any]:
         gemm = config.gemm
         tiles = {} if gemm is None or gemm.tiles is None else {"tiles": asdict(gemm.tiles)}
-        # What no entry has, but an explanation may be asked for.
+        # Entries of the tables never have these fields, but ``explain`` may be called for such a config.
         others = {} if config.ep is None else {"ep": text_of(config.ep)}
         if gemm is not None and gemm.method != "fused":
             others["gemm"] = gemm.method
         return {"method": config.method or "sequence", **tiles, **others}
 
-    def config_from_dict(self, values):
+    def config_from_dict(self, values: dict[str, Any]) -> EpMoeConfig:
         if not values.keys() <= {"method", "tiles"} or not isinstance(values.get("method"), str):
             raise ValueError(f"no EpMoeConfig: {values}")
         tiles = values.get("tiles")
@@ -86,51 +101,52 @@ class EpMoeTunable(ConfigTunable):
             raise ValueError(f"tiles must be an object of integers, not {tiles!r}")
         return EpMoeConfig(gemm=GroupGemmConfig(tiles=Tiles(**tiles)), method=values["method"])
 
-    def illegal(self, config, problem, device):
+    def illegal(self, config: Any, problem: "Problem", device: torch.device) -> str | None:
         if isinstance(config, EpMoeConfig) and config.method == "torch" and _is_bounded(problem):
             return "torch's sequence waits for the host, which a call with max_tokens_per_rank does not"
         return super().illegal(config, problem, device)
 
-    def default(self, problem, device):
+    def default(self, problem: "Problem", device: torch.device) -> EpMoeConfig:
         return SEQUENCE
 
-    def goes_in_graphs(self, problem):
+    def goes_in_graphs(self, problem: "Problem") -> bool:
         return _is_bounded(problem)
 
-    def space(self, problem, device):
+    def space(self, problem: "Problem", device: torch.device) -> list[EpMoeConfig]:
         fused = [
             EpMoeConfig(gemm=GroupGemmConfig(tiles=tiles), method="fused")
             for tiles in dense.tile_space(device, problem.torch_dtype)
         ]
         return [SEQUENCE, EpMoeConfig(method="fused"), *fused]
 
-    # ---- costs ----
+    # ---- cost model ----
 
-    def estimate_ms(self, config, problem, hardware):
+    def estimate_ms(self, config: Any, problem: "Problem", hardware: "Hardware") -> float:
         tokens, hidden, _, _, choices = problem.shape
         ranks = problem.world_size
         row = hidden * problem.torch_dtype.itemsize
         rows = cdiv(tokens * choices, ranks)
-        tiles = config.gemm.tiles if config.gemm else Tiles()  # about what a default is
+        tiles = config.gemm.tiles if config.gemm else Tiles()  # similar to the default
         products, last = self._products_s(rows, tiles, problem, hardware)
-        # Rows that nobody has take memory and no time: kernels go by how many have come. But the sequence's products,
-        # which know no more than how many there is room for, have large tiles by default, as is assumed here of all.
+        # Unused capacity takes memory but no time, because kernels process only the received rows. The GEMMs of the
+        # sequence select their default tiles by the capacity, so these tiles are large. The model assumes large tiles
+        # for all configs.
         waits = 0.0 if _is_bounded(problem) else _HOST_S
         rate = dense.push_rate(_PROGRAMS, hardware)
         if config.method == "fused":
-            wire = 2 * (ranks - 1) * rows // ranks * row / rate  # every choice by itself
+            wire = 2 * (ranks - 1) * rows // ranks * row / rate  # each assignment is sent separately
             return 1e3 * (max(_SLOWED * products, wire) + last + waits + 4 * _LAUNCH_S + 2 * dense.SIGNAL_S)
         moved = (2 * cdiv(tokens, ranks) + 4 * rows) * row / hardware.memory  # tokens, and rows to and from staging
         if config.method == "torch":
             sent = (ranks - 1) * rows // ranks * row
             return 1e3 * (products + 2 * moved + 2 * dense.collective_s(sent, hardware) + waits + 16 * _LAUNCH_S)
         wire = 2 * self._crossing(problem) * row / rate
-        if _is_low_latency(problem):  # nothing is counted before
+        if _is_low_latency(problem):  # there is no counting phase
             waits -= _LAUNCH_S + dense.SIGNAL_S
         return 1e3 * (products + max(wire, moved) + waits + 5 * _LAUNCH_S + 2 * dense.SIGNAL_S)
 
     def _products_s(self, rows, tiles, problem, hardware):
-        """Seconds of both products of so many rows, with those that tiles add, and of one tile of the second."""
+        """Return the seconds (of both GEMMs of ``rows`` rows with padding, of one tile of the second GEMM)."""
         _, hidden, inner, experts, _ = problem.shape
         mine = experts // problem.world_size
         padded = mine * round_up(max(rows // mine, 1), tiles.block_m)
@@ -141,12 +157,12 @@ class EpMoeTunable(ConfigTunable):
         return max(up + down, reading), last
 
     def _crossing(self, problem):
-        """How many tokens come to a rank from its peers, each once."""
+        """Return the number of distinct tokens that a rank receives from its peers."""
         tokens, *_, experts, choices = problem.shape
         ranks = problem.world_size
         return (ranks - 1) * cdiv(tokens, ranks) * crossing_share(ranks, experts, choices)
 
-    def floors(self, problem):
+    def floors(self, problem: "Problem") -> Floors:
         tokens, hidden, inner, experts, choices = problem.shape
         ranks, size = problem.world_size, problem.torch_dtype.itemsize
         weights = 3 * hidden * inner
@@ -156,27 +172,31 @@ class EpMoeTunable(ConfigTunable):
 
     # ---- calls ----
 
-    def operands(self, problem, device, generator):
+    def operands(
+        self, problem: "Problem", device: torch.device, generator: torch.Generator,
+    ) -> tuple[torch.Tensor, ...]:
         tokens, hidden, inner, experts, choices = problem.shape
         tokens, mine = cdiv(tokens, problem.world_size), experts // problem.world_size
-        options = {"generator": generator, "dtype": problem.torch_dtype, "device": device}
+        options: dict[str, Any] = {"generator": generator, "dtype": problem.torch_dtype, "device": device}
         x = torch.randn(tokens, hidden, **options)
         ids = expert_ids(tokens, choices, experts, device, generator)
         weights = torch.rand(tokens, choices, generator=generator, device=device)
         gate_up = torch.randn(mine, 2 * inner, hidden, **options).mul_(hidden**-0.5)
         return x, ids, weights, gate_up, torch.randn(mine, hidden, inner, **options).mul_(inner**-0.5)
 
-    def reference_bytes(self, problem):
+    def reference_bytes(self, problem: "Problem") -> int:
         tokens, hidden, inner, experts, choices = problem.shape
-        rows = 2 * tokens * choices  # a rank may have more than its share
+        rows = 2 * tokens * choices  # a rank may receive more than an equal share
         elements = 3 * experts * hidden * inner + rows * (4 * hidden + 4 * inner)
         return 2 * max(problem.torch_dtype.itemsize, 4) * elements // problem.world_size
 
-    def reference(self, operands, problem, group):
+    def reference(
+        self, operands: Sequence[torch.Tensor], problem: "Problem", group: "dist.ProcessGroup",
+    ) -> torch.Tensor:
         return op.ep_moe_ref(*operands, num_experts=problem.shape[3], group=group)
 
-    def local(self, operands, problem):
-        """Both products by the library: as many rows for each expert."""
+    def local(self, operands: tuple[torch.Tensor, ...], problem: "Problem") -> Callable[[], object]:
+        """Return both GEMMs as batched matmuls, with an equal number of rows for each expert."""
         x, ids, _, gate_up, down = operands
         rows = rows_by_expert(x, ids.numel(), gate_up.shape[0])
         inner = down.shape[2]
@@ -186,19 +206,19 @@ class EpMoeTunable(ConfigTunable):
 
         return multiply
 
-    def run(self, operands, problem, group, config):
+    def run(self, operands: Any, problem: "Problem", group: "dist.ProcessGroup", config: Any) -> Any:
         most = operands[0].shape[0] if _is_bounded(problem) else None
         return op.ep_moe(
             *operands, num_experts=problem.shape[3], max_tokens_per_rank=most, group=group, config=config
         )
 
-    def compiled(self, config):
+    def compiled(self, config: Any) -> Hashable | None:
         if config.method != "fused":
-            return None  # by the names of its parts
+            return None  # the parts of the sequence are compiled under their own names
         tiles = config.gemm and config.gemm.tiles
         return "fused", tiles and replace(tiles, group_m=1)
 
-    def compile(self, operands, problem, config):
+    def compile(self, operands: tuple[torch.Tensor, ...], problem: "Problem", config: Any) -> None:
         x, _, _, gate_up, down = operands
         tokens, *_, choices = problem.shape
         rows = cdiv(tokens * choices, problem.world_size)
@@ -210,7 +230,7 @@ def _is_bounded(problem):
 
 
 def _is_low_latency(problem):
-    """Whether the sequence's dispatch finds its routing, in its default config."""
+    """Return whether the dispatch of the sequence is low-latency (one launch, without counting) by default."""
     tokens, _, _, experts, choices = problem.shape
     ranks = problem.world_size
     of_rank = cdiv(tokens, ranks)

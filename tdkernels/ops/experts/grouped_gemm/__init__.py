@@ -1,1 +1,1 @@
-"""Matrix products of rows that are grouped by expert."""
+"""Grouped GEMM: rows grouped by expert, each group multiplied by the weight of its expert."""

@@ -1,4 +1,4 @@
-"""The config of group_gemm and its default."""
+"""Config of group_gemm, and the heuristic that selects a config without tuning."""
 
 from dataclasses import dataclass
 
@@ -10,20 +10,20 @@ from tdkernels.runtime import gpu
 
 @dataclass(frozen=True)
 class GroupGemmConfig:
-    """How ``group_gemm`` runs.
+    """Config of ``group_gemm``.
 
     Attributes:
-        method: "fused": one kernel; or "torch": torch's grouped product where it has one (bf16 on NVIDIA's sm_90 and
-            sm_100, which does not wait for the host), on CPU ranks a product for each group
-        tiles: the tile of the product, see ``Tiles``; None takes the default for the device and shape. Of a gradient dw
-            (tuner's layout "dw") block_m and block_n are of N and K, block_k of rows
+        method: "fused" is one Triton kernel. "torch" is torch's grouped GEMM, which needs bf16 on an NVIDIA GPU with
+            sm_90 or sm_100 and does not synchronize with the host; on CPU it is one matmul per group.
+        tiles: Tile of the GEMM, see ``Tiles``. None selects the default for the device and shape. In the weight
+            gradient dw (layout "dw" of the tuner) block_m and block_n are along N and K, and block_k is along the rows.
     """
 
     method: str = "fused"
     tiles: Tiles | None = None
 
-    def illegal(self, device, dtype):
-        """Why this config cannot run on a device with a dtype; None when it can."""
+    def illegal(self, device: torch.device, dtype: torch.dtype) -> str | None:
+        """Return why this config cannot run with a device and a dtype, or None if it can."""
         if self.method not in ("fused", "torch"):
             return f'method must be "fused" or "torch", not {self.method!r}'
         if self.method == "torch":
@@ -32,6 +32,6 @@ class GroupGemmConfig:
         return self.tiles.illegal(device, dtype) if self.tiles is not None else None
 
 
-def default_config(rows, n, dtype, device):
-    """The config for a product [rows, n] a group of a shape that is not tuned."""
+def default_config(rows: int, n: int, dtype: torch.dtype, device: torch.device) -> GroupGemmConfig:
+    """Return the heuristic config if each group has an output [rows, n]."""
     return GroupGemmConfig(tiles=default_tiles(rows, n, dtype, device))

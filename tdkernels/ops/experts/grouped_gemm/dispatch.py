@@ -1,12 +1,15 @@
-"""The product of group_gemm and its gradients, each by our kernel or by torch's, as a config says or as is known.
+"""Backend selection for grouped GEMM and its gradients: the Triton kernel or torch's grouped GEMM.
 
-    product           y  = x[rows of e] @ w[e].T, with SwiGLU or without
-    input_gradient    dx = dy[rows of e] @ w[e], a product with the weights the other way round
+    product           y  = x[rows of e] @ w[e].T, with or without SwiGLU
+    input_gradient    dx = dy[rows of e] @ w[e], a product with transposed weights
     weight_gradient   dw[e] = dy[rows of e].T @ x[rows of e]
 
-What is known comes from the tuner's tables, by the rows up to a power of two and by one of LAYOUTS. Nobody else is
-asked, so ranks may differ.
+The backend is given by the config, or by the tuning tables if there is no config. The key of the tables has the number
+of rows, rounded up to a power of two, and one of LAYOUTS. The lookup is local, so ranks may use different backends.
 """
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -19,19 +22,28 @@ from tdkernels.ops.common import gemm_operands
 from tdkernels.ops.experts.grouped_gemm import launch
 from tdkernels.symm.group import alone
 
-# What is tuned apart: the plain product, those with an activation, that of weights which lie as [K, N], as they do for
-# dx, and the gradient of the weights.
+if TYPE_CHECKING:
+    from tdkernels.ops.experts.grouped_gemm.config import GroupGemmConfig
+
+# Layouts are tuned separately: the plain product, the products with an activation, the product with weights that are
+# stored as [K, N] (as they are for dx), and the weight gradient.
 KN, DW = "kn", "dw"
 LAYOUTS = "none", "swiglu", "swiglu_interleaved", KN, DW
 
 
-def layout_of(w, activation=None):
-    """Of LAYOUTS that of a product."""
+def layout_of(w: torch.Tensor, activation: str | None = None) -> str:
+    """Return the entry of LAYOUTS for a product with w [E, N, K]."""
     return activation or (KN if launch.lies_as_kn(w) else "none")
 
 
-def product(x, w, splits, activation=None, keep=False, config=None):
-    """(y, what SwiGLU was made of if there is one and it is to ``keep``, else None)."""
+def product(
+    x: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, activation: str | None = None, keep: bool = False,
+    config: "GroupGemmConfig | None" = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Compute the grouped product, and return (y, pre).
+
+    ``pre`` is the input of SwiGLU if there is an activation and ``keep`` is true, else None.
+    """
     if config is None:
         config = known_config(x, (*w.shape[1:], w.shape[0]), layout_of(w, activation))
     if config is None or config.method == "fused":
@@ -40,13 +52,15 @@ def product(x, w, splits, activation=None, keep=False, config=None):
     return swiglu_ref(pre, activation), pre if keep and activation else None
 
 
-def input_gradient(dy, w, splits):
-    """dx [R, K] of dy [R, N] and w [E, N, K]."""
+def input_gradient(dy: torch.Tensor, w: torch.Tensor, splits: torch.Tensor) -> torch.Tensor:
+    """Return dx [R, K] for dy [R, N] and w [E, N, K]."""
     return product(dy, w.transpose(1, 2), splits)[0]
 
 
-def weight_gradient(dy, x, splits, experts, config=None):
-    """dw [E, N, K] of dy [R, N] and x [R, K]; zeros for an expert without rows."""
+def weight_gradient(
+    dy: torch.Tensor, x: torch.Tensor, splits: torch.Tensor, experts: int, config: "GroupGemmConfig | None" = None,
+) -> torch.Tensor:
+    """Return dw [E, N, K] for dy [R, N] and x [R, K]. It is zero for an expert without rows."""
     if config is None:
         config = known_config(x, (dy.shape[1], x.shape[1], experts), DW)
     if config is None or config.method == "fused":
@@ -54,15 +68,15 @@ def weight_gradient(dy, x, splits, experts, config=None):
     return weight_gradient_by_torch(dy, x, splits)
 
 
-# ---- what is known ----
+# ---- tuned configs ----
 
 
-def known_config(x, sizes, layout):
-    """The config for rows x and (N, K, experts) if one is known that is better than the default, else None."""
+def known_config(x: torch.Tensor, sizes: tuple[int, ...], layout: str) -> Any:
+    """Return the tuned GroupGemmConfig for rows x and sizes (N, K, experts), or None if the default is best."""
     mode = get_mode()
     if mode == "off" or not x.shape[0]:
         return None
-    rows = 1 << (x.shape[0] - 1).bit_length()  # differs from call to call
+    rows = 1 << (x.shape[0] - 1).bit_length()  # rounded up, because it differs from call to call
     sizes = rows, *sizes
 
     def make():
@@ -73,21 +87,21 @@ def known_config(x, sizes, layout):
     return None if choice.source == DEFAULT else choice.config
 
 
-def forget_choices():
-    """Let the next calls look their configs up again."""
+def forget_choices() -> None:
+    """Clear the selected configs, so that the next calls look them up again."""
     alone.choices.clear()
 
 
-# ---- by torch ----
+# ---- torch backend ----
 
 
-def ends_of(splits, rows):
-    """The row past the last of each group, int64 [E]; none past the rows that there are."""
+def ends_of(splits: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return the end (exclusive) of each group's rows, int64 [E], clamped to ``rows``."""
     return splits.clamp(0, rows).cumsum(0).clamp(max=rows)
 
 
-def swiglu_ref(pre, activation):
-    """silu(gate) * up of pre [R, 2 * I]; as it is if ``activation`` is None."""
+def swiglu_ref(pre: torch.Tensor, activation: str | None) -> torch.Tensor:
+    """Return silu(gate) * up for pre [R, 2 * I], or ``pre`` itself if ``activation`` is None."""
     if activation is None:
         return pre
     if activation == "swiglu":
@@ -97,30 +111,30 @@ def swiglu_ref(pre, activation):
     return F.silu(gate) * up
 
 
-def product_by_group(x, w, splits):
-    """In plain torch, a product for each group; the host waits for the splits."""
-    parts = torch.tensor_split(x, ends_of(splits, x.shape[0]).tolist())  # the last: rows of no group
+def product_by_group(x: torch.Tensor, w: torch.Tensor, splits: torch.Tensor) -> torch.Tensor:
+    """Compute the product with one matmul per group. The host waits for the splits."""
+    parts = torch.tensor_split(x, ends_of(splits, x.shape[0]).tolist())  # the last part has the rows without a group
     products = [F.linear(part, weight) for part, weight in zip(parts, w, strict=False)]
     return torch.cat([*products, x.new_zeros(parts[-1].shape[0], w.shape[1])])
 
 
-def weight_gradient_by_group(dy, x, splits):
-    """As ``product_by_group``, of the weights' gradient."""
+def weight_gradient_by_group(dy: torch.Tensor, x: torch.Tensor, splits: torch.Tensor) -> torch.Tensor:
+    """Compute the weight gradient with one matmul per group. The host waits for the splits."""
     ends = ends_of(splits, x.shape[0]).tolist()
     pairs = zip(torch.tensor_split(dy, ends)[:-1], torch.tensor_split(x, ends)[:-1], strict=True)
     return torch.stack([of_dy.t() @ of_x for of_dy, of_x in pairs])
 
 
-def by_torch(x, w, splits):
-    """The products without an activation, by what torch has for them on the device."""
+def by_torch(x: torch.Tensor, w: torch.Tensor, splits: torch.Tensor) -> torch.Tensor:
+    """Compute the product without an activation: with torch's grouped GEMM on a GPU, group by group on CPU."""
     if x.device.type == "cpu":
         return product_by_group(x, w, splits)
     w = _as_torch_takes_it(w).transpose(1, 2)
     return torch._grouped_mm(gemm_operands.rows_contiguous(x), w, offs=launch.ends_of_groups(splits, x))
 
 
-def weight_gradient_by_torch(dy, x, splits):
-    """The gradient of the weights by what torch has for it on the device; zeros for a group without rows."""
+def weight_gradient_by_torch(dy: torch.Tensor, x: torch.Tensor, splits: torch.Tensor) -> torch.Tensor:
+    """Compute the weight gradient with torch, like ``by_torch``. It is zero for a group without rows."""
     if x.device.type == "cpu":
         return weight_gradient_by_group(dy, x, splits)
     dy, x = gemm_operands.rows_contiguous(dy), gemm_operands.rows_contiguous(x)
@@ -128,14 +142,14 @@ def weight_gradient_by_torch(dy, x, splits):
 
 
 def _as_torch_takes_it(w):
-    """The weight, copied unless its rows or columns are contiguous and all begin at multiples of 16 bytes."""
+    """Return the weight, copied unless its rows or columns are contiguous and all start at multiples of 16 bytes."""
     w, *strides, _ = launch.weight_layout(w)
     starts = w.data_ptr(), *(stride * w.element_size() for stride in strides)
     return w.clone(memory_format=torch.contiguous_format) if any(start % 16 for start in starts) else w
 
 
-def why_not_torch(shape, dtype, device):
-    """Why torch's grouped product cannot take a weight [E, N, K], or give its gradient; None if it can."""
+def why_not_torch(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> str | None:
+    """Return why torch's grouped GEMM does not support a weight [E, N, K] or its gradient, or None if it does."""
     if device.type == "cpu" or not any(size * dtype.itemsize % 16 for size in shape[1:]):
         return None
     return 'method "torch" needs rows and columns of a multiple of 16 bytes'

@@ -1,9 +1,9 @@
-"""The kernels behind group_gemm: a product for each group of rows, and the gradient of the groups' weights.
+"""Kernels of group_gemm: the grouped GEMM, and the gradient of its weights.
 
-Both know the groups' sizes on the device only. The first keeps as many programs as fit the GPU, each of which takes
-every so manieth tile of as many as there turn out to be. The second has a program for each tile of each weight, and a
-group's rows for its main loop; the GPU starts the next program when one is done, so that long groups do not hold others
-up.
+Group sizes are known only on the device. The grouped GEMM is persistent: it launches as many programs as fit on the
+GPU, and each program computes every n-th tile for n programs. The weight gradient launches one program per tile of each
+weight, whose main loop is over the rows of the group. There the GPU starts a new program whenever one finishes, so long
+groups do not delay others.
 """
 
 import triton.language as tl
@@ -22,9 +22,10 @@ from tdkernels.ops.experts.grouped_gemm.tile import (
 
 @td.jit
 def store_product(acc, second, y_ptr, pre_ptr, offs_m, end, col, N, PRODUCT: tl.constexpr):
-    """Store a tile of rows ``offs_m`` before ``end``, or its SwiGLU, and if there is ``pre_ptr`` what that is made of.
+    """Store a tile, or its SwiGLU, to the rows ``offs_m`` that are below ``end``.
 
-    N: columns of a plane. y is [R, N], of INTERLEAVED [R, N / 2].
+    N is the number of columns of a plane. y is [R, N], or [R, N / 2] with INTERLEAVED. If ``pre_ptr`` is given, the
+    input of SwiGLU is stored there.
     """
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     BLOCK_M: tl.constexpr = PRODUCT.block_m
@@ -47,14 +48,14 @@ def store_product(acc, second, y_ptr, pre_ptr, offs_m, end, col, N, PRODUCT: tl.
         store_rows(y_ptr, td.from_float32(acc, dtype), offs_m, offs_n, end, N)
 
 
-# Compiled once for a tile and a number of experts up to the next power of two, whatever the shape.
+# Compiled once per tile and number of experts, rounded up to a power of two. The shape does not matter.
 @td.jit(do_not_specialize=["num_experts", "R", "N", "K", "stride_plane", "stride_w", "group_m"])
 def group_gemm_kernel(
     x_ptr, x_desc, w_ptr, w_desc, splits_ptr, y_ptr, pre_ptr,
     num_experts, R, N, K, stride_plane, stride_w, group_m,
     EXPERTS: tl.constexpr, PRODUCT: tl.constexpr,
 ):
-    """y[rows of e] = act(x[rows of e] @ w[e].T); N is that of a plane, see ``planes_of``."""
+    """Compute y[rows of e] = act(x[rows of e] @ w[e].T). N is the N of a plane, see ``planes_of``."""
     BLOCK_M: tl.constexpr = PRODUCT.block_m
     BLOCK_N: tl.constexpr = PRODUCT.block_n
     N = as_aligned(N, PRODUCT.aligned)
@@ -80,7 +81,7 @@ def group_gemm_kernel(
 
 @td.jit(do_not_specialize=["num_experts", "R"])
 def ends_kernel(splits_ptr, ends_ptr, num_experts, R, EXPERTS: tl.constexpr):
-    """The row past the last of each group, int32."""
+    """Store the end (exclusive) of each group's rows, int32."""
     experts = tl.arange(0, EXPERTS)
     ends = td.running_sum(rows_of_groups(splits_ptr, num_experts, R, EXPERTS), 0)
     tl.store(ends_ptr + experts, ends, mask=experts < num_experts)
@@ -88,14 +89,14 @@ def ends_kernel(splits_ptr, ends_ptr, num_experts, R, EXPERTS: tl.constexpr):
 
 @td.jit
 def _block_of_rows(ptr, offs_r, end, offs, WIDTH):
-    """Block of rows before ``end`` of [rows, WIDTH]; zeros outside."""
+    """Load a block of rows below ``end`` of [rows, WIDTH]. Elements outside are zero."""
     mask = (offs_r < end)[:, None] & (offs < WIDTH)[None, :]
     return tl.load(ptr + offs_r[:, None].to(tl.int64) * WIDTH + offs[None, :], mask=mask, other=0.0)
 
 
 @td.jit
 def _rows_before(end, row, desc, col, BLOCK_R: tl.constexpr):
-    """Block of a descriptor's rows before ``end``; zeros after it, where those of the next group are."""
+    """Load a block of rows below ``end`` through a descriptor. Rows from ``end`` on, of the next group, are zero."""
     block = desc.load([row, col])
     offs_r = row + tl.arange(0, BLOCK_R)
     return tl.where((offs_r < end)[:, None], block, tl.full((), 0.0, block.dtype))
@@ -106,8 +107,11 @@ def _transposed_product_by_tma(
     acc, begin, end, a_desc, a_last_desc, a_col, b_desc, b_last_desc, b_col, BLOCK_R: tl.constexpr,
     LAST_R: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """As ``_transposed_product``. Of what is left of a group after whole blocks only the last LAST_R rows are masked:
-    that takes a block through registers."""
+    """Compute ``_transposed_product`` with TMA.
+
+    After the whole blocks, the rest of a group is processed in blocks of LAST_R rows. Only the last of them is masked,
+    because masking moves a block through registers.
+    """
     whole = begin + (end - begin) // BLOCK_R * BLOCK_R
     for row in range(begin, whole, BLOCK_R):
         acc = td.dot(a_desc.load([row, a_col]).T, b_desc.load([row, b_col]), acc, PRECISION)
@@ -125,7 +129,7 @@ def _transposed_product(
     acc, begin, end, a_ptr, a_col, A_WIDTH, b_ptr, b_col, B_WIDTH,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """acc + A[begin : end, a_col : +BLOCK_M].T @ B[begin : end, b_col : +BLOCK_N], both row-major."""
+    """Return acc + A[begin : end, a_col : +BLOCK_M].T @ B[begin : end, b_col : +BLOCK_N], both row-major."""
     offs_a = a_col + tl.arange(0, BLOCK_M)
     offs_b = b_col + tl.arange(0, BLOCK_N)
     for row in range(begin, end, BLOCK_R):
@@ -136,7 +140,7 @@ def _transposed_product(
     return acc
 
 
-# Each descriptor of rows has another of LAST_R rows beside it.
+# The ``*_last_desc`` descriptors read the same rows in blocks of LAST_R.
 @td.jit(do_not_specialize=["num_experts", "R", "N", "K", "group_m"])
 def group_gemm_weights_kernel(
     dy_ptr, dy_desc, dy_last_desc, x_ptr, x_desc, x_last_desc, splits_ptr, dw_ptr, dw_desc,
@@ -144,7 +148,7 @@ def group_gemm_weights_kernel(
     EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LAST_R: tl.constexpr,
     ALIGNED: tl.constexpr, USE_TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """dw[e] = dy[rows of e].T @ x[rows of e], [E, N, K]; zeros for a group without rows."""
+    """Compute dw[e] = dy[rows of e].T @ x[rows of e], [E, N, K]. It is zero for a group without rows."""
     N = as_aligned(N, ALIGNED)
     K = as_aligned(K, ALIGNED)
     tiles_m, tiles_n = (N + BLOCK_M - 1) // BLOCK_M, (K + BLOCK_N - 1) // BLOCK_N

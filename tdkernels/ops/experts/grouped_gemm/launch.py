@@ -1,4 +1,6 @@
-"""Launch the kernels of group_gemm and of its gradients, or compile them ahead."""
+"""Launch the kernels of group_gemm and its gradients, or compile them ahead of time."""
+
+from typing import TYPE_CHECKING, Any
 
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -12,60 +14,77 @@ from tdkernels.rounding import cdiv, next_power_of_2
 from tdkernels.runtime import gpu
 from tdkernels.runtime.kernel_launch import Launch, bind_uncopied, launch_cached, local_workspace_of, output_spec
 
-# Of a weight's gradient: rows that are masked at the end of a group, the fewest that tensor cores take; and how many
-# make a group long.
+if TYPE_CHECKING:
+    from tdkernels.ops.experts.grouped_gemm.config import GroupGemmConfig
+
+# Constants of the weight gradient. The last rows of a group are masked in blocks of _LAST_R rows, the minimum of the
+# tensor cores. A group with at least _LONG_GROUP rows gets larger tiles.
 _LAST_R = 16
 _LONG_GROUP = 4096
 
 
-def planes_of(w, activation):
-    """(planes, N of a plane) of a weight [E, N, K]: the kernel reads the halves of SwiGLU as two of them."""
+def planes_of(w: torch.Tensor, activation: str | None) -> tuple[int, ...]:
+    """Return (number of planes, N of a plane) for a weight [E, N, K].
+
+    A plane is the weight of one expert. With activation "swiglu" an expert has two planes, gate and up.
+    """
     return (2 * w.shape[0], w.shape[1] // 2) if activation == "swiglu" else tuple(w.shape[:2])
 
 
-def _lies_as_nk(w, halves=False):
-    """Whether each plane has its rows one after the other; where its ``halves`` are planes, all of them have."""
+def _is_stored_nk(w, halves=False):
+    """Return whether each plane is row-major and, with ``halves``, the planes are adjacent."""
     experts, n, k = w.shape
     return w.stride(2) == 1 and w.stride(1) >= k and (not halves or experts == 1 or w.stride(0) == n * w.stride(1))
 
 
-def lies_as_kn(w):
-    """Whether the planes of a weight [E, N, K] lie as [K, N], as those of a transposed one do."""
-    return not _lies_as_nk(w) and w.stride(1) == 1 and w.stride(2) >= w.shape[1]
+def lies_as_kn(w: torch.Tensor) -> bool:
+    """Return whether the planes of a weight [E, N, K] are stored as [K, N], as in a transposed weight."""
+    return not _is_stored_nk(w) and w.stride(1) == 1 and w.stride(2) >= w.shape[1]
 
 
-def weight_layout(w, activation=None):
-    """(the weight, the stride of its planes, of its rows, whether its planes lie as [K, N]); copied only if as neither.
+def weight_layout(w: torch.Tensor, activation: str | None = None) -> tuple[torch.Tensor, int, int, bool]:
+    """Return (weight, plane stride, row stride, is_kn), where ``is_kn`` means that planes are stored as [K, N].
 
-    Where SwiGLU's halves are planes of their own they have to lie one after the other.
+    The weight is copied only if its planes are neither row-major nor column-major. With activation "swiglu" gate and
+    up are separate planes, which must all have the same distance.
     """
     halves = activation == "swiglu"
     if not halves and lies_as_kn(w):
         return w, w.stride(0), w.stride(2), True
-    if not _lies_as_nk(w, halves):
+    if not _is_stored_nk(w, halves):
         w = w.contiguous()
     return w, w.shape[1] // 2 * w.stride(1) if halves else w.stride(0), w.stride(1), False
 
 
-def tma_fits(x_k, w, stride_plane, stride_w, is_kn, tiles):
-    """Whether tensor descriptors can be made for rows of ``x_k`` elements and for the weight."""
+def tma_fits(x_k: int, w: torch.Tensor, stride_plane: int, stride_w: int, is_kn: bool, tiles: Tiles) -> bool:
+    """Return whether rows of ``x_k`` elements and the weight can be read through tensor descriptors (TMA)."""
     size = w.element_size()
     if not gpu.has_tma(w.device) or size != 2 or w.data_ptr() % 16:
         return False
     if is_kn and x_k % tiles.block_k:
-        return False  # past the last row of a plane lies the next one, which may hold what is no number
+        return False  # a block past the last row of a plane would read the next plane, which may contain NaN
     return all(width * size % 16 == 0 for width in (x_k, stride_plane, stride_w)) and min(w.shape[1:]) > 1
 
 
-def weight_descriptor(w, planes, n, stride_plane, stride_w, is_kn, tiles):
+def weight_descriptor(
+    w: torch.Tensor, planes: int, n: int, stride_plane: int, stride_w: int, is_kn: bool, tiles: Tiles,
+) -> TensorDescriptor:
+    """Return the tensor descriptor of a weight with ``planes`` planes [n, K], or [K, n] if ``is_kn``."""
     k = w.shape[2]
     shape, block = ([planes, k, n], [1, tiles.block_k]) if is_kn else ([planes, n, k], [1])
     block = [*block, tiles.block_n] if is_kn else [*block, tiles.block_n, tiles.block_k]
     return TensorDescriptor(w, shape, [stride_plane, stride_w, 1], block)
 
 
-def product_constants(rows_k, w, planes, n, strides, is_kn, activation, tiles):
-    """(descriptor of the weight or None, the constexpr argument and options that the kernels for experts share)"""
+def product_constants(
+    rows_k: int, w: torch.Tensor, planes: int, n: int, strides: list[int], is_kn: bool, activation: str | None,
+    tiles: Tiles,
+) -> tuple[TensorDescriptor | None, dict[str, Any]]:
+    """Return (descriptor of the weight or None, the constexpr argument ``PRODUCT`` and the launch options).
+
+    All kernels with grouped products use it. ``rows_k`` is the K of the rows; ``strides`` are the plane stride and the
+    row stride of the weight.
+    """
     stride_plane, stride_w = strides
     block_n = max(tiles.block_n // 2, 16) if activation == "swiglu" else tiles.block_n
     tma = tma_fits(rows_k, w, stride_plane, stride_w, is_kn, tiles)
@@ -79,8 +98,8 @@ def product_constants(rows_k, w, planes, n, strides, is_kn, activation, tiles):
     return desc, {"PRODUCT": product, **tiles.options()}
 
 
-def rows_descriptor(rows, constants, tiles):
-    """The descriptor of rows [R, K], if the kernel takes one."""
+def rows_descriptor(rows: torch.Tensor, constants: dict[str, Any], tiles: Tiles) -> TensorDescriptor | None:
+    """Return the tensor descriptor of rows [R, K], or None if the kernel does not use TMA."""
     if not constants["PRODUCT"].use_tma:
         return None
     return gemm_operands.rows_descriptor(rows, 1, rows.shape[0], rows.numel(), tiles.block_m, tiles.block_k)
@@ -91,8 +110,14 @@ def _tiles_for(rows, n, x, config):
     return tiles or default_tiles(rows, n, x.dtype, x.device)
 
 
-def product(x, w, splits, activation=None, keep=False, config=None):
-    """(y, what SwiGLU was made of if ``keep``, else None) of x [R, K], w [E, N, K] and splits [E]."""
+def product(
+    x: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, activation: str | None = None, keep: bool = False,
+    config: "GroupGemmConfig | None" = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Launch the grouped product of x [R, K], w [E, N, K] and splits [E], and return (y, pre).
+
+    ``pre`` is the input of SwiGLU if there is an activation and ``keep`` is true, else None.
+    """
     x = gemm_operands.rows_contiguous(x)
     keep = keep and activation is not None
     if not x.shape[0]:
@@ -102,8 +127,13 @@ def product(x, w, splits, activation=None, keep=False, config=None):
     return made[0], made[1] if keep else None
 
 
-def bind_product(x, w, splits, activation, config):
-    """The Launch of ``product`` with these operands; None without rows, or if an operand has to be copied first."""
+def bind_product(
+    x: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, activation: str | None, config: "GroupGemmConfig | None",
+) -> Launch | None:
+    """Return the bound Launch of ``product`` for these operands.
+
+    Return None if there are no rows, or if an operand has to be copied before the launch.
+    """
     if not x.shape[0]:
         return None
     taken = gemm_operands.rows_contiguous(x), weight_layout(w, activation)[0], splits.contiguous()
@@ -111,7 +141,7 @@ def bind_product(x, w, splits, activation, config):
 
 
 def _call(x, w, splits, activation, keep, config):
-    """The arguments of ``launch_cached``."""
+    """Return the arguments of ``launch_cached`` for ``product``."""
     workspace = local_workspace_of(x.device)
     key = "group_gemm", activation, keep, config, gemm_operands.dot_precision(x.dtype)
     return workspace, key, (x, w, splits), lambda *of: _prepare(workspace, *of, activation, keep, config)
@@ -129,8 +159,10 @@ def _prepare(workspace, x, w, splits, activation, keep, config):
     return Launch(workspace, group_gemm_kernel, grid, args, constants, (x, w, splits), made, [])
 
 
-def compile(x, w, splits, activation, config):
-    """Compile what ``product`` with the same operands would launch, into Triton's cache; launches nothing."""
+def compile(
+    x: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, activation: str | None, config: "GroupGemmConfig | None",
+) -> None:
+    """Compile the kernel that ``product`` would launch for the same operands into Triton's cache."""
     if x.device.type == "cpu":
         return  # interpreted
     x = gemm_operands.rows_contiguous(x)
@@ -150,11 +182,12 @@ def _arguments(x, w, splits, y, pre, activation, config):
     return args, {"EXPERTS": next_power_of_2(experts), **constants}, tiles
 
 
-def ends_of_groups(splits, x):
-    """The row past the last of each group, int32 [E], none past those of x: what torch's grouped product is told."""
+def ends_of_groups(splits: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Return the end (exclusive) of each group's rows, int32 [E], clamped to the rows of x: ``offs`` of _grouped_mm."""
     workspace = local_workspace_of(x.device)
     return launch_cached(
-        workspace, ("ends of groups", x.shape[0]), (splits,), lambda *of: _prepare_ends(workspace, *of, x.shape[0])
+        workspace, ("ends of groups", x.shape[0]), (splits,),
+        lambda *of: _prepare_ends(workspace, *of, x.shape[0]),  # type: ignore[call-arg]
     )[0]
 
 
@@ -166,11 +199,11 @@ def _prepare_ends(workspace, splits, rows):
     return Launch(workspace, ends_kernel, (1,), args, constants, (splits,), [ends], [])
 
 
-def weight_tiles(rows, n, k, dtype, device):
-    """The tile of a weight's gradient for so many rows of a group.
+def weight_tiles(rows: int, n: int, k: int, dtype: torch.dtype, device: torch.device) -> Tiles:
+    """Return the default tile of the weight gradient for groups of ``rows`` rows.
 
-    Most groups are short: a tile is small enough for three on a multiprocessor, of which others compute while one
-    begins or stores. Long ones load less with a larger tile.
+    Most groups are short. Their tile is small enough for three programs per multiprocessor, so that the others compute
+    while one starts or stores. Long groups get a larger tile, which loads less data.
     """
     if not gpu.has_tma(device) or dtype.itemsize != 2:
         return default_tiles(n, k, dtype, device)
@@ -179,20 +212,27 @@ def weight_tiles(rows, n, k, dtype, device):
     return Tiles(128, 128, 32, num_warps=4, num_stages=3)
 
 
-def weight_gradient(dy, x, splits, experts, config=None):
-    """dw [E, N, K] of dy [R, N] and x [R, K]; of a config the tiles count, of N x K outputs by steps of rows."""
+def weight_gradient(
+    dy: torch.Tensor, x: torch.Tensor, splits: torch.Tensor, experts: int, config: "GroupGemmConfig | None" = None,
+) -> torch.Tensor:
+    """Launch the weight gradient and return dw [E, N, K] for dy [R, N] and x [R, K].
+
+    Only the tiles of the config are used. Their block_m and block_n are along N and K, block_k is along the rows.
+    """
     dy, x = gemm_operands.rows_contiguous(dy), gemm_operands.rows_contiguous(x)
     if not x.shape[0]:
         return x.new_zeros(experts, dy.shape[1], x.shape[1])
     workspace = local_workspace_of(x.device)
     return launch_cached(
         workspace, ("group_gemm weights", experts, config, gemm_operands.dot_precision(x.dtype)), (dy, x, splits),
-        lambda *of: _prepare_gradient(workspace, *of, experts, config),
+        lambda *of: _prepare_gradient(workspace, *of, experts, config),  # type: ignore[call-arg]
     )[0]
 
 
-def compile_gradient(dy, x, splits, experts, config):
-    """As ``compile``, of ``weight_gradient``."""
+def compile_gradient(
+    dy: torch.Tensor, x: torch.Tensor, splits: torch.Tensor, experts: int, config: "GroupGemmConfig | None",
+) -> None:
+    """Compile the kernel that ``weight_gradient`` would launch for the same operands into Triton's cache."""
     if x.device.type == "cpu":
         return  # interpreted
     operands = gemm_operands.rows_contiguous(dy), gemm_operands.rows_contiguous(x), splits
@@ -227,20 +267,23 @@ def _gradient_arguments(dy, x, splits, dw, config):
 
 
 def _row_blocks(rows, tiles, columns):
-    """Descriptors of rows [R, width] for a gradient's main loop, and for the last rows of a group."""
+    """Return descriptors of rows [R, width] for the main loop of a gradient, and for the last rows of a group."""
     strides = [rows.shape[1], 1]
     return [TensorDescriptor(rows, list(rows.shape), strides, [block, columns]) for block in (tiles.block_k, _LAST_R)]
 
 
-def swiglu_backward(dh, pre, splits, activation):
-    """The gradient of ``pre`` [R, 2 * I] from that of its SwiGLU; rows that belong to no group are not written."""
+def swiglu_backward(dh: torch.Tensor, pre: torch.Tensor, splits: torch.Tensor, activation: str) -> torch.Tensor:
+    """Return the gradient of ``pre`` [R, 2 * I] for the gradient dh [R, I] of SwiGLU's output.
+
+    Rows that belong to no group are not written.
+    """
     dh, pre = dh.contiguous(), pre.contiguous()
     if not dh.shape[0]:
         return torch.empty_like(pre)
     workspace = local_workspace_of(dh.device)
     return launch_cached(
         workspace, ("swiglu backward", activation), (dh, pre, splits),
-        lambda *of: _prepare_swiglu_backward(workspace, *of, activation),
+        lambda *of: _prepare_swiglu_backward(workspace, *of, activation),  # type: ignore[call-arg]
     )[0]
 
 

@@ -1,17 +1,20 @@
-"""group_gemm: rows that are grouped by expert, each group times the weight of its expert, on one rank.
+"""group_gemm: grouped GEMM on one rank, for rows that are grouped by expert.
 
     x [R, K], w [E, N, K], splits [E] on the device  ->  y [R, N];   y[rows of e] = x[rows of e] @ w[e].T
 
-Nothing waits for the host: the kernels (``group_gemm_kernel``) find their tiles from the splits. SwiGLU can be applied
-before y is stored, so that what the experts' first product gives is never read again but for the gradient.
+The host does not read the splits. The kernels (``group_gemm_kernel``) compute their tiles from the splits on the
+device. SwiGLU can be fused into the epilogue. The output of the gate-up GEMM is then stored only if the backward needs
+it.
 
-Backward. dx is a group_gemm with the weights the other way round; dw adds up over the rows of each group.
+Backward. dx is a group_gemm with transposed weights. dw sums over the rows of each group.
 
 Example:
     recv, handle = tdkernels.ep_dispatch(x, topk_ids, topk_weights, num_experts=64)
     h = tdkernels.group_gemm(recv.x, w_gate_up, recv.splits, activation="swiglu")
     y = tdkernels.ep_combine(tdkernels.group_gemm(h, w_down, recv.splits), handle)
 """
+
+from typing import Any
 
 import torch
 
@@ -30,11 +33,11 @@ from tdkernels.runtime.torch_op import register
 def group_gemm_ref(
     x: torch.Tensor, w: torch.Tensor, splits: torch.Tensor, *, activation: str | None = None,
 ) -> torch.Tensor:
-    """The specification of ``group_gemm``, in plain torch: a product for each group."""
+    """Compute ``group_gemm`` with plain torch operators, one matmul per group. It is the specification for tests."""
     return swiglu_ref(product_by_group(x, w, splits), activation)
 
 
-# ---- torch.library: what torch.compile sees ----
+# ---- torch.library operators, which torch.compile traces ----
 
 
 def _forward(x, w, splits, activation, keep, config):
@@ -94,8 +97,17 @@ class _GroupGemm(torch.autograd.Function):
 # ---- checks ----
 
 
-def check_experts(operator, x, w, name="w", rows="x"):
-    """Raise TypeError or ValueError, naming the argument and its shape, unless rows of x can be multiplied by w [e]."""
+def check_experts(operator: str, x: torch.Tensor, w: torch.Tensor, name: str = "w", rows: str = "x") -> None:
+    """Check that rows x [R, K] and weights w [E, N, K] fit together.
+
+    Args:
+        operator: Name of the operator, for errors.
+        x: The rows, called ``rows`` in errors.
+        w: The weights, called ``name`` in errors.
+
+    Raises:
+        TypeError, ValueError: If not. The message names the argument and its shape.
+    """
     check_floats(operator, {rows: x, name: w}, memory=True)
     if x.dim() != 2:
         raise ValueError(f"{operator}: {rows} must have 2 dimensions [rows, K], its shape is {list(x.shape)}")
@@ -109,15 +121,16 @@ def check_experts(operator, x, w, name="w", rows="x"):
         raise ValueError(f"{operator}: {name} {list(w.shape)} has an empty dimension")
 
 
-def check_activation(operator, activation, w, name="w"):
+def check_activation(operator: str, activation: str | None, w: torch.Tensor, name: str = "w") -> None:
+    """Raise ValueError if the activation is unknown, or if it needs an even N and w [E, N, K] has an odd one."""
     if activation not in ACTIVATIONS:
         raise ValueError(f"{operator}: activation must be one of {ACTIVATIONS}, not {activation!r}")
     if activation is not None and w.shape[1] % 2:
         raise ValueError(f"{operator}: {name} {list(w.shape)} must have an even N for {activation}, gate and up")
 
 
-def check_method(operator, config, w, name="w"):
-    """Raise ValueError unless torch's grouped product can take the weight, if the config asks for it."""
+def check_method(operator: str, config: Any, w: torch.Tensor, name: str = "w") -> None:
+    """Raise ValueError if a config (or None) selects torch's grouped GEMM and that does not support the weight."""
     if config is None or config.method != "torch":
         return
     reason = why_not_torch(w.shape, w.dtype, w.device)
@@ -140,32 +153,37 @@ def group_gemm(
     """Multiply each group of rows by the weight of its expert.
 
     Args:
-        x: [R, K] bf16, fp16 or fp32, grouped: the rows of expert 0 come first, then those of expert 1, and so on
-        w: [E, N, K], for each expert the layout of torch.nn.Linear; same dtype. Any strides; those of a transposed
-            [E, K, N] cost no copy, but for "swiglu"
-        splits: [E] int32 or int64, on x's device: the rows of each expert, 0 allowed. Their sum may be less than R:
-            rows past it are not read, those of y are not written. Rows beyond R are left out
-        activation: None; "swiglu": w is [E, 2 * I, K], the first I rows of an expert for the gate and the rest for up,
-            y is silu(gate) * up; "swiglu_interleaved": the same of rows that are gate and up by turns
-        config: GroupGemmConfig of the forward; None takes the best one known, as each gradient always does, see
-            tdkernels.autotune
+        x: Rows [R, K] in bf16, fp16 or fp32, sorted by group: first the rows of expert 0, then the rows of expert 1,
+            and so on.
+        w: Weights [E, N, K], for each expert in the layout of torch.nn.Linear, in the dtype of x. Strides are
+            arbitrary. A transposed [E, K, N] tensor is not copied, except with activation "swiglu".
+        splits: Number of rows of each expert, [E] int32 or int64, on the device of x; 0 is allowed. If the sum is less
+            than R, the remaining rows of x are not read and those of y are not written. If it is more than R, the rows
+            beyond R are ignored.
+        activation: None, "swiglu" or "swiglu_interleaved". With "swiglu" w is [E, 2 * I, K]: the first I rows of an
+            expert are the gate, the others are up, and y is silu(gate) * up. With "swiglu_interleaved" gate and up
+            rows alternate, gate first.
+        config: GroupGemmConfig of the forward. None selects the best known config (see tdkernels.autotune). Gradients
+            always select their own config.
 
     Returns:
-        y: [R, N], or [R, I] with an activation, dtype of x, accumulated and activated in fp32
+        y [R, N], or [R, I] with an activation, in the dtype of x. Products are accumulated in fp32, and the activation
+        is applied in fp32.
 
     Gradient:
-        dx = dy @ w[e], rows past the sum of splits are not written; dw[e] = dy.T @ x over the rows of e, zeros for an
-        expert without any
+        dx = dy @ w[e]; rows past the sum of splits are not written. dw[e] = dy.T @ x over the rows of e, and zeros for
+        an expert without rows.
 
     Raises:
-        TypeError or ValueError: for operands that do not fit, with their shapes, before anything is launched
-        RuntimeError: in a backward with create_graph=True
+        TypeError, ValueError: If operands are invalid; the message has their shapes. Nothing has been launched.
+        RuntimeError: In a backward with create_graph=True.
 
     Contract:
-        local, no group; host sync: no; CUDA graph: yes, after one call outside; the caller owns the output
+        Local to this rank, without a group. No host synchronization. Can be captured in a CUDA graph after one call
+        outside. The caller owns the output.
 
     Source:
-        persistent programs that find their group: the grouped GEMM of Triton's tutorials
+        Persistent programs that find their group on the device: the grouped GEMM of the Triton tutorials.
     """
     known, key = call_cache.lookup_run("group_gemm", None, (x, w, splits), (activation, config, get_mode()))
     if known is not None:
@@ -188,7 +206,7 @@ def _keep(key, x, w, activation, config, shape):
     """Insert a call into the call cache."""
     if config is None:
         config = dispatch.known_config(x, (*w.shape[1:], w.shape[0]), dispatch.layout_of(w, activation))
-    # None is the default, which must not be looked up again.
+    # If config is None here, no tuned config is known. ``launch.product`` then uses the default without a lookup.
     product = launch.product if config is None else dispatch.product
 
     def run(_, x, w, splits):

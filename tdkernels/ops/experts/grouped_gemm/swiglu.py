@@ -1,7 +1,7 @@
-"""SwiGLU, silu(gate) * up, on what one product gives for both; and its gradient.
+"""SwiGLU, silu(gate) * up, and its gradient.
 
-``w`` of such a product has 2 * I rows: "swiglu" takes the first I for the gate and the rest for up, as most checkpoints
-have them; "swiglu_interleaved" takes them by turns, gate first.
+One GEMM computes gate and up: its weight has 2 * I rows. With "swiglu" the first I rows are the gate and the others are
+up, as in most checkpoints. With "swiglu_interleaved" gate and up rows alternate, gate first.
 """
 
 import triton.language as tl
@@ -23,7 +23,7 @@ def swiglu(gate, up):
 
 @td.jit
 def swiglu_gradient(dh, gate, up):
-    """(gradient of gate, of up)"""
+    """Return (gradient of gate, gradient of up)."""
     share = 1.0 / (1.0 + tl.exp(-gate))
     return dh * up * share * (1.0 + gate * (1.0 - share)), dh * gate * share
 
@@ -33,7 +33,7 @@ def swiglu_backward_kernel(
     dh_ptr, pre_ptr, splits_ptr, dpre_ptr, R, I, num_experts,
     EXPERTS: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """dpre [R, 2 * I] of dh [R, I] and pre [R, 2 * I]; a program takes every so manieth row of those that there are."""
+    """Compute dpre [R, 2 * I] from dh [R, I] and pre [R, 2 * I]. Of n programs each one takes every n-th row."""
     rows = td.sum_of(rows_of_groups(splits_ptr, num_experts, R, EXPERTS), 0)
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
         for first in range(0, I, BLOCK):

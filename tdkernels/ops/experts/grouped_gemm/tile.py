@@ -1,4 +1,4 @@
-"""Products of rows that are grouped by expert, a weight for each group: which tile is whose, and its main loop."""
+"""Building blocks of grouped-GEMM kernels: mapping tiles to groups, the main loop, and the epilogue of gradients."""
 
 from typing import NamedTuple
 
@@ -7,22 +7,22 @@ import triton.language as tl
 from tdkernels import lang as td
 from tdkernels.ops.common.gemm_tile import add_product, store_rows, swizzle
 
-_COLUMNS = tl.constexpr(64)  # of a gradient's tile that are stored at a time
+_COLUMNS = tl.constexpr(64)  # columns of a gradient's tile that are stored at a time
 
 
 class GroupedProduct(NamedTuple):
-    """What a kernel of rows times their experts' weights is compiled for; its argument ``PRODUCT``.
+    """Compile-time parameters of a grouped product: the constexpr argument ``PRODUCT`` of its kernels.
 
     Args:
-        block_m, block_n, block_k: of a tile
-        elem_bytes: of an element of the weight
-        aligned: sizes and strides are multiples of 16 elements (``gemm_operands.aligned``)
-        even_k: K is a multiple of block_k, and rows begin at multiples of 16 bytes
-        use_tma: rows and weights are read through tensor descriptors
-        w_is_kn: each plane of the weight lies as [K, N], not as [N, K]
-        activation: of ``swiglu.NUMBERS``
-        pair: a tile is made of two planes of the weight, SwiGLU's halves
-        precision: of a product of fp32 operands, as of ``tl.dot``
+        block_m, block_n, block_k: Tile sizes.
+        elem_bytes: Bytes per element of the weight.
+        aligned: Whether sizes and strides are multiples of 16 elements (``gemm_operands.aligned``).
+        even_k: Whether K is a multiple of block_k. Rows start at multiples of 16 bytes then.
+        use_tma: Whether rows and weights are read through tensor descriptors.
+        w_is_kn: Whether each plane of the weight is stored as [K, N] instead of [N, K].
+        activation: One of ``swiglu.NUMBERS``.
+        pair: Whether a tile uses two planes of the weight, gate and up of SwiGLU.
+        precision: ``input_precision`` of ``tl.dot`` for fp32 operands.
     """
 
     block_m: int
@@ -40,17 +40,17 @@ class GroupedProduct(NamedTuple):
 
 @td.jit
 def rows_of_groups(splits_ptr, num_experts, R, EXPERTS: tl.constexpr):
-    """The rows of each group, int32 [EXPERTS], none past the R that there are, whatever ``splits_ptr`` says."""
+    """Return the number of rows of each group, int32 [EXPERTS]. Rows beyond R are cut off."""
     experts = tl.arange(0, EXPERTS)
     splits = tl.load(splits_ptr + experts, mask=experts < num_experts, other=0).to(tl.int64)
-    rows = tl.minimum(tl.maximum(splits, 0), R)  # so that their sum cannot wrap around to fewer than there are
+    rows = tl.minimum(tl.maximum(splits, 0), R)  # clamped first, so that the running sum cannot overflow
     ends = td.running_sum(rows, 0)
     return tl.maximum(tl.minimum(rows, R - (ends - rows)), 0).to(tl.int32)
 
 
 @td.jit
 def group_of(expert, splits_ptr, num_experts, R, EXPERTS: tl.constexpr):
-    """(first row, the row past the last) of one group, as ``rows_of_groups`` has them, for who needs no other."""
+    """Return (begin, end) of the rows of one group, consistent with ``rows_of_groups``."""
     experts = tl.arange(0, EXPERTS)
     splits = tl.load(splits_ptr + experts, mask=experts < num_experts, other=0).to(tl.int64)
     rows = tl.minimum(tl.maximum(splits, 0), R)
@@ -61,13 +61,13 @@ def group_of(expert, splits_ptr, num_experts, R, EXPERTS: tl.constexpr):
 
 @td.jit
 def tiles_of_groups(rows, tiles_n, BLOCK_M: tl.constexpr):
-    """How many tiles each group has."""
+    """Return the number of tiles of each group."""
     return (rows + BLOCK_M - 1) // BLOCK_M * tiles_n
 
 
 @td.jit
 def tile_of_groups(tile, rows, tiles, tiles_n, group_m, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """(group, its first row, the row past its last, the tile's first row, its tile column) of a tile."""
+    """Return (group, begin and end of its rows, first row of the tile, tile column) for tile number ``tile``."""
     experts = tl.arange(0, EXPERTS)
     expert = td.sum_of((td.running_sum(tiles, 0) <= tile).to(tl.int32), 0)
     before = experts < expert
@@ -85,10 +85,11 @@ def grouped_tile(
     w_ptr, w_desc, expert, col, stride_plane, stride_w,  # W: [planes, N, K], or [planes, K, N] if PRODUCT.w_is_kn
     N, K, DTYPE: tl.constexpr, PRODUCT: tl.constexpr,
 ):
-    """(acc + A @ W[plane, col : +BLOCK_N].T, second + the same with the next plane if PRODUCT.pair), fp32.
+    """Accumulate one tile of A @ W[plane].T in fp32, and return (acc, second).
 
-    ``plane`` is the first that the expert has: one, or two if PRODUCT.pair. Rows without ``a_mask`` and columns past
-    ``N`` hold anything. With PRODUCT.even_k, ``a_mask`` is not used, and all rows of ``a_at`` are read.
+    ``acc`` gets A @ W[plane, col : +BLOCK_N].T, where ``plane`` is the first plane of the expert. An expert has one
+    plane, or two if PRODUCT.pair; then ``second`` gets the product with the next plane. Rows outside ``a_mask`` and
+    columns past ``N`` are undefined. With PRODUCT.even_k ``a_mask`` is ignored and all rows of ``a_at`` are read.
     """
     BLOCK_M: tl.constexpr = PRODUCT.block_m
     BLOCK_K: tl.constexpr = PRODUCT.block_k
@@ -113,7 +114,7 @@ def grouped_tile(
 
 @td.jit
 def _weight_block(w_ptr, w_desc, plane, col, k, stride_plane, stride_w, N, K, PRODUCT: tl.constexpr):
-    """Block [BLOCK_K, BLOCK_N] of a plane of the weight; zeros past K, anything past N."""
+    """Load a block [BLOCK_K, BLOCK_N] of a plane of the weight. It is zero past K and undefined past N."""
     BLOCK_N: tl.constexpr = PRODUCT.block_n
     BLOCK_K: tl.constexpr = PRODUCT.block_k
     if PRODUCT.use_tma:
@@ -136,12 +137,13 @@ def _weight_block(w_ptr, w_desc, plane, col, k, stride_plane, stride_w, N, K, PR
 def store_gradient(
     acc, y_ptr, h_ptr, weighted_ptr, weight, offs_m, end, col, N, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """Store WIDTH columns of the rows' gradients, and of the rows h, both times the weights of the rows' choices.
+    """Store WIDTH columns of the gradient of rows h, and of h itself, both scaled by the routing weight of the row.
 
-    Returns the columns' part of the product of each row's unweighted gradient with its h, fp32 [BLOCK_M].
+    Return the contribution of these columns to the dot product of each row's unscaled gradient with its h, fp32
+    [BLOCK_M]. It is the gradient of the routing weight.
     """
     if WIDTH > _COLUMNS:
-        # A part at a time: the rows h and the accumulator do not fit the registers together.
+        # Split into parts: the rows h and the whole accumulator do not fit into the registers together.
         HALF: tl.constexpr = WIDTH // 2
         left, right = acc.reshape(BLOCK_M, 2, HALF).permute(0, 2, 1).split()
         dots = store_gradient(left, y_ptr, h_ptr, weighted_ptr, weight, offs_m, end, col, N, BLOCK_M, HALF)

@@ -1,9 +1,17 @@
-"""group_gemm and its gradients for the tuner: problems, the space of their configs, and about how long each takes.
+"""Tunable of group_gemm and its gradients: problems, search space and cost model.
 
-They are of one rank, so a group of one tunes them. Calls look their config up by their rows up to a power of two. The
-layout says what is computed: y, with an activation or without; y of weights that lie as [K, N], which dx is, of dy and
-the weights the other way round; or dw [E, N, K], of whose tiles block_m and block_n are of N and K, block_k of rows.
+The operator is local, so it is tuned in a group of one rank. Calls look up their config by the number of rows, rounded
+up to a power of two. The layout of a problem says what is computed:
+
+    none, swiglu, swiglu_interleaved    y, with or without an activation
+    kn                                  y for weights that are stored as [K, N]; dx is such a product, of dy and the
+                                        transposed weights
+    dw                                  dw [E, N, K]; block_m and block_n of its tiles are along N and K, block_k is
+                                        along the rows
 """
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,9 +26,15 @@ from tdkernels.ops.experts.grouped_gemm.dispatch import DW, KN, LAYOUTS
 from tdkernels.ops.experts.grouped_gemm.synthetic import activation_of, rows_by_expert
 from tdkernels.rounding import cdiv, round_up
 
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from tdkernels.autotune.hardware import Hardware
+    from tdkernels.autotune.problem import Problem
+
 _LAUNCH_S = 5e-6
-# Of dw, beside those of a product: the loops are as short as the groups, so that several small programs on a
-# multiprocessor gain more than large tiles.
+# Tiles for dw, in addition to the tiles of a product. The main loops of dw are as short as the groups, so several small
+# programs per multiprocessor are faster than large tiles.
 _SMALL = [
     Tiles(128, 128, 32, num_warps=4, num_stages=3),
     Tiles(128, 128, 32, num_warps=4, num_stages=5),
@@ -31,6 +45,8 @@ _SMALL = [
 
 
 class GroupGemmTunable(ConfigTunable):
+    """Tunable of ``group_gemm``. Shapes are (rows, N, K, experts)."""
+
     name = "group_gemm"
     sizes = ("rows", "n", "k", "experts")
     layouts = LAYOUTS
@@ -38,7 +54,7 @@ class GroupGemmTunable(ConfigTunable):
     config_class = GroupGemmConfig
     plain_words = "torch's grouped matmul", "torch's grouped matmul"
 
-    def why_not(self, problem):
+    def why_not(self, problem: "Problem") -> str | None:
         if problem.world_size > 1:
             return "it runs on one rank: tune it in a group of one (--nproc 1), ask with world_size=1"
         reason = super().why_not(problem)
@@ -46,7 +62,7 @@ class GroupGemmTunable(ConfigTunable):
             return f"N = {problem.shape[1]}, the rows of gate and up, must be even"
         return reason
 
-    def sizes_of(self, *shapes, world_size):
+    def sizes_of(self, *shapes, world_size: int) -> tuple[int, ...]:
         if list(map(len, shapes)) != [2, 3, 1]:
             raise ValueError(f"{self.name}: the operands are x, w and splits, not of shapes {list(shapes)}")
         (rows, k), w, _ = shapes
@@ -54,36 +70,36 @@ class GroupGemmTunable(ConfigTunable):
             raise ValueError(f"{self.name}: the operands {list(map(list, shapes))} do not fit")
         return rows, w[1], k, w[0]
 
-    def layout_of(self, *operands):
+    def layout_of(self, *operands) -> str:
         w = operands[1] if len(operands) == 3 else None
         if not isinstance(w, torch.Tensor) or w.dim() != 3:
-            return self.layouts[0]  # what is wrong with them ``sizes_of`` says
+            return self.layouts[0]  # the operands are invalid, and ``sizes_of`` raises the error
         return dispatch.layout_of(w)
 
-    def illegal(self, config, problem, device):
+    def illegal(self, config: Any, problem: "Problem", device: torch.device) -> str | None:
         reason = super().illegal(config, problem, device)
         if reason is None and config.method == "torch":
             return dispatch.why_not_torch((problem.shape[3], *problem.shape[1:3]), problem.torch_dtype, device)
         return reason
 
-    def completed(self, config, problem, device):
+    def completed(self, config: Any, problem: "Problem", device: torch.device) -> Any:
         if config.method == "torch" or config.tiles is not None:
             return config
         return self.default(problem, device)
 
-    def default(self, problem, device):
+    def default(self, problem: "Problem", device: torch.device) -> GroupGemmConfig:
         rows, n, k, experts = problem.shape
         if problem.layout == DW:
             return GroupGemmConfig(tiles=launch.weight_tiles(rows // experts, n, k, problem.torch_dtype, device))
         return grouped_gemm_config.default_config(rows // experts, n, problem.torch_dtype, device)
 
-    def space(self, problem, device):
+    def space(self, problem: "Problem", device: torch.device) -> list[GroupGemmConfig]:
         tiles = dense.tile_space(device, problem.torch_dtype)
         if problem.layout == DW and device.type == "cuda" and problem.torch_dtype != torch.float32:
             tiles = [*tiles, *_SMALL]
         return [GroupGemmConfig(tiles=each) for each in tiles]
 
-    def estimate_ms(self, config, problem, hardware):
+    def estimate_ms(self, config: Any, problem: "Problem", hardware: "Hardware") -> float:
         rows, n, k, experts = problem.shape
         floors = self.floors(problem)
         reading = floors.memory_bytes / hardware.memory
@@ -93,20 +109,22 @@ class GroupGemmTunable(ConfigTunable):
         return 1e3 * (max(computed, reading) + _LAUNCH_S)
 
     def _tiles_s(self, tiles, problem, hardware):
-        """Seconds of the product, what its tiles compute beyond it included."""
+        """Return the seconds of the product, including the padding of its tiles."""
         rows, n, k, experts = problem.shape
         each = cdiv(rows, experts)
         height, width, depth = (n, k, each) if problem.layout == DW else (each, n, k)
-        padded = experts * round_up(height, tiles.block_m)  # with rows that there are not
+        padded = experts * round_up(height, tiles.block_m)
         return dense.product_s(padded, width, depth, problem.torch_dtype, tiles, hardware.num_sms, hardware)[0]
 
-    def floors(self, problem):
+    def floors(self, problem: "Problem") -> Floors:
         rows, n, k, experts = problem.shape
         width = n // 2 if activation_of(problem) else n
         moved = (experts * n * k + rows * (k + width)) * problem.torch_dtype.itemsize
         return Floors(2 * rows * n * k, 0, moved)
 
-    def operands(self, problem, device, generator):
+    def operands(
+        self, problem: "Problem", device: torch.device, generator: torch.Generator,
+    ) -> tuple[torch.Tensor, ...]:
         rows, n, k, experts = problem.shape
         dtype = problem.torch_dtype
         of_rows = torch.randint(experts, (rows,), generator=generator, device=device)
@@ -122,17 +140,17 @@ class GroupGemmTunable(ConfigTunable):
             return x, draw(experts, k, n).mul_(k**-0.5).transpose(1, 2), splits
         return x, draw(experts, n, k).mul_(k**-0.5), splits
 
-    def reference_bytes(self, problem):
+    def reference_bytes(self, problem: "Problem") -> int:
         rows, n, k, experts = problem.shape
         return 2 * max(problem.torch_dtype.itemsize, 4) * (experts * n * k + rows * (k + 4 * n))
 
-    def reference(self, operands, problem, group):
+    def reference(self, operands: Any, problem: "Problem", group: "dist.ProcessGroup") -> torch.Tensor:
         if problem.layout == DW:
             return dispatch.weight_gradient_by_group(*operands)
         return op.group_gemm_ref(*operands, activation=activation_of(problem))
 
-    def local(self, operands, problem):
-        """The product by the library: as many rows for each expert."""
+    def local(self, operands: tuple[torch.Tensor, ...], problem: "Problem") -> Callable[[], object]:
+        """Return the product as a batched matmul, with an equal number of rows for each expert."""
         rows, experts = problem.shape[0], problem.shape[3]
         x = rows_by_expert(operands[0], rows, experts)
         if problem.layout == DW:
@@ -142,16 +160,16 @@ class GroupGemmTunable(ConfigTunable):
         weights = operands[1].transpose(1, 2)
         return lambda: torch.bmm(x, weights)
 
-    def run(self, operands, problem, group, config):
-        dispatch.forget_choices()  # made before it was tuned
+    def run(self, operands: Any, problem: "Problem", group: "dist.ProcessGroup", config: Any) -> Any:
+        dispatch.forget_choices()  # configs selected before the tuning must not be used
         if problem.layout == DW:
-            return dispatch.weight_gradient(*operands, problem.shape[3], config)
+            return dispatch.weight_gradient(*operands, problem.shape[3], config)  # type: ignore[call-arg]
         return op.group_gemm(*operands, activation=activation_of(problem), config=config)
 
-    def compile(self, operands, problem, config):
+    def compile(self, operands: Any, problem: "Problem", config: Any) -> None:
         if problem.layout == DW:
-            return launch.compile_gradient(*operands, problem.shape[3], config)
-        launch.compile(*operands, activation_of(problem), config)
+            return launch.compile_gradient(*operands, problem.shape[3], config)  # type: ignore[call-arg]
+        launch.compile(*operands, activation_of(problem), config)  # type: ignore[call-arg]
 
 
 register(GroupGemmTunable())

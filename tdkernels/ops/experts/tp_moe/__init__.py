@@ -1,1 +1,1 @@
-"""A layer of experts whose weights are divided between the ranks."""
+"""Tensor-parallel mixture of experts: every rank has a slice of the weights of every expert."""

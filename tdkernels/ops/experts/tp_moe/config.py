@@ -1,4 +1,4 @@
-"""The config of tp_moe and its default."""
+"""Config of tp_moe and its two operators, and the heuristic that selects a config without tuning."""
 
 from dataclasses import dataclass
 
@@ -12,15 +12,16 @@ from tdkernels.runtime import gpu
 
 @dataclass(frozen=True)
 class MoeTpConfig:
-    """How ``moe_ag_gemm``, ``moe_gemm_rs`` and ``tp_moe`` run.
+    """Config of ``moe_ag_gemm``, ``moe_gemm_rs`` and ``tp_moe``.
 
     Attributes:
-        method: "fused", or "torch": plain collectives and torch's grouped product
-        tiles: the tile of the products, see ``Tiles``; None takes the default for the device and shape
-        num_comm_sms: programs that push tokens at the same time, before they multiply like the others
-        chunk_rows: tokens that travel together under one signal, a multiple of 16
-        stages: how often the experts' weights are gone through, 1 to 8: once for our own tokens, the other times for
-            those of the others, in parts; 0: as often as pays, by the number of rows an expert has
+        method: "fused" runs the overlapping kernels, "torch" the collectives of torch.distributed and torch's grouped
+            GEMM.
+        tiles: Tile of the GEMMs, see ``Tiles``. None selects the default for the device and shape.
+        num_comm_sms: Number of programs that push tokens concurrently. They compute tiles afterwards, like the others.
+        chunk_rows: Number of tokens per chunk, which is sent with one signal; a multiple of 16.
+        stages: Number of overlap stages, 1 to 8. The first stage has this rank's tokens, the others share the tokens of
+            the peers. Each stage reads the weights of the experts once. 0 selects the number by a cost model.
     """
 
     method: str = "fused"
@@ -29,8 +30,8 @@ class MoeTpConfig:
     chunk_rows: int = 256
     stages: int = 0
 
-    def illegal(self, device, dtype):
-        """Why this config cannot run on a device with a dtype; None when it can."""
+    def illegal(self, device: torch.device, dtype: torch.dtype) -> str | None:
+        """Return why this config cannot run with a device and a dtype, or None if it can."""
         if self.method not in ("fused", "torch"):
             return f'method must be "fused" or "torch", not {self.method!r}'
         if self.method == "torch":
@@ -47,8 +48,17 @@ class MoeTpConfig:
         return self.tiles.illegal(device, dtype) if self.tiles is not None else None
 
 
-def default_config(tokens, choices, experts, n, dtype, device):
-    """The config for ``tokens`` of ``choices`` of ``experts`` experts, weights of n rows; not tuned."""
+def default_config(
+    tokens: int, choices: int, experts: int, n: int, dtype: torch.dtype, device: torch.device,
+) -> MoeTpConfig:
+    """Return the heuristic config for weights [E, n, ·].
+
+    Args:
+        tokens: Number of tokens of all ranks.
+        choices: Number of experts per token (top-k).
+        experts: Number of experts E.
+        n: Rows of an expert's weight on this rank.
+    """
     tiles = default_tiles(tokens * choices // experts, n, dtype, device)
     if device.type == "cpu":
         return MoeTpConfig(tiles=tiles, num_comm_sms=2, chunk_rows=16)

@@ -1,6 +1,8 @@
-"""What tp_moe and its halves have in common for the tuner: configs, operands, and about how long each half takes."""
+"""Base class of the tunables of tp_moe, moe_ag_gemm and moe_gemm_rs: search space, operands and cost model."""
 
 import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,16 +19,22 @@ from tdkernels.ops.experts.tp_moe.kernel_route import MAX_STAGES
 from tdkernels.ops.experts.tp_moe.steps import with_tiles
 from tdkernels.rounding import cdiv, round_up
 
-_SEND_PROGRAMS = 64  # of the second half, that send at a time: enough for the link
-_CHUNK_S = 1e-6  # of a pushing program, to raise the signals of a chunk
-_SUM_BYTES = 5  # times an output by rows: what torch moves to weigh and add it up in fp32
+if TYPE_CHECKING:
+    from tdkernels.autotune.problem import Problem
+
+_SEND_PROGRAMS = 64  # programs of the down stage that send concurrently, enough to saturate the link
+_CHUNK_S = 1e-6  # seconds that a pushing program takes to set the signals of a chunk
+_SUM_BYTES = 5  # memory traffic of torch's weighted sum in fp32, in multiples of the size of the rows
 
 
 class MoeTunable(ConfigTunable):
-    """What the three have in common: a problem's first size are all ranks' tokens, the last are experts and choices.
+    """Base class of the three tunables.
+
+    In the shape of a problem the first size is the number of tokens of all ranks. The last two sizes are the number of
+    experts and the number of experts per token.
 
     Attributes:
-        divided: the sizes, by number, that the ranks divide
+        divided: Indices of the sizes in ``Problem.shape`` that the ranks divide.
     """
 
     config_class = MoeTpConfig
@@ -34,11 +42,11 @@ class MoeTunable(ConfigTunable):
     divided: tuple
     plain_words = "torch collective and grouped matmul", "torch's collective and grouped matmul"
 
-    def weights(self, problem):
-        """The shapes [E, rows, columns] of a rank's weights."""
+    def weights(self, problem: "Problem") -> list[tuple[int, int, int]]:
+        """Return the shapes (E, rows, columns) of this rank's weights."""
         raise NotImplementedError
 
-    def why_not(self, problem):
+    def why_not(self, problem: "Problem") -> str | None:
         reason = super().why_not(problem)
         if reason is not None:
             return reason
@@ -47,25 +55,25 @@ class MoeTunable(ConfigTunable):
             return f"a rank's rows of gate and up must be even, not {self.weights(problem)[0][1]}"
         return reason
 
-    def illegal(self, config, problem, device):
+    def illegal(self, config: Any, problem: "Problem", device: torch.device) -> str | None:
         reason = super().illegal(config, problem, device)
         if reason is None and config.method == "torch":
             for shape in self.weights(problem):
                 reason = reason or grouped_gemm_dispatch.why_not_torch(shape, problem.torch_dtype, device)
         return reason
 
-    def completed(self, config, problem, device):
+    def completed(self, config: Any, problem: "Problem", device: torch.device) -> Any:
         if config.method == "torch" or config.tiles is not None:
             return config
         return with_tiles(config, self.default(problem, device))
 
-    def default(self, problem, device):
+    def default(self, problem: "Problem", device: torch.device) -> MoeTpConfig:
         tokens, *_, experts, choices = problem.shape
         width = self.weights(problem)[0][1]
         return tp_moe_config.default_config(tokens, choices, experts, width, problem.torch_dtype, device)
 
-    def plans(self, problem, device):
-        """What may stand in a config beside tiles: (num_comm_sms, chunk_rows, stages)."""
+    def plans(self, problem: "Problem", device: torch.device) -> list[tuple[int, int, int]]:
+        """Return the candidates for the fields of a config except tiles: (num_comm_sms, chunk_rows, stages)."""
         rows = round_up(cdiv(problem.shape[0], problem.world_size), kernel_ag_gemm.BLOCK_TOKENS)
         on_cpu = device.type == "cpu"
         chunks = sorted({min(chunk, rows) for chunk in ((16,) if on_cpu else (128, 256, 512))})
@@ -76,13 +84,13 @@ class MoeTunable(ConfigTunable):
                 found += [(num_comm, chunk_rows, stages) for num_comm in ((2,) if on_cpu else (8, 16, 32))]
         return found
 
-    def space(self, problem, device):
+    def space(self, problem: "Problem", device: torch.device) -> list[MoeTpConfig]:
         return [
             MoeTpConfig("fused", tiles, *plan)
             for tiles in dense.tile_space(device, problem.torch_dtype) for plan in self.plans(problem, device)
         ]
 
-    def floors(self, problem):
+    def floors(self, problem: "Problem") -> Floors:
         tokens, *_, choices = problem.shape
         size = problem.torch_dtype.itemsize
         weights = sum(experts * n * k for experts, n, k in self.weights(problem))
@@ -90,10 +98,12 @@ class MoeTunable(ConfigTunable):
         return Floors(flops, self._rows_on_the_wire(problem) * size, weights * size)
 
     def _rows_on_the_wire(self, problem):
-        """Elements that come in from the peers, ids and weights of choices aside."""
+        """Return the number of elements received from the peers, without ids and routing weights."""
         raise NotImplementedError
 
-    def operands(self, problem, device, generator):
+    def operands(
+        self, problem: "Problem", device: torch.device, generator: torch.Generator,
+    ) -> tuple[torch.Tensor, ...]:
         tokens, *_, experts, choices = problem.shape
         tokens //= problem.world_size
         ids = expert_ids(tokens, choices, experts, device, generator)
@@ -106,25 +116,25 @@ class MoeTunable(ConfigTunable):
         return draw(self._rows(problem)), ids, weights, *new
 
     def _rows(self, problem):
-        """The shape of the first operand of a rank."""
+        """Return the shape of the first operand of a rank."""
         return problem.shape[0] // problem.world_size, self.weights(problem)[0][2]
 
-    def reference_bytes(self, problem):
+    def reference_bytes(self, problem: "Problem") -> int:
         tokens, *_, choices = problem.shape
         weights = self.weights(problem)
         widths = sum(n + k for _, n, k in weights)
         elements = sum(experts * n * k for experts, n, k in weights) + 2 * tokens * (1 + choices) * widths
         return 2 * max(problem.torch_dtype.itemsize, 4) * elements
 
-    def local(self, operands, problem):
-        """The products alone, by the library: as many rows for each expert."""
+    def local(self, operands: tuple[torch.Tensor, ...], problem: "Problem") -> Callable[[], object]:
+        """Return the GEMMs as batched matmuls, with an equal number of rows for each expert."""
         weights = [w.transpose(1, 2) for w in operands[-len(self.weights(problem)) :]]
         tokens, *_, experts, choices = problem.shape
         rows = rows_by_expert(operands[0], tokens * choices, experts)
 
         def multiply():
             made = rows
-            for w in weights:  # of gate and up the next one takes as much as SwiGLU leaves
+            for w in weights:  # the next GEMM reads only the first columns: SwiGLU would halve the width
                 made = torch.bmm(made[..., : w.shape[1]], w)
             return made
 
@@ -135,40 +145,40 @@ class MoeTunable(ConfigTunable):
         tokens //= problem.world_size
         return routing.unrouted(problem.world_size, tokens, choices, experts, config, device)
 
-    # ---- costs ----
+    # ---- cost model ----
 
     def _product(self, weight, problem, tiles, hardware):
-        """Seconds of the product with a weight: (its tiles, reading the weight once, one tile)."""
+        """Return the seconds (of all tiles, to read the weight once, of one tile) for the GEMM with a weight."""
         tokens, *_, choices = problem.shape
         experts, n, k = weight
         dtype = problem.torch_dtype
         if tiles is None:
             product = 2.0 * tokens * choices * n * k / hardware.flops
         else:
-            of_expert = round_up(cdiv(tokens * choices, experts), tiles.block_m)  # rows, with those of no token
+            of_expert = round_up(cdiv(tokens * choices, experts), tiles.block_m)  # rows per expert, with padding
             product, tile = dense.product_s(experts * of_expert, n, k, dtype, tiles, hardware.num_sms, hardware)
         moved = tokens * choices * (n + k) * dtype.itemsize / hardware.memory
         return max(product, moved), experts * n * k * dtype.itemsize / hardware.memory, 0.0 if tiles is None else tile
 
-    def _first_s(self, config, weight, problem, hardware):
-        """Seconds of the half that gathers tokens and multiplies them by a weight."""
+    def _gate_up_s(self, config, weight, problem, hardware):
+        """Return the seconds to gather tokens and multiply them by a weight."""
         tokens, ranks = problem.shape[0], problem.world_size
         row_bytes = weight[2] * problem.torch_dtype.itemsize
         wire = (ranks - 1) * tokens // ranks * row_bytes
         product, reading, tile = self._product(weight, problem, config.tiles, hardware)
         if config.method == "torch":
-            moved = (2 * problem.shape[-1] + 1) * tokens * row_bytes / hardware.memory  # tokens to their rows
+            moved = (2 * problem.shape[-1] + 1) * tokens * row_bytes / hardware.memory  # copy tokens to their rows
             return self._collective_s(wire, hardware) + moved + max(product, reading)
         rate = dense.push_rate(config.num_comm_sms, hardware)
         chunks = (ranks - 1) * cdiv(cdiv(tokens, ranks), config.chunk_rows)
-        # What comes first and what comes last is a chunk.
+        # Tiles wait for whole chunks, so the time of one chunk is not overlapped.
         chunk = min(config.chunk_rows, tokens // ranks) * row_bytes / rate
         wire = wire / rate + chunk + cdiv(chunks, config.num_comm_sms) * _CHUNK_S
-        stages = [config.stages] if config.stages else range(1, MAX_STAGES.value + 1)  # or as often as pays
+        stages = [config.stages] if config.stages else range(1, MAX_STAGES.value + 1)  # 0: the best number
         return min(moe_stages.seconds_of_stages(n, ranks, wire, product, reading, 0.5 * tile) for n in stages)
 
-    def _second_s(self, config, weight, problem, hardware):
-        """Seconds of the half that multiplies rows by a weight and brings sums to the tokens' ranks."""
+    def _down_s(self, config, weight, problem, hardware):
+        """Return the seconds to multiply rows by a weight and to reduce-scatter the sums of the tokens."""
         tokens, ranks = problem.shape[0], problem.world_size
         row_bytes = weight[1] * problem.torch_dtype.itemsize
         wire = (ranks - 1) * tokens // ranks * row_bytes
@@ -176,25 +186,25 @@ class MoeTunable(ConfigTunable):
         rows = problem.shape[-1] * tokens * row_bytes / hardware.memory
         if config.method == "torch":
             return max(product, reading) + _SUM_BYTES * rows + self._collective_s(wire, hardware)
-        # Our own tokens come last, when all else is on its way.
+        # This rank's tokens come last, after all sends. Their sums are not overlapped.
         return max(product, reading, wire / dense.push_rate(_SEND_PROGRAMS, hardware)) + 2 * tile + 2 * rows / ranks
 
     def _collective_s(self, wire_bytes, hardware):
         return dense.sequence_s(0, 0, 0, wire_bytes, torch.bfloat16, hardware)
 
-    # ---- the operands that an explanation gets ----
+    # ---- operands passed to ``explain`` ----
 
     def _operands(self, names, shapes):
-        """The shapes of a rank's operands by name; ValueError unless they are as many, and of tokens and weights."""
+        """Return the shapes of a rank's operands. Raise ValueError if their number or number of dimensions is wrong."""
         if len(shapes) != len(names) or any(
             len(shape) != (3 if name.startswith("w") else 2) for name, shape in zip(names, shapes, strict=True)
         ):
             raise ValueError(f"{self.name}: the operands are {', '.join(names)}, not of shapes {list(shapes)}")
         return shapes
 
-    def _unless(self, fits, shapes):
+    def _require(self, fits, shapes):
         if not fits:
             raise ValueError(f"{self.name}: the operands {list(map(list, shapes))} do not fit")
 
-    def layout_of(self, *operands):
+    def layout_of(self, *operands) -> str:
         return self.layouts[0]

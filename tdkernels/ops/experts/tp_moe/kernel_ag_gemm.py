@@ -1,13 +1,13 @@
-"""The kernel behind moe_ag_gemm: tokens are pushed to all peers, sorted by expert and multiplied, all at the same time.
+"""Kernel of moe_ag_gemm: push tokens to all peers, sort them by expert and multiply them, all concurrently.
 
-Pieces of work, by number: the first push our tokens to the peers; then, stage by stage (``kernel_route``), come the
-tiles of the stage before with pieces strewn in that copy tokens of this stage to their rows, one for each choice. A row
-has to lie among those of its expert for the tensor memory accelerator, and to copy it takes less than what is lost by a
-product that reads its rows from anywhere.
+Programs fetch work items from an atomic queue. The first items push this rank's tokens to the peers. Then, for each
+overlap stage (``kernel_route``), come the tiles of the previous stage, interleaved with items that copy the tokens of
+this stage to their rows, one row per top-k assignment. TMA needs the rows of an expert to be contiguous. The copy costs
+less time than a GEMM loses that gathers its rows.
 
-Signal number ``source * num_chunks + chunk`` of a half is raised by ``source`` when that chunk of its tokens stands in
-our memory; the waiters are the pieces that copy its tokens. These count for each stage how many of them are done; the
-waiters of that are the stage's tiles.
+``source`` sets signal number ``source * num_chunks + chunk`` of a half when that chunk of its tokens has been stored in
+this rank's memory. The waiters are the items that copy these tokens. A counter per stage counts the finished copies;
+its waiters are the tiles of the stage.
 """
 
 from typing import NamedTuple
@@ -22,15 +22,16 @@ from tdkernels.ops.experts.grouped_gemm.kernel import store_product
 from tdkernels.ops.experts.grouped_gemm.tile import grouped_tile, store_gradient
 from tdkernels.ops.experts.tp_moe.kernel_route import TILE_WORDS, chunk_at_turn, first_turn_of
 
-BLOCK_TOKENS, BLOCK_COLUMNS = 16, 512  # of a piece that copies or adds up rows, at most
+BLOCK_TOKENS, BLOCK_COLUMNS = 16, 512  # maximum size of a work item that copies or sums rows
 
 
 class Piece(NamedTuple):
-    """A piece of work that copies or adds up rows; a kernel's argument ``PIECE``.
+    """Size of a work item that copies or sums rows: the constexpr argument ``PIECE`` of kernels.
 
     Args:
-        tokens, columns: of the piece, powers of two
-        choices: rows of a token
+        tokens: Tokens per item, a power of two.
+        columns: Columns per item, a power of two.
+        choices: Rows per token (top-k).
     """
 
     tokens: int
@@ -40,13 +41,13 @@ class Piece(NamedTuple):
 
 @td.jit
 def pieces_of_turn(chunk_rows, width, PIECE: tl.constexpr):
-    """How many pieces each chunk of tokens has, one with fewer tokens too."""
+    """Return the number of work items per chunk of tokens. A chunk with fewer tokens has as many."""
     return chunk_rows // PIECE.tokens * ((width + PIECE.columns - 1) // PIECE.columns)
 
 
 @td.jit
 def piece_of_turn(piece, chunk, chunk_rows, width, PIECE: tl.constexpr):
-    """(the tokens of a rank, the columns) of a piece of a chunk."""
+    """Return (token indices within the rank, column indices) of a work item of a chunk."""
     blocks = (width + PIECE.columns - 1) // PIECE.columns
     tokens = chunk * chunk_rows + piece // blocks * PIECE.tokens + tl.arange(0, PIECE.tokens)
     return tokens, piece % blocks * PIECE.columns + tl.arange(0, PIECE.columns)
@@ -54,7 +55,10 @@ def piece_of_turn(piece, chunk, chunk_rows, width, PIECE: tl.constexpr):
 
 @td.jit
 def _copy_to_rows(tokens_ptr, rows_ptr, sorted_ptr, tokens, first_token, M_shard, columns, K, CHOICES: tl.constexpr):
-    """Copy columns of tokens of a rank, the first of which has number ``first_token``, to the rows of their choices."""
+    """Copy columns of a rank's tokens to the rows of their assignments.
+
+    ``first_token`` is the index of the rank's first token among the tokens of all ranks.
+    """
     there, inside = tokens < M_shard, columns < K
     at = tokens[:, None].to(tl.int64) * K + columns[None, :]
     block = tl.load(tokens_ptr + at, mask=there[:, None] & inside[None, :], other=0.0)
@@ -70,7 +74,7 @@ def _copy_piece(
     ctx, half, signal, me, ranks, x_ptr, rows_ptr, sorted_ptr, turn, piece, num_chunks, chunk_rows, slot_rows,
     row_bytes, M_shard, K, PIECE: tl.constexpr, trace,
 ):
-    """Copy a piece of the tokens of a turn to their rows, when they have come."""
+    """Wait for the chunk of a turn, and copy one work item of its tokens to their rows."""
     source, chunk = chunk_at_turn(turn, me, ranks, num_chunks)
     tokens, columns = piece_of_turn(piece, chunk, chunk_rows, K, PIECE)
     at = x_ptr.to(tl.int64)
@@ -86,7 +90,7 @@ def _copy_piece(
     )
 
 
-# Compiled once for a tile and a number of choices, whatever the shape and plan: that is what makes tuning cheap.
+# Compiled once per tile and top-k, for all shapes and plans. This keeps tuning cheap.
 @td.jit(do_not_specialize=[
     "M_shard", "R", "N", "K", "stride_plane", "stride_w", "slot_rows", "plan", "num_comm", "chunk_rows", "stages",
     "group_m",
@@ -97,10 +101,10 @@ def moe_ag_gemm_kernel(
     M_shard, R, N, K, stride_plane, stride_w, slot_rows, plan, num_comm, chunk_rows, stages, group_m,
     COPY_WORDS: tl.constexpr, PIECE: tl.constexpr, PRODUCT: tl.constexpr, trace_ptr=None,
 ):
-    """y [R, N] = the tokens of the rows, of all ranks, times the weights of the rows' experts; sorted [R, K] they.
+    """Compute y [R, N]: the tokens of all ranks, one row per assignment, times the weight of the row's expert.
 
-    With ``weights_ptr``: the gradients of rows h, and what else is made of them, see ``store_gradient``.
-    ``done_ptr``: of each stage, how many pieces have been copied; zeros at first.
+    ``sorted_ptr`` gets these rows, [R, K]. With ``weights_ptr`` y is the gradient of rows h, and the other results of
+    ``store_gradient`` are stored too. ``done_ptr`` counts the finished copies of each stage; it must be zero initially.
     """
     BLOCK_M: tl.constexpr = PRODUCT.block_m
     BLOCK_N: tl.constexpr = PRODUCT.block_n
@@ -116,8 +120,9 @@ def moe_ag_gemm_kernel(
     tiles_n = (N + BLOCK_N - 1) // BLOCK_N
     of_turn = pieces_of_turn(chunk_rows, K, PIECE)
     pieces = num_comm + tl.load(begins_ptr + stages) * tiles_n + ranks * num_chunks * of_turn
-    # The part of the list that we are in: up to ``end`` pieces are tiles of a stage, and copies for the next one. Where
-    # it begins is not kept but found, for Triton (3.6, 3.7) loses one of two values with which a loop begins alike.
+    # The current section of the work list: items below ``end`` are tiles of ``stage - 1`` and copies for ``stage``. The
+    # begin of the section is recomputed, not carried: Triton 3.6 and 3.7 drop one of two loop-carried values that have
+    # the same initial value.
     stage = tl.full((), -1, tl.int32)
     end = num_comm
     first_tile, tiles, copies = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
@@ -164,7 +169,7 @@ def moe_ag_gemm_kernel(
                 for earlier in range(0, stage):
                     turns = first_turn_of(earlier + 1, stages, ranks, num_chunks)
                     turns -= first_turn_of(earlier, stages, ranks, num_chunks)
-                    # producer: the pieces of this rank that copy the tokens of the stage
+                    # producer: the work items of this rank that copy the tokens of the stage
                     seen = td.wait(ctx, done_ptr + earlier, turns * of_turn, me, SCOPE="gpu", FOR_TMA=PRODUCT.use_tma)
                     x_at = td.consume_token(x_at, seen)
                 td.mark(trace, "multiplies")
@@ -181,7 +186,7 @@ def moe_ag_gemm_kernel(
                     dots = store_gradient(
                         acc, y_ptr, h_ptr, weighted_ptr, weight, offs_m, past, col, N, BLOCK_M, BLOCK_N
                     )
-                    # This tile column's part; the host adds them up.
+                    # Partial sums of this tile column. The host sums over the tile columns.
                     tl.store(dots_ptr + pid_n.to(tl.int64) * R + offs_m, dots, mask=offs_m < past)
                 else:
                     store_product(acc, second, y_ptr, pre_ptr, offs_m, past, col, N, PRODUCT)
@@ -193,7 +198,7 @@ def moe_ag_gemm_kernel(
 
 @td.jit
 def tiles_of(begins_ptr, stage):
-    """(the first tile of a stage, how many it has); none for the stage before the first."""
+    """Return (first tile of a stage, number of its tiles). Stage -1 has none."""
     first = tl.load(begins_ptr + tl.maximum(stage, 0))
-    last = tl.load(begins_ptr + stage + 1)  # of the stage -1: those before the first
+    last = tl.load(begins_ptr + stage + 1)
     return first, last - first

@@ -1,14 +1,14 @@
-"""The kernel behind moe_gemm_rs: experts' rows are multiplied, added up by token, and sent to the tokens' ranks.
+"""Kernel of moe_gemm_rs: multiply the rows of experts, sum them by token, and send the sums to the tokens' ranks.
 
-The tiles of the grouped product come in the stages of ``kernel_route`` backwards, so that the tokens of the other
-ranks are done with first and our own last. Strewn between the tiles of a stage are pieces for the tokens of the stage
-before it in this order: they add up each token's rows, weighted, in fp32 and in the order of its choices, and store
-the sums at the token's rank, with a signal of their own. For our own tokens they add the peers' sums to ours, in fp32
-and in the order of ranks.
+The tiles of the grouped GEMM are processed in reverse order of the stages of ``kernel_route``. So the tokens of the
+other ranks are finished first and this rank's tokens last. The tiles of a stage are interleaved with work items for the
+tokens of the stage that was processed before it. Such an item sums the weighted rows of each token in fp32, in the
+order of its assignments. It stores the sums at the token's rank and sets a signal there. For this rank's tokens it adds
+the sums of the peers instead, in fp32 and in rank order.
 
-How many tiles a stage has is known on the device only, and so is the list of pieces: each program goes along with it. A
-piece waits only for pieces of smaller numbers of this rank, or, for our own tokens, for pieces of the peers that come
-before any piece of theirs which waits for a peer.
+The number of tiles of a stage, and so the work list, is known only on the device. Each program derives the list as it
+proceeds. An item waits only for items of this rank with smaller numbers or, for this rank's tokens, for items of peers
+that come before any item of theirs that waits for a peer.
 """
 
 import triton.language as tl
@@ -22,12 +22,12 @@ from tdkernels.ops.experts.grouped_gemm.tile import grouped_tile
 from tdkernels.ops.experts.tp_moe.kernel_ag_gemm import piece_of_turn, pieces_of_turn, tiles_of
 from tdkernels.ops.experts.tp_moe.kernel_route import TILE_WORDS, chunk_at_turn, first_turn_of
 
-ALIGN = tl.constexpr(16)  # bytes, to a multiple of which a rank's sums are rounded up
+ALIGN = tl.constexpr(16)  # the sums of a rank start at multiples of this many bytes
 
 
 @td.jit
 def _sum_of_choices(out_ptr, rows_ptr, weights_ptr, tokens, there, columns, inside, N, PIECE: tl.constexpr):
-    """Each token's rows of the product, weighted and added up in fp32; nothing for choices without a row."""
+    """Return the weighted sum of each token's rows in fp32. Assignments without a row add nothing."""
     total = tl.full((PIECE.tokens, PIECE.columns), 0.0, tl.float32)
     for j in tl.static_range(PIECE.choices):
         choice = tokens.to(tl.int64) * PIECE.choices + j
@@ -45,7 +45,10 @@ def _add_up(
     ctx, out_ptr, rows_ptr, weights_ptr, z_ptr, half, signal, owner, tokens, columns, number, of_shard, M_shard, N,
     RANKS: tl.constexpr, PIECE: tl.constexpr, trace,
 ):
-    """Piece ``number`` of the ``of_shard`` of a rank's tokens, all of whose rows have been computed."""
+    """Process work item ``number`` of the ``of_shard`` items of the tokens of rank ``owner``.
+
+    All rows of these tokens have been computed.
+    """
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     ELEM_BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
     me = td.rank(ctx)
@@ -59,19 +62,19 @@ def _add_up(
         td.mark(trace, "pushes", owner)
         to = td.pointer_to(td.data_at(ctx, half, owner) + me * shard_bytes, DTYPE)
         tl.store(to + offs, td.from_float32(total, DTYPE), mask=mask)
-        # waiter: the owner's piece that adds up the same tokens and columns
+        # waiter: the owner's work item for the same tokens and columns
         td.notify(ctx, td.signal_at(ctx, half, me * of_shard + number), owner, signal, CHECK_FAILED=True)
     else:
         if RANKS > 1:
             td.mark(trace, "waits", ALL_PEERS)
-            # producer: the same piece of every peer
+            # producer: the same work item of every peer
             td.wait_plan_all(ctx, td.signal_at(ctx, half, number), of_shard, signal)
         td.mark(trace, "sums")
         total = reduce_in_rank_order(td.data_at(ctx, half, me), shard_bytes, offs, mask, total, me, RANKS, DTYPE)
         tl.store(z_ptr + offs, td.from_float32(total, DTYPE), mask=mask)
 
 
-# Compiled once for a tile, a number of ranks and of choices, whatever the shape and plan.
+# Compiled once per tile, number of ranks and top-k, for all shapes and plans.
 @td.jit(do_not_specialize=[
     "M_shard", "R", "N", "K", "stride_plane", "stride_w", "plan", "chunk_rows", "stages", "group_m",
 ])
@@ -80,9 +83,10 @@ def moe_gemm_rs_kernel(
     M_shard, R, N, K, stride_plane, stride_w, plan, chunk_rows, stages, group_m,
     RANKS: tl.constexpr, PIECE: tl.constexpr, PRODUCT: tl.constexpr, trace_ptr=None,
 ):
-    """z [M_shard, N] = our tokens' sums, over ranks and choices, of weight * h[row of the choice] @ w[expert].T.
+    """Compute z [M_shard, N]: for each token of this rank, the sum over ranks and assignments of
+    weight * h[row of the assignment] @ w[expert].T.
 
-    ``done_ptr``: of each stage, how many of its tiles have been computed; zeros at first.
+    ``done_ptr`` counts the finished tiles of each stage; it must be zero initially.
     """
     BLOCK_M: tl.constexpr = PRODUCT.block_m
     BLOCK_N: tl.constexpr = PRODUCT.block_n
@@ -96,7 +100,7 @@ def moe_gemm_rs_kernel(
     tiles_n = (N + BLOCK_N - 1) // BLOCK_N
     of_turn = pieces_of_turn(chunk_rows, N, PIECE)
     pieces = tl.load(begins_ptr + stages) * tiles_n + RANKS * num_chunks * of_turn
-    # The part of the list that we are in: up to ``end`` pieces are tiles of a stage, and sums of the stage after it.
+    # The current section of the work list: items below ``end`` are tiles of ``stage`` and sums of ``stage + 1``.
     stage = tl.full((), 0, tl.int32) + stages
     end = tl.full((), 0, tl.int32)
     first_tile, tiles, sums = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
@@ -113,7 +117,7 @@ def moe_gemm_rs_kernel(
                 sums = tl.where(stage < stages, turns * of_turn, 0)
                 end += tiles * tiles_n + sums
                 stage -= 1
-        # Not at once: the last tiles of the stage before are still being computed.
+        # Start with tiles only, because other programs still compute the last tiles of the section before.
         lead = tl.num_programs(0)
         is_sum, number = split_piece(piece - end + tiles * tiles_n + sums, tiles * tiles_n, sums, lead)
         if is_sum:
@@ -122,7 +126,8 @@ def moe_gemm_rs_kernel(
                 expected = (tl.load(begins_ptr + later + 1) - tl.load(begins_ptr + later)) * tiles_n
                 # producer: the programs of this rank that compute the stage's tiles
                 td.wait(ctx, done_ptr + later, expected, me, SCOPE="gpu")
-            # Backwards: the peers' tokens before ours, for which we wait until they have done the same.
+            # Reverse order: the tokens of the peers come first. This rank's tokens need the sums of the peers, which
+            # are sent at the same point of the peers' lists.
             turn = first_turn_of(stage + 2, stages, RANKS, num_chunks) - 1 - number // of_turn
             owner, chunk = chunk_at_turn(turn, me, RANKS, num_chunks)
             within = number % of_turn
@@ -151,7 +156,7 @@ def moe_gemm_rs_kernel(
             td.mark(trace, "stores")
             product = td.from_float32(acc, out_ptr.dtype.element_ty)
             store_rows(out_ptr, product, offs_m, col + tl.arange(0, BLOCK_N), past, N)
-            # waiter: the pieces of this rank that add up the stage's tokens
+            # waiter: the work items of this rank that sum the stage's tokens
             td.add_release(done_ptr + stage, tl.full((), 1, tl.int64), SCOPE="gpu")
         td.mark(trace, "finishes")
         piece = td.await_work_item(answer)

@@ -1,17 +1,18 @@
-"""Which row of a grouped product each choice of an expert gets, and which tile is computed when: found on the device.
+"""Routing kernels of tp_moe: assign rows of the grouped GEMM to top-k assignments, and order its tiles.
 
-A token has k choices; choice number ``token * k + j`` is of the gathered tokens, rank by rank. Tokens travel in
-chunks, each of which has a turn, by the order in which they come to this rank: our own chunks first, then the first
-chunk of the rank before ours, the first of the one before that, and so on round the ranks, then their second chunks.
-Within an expert rows lie in this order, so that its first tiles need nothing but what comes first.
+A token has k top-k assignments ("choices"). Assignment ``token * k + j`` refers to token ``token`` of the gathered
+tokens, which are in rank order. Tokens are sent in chunks. The turn of a chunk is its position in the order of arrival
+at this rank: first this rank's chunks, then the first chunk of the rank before this one, the first chunk of the rank
+before that, and so on around the ranks, then their second chunks. The rows of an expert are in this order, so its first
+tiles need only chunks that arrive early.
 
-Turns make up a few stages: the first is our own tokens, others share what comes from the other ranks. Tiles are
-computed stage by stage, by the last turn that they need, and within a stage expert by expert. The more stages there
-are, the less is waited for; but each reads the experts' weights again, which pays only while a stage has some hundred
-rows for each of them. Backwards, stages are the order in which tokens are done with.
+Turns are grouped into a few overlap stages. The first stage has this rank's tokens; the other stages share the tokens
+of the peers. A tile belongs to the stage of the last turn that it needs. Tiles are computed stage by stage, and expert
+by expert within a stage. With more stages tiles wait less, but each stage reads the weights of the experts again, which
+pays only if a stage has some hundred rows per expert. ``moe_gemm_rs`` finishes tokens in the reverse order of stages.
 
-Three launches: ``moe_count_kernel`` counts, ``moe_place_kernel`` has a program for each expert, which goes through all
-ids in order, and ``moe_order_kernel`` sorts the tiles.
+There are three launches. ``moe_count_kernel`` counts the rows of experts. ``moe_place_kernel`` has one program per
+expert, which scans all ids in order of their turns. ``moe_order_kernel`` sorts the tiles.
 """
 
 import triton.language as tl
@@ -20,14 +21,14 @@ from tdkernels import lang as td
 
 NOTE_BAD_IDS = tl.constexpr(1)
 
-# What a tile is, int32 words of the table: its expert, first row, number of rows.
+# int32 words per tile in the table: expert, first row, number of rows, and one unused.
 TILE_WORDS = tl.constexpr(4)
 MAX_STAGES = tl.constexpr(8)
 
 
 @td.jit
 def chunk_at_turn(turn, me, ranks, num_chunks):
-    """(source, number of the chunk there) of what comes at a turn."""
+    """Return (source rank, chunk index at the source) for a turn."""
     others = tl.maximum(ranks - 1, 1)
     past = turn - num_chunks
     source = tl.where(past < 0, me, (me + ranks - 1 - past % others) % ranks)
@@ -36,7 +37,7 @@ def chunk_at_turn(turn, me, ranks, num_chunks):
 
 @td.jit
 def first_turn_of(stage, stages, ranks, num_chunks):
-    """The first turn of a stage; that of the stage past the last is past the last turn."""
+    """Return the first turn of a stage. For ``stage == stages`` it is the number of turns."""
     others = num_chunks * (ranks - 1)
     shares = tl.maximum(stages - 1, 1)
     first = num_chunks + ((stage - 1) * others + shares - 1) // shares
@@ -46,7 +47,7 @@ def first_turn_of(stage, stages, ranks, num_chunks):
 
 @td.jit
 def _stage_of(choice, choices, chunk_choices, shard_choices, me, ranks, num_chunks, stages):
-    """The stage in which what a choice is of comes here."""
+    """Return the stage in which the token of an assignment arrives at this rank."""
     source = choice // shard_choices
     step = (me + ranks - source) % ranks
     past = choice % shard_choices // chunk_choices * (ranks - 1) + step - 1
@@ -56,7 +57,10 @@ def _stage_of(choice, choices, chunk_choices, shard_choices, me, ranks, num_chun
 
 @td.jit(do_not_specialize=["num_ids", "num_experts", "call"])
 def moe_count_kernel(ctx, ids_ptr, splits_ptr, num_ids, num_experts, call, BLOCK: tl.constexpr):
-    """splits[e] = how many choices are of expert e; a program for each. Notes ids that are none, but for -1."""
+    """Count the assignments splits[e] of each expert, one program per expert. Report ids that are out of range.
+
+    An id of -1 is valid.
+    """
     expert = tl.program_id(0)
     count = tl.full((BLOCK,), 0, tl.int32)
     bad = tl.full((BLOCK,), 0, tl.int32)
@@ -77,9 +81,10 @@ def moe_place_kernel(
     num_experts, choices, chunk_rows, M_shard, tile_rows, stages,
     EXPERTS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_TILES: tl.constexpr,
 ):
-    """For each row its choice, for each choice its row or -1, for each tile, expert by expert, the stage that it needs.
+    """Compute the assignment of each row, the row of each assignment (or -1), and the stage of each tile.
 
-    The last program takes the choices that are of no expert.
+    Tiles are in the order of their experts. There is one program per expert; one more handles the assignments without
+    an expert.
     """
     me, ranks = td.rank(ctx), td.num_ranks(ctx)
     expert = tl.program_id(0)
@@ -107,7 +112,7 @@ def moe_place_kernel(
                 tl.store(choices_ptr + at, choice, mask=mine)
                 tl.store(rows_ptr + choice, at, mask=mine)
                 row += td.sum_of(mine.to(tl.int32), 0)
-    tl.debug_barrier()  # what follows reads what other threads have stored
+    tl.debug_barrier()  # the loop below reads values that other threads have stored
     tiles = (counts + tile_rows - 1) // tile_rows
     first_tile = td.sum_of(tl.where(before, tiles, 0), 0)
     own_tiles = (end - begin + tile_rows - 1) // tile_rows
@@ -124,7 +129,10 @@ def moe_order_kernel(
     splits_ptr, stages_ptr, table_ptr, begins_ptr, num_experts, tile_rows,
     EXPERTS: tl.constexpr, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr,
 ):
-    """Tiles stage by stage, as TILE_WORDS each; a program has BLOCK of them. begins[s]: those of stages before s."""
+    """Sort the tiles by stage into a table with TILE_WORDS words per tile; each program handles BLOCK tiles.
+
+    begins[s] is the number of tiles in stages before s.
+    """
     experts = tl.arange(0, EXPERTS)
     counts = tl.load(splits_ptr + experts, mask=experts < num_experts, other=0)
     of_expert = (counts + tile_rows - 1) // tile_rows
@@ -144,7 +152,7 @@ def moe_order_kernel(
         begins += td.sum_of(((others < stages[:, None]) & there).to(tl.int32), 1)
     if tl.program_id(0) == 0:
         tl.store(begins_ptr + stages, begins)
-    # Which expert's: as many as end before it.
+    # The index of a tile's expert is the number of experts whose tiles end before it.
     is_before = (ends[None, :] <= tile[:, None]) & (experts < num_experts)[None, :]
     expert = td.sum_of(is_before.to(tl.int32), 1)
     begin = td.sum_of(tl.where(is_before, counts[None, :], 0), 1)

@@ -1,6 +1,7 @@
-"""Launch the kernel of the first half of tp_moe, or compile it ahead of time."""
+"""Launch the kernel of moe_ag_gemm, the gate-up stage of tp_moe, or compile it ahead of time."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,11 +15,16 @@ from tdkernels.runtime import gpu, recorder
 from tdkernels.runtime.kernel_launch import Launch, launch_cached, output_spec
 from tdkernels.symm import get_workspace
 
+if TYPE_CHECKING:
+    from tdkernels.ops.experts.tp_moe.routing import MoeRouting
+
 _COPY_WORDS = 4096
 
 
-def problem_fields(x, w, routing, activation):
-    """What must be the same on all ranks."""
+def problem_fields(
+    x: torch.Tensor, w: torch.Tensor, routing: "MoeRouting", activation: str | None,
+) -> dict[str, Any]:
+    """Return the properties of a launch that must be the same on all ranks."""
     return {
         "M/W": x.shape[0], "K": x.shape[1], "w": tuple(w.shape), "k": routing.num_choices, "activation": activation,
         "dtype": str(x.dtype),
@@ -27,22 +33,29 @@ def problem_fields(x, w, routing, activation):
 
 @dataclass
 class Gradients:
-    """What a launch for the gradient of ``h`` takes beside, and what it leaves."""
+    """Additional inputs and outputs of a launch that computes the gradient of ``h``.
 
-    h: torch.Tensor  # [R, N]
-    weights: torch.Tensor  # [M, k] fp32
-    weighted: torch.Tensor | None = None  # [R, N]: h times the weights of its rows
-    dots: torch.Tensor | None = None  # [tile columns, R]
+    Attributes:
+        h: Input: the rows [R, N].
+        weights: Input: routing weights of all ranks, [M, k] fp32.
+        weighted: Output: h times the routing weights of its rows, [R, N].
+        dots: Output: fp32 [tile columns, R], partial dot products of the unweighted gradients with h.
+    """
+
+    h: torch.Tensor
+    weights: torch.Tensor
+    weighted: torch.Tensor | None = None
+    dots: torch.Tensor | None = None
 
 
 @dataclass
 class Launched:
-    """What a launch leaves.
+    """Outputs of a launch.
 
     Attributes:
-        y: [R, ·]
-        pre: what SwiGLU was made of, or None
-        rows: [R, K], the tokens of all ranks by rows
+        y: Products [R, ·].
+        pre: Input of SwiGLU, or None.
+        rows: Token of each row, [R, K].
     """
 
     y: torch.Tensor
@@ -51,7 +64,10 @@ class Launched:
 
 
 def _arguments(ctx, x, w, routing, routed, made, done, plan, num_comm, config, activation, gradients=None):
-    """The kernel's arguments and its constants; ``routed``: ``_tensors_of`` the routing, ``made``: Launched."""
+    """Return (arguments of the kernel, its constants).
+
+    ``routed`` is (rows, choices, table and begins of the tiling), ``made`` is Launched.
+    """
     tokens, k = x.shape
     tiles, (of_choices, choices, table, begins) = config.tiles, routed
     w, *strides, is_kn = weight_layout(w, activation)
@@ -70,20 +86,23 @@ def _arguments(ctx, x, w, routing, routed, made, done, plan, num_comm, config, a
     }
 
 
-def piece_of(width, routing):
-    """The Piece that copies or adds up rows of so many elements."""
+def piece_of(width: int, routing: "MoeRouting") -> Piece:
+    """Return the Piece that copies or sums rows of ``width`` elements."""
     return Piece(BLOCK_TOKENS, min(next_power_of_2(width), BLOCK_COLUMNS), routing.num_choices)
 
 
-def _make(x, w, rows, activation, keep):
-    """Launched, of so many rows, to be made."""
+def _output_specs(x, w, rows, activation, keep):
+    """Return Launched with output specs for ``rows`` rows."""
     y = output_spec(x, rows, w.shape[1] // 2 if activation else w.shape[1])
     pre = output_spec(x, rows, w.shape[1]) if keep and activation else None
     return Launched(y, pre, output_spec(x, rows, x.shape[1]))
 
 
-def compile(x, w, routing, config, activation=None, gradients=None):
-    """Compile what ``launch`` with the same operands would launch, into Triton's cache; launches nothing."""
+def compile(
+    x: torch.Tensor, w: torch.Tensor, routing: "MoeRouting", config: Any,
+    activation: str | None = None, gradients: Gradients | None = None,
+) -> None:
+    """Compile the kernel that ``launch`` would launch for the same operands into Triton's cache."""
     if x.device.type == "cpu":
         return  # interpreted
     x = gemm_operands.rows_contiguous(x)
@@ -100,8 +119,21 @@ def compile(x, w, routing, config, activation=None, gradients=None):
     moe_ag_gemm_kernel.warmup(*args, grid=(1,), **constants)
 
 
-def launch(x, w, routing, config, activation=None, keep=False, gradients=None):
-    """The products of all ranks' tokens x [M / W, K] with the weights of their experts; ``keep`` what SwiGLU is of."""
+def launch(
+    x: torch.Tensor, w: torch.Tensor, routing: "MoeRouting", config: Any,
+    activation: str | None = None, keep: bool = False, gradients: Gradients | None = None,
+) -> Launched:
+    """Gather the tokens x [M / W, K] of all ranks, and multiply them by the weights of their experts.
+
+    Args:
+        x: Tokens of this rank.
+        w: Weights [E, N, K] of this rank.
+        routing: The MoeRouting.
+        config: MoeTpConfig with tiles.
+        activation: As in ``moe_ag_gemm``.
+        keep: Return the input of SwiGLU as ``pre``.
+        gradients: If given, compute the gradient of ``gradients.h``, and fill in ``weighted`` and ``dots``.
+    """
     workspace = get_workspace(routing.group, x.device, "moe_ag_gemm")
     tiling = routing.tiling(config.tiles.block_m)
     routed = routing.rows, routing.choices, tiling.table, tiling.begins
@@ -115,16 +147,16 @@ def launch(x, w, routing, config, activation=None, keep=False, gradients=None):
     )
     if gradients is not None:
         gradients.weighted, gradients.dots = others
-        others = ()
+        others = ()  # type: ignore[assignment]
     return Launched(y, others[0] if others else None, rows)
 
 
 def _prepare(workspace, routing, operands, config, activation, keep, gradient):
-    """The Launch for tensors of a routing; of the routing itself it takes nothing but sizes."""
+    """Return the Launch for ``operands``, which include the tensors of the routing. ``routing`` gives only sizes."""
     x, w, *routed, done, h, weights = operands
     _, choices, table, _ = routed
     k, tiles = x.shape[1], config.tiles
-    made = _make(x, w, choices.shape[0], activation, keep)
+    made = _output_specs(x, w, choices.shape[0], activation, keep)
     gradients, to_make = None, [made.y, made.rows]
     if gradient:
         dots = output_spec(x, cdiv(w.shape[1], tiles.block_n), choices.shape[0], dtype=torch.float32)

@@ -1,4 +1,6 @@
-"""Launch the kernel of the second half of tp_moe, or compile it ahead of time."""
+"""Launch the kernel of moe_gemm_rs, the down stage of tp_moe, or compile it ahead of time."""
+
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,9 +15,12 @@ from tdkernels.runtime import gpu, recorder
 from tdkernels.runtime.kernel_launch import Launch, launch_cached, output_spec
 from tdkernels.symm import get_workspace
 
+if TYPE_CHECKING:
+    from tdkernels.ops.experts.tp_moe.routing import MoeRouting
+
 
 def _arguments(ctx, h, w, routing, routed, weights, done, out, z, plan, config):
-    """The kernel's arguments and its constants; ``routed``: the rows of choices, the table of tiles and its begins."""
+    """Return (arguments of the kernel, its constants). ``routed`` is (rows, table and begins of the tiling)."""
     k, tiles = h.shape[1], config.tiles
     w, *strides, is_kn = weight_layout(w)
     planes, n = planes_of(w, None)
@@ -29,8 +34,11 @@ def _arguments(ctx, h, w, routing, routed, weights, done, out, z, plan, config):
     }
 
 
-def compile(h, w, routing, weights, config):
-    """Compile what ``launch`` with the same operands would launch, into Triton's cache; launches nothing."""
+def compile(
+    h: torch.Tensor, w: torch.Tensor, routing: "MoeRouting", weights: torch.Tensor | None,
+    config: Any,
+) -> None:
+    """Compile the kernel that ``launch`` would launch for the same operands into Triton's cache."""
     if h.device.type == "cpu":
         return  # interpreted
     h = gemm_operands.rows_contiguous(h)
@@ -41,10 +49,20 @@ def compile(h, w, routing, weights, config):
     moe_gemm_rs_kernel.warmup(*args, grid=(1,), **constants)
 
 
-def launch(h, w, routing, weights, config):
-    """z [M / W, N]: our tokens' sums, over ranks and choices, of weight * h[row] @ w[expert].T.
+def launch(
+    h: torch.Tensor, w: torch.Tensor, routing: "MoeRouting", weights: torch.Tensor | None,
+    config: Any,
+) -> torch.Tensor:
+    """Return z [M / W, N]: for each token of this rank, the sum of weight * h[row] @ w[expert].T.
 
-    weights: [M, k] fp32 of all ranks' choices, or None for 1
+    The sum is over ranks and assignments.
+
+    Args:
+        h: Rows [R, K].
+        w: Weights [E, N, K] of this rank.
+        routing: The MoeRouting.
+        weights: Routing weights of all ranks, [M, k] fp32, or None for 1.
+        config: MoeTpConfig with tiles.
     """
     workspace = get_workspace(routing.group, h.device, "moe_gemm_rs")
     tiling = routing.tiling(config.tiles.block_m)
@@ -59,7 +77,7 @@ def launch(h, w, routing, weights, config):
 
 
 def _prepare(workspace, routing, operands, config):
-    """The Launch for tensors of a routing; of the routing itself it takes nothing but sizes."""
+    """Return the Launch for ``operands``, which include the tensors of the routing. ``routing`` gives only sizes."""
     h, w, *routed, weights, done = operands
     _, table, _ = routed
     tokens, n, tiles = routing.tokens, w.shape[1], config.tiles

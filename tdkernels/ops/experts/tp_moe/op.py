@@ -1,18 +1,24 @@
-"""Tensor-parallel experts: every rank has a slice of every expert, and tokens are sharded between the operators.
+"""tp_moe: tensor-parallel experts. Every rank has a slice of every expert, and tokens are sharded between the ranks.
 
     moe_ag_gemm   x [M / W, H], topk_ids [M / W, k], w [E, N / W, H]  ->  h [M * k, N / W], grouped by expert
-    moe_gemm_rs   h [M * k, I / W], w [E, H, I / W]                   ->  y [M / W, H], each token's k rows, weighted
-    tp_moe        both, with SwiGLU between them
+    moe_gemm_rs   h [M * k, I / W], w [E, H, I / W]                   ->  y [M / W, H], weighted sums by token
+    tp_moe        moe_ag_gemm with SwiGLU (gate-up), then moe_gemm_rs (down)
 
-Schedule. Ids are gathered and sorted on the device (``kernel_route``), once for both halves and their backwards. In
-``moe_ag_gemm_kernel`` some programs push our tokens to all peers while others compute tiles of tokens that have come,
-by stages. ``moe_gemm_rs_kernel`` goes the other way: tiles of other ranks' tokens come first, and while later ones are
-computed the choices of finished tokens are added up and sent to the rank that has the token, where they are added to
-those of the other ranks, in fp32 and in the order of ranks.
+Forward. Expert ids are gathered and sorted on the device (``kernel_route``), once for both operators and their
+backwards. In ``moe_ag_gemm_kernel`` some programs push this rank's tokens to all peers, while others compute tiles of
+tokens that have arrived, in a few overlap stages. ``moe_gemm_rs_kernel`` processes the stages in reverse order: tiles
+with tokens of other ranks come first. While later tiles are computed, it sums the weighted rows of each finished token
+and sends the sum to the token's rank. That rank adds the sums of all ranks in fp32 and in rank order.
 
-Backward. The gradient of h is a moe_ag_gemm of dy, which leaves what the gradients of the choices' weights and of w are
-made of; that of x is a moe_gemm_rs, beside which x is gathered for that of w. Each is looked up by itself, under the
-layout "kn", and goes by the chunks and stages of the forward's routing. Only shards are saved.
+Backward. Only shards are saved.
+
+    operator      dgrad                                                      wgrad
+    moe_gemm_rs   dh by a moe_ag_gemm of dy; its epilogue also computes      grouped GEMM of the gathered rows of dy and
+                  the weighted h and the terms of dtopk_weights              the weighted h
+    moe_ag_gemm   dx by a moe_gemm_rs of the gradient of SwiGLU's input;     grouped GEMM with the gathered rows of x
+                  x is gathered concurrently, on the side stream
+
+Each dgrad selects its own config, under the layout "kn". Chunks and stages are given by the routing of the forward.
 
 Example:
     y = tdkernels.tp_moe(x, topk_ids, topk_weights, w_gate_up, w_down)
@@ -43,11 +49,11 @@ from tdkernels.runtime.torch_op import outside_graphs
 from tdkernels.symm import GroupLike, resolve_group
 from tdkernels.symm.whole_call import whole_call
 
-# ---- the specification, in plain torch.distributed ----
+# ---- references with plain torch.distributed ----
 
 
-def _by_expert(topk_ids, experts, group):
-    """(the choices of all ranks' tokens by expert; how many each has; [M, k] which are of one, and not dropped)"""
+def _sort_by_expert(topk_ids, experts, group):
+    """Return (assignments of all ranks sorted by expert, rows per expert, mask [M, k] of assignments not dropped)."""
     ids = all_gather_rows(topk_ids, group)
     kept, ids = ids >= 0, ids.flatten().long()
     order = torch.argsort(torch.where(ids < 0, experts, ids), stable=True)[: int(kept.sum())]
@@ -55,20 +61,33 @@ def _by_expert(topk_ids, experts, group):
 
 
 @torch.no_grad()
-def moe_ag_gemm_ref(x, topk_ids, w, *, activation=None, group=None):
-    """The specification of ``moe_ag_gemm``, but for the order: h by choice, 0 for those that are dropped."""
+def moe_ag_gemm_ref(
+    x: torch.Tensor, topk_ids: torch.Tensor, w: torch.Tensor, *, activation: str | None = None,
+    group: GroupLike = None,
+) -> torch.Tensor:
+    """Compute ``moe_ag_gemm`` with torch.distributed. It is the specification for tests.
+
+    Only the order of rows differs: h [M * k, ·] is in the order of gathered tokens and their top-k assignments, and
+    zero for dropped assignments.
+    """
     group = resolve_group(group)
-    order, splits, kept = _by_expert(topk_ids, w.shape[0], group)
+    order, splits, kept = _sort_by_expert(topk_ids, w.shape[0], group)
     rows = all_gather_rows(x, group)[order // topk_ids.shape[1]]
     made = group_gemm_ref(rows, w, splits, activation=activation)
     return made.new_zeros(kept.numel(), made.shape[1]).index_copy(0, order, made)
 
 
 @torch.no_grad()
-def moe_gemm_rs_ref(h, topk_ids, topk_weights, w, *, group=None):
-    """The specification of ``moe_gemm_rs``, of h by choice: rows multiplied, weighted, added up in fp32 by token."""
+def moe_gemm_rs_ref(
+    h: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, w: torch.Tensor, *, group: GroupLike = None,
+) -> torch.Tensor:
+    """Compute ``moe_gemm_rs`` with torch.distributed. It is the specification for tests.
+
+    Rows of h are in the order of gathered tokens and their top-k assignments. Products are weighted and summed over the
+    assignments of a token in fp32.
+    """
     group = resolve_group(group)
-    order, splits, kept = _by_expert(topk_ids, w.shape[0], group)
+    order, splits, kept = _sort_by_expert(topk_ids, w.shape[0], group)
     weights = all_gather_rows(topk_weights, group).where(kept, 0.0)
     out = group_gemm_ref(h[order], w, splits)
     choices = out.new_zeros(kept.numel(), out.shape[1], dtype=torch.promote_types(out.dtype, torch.float32))
@@ -82,13 +101,13 @@ def tp_moe_ref(
     x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, w_gate_up: torch.Tensor, w_down: torch.Tensor,
     *, activation: str | None = "swiglu", group: GroupLike = None,
 ) -> torch.Tensor:
-    """The specification of ``tp_moe``."""
+    """Compute ``tp_moe`` with torch.distributed. It is the specification for tests."""
     group = resolve_group(group)
     h = moe_ag_gemm_ref(x, topk_ids, w_gate_up, activation=activation, group=group)
     return moe_gemm_rs_ref(h, topk_ids, topk_weights, w_down, group=group)
 
 
-# ---- the gradient ----
+# ---- autograd ----
 
 
 class _AgGemm(torch.autograd.Function):
@@ -125,21 +144,21 @@ class _GemmRs(torch.autograd.Function):
         return dh, dw, None if dweights is None else dweights.to(ctx.weights_dtype), None, None, None
 
 
-# ---- the public functions ----
+# ---- public functions ----
 
 
-def _first_half(operator, x, topk_ids, w, activation, group, configs):
-    """(h, routing), of checked operands and configs as ``choose_configs`` gives them."""
+def _gate_up(operator, x, topk_ids, w, activation, group, configs):
+    """Run moe_ag_gemm with valid operands and the configs of ``choose_configs``, and return (h, routing)."""
     routing = routing_of(operator, topk_ids, w, group, configs.first)
     if not x.shape[0]:
-        return _nothing(w.shape[1] // (2 if activation else 1), x, w), routing
+        return _empty_output(w.shape[1] // (2 if activation else 1), x, w), routing
     if not autograd.may_be_differentiated([x, w]):
         return first_forward(x, w, routing, activation, configs.first, keep=False)[0], routing
     return _AgGemm.apply(x, w, routing, activation, configs.first, configs.backward), routing
 
 
-def _second_half(h, topk_weights, w, routing, configs):
-    """y, of checked operands."""
+def _down(h, topk_weights, w, routing, configs):
+    """Run moe_gemm_rs with valid operands, and return y."""
     if not autograd.may_be_differentiated([h, topk_weights, w]):
         return second_forward(h, w, topk_weights, routing, configs.second)[0]
     return _GemmRs.apply(h, w, topk_weights, routing, configs.second, configs.backward)
@@ -151,37 +170,41 @@ def moe_ag_gemm(
     x: torch.Tensor, topk_ids: torch.Tensor, w: torch.Tensor, *, activation: str | None = None, group: GroupLike = None,
     config: MoeTpConfig | None = None,
 ) -> tuple[torch.Tensor, MoeRouting]:
-    """Gather tokens while multiplying each of them by the weights of its experts.
+    """All-gather tokens, and multiply each of them by the weights of its experts while they arrive.
 
     Args:
-        x: [M / W, H] bf16, fp16 or fp32, as many rows on every rank
-        topk_ids: [M / W, k] int32 or int64, the experts of each token, -1 for none (dropped)
-        w: [E, N / W, H], this rank's rows of every expert's weight; same dtype
-        activation: None, "swiglu" or "swiglu_interleaved", as for group_gemm: w has gate rows and up rows
-        group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the world (W ranks)
-        config: MoeTpConfig, the same on all ranks, for the gradients too; None takes the best one known, see
-            tdkernels.autotune (in a group on several nodes torch's sequence), and for each gradient's product the one
-            that is known for that, or torch where it is best forwards
+        x: This rank's tokens [M / W, H] in bf16, fp16 or fp32. The number of rows must be the same on every rank.
+        topk_ids: Experts of each token, [M / W, k] int32 or int64. An id of -1 drops the assignment.
+        w: This rank's rows of the weight of every expert, [E, N / W, H], in the dtype of x.
+        activation: None, "swiglu" or "swiglu_interleaved", as in ``group_gemm``. With an activation, w has gate rows
+            and up rows.
+        group: A ProcessGroup, a one-dimensional DeviceMesh, or None for the default group (W ranks).
+        config: MoeTpConfig, the same on all ranks, also used for the gradients. None selects the best known config
+            (see tdkernels.autotune); if the group spans several nodes, it is method "torch". Each GEMM of the backward
+            then selects its own config, unless method "torch" was selected for the forward: it is used for the
+            backward too.
 
     Returns:
-        (h, routing): h [M * k, N / W], or half as wide with an activation, a row for each choice of all ranks' tokens,
-        grouped by expert; rows past the last expert's, where choices were dropped, are not written. MoeRouting says
-        which row is whose, for moe_gemm_rs
+        (h, routing). h is [M * k, N / W], or half as wide with an activation. It has one row per top-k assignment of
+        all ranks' tokens, grouped by expert. Rows past the rows of the last expert, as many as there are dropped
+        assignments, are not written. ``routing`` is a MoeRouting, which maps rows to assignments; pass it to
+        ``moe_gemm_rs``.
 
     Gradient:
-        dx, the sum over ranks and choices in fp32; dw, over the tokens of all ranks
+        dx is summed over ranks and assignments in fp32. dw is summed over the tokens of all ranks.
 
     Raises:
-        TypeError or ValueError: for operands that do not fit, before anything is launched
-        ValueError: on every rank when the ranks disagree, and for ids that are none (on a GPU at
-            tdkernels.synchronize(), or at a later call, which breaks the group)
-        PeerTimeoutError
+        TypeError, ValueError: If operands are invalid. Nothing has been launched.
+        ValueError: On every rank, if the ranks disagree or if an id is out of range. On a GPU, the error for ids is
+            raised by ``tdkernels.synchronize()`` or by a later call, and the group cannot be used afterwards.
+        PeerTimeoutError: If a peer does not make the call in time.
 
     Contract:
-        collective over group; host sync: no; CUDA graph: yes, after one call outside; the caller owns the output
+        Collective over ``group``. No host synchronization. Can be captured in a CUDA graph after one call outside. The
+        caller owns the output.
 
     Source:
-        tiles ordered by arrival within an expert: FLUX (https://arxiv.org/abs/2406.06858)
+        Tiles of an expert ordered by the arrival of their tokens: FLUX (https://arxiv.org/abs/2406.06858).
     """
     x, w = autograd.apply_autocast(x, w)
     group = resolve_group(group)
@@ -194,7 +217,7 @@ def moe_ag_gemm(
         fields = first_fields(x, topk_ids, w, activation)
         configs = choose_configs("moe_ag_gemm", config, sizes, activation or "none", w, group, fields, first=w)
         call_cache.insert(group, key, configs)
-    return _first_half("moe_ag_gemm", x, topk_ids, w, activation, group, configs)
+    return _gate_up("moe_ag_gemm", x, topk_ids, w, activation, group, configs)
 
 
 @outside_graphs
@@ -203,47 +226,50 @@ def moe_gemm_rs(
     h: torch.Tensor, routing: MoeRouting, topk_weights: torch.Tensor, w: torch.Tensor, *, group: GroupLike = None,
     config: MoeTpConfig | None = None,
 ) -> torch.Tensor:
-    """Multiply rows by the weights of their experts, and bring each token's sum back to its rank.
+    """Multiply rows by the weights of their experts, and reduce-scatter the weighted sum of each token.
 
     Args:
-        h: [M * k, I / W] bf16, fp16 or fp32, rows as moe_ag_gemm has given them
-        routing: its MoeRouting
-        topk_weights: [M / W, k] floats, of this rank's tokens
-        w: [E, N, I / W], this rank's columns of every expert's weight; same dtype
-        group, config: as for moe_ag_gemm
+        h: Rows [M * k, I / W] in bf16, fp16 or fp32, in the order of the output of ``moe_ag_gemm``.
+        routing: MoeRouting that ``moe_ag_gemm`` returned.
+        topk_weights: Routing weights of this rank's tokens, [M / W, k], of a floating-point dtype.
+        w: This rank's columns of the weight of every expert, [E, N, I / W], in the dtype of h.
+        group: The group of ``moe_ag_gemm``.
+        config: As in ``moe_ag_gemm``. Only the method and the tiles are used; chunks and stages are given by the
+            routing.
 
     Returns:
-        y: [M / W, N], dtype of h: over a token's choices in their order, weighted, in fp32, then over ranks in theirs;
-        what another rank adds is rounded where it crosses
+        y [M / W, N] in the dtype of h. Each rank sums the weighted rows of a token in fp32, in the order of its top-k
+        assignments. Then the sums of the ranks are added in fp32, in rank order. Sums of other ranks are rounded to
+        the dtype of h when they are sent.
 
     Gradient:
-        dh; dw; dtopk_weights, complete
+        dh, dw and dtopk_weights. All are complete.
 
     Raises:
-        TypeError or ValueError: for operands that do not fit, before anything is launched
-        ValueError: on every rank when the ranks disagree
-        PeerTimeoutError
+        TypeError, ValueError: If operands are invalid. Nothing has been launched.
+        ValueError: On every rank, if the ranks disagree.
+        PeerTimeoutError: If a peer does not make the call in time.
 
     Contract:
-        as for moe_ag_gemm
+        As for ``moe_ag_gemm``.
 
     Source:
-        top-k sum and reduce-scatter behind the product: FLUX (https://arxiv.org/abs/2406.06858)
+        Top-k sum and reduce-scatter overlapped with the GEMM: FLUX (https://arxiv.org/abs/2406.06858).
     """
     if not isinstance(routing, MoeRouting):
         raise TypeError(f"moe_gemm_rs: routing must be the MoeRouting of a moe_ag_gemm, not {type(routing).__name__}")
     if resolve_group(group) is not routing.group:
-        raise ValueError("moe_gemm_rs: the routing is of another group than the call")
+        raise ValueError("moe_gemm_rs: the routing belongs to another group than the call")
     h, w = autograd.apply_autocast(h, w)
     check_gemm_rs("moe_gemm_rs", h, routing, topk_weights, w, config)
     tokens, choices, ranks = routing.tokens, routing.num_choices, routing.world_size
     sizes = ranks * tokens, w.shape[1], ranks * w.shape[2], w.shape[0], choices
     fields = {"M/W": tokens, "w": tuple(w.shape), "dtype": str(h.dtype)}
-    # Before the weights are gathered, or ranks that run otherwise would wait for each other.
+    # Select configs before the weights are gathered. Otherwise ranks with different selections would deadlock.
     configs = choose_configs("moe_gemm_rs", config, sizes, "nk", w, routing.group, fields, second=w)
     if not tokens:
-        return _nothing(w.shape[1], h, topk_weights, w)
-    return _second_half(h, topk_weights, w, routing, configs)
+        return _empty_output(w.shape[1], h, topk_weights, w)
+    return _down(h, topk_weights, w, routing, configs)
 
 
 @whole_call
@@ -251,28 +277,31 @@ def tp_moe(
     x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, w_gate_up: torch.Tensor, w_down: torch.Tensor,
     *, activation: str | None = "swiglu", group: GroupLike = None, config: MoeTpConfig | None = None,
 ) -> torch.Tensor:
-    """A layer of experts, each of which is sliced between the ranks: moe_ag_gemm, then moe_gemm_rs.
+    """Apply a layer of tensor-parallel experts: ``moe_ag_gemm``, then ``moe_gemm_rs``.
 
     Args:
-        x: [M / W, H] bf16, fp16 or fp32, as many rows on every rank
-        topk_ids: [M / W, k] int32 or int64, the experts of each token, -1 for none (dropped)
-        topk_weights: [M / W, k] floats
-        w_gate_up: [E, 2 * I / W, H], of every expert this rank's rows for the gate, then those for up ("swiglu"; by
-            turns with "swiglu_interleaved"); [E, I / W, H] with activation None; same dtype
-        w_down: [E, H, I / W], this rank's columns
-        group, config: as for moe_ag_gemm
+        x: This rank's tokens [M / W, H] in bf16, fp16 or fp32. The number of rows must be the same on every rank.
+        topk_ids: Experts of each token, [M / W, k] int32 or int64. An id of -1 drops the assignment.
+        topk_weights: Routing weights, [M / W, k], of a floating-point dtype.
+        w_gate_up: This rank's slice of the first weight of every expert, [E, 2 * I / W, H], in the dtype of x. With
+            activation "swiglu" the gate rows come first, then the up rows; with "swiglu_interleaved" they alternate.
+            With activation None it is [E, I / W, H].
+        w_down: This rank's columns of the second weight of every expert, [E, H, I / W], in the dtype of x.
+        activation: "swiglu", "swiglu_interleaved" or None.
+        group: As in ``moe_ag_gemm``.
+        config: As in ``moe_ag_gemm``.
 
     Returns:
-        y: [M / W, H], dtype of x, accumulated in fp32; see moe_gemm_rs
+        y [M / W, H] in the dtype of x, accumulated in fp32 as in ``moe_gemm_rs``.
 
     Gradient:
-        dx, dtopk_weights, dw_gate_up and dw_down, each complete and of the shape of its operand
+        dx, dtopk_weights, dw_gate_up and dw_down. Each is complete and has the shape of its operand.
 
     Raises:
-        as moe_ag_gemm and moe_gemm_rs
+        TypeError, ValueError, PeerTimeoutError: As ``moe_ag_gemm`` and ``moe_gemm_rs``.
 
     Contract:
-        as for moe_ag_gemm
+        As for ``moe_ag_gemm``.
     """
     x, w_gate_up, w_down = autograd.apply_autocast(x, w_gate_up, w_down)
     group = resolve_group(group)
@@ -286,12 +315,12 @@ def tp_moe(
     if configs is None:
         configs = tp_moe_configs(x, topk_ids, w_gate_up, w_down, activation, group, config)
         call_cache.insert(group, key, configs)
-    h, routing = _first_half("tp_moe", x, topk_ids, w_gate_up, activation, group, configs)
+    h, routing = _gate_up("tp_moe", x, topk_ids, w_gate_up, activation, group, configs)
     if not x.shape[0]:
-        return _nothing(w_down.shape[1], h, topk_weights, w_down)
-    return _second_half(h, topk_weights, w_down, routing, configs)
+        return _empty_output(w_down.shape[1], h, topk_weights, w_down)
+    return _down(h, topk_weights, w_down, routing, configs)
 
 
-def _nothing(width, *operands):
-    """The output of no tokens at all, through which gradients of zero flow."""
+def _empty_output(width, *operands):
+    """Return an output without rows that depends on the operands, so that they get gradients of zero."""
     return sum(operand[:0].sum().to(operands[0].dtype) for operand in operands).expand(0, width)

@@ -1,8 +1,9 @@
-"""What tensor-parallel experts know of a routing, and the launches that find it; see ``kernel_route``."""
+"""MoeRouting, the routing of a call of tp_moe, and the launches that compute it; see ``kernel_route``."""
 
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,66 +20,89 @@ from tdkernels.rounding import cdiv, next_power_of_2
 from tdkernels.runtime.kernel_launch import CALL_NUMBER, Launch, launch_cached, pointer_signature
 from tdkernels.symm import get_workspace
 
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
 _TILES_OF_A_PROGRAM, _TILES_AT_ONCE = 32, 128
 _MAX_STAGES = MAX_STAGES.value
 
 
 @dataclass
 class Tiling:
-    """The tiles of ``tile_rows`` rows, in order."""
+    """Ordered list of the tiles of a routing, for one tile height.
 
-    table: torch.Tensor  # int32 [at most so many tiles, TILE_WORDS]
-    begins: torch.Tensor  # int32: of each stage, how many tiles come before it
-    most: int  # tiles that there can be
+    Attributes:
+        table: int32 [most, TILE_WORDS], see ``moe_order_kernel``.
+        begins: int32, for each stage the number of tiles in earlier stages.
+        most: Upper bound of the number of tiles.
+    """
+
+    table: torch.Tensor
+    begins: torch.Tensor
+    most: int
 
 
 class MoeRouting:
-    """Which rows the choices of all tokens have; made by ``moe_ag_gemm``, for ``moe_gemm_rs``.
+    """Mapping between the top-k assignments of all tokens and the rows of the grouped GEMM.
 
-    splits:   [E] int32, the rows of each expert
-    choices:  [M * k] int32, of each row the choice ``token * k + j`` of the gathered tokens that it is of
-    rows:     [M, k] int32, the row of each choice, or -1 for one that was dropped
-    sizes:    all that launches follow from, beside its tensors
+    ``moe_ag_gemm`` creates it and ``moe_gemm_rs`` takes it. The rows of an expert are in an order specific to this
+    rank: first the rows of its own tokens, then the rows of other tokens in order of arrival.
 
-    An expert's rows lie in an order of this rank's own: its tokens first, then as the other ranks' come here.
+    Attributes:
+        splits: Number of rows of each expert, [E] int32.
+        choices: Assignment of each row, [M * k] int32: ``token * k + j`` for assignment j of a gathered token.
+        rows: Row of each assignment, [M, k] int32, or -1 for a dropped assignment.
+        ids: Expert ids of all ranks, [M, k] int32.
+        group: The process group.
+        world_size: Number of ranks W.
+        tokens: Number of tokens per rank, M / W.
+        num_experts: Number of experts E.
+        num_choices: Number of experts per token, k.
+        chunk_rows: Number of tokens per chunk.
+        num_chunks: Number of chunks of a rank's tokens.
+        num_stages: Number of overlap stages.
+        sizes: Tuple of all numbers that determine a launch.
     """
 
-    def __init__(self, group, ids, tokens, num_experts, chunk_rows, stages):
+    def __init__(
+        self, group: "dist.ProcessGroup | Any", ids: torch.Tensor, tokens: int, num_experts: int, chunk_rows: int,
+        stages: int,
+    ) -> None:
         self.group, self.ids = group, ids
-        self.tokens, self.num_experts = tokens, num_experts  # tokens of a rank
+        self.tokens, self.num_experts = tokens, num_experts
         self.world_size = group.size()
         self.num_choices = ids.shape[1]
         self.chunk_rows = chunk_rows
-        self.num_chunks = cdiv(tokens, chunk_rows)  # of a rank's tokens
-        # No more than there are chunks to share.
+        self.num_chunks = cdiv(tokens, chunk_rows)
+        # At most one stage per chunk of the peers.
         self.num_stages = min(stages, _MAX_STAGES, 1 + (self.world_size - 1) * self.num_chunks)
         self.sizes = self.world_size, tokens, num_experts, self.num_choices, chunk_rows, self.num_stages
         new = partial(torch.empty, dtype=torch.int32, device=ids.device)
         self.splits, self.rows = new(num_experts), new(ids.shape)
-        # Rows past the last expert's, as many as choices were dropped, are of some choice too: nobody minds which.
+        # Rows past the rows of the last expert, one per dropped assignment, must have a valid index too. It is 0.
         self.choices = torch.zeros_like(ids).view(-1)
-        self._tilings = {}
+        self._tilings: dict[int, Tiling] = {}
 
     @property
-    def slot_rows(self):
-        """Rows from the tokens of one rank to those of the next, where all are gathered."""
+    def slot_rows(self) -> int:
+        """Number of rows reserved for each rank in a buffer of gathered tokens."""
         return slot_rows_of(self.tokens) if self.world_size > 1 else self.tokens
 
     @property
-    def slots(self):
-        """[M * k] int32, of each row where its token lies among those of all ranks, ``slot_rows`` from rank to rank."""
+    def slots(self) -> torch.Tensor:
+        """Index of each row's token in a buffer of gathered tokens, [M * k] int32, with ``slot_rows`` rows per rank."""
         tokens = torch.div(self.choices, self.num_choices, rounding_mode="floor")
         source = torch.div(tokens, self.tokens, rounding_mode="floor")
         return tokens + source * (self.slot_rows - self.tokens)
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return (
             f"MoeRouting({self.world_size} x {self.tokens} tokens, {self.num_choices} of {self.num_experts} experts "
             f"each)"
         )
 
-    def tiling(self, tile_rows):
-        """The Tiling for tiles of so many rows; launched when it is first asked for."""
+    def tiling(self, tile_rows: int) -> Tiling:
+        """Return the Tiling for tiles of ``tile_rows`` rows. The first call with a height launches the kernels."""
         if tile_rows not in self._tilings:
             workspace = get_workspace(self.group, self.ids.device, "moe_route", across_nodes=True)
             self._tilings[tile_rows] = _tile(workspace, self, tile_rows)
@@ -89,14 +113,26 @@ def _error_of_note(operator, num_experts, name, kind, count, *_):
     return ValueError(f"{operator}: {count} of all ranks' topk_ids are not -1 to num_experts - 1 = {num_experts - 1}")
 
 
-def route(operator, topk_ids, num_experts, group, chunk_rows, tile_rows, stages):
-    """The MoeRouting of this rank's topk_ids [T, k], the same T on all ranks.
+def route(
+    operator: str, topk_ids: torch.Tensor, num_experts: int, group: "dist.ProcessGroup", chunk_rows: int,
+    tile_rows: int, stages: int,
+) -> MoeRouting:
+    """Compute the MoeRouting of the ids of all ranks. Collective.
+
+    Args:
+        operator: Name of the operator, for errors.
+        topk_ids: Ids of this rank, [T, k]. T is the same on all ranks.
+        num_experts: Number of experts.
+        group: The process group.
+        chunk_rows: Number of tokens per chunk.
+        tile_rows: Height of tiles for which a Tiling is computed right away.
+        stages: Number of overlap stages.
 
     Raises:
-        ValueError: on every rank for ids that are none (on a GPU at a later call or at ``synchronize``)
+        ValueError: On every rank, if an id is out of range (on a GPU at a later call or at ``synchronize``).
     """
     if topk_ids.dtype == torch.int64:
-        topk_ids = topk_ids.clamp(-2, num_experts)  # or the upper half of a wrong one would be lost
+        topk_ids = topk_ids.clamp(-2, num_experts)  # keeps an invalid id invalid when it is converted to int32
     ids = topk_ids.to(torch.int32).contiguous()
     if group.size() > 1:
         ids = all_gather(ids, group=group)
@@ -112,19 +148,24 @@ def route(operator, topk_ids, num_experts, group, chunk_rows, tile_rows, stages)
 
 
 def _count(workspace, operator, num_experts, operands):
-    """The Launch that counts the rows of each expert."""
+    """Return the Launch that counts the rows of each expert."""
     workspace.prepare(operator, {"num_experts": num_experts}, 256, 1)
     ids, splits = operands
     args = workspace.ctx, ids, splits, ids.numel(), num_experts, CALL_NUMBER
     constants = {"BLOCK": 4096, "num_warps": 8}
-    # ``route`` has just checked for errors of earlier launches.
+    # No check for host errors: ``route`` has just done it.
     return Launch(
         workspace, moe_count_kernel, (num_experts,), args, constants, operands, [], [workspace.ctx], checks_errors=False
     )
 
 
-def unrouted(world_size, tokens, choices, num_experts, config, device):
-    """A MoeRouting that nobody has found, of so many tokens a rank: what kernels can be compiled with."""
+def unrouted(
+    world_size: int, tokens: int, choices: int, num_experts: int, config: Any, device: torch.device,
+) -> MoeRouting:
+    """Return a MoeRouting with uninitialized contents, for ``tokens`` tokens per rank. Kernels can be compiled with it.
+
+    ``config`` is a MoeTpConfig with tiles.
+    """
     ids = torch.empty(world_size * tokens, choices, dtype=torch.int32, device=device)
     group = SimpleNamespace(size=lambda: world_size)
     routing = MoeRouting(group, ids, tokens, num_experts, config.chunk_rows, max(config.stages, 1))
@@ -134,7 +175,7 @@ def unrouted(world_size, tokens, choices, num_experts, config, device):
 
 
 def _tile(workspace, routing, tile_rows):
-    """The Tiling of a routing."""
+    """Launch the kernels that compute the Tiling of a routing."""
     ids, experts = routing.ids, routing.num_experts
     most = ids.numel() // tile_rows + min(experts, ids.numel())
     new = partial(torch.empty, dtype=torch.int32, device=ids.device)
@@ -152,21 +193,21 @@ def _tile(workspace, routing, tile_rows):
 
 
 def _place(workspace, routing, tile_rows, operands):
-    """The Launch that finds each choice's row, and each tile's stage."""
+    """Return the Launch that computes the row of each assignment and the stage of each tile."""
     experts = routing.num_experts
     args = (
         workspace.ctx, *operands, experts, routing.num_choices, routing.chunk_rows, routing.tokens, tile_rows,
         routing.num_stages,
     )
     constants = {"EXPERTS": next_power_of_2(experts), "BLOCK": 1024, "BLOCK_TILES": 64, "num_warps": 4}
-    # In the middle of an operator, forward or backward: the counts of this very routing may have had something to tell.
+    # No check for host errors in the middle of an operator: the error could be of this routing's own count.
     return Launch(
         workspace, moe_place_kernel, (experts + 1,), args, constants, operands, [], [workspace.ctx], checks_errors=False
     )
 
 
 def _order(workspace, routing, tile_rows, most, operands):
-    """The Launch that puts the tiles in the order of their stages."""
+    """Return the Launch that sorts the tiles by stage."""
     args = *operands, routing.num_experts, tile_rows
     constants = {
         "EXPERTS": next_power_of_2(routing.num_experts), "BLOCK": _TILES_OF_A_PROGRAM, "AT_ONCE": _TILES_AT_ONCE,

@@ -1,22 +1,29 @@
-"""In how many stages the tokens of all ranks are multiplied by the experts' weights; see ``kernel_route``.
+"""Cost model for the number of overlap stages of tp_moe; see ``kernel_route`` for what a stage is.
 
-Our own tokens can be multiplied while those of the others are on the way, but every stage reads all the weights, and
-its last tiles leave multiprocessors idle. What is best follows from the sizes, of which the host knows all but the
-routing: it is taken to be even.
+This rank's tokens can be multiplied while the tokens of the peers are on the way. But each stage reads all weights, and
+its last tiles leave multiprocessors idle. The best number of stages follows from the sizes. The host knows all of them
+except the routing, which the model assumes to be uniform.
 """
 
 import functools
+from typing import TYPE_CHECKING
 
 from tdkernels.autotune.hardware import hardware
 from tdkernels.ops.experts.tp_moe.kernel_route import MAX_STAGES
 
+if TYPE_CHECKING:
+    import torch
+
 _TILE_ROWS, _TILE_COLUMNS = 128, 256
-_LINK_SHARE = 0.88  # that programs reach of a link's best rate
+_LINK_SHARE = 0.88  # share of the peak bandwidth of a link that programs reach
 
 
 @functools.lru_cache(maxsize=4096)
-def best_stages(world_size, tokens, choices, experts, n, k, dtype, device):
-    """How many stages for ``tokens`` a rank of ``choices`` experts each, of weights [n, k]."""
+def best_stages(
+    world_size: int, tokens: int, choices: int, experts: int, n: int, k: int, dtype: "torch.dtype",
+    device: "torch.device",
+) -> int:
+    """Return the best number of stages for ``tokens`` tokens per rank, ``choices`` experts each, weights [n, k]."""
     if world_size == 1:
         return 1
     rates = hardware(device, dtype)
@@ -35,13 +42,16 @@ def _seconds(stages, world_size, tokens, choices, experts, n, k, itemsize, rates
     return seconds_of_stages(stages, world_size, wire, product, weights, idle)
 
 
-def seconds_of_stages(stages, world_size, wire, product, weights, idle):
-    """About how long all stages take: each begins when its tokens are here and the stage before is done.
+def seconds_of_stages(
+    stages: int, world_size: int, wire: float, product: float, weights: float, idle: float,
+) -> float:
+    """Estimate the seconds of all stages. A stage starts when its tokens have arrived and the previous stage is done.
 
     Args:
-        wire, product: seconds of all tokens
-        weights: of reading the experts' once
-        idle: at the end of a stage
+        wire: Seconds to transfer all tokens.
+        product: Seconds to multiply all tokens.
+        weights: Seconds to read the weights of the experts once.
+        idle: Idle seconds at the end of a stage.
     """
     if stages == 1:
         return wire + max(product, weights) + idle

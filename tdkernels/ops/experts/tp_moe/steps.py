@@ -1,7 +1,10 @@
-"""Both halves of tensor-parallel experts and their gradients, by our kernels or by torch."""
+"""Steps of tp_moe, forward and backward, by the overlapping kernels or by torch, and the selection of their configs.
+
+"First" is the gate-up stage (``moe_ag_gemm``), "second" the down stage (``moe_gemm_rs``).
+"""
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -22,13 +25,21 @@ from tdkernels.ops.experts.tp_moe.stages import best_stages
 from tdkernels.symm.group import group_state
 from tdkernels.symm.whole_call import whole_call
 
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from tdkernels.ops.experts.tp_moe.routing import MoeRouting
+
 # ---- configs and the routing ----
 
 
 class Configs(NamedTuple):
-    """The configs of a call: of each half, with tiles, and of the backward.
+    """Configs of a call.
 
-    ``backward``: None for what ``config_of_gradient`` finds for each product.
+    Attributes:
+        first: Config of the gate-up stage, with tiles.
+        second: Config of the down stage, with tiles.
+        backward: Config of the backward. None: ``config_of_gradient`` selects one for each GEMM.
     """
 
     first: MoeTpConfig | None
@@ -36,39 +47,52 @@ class Configs(NamedTuple):
     backward: MoeTpConfig | None
 
 
-def choose_configs(operator, config, sizes, layout, w, group, fields, first=None, second=None):
-    """The Configs of a call: by the config that it was given, else by what the group has chosen.
+def choose_configs(
+    operator: str, config: MoeTpConfig | None, sizes: tuple[int, ...], layout: str, w: torch.Tensor,
+    group: "dist.ProcessGroup", fields: dict[str, Any], first: torch.Tensor | None = None,
+    second: torch.Tensor | None = None,
+) -> Configs:
+    """Return the Configs of a call: from the config it was given, or else as selected for the group.
 
     Args:
-        fields: what must be the same on all ranks
-        first, second: the weights of the halves, if the call has them
+        sizes: Sizes of the tuning problem, see ``tuning``.
+        layout: Layout of the tuning problem.
+        w: The operand that gives device and dtype.
+        fields: Properties of the call that must be the same on all ranks.
+        first: Weight of the gate-up stage, if the call has one.
+        second: Weight of the down stage, if the call has one.
     """
     config, backward = _choose_config(operator, config, sizes, layout, w, group, fields)
     each = [None if one is None else _complete(config, sizes[0], sizes[-1], one) for one in (first, second)]
-    return Configs(*each, backward)
+    return Configs(*each, backward)  # type: ignore[call-arg]
 
 
 def _choose_config(operator, config, sizes, layout, w, group, fields):
-    """(the config of a call or None for the default, that of its backward)"""
+    """Return (config of the forward or None for the default, config of the backward or None)."""
     config = torch_across_nodes(config, MoeTpConfig, group)
     if config is None and group.size() > 1 and sizes[0]:
         call = sizes, layout, *fields.values()
         choice = select(operator, w, group, call, lambda: (sizes, layout, fields))
-        best = None if choice.source == DEFAULT else choice.config  # each half has a default of its own
-        # What is best forwards says nothing of the gradients, but that torch is the better one: they are looked up.
+        best = None if choice.source == DEFAULT else choice.config  # each stage has its own default
+        # Tuned tiles of the forward say nothing about the gradients, which select their own config. Only method "torch"
+        # carries over.
         return best, best if _is_torch(best) else None
     group_state(group).check_consensus_cached(operator, {**fields, "config": as_argument(config)})
     return config, config
 
 
-def config_of_gradient(operator, back, routing, config):
-    """The config of a gradient's product with ``back``: the backward's, else what the group has chosen; collective.
+def config_of_gradient(
+    operator: str, back: torch.Tensor, routing: "MoeRouting", config: MoeTpConfig | None,
+) -> MoeTpConfig:
+    """Return the config of a dgrad: the config of the backward, or else as selected for the group. Collective.
 
-    It says nothing of chunks and stages: these are the routing's, with which the launches begin.
+    Its chunks and stages are not used. Launches take these from the routing.
 
     Args:
-        operator: the half whose kernel it is, "moe_gemm_rs" or "moe_ag_gemm", for the gradient of the other one
-        back: its weight, [E, N, K] of this rank
+        operator: The operator whose kernel computes the gradient, "moe_gemm_rs" or "moe_ag_gemm". It is the gradient of
+            the other one.
+        back: The weight of that GEMM, [E, N, K] of this rank.
+        config: Config of the backward, or None.
     """
     group, ranks, (experts, n, k) = routing.group, routing.world_size, back.shape
     if config is None and ranks > 1:
@@ -83,24 +107,31 @@ def config_of_gradient(operator, back, routing, config):
     return _config(config, routing, back)
 
 
-def routing_of(operator, topk_ids, w, group, config):
-    """The MoeRouting of this rank's ids for experts w, as a config says or the default does."""
+def routing_of(
+    operator: str, topk_ids: torch.Tensor, w: torch.Tensor, group: "dist.ProcessGroup", config: Any,
+) -> "MoeRouting":
+    """Return the MoeRouting of this rank's ids for experts w, with the chunks and stages of a MoeTpConfig or None."""
     tokens, choices = topk_ids.shape
     config = _complete(config, group.size() * tokens, choices, w)
     stages = config.stages or best_stages(group.size(), tokens, choices, *w.shape, w.dtype, w.device)
     return route(operator, topk_ids, w.shape[0], group, config.chunk_rows, config.tiles.block_m, stages)
 
 
-def first_fields(x, topk_ids, w, activation):
-    """What must be the same on all ranks. All have as many tokens, or the rest would not fit together."""
+def first_fields(
+    x: torch.Tensor, topk_ids: torch.Tensor, w: torch.Tensor, activation: str | None,
+) -> dict[str, Any]:
+    """Return the properties of a call that must be the same on all ranks, including the number of tokens per rank."""
     return {
         "M/W": x.shape[0], "k": topk_ids.shape[1], "H": x.shape[1], "w": tuple(w.shape), "dtype": str(x.dtype),
         "activation": activation,
     }
 
 
-def tp_moe_configs(x, topk_ids, w_gate_up, w_down, activation, group, config):
-    """The Configs of a tp_moe."""
+def tp_moe_configs(
+    x: torch.Tensor, topk_ids: torch.Tensor, w_gate_up: torch.Tensor, w_down: torch.Tensor, activation: str | None,
+    group: "dist.ProcessGroup", config: MoeTpConfig | None,
+) -> Configs:
+    """Return the Configs of a call of tp_moe."""
     (tokens, choices), ranks = topk_ids.shape, group.size()
     sizes = ranks * tokens, x.shape[1], ranks * w_down.shape[2], w_down.shape[0], choices
     fields = first_fields(x, topk_ids, w_gate_up, activation)
@@ -108,20 +139,20 @@ def tp_moe_configs(x, topk_ids, w_gate_up, w_down, activation, group, config):
 
 
 def _complete(config, tokens, choices, w):
-    """The config of a product with w, of all ranks' ``tokens`` of so many ``choices``."""
+    """Return the config with tiles for a GEMM with w. All ranks together have ``tokens`` tokens."""
     if config is not None and config.tiles is not None:
         return config
     default = tp_moe_config.default_config(tokens, choices, w.shape[0], w.shape[1], w.dtype, w.device)
     return with_tiles(config, default)
 
 
-def with_tiles(config, default):
-    """The config with the default's tiles; the default if there is none."""
+def with_tiles(config: MoeTpConfig | None, default: MoeTpConfig) -> MoeTpConfig:
+    """Return the config with the tiles of ``default``, or ``default`` if there is no config."""
     return default if config is None else replace(config, tiles=default.tiles)
 
 
 def _config(config, routing, w):
-    """The config of a product with w, of the tokens of a routing."""
+    """Return the config with tiles for a GEMM of the tokens of a routing with w."""
     return _complete(config, routing.world_size * routing.tokens, routing.num_choices, w)
 
 
@@ -129,17 +160,17 @@ def _is_torch(config):
     return config is not None and config.method == "torch"
 
 
-# ---- the halves ----
+# ---- forward and backward of both stages ----
 
 
 def _all_rows(x, routing):
-    """Every row's token by a plain all-gather."""
+    """Return the token of every row, [R, K], gathered by torch's all-gather."""
     full = all_gather_rows(x, routing.group)
     return full[torch.div(routing.choices, routing.num_choices, rounding_mode="floor")]
 
 
 def _by_token(rows, routing, weights):
-    """This rank's tokens' sums of weighted rows, over ranks by a plain reduce-scatter."""
+    """Return the weighted sums of this rank's tokens, summed over ranks by torch's reduce-scatter."""
     choices = rows[routing.rows.clamp(min=0)].float()
     if weights is not None:
         choices = choices * weights.unsqueeze(-1)
@@ -147,8 +178,14 @@ def _by_token(rows, routing, weights):
     return reduce_scatter_rows(choices.sum(1).to(rows.dtype), routing.group)
 
 
-def first_forward(x, w, routing, activation, config, keep):
-    """(h, what SwiGLU was made of if there is one and a gradient is to ``keep`` it, or None)."""
+def first_forward(
+    x: torch.Tensor, w: torch.Tensor, routing: "MoeRouting", activation: str | None, config: MoeTpConfig | None,
+    keep: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Run the gate-up stage, and return (h, pre).
+
+    ``pre`` is the input of SwiGLU if there is an activation and ``keep`` is true, else None. The backward needs it.
+    """
     if _is_torch(config):
         pre = by_torch(_all_rows(x, routing), w, routing.splits)
         return swiglu_ref(pre, activation), pre if keep and activation else None
@@ -157,17 +194,26 @@ def first_forward(x, w, routing, activation, config, keep):
 
 
 @whole_call
-def gate_up_backward(dh, x, w, pre, routing, activation, config, need_dx, need_dw):
-    """(dx, dw), None for what nobody needs.
+def gate_up_backward(
+    dh: torch.Tensor, x: torch.Tensor, w: torch.Tensor, pre: torch.Tensor | None, routing: "MoeRouting",
+    activation: str | None, config: MoeTpConfig | None, need_dx: bool, need_dw: bool,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return the gradients (dx, dw) of the gate-up stage, each None if it is not needed.
 
     Args:
-        config: of all of it; None to look up that of dx, whose method torch is then for dx alone
+        dh: Gradient of h.
+        pre: Input of SwiGLU.
+        config: Config of the whole backward. None selects a config for dx; a selected method "torch" then applies to
+            dx only.
     """
     dx = dw = gather = None
     back = w.transpose(1, 2)
-    # Before anything is on its way: it may tune.
+    # This may tune, so it comes before any communication is started.
     of_dx = config_of_gradient("moe_gemm_rs", back, routing, config) if need_dx else None
-    dpre = grouped_gemm_launch.swiglu_backward(dh, pre, routing.splits, activation) if activation else dh
+    dpre = (
+        grouped_gemm_launch.swiglu_backward(dh, pre, routing.splits, activation)  # type: ignore[arg-type]
+        if activation else dh
+    )
     gathers = need_dw and not _is_torch(config)
     if gathers and routing.world_size > 1:
         gather = AsyncAllGather.start("moe_ag_gemm backward", x, routing.group)
@@ -179,45 +225,63 @@ def gate_up_backward(dh, x, w, pre, routing, activation, config, need_dx, need_d
     return dx, dw
 
 
-def second_forward(h, w, topk_weights, routing, config):
-    """(y, the weights [M, k] of all ranks' choices)."""
+def second_forward(
+    h: torch.Tensor, w: torch.Tensor, topk_weights: torch.Tensor, routing: "MoeRouting", config: MoeTpConfig | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run the down stage, and return (y, the routing weights [M, k] of all ranks in fp32)."""
     weights = topk_weights.float().contiguous()
     weights = all_gather(weights, group=routing.group) if routing.world_size > 1 else weights
     return sums_by_token(h, w, routing, weights, config), weights
 
 
-def sums_by_token(rows, w, routing, weights, config):
-    """[M / W, N]: our tokens' sums, over choices and ranks, of weight * rows @ w[expert].T; weights None for 1."""
+def sums_by_token(
+    rows: torch.Tensor, w: torch.Tensor, routing: "MoeRouting", weights: torch.Tensor | None,
+    config: MoeTpConfig | None,
+) -> torch.Tensor:
+    """Return the sums [M / W, N] of this rank's tokens: of weight * rows @ w[expert].T over assignments and ranks.
+
+    ``weights`` are the routing weights [M, k] of all ranks, or None for 1.
+    """
     if _is_torch(config):
         return _by_token(by_torch(rows, w, routing.splits), routing, weights)
     return launch_gemm_rs.launch(rows, w, routing, weights, config)
 
 
 @whole_call
-def down_backward(dy, h, w, weights, routing, config, need_dw, need_dweights):
-    """(dh, dw, dtopk_weights in fp32), None for what nobody needs; dh is made at any rate.
+def down_backward(
+    dy: torch.Tensor, h: torch.Tensor, w: torch.Tensor, weights: torch.Tensor, routing: "MoeRouting",
+    config: MoeTpConfig | None, need_dw: bool, need_dweights: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Return the gradients (dh, dw, dtopk_weights in fp32) of the down stage.
+
+    dh is always computed. The others are None if they are not needed.
 
     Args:
-        config: of all of it; None to look up that of dh, whose method torch is then for dh alone
+        dy: Gradient of y.
+        weights: Routing weights [M, k] of all ranks.
+        config: Config of the whole backward. None selects a config for dh; a selected method "torch" then applies to
+            dh only.
     """
     back = w.transpose(1, 2)
-    made = gradients_of_rows(dy, h, back, weights, routing, config_of_gradient("moe_ag_gemm", back, routing, config))
+    of_rows = gradients_of_rows(dy, h, back, weights, routing, config_of_gradient("moe_ag_gemm", back, routing, config))
     dw = dweights = None
     if need_dw:
-        dw = weight_gradient(made.rows, made.weighted, routing.splits, w.shape[0])
+        dw = weight_gradient(of_rows.rows, of_rows.weighted, routing.splits, w.shape[0])
     if need_dweights:
-        dweights = _summed_over_ranks(made.dots.sum(0), routing, _is_torch(config))
-    return made.dh, dw, dweights
+        dweights = _summed_over_ranks(of_rows.dots.sum(0), routing, _is_torch(config))
+    return of_rows.dh, dw, dweights
 
 
 @dataclass
 class GradientsOfRows:
-    """The gradient of rows h [R, N], and what those of w and of the choices' weights are made of.
+    """The gradient of rows h [R, N], and the intermediate results for the gradients of w and the routing weights.
 
     Attributes:
-        dh, weighted: [R, N]: the gradient; the rows h times their weights
-        rows: [R, K]: the tokens' gradients by rows
-        dots: [·, R] fp32: parts of the product of each row of h with its gradient, weights aside
+        dh: Gradient [R, N] of h.
+        weighted: Rows h times their routing weights, [R, N].
+        rows: Gradient of the token of each row, [R, K].
+        dots: Partial dot products [·, R], fp32, of each row of h with its gradient before the routing weight is
+            applied. The sum over the first axis is the gradient of the routing weight.
     """
 
     dh: torch.Tensor
@@ -226,17 +290,24 @@ class GradientsOfRows:
     dots: torch.Tensor
 
 
-def gradients_of_rows(dy, h, back, weights, routing, config):
-    """The GradientsOfRows for tokens' gradients dy [M / W, K], by the weight back [E, N, K]; weights [M, k] of all."""
+def gradients_of_rows(
+    dy: torch.Tensor, h: torch.Tensor, back: torch.Tensor, weights: torch.Tensor, routing: "MoeRouting",
+    config: MoeTpConfig | None,
+) -> GradientsOfRows:
+    """Return the GradientsOfRows for the gradients dy [M / W, K] of this rank's tokens.
+
+    ``back`` [E, N, K] is the transposed weight of the down stage. ``weights`` [M, k] are the routing weights of all
+    ranks.
+    """
     if _is_torch(config):
         return _torch_gradients(dy, h, back, weights, routing)
     gradients = launch_ag_gemm.Gradients(h.contiguous(), weights)
     launched = launch_ag_gemm.launch(dy, back, routing, config, gradients=gradients)
-    return GradientsOfRows(launched.y, gradients.weighted, launched.rows, gradients.dots)
+    return GradientsOfRows(launched.y, gradients.weighted, launched.rows, gradients.dots)  # type: ignore[arg-type]
 
 
 def _gathered_rows(gather, x, routing):
-    """The tokens of all ranks by rows, [R, K]."""
+    """Return the token of every row, [R, K], from an AsyncAllGather, or from x if there is one rank."""
     if gather is None:
         return x.index_select(0, routing.slots)
     gather.finish()
@@ -245,16 +316,16 @@ def _gathered_rows(gather, x, routing):
     return rows
 
 
-def _summed_over_ranks(dots, routing, plainly):
-    """The gradients [M / W, k] of this rank's weights, of each row's part here; ``plainly``: by torch's collective."""
+def _summed_over_ranks(dots, routing, use_torch):
+    """Reduce-scatter the contributions of each row, and return the gradients [M / W, k] of this rank's weights."""
     choices = torch.where(routing.rows >= 0, dots[routing.rows.clamp(min=0)], 0.0)
-    if plainly:
+    if use_torch:
         return reduce_scatter_rows(choices, routing.group)
     return reduce_scatter(choices, group=routing.group) if routing.world_size > 1 else choices
 
 
 def _torch_gradients(dy, h, back, weights, routing):
-    """``gradients_of_rows`` by a plain all-gather and torch's grouped product."""
+    """Compute ``gradients_of_rows`` with torch's all-gather and grouped GEMM."""
     rows = _all_rows(dy, routing)
     row_weights = weights.view(-1)[routing.choices].unsqueeze(-1)
     unweighted, h_wide = by_torch(rows, back, routing.splits).float(), h.float()

@@ -1,8 +1,8 @@
-"""tp_moe as torch.compile sees it: one operator forwards, and one backwards.
+"""torch.library operators of tp_moe for torch.compile: one for the forward and one for the backward.
 
-A routing is no tensor and does not go from the one to the other: the backward finds it again, by a gather of ids and
-three small launches. It must find the same rows for that, so compiled calls of a shape keep the config of the first;
-gradients' own configs are looked up in the backward, as ever.
+A MoeRouting is not a tensor, so it cannot be passed from the forward to the backward. The backward computes it again,
+with an all-gather of the ids and three small launches. It must get the same rows, so compiled calls of one shape keep
+the config of the first call. The configs of the gradients are selected in the backward, as in eager mode.
 """
 
 import torch
@@ -24,7 +24,7 @@ from tdkernels.symm.whole_call import whole_call
 
 
 def _configs(x, topk_ids, w_gate_up, w_down, activation, group, text):
-    """The Configs, as the first compiled call like this has found them."""
+    """Return the Configs that the first compiled call with this signature selected."""
     operands = x, topk_ids, w_gate_up, w_down
     call = "tp_moe", *(tensor.shape for tensor in operands), x.dtype, x.device, activation, text
     known = group_state(group).compiled_calls
@@ -39,19 +39,19 @@ def _tp_moe(x, topk_ids, topk_weights, w_gate_up, w_down, activation, keep, grou
     group, activation = torch_op.group_by_name(group), activation or None
     configs = _configs(x, topk_ids, w_gate_up, w_down, activation, group, config)
     if not x.shape[0]:
-        return _made(x, topk_ids, w_gate_up, w_down, activation, keep, group.size())
+        return _empty_outputs(x, topk_ids, w_gate_up, w_down, activation, keep, group.size())
     routing = routing_of("tp_moe", topk_ids, w_gate_up, group, configs.first)
     h, pre = first_forward(x, w_gate_up, routing, activation, configs.first, keep)
     y, weights = second_forward(h, w_down, topk_weights, routing, configs.second)
     if not keep:
         return y, *(y.new_empty(0) for _ in range(3))
-    # What goes out must be neither what came in nor an output twice.
+    # torch.library does not allow an output that aliases an input or another output.
     weights = weights.clone() if weights.data_ptr() == topk_weights.data_ptr() else weights
     return y, h, y.new_empty(0) if pre is None else pre, weights
 
 
-def _made(x, topk_ids, w_gate_up, w_down, activation, keep, ranks):
-    """(y, what the backward wants of h, of what SwiGLU was made of, and of all ranks' weights), to be filled."""
+def _empty_outputs(x, topk_ids, w_gate_up, w_down, activation, keep, ranks):
+    """Return uninitialized (y, h, input of SwiGLU, routing weights of all ranks). Without ``keep`` only y has data."""
     y = x.new_empty(x.shape[0], w_down.shape[1])
     if not keep:
         return y, *(x.new_empty(0) for _ in range(3))
@@ -85,7 +85,7 @@ _OPERANDS = "Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor w_gate_up, T
 
 
 def _fake_tp_moe(x, topk_ids, topk_weights, w_gate_up, w_down, activation, keep, group, config):
-    return _made(x, topk_ids, w_gate_up, w_down, activation, keep, torch_op.world_size_by_name(group))
+    return _empty_outputs(x, topk_ids, w_gate_up, w_down, activation, keep, torch_op.world_size_by_name(group))
 
 
 def _fake_tp_moe_backward(dy, x, topk_ids, topk_weights, w_gate_up, w_down, h, pre, weights, *call):
@@ -125,8 +125,11 @@ class _TpMoe(torch.autograd.Function):
         return dx, None, *gradients, None, None, None
 
 
-def tp_moe_compiled(x, topk_ids, topk_weights, w_gate_up, w_down, activation, group, config):
-    """y of checked operands; the group is a name, the config a text."""
+def tp_moe_compiled(
+    x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, w_gate_up: torch.Tensor, w_down: torch.Tensor,
+    activation: str | None, group: str, config: str,
+) -> torch.Tensor:
+    """Return y for valid operands, through torch.library. The group is given by its name, the config as text."""
     operands = x, topk_ids, topk_weights, w_gate_up, w_down
     if autograd.may_be_differentiated([x, topk_weights, w_gate_up, w_down]):
         return _TpMoe.apply(*operands, activation or "", group, config)

@@ -1,9 +1,16 @@
-"""Checks of what a user passes to tensor-parallel experts, before anything is launched."""
+"""Validation of the arguments of tp_moe, moe_ag_gemm and moe_gemm_rs, before anything is launched."""
+
+from typing import TYPE_CHECKING
 
 from tdkernels.ops.common.config import check_config
 from tdkernels.ops.common.validation import DTYPES, INTEGERS, check_tensor, shape_of
 from tdkernels.ops.experts.grouped_gemm.op import check_activation, check_experts, check_method
 from tdkernels.ops.experts.tp_moe.config import MoeTpConfig
+
+if TYPE_CHECKING:
+    import torch
+
+    from tdkernels.ops.experts.tp_moe.routing import MoeRouting
 
 
 def _check_ids(operator, topk_ids, x, num_experts):
@@ -27,8 +34,11 @@ def _check_weights(operator, weights, device, shape):
         raise ValueError(f"{operator}: topk_weights {shape_of(weights)} must have the shape of topk_ids {list(shape)}")
 
 
-def check_ag_gemm(operator, x, topk_ids, w, activation, config, name="w"):
-    """Raise TypeError or ValueError, naming the argument and its shape, unless the first half makes sense."""
+def check_ag_gemm(
+    operator: str, x: "torch.Tensor", topk_ids: "torch.Tensor", w: "torch.Tensor", activation: str | None,
+    config: MoeTpConfig | None, name: str = "w",
+) -> None:
+    """Raise TypeError or ValueError if arguments of ``moe_ag_gemm`` are invalid, naming the argument and its shape."""
     check_experts(operator, x, w, name)
     check_activation(operator, activation, w, name)
     _check_ids(operator, topk_ids, x, w.shape[0])
@@ -36,22 +46,28 @@ def check_ag_gemm(operator, x, topk_ids, w, activation, config, name="w"):
     check_method(operator, config, w, name)
 
 
-def check_gemm_rs(operator, h, routing, topk_weights, w, config):
-    """The same for the second half."""
+def check_gemm_rs(
+    operator: str, h: "torch.Tensor", routing: "MoeRouting", topk_weights: "torch.Tensor", w: "torch.Tensor",
+    config: MoeTpConfig | None,
+) -> None:
+    """Raise TypeError or ValueError if arguments of ``moe_gemm_rs`` are invalid, naming the argument and its shape."""
     check_experts(operator, h, w, rows="h")
     if w.shape[0] != routing.num_experts:
         raise ValueError(f"{operator}: w {shape_of(w)} must have the {routing.num_experts} experts of the routing")
     if h.shape[0] != routing.choices.shape[0]:
         raise ValueError(f"{operator}: h {shape_of(h)} must have the routing's {routing.choices.shape[0]} rows")
     if h.device != routing.choices.device:
-        raise ValueError(f"{operator}: h is on {h.device} but the routing is of {routing.choices.device}")
+        raise ValueError(f"{operator}: h is on {h.device} but the routing is on {routing.choices.device}")
     _check_weights(operator, topk_weights, h.device, (routing.tokens, routing.num_choices))
     check_config(operator, config, MoeTpConfig, h)
     check_method(operator, config, w)
 
 
-def check_tp_moe(x, topk_ids, topk_weights, w_gate_up, w_down, activation, config):
-    """The same for both, before the first is launched."""
+def check_tp_moe(
+    x: "torch.Tensor", topk_ids: "torch.Tensor", topk_weights: "torch.Tensor", w_gate_up: "torch.Tensor",
+    w_down: "torch.Tensor", activation: str | None, config: MoeTpConfig | None,
+) -> None:
+    """Raise TypeError or ValueError if arguments of ``tp_moe`` are invalid, naming the argument and its shape."""
     operator = "tp_moe"
     check_ag_gemm(operator, x, topk_ids, w_gate_up, activation, config, name="w_gate_up")
     _check_weights(operator, topk_weights, x.device, topk_ids.shape)

@@ -312,9 +312,9 @@ def refuses():
         ),
         (
             dict(config=EpMoeConfig(method="fused"), quantize="fp8"), ValueError,
-            'method "fused" does not go here: rows are multiplied as they come, and codes are not',
+            'method "fused" does not support this call: it cannot multiply quantized tokens',
         ),
-        (dict(config=EpMoeConfig(gemm=3)), ValueError, "config cannot run: gemm must be of GroupGemmConfig or None"),
+        (dict(config=EpMoeConfig(gemm=3)), ValueError, "config cannot run: gemm must be GroupGemmConfig or None"),
         (dict(group="world"), TypeError, "group"),
     ]
     if world_size > 1:

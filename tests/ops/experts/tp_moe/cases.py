@@ -255,7 +255,7 @@ def computes_in_a_subgroup():
         layer = Sliced(**SMALL, group=group, seed=14)
         layer.check(layer.run())
         h, routing = tdkernels.moe_ag_gemm(layer.own["x"], layer.ids, layer.own["w_gate_up"], group=group)
-        with pytest.raises(ValueError, match="moe_gemm_rs: the routing is of another group than the call"):
+        with pytest.raises(ValueError, match="moe_gemm_rs: the routing belongs to another group than the call"):
             tdkernels.moe_gemm_rs(h, routing, layer.own["topk_weights"], layer.own["w_down"])
         del group, routing, layer
 
