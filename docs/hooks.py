@@ -1,14 +1,17 @@
 """Hooks of mkdocs: pages that are made from files outside docs/, and links to such files."""
 
+import contextlib
+import io
 import itertools
 import os
 import posixpath
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 from mkdocs.structure.files import File
+
+import tdkernels
+from tdkernels.cli.parser import COMMANDS, make_parser
 
 ROOT = Path(__file__).parents[1]
 PAGES = {  # page of the site: file of the repository
@@ -17,22 +20,24 @@ PAGES = {  # page of the site: file of the repository
     "contributing/index.md": "CONTRIBUTING.md",
     "changelog.md": "CHANGELOG.md",
 }
-COMMANDS = ("doctor", "tune", "explain", "cache", "bench", "trace")
+SITE = {source: page for page, source in PAGES.items()}  # file of the repository: page or image of the site
+SITE |= {f"bench/plots/{plot.name}": f"performance/plots/{plot.name}" for plot in (ROOT / "bench/plots").glob("*.png")}
 
 
 def on_files(files, config):
     """Add the generated pages, and the plots that they show."""
     for page, source in PAGES.items():
         files.append(File.generated(config, page, content=_moved((ROOT / source).read_text(), source, page)))
-    for plot in sorted((ROOT / "bench/plots").glob("*.png")):
-        files.append(File.generated(config, f"performance/plots/{plot.name}", abs_src_path=str(plot)))
+    for source, image in SITE.items():
+        if image not in PAGES:
+            files.append(File.generated(config, image, abs_src_path=str(ROOT / source)))
     return files
 
 
 def on_page_markdown(markdown, page, config, files):
     """Insert the help texts, and turn links to files outside the site into the names of these files."""
     if "{{ cli }}" in markdown:
-        markdown = markdown.replace("{{ cli }}", "\n\n".join(map(_help, COMMANDS)))
+        markdown = markdown.replace("{{ cli }}", "\n\n".join(_help(name) for name, *_ in COMMANDS))
     if page.file.src_uri in PAGES:
         return markdown
     return _moved(markdown, f"docs/{page.file.src_uri}", page.file.src_uri)
@@ -40,17 +45,13 @@ def on_page_markdown(markdown, page, config, files):
 
 def _moved(markdown, source, page):
     """Rewrite relative links of a Markdown file of the repository for a page of the site."""
-    pages = {source: page for page, source in PAGES.items()}
-    plots = [plot.name for plot in (ROOT / "bench/plots").glob("*.png")]
-    pages |= {f"bench/plots/{plot}": f"performance/plots/{plot}" for plot in plots}
-
     def link(match):
         image, text, target = match.groups()
         if re.match(r"[a-z]+:|#", target):
             return match[0]
         path, _, anchor = target.partition("#")
         file = posixpath.normpath(posixpath.join(posixpath.dirname(source), path))
-        there = pages.get(file) or (file.removeprefix("docs/") if file.startswith("docs/") else None)
+        there = SITE.get(file) or (file.removeprefix("docs/") if file.startswith("docs/") else None)
         if there is None:
             return f"{text}" if f"`{file}`" in text else f"{text} (`{file}`)"
         where = posixpath.relpath(there, posixpath.dirname(page) or ".")
@@ -63,8 +64,8 @@ def _moved(markdown, source, page):
 
 def _help(command):
     """The help text of a subcommand, as a section."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tdkernels", command, "--help"], capture_output=True, text=True, check=True,
-        cwd=ROOT, env={**os.environ, "COLUMNS": "100"},
-    )
-    return f"## {command}\n\n```text\n{done.stdout.rstrip()}\n```"
+    text = io.StringIO()
+    os.environ["COLUMNS"] = "100"
+    with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
+        make_parser(tdkernels.__version__).parse_args([command, "--help"])
+    return f"## {command}\n\n```text\n{text.getvalue().rstrip()}\n```"

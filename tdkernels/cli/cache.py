@@ -7,15 +7,14 @@ from filelock import Timeout
 
 from tdkernels.autotune import disk_cache, table
 from tdkernels.autotune.tunable import operators
-from tdkernels.cli.suggest import check_operators
-
-_WIDTH = 100  # columns of a table that goes to a file or a pipe
+from tdkernels.cli.output import console
+from tdkernels.cli.suggest import check_known
 
 
 def main(options):
     """Return the exit code: 0; 1 if something could not be read or written; 2 for an unknown operator."""
     try:
-        check_operators(getattr(options, "operator", ()), operators())
+        check_known("operator", getattr(options, "operator", ()), operators())
         return _ACTIONS[options.action](options)
     except (OSError, Timeout, table.LaterFormat) as error:
         print(f"cache {options.action}: {error}", file=sys.stderr)
@@ -31,7 +30,6 @@ def _path(options):
 
 
 def _show(options):
-    from rich.console import Console
     from rich.table import Table
 
     root = disk_cache.SHIPPED if options.shipped else None
@@ -46,7 +44,7 @@ def _show(options):
     for entry in entries:
         speedup = f"{entry.plain_ms / entry.ms:.2f}" if entry.plain_ms else "?"
         view.add_row(str(entry.problem), _settings(entry.config), f"{entry.ms:.4f}", speedup, entry.when)
-    Console(width=None if sys.stdout.isatty() else _WIDTH).print(view if entries else "nothing was tuned yet")
+    console().print(view if entries else "nothing was tuned yet")
     return 0
 
 

@@ -6,7 +6,7 @@ import sys
 
 import torch
 
-from tdkernels.cli.suggest import check_operators
+from tdkernels.cli.suggest import check_known
 from tdkernels.cli.tune import DTYPES, parse_sizes
 
 
@@ -16,7 +16,7 @@ def main(options):
     from tdkernels.autotune.tunable import operators, tunable
 
     try:
-        check_operators([options.operator], operators())
+        check_known("operator", [options.operator], operators())
         sizes = parse_sizes(options.shape, "x", "--shape")
         alone = tunable(options.operator).alone
         ranks = options.nproc if options.nproc is not None else max(torch.cuda.device_count(), 1 if alone else 2)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tdkernels.cli.suggest import did_you_mean
 
-DTYPES = ("bf16", "fp16", "fp32")
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # torch's names
 TRACED = (
     "ag_attention", "ag_gemm", "ep_combine", "ep_dispatch", "flash_decode", "gemm_ar", "gemm_rs", "moe_ag_gemm",
     "moe_gemm_rs", "ulysses_out", "ulysses_qkv",
@@ -54,7 +54,7 @@ def make_parser(version: str) -> Parser:
     parser.add_argument("--version", action="version", version=f"tdkernels {version}")
     parser.set_defaults(parser=parser)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
-    for name, add_arguments, summary, description in _COMMANDS:
+    for name, add_arguments, summary, description in COMMANDS:
         command = commands.add_parser(name, help=summary, description=description)
         command.set_defaults(parser=command)
         add_arguments(command)
@@ -241,7 +241,7 @@ def _config(text):
 
 _json_object.__name__ = _config.__name__ = "JSON object"  # named in argparse's error
 
-_COMMANDS: Iterable[tuple] = (
+COMMANDS: Iterable[tuple] = (
     (
         "doctor", _doctor, "check this machine: what works, what does not, and what to do about it",
         "Check this machine: what works, what does not, and what to do about it. Exit code 1 if there is a problem.",

@@ -10,9 +10,9 @@ def did_you_mean(word: object, words: Iterable) -> str:
     return f"; did you mean {found[0]!r}?" if found else ""
 
 
-def check_operators(names: Iterable[str], known: Iterable[str]) -> None:
-    """Raise ValueError, with a suggestion, if one of the names is not a known operator."""
+def check_known(argument: str, names: Iterable[str], known: Iterable[str]) -> None:
+    """Raise ValueError, with a suggestion, if one of the names given for an argument is not known."""
     known = list(known)
     for name in names:
         if name not in known:
-            raise ValueError(f"operator must be one of {', '.join(known)}, not {name!r}{did_you_mean(name, known)}")
+            raise ValueError(f"{argument} must be one of {', '.join(known)}, not {name!r}{did_you_mean(name, known)}")

@@ -5,8 +5,9 @@ import sys
 
 import torch
 
+from tdkernels.cli.output import console
 from tdkernels.cli.parser import TRACED
-from tdkernels.cli.suggest import check_operators
+from tdkernels.cli.suggest import check_known
 from tdkernels.cli.tune import DTYPES
 
 _TIMEOUT_S = 600.0
@@ -72,7 +73,7 @@ def _problem(options):
 
     if options.operator is None:
         raise ValueError(f"no operator is named; give one of {', '.join(TRACED)}")
-    check_operators([options.operator], TRACED)
+    check_known("operator", [options.operator], TRACED)
     tuned = tunable(options.operator)
     sizes = "x".join(name.upper() for name in tuned.sizes)
     if options.shape is None:
@@ -127,7 +128,6 @@ def _print(trace):
 
 def _print_table(title, columns, rows):
     try:
-        from rich.console import Console
         from rich.table import Table
     except ImportError:  # where torch is installed and nothing else should be
         print("\n".join([title, *("\t".join(line) for line in [columns, *rows])]))
@@ -137,7 +137,7 @@ def _print_table(title, columns, rows):
         table.add_column(column, justify="right")
     for row, following in zip(rows, [*rows[1:], None]):
         table.add_row(*row, end_section=following is not None and following[0] != row[0] and "program" in columns)
-    Console(width=None if sys.stdout.isatty() else 200).print(table)
+    console(width=200).print(table)  # up to 14 columns of numbers, which must not be cut
 
 
 def _draw(trace, path):

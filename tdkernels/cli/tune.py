@@ -8,12 +8,13 @@ import torch
 import torch.distributed as dist
 from rich.markup import escape
 
-from tdkernels.cli.suggest import check_operators, did_you_mean
+from tdkernels.cli import parser
+from tdkernels.cli.output import console
+from tdkernels.cli.suggest import check_known
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DTYPES = {name: getattr(torch, dtype) for name, dtype in parser.DTYPES.items()}
 _BEST = 5
 _START_S, _SHAPE_S = 120.0, 300.0  # limits of the ranks
-_WIDTH = 100  # columns of a table that goes to a file or a pipe
 
 
 @dataclass(frozen=True)
@@ -41,13 +42,13 @@ def main(options):
         print(f"tune: {error}", file=sys.stderr)
         return 2
     if not jobs:
-        print("nothing to tune")
+        print("[]" if options.json else "nothing to tune")
         return 0
     keeps = device != "cpu" or options.keep
     if device == "cpu":
-        print(
+        _say(
             "On CPU ranks an interpreter runs the kernels: this is a rehearsal, its times say nothing about a GPU.",
-            file=sys.stderr if options.json else sys.stdout,
+            options,
         )
     with RankPool(ranks, device, timeout_s=_START_S + _SHAPE_S * len(jobs)) as pool:
         failed, entries = pool.run(
@@ -62,21 +63,25 @@ def main(options):
     return 1 if failed else 0
 
 
+def _say(text, options):
+    """Print a remark, on stderr if stdout is for JSON."""
+    print(text, file=sys.stderr if options.json else sys.stdout)
+
+
 def _jobs(options):
     from tdkernels.autotune.tunable import operators
     from tdkernels.model_shapes import MODELS, problems
 
     if options.operator is not None:
-        check_operators([options.operator], operators())
+        check_known("operator", [options.operator], operators())
     jobs = []
     for text in options.shape:
         if options.operator is None:
             raise ValueError(f"--shape needs the operator: one of {', '.join(operators())}")
         jobs.append(Job(options.operator, parse_sizes(text, "x", "--shape")))
     tokens = parse_sizes(options.tokens, ",", "--tokens")
+    check_known("--model", options.model, MODELS)
     for name in options.model:
-        if name not in MODELS:
-            raise ValueError(f"--model must be one of {', '.join(MODELS)}, not {name!r}{did_you_mean(name, MODELS)}")
         jobs += [Job(*problem) for problem in problems(name, tokens) if options.operator in (None, problem[0])]
     if not options.shape and not options.model:
         raise ValueError(f"nothing to tune is named; give {_what_to_give(options.operator)}")
@@ -149,9 +154,9 @@ def _possible(jobs, options, ranks, device):
         entries = disk_cache.user_entries(job.operator, problem.gpu)
         known = any(entry.problem == problem and entry.versions == current for entry in entries)
         if reason is not None:
-            print(f"{job} is left out: {reason}")
+            _say(f"{job} is left out: {reason}", options)
         elif known and not options.again:
-            print(f"{job} is in the cache (--again tunes it anew)")
+            _say(f"{job} is in the cache (--again tunes it anew)", options)
         else:
             left.append(job)
     return left
@@ -204,14 +209,14 @@ class _Silent:
 
 
 class _Bar(_Silent):
-    """A progress bar on stderr, and the results on stdout, unless they follow as JSON."""
+    """A progress bar on stderr, and the results on stdout, or on stderr if stdout is for JSON."""
 
-    def __init__(self, jobs, silent):
+    def __init__(self, jobs, as_json):
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-        self.jobs, self.silent = jobs, silent
-        self.out = Console(width=None if sys.stdout.isatty() else _WIDTH)
+        self.jobs = jobs
+        self.out = console(stderr=as_json)
         columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[stage]}"), TimeElapsedColumn()
         self.bar = Progress(*columns, console=Console(stderr=True), transient=True)
 
@@ -230,9 +235,8 @@ class _Bar(_Silent):
         self.bar.update(self.task, completed=done, total=total, stage=stage)
 
     def show(self, what):
-        if not self.silent:
-            self.out.print(what)
-            sys.stdout.flush()
+        self.out.print(what)
+        self.out.file.flush()
 
 
 def _report(result):

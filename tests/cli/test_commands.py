@@ -47,6 +47,16 @@ def test_tune_keeps_what_it_finds_and_does_not_tune_it_again(folder):
     assert code == 0 and "is in the cache" in out and "nothing to tune" in out
 
 
+def test_tune_prints_json_and_nothing_else_on_stdout(folder):
+    tune = ["tune", "ag_gemm", "--shape", "32x32x16", "--dtype", "fp32", "--device", "cpu", "--nproc", "2", "--json"]
+    code, out, err = command(*tune, "--keep")
+    assert code == 0 and "rehearsal" in err and "efficiency" in err, err
+    (entry,) = json.loads(out)
+    assert entry["operator"] == "ag_gemm" and entry["shape"] == [32, 32, 16]
+    code, out, err = command(*tune)
+    assert code == 0 and json.loads(out) == [] and "is in the cache" in err
+
+
 def test_tune_takes_other_layouts_and_one_rank(folder, capfd):
     tune = ["tune", "flash_decode", "--shape", "1x1x2x1x16x16x8", "--dtype", "fp32", "--device", "cpu", "--keep"]
     assert main([*tune, "--layout", "paged", "--nproc", "1"]) == 0
