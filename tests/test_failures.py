@@ -179,12 +179,12 @@ def grows_after_a_failure(real_check):
             failure_of((small if rank == 0 else other).call, group=group, config=config)
             if real_check:  # the host sees it when it waits for the device to grow
 
-                def checks_errors(self):
+                def checks(self):
                     with pytest.MonkeyPatch.context() as inner:
                         inner.setattr(Workspace, "check", CHECK)
                         end_use(self)
 
-                patch.setattr(Workspace, "_end_use", checks_errors)
+                patch.setattr(Workspace, "_end_use", checks)
             start = time.monotonic()
             grown = failure_of(large.call, group=group, config=config)
             assert time.monotonic() - start < 15.0

@@ -113,7 +113,7 @@ def add_alone(s, experts):
     theirs = torch.empty(experts, dtype=torch.int64, device=s.ids.device)
     dist.all_to_all_single(theirs, torch.bincount(s.ids.flatten(), minlength=experts))
     s.ends = _by_expert(theirs.view(ranks, -1), sum(s.received))[1]
-    s.pack_gradients = torch.randn(sum(s.sent), s.x.shape[1], dtype=s.x.dtype, device=s.x.device)
+    s.to_send = torch.randn(sum(s.sent), s.x.shape[1], dtype=s.x.dtype, device=s.x.device)
     s.rows = torch.randn(sum(s.received), s.x.shape[1], dtype=s.x.dtype, device=s.x.device)
     s.pre = grouped(s.rows, s.w_gate_up, s.ends)
     s.h = swiglu_ref(s.pre, "swiglu")
@@ -133,7 +133,7 @@ def _products_and_gradients(s):
 
 def _there_and_back(s):
     outputs = []
-    for rows, sizes in ((s.pack_gradients, (s.sent, s.received)), (s.rows, (s.received, s.sent))):
+    for rows, sizes in ((s.to_send, (s.sent, s.received)), (s.rows, (s.received, s.sent))):
         out, work = _exchange(rows, *sizes)
         work.wait()
         outputs.append(out)

@@ -113,8 +113,8 @@ def fastest(operator, config):
 
     def estimate(candidate, problem, hardware):
         """As good as any for the one, which is tried even where the model would rule it out."""
-        bound_launch = space(problem, device()) if candidate == config else [candidate]
-        return min(estimate_ms(each, problem, hardware) for each in bound_launch)
+        candidates = space(problem, device()) if candidate == config else [candidate]
+        return min(estimate_ms(each, problem, hardware) for each in candidates)
 
     def burst(self, trial, calls):
         return [1.0 if trial.config == config else 9.0 if trial.config.method == "torch" else 4.0, 0.0, 0.0]

@@ -112,8 +112,8 @@ def take_the_entry(folder):
         case = a_case([4, 5], seed=1)
         there_and_back(case, group)  # perhaps the next power of two
         known = dict(state.choices)
-        with counted(state, "exchange") as exchanges, counted(selection, "look_up") as checks_errors:
-            assert there_and_back(case, group) == [TUNED, BACK] and (exchanges, checks_errors) == ([0], [0])
+        with counted(state, "exchange") as exchanges, counted(selection, "look_up") as lookups:
+            assert there_and_back(case, group) == [TUNED, BACK] and (exchanges, lookups) == ([0], [0])
         # What a dispatch was given is its combine's, too; then nothing is chosen.
         assert there_and_back(a_case([5, 0], seed=2), group, config=EXPLICIT) == [EXPLICIT] * 2
         assert state.choices == known

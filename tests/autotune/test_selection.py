@@ -237,10 +237,10 @@ def decides_once(folder):
         with recorded() as ran:
             case.call(group=group)
             tune_by_hand(entry_of("ag_gemm", later))
-            with counted(selection, "look_up") as checks_errors, counted(group_state(group), "exchange") as exchanges:
+            with counted(selection, "look_up") as lookups, counted(group_state(group), "exchange") as exchanges:
                 for _ in range(2):
                     case.check({"output": case.call(group=group)})
-        assert ran["ag_gemm"] == [first] * 3 and checks_errors == exchanges == [0]
+        assert ran["ag_gemm"] == [first] * 3 and lookups == exchanges == [0]
         # Another mode is another question.
         with autotune.mode("off"), recorded() as ran:
             case.call(group=group)

@@ -154,9 +154,9 @@ def take_the_entry(folder):
         assert {(problem.operator, choice.source) for (problem, _), choice in state.choices.items()
                 if problem.operator in OPERATORS and problem.layout != "kn"
                 } == {(operator, "cache") for operator in OPERATORS}
-        with launches() as ran, counted(state, "exchange") as exchanges, counted(selection, "look_up") as checks_errors:
+        with launches() as ran, counted(state, "exchange") as exchanges, counted(selection, "look_up") as lookups:
             layer.check({"y": layer.call().detach()})
-            assert (exchanges, checks_errors) == ([0], [0])
+            assert (exchanges, lookups) == ([0], [0])
         known = dict(state.choices)
         with launches() as ran:
             for y in (layer.call(config=EXPLICIT), halves(layer, config=EXPLICIT)):
@@ -239,17 +239,17 @@ def go_backward(folder, call):
     with a_group() as group, tables_in(folder, user=f"rank{dist.get_rank()}"):
         tune_by_hand(*entries(TUNED, width=16, hidden=8, dtype="bfloat16"), *of_gradients(OF_DH, OF_DX))  # on rank 0
         layer, state = a_layer(group, **WIDE), group_state(group)
-        with counted(selection, "look_up") as checks_errors:
+        with counted(selection, "look_up") as lookups:
             assert trained(layer, call) == [TUNED, TUNED, OF_DH, OF_DX]
-        assert (checks_errors[0] > 0) == (dist.get_rank() == 0)
+        assert (lookups[0] > 0) == (dist.get_rank() == 0)
         sources = {
             problem.operator: choice.source for (problem, _), choice in state.choices.items() if problem.layout == "kn"
         }
         assert sources == {"moe_ag_gemm": "cache", "moe_gemm_rs": "cache"}
         known = dict(state.choices)
-        with counted(state, "exchange") as exchanges, counted(selection, "look_up") as checks_errors:
+        with counted(state, "exchange") as exchanges, counted(selection, "look_up") as lookups:
             assert trained(layer, call) == [TUNED, TUNED, OF_DH, OF_DX]
-            assert (exchanges, checks_errors) == ([0], [0])
+            assert (exchanges, lookups) == ([0], [0])
         assert trained(layer, call, config=EXPLICIT) == [EXPLICIT] * 4 and state.choices == known
         for name, expected in (
             ("x", [OF_DH, OF_DX]), ("topk_weights", [OF_DH]), ("w_gate_up", [OF_DH]), ("w_down", [OF_DH]),

@@ -54,8 +54,8 @@ def expected_of(operator, full, rank=None):
 def same(got, expected):
     """To the bit."""
     got, expected = got.cpu().contiguous(), expected.contiguous()
-    bound_launch = got.shape == expected.shape and got.dtype == expected.dtype
-    return bound_launch and torch.equal(got.view(-1).view(torch.uint8), expected.view(-1).view(torch.uint8))
+    is_like = got.shape == expected.shape and got.dtype == expected.dtype
+    return is_like and torch.equal(got.view(-1).view(torch.uint8), expected.view(-1).view(torch.uint8))
 
 
 def call(operator, x, changes=None, **options):

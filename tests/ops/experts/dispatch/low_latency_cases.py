@@ -200,8 +200,8 @@ def nothing_comes_back_of_what_was_too_much(halves):
     if on_gpu:
         torch.cuda.synchronize()  # the note is there
     # In halves everything is received before anybody looks; else rank 0 looks, on a GPU all do.
-    checks_errors = on_gpu or (dist.get_rank() == 0 and not halves)
-    with contextlib.nullcontext() if checks_errors else hidden:
+    is_raised = on_gpu or (dist.get_rank() == 0 and not halves)
+    with contextlib.nullcontext() if is_raised else hidden:
         if halves:
             recv, handle = sent.receive()
         y = tdkernels.ep_combine(torch.full_like(recv.x, torch.nan), handle)
