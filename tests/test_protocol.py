@@ -217,7 +217,7 @@ def test_no_memory_to_grow():
 
 
 def waits_for_a_late_peer_to_grow():
-    """Rank 1 allocates its new buffer late. Rank 0 then posts a notice in each workspace, although one has no buffer."""
+    """Rank 1 allocates late, so rank 0 posts a notice in each workspace, of which one has no buffer at that time."""
     small, large = Case("gemm_rs", BF16, 5, 3, 7), Case("gemm_rs", BF16, 300, 70, 7)
     with a_group() as group, pytest.MonkeyPatch.context() as patch:
         small.check(small.run(group=group, config=config_for(small, **FORWARD)))
