@@ -1,1 +1,1 @@
-"""Attention with sequences or caches that are divided between the ranks."""
+"""Attention over sequences or caches that are sharded along the sequence."""

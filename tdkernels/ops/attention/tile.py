@@ -1,12 +1,12 @@
-"""What the kernels of ag_attention share: which rows a rank needs of another, how they travel, where they are read.
+"""Building blocks of the ag_attention kernels: which rows a rank needs from each peer, how to send and read them.
 
-A shard is [B, S / W, H, D], its rows are the B * S / W positions. They travel in chunks of ``chunk_rows`` rows. Signal
-number ``source * num_chunks + chunk`` of a half is raised by ``source`` when a chunk of each of its tensors stands in
-our memory; the waiters are the tiles that read it. Signal number ``ranks * num_chunks + source`` says that the source
-has begun the call; its waiter is the last piece of work, since a rank may need no rows of a peer.
+A shard is [B, S / W, H, D]. Its rows are the B * S / W positions, which are sent in chunks of ``chunk_rows`` rows.
+Signal ``source * num_chunks + chunk`` of a half is set by ``source`` when a chunk of each of its tensors is in this
+rank's memory; the waiters are the tiles that read it. Signal ``ranks * num_chunks + source`` is set when the source has
+begun the call; its waiter is the last work item, since a rank may need no rows of a peer.
 
-Shards arrive in the order of steps: first that of the rank below ours, then the next lower one. So all ranks send to
-different peers at a time, and what is needed first comes first, whole.
+A rank receives the shard of the next lower rank first, then of the rank below that, and so on (modulo W). So all ranks
+send to different peers at any time, and the shard that is needed first arrives completely before the next one.
 """
 
 from typing import NamedTuple
@@ -16,26 +16,30 @@ import triton.language as tl
 from tdkernels import lang as td
 from tdkernels.ops.common.gemm_tile import add_product
 
-# Which keys a query sees: all; those before it; those before it, of ranks that have two pieces each.
+# Masks: none; causal with contiguous shards; causal with zigzag shards, which consist of two pieces per rank.
 ALL, CONTIGUOUS, ZIGZAG = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-STAT_ROWS = tl.constexpr(16)  # rows of a head whose numbers lie side by side in the statistics
-_BYTES = tl.constexpr(16)  # what slots and chunks begin at a multiple of
+STAT_ROWS = tl.constexpr(16)  # inner size of the statistics: [rows / STAT_ROWS, 2, heads, STAT_ROWS]
+_BYTES = tl.constexpr(16)  # alignment of slots and chunks
 
 
 class AttentionTile(NamedTuple):
-    """What a kernel of ag_attention is compiled for; its argument ``TILE``.
+    """Compile-time parameters of the ag_attention kernels, their argument ``TILE``.
 
-    Args:
-        d, dv: elements of a head of queries and keys, and of values
-        block_d, block_dv: what takes them
-        block_q, block_k: queries and keys of a tile
-        mask: ``ALL``, ``CONTIGUOUS`` or ``ZIGZAG``
-        straddles: a block of keys overlaps both pieces of a rank
-        use_tma: operands are read through tensor descriptors
-        precision: of a product of fp32 operands, as of ``tl.dot``
-        stages: of the loop over blocks
+    Attributes:
+        d: Elements per head of queries and keys.
+        dv: Elements per head of values.
+        block_d: d, padded to the block size.
+        block_dv: dv, padded to the block size.
+        block_q: Queries per tile.
+        block_k: Keys per block.
+        mask: ``ALL``, ``CONTIGUOUS`` or ``ZIGZAG``.
+        straddles: Whether a block of keys can overlap both pieces of a rank.
+        elem_bytes: Bytes per element.
+        use_tma: Whether operands are read through tensor descriptors.
+        precision: ``input_precision`` of ``tl.dot`` for fp32 operands.
+        stages: Pipeline stages of the loop over blocks.
     """
 
     d: int
@@ -54,13 +58,16 @@ class AttentionTile(NamedTuple):
 
 @td.jit
 def pieces_of(rows):
-    """How many positions a rank's first piece has; where it has an odd number, the second has one less."""
+    """Return the positions in a rank's first piece. If ``rows`` is odd, the second piece has one less."""
     return (rows + 1) // 2
 
 
 @td.jit
 def keys_seen(source, me, rows, MASK: tl.constexpr):
-    """How many of the first keys of another rank our queries see: (those of our first piece, those of the second)."""
+    """Return how many of another rank's keys are visible to the queries of our (first piece, second piece).
+
+    The visible keys are always the first ones of the shard.
+    """
     if MASK == ALL:
         return rows, rows
     elif MASK == CONTIGUOUS:
@@ -72,7 +79,7 @@ def keys_seen(source, me, rows, MASK: tl.constexpr):
 
 @td.jit
 def queries_seeing(source, me, rows, MASK: tl.constexpr):
-    """From which query on those of another rank see our keys: (those of our first piece, those of the second)."""
+    """Return the first query of another rank to which the keys of our (first piece, second piece) are visible."""
     if MASK == ALL:
         return rows * 0, rows * 0
     elif MASK == CONTIGUOUS:
@@ -84,7 +91,7 @@ def queries_seeing(source, me, rows, MASK: tl.constexpr):
 
 @td.jit
 def travels(source, peer, chunk, chunk_rows, rows, total, MASK: tl.constexpr, OF_QUERIES: tl.constexpr):
-    """Whether a peer needs any row of a chunk of the source's keys, or of its queries."""
+    """Return whether a peer needs any row of a chunk of the source's keys, or of its queries if OF_QUERIES."""
     if MASK == ALL:
         return source != peer
     elif MASK == CONTIGUOUS:
@@ -92,15 +99,15 @@ def travels(source, peer, chunk, chunk_rows, rows, total, MASK: tl.constexpr, OF
     else:
         start = chunk * chunk_rows % rows
         stop = start + tl.minimum(chunk_rows, total - chunk * chunk_rows)
-        if OF_QUERIES:  # the second piece alone is what the ranks above need
+        if OF_QUERIES:  # higher ranks need only the second piece
             return (source > peer) | (stop > pieces_of(rows))
-        else:  # of keys it is the first
+        else:  # higher ranks need only the first piece
             return (source > peer) | (start < pieces_of(rows)) | (stop > rows)
 
 
 @td.jit
 def slot_bytes(total, row_bytes):
-    """What one rank's shard takes; those of all ranks lie one after the other."""
+    """Return the bytes of the slot for one rank's shard. The slots of all ranks are adjacent."""
     return (tl.cast(total, tl.int64) * row_bytes + _BYTES - 1) // _BYTES * _BYTES
 
 
@@ -115,16 +122,18 @@ def push_rows(
     ctx, half, signal, worker, num_workers, rows, total, chunk_rows, a_at, a_bytes, b_at, b_bytes, c_at, c_bytes,
     MASK: tl.constexpr, OF_QUERIES: tl.constexpr, COPY_WORDS: tl.constexpr, trace,
 ):
-    """Push our rows of tensors a, b and perhaps c to the peers that need them; one of ``num_workers`` programs.
+    """Push our rows of tensors a, b and optionally c to the peers that need them, as one of ``num_workers`` programs.
 
-    ``a_at``: address of the first row; ``a_bytes``: of a row. Of c, which is None or of whole STAT_ROWS, ``c_bytes``
-    are those of STAT_ROWS rows.
+    a_at, b_at: addresses of the first rows
+    a_bytes, b_bytes: bytes per row
+    c_at: address of c, or None. c consists of whole groups of STAT_ROWS rows
+    c_bytes: bytes per STAT_ROWS rows of c
     """
     me, ranks = td.rank(ctx), td.num_ranks(ctx)
     num_chunks = (total + chunk_rows - 1) // chunk_rows
     a_slot, b_slot = slot_bytes(total, a_bytes), slot_bytes(total, b_bytes)
     if worker == 0:
-        # waiter: the peers' last pieces of work
+        # waiter: the last work item of each peer
         td.notify_all(ctx, td.signal_at(ctx, half, ranks * num_chunks + me), signal)
     for item in range(worker, num_chunks * (ranks - 1), num_workers):
         peer = (me + 1 + item // num_chunks) % ranks
@@ -147,7 +156,7 @@ def push_rows(
 
 @td.jit
 def await_peers(ctx, half, signal, num_chunks):
-    """Return when every peer has begun this call, without which nobody may end it: see law 3."""
+    """Wait until every peer has begun this call. No rank may finish a call before that (invariant 3)."""
     # producer: push_rows of each peer
     td.wait_plan_all(ctx, td.signal_at(ctx, half, td.num_ranks(ctx) * num_chunks), 1, signal)
 
@@ -157,9 +166,10 @@ def await_chunks(
     ctx, half, signal, at, known, until, rows, total, chunk_rows,
     MASK: tl.constexpr, OF_QUERIES: tl.constexpr, FOR_TMA: tl.constexpr,
 ):
-    """``at``, tied to the arrival of chunks, of which ``known`` are known to be there and ``until`` shall be.
+    """Wait for the chunks ``known`` to ``until - 1``, and return ``at`` with a dependency on their arrival.
 
-    They are counted as they arrive: all chunks of the rank below ours, then those of the next.
+    Chunks are counted in the order of their arrival: all chunks of the next lower rank, then of the rank below that.
+    The first ``known`` chunks are known to have arrived.
     """
     me, ranks = td.rank(ctx), td.num_ranks(ctx)
     num_chunks = (total + chunk_rows - 1) // chunk_rows
@@ -175,10 +185,13 @@ def await_chunks(
 
 @td.jit
 def chunks_of(first_row, begin, end, chunk_rows, known, before):
-    """How a tile goes through rows ``begin`` to ``end`` of one batch entry of a source: (segments, its last chunk).
+    """Return (segments, last chunk) of rows ``begin`` to ``end - 1`` of one batch entry of a source.
 
-    One segment, if all chunks are known to be there, else one for each chunk. The blocks, and the order in which they
-    come, are the same. ``first_row``: of the batch entry; ``before``: the chunks of the sources before.
+    There is one segment if all chunks are known to have arrived, otherwise one per chunk. The blocks and their order
+    are the same in both cases.
+
+    first_row: first row of the batch entry
+    before: number of chunks of the sources before this one
     """
     last = (first_row + end - 1) // chunk_rows
     segments = tl.where(known > before + last, 1, last - (first_row + begin) // chunk_rows + 1)
@@ -187,7 +200,7 @@ def chunks_of(first_row, begin, end, chunk_rows, known, before):
 
 @td.jit
 def blocks_of(segment, segments, last, first_row, begin, end, chunk_rows, BLOCK: tl.constexpr):
-    """Of a segment: its last chunk, and its blocks of rows from ``begin`` on, first and past the last."""
+    """Return (last chunk, first block, end block) of a segment. Blocks count rows from ``begin`` on."""
     blocks = (end - begin + BLOCK - 1) // BLOCK
     chunk = last - segments + 1 + segment
     start = tl.maximum(chunk * chunk_rows - first_row - begin, 0) // BLOCK
@@ -201,11 +214,14 @@ def load_rows(
     DTYPE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
     USE_TMA: tl.constexpr, CLEAN: tl.constexpr,
 ):
-    """Rows ``row`` to row + BLOCK of one head and batch entry, [BLOCK, BLOCK_WIDTH]; zeros past WIDTH and the shard.
+    """Load rows ``row`` to ``row + BLOCK - 1`` of one head and batch entry, [BLOCK, BLOCK_WIDTH].
 
-    ``at``: address of the shard; ``first_row``: of the batch entry in it; ``plane, sheet``: where the descriptor has
-    it. What is at ``stop`` and after it is zero too without TMA, and with it if CLEAN, for memory that nobody has
-    written may hold NaN.
+    Elements beyond WIDTH or beyond the shard are zero. Rows from ``stop`` on are zero without TMA; with TMA only if
+    CLEAN, which is needed because uninitialized memory may hold NaN.
+
+    at: address of the shard
+    plane, sheet: first two indices in the descriptor, which select the shard and the batch entry
+    first_row: first row of the batch entry in the shard
     """
     offs = row + tl.arange(0, BLOCK)
     if USE_TMA:
@@ -224,7 +240,7 @@ def load_rows(
 def store_rows_of(
     ptr, tile, first_row, head, heads, row, rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WIDTH: tl.constexpr
 ):
-    """Store what ``load_rows`` would load, from fp32."""
+    """Store an fp32 tile to the rows that ``load_rows`` reads, converted to the dtype of ``ptr``."""
     offs, cols = row + tl.arange(0, BLOCK), tl.arange(0, BLOCK_WIDTH)
     places = (tl.cast(first_row, tl.int64) + offs) * heads + head
     mask = (offs < rows)[:, None] & (cols < WIDTH)[None, :]
@@ -235,5 +251,5 @@ def store_rows_of(
 
 @td.jit
 def accumulate(acc, a, b, PRECISION: tl.constexpr):
-    """acc + a @ b, with a rounded to the type of b."""
+    """Return acc + a @ b, with a rounded to the dtype of b."""
     return add_product(acc, td.from_float32(a, b.dtype), b, PRECISION)

@@ -1,1 +1,1 @@
-"""Attention of a sequence that is divided between the ranks: keys and values are gathered behind it."""
+"""ag_attention: attention over a sharded sequence (context parallelism), overlapped with its all-gathers."""

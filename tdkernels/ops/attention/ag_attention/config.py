@@ -1,6 +1,7 @@
-"""How ag_attention runs: its config, and what fills in the fields that one leaves open."""
+"""Config of ag_attention, and the heuristic for the fields that a config leaves open."""
 
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 
@@ -10,28 +11,37 @@ from tdkernels.runtime import gpu
 
 _METHODS = ("fused", *KERNELS, "torch")
 _BACKWARDS = ("", "fused", *KERNELS)
-_CUDNN_ROWS, _CUDNN_BACKWARD_ROWS = 8192, 4096  # of a shard, from which on cuDNN is faster on H200 (bench/NOTES.md)
+# From this number of positions per shard, cuDNN is faster than the fused kernel on H200 (bench/NOTES.md).
+_CUDNN_ROWS, _CUDNN_BACKWARD_ROWS = 8192, 4096
 _SIZES = ("block_q", "block_k", "dq_block_q", "dq_block_k", "dkv_block_q", "dkv_block_k")
 
 
 @dataclass(frozen=True)
 class AgAttentionConfig:
-    """How ``ag_attention`` runs. A field of 0 takes the default for the device, head dimensions and dtype.
+    """Config of ``ag_attention``. A field of 0 selects the default for the device, head dimensions and dtype.
 
     Attributes:
-        method: "fused": one kernel of ours; "cudnn" or "flash": that attention kernel of torch's on one rank's keys at
-            a time, as they come; "torch": a plain all-gather, then torch's scaled_dot_product_attention
-        block_q, block_k: a tile has so many queries, and goes through its keys by so many
-        num_warps, num_stages: of the forward
-
-    dq_…:                  the same for the gradient of q
-    dkv_…:                 the same for those of k and v, where a tile has block_k keys and goes through queries
-    Attributes:
-        num_comm_sms: programs that push at the same time, before they attend like the others
-        chunk_rows: positions that travel together under one signal, a multiple of 16
-        backward: "fused", "cudnn" or "flash" likewise, of what is not "torch". The latter two may add up in any order,
-            and where lse has a gradient it is "fused". "": as method; of a call without a config what is known to be
-            faster; "fused" where torch.use_deterministic_algorithms is on
+        method: "fused" runs one overlapping kernel. "cudnn" and "flash" run this attention kernel of torch on the keys
+            of one rank at a time, as they arrive. "torch" runs an all-gather, then torch's
+            scaled_dot_product_attention.
+        block_q: Queries per tile of the forward, a power of two of at least 16.
+        block_k: Keys per step of a tile, a power of two of at least 16.
+        num_warps: Warps per program of the forward.
+        num_stages: Pipeline stages of the forward's loop over keys.
+        dq_block_q: As block_q, for the gradient of q.
+        dq_block_k: As block_k, for the gradient of q.
+        dq_num_warps: As num_warps, for the gradient of q.
+        dq_num_stages: As num_stages, for the gradient of q.
+        dkv_block_q: Queries per step of a tile, for the gradients of k and v.
+        dkv_block_k: Keys per tile, for the gradients of k and v.
+        dkv_num_warps: As num_warps, for the gradients of k and v.
+        dkv_num_stages: As num_stages, for the gradients of k and v, whose loop is over queries.
+        num_comm_sms: Number of programs that push concurrently. They compute tiles afterwards, like the others.
+        chunk_rows: Positions per chunk, which is sent with one signal; a multiple of 16.
+        backward: "fused", "cudnn" or "flash"; not used with method "torch". "cudnn" and "flash" may sum in any order,
+            and a call with a gradient of lse uses "fused" instead. "" selects the kernel of ``method``, or, for a call
+            without a config, the kernel that was measured to be faster; under torch.use_deterministic_algorithms it
+            selects "fused".
     """
 
     method: str = "fused"
@@ -51,8 +61,8 @@ class AgAttentionConfig:
     chunk_rows: int = 0
     backward: str = ""
 
-    def illegal(self, device, dtype):
-        """Why this config cannot run on a device with a dtype; None when it can."""
+    def illegal(self, device: torch.device, dtype: torch.dtype) -> str | None:
+        """Return why this config cannot run with a device and a dtype, or None if it can."""
         for name, allowed in (("method", _METHODS), ("backward", _BACKWARDS)):
             given = getattr(self, name)
             if given not in allowed:
@@ -60,7 +70,7 @@ class AgAttentionConfig:
             if given in KERNELS and why_not(given, device, dtype) is not None:
                 return f"{name} {given!r}: {why_not(given, device, dtype)}"
         if self.method == "torch":
-            return None  # takes none of the rest
+            return None  # the other fields are not used
         for field in (field for field in fields(self) if field.type is int):
             size = getattr(self, field.name)
             if size < 0:
@@ -77,11 +87,11 @@ class AgAttentionConfig:
 
 
 def _default_tiles(widest, dtype, device):
-    """(block_q, block_k, num_warps, num_stages) of the forward, of dq and of dk and dv."""
+    """Return (block_q, block_k, num_warps, num_stages) for the forward, for dq, and for dk and dv."""
     if device.type == "cpu":
         return ((32, 32, 1, 1),) * 3
     if dtype == torch.float32:
-        # Exact fp32 has no tensor cores: small tiles keep the sums in registers.
+        # Exact fp32 does not use tensor cores. Small tiles keep the accumulators in registers.
         small = 32 if widest <= 128 else 16
         return ((small, small, 4, 1),) * 3
     if torch.version.hip:
@@ -97,14 +107,14 @@ def _default_tiles(widest, dtype, device):
 
 
 def _prefers_cudnn(rows, least_rows, widest, dtype, device):
-    """Whether cuDNN's kernels are faster than ours: of shards of at least so many positions, on Hopper."""
+    """Return whether cuDNN is expected to be faster: on Hopper, for shards of at least ``least_rows`` positions."""
     if device.type != "cuda" or rows < least_rows or widest > KERNELS["cudnn"].widest:
         return False
     return gpu.capability(device)[0] == 9 and why_not("cudnn", device, dtype) is None
 
 
 def _default_backward(config, chosen, rows, widest, dtype, device):
-    """Whose kernels make the gradients where the config leaves it open."""
+    """Return the value of ``backward`` for a config that leaves it open."""
     if torch.are_deterministic_algorithms_enabled():
         return "fused"
     if chosen and config.method == "fused" and _prefers_cudnn(rows, _CUDNN_BACKWARD_ROWS, widest, dtype, device):
@@ -112,10 +122,19 @@ def _default_backward(config, chosen, rows, widest, dtype, device):
     return config.method
 
 
-def completed(config, rows, widest, dtype, device, chosen=False):
-    """The config with what it leaves open filled in, for shards of ``rows`` positions and heads of so many elements.
+def completed(
+    config: AgAttentionConfig | None, rows: int, widest: int, dtype: torch.dtype, device: torch.device,
+    chosen: bool = False,
+) -> AgAttentionConfig:
+    """Return the config with its open fields filled in. None selects the method as well.
 
-    ``chosen``: by its forward, for a call that was given none, as is None.
+    Args:
+        config: The config, or None.
+        rows: Positions per shard.
+        widest: The larger of the head dimensions D and Dv.
+        dtype: Dtype of the operands.
+        device: Device of the operands.
+        chosen: The config was selected for a call without a config, by the time of its forward. Implied by None.
     """
     chosen |= config is None
     if config is None:
@@ -127,12 +146,12 @@ def completed(config, rows, widest, dtype, device, chosen=False):
         config = replace(config, backward=_default_backward(config, chosen, rows, widest, dtype, device))
     cpu = device.type == "cpu"
     names = ("block_q", "block_k", "num_warps", "num_stages")
-    defaults = {"num_comm_sms": 2 if cpu else 16, "chunk_rows": 16 if cpu else _chunk_rows(rows)}
+    defaults: dict[str, Any] = {"num_comm_sms": 2 if cpu else 16, "chunk_rows": 16 if cpu else _chunk_rows(rows)}
     for prefix, tile in zip(("", "dq_", "dkv_"), _default_tiles(widest, dtype, device)):
         defaults.update({prefix + name: value for name, value in zip(names, tile)})
     return replace(config, **{name: value for name, value in defaults.items() if not getattr(config, name)})
 
 
 def _chunk_rows(rows):
-    """About a sixteenth of a shard: so small that tiles soon have something to do, and signals are few."""
+    """Return about a sixteenth of a shard: small, so that tiles start early, but large enough for few signals."""
     return min(max(next_power_of_2(rows) // 16, 128), 1024)

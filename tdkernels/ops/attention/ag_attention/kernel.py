@@ -1,9 +1,9 @@
-"""The kernel behind ag_attention: some programs push our keys and values, the others attend to what has arrived.
+"""Forward kernel of ag_attention: some programs push keys and values, the others attend to chunks that have arrived.
 
-Pieces of work, by number: the first push (``push_rows``); then come tiles, a block of queries of one head
-each, those with most keys first; the last one waits until every peer has begun the call. A tile goes through its own
-rank's keys first, then through those of the ranks below, one by one. The first tile of a program waits chunk by chunk;
-what a program once knows to be there its later tiles read without a wait.
+Work items, by number: The first items push (``push_rows``). The following items are tiles, each a block of queries of
+one head; the tiles with the most keys come first. The last item waits until every peer has begun the call. A tile loops
+over its own rank's keys first, then over the keys of the ranks below, one rank at a time. The first tile of a program
+waits for each chunk. Later tiles of the program read without a wait the chunks that it has waited for before.
 """
 
 import triton.language as tl
@@ -26,20 +26,22 @@ from tdkernels.ops.attention.tile import (
     store_rows_of,
 )
 
-# ---- the kernel ----
-
 
 @td.jit
 def _attend(
-    acc, top, total, q, k_desc, v_desc, k_at, v_at, where, blocks, limits, stop, scale,
+    acc, row_max, row_sum, q, k_desc, v_desc, k_at, v_at, where, blocks, limits, stop, scale,
     DTYPE: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr, CLEAN: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """The online softmax, over blocks of keys of one shard; (acc, top, total) after them.
+    """Update the online softmax with blocks of keys of one shard, and return (acc, row_max, row_sum).
 
-    where: (plane, sheet, first row, head, heads) of ``load_rows``; blocks: (the first, the end).
+    ``row_max`` is the running maximum. ``acc`` is the sum of weighted values and ``row_sum`` the sum of weights, both
+    relative to 2 ** ``row_max``.
 
-    ``acc`` are the weighted values, ``total`` the weights' sums, relative to 2 ** ``top``. If MASKED, a query sees the
-    keys below its limit. ``stop``: how many keys there are.
+    Args:
+        where: (plane, sheet, first_row, head, heads) for ``load_rows``.
+        blocks: (first, end) of the blocks.
+        limits: If MASKED, a query attends to the keys below its limit.
+        stop: Number of keys.
     """
     BLOCK_Q: tl.constexpr = TILE.block_q
     BLOCK_K: tl.constexpr = TILE.block_k
@@ -55,23 +57,23 @@ def _attend(
         if MASKED:
             offs = row + tl.arange(0, BLOCK_K)
             scores = tl.where(offs[None, :] < limits[:, None], scores, float("-inf"))
-        higher = tl.maximum(top, td.max_of(scores, 1) * scale)
-        weights = tl.exp2(scores * scale - higher[:, None])
-        shrink = tl.exp2(top - higher)
-        total = total * shrink + td.sum_of(weights, 1)
-        acc = acc * shrink[:, None]
+        new_max = tl.maximum(row_max, td.max_of(scores, 1) * scale)
+        weights = tl.exp2(scores * scale - new_max[:, None])
+        rescale = tl.exp2(row_max - new_max)
+        row_sum = row_sum * rescale + td.sum_of(weights, 1)
+        acc = acc * rescale[:, None]
         v = load_rows(
             v_desc, v_at, plane, sheet, first_row, head, heads, row, stop,
             DTYPE, TILE.dv, BLOCK_K, TILE.block_dv, TILE.use_tma, CLEAN,
         )
         acc = accumulate(acc, weights, v, TILE.precision)
-        top = higher
-    return acc, top, total
+        row_max = new_max
+    return acc, row_max, row_sum
 
 
 @td.jit
 def query_tile(tile, batch, rows, heads, kv_heads, BLOCK_Q: tl.constexpr):
-    """(batch entry, head, its head of keys, first query) of a tile; later queries, which see more, come first."""
+    """Return (batch entry, head, kv head, first query) of a tile. Late queries, which have more keys, come first."""
     per_block = batch * heads
     row = ((rows + BLOCK_Q - 1) // BLOCK_Q - 1 - tile // per_block) * BLOCK_Q
     entry = tile % per_block // heads
@@ -81,9 +83,9 @@ def query_tile(tile, batch, rows, heads, kv_heads, BLOCK_Q: tl.constexpr):
 
 @td.jit
 def own_blocks(row, rows, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, MASK: tl.constexpr):
-    """(limits of the queries of a tile among its own rank's keys, blocks without a mask, all blocks).
+    """Return (limits of a tile's queries among its own rank's keys, number of unmasked blocks, number of blocks).
 
-    Causal, they are the same whether the rank has one piece or two: positions grow with rows.
+    With a causal mask they are the same for one piece and for two pieces per rank, since positions grow with rows.
     """
     offs = row + tl.arange(0, BLOCK_Q)
     if MASK == ALL:
@@ -95,7 +97,7 @@ def own_blocks(row, rows, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, MASK: tl
 
 @td.jit
 def far_limits(row, source, me, rows, BLOCK_Q: tl.constexpr, MASK: tl.constexpr):
-    """(limits of the queries of a tile among the keys of another rank, the least of them, the greatest)."""
+    """Return (limits of a tile's queries among the keys of another rank, smallest limit, largest limit)."""
     of_first, of_second = keys_seen(source, me, rows, MASK)
     piece = pieces_of(rows)
     limits = tl.where(row + tl.arange(0, BLOCK_Q) < piece, of_first, of_second)
@@ -109,7 +111,7 @@ def ag_attention_kernel(
     scale, batch, rows, heads, kv_heads, plan, num_comm, chunk_rows,
     TILE: tl.constexpr, COPY_WORDS: tl.constexpr, trace_ptr=None,
 ):
-    """o [B, S / W, Hq, DV] and lse [B, S / W, Hq]; ``scale`` has the factor for powers of two in it."""
+    """Compute o [B, S / W, Hq, Dv] and lse [B, S / W, Hq]. ``scale`` includes the factor log2(e)."""
     BLOCK_Q: tl.constexpr = TILE.block_q
     BLOCK_K: tl.constexpr = TILE.block_k
     DTYPE: tl.constexpr = q_ptr.dtype.element_ty
@@ -121,7 +123,7 @@ def ag_attention_kernel(
     k_slot, v_slot = slot_bytes(positions, k_bytes), slot_bytes(positions, v_bytes)
     tiles = (rows + BLOCK_Q - 1) // BLOCK_Q * batch * heads
     pieces = num_comm + tiles + tl.where(ranks > 1, 1, 0)
-    known = tl.full((), 0, tl.int32)  # chunks of the peers, as they arrive, that this program has waited for
+    known = tl.full((), 0, tl.int32)  # number of peers' chunks, in order of arrival, that this program has waited for
 
     piece = td.await_work_item(td.take_first_ticket(ctx, signal))
     while piece < pieces:
@@ -145,18 +147,18 @@ def ag_attention_kernel(
                 DTYPE, TILE.d, BLOCK_Q, TILE.block_d, TILE.use_tma, False,
             )
             acc = tl.full((BLOCK_Q, TILE.block_dv), 0.0, tl.float32)
-            top = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
-            total = tl.full((BLOCK_Q,), 0.0, tl.float32)
+            row_max = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
+            row_sum = tl.full((BLOCK_Q,), 0.0, tl.float32)
             limits, plain, blocks = own_blocks(row, rows, BLOCK_Q, BLOCK_K, TILE.mask)
             k_at, v_at = k_ptr.to(tl.int64), v_ptr.to(tl.int64)
             td.mark(trace, "multiplies", me)
-            acc, top, total = _attend(
-                acc, top, total, q, k_desc, v_desc, k_at, v_at, (0, entry, first_row, kv_head, kv_heads),
+            acc, row_max, row_sum = _attend(
+                acc, row_max, row_sum, q, k_desc, v_desc, k_at, v_at, (0, entry, first_row, kv_head, kv_heads),
                 (0, plain), limits, rows, scale,
                 DTYPE, TILE, False, False, TILE.stages,
             )
-            acc, top, total = _attend(
-                acc, top, total, q, k_desc, v_desc, k_at, v_at, (0, entry, first_row, kv_head, kv_heads),
+            acc, row_max, row_sum = _attend(
+                acc, row_max, row_sum, q, k_desc, v_desc, k_at, v_at, (0, entry, first_row, kv_head, kv_heads),
                 (plain, blocks), limits, rows, scale,
                 DTYPE, TILE, True, False, 1,
             )
@@ -179,29 +181,29 @@ def ag_attention_kernel(
                     k_at, v_at = at + source * k_slot, at + ranks * k_slot + source * v_slot
                     middle = tl.minimum(tl.maximum(least // BLOCK_K, start), stop)
                     far = half, source * batch + entry, first_row, kv_head, kv_heads
-                    acc, top, total = _attend(
-                        acc, top, total, q, far_k_desc, far_v_desc, k_at, v_at,
+                    acc, row_max, row_sum = _attend(
+                        acc, row_max, row_sum, q, far_k_desc, far_v_desc, k_at, v_at,
                         far, (start, middle), limits, most, scale,
                         DTYPE, TILE, False, False, TILE.stages,
                     )
-                    acc, top, total = _attend(
-                        acc, top, total, q, far_k_desc, far_v_desc, k_at, v_at,
+                    acc, row_max, row_sum = _attend(
+                        acc, row_max, row_sum, q, far_k_desc, far_v_desc, k_at, v_at,
                         far, (middle, stop), limits, most, scale,
                         DTYPE, TILE, True, TILE.straddles, 1,
                     )
             answer = td.fetch_work_item(ctx)
             td.mark(trace, "stores")
             store_rows_of(
-                o_ptr, acc / total[:, None], first_row, head, heads, row, rows, TILE.dv, BLOCK_Q, TILE.block_dv
+                o_ptr, acc / row_sum[:, None], first_row, head, heads, row, rows, TILE.dv, BLOCK_Q, TILE.block_dv
             )
             offs = row + tl.arange(0, BLOCK_Q)
-            places = (tl.cast(first_row, tl.int64) + offs) * heads + head
-            tl.store(lse_ptr + places, (top + tl.log2(total)) * LN_2, mask=offs < rows)
+            offsets = (tl.cast(first_row, tl.int64) + offs) * heads + head
+            tl.store(lse_ptr + offsets, (row_max + tl.log2(row_sum)) * LN_2, mask=offs < rows)
         td.mark(trace, "finishes")
         piece = td.await_work_item(answer)
         td.mark(trace, "ends")
     td.finish(ctx)
 
 
-# For tdkernels.sanitizer: ``known`` keeps what a program has waited for from one tile to the next.
+# For tdkernels.sanitizer: ``known`` carries completed waits of a program from one tile to the next.
 ag_attention_kernel.program_keeps = "waits"

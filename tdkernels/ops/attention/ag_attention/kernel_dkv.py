@@ -1,8 +1,8 @@
-"""The kernels behind the gradients of k and v of ag_attention, with tickets, pushes and waits as in its forward.
+"""Kernels for dk and dv of ag_attention, with work items, pushes and waits as in the forward kernel.
 
-Every rank keeps its own keys, and what is pushed are queries, the gradients of what they have attended to, and two
-numbers a row, the statistics. A tile of keys goes through all queries that see it, of all ranks and of all heads that
-share it, so nothing has to be added up between ranks or programs.
+Every rank keeps its own keys and values. Pushed are the queries, the gradients of their outputs (do), and two numbers
+per row and head, the statistics. A tile of keys loops over all queries that attend to it, of all ranks and of all heads
+that share it. Therefore no sum over ranks or programs is needed.
 """
 
 import triton.language as tl
@@ -25,12 +25,12 @@ from tdkernels.ops.attention.tile import (
     store_rows_of,
 )
 
-# ---- statistics: of each row and head the logarithm of the sum of weights, and the part of the gradient all share ----
+# ---- statistics of each row and head: lse to base 2, and delta = sum(o * do) - dlse ----
 
 
 @td.jit
-def _stat_places(row, head, heads, BLOCK: tl.constexpr, WHICH: tl.constexpr):
-    """Where the statistics of rows from ``row`` on are, of one head: [rows / STAT_ROWS, 2, heads, STAT_ROWS]."""
+def _stat_offsets(row, head, heads, BLOCK: tl.constexpr, WHICH: tl.constexpr):
+    """Return offsets of the statistics of BLOCK rows of one head, in [rows / STAT_ROWS, 2, heads, STAT_ROWS]."""
     first = ((row // STAT_ROWS).to(tl.int64) * 2 + WHICH) * heads + head
     offs = row % STAT_ROWS + tl.arange(0, BLOCK)
     return first * STAT_ROWS + (offs // STAT_ROWS * (2 * STAT_ROWS) * heads + offs % STAT_ROWS)
@@ -38,9 +38,9 @@ def _stat_places(row, head, heads, BLOCK: tl.constexpr, WHICH: tl.constexpr):
 
 @td.jit
 def load_stats(at, first_row, head, heads, row, rows, BLOCK: tl.constexpr, WHICH: tl.constexpr):
-    """One of the statistics, WHICH, of rows of one head; zeros past the shard."""
-    places = _stat_places(first_row + row, head, heads, BLOCK, WHICH)
-    return tl.load(td.pointer_to(at, tl.float32) + places, mask=tl.arange(0, BLOCK) < rows - row, other=0.0)
+    """Load statistic WHICH (0: lse, 1: delta) of BLOCK rows of one head, with zeros past the shard."""
+    offsets = _stat_offsets(first_row + row, head, heads, BLOCK, WHICH)
+    return tl.load(td.pointer_to(at, tl.float32) + offsets, mask=tl.arange(0, BLOCK) < rows - row, other=0.0)
 
 
 @td.jit(do_not_specialize=["positions", "heads"])
@@ -48,7 +48,7 @@ def ag_attention_stats_kernel(
     o_ptr, do_ptr, lse_ptr, dlse_ptr, stats_ptr, positions, heads,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """Statistics of a block of rows of one head; needs no peer."""
+    """Compute the statistics of a block of rows of one head. Local to the rank."""
     DTYPE: tl.constexpr = o_ptr.dtype.element_ty
     head = tl.program_id(0) % heads
     row = tl.program_id(0) // heads * BLOCK
@@ -61,12 +61,12 @@ def ag_attention_stats_kernel(
     delta = td.sum_of(td.to_float32(o) * td.to_float32(do), 1)
     offs = row + tl.arange(0, BLOCK)
     inside = offs < positions
-    places = offs.to(tl.int64) * heads + head
+    offsets = offs.to(tl.int64) * heads + head
     if dlse_ptr is not None:
-        delta -= tl.load(dlse_ptr + places, mask=inside, other=0.0)
-    lse = tl.load(lse_ptr + places, mask=inside, other=0.0)
-    tl.store(stats_ptr + _stat_places(row, head, heads, BLOCK, 0), lse * LOG2_E, mask=inside)
-    tl.store(stats_ptr + _stat_places(row, head, heads, BLOCK, 1), delta, mask=inside)
+        delta -= tl.load(dlse_ptr + offsets, mask=inside, other=0.0)
+    lse = tl.load(lse_ptr + offsets, mask=inside, other=0.0)
+    tl.store(stats_ptr + _stat_offsets(row, head, heads, BLOCK, 0), lse * LOG2_E, mask=inside)
+    tl.store(stats_ptr + _stat_offsets(row, head, heads, BLOCK, 1), delta, mask=inside)
 
 
 # ---- the gradients of k and v ----
@@ -77,14 +77,18 @@ def _dkv_blocks(
     dk, dv, k, v, q_desc, do_desc, memory, where, begin, blocks, starts, rows, scale,
     DTYPE: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr,
 ):
-    """(dk, dv) with what blocks of queries of one shard add, of the group's heads.
+    """Return (dk, dv) plus the contribution of blocks of queries of one shard, for all heads of the kv head's group.
 
-    memory: (q_at, do_at, stats_at); where: (plane, sheet, first row, head of the keys, heads) of ``load_rows``; blocks:
-    (the first, the end).
+    The head is the innermost loop index, so that the sums do not depend on where a segment ends. Queries past the shard
+    are zeros. There is one loop, not a masked one followed by an unmasked one, because ptxas would not overlap the
+    products of the two loops.
 
-    Blocks are counted from query ``begin`` on. If MASKED, a key is seen by queries from its start on. Heads are what
-    changes fastest, so that sums do not depend on where a segment ends. Queries past the shard are zeros. One loop with
-    a mask and one without, one after the other, ptxas would not let run their products at the same time.
+    Args:
+        memory: (q_at, do_at, stats_at).
+        where: (plane, sheet, first_row, kv_head, heads) for ``load_rows``.
+        begin: First query. Blocks are counted from it.
+        blocks: (first, end) of the blocks.
+        starts: If MASKED, queries from its start on attend to a key.
     """
     BLOCK_Q: tl.constexpr = TILE.block_q
     BLOCK_K: tl.constexpr = TILE.block_k
@@ -117,7 +121,7 @@ def _dkv_blocks(
 
 @td.jit
 def _own_starts(row, BLOCK_K: tl.constexpr, MASK: tl.constexpr):
-    """(starts of a tile's keys among our own queries, the first of them)."""
+    """Return (starts of a tile's keys among this rank's queries, smallest start)."""
     offs = row + tl.arange(0, BLOCK_K)
     if MASK == ALL:
         return offs * 0, row * 0
@@ -127,7 +131,7 @@ def _own_starts(row, BLOCK_K: tl.constexpr, MASK: tl.constexpr):
 
 @td.jit
 def _far_starts(row, source, me, rows, BLOCK_K: tl.constexpr, MASK: tl.constexpr):
-    """(starts of a tile's keys among another rank's queries, the first of them)."""
+    """Return (starts of a tile's keys among another rank's queries, smallest start)."""
     of_first, of_second = queries_seeing(source, me, rows, MASK)
     piece = pieces_of(rows)
     starts = tl.where(row + tl.arange(0, BLOCK_K) < piece, of_first, of_second)
@@ -140,7 +144,7 @@ def ag_attention_dkv_kernel(
     far_do_desc, scale, batch, rows, heads, kv_heads, plan, num_comm, chunk_rows,
     GROUP: tl.constexpr, TILE: tl.constexpr, COPY_WORDS: tl.constexpr,
 ):
-    """The gradients of k and v: tiles of keys, of which the first are seen by most queries and come first."""
+    """Compute dk and dv by tiles of keys. The first keys have the most queries, and their tiles come first."""
     BLOCK_Q: tl.constexpr = TILE.block_q
     BLOCK_K: tl.constexpr = TILE.block_k
     DTYPE: tl.constexpr = q_ptr.dtype.element_ty
@@ -220,5 +224,5 @@ def ag_attention_dkv_kernel(
     td.finish(ctx)
 
 
-# For tdkernels.sanitizer: ``known`` keeps what a program has waited for from one tile to the next.
+# For tdkernels.sanitizer: ``known`` carries completed waits of a program from one tile to the next.
 ag_attention_dkv_kernel.program_keeps = "waits"

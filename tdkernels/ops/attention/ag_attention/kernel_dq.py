@@ -1,7 +1,6 @@
-"""The kernel behind the gradient of q of ag_attention, and all that its backward launches.
+"""Kernel for dq of ag_attention.
 
-The gradient of q goes through the keys like the forward, and they are pushed again. Those of k and v have a kernel of
-their own (``ag_attention_dkv_kernel``).
+It has the structure of the forward kernel: keys and values are pushed again, and a tile of queries loops over them.
 """
 
 import triton.language as tl
@@ -28,7 +27,10 @@ def _dq_blocks(
     dq, q, do, stats, k_desc, v_desc, k_at, v_at, where, blocks, limits, stop, scale,
     DTYPE: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr, CLEAN: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """dq with what blocks of the keys of one shard add to it; stats: (lse, delta), the others as of ``_attend``."""
+    """Return dq plus the contribution of blocks of keys of one shard.
+
+    ``stats`` is (lse, delta). The other arguments are as in ``_attend`` of the forward.
+    """
     BLOCK_Q: tl.constexpr = TILE.block_q
     BLOCK_K: tl.constexpr = TILE.block_k
     lse, delta = stats
@@ -60,7 +62,7 @@ def ag_attention_dq_kernel(
     scale, batch, rows, heads, kv_heads, plan, num_comm, chunk_rows,
     TILE: tl.constexpr, COPY_WORDS: tl.constexpr,
 ):
-    """The gradient of q, piece by piece as ``ag_attention_kernel``."""
+    """Compute dq, with work items as in ``ag_attention_kernel``."""
     BLOCK_Q: tl.constexpr = TILE.block_q
     BLOCK_K: tl.constexpr = TILE.block_k
     DTYPE: tl.constexpr = q_ptr.dtype.element_ty
@@ -144,5 +146,5 @@ def ag_attention_dq_kernel(
     td.finish(ctx)
 
 
-# For tdkernels.sanitizer: ``known`` keeps what a program has waited for from one tile to the next.
+# For tdkernels.sanitizer: ``known`` carries completed waits of a program from one tile to the next.
 ag_attention_dq_kernel.program_keeps = "waits"

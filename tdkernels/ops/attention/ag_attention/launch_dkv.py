@@ -1,4 +1,6 @@
-"""Launch the kernels of the gradients of keys and values of ag_attention."""
+"""Launch the kernels for the gradients of keys and values of ag_attention."""
+
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,11 +25,21 @@ from tdkernels.rounding import cdiv
 from tdkernels.runtime.kernel_launch import Launch, launch_cached, local_workspace_of, output_spec
 from tdkernels.symm import get_workspace
 
-_STAT_BLOCK = 64  # rows of a program that makes statistics
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from tdkernels.ops.attention.ag_attention.config import AgAttentionConfig
+
+_STAT_BLOCK = 64  # rows per program of the statistics kernel
 
 
-def statistics(o, do, lse, dlse):
-    """What both gradients need of each row, [rows / 16, 2, Hq, 16] fp32."""
+def statistics(
+    o: torch.Tensor, do: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None
+) -> torch.Tensor:
+    """Return two numbers per row and head that both backward kernels need, [rows / 16, 2, Hq, 16] fp32.
+
+    They are lse to base 2, and delta: the dot product of o and do, minus dlse.
+    """
     workspace = local_workspace_of(o.device)
     return launch_cached(
         workspace, ("ag_attention statistics",), (o, do, lse, dlse), lambda *of: _prepare_statistics(workspace, of)
@@ -46,13 +58,16 @@ def _prepare_statistics(workspace, operands):
     return Launch(workspace, ag_attention_stats_kernel, grid, args, constants, operands, [stats], [])
 
 
-def launch_dkv(q, k, v, do, stats, causal, sharding, scale, group, config):
-    """The gradients of k and v."""
+def launch_dkv(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor, stats: torch.Tensor, causal: bool,
+    sharding: str, scale: float, group: "dist.ProcessGroup", config: "AgAttentionConfig",
+) -> list[torch.Tensor]:
+    """Return [dk, dv]. ``stats`` is the result of ``statistics``."""
     workspace = get_workspace(group, q.device, "ag_attention_dkv")
     call = causal, sharding, scale, config
     return launch_cached(
         workspace, (*call, gemm_operands.dot_precision(q.dtype)), (q, k, v, do, stats),
-        lambda *of: _prepare_dkv(workspace, *of, *call),
+        lambda *of: _prepare_dkv(workspace, *of, *call),  # type: ignore[call-arg]
     )
 
 
@@ -63,11 +78,11 @@ def _prepare_dkv(workspace, q, k, v, do, stats, causal, sharding, scale, config)
     half_bytes = ranks * (slot_size(q) + slot_size(do) + slot_size(stats)) if ranks > 1 else 256
     plan = workspace.prepare("ag_attention", fields, half_bytes, ranks * num_chunks + ranks)
     num_comm = config.num_comm_sms if ranks > 1 else 0
-    made = output_spec(k, *k.shape), output_spec(v, *v.shape)
+    outputs = output_spec(k, *k.shape), output_spec(v, *v.shape)
     descriptors = _dkv_descriptors(workspace, q, k, v, do, ranks, config)
     args = (
-        workspace.ctx, q, k, v, do, stats, *made, *descriptors, scale, batch, rows, heads, k.shape[2], plan, num_comm,
-        config.chunk_rows,
+        workspace.ctx, q, k, v, do, stats, *outputs, *descriptors, scale, batch, rows, heads, k.shape[2], plan,
+        num_comm, config.chunk_rows,
     )
     constants = {
         "GROUP": heads // k.shape[2], "COPY_WORDS": COPY_WORDS,
@@ -77,11 +92,11 @@ def _prepare_dkv(workspace, q, k, v, do, stats, causal, sharding, scale, config)
     pieces = num_comm + cdiv(rows, config.dkv_block_k) * batch * k.shape[2] + (ranks > 1)
     grid = (min(pieces, resident_programs(q.device, config.dkv_num_warps)),)
     fixed = workspace.ctx, *bases_of(descriptors[-2:])
-    return Launch(workspace, ag_attention_dkv_kernel, grid, args, constants, (q, k, v, do, stats), made, fixed)
+    return Launch(workspace, ag_attention_dkv_kernel, grid, args, constants, (q, k, v, do, stats), outputs, fixed)
 
 
 def _dkv_descriptors(workspace, q, k, v, do, ranks, config):
-    """Of k, v, q and do, and of all ranks' q and do; None where the kernel takes none."""
+    """Return descriptors of k, v, q, do, gathered q and gathered do, or None for each without TMA."""
     if not uses_tma(q, k, v):
         return (None,) * 6
     widths = widths_of(q, do)

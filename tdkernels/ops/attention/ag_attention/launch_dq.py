@@ -1,4 +1,7 @@
-"""Launch the kernel of the gradient of queries of ag_attention."""
+"""Launch the backward of ag_attention: the kernel for dq, and ``launch_dkv`` for dk and dv."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from tdkernels.ops.attention.ag_attention.kernel_dq import ag_attention_dq_kernel
 from tdkernels.ops.attention.ag_attention.launch import (
@@ -20,14 +23,23 @@ from tdkernels.rounding import cdiv
 from tdkernels.runtime.kernel_launch import Launch, launch_cached, output_spec
 from tdkernels.symm import get_workspace
 
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
 
-def launch_dq(q, k, v, do, stats, causal, sharding, scale, group, config):
-    """The gradient of q."""
+    from tdkernels.ops.attention.ag_attention.config import AgAttentionConfig
+
+
+def launch_dq(
+    q: "torch.Tensor", k: "torch.Tensor", v: "torch.Tensor", do: "torch.Tensor", stats: "torch.Tensor", causal: bool,
+    sharding: str, scale: float, group: "dist.ProcessGroup", config: "AgAttentionConfig",
+) -> "torch.Tensor":
+    """Return dq. ``stats`` is the result of ``statistics``."""
     workspace = get_workspace(group, q.device, "ag_attention")
     call = causal, sharding, scale, config
     return launch_cached(
         workspace, ("dq", *call, gemm_operands.dot_precision(q.dtype)), (q, k, v, do, stats),
-        lambda *of: _prepare_dq(workspace, *of, *call),
+        lambda *of: _prepare_dq(workspace, *of, *call),  # type: ignore[call-arg]
     )[0]
 
 
@@ -54,8 +66,12 @@ def _prepare_dq(workspace, q, k, v, do, stats, causal, sharding, scale, config):
     return Launch(workspace, ag_attention_dq_kernel, grid, args, constants, (q, k, v, do, stats), [dq], fixed)
 
 
-def launch(q, k, v, o, lse, do, dlse, wanted, causal, sharding, scale, group, config):
-    """(dq, dk, dv), those that are ``wanted`` or None; k and v are made together."""
+def launch(
+    q: "torch.Tensor", k: "torch.Tensor", v: "torch.Tensor", o: "torch.Tensor", lse: "torch.Tensor",
+    do: "torch.Tensor", dlse: "torch.Tensor | None", wanted: Sequence[bool], causal: bool, sharding: str, scale: float,
+    group: "dist.ProcessGroup", config: "AgAttentionConfig",
+) -> "tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]":
+    """Return (dq, dk, dv), with None for each gradient that is not ``wanted``. One kernel computes both dk and dv."""
     stats = statistics(o, do, lse, dlse)
     call = q, k, v, do, stats, causal, sharding, scale, group, config
     dq = launch_dq(*call) if wanted[0] else None

@@ -1,35 +1,39 @@
-"""Attention over a sequence that is sharded between the ranks: the gather of keys and values hides behind the products.
+"""ag_attention: attention over a sharded sequence (context parallelism), overlapped with the gather of keys and values.
 
     q [B, S / W, Hq, D], k [B, S / W, Hkv, D], v [B, S / W, Hkv, Dv] on each rank  ->  o [B, S / W, Hq, Dv]
 
-Fused (``ag_attention_kernel``). Programs take pieces of work from a list. The first pieces push our keys and values
-in chunks to the peers that see them and raise one signal for each chunk. Every other one is a tile, a block of queries
-of one head, which attends to our own keys first and then to those of the peers in the order in which they arrive,
-waiting for each chunk's signal; the longest tiles come first. The softmax is online, in fp32, and the order of its
-blocks is fixed, so the result does not depend on time. A last piece waits until every peer has begun the call: causal,
-a rank may need nothing of a peer, and without it the two halves of the workspace would not be enough.
+Method "fused" (``kernel``). Programs fetch work items from a queue. The first items push this rank's keys and values in
+chunks to the peers that attend to them, and set one signal per chunk. Each following item is a tile, a block of queries
+of one head. It attends to this rank's keys first, then to the keys of the rank below, and so on, in the order in which
+they arrive. It waits for the signal of each chunk. The longest tiles come first. The softmax is online, in fp32, and
+the order of its blocks is fixed, so the result does not depend on timing. The last item waits until every peer has
+begun the call. With a causal mask a rank may need no data of a peer; without this wait, two halves of the workspace
+would not be enough.
 
-By parts (``pipelined``). Kernels that torch brings attend to one rank's keys at a time, own keys first, while
-the copy engine brings the others; so do they backwards. Long shards take cuDNN's unless told or tuned otherwise.
+Methods "cudnn" and "flash" (``pipelined``). An attention kernel of torch processes the keys of one rank at a time, own
+keys first, while the copy engine brings the others. The backward does the same. Long shards use cuDNN by default.
 
-Causal, rank W - 1 of contiguous shards has nearly twice the work of the mean rank. "zigzag" cuts the sequence into 2 W
-pieces, of which rank r has r and 2 W - 1 - r: then all have the same.
+Balance. With a causal mask and contiguous shards, rank W - 1 has nearly twice the work of the average rank. With
+"zigzag" the sequence has 2 W pieces, and rank r has pieces r and 2 W - 1 - r, so all ranks have the same work.
 
-The fused backward (``kernel_dq``, ``ag_attention_dkv_kernel``). Only shards are saved. The gradient
-of q goes through keys and values like the forward; those of k and v through queries, which are pushed with the
-gradients of o, and are complete on the rank that has the keys: nothing is added up between ranks.
+Backward. Only shards are saved.
+
+    gradient  kernel        pushed                               a tile loops over
+    dq        kernel_dq     keys and values, as in the forward   keys and values
+    dk, dv    kernel_dkv    queries, do and statistics           queries of all ranks, so no sum over ranks is needed
 
 Example:
     o = tdkernels.ag_attention(q, k, v)         # instead of all-gathers of k and v and an attention with a mask
 """
+
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
 from tdkernels.autotune.modes import get_mode
-from tdkernels.ops.attention.ag_attention import launch, launch_dq
-from tdkernels.ops.attention.ag_attention import pipelined as parts
+from tdkernels.ops.attention.ag_attention import launch, launch_dq, pipelined
 from tdkernels.ops.attention.ag_attention.config import AgAttentionConfig, completed
 from tdkernels.ops.attention.ag_attention.validation import check_attention
 from tdkernels.ops.attention.ag_attention.vendor_attention import KERNELS
@@ -45,11 +49,14 @@ from tdkernels.symm import GroupLike, resolve_group
 from tdkernels.symm.group import group_state
 from tdkernels.symm.whole_call import whole_call
 
-# ---- the specification, in plain torch.distributed ----
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+# ---- reference with plain torch.distributed ----
 
 
 class _AllGather(torch.autograd.Function):
-    """All ranks' shards [B, S / W, ·, ·] as [W, B, S / W, ·, ·]."""
+    """All-gather shards [B, S / W, ·, ·] to [W, B, S / W, ·, ·], with gradient."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -62,8 +69,8 @@ class _AllGather(torch.autograd.Function):
         return reduce_scatter_rows(dy.flatten(0, 1), ctx.group), None
 
 
-def _whole(x, sharding, group):
-    """[B, H, S, D] of all ranks' x, in the order of the sequence."""
+def _gather_sequence(x, sharding, group):
+    """Return x of all ranks as [B, H, S, D], in sequence order."""
     shards = _AllGather.apply(x, group)
     if sharding == "zigzag":
         piece = (x.shape[1] + 1) // 2
@@ -71,28 +78,30 @@ def _whole(x, sharding, group):
     return torch.cat([*shards], dim=1).transpose(1, 2)
 
 
-def pieces_of(rows, sharding, rank, ranks):
-    """The positions of this rank, as (first, count) of one piece or two."""
+def pieces_of(rows: int, sharding: str, rank: int, ranks: int) -> list[tuple[int, int]]:
+    """Return the positions of a rank with ``rows`` positions, as (first position, count) of its one or two pieces."""
     if sharding == "contiguous":
         return [(rank * rows, rows)]
     piece = (rows + 1) // 2
     return [(rank * piece, piece), (ranks * piece + (ranks - 1 - rank) * (rows - piece), rows - piece)]
 
 
-def attend_to_part(q, keys, values, first, causal, scale):
-    """o of queries [B, H, n, D] that begin at a position, by torch."""
+def attend_to_part(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, first: int, causal: bool, scale: float
+) -> torch.Tensor:
+    """Return o of queries [B, H, n, D] that begin at position ``first``, over all keys, with torch."""
     if not causal:
         return F.scaled_dot_product_attention(q, keys, values, scale=scale, enable_gqa=True)
     end = first + q.shape[2]
     mask = causal_lower_right(q.shape[2], end)
-    # Without repeats the causal bias of torch has no grouped heads on a CPU.
+    # On a CPU, torch's causal bias does not support grouped heads, so keys and values are repeated.
     group = q.shape[1] // keys.shape[1]
     keys, values = (x[:, :, :end].repeat_interleave(group, 1) if group > 1 else x[:, :, :end] for x in (keys, values))
     return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale)
 
 
-def _lse_by_torch(q, keys, first, causal, scale):
-    """The logarithms [B, H, n] of the sums of weights, fp32, by so many queries at a time that memory holds them."""
+def _torch_lse(q, keys, first, causal, scale):
+    """Return the log-sum-exp of the scores, [B, H, n] fp32, computed for 1024 queries at a time to limit memory."""
     lse = []
     keys = keys.repeat_interleave(q.shape[1] // keys.shape[1], 1)
     for start in range(0, q.shape[2], 1024):
@@ -105,24 +114,30 @@ def _lse_by_torch(q, keys, first, causal, scale):
     return torch.cat(lse, dim=2)
 
 
-def _parts(q, sharding, group):
-    """This rank's queries [B, Hq, n, D] as [(those of a piece, position of the first)]."""
+def _query_pieces(q, sharding, group):
+    """Return this rank's queries as a list of (queries [B, Hq, n, D] of a piece, position of the first)."""
     pieces = pieces_of(q.shape[1], sharding, group.rank(), group.size())
     queries = q.transpose(1, 2).split([count for _, count in pieces], dim=2)
     return [(part, first) for part, (first, count) in zip(queries, pieces, strict=True) if count]
 
 
-def attend_by_torch(q, k, v, causal, scale, sharding, group, return_lse=False, at_once=None):
-    """(o, lse or None) by torch; of ``at_once`` queries at a time where memory does not hold the scores of all."""
-    keys, values = _whole(k, sharding, group), _whole(v, sharding, group)
+def attend_by_torch(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float, sharding: str,
+    group: "dist.ProcessGroup", return_lse: bool = False, at_once: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Gather keys and values, attend with torch, and return (o, lse or None), with gradients.
+
+    ``at_once`` limits the number of queries per torch call, if the scores of all queries do not fit into memory.
+    """
+    keys, values = _gather_sequence(k, sharding, group), _gather_sequence(v, sharding, group)
     parts = [
-        (rows, first + number * (at_once or 0)) for part, first in _parts(q, sharding, group)
+        (rows, first + number * (at_once or 0)) for part, first in _query_pieces(q, sharding, group)
         for number, rows in enumerate(part.split(at_once or part.shape[2], dim=2))
     ]
     o = torch.cat([attend_to_part(rows, keys, values, first, causal, scale) for rows, first in parts], dim=2)
     if not return_lse:
         return o.transpose(1, 2), None
-    lse = torch.cat([_lse_by_torch(rows, keys, first, causal, scale) for rows, first in parts], dim=2)
+    lse = torch.cat([_torch_lse(rows, keys, first, causal, scale) for rows, first in parts], dim=2)
     return o.transpose(1, 2), lse.transpose(1, 2)
 
 
@@ -130,62 +145,62 @@ def ag_attention_ref(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True, scale: float | None = None,
     sharding: str = "contiguous", return_lse: bool = False, group: GroupLike = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """The specification of ``ag_attention``: keys and values are gathered, then torch attends; with gradients."""
+    """Compute ``ag_attention`` in plain torch: all-gathers of k and v, then attention. Supports gradients."""
     scale = q.shape[3] ** -0.5 if scale is None else scale
     o, lse = attend_by_torch(q, k, v, causal, scale, sharding, resolve_group(group), return_lse)
-    return (o, lse) if return_lse else o
+    return (o, lse) if return_lse else o  # type: ignore[return-value]
 
 
-# ---- torch.library: what torch.compile sees ----
+# ---- torch.library operators, which torch.compile traces ----
 
 
-def padded(x):
-    """x with heads of a multiple of 16 bytes: what TMA can fetch. fp32 is not fetched so."""
+def padded(x: torch.Tensor) -> torch.Tensor:
+    """Return x with heads padded to a multiple of 16 bytes, as TMA needs. fp32 is not loaded by TMA and not padded."""
     return gemm_operands.widened(x, round_up(x.shape[3], 8)) if x.element_size() == 2 else x
 
 
-def _ready(*tensors):
+def _normalize_operands(*tensors):
     return [gemm_operands.rows_contiguous(padded(x)) for x in tensors]
 
 
-def _cut(x, width):
-    """x without what was padded."""
+def _without_padding(x, width):
+    """Return the first ``width`` elements of each head, without the padding."""
     return x if x.shape[3] == width else x[..., :width].contiguous()
 
 
-def _chosen(q, k, v, causal, scale, sharding, group):
-    """The config of a call that was given none."""
+def _select_config(q, k, v, causal, scale, sharding, group):
+    """Select a config for a call without one; None means the heuristic."""
     ranks = group.size()
     if ranks == 1 or not q.shape[1]:
-        return None  # there is nothing to tune: the default
+        return None  # there is nothing to tune
     if spans_nodes(group):
         return AgAttentionConfig(method="torch")
 
     def describe():
         sizes = q.shape[0], ranks * q.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3]
-        layout = f"causal {sharding}" if causal else "full"  # without a mask it does not matter which rank has what
+        layout = f"causal {sharding}" if causal else "full"  # without a mask the sharding does not matter
         return sizes, layout, launch.problem_fields(q, k, v, causal, sharding, scale)
 
     call = q.shape, k.shape, v.shape, causal, sharding, scale
     return select("ag_attention", q, group, call, describe).config
 
 
-def _settled(q, k, v, causal, scale, sharding, group, config):
-    """The complete config of a call, on which all ranks have agreed as on the rest of it."""
-    chosen_for_it = config is None
-    if chosen_for_it:
-        config = _chosen(q, k, v, causal, scale, sharding, group)
-    config = completed(config, q.shape[1], max(q.shape[3], v.shape[3]), q.dtype, q.device, chosen_for_it)
+def _resolve_config(q, k, v, causal, scale, sharding, group, config):
+    """Return the complete config of a call, after a consensus check of the call and the config."""
+    selected = config is None
+    if selected:
+        config = _select_config(q, k, v, causal, scale, sharding, group)
+    config = completed(config, q.shape[1], max(q.shape[3], v.shape[3]), q.dtype, q.device, selected)
     fields = with_config(launch.problem_fields(q, k, v, causal, sharding, scale), config)
     group_state(group).check_consensus_cached("ag_attention", fields)
     return config
 
 
 def _by_name(q, k, v, causal, scale, sharding, group, config):
-    """(the group, its config) of a call that has come through torch.library, where both are text."""
+    """Return (group, complete config) of a torch.library call, which passes both as text."""
     group = torch_op.group_by_name(group)
     given = from_text(AgAttentionConfig, config) if config else None
-    return group, _settled(q, k, v, causal, scale, sharding, group, given)
+    return group, _resolve_config(q, k, v, causal, scale, sharding, group, given)
 
 
 @whole_call
@@ -199,13 +214,13 @@ def _forward(q, k, v, causal, scale, sharding, group, config):
 
 
 def _overlapped(q, k, v, causal, scale, sharding, group, config):
-    """(o, lse) with a complete config, which says nothing where there are no positions."""
+    """Return (o, lse) for a complete config, which is ignored if S / W is 0."""
     if not q.shape[1]:
         return _fake_forward(q, k, v)
     if config.method in KERNELS:
-        return parts.forward(q, k, v, causal, sharding, scale, group, config)
-    o, lse = launch.launch(*_ready(q, k, v), causal, sharding, scale, group, config)
-    return _cut(o, v.shape[3]), lse
+        return pipelined.forward(q, k, v, causal, sharding, scale, group, config)
+    o, lse = launch.launch(*_normalize_operands(q, k, v), causal, sharding, scale, group, config)
+    return _without_padding(o, v.shape[3]), lse
 
 
 @whole_call
@@ -217,19 +232,21 @@ def _backward(do, dlse, q, k, v, o, lse, need_dq, need_dk, need_dv, causal, scal
     do = torch.zeros_like(o) if do is None else do
     if config.method == "torch":
         gradients = _torch_gradients(q, k, v, do, dlse, causal, scale, sharding, group)
-    elif config.backward in KERNELS and dlse is None:  # what they are given has no place for it
-        gradients = parts.backward(q, k, v, o, lse, do, wanted, causal, sharding, scale, group, config)
+    elif config.backward in KERNELS and dlse is None:  # torch's kernels take no gradient of lse
+        gradients = pipelined.backward(q, k, v, o, lse, do, wanted, causal, sharding, scale, group, config)
     else:
         dlse = None if dlse is None else dlse.contiguous()
-        operands = *_ready(q, k, v, o), lse, *_ready(do), dlse
+        operands = *_normalize_operands(q, k, v, o), lse, *_normalize_operands(do), dlse
         gradients = launch_dq.launch(*operands, wanted, causal, sharding, scale, group, config)
-    cut = (dx if dx is None else _cut(dx, x.shape[3]) for dx, x in zip(gradients, (q, k, v), strict=True))
-    return pack_gradients(cut, (q, k, v), wanted)
+    unpadded = (
+        dx if dx is None else _without_padding(dx, x.shape[3]) for dx, x in zip(gradients, (q, k, v), strict=True)
+    )
+    return pack_gradients(unpadded, (q, k, v), wanted)
 
 
 @torch.enable_grad()
 def _torch_gradients(q, k, v, do, dlse, causal, scale, sharding, group):
-    """(dq, dk, dv) by torch, for which it attends once more."""
+    """Return (dq, dk, dv) computed with torch, which recomputes the forward."""
     inputs = [x.detach().requires_grad_() for x in (q, k, v)]
     outputs = attend_by_torch(*inputs, causal, scale, sharding, group, return_lse=dlse is not None)
     if dlse is None:
@@ -270,15 +287,18 @@ class _AgAttention(torch.autograd.Function):
     def backward(ctx, do, dlse):
         autograd.reject_second_derivatives("ag_attention")
         need = ctx.needs_input_grad[:3]
-        dlse = dlse if ctx.returns_lse else None  # torch.compile makes zeros of None
+        dlse = dlse if ctx.returns_lse else None  # torch.compile passes zeros instead of None
         gradients = torch.ops.tdkernels.ag_attention_backward(do, dlse, *ctx.saved_tensors, *need, *ctx.call)
         return *unpack_gradients(gradients, need), *[None] * 6
 
 
-def attend(q, k, v, causal, scale, sharding, return_lse, group, config):
-    """(o, lse, or None where nobody wants it) with a complete config.
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float, sharding: str, return_lse: bool,
+    group: "dist.ProcessGroup", config: AgAttentionConfig,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return (o, lse) for a complete config. With method "torch", lse is None without ``return_lse``.
 
-    What torch computes it differentiates too, without attending a second time.
+    In eager mode, torch also differentiates method "torch", so its backward does not recompute the attention.
     """
     if config.method == "torch" and q.shape[1]:
         return attend_by_torch(q, k, v, causal, scale, sharding, group, return_lse)
@@ -292,43 +312,45 @@ def ag_attention(
     sharding: str = "contiguous", return_lse: bool = False, group: GroupLike = None,
     config: AgAttentionConfig | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attention of this rank's queries to the keys and values of all ranks, which travel meanwhile.
+    """Compute attention of this rank's queries over the keys and values of all ranks, and gather these concurrently.
 
     Args:
-        q: [B, S / W, Hq, D] bf16, fp16 or fp32; any S / W, the same on all ranks; D from 16 to 256
-        k: [B, S / W, Hkv, D], v: [B, S / W, Hkv, Dv], Hq a multiple of Hkv; same dtype; Dv from 16 to 256
-        causal: a query sees its own position and those before it, else all
-        scale: of the scores, positive; None takes D ** -0.5
-        sharding: "contiguous": rank r has the r-th S / W positions; "zigzag": of 2 W pieces it has r and 2 W - 1 - r,
-            one after the other, which balances causal work; where S / W is odd, each rank's second piece is the shorter
-            one
-        return_lse: return lse too
-        group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the world (W ranks)
-        config: AgAttentionConfig, the same on all ranks; None takes the best one known, see tdkernels.autotune
+        q: Queries [B, S / W, Hq, D] in bf16, fp16 or fp32. S / W is arbitrary, but the same on all ranks. D is 16 to
+            256.
+        k: Keys [B, S / W, Hkv, D] in the dtype of q. Hq is a multiple of Hkv.
+        v: Values [B, S / W, Hkv, Dv] in the dtype of q. Dv is 16 to 256.
+        causal: If True, a query attends to its own position and the positions before it, otherwise to all positions.
+        scale: Factor of the scores, positive. None means D ** -0.5.
+        sharding: "contiguous": rank r has the r-th S / W positions. "zigzag": rank r has pieces r and 2 W - 1 - r of
+            2 W pieces, concatenated, which balances causal work. If S / W is odd, the second piece is the shorter one.
+        return_lse: Also return lse.
+        group: A ProcessGroup, a one-dimensional DeviceMesh, or None for the default group (W ranks).
+        config: AgAttentionConfig, the same on all ranks. None selects the best known config (see tdkernels.autotune).
 
     Returns:
-        o: [B, S / W, Hq, Dv], dtype of q, accumulated in fp32; with return_lse also lse: [B, S / W, Hq] fp32, the
-        natural logarithm of each query's sum of exponentiated scores
+        o [B, S / W, Hq, Dv] in the dtype of q, accumulated in fp32. With ``return_lse`` (o, lse), where lse is
+        [B, S / W, Hq] float32, the natural logarithm of each query's sum of exponentiated scores.
 
     Gradient:
-        dq, dk, dv, each of its shard, over the queries of all ranks; dlse counts too. The same bits each time, unless
-        they are made by torch's kernels (config.backward; see AgAttentionConfig)
+        dq, dk and dv of this rank's shards, over the queries of all ranks and including the gradient of lse. They are
+        deterministic, unless torch's kernels compute them (``AgAttentionConfig.backward``).
 
     Raises:
-        TypeError or ValueError: for operands that do not fit, with their shapes, before anything is launched
-        ValueError: on every rank when the ranks disagree
-        PeerTimeoutError: when a peer does not come (on a GPU at the next call or at tdkernels.synchronize())
-        RuntimeError: in a backward with create_graph=True
+        TypeError, ValueError: If operands are invalid; the message has their shapes. Nothing has been launched.
+        ValueError: On every rank, if the ranks disagree.
+        PeerTimeoutError: If a peer does not make the call in time. On a GPU it is raised by the next call or by
+            tdkernels.synchronize().
+        RuntimeError: In a backward with create_graph=True.
 
     Contract:
-        collective over group, and so is the backward: all ranks must want gradients of the same operands, and of lse or
-        not; host sync: no (the first call with a shape agrees with the peers and allocates); CUDA graph: yes, after one
-        call outside; the caller owns the output
+        Collective over ``group``, and so is the backward: all ranks must need gradients of the same operands, and all
+        or none must have a gradient of lse. No host synchronization, but the first call with a shape communicates with
+        the peers and allocates. Can be captured in a CUDA graph after one call outside. The caller owns the output.
 
     Source:
-        online softmax by blocks: FlashAttention-2 (https://arxiv.org/abs/2307.08691); the gather beside it:
-        Triton-distributed (https://arxiv.org/abs/2504.19442); two pieces a rank: Llama 3
-        (https://arxiv.org/abs/2407.21783)
+        Online softmax by blocks: FlashAttention-2 (https://arxiv.org/abs/2307.08691). Overlapped gather:
+        Triton-distributed (https://arxiv.org/abs/2504.19442). Two pieces per rank: Llama 3
+        (https://arxiv.org/abs/2407.21783).
     """
     group = resolve_group(group)
     settings = causal, scale, sharding, return_lse, config, get_mode()
@@ -349,7 +371,7 @@ def ag_attention(
             o, lse = torch.ops.tdkernels.ag_attention(q, k, v, *call)
     else:
         if checked is None:
-            checked = _settled(q, k, v, causal, scale, sharding, group, config)
+            checked = _resolve_config(q, k, v, causal, scale, sharding, group, config)
             call_cache.insert(group, checked_key, checked)
         o, lse = attend(q, k, v, causal, scale, sharding, return_lse, group, checked)
         if call_cache.is_current(group, key):
@@ -358,14 +380,14 @@ def ag_attention(
 
 
 def _known_call(q, v, causal, scale, sharding, return_lse, config):
-    """A CachedCall of (o, lse), with a complete config."""
+    """Return the CachedCall that computes (o, lse) with a complete config."""
     shapes = [torch.Size([*q.shape[:3], v.shape[3]]), q.shape[:3]]
 
     def run(group, q, k, v):
         return attend(q, k, v, causal, scale, sharding, return_lse, group, config)
 
     def bind(group, *operands):
-        return launch.bind_call(operands, *_ready(*operands), causal, sharding, scale, group, config)
+        return launch.bind_call(operands, *_normalize_operands(*operands), causal, sharding, scale, group, config)
 
     is_launch = config.method == "fused" and q.shape[1] > 0
     return call_cache.CachedCall(run, bind if is_launch else None, shapes)

@@ -1,15 +1,19 @@
-"""ag_attention by the attention kernels that torch brings, cuDNN's or flash attention's, on one rank's keys at a time.
+"""Methods "cudnn" and "flash" of ag_attention: torch's attention kernels, called on the keys of one rank at a time.
 
-Own keys come first: causal, a rank's queries and keys are one triangle, whether it has one piece of the sequence or
-two. Those of the ranks below follow, rank by rank, as the copy engine brings them (``AsyncAllGather``), and what our
-queries see of them is a rectangle. Attention to some of the keys is merged with that to others by their lse, in fp32.
+Forward. Own keys come first. With a causal mask, the rank's own queries and keys form one triangle, for one piece of
+the sequence per rank and for two. The keys of the other ranks follow, beginning with the rank below, in the order in
+which the copy engine brings them (``AsyncAllGather``). The part of them that this rank's queries attend to is a
+rectangle. Results over different keys are merged by their lse, in fp32.
 
-Backward, keys and values are gathered again and the same triangle and rectangles gone through; with o and lse of all
-keys a part of them is enough for its share of the gradients. Ours of k and v of another rank are sent there while the
-next ones are made (``collectives.async_reduce_scatter``), and added up by the owner, in fp32 and in rank order.
+Backward. Keys and values are gathered again, and processed as the same triangle and rectangles. With o and lse over all
+keys, the kernels compute the contribution of each set of keys. A contribution to dk and dv of another rank is sent to
+this rank while the next one is computed (``AsyncReduceScatter``). The owner sums all contributions in fp32 and in rank
+order.
 """
 
+from collections.abc import Sequence
 from contextlib import nullcontext
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -24,9 +28,17 @@ from tdkernels.rounding import round_up
 from tdkernels.symm.group import group_state
 from tdkernels.symm.workspace import refuse_nodes
 
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
-def seen(rows, causal, sharding, rank, source):
-    """(first, count): our queries from ``first`` on see the first ``count`` keys of another rank, and no others."""
+    from tdkernels.ops.attention.ag_attention.config import AgAttentionConfig
+
+
+def seen(rows: int, causal: bool, sharding: str, rank: int, source: int) -> tuple[int, int]:
+    """Return (first, count): queries of ``rank`` from ``first`` on attend to the first ``count`` keys of ``source``.
+
+    The other queries of ``rank`` attend to no key of ``source``.
+    """
     if not causal:
         return 0, rows
     if sharding == "contiguous":
@@ -36,16 +48,18 @@ def seen(rows, causal, sharding, rank, source):
 
 
 class _Keys:
-    """All ranks' keys and values: a context in which those ``of`` what is ``far`` can be read, in its order.
+    """Context manager that gathers keys and values. Inside it, ``of`` returns the keys of the ranks in ``far``.
 
-    ``far``: for each rank of which we see some, as they come: (step, rank, our first query, how many keys)
+    Attributes:
+        far: One (step, rank, first query, number of keys) for each other rank whose keys this rank attends to, in the
+            order of arrival. ``of`` must be called in this order.
     """
 
     def __init__(self, k, v, causal, sharding, group, fields):
         self._heads, self._rows, self._d = k.shape[2], k.shape[1], k.shape[3]
         self._gather, self.far = None, []
         if group.size() > 1:
-            # Side by side, for a gather has one tensor.
+            # Concatenated, since AsyncAllGather gathers one tensor.
             lines = torch.cat([k.flatten(2), v.flatten(2)], 2).flatten(0, 1)
             self._gather = AsyncAllGather("ag_attention", fields, lines, group, lines.shape[0], copies=True)
             sources = ((step, self._gather.source(step)) for step in range(1, group.size()))
@@ -63,50 +77,59 @@ class _Keys:
             self._gather.__exit__(*error)
 
     def of(self, step, source, count):
-        """The first keys and values of a rank, for which the current stream waits."""
+        """Return the first ``count`` keys and values of a rank; the current stream waits for them."""
         self._gather.wait(step)
         lines = self._gather.gathered[source].unflatten(0, (-1, self._rows))[:, :count]
         return [x.unflatten(2, (self._heads, -1)) for x in lines.split(self._heads * self._d, 2)]
 
 
-def _of_one_width(*tensors):
-    """The tensors, with heads of as many elements, a multiple of 8: of zeros past their ends. Rows are aligned."""
+def _pad_to_common_width(*tensors):
+    """Return the tensors zero-padded to one common head dimension, a multiple of 8, with aligned rows."""
     width = round_up(max(x.shape[3] for x in tensors), 8)
     return [_aligned(gemm_operands.widened(x, width)) for x in tensors]
 
 
 def _aligned(x):
-    """x, copied unless every row of a head is memory of its own, and begins at a multiple of 16 bytes."""
+    """Return x, or a copy if rows of heads overlap or do not begin at a multiple of 16 bytes."""
     steps = [stride * x.element_size() for stride, size in zip(x.stride()[:3], x.shape) if size > 1]
-    signature = x.stride(3) == 1 and all(steps) and not any(step % 16 for step in (x.data_ptr(), *steps))
-    return x if signature else x.clone(memory_format=torch.contiguous_format)
+    is_aligned = x.stride(3) == 1 and all(steps) and not any(step % 16 for step in (x.data_ptr(), *steps))
+    return x if is_aligned else x.clone(memory_format=torch.contiguous_format)
 
 
 def _fields(what, q, k, v, causal, sharding, scale, config):
     return {"by parts": what, **with_config(problem_fields(q, k, v, causal, sharding, scale), config)}
 
 
-def forward(q, k, v, causal, sharding, scale, group, config):
-    """(o, lse) of q, k and v [B, S / W, ·, ·] that are not empty; ``config`` is complete."""
-    # Keys could be gathered across nodes, but the sums of the backward have no form for them yet.
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, sharding: str, scale: float,
+    group: "dist.ProcessGroup", config: "AgAttentionConfig",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (o, lse) of non-empty q, k and v [B, S / W, ·, ·]; ``config`` is complete."""
+    # AsyncAllGather supports several nodes, but AsyncReduceScatter of the backward does not.
     refuse_nodes("ag_attention", group_state(group))
     kernel, dv = KERNELS[config.method], v.shape[3]
     fields = _fields("forward", q, k, v, causal, sharding, scale, config)
-    q, k, v = _of_one_width(q, k, v)
+    q, k, v = _pad_to_common_width(q, k, v)
     with _Keys(k, v, causal, sharding, group, fields) as keys:
         o, lse = kernel.forward(q, k, v, causal, scale)
         for number, (step, source, first, count) in enumerate(keys.far, 1):
             part = kernel.forward(q[:, first:], *keys.of(step, source, count), False, scale)
-            o, lse = merge(o, lse, *part, first, q.dtype if number == len(keys.far) else torch.float32)
+            o, lse = merge(  # type: ignore[call-arg]
+                o, lse, *part, first, q.dtype if number == len(keys.far) else torch.float32
+            )
     return o[..., :dv].contiguous(), lse
 
 
-def backward(q, k, v, o, lse, do, wanted, causal, sharding, scale, group, config):
-    """(dq, dk, dv), those that are ``wanted`` or None."""
+def backward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor,
+    wanted: Sequence[bool], causal: bool, sharding: str, scale: float, group: "dist.ProcessGroup",
+    config: "AgAttentionConfig",
+) -> tuple[torch.Tensor | None, ...]:
+    """Return (dq, dk, dv), with None for each gradient that is not ``wanted``."""
     kernel = KERNELS[config.backward]
     fields = _fields("backward", q, k, v, causal, sharding, scale, config)
     widths = q.shape[3], k.shape[3], v.shape[3]
-    q, k, v, o, do = _of_one_width(q, k, v, o, do)
+    q, k, v, o, do = _pad_to_common_width(q, k, v, o, do)
     keys = _Keys(k, v, causal, sharding, group, fields)
     sums = _KeySums(k, v, causal, sharding, group, fields) if wanted[1] or wanted[2] else None
 
@@ -116,9 +139,9 @@ def backward(q, k, v, o, lse, do, wanted, causal, sharding, scale, group, config
 
     with keys, sums or nullcontext():
         dq, *own = gradients(0, k, v, causal)
-        total = dq.float() if len(keys.far) > 1 else dq  # a single addition rounds once, whatever it adds to
+        total = dq.float() if len(keys.far) > 1 else dq  # a single addition rounds once in any dtype
         for step, source, first, count in keys.far:
-            dq, *of_source = gradients(first, *keys.of(step, source, count), False)
+            dq, *of_source = gradients(first, *keys.of(step, source, count), False)  # type: ignore[call-arg]
             if sums is not None:
                 sums.send(source, *of_source)
             total[:, first:] += dq
@@ -128,9 +151,9 @@ def backward(q, k, v, o, lse, do, wanted, causal, sharding, scale, group, config
 
 
 class _KeySums:
-    """Gradients of keys and values, of which every rank that sees them makes a part: a context for ``send`` and ``of``.
+    """Context manager that sums the contributions of all ranks to dk and dv, with ``send`` and ``of``.
 
-    A part [B, n, Hkv, D + Dv] is of the owner's first n keys, gradients of k and v side by side.
+    A contribution [B, n, Hkv, D + Dv] covers the first n keys of their owner. It has dk and dv concatenated.
     """
 
     def __init__(self, k, v, causal, sharding, group, fields):
@@ -152,12 +175,12 @@ class _KeySums:
         self._scatter.send(owner, torch.cat([dk, dv], 3))
 
     def of(self, dk, dv):
-        """Our (dk, dv), with what the others have sent of them."""
-        parts = [(dk, dv) if source == self._rank else self._from(source, dk) for source in range(self._ranks)]
+        """Return this rank's [dk, dv]: its own contribution plus those received from the peers."""
+        parts = [(dk, dv) if source == self._rank else self._received_from(source, dk) for source in range(self._ranks)]
         return [_sum(own, of_all) for own, of_all in zip((dk, dv), zip(*filter(None, parts)), strict=True)]
 
-    def _from(self, source, dk):
-        """The (dk, dv) of another rank, if its queries see any of our keys."""
+    def _received_from(self, source, dk):
+        """Return the (dk, dv) received from a rank, or None if its queries attend to no key of this rank."""
         _, count = seen(self._rows, *self._call, source, self._rank)
         if not count:
             return None
@@ -166,7 +189,7 @@ class _KeySums:
 
 
 def _sum(own, parts):
-    """Parts added in fp32 and in their order; of two, one of them ours, a single addition rounds once, as that does."""
+    """Sum parts in fp32 and in their order. Two parts need no fp32: a single addition to ``own`` also rounds once."""
     if len(parts) > 2:
         total = torch.zeros(own.shape, dtype=torch.float32, device=own.device)
         for part in parts:

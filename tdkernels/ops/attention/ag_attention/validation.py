@@ -1,18 +1,25 @@
-"""Checks of what a user passes to ag_attention, before anything is launched."""
+"""Validation of the arguments of ag_attention, before anything is launched."""
 
 import math
+from typing import TYPE_CHECKING, Any
 
 from tdkernels.ops.attention.ag_attention.config import AgAttentionConfig
 from tdkernels.ops.attention.ag_attention.vendor_attention import KERNELS
 from tdkernels.ops.common.config import check_config
 from tdkernels.ops.common.validation import check_floats
 
+if TYPE_CHECKING:
+    import torch
+
 SHARDINGS = ("contiguous", "zigzag")
-LEAST, MOST = 16, 256  # elements of a head
+LEAST, MOST = 16, 256  # limits of the head dimensions D and Dv
 
 
-def check_attention(operator, q, k, v, causal, scale, sharding, config):
-    """Raise TypeError or ValueError, naming the argument and its shape, unless the call makes sense."""
+def check_attention(
+    operator: str, q: "torch.Tensor", k: "torch.Tensor", v: "torch.Tensor", causal: Any, scale: Any, sharding: Any,
+    config: Any,
+) -> None:
+    """Raise TypeError or ValueError if the arguments are invalid. The message names the argument and its shape."""
     tensors = {"q": q, "k": k, "v": v}
     check_floats(operator, tensors, memory=True)
     for name, tensor in tensors.items():
@@ -32,6 +39,7 @@ def check_attention(operator, q, k, v, causal, scale, sharding, config):
 
 
 def _check_widths(operator, config, q, v):
+    """Raise ValueError if a head dimension is too large for the torch kernel of the config."""
     for name in ("method", "backward"):
         kernel = KERNELS.get(getattr(config, name))
         if kernel is not None and max(q.shape[3], v.shape[3]) > kernel.widest:
@@ -58,8 +66,11 @@ def _check_shapes(operator, q, k, v):
         if shapes[name][:2] != shapes["q"][:2]:
             raise ValueError(f"{operator}: q {shapes['q']} and {name} {shapes[name]} must have the same B and S / W")
     if shapes["k"][2] != shapes["v"][2]:
-        raise ValueError(f"{operator}: k {shapes['k']} and v {shapes['v']} must have as many heads")
+        raise ValueError(f"{operator}: k {shapes['k']} and v {shapes['v']} must have the same number of heads")
     if shapes["q"][2] % shapes["k"][2]:
-        raise ValueError(f"{operator}: the heads of q {shapes['q']} must be a multiple of those of k {shapes['k']}")
+        raise ValueError(
+            f"{operator}: the number of heads of q {shapes['q']} must be a multiple of the number of heads of k "
+            f"{shapes['k']}"
+        )
     if shapes["q"][3] != shapes["k"][3]:
         raise ValueError(f"{operator}: the last dimension of q {shapes['q']} and of k {shapes['k']} must be the same D")

@@ -1,42 +1,48 @@
-"""Attention kernels that torch brings, all called alike, with the lse that lets attention to parts be merged.
+"""Attention kernels of torch (cuDNN and flash attention) behind one interface.
 
     forward(q, k, v, causal, scale) -> (o, lse)
     backward(q, o, lse, do, k, v, causal, scale) -> (dq, dk, dv)
 
-q, o, do [B, n, Hq, D], k, v [B, m, Hkv, D] with a last dimension that is contiguous; lse [B, n, Hq] fp32, natural.
-Causal, n = m. What o and lse the backward is given may be of more keys than k has: then it returns the share of these.
+Shapes are q, o, do [B, n, Hq, D] and k, v [B, m, Hkv, D], with a contiguous last dimension; lse is [B, n, Hq] fp32, in
+natural log. With ``causal``, n = m. The lse allows results over different keys to be merged. In the backward, o and lse
+may cover more keys than k has; the result is then the contribution of the keys in k.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
 from tdkernels.runtime import gpu
 
 _aten = torch.ops.aten
-_HAS_CUDNN = torch.backends.cudnn.is_available()  # here, since torch.compile cannot ask
+_HAS_CUDNN = torch.backends.cudnn.is_available()  # evaluated at import, since torch.compile cannot trace the call
 _HAS_FLASH = torch.backends.cuda.is_flash_attention_available()
 
 
 class TorchKernel(NamedTuple):
-    """One kernel of torch's.
+    """An attention kernel of torch.
 
-    Attributes: ``why_not``: (device) -> why it is not there, or None; ``widest``: elements of a head that it can take
+    Attributes:
+        forward: See the module.
+        backward: See the module.
+        why_not: (device) -> why the kernel is not available, or None if it is.
+        widest: Largest head dimension.
     """
 
-    forward: object
-    backward: object
-    why_not: object
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+    why_not: Callable[[torch.device], str | None]
     widest: int
 
 
 def _by_head(*tensors):
-    """[B, H, n, ·] of tensors [B, n, H, ·]."""
+    """Return tensors [B, n, H, ·] as [B, H, n, ·]."""
     return [x.transpose(1, 2) for x in tensors]
 
 
 def _by_row(*tensors):
-    """Back again; contiguous."""
+    """Return tensors [B, H, n, ·] as contiguous [B, n, H, ·]."""
     return [x.transpose(1, 2).contiguous() for x in tensors]
 
 
@@ -49,7 +55,7 @@ def _cudnn_forward(q, k, v, causal, scale):
 
 
 def _cudnn_backward(q, o, lse, do, k, v, causal, scale):
-    seed = torch.empty((), dtype=torch.int64, device=q.device)  # of a dropout that there is not
+    seed = torch.empty((), dtype=torch.int64, device=q.device)  # unused, since there is no dropout
     lse = lse.transpose(1, 2).contiguous()[..., None]
     gradients = _aten._scaled_dot_product_cudnn_attention_backward(
         *_by_head(do, q, k, v, o), lse, seed, seed, None, None, None, q.shape[1], k.shape[1], 0.0, causal, scale=scale
@@ -61,7 +67,7 @@ def _why_not_cudnn(device):
     if device.type != "cuda" or torch.version.hip:
         return "cuDNN runs on NVIDIA GPUs"
     if gpu.capability(device) < (8, 0) or not _HAS_CUDNN:
-        return "cuDNN's attention wants a GPU of sm_80 or later, and a torch that brings cuDNN"
+        return "cuDNN attention needs a GPU of sm_80 or later, and a torch build with cuDNN"
     return None
 
 
@@ -91,11 +97,11 @@ def _why_not_flash(device):
         return None
     old = not torch.version.hip and gpu.capability(device) < (8, 0)
     if old or not _HAS_FLASH:
-        return "flash attention wants a GPU of sm_80 or later, and a torch that brings it"
+        return "flash attention needs a GPU of sm_80 or later, and a torch build with it"
     return None
 
 
-# ---- on CPUs, where heads cannot be grouped ----
+# ---- flash attention on CPUs, which does not support grouped heads ----
 
 
 def _repeated(group, *tensors):
@@ -122,9 +128,9 @@ KERNELS = {
 }
 
 
-def why_not(name, device, dtype):
-    """Why the kernel of that name cannot run on a device, in a dtype; None when it can."""
+def why_not(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return why the kernel with a name cannot run with a device and a dtype, or None if it can."""
     reason = KERNELS[name].why_not(device)
     if reason is None and dtype == torch.float32 and device.type != "cpu":
-        return f"{name} has bf16 and fp16 only"
+        return f"{name} supports bf16 and fp16 only"
     return reason

@@ -1,1 +1,1 @@
-"""Attention of new tokens to a cache whose keys are divided between the ranks."""
+"""Decode attention over a key-value cache that is sharded along the sequence."""

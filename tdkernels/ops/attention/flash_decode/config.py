@@ -1,25 +1,30 @@
-"""How flash_decode runs: its config, the default for a device, and what a config needs of shared memory."""
+"""Configs of flash_decode, their shared-memory use, and the heuristic that selects one."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from tdkernels.rounding import cdiv, next_power_of_2
 from tdkernels.runtime import gpu
 
-_MAX_ROWS, _MAX_WIDE_ROWS = 64, 32  # query rows of a tile; of heads of more than 256
-_FEW_BLOCKS = 16  # of keys, for a multiprocessor
-MAX_PROGRAMS = 8192  # more than any GPU holds at a time: what there are private words for
+if TYPE_CHECKING:
+    import torch
+
+_MAX_ROWS, _MAX_WIDE_ROWS = 64, 32  # query rows per tile; the second for heads with more than 256 elements
+_FEW_BLOCKS = 16  # with fewer blocks of keys per SM, one program per SM is used
+MAX_PROGRAMS = 8192  # more than fit on any GPU at a time; flags are allocated for this many
 
 
 @dataclass(frozen=True)
 class FlashDecodeConfig:
-    """How ``flash_decode`` runs.
+    """Config of ``flash_decode``.
 
     Attributes:
-        method: "fused", or "torch": attention of this rank's keys in plain torch, then a plain all-gather
-        block_n: keys that a program takes at a time
-        num_warps: of a program
-        num_stages: blocks of keys that are on their way to a program at the same time
-        num_programs: that share the keys; 0 takes as many as fit the device at a time
+        method: "fused", or "torch" for attention over this rank's keys in torch, then torch's all-gather. The other
+            fields apply to "fused" only.
+        block_n: Keys per block of the main loop. A power of two of at least 16.
+        num_warps: Warps per program: 1, 2, 4, 8 or 16.
+        num_stages: Pipeline stages of the main loop, at least 1.
+        num_programs: Programs that share the keys, at most 8192. 0 means as many as fit on the device at a time.
     """
 
     method: str = "fused"
@@ -28,12 +33,20 @@ class FlashDecodeConfig:
     num_stages: int = 3
     num_programs: int = 0
 
-    def illegal(self, device, dtype):
-        """Why this config cannot run on a device with a dtype; None when it can."""
+    def illegal(self, device: "torch.device", dtype: "torch.dtype") -> str | None:
+        """Check whether this config can run.
+
+        Args:
+            device: Device of the call.
+            dtype: Dtype of q.
+
+        Returns:
+            Why the config cannot run, or None if it can.
+        """
         if self.method not in ("fused", "torch"):
             return f'method must be "fused" or "torch", not {self.method!r}'
         if self.method == "torch":
-            return None  # takes none of the rest
+            return None  # the other fields are not used
         if self.block_n < 16 or self.block_n & (self.block_n - 1):
             return f"block_n must be a power of two of at least 16, not {self.block_n}"
         if self.num_warps not in (1, 2, 4, 8, 16):
@@ -44,10 +57,17 @@ class FlashDecodeConfig:
             return f"num_programs must be from 0 to {MAX_PROGRAMS}, not {self.num_programs}"
         return None
 
-    def shared_memory_bytes(self, shape):
-        """What the stages of a main loop take, the last of which waits in registers, and the query rows beside them.
+    def shared_memory_bytes(self, shape: "DecodeShape") -> int:
+        """Return the shared memory of a program in bytes: the stages of the main loop, and the query rows.
 
-        With a paged cache, whose blocks are looked up first, another stage is spent on that.
+        One stage is held in registers. For a paged cache, the pipeline spends one more stage on reading the block
+        table.
+
+        Args:
+            shape: Sizes of the call.
+
+        Returns:
+            The estimate in bytes.
         """
         stages = max(self.num_stages - 1 - shape.paged, 1)
         return stages * self.block_n * shape.bytes_of_key + 2 * shape.block_m * shape.bytes_of_query
@@ -55,10 +75,18 @@ class FlashDecodeConfig:
 
 @dataclass(frozen=True)
 class DecodeShape:
-    """The sizes of a call, and what a kernel makes of them; q [batch, queries, heads * group, d].
+    """Sizes of a call and the tile sizes that follow from them, for q [batch, queries, heads * group, d].
 
     Attributes:
-        group: query heads of a cache's head; value_is_key: the values are the first columns of the keys' memory
+        batch: Number of sequences.
+        queries: Query tokens per sequence, Tq.
+        heads: Heads of the cache, Hkv.
+        group: Query heads per head of the cache.
+        d: Elements per head of the keys.
+        dv: Elements per head of the values.
+        cache_bytes: Bytes per element of the caches.
+        value_is_key: Whether the values are the first columns of the keys' memory (MLA).
+        paged: Whether the caches are paged.
     """
 
     batch: int
@@ -72,63 +100,72 @@ class DecodeShape:
     paged: bool = False
 
     @property
-    def rows(self):
+    def rows(self) -> int:
+        """Query rows that read the same head of the cache."""
         return self.queries * self.group
 
     @property
-    def rows_of_tile(self):
+    def rows_of_tile(self) -> int:
+        """Query rows per tile."""
         return min(next_power_of_2(self.rows), _MAX_WIDE_ROWS if self.is_wide else _MAX_ROWS)
 
     @property
-    def is_wide(self):
+    def is_wide(self) -> bool:
+        """Whether heads have more than 256 elements."""
         return max(self.d, self.dv) > 256
 
     @property
-    def block_m(self):
-        """Rows that a product computes; tensor cores take no fewer than 16."""
+    def block_m(self) -> int:
+        """Rows of a ``tl.dot``, at least 16 as required by tensor cores."""
         return max(self.rows_of_tile, 16)
 
     @property
-    def tiles(self):
+    def tiles(self) -> int:
+        """Number of tiles: batch entries times heads times blocks of query rows."""
         return self.batch * self.heads * cdiv(self.rows, self.rows_of_tile)
 
     @property
-    def parts_of_d(self):
-        """The columns of keys, cut in two parts, powers of two: 576 is 512 and 64. The second may be none, 0."""
+    def parts_of_d(self) -> tuple[int, int]:
+        """The columns of keys as two powers of two: 576 is split into 512 and 64. The second is 0 if not needed."""
         first = 1 << (self.d.bit_length() - 1)
         if first < 16:
             return 16, 0
         return first, max(next_power_of_2(self.d - first), 16) if self.d > first else 0
 
     @property
-    def padded_dv(self):
+    def padded_dv(self) -> int:
+        """Elements per head of the values, padded to a power of two of at least 16."""
         return max(next_power_of_2(self.dv), 16)
 
     @property
-    def bytes_of_key(self):
+    def bytes_of_key(self) -> int:
+        """Bytes of one padded key and its value."""
         return (sum(self.parts_of_d) + (0 if self.value_is_key else self.padded_dv)) * self.cache_bytes
 
     @property
-    def bytes_of_query(self):
+    def bytes_of_query(self) -> int:
+        """Bytes of one padded query row. For an fp8 cache, queries are converted to fp16."""
         return sum(self.parts_of_d) * max(self.cache_bytes, 2)
 
 
-def layout_of(paged, value_is_key, fp8):
-    """How a cache lies, in the words of the tuner."""
-    return " ".join(filter(None, ("paged" if paged else "dense", value_is_key and "latent", fp8 and "fp8")))
+def layout_of(paged: bool, value_is_key: bool, fp8: bool) -> str:
+    """Return the ``layout`` of the tuner's Problem for a cache: "dense" or "paged", then "latent" and "fp8"."""
+    return " ".join(filter(
+        None, ("paged" if paged else "dense", value_is_key and "latent", fp8 and "fp8")  # type: ignore[arg-type]
+    ))
 
 
-def default_config(shape, device):
-    """The config for a shape that nobody has tuned."""
+def default_config(shape: DecodeShape, device: "torch.device") -> FlashDecodeConfig:
+    """Return the heuristic config for a shape without tuned configs."""
     if device.type == "cpu":
         return FlashDecodeConfig(block_n=16, num_warps=1, num_stages=1)
     warps = 8 if shape.block_m * shape.padded_dv >= 8192 else 4
-    # Two programs a multiprocessor, so that one reads while the other is between two tiles.
+    # Two programs per SM: one reads keys while the other is between two tiles.
     room = gpu.shared_memory_bytes(device) // 2 - 1024
     if shape.is_wide and shape.cache_bytes == 2:
-        # Fewer programs of eight warps were slower, of any tile, but for 64K keys of one sequence.
+        # Fewer programs with 8 warps were slower with every tile size, except for one sequence of 64K keys.
         warps = 4
-        candidates = ((32, 3 + shape.paged), (32, 2 + shape.paged), (16, 2 + shape.paged))
+        candidates: tuple[tuple[int, int], ...] = ((32, 3 + shape.paged), (32, 2 + shape.paged), (16, 2 + shape.paged))
     elif shape.paged:
         candidates = ((128, 3), (64, 3), (32, 3), (16, 3))
     elif shape.cache_bytes == 1:
@@ -142,10 +179,12 @@ def default_config(shape, device):
     return config
 
 
-def num_programs(config, shape, capacity, device):
-    """How many programs share the keys: as many as fit the device at a time, if the config does not say.
+def num_programs(config: FlashDecodeConfig, shape: DecodeShape, capacity: int, device: "torch.device") -> int:
+    """Return the number of programs that share the keys.
 
-    Of a short cache, of ``capacity`` keys an entry, one a multiprocessor: more of them give more parts to merge.
+    If the config leaves it open, this is the number of programs that fit on the device at a time. For a short cache
+    (``capacity`` is the number of keys per entry) it is one program per SM, because more programs leave more partial
+    results to merge.
     """
     if config.num_programs:
         return config.num_programs
@@ -155,5 +194,5 @@ def num_programs(config, shape, capacity, device):
     if blocks < _FEW_BLOCKS * gpu.num_sms(device):
         return gpu.num_sms(device)
     of_multiprocessor = gpu.shared_memory_bytes(device) // (config.shared_memory_bytes(shape) + 1024)
-    # More than eight warps find no registers on a multiprocessor at this many a thread.
+    # The kernel uses so many registers per thread that an SM holds at most 8 warps.
     return gpu.num_sms(device) * max(1, min(of_multiprocessor, 8 // config.num_warps))

@@ -1,19 +1,23 @@
-"""The kernel behind flash_decode: attention of a few query rows over this rank's keys, exchange and merge in one.
+"""Forward kernel of flash_decode: attention of a few query rows over this rank's keys, then exchange and merge.
 
-A *tile* is what belongs to one entry of the batch, one head of the cache and one block of query rows. All tiles' blocks
-of keys make one line, in that order, of which every program takes an equal share: so any batch with any lengths fills
-the GPU, and the lengths may stay on the device. Who has a part of a tile leaves it in scratch memory; the last to come
-merges the parts in their order, of many parts those that the last ones of groups have made of theirs, and stores the
-result in every rank's buffer. When a program has nothing left to compute it raises one signal for each of its tiles at
-each peer, together, for each release waits for stores to arrive; then it waits for these tiles from all peers, and
-merges them in rank order.
+A *tile* is one batch entry, one head of the cache and one block of query rows. The blocks of keys of all tiles form one
+sequence of work, in this order, and each program computes an equal, contiguous share of it (as in Stream-K). So any
+batch with any lengths fills the GPU, and the lengths can stay on the device.
 
-Nobody waits before he has sent everything. Shares are in the order of programs, so the programs of a rank that have
-started, whatever their number, have sent a first part of the tiles, and wait for tiles of that part only. The rank on
-which this part is smallest always gets through: no program has to be resident (law 1). Every rank waits for all peers'
-tiles, so no rank can finish a call that another has not begun (law 3).
+A program that computes only a part of a tile stores the partial result in scratch memory. The last program to store a
+part merges the parts in order, and stores the result in the buffer of every rank. If a tile has many parts, they are
+merged in groups first, each group by the last of its programs. When a program has no work left, it sets one signal per
+finished tile at each peer. It sets all of them together, because each release waits for earlier stores to arrive. Then
+it waits for the same tiles from all peers, and merges them in rank order.
 
-On several nodes what a program does with its tiles when it has nothing left to compute is ``kernel_multinode``.
+Progress (invariant 1). No program waits before it has sent all its tiles. Shares are in program order. So the programs
+of a rank that have started, however many, have sent a prefix of the tiles and wait only for tiles in this prefix. The
+rank with the shortest prefix can always proceed, so not all programs need to be resident.
+
+Buffer reuse (invariant 3). Every rank waits for tiles of all peers, so no rank can finish a call that another rank has
+not begun.
+
+If the group spans several nodes, ``kernel_multinode`` exchanges and merges the finished tiles.
 """
 
 import triton.language as tl
@@ -46,16 +50,16 @@ from tdkernels.ops.attention.flash_decode.kv_cache import (
 )
 from tdkernels.ops.attention.tile import LOG2_E
 
-# What a program notes with a number, at most: before its tiles, and of each of them.
+# Upper bounds of numbered trace marks: before the tiles of a program, and per tile.
 TURNS_BEFORE_TILES, TURNS_OF_TILE = tl.constexpr(2), tl.constexpr(4)
 
 
-# ---- attention of one tile over some blocks of keys ----
+# ---- attention of one tile over a range of blocks of keys ----
 
 
 @td.jit
 def _capped(scores, cap, SOFT_CAP: tl.constexpr):
-    """Scores (times log2(e), as all here) within ±cap: cap * tanh(scores / cap)."""
+    """Return cap * tanh(scores / cap). As everywhere in this module, scores contain the factor log2(e)."""
     if SOFT_CAP:
         return cap - 2.0 * cap / (tl.exp2(scores * (2.0 * LOG2_E / cap)) + 1.0)
     else:
@@ -63,17 +67,20 @@ def _capped(scores, cap, SOFT_CAP: tl.constexpr):
 
 
 @td.jit
-def _sees(keys, length, after, step, window, TQ: tl.constexpr, WINDOW: tl.constexpr):
-    """Whether the query of each row, the ``step``-th of TQ, sees each key of this rank; ``after`` keys follow ours."""
-    seen = (keys < length)[None, :] & (step >= 0)[:, None]
+def _attention_mask(keys, length, after, step, window, TQ: tl.constexpr, WINDOW: tl.constexpr):
+    """Return the mask [rows, keys] of the keys of this rank that each query row attends to.
+
+    ``step`` is the index of each row's query among TQ, negative for padding. ``after`` keys are on later ranks.
+    """
+    visible = (keys < length)[None, :] & (step >= 0)[:, None]
     if TQ > 1 or WINDOW:
-        # How many keys of the whole sequence lie between the key and the query's own place.
+        # Distance from the key to the position of the query in the whole sequence.
         behind = (after + length - TQ - keys)[None, :] + step[:, None]
         if TQ > 1:
-            seen &= behind >= 0
+            visible &= behind >= 0
         if WINDOW:
-            seen &= behind < window
-    return seen
+            visible &= behind < window
+    return visible
 
 
 @td.jit
@@ -81,10 +88,13 @@ def _attend(
     q1, q2, cache, strides, first, last, length, after, step, options,
     TILE: tl.constexpr, CACHE: tl.constexpr,
 ):
-    """(o [BLOCK_M, DVP], lse [BLOCK_M] to base 2) of keys of blocks first to last; keys in two parts of D1 and D2.
+    """Return (o [BLOCK_M, DVP], lse [BLOCK_M] to base 2) over blocks ``first`` to ``last - 1`` of the keys.
 
-    cache: (k_ptr, v_ptr, table_ptr, num_pages); strides: as of ``flash_decode_kernel``; options: (score scale, soft
-    cap, window).
+    Keys are loaded in two parts of D1 and D2 columns.
+
+    cache: (k_ptr, v_ptr, table_ptr, num_pages)
+    strides: as for ``flash_decode_kernel``
+    options: (score scale, soft cap, window)
     """
     BLOCK_M: tl.constexpr = TILE.block_m
     BLOCK_N: tl.constexpr = TILE.block_n
@@ -95,8 +105,8 @@ def _attend(
     stride_kb, stride_ks, _, stride_vb, stride_vs, _, _ = strides
     score_scale, cap, window = options
     WIDTH1: tl.constexpr = TILE.d if TILE.d < D1 else D1
-    highest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    total = tl.full((BLOCK_M,), 0.0, tl.float32)
+    running_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    weight_sum = tl.full((BLOCK_M,), 0.0, tl.float32)
     acc = tl.full((BLOCK_M, DVP // 2 if CACHE.pairs else DVP), 0.0, tl.float32)
     acc_odd = acc if CACHE.pairs else 0
     q1, q1_odd = query_columns(q1, D1, CACHE.pairs)
@@ -112,38 +122,38 @@ def _attend(
             k2 = cache_rows(k_ptr + D1, k_rows, there, TILE.d - D1, D2, CACHE.fp8, CACHE.pairs)
             scores = add_scores(scores, q2, q2_odd, k2, CACHE.fp8, CACHE.pairs, TILE.precision)
         scores = _capped(scores * score_scale, cap, TILE.soft_cap)
-        seen = _sees(keys, length, after, step, window, TILE.queries, TILE.window)
+        visible = _attention_mask(keys, length, after, step, window, TILE.queries, TILE.window)
         if CACHE.page:
-            seen &= pages_exist(table_ptr, keys, keys < length, num_pages, CACHE.page)[None, :]
-        scores = tl.where(seen, scores, float("-inf"))
-        higher = tl.maximum(highest, td.max_of(scores, 1))
-        base = tl.where(higher == float("-inf"), 0.0, higher)
+            visible &= pages_exist(table_ptr, keys, keys < length, num_pages, CACHE.page)[None, :]
+        scores = tl.where(visible, scores, float("-inf"))
+        new_max = tl.maximum(running_max, td.max_of(scores, 1))
+        base = tl.where(new_max == float("-inf"), 0.0, new_max)
         p = tl.exp2(scores - base[:, None])
-        shrink = tl.exp2(highest - base)
-        total = total * shrink + td.sum_of(p, 1)
-        highest = higher
+        rescale = tl.exp2(running_max - base)
+        weight_sum = weight_sum * rescale + td.sum_of(p, 1)
+        running_max = new_max
         if CACHE.value_is_key:
             v = k1
         else:
             v_rows, v_there = key_rows(table_ptr, keys, keys < length, num_pages, stride_vb, stride_vs, CACHE.page)
             v = cache_rows(v_ptr, v_rows, v_there, TILE.dv, DVP, CACHE.fp8, CACHE.pairs)
-        acc, acc_odd = add_values(acc, acc_odd, shrink, p, v, CACHE.fp8, CACHE.pairs, TILE.precision)
+        acc, acc_odd = add_values(acc, acc_odd, rescale, p, v, CACHE.fp8, CACHE.pairs, TILE.precision)
     if CACHE.pairs:
         acc = tl.join(acc, acc_odd).reshape(BLOCK_M, DVP)
-    some = total > 0.0
-    o = acc / tl.where(some, total, 1.0)[:, None]
-    return o, tl.where(some, highest + tl.log2(tl.where(some, total, 1.0)), float("-inf"))
+    nonempty = weight_sum > 0.0
+    o = acc / tl.where(nonempty, weight_sum, 1.0)[:, None]
+    return o, tl.where(nonempty, running_max + tl.log2(tl.where(nonempty, weight_sum, 1.0)), float("-inf"))
 
 
-# ---- who does what ----
+# ---- assignment of work to programs ----
 
 
 @td.jit
-def _keys_that_follow(
+def _keys_on_later_ranks(
     ctx, half, signal, is_void, lengths, entries, tiles,
     RANKS: tl.constexpr, NODES: tl.constexpr, RP: tl.constexpr, DVP: tl.constexpr, trace,
 ):
-    """Of each entry, how many keys the ranks after this one have; the ranks exchange their lengths."""
+    """Exchange lengths between the ranks, and return the number of keys of each entry on later ranks."""
     td.mark(trace, "waits", ALL_PEERS, 0)
     if NODES > 1:
         first_signal, lens_at = lengths_of_nodes_at(tiles, RANKS, NODES, RP, DVP)
@@ -158,20 +168,20 @@ def _keys_that_follow(
 
 
 @td.jit
-def _place(pos, ends, blocks, tiles_of_entry):
-    """Of the line's place ``pos``: (entry, which of the entry's tiles, the tile's first place)."""
+def _tile_at(pos, ends, blocks, tiles_of_entry):
+    """Return (entry, index of the tile in it, first position of the tile) for position ``pos`` in the work sequence."""
     entries = tl.arange(0, ends.shape[0])
-    # Beyond the line, where nobody reads on, it is the last entry still.
+    # Clamp positions beyond the end, which have no work, to the last entry.
     entry = tl.minimum(td.sum_of((ends <= pos).to(tl.int32), 0), ends.shape[0] - 1)
-    of_tile = tl.maximum(td.gather_lane(blocks, entries, entry), 1)
-    start = td.gather_lane(ends, entries, entry) - of_tile * tiles_of_entry
-    which = (pos - start) // of_tile
-    return entry, which, start + which * of_tile
+    tile_blocks = tl.maximum(td.gather_lane(blocks, entries, entry), 1)
+    start = td.gather_lane(ends, entries, entry) - tile_blocks * tiles_of_entry
+    which = (pos - start) // tile_blocks
+    return entry, which, start + which * tile_blocks
 
 
 @td.jit
 def _first_blocks(lengths, after, window, TQ: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr):
-    """Of each entry, the block of the first key that the first query sees."""
+    """Return for each entry the block with the first key that is visible to its first query."""
     if WINDOW:
         first_keys = lengths + after - (window + TQ - 1)
         return tl.minimum(tl.maximum(first_keys, 0), lengths) // BLOCK_N
@@ -181,13 +191,13 @@ def _first_blocks(lengths, after, window, TQ: tl.constexpr, BLOCK_N: tl.constexp
 
 @td.jit
 def _num_blocks(length, skipped, BLOCK_N: tl.constexpr):
-    """Blocks of keys of a tile, behind those that nobody sees; one at least."""
+    """Return the number of blocks of keys of a tile after the ``skipped`` invisible ones, at least 1."""
     return tl.maximum((length + BLOCK_N - 1) // BLOCK_N - skipped, 1)
 
 
 @td.jit
 def _cache_of(k_ptr, v_ptr, table_ptr, entry, head, num_pages, strides, CACHE: tl.constexpr):
-    """What ``_attend`` reads of one entry and one head of the cache; strides: as of ``flash_decode_kernel``."""
+    """Return the argument ``cache`` of ``_attend`` for one entry and head; strides as for ``flash_decode_kernel``."""
     stride_kb, _, stride_kh, stride_vb, _, stride_vh, stride_table = strides
     from_entry = tl.where(CACHE.page == 0, entry.to(tl.int64), 0)
     return (
@@ -199,7 +209,7 @@ def _cache_of(k_ptr, v_ptr, table_ptr, entry, head, num_pages, strides, CACHE: t
 
 @td.jit
 def _scales(k_scale_ptr, v_scale_ptr, head, score_scale, CACHE: tl.constexpr):
-    """(what scores are multiplied by, what values are)"""
+    """Return the factors of (scores, values), including the scales of an fp8 cache."""
     scale_k, scale_v = tl.cast(score_scale, tl.float32), tl.full((), 1.0, tl.float32)
     if CACHE.scales:
         scale_k *= tl.load(k_scale_ptr + head * (CACHE.scales - 1))
@@ -207,34 +217,37 @@ def _scales(k_scale_ptr, v_scale_ptr, head, score_scale, CACHE: tl.constexpr):
     return scale_k, scale_v
 
 
-_OF_A_CALL = ["B", "heads", "capacity", "num_pages", "score_scale", "cap", "window", "plan"]
+_NOT_SPECIALIZED = ["B", "heads", "capacity", "num_pages", "score_scale", "cap", "window", "plan"]
 
 
-@td.jit(do_not_specialize=_OF_A_CALL)
+@td.jit(do_not_specialize=_NOT_SPECIALIZED)
 def flash_decode_kernel(
     ctx, q_ptr, k_ptr, v_ptr, lens_ptr, table_ptr, k_scale_ptr, v_scale_ptr, o_ptr, lse_ptr, lse2_ptr, scratch_ptr,
     flags_ptr, B, heads, capacity, num_pages, score_scale, cap, window, plan, strides,
     RANKS: tl.constexpr, BP: tl.constexpr, TILE: tl.constexpr, CACHE: tl.constexpr, NUMBERS: tl.constexpr,
     NODES: tl.constexpr = 1, trace_ptr=None,
 ):
-    """q [B, TQ, heads * G, D], keys and values of ``heads`` heads, lens [B] -> o [B, TQ, heads * G, DV], lse.
+    """Compute o [B, TQ, heads * G, DV] and lse from q [B, TQ, heads * G, D], the caches, and lens [B].
 
-    A half holds o [RANKS, tiles, RP, DVP] and lse [RANKS, tiles, RP] of every rank's tiles, in fp32, then lengths
-    [RANKS, BP]. Signal number ``source * tiles + tile`` says that the source's tile is there; behind these, ``source``
-    says the same of its lengths. Flag number ``tile`` counts those that have left a part of it, or of a group of parts
-    the sum, in scratch memory, which holds o and lse like a half does; groups' flags are behind those of the tiles.
-    With NODES > 1 a half holds what ``kernel_multinode`` says.
+    A half of the workspace holds o [RANKS, tiles, RP, DVP] and lse [RANKS, tiles, RP] of the tiles of every rank, in
+    fp32, then lengths [RANKS, BP]. Signal ``source * tiles + tile`` is set when the source's tile is stored, signal
+    ``RANKS * tiles + source`` when its lengths are stored. With NODES > 1 the layout is that of ``kernel_multinode``.
 
-    flags_ptr: of one rank alone, which has no workspace
-    strides: (batch, sequence, head) of k, then of v, then of the block table
-    BP: B, as a power of two; TILE: a ``DecodeTile``; CACHE: a ``CacheForm``; NUMBERS: that are read at a time to merge
-    parts
+    Scratch memory holds partial tiles as (o, lse), like a half. Flag ``tile`` counts the parts of a tile, or its groups
+    of parts, that are stored there. The flags of groups come after the flags of tiles.
+
+    flags_ptr: flags of a single rank, which has no workspace
+    strides: (batch, sequence, head) of k, then of v, then the row stride of the block table
+    BP: B, rounded up to a power of two
+    TILE: a ``DecodeTile``
+    CACHE: a ``CacheForm``
+    NUMBERS: fp32 elements loaded at a time to merge parts
     """
     RP: tl.constexpr = TILE.rows
     DVP: tl.constexpr = TILE.padded_dv
     BLOCKS_R: tl.constexpr = (TILE.queries * TILE.group + RP - 1) // RP
     PART: tl.constexpr = RP * DVP
-    ROWS: tl.constexpr = rows_at_a_time(RP, DVP, parts_at_a_time(DVP, NUMBERS), NUMBERS)  # that are merged at a time
+    ROWS: tl.constexpr = rows_at_a_time(RP, DVP, parts_at_a_time(DVP, NUMBERS), NUMBERS)  # rows merged at a time
     KNOWS_OTHERS: tl.constexpr = RANKS > 1 and (TILE.queries > 1 or TILE.window)
     pid = tl.program_id(0)
     trace = (trace_ptr, pid)
@@ -251,11 +264,11 @@ def flash_decode_kernel(
         epoch, half, signal = td.call(ctx, plan)
         is_void = td.is_void_for_all(signal) if NODES > 1 else False
         if KNOWS_OTHERS:
-            after = _keys_that_follow(
+            after = _keys_on_later_ranks(
                 ctx, half, signal, is_void, lengths, entries, tiles, RANKS, NODES, RP, DVP, trace
             )
 
-    # An equal share of all blocks. A tile without keys has one block too, so that somebody sends it.
+    # An equal share of all blocks. A tile without keys counts as one block, so that a program sends it.
     blocks = _num_blocks(
         lengths, _first_blocks(lengths, after, window, TILE.queries, TILE.block_n, TILE.window), TILE.block_n
     )
@@ -264,21 +277,21 @@ def flash_decode_kernel(
     share = (work + tl.num_programs(0) - 1) // tl.num_programs(0)
     begin = pid * share
     end = tl.minimum(begin + share, work)
-    entry, which, first = _place(begin, ends, blocks, tiles_of_entry)
+    entry, which, first = _tile_at(begin, ends, blocks, tiles_of_entry)
     rows_m = tl.arange(0, TILE.block_m)
     scratch = scratch_ptr, scratch_ptr + tl.cast(tiles + tl.num_programs(0), tl.int64) * PART, flags
     outputs = o_ptr, lse_ptr, lse2_ptr
 
     first_tile = entry * tiles_of_entry + which
     pos = begin
-    count = 0  # of tiles that we finish, which follow each other
-    last = -1  # of them
+    count = 0  # number of tiles that this program finishes; they are consecutive
+    last = -1  # the last of them
     while pos < end:
         length = num_keys(lens_ptr, entry, True, capacity)
         other_keys = td.gather_lane(after, entries, entry) if KNOWS_OTHERS else 0
         skipped = _first_blocks(length, other_keys, window, TILE.queries, TILE.block_n, TILE.window)
-        of_tile = _num_blocks(length, skipped, TILE.block_n)
-        stop = tl.minimum(end, first + of_tile)
+        tile_blocks = _num_blocks(length, skipped, TILE.block_n)
+        stop = tl.minimum(end, first + tile_blocks)
         head, block_r = which // BLOCKS_R, which % BLOCKS_R
         tile = entry * tiles_of_entry + which
         place = entry, head, block_r, tile
@@ -297,23 +310,23 @@ def flash_decode_kernel(
         )
         o *= scale_v
         td.mark(trace, "stores", NO_PEER, turn + 1)
-        if stop - pos == of_tile:
+        if stop - pos == tile_blocks:
             count += 1
             last = tile
             give(ctx, half, signal, o, lse, rows_m, place, tiles, heads, outputs, RANKS, TILE, NODES)
         else:
             count, last = join_part(
-                ctx, half, signal, o, lse, place, tiles, heads, outputs, scratch, (first, of_tile), share,
+                ctx, half, signal, o, lse, place, tiles, heads, outputs, scratch, (first, tile_blocks), share,
                 (count, last), turn, RANKS, TILE, NUMBERS, NODES, trace,
             )
         is_last = which == tiles_of_entry - 1
         entry += tl.where(is_last, 1, 0)
         which = tl.where(is_last, 0, which + 1)
-        first = first + of_tile
+        first = first + tile_blocks
         pos = stop
 
     if NODES > 1:
-        td.mark(trace, "sums")  # and all that this has to push and to wait for
+        td.mark(trace, "sums")  # includes all transfers and waits of merge_nodes
         merge_nodes(
             ctx, half, signal, last - count + 1, tl.where(is_void, 0, count), tiles, tiles_of_entry, heads, o_ptr,
             lse_ptr, lse2_ptr, RANKS, NODES, TILE, ROWS, KNOWS_OTHERS,
@@ -329,5 +342,5 @@ def flash_decode_kernel(
     td.mark(trace, "ends")
 
 
-# The same with NODES > 1, which speaks to the network, and is linked with its library.
-flash_decode_nodes_kernel = td.jit(network=True, do_not_specialize=_OF_A_CALL)(flash_decode_kernel.fn)
+# The same kernel for NODES > 1, linked with the network library.
+flash_decode_nodes_kernel = td.jit(network=True, do_not_specialize=_NOT_SPECIALIZED)(flash_decode_kernel.fn)

@@ -1,21 +1,21 @@
-"""The gradients of flash_decode on one rank: of its own keys and values, and its part of that of the queries.
+"""Backward kernel of flash_decode on one rank: dk and dv of its own keys, and its part of dq.
 
-A program takes some blocks of keys of one entry and one head of the cache. It computes the scores of all query rows
-again, and with the lse of all ranks' keys they become the weights of the whole. What it adds to dq stays in memory of
-its own; the parts are added up afterwards, in their order.
+A program processes a range of blocks of keys of one entry and one head of the cache. It recomputes the scores of all
+query rows, and the global lse turns them into the softmax weights over the keys of all ranks. Each program adds its dq
+to its own buffer; the buffers are summed afterwards, in order.
 """
 
 import triton.language as tl
 
 from tdkernels import lang as td
-from tdkernels.ops.attention.flash_decode.kernel import _capped, _first_blocks, _sees
+from tdkernels.ops.attention.flash_decode.kernel import _attention_mask, _capped, _first_blocks
 from tdkernels.ops.attention.flash_decode.kernel_merge import query_rows
 from tdkernels.ops.attention.flash_decode.kv_cache import FP8_NONE, cache_rows, key_rows, load_query, num_keys
 
 
 @td.jit
 def _add_rows(ptr, rows, there, D: tl.constexpr, FIRST: tl.constexpr, values):
-    """Add to columns from FIRST on of fp32 rows that are the program's own."""
+    """Add ``values`` to columns from FIRST on of fp32 rows. No other program accesses these rows."""
     offs = FIRST + tl.arange(0, values.shape[1])
     at = rows[:, None] * D + offs[None, :]
     mask = there[:, None] & (offs < D)[None, :]
@@ -24,7 +24,7 @@ def _add_rows(ptr, rows, there, D: tl.constexpr, FIRST: tl.constexpr, values):
 
 @td.jit
 def _store_keys(ptr, keys, there, stride, WIDTH: tl.constexpr, FIRST: tl.constexpr, values):
-    """Store the gradient of a block of keys, columns from FIRST on."""
+    """Store columns from FIRST on of the gradient of a block of keys."""
     offs = FIRST + tl.arange(0, values.shape[1])
     at = keys.to(tl.int64)[:, None] * stride + offs[None, :]
     values = td.from_float32(values, ptr.dtype.element_ty)
@@ -36,10 +36,14 @@ def flash_decode_backward_kernel(
     q_ptr, k_ptr, v_ptr, lens_ptr, after_ptr, table_ptr, do_ptr, lse2_ptr, delta_ptr, dq_ptr, dk_ptr, dv_ptr,
     heads, capacity, num_pages, score_scale, scale, cap, window, strides, TILE: tl.constexpr, PAGE: tl.constexpr,
 ):
-    """Program (b * heads + head, split): dk [B, capacity, heads, D], dv of its keys; dq [splits, B, TQ, heads * G, D]
-    of its split, fp32 of zeros before. ``after`` [B] keys follow ours; delta [B, TQ, heads * G] is rowsum(do * o).
+    """Compute dk [B, capacity, heads, D], dv [B, capacity, heads, DV], and dq [splits, B, TQ, heads * G, D] per split.
 
-    strides, TILE: as of ``flash_decode_kernel``
+    Program (b * heads + head, split) computes one entry, head and split.
+
+    after_ptr: number of keys on later ranks, [B]
+    delta_ptr: rowsum(do * o), minus the gradient of lse if there is one, [B, TQ, heads * G]
+    dq_ptr: fp32, initialized with zeros
+    strides, TILE: as for ``flash_decode_kernel``
     """
     BLOCK_M: tl.constexpr = TILE.block_m
     BLOCK_N: tl.constexpr = TILE.block_n
@@ -94,11 +98,11 @@ def flash_decode_backward_kernel(
                 q2 = load_query(q_ptr, query, is_row, D, D1, D2, FP8_NONE)
                 scores = td.dot(q2, tl.trans(k2), scores, TILE.precision)
             scores = _capped(scores * score_scale, cap, TILE.soft_cap)
-            seen = _sees(keys, length, after, tl.where(is_row, row // G, -1), window, TQ, TILE.window)
-            seen &= (lse > float("-inf"))[:, None]
+            visible = _attention_mask(keys, length, after, tl.where(is_row, row // G, -1), window, TQ, TILE.window)
+            visible &= (lse > float("-inf"))[:, None]
             if PAGE:
-                seen &= there[None, :]
-            p = tl.exp2(tl.where(seen, scores - lse[:, None], float("-inf")))
+                visible &= there[None, :]
+            p = tl.exp2(tl.where(visible, scores - lse[:, None], float("-inf")))
             dp = td.dot(do, tl.trans(v), tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32), TILE.precision)
             ds = p * (dp - delta[:, None]) * scale
             if TILE.soft_cap:

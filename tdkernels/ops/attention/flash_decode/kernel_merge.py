@@ -1,6 +1,6 @@
-"""Parts of a tile of flash_decode put together: those of a rank's programs, and those of the ranks of one node.
+"""Log-sum-exp merge of partial tiles of flash_decode: parts from the programs of a rank, and from the ranks of a node.
 
-What a tile is, and why nobody waits for ever, is said in ``flash_decode_kernel``.
+``kernel.py`` defines tiles and explains why no wait deadlocks.
 """
 
 import triton
@@ -10,40 +10,42 @@ from tdkernels import lang as td
 from tdkernels.lang.profile import ALL_PEERS
 from tdkernels.ops.attention.tile import LN_2
 
-# Numbers that a warp reads at a time to merge parts, for a read takes far longer than an addition, and parts at a time.
+# fp32 elements that a warp loads at a time to merge parts, and parts merged at a time. Many loads are in flight at
+# once, because a load takes far longer than an addition.
 NUMBERS_OF_WARP, PARTS_AT_A_TIME = 4096, tl.constexpr(32)
-# Of more parts than these a tile's are merged in two steps, so many at first: groups side by side, by their last ones.
-# Of large parts fewer, since what one program reads from the L2 cache is what counts then, not how often it waits.
+# If a tile has more than MOST_PARTS parts, they are merged in two steps: first in groups of PARTS_OF_GROUP parts, which
+# the last programs of the groups merge in parallel, then the groups. The limits are lower for large parts (at least
+# LARGE_PART elements), where the amount that one program reads from the L2 cache matters, not the number of its waits.
 MOST_PARTS, PARTS_OF_GROUP = tl.constexpr(64), tl.constexpr(16)
-MOST_LARGE_PARTS, LARGE_PARTS_OF_GROUP, LARGE_PART = tl.constexpr(16), tl.constexpr(8), tl.constexpr(16384)  # numbers
+MOST_LARGE_PARTS, LARGE_PARTS_OF_GROUP, LARGE_PART = tl.constexpr(16), tl.constexpr(8), tl.constexpr(16384)
 
 
 @triton.constexpr_function
 def parts_at_a_time(width, numbers):
-    """The parts to merge at a time if ``numbers`` are read: of wide rows fewer, so that more rows fit."""
+    """Return the parts to merge at a time if ``numbers`` elements are loaded; fewer for wide rows, so more rows fit."""
     return PARTS_AT_A_TIME.value // (2 if 2 * width * PARTS_AT_A_TIME.value >= numbers else 1)
 
 
 @triton.constexpr_function
 def rows_at_a_time(rows, width, parts, numbers):
-    """Of so many rows of a part, so wide, as many as make ``numbers`` with those of ``parts`` parts; one at least."""
+    """Return the rows to merge at a time, so that ``parts`` parts of them have ``numbers`` elements; at least 1."""
     return min(rows, max(numbers // (parts * width), 1))
 
 
 @td.jit
 def query_rows(entry, head, row, heads, G: tl.constexpr, TQ: tl.constexpr):
-    """Which rows of q [B * TQ * heads * G, D] a head's query rows are, [TQ, G] of them."""
+    """Return the rows of q [B * TQ * heads * G, D] for row indices of a head of the cache, which has TQ * G rows."""
     return (tl.cast(entry, tl.int64) * TQ + row // G) * (heads * G) + head * G + row % G
 
 
 @td.jit
 def merge_parts(o, lse, stride_o, stride_lse, count, rows, DVP: tl.constexpr, STEP: tl.constexpr):
-    """(o [rows, DVP], lse [rows] to base 2) of some rows of a tile, over its ``count`` parts in their order.
+    """Merge rows of ``count`` parts of a tile in order, and return (o [rows, DVP], lse [rows] to base 2).
 
-    Part i has its o at ``o`` + i * stride_o, pointer to fp32, and its lse at ``lse`` + i * stride_lse.
+    The fp32 o of part i is at ``o + i * stride_o``, its lse at ``lse + i * stride_lse``.
     """
-    highest = tl.full(rows.shape, float("-inf"), tl.float32)
-    total = tl.full(rows.shape, 0.0, tl.float32)
+    running_max = tl.full(rows.shape, float("-inf"), tl.float32)
+    weight_sum = tl.full(rows.shape, 0.0, tl.float32)
     merged = tl.full((rows.shape[0], DVP), 0.0, tl.float32)
     offs = rows[:, None] * DVP + tl.arange(0, DVP)[None, :]
     for first in range(0, count, STEP):
@@ -56,29 +58,30 @@ def merge_parts(o, lse, stride_o, stride_lse, count, rows, DVP: tl.constexpr, ST
         weights = tl.load(
             lse + (at * stride_lse)[:, None] + rows[None, :], mask=there[:, None], other=float("-inf")
         )
-        higher = tl.maximum(highest, td.max_of(weights, 0))
-        base = tl.where(higher == float("-inf"), 0.0, higher)
+        new_max = tl.maximum(running_max, td.max_of(weights, 0))
+        base = tl.where(new_max == float("-inf"), 0.0, new_max)
         weights = tl.exp2(weights - base[None, :])
-        shrink = tl.exp2(highest - base)
-        total = total * shrink + td.sum_of(weights, 0)
-        merged = merged * shrink[:, None] + td.sum_of(weights[:, :, None] * values, 0)
-        highest = higher
-    some = total > 0.0
-    merged = merged / tl.where(some, total, 1.0)[:, None]
-    return merged, tl.where(some, highest + tl.log2(tl.where(some, total, 1.0)), float("-inf"))
+        rescale = tl.exp2(running_max - base)
+        weight_sum = weight_sum * rescale + td.sum_of(weights, 0)
+        merged = merged * rescale[:, None] + td.sum_of(weights[:, :, None] * values, 0)
+        running_max = new_max
+    nonempty = weight_sum > 0.0
+    merged = merged / tl.where(nonempty, weight_sum, 1.0)[:, None]
+    return merged, tl.where(nonempty, running_max + tl.log2(tl.where(nonempty, weight_sum, 1.0)), float("-inf"))
 
 
 @td.jit
 def merge_group(
     o, lse, flags, number, first, parts, ROWS: tl.constexpr, RP: tl.constexpr, DVP: tl.constexpr, GROUP: tl.constexpr
 ):
-    """Leave in the place of its first part what part ``number`` and its group make, if we are the group's last to come.
+    """Merge the group of part ``number`` if this program is the last of the group, and return whether it is.
 
-    Returns whether we were. Parts of the tile have numbers from ``first`` on, and lie by their number.
+    The result replaces the first part of the group. The parts of the tile are stored at their numbers, which start at
+    ``first``.
     """
     begin = first + (number - first) // GROUP * GROUP
     count = tl.minimum(GROUP, first + parts - begin)
-    # Each group has a word of its own: a tile's begin GROUP apart, and ``flags`` is one further for each tile.
+    # Each group has its own flag: groups of a tile begin GROUP parts apart, and ``flags`` is offset by one per tile.
     is_last = td.is_last_arriver(flags + begin // GROUP, count)
     if is_last:
         o += begin * (RP * DVP)
@@ -86,7 +89,7 @@ def merge_group(
         for from_row in range(0, RP, ROWS):
             rows = from_row + tl.arange(0, ROWS)
             merged, merged_lse = merge_parts(o, lse, RP * DVP, RP, count, rows, DVP, GROUP)
-            tl.debug_barrier()  # all threads have read what is now written over
+            tl.debug_barrier()  # all threads have read the parts before the first one is overwritten
             tl.store(o + rows[:, None] * DVP + tl.arange(0, DVP)[None, :], merged)
             tl.store(lse + rows, merged_lse)
     return is_last
@@ -94,9 +97,10 @@ def merge_group(
 
 @td.jit
 def store_output(o_ptr, lse_ptr, lse2_ptr, o, lse, entry, head, row, heads, TILE: tl.constexpr):
-    """Store query rows ``row`` … of a head as the caller gets them: o [B, TQ, heads * G, DV], lse in natural log.
+    """Store query rows of a head in the outputs: o [B, TQ, heads * G, DV], and lse in natural log.
 
-    lse2_ptr: where lse is wanted to base 2, as it is, by the gradient: what is rounded once more is another number.
+    lse2_ptr: output for lse to base 2, or None. The backward uses it because converting back from natural log would
+    round once more.
     """
     query = query_rows(entry, head, row, heads, TILE.group, TILE.queries)
     there = row < TILE.queries * TILE.group
@@ -108,16 +112,16 @@ def store_output(o_ptr, lse_ptr, lse2_ptr, o, lse, entry, head, row, heads, TILE
         tl.store(lse2_ptr + query, lse, mask=there)
 
 
-# ---- between the ranks of one node, all of which reach each other ----
+# ---- exchange between ranks on one node ----
 
 
 @td.jit
 def store_parts(
     ctx, half, signal, o, lse, rows, tile, tiles, RANKS: tl.constexpr, RP: tl.constexpr, DVP: tl.constexpr
 ):
-    """Store some rows of a tile in the slot of this rank in every rank's buffer, our own first.
+    """Store rows of a tile in this rank's slot in the buffer of every rank, its own first.
 
-    A void launch stores nothing: a peer may still read what an earlier launch has stored.
+    A void launch stores nothing, because a peer may still read the data of an earlier launch.
     """
     me = td.rank(ctx)
     there = (rows < RP) & (td.is_void(signal) == 0)
@@ -131,13 +135,13 @@ def store_parts(
 
 @td.jit
 def lse_at(tiles, RANKS: tl.constexpr, RP: tl.constexpr, DVP: tl.constexpr):
-    """Where in a half the lse of all ranks' tiles begin, in numbers of fp32."""
+    """Return the offset of the lse of all tiles in a half, in fp32 elements."""
     return tl.cast(tiles, tl.int64) * (RANKS * RP * DVP)
 
 
 @td.jit
 def exchange_lengths(ctx, half, signal, lengths, entries, first_signal, lens_at, RANKS: tl.constexpr):
-    """How many keys the ranks after us have, of each entry; program 0 tells the peers how many are ours."""
+    """Exchange lengths, and return the number of keys of each entry on later ranks. Program 0 sends the own lengths."""
     me = td.rank(ctx)
     BP: tl.constexpr = entries.shape[0]
     if tl.program_id(0) == 0:
@@ -151,7 +155,7 @@ def exchange_lengths(ctx, half, signal, lengths, entries, first_signal, lens_at,
     data = (td.data_at(ctx, half, me) + lens_at).to(tl.pointer_type(tl.int32))
     for source in tl.static_range(RANKS):
         after += tl.load(data + source * BP + entries, mask=(entries >= 0) & (source > me), other=0)
-    # Without all lengths, threads may have read different ones, and loops with barriers depend on them.
+    # After a timeout, threads may have read different lengths, but loops with barriers depend on them.
     return tl.where(completed, after, 0)
 
 
@@ -160,7 +164,7 @@ def merge_ranks(
     ctx, me, half, signal, ours, count, tiles, tiles_of_entry, heads, o_ptr, lse_ptr, lse2_ptr,
     RANKS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, CHECK_FAILED: tl.constexpr, trace,
 ):
-    """Say that ``count`` tiles from number ``ours`` on are there, wait for the peers' and store what all make."""
+    """Signal ``count`` tiles from number ``ours`` on, wait for them from all peers, merge, and store the outputs."""
     RP: tl.constexpr = TILE.rows
     DVP: tl.constexpr = TILE.padded_dv
     BLOCKS_R: tl.constexpr = (TILE.queries * TILE.group + RP - 1) // RP

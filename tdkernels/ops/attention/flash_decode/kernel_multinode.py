@@ -1,32 +1,33 @@
-"""flash_decode across nodes: how what the ranks have for a tile is brought together there (``flash_decode_kernel``).
+"""Multi-node merge of ``flash_decode_kernel``: a hierarchical exchange, first in the node, then between nodes.
 
-There are N nodes of L ranks; rank r is local rank r % L of node r // L. Of each node, local rank ``tile % L`` owns a
-tile. All that a program finishes it first stores at its node's owners, and says so; then
+There are N nodes of L ranks; rank r is local rank r % L of node r // L. On each node, local rank ``tile % L`` is the
+owner of a tile. A program first stores all tiles that it has finished at the owners on its node, and signals them. Then
 
-    1. of a tile that it owns it waits for the L parts of the node, merges them in rank order, and puts the result to
-       the owners on the other nodes;
-    2. of these it waits for theirs, merges the N parts in the order of nodes, so that all owners have the same bits,
-       and gives them to its node's peers;
-    3. of the tiles that it does not own it waits for what their owners give.
+    1. for a tile that this rank owns, the program waits for the L parts of the node, merges them in rank order, and
+       puts the result to the owners on the other nodes;
+    2. it waits for the parts of the other owners, merges the N parts in node order, so that all owners get the same
+       bits, and stores the result at the peers on its node;
+    3. for the tiles that this rank does not own, it waits for the results from their owners.
 
-So of a tile each node sends one part to each other node, by one rank. With L = 1 each rank owns all tiles, and there is
-no 3, nor a wait in 1.
+So for each tile, one rank of each node sends one part to each other node. With L = 1 each rank owns all tiles; step 3
+and the wait in step 1 do not exist.
 
-Nobody waits for ever, whatever part of the programs has been started (law 1). All say what they have of all their tiles
-before they wait. Shares are in the order of programs, so on each rank those that have been started have said so of a
-first part of the tiles; E tiles on the rank where these are fewest. A program takes the tiles that it owns in their
-order, each through 1 and 2 before it waits for the next; it does 1 of a later one before that only where no wait is
-left in it. So by induction each of the first E tiles comes through 1 and 2 on all owners: whoever is at it has been
-started, and before it has waited for smaller ones only. 3 comes after all that a program does for others. So all waits
-of that rank, for tiles below E, are served, its programs end, and it starts more.
+Progress (invariant 1), for any subset of started programs. A program signals all its tiles before it waits. Shares are
+in program order, so the started programs of each rank have signaled a prefix of the tiles. Let E be the length of the
+shortest prefix. A program processes the tiles that it owns in order, and completes steps 1 and 2 of a tile before it
+waits for the next one; it runs step 1 of a later tile earlier only if that needs no wait. By induction, each of the
+first E tiles completes steps 1 and 2 on all owners: the program that processes it has started, and has waited only for
+smaller tiles before. Step 3 comes after everything that a program does for others. So all waits of the rank with the
+shortest prefix, which are for tiles below E, are satisfied; its programs end, and more of its programs start.
 
-A half is used again two calls later. A program ends only with tiles in which a part of every rank is, so no rank ends
-call t + 1 before all have begun it, and with that have ended call t. What was put in call t its receiver has waited for
-in call t: it has arrived, and its source may be overwritten from call t + 2 on.
+Buffer reuse (invariant 3). A half is used again two calls later. A program ends only with tiles that include a part of
+every rank, so no rank ends call t + 1 before all ranks have begun it, and hence have ended call t. The receiver of a
+put in call t waits for it in call t. So the put has arrived, and its source may be overwritten from call t + 2 on.
 
-A half holds slots, of o [RP, DVP] and lse [RP] of a tile in fp32: for the tiles that we own, those of each local rank,
-then those of each node; then the results of all tiles. Behind them are lengths [W, BP] of all ranks. Signal number i
-says that slot number i is there; behind these, ``source`` says the same of its lengths.
+A half holds slots, each with o [RP, DVP] and lse [RP] of a tile in fp32: the parts of each local rank and then of each
+node for the tiles that this rank owns, then the results of all tiles. After the slots it holds lengths [W, BP] of all
+ranks. Signal i is set when slot i is stored. After these signals there is one per rank, set when its lengths are
+stored.
 """
 
 import triton
@@ -37,16 +38,16 @@ from tdkernels.lang.context import PLAN_BITS
 from tdkernels.lang.signals import NEVER
 from tdkernels.ops.attention.flash_decode.kernel_merge import PARTS_AT_A_TIME, merge_parts, store_output
 
-# No program has more threads: so no two of them look at the same signal, and what they make of it is one answer.
+# Upper bound of the threads of a program. So no two threads read the same signal, and all threads get one result.
 _LANES = tl.constexpr(512)
 
 
-# ---- where things are ----
+# ---- layout of a half ----
 
 
 @td.jit
 def _num_slots(tiles, RANKS: tl.constexpr, NODES: tl.constexpr):
-    """How many slots a half holds."""
+    """Return the number of slots in a half."""
     LOCAL: tl.constexpr = RANKS // NODES
     if LOCAL == 1:
         return NODES * tiles
@@ -56,46 +57,47 @@ def _num_slots(tiles, RANKS: tl.constexpr, NODES: tl.constexpr):
 
 @td.jit
 def _part_slot(local, tile, tiles, LOCAL: tl.constexpr):
-    """The slot at an owner for what the node's rank ``local`` has; of LOCAL > 1."""
+    """Return the slot at the owner for the part of local rank ``local``. Only for LOCAL > 1."""
     return local * ((tiles + LOCAL - 1) // LOCAL) + tile // LOCAL
 
 
 @td.jit
 def _node_slot(node, tile, tiles, LOCAL: tl.constexpr):
-    """The slot at an owner for what a node has."""
+    """Return the slot at the owner for the part of a node."""
     FIRST: tl.constexpr = LOCAL if LOCAL > 1 else 0
     return _part_slot(FIRST + node, tile, tiles, LOCAL)
 
 
 @td.jit
 def _result_slot(tile, tiles, RANKS: tl.constexpr, NODES: tl.constexpr):
-    """The slot for what the owner of a tile gives; of LOCAL > 1."""
+    """Return the slot for the result from the owner of a tile. Only for LOCAL > 1."""
     LOCAL: tl.constexpr = RANKS // NODES
     return _part_slot(LOCAL + NODES, 0, tiles, LOCAL) + tile
 
 
 @td.jit
 def _slot_size(RP: tl.constexpr, DVP: tl.constexpr):
+    """Return the size of a slot in fp32 elements, a multiple of 16 bytes."""
     return RP * DVP + (RP if RP > 4 else 4)
 
 
 @td.jit
 def _slot(ctx, half, peer, number, RP: tl.constexpr, DVP: tl.constexpr):
-    """Pointer to a slot in the buffer of a rank of our node."""
+    """Return a pointer to a slot in the buffer of a rank on this node."""
     offset = tl.cast(number, tl.int64) * (4 * _slot_size(RP, DVP))
     return td.pointer_to(td.data_at(ctx, half, peer) + offset, tl.float32)
 
 
 @td.jit
 def _store_slot(slot, o, lse, rows, there, RP: tl.constexpr, DVP: tl.constexpr):
-    """Store some rows of a tile in a slot, those that are ``there``."""
+    """Store the rows of a tile for which ``there`` is set in a slot."""
     tl.store(slot + rows[:, None] * DVP + tl.arange(0, DVP)[None, :], o, mask=there[:, None])
     tl.store(slot + RP * DVP + rows, lse, mask=there)
 
 
 @td.jit
 def _merge_slots(slot, stride, COUNT: tl.constexpr, rows, RP: tl.constexpr, DVP: tl.constexpr):
-    """(o, lse) of some rows of COUNT slots, each ``stride`` slots behind the one before, in their order."""
+    """Merge rows of COUNT slots, which are ``stride`` slots apart, in order, and return (o, lse)."""
     COUNT_P: tl.constexpr = triton.next_power_of_2(COUNT)
     step = tl.cast(stride, tl.int64) * _slot_size(RP, DVP)
     return merge_parts(
@@ -108,9 +110,9 @@ def give_to_owner(
     ctx, half, signal, o, lse, rows, tile, tiles,
     RANKS: tl.constexpr, NODES: tl.constexpr, RP: tl.constexpr, DVP: tl.constexpr,
 ):
-    """Store rows of a tile that is complete on this rank at the owner of our node.
+    """Store rows of a tile that is complete on this rank at its owner on this node.
 
-    A void launch stores nothing: a peer, or the network, may still read what an earlier launch has stored.
+    A void launch stores nothing, because a peer or the network may still read the data of an earlier launch.
     """
     LOCAL: tl.constexpr = RANKS // NODES
     me = td.rank(ctx)
@@ -122,24 +124,24 @@ def give_to_owner(
     _store_slot(slot, o, lse, rows, (rows < RP) & (td.is_void(signal) == 0), RP, DVP)
 
 
-# ---- signals between the ranks of a node, each by a thread of its own ----
+# ---- signals between the ranks of a node, one thread per signal ----
 
 
 @td.jit
 def _notify_each(ctx, signal_ptrs, peers, there, signal, CHECK_FAILED: tl.constexpr):
-    """Set the signals that peers of our node keep where we keep ``signal_ptrs``, where they are ``there``."""
+    """Set the signals ``signal_ptrs`` on peers of this node, one per lane for which ``there`` is set."""
     remote = td.symm_at(ctx, signal_ptrs, tl.where(there, peers, td.rank(ctx)))
     if CHECK_FAILED:
-        tl.debug_barrier()  # another thread may just have given up
+        tl.debug_barrier()  # another thread may just have timed out
         there &= td.failed(ctx) == 0
     td.store_release_each(remote, signal, there)
 
 
 @td.jit
 def _await_each(ctx, first_ptr, count, first, signal, LOCAL: tl.constexpr):
-    """Wait for ``count`` signals that follow each other, of which local rank (first + i) % LOCAL raises number i.
+    """Wait for ``count`` consecutive signals, where local rank (first + i) % LOCAL sets signal i.
 
-    Those that would be ours are left out. Returns whether all came in time: one answer of all threads.
+    Signals of this rank are skipped. Returns whether all arrived before the timeout, the same value in all threads.
     """
     me = td.rank(ctx)
     node_first = me - me % LOCAL
@@ -149,11 +151,11 @@ def _await_each(ctx, first_ptr, count, first, signal, LOCAL: tl.constexpr):
         for start in range(0, count, _LANES):
             peers = node_first + (first + start + lanes) % LOCAL
             there = (start + lanes < count) & (peers != me)
-            # A thread without a peer looks at any word, which is always late enough for it.
+            # A thread without a peer reads any signal and expects a value that is always reached.
             expected = tl.where(there, signal, NEVER)
             seen = td.wait_plan(ctx, first_ptr + tl.where(there, start + lanes, 0), expected, peers)
             missed = tl.maximum(missed, td.max_of((there & (seen != signal)).to(tl.int32), 0))
-        tl.debug_barrier()  # each thread has acquired from one peer; now all of them have from all
+        tl.debug_barrier()  # each thread has acquired from one peer; the barrier extends this to all threads
     else:
         for number in range(count):
             peer = node_first + (first + number) % LOCAL
@@ -165,9 +167,9 @@ def _await_each(ctx, first_ptr, count, first, signal, LOCAL: tl.constexpr):
 
 @td.jit
 def _are_there(ctx, first_ptr, stride, signal, LOCAL: tl.constexpr):
-    """Whether a signal has come from each local rank but us: one answer of all threads, for a branch.
+    """Return whether every other local rank has set its signal, with the same value in all threads, for a branch.
 
-    Of what they announce nothing may be read without a wait, which then returns at once.
+    This is no acquire: a wait, which then returns at once, must precede reads of the signaled data.
     """
     lanes = tl.arange(0, _LANES)
     there = (lanes < LOCAL) & (lanes != td.rank(ctx) % LOCAL)
@@ -180,14 +182,14 @@ def _are_there(ctx, first_ptr, stride, signal, LOCAL: tl.constexpr):
 
 @td.jit
 def lengths_of_nodes_at(tiles, RANKS: tl.constexpr, NODES: tl.constexpr, RP: tl.constexpr, DVP: tl.constexpr):
-    """(the first signal of lengths, where in a half they begin, in bytes)."""
+    """Return (index of the first signal of lengths, offset of the lengths in a half, in bytes)."""
     slots = _num_slots(tiles, RANKS, NODES)
     return slots, tl.cast(slots, tl.int64) * (4 * _slot_size(RP, DVP))
 
 
 @td.jit
 def _store_lengths(ctx, half, lengths, entries, lens_at, source, FIRST: tl.constexpr, LOCAL: tl.constexpr):
-    """Store a rank's lengths in the buffers of our node: of ourselves and all after us, from the FIRST of these on."""
+    """Store the lengths of rank ``source`` at the ranks of this node, except the first FIRST, starting at this rank."""
     me = td.rank(ctx)
     BP: tl.constexpr = entries.shape[0]
     for step in tl.static_range(FIRST, LOCAL):
@@ -199,9 +201,10 @@ def _store_lengths(ctx, half, lengths, entries, lens_at, source, FIRST: tl.const
 def exchange_lengths_of_nodes(
     ctx, half, signal, is_void, lengths, entries, first_signal, lens_at, RANKS: tl.constexpr, NODES: tl.constexpr
 ):
-    """How many keys the ranks after us have, of each entry; 0 in a void launch.
+    """Exchange lengths, and return the number of keys of each entry on later ranks, 0 in a void launch.
 
-    Program 0 tells our node, and the rank of our number on each other node; what these tell us it passes on to ours.
+    Program 0 sends the lengths of this rank to its node, and to the rank with the same local rank on each other node.
+    It relays the lengths received from other nodes to its own node.
     """
     LOCAL: tl.constexpr = RANKS // NODES
     BP: tl.constexpr = entries.shape[0]
@@ -219,13 +222,13 @@ def exchange_lengths_of_nodes(
         if LOCAL > 1:
             for step in range(1, NODES):
                 source = (me + step * LOCAL) % RANKS
-                td.await_put(ctx, signals + source, signal, source)  # producer: its program 0, before it waits
-                came = tl.load(ours.to(tl.pointer_type(tl.int32)) + source * BP + entries)
-                _store_lengths(ctx, half, came, entries, lens_at, source, 1, LOCAL)
+                td.await_put(ctx, signals + source, signal, source)  # producer: the source's program 0, before it waits
+                received = tl.load(ours.to(tl.pointer_type(tl.int32)) + source * BP + entries)
+                _store_lengths(ctx, half, received, entries, lens_at, source, 1, LOCAL)
                 td.notify_node(ctx, signals + source, signal, CHECK_FAILED=True)  # waiter: all programs of our node
     completed = True
     if LOCAL > 1:
-        # producer: program 0 of each peer of our node, of its own lengths and of those that it passes on
+        # producer: program 0 of each peer of our node, for its own lengths and for those that it relays
         completed = _await_each(ctx, signals, RANKS, 0, signal, LOCAL)
     for step in range(1, NODES):
         source = (me + step * LOCAL) % RANKS
@@ -235,7 +238,7 @@ def exchange_lengths_of_nodes(
     for source in tl.static_range(RANKS):
         mask = (entries >= 0) & (source > me)
         after += tl.load(ours.to(tl.pointer_type(tl.int32)) + source * BP + entries, mask=mask, other=0)
-    # What has not come may look different to different threads, and hangs of no loop.
+    # After a timeout, threads may have read different lengths, but loops with barriers depend on them.
     return tl.where(completed, after, 0)
 
 
@@ -244,7 +247,7 @@ def exchange_lengths_of_nodes(
 
 @td.jit
 def _announce(ctx, half, signal, ours, count, tiles, LOCAL: tl.constexpr, CHECK_FAILED: tl.constexpr):
-    """Say at our node's owners that our parts of ``count`` tiles from number ``ours`` on are there."""
+    """Signal our parts of ``count`` tiles from number ``ours`` on at their owners on this node."""
     me = td.rank(ctx)
     local = me % LOCAL
     lanes = tl.arange(0, _LANES)
@@ -263,7 +266,7 @@ def _send(
     ctx, half, signal, tile, tiles, RANKS: tl.constexpr, NODES: tl.constexpr, RP: tl.constexpr, DVP: tl.constexpr,
     ROWS: tl.constexpr, CHECK_FAILED: tl.constexpr,
 ):
-    """Put what our node has of a tile that we own to the owners on the other nodes."""
+    """Merge this node's parts of a tile that this rank owns, and put the result to the owners on other nodes."""
     LOCAL: tl.constexpr = RANKS // NODES
     me = td.rank(ctx)
     number = _node_slot(me // LOCAL, tile, tiles, LOCAL)
@@ -290,7 +293,7 @@ def _complete(
     ctx, half, signal, tile, tiles, tiles_of_entry, heads, o_ptr, lse_ptr, lse2_ptr,
     RANKS: tl.constexpr, NODES: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
 ):
-    """Merge what the nodes have of a tile that we own, store it, and give it to our node."""
+    """Merge all nodes' parts of a tile that this rank owns, and store the result here and at the node's peers."""
     RP: tl.constexpr = TILE.rows
     DVP: tl.constexpr = TILE.padded_dv
     LOCAL: tl.constexpr = RANKS // NODES
@@ -316,7 +319,7 @@ def _complete(
 
 @td.jit
 def _store_rows(o_ptr, lse_ptr, lse2_ptr, o, lse, tile, rows, tiles_of_entry, heads, TILE: tl.constexpr):
-    """Store some rows of a tile for the caller."""
+    """Store rows of a tile in the outputs."""
     BLOCKS_R: tl.constexpr = (TILE.queries * TILE.group + TILE.rows - 1) // TILE.rows
     which = tile % tiles_of_entry
     store_output(
@@ -330,7 +333,7 @@ def _take_results(
     ctx, half, signal, ours, count, tiles, tiles_of_entry, heads, o_ptr, lse_ptr, lse2_ptr,
     RANKS: tl.constexpr, NODES: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
 ):
-    """Store what the owners of our node give, of the tiles that are not ours."""
+    """Wait for the tiles that other ranks of this node own, and store them in the outputs."""
     RP: tl.constexpr = TILE.rows
     DVP: tl.constexpr = TILE.padded_dv
     LOCAL: tl.constexpr = RANKS // NODES
@@ -353,23 +356,23 @@ def merge_nodes(
     ctx, half, signal, ours, count, tiles, tiles_of_entry, heads, o_ptr, lse_ptr, lse2_ptr,
     RANKS: tl.constexpr, NODES: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, CHECK_FAILED: tl.constexpr,
 ):
-    """Bring ``count`` tiles from number ``ours`` on, of which this rank's part is there, together and store them.
+    """Merge ``count`` tiles from number ``ours`` on, whose parts of this rank are stored, and store the outputs.
 
-    CHECK_FAILED: what our part is depends on other ranks.
+    CHECK_FAILED: this rank's parts depend on a wait for other ranks.
     """
     LOCAL: tl.constexpr = RANKS // NODES
     WAITS: tl.constexpr = CHECK_FAILED or LOCAL > 1
     local = td.rank(ctx) % LOCAL
     if LOCAL > 1:
         _announce(ctx, half, signal, ours, count, tiles, LOCAL, CHECK_FAILED)
-    first = ours + (local + LOCAL - ours % LOCAL) % LOCAL  # that we own
+    first = ours + (local + LOCAL - ours % LOCAL) % LOCAL  # first tile that this rank owns
     owned = (tl.maximum(ours + count - first, 0) + LOCAL - 1) // LOCAL
     sent = 0
     for step in range(2 * owned):
         completed = step - sent
         sends = sent < owned
         if LOCAL > 1:
-            if sends & (sent > completed):  # what comes next can be completed; so look, but do not wait
+            if sends & (sent > completed):  # a sent tile can be completed, so poll instead of waiting
                 number = _part_slot(0, first + sent * LOCAL, tiles, LOCAL)
                 sends = _are_there(
                     ctx, td.signal_at(ctx, half, number), _part_slot(1, 0, tiles, LOCAL), signal, LOCAL

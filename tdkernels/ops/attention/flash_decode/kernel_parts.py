@@ -1,4 +1,4 @@
-"""What a program of ``flash_decode_kernel`` does with a tile that it has computed, or of which it has a part."""
+"""Store finished tiles of ``flash_decode_kernel``, and merge the parts of tiles that several programs share."""
 
 import triton.language as tl
 
@@ -27,7 +27,10 @@ def give(
     ctx, half, signal, o, lse, rows, place, tiles, heads, outputs,
     RANKS: tl.constexpr, TILE: tl.constexpr, NODES: tl.constexpr,
 ):
-    """Store rows of a tile that is complete on this rank: for who merges it, or, if we are alone, for the caller."""
+    """Store rows of a tile that is complete on this rank: in the buffers of the ranks, or, on a single rank, as output.
+
+    With NODES > 1 they are stored only at the rank of this node that merges the tile.
+    """
     RP: tl.constexpr = TILE.rows
     DVP: tl.constexpr = TILE.padded_dv
     entry, head, block_r, tile = place
@@ -46,11 +49,13 @@ def join_part(
     ctx, half, signal, o, lse, place, tiles, heads, outputs, scratch, part, share, finished, turn,
     RANKS: tl.constexpr, TILE: tl.constexpr, NUMBERS: tl.constexpr, NODES: tl.constexpr, trace,
 ):
-    """Leave a part of a tile in scratch memory; the program that leaves the last one merges them all.
+    """Store a part of a tile in scratch memory. The program that stores the last part merges all of them.
 
-    scratch:   (o of parts, lse of parts, flags)
-    part:      (the tile's first place in the line, its blocks)
-    finished:  (tiles that this program has finished, the last of them); returned, with this tile if it is merged here
+    scratch: (o of parts, lse of parts, flags)
+    part: (the tile's first position in the work sequence, its number of blocks)
+    finished: (number of tiles that this program has finished, the last of them)
+
+    Returns ``finished``, updated if this program merged the tile.
     """
     RP: tl.constexpr = TILE.rows
     DVP: tl.constexpr = TILE.padded_dv
@@ -62,17 +67,17 @@ def join_part(
     ROWS: tl.constexpr = rows_at_a_time(RP, DVP, STEP, NUMBERS)
     ROWS_OF_GROUP: tl.constexpr = rows_at_a_time(RP, DVP, GROUP, NUMBERS)
     scratch_ptr, part_lse_ptr, flags = scratch
-    first, of_tile = part
+    first, tile_blocks = part
     count, last = finished
     tile = place[3]
     rows_m = tl.arange(0, TILE.block_m)
-    # The programs of a tile follow each other, so no other tile's have this number.
+    # The programs of a tile are consecutive, so tile + program is unique among all parts.
     number = (tile + tl.program_id(0)).to(tl.int64)
     at = number * PART + rows_m[:, None] * DVP + tl.arange(0, DVP)[None, :]
     tl.store(scratch_ptr + at, o, mask=(rows_m < RP)[:, None])
     tl.store(part_lse_ptr + number * RP + rows_m, lse, mask=rows_m < RP)
     first_program = first // share
-    parts = (first + of_tile - 1) // share - first_program + 1
+    parts = (first + tile_blocks - 1) // share - first_program + 1
     first_number = (tile + first_program).to(tl.int64)
     apart = tl.full((), 1, tl.int64)
     here = parts > 0

@@ -1,7 +1,8 @@
-"""How kernels of flash_decode read a cache, paged or of float8, and multiply what they have read.
+"""Device functions of flash_decode that read a dense, paged or fp8 cache and multiply the tiles.
 
-An fp8 cache may be read in *pairs*, two columns of a key as 16 bits. Even and odd columns are then multiplied apart,
-those of keys with the query's, and the weights with those of values.
+An fp8 cache may be read in *pairs*: two adjacent columns of a key as one 16-bit element. The even and the odd columns
+are then separate operands: even columns of the keys are multiplied with even columns of the query, odd with odd, and
+the softmax weights are multiplied with the even and the odd columns of the values.
 """
 
 from typing import NamedTuple
@@ -10,12 +11,13 @@ import triton.language as tl
 
 from tdkernels import lang as td
 
-# What uint8 stands for in a cache: nothing, e4m3 that the GPU converts, e4m3 that is converted by integers.
+# Formats of a cache: not fp8; e4m3 (as uint8) converted by the GPU; e4m3 (as uint8) converted with integer operations.
 FP8_NONE, FP8_NATIVE, FP8_BITS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
-# fp16 of the even column of two keys, and of the odd one. Tensor cores want a column of two keys in one register, and
-# what reads shared memory in that order turns elements of 16 bits, but not bytes. So bytes are parted in registers
-# only, by one instruction here, while the compiler would move each of them by itself.
+# Convert a pair of columns of two keys to fp16: one register with the even column of both keys, one with the odd one.
+# Tensor cores need the same column of two keys in one register. The instruction that loads operands from shared memory
+# can transpose 16-bit elements but not bytes, so the bytes are separated in registers. One prmt does it here; the
+# compiler would move each byte separately.
 _SPLIT = tl.constexpr("""{
     .reg .b32 bytes;
     .reg .b16 even, odd;
@@ -27,17 +29,22 @@ _SPLIT = tl.constexpr("""{
 
 
 class DecodeTile(NamedTuple):
-    """What a kernel of flash_decode is compiled for, of a tile; its argument ``TILE``.
+    """Compile-time tile parameters of the flash_decode kernels, their argument ``TILE``.
 
-    Args:
-        queries: of a sequence, Tq
-        group: query heads of a cache's head
-        d: elements of a head of keys, in two parts of d1 and d2
-        dv: of values, in padded_dv
-        rows: of a tile in memory
-        block_m, block_n: query rows and keys of a product
-        soft_cap, window: whether there is one
-        precision: of a product of fp32 operands, as of ``tl.dot``
+    Attributes:
+        queries: Query tokens per sequence, Tq.
+        group: Query heads per head of the cache.
+        d: Elements per head of the keys.
+        d1: Columns of the first part of the keys, a power of two.
+        d2: Columns of the second part, a power of two, or 0 if there is only one part.
+        dv: Elements per head of the values.
+        padded_dv: dv, padded to a power of two.
+        rows: Query rows of a tile in memory.
+        block_m: Query rows of a ``tl.dot``.
+        block_n: Keys of a ``tl.dot``.
+        soft_cap: Whether scores are capped.
+        window: Whether attention is limited to a window.
+        precision: ``input_precision`` of ``tl.dot`` for fp32 operands.
     """
 
     queries: int
@@ -56,14 +63,14 @@ class DecodeTile(NamedTuple):
 
 
 class CacheForm(NamedTuple):
-    """How a kernel of flash_decode reads a cache; its argument ``CACHE``.
+    """Compile-time format of the caches, argument ``CACHE`` of the flash_decode kernels.
 
-    Args:
-        page: keys of a page, 0 for a cache without pages
-        fp8: FP8_NONE, FP8_NATIVE or FP8_BITS
-        pairs: columns are read two at a time
-        value_is_key: values are the first columns of the keys
-        scales: of an fp8 cache: 0 for none, 1 for a tensor's, 2 for a head's
+    Attributes:
+        page: Keys per page; 0 for a dense cache.
+        fp8: FP8_NONE, FP8_NATIVE or FP8_BITS.
+        pairs: Whether columns are read in pairs.
+        value_is_key: Whether the values are the first columns of the keys.
+        scales: Scales of an fp8 cache: 0 for none, 1 for one per tensor, 2 for one per head.
     """
 
     page: int
@@ -73,23 +80,23 @@ class CacheForm(NamedTuple):
     scales: int
 
 
-# ---- reading ----
+# ---- loads ----
 
 
 @td.jit
 def _from_e4m3(x, FP8: tl.constexpr):
-    """fp16 of the bits of e4m3, exact; NaN becomes 480 where it is done by integers."""
+    """Convert the bits of e4m3 to fp16, exactly. With FP8_BITS, NaN becomes 480."""
     if FP8 == FP8_NATIVE:
         return x.to(tl.float8e4nv, bitcast=True).to(tl.float16)
     else:
-        # The same fields, but for a bias that is larger by 8: multiplied by 2**8 at the end.
+        # Both formats have the same fields, but the exponent bias of fp16 is larger by 8, hence the factor 2**8.
         bits = x.to(tl.uint16)
         return (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True) * 256.0
 
 
 @td.jit
 def _columns(pairs, FP8: tl.constexpr):
-    """(even columns, odd columns) in fp16, of e4m3 that was read two columns at a time."""
+    """Convert a tile of e4m3 read in pairs, and return (even columns, odd columns) in fp16."""
     if FP8 == FP8_NATIVE:
         return tl.inline_asm_elementwise(
             _SPLIT, "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
@@ -100,7 +107,10 @@ def _columns(pairs, FP8: tl.constexpr):
 
 @td.jit
 def cache_rows(ptr, rows, there, WIDTH: tl.constexpr, PADDED: tl.constexpr, FP8: tl.constexpr, PAIRS: tl.constexpr):
-    """[rows, PADDED] of a cache, of which WIDTH columns are there; zeros elsewhere. For ``_columns`` if in PAIRS."""
+    """Load [rows, PADDED] of a cache: WIDTH columns, and zeros elsewhere. With PAIRS the result is for ``_columns``.
+
+    Rows are loaded where ``there`` is set.
+    """
     STEP: tl.constexpr = 2 if PAIRS else 1
     rows_ptr = ptr + rows
     if PAIRS:
@@ -115,18 +125,18 @@ def cache_rows(ptr, rows, there, WIDTH: tl.constexpr, PADDED: tl.constexpr, FP8:
 
 @td.jit
 def num_keys(lens_ptr, entry, there, capacity):
-    """Number of keys of an entry, from 0 to ``capacity``, as int32.
+    """Return the number of keys of an entry, clamped to [0, capacity], as int32.
 
-    A length of 64 bits is clamped before it is cut to 32, or 2**32 + 5 would count as 5.
+    A 64-bit length is clamped before it is truncated to 32 bits; otherwise 2**32 + 5 would become 5.
     """
     return tl.minimum(tl.maximum(tl.load(lens_ptr + entry, mask=there, other=0), 0), capacity).to(tl.int32)
 
 
 @td.jit
 def key_rows(table_ptr, keys, there, num_pages, stride_block, stride_key, PAGE: tl.constexpr):
-    """(offsets of keys in a cache, whether each key can be read); the cache is paged if PAGE is not 0.
+    """Return (offsets of keys in a cache, whether each key can be read). The cache is paged if PAGE is not 0.
 
-    A page outside [0, num_pages) has no memory in the cache, so a key in one is masked like a key beyond the length.
+    A page number outside [0, num_pages) has no memory, so its keys are masked like keys beyond the length.
     """
     if PAGE:
         pages = tl.load(table_ptr + keys // PAGE, mask=there, other=0)
@@ -138,11 +148,12 @@ def key_rows(table_ptr, keys, there, num_pages, stride_block, stride_key, PAGE: 
 
 @td.jit
 def pages_exist(table_ptr, keys, there, num_pages, PAGE: tl.constexpr):
-    """Whether the page of each key is in the cache, for masking its scores.
+    """Return whether the page of each key is in the cache, to mask the scores.
 
-    Another load than that of ``key_rows``, told apart from it by its cache modifier. If one load served both, Triton's
-    pipeliner would take it for an operand of the product, and not for one that the loads of keys and values wait for:
-    it then keeps twice as many blocks of these in shared memory, and half as many programs fit an SM.
+    This repeats the load in ``key_rows``. The cache modifier keeps the compiler from merging the two loads: Triton's
+    pipeliner would treat a merged load as an operand of the dot, and not as a load that the loads of keys and values
+    depend on. It would then keep twice as many blocks of these in shared memory, and half as many programs would fit
+    on an SM.
     """
     pages = tl.load(table_ptr + keys // PAGE, mask=there, other=0, cache_modifier=".ca")
     return (pages >= 0) & (pages < num_pages)
@@ -150,19 +161,19 @@ def pages_exist(table_ptr, keys, there, num_pages, PAGE: tl.constexpr):
 
 @td.jit
 def load_query(q_ptr, rows, there, D: tl.constexpr, FIRST: tl.constexpr, PADDED: tl.constexpr, FP8: tl.constexpr):
-    """PADDED columns of query rows from FIRST on, as far as they go, in the type that the cache is read as."""
+    """Load PADDED columns of query rows starting at FIRST, zero beyond D, in the dtype of the loaded keys."""
     offs = FIRST + tl.arange(0, PADDED)
     mask = there[:, None] & (offs < D)[None, :]
     q = tl.load(q_ptr + rows[:, None] * D + offs[None, :], mask=mask, other=0.0)
     return td.to_float32(q).to(tl.float16) if FP8 else q
 
 
-# ---- multiplying ----
+# ---- products ----
 
 
 @td.jit
 def query_columns(q, WIDTH: tl.constexpr, PAIRS: tl.constexpr):
-    """(even columns, odd columns) of query rows, for keys in PAIRS; else (all, nothing)."""
+    """Return (even columns, odd columns) of query rows with PAIRS, else (all columns, 0)."""
     if PAIRS:
         return tl.split(q.reshape(q.shape[0], WIDTH // 2, 2))
     else:
@@ -171,7 +182,7 @@ def query_columns(q, WIDTH: tl.constexpr, PAIRS: tl.constexpr):
 
 @td.jit
 def add_scores(scores, q, q_odd, k, FP8: tl.constexpr, PAIRS: tl.constexpr, PRECISION: tl.constexpr):
-    """scores + q @ k.T"""
+    """Return scores + q @ k.T."""
     if PAIRS:
         even, odd = _columns(k, FP8)
         scores = td.dot(q, tl.trans(even), scores, PRECISION)
@@ -181,12 +192,12 @@ def add_scores(scores, q, q_odd, k, FP8: tl.constexpr, PAIRS: tl.constexpr, PREC
 
 
 @td.jit
-def add_values(acc, acc_odd, shrink, p, v, FP8: tl.constexpr, PAIRS: tl.constexpr, PRECISION: tl.constexpr):
-    """acc * shrink + p @ v; its (even columns, odd columns) if in PAIRS, else (all, nothing)."""
+def add_values(acc, acc_odd, rescale, p, v, FP8: tl.constexpr, PAIRS: tl.constexpr, PRECISION: tl.constexpr):
+    """Return acc * rescale + p @ v, as (even columns, odd columns) with PAIRS, else (all columns, unused)."""
     if PAIRS:
         even, odd = _columns(v, FP8)
         p = p.to(tl.float16)
-        acc_odd = td.dot(p, odd, acc_odd * shrink[:, None], PRECISION)
-        return td.dot(p, even, acc * shrink[:, None], PRECISION), acc_odd
+        acc_odd = td.dot(p, odd, acc_odd * rescale[:, None], PRECISION)
+        return td.dot(p, even, acc * rescale[:, None], PRECISION), acc_odd
     else:
-        return td.dot(td.from_float32(p, v.dtype), v, acc * shrink[:, None], PRECISION), acc_odd
+        return td.dot(td.from_float32(p, v.dtype), v, acc * rescale[:, None], PRECISION), acc_odd

@@ -1,6 +1,7 @@
-"""What a call of flash_decode launches."""
+"""Launch the forward kernel of flash_decode."""
 
 import functools
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -30,9 +31,14 @@ from tdkernels.runtime.local_workspace import local_flags
 from tdkernels.symm import get_workspace
 from tdkernels.symm.group import group_state
 
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
-def fp8_kind(cache):
-    """How the kernel reads a cache: by the GPU's own conversion where it has one."""
+    from tdkernels.ops.attention.flash_decode.config import FlashDecodeConfig
+
+
+def fp8_kind(cache: torch.Tensor) -> int:
+    """Return the format of a cache: FP8_NONE, FP8_NATIVE if the GPU converts e4m3 itself, or FP8_BITS."""
     if cache.dtype != FP8:
         return FP8_NONE.value
     if cache.device.type == "cpu" or torch.version.hip or torch.cuda.get_device_capability(cache.device) < (8, 9):
@@ -41,29 +47,36 @@ def fp8_kind(cache):
 
 
 def _in_pairs(shape, *caches):
-    """Whether the columns of fp8 caches are read two at a time.
+    """Return whether the columns of fp8 caches are read in pairs.
 
-    Even and odd columns are then multiplied apart. Keys need parts of 32 columns, since a product takes 16 at least;
-    values need 64, or the warps of a product would all compute the same ones. Tiles of 64 rows need no pairs: Hopper's
-    product for them reads shared memory by itself. Widths and strides are even, and rows begin where 16 bytes do.
+    Even and odd columns are then separate operands of ``tl.dot``. Each part of the keys needs at least 32 columns,
+    since a dot takes at least 16. Values need 64, otherwise all warps of a dot would compute the same columns. Tiles of
+    64 rows do not need pairs, because Hopper's wgmma reads its operands from shared memory. Widths and strides must be
+    even, and the caches aligned to 16 bytes.
     """
     wide = all(part >= 32 for part in shape.parts_of_d if part) and shape.padded_dv >= 64 and shape.block_m < 64
     numbers = [number for cache in caches for number in (cache.shape[3], *cache.stride()[:3])]
     return wide and all(cache.data_ptr() % 16 == 0 for cache in caches) and not any(number % 2 for number in numbers)
 
 
-def value_is_key(k_cache, v_cache):
-    """Whether the values are the first columns of the keys' own memory, as those of multi-head latent attention."""
+def value_is_key(k_cache: torch.Tensor, v_cache: torch.Tensor) -> bool:
+    """Return whether v_cache is a view of the first columns of k_cache, as in multi-head latent attention (MLA).
+
+    Their number must be the largest power of two in D.
+    """
     return (
         v_cache.data_ptr() == k_cache.data_ptr() and v_cache.stride() == k_cache.stride()
         and v_cache.dtype == k_cache.dtype and v_cache.shape[3] == 1 << (k_cache.shape[3].bit_length() - 1)
     )
 
 
-_shape = functools.lru_cache(1024)(DecodeShape)  # a call asks for it more than once
+_shape = functools.lru_cache(1024)(DecodeShape)  # cached because a call needs its shape more than once
 
 
-def shape_of(q, k_cache, v_cache, block_table=None):
+def shape_of(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_table: torch.Tensor | None = None
+) -> DecodeShape:
+    """Return the DecodeShape of operands with q [B, Tq, Hq, D]."""
     batch, queries, q_heads, d = q.shape
     heads = k_cache.shape[2]
     return _shape(
@@ -72,8 +85,8 @@ def shape_of(q, k_cache, v_cache, block_table=None):
     )
 
 
-def half_sizes(shape, ranks, nodes):
-    """(bytes, signals) of a half: of tiles, with o and lse in fp32, and of lengths."""
+def half_sizes(shape: DecodeShape, ranks: int, nodes: int) -> tuple[int, int]:
+    """Return (bytes, signals) of a half: tiles with o and lse in fp32, then lengths."""
     if nodes > 1:
         tiles = num_slots(shape.tiles, ranks, nodes)
         numbers = tiles * slot_numbers(shape.rows_of_tile, shape.padded_dv)
@@ -83,8 +96,8 @@ def half_sizes(shape, ranks, nodes):
     return 4 * (numbers + ranks * next_power_of_2(shape.batch)), tiles + ranks
 
 
-def problem_fields(q, shape, options):
-    """What all ranks must agree on before a config is chosen; how much room a cache has is each rank's own business."""
+def problem_fields(q: torch.Tensor, shape: DecodeShape, options: tuple) -> dict:
+    """Return the properties that must be the same on all ranks. The capacity of the caches may differ."""
     scale, soft_cap, window = options
     return {
         "q": tuple(q.shape), "heads": shape.heads, "Dv": shape.dv, "dtype": str(q.dtype), "scale": scale,
@@ -92,47 +105,54 @@ def problem_fields(q, shape, options):
     }
 
 
-def capacity_of(k_cache, block_table=None):
-    """For how many keys of a sequence a cache has room."""
+def capacity_of(k_cache: torch.Tensor, block_table: torch.Tensor | None = None) -> int:
+    """Return the number of keys per sequence that a cache can hold."""
     return k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
 
 
-def check_consensus(q, shape, options, group, config):
-    """The same for a call that launches nothing of ours; None for a group is this rank alone."""
+def check_consensus(
+    q: torch.Tensor, shape: DecodeShape, options: tuple, group: "dist.ProcessGroup | None",
+    config: "FlashDecodeConfig | None",
+) -> None:
+    """Check that all ranks make the same call, for a call without a kernel launch. No check if ``group`` is None."""
     if group is not None:
         fields = with_config(problem_fields(q, shape, options), config)
         group_state(group).check_consensus_cached("flash_decode", fields)
 
 
 def _outputs(q, shape, keep):
-    """(o, lse, lse to base 2 if it is to be kept), to be made."""
+    """Return output specs of (o, lse, lse to base 2 if ``keep`` else None)."""
     lse, *kept = (output_spec(q, *q.shape[:3], dtype=torch.float32) for _ in range(1 + keep))
     return output_spec(q, *q.shape[:3], shape.dv), lse, *(kept or [None])
 
 
 def _scratch(q, shape, programs):
+    """Return the output spec of the scratch memory: o and lse of partial tiles, whose indices are below this size."""
     return output_spec(q, (shape.tiles + programs) * shape.rows_of_tile * (shape.padded_dv + 1), dtype=torch.float32)
 
 
 def _num_flags(shape, programs):
-    """Private words of a launch of so many programs at most: for tiles, and for groups of their parts."""
+    """Return the number of flags of a launch with at most ``programs`` programs: for tiles, and for groups of parts."""
     return 2 * shape.tiles + cdiv(shape.tiles + programs, LARGE_PARTS_OF_GROUP.value)
 
 
 def _turns(shape, config, capacity, programs):
-    """How often a program notes something with a number, at most: a tile takes one block of keys or more."""
+    """Return the upper bound of numbered trace marks per program. A tile has at least one block of keys."""
     blocks = shape.tiles * max(cdiv(capacity, config.block_n), 1)
     tiles = min(cdiv(blocks, programs), shape.tiles)
     return TURNS_BEFORE_TILES.value + TURNS_OF_TILE.value * tiles
 
 
 def _as_read(cache):
-    """A cache as the kernel takes it, since not every GPU knows float8."""
+    """Return a float8 cache as uint8, since not all GPUs support float8; other caches unchanged."""
     return cache.view(torch.uint8) if cache.dtype == FP8 else cache
 
 
-def compile(q, k_cache, v_cache, kv_lens, block_table, options, world_size, num_nodes, config):
-    """Compile what ``launch`` with the same operands would launch, into Triton's cache; launches nothing."""
+def compile(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, kv_lens: torch.Tensor,
+    block_table: torch.Tensor | None, options: tuple, world_size: int, num_nodes: int, config: "FlashDecodeConfig",
+) -> None:
+    """Compile the kernel that ``launch`` would launch for these operands into Triton's cache, without launching it."""
     shape = shape_of(q, k_cache, v_cache, block_table)
     ctx = torch.empty(1, dtype=torch.int64, device=q.device) if world_size > 1 else None
     flags = None if ctx is not None else local_flags(q.device, 1)
@@ -148,14 +168,22 @@ def _kernel(num_nodes):
     return flash_decode_kernel if num_nodes == 1 else flash_decode_nodes_kernel
 
 
-def launch(q, k_cache, v_cache, kv_lens, block_table, scales, options, group, config, keep=False):
-    """(o [B, Tq, Hq, Dv], lse [B, Tq, Hq], the same to base 2 if a gradient is to ``keep`` it) of checked operands.
+def launch(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, kv_lens: torch.Tensor,
+    block_table: torch.Tensor | None, scales: tuple[torch.Tensor, torch.Tensor] | None, options: tuple,
+    group: "dist.ProcessGroup | None", config: "FlashDecodeConfig | None", keep: bool = False,
+) -> Any:
+    """Launch the forward kernel on validated operands.
 
     Args:
-        q: [B, Tq, Hq, D]
-        scales: (k_scale, v_scale) or None
-        options: (scale, soft_cap, window)
-        group: None for this rank alone
+        q: [B, Tq, Hq, D].
+        scales: (k_scale, v_scale) or None.
+        options: (scale, soft_cap, window).
+        group: None for a single rank.
+        keep: Whether to return lse to base 2 as well, which the backward needs.
+
+    Returns:
+        A sequence (o [B, Tq, Hq, Dv], lse [B, Tq, Hq], lse to base 2 [B, Tq, Hq] if ``keep`` else None).
     """
     if not q.numel():
         shape = shape_of(q, k_cache, v_cache, block_table)
@@ -164,14 +192,18 @@ def launch(q, k_cache, v_cache, kv_lens, block_table, scales, options, group, co
                 for output in _outputs(q, shape, keep)]
     operands = q, _as_read(k_cache), _as_read(v_cache), kv_lens, block_table, *(scales or (None, None))
     o, lse, *kept, _ = launch_cached(*_call(operands, fp8_kind(k_cache), options, group, config, keep))
-    return o, lse, *(kept or [None])
+    return o, lse, *(kept or [None])  # type: ignore[list-item]
 
 
-def bind_call(q, k_cache, v_cache, kv_lens, block_table, scales, options, group, config):
-    """The Launch of ``launch`` with these operands, all contiguous but the caches.
+def bind_call(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, kv_lens: torch.Tensor,
+    block_table: torch.Tensor | None, scales: tuple[torch.Tensor, torch.Tensor] | None, options: tuple,
+    group: "dist.ProcessGroup | None", config: "FlashDecodeConfig | None",
+) -> Launch | None:
+    """Return the Launch that ``launch`` uses for these operands, which are contiguous except for the caches.
 
-    Returns None for a call without sequences, for fp8 caches, which are passed as views, and for a rank without peers,
-    whose flags belong to one stream.
+    The result is None for an empty batch, for fp8 caches, which are passed as views, and for a single rank, because its
+    flags belong to one stream.
     """
     if group is None or group.size() == 1 or not q.numel() or k_cache.dtype == FP8:
         return None
@@ -180,7 +212,7 @@ def bind_call(q, k_cache, v_cache, kv_lens, block_table, scales, options, group,
 
 
 def _call(operands, kind, options, group, config, keep):
-    """The arguments of ``launch_cached``; caches ``_as_read``."""
+    """Return the arguments of ``launch_cached``. Caches are from ``_as_read``."""
     q, k_cache, v_cache, *_ = operands
     alone = group is None or group.size() == 1
     if alone:
@@ -192,7 +224,7 @@ def _call(operands, kind, options, group, config, keep):
 
 
 def _prepare(workspace, alone, operands, kind, options, config, keep):
-    """The Launch of a call; caches ``_as_read``."""
+    """Return the Launch of a call. Caches are from ``_as_read``."""
     q, k_cache, v_cache, kv_lens, block_table, k_scale, v_scale = operands
     shape = shape_of(q, k_cache, v_cache, block_table)
     config = config or default_config(shape, q.device)
@@ -205,7 +237,7 @@ def _prepare(workspace, alone, operands, kind, options, config, keep):
         ranks, nodes = workspace.world_size, workspace.group.topology.num_nodes
         plan = workspace.prepare(
             "flash_decode", with_config(problem_fields(q, shape, options), config), *half_sizes(shape, ranks, nodes),
-            num_flags=_num_flags(shape, MAX_PROGRAMS),  # ranks have other numbers of programs, by what they hold
+            num_flags=_num_flags(shape, MAX_PROGRAMS),  # the number of programs depends on the capacity of each rank
         )
         ctx = workspace.ctx
     outputs, scratch = _outputs(q, shape, keep), _scratch(q, shape, programs)
@@ -219,8 +251,8 @@ def _prepare(workspace, alone, operands, kind, options, config, keep):
     return Launch(workspace, _kernel(nodes), (programs,), args, constants, operands, made, [ctx, flags])
 
 
-def tile_of(shape, block_m, block_n, options, dtype):
-    """The DecodeTile that a kernel is compiled for."""
+def tile_of(shape: DecodeShape, block_m: int, block_n: int, options: tuple, dtype: torch.dtype) -> DecodeTile:
+    """Return the DecodeTile that a kernel is compiled for."""
     _, soft_cap, window = options
     return DecodeTile(
         shape.queries, shape.group, shape.d, *shape.parts_of_d, shape.dv, shape.padded_dv, shape.rows_of_tile, block_m,
@@ -228,7 +260,10 @@ def tile_of(shape, block_m, block_n, options, dtype):
     )
 
 
-def strides_of(k_cache, v_cache, block_table):
+def strides_of(
+    k_cache: torch.Tensor, v_cache: torch.Tensor, block_table: torch.Tensor | None
+) -> tuple[int, ...]:
+    """Return the strides of k_cache (batch or block, sequence, head), those of v_cache, and the table's row stride."""
     return *k_cache.stride()[:3], *v_cache.stride()[:3], 0 if block_table is None else block_table.stride(0)
 
 
@@ -236,12 +271,16 @@ def arguments(
     ctx, q, k_cache, v_cache, kv_lens, block_table, scales, outputs, scratch, flags, shape, kind, config, options,
     plan, ranks, nodes, programs, capacity,
 ):
-    """The kernel's arguments; for one rank there is no ``ctx`` but ``flags``; ``kind`` of caches is ``fp8_kind``."""
+    """Return (args, constants) of the kernel. A single rank passes ``flags`` instead of ``ctx``.
+
+    ``kind`` is the ``fp8_kind`` of the caches, ``scales`` is (k_scale, v_scale) or None, ``options`` is (scale,
+    soft_cap, window), and ``outputs`` is (o, lse, lse to base 2 or None).
+    """
     scale, soft_cap, window = options
     paged = block_table is not None
-    of_scales, (k_scale, v_scale) = 0, scales or (None, None)
+    scale_kind, (k_scale, v_scale) = 0, scales or (None, None)
     if scales is not None:
-        of_scales = 1 if k_scale.numel() == 1 else 2
+        scale_kind = 1 if k_scale.numel() == 1 else 2
     args = (
         ctx, q, k_cache, v_cache, kv_lens, block_table if paged else kv_lens, k_scale, v_scale, *outputs, scratch,
         flags, shape.batch, shape.heads, capacity, k_cache.shape[0] if paged else 0, scale * LOG2_E.value,
@@ -251,19 +290,19 @@ def arguments(
     constants = {
         "RANKS": ranks, "BP": next_power_of_2(shape.batch),
         "TILE": tile_of(shape, shape.block_m, config.block_n, options, q.dtype),
-        "CACHE": CacheForm(k_cache.shape[1] if paged else 0, kind, pairs, shape.value_is_key, of_scales),
+        "CACHE": CacheForm(k_cache.shape[1] if paged else 0, kind, pairs, shape.value_is_key, scale_kind),
         "NUMBERS": NUMBERS_OF_WARP * config.num_warps, "NODES": nodes, "num_warps": config.num_warps,
         "num_stages": config.num_stages, "trace_ptr": None,
     }
     return args, constants
 
 
-def num_slots(tiles, ranks, nodes):
-    """How many slots a half holds, as ``kernel_multinode._num_slots``."""
+def num_slots(tiles: int, ranks: int, nodes: int) -> int:
+    """Return the number of slots of a half, like ``kernel_multinode._num_slots``."""
     local = ranks // nodes
     return nodes * tiles if local == 1 else cdiv(tiles, local) * (local + nodes) + tiles
 
 
-def slot_numbers(rows_of_tile, padded_dv):
-    """Numbers of fp32 in a slot: a multiple of 16 bytes, by which the network is fast."""
+def slot_numbers(rows_of_tile: int, padded_dv: int) -> int:
+    """Return the fp32 elements of a slot: a multiple of 16 bytes, for which network transfers are fast."""
     return rows_of_tile * padded_dv + max(rows_of_tile, 4)

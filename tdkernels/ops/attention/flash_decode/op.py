@@ -1,22 +1,24 @@
 """flash_decode: attention of a few query tokens over a key-value cache that is sharded along the sequence.
 
-    q [B, Hq, D] the same on all ranks, k_cache, v_cache [B, S, Hkv, D] this rank's keys  ->  o [B, Hq, Dv] on all ranks
+    q [B, Hq, D] (replicated), k_cache [B, S, Hkv, D], v_cache [B, S, Hkv, Dv] (sharded)  ->  o [B, Hq, Dv] (replicated)
 
-Schedule, all of it in one launch (``flash_decode_kernel``): the keys of all entries and heads are dealt evenly to the
-programs that fit the GPU; the last program of an entry's head merges what this rank has for it, stores that in every
-rank's buffer with one signal, and later waits for the signals of the peers and merges all ranks' results, in fp32 and
-in rank order. So all ranks get the same bits. There is no barrier and no second kernel. What crosses the wire for a
-query head and peer is its Dv numbers and its lse, in fp32. Across nodes (``kernel_multinode``) a node's parts of a
-tile are merged by one of its ranks first, so that between two nodes each tile goes over the network once each way.
+Forward. One launch of ``flash_decode_kernel`` does all of it. The blocks of keys of all batch entries and heads are
+divided evenly among the programs that fit on the GPU (split-KV). For each entry and head, the program that finishes
+last merges the partial results of this rank, stores the result in the buffer of every rank, and sets one signal per
+peer. Later it waits for the signals of the peers and merges the results of all ranks, in fp32 and in rank order, so all
+ranks get the same bits. There is no barrier and no second kernel. For each query head, a rank sends Dv numbers and the
+lse to each peer, in fp32. If the group spans several nodes (``kernel_multinode``), one rank of each node first merges
+the results of the node, so each tile crosses the network once in each direction between two nodes.
 
-Backward. o and its gradient are the same on all ranks. With the lse of the whole each rank computes the gradients of
-its own keys and values, and its part of dq, which is added up over ranks.
+Backward. o and its gradient are the same on all ranks. With the global lse, each rank computes the gradients of its own
+keys and values and a partial dq, which an all-reduce sums.
 
 Example:
-    o = tdkernels.flash_decode(q, k_cache, v_cache, kv_lens)    # of the keys of all ranks
+    o = tdkernels.flash_decode(q, k_cache, v_cache, kv_lens)    # attention over the keys of all ranks
 """
 
 import os
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -43,11 +45,22 @@ from tdkernels.runtime.autograd import fake_gradients, pack_gradients, unpack_gr
 from tdkernels.symm import GroupLike
 from tdkernels.symm.group import resolve_group_if_any
 
-# ---- torch.library: what torch.compile sees ----
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+# ---- torch.library operators, which torch.compile traces ----
 
 
-def forward(q, k_cache, v_cache, kv_lens, block_table, scales, options, group, config, keep=False):
-    """(o, lse, the same to base 2 if a gradient is to ``keep`` it); ``group`` is None for this rank alone."""
+def forward(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, kv_lens: torch.Tensor,
+    block_table: torch.Tensor | None, scales: tuple[torch.Tensor, torch.Tensor] | None,
+    options: tuple[float, float | None, int | None], group: "dist.ProcessGroup | None",
+    config: FlashDecodeConfig | None, keep: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Run the forward with the method of the config, and return (o, lse, lse to base 2 if ``keep`` else None).
+
+    ``options`` is (scale, soft_cap, window). ``group`` is None for a single rank. The backward needs lse to base 2.
+    """
     check_values(k_cache, kv_lens, block_table)
     if config is None or config.method == "fused":
         return launcher.launch(q, k_cache, v_cache, kv_lens, block_table, scales, options, group, config, keep)
@@ -61,25 +74,25 @@ def forward(q, k_cache, v_cache, kv_lens, block_table, scales, options, group, c
     return o, lse, lse * LOG2_E.value if keep else None
 
 
-def _settled(q, k_cache, v_cache, block_table, options, group, config):
-    """Return the config of a call; None for a call without sequences."""
+def _resolve_config(q, k_cache, v_cache, block_table, options, group, config):
+    """Return ``config``, or select one if it is None. The result is None for an empty batch."""
     if config is None:
-        config = _chosen(q, k_cache, v_cache, block_table, options, group)
+        config = _select_config(q, k_cache, v_cache, block_table, options, group)
     return config
 
 
 def _peers(group):
-    """The group of a call, or None for this rank alone."""
+    """Return the group, or None if it has only one rank."""
     return None if group is None or group.size() == 1 else group
 
 
-def _begin_alike(k_cache, v_cache):
-    """Whether the caches begin in the same place: one may be a part of the other."""
+def _same_address(k_cache, v_cache):
+    """Return whether both caches start at the same address, so that one may be a view of the other."""
     return type(k_cache) is type(v_cache) is torch.Tensor and k_cache.data_ptr() == v_cache.data_ptr()
 
 
 def _by_name(group, config):
-    """The group and the config, or None, that went through torch.library as text."""
+    """Return (group or None, config or None) for the strings that were passed through torch.library."""
     config = from_text(FlashDecodeConfig, config) if config else None
     return torch_op.group_by_name(group) if group else None, config
 
@@ -90,7 +103,7 @@ def _forward(
     scales = None if k_scale is None else (k_scale, v_scale)
     options = scale, soft_cap, window
     group, config = _by_name(group, config)
-    config, group = _settled(q, k_cache, v_cache, block_table, options, group, config), _peers(group)
+    config, group = _resolve_config(q, k_cache, v_cache, block_table, options, group, config), _peers(group)
     o, lse, kept = forward(q, k_cache, v_cache, kv_lens, block_table, scales, options, group, config, keep)
     return o, lse, lse.new_empty(0) if kept is None else kept
 
@@ -101,7 +114,7 @@ def _backward(
 ):
     options = scale, soft_cap, window
     group, config = _by_name(group, config)
-    config, group = _settled(q, k_cache, v_cache, block_table, options, group, config), _peers(group)
+    config, group = _resolve_config(q, k_cache, v_cache, block_table, options, group, config), _peers(group)
     by_torch = config is not None and config.method == "torch"
     do = torch.zeros_like(o) if do is None else do.contiguous()
     delta = (do.float() * o.float()).sum(-1)
@@ -121,15 +134,18 @@ def _backward(
     if need_dq and group is not None:
         dq = plain_all_reduce(dq, group) if by_torch else all_reduce(dq, group=group)
     if need_dk:
-        dk = _of_cache(dk, k_cache, block_table)
+        dk = _in_cache_layout(dk, k_cache, block_table)
     if need_dv:
-        dv = _of_cache(dv, v_cache, block_table)
+        dv = _in_cache_layout(dv, v_cache, block_table)
     return pack_gradients((dq, dk, dv), (q, k_cache, v_cache), (need_dq, need_dk, need_dv))
 
 
 @torch.enable_grad()
 def _torch_gradients(q, k_cache, v_cache, kv_lens, after, block_table, do, lse, delta, options):
-    """What the backward's kernel gives, by plain torch: the gradients of a sum made for that, with lse a constant."""
+    """Return (dq, dk, dv) as the backward kernel does, computed by autograd of a scalar function.
+
+    The function treats lse as a constant. Its gradients are those of attention.
+    """
     inputs = q.float(), dense_cache(k_cache, block_table, None), dense_cache(v_cache, block_table, None)
     q, k, v = (x.detach().requires_grad_() for x in inputs)
     lens = lengths_of(kv_lens, k_cache, block_table)
@@ -143,20 +159,23 @@ def _torch_gradients(q, k_cache, v_cache, kv_lens, after, block_table, do, lse, 
 
 
 def _keys_after(kv_lens, k_cache, block_table, queries, window, group):
-    """How many keys later ranks have, [B] int32; not asked for where nothing depends on it."""
+    """Return the number of keys on later ranks, [B] int32. It is unused, and 0, for one query without a window."""
     if group is None or (queries == 1 and window is None):
         return torch.zeros_like(kv_lens, dtype=torch.int32)
     all_lens = all_gather_rows(lengths_of(kv_lens, k_cache, block_table).int().unsqueeze(0), group)
     return all_lens[torch.distributed.get_rank(group) + 1 :].sum(0, dtype=torch.int32)
 
 
-def _of_cache(gradient, cache, block_table):
-    """The gradient [B, capacity, Hkv, D] in the layout of the cache; blocks that entries share get the sum."""
+def _in_cache_layout(gradient, cache, block_table):
+    """Return a gradient [B, capacity, Hkv, D] in the layout of the cache.
+
+    A block that several entries share gets the sum of their gradients.
+    """
     if block_table is None:
         return gradient
     paged = torch.zeros_like(cache, dtype=torch.float32, memory_format=torch.contiguous_format)
     blocks = gradient.reshape(-1, *cache.shape[1:]).float()
-    # Numbers of pages beyond the length, and of pages that are not in the cache, have a gradient of zeros here.
+    # The gradient is zero for pages beyond the length and for page numbers outside the cache, so clamping is safe.
     numbers = block_table.long().clamp(0, cache.shape[0] - 1).flatten()
     return paged.index_put_((numbers,), blocks, accumulate=True)
 
@@ -217,7 +236,7 @@ class _FlashDecode(torch.autograd.Function):
 
 
 def _scales_of(k_cache, k_scale, v_scale):
-    """(k_scale, v_scale) as many numbers in both, or None."""
+    """Return (k_scale, v_scale) with the same number of elements, or None if no scale is given."""
     if k_cache.dtype != FP8 or (k_scale is None and v_scale is None):
         return None
     heads = k_cache.shape[2]
@@ -228,8 +247,8 @@ def _scales_of(k_cache, k_scale, v_scale):
     return tuple(pair)
 
 
-def _chosen(q, k_cache, v_cache, block_table, options, group):
-    """The config of a call that was given none, of q [B, Tq, Hq, D]; None for no sequences, which need none."""
+def _select_config(q, k_cache, v_cache, block_table, options, group):
+    """Select the config of a call, where q is [B, Tq, Hq, D]. Return None for an empty batch."""
     if not q.shape[0]:
         return None
     block_tables = None if block_table is None else block_table.shape
@@ -238,7 +257,7 @@ def _chosen(q, k_cache, v_cache, block_table, options, group):
     def describe():
         shape = launcher.shape_of(q, k_cache, v_cache, block_table)
         room = launcher.capacity_of(k_cache, block_table)
-        # A rank without room calls as well, and its caches do not show whether they share their memory.
+        # A rank with an empty cache calls, too, but its caches do not show whether they share memory.
         layout = layout_of(shape.paged, room > 0 and shape.value_is_key, k_cache.dtype == FP8)
         sizes = (*q.shape[:3], shape.heads, shape.d, shape.dv, max(room, 1))
         return sizes, layout, launcher.problem_fields(q, shape, options)
@@ -254,58 +273,65 @@ def flash_decode(
     window: int | None = None, return_lse: bool = False, group: GroupLike = None,
     config: FlashDecodeConfig | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attention of the last tokens of each sequence over all ranks' keys and values.
+    """Compute attention of the last tokens of each sequence over the keys and values of all ranks.
 
-    The keys of rank r come before those of rank r + 1; query tokens are the last Tq positions of the whole sequence, so
-    the last keys are their own, on whichever ranks these are. In a group on several nodes the ranks of each node are
-    merged first, in rank order, and then the nodes, in theirs.
+    Each rank caches a contiguous part of every sequence: the keys of rank r come before the keys of rank r + 1. The
+    query tokens are the last Tq positions of the whole sequence, so the last Tq keys belong to them, on whichever ranks
+    these keys are. Results of the ranks are merged in rank order. If the group spans several nodes, the ranks of each
+    node are merged first, in rank order, then the nodes, in node order.
 
     Args:
-        q: [B, Hq, D], or [B, Tq, Hq, D], causal among the Tq; bf16, fp16 or fp32, the same on all ranks
-        k_cache, v_cache: [B, S, Hkv, D] and [B, S, Hkv, Dv], or paged, [blocks, block_size, Hkv, D]; in the dtype of q,
-            or float8_e4m3fn. Hq is a multiple of Hkv: head h of q reads head h // (Hq / Hkv). Any strides but in the
-            last dimension. v_cache may be the first columns of k_cache (MLA: D 576, Dv 512)
-        kv_lens: [B] int32 or int64, how many keys this rank has of each sequence, 0 allowed; on the device. A length
-            below 0 counts as 0, one beyond the cache as what the cache has room for
-        block_table: [B, max_blocks] int32 or int64, the blocks of each sequence, if the caches are paged. Keys of a
-            block outside [0, blocks) are masked: they have no weight and no gradient, and nothing is read for them;
-            they still count for the positions of the other keys
-        k_scale, v_scale: float32, one number or [Hkv]: what an element of a float8 cache is multiplied by
-        scale: of the scores, D ** -0.5 if None
-        soft_cap: scores s become soft_cap * tanh(s / soft_cap), after scale
-        window: each query sees the last ``window`` keys up to its own, which counts
-        return_lse: give the log of the sum of exponentials of each query's scores too
-        group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the world (W ranks); where torch.distributed is
-            not initialised, this process alone
-        config: FlashDecodeConfig, the same on all ranks; None takes the best one known, see tdkernels.autotune, the
-            same whatever room the caches have later
+        q: Queries [B, Hq, D], or [B, Tq, Hq, D] with a causal mask among the Tq tokens. bf16, fp16 or fp32, the same on
+            all ranks.
+        k_cache: This rank's keys [B, S, Hkv, D], or paged [blocks, block_size, Hkv, D]. The dtype is that of q, or
+            float8_e4m3fn. Hq is a multiple of Hkv; query head h reads head h // (Hq / Hkv). Strides are arbitrary,
+            except that the last dimension is contiguous.
+        v_cache: This rank's values, shaped like k_cache but with Dv in the last dimension. It may be a view of the
+            first columns of k_cache (MLA: D 576, Dv 512).
+        kv_lens: Number of keys of each sequence on this rank, [B] int32 or int64, on the device; 0 is allowed. The
+            device clamps lengths to [0, capacity of the cache].
+        block_table: Blocks of each sequence, [B, max_blocks] int32 or int64, for paged caches. Keys in a block outside
+            [0, blocks) are masked: they have no weight and no gradient, and no memory is read for them. They still
+            count for the positions of the other keys.
+        k_scale: Dequantization factor of a float8 k_cache, float32 with one element or [Hkv]. None means 1.
+        v_scale: The same for v_cache.
+        scale: Factor of the scores. None means D ** -0.5.
+        soft_cap: If given, scores s become soft_cap * tanh(s / soft_cap), after ``scale``.
+        window: If given, each query attends only to the last ``window`` keys up to and including its own.
+        return_lse: Also return the log-sum-exp of each query's scores.
+        group: A ProcessGroup, a one-dimensional DeviceMesh, or None for the default group (W ranks). Without an
+            initialized torch.distributed, None means this process alone.
+        config: FlashDecodeConfig, the same on all ranks. None selects the best known config (see tdkernels.autotune);
+            the selection is kept if the capacity of the caches changes later.
 
     Returns:
-        o: [B, Hq, Dv] or [B, Tq, Hq, Dv], dtype of q, the same bits on all ranks, summed in fp32; zeros where a query
-        sees no key. With return_lse (o, lse): lse [B, Hq] or [B, Tq, Hq] float32, natural, -inf there
+        o [B, Hq, Dv] or [B, Tq, Hq, Dv] in the dtype of q, summed in fp32, with the same bits on all ranks. It is zero
+        for a query without visible keys. With ``return_lse`` (o, lse), where lse is [B, Hq] or [B, Tq, Hq], float32, in
+        natural log, and -inf for such a query.
 
     Gradient:
-        dq complete, the same on all ranks; dk_cache, dv_cache of this rank's keys, zeros beyond kv_lens. The gradients
-        of o and lse are taken to be the same on all ranks, as these are. Not for float8 caches
+        dq is complete and the same on all ranks. The gradients of k_cache and v_cache cover this rank's keys and are
+        zero beyond kv_lens. The incoming gradients of o and lse must be the same on all ranks, as o and lse are. Float8
+        caches have no gradient.
 
     Raises:
-        TypeError or ValueError: for operands that do not fit, with their shapes, before anything is launched
-        ValueError: on every rank when the ranks disagree; with TDKERNELS_DEBUG=1, which waits for the device, also for
-            lengths and blocks outside the cache, which are otherwise clamped and masked on the device
-        PeerTimeoutError: when a peer does not come
+        TypeError, ValueError: If operands are invalid; the message has their shapes. Nothing has been launched.
+        ValueError: On every rank, if the ranks disagree. With TDKERNELS_DEBUG=1, which synchronizes with the device,
+            also for lengths and blocks outside the cache; otherwise the device clamps and masks them.
+        PeerTimeoutError: If a peer does not make the call in time.
 
     Contract:
-        collective over group; host sync: no; CUDA graph: yes, after one call outside, kv_lens and block_table may
-        change between replays; the caller owns the output
+        Collective over ``group``. No host synchronization. Can be captured in a CUDA graph after one call outside;
+        kv_lens and block_table may change between replays. The caller owns the output.
 
     Source:
-        split keys: Flash-Decoding (https://crfm.stanford.edu/2023/10/12/flashdecoding.html); equal shares of one line
-        of work: Stream-K (https://arxiv.org/abs/2301.03598)
+        Splitting along the keys: Flash-Decoding (https://crfm.stanford.edu/2023/10/12/flashdecoding.html). Equal shares
+        of one sequence of work: Stream-K (https://arxiv.org/abs/2301.03598).
     """
     group = resolve_group_if_any("flash_decode", group)
     tensors = q, k_cache, v_cache, kv_lens, block_table, k_scale, v_scale
     debug = os.environ.get("TDKERNELS_DEBUG")
-    settings = scale, soft_cap, window, config, get_mode(), _begin_alike(k_cache, v_cache), debug
+    settings = scale, soft_cap, window, config, get_mode(), _same_address(k_cache, v_cache), debug
     known, key = call_cache.lookup_run("flash_decode", group, tensors, settings)
     if known is not None:
         o, lse = known(group, *tensors)
@@ -328,12 +354,12 @@ def flash_decode(
             o, lse, _ = torch.ops.tdkernels.flash_decode(*call, False, *text)
     else:
         if checked is None:
-            settled = _settled(*operands[:3], operands[4], options, group, config)  # type: ignore[call-arg]
-            checked = (settled,)  # a config may be None
+            resolved = _resolve_config(*operands[:3], operands[4], options, group, config)  # type: ignore[call-arg]
+            checked = (resolved,)  # a tuple, because the config may be None
             call_cache.insert(group, checked_key, checked)
         o, lse, _ = forward(*operands, options, _peers(group), *checked)  # type: ignore[call-arg]
         if call_cache.is_current(group, key):
-            run = _known_call(q.shape, o, lse, options, *checked, debug)  # type: ignore[call-arg]
+            run = _cached_call(q.shape, o, lse, options, *checked, debug)  # type: ignore[call-arg]
             call_cache.insert(group, key, run)
     if q.dim() == 3:
         o, lse = o.squeeze(1), lse.squeeze(1)
@@ -341,14 +367,14 @@ def flash_decode(
 
 
 def _operands(q, k_cache, v_cache, kv_lens, block_table, k_scale, v_scale):
-    """The operands as a launch takes them: q with its tokens, the scales a pair or None."""
+    """Normalize operands for a launch: q [B, Tq, Hq, D], contiguous tensors except caches, scales as a pair or None."""
     q = (q if q.dim() == 4 else q.unsqueeze(1)).contiguous()
     table = None if block_table is None else block_table.contiguous()
     return q, k_cache, v_cache, kv_lens.contiguous(), table, _scales_of(k_cache, k_scale, v_scale)
 
 
-def _known_call(q_shape, o, lse, options, config, debug):
-    """A CachedCall of (o, lse), which has the outputs ``o`` and ``lse`` of a q with its tokens."""
+def _cached_call(q_shape, o, lse, options, config, debug):
+    """Return the CachedCall of calls like this one, which returned o [B, Tq, Hq, Dv] and lse [B, Tq, Hq]."""
     shapes = [output.shape if len(q_shape) == 4 else output.squeeze(1).shape for output in (o, lse)]
 
     def run(group, *tensors):

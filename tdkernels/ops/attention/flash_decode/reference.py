@@ -1,4 +1,4 @@
-"""The specification of flash_decode, in plain torch.distributed."""
+"""Reference implementation of flash_decode with torch and torch.distributed."""
 
 import math
 
@@ -11,8 +11,10 @@ from tdkernels.symm import GroupLike
 from tdkernels.symm.group import resolve_group_if_any
 
 
-def dense_cache(cache, block_table, scale):
-    """The cache as [B, capacity, Hkv, D] in fp32."""
+def dense_cache(
+    cache: torch.Tensor, block_table: torch.Tensor | None, scale: torch.Tensor | None
+) -> torch.Tensor:
+    """Return a cache as a dense tensor [B, capacity, Hkv, D], dequantized, in fp32 or a wider dtype."""
     if block_table is not None:
         cache = cache[block_table.long().clamp(0, cache.shape[0] - 1)].flatten(1, 2)
     dense = cache.to(torch.promote_types(cache.dtype, torch.float32) if cache.dtype != FP8 else torch.float32)
@@ -20,23 +22,27 @@ def dense_cache(cache, block_table, scale):
 
 
 def _local_ref(q, k, v, lens, in_cache, after, scale, soft_cap, window):
-    """(o, lse) of this rank's keys alone, of q [B, Tq, Hq, D]; ``in_cache`` as ``keys_in_cache`` returns it."""
+    """Return (o, lse) over this rank's keys only, for q [B, Tq, Hq, D] and ``in_cache`` from ``keys_in_cache``."""
     batch, queries, q_heads, _ = q.shape
     scores = scores_of(q, k, lens, in_cache, after, scale, soft_cap, window)
     lse = scores.logsumexp(-1)
     weights = torch.exp(scores - torch.where(lse.isinf(), 0.0, lse).unsqueeze(-1))
-    v = torch.where(in_cache[..., None, None], v, 0.0)  # beyond the length memory may hold anything, NaN included
+    v = torch.where(in_cache[..., None, None], v, 0.0)  # memory beyond the length is uninitialized and may hold NaN
     o = torch.einsum("btgin,bngd->btgid", weights, v)
     return o.reshape(batch, queries, q_heads, -1), lse.reshape(batch, queries, q_heads)
 
 
-def lengths_of(kv_lens, k_cache, block_table):
-    """The lengths as int64, from 0 to what the cache has room for."""
+def lengths_of(
+    kv_lens: torch.Tensor, k_cache: torch.Tensor, block_table: torch.Tensor | None
+) -> torch.Tensor:
+    """Return the lengths as int64, clamped to [0, capacity of the cache]."""
     return kv_lens.long().clamp(0, launcher.capacity_of(k_cache, block_table))
 
 
-def keys_in_cache(lens, k_cache, block_table):
-    """[B, capacity], whether each key can be read: it is below the length, and its page is in the cache."""
+def keys_in_cache(
+    lens: torch.Tensor, k_cache: torch.Tensor, block_table: torch.Tensor | None
+) -> torch.Tensor:
+    """Return a mask [B, capacity] of the keys that can be read: below the length, and in a page of the cache."""
     keys = torch.arange(launcher.capacity_of(k_cache, block_table), device=k_cache.device)
     there = keys < lens.view(-1, 1)
     if block_table is not None:
@@ -45,8 +51,11 @@ def keys_in_cache(lens, k_cache, block_table):
     return there
 
 
-def scores_of(q, k, lens, in_cache, after, scale, soft_cap, window):
-    """[B, Tq, Hkv, Hq / Hkv, capacity], -inf for keys that are not seen."""
+def scores_of(
+    q: torch.Tensor, k: torch.Tensor, lens: torch.Tensor, in_cache: torch.Tensor, after: torch.Tensor,
+    scale: float, soft_cap: float | None, window: int | None,
+) -> torch.Tensor:
+    """Return the scores [B, Tq, Hkv, Hq / Hkv, capacity], -inf for masked keys. ``after`` keys are on later ranks."""
     batch, queries, q_heads, _ = q.shape
     grouped = q.to(k.dtype).view(batch, queries, k.shape[2], q_heads // k.shape[2], -1)
     scores = torch.einsum("btgid,bngd->btgin", grouped, torch.where(in_cache[..., None, None], k, 0.0)) * scale
@@ -68,9 +77,25 @@ def flash_decode_ref(
     scale: float | None = None, soft_cap: float | None = None,
     window: int | None = None, return_lse: bool = False, group: GroupLike = None, alone: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """The specification of ``flash_decode``: attention of each rank's keys in fp32, gathered and merged.
+    """Reference of ``flash_decode``: attention over each rank's keys in fp32, then an all-gather and a merge by lse.
 
-    ``alone``: without a group, be torch.distributed initialised or not.
+    Args:
+        q: As for ``flash_decode``, like all arguments but ``alone``.
+        k_cache: This rank's keys.
+        v_cache: This rank's values.
+        kv_lens: Number of keys of each sequence on this rank.
+        block_table: Blocks of each sequence, for paged caches.
+        k_scale: Dequantization factor of a float8 k_cache.
+        v_scale: Dequantization factor of a float8 v_cache.
+        scale: Factor of the scores.
+        soft_cap: Bound of the scores.
+        window: Number of keys that a query attends to.
+        return_lse: Also return the log-sum-exp of the scores.
+        group: The group of ranks.
+        alone: Use no group, even if torch.distributed is initialized.
+
+    Returns:
+        o, or (o, lse) with ``return_lse``, as ``flash_decode`` returns them.
     """
     group = None if alone else resolve_group_if_any("flash_decode_ref", group)
     q4 = q if q.dim() == 4 else q.unsqueeze(1)
@@ -93,6 +118,6 @@ def flash_decode_ref(
 
 
 def _ranks(group):
-    """Return (number of ranks, own rank): (1, 0) if torch.distributed is not initialised."""
+    """Return (number of ranks, own rank), which is (1, 0) if torch.distributed is not initialized."""
     group = resolve_group_if_any("flash_decode", group)
     return (1, 0) if group is None else (group.size(), group.rank())

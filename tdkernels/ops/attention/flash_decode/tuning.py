@@ -1,17 +1,20 @@
-"""flash_decode for the tuner: problems, the space of its configs, and about how long each takes.
+"""Tunable of flash_decode: problems, search space and cost model.
 
-A problem has the entries of the batch, query tokens, heads of queries and of the cache, the elements of a head of keys
-and of values, and the keys of an entry that a rank's cache has room for; when it is tuned, caches are full. The layout
-says whether the cache is paged, whether its values are its keys' first columns ("latent"), and whether it is fp8.
-Nothing is tuned anew for a window, a soft cap or scales.
+The sizes of a problem are the batch size, query tokens, query heads, heads of the cache, elements per head of the keys
+and of the values, and the capacity of a rank's cache in keys per entry. Tuning uses full caches. The layout encodes
+whether the cache is paged, whether its values are the first columns of its keys ("latent", as in MLA), and whether it
+is fp8. A window, a soft cap or scales are not part of the problem, so they use the same config.
 
-How much room there is is each rank's own business, and who has none cannot tell whether values are keys. So the ranks
-agree on a config without the two (``key``), by what rank 0 has; it stays, whatever room there is later.
+The capacity may differ between ranks, and an empty cache does not show whether its values are its keys. Therefore
+``key`` drops both properties, and the ranks use the config for the problem of rank 0. The config does not change when
+the capacity changes later.
 """
 
 import functools
 import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -31,13 +34,19 @@ from tdkernels.ops.common.tunable_base import ConfigTunable
 from tdkernels.rounding import cdiv
 from tdkernels.runtime import gpu
 
-_PAGE = 16  # keys of a block of the paged caches that are tuned with
-_AT_ONCE_BYTES = 1 << 30  # of the reference, which goes through the batch by parts
-_MORE_BYTES = 1 << 10  # of shared memory, which a kernel may need beside what its config says
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from tdkernels.autotune.hardware import Hardware
+    from tdkernels.autotune.problem import Problem
+
+_PAGE = 16  # keys per block of the paged caches used for tuning
+_AT_ONCE_BYTES = 1 << 30  # memory bound of the reference, which processes the batch in parts
+_MORE_BYTES = 1 << 10  # shared memory that a kernel may need in addition to ``FlashDecodeConfig.shared_memory_bytes``
 _LAUNCH_S = 5e-6
-_IN_FLIGHT = 32 << 10  # bytes that a multiprocessor has to ask for at a time to keep the memory busy (H200)
-_BLOCK_S = 0.3e-6  # of a block of keys, beside reading and multiplying it
-_STEPS = 12  # launches of torch's sequence
+_IN_FLIGHT = 32 << 10  # bytes in flight per SM that saturate the memory bandwidth (H200)
+_BLOCK_S = 0.3e-6  # overhead per block of keys, in addition to its loads and products
+_STEPS = 12  # kernel launches of the torch baseline
 
 
 @functools.lru_cache(1024)
@@ -54,6 +63,8 @@ def _shape_of(problem):
 
 
 class FlashDecodeTunable(ConfigTunable):
+    """The Tunable of flash_decode."""
+
     name = "flash_decode"
     sizes = ("batch", "queries", "heads", "kv_heads", "d", "dv", "keys")
     layouts = tuple(layout_of(*kinds) for kinds in itertools.product((False, True), repeat=3))
@@ -62,10 +73,10 @@ class FlashDecodeTunable(ConfigTunable):
     local_words = "a copy of as many bytes"
     alone = True
 
-    def key(self, problem):
+    def key(self, problem: "Problem") -> "Problem":
         return _key(problem)
 
-    def why_not(self, problem):
+    def why_not(self, problem: "Problem") -> str | None:
         reason = super().why_not(problem)
         if reason is not None:
             return reason
@@ -78,7 +89,7 @@ class FlashDecodeTunable(ConfigTunable):
             return f"latent values are the first columns of keys, as many as the greatest power of two in D, not {dv}"
         return None
 
-    def sizes_of(self, *shapes, world_size):
+    def sizes_of(self, *shapes: Sequence[int], world_size: int) -> tuple[int, ...]:
         if not 3 <= len(shapes) <= 5:
             raise ValueError(
                 "flash_decode: the operands are q, k_cache, v_cache, kv_lens and perhaps block_table, not "
@@ -93,13 +104,13 @@ class FlashDecodeTunable(ConfigTunable):
         queries = q[1] if len(q) == 4 else 1
         return q[0], queries, q[-2], k[2], q[-1], v[3], k[1] * (table[1] if table else 1)
 
-    def layout_of(self, *operands):
+    def layout_of(self, *operands) -> str:
         caches, paged = operands[1:3], len(operands) == 5 and operands[4] is not None
         if len(caches) < 2 or not all(isinstance(cache, torch.Tensor) and cache.dim() == 4 for cache in caches):
             return layout_of(paged, False, False)
         return layout_of(paged, launcher.value_is_key(*caches), caches[0].dtype == FP8)
 
-    def illegal(self, config, problem, device):
+    def illegal(self, config: FlashDecodeConfig, problem: "Problem", device: torch.device) -> str | None:
         reason = super().illegal(config, problem, device)
         if reason is None and config.method != "torch":
             needed = config.shared_memory_bytes(_shape_of(problem)) + _MORE_BYTES
@@ -108,10 +119,10 @@ class FlashDecodeTunable(ConfigTunable):
                 return f"its blocks of keys need {needed} bytes of shared memory, {device} has {available}"
         return reason
 
-    def default(self, problem, device):
+    def default(self, problem: "Problem", device: torch.device) -> FlashDecodeConfig:
         return default_config(_shape_of(problem), device)
 
-    def space(self, problem, device):
+    def space(self, problem: "Problem", device: torch.device) -> list[FlashDecodeConfig]:
         if device.type == "cpu":
             return [FlashDecodeConfig("fused", block_n, 1, 1, programs) for block_n in (16, 32) for programs in (0, 2)]
         shape, num_sms = _shape_of(problem), gpu.num_sms(device)
@@ -123,7 +134,7 @@ class FlashDecodeTunable(ConfigTunable):
             configs += [replace(config, num_programs=number) for number in (0, *sorted(others))]
         return configs
 
-    def estimate_ms(self, config, problem, hardware):
+    def estimate_ms(self, config: FlashDecodeConfig, problem: "Problem", hardware: "Hardware") -> float:
         if config.method == "torch":
             return 1e3 * self._sequence_s(problem, hardware)
         floors, shape, keys = self.floors(problem), _shape_of(problem), problem.shape[-1]
@@ -132,39 +143,41 @@ class FlashDecodeTunable(ConfigTunable):
         programs = config.num_programs or resident
         blocks = shape.tiles * cdiv(keys, config.block_n)
         share = cdiv(blocks, programs)
-        # What is asked of the memory at a time: by all programs, but for the block that each computes with.
+        # Bytes in flight per SM: all stages of all resident programs except the block being computed.
         asked = max(config.num_stages - 1, 1) * config.block_n * shape.bytes_of_key * min(programs, resident) / num_sms
         memory = hardware.memory * min(1.0, asked / _IN_FLIGHT)
-        read = floors.memory_bytes * share * programs / blocks  # as if no program had less to do than another
+        read = floors.memory_bytes * share * programs / blocks  # programs with a smaller share count as full
         padded = 2 * shape.tiles * shape.block_m * keys * (sum(shape.parts_of_d) + shape.padded_dv)
         busy = max(read / memory, padded / (hardware.flops * min(1.0, programs / num_sms)))
         steps = cdiv(programs, resident) * share * _BLOCK_S
-        # Of a tile that several programs share each leaves a part in memory, from where one of them adds them up.
+        # Programs that share a tile write partial results to memory; one of them reads and merges these.
         parts = 2 * programs * shape.rows_of_tile * (shape.padded_dv + 1) * 4 / hardware.memory
         sent = (problem.world_size - 1) * shape.tiles * shape.rows_of_tile * (shape.padded_dv + 1) * 4
         wire = 2 * dense.SIGNAL_S + sent / dense.push_rate(programs, hardware) if sent else 0.0
         return 1e3 * (_LAUNCH_S + busy + steps + parts + wire)
 
     def _sequence_s(self, problem, hardware):
-        """Seconds of torch's, which makes fp32 of keys and values, and writes and reads scores."""
+        """Return the seconds of the torch baseline, which converts keys and values to fp32 and materializes scores."""
         batch, queries, heads, kv_heads, d, dv, keys = problem.shape
         floors = self.floors(problem)
         moved = floors.memory_bytes + 16 * batch * keys * kv_heads * (d + dv) + 40 * batch * queries * heads * keys
         attention = max(moved / hardware.memory, 16 * floors.flops / hardware.flops)  # without tensor cores
         return attention + dense.collective_s(floors.wire_bytes, hardware) + _STEPS * _LAUNCH_S
 
-    def floors(self, problem):
+    def floors(self, problem: "Problem") -> Floors:
         batch, queries, heads, kv_heads, d, dv, keys = problem.shape
         shape, ranks = _shape_of(problem), problem.world_size
         of_key = shape.cache_bytes * (d if shape.value_is_key else d + dv)
-        # A rank needs what its peers have for its part of the output, and the rest of what comes of that.
+        # Lower bound: a reduce-scatter of the peers' partial outputs, then an all-gather of the merged outputs.
         wire = 2 * (ranks - 1) * batch * queries * heads * dv * problem.torch_dtype.itemsize // ranks
         return Floors(2 * batch * queries * heads * keys * (d + dv), wire, batch * keys * kv_heads * of_key)
 
-    def operands(self, problem, device, generator):
+    def operands(
+        self, problem: "Problem", device: torch.device, generator: torch.Generator
+    ) -> tuple[torch.Tensor, ...]:
         batch, queries, heads, kv_heads, d, dv, keys = problem.shape
         dtype, shape = problem.torch_dtype, _shape_of(problem)
-        same = torch.Generator(device).manual_seed(0)  # on all ranks
+        same = torch.Generator(device).manual_seed(0)  # q is the same on all ranks
         q = torch.randn(batch, queries, heads, d, generator=same, dtype=dtype, device=device)
         pages = cdiv(keys, _PAGE)
         rows = (batch * pages, _PAGE) if shape.paged else (batch, keys)
@@ -181,13 +194,15 @@ class FlashDecodeTunable(ConfigTunable):
         table = torch.randperm(batch * pages, generator=generator, device=device).to(torch.int32)
         return q, k, v, lens, table.view(batch, pages)
 
-    def reference_bytes(self, problem):
+    def reference_bytes(self, problem: "Problem") -> int:
         batch, queries, heads, kv_heads, d, dv, keys = problem.shape
         wide = 8 if problem.dtype == "float32" else 4
-        # The wide operands, and as much again where torch's sequence makes fp32 of all of them; and its scores.
+        # The operands in a wider dtype, the same again for the torch baseline, which converts them to fp32, and scores.
         return batch * keys * (2 * wide * kv_heads * (d + dv) + 12 * queries * heads) + 2 * _AT_ONCE_BYTES
 
-    def reference(self, operands, problem, group):
+    def reference(
+        self, operands: Sequence[torch.Tensor], problem: "Problem", group: "dist.ProcessGroup"
+    ) -> torch.Tensor:
         q, k, v, lens, *table = operands
         _, queries, heads, kv_heads, d, dv, keys = problem.shape
         of_entry = 8 * keys * (2 * kv_heads * (d + dv) + 3 * queries * heads)
@@ -199,33 +214,37 @@ class FlashDecodeTunable(ConfigTunable):
             outputs.append(op.flash_decode_ref(
                 q[of], *caches, lens[of], block_table=table[0][of] if table else None, group=group
             ))
-        return torch.cat(outputs)
+        return torch.cat(outputs)  # type: ignore[arg-type]
 
-    def local(self, operands, problem):
-        """A copy that reads and writes as many bytes as there are of keys and values to read."""
+    def local(self, operands: tuple[torch.Tensor, ...], problem: "Problem") -> Callable[[], object]:
+        """Return a copy that reads and writes together as many bytes as the keys and values have."""
         _, k, v, *_ = operands
         halves = [cache.view(torch.uint8).flatten() for cache in ((k,) if _shape_of(problem).value_is_key else (k, v))]
         halves = [cache[: cache.numel() // 2] for cache in halves]
         copies = [torch.empty_like(half) for half in halves]
         return lambda: [copy.copy_(half) for copy, half in zip(copies, halves, strict=True)]
 
-    def run(self, operands, problem, group, config):
+    def run(
+        self, operands: Any, problem: "Problem", group: "dist.ProcessGroup", config: FlashDecodeConfig | None
+    ) -> torch.Tensor:
         q, k, v, lens, *table = operands
         others = group if problem.world_size > 1 else None
-        return op.forward(q, k, v, lens, *(table or [None]), None, _options(problem), others, config)[0]
+        return op.forward(  # type: ignore[call-arg]
+            q, k, v, lens, *(table or [None]), None, _options(problem), others, config
+        )[0]
 
-    def compiled(self, config):
+    def compiled(self, config: FlashDecodeConfig) -> tuple[int, ...] | None:
         return None if config.method == "torch" else (config.block_n, config.num_warps, config.num_stages)
 
-    def compile(self, operands, problem, config):
+    def compile(self, operands: Any, problem: "Problem", config: FlashDecodeConfig) -> None:
         q, k, v, lens, *table = operands
-        launcher.compile(
+        launcher.compile(  # type: ignore[call-arg]
             q, k, v, lens, *(table or [None]), _options(problem), problem.world_size, problem.num_nodes, config
         )
 
 
 def _options(problem):
-    """(scale, soft_cap, window)"""
+    """Return (scale, soft_cap, window) of a problem's calls."""
     return problem.shape[4] ** -0.5, None, None
 
 

@@ -1,4 +1,4 @@
-"""Checks of what a user passes to flash_decode, before anything is launched."""
+"""Validation of the arguments of flash_decode. It runs before anything is launched."""
 
 import math
 import os
@@ -15,8 +15,12 @@ MAX_D = 1024
 MAX_BATCH = 1 << 14
 
 
-def check(q, k_cache, v_cache, kv_lens, block_table, scales, scale, soft_cap, window, config):
-    """Raise TypeError or ValueError, naming the argument and its shape, unless the call makes sense."""
+def check(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, kv_lens: torch.Tensor,
+    block_table: torch.Tensor | None, scales: tuple[torch.Tensor | None, torch.Tensor | None], scale: float | None,
+    soft_cap: float | None, window: int | None, config: FlashDecodeConfig | None,
+) -> None:
+    """Raise TypeError or ValueError for invalid arguments. The message names the argument and its shape."""
     _check_q(q)
     _check_caches(q, k_cache, v_cache)
     _check_lengths(q, k_cache, kv_lens, block_table)
@@ -121,8 +125,11 @@ def _check_scale(name, value, q, k_cache):
         )
 
 
-def check_values(k_cache, kv_lens, block_table):
-    """What only the values tell; the device is waited for, so with TDKERNELS_DEBUG=1 only."""
+def check_values(k_cache: torch.Tensor, kv_lens: torch.Tensor, block_table: torch.Tensor | None) -> None:
+    """Raise ValueError for lengths and block numbers outside the cache.
+
+    This synchronizes with the device, so it runs only with TDKERNELS_DEBUG=1.
+    """
     if os.environ.get("TDKERNELS_DEBUG") != "1":
         return
     capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])

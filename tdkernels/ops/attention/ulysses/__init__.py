@@ -1,1 +1,1 @@
-"""The projections before and after attention whose heads, not positions, are divided between the ranks."""
+"""Ulysses sequence parallelism: the projections before and after attention, fused with their all-to-alls."""

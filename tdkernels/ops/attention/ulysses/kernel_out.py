@@ -1,16 +1,17 @@
-"""The kernel behind ulysses_out: some of the work is sending every peer its positions, the rest multiplies.
+"""Kernel of ulysses_out: some work items push each peer's positions, the others compute tiles of the GEMM.
 
-The first pieces send, in chunks of rows that several of them push together, what the peers have of our heads into their
-gathered rows [M, K], M = B * S / W: ours are K / W of the columns. The others compute tiles. A tile begins with our own
-heads, which need nothing from anybody, and goes on with those of rank + 1, rank + 2 and so on, in the order in which
-they come, always the same for a rank. Tiles of the first wave wait for a few peers at a time; later ones, for which all
-has most likely come, for all at once, because each wait empties the pipeline of the main loop.
+The first items push this rank's heads of each peer's positions into the gathered rows [M, K] of that peer, where
+M = B * S / W. The heads of a rank are K / W of the columns. Rows are sent in chunks, and several items push one chunk
+together. The other items compute tiles. A tile begins with the heads of this rank, which need no wait, and continues
+with the heads of rank + 1, rank + 2 and so on. They arrive in this order, which is fixed for a rank. Tiles of the first
+wave wait for a few peers at a time. Later tiles, whose inputs have most likely arrived, wait for all peers at once,
+because each wait drains the pipeline of the main loop.
 
-Signal number ``source * num_chunks + chunk`` of a half is raised by ``source`` when its heads of those rows stand in
-our memory; the waiters are the tiles made of them, and, where the gathered rows are kept for a gradient, the pieces at
-the end that copy them into a tensor of their own.
+``source`` sets signal number ``source * num_chunks + chunk`` of a half when its heads of these rows are in this rank's
+memory. The waiters are the tiles of these rows. If the gathered rows are kept for a gradient, the last items are
+waiters, too; they copy the gathered rows into an output tensor.
 
-All tiles wait for all peers, so nobody can finish call t + 1 before all have begun it, and two halves suffice.
+All tiles wait for all peers, so no rank can finish call t + 1 before all ranks have begun it, and two halves suffice.
 """
 
 import triton.language as tl
@@ -23,7 +24,7 @@ from tdkernels.ops.common.gemm_tile import add_product, as_aligned, store_rows, 
 @td.jit
 def _offsets(block, first, last, positions, all_positions, from_position, source_column, width, K,
              ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """(where a block of a peer's rows first … last - 1 is in o, where it goes to in its gathered rows, the mask)."""
+    """Return (offsets in o, offsets in the peer's gathered rows, mask) of a block of a peer's rows first … last - 1."""
     across = (width + COLUMNS - 1) // COLUMNS
     rows = first + block // across * ROWS + tl.arange(0, ROWS)
     columns = block % across * COLUMNS + tl.arange(0, COLUMNS)
@@ -38,7 +39,7 @@ def _push_rows(
     o_ptr, dst_ptr, first, last, positions, all_positions, from_position, source_column, width, K,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):
-    """Copy what a peer has of our heads, of its rows first … last - 1, into its gathered rows."""
+    """Copy this rank's heads of a peer's rows first … last - 1 into the gathered rows of the peer."""
     blocks = (last - first + ROWS - 1) // ROWS * ((width + COLUMNS - 1) // COLUMNS)
     if blocks > 0:
         at, to, mask = _offsets(
@@ -49,7 +50,7 @@ def _push_rows(
             at, to, mask = _offsets(
                 block, first, last, positions, all_positions, from_position, source_column, width, K, ROWS, COLUMNS
             )
-            ahead = tl.load(o_ptr + at, mask=mask, other=0.0)  # on its way while the block before is stored
+            ahead = tl.load(o_ptr + at, mask=mask, other=0.0)  # in flight while the block before is stored
             at, to, mask = _offsets(
                 block - 1, first, last, positions, all_positions, from_position, source_column, width, K, ROWS, COLUMNS
             )
@@ -62,7 +63,7 @@ def _push(
     ctx, o_ptr, half, signal, M, positions, width, chunk_rows, num_chunks, parts, worker, num_workers,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, trace,
 ):
-    """Push to all peers, a part of a chunk at a time; one of ``num_workers`` programs."""
+    """Push to all peers, a part of a chunk at a time. This program is one of ``num_workers``."""
     me = td.rank(ctx)
     ranks = td.num_ranks(ctx)
     others = ranks - 1
@@ -70,8 +71,8 @@ def _push(
     for item in range(worker, num_chunks * others * parts, num_workers):
         pair = item // parts
         chunk = pair // others
-        # Each begins with the next lower one, so that no link is used twice at a time, and rank + 1 is the first to
-        # come.
+        # Each rank begins with the rank below. So no link is used twice at a time, and the data of rank + 1 arrives
+        # first.
         peer = (me + ranks - 1 - pair % others) % ranks
         end = tl.minimum(chunk * chunk_rows + chunk_rows, M)
         first = chunk * chunk_rows + item % parts * part_rows
@@ -81,7 +82,7 @@ def _push(
             first, tl.minimum(first + part_rows, end), positions, positions * ranks, peer * positions,
             me * width, width, width * ranks, ROWS, COLUMNS,
         )
-        if td.is_last_arriver(td.flag_at(ctx, pair), parts):  # by the programs of this rank that push the same chunk
+        if td.is_last_arriver(td.flag_at(ctx, pair), parts):  # among the programs of this rank that push this chunk
             # waiter: the peer's tiles of this chunk
             td.notify(ctx, td.signal_at(ctx, half, me * num_chunks + chunk), peer, signal)
 
@@ -91,10 +92,10 @@ def _tile_of_columns(
     acc, a_ptr, a_desc, a_plane, a_row, a_rows, a_shift, stride_a, b_ptr, b_desc, b_col, stride_b, N, K, first, count,
     PRODUCT: tl.constexpr,
 ):
-    """``gemm_tile`` over ``count`` of B's K columns from ``first`` on, those at 0 coming after the last.
+    """Accumulate as ``gemm_tile``, over ``count`` of B's K columns from ``first`` on, with wraparound at K.
 
-    A's columns are numbered from ``a_shift`` on. A block of columns must not go over the last one, but where it is cut
-    off by ``count``; a descriptor does not cut.
+    A's first column has number ``a_shift``. A block must not extend past column K, except for columns that ``count``
+    masks. Loads through descriptors are not masked.
     """
     BLOCK_M: tl.constexpr = PRODUCT.block_m
     BLOCK_N: tl.constexpr = PRODUCT.block_n
@@ -136,7 +137,7 @@ def _keep_block(
     ctx, own_ptr, kept_ptr, half, row, column, width, M,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
-    """Copy a block of the gathered rows, all of which have come, and of our own heads beside them."""
+    """Copy a block of the gathered rows to the output, with this rank's own heads. All rows have arrived."""
     me = td.rank(ctx)
     K = width * td.num_ranks(ctx)
     gathered_ptr = td.pointer_to(td.data_at(ctx, half, me), own_ptr.dtype.element_ty)
@@ -150,7 +151,7 @@ def _keep_block(
     tl.store(kept_ptr + at * K + columns[None, :], tl.where(own, ours, theirs), mask=inside)
 
 
-# Compiled once for a tile and a block to push, whatever the shape and plan: that is what makes tuning cheap.
+# Compiled once per tile and block of a push, for all shapes and plans, which makes tuning cheap.
 @td.jit(do_not_specialize=[
     "M", "N", "positions", "width", "stride_w", "plan", "num_comm", "chunk_tiles", "parts", "early", "early_at_once",
     "late_at_once", "group_m",
@@ -160,10 +161,14 @@ def ulysses_out_kernel(
     M, N, positions, width, stride_w, plan, num_comm, chunk_tiles, parts, early, early_at_once, late_at_once, group_m,
     PUSH_ROWS: tl.constexpr, PUSH_COLUMNS: tl.constexpr, PRODUCT: tl.constexpr, trace_ptr=None,
 ):
-    """z [M, N] = our positions of all ranks' heads @ w.T; o is [W * M, width], w [N, W * width].
+    """Compute z [M, N], this rank's positions of all ranks' heads @ w.T.
 
-    own: [M, width], our positions of o; kept: [M, W * width] or None, for what was gathered
-    early: so many tiles wait for ``early_at_once`` peers at a time, the others for ``late_at_once``
+    Args:
+        o_ptr: This rank's heads of all positions, [W * M, width].
+        own_ptr: This rank's positions of o, [M, width].
+        w_ptr: Weight [N, W * width].
+        kept_ptr: Output for the gathered rows, [M, W * width], or None.
+        early: Number of tiles that wait for ``early_at_once`` peers at a time. The others wait for ``late_at_once``.
     """
     BLOCK_M: tl.constexpr = PRODUCT.block_m
     BLOCK_N: tl.constexpr = PRODUCT.block_n
@@ -199,7 +204,7 @@ def ulysses_out_kernel(
             pid_m, pid_n = swizzle(tile, tiles_m, tiles_n, group_m)
             row = pid_m * BLOCK_M
             col = pid_n * BLOCK_N
-            # Of the chunk, by each source: ``num_chunks`` words apart.
+            # The signals of this chunk; there are ``num_chunks`` words per source.
             signals = td.signal_at(ctx, half, pid_m // chunk_tiles)
             at_once = tl.where(tile < early, early_at_once, late_at_once)
             if tile >= early:

@@ -1,17 +1,17 @@
-"""The kernel behind ulysses_qkv: tiles of other ranks' heads are computed first, and taken by those ranks.
+"""Kernel of ulysses_qkv: tiles of other ranks' heads are computed first, and received by these ranks.
 
-The tiles of the other ranks come by turns: of a few tile rows those of rank + 1, then those of rank + 2 and so on, then
-of the next rows. Our own tiles come last and go straight into y. After the first ``lag`` tiles, every second piece of
-work is not a tile to compute but one to take: the same tiles in the same order, as the ranks below us compute them for
-us. So a piece waits only for pieces of smaller numbers, and what is taken travels while tiles are computed.
+Order. For each group of tile rows, a rank computes the tiles of rank + 1, then of rank + 2 and so on. Its own tiles
+come last and are stored directly in y. After the first ``lag`` items, every second work item does not compute a tile
+but receives one. Tiles are received in the order in which the ranks below compute them for this rank. Therefore an item
+waits only for items with smaller numbers, and transfers overlap with computation.
 
-A tile stays in symmetric memory of the rank that has computed it until it is taken, over the link, into y ("pull");
-or it is stored in that of the rank that has its heads, which copies it from there into y ("push"). It lies there whole,
-[BLOCK_M, BLOCK_N], so that it is aligned whatever the shape. Signal number ``source * tiles + tile`` of a half says
-that the source has computed one of our tiles; the waiter is the piece that takes it.
+Transport. With "pull" a tile stays in symmetric memory of the rank that computed it, until the owner of its heads loads
+it over the link into y. With "push" the tile is stored in symmetric memory of the owner, which copies it into y. A tile
+is stored whole, [BLOCK_M, BLOCK_N], so that it is aligned for any shape. Signal number ``source * tiles + tile`` of a
+half means that the source has computed a tile for this rank. The waiter is the item that receives the tile.
 
-Nobody can finish call t + 1 before all have begun it, since all take something of everybody: so two halves suffice,
-also where a peer reads our memory.
+Every rank receives tiles of every other rank, so no rank can finish call t + 1 before all ranks have begun it.
+Therefore two halves suffice, even if a peer reads this rank's memory.
 """
 
 import triton.language as tl
@@ -22,14 +22,14 @@ from tdkernels.ops.common.gemm_tile import as_aligned, gemm_tile, swizzle
 
 @td.jit
 def tile_in_turn(tile, tiles_m, tiles_n, ranks, group_m):
-    """Of which rank the heads are, counted from 1, tile row and column of a tile of another rank's heads."""
+    """Return (distance to the owner of the heads, from 1; tile row; tile column) for a tile of another rank's heads."""
     pid_m, column = swizzle(tile, tiles_m, tiles_n * (ranks - 1), group_m)
     return column // tiles_n + 1, pid_m, column % tiles_n
 
 
 @td.jit
 def store_positions(y_ptr, tile, rows, cols, source, M, positions, ranks, width):
-    """Store rows of a rank's positions, of all sequences, where all ranks' positions are; what is outside is left out.
+    """Store rows of the source's positions in y, which has all ranks' positions. Elements out of bounds are masked.
 
     Row ``r`` of the source is position ``source * positions + r % positions`` of sequence ``r // positions``.
     """
@@ -39,15 +39,16 @@ def store_positions(y_ptr, tile, rows, cols, source, M, positions, ranks, width)
     tl.store(y_ptr + at[:, None] * width + cols[None, :], tile, mask=mask)
 
 
-# Compiled once for a tile, whatever the shape, plan and way of transport: that is what makes tuning cheap.
+# Compiled once per tile, for all shapes, plans and transports, which makes tuning cheap.
 @td.jit(do_not_specialize=["M", "K", "positions", "width", "stride_w", "lag", "plan", "pushes", "group_m"])
 def ulysses_qkv_kernel(
     ctx, x_ptr, x_desc, w_ptr, w_desc, bias_ptr, y_ptr,
     M, K, positions, width, stride_w, lag, plan, pushes, group_m, PRODUCT: tl.constexpr, trace_ptr=None,
 ):
-    """y [W * M, width] = our heads of all ranks' x @ w.T; x is [M, K], w [W * width, K], a sequence has ``positions``.
+    """Compute y [W * M, width], this rank's heads of all ranks' x @ w.T.
 
-    ``pushes``: 1 for "push", 0 for "pull".
+    x is [M, K], w is [W * width, K], and a sequence has ``positions`` positions per rank. ``pushes`` is 1 for "push"
+    and 0 for "pull".
     """
     BLOCK_M: tl.constexpr = PRODUCT.block_m
     BLOCK_N: tl.constexpr = PRODUCT.block_n
@@ -73,25 +74,26 @@ def ulysses_qkv_kernel(
         trace = (trace_ptr, piece)
         td.mark(trace, "starts")
         late = piece - lag
-        takes = (late >= 0) & (late % 2 == 0)
-        tile = tl.where(late < 0, piece, late // 2 + tl.where(takes, 0, lag))
-        if takes & (tile < others):
+        receives = (late >= 0) & (late % 2 == 0)
+        tile = tl.where(late < 0, piece, late // 2 + tl.where(receives, 0, lag))
+        if receives & (tile < others):
             step, pid_m, pid_n = tile_in_turn(tile, tiles_m, tiles_n, ranks, group_m)
             source = (me + ranks - step) % ranks
             number = pid_m * tiles_n + pid_n
             td.mark(trace, "waits", source)
-            # producer: the source's piece that computes this tile
+            # producer: the source's item that computes this tile
             seen = td.wait_plan(ctx, td.signal_at(ctx, half, source * tiles + number), signal, source)
-            # A rank keeps what is of another's heads at the place of that rank, or what others have stored at theirs.
+            # With "pull", a rank stores tiles for another rank in the slots of that rank. With "push", the slots of a
+            # rank's memory belong to the ranks that stored the tiles.
             slot = (tl.where(pushes != 0, source, me) * tiles + number).to(tl.int64)
             td.mark(trace, "receives", source)
             at = td.data_at(ctx, half, tl.where(pushes != 0, me, source)) + slot * (TILE * PRODUCT.elem_bytes)
-            taken = tl.load(td.pointer_to(td.consume_token(at, seen), DTYPE) + within)
+            received = tl.load(td.pointer_to(td.consume_token(at, seen), DTYPE) + within)
             answer = td.fetch_work_item(ctx)
             store_positions(
-                y_ptr, taken, pid_m * BLOCK_M + offs_m, pid_n * BLOCK_N + offs_n, source, M, positions, ranks, width
+                y_ptr, received, pid_m * BLOCK_M + offs_m, pid_n * BLOCK_N + offs_n, source, M, positions, ranks, width
             )
-        elif (takes == 0) & (tile < others + tiles):
+        elif (receives == 0) & (tile < others + tiles):
             step, pid_m, pid_n = tile_in_turn(tl.minimum(tile, others - 1), tiles_m, tiles_n, ranks, group_m)
             if tile >= others:
                 step = ranks
@@ -117,7 +119,7 @@ def ulysses_qkv_kernel(
                 slot = (tl.where(pushes != 0, me, owner) * tiles + number).to(tl.int64)
                 at = td.data_at(ctx, half, tl.where(pushes != 0, owner, me)) + slot * (TILE * PRODUCT.elem_bytes)
                 tl.store(td.pointer_to(at, DTYPE) + within, product)
-                # waiter: the owner's piece that takes this tile
+                # waiter: the owner's item that receives this tile
                 td.notify(ctx, td.signal_at(ctx, half, me * tiles + number), owner, signal)
         else:
             answer = td.fetch_work_item(ctx)

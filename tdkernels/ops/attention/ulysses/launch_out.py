@@ -1,5 +1,7 @@
 """Launch the kernel of ulysses_out, or compile it ahead of time."""
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 
 from tdkernels.ops.attention.ulysses.kernel_out import ulysses_out_kernel
@@ -10,12 +12,17 @@ from tdkernels.runtime import gpu, recorder
 from tdkernels.runtime.kernel_launch import Launch, launch_cached, output_spec
 from tdkernels.symm import get_workspace
 
-_PUSH_ROWS, _PUSH_COLUMNS = 64, 2048  # that a program moves at a time, at most
-_FEW_COLUMNS = 256  # that are worth a block of their own
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from tdkernels.ops.attention.ulysses.config import UlyssesConfig
+
+_PUSH_ROWS, _PUSH_COLUMNS = 64, 2048  # largest block that a program copies at a time
+_FEW_COLUMNS = 256  # a block is not narrowed below this to divide the width
 
 
-def problem_fields(o, weight, batch):
-    """What must be the same on all ranks before a config is chosen."""
+def problem_fields(o: torch.Tensor, weight: torch.Tensor, batch: int) -> dict[str, Any]:
+    """Return the properties of a call that must be the same on all ranks."""
     return {
         "B": batch, "S": o.shape[0] // batch if batch else 0, "K/W": o.shape[1], "N": weight.shape[0],
         "dtype": str(o.dtype),
@@ -23,25 +30,25 @@ def problem_fields(o, weight, batch):
 
 
 def _own_positions(o, batch, rank, world_size):
-    """Our positions of our heads, [B * S / W, K / W]; a copy only where there are several sequences."""
+    """Return this rank's positions of its own heads, [B * S / W, K / W]. Copies only if there are several sequences."""
     return gemm_operands.rows_contiguous(o.view(batch, world_size, -1, o.shape[1])[:, rank].reshape(-1, o.shape[1]))
 
 
 def _push_bytes(device):
-    """How much a program moves at a time; in the interpreter little, so that it comes to a second time."""
+    """Return the bytes per block of a push. Few in the interpreter, so that tests have more than one block."""
     return 2048 if device.type == "cpu" else 32 << 10
 
 
 def _push_block(width, elements):
-    """(rows, columns) of ``width`` that a program moves at a time: powers of two, of about so many elements."""
+    """Return (rows, columns) of a block of a push: powers of two, with about ``elements`` elements together."""
     columns = min(next_power_of_2(width), _PUSH_COLUMNS)
     while columns > _FEW_COLUMNS and width % columns:
-        columns //= 2  # or the last block would be partly empty
+        columns //= 2  # otherwise the last block would be partly empty
     return min(max(1, elements // columns), _PUSH_ROWS), columns
 
 
 def _gathered_descriptor(workspace, like, rows, k, tiles):
-    """Descriptor of the gathered rows of both halves, [2, rows, K]; without a workspace, of other memory."""
+    """Return a descriptor of the gathered rows in both halves, [2, rows, K]; of scratch memory without a workspace."""
     if workspace is None:
         data, plane_stride = like.new_empty(1, k), rows * k
     else:
@@ -52,14 +59,14 @@ def _gathered_descriptor(workspace, like, rows, k, tiles):
 
 
 def _arguments(workspace, o, own, weight, bias, z, kept, batch, world_size, programs, plan, config):
-    """(the kernel's arguments, its constants, the gathered rows if it has a descriptor of them).
+    """Return (arguments of the kernel, its constants, [the gathered rows] if a descriptor describes them).
 
-    ``workspace`` is None where nothing is launched.
+    ``workspace`` is None for compilation without a launch.
     """
     weight, stride_w, _ = gemm_operands.weight_layout(weight)
     tiles, width, n = config.tiles, o.shape[1], weight.shape[0]
     rows, k = o.shape[0] // world_size, world_size * width
-    even = width % tiles.block_k == 0  # no block of columns has some of two ranks
+    even = width % tiles.block_k == 0  # no block of columns has heads of two ranks
     product = gemm_operands.compiled_for(o, weight, bias, tiles)
     product = product._replace(use_tma=product.use_tma and even, aligned=gemm_operands.aligned(width, n, stride_w))
     own_desc, w_desc = gemm_operands.product_descriptors(own, weight, product)
@@ -77,28 +84,37 @@ def _arguments(workspace, o, own, weight, bias, z, kept, batch, world_size, prog
     return args, constants, [] if gathered_desc is None else [gathered_desc.base]
 
 
-def compile(o, weight, bias, world_size, config):
-    """Compile what ``launch`` with the same operands would launch, into Triton's cache; launches nothing."""
+def compile(
+    o: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, world_size: int, config: "UlyssesConfig"
+) -> None:
+    """Compile the kernel that ``launch`` would launch for the same operands into Triton's cache."""
     o = gemm_operands.rows_contiguous(o)
     own = o[: o.shape[0] // world_size]
     args, constants, _ = _arguments(None, o, own, weight, bias, own, None, 1, world_size, 1, 0, config)
     ulysses_out_kernel.warmup(*args, grid=(1,), **constants)
 
 
-def launch(operator, o, weight, bias, batch, group, config, keep=False):
-    """(z [B * S / W, N] of o [B * S, K / W], what was gathered for it [B * S / W, K] if it is to be kept)."""
+def launch(
+    operator: str, o: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, batch: int,
+    group: "dist.ProcessGroup", config: "UlyssesConfig", keep: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Launch the kernel on o [B * S, K / W], and return (z [B * S / W, N], gathered rows [B * S / W, K] or None).
+
+    The gathered rows are returned if ``keep``. ``operator`` is the name of the operator in error messages.
+    """
     o = gemm_operands.rows_contiguous(o)
     workspace = get_workspace(group, o.device, "ulysses_out")
     own = _own_positions(o, batch, group.rank(), group.size())
     z, *kept = launch_cached(
         workspace, (operator, batch, config, keep, gemm_operands.dot_precision(o.dtype)), (o, own, weight, bias),
-        lambda *of: _prepare(workspace, operator, *of, batch, config, keep), _ready,
+        lambda *of: _prepare(workspace, operator, *of, batch, config, keep),  # type: ignore[call-arg]
+        _normalize_operands,
     )
     return z, kept[0] if keep else None
 
 
-def _ready(o, own, weight, bias):
-    """The operands as a launch takes them, of which o and own are such already."""
+def _normalize_operands(o, own, weight, bias):
+    """Return the operands as the kernel supports them. o and own are contiguous already."""
     return o, own, gemm_operands.weight_layout(weight)[0], None if bias is None else bias.contiguous()
 
 
@@ -120,6 +136,6 @@ def _prepare(workspace, operator, o, own, weight, bias, batch, config, keep):
     )
     pushes = cdiv(num_chunks * (world_size - 1) * config.chunk_parts, config.num_comm_sms)
     constants["trace_ptr"] = recorder.buffer(o.device, pieces, max(pushes, 2 * (world_size - 1)))
-    operands, made = (o, own, weight, bias), [z, kept] if keep else [z]
+    operands, outputs = (o, own, weight, bias), [z, kept] if keep else [z]
     fixed = workspace.ctx, *gathered
-    return Launch(workspace, ulysses_out_kernel, (programs,), args, constants, operands, made, fixed)
+    return Launch(workspace, ulysses_out_kernel, (programs,), args, constants, operands, outputs, fixed)

@@ -1,5 +1,7 @@
 """Launch the kernel of ulysses_qkv, or compile it ahead of time."""
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 
 from tdkernels.ops.attention.ulysses.kernel_qkv import ulysses_qkv_kernel
@@ -10,9 +12,14 @@ from tdkernels.runtime import gpu, recorder
 from tdkernels.runtime.kernel_launch import Launch, bind_uncopied, launch_cached, output_spec
 from tdkernels.symm import get_workspace
 
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
-def problem_fields(x, weight, batch):
-    """What must be the same on all ranks before a config is chosen."""
+    from tdkernels.ops.attention.ulysses.config import UlyssesConfig
+
+
+def problem_fields(x: torch.Tensor, weight: torch.Tensor, batch: int) -> dict[str, Any]:
+    """Return the properties of a call that must be the same on all ranks."""
     return {
         "B": batch, "S/W": x.shape[0] // batch if batch else 0, "K": x.shape[1], "N": weight.shape[0],
         "dtype": str(x.dtype),
@@ -20,7 +27,7 @@ def problem_fields(x, weight, batch):
 
 
 def _arguments(ctx, x, weight, bias, y, batch, world_size, lag, plan, config):
-    """The kernel's arguments."""
+    """Return (arguments of the kernel, its constants)."""
     weight, stride_w, _ = gemm_operands.weight_layout(weight)
     tiles, (rows, k), width = config.tiles, x.shape, weight.shape[0] // world_size
     product = gemm_operands.compiled_for(x, weight, bias, tiles)
@@ -33,26 +40,37 @@ def _arguments(ctx, x, weight, bias, y, batch, world_size, lag, plan, config):
     return args, {"PRODUCT": product, **tiles.options(), "trace_ptr": None}
 
 
-def compile(x, weight, bias, world_size, config):
-    """Compile what ``launch`` with the same operands would launch, into Triton's cache; launches nothing."""
+def compile(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, world_size: int, config: "UlyssesConfig"
+) -> None:
+    """Compile the kernel that ``launch`` would launch for the same operands into Triton's cache."""
     x = gemm_operands.rows_contiguous(x)
     ctx = torch.empty(1, dtype=torch.int64, device=x.device)
     args, constants = _arguments(ctx, x, weight, bias, x.new_empty(1), 1, world_size, 0, 0, config)
     ulysses_qkv_kernel.warmup(*args, grid=(1,), **constants)
 
 
-def launch(operator, x, weight, bias, batch, group, config):
-    """Our heads of all positions, [B * S, N / W], of x [B * S / W, K]; ``operator`` names the caller in errors."""
+def launch(
+    operator: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, batch: int,
+    group: "dist.ProcessGroup", config: "UlyssesConfig",
+) -> torch.Tensor:
+    """Launch the kernel on x [B * S / W, K], and return this rank's heads of all positions, [B * S, N / W].
+
+    ``operator`` is the name of the operator in error messages.
+    """
     return launch_cached(*_call(operator, x, weight, bias, batch, group, config))[0]
 
 
-def bind_call(operator, x, weight, bias, batch, group, config):
-    """The Launch of ``launch`` with these operands, or None if one of them has to be copied first."""
+def bind_call(
+    operator: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, batch: int,
+    group: "dist.ProcessGroup", config: "UlyssesConfig",
+) -> Launch | None:
+    """Return the Launch of ``launch`` with these operands, or None if one of them must be copied first."""
     return bind_uncopied((x, weight, bias), *_call(operator, x, weight, bias, batch, group, config))
 
 
 def _call(operator, x, weight, bias, batch, group, config):
-    """The arguments of ``launch_cached``."""
+    """Return the arguments of ``launch_cached``."""
     workspace = get_workspace(group, x.device, "ulysses_qkv")
     key = operator, batch, config, gemm_operands.dot_precision(x.dtype)
     prepare = lambda *of: _prepare(workspace, operator, *of, batch, config)  # noqa: E731

@@ -1,21 +1,25 @@
-"""Ulysses sequence parallelism: the projections round an attention, each fused with its all-to-all.
+"""Ulysses sequence parallelism: the projections before and after attention, each fused with its all-to-all.
 
-    ulysses_qkv   x [B, S / W, K] our positions, weight [N, K] whole  ->  y [B, S, N / W] our heads of all positions
-    ulysses_out   o [B, S, K / W] our heads, weight [N, K] whole      ->  z [B, S / W, N] our positions again
+    ulysses_qkv   x [B, S / W, K] (positions sharded), weight [N, K]  ->  y [B, S, N / W] (heads sharded)
+    ulysses_out   o [B, S, K / W] (heads sharded), weight [N, K]      ->  z [B, S / W, N] (positions sharded)
 
-Between them every rank has all positions of its heads, so that any attention will do. The rows of the first weight are
-those of rank 0's heads, then those of rank 1's and so on, and so are the columns of the second one.
+The weights are replicated. Between the two operators every rank has all positions of its heads, so any attention works.
+The rows of the first weight belong to the heads of rank 0, then of rank 1 and so on, and so do the columns of the
+second weight.
 
-Schedule. ``ulysses_qkv_kernel``: a rank computes the tiles of the other ranks' heads first, and while it computes later
-ones takes those of its own heads from where the others have computed them. ``ulysses_out_kernel``: some programs send
-every peer its positions in chunks of rows, the others begin each tile with our own heads and go on with those that
-have come. Call t uses half t mod 2 of a workspace, and there is no barrier.
+Forward. In ``ulysses_qkv_kernel`` a rank computes the tiles of the other ranks' heads first. While it computes later
+tiles, it receives the tiles of its own heads from the ranks that computed them. In ``ulysses_out_kernel`` some programs
+push each peer's positions in chunks of rows. The others compute tiles: each tile begins with the heads of this rank and
+continues with the heads that have arrived. Call t uses half t mod 2 of a workspace. There is no barrier.
 
-Backward. Each is the other's gradient: dx = ulysses_out(dy, weight.T), which leaves the gathered dy behind for dweight
-and dbias; do = ulysses_qkv(dz, weight.T), while the gathered o for dweight is kept from the forward: it has the size of
-o, and to gather it again would take the link while do is on it. The weights are whole on every rank, so their
-gradients are those of this rank's positions alone; their sum over ranks is that over the tokens of a data-parallel
-group, which whoever has whole weights makes anyway.
+Backward. The dgrad of each operator is a call of the other one.
+
+    operator      dgrad                            wgrad
+    ulysses_qkv   dx = ulysses_out(dy, weight.T)   from dy, which the dgrad has gathered
+    ulysses_out   do = ulysses_qkv(dz, weight.T)   from o, gathered and kept by the forward; it has the size of o, and
+                                                   another gather would compete with the dgrad for the link
+
+dweight and dbias cover this rank's positions only. Sum them over the ranks, as over data-parallel ranks.
 
 Example:
     qkv = tdkernels.ulysses_qkv(x, w_qkv)       # instead of all_to_all(x @ w_qkv.T)
@@ -39,18 +43,18 @@ from tdkernels.symm import GroupLike, resolve_group
 from tdkernels.symm.group import group_state
 from tdkernels.symm.whole_call import whole_call
 
-# ---- the specification, in plain torch.distributed ----
+# ---- references with plain torch.distributed ----
 
 
 def _all_to_all(parts, group):
-    """What all ranks have in their ``parts`` [W, …] for us, in the order of ranks."""
+    """Exchange ``parts`` [W, …], one part per rank, and return the received parts in rank order."""
     received = torch.empty_like(parts)
     dist.all_to_all_single(received, parts, group=group)
     return received
 
 
 def _to_heads(y, batch, group):
-    """All heads of our positions [B * S / W, N] -> our heads of all positions [B * S, N / W]."""
+    """Exchange all heads of this rank's positions [B * S / W, N] for its heads of all positions [B * S, N / W]."""
     world_size = dist.get_world_size(group)
     width = y.shape[1] // world_size
     parts = y.view(batch, y.shape[0] // max(batch, 1), world_size, width).permute(2, 0, 1, 3).contiguous()
@@ -58,7 +62,7 @@ def _to_heads(y, batch, group):
 
 
 def _to_positions(o, batch, group):
-    """Our heads of all positions [B * S, K / W] -> all heads of our positions [B * S / W, K]."""
+    """Exchange this rank's heads of all positions [B * S, K / W] for all heads of its positions [B * S / W, K]."""
     world_size, positions = dist.get_world_size(group), o.shape[0] // max(batch, 1)
     parts = o.view(batch, world_size, positions // world_size, o.shape[1]).transpose(0, 1).contiguous()
     return _all_to_all(parts, group).permute(1, 2, 0, 3).reshape(-1, world_size * o.shape[1])
@@ -68,7 +72,7 @@ def _to_positions(o, batch, group):
 def ulysses_qkv_ref(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, group: GroupLike = None,
 ) -> torch.Tensor:
-    """Compute ``ulysses_qkv`` in plain torch, without gradients: its specification."""
+    """Compute ``ulysses_qkv`` in plain torch, without gradients: a GEMM, then an all-to-all."""
     group = resolve_group(group)
     y = F.linear(x, weight, bias)
     rows = _to_heads(y.reshape(-1, y.shape[-1]), x.shape[:-2].numel(), group)
@@ -79,18 +83,18 @@ def ulysses_qkv_ref(
 def ulysses_out_ref(
     o: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, group: GroupLike = None,
 ) -> torch.Tensor:
-    """Compute ``ulysses_out`` in plain torch, without gradients: its specification."""
+    """Compute ``ulysses_out`` in plain torch, without gradients: an all-to-all, then a GEMM."""
     group = resolve_group(group)
     rows = _to_positions(o.reshape(-1, o.shape[-1]), o.shape[:-2].numel(), group)
     positions = o.shape[-2] // dist.get_world_size(group)
     return F.linear(rows, weight, bias).view(*o.shape[:-2], positions, weight.shape[0])
 
 
-# ---- torch.library: what torch.compile sees; operands are [rows, ·], of ``batch`` sequences ----
+# ---- torch.library operators, which torch.compile traces; operands are [rows, ·] of ``batch`` sequences ----
 
 
 def _config(text, kind, operator, x, weight, group, fields):
-    """The config of a call of a kind, "ulysses_qkv" or "ulysses_out", be it for the operator or for a gradient."""
+    """Return the config of a call. ``kind`` is "ulysses_qkv" or "ulysses_out", also if the call is a dgrad."""
     if not text and spans_nodes(group):
         return UlyssesConfig(method="torch")
     of_call = {} if kind == operator else {"call": operator}
@@ -98,7 +102,7 @@ def _config(text, kind, operator, x, weight, group, fields):
 
 
 def _qkv(operator, x, weight, bias, batch, group, text):
-    """Our heads of all positions."""
+    """Return this rank's heads of all positions."""
     world_size = group.size()
     if world_size == 1:
         return F.linear(x, weight, bias)
@@ -120,7 +124,7 @@ def _run_qkv(operator, x, weight, bias, batch, group, config):
 
 
 def _out(operator, o, weight, bias, batch, group, text, keep):
-    """(our positions, what was gathered for them if it is to be kept)."""
+    """Return (output for this rank's positions, the gathered rows if ``keep``)."""
     world_size = group.size()
     if world_size == 1:
         return F.linear(o, weight, bias), None
@@ -161,7 +165,7 @@ def _backward_qkv(dy, x, weight, need_dx, need_dweight, need_dbias, batch, group
         dx, gathered = _out("ulysses_qkv backward", dy, weight.t(), None, batch, group, config, keeps)
         gathered = dy if gathered is None else gathered
     elif group.size() > 1 and x.shape[0]:
-        gathered = _to_positions(dy, batch, group)  # there is no product to hide it behind
+        gathered = _to_positions(dy, batch, group)  # no GEMM to overlap it with
     gathered = gathered.view(x.shape[0], weight.shape[0])
     if need_dweight:
         dweight = gathered.t() @ x
@@ -204,26 +208,18 @@ def _fake_ulysses_out_backward(dz, weight, batch, group, config):
 
 
 torch_op.register(
-    f"ulysses_qkv(Tensor x, Tensor weight, Tensor? bias, {_TAIL}) -> Tensor",
-    _forward_qkv,
-    _fake_ulysses_qkv,
+    f"ulysses_qkv(Tensor x, Tensor weight, Tensor? bias, {_TAIL}) -> Tensor", _forward_qkv, _fake_ulysses_qkv
 )
 torch_op.register(
     "ulysses_qkv_backward(Tensor dy, Tensor x, Tensor weight, bool need_dx, bool need_dweight, bool need_dbias, "
-    f"{_TAIL}) -> (Tensor, Tensor, Tensor)",
-    _backward_qkv,
-    _fake_ulysses_qkv_backward,
+    f"{_TAIL}) -> (Tensor, Tensor, Tensor)", _backward_qkv, _fake_ulysses_qkv_backward
 )
 torch_op.register(
     "ulysses_out(Tensor o, Tensor weight, Tensor? bias, int batch, bool keep, str group, str config)"
-    " -> (Tensor, Tensor)",
-    _forward_out,
-    _fake_ulysses_out,
+    " -> (Tensor, Tensor)", _forward_out, _fake_ulysses_out
 )
 torch_op.register(
-    f"ulysses_out_backward(Tensor dz, Tensor weight, {_TAIL}) -> Tensor",
-    _backward_out,
-    _fake_ulysses_out_backward,
+    f"ulysses_out_backward(Tensor dz, Tensor weight, {_TAIL}) -> Tensor", _backward_out, _fake_ulysses_out_backward
 )
 
 
@@ -248,7 +244,7 @@ class _Out(torch.autograd.Function):
         keep = ctx.needs_input_grad[1]
         z, kept = torch.ops.tdkernels.ulysses_out(o, weight, bias, batch, keep, group, config)
         if keep and not kept.numel():
-            kept = o  # of one rank, or of no positions
+            kept = o  # for one rank, or without positions
         ctx.save_for_backward(weight, kept if keep else None)
         ctx.call = batch, group, config
         return z
@@ -272,37 +268,37 @@ def ulysses_qkv(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, group: GroupLike = None,
     config: UlyssesConfig | None = None,
 ) -> torch.Tensor:
-    """Multiply our positions by the whole weight, and get our heads of all positions.
+    """Project this rank's positions with the whole weight, and return its heads of all positions.
 
     Args:
-        x: [B, S / W, K] or [S / W, K] bf16, fp16 or fp32, rank r's positions being the r-th S / W of each sequence;
-            further leading dimensions are sequences too
-        weight: [N, K], the layout of torch.nn.Linear, whole and the same on all ranks, with the rows of rank r's heads
-            r-th; same dtype
-        bias: [N], in the order of those rows, or None
-        group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the world (W ranks)
-        config: UlyssesConfig, the same on all ranks; None takes the best one known, see tdkernels.autotune; the
-            backward takes what it was given, too, or else what is best for its own product
+        x: [B, S / W, K] or [S / W, K] in bf16, fp16 or fp32. Rank r has the r-th S / W positions of each sequence. More
+            leading dimensions are sequences, too.
+        weight: [N, K], as in torch.nn.Linear, in the dtype of x. Replicated; its r-th N / W rows belong to the heads of
+            rank r.
+        bias: [N] in the order of these rows, or None.
+        group: A ProcessGroup, a one-dimensional DeviceMesh, or None for the default group (W ranks).
+        config: UlyssesConfig, the same on all ranks, also used for the backward. None selects the best known config
+            (see tdkernels.autotune); the backward then selects the best one for its own GEMM.
 
     Returns:
-        y: [B, S, N / W], dtype of x, accumulated in fp32
+        y [B, S, N / W] in the dtype of x, accumulated in fp32.
 
     Gradient:
-        dx; dweight and dbias of this rank's positions alone: whoever keeps whole weights adds them up over ranks, as
-        those of data-parallel ranks
+        dx is complete. dweight and dbias cover this rank's positions only; sum them as over data-parallel ranks.
 
     Raises:
-        TypeError or ValueError: for operands that do not fit, with their shapes, before anything is launched
-        ValueError: on every rank when the ranks disagree
-        PeerTimeoutError: when a peer does not come (on a GPU at the next call or at tdkernels.synchronize())
-        RuntimeError: in a backward with create_graph=True
+        TypeError, ValueError: If operands are invalid; the message has their shapes. Nothing has been launched.
+        ValueError: On every rank, if the ranks disagree.
+        PeerTimeoutError: If a peer does not make the call in time. On a GPU it is raised by the next call or by
+            tdkernels.synchronize().
+        RuntimeError: In a backward with create_graph=True.
 
     Contract:
-        collective over group; host sync: no (the first call with a shape agrees with the peers and allocates); CUDA
-        graph: yes, after one call outside; the caller owns the output
+        Collective over ``group``. No host synchronization, but the first call with a shape communicates with the peers
+        and allocates. Can be captured in a CUDA graph after one call outside. The caller owns the output.
 
     Source:
-        DeepSpeed-Ulysses (https://arxiv.org/abs/2309.14509)
+        DeepSpeed-Ulysses (https://arxiv.org/abs/2309.14509).
     """
     group = resolve_group(group)
     known, key = call_cache.lookup_run("ulysses_qkv", group, (x, weight, bias), (config, get_mode()))
@@ -316,24 +312,22 @@ def ulysses_qkv(
     call = x.reshape(-1, x.shape[-1]), weight, bias, batch, group.group_name, as_argument(config)
     y = autograd.apply(_Qkv, torch.ops.tdkernels.ulysses_qkv, *call)
     y = y.view(*x.shape[:-2], group.size() * x.shape[-2], y.shape[1])
-    _keep(key, "ulysses_qkv", _run_qkv, call[0], weight, batch, group, config, y.shape, launch_qkv.bind_call)
+    _insert_call(key, "ulysses_qkv", _run_qkv, call[0], weight, batch, group, config, y.shape, launch_qkv.bind_call)
     return y
 
 
-def _keep(key, operator, run, rows, weight, batch, group, config, shape, bind_call=None):
+def _insert_call(key, operator, run, rows, weight, batch, group, config, shape, bind_call=None):
     """Insert a call into the call cache.
 
-    Args:
-        rows: the operand as ``run`` takes it
-        shape: of the output
-        bind_call: the Launch that a fused call is; None for a call that is not one launch of its own operands
+    ``rows`` is the first operand of ``run``, and ``shape`` the shape of the output. ``bind_call`` returns the Launch of
+    a fused call; it is None if the call is not a single launch on its own operands.
     """
     if not call_cache.is_current(group, key) or group.size() == 1 or not rows.shape[0]:
         return
     config = _config(as_argument(config), operator, operator, rows, weight, group, {})
     rows = rows.shape
 
-    def again(group, x, weight, bias):
+    def run_cached(group, x, weight, bias):
         return run(operator, x.reshape(rows), weight, bias, batch, group, config).view(shape)
 
     def bind(group, x, weight, bias):
@@ -343,37 +337,38 @@ def _keep(key, operator, run, rows, weight, batch, group, config, shape, bind_ca
         return bind_call(operator, given, weight, bias, batch, group, config)
 
     is_launch = config.method == "fused" and bind_call is not None
-    call_cache.insert(group, key, call_cache.CachedCall(again, bind if is_launch else None, shape))
+    call_cache.insert(group, key, call_cache.CachedCall(run_cached, bind if is_launch else None, shape))
 
 
 def ulysses_out(
     o: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, group: GroupLike = None,
     config: UlyssesConfig | None = None,
 ) -> torch.Tensor:
-    """Get all heads of our positions, and multiply them by the whole weight.
+    """Gather all heads of this rank's positions, and project them with the whole weight.
 
     Args:
-        o: [B, S, K / W] or [S, K / W] bf16, fp16 or fp32, our heads of all positions, as ulysses_qkv has given them;
-            further leading dimensions are sequences too
-        weight: [N, K], whole and the same on all ranks, with the columns of rank r's heads r-th; same dtype
-        bias: [N] or None
-        group, config: as for ulysses_qkv
+        o: This rank's heads of all positions, [B, S, K / W] or [S, K / W] in bf16, fp16 or fp32, in the layout of
+            ``ulysses_qkv``. More leading dimensions are sequences, too.
+        weight: [N, K] in the dtype of o. Replicated; its r-th K / W columns belong to the heads of rank r.
+        bias: [N] or None.
+        group: As in ``ulysses_qkv``.
+        config: As in ``ulysses_qkv``.
 
     Returns:
-        z: [B, S / W, N], our positions, dtype of o, accumulated in fp32, our own heads first and then those of the
-        ranks after us, whenever they come
+        z [B, S / W, N], this rank's positions in the dtype of o. It is accumulated in fp32 in a fixed order: this
+        rank's heads first, then the heads of rank + 1, rank + 2 and so on.
 
     Gradient:
-        do; dweight and dbias of this rank's positions alone, as those of ulysses_qkv
+        do is complete. dweight and dbias cover this rank's positions only; sum them as over data-parallel ranks.
 
     Raises:
-        as ulysses_qkv
+        TypeError, ValueError, PeerTimeoutError, RuntimeError: As ``ulysses_qkv``.
 
     Contract:
-        as for ulysses_qkv
+        As for ``ulysses_qkv``.
 
     Source:
-        DeepSpeed-Ulysses (https://arxiv.org/abs/2309.14509)
+        DeepSpeed-Ulysses (https://arxiv.org/abs/2309.14509).
     """
     group = resolve_group(group)
     known, key = call_cache.lookup_run("ulysses_out", group, (o, weight, bias), (config, get_mode()))
@@ -390,5 +385,5 @@ def ulysses_out(
     else:
         z, _ = torch.ops.tdkernels.ulysses_out(*call[:4], False, *call[4:])
     z = z.view(*o.shape[:-2], o.shape[-2] // group.size(), z.shape[1])
-    _keep(key, "ulysses_out", lambda *call: _run_out(*call)[0], call[0], weight, batch, group, config, z.shape)
+    _insert_call(key, "ulysses_out", lambda *call: _run_out(*call)[0], call[0], weight, batch, group, config, z.shape)
     return z

@@ -1,10 +1,18 @@
-"""Checks of what a user passes to the Ulysses projections, before anything is launched."""
+"""Validation of the arguments of the Ulysses projections, before anything is launched."""
+
+from typing import TYPE_CHECKING, Any
 
 from tdkernels.ops.common.validation import check_floats, check_weight, shape_of
 
+if TYPE_CHECKING:
+    import torch
 
-def check_product(operator, name, rows, weight, bias, divided_by):
-    """Raise unless rows @ weight.T + bias makes sense, where rows have one of ``divided_by`` parts of the columns."""
+
+def check_product(operator: str, name: str, rows: Any, weight: Any, bias: Any, divided_by: int) -> None:
+    """Raise TypeError or ValueError if the operands of rows @ weight.T + bias are invalid.
+
+    The rows have a 1 / ``divided_by`` share of the columns K. ``name`` is the name of the argument ``rows``.
+    """
     check_floats(operator, {name: rows, "weight": weight} | ({} if bias is None else {"bias": bias}))
     columns = "K" if divided_by == 1 else "K / W"
     if rows.dim() < 2:
@@ -20,8 +28,10 @@ def check_product(operator, name, rows, weight, bias, divided_by):
         )
 
 
-def check_divided(operator, name, tensor, dimension, size, world_size):
-    """Raise unless a dimension, which is called ``size``, can be divided between the ranks."""
+def check_divided(
+    operator: str, name: str, tensor: "torch.Tensor", dimension: int, size: str, world_size: int
+) -> None:
+    """Raise ValueError if a dimension of the argument ``name``, called ``size``, is not divisible by the ranks."""
     if tensor.shape[dimension] % world_size:
         raise ValueError(
             f"{operator}: {size} = {tensor.shape[dimension]} of {name} {shape_of(tensor)} must be divisible by the "

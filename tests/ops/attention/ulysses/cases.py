@@ -281,7 +281,7 @@ def refuses():
             (dict(config="best"), TypeError, "config must be a UlyssesConfig or None, not str"),
             (dict(config=UlyssesConfig("best")), ValueError, "config cannot run: method must be"),
             (dict(config=UlyssesConfig(transport="mail")), ValueError, 'transport must be "pull" or "push"'),
-            (dict(config=UlyssesConfig(lag_tiles=-1)), ValueError, "lag_tiles must not be negative, as -1 is"),
+            (dict(config=UlyssesConfig(lag_tiles=-1)), ValueError, "lag_tiles must be at least 0, not -1"),
             (dict(config=UlyssesConfig(num_comm_sms=0)), ValueError, "num_comm_sms must be at least 1, not 0"),
             (dict(config=UlyssesConfig(chunk_tiles=0)), ValueError, "chunk_tiles must be at least 1, not 0"),
             (dict(config=UlyssesConfig(tiles=Tiles(block_m=24))), ValueError, "block_m must be a power of two"),
