@@ -243,7 +243,7 @@ def test_calls_go_by_powers_of_two():
 
 
 def test_operands_do_not_tell_how_many_experts_there_are():
-    with pytest.raises(ValueError, match="ep_dispatch: operands do not tell all of its sizes; say them: tokens, hi"):
+    with pytest.raises(ValueError, match="ep_dispatch: operands do not determine all of its sizes; give them"):
         explain("ep_dispatch", (4, 16), (4, 2), world_size=2)
     here = torch.device("cuda" if torch.cuda.is_available() else "cpu", 0)
     assert explain("ep_dispatch", 8, 16, 4, 2, world_size=2).config == default_config(here)

@@ -1,1 +1,1 @@
-"""Tokens to the ranks of their experts and back: ep_dispatch, ep_combine, all_to_all."""
+"""All-to-all operators of expert parallelism: ep_dispatch, ep_combine and all_to_all."""

@@ -1,10 +1,10 @@
-"""Rows to the ranks that they are for: an all-to-all whose splits are on the device and differ between ranks.
+"""all_to_all: an all-to-all of rows whose splits are on the device and may differ between ranks.
 
-    x [T, H], sorted by destination, splits [W] on each rank  ->  out [R, H], in the order of the ranks they come from
+    x [T, H], sorted by destination, splits [W] on each rank  ->  out [R, H], in the order of the source ranks
 
-Splits [E], E / W for each rank, tell the experts of a rank apart. It is a dispatch of one choice a token
-(``op``), whose rows are laid out by their source; of few rows, with max_tokens_per_rank, it is one launch
-(``ep_direct_kernel``). The backward is the same way back.
+With splits [E] there are E / W splits for each rank, one per expert. The operator is a dispatch with one assignment per
+row (``op``) and with the output grouped by source rank. For few rows and with max_tokens_per_rank it is a single launch
+(``ep_direct_kernel``). The backward is a combine.
 
 Example:
     out, out_splits, _ = tdkernels.all_to_all(x, splits)
@@ -34,10 +34,10 @@ _NAME = "all_to_all"
 def all_to_all_ref(
     x: torch.Tensor, splits: torch.Tensor, *, group: GroupLike = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Exchange rows in plain torch, without gradients: the specification of ``all_to_all``.
+    """Compute ``all_to_all`` with torch and torch.distributed, without gradients. It is the specification for tests.
 
     Returns:
-        (out, out_splits)
+        (out, out_splits): See ``all_to_all``.
     """
     group = resolve_group(group)
     world_size = torch.distributed.get_world_size(group)
@@ -66,7 +66,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 def _experts_of_rows(splits, rows):
-    """([T, 1] the number of each row's split, a scalar that is not 0 if the splits do not add up)."""
+    """Return (the split of each row [T, 1], an int32 scalar that is 1 if splits are negative or do not add up to T)."""
     ends = splits.cumsum(0)
     numbers = torch.arange(rows, device=splits.device, dtype=ends.dtype)
     ids = torch.searchsorted(ends, numbers, right=True).unsqueeze(1)
@@ -96,44 +96,46 @@ def all_to_all(
     x: torch.Tensor, splits: torch.Tensor, *, scales: torch.Tensor | None = None, max_tokens: int | None = None,
     max_tokens_per_rank: int | None = None, group: GroupLike = None, config: EpConfig | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Send each rank its rows of x; rank r's come r-th.
+    """Send each rank its rows of x. The rows for rank r are the r-th block of x.
 
     Args:
-        x: [T, H] bf16, fp16, fp32, float8_e4m3fn or float8_e5m2, sorted by destination; T may differ between ranks and
-            be 0
-        splits: [W] int32 or int64 on the device of x, rows for each rank; or [E], for each of the E / W experts of each
-            rank; not negative, their sum is T
-        scales: [T] or [T, S], sent along as they are, or None
-        max_tokens: how many rows any rank may receive or send to others. The output then has so many rows, of which
-            sum(out_splits) are written, and the host does not wait. None: as many rows as come
-        max_tokens_per_rank: a bound on the T of every rank, the same on all. Then few rows are sent in one launch,
-            before anything is counted (EpConfig.direct_tokens); max_tokens is, if not given, W * max_tokens_per_rank,
-            and the host does not wait
-        group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the world (W ranks)
-        config: EpConfig, the same on all ranks; None takes the best one known, see tdkernels.autotune (in a group on
-            several nodes the default)
+        x: [T, H] in bf16, fp16, fp32, float8_e4m3fn or float8_e5m2, sorted by destination. T may differ between ranks
+            and may be 0.
+        splits: Number of rows for each rank, [W] int32 or int64 on the device of x. Or [E], the number of rows for each
+            of the E / W experts of each rank. They must not be negative, and their sum must be T.
+        scales: Scales [T] or [T, S], sent unchanged with the rows, or None.
+        max_tokens: Upper bound of the rows that any rank receives, and of the rows that any rank sends to others. The
+            output then has max_tokens rows, of which sum(out_splits) are written, and the host does not wait. If None,
+            the host waits for the exact number of rows.
+        max_tokens_per_rank: Upper bound B of T on all ranks, the same on all of them. The host does not wait then, and
+            few rows are sent in one launch, without counting first (EpConfig.direct_tokens). max_tokens may be omitted;
+            it is then W * B.
+        group: A ProcessGroup, a one-dimensional DeviceMesh, or None for the default group (W ranks).
+        config: EpConfig, the same on all ranks. None selects the best known config (see tdkernels.autotune), or the
+            default config if the group is on several nodes.
 
     Returns:
-        (out, out_splits, out_scales): [R, H] in the order of the sources, and of each as it was there; [W] int32 rows
-        from each rank, or [W, E / W] from each for each of our experts; [R] or [R, S] or None
+        (out, out_splits, out_scales): The rows [R, H] by source rank, in the order of the source. The number of rows
+        from each rank, [W] int32, or [W, E / W] from each rank for each local expert. The scales [R] or [R, S], or
+        None.
 
     Gradient:
-        dx = the rows of dout sent back
+        dx is dout, sent back to the ranks of x.
 
     Raises:
-        TypeError or ValueError: for operands that do not fit, before anything is launched
-        ValueError: on every rank when the ranks disagree, for splits that do not add up on any rank, and for more rows
-            than max_tokens or max_tokens_per_rank, of which then none arrives (on a GPU with either of these at
-            tdkernels.synchronize(), or at a later call, which breaks the group; on a rank with too many rows at once as
-            well)
-        PeerTimeoutError
+        TypeError, ValueError: If operands are invalid. Nothing has been launched.
+        ValueError: On every rank: if the ranks disagree, if splits are negative or do not add up on any rank, or if
+            there are more rows than max_tokens or max_tokens_per_rank. No row arrives then. On a GPU with either bound
+            it is raised by tdkernels.synchronize(), or by a later call, which makes the group unusable. A rank with too
+            many rows also raises at once.
+        PeerTimeoutError: If a peer does not make the call in time.
 
     Contract:
-        collective over group; host sync: unless max_tokens or max_tokens_per_rank is given; CUDA graph: with either,
-        after one call outside; the caller owns the output
+        Collective over ``group``. The host synchronizes unless max_tokens or max_tokens_per_rank is given. With one of
+        them the call can be captured in a CUDA graph after one call outside. The caller owns the output.
 
     Source:
-        splits on the device, as torch.ops.symm_mem.all_to_all_vdev has them
+        Splits on the device as in torch.ops.symm_mem.all_to_all_vdev.
     """
     group = resolve_group(group)
     settings = max_tokens, max_tokens_per_rank, config, get_mode()

@@ -1,8 +1,12 @@
-"""How all_to_all, ep_dispatch and ep_combine run: the config, and the default for a device."""
+"""Config of all_to_all, ep_dispatch and ep_combine, and the default config for a device."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from tdkernels.runtime import gpu
+
+if TYPE_CHECKING:
+    import torch
 
 COMBINES = ("per_rank", "per_expert")
 METHODS = ("fused", "torch")
@@ -10,23 +14,24 @@ METHODS = ("fused", "torch")
 
 @dataclass(frozen=True)
 class EpConfig:
-    """How ``all_to_all``, ``ep_dispatch`` or ``ep_combine`` runs.
+    """Config of ``all_to_all``, ``ep_dispatch`` or ``ep_combine``.
 
     Attributes:
-        combine: what crosses the wire on the way back: "per_rank", one sum for each token and rank that has experts of
-            it, rounded to the rows' dtype; "per_expert", all rows, added up where the token is and rounded once: more
-            bytes, fewer roundings
-        num_senders: programs that send, at most
-        num_receivers: programs that receive, at most
-        chunk_tokens: tokens under one signal, at least; a rank's tokens are at most 1024 chunks. What goes by a handle
-            has that of the dispatch which made it
-        block_bytes: what a program moves at a time
-        num_warps: of a program
-        direct_tokens: with a max_tokens_per_rank up to this many, at most 1024, a dispatch is one launch: each token is
-            a chunk, and leaves for a slot of its own before anything has been counted; 0: never
-        method: "fused", our kernels; or "torch": torch's all-to-all between sorts, of which the host waits for the
-            counts whatever max_tokens says, so that no CUDA graph captures it; the first of its halves does it all, it
-            sums as "per_expert" and takes nothing of the above. What goes by a handle goes as its dispatch went
+        combine: What a combine sends. "per_rank": one sum per token and rank with experts of the token, rounded to the
+            dtype of the rows. "per_expert": all rows; they are added up on the token's rank and rounded once. It sends
+            more bytes and rounds less often.
+        num_senders: Maximum number of programs that send.
+        num_receivers: Maximum number of programs that receive.
+        chunk_tokens: Minimum number of tokens per chunk; a chunk has one signal. The tokens of a rank are at most 1024
+            chunks. A call with a handle uses the value of the dispatch that made the handle.
+        block_bytes: Number of bytes that a program moves at a time, a power of two from 256 to 65536.
+        num_warps: Number of warps of a program: 1, 2, 4, 8 or 16.
+        direct_tokens: Maximum max_tokens_per_rank, from 0 to 1024, for which a dispatch is a single launch. Each token
+            is then a chunk and is sent to its own slot before anything is counted. 0 disables this.
+        method: "fused" uses the kernels of this library. "torch" sorts the rows, calls torch's all-to-all and sorts
+            again. Then the host waits for the counts, even with max_tokens, so that a CUDA graph cannot capture it; the
+            send phase does all of the work; it sums as "per_expert", and all other fields are ignored. A call with a
+            handle uses the method of the dispatch that made the handle.
     """
 
     combine: str = "per_rank"
@@ -38,8 +43,8 @@ class EpConfig:
     direct_tokens: int = 256
     method: str = "fused"
 
-    def illegal(self, device, dtype=None):
-        """Why this config cannot run; None when it can."""
+    def illegal(self, device: "torch.device", dtype: "torch.dtype | None" = None) -> str | None:
+        """Return why this config cannot run with a device and a dtype, or None if it can."""
         if self.method not in METHODS:
             return f'method must be "fused" or "torch", not {self.method!r}'
         if self.method == "torch":
@@ -59,19 +64,23 @@ class EpConfig:
         return None
 
 
-def default_config(device, operator="ep_dispatch", bounded=False, tokens=None):
-    """The config for what nobody has tuned.
+def default_config(
+    device: "torch.device", operator: str = "ep_dispatch", bounded: bool = False, tokens: int | None = None
+) -> EpConfig:
+    """Return the config for calls that have neither a given nor a tuned config.
 
     Args:
-        bounded: whether there is a max_tokens_per_rank
-        tokens: about how many a rank has, or None: many
+        device: The device of the operands.
+        operator: Name of the operator.
+        bounded: Whether the call has max_tokens_per_rank.
+        tokens: Approximate number of tokens per rank. None means many.
     """
-    if device.type == "cpu":  # each program takes the interpreter long
+    if device.type == "cpu":  # the interpreter needs a long time per program
         return EpConfig(num_senders=2, num_receivers=2, chunk_tokens=8, block_bytes=65536, num_warps=1)
     most = gpu.num_sms(device)
     if operator == "ep_combine":
-        # Few senders, so that receivers have room beside them and the memory is busy while the wire is; but of few
-        # tokens as many as can be at the same time.
+        # With few senders, receivers run concurrently with them, and memory is busy at the same time as the links. With
+        # few tokens there are as many senders as can run at the same time.
         few = tokens is not None and tokens <= 2 * most
         return EpConfig(num_senders=4 * most if few else most, num_receivers=8 * most, num_warps=8)
     if bounded:

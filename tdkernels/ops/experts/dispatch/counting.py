@@ -1,11 +1,11 @@
-"""Count tokens: the launches that exchange the ranks' counts and lay out where tokens go.
+"""Launches that count tokens, exchange the counts between the ranks, and compute the destination of every row.
 
-If the number of rows is to be exact, the host waits for it; with max_tokens it does not. A group on several nodes has
-kernels of its own.
+Without max_tokens the host waits for the exact number of rows. With max_tokens it does not wait. Groups on several
+nodes use other kernels.
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -27,40 +27,47 @@ from tdkernels.rounding import cdiv, next_power_of_2
 from tdkernels.runtime.kernel_launch import CALL_NUMBER, Launch, launch_cached, pointer_signature
 from tdkernels.symm import get_workspace
 
-_FEW_TILES = 32  # up to which the last program adds up the counts, without a launch of its own
+if TYPE_CHECKING:
+    from tdkernels.ops.experts.dispatch.device_errors import Splits
+    from tdkernels.ops.experts.dispatch.request import DispatchRequest, RoutePlan
+    from tdkernels.symm.workspace import Workspace
+
+_FEW_TILES = 32  # with at most so many tiles, the last program adds up the counts; with more, a second launch does
 _NO_LIMIT = (1 << 31) - 1
 _FEWEST_ROWS = 64
 
 
 class _Counting(NamedTuple):
-    """All that the launches follow from, beside the group."""
+    """Everything that decides the launches, except the group."""
 
     shape: RoutingShape
-    config: str  # the given config as text, for the ranks to agree on
+    config: str  # the given config as text, for the consensus check
     per_choice: bool
-    local_world_size: int | None  # in a group on several nodes
+    local_world_size: int | None  # None if the group is on one node
 
     @property
     def tiles(self):
-        """Programs that count."""
+        """Number of tiles of tokens, and of programs that count."""
         return layout.num_tiles(self.shape.tokens, self.shape.choices)
 
     @property
     def columns(self):
-        """Totals of a rank."""
+        """Number of totals of a rank."""
         return self.shape.num_experts + self.shape.world_size + 2
 
     @property
     def agrees_apart(self):
-        """Whether a separate launch adds up the counts of the programs."""
+        """Whether a separate launch adds up the counts of the tiles."""
         return self.shape.tokens > layout.tile_tokens(self.shape.choices) * _FEW_TILES
 
 
-def count(plan, request):
-    """The CountedRouting or MultinodeRouting of the ids of a DispatchRequest, as a RoutePlan says.
+def count(plan: "RoutePlan", request: "DispatchRequest") -> CountedRouting:
+    """Count the tokens of a request and return its routing, a MultinodeRouting if the group is on several nodes.
 
-    Raises ValueError on every rank for invalid ids or more rows than max_tokens: on a GPU with max_tokens later, see
-    ``Workspace.check``.
+    Raises:
+        ValueError: On every rank, if ids are invalid or there are more rows than max_tokens. On a GPU with max_tokens
+            it is raised later, see ``Workspace.check``.
+        RuntimeError: If a CUDA graph is captured and there is no max_tokens.
     """
     shape, device = plan.shape, request.ids.device
     workspace = get_workspace(request.group, device, "ep_counts", across_nodes=True)
@@ -91,7 +98,7 @@ def count(plan, request):
 
 
 def _new_tables(counting, device):
-    """Memory for the tables, and in a group on several nodes for those of ``multinode.layout``."""
+    """Allocate the tables and, if the group is on several nodes, the tables of ``multinode.layout``."""
     shape, tiles = counting.shape, counting.tiles
     length = layout.length(shape, tiles)
     tables = (torch.empty(length, dtype=torch.int32, device=device),)
@@ -126,7 +133,7 @@ def _multinode_routing(common, local_world_size, node_tables, summary):
 
 
 def _rows_for(most):
-    """The rows to allocate for an upper bound, rounded up: fewer distinct sizes need fewer agreements."""
+    """Return the rows to allocate for an upper bound, rounded up: fewer distinct sizes need fewer consensus checks."""
     step = max(next_power_of_2(most) // 16, _FEWEST_ROWS)
     return max(cdiv(most, step), 1) * step
 
@@ -134,19 +141,19 @@ def _rows_for(most):
 # ---- errors ----
 
 
-def listen(workspace, operator, operand):
+def listen(workspace: "Workspace", operator: str, operand: "TopkIds | Splits") -> None:
     """Begin a call in a workspace. Errors that its kernel reports name the operator and the operand."""
     workspace.expect_note(partial(_error_of_note, operator, operand, workspace.rank))
 
 
 def _error_of_note(operator, operand, here, name, kind, first, second, third):
-    """What a note of ``ep_route_kernel`` says, as an error."""
+    """Return the exception for a note of ``ep_route_kernel`` or ``ep_direct_kernel``."""
     if kind == NOTE_BAD_IDS.value:
         return too_many_tokens(operator, first, -second) if second < 0 else operand.refused(operator, first, here)
     return ValueError(
-        f"{operator}: max_tokens={third} is too small: a rank receives {first} rows, and {second} tokens are staged at "
-        "most (on a rank, counted once for each peer; where rows go straight to experts, choices of tokens); nothing "
-        "was sent"
+        f"{operator}: max_tokens={third} is too small: a rank receives {first} rows, and a rank stages up to {second} "
+        "tokens (each counted once for each peer, or once for each of its choices if rows are sent straight to "
+        "experts); nothing was sent"
     )
 
 
@@ -165,7 +172,7 @@ def _launch(workspace, counting, ids, error_code, tables, splits):
 
 
 def _agreed_plan(workspace, counting):
-    """The number of the plan; see ``Workspace.prepare``."""
+    """Return the id of the launch plan; see ``Workspace.prepare``."""
     shape, local = counting.shape, counting.local_world_size
     fields = {
         "num_experts": shape.num_experts, "k": shape.choices, "max_tokens": shape.max_tokens,
@@ -176,7 +183,7 @@ def _agreed_plan(workspace, counting):
 
 
 def _constants(counting, block, at_once):
-    """Constants of the kernels that count and that agree."""
+    """Return constexpr arguments of the kernels that count and of those that exchange the totals."""
     shape, local = counting.shape, counting.local_world_size
     own = {"WHOLE": counting.per_choice} if local is None else {"LOCAL": local}
     block = min(next_power_of_2(counting.columns), block)
@@ -187,7 +194,7 @@ def _constants(counting, block, at_once):
 
 
 def _count(workspace, counting, operands):
-    """The Launch that counts a rank's ids, and if these are few adds up and lays out what all ranks send."""
+    """Return the Launch that counts a rank's ids. With few tiles it also exchanges totals and computes all offsets."""
     ids, error_code, *written = operands
     shape, plan = counting.shape, _agreed_plan(workspace, counting)
     args = workspace.ctx, ids, error_code, *written, shape.tokens, shape.max_tokens or _NO_LIMIT, plan, CALL_NUMBER
@@ -201,7 +208,7 @@ def _count(workspace, counting, operands):
 
 
 def _agree(workspace, counting, operands):
-    """The Launch that adds up and lays out, if there are many ids."""
+    """Return the Launch that adds up many tiles, exchanges totals and computes all offsets."""
     _, error_code, *written = operands
     shape, plan = counting.shape, _agreed_plan(workspace, counting)
     constants = _constants(counting, block=8, at_once=512)
@@ -213,7 +220,7 @@ def _agree(workspace, counting, operands):
 
 
 def _place(workspace, counting, operands):
-    """The Launch that finds the places of what crosses to other nodes."""
+    """Return the Launch that completes the row numbers and lists the tokens for each other node."""
     shape = counting.shape
     args = workspace.ctx, *operands[2:4], shape.tokens
     constants = {

@@ -1,18 +1,24 @@
-"""Rows of the experts back to their tokens, weighted and added up in fp32.
+"""Combine kernel: send the outputs of the experts back to the ranks of their tokens, and compute the weighted sums.
 
-Programs of two kinds, senders first. A sender takes a chunk of a peer's tokens, as they were dispatched, and stores in
-the peer's staging memory what this rank has for each: one part, the weighted sum of the token's rows here in the order
-of its choices, rounded to the rows' type ("per_rank": a token crosses the wire once for a rank), or all of its rows as
-they are (PER_EXPERT). Then it raises one signal at that peer. A receiver takes a chunk of our own tokens, waits for the
-signals of all peers, and adds up: the parts in the order of the ranks, or the weighted rows in that of the choices.
-What this rank's own experts have for its tokens is added row by row where its part would be, and never rounded in
-between.
+The first programs are senders, the others receivers. A sender takes a chunk of a peer's tokens, with the chunks of the
+dispatch, and stores the results of this rank for each token in the peer's staging memory. Then it notifies that peer,
+one signal per chunk. The result is one of:
 
-Nobody waits but receivers, and those for senders only (law 1). All ranks signal at least one chunk to all peers and
-wait for one from each (law 3). Of a routing that was refused, as all ranks know, nobody sends anything or waits, sums
-are 0 and the call does not count: a rank that has raised the error already makes no such call.
+- "per_rank": a part, the weighted sum of the token's rows on this rank, in fp32 and in the order of the assignments,
+  rounded to the dtype of the rows. One part is sent per token and rank.
+- "per_expert" (PER_EXPERT): all of the token's rows on this rank, unchanged.
 
-A slot holds a token's parts, and a number for each of its K choices if there are any to take along (``row_numbers``).
+A receiver takes a chunk of this rank's tokens, waits for the signals of all peers, and sums in fp32: the parts in rank
+order, or the weighted rows in the order of the assignments. With "per_rank", the rows of this rank's own experts are
+added one by one where this rank's part would be, without rounding in between.
+
+Progress (invariant 1). Only receivers wait, and only for senders. Buffer reuse (invariant 3). Every rank signals at
+least one chunk to every peer and waits for one from each.
+
+If the routing was rejected, which all ranks know, nothing is sent and no program waits. The sums are 0 and the call is
+not counted, because a rank that has already raised the error does not make it.
+
+A slot has a token's part or rows, then one number for each of its K assignments if there are ``row_numbers``.
 """
 
 import triton
@@ -39,31 +45,37 @@ from tdkernels.ops.experts.dispatch.layout import (
     whole_items,
 )
 
-MOST_AT_ONCE = tl.constexpr(8)  # rows of a token, or parts of it, that are read at the same time
+MOST_AT_ONCE = tl.constexpr(8)  # maximum number of rows or parts of a token that are loaded concurrently
 
 
 @td.jit
 def part_bytes(items, DTYPE: tl.constexpr):
-    """Bytes of one part or row in a slot, in multiples of 16."""
+    """Return the bytes of a part or row in a slot, a multiple of 16."""
     return (tl.cast(items, tl.int64) * (DTYPE.primitive_bitwidth // 8) + 15) // 16 * 16
 
 
 @td.jit
 def slot_bytes(items, DTYPE: tl.constexpr, K: tl.constexpr, PER_EXPERT: tl.constexpr, ACROSS: tl.constexpr = False):
-    """(bytes of the parts of a slot, of a slot); see ``counted.combine_slot_memory``. ACROSS: with rows' weights."""
+    """Return (bytes of the part or rows in a slot, bytes of a slot); see ``counted.combine_slot_memory``.
+
+    ACROSS: the group is on several nodes, so a slot with rows also has their weights.
+    """
     parts = part_bytes(items, DTYPE) * (K if PER_EXPERT else 1)
     return parts, (parts + (8 if ACROSS and PER_EXPERT else 4) * K + 127) // 128 * 128
 
 
 @td.jit
 def word_at(ptr, number, count):
-    """Word ``number`` of so many, in all threads; -1 beyond. One load: a vector's would have to be looked through."""
+    """Load word ``number`` of ``count`` words in all threads, -1 if out of range.
+
+    One scalar load is cheaper than a vector load, from which a lane would have to be selected.
+    """
     return tl.load(ptr + number, mask=number < count, other=-1)
 
 
 @td.jit
 def _add(total, address, weight, offs, items, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr):
-    """Add a block of the row at an address, times a weight; nothing if the address is 0."""
+    """Add a block of the row at an address, times a weight. If the address is 0, add nothing."""
     there = address != 0
     mask = there if WHOLE else there & (offs < items)
     row = tl.load(td.pointer_to(address, DTYPE, ALIGNED) + offs, mask=mask, other=0.0)
@@ -72,7 +84,7 @@ def _add(total, address, weight, offs, items, DTYPE: tl.constexpr, ALIGNED: tl.c
 
 @td.jit
 def row_addresses(rows_ptr, places, items, DTYPE: tl.constexpr):
-    """Where a row is, or several; 0 for those of number -1."""
+    """Return the addresses of rows, 0 for row number -1."""
     addresses = rows_ptr.to(tl.int64) + places.to(tl.int64) * items * (DTYPE.primitive_bitwidth // 8)
     return tl.where(places >= 0, addresses, 0)
 
@@ -85,11 +97,11 @@ def _sum_here(
     places_ptr, rows_ptr, row_weights_ptr, offs, items, K: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr, WHOLE: tl.constexpr,
 ):
-    """A block of the weighted sum of the rows that a token has here, of which the numbers are at ``places_ptr``."""
+    """Return a block of the weighted sum of a token's rows on this rank. ``places_ptr``: address of their K numbers."""
     AT_ONCE: tl.constexpr = min(triton.next_power_of_2(K), MOST_AT_ONCE)
     total = tl.full((BLOCK,), 0.0, tl.float32)
     for first in range(0, K, AT_ONCE):
-        for j in tl.static_range(AT_ONCE):  # all on their way before the first has come
+        for j in tl.static_range(AT_ONCE):  # unrolled, so that all loads are in flight at once
             place = word_at(places_ptr, first + j, K)
             weight = 1.0
             if row_weights_ptr is not None:
@@ -104,7 +116,7 @@ def _send_rows(
     places_ptr, rows_ptr, slot, items, is_sent, K: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Copy all rows that a token has here to their places in its slot."""
+    """Copy a token's rows on this rank to its slot, each to the place of its assignment."""
     for j in range(K):
         address = row_addresses(rows_ptr, tl.load(places_ptr + j), items, DTYPE)
         part = slot + j * part_bytes(items, DTYPE)
@@ -117,14 +129,14 @@ def _send_rows(
 
 @td.jit
 def send_chunk(
-    ctx, half, signal, owner, chunk, rows_ptr, row_weights_ptr, row_numbers_ptr, tables, came, items,
+    ctx, half, signal, owner, chunk, rows_ptr, row_weights_ptr, row_numbers_ptr, tables, received, items,
     PER_EXPERT: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr, LOCAL: tl.constexpr,
     DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, trace,
 ):
-    """Send the owner of a chunk of tokens what we have for them, and signal it.
+    """Send this rank's results for a chunk of tokens to the tokens' rank ``owner``, and signal the chunk.
 
-    LOCAL: of so many ranks a node has. The owner's number on ours is it then that gets it, with the weights of rows
-    that are not weighted here.
+    LOCAL: number of ranks per node. If the group is on several nodes, the receiver is the rank of the owner's rail on
+    this node, and rows are sent with their weights, because they are not weighted here.
     """
     ACROSS: tl.constexpr = LOCAL < RANKS
     choice = tl.arange(0, triton.next_power_of_2(K))
@@ -135,15 +147,15 @@ def send_chunk(
         number = owner // LOCAL * LOCAL + me % LOCAL
     parts, bytes_of_slot = slot_bytes(items, DTYPE, K, PER_EXPERT, ACROSS)
     blocks = (items + BLOCK - 1) // BLOCK
-    first = tl.load(chunk_at(came, owner, chunk))
-    end = first + tl.load(chunk_at(came, owner, chunk) + 1)
+    first = tl.load(chunk_at(received, owner, chunk))
+    end = first + tl.load(chunk_at(received, owner, chunk) + 1)
     staged = tl.load(recv_offsets_at(tables, EXPERTS, RANKS) + owner)
-    goes = tl.load(peer_offset_at(tables, EXPERTS, RANKS) + owner)
+    first_slot = tl.load(peer_offset_at(tables, EXPERTS, RANKS) + owner)
     area = td.data_at(ctx, half, to)
-    is_sent = td.is_void(signal) == 0  # the peer may still read what an earlier launch has sent
+    is_sent = td.is_void(signal) == 0  # in a void launch the peer may still read data of an earlier launch
     for i in range(first, end):
-        slot = area + (goes + i).to(tl.int64) * bytes_of_slot
-        places_ptr = slot_at(came, staged + i, K, RANKS)
+        slot = area + (first_slot + i).to(tl.int64) * bytes_of_slot
+        places_ptr = slot_at(received, staged + i, K, RANKS)
         if PER_EXPERT:
             _send_rows(places_ptr, rows_ptr, slot, items, is_sent, K, DTYPE, ALIGNED, BLOCK)
         else:
@@ -166,7 +178,7 @@ def send_chunk(
                     weights = tl.load(row_weights_ptr + here, mask=here >= 0, other=0.0)
                 tl.store(numbers_at + K, weights, mask=(choice < K) & is_sent)
     td.mark(trace, "pushes", to)
-    # waiter: the owner's receiver of this chunk; across nodes its relay's program for it
+    # waiter: the owner's receiver of this chunk; on several nodes the relay for this chunk
     td.notify(ctx, td.signal_at(ctx, half, 0) + number * MAX_CHUNKS + chunk, to, signal)
 
 
@@ -178,7 +190,7 @@ def _add_parts(
     total, first_rank, end_rank, area, parts_ptr, sent_ptr, bytes_of_slot, offs, items,
     RANKS: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr,
 ):
-    """Add what some ranks have sent for a token."""
+    """Add the parts of a token that the ranks from ``first_rank`` to ``end_rank`` have sent."""
     AT_ONCE: tl.constexpr = min(triton.next_power_of_2(RANKS - 1), MOST_AT_ONCE)
     for first in range(first_rank, end_rank, AT_ONCE):
         for j in tl.static_range(AT_ONCE):
@@ -194,7 +206,7 @@ def _add_own(
     PER_EXPERT: tl.constexpr, K: tl.constexpr, EACH: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """Add the weighted rows of a token that are on this rank; PER_EXPERT: and those that others have sent."""
+    """Add the weighted rows of a token on this rank, with PER_EXPERT also the rows that other ranks have sent."""
     AT_ONCE: tl.constexpr = min(triton.next_power_of_2(K), MOST_AT_ONCE)
     for first in range(0, K, AT_ONCE):
         for j in tl.static_range(AT_ONCE):
@@ -203,7 +215,7 @@ def _add_own(
             dest = word_at(experts_ptr, choice, K) // EACH
             here = (place >= 0) & (dest == me)
             weight = 1.0
-            if weights_ptr is not None:  # not that of a dropped choice, which may be anything
+            if weights_ptr is not None:  # the weight of a dropped assignment may be NaN, so it is not loaded
                 weight = tl.load(weights_ptr + choice, mask=here | (PER_EXPERT & (place >= 0)), other=0.0)
             address = row_addresses(rows_ptr, tl.where(here, place, -1), items, DTYPE)
             if PER_EXPERT:
@@ -217,14 +229,14 @@ def _add_own(
 
 @td.jit
 def own_token(tables, weights_ptr, token, num_tokens, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr):
-    """(the ranks of a token's choices, their rows there, their weights); -1 is nowhere."""
+    """Return (rank of each assignment of a token, row there, weight). Rank and row are -1 if it is dropped."""
     choice = tl.arange(0, triton.next_power_of_2(K))
     places = tl.load(places_at(tables, token, num_tokens, K, EXPERTS, RANKS) + choice, mask=choice < K, other=-1)
     experts = tl.load(experts_at(tables, token, K, EXPERTS, RANKS) + choice, mask=choice < K, other=-1)
     dest = tl.where(places >= 0, experts // (EXPERTS // RANKS), -1)
     if weights_ptr is not None:
         weights_at = weights_ptr + tl.cast(token, tl.int64) * K + choice
-        # Not of a dropped choice, whose weight may be anything.
+        # The weight of a dropped assignment may be NaN, so it is not loaded.
         return dest, places, tl.load(weights_at, mask=places >= 0, other=0.0)
     else:
         return dest, places, tl.full(places.shape, 1.0, tl.float32)
@@ -235,18 +247,18 @@ def _receive_numbers(
     token, num_tokens, me, area, parts, bytes_of_slot, row_numbers_ptr, tables, numbers_ptr,
     K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr,
 ):
-    """Bring the numbers of a token's rows, from wherever these are, to where its choices are."""
+    """Copy the row numbers of a token's rows, on all ranks, to its assignments."""
     choice = tl.arange(0, triton.next_power_of_2(K))
     dest, places, _ = own_token(tables, None, token, num_tokens, K, EXPERTS, RANKS)
     here = tl.where(dest == me, places, -1)
     away = (dest >= 0) & (dest != me)
     number = tl.load(parts_at(tables, EXPERTS, RANKS) + dest, mask=away, other=0)
     number += tl.load(sent_at(tables, token, num_tokens, K, EXPERTS, RANKS) + dest, mask=away, other=0)
-    came_at = (area + number.to(tl.int64) * bytes_of_slot + parts).to(tl.pointer_type(tl.float32))
-    came = tl.load(came_at + choice, mask=away, other=0.0)
+    received_at = (area + number.to(tl.int64) * bytes_of_slot + parts).to(tl.pointer_type(tl.float32))
+    received = tl.load(received_at + choice, mask=away, other=0.0)
     ours = tl.load(row_numbers_ptr + here, mask=here >= 0, other=0.0)
     entry = tl.cast(token, tl.int64) * K + choice
-    tl.store(numbers_ptr + entry, tl.where(away, came, ours), mask=choice < K)
+    tl.store(numbers_ptr + entry, tl.where(away, received, ours), mask=choice < K)
 
 
 @td.jit
@@ -256,7 +268,7 @@ def _receive_chunk(
     PER_EXPERT: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr, DTYPE: tl.constexpr,
     ALIGNED: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
 ):
-    """Add up what has come for a chunk of our tokens, and what we have ourselves."""
+    """Compute the sums of a chunk of this rank's tokens, from received parts or rows and the rows on this rank."""
     EACH: tl.constexpr = EXPERTS // RANKS
     me = td.rank(ctx)
     parts, bytes_of_slot = slot_bytes(items, DTYPE, K, PER_EXPERT)
@@ -295,26 +307,26 @@ def _receive_chunk(
 
 @td.jit(do_not_specialize=["num_tokens", "chunk_tokens", "num_senders", "items", "plan"])
 def ep_combine_kernel(
-    ctx, rows_ptr, row_weights_ptr, row_numbers_ptr, weights_ptr, tables, came, y_ptr, numbers_ptr,
+    ctx, rows_ptr, row_weights_ptr, row_numbers_ptr, weights_ptr, tables, received, y_ptr, numbers_ptr,
     num_tokens, chunk_tokens, num_senders, items, plan,
     ADVANCE: tl.constexpr, PER_EXPERT: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr,
     DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, trace_ptr=None,
 ):
-    """rows [R, items] of each rank to y [T, items] of the tokens' ranks, and row_numbers [R] to numbers [T, K].
+    """Combine rows [R, items] to y [T, items] on the tokens' ranks, and send row_numbers [R] back to numbers [T, K].
 
-    Signal number ``source * MAX_CHUNKS + chunk`` of a half says that the source's parts of a chunk of our tokens are in
-    our slots.
+    Signal number ``source * MAX_CHUNKS + chunk`` of a half says that the source's results for a chunk of this rank's
+    tokens are in the slots of this rank.
     """
     items = whole_items(items, DTYPE, ALIGNED)
     epoch, half, signal = td.call(ctx, plan)
     me = td.rank(ctx)
     summary = summary_at(tables, EXPERTS, RANKS)
-    goes = tl.load(summary + VALID)
+    valid = tl.load(summary + VALID)
     pid = tl.program_id(0)
-    # One loop or the other runs; none if a peer did not come when the routing was exchanged.
+    # A program runs one of the two loops, or none if a peer was missing in the exchange of the counts.
     if RANKS > 1:
         work = chunks_at_most(tl.load(summary + MOST_TOKENS), chunk_tokens) * (RANKS - 1)
-        first_piece = tl.where((goes > 0) & (pid < num_senders), pid, work)
+        first_piece = tl.where((valid > 0) & (pid < num_senders), pid, work)
         for piece in range(first_piece, work, tl.maximum(num_senders, 1)):
             owner = (me + 1 + piece % (RANKS - 1)) % RANKS
             chunk = piece // (RANKS - 1)
@@ -324,18 +336,18 @@ def ep_combine_kernel(
                 td.mark(trace, "starts")
                 td.mark(trace, "joins")
                 send_chunk(
-                    ctx, half, signal, owner, chunk, rows_ptr, row_weights_ptr, row_numbers_ptr, tables, came,
+                    ctx, half, signal, owner, chunk, rows_ptr, row_weights_ptr, row_numbers_ptr, tables, received,
                     items, PER_EXPERT, K, EXPERTS, RANKS, RANKS, DTYPE, ALIGNED, BLOCK, WHOLE, trace,
                 )
                 td.mark(trace, "finishes")
                 td.mark(trace, "ends")
     size, chunks = chunk_of(tl.cast(num_tokens, tl.int32), chunk_tokens)
-    first_chunk = tl.where((goes >= 0) & (pid >= num_senders), pid - num_senders, chunks)
+    first_chunk = tl.where((valid >= 0) & (pid >= num_senders), pid - num_senders, chunks)
     for chunk in range(first_chunk, chunks, tl.maximum(tl.num_programs(0) - num_senders, 1)):
         trace = (trace_ptr, chunk)
         td.mark(trace, "starts")
         td.mark(trace, "waits", ALL_PEERS)
-        if goes > 0:
+        if valid > 0:
             # producer: every peer's sender of this chunk
             td.wait_plan_all(ctx, td.signal_at(ctx, half, 0) + chunk, MAX_CHUNKS, signal)
         td.mark(trace, "sums", ALL_PEERS)
@@ -346,4 +358,4 @@ def ep_combine_kernel(
         )
         td.mark(trace, "finishes")
         td.mark(trace, "ends")
-    td.finish(ctx, ADVANCE, (goes != 0).to(tl.int32))
+    td.finish(ctx, ADVANCE, (valid != 0).to(tl.int32))

@@ -1,15 +1,16 @@
-"""Tokens to their experts: each crosses the wire once for a rank, and is put in its rows there.
+"""Two-phase dispatch kernel: send each token once to every rank that has an expert of it; copy it to its rows there.
 
-Programs of two kinds, senders first. A sender takes a chunk of consecutive tokens. It stores each in the staging memory
-of every rank that has an expert of it, with the rows that are meant for it there and their weights; what stays on this
-rank goes to its rows at once. Then it raises one signal at every peer. A receiver takes a chunk of a peer, waits for
-its signal, and copies each staged token to its rows. Nobody waits but receivers, and those for senders only (law 1).
+The first programs are senders, the others receivers. A sender takes a chunk of consecutive tokens. It stores each token
+in the staging memory of every rank that has an expert of it, together with its row numbers there and its weights. For
+experts on this rank it stores the token directly in its rows. Then it notifies every peer, one signal per chunk. A
+receiver takes a chunk of a peer, waits for its signal, and copies each staged token to its rows.
 
-All ranks signal at least one chunk to all peers and wait for one from each, so call t + 1 ends nowhere before all have
-begun it: two halves are enough (law 3).
+Progress (invariant 1). Only receivers wait, and only for senders. Buffer reuse (invariant 3). Every rank signals at
+least one chunk to every peer and waits for one from each, so no rank finishes call t + 1 before all ranks have begun
+it. Two halves are enough.
 
-Staging memory begins with where each chunk of each source begins and how many tokens it has: [ranks, MAX_CHUNKS, 2]
-int32. Then come slots of tokens (``kernel_payload``).
+Staging memory begins with the first token and the number of tokens of each chunk of each source, [ranks, MAX_CHUNKS, 2]
+int32. The slots of the tokens follow (``kernel_payload``).
 """
 
 import triton
@@ -47,8 +48,8 @@ from tdkernels.ops.experts.dispatch.layout import (
 
 NO_PLACE = tl.constexpr(1 << 30)
 
-# size: (items, scale words) of a row; inputs: (x_ptr, scales_ptr, weights_ptr); outputs: (rows_ptr, row_scales_ptr,
-# row_weights_ptr, expert_rows_ptr, dots_ptr); call: what ``td.call`` has returned.
+# Common parameters. size: (items, scale words) of a row; inputs: (x_ptr, scales_ptr, weights_ptr); outputs: (rows_ptr,
+# row_scales_ptr, row_weights_ptr, expert_rows_ptr, dots_ptr); call: the result of ``td.call``.
 
 
 # ---- senders ----
@@ -56,12 +57,13 @@ NO_PLACE = tl.constexpr(1 << 30)
 
 @td.jit
 def find_places(
-    tables, token, num_tokens, goes, FIRST: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr,
+    tables, token, num_tokens, valid, FIRST: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
 ):
-    """(the ranks of a token's experts, its rows there, by choice; its place among our tokens for each rank).
+    """Return (rank of each assignment of a token, its row there; index of the token among our tokens for each rank).
 
-    -1 is nowhere. FIRST: made of the numbers within the tile and what the tiles before have, and kept.
+    -1 means none. With FIRST the tables have numbers within tiles: add the sums over earlier tiles and store the
+    results.
     """
     choice = tl.arange(0, triton.next_power_of_2(K))
     ranks = tl.arange(0, triton.next_power_of_2(RANKS))
@@ -72,13 +74,13 @@ def find_places(
     sent = tl.load(sent_ptr, mask=ranks < RANKS, other=-1)
     if FIRST:
         before = tiles_at(tables, token // TILE_TOKENS, num_tokens, K, EXPERTS, RANKS)
-        real = (places >= 0) & goes
+        real = (places >= 0) & valid
         places += tl.load(before + experts, mask=real, other=0)
         places += tl.load(rows_at(tables, EXPERTS, RANKS) + experts, mask=real, other=0)
         places = tl.where(real, places, -1)
-        crosses = (sent >= 0) & goes
+        crosses = (sent >= 0) & valid
         sent = tl.where(crosses, sent + tl.load(before + EXPERTS + ranks, mask=crosses, other=0), -1)
-        tl.debug_barrier()  # all threads have read what is now written over: each of them reads all of it
+        tl.debug_barrier()  # each thread reads all numbers, so all must have read them before they are overwritten
         tl.store(places_ptr, places, mask=choice < K)
         tl.store(sent_ptr, sent, mask=ranks < RANKS)
     return tl.where(places >= 0, experts // (EXPERTS // RANKS), -1), places, sent
@@ -86,7 +88,7 @@ def find_places(
 
 @td.jit
 def _areas(ctx, half, RANKS: tl.constexpr):
-    """The address of every peer's staging memory; 0 for ourselves. Read once: after a wait no cache near by has it."""
+    """Return the address of every peer's staging memory, 0 for this rank. Read once, since waits invalidate caches."""
     me = td.rank(ctx)
     ranks = tl.arange(0, triton.next_power_of_2(RANKS))
     is_peer = (ranks < RANKS) & (ranks != me)
@@ -99,9 +101,9 @@ def send_token(
     x, scales, slots, scales_begin, places_begin, me, dest, places, weights, blocks, size, outputs,
     K: tl.constexpr, RANKS: tl.constexpr, PAYLOAD: tl.constexpr, STAGED: tl.constexpr,
 ):
-    """Store the token at address ``x`` in its slot at each peer (0: none there) and in its rows on this rank, ``me``.
+    """Store the token at address ``x`` in its slots at peers, unless these are 0, and in its rows on this rank, ``me``.
 
-    ``dest`` and ``places`` are the ranks and the rows of its choices, -1 for nowhere. STAGED: as of ``read_block``.
+    ``dest`` and ``places`` are the ranks and rows of its assignments, -1 for none. STAGED: see ``read_block``.
     """
     items, scale_words = size
     choice, ranks = tl.arange(0, triton.next_power_of_2(K)), tl.arange(0, triton.next_power_of_2(RANKS))
@@ -128,13 +130,13 @@ def send_token(
 
 @td.jit
 def _send_chunk(
-    ctx, call, slots_of_peers, chunk, chunk_tokens, num_tokens, goes, tables, inputs, size, outputs,
+    ctx, call, slots_of_peers, chunk, chunk_tokens, num_tokens, valid, tables, inputs, size, outputs,
     FIRST: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr, TILE_TOKENS: tl.constexpr,
     PAYLOAD: tl.constexpr, trace,
 ):
-    """Send a chunk of our tokens to all peers and to our own rows, and signal it.
+    """Send a chunk of this rank's tokens to all peers and to the rows on this rank, and signal it.
 
-    slots_of_peers: (each peer's staging memory or 0, where our slots begin there)
+    slots_of_peers: (address of each peer's staging memory or 0, address of this rank's first slot there).
     """
     epoch, half, signal = call
     areas, firsts = slots_of_peers
@@ -156,7 +158,7 @@ def _send_chunk(
     for token in range(start, end):
         x = x_ptr.to(tl.int64) + tl.cast(token, tl.int64) * items * SOURCE_BYTES
         scales = scales_ptr.to(tl.int64) + tl.cast(token, tl.int64) * scale_words * SCALE_BYTES
-        dest, places, sent = find_places(tables, token, num_tokens, goes, FIRST, K, EXPERTS, RANKS, TILE_TOKENS)
+        dest, places, sent = find_places(tables, token, num_tokens, valid, FIRST, K, EXPERTS, RANKS, TILE_TOKENS)
         sent = tl.where(areas != 0, sent, -1)
         slots = tl.where(sent >= 0, firsts + sent.to(tl.int64) * slot_bytes, 0)
         weights = tl.full((KP,), 1.0, tl.float32)
@@ -169,7 +171,7 @@ def _send_chunk(
         first_sent = tl.where(sent >= 0, tl.minimum(first_sent, sent), first_sent)
         num_sent += (sent >= 0).to(tl.int32)
     td.mark(trace, "pushes", ALL_PEERS)
-    # Where the chunk begins, and how many tokens it has: to each peer what it is to hear.
+    # Store the first token of the chunk and the number of tokens, which differ between the peers.
     beginnings = (areas + 8 * (me * MAX_CHUNKS + chunk)).to(tl.pointer_type(tl.int32))
     tl.store(beginnings, first_sent, mask=areas != 0)
     tl.store(beginnings + 1, num_sent, mask=areas != 0)
@@ -182,13 +184,13 @@ def _send_chunk(
 
 @td.jit
 def receive_chunk(
-    area, source, chunk, staged, came,
+    area, source, chunk, staged, received,
     size, outputs,
     FIRST: tl.constexpr, K: tl.constexpr, RANKS: tl.constexpr, PAYLOAD: tl.constexpr,
 ):
-    """Copy a chunk of a peer's tokens, which has come, from its slots to their rows. FIRST: keep which these are.
+    """Copy the tokens of a received chunk from their slots to their rows. FIRST: also write the received-slot map.
 
-    ``area`` is our staging memory, in which the source's tokens are from number ``staged`` on.
+    ``area`` is this rank's staging memory. The source's tokens begin at slot ``staged``.
     """
     items, scale_words = size
     row_weights_ptr = outputs[2]
@@ -200,8 +202,8 @@ def receive_chunk(
     first_sent = tl.load(beginning)
     num_sent = tl.load(beginning + 1)
     if FIRST:
-        tl.store(chunk_at(came, source, chunk), first_sent)
-        tl.store(chunk_at(came, source, chunk) + 1, num_sent)
+        tl.store(chunk_at(received, source, chunk), first_sent)
+        tl.store(chunk_at(received, source, chunk) + 1, num_sent)
     for i in range(num_sent):
         number = (staged + first_sent + i).to(tl.int64)
         slot = area + 8 * MAX_CHUNKS * RANKS + number * slot_bytes
@@ -210,7 +212,7 @@ def receive_chunk(
         here = tl.load(places_at, mask=choice < K, other=-1)
         weights = tl.load((places_at + K).to(tl.pointer_type(tl.float32)), mask=choice < K, other=0.0)
         if FIRST:
-            tl.store(slot_at(came, number, K, RANKS) + choice, here, mask=choice < K)
+            tl.store(slot_at(received, number, K, RANKS) + choice, here, mask=choice < K)
         for block in range(blocks):
             if block > 0:
                 row, row_scales = read_block(slot, slot + scales_begin, block, items, scale_words, True, PAYLOAD, True)
@@ -221,15 +223,16 @@ def receive_chunk(
 
 @td.jit(do_not_specialize=["num_tokens", "chunk_tokens", "num_senders", "items", "scale_words", "plan"])
 def ep_dispatch_kernel(
-    ctx, x_ptr, scales_ptr, weights_ptr, tables, came,
+    ctx, x_ptr, scales_ptr, weights_ptr, tables, received,
     rows_ptr, row_scales_ptr, row_weights_ptr, expert_rows_ptr, dots_ptr,
     num_tokens, chunk_tokens, num_senders, items, scale_words, plan,
     ADVANCE: tl.constexpr, FIRST: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr,
     TILE_TOKENS: tl.constexpr, PAYLOAD: tl.constexpr, trace_ptr=None,
 ):
-    """x [T, items] of each rank to rows [R, items] of the ranks with its experts; see the module.
+    """Send x [T, items] of each rank to rows [R, items] of the ranks of its experts; see the module.
 
-    Signal number ``source * MAX_CHUNKS + chunk`` of a half says that a chunk of the source's tokens is in our slots.
+    Signal number ``source * MAX_CHUNKS + chunk`` of a half says that a chunk of the source's tokens is in the slots of
+    this rank.
     """
     items = whole_items(items, PAYLOAD.item, PAYLOAD.aligned)
     scale_words = tl.cast(scale_words, tl.int32)
@@ -239,15 +242,16 @@ def ep_dispatch_kernel(
     epoch, half, signal = call
     me = td.rank(ctx)
     summary = summary_at(tables, EXPERTS, RANKS)
-    goes = tl.load(summary + VALID)
+    valid = tl.load(summary + VALID)
     pid = tl.program_id(0)
-    # One loop or the other runs; none if a peer did not come when the routing was exchanged, or in a void launch: a
-    # peer may still read what an earlier launch has sent.
+    # A program runs one of the two loops. It runs none if a peer was missing in the exchange of the counts, or in a
+    # void launch, because a peer may still read data of an earlier launch.
     chunk_size, chunks = chunk_of(tl.cast(num_tokens, tl.int32), chunk_tokens)
-    runs = (goes > 0) | (FIRST & (goes == 0))  # of one that was refused only what its call launches: see the combine
+    # A rejected routing runs only in its first dispatch, see ``kernel_combine``.
+    runs = (valid > 0) | (FIRST & (valid == 0))
     is_void = td.is_void_for_all(signal)
     runs &= is_void == 0
-    tl.store(summary + VALID, -1, mask=is_void)  # no combine may go by tables that are not complete
+    tl.store(summary + VALID, -1, mask=is_void)  # no combine may use incomplete tables
     first_chunk = tl.where(runs & (pid < num_senders), pid, chunks)
     areas = _areas(ctx, half, RANKS)
     ranks = tl.arange(0, triton.next_power_of_2(RANKS))
@@ -260,7 +264,7 @@ def ep_dispatch_kernel(
         td.mark(trace, "starts")
         td.mark(trace, "copies", ALL_PEERS)
         _send_chunk(
-            ctx, call, (areas, firsts), chunk, chunk_size, num_tokens, goes > 0, tables, inputs, size, outputs,
+            ctx, call, (areas, firsts), chunk, chunk_size, num_tokens, valid > 0, tables, inputs, size, outputs,
             FIRST, K, EXPERTS, RANKS, TILE_TOKENS, PAYLOAD, trace,
         )
         td.mark(trace, "finishes")
@@ -283,11 +287,11 @@ def ep_dispatch_kernel(
                 if td.completed(seen, signal):
                     td.mark(trace, "receives", source)
                     receive_chunk(
-                        area, source, chunk, staged, came, size, outputs,
+                        area, source, chunk, staged, received, size, outputs,
                         FIRST, K, RANKS, PAYLOAD,
                     )
                 else:
-                    tl.store(summary + VALID, -1)  # no combine may go by tables that are not complete
+                    tl.store(summary + VALID, -1)  # no combine may use incomplete tables
                 td.mark(trace, "finishes")
                 td.mark(trace, "ends")
-    td.finish(ctx, ADVANCE, (FIRST | (goes != 0)).to(tl.int32))
+    td.finish(ctx, ADVANCE, (FIRST | (valid != 0)).to(tl.int32))

@@ -1,9 +1,9 @@
-"""Tokens in staging memory: the layout of a slot, and functions that read, store and quantize blocks of a row.
+"""Device functions for tokens in staging memory: layout of a slot, and load, store and quantization of row blocks.
 
-A slot is the row's items, its scales, the numbers of K rows (-1: not here) and K weights.
+A slot has the items of a token's row, its scales, K row numbers (-1: not on this rank) and K weights.
 
-PAYLOAD.gradient: what is sent is the gradient of a weighted sum of rows. A row gets it times its weight, and the
-weight's own gradient is its product with the row.
+If PAYLOAD.gradient is set, x is the gradient of a weighted sum of rows. The gradient of a row is x times its weight,
+and the gradient of the weight is the dot product of x with the row.
 """
 
 from typing import NamedTuple
@@ -13,22 +13,23 @@ import triton.language as tl
 from tdkernels import lang as td
 
 QUANTUM = tl.constexpr(128)  # channels under one scale
-# PAYLOAD.quantize, where it is not 0: how codes are made.
-BY_INTEGERS = tl.constexpr(1)
-BY_INSTRUCTION = tl.constexpr(2)  # of a GPU that has one
+# Nonzero values of PAYLOAD.quantize: the conversion to fp8.
+BY_INTEGERS = tl.constexpr(1)  # with integer operations
+BY_INSTRUCTION = tl.constexpr(2)  # with the GPU's instruction
 SMALLEST_QUANTUM = tl.constexpr(2.0**-118)
 
 
 class Payload(NamedTuple):
-    """How rows are moved, as a kernel of dispatch is compiled for it; its argument ``PAYLOAD``.
+    """Element types and block sizes of rows: the constexpr argument ``PAYLOAD`` of the dispatch kernels.
 
     Args:
-        source, item: type of an element of a row before it is sent, and in a slot
-        scale: of its scales
-        quantize: 0, or how codes are made
-        gradient: the rows are gradients (see the module)
-        aligned: rows begin at multiples of 16 bytes
-        block, scale_block: elements that a program moves at a time, powers of two
+        source: Type of an element of a row before it is sent.
+        item: Type of an element of a row in a slot and in the output.
+        scale: Type of a scale, or of the words in which scales are moved.
+        quantize: 0 for no quantization, or BY_INTEGERS or BY_INSTRUCTION.
+        gradient: Whether the rows are gradients, see the module.
+        aligned: Whether rows begin at multiples of 16 bytes.
+        block, scale_block: Elements that a program moves at a time, powers of two.
     """
 
     source: tl.dtype
@@ -43,7 +44,7 @@ class Payload(NamedTuple):
 
 @td.jit
 def slot_parts(row_bytes, scale_bytes, K: tl.constexpr):
-    """(where in a slot its scales begin, where its rows' numbers, bytes of a slot); see ``counted.slot_memory``."""
+    """Return (offset of the scales in a slot, offset of the row numbers, bytes of a slot); see ``slot_memory``."""
     scales_begin = (tl.cast(row_bytes, tl.int64) + 15) // 16 * 16
     places_begin = scales_begin + (tl.cast(scale_bytes, tl.int64) + 15) // 16 * 16
     return scales_begin, places_begin, (places_begin + 8 * K + 127) // 128 * 128
@@ -51,19 +52,17 @@ def slot_parts(row_bytes, scale_bytes, K: tl.constexpr):
 
 @td.jit
 def staged_bytes(size, PAYLOAD: tl.constexpr):
-    """(bytes of a row, bytes of its scales) in a slot; size: (items, scale words)."""
+    """Return (bytes of a row, bytes of its scales) in a slot, for size = (items, scale words)."""
     items, scale_words = size
     return items * (PAYLOAD.item.primitive_bitwidth // 8), scale_words * (PAYLOAD.scale.primitive_bitwidth // 8)
 
 
-# ---- a block of a row: items and scales ----
-
-
 @td.jit
 def read_block(x, scales, block, items, scale_words, there, PAYLOAD: tl.constexpr, STAGED: tl.constexpr):
-    """(items, scales) of a block of the row and the scales at two addresses; nothing if they are not ``there``.
+    """Load a block of the row at address ``x`` and of its scales at address ``scales``; return (items, scales).
 
-    STAGED: they are in a slot.
+    The row is quantized if PAYLOAD says so, except if it is STAGED, that is in a slot. If ``there`` is false, nothing
+    is loaded.
     """
     BLOCK: tl.constexpr = PAYLOAD.block
     SCALE: tl.constexpr = PAYLOAD.scale
@@ -75,7 +74,7 @@ def read_block(x, scales, block, items, scale_words, there, PAYLOAD: tl.constexp
     if QUANTIZE:
         quanta = tl.reshape(td.to_float32(row), (BLOCK // QUANTUM, QUANTUM))
         most = td.max_of(tl.abs(quanta), 1)
-        # A quantum's largest number becomes the largest of e4m3, unless it is so small that the factor were infinite.
+        # Scale the largest magnitude of a quantum to 448, the largest of e4m3. The minimum keeps the factor finite.
         most = tl.where(most > 0, tl.maximum(most, SMALLEST_QUANTUM), 448.0)
         largest = tl.full(most.shape, 448.0, tl.float32)
         codes = td.to_e4m3(quanta * tl.div_rn(largest, most)[:, None], QUANTIZE == BY_INSTRUCTION)
@@ -89,19 +88,20 @@ def read_block(x, scales, block, items, scale_words, there, PAYLOAD: tl.constexp
 def write_block(
     row, row_scales, to, scales_to, block, items, scale_words, PAYLOAD: tl.constexpr, ALIGNED: tl.constexpr
 ):
-    """Store a block of a row and of its scales at two addresses. ALIGNED: a row begins at a multiple of 16 bytes."""
+    """Store a block of a row at address ``to`` and of its scales at ``scales_to``. ALIGNED: rows are aligned to 16."""
     offs = block * PAYLOAD.block + tl.arange(0, PAYLOAD.block)
     tl.store(td.pointer_to(to, PAYLOAD.item, ALIGNED) + offs, row, mask=offs < items)
     word = block * PAYLOAD.scale_block + tl.arange(0, PAYLOAD.scale_block)
     tl.store(scales_to.to(tl.pointer_type(PAYLOAD.scale)) + word, row_scales, mask=word < scale_words)
 
 
-# size: (items, scale words) of a row; outputs: (rows_ptr, row_scales_ptr, row_weights_ptr, expert_rows_ptr, dots_ptr).
-
-
 @td.jit
 def spread(here, weights, row, row_scales, block, size, outputs, PAYLOAD: tl.constexpr):
-    """Store a block of a token in all of its rows on this rank: those of ``here`` that are not -1."""
+    """Store a block of a token in all of its rows on this rank.
+
+    ``here`` has the row numbers, -1 for assignments to other ranks. ``size`` is (items, scale words) of a row.
+    ``outputs`` is (rows_ptr, row_scales_ptr, row_weights_ptr, expert_rows_ptr, dots_ptr).
+    """
     items, scale_words = size
     rows_ptr, scales_ptr, _, expert_rows_ptr, dots_ptr = outputs
     ITEM: tl.constexpr = PAYLOAD.item

@@ -1,12 +1,14 @@
-"""Where each token goes: counted by all programs, added up by the last one, exchanged, and laid out.
+"""Kernels that count tokens, exchange the counts between the ranks, and compute the destination of every row.
 
-A program takes a tile of tokens, N ids at most. It numbers the rows for each expert and the tokens for each rank within
-the tile. Then the tiles are added up: if they are few by the last program to come to its end, else by a launch of its
-own, a few columns a program. The last program of all sends this rank's totals to all peers (one signal each, 4 bytes an
-expert), waits for theirs, and knows with them where everything begins, here and at the peers (``layout``). There is
-no order in which atomics happen to come: the same ids give the same places.
+1. Each program counts a tile of tokens, at most N ids. It numbers the tile's rows for each expert, and the tile's
+   tokens for each rank.
+2. The tiles are added up. With few tiles the last program to finish does it. With many tiles ``ep_agree_kernel`` does
+   it, in which each program adds a few columns.
+3. The last program sends this rank's totals to all peers (one signal each, 4 bytes per expert) and waits for their
+   totals. From these it computes all offsets, on this rank and at the peers (``layout``).
 
-Of the totals everybody sees the same, so all ranks agree on whether the rows fit.
+The result is deterministic. No number depends on the order of atomics, so the same ids give the same rows. All ranks
+have the same totals, so they make the same decision about whether the rows fit.
 """
 
 import triton
@@ -33,20 +35,20 @@ from tdkernels.ops.experts.dispatch.layout import (
     tiles_at,
 )
 
-# Kinds of notes, see lang.host_error.
-NOTE_BAD_IDS = tl.constexpr(1)  # the rank, and how many of its ids are wrong; or minus how many tokens are too many
-NOTE_OVERFLOW = tl.constexpr(2)  # rows and staged tokens that there are at most, and how many fit
+# Kinds of notes in the host error mailbox (``lang.host_error``), with their numbers.
+NOTE_BAD_IDS = tl.constexpr(1)  # the rank, and its number of invalid ids; or minus its number of tokens if too many
+NOTE_OVERFLOW = tl.constexpr(2)  # maximum number of rows and of staged tokens, and the capacity
 
 
 @td.jit
 def count_tile(
     ids_ptr, tables, tile, num_tokens, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr, N: tl.constexpr
 ):
-    """Number the tile's rows by expert (places) and its tokens by rank (sent), and leave how many there are of each.
+    """Number the tile's rows for each expert (``places``) and its tokens for each rank (``sent``). Store the counts.
 
-    Of the ids a copy is kept (experts): a backward may come when the caller has others in their place.
+    The ids are copied to the tables (``experts``), because the caller may overwrite them before a backward.
 
-    Along axis 0 are the ids of which something is asked, along axis 1 those they are compared with.
+    All ids of the tile are compared with each other: axis 0 is the id in question, axis 1 the id it is compared with.
     """
     TOKENS: tl.constexpr = N // K
     COLUMNS: tl.constexpr = triton.next_power_of_2(EXPERTS + RANKS + 2)
@@ -58,7 +60,7 @@ def count_tile(
     ids = tl.load(ids_ptr + first_token * K + offs, mask=here, other=-1)
     valid = (ids >= 0) & (ids < EXPERTS)
     bad = here & (ids != -1) & (valid == 0)
-    expert = tl.where(valid, ids, -1 - offs).to(tl.int32)  # what has no expert is like nothing else
+    expert = tl.where(valid, ids, -1 - offs).to(tl.int32)  # a dropped id is equal to no other
     dest = tl.where(valid, expert // (EXPERTS // RANKS), -1 - offs)
     token = offs // K
     earlier = offs[None, :] < offs[:, None]
@@ -68,7 +70,7 @@ def count_tile(
     place = td.sum_of((same & earlier).to(tl.int32), 1)
     is_last = td.sum_of((same & later).to(tl.int32), 1) == 0
 
-    # A token is sent to a rank once, whatever the number of its experts there: with the first of them.
+    # A token is sent to a rank once, even if it has several experts there. Its first assignment there stands for it.
     to_same = dest[:, None] == dest[None, :]
     again = to_same & (token[:, None] == token[None, :])
     is_first = (td.sum_of((again & earlier).to(tl.int32), 1) == 0) & valid
@@ -84,7 +86,7 @@ def count_tile(
     sent_here = (sent < TOKENS * RANKS) & (sent < left * RANKS)
     sent_ptr = sent_at(tables, first_token, num_tokens, K, EXPERTS, RANKS)
     tl.store(sent_ptr + sent, tl.full((SENT,), -1, tl.int32), mask=sent_here)
-    tl.debug_barrier()  # what follows is stored over it
+    tl.debug_barrier()  # the stores below overwrite these
     experts_ptr = experts_at(tables, first_token, K, EXPERTS, RANKS)
     tl.store(experts_ptr + offs, tl.where(valid, expert, -1), mask=here)
     places_ptr = places_at(tables, first_token, num_tokens, K, EXPERTS, RANKS)
@@ -97,7 +99,7 @@ def count_tile(
 
 @td.jit
 def add_tiles(first_tile, columns, width, tiles, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr):
-    """In some columns of [tiles, width] turn counts into those of all tiles before; returns the totals."""
+    """Replace counts in [tiles, width] by the sums over all earlier tiles, in some columns. Return their totals."""
     total = tl.full((BLOCK,), 0, tl.int32)
     for first in range(0, tiles, AT_ONCE):
         rows = first + tl.arange(0, AT_ONCE)
@@ -105,7 +107,7 @@ def add_tiles(first_tile, columns, width, tiles, BLOCK: tl.constexpr, AT_ONCE: t
         mask = (rows[:, None] < tiles) & (columns[None, :] < width)
         counts = tl.load(at, mask=mask, other=0)
         upto = td.running_sum(counts, 0)
-        tl.debug_barrier()  # a block may be so small that several threads have read the same
+        tl.debug_barrier()  # in a small block several threads have read the same element
         tl.store(at, upto - counts + total[None, :], mask=mask)
         total += td.sum_of(counts, 0)
     return total
@@ -116,7 +118,7 @@ def add_up(
     tables, me, start, tiles, num_tokens, bad_ptr, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr,
     BLOCK: tl.constexpr, AT_ONCE: tl.constexpr,
 ):
-    """In a block of columns turn the tiles' counts into those of all tiles before, and leave their totals."""
+    """Do ``add_tiles`` for a block of columns, and store the totals as this rank's ``counts``."""
     C: tl.constexpr = EXPERTS + RANKS + 2
     first_tile = tiles_at(tables, 0, num_tokens, K, EXPERTS, RANKS)
     columns = start + tl.arange(0, BLOCK)
@@ -129,18 +131,18 @@ def add_up(
 
 @td.jit
 def _exchange(ctx, tables, plan, EXPERTS: tl.constexpr, RANKS: tl.constexpr):
-    """Send our totals to all peers, and bring theirs to the tables."""
+    """Send this rank's totals to all peers, and copy their totals to the tables."""
     C: tl.constexpr = EXPERTS + RANKS + 2
     BLOCK: tl.constexpr = min(triton.next_power_of_2(C), 512)
     me = td.rank(ctx)
-    epoch, half, signal = td.call(ctx, plan, COUNTS=False)  # one program alone comes here
+    epoch, half, signal = td.call(ctx, plan, COUNTS=False)  # only one program runs this
     signals = td.signal_at(ctx, half, 0)
     for start in range(0, C, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         totals = tl.load(counts_of(tables, me, EXPERTS, RANKS) + columns, mask=columns < C)
         for step in range(1, RANKS):
             dst = td.pointer_to(td.data_at(ctx, half, (me + step) % RANKS), tl.int32) + me * C
-            # A void launch sends nothing: a peer may still read what an earlier launch has sent.
+            # A void launch sends nothing, because a peer may still read data of an earlier launch.
             tl.store(dst + columns, totals, mask=(columns < C) & (td.is_void(signal) == 0))
     # waiter: every peer's last program of this launch
     td.notify_all(ctx, signals + me, signal)
@@ -161,10 +163,9 @@ def _exchange(ctx, tables, plan, EXPERTS: tl.constexpr, RANKS: tl.constexpr):
 def lay_out_rows(
     tables, splits_ptr, me, BY_SOURCE: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr
 ):
-    """Where our rows begin on each expert's rank; returns how many rows each rank receives.
+    """Compute the first row of this rank's rows for each expert. Return the number of rows that each rank receives.
 
-    A rank's rows are in the order of its experts, those of one in the order of the ranks they come from; BY_SOURCE:
-    the other way round.
+    Rows are sorted by expert, then by source rank. With BY_SOURCE they are sorted by source rank, then by expert.
     """
     EACH: tl.constexpr = EXPERTS // RANKS
     R: tl.constexpr = triton.next_power_of_2(RANKS)
@@ -192,15 +193,15 @@ def lay_out_rows(
 
 @td.jit
 def _lay_out_tokens(tables, me, EXPERTS: tl.constexpr, RANKS: tl.constexpr):
-    """Where tokens begin in staging memory, going and coming back; returns how many any rank stages at most."""
+    """Compute the slot offsets of dispatch and combine. Return the maximum number of tokens that a rank stages."""
     R: tl.constexpr = triton.next_power_of_2(RANKS)
     source, dest = tl.arange(0, R)[:, None], tl.arange(0, R)[None, :]
     crosses = (source < RANKS) & (dest < RANKS) & (source != dest)
     tokens = tl.load(tables + source * (EXPERTS + RANKS + 2) + EXPERTS + dest, mask=crosses, other=0)
     ranks = tl.arange(0, R)
     mask = ranks < RANKS
-    going = td.running_sum(tokens, 0) - tokens  # from the ranks before, to the same
-    coming = td.running_sum(tokens, 1) - tokens  # of the same rank's tokens, with the ranks before
+    going = td.running_sum(tokens, 0) - tokens  # dispatch: tokens of earlier ranks to the same rank
+    coming = td.running_sum(tokens, 1) - tokens  # combine: the same rank's tokens on earlier ranks
     tl.store(send_offsets_at(tables, EXPERTS, RANKS) + ranks, td.sum_of(tl.where(source == me, going, 0), 0), mask=mask)
     tl.store(recv_offsets_at(tables, EXPERTS, RANKS) + ranks, td.sum_of(tl.where(dest == me, going, 0), 1), mask=mask)
     tl.store(parts_at(tables, EXPERTS, RANKS) + ranks, td.sum_of(tl.where(source == me, coming, 0), 0), mask=mask)
@@ -210,7 +211,7 @@ def _lay_out_tokens(tables, me, EXPERTS: tl.constexpr, RANKS: tl.constexpr):
 
 @td.jit
 def _most_tokens(tables, EXPERTS: tl.constexpr, RANKS: tl.constexpr):
-    """Tokens of the rank that has most."""
+    """Return the maximum number of tokens of a rank."""
     ranks = tl.arange(0, triton.next_power_of_2(RANKS))
     tokens = tl.load(tables + (ranks + 1) * (EXPERTS + RANKS + 2) - 1, mask=ranks < RANKS, other=0)
     return td.max_of(tokens, 0)
@@ -221,30 +222,33 @@ def store_summary(
     ctx, tables, splits_ptr, me, rows, staged, capacity, call,
     BY_SOURCE: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr,
 ):
-    """Decide whether anything can be sent, as all ranks do by the same numbers; if not, tell the host why."""
+    """Store the summary: decide from the totals, which are the same on all ranks, whether anything can be sent.
+
+    If not, report the reason to the host.
+    """
     R: tl.constexpr = triton.next_power_of_2(RANKS)
     LOCAL: tl.constexpr = triton.next_power_of_2(EXPERTS // RANKS)
     ranks = tl.arange(0, R)
     mask = ranks < RANKS
     totals = tables + ranks * (EXPERTS + RANKS + 2) + EXPERTS + RANKS
     bad = tl.load(totals, mask=mask, other=0)
-    bad_rank = td.max_of(tl.where(bad != 0, RANKS - ranks, 0), 0)  # of the first of them
+    bad_rank = td.max_of(tl.where(bad != 0, RANKS - ranks, 0), 0)  # the first rank with invalid ids
     bad_rank = tl.where(bad_rank > 0, RANKS - bad_rank, -1)
     how_bad = td.sum_of(tl.where(ranks == bad_rank, bad, 0), 0)
     most_tokens = _most_tokens(tables, EXPERTS, RANKS)
     most_rows = td.max_of(rows, 0)
     needed = tl.maximum(most_rows, staged)
-    # What a peer that did not come would have sent is not to be used as an address, and nobody is to hear of it.
+    # If a peer was missing, its totals are invalid. They must not be used as addresses and are not reported.
     is_broken = td.failed_for_all(ctx)
-    goes = (bad_rank < 0) & (needed <= capacity) & (is_broken == 0)
+    valid = (bad_rank < 0) & (needed <= capacity) & (is_broken == 0)
     summary = summary_at(tables, EXPERTS, RANKS)
-    tl.store(summary + VALID, tl.where(is_broken, -1, goes.to(tl.int32)))
-    tl.store(summary + ROWS, tl.where(goes, td.sum_of(tl.where(ranks == me, rows, 0), 0), 0))
+    tl.store(summary + VALID, tl.where(is_broken, -1, valid.to(tl.int32)))
+    tl.store(summary + ROWS, tl.where(valid, td.sum_of(tl.where(ranks == me, rows, 0), 0), 0))
     tl.store(summary + MOST_ROWS, tl.where(is_broken, 0, most_rows))
     tl.store(summary + MOST_STAGED, tl.where(is_broken, 0, staged))
     tl.store(summary + BAD_RANK, bad_rank)
     tl.store(summary + MOST_TOKENS, tl.where(is_broken, 0, most_tokens))
-    if goes == 0:
+    if valid == 0:
         local = tl.arange(0, LOCAL)
         for source in range(RANKS if BY_SOURCE else 1):
             nothing = tl.full((LOCAL,), 0, tl.int32)
@@ -260,14 +264,17 @@ def _agree(
     ctx, tables, splits_ptr, capacity, plan, call,
     WHOLE: tl.constexpr, BY_SOURCE: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr,
 ):
-    """Of our totals make the tables: by one program, when all else is done. WHOLE: every choice is sent by itself."""
+    """Exchange the totals and compute all offsets. One program runs this, after all counts of this rank are stored.
+
+    WHOLE: every assignment is sent separately.
+    """
     me = td.rank(ctx)
     _exchange(ctx, tables, plan, EXPERTS, RANKS)
     rows = lay_out_rows(tables, splits_ptr, me, BY_SOURCE, EXPERTS, RANKS)
     staged = _lay_out_tokens(tables, me, EXPERTS, RANKS)
     if WHOLE:
         staged = tl.maximum(staged, _most_tokens(tables, EXPERTS, RANKS) * K)
-    tl.debug_barrier()  # splits may be stored again
+    tl.debug_barrier()  # store_summary may overwrite splits
     store_summary(ctx, tables, splits_ptr, me, rows, staged, capacity, call, BY_SOURCE, EXPERTS, RANKS)
 
 
@@ -277,9 +284,10 @@ def ep_route_kernel(
     AGREE: tl.constexpr, WHOLE: tl.constexpr, BY_SOURCE: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr,
     RANKS: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr,
 ):
-    """Number the rows of ids [T, K], a tile of N ids a program; AGREE: add up, and lay out what all ranks send.
+    """Count ids [T, K], a tile of N ids per program. AGREE: also add up the tiles, exchange totals and compute offsets.
 
-    Signal number ``source`` of a half says that the source's totals, its line of [ranks, E + W + 2], are in our buffer.
+    Signal number ``source`` of a half says that the source's totals, row ``source`` of [ranks, E + W + 2], are in this
+    rank's buffer.
     """
     num_tokens = tl.cast(num_tokens, tl.int32)
     count_tile(ids_ptr, tables, tl.program_id(0), num_tokens, K, EXPERTS, RANKS, N)
@@ -288,7 +296,7 @@ def ep_route_kernel(
             me, tiles = td.rank(ctx), tl.num_programs(0)
             for start in range(0, EXPERTS + RANKS + 2, BLOCK):
                 add_up(tables, me, start, tiles, num_tokens, bad_ptr, K, EXPERTS, RANKS, BLOCK, AT_ONCE)
-            tl.debug_barrier()  # others read what each thread has written
+            tl.debug_barrier()  # threads read totals that other threads have stored
             _agree(ctx, tables, splits_ptr, capacity, plan, call, WHOLE, BY_SOURCE, K, EXPERTS, RANKS)
         td.finish(ctx)
 
@@ -299,7 +307,7 @@ def ep_agree_kernel(
     WHOLE: tl.constexpr, BY_SOURCE: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr,
     BLOCK: tl.constexpr, AT_ONCE: tl.constexpr,
 ):
-    """Add up what ``ep_route_kernel`` has left for many tiles, BLOCK columns a program, and lay out as it does."""
+    """Add up the counts of many tiles, BLOCK columns per program. The rest is the same as in ``ep_route_kernel``."""
     num_tokens, tiles = tl.cast(num_tokens, tl.int32), tl.cast(tiles, tl.int32)
     start = tl.program_id(0) * BLOCK
     add_up(tables, td.rank(ctx), start, tiles, num_tokens, bad_ptr, K, EXPERTS, RANKS, BLOCK, AT_ONCE)

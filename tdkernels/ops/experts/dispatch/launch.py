@@ -1,8 +1,12 @@
-"""Launches of the kernels of ep_dispatch, ep_combine and all_to_all by symmetric memory.
+"""Launch the kernels of ep_dispatch, ep_combine and all_to_all that use symmetric memory.
 
-A routing is a ``counted.CountedRouting`` or one of its subclasses. It names the kernel of a dispatch or a combine, and
-what only that kernel takes; everything else is here.
+``routing`` is a ``counted.CountedRouting`` or an instance of a subclass. It supplies the kernel and the arguments that
+only this kernel has; everything else is here. Its type is Any, because ``counted`` imports this module. ``phase`` is
+"send", "receive" or "both".
 """
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,28 +30,35 @@ from tdkernels.runtime.kernel_launch import Launch, launch_cached, pointer_signa
 from tdkernels.symm import get_workspace
 from tdkernels.symm.group import in_step
 
-_FEWEST_CHUNKS = 32  # of a peer, that we are ready for
+if TYPE_CHECKING:
+    from tdkernels.ops.experts.dispatch.config import EpConfig
+    from tdkernels.ops.experts.dispatch.kernel_payload import Payload
+    from tdkernels.symm.workspace import Workspace
+
+    Call = tuple[Any, int, tuple[Any, ...], dict[str, Any]]  # kernel, programs, arguments, constants
+
+_FEWEST_CHUNKS = 32  # minimum for the estimated chunks of a peer
 
 
-def chunks_at_most(routing):
-    """Chunks of our tokens; their size is the routing's, whatever config later calls come with."""
+def chunks_at_most(routing: Any) -> int:
+    """Return the chunks of this rank's tokens. The routing fixes their size, whatever the config of a later call is."""
     return min(max(cdiv(routing.shape.tokens, routing.config.chunk_tokens), 1), MAX_CHUNKS)
 
 
 def _chunks_of_peers(routing):
-    """About how many chunks there are of the peers' tokens: as of ours, of which alone the host knows."""
+    """Estimate the chunks of the peers' tokens from this rank's tokens. The host knows no other number."""
     return max(chunks_at_most(routing), _FEWEST_CHUNKS) * (routing.shape.world_size - 1)
 
 
 def _programs(config, phase, sent, received):
-    """(programs that send, programs that receive) of a phase or of both, for so many pieces of work of each."""
+    """Return (programs that send, programs that receive) for numbers of work items to send and to receive."""
     senders = min(config.num_senders, sent) if phase != "receive" else 0
     receivers = min(config.num_receivers, received) if phase != "send" else 0
     return senders, receivers
 
 
-def _check_turn(workspace, operator, tensors, what, phase):
-    """Refuse to send anew before what was sent has been received, which it would write over; and to receive twice."""
+def _check_pending(workspace, operator, tensors, what, phase):
+    """Raise RuntimeError for a second receive, or for a send that would overwrite data that were not yet received."""
     pending = workspace.pending
     if phase == "receive" and pending is not tensors:
         raise in_step(RuntimeError(f"{operator}: nothing of this {what} is left to be received"))
@@ -59,8 +70,11 @@ def _check_turn(workspace, operator, tensors, what, phase):
 # ---- dispatch ----
 
 
-def prepare_dispatch(routing, x, scales=None, weights=None, quantize=False):
-    """The output tensors of a dispatch, and the operands as the kernel takes them."""
+def prepare_dispatch(
+    routing: Any, x: torch.Tensor, scales: torch.Tensor | None = None, weights: torch.Tensor | None = None,
+    quantize: bool = False,
+) -> DispatchTensors:
+    """Allocate the outputs of a dispatch, and convert the operands to dtypes and layouts that the kernel supports."""
     x, rows = rows_contiguous(x), routing.rows
     out = x.new_empty(rows, x.shape[1], dtype=torch.float8_e4m3fn if quantize else x.dtype)
     row_scales = None
@@ -79,30 +93,35 @@ def prepare_dispatch(routing, x, scales=None, weights=None, quantize=False):
     return DispatchTensors(x, scales, weights, out, row_scales, row_weights, quantize=quantize, first=first)
 
 
-def prepare_gradient(routing, dy, expert_rows, weights, want_dots):
-    """The output tensors of ``Routing.dispatch_gradient``, and the operands as the kernel takes them."""
+def prepare_gradient(
+    routing: Any, dy: torch.Tensor, expert_rows: torch.Tensor | None, weights: torch.Tensor | None,
+    want_dots: bool,
+) -> DispatchTensors:
+    """Do the same as ``prepare_dispatch`` for ``Routing.dispatch_gradient``."""
     dy = rows_contiguous(dy)
-    # With a capacity some rows belong to no token, and have no part in any sum.
+    # With max_tokens some rows belong to no token. They contribute to no sum, so their gradients are 0.
     new = dy.new_empty if routing.shape.max_tokens is None else dy.new_zeros
     dots = new(routing.rows, dtype=torch.float32) if want_dots else None
     return DispatchTensors(
         dy, None, weights, new(routing.rows, dy.shape[1]), None, None,
-        rows_contiguous(expert_rows) if want_dots else None, dots, gradient=True,
+        rows_contiguous(expert_rows) if want_dots and expert_rows is not None else None, dots, gradient=True,
     )
 
 
-def launch_dispatch(routing, tensors, phase="both"):
-    """Launch the kernel for one phase of a dispatch, "send" or "receive", or for "both"."""
+def launch_dispatch(routing: Any, tensors: DispatchTensors, phase: str = "both") -> None:
+    """Launch the kernel for a phase of a dispatch."""
     workspace = get_workspace(routing.group, tensors.x.device, "ep_dispatch", across_nodes=True)
-    _check_turn(workspace, routing.shape.operator, tensors, "dispatch", phase)
+    _check_pending(workspace, routing.shape.operator, tensors, "dispatch", phase)
     try:
         routing.run_dispatch(workspace, tensors, phase)
     finally:
         workspace.pending = tensors if phase == "send" else None
 
 
-def new_dispatch(workspace, routing, tensors, phase, operands):
-    """The Launch of a dispatch; ``operands``: memory of the tensors, then the maps of the routing."""
+def new_dispatch(
+    workspace: "Workspace", routing: Any, tensors: DispatchTensors, phase: str, operands: Sequence[Any]
+) -> Launch:
+    """Return the Launch of a dispatch. ``operands`` are the tensors as memory, then the maps of the routing."""
     x, shape = tensors.x, routing.shape
     parts = parts_of(tensors, routing.config)
     items, scale_words, payload = parts
@@ -121,8 +140,11 @@ def new_dispatch(workspace, routing, tensors, phase, operands):
     return Launch(workspace, kernel, (programs,), args, constants, operands, [], [workspace.ctx])
 
 
-def dispatch_call(ctx, routing, tensors, parts, plan, phase="both"):
-    """(kernel, programs, arguments, constants) of a launch; ``parts`` are those of ``parts_of``."""
+def dispatch_call(
+    ctx: torch.Tensor, routing: Any, tensors: DispatchTensors, parts: "tuple[int, int, Payload]",
+    plan: int, phase: str = "both",
+) -> "Call":
+    """Return (kernel, programs, arguments, constants) of a dispatch. ``parts`` is the result of ``parts_of``."""
     config, x = routing.config, tensors.x
     items, scale_words, payload = parts
     counts = _programs(config, phase, chunks_at_most(routing), _chunks_of_peers(routing))
@@ -143,8 +165,11 @@ def dispatch_call(ctx, routing, tensors, parts, plan, phase="both"):
 # ---- combine ----
 
 
-def prepare_combine(routing, rows, weights, row_weights, row_numbers, config):
-    """The output tensors of a combine, and the operands as the kernel takes them."""
+def prepare_combine(
+    routing: Any, rows: torch.Tensor, weights: torch.Tensor | None, row_weights: torch.Tensor | None,
+    row_numbers: torch.Tensor | None, config: "EpConfig",
+) -> CombineTensors:
+    """Do the same as ``prepare_dispatch`` for a combine."""
     rows = rows_contiguous(rows)
     y = rows.new_empty(routing.shape.tokens, rows.shape[1])
     numbers = None
@@ -156,13 +181,15 @@ def prepare_combine(routing, rows, weights, row_weights, row_numbers, config):
     return CombineTensors(rows, weights, row_weights, row_numbers, y, numbers, config.combine == "per_expert")
 
 
-def launch_combine(routing, tensors, config, phase="both"):
-    """Launch the kernel for one phase of a combine, "send" or "receive", or for "both"."""
+def launch_combine(
+    routing: Any, tensors: CombineTensors, config: "EpConfig", phase: str = "both"
+) -> None:
+    """Launch the kernel for a phase of a combine."""
     rows = tensors.rows
-    # What went wrong there is not to be combined.
+    # Raise errors of the dispatch before its rows are combined.
     get_workspace(routing.group, rows.device, "ep_dispatch", across_nodes=True).check()
     workspace = get_workspace(routing.group, rows.device, "ep_combine", across_nodes=True)
-    _check_turn(workspace, routing.shape.operator, tensors, "combine", phase)
+    _check_pending(workspace, routing.shape.operator, tensors, "combine", phase)
     try:
         launch_cached(
             workspace, (phase, routing.launch_key, config, rows.shape[1]), (*tensors.tensors, *routing.maps),
@@ -173,7 +200,7 @@ def launch_combine(routing, tensors, config, phase="both"):
 
 
 def _new_combine(workspace, routing, tensors, phase, config, operands):
-    """The Launch of a combine; ``operands``: the tensors, then the maps of the routing."""
+    """Return the Launch of a combine. ``operands`` are the tensors, then the maps of the routing."""
     rows, shape = tensors.rows, routing.shape
     fields = {
         "dtype": str(rows.dtype), "width": rows.shape[1], "k": shape.choices, "num_experts": shape.num_experts,
@@ -188,8 +215,11 @@ def _new_combine(workspace, routing, tensors, phase, config, operands):
     return Launch(workspace, kernel, (programs,), args, constants, operands, [], [workspace.ctx])
 
 
-def combine_call(ctx, routing, tensors, plan, config, phase="both"):
-    """(kernel, programs, arguments, constants) of a launch."""
+def combine_call(
+    ctx: torch.Tensor, routing: Any, tensors: CombineTensors, plan: int, config: "EpConfig",
+    phase: str = "both",
+) -> "Call":
+    """Return (kernel, programs, arguments, constants) of a combine."""
     rows = tensors.rows
     width, item_bytes = rows.shape[1], rows.element_size()
     counts = _programs(config, phase, _chunks_of_peers(routing), chunks_at_most(routing))

@@ -1,46 +1,55 @@
-"""What a rank knows of a routing: an int32 tensor of tables, written by ``ep_route_kernel`` and read by all others.
+"""Memory layout of the routing tables and of the received-slot map.
 
-    counts     [W, COLUMNS]  of each rank's routing: rows for each expert (E), tokens for each rank, each token counted
-                             once (W), ids that are none (1), tokens (1)
-    rows       [E]  where our rows for an expert begin among the rows of the rank that has it
-    ours       [W]  where our tokens begin in the staging memory of a rank
-    theirs     [W]  where a rank's tokens begin in our staging memory
-    parts      [W]  where a rank's parts of our tokens begin in our staging memory, on their way back
-    their      [W]  where our parts of a rank's tokens begin in its staging memory
-    facts      [8]  see ``Fact``
-    experts    [T, K]  the expert of each choice of our tokens, -1 for none
-    places     [T, K]  its row on the expert's rank; at first within the tile of tokens that it was counted in
-    sent       [T, W]  which of our tokens for a rank each one is, or -1; at first within its tile
-    tiles      [tiles, COLUMNS]  ``counts`` of all tiles before each
+The tables are one int32 tensor. ``ep_route_kernel`` writes it and all other kernels read it. In order:
 
-Tokens of a rank for itself are not staged and not counted in ``ours`` to ``their``, which in a group on several nodes
-are other tables of as many words (``multinode.layout``).
+    counts        [W, COLUMNS]  totals of each rank: rows for each expert (E), tokens for each rank, each token counted
+                                once (W), number of invalid ids (1), number of tokens (1)
+    rows          [E]  first row of this rank's rows for an expert, among the rows of the expert's rank
+    send offsets  [W]  first slot of this rank's tokens in the staging memory of a rank
+    recv offsets  [W]  first slot of a rank's tokens in this rank's staging memory
+    parts         [W]  combine: first slot of a rank's results for this rank's tokens, in this rank's staging memory
+    peer offsets  [W]  combine: first slot of this rank's results for a rank's tokens, in that rank's staging memory
+    summary       [8]  see ``Fact``
+    experts       [T, K]  expert of each assignment of this rank's tokens, -1 if dropped
+    places        [T, K]  row of each assignment on the expert's rank; before the first dispatch, its number among the
+                          rows of its tile
+    sent          [T, W]  index of each token among this rank's tokens for a rank, or -1; before the first dispatch, the
+                          index within its tile
+    tiles         [tiles, COLUMNS]  for each tile, the sum of ``counts`` of all tiles before it
 
-And of what has come, int32 too: where each chunk of each source begins and how many tokens it has, [W, MAX_CHUNKS, 2],
-and the rows of each staged token, [slots, K].
+A tile is the tokens that one program counts. Tokens that a rank sends to itself are not staged, and the four offset
+tables do not count them. If the group is on several nodes, the offset tables have the same size and another meaning
+(``multinode.layout``).
+
+The received-slot map is an int32 tensor too: the first token and the number of tokens of each chunk of each source,
+[W, MAX_CHUNKS, 2], and the rows of each staged token, [slots, K].
 """
 
 import enum
+from typing import TYPE_CHECKING
 
 import triton.language as tl
 
 from tdkernels import lang as td
 from tdkernels.rounding import cdiv, next_power_of_2
 
-_TILE_IDS = 64  # ids that a counting program compares with each other
+if TYPE_CHECKING:
+    from tdkernels.ops.experts.dispatch.request import RoutingShape
+
+_TILE_IDS = 64  # a counting program compares so many ids with each other
 
 
 class Fact(enum.IntEnum):
-    """The numbers at the end of the tables."""
+    """Index of a number in the summary of the routing tables."""
 
-    VALID = 0  # 1: all is well; 0: ids are wrong or rows do not fit, as all ranks know; -1: a peer did not come
-    ROWS = 1  # that this rank receives, its own included
-    MOST_ROWS = 2  # that any rank receives
-    MOST_STAGED = 3  # tokens that any rank has to stage, going or coming back
-    BAD_RANK = 4  # a rank with wrong ids, or -1
-    MOST_TOKENS = 5  # of any rank
-    MOST_HERE = 6  # of MOST_STAGED, across nodes: from or for ranks of the same node
-    MOST_PASSED = 7  # of MOST_STAGED, across nodes: that any rank sends to other nodes or passes on from them
+    VALID = 0  # 1: valid; 0: all ranks know that ids are invalid or rows do not fit; -1: a peer was missing
+    ROWS = 1  # rows that this rank receives, from itself too
+    MOST_ROWS = 2  # maximum of ROWS over all ranks
+    MOST_STAGED = 3  # maximum number of tokens that a rank stages, in a dispatch or a combine
+    BAD_RANK = 4  # the first rank with invalid ids, or -1
+    MOST_TOKENS = 5  # maximum number of tokens of a rank
+    MOST_HERE = 6  # several nodes: the part of MOST_STAGED from or for ranks on the same node
+    MOST_PASSED = 7  # several nodes: the part of MOST_STAGED that a rank sends to other nodes or relays from them
 
 
 SUMMARY_WORDS = tl.constexpr(8)
@@ -49,49 +58,49 @@ MOST_ROWS, MOST_STAGED = tl.constexpr(int(Fact.MOST_ROWS)), tl.constexpr(int(Fac
 BAD_RANK, MOST_TOKENS = tl.constexpr(int(Fact.BAD_RANK)), tl.constexpr(int(Fact.MOST_TOKENS))
 MOST_HERE, MOST_PASSED = tl.constexpr(int(Fact.MOST_HERE)), tl.constexpr(int(Fact.MOST_PASSED))
 
-MAX_CHUNKS = tl.constexpr(1024)  # of one rank: so many signals are kept for it
+MAX_CHUNKS = tl.constexpr(1024)  # maximum number of chunks of a rank, which has one signal for each
 
 
-def summary_begin(num_experts, world_size):
-    """Where in the tables the facts are."""
+def summary_begin(num_experts: int, world_size: int) -> int:
+    """Return the offset of the summary in the tables."""
     return world_size * (num_experts + world_size + 2) + num_experts + 4 * world_size
 
 
-def length(shape, tiles):
-    """Words of the tables of a RoutingShape whose tokens are counted in so many tiles."""
+def length(shape: "RoutingShape", tiles: int) -> int:
+    """Return the int32 words of the tables for tokens that are counted in ``tiles`` tiles."""
     columns = shape.num_experts + shape.world_size + 2
     of_tokens = shape.tokens * (2 * shape.choices + shape.world_size)
     return summary_begin(shape.num_experts, shape.world_size) + SUMMARY_WORDS.value + of_tokens + tiles * columns
 
 
-def tile_ids(k):
-    """Ids of a program that counts, at most."""
+def tile_ids(k: int) -> int:
+    """Return the maximum number of ids in a tile."""
     return max(_TILE_IDS, next_power_of_2(k))
 
 
-def tile_tokens(k):
-    """Tokens of a program that counts."""
+def tile_tokens(k: int) -> int:
+    """Return the number of tokens in a tile."""
     return tile_ids(k) // k
 
 
-def num_tiles(tokens, k):
-    """Programs that count."""
+def num_tiles(tokens: int, k: int) -> int:
+    """Return the number of tiles, and of programs that count."""
     return max(cdiv(tokens, tile_tokens(k)), 1)
 
 
-def table_constants(shape):
-    """Compile-time constants about the tables of a RoutingShape, the same for every kernel."""
+def table_constants(shape: "RoutingShape") -> dict[str, int]:
+    """Return the constexpr arguments for the tables, which every kernel has."""
     return {"K": shape.choices, "EXPERTS": shape.num_experts, "RANKS": shape.world_size}
 
 
-def came_length(world_size, slots, k):
-    """Words of what is kept of what has come."""
+def received_length(world_size: int, slots: int, k: int) -> int:
+    """Return the int32 words of the received-slot map."""
     return 2 * world_size * MAX_CHUNKS.value + slots * k
 
 
 @td.jit
 def whole_items(items, ITEM: tl.constexpr, ALIGNED: tl.constexpr):
-    """How many items a row has, int32, which the compiler knows to be whole words of 16 bytes if they are ALIGNED."""
+    """Return the items of a row as int32. If ALIGNED, the compiler learns that a row is a multiple of 16 bytes."""
     items = tl.cast(items, tl.int32)
     if ALIGNED:
         WHOLE: tl.constexpr = 128 // ITEM.primitive_bitwidth
@@ -99,7 +108,7 @@ def whole_items(items, ITEM: tl.constexpr, ALIGNED: tl.constexpr):
     return items
 
 
-# ---- in a kernel: where a table begins ----
+# Device functions that return the address of a table, or of a row of a table.
 
 
 @td.jit
@@ -139,7 +148,7 @@ def summary_at(tables, EXPERTS: tl.constexpr, RANKS: tl.constexpr):
 
 @td.jit
 def experts_at(tables, token, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr):
-    """Of a token, as all that follow."""
+    """Return the address of the experts of a token. The functions below take a token or a tile in the same way."""
     return summary_at(tables, EXPERTS, RANKS) + SUMMARY_WORDS + tl.cast(token, tl.int64) * K
 
 
@@ -160,39 +169,39 @@ def tiles_at(tables, tile, num_tokens, K: tl.constexpr, EXPERTS: tl.constexpr, R
     return first + tl.cast(tile, tl.int64) * (EXPERTS + RANKS + 2)
 
 
-# ---- what has come ----
+# Device functions for the received-slot map.
 
 
 @td.jit
-def chunk_at(came, source, chunk):
-    """Where a chunk of a source begins among its tokens; the word behind says how many there are."""
-    return came + 2 * (source * MAX_CHUNKS + chunk)
+def chunk_at(received, source, chunk):
+    """Return the address of a chunk's entry: the first token among the source's tokens, then the number of tokens."""
+    return received + 2 * (source * MAX_CHUNKS + chunk)
 
 
 @td.jit
-def slot_at(came, slot, K: tl.constexpr, RANKS: tl.constexpr):
-    """The rows of a staged token."""
-    return came + 2 * RANKS * MAX_CHUNKS + tl.cast(slot, tl.int64) * K
+def slot_at(received, slot, K: tl.constexpr, RANKS: tl.constexpr):
+    """Return the address of the rows of a staged token."""
+    return received + 2 * RANKS * MAX_CHUNKS + tl.cast(slot, tl.int64) * K
 
 
-# ---- chunks: what is sent under one signal ----
+# Device functions for chunks: consecutive tokens that are sent with one signal.
 
 
 @td.jit
 def tokens_of(tables, source, EXPERTS: tl.constexpr, RANKS: tl.constexpr):
-    """How many tokens a rank has."""
+    """Return the number of tokens of a rank."""
     return tl.load(counts_of(tables, source, EXPERTS, RANKS) + EXPERTS + RANKS + 1)
 
 
 @td.jit
 def chunk_of(num_tokens, chunk_tokens):
-    """(tokens of a chunk, chunks) of a rank with so many tokens; at least one, so that everybody hears of everybody."""
+    """Return (tokens per chunk, number of chunks) of a rank. A rank without tokens has one chunk, so it signals too."""
     size = tl.maximum(tl.cast(chunk_tokens, tl.int32), (num_tokens + MAX_CHUNKS - 1) // MAX_CHUNKS)
     return size, tl.maximum((num_tokens + size - 1) // size, 1)
 
 
 @td.jit
 def chunks_at_most(num_tokens, chunk_tokens):
-    """No rank with so many tokens, or fewer, has more chunks."""
+    """Return an upper bound of the chunks of a rank with at most ``num_tokens`` tokens."""
     chunk_tokens = tl.cast(chunk_tokens, tl.int32)
     return tl.minimum(tl.maximum((num_tokens + chunk_tokens - 1) // chunk_tokens, 1), MAX_CHUNKS)

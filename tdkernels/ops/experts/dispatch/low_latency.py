@@ -1,10 +1,12 @@
-"""LowLatencyRouting: of few tokens, one launch of ``ep_direct_kernel`` exchanges the counts and the tokens.
+"""LowLatencyRouting: the low-latency strategy. One launch of ``ep_direct_kernel`` exchanges the counts and the tokens.
 
-It needs a bound on the tokens of each rank that all ranks know, ``max_tokens_per_rank``: by it a token's slot in the
-memory of a peer is known before anything has been counted.
+It needs ``max_tokens_per_rank``, an upper bound of the tokens of each rank that all ranks know. With it a token's slot
+in the memory of a peer is known before anything is counted.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -29,63 +31,73 @@ from tdkernels.rounding import next_power_of_2, round_up
 from tdkernels.runtime.kernel_launch import CALL_NUMBER, Launch, launch_cached, pointer_signature
 from tdkernels.symm import get_workspace
 
+if TYPE_CHECKING:
+    from tdkernels.ops.experts.dispatch.config import EpConfig
+    from tdkernels.ops.experts.dispatch.kernel_payload import Payload
+    from tdkernels.ops.experts.dispatch.launch import Call
+    from tdkernels.ops.experts.dispatch.payload import DispatchTensors
+    from tdkernels.ops.experts.dispatch.request import DispatchRequest, RoutePlan, RoutingShape
+    from tdkernels.symm.workspace import Workspace
+
 
 @dataclass(eq=False, kw_only=True)
 class LowLatencyRouting(CountedRouting):
-    """A routing whose first dispatch counts the tokens; afterwards it works as a CountedRouting.
+    """A routing whose first dispatch counts the tokens. After that it works as a CountedRouting.
 
     Attributes:
-        uncounted: (ids, error code) of the DispatchRequest, until they are counted
-        operand: what the ids come from, for errors
+        uncounted: (ids, error code) of the DispatchRequest until they are counted, then None.
+        operand: Describes the operand from which the ids were computed, for errors.
     """
 
     uncounted: tuple | None
     operand: TopkIds | Splits
 
-    def run_dispatch(self, workspace, tensors, phase):
+    def run_dispatch(self, workspace: "Workspace", tensors: "DispatchTensors", phase: str) -> None:
         if self.uncounted is None:
             super().run_dispatch(workspace, tensors, phase)
         else:
             _launch(self, tensors, phase)
 
 
-def plan_low_latency(plan):
-    """The RoutePlan of few tokens by another one whose config is known: each token has a signal of its own."""
+def plan_low_latency(plan: "RoutePlan") -> "RoutePlan":
+    """Return a plan with a config, changed to the low-latency strategy, in which each token is a chunk."""
     shape = plan.shape
     return plan._replace(
-        is_low_latency=True, config=replace(plan.config, chunk_tokens=1),
-        slots=slots_for(shape.world_size * shape.max_tokens_per_rank),
+        is_low_latency=True, config=replace(plan.config, chunk_tokens=1),  # type: ignore[type-var]
+        slots=slots_for(shape.world_size * shape.max_tokens_per_rank),  # type: ignore[operator]
         words=layout.length(shape, 0),
     )
 
 
-def can_be_low_latency(config, shape):
-    """Whether one launch can count and send: the compared ids fit small tiles, and each token has a signal."""
+def can_be_low_latency(config: "EpConfig", shape: "RoutingShape") -> bool:
+    """Return whether one launch can count and send: the compared ids fit small tiles, and each token has a signal."""
     each = next_power_of_2(shape.world_size) * next_power_of_2(shape.num_experts // shape.world_size)
     small = next_power_of_2(shape.choices) * max(each, 32) <= MOST_COMPARED.value
     return small and shape.max_tokens_per_rank <= min(config.direct_tokens, MAX_CHUNKS)
 
 
-def route_low_latency(plan, request):
-    """The LowLatencyRouting of a DispatchRequest, by its ``plan_low_latency``. Launches nothing."""
+def route_low_latency(plan: "RoutePlan", request: "DispatchRequest") -> LowLatencyRouting:
+    """Return the LowLatencyRouting of a request, given its ``plan_low_latency``. It launches nothing."""
     shape, ids = plan.shape, request.ids
     return LowLatencyRouting(
-        shape=shape, group=request.group, config=plan.config, config_is_given=plan.config_is_given,
-        rows=shape.max_tokens, staged=shape.max_tokens, slots=plan.slots, splits=empty_splits(shape, ids.device),
+        shape=shape, group=request.group, config=plan.config,  # type: ignore[arg-type]
+        config_is_given=plan.config_is_given,
+        rows=shape.max_tokens, staged=shape.max_tokens,  # type: ignore[arg-type]
+        slots=plan.slots, splits=empty_splits(shape, ids.device),
         tables=torch.empty(plan.words, dtype=torch.int32, device=ids.device),
         uncounted=(ids.contiguous(), request.error_code), operand=request.operand or TopkIds(ids, shape.num_experts),
     )
 
 
-def slot_memory(row_bytes, scale_bytes, k):
-    """Bytes of a slot of ``ep_direct_kernel``."""
+def slot_memory(row_bytes: int, scale_bytes: int, k: int) -> int:
+    """Return the bytes of a slot of ``ep_direct_kernel``."""
     return round_up(round_up(row_bytes, 16) + round_up(scale_bytes, 16) + 12 * k, 128)
 
 
 def _launch(routing, tensors, phase):
     """Launch the kernel for one phase of the first dispatch, or for both.
 
-    It has a workspace of its own, so that the next routing call raises the errors that it reports
+    The kernel has its own workspace, so that the next routing call raises the errors that it reports
     (``lang.host_error``). A rank that raised one in a combine would stop while its peers wait for it.
     """
     x, scales = tensors.x, tensors.scales
@@ -105,7 +117,7 @@ def _launch(routing, tensors, phase):
 
 
 def _new(workspace, routing, tensors, phase, operands):
-    """The Launch."""
+    """Return the Launch of a first dispatch. ``operands`` are the tensors, the maps, ids, error code and splits."""
     parts, shape = parts_of(tensors, routing.config), routing.shape
     items, scale_words, payload = parts
     slot = slot_memory(items * size_of(payload.item), scale_words * size_of(payload.scale), shape.choices)
@@ -125,18 +137,29 @@ def _new(workspace, routing, tensors, phase, operands):
         workspace.ctx, routing, tensors.with_tensors(given), parts, plan, (tables, received, ids, error_code, splits),
         phase, CALL_NUMBER,
     )
-    # ``listen`` has just checked for errors of earlier launches, or the send phase has.
+    # ``listen`` has just checked for errors of earlier launches, in this phase or in the send phase.
     return Launch(workspace, kernel, (programs,), args, constants, operands, [], [workspace.ctx], checks_errors=False)
 
 
-def low_latency_call(ctx, routing, tensors, parts, plan, known, phase="both", call=0):
-    """(kernel, programs, arguments, constants); ``known``: tables, received-slot map, ids, error code, splits."""
+def low_latency_call(
+    ctx: torch.Tensor, routing: CountedRouting, tensors: "DispatchTensors", parts: "tuple[int, int, Payload]",
+    plan: int, known: Sequence[Any], phase: str = "both", call: Any = 0,
+) -> "Call":
+    """Return (kernel, programs, arguments, constants) of a first dispatch.
+
+    Args:
+        ctx: Context of the kernel.
+        routing, tensors, plan, phase: As in ``launch.dispatch_call``.
+        parts: Result of ``parts_of``.
+        known: Tables, received-slot map, ids, error code and splits.
+        call: Number of the call for host errors, or CALL_NUMBER.
+    """
     config, shape, x = routing.config, routing.shape, tensors.x
     items, scale_words, payload = parts
     tables, received, ids, error_code, splits = known
-    # With the program that counts, and with the one that settles.
+    # One program more than senders counts, and one more than receivers writes the tables.
     senders = 1 + min(config.num_senders, max(shape.tokens, 1)) if phase != "receive" else 0
-    slots = shape.world_size * shape.max_tokens_per_rank
+    slots = shape.world_size * shape.max_tokens_per_rank  # type: ignore[operator]
     receivers = 1 + min(config.num_receivers, slots) if phase != "send" else 0
     args = (
         ctx, ids, error_code, as_memory(x), as_memory(or_else(tensors.scales, x)), tensors.weights, tables, received,

@@ -1,25 +1,28 @@
-"""Expert parallelism: tokens to the ranks that have their experts, and what the experts make of them back.
+"""ep_dispatch and ep_combine: the two all-to-all operators of expert parallelism.
 
-    ep_dispatch   x [T, H], topk_ids [T, k] on each rank  ->  rows [R, H], grouped by the rank's experts, E / W of them
-    ep_combine    what the experts made of the rows [R, H]  ->  y [T, H], each token's k rows, weighted and added up
+    ep_dispatch   x [T, H], topk_ids [T, k] on each rank  ->  rows [R, H], grouped by the rank's E / W experts
+    ep_combine    outputs of the experts [R, H]  ->  y [T, H], the weighted sum of each token's k rows
 
-T may be another on each rank, and 0. Schedule: ``ep_route_kernel`` counts, exchanges the counts (4 bytes an expert) and
-lays everything out; ``ep_dispatch_kernel`` sends each token once to every rank that has an expert of it, where it is
-copied to its rows. Of few tokens ``ep_direct_kernel`` does both in one launch. ``ep_combine_kernel`` adds a token's
-rows up where the experts are, sends the sum, and adds the sums up at home, in fp32 and in the order of the ranks. Of
-each chunk of tokens there is a signal, so receiving overlaps sending. ``EpConfig(method="torch")`` goes by torch's
+T may differ between ranks and may be 0. An entry of topk_ids is an assignment of its token to an expert.
+
+Dispatch. ``ep_route_kernel`` counts the rows, exchanges the counts (4 bytes per expert) and computes the offsets.
+``ep_dispatch_kernel`` sends each token once to every rank that has an expert of it; the receiver copies it to its rows.
+For few tokens ``ep_direct_kernel`` does both in one launch. In a combine, ``ep_combine_kernel`` sums a token's rows on
+the ranks of its experts and sends these sums back; the token's rank adds them up, in fp32 and in rank order. Tokens are
+sent in chunks with one signal each, so receiving overlaps sending. ``EpConfig(method="torch")`` uses torch's
 collectives instead (``torch_backend``).
 
-Backward. That of ep_dispatch is an unweighted combine, which takes the weights' gradients along. That of ep_combine is
-a dispatch of dy, by which a row gets dy times its weight and a weight the product of dy with its row; these go back
-with a combine of nothing else. Places found once are used again: nothing is counted or exchanged a second time.
+Backward. The backward of ep_dispatch is an unweighted combine, which also returns the gradients of the weights. The
+backward of ep_combine is a dispatch of dy: a row receives dy times its weight, and the gradient of a weight is the dot
+product of dy with its row. A second combine, of these numbers alone, sends them back. The offsets of the forward are
+used again: nothing is counted or exchanged a second time.
 
 Example:
     recv, handle = tdkernels.ep_dispatch(x, topk_ids, topk_weights, num_experts=64)
     y = tdkernels.ep_combine(experts(recv.x, recv.splits), handle)
 """
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -41,16 +44,19 @@ from tdkernels.runtime.torch_op import outside_graphs
 from tdkernels.symm import GroupLike, resolve_group
 from tdkernels.symm.whole_call import whole_call
 
+if TYPE_CHECKING:
+    from tdkernels.ops.experts.dispatch.routing import Routing
+
 
 class EpTokens(NamedTuple):
-    """What a rank received.
+    """The rows that a rank has received.
 
     Attributes:
-        x: [R, H], grouped by local expert, within one by source rank, then as there; with max_tokens, or what
-            max_tokens_per_rank makes of it, R is that, and the rows that no token has are not written
-        splits: [E / W] int32, on the device: rows of each local expert
-        topk_weights: [R] fp32, the weight of each row's choice, or None
-        scales: [R] or [R, S], or None
+        x: [R, H], grouped by local expert, then by source rank, then in the order of the source. If max_tokens is given
+            or follows from max_tokens_per_rank, R is max_tokens, and only the first sum(splits) rows are written.
+        splits: Number of rows of each local expert, [E / W] int32 on the device.
+        topk_weights: Weight of each row's assignment, [R] fp32, or None.
+        scales: Scales of each row, [R] or [R, S], or None.
     """
 
     x: torch.Tensor
@@ -60,33 +66,34 @@ class EpTokens(NamedTuple):
 
 
 def _version(tensor):
-    """A number that changes with whatever is written to a tensor by torch; those of inference mode have none."""
+    """Return the version counter of a tensor, which torch increments when it writes. Inference tensors have none."""
     return None if tensor is None or tensor.is_inference() else tensor._version
 
 
 class EpHandle:
-    """Which rows the tokens went to. For ``ep_combine``, and for another ``ep_dispatch`` of the same routing."""
+    """The routing of a dispatch, for ``ep_combine`` and for another ``ep_dispatch`` with the same destinations."""
 
-    def __init__(self, routing, topk_weights):
+    def __init__(self, routing: "Routing", topk_weights: torch.Tensor | None) -> None:
         self._routing = routing
-        self._topk_weights = topk_weights  # [T, k] as they were given, or None
-        self._row_weights = None  # the same by rows
+        self._topk_weights = topk_weights  # [T, k] as passed to ep_dispatch, or None
+        self._row_weights: torch.Tensor | None = None  # the same weights by rows
         self._versions = _version(topk_weights), None
 
-    def keep_row_weights(self, row_weights):
-        """Weights [R] that have come with the tokens: those of a combine, unless somebody changes any in place."""
+    def keep_row_weights(self, row_weights: torch.Tensor) -> None:
+        """Store the weights [R] received with the tokens. A combine uses them unless weights are changed in place."""
         self._row_weights, self._versions = row_weights, (self._versions[0], _version(row_weights))
 
-    def known_row_weights(self):
-        """What ``keep_row_weights`` was given, or None if it is out of date."""
+    def known_row_weights(self) -> torch.Tensor | None:
+        """Return the weights of ``keep_row_weights``, or None if weights were changed in place since."""
         now = _version(self._topk_weights), _version(self._row_weights)
         return self._row_weights if now == self._versions else None
 
     @property
-    def num_experts(self):
+    def num_experts(self) -> int:
+        """The number E of experts on all ranks."""
         return self._routing.shape.num_experts
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         routing, shape = self._routing, self._routing.shape
         return (
             f"EpHandle({shape.tokens} tokens, {shape.choices} of {shape.num_experts} experts each, "
@@ -94,18 +101,15 @@ class EpHandle:
         )
 
 
-# ---- the specification, in plain torch.distributed ----
-
-
 @torch.no_grad()
 def ep_dispatch_ref(
     x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor | None = None, *, num_experts: int,
     group: GroupLike = None,
 ) -> tuple[EpTokens, tuple]:
-    """Dispatch in plain torch, without gradients: the specification of ``ep_dispatch``.
+    """Compute ``ep_dispatch`` with torch and torch.distributed, without gradients. It is the specification for tests.
 
     Returns:
-        (received tokens, state for ``ep_combine_ref``)
+        (recv, state): The EpTokens, and the state for ``ep_combine_ref``.
     """
     group = resolve_group(group)
     world_size = torch.distributed.get_world_size(group)
@@ -129,10 +133,7 @@ def ep_dispatch_ref(
 def ep_combine_ref(
     rows: torch.Tensor, state: tuple, topk_weights: torch.Tensor | None = None, *, group: GroupLike = None,
 ) -> torch.Tensor:
-    """Combine in plain torch, without gradients: the specification of ``ep_combine``.
-
-    The sum is in fp32, in the order of the assignments of a token.
-    """
+    """Compute ``ep_combine`` with torch, without gradients. Sums are in fp32, in the order of a token's assignments."""
     group = resolve_group(group)
     by_expert, order, sent, received, (tokens, k), weights = state
     weights = weights if topk_weights is None else topk_weights
@@ -141,7 +142,7 @@ def ep_combine_ref(
     choices = rows.new_zeros(tokens * k, rows.shape[1])
     choices[by_expert] = _all_to_all(theirs, received, sent, group)
     choices = choices.view(tokens, k, rows.shape[1]).to(torch.promote_types(rows.dtype, torch.float32))
-    if weights is not None:  # that of a choice of no expert may be anything
+    if weights is not None:  # the weight of a dropped assignment may be NaN
         chosen = torch.zeros(tokens * k, dtype=torch.bool, device=rows.device).index_fill(0, by_expert, True)
         choices = choices * weights.to(choices.dtype).where(chosen.view(tokens, k), 0.0)[..., None]
     y = torch.zeros_like(choices[:, 0])
@@ -154,9 +155,6 @@ def _all_to_all(rows, sent, received, group):
     out = rows.new_empty(sum(received), *rows.shape[1:])
     torch.distributed.all_to_all_single(out, rows.contiguous(), received, sent, group=group)
     return out
-
-
-# ---- autograd ----
 
 
 class _Dispatch(torch.autograd.Function):
@@ -196,7 +194,7 @@ class _Combine(torch.autograd.Function):
 
 @whole_call
 def _ep_combine_backward(routing, dy, rows, weights, wants_weights):
-    """Return the gradients of the rows and of topk_weights, the latter None if it is not wanted."""
+    """Return the gradients of the rows and of topk_weights; the latter is None unless ``wants_weights``."""
     as_sent = None if weights is None else weights.to(torch.float32).contiguous()
     d_rows, dots = routing.dispatch_gradient(dy, rows, as_sent, wants_weights)
     if not wants_weights:
@@ -205,15 +203,12 @@ def _ep_combine_backward(routing, dy, rows, weights, wants_weights):
     return d_rows, d_weights.to(weights.dtype)
 
 
-# ---- the public functions ----
+def handle_of(
+    request: DispatchRequest, topk_weights: torch.Tensor | None, scales: torch.Tensor | None, allow_torch: bool = True
+) -> EpHandle:
+    """Check the arguments of a dispatch and return its EpHandle. ``allow_torch``: see ``route``.
 
-
-def handle_of(request, topk_weights, scales, allow_torch=True):
-    """The EpHandle of a dispatch: of ids that are counted now, or of those of a handle. Raises for invalid arguments.
-
-    Args:
-        request: DispatchRequest; its ids may be the EpHandle of an earlier dispatch
-        allow_torch: see ``route``
+    The ids of the request may be the EpHandle of an earlier dispatch, whose routing is then used.
     """
     x, topk_ids, group = request.x, request.ids, request.group
     if isinstance(topk_ids, EpHandle):
@@ -244,49 +239,50 @@ def ep_dispatch(
     max_tokens: int | None = None,
     max_tokens_per_rank: int | None = None, group: GroupLike = None, config: EpConfig | None = None,
 ) -> tuple[EpTokens, EpHandle]:
-    """Send each token to the ranks that have its experts; rank r has experts r * E / W to (r + 1) * E / W - 1.
+    """Send each token to the ranks of its experts. Rank r has experts r * E / W to (r + 1) * E / W - 1.
 
     Args:
-        x: [T, H] bf16, fp16, fp32, float8_e4m3fn or float8_e5m2; T may differ between ranks and be 0
-        topk_ids: [T, k] int32 or int64, the experts of each token, -1 for none (dropped); or the EpHandle of an earlier
-            dispatch, to go the same ways again without counting anything
-        topk_weights: [T, k] floats, to be sent along and to weigh the sum of ep_combine; or None
-        num_experts: E, divisible by W
-        scales: [T] or [T, S], sent along as they are, for an x that is quantized already
-        quantize: None, or "fp8": x is cast to float8_e4m3fn on its way, with one fp32 scale for 128 channels,
-            recv.scales [R, ceil(H / 128)], the largest magnitude / 448; x ≈ recv.x * scale. Has no gradient
-        max_tokens: how many rows any rank may receive, and any rank may stage (tokens, once for each peer). The output
-            then has so many rows, of which sum(recv.splits) are written, and the host does not wait. None: as many rows
-            as come, for which the host waits
-        max_tokens_per_rank: a bound on the T of every rank, the same on all. Then few tokens are sent in one launch,
-            before anything is counted (EpConfig.direct_tokens); max_tokens is, if not given, what is enough for so many
-            tokens, each of different experts: W * max_tokens_per_rank * min(k, E / W), and the host does not wait
-        group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the world (W ranks)
-        config: EpConfig, the same on all ranks; None takes the best one known, see tdkernels.autotune (in a group on
-            several nodes the default)
+        x: [T, H] in bf16, fp16, fp32, float8_e4m3fn or float8_e5m2. T may differ between ranks and may be 0.
+        topk_ids: Experts of each token, [T, k] int32 or int64. An id of -1 drops the assignment. Or the EpHandle of an
+            earlier dispatch, to use its routing again without counting.
+        topk_weights: Weights [T, k] of a floating-point dtype, sent with the tokens and used by ep_combine, or None.
+        num_experts: Number of experts E, divisible by W.
+        scales: Scales [T] or [T, S] of an x that is already quantized. They are sent unchanged.
+        quantize: None or "fp8". With "fp8" tokens are sent as float8_e4m3fn with an fp32 scale per 128 channels, the
+            largest magnitude / 448: recv.scales [R, ceil(H / 128)], x ≈ recv.x * scale. It has no gradient.
+        max_tokens: Upper bound of the rows that any rank receives, and of the tokens that any rank stages, each counted
+            once per peer. The output then has max_tokens rows, of which sum(recv.splits) are written, and the host does
+            not wait. If None, the host waits for the exact number of rows.
+        max_tokens_per_rank: Upper bound B of T on all ranks, the same on all of them. The host does not wait then, and
+            few tokens are sent in one launch, without counting first (EpConfig.direct_tokens). max_tokens may be
+            omitted; it is then W * B * min(k, E / W), which suffices if the experts of a token are distinct.
+        group: A ProcessGroup, a one-dimensional DeviceMesh, or None for the default group (W ranks).
+        config: EpConfig, the same on all ranks. None selects the best known config (see tdkernels.autotune), or the
+            default config if the group is on several nodes.
 
     Returns:
-        (recv, handle): EpTokens, see there, and the EpHandle for ep_combine
+        (recv, handle): The received rows, see EpTokens, and the EpHandle for ep_combine.
 
     Gradient:
-        dx = the sum of the token's rows' gradients, in fp32; dtopk_weights = those of recv.topk_weights
+        dx is the sum of the gradients of the token's rows, in fp32. dtopk_weights is the gradient of recv.topk_weights.
 
     Raises:
-        TypeError or ValueError: for operands that do not fit, before anything is launched
-        ValueError: on every rank when the ranks disagree, for ids out of range on any rank, and for more rows than
-            max_tokens or more tokens than max_tokens_per_rank, of which then none arrives (on a GPU with either of
-            these at tdkernels.synchronize(), or at a later call, which breaks the group; on a rank with too many tokens
-            at once as well)
-        PeerTimeoutError
+        TypeError, ValueError: If operands are invalid. Nothing has been launched.
+        ValueError: On every rank: if the ranks disagree, if an id is out of range, or if there are more rows than
+            max_tokens or more tokens than max_tokens_per_rank. No token arrives then. On a GPU with either bound it is
+            raised by tdkernels.synchronize(), or by a later call, which makes the group unusable. A rank with too many
+            tokens also raises at once.
+        PeerTimeoutError: If a peer does not make the call in time.
 
     Contract:
-        collective over group; host sync: unless max_tokens or max_tokens_per_rank is given; CUDA graph: with either,
-        after one call outside; by EpConfig(method="torch") always, and never; the caller owns the output
+        Collective over ``group``. The host synchronizes unless max_tokens or max_tokens_per_rank is given. With one of
+        them the call can be captured in a CUDA graph after one call outside. EpConfig(method="torch") always
+        synchronizes and cannot be captured. The caller owns the output.
 
     Source:
-        tokens once for a rank and the handle: DeepEP (https://github.com/deepseek-ai/DeepEP)
+        One copy of a token per rank, and the handle: DeepEP (https://github.com/deepseek-ai/DeepEP).
     """
-    _refuse_gradient_of_codes(x, quantize)
+    _reject_quantize_gradient(x, quantize)
     request = DispatchRequest(
         "ep_dispatch", resolve_group(group), x, topk_ids, num_experts, config, quantize, max_tokens,
         max_tokens_per_rank,
@@ -302,13 +298,13 @@ def ep_dispatch(
     return EpTokens(rows, routing.splits, row_weights, row_scales), handle
 
 
-def _refuse_gradient_of_codes(x, quantize):
+def _reject_quantize_gradient(x, quantize):
     if quantize is not None and torch.is_grad_enabled() and isinstance(x, torch.Tensor) and x.requires_grad:
         raise ValueError('ep_dispatch: quantize="fp8" has no gradient, and x requires one: detach it, or no_grad')
 
 
-def row_weights_of(handle, topk_weights, config):
-    """The weights of a combine by rows, if they are needed there, or None."""
+def row_weights_of(handle: EpHandle, topk_weights: torch.Tensor | None, config: EpConfig) -> torch.Tensor | None:
+    """Return the weights of a combine by rows, [R], or None if the combine does not need them by rows."""
     routing = handle._routing
     if topk_weights is None or not routing.weighs_rows(config):
         return None
@@ -325,37 +321,38 @@ def ep_combine(
     expert_out: torch.Tensor, handle: EpHandle, topk_weights: torch.Tensor | None = None, *, group: GroupLike = None,
     config: EpConfig | None = None,
 ) -> torch.Tensor:
-    """Bring the experts' rows back to their tokens and add them up, weighted.
+    """Send the outputs of the experts back to the ranks of their tokens and compute the weighted sums.
 
     Args:
-        expert_out: [R, H] bf16, fp16 or fp32, a row for each of recv.x; H may be another
-        handle: of the ep_dispatch that has sent the tokens
-        topk_weights: [T, k] floats; None takes those that ep_dispatch was given, or 1 if there were none. Experts that
-            have applied recv.topk_weights themselves need a handle without weights, or ones here. Weights that were
-            changed in place since then, on all ranks, count as they are now; not in inference mode, where that goes
-            unnoticed
-        group: as in ep_dispatch, whose group it must be
-        config: EpConfig, as in ep_dispatch; None takes that which the dispatch was given, or if it was given none the
-            best one known
+        expert_out: [R, H] in bf16, fp16 or fp32, one row for each row of recv.x. H may differ from the dispatch.
+        handle: The EpHandle of the ep_dispatch that sent the tokens.
+        topk_weights: Weights [T, k] of a floating-point dtype. None uses the weights of ep_dispatch, or 1 if it had
+            none. If the experts have applied recv.topk_weights already, use a handle without weights or pass ones.
+            Weights changed in place since the dispatch, on all ranks, are used with their current values, except in
+            inference mode, where such a change is not detected.
+        group: The group of the ep_dispatch.
+        config: EpConfig, the same on all ranks. None uses the config passed to ep_dispatch, or else selects the best
+            known config.
 
     Returns:
-        y: [T, H], the dtype of expert_out, the sum over the token's choices that were not dropped. In fp32: with
-        config.combine "per_rank" over the choices on each other rank, rounded where it crosses, and over ranks in their
-        order, this one's choices one by one at its turn; with "per_expert" over the choices in order
+        y [T, H] in the dtype of expert_out, the sum over the token's assignments that are not dropped, in fp32. With
+        config.combine "per_rank" the assignments on each other rank are summed first, this sum is rounded to the dtype
+        and sent, and the sums are added in rank order; this rank's own assignments are added one by one at its turn.
+        With "per_expert" all assignments are added in order.
 
     Gradient:
-        dexpert_out = weight * dy of the row's token; dtopk_weights = the product of dy with the row
+        dexpert_out is weight * dy of the row's token. dtopk_weights is the dot product of dy with the row.
 
     Raises:
-        TypeError or ValueError: for operands that do not fit, before anything is launched
-        PeerTimeoutError
+        TypeError, ValueError: If operands are invalid. Nothing has been launched.
+        PeerTimeoutError: If a peer does not make the call in time.
 
     Contract:
-        collective over group; host sync: no; CUDA graph: if the dispatch had max_tokens or max_tokens_per_rank, and did
-        not go by torch; the caller owns the output
+        Collective over ``group``. The host does not synchronize. The call can be captured in a CUDA graph if the
+        dispatch had max_tokens or max_tokens_per_rank and did not use torch's collectives. The caller owns the output.
 
     Source:
-        DeepEP (https://github.com/deepseek-ai/DeepEP)
+        DeepEP (https://github.com/deepseek-ai/DeepEP).
     """
     topk_weights, config = checked_combine(expert_out, handle, topk_weights, group, config)
     row_weights = row_weights_of(handle, topk_weights, config)
@@ -365,15 +362,18 @@ def ep_combine(
     return routing.combine(expert_out, weights=topk_weights, row_weights=row_weights, config=config)[0]
 
 
-def checked_combine(expert_out, handle, topk_weights, group, config):
-    """(the weights [T, k] that count or None, the config that does) of a combine; raises unless it makes sense."""
+def checked_combine(
+    expert_out: torch.Tensor, handle: EpHandle, topk_weights: torch.Tensor | None, group: GroupLike,
+    config: EpConfig | None,
+) -> tuple[torch.Tensor | None, EpConfig]:
+    """Check the arguments of a combine and return the weights [T, k], or None, and the config that it uses."""
     if not isinstance(handle, EpHandle):
         raise TypeError(f"ep_combine: handle must be the EpHandle of an ep_dispatch, not {type(handle).__name__}")
     routing = handle._routing
     group = resolve_group(group)
     if group is not routing.group:
         raise ValueError("ep_combine: the handle is of another group than the call")
-    # What decides of a routing how a combine runs.
+    # The properties of a routing that decide how a combine runs.
     of_routing = routing.shape, routing.rows, routing.staged, routing.config, routing.config_is_given, routing.method
     settings = *of_routing, routing.splits.device, config, get_mode()
     known, key = call_cache.lookup("ep_combine", group, (expert_out, topk_weights), settings)
@@ -389,7 +389,7 @@ def checked_combine(expert_out, handle, topk_weights, group, config):
 
 
 def _check_method(routing, config):
-    """What goes by a handle goes as its dispatch went, which may have been told so, or have chosen it."""
+    """Raise ValueError if a combine's config names another method than its dispatch used, unless that was selected."""
     told = routing.method == "fused" or routing.config_is_given
     if config is not None and config.method != routing.method and told:
         raise ValueError(

@@ -1,10 +1,12 @@
-"""What a dispatch or a combine moves: its operands and outputs, and how a kernel takes them apart.
+"""Operands and outputs of a dispatch or a combine, and the element types with which a kernel moves them.
 
-A row is moved in the largest words that its bytes are a multiple of, whatever numbers they are; only a kernel that
-quantizes, or that multiplies a gradient, needs to know the type.
+A kernel moves a row in the largest words that divide its size in bytes, whatever its dtype is. Only a kernel that
+quantizes, or that multiplies a gradient, needs to know the dtype.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton.language as tl
@@ -14,6 +16,9 @@ from tdkernels.ops.experts.dispatch.kernel_payload import BY_INSTRUCTION, BY_INT
 from tdkernels.rounding import cdiv, next_power_of_2
 from tdkernels.runtime import gpu, recorder
 
+if TYPE_CHECKING:
+    from tdkernels.ops.experts.dispatch.config import EpConfig
+
 MAX_CHUNKS = layout.MAX_CHUNKS.value
 FLOATS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 _WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.uint8}
@@ -21,7 +26,21 @@ _WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.uint8}
 
 @dataclass
 class DispatchTensors:
-    """Tensors of a dispatch, from its send phase to its receive phase."""
+    """Tensors of a dispatch, kept from its send phase to its receive phase.
+
+    Attributes:
+        x: [T, H].
+        scales: [T] or [T, S], or None.
+        weights: [T, K] fp32, or None.
+        rows: Output [R, H].
+        row_scales: Output [R] or [R, S], or None.
+        row_weights: Output [R] fp32, or None.
+        expert_rows: [R, H], for the dot products of ``Routing.dispatch_gradient``, or None.
+        dots: Output [R] fp32, these dot products, or None.
+        quantize: Whether rows are quantized to float8_e4m3fn.
+        gradient: Whether x is the gradient of a weighted sum of rows, see ``kernel_payload``.
+        first: Whether this is the first dispatch of a routing, which completes the tables and the received-slot map.
+    """
 
     x: torch.Tensor
     scales: torch.Tensor | None
@@ -36,49 +55,68 @@ class DispatchTensors:
     first: bool = False
 
     @property
-    def tensors(self):
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """All tensors, in the order of the fields."""
         return (
             self.x, self.scales, self.weights, self.rows, self.row_scales, self.row_weights, self.expert_rows, self.dots
         )
 
-    def with_tensors(self, tensors):
-        return DispatchTensors(*tensors, quantize=self.quantize, gradient=self.gradient, first=self.first)
+    def with_tensors(self, tensors: Sequence[Any]) -> "DispatchTensors":
+        """Return a copy with other ``tensors``."""
+        return DispatchTensors(
+            *tensors, quantize=self.quantize, gradient=self.gradient, first=self.first,  # type: ignore[misc]
+        )
 
 
 @dataclass
 class CombineTensors:
-    """Tensors of a combine, from its send phase to its receive phase."""
+    """Tensors of a combine, kept from its send phase to its receive phase.
+
+    Attributes:
+        rows: [R, H].
+        weights: [T, K] fp32, or None.
+        row_weights: The same weights by rows, [R], or None.
+        row_numbers: A number for each row to send along, [R] fp32, or None.
+        y: Output [T, H].
+        numbers: Output [T, K] fp32, the row numbers by assignments, or None.
+        per_expert: Whether all rows are sent, not their sums.
+    """
 
     rows: torch.Tensor
-    weights: torch.Tensor | None  # [T, K]
-    row_weights: torch.Tensor | None  # [R]
+    weights: torch.Tensor | None
+    row_weights: torch.Tensor | None
     row_numbers: torch.Tensor | None
     y: torch.Tensor
     numbers: torch.Tensor | None
     per_expert: bool
 
     @property
-    def tensors(self):
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """All tensors, in the order of the fields."""
         return self.rows, self.weights, self.row_weights, self.row_numbers, self.y, self.numbers
 
-    def with_tensors(self, tensors):
-        return CombineTensors(*tensors, self.per_expert)
+    def with_tensors(self, tensors: Sequence[Any]) -> "CombineTensors":
+        """Return a copy with other ``tensors``."""
+        return CombineTensors(*tensors, self.per_expert)  # type: ignore[call-arg]
 
 
-def pieces_trace(device, world_size):
-    """What records a launch: our chunks, then those of all ranks, of which the host does not know the number."""
+def pieces_trace(device: torch.device, world_size: int) -> torch.Tensor | None:
+    """Return the buffer for a trace of a launch, or None: work items of this rank's chunks, then of all ranks' chunks.
+
+    The host does not know the number of chunks, so there is space for the maximum.
+    """
     return recorder.buffer(device, (1 + world_size) * MAX_CHUNKS, all_run=False)
 
 
-def as_memory(tensor):
-    """What a kernel gets for memory to which it makes pointers of its own: not every GPU knows pointers to fp8."""
+def as_memory(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """Return a tensor for a kernel that casts the pointer. One-byte dtypes become uint8: not all GPUs support fp8."""
     if tensor is None or tensor.dtype.itemsize > 1 or tensor.dtype == torch.uint8:
         return tensor
     return tensor.view(torch.uint8)
 
 
-def as_memories(tensors):
-    """``as_memory`` of each tensor."""
+def as_memories(tensors: Sequence[Any]) -> list[torch.Tensor | None]:
+    """Return ``as_memory`` of each tensor, without a function call per tensor."""
     found = []
     for tensor in tensors:
         is_byte = tensor is not None and tensor.dtype.itemsize == 1
@@ -86,39 +124,41 @@ def as_memories(tensors):
     return found
 
 
-def or_else(tensor, other):
-    """What a kernel gets for a tensor that is not there and that it does not touch then."""
+def or_else(tensor: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
+    """Return the tensor, or ``other`` if it is None, for a kernel argument that must be a pointer even if unused."""
     return other if tensor is None else tensor
 
 
 def _word(nbytes):
-    """What rows of so many bytes are moved in: (Triton's type, its bytes)."""
+    """Return (Triton's type, its bytes) of the largest word that divides ``nbytes``."""
     size = next(size for size in _WORDS if nbytes % size == 0)
     return _WORDS[size], size
 
 
-def size_of(dtype):
+def size_of(dtype: tl.dtype) -> int:
+    """Return the bytes of an element of a Triton type."""
     return dtype.primitive_bitwidth // 8
 
 
-def block_of(items, item_bytes, block_bytes, least=1):
+def block_of(items: int, item_bytes: int, block_bytes: int, least: int = 1) -> int:
+    """Return the items that a program moves at a time: a power of two, limited by block_bytes, at least ``least``."""
     return max(min(next_power_of_2(max(items, 1)), block_bytes // item_bytes), least)
 
 
-def scale_bytes_of(tensors):
-    """Bytes of a token's scales."""
+def scale_bytes_of(tensors: DispatchTensors) -> int:
+    """Return the bytes of a token's scales."""
     return 0 if tensors.scales is None else tensors.scales.shape[1:].numel() * tensors.scales.element_size()
 
 
-def _how(quantize, device):
-    """``Payload.quantize``."""
+def _quantize_mode(quantize, device):
+    """Return ``Payload.quantize``."""
     if not quantize:
         return 0
     return (BY_INSTRUCTION if gpu.converts_to_e4m3(device) else BY_INTEGERS).value
 
 
-def parts_of(tensors, config):
-    """(items of a row, words of its scales, the Payload that the kernel is compiled for)."""
+def parts_of(tensors: DispatchTensors, config: "EpConfig") -> tuple[int, int, Payload]:
+    """Return (items of a row, words of its scales, the Payload for which the kernel is compiled)."""
     x, quantize, gradient, scale_bytes = tensors.x, tensors.quantize, tensors.gradient, scale_bytes_of(tensors)
     width = x.shape[1]
     nbytes = width * x.element_size()
@@ -136,5 +176,5 @@ def parts_of(tensors, config):
         scale_words = scale_bytes // scale_size
         scale_block = next_power_of_2(max(scale_words, 1))
     aligned = items * item_bytes % 16 == 0
-    payload = Payload(source, item, scale, _how(quantize, x.device), gradient, aligned, block, scale_block)
+    payload = Payload(source, item, scale, _quantize_mode(quantize, x.device), gradient, aligned, block, scale_block)
     return items, scale_words, payload

@@ -1,24 +1,27 @@
-"""What a call asks to have routed, and what is decided from its shapes before any id is read."""
+"""Arguments of a dispatch, and the decisions that follow from shapes alone, before any id is read."""
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from tdkernels.ops.experts.dispatch.config import EpConfig
 from tdkernels.ops.experts.dispatch.device_errors import Splits, TopkIds
 
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
 
 class RoutingShape(NamedTuple):
-    """The sizes of a routing. Launches, tables, agreement and errors follow from them, not from the ids.
+    """The sizes of a routing. Launches, tables, consensus checks and errors depend on them, not on the ids.
 
     Attributes:
-        operator: the operator's name, for errors
-        tokens, choices: T and k of this rank's topk_ids
-        num_experts: E, of all ranks
-        world_size: W
-        max_tokens: the rows of the output; None: as many as the rank receives
-        max_tokens_per_rank: a bound on the T of every rank, or None; it goes with a max_tokens
-        by_source: whether rows are grouped by source rank (all_to_all), not by expert
+        operator: Name of the operator, for errors.
+        tokens, choices: T and k of this rank's topk_ids.
+        num_experts: E, the experts of all ranks.
+        world_size: W.
+        max_tokens: Number of rows of the output. None: as many as the rank receives.
+        max_tokens_per_rank: Upper bound of T on all ranks, or None. ``with_capacity`` then sets max_tokens too.
+        by_source: Whether rows are grouped by source rank (all_to_all) instead of by expert.
     """
 
     operator: str
@@ -35,19 +38,19 @@ class DispatchRequest(NamedTuple):
     """The arguments of a call that routes tokens.
 
     Attributes:
-        operator: the operator's name, for errors
-        x, ids: [T, H] and [T, k]; an id of -1 is a dropped choice
-        config: the EpConfig of the call, or None
-        by_source: whether rows are grouped by source rank (all_to_all), not by expert
-        error_code: int32 scalar on the device; not 0 if the ids are invalid in a way that their values do not show: 1,
-            or minus the number of tokens of a rank that has more than max_tokens_per_rank
-        operand: describes the operand that the ids come from, for errors; None: they are the topk_ids of the call
+        operator: Name of the operator, for errors.
+        x, ids: [T, H] and [T, k]. An id of -1 is a dropped assignment.
+        config: The EpConfig of the call, or None.
+        by_source: Whether rows are grouped by source rank (all_to_all) instead of by expert.
+        error_code: int32 scalar on the device for errors that the values of the ids do not show, or None. 0: no error;
+            1: the splits are invalid; negative: minus the number of tokens, which is more than max_tokens_per_rank.
+        operand: Describes the operand from which the ids were computed, for errors. None: the ids are topk_ids.
 
     The other fields are the arguments of ``ep_dispatch`` of the same name.
     """
 
     operator: str
-    group: object
+    group: "dist.ProcessGroup"
     x: torch.Tensor
     ids: torch.Tensor
     num_experts: int | None
@@ -60,36 +63,36 @@ class DispatchRequest(NamedTuple):
     operand: TopkIds | Splits | None = None
 
     @property
-    def shape(self):
+    def shape(self) -> RoutingShape:
         """The RoutingShape of the ids."""
-        return RoutingShape(
+        return RoutingShape(  # type: ignore[call-arg]
             self.operator, *self.ids.shape, self.num_experts, self.group.size(), self.max_tokens,
             self.max_tokens_per_rank, self.by_source,
         )
 
-
     @property
-    def has_too_many_tokens(self):
+    def has_too_many_tokens(self) -> bool:
         """Whether x has more rows than max_tokens_per_rank."""
         return self.max_tokens_per_rank is not None and len(self.x) > self.max_tokens_per_rank
 
-    def without_tokens(self):
-        """The request that a rank with too many tokens makes instead: no tokens, and their number as the error code."""
+    def without_tokens(self) -> "DispatchRequest":
+        """Return the request of a rank with too many tokens: no tokens, and minus their number as the error code."""
         code = torch.full((), -len(self.x), dtype=torch.int32, device=self.x.device)
         return self._replace(x=self.x[:0], ids=self.ids[:0], error_code=code)
 
 
 class RoutePlan(NamedTuple):
-    """How the tokens of a call are routed, as far as shapes decide it. It holds no tensor and no group.
+    """The part of a routing that shapes decide. It holds no tensor and no group, so it can be cached.
 
     Attributes:
-        shape: the RoutingShape, in which ``max_tokens_per_rank`` has set a missing max_tokens
-        config: the EpConfig; None: to be selected when the tokens are counted
-        config_is_given: whether the call has named the config, or there is no other
-        per_choice: whether each choice is sent by itself, and all choices of a rank have to fit max_tokens, too; in a
-            group on one node
-        is_low_latency: whether one launch counts and sends; then
-        slots, words: the staging slots for the tokens of all ranks, and the words of the tables
+        shape: The RoutingShape after ``with_capacity``.
+        config: The EpConfig. None: it is selected after the tokens are counted.
+        config_is_given: Whether the call has named the config, or there is only one.
+        per_choice: Whether each assignment is sent separately, so that max_tokens also bounds the assignments of a
+            rank. Only for groups on one node.
+        is_low_latency: Whether a single launch counts and sends. The following fields are set only then.
+        slots: Number of staging slots for the tokens of all ranks.
+        words: Number of int32 words of the tables.
     """
 
     shape: RoutingShape

@@ -1,6 +1,7 @@
-"""Select the strategy of a dispatch: a class of ``routing``, from the config, the shapes, and the bounds of a call."""
+"""Selection of the dispatch strategy, a subclass of ``Routing``, by the config, the shapes and the bounds of a call."""
 
 from dataclasses import replace
+from typing import TYPE_CHECKING, NoReturn
 
 from tdkernels.ops.common.multinode import spans_nodes
 from tdkernels.ops.experts.dispatch.config import default_config
@@ -11,9 +12,16 @@ from tdkernels.ops.experts.dispatch.request import RoutePlan
 from tdkernels.ops.experts.dispatch.token_buckets import choose_config, config_to_route, with_capacity
 from tdkernels.ops.experts.dispatch.torch_backend import route_by_torch, routing_by_torch
 
+if TYPE_CHECKING:
+    import torch
 
-def plan_route(request):
-    """The RoutePlan of a DispatchRequest whose arguments are checked; collective at the first call with a problem."""
+    from tdkernels.ops.experts.dispatch.counted import CountedRouting
+    from tdkernels.ops.experts.dispatch.request import DispatchRequest
+    from tdkernels.ops.experts.dispatch.routing import Routing
+
+
+def plan_route(request: "DispatchRequest") -> RoutePlan:
+    """Return the RoutePlan of a request whose arguments were checked. The first call with a problem is collective."""
     shape, config, x = with_capacity(request.shape), request.config, request.x
     if config is None or config.method != "torch":
         config = config_to_route(config, request.group, x.device)
@@ -23,34 +31,43 @@ def plan_route(request):
     if config is None:
         plan = plan._replace(config=_without_torch(_choose(request, shape, shape.max_tokens), x.device))
     is_bounded = shape.max_tokens_per_rank is not None and not spans_nodes(request.group)
-    if is_bounded and can_be_low_latency(plan.config, shape):
+    if is_bounded and can_be_low_latency(plan.config, shape):  # type: ignore[arg-type]  # selected above
         return plan_low_latency(plan)
     return plan
 
 
-def route(plan, request, allow_torch=True):
-    """The Routing of a DispatchRequest by its plan.
+def route(plan: RoutePlan, request: "DispatchRequest", allow_torch: bool = True) -> "Routing":
+    """Return the Routing of a request. Unless the strategy is low-latency, this counts the tokens (collective).
 
-    ``allow_torch``: whether torch's collectives may be selected for a call that has named no config
+    Args:
+        plan: The plan of the request.
+        request: The request.
+        allow_torch: Whether torch's collectives may be selected if the call has named no config.
     """
     if plan.is_low_latency:
         return route_low_latency(plan, request)
-    if plan.config_is_given and plan.config.method == "torch":
+    if plan.config_is_given and plan.config.method == "torch":  # type: ignore[union-attr]  # given, so not None
         return route_by_torch(plan, request)
     counted = count(plan, request)
     return counted if plan.config is not None else settle(counted, request, allow_torch)
 
 
-def settle(counted, request, allow_torch=True):
-    """The Routing of tokens that were counted before a config was known, which the group selects by their number."""
+def settle(counted: "CountedRouting", request: "DispatchRequest", allow_torch: bool = True) -> "Routing":
+    """Select the config of tokens that were counted without one, by their number, and return the final Routing."""
     config = _choose(request, counted.shape, counted.staged)
     if config.method == "torch" and allow_torch:
         return routing_by_torch(counted, request.ids, config)
     return replace(counted, config=_without_torch(config, request.x.device))
 
 
-def refuse_too_many(request, weights, scales):
-    """Raise for a request that ``has_too_many_tokens``. The peers wait for its tokens: they get none, and the error."""
+def refuse_too_many(
+    request: "DispatchRequest", weights: "torch.Tensor | None", scales: "torch.Tensor | None"
+) -> NoReturn:
+    """Raise ValueError for a request that ``has_too_many_tokens``.
+
+    The peers wait for this rank's tokens. So it first takes part in the dispatch without tokens and with an error code,
+    by which the peers raise the error too.
+    """
     none = request.without_tokens()
     weights, scales = (None if one is None else one[:0] for one in (weights, scales))
     routing = route(plan_route(none), none)
@@ -60,11 +77,11 @@ def refuse_too_many(request, weights, scales):
 
 
 def _choose(request, shape, staged):
-    """The EpConfig that the group selects for a call that has named none."""
+    """Return the EpConfig that the group selects for a call without a config."""
     operator = "all_to_all" if shape.by_source else "ep_dispatch"
     return choose_config(operator, shape, staged, request.group, request.x, request.quantize is not None)
 
 
 def _without_torch(config, device):
-    """A selected config, or the default where torch's collectives, which wait for the host, are not allowed."""
+    """Return a selected config, or the default if it names torch's collectives, where the host must not wait."""
     return default_config(device) if config.method == "torch" else config

@@ -1,12 +1,16 @@
-"""ep_dispatch and ep_combine in halves, which send and which receive, so that something else runs in between.
+"""Send and receive phases of ep_dispatch and ep_combine as separate calls, to overlap them with other work.
 
-What is sent is received once, by the EpSent that it gave. By torch's collectives the first half does it all.
+A call that sends returns an EpSent, whose ``receive`` must be called once. With torch's collectives the send phase does
+all of the work.
 
 Example:
     sent = tdkernels.ep_dispatch_send(x, topk_ids, topk_weights, num_experts=64, max_tokens=capacity)
-    shared = shared_expert(x)  # what hides the wire
+    shared = shared_expert(x)  # runs while the tokens are on the wire
     recv, handle = sent.receive()
 """
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,17 +23,30 @@ from tdkernels.symm import GroupLike, resolve_group
 from tdkernels.symm.group import group_state
 from tdkernels.symm.whole_call import whole_call
 
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
 
 class EpSent:
-    """What has been sent and is to be received: ``receive()`` gives what the whole call would have returned.
+    """A dispatch or combine that has been sent and not yet received.
 
-    An exception in ``receive()`` breaks the group on this rank: its peers have what was sent, and go on.
+    An exception in ``receive`` makes the group unusable on this rank, because its peers have received its data and
+    continue.
     """
 
-    def __init__(self, operator, group, receive):
+    def __init__(self, operator: str, group: "dist.ProcessGroup", receive: Callable[[], Any]) -> None:
         self._operator, self._group, self._receive = operator, group, receive
 
-    def receive(self):
+    def receive(self) -> Any:
+        """Run the receive phase.
+
+        Returns:
+            The result of the whole operator: (recv, handle) of ``ep_dispatch``, or y of ``ep_combine``.
+
+        Raises:
+            RuntimeError: If it was received already.
+            PeerTimeoutError: If a peer does not send in time.
+        """
         try:
             return self._receive()
         except BaseException as error:
@@ -37,10 +54,10 @@ class EpSent:
             raise
 
 
-def _refuse_gradients(operator, *tensors):
+def _reject_gradients(operator, *tensors):
     if may_be_differentiated([tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]):
         whole = operator.removesuffix("_send")
-        raise ValueError(f"{operator}: the halves have no gradient; use torch.no_grad, or {whole}")
+        raise ValueError(f"{operator}: separate send and receive have no gradient; use torch.no_grad, or {whole}")
 
 
 @outside_graphs
@@ -51,24 +68,28 @@ def ep_dispatch_send(
     max_tokens: int | None = None,
     max_tokens_per_rank: int | None = None, group: GroupLike = None, config: EpConfig | None = None,
 ) -> EpSent:
-    """The first half of ``ep_dispatch``, whose arguments it has; what is called before ``receive()`` hides the wire.
+    """Run the send phase of ``ep_dispatch``. Work launched before ``receive()`` overlaps the communication.
+
+    Args:
+        x, topk_ids, topk_weights, num_experts, scales, quantize, max_tokens, max_tokens_per_rank, group, config: As in
+            ``ep_dispatch``.
 
     Returns:
-        EpSent; its receive() returns (recv, handle). One dispatch of a group may be under way at a time
+        EpSent. Its ``receive()`` returns (recv, handle). A group can have one dispatch in flight.
 
     Gradient:
-        none; ValueError if one may be asked for
+        None. The call raises ValueError if a gradient may be needed.
 
     Raises:
-        as ep_dispatch
-        RuntimeError: while another dispatch of the group is under way
+        TypeError, ValueError, PeerTimeoutError: As in ``ep_dispatch``.
+        RuntimeError: If another dispatch of the group is in flight.
     """
-    _refuse_gradients("ep_dispatch_send", x, topk_weights)
+    _reject_gradients("ep_dispatch_send", x, topk_weights)
     request = DispatchRequest(
         "ep_dispatch", resolve_group(group), x, topk_ids, num_experts, config, quantize, max_tokens,
         max_tokens_per_rank,
     )
-    handle = handle_of(request, topk_weights, scales, allow_torch=False)  # phases are there to overlap
+    handle = handle_of(request, topk_weights, scales, allow_torch=False)  # separate phases are for overlap
     routing = handle._routing
     receive_rows = routing.send_dispatch(x, scales=scales, weights=topk_weights, quantize=quantize is not None)
 
@@ -86,20 +107,23 @@ def ep_combine_send(
     expert_out: torch.Tensor, handle: EpHandle, topk_weights: torch.Tensor | None = None, *, group: GroupLike = None,
     config: EpConfig | None = None,
 ) -> EpSent:
-    """The first half of ``ep_combine``, whose arguments it has; what is called before ``receive()`` hides the wire.
+    """Run the send phase of ``ep_combine``. Work launched before ``receive()`` overlaps the communication.
+
+    Args:
+        expert_out, handle, topk_weights, group, config: As in ``ep_combine``.
 
     Returns:
-        EpSent; its receive() returns y. One combine of a group may be under way at a time
+        EpSent. Its ``receive()`` returns y. A group can have one combine in flight.
 
     Gradient:
-        none; ValueError if one may be asked for
+        None. The call raises ValueError if a gradient may be needed.
 
     Raises:
-        as ep_combine
-        RuntimeError: while another combine of the group is under way
+        TypeError, ValueError, PeerTimeoutError: As in ``ep_combine``.
+        RuntimeError: If another combine of the group is in flight.
     """
     topk_weights, config = checked_combine(expert_out, handle, topk_weights, group, config)
-    _refuse_gradients("ep_combine_send", expert_out, topk_weights)
+    _reject_gradients("ep_combine_send", expert_out, topk_weights)
     row_weights = row_weights_of(handle, topk_weights, config)
     routing = handle._routing
     receive = routing.send_combine(expert_out, weights=topk_weights, row_weights=row_weights, config=config)

@@ -1,13 +1,18 @@
-"""ep_dispatch, ep_combine and all_to_all for the tuner: problems, the space of their configs, and how long each takes.
+"""Tunables of ep_dispatch, ep_combine and all_to_all: problems, search space and cost model.
 
-A problem's first size are the tokens of all ranks, about as many on each, whose experts are all as likely. Layouts are
-"exact", where the host waits for the number of rows, and "static", with the max_tokens that are always enough;
-ep_dispatch and all_to_all have "bounded", too, with the max_tokens_per_rank that there are, and ep_dispatch all of them
-with "_fp8", which quantizes.
-Calls look their config up by what all ranks know (``token_buckets``), up to a power of two.
+The first size of a problem is the number of tokens of all ranks. Tokens are distributed evenly over the ranks, and all
+experts are equally likely. Calls look up their config by a number of tokens that all ranks know (``token_buckets``),
+rounded up to a power of two. Layouts:
+
+    exact     without max_tokens: the host waits for the number of rows
+    static    with a max_tokens that always suffices
+    bounded   with max_tokens_per_rank; ep_dispatch and all_to_all only
+    *_fp8     with quantize="fp8"; ep_dispatch only
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -34,53 +39,61 @@ from tdkernels.ops.experts.grouped_gemm.synthetic import expert_ids, why_not_sha
 from tdkernels.rounding import cdiv
 from tdkernels.runtime import gpu
 
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from tdkernels.autotune.hardware import Hardware
+    from tdkernels.autotune.problem import Problem
+
+    Group = dist.ProcessGroup | None
+
 _QUANTUM = kernel_payload.QUANTUM.value
 _LAUNCH_S = 5e-6
-_CHUNK_S, _TOKEN_S = 1e-6, 0.5e-6  # of a program: to find and to signal a chunk; for each token, one after the other
+_CHUNK_S, _TOKEN_S = 1e-6, 0.5e-6  # a program's time for a chunk (find it, signal it), and for a token of the chunk
 _HOST_S = 30e-6  # until the host knows the number of rows
-_MOST_DIRECT = layout.MAX_CHUNKS.value  # of EpConfig.direct_tokens
+_MOST_DIRECT = layout.MAX_CHUNKS.value  # maximum of EpConfig.direct_tokens
 
 
 class _EpTunable(ConfigTunable):
-    """What the three have in common."""
+    """Base class of the three tunables."""
 
     sizes: tuple = ("tokens", "hidden", "experts", "choices")
     layouts: tuple = ("exact", "static")
     config_class = EpConfig
     plain_words = "torch's all-to-all between sorts", "torch's all-to-all and sorts"
-    _blocks = (4096, 4), (8192, 4), (8192, 8), (16384, 4)  # bytes at a time, warps
+    _blocks: tuple = (4096, 4), (8192, 4), (8192, 8), (16384, 4)  # (block_bytes, num_warps)
 
-    def why_not(self, problem):
+    def why_not(self, problem: "Problem") -> str | None:
         if problem.num_nodes > 1:
             return "on several nodes it runs in its default config, and there is nothing to tune"
         reason = super().why_not(problem)
         return reason or why_not_shared(self, problem, (2,), problem.shape[2], _choices(problem))
 
-    def key(self, problem):
-        """Calls know about how many tokens there are, up to a power of two."""
+    def key(self, problem: "Problem") -> "Problem":
+        """Return the problem with its tokens rounded up to a power of two, which is all that calls know."""
         return replace(problem, shape=(bucket(problem.shape[0]), *problem.shape[1:]))
 
-    def sizes_of(self, *shapes, world_size):
+    def sizes_of(self, *shapes, world_size: int) -> tuple[int, ...]:
         raise ValueError(
-            f"{self.name}: operands do not tell all of its sizes; say them: {', '.join(self.sizes)}, tokens of all "
-            "ranks"
+            f"{self.name}: operands do not determine all of its sizes; give them: {', '.join(self.sizes)}, with the "
+            "tokens of all ranks"
         )
 
-    def layout_of(self, *operands):
+    def layout_of(self, *operands) -> str:
         return self.layouts[0]
 
-    def illegal(self, config, problem, device):
+    def illegal(self, config: EpConfig, problem: "Problem", device: torch.device) -> str | None:
         if config.method == "torch" and not problem.layout.startswith("exact"):
-            return "torch's sequence waits for the host, which a call with max_tokens does not"
+            return "torch's collectives need the host to wait, but with max_tokens the host does not wait"
         return super().illegal(config, problem, device)
 
-    def default(self, problem, device):
+    def default(self, problem: "Problem", device: torch.device) -> EpConfig:
         return ep_config.default_config(device, self.name, _is_bounded(problem), _tokens(problem))
 
-    def goes_in_graphs(self, problem):
+    def goes_in_graphs(self, problem: "Problem") -> bool:
         return not problem.layout.startswith("exact")
 
-    def space(self, problem, device):
+    def space(self, problem: "Problem", device: torch.device) -> list[EpConfig]:
         tokens, ranks = _tokens(problem), problem.world_size
         if device.type == "cpu":
             default = self.default(problem, device)
@@ -90,7 +103,7 @@ class _EpTunable(ConfigTunable):
         for chunk_tokens in self._chunks():
             work = max(cdiv(tokens, chunk_tokens) * (ranks - 1), 1)
             for programs in sorted({min(number * most, work) for number in (1, 2, 4, 8)}):
-                # As many of both, or so many receivers that some have room beside the senders all the time.
+                # As many receivers as senders, or so many receivers that some can always run next to the senders.
                 for receivers in sorted({programs, min(8 * most, work)}):
                     for block_bytes, num_warps in self._blocks:
                         configs.append(
@@ -101,14 +114,14 @@ class _EpTunable(ConfigTunable):
     def _chunks(self):
         return 1, 2, 4, 8
 
-    def estimate_ms(self, config, problem, hardware):
+    def estimate_ms(self, config: EpConfig, problem: "Problem", hardware: "Hardware") -> float:
         if config.method == "torch":
             return self._sequence_ms(problem, hardware)
         tokens, crosses = _tokens(problem), _crossing(problem)
         chunks = min(max(cdiv(tokens, config.chunk_tokens), 1), launch.MAX_CHUNKS)
         in_chunk = cdiv(tokens, chunks)
         senders, receivers = min(config.num_senders, chunks), min(config.num_receivers, chunks)
-        # A program goes through its chunks, and their tokens, one after the other; others do so meanwhile.
+        # A program processes its chunks and their tokens one after the other. Programs run concurrently.
         turns = cdiv(chunks, senders) + cdiv(chunks, receivers)
         walking = turns * (_CHUNK_S + in_chunk * _TOKEN_S)
         floors = self.floors(problem)
@@ -117,43 +130,45 @@ class _EpTunable(ConfigTunable):
         return 1e3 * (self._latency_s(problem, config) + walking + moving)
 
     def _sequence_ms(self, problem, hardware):
-        """Rows once for each choice, gathered and sorted in memory before and after."""
+        """Estimate torch's method: a row is sent once for each assignment, and sorted in memory before and after."""
         floors, choices = self.floors(problem), _choices(problem)
         sent = _tokens(problem) * choices * self._row_bytes(problem)
         memory = (4 * sent + floors.memory_bytes) / hardware.memory
         return 1e3 * (_HOST_S + 8 * _LAUNCH_S + memory + dense.collective_s(sent, hardware))
 
     def _latency_s(self, problem, config):
-        """Before and after all that: with a routing, which is exchanged first."""
+        """Return the latency of launches, signals and host waits of the two phases, counts and tokens."""
         waits = _HOST_S if problem.layout.startswith("exact") else 0.0
         return 2 * (_LAUNCH_S + dense.SIGNAL_S) + waits
 
     def _row_bytes(self, problem):
-        """Of a row as it travels."""
+        """Return the bytes of a row on the wire."""
         return problem.shape[1] * problem.torch_dtype.itemsize
 
-    def floors(self, problem):
+    def floors(self, problem: "Problem") -> Floors:
         tokens = _tokens(problem)
         own = problem.shape[1] * problem.torch_dtype.itemsize
-        # Each token is read or written at home, each row where the experts are.
+        # Each token is accessed once on its own rank, and each row once on the rank of its expert.
         memory = tokens * own + tokens * _choices(problem) * self._row_bytes(problem)
         return Floors(0, int(_crossing(problem) * self._row_bytes(problem)), memory)
 
-    def operands(self, problem, device, generator):
+    def operands(
+        self, problem: "Problem", device: torch.device, generator: torch.Generator
+    ) -> tuple[torch.Tensor, ...]:
         tokens, (_, hidden, experts, choices) = _tokens(problem), problem.shape
         x = torch.randn(tokens, hidden, generator=generator, dtype=problem.torch_dtype, device=device)
         ids = expert_ids(tokens, choices, experts, device, generator)
         return x, ids, torch.rand(tokens, choices, generator=generator, device=device)
 
-    def reference_bytes(self, problem):
+    def reference_bytes(self, problem: "Problem") -> int:
         elements = problem.shape[1] * _tokens(problem) * (4 * _choices(problem) + 2)
         return 2 * max(problem.torch_dtype.itemsize, 4) * elements
 
-    def local(self, operands, problem):
+    def local(self, operands: Sequence[Any], problem: "Problem") -> Callable[[], Any]:
         x, choices = operands[0], _choices(problem)
-        return lambda: x.repeat_interleave(choices, 0)  # one rank alone copies
+        return lambda: x.repeat_interleave(choices, 0)  # the work on one rank without communication is a copy
 
-    def compiled(self, config):
+    def compiled(self, config: EpConfig) -> tuple | None:
         return None if config.method == "torch" else (config.block_bytes, config.num_warps)
 
 
@@ -162,18 +177,18 @@ def _choices(problem):
 
 
 def _tokens(problem):
-    """Of a rank."""
+    """Return the tokens of a rank."""
     return cdiv(problem.shape[0], problem.world_size)
 
 
 def _crossing(problem):
-    """How many tokens come to a rank from its peers, each once."""
+    """Return the expected number of tokens that a rank receives from its peers, each counted once."""
     ranks = problem.world_size
     return (ranks - 1) * _tokens(problem) * crossing_share(ranks, problem.shape[2], _choices(problem))
 
 
 def _capacity(problem):
-    """The max_tokens of a call."""
+    """Return the max_tokens of a call."""
     if problem.layout.startswith("exact"):
         return None
     ranks = problem.world_size
@@ -189,13 +204,13 @@ def _shape_of(problem):
 
 def _compile_dispatch(problem, config, x, weights=None, quantize=False):
     if x.device.type == "cpu":
-        return  # interpreted
+        return  # the interpreter compiles nothing
     routing = routing_to_compile(_shape_of(problem), config, x.device)
     tensors = launch.prepare_dispatch(routing, x, weights=weights, quantize=quantize)
     parts = payload.parts_of(tensors, config)
     if _is_low_latency(config, problem):
         ids = torch.empty(1, dtype=torch.int64, device=x.device)
-        code = routing.tables[0] if problem.operator == "all_to_all" else None  # whether the splits add up
+        code = routing.tables[0] if problem.operator == "all_to_all" else None  # error code of the splits
         known = routing.tables, routing.tables, ids, code, routing.tables
         kernel, _, args, constants = low_latency.low_latency_call(_ctx(x), routing, tensors, parts, 0, known)
     else:
@@ -208,9 +223,9 @@ def _ctx(x):
 
 
 class _DirectTunable(_EpTunable):
-    """What goes in one launch where there is a bound on the tokens of a rank, and there are few."""
+    """Base class of the operators that have a low-latency strategy, for few tokens with max_tokens_per_rank."""
 
-    def space(self, problem, device):
+    def space(self, problem: "Problem", device: torch.device) -> list[EpConfig]:
         configs = super().space(problem, device)
         if not _is_bounded(problem):
             return configs
@@ -223,12 +238,14 @@ class _DirectTunable(_EpTunable):
         latency = super()._latency_s(problem, config)
         return latency / 2 if _is_low_latency(config, problem) else latency
 
-    def compiled(self, config):
+    def compiled(self, config: EpConfig) -> tuple | None:
         same = super().compiled(config)
         return same and (config.direct_tokens, *same)
 
 
 class EpDispatchTunable(_DirectTunable):
+    """Tunable of ``ep_dispatch``: counts and dispatch, with weights."""
+
     name = "ep_dispatch"
     layouts = ("exact", "static", "bounded", "exact_fp8", "static_fp8", "bounded_fp8")
 
@@ -238,49 +255,49 @@ class EpDispatchTunable(_DirectTunable):
             return hidden + 4 * cdiv(hidden, _QUANTUM)
         return super()._row_bytes(problem)
 
-    def reference(self, operands, problem, group):
+    def reference(self, operands: Sequence[Any], problem: "Problem", group: "Group") -> Any:
         x, ids, _ = operands
         if _is_quantized(problem) and x.dtype == problem.torch_dtype:
-            x = _there_and_back(x)  # as plain torch would send it; in a wider type it is what it should be
+            x = _quantize_roundtrip(x)  # as torch would send it; a reference in a wider dtype is not quantized
         return op.ep_dispatch_ref(x, ids, num_experts=problem.shape[2], group=group)[0].x
 
-    def run(self, operands, problem, group, config):
+    def run(self, operands: Sequence[Any], problem: "Problem", group: "Group", config: EpConfig | None) -> Any:
         x, ids, weights = operands
         return op.ep_dispatch(
             x, ids, weights, num_experts=problem.shape[2], quantize="fp8" if _is_quantized(problem) else None,
             max_tokens=_capacity(problem), max_tokens_per_rank=_most_tokens(problem), group=group, config=config,
         )
 
-    def comparable(self, output, problem):
+    def comparable(self, output: Any, problem: "Problem") -> torch.Tensor:
         recv, _ = output
         rows = int(recv.splits.sum())
         x = recv.x[:rows]
         return x if recv.scales is None else dequantize(x, recv.scales[:rows], problem.torch_dtype)
 
-    def compile(self, operands, problem, config):
+    def compile(self, operands: Sequence[Any], problem: "Problem", config: EpConfig) -> None:
         x, _, weights = operands
         _compile_dispatch(problem, config, x, weights, _is_quantized(problem))
 
 
 class EpCombineTunable(_EpTunable):
-    """The way back of rows that a dispatch in the default config has brought, by whose chunks they go.
+    """Tunable of ``ep_combine`` alone, after a dispatch in the default config, whose chunks it uses.
 
-    Torch's sequence is none of its configs: what a dispatch has brought by our kernels goes back by them.
+    Torch's method is not a candidate: a combine must use the method of its dispatch.
     """
 
     name = "ep_combine"
     _blocks = (4096, 4), (8192, 4), (8192, 8), (16384, 16)
 
-    def plain(self):
+    def plain(self) -> None:
         return None
 
-    def illegal(self, config, problem, device):
+    def illegal(self, config: EpConfig, problem: "Problem", device: torch.device) -> str | None:
         if config.method == "torch":
-            return "what a dispatch has brought by our kernels goes back by them"
+            return 'a combine uses the method of its dispatch, which is "fused"'
         return super().illegal(config, problem, device)
 
-    def goes_in_graphs(self, problem):
-        return True  # all is known since the dispatch
+    def goes_in_graphs(self, problem: "Problem") -> bool:
+        return True  # the host knows all sizes since the dispatch
 
     def _chunks(self):
         return (EpConfig().chunk_tokens,)
@@ -288,27 +305,27 @@ class EpCombineTunable(_EpTunable):
     def _latency_s(self, problem, config):
         return _LAUNCH_S + dense.SIGNAL_S
 
-    def reference(self, operands, problem, group):
+    def reference(self, operands: Sequence[Any], problem: "Problem", group: "Group") -> Any:
         recv, state = op.ep_dispatch_ref(*operands, num_experts=problem.shape[2], group=group)
         return op.ep_combine_ref(recv.x, state, group=group)
 
-    def prepared(self, operands, problem, group, config):
+    def prepared(self, operands: Sequence[Any], problem: "Problem", group: "Group", config: EpConfig | None) -> Any:
         recv, handle = op.ep_dispatch(
             *operands, num_experts=problem.shape[2], max_tokens=_capacity(problem), group=group,
             config=ep_config.default_config(operands[0].device),
         )
         return recv.x, handle
 
-    def run(self, operands, problem, group, config):
+    def run(self, operands: Sequence[Any], problem: "Problem", group: "Group", config: EpConfig | None) -> Any:
         return op.ep_combine(*operands, group=group, config=config)
 
-    def compiled(self, config):
-        return config.combine, *super().compiled(config)
+    def compiled(self, config: EpConfig) -> tuple | None:
+        return config.combine, *super().compiled(config)  # type: ignore[misc]  # the method is "fused"
 
-    def compile(self, operands, problem, config):
+    def compile(self, operands: Sequence[Any], problem: "Problem", config: EpConfig) -> None:
         x, _, weights = operands
         if x.device.type == "cpu":
-            return  # interpreted
+            return  # the interpreter compiles nothing
         routing = routing_to_compile(_shape_of(problem), config, x.device)
         routing.make_received()
         row_weights = weights.new_empty(1) if routing.weighs_rows(config) else None
@@ -318,41 +335,45 @@ class EpCombineTunable(_EpTunable):
 
 
 class AllToAllTunable(_DirectTunable):
+    """Tunable of ``all_to_all``: counts and all-to-all."""
+
     name = "all_to_all"
     layouts = ("exact", "static", "bounded")
     sizes = ("tokens", "hidden", "experts")
 
-    def sizes_of(self, *shapes, world_size):
+    def sizes_of(self, *shapes, world_size: int) -> tuple[int, ...]:
         if len(shapes) != 2 or len(shapes[0]) != 2 or len(shapes[1]) != 1:
             raise ValueError(f"{self.name}: the operands are x [T, H] and splits [E], not of shapes {list(shapes)}")
         (tokens, hidden), (experts,) = shapes
         return world_size * tokens, hidden, experts
 
-    def operands(self, problem, device, generator):
+    def operands(
+        self, problem: "Problem", device: torch.device, generator: torch.Generator
+    ) -> tuple[torch.Tensor, ...]:
         tokens, (_, hidden, experts) = _tokens(problem), problem.shape
         x = torch.randn(tokens, hidden, generator=generator, dtype=problem.torch_dtype, device=device)
         ids = torch.randint(experts, (tokens,), generator=generator, device=device)
         return x, torch.bincount(ids, minlength=experts)
 
-    def reference(self, operands, problem, group):
+    def reference(self, operands: Sequence[Any], problem: "Problem", group: "Group") -> Any:
         return all_to_all.all_to_all_ref(*operands, group=group)[0]
 
-    def run(self, operands, problem, group, config):
+    def run(self, operands: Sequence[Any], problem: "Problem", group: "Group", config: EpConfig | None) -> Any:
         return all_to_all.all_to_all(
             *operands, max_tokens=_capacity(problem), max_tokens_per_rank=_most_tokens(problem), group=group,
             config=config,
         )
 
-    def comparable(self, output, problem):
+    def comparable(self, output: Any, problem: "Problem") -> torch.Tensor:
         out, out_splits, _ = output
         return out[: int(out_splits.sum())]
 
-    def compile(self, operands, problem, config):
+    def compile(self, operands: Sequence[Any], problem: "Problem", config: EpConfig) -> None:
         _compile_dispatch(problem, config, operands[0])
 
 
 def _most_tokens(problem):
-    """The max_tokens_per_rank of a call."""
+    """Return the max_tokens_per_rank of a call."""
     return _tokens(problem) if _is_bounded(problem) else None
 
 
@@ -368,8 +389,8 @@ def _is_quantized(problem):
     return problem.layout.endswith("_fp8")
 
 
-def _there_and_back(x):
-    """x as it is when it has been float8_e4m3fn on its way."""
+def _quantize_roundtrip(x):
+    """Return x after quantization to float8_e4m3fn and dequantization."""
     return dequantize(*torch_backend.quantized(x), x.dtype)
 
 

@@ -776,7 +776,7 @@ def halves_have_no_gradient():
         lambda: tdkernels.ep_combine_send(rows, handle),
         lambda: tdkernels.ep_combine_send(case.expert_out(), handle, weights),
     ):
-        with pytest.raises(ValueError, match="_send: the halves have no gradient"):
+        with pytest.raises(ValueError, match="_send: separate send and receive have no gradient"):
             call()
     with torch.no_grad():
         recv, handle = tdkernels.ep_dispatch_send(x, case.ids, weights, num_experts=case.experts).receive()
@@ -785,7 +785,7 @@ def halves_have_no_gradient():
     case.check_combined(y)
     case.weights = weights
     handle = case.dispatch()[1]  # whose weights require a gradient, which the combine would have
-    with pytest.raises(ValueError, match="_send: the halves have no gradient"):
+    with pytest.raises(ValueError, match="_send: separate send and receive have no gradient"):
         tdkernels.ep_combine_send(case.expert_out(), handle)
 
 

@@ -1,1 +1,1 @@
-"""Dispatch and combine in a group on several nodes."""
+"""Dispatch and combine for groups on several nodes."""

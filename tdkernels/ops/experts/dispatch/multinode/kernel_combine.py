@@ -1,25 +1,29 @@
-"""Rows of the experts back to their tokens in a group on several nodes: one row a token and node crosses the network.
+"""Combine kernel for groups on several nodes: one row per token and node crosses the network.
 
-A token's rows on a node meet at the rank that passed it on there, which adds them up, rounds the sum to the rows' type
-and sends it to the token's rank. There the sums of the nodes are added up in the order of the nodes, in fp32; that of
-our own node is made there and not rounded. What is added up on a node are what ``ep_combine_kernel`` adds up: the parts
-of its ranks in their order ("per_rank", rounded where they leave a rank), or the weighted rows in the order of the
-choices (PER_EXPERT, not rounded before the sum of the node is). Programs of three kinds, in this order:
+On each node, the rank that relayed a token in the dispatch sums the token's rows on that node, rounds the sum to the
+dtype of the rows, and sends it to the token's rank. The token's rank adds the sums of all nodes in node order, in fp32.
+It computes the sum of its own node itself, without rounding. A node's sum is computed as in ``ep_combine_kernel``: the
+parts of its ranks in rank order ("per_rank"; each part is rounded when it is sent), or the weighted rows in the order
+of the assignments (PER_EXPERT; nothing is rounded before the node's sum). There are three kinds of programs, in this
+order:
 
-1. Senders. They take a chunk of a rank's tokens, as they were dispatched to our node, and store what this rank has for
-   each in the memory of the rank that adds up: the token's own, or that of its number on our node. They signal it.
-2. Relays. They take a chunk of the tokens that we have passed on, wait for all node peers, add up, and put the sums
-   into the memory of the tokens' rank, with a signal.
-3. Receivers. They take a chunk of our own tokens, wait for node peers, and for those chunks of what comes from other
-   nodes which hold any of these tokens, and add up.
+1. Senders. They take a chunk of a rank's tokens, with the chunks of the dispatch to our node, and store the results of
+   this rank in the memory of the rank that computes the sum: the token's rank, or the rank of its rail on our node.
+   They signal the chunk.
+2. Relays. They take a chunk of the tokens that this rank has relayed, wait for all node peers, compute the sums, and
+   put them into the memory of the tokens' rank, with a signal.
+3. Receivers. They take a chunk of our own tokens, wait for node peers and for the chunks of other nodes that contain
+   any of these tokens, and compute the sums.
 
-Senders wait for nobody, relays for senders, receivers for both (law 1).
+Progress (invariant 1). Senders do not wait, relays wait for senders, receivers wait for senders and relays.
 
-Memory. A half holds slots that node peers fill, then what we send by the network, then what arrives by it. It is used
-again two calls later. A rank ends call t + 1 only when it has heard of every rank's first chunk of it, from its node
-peers and from relays which have waited for theirs: so all ranks have begun call t + 1, and have ended call t, in which
-each has waited for all that was put into its memory. So nothing of call t is still being sent from where call t + 2
-writes, nor is it being read.
+Memory. A half has the slots that node peers write, then the slots that are sent through the network, then the slots
+that the network writes.
+
+Buffer reuse (invariant 3). A half is used again two calls later. A rank finishes call t + 1 only after it has received
+the first chunk of every rank, from node peers and from relays that waited for their node peers. So all ranks have begun
+call t + 1 and have finished call t, in which each rank waited for everything that was put into its memory. When call
+t + 2 writes to the half, no data of call t are being sent from there or read.
 """
 
 import triton
@@ -43,15 +47,15 @@ from tdkernels.ops.experts.dispatch.multinode.layout import (
     going_at,
     home_at,
     number_at,
-    passed_at,
     passing_at,
+    relayed_at,
     tokens_across,
 )
 
 
 @td.jit
 def crossing_bytes(items, DTYPE: tl.constexpr, K: tl.constexpr):
-    """Bytes of a node's sum with K numbers; see ``routing.sum_slot_memory``."""
+    """Return the bytes of a slot with a node's sum and K numbers; see ``routing.sum_slot_memory``."""
     return (part_bytes(items, DTYPE) + 4 * K + 127) // 128 * 128
 
 
@@ -59,10 +63,10 @@ def crossing_bytes(items, DTYPE: tl.constexpr, K: tl.constexpr):
 def _add_rows(
     total, addresses, weights, block, items, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Add, one after the other, a block of the rows at those addresses that are not 0, each times its weight if any."""
+    """Add a block of each row whose address is not 0, in order. ``weights`` are factors of the rows, or None."""
     turns, count = td.compact_indices(addresses != 0)
     offs = block * BLOCK + tl.arange(0, BLOCK)
-    for turn in range(0, count, 2):  # two reads on their way at a time
+    for turn in range(0, count, 2):  # two loads are in flight at a time
         first = td.sum_of(tl.where(turns == turn, addresses, 0), 0)
         second = td.sum_of(tl.where(turns == turn + 1, addresses, 0), 0)
         row0 = tl.load(td.pointer_to(first, DTYPE, ALIGNED) + offs, mask=offs < items, other=0.0)
@@ -80,7 +84,7 @@ def _add_rows(
 def _slots_at(
     ctx, half, tables, node, sent, bytes_of_slot, EXPERTS: tl.constexpr, RANKS: tl.constexpr, LOCAL: tl.constexpr
 ):
-    """Where in our memory node peers' parts of a token are, of the rank of our rail on ``node``; 0 for none."""
+    """Return the addresses of node peers' results for a token of the rank of our rail on ``node``; 0 for none."""
     numbers = tl.arange(0, triton.next_power_of_2(LOCAL))
     me = td.rank(ctx)
     there = (numbers < LOCAL) & (numbers != me % LOCAL) & (sent >= 0)
@@ -90,7 +94,7 @@ def _slots_at(
 
 @td.jit
 def _slots_of_choices(slots, dest, LOCAL: tl.constexpr):
-    """The slot, of those by number on the node, that each choice's row has come to; 0 for none."""
+    """Return the slot with the row of each assignment, 0 for none. ``slots`` is indexed by local rank, ``dest`` too."""
     numbers = tl.arange(0, triton.next_power_of_2(LOCAL))
     return td.sum_of(tl.where(dest[:, None] == numbers[None, :], slots[None, :], 0), 1)
 
@@ -100,7 +104,7 @@ def _sum_on_node(
     local, slots, choice_slots, own, weights, block, items, PER_EXPERT: tl.constexpr, DTYPE: tl.constexpr,
     ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """A block of the sum of a token's rows on our node: node peers' parts in their slots, and our own rows."""
+    """Return a block of the sum of a token's rows on our node: node peers' results in slots, and rows on this rank."""
     total = tl.full((BLOCK,), 0.0, tl.float32)
     if PER_EXPERT:
         choice = tl.arange(0, own.shape[0])
@@ -120,13 +124,13 @@ def _sum_on_node(
 @td.jit
 def _send_sums(
     ctx, half, leaving, arriving, signal, owner, chunk, chunk_tokens, crossing,
-    rows_ptr, row_weights_ptr, row_numbers_ptr, tables, node_tables, passed, items,
+    rows_ptr, row_weights_ptr, row_numbers_ptr, tables, node_tables, relayed, items,
     PER_EXPERT: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr, LOCAL: tl.constexpr,
     DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """Add up what our node has for a chunk of the owner's ``crossing`` tokens, and put it into the owner's memory.
+    """Sum our node's rows for a chunk of the owner's ``crossing`` tokens, and put the sums into the owner's memory.
 
-    ``leaving`` and ``arriving`` are our own memory for what goes by the network and for what comes.
+    ``leaving`` and ``arriving`` are the addresses of our slots that the network reads, and that it writes.
     """
     NODES: tl.constexpr = RANKS // LOCAL
     choice, numbers = tl.arange(0, triton.next_power_of_2(K)), tl.arange(0, triton.next_power_of_2(LOCAL))
@@ -140,7 +144,7 @@ def _send_sums(
     begin = tl.load(passing_at(node_tables, node, RANKS, NODES))
     first = leaving + (begin + start).to(tl.int64) * bytes_of_sum
     for i in range(start, end):
-        kept = passed_at(passed, begin + i, K, LOCAL)
+        kept = relayed_at(relayed, begin + i, K, LOCAL)
         dest = tl.load(kept + choice, mask=choice < K, other=-1)
         places = tl.load(kept + K + choice, mask=choice < K, other=-1)
         sent = tl.load(kept + 2 * K + numbers, mask=numbers < LOCAL, other=-1)
@@ -163,10 +167,10 @@ def _send_sums(
             )
             tl.store(td.pointer_to(to, DTYPE) + offs, td.from_float32(total, DTYPE), mask=offs < items)
         if row_numbers_ptr is not None:
-            came = tl.load(numbers_at, mask=away, other=0.0)
+            received = tl.load(numbers_at, mask=away, other=0.0)
             ours = tl.load(row_numbers_ptr + here, mask=here >= 0, other=0.0)
             numbers_to = (to + part_bytes(items, DTYPE)).to(tl.pointer_type(tl.float32)) + choice
-            tl.store(numbers_to, tl.where(away, came, ours), mask=choice < K)
+            tl.store(numbers_to, tl.where(away, received, ours), mask=choice < K)
     there = arriving + (tl.load(home_at(node_tables, node, RANKS, NODES)) + start).to(tl.int64) * bytes_of_sum
     signal_ptr = td.signal_at(ctx, half, 0) + me * MAX_CHUNKS + chunk
     # waiter: the owner's receivers of the chunks with these tokens
@@ -181,21 +185,24 @@ def _send_sums(
 
 @td.jit
 def _numbers_before(node_tables, token, node, RANKS: tl.constexpr, NODES: tl.constexpr):
-    """(how many of our tokens before one are for a node, whether it is itself)."""
+    """Return (number of our earlier tokens for a node, 1 if this token is for it too, else 0)."""
     number = tl.load(number_at(node_tables, token, node, RANKS, NODES))
     return tl.where(number >= 0, number, -1 - number), (number >= 0).to(tl.int32)
 
 
 @td.jit
 def _await_sums(
-    ctx, signals, signal, goes, chunk, start, end, chunk_tokens, node_tables, RANKS: tl.constexpr, LOCAL: tl.constexpr
+    ctx, signals, signal, valid, chunk, start, end, chunk_tokens, node_tables, RANKS: tl.constexpr, LOCAL: tl.constexpr
 ):
-    """Wait for what other nodes send for our tokens from ``start`` to ``end``; with chunk 0 for the first of each."""
+    """Wait for the sums of other nodes for our tokens from ``start`` to ``end``.
+
+    With chunk 0, wait at least for the first chunk of each node (invariant 3).
+    """
     NODES: tl.constexpr = RANKS // LOCAL
     me = td.rank(ctx)
     for step in range(1, NODES):
         node = (me // LOCAL + step) % NODES
-        size, _ = chunk_of(tokens_across(node_tables, me, node, goes, RANKS, NODES), chunk_tokens)
+        size, _ = chunk_of(tokens_across(node_tables, me, node, valid, RANKS, NODES), chunk_tokens)
         first_chunk, chunks = 0, 0
         if end > start:
             first, _ = _numbers_before(node_tables, start, node, RANKS, NODES)
@@ -205,7 +212,7 @@ def _await_sums(
             first_chunk, chunks = 0, tl.maximum(chunks, 1)
         for number in range(first_chunk, chunks):
             source = node * LOCAL + me % LOCAL
-            # producer: the source's relay of this chunk, by the network
+            # producer: the source's relay of this chunk, through the network
             td.await_put(ctx, signals + source * MAX_CHUNKS + number, signal, source)
 
 
@@ -216,7 +223,7 @@ def _receive_chunk(
     PER_EXPERT: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr, LOCAL: tl.constexpr,
     DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """Add up what has come for our tokens from ``start`` to ``end``, and what we have ourselves."""
+    """Compute the sums of our tokens from ``start`` to ``end``, from received data and the rows on this rank."""
     NODES: tl.constexpr = RANKS // LOCAL
     choice, nodes = tl.arange(0, triton.next_power_of_2(K)), tl.arange(0, triton.next_power_of_2(NODES))
     numbers = tl.arange(0, triton.next_power_of_2(LOCAL))
@@ -249,12 +256,12 @@ def _receive_chunk(
             tl.store(td.pointer_to(y, DTYPE, ALIGNED) + offs, td.from_float32(total, DTYPE), mask=offs < items)
         if row_numbers_ptr is not None:
             of_nodes = _slots_of_choices(sums, tl.where(dest >= 0, dest // LOCAL, -1), NODES)
-            came_at = tl.where(of_nodes != 0, of_nodes + part_bytes(items, DTYPE), choice_slots + parts)
+            received_at = tl.where(of_nodes != 0, of_nodes + part_bytes(items, DTYPE), choice_slots + parts)
             away = (of_nodes != 0) | (choice_slots != 0)
-            came = tl.load(came_at.to(tl.pointer_type(tl.float32)) + choice, mask=away, other=0.0)
+            received = tl.load(received_at.to(tl.pointer_type(tl.float32)) + choice, mask=away, other=0.0)
             ours = tl.load(row_numbers_ptr + here, mask=here >= 0, other=0.0)
             entry = tl.cast(token, tl.int64) * K + choice
-            tl.store(numbers_ptr + entry, tl.where(away, came, ours), mask=choice < K)
+            tl.store(numbers_ptr + entry, tl.where(away, received, ours), mask=choice < K)
 
 
 @td.jit(
@@ -264,16 +271,16 @@ def _receive_chunk(
     ],
 )
 def ep_combine_nodes_kernel(
-    ctx, rows_ptr, row_weights_ptr, row_numbers_ptr, weights_ptr, tables, node_tables, came, passed, y_ptr, numbers_ptr,
-    num_tokens, chunk_tokens, num_senders, num_relays, here_slots, crossing_slots, items, plan,
+    ctx, rows_ptr, row_weights_ptr, row_numbers_ptr, weights_ptr, tables, node_tables, received, relayed,
+    y_ptr, numbers_ptr, num_tokens, chunk_tokens, num_senders, num_relays, here_slots, crossing_slots, items, plan,
     ADVANCE: tl.constexpr, PER_EXPERT: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr,
     LOCAL: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """``ep_combine_kernel`` for a group on several nodes of LOCAL ranks; see the module.
+    """Do the same as ``ep_combine_kernel`` for a group on several nodes of LOCAL ranks; see the module.
 
-    Signal number ``(m * LOCAL + l) * MAX_CHUNKS + chunk`` of a half says that parts of a chunk of the tokens of the
-    rank of our rail on node m are in our slots, those of number l on our node. If l is our own number it says that the
-    sums of node m of a chunk of our own tokens have arrived.
+    Signal number ``(m * LOCAL + l) * MAX_CHUNKS + chunk`` of a half says that the results of local rank l on our node,
+    for a chunk of tokens of the rank of our rail on node m, are in our slots. If l is our own local rank, it says that
+    the sums of node m for a chunk of our own tokens have arrived.
     """
     NODES: tl.constexpr = RANKS // LOCAL
     items = whole_items(items, DTYPE, ALIGNED)
@@ -283,41 +290,41 @@ def ep_combine_nodes_kernel(
     me = td.rank(ctx)
     node = me // LOCAL
     summary = summary_at(tables, EXPERTS, RANKS)
-    # A void launch does nothing: a peer, or the network, may still read what an earlier launch has sent.
-    goes = tl.where(td.is_void_for_all(signal), -1, tl.load(summary + VALID))
+    # A void launch does nothing, because a peer or the network may still read data of an earlier launch.
+    valid = tl.where(td.is_void_for_all(signal), -1, tl.load(summary + VALID))
     pid = tl.program_id(0)
     bytes_of_slot = slot_bytes(items, DTYPE, K, PER_EXPERT, True)[1]
     leaving = td.data_at(ctx, half, me) + tl.cast(here_slots, tl.int64) * bytes_of_slot
     arriving = leaving + tl.cast(crossing_slots, tl.int64) * crossing_bytes(items, DTYPE, K)
     most = chunks_at_most(tl.load(summary + MOST_TOKENS), chunk_tokens)
 
-    # The loops of one kind of program run; none if a peer did not come when the routing was exchanged.
+    # A program runs the loop of its kind, or none if a peer was missing in the exchange of the counts.
     if LOCAL > 1:
         PEERS: tl.constexpr = NODES * (LOCAL - 1)
         work = most * PEERS
-        is_sender = (goes > 0) & (pid < num_senders)
+        is_sender = (valid > 0) & (pid < num_senders)
         for piece in range(tl.where(is_sender, pid, work), work, tl.maximum(num_senders, 1)):
             chunk = piece // PEERS
-            # Those of other nodes first: they have further to go.
+            # Tokens of other nodes come first, because their results take longer.
             owner_node = (node + 1 + piece % PEERS // (LOCAL - 1)) % NODES
             owner = owner_node * LOCAL + (me % LOCAL + 1 + piece % PEERS % (LOCAL - 1)) % LOCAL
             tokens = tokens_of(tables, owner, EXPERTS, RANKS)
             if owner_node != node:
-                tokens = tokens_across(node_tables, owner, node, goes, RANKS, NODES)
+                tokens = tokens_across(node_tables, owner, node, valid, RANKS, NODES)
             _, chunks = chunk_of(tokens, chunk_tokens)
             if chunk < chunks:
                 send_chunk(
-                    ctx, half, signal, owner, chunk, rows_ptr, row_weights_ptr, row_numbers_ptr, tables, came,
+                    ctx, half, signal, owner, chunk, rows_ptr, row_weights_ptr, row_numbers_ptr, tables, received,
                     items, PER_EXPERT, K, EXPERTS, RANKS, LOCAL, DTYPE, ALIGNED, BLOCK, False, (None, 0),
                 )
 
     number = pid - num_senders
     work = most * (NODES - 1)
-    is_relay = (goes > 0) & (number >= 0) & (number < num_relays)
+    is_relay = (valid > 0) & (number >= 0) & (number < num_relays)
     for piece in range(tl.where(is_relay, number, work), work, tl.maximum(num_relays, 1)):
         owner = (me + LOCAL * (1 + piece % (NODES - 1))) % RANKS
         chunk = piece // (NODES - 1)
-        crossing = tokens_across(node_tables, owner, node, goes, RANKS, NODES)
+        crossing = tokens_across(node_tables, owner, node, valid, RANKS, NODES)
         size, chunks = chunk_of(crossing, chunk_tokens)
         if chunk < chunks:
             # producer: every node peer's sender of this chunk
@@ -325,23 +332,23 @@ def ep_combine_nodes_kernel(
             td.wait_plan_node(ctx, first_signal, MAX_CHUNKS, signal)
             _send_sums(
                 ctx, half, leaving, arriving, signal, owner, chunk, size, crossing,
-                rows_ptr, row_weights_ptr, row_numbers_ptr, tables, node_tables, passed, items,
+                rows_ptr, row_weights_ptr, row_numbers_ptr, tables, node_tables, relayed, items,
                 PER_EXPERT, K, EXPERTS, RANKS, LOCAL, DTYPE, ALIGNED, BLOCK,
             )
 
     number -= num_relays
     size, chunks = chunk_of(num_tokens, chunk_tokens)
-    first_chunk = tl.where((goes >= 0) & (number >= 0), number, chunks)
+    first_chunk = tl.where((valid >= 0) & (number >= 0), number, chunks)
     for chunk in range(first_chunk, chunks, tl.maximum(tl.num_programs(0) - num_senders - num_relays, 1)):
         start = chunk * size
         end = tl.minimum(start + size, num_tokens)
-        if goes > 0:
+        if valid > 0:
             # producer: every node peer's sender of this chunk
             td.wait_plan_node(ctx, signals + node * LOCAL * MAX_CHUNKS + chunk, MAX_CHUNKS, signal)
-            _await_sums(ctx, signals, signal, goes, chunk, start, end, chunk_tokens, node_tables, RANKS, LOCAL)
+            _await_sums(ctx, signals, signal, valid, chunk, start, end, chunk_tokens, node_tables, RANKS, LOCAL)
         _receive_chunk(
             ctx, half, arriving, chunk, start, end, num_tokens,
             rows_ptr, row_numbers_ptr, weights_ptr, tables, node_tables, y_ptr, numbers_ptr, items,
             PER_EXPERT, K, EXPERTS, RANKS, LOCAL, DTYPE, ALIGNED, BLOCK,
         )
-    td.finish(ctx, ADVANCE, (goes != 0).to(tl.int32))
+    td.finish(ctx, ADVANCE, (valid != 0).to(tl.int32))

@@ -1,25 +1,30 @@
-"""Tokens to their experts in a group on several nodes: each crosses the network once for a node.
+"""Dispatch kernel for groups on several nodes: each token crosses the network once per node.
 
-The rank of our rail on a node (the one of our number there) gets our tokens for it, and passes each on to the ranks of
-its node that have an expert of it; there it is put in its rows, as on one node. Programs of three kinds, in this order:
+The rank of our rail on a destination node receives our tokens for that node. It relays each token to the ranks of its
+node that have an expert of it, and they copy it to its rows, as on one node. There are three kinds of programs, in this
+order:
 
-1. Senders. First they take chunks of our tokens for each other node (``listed``), which they gather in our memory, one
-   behind the other, and put into that of the rank of our rail there, a chunk with its signal at a time. Then chunks of
-   all our tokens, for our own node, as ``ep_dispatch_kernel`` sends them.
-2. Relays. They take a chunk that has come by the network and do with it what its sender does on its own node: each
-   token is stored in its slots at node peers and goes to its rows on this rank; then the node peers are signalled.
-3. Receivers. They take a chunk of a node peer, of its own tokens or of those that it passes on, the former first, and
-   copy each token from its slot to its rows.
+1. Senders. They first take chunks of our tokens for each other node (``listed``). They copy the tokens of a chunk to
+   contiguous memory and put it, with one signal, into the memory of the rank of our rail there. Then they take chunks
+   of all our tokens and send them to our own node, as ``ep_dispatch_kernel`` does.
+2. Relays. They take a chunk that has arrived through the network, store its tokens in their slots at node peers and in
+   their rows on this rank, and signal the node peers.
+3. Receivers. They take a chunk of a node peer, first of the peer's own tokens, then of tokens that it relays, and copy
+   each token from its slot to its rows.
 
-Senders wait for nobody, relays for senders, receivers for senders and relays (law 1). All chunks are known to all by
-the counts: of a rank's tokens for its own node they are those of all its tokens, of those for another node of these.
+Progress (invariant 1). Senders do not wait, relays wait for senders, receivers wait for senders and relays. All ranks
+compute the same chunks from the counts. For a rank's own node, the chunks cover all of its tokens; for another node,
+its tokens for that node.
 
-Memory. A half holds where chunks begin, slots that node peers fill, then what arrives by the network, then what we
-send by it: those slots hold besides what all slots do the numbers on the node of the choices' ranks and which of the
-tokens for each rank of the node it is. A half is used again two calls later. A rank ends call t + 1 only when it has
-heard of every rank's first chunk of it, at first hand or by a relay which waited for it: so all ranks have begun call
-t + 1, and have ended call t, in which each has waited for all that was put into its memory. So nothing of call t is
-still on its way when call t + 2 writes where it was, nor is it being read.
+Memory. A half has the first token and the number of tokens of each chunk, then the slots that node peers write, then
+the slots that the network writes, then the slots that are sent through the network. The last two kinds also have, for
+each assignment, the local rank on the destination node, and the token's index among the tokens for each rank of that
+node.
+
+Buffer reuse (invariant 3). A half is used again two calls later. A rank finishes call t + 1 only after it has received
+the first chunk of every rank, directly or from a relay that waited for it. So all ranks have begun call t + 1 and have
+finished call t, in which each rank waited for everything that was put into its memory. When call t + 2 writes to the
+half, no data of call t are in flight or being read.
 """
 
 import triton
@@ -48,15 +53,15 @@ from tdkernels.ops.experts.dispatch.multinode.layout import (
     going_at,
     landing_at,
     listed_at,
-    passed_at,
     passing_at,
+    relayed_at,
     tokens_across,
 )
 
 
 @td.jit
 def crossing_slot_parts(row_bytes, scale_bytes, K: tl.constexpr, LOCAL: tl.constexpr):
-    """As ``slot_parts``, of a token that crosses the network; see ``routing.crossing_slot_memory``."""
+    """Do the same as ``slot_parts`` for a token that crosses the network; see ``routing.crossing_slot_memory``."""
     scales_begin, places_begin, _ = slot_parts(row_bytes, scale_bytes, K)
     return scales_begin, places_begin, (places_begin + 4 * (3 * K + LOCAL) + 127) // 128 * 128
 
@@ -69,9 +74,9 @@ def _token_for(
     tables, weights_ptr, token, num_tokens, node, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr,
     LOCAL: tl.constexpr,
 ):
-    """(numbers on a node of the ranks of a token's choices, its rows there, weights; its place among ours for each).
+    """Return, for assignments of a token, (local ranks on ``node``, rows there, weights); and its index for each rank.
 
-    -1 is nowhere on that node.
+    The index is among our tokens for a rank of the node. -1 means not on that node.
     """
     choice, numbers = tl.arange(0, triton.next_power_of_2(K)), tl.arange(0, triton.next_power_of_2(LOCAL))
     experts = tl.load(experts_at(tables, token, K, EXPERTS, RANKS) + choice, mask=choice < K, other=-1)
@@ -92,9 +97,9 @@ def _send_across(
     size,
     K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr, LOCAL: tl.constexpr, PAYLOAD: tl.constexpr,
 ):
-    """Gather a chunk of our ``crossing`` tokens for a node, and put it where the rank of our rail there passes it on.
+    """Gather a chunk of our ``crossing`` tokens for a node, and put it into the memory of the rank of our rail there.
 
-    ``arriving`` and ``leaving`` are our own memory for what comes by the network and for what goes.
+    ``arriving`` and ``leaving`` are the addresses of our slots that the network writes, and that it reads.
     """
     items, scale_words = size
     x_ptr, scales_ptr, weights_ptr = inputs
@@ -139,7 +144,7 @@ def _send_across(
 
 @td.jit
 def _areas(ctx, half, LOCAL: tl.constexpr):
-    """The address of every node peer's staging memory; 0 for ourselves. Read once: no cache has it after a wait."""
+    """Return the address of each node peer's staging memory, 0 for this rank. Read once, since waits drop caches."""
     me = td.rank(ctx)
     numbers = tl.arange(0, triton.next_power_of_2(LOCAL))
     is_peer = (numbers < LOCAL) & (numbers != me % LOCAL)
@@ -151,7 +156,7 @@ def _areas(ctx, half, LOCAL: tl.constexpr):
 def _slots_from(
     areas, tables, node, slot_bytes, EXPERTS: tl.constexpr, RANKS: tl.constexpr, LOCAL: tl.constexpr
 ):
-    """Where at every node peer the slots begin for the tokens of the rank of our rail on ``node``, our own or not."""
+    """Return the address, at each node peer, of the first slot for tokens of the rank of our rail on ``node``."""
     numbers = tl.arange(0, triton.next_power_of_2(LOCAL))
     begin = tl.load(send_offsets_at(tables, EXPERTS, RANKS) + node * LOCAL + numbers, mask=numbers < LOCAL, other=0)
     return areas + 8 * MAX_CHUNKS * RANKS + begin.to(tl.int64) * slot_bytes
@@ -159,7 +164,7 @@ def _slots_from(
 
 @td.jit
 def _announce(ctx, half, areas, signal, source, chunk, first_sent, num_sent, CHECK_FAILED: tl.constexpr):
-    """Tell node peers where a chunk of the source's tokens begins, and how many it has for them."""
+    """Store the first token and the number of tokens of a source's chunk at node peers, and signal the chunk."""
     beginnings = (areas + 8 * (source * MAX_CHUNKS + chunk)).to(tl.pointer_type(tl.int32))
     tl.store(beginnings, first_sent, mask=areas != 0)
     tl.store(beginnings + 1, num_sent, mask=areas != 0)
@@ -173,7 +178,7 @@ def _send_here(
     ctx, half, signal, areas, chunk, chunk_tokens, num_tokens, tables, inputs, size, outputs,
     K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr, LOCAL: tl.constexpr, PAYLOAD: tl.constexpr,
 ):
-    """Send a chunk of our tokens to node peers and to our own rows, and signal it."""
+    """Send a chunk of our tokens to node peers and to the rows on this rank, and signal it."""
     items, scale_words = size
     x_ptr, scales_ptr, weights_ptr = inputs
     SCALE_BYTES: tl.constexpr = PAYLOAD.scale.primitive_bitwidth // 8
@@ -207,15 +212,15 @@ def _send_here(
 
 
 @td.jit
-def _pass_on(
-    ctx, half, signal, areas, arriving, source, chunk, chunk_tokens, crossing, tables, node_tables, passed, size,
+def _relay_chunk(
+    ctx, half, signal, areas, arriving, source, chunk, chunk_tokens, crossing, tables, node_tables, relayed, size,
     outputs,
     FIRST: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr, LOCAL: tl.constexpr,
     PAYLOAD: tl.constexpr,
 ):
-    """Send a chunk of the source's ``crossing`` tokens, which has come, to node peers and to our own rows.
+    """Relay a received chunk of the source's ``crossing`` tokens to node peers and to the rows on this rank.
 
-    FIRST: keep what is known of each token.
+    FIRST: also write the relayed-token map.
     """
     items, scale_words = size
     L: tl.constexpr = triton.next_power_of_2(LOCAL)
@@ -244,7 +249,7 @@ def _pass_on(
             size, outputs, K, LOCAL, PAYLOAD, True,
         )
         if FIRST:
-            kept = passed_at(passed, begin + i, K, LOCAL)
+            kept = relayed_at(relayed, begin + i, K, LOCAL)
             tl.store(kept + choice, dest, mask=choice < K)
             tl.store(kept + K + choice, places, mask=choice < K)
             tl.store(kept + 2 * K + numbers, sent, mask=numbers < LOCAL)
@@ -258,7 +263,10 @@ def _pass_on(
 
 @td.jit
 def _piece_of_receivers(piece, chunks, me, RANKS: tl.constexpr, LOCAL: tl.constexpr):
-    """(source, chunk) of a piece, of at most so many chunks of a source: first of node peers, then of other nodes."""
+    """Return (source, chunk) of a work item: first the chunks of node peers, then of other nodes.
+
+    ``chunks`` is the maximum number of chunks of a source.
+    """
     PEERS: tl.constexpr = LOCAL - 1
     OTHERS: tl.constexpr = (RANKS // LOCAL - 1) * PEERS
     here = chunks * PEERS
@@ -279,16 +287,16 @@ def _piece_of_receivers(piece, chunks, me, RANKS: tl.constexpr, LOCAL: tl.conste
     ],
 )
 def ep_dispatch_nodes_kernel(
-    ctx, x_ptr, scales_ptr, weights_ptr, tables, node_tables, came, passed,
+    ctx, x_ptr, scales_ptr, weights_ptr, tables, node_tables, received, relayed,
     rows_ptr, row_scales_ptr, row_weights_ptr, expert_rows_ptr, dots_ptr,
     num_tokens, chunk_tokens, num_senders, num_relays, here_slots, crossing_slots, items, scale_words, plan,
     ADVANCE: tl.constexpr, FIRST: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr,
     LOCAL: tl.constexpr, PAYLOAD: tl.constexpr,
 ):
-    """``ep_dispatch_kernel`` for a group on several nodes of LOCAL ranks; see the module.
+    """Do the same as ``ep_dispatch_kernel`` for a group on several nodes of LOCAL ranks; see the module.
 
-    Signal number ``source * MAX_CHUNKS + chunk`` of a half says that a chunk of the source's tokens is here: for a
-    source of our rail by the network, for others in our slots.
+    Signal number ``source * MAX_CHUNKS + chunk`` of a half says that a chunk of the source's tokens has arrived:
+    through the network if the source is on our rail, else in our slots.
     """
     NODES: tl.constexpr = RANKS // LOCAL
     items = whole_items(items, PAYLOAD.item, PAYLOAD.aligned)
@@ -301,7 +309,7 @@ def ep_dispatch_nodes_kernel(
     me = td.rank(ctx)
     node = me // LOCAL
     summary = summary_at(tables, EXPERTS, RANKS)
-    goes = tl.load(summary + VALID)
+    valid = tl.load(summary + VALID)
     pid = tl.program_id(0)
     areas = _areas(ctx, half, LOCAL)
     row_bytes, scale_bytes = staged_bytes(size, PAYLOAD)
@@ -311,19 +319,20 @@ def ep_dispatch_nodes_kernel(
     arriving = area + 8 * MAX_CHUNKS * RANKS + tl.cast(here_slots, tl.int64) * slot_bytes
     leaving = arriving + tl.cast(crossing_slots, tl.int64) * crossing_bytes
 
-    # The loops of one kind of program run; none if a peer did not come when the routing was exchanged, or in a void
-    # launch: a peer, or the network, may still read what an earlier launch has sent.
-    runs = (goes > 0) | (FIRST & (goes == 0))  # of one that was refused only what its call launches: see the combine
+    # A program runs the loops of its kind. It runs none if a peer was missing in the exchange of the counts, or in a
+    # void launch, because a peer or the network may still read data of an earlier launch. A rejected routing runs only
+    # in its first dispatch, see ``kernel_combine``.
+    runs = (valid > 0) | (FIRST & (valid == 0))
     is_void = td.is_void_for_all(signal)
     runs &= is_void == 0
-    tl.store(summary + VALID, -1, mask=is_void)  # no combine may go by tables that are not complete
+    tl.store(summary + VALID, -1, mask=is_void)  # no combine may use incomplete tables
     is_sender = runs & (pid < num_senders)
     stride = tl.maximum(num_senders, 1)
     work = chunks_at_most(num_tokens, chunk_tokens) * (NODES - 1)
     for piece in range(tl.where(is_sender, pid, work), work, stride):
         to = (node + 1 + piece % (NODES - 1)) % NODES
         chunk = piece // (NODES - 1)
-        crossing = tokens_across(node_tables, me, to, goes, RANKS, NODES)
+        crossing = tokens_across(node_tables, me, to, valid, RANKS, NODES)
         chunk_size, chunks = chunk_of(crossing, chunk_tokens)
         if chunk < chunks:
             _send_across(
@@ -344,18 +353,18 @@ def ep_dispatch_nodes_kernel(
     for piece in range(tl.where(is_relay, number, work), work, tl.maximum(num_relays, 1)):
         source = (me + LOCAL * (1 + piece % (NODES - 1))) % RANKS
         chunk = piece // (NODES - 1)
-        crossing = tokens_across(node_tables, source, node, goes, RANKS, NODES)
+        crossing = tokens_across(node_tables, source, node, valid, RANKS, NODES)
         chunk_size, chunks = chunk_of(crossing, chunk_tokens)
         if chunk < chunks:
-            # producer: the source's sender of this chunk, by the network
+            # producer: the source's sender of this chunk, through the network
             seen = td.await_put(ctx, signals + source * MAX_CHUNKS + chunk, signal, source)
             if td.completed(seen, signal):
-                _pass_on(
+                _relay_chunk(
                     ctx, half, signal, areas, arriving, source, chunk, chunk_size, crossing, tables, node_tables,
-                    passed, size, outputs, FIRST, K, EXPERTS, RANKS, LOCAL, PAYLOAD,
+                    relayed, size, outputs, FIRST, K, EXPERTS, RANKS, LOCAL, PAYLOAD,
                 )
             else:
-                tl.store(summary + VALID, -1)  # no combine may go by tables that are not complete
+                tl.store(summary + VALID, -1)  # no combine may use incomplete tables
 
     if LOCAL > 1:
         number -= num_relays
@@ -365,18 +374,18 @@ def ep_dispatch_nodes_kernel(
             source, chunk = _piece_of_receivers(piece, most, me, RANKS, LOCAL)
             tokens, sender = tokens_of(tables, source, EXPERTS, RANKS), source
             if source // LOCAL != node:
-                tokens = tokens_across(node_tables, source, node, goes, RANKS, NODES)
+                tokens = tokens_across(node_tables, source, node, valid, RANKS, NODES)
                 sender = node * LOCAL + source % LOCAL
             _, chunks = chunk_of(tokens, chunk_tokens)
             if chunk < chunks:
                 staged = tl.load(recv_offsets_at(tables, EXPERTS, RANKS) + source)
-                # producer: the source's sender of this chunk, or the relay that it comes by
+                # producer: the source's sender of this chunk, or its relay
                 seen = td.wait_plan(ctx, signals + source * MAX_CHUNKS + chunk, signal, sender)
                 if td.completed(seen, signal):
                     receive_chunk(
-                        area, source, chunk, staged, came, size, outputs,
+                        area, source, chunk, staged, received, size, outputs,
                         FIRST, K, RANKS, PAYLOAD,
                     )
                 else:
                     tl.store(summary + VALID, -1)
-    td.finish(ctx, ADVANCE, (FIRST | (goes != 0)).to(tl.int32))
+    td.finish(ctx, ADVANCE, (FIRST | (valid != 0)).to(tl.int32))

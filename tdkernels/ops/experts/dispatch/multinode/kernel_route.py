@@ -1,16 +1,17 @@
-"""Where each token goes in a group on several nodes: counted as on one, exchanged in two steps, laid out for both.
+"""Kernels that count tokens and exchange the counts for groups on several nodes.
 
-A program counts its tile as in ``ep_route_kernel``, and its tokens for each other node as well (a token counts once,
-whatever the number of its experts there). The last program sends this rank's line of totals, E + W + 2 + N words, to
-its node peers and, over the network, to the ranks of its rail; what comes from those it passes on to its node peers. So
-each line crosses to a node once. Then all ranks have the same lines, and each lays out what it sends and gets
+Each program counts its tile as in ``ep_route_kernel``, and also its tokens for each other node; a token counts once for
+a node, even if it has several experts there. The last program sends this rank's count row, E + W + 2 + N words, to its
+node peers and, through the network, to the ranks of its rail. It relays the count rows of its rail to its node peers,
+so each count row crosses to a node once. After that all ranks have the same count rows, and each computes its offsets
 (``layout``).
 
-A launch of its own (``ep_places_kernel``) completes the places of our tokens, and lists those for each node: whoever
-sends to another node takes tokens from that list.
+A separate launch (``ep_places_kernel``) completes the row numbers of this rank's tokens and lists the tokens for each
+other node. The senders to other nodes read that list.
 
-The lines of a half are used again two calls later. No rank ends call t + 1 before it has all lines of it, so none
-before all ranks have begun it, and a rank begins it when it has, in call t, waited for all that was put there.
+Buffer reuse (invariant 3). The count rows of a half are used again two calls later. No rank finishes call t + 1 before
+it has all count rows of that call, so all ranks have begun call t + 1. A rank begins it after it has waited, in call t,
+for everything that was put there.
 """
 
 import triton
@@ -45,7 +46,7 @@ from tdkernels.ops.experts.dispatch.multinode.layout import (
 
 @td.jit
 def line_words(EXPERTS: tl.constexpr, RANKS: tl.constexpr, NODES: tl.constexpr):
-    """Number of int32 words that a rank sends to each other rank; see ``routing.line_bytes``."""
+    """Return the int32 words of a count row; see ``routing.line_bytes``."""
     return (EXPERTS + RANKS + 2 + NODES + 3) // 4 * 4
 
 
@@ -57,7 +58,7 @@ def _nodes_of(
     ids_ptr, first_token, num_tokens, K: tl.constexpr, EXPERTS: tl.constexpr, NODES: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """The node of each choice of TOKENS tokens, [tokens, choices]; -1 for none."""
+    """Return the node of each assignment of TOKENS tokens, [tokens, assignments]; -1 if dropped."""
     token = tl.arange(0, triton.next_power_of_2(TOKENS))[:, None]
     choice = tl.arange(0, triton.next_power_of_2(K))[None, :]
     there = (token < TOKENS) & (token < num_tokens - first_token) & (choice < K)
@@ -67,7 +68,7 @@ def _nodes_of(
 
 @td.jit
 def _is_for(nodes, node, own):
-    """1 for each token with a choice on a node that is not our own, else 0."""
+    """Return 1 for each token that has an assignment on ``node``, if that is not our own node, else 0."""
     return td.max_of(((nodes == node) & (nodes != own)).to(tl.int32), 1)
 
 
@@ -76,7 +77,7 @@ def _count_crossing(
     ctx, ids_ptr, node_tables, tile, num_tokens, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr,
     LOCAL: tl.constexpr, TOKENS: tl.constexpr,
 ):
-    """Leave how many of the tile's tokens are for each other node."""
+    """Store the number of the tile's tokens for each other node."""
     NODES: tl.constexpr = RANKS // LOCAL
     own = td.rank(ctx) // LOCAL
     nodes = _nodes_of(ids_ptr, tl.cast(tile, tl.int64) * TOKENS, num_tokens, K, EXPERTS, NODES, TOKENS)
@@ -87,7 +88,7 @@ def _count_crossing(
 
 @td.jit
 def _add_up_crossing(node_tables, me, tiles, num_tokens, RANKS: tl.constexpr, LOCAL: tl.constexpr):
-    """Turn the tiles' counts into those of all tiles before, and leave their totals."""
+    """Replace the tiles' counts by the sums over all earlier tiles, and store their totals."""
     NODES: tl.constexpr = RANKS // LOCAL
     columns = tl.arange(0, triton.next_power_of_2(NODES))
     first_tile = tile_at(node_tables, 0, num_tokens, RANKS, NODES)
@@ -95,14 +96,14 @@ def _add_up_crossing(node_tables, me, tiles, num_tokens, RANKS: tl.constexpr, LO
     tl.store(crossing_of(node_tables, me, columns, RANKS, NODES), total, mask=columns < NODES)
 
 
-# ---- the exchange ----
+# ---- exchange ----
 
 
 @td.jit
 def _store_line(
     ctx, half, tables, node_tables, source, to, EXPERTS: tl.constexpr, RANKS: tl.constexpr, NODES: tl.constexpr
 ):
-    """Copy the totals of a rank from our tables to its line in the buffer of ``to``."""
+    """Copy the totals of a rank from our tables to its count row in the buffer of ``to``."""
     C: tl.constexpr = EXPERTS + RANKS + 2
     BLOCK: tl.constexpr = min(triton.next_power_of_2(C), 512)
     line = td.pointer_to(td.data_at(ctx, half, to), tl.int32) + source * line_words(EXPERTS, RANKS, NODES)
@@ -119,7 +120,7 @@ def _store_line(
 def _take_line(
     ctx, half, tables, node_tables, source, EXPERTS: tl.constexpr, RANKS: tl.constexpr, NODES: tl.constexpr
 ):
-    """Copy the totals of a rank from its line in our buffer to our tables."""
+    """Copy the totals of a rank from its count row in our buffer to our tables."""
     C: tl.constexpr = EXPERTS + RANKS + 2
     BLOCK: tl.constexpr = min(triton.next_power_of_2(C), 512)
     line = td.pointer_to(td.data_at(ctx, half, td.rank(ctx)), tl.int32) + source * line_words(EXPERTS, RANKS, NODES)
@@ -136,12 +137,12 @@ def _take_line(
 def _exchange(
     ctx, tables, node_tables, plan, EXPERTS: tl.constexpr, RANKS: tl.constexpr, LOCAL: tl.constexpr
 ):
-    """Send our totals to all ranks, pass on those of our rail, and bring all to the tables."""
+    """Send our totals to all ranks, relay the totals of our rail to node peers, and copy all totals to the tables."""
     NODES: tl.constexpr = RANKS // LOCAL
     me = td.rank(ctx)
     node, local = me // LOCAL, me % LOCAL
     epoch, half, signal = td.call(ctx, plan, COUNTS=False)
-    # A void launch sends nothing: a peer, or the network, may still read what an earlier launch has sent.
+    # A void launch sends nothing, because a peer or the network may still read data of an earlier launch.
     if td.is_void_for_all(signal) == 0:
         signals = td.signal_at(ctx, half, 0)
         line_bytes = 4 * line_words(EXPERTS, RANKS, NODES)
@@ -156,10 +157,10 @@ def _exchange(
         td.notify_node(ctx, signals + me, signal)
         for step in range(1, NODES):
             source = (me + step * LOCAL) % RANKS
-            # producer: the source's last program of this launch, by the network
+            # producer: the source's last program of this launch, through the network
             td.await_put(ctx, signals + source, signal, source)
             _take_line(ctx, half, tables, node_tables, source, EXPERTS, RANKS, NODES)
-            tl.debug_barrier()  # what a thread has stored is read by others
+            tl.debug_barrier()  # threads read totals that other threads have stored
             for peer in range(1, LOCAL):
                 to = node * LOCAL + (local + peer) % LOCAL
                 _store_line(ctx, half, tables, node_tables, source, to, EXPERTS, RANKS, NODES)
@@ -167,7 +168,7 @@ def _exchange(
             td.notify_node(ctx, signals + source, signal, CHECK_FAILED=True)
         for step in range(NODES):
             first = (node + step) % NODES * LOCAL
-            # producer: every node peer's last program of this launch, with its own totals or those of its rail
+            # producer: every node peer's last program of this launch, which sends or relays the totals
             td.wait_plan_node(ctx, signals + first, 1, signal)
             for peer in range(1, LOCAL):
                 _take_line(
@@ -176,27 +177,27 @@ def _exchange(
     tl.debug_barrier()
 
 
-# ---- what follows from all ranks' totals ----
+# ---- offsets ----
 
 
 @td.jit
 def _lay_out_in_nodes(tables, me, EXPERTS: tl.constexpr, RANKS: tl.constexpr, LOCAL: tl.constexpr):
-    """Where tokens and parts begin in the staging memory of node peers; returns how many any rank stages at most."""
+    """Compute the slot offsets in the staging memory of node peers. Return the maximum tokens that a rank stages."""
     R: tl.constexpr = triton.next_power_of_2(RANKS)
     node, local = me // LOCAL, me % LOCAL
     source, dest = tl.arange(0, R)[:, None], tl.arange(0, R)[None, :]
     there = (source < RANKS) & (dest < RANKS)
     same_rail = source % LOCAL == dest % LOCAL
-    # What a rank gets from its own rail comes by the network, or stays where it is.
+    # Tokens from a rank's own rail arrive through the network or are local, so they are not counted.
     tokens = tl.load(
         tables + source * (EXPERTS + RANKS + 2) + EXPERTS + dest, mask=there & (same_rail == 0), other=0
     )
-    going = td.running_sum(tokens, 0) - tokens  # from the ranks before, to the same
-    # Parts for a source's tokens meet at the rank of its rail on our node, with those for the sources before of the
-    # same rail, in the order of the ranks that send them.
+    going = td.running_sum(tokens, 0) - tokens  # dispatch: tokens of earlier ranks to the same rank
+    # Combine: the rank of the source's rail on our node receives the results for a source's tokens, sorted by source,
+    # then by the rank that sends them.
     here = tl.where(dest // LOCAL == node, tokens, 0)
     of_source = td.sum_of(here, 1)
-    # dest stands for another source here
+    # in the next line ``dest`` is the index of another source
     before = td.sum_of(tl.where(same_rail & (dest < source), of_source[None, :], 0), 1)
     coming = before[:, None] + td.running_sum(here, 1) - here
     ranks = tl.arange(0, R)
@@ -217,7 +218,7 @@ def _lay_out_in_nodes(tables, me, EXPERTS: tl.constexpr, RANKS: tl.constexpr, LO
 
 @td.jit
 def _lay_out_crossing(node_tables, me, RANKS: tl.constexpr, LOCAL: tl.constexpr):
-    """Where tokens begin among those that cross; returns how many any rank sends or passes on at most."""
+    """Compute the offsets of tokens that cross the network. Return the maximum that a rank sends or relays."""
     NODES: tl.constexpr = RANKS // LOCAL
     R: tl.constexpr = triton.next_power_of_2(RANKS)
     N: tl.constexpr = triton.next_power_of_2(NODES)
@@ -225,10 +226,10 @@ def _lay_out_crossing(node_tables, me, RANKS: tl.constexpr, LOCAL: tl.constexpr)
     source, node = tl.arange(0, R)[:, None], tl.arange(0, N)[None, :]
     there = (source < RANKS) & (node < NODES)
     crossing = tl.load(crossing_of(node_tables, source, node, RANKS, NODES), mask=there, other=0)
-    going = td.running_sum(crossing, 1) - crossing  # of the same rank's, for the nodes before
+    going = td.running_sum(crossing, 1) - crossing  # the same rank's tokens for earlier nodes
     our_rail = source % LOCAL == me % LOCAL
     of_rail = tl.where(our_rail, crossing, 0)
-    landing = td.running_sum(of_rail, 0) - of_rail  # for the same node, of the ranks of our rail before
+    landing = td.running_sum(of_rail, 0) - of_rail  # tokens of earlier ranks of our rail for the same node
     nodes = tl.arange(0, N)
     mask = nodes < NODES
     tl.store(going_at(node_tables, nodes, RANKS, NODES), td.sum_of(tl.where(source == me, going, 0), 0), mask=mask)
@@ -247,7 +248,7 @@ def _agree(
     ctx, tables, node_tables, splits_ptr, capacity, plan, call, BY_SOURCE: tl.constexpr, EXPERTS: tl.constexpr,
     RANKS: tl.constexpr, LOCAL: tl.constexpr,
 ):
-    """Of our totals make the tables: by one program, when all else is done."""
+    """Exchange the totals and compute all offsets. One program runs this, after all counts of this rank are stored."""
     me = td.rank(ctx)
     _exchange(ctx, tables, node_tables, plan, EXPERTS, RANKS, LOCAL)
     rows = lay_out_rows(tables, splits_ptr, me, BY_SOURCE, EXPERTS, RANKS)
@@ -256,12 +257,12 @@ def _agree(
     summary = summary_at(tables, EXPERTS, RANKS)
     tl.store(summary + MOST_HERE, staged)
     tl.store(summary + MOST_PASSED, crossing)
-    tl.debug_barrier()  # splits may be stored again
+    tl.debug_barrier()  # store_summary may overwrite splits
     most = tl.maximum(staged, crossing)
     store_summary(ctx, tables, splits_ptr, me, rows, most, capacity, call, BY_SOURCE, EXPERTS, RANKS)
 
 
-# ---- the kernels ----
+# ---- kernels ----
 
 
 @td.jit(network=True, do_not_specialize=["num_tokens", "capacity", "plan", "call"])
@@ -270,9 +271,9 @@ def ep_route_nodes_kernel(
     AGREE: tl.constexpr, BY_SOURCE: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr,
     LOCAL: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr,
 ):
-    """``ep_route_kernel`` for a group on several nodes of LOCAL ranks.
+    """Do the same as ``ep_route_kernel`` for a group on several nodes of LOCAL ranks.
 
-    Signal number ``source`` of a half says that the source's line of totals is in our buffer.
+    Signal number ``source`` of a half says that the source's count row is in our buffer.
     """
     num_tokens = tl.cast(num_tokens, tl.int32)
     tile = tl.program_id(0)
@@ -284,7 +285,7 @@ def ep_route_nodes_kernel(
             for start in range(0, EXPERTS + RANKS + 2, BLOCK):
                 add_up(tables, me, start, tiles, num_tokens, bad_ptr, K, EXPERTS, RANKS, BLOCK, AT_ONCE)
             _add_up_crossing(node_tables, me, tiles, num_tokens, RANKS, LOCAL)
-            tl.debug_barrier()  # others read what each thread has written
+            tl.debug_barrier()  # threads read totals that other threads have stored
             _agree(ctx, tables, node_tables, splits_ptr, capacity, plan, call, BY_SOURCE, EXPERTS, RANKS, LOCAL)
         td.finish(ctx)
 
@@ -295,7 +296,7 @@ def ep_agree_nodes_kernel(
     BY_SOURCE: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr, LOCAL: tl.constexpr,
     BLOCK: tl.constexpr, AT_ONCE: tl.constexpr,
 ):
-    """``ep_agree_kernel`` for a group on several nodes of LOCAL ranks."""
+    """Do the same as ``ep_agree_kernel`` for a group on several nodes of LOCAL ranks."""
     num_tokens, tiles = tl.cast(num_tokens, tl.int32), tl.cast(tiles, tl.int32)
     me, start = td.rank(ctx), tl.program_id(0) * BLOCK
     add_up(tables, me, start, tiles, num_tokens, bad_ptr, K, EXPERTS, RANKS, BLOCK, AT_ONCE)
@@ -311,15 +312,15 @@ def ep_places_kernel(
     ctx, tables, node_tables, num_tokens, K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr,
     LOCAL: tl.constexpr, TILE_TOKENS: tl.constexpr,
 ):
-    """Complete the places of a tile's tokens, number those for each other node, and list them."""
+    """Complete the row numbers of a tile's tokens, and number and list its tokens for each other node."""
     NODES: tl.constexpr = RANKS // LOCAL
     num_tokens = tl.cast(num_tokens, tl.int32)
     tile = tl.program_id(0)
     own = td.rank(ctx) // LOCAL
-    goes = tl.load(summary_at(tables, EXPERTS, RANKS) + VALID) > 0
+    valid = tl.load(summary_at(tables, EXPERTS, RANKS) + VALID) > 0
     start = tile * TILE_TOKENS
     for token in range(start, tl.minimum(start + TILE_TOKENS, num_tokens)):
-        find_places(tables, token, num_tokens, goes, True, K, EXPERTS, RANKS, TILE_TOKENS)
+        find_places(tables, token, num_tokens, valid, True, K, EXPERTS, RANKS, TILE_TOKENS)
     ids_ptr = experts_at(tables, 0, K, EXPERTS, RANKS)
     nodes = _nodes_of(ids_ptr, tl.cast(start, tl.int64), num_tokens, K, EXPERTS, NODES, TILE_TOKENS)
     tokens = start + tl.arange(0, triton.next_power_of_2(TILE_TOKENS))
@@ -329,6 +330,6 @@ def ep_places_kernel(
         before = tl.load(tile_at(node_tables, tile, num_tokens, RANKS, NODES) + node)
         number = before + td.running_sum(is_for, 0) - is_for
         at = number_at(node_tables, tokens, node, RANKS, NODES)
-        tl.store(at, tl.where(goes, tl.where(is_for != 0, number, -1 - number), -1), mask=mask)
+        tl.store(at, tl.where(valid, tl.where(is_for != 0, number, -1 - number), -1), mask=mask)
         listed = listed_at(node_tables, node, number, num_tokens, RANKS, NODES)
         tl.store(listed, tokens, mask=mask & (is_for != 0))

@@ -1,29 +1,35 @@
-"""What a rank of a group on several nodes knows of a routing beyond ``dispatch.layout``.
+"""Memory layout of the inter-node tables and of the relayed-token map, in addition to ``dispatch.layout``.
 
-N nodes of L ranks; rank r is number r % L on node r // L. A rank's rail are the ranks of its number, one on each node.
-What crosses from a node to another goes along a rail: the rank there passes on what it gets, or takes what it sends
-back, for its node. Four tables of W words stand in the place of those of ``dispatch.layout``, in a node's staging
-memory, which holds what node peers send each other, whatever node it comes from. Of them two are for the m-th rank of
-our rail and the l-th of our node, at m * L + l:
+There are N nodes of L ranks. Rank r has local rank r % L on node r // L. A rail is the N ranks with the same local
+rank. Tokens cross the network along a rail only: the rank of the source's rail on the destination node relays them to
+its node peers in a dispatch, and sends the node's sums back in a combine. Below, "our" means "of this rank", and a
+relayed token is a token from another node that this rank relays.
 
-    ours       where the tokens of that rank of our rail begin in the staging memory of that rank of our node
-    parts      where the latter's parts of the former's tokens begin in ours, on their way back
-    theirs     where the tokens of any rank begin in our staging memory
-    their      where our parts of any rank's tokens begin in that of the rank of its rail on our node
+The offset tables of ``dispatch.layout`` have another meaning. They refer to the staging memory of a node, in which node
+peers store tokens for each other, also relayed tokens. In the first two, entry m * L + l is for rank A, which is on our
+rail on node m, and rank B, which has local rank l on our node:
 
-Tokens of our own rail are not staged there, but where what comes from the network arrives. In another int32 tensor:
+    send offsets  [W]  dispatch: first slot of the tokens of A in the staging memory of B
+    parts         [W]  combine: first slot of the results of B for tokens of A, in our staging memory
+    recv offsets  [W]  dispatch: first slot of the tokens of each rank in our staging memory
+    peer offsets  [W]  combine: first slot of our results for tokens of each rank, in the staging memory of the rank of
+                       its rail on our node
 
-    crossing   [W, N]  how many tokens of each rank are for each other node, each token counted once; 0 for its own
-    going      [N]  where our tokens for a node begin among all that we send to other nodes
-    landing    [N]  where they begin among all that the rank of our rail there passes on
-    passing    [N]  where the tokens of the rank of our rail on a node begin among all that we pass on
-    home       [N]  where they begin among all that it sends to other nodes
-    numbers    [T, N]  which of our tokens for a node each one is; or ~n if it is not for it, and n are before it
-    listed     [N, T]  the token of each such number
-    tiles      [tiles, N]  ``crossing`` of all tiles before each
+Tokens of our own rail are not staged there. They are in the memory that the network writes. The inter-node tables are
+another int32 tensor. In order:
 
-And of each token that we pass on, [2 * K + L]: the numbers on our node of its choices' ranks, -1 for none, its rows
-there, -1 for none, and which of the tokens for each rank of our node it is, or -1.
+    crossing   [W, N]  number of tokens of each rank for each other node, each token counted once; 0 for its own node
+    going      [N]  index of our first token for a node among all tokens that we send to other nodes
+    landing    [N]  index of that token among all tokens relayed by the rank of our rail on that node
+    passing    [N]  index of the first token from the rank of our rail on a node among all tokens that we relay
+    home       [N]  index of that token among all tokens that the rank of our rail sends to other nodes
+    numbers    [T, N]  index n of each token among our tokens for a node; or -1 - n if it is not for the node, where n
+                       is the number of earlier tokens for the node
+    listed     [N, T]  token of each such index
+    tiles      [tiles, N]  for each tile, the sum of ``crossing`` of all tiles before it
+
+The relayed-token map is another int32 tensor, [2 * K + L] for each relayed token: for its assignments the local ranks
+on our node and the rows there, -1 for none; and its index among its source's tokens for each rank of our node, or -1.
 """
 
 import triton.language as tl
@@ -31,14 +37,17 @@ import triton.language as tl
 from tdkernels import lang as td
 
 
-def length(num_nodes, world_size, tokens, tiles):
-    """Words of the tables."""
+def length(num_nodes: int, world_size: int, tokens: int, tiles: int) -> int:
+    """Return the int32 words of the inter-node tables."""
     return num_nodes * (world_size + 4 + 2 * tokens + tiles)
 
 
-def passed_length(slots, local, k):
-    """Words of what is kept of the tokens that are passed on."""
+def relayed_length(slots: int, local: int, k: int) -> int:
+    """Return the int32 words of the relayed-token map."""
     return slots * (2 * k + local)
+
+
+# Device functions that return the address of an entry of a table.
 
 
 @td.jit
@@ -83,12 +92,12 @@ def tile_at(tables, tile, num_tokens, RANKS: tl.constexpr, NODES: tl.constexpr):
 
 
 @td.jit
-def passed_at(passed, number, K: tl.constexpr, LOCAL: tl.constexpr):
-    """What is kept of a token that we pass on."""
-    return passed + tl.cast(number, tl.int64) * (2 * K + LOCAL)
+def relayed_at(relayed, number, K: tl.constexpr, LOCAL: tl.constexpr):
+    """Return the address of a relayed token in the relayed-token map."""
+    return relayed + tl.cast(number, tl.int64) * (2 * K + LOCAL)
 
 
 @td.jit
-def tokens_across(tables, source, node, goes, RANKS: tl.constexpr, NODES: tl.constexpr):
-    """How many tokens a rank sends to another node: none if nothing ``goes``, for then there may be no room."""
-    return tl.where(goes > 0, tl.load(crossing_of(tables, source, node, RANKS, NODES)), 0)
+def tokens_across(tables, source, node, valid, RANKS: tl.constexpr, NODES: tl.constexpr):
+    """Return the tokens that a rank sends to another node: 0 if the routing is not valid, as slots may not suffice."""
+    return tl.where(valid > 0, tl.load(crossing_of(tables, source, node, RANKS, NODES)), 0)
