@@ -1,1 +1,1 @@
-"""All-gather, reduce-scatter and all-reduce: as operators, and asynchronous ones for other operators."""
+"""All-gather, reduce-scatter and all-reduce: as operators, and as asynchronous collectives for other operators."""

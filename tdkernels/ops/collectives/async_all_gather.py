@@ -1,14 +1,24 @@
-"""A gather that runs beside other work: every rank's shard ends up, whole, in one buffer of every rank.
+"""Asynchronous all-gather: gather the shards of all ranks into a buffer of every rank, concurrently with other work.
 
-It is opened by ``begin``, which waits until all ranks have come to this call; fed by ``push`` (a few programs), by
-``copy`` (the copy engine) or by AG-GEMM's own kernel; and ended by ``finish``. In between the caller launches what it
-wants to overlap. The buffer is at a fixed address (``collectives.async_collective``), so that cuBLAS can read it.
+``begin`` waits until all ranks have reached the call. Then a few programs (``push``), the copy engine (``copy``), or
+the kernel of ag_gemm send the shards. ``finish`` waits for all shards. In between, the caller launches the work to
+overlap. The buffer has a fixed address (``async_collective``), so that cuBLAS can read it.
 
-On several nodes there is no copy engine that reaches everybody, so ``copy`` pushes there, too, and the shards come in
-another order (``source``). Programs that push relay there, and wait for other nodes (``kernel_async_multinode``). What
-runs beside them does not depend on them and can do with the room that they leave, so it ends on every rank; then those
-that found no room begin, and none waits in vain.
+On several nodes no copy engine reaches all ranks. There ``copy`` also uses programs, and shards arrive in another order
+(``source``). The pushing programs also relay shards, and wait for other nodes (``kernel_async_multinode``). The
+overlapped work does not depend on them and can run on the SMs that they leave, so it ends on every rank. Then the
+programs that had no SM start, and no wait lasts forever.
+
+Example:
+    with AsyncAllGather("my_op", fields, x, group, chunk_rows=256, copies=True) as gather:
+        gather.copy()
+        ...                                     # launch other work
+        gather.finish()
+        y = f(gather.gathered)                  # [W, rows, K]
 """
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,32 +28,47 @@ from tdkernels.ops.collectives.kernel_async_multinode import await_nodes_kernel,
 from tdkernels.ops.common.gemm_operands import rows_contiguous
 from tdkernels.rounding import cdiv, round_up
 
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from tdkernels.symm.workspace import Workspace
+
 _SLOT_ROWS = 8  # shards begin at multiples of this many rows, so that every slot is aligned for 16-byte copies
 _COPY_WORDS = 4096
 _CHUNK_ROWS = 256
-_PUSH_PROGRAMS = 8  # as many saturate what programs reach over NVLink
+_PUSH_PROGRAMS = 8  # as many saturate the rate that programs reach over NVLink
 
 
-def slot_rows_of(rows):
+def slot_rows_of(rows: int) -> int:
+    """Return the number of rows per slot for a shard of ``rows`` rows."""
     return round_up(rows, _SLOT_ROWS)
 
 
-def rows_of_buffer(workspace, x):
-    """This rank's buffer as the first of rows like those of x."""
+def rows_of_buffer(workspace: "Workspace", x: torch.Tensor) -> torch.Tensor:
+    """Return the first row of this rank's buffer, [1, K], with the width and dtype of x; for tensor descriptors."""
     data = workspace.buffer.tensor(workspace.rank)[workspace.data_offset :].view(x.dtype)
     return data.as_strided((1, x.shape[1]), (x.shape[1], 1))
 
 
 class AsyncAllGather(AsyncCollective):
-    """One call's gather of ``x`` [rows, K], in chunks of ``chunk_rows`` rows; every rank makes the same one.
+    """All-gather of ``x`` [rows, K] in chunks of rows. Every rank makes the same call.
+
+    Attributes:
+        gathered: The result, [W, rows, K].
 
     Args:
-        operator, fields: as for Workspace.prepare
-        x: contiguous, 16-byte aligned
-        copies: ``copy`` will be called
+        operator: As for ``Workspace.prepare``.
+        fields: As for ``Workspace.prepare``.
+        x: This rank's shard, contiguous and 16-byte aligned.
+        group: The resolved group.
+        chunk_rows: Rows per chunk, which is sent with one signal.
+        copies: Whether ``copy`` will be called.
     """
 
-    def __init__(self, operator, fields, x, group, chunk_rows, copies=False):
+    def __init__(
+        self, operator: str, fields: Mapping[str, Any], x: torch.Tensor, group: "dist.ProcessGroup", chunk_rows: int,
+        copies: bool = False,
+    ) -> None:
         super().__init__("gather", group, x.device, across_nodes=True)
         self.x = x.detach()
         self.rows, self.width = x.shape
@@ -59,8 +84,8 @@ class AsyncAllGather(AsyncCollective):
             self.workspace.expect_copies()
 
     @classmethod
-    def start(cls, operator, x, group):
-        """Begin a gather of x and push it beside what the caller launches next."""
+    def start(cls, operator: str, x: torch.Tensor, group: "dist.ProcessGroup") -> "AsyncAllGather":
+        """Begin an all-gather of x and push the shard concurrently with the work that the caller launches next."""
         x = rows_contiguous(x)
         fields = {"rows": x.shape[0], "width": x.shape[1], "dtype": str(x.dtype)}
         gather = cls(operator, fields, x, group, _CHUNK_ROWS)
@@ -68,8 +93,11 @@ class AsyncAllGather(AsyncCollective):
         gather.push()
         return gather
 
-    def push(self, num_programs=None):
-        """Send our shard by ``num_programs`` programs beside the current stream, and relay others by as many."""
+    def push(self, num_programs: int | None = None) -> None:
+        """Send this rank's shard with ``num_programs`` programs on the side stream.
+
+        On several nodes as many programs relay the shards of other nodes.
+        """
         if num_programs is None:
             num_programs = 2 if self.x.device.type == "cpu" else _PUSH_PROGRAMS
         sizes = (
@@ -86,18 +114,18 @@ class AsyncAllGather(AsyncCollective):
 
         self._beside(launch)
 
-    def copy(self, own=True):
-        """Send our shard by the copy engine, which takes no multiprocessor, beside the current stream.
+    def copy(self, own: bool = True) -> None:
+        """Send this rank's shard with the copy engine on the side stream, which takes no SM.
 
-        ``own``: copy it into our own slot too, which only ``gathered`` needs.
+        ``own``: also copy it into this rank's slot. Only readers of ``gathered`` need this.
         """
         if self.spans_nodes:
             self.push()
             return
         self._beside(lambda: self._copy_to_all(own))
 
-    def source(self, step):
-        """The rank whose shard comes as number ``step``; ours is number 0."""
+    def source(self, step: int) -> int:
+        """Return the rank whose shard arrives in position ``step``. Position 0 is this rank."""
         local, elsewhere = self.topology.local_world_size, self.topology.num_nodes - 1
         down, nodes_down = step, 0
         if step >= local:  # see source_at
@@ -106,12 +134,16 @@ class AsyncAllGather(AsyncCollective):
         node = (self.topology.node_rank - nodes_down) % self.topology.num_nodes
         return node * local + (self.topology.local_rank - down) % local
 
-    def wait(self, step, chunk=None):
-        """Make the current stream wait for the shard of the rank ``source(step)``, or a chunk; ours itself is in x."""
+    def wait(self, step: int, chunk: int | None = None) -> None:
+        """Make the current stream wait for the shard of rank ``source(step)``, or for one chunk of it.
+
+        Only for ``step`` > 0: this rank's shard is x.
+        """
         self._await(step, step + 1, chunk)
 
-    def finish(self):
-        """Make the current stream wait for all shards, the copy of our own included: ``gathered`` is whole then."""
+    def finish(self) -> None:
+        """Make the current stream wait for all shards, including the copy of this rank's. Then ``gathered`` is valid.
+        """
         self._join()
         self._await(1, self.world_size)
 
@@ -122,10 +154,10 @@ class AsyncAllGather(AsyncCollective):
         self._check()
 
     @property
-    def storage(self):
-        """The buffer as [W, slot_rows, K]; the rows past a shard's last hold anything."""
+    def storage(self) -> torch.Tensor:
+        """The buffer as [W, slot_rows, K]. The rows after the last row of a shard are undefined."""
         shape = self.world_size, self.slot_rows, self.width
-        return self._kept((shape, self.x.dtype), lambda: self._storage(shape))
+        return self._cached((shape, self.x.dtype), lambda: self._storage(shape))
 
     def _storage(self, shape):
         workspace = self.workspace
@@ -133,8 +165,8 @@ class AsyncAllGather(AsyncCollective):
         return data.view(self.x.dtype).view(shape)
 
     @property
-    def gathered(self):
-        """What was gathered, [W, rows, K]: the shards waited for, or all between ``finish`` and ``close``."""
+    def gathered(self) -> torch.Tensor:
+        """The gathered tensor [W, rows, K]: valid for shards waited for, and for all from ``finish`` to ``close``."""
         return self.storage[:, : self.rows]
 
     def _copy_to_all(self, own):
@@ -150,7 +182,7 @@ class AsyncAllGather(AsyncCollective):
                     self._announce(peer, rank * self.num_chunks + chunk)
 
     def _slot_on(self, peer, start, stop):
-        """Bytes ``start`` to ``stop`` of our slot in the memory of a peer."""
+        """Return bytes ``start`` to ``stop`` of this rank's slot in the memory of a peer."""
         workspace, first = self.workspace, self.workspace.data_offset + self.rank * self.slot_bytes
         make = lambda: workspace.buffer.tensor(peer)[first + start : first + stop]  # noqa: E731
-        return self._kept((peer, self.slot_bytes, start, stop), make)
+        return self._cached((peer, self.slot_bytes, start, stop), make)

@@ -1,14 +1,15 @@
-"""What travels beside other work, in steps that the host launches: opened behind a barrier, ended by ``close``.
+"""Asynchronous collectives: the host launches their steps while it launches other work.
 
-Unlike the forward operators, which alternate between two halves of their workspace, it has memory at one fixed
-address, so that other libraries' kernels can read it: that is what the barrier in ``begin`` is for. What is sent goes
-by a stream of its own, beside what the caller launches meanwhile.
+A call begins with a barrier (``begin``) and ends with ``close``. Data is sent on a side stream, concurrently with the
+work of the caller. The forward operators alternate between two halves of their workspace. An asynchronous collective
+instead has memory at one fixed address, so that kernels of other libraries can read it; hence the barrier.
 
-A copy by the host cannot look whether the wait in ``begin`` has failed. So ``begin`` tells the peers if it has, before
-the copies may overwrite what a peer still reads, and a peer's ``close`` looks for that after it has read.
+Copies by the host cannot check whether the wait in ``begin`` has failed. So if it has failed, ``begin`` tells the
+peers, before the copies may overwrite data that a peer still reads. The peer's ``close`` checks for this after reading.
 """
 
 import contextlib
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,21 +20,43 @@ from tdkernels.runtime.kernel_launch import pointer_signature
 from tdkernels.runtime.triton_launcher import BoundLaunch
 from tdkernels.symm import get_workspace
 
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
 
 class AsyncCollective:
-    """One call's use of the group's workspace of that name; every rank makes the same one.
+    """Base class: one call of an asynchronous collective. Every rank makes the same call.
 
-    A subclass sets ``plan``, by ``workspace.prepare``, before ``begin``. As a context it is closed whatever happens:
-    what is still being sent would tell a later call's peers that it had come.
+    As a context manager it calls ``begin``, and ``close`` even after an exception: otherwise data that is still being
+    sent could be taken for data of a later call. A subclass sets ``plan`` (``workspace.prepare``) before ``begin``.
+
+    Attributes:
+        device: The device of the data.
+        workspace: The workspace of the group.
+        topology: The topology of the group.
+        rank: This rank.
+        world_size: Number of ranks.
+        plan: The plan id of the call.
+
+    Args:
+        name: Name of the workspace.
+        group: The resolved group.
+        device: The device of the data.
+        across_nodes: Whether the group may span several nodes.
     """
 
-    def __init__(self, name, group, device, across_nodes=False):
+    if TYPE_CHECKING:
+        plan: int
+
+    def __init__(
+        self, name: str, group: "dist.ProcessGroup", device: torch.device, across_nodes: bool = False
+    ) -> None:
         self.device = device
         self.workspace = get_workspace(group, device, name, halves=1, across_nodes=across_nodes)
         self.topology = self.workspace.group.topology
         self.rank, self.world_size = self.workspace.rank, self.workspace.world_size
-        self._stream = None  # that the caller launches on, once begun
-        self._last_sent = None  # on the side stream
+        self._stream: Any = None  # the caller's stream, set by ``begin``
+        self._last_sent: Any = None  # event on the side stream after the last copy or launch
 
     def __enter__(self):
         self.begin()
@@ -44,100 +67,103 @@ class AsyncCollective:
             self.close()
             return
         self.workspace.group.end_abruptly(self.workspace.name, error)
-        with contextlib.suppress(RuntimeError, ValueError):  # of the group; the caller gets that of the block
+        with contextlib.suppress(RuntimeError, ValueError):  # errors of the group; the caller gets the original one
             self.close()
 
-    def begin(self):
-        """Wait, on the device, until every peer has come to this call."""
+    def begin(self) -> None:
+        """Enqueue a barrier: wait on the device until every peer has reached this call."""
         self._stream = self.workspace.before_launch()
         try:
             self._launch(begin_nodes_kernel if self.spans_nodes else begin_kernel, self.plan)
-        except BaseException as error:  # the peers may have been told that this rank has come
+        except BaseException as error:  # this rank may have signaled its peers already
             self.workspace.break_off(error)
             raise
         self._check()
 
-    def close(self):
-        """Say that what has arrived was read for the last time; what was sent may change after it, in stream order."""
+    def close(self) -> None:
+        """End the call. Afterwards, in stream order, received data is not read any more and sent data may change."""
         self._join()
         if self.workspace.may_be_overwritten():
             self._launch(end_kernel)
         self.workspace.after_launch(self._stream)
 
     @property
-    def spans_nodes(self):
+    def spans_nodes(self) -> bool:
+        """Whether the group spans several nodes."""
         return self.topology.num_nodes > 1
 
     def _beside(self, enqueue):
-        """Let ``enqueue`` launch after what the current stream has now, and beside what comes after."""
+        """Call ``enqueue`` on the side stream: after the work queued so far, concurrently with later work."""
         if self.device.type == "cpu":
             enqueue()
             return
         side = side_stream(self.device)
         side.wait_stream(self._stream)
         current = torch.cuda.current_device()
-        torch.cuda.set_stream(side)  # torch.cuda.stream() would ask for the current one again, which takes long
+        torch.cuda.set_stream(side)  # torch.cuda.stream() would query the current stream again, which is slow
         try:
             enqueue()
         finally:
             torch.cuda.set_stream(self._stream)
-            if current != self.device.index:  # tensors may be on another GPU than the current one, which that selects
+            if current != self.device.index:  # set_stream selects the device of the stream
                 torch.cuda.set_device(current)
         self._last_sent = side.record_event()
 
     def _join(self):
-        """Make the current stream wait until all has been sent, but not for what others send after it."""
+        """Make the current stream wait until this rank's data has been sent, but not for data of the peers."""
         if self._last_sent is not None:
             self._stream.wait_event(self._last_sent)
             self._last_sent = None
 
     def _copy(self, dst, src):
-        """Copy by the copy engine, as a part of what goes ``_beside``."""
+        """Copy with the copy engine; called within ``_beside``."""
         dst.copy_(src, non_blocking=True)
 
     def _announce(self, peer, index):
-        """Raise our signal number ``index`` at a peer, as a part of what goes ``_beside``.
+        """Set signal number ``index`` at a peer; called within ``_beside``.
 
-        By a copy: a kernel might never find room beside others that wait for it.
+        On a GPU this is a copy, because a kernel might never be scheduled next to kernels that wait for its signal.
         """
         workspace = self.workspace
         if self.device.type == "cpu":
             self._launch(notify_kernel, index, peer, self.plan, CHECK_FAILED=False)
         else:
-            word = self._kept((peer, index), lambda: workspace.signal_word(peer, index))
-            self._copy(word, self._kept("signal", workspace.signal_value))
+            word = self._cached((peer, index), lambda: workspace.signal_word(peer, index))
+            self._copy(word, self._cached("signal", workspace.signal_value))
 
     def _launch(self, kernel, *args, **constants):
-        """Launch one program of a kernel, which takes integers that are never compiled for."""
+        """Launch one program of a kernel whose arguments are integers that it is not specialized on."""
         places = range(1, 1 + len(args))
         make = lambda: BoundLaunch((1, 1, 1), (self.workspace.ctx, *args), places, {"num_warps": 1, **constants})  # noqa: E731
-        bound_launch = self._kept((kernel, *constants.items()), make)
+        bound_launch = self._cached((kernel, *constants.items()), make)
         kernel.launch_bound(bound_launch, args)
 
     def _launch_on(self, tensors, kernel, programs, *numbers, **constants):
-        """Launch a kernel of (ctx, tensors or None, numbers); it is kept for the same numbers and other tensors.
+        """Launch a kernel of (ctx, tensors or None, numbers); the bound launch is cached and reused for other tensors.
 
-        Of a tensor the kernel takes no more than where it begins. All else that a launch follows from, the plan among
-        it, is in the numbers and constants: as they are compiled for, large ones otherwise than small ones, too.
+        The kernel uses only the address of a tensor. Everything else that the launch depends on, including the plan, is
+        in the numbers and constants. They are part of the key because kernels are specialized on them, for example on
+        whether a number fits in 32 bits.
         """
         places = range(1, 1 + len(tensors))
         make = lambda: BoundLaunch((programs, 1, 1), (self.workspace.ctx, *tensors, *numbers), places, constants)  # noqa: E731
         key = kernel, programs, *numbers, *pointer_signature(tensors), *constants.items()
-        kernel.launch_bound(self._kept(key, make), tensors)
+        kernel.launch_bound(self._cached(key, make), tensors)
 
-    def _kept(self, key, make):
-        """What ``make`` gave when it was first asked for: a tensor takes the host longer to make than to copy.
+    def _cached(self, key, make):
+        """Return the cached object for ``key``, created by ``make``.
 
-        Nobody may hand a tensor that requires a gradient to what is kept: its history would be kept, too.
+        Creating a tensor takes the host longer than a copy. Cached objects must not be given tensors that require a
+        gradient, because their autograd graph would be kept.
         """
         launches = self.workspace.launches
         found = launches.get(key)
         if found is None:
-            with torch.inference_mode(False):  # it is written to later, whatever mode this call is in
+            with torch.inference_mode(False):  # later calls in other modes write to it
                 launches[key] = found = make()
         return found
 
     def _check(self):
-        """On the CPU a launch has ended: raise what it recorded."""
+        """On the CPU, where a launch has ended, raise the error that it recorded."""
         if self.device.type == "cpu":
             self.workspace.check()

@@ -1,10 +1,12 @@
-"""Parts of what other ranks add up: each goes to its owner when it is made, beside what is made next.
+"""Asynchronous reduce-scatter: each part is sent to its owner as soon as it is computed, and the owner adds the parts.
 
-Every rank has a slot for each source, in memory at a fixed address (``async_collective``). Signal number
-``source * pieces + piece`` is raised when that piece of the source's part stands in its slot.
+Every rank has one slot per source, in memory at a fixed address (``async_collective``). Signal number
+``source * pieces + piece`` is set when that chunk of the source's part has arrived in its slot.
 """
 
 import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import triton
 
@@ -14,46 +16,65 @@ from tdkernels.ops.collectives.kernel_async_reduce_scatter import add_parts_kern
 from tdkernels.rounding import round_up
 from tdkernels.runtime.gpu import num_sms
 
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
 _ALIGN = 256
 _SUM_BLOCK = 4096
 
 
 class AsyncReduceScatter(AsyncCollective):
-    """One call's parts, of at most ``part_bytes``, inside one node; every rank makes the same one.
+    """Reduce-scatter of parts, within one node. Every rank makes the same call.
 
     Args:
-        operator, fields: as for Workspace.prepare
-        pieces: in which each part is sent
-        passes_on: parts are made of what has come from peers, and must not be announced if it has not
+        operator: As for ``Workspace.prepare``.
+        fields: As for ``Workspace.prepare``.
+        part_bytes: Maximum bytes of a part.
+        group: The resolved group.
+        device: The device of the parts.
+        pieces: Number of chunks in which each part is sent.
+        passes_on: Whether parts are computed from data of peers. If so, their signals are suppressed after a timeout.
     """
 
-    def __init__(self, operator, fields, part_bytes, group, device, pieces=1, passes_on=True):
+    def __init__(
+        self, operator: str, fields: Mapping[str, Any], part_bytes: int, group: "dist.ProcessGroup",
+        device: "torch.device", pieces: int = 1, passes_on: bool = True,
+    ) -> None:
         super().__init__("scatter", group, device)
         self._slot_bytes = round_up(part_bytes, _ALIGN)
         self._pieces, self._passes_on = pieces, passes_on
         ranks = self.world_size
         self.plan = self.workspace.prepare(operator, fields, ranks * self._slot_bytes, ranks * pieces)
         self.workspace.expect_copies()
-        self._parts = []
+        self._parts: list[torch.Tensor] = []
 
-    def send(self, owner, part, piece=0, offset=0):
-        """Copy a contiguous part to its owner, by the copy engine; it must not change before ``close``.
+    def send(self, owner: int, part: "torch.Tensor", piece: int = 0, offset: int = 0) -> None:
+        """Send a part, or one chunk of it, to its owner with the copy engine.
 
         Args:
-            piece, offset: of the part this is piece number ``piece``, which begins at byte ``offset``
+            owner: The rank that adds the part.
+            part: Contiguous. It must not be modified before ``close``.
+            piece: Index of the chunk in the part.
+            offset: Byte offset of the chunk in the part.
         """
         part = part.detach()
         self._parts.append(part)
         self._beside(lambda: self._copy_to(owner, part, piece, offset))
 
-    def wait(self, source, shape, dtype):
-        """The source's part, for which the current stream waits; it can be read until ``close``."""
+    def wait(self, source: int, shape: "torch.Size", dtype: "torch.dtype") -> "torch.Tensor":
+        """Make the current stream wait for the part of a source, and return it. It can be read until ``close``."""
         step = (self.rank - source) % self.world_size
         self._await(step, step + 1)
         return self._slot(self.rank, source, shape, dtype)
 
-    def add_to(self, own, bias=None):
-        """Add all others' parts to ours, contiguous [rows, n], in place; in fp32 and in rank order, then a bias [n]."""
+    def add_to(self, own: "torch.Tensor", bias: "torch.Tensor | None" = None) -> "torch.Tensor":
+        """Add the parts of all peers to ``own`` in place, in fp32 and in rank order, then the bias; return ``own``.
+
+        Args:
+            own: This rank's part, contiguous [rows, n].
+            bias: [n] or None.
+        """
         self._await(1, self.world_size)
         block = 1024 if self.device.type == "cpu" else _SUM_BLOCK
         programs = min(triton.cdiv(own.numel(), block), 4 * num_sms(self.device))
@@ -65,7 +86,7 @@ class AsyncReduceScatter(AsyncCollective):
         )
         return own
 
-    def close(self):
+    def close(self) -> None:
         super().close()
         self._parts.clear()
 
@@ -75,18 +96,18 @@ class AsyncReduceScatter(AsyncCollective):
         self._check()
 
     def _slot(self, rank, source, shape, dtype, offset=0):
-        """Where a part of the source stands, or shall, in the memory of a rank; of a piece, where that does."""
+        """Return the slot of a source in the memory of a rank, from byte ``offset`` on, as a tensor."""
         first = self.workspace.data_offset + source * self._slot_bytes
         data = self.workspace.buffer.tensor(rank)[first + offset : first + self._slot_bytes]
         return data[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
     def _copy_to(self, owner, part, piece, offset):
         place = owner, self.rank, part.shape, part.dtype, offset
-        self._copy(self._kept((self._slot_bytes, *place), lambda: self._slot(*place)), part)
+        self._copy(self._cached((self._slot_bytes, *place), lambda: self._slot(*place)), part)
         index = self.rank * self._pieces + piece
         if self._passes_on:
-            # By a kernel, which looks for that. It may have to wait for room; of those that take it none waits for
-            # this signal.
+            # The kernel checks for a failure. It may have to wait for an SM, but no running kernel waits for this
+            # signal.
             self._launch(notify_kernel, index, owner, self.plan, CHECK_FAILED=True)
         else:
             self._announce(owner, index)

@@ -1,38 +1,43 @@
-"""How all_gather, reduce_scatter and all_reduce run: the config, and the default for a size."""
+"""Config of all_gather, reduce_scatter and all_reduce, and the heuristic that selects a config without tuning."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from tdkernels.rounding import cdiv
 from tdkernels.runtime import gpu
 
-EXCHANGES = {
+if TYPE_CHECKING:
+    import torch
+
+EXCHANGES: dict[str, tuple[str, ...]] = {
     "all_gather": ("one_shot", "copy_engine"),
     "reduce_scatter": ("one_shot",),
     "all_reduce": ("one_shot", "two_shot"),
 }
 
-# Bytes that take about as long over the wire as a second signal does: 2.9 us more for 1 KiB, at 390 GB/s (4 H200).
+# "two_shot" is selected if it saves more bytes than this: they take about as long over the wire as a second signal,
+# which costs 2.9 us for 1 KiB, at 390 GB/s (4 H200).
 _SECOND_SHOT_BYTES = 1 << 20
-# Shards from which on the copy engine is faster than programs that push (H200).
+# From this shard size on, the copy engine is faster than programs that push (H200).
 _COPY_ENGINE_BYTES = 64 << 20
-# Up to so many bytes for a peer, latency is what counts; from so many on, enough programs for the link.
+# Bytes per peer: up to _FEW_BYTES the latency dominates; above _MANY_BYTES the programs must saturate the link.
 _FEW_BYTES, _MANY_BYTES = 64 << 10, 2 << 20
 
 
 @dataclass(frozen=True)
 class CollectiveConfig:
-    """How ``all_gather``, ``reduce_scatter`` or ``all_reduce`` runs.
+    """Config of ``all_gather``, ``reduce_scatter`` or ``all_reduce``.
 
     Attributes:
-        method: "fused", one kernel of ours, or "torch", the collective of torch's backend
-        exchange: "one_shot": everything goes straight to those who need it, and whoever sums gets all parts;
-            "two_shot": each piece is summed by one rank, which sends the sum to all (all_reduce, many bytes);
-            "copy_engine": shards are sent by the copy engine, which takes no multiprocessor (all_gather, many bytes; it
-            takes none of the rest)
-        num_programs: at most so many programs
-        block_bytes: what a program moves at a time
-        piece_blocks: blocks under one signal
-        num_warps: of a program
+        method: "fused" runs one kernel of this library, "torch" the collective of torch.distributed.
+        exchange: With "one_shot" data goes directly to the ranks that need it, and each rank that sums receives all
+            parts. With "two_shot" one rank sums each chunk and sends the sum to all ranks (all_reduce, large sizes).
+            With "copy_engine" the copy engine sends the shards, which takes no SM (all_gather, large sizes); the fields
+            below are not used.
+        num_programs: Maximum number of programs.
+        block_bytes: Bytes that a program moves at a time.
+        piece_blocks: Number of blocks per chunk, which is sent with one signal.
+        num_warps: Warps per program.
     """
 
     method: str = "fused"
@@ -42,12 +47,12 @@ class CollectiveConfig:
     piece_blocks: int = 1
     num_warps: int = 8
 
-    def illegal(self, device, dtype, operator=None):
-        """Why this config cannot run on a device with a dtype, or for an operator if one is named; None when it can."""
+    def illegal(self, device: "torch.device", dtype: "torch.dtype", operator: str | None = None) -> str | None:
+        """Return why this config cannot run with a device, dtype and operator (None: any), or None if it can."""
         if self.method not in ("fused", "torch"):
             return f'method must be "fused" or "torch", not {self.method!r}'
         if self.method == "torch":
-            return None  # takes none of the rest
+            return None  # uses no other field
         known = EXCHANGES[operator] if operator else sorted({name for names in EXCHANGES.values() for name in names})
         if self.exchange not in known:
             names = " or ".join(f'"{name}"' for name in known)
@@ -62,18 +67,20 @@ class CollectiveConfig:
         return None
 
 
-def default_config(operator, nbytes, world_size, device, exchange=None):
-    """The config for a full tensor (gathered, to be scattered or reduced) of a size that nobody has tuned."""
+def default_config(
+    operator: str, nbytes: int, world_size: int, device: "torch.device", exchange: str | None = None
+) -> CollectiveConfig:
+    """Return the heuristic config for a full tensor (gathered, to be scattered, or to be reduced) of ``nbytes``."""
     exchange = exchange or default_exchange(operator, nbytes, world_size, device)
-    apart = nbytes if operator == "all_reduce" and exchange == "one_shot" else cdiv(nbytes, world_size)  # for a peer
-    if device.type == "cpu":  # each program takes the interpreter long
+    apart = nbytes if operator == "all_reduce" and exchange == "one_shot" else cdiv(nbytes, world_size)  # per peer
+    if device.type == "cpu":  # few programs, because the interpreter is slow
         return CollectiveConfig("fused", exchange, num_programs=4, block_bytes=4096, piece_blocks=2, num_warps=1)
     if apart <= _FEW_BYTES:
         return CollectiveConfig("fused", exchange, num_programs=32, block_bytes=4096, num_warps=4)
     multiprocessors = gpu.num_sms(device)
     if apart <= _MANY_BYTES:
         return CollectiveConfig("fused", exchange, num_programs=multiprocessors, block_bytes=8192, num_warps=8)
-    if operator == "all_gather":  # which only copies
+    if operator == "all_gather":  # a copy needs fewer programs
         return CollectiveConfig(
             "fused", exchange, max(multiprocessors // 4, 1), block_bytes=32768, piece_blocks=2, num_warps=16
         )
@@ -82,10 +89,11 @@ def default_config(operator, nbytes, world_size, device, exchange=None):
     )
 
 
-def default_exchange(operator, nbytes, world_size, device):
+def default_exchange(operator: str, nbytes: int, world_size: int, device: "torch.device") -> str:
+    """Return the heuristic exchange; arguments as for ``default_config``."""
     if operator == "all_gather" and nbytes >= world_size * _COPY_ENGINE_BYTES and device.type != "cpu":
         return "copy_engine"
     if operator == "all_reduce":
-        more = nbytes * (world_size - 1) * (world_size - 2) // world_size  # than two shots carry
+        more = nbytes * (world_size - 1) * (world_size - 2) // world_size  # than "two_shot" sends
         return "two_shot" if more > _SECOND_SHOT_BYTES else "one_shot"
     return "one_shot"

@@ -1,16 +1,17 @@
-"""The kernels of all_gather, reduce_scatter and all_reduce: each program exchanges pieces with its like on the peers.
+"""Kernels of all_gather, reduce_scatter and all_reduce: a program exchanges chunks with the same program on the peers.
 
-A message is cut into pieces of ``piece_blocks`` blocks. A program takes every num_programs-th piece, stores it in the
-peers' buffers, raises one signal for it at each of them, waits for the signals of the same piece from all peers, and
-brings what they have stored, or the sum of it, to the output. There is no barrier: call t uses half t mod 2, and no
-rank can finish call t + 1 before all have begun it, since each waits for all.
+A message is divided into chunks (``piece``) of ``piece_blocks`` blocks. A program processes every num_programs-th
+chunk: it stores the chunk in the peers' buffers, sets one signal for it at each peer, waits for the signals of the same
+chunk from all peers, and copies the received data, or its sum, to the output. There is no barrier: call t uses half
+t mod 2, and no rank can finish call t + 1 before all ranks have begun it, because each rank waits for all ranks.
 
-A program waits only for the program of the same id on the peers, for what that has sent before any wait for this piece;
-by the order of the ids, and of the pieces within a program, all of it comes about (law 1), however few programs run at
-a time. That many of them run at a time hides the way of a signal: while some wait, others send and copy.
+Progress (invariant 1). A program waits only for programs with the same id on the peers. They send a chunk before they
+wait for it, so it suffices that programs start in the order of their ids. Several programs per SM hide the latency of
+signals: while some wait, others send and copy.
 
-A read takes far longer than whatever is done with it, so four are on their way at a time. Addresses in buffers are
-multiples of 16; where those in x and in the output are, and the length, ALIGNED says so: 16 bytes are moved at once.
+A load takes far longer than the work on its result, so four loads are in flight at a time. Addresses in buffers are
+multiples of 16. ALIGNED means that addresses in x and in the output, and the length, are multiples of 16 bytes too.
+Then 16 bytes are moved at once.
 """
 
 import triton.language as tl
@@ -21,11 +22,10 @@ from tdkernels.lang.context import MAX_RANKS
 
 @td.jit
 def _begin(ctx, plan):
-    """(our rank, how many there are, this call's signal, its first signal word, where in a buffer its half begins,
-    sent).
+    """Begin a call; return (rank, number of ranks, signal, first signal word, offset of the half in a buffer, sent).
 
-    ``sent``: whether anything is stored at peers, for masks (``td.is_void``). Not in a void launch, since a peer may
-    still read what an earlier launch has stored. All of it is read once: after a wait the table is in no cache near by.
+    ``sent`` is whether data is stored at peers, for masks. It is not in a void launch (``td.is_void``), because a peer
+    may still read the data of an earlier launch. The context table is read only once: after a wait it is not in L1.
     """
     me = td.rank(ctx)
     epoch, half, signal = td.call(ctx, plan)
@@ -35,14 +35,14 @@ def _begin(ctx, plan):
 
 @td.jit
 def _length(n, ITEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr):
-    """``n`` items as int64, in whole multiples of 16 bytes if ALIGNED, as the compiler then knows."""
+    """Return ``n`` as int64. If ALIGNED, the compiler knows that ``n`` items are a multiple of 16 bytes."""
     n = tl.cast(n, tl.int64)
     return n // (16 // ITEM_BYTES) * (16 // ITEM_BYTES) if ALIGNED else n
 
 
 @td.jit
 def _blocks(left, piece_blocks, BLOCK: tl.constexpr):
-    """Blocks that there are of a piece with which ``left`` items are left."""
+    """Return the number of blocks of a chunk, if ``left`` items are left from its beginning."""
     return tl.minimum((left + BLOCK - 1) // BLOCK, tl.cast(piece_blocks, tl.int64)).to(tl.int32)
 
 
@@ -51,7 +51,7 @@ def _first_block(
     x_ptr, piece, piece_blocks, n,
     DTYPE: tl.constexpr, ITEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """The first block of a piece of x; of a piece that there is not, nothing is read."""
+    """Load the first block of a chunk of x. Nothing is loaded for a chunk that does not exist."""
     start = tl.cast(piece, tl.int64) * piece_blocks * BLOCK
     offs = tl.arange(0, BLOCK)
     x = td.pointer_to(x_ptr.to(tl.int64) + start * ITEM_BYTES, DTYPE, ALIGNED)
@@ -63,15 +63,15 @@ def _send_to_all(
     ctx, me, ranks, block, x, slot, y, left, sent, blocks,
     KEEP: tl.constexpr, DTYPE: tl.constexpr, ITEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """Store blocks at x, of which ``left`` items exist, ``slot`` bytes into every peer's buffer; KEEP: at y too.
+    """Store ``left`` items of blocks at address x in every peer's buffer, at offset ``slot``; if KEEP, also at y.
 
-    ``block`` is the first of them. Nothing goes to peers if not ``sent``.
+    ``block`` is the first block, which is already loaded. Nothing is stored at peers if not ``sent``.
     """
     offs = tl.arange(0, BLOCK)
     for b in range(blocks):
         start = tl.cast(b, tl.int64) * BLOCK
         mask = offs < left - start
-        after = start + BLOCK  # on its way while the block before is stored
+        after = start + BLOCK  # the next block is loaded while this one is stored
         ahead = tl.load(
             td.pointer_to(x + after * ITEM_BYTES, DTYPE, ALIGNED) + offs, mask=(offs < left - after) & (b + 1 < blocks)
         )
@@ -85,7 +85,7 @@ def _send_to_all(
 
 @td.jit
 def _mask_of(i, me, ranks, offs, left, spacing):
-    """Which items there are of the i-th peer above us, each rank having its own ``spacing`` items after the last's."""
+    """Return the mask of the items of peer ``me + 1 + i``. The items of rank r begin ``r * spacing`` items later."""
     return (offs < left - (me + 1 + i) % ranks * spacing) & (i < ranks - 1)
 
 
@@ -93,14 +93,14 @@ def _mask_of(i, me, ranks, offs, left, spacing):
 def _read_from(
     i, me, ranks, first, stride, offs, left, spacing, DTYPE: tl.constexpr, ALIGNED: tl.constexpr
 ):
-    """What belongs to the i-th peer above us: that of rank r is at address first + r * stride."""
+    """Load the block of peer ``me + 1 + i``. The block of rank r is at address ``first + r * stride``."""
     address = first + (me + 1 + i) % ranks * stride
     return tl.load(td.pointer_to(address, DTYPE, ALIGNED) + offs, mask=_mask_of(i, me, ranks, offs, left, spacing))
 
 
 @td.jit
 def _send_to(ctx, i, me, ranks, slot, part, offs, left, spacing, sent, DTYPE: tl.constexpr):
-    """Store a part ``slot`` bytes into the buffer of the i-th peer above us, if it is ``sent``."""
+    """Store a part in the buffer of peer ``me + 1 + i``, at offset ``slot``, if ``sent``."""
     dst = td.symm_base(ctx, (me + 1 + i) % ranks) + slot
     tl.store(td.pointer_to(dst, DTYPE) + offs, part, mask=_mask_of(i, me, ranks, offs, left, spacing) & sent)
 
@@ -110,9 +110,9 @@ def _send_to_each(
     ctx, me, ranks, x, stride, slot, left, spacing, sent, blocks,
     DTYPE: tl.constexpr, ITEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """Store blocks at address x + r * stride ``slot`` bytes into the buffer of rank r, for every peer r.
+    """For every peer r, store blocks at address ``x + r * stride`` in its buffer, at offset ``slot``, if ``sent``.
 
-    Of them ``left - r * spacing`` items exist; none is stored if they are not ``sent``.
+    The blocks for peer r have ``left - r * spacing`` items.
     """
     offs = tl.arange(0, BLOCK)
     for b in range(blocks):
@@ -133,7 +133,7 @@ def _send_to_each(
 
 @td.jit
 def _bring(i, me, ranks, y, stride, part, offs, left, spacing, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Store the part of the i-th peer above us where the output has it."""
+    """Store the part of peer ``me + 1 + i`` in the output."""
     address = y + (me + 1 + i) % ranks * stride
     tl.store(td.pointer_to(address, DTYPE, ALIGNED) + offs, part, mask=_mask_of(i, me, ranks, offs, left, spacing))
 
@@ -143,7 +143,7 @@ def _receive_from_each(
     me, ranks, slots, slot_bytes, y, stride, left, spacing, blocks,
     DTYPE: tl.constexpr, ITEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """Bring blocks from address slots + r * slot_bytes, in our buffer, to y + r * stride, for every peer r."""
+    """For every peer r, copy blocks from ``slots + r * slot_bytes`` in this rank's buffer to ``y + r * stride``."""
     offs = tl.arange(0, BLOCK)
     for b in range(blocks):
         start = tl.cast(b, tl.int64) * BLOCK
@@ -163,7 +163,7 @@ def _receive_from_each(
 
 @td.jit
 def _part_of(source, me, ranks, parts, part_bytes, offs, mask, DTYPE: tl.constexpr):
-    """A peer's part of a sum; zeros for ourselves and for ranks that there are not."""
+    """Load a peer's part of a sum; zeros if ``source`` is this rank or not a rank."""
     is_peer = (source < ranks) & (source != me)
     return tl.load(td.pointer_to(parts + source * part_bytes, DTYPE) + offs, mask=mask & is_peer, other=0.0)
 
@@ -172,7 +172,7 @@ def _part_of(source, me, ranks, parts, part_bytes, offs, mask, DTYPE: tl.constex
 def _sum_of_ranks(
     me, ranks, x, parts, part_bytes, offs, mask, DTYPE: tl.constexpr, ALIGNED: tl.constexpr
 ):
-    """The sum in fp32, in rank order, of what we have at x and rank r has left at parts + r * part_bytes, as DTYPE."""
+    """Return the sum in fp32 and in rank order, as DTYPE; own part at x, part of rank r at parts + r * part_bytes."""
     own = tl.load(td.pointer_to(x, DTYPE, ALIGNED) + offs, mask=mask, other=0.0)
     total = tl.full(own.shape, 0.0, tl.float32)
     for source in range(0, ranks, 4):
@@ -180,7 +180,8 @@ def _sum_of_ranks(
         part1 = _part_of(source + 1, me, ranks, parts, part_bytes, offs, mask, DTYPE)
         part2 = _part_of(source + 2, me, ranks, parts, part_bytes, offs, mask, DTYPE)
         part3 = _part_of(source + 3, me, ranks, parts, part_bytes, offs, mask, DTYPE)
-        # Nothing, but of all four: to save registers the assembler would put each load behind the addition before it.
+        # This adds zero, but depends on all four loads. Otherwise the assembler would move each load after the previous
+        # addition to save registers.
         total += td.to_float32(tl.where(ranks > MAX_RANKS, (part0 + part1) + (part2 + part3), 0.0))
         total += td.to_float32(tl.where(source == me, own, part0))
         total += td.to_float32(tl.where(source + 1 == me, own, part1))
@@ -194,9 +195,9 @@ def _sum_blocks(
     ctx, me, ranks, x, parts, part_bytes, sums, z, left, sent, blocks,
     SEND: tl.constexpr, DTYPE: tl.constexpr, ITEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """z = the sums of blocks, ours at address x and that of rank r at parts + r * part_bytes in our buffer.
+    """Store the sums of blocks in z; own part at address x, part of rank r at ``parts + r * part_bytes``.
 
-    SEND: they are stored ``sums`` bytes into every peer's buffer, too, if ``sent``.
+    SEND: also store them in every peer's buffer, at offset ``sums``, if ``sent``.
     """
     offs = tl.arange(0, BLOCK)
     for b in range(blocks):
@@ -213,25 +214,25 @@ def _sum_blocks(
 
 @td.jit
 def _pieces(n, piece_blocks, ITEM_BYTES: tl.constexpr, BLOCK: tl.constexpr):
-    """(pieces of n items, bytes of a slot that holds them whole)"""
+    """Return (number of chunks of n items, bytes of a slot for these chunks)."""
     piece = tl.cast(piece_blocks, tl.int64) * BLOCK
     pieces = (n + piece - 1) // piece
     return pieces.to(tl.int32), pieces * piece * ITEM_BYTES
 
 
-# Each is compiled once for a block and a type, whatever the length, plan and number of programs.
+# Each kernel is compiled once per block size and type, for all lengths, plans and numbers of programs.
 @td.jit(do_not_specialize=["n", "piece_blocks", "plan"])
 def all_gather_kernel(
     ctx, x_ptr, y_ptr, n, piece_blocks, plan,
     DTYPE: tl.constexpr, ITEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """y [ranks, n] = all ranks' x [n], in items of DTYPE, whatever they mean.
+    """Compute y [ranks, n] = x [n] of all ranks, for items of any meaning, moved as DTYPE.
 
-    Signal number ``source * pieces + piece`` of a half says that a piece of the source's x is in our buffer, which is
-    [ranks, pieces * PIECE].
+    The data of a half is [ranks, pieces * PIECE]. Signal number ``source * pieces + piece`` is set when a chunk of
+    ``source`` is stored there.
     """
     n = _length(n, ITEM_BYTES, ALIGNED)
-    # On its way while the table is read.
+    # Loaded while the context table is read.
     block = _first_block(x_ptr, tl.program_id(0), piece_blocks, n, DTYPE, ITEM_BYTES, ALIGNED, BLOCK)
     me, ranks, signal, signals, area, sent = _begin(ctx, plan)
     pieces, slot_bytes = _pieces(n, piece_blocks, ITEM_BYTES, BLOCK)
@@ -265,10 +266,10 @@ def reduce_scatter_kernel(
     ctx, x_ptr, z_ptr, n, piece_blocks, plan,
     DTYPE: tl.constexpr, ITEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """z [n] = the sum over ranks of their x[our rank], x being [ranks, n].
+    """Compute z [n] = sum over ranks of row ``me`` of x [ranks, n].
 
-    Signal number ``source * pieces + piece`` of a half says that a piece of what the source has for us is in our
-    buffer, which is [ranks, pieces * PIECE].
+    The data of a half is [ranks, pieces * PIECE]. Signal number ``source * pieces + piece`` is set when a chunk of the
+    part that ``source`` has for this rank is stored there.
     """
     n = _length(n, ITEM_BYTES, ALIGNED)
     me, ranks, signal, signals, area, sent = _begin(ctx, plan)
@@ -301,12 +302,12 @@ def all_reduce_one_shot_kernel(
     ctx, x_ptr, z_ptr, n, piece_blocks, plan,
     DTYPE: tl.constexpr, ITEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """z [n] = the sum of all ranks' x [n]: everybody gets everything and adds it up, in the same order.
+    """Compute z [n] = sum over ranks of x [n]. Every rank receives all x and adds them in rank order.
 
-    Signals and buffer are those of ``all_gather_kernel``.
+    Signals and data of a half are as in ``all_gather_kernel``.
     """
     n = _length(n, ITEM_BYTES, ALIGNED)
-    # On its way while the table is read.
+    # Loaded while the context table is read.
     block = _first_block(x_ptr, tl.program_id(0), piece_blocks, n, DTYPE, ITEM_BYTES, ALIGNED, BLOCK)
     me, ranks, signal, signals, area, sent = _begin(ctx, plan)
     pieces, slot_bytes = _pieces(n, piece_blocks, ITEM_BYTES, BLOCK)
@@ -341,19 +342,19 @@ def all_reduce_two_shot_kernel(
     ctx, x_ptr, z_ptr, n, piece_blocks, plan,
     DTYPE: tl.constexpr, ITEM_BYTES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """z [n] = the sum of all ranks' x [n]: rank j mod W adds up piece j and sends the sum to everybody.
+    """Compute z [n] = sum over ranks of x [n]. Rank j mod W sums chunk j and sends the sum to all ranks.
 
-    W consecutive pieces are a round, of which each rank owns one; a program takes whole rounds. Of a half's signals,
-    number ``source * rounds + round`` says that the source's part of our piece of that round is here, number
-    ``(ranks + owner) * rounds + round`` that the owner's sum is. Of its data, the parts of our own pieces come first,
-    [ranks, rounds * PIECE], then the sums of all pieces, [rounds, ranks, PIECE].
+    W consecutive chunks form a round, in which each rank owns one chunk. A program processes whole rounds. The data of
+    a half is the parts of this rank's chunks, [ranks, rounds * PIECE], then the sums of all chunks,
+    [rounds, ranks, PIECE]. Signal number ``source * rounds + round`` is set when the part of ``source`` for this rank's
+    chunk of a round is stored, signal number ``(ranks + owner) * rounds + round`` when the sum of ``owner`` is stored.
     """
     n = _length(n, ITEM_BYTES, ALIGNED)
     me, ranks, signal, signals, area, sent = _begin(ctx, plan)
     piece = tl.cast(piece_blocks, tl.int64) * BLOCK
     piece_bytes = piece * ITEM_BYTES
     rounds = ((n + ranks * piece - 1) // (ranks * piece)).to(tl.int32)
-    part_bytes = rounds * piece_bytes  # of one source
+    part_bytes = rounds * piece_bytes  # bytes of the parts of one source
     buffer = td.symm_base(ctx, me)
     own = me * piece_bytes
     for round_ in range(tl.program_id(0), rounds, tl.num_programs(0)):

@@ -1,7 +1,7 @@
-"""Kernels that gather shards: pushing ours to all peers, opening a gather and waiting for its end.
+"""Kernels of ``async_all_gather``: begin a gather, push this rank's shard to all peers, and wait for shards.
 
-Signal number ``source * num_chunks + chunk`` of a half is raised by ``source`` when that chunk of its shard stands in
-our memory.
+Rank ``source`` sets signal number ``source * num_chunks + chunk`` of a half when it has stored that chunk of its shard
+in this rank's memory.
 """
 
 import triton.language as tl
@@ -14,10 +14,11 @@ def push_shard(
     ctx, shard, half, signal, shard_bytes, chunk_bytes, num_chunks, slot_bytes, worker, num_workers,
     COPY_OWN: tl.constexpr, COPY_WORDS: tl.constexpr, trace,
 ):
-    """Push our shard to all peers, chunk by chunk, and raise a signal for each; one of ``num_workers`` programs.
+    """Push this rank's shard to all peers, chunk by chunk, and set a signal per chunk.
 
-    Chunks go round the peers so that all of them can begin early, each rank beginning with the next higher one so that
-    no link is used twice at a time.
+    The work is shared by ``num_workers`` programs; this is program ``worker``. Each chunk is sent to all peers before
+    the next one, so that all peers can start early. Each rank begins with rank + 1, so that no link is used twice at a
+    time.
     """
     me = td.rank(ctx)
     others = td.num_ranks(ctx) - 1
@@ -41,10 +42,10 @@ def push_shard(
 
 @td.jit(do_not_specialize=["plan"])
 def begin_kernel(ctx, plan):
-    """Open a call that gathers into one fixed half: return when every peer's stream has come to the same call.
+    """Begin a call that gathers into one fixed half: return when the stream of every peer has reached the same call.
 
-    Then everybody has finished reading what the call before gathered. Advances the epoch at once, since the pushes of
-    this call are launches of their own.
+    Then all ranks have finished reading the data of the previous call. The kernel advances the epoch at once, because
+    the pushes of this call are separate launches.
     """
     me = td.rank(ctx)
     ranks = td.num_ranks(ctx)
@@ -56,13 +57,13 @@ def begin_kernel(ctx, plan):
     for step in range(1, ranks):
         peer = (me + step) % ranks
         td.wait_plan(ctx, td.ready_at(ctx, peer), signal, peer)  # producer: the peer's begin_kernel
-    td.announce_failure(ctx)  # before copies by the host, which come in any case
+    td.announce_failure(ctx)  # before copies by the host, which are executed in any case
     td.finish(ctx)
 
 
 @td.jit
 def end_kernel(ctx):
-    """Close a call whose peers copied by the host: record a failure if a peer may have overwritten what was read."""
+    """End a call with copies by the host: record a failure if a peer may have overwritten data while it was read."""
     td.check_peers(ctx)
 
 
@@ -70,9 +71,9 @@ def end_kernel(ctx):
 def push_kernel(
     ctx, x_ptr, shard_bytes, chunk_bytes, num_chunks, slot_bytes, plan, COPY_WORDS: tl.constexpr
 ):
-    """Push a shard into everybody's fixed half, our own included, after ``begin_kernel``; waits for nothing."""
+    """Push a shard into the fixed half of all ranks, including this rank, after ``begin_kernel``. It has no waits."""
     signal = td.signal_of(ctx, td.epoch(ctx), plan)
-    # A void launch pushes nothing: a peer may still read what an earlier launch has pushed.
+    # A void launch pushes nothing: a peer may still read the data of an earlier launch.
     num_chunks = tl.where(td.is_void_for_all(signal), 0, num_chunks)
     push_shard(
         ctx, x_ptr.to(tl.int64), 0, signal, shard_bytes, chunk_bytes, num_chunks, slot_bytes,
@@ -82,7 +83,7 @@ def push_kernel(
 
 @td.jit(do_not_specialize=["index", "peer", "plan"])
 def notify_kernel(ctx, index, peer, plan, CHECK_FAILED: tl.constexpr):
-    """Announce by signal number ``index`` what the host has copied to a peer."""
+    """Set signal number ``index`` at a peer, after the host has copied data to it."""
     signal = td.signal_of(ctx, td.epoch(ctx), plan)
     # waiter: the peer's await_kernel, or its tiles of this chunk
     td.notify(ctx, td.signal_at(ctx, 0, index), peer, signal, CHECK_FAILED=CHECK_FAILED)
@@ -90,9 +91,9 @@ def notify_kernel(ctx, index, peer, plan, CHECK_FAILED: tl.constexpr):
 
 @td.jit(do_not_specialize=["num_chunks", "first_chunk", "last_chunk", "first_step", "last_step", "plan"])
 def await_kernel(ctx, num_chunks, first_chunk, last_chunk, first_step, last_step, plan):
-    """Return when chunks of the shards of the ranks ``first_step`` to ``last_step`` below ours have arrived.
+    """Wait for a range of chunks of the shards of rank - ``first_step``, rank - ``first_step`` - 1, and so on.
 
-    The last of both are excluded.
+    Both ranges, of chunks and of steps, exclude their last index.
     """
     me = td.rank(ctx)
     ranks = td.num_ranks(ctx)

@@ -1,22 +1,23 @@
-"""Kernels that gather shards in a group on several nodes: each byte crosses the network once for each other node.
+"""Kernels of ``async_all_gather`` for groups on several nodes: each byte crosses the network once per other node.
 
-Rank l of a node sends its shard to rank l of every other node, over the network, and each of these relays what comes to
-its own node. So a shard comes to a rank by one of three ways, but always into the source's slot, and always under the
-signal ``source * num_chunks + chunk`` of a half:
+Each rank sends its shard over the network to the ranks with the same local rank on other nodes (its rail peers), and
+these relay it to the other ranks of their node (their node peers). A shard reaches a rank in one of three ways, always
+in the slot of its source and with signal number ``source * num_chunks + chunk`` of a half:
 
-    from our node             ``push_to_node`` of the source stores it, as in a group of one node
-    from a rank of our number ``send_shard`` of the source puts it, by the network
-    from any other rank       ``relay_to_node`` of the rank of our node that has the source's number stores it
+    source            how its shard arrives
+    a node peer       ``push_to_node`` of the source stores it, as in a group on one node
+    a rail peer       ``send_shard`` of the source puts it over the network
+    any other rank    ``relay_to_node`` stores it, on the node peer with the local rank of the source
 
-What is sent lies in our own slot: ``send_shard`` stages it there, chunk by chunk.
+``send_shard`` stages data in this rank's own slot, chunk by chunk, and sends it from there.
 
-That memory is used again by a later call, at a moment when nobody reads it or sends from it any more. A call ends on a
-rank when all shards have come there, so every put has arrived before its receiver ends the call that it belongs to. A
-rank that has ended call t + 1 knows that all ranks have begun it, and so have ended call t: theirs, with all puts of
-call t from and to us. Where calls use the halves in turn that is in time for call t + 2. Where they use one half,
-``begin_nodes_kernel`` of call t + 1 lets nobody through before all ranks have come to it, and so have ended call t.
-The words of the barrier keep their order in the same way: who has ended call t has had the shards of all ranks, each of
-which was sent after its rank had seen our word of call t; so that one has arrived before the next is sent.
+Buffer reuse (invariant 3). A call ends on a rank when all shards have arrived there. So every put has arrived before
+its receiver ends the call. When a rank has ended call t + 1, all ranks have begun it and thus ended call t, including
+all puts of call t from and to this rank. If calls alternate between the halves, this is in time for call t + 2. If
+calls use one half, ``begin_nodes_kernel`` of call t + 1 returns only after all ranks have reached it and thus ended
+call t. The signal words of this barrier stay in order for the same reason: a rank that has ended call t has received
+the shards of all ranks. Each of them was sent after its rank had seen this rank's word of call t, so that word has
+arrived before the next one is sent.
 """
 
 import triton.language as tl
@@ -24,20 +25,20 @@ import triton.language as tl
 from tdkernels import lang as td
 
 
-def num_pieces(num_comm, num_chunks, local_world_size):
-    """(how many send, how many push and relay): programs or pieces of work, of which ``num_comm`` may be at it."""
+def num_pieces(num_comm: int, num_chunks: int, local_world_size: int) -> tuple[int, int]:
+    """Return (number of programs or work items that send, number that push and relay), each at most ``num_comm``."""
     return min(num_comm, num_chunks), num_comm if local_world_size > 1 else 0
 
 
 @td.jit
 def source_at(step, me, ranks, local):
-    """The rank whose shard comes as number ``step``; that of number 0 is our own.
+    """Return the rank whose shard arrives in position ``step``. Position 0 is this rank.
 
-    Those of our node are followed by those of our rail peers (the ranks of our number on other nodes), then come those
-    that node peers relay. ``Gather.source`` says the same to the host.
+    The node peers' shards come first, then the rail peers' shards, then the shards that node peers relay.
+    ``AsyncAllGather.source`` is the same function on the host.
     """
     elsewhere = ranks // local - 1  # other nodes
-    number = tl.maximum(step - local, 0)  # among the shards from there
+    number = tl.maximum(step - local, 0)  # position among the shards from other nodes
     is_there = step >= local
     nodes_down = tl.where(is_there, number % elsewhere + 1, 0)
     down = tl.where(is_there, number // elsewhere, step)
@@ -49,11 +50,12 @@ def send_shard(
     ctx, shard, half, signal, shard_bytes, chunk_bytes, num_chunks, slot_bytes, worker, num_workers,
     FIXED_HALF: tl.constexpr, COPY_WORDS: tl.constexpr, trace,
 ):
-    """Stage our shard in our own slot and put it from there into that of our rail peers; one of some programs.
+    """Stage this rank's shard in its own slot and put it from there into the slots of the rail peers.
 
-    Waits for nothing. Chunks go round the peers so that all of them can begin early. What is put has been stored by
-    the program that puts it. FIXED_HALF: a ``begin_nodes_kernel`` has opened the call; if it has given up, a peer may
-    still read what it has gathered before, and nothing is sent.
+    The work is shared by ``num_workers`` programs; this is program ``worker``. It has no waits. Each chunk is sent to
+    all rail peers before the next one, so that all can start early. A program only puts data that it has stored itself.
+    FIXED_HALF: a ``begin_nodes_kernel`` has begun the call. If its wait has failed, nothing is sent, because a peer may
+    still read the data of an earlier call.
     """
     me = td.rank(ctx)
     ranks = td.num_ranks(ctx)
@@ -80,7 +82,7 @@ def push_to_node(
     ctx, shard, half, signal, shard_bytes, chunk_bytes, num_chunks, slot_bytes, worker, num_workers,
     FIXED_HALF: tl.constexpr, COPY_WORDS: tl.constexpr, trace,
 ):
-    """Push our shard to our node peers, as ``push_shard`` does to all peers; one of ``num_workers`` programs."""
+    """Push this rank's shard to the node peers. Arguments and order as in ``push_shard``."""
     me = td.rank(ctx)
     local = td.local_ranks(ctx)
     others = local - 1
@@ -100,7 +102,7 @@ def push_to_node(
 
 @td.jit
 def relay_of(item, me, ranks, local):
-    """(source, peer, chunk) of the relay of a number: the receiver's order of arrival, see ``source_at``."""
+    """Return (source, peer, chunk) of a relay, in the receiver's order of arrival (``source_at``)."""
     others = local - 1
     elsewhere = ranks // local - 1
     source = (me + ranks - (item % elsewhere + 1) * local) % ranks
@@ -113,14 +115,15 @@ def relay_to_node(
     ctx, half, signal, shard_bytes, chunk_bytes, num_chunks, slot_bytes, worker, num_workers,
     COPY_WORDS: tl.constexpr, trace,
 ):
-    """Push our rail peers' shards, as they come by the network, to our node peers; one of ``num_workers`` programs.
+    """Push the rail peers' shards to the node peers as they arrive over the network.
 
-    Chunks come in the order in which ``send_shard`` sends them, and each goes to the next higher number first.
+    The work is shared by ``num_workers`` programs; this is program ``worker``. Chunks are relayed in the order in which
+    ``send_shard`` sends them, each to local rank + 1 first.
     """
     me = td.rank(ctx)
     ranks = td.num_ranks(ctx)
     local = td.local_ranks(ctx)
-    pushes = num_chunks * (local - 1)  # of push_to_node, which come before
+    pushes = num_chunks * (local - 1)  # trace events of push_to_node, which come before
     chunk_bytes = tl.cast(chunk_bytes, tl.int64)
     for item in range(worker, pushes * (ranks // local - 1), num_workers):
         source, peer, chunk = relay_of(item, me, ranks, local)
@@ -139,10 +142,10 @@ def relay_to_node(
 
 @td.jit
 def await_chunk(ctx, half, source, chunk, num_chunks, signal, FOR_TMA: tl.constexpr = False):
-    """Wait for a chunk of the shard of ``source``, another rank, by whichever way it comes; what ``wait_plan`` returns.
+    """Wait for a chunk of the shard of another rank, however it arrives; return the result of ``wait_plan``.
 
-    When a relayed chunk does not come, the rank that relays is named if nothing of its own shard has come, which it
-    sends before; else the source is.
+    If a relayed chunk does not arrive, the error names the relaying rank if its own shard, which it sends first, has
+    not arrived either. Otherwise it names the source.
     """
     me = td.rank(ctx)
     local = td.local_ranks(ctx)
@@ -151,7 +154,7 @@ def await_chunk(ctx, half, source, chunk, num_chunks, signal, FOR_TMA: tl.conste
         # producer: send_shard of the source, by the network
         seen = td.await_put(ctx, signal_ptr, signal, source, FOR_TMA=FOR_TMA)
     else:
-        relay = me // local * local + source % local  # the source itself, if it is on our node
+        relay = me // local * local + source % local  # the source itself, if it is on this node
         if relay != source:
             # producer: push_to_node of the relay
             td.wait_plan(ctx, td.signal_at(ctx, half, relay * num_chunks), signal, relay)
@@ -162,9 +165,9 @@ def await_chunk(ctx, half, source, chunk, num_chunks, signal, FOR_TMA: tl.conste
 
 @td.jit(network=True, do_not_specialize=["plan"])
 def begin_nodes_kernel(ctx, plan):
-    """Open a call that gathers into one fixed half: return when every peer's stream has come to the same call.
+    """Begin a call that gathers into one fixed half: return when the stream of every peer has reached the same call.
 
-    As ``begin_kernel``, by direct stores inside the node and by the network else.
+    As ``begin_kernel``, with direct stores inside the node and puts over the network.
     """
     me = td.rank(ctx)
     ranks = td.num_ranks(ctx)
@@ -194,12 +197,12 @@ def begin_nodes_kernel(ctx, plan):
 def push_nodes_kernel(
     ctx, x_ptr, num_send, shard_bytes, chunk_bytes, num_chunks, slot_bytes, plan, COPY_WORDS: tl.constexpr
 ):
-    """Push a shard into everybody's fixed half, our own included, after ``begin_nodes_kernel``.
+    """Send a shard into the fixed half of all ranks, including this rank, after ``begin_nodes_kernel``.
 
-    The first ``num_send`` programs wait for nothing; the others, which relay, wait for those of other ranks.
+    The first ``num_send`` programs have no waits. The others relay, and wait for the first programs of other ranks.
     """
     signal = td.signal_of(ctx, td.epoch(ctx), plan)
-    # A void launch pushes nothing: a peer, or the network, may still read what an earlier launch has pushed.
+    # A void launch pushes nothing: a peer, or the network, may still read the data of an earlier launch.
     num_chunks = tl.where(td.is_void_for_all(signal), 0, num_chunks)
     pid = tl.program_id(0)
     if pid < num_send:
@@ -223,9 +226,9 @@ def push_nodes_kernel(
     network=True, do_not_specialize=["num_chunks", "first_chunk", "last_chunk", "first_step", "last_step", "plan"]
 )
 def await_nodes_kernel(ctx, num_chunks, first_chunk, last_chunk, first_step, last_step, plan):
-    """Return when chunks of the shards that come as numbers ``first_step`` to ``last_step`` have arrived.
+    """Wait for a range of chunks of the shards in a range of positions (``source_at``).
 
-    The last of both are excluded.
+    Both ranges exclude their last index.
     """
     me = td.rank(ctx)
     ranks = td.num_ranks(ctx)

@@ -1,4 +1,4 @@
-"""The sum of what ``collectives.async_reduce_scatter`` has brought."""
+"""Kernel of ``async_reduce_scatter`` that adds the received parts."""
 
 import triton.language as tl
 
@@ -11,9 +11,10 @@ def add_parts_kernel(
     ctx, own_ptr, bias_ptr, n, width, slot_bytes,
     RANKS: tl.constexpr, ALIGNED: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """Add all other ranks' parts to ours, ``n`` numbers in rows of ``width``, in place; and a bias [width] after them.
+    """Add the parts of all peers to this rank's part in place, in fp32 and in rank order, then a bias [width].
 
-    That of rank r stands at ``r * slot_bytes`` in our half 0, for which an await_kernel has waited.
+    A part has ``n`` elements in rows of ``width``. The part of rank r is at offset ``r * slot_bytes`` of half 0, and an
+    ``await_kernel`` has waited for it.
     """
     DTYPE: tl.constexpr = own_ptr.dtype.element_ty
     ITEM_BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8

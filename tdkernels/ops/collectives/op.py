@@ -1,21 +1,27 @@
-"""all_gather, reduce_scatter and all_reduce alone, where there is no product for them to hide behind.
+"""Collectives without a GEMM: all_gather, reduce_scatter and all_reduce.
 
-    all_gather      x [R, …]      on each rank  ->  y [W * R, …], the same on all ranks
-    reduce_scatter  x [W * R, …]  on each rank  ->  z [R, …]
-    all_reduce      x             on each rank  ->  z of the shape of x, the same bits on all ranks
+    all_gather      x [R, ...]      on each rank  ->  y [W * R, ...], equal on all ranks
+    reduce_scatter  x [W * R, ...]  on each rank  ->  z [R, ...]
+    all_reduce      x               on each rank  ->  z of the shape of x, bitwise equal on all ranks
 
-They go by the same memory and signals as the other operators. Schedule (``kernel``): one kernel, in which
-each program stores pieces of x in the peers' buffers, raises one signal a piece and waits for that of the same piece
-from each peer; there is no barrier before it, so a small message takes one way over the wire. With few bytes
-``all_reduce`` sends everything to everybody ("one_shot"); with many, a piece is summed by one rank, which sends the sum
-to all ("two_shot"). Large shards are gathered by the copy engine. Sums are in fp32 and in rank order.
+They use the same symmetric memory and signals as the other operators. Each collective is one kernel (``kernel``). A
+program stores chunks of x in the peers' buffers, sets one signal per chunk, and waits for the signal of the same chunk
+from each peer. There is no barrier before it, so a small message crosses the wire once. Sums are computed in fp32 and
+in rank order.
 
-Backward. That of all_gather is a reduce_scatter and the other way round. What all_reduce gives is the same on all ranks
-and so is its gradient dz: dx = dz.
+    exchange         used by                         algorithm
+    "one_shot"       all; all_reduce: small sizes    data goes directly to the ranks that need it
+    "two_shot"       all_reduce, large sizes         one rank sums each chunk and sends the sum to all ranks
+    "copy_engine"    all_gather, large sizes         the copy engine sends whole shards
+
+Backward. The backward of all_gather is a reduce_scatter, and the backward of reduce_scatter is an all_gather. The
+result of all_reduce is equal on all ranks, and so is its gradient dz; dx = dz.
 
 Example:
-    y = tdkernels.all_gather(x)                 # instead of y = x.new_empty(…); all_gather_into_tensor(y, x)
+    y = tdkernels.all_gather(x)                 # instead of y = x.new_empty(...); all_gather_into_tensor(y, x)
 """
+
+from typing import Any
 
 import torch
 
@@ -35,7 +41,10 @@ from tdkernels.symm.group import group_state
 
 @torch.no_grad()
 def all_gather_ref(x: torch.Tensor, *, group: GroupLike = None) -> torch.Tensor:
-    """The specification of ``all_gather``, in plain torch.distributed; of bytes, as backends do not know all dtypes."""
+    """Compute ``all_gather`` with torch.distributed, for any dtype; no gradient.
+
+    It gathers bytes, because the backends of torch.distributed do not support all dtypes.
+    """
     group = resolve_group(group)
     full = plain.all_gather_rows(launcher.as_bytes(x.contiguous()), group)
     return full.view(x.dtype).view(-1, *x.shape[1:])
@@ -43,14 +52,14 @@ def all_gather_ref(x: torch.Tensor, *, group: GroupLike = None) -> torch.Tensor:
 
 @torch.no_grad()
 def reduce_scatter_ref(x: torch.Tensor, *, group: GroupLike = None) -> torch.Tensor:
-    """The specification of ``reduce_scatter``, in plain torch.distributed."""
+    """Compute ``reduce_scatter`` with torch.distributed; no gradient."""
     group = resolve_group(group)
     return plain.reduce_scatter_rows(x, group)
 
 
 @torch.no_grad()
 def all_reduce_ref(x: torch.Tensor, *, group: GroupLike = None) -> torch.Tensor:
-    """The specification of ``all_reduce``, in plain torch.distributed."""
+    """Compute ``all_reduce`` with torch.distributed; no gradient."""
     group = resolve_group(group)
     return plain.all_reduce(x.clone(memory_format=torch.contiguous_format), group)
 
@@ -58,11 +67,11 @@ def all_reduce_ref(x: torch.Tensor, *, group: GroupLike = None) -> torch.Tensor:
 _REFERENCES = {"all_gather": all_gather_ref, "reduce_scatter": reduce_scatter_ref, "all_reduce": all_reduce_ref}
 
 
-# ---- torch.library: what torch.compile sees ----
+# ---- torch.library operators, for torch.compile ----
 
 
 def _run(operator, x, group, config):
-    """The output, by our kernels or by torch's collective, as the config of the call says."""
+    """Run an operator inside the torch.library op, with a group given by name and a config given as text."""
     group = torch_op.group_by_name(group)
     if group.size() == 1:
         return x.clone(memory_format=torch.contiguous_format)
@@ -76,13 +85,14 @@ def _run(operator, x, group, config):
 
 
 def _run_by(config, operator, x, group):
+    """Run an operator with the method of a resolved config."""
     if config.method == "fused":
         return launcher.launch(operator, x, group, config)
     return _REFERENCES[operator](x, group=group)
 
 
 def _config_for(operator, text, x, group):
-    """The config of a call: the one that it was given as ``text``, else what the group has chosen."""
+    """Return the resolved config of a call: the config given as ``text``, or the selected one if it is empty."""
     if text:
         return from_text(CollectiveConfig, text)
     if spans_nodes(group):
@@ -93,7 +103,7 @@ def _config_for(operator, text, x, group):
         sizes = tunable.sizes_of(x.shape, world_size=group.size())
         return sizes, tunable.layout_of(x), launcher.problem_fields(x)
 
-    if x.dtype not in validation.DTYPES:  # bytes, for which nothing is tuned
+    if x.dtype not in validation.DTYPES:  # only bytes are moved, and they are not tuned
         return tunable.default(problem_of(operator, *describe()[:2], x, group), x.device)
     return select(operator, x, group, x.shape, describe).config
 
@@ -113,9 +123,9 @@ for _operator in _REFERENCES:
 
 
 def _config_of_backward(config):
-    """An explicit config says of the other direction only whether torch's collective is wanted there as well.
+    """Return the config of the backward, as text: method "torch" is kept, and otherwise a config is selected.
 
-    Of the text, since torch.compile traces this.
+    It works on the text because torch.compile traces it.
     """
     return config if "method=torch" in config.split() else ""
 
@@ -155,11 +165,11 @@ class _AllReduce(torch.autograd.Function):
         return dz, None, None
 
 
-# ---- checks ----
+# ---- validation ----
 
 
 def _check(operator, x, world_size, config):
-    """Raise TypeError or ValueError unless the call makes sense on this rank."""
+    """Raise TypeError or ValueError if the arguments of a call are invalid on this rank."""
     validation.check_tensor(operator, "x", x, memory=False)
     if x.layout != torch.strided or x.is_quantized:
         kind = "quantized" if x.is_quantized else x.layout
@@ -176,7 +186,8 @@ def _check(operator, x, world_size, config):
     check_config(operator, config, CollectiveConfig, x, operator)
 
 
-def _call(function, operator, x, group, config):
+def _call(function: Any, operator: str, x: torch.Tensor, group: GroupLike, config: CollectiveConfig | None):
+    """Run a public operator: fast path, validation, torch.library op; ``function`` is its autograd.Function."""
     group = resolve_group(group)
     known, key = call_cache.lookup_run(operator, group, (x,), (config, get_mode()))
     if known is not None:
@@ -199,96 +210,99 @@ def _keep(key, operator, group, x, config, y):
     call_cache.insert(group, key, call_cache.CachedCall(run, bind if is_fused else None, y.shape))
 
 
-# ---- the public functions ----
+# ---- public functions ----
 
 
 def all_gather(x: torch.Tensor, *, group: GroupLike = None, config: CollectiveConfig | None = None) -> torch.Tensor:
-    """Put all ranks' x below each other.
+    """All-gather x along its first dimension.
 
     Args:
-        x: [R, …], the same shape on all ranks; any dtype, integers, bool and fp8 too, since only bytes are moved
-        group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the world (W ranks)
-        config: CollectiveConfig, the same on all ranks; None takes the best one known, see tdkernels.autotune
+        x: [R, ...], with the same shape on all ranks. Any dtype, including integers, bool and fp8: only bytes are
+            moved.
+        group: A ProcessGroup, a one-dimensional DeviceMesh, or None for the default group (W ranks).
+        config: CollectiveConfig, the same on all ranks. None selects the best known config (see tdkernels.autotune).
 
     Returns:
-        y: [W * R, …], rank r's rows r-th
+        y [W * R, ...], in which block r of R rows is the x of rank r.
 
     Gradient:
-        dx = reduce_scatter(dy), for bf16, fp16 and fp32
+        dx = reduce_scatter(dy), for bf16, fp16 and fp32.
 
     Raises:
-        TypeError or ValueError: for an x that does not fit, before anything is launched
-        ValueError: on every rank when the ranks disagree
-        PeerTimeoutError: when a peer does not come (on a GPU at the next call or at tdkernels.synchronize())
-        RuntimeError: in a backward with create_graph=True
+        TypeError, ValueError: If x or config is invalid. Nothing has been launched.
+        ValueError: On every rank, if the ranks disagree on shape, dtype or config.
+        PeerTimeoutError: If a peer does not make the call in time. On a GPU it is raised by the next call or by
+            ``tdkernels.synchronize()``.
+        RuntimeError: In a backward with ``create_graph=True``.
 
     Contract:
-        collective over group; host sync: no (the first call with a shape agrees with the peers and allocates); CUDA
-        graph: yes, after one call outside; the caller owns the output
+        Collective over ``group``. No host synchronization, except in the first call with a shape, which runs a
+        consensus check and allocates. Can be captured in a CUDA graph after one call outside. The caller owns the
+        output.
 
     Source:
-        pushes with a signal a piece: Triton-distributed (https://arxiv.org/abs/2504.19442)
+        Pushes with one signal per chunk: Triton-distributed (https://arxiv.org/abs/2504.19442).
     """
     return _call(_AllGather, "all_gather", x, group, config)
 
 
 def reduce_scatter(x: torch.Tensor, *, group: GroupLike = None, config: CollectiveConfig | None = None) -> torch.Tensor:
-    """Sum x over ranks and scatter the sum along its rows.
+    """Sum x over the ranks, and scatter the sum along its first dimension.
 
     Args:
-        x: [W * R, …] bf16, fp16 or fp32, the same shape on all ranks
-        group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the world (W ranks)
-        config: CollectiveConfig, the same on all ranks; None takes the best one known, see tdkernels.autotune
+        x: [W * R, ...] in bf16, fp16 or fp32, with the same shape on all ranks.
+        group: A ProcessGroup, a one-dimensional DeviceMesh, or None for the default group (W ranks).
+        config: CollectiveConfig, the same on all ranks. None selects the best known config (see tdkernels.autotune).
 
     Returns:
-        z: [R, …], dtype of x, rank r having the r-th rows, summed in fp32 in rank order (by torch's reduce-scatter, in
-        its own order, where that is the best config known)
+        z [R, ...] in the dtype of x: rank r gets block r of the sum. The sum is computed in fp32 in rank order. If the
+        selected method is "torch", torch's reduce-scatter sums in its own order.
 
     Gradient:
-        dx = all_gather(dz)
+        dx = all_gather(dz).
 
     Raises:
-        TypeError or ValueError: for an x that does not fit, before anything is launched
-        ValueError: on every rank when the ranks disagree
-        PeerTimeoutError: when a peer does not come (on a GPU at the next call or at tdkernels.synchronize())
-        RuntimeError: in a backward with create_graph=True
+        TypeError, ValueError: If x or config is invalid. Nothing has been launched.
+        ValueError: On every rank, if the ranks disagree on shape, dtype or config.
+        PeerTimeoutError: If a peer does not make the call in time. On a GPU it is raised by the next call or by
+            ``tdkernels.synchronize()``.
+        RuntimeError: In a backward with ``create_graph=True``.
 
     Contract:
-        collective over group; host sync: no (the first call with a shape agrees with the peers and allocates); CUDA
-        graph: yes, after one call outside; the caller owns the output
+        As for ``all_gather``.
 
     Source:
-        every part straight to its owner, as the direct algorithms of TensorRT-LLM and RCCL have it
+        Each part is sent directly to its owner, as in the direct algorithms of TensorRT-LLM and RCCL.
     """
     return _call(_ReduceScatter, "reduce_scatter", x, group, config)
 
 
 def all_reduce(x: torch.Tensor, *, group: GroupLike = None, config: CollectiveConfig | None = None) -> torch.Tensor:
-    """Sum x over ranks.
+    """Sum x over the ranks.
 
     Args:
-        x: bf16, fp16 or fp32, any shape, the same on all ranks; it stays as it is
-        group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the world (W ranks)
-        config: CollectiveConfig, the same on all ranks; None takes the best one known, see tdkernels.autotune
+        x: In bf16, fp16 or fp32, with any shape, the same on all ranks. It is not modified.
+        group: A ProcessGroup, a one-dimensional DeviceMesh, or None for the default group (W ranks).
+        config: CollectiveConfig, the same on all ranks. None selects the best known config (see tdkernels.autotune).
 
     Returns:
-        z: a new tensor of the shape and dtype of x, the same bits on all ranks, summed in fp32 in rank order (by
-        torch's all-reduce, in its own order, where that is the best config known)
+        z, a new tensor with the shape and dtype of x, bitwise equal on all ranks. The sum is computed in fp32 in rank
+        order. If the selected method is "torch", torch's all-reduce sums in its own order.
 
     Gradient:
-        dx = dz, which is taken to be the same on all ranks, as z is
+        dx = dz. dz must be equal on all ranks, as z is.
 
     Raises:
-        TypeError or ValueError: for an x that does not fit, before anything is launched
-        ValueError: on every rank when the ranks disagree
-        PeerTimeoutError: when a peer does not come (on a GPU at the next call or at tdkernels.synchronize())
-        RuntimeError: in a backward with create_graph=True
+        TypeError, ValueError: If x or config is invalid. Nothing has been launched.
+        ValueError: On every rank, if the ranks disagree on shape, dtype or config.
+        PeerTimeoutError: If a peer does not make the call in time. On a GPU it is raised by the next call or by
+            ``tdkernels.synchronize()``.
+        RuntimeError: In a backward with ``create_graph=True``.
 
     Contract:
-        collective over group; host sync: no (the first call with a shape agrees with the peers and allocates); CUDA
-        graph: yes, after one call outside; the caller owns the output
+        As for ``all_gather``.
 
     Source:
-        one shot and two shots: TensorRT-LLM's custom all-reduce
+        One-shot and two-shot algorithms: TensorRT-LLM's custom all-reduce.
     """
     return _call(_AllReduce, "all_reduce", x, group, config)

@@ -1,1 +1,1 @@
-"""What operators of several families are made of."""
+"""Building blocks shared by several families of operators."""

@@ -1,15 +1,17 @@
-"""Configs as text: what goes through torch.library, into the agreement of the ranks and, later, on disk."""
+"""Configs as text, for torch.library operators and for the consensus check of the ranks; validation of configs."""
 
 import functools
+from collections.abc import Mapping
 from dataclasses import asdict, fields
+from typing import Any
 
 import torch
 
 from tdkernels.ops.common.tile_config import Tiles
 
 
-def to_text(config):
-    """``name=value`` pairs; no more than string formatting, so that torch.compile can trace it."""
+def to_text(config: Any) -> str:
+    """Return a config as ``name=value`` pairs. The function only formats strings, so torch.compile can trace it."""
     values = asdict(config)
     tiles = values.pop("tiles", None)
     if tiles is not None:
@@ -17,29 +19,29 @@ def to_text(config):
     return " ".join([f"{name}={value}" for name, value in values.items()])
 
 
-# Of the dense operators that have all of them: one kernel; products of torch's beside copies; one after the other.
+# Methods of ag_gemm and gemm_rs: one kernel; torch's GEMM pipelined with copies; GEMM and collective in sequence.
 METHODS = "fused", "parts", "torch"
 
-text_of = functools.cache(to_text)  # for what torch.compile does not see: writing it anew is a fifth of a small call
+text_of = functools.cache(to_text)  # for code that is not traced: formatting takes a fifth of the time of a small call
 
 
-def with_config(fields, config):
-    """The fields of a call that all ranks agree on, with its config among them; see ``Workspace.prepare``."""
+def with_config(fields: Mapping[str, Any], config: Any) -> dict[str, Any]:
+    """Return ``fields`` with the config added, for the consensus check of ``Workspace.prepare``."""
     return {**fields, "config": text_of(config)}
 
 
-def as_argument(config):
-    """A config, or None, as the text that goes through torch.library."""
+def as_argument(config: Any) -> str:
+    """Return a config as the argument of a torch.library operator; an empty string for None."""
     if config is None:
         return ""
     return to_text(config) if torch.compiler.is_compiling() else text_of(config)
 
 
 @functools.cache
-def from_text(cls, text):
-    """The config that ``to_text`` has written."""
+def from_text(cls: Any, text: str) -> Any:
+    """Return the config of class ``cls`` from the result of ``to_text``."""
     pairs = dict(pair.split("=") for pair in text.split())
-    values = {name: int(value) if value.isdigit() else value for name, value in pairs.items()}
+    values: dict[str, Any] = {name: int(value) if value.isdigit() else value for name, value in pairs.items()}
     if "tiles" in (field.name for field in fields(cls)):
         tiles = {field.name: values.pop(field.name) for field in fields(Tiles) if field.name in values}
         values["tiles"] = Tiles(**tiles) if tiles else None
@@ -53,17 +55,17 @@ _KINDS = {
 
 @functools.lru_cache(1024)
 def _mistyped_field(cls, kinds):
-    """The first field of a dataclass whose value, of these types, is of another than it says; None if there is none."""
+    """Return the first field of a dataclass whose value has the wrong type, or None. ``kinds``: types of the values."""
     for field, kind in zip(fields(cls), kinds, strict=True):
         if field.type in _KINDS and kind not in _KINDS[field.type][1]:
             return field
     return None
 
 
-def mistyped(config):
-    """Which field of a config, or of its tiles, is of another type than it says, in words; None if none is."""
+def mistyped(config: Any) -> str | None:
+    """Return a description of a field of a config, or of its tiles, that has the wrong type, or None."""
     values = vars(config)
-    field = _mistyped_field(type(config), tuple(map(type, values.values())))
+    field = _mistyped_field(type(config), tuple(map(type, values.values())))  # type: ignore[arg-type]
     if field is not None:
         return f"{field.name} must be {_KINDS[field.type][0]}, not {values[field.name]!r}"
     tiles = values.get("tiles")
@@ -71,8 +73,20 @@ def mistyped(config):
     return wrong and f"tiles: {wrong}"
 
 
-def check_config(operator, config, cls, x, *use):
-    """Raise unless ``config`` is None or a ``cls`` that can run on the device of x, in its dtype, for ``use``."""
+def check_config(operator: str, config: Any, cls: Any, x: torch.Tensor, *use: Any) -> None:
+    """Raise an error if ``config`` is neither None nor a valid config.
+
+    Args:
+        operator: The operator, for errors.
+        config: The argument of the operator.
+        cls: The config class of the operator.
+        x: The operand whose device and dtype the config must support.
+        use: Further arguments of ``config.illegal``.
+
+    Raises:
+        TypeError: If ``config`` is not a ``cls`` or has a field of the wrong type.
+        ValueError: If ``config`` cannot run.
+    """
     if config is None:
         return
     if not isinstance(config, cls):

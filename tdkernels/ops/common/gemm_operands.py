@@ -1,4 +1,7 @@
-"""How the operands of a matrix product lie in memory, and what a kernel is given of them."""
+"""Operands of a GEMM: memory layout, tensor descriptors and kernel arguments."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -8,32 +11,42 @@ from tdkernels.ops.common.gemm_tile import Product
 from tdkernels.runtime.gpu import has_tma
 from tdkernels.runtime.kernel_launch import bind_uncopied, launch_cached
 
+if TYPE_CHECKING:
+    from tdkernels.ops.common.tile_config import Tiles
+    from tdkernels.runtime.kernel_launch import Launch
+    from tdkernels.symm.workspace import Workspace
 
-def rows_contiguous(x):
-    """x with contiguous rows that begin at a multiple of 16 bytes, as pushes and tensor descriptors need."""
+
+def rows_contiguous(x: torch.Tensor) -> torch.Tensor:
+    """Return x, or a copy that is contiguous and 16-byte aligned, as pushes and tensor descriptors need."""
     x = x.contiguous()
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
-def widened(x, width):
-    """x with a last dimension of ``width``, of zeros past its end; x itself where it has as many."""
+def widened(x: torch.Tensor, width: int) -> torch.Tensor:
+    """Return x with its last dimension padded to ``width`` with zeros; x itself if it has this width."""
     return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
 
 
-def ready(x, weight, bias):
-    """The operands as launches take them: the same ones, unless one has to be copied."""
+def ready(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Normalize operands: return the same tensors, or copies of those with a layout that the kernels do not support."""
     return rows_contiguous(x), weight_layout(weight)[0], None if bias is None else bias.contiguous()
 
 
-def lies_as_kn(weight):
-    """Whether the weight's columns are contiguous and its rows are not: it lies as [K, N]."""
+def lies_as_kn(weight: torch.Tensor) -> bool:
+    """Return whether the memory layout of a weight [N, K] is [K, N]: its columns are contiguous, its rows are not."""
     n, k = weight.shape
     lies_as_nk = weight.stride(1) == 1 and weight.stride(0) >= k
     return not lies_as_nk and weight.stride(0) == 1 and weight.stride(1) >= n
 
 
-def weight_layout(weight):
-    """The weight, the stride of its rows, and whether it lies as [K, N] (True) or [N, K]; copied only if as neither."""
+def weight_layout(weight: torch.Tensor) -> tuple[torch.Tensor, int, bool]:
+    """Return (weight, stride, is_kn) of a weight [N, K]. It is copied if its layout is neither [N, K] nor [K, N].
+
+    ``is_kn`` is whether the layout is [K, N]; ``stride`` is the distance between rows of the layout, in elements.
+    """
     if lies_as_kn(weight):
         return weight, weight.stride(1), True
     if weight.stride(1) != 1 or weight.stride(0) < weight.shape[1]:
@@ -41,22 +54,22 @@ def weight_layout(weight):
     return weight, weight.stride(0), False
 
 
-def tma_fits(x, weight):
-    """Whether tensor descriptors can be made for both operands on this device."""
+def tma_fits(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Return whether the kernel can read both operands through tensor descriptors (TMA) on this device."""
     size = x.element_size()
     stride = max(weight.stride())
     aligned = x.shape[1] * size % 16 == 0 and stride * size % 16 == 0 and weight.data_ptr() % 16 == 0
-    # The descriptor takes the shared-memory layout that wgmma wants for 16-bit types only.
+    # Only for 16-bit types does the descriptor produce the shared-memory layout that wgmma needs.
     return has_tma(x.device) and aligned and size == 2 and min(weight.shape) > 1
 
 
-def aligned(*sizes):
-    """Whether every size is a multiple of 16 elements, which lets the compiler load and store in wide pieces."""
+def aligned(*sizes: int) -> bool:
+    """Return whether every size is a multiple of 16 elements; the compiler then uses wide loads and stores."""
     return all(size % 16 == 0 for size in sizes)
 
 
-def compiled_for(x, weight, bias, tiles):
-    """The Product that a kernel of x @ weight.T is compiled for."""
+def compiled_for(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tiles: "Tiles") -> Product:
+    """Return the Product for which the kernel of x @ weight.T is compiled."""
     weight, stride_w, is_kn = weight_layout(weight)
     return Product(
         tiles.block_m, tiles.block_n, tiles.block_k, x.element_size(), aligned(*weight.shape, stride_w),
@@ -64,20 +77,25 @@ def compiled_for(x, weight, bias, tiles):
     )
 
 
-def rows_descriptor(x, planes, rows, plane_stride, block_m, block_k):
-    """Descriptor of [planes, rows, K] over the storage that begins at x."""
+def rows_descriptor(
+    x: torch.Tensor, planes: int, rows: int, plane_stride: int, block_m: int, block_k: int
+) -> TensorDescriptor:
+    """Return a descriptor of [planes, rows, K] for memory that begins at x [..., K]; strides are in elements."""
     k = x.shape[-1]
     return TensorDescriptor(x, [planes, rows, k], [plane_stride, k, 1], [1, block_m, block_k])
 
 
-def weight_descriptor(weight, is_kn, block_n, block_k):
+def weight_descriptor(weight: torch.Tensor, is_kn: bool, block_n: int, block_k: int) -> TensorDescriptor:
+    """Return a descriptor of a weight [N, K] in its memory layout, which is [K, N] if ``is_kn``."""
     if is_kn:
         return TensorDescriptor(weight, list(reversed(weight.shape)), [weight.stride(1), 1], [block_k, block_n])
     return TensorDescriptor(weight, list(weight.shape), [weight.stride(0), 1], [block_n, block_k])
 
 
-def product_descriptors(x, weight, product):
-    """Descriptors of x and weight for a kernel that is compiled for a Product; (None, None) if it uses none."""
+def product_descriptors(
+    x: torch.Tensor, weight: torch.Tensor, product: Product
+) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:
+    """Return descriptors of x and weight for a kernel compiled for ``product``, or (None, None) without TMA."""
     if not product.use_tma:
         return None, None
     rows, k = x.shape
@@ -87,32 +105,40 @@ def product_descriptors(x, weight, product):
     )
 
 
-def product(x, weight, bias, tiles, by_tma=True):
-    """Return what a kernel of x @ weight.T takes: (weight, its row stride, descriptors of x and weight, constants)."""
+def product(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tiles: "Tiles", by_tma: bool = True
+) -> tuple[torch.Tensor, int, TensorDescriptor | None, TensorDescriptor | None, dict[str, Any]]:
+    """Return arguments for a kernel of x @ weight.T: (weight, its stride, descriptor of x, of weight, constants)."""
     weight, stride_w, _ = weight_layout(weight)
     constants = compiled_for(x, weight, bias, tiles)
     constants = constants._replace(use_tma=constants.use_tma and by_tma)
     return weight, stride_w, *product_descriptors(x, weight, constants), {"PRODUCT": constants, **tiles.options()}
 
 
-def dot_precision(dtype):
-    """How tl.dot multiplies fp32: as exactly as torch.matmul does under its current setting."""
+def dot_precision(dtype: torch.dtype) -> str:
+    """Return the ``input_precision`` of tl.dot that corresponds to torch's float32 matmul precision."""
     if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest" and not torch.version.hip:
         return "tf32"
     return "ieee"
 
 
-def launch_product(workspace, x, weight, bias, config, prepare):
-    """``launch_cached`` of a dense operator.
+def launch_product(
+    workspace: "Workspace", x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, config: Any,
+    prepare: Callable[..., "Launch"],
+) -> list[torch.Tensor]:
+    """Run ``launch_cached`` for a dense operator; return the tensors that the launch allocated, outputs first.
 
     Args:
-        prepare: (workspace, x, weight, bias, config) -> Launch, for operands that are ``ready``
+        prepare: (workspace, x, weight, bias, config) -> Launch, called with normalized operands (``ready``).
     """
     return launch_cached(*_product_call(workspace, x, weight, bias, config, prepare))
 
 
-def bind_product(workspace, x, weight, bias, config, prepare):
-    """The Launch of ``launch_product`` with these operands, or None if one of them has to be copied first."""
+def bind_product(
+    workspace: "Workspace", x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, config: Any,
+    prepare: Callable[..., "Launch"],
+) -> "Launch | None":
+    """Return the Launch of ``launch_product`` for these operands, or None if one of them must be copied."""
     return bind_uncopied((x, weight, bias), *_product_call(workspace, x, weight, bias, config, prepare))
 
 

@@ -1,4 +1,4 @@
-"""One output tile of a matrix product: the main loop that the dense operators share."""
+"""Device functions for one output tile of a GEMM: main loop, epilogue, and layouts for storing accumulators."""
 
 from typing import NamedTuple
 
@@ -8,15 +8,18 @@ from tdkernels import lang as td
 
 
 class Product(NamedTuple):
-    """What a kernel of x @ weight.T is compiled for; its argument ``PRODUCT``.
+    """Compile-time properties of a GEMM x @ weight.T: the argument ``PRODUCT`` of kernels.
 
-    Args:
-        block_m, block_n, block_k: of a tile
-        elem_bytes: of an element of x
-        aligned: sizes and strides are multiples of 16 elements (``gemm_operands.aligned``)
-        use_tma: the operands are read through tensor descriptors
-        w_is_kn: the weight lies as [K, N], not as [N, K]
-        precision: of a product of fp32 operands, as of ``tl.dot``
+    Attributes:
+        block_m: Rows per tile.
+        block_n: Columns per tile.
+        block_k: Step of the main loop.
+        elem_bytes: Bytes per element of x.
+        aligned: Whether sizes and strides are multiples of 16 elements (``gemm_operands.aligned``).
+        has_bias: Whether the epilogue adds a bias.
+        use_tma: Whether operands are read through tensor descriptors.
+        w_is_kn: Whether the memory layout of the weight is [K, N] instead of [N, K].
+        precision: The ``input_precision`` of ``tl.dot`` for fp32.
     """
 
     block_m: int
@@ -32,7 +35,7 @@ class Product(NamedTuple):
 
 @td.jit
 def swizzle(tile, tiles_m, tiles_n, group_m):
-    """Row and column of a tile, such that tiles running at the same time share rows and columns in the L2 cache."""
+    """Return (row, column) of a tile in grouped order: tiles that run concurrently share operands in the L2 cache."""
     width = group_m * tiles_n
     first_m = tile // width * group_m
     height = tl.minimum(tiles_m - first_m, group_m)
@@ -41,20 +44,21 @@ def swizzle(tile, tiles_m, tiles_n, group_m):
 
 @td.jit
 def as_aligned(size, ALIGNED: tl.constexpr):
-    """``size``, which the compiler may take for a multiple of 16 elements if it is ALIGNED (``gemm_operands.aligned``).
+    """Return ``size``; if ALIGNED (``gemm_operands.aligned``), the compiler knows that it is a multiple of 16.
 
-    Triton would find that out by itself, by compiling once for every combination of sizes that are 1, multiples of 16
-    or neither. Kernels here take sizes as they come, so that one compiled kernel serves all aligned shapes.
+    Triton's integer specialization would also find this out, but it compiles a kernel for every combination of sizes
+    that are 1, multiples of 16, or neither. Kernels here are not specialized on sizes, so that one compiled kernel
+    serves all aligned shapes.
     """
     return size // 16 * 16 if ALIGNED else size
 
 
 @td.jit
 def add_product(acc, a, b, PRECISION: tl.constexpr):
-    """acc + a @ b, fp32."""
+    """Return acc + a @ b in fp32."""
     if b.dtype == tl.float32 and PRECISION == "ieee":
-        # One long chain of additions would round more often than a library does, so sum by blocks. As an addition the
-        # compiler would make the chain of it again.
+        # One long chain of additions has a larger rounding error than a library, so the sum is blocked. The fma keeps
+        # the compiler from fusing an addition into the chain again.
         part = td.dot(a, b, tl.full(acc.shape, 0.0, tl.float32), PRECISION)
         return tl.fma(part, tl.full(acc.shape, 1.0, tl.float32), acc)
     else:
@@ -68,10 +72,10 @@ def gemm_tile(
     b_ptr, b_desc, b_col, stride_b,  # B: [N, K], or [K, N] if PRODUCT.w_is_kn, row-major
     N, K, stride_am, PRODUCT: tl.constexpr,
 ):
-    """acc + A[a_row : +BLOCK_M] @ B[b_col : +BLOCK_N].T over the first K columns, fp32 [BLOCK_M, BLOCK_N].
+    """Return acc + A[a_row : +BLOCK_M] @ B[b_col : +BLOCK_N].T over the first K columns, fp32 [BLOCK_M, BLOCK_N].
 
-    Rows past ``a_rows`` and columns past ``N`` hold anything: each depends on its own operands only, and the caller
-    does not store them.
+    Rows past ``a_rows`` and columns past ``N`` are undefined. The caller does not store them, and they do not affect
+    other rows and columns.
     """
     BLOCK_M: tl.constexpr = PRODUCT.block_m
     BLOCK_N: tl.constexpr = PRODUCT.block_n
@@ -108,7 +112,7 @@ def gemm_tile(
 
 @td.jit
 def with_bias(acc, bias_ptr, offs_n, N, HAS_BIAS: tl.constexpr):
-    """fp32 rows plus the bias of their columns, if there is one."""
+    """Return ``acc`` in fp32, plus the bias of its columns if HAS_BIAS."""
     if HAS_BIAS:
         acc += td.to_float32(tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0))[None, :]
     return acc
@@ -116,28 +120,28 @@ def with_bias(acc, bias_ptr, offs_n, N, HAS_BIAS: tl.constexpr):
 
 @td.jit
 def store_rows(z_ptr, tile, offs_m, offs_n, M, N):
-    """Store a tile in a contiguous [M, N]; what is outside is left out."""
+    """Store a tile in a contiguous matrix [M, N]. Elements outside of the matrix are masked."""
     mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
     tl.store(z_ptr + offs_m[:, None].to(tl.int64) * N + offs_n[None, :], tile, mask=mask)
 
 
 @td.jit
 def to_fragment_layout(tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """A tile [BLOCK_M, BLOCK_N] as a vector, in the order in which Hopper's wgmma leaves it in the registers.
+    """Return a tile [BLOCK_M, BLOCK_N] as a vector in fragment layout: the order of Hopper's wgmma in registers.
 
-    Each thread has eight consecutive elements of it, and a warp 32 times as many, so an accumulator can be stored and
-    loaded in whole sectors with no exchange between threads. Groups of 32 columns come one after the other. On other
-    targets it is an order like any other.
+    Each thread has eight consecutive elements, and each warp 32 times as many. So an accumulator is stored and loaded
+    in whole sectors without data exchange between threads. Groups of 32 columns follow one another. On other targets
+    the order has no advantage, but it is valid.
     """
     GROUP: tl.constexpr = 4 if BLOCK_N >= 32 else BLOCK_N // 8
-    # Of a row number the bits are 2 * 8 in a piece of 16, of a column number GROUP * 4 * 2 in a piece.
+    # A row number has 2 * 8 values per group of 16 rows, a column number GROUP * 4 * 2 values per group of columns.
     bits = tile.reshape(BLOCK_M // 16, 2, 8, BLOCK_N // (8 * GROUP), GROUP, 4, 2)
     return bits.permute(3, 1, 0, 2, 5, 4, 6).reshape(BLOCK_M * BLOCK_N)
 
 
 @td.jit
 def from_fragment_layout(vector, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The tile [BLOCK_M, BLOCK_N] of which ``to_fragment_layout`` made a vector."""
+    """Return the tile [BLOCK_M, BLOCK_N] for a vector from ``to_fragment_layout``."""
     GROUP: tl.constexpr = 4 if BLOCK_N >= 32 else BLOCK_N // 8
     bits = vector.reshape(BLOCK_N // (8 * GROUP), 2, BLOCK_M // 16, 8, 4, GROUP, 2)
     return bits.permute(2, 1, 3, 0, 5, 4, 6).reshape(BLOCK_M, BLOCK_N)

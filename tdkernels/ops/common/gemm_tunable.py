@@ -1,8 +1,13 @@
-"""What the dense operators have in common for the tuner: problems are (M, N, K), a weight lies as [N, K] or [K, N]."""
+"""Base class of the tunables of GEMM operators, config selection, and cost models of GEMMs and transfers.
+
+Problems are (M, N, K). The layouts "nk" and "kn" are the memory layouts of the weight, [N, K] and [K, N].
+"""
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -15,28 +20,40 @@ from tdkernels.ops.common.tile_config import Tiles
 from tdkernels.ops.common.tunable_base import ConfigTunable, problem_of, select
 from tdkernels.runtime import gpu
 
-# What programs and copy engines reach of a link's best rate, and how many programs it takes (H200).
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from tdkernels.autotune.hardware import Hardware
+    from tdkernels.autotune.problem import Problem
+
+# Share of a link's peak rate that programs and copy engines reach, and the number of programs it takes (H200).
 _PUSH_SHARE, _COPY_SHARE, _PROGRAMS_A_LINK = 0.88, 0.8, 8
 _COLLECTIVE_SHARE = 0.85
 _LAUNCH_S = 20e-6
 SIGNAL_S = 3e-6  # from a store to a peer until the peer has seen the signal
-# A sequence that takes less is left to torch where nobody has tuned, unless all rows fit into one tile: the weight is
-# then read by each tile row of each shard, and cuBLAS reads it once (2 H200; see bench/NOTES.md).
+# Without tuning, the torch baseline is selected if it takes less than this, unless all rows fit into one tile.
+# Otherwise each tile row of each shard reads the weight, while cuBLAS reads it once (2 H200; see bench/NOTES.md).
 _SMALL_MS = 0.2
-# A config that was tuned for a similar problem keeps so much of the multiprocessors busy as the default does. On 2 H200
-# 512 x 10240 x 8192 by the tiles of 512 x 8192 x 8192, 0.75 of the default's, took 1.10 to 1.19 times as long.
+# A config tuned for a similar problem is used if it occupies at least this share of the SMs that the default occupies.
+# On 2 H200, 512 x 10240 x 8192 with the tiles of 512 x 8192 x 8192, a share of 0.75, took 1.10 to 1.19 times as long.
 _LEAST_BUSY = 0.8
 _FEW_ROWS = 128
-# Of a piece of a shard: less takes the GPU less than the host takes to wait for it and to multiply it (2 H200).
+# Minimum flops per chunk of a shard. With fewer, the GPU takes less time than the host needs for a wait and a GEMM
+# (2 H200).
 _PIECE_FLOPS = 1e11
 
 
 class DenseTunable(ConfigTunable):
-    """A dense operator.
+    """Base class of the tunables of ag_gemm, gemm_rs and gemm_ar.
+
+    A subclass also defines ``of_a_rank``, the sizes for its ``default_config``, and ``operand_sizes``, the sizes of the
+    operands of a rank.
 
     Attributes:
-        divided: the sizes, by number, that the ranks divide
-        op, launch, config_module: the modules of the operator, its launcher and its default config
+        divided: Indices of the sizes that the ranks divide.
+        op: Module of the operator.
+        launch: Module that launches it.
+        config_module: Module with its ``default_config``.
     """
 
     sizes = ("m", "n", "k")
@@ -46,40 +63,47 @@ class DenseTunable(ConfigTunable):
     launch: ModuleType
     config_module: ModuleType
 
-    def goes_in_graphs(self, problem):
+    if TYPE_CHECKING:
+
+        def of_a_rank(self, problem: "Problem") -> tuple[int, ...]: ...
+
+        def operand_sizes(self, problem: "Problem") -> tuple[int, ...]: ...
+
+    def goes_in_graphs(self, problem: "Problem") -> bool:
         return True
 
-    def why_not(self, problem):
+    def why_not(self, problem: "Problem") -> str | None:
         return super().why_not(problem) or self.why_not_divided(problem, self.divided)
 
-    def layout_of(self, *operands):
+    def layout_of(self, *operands) -> str:
         weight = operands[1] if len(operands) > 1 else None
         return "kn" if isinstance(weight, torch.Tensor) and gemm_operands.lies_as_kn(weight) else "nk"
 
-    def config_to_dict(self, config):
+    def config_to_dict(self, config: Any) -> dict:
         values = super().config_to_dict(config)
         if config.method == "parts":
-            return {name: values[name] for name in ("method", "pieces")}  # it takes none of the rest
+            return {name: values[name] for name in ("method", "pieces")}  # "parts" uses no other field
         values.pop("pieces", None)
         return values
 
-    def completed(self, config, problem, device):
+    def completed(self, config: Any, problem: "Problem", device: torch.device) -> Any:
         if not _leaves_tiles_open(config):
             return config
         config = replace(config, tiles=self.default(problem, device).tiles)
         while config.illegal(device, problem.torch_dtype) and config.tiles.num_stages > 1:
-            # What else the config asks for may need shared memory, too.
+            # Other fields of the config may need shared memory, too.
             config = replace(config, tiles=replace(config.tiles, num_stages=config.tiles.num_stages - 1))
         return config
 
-    def default(self, problem, device):
+    def default(self, problem: "Problem", device: torch.device) -> Any:
         sizes = self.of_a_rank(problem)
         return self.config_module.default_config(*sizes, problem.torch_dtype, device, problem.world_size)
 
-    def suits(self, config, problem, device):
-        """Not if its tiles, which may be whole waves of the other problem, leave much more idle here than the default.
+    def suits(self, config: Any, problem: "Problem", device: torch.device) -> bool:
+        """Return False if the tiles leave many more SMs idle than the tiles of the default config do.
 
-        Of few rows that is not what counts.
+        Tiles that give whole waves for the problem they were tuned for may not do so for this one. For small M this is
+        not checked, because the GEMM is bound by reading the weight.
         """
         default = self.default(problem, device)
         if device.type == "cpu" or problem.shape[0] <= _FEW_ROWS or config.method != "fused" or config.tiles is None:
@@ -89,14 +113,16 @@ class DenseTunable(ConfigTunable):
         busy = [tiles.busy_share(shards, rows, n, gpu.num_sms(device)) for tiles in (config.tiles, default.tiles)]
         return busy[0] >= _LEAST_BUSY * busy[1]
 
-    def fallback(self, problem, device):
+    def fallback(self, problem: "Problem", device: torch.device) -> Any:
         default, dtype = self.default(problem, device), problem.torch_dtype
         if device.type == "cuda" and not _for_few_rows(default, problem):
             if self.estimate_ms(self.plain(), problem, hardware(device, dtype)) < _SMALL_MS:
                 return self.plain()
         return default
 
-    def operands(self, problem, device, generator):
+    def operands(
+        self, problem: "Problem", device: torch.device, generator: torch.Generator,
+    ) -> tuple[torch.Tensor, ...]:
         m, n, k = self.operand_sizes(problem)
         dtype = problem.torch_dtype
         x = torch.randn(m, k, generator=generator, dtype=dtype, device=device)
@@ -104,29 +130,35 @@ class DenseTunable(ConfigTunable):
         weight = torch.randn(shape, generator=generator, dtype=dtype, device=device).mul_(k**-0.5)
         return x, weight if problem.layout == "nk" else weight.t()
 
-    def reference_bytes(self, problem):
+    def reference_bytes(self, problem: "Problem") -> int:
         m, (_, n, k) = problem.shape[0], self.operand_sizes(problem)
         wide = 2 * problem.torch_dtype.itemsize
-        # x, gathered or not, the weight, and the product, which is compared with another.
+        # The whole x, the weight, and three matrices of the size of the product for the comparison.
         return wide * (m * k + n * k + 3 * m * n)
 
-    def reference(self, operands, problem, group):
+    def reference(
+        self, operands: Sequence[torch.Tensor], problem: "Problem", group: "dist.ProcessGroup",
+    ) -> torch.Tensor:
         return getattr(self.op, f"{self.name}_ref")(*operands, group=group)
 
-    def local(self, operands, problem):
+    def local(self, operands: tuple[torch.Tensor, ...], problem: "Problem") -> Callable[[], object]:
         return lambda: F.linear(*operands)
 
-    def run(self, operands, problem, group, config):
+    def run(self, operands: Any, problem: "Problem", group: "dist.ProcessGroup", config: Any) -> torch.Tensor:
         if config.method == "torch":
             return self.reference(operands, problem, group)
         return self.op.run(*operands, None, group, config)
 
-    def compile(self, operands, problem, config):
+    def compile(self, operands: tuple[torch.Tensor, ...], problem: "Problem", config: Any) -> None:
         self.launch.compile(*operands, None, problem.world_size, config, problem.num_nodes)
 
 
-def two_operands(operator, shapes):
-    """The shapes of x and weight, which shall fit; a bias after them changes nothing."""
+def two_operands(operator: str, shapes: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+    """Return the shapes of x and weight among the shapes of a call's operands, which may include a bias.
+
+    Raises:
+        ValueError: If the shapes do not fit together.
+    """
     if not 2 <= len(shapes) <= 3:
         raise ValueError(f"{operator}: the operands are x and weight, not {len(shapes)} of them")
     x, weight = shapes[:2]
@@ -136,8 +168,8 @@ def two_operands(operator, shapes):
 
 
 def _for_few_rows(config, problem):
-    """Whether a config reads the weight once, with all rows in a tile, and as fast as cuBLAS does."""
-    if problem.num_nodes > 1 or problem.torch_dtype.itemsize > 2:  # which are multiplied without tensor cores
+    """Return whether a config is a small-M config, which reads the weight once, and as fast as cuBLAS."""
+    if problem.num_nodes > 1 or problem.torch_dtype.itemsize > 2:  # fp32 does not use tensor cores
         return False
     return "one_shot" in (getattr(config, "transport", None), getattr(config, "exchange", None))
 
@@ -146,16 +178,24 @@ def _leaves_tiles_open(config):
     return config.method == "fused" and config.tiles is None
 
 
-def call_of(x, weight):
-    """What ``select`` knows a call of 2-D operands by, besides the operator, dtype and device."""
+def call_of(x: torch.Tensor, weight: torch.Tensor) -> tuple:
+    """Return the argument ``call`` of ``select`` for 2-D operands."""
     return x.shape, weight.shape, weight.stride()
 
 
-def config_for(operator, text, x, weight, group, fields):
-    """The config of a call: what ``text`` stands for if it was given one, else what the group has chosen.
+def config_for(
+    operator: str, text: str, x: torch.Tensor, weight: torch.Tensor, group: "dist.ProcessGroup",
+    fields: Callable[[], dict[str, Any]],
+) -> Any:
+    """Return the resolved config of a call: the config given as ``text``, or the selected one if it is empty.
 
     Args:
-        fields: a function; what must be the same on all ranks
+        operator: Name of the operator.
+        text: The config of the call, from ``as_argument``.
+        x: 2-D operand.
+        weight: 2-D operand.
+        group: The group of the call. Selection is collective in the first call with a problem.
+        fields: Returns the properties of the call that must be equal on all ranks.
     """
 
     def problem():
@@ -165,24 +205,24 @@ def config_for(operator, text, x, weight, group, fields):
     if not text:
         return select(operator, x, group, call_of(x, weight), lambda: (*problem(), fields())).config
     tunable = tunables.tunable(operator)
-    config = from_text(tunable.config_class, text)
+    config = from_text(tunable.config_class, text)  # type: ignore[attr-defined]
     if not _leaves_tiles_open(config):
         return config
-    return tunable.completed(config, problem_of(operator, *problem(), x, group), x.device)
+    return tunable.completed(config, problem_of(operator, *problem(), x, group), x.device)  # type: ignore[call-arg]
 
 
 # ---- spaces and costs ----
 
 
-def in_parts(config_class, m, n, k, world_size):
-    """Configs of that method for a product on a rank; a piece is to take the GPU longer than the host."""
+def in_parts(config_class: Any, m: int, n: int, k: int, world_size: int) -> list[Any]:
+    """Return configs of method "parts" for a GEMM of a rank. A chunk must take the GPU longer than the host."""
     flops = 2.0 * m * n * k / world_size
     numbers = [pieces for pieces in (1, 2, 4) if pieces == 1 or flops / pieces >= _PIECE_FLOPS]
     return [config_class(method="parts", pieces=pieces) for pieces in numbers]
 
 
-def tile_space(device, dtype):
-    """Tiles worth trying on a device, legal or not."""
+def tile_space(device: torch.device, dtype: torch.dtype) -> list[Tiles]:
+    """Return candidate tiles for a device, which may or may not be legal."""
     if device.type == "cpu":
         return [Tiles(64, 64, 64, num_warps=1, num_stages=1), Tiles(32, 64, 64, num_warps=1, num_stages=1)]
     if dtype == torch.float32:
@@ -205,44 +245,49 @@ def tile_space(device, dtype):
     ]
 
 
-def product_s(m, n, k, dtype, tiles, num_sms, hardware):
-    """Seconds of a product by tiles on some of the multiprocessors, and of one tile."""
+def product_s(
+    m: int, n: int, k: int, dtype: torch.dtype, tiles: Tiles, num_sms: int, hardware: "Hardware"
+) -> tuple[float, float]:
+    """Estimate (seconds of a GEMM with these tiles on ``num_sms`` SMs, seconds of one tile)."""
     per_sm = hardware.flops / hardware.num_sms * tiles.reach
     tile_s = 2.0 * tiles.block_m * tiles.block_n * k / per_sm
     waves = tiles.count(m, n) / num_sms
     return max(math.ceil(waves) * tile_s, (n * k + m * k + m * n) * dtype.itemsize / hardware.memory), tile_s
 
 
-def vendor_s(m, n, k, dtype, hardware):
-    """Seconds of a product by the vendor's library."""
+def vendor_s(m: int, n: int, k: int, dtype: torch.dtype, hardware: "Hardware") -> float:
+    """Estimate the seconds of a GEMM of the vendor library."""
     return max(2.0 * m * n * k / hardware.flops, (n * k + m * k + m * n) * dtype.itemsize / hardware.memory)
 
 
-def sequence_s(m, n, k, wire_bytes, dtype, hardware):
-    """Seconds of the plain sequence."""
+def sequence_s(m: int, n: int, k: int, wire_bytes: float, dtype: torch.dtype, hardware: "Hardware") -> float:
+    """Estimate the seconds of the torch baseline: a collective and a GEMM in sequence."""
     return vendor_s(m, n, k, dtype, hardware) + collective_s(wire_bytes, hardware)
 
 
-def collective_s(wire_bytes, hardware):
-    """Seconds of a collective of torch's by itself."""
+def collective_s(wire_bytes: float, hardware: "Hardware") -> float:
+    """Estimate the seconds of a collective of torch.distributed."""
     return wire_bytes / (_COLLECTIVE_SHARE * hardware.link) + _LAUNCH_S
 
 
-def parts_s(count, product, wire, received, hardware):
-    """Seconds of ``count`` products that follow one another, beside transfers one ahead or one behind of them.
+def parts_s(count: int, product: float, wire: float, received: float, hardware: "Hardware") -> float:
+    """Estimate the seconds of a pipelined GEMM: ``count`` GEMMs, overlapped with transfers one step ahead or behind.
 
     Args:
-        product, wire: seconds of all of them
-        received: bytes, which were stored and are read again
+        count: Number of GEMMs.
+        product: Seconds of all GEMMs.
+        wire: Seconds of all transfers.
+        received: Bytes that were received and are read again.
+        hardware: Rates of the device.
     """
     return max(product, wire) + min(product, wire) / count + count * _LAUNCH_S + received / hardware.memory
 
 
-def push_rate(programs, hardware):
-    """Bytes a second that so many pushing programs reach."""
+def push_rate(programs: int, hardware: "Hardware") -> float:
+    """Estimate the bytes per second that this number of pushing programs reaches."""
     return _PUSH_SHARE * hardware.link * min(1.0, programs / _PROGRAMS_A_LINK)
 
 
-def copy_rate(hardware):
-    """Bytes a second of copy engines that serve all peers."""
+def copy_rate(hardware: "Hardware") -> float:
+    """Estimate the bytes per second of the copy engines, over all peers."""
     return _COPY_SHARE * hardware.link

@@ -1,13 +1,21 @@
-"""Groups on several nodes, as an operator sees them that has no form for them but torch's sequence."""
+"""Groups that span several nodes."""
+
+from typing import TYPE_CHECKING, Any
 
 from tdkernels.symm.group import group_state
 
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
-def spans_nodes(group):
-    """Whether a (resolved) group is on several nodes."""
+
+def spans_nodes(group: "dist.ProcessGroup") -> bool:
+    """Return whether a (resolved) group spans several nodes."""
     return group.size() > 1 and group_state(group).topology.num_nodes > 1
 
 
-def torch_across_nodes(config, kind, group):
-    """``config``, or where there is none and the group is on several nodes, the ``kind`` of torch's sequence."""
+def torch_across_nodes(config: Any, kind: Any, group: "dist.ProcessGroup") -> Any:
+    """Return ``config``; if it is None and the group spans several nodes, a config of class ``kind``, method "torch".
+
+    For operators that only support method "torch" on several nodes.
+    """
     return kind(method="torch") if config is None and spans_nodes(group) else config

@@ -1,4 +1,4 @@
-"""Sums over the ranks of a node, then over the nodes, in fp32 and in order: the same inputs give the same bits."""
+"""Deterministic reduction over the ranks of a node, then over the nodes, in fp32 and in rank order."""
 
 import triton.language as tl
 
@@ -13,13 +13,13 @@ def sum_of_tile_over_nodes(
     NODES: tl.constexpr, LOCAL: tl.constexpr, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr,
     SKIPPED: tl.constexpr = 0,
 ):
-    """``acc`` plus our node peers' partials of the same tile, plus the other nodes' sums of it, as a DTYPE.
+    """Return ``acc`` plus the node peers' partials of the tile, plus the other nodes' sums, plus the bias, as DTYPE.
 
-    Rank s of our node has its partial at ``parts + s * part_bytes``, node m its sum at ``sums + m * part_bytes``, both
-    in register order; ours are not rounded, neither the partial nor the node's sum. SKIPPED: see ``sum_of_tile``.
+    The partial of rank s of this node is at ``parts + s * part_bytes``, the sum of node m at ``sums + m * part_bytes``,
+    both in fragment layout. This rank's partial and this node's sum are not rounded. SKIPPED: see ``sum_of_tile``.
     """
     if WIDTH > _COLUMNS:
-        # A part at a time, as in ``sum_of_tile``.
+        # Half of the columns at a time, as in ``sum_of_tile``.
         HALF: tl.constexpr = WIDTH // 2
         left, right = acc.reshape(BLOCK_M, 2, HALF).permute(0, 2, 1).split()
         left = sum_of_tile_over_nodes(

@@ -1,11 +1,11 @@
-"""Sums of all ranks' partials, in fp32 and in rank order, so that the same inputs give the same bits."""
+"""Deterministic reduction of all ranks' partials, in fp32 and in rank order."""
 
 import triton.language as tl
 
 from tdkernels import lang as td
 from tdkernels.ops.common.gemm_tile import from_fragment_layout, to_fragment_layout, with_bias
 
-# Columns of an accumulator that are summed at a time: one group of ``to_fragment_layout``.
+# Number of columns of an accumulator that are summed at a time: one group of ``to_fragment_layout``.
 _COLUMNS = tl.constexpr(32)
 
 
@@ -13,13 +13,15 @@ _COLUMNS = tl.constexpr(32)
 def reduce_in_rank_order(
     parts, part_bytes, offs, mask, own, me, RANKS: tl.constexpr, DTYPE: tl.constexpr, SKIPPED: tl.constexpr = 0
 ):
-    """All ranks' partials added in fp32, in rank order; ours is at hand in fp32, rank r's at parts + r * part_bytes.
+    """Return the sum of all ranks' partials in fp32, in rank order.
 
-    SKIPPED: elements of each partial before those that are summed. They are not added to ``parts``, as Triton 3.8 turns
-    an address plus a constant into a pointer plus a constant, and forgets how that pointer was aligned.
+    ``own`` is this rank's partial in fp32. The partial of rank r is at ``parts + r * part_bytes``.
 
-    Four of them are read at a time, for a read takes far longer than the addition; and with the number of ranks known
-    there is no loop, so that the reads of what is summed next can begin before this sum is done.
+    SKIPPED: number of elements of each partial before the summed ones. They are not added to ``parts``, because Triton
+    3.8 turns an address plus a constant into a pointer plus a constant and loses the alignment of the pointer.
+
+    Four partials are loaded at a time, because a load takes far longer than the addition. RANKS is a constant, so that
+    there is no loop and the loads for the next sum can start before this sum is done.
     """
     total = tl.full(own.shape, 0.0, tl.float32)
     for first in tl.static_range(0, RANKS, 4):
@@ -39,7 +41,7 @@ def _partial_of(
     source: tl.constexpr, parts, part_bytes, offs, mask, own, me, RANKS: tl.constexpr, DTYPE: tl.constexpr,
     SKIPPED: tl.constexpr,
 ):
-    """The partial of a rank in fp32; zeros for ranks that there are not."""
+    """Return the partial of a rank in fp32, or zeros if ``source`` is not a rank."""
     if source >= RANKS:
         return tl.full(own.shape, 0.0, tl.float32)
     pointer = td.pointer_to(parts + source * part_bytes, DTYPE) + SKIPPED
@@ -53,12 +55,12 @@ def sum_of_tile(
     RANKS: tl.constexpr, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr,
     SKIPPED: tl.constexpr = 0,
 ):
-    """``acc`` plus the peers' partials of the same tile, WIDTH columns of one of ours, in rank order, as a DTYPE.
+    """Return ``acc`` plus the peers' partials of the same tile in rank order, plus the bias, as DTYPE.
 
-    SKIPPED: elements of a partial before these columns
+    ``acc`` has WIDTH columns of the tile. SKIPPED: number of elements of a partial before these columns.
     """
     if WIDTH > _COLUMNS:
-        # A part at a time: the sum, the peers' partials and the accumulator do not fit the registers together.
+        # Half of the columns at a time: sum, peers' partials and accumulator together do not fit in the registers.
         HALF: tl.constexpr = WIDTH // 2
         left, right = acc.reshape(BLOCK_M, 2, HALF).permute(0, 2, 1).split()
         left = sum_of_tile(

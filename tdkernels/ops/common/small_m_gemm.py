@@ -1,9 +1,12 @@
-"""Products of few rows, which are as fast as the weight can be read: what the kernels for them share.
+"""Building blocks for small-M GEMM.
 
-A tile has all rows, so that the weight is read once, and few columns, so that every multiprocessor reads a part of it.
-The tensor cores get the weight as the operand with many rows and x as the one with few: x as the first would be filled
-up to 64 rows on Hopper. Where columns are too few for the multiprocessors, ``split_k`` programs share the K of a tile.
+With few rows a GEMM is bound by reading the weight. A tile covers all rows, so that the weight is read once, and has
+few columns, so that every SM reads a part of the weight. If N gives too few tiles for the SMs, ``split_k`` programs
+share the K of a tile. The tensor cores get the weight as the first operand and x as the second: as the first operand,
+x would be padded to 64 rows on Hopper.
 """
+
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton.language as tl
@@ -16,12 +19,20 @@ from tdkernels.rounding import cdiv, next_power_of_2
 from tdkernels.runtime import gpu
 from tdkernels.runtime.kernel_launch import output_spec
 
+if TYPE_CHECKING:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    from tdkernels.autotune.hardware import Hardware
+
 _MAX_SPLIT = 8
-_MIN_STEPS = 4  # steps of block_k that a program should have, to be worth starting
+_MIN_STEPS = 4  # minimum steps of block_k per program; with fewer, a program is not worth starting
 
 
-def default_tiles(rows, n, k, dtype, device):
-    """(tiles, split_k) of a product [rows, k] x [n, k] that enough programs share to read at full speed."""
+def default_tiles(rows: int, n: int, k: int, dtype: torch.dtype, device: torch.device) -> tuple[Tiles, int]:
+    """Return the heuristic (tiles, split_k) for operands [rows, k] and [n, k].
+
+    They give enough programs to read the weight at full speed.
+    """
     num_sms = gpu.num_sms(device)
     if device.type == "cpu":
         tiles = Tiles(_height(rows, 64), 64, 64, num_warps=1, num_stages=1)
@@ -35,14 +46,15 @@ def default_tiles(rows, n, k, dtype, device):
 
 
 def _height(rows, most):
+    """Return block_m for a tile that covers all rows, at most ``most``."""
     return min(max(next_power_of_2(rows), 16), most)
 
 
 def _sixteen_bit_tiles(rows, n, num_sms, device):
-    """As deep as shared memory allows: what is on its way is what keeps the memory busy.
+    """Return tiles for 16-bit types, with as many stages as shared memory allows: loads in flight keep the memory busy.
 
-    The tile of all rows is halved where there are multiprocessors for that, and twice as wide where there are tiles for
-    all of them even then, for that reads x half as often.
+    If there are enough SMs, tiles have half of the rows. If there are tiles for all SMs even with twice the columns,
+    tiles are twice as wide, which reads x half as often.
     """
     if torch.version.hip:  # gfx942 has 64 KiB for all stages
         return Tiles(_height(rows, 64), 64, 128, num_warps=4, num_stages=2)
@@ -60,8 +72,8 @@ def _sixteen_bit_tiles(rows, n, num_sms, device):
     return LARGE if rows > LARGE.block_m and fewer_waves else tiles
 
 
-def tiles_to_try(rows, dtype, device):
-    """Tiles worth trying for so many rows."""
+def tiles_to_try(rows: int, dtype: torch.dtype, device: torch.device) -> list[Tiles]:
+    """Return candidate tiles for this number of rows."""
     if device.type == "cpu" or dtype == torch.float32:
         return [default_tiles(rows, 64, 1, dtype, device)[0]]
     heights = sorted({_height(rows, 64), _height(rows, 64 if torch.version.hip else 128)})
@@ -77,22 +89,27 @@ def tiles_to_try(rows, dtype, device):
     return [tile for tile in tiles if tile.illegal(device, dtype) is None]
 
 
-def product(x, weight, bias, tiles):
-    """``gemm_operands.product`` for few rows: by descriptors only where they are worth the host's time to fill them in.
+def product(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tiles: Tiles
+) -> "tuple[torch.Tensor, int, TensorDescriptor | None, TensorDescriptor | None, dict[str, Any]]":
+    """Return ``gemm_operands.product`` for small M.
 
-    With 16 rows or fewer the loads that each thread makes for itself read the weight as fast (H200).
+    With 16 rows or fewer, plain loads read the weight as fast as TMA (H200). Descriptors would then only cost host time
+    and are not used.
     """
     return gemm_operands.product(x, weight, bias, tiles, by_tma=tiles.block_m > 16)
 
 
-def k_of_part(k, tiles, split_k):
-    """How much of K one of split_k programs takes, in whole steps; for the last ones less, or nothing, may be left."""
+def k_of_part(k: int, tiles: Tiles, split_k: int) -> int:
+    """Return the K of one split, in whole steps of block_k. For the last splits, less or nothing may be left."""
     steps = cdiv(k, tiles.block_k)
     return cdiv(steps, split_k) * tiles.block_k
 
 
-def seconds(rows, n, k, dtype, tiles, split_k, hardware):
-    """About how long the product takes: reading the weight, which too few programs cannot do at full speed."""
+def seconds(
+    rows: int, n: int, k: int, dtype: torch.dtype, tiles: Tiles, split_k: int, hardware: "Hardware"
+) -> float:
+    """Estimate the seconds of a GEMM: the time to read the weight. With fewer programs than SMs it is read slower."""
     programs = tiles.count(rows, n) * split_k
     reading = (n * k + rows * k) * dtype.itemsize / hardware.memory / min(1.0, programs / hardware.num_sms)
     multiplying = 2.0 * max(rows, tiles.block_m) * n * k / hardware.flops
@@ -100,17 +117,17 @@ def seconds(rows, n, k, dtype, tiles, split_k, hardware):
     return max(reading, multiplying) + parts / hardware.memory
 
 
-def scratch_to_be_made(like, num_tiles, tiles, split_k):
-    """Where programs that share the K of a tile leave their parts, for ``reduce_splits``; one element if none do."""
+def scratch_to_be_made(like: torch.Tensor, num_tiles: int, tiles: Tiles, split_k: int) -> torch.Tensor:
+    """Return the output spec of the fp32 scratch memory for ``reduce_splits``; one element without split-K."""
     size = num_tiles * split_k * tiles.block_m * tiles.block_n if split_k > 1 else 1
     return output_spec(like, size, dtype=torch.float32)
 
 
 @td.jit
 def place_of(program, tiles_m, K, k_of_part, split_k, PRODUCT: tl.constexpr):
-    """(tile, part, first row, first column, first k, last k) of a program that multiplies, of which tiles have split_k.
+    """Return the tile coordinates of a program: (tile, K split, first row, first column, first k, last k).
 
-    Those of a tile follow one another, and so do the tiles of a column.
+    The ``split_k`` programs of a tile have consecutive numbers, and so do the tiles of a column.
     """
     BLOCK_M: tl.constexpr = PRODUCT.block_m
     BLOCK_N: tl.constexpr = PRODUCT.block_n
@@ -128,10 +145,10 @@ def place_of(program, tiles_m, K, k_of_part, split_k, PRODUCT: tl.constexpr):
 def small_m_tile(
     x_ptr, x_desc, plane, row, rows, stride_x, w_ptr, w_desc, col, stride_w, N, first_k, last_k, PRODUCT: tl.constexpr,
 ):
-    """x[row : +BLOCK_M] @ w[col : +BLOCK_N].T over columns first_k … last_k - 1 of both, fp32 [BLOCK_M, BLOCK_N].
+    """Return x[row : +BLOCK_M] @ w[col : +BLOCK_N].T over columns first_k to last_k - 1, fp32 [BLOCK_M, BLOCK_N].
 
-    x is [rows, K] by pointer, [planes, rows, K] by descriptor; first_k is a multiple of BLOCK_K, and last_k too, unless
-    it is K. Rows and columns that there are not hold anything.
+    The pointer of x addresses [rows, K], its descriptor [planes, rows, K]. first_k is a multiple of BLOCK_K, and so is
+    last_k unless it is K. Rows and columns outside of the operands are undefined.
     """
     BLOCK_M: tl.constexpr = PRODUCT.block_m
     BLOCK_N: tl.constexpr = PRODUCT.block_n
@@ -170,7 +187,10 @@ def small_m_tile(
 
 @td.jit
 def reduce_splits(ctx, acc, scratch_ptr, tile, part, split_k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(the sum of all parts' ``acc`` in their order, whether we are the last to come): only the last may use it."""
+    """Split-K reduction: return (sum of ``acc`` over the splits in order, whether this program arrived last).
+
+    The sum is only valid in the program that arrived last.
+    """
     TILE: tl.constexpr = BLOCK_M * BLOCK_N
     offs = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     own_ptr = scratch_ptr + (tile.to(tl.int64) * split_k + part) * TILE

@@ -1,6 +1,7 @@
-"""The tile of a dense operator's product: part of every config, and its default for a device."""
+"""Tile of a GEMM: part of every config, and the heuristics that select it."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -10,7 +11,16 @@ from tdkernels.runtime import gpu
 
 @dataclass(frozen=True)
 class Tiles:
-    """A program computes block_m x block_n outputs at a time, by steps of block_k; group_m tile rows go together."""
+    """Tile of a GEMM, and the launch options that depend on it.
+
+    Attributes:
+        block_m: Rows of the output per tile; a power of two of at least 16, as block_n and block_k.
+        block_n: Columns of the output per tile.
+        block_k: Step of the main loop.
+        group_m: Number of tile rows that are computed together, so that their operands stay in the L2 cache.
+        num_warps: Warps per program: 1, 2, 4, 8 or 16.
+        num_stages: Stages of the software pipeline of the main loop.
+    """
 
     block_m: int = 128
     block_n: int = 256
@@ -19,8 +29,11 @@ class Tiles:
     num_warps: int = 8
     num_stages: int = 4
 
-    def illegal(self, device, dtype, more_bytes=0):
-        """Why no program can have this tile, and more_bytes of shared memory beside it; None when one can."""
+    def illegal(self, device: torch.device, dtype: torch.dtype, more_bytes: int = 0) -> str | None:
+        """Return why this tile cannot run with a device and a dtype, or None if it can.
+
+        ``more_bytes`` is the shared memory that the kernel needs in addition to the stages.
+        """
         for name in ("block_m", "block_n", "block_k"):
             size = getattr(self, name)
             if size < 16 or size & (size - 1):
@@ -32,56 +45,56 @@ class Tiles:
         needed = self.shared_memory_bytes(dtype) + more_bytes
         available = gpu.shared_memory_bytes(device)
         if needed > available:
-            what = "the stages" if not more_bytes else "the stages and a tile on its way out"
+            what = "the stages" if not more_bytes else "the stages and a tile that is being sent"
             return f"{what} need {needed} bytes of shared memory, {device} has {available}"
         return None
 
-    def shared_memory_bytes(self, dtype):
-        """What the stages of the main loop take; the epilogue reuses it."""
+    def shared_memory_bytes(self, dtype: torch.dtype) -> int:
+        """Return the bytes of shared memory for the stages of the main loop. The epilogue reuses them."""
         return self.num_stages * (self.block_m + self.block_n) * self.block_k * dtype.itemsize
 
-    def constants(self):
-        """The tile as a kernel's constexpr arguments."""
+    def constants(self) -> dict[str, int]:
+        """Return the tile as constexpr arguments of a kernel."""
         return {
             "BLOCK_M": self.block_m,
             "BLOCK_N": self.block_n,
             "BLOCK_K": self.block_k,
         }
 
-    def count(self, rows, n):
-        """How many of them a product [rows, n] has."""
+    def count(self, rows: int, n: int) -> int:
+        """Return the number of tiles of an output [rows, n]."""
         return cdiv(rows, self.block_m) * cdiv(n, self.block_n)
 
     @property
-    def reach(self):
-        """What share of the tensor cores' rate a tile reaches: the larger it is, the less it loads for each flop."""
-        # 128 x 256 keeps those of Hopper busy.
+    def reach(self) -> float:
+        """Estimate the share of the peak tensor core rate: a larger tile loads fewer bytes per flop."""
+        # A tile of 128 x 256 saturates the tensor cores of Hopper.
         return min(1.0, self.block_m * self.block_n / (self.block_m + self.block_n) / 85.0) ** 0.5
 
-    def waves_take(self, rows, n, num_sms):
-        """How long a product [rows, n] takes by large tiles, to be compared: whole waves of them."""
+    def waves_take(self, rows: int, n: int, num_sms: int) -> float:
+        """Return the relative time of a GEMM with output [rows, n], in whole waves of tiles. Only for comparisons."""
         return cdiv(self.count(rows, n), num_sms) * self.block_m * self.block_n / self.reach
 
-    def busy_share(self, shards, rows, n, num_sms):
-        """What share of the multiprocessors' waves has a tile, of ``shards`` products [rows, n]."""
+    def busy_share(self, shards: int, rows: int, n: int, num_sms: int) -> float:
+        """Return the share of SMs that have a tile, over all waves of ``shards`` GEMMs with output [rows, n]."""
         count = shards * self.count(rows, n)
         return count / max(round_up(count, num_sms), 1)
 
-    def options(self):
-        """The tile as launch options."""
+    def options(self) -> dict[str, Any]:
+        """Return the launch options of the tile."""
         return {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
-# What keeps the tensor cores of Hopper busy.
+# Saturates the tensor cores of Hopper.
 LARGE = Tiles(128, 256, 64, num_warps=8, num_stages=4)
 
 
-def default_tiles(rows, n, dtype, device):
-    """A sensible tile for a product of which a rank sees ``rows`` rows of a shard and ``n`` columns."""
+def default_tiles(rows: int, n: int, dtype: torch.dtype, device: torch.device) -> Tiles:
+    """Return the heuristic tile for a GEMM with ``rows`` rows per shard and ``n`` columns on a rank."""
     if device.type == "cpu":
         return Tiles(64, 64, 64, num_warps=1, num_stages=1)
     if dtype == torch.float32:
-        # Exact fp32 has no tensor cores: small tiles keep the accumulators in registers.
+        # Exact fp32 does not use tensor cores: small tiles keep the accumulators in registers.
         return Tiles(64, 64, 32, num_warps=4, num_stages=2)
     if torch.version.hip:
         return Tiles(128, 128, 64, num_warps=8, num_stages=2)
@@ -94,10 +107,13 @@ def default_tiles(rows, n, dtype, device):
     return LARGE
 
 
-def tiles_of_product(rows, n, shards, waves, dtype, device):
-    """``default_tiles`` of ``shards`` times so many rows; smaller ones if there are no more than so many waves of them.
+def tiles_of_product(
+    rows: int, n: int, shards: int, waves: float, dtype: torch.dtype, device: torch.device
+) -> Tiles:
+    """Return ``default_tiles`` for ``shards`` GEMMs of ``rows`` rows, or a smaller tile for at most ``waves`` waves.
 
-    In half a wave every other multiprocessor has none, and what the last of two sends has nothing to hide behind.
+    With half a wave, every other SM has no tile. With two waves, the communication of the second wave overlaps with
+    nothing.
     """
     tiles = default_tiles(rows, n, dtype, device)
     if tiles != LARGE or shards * LARGE.count(rows, n) > waves * gpu.num_sms(device):

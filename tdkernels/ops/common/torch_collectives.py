@@ -1,41 +1,48 @@
-"""The plain collectives that the references and the method "torch" are made of.
+"""Collectives of torch.distributed, for the reference implementations and for method "torch".
 
-They have no gradient, or a wrong one, so the references that are made of them (``gemm_rs_ref`` and others) give none.
+They have no gradient, or a wrong one. So the references that use them (``gemm_rs_ref`` and others) have no gradient.
 """
+
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-# torch 2.13 has given them new names and warns about the old ones.
+if TYPE_CHECKING:
+    import torch
+
+# torch 2.13 renames these functions and warns about the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def all_gather_rows(x, group=None):
-    """All ranks' x [rows, …] below each other, [W * rows, …]."""
+def all_gather_rows(x: "torch.Tensor", group: dist.ProcessGroup | None = None) -> "torch.Tensor":
+    """All-gather x [rows, ...] along the first dimension, to [W * rows, ...]."""
     full = x.new_empty(dist.get_world_size(group) * x.shape[0], *x.shape[1:])
     _all_gather(full, x.contiguous(), group=group)
     return full
 
 
-def reduce_scatter_rows(partial, group=None):
-    """This rank's rows of the sum of all ranks' partial [W * rows, …]."""
+def reduce_scatter_rows(partial: "torch.Tensor", group: dist.ProcessGroup | None = None) -> "torch.Tensor":
+    """Sum ``partial`` [W * rows, ...] over the ranks and return this rank's rows [rows, ...]."""
     z = partial.new_empty(partial.shape[0] // dist.get_world_size(group), *partial.shape[1:])
     _reduce_scatter(z, partial.contiguous(), op=dist.ReduceOp.SUM, group=group)
     return z
 
 
-def all_gather_beside(full, x, group=None):
-    """Begin to gather x into ``full``; wait() of what it returns makes the current stream wait for it."""
+def all_gather_beside(full: "torch.Tensor", x: "torch.Tensor", group: dist.ProcessGroup | None = None) -> dist.Work:
+    """Start an asynchronous all-gather of x into ``full``. ``wait()`` makes the current stream wait for the result."""
     return _all_gather(full, x, group=group, async_op=True)
 
 
-def reduce_scatter_beside(z, partial, group=None):
-    """Begin to reduce and scatter ``partial`` into z; as ``all_gather_beside``."""
+def reduce_scatter_beside(
+    z: "torch.Tensor", partial: "torch.Tensor", group: dist.ProcessGroup | None = None
+) -> dist.Work:
+    """Start an asynchronous reduce-scatter of ``partial`` into z. ``wait()`` as for ``all_gather_beside``."""
     return _reduce_scatter(z, partial, op=dist.ReduceOp.SUM, group=group, async_op=True)
 
 
-def all_reduce(partial, group=None):
-    """The sum of all ranks' partial, of the same shape on all of them; in place where it is contiguous."""
+def all_reduce(partial: "torch.Tensor", group: dist.ProcessGroup | None = None) -> "torch.Tensor":
+    """Return the sum of ``partial`` over the ranks. A contiguous ``partial`` is modified in place."""
     total = partial.contiguous()
     dist.all_reduce(total, op=dist.ReduceOp.SUM, group=group)
     return total

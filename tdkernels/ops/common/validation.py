@@ -1,4 +1,7 @@
-"""Checks of what a user passes to an operator, before anything is launched. All errors name the argument."""
+"""Validation of the arguments of operators, before anything is launched. Errors name the argument and its shape."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -8,23 +11,37 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 INTEGERS = (torch.int32, torch.int64)
 
 
-def shape_of(tensor):
-    """Return the shape as errors show it."""
+def shape_of(tensor: torch.Tensor) -> list[int]:
+    """Return the shape for error messages."""
     return list(tensor.shape)
 
 
 def _supported(dtypes):
+    """Return the beginning of "a, b and c are supported"."""
     *others, last = (str(dtype).removeprefix("torch.") for dtype in dtypes)
     return f"{', '.join(others)} and {last} are" if others else f"{last} is"
 
 
-def check_tensor(operator, name, value, dtypes=None, like=None, like_name="x", words=None, memory=True):
-    """Raise TypeError or ValueError unless an argument is a tensor that fits.
+def check_tensor(
+    operator: str, name: str, value: Any, dtypes: Sequence[torch.dtype] | None = None,
+    like: torch.Tensor | None = None, like_name: str = "x", words: str | None = None, memory: bool = True,
+) -> None:
+    """Raise an error if an argument is not a tensor, or not a supported one.
 
     Args:
-        dtypes: those that are supported, ``words`` in an error; None: all
-        like: the argument, called ``like_name``, on whose device it must be
-        memory: whether it must be dense and hold its values itself, which torch's dispatcher otherwise sees to
+        operator: The operator, for errors.
+        name: Name of the argument, for errors.
+        value: The argument.
+        dtypes: The supported dtypes, described by ``words`` in errors. None: all dtypes.
+        like: Another argument, with the name ``like_name``. ``value`` must be on the same device.
+        like_name: See ``like``.
+        words: See ``dtypes``.
+        memory: Whether the tensor must be dense and store its values itself. False if the tensor goes through torch's
+            dispatcher, which ensures this.
+
+    Raises:
+        TypeError: If it is not a tensor, or has an unsupported layout, class or dtype.
+        ValueError: If it is on another device than ``like``.
     """
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{operator}: {name} must be a torch.Tensor, not {type(value).__name__}")
@@ -40,11 +57,14 @@ def check_tensor(operator, name, value, dtypes=None, like=None, like_name="x", w
         raise ValueError(f"{operator}: {like_name} is on {like.device} but {name} is on {value.device}")
 
 
-def reject_tensor_subclasses(operator, name, tensor):
-    """Raise TypeError for a tensor with values that its memory does not hold, where torch does not see to that itself.
+def reject_tensor_subclasses(operator: str, name: str, tensor: torch.Tensor) -> None:
+    """Raise an error for a tensor whose memory does not store its values, such as a DTensor or a negated view.
 
-    It does for what goes through its dispatcher. Other operators would read what is there. RuntimeError in a transform
-    of torch.func, whose tensors have no memory.
+    For operators that do not go through torch's dispatcher: they read the memory. The dispatcher resolves such tensors.
+
+    Raises:
+        TypeError: If the tensor is a DTensor or a negated view.
+        RuntimeError: In a transform of torch.func, whose tensors have no memory.
     """
     if torch.compiler.is_compiling():
         return
@@ -56,18 +76,19 @@ def reject_tensor_subclasses(operator, name, tensor):
 
 
 def _reject_dtensor(operator, name, tensor):
-    """Raise TypeError for a DTensor, whose shape is that of all ranks."""
+    """Raise TypeError for a DTensor: its shape is the global shape."""
     if hasattr(tensor, "to_local"):
         raise TypeError(f"{operator}: {name} {shape_of(tensor)} is a {type(tensor).__name__}; pass its to_local()")
 
 
-def check_device(operator, name, tensor):
+def check_device(operator: str, name: str, tensor: torch.Tensor) -> None:
+    """Raise ValueError if a tensor is on an unsupported device."""
     if tensor.device.type not in DEVICES:
         raise ValueError(f"{operator}: {name} is on {tensor.device}; cpu and cuda (NVIDIA, AMD) are supported")
 
 
-def check_rows(operator, name, x, dtypes=DTYPES):
-    """A tensor of [rows, H], H not 0."""
+def check_rows(operator: str, name: str, x: Any, dtypes: Sequence[torch.dtype] = DTYPES) -> None:
+    """Raise an error if an argument is not a tensor [rows, H] with H > 0."""
     check_tensor(operator, name, x, dtypes)
     check_device(operator, name, x)
     if x.dim() != 2:
@@ -76,8 +97,14 @@ def check_rows(operator, name, x, dtypes=DTYPES):
         raise ValueError(f"{operator}: {name} {shape_of(x)} has empty rows")
 
 
-def check_floats(operator, tensors, memory=False):
-    """Tensors by their names, all of the first one's dtype and device; ``memory`` as for ``check_tensor``."""
+def check_floats(operator: str, tensors: Mapping[str, Any], memory: bool = False) -> None:
+    """Raise an error unless all arguments are floating-point tensors with the dtype and device of the first one.
+
+    Args:
+        operator: The operator, for errors.
+        tensors: The arguments by name.
+        memory: As for ``check_tensor``.
+    """
     (first_name, first), *_ = tensors.items()
     for name, tensor in tensors.items():
         check_tensor(operator, name, tensor, DTYPES, first, first_name, memory=memory)
@@ -86,8 +113,8 @@ def check_floats(operator, tensors, memory=False):
     check_device(operator, first_name, first)
 
 
-def check_weight(operator, weight, bias):
-    """weight [N, K], no dimension empty, and a bias [N] or None."""
+def check_weight(operator: str, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """Raise ValueError unless weight is [N, K] without an empty dimension, and bias is [N] or None."""
     if weight.dim() != 2:
         raise ValueError(f"{operator}: weight must have 2 dimensions [N, K], its shape is {shape_of(weight)}")
     if weight.shape[0] == 0 or weight.shape[1] == 0:
@@ -98,8 +125,8 @@ def check_weight(operator, weight, bias):
         )
 
 
-def check_operands(operator, x, weight, bias):
-    """Raise TypeError or ValueError, naming the argument and its shape, unless x @ weight.T + bias makes sense."""
+def check_operands(operator: str, x: Any, weight: Any, bias: Any) -> None:
+    """Raise TypeError or ValueError, with the argument and its shape, unless x @ weight.T + bias is valid."""
     check_floats(operator, {"x": x, "weight": weight} | ({} if bias is None else {"bias": bias}))
     if x.dim() < 2:
         raise ValueError(f"{operator}: x must have at least 2 dimensions [rows, K], its shape is {shape_of(x)}")

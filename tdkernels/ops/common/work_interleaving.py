@@ -1,4 +1,4 @@
-"""Work of another kind between the tiles of a work list."""
+"""Interleave work items of another kind with the tiles of a work list."""
 
 import triton.language as tl
 
@@ -7,10 +7,11 @@ from tdkernels import lang as td
 
 @td.jit
 def split_piece(piece, tiles, others, lead):
-    """(whether it is one of the others, its number among its kind) of a piece of ``tiles`` with others strewn in.
+    """Return (whether work item ``piece`` is one of the ``others``, its index among the items of its kind).
 
-    The first ``lead`` pieces, if there are as many tiles, are tiles. Where others are more than tiles they come first,
-    together: strewn in proportion they make a tp_moe 2 to 5 % slower, for a copy alone among products waits for itself.
+    The list has ``tiles`` tiles with ``others`` items interleaved. The first ``lead`` items are tiles, if there are
+    enough. If there are more others than tiles, the others come first. Interleaving them in proportion makes tp_moe 2
+    to 5 % slower, because a single copy between GEMM tiles exposes its own latency.
     """
     lead = tl.minimum(lead, tiles)
     period = tl.maximum((tiles - lead + others) // tl.maximum(others, 1), 1)

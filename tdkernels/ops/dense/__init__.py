@@ -1,1 +1,1 @@
-"""Matrix products with a collective: ag_gemm, gemm_rs, gemm_ar."""
+"""GEMMs overlapped with a collective: ag_gemm, gemm_rs, gemm_ar."""

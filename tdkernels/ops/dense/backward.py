@@ -1,7 +1,11 @@
-"""The backward of ag_gemm and gemm_rs. Each uses the other's kernels, since one gathers what the other scatters.
+"""Backward of ag_gemm and gemm_rs. Each uses the kernels of the other operator: one gathers rows, the other scatters.
 
-dweight is a GEMM over all rows. One of its operands is gathered.
+    operator    dx                                  dweight
+    ag_gemm     gemm_rs: dy @ weight                GEMM over all rows: dy.T @ all_gather(x)
+    gemm_rs     ag_gemm: all_gather(dz) @ weight    GEMM over all rows: all_gather(dz).T @ x
 """
+
+from typing import Any
 
 import torch
 
@@ -20,7 +24,7 @@ from tdkernels.ops.dense.vendor_gemm import is_worth_its_launches
 from tdkernels.runtime.torch_op import group_by_name
 from tdkernels.symm.whole_call import whole_call
 
-_PIECES = 1  # of a part of dx: the last are on their way while dweight is multiplied
+_PIECES = 1  # chunks per owner of dx: the last ones are sent while dweight is computed
 
 
 def _method(config_class, config):
@@ -31,8 +35,8 @@ def _method(config_class, config):
 
 
 def _ag_gemm_in_parts(config, dy, x, group):
-    """Whether both gradients are made of two products of the vendor's."""
-    if spans_nodes(group):  # sums across nodes have no parts
+    """Return whether dx and dweight are computed by the pipelined form: two GEMMs of torch."""
+    if spans_nodes(group):  # the pipelined gemm_rs does not support several nodes
         return False
     if config:
         return _method(AgGemmConfig, config) == "parts"
@@ -40,13 +44,17 @@ def _ag_gemm_in_parts(config, dy, x, group):
 
 
 def _ag_gemm_config_of_dx(dy, back, group):
-    """That of the GEMM-RS of dx."""
+    """Return the config of the gemm_rs that computes dx; ``back`` is weight.T."""
     fields = lambda: {"backward of": "ag_gemm", **gemm_rs_launch.problem_fields(dy, back)}  # noqa: E731
     return config_for("gemm_rs", "", dy, back, group, fields)
 
 
 @whole_call
 def ag_gemm_backward(dy, x, weight, need_dx, need_dweight, group, config):
+    """Return (dx, dweight) of ``ag_gemm``: the body of the torch.library op. Gradients not needed are empty tensors.
+
+    ``group`` is a group name, ``config`` the config of the forward as text.
+    """
     group = group_by_name(group)
     dx, dweight = x.new_empty(0), x.new_empty(0)
     if group.size() == 1 or x.shape[0] == 0:
@@ -59,7 +67,7 @@ def ag_gemm_backward(dy, x, weight, need_dx, need_dweight, group, config):
         dx, dweight = _ag_gemm_backward_in_parts(dy, x, weight, group)
     else:
         choice = _ag_gemm_config_of_dx(dy, weight.t(), group) if need_dx else None
-        # x travels while the GEMM-RS computes and sends dx; then all of it is here for dweight.
+        # x is gathered while the gemm_rs computes and sends dx. Then all of x has arrived for dweight.
         gather = AsyncAllGather.start("ag_gemm backward", x, group) if need_dweight else None
         if need_dx:
             if choice.method == "torch":
@@ -74,10 +82,10 @@ def ag_gemm_backward(dy, x, weight, need_dx, need_dweight, group, config):
 
 @whole_call
 def _ag_gemm_backward_in_parts(dy, x, weight, group):
-    """dx and dweight of ``ag_gemm`` on one node.
+    """Return (dx, dweight) of ``ag_gemm`` on one node, computed by two GEMMs of torch.
 
-    x travels while dx is multiplied, and the parts of dx while that is and dweight is: two products of the vendor's,
-    behind which both transfers are hidden as long as they take less.
+    x is gathered during the GEMM of dx. The parts of dx are sent during both GEMMs. The transfers are hidden as long as
+    they take less time than the GEMMs.
     """
     x = gemm_operands.rows_contiguous(x)
     back = weight.t()
@@ -96,14 +104,17 @@ def _ag_gemm_backward_in_parts(dy, x, weight, group):
 
 
 def _gemm_rs_in_parts(config, dz, x, keeps, group):
-    """Whether dx is multiplied by the vendor's library. What is tuned are calls that keep nothing that is gathered."""
+    """Return whether the ag_gemm of dx uses method "parts".
+
+    Tuned configs are not used for this choice: they are tuned for calls that do not keep the gathered operand.
+    """
     if config or spans_nodes(group):
         return _method(GemmRsConfig, config) == "parts"
     return keeps and is_worth_its_launches(4 * x.numel() * dz.shape[1], (group.size() - 1) * dz.nbytes)
 
 
 def _gemm_rs_config_of_dx(config, dz, x, back, keeps, group):
-    """That of the AG-GEMM of dx; ``keeps``: what it gathers, for the other gradients."""
+    """Return the config of the ag_gemm that computes dx. ``keeps``: the gathered dz is kept for the other gradients."""
     if _gemm_rs_in_parts(config, dz, x, keeps, group):
         return AgGemmConfig(method="parts")
     fields = lambda: {"backward of": "gemm_rs", **ag_gemm_launch.problem_fields(dz, back)}  # noqa: E731
@@ -112,6 +123,10 @@ def _gemm_rs_config_of_dx(config, dz, x, back, keeps, group):
 
 @whole_call
 def gemm_rs_backward(dz, x, weight, need_dx, need_dweight, need_dbias, group, config):
+    """Return (dx, dweight, dbias) of ``gemm_rs``: the body of the torch.library op.
+
+    Gradients that are not needed are empty tensors. ``group`` and ``config`` as for ``ag_gemm_backward``.
+    """
     group = group_by_name(group)
     dx, dweight, dbias = x.new_empty(0), x.new_empty(0), x.new_empty(0)
     full = gather = choice = None
@@ -126,7 +141,7 @@ def gemm_rs_backward(dz, x, weight, need_dx, need_dweight, need_dbias, group, co
         dx = full @ weight if need_dx else dx
         dweight = full.t() @ x if need_dweight else dweight
     elif need_dx:
-        # The AG-GEMM leaves what it gathers where the weight gradient can read it.
+        # The ag_gemm keeps the gathered dz for the gradient of the weight.
         dx, gather = ag_gemm_launch.launch(dz, back, None, group, choice, keep_gathered=keeps)
         if gather is not None:
             gather.finish()
@@ -148,24 +163,27 @@ def gemm_rs_backward(dz, x, weight, need_dx, need_dweight, need_dbias, group, co
 # ---- dweight ----
 
 
-def gathered_weight_gradient(gather, local, *, gathered_on_left, overlapped):
-    """sum over ranks of gathered.T @ local (``gathered_on_left``), or of local.T @ gathered.
+def gathered_weight_gradient(
+    gather: AsyncAllGather, local: torch.Tensor, *, gathered_on_left: bool, overlapped: bool
+) -> torch.Tensor:
+    """Return gathered.T @ local if ``gathered_on_left``, otherwise local.T @ gathered, over the rows of all ranks.
 
     Args:
-        gather: a started Gather of [rows, P] a rank
-        local: [W * rows, Q], in the dtype of the gathered
-        overlapped: the gather has run beside another product, so that all of it will be here at once; otherwise each
-            shard is multiplied while later ones are on their way
+        gather: A started AsyncAllGather of [rows, P] per rank.
+        local: [W * rows, Q] in the dtype of the gathered tensor.
+        gathered_on_left: Which of the two products is computed.
+        overlapped: Whether the gather has run concurrently with another GEMM. If so, one GEMM follows the whole gather.
+            If not, each shard is multiplied while later shards arrive.
 
     Returns:
-        [P, Q] (gathered on the left) or [Q, P], accumulated in fp32
+        [P, Q] if ``gathered_on_left``, otherwise [Q, P]. Accumulated in fp32.
     """
     if overlapped:
         gather.finish()
         full = gather.gathered.reshape(-1, gather.width)
         return full.t() @ local if gathered_on_left else local.t() @ full
     locals_by_rank = local.view(gather.world_size, gather.rows, local.shape[1])
-    total = None
+    total: Any = None
     for step in range(gather.world_size):
         source = gather.source(step)
         if step == 0:
@@ -180,6 +198,7 @@ def gathered_weight_gradient(gather, local, *, gathered_on_left, overlapped):
 
 
 def _matmul_fp32(a, b):
+    """Return a @ b in fp32."""
     if a.device.type == "cuda" and a.dtype != torch.float32:
         return torch.mm(a, b, out_dtype=torch.float32)
     return a.float() @ b.float()

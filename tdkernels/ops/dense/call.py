@@ -1,4 +1,8 @@
-"""What a call of a dense operator does, whichever it is."""
+"""Steps of a call that all GEMM operators share: the body of the torch.library op, and the call cache."""
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import torch.nn.functional as F
 
@@ -7,14 +11,27 @@ from tdkernels.ops.common.gemm_tunable import config_for
 from tdkernels.runtime import call_cache, torch_op
 from tdkernels.symm.group import group_state
 
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
 
-def forward(operator, kernel, run, x, weight, bias, group, config):
-    """The body of the ``torch.library`` op: the output for 2-D operands, as the config of the call says.
+
+def forward(
+    operator: str, kernel: ModuleType, run: "Callable[..., torch.Tensor]", x: "torch.Tensor", weight: "torch.Tensor",
+    bias: "torch.Tensor | None", group: Any, config: Any,
+) -> "torch.Tensor":
+    """Compute the output for 2-D operands: the body of the torch.library op.
 
     Args:
-        kernel: the operator's kernel module, which knows what must be the same on all ranks
-        run: (x, weight, bias, group, config) -> output, by whatever method the config says
-        group, config: as they go through torch.library, by name and as text
+        operator: Name of the operator.
+        kernel: The operator's module ``launch``; ``problem_fields`` gives the properties that must be equal on all
+            ranks.
+        run: (x, weight, bias, group, config) -> output, for a resolved config.
+        x: [rows, K].
+        weight: [N, K].
+        bias: [N] or None.
+        group: Name of the process group.
+        config: The config as text, see ``as_argument``.
     """
     group = torch_op.group_by_name(group)
     if group.size() == 1:
@@ -28,16 +45,24 @@ def forward(operator, kernel, run, x, weight, bias, group, config):
     return run(x, weight, bias, group, config)
 
 
-def keep_call(key, operator, launch, run, group, x, weight, bias, config, rows, y):
+def keep_call(
+    key: Any, operator: str, launch: ModuleType, run: "Callable[..., torch.Tensor]", group: "dist.ProcessGroup",
+    x: "torch.Tensor", weight: "torch.Tensor", bias: "torch.Tensor | None", config: Any, rows: Any, y: "torch.Tensor",
+) -> None:
     """Insert a call into the call cache, see ``runtime.call_cache.lookup_run``.
 
     Args:
-        key: from ``lookup_run``
-        launch: the operator's module of that name
-        run: as above
-        x, weight, bias, config: as they were given
-        rows: x [rows, K]
-        y: the output
+        key: From ``lookup_run``.
+        operator: Name of the operator.
+        launch: The operator's module ``launch``.
+        run: As for ``forward``.
+        group: The resolved group.
+        x: As given by the caller.
+        weight: As given by the caller.
+        bias: As given by the caller.
+        config: As given by the caller.
+        rows: x as [rows, K].
+        y: The output.
     """
     if not call_cache.is_current(group, key) or group.size() == 1 or not rows.shape[0]:
         return

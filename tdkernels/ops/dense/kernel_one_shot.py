@@ -1,13 +1,13 @@
-"""The kernel behind GEMM-AR and GEMM-RS for few rows: partial tiles go straight to whoever sums them.
+"""One-shot kernel of gemm_ar and gemm_rs, for small M: partial tiles are sent directly to the ranks that sum them.
 
-One program, or ``split_k`` of them that share the K of a tile, computes our partial; the last of them to come adds the
-others', rounds the partial to what travels, and stores it at the peers with one signal: all of it at every peer, or of
-each peer its own rows (``scatters``). Then it waits for the peers' partials of the same tile and adds them in rank
-order. Everybody adds the same numbers in the same order, so that GEMM-AR's z has the same bits on all ranks. There is
-no barrier, and nothing waits before it has sent.
+One program computes a partial tile, or ``split_k`` programs share its K; then the last program to arrive adds the
+splits. It rounds the partial to the dtype of x and stores it at the peers, with one signal: the whole tile at every
+peer, or each row at the peer that owns it (SCATTERS). Then it waits for the peers' partials of the same tile and adds
+them in rank order. All ranks add the same numbers in the same order, so z of gemm_ar is bitwise equal on all ranks.
+There is no barrier.
 
-The programs of a tile wait only for the programs of the same tile on the peers, all of which have sent before they
-wait themselves, and which wait for nothing else: so what runs in order of the program ids gets through (law 1).
+Progress (invariant 1). A program waits only for the programs of the same tile on the peers. Every program sends before
+it waits and waits for nothing else, so it suffices that programs start in the order of their ids.
 """
 
 import triton.language as tl
@@ -21,7 +21,7 @@ from tdkernels.ops.common.small_m_gemm import place_of, reduce_splits, small_m_t
 
 @td.jit
 def _send_to_all(ctx, half, slot, partial, offs, mask, me, RANKS: tl.constexpr, DTYPE: tl.constexpr):
-    """Store a partial tile ``slot`` bytes into a half of every peer's buffer."""
+    """Store a partial tile in the buffer of every peer, ``slot`` bytes after the start of a half."""
     for step in tl.static_range(1, RANKS):
         dst = td.data_at(ctx, half, (me + step) % RANKS) + slot
         tl.store(td.pointer_to(dst, DTYPE) + offs, partial, mask=mask)
@@ -32,7 +32,7 @@ def _send_to_owners(
     ctx, half, slot, partial, offs_m, owned_rows, mask, me,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, RANKS: tl.constexpr, ELEM_BYTES: tl.constexpr, DTYPE: tl.constexpr,
 ):
-    """Store each row of a partial tile at the rank that owns it, but for our own rows."""
+    """Store each row of a partial tile at the rank that owns it, except for this rank's rows."""
     owners = tl.minimum(offs_m // owned_rows, RANKS - 1)
     rows = td.data_at(ctx, half, owners) + slot + tl.arange(0, BLOCK_M).to(tl.int64) * (BLOCK_N * ELEM_BYTES)
     dst = td.pointer_to(rows, DTYPE)[:, None] + tl.arange(0, BLOCK_N)[None, :]
@@ -46,10 +46,10 @@ def gemm_one_shot_kernel(
     PRODUCT: tl.constexpr, SPLIT: tl.constexpr, SCATTERS: tl.constexpr,
     RANKS: tl.constexpr, trace_ptr=None,
 ):
-    """z = the sum over ranks of x @ w.T, of which each has its ``owned_rows`` if SCATTERS, else all; x is [M, K].
+    """Compute z = sum over ranks of x [M, K] @ w.T. If SCATTERS, each rank stores only its ``owned_rows`` of z.
 
-    Signal number ``source * tiles + tile`` of a half says that the source's partial of a tile is in our buffer, which
-    is [ranks, tiles, BLOCK_M, BLOCK_N]; of a tile only the rows and columns that we sum.
+    The data of a half is [ranks, tiles, BLOCK_M, BLOCK_N]. Signal number ``source * tiles + tile`` is set when the
+    partial tile of ``source`` is stored there. Only the rows and columns that this rank sums are stored.
     """
     BLOCK_M: tl.constexpr = PRODUCT.block_m
     BLOCK_N: tl.constexpr = PRODUCT.block_n
@@ -81,7 +81,7 @@ def gemm_one_shot_kernel(
         own = td.from_float32(acc, DTYPE)
         slot = (tl.cast(me, tl.int64) * tiles + tile) * TILE_BYTES
         first_row = 0
-        # A void launch sends nothing: a peer may still read what an earlier launch has sent.
+        # A void launch sends nothing: a peer may still read the data of an earlier launch.
         is_sent = mask & (td.is_void(signal) == 0)
         if SCATTERS:
             first_row = me * owned_rows
@@ -91,11 +91,11 @@ def gemm_one_shot_kernel(
             )
         else:
             _send_to_all(ctx, half, slot, own, offs, is_sent, me, RANKS, DTYPE)
-        # waiter: every peer's last program of the same tile
+        # waiter: the last program of the same tile on every peer
         td.notify_all(ctx, td.signal_at(ctx, half, me * tiles + tile), signal)
         if (row < first_row + owned_rows) & (row + BLOCK_M > first_row):
             td.mark(trace, "waits", ALL_PEERS)
-            # producer: every peer's last program of the same tile
+            # producer: the last program of the same tile on every peer
             td.wait_plan_all(ctx, td.signal_at(ctx, half, tile), tiles, signal)
             td.mark(trace, "sums")
             mask &= ((offs_m >= first_row) & (offs_m < first_row + owned_rows))[:, None]

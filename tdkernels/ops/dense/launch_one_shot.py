@@ -1,4 +1,7 @@
-"""Launch the kernel of gemm_rs and gemm_ar for few rows, or compile it ahead of time."""
+"""Launch the one-shot kernel of gemm_rs and gemm_ar, for small M, or compile it ahead of time."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -7,9 +10,12 @@ from tdkernels.ops.dense.kernel_one_shot import gemm_one_shot_kernel
 from tdkernels.runtime import recorder
 from tdkernels.runtime.kernel_launch import Launch, output_spec
 
+if TYPE_CHECKING:
+    from tdkernels.symm.workspace import Workspace
+
 
 def _arguments(ctx, x, weight, bias, z, scratch, plan, world_size, config, scatters):
-    """The kernel's arguments."""
+    """Return the kernel's arguments and constants."""
     m, k = x.shape
     n = weight.shape[0]
     weight, stride_w, x_desc, w_desc, constants = small_m_gemm.product(x, weight, bias, config.tiles)
@@ -22,8 +28,10 @@ def _arguments(ctx, x, weight, bias, z, scratch, plan, world_size, config, scatt
     return args, constants
 
 
-def compile(x, weight, bias, world_size, config, scatters):
-    """Compile what ``launch`` with the same operands would launch, into Triton's cache; launches nothing."""
+def compile(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, world_size: int, config: Any, scatters: bool,
+) -> None:
+    """Compile the kernel for these operands into Triton's cache, without launching it; arguments as for ``prepare``."""
     x = gemm_operands.rows_contiguous(x)
     ctx = torch.empty(1, dtype=torch.int64, device=x.device)
     scratch = torch.empty(1, dtype=torch.float32, device=x.device)
@@ -31,8 +39,15 @@ def compile(x, weight, bias, world_size, config, scatters):
     gemm_one_shot_kernel.warmup(*args, grid=(1,), **constants)
 
 
-def prepare(workspace, operator, x, weight, bias, config, fields, scatters):
-    """The Launch on 2-D operands that are ready; ``operator``: for errors."""
+def prepare(
+    workspace: "Workspace", operator: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
+    config: Any, fields: Mapping[str, Any], scatters: bool,
+) -> Launch:
+    """Return the Launch for normalized operands.
+
+    ``scatters``: the sum is scattered (gemm_rs) instead of stored on all ranks (gemm_ar). ``operator`` and ``fields``
+    as for ``Workspace.prepare``.
+    """
     m, n = x.shape[0], weight.shape[0]
     tiles, ranks = config.tiles, workspace.world_size
     count = tiles.count(m, n)

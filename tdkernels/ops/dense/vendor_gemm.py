@@ -1,30 +1,32 @@
-"""A product by torch's GEMM, of a part of the rows at a time, so that other parts can travel meanwhile."""
+"""GEMMs of torch (the vendor library) for pipelined methods, which multiply some of the rows at a time."""
 
 import torch
 
 from tdkernels.rounding import cdiv
 
-# A backward that takes the GPU less, at H200's rates, takes the host longer to launch in parts (2 H200).
+# If a backward takes the GPU less than _LEAST_S at these rates of an H200, the host takes longer than the GPU to launch
+# the pipelined form (2 H200).
 _LEAST_S, _FLOPS, _LINK = 0.75e-3, 750e12, 330e9
 
 
-def cut(rows, pieces):
-    """[(first row, how many)] of the pieces of ``rows``, all but the last of the same size; fewer if rows are few.
+def cut(rows: int, pieces: int) -> list[tuple[int, int]]:
+    """Split ``rows`` into chunks; return (first row, number of rows) of each.
 
-    Pieces begin at multiples of 8 rows, so that each is aligned for copies by programs.
+    All chunks but the last have the same size. With few rows there may be fewer than ``pieces``. Chunks begin at
+    multiples of 8 rows, so that each of them is aligned for copies by programs.
     """
     size = cdiv(rows, 8 * pieces) * 8
     return [(first, min(size, rows - first)) for first in range(0, rows, size)]
 
 
-def product(x, weight, bias, out):
-    """out = x @ weight.T + bias, of 2-D operands."""
+def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    """Compute out = x @ weight.T + bias for 2-D operands."""
     if bias is None:
         torch.mm(x, weight.t(), out=out)
     else:
         torch.addmm(bias, x, weight.t(), out=out)
 
 
-def is_worth_its_launches(flops, wire_bytes):
-    """Whether a backward is so large that it is faster in parts; the same on all ranks."""
+def is_worth_its_launches(flops: float, wire_bytes: int) -> bool:
+    """Return whether a backward is so large that the pipelined form is faster. The result is equal on all ranks."""
     return flops / _FLOPS + wire_bytes / _LINK >= _LEAST_S

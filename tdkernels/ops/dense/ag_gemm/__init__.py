@@ -1,1 +1,1 @@
-"""All-gather, then a matrix product."""
+"""ag_gemm: all-gather overlapped with a GEMM."""

@@ -1,6 +1,7 @@
-"""The config of ag_gemm and its default."""
+"""Config of ag_gemm, and the heuristic that selects a config without tuning."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from tdkernels.ops.common import small_m_gemm
 from tdkernels.ops.common.config import METHODS
@@ -8,26 +9,30 @@ from tdkernels.ops.common.tile_config import Tiles, tiles_of_product
 from tdkernels.rounding import cdiv
 from tdkernels.runtime import gpu
 
-# From here on one copy a peer is faster than programs that push: it takes no multiprocessor (4 H200).
+if TYPE_CHECKING:
+    import torch
+
+# From this shard size on, one copy per peer is faster than programs that push, because it takes no SM (4 H200).
 _LARGE_SHARD_BYTES = 64 << 20
-# Up to this many rows of all ranks, reading the weight takes most of the time, so it is read once.
+# Up to this many rows of all ranks, reading the weight takes most of the time. "one_shot" reads it only once.
 _ONE_SHOT_ROWS = {"cpu": 16, "cuda": 256}
 
 
 @dataclass(frozen=True)
 class AgGemmConfig:
-    """How ``ag_gemm`` runs.
+    """Config of ``ag_gemm``.
 
     Attributes:
-        method: "fused"; "parts": torch's GEMM of a part of the rows at a time, as the copy engine brings them; or
-            "torch": a plain all-gather, then a plain GEMM
-        tiles: the tile of the product, see ``Tiles``; None takes the default for the device and shape
-        transport: "push" (by programs); "copy_engine"; "one_shot": by programs, and nothing is multiplied before all of
-            it is there, for few rows; in a group on several nodes it is always push
-        num_comm_sms: programs that push at the same time, before they multiply like the others; not for copy_engine
-        chunk_tiles: tile rows that travel together under one signal; not for one_shot
-        split_k: programs that share the K of one tile; one_shot only
-        pieces: in which a shard travels and is multiplied; parts only, which takes none of the others
+        method: "fused" runs the overlapping kernel. "parts" is a pipelined GEMM: torch's GEMM multiplies a part of the
+            rows at a time, as the copy engine brings them. "torch" runs an all-gather, then a GEMM.
+        tiles: Tile of the GEMM, see ``Tiles``. None selects the default for the device and shape.
+        transport: "push" sends shards by programs, "copy_engine" by the copy engine. "one_shot" sends them by programs
+            and starts the GEMM when all shards have arrived, for small M. On several nodes it is always "push".
+        num_comm_sms: Number of programs that push concurrently. They compute tiles afterwards, like the others. Not
+            used by "copy_engine".
+        chunk_tiles: Number of tile rows per chunk, which is sent with one signal. Not used by "one_shot".
+        split_k: Number of K splits of a tile, each computed by one program. Only used by "one_shot".
+        pieces: Number of chunks in which a shard is sent and multiplied. The only other field that method "parts" uses.
     """
 
     method: str = "fused"
@@ -38,16 +43,16 @@ class AgGemmConfig:
     split_k: int = 1
     pieces: int = 1
 
-    def illegal(self, device, dtype):
-        """Why this config cannot run on a device with a dtype; None when it can."""
+    def illegal(self, device: "torch.device", dtype: "torch.dtype") -> str | None:
+        """Return why this config cannot run with a device and a dtype, or None if it can."""
         if self.method not in METHODS:
             return f'method must be "fused", "parts" or "torch", not {self.method!r}'
         if self.method == "torch":
-            return None  # takes none of the rest
+            return None  # uses no other field
         if self.pieces < 1:
             return f"pieces must be at least 1, not {self.pieces}"
         if self.method == "parts":
-            return None  # takes no others
+            return None  # uses no other field
         if self.transport not in ("push", "copy_engine", "one_shot"):
             return f'transport must be "push", "copy_engine" or "one_shot", not {self.transport!r}'
         if self.num_comm_sms < 1:
@@ -60,8 +65,10 @@ class AgGemmConfig:
         return self.tiles.illegal(device, dtype) if self.tiles is not None else None
 
 
-def default_config(rows, n, k, dtype, device, world_size, num_nodes=1):
-    """The config for operands [rows, K] and [n, K] of a shape that is not tuned."""
+def default_config(
+    rows: int, n: int, k: int, dtype: "torch.dtype", device: "torch.device", world_size: int, num_nodes: int = 1
+) -> AgGemmConfig:
+    """Return the heuristic config for operands [rows, k] and [n, k] of a rank."""
     if rows * world_size <= _ONE_SHOT_ROWS[device.type] and num_nodes == 1:
         tiles, split_k = small_m_gemm.default_tiles(rows * world_size, n, k, dtype, device)
         num_comm = 2 if device.type == "cpu" else 24
@@ -74,6 +81,6 @@ def default_config(rows, n, k, dtype, device, world_size, num_nodes=1):
     return AgGemmConfig(tiles=tiles, num_comm_sms=24)
 
 
-def default_config_for(x, weight, world_size):
-    """``default_config`` of operands [M / W, K] and [N / W, K]."""
-    return default_config(x.shape[0], *weight.shape, x.dtype, x.device, world_size)
+def default_config_for(x: "torch.Tensor", weight: "torch.Tensor", world_size: int) -> AgGemmConfig:
+    """Return ``default_config`` for operands [M / W, K] and [N / W, K]."""
+    return default_config(x.shape[0], *weight.shape, x.dtype, x.device, world_size)  # type: ignore[call-arg]

@@ -1,7 +1,7 @@
-"""The kernel behind AG-GEMM: some of the work is pushing our shard to all peers, the rest multiplies what has arrived.
+"""Kernel of ag_gemm: some work items push this rank's shard to all peers, the others multiply the chunks that arrive.
 
-Signal number ``source * num_chunks + chunk`` of a half is raised by ``source`` when that chunk of its shard stands in
-our memory; the waiters are the tiles made of its rows.
+Rank ``source`` sets signal number ``source * num_chunks + chunk`` of a half when it has stored that chunk of its shard
+in this rank's memory. The waiters are the tiles with rows of the chunk.
 """
 
 import triton.language as tl
@@ -14,7 +14,7 @@ from tdkernels.ops.dense.ag_gemm.tile import store_tile
 
 @td.jit
 def _tile_by_arrival(tile, me, ranks, tiles_m, tiles_n, group_m, chunk_tiles):
-    """Which shard, tile row and tile column: own shard first, then chunk by chunk as the sources push them."""
+    """Return (shard, tile row, tile column): this rank's shard first, then chunks in the order in which they arrive."""
     own_tiles = tiles_m * tiles_n
     source = me
     pid_m, pid_n = swizzle(tile, tiles_m, tiles_n, group_m)
@@ -30,7 +30,7 @@ def _tile_by_arrival(tile, me, ranks, tiles_m, tiles_n, group_m, chunk_tiles):
     return source, pid_m, pid_n
 
 
-# Compiled once for a tile, whatever the shape, plan and transport: that is what makes tuning cheap.
+# Compiled once per tile, for all shapes, plans and transports. This makes tuning cheap.
 @td.jit(do_not_specialize=[
     "M_shard", "N", "K", "stride_w", "slot_rows", "plan", "num_comm", "chunk_tiles", "group_m",
 ])
@@ -39,12 +39,13 @@ def ag_gemm_kernel(
     M_shard, N, K, stride_w, slot_rows, plan, num_comm, chunk_tiles, group_m,
     COPY_WORDS: tl.constexpr, FIXED_HALF: tl.constexpr, PRODUCT: tl.constexpr, trace_ptr=None,
 ):
-    """Pieces 0 … num_comm - 1 push our shard to the peers; each later one computes one tile, in order of arrival.
+    """Compute y = all_gather(x) @ w.T, for x [M_shard, K] and y [ranks * M_shard, N].
 
-    Programs take them by tickets (``lang.work_queue``) until none is left.
+    Work items 0 to num_comm - 1 push this rank's shard to the peers. Each later item (``piece``) computes one tile, in
+    the order of arrival. Programs fetch the items from the work queue (``lang.work_queue``).
 
-    FIXED_HALF: a ``begin_kernel`` has opened the call; the gathered rows, our own included, stay in half 0 for the
-    launches that follow. num_comm may be 0 then, when somebody else pushes.
+    FIXED_HALF: a ``begin_kernel`` has begun the call. The gathered rows, including this rank's own, stay in half 0 for
+    later launches. num_comm may be 0, if the copy engine sends the shards.
     """
     BLOCK_M: tl.constexpr = PRODUCT.block_m
     BLOCK_N: tl.constexpr = PRODUCT.block_n
@@ -53,7 +54,7 @@ def ag_gemm_kernel(
     stride_w = as_aligned(stride_w, PRODUCT.aligned)
     me = td.rank(ctx)
     ranks = td.num_ranks(ctx)
-    if FIXED_HALF:  # behind the barrier of a Gather, which has counted this call
+    if FIXED_HALF:  # after the barrier of an AsyncAllGather, which has counted this call
         half = tl.full((), 0, tl.int32)
         signal = td.signal_of(ctx, td.epoch(ctx), plan)
     else:
@@ -81,7 +82,7 @@ def ag_gemm_kernel(
             if pid_m < tiles_m:  # the last chunk of a shard may have fewer tile rows
                 row = pid_m * BLOCK_M
                 col = pid_n * BLOCK_N
-                # Two loops in a row, of which one is empty: in two branches each would get shared memory of its own.
+                # Two loops, one of which is empty. In two branches each loop would get its own shared memory.
                 own_k = tl.where(source == me, K, 0)
                 td.mark(trace, "multiplies", source)
                 acc = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
@@ -90,7 +91,7 @@ def ag_gemm_kernel(
                 slot = td.data_at(ctx, half, me) + source.to(tl.int64) * slot_bytes
                 if source != me:
                     td.mark(trace, "waits", source)
-                    # producer: push_shard of the source, or the copy engine
+                    # producer: push_shard of the source, or its copy engine
                     signal_ptr = td.signal_at(ctx, half, source * num_chunks + pid_m // chunk_tiles)
                     seen = td.wait_plan(ctx, signal_ptr, signal, source, FOR_TMA=PRODUCT.use_tma)
                     slot = td.consume_token(slot, seen)

@@ -1,15 +1,16 @@
-"""The kernel behind AG-GEMM in a group on several nodes; ``kernel_async_multinode`` says how the shards travel.
+"""Kernel of ag_gemm for groups on several nodes. ``kernel_async_multinode`` describes how shards are sent.
 
-Pieces of work, in the order in which programs take them:
+Node peers are the other ranks of this node. Rail peers are the ranks with the same local rank on other nodes. Work
+items, in the order in which programs fetch them:
 
-    send     our shard, chunk by chunk, is staged in our own slot and put into those of our rail peers
-    push     our shard goes to our node peers; then what comes from our rail peers is relayed to them
-    tiles    of our own shard, which wait for nobody; of our node peers' shards; of those from other nodes, chunk by
-             chunk, and of each chunk first the rail peers' own rows, then those that node peers relay
+    send     stage this rank's shard in its own slot, chunk by chunk, and put it into the slots of the rail peers
+    push     push this rank's shard to the node peers, then relay the shards of the rail peers to them
+    tiles    of this rank's shard, which wait for nothing; of the node peers' shards; of shards from other nodes, by
+             chunks, and for each chunk first the rail peers' rows, then the rows that node peers relay
 
-A piece waits only for pieces of smaller numbers, on whatever rank: a relay for sends, a tile for sends and pushes. And
-sends, which end early and take no program for long, come before any wait; so however few programs there are at a time,
-what other nodes wait for goes out.
+Progress (invariant 1). An item waits only for items with smaller numbers, on any rank: a relay waits for sends, a tile
+for sends and pushes. Sends are short and come before all waits. So other nodes receive their data even if few programs
+run at a time.
 """
 
 import triton.language as tl
@@ -28,7 +29,7 @@ from tdkernels.ops.dense.ag_gemm.tile import store_tile
 
 @td.jit
 def _tile_by_arrival(tile, me, ranks, local, tiles_m, tiles_n, group_m, chunk_tiles, num_chunks):
-    """Which shard, tile row and tile column: own shard, those of the node, those of other nodes, by chunks."""
+    """Return (shard, tile row, tile column): this rank's shard, node peers' shards, other nodes' shards by chunks."""
     own_tiles = tiles_m * tiles_n
     source = me
     pid_m, pid_n = swizzle(tile, tiles_m, tiles_n, group_m)
@@ -48,7 +49,7 @@ def _tile_by_arrival(tile, me, ranks, local, tiles_m, tiles_n, group_m, chunk_ti
     return source, pid_m, pid_n
 
 
-# Compiled once for a tile, whatever the shape, plan and nodes, as ``ag_gemm_kernel``, whose arguments these are.
+# Compiled once per tile, for all shapes, plans and nodes, with the arguments of ``ag_gemm_kernel``.
 @td.jit(network=True, do_not_specialize=[
     "M_shard", "N", "K", "stride_w", "slot_rows", "plan", "num_comm", "chunk_tiles", "group_m",
 ])
@@ -57,10 +58,9 @@ def ag_gemm_nodes_kernel(
     M_shard, N, K, stride_w, slot_rows, plan, num_comm, chunk_tiles, group_m,
     COPY_WORDS: tl.constexpr, FIXED_HALF: tl.constexpr, PRODUCT: tl.constexpr, trace_ptr=None,
 ):
-    """Send, push and relay shards, and multiply them in order of arrival.
+    """Send, push and relay shards, and multiply them in the order of arrival.
 
-    FIXED_HALF: a ``begin_nodes_kernel`` has opened the call; the gathered rows stay in half 0 for the launches that
-    follow.
+    FIXED_HALF: a ``begin_nodes_kernel`` has begun the call. The gathered rows stay in half 0 for later launches.
     """
     BLOCK_M: tl.constexpr = PRODUCT.block_m
     BLOCK_N: tl.constexpr = PRODUCT.block_n
@@ -70,7 +70,7 @@ def ag_gemm_nodes_kernel(
     me = td.rank(ctx)
     ranks = td.num_ranks(ctx)
     local = td.local_ranks(ctx)
-    if FIXED_HALF:  # behind the barrier of a Gather, which has counted this call
+    if FIXED_HALF:  # after the barrier of an AsyncAllGather, which has counted this call
         half = tl.full((), 0, tl.int32)
         signal = td.signal_of(ctx, td.epoch(ctx), plan)
     else:
@@ -115,7 +115,7 @@ def ag_gemm_nodes_kernel(
             if pid_m < tiles_m:  # the last chunk of a shard may have fewer tile rows
                 row = pid_m * BLOCK_M
                 col = pid_n * BLOCK_N
-                # Two loops in a row, of which one is empty: see ag_gemm_kernel.
+                # Two loops, one of which is empty: see ag_gemm_kernel.
                 own_k = tl.where(source == me, K, 0)
                 td.mark(trace, "multiplies", source)
                 acc = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)

@@ -1,11 +1,11 @@
-"""The kernel behind AG-GEMM for few rows: everything is sent at once, and multiplied when all of it is there.
+"""One-shot kernel of ag_gemm, for small M: gather everything, then compute.
 
-The first programs push our shard to everybody, ourselves included; each of the others waits for all shards and then
-computes one tile with the rows of all ranks in it, or ``split_k`` of them share its K. So the weight is read once, not
-once for each shard; and what a program has to wait, it uses to bring the weight that it will read first nearer, into
-the L2 cache: reading the weight is what takes the time, and it goes on while the rows are on their way.
+The first programs push this rank's shard to all ranks, including this rank. Each of the other programs waits for all
+shards, then computes one tile that covers the rows of all ranks, or ``split_k`` programs share its K. So the weight is
+read once, not once per shard. Reading the weight takes most of the time. While a program waits for the rows, it
+prefetches the first part of its weight to the L2 cache.
 
-Programs that push wait for nothing, and the others for those alone (law 1).
+Progress (invariant 1). Programs that push wait for nothing. The others wait only for programs that push.
 """
 
 import triton.language as tl
@@ -21,9 +21,10 @@ def _push(
     ctx, x_ptr, half, signal, slot, size, share, pusher, me, ranks,
     DTYPE: tl.constexpr, ELEM_BYTES: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """Store elements share * pusher … of our shard, which has ``size``, ``slot`` bytes into everybody's buffer.
+    """Store the share of program ``pusher`` of this rank's shard in the buffers of all ranks.
 
-    A void launch stores nothing: a peer may still read what an earlier launch has pushed.
+    The shard has ``size`` elements and begins ``slot`` bytes after the start of a half; the share begins at element
+    ``share * pusher``. A void launch stores nothing: a peer may still read the data of an earlier launch.
     """
     offs = tl.arange(0, BLOCK)
     begin = tl.cast(pusher, tl.int64) * share
@@ -42,7 +43,7 @@ def _prefetch_to_l2(
     w_ptr, stride_w, col, N, first_k, last_k,
     BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, W_IS_KN: tl.constexpr, ELEM_BYTES: tl.constexpr,
 ):
-    """Prefetch what a program will read of the weight first."""
+    """Prefetch the part of the weight that a program reads first to the L2 cache."""
     if W_IS_KN:
         rows = first_k + tl.arange(0, COLUMNS)
         there = rows < last_k
@@ -63,10 +64,10 @@ def ag_gemm_one_shot_kernel(
     M_shard, N, K, stride_w, slot_rows, k_of_part, share, plan, num_comm, split_k,
     COPY_BLOCK: tl.constexpr, PREFETCH: tl.constexpr, PRODUCT: tl.constexpr, SPLIT: tl.constexpr, trace_ptr=None,
 ):
-    """y = all ranks' x @ w.T; x is [M_shard, K], y is [ranks * M_shard, N].
+    """Compute y = all_gather(x) @ w.T, for x [M_shard, K] and y [ranks * M_shard, N].
 
-    Signal number ``source * num_comm + program`` of a half says that this program's share of the source's shard is in
-    our buffer, which is [ranks, slot_rows, K].
+    The data of a half is [ranks, slot_rows, K]. Signal number ``source * num_comm + program`` is set when that program
+    of rank ``source`` has stored its share there.
     """
     BLOCK_M: tl.constexpr = PRODUCT.block_m
     BLOCK_N: tl.constexpr = PRODUCT.block_n
@@ -86,7 +87,7 @@ def ag_gemm_one_shot_kernel(
         slot = tl.cast(me, tl.int64) * slot_rows * K * PRODUCT.elem_bytes
         size = tl.cast(M_shard, tl.int64) * K
         _push(ctx, x_ptr, half, signal, slot, size, share, program, me, ranks, DTYPE, PRODUCT.elem_bytes, COPY_BLOCK)
-        # waiter: everybody's programs that multiply
+        # waiter: the programs of all ranks that multiply
         td.notify_all(ctx, td.signal_at(ctx, half, me * num_comm + program), signal, WITH_OWN=True)
     else:
         rows = ranks * slot_rows
@@ -97,7 +98,7 @@ def ag_gemm_one_shot_kernel(
                 w_ptr, stride_w, col, N, first_k, last_k, BLOCK_N, PREFETCH, PRODUCT.w_is_kn, PRODUCT.elem_bytes
             )
         td.mark(trace, "waits", ALL_PEERS)
-        # producer: everybody's programs that push
+        # producer: the programs of all ranks that push
         td.wait_plan_all(ctx, td.signal_at(ctx, half, 0), num_comm, signal, count=num_comm, WITH_OWN=True)
         if PRODUCT.use_tma:
             td.fence_before_tma_load()

@@ -1,6 +1,7 @@
-"""Launch the kernel of ag_gemm, or compile it ahead of time."""
+"""Launch the kernels of ag_gemm, or compile them ahead of time."""
 
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,16 +18,24 @@ from tdkernels.symm import get_workspace
 from tdkernels.symm.group import group_state
 from tdkernels.symm.whole_call import whole_call
 
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from tdkernels.ops.dense.ag_gemm.config import AgGemmConfig
+
 _COPY_WORDS = 4096
 
 
-def problem_fields(x, weight):
-    """What must be the same on all ranks before a config is chosen."""
+def problem_fields(x: torch.Tensor, weight: torch.Tensor) -> dict[str, Any]:
+    """Return the properties of a call that must be equal on all ranks, before a config is selected."""
     return {"M/W": x.shape[0], "K": x.shape[1], "N/W": weight.shape[0], "dtype": str(x.dtype)}
 
 
 def _arguments(ctx, x, gathered, weight, bias, y, slot_rows, plan, num_comm, fixed_half, config):
-    """The kernel's arguments; ``gathered`` is (rows as [1, K], planes, rows of a plane, elements between planes)."""
+    """Return the kernel's arguments and constants.
+
+    ``gathered`` describes the gathered rows: (first row as [1, K], planes, rows per plane, elements between planes).
+    """
     tiles = config.tiles
     rows, k = x.shape
     n = weight.shape[0]
@@ -41,11 +50,14 @@ def _arguments(ctx, x, gathered, weight, bias, y, slot_rows, plan, num_comm, fix
     return args, {"COPY_WORDS": _COPY_WORDS, "FIXED_HALF": fixed_half, **constants}
 
 
-def compile(x, weight, bias, world_size, config, num_nodes=1):
-    """Compile what ``launch`` with the same operands would launch, into Triton's cache; launches nothing."""
+def compile(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, world_size: int, config: "AgGemmConfig",
+    num_nodes: int = 1,
+) -> None:
+    """Compile the kernel that ``launch`` would launch for these operands, into Triton's cache, without launching it."""
     if x.device.type == "cpu" or config.method != "fused":
-        return  # interpreted; nothing of it depends on the config
-    config = _that_reaches(config, num_nodes)
+        return  # the CPU interprets; the other methods have no kernel that depends on the config
+    config = _multinode_config(config, num_nodes)
     if config.transport == "one_shot":
         return launch_one_shot.compile(x, weight, bias, config)
     x = gemm_operands.rows_contiguous(x)
@@ -63,41 +75,53 @@ def _kernel(num_nodes):
 
 
 def _comm_pieces(num_comm, num_chunks, topology):
-    """How many pieces send to others, and how many things one of them does."""
+    """Return (number of work items that send, maximum number of trace events of one of them)."""
     if topology.num_nodes > 1:
         return launch_multinode.comm_pieces(num_comm, num_chunks, topology)
     return num_comm, cdiv((topology.world_size - 1) * num_chunks, num_comm) if num_comm else 0
 
 
-def _that_reaches(config, num_nodes):
-    """The config with a transport that reaches other nodes, which no other than push does, if there are any.
+def _multinode_config(config, num_nodes):
+    """Return the config with transport "push" on several nodes, because no other transport reaches other nodes."""
+    return _push_config(config) if num_nodes > 1 else config
 
-    Chunks for the copy engine are as large as can be; those that programs push are to arrive early.
+
+def _push_config(config):
+    """Return the config with transport "push".
+
+    Chunks for the copy engine are as large as possible. Pushed chunks have one tile row, so that they arrive early.
     """
-    return _pushing(config) if num_nodes > 1 else config
-
-
-def _pushing(config):
     return config if config.transport == "push" else replace(config, transport="push", chunk_tiles=1)
 
 
-def launch(x, weight, bias, group, config, keep_gathered=False):
-    """Launch an overlapping form on 2-D operands; returns y and, if kept, the Gather of x, to be closed."""
+def launch(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: "dist.ProcessGroup",
+    config: "AgGemmConfig", keep_gathered: bool = False,
+) -> tuple[torch.Tensor, AsyncAllGather | None]:
+    """Run ag_gemm on 2-D operands with method "fused" or "parts".
+
+    Returns:
+        (y, gather). ``gather`` is None unless ``keep_gathered``. Otherwise it holds the gathered x; the caller reads
+        ``gather.gathered`` and closes it.
+    """
     if config.method == "parts":
         fields = with_config(problem_fields(x, weight), config)
         return pipelined.launch(x, weight, bias, group, config, fields, keep_gathered)
-    config = _that_reaches(config, group_state(group).topology.num_nodes)
+    config = _multinode_config(config, group_state(group).topology.num_nodes)
     if keep_gathered and config.transport == "one_shot":
-        config = _pushing(config)  # in a backward; what one_shot gathers is not kept
+        config = _push_config(config)  # only in a backward: "one_shot" does not keep the gathered x
     if keep_gathered or config.transport == "copy_engine":
-        return _launch_beside_gather(*gemm_operands.ready(x, weight, bias), group, config, keep_gathered)
+        return _launch_with_gather(*gemm_operands.ready(x, weight, bias), group, config, keep_gathered)
     y, *_ = launch_product(_workspace(x, group, config), x, weight, bias, config, _prepare)
     return y, None
 
 
-def bind(x, weight, bias, group, config):
+def bind(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: "dist.ProcessGroup",
+    config: "AgGemmConfig",
+) -> Launch | None:
     """Return the Launch of a fused call; None if the call needs more than one launch, or copies an operand."""
-    config = _that_reaches(config, group_state(group).topology.num_nodes)
+    config = _multinode_config(config, group_state(group).topology.num_nodes)
     if config.transport == "copy_engine":
         return None
     return bind_product(_workspace(x, group, config), x, weight, bias, config, _prepare)
@@ -109,7 +133,7 @@ def _workspace(x, group, config):
 
 
 def _prepare(workspace, x, weight, bias, config):
-    """The Launch of the kernel that sends its own shard."""
+    """Return the Launch of the kernel that also sends this rank's shard."""
     fields = with_config(problem_fields(x, weight), config)
     if config.transport == "one_shot":
         return launch_one_shot.prepare(workspace, x, weight, bias, config, fields)
@@ -131,8 +155,11 @@ def _prepare(workspace, x, weight, bias, config):
 
 
 @whole_call
-def _launch_beside_gather(x, weight, bias, group, config, keep_gathered):
-    """The same where x is gathered into the memory of a Gather: since it is kept, or as the copy engine sends it."""
+def _launch_with_gather(x, weight, bias, group, config, keep_gathered):
+    """Launch the kernel on the memory of an AsyncAllGather, for the copy engine or because the caller reads it later.
+
+    Returns as ``launch``, but an AsyncAllGather that is already closed if it is not kept.
+    """
     rows, k = x.shape
     copies = config.transport == "copy_engine"
     fields, chunk_rows = with_config(problem_fields(x, weight), config), config.chunk_tiles * config.tiles.block_m
@@ -162,7 +189,7 @@ def _num_chunks(rows, config):
 
 
 def _count(x, weight, num_comm, topology, config):
-    """How many pieces of work there are, and how many things one that sends does."""
+    """Return (number of work items, maximum number of trace events of an item that sends)."""
     tiles, num_chunks = config.tiles, _num_chunks(x.shape[0], config)
     tiles_m, tiles_n = cdiv(x.shape[0], tiles.block_m), cdiv(weight.shape[0], tiles.block_n)
     remote = (topology.world_size - 1) * num_chunks * config.chunk_tiles * tiles_n

@@ -1,4 +1,7 @@
-"""Launch the kernel of ag_gemm for few rows, or compile it ahead of time."""
+"""Launch the one-shot kernel of ag_gemm, for small M, or compile it ahead of time."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -9,15 +12,19 @@ from tdkernels.rounding import cdiv
 from tdkernels.runtime import recorder
 from tdkernels.runtime.kernel_launch import Launch, output_spec
 
+if TYPE_CHECKING:
+    from tdkernels.ops.dense.ag_gemm.config import AgGemmConfig
+    from tdkernels.symm.workspace import Workspace
+
 _COPY_BLOCK = 2048  # elements
-_LEAST_PUSH_BYTES = 4096  # of a shard, by a program
-# Columns of the weight that are brought nearer meanwhile: with a tile of 64 on each of 132 multiprocessors 17 MB, about
-# what the memory gives in the 4 us that the rows take.
+_LEAST_PUSH_BYTES = 4096  # minimum share of a shard that a program pushes
+# Columns of the weight that are prefetched to L2 while the rows arrive. With a tile of 64 rows of the weight on each of
+# 132 SMs this is 17 MB, about what the memory delivers in the 4 us until the rows arrive.
 _PREFETCH_COLUMNS = 1024
 
 
 def _slot_rows(x):
-    """Rows from one rank's shard to the next one's: its rows, if slots then begin at multiples of 16 bytes."""
+    """Return the rows per slot of the buffer: the shard's rows, if slots then begin at multiples of 16 bytes."""
     rows = x.shape[0]
     return rows if x.shape[1] * x.element_size() % 16 == 0 else slot_rows_of(rows)
 
@@ -27,7 +34,7 @@ def _num_pushers(x, config):
 
 
 def _arguments(ctx, x, gathered, weight, bias, y, scratch, plan, config):
-    """The kernel's arguments; ``gathered`` is (rows as [1, K], planes, rows of a plane, elements between planes)."""
+    """Return the kernel's arguments and constants; ``gathered`` as in ``launch._arguments``."""
     tiles = config.tiles
     rows, k = x.shape
     n = weight.shape[0]
@@ -42,12 +49,12 @@ def _arguments(ctx, x, gathered, weight, bias, y, scratch, plan, config):
         rows, n, k, stride_w, _slot_rows(x), small_m_gemm.k_of_part(k, tiles, config.split_k), share, plan, pushers,
         config.split_k,
     )
-    prefetch = _PREFETCH_COLUMNS if gemm_operands.tma_fits(x, weight) else 0  # by the engine that TMA is a part of
+    prefetch = _PREFETCH_COLUMNS if gemm_operands.tma_fits(x, weight) else 0  # the TMA engine executes the prefetch
     return args, {"COPY_BLOCK": _COPY_BLOCK, "PREFETCH": prefetch, "SPLIT": config.split_k > 1, **constants}
 
 
-def compile(x, weight, bias, config):
-    """Compile what ``launch`` with the same operands would launch, into Triton's cache; launches nothing."""
+def compile(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, config: "AgGemmConfig") -> None:
+    """Compile the kernel for these operands into Triton's cache, without launching it."""
     x = gemm_operands.rows_contiguous(x)
     ctx = torch.empty(1, dtype=torch.int64, device=x.device)
     y, scratch = x.new_empty(1, weight.shape[0]), torch.empty(1, dtype=torch.float32, device=x.device)
@@ -55,8 +62,11 @@ def compile(x, weight, bias, config):
     ag_gemm_one_shot_kernel.warmup(*args, grid=(1,), **constants)
 
 
-def prepare(workspace, x, weight, bias, config, fields):
-    """The Launch on 2-D operands that are ready."""
+def prepare(
+    workspace: "Workspace", x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, config: Any,
+    fields: Mapping[str, Any],
+) -> Launch:
+    """Return the Launch for normalized operands; ``fields`` as for ``Workspace.prepare``."""
     rows, k = x.shape
     n = weight.shape[0]
     tiles, ranks = config.tiles, workspace.world_size

@@ -1,29 +1,42 @@
-"""AG-GEMM: y = all_gather(x) @ weight.T, the gather hidden behind the product.
+"""ag_gemm: y = all_gather(x) @ weight.T. The GEMM is overlapped with the all-gather.
 
-    x [M / W, K] on each rank, weight [N / W, K] (columns of the full weight)  ->  y [M, N / W]
+    x [M / W, K] on each rank, weight [N / W, K] (this rank's rows)  ->  y [M, N / W]
 
-Schedule (``ag_gemm_kernel``). Programs take pieces of work from a list. The first pieces push our shard to all peers in
-chunks of rows and raise one signal for each chunk at each peer. Every other one is a tile of y: first those of our own
-shard, which need nothing from anybody, then those of the peers' chunks in the order in which they arrive, each after a
-wait for its chunk's signal. Call t uses half t mod 2 of the workspace: no rank can finish call t + 1 before all have
-begun it, hence when a peer pushes call t + 2 nobody reads call t any more, and there is no barrier.
+Method "fused" (``kernel``). Programs fetch work items from a queue. The first items push this rank's shard to all peers
+in chunks of rows, and set one signal per chunk at each peer. Every following item computes a tile of y. Tiles of this
+rank's own shard come first, because they depend on no peer. Tiles of the peers' chunks follow in the order in which the
+chunks arrive, and each of them waits for the signal of its chunk. There is no barrier: call t uses half t mod 2 of the
+workspace, and no rank can finish call t + 1 before all ranks have begun it. So when a peer pushes data of call t + 2,
+no rank still reads data of call t.
 
-With ``transport="copy_engine"`` the host enqueues one copy a chunk on a second stream instead, and all multiprocessors
-compute; a barrier opens the call.
+    transport        how a shard is sent
+    "push"           by programs, as above
+    "copy_engine"    by one copy per chunk on a side stream, so that all SMs compute. The call begins with a barrier.
+    "one_shot"       by programs. Tiles begin after the whole gather, for small M (``kernel_one_shot``).
 
-On several nodes (``ag_gemm_nodes_kernel``) a shard crosses the network once for each other node, to the rank of the
-same number there, which relays it to its node peers; tiles follow in order of arrival over both ways.
+Method "parts" (``pipelined``). A pipelined GEMM: torch's GEMM (cuBLAS) multiplies one shard at a time, while the copy
+engine brings the next shards.
 
-With ``method="parts"`` (``pipelined``) products are the vendor's, one a shard, beside copies of the next shards.
+Groups on several nodes (``kernel_multinode``). A shard crosses the network once per other node, to the rank with the
+same local rank, which relays it to the ranks of its node.
 
-Backward. dx = reduce_scatter(dy @ weight) and dweight = dy.T @ all_gather(x) are two products of the vendor's: x is
-gathered again beside the first, and parts of dx travel beside both (``pipelined``). Where that would take the host
-longer than the GPU, on several nodes, or if only dx is asked for, dx is a GEMM-RS, beside which x is gathered; dweight
-alone is multiplied shard by shard as they come. Only shards are saved.
+Backward. Only shards are saved; x is gathered again.
+
+    gradients         GEMMs                                     overlapped communication
+    dx and dweight    cuBLAS: dy @ weight, dy.T @ gathered x    x is gathered during the first GEMM, and parts of dx are
+                                                                scattered during both (``pipelined``)
+    dx and dweight    gemm_rs kernel for dx, then cuBLAS        x is gathered during the gemm_rs
+    dx                gemm_rs kernel                            as in gemm_rs
+    dweight           cuBLAS, one shard at a time               x is gathered; each shard is multiplied on arrival
+
+The second form is used on several nodes, and for GEMMs so small that launching the first one would take the host longer
+than the GPU takes to run it.
 
 Example:
     y = tdkernels.ag_gemm(x, weight)            # instead of all_gather_into_tensor(full, x); y = full @ weight.T
 """
+
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -41,20 +54,26 @@ from tdkernels.runtime.autograd import fake_gradients
 from tdkernels.runtime.call_cache import lookup_run
 from tdkernels.symm import GroupLike, resolve_group
 
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
 
 @torch.no_grad()
 def ag_gemm_ref(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, group: GroupLike = None,
 ) -> torch.Tensor:
-    """The specification of ``ag_gemm``, in plain torch.distributed."""
+    """Compute ``ag_gemm`` in plain torch: an all-gather, then a GEMM. Arguments as for ``ag_gemm``; no gradient."""
     group = resolve_group(group)
     return F.linear(all_gather_rows(x, group), weight, bias)
 
 
-# ---- torch.library: what torch.compile sees ----
+# ---- torch.library operators, for torch.compile ----
 
 
-def run(x, weight, bias, group, config):
+def run(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: "dist.ProcessGroup", config: AgGemmConfig,
+) -> torch.Tensor:
+    """Compute y for 2-D operands and a resolved config, without gradient."""
     if config.method != "torch":
         return launch.launch(x, weight, bias, group, config)[0]
     return ag_gemm_ref(x, weight, bias, group=group)
@@ -111,37 +130,41 @@ def ag_gemm(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, group: GroupLike = None,
     config: AgGemmConfig | None = None,
 ) -> torch.Tensor:
-    """Gather x along its rows while multiplying it by weight.
+    """All-gather x along its rows, and multiply it by ``weight.T`` while the shards arrive.
 
-    In a group on several nodes each shard crosses the network once for each other node, and is relayed inside it.
+    If the group spans several nodes, each shard crosses the network once per other node and is relayed there.
 
     Args:
-        x: [M / W, K] bf16, fp16 or fp32; further leading dimensions are flattened and restored, so that [B, S, K] gives
-            [W * B, S, N / W] with rank r's rows r-th
-        weight: [N / W, K], the layout of torch.nn.Linear, this rank's rows of the full weight; same dtype
-        bias: [N / W] or None
-        group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the world (W ranks)
-        config: AgGemmConfig, the same on all ranks; None takes the best one known, see tdkernels.autotune
+        x: This rank's rows, [M / W, K] in bf16, fp16 or fp32. Further leading dimensions are flattened and restored:
+            [B, S, K] gives [W * B, S, N / W], in which block r of B rows belongs to rank r.
+        weight: This rank's rows of the full weight, [N / W, K] as in torch.nn.Linear, in the dtype of x.
+        bias: [N / W] in the dtype of x, or None.
+        group: A ProcessGroup, a one-dimensional DeviceMesh, or None for the default group (W ranks).
+        config: AgGemmConfig, the same on all ranks. None selects the best known config (see tdkernels.autotune).
 
     Returns:
-        y: [M, N / W], dtype of x, accumulated in fp32
+        y [M, N / W] in the dtype of x, accumulated in fp32.
 
     Gradient:
-        dx = reduce_scatter(dy @ weight); dweight = dy.T @ all_gather(x); dbias = dy.sum(0), each [as its input]
+        dx = reduce_scatter(dy @ weight), dweight = dy.T @ all_gather(x), dbias = dy.sum(0). Each has the shape of its
+        operand.
 
     Raises:
-        TypeError or ValueError: for operands that do not fit, with their shapes, before anything is launched
-        ValueError: on every rank when the ranks disagree
-        PeerTimeoutError: when a peer does not come (on a GPU at the next call or at tdkernels.synchronize())
-        RuntimeError: in a backward with create_graph=True
+        TypeError, ValueError: If operands or config are invalid. Errors name the argument and its shape. Nothing has
+            been launched.
+        ValueError: On every rank, if the ranks disagree on shapes, dtype or config.
+        PeerTimeoutError: If a peer does not make the call in time. On a GPU it is raised by the next call or by
+            ``tdkernels.synchronize()``.
+        RuntimeError: In a backward with ``create_graph=True``.
 
     Contract:
-        collective over group; host sync: no (the first call with a shape agrees with the peers and allocates); CUDA
-        graph: yes, after one call outside; the caller owns the output
+        Collective over ``group``. No host synchronization, except in the first call with a shape, which runs a
+        consensus check and allocates. Can be captured in a CUDA graph after one call outside. The caller owns the
+        output.
 
     Source:
-        the overlap of gather and tiles by signals: FLUX (https://arxiv.org/abs/2406.06858), Triton-distributed
-        (https://arxiv.org/abs/2504.19442)
+        Overlap of gather and tiles with signals: FLUX (https://arxiv.org/abs/2406.06858), Triton-distributed
+        (https://arxiv.org/abs/2504.19442).
     """
     group = resolve_group(group)
     known, key = lookup_run("ag_gemm", group, (x, weight, bias), (config, get_mode()))

@@ -1,21 +1,35 @@
-"""AG-GEMM by torch's GEMM: a piece of a shard is multiplied while the copy engine brings those that follow.
+"""Pipelined ag_gemm: torch's GEMM multiplies one chunk of a shard at a time while the copy engine brings the next ones.
 
-Our own shard comes first, for it is here; then those of the ranks below us, which all ranks send at the same time and
-each to another. No multiprocessor is taken from the product, which is as fast as the vendor's library; but nothing of a
-piece can begin before all of it is here, and the last one is multiplied when all else is done.
+This rank's shard comes first, because it is local. The shards of rank - 1, rank - 2, ... follow; in each step all ranks
+send at the same time, each to another rank. The GEMM has all SMs and the speed of the vendor's library. On the other
+hand the GEMM of a chunk cannot start before the whole chunk has arrived, and the last chunk overlaps with nothing.
 """
 
+from collections.abc import Mapping
 from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
 
 from tdkernels.ops.collectives.async_all_gather import AsyncAllGather
 from tdkernels.ops.common import gemm_operands
 from tdkernels.ops.dense.vendor_gemm import cut, product
 from tdkernels.symm.whole_call import whole_call
 
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+    from tdkernels.ops.dense.ag_gemm.config import AgGemmConfig
+
 
 @whole_call
-def launch(x, weight, bias, group, config, fields, keep_gathered):
-    """As ``ag_gemm_kernel.launch``, for a config of this method; ``fields``: what must be the same on all ranks."""
+def launch(
+    x: "torch.Tensor", weight: "torch.Tensor", bias: "torch.Tensor | None", group: "dist.ProcessGroup",
+    config: "AgGemmConfig", fields: Mapping[str, Any], keep_gathered: bool,
+) -> "tuple[torch.Tensor, AsyncAllGather | None]":
+    """Run ag_gemm with method "parts".
+
+    Arguments and results as for ``ag_gemm.launch.launch``; ``fields`` must be equal on all ranks.
+    """
     x = gemm_operands.rows_contiguous(x)
     rows = x.shape[0]
     pieces = cut(rows, config.pieces)

@@ -1,4 +1,4 @@
-"""What the kernels of AG-GEMM do with a tile, whether the group is on one node or on several."""
+"""Epilogue of a tile of ag_gemm, for groups on one node and on several nodes."""
 
 import triton.language as tl
 
@@ -11,7 +11,10 @@ def store_tile(
     y_ptr, acc, bias_ptr, source, row, col, M_shard, N,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):
-    """Store a tile of the product of the source's shard, y [W * M_shard, N], with the bias."""
+    """Add the bias to a tile of the shard of rank ``source``, and store it in y [W * M_shard, N].
+
+    ``row`` is the first row of the tile within the shard.
+    """
     offs_n = col + tl.arange(0, BLOCK_N)
     acc = with_bias(acc, bias_ptr, offs_n, N, HAS_BIAS)
     y = td.from_float32(acc, y_ptr.dtype.element_ty)

@@ -1,4 +1,7 @@
-"""AG-GEMM for the tuner: problems, the space of its configs, and about how long each takes."""
+"""Tunable of ag_gemm: problems, search space and cost model."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -11,36 +14,42 @@ from tdkernels.ops.dense.ag_gemm import launch, op
 from tdkernels.ops.dense.ag_gemm.config import AgGemmConfig
 from tdkernels.rounding import cdiv
 
-_COPY_S = 20e-6  # of the copy engine, to start one copy
-_ONE_SHOT_MOST_ROWS = 1024  # of all ranks; beyond, few rows they are not
+if TYPE_CHECKING:
+    from tdkernels.autotune.hardware import Hardware
+    from tdkernels.autotune.problem import Problem
+
+_COPY_S = 20e-6  # time to start one copy of the copy engine
+_ONE_SHOT_MOST_ROWS = 1024  # of all ranks; with more rows the GEMM is not a small-M GEMM
 
 
 def _numbers_of_programs(peers):
-    """Numbers of pushing programs worth trying: enough for the link, and the same for each of the peers."""
+    """Return candidates for the number of pushing programs: enough for the link, or a multiple of the peers."""
     return sorted({8, 16, 24, 32} | {peers * each for each in (1, 2, 3, 4, 6, 8, 12) if 6 <= peers * each <= 36})
 
 
 class AgGemmTunable(dense.DenseTunable):
+    """Tunable of ``ag_gemm``. Shapes are (M, N, K) of the whole problem; the ranks divide M and N."""
+
     name = "ag_gemm"
     divided = (0, 1)
     config_class = AgGemmConfig
     op, launch, config_module = op, launch, ag_gemm_config
 
-    def sizes_of(self, *shapes, world_size):
+    def sizes_of(self, *shapes, world_size: int) -> tuple[int, int, int]:
         x, weight = dense.two_operands("ag_gemm", shapes)
         return world_size * torch.Size(x[:-1]).numel(), world_size * weight[0], weight[1]
 
-    def of_a_rank(self, problem):
+    def of_a_rank(self, problem: "Problem") -> tuple[int, int, int]:
         m, n, k = problem.shape
         return m // problem.world_size, n // problem.world_size, k
 
     operand_sizes = of_a_rank
 
-    def default(self, problem, device):
+    def default(self, problem: "Problem", device: torch.device) -> AgGemmConfig:
         sizes = self.of_a_rank(problem)
         return ag_gemm_config.default_config(*sizes, problem.torch_dtype, device, problem.world_size, problem.num_nodes)
 
-    def space(self, problem, device):
+    def space(self, problem: "Problem", device: torch.device) -> list[AgGemmConfig]:
         rows = problem.shape[0] // problem.world_size
         configs = []
         for tiles in dense.tile_space(device, problem.torch_dtype):
@@ -60,7 +69,7 @@ class AgGemmTunable(dense.DenseTunable):
             ]
         return configs
 
-    def estimate_ms(self, config, problem, hardware):
+    def estimate_ms(self, config: AgGemmConfig, problem: "Problem", hardware: "Hardware") -> float:
         rows, n, k = self.of_a_rank(problem)
         m, peers, dtype = problem.shape[0], problem.world_size - 1, problem.torch_dtype
         wire_bytes = self.floors(problem).wire_bytes
@@ -70,14 +79,14 @@ class AgGemmTunable(dense.DenseTunable):
             product = dense.vendor_s(m, n, k, dtype, hardware)
             count = config.pieces * problem.world_size
             return 1e3 * dense.parts_s(count, product, wire_bytes / dense.copy_rate(hardware), 0, hardware)
-        tiles = config.tiles
+        tiles: Any = config.tiles
         if config.transport == "one_shot":
             product = small_m_gemm.seconds(m, n, k, dtype, tiles, config.split_k, hardware)
             return 1e3 * (product + wire_bytes / dense.push_rate(config.num_comm_sms, hardware) + dense.SIGNAL_S)
         copies = peers * cdiv(rows, config.chunk_tiles * tiles.block_m)
         if config.transport == "push":
             num_sms = max(hardware.num_sms - config.num_comm_sms, 1)
-            # A chunk for a peer is one program's work: those left for the last turn may be too few for the link.
+            # One program sends one chunk to one peer. In the last turn, too few programs may be left for the link.
             turns, left = divmod(copies - 1, config.num_comm_sms)
             full, last = (dense.push_rate(programs, hardware) for programs in (config.num_comm_sms, left + 1))
             rate = copies / (turns * config.num_comm_sms / full + (left + 1) / last)
@@ -85,21 +94,21 @@ class AgGemmTunable(dense.DenseTunable):
         else:
             num_sms, rate, start = hardware.num_sms, dense.copy_rate(hardware), copies * _COPY_S
         product, tile = dense.product_s(m, n, k, dtype, tiles, num_sms, hardware)
-        # What comes last can only be multiplied when it is here.
+        # The last chunk can only be multiplied after it has arrived.
         chunk = min(config.chunk_tiles * tiles.block_m, rows) * k * dtype.itemsize * peers
         return 1e3 * (max(product, wire_bytes / rate + start) + tile + min(chunk / rate, product))
 
-    def floors(self, problem):
+    def floors(self, problem: "Problem") -> Floors:
         rows, n, k = self.of_a_rank(problem)
         wire_bytes = (problem.world_size - 1) * rows * k * problem.torch_dtype.itemsize
         return Floors(2 * problem.shape[0] * n * k, wire_bytes)
 
-    def local(self, operands, problem):
+    def local(self, operands: tuple[torch.Tensor, ...], problem: "Problem") -> Callable[[], torch.Tensor]:
         x, weight = operands
         full = x.repeat(problem.world_size, 1)
         return lambda: F.linear(full, weight)
 
-    def compiled(self, config):
+    def compiled(self, config: AgGemmConfig) -> tuple | None:
         same = super().compiled(config)
         return same and (*same, config.transport, config.split_k > 1)
 

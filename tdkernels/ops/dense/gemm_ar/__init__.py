@@ -1,1 +1,1 @@
-"""A matrix product, then an all-reduce."""
+"""gemm_ar: GEMM overlapped with an all-reduce."""

@@ -1,27 +1,32 @@
-"""The config of gemm_ar and its default."""
+"""Config of gemm_ar, and the heuristic that selects a config without tuning."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from tdkernels.ops.common import small_m_gemm
 from tdkernels.ops.common.tile_config import Tiles, tiles_of_product
 
-# Up to so many rows each rank sums everything itself, which takes one way over the wire and not two, unless it sends so
-# many bytes more than in two shots.
+if TYPE_CHECKING:
+    import torch
+
+# Up to this many rows "one_shot" is selected, which crosses the wire once instead of twice, unless it sends this many
+# bytes more than "two_shot".
 _ONE_SHOT_ROWS = {"cpu": 16, "cuda": 512}
 _ONE_SHOT_MORE_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
 class GemmArConfig:
-    """How ``gemm_ar`` runs.
+    """Config of ``gemm_ar``.
 
     Attributes:
-        method: "fused", or "torch": a plain GEMM, then a plain all-reduce
-        exchange: "two_shot": each tile is summed by one rank, which sends the sum to all; "one_shot": every rank gets
-            all partials and sums everything itself, for few rows; a group on several nodes has but one way
-        tiles: the tile of the product, see ``Tiles``; None takes the default for the device and shape
-        item_tiles: tiles that are forwarded together under one signal; not for one_shot on one node
-        split_k: programs that share the K of one tile; one_shot on one node only
+        method: "fused" runs the overlapping kernel, "torch" a GEMM, then an all-reduce.
+        exchange: With "two_shot" one rank sums each tile and sends the sum to all ranks. With "one_shot" every rank
+            receives all partials and sums every tile itself, for small M. On several nodes there is only one exchange,
+            which both values select.
+        tiles: Tile of the GEMM, see ``Tiles``. None selects the default for the device and shape.
+        item_tiles: Number of tiles in a group, which is sent with one signal. Not used by "one_shot" on one node.
+        split_k: Number of K splits of a tile, each computed by one program. Only used by "one_shot" on one node.
     """
 
     method: str = "fused"
@@ -30,12 +35,12 @@ class GemmArConfig:
     item_tiles: int = 4
     split_k: int = 1
 
-    def illegal(self, device, dtype):
-        """Why this config cannot run on a device with a dtype; None when it can."""
+    def illegal(self, device: "torch.device", dtype: "torch.dtype") -> str | None:
+        """Return why this config cannot run with a device and a dtype, or None if it can."""
         if self.method not in ("fused", "torch"):
             return f'method must be "fused" or "torch", not {self.method!r}'
         if self.method == "torch":
-            return None  # takes none of the rest
+            return None  # uses no other field
         if self.exchange not in ("two_shot", "one_shot"):
             return f'exchange must be "two_shot" or "one_shot", not {self.exchange!r}'
         for name in ("item_tiles", "split_k"):
@@ -44,8 +49,10 @@ class GemmArConfig:
         return self.tiles.illegal(device, dtype) if self.tiles is not None else None
 
 
-def default_config(rows, n, k, dtype, device, world_size):
-    """The config for a product [rows, k] x [n, k] of a rank, of a shape that is not tuned."""
+def default_config(
+    rows: int, n: int, k: int, dtype: "torch.dtype", device: "torch.device", world_size: int
+) -> GemmArConfig:
+    """Return the heuristic config for operands [rows, k] and [n, k] of a rank."""
     more = (world_size - 1) * (world_size - 2) * rows * n * dtype.itemsize // world_size
     if rows <= _ONE_SHOT_ROWS[device.type] and more <= _ONE_SHOT_MORE_BYTES:
         tiles, split_k = small_m_gemm.default_tiles(rows, n, k, dtype, device)
@@ -54,6 +61,6 @@ def default_config(rows, n, k, dtype, device, world_size):
     return GemmArConfig(tiles=tiles, item_tiles=2 if device.type == "cpu" else 4)
 
 
-def default_config_for(x, weight, world_size):
-    """``default_config`` of operands [M, K / W] and [N, K / W]."""
-    return default_config(x.shape[0], *weight.shape, x.dtype, x.device, world_size)
+def default_config_for(x: "torch.Tensor", weight: "torch.Tensor", world_size: int) -> GemmArConfig:
+    """Return ``default_config`` for operands [M, K / W] and [N, K / W]."""
+    return default_config(x.shape[0], *weight.shape, x.dtype, x.device, world_size)  # type: ignore[call-arg]

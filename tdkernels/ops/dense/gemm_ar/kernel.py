@@ -1,20 +1,24 @@
-"""The kernel behind GEMM-AR for many rows: partial tiles go to an owner, are summed there, and the sum goes to all.
+"""Two-shot kernel of gemm_ar: partial tiles are sent to an owner and summed there, and the sum is sent to all ranks.
 
-Tiles are numbered along a path through z, ``item_tiles`` consecutive ones make an item, and item j is owned by rank
-j mod W, so that sums become complete, and travel back, all the time and not only at the end. W consecutive items are a
-round. The work goes through the rounds in numbered pieces; each round has, in this order, pieces that
+Tiles are numbered in the order of ``swizzle``. A tile group is ``item_tiles`` consecutive tiles. Rank j mod W owns
+group j, so that sums are completed and sent throughout the call, not only at its end. W consecutive groups form a
+round. The work list consists of rounds. Each round has work items (``piece``) with these roles, in this order:
 
-    forward     an item that was computed ``lag`` items ago to its owner
-    multiply    a tile each: the item of rank + 1, that of rank + 2 and so on, our own item of the round last
-    reduce      a tile of our own item of ``reduce_after`` rounds ago: add all partials, send the sum to everybody
-    receive     a tile of the peers' items of ``receive_after`` rounds ago: bring its sum from our buffer to z
+    forward     copy out a tile group that was computed ``lag`` groups ago to its owner
+    multiply    compute a tile: the group of rank + 1, then of rank + 2, and so on, and this rank's group last
+    reduce      a tile of this rank's group of ``reduce_after`` rounds ago: add all partials, send the sum to all peers
+    receive     a tile of the peers' groups of ``receive_after`` rounds ago: copy its sum from the buffer to z
 
-Each waits for pieces of smaller numbers only, here and on every peer; after the last round a few more let the rest of
-them come to their turn. Programs take the pieces by tickets (``lang.work_queue``) until none is left, so that what a
-program has to look up and set up is looked up once and not for each tile.
+Forward and multiply items alternate: each group has one forward item, followed by its multiply items.
 
-Buffers keep tiles whole, so an item is one contiguous piece of memory: partials in register order
-(``common.gemm_tile.to_fragment_layout``), sums [tiles, BLOCK_M, BLOCK_N].
+Progress (invariant 1). An item waits only for items with smaller numbers, on this rank and on every peer. After the
+last round there are more rounds in which only the delayed roles have work.
+
+Programs are persistent and fetch items from the work queue (``lang.work_queue``), so that each program does its setup
+once and not per tile.
+
+Buffers store whole tiles, so that a tile group is contiguous: partials in fragment layout
+(``common.gemm_tile.to_fragment_layout``), sums as [tiles, BLOCK_M, BLOCK_N].
 """
 
 import triton.language as tl
@@ -34,7 +38,7 @@ def _reduce_tile(
 ):
     """Add all ranks' partials of a tile in fp32, in rank order; store the sum in z and in every peer's buffer.
 
-    Partials are in register order, of which SLICE_N columns are one piece; the sums are in rows, as z is.
+    Partials are in fragment layout, in which SLICE_N columns are contiguous. Sums are row-major, like z.
     """
     DTYPE: tl.constexpr = z_ptr.dtype.element_ty
     me = td.rank(ctx)
@@ -55,17 +59,17 @@ def _reduce_tile(
 
 @td.jit
 def _role(piece, ranks, item_tiles, lag, reduce_after, receive_after):
-    """What is to be done, and to which tile: (forwards, multiplies, reduces, round, sequence, tile of the item).
+    """Return the role and tile of a work item: (forwards, multiplies, reduces, round, sequence, tile in the group).
 
-    None of the three: it receives. ``sequence`` numbers the items in the order in which this rank computes them; there
-    is nothing to do yet where the round is negative.
+    If none of the three roles is set, the item receives. ``sequence`` is the index of the tile group in the order in
+    which this rank computes the groups. A negative round means that there is nothing to do yet.
     """
     per_item = 1 + item_tiles
     in_round = piece % (ranks * (per_item + item_tiles))
     round_ = piece // (ranks * (per_item + item_tiles))
     multiplies = in_round < ranks * per_item
     forwards = multiplies & (in_round % per_item == 0)
-    other = in_round - ranks * per_item  # which of those that reduce (the first item_tiles) or receive
+    other = in_round - ranks * per_item  # index among the items that reduce (the first item_tiles) or receive
     reduces = (multiplies == 0) & (other < item_tiles)
     place = tl.where(multiplies, in_round // per_item, tl.where(reduces, ranks - 1, other // item_tiles - 1))
     i = tl.where(multiplies, in_round % per_item - 1, other % item_tiles)
@@ -76,7 +80,7 @@ def _role(piece, ranks, item_tiles, lag, reduce_after, receive_after):
     return forwards, multiplies, reduces, round_, sequence, tl.where(forwards, 0, i)
 
 
-# Compiled once for a tile, whatever the shape, plan and size of an item: that is what makes tuning cheap.
+# Compiled once per tile, for all shapes, plans and group sizes. This makes tuning cheap.
 @td.jit(do_not_specialize=[
     "M", "N", "K", "stride_w", "lag", "reduce_after", "receive_after", "plan", "item_tiles", "group_m",
 ])
@@ -85,11 +89,11 @@ def gemm_ar_kernel(
     M, N, K, stride_w, lag, reduce_after, receive_after, plan, item_tiles, group_m,
     COPY_WORDS: tl.constexpr, SLICE_N: tl.constexpr, RANKS: tl.constexpr, PRODUCT: tl.constexpr, trace_ptr=None,
 ):
-    """z = the sum over ranks of x @ w.T, on every rank; x is [M, K], z is [M, N].
+    """Compute z [M, N] = sum over ranks of x [M, K] @ w.T, on every rank.
 
-    Of a half's signals, number ``source * rounds + round`` says that the source's partials of our item of that round
-    are here, number ``ranks * rounds + tile`` that the sum of a tile is. Of its data, the partials of our own items
-    come first, [ranks, rounds * item_tiles] tiles, then the sums of all tiles.
+    The data of a half is the partials of this rank's groups, [ranks, rounds * item_tiles] tiles, then the sums of all
+    tiles. Signal number ``source * rounds + round`` is set when the partials of ``source`` for this rank's group of
+    that round have arrived, signal number ``ranks * rounds + tile`` when the sum of a tile has arrived.
     """
     BLOCK_M: tl.constexpr = PRODUCT.block_m
     BLOCK_N: tl.constexpr = PRODUCT.block_n
@@ -105,7 +109,7 @@ def gemm_ar_kernel(
     tiles = tiles_m * tiles_n
     items = (tiles + item_tiles - 1) // item_tiles
     rounds = (items + ranks - 1) // ranks
-    part_bytes = tl.cast(rounds, tl.int64) * item_tiles * TILE_BYTES  # of one source
+    part_bytes = tl.cast(rounds, tl.int64) * item_tiles * TILE_BYTES  # bytes of the partials of one source
     sums_offset = ranks * part_bytes
     pieces = (rounds + receive_after) * ranks * (1 + 2 * item_tiles)
 
@@ -120,7 +124,7 @@ def gemm_ar_kernel(
         tile = (round_ * ranks + owner) * item_tiles + i
         staged = sequence.to(tl.int64) * item_tiles + i
         stage = stage_ptr.to(tl.int64) + staged * TILE_BYTES
-        slot = (tl.cast(round_, tl.int64) * item_tiles + i) * TILE_BYTES  # among the partials of the owner's items
+        slot = (tl.cast(round_, tl.int64) * item_tiles + i) * TILE_BYTES  # offset in the partials of the owner's groups
 
         if (round_ >= 0) & (tile < tiles):
             pid_m, pid_n = swizzle(tile, tiles_m, tiles_n, group_m)
@@ -145,9 +149,9 @@ def gemm_ar_kernel(
                 )
             elif reduces:
                 td.mark(trace, "waits", me)
-                td.wait(ctx, td.flag_at(ctx, staged), epoch, me, SCOPE="gpu")  # producer: our own multiply_tile
+                td.wait(ctx, td.flag_at(ctx, staged), epoch, me, SCOPE="gpu")  # producer: multiply_tile of this rank
                 td.mark(trace, "waits", ALL_PEERS, 0)
-                # producer: every peer's _forward_item
+                # producer: copy_out_staged of every peer
                 td.wait_plan_all(ctx, td.signal_at(ctx, half, round_), rounds, signal)
                 td.mark(trace, "sums", ALL_PEERS)
                 tile_sums = sums_offset + tl.cast(tile, tl.int64) * TILE_BYTES
@@ -156,7 +160,7 @@ def gemm_ar_kernel(
                     RANKS, BLOCK_M, BLOCK_N, SLICE_N, PRODUCT.has_bias,
                 )
                 answer = td.fetch_work_item(ctx)
-                # waiter: every peer's program that receives the tile
+                # waiter: the program of every peer that receives the tile
                 td.notify_all(ctx, td.signal_at(ctx, half, ranks * rounds + tile), signal, CHECK_FAILED=True)
             else:
                 td.mark(trace, "waits", owner)

@@ -1,42 +1,46 @@
-"""The kernel behind GEMM-AR in a group on several nodes: each node sums for itself, then the nodes' sums cross.
+"""Kernel of gemm_ar for groups on several nodes: each node sums its partials, then the nodes exchange their sums.
 
-As in ``gemm_ar_kernel`` tiles are numbered along a path through z, and ``item_tiles`` consecutive ones make an item.
-Here item j is owned by rank j mod LOCAL of each node, and LOCAL consecutive items are a round. A round has, in this
-order, pieces that
+A tile group is ``item_tiles`` consecutive tiles, as in ``kernel``. Here group j is owned by local rank j mod LOCAL of
+each node, and LOCAL consecutive groups form a round. A round has work items (``piece``) with these roles, in this
+order:
 
-    forward     an item that was computed ``lag`` items ago to its owner on our node
-    multiply    a tile each: the item of rank + 1 of our node, that of rank + 2 and so on, our own item last
-    sum         a tile of our own item of ``sum_after`` rounds ago: add our node's partials in the order of the ranks,
-                round the sum, put it into the memory of the owners on other nodes that add
-    total       a tile of our own item of ``total_after`` rounds ago: add the nodes' sums in the order of the nodes, and
-                the bias, store the total in z and at the node peers
-    relay       a tile of our own item of ``relay_after`` rounds ago that another node has added: bring its total from
-                our buffer to z and to the node peers
-    receive     a tile of the node peers' items of ``receive_after`` rounds ago: bring its total from our buffer to z
+    forward     copy out a tile group that was computed ``lag`` groups ago to its owner on this node
+    multiply    compute a tile: the group of local rank + 1, then of local rank + 2, and so on, this rank's group last
+    sum         a tile of this rank's group of ``sum_after`` rounds ago: add this node's partials in rank order, round
+                the sum, and put it into the memory of the owners on other nodes that add
+    total       a tile of this rank's group of ``total_after`` rounds ago: add the nodes' sums in the order of the
+                nodes, add the bias, and store the total in z and at the node peers
+    relay       a tile of this rank's group of ``relay_after`` rounds ago that another node has added: copy its total
+                from the buffer to z and to the node peers
+    receive     a tile of the node peers' groups of ``receive_after`` rounds ago: copy its total from the buffer to z
 
-The nodes' sums of an item are added in one of two ways (``adds_once``). By all its owners, each for its node: a sum
-crosses the network N - 1 times, and nothing relays. Or, with three nodes or more and much to send, by the owner on node
-``round mod NODES`` only, which puts the total back: a sum crosses once and a total N - 1 times, so 2 (N - 1) / N of an
-item leave a rank instead of N - 1, as with a reduce-scatter and an all-gather, for one more trip.
+The nodes' sums of a group are added in one of two ways (``adds_once``):
 
-Sums are in fp32, of partials and of nodes' sums that were rounded to the dtype of x, our own included: so whoever adds,
-adds the same numbers in the same order, and z has the same bits on all ranks. The network is crossed between ranks of
-the same number only; a put is one tile.
+    on every node    Each owner adds for its node. A sum crosses the network N - 1 times. There are no relays.
+    once             The owner on node ``round mod NODES`` adds and returns the total. A sum crosses the network once, a
+                     total N - 1 times. So a rank sends 2 (N - 1) / N of a group instead of N - 1, as in a
+                     reduce-scatter and an all-gather, at the cost of one more trip. Used on three nodes or more if
+                     there is much to send.
 
-Each piece waits for pieces of smaller numbers only, here and on every peer: sums come later than what forwards their
-partials, totals later than the sums, what relays later than the totals, on whatever node, and what receives later than
-both. Programs take pieces by tickets (``lang.work_queue``).
+Partials and nodes' sums are rounded to the dtype of x, including this rank's own, and added in fp32. All ranks that add
+a tile add the same numbers in the same order, so z is bitwise equal on all ranks. Data crosses the network only between
+ranks with the same local rank. A put is one tile.
 
-Of a half's signals, number ``s * rounds + round`` says that the partials of rank s of our node of our item of a round
-are here; then come [nodes, slots] of nodes' sums, and one of the total of each tile. Of its data, partials of our own
-items come first, [LOCAL, slots] tiles in register order (``to_fragment_layout``), then the nodes' sums of them,
-[nodes, slots], where our own is sent from, then the totals of all tiles in rows; slots are the tiles of a rank's items.
-That is about 2 + NODES / LOCAL times z.
+Progress (invariant 1). An item waits only for items with smaller numbers, on this rank and on every peer: sums come
+after the copies of their partials, totals after the sums, relays after the totals of all nodes, and receives after
+both. Programs fetch items from the work queue (``lang.work_queue``).
 
-Halves are used again two calls later, with nothing to wait for between: a rank has z when it has the totals, of at
-least one tile; who added it has waited for the other owners, and all of these for all of their node. So nobody finishes
-call t + 1 before everybody has begun it, and has finished call t: has read what came, partials, sums and totals, hence
-the sums and totals that we sent in call t have arrived, and are not read for the network any more.
+Memory of a half. ``slots`` is the number of tiles that a rank owns. Signals: number ``s * rounds + round`` is set when
+the partials of rank s of this node for this rank's group of a round have arrived; [nodes, slots] signals for the nodes'
+sums follow, then one signal per tile for its total. Data: the partials of this rank's groups, [LOCAL, slots] tiles in
+fragment layout (``to_fragment_layout``); the nodes' sums of them, [nodes, slots], from which this node's sum is sent;
+the totals of all tiles, row-major. This is about 2 + NODES / LOCAL times z.
+
+Buffer reuse (invariant 3). A half is used again two calls later, without a barrier. A rank has received z when it has
+the totals, of at least one tile. The rank that added it has waited for the other owners, and each of them for its whole
+node. So no rank finishes call t + 1 before all ranks have begun it and thus finished call t. A rank that has finished
+call t has read all partials, sums and totals that it received in it. So the sums and totals that were sent in call t
+have arrived, and the network reads them no longer.
 """
 
 import triton.language as tl
@@ -48,13 +52,13 @@ from tdkernels.ops.common.rank_reduce import reduce_in_rank_order
 from tdkernels.ops.common.staging import copy_out_staged
 from tdkernels.ops.dense.gemm_ar.tile import multiply_tile, receive_tile
 
-# What a piece of work does.
+# Roles of a work item.
 _FORWARD, _MULTIPLY, _SUM, _TOTAL, _RELAY, _RECEIVE = (tl.constexpr(role) for role in range(6))
 
 
 @td.jit
 def _sum_slice(parts, part_bytes, first, own, PARTS: tl.constexpr, SIZE: tl.constexpr, DTYPE: tl.constexpr):
-    """SIZE elements from ``first`` on of the sum of PARTS rounded tiles, of which number ``own`` is ours; a vector."""
+    """Return SIZE elements of the sum of PARTS rounded tiles, beginning at ``first``. Tile ``own`` is this rank's."""
     offs = first + tl.arange(0, SIZE)
     ours = td.to_float32(tl.load(td.pointer_to(parts + own * part_bytes, DTYPE) + offs))
     return reduce_in_rank_order(parts, part_bytes, offs, offs >= 0, ours, own, PARTS, DTYPE)
@@ -65,7 +69,7 @@ def _sum_tile(
     parts, part_bytes, dst, local, LOCAL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLICE_N: tl.constexpr, DTYPE: tl.constexpr,
 ):
-    """Leave the sum of our node's partials of a tile at the address ``dst``, in their order, as a DTYPE."""
+    """Store the sum of this node's partials of a tile, added in rank order, at the address ``dst`` as DTYPE."""
     SIZE: tl.constexpr = BLOCK_M * SLICE_N
     for first in range(0, BLOCK_M * BLOCK_N, SIZE):
         total = _sum_slice(parts, part_bytes, first, local, LOCAL, SIZE, DTYPE)
@@ -76,7 +80,7 @@ def _sum_tile(
 def _store_on_node(
     ctx, half, offset, offs, values, node, local, FIRST: tl.constexpr, LOCAL: tl.constexpr, DTYPE: tl.constexpr
 ):
-    """Store values at an offset in the buffer of every node peer, and if FIRST is 0 in ours."""
+    """Store values at an offset in the buffer of every node peer, and in this rank's buffer if FIRST is 0."""
     for step in tl.static_range(FIRST, LOCAL):
         dst = td.data_at(ctx, half, node * LOCAL + (local + step) % LOCAL) + offset
         tl.store(td.pointer_to(dst, DTYPE) + offs, values)
@@ -88,7 +92,10 @@ def _total_tile(
     NODES: tl.constexpr, LOCAL: tl.constexpr, ADDS_ONCE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLICE_N: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):
-    """Add all nodes' sums of a tile; store the total in z and at every node peer, to be sent from in ours, too."""
+    """Add all nodes' sums of a tile; store the total in z and at every node peer.
+
+    If ADDS_ONCE, it is also stored in this rank's buffer, from which it is sent to the other nodes.
+    """
     FIRST: tl.constexpr = 0 if ADDS_ONCE else 1
     DTYPE: tl.constexpr = z_ptr.dtype.element_ty
     rows = tl.arange(0, BLOCK_M)
@@ -108,7 +115,7 @@ def _relay_tile(
     ctx, src, totals_offset, half, z_ptr, row, col, M, N, node, local,
     LOCAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
-    """Bring the total of a tile from our buffer to z and into the buffer of every node peer."""
+    """Copy the total of a tile from this rank's buffer to z and to the buffer of every node peer."""
     DTYPE: tl.constexpr = z_ptr.dtype.element_ty
     rows = tl.arange(0, BLOCK_M)
     cols = tl.arange(0, BLOCK_N)
@@ -123,7 +130,7 @@ def _put_to_nodes(
     ctx, src, num_bytes, signal_ptr, signal, node, local, only,
     NODES: tl.constexpr, LOCAL: tl.constexpr, ONE: tl.constexpr,
 ):
-    """Put what is at the address ``src`` to our rail peers, or if ONE to that on node ``only``, and raise a signal."""
+    """Put the data at address ``src`` to the rail peers, or only to the one on node ``only`` if ONE; set a signal."""
     for step in tl.static_range(1, NODES):
         other = (node + step) % NODES
         goes = True
@@ -135,17 +142,17 @@ def _put_to_nodes(
 
 @td.jit
 def _role(piece, item_tiles, delays, LOCAL: tl.constexpr, FORWARDS: tl.constexpr, RELAYS: tl.constexpr):
-    """What is to be done, and to which tile: (role, round, sequence, tile of the item).
+    """Return the role and tile of a work item: (role, round, sequence, tile in the group).
 
-    ``sequence`` numbers the items in the order in which this rank computes them; there is nothing to do yet where the
-    round is negative.
+    ``sequence`` is the index of the tile group in the order in which this rank computes the groups. A negative round
+    means that there is nothing to do yet.
     """
     lag, sum_after, total_after, relay_after, receive_after = delays
     per_item = FORWARDS + item_tiles
     per_round = LOCAL * per_item + (LOCAL + 1 + RELAYS) * item_tiles
     in_round = piece % per_round
     round_ = piece // per_round
-    other = in_round - LOCAL * per_item  # which of those that sum, make totals, relay or receive
+    other = in_round - LOCAL * per_item  # index among the items that sum, add totals, relay or receive
     if other < 0:
         i = in_round % per_item - FORWARDS
         role = tl.where(i < 0, _FORWARD, _MULTIPLY)
@@ -154,7 +161,7 @@ def _role(piece, item_tiles, delays, LOCAL: tl.constexpr, FORWARDS: tl.constexpr
     else:
         i = other % item_tiles
         role = _SUM + other // item_tiles
-        peer = role - _TOTAL - RELAYS - 1  # whose item is received
+        peer = role - _TOTAL - RELAYS - 1  # the owner of the received group
         role = tl.where(peer >= 0, _RECEIVE, role)
         after = tl.where(role == _SUM, sum_after, tl.where(role == _TOTAL, total_after, receive_after))
         after = tl.where(role == _RELAY, relay_after, after)
@@ -163,10 +170,9 @@ def _role(piece, item_tiles, delays, LOCAL: tl.constexpr, FORWARDS: tl.constexpr
     return role, round_, sequence, i
 
 
-# ---- what a piece does, by its role; each takes the next ticket and returns the answer ----
+# ---- roles of work items; each function returns the result of td.fetch_work_item ----
 #
-# call: (epoch, half, signal) of ``td.call``; rank: (our rank, its node, its number there); where: (row, col, M, N) of a
-# tile of z.
+# call: (epoch, half, signal) of ``td.call``; rank: (rank, its node, its local rank); where: (row, col, M, N) of a tile.
 
 
 @td.jit
@@ -175,15 +181,15 @@ def _sum_piece(
     NODES: tl.constexpr, LOCAL: tl.constexpr, ADDS_ONCE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLICE_N: tl.constexpr, DTYPE: tl.constexpr, trace,
 ):
-    """Sum our node's partials of a tile, and put the sum to the owners on other nodes that add.
+    """Sum this node's partials of a tile, and put the sum to the owners on other nodes that add.
 
-    Flag number ``staged`` says that our own partial is there; flag number ``made`` is raised for our node's sum.
+    Flag number ``staged`` is set when this rank's partial is stored. This function sets flag number ``made``.
     """
     epoch, half, signal = call
     me, node, local = rank
     TILE_BYTES: tl.constexpr = BLOCK_M * BLOCK_N * (DTYPE.primitive_bitwidth // 8)
     td.mark(trace, "waits", me)
-    td.wait(ctx, td.flag_at(ctx, staged), epoch, me, SCOPE="gpu")  # producer: our own multiply_tile
+    td.wait(ctx, td.flag_at(ctx, staged), epoch, me, SCOPE="gpu")  # producer: multiply_tile of this rank
     if LOCAL > 1:
         td.mark(trace, "waits", ALL_PEERS, 0)
         # producer: copy_out_staged of every node peer
@@ -192,10 +198,10 @@ def _sum_piece(
     src = own_sums + node * part_bytes
     _sum_tile(own_parts, part_bytes, src, local, LOCAL, BLOCK_M, BLOCK_N, SLICE_N, DTYPE)
     answer = td.fetch_work_item(ctx)
-    # waiter: the program of this rank that makes the total of the tile
+    # waiter: the program of this rank that adds the total of the tile
     td.store_release(td.flag_at(ctx, made), epoch, SCOPE="gpu")
     td.mark(trace, "pushes", ALL_PEERS)
-    # waiter: the program of the owner on another node that makes the total of the tile
+    # waiter: the program of the owner on another node that adds the total of the tile
     _put_to_nodes(ctx, src, TILE_BYTES, sum_signal, signal, node, local, adder, NODES, LOCAL, ONE=ADDS_ONCE)
     return answer
 
@@ -206,16 +212,17 @@ def _total_piece(
     bias_ptr, z_ptr, where, NODES: tl.constexpr, LOCAL: tl.constexpr, ADDS_ONCE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLICE_N: tl.constexpr, HAS_BIAS: tl.constexpr, trace,
 ):
-    """Add the nodes' sums of a tile; store the total in z and at the node peers, or put it to the other nodes, too.
+    """Add the nodes' sums of a tile, and store the total in z and at the node peers. If ADDS_ONCE, put it to all nodes.
 
-    Flag number ``made`` says that our node's sum is there, signal number ``first_signal + m * slots`` that node m's is.
+    Flag number ``made`` is set when this node's sum is stored, signal number ``first_signal + m * slots`` when the sum
+    of node m has arrived.
     """
     epoch, half, signal = call
     me, node, local = rank
     row, col, M, N = where
     TILE_BYTES: tl.constexpr = BLOCK_M * BLOCK_N * (z_ptr.dtype.element_ty.primitive_bitwidth // 8)
     td.mark(trace, "waits", me)
-    # producer: our own program that sums the tile
+    # producer: the program of this rank that sums the tile
     td.wait(ctx, td.flag_at(ctx, made), epoch, me, SCOPE="gpu")
     td.mark(trace, "waits", ALL_PEERS, 0)
     for step in tl.static_range(1, NODES):
@@ -245,12 +252,12 @@ def _relay_piece(
     ctx, call, rank, own_total, totals_offset, total_signal, adder, z_ptr, where,
     LOCAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, trace,
 ):
-    """Bring the total of a tile that another node has added to z and to the node peers."""
+    """Copy the total of a tile that another node has added to z and to the node peers."""
     epoch, half, signal = call
     _, node, local = rank
     row, col, M, N = where
     td.mark(trace, "waits", adder * LOCAL + local)
-    # producer: the program of the owner on another node that makes the total of the tile
+    # producer: the program of the owner on another node that adds the total of the tile
     seen = td.await_put(ctx, total_signal, signal, adder * LOCAL + local)
     td.mark(trace, "pushes", ALL_PEERS)
     _relay_tile(
@@ -264,7 +271,7 @@ def _relay_piece(
     return answer
 
 
-# Compiled once for a tile and for who adds, whatever the shape, plan and size of an item: that makes tuning cheap.
+# Compiled once per tile and ADDS_ONCE, for all shapes, plans and group sizes. This makes tuning cheap.
 @td.jit(network=True, do_not_specialize=[
     "M", "N", "K", "stride_w", "lag", "sum_after", "total_after", "relay_after", "receive_after", "plan",
     "item_tiles", "group_m",
@@ -275,10 +282,10 @@ def gemm_ar_nodes_kernel(
     COPY_WORDS: tl.constexpr, SLICE_N: tl.constexpr,
     NODES: tl.constexpr, LOCAL: tl.constexpr, ADDS_ONCE: tl.constexpr, PRODUCT: tl.constexpr, trace_ptr=None,
 ):
-    """z = the sum over ranks of x @ w.T, on every rank; x is [M, K], z is [M, N].
+    """Compute z [M, N] = sum over ranks of x [M, K] @ w.T, on every rank.
 
-    Flag number ``sequence * item_tiles + i`` says that our partial of a tile is there, and those after all of them
-    that our node's sum of a tile of our items is.
+    Flag number ``sequence * item_tiles + i`` is set when this rank's partial of a tile is stored. The flags after these
+    are set when this node's sum of a tile that this rank owns is stored.
     """
     BLOCK_M: tl.constexpr = PRODUCT.block_m
     BLOCK_N: tl.constexpr = PRODUCT.block_n
@@ -287,8 +294,8 @@ def gemm_ar_nodes_kernel(
     stride_w = as_aligned(stride_w, PRODUCT.aligned)
     TILE_BYTES: tl.constexpr = BLOCK_M * BLOCK_N * PRODUCT.elem_bytes
     DTYPE: tl.constexpr = z_ptr.dtype.element_ty
-    FORWARDS: tl.constexpr = 1 if LOCAL > 1 else 0  # pieces for each item that forward
-    RELAYS: tl.constexpr = 1 if ADDS_ONCE else 0  # pieces for each of our tiles that relay
+    FORWARDS: tl.constexpr = 1 if LOCAL > 1 else 0  # work items per tile group that copy it out
+    RELAYS: tl.constexpr = 1 if ADDS_ONCE else 0  # work items per owned tile that relay it
     me = td.rank(ctx)
     own_node = me // LOCAL
     own_local = me % LOCAL
@@ -301,10 +308,10 @@ def gemm_ar_nodes_kernel(
     items = (tiles + item_tiles - 1) // item_tiles
     rounds = (items + LOCAL - 1) // LOCAL
     slots = rounds * item_tiles
-    part_bytes = tl.cast(slots, tl.int64) * TILE_BYTES  # of one source
+    part_bytes = tl.cast(slots, tl.int64) * TILE_BYTES  # bytes of the partials of one source
     sums_offset = LOCAL * part_bytes
     totals_offset = (LOCAL + NODES) * part_bytes
-    first_sum = LOCAL * rounds  # signals
+    first_sum = LOCAL * rounds  # indices of signals
     first_total = first_sum + NODES * slots
     delays = lag, sum_after, total_after, relay_after, receive_after
     pieces = (rounds + receive_after) * (LOCAL * FORWARDS + (2 * LOCAL + 1 + RELAYS) * item_tiles)
@@ -314,13 +321,13 @@ def gemm_ar_nodes_kernel(
         trace = (trace_ptr, piece)
         td.mark(trace, "starts")
         role, round_, sequence, i = _role(piece, item_tiles, delays, LOCAL, FORWARDS, RELAYS)
-        adder = round_ % NODES  # the node whose owner makes the total, if only one does
-        local = (own_local + 1 + sequence % LOCAL + LOCAL) % LOCAL  # the owner on our node
+        adder = round_ % NODES  # the node whose owner adds the total, if ADDS_ONCE
+        local = (own_local + 1 + sequence % LOCAL + LOCAL) % LOCAL  # the owner on this node
         owner = own_node * LOCAL + local
         tile = (round_ * LOCAL + local) * item_tiles + i
         staged = sequence.to(tl.int64) * item_tiles + i
         stage = stage_ptr.to(tl.int64) + staged * TILE_BYTES
-        number = round_ * item_tiles + i  # among the tiles of the owner's items
+        number = round_ * item_tiles + i  # index among the tiles that the owner owns
         slot = tl.cast(number, tl.int64) * TILE_BYTES
         goes = (round_ >= 0) & (tile < tiles)
         if ADDS_ONCE:
@@ -371,7 +378,7 @@ def gemm_ar_nodes_kernel(
                 )
             else:
                 td.mark(trace, "waits", owner)
-                # producer: the owner's program that makes the total of the tile, or relays it
+                # producer: the owner's program that adds the total of the tile, or relays it
                 seen = td.wait_plan(ctx, total_signal, signal, owner)
                 answer = td.fetch_work_item(ctx)
                 td.mark(trace, "receives", owner)

@@ -1,6 +1,7 @@
-"""Launch the kernel of gemm_ar, or compile it ahead of time."""
+"""Launch the kernels of gemm_ar, or compile them ahead of time."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,15 +19,23 @@ from tdkernels.runtime import gpu, recorder
 from tdkernels.runtime.kernel_launch import Launch, output_spec
 from tdkernels.symm import get_workspace
 
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
-def problem_fields(x, weight):
-    """What must be the same on all ranks before a config is chosen."""
+    from tdkernels.ops.dense.gemm_ar.config import GemmArConfig
+
+
+def problem_fields(x: torch.Tensor, weight: torch.Tensor) -> dict[str, Any]:
+    """Return the properties of a call that must be equal on all ranks, before a config is selected."""
     return {"M": x.shape[0], "N": weight.shape[0], "K/W": x.shape[1], "dtype": str(x.dtype)}
 
 
 @dataclass(frozen=True)
 class _Schedule:
-    """How many rounds there are, and by how much the roles follow one another."""
+    """Number of rounds, and delays between the roles of the kernel (see ``kernel``).
+
+    ``lag`` is in tile groups, ``reduce_after`` and ``receive_after`` in rounds.
+    """
 
     rounds: int
     lag: int
@@ -34,23 +43,25 @@ class _Schedule:
     receive_after: int
 
     @classmethod
-    def of(cls, tiles, item_tiles, world_size, num_sms):
+    def of(cls, tiles: int, item_tiles: int, world_size: int, num_sms: int) -> "_Schedule":
+        """Return the schedule for an output of ``tiles`` tiles."""
         items = cdiv(tiles, item_tiles)
         rounds = cdiv(items, world_size)
-        # Late enough that the tiles of an item are ready when its forwarding program starts: a wave of tiles.
+        # A wave of tiles, so that the tiles of a group are ready when the work item that copies them out starts.
         lag = min(cdiv(num_sms, item_tiles), rounds * world_size)
-        # As many rounds until the last partial is on its way. A program that comes too early keeps a multiprocessor
-        # waiting, one that comes late costs nothing but at the end, where nothing else is left to do: so one more wave
-        # for partials to arrive, and another for the sums.
+        # The last partial is sent a wave later. An item that starts too early keeps an SM waiting. An item that starts
+        # late costs nothing, except at the end, when nothing else is left to do. So one more wave is left for partials
+        # to arrive, and another one for sums.
         wave = cdiv(lag, world_size)
         return cls(rounds, lag, 2 * wave + 1, 3 * wave + 2)
 
-    def num_pieces(self, item_tiles, world_size):
+    def num_pieces(self, item_tiles: int, world_size: int) -> int:
+        """Return the number of work items."""
         return (self.rounds + self.receive_after) * world_size * (1 + 2 * item_tiles)
 
 
 def _arguments(ctx, x, weight, bias, z, stage, schedule, plan, world_size, config):
-    """The kernel's arguments."""
+    """Return the kernel's arguments and constants."""
     tiles = config.tiles
     m, k = x.shape
     n = weight.shape[0]
@@ -63,10 +74,13 @@ def _arguments(ctx, x, weight, bias, z, stage, schedule, plan, world_size, confi
     return args, {"COPY_WORDS": COPY_WORDS, "SLICE_N": slice_columns(tiles), "RANKS": world_size, **constants}
 
 
-def compile(x, weight, bias, world_size, config, num_nodes=1):
-    """Compile what ``launch`` with the same operands would launch, into Triton's cache; launches nothing."""
+def compile(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, world_size: int, config: "GemmArConfig",
+    num_nodes: int = 1,
+) -> None:
+    """Compile the kernel that ``launch`` would launch for these operands, into Triton's cache, without launching it."""
     if x.device.type == "cpu":
-        return  # interpreted
+        return  # the CPU interprets
     if num_nodes > 1:
         launch_multinode.compile(x, weight, bias, world_size, config, num_nodes)
     elif config.exchange == "one_shot":
@@ -80,13 +94,19 @@ def compile(x, weight, bias, world_size, config, num_nodes=1):
         gemm_ar_kernel.warmup(*args, grid=(1,), **constants)
 
 
-def launch(x, weight, bias, group, config):
-    """Launch the fused operator on 2-D operands."""
+def launch(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: "dist.ProcessGroup",
+    config: "GemmArConfig",
+) -> torch.Tensor:
+    """Run gemm_ar on 2-D operands with method "fused"; return z."""
     z, *_ = launch_product(_workspace(x, group, config), x, weight, bias, config, _prepare)
     return z
 
 
-def bind(x, weight, bias, group, config):
+def bind(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: "dist.ProcessGroup",
+    config: "GemmArConfig",
+) -> Launch | None:
     """Return the Launch of a fused call; None if the call copies an operand."""
     return bind_product(_workspace(x, group, config), x, weight, bias, config, _prepare)
 
@@ -98,6 +118,7 @@ def _workspace(x, group, config):
 
 
 def _prepare(workspace, x, weight, bias, config):
+    """Return the Launch for normalized operands."""
     fields = with_config(problem_fields(x, weight), config)
     if workspace.group.topology.num_nodes > 1:
         return launch_multinode.prepare(workspace, x, weight, bias, config, fields)
@@ -108,7 +129,7 @@ def _prepare(workspace, x, weight, bias, config):
     tiles = config.tiles
     count = tiles.count(m, n)
     schedule = _Schedule.of(count, config.item_tiles, world_size, gpu.num_sms(x.device))
-    slots = schedule.rounds * world_size * config.item_tiles  # tiles, the last item filled up
+    slots = schedule.rounds * world_size * config.item_tiles  # tiles; the last group is padded
     tile_bytes = tiles.block_m * tiles.block_n * x.element_size()
     plan = workspace.prepare(
         "gemm_ar", fields, 2 * slots * tile_bytes, world_size * schedule.rounds + count,

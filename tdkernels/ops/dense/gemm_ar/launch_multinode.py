@@ -1,6 +1,8 @@
 """Launch the kernel of gemm_ar on several nodes, or compile it ahead of time."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,23 +14,31 @@ from tdkernels.rounding import cdiv
 from tdkernels.runtime import gpu, recorder
 from tdkernels.runtime.kernel_launch import Launch, output_spec
 
-# What a network of 400 Gb/s carries in the time of one more trip, 10 us: reckoned, for want of two hosts.
+if TYPE_CHECKING:
+    from tdkernels.symm.workspace import Workspace
+
+# Bytes that a network of 400 Gb/s carries in 10 us, the time of one more trip. Estimated, not measured on two hosts.
 _TRIP_BYTES = 450_000
 
 
-def adds_once(num_nodes, owned_bytes):
-    """Whether one owner of a tile adds all nodes' sums and puts the total back, instead of each owner for its node.
+def adds_once(num_nodes: int, owned_bytes: float) -> bool:
+    """Return whether one owner of a tile adds all nodes' sums and returns the total, instead of one owner per node.
 
     Args:
-        owned_bytes: of the tiles of a rank's items
+        num_nodes: Number of nodes N.
+        owned_bytes: Bytes of the tiles that a rank owns.
     """
-    saved = (num_nodes - 1) * (num_nodes - 2) / num_nodes * owned_bytes  # of N - 1 times, by 2 (N - 1) / N times
+    # Adding once sends 2 (N - 1) / N times the owned bytes, adding on every node N - 1 times.
+    saved = (num_nodes - 1) * (num_nodes - 2) / num_nodes * owned_bytes
     return saved > _TRIP_BYTES
 
 
 @dataclass(frozen=True)
 class _Schedule:
-    """How many rounds there are, and by how much the roles follow one another."""
+    """Number of rounds, and delays between the roles of the kernel (see ``kernel_multinode``).
+
+    ``lag`` is in tile groups, the other delays are in rounds.
+    """
 
     rounds: int
     lag: int
@@ -39,34 +49,36 @@ class _Schedule:
     relays: bool
 
     @classmethod
-    def of(cls, tiles, item_tiles, local, num_sms, relays):
+    def of(cls, tiles: int, item_tiles: int, local: int, num_sms: int, relays: bool) -> "_Schedule":
+        """Return the schedule for an output of ``tiles`` tiles and ``local`` ranks per node."""
         items = cdiv(tiles, item_tiles)
         rounds = cdiv(items, local)
         lag = min(cdiv(num_sms, item_tiles), rounds * local)
-        # The last partial is on its way after a wave. A program that comes too early keeps a multiprocessor waiting,
-        # one that comes late costs nothing but at the end: so one more wave for partials to arrive, one for sums and
-        # one for totals, on each of their trips. What is no more than a wave is at its end from the beginning.
+        # The last partial is sent after a wave. An item that starts too early keeps an SM waiting; an item that starts
+        # late only costs time at the end. So one more wave is left for each trip of partials, sums and totals. If there
+        # is no more than one wave, the end is reached from the beginning, and no waves are added.
         wave = cdiv(lag, local)
         gap = wave + 1 if lag < rounds * local else 0
         sum_after, total_after, relay_after = (wave + trips * gap for trips in (1, 2, 3))
         return cls(rounds, lag, sum_after, total_after, relay_after, relay_after + relays * gap, relays)
 
     @property
-    def delays(self):
-        """The kernel's arguments from ``lag`` to ``receive_after``."""
+    def delays(self) -> tuple[int, ...]:
+        """Return the kernel's arguments from ``lag`` to ``receive_after``."""
         return self.lag, self.sum_after, self.total_after, self.relay_after, self.receive_after
 
-    def num_pieces(self, item_tiles, local):
+    def num_pieces(self, item_tiles: int, local: int) -> int:
+        """Return the number of work items."""
         per_round = local * (local > 1) + (2 * local + 1 + self.relays) * item_tiles
         return (self.rounds + self.receive_after) * per_round
 
 
 def _arguments(ctx, x, weight, bias, z, stage, schedule, plan, world_size, num_nodes, config):
-    """The kernel's arguments."""
+    """Return the kernel's arguments and constants."""
     tiles = config.tiles
     m, k = x.shape
     n = weight.shape[0]
-    by_tma = config.exchange != "one_shot"  # whose tiles are for few rows, and chosen for a kernel that reads without
+    by_tma = config.exchange != "one_shot"  # the tiles of "one_shot" are selected for small M and a kernel without TMA
     weight, stride_w, x_desc, w_desc, constants = gemm_operands.product(x, weight, bias, tiles, by_tma)
     args = (
         ctx, x, x_desc, weight, w_desc, bias, z, stage,
@@ -77,13 +89,15 @@ def _arguments(ctx, x, weight, bias, z, stage, schedule, plan, world_size, num_n
 
 
 def _relays(x, weight, world_size, num_nodes):
-    """Whether one owner adds all nodes' sums of a tile, for x [M, K] and weight [N, K]; the same on all ranks."""
+    """Return ``adds_once`` for x [M, K] and weight [N, K]; equal on all ranks."""
     owned_bytes = x.shape[0] * weight.shape[0] * x.element_size() * num_nodes // world_size
     return adds_once(num_nodes, owned_bytes)
 
 
-def compile(x, weight, bias, world_size, config, num_nodes):
-    """Compile what ``launch`` with the same operands would launch, into Triton's cache; launches nothing."""
+def compile(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, world_size: int, config: Any, num_nodes: int,
+) -> None:
+    """Compile the kernel for these operands into Triton's cache, without launching it."""
     x = gemm_operands.rows_contiguous(x)
     ctx = torch.empty(1, dtype=torch.int64, device=x.device)
     z = stage = x.new_empty(1)
@@ -92,18 +106,21 @@ def compile(x, weight, bias, world_size, config, num_nodes):
     gemm_ar_nodes_kernel.warmup(*args, grid=(1,), **constants)
 
 
-def prepare(workspace, x, weight, bias, config, fields):
-    """The Launch for operands that are ``ready``."""
+def prepare(
+    workspace: "Workspace", x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, config: Any,
+    fields: Mapping[str, Any],
+) -> Launch:
+    """Return the Launch for normalized operands; ``fields`` as for ``Workspace.prepare``."""
     topology = workspace.group.topology
     ranks, nodes, local = topology.world_size, topology.num_nodes, topology.local_world_size
     m, n = x.shape[0], weight.shape[0]
     tiles = config.tiles
     count = tiles.count(m, n)
     relays = _relays(x, weight, ranks, nodes)
-    # Of few tiles each rank that adds shall own some.
+    # With few tiles, smaller groups, so that each rank that adds owns some tiles.
     config = replace(config, item_tiles=min(config.item_tiles, cdiv(count, ranks if relays else local)))
     schedule = _Schedule.of(count, config.item_tiles, local, gpu.num_sms(x.device), relays)
-    slots = schedule.rounds * config.item_tiles  # tiles of a rank's items, the last one filled up
+    slots = schedule.rounds * config.item_tiles  # tiles that a rank owns; the last group is padded
     tile_bytes = tiles.block_m * tiles.block_n * x.element_size()
     plan = workspace.prepare(
         "gemm_ar", fields, ((local + nodes) * slots + count) * tile_bytes,

@@ -1,23 +1,31 @@
-"""GEMM-AR: z = all_reduce(x @ weight.T), the reduction hidden behind the product.
+"""gemm_ar: z = all_reduce(x @ weight.T). The all-reduce is overlapped with the GEMM.
 
-    x [M, K / W] on each rank, weight [N, K / W] (columns of the full one)  ->  z [M, N], the same bits on all ranks
+    x [M, K / W] on each rank, weight [N, K / W] (this rank's columns)  ->  z [M, N], bitwise equal on all ranks
 
-Two schedules, between which the tuner chooses. Many rows (``gemm_ar_kernel``, "two_shot"): each rank owns every W-th
-piece of z. Partial tiles are forwarded to their owners while later ones are computed, the owner adds them in rank order
-and sends the sum to everybody, and programs of each rank bring the sums that have come to z; all of it in one launch.
-What travels is twice what a reduce-scatter carries. Few rows (``dense.kernel_one_shot``, "one_shot"): each rank sends
-its partial tile to everybody and sums all of them itself, so that there is one way over the wire instead of two.
+The tuner selects one of two exchanges.
 
-A group on several nodes has a schedule of its own (``gemm_ar_nodes_kernel``): each node's ranks sum first, then nodes.
-Partials are rounded to the dtype of x, our own included, and added in fp32 in rank order. Call t uses half t mod 2 of
-the workspace; no rank can finish call t + 1 before all have begun it, so there is no barrier.
+"two_shot", for large M (``kernel``). Tiles are divided into groups, and each rank owns every W-th group. Partial tiles
+are sent to their owner while later tiles are computed. The owner adds them in rank order and sends the sum to all
+peers, and each peer copies the sums that it has received to z. All of this is one launch. It sends twice the data of a
+reduce-scatter.
 
-Backward. z is the same on all ranks and so is its gradient dz: dx = dz @ weight and dweight = dz.T @ x are of this
-rank's shards and need nobody else.
+"one_shot", for small M (``dense.kernel_one_shot``). Each rank sends its partial tiles to all peers and sums all
+partials itself. The data crosses the wire once instead of twice.
+
+On several nodes (``kernel_multinode``) the ranks of each node sum first, then the nodes.
+
+Partials are rounded to the dtype of x, including this rank's own, and added in fp32 in rank order. There is no barrier:
+call t uses half t mod 2 of the workspace, and no rank can finish call t + 1 before all ranks have begun it.
+
+Backward. z is equal on all ranks, and so is its gradient dz. The gradients need no communication:
+
+    dx = dz @ weight        dweight = dz.T @ x        dbias = dz.sum(0)
 
 Example:
     z = tdkernels.gemm_ar(x, weight)            # instead of z = x @ weight.T; all_reduce(z)
 """
+
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -34,21 +42,27 @@ from tdkernels.runtime.call_cache import lookup_run
 from tdkernels.runtime.torch_op import register
 from tdkernels.symm import GroupLike, resolve_group
 
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
 
 @torch.no_grad()
 def gemm_ar_ref(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, group: GroupLike = None,
 ) -> torch.Tensor:
-    """The specification of ``gemm_ar``, in plain torch.distributed."""
+    """Compute ``gemm_ar`` in plain torch: a GEMM, then an all-reduce. Arguments as for ``gemm_ar``; no gradient."""
     group = resolve_group(group)
     z = all_reduce(F.linear(x, weight), group)
     return z if bias is None else z + bias
 
 
-# ---- torch.library: what torch.compile sees ----
+# ---- torch.library operators, for torch.compile ----
 
 
-def run(x, weight, bias, group, config):
+def run(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: "dist.ProcessGroup", config: GemmArConfig,
+) -> torch.Tensor:
+    """Compute z for 2-D operands and a resolved config, without gradient."""
     if config.method != "torch":
         return launch.launch(x, weight, bias, group, config)
     return gemm_ar_ref(x, weight, bias, group=group)
@@ -86,37 +100,40 @@ def gemm_ar(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, group: GroupLike = None,
     config: GemmArConfig | None = None,
 ) -> torch.Tensor:
-    """Multiply x by weight and sum the product over ranks.
+    """Multiply x by ``weight.T``, and all-reduce the product while it is computed.
 
     Args:
-        x: [M, K / W] bf16, fp16 or fp32, any M; further leading dimensions are flattened and restored: [B, S, K / W]
-            gives [B, S, N]
-        weight: [N, K / W], the layout of torch.nn.Linear, this rank's columns of the full weight; same dtype
-        bias: [N], the same on all ranks, or None; added once, after the sum
-        group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the world (W ranks)
-        config: GemmArConfig, the same on all ranks; None takes the best one known, see tdkernels.autotune
+        x: This rank's columns, [M, K / W] in bf16, fp16 or fp32, for any M. Further leading dimensions are flattened
+            and restored: [B, S, K / W] gives [B, S, N].
+        weight: This rank's columns of the full weight, [N, K / W] as in torch.nn.Linear, in the dtype of x.
+        bias: [N] in the dtype of x, the same on all ranks, or None. It is added once, after the sum.
+        group: A ProcessGroup, a one-dimensional DeviceMesh, or None for the default group (W ranks).
+        config: GemmArConfig, the same on all ranks. None selects the best known config (see tdkernels.autotune).
 
     Returns:
-        z: [M, N], dtype of x, the same bits on all ranks, summed in fp32 in rank order (by torch's all-reduce, in its
-        own order, where torch's sequence is the best config known); in a group on several nodes the ranks of each node
-        are added first, and then the nodes' sums, each rounded to the dtype of x
+        z [M, N] in the dtype of x, bitwise equal on all ranks, summed in fp32 in rank order. If the selected method is
+        "torch", torch's all-reduce sums in its own order. If the group spans several nodes, the ranks of each node are
+        summed first, then the sums of the nodes, each rounded to the dtype of x.
 
     Gradient:
-        dx = dz @ weight; dweight = dz.T @ x; dbias = dz.sum(0); dz is taken to be the same on all ranks, as z is
+        dx = dz @ weight, dweight = dz.T @ x, dbias = dz.sum(0). dz must be equal on all ranks, as z is.
 
     Raises:
-        TypeError or ValueError: for operands that do not fit, with their shapes, before anything is launched
-        ValueError: on every rank when the ranks disagree
-        PeerTimeoutError: when a peer does not come (on a GPU at the next call or at tdkernels.synchronize())
-        RuntimeError: in a backward with create_graph=True
+        TypeError, ValueError: If operands or config are invalid. Errors name the argument and its shape. Nothing has
+            been launched.
+        ValueError: On every rank, if the ranks disagree on shapes, dtype or config.
+        PeerTimeoutError: If a peer does not make the call in time. On a GPU it is raised by the next call or by
+            ``tdkernels.synchronize()``.
+        RuntimeError: In a backward with ``create_graph=True``.
 
     Contract:
-        collective over group; host sync: no (the first call with a shape agrees with the peers and allocates); CUDA
-        graph: yes, after one call outside; the caller owns the output
+        Collective over ``group``. No host synchronization, except in the first call with a shape, which runs a
+        consensus check and allocates. Can be captured in a CUDA graph after one call outside. The caller owns the
+        output.
 
     Source:
-        the two exchanges are those of all-reduce as NCCL and TensorRT-LLM have them; their fusion with the product by
-        signals: Triton-distributed (https://arxiv.org/abs/2504.19442)
+        The exchanges are the all-reduce algorithms of NCCL and TensorRT-LLM. Fusion with the GEMM by signals:
+        Triton-distributed (https://arxiv.org/abs/2504.19442).
     """
     group = resolve_group(group)
     known, key = lookup_run("gemm_ar", group, (x, weight, bias), (config, get_mode()))

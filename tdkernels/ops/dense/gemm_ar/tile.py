@@ -1,4 +1,6 @@
-"""What the kernels of GEMM-AR in two shots do with a tile, whether the group is on one node or on several."""
+"""Device functions for a tile of the two-shot gemm_ar, for groups on one node and on several nodes."""
+
+from typing import TYPE_CHECKING
 
 import triton.language as tl
 
@@ -6,7 +8,10 @@ from tdkernels import lang as td
 from tdkernels.ops.common.gemm_tile import gemm_tile, store_rows
 from tdkernels.ops.common.staging import stage_tile
 
-_SLICE = 8192  # elements of a tile that a program sums at a time: what fits its registers
+if TYPE_CHECKING:
+    from tdkernels.ops.common.tile_config import Tiles
+
+_SLICE = 8192  # elements of a tile that a program sums at a time, limited by its registers
 
 
 @td.jit
@@ -14,7 +19,10 @@ def multiply_tile(
     ctx, x_ptr, x_desc, w_ptr, w_desc, dst, staged, pid_m, pid_n, M, N, K, stride_w, epoch,
     PRODUCT: tl.constexpr, trace,
 ):
-    """Leave our partial of a tile at the address ``dst`` and raise flag number ``staged``; takes the next ticket."""
+    """Store this rank's partial of a tile at the address ``dst`` and set flag number ``staged``.
+
+    Returns the result of ``td.fetch_work_item``.
+    """
     BLOCK_M: tl.constexpr = PRODUCT.block_m
     BLOCK_N: tl.constexpr = PRODUCT.block_n
     td.mark(trace, "multiplies")
@@ -30,13 +38,13 @@ def multiply_tile(
 
 @td.jit
 def receive_tile(src, z_ptr, row, col, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Bring the sum of a tile from our buffer to z."""
+    """Copy the sum of a tile from address ``src`` in this rank's buffer to z."""
     rows = tl.arange(0, BLOCK_M)
     cols = tl.arange(0, BLOCK_N)
     z = tl.load(td.pointer_to(src, z_ptr.dtype.element_ty) + rows[:, None] * BLOCK_N + cols[None, :])
     store_rows(z_ptr, z, row + rows, col + cols, M, N)
 
 
-def slice_columns(tiles):
-    """How many columns are summed at a time: whole groups of 32, see ``to_fragment_layout``."""
+def slice_columns(tiles: "Tiles") -> int:
+    """Return the number of columns that are summed at a time: whole groups of 32, see ``to_fragment_layout``."""
     return min(tiles.block_n, max(32, _SLICE // tiles.block_m))

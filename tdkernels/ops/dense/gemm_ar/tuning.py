@@ -1,4 +1,6 @@
-"""GEMM-AR for the tuner: problems, the space of its configs, and about how long each takes."""
+"""Tunable of gemm_ar: problems, search space and cost model."""
+
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -9,27 +11,33 @@ from tdkernels.ops.dense.gemm_ar import config as gemm_ar_config
 from tdkernels.ops.dense.gemm_ar import launch, op
 from tdkernels.ops.dense.gemm_ar.config import GemmArConfig
 
-_PROGRAMS = 64  # that send at a time: enough for the link
-_ONE_SHOT_MOST_ROWS = 1024  # beyond, the wire alone takes far longer than two_shot
+if TYPE_CHECKING:
+    from tdkernels.autotune.hardware import Hardware
+    from tdkernels.autotune.problem import Problem
+
+_PROGRAMS = 64  # programs that send concurrently: enough for the link
+_ONE_SHOT_MOST_ROWS = 1024  # with more rows, the transfers of "one_shot" alone take far longer than "two_shot"
 
 
 class GemmArTunable(dense.DenseTunable):
+    """Tunable of ``gemm_ar``. Shapes are (M, N, K) of the whole problem; the ranks divide K."""
+
     name = "gemm_ar"
     divided = (2,)
     config_class = GemmArConfig
     op, launch, config_module = op, launch, gemm_ar_config
 
-    def sizes_of(self, *shapes, world_size):
+    def sizes_of(self, *shapes, world_size: int) -> tuple[int, int, int]:
         x, weight = dense.two_operands("gemm_ar", shapes)
         return torch.Size(x[:-1]).numel(), weight[0], world_size * weight[1]
 
-    def of_a_rank(self, problem):
+    def of_a_rank(self, problem: "Problem") -> tuple[int, int, int]:
         m, n, k = problem.shape
         return m, n, k // problem.world_size
 
     operand_sizes = of_a_rank
 
-    def space(self, problem, device):
+    def space(self, problem: "Problem", device: torch.device) -> list[GemmArConfig]:
         m, n, _ = self.of_a_rank(problem)
         configs = []
         for tiles in dense.tile_space(device, problem.torch_dtype):
@@ -38,11 +46,11 @@ class GemmArTunable(dense.DenseTunable):
                 configs.append(GemmArConfig("fused", "two_shot", tiles, item_tiles))
         if m <= _ONE_SHOT_MOST_ROWS:
             for tiles in small_m_gemm.tiles_to_try(m, problem.torch_dtype, device):
-                splits = (1, 2, 4, 8) if problem.num_nodes == 1 else (1,)  # on several K stays whole
+                splits = (1, 2, 4, 8) if problem.num_nodes == 1 else (1,)  # no split-K on several nodes
                 configs += [GemmArConfig("fused", "one_shot", tiles, split_k=split) for split in splits]
         return configs
 
-    def estimate_ms(self, config, problem, hardware):
+    def estimate_ms(self, config: Any, problem: "Problem", hardware: "Hardware") -> float:
         m, n, k = self.of_a_rank(problem)
         ranks, dtype = problem.world_size, problem.torch_dtype
         nbytes = m * n * dtype.itemsize
@@ -58,13 +66,13 @@ class GemmArTunable(dense.DenseTunable):
         wire = self.floors(problem).wire_bytes / rate
         return 1e3 * (max(product, wire) + tile + 3 * item / rate + 4 * nbytes / hardware.memory + 2 * dense.SIGNAL_S)
 
-    def floors(self, problem):
+    def floors(self, problem: "Problem") -> Floors:
         m, n, k = self.of_a_rank(problem)
-        # A rank needs its peers' partials of a W-th of z, and the sums of the rest.
+        # A rank receives its peers' partials of 1 / W of z, and the sums of the rest.
         wire_bytes = 2 * (problem.world_size - 1) * m * n * problem.torch_dtype.itemsize // problem.world_size
         return Floors(2 * m * n * k, wire_bytes)
 
-    def compiled(self, config):
+    def compiled(self, config: GemmArConfig) -> tuple | None:
         same = super().compiled(config)
         return same and (*same, config.exchange, config.split_k > 1)
 

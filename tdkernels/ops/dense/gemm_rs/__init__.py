@@ -1,1 +1,1 @@
-"""A matrix product, then a reduce-scatter."""
+"""gemm_rs: GEMM overlapped with a reduce-scatter."""

@@ -1,6 +1,7 @@
-"""The config of gemm_rs and its default."""
+"""Config of gemm_rs, and the heuristic that selects a config without tuning."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from tdkernels.ops.common import small_m_gemm
 from tdkernels.ops.common.config import METHODS
@@ -8,25 +9,30 @@ from tdkernels.ops.common.tile_config import Tiles, tiles_of_product
 from tdkernels.ops.dense.gemm_rs import launch_direct
 from tdkernels.runtime import gpu
 
-# Up to this many rows of all ranks, hiding the exchange costs more than it saves.
+if TYPE_CHECKING:
+    import torch
+
+# Up to this many rows of all ranks, overlapping the exchange costs more than it saves.
 _ONE_SHOT_ROWS = {"cpu": 16, "cuda": 512}
-_ONE_SHOT_ROWS_OF_TWO = 1024  # of two ranks on Hopper; of more it has not been measured
+_ONE_SHOT_ROWS_OF_TWO = 1024  # the same for two ranks on Hopper; not measured for more ranks
 
 
 @dataclass(frozen=True)
 class GemmRsConfig:
-    """How ``gemm_rs`` runs.
+    """Config of ``gemm_rs``.
 
     Attributes:
-        method: "fused"; "parts": torch's GEMM of a part of the rows at a time, which the copy engine brings to their
-            owner; or "torch": a plain GEMM, then a plain reduce-scatter; several nodes know no parts
-        tiles: the tile of the product, see ``Tiles``; None takes the default for the device and shape
-        transport: "forward": partial tiles are staged and sent on by other programs; "direct": they are sent from where
-            they were computed, while the next one is; "one_shot": by programs of one tile each, with all rows in it,
-            for few rows; a group on several nodes always forwards
-        item_tiles: tiles that are forwarded together under one signal; forward only
-        split_k: programs that share the K of one tile; one_shot only
-        pieces: in which the rows of an owner are multiplied and travel; parts only, which takes none of the others
+        method: "fused" runs the overlapping kernel. "parts" is a pipelined GEMM: torch's GEMM computes a part of the
+            rows at a time, and the copy engine sends it to the owner of the rows; not supported on several nodes.
+            "torch" runs a GEMM, then a reduce-scatter.
+        tiles: Tile of the GEMM, see ``Tiles``. None selects the default for the device and shape.
+        transport: "forward" stages partial tiles, and other work items copy them to the owner. With "direct" the
+            program that computed a tile sends it while it computes the next one. "one_shot" has one program per tile
+            and K split, and a tile covers all rows, for small M. On several nodes it is always "forward".
+        item_tiles: Number of tiles in a group, which is sent with one signal. Only used by "forward".
+        split_k: Number of K splits of a tile, each computed by one program. Only used by "one_shot".
+        pieces: Number of chunks in which the rows of an owner are multiplied and sent. The only other field that method
+            "parts" uses.
     """
 
     method: str = "fused"
@@ -36,16 +42,16 @@ class GemmRsConfig:
     split_k: int = 1
     pieces: int = 1
 
-    def illegal(self, device, dtype):
-        """Why this config cannot run on a device with a dtype; None when it can."""
+    def illegal(self, device: "torch.device", dtype: "torch.dtype") -> str | None:
+        """Return why this config cannot run with a device and a dtype, or None if it can."""
         if self.method not in METHODS:
             return f'method must be "fused", "parts" or "torch", not {self.method!r}'
         if self.method == "torch":
-            return None  # takes none of the rest
+            return None  # uses no other field
         if self.pieces < 1:
             return f"pieces must be at least 1, not {self.pieces}"
         if self.method == "parts":
-            return None  # takes no others
+            return None  # uses no other field
         if self.transport not in ("forward", "direct", "one_shot"):
             return f'transport must be "forward", "direct" or "one_shot", not {self.transport!r}'
         for name in ("item_tiles", "split_k"):
@@ -56,8 +62,10 @@ class GemmRsConfig:
         return self.tiles.illegal(device, dtype, launch_direct.shared_memory_bytes(self, device, dtype))
 
 
-def default_config(rows, n, k, dtype, device, world_size):
-    """The config for rows of an output [rows, n] of a shape that is not tuned."""
+def default_config(
+    rows: int, n: int, k: int, dtype: "torch.dtype", device: "torch.device", world_size: int
+) -> GemmRsConfig:
+    """Return the heuristic config for an output [rows, n] of a rank, and k columns of its operands."""
     of_two = world_size == 2 and gpu.capability(device) >= (9, 0)
     if rows * world_size <= (_ONE_SHOT_ROWS_OF_TWO if of_two else _ONE_SHOT_ROWS[device.type]):
         tiles, split_k = small_m_gemm.default_tiles(rows * world_size, n, k, dtype, device)
@@ -66,6 +74,6 @@ def default_config(rows, n, k, dtype, device, world_size):
     return GemmRsConfig(tiles=tiles, item_tiles=2 if device.type == "cpu" else 4)
 
 
-def default_config_for(x, weight, world_size):
-    """``default_config`` of operands [M, K / W] and [N, K / W]."""
-    return default_config(x.shape[0] // world_size, *weight.shape, x.dtype, x.device, world_size)
+def default_config_for(x: "torch.Tensor", weight: "torch.Tensor", world_size: int) -> GemmRsConfig:
+    """Return ``default_config`` for operands [M, K / W] and [N, K / W]."""
+    return default_config(x.shape[0] // world_size, *weight.shape, x.dtype, x.device, world_size)  # type: ignore[call-arg]

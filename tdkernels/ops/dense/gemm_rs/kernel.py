@@ -1,18 +1,19 @@
-"""The kernel behind GEMM-RS: partial tiles are staged, forwarded to their owners and summed there.
+"""Kernel of gemm_rs: partial tiles are staged, copied to their owners in groups, and summed there.
 
-The work is a list of pieces, in periods of ``1 + item_tiles``. In each period the first piece forwards one item
-(item_tiles consecutive tiles) that was computed ``lag`` periods before; the others compute a tile each. The tiles of
-rank + 1 come first, then those of rank + 2, and so on; the rank's own tiles come last and take the peers' partials into
-their epilogue. Pieces that forward are short and spread over the list, so that no multiprocessor is set aside for
-communication. ``lag`` is at most a shard's number of periods, therefore a piece waits only for pieces of smaller
-numbers, here and on every peer.
+A tile group (``item``) is ``item_tiles`` consecutive tiles. The work list consists of periods of ``1 + item_tiles``
+work items (``piece``). The first item of a period copies out one tile group that was computed ``lag`` periods before;
+each of the others computes a tile. The tiles of rank + 1 come first, then the tiles of rank + 2, and so on. This rank's
+own tiles come last and add the peers' partials in their epilogue. Items that copy are short and spread over the list,
+so that no SM is reserved for communication.
 
-Programs take the pieces by tickets (``lang.work_queue``) until none is left, so that what a program has to look up and
-set up is looked up once and not for each tile.
+Progress (invariant 1). ``lag`` is at most the number of periods of a shard. So an item waits only for items with
+smaller numbers, on this rank and on every peer.
 
-Buffers keep tiles whole, in the order in which they are computed, and each tile in register order
-(``to_fragment_layout``). An item is then one contiguous piece of memory whatever the shape, and both ends agree on
-the order.
+Programs are persistent and fetch items from the work queue (``lang.work_queue``), so that each program does its setup
+once and not per tile.
+
+Buffers store whole tiles in the order in which they are computed, each in fragment layout (``to_fragment_layout``). So
+a tile group is contiguous for every shape, and sender and receiver use the same order.
 """
 
 import triton.language as tl
@@ -24,14 +25,18 @@ from tdkernels.ops.common.rank_reduce import sum_of_tile
 from tdkernels.ops.common.staging import copy_out_staged, stage_tile
 
 
-# Compiled once for a tile, whatever the shape, plan and size of an item: that is what makes tuning cheap.
+# Compiled once per tile, for all shapes, plans and group sizes. This makes tuning cheap.
 @td.jit(do_not_specialize=["M_shard", "N", "K", "stride_w", "lag", "plan", "item_tiles", "group_m"])
 def gemm_rs_kernel(
     ctx, x_ptr, x_desc, w_ptr, w_desc, bias_ptr, z_ptr, stage_ptr,
     M_shard, N, K, stride_w, lag, plan, item_tiles, group_m,
     COPY_WORDS: tl.constexpr, RANKS: tl.constexpr, PRODUCT: tl.constexpr, trace_ptr=None,
 ):
-    """z = our rows of the sum over ranks of x @ w.T; x is [W * M_shard, K], z is [M_shard, N]."""
+    """Compute z [M_shard, N] = this rank's rows of the sum over ranks of x [W * M_shard, K] @ w.T.
+
+    Signal number ``source * items + item`` of a half is set when the partials of ``source`` for a tile group of this
+    rank are in its memory, [W, items * item_tiles] tiles.
+    """
     BLOCK_M: tl.constexpr = PRODUCT.block_m
     BLOCK_N: tl.constexpr = PRODUCT.block_n
     N = as_aligned(N, PRODUCT.aligned)
@@ -58,7 +63,7 @@ def gemm_rs_kernel(
             item = period - lag
             if (item >= 0) & (item < items * (ranks - 1)):
                 owner = (me + 1 + item // items) % ranks
-                first = item % items * item_tiles  # of its tiles
+                first = item % items * item_tiles  # first tile of the group
                 staged = item.to(tl.int64) * item_tiles
                 slot = (me * items).to(tl.int64) * item_tiles + first
                 answer = copy_out_staged(
@@ -87,7 +92,7 @@ def gemm_rs_kernel(
                     stage_tile(ctx, stage_ptr + staged * TILE, staged, acc, epoch, BLOCK_M, BLOCK_N)
                 else:
                     td.mark(trace, "waits", ALL_PEERS)
-                    # producer: _forward_item of every peer
+                    # producer: copy_out_staged of every peer
                     td.wait_plan_all(ctx, td.signal_at(ctx, half, tile // item_tiles), items, signal)
                     td.mark(trace, "sums")
                     z = sum_of_tile(

@@ -1,14 +1,13 @@
-"""The kernel behind GEMM-RS without a stop on the way: partial tiles go from registers to their owner's memory.
+"""Kernel of gemm_rs with transport "direct": partial tiles are sent from registers to their owner, without staging.
 
-The first half of the programs goes through the tiles of the other ranks, those of rank + 1 first; the second half goes
-through our own tiles and adds the peers' partials to them. Only the second half waits, for what the first half of the
-peers has sent: program order is dataflow order, however few programs fit the GPU at a time.
+The first half of the programs computes and sends the tiles of the other ranks, rank + 1 first. The second half computes
+this rank's own tiles and adds the peers' partials. Progress (invariant 1): only the second half waits, and only for
+programs of the first half on the peers, which have smaller ids.
 
-A tile leaves by the copy engine of the multiprocessor (TMA), which takes it from shared memory and sends it while the
-program multiplies the next tile; only then the program makes sure that it has arrived, and says so. Nothing is staged
-in our own memory, and nobody forwards. Where there is no such engine, a program stores its tile at the peer itself.
+With TMA, a tile is sent from shared memory by the TMA engine of the SM while the program computes the next tile. Then
+the program waits until the tile has arrived and sets its signal. Without TMA, the program stores the tile at the peer.
 
-Tiles travel in register order (``common.gemm_tile.to_fragment_layout``), as [BLOCK_M, BLOCK_N] like any other tile.
+Tiles are sent in fragment layout (``common.gemm_tile.to_fragment_layout``), with the shape [BLOCK_M, BLOCK_N].
 """
 
 import triton.language as tl
@@ -21,7 +20,7 @@ from tdkernels.ops.common.rank_reduce import sum_of_tile
 
 @td.jit
 def _send(step, half, row, tile, descs, RANKS: tl.constexpr):
-    """Start the copy of a tile to rank + 1 + ``step``, to ``row`` of a half of its buffer."""
+    """Start the TMA store of a tile to rank + 1 + ``step``, at ``row`` of a half of its buffer."""
     for peer in tl.static_range(RANKS - 1):
         if step == peer:
             descs[peer].store([half, row, 0], tile)
@@ -29,7 +28,7 @@ def _send(step, half, row, tile, descs, RANKS: tl.constexpr):
 
 @td.jit
 def _announce(ctx, piece, tiles, half, signal, me, RANKS: tl.constexpr, BY_ENGINE: tl.constexpr):
-    """Raise the signal of a tile that was sent, when it has arrived."""
+    """Wait until the tile of work item ``piece`` has arrived at its owner, and set its signal there."""
     if BY_ENGINE:
         td.await_tma_stores()
     owner = (me + 1 + piece // tiles) % RANKS
@@ -37,17 +36,18 @@ def _announce(ctx, piece, tiles, half, signal, me, RANKS: tl.constexpr, BY_ENGIN
     td.notify(ctx, td.signal_at(ctx, half, me * tiles + piece % tiles), owner, signal)
 
 
-# Compiled once for a tile, whatever the shape and plan: that is what makes tuning cheap.
+# Compiled once per tile, for all shapes and plans. This makes tuning cheap.
 @td.jit(do_not_specialize=["M_shard", "N", "K", "stride_w", "plan", "group_m"])
 def gemm_rs_direct_kernel(
     ctx, x_ptr, x_desc, w_ptr, w_desc, bias_ptr, z_ptr, z_desc,
     desc1, desc2, desc3, desc4, desc5, desc6, desc7,
     M_shard, N, K, stride_w, plan, group_m, RANKS: tl.constexpr, PRODUCT: tl.constexpr, trace_ptr=None,
 ):
-    """z = our rows of the sum over ranks of x @ w.T; x is [W * M_shard, K], z is [M_shard, N].
+    """Compute z [M_shard, N] = this rank's rows of the sum over ranks of x [W * M_shard, K] @ w.T.
 
-    Signal number ``source * tiles + tile`` of a half says that the source's partial of one of our tiles is in our
-    buffer, which is [ranks, tiles, BLOCK_M, BLOCK_N]. ``desc1`` … are those of rank + 1 …, [halves, rows, BLOCK_N].
+    The data of a half is [ranks, tiles, BLOCK_M, BLOCK_N]. Signal number ``source * tiles + tile`` is set when the
+    partial of ``source`` is stored there. ``desc1``, ``desc2``, ... are descriptors of the buffers of rank + 1,
+    rank + 2, ..., [halves, rows, BLOCK_N].
     """
     BLOCK_M: tl.constexpr = PRODUCT.block_m
     BLOCK_N: tl.constexpr = PRODUCT.block_n
@@ -67,7 +67,7 @@ def gemm_rs_direct_kernel(
     sends = tl.program_id(0) < programs
     first = tl.where(sends, tl.program_id(0), sent + tl.program_id(0) - programs)
     last = tl.where(sends, sent, sent + tiles)
-    # A void launch has no pieces: a peer may still read what an earlier launch has sent.
+    # A void launch has no work items: a peer may still read the data of an earlier launch.
     last = tl.where(td.is_void_for_all(signal), first, last)
 
     for piece in tl.range(first, last, programs):
@@ -101,7 +101,7 @@ def gemm_rs_direct_kernel(
         else:
             tile = piece % tiles
             td.mark(trace, "waits", ALL_PEERS)
-            # producer: every peer's program for the same tile
+            # producer: the program for the same tile on every peer
             td.wait_plan_all(ctx, td.signal_at(ctx, half, tile), tiles, signal)
             td.mark(trace, "sums")
             z = sum_of_tile(
@@ -110,7 +110,7 @@ def gemm_rs_direct_kernel(
                 DTYPE, RANKS, BLOCK_M, BLOCK_N, PRODUCT.has_bias,
             )
             if z_desc is not None:
-                z_desc.store([0, row, col], z.reshape(1, BLOCK_M, BLOCK_N))  # three-dimensional as _send's: one buffer
+                z_desc.store([0, row, col], z.reshape(1, BLOCK_M, BLOCK_N))  # 3-D as in _send: one shared-memory buffer
             else:
                 store_rows(z_ptr, z, row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N), M_shard, N)
         td.mark(trace, "finishes")

@@ -1,34 +1,37 @@
-"""The kernel behind GEMM-RS in a group on several nodes: sums are made inside a node before they take the network.
+"""Kernel of gemm_rs for groups on several nodes: partials are summed inside each node before they cross the network.
 
-Rank l of node n owns the final rows of (n, l), and collects, inside its node, the rows of (n', l) for every node n': of
-them one sum leaves the node, so each byte crosses the network once, and only between ranks of the same number.
+This rank is (n, l): local rank l of node n. It owns the final rows of (n, l). Inside its node it also sums the rows of
+(n', l) for every other node n', and sends one sum to (n', l). So each byte crosses the network once, and only between
+ranks with the same local rank.
 
-The nodes come in turn, n + 1 first and our own last; of a node n' the rows of (n', l + 1) come first, then those of
-(n', l + 2) …, those of (n', l) last. What becomes of a tile:
+Tiles are ordered by the node of their rows: node n + 1 first, this node last. Within a node n', the rows of
+(n', l + 1) come first, then (n', l + 2), and so on, and (n', l) last. By the owner of its rows, a tile is processed so:
 
-    of (n', l'), l' != l    the partial is staged in our own memory, and forwarded to rank l' of our node
-    of (n', l), n' != n     the epilogue waits for the node peers' partials, adds them in fp32 in the order of their
-                            ranks, rounds the node's sum and puts it into the memory of (n', l)
-    of (n, l)               the same, not rounded; then the epilogue waits for the other nodes' sums, adds them in the
-                            order of the nodes, and the bias, and stores z
+    (n', l'), l' != l    The partial is staged in this rank's memory and copied to rank l' of this node.
+    (n', l), n' != n     The epilogue waits for the node peers' partials, adds them in fp32 in rank order, rounds the
+                         node's sum, and puts it into the memory of (n', l).
+    (n, l)               The node's sum is computed in the same way, but not rounded. Then the epilogue waits for the
+                         sums of the other nodes, adds them in the order of the nodes, adds the bias, and stores z.
 
-Forwarding is by pieces of their own that are strewn between the products, as in ``gemm_rs_kernel``, which also says how
-the pieces are numbered and taken. That is simpler here than to send from where a tile was computed, whose signal would
-have to be raised one piece later, but before any wait; and it takes any number of ranks. A piece waits for pieces of
-smaller numbers only, here and on every peer: ``lag`` is at most the periods of a rank's rows, so that node peers have
-forwarded the item of a tile by the period in which we compute it; and other nodes put their sums of our rows before
-they come to their own, which are the last. A put is one tile, contiguous: 32 to 64 KiB of the usual ones.
+Copies of staged tiles are work items interleaved with the tiles. ``kernel`` describes the work list. This is simpler
+than sending a tile from the program that computed it: such a program would have to set the signal one item later, but
+before any wait. It also supports any number of ranks. A put is one contiguous tile, usually 32 to 64 KiB.
 
-Of a half's signals, number ``(n' * LOCAL + s) * items + item`` says that the partials of rank s of our node of the rows
-of (n', l) are here, number ``ranks * items + m * tiles + tile`` that node m's sum of a tile is. Of its data, partials
-are [nodes, LOCAL] times the tiles of a shard and the sums of nodes are [nodes] times as many: W + NODES times M / W
-rows, in whole tiles. Our own place among the partials of another node's rows is where our node's sum of them is sent
-from; two of the places are not used.
+Progress (invariant 1). An item waits only for items with smaller numbers, on this rank and on every peer. ``lag`` is at
+most the number of periods of a rank's rows, so node peers have copied out the group of a tile by the period in which
+this rank computes the tile. Other nodes put their sums of this rank's rows before they process their own rows, which
+are last.
 
-Halves are used again two calls later, with nothing to wait for between: each tile of our own rows waits for all node
-peers and for rank l of each other node, which has waited for all of its own node. So nobody finishes call t + 1 before
-everybody has begun it, and so has finished call t: has read what came, partials and sums, hence the sums that we sent
-it have arrived, and are not read for the network any more.
+Memory of a half. Signal number ``(n' * LOCAL + s) * items + item`` is set when the partials of rank s of this node for
+rows of (n', l) have arrived; signal number ``ranks * items + m * tiles + tile`` when the sum of node m for a tile has
+arrived. The partials are [nodes, LOCAL] times the tiles of a shard, followed by the sums of the nodes, [nodes] times
+the tiles of a shard. In total this is W + NODES times M / W rows, in whole tiles. This rank's own slot among the
+partials of another node's rows holds the sum that is sent to that node. Two slots are not used.
+
+Buffer reuse (invariant 3). A half is used again two calls later, without a barrier. Each tile of this rank's rows waits
+for all node peers and for rank l of each other node, which has waited for its whole node. So no rank finishes call
+t + 1 before all ranks have begun it and thus finished call t. A rank that has finished call t has read all partials and
+sums that it received in it. So the sums that were sent to it have arrived, and the network reads them no longer.
 """
 
 import triton.language as tl
@@ -43,13 +46,16 @@ from tdkernels.ops.common.staging import copy_out_staged, stage_tile
 
 @td.jit
 def _owner(turn, me, NODES: tl.constexpr, LOCAL: tl.constexpr):
-    """(node, number on it) of the rank whose rows come in a turn, 0 to W - 1; our own are the last."""
+    """Return (node, local rank) of the rank whose rows are processed in a turn, 0 to W - 1. This rank is the last."""
     return (me // LOCAL + 1 + turn // LOCAL) % NODES, (me % LOCAL + 1 + turn % LOCAL) % LOCAL
 
 
 @td.jit
 def _staged(period, items, item_tiles, LOCAL: tl.constexpr):
-    """Number of the first tile of a period among those that are staged, which is nothing in the last part of a turn."""
+    """Return the index of the first tile of a period among the staged tiles.
+
+    The last ``items`` of each ``LOCAL * items`` periods stage nothing: their rows are summed by this rank.
+    """
     return (period - period // (LOCAL * items) * items).to(tl.int64) * item_tiles
 
 
@@ -59,9 +65,10 @@ def _put_node_sum(
     LOCAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TILE_BYTES: tl.constexpr, DTYPE: tl.constexpr,
     trace,
 ):
-    """Add our node's partials to ``acc``, and put the rounded sum to its owner on another node; the next ticket.
+    """Add this node's partials to ``acc``, and put the rounded sum to its owner on another node.
 
-    Rank s of our node has its partial at ``parts + s * part_bytes``; the sum is sent from our own place there.
+    The partial of rank s of this node is at ``parts + s * part_bytes``. The sum is sent from this rank's slot there.
+    Returns the result of ``td.fetch_work_item``.
     """
     answer = td.fetch_work_item(ctx)
     td.mark(trace, "sums")
@@ -74,19 +81,19 @@ def _put_node_sum(
         td.pointer_to(src, DTYPE) + tl.arange(0, BLOCK_M * BLOCK_N), to_fragment_layout(total, BLOCK_M, BLOCK_N)
     )
     td.mark(trace, "pushes", owner)
-    # waiter: the owner's program for the same tile
+    # waiter: the program for the same tile on the owner
     td.put_signal(ctx, dst, src, TILE_BYTES, signal_ptr, signal, owner, CHECK_FAILED=True)
     return answer
 
 
-# Compiled once for a tile, whatever the shape, plan and size of an item: that is what makes tuning cheap.
+# Compiled once per tile, for all shapes, plans and group sizes. This makes tuning cheap.
 @td.jit(network=True, do_not_specialize=["M_shard", "N", "K", "stride_w", "lag", "plan", "item_tiles", "group_m"])
 def gemm_rs_nodes_kernel(
     ctx, x_ptr, x_desc, w_ptr, w_desc, bias_ptr, z_ptr, stage_ptr,
     M_shard, N, K, stride_w, lag, plan, item_tiles, group_m,
     COPY_WORDS: tl.constexpr, NODES: tl.constexpr, LOCAL: tl.constexpr, PRODUCT: tl.constexpr, trace_ptr=None,
 ):
-    """z = our rows of the sum over ranks of x @ w.T; x is [W * M_shard, K], z is [M_shard, N]."""
+    """Compute z [M_shard, N] = this rank's rows of the sum over ranks of x [W * M_shard, K] @ w.T."""
     BLOCK_M: tl.constexpr = PRODUCT.block_m
     BLOCK_N: tl.constexpr = PRODUCT.block_n
     N = as_aligned(N, PRODUCT.aligned)
@@ -96,7 +103,7 @@ def gemm_rs_nodes_kernel(
     TILE_BYTES: tl.constexpr = TILE * PRODUCT.elem_bytes
     DTYPE: tl.constexpr = z_ptr.dtype.element_ty
     RANKS: tl.constexpr = NODES * LOCAL
-    FORWARDS: tl.constexpr = 1 if LOCAL > 1 else 0  # pieces of a period that forward
+    FORWARDS: tl.constexpr = 1 if LOCAL > 1 else 0  # work items per period that copy out staged tiles
     me = td.rank(ctx)
     own_node = me // LOCAL
     own_local = me % LOCAL
@@ -105,7 +112,7 @@ def gemm_rs_nodes_kernel(
     tiles_n = (N + BLOCK_N - 1) // BLOCK_N
     tiles = tiles_m * tiles_n
     items = (tiles + item_tiles - 1) // item_tiles
-    part_bytes = tl.cast(items, tl.int64) * item_tiles * TILE_BYTES  # of the rows of a rank
+    part_bytes = tl.cast(items, tl.int64) * item_tiles * TILE_BYTES  # bytes of the rows of one rank
     sums_offset = RANKS * part_bytes
     pieces = RANKS * items * (FORWARDS + item_tiles)
 
@@ -120,7 +127,7 @@ def gemm_rs_nodes_kernel(
             node, local = _owner(item // items, me, NODES, LOCAL)
             if (period >= lag) & (local != own_local):
                 peer = own_node * LOCAL + local
-                first = item % items * item_tiles  # of its tiles
+                first = item % items * item_tiles  # first tile of the group
                 staged = _staged(item, items, item_tiles, LOCAL)
                 slot = (node * LOCAL + own_local) * part_bytes + first.to(tl.int64) * TILE_BYTES
                 answer = copy_out_staged(
@@ -169,7 +176,7 @@ def gemm_rs_nodes_kernel(
                     else:
                         td.mark(trace, "waits", ALL_PEERS)
                         for step in tl.static_range(1, NODES):
-                            # producer: the program for the same tile of the rank of our number on the node
+                            # producer: the program for the same tile on the rail peer on that node
                             other = (own_node + step) % NODES
                             td.await_put(
                                 ctx, td.signal_at(ctx, half, RANKS * items + other * tiles + tile), signal,

@@ -1,4 +1,6 @@
-"""Launch the kernel of gemm_rs, or compile it ahead of time."""
+"""Launch the kernels of gemm_rs, or compile them ahead of time."""
+
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,14 +17,19 @@ from tdkernels.runtime import gpu, recorder
 from tdkernels.runtime.kernel_launch import Launch, output_spec
 from tdkernels.symm import get_workspace
 
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
-def problem_fields(x, weight):
-    """What must be the same on all ranks before a config is chosen."""
+    from tdkernels.ops.dense.gemm_rs.config import GemmRsConfig
+
+
+def problem_fields(x: torch.Tensor, weight: torch.Tensor) -> dict[str, Any]:
+    """Return the properties of a call that must be equal on all ranks, before a config is selected."""
     return {"M": x.shape[0], "N": weight.shape[0], "K/W": x.shape[1], "dtype": str(x.dtype)}
 
 
 def _arguments(ctx, x, weight, bias, z, stage, rows, lag, plan, world_size, config):
-    """The kernel's arguments."""
+    """Return the kernel's arguments and constants."""
     tiles = config.tiles
     n, k = weight.shape
     weight, stride_w, x_desc, w_desc, constants = gemm_operands.product(x, weight, bias, tiles)
@@ -33,10 +40,13 @@ def _arguments(ctx, x, weight, bias, z, stage, rows, lag, plan, world_size, conf
     return args, {"COPY_WORDS": COPY_WORDS, "RANKS": world_size, **constants}
 
 
-def compile(x, weight, bias, world_size, config, num_nodes=1):
-    """Compile what ``launch`` with the same operands would launch, into Triton's cache; launches nothing."""
+def compile(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, world_size: int, config: "GemmRsConfig",
+    num_nodes: int = 1,
+) -> None:
+    """Compile the kernel that ``launch`` would launch for these operands, into Triton's cache, without launching it."""
     if x.device.type == "cpu" or config.method != "fused":
-        return  # interpreted; nothing of it depends on the config
+        return  # the CPU interprets; the other methods have no kernel that depends on the config
     if num_nodes > 1:
         return launch_multinode.compile(x, weight, bias, world_size, config, num_nodes)
     if config.transport == "direct":
@@ -50,16 +60,22 @@ def compile(x, weight, bias, world_size, config, num_nodes=1):
     gemm_rs_kernel.warmup(*args, grid=(1,), **constants)
 
 
-def launch(x, weight, bias, group, config):
-    """Launch an overlapping form on 2-D operands."""
+def launch(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: "dist.ProcessGroup",
+    config: "GemmRsConfig",
+) -> torch.Tensor:
+    """Run gemm_rs on 2-D operands with method "fused" or "parts"; return z."""
     if config.method == "parts":
         return pipelined.launch(x, weight, bias, group, config, with_config(problem_fields(x, weight), config))
     z, *_ = launch_product(_workspace(x, group, config), x, weight, bias, config, _prepare)
     return z
 
 
-def bind(x, weight, bias, group, config):
-    """Return the Launch of a fused call; None if the call needs more than one launch, or copies an operand."""
+def bind(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: "dist.ProcessGroup",
+    config: "GemmRsConfig",
+) -> Launch | None:
+    """Return the Launch of a fused call; None if the call copies an operand."""
     return bind_product(_workspace(x, group, config), x, weight, bias, config, _prepare)
 
 
@@ -70,6 +86,7 @@ def _workspace(x, group, config):
 
 
 def _prepare(workspace, x, weight, bias, config):
+    """Return the Launch for normalized operands."""
     fields = with_config(problem_fields(x, weight), config)
     if workspace.group.topology.num_nodes > 1:
         return launch_multinode.prepare(workspace, x, weight, bias, config, fields)
@@ -83,7 +100,8 @@ def _prepare(workspace, x, weight, bias, config):
     tiles = config.tiles
     count = tiles.count(rows, n)  # tiles of one shard
     items = cdiv(count, config.item_tiles)
-    # Late enough that the tiles of an item are ready when its forwarding program starts, never later than a shard.
+    # Periods between computing a tile group and copying it out: a wave of tiles, so that the tiles are ready when the
+    # work item that copies them starts, but at most the periods of a shard.
     lag = min(cdiv(gpu.num_sms(x.device), config.item_tiles), items)
     slots = items * config.item_tiles
     plan = workspace.prepare(

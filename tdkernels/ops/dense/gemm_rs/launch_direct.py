@@ -1,4 +1,7 @@
-"""Launch the kernel of gemm_rs that sends each tile from where it was computed, or compile it ahead of time."""
+"""Launch the "direct" kernel of gemm_rs, or compile it ahead of time."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -8,24 +11,27 @@ from tdkernels.ops.dense.gemm_rs.kernel_direct import gemm_rs_direct_kernel
 from tdkernels.runtime import gpu, recorder
 from tdkernels.runtime.kernel_launch import Launch, output_spec
 
-MAX_RANKS = 8  # one descriptor for each peer is an argument of its own
+if TYPE_CHECKING:
+    from tdkernels.symm.workspace import Workspace
+
+MAX_RANKS = 8  # the descriptor of each peer is a separate argument of the kernel
 
 
-def shared_memory_bytes(config, device, dtype):
-    """What a config needs beside the stages of the main loop: a tile that is on its way out."""
+def shared_memory_bytes(config: Any, device: torch.device, dtype: torch.dtype) -> int:
+    """Return the shared memory that a config needs besides the stages of the main loop: one tile that is being sent."""
     leaves_by_engine = config.transport == "direct" and gpu.has_tma(device) and dtype.itemsize == 2
     return config.tiles.block_m * config.tiles.block_n * dtype.itemsize if leaves_by_engine else 0
 
 
 def _tiles_descriptor(memory, slots, half_bytes, tiles):
-    """Descriptor of a buffer of whole tiles, [halves, slots * block_m, block_n]; memory begins with its first half."""
+    """Return a descriptor of whole tiles, [2, slots * block_m, block_n], for ``memory``, which begins with half 0."""
     shape = [2, slots * tiles.block_m, tiles.block_n]
     strides = [half_bytes // memory.element_size(), tiles.block_n, 1]
     return TensorDescriptor(memory, shape, strides, [1, tiles.block_m, tiles.block_n])
 
 
 def _peer_descriptors(workspace, dtype, tiles, slots):
-    """Descriptors of the buffers of rank + 1, rank + 2 …, kept for as long as the buffers are."""
+    """Return descriptors of the buffers of rank + 1, rank + 2, ..., cached as long as the buffers exist."""
     key = "gemm_rs_direct", dtype, tiles.block_m, tiles.block_n, slots
     found = workspace.launches[key]
     if found is None:
@@ -38,7 +44,7 @@ def _peer_descriptors(workspace, dtype, tiles, slots):
 
 
 def _arguments(ctx, x, weight, bias, z, peers, rows, plan, world_size, config):
-    """The kernel's arguments; ``peers``: descriptors of the peers' buffers, or None where there are none."""
+    """Return the kernel's arguments and constants; ``peers``: descriptors of the peers' buffers, None without TMA."""
     tiles = config.tiles
     n, k = weight.shape
     weight, stride_w, x_desc, w_desc, constants = gemm_operands.product(x, weight, bias, tiles)
@@ -53,8 +59,10 @@ def _arguments(ctx, x, weight, bias, z, peers, rows, plan, world_size, config):
     return args, {"RANKS": world_size, **constants}
 
 
-def compile(x, weight, bias, world_size, config):
-    """Compile what ``launch`` with the same operands would launch, into Triton's cache; launches nothing."""
+def compile(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, world_size: int, config: Any,
+) -> None:
+    """Compile the kernel for these operands into Triton's cache, without launching it."""
     x = gemm_operands.rows_contiguous(x)
     ctx = torch.empty(1, dtype=torch.int64, device=x.device)
     tiles, rows, z, peers = config.tiles, x.shape[0] // world_size, x.new_empty(1), None
@@ -65,13 +73,20 @@ def compile(x, weight, bias, world_size, config):
     gemm_rs_direct_kernel.warmup(*args, grid=(1,), **constants)
 
 
-def prepare(workspace, x, weight, bias, config, fields):
-    """The Launch on 2-D operands, as gemm_rs_kernel.launch makes them."""
+def prepare(
+    workspace: "Workspace", x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, config: Any,
+    fields: Mapping[str, Any],
+) -> Launch:
+    """Return the Launch for normalized operands; ``fields`` as for ``Workspace.prepare``.
+
+    Raises:
+        ValueError: If the group has more than MAX_RANKS ranks.
+    """
     world_size = workspace.world_size
     if world_size > MAX_RANKS:
         raise ValueError(
-            f'gemm_rs: config: transport "direct" is for at most {MAX_RANKS} ranks, the group has {world_size}; '
-            f'"forward" is for any number'
+            f'gemm_rs: config: transport "direct" supports at most {MAX_RANKS} ranks, the group has {world_size}; '
+            f'"forward" supports any number'
         )
     n = weight.shape[0]
     tiles = config.tiles
@@ -84,7 +99,7 @@ def prepare(workspace, x, weight, bias, config, fields):
     z = output_spec(x, rows, n)
     peers = _peer_descriptors(workspace, x.dtype, tiles, slots) if gemm_operands.tma_fits(x, weight) else None
     args, constants = _arguments(workspace.ctx, x, weight, bias, z, peers, rows, plan, world_size, config)
-    programs = min(count * (world_size - 1), gpu.num_sms(x.device))  # of each half
+    programs = min(count * (world_size - 1), gpu.num_sms(x.device))  # half of the programs send, half sum
     constants["trace_ptr"] = recorder.buffer(x.device, world_size * count)
     fixed = [workspace.ctx, *(peer.base for peer in peers or [])]
     return Launch(workspace, gemm_rs_direct_kernel, (2 * programs,), args, constants, (x, weight, bias), (z,), fixed)

@@ -1,5 +1,8 @@
 """Launch the kernel of gemm_rs on several nodes, or compile it ahead of time."""
 
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
 import torch
 
 from tdkernels.ops.common import gemm_operands
@@ -9,9 +12,12 @@ from tdkernels.rounding import cdiv
 from tdkernels.runtime import gpu, recorder
 from tdkernels.runtime.kernel_launch import Launch, output_spec
 
+if TYPE_CHECKING:
+    from tdkernels.symm.workspace import Workspace
+
 
 def _arguments(ctx, x, weight, bias, z, stage, rows, lag, plan, world_size, num_nodes, config):
-    """The kernel's arguments."""
+    """Return the kernel's arguments and constants."""
     tiles = config.tiles
     n, k = weight.shape
     weight, stride_w, x_desc, w_desc, constants = gemm_operands.product(x, weight, bias, tiles)
@@ -23,8 +29,10 @@ def _arguments(ctx, x, weight, bias, z, stage, rows, lag, plan, world_size, num_
     return args, {"COPY_WORDS": COPY_WORDS, **nodes, **constants}
 
 
-def compile(x, weight, bias, world_size, config, num_nodes):
-    """Compile what ``launch`` with the same operands would launch, into Triton's cache; launches nothing."""
+def compile(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, world_size: int, config: Any, num_nodes: int,
+) -> None:
+    """Compile the kernel for these operands into Triton's cache, without launching it."""
     x = gemm_operands.rows_contiguous(x)
     ctx = torch.empty(1, dtype=torch.int64, device=x.device)
     z = stage = x.new_empty(1)
@@ -33,8 +41,11 @@ def compile(x, weight, bias, world_size, config, num_nodes):
     gemm_rs_nodes_kernel.warmup(*args, grid=(1,), **constants)
 
 
-def prepare(workspace, x, weight, bias, config, fields):
-    """The Launch for operands that are ``ready``."""
+def prepare(
+    workspace: "Workspace", x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, config: Any,
+    fields: Mapping[str, Any],
+) -> Launch:
+    """Return the Launch for normalized operands; ``fields`` as for ``Workspace.prepare``."""
     topology = workspace.group.topology
     ranks, nodes, local = topology.world_size, topology.num_nodes, topology.local_world_size
     n = weight.shape[0]
@@ -42,7 +53,8 @@ def prepare(workspace, x, weight, bias, config, fields):
     tiles = config.tiles
     count = tiles.count(rows, n)  # tiles of one shard
     items = cdiv(count, config.item_tiles)
-    # Late enough that the tiles of an item are ready when its forwarding program starts, never later than a shard.
+    # Periods between computing a tile group and copying it out: a wave of tiles, so that the tiles are ready when the
+    # work item that copies them starts, but at most the periods of a shard.
     lag = min(cdiv(gpu.num_sms(x.device), config.item_tiles), items)
     slots = items * config.item_tiles
     staged = (ranks - nodes) * slots  # tiles

@@ -1,23 +1,41 @@
-"""GEMM-RS: z = reduce_scatter(x @ weight.T), the reduction hidden behind the product.
+"""gemm_rs: z = reduce_scatter(x @ weight.T). The reduce-scatter is overlapped with the GEMM.
 
-    x [M, K / W] on each rank, weight [N, K / W] (columns of the full one)  ->  z [M / W, N]
+    x [M, K / W] on each rank, weight [N, K / W] (this rank's columns)  ->  z [M / W, N]
 
-Schedule (``gemm_rs_kernel``). A rank computes the partial tiles of the rows of rank + 1 first, then those of rank + 2
-and so on, and stages them in its own memory. Pieces of work strewn between them forward finished groups of tiles to the
-rank that owns the rows and raise one signal for each group there; or, ``transport="direct"`` (``kernel_direct``), each
-tile is sent from where it was computed, with a signal of its own. Its own rows come last: each of their tiles waits, in
-its epilogue, for the peers' partials of that tile, and adds all partials in fp32 in rank order, so that the result does
-not depend on timing. Partials travel in the dtype of x, as those of a plain reduce-scatter do. Call t uses half t mod
-2 of the workspace; as with ag_gemm no rank can finish call t + 1 before all have begun it, so there is no barrier.
-With ``method="parts"`` (``pipelined``) products are the vendor's, one an owner, beside copies of those before.
-Across nodes (``gemm_rs_nodes_kernel``) each node adds its own ranks' partials first, and one sum of them leaves it.
+Method "fused" (``kernel``). A rank computes the partial tiles of the rows of rank + 1 first, then of rank + 2, and so
+on, and stages them in its own memory. Work items interleaved with the tiles copy each finished group of tiles to the
+rank that owns the rows, and set one signal per group there. The tiles of the rank's own rows come last. In its
+epilogue, each of them waits for the peers' partials of the same tile and adds all partials in fp32 in rank order, so
+the result does not depend on timing. Partials are sent in the dtype of x, as in a reduce-scatter of torch. There is no
+barrier: call t uses half t mod 2 of the workspace, and no rank can finish call t + 1 before all ranks have begun it.
 
-Backward. dx = all_gather(dz) @ weight is an AG-GEMM, which leaves all_gather(dz) behind for dweight and dbias; of large
-ones in parts, since its own kernels gather more slowly beside a product when all of it is to be kept.
+    transport      how a partial tile is sent
+    "forward"      staged, then copied in groups by other work items, as above
+    "direct"       by the program that computed it, each tile with its own signal (``kernel_direct``)
+    "one_shot"     by the program that computed it; one program per tile and K split, for small M
+                   (``dense.kernel_one_shot``)
+
+Method "parts" (``pipelined``). A pipelined GEMM: torch's GEMM (cuBLAS) multiplies the rows of one owner at a time,
+while the copy engine sends the previous results.
+
+Groups on several nodes (``kernel_multinode``). Each node adds the partials of its own ranks first, and only their
+sum leaves the node.
+
+Backward. Only x and weight are saved.
+
+    gradient    GEMM                                         communication
+    dx          ag_gemm: all_gather(dz) @ weight             dz is gathered, overlapped with the GEMM
+    dweight     cuBLAS: all_gather(dz).T @ x                 none; uses the dz that the ag_gemm has gathered
+    dbias       sum over the rows of all_gather(dz)          none
+
+If dweight or dbias is needed and the GEMM is large, the ag_gemm uses method "parts": its kernels gather more slowly
+during a GEMM if all of dz must be kept. If dx is not needed, dz is gathered alone.
 
 Example:
     z = tdkernels.gemm_rs(x, weight)            # instead of partial = x @ weight.T; reduce_scatter_tensor(z, partial)
 """
+
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -34,21 +52,27 @@ from tdkernels.runtime import autograd, torch_op
 from tdkernels.runtime.call_cache import lookup_run
 from tdkernels.symm import GroupLike, resolve_group
 
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
 
 @torch.no_grad()
 def gemm_rs_ref(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, group: GroupLike = None,
 ) -> torch.Tensor:
-    """The specification of ``gemm_rs``, in plain torch.distributed."""
+    """Compute ``gemm_rs`` in plain torch: a GEMM, then a reduce-scatter. Arguments as for ``gemm_rs``; no gradient."""
     group = resolve_group(group)
     z = reduce_scatter_rows(F.linear(x, weight), group)
     return z if bias is None else z + bias
 
 
-# ---- torch.library: what torch.compile sees ----
+# ---- torch.library operators, for torch.compile ----
 
 
-def run(x, weight, bias, group, config):
+def run(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: "dist.ProcessGroup", config: GemmRsConfig,
+) -> torch.Tensor:
+    """Compute z for 2-D operands and a resolved config, without gradient."""
     if config.method != "torch":
         return launch.launch(x, weight, bias, group, config)
     return gemm_rs_ref(x, weight, bias, group=group)
@@ -103,37 +127,40 @@ def gemm_rs(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, group: GroupLike = None,
     config: GemmRsConfig | None = None,
 ) -> torch.Tensor:
-    """Multiply x by weight and scatter the sum over ranks along the rows.
+    """Multiply x by ``weight.T``, and reduce-scatter the product along its rows while it is computed.
 
     Args:
-        x: [M, K / W] bf16, fp16 or fp32, M divisible by W; further leading dimensions are flattened and restored:
-            [B, S, K / W] gives [B / W, S, N], rank r's rows being r-th
-        weight: [N, K / W], the layout of torch.nn.Linear, this rank's columns of the full weight; same dtype
-        bias: [N], the same on all ranks, or None; added once, after the sum
-        group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the world (W ranks)
-        config: GemmRsConfig, the same on all ranks; None takes the best one known, see tdkernels.autotune
+        x: This rank's columns, [M, K / W] in bf16, fp16 or fp32. M must be divisible by W. Further leading dimensions
+            are flattened and restored: [B, S, K / W] gives [B / W, S, N], block r of z on rank r.
+        weight: This rank's columns of the full weight, [N, K / W] as in torch.nn.Linear, in the dtype of x.
+        bias: [N] in the dtype of x, the same on all ranks, or None. It is added once, after the sum.
+        group: A ProcessGroup, a one-dimensional DeviceMesh, or None for the default group (W ranks).
+        config: GemmRsConfig, the same on all ranks. None selects the best known config (see tdkernels.autotune).
 
     Returns:
-        z: [M / W, N], dtype of x, summed in fp32 in rank order (by torch's reduce-scatter, in its own order, where
-        torch's sequence is the best config known); in a group on several nodes the ranks of each node are added first,
-        and then the nodes' sums, of which those of other nodes are rounded to the dtype of x
+        z [M / W, N] in the dtype of x, summed in fp32 in rank order. If the selected method is "torch", torch's
+        reduce-scatter sums in its own order. If the group spans several nodes, the ranks of each node are summed first,
+        then the sums of the nodes; the sums of other nodes are rounded to the dtype of x.
 
     Gradient:
-        dx = all_gather(dz) @ weight; dweight = all_gather(dz).T @ x; dbias = all_gather(dz).sum(0), complete on every
-        rank
+        dx = all_gather(dz) @ weight, dweight = all_gather(dz).T @ x, dbias = all_gather(dz).sum(0), which is complete
+        on every rank.
 
     Raises:
-        TypeError or ValueError: for operands that do not fit, with their shapes, before anything is launched
-        ValueError: on every rank when the ranks disagree
-        PeerTimeoutError: when a peer does not come (on a GPU at the next call or at tdkernels.synchronize())
-        RuntimeError: in a backward with create_graph=True
+        TypeError, ValueError: If operands or config are invalid. Errors name the argument and its shape. Nothing has
+            been launched.
+        ValueError: On every rank, if the ranks disagree on shapes, dtype or config.
+        PeerTimeoutError: If a peer does not make the call in time. On a GPU it is raised by the next call or by
+            ``tdkernels.synchronize()``.
+        RuntimeError: In a backward with ``create_graph=True``.
 
     Contract:
-        collective over group; host sync: no (the first call with a shape agrees with the peers and allocates); CUDA
-        graph: yes, after one call outside; the caller owns the output
+        Collective over ``group``. No host synchronization, except in the first call with a shape, which runs a
+        consensus check and allocates. Can be captured in a CUDA graph after one call outside. The caller owns the
+        output.
 
     Source:
-        reduction in the epilogue of the owner's tiles: FLUX (https://arxiv.org/abs/2406.06858)
+        Reduction in the epilogue of the owner's tiles: FLUX (https://arxiv.org/abs/2406.06858).
     """
     group = resolve_group(group)
     known, key = lookup_run("gemm_rs", group, (x, weight, bias), (config, get_mode()))

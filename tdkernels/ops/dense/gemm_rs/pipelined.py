@@ -1,8 +1,11 @@
-"""GEMM-RS by torch's GEMM: a part for another rank is on its way, by the copy engine, while the next is multiplied.
+"""Pipelined gemm_rs: while torch's GEMM computes the part of one rank, the copy engine sends the previous part.
 
-The parts for rank + 1 come first, our own last; the ranks' parts are then added in fp32 and in rank order, each of them
-rounded to the dtype of x. No multiprocessor is taken from the product; the sum is read and written once more.
+The part of rank + 1 is computed first, this rank's own part last. Then the parts of all ranks, each rounded to the
+dtype of x, are added in fp32 and in rank order. The GEMM has all SMs. The cost is one more read and write of the sum.
 """
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from tdkernels.ops.collectives.async_reduce_scatter import AsyncReduceScatter
 from tdkernels.ops.dense.vendor_gemm import cut, product
@@ -10,25 +13,43 @@ from tdkernels.symm.group import group_state
 from tdkernels.symm.whole_call import whole_call
 from tdkernels.symm.workspace import refuse_nodes
 
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+    from tdkernels.ops.dense.gemm_rs.config import GemmRsConfig
+
 
 @whole_call
-def launch(x, weight, bias, group, config, fields):
-    """As ``gemm_rs_kernel.launch``, for a config of this method; ``fields``: what must be the same on all ranks."""
+def launch(
+    x: "torch.Tensor", weight: "torch.Tensor", bias: "torch.Tensor | None", group: "dist.ProcessGroup",
+    config: "GemmRsConfig", fields: Mapping[str, Any],
+) -> "torch.Tensor":
+    """Run gemm_rs with method "parts"; ``fields`` must be equal on all ranks."""
     scatter = start("gemm_rs", fields, x, weight, group, config.pieces)
     with scatter:
         return scatter.add_to(send_products(scatter, x, weight, config.pieces), bias)
 
 
-def start(operator, fields, x, weight, group, pieces):
-    """The Scatter of x @ weight.T, not begun."""
+def start(
+    operator: str, fields: Mapping[str, Any], x: "torch.Tensor", weight: "torch.Tensor", group: "dist.ProcessGroup",
+    pieces: int,
+) -> AsyncReduceScatter:
+    """Return the AsyncReduceScatter for x @ weight.T, before its ``begin``.
+
+    Raises:
+        NotImplementedError: If the group spans several nodes.
+    """
     refuse_nodes(operator, group_state(group))
     rows = x.shape[0] // group.size()
     part_bytes = rows * weight.shape[0] * x.element_size()
     return AsyncReduceScatter(operator, fields, part_bytes, group, x.device, len(cut(rows, pieces)), passes_on=False)
 
 
-def send_products(scatter, x, weight, pieces):
-    """Send each rank its rows of x @ weight.T, and return ours."""
+def send_products(
+    scatter: AsyncReduceScatter, x: "torch.Tensor", weight: "torch.Tensor", pieces: int
+) -> "torch.Tensor":
+    """Compute x @ weight.T, send each peer its rows in ``pieces`` chunks, and return this rank's rows."""
     ranks, n = scatter.world_size, weight.shape[0]
     by_owner = x.unflatten(0, (ranks, -1))
     spans = cut(by_owner.shape[1], pieces)

@@ -1,4 +1,6 @@
-"""GEMM-RS for the tuner: problems, the space of its configs, and about how long each takes."""
+"""Tunable of gemm_rs: problems, search space and cost model."""
+
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -11,12 +13,16 @@ from tdkernels.ops.dense.gemm_rs import launch, launch_direct, op
 from tdkernels.ops.dense.gemm_rs.config import GemmRsConfig
 from tdkernels.runtime import gpu
 
-_PROGRAMS = 64  # that forward at a time: enough for the link
-_ONE_SHOT_MOST_ROWS = 1024  # of all ranks; beyond, few rows they are not
+if TYPE_CHECKING:
+    from tdkernels.autotune.hardware import Hardware
+    from tdkernels.autotune.problem import Problem
+
+_PROGRAMS = 64  # programs that send concurrently: enough for the link
+_ONE_SHOT_MOST_ROWS = 1024  # of all ranks; with more rows the GEMM is not a small-M GEMM
 
 
 def _direct_tiles(device, dtype):
-    """Tiles that leave room in shared memory for one of them on its way out."""
+    """Return candidate tiles that leave shared memory for one tile that is being sent."""
     if device.type == "cpu" or dtype.itemsize > 2 or not gpu.has_tma(device):
         return dense.tile_space(device, dtype)
     return [
@@ -28,24 +34,26 @@ def _direct_tiles(device, dtype):
 
 
 class GemmRsTunable(dense.DenseTunable):
+    """Tunable of ``gemm_rs``. Shapes are (M, N, K) of the whole problem; the ranks divide M and K."""
+
     name = "gemm_rs"
     divided = (0, 2)
     config_class = GemmRsConfig
     op, launch, config_module = op, launch, gemm_rs_config
 
-    def sizes_of(self, *shapes, world_size):
+    def sizes_of(self, *shapes, world_size: int) -> tuple[int, int, int]:
         x, weight = dense.two_operands("gemm_rs", shapes)
         return torch.Size(x[:-1]).numel(), weight[0], world_size * weight[1]
 
-    def of_a_rank(self, problem):
+    def of_a_rank(self, problem: "Problem") -> tuple[int, int, int]:
         m, n, k = problem.shape
         return m // problem.world_size, n, k // problem.world_size
 
-    def operand_sizes(self, problem):
+    def operand_sizes(self, problem: "Problem") -> tuple[int, int, int]:
         m, n, k = problem.shape
         return m, n, k // problem.world_size
 
-    def space(self, problem, device):
+    def space(self, problem: "Problem", device: torch.device) -> list[GemmRsConfig]:
         rows, n, _ = self.of_a_rank(problem)
         configs = []
         for tiles in dense.tile_space(device, problem.torch_dtype):
@@ -66,11 +74,11 @@ class GemmRsTunable(dense.DenseTunable):
             ]
         return configs
 
-    def compiled(self, config):
+    def compiled(self, config: GemmRsConfig) -> tuple | None:
         tiles = super().compiled(config)
         return tiles and (config.transport, config.split_k > 1, *tiles)
 
-    def estimate_ms(self, config, problem, hardware):
+    def estimate_ms(self, config: GemmRsConfig, problem: "Problem", hardware: "Hardware") -> float:
         m, n, k = self.operand_sizes(problem)
         dtype, wire_bytes = problem.torch_dtype, self.floors(problem).wire_bytes
         if config.method == "torch":
@@ -79,7 +87,7 @@ class GemmRsTunable(dense.DenseTunable):
             product = dense.vendor_s(m, n, k, dtype, hardware)
             count, wire = config.pieces * problem.world_size, wire_bytes / dense.copy_rate(hardware)
             return 1e3 * dense.parts_s(count, product, wire, wire_bytes, hardware)
-        tiles = config.tiles
+        tiles: Any = config.tiles
         if config.transport == "one_shot":
             product = small_m_gemm.seconds(m, n, k, dtype, tiles, config.split_k, hardware)
             wire = wire_bytes / dense.push_rate(_PROGRAMS, hardware)
@@ -89,10 +97,10 @@ class GemmRsTunable(dense.DenseTunable):
         if config.transport == "direct":
             return 1e3 * (max(product, wire_bytes / rate) + 2 * tile + wire_bytes / hardware.memory)
         item = config.item_tiles * tiles.block_m * tiles.block_n * dtype.itemsize
-        total = wire_bytes / hardware.memory  # partials are read once more, to be added
+        total = wire_bytes / hardware.memory  # to read the partials again and add them
         return 1e3 * (max(product, wire_bytes / rate) + tile + item / rate + total)
 
-    def floors(self, problem):
+    def floors(self, problem: "Problem") -> Floors:
         m, n, k = self.operand_sizes(problem)
         wire_bytes = (problem.world_size - 1) * (m // problem.world_size) * n * problem.torch_dtype.itemsize
         return Floors(2 * m * n * k, wire_bytes)
