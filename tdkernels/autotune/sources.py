@@ -1,7 +1,8 @@
-"""Find the source files that affect the speed of an operator: its package, and its imports from ops and lang."""
+"""Find the source files that affect the speed of an operator, and hash their code."""
 
 import ast
 import functools
+import hashlib
 from pathlib import Path
 
 _ROOT = Path(__file__).parents[1]
@@ -21,11 +22,32 @@ def kernel_sources(package: str) -> list[Path]:
     return sorted(found)
 
 
+def hash_of(files: list[Path]) -> str:
+    """Return a hash of the code in files. Comments, docstrings and formatting do not change it.
+
+    Otherwise each release that rewords a comment would make the tuned entries of its users stale.
+    """
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(ast.unparse(_tree(file)).encode())
+    return digest.hexdigest()[:12]
+
+
+@functools.cache
+def _tree(file):
+    """Return the syntax tree of a file, without docstrings."""
+    tree = ast.parse(file.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
+            del node.body[0]
+    return tree
+
+
 @functools.cache
 def _imported(file):
     """Return the files in ``_FOLLOWED`` that a file imports."""
     names = set()
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in ast.walk(_tree(file)):
         if isinstance(node, ast.ImportFrom):
             names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
     paths = [_ROOT.joinpath(*name.split(".")[1:]) for name in names if name.startswith(_FOLLOWED)]

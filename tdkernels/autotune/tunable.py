@@ -4,7 +4,6 @@ The tuner, the disk cache and the command line access operators only through ``T
 """
 
 import functools
-import hashlib
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import triton
 
-from tdkernels.autotune.sources import kernel_sources
+from tdkernels.autotune.sources import hash_of, kernel_sources
 from tdkernels.exports import TUNERS
 
 if TYPE_CHECKING:
@@ -226,7 +225,5 @@ def tunable(name: str) -> Tunable:
 @functools.cache
 def versions(tunable: Tunable) -> dict[str, str]:
     """Return the versions that a tuned entry depends on: torch, triton and a hash of the kernels' source."""
-    digest = hashlib.sha256()
-    for file in kernel_sources(type(tunable).__module__.rpartition(".")[0]):
-        digest.update(file.read_bytes())
-    return {"torch": torch.__version__, "triton": triton.__version__, "kernels": digest.hexdigest()[:12]}
+    files = kernel_sources(type(tunable).__module__.rpartition(".")[0])
+    return {"torch": torch.__version__, "triton": triton.__version__, "kernels": hash_of(files)}

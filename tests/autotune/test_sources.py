@@ -1,13 +1,15 @@
-"""The hash of a tuned entry covers all that is timed."""
+"""Kernel source hash of a tuned entry: it covers all code that the tuner times."""
 
-from tdkernels.autotune.sources import kernel_sources
+import pytest
+
+from tdkernels.autotune.sources import hash_of, kernel_sources
 
 
 def names(package):
     return {str(file).partition("/tdkernels/")[2] for file in kernel_sources(f"tdkernels.ops.{package}")}
 
 
-def test_launchers_and_what_they_import_are_covered():
+def test_launchers_and_their_imports_are_covered():
     found = names("experts.tp_moe")
     for file in ("experts/tp_moe/kernel_ag_gemm.py", "experts/tp_moe/steps.py", "experts/grouped_gemm/tile.py",
                  "collectives/kernel_async_all_gather.py"):
@@ -17,5 +19,25 @@ def test_launchers_and_what_they_import_are_covered():
     assert "ops/experts/ep_moe/fused.py" in names("experts.ep_moe")
 
 
-def test_what_is_not_timed_is_left_out():
+def test_code_that_is_not_timed_is_excluded():
     assert not [file for file in names("dense.ag_gemm") if file.endswith(("/validation.py", "/tuning.py"))]
+
+
+SOURCE = """
+\"\"\"Module.\"\"\"
+def tile(a, b):
+    \"\"\"Multiply.\"\"\"
+    return a * b  # fast
+"""
+
+
+@pytest.mark.parametrize(
+    "old, new, changes",
+    [("Multiply.", "Return the product.", False), ("# fast", "# slow", False), ("a * b", "(a * b)", False),
+     ("a * b", "a + b", True), ("(a, b)", "(a, b=2)", True)],
+)
+def test_hash_covers_code_and_not_prose(tmp_path, old, new, changes):
+    before, after = tmp_path / "before.py", tmp_path / "after.py"
+    before.write_text(SOURCE)
+    after.write_text(SOURCE.replace(old, new))
+    assert (hash_of([before]) != hash_of([after])) == changes
