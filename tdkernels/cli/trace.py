@@ -47,7 +47,7 @@ def _record(options):
     shape, ranks, device = _problem(options)
     options.out.mkdir(parents=True, exist_ok=True)
     if device == "cpu":
-        print("On CPU ranks an interpreter runs the kernels: what they do is shown truly, their times mean nothing.")
+        print("CPU ranks interpret the kernels: the order of events is real, the times say nothing about a GPU.")
     repetitions = options.repetitions or _REPETITIONS[device]
     with RankPool(ranks, device, timeout_s=_TIMEOUT_S) as pool:
         try:
@@ -120,8 +120,10 @@ def _file_name(trace):
 def _print(trace):
     from tdkernels.trace.summary import headline, tables
 
-    for title, columns, rows in tables(trace):
-        _print_table(title, columns, rows)
+    (title, columns, rows), waits = tables(trace)
+    by_rank, *quantities = zip(columns, *rows, strict=True)  # a column for each rank: there are more quantities
+    _print_table(title, by_rank, quantities)
+    _print_table(*waits)
     print(headline(trace))
     print(f"config: {trace.about['config']}")
 
@@ -134,10 +136,10 @@ def _print_table(title, columns, rows):
         return
     table = Table(title=title, title_justify="left", title_style="bold")
     for column in columns:
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", no_wrap=True)
     for row, following in zip(rows, [*rows[1:], None]):
         table.add_row(*row, end_section=following is not None and following[0] != row[0] and "program" in columns)
-    console(width=200).print(table)  # up to 14 columns of numbers, which must not be cut
+    console().print(table)
 
 
 def _draw(trace, path):

@@ -97,7 +97,7 @@ def _of_ranks(trace):
     seen = "data" if all(found is None or found[2] for found in map(lambda r: arrivals(trace, r), range(len(rows)))) \
         else "data seen"
     columns = [
-        "rank", "ms", "began, us", *kinds, "overhead", "idle", "(at the end)",
+        "rank", "ms", "began, us", *kinds, "overhead", "idle", "idle at the end",
         f"first {seen}, us", f"last {seen}, us", "clock, us",
     ]
     return trace.title, columns, rows
@@ -110,7 +110,7 @@ def _of_waits(trace):
             peer = "all peers" if wait.peer == ALL_PEERS else "itself" if wait.peer == rank else f"rank {wait.peer}"
             place = str(wait.multiprocessor) if wait.multiprocessor >= 0 else "-"
             rows.append([str(rank), str(wait.program), place, peer, _us(wait.begin), _us(wait.end - wait.begin)])
-    return "longest waits", ["rank", "program", "multiprocessor", "for", "from, us", "for, us"], rows
+    return "longest waits", ["rank", "program", "multiprocessor", "peer", "start, us", "duration, us"], rows
 
 
 def _ms(ns):
